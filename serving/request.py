@@ -1,0 +1,157 @@
+"""A request on its way through the engine: what came in, where it stands, what goes out. No jax.
+
+A request with n > 1 choices becomes n `Sequence`s that share a prompt (and, through the prefix
+cache, its pages). The scheduler plans steps over sequences; the model runner executes a
+`StepPlan` and never looks at strings.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping
+
+from serving.sampling import Sampling
+
+
+class FinishReason(enum.StrEnum):
+    """Why a sequence ended, in the OpenAI API's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class QueueFull(RuntimeError):
+    """The waiting queue is at its limit; try again after `retry_after_s` seconds."""
+
+    def __init__(self, waiting: int, limit: int, retry_after_s: float):
+        super().__init__(f"The waiting queue is full: {waiting} of {limit} requests.")
+        self.retry_after_s = retry_after_s
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probability of one token and of the most likely tokens at its place."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 is the most likely token
+    top: Mapping[int, float]  # token id -> logprob, most likely first
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputDelta:
+    """What one sequence produced since the last delta; `on_output` receives these in order.
+
+    The first delta of each sequence may carry the prompt's log-probabilities (first entry None).
+    Exactly one delta per sequence has a finish_reason, and it is the last one.
+    """
+
+    request_id: str
+    index: int  # choice index, 0 <= index < n
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token id when asked for
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None  # the stop string or stop token id that ended it
+    num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
+    error: str | None = None  # message when finish_reason is ERROR
+    retryable: bool = False  # the same request may succeed later (HTTP 503)
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What a caller asked for, validated. `adapter_digest` pins the weights it was admitted with."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    adapter: str | None
+    adapter_digest: str  # "" for the base model
+    on_output: Callable[[OutputDelta], None]
+    arrival_s: float  # time.monotonic()
+    deadline_s: float  # monotonic time; waiting requests are served in this order
+    cache_salt: str = ""
+
+
+class SequenceState(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclasses.dataclass(eq=False)
+class Sequence:
+    """One choice of a request. The scheduler owns the scheduling fields.
+
+    `token_ids` holds the prompt and every sampled token the host has seen. `num_computed` counts
+    tokens whose K and V are in pages or in a step that is in flight, so it may run one ahead of
+    what the host has seen; `num_scheduled_outputs` counts sampled tokens including those still
+    on the device.
+    """
+
+    request: Request
+    index: int
+    seed: int
+    token_ids: list[int]
+    state: SequenceState = SequenceState.WAITING
+    row: int = -1  # row of the block tables while running
+    slot: int = -1  # adapter slot while running; -1 is the base model
+    pages: list[int] = dataclasses.field(default_factory=list)
+    num_computed: int = 0
+    num_scheduled_outputs: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt :]
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduledChunk:
+    """Tokens [start, start + num_tokens) of one sequence in one step.
+
+    `samples` says that the chunk's last token yields the next token. With `prompt_logprobs` every
+    token of the chunk that is followed by a prompt token also takes a logit row. Where the host
+    has not yet seen the input token (it was sampled by the step in flight), the runner takes the
+    row's last sampled token, which stays on the device.
+    """
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    samples: bool
+    prompt_logprobs: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """One step: which chunks run, and which rows got a new owner since the last step.
+
+    `admitted` sequences must have their sampling parameters written to their row before the step.
+    """
+
+    chunks: tuple[ScheduledChunk, ...]
+    admitted: tuple[Sequence, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceResult:
+    """What a finished step says about one chunk: the sampled token and the asked-for logprobs."""
+
+    chunk: ScheduledChunk
+    token_id: int | None  # None when the chunk does not sample
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # for tokens start + 1 .. of the prompt

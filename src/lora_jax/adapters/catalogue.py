@@ -1,0 +1,62 @@
+"""Which linear maps of a base model an adapter may change, and how files spell them.
+
+A *module* is one kind of linear map ("q_proj", "experts.gate_proj"); a *site* is a module in one
+layer. Models build a catalogue; the readers of adapter files resolve names against it. No jax.
+"""
+
+import dataclasses
+import re
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraModule:
+    """One kind of linear map: y = x W^T with W [d_out, d_in], in each of `layers`.
+
+    `num_experts` > 0 means one W per expert. MLA's absorbed kv_b_proj also uses this: a head is an
+    expert there.
+    """
+
+    name: str
+    d_in: int
+    d_out: int
+    layers: tuple[int, ...]
+    num_experts: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class NameRule:
+    """A file's spelling of module paths.
+
+    `pattern` is matched in full against a module path such as `model.layers.3.self_attn.q_proj`
+    and has a group `layer`, and a group `expert` where a path names one expert. `module` names
+    the LoraModule, or is None for a path that is refused, with `why`. A path may stand for
+    several modules (fused on disk): `split` then gives the module names in the order in which
+    their rows stand in B, e.g. DBRX's Wqkv -> (q_proj, k_proj, v_proj).
+    """
+
+    pattern: re.Pattern[str]
+    module: str | None = None
+    split: tuple[str, ...] = ()
+    why: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraCatalogue:
+    """All modules of one base model, with the file spellings that lead to them."""
+
+    model_type: str
+    num_layers: int
+    modules: dict[str, LoraModule]
+    rules: tuple[NameRule, ...]
+    interleaved_gate_up: bool = False  # GPT-OSS: gate and up alternate on the output axis
+    # MLA: (heads, qk_nope_head_dim, v_head_dim) of kv_b_proj, which the step applies absorbed.
+    kv_b_heads: tuple[int, int, int] | None = None
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Distinct vector widths; adapter slots keep one pool of rank rows per width."""
+        return tuple(sorted({w for m in self.modules.values() for w in (m.d_in, m.d_out)}))
+
+    @property
+    def module_names(self) -> tuple[str, ...]:
+        return tuple(sorted(self.modules))

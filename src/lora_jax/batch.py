@@ -1,0 +1,29 @@
+"""What one step works on: a flat list of tokens that belong to several sequences.
+
+Prefill chunks and decode tokens ride together. `max_seqs` sequence rows exist for the whole life
+of a model runner; a running sequence owns one row, which names its block table.
+"""
+
+import dataclasses
+
+import jax
+
+from lora_jax.typing import Array, Int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ForwardBatch:
+    """Device integers of one step. Entries at or after `num_tokens` are padding.
+
+    Padding carries position 0, sequence row 0, page slot out of range (writes are dropped) and
+    adapter slot -1; every op skips it, so that a bucket costs what its real tokens cost.
+    """
+
+    tokens: Int[Array, "tokens"]  # token ids
+    positions: Int[Array, "tokens"]  # 0-based position in the sequence
+    token_to_seq: Int[Array, "tokens"]  # row of block_tables
+    token_to_slot: Int[Array, "tokens"]  # adapter slot; -1 is the base model
+    token_to_page_slot: Int[Array, "tokens"]  # page * page_size + offset, where K and V go
+    block_tables: Int[Array, "seqs max_pages"]  # pages of a sequence in order
+    num_tokens: Int[Array, ""]

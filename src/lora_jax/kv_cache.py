@@ -1,0 +1,61 @@
+"""Paged KV cache: a pytree of pages per layer and the pure functions on it.
+
+The caller donates the cache to the step and takes the returned one. Which page belongs to whom
+is host business (serving.prefix_cache).
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from lora_jax.typing import Array, Float, Int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerCache:
+    """K and V pages of one layer. MLA keeps one latent per token in `k` and an empty `v`."""
+
+    k: Float[Array, "pages page_size kv_heads k_dim"]
+    v: Float[Array, "pages page_size kv_heads v_dim"]
+
+
+PagedKVCache = tuple[LayerCache, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class KVShape:
+    """What a model keeps per token and layer; `v_dim` 0 means V is a prefix of K (MLA)."""
+
+    num_layers: int
+    num_kv_heads: int
+    k_dim: int
+    v_dim: int
+
+    def bytes_per_token(self, dtype: jnp.dtype) -> int:
+        per_layer = self.num_kv_heads * (self.k_dim + self.v_dim)
+        return self.num_layers * per_layer * jnp.dtype(dtype).itemsize
+
+
+def init_cache(shape: KVShape, num_pages: int, page_size: int, dtype: jnp.dtype) -> PagedKVCache:
+    """Return zeroed pages for every layer."""
+
+    def layer() -> LayerCache:
+        lead = (num_pages, page_size, shape.num_kv_heads)
+        return LayerCache(
+            k=jnp.zeros((*lead, shape.k_dim), dtype), v=jnp.zeros((*lead, shape.v_dim), dtype)
+        )
+
+    return tuple(layer() for _ in range(shape.num_layers))
+
+
+def write(
+    pages: Float[Array, "pages page_size kv_heads dim"],
+    new: Float[Array, "tokens kv_heads dim"],
+    token_to_page_slot: Int[Array, "tokens"],
+) -> Float[Array, "pages page_size kv_heads dim"]:
+    """Return `pages` with new[t] at flat slot token_to_page_slot[t]; out of range is dropped."""
+    flat = pages.reshape(-1, *pages.shape[2:])
+    flat = flat.at[token_to_page_slot].set(new, mode="drop", unique_indices=True)
+    return flat.reshape(pages.shape)

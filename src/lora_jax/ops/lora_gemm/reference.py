@@ -1,0 +1,34 @@
+"""y + scaling * (x A^T) B for rows of many adapters, in plain jnp: the meaning of the op."""
+
+import jax.numpy as jnp
+
+from lora_jax.typing import Array, Float, Int
+
+
+def lora_gemm(
+    y: Float[Array, "rows d_out"],
+    x: Float[Array, "rows d_in"],
+    a_pool: Float[Array, "a_rows d_in"],
+    b_pool: Float[Array, "b_rows d_out"],
+    entries: Int[Array, "slots 5"],
+    scaling: Float[Array, "slots"],
+    row_to_slot: Int[Array, "rows"],
+    row_to_expert: Int[Array, "rows"],
+    max_rank: int,
+) -> Float[Array, "rows d_out"]:
+    """y[t] + s * sum_j (x[t] . A[j]) B[j], j < rank of slot row_to_slot[t]; slot -1 adds nothing.
+
+    A[j] = a_pool[a_offset + e * a_stride + j], B[j] = b_pool[b_offset + e * b_stride + j],
+    e = row_to_expert[t]. Sums are in float32.
+    """
+    slot = jnp.maximum(row_to_slot, 0)
+    a_off, b_off, rank, a_stride, b_stride = (entries[slot, c] for c in range(5))
+    j = jnp.arange(max_rank, dtype=jnp.int32)
+    live = (j[None] < rank[:, None]) & (row_to_slot >= 0)[:, None]
+    a_rows = jnp.where(live, (a_off + row_to_expert * a_stride)[:, None] + j, 0)
+    b_rows = jnp.where(live, (b_off + row_to_expert * b_stride)[:, None] + j, 0)
+    f32 = jnp.float32
+    h = jnp.einsum("td,trd->tr", x.astype(f32), a_pool[a_rows].astype(f32))
+    h = jnp.where(live, h, 0.0) * scaling[slot][:, None]
+    delta = jnp.einsum("tr,trd->td", h, b_pool[b_rows].astype(f32))
+    return jnp.where((row_to_slot >= 0)[:, None], y.astype(f32) + delta, y.astype(f32)).astype(y.dtype)
