@@ -1,0 +1,54 @@
+# Two commands do all the set-up: `make serve` and `make test`.
+SHELL := /bin/bash
+PYTHON ?= $(shell command -v python3.12 || command -v python3)
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+MODEL ?= assets/tiny-moe
+PORT ?= 8000
+ARGS ?=
+# The load generator inside this release's wheel drives the server in the tests.
+VLLM_RS_VERSION := 0.33.0
+
+.PHONY: serve test test-slow lint bench-cpu notebooks clean
+
+serve: .venv/.serve  ## start the embedded default on this machine's CPU
+	$(BIN)/python -m serving.launch $(MODEL) --lora-dir $(MODEL)/adapters --port $(PORT) $(ARGS)
+
+test: .venv/.dev .cache/vllm-rs  ## the whole CPU suite
+	$(BIN)/python -m pytest -m "not gpu and not multigpu and not slow"
+
+test-slow: .venv/.dev .cache/vllm-rs
+	$(BIN)/python -m pytest -m slow
+
+lint: .venv/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+bench-cpu: .venv/.dev  ## this server against transformers + PEFT, in one run
+	$(BIN)/python -m bench.serve --cpu --out bench/results
+
+notebooks: .venv/.dev
+	$(BIN)/python -m pytest --nbmake notebooks
+
+.venv/bin/python:
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 12), "Python 3.12 or newer is needed: make PYTHON=/path/to/python3.12"'
+	$(PYTHON) -m venv .venv
+
+.venv/.serve: pyproject.toml | .venv/bin/python
+	$(PIP) install --editable .
+	@touch $@
+
+.venv/.dev: pyproject.toml | .venv/bin/python
+	$(PIP) install --editable '.[dev]'
+	@touch $@ .venv/.serve
+
+.cache/vllm-rs: | .venv/bin/python
+	@mkdir -p .cache/wheel
+	$(PIP) download --no-deps --dest .cache/wheel vllm==$(VLLM_RS_VERSION)
+	$(BIN)/python -m zipfile -e .cache/wheel/vllm-$(VLLM_RS_VERSION)-*.whl .cache/wheel/out
+	@mv .cache/wheel/out/vllm/vllm-rs $@ && chmod +x $@ && rm -rf .cache/wheel
+
+clean:
+	rm -rf .venv .cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,35 @@
+"""One set-up for every test: 4 fake CPU devices, strict dtypes and ranks, shapes checked."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+)
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import jax
+import pytest
+from jaxtyping import install_import_hook
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))  # for the shared modules beside this file
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# Annotated shapes are contracts: every call in a test checks them.
+CHECKED = ["lora_jax", "serving.device_state", "serving.sampler", "serving.model_runner"]
+_hook = install_import_hook(CHECKED, "beartype.beartype")
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real traces and configs kept beside the repository."""
+    path = ROOT.parent / "shared" / "data"
+    if not path.is_dir():
+        pytest.skip("shared data is not beside this checkout")
+    return path
