@@ -1,0 +1,85 @@
+"""A whole adapter on the host: rank rows per site, and the report of what was read. No jax."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SiteWeights:
+    """LoRA of one site: y += scaling * (x A[e]^T) B[e] for rows of expert e.
+
+    `a` is [experts, rank, d_in] and `b` is [experts, rank, d_out], in the file's dtype. A leading
+    1 means one matrix for all experts (stride 0), and the only matrix of a site without experts.
+    Sites that share a matrix hold the very same array object, which is then stored once.
+    """
+
+    a: np.ndarray
+    b: np.ndarray
+    scaling: float
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleReport:
+    """One module of an adapter: in which layers, with which ranks and scalings (sorted, distinct)."""
+
+    layers: tuple[int, ...]
+    ranks: tuple[int, ...]
+    scalings: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterReport:
+    """What a folder held. `digest` is sha256 over the names and sha256 of all files read."""
+
+    kind: str  # "lora"
+    folder: str  # the folder's own name, without its directory
+    digest: str
+    files: dict[str, str]  # file name -> sha256
+    file_bytes: int
+    weight_bytes: int  # on the host, shared matrices once
+    modules: dict[str, ModuleReport]
+    max_rank: int
+    num_tensors: int
+    base_model: str | None  # base_model_name_or_path of the config
+    peft_version: str | None
+    warnings: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the report as plain dicts, lists, strings and numbers."""
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AdapterWeights:
+    """Every site an adapter changes, keyed (module name, layer), with the report."""
+
+    sites: dict[tuple[str, int], SiteWeights]
+    report: AdapterReport
+
+    @property
+    def digest(self) -> str:
+        return self.report.digest
+
+    def matrices(self) -> Iterator[np.ndarray]:
+        """Yield each distinct matrix [experts or 1, rank, width] once, in a fixed order."""
+        seen: set[int] = set()
+        for key in sorted(self.sites):
+            for matrix in (self.sites[key].a, self.sites[key].b):
+                if id(matrix) not in seen:
+                    seen.add(id(matrix))
+                    yield matrix
+
+    def rows_by_width(self) -> dict[int, int]:
+        """Return how many rank rows of each width the adapter takes on the device."""
+        rows: dict[int, int] = {}
+        for matrix in self.matrices():
+            width = matrix.shape[2]
+            rows[width] = rows.get(width, 0) + matrix.shape[0] * matrix.shape[1]
+        return rows
