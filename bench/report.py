@@ -1,0 +1,40 @@
+"""Plots from result files; every figure is drawn from a JSON that lies beside it."""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+BARS = {
+    "peft_mixed": ("transformers + PEFT, 8 adapters", "#9a9a9a"),
+    "ours_mixed": ("lora-jax, 8 adapters", "#1f77b4"),
+    "ours_base": ("lora-jax, no adapter", "#aec7e8"),
+}
+
+
+def plot_serve_cpu(result: dict[str, Any], path: Path) -> None:
+    """Draw output tokens/s per dtype and write a PNG to `path`."""
+    fig, axes = plt.subplots(1, len(result["rows"]), figsize=(4.2 * len(result["rows"]), 3.4))
+    for ax, row in zip([axes] if len(result["rows"]) == 1 else axes, result["rows"], strict=True):
+        rates = row["output_tokens_per_s"]
+        for i, (key, (label, color)) in enumerate(BARS.items()):
+            ax.bar(i, rates[key], color=color, label=label)
+            ax.text(i, rates[key], f"{rates[key]:.0f}", ha="center", va="bottom")
+        ax.set_title(f"{row['dtype']}: {row['ours_over_peft']:.1f}x PEFT", fontsize=10)
+        ax.set_xticks([])
+        ax.set_ylabel("output tokens / s")
+        ax.spines[["top", "right"]].set_visible(False)
+    case = result["case"]
+    fig.suptitle(
+        f"{case['requests']} requests, {case['adapters']} adapters of rank {case['rank']}, "
+        f"{case['prompt_tokens']} in / {case['output_tokens']} out, {result['device']}",
+        fontsize=9,
+    )
+    handles, labels = fig.axes[0].get_legend_handles_labels()
+    fig.legend(handles, labels, loc="lower center", ncol=3, fontsize=7, frameon=False)
+    fig.tight_layout(rect=(0, 0.07, 1, 0.97))
+    fig.savefig(path, dpi=150)
+    plt.close(fig)
