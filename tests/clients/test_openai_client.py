@@ -1,0 +1,85 @@
+"""The stock openai client drives the server: completions, chat, streams, models."""
+
+import openai
+import pytest
+
+
+@pytest.fixture(scope="module")
+def client(server: str):
+    with openai.OpenAI(base_url=f"{server}/v1", api_key="EMPTY", max_retries=0) as client:
+        yield client
+
+
+def base_name(client: openai.OpenAI) -> str:
+    return next(m.id for m in client.models.list() if m.parent is None)
+
+
+def test_models_name_the_base_as_parent_of_each_adapter(client, adapters):
+    cards = {m.id: m.parent for m in client.models.list()}
+    base = base_name(client)
+    assert {name for name, parent in cards.items() if parent == base} == set(adapters)
+    assert client.models.retrieve(adapters[0]).id == adapters[0]
+
+
+def test_completion_of_every_adapter_differs_from_the_base(client, adapters):
+    def text(model: str) -> str:
+        answer = client.completions.create(
+            model=model, prompt="User: ", max_tokens=24, temperature=0
+        )
+        assert answer.model == model
+        return answer.choices[0].text
+
+    texts = {name: text(name) for name in [base_name(client), *adapters]}
+    assert len(set(texts.values())) == len(texts), texts
+
+
+def test_stream_gives_the_same_text_and_usage(client, adapters):
+    request = {"model": adapters[0], "prompt": "User: ", "max_tokens": 24, "temperature": 0}
+    whole = client.completions.create(**request)
+    chunks = list(
+        client.completions.create(**request, stream=True, stream_options={"include_usage": True})
+    )
+    assert "".join(c.choices[0].text for c in chunks if c.choices) == whole.choices[0].text
+    assert chunks[-1].usage == whole.usage
+    reasons = [c.choices[0].finish_reason for c in chunks if c.choices]
+    assert reasons[-1] == whole.choices[0].finish_reason
+    assert reasons[:-1] == [None] * (len(reasons) - 1)
+
+
+def test_chat_and_its_stream_agree(client, adapters):
+    request = {
+        "model": adapters[0],
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}],
+        "max_completion_tokens": 16,
+        "temperature": 0,
+    }
+    whole = client.chat.completions.create(**request)
+    assert whole.choices[0].message.role == "assistant"
+    chunks = list(client.chat.completions.create(**request, stream=True))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    streamed = "".join(c.choices[0].delta.content or "" for c in chunks)
+    assert streamed == whole.choices[0].message.content
+
+
+def test_seed_n_logprobs_and_extra_body(client, adapters):
+    request = {
+        "model": adapters[1],
+        "prompt": "User: ",
+        "max_tokens": 8,
+        "seed": 7,
+        "n": 3,
+        "logprobs": 2,
+        "extra_body": {"top_k": 20, "ignore_eos": True},
+    }
+    first, second = (client.completions.create(**request) for _ in range(2))
+    assert [c.text for c in first.choices] == [c.text for c in second.choices]
+    assert len({c.text for c in first.choices}) > 1
+    for choice in first.choices:
+        assert len(choice.logprobs.token_logprobs) == 8
+        assert all(2 <= len(top) <= 3 for top in choice.logprobs.top_logprobs)
+
+
+def test_unknown_model_is_a_404_and_the_next_request_works(client, adapters):
+    with pytest.raises(openai.NotFoundError, match="nope"):
+        client.completions.create(model="nope", prompt="x", max_tokens=1)
+    assert client.completions.create(model=adapters[0], prompt="x", max_tokens=1).choices
