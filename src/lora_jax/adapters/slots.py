@@ -3,21 +3,27 @@
 A rank-r matrix is r rows: A [r, d_in] is r rows of width d_in, and B is kept transposed as r rows
 of width d_out. All rows of one width, of every module, layer and adapter, live in one pool, so an
 adapter takes exactly the rows its true ranks need (S-LoRA's unified pool of rank vectors).
-`AdapterTable` maps (module, layer, slot) to rows. The step reads both; loading returns new ones
-and donates the old.
+`AdapterSlots.entries` maps (module, layer, slot) to rows. The step reads both; loading returns new
+ones and donates the old.
 """
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from lora_jax.adapters.catalogue import LoraCatalogue
+from lora_jax.adapters.residency import Placement, RowWrite
 from lora_jax.typing import Array, Float, Int
 
-# Columns of AdapterTable.entries.
+# Columns of AdapterSlots.entries.
 A_OFFSET, B_OFFSET, RANK, A_STRIDE, B_STRIDE = range(5)
+
+_CHUNK_BYTES = 1 << 20  # of one row write: small next to a step, large next to a dispatch
+_CHUNK_ROWS = 512  # narrow rows cost by count, not by bytes
 
 
 @jax.tree_util.register_dataclass
@@ -46,6 +52,47 @@ class SlotsSpec:
 
     num_slots: int
     rows: dict[int, int]
+
+
+def rows_per_adapter(catalogue: LoraCatalogue, rank: int) -> dict[int, int]:
+    """Return the rank rows of each width that one adapter of `rank` on every site takes."""
+    rows = dict.fromkeys(catalogue.widths, 0)
+    for module in catalogue.modules.values():
+        count = len(module.layers) * rank
+        a_count, b_count = (count * max(module.num_experts, 1),) * 2
+        if module.name == "kv_b_proj.k":  # its B is the A that kv_b_proj.v counts below
+            b_count = 0
+        elif module.name == "kv_b_proj.v":  # one A for all heads
+            a_count = count
+        rows[module.d_in] += a_count
+        rows[module.d_out] += b_count
+    return rows
+
+
+def size_slots(
+    catalogue: LoraCatalogue,
+    num_slots: int,
+    max_rank: int,
+    itemsize: int,
+    byte_budget: int | None = None,
+) -> SlotsSpec:
+    """Return pools that hold `num_slots` adapters of `max_rank` on every site.
+
+    With a `byte_budget` for all pools the rows shrink to it evenly: smaller adapters still fill
+    every slot. ValueError when not even one adapter of `max_rank` on every site would fit.
+    """
+    if num_slots < 1 or max_rank < 1:
+        raise ValueError(f"Need at least 1 slot and rank 1, not {num_slots} and {max_rank}.")
+    one = rows_per_adapter(catalogue, max_rank)
+    one_bytes = sum(width * count for width, count in one.items()) * itemsize
+    if byte_budget is None or byte_budget >= num_slots * one_bytes:
+        return SlotsSpec(num_slots, {width: num_slots * count for width, count in one.items()})
+    if byte_budget < one_bytes:
+        raise ValueError(
+            f"One adapter of rank {max_rank} on every module takes {one_bytes} bytes; the budget "
+            f"for adapters is {byte_budget}."
+        )
+    return SlotsSpec(num_slots, {w: count * byte_budget // one_bytes for w, count in one.items()})
 
 
 def init_slots(catalogue: LoraCatalogue, spec: SlotsSpec, dtype: jnp.dtype) -> AdapterSlots:
@@ -81,3 +128,135 @@ def write_slot(
 ) -> tuple[Int[Array, "modules layers slots 5"], Float[Array, "modules layers slots"]]:
     """Return the table with one slot overwritten; zeros empty it."""
     return entries.at[:, :, slot].set(slot_entries), scaling.at[:, :, slot].set(slot_scaling)
+
+
+def chunk_rows(width: int, itemsize: int) -> int:
+    """Return how many rows of this width one write carries."""
+    return max(1, min(_CHUNK_ROWS, _CHUNK_BYTES // (width * itemsize)))
+
+
+def warm_up(slots: AdapterSlots) -> AdapterSlots:
+    """Return `slots` unchanged (donated) after compiling every write that loading will make."""
+    pools = {}
+    for key, pool in slots.pools.items():
+        indices, values = _empty_chunk(pool)
+        pools[key] = write_rows(pool, indices, values)
+    slots = dataclasses.replace(slots, pools=pools)
+    return _set_slot(slots, slots.num_slots)  # out of range: written nowhere
+
+
+class LoadingPlan:
+    """The writes that bring one placed adapter onto the device, in chunks of fixed size.
+
+    The table entry of the slot is the last write, so that a half-loaded adapter is never used;
+    the entries of the placement's cleared slots become zero with the first.
+    """
+
+    def __init__(self, placement: Placement, slots: AdapterSlots):
+        """`slots` tells the shapes only."""
+        self._placement = placement
+        self._pending = _chunks(placement, slots)
+        sizes = {k: _chunk_shape(pool)[0] for k, pool in slots.pools.items()}
+        self._remaining = 1 + sum(
+            -(-sum(len(write.rows) for write in writes) // sizes[str(width)])
+            for width, writes in placement.writes.items()
+        )
+        self._started = False
+
+    @property
+    def digest(self) -> str:
+        return self._placement.digest
+
+    @property
+    def slot(self) -> int:
+        return self._placement.slot
+
+    @property
+    def remaining(self) -> int:
+        """Chunks still to write, the table entry counted as one; 0 when the adapter is usable."""
+        return self._remaining
+
+    @property
+    def done(self) -> bool:
+        return self._remaining == 0
+
+    def advance(self, slots: AdapterSlots, max_chunks: int) -> AdapterSlots:
+        """Return `slots` (donated) with up to `max_chunks` more chunks written."""
+        if self.done or max_chunks < 1:
+            return slots
+        if not self._started:
+            self._started = True
+            slots = clear_slots(slots, self._placement.cleared_slots)
+        pools = dict(slots.pools)
+        for _ in range(min(max_chunks, self._remaining - 1)):
+            key, indices, values = next(self._pending)
+            pools[key] = write_rows(pools[key], indices, values)
+        slots = dataclasses.replace(slots, pools=pools)
+        self._remaining = max(0, self._remaining - max_chunks)
+        if self._remaining == 0:
+            slots = _set_slot(slots, self.slot, self._placement.entries, self._placement.scaling)
+        return slots
+
+
+def clear_slots(slots: AdapterSlots, cleared: tuple[int, ...]) -> AdapterSlots:
+    """Return `slots` (donated) with the table entries of these slots zeroed."""
+    for slot in cleared:
+        slots = _set_slot(slots, slot)
+    return slots
+
+
+def _set_slot(
+    slots: AdapterSlots,
+    slot: int,
+    slot_entries: np.ndarray | None = None,
+    slot_scaling: np.ndarray | None = None,
+) -> AdapterSlots:
+    modules, layers = slots.entries.shape[:2]
+    if slot_entries is None or slot_scaling is None:
+        slot_entries = np.zeros((modules, layers, 5), np.int32)
+        slot_scaling = np.zeros((modules, layers), np.float32)
+    entries, scaling = write_slot(
+        slots.entries, slots.scaling, np.int32(slot), slot_entries, slot_scaling
+    )
+    return dataclasses.replace(slots, entries=entries, scaling=scaling)
+
+
+def _chunk_shape(pool: jax.Array) -> tuple[int, int]:
+    return chunk_rows(pool.shape[1], pool.dtype.itemsize), pool.shape[1]
+
+
+def _empty_chunk(pool: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+    """Return indices that are all out of range, each of its own, and zero values."""
+    shape = _chunk_shape(pool)
+    indices = np.arange(pool.shape[0], pool.shape[0] + shape[0], dtype=np.int32)
+    return indices, np.zeros(shape, pool.dtype)
+
+
+def _chunks(
+    placement: Placement, slots: AdapterSlots
+) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """Yield (pool key, indices, values) of every chunk, values in the pool's dtype."""
+    for width, writes in sorted(placement.writes.items()):
+        pool = slots.pools[str(width)]
+        yield from ((str(width), *chunk) for chunk in _chunks_of(writes, pool))
+
+
+def _chunks_of(
+    writes: tuple[RowWrite, ...], pool: jax.Array
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    indices, values = _empty_chunk(pool)
+    used, size = 0, len(indices)
+    for write in writes:
+        done = 0
+        while done < len(write.rows):
+            count = min(size - used, len(write.rows) - done)
+            first = write.offset + done
+            indices[used : used + count] = np.arange(first, first + count, dtype=np.int32)
+            values[used : used + count] = write.rows[done : done + count].astype(values.dtype)
+            done, used = done + count, used + count
+            if used == size:
+                yield indices, values
+                indices, values = _empty_chunk(pool)
+                used = 0
+    if used:
+        yield indices, values

@@ -1,6 +1,7 @@
 """A whole adapter on the host: rank rows per site, and the report of what was read. No jax."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,7 +28,7 @@ class SiteWeights:
 
 @dataclasses.dataclass(frozen=True)
 class ModuleReport:
-    """One module of an adapter: in which layers, with which ranks and scalings (sorted, distinct)."""
+    """Where one module is changed, and with which ranks and scalings (sorted, distinct)."""
 
     layers: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -76,10 +77,14 @@ class AdapterWeights:
                     seen.add(id(matrix))
                     yield matrix
 
+    @functools.cached_property
+    def demand(self) -> tuple[tuple[int, int], ...]:
+        """(width, rows) of each distinct matrix, in the order of `matrices`."""
+        return tuple((m.shape[2], m.shape[0] * m.shape[1]) for m in self.matrices())
+
     def rows_by_width(self) -> dict[int, int]:
         """Return how many rank rows of each width the adapter takes on the device."""
         rows: dict[int, int] = {}
-        for matrix in self.matrices():
-            width = matrix.shape[2]
-            rows[width] = rows.get(width, 0) + matrix.shape[0] * matrix.shape[1]
+        for width, count in self.demand:
+            rows[width] = rows.get(width, 0) + count
         return rows
