@@ -1,8 +1,11 @@
 """y + scaling * (x A^T) B for rows of many adapters, in plain jnp: the meaning of the op."""
 
+import jax
 import jax.numpy as jnp
 
 from lora_jax.typing import Array, Float, Int
+
+HIGHEST = jax.lax.Precision.HIGHEST
 
 
 def lora_gemm(
@@ -25,10 +28,11 @@ def lora_gemm(
     a_off, b_off, rank, a_stride, b_stride = (entries[slot, c] for c in range(5))
     j = jnp.arange(max_rank, dtype=jnp.int32)
     live = (j[None] < rank[:, None]) & (row_to_slot >= 0)[:, None]
-    a_rows = jnp.where(live, (a_off + row_to_expert * a_stride)[:, None] + j, 0)
-    b_rows = jnp.where(live, (b_off + row_to_expert * b_stride)[:, None] + j, 0)
+    a_rows = jnp.where(live, (a_off + row_to_expert * a_stride)[:, None] + j[None], 0)
+    b_rows = jnp.where(live, (b_off + row_to_expert * b_stride)[:, None] + j[None], 0)
     f32 = jnp.float32
-    h = jnp.einsum("td,trd->tr", x.astype(f32), a_pool[a_rows].astype(f32))
+    h = jnp.einsum("td,trd->tr", x.astype(f32), a_pool[a_rows].astype(f32), precision=HIGHEST)
     h = jnp.where(live, h, 0.0) * scaling[slot][:, None]
-    delta = jnp.einsum("tr,trd->td", h, b_pool[b_rows].astype(f32))
-    return jnp.where((row_to_slot >= 0)[:, None], y.astype(f32) + delta, y.astype(f32)).astype(y.dtype)
+    delta = jnp.einsum("tr,trd->td", h, b_pool[b_rows].astype(f32), precision=HIGHEST)
+    z = y.astype(f32) + delta
+    return jnp.where((row_to_slot >= 0)[:, None], z.astype(y.dtype), y)

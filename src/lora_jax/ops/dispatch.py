@@ -1,0 +1,75 @@
+"""Which implementation of an op runs: chosen while tracing, by platform and by what is at hand.
+
+"ffi" is C++ on a CPU, built at first use; "xla" is portable JAX whose cost follows the rows;
+"reference" states the meaning. `LORA_JAX_OPS` names one of them for the whole process.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+
+from lora_jax.typing import Array
+
+ENV = "LORA_JAX_OPS"
+IMPLEMENTATIONS = ("ffi", "xla", "reference")
+DTYPES = (jnp.float32, jnp.bfloat16)
+
+
+def candidates(implementation: str | None = None) -> tuple[str, ...]:
+    """Return names to try in order; exactly one if the caller or the environment names it.
+
+    Raises:
+        ValueError: the name is not an implementation.
+    """
+    name = implementation or os.environ.get(ENV)
+    if name:
+        if name not in IMPLEMENTATIONS:
+            raise ValueError(f"implementation {name!r} is not one of {', '.join(IMPLEMENTATIONS)}")
+        return (name,)
+    if jax.default_backend() == "cpu":
+        return IMPLEMENTATIONS
+    return IMPLEMENTATIONS[1:]
+
+
+def call(kernels: Mapping[str, Callable], implementation: str | None, *args, **kwargs):
+    """Return what the first willing kernel gives; a kernel declines by NotImplementedError.
+
+    Raises:
+        NotImplementedError: the one implementation that was named declines, or all do.
+    """
+    names = candidates(implementation)
+    for name in names:
+        if name not in kernels:
+            continue
+        try:
+            return kernels[name](*args, **kwargs)
+        except NotImplementedError:
+            if len(names) == 1:
+                raise
+    raise NotImplementedError(f"none of {', '.join(names)} takes these arguments")
+
+
+def check_dtypes(op: str, **arrays: Array | None) -> None:
+    """Raise ValueError unless all arrays share one of the dtypes that every op supports."""
+    found = {name: a.dtype for name, a in arrays.items() if a is not None}
+    first = next(iter(found.values()))
+    if first not in DTYPES or any(dtype != first for dtype in found.values()):
+        said = ", ".join(f"{name} {dtype}" for name, dtype in found.items())
+        raise ValueError(f"{op}: dtypes must be equal and float32 or bfloat16, got {said}")
+
+
+def check_shapes(op: str, **shapes: tuple[tuple[int, ...] | None, tuple[int, ...]]) -> None:
+    """Raise ValueError naming each argument whose shape is not the one wanted.
+
+    Each keyword is (shape or None if absent, wanted shape).
+    """
+    for name, (got, want) in shapes.items():
+        if got is not None and got != want:
+            raise ValueError(f"{op}: {name} has shape {got}, expected {want}")
+
+
+def shape_of(array: Array | None) -> tuple[int, ...] | None:
+    """Return the shape of an optional array."""
+    return None if array is None else tuple(array.shape)

@@ -1,0 +1,52 @@
+"""Adds every row's own adapter to the base result of a linear map."""
+
+import jax.numpy as jnp
+
+from lora_jax.ops import dispatch
+from lora_jax.ops.lora_gemm import reference
+from lora_jax.typing import Array, Float, Int
+
+__all__ = ["lora_gemm"]
+
+_KERNELS = {"reference": reference.lora_gemm}
+
+
+def lora_gemm(
+    y: Float[Array, "rows d_out"],
+    x: Float[Array, "rows d_in"],
+    a_pool: Float[Array, "a_rows d_in"],
+    b_pool: Float[Array, "b_rows d_out"],
+    entries: Int[Array, "slots 5"],
+    scaling: Float[Array, "slots"],
+    row_to_slot: Int[Array, "rows"],
+    row_to_expert: Int[Array, "rows"] | None = None,
+    *,
+    max_rank: int,
+    implementation: str | None = None,
+) -> Float[Array, "rows d_out"]:
+    """y[t] + s * sum_j (x[t] . A[j]) B[j] over the rank rows of slot row_to_slot[t].
+
+    Columns of `entries`: a_offset, b_offset, rank, a_stride, b_stride; expert e's rows start at
+    offset + e * stride of its pool. No rank exceeds `max_rank`. Rows of slot -1 come back
+    unchanged, bit for bit, and cost nothing. The kernel works in place if y is a temporary.
+    """
+    if y.ndim != 2 or x.ndim != 2 or a_pool.ndim != 2 or b_pool.ndim != 2 or entries.ndim != 2:
+        raise ValueError("lora_gemm: y, x, a_pool, b_pool and entries must be rank 2")
+    if max_rank < 1:
+        raise ValueError(f"lora_gemm: max_rank {max_rank} must be at least 1")
+    rows, d_in, d_out, slots = x.shape[0], x.shape[1], y.shape[1], entries.shape[0]
+    if row_to_expert is None:
+        row_to_expert = jnp.zeros((rows,), jnp.int32)
+    dispatch.check_dtypes("lora_gemm", y=y, x=x, a_pool=a_pool, b_pool=b_pool)
+    dispatch.check_shapes(
+        "lora_gemm",
+        y=(tuple(y.shape), (rows, d_out)),
+        a_pool=(tuple(a_pool.shape), (a_pool.shape[0], d_in)),
+        b_pool=(tuple(b_pool.shape), (b_pool.shape[0], d_out)),
+        entries=(tuple(entries.shape), (slots, 5)),
+        scaling=(tuple(scaling.shape), (slots,)),
+        row_to_slot=(tuple(row_to_slot.shape), (rows,)),
+        row_to_expert=(tuple(row_to_expert.shape), (rows,)),
+    )
+    arrays = (y, x, a_pool, b_pool, entries, scaling, row_to_slot, row_to_expert)
+    return dispatch.call(_KERNELS, implementation, *arrays, max_rank)

@@ -1,0 +1,63 @@
+"""Attention of a flat list of tokens over the pages of their own sequences."""
+
+from lora_jax.ops import dispatch
+from lora_jax.ops.paged_attention import reference
+from lora_jax.typing import Array, Float, Int
+
+__all__ = ["paged_attention"]
+
+_KERNELS = {"reference": reference.paged_attention}
+
+
+def paged_attention(
+    q: Float[Array, "tokens q_heads k_dim"],
+    k_pages: Float[Array, "pages page_size kv_heads k_dim"],
+    v_pages: Float[Array, "pages page_size kv_heads v_dim"] | None,
+    block_tables: Int[Array, "seqs max_pages"],
+    token_to_seq: Int[Array, "tokens"],
+    positions: Int[Array, "tokens"],
+    num_tokens: Int[Array, ""],
+    *,
+    scale: float,
+    v_dim: int,
+    sliding_window: int | None = None,
+    sinks: Float[Array, "q_heads"] | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "tokens q_heads v_dim"]:
+    """softmax(scale * q k^T) v of token t over its sequence's positions up to positions[t].
+
+    With a sliding window p attends to max(0, p - window + 1)..p. A head's sink is one more logit
+    in the softmax's denominator. `v_pages` None: V is the first v_dim of K (MLA's latent). Tokens
+    at or after num_tokens give 0.
+    """
+    _check(q, k_pages, v_pages, block_tables, v_dim, sliding_window)
+    tokens, q_heads, k_dim = q.shape
+    pages, page_size, kv_heads, _ = k_pages.shape
+    dispatch.check_shapes(
+        "paged_attention",
+        k_pages=(tuple(k_pages.shape), (pages, page_size, kv_heads, k_dim)),
+        v_pages=(dispatch.shape_of(v_pages), (pages, page_size, kv_heads, v_dim)),
+        token_to_seq=(tuple(token_to_seq.shape), (tokens,)),
+        positions=(tuple(positions.shape), (tokens,)),
+        num_tokens=(tuple(num_tokens.shape), ()),
+        sinks=(dispatch.shape_of(sinks), (q_heads,)),
+    )
+    arrays = (q, k_pages, v_pages, block_tables, token_to_seq, positions, num_tokens, sinks)
+    return dispatch.call(_KERNELS, implementation, *arrays, scale, v_dim, sliding_window)
+
+
+def _check(q, k_pages, v_pages, block_tables, v_dim, sliding_window) -> None:
+    """Raise ValueError for ranks, dtypes and sizes that no implementation can take."""
+    if q.ndim != 3 or k_pages.ndim != 4 or block_tables.ndim != 2:
+        raise ValueError(
+            f"paged_attention: q {q.shape} must be rank 3, k_pages {k_pages.shape} rank 4, "
+            f"block_tables {block_tables.shape} rank 2"
+        )
+    dispatch.check_dtypes("paged_attention", q=q, k_pages=k_pages, v_pages=v_pages)
+    q_heads, kv_heads = q.shape[1], k_pages.shape[2]
+    if kv_heads == 0 or q_heads % kv_heads:
+        raise ValueError(f"paged_attention: {q_heads} q heads over {kv_heads} kv heads")
+    if v_pages is None and not 0 < v_dim <= q.shape[2]:
+        raise ValueError(f"paged_attention: v_dim {v_dim} is not within k_dim {q.shape[2]}")
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"paged_attention: sliding_window {sliding_window} must be at least 1")
