@@ -1,0 +1,181 @@
+"""What the device knows about each running sequence: its tokens and its sampling parameters.
+
+A running sequence owns one row. The row is written once when the sequence is admitted; after that
+the step itself appends the sampled tokens, so that neither tokens nor parameters travel from the
+host again. Every input token of a step is read from `history`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence as SequenceOf
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lora_jax.typing import Array, Float, Int, UInt32
+from serving.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, Sampling
+
+# Ids held back before min_tokens: the request's stop ids and the model's own.
+MAX_SUPPRESSED = MAX_STOP_TOKEN_IDS + 64
+_INT_SCALARS = ("seed", "num_prompt", "min_tokens", "top_k", "edits", "penalties", "logprobs")
+_FLOAT_SCALARS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowState:
+    """Every sequence row. A slice of one row (leaves without the leading axis) has the same class.
+
+    `edits` and `logprobs` are 0 or 1: whether the row has a logit bias or min_tokens, and whether
+    its samples come with log-probabilities. `penalties` is 1 when any penalty is not neutral.
+    Ids at or past the vocabulary are padding.
+    """
+
+    history: Int[Array, "*seqs max_len"]  # prompt and sampled tokens by position
+    key: UInt32[Array, "*seqs 2"]  # counter-based noise: folded with the position of the token
+    num_prompt: Int[Array, "*seqs"]
+    min_tokens: Int[Array, "*seqs"]
+    top_k: Int[Array, "*seqs"]  # 0: off
+    edits: Int[Array, "*seqs"]
+    penalties: Int[Array, "*seqs"]
+    logprobs: Int[Array, "*seqs"]
+    temperature: Float[Array, "*seqs"]  # 0: greedy
+    top_p: Float[Array, "*seqs"]  # 1: off
+    min_p: Float[Array, "*seqs"]  # 0: off
+    repetition_penalty: Float[Array, "*seqs"]
+    presence_penalty: Float[Array, "*seqs"]
+    frequency_penalty: Float[Array, "*seqs"]
+    suppressed_ids: Int[Array, "*seqs suppressed"]
+    bias_ids: Int[Array, "*seqs biased"]
+    bias_values: Float[Array, "*seqs biased"]
+
+
+def init_row_state(max_seqs: int, max_len: int) -> RowState:
+    """Return rows that belong to nobody; their values are never read before `admit`."""
+    scalars = {name: jnp.zeros(max_seqs, jnp.int32) for name in _INT_SCALARS[1:]}
+    scalars |= {name: jnp.zeros(max_seqs, jnp.float32) for name in _FLOAT_SCALARS}
+    return RowState(
+        history=jnp.zeros((max_seqs, max_len), jnp.int32),
+        key=jnp.zeros((max_seqs, 2), jnp.uint32),
+        suppressed_ids=jnp.zeros((max_seqs, MAX_SUPPRESSED), jnp.int32),
+        bias_ids=jnp.zeros((max_seqs, MAX_LOGIT_BIAS), jnp.int32),
+        bias_values=jnp.zeros((max_seqs, MAX_LOGIT_BIAS), jnp.float32),
+        **scalars,
+    )
+
+
+def row_of(state: RowState, seq: Int[Array, ""]) -> RowState:
+    """Return the slice of one row: leaves without the leading axis."""
+    return jax.tree.map(lambda leaf: leaf[seq], state)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PackedRow:
+    """One row on its way to the device, as two arrays: one transfer each, no compilation."""
+
+    ints: np.ndarray  # int32 [scalars + suppressed + biased + max_len]
+    floats: np.ndarray  # float32 [scalars + biased]
+
+
+def pack_row(
+    sampling: Sampling,
+    token_ids: SequenceOf[int],
+    num_prompt: int,
+    seed: int,
+    end_ids: SequenceOf[int],
+    max_len: int,
+    vocab: int,
+) -> PackedRow:
+    """Return the row of a sequence that has `token_ids` so far (prompt, then sampled tokens).
+
+    `end_ids` are the model's own end-of-sequence ids; with the request's stop ids they cannot be
+    sampled before min_tokens. ValueError when the tokens or ids do not fit.
+    """
+    held_back = _held_back(sampling, end_ids)
+    _check_sizes(token_ids, held_back, max_len)
+    bias = sampling.logit_bias
+    scalars = {
+        "seed": seed,
+        "num_prompt": num_prompt,
+        "min_tokens": sampling.min_tokens,
+        "top_k": sampling.top_k if sampling.top_k < vocab else 0,
+        "edits": int(bool(bias) or sampling.min_tokens > 0),
+        "penalties": int(sampling.uses_history),
+        "logprobs": int(sampling.logprobs is not None),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+    }
+    ints = np.concatenate(
+        [
+            np.array([scalars[n] for n in _INT_SCALARS], np.int32),
+            _padded(held_back, MAX_SUPPRESSED, vocab),
+            _padded(tuple(bias), MAX_LOGIT_BIAS, vocab),
+            _padded(token_ids, max_len, 0),
+        ]
+    )
+    floats = np.zeros(len(_FLOAT_SCALARS) + MAX_LOGIT_BIAS, np.float32)
+    floats[: len(_FLOAT_SCALARS)] = [scalars[n] for n in _FLOAT_SCALARS]
+    floats[len(_FLOAT_SCALARS) : len(_FLOAT_SCALARS) + len(bias)] = tuple(bias.values())
+    return PackedRow(ints, floats)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def admit(
+    state: RowState,
+    row: Int[Array, ""],
+    ints: Int[Array, "packed_ints"],
+    floats: Float[Array, "packed_floats"],
+) -> RowState:
+    """Return `state` (donated) with row `row` taken over by a packed sequence; see pack_row."""
+    values: dict[str, jax.Array] = {}
+    for place, name in enumerate(_INT_SCALARS):
+        values[name] = ints[place]
+    values["key"] = _row_key(values.pop("seed"))
+    start = len(_INT_SCALARS)
+    values["suppressed_ids"] = ints[start : start + MAX_SUPPRESSED]
+    start += MAX_SUPPRESSED
+    values["bias_ids"] = ints[start : start + MAX_LOGIT_BIAS]
+    values["history"] = ints[start + MAX_LOGIT_BIAS :]
+    for place, name in enumerate(_FLOAT_SCALARS):
+        values[name] = floats[place]
+    values["bias_values"] = floats[len(_FLOAT_SCALARS) :]
+    return jax.tree.map(lambda old, new: old.at[row].set(new), state, RowState(**values))
+
+
+def _row_key(seed: Int[Array, ""]) -> UInt32[Array, "2"]:
+    """Return fold_in(key(0), seed) as raw key data."""
+    return jax.random.key_data(jax.random.fold_in(jax.random.key(0, impl="threefry2x32"), seed))
+
+
+def _held_back(sampling: Sampling, end_ids: SequenceOf[int]) -> tuple[int, ...]:
+    if sampling.min_tokens <= 0:
+        return ()
+    return tuple(sorted({*end_ids, *sampling.stop_token_ids}))
+
+
+def _check_sizes(token_ids: SequenceOf[int], held_back: SequenceOf[int], max_len: int) -> None:
+    if len(token_ids) > max_len:
+        raise ValueError(f"A sequence of {len(token_ids)} tokens does not fit into {max_len}.")
+    if len(held_back) > MAX_SUPPRESSED:
+        raise ValueError(
+            f"{len(held_back)} stop and end ids with min_tokens; at most {MAX_SUPPRESSED} fit."
+        )
+
+
+def _padded(values: SequenceOf[int], size: int, padding: int) -> np.ndarray:
+    """Return int32 [size]: the values, then padding."""
+    row = np.full(size, padding, np.int32)
+    row[: len(values)] = values
+    return row
