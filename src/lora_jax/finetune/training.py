@@ -1,0 +1,137 @@
+"""A training loop over packed rows that can be stopped and taken up again at any checkpoint."""
+
+import dataclasses
+import json
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from tqdm import tqdm
+
+from lora_jax.finetune.checkpoint import Checkpoints
+from lora_jax.finetune.packing import Rows
+from lora_jax.typing import Array, Float, Int
+
+LossFunction = Callable[[Any, Any, Rows], Float[Array, ""]]  # (trained, frozen, batch)
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How long and how fast: AdamW, linear warm-up, cosine to a tenth, clipped gradients."""
+
+    steps: int
+    batch_rows: int
+    learning_rate: float
+    warmup_steps: int = 20
+    weight_decay: float = 0.0
+    beta2: float = 0.99
+    seed: int = 0
+    checkpoint_every: int = 0  # 0: only at the end, and only if there is a folder
+
+    def optimizer(self) -> optax.GradientTransformation:
+        rate = optax.warmup_cosine_decay_schedule(
+            0.0, self.learning_rate, self.warmup_steps, self.steps, self.learning_rate / 10
+        )
+        adamw = optax.adamw(rate, b2=self.beta2, weight_decay=self.weight_decay, mask=matrices)
+        return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+
+def matrices(tree: Any) -> Any:
+    """Return which leaves decay: those with two axes or more, no norms and no biases."""
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, tree)
+
+
+def mean_loss(
+    logits: Float[Array, "rows length vocab"],
+    targets: Int[Array, "rows length"],
+    weights: Float[Array, "rows length"],
+) -> Float[Array, ""]:
+    """Return the mean cross entropy, in nats, over the targets of weight 1."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1.0)
+
+
+def batch_rows(num_rows: int, step: int, schedule: Schedule) -> Int[np.ndarray, "batch"]:
+    """Return the rows of a step: each epoch is its own order of all rows, given by the seed."""
+    first = step * schedule.batch_rows
+    wanted = range(first, first + schedule.batch_rows)
+    orders = {
+        epoch: np.random.default_rng((schedule.seed, epoch)).permutation(num_rows)
+        for epoch in range(wanted[0] // num_rows, wanted[-1] // num_rows + 1)
+    }
+    return np.array([orders[i // num_rows][i % num_rows] for i in wanted])
+
+
+def fit(
+    trained: Any,
+    frozen: Any,
+    loss: LossFunction,
+    rows: Rows,
+    schedule: Schedule,
+    *,
+    folder: pathlib.Path | None = None,
+    stop_after: int | None = None,
+    label: str = "train",
+) -> Any:
+    """Return `trained` after schedule.steps steps of `loss(trained, frozen, batch)`.
+
+    With a folder, the newest checkpoint in it is taken up, states are written to
+    folder/checkpoints and one line per step to folder/loss.jsonl. `stop_after` ends early, as
+    an interruption would, with a checkpoint. Donates nothing the caller passed.
+    """
+    optimizer = schedule.optimizer()
+    state = {"trained": trained, "optimizer": optimizer.init(trained)}
+    checkpoints = Checkpoints(folder / "checkpoints") if folder else None
+    first, state = checkpoints.restore_newest(state) if checkpoints else (0, state)
+    last = min(schedule.steps, schedule.steps if stop_after is None else stop_after)
+    step_once = make_step(loss, optimizer)
+    log = LossLog(folder / "loss.jsonl" if folder else None, first)
+    for step in tqdm(range(first, last), desc=label, initial=first, total=schedule.steps):
+        batch = jax.tree.map(jnp.asarray, rows.take(batch_rows(rows.num_rows, step, schedule)))
+        state, value = step_once(state, frozen, batch)
+        log.write(step, value)
+        due = schedule.checkpoint_every and (step + 1) % schedule.checkpoint_every == 0
+        if checkpoints and (due or step + 1 == last):
+            checkpoints.save(step + 1, state)
+    if checkpoints:
+        checkpoints.close()
+    return state["trained"]
+
+
+def make_step(loss: LossFunction, optimizer: optax.GradientTransformation) -> Callable:
+    """Return the jitted step (state, frozen, batch) -> (state, loss)."""
+
+    @jax.jit
+    def step_once(state: Any, frozen: Any, batch: Rows) -> tuple[Any, Float[Array, ""]]:
+        value, gradient = jax.value_and_grad(loss)(state["trained"], frozen, batch)
+        updates, moments = optimizer.update(gradient, state["optimizer"], state["trained"])
+        trained = optax.apply_updates(state["trained"], updates)
+        return {"trained": trained, "optimizer": moments}, value
+
+    return step_once
+
+
+class LossLog:
+    """One JSON line per step: step, loss in nats per token, seconds since the start.
+
+    Lines of steps that are about to be taken again are dropped.
+    """
+
+    def __init__(self, path: pathlib.Path | None, first_step: int):
+        self._path = path
+        self._start = time.monotonic()
+        if path:
+            old = path.read_text(encoding="utf-8").splitlines(keepends=True) if first_step else []
+            path.write_text("".join(old[:first_step]), encoding="utf-8")
+
+    def write(self, step: int, loss: Float[Array, ""]) -> None:
+        if self._path:
+            seconds = round(time.monotonic() - self._start, 3)
+            row = {"step": step, "loss": round(float(loss), 5), "seconds": seconds}
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
