@@ -4,26 +4,35 @@ An entry never changes: a reload makes a new entry with a higher generation, and
 hold the old entry finish on its weights. Caches key on `digest`, so that weights decide, not names.
 """
 
+import collections
 import dataclasses
 import os
+import re
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+from lora_jax.adapters import peft_format
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.weights import AdapterReport, AdapterWeights
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_REMEMBER_FAILURE_S = 10.0  # a broken folder is not read again for each request that names it
 
 
 class AdapterNotFound(KeyError):
     """No adapter of this name; `name`, and `known` lists the loaded ones."""
 
-    def __init__(self, name: str, known: tuple[str, ...]):
+    def __init__(self, name: str, known: tuple[str, ...], why: str = ""):
         super().__init__(name)
-        self.name, self.known = name, known
+        self.name, self.known, self.why = name, known, why
 
     def __str__(self) -> str:
-        return (
-            f"The adapter {self.name!r} does not exist. Known: {', '.join(self.known) or 'none'}."
-        )
+        if self.why:
+            return f"The adapter {self.name[:80]!r} was not found: {self.why}"
+        known = ", ".join(self.known) or "none"
+        return f"The adapter {self.name[:80]!r} does not exist. Known: {known}."
 
 
 class AdapterRejected(ValueError):
@@ -55,7 +64,7 @@ class AdapterEntry:
     generation: int
     weights: AdapterWeights
     pinned: bool
-    path: str  # as the operator or client named it: relative to the root, or a folder's own name
+    path: str  # relative to the adapter directory, or the operator's folder without its directory
 
     @property
     def report(self) -> AdapterReport:
@@ -63,7 +72,7 @@ class AdapterEntry:
 
 
 class AdapterRegistry:
-    """Names to adapters; any thread may call it."""
+    """Names to adapters; any thread may call it. Loads run one at a time, look-ups never wait."""
 
     def __init__(
         self,
@@ -72,10 +81,26 @@ class AdapterRegistry:
         base_names: tuple[str, ...] = (),
         lora_dir: str | os.PathLike[str] | None = None,
         limits: RegistryLimits | None = None,
+        check: Callable[[AdapterWeights], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """`base_names` are reserved (the served base model); `lora_dir` is the root for clients."""
-        raise NotImplementedError
+        """`base_names` are reserved (the served base model); `lora_dir` is the root for clients.
+
+        `check` raises ValueError for adapters that can never run, such as one too big for the
+        device (SlotAllocator.check_fits).
+        """
+        self._catalogue = catalogue
+        self._base_names = base_names
+        self._root = Path(lora_dir) if lora_dir is not None else None
+        self._limits = limits or RegistryLimits()
+        self._check = check or (lambda weights: None)
+        self._clock = clock
+        self._lock = threading.Lock()  # guards the fields below, held for moments
+        self._loading = threading.RLock()  # one load at a time, held while files are read
+        self._entries: dict[str, AdapterEntry] = {}
+        self._generation = 0
+        self._load_times: collections.deque[float] = collections.deque()
+        self._failures: dict[str, tuple[float, AdapterRejected]] = {}
 
     def load(
         self,
@@ -92,33 +117,156 @@ class AdapterRegistry:
         and must stay inside it, links included; the operator's own paths pass confined=False.
         Raises AdapterRejected, AdapterExists, or AdapterNotFound when there is no such folder.
         """
-        raise NotImplementedError
+        self._check_name(name)
+        with self._loading:
+            self._check_free(name, replace)
+            folder = self._folder(path, confined)
+            self._take_load_permit()
+            weights = self._read(name, folder, self._root if confined else None)
+            shown = self._shown_path(folder, confined)
+            with self._lock:
+                return self._publish(name, weights, pinned, shown)
 
     def unload(self, name: str) -> AdapterEntry:
         """Remove the name and return what it stood for; raises AdapterNotFound."""
-        raise NotImplementedError
+        with self._lock:
+            if name not in self._entries:
+                raise AdapterNotFound(name, tuple(sorted(self._entries)))
+            self._generation += 1
+            return self._entries.pop(name)
 
     def get(self, name: str) -> AdapterEntry:
         """Return the loaded entry of a name; raises AdapterNotFound listing the loaded names."""
-        raise NotImplementedError
+        with self._lock:
+            if name not in self._entries:
+                raise AdapterNotFound(name, tuple(sorted(self._entries)))
+            return self._entries[name]
 
     def resolve(self, name: str) -> AdapterEntry:
-        """Return the entry, loading `lora_dir/name` on first use; raises AdapterNotFound."""
-        raise NotImplementedError
+        """Return the entry, loading `lora_dir/name` on first use; raises AdapterNotFound.
+
+        A folder that was refused is refused again without reading it for some seconds.
+        """
+        try:
+            return self.get(name)
+        except AdapterNotFound:
+            if self._root is None or not _NAME.fullmatch(name) or name in self._base_names:
+                raise
+        with self._loading:
+            try:
+                return self.get(name)  # another thread may have loaded it meanwhile
+            except AdapterNotFound:
+                if not (self._root / name).is_dir():
+                    raise
+            when, failure = self._failures.get(name, (0.0, None))
+            if failure and self._clock() - when < _REMEMBER_FAILURE_S:
+                raise failure
+            try:
+                return self.load(name, name)
+            except AdapterRejected as error:
+                self._failures[name] = self._clock(), error
+                raise
 
     def is_current(self, entry: AdapterEntry) -> bool:
         """Return whether the entry is still what its name stands for."""
-        raise NotImplementedError
+        with self._lock:
+            return self._entries.get(entry.name) is entry
 
     def digest_in_use(self, digest: str) -> bool:
         """Return whether any loaded name stands for these weights."""
-        raise NotImplementedError
+        with self._lock:
+            return any(entry.digest == digest for entry in self._entries.values())
 
     def entries(self) -> tuple[AdapterEntry, ...]:
         """Return all loaded entries in order of name."""
-        raise NotImplementedError
+        with self._lock:
+            return tuple(self._entries[name] for name in sorted(self._entries))
 
     @property
     def generation(self) -> int:
         """Number of publishes and unloads so far."""
-        raise NotImplementedError
+        return self._generation
+
+    def _check_name(self, name: str) -> None:
+        if not _NAME.fullmatch(name):
+            raise AdapterRejected(
+                f"The adapter name {name[:80]!r} is not 1 to 64 letters, digits, '.', '_' or '-' "
+                "with a letter or digit first."
+            )
+        if name in self._base_names:
+            raise AdapterRejected(f"The name {name!r} is the base model's.")
+
+    def _check_free(self, name: str, replace: bool) -> None:
+        with self._lock:
+            taken = name in self._entries
+            if taken and not replace:
+                raise AdapterExists(f"The adapter {name!r} is loaded already.")
+            if not taken and len(self._entries) >= self._limits.max_adapters:
+                raise AdapterRejected(
+                    f"{len(self._entries)} adapters are loaded, the limit is "
+                    f"{self._limits.max_adapters}."
+                )
+
+    def _folder(self, path: str | os.PathLike[str], confined: bool) -> Path:
+        if not confined:
+            return Path(path)
+        if self._root is None:
+            raise AdapterRejected("Loading by path needs an adapter directory on the server.")
+        return self._root / path
+
+    def _shown_path(self, folder: Path, confined: bool) -> str:
+        real = Path(os.path.realpath(folder))
+        if not confined or self._root is None:
+            return real.name
+        return real.relative_to(os.path.realpath(self._root)).as_posix()
+
+    def _take_load_permit(self) -> None:
+        now, times = self._clock(), self._load_times
+        while times and now - times[0] >= 60:
+            times.popleft()
+        if len(times) >= self._limits.loads_per_minute:
+            raise AdapterRejected(
+                f"More than {self._limits.loads_per_minute} adapter loads in one minute."
+            )
+        times.append(now)
+
+    def _read(self, name: str, folder: Path, root: Path | None) -> AdapterWeights:
+        limits = peft_format.ReadLimits(
+            max_file_bytes=self._limits.max_file_bytes, max_rank=self._limits.max_rank
+        )
+        try:
+            weights = peft_format.read(
+                folder, self._catalogue, base_names=self._base_names, limits=limits, root=root
+            )
+            self._check(weights)
+        except FileNotFoundError as error:
+            known = tuple(entry.name for entry in self.entries())
+            raise AdapterNotFound(name, known, str(error)) from None
+        except OSError as error:
+            raise AdapterRejected(f"Adapter {name!r}: {error.strerror}.") from None
+        except ValueError as error:
+            raise AdapterRejected(f"Adapter {name!r}: {error}") from None
+        return weights
+
+    def _publish(self, name: str, weights: AdapterWeights, pinned: bool, path: str) -> AdapterEntry:
+        """Put the entry in place as the last act; the caller holds the lock."""
+        others = {e.digest: e.weights for n, e in self._entries.items() if n != name}
+        others[weights.digest] = weights
+        total = sum(w.report.weight_bytes for w in others.values())
+        if total > self._limits.max_total_bytes:
+            raise AdapterRejected(
+                f"Adapter {name!r}: all adapters together would take {total} bytes, the limit is "
+                f"{self._limits.max_total_bytes}."
+            )
+        self._generation += 1
+        entry = AdapterEntry(
+            name=name,
+            kind=weights.report.kind,
+            digest=weights.digest,
+            generation=self._generation,
+            weights=weights,
+            pinned=pinned,
+            path=path,
+        )
+        self._entries[name] = entry
+        return entry

@@ -1,0 +1,79 @@
+"""Opening the files of an adapter's folder without being led outside of it. No jax.
+
+Each file is read once, whole, into memory; what is hashed is what is parsed. Messages name files
+by their name in the folder, never by their path.
+"""
+
+import hashlib
+import os
+import stat
+from pathlib import Path
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+
+
+class AdapterFolder:
+    """One folder, read file by file; `hashes` collects the sha256 of each file read.
+
+    With a `root`, the folder and every file must lie inside it after links are followed.
+    """
+
+    def __init__(self, path: Path, root: Path | None = None):
+        """Raise FileNotFoundError when there is no such folder, ValueError when it escapes."""
+        self._real = Path(os.path.realpath(path))
+        self._root = Path(os.path.realpath(root)) if root else None
+        if self._root and not self._inside(self._real):
+            raise ValueError("the path leads outside of the adapter directory.")
+        if not self._real.is_dir():
+            raise FileNotFoundError(f"there is no folder {path.name!r}.")
+        self.name = self._real.name
+        self.hashes: dict[str, str] = {}
+        self.num_bytes = 0
+
+    def files(self) -> tuple[str, ...]:
+        """Return the names in the folder, in order."""
+        return tuple(sorted(os.listdir(self._real)))
+
+    def read(self, name: str, max_bytes: int) -> bytes:
+        """Return the whole file; ValueError when absent, not a plain file, outside or too big."""
+        try:
+            # Non-blocking, or opening a pipe would wait for its writer for ever.
+            handle = os.open(self._real / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            raise ValueError(f"{name} cannot be opened: {error.strerror}.") from None
+        with open(handle, "rb") as file:
+            status = os.fstat(handle)
+            if not stat.S_ISREG(status.st_mode):
+                raise ValueError(f"{name} is not a plain file.")
+            if self._root and not self._is_inside_file(name, status):
+                raise ValueError(f"{name} leads outside of the adapter directory.")
+            if status.st_size > max_bytes:
+                raise ValueError(f"{name} has {status.st_size} bytes, at most {max_bytes} allowed.")
+            data = file.read(max_bytes + 1)
+        if len(data) > max_bytes:
+            raise ValueError(f"{name} has more than the {max_bytes} bytes allowed.")
+        self.hashes[name] = hashlib.sha256(data).hexdigest()
+        self.num_bytes += len(data)
+        return data
+
+    def digest(self) -> str:
+        """Return sha256 over the names and sha256 of all files read so far."""
+        text = "".join(f"{name}\0{digest}\n" for name, digest in sorted(self.hashes.items()))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def pickles(self) -> tuple[str, ...]:
+        """Return the files that only unpickling could read."""
+        return tuple(name for name in self.files() if name.endswith(_PICKLES))
+
+    def _inside(self, real: Path) -> bool:
+        return self._root is None or real.is_relative_to(self._root)
+
+    def _is_inside_file(self, name: str, opened: os.stat_result) -> bool:
+        """Return whether the file that was opened is the one the resolved path names inside."""
+        real = os.path.realpath(self._real / name)
+        try:
+            found = os.stat(real)
+        except OSError:
+            return False
+        same = (found.st_dev, found.st_ino) == (opened.st_dev, opened.st_ino)
+        return same and self._inside(Path(real))

@@ -1,0 +1,211 @@
+"""adapter_config.json of PEFT: what we apply, what may stand there, what we refuse by name.
+
+A key is either metadata, or applied (r, lora_alpha, use_rslora, the patterns), or must have its
+default value. A key we do not know must be null: it could change what the adapter means.
+"""
+
+import dataclasses
+import json
+import math
+import re
+from pathlib import PurePosixPath
+from typing import Any
+
+# Says nothing about what the tensors do: training, bookkeeping, or which tensors exist.
+_METADATA = frozenset(
+    (
+        *("auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules"),
+        *("fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform"),
+        *("loftq_config", "lora_dropout", "megatron_core", "peft_version", "qalora_group_size"),
+        *("revision", "runtime_config", "target_modules", "task_type"),
+    )
+)
+_APPLIED = frozenset(
+    (
+        *("alpha_pattern", "init_lora_weights", "lora_alpha", "peft_type", "r", "rank_pattern"),
+        *("target_parameters", "use_rslora"),
+    )
+)
+# key -> (its harmless value besides null, what it would mean)
+_REFUSED: dict[str, tuple[Any, str]] = {
+    "alora_invocation_tokens": ([], "aLoRA: the adapter acts only after an invocation"),
+    "arrow_config": (None, "Arrow: the adapter is routed between several"),
+    "bias": ("none", "biases of the base model were trained"),
+    "corda_config": (None, "CorDA: the base weights were changed"),
+    "enable_lora": (None, "old-style fused LoRA"),
+    "ensure_weight_tying": (False, "the adapter is tied to the embedding"),
+    "kasa_config": (None, "KaSA: the base weights were changed"),
+    "layer_replication": (None, "layers of the base model are repeated"),
+    "lora_bias": (False, "lora_B has a bias"),
+    "lora_ga_config": (None, "LoRA-GA: the base weights were changed"),
+    "megatron_config": (None, "Megatron parallel layers"),
+    "merge_weights": (False, "the base weights hold the adapter"),
+    "modules_to_save": ([], "whole modules were trained and saved"),
+    "monteclora_config": (None, "MonteCLoRA: the adapter is sampled"),
+    "trainable_token_indices": (None, "embedding rows were trained"),
+    "use_bdlora": (False, "BD-LoRA: block-diagonal matrices"),
+    "use_dora": (False, "DoRA: magnitudes were trained"),
+    "use_qalora": (False, "QALoRA: inputs are pooled"),
+    "velora_config": (None, "VeLoRA"),
+}
+# These leave the base weights alone and mean plain B A afterwards.
+_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+_MAX_CONFIG_MATCHES = 5_000_000  # patterns x modules; real files stay below 10^5
+_MAX_PATTERN = 512
+_MAX_STARS = 3  # matching takes length ** (stars + 1) steps at worst
+
+
+@dataclasses.dataclass(frozen=True)
+class PeftConfig:
+    """The part of adapter_config.json that decides what the tensors mean."""
+
+    rank: int
+    alpha: float
+    use_rslora: bool
+    rank_pattern: tuple[tuple[re.Pattern[str], int], ...]
+    alpha_pattern: tuple[tuple[re.Pattern[str], float], ...]
+    target_parameters: tuple[str, ...]
+    base_model: str | None
+    peft_version: str | None
+
+    def rank_of(self, key: str) -> int:
+        """Return the rank of a module or parameter: the first matching pattern, else r."""
+        return next((r for pattern, r in self.rank_pattern if pattern.match(key)), self.rank)
+
+    def scaling_of(self, key: str, rank: int) -> float:
+        """Return alpha / rank, or alpha / sqrt(rank) for rsLoRA, with alpha by pattern."""
+        found = (a for pattern, a in self.alpha_pattern if pattern.match(key))
+        alpha = next(found, self.alpha)
+        return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
+
+    def targets(self, parameter: str) -> bool:
+        """Return whether target_parameters names this parameter, by PEFT's suffix rule."""
+        return any(parameter == t or parameter.endswith(f".{t}") for t in self.target_parameters)
+
+    def check_size(self, num_modules: int) -> None:
+        """Raise ValueError when matching the patterns against all modules would take too long."""
+        patterns = len(self.rank_pattern) + len(self.alpha_pattern)
+        if patterns * num_modules > _MAX_CONFIG_MATCHES:
+            raise ValueError(f"{patterns} patterns for {num_modules} modules are too many.")
+
+
+def parse(data: bytes) -> PeftConfig:
+    """Return the config; ValueError naming the key that is wrong or not supported."""
+    config = _json(data)
+    _check_keys(config)
+    return PeftConfig(
+        rank=_positive_int(config, "r"),
+        alpha=_number(config.get("lora_alpha", 8), "lora_alpha"),
+        use_rslora=_bool(config, "use_rslora"),
+        rank_pattern=_patterns(config, "rank_pattern", _rank),
+        alpha_pattern=_patterns(config, "alpha_pattern", _number),
+        target_parameters=_strings(config, "target_parameters"),
+        base_model=_base_model(config),
+        peft_version=_text(config, "peft_version"),
+    )
+
+
+def _json(data: bytes) -> dict[str, Any]:
+    try:
+        config = json.loads(data.decode())
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
+        raise ValueError("not valid JSON.") from None
+    if not isinstance(config, dict):
+        raise ValueError("not a JSON object.")
+    return config
+
+
+def _check_keys(config: dict[str, Any]) -> None:
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise ValueError(f"peft_type is {_short(kind)}; only LORA is served.")
+    init = config.get("init_lora_weights")
+    if not any(type(init) is type(known) and init == known for known in _INITS):
+        raise ValueError(
+            f"init_lora_weights is {_short(init)}: it changes the base weights or is not known, "
+            "so the adapter does not belong to the plain base model."
+        )
+    for key, value in config.items():
+        if value is None or key in _METADATA or key in _APPLIED:
+            continue
+        if key not in _REFUSED:
+            raise ValueError(f"the key {key[:80]!r} = {_short(value)} is not known.")
+        harmless, meaning = _REFUSED[key]
+        if type(value) is not type(harmless) or value != harmless:
+            raise ValueError(f"{key} = {_short(value)} is not supported ({meaning}).")
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _rank(value: Any, what: str) -> int:
+    if type(value) is not int or not 1 <= value <= 1 << 20:
+        raise ValueError(f"{what} is {_short(value)}, not a positive integer.")
+    return value
+
+
+def _positive_int(config: dict[str, Any], key: str) -> int:
+    return _rank(config.get(key), key)
+
+
+def _number(value: Any, what: str) -> float:
+    """Return a finite number of a size that float32 scales can hold."""
+    if type(value) not in (int, float) or not math.isfinite(value) or abs(value) > 1e6:
+        raise ValueError(f"{what} is {_short(value)}, not a finite number up to 1e6.")
+    return float(value)
+
+
+def _bool(config: dict[str, Any], key: str) -> bool:
+    value = config.get(key)
+    if value is not None and type(value) is not bool:
+        raise ValueError(f"{key} is {_short(value)}, not true or false.")
+    return bool(value)
+
+
+def _text(config: dict[str, Any], key: str) -> str | None:
+    value = config.get(key)
+    if value is not None and (not isinstance(value, str) or len(value) > 512):
+        raise ValueError(f"{key} is {_short(value)}, not a short string.")
+    return value
+
+
+def _base_model(config: dict[str, Any]) -> str | None:
+    """Return the base model's name; of a path on somebody's machine only the last part."""
+    name = _text(config, "base_model_name_or_path")
+    return PurePosixPath(name).name if name and name.startswith("/") else name or None
+
+
+def _strings(config: dict[str, Any], key: str) -> tuple[str, ...]:
+    value = config.get(key)
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(v, str) and v for v in value):
+        raise ValueError(f"{key} is {_short(value)}, not a list of names.")
+    return tuple(value)
+
+
+def _patterns(config: dict[str, Any], key: str, convert: Any) -> tuple[Any, ...]:
+    """Return (compiled pattern, value) in the file's order, which decides among matches."""
+    value = config.get(key)
+    if value is None:
+        return ()
+    if not isinstance(value, dict):
+        raise ValueError(f"{key} is {_short(value)}, not an object of patterns.")
+    return tuple(
+        (_compile(pattern, key), convert(v, f"{key}[{_short(pattern)}]"))
+        for pattern, v in value.items()
+    )
+
+
+def _compile(pattern: str, key: str) -> re.Pattern[str]:
+    """Compile PEFT's rule `(.*\\.)?(pattern)$`; refuse patterns that could match for ever."""
+    bare = re.sub(r"\\.", "", pattern)
+    slow = re.search(r"\)[*+{]", bare) or len(re.findall(r"[*+{]", bare)) > _MAX_STARS
+    if len(pattern) > _MAX_PATTERN or slow:
+        raise ValueError(f"{key} holds the pattern {_short(pattern)}, which is too complex.")
+    try:
+        return re.compile(rf"(.*\.)?({pattern})$")
+    except (re.error, OverflowError, RecursionError):
+        raise ValueError(f"{key} holds {_short(pattern)}, which is not a pattern.") from None

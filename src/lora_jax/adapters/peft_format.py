@@ -1,0 +1,239 @@
+"""Reading a PEFT LoRA folder into `AdapterWeights`, completely or not at all. No jax.
+
+The tensors are the truth about what was trained; the config gives rank, alpha and variants. Every
+tensor is placed, every A has its B, every shape is the base model's, or the read fails by name.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+
+from lora_jax.adapters import peft_config, peft_experts, safetensors_file
+from lora_jax.adapters.catalogue import LoraCatalogue
+from lora_jax.adapters.folder import AdapterFolder
+from lora_jax.adapters.peft_config import PeftConfig
+from lora_jax.adapters.peft_experts import Fused
+from lora_jax.adapters.peft_names import KV_B, LoraPair, Target, find_target, pair_up
+from lora_jax.adapters.safetensors_file import FileLimits
+from lora_jax.adapters.weights import AdapterReport, AdapterWeights, ModuleReport, SiteWeights
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+_MAX_CONFIG_BYTES = 4 << 20
+_SITES = dict[tuple[str, int], SiteWeights]
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadLimits:
+    """What an adapter may be; more is a ValueError naming both numbers."""
+
+    max_file_bytes: int = 4 << 30
+    max_rank: int = 512
+    file: FileLimits = dataclasses.field(default_factory=FileLimits)
+
+
+def read(
+    path: Path,
+    catalogue: LoraCatalogue,
+    *,
+    base_names: tuple[str, ...] = (),
+    limits: ReadLimits | None = None,
+    root: Path | None = None,
+) -> AdapterWeights:
+    """Return the adapter in the folder `path`, which with `root` must lie inside it.
+
+    Raises FileNotFoundError when there is no such folder, and ValueError naming the file, key or
+    tensor for everything else. `base_names` are the names of the served base model: an adapter
+    that names another one is read with a warning, since its shapes fit.
+    """
+    limits = limits or ReadLimits()
+    folder = AdapterFolder(path, root)
+    _check_files(folder)
+    with _naming(CONFIG_FILE):
+        config = peft_config.parse(folder.read(CONFIG_FILE, _MAX_CONFIG_BYTES))
+    data = folder.read(WEIGHTS_FILE, limits.max_file_bytes)
+    tensors = safetensors_file.parse(data, WEIGHTS_FILE, limits.file)
+    with _naming(WEIGHTS_FILE):
+        sites = read_sites(pair_up(tensors), config, catalogue)
+        _check_ranks(sites, limits.max_rank)
+    report = _report(folder, sites, config, len(tensors), _warnings(config, base_names))
+    return AdapterWeights(sites, report)
+
+
+@contextlib.contextmanager
+def _naming(file_name: str) -> Iterator[None]:
+    """Put the file's name before the message of a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{file_name}: {error}") from None
+
+
+def _check_files(folder: AdapterFolder) -> None:
+    """Raise ValueError unless the folder has the two files, and no third that would be lost."""
+    names = folder.files()
+    if CONFIG_FILE not in names:
+        esft = "expert_cfg.json" in names
+        raise ValueError("an ESFT adapter; only LoRA is served." if esft else f"no {CONFIG_FILE}.")
+    if WEIGHTS_FILE not in names:
+        pickles = ", ".join(folder.pickles())
+        hint = f" {pickles} is not read: unpickling runs code; save as safetensors." * bool(pickles)
+        raise ValueError(f"no {WEIGHTS_FILE}.{hint}")
+    others = [n for n in names if ".safetensors" in n and n != WEIGHTS_FILE]
+    if others:
+        raise ValueError(f"{', '.join(others)} would be lost; only {WEIGHTS_FILE} is read.")
+
+
+def read_sites(pairs: dict[str, LoraPair], config: PeftConfig, catalogue: LoraCatalogue) -> _SITES:
+    """Return every site the pairs change; ValueError when one fits nowhere or two collide."""
+    if not pairs:
+        raise ValueError("no LoRA matrices.")
+    config.check_size(len(pairs))
+    sites: _SITES = {}
+    fused: dict[str, tuple[Fused, dict[int, LoraPair]]] = {}
+    experts: dict[tuple[str, int], dict[int, SiteWeights]] = {}
+    for path, pair in pairs.items():
+        container = peft_experts.container_of(path)
+        stack = peft_experts.find_fused(container[0], catalogue) if container else None
+        if container and stack:
+            fused.setdefault(stack.path, (stack, {}))[1][container[1]] = pair
+            continue
+        target = find_target(path, catalogue)
+        if target is None:
+            _add(sites, _shared(pair, config, catalogue), path)
+        elif target.expert is None:
+            _add(sites, _read_plain(pair, target, config, catalogue), path)
+        else:
+            for (name, layer), site in _read_plain(pair, target, config, catalogue).items():
+                _add(experts.setdefault((name, layer), {}), {target.expert: site}, path)
+    for stack, found in fused.values():
+        _add(sites, peft_experts.read_fused(stack, found, config, catalogue), stack.path)
+    for (name, layer), found in experts.items():
+        site = peft_experts.stack_experts(catalogue.modules[name], found)
+        _add(sites, {(name, layer): site}, f"experts of {name} in layer {layer}")
+    return sites
+
+
+def _add[K](sites: dict[K, SiteWeights], new: dict[K, SiteWeights], path: str) -> None:
+    for key, site in new.items():
+        if key in sites:
+            raise ValueError(f"{path}: the file has LoRA for it under two names.")
+        sites[key] = site
+
+
+def _shared(pair: LoraPair, config: PeftConfig, catalogue: LoraCatalogue) -> _SITES:
+    sites = peft_experts.read_shared(pair, catalogue, config)
+    if sites is None:
+        raise ValueError(
+            f"{pair.a.name}: the base model ({catalogue.model_type}) has no module {pair.path}."
+        )
+    return sites
+
+
+def _read_plain(
+    pair: LoraPair, target: Target, config: PeftConfig, catalogue: LoraCatalogue
+) -> _SITES:
+    """Return the sites of one A [r, d_in], B [d_out, r]; modules fused in B share A."""
+    heads = catalogue.kv_b_heads if target.is_kv_b else None
+    if heads:
+        d_in, d_out = target.modules[0].d_out, heads[0] * (heads[1] + heads[2])
+    else:
+        d_in, d_out = target.modules[0].d_in, sum(module.d_out for module in target.modules)
+    rank = _check_shapes(pair, d_in, d_out)
+    key = f"{pair.path}.weight" if config.targets(f"{pair.path}.weight") else pair.path
+    if rank != config.rank_of(key):
+        raise ValueError(f"{pair.a.name} has rank {rank}, the config says {config.rank_of(key)}.")
+    scaling = config.scaling_of(key, rank)
+    a, b = pair.a.read()[None].copy(), pair.b.read()
+    if heads:
+        return _absorb(a, b, heads, target.layer, scaling)
+    sites, row = {}, 0
+    for module in target.modules:
+        part = b[row : row + module.d_out].T[None].copy()
+        sites[module.name, target.layer] = SiteWeights(a, part, scaling)
+        row += module.d_out
+    return sites
+
+
+def _check_shapes(pair: LoraPair, d_in: int, d_out: int) -> int:
+    """Return the rank; ValueError unless A is [rank, d_in] and B is [d_out, rank]."""
+    a, b = pair.a.shape, pair.b.shape
+    if len(a) != 2 or a[1] != d_in:
+        raise ValueError(f"{pair.a.name} has shape {a}; the base model wants (rank, {d_in}).")
+    if b != (d_out, a[0]):
+        raise ValueError(f"{pair.b.name} has shape {b}; the base model wants {(d_out, a[0])}.")
+    return a[0]
+
+
+def _absorb(
+    a: np.ndarray, b: np.ndarray, heads: tuple[int, int, int], layer: int, scaling: float
+) -> _SITES:
+    """Return LoRA of MLA's kv_b_proj as the step applies it: per head, to q and to the latent.
+
+    B's rows of a head are [nope | v]. k_nope = B_k A c, so that q . k_nope = (q B_k) A . c: the
+    site "k" maps q [nope] over the rows of B_k to the latent through A; "v" maps the attended
+    latent through A to the rows of B_v. Both hold the same A.
+    """
+    count, nope, v_dim = heads
+    by_head = b.reshape(count, nope + v_dim, -1).transpose(0, 2, 1)
+    k_rows, v_rows = by_head[..., :nope].copy(), by_head[..., nope:].copy()
+    return {
+        (KV_B[0], layer): SiteWeights(k_rows, a, scaling),
+        (KV_B[1], layer): SiteWeights(a, v_rows, scaling),
+    }
+
+
+def _check_ranks(sites: _SITES, max_rank: int) -> None:
+    for (name, layer), site in sites.items():
+        if site.rank > max_rank:
+            raise ValueError(
+                f"rank {site.rank} of {name} in layer {layer} is above the limit of {max_rank}."
+            )
+
+
+def _warnings(config: PeftConfig, base_names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return a warning when the adapter names another base model, by the last part of its path."""
+    if not config.base_model or not base_names:
+        return ()
+    named, *served = (PurePosixPath(name).name for name in (config.base_model, *base_names))
+    if named in served:
+        return ()
+    return (f"made for the base model {config.base_model!r}, served on {base_names[0]!r}.",)
+
+
+def _report(
+    folder: AdapterFolder,
+    sites: _SITES,
+    config: PeftConfig,
+    num_tensors: int,
+    warnings: tuple[str, ...],
+) -> AdapterReport:
+    by_module: dict[str, list[tuple[int, SiteWeights]]] = {}
+    for (name, layer), site in sorted(sites.items(), key=lambda item: item[0]):
+        by_module.setdefault(name, []).append((layer, site))
+    distinct = {id(m): m.nbytes for site in sites.values() for m in (site.a, site.b)}
+    return AdapterReport(
+        kind="lora",
+        folder=folder.name,
+        digest=folder.digest(),
+        files=dict(folder.hashes),
+        file_bytes=folder.num_bytes,
+        weight_bytes=sum(distinct.values()),
+        modules={name: _module_report(found) for name, found in by_module.items()},
+        max_rank=max(site.rank for site in sites.values()),
+        num_tensors=num_tensors,
+        base_model=config.base_model,
+        peft_version=config.peft_version,
+        warnings=warnings,
+    )
+
+
+def _module_report(found: list[tuple[int, SiteWeights]]) -> ModuleReport:
+    return ModuleReport(
+        layers=tuple(layer for layer, _ in found),
+        ranks=tuple(sorted({site.rank for _, site in found})),
+        scalings=tuple(sorted({site.scaling for _, site in found})),
+    )
