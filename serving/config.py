@@ -28,7 +28,6 @@ class EngineConfig:
     max_queue: int = 1024  # waiting sequences; more is QueueFull
     seed: int = 0  # from which requests without a seed get theirs
     max_logprobs: int = MAX_LOGPROBS
-    max_prompt_logprobs_tokens: int = 65536  # longest prompt that may ask for prompt_logprobs
     chat_template: str | None = None  # a Jinja file that replaces the model's template
     # Adapters.
     max_loras: int = 16  # resident adapters
@@ -82,7 +81,6 @@ _INT_BOUNDS = (
     ("max_queue", 1, 1_000_000),
     ("seed", -(2**63), 2**63 - 1),
     ("max_logprobs", 0, MAX_LOGPROBS),
-    ("max_prompt_logprobs_tokens", 0, 1 << 30),
     ("max_loras", 1, 4096),
     ("max_lora_rank", 1, 1024),
     ("max_adapter_bytes", 1, 1 << 50),

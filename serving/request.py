@@ -62,7 +62,7 @@ class OutputDelta:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What a caller asked for, validated. `adapter_digest` pins the weights it was admitted with."""
+    """What a caller asked for, validated. `adapter_digest` pins the weights it is served with."""
 
     request_id: str
     prompt_ids: tuple[int, ...]
@@ -88,7 +88,8 @@ class Sequence:
     `token_ids` holds the prompt and every sampled token the host has seen. `num_computed` counts
     tokens whose K and V are in pages or in a step that is in flight, so it may run one ahead of
     what the host has seen; `num_scheduled_outputs` counts sampled tokens including those still
-    on the device.
+    on the device. `num_in_flight` counts planned steps that hold the sequence and are not complete:
+    a preempted sequence comes back only when it is 0, so that no sampled token is lost or doubled.
     """
 
     request: Request
@@ -105,6 +106,23 @@ class Sequence:
     num_preemptions: int = 0
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
+    number: int = 0  # order of arrival in the scheduler
+    max_outputs: int = 0  # tokens to sample at most: max_tokens, or what the model has room for
+    num_in_flight: int = 0
+    num_prompt_logprobs: int = 0  # prompt tokens whose chunk was planned with prompt_logprobs
+    finish_reason: FinishReason | None = None
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """Who comes first: the earliest deadline, then the earliest arrival."""
+        return self.request.deadline_s, self.number
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens to compute until the next one is sampled; 0: nothing more to plan."""
+        if self.max_outputs and self.num_scheduled_outputs >= self.max_outputs:
+            return 0
+        return self.num_prompt + self.num_scheduled_outputs - self.num_computed
 
     @property
     def num_prompt(self) -> int:
@@ -155,3 +173,13 @@ class SequenceResult:
     token_id: int | None  # None when the chunk does not sample
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # for tokens start + 1 .. of the prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """What a finished step means for one live sequence; its token is already in `token_ids`."""
+
+    sequence: Sequence
+    result: SequenceResult
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None  # the stop token id that ended it

@@ -1,0 +1,142 @@
+"""Who may use which adapter slot, and how long who waits for one. No jax.
+
+Sequences whose adapter is resident pass those that wait for one. A waiter cannot be passed for
+ever: when half of its time is over, one busy adapter is drained for it, that is, gets no more
+sequences with later deadlines until the waiter has its slot.
+"""
+
+from typing import Protocol
+
+from serving.request import Sequence
+
+
+class AdapterResidency(Protocol):
+    """The device's adapter slots, as the scheduler sees them. Keys are digests, not names."""
+
+    def acquire(self, digest: str) -> int | None:
+        """Return the slot and count one more user, or None: not resident (yet).
+
+        When it is neither resident nor loading, this starts the load if there is room, for which
+        it may evict adapters without users.
+        """
+        ...
+
+    def release(self, digest: str) -> None:
+        """Count one user less."""
+        ...
+
+    def is_loading(self, digest: str) -> bool:
+        """Whether the adapter has a place and will be resident soon."""
+        ...
+
+
+class NoAdapters:
+    """The residency of an engine that serves its base model only."""
+
+    def acquire(self, digest: str) -> int | None:
+        raise ValueError(f"This engine serves no adapters, so not {digest[:12]}.")
+
+    def release(self, digest: str) -> None:
+        raise ValueError(f"This engine serves no adapters, so not {digest[:12]}.")
+
+    def is_loading(self, digest: str) -> bool:
+        return False
+
+
+class AdapterGate:
+    """Slots for sequences in order of their deadlines; one thread uses it."""
+
+    def __init__(self, residency: AdapterResidency, wait_s: float):
+        self._residency = residency
+        self._wait_s = wait_s
+        self._since: dict[Sequence, float] = {}  # first miss of each waiting sequence
+        self._users: dict[str, int] = {}
+        self._missing: set[str] = set()  # asked for in vain in this round
+        self._starving: Sequence | None = None
+        self._drained: set[str] = set()
+
+    def start_round(self) -> None:
+        """Begin a walk over the waiting sequences, earliest deadline first."""
+        self._missing.clear()
+
+    def enter(self, sequence: Sequence, now: float) -> bool:
+        """Give the sequence its adapter's slot if it can run now; base sequences need none."""
+        digest = sequence.request.adapter_digest
+        if not digest or sequence.slot >= 0:
+            return True
+        slot = None
+        if digest not in self._missing and not self._must_yield(sequence):
+            slot = self._residency.acquire(digest)
+        if slot is None:
+            self._missing.add(digest)
+            self._note_miss(sequence, now)
+            return False
+        self.forget(sequence)
+        sequence.slot = slot
+        self._users[digest] = self._users.get(digest, 0) + 1
+        return True
+
+    def leave(self, sequence: Sequence) -> None:
+        """Take the slot back from a sequence that has one."""
+        if sequence.slot < 0:
+            return
+        digest = sequence.request.adapter_digest
+        sequence.slot = -1
+        self._users[digest] -= 1
+        if not self._users[digest]:
+            del self._users[digest]
+        self._residency.release(digest)
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence does not wait for an adapter any more."""
+        self._since.pop(sequence, None)
+        if sequence is self._starving:
+            self._starving = None
+            self._drained.clear()
+
+    def is_waiting(self, sequence: Sequence) -> bool:
+        """Whether an adapter is what the sequence waits for."""
+        return sequence in self._since
+
+    def expired(self, now: float) -> list[Sequence]:
+        """Return the sequences that have waited for their adapter as long as they may."""
+        return [seq for seq, since in self._since.items() if now - since >= self._wait_s]
+
+    def check_integrity(self, holders: list[Sequence]) -> None:
+        """Raise AssertionError when users and slots disagree with the sequences that hold them."""
+        users: dict[str, int] = {}
+        for sequence in holders:
+            digest = sequence.request.adapter_digest
+            assert (sequence.slot >= 0) == bool(digest), f"slot {sequence.slot} of {digest!r}"
+            if digest:
+                users[digest] = users.get(digest, 0) + 1
+        assert users == self._users, f"users {self._users}, sequences say {users}"
+        assert self._starving is None or self._starving in self._since, "starving but not waiting"
+        assert self._starving is not None or not self._drained, "drained for nobody"
+
+    def _must_yield(self, sequence: Sequence) -> bool:
+        return (
+            self._starving is not None
+            and sequence.request.adapter_digest in self._drained
+            and sequence.order > self._starving.order
+        )
+
+    def _note_miss(self, sequence: Sequence, now: float) -> None:
+        since = self._since.setdefault(sequence, now)
+        if now - since < self._wait_s / 2:
+            return
+        if self._starving is None or sequence.order < self._starving.order:
+            self._starving = sequence
+            self._drained.clear()
+        if sequence is self._starving:
+            self._drain_one_more()
+
+    def _drain_one_more(self) -> None:
+        """Drain the adapter with the fewest users, unless one is on its way out or ours in."""
+        assert self._starving is not None
+        digest = self._starving.request.adapter_digest
+        if self._residency.is_loading(digest) or any(d in self._users for d in self._drained):
+            return
+        busy = [d for d in self._users if d != digest and d not in self._drained]
+        if busy:
+            self._drained.add(min(busy, key=lambda d: (self._users[d], d)))

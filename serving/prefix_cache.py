@@ -1,0 +1,163 @@
+"""Pages of the KV cache: who holds which, and which full pages can be used again. No jax.
+
+A full page is known by the SHA-256 of everything before and in it: the adapter's files, the
+caller's salt and all tokens. Two requests share a page only when all of these agree, so neither
+another adapter, nor other weights under the same name, nor another tenant can ever meet it.
+"""
+
+import array
+import collections
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Sequence
+
+
+class PrefixChain:
+    """Keys of the full pages of one token sequence, computed as far as asked for.
+
+    key[i] = SHA-256(key[i - 1] | tokens of page i), and key[-1] = SHA-256(adapter, salt).
+    """
+
+    def __init__(self, adapter_digest: str, salt: str, page_size: int):
+        parts = [part.encode() for part in (adapter_digest, salt)]
+        framed = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+        self._root = hashlib.sha256(framed).digest()
+        self._page_size = page_size
+        self._keys: list[bytes] = []
+
+    def keys(self, token_ids: Sequence[int], num_pages: int) -> list[bytes]:
+        """Return the keys of the first pages; the tokens before must not have changed."""
+        size = self._page_size
+        if len(token_ids) < num_pages * size:
+            raise ValueError(f"{num_pages} pages of {size} need more than {len(token_ids)} tokens.")
+        for i in range(len(self._keys), num_pages):
+            before = self._keys[-1] if i else self._root
+            tokens = array.array("q", token_ids[i * size : (i + 1) * size])
+            self._keys.append(hashlib.sha256(before + tokens.tobytes()).digest())
+        return self._keys[:num_pages]
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefixCacheStats:
+    """Prompt tokens looked up and found since the start."""
+
+    queries: int
+    hits: int
+
+
+class PageCache:
+    """Reference-counted pages; a full page nobody holds stays findable until its place is needed.
+
+    A page is *held* (references > 0), *cached* (none, but it has a key; least recently used goes
+    first) or *blank*. Shared pages are full, hence never written again.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, *, enable_prefix_caching: bool = True):
+        if num_pages < 1 or page_size < 1:
+            raise ValueError(f"{num_pages} pages of {page_size} tokens cannot hold anything.")
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.enabled = enable_prefix_caching
+        self._references = [0] * num_pages
+        self._page_to_key: list[bytes | None] = [None] * num_pages
+        self._key_to_page: dict[bytes, int] = {}
+        self._blank = collections.deque(range(num_pages))
+        self._cached: collections.OrderedDict[int, None] = collections.OrderedDict()
+        self._queries = self._hits = 0
+
+    @property
+    def num_free(self) -> int:
+        """Pages that `allocate` can give: blank ones and cached ones."""
+        return len(self._blank) + len(self._cached)
+
+    @property
+    def usage(self) -> float:
+        """Share of the pages that sequences hold, 0 to 1."""
+        return 1.0 - self.num_free / self.num_pages
+
+    @property
+    def stats(self) -> PrefixCacheStats:
+        return PrefixCacheStats(queries=self._queries, hits=self._hits)
+
+    def record(self, queries: int, hits: int) -> None:
+        """Count a look-up that led to an admission, in tokens."""
+        self._queries += queries
+        self._hits += hits
+
+    def match(self, keys: Iterable[bytes]) -> list[int]:
+        """Return the pages of the longest known prefix, and hold each of them."""
+        pages = []
+        for key in keys:
+            page = self._key_to_page.get(key)
+            if page is None:
+                break
+            pages.append(page)
+        for page in pages:
+            if not self._references[page]:
+                del self._cached[page]
+            self._references[page] += 1
+        return pages
+
+    def allocate(self, count: int) -> list[int] | None:
+        """Hold `count` pages of unknown content, or None (and no change) when there are too few."""
+        if count > self.num_free:
+            return None
+        return [self._take() for _ in range(count)]
+
+    def free(self, pages: Sequence[int]) -> None:
+        """Let go of a sequence's pages, given in order; later ones are forgotten first."""
+        for page in reversed(pages):
+            if not self._references[page]:
+                raise ValueError(f"Page {page} is not held.")
+            self._references[page] -= 1
+            if self._references[page]:
+                continue
+            if self._page_to_key[page] is None:
+                self._blank.append(page)
+            else:
+                self._cached[page] = None
+
+    def register(self, page: int, key: bytes) -> None:
+        """Make a held, full page findable; of two equal pages the first one stays known."""
+        if not self.enabled or key in self._key_to_page:
+            return
+        if not self._references[page] or self._page_to_key[page] is not None:
+            raise ValueError(f"Page {page} is not held or already known by another key.")
+        self._page_to_key[page] = key
+        self._key_to_page[key] = page
+
+    def forget(self) -> None:
+        """Forget all keys: what the pages hold is no longer to be trusted."""
+        for page in self._key_to_page.values():
+            self._page_to_key[page] = None
+        self._key_to_page.clear()
+        self._blank.extend(self._cached)
+        self._cached.clear()
+
+    def check_integrity(self, holders: Iterable[Sequence[int]] | None = None) -> None:
+        """Raise AssertionError when the books disagree, or disagree with the holders' pages."""
+        free = [*self._blank, *self._cached]
+        assert len(set(free)) == len(free), "a page is free twice"
+        assert min(self._references) >= 0, "a page was freed twice"
+        assert len(free) == self._references.count(0), "pages are lost"
+        assert all(self._references[page] == 0 for page in free), "a free page is held"
+        assert all(self._page_to_key[page] is None for page in self._blank), "blank with a key"
+        assert all(self._page_to_key[page] for page in self._cached), "cached without a key"
+        known = {page: key for page, key in enumerate(self._page_to_key) if key is not None}
+        assert known == {p: k for k, p in self._key_to_page.items()}, "keys disagree"
+        if holders is not None:
+            counted = collections.Counter(page for pages in holders for page in pages)
+            want = {page: count for page, count in enumerate(self._references) if count}
+            assert counted == want, f"held by sequences {counted}, by the books {want}"
+
+    def _take(self) -> int:
+        if self._blank:
+            page = self._blank.popleft()
+        else:
+            page, _ = self._cached.popitem(last=False)
+            key = self._page_to_key[page]
+            assert key is not None
+            del self._key_to_page[key]
+            self._page_to_key[page] = None
+        self._references[page] = 1
+        return page

@@ -1,0 +1,63 @@
+"""What is left of one step: tokens and logit rows, and the chunks they were given to. No jax."""
+
+from serving.request import ScheduledChunk, Sequence, StepPlan
+
+
+class StepBudget:
+    """Collects the chunks of one step within its two budgets."""
+
+    def __init__(self, tokens: int, logit_rows: int):
+        self.tokens = tokens
+        self.logit_rows = logit_rows
+        self._chunks: list[ScheduledChunk] = []
+        self._admitted: list[Sequence] = []
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no further sequence can get a chunk."""
+        return not (self.tokens and self.logit_rows)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """The sequences that got a chunk."""
+        return [chunk.sequence for chunk in self._chunks]
+
+    def admit(self, sequence: Sequence) -> None:
+        """Note that the sequence has a new row, and give it its first chunk."""
+        self._admitted.append(sequence)
+        self.schedule(sequence)
+
+    def schedule(self, sequence: Sequence) -> None:
+        """Give a running sequence as many of its remaining tokens as fit, maybe none.
+
+        Prompt log-probabilities cost one logit row per token. Those that an earlier chunk took
+        before a preemption are not computed again.
+        """
+        start, remaining = sequence.num_computed, sequence.num_remaining
+        num_tokens = min(remaining, self.tokens)
+        wants_scores = sequence.request.sampling.prompt_logprobs is not None
+        scores = wants_scores and start < sequence.num_prompt - 1
+        if scores and start < sequence.num_prompt_logprobs:
+            num_tokens, scores = min(num_tokens, sequence.num_prompt_logprobs - start), False
+        if scores:
+            num_tokens = min(num_tokens, self.logit_rows)
+        samples = num_tokens == remaining and sequence.max_outputs > 0
+        rows = int(samples)
+        if scores:
+            rows += min(start + num_tokens, sequence.num_prompt - 1) - start
+        if num_tokens < 1 or rows > self.logit_rows:
+            return
+        self._chunks.append(ScheduledChunk(sequence, start, num_tokens, samples, scores))
+        self.tokens -= num_tokens
+        self.logit_rows -= rows
+        sequence.num_computed += num_tokens
+        sequence.num_scheduled_outputs += samples
+        sequence.num_in_flight += 1
+        if scores:
+            sequence.num_prompt_logprobs = start + num_tokens
+
+    def plan(self) -> StepPlan | None:
+        """Return the step, or None when nobody got a chunk."""
+        if not self._chunks:
+            return None
+        return StepPlan(chunks=tuple(self._chunks), admitted=tuple(self._admitted))
