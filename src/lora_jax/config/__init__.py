@@ -1,0 +1,19 @@
+"""What a base model is, read from its config.json in either dialect.
+
+Hub files say `rope_theta`, `rope_scaling`, `torch_dtype`, `num_experts`; transformers 5 re-writes
+them as `rope_parameters`, `dtype`, `num_local_experts`. Both give equal configs here. What a
+config asks for and this code does not do is refused by name.
+"""
+
+from lora_jax.config._hf import from_hf, known_model_types
+from lora_jax.config._types import ClampedSwiglu, MlaConfig, ModelConfig, MoeConfig, RopeConfig
+
+__all__ = [
+    "ClampedSwiglu",
+    "MlaConfig",
+    "ModelConfig",
+    "MoeConfig",
+    "RopeConfig",
+    "from_hf",
+    "known_model_types",
+]

@@ -1,0 +1,88 @@
+"""The frozen dataclasses that a model class is built from."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding; the fields after `theta` are those of the scaling kinds that use them."""
+
+    kind: str  # default, linear, llama3 or yarn
+    dim: int  # rotated part of a head
+    theta: float
+    factor: float = 1.0
+    original_max_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    magnitude: float = 1.0  # multiplies cos and sin ("attention factor")
+
+
+@dataclasses.dataclass(frozen=True)
+class ClampedSwiglu:
+    """GPT-OSS's gate: (clip(up, ±limit) + 1) * g * sigmoid(alpha * g), g = min(gate, limit)."""
+
+    alpha: float
+    limit: float
+
+
+@dataclasses.dataclass(frozen=True)
+class MoeConfig:
+    """Mixture of experts in the layers `layers`; the others are dense."""
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    layers: tuple[int, ...]
+    softmax_first: bool = True  # softmax over all experts, then top-k; else over the top-k only
+    topk_norm: float | None = None  # p of the norm the chosen weights are divided by
+    weight_scale: float = 1.0
+    num_groups: int = 1  # experts are chosen from the best `topk_groups` of `num_groups`
+    topk_groups: int = 1
+    shared_size: int = 0  # width of the MLP every token also goes through
+    bias: bool = False  # on router and experts
+    swiglu: ClampedSwiglu | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class MlaConfig:
+    """Multi-head latent attention: K and V are low-rank in one latent of `kv_lora_rank`."""
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Everything a model class reads. `dtype` is what the config says of the weights, or None."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int  # of q and k
+    intermediate_size: int  # of dense MLPs
+    max_positions: int
+    norm_eps: float
+    rope: RopeConfig
+    attention_scale: float
+    sliding_windows: tuple[int | None, ...]  # per layer
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    clip_qkv: float | None = None
+    moe: MoeConfig | None = None
+    mla: MlaConfig | None = None
+    dtype: str | None = None
+    quantization: str | None = None  # "mxfp4": how the files store expert weights
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()

@@ -1,0 +1,56 @@
+"""Llama, and the dense models that differ from it by config only: Mistral, Qwen2, Qwen3."""
+
+import jax.numpy as jnp
+from flax import nnx
+
+from lora_jax.adapters.catalogue import LoraCatalogue
+from lora_jax.config import ModelConfig
+from lora_jax.models.sources import WeightRule, weight
+from lora_jax.nn import sites
+from lora_jax.nn.attention import Attention
+from lora_jax.nn.decoder import AbstractCausalLM, DecoderLayer
+from lora_jax.nn.layers import Mlp, RMSNorm
+
+
+class Llama(AbstractCausalLM):
+    """Grouped-query attention and a gated MLP in every layer."""
+
+    @staticmethod
+    def make_layer(
+        config: ModelConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs
+    ) -> DecoderLayer:
+        hidden, eps = config.hidden_size, config.norm_eps
+        return DecoderLayer(
+            RMSNorm(hidden, eps, dtype=dtype),
+            Attention(config, layer, dtype=dtype, rngs=rngs),
+            RMSNorm(hidden, eps, dtype=dtype),
+            Mlp(
+                hidden,
+                config.intermediate_size,
+                layer=layer,
+                bias=config.mlp_bias,
+                dtype=dtype,
+                rngs=rngs,
+            ),
+        )
+
+    @staticmethod
+    def catalogue(config: ModelConfig) -> LoraCatalogue:
+        layers = tuple(range(config.num_layers))
+        modules = sites.attention_modules(config) + sites.head_modules(config)
+        modules += sites.mlp_modules(config.hidden_size, config.intermediate_size, layers)
+        rules = (*sites.attention_rules(), *sites.mlp_rules(), *sites.head_rules())
+        return LoraCatalogue(config.model_type, config.num_layers, sites.by_name(modules), rules)
+
+    @staticmethod
+    def weight_rules(config: ModelConfig) -> tuple[WeightRule, ...]:
+        here, file = "layers.{layer}", "model.layers.{layer}"
+        return (
+            weight("embed.weight", "model.embed_tokens.weight"),
+            weight("norm.weight", "model.norm.weight"),
+            weight("lm_head.weight", "lm_head.weight"),
+            weight(f"{here}.input_norm.weight", f"{file}.input_layernorm.weight"),
+            weight(f"{here}.post_norm.weight", f"{file}.post_attention_layernorm.weight"),
+            weight(f"{here}.attn.{{map}}.{{kind}}", f"{file}.self_attn.{{map}}.{{kind}}"),
+            weight(f"{here}.mlp.{{map}}.{{kind}}", f"{file}.mlp.{{map}}.{{kind}}"),
+        )

@@ -1,0 +1,180 @@
+"""From a checkpoint folder to a model on its devices, tensor by tensor and slice by slice.
+
+Every parameter is made of checkpoint tensors by the model's weight rules and every tensor is
+used, or nothing is loaded. The host holds one parameter's slice on top of what is loaded.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from lora_jax.config import ModelConfig, from_hf
+from lora_jax.models.checkpoint import Checkpoint
+from lora_jax.models.registry import model_class
+from lora_jax.models.sources import Source, Tensor, WeightRule
+from lora_jax.nn.decoder import AbstractCausalLM
+from lora_jax.sharding import weight_sharding
+
+IGNORED = (r".*\.rotary_emb\.inv_freq",)  # made from the config; old releases stored it
+HEAD = "lm_head.weight"
+_MOST_NAMES = 20  # listed in an error
+_ALIGNMENT = 64  # jax takes over host memory that is aligned so, without a copy
+
+
+def load(
+    path: str | Path, *, dtype: Any = None, mesh: Mesh | None = None
+) -> tuple[AbstractCausalLM, ModelConfig]:
+    """Return the model of a checkpoint folder, on the mesh or on the first device.
+
+    `dtype` None keeps the checkpoint's (float16 becomes float32, which every device computes).
+
+    Raises:
+        ValueError: the config is not supported, or tensors are missing, left over or misshapen.
+    """
+    folder = Path(path)
+    config, files = read_config(folder), Checkpoint(folder)
+    kind = model_class(config.model_type)
+    wanted = checkpoint_dtype(config, files) if dtype is None else jnp.dtype(dtype)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: kind(config, dtype=wanted)), graph=False)
+    params = {_dotted(path): (path, param) for path, param in nnx.to_flat_state(state)}
+    shapes = {name: param.shape for name, (_, param) in params.items()}
+    plan = plan_load(kind.weight_rules(config), shapes, files)
+    check_leftovers(plan, files, config)
+    loaded = [
+        (path, param.replace(read_parameter(param, plan[name], files, mesh)))
+        for name, (path, param) in params.items()
+    ]
+    return nnx.merge(graphdef, nnx.from_flat_state(loaded)), config
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """Return the config of a checkpoint folder.
+
+    Raises:
+        ValueError: there is none, it is not JSON, or it is not supported.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{folder.name} holds no config.json.")
+    try:
+        raw = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"config.json of {folder.name} is not JSON.") from error
+    return from_hf(raw)
+
+
+def checkpoint_dtype(config: ModelConfig, files: Checkpoint) -> jnp.dtype:
+    """Return float32 or bfloat16: what the config says, else as most floats are stored."""
+    said = config.dtype
+    if said is None:
+        sizes: dict[str, int] = {}
+        for tensor in files.tensors.values():
+            if tensor.dtype != np.uint8:
+                items = int(np.prod(tensor.shape, dtype=np.int64))
+                sizes[tensor.dtype.name] = sizes.get(tensor.dtype.name, 0) + items
+        said = max(sizes, key=lambda name: sizes[name], default="float32")
+    return jnp.dtype(jnp.bfloat16 if said == "bfloat16" else jnp.float32)
+
+
+def plan_load(
+    rules: tuple[WeightRule, ...], shapes: dict[str, tuple[int, ...]], files: Checkpoint
+) -> dict[str, Source]:
+    """Return the source of every parameter.
+
+    Raises:
+        ValueError: listing tensors that are missing or have another shape than the model.
+    """
+    plan: dict[str, Source] = {}
+    missing: list[str] = []
+    wrong: list[str] = []
+    for name, shape in shapes.items():
+        choices = [source for rule in rules for source in rule.match(name)]
+        if not choices:
+            raise ValueError(f"No weight rule makes parameter {name}.")
+        source = min(choices, key=lambda choice: len(_absent(choice, files)))
+        absent = _absent(source, files)
+        missing += absent
+        if not absent and source.shape(files) != shape:
+            names = next(iter(source.names()))
+            wrong.append(f"{names} gives {source.shape(files)}, {name} is {shape}")
+        plan[name] = source
+    if missing:
+        raise ValueError(f"The checkpoint lacks {_listed(sorted(set(missing)))}.")
+    if wrong:
+        raise ValueError(f"The checkpoint does not fit its config: {_listed(wrong, '; ')}.")
+    return plan
+
+
+def check_leftovers(plan: dict[str, Source], files: Checkpoint, config: ModelConfig) -> None:
+    """Raise ValueError listing tensors that no parameter uses.
+
+    A stored head beside a tied embedding is no leftover as long as both hold the same values.
+    """
+    used = {files[name].name for source in plan.values() for name in source.names()}
+    ignored = re.compile("|".join(IGNORED))
+    left = [name for name in files.tensors if name not in used and not ignored.fullmatch(name)]
+    if config.tie_embeddings and HEAD in left:
+        left.remove(HEAD)
+        embedding = next(iter(plan["embed.weight"].names()))
+        if not same_values(Tensor(HEAD), Tensor(embedding), files):
+            raise ValueError(f"tie_word_embeddings is set, yet {HEAD} differs from {embedding}.")
+    if left:
+        raise ValueError(f"Tensors with no place in the model: {_listed(sorted(left))}.")
+
+
+def same_values(first: Source, second: Source, files: Checkpoint) -> bool:
+    """Return whether two sources are equal, comparing a few rows at a time."""
+    shape = first.shape(files)
+    if shape != second.shape(files):
+        return False
+    for start in range(0, shape[0], 1024):
+        rows = range(start, min(start + 1024, shape[0]))
+        index = (rows, *(range(n) for n in shape[1:]))
+        parts = [np.empty((len(rows), *shape[1:]), np.float32) for _ in range(2)]
+        first.read(files, index, parts[0])
+        second.read(files, index, parts[1])
+        if not np.array_equal(*parts):
+            return False
+    return True
+
+
+def read_parameter(param: Any, source: Source, files: Checkpoint, mesh: Mesh | None) -> jax.Array:
+    """Return one parameter on its devices, each of which is given its own slice only."""
+    dtype, shape = np.dtype(param.dtype), tuple(param.shape)
+    sharding = weight_sharding(param.get_metadata()["logical_axes"], shape, mesh)
+
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+        ranges = tuple(range(*s.indices(n)) for s, n in zip(index, shape, strict=True))
+        out = _aligned(tuple(len(r) for r in ranges), dtype)
+        source.read(files, ranges, out)
+        return out
+
+    array = jax.make_array_from_callback(shape, sharding, read, dtype=dtype)
+    return array.block_until_ready()  # where jax copies, the host's copy goes before the next
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    raw = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def _absent(source: Source, files: Checkpoint) -> list[str]:
+    return [name for name in source.names() if name not in files]
+
+
+def _dotted(path: tuple[Any, ...]) -> str:
+    return ".".join(str(part) for part in path)
+
+
+def _listed(names: list[str], between: str = ", ") -> str:
+    more = len(names) - _MOST_NAMES
+    return between.join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

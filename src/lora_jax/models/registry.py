@@ -1,0 +1,42 @@
+"""Which class serves a model_type; a model's file is imported when it is asked for."""
+
+import importlib
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from lora_jax.config import ModelConfig
+from lora_jax.nn.decoder import AbstractCausalLM
+
+_CLASSES = {
+    "llama": "llama:Llama",
+    "mistral": "llama:Llama",
+    "qwen2": "llama:Llama",
+    "qwen3": "llama:Llama",
+    "mixtral": "mixtral:Mixtral",
+    "qwen3_moe": "qwen3_moe:Qwen3Moe",
+    "gpt_oss": "gpt_oss:GptOss",
+    "deepseek_v2": "deepseek_v2:DeepseekV2",
+    "dbrx": "dbrx:Dbrx",
+}
+
+
+def model_class(model_type: str) -> type[AbstractCausalLM]:
+    """Return the class of a model_type.
+
+    Raises:
+        ValueError: the model_type is unknown; the message lists the known ones.
+    """
+    if model_type not in _CLASSES:
+        known = ", ".join(sorted(_CLASSES))
+        raise ValueError(f"model_type {model_type!r} is not supported; known are {known}.")
+    module, name = _CLASSES[model_type].split(":")
+    return getattr(importlib.import_module(f"lora_jax.models.{module}"), name)
+
+
+def build(
+    config: ModelConfig, dtype: Any = jnp.float32, rngs: nnx.Rngs | None = None
+) -> AbstractCausalLM:
+    """Return a model with random weights."""
+    return model_class(config.model_type)(config, dtype=dtype, rngs=rngs)

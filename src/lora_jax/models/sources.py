@@ -1,0 +1,235 @@
+"""From which tensors of a checkpoint a parameter is made: small frozen rules, read by slices.
+
+A source is an array that is not read yet. Sources nest: `Part(Tensor(...), 1, 0, 24)` is the
+first 24 columns. Any box of a source can be read alone, into memory that the caller gives, so
+that a sharded parameter never needs its whole self on the host.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from lora_jax.models import mxfp4
+from lora_jax.models.checkpoint import Checkpoint, Index
+
+
+@runtime_checkable
+class Source(Protocol):
+    """An array made of checkpoint tensors. Names may hold placeholders until `at` fills them."""
+
+    def at(self, places: dict[str, str]) -> "Source":
+        """Return this source with {layer}, ... in its names replaced."""
+        ...
+
+    def names(self) -> Iterator[str]:
+        """Yield the tensors it is made of."""
+        ...
+
+    def shape(self, files: Checkpoint) -> tuple[int, ...]: ...
+
+    def read(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
+        """Fill `out` with the elements of the index, converted to out's dtype."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """One tensor as it is."""
+
+    name: str
+
+    def at(self, places: dict[str, str]) -> "Tensor":
+        return Tensor(_fill(self.name, places))
+
+    def names(self) -> Iterator[str]:
+        yield self.name
+
+    def shape(self, files: Checkpoint) -> tuple[int, ...]:
+        return files[self.name].shape
+
+    def read(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
+        files[self.name].read(index, out)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """`count` tensors, {expert} in the name running from 0, as one with a new first axis."""
+
+    name: str
+    count: int
+
+    def at(self, places: dict[str, str]) -> "Stack":
+        return Stack(_fill(self.name, places), self.count)
+
+    def one(self, expert: int) -> Tensor:
+        return Tensor(self.name.replace("{expert}", str(expert)))
+
+    def names(self) -> Iterator[str]:
+        return (self.one(expert).name for expert in range(self.count))
+
+    def shape(self, files: Checkpoint) -> tuple[int, ...]:
+        shapes = {self.one(expert).shape(files) for expert in range(self.count)}
+        if len(shapes) > 1:
+            raise ValueError(f"{self.name} has several shapes: {sorted(shapes)}.")
+        return (self.count, *shapes.pop())
+
+    def read(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
+        for place, expert in enumerate(index[0]):
+            self.one(expert).read(files, index[1:], out[place])
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Elements start, start + step, ... below stop of one axis (-1 is the last)."""
+
+    of: Source
+    axis: int
+    start: int
+    stop: int
+    step: int = 1
+
+    def at(self, places: dict[str, str]) -> "Part":
+        return dataclasses.replace(self, of=self.of.at(places))
+
+    def names(self) -> Iterator[str]:
+        return self.of.names()
+
+    def shape(self, files: Checkpoint) -> tuple[int, ...]:
+        shape = list(self.of.shape(files))
+        if self.stop > shape[self.axis]:
+            raise ValueError(
+                f"{next(self.names())} has shape {tuple(shape)}: axis {self.axis} ends before "
+                f"{self.stop}."
+            )
+        shape[self.axis] = len(range(self.start, self.stop, self.step))
+        return tuple(shape)
+
+    def read(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
+        inner, asked = list(index), index[self.axis]
+        chosen = range(self.start, self.stop, self.step)
+        inner[self.axis] = chosen[asked.start : asked.stop : asked.step]
+        self.of.read(files, tuple(inner), out)
+
+
+@dataclasses.dataclass(frozen=True)
+class Transpose:
+    """The last two axes exchanged."""
+
+    of: Source
+
+    def at(self, places: dict[str, str]) -> "Transpose":
+        return Transpose(self.of.at(places))
+
+    def names(self) -> Iterator[str]:
+        return self.of.names()
+
+    def shape(self, files: Checkpoint) -> tuple[int, ...]:
+        *lead, rows, columns = self.of.shape(files)
+        return (*lead, columns, rows)
+
+    def read(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
+        *lead, rows, columns = index
+        self.of.read(files, (*lead, columns, rows), np.swapaxes(out, -1, -2))
+
+
+@dataclasses.dataclass(frozen=True)
+class Unflatten:
+    """[count * n, ...] seen as [count, n, ...]."""
+
+    of: Source
+    count: int
+
+    def at(self, places: dict[str, str]) -> "Unflatten":
+        return Unflatten(self.of.at(places), self.count)
+
+    def names(self) -> Iterator[str]:
+        return self.of.names()
+
+    def shape(self, files: Checkpoint) -> tuple[int, ...]:
+        rows, *rest = self.of.shape(files)
+        if rows % self.count:
+            name = next(self.names())
+            raise ValueError(f"{name}: {rows} rows do not divide into {self.count} equal parts.")
+        return (self.count, rows // self.count, *rest)
+
+    def read(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
+        size = self.shape(files)[1]
+        for place, group in enumerate(index[0]):
+            rows = range(group * size, (group + 1) * size)
+            chosen = rows[index[1].start : index[1].stop : index[1].step]
+            self.of.read(files, (chosen, *index[2:]), out[place])
+
+
+@dataclasses.dataclass(frozen=True)
+class Mxfp4:
+    """`name`_blocks [..., rows, groups, 16] and `name`_scales dequantised: [..., rows, columns]."""
+
+    name: str
+
+    def at(self, places: dict[str, str]) -> "Mxfp4":
+        return Mxfp4(_fill(self.name, places))
+
+    def names(self) -> Iterator[str]:
+        yield from (f"{self.name}_blocks", f"{self.name}_scales")
+
+    def shape(self, files: Checkpoint) -> tuple[int, ...]:
+        blocks, scales = (files[name].shape for name in self.names())
+        if blocks != (*scales, mxfp4.BLOCK // 2):
+            raise ValueError(f"{self.name}: blocks {blocks} do not fit scales {scales}.")
+        return (*scales[:-1], scales[-1] * mxfp4.BLOCK)
+
+    def read(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
+        if len(index) > 2:  # one expert at a time keeps the packed copy small
+            for place, expert in enumerate(index[0]):
+                self._read_matrix(files, (range(expert, expert + 1), *index[1:]), out[place])
+        else:
+            self._read_matrix(files, index, out)
+
+    def _read_matrix(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
+        *lead, columns = index
+        packed = []
+        for name in self.names():
+            stored = files[name]
+            tail = stored.shape[len(lead) :]
+            buffer = np.empty((*(len(r) for r in lead), *tail), np.uint8)
+            stored.read((*lead, *(range(n) for n in tail)), buffer)
+            packed.append(buffer)
+        values = mxfp4.dequantize(*packed, out.dtype)
+        values = values[..., columns.start : columns.stop : columns.step]
+        out[...] = values.reshape(out.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightRule:
+    """How parameters whose path matches are made: by the first source that the files have.
+
+    `parameter` and the sources' names share placeholders: {layer} is a number, any other, such as
+    {name}, a word.
+    """
+
+    parameter: str
+    sources: tuple[Source, ...]
+
+    def match(self, path: str) -> tuple[Source, ...]:
+        """Return the alternatives for the parameter at `path`, none if the rule is another's."""
+        pattern = re.sub(
+            r"\\{(\w+)\\}",
+            lambda m: rf"(?P<{m[1]}>\d+)" if m[1] == "layer" else rf"(?P<{m[1]}>\w+)",
+            re.escape(self.parameter),
+        )
+        found = re.fullmatch(pattern, path)
+        return tuple(s.at(found.groupdict()) for s in self.sources) if found else ()
+
+
+def weight(parameter: str, *sources: str | Source) -> WeightRule:
+    """Return the rule of a parameter; a plain string is a tensor taken as it is."""
+    return WeightRule(parameter, tuple(Tensor(s) if isinstance(s, str) else s for s in sources))
+
+
+def _fill(name: str, places: dict[str, str]) -> str:
+    for key, value in places.items():
+        name = name.replace("{" + key + "}", value)
+    return name

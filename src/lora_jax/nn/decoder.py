@@ -1,0 +1,144 @@
+"""The frame of a decoder-only language model; a model file fills in attention, MLP and names."""
+
+import abc
+from typing import Any, Protocol, runtime_checkable
+
+import jax.numpy as jnp
+from flax import nnx
+
+from lora_jax.adapters.catalogue import LoraCatalogue
+from lora_jax.adapters.slots import AdapterSlots
+from lora_jax.batch import ForwardBatch
+from lora_jax.config import ModelConfig
+from lora_jax.kv_cache import KVShape, LayerCache, PagedKVCache
+from lora_jax.nn import rope
+from lora_jax.nn.attention import CosSin
+from lora_jax.nn.layers import Embedding, Linear, RMSNorm
+from lora_jax.nn.lora import Rows
+from lora_jax.typing import Array, Float, Int
+
+
+@runtime_checkable
+class AttentionLike(Protocol):
+    """What a decoder layer asks of attention."""
+
+    def __call__(
+        self,
+        x: Float[Array, "tokens hidden"],
+        angles: CosSin,
+        batch: ForwardBatch,
+        cache: LayerCache,
+        rows: Rows,
+    ) -> tuple[Float[Array, "tokens hidden"], LayerCache]: ...
+
+
+@runtime_checkable
+class MlpLike(Protocol):
+    """What a decoder layer asks of an MLP or a mixture of experts."""
+
+    def __call__(
+        self, x: Float[Array, "tokens hidden"], rows: Rows
+    ) -> Float[Array, "tokens hidden"]: ...
+
+
+class DecoderLayer(nnx.Module):
+    """x + attn(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, input_norm: Any, attn: AttentionLike, post_norm: Any, mlp: MlpLike):
+        self.input_norm, self.attn, self.post_norm, self.mlp = input_norm, attn, post_norm, mlp
+
+    def __call__(
+        self,
+        x: Float[Array, "tokens hidden"],
+        angles: CosSin,
+        batch: ForwardBatch,
+        cache: LayerCache,
+        rows: Rows,
+    ) -> tuple[Float[Array, "tokens hidden"], LayerCache]:
+        out, cache = self.attn(self.input_norm(x), angles, batch, cache, rows)
+        x = x + out
+        return x + self.mlp(self.post_norm(x), rows), cache
+
+
+class AbstractCausalLM(nnx.Module):
+    """Embedding, layers, final norm, head. Weights only: cache and adapters go in and come out."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: Any = jnp.float32,
+        rngs: nnx.Rngs | None = None,
+    ):
+        rngs, dtype = rngs or nnx.Rngs(0), jnp.dtype(dtype)
+        vocab, hidden = config.vocab_size, config.hidden_size
+        self.config = config
+        self.module_names = self.catalogue(config).module_names
+        self.embed = Embedding(vocab, hidden, dtype=dtype, rngs=rngs)
+        layers = [self.make_layer(config, n, dtype, rngs) for n in range(config.num_layers)]
+        self.layers = nnx.List(layers)
+        self.norm = self.make_norm(config, dtype)
+        self.lm_head = None if config.tie_embeddings else _head(config, dtype, rngs)
+
+    @staticmethod
+    @abc.abstractmethod
+    def make_layer(
+        config: ModelConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs
+    ) -> DecoderLayer:
+        """Return one layer with random weights."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def catalogue(config: ModelConfig) -> LoraCatalogue:
+        """Return what an adapter may change, and how adapter files spell it."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def weight_rules(config: ModelConfig) -> tuple[Any, ...]:
+        """Return, for every parameter, from which tensors of a checkpoint it is made."""
+
+    @staticmethod
+    def make_norm(config: ModelConfig, dtype: jnp.dtype) -> Any:
+        """Return the norm before the head."""
+        return RMSNorm(config.hidden_size, config.norm_eps, dtype=dtype)
+
+    @staticmethod
+    def kv_shape(config: ModelConfig) -> KVShape:
+        """Return what the cache keeps per token and layer."""
+        return KVShape(config.num_layers, config.num_kv_heads, config.head_dim, config.head_dim)
+
+    def __call__(
+        self,
+        batch: ForwardBatch,
+        cache: PagedKVCache,
+        adapters: AdapterSlots | None,
+        max_rank: int,
+    ) -> tuple[Float[Array, "tokens hidden"], PagedKVCache]:
+        """Return hidden states after the final norm, and the cache with this step's K and V."""
+        rows = Rows(batch.num_tokens, batch.token_to_slot, adapters, self.module_names, max_rank)
+        angles = rope.cos_sin(self.config.rope, batch.positions)
+        x = self.embed(batch.tokens)
+        new_cache = []
+        for layer, layer_cache in zip(self.layers, cache, strict=True):
+            x, layer_cache = layer(x, angles, batch, layer_cache, rows)
+            new_cache.append(layer_cache)
+        return self.norm(x), tuple(new_cache)
+
+    def logits(
+        self,
+        hidden: Float[Array, "rows hidden"],
+        num_rows: Int[Array, ""],
+        row_to_slot: Int[Array, "rows"],
+        adapters: AdapterSlots | None,
+        max_rank: int,
+    ) -> Float[Array, "rows vocab"]:
+        """Return float32 logits of the first num_rows hidden states; other rows are 0."""
+        rows = Rows(num_rows, row_to_slot, adapters, self.module_names, max_rank)
+        head = self.embed.attend if self.lm_head is None else self.lm_head
+        return head(hidden, rows).astype(jnp.float32)
+
+
+def _head(config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> Linear:
+    hidden, vocab = config.hidden_size, config.vocab_size
+    axes = ("vocab", "embed")
+    return Linear(hidden, vocab, module="lm_head", layer=0, axes=axes, dtype=dtype, rngs=rngs)

@@ -1,0 +1,149 @@
+"""Linear map, norms, embedding and MLP over a flat list of rows.
+
+Every result of a row depends on that row alone, so that batching, padding and chunking change
+nothing. Weights keep torch's orientation [d_out, d_in].
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lora_jax.nn.lora import Rows
+from lora_jax.ops.grouped_matmul import matmul
+from lora_jax.typing import Array, Float, Int
+
+INIT_STD = 0.02
+
+
+def parameter(
+    rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: jnp.dtype
+) -> nnx.Param:
+    """Return a random normal weight with its logical axes, from which its sharding follows."""
+    value = jax.random.normal(rngs.params(), shape, jnp.float32) * INIT_STD
+    return nnx.Param(value.astype(dtype), logical_axes=axes)
+
+
+def constant_parameter(
+    value: float, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: jnp.dtype
+) -> nnx.Param:
+    """Return a weight that starts as `value` everywhere, with its logical axes."""
+    return nnx.Param(jnp.full(shape, value, dtype), logical_axes=axes)
+
+
+class Linear(nnx.Module):
+    """y = W x + b and each row's adapter at the site (module, layer)."""
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        *,
+        module: str | None,
+        layer: int,
+        axes: tuple[str | None, str | None],
+        bias: bool = False,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+    ):
+        self.module, self.layer = module, layer
+        self.weight = parameter(rngs, (d_out, d_in), axes, dtype)
+        self.bias = constant_parameter(0.0, (d_out,), axes[:1], dtype) if bias else None
+
+    def __call__(self, x: Float[Array, "rows d_in"], rows: Rows) -> Float[Array, "rows d_out"]:
+        bias = None if self.bias is None else self.bias[...]
+        y = matmul(x, self.weight[...], rows.num_rows, bias)
+        return rows.add_lora(y, x, self.module, self.layer)
+
+
+class RMSNorm(nnx.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis, in float32."""
+
+    def __init__(self, size: int, eps: float, *, dtype: jnp.dtype):
+        self.eps = eps
+        self.weight = constant_parameter(1.0, (size,), (None,), dtype)
+
+    def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
+        wide = x.astype(jnp.float32)
+        mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+        normed = wide * jax.lax.rsqrt(mean_square + self.eps)
+        return scale_last_axis(normed, self.weight[...]).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean) / sqrt(variance + eps) * weight over the last axis, in float32; no bias."""
+
+    def __init__(self, size: int, eps: float, *, dtype: jnp.dtype):
+        self.eps = eps
+        self.weight = constant_parameter(1.0, (size,), (None,), dtype)
+
+    def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
+        wide = x.astype(jnp.float32)
+        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
+        normed = centred * jax.lax.rsqrt(variance + self.eps)
+        return scale_last_axis(normed, self.weight[...]).astype(x.dtype)
+
+
+def scale_last_axis(
+    x: Float[Array, "*rows size"], weight: Float[Array, "size"]
+) -> Float[Array, "*rows size"]:
+    """x * weight along the last axis, in x's dtype."""
+    return x * weight.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+class Embedding(nnx.Module):
+    """Rows of a table by token id; as a head, the same table times the hidden state."""
+
+    def __init__(self, vocab: int, size: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.weight = parameter(rngs, (vocab, size), ("vocab", "embed"), dtype)
+
+    def __call__(self, tokens: Int[Array, "tokens"]) -> Float[Array, "tokens size"]:
+        return jnp.take(self.weight[...], tokens, axis=0, mode="clip")
+
+    def attend(self, x: Float[Array, "rows size"], rows: Rows) -> Float[Array, "rows vocab"]:
+        """Return logits of a tied head, with each row's adapter of lm_head."""
+        y = matmul(x, self.weight[...], rows.num_rows)
+        return rows.add_lora(y, x, "lm_head", 0)
+
+
+def silu_times(
+    gate: Float[Array, "rows width"], up: Float[Array, "rows width"]
+) -> Float[Array, "rows width"]:
+    """silu(gate) * up in float32, rounded once."""
+    wide = gate.astype(jnp.float32)
+    return (wide * jax.nn.sigmoid(wide) * up.astype(jnp.float32)).astype(gate.dtype)
+
+
+class Mlp(nnx.Module):
+    """down(silu(gate(x)) * up(x)); `prefix` tells apart the MLPs of one layer in adapters."""
+
+    def __init__(
+        self,
+        hidden: int,
+        width: int,
+        *,
+        layer: int,
+        prefix: str = "",
+        bias: bool = False,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+    ):
+        def linear(name: str, d_in: int, d_out: int, axes: tuple[str, str]) -> Linear:
+            module = prefix + name
+            return Linear(
+                d_in,
+                d_out,
+                module=module,
+                layer=layer,
+                axes=axes,
+                bias=bias,
+                dtype=dtype,
+                rngs=rngs,
+            )
+
+        self.gate_proj = linear("gate_proj", hidden, width, ("mlp", "embed"))
+        self.up_proj = linear("up_proj", hidden, width, ("mlp", "embed"))
+        self.down_proj = linear("down_proj", width, hidden, ("embed", "mlp"))
+
+    def __call__(self, x: Float[Array, "rows hidden"], rows: Rows) -> Float[Array, "rows hidden"]:
+        return self.down_proj(silu_times(self.gate_proj(x, rows), self.up_proj(x, rows)), rows)

@@ -1,0 +1,84 @@
+"""Each row's own adapter on top of a linear map of the base model."""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from lora_jax.adapters.slots import AdapterSlots
+from lora_jax.ops.lora_gemm import lora_gemm
+from lora_jax.typing import Array, Float, Int
+
+
+def apply_lora(
+    y: Float[Array, "rows d_out"],
+    x: Float[Array, "rows d_in"],
+    adapters: AdapterSlots,
+    module_index: int,
+    layer: int,
+    row_to_slot: Int[Array, "rows"],
+    row_to_expert: Int[Array, "rows"] | None = None,
+    *,
+    max_rank: int,
+) -> Float[Array, "rows d_out"]:
+    """y + scaling * (x A^T) B^T of every row's adapter at one site; slot -1 leaves y as it is."""
+    return lora_gemm(
+        y,
+        x,
+        adapters.pools[str(x.shape[1])],
+        adapters.pools[str(y.shape[1])],
+        adapters.entries[module_index, layer],
+        adapters.scaling[module_index, layer],
+        row_to_slot,
+        row_to_expert,
+        max_rank=max_rank,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The rows of one flat matrix: how many are real, and which adapter each one uses.
+
+    The last three fields are the same for the whole step. Without `adapters` no trace of LoRA is
+    in the program. Lives only while a step is traced.
+    """
+
+    num_rows: Int[Array, ""]
+    row_to_slot: Int[Array, "rows"]
+    adapters: AdapterSlots | None
+    module_names: tuple[str, ...]  # order of the table's first axis
+    max_rank: int
+
+    def add_lora(
+        self,
+        y: Float[Array, "rows d_out"],
+        x: Float[Array, "rows d_in"],
+        module: str | None,
+        layer: int,
+        row_to_expert: Int[Array, "rows"] | None = None,
+    ) -> Float[Array, "rows d_out"]:
+        """y plus each row's adapter at (module, layer); y itself where no adapter can be."""
+        if self.adapters is None or module not in self.module_names:
+            return y
+        index = self.module_names.index(module)
+        return apply_lora(
+            y,
+            x,
+            self.adapters,
+            index,
+            layer,
+            self.row_to_slot,
+            row_to_expert,
+            max_rank=self.max_rank,
+        )
+
+    def repeated(self, times: int) -> "Rows":
+        """Return the rows of a matrix in which each row stands `times` times in succession."""
+        slots = jnp.repeat(
+            self.row_to_slot, times, total_repeat_length=self.row_to_slot.size * times
+        )
+        return dataclasses.replace(self, num_rows=self.num_rows * times, row_to_slot=slots)
+
+    def gathered(self, row_to_row: Int[Array, "new_rows"], num_rows: Int[Array, ""]) -> "Rows":
+        """Return the rows of a matrix whose row t is row row_to_row[t] of this one."""
+        slots = self.row_to_slot[row_to_row]
+        return dataclasses.replace(self, num_rows=num_rows, row_to_slot=slots)

@@ -1,0 +1,161 @@
+"""Mixture of experts: router, row map, one grouped matmul per matrix, weighted sum.
+
+Rows (token, expert) are sorted once per layer; base and adapter rows of one expert stand together.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lora_jax.config import ClampedSwiglu, MoeConfig
+from lora_jax.nn.layers import Mlp, constant_parameter, parameter, silu_times
+from lora_jax.nn.lora import Rows
+from lora_jax.ops.grouped_matmul import grouped_matmul, matmul
+from lora_jax.ops.reroute import RowMap, row_map
+from lora_jax.typing import Array, Float, Int
+
+
+class Router(nnx.Module):
+    """Logits of every expert, in float32 whatever the model's dtype."""
+
+    def __init__(self, hidden: int, moe: MoeConfig, layer: int, *, rngs: nnx.Rngs):
+        self.layer = layer
+        shape, wide = (moe.num_experts, hidden), jnp.dtype(jnp.float32)
+        self.weight = parameter(rngs, shape, (None, "embed"), wide)
+        self.bias = constant_parameter(0.0, shape[:1], (None,), wide) if moe.bias else None
+
+    def __call__(
+        self, x: Float[Array, "tokens hidden"], rows: Rows
+    ) -> Float[Array, "tokens experts"]:
+        bias = None if self.bias is None else self.bias[...]
+        logits = matmul(x.astype(jnp.float32), self.weight[...], rows.num_rows, bias)
+        if x.dtype == jnp.float32:
+            return rows.add_lora(logits, x, "router", self.layer)
+        # The slots hold rank rows in the model's dtype: only the adapter's share is rounded to it.
+        nothing = jnp.zeros(logits.shape, x.dtype)
+        delta = rows.add_lora(nothing, x, "router", self.layer)
+        return logits if delta is nothing else logits + delta.astype(jnp.float32)
+
+
+def choose_experts(
+    logits: Float[Array, "tokens experts"], moe: MoeConfig
+) -> tuple[Float[Array, "tokens k"], Int[Array, "tokens k"]]:
+    """Return the weights (float32) and ids of each token's experts, best first."""
+    if not moe.softmax_first:
+        best, ids = jax.lax.top_k(logits, moe.top_k)
+        return jax.nn.softmax(best, axis=-1), ids
+    scores = jax.nn.softmax(logits, axis=-1)
+    if moe.num_groups > 1:
+        scores = _best_groups_only(scores, moe)
+    weights, ids = jax.lax.top_k(scores, moe.top_k)
+    if moe.topk_norm is not None:
+        weights = weights / jnp.linalg.norm(weights, ord=moe.topk_norm, axis=-1, keepdims=True)
+    return weights * jnp.float32(moe.weight_scale), ids
+
+
+def _best_groups_only(
+    scores: Float[Array, "tokens experts"], moe: MoeConfig
+) -> Float[Array, "tokens experts"]:
+    """Return scores with 0 outside the groups whose best expert is among the best."""
+    grouped = scores.reshape(scores.shape[0], moe.num_groups, -1)
+    _, best = jax.lax.top_k(jnp.max(grouped, axis=-1), moe.topk_groups)
+    groups = jnp.arange(moe.num_groups, dtype=best.dtype)
+    chosen = jnp.any(best[:, :, None] == groups[None, None, :], axis=1)
+    return jnp.where(chosen[:, :, None], grouped, 0.0).reshape(scores.shape)
+
+
+class Experts(nnx.Module):
+    """One gated MLP per expert; gate and up are [experts, width, hidden], down the other way."""
+
+    def __init__(
+        self, hidden: int, moe: MoeConfig, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs
+    ):
+        self.layer, self.moe = layer, moe
+        wide = (moe.num_experts, moe.intermediate_size, hidden)
+        back = (moe.num_experts, hidden, moe.intermediate_size)
+        self.gate_proj = parameter(rngs, wide, ("experts", "mlp", "embed"), dtype)
+        self.up_proj = parameter(rngs, wide, ("experts", "mlp", "embed"), dtype)
+        self.down_proj = parameter(rngs, back, ("experts", "embed", "mlp"), dtype)
+
+        def bias(width: int, axis: str) -> nnx.Param | None:
+            shape, axes = (moe.num_experts, width), ("experts", axis)
+            return constant_parameter(0.0, shape, axes, dtype) if moe.bias else None
+
+        self.gate_bias = bias(moe.intermediate_size, "mlp")
+        self.up_bias = bias(moe.intermediate_size, "mlp")
+        self.down_bias = bias(hidden, "embed")
+
+    def __call__(
+        self, x: Float[Array, "rows hidden"], map: RowMap, rows: Rows
+    ) -> Float[Array, "rows hidden"]:
+        """Return each sorted row's expert output; `rows` are the sorted rows."""
+        gate = self._linear(x, "gate", map, rows)
+        up = self._linear(x, "up", map, rows)
+        if self.moe.swiglu is None:
+            inner = silu_times(gate, up)
+        else:
+            inner = clamped_swiglu(gate, up, self.moe.swiglu)
+        return self._linear(inner, "down", map, rows)
+
+    def _linear(
+        self, x: Float[Array, "rows d_in"], name: str, map: RowMap, rows: Rows
+    ) -> Float[Array, "rows d_out"]:
+        weight, bias = getattr(self, f"{name}_proj"), getattr(self, f"{name}_bias")
+        bias = None if bias is None else bias[...]
+        y = grouped_matmul(x, weight[...], map.group_sizes, bias)
+        return rows.add_lora(y, x, f"experts.{name}_proj", self.layer, map.row_to_expert)
+
+
+def clamped_swiglu(
+    gate: Float[Array, "rows width"], up: Float[Array, "rows width"], swiglu: ClampedSwiglu
+) -> Float[Array, "rows width"]:
+    """(clip(up, ±limit) + 1) * g * sigmoid(alpha g), g = min(gate, limit), rounded once."""
+    alpha, limit = jnp.float32(swiglu.alpha), jnp.float32(swiglu.limit)
+    wide = jnp.minimum(gate.astype(jnp.float32), limit)
+    up_wide = jnp.clip(up.astype(jnp.float32), -limit, limit)
+    return ((up_wide + 1) * wide * jax.nn.sigmoid(alpha * wide)).astype(gate.dtype)
+
+
+class MoeBlock(nnx.Module):
+    """Each token's experts, weighted, plus the shared MLP if the model has one."""
+
+    def __init__(
+        self, hidden: int, moe: MoeConfig, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs
+    ):
+        self.moe = moe
+        self.router = Router(hidden, moe, layer, rngs=rngs)
+        self.experts = Experts(hidden, moe, layer, dtype=dtype, rngs=rngs)
+        self.shared_experts = (
+            Mlp(
+                hidden,
+                moe.shared_size,
+                layer=layer,
+                prefix="shared_experts.",
+                dtype=dtype,
+                rngs=rngs,
+            )
+            if moe.shared_size
+            else None
+        )
+
+    def __call__(
+        self, x: Float[Array, "tokens hidden"], rows: Rows
+    ) -> Float[Array, "tokens hidden"]:
+        weights, ids = choose_experts(self.router(x, rows), self.moe)
+        map = row_map(ids, rows.num_rows, self.moe.num_experts)
+        expert_rows = rows.gathered(map.row_to_token, rows.num_rows * self.moe.top_k)
+        out = self.experts(x[map.row_to_token], map, expert_rows)
+        y = combine(out, weights, map)
+        return y if self.shared_experts is None else y + self.shared_experts(x, rows)
+
+
+def combine(
+    out: Float[Array, "rows hidden"], weights: Float[Array, "tokens k"], map: RowMap
+) -> Float[Array, "tokens hidden"]:
+    """y[t] = sum_j weights[t, j] * out[inverse[t * k + j]], in float32, in the order of j."""
+    tokens, k = weights.shape
+    by_token = out[map.inverse].reshape(tokens, k, -1).astype(jnp.float32)
+    total = weights[:, 0, None] * by_token[:, 0]
+    for j in range(1, k):
+        total = total + weights[:, j, None] * by_token[:, j]
+    return total.astype(out.dtype)

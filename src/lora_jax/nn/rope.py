@@ -1,0 +1,82 @@
+"""Rotary position embedding: default, linear, llama3 and YaRN frequencies."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+
+from lora_jax.config import RopeConfig
+from lora_jax.typing import Array, Float, Int
+
+
+def inverse_frequencies(config: RopeConfig) -> np.ndarray:
+    """Return f32 [dim / 2] radians per position, computed in float64 and rounded once."""
+    base = config.theta ** -(np.arange(0, config.dim, 2, dtype=np.float64) / config.dim)
+    scaled = {
+        "default": lambda: base,
+        "linear": lambda: base / config.factor,
+        "llama3": lambda: _llama3(base, config),
+        "yarn": lambda: _yarn(base, config),
+    }[config.kind]()
+    return scaled.astype(np.float32)
+
+
+def _llama3(base: np.ndarray, config: RopeConfig) -> np.ndarray:
+    """Low frequencies divided by factor, high ones kept, those between interpolated."""
+    turns = config.original_max_positions * base / (2 * math.pi)  # over the trained context
+    low, high = config.low_freq_factor, config.high_freq_factor
+    keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return base * (keep + (1 - keep) / config.factor)
+
+
+def _yarn(base: np.ndarray, config: RopeConfig) -> np.ndarray:
+    """Dimensions that turn often are kept, those that turn rarely divided by factor, with a ramp.
+
+    The ramp runs between the dimensions that turn beta_fast and beta_slow times over the trained
+    context; `truncate` rounds its ends outwards to whole dimensions.
+    """
+
+    def dimension(turns: float) -> float:
+        periods = config.original_max_positions / (turns * 2 * math.pi)
+        return config.dim * math.log(periods) / (2 * math.log(config.theta))
+
+    low, high = dimension(config.beta_fast), dimension(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, config.dim - 1)
+    span = high - low if high != low else 0.001
+    ramp = np.clip((np.arange(config.dim // 2) - low) / span, 0.0, 1.0)
+    return base * ((1 - ramp) + ramp / config.factor)
+
+
+def cos_sin(
+    config: RopeConfig, positions: Int[Array, "tokens"]
+) -> tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]:
+    """Return cos and sin of every token's angles, in float32, times the config's magnitude."""
+    frequencies = jnp.asarray(inverse_frequencies(config))
+    angles = positions.astype(jnp.float32)[:, None] * frequencies[None]
+    magnitude = jnp.float32(config.magnitude)
+    return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
+
+
+def rotate(
+    x: Float[Array, "tokens heads dim"],
+    cos: Float[Array, "tokens half"],
+    sin: Float[Array, "tokens half"],
+    *,
+    interleaved: bool = False,
+) -> Float[Array, "tokens heads dim"]:
+    """Return x turned by its token's angles, pair by pair, computed in float32.
+
+    A pair is (i, i + dim / 2), or (2 i, 2 i + 1) when `interleaved` (DeepSeek's order).
+    """
+    wide = x.astype(jnp.float32)
+    cos, sin = cos[:, None], sin[:, None]
+    if interleaved:
+        first, second = wide[..., ::2], wide[..., 1::2]
+    else:
+        first, second = jnp.split(wide, 2, axis=-1)
+    turned = first * cos - second * sin, second * cos + first * sin
+    if interleaved:
+        return jnp.stack(turned, axis=-1).reshape(x.shape).astype(x.dtype)
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
