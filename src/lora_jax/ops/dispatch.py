@@ -1,11 +1,13 @@
 """Which implementation of an op runs: chosen while tracing, by platform and by what is at hand.
 
 "ffi" is C++ on a CPU, built at first use; "xla" is portable JAX whose cost follows the rows;
-"reference" states the meaning. `LORA_JAX_OPS` names one of them for the whole process.
+"reference" states the meaning. `LORA_JAX_OPS` names one of them for the whole process;
+`LORA_JAX_CACHE` is the folder of compiled kernels. No other module of ops reads the environment.
 """
 
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ import jax.numpy as jnp
 from lora_jax.typing import Array
 
 ENV = "LORA_JAX_OPS"
+CACHE_ENV = "LORA_JAX_CACHE"
 IMPLEMENTATIONS = ("ffi", "xla", "reference")
 DTYPES = (jnp.float32, jnp.bfloat16)
 
@@ -31,6 +34,14 @@ def candidates(implementation: str | None = None) -> tuple[str, ...]:
     if jax.default_backend() == "cpu":
         return IMPLEMENTATIONS
     return IMPLEMENTATIONS[1:]
+
+
+def cache_folder() -> Path:
+    """Return the folder for compiled kernels: `LORA_JAX_CACHE`, or lora-jax in the user's cache."""
+    if named := os.environ.get(CACHE_ENV):
+        return Path(named)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "lora-jax"
 
 
 def call(kernels: Mapping[str, Callable], implementation: str | None, *args, **kwargs):

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from lora_jax.ops import dispatch
-from lora_jax.ops.reroute import reference
+from lora_jax.ops.reroute import cpu, reference
 from lora_jax.typing import Array, Int
 
 __all__ = ["RowMap", "row_map"]
 
-_KERNELS = {"reference": reference.row_map}
+_KERNELS = {"ffi": cpu.row_map, "reference": reference.row_map}
 
 
 @jax.tree_util.register_dataclass

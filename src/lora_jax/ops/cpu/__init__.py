@@ -1,0 +1,1 @@
+"""C++ kernels for a CPU, compiled on this machine at first use."""

@@ -1,0 +1,165 @@
+// y[t] = w[g] x[t] + bias[g] for rows sorted by group. See dot.h for the order of the sums.
+#pragma once
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+#include <vector>
+
+#include "dot.h"
+#include "parallel.h"
+
+namespace lora_jax {
+
+template <class T>
+struct Gemm {
+  const T *x, *w, *bias;  // bias may be null
+  const int32_t* group_sizes;
+  T* y;
+  int64_t rows, groups, d_out, d_in;
+};
+
+// Rows [row0, row1) of one group times columns [col0, col1) of its matrix.
+struct GemmItem {
+  int64_t group, row0, row1, col0, col1;
+};
+
+struct FreeDeleter {
+  void operator()(void* p) const { std::free(p); }
+};
+template <class T>
+using Scratch = std::unique_ptr<T, FreeDeleter>;
+template <class T>
+inline Scratch<T> scratch(int64_t count) {
+  int64_t bytes = (count * int64_t(sizeof(T)) + 63) / 64 * 64;
+  return Scratch<T>(static_cast<T*>(std::aligned_alloc(64, std::max<int64_t>(bytes, 64))));
+}
+
+constexpr int64_t kPackRows = 12;   // from here on copying a panel of w pays
+constexpr int64_t kAccRows = 32;    // rows whose accumulators stay in L1 between blocks of K
+constexpr int64_t kPanelBytes = 3072;  // of K per row and block: a panel and its rows fit L1
+
+template <class D>
+struct Panel {
+  const typename D::T* w[kCols];  // past the last column they repeat it
+  typename D::V* packed;          // null if not packed
+};
+
+template <class D>
+inline void pack(Panel<D>& panel, int64_t k) {
+  for (int64_t s = 0; s < num_steps<D>(k); ++s)
+    for (int c = 0; c < kCols; ++c)
+      panel.packed[s * kCols + c] = D::load(panel.w[c] + s * D::kStep, k - s * D::kStep);
+}
+
+template <class D, int M>
+inline void gemm_tile(const Gemm<typename D::T>& g, const Panel<D>& panel, int64_t row, int64_t k0,
+                      int64_t k1, f32x16* acc) {
+  const typename D::T* x[M];
+  for (int r = 0; r < M; ++r) x[r] = g.x + (row + r) * g.d_in;
+  if (panel.packed) return dot_packed<D, M>(x, panel.packed, k0, k1, acc);
+  dot_direct<D, M>(x, panel.w, k0, k1, acc);
+}
+
+template <class T>
+inline void write_tile(const Gemm<T>& g, int64_t group, int64_t row, int64_t m, int64_t col,
+                       int64_t n, const float* sums) {
+  for (int64_t r = 0; r < m; ++r) {
+    float out[kLanes];
+    for (int64_t c = 0; c < n; ++c)
+      out[c] = sums[r * kCols + c] + (g.bias ? to_f32(g.bias[group * g.d_out + col + c]) : 0.0f);
+    store(g.y + (row + r) * g.d_out + col, load(out, n), n);
+  }
+}
+
+// One tile over one block of K: accumulators live in `acc` between blocks and are summed at last.
+template <class D, int M>
+inline void run_tile(const Gemm<typename D::T>& g, const Panel<D>& panel, const GemmItem& item,
+                     int64_t row, int64_t col, int64_t k0, int64_t k1, f32x16* acc) {
+  if (k0 == 0)
+    for (int i = 0; i < kTile; ++i) acc[i] = f32x16{};
+  gemm_tile<D, M>(g, panel, row, k0, k1, acc);
+  if (k1 < g.d_in) return;
+  float sums[kTile];
+  sum_tile<M>(acc, sums);
+  write_tile(g, item.group, row, M, col, std::min<int64_t>(kCols, item.col1 - col), sums);
+}
+
+template <class D>
+inline void run_rows(const Gemm<typename D::T>& g, const Panel<D>& panel, const GemmItem& item,
+                     int64_t row0, int64_t row1, int64_t col, int64_t block, f32x16* acc) {
+  int64_t k0 = 0;
+  do {
+    int64_t k1 = std::min(k0 + block, g.d_in);
+    f32x16* a = acc;
+    for (int64_t row = row0; row < row1; row += kRows, a += kTile) switch (row1 - row) {
+        case 1: run_tile<D, 1>(g, panel, item, row, col, k0, k1, a); break;
+#ifdef __AVX512F__
+        case 2: run_tile<D, 2>(g, panel, item, row, col, k0, k1, a); break;
+        case 3: run_tile<D, 3>(g, panel, item, row, col, k0, k1, a); break;
+#endif
+        default: run_tile<D, kRows>(g, panel, item, row, col, k0, k1, a);
+      }
+    k0 = k1;
+  } while (k0 < g.d_in);
+}
+
+template <class D>
+void run_gemm_item(const Gemm<typename D::T>& g, const GemmItem& item) {
+  int64_t rows = item.row1 - item.row0;
+  bool packs = rows >= kPackRows;
+  Scratch<typename D::V> packed;
+  if (packs) packed = scratch<typename D::V>(num_steps<D>(g.d_in) * kCols);
+  int64_t blocks = rows <= kRows ? 1 : (g.d_in * int64_t(sizeof(typename D::T)) - 1) / kPanelBytes + 1;
+  int64_t block = num_steps<D>((g.d_in + blocks - 1) / blocks) * D::kStep;
+  alignas(64) f32x16 acc[kAccRows / kRows * kTile];
+  const typename D::T* w = g.w + item.group * g.d_out * g.d_in;
+  for (int64_t col = item.col0; col < item.col1; col += kCols) {
+    Panel<D> panel{{}, packed.get()};
+    for (int64_t c = 0; c < kCols; ++c) panel.w[c] = w + std::min(col + c, g.d_out - 1) * g.d_in;
+    if (packs) pack<D>(panel, g.d_in);
+    for (int64_t row = item.row0; row < item.row1; row += kAccRows)
+      run_rows<D>(g, panel, item, row, std::min(row + kAccRows, item.row1), col, block, acc);
+  }
+}
+
+// Rough time of the whole op on one core, in microseconds: the longer of arithmetic and memory.
+inline double gemm_micros(double rows, double matrices, double d_out, double d_in, int bytes) {
+  return std::max(2.0 * rows * d_out * d_in / 90e3, matrices * d_out * d_in * bytes / 15e3);
+}
+
+// Splits the rows so that a piece's x stays in L2, and the columns into pieces of about 50 us.
+template <class T>
+std::vector<GemmItem> gemm_items(const Gemm<T>& g, double* micros, int64_t* used_rows) {
+  std::vector<GemmItem> items;
+  int64_t chunk = std::clamp<int64_t>((512 << 10) / std::max<int64_t>(1, g.d_in * sizeof(T)), 32, 512);
+  chunk = chunk / kAccRows * kAccRows;
+  int64_t start = 0;
+  *micros = 0;
+  for (int64_t group = 0; group < g.groups; ++group) {
+    int64_t end = start + std::clamp<int64_t>(g.group_sizes[group], 0, g.rows - start);
+    for (int64_t row = start; row < end; row += chunk) {
+      int64_t row1 = std::min(row + chunk, end);
+      double cost = gemm_micros(row1 - row, 1, g.d_out, g.d_in, sizeof(T));
+      int64_t pieces = std::max<int64_t>(1, int64_t(cost / 50.0));
+      int64_t cols = ((g.d_out + pieces - 1) / pieces + kCols - 1) / kCols * kCols;
+      for (int64_t col = 0; col < g.d_out; col += cols)
+        items.push_back({group, row, row1, col, std::min(col + cols, g.d_out)});
+      *micros += cost;
+    }
+    start = end;
+  }
+  *used_rows = start;
+  return items;
+}
+
+template <class D>
+void run_gemm(xla::ffi::ThreadPool& pool, const Gemm<typename D::T>& g) {
+  double micros;
+  int64_t used_rows;
+  std::vector<GemmItem> items = gemm_items(g, &micros, &used_rows);
+  parallel_for(pool, int64_t(items.size()), micros,
+               [&](int64_t i) { run_gemm_item<D>(g, items[i]); });
+  std::memset(g.y + used_rows * g.d_out, 0, (g.rows - used_rows) * g.d_out * sizeof(*g.y));
+}
+
+}  // namespace lora_jax

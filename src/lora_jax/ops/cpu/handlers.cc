@@ -1,0 +1,128 @@
+// XLA FFI entry points of the CPU kernels: unpack buffers, call the kernel, report errors.
+#include "attention.h"
+#include "gemm.h"
+#include "lora.h"
+#include "reroute.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+using S32 = ffi::Buffer<ffi::S32>;
+using F32 = ffi::Buffer<ffi::F32>;
+
+namespace lora_jax {
+
+template <class T, ffi::DataType dtype>
+const T* data(const ffi::Buffer<dtype>& b) {
+  return b.element_count() ? static_cast<const T*>(b.untyped_data()) : nullptr;
+}
+template <class T, ffi::DataType dtype>
+T* data(ffi::Result<ffi::Buffer<dtype>>& b) {
+  return static_cast<T*>(b->untyped_data());
+}
+
+template <class D, ffi::DataType dtype>
+ffi::Error GemmCall(ffi::ThreadPool pool, ffi::Buffer<dtype> x, ffi::Buffer<dtype> w,
+                    S32 group_sizes, ffi::Buffer<dtype> bias, ffi::Result<ffi::Buffer<dtype>> y) {
+  using T = typename D::T;
+  auto d = w.dimensions();
+  run_gemm<D>(pool, {data<T>(x), data<T>(w), data<T>(bias), group_sizes.typed_data(), data<T>(y),
+                     int64_t(x.dimensions()[0]), d[0], d[1], d[2]});
+  return ffi::Error::Success();
+}
+
+template <class D, ffi::DataType dtype>
+ffi::Error LoraCall(ffi::ThreadPool pool, ffi::Buffer<dtype> y, ffi::Buffer<dtype> x,
+                    ffi::Buffer<dtype> a_pool, ffi::Buffer<dtype> b_pool, S32 entries, F32 scaling,
+                    S32 row_to_slot, S32 row_to_expert, ffi::Result<ffi::Buffer<dtype>> out,
+                    int64_t max_rank) {
+  using T = typename D::T;
+  if (out->untyped_data() != y.untyped_data())
+    std::memcpy(out->untyped_data(), y.untyped_data(), y.size_bytes());
+  bool fits = run_lora<D>(
+      pool, {data<T>(x), data<T>(a_pool), data<T>(b_pool), entries.typed_data(),
+             row_to_slot.typed_data(), row_to_expert.typed_data(), scaling.typed_data(),
+             data<T>(out), int64_t(x.dimensions()[0]), x.dimensions()[1], y.dimensions()[1],
+             a_pool.dimensions()[0], b_pool.dimensions()[0], entries.dimensions()[0], max_rank});
+  if (!fits) return ffi::Error::InvalidArgument("lora_gemm: a slot's rows lie outside the pools");
+  return ffi::Error::Success();
+}
+
+template <class D, ffi::DataType dtype>
+ffi::Error AttentionCall(ffi::ThreadPool pool, ffi::Buffer<dtype> q, ffi::Buffer<dtype> k,
+                         ffi::Buffer<dtype> v, S32 block_tables, S32 token_to_seq, S32 positions,
+                         S32 num_tokens, F32 sinks, ffi::Result<ffi::Buffer<dtype>> out,
+                         float scale, int64_t window) {
+  using T = typename D::T;
+  int64_t all = q.dimensions()[0];
+  Attention<T> g;
+  g.q = data<T>(q), g.k = data<T>(k), g.v = data<T>(v), g.out = data<T>(out);
+  g.block_tables = block_tables.typed_data(), g.token_to_seq = token_to_seq.typed_data();
+  g.positions = positions.typed_data(), g.sinks = data<float>(sinks);
+  g.tokens = std::clamp<int64_t>(num_tokens.typed_data()[0], 0, all);
+  g.seqs = block_tables.dimensions()[0], g.max_pages = block_tables.dimensions()[1];
+  g.pages = k.dimensions()[0], g.page_size = k.dimensions()[1], g.kv_heads = k.dimensions()[2];
+  g.q_heads = q.dimensions()[1], g.k_dim = k.dimensions()[3], g.v_dim = out->dimensions()[2];
+  g.window = window, g.scale = scale;
+  if (run_attention<D>(pool, g, all)) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument(
+      "paged_attention: a token's sequence or position lies outside the block tables");
+}
+
+ffi::Error RowMapCall(S32 ids, S32 num_tokens, ffi::Result<S32> order, ffi::Result<S32> inverse,
+                      ffi::Result<S32> group_sizes) {
+  int64_t k = ids.dimensions()[1];
+  row_map(ids.typed_data(), int64_t(ids.element_count()), num_tokens.typed_data()[0] * k,
+          int32_t(group_sizes->element_count()), order->typed_data(), inverse->typed_data(),
+          group_sizes->typed_data());
+  return ffi::Error::Success();
+}
+
+}  // namespace lora_jax
+
+#define LORA_JAX_GEMM(name, D, dtype)                                                   \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (lora_jax::GemmCall<lora_jax::D, dtype>),         \
+                                ffi::Ffi::Bind()                                        \
+                                    .Ctx<ffi::ThreadPool>()                             \
+                                    .Arg<ffi::Buffer<dtype>>()                          \
+                                    .Arg<ffi::Buffer<dtype>>()                          \
+                                    .Arg<S32>()                                         \
+                                    .Arg<ffi::Buffer<dtype>>()                          \
+                                    .Ret<ffi::Buffer<dtype>>())
+#define LORA_JAX_LORA(name, D, dtype)                                                   \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (lora_jax::LoraCall<lora_jax::D, dtype>),         \
+                                ffi::Ffi::Bind()                                        \
+                                    .Ctx<ffi::ThreadPool>()                             \
+                                    .Arg<ffi::Buffer<dtype>>()                          \
+                                    .Arg<ffi::Buffer<dtype>>()                          \
+                                    .Arg<ffi::Buffer<dtype>>()                          \
+                                    .Arg<ffi::Buffer<dtype>>()                          \
+                                    .Arg<S32>()                                         \
+                                    .Arg<F32>()                                         \
+                                    .Arg<S32>()                                         \
+                                    .Arg<S32>()                                         \
+                                    .Ret<ffi::Buffer<dtype>>()                          \
+                                    .Attr<int64_t>("max_rank"))
+#define LORA_JAX_ATTENTION(name, D, dtype)                                              \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (lora_jax::AttentionCall<lora_jax::D, dtype>),    \
+                                ffi::Ffi::Bind()                                        \
+                                    .Ctx<ffi::ThreadPool>()                             \
+                                    .Arg<ffi::Buffer<dtype>>()                          \
+                                    .Arg<ffi::Buffer<dtype>>()                          \
+                                    .Arg<ffi::Buffer<dtype>>()                          \
+                                    .Arg<S32>()                                         \
+                                    .Arg<S32>()                                         \
+                                    .Arg<S32>()                                         \
+                                    .Arg<S32>()                                         \
+                                    .Arg<F32>()                                         \
+                                    .Ret<ffi::Buffer<dtype>>()                          \
+                                    .Attr<float>("scale")                               \
+                                    .Attr<int64_t>("window"))
+
+LORA_JAX_GEMM(lora_jax_gemm_float32, DotF32, ffi::F32);
+LORA_JAX_GEMM(lora_jax_gemm_bfloat16, DotBF16, ffi::BF16);
+LORA_JAX_LORA(lora_jax_lora_float32, DotF32, ffi::F32);
+LORA_JAX_LORA(lora_jax_lora_bfloat16, DotBF16, ffi::BF16);
+LORA_JAX_ATTENTION(lora_jax_attention_float32, DotF32, ffi::F32);
+LORA_JAX_ATTENTION(lora_jax_attention_bfloat16, DotBF16, ffi::BF16);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_row_map, lora_jax::RowMapCall,
+                              ffi::Ffi::Bind().Arg<S32>().Arg<S32>().Ret<S32>().Ret<S32>().Ret<S32>());

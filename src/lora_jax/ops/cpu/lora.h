@@ -1,0 +1,163 @@
+// y[t] += scaling * (x[t] A^T) B for rows of many adapters, in place.
+//
+// Rows are brought together by (slot, expert), up to 8 at a time, so that a rank row is loaded once
+// for all of them. Per output element: the dot products of dot.h, times the scaling, then a chain
+// over the rank rows in order, then one addition to y and one rounding.
+#pragma once
+#include <algorithm>
+#include <vector>
+
+#include "dot.h"
+#include "parallel.h"
+
+namespace lora_jax {
+
+constexpr int64_t kChunkRows = 8;
+
+template <class T>
+struct Lora {
+  const T *x, *a_pool, *b_pool;
+  const int32_t *entries, *row_to_slot, *row_to_expert;
+  const float* scaling;
+  T* y;
+  int64_t rows, d_in, d_out, a_rows, b_rows, slots, max_rank;
+};
+
+// Up to kChunkRows rows that share one A and one B.
+struct LoraItem {
+  const int32_t* rows;
+  int64_t count, a_row, b_row, rank;
+  float scaling;
+};
+
+// Stable counting sort of `rows` by key(row) < num_keys.
+template <class Key>
+inline void counting_sort(std::vector<int32_t>& rows, int64_t num_keys, const Key& key) {
+  std::vector<int32_t> next(num_keys + 1, 0), sorted(rows.size());
+  for (int32_t row : rows) ++next[key(row) + 1];
+  for (int64_t i = 0; i < num_keys; ++i) next[i + 1] += next[i];
+  for (int32_t row : rows) sorted[next[key(row)]++] = row;
+  rows.swap(sorted);
+}
+
+// Returns the rows that have an adapter, sorted by (slot, expert).
+template <class T>
+std::vector<int32_t> adapter_rows(const Lora<T>& g) {
+  std::vector<int32_t> rows;
+  int64_t experts = 1;
+  for (int32_t row = 0; row < g.rows; ++row) {
+    int64_t slot = g.row_to_slot[row];
+    if (slot < 0 || slot >= g.slots || g.entries[slot * 5 + 2] <= 0) continue;
+    rows.push_back(row);
+    experts = std::max<int64_t>(experts, g.row_to_expert[row] + 1);
+  }
+  if (experts > 1)
+    counting_sort(rows, experts, [&](int32_t r) { return std::max(g.row_to_expert[r], 0); });
+  counting_sort(rows, g.slots, [&](int32_t r) { return g.row_to_slot[r]; });
+  return rows;
+}
+
+// Returns false if a slot points outside its pools.
+template <class T>
+bool lora_items(const Lora<T>& g, const std::vector<int32_t>& rows, std::vector<LoraItem>* items,
+                double* micros) {
+  *micros = 0;
+  int64_t num = int64_t(rows.size());
+  for (int64_t i = 0, end; i < num; i = end) {
+    int32_t slot = g.row_to_slot[rows[i]], expert = g.row_to_expert[rows[i]];
+    const int32_t* entry = g.entries + slot * 5;
+    bool shared = entry[3] == 0 && entry[4] == 0;  // all experts use one pair of matrices
+    for (end = i + 1; end < num && end < i + kChunkRows; ++end) {
+      if (g.row_to_slot[rows[end]] != slot) break;
+      if (!shared && g.row_to_expert[rows[end]] != expert) break;
+    }
+    int64_t rank = std::min<int64_t>(entry[2], g.max_rank);
+    int64_t a_row = entry[0] + int64_t(expert) * entry[3];
+    int64_t b_row = entry[1] + int64_t(expert) * entry[4];
+    if (a_row < 0 || a_row + rank > g.a_rows || b_row < 0 || b_row + rank > g.b_rows) return false;
+    items->push_back({rows.data() + i, end - i, a_row, b_row, rank, g.scaling[slot]});
+    double weights = double(rank) * (g.d_in + g.d_out);
+    *micros += std::max(weights * (end - i) / 25e3, weights * sizeof(T) / 15e3);
+  }
+  return true;
+}
+
+// h[r * rank + j] = scaling * x[row r] . A[j]
+template <class D>
+void shrink(const Lora<typename D::T>& g, const LoraItem& item, float* h) {
+  using T = typename D::T;
+  const T *x[kChunkRows], *a[kCols];
+  float sums[kTile];
+  for (int64_t r = 0; r < item.count; ++r) x[r] = g.x + item.rows[r] * g.d_in;
+  for (int64_t j = 0; j < item.rank; j += kCols) {
+    for (int64_t c = 0; c < kCols; ++c)
+      a[c] = g.a_pool + (item.a_row + std::min(j + c, item.rank - 1)) * g.d_in;
+    int64_t cols = std::min<int64_t>(kCols, item.rank - j);
+    for (int64_t r = 0; r < item.count; r += kRows) {
+      int64_t m = std::min<int64_t>(kRows, item.count - r);
+      dot_tile<D>(m, x + r, a, g.d_in, sums);
+      for (int64_t i = 0; i < m; ++i)
+        for (int64_t c = 0; c < cols; ++c)
+          h[(r + i) * item.rank + j + c] = item.scaling * sums[i * kCols + c];
+    }
+  }
+}
+
+// y[row] += sum_j h[row][j] B[j] for M rows and S vectors of columns; n columns in the last vector.
+template <class T, int M, int S>
+inline void expand_tile(const Lora<T>& g, const LoraItem& item, const float* h, int64_t row,
+                        int64_t col, int64_t n) {
+  f32x16 acc[M][S] = {};
+  const T* b = g.b_pool + item.b_row * g.d_out + col;
+  for (int64_t j = 0; j < item.rank; ++j, b += g.d_out)
+    for (int s = 0; s < S; ++s) {
+      f32x16 bv = s + 1 < S ? load(b + s * kLanes) : load(b + s * kLanes, n);
+      for (int r = 0; r < M; ++r) acc[r][s] = fma(splat(h[r * item.rank + j]), bv, acc[r][s]);
+    }
+  for (int r = 0; r < M; ++r) {
+    T* y = g.y + item.rows[row + r] * g.d_out + col;
+    for (int s = 0; s < S; ++s) {
+      int64_t lanes = s + 1 < S ? kLanes : n;
+      store(y + s * kLanes, load(y + s * kLanes, lanes) + acc[r][s], lanes);
+    }
+  }
+}
+
+template <class T, int S>
+inline void expand_rows(const Lora<T>& g, const LoraItem& item, const float* h, int64_t col,
+                        int64_t n) {
+  for (int64_t row = 0; row < item.count; row += 4) {
+    const float* hr = h + row * item.rank;
+    switch (item.count - row) {
+      case 1: expand_tile<T, 1, S>(g, item, hr, row, col, n); break;
+      case 2: expand_tile<T, 2, S>(g, item, hr, row, col, n); break;
+      case 3: expand_tile<T, 3, S>(g, item, hr, row, col, n); break;
+      default: expand_tile<T, 4, S>(g, item, hr, row, col, n);
+    }
+  }
+}
+
+template <class D>
+void run_lora_item(const Lora<typename D::T>& g, const LoraItem& item) {
+  std::vector<float> h(item.count * item.rank);
+  shrink<D>(g, item, h.data());
+  constexpr int64_t kStrip = 4 * kLanes;
+  int64_t col = 0;
+  for (; col + kStrip <= g.d_out; col += kStrip)
+    expand_rows<typename D::T, 4>(g, item, h.data(), col, kLanes);
+  for (; col < g.d_out; col += kLanes)
+    expand_rows<typename D::T, 1>(g, item, h.data(), col, std::min<int64_t>(kLanes, g.d_out - col));
+}
+
+template <class D>
+bool run_lora(xla::ffi::ThreadPool& pool, const Lora<typename D::T>& g) {
+  std::vector<int32_t> rows = adapter_rows(g);
+  std::vector<LoraItem> items;
+  double micros;
+  if (!lora_items(g, rows, &items, &micros)) return false;
+  parallel_for(pool, int64_t(items.size()), micros,
+               [&](int64_t i) { run_lora_item<D>(g, items[i]); });
+  return true;
+}
+
+}  // namespace lora_jax

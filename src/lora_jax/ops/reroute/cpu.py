@@ -1,0 +1,17 @@
+"""Sorts (token, expert) rows by expert, by the C++ counting sort of ops/cpu/reroute.h."""
+
+import jax
+import jax.numpy as jnp
+
+from lora_jax.ops.cpu import build
+from lora_jax.typing import Array, Int
+
+
+def row_map(
+    topk_ids: Int[Array, "tokens k"], num_tokens: Int[Array, ""], num_experts: int
+) -> tuple[Int[Array, "rows"], Int[Array, "rows"], Int[Array, "experts"]]:
+    """What the reference says."""
+    build.require()
+    rows = jax.ShapeDtypeStruct((topk_ids.size,), jnp.int32)
+    sizes = jax.ShapeDtypeStruct((num_experts,), jnp.int32)
+    return tuple(jax.ffi.ffi_call("lora_jax_row_map", (rows, rows, sizes))(topk_ids, num_tokens))
