@@ -1,0 +1,260 @@
+"""Runs the scheduler's plans: owns weights, KV pages, sequence rows and adapter slots.
+
+One compiled program per token bucket. A step is dispatched without waiting; its results are read
+when the next one is on its way.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from tqdm import tqdm
+
+from lora_jax.adapters.slots import AdapterSlots, warm_up
+from lora_jax.kv_cache import KVShape, init_cache
+from serving.device_state import admit, init_row_state, pack_row
+from serving.request import ScheduledChunk, Sequence, SequenceResult, StepPlan, TokenLogprobs
+from serving.sampler import Sampled
+from serving.sampling import Sampling
+from serving.step import (
+    NUM_TARGETS,
+    NUM_TOKENS,
+    SAMPLES,
+    SLOT,
+    START,
+    TABLE_ROWS,
+    StepSizes,
+    run_step,
+)
+
+_SMALLEST_BUCKET = 8
+_BUCKET_FACTOR = (
+    4  # a step runs at most 4 times as many padding tokens as real ones, mostly skipped
+)
+
+
+def token_buckets(max_tokens: int) -> tuple[int, ...]:
+    """Return the token counts programs are compiled for: 8, 32, 128, ... and `max_tokens`."""
+    buckets, bucket = [], _SMALLEST_BUCKET
+    while bucket < max_tokens:
+        buckets.append(bucket)
+        bucket *= _BUCKET_FACTOR
+    return (*buckets, max_tokens)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class InFlightStep:
+    """A dispatched step: what it was asked, and arrays that will hold its results."""
+
+    plan: StepPlan
+    first_rows: tuple[int, ...]  # first logit row of each chunk, in the plan's order
+    sampled: Sampled
+    scored: bool  # whether any row's log-probabilities are wanted
+
+
+class ModelRunner:
+    """The device side of the engine; one thread uses it."""
+
+    def __init__(
+        self,
+        model: nnx.Module,
+        kv_shape: KVShape,
+        sizes: StepSizes,
+        *,
+        max_tokens: int,
+        vocab_size: int,
+        dtype: jnp.dtype,
+        end_ids: tuple[int, ...] = (),
+        slots: AdapterSlots | None = None,
+    ):
+        """`max_tokens` bounds a step, `dtype` is that of KV pages, and `end_ids` are held back
+        before a request's min_tokens.
+        """
+        self.sizes, self.buckets = sizes, token_buckets(max_tokens)
+        self._vocab_size, self._end_ids = vocab_size, end_ids
+        self._step, self._leaves = _compiled_step(model, sizes)
+        # Everything lies committed on the weights' device from the start: an array that is
+        # committed only after its first step would make every program compile twice.
+        place = functools.partial(jax.device_put, device=self._leaves[0].sharding)
+        self._cache = place(init_cache(kv_shape, sizes.num_pages, sizes.page_size, dtype))
+        self._state = place(init_row_state(sizes.max_seqs, sizes.max_len))
+        self._place = place
+        self.slots = None if slots is None else place(slots)
+        self._tables = np.zeros((sizes.max_seqs, sizes.max_pages), np.int32)
+        self._num_pages = [0] * sizes.max_seqs  # pages of each row that _tables holds
+        self._device_tables = place(self._tables.copy())
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the base model on the device."""
+        return sum(leaf.nbytes for leaf in self._leaves)
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in the base model."""
+        return sum(leaf.size for leaf in self._leaves)
+
+    def warm_up(self, *, progress: bool = False) -> None:
+        """Compile every program by running it on nothing; no later step compiles."""
+        if self.slots is not None:
+            self.slots = warm_up(self.slots)
+        packed = pack_row(Sampling(), (0,), 1, 0, (), self.sizes.max_len, self._vocab_size)
+        self._state = admit(self._state, np.int32(0), packed.ints, packed.floats)
+        table = np.zeros((TABLE_ROWS, self.sizes.max_seqs), np.int32)
+        for bucket in tqdm(self.buckets, "Compile", unit="program", disable=not progress):
+            jax.block_until_ready(self._run(table, bucket))
+
+    def dispatch(self, plan: StepPlan) -> InFlightStep:
+        """Send a step to the device and return at once; read its results with `read`.
+
+        A chunk's input tokens that the host has not seen are those the steps in flight sample.
+        """
+        bucket = self._bucket(plan)
+        for sequence in plan.admitted:
+            self._admit(sequence)
+        changed, scored = False, False
+        table = np.zeros((TABLE_ROWS, self.sizes.max_seqs), np.int32)
+        for chunk in plan.chunks:
+            changed |= self._update_pages(chunk.sequence)
+            scored |= chunk.prompt_logprobs or chunk.sequence.request.sampling.logprobs is not None
+            row = chunk.sequence.row
+            table[START, row] = chunk.start
+            table[NUM_TOKENS, row] = chunk.num_tokens
+            table[SLOT, row] = chunk.sequence.slot
+            table[NUM_TARGETS, row] = num_targets(chunk)
+            table[SAMPLES, row] = chunk.samples
+        if changed:
+            self._device_tables = self._place(self._tables.copy())
+        sampled = self._run(table, bucket)
+        for leaf in jax.tree.leaves(sampled) if scored else (sampled.token_ids,):
+            leaf.copy_to_host_async()
+        return InFlightStep(plan, _first_rows(plan), sampled, scored)
+
+    def read(self, step: InFlightStep) -> list[SequenceResult]:
+        """Wait for a step and return a result for each chunk, in the plan's order.
+
+        A sampled token_id of INVALID_TOKEN means that the row's logits were not finite.
+        """
+        arrays = _HostArrays(step)
+        chunks = zip(step.plan.chunks, step.first_rows, strict=True)
+        return [arrays.result(chunk, first) for chunk, first in chunks]
+
+    def _run(self, table: np.ndarray, bucket: int) -> Sampled:
+        self._cache, self._state, sampled = self._step(
+            self._leaves,
+            self._cache,
+            self._state,
+            self.slots,
+            table,
+            self._device_tables,
+            bucket=bucket,
+        )
+        return sampled
+
+    def _bucket(self, plan: StepPlan) -> int:
+        """Return the smallest bucket that the step fits into; ValueError when it fits nowhere."""
+        rows = sum(num_targets(chunk) + chunk.samples for chunk in plan.chunks)
+        most = self.sizes.max_logit_rows
+        for bucket in self.buckets:
+            if plan.num_tokens <= bucket and rows <= most:
+                return bucket
+        raise ValueError(
+            f"A step of {plan.num_tokens} tokens and {rows} logit rows; at most "
+            f"{self.buckets[-1]} and {most} fit."
+        )
+
+    def _admit(self, sequence: Sequence) -> None:
+        packed = pack_row(
+            sequence.request.sampling,
+            sequence.token_ids,
+            sequence.num_prompt,
+            sequence.seed,
+            self._end_ids,
+            self.sizes.max_len,
+            self._vocab_size,
+        )
+        self._state = admit(self._state, np.int32(sequence.row), packed.ints, packed.floats)
+        self._num_pages[sequence.row] = 0
+
+    def _update_pages(self, sequence: Sequence) -> bool:
+        """Copy the sequence's new pages to its block table; pages of a running one only grow."""
+        row, known, pages = sequence.row, self._num_pages[sequence.row], sequence.pages
+        if len(pages) == known:
+            return False
+        self._tables[row, known : len(pages)] = pages[known:]
+        self._num_pages[row] = len(pages)
+        return True
+
+
+def _first_rows(plan: StepPlan) -> tuple[int, ...]:
+    """Return where each chunk's logit rows start: they stand in order of sequence rows.
+
+    To be asked before the step: the scheduler may take a row away while the step runs.
+    """
+    chunks = plan.chunks
+    firsts, first = [0] * len(chunks), 0
+    for place in sorted(range(len(chunks)), key=lambda place: chunks[place].sequence.row):
+        firsts[place] = first
+        first += num_targets(chunks[place]) + chunks[place].samples
+    return tuple(firsts)
+
+
+def num_targets(chunk: ScheduledChunk) -> int:
+    """Return how many prompt tokens the chunk scores: those after its tokens."""
+    if not chunk.prompt_logprobs:
+        return 0
+    end = min(chunk.start + chunk.num_tokens, chunk.sequence.num_prompt - 1)
+    return max(0, end - chunk.start)
+
+
+def _compiled_step(model: nnx.Module, sizes: StepSizes) -> tuple[Any, tuple[jax.Array, ...]]:
+    """Return the jitted step over (leaves, cache, state, ...) and the leaves of the model."""
+    graphdef, params = nnx.split(model, graph=False)
+    leaves, treedef = jax.tree.flatten(params)
+
+    @functools.partial(jax.jit, static_argnames="bucket", donate_argnums=(1, 2))
+    def step(leaves, cache, state, slots, table, block_tables, *, bucket):
+        merged = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
+        return run_step(merged, cache, state, slots, table, block_tables, bucket, sizes)
+
+    return step, tuple(leaves)
+
+
+class _HostArrays:
+    """A finished step's results on the host."""
+
+    def __init__(self, step: InFlightStep):
+        self.token_ids = np.asarray(step.sampled.token_ids).tolist()
+        if step.scored:
+            self.logprobs = np.asarray(step.sampled.logprobs).tolist()
+            self.ranks = np.asarray(step.sampled.ranks).tolist()
+            self.top_ids = np.asarray(step.sampled.top_ids)
+            self.top_logprobs = np.asarray(step.sampled.top_logprobs)
+
+    def result(self, chunk: ScheduledChunk, first: int) -> SequenceResult:
+        """Return the result of a chunk whose logit rows start at `first`."""
+        sampling = chunk.sequence.request.sampling
+        targets = num_targets(chunk)
+        scored: tuple[TokenLogprobs, ...] = ()
+        if targets:
+            wanted = sampling.prompt_logprobs
+            count = (sampling.logprobs or 0) if wanted is None else wanted
+            scored = tuple(self._entry(first + place, count) for place in range(targets))
+        if not chunk.samples:
+            return SequenceResult(chunk, None, None, scored)
+        row = first + targets
+        entry = None if sampling.logprobs is None else self._entry(row, sampling.logprobs)
+        return SequenceResult(chunk, self.token_ids[row], entry, scored)
+
+    def _entry(self, row: int, count: int) -> TokenLogprobs:
+        ids, values = self.top_ids[row, :count].tolist(), self.top_logprobs[row, :count].tolist()
+        return TokenLogprobs(
+            self.token_ids[row],
+            self.logprobs[row],
+            self.ranks[row],
+            dict(zip(ids, values, strict=True)),
+        )
