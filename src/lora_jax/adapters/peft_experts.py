@@ -14,7 +14,7 @@ import numpy as np
 
 from lora_jax.adapters.catalogue import LoraCatalogue, LoraModule
 from lora_jax.adapters.peft_config import PeftConfig
-from lora_jax.adapters.peft_names import LoraPair, find_target
+from lora_jax.adapters.peft_names import LoraPair, Target, find_target
 from lora_jax.adapters.weights import SiteWeights
 
 GATE, UP, DOWN = "experts.gate_proj", "experts.up_proj", "experts.down_proj"
@@ -203,26 +203,32 @@ def _gate_up(
     return (first, gate[:, :half].copy()), (second, up[:, half:].copy())
 
 
-def read_shared(pair: LoraPair, catalogue: LoraCatalogue, config: PeftConfig) -> _SITES | None:
-    """Return the site of a 3-D pair such as `experts.w1`; None when the path is no such thing."""
-    container, _, leaf = pair.path.rpartition(".")
-    if len(pair.a.shape) != 3 or len(pair.b.shape) != 3 or container_of(container) is None:
+def find_shared(path: str, catalogue: LoraCatalogue) -> Target | None:
+    """Return what a path such as `experts.w1` stands for: one module of all experts."""
+    container, _, leaf = path.rpartition(".")
+    if container_of(container) is None:
         return None
     target = find_target(f"{container}.0.{leaf}", catalogue)
-    if target is None or len(target.modules) != 1:
-        return None
+    return target and dataclasses.replace(target, path=path, expert=None)
+
+
+def read_shared(pair: LoraPair, target: Target, config: PeftConfig) -> _SITES:
+    """Return the site of a 3-D pair, A [1 or E, r, d_in] and B [1 or E, d_out, r]."""
     module = target.modules[0]
-    experts = {1, module.num_experts}
-    (a_experts, rank, d_in), (b_experts, d_out, b_rank) = pair.a.shape, pair.b.shape
-    fits = (d_in, d_out, b_rank) == (module.d_in, module.d_out, rank)
-    if not fits or not {a_experts, b_experts} <= experts:
+    a, b, sizes = pair.a.shape, pair.b.shape, {1, module.num_experts}
+    want = (module.d_in, module.d_out)
+    fits = len(a) == len(b) == 3 and (a[2], b[1]) == want and a[1] == b[2]
+    if not fits or not {a[0], b[0]} <= sizes or len(target.modules) != 1:
         raise ValueError(
-            f"{pair.a.name} {pair.a.shape} with {pair.b.name} {pair.b.shape} do not fit "
-            f"{module.num_experts} experts {module.d_in} -> {module.d_out}."
+            f"{pair.a.name} {a} with {pair.b.name} {b} do not fit {module.num_experts} experts "
+            f"{module.d_in} -> {module.d_out}: (1 or {module.num_experts}, rank, {module.d_in}) "
+            f"and (1 or {module.num_experts}, {module.d_out}, rank)."
         )
+    rank = a[1]
     _check_rank(pair, rank, config.rank_of(pair.path))
-    a, b = pair.a.read().copy(), pair.b.read().transpose(0, 2, 1).copy()
-    return {(module.name, target.layer): SiteWeights(a, b, config.scaling_of(pair.path, rank))}
+    rows_a, rows_b = pair.a.read().copy(), pair.b.read().transpose(0, 2, 1).copy()
+    scaling = config.scaling_of(pair.path, rank)
+    return {(module.name, target.layer): SiteWeights(rows_a, rows_b, scaling)}
 
 
 def stack_experts(module: LoraModule, sites: dict[int, SiteWeights]) -> SiteWeights:

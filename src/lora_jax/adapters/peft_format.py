@@ -101,9 +101,12 @@ def read_sites(pairs: dict[str, LoraPair], config: PeftConfig, catalogue: LoraCa
         if container and stack:
             fused.setdefault(stack.path, (stack, {}))[1][container[1]] = pair
             continue
-        target = find_target(path, catalogue)
+        target = find_target(path, catalogue) or peft_experts.find_shared(path, catalogue)
         if target is None:
-            _add(sites, _shared(pair, config, catalogue), path)
+            kind = catalogue.model_type
+            raise ValueError(f"{pair.a.name}: the base model ({kind}) has no module {path}.")
+        if target.is_all_experts:
+            _add(sites, peft_experts.read_shared(pair, target, config), path)
         elif target.expert is None:
             _add(sites, _read_plain(pair, target, config, catalogue), path)
         else:
@@ -122,15 +125,6 @@ def _add[K](sites: dict[K, SiteWeights], new: dict[K, SiteWeights], path: str) -
         if key in sites:
             raise ValueError(f"{path}: the file has LoRA for it under two names.")
         sites[key] = site
-
-
-def _shared(pair: LoraPair, config: PeftConfig, catalogue: LoraCatalogue) -> _SITES:
-    sites = peft_experts.read_shared(pair, catalogue, config)
-    if sites is None:
-        raise ValueError(
-            f"{pair.a.name}: the base model ({catalogue.model_type}) has no module {pair.path}."
-        )
-    return sites
 
 
 def _read_plain(

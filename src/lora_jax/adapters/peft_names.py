@@ -49,6 +49,11 @@ class Target:
     def is_kv_b(self) -> bool:
         return self.modules[0].name in KV_B
 
+    @property
+    def is_all_experts(self) -> bool:
+        """Whether the path names a module of every expert at once."""
+        return self.expert is None and self.modules[0].num_experts > 0 and not self.is_kv_b
+
 
 def pair_up(tensors: dict[str, StoredTensor]) -> dict[str, LoraPair]:
     """Return A and B by module path; every tensor is used or ValueError lists it."""

@@ -100,7 +100,7 @@ class AdapterRegistry:
         self._entries: dict[str, AdapterEntry] = {}
         self._generation = 0
         self._load_times: collections.deque[float] = collections.deque()
-        self._failures: dict[str, tuple[float, AdapterRejected]] = {}
+        self._failures: dict[str, tuple[float, str]] = {}
 
     def load(
         self,
@@ -158,13 +158,13 @@ class AdapterRegistry:
             except AdapterNotFound:
                 if not (self._root / name).is_dir():
                     raise
-            when, failure = self._failures.get(name, (0.0, None))
+            when, failure = self._failures.get(name, (0.0, ""))
             if failure and self._clock() - when < _REMEMBER_FAILURE_S:
-                raise failure
+                raise AdapterRejected(failure)
             try:
                 return self.load(name, name)
             except AdapterRejected as error:
-                self._failures[name] = self._clock(), error
+                self._failures[name] = self._clock(), str(error)
                 raise
 
     def is_current(self, entry: AdapterEntry) -> bool:
