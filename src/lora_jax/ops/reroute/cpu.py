@@ -14,4 +14,6 @@ def row_map(
     build.require()
     rows = jax.ShapeDtypeStruct((topk_ids.size,), jnp.int32)
     sizes = jax.ShapeDtypeStruct((num_experts,), jnp.int32)
-    return tuple(jax.ffi.ffi_call("lora_jax_row_map", (rows, rows, sizes))(topk_ids, num_tokens))
+    call = jax.ffi.ffi_call("lora_jax_row_map", (rows, rows, sizes))
+    order, inverse, group_sizes = call(topk_ids, num_tokens)
+    return order, inverse, group_sizes
