@@ -4,6 +4,7 @@ The only file that spells "ep", "pp" and "tp": everything else names the logical
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
@@ -25,7 +26,7 @@ LOGICAL_AXES: dict[str | None, str | None] = {
 
 
 def make_mesh(
-    *, pp: int = 1, ep: int = 1, tp: int = 1, devices: Sequence[jax.Device] | None = None
+    *, pp: int = 1, ep: int = 1, tp: int = 1, devices: Sequence[Any] | None = None
 ) -> Mesh:
     """Return an explicit mesh of pp * ep * tp devices, by default the first ones there are.
 

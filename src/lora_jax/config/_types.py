@@ -86,3 +86,17 @@ class ModelConfig:
     quantization: str | None = None  # "mxfp4": how the files store expert weights
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def experts(self) -> MoeConfig:
+        """The MoE part; ValueError if the config has none."""
+        if self.moe is None:
+            raise ValueError(f"{self.model_type} needs experts, and its config has none.")
+        return self.moe
+
+    @property
+    def latent(self) -> MlaConfig:
+        """The MLA part; ValueError if the config has none."""
+        if self.mla is None:
+            raise ValueError(f"{self.model_type} needs latent attention, and its config has none.")
+        return self.mla

@@ -5,7 +5,8 @@ from flax import nnx
 
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.config import ModelConfig
-from lora_jax.models.sources import WeightRule, weight
+from lora_jax.models.sources import WeightRule
+from lora_jax.models.spelling import frame_weights, mlp_weights
 from lora_jax.nn import sites
 from lora_jax.nn.attention import Attention
 from lora_jax.nn.decoder import AbstractCausalLM, DecoderLayer
@@ -44,13 +45,4 @@ class Llama(AbstractCausalLM):
 
     @staticmethod
     def weight_rules(config: ModelConfig) -> tuple[WeightRule, ...]:
-        here, file = "layers.{layer}", "model.layers.{layer}"
-        return (
-            weight("embed.weight", "model.embed_tokens.weight"),
-            weight("norm.weight", "model.norm.weight"),
-            weight("lm_head.weight", "lm_head.weight"),
-            weight(f"{here}.input_norm.weight", f"{file}.input_layernorm.weight"),
-            weight(f"{here}.post_norm.weight", f"{file}.post_attention_layernorm.weight"),
-            weight(f"{here}.attn.{{map}}.{{kind}}", f"{file}.self_attn.{{map}}.{{kind}}"),
-            weight(f"{here}.mlp.{{map}}.{{kind}}", f"{file}.mlp.{{map}}.{{kind}}"),
-        )
+        return (*frame_weights(), *mlp_weights())

@@ -140,7 +140,7 @@ def same_values(first: Source, second: Source, files: Checkpoint) -> bool:
         parts = [np.empty((len(rows), *shape[1:]), np.float32) for _ in range(2)]
         first.read(files, index, parts[0])
         second.read(files, index, parts[1])
-        if not np.array_equal(*parts):
+        if not np.array_equal(parts[0], parts[1]):
             return False
     return True
 
@@ -150,7 +150,8 @@ def read_parameter(param: Any, source: Source, files: Checkpoint, mesh: Mesh | N
     dtype, shape = np.dtype(param.dtype), tuple(param.shape)
     sharding = weight_sharding(param.get_metadata()["logical_axes"], shape, mesh)
 
-    def read(index: tuple[slice, ...]) -> np.ndarray:
+    def read(index: tuple[slice, ...] | None) -> np.ndarray:
+        index = index or (slice(None),) * len(shape)
         ranges = tuple(range(*s.indices(n)) for s, n in zip(index, shape, strict=True))
         out = _aligned(tuple(len(r) for r in ranges), dtype)
         source.read(files, ranges, out)

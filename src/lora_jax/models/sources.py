@@ -197,7 +197,7 @@ class Mxfp4:
             buffer = np.empty((*(len(r) for r in lead), *tail), np.uint8)
             stored.read((*lead, *(range(n) for n in tail)), buffer)
             packed.append(buffer)
-        values = mxfp4.dequantize(*packed, out.dtype)
+        values = mxfp4.dequantize(packed[0], packed[1], out.dtype)
         values = values[..., columns.start : columns.stop : columns.step]
         out[...] = values.reshape(out.shape)
 

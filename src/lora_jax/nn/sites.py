@@ -10,13 +10,14 @@ _EMBEDDING = "adapters on the token embedding are not supported"
 
 
 def rule(template: str, *modules: str) -> NameRule:
-    """Return the rule of a path such as "model.layers.{layer}.mlp.experts{expert?}.gate_proj".
+    """Return the rule of a path such as "model.layers.{layer}.mlp.experts.{expert}.gate_proj".
 
-    {layer} is a number and {expert?} an optional ".number" (absent: all experts in one tensor).
-    The rest is a regular expression in which a dot is a dot. Several modules: fused in that order.
+    {layer} and {expert} are numbers; the rest is a regular expression in which a dot is a dot.
+    Several modules: the path is fused of them, in that order.
     """
-    pattern = template.replace(".", r"\.").replace("{layer}", r"(?P<layer>\d+)")
-    pattern = pattern.replace("{expert?}", r"(?:\.(?P<expert>\d+))?")
+    pattern = template.replace(".", r"\.")
+    for name in ("layer", "expert"):
+        pattern = pattern.replace(f"{{{name}}}", rf"(?P<{name}>\d+)")
     if len(modules) == 1:
         return NameRule(re.compile(pattern), module=modules[0])
     return NameRule(re.compile(pattern), split=modules)
@@ -80,7 +81,9 @@ def mlp_rules(prefix: str = "") -> tuple[NameRule, ...]:
 
 
 def moe_modules(hidden: int, moe: MoeConfig) -> list[LoraModule]:
-    """Return router, experts and the shared MLP of the MoE layers."""
+    """Return router, experts and the shared MLP of the MoE layers; none without layers."""
+    if not moe.layers:
+        return []
     width, experts = moe.intermediate_size, moe.num_experts
     modules = [LoraModule("router", hidden, experts, moe.layers)]
     modules += mlp_modules(hidden, width, moe.layers, "experts.", experts)
@@ -90,15 +93,14 @@ def moe_modules(hidden: int, moe: MoeConfig) -> list[LoraModule]:
 
 
 def moe_rules(block: str, router: str = "gate") -> tuple[NameRule, ...]:
-    """Return the spellings of router and experts: per expert, fused, and one for all experts.
+    """Return the spellings of router and experts; fused experts are found through these.
 
     `block` is the regular expression of the MoE block's name, e.g. "(?:mlp|block_sparse_moe)".
     """
     at = f"model.layers.{{layer}}.{block}"
     return (
         rule(f"{at}.{router}", "router"),
-        rule(f"{at}.experts{{expert?}}.(?:gate_proj|w1)", "experts.gate_proj"),
-        rule(f"{at}.experts{{expert?}}.(?:up_proj|w3)", "experts.up_proj"),
-        rule(f"{at}.experts{{expert?}}.(?:down_proj|w2)", "experts.down_proj"),
-        rule(f"{at}.experts.gate_up_proj", "experts.gate_proj", "experts.up_proj"),
+        rule(f"{at}.experts.{{expert}}.(?:gate_proj|w1)", "experts.gate_proj"),
+        rule(f"{at}.experts.{{expert}}.(?:up_proj|w3)", "experts.up_proj"),
+        rule(f"{at}.experts.{{expert}}.(?:down_proj|w2)", "experts.down_proj"),
     )
