@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from lora_jax.finetune.documents import Document
@@ -13,21 +14,33 @@ from lora_jax.typing import Array, Float, Int
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Packed text. Padding is in segment -1, a segment of its own that nothing is learned from."""
+    """Packed text on the device. Padding is in segment -1 and weighs 0."""
 
-    tokens: Int[Array, "rows length"] | Int[np.ndarray, "rows length"]
-    positions: Int[Array, "rows length"] | Int[np.ndarray, "rows length"]
-    segments: Int[Array, "rows length"] | Int[np.ndarray, "rows length"]
-    targets: Int[Array, "rows length"] | Int[np.ndarray, "rows length"]  # the next token
-    weights: Float[Array, "rows length"] | Float[np.ndarray, "rows length"]  # 1 where it counts
+    tokens: Int[Array, "rows length"]
+    positions: Int[Array, "rows length"]  # in the piece of a document
+    segments: Int[Array, "rows length"]  # which piece
+    targets: Int[Array, "rows length"]  # the next token
+    weights: Float[Array, "rows length"]  # 1 where the target counts
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedText:
+    """All rows of a text on the host; the fields are those of `Rows`."""
+
+    tokens: Int[np.ndarray, "rows length"]
+    positions: Int[np.ndarray, "rows length"]
+    segments: Int[np.ndarray, "rows length"]
+    targets: Int[np.ndarray, "rows length"]
+    weights: Float[np.ndarray, "rows length"]
 
     @property
     def num_rows(self) -> int:
         return self.tokens.shape[0]
 
-    def take(self, indices: Int[np.ndarray, "chosen"]) -> "Rows":
-        """Return the rows at `indices`."""
-        return jax.tree.map(lambda array: array[indices], self)
+    def take(self, indices: Int[np.ndarray, "chosen"]) -> Rows:
+        """Return the rows at `indices` on the device."""
+        fields = (self.tokens, self.positions, self.segments, self.targets, self.weights)
+        return Rows(*(jnp.asarray(field[indices]) for field in fields))
 
 
 def pieces(document: Document, length: int, answer_only: bool) -> list[tuple[list, list, list]]:
@@ -46,7 +59,7 @@ def pieces(document: Document, length: int, answer_only: bool) -> list[tuple[lis
     return cut
 
 
-def pack(documents: Sequence[Document], length: int, *, answer_only: bool = False) -> Rows:
+def pack(documents: Sequence[Document], length: int, *, answer_only: bool = False) -> PackedText:
     """Return rows that hold every document once: longest pieces first, each where it first fits.
 
     Raises ValueError when there is nothing to predict.
@@ -57,7 +70,7 @@ def pack(documents: Sequence[Document], length: int, *, answer_only: bool = Fals
     cut.sort(key=lambda piece: -len(piece[0]))
     places, used = first_fit([len(piece[0]) for piece in cut], length)
     shape = (len(used), length)
-    rows = Rows(
+    rows = PackedText(
         tokens=np.zeros(shape, np.int32),
         positions=np.zeros(shape, np.int32),
         segments=np.full(shape, -1, np.int32),

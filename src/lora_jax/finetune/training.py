@@ -14,7 +14,7 @@ import optax
 from tqdm import tqdm
 
 from lora_jax.finetune.checkpoint import Checkpoints
-from lora_jax.finetune.packing import Rows
+from lora_jax.finetune.packing import PackedText, Rows
 from lora_jax.typing import Array, Float, Int
 
 LossFunction = Callable[[Any, Any, Rows], Float[Array, ""]]  # (trained, frozen, batch)
@@ -32,6 +32,12 @@ class Schedule:
     beta2: float = 0.99
     seed: int = 0
     checkpoint_every: int = 0  # 0: only at the end, and only if there is a folder
+
+    def __post_init__(self):
+        if not 0 <= self.warmup_steps < self.steps:
+            raise ValueError(f"{self.steps} steps leave none after {self.warmup_steps} of warm-up")
+        if self.batch_rows < 1 or self.learning_rate <= 0:
+            raise ValueError(f"{self.batch_rows} rows a batch, rate {self.learning_rate}: too few")
 
     def optimizer(self) -> optax.GradientTransformation:
         rate = optax.warmup_cosine_decay_schedule(
@@ -71,7 +77,7 @@ def fit(
     trained: Any,
     frozen: Any,
     loss: LossFunction,
-    rows: Rows,
+    rows: PackedText,
     schedule: Schedule,
     *,
     folder: pathlib.Path | None = None,
@@ -86,13 +92,15 @@ def fit(
     """
     optimizer = schedule.optimizer()
     state = {"trained": trained, "optimizer": optimizer.init(trained)}
+    if folder:
+        claim(folder, schedule)
     checkpoints = Checkpoints(folder / "checkpoints") if folder else None
     first, state = checkpoints.restore_newest(state) if checkpoints else (0, state)
     last = min(schedule.steps, schedule.steps if stop_after is None else stop_after)
     step_once = make_step(loss, optimizer)
     log = LossLog(folder / "loss.jsonl" if folder else None, first)
     for step in tqdm(range(first, last), desc=label, initial=first, total=schedule.steps):
-        batch = jax.tree.map(jnp.asarray, rows.take(batch_rows(rows.num_rows, step, schedule)))
+        batch = rows.take(batch_rows(rows.num_rows, step, schedule))
         state, value = step_once(state, frozen, batch)
         log.write(step, value)
         due = schedule.checkpoint_every and (step + 1) % schedule.checkpoint_every == 0
@@ -101,6 +109,15 @@ def fit(
     if checkpoints:
         checkpoints.close()
     return state["trained"]
+
+
+def claim(folder: pathlib.Path, schedule: Schedule) -> None:
+    """Write the schedule into the folder; ValueError if a run with another one began there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file, text = folder / "schedule.json", json.dumps(dataclasses.asdict(schedule))
+    if file.exists() and file.read_text(encoding="utf-8") != text:
+        raise ValueError(f"{folder.name} holds a run with another schedule: {file.read_text()}")
+    file.write_text(text, encoding="utf-8")
 
 
 def make_step(loss: LossFunction, optimizer: optax.GradientTransformation) -> Callable:

@@ -1,0 +1,201 @@
+"""A differentiable forward pass over whole rows of text, on the modules of the served model.
+
+Serving runs C++ kernels over pages, which have no gradient. Here the same nnx modules, with the
+same weights and the same routing, run as dense einsums: attention over the row, every expert on
+every token. Logits equal the served ones up to the order of float32 sums.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from lora_jax.finetune.lora_params import LoraDelta
+from lora_jax.nn import rope
+from lora_jax.nn.attention import Attention, CosSin
+from lora_jax.nn.decoder import AbstractCausalLM, AttentionLike
+from lora_jax.nn.layers import Linear, Mlp, silu_times
+from lora_jax.nn.moe import Experts, MoeBlock, Router, choose_experts, clamped_swiglu
+from lora_jax.typing import Array, Bool, Float, Int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """Logits of every place, and how unevenly the experts are used (1 is even; 0: no experts)."""
+
+    logits: Float[Array, "rows length vocab"]
+    imbalance: Float[Array, ""]
+
+
+def forward(
+    model: AbstractCausalLM,
+    tokens: Int[Array, "rows length"],
+    positions: Int[Array, "rows length"],
+    segments: Int[Array, "rows length"],
+    lora: LoraDelta | None = None,
+) -> Output:
+    """Return float32 logits; a place sees the places before it that are in its own segment.
+
+    Raises ValueError naming a kind of attention or MLP that this pass does not do.
+    """
+    rows, length = tokens.shape
+    angles = rope.cos_sin(model.config.rope, positions.reshape(-1))
+    earlier = jnp.tril(jnp.ones((length, length), bool))[None]
+    same = segments[:, :, None] == segments[:, None, :]
+    x = model.embed(tokens.reshape(-1))
+    imbalance, num_moe = jnp.float32(0), 0
+    for layer in model.layers:
+        x = x + attend(layer.attn, layer.input_norm(x), angles, earlier & same, lora)
+        normed = layer.post_norm(x)
+        if isinstance(layer.mlp, MoeBlock):
+            out, uneven = mixture(layer.mlp, normed, lora)
+            imbalance, num_moe = imbalance + uneven, num_moe + 1
+        elif isinstance(layer.mlp, Mlp):
+            out = gated_mlp(layer.mlp, normed, lora)
+        else:
+            raise ValueError(f"training through {type(layer.mlp).__name__} is not done")
+        x = x + out
+    logits = head(model, model.norm(x), lora).reshape(rows, length, -1)
+    return Output(logits.astype(jnp.float32), imbalance / max(num_moe, 1))
+
+
+def linear(
+    layer: Linear, x: Float[Array, "tokens d_in"], lora: LoraDelta | None
+) -> Float[Array, "tokens d_out"]:
+    """W x + b, plus what is trained at this site."""
+    y = jnp.einsum("ti,oi->to", x, layer.weight[...])
+    if layer.bias is not None:
+        y = y + layer.bias[...][None]
+    delta = lora.dense(x, layer.module, layer.layer) if lora and layer.module else None
+    return y if delta is None else y + delta
+
+
+def head(
+    model: AbstractCausalLM, x: Float[Array, "tokens hidden"], lora: LoraDelta | None
+) -> Float[Array, "tokens vocab"]:
+    """Return the logits of a tied or a separate head."""
+    if model.lm_head is not None:
+        return linear(model.lm_head, x, lora)
+    y = jnp.einsum("ti,oi->to", x, model.embed.weight[...])
+    delta = lora.dense(x, "lm_head", 0) if lora else None
+    return y if delta is None else y + delta
+
+
+def attend(
+    attn: AttentionLike,
+    x: Float[Array, "tokens hidden"],
+    angles: CosSin,
+    visible: Bool[Array, "rows length length"],
+    lora: LoraDelta | None,
+) -> Float[Array, "tokens hidden"]:
+    """Grouped-query attention of every place over the visible places of its row."""
+    if not isinstance(attn, Attention):
+        raise ValueError(f"training through {type(attn).__name__} is not done")
+    config, (rows, length, _) = attn.config, visible.shape
+    kv_heads, head_dim = config.num_kv_heads, config.head_dim
+
+    def heads(projection: Linear, norm) -> Float[Array, "tokens heads head_dim"]:
+        y = linear(projection, x, lora)
+        if config.clip_qkv is not None:
+            y = jnp.clip(y, -config.clip_qkv, config.clip_qkv)
+        y = y.reshape(rows * length, -1, head_dim)
+        return y if norm is None else norm(y)
+
+    q = rope.rotate(heads(attn.q_proj, attn.q_norm), *angles)
+    k = rope.rotate(heads(attn.k_proj, attn.k_norm), *angles)
+    q = q.reshape(rows, length, kv_heads, -1, head_dim)
+    k = k.reshape(rows, length, kv_heads, head_dim)
+    v = heads(attn.v_proj, None).reshape(rows, length, kv_heads, head_dim)
+    if attn.window is not None:
+        place = jnp.arange(length, dtype=jnp.int32)
+        visible = visible & (place[:, None] - place[None, :] < attn.window)[None]
+    logits = jnp.einsum("btgqd,bsgd->bgqts", q, k) * config.attention_scale
+    logits = jnp.where(visible[:, None, None], logits, -jnp.inf)
+    sinks = None if attn.sinks is None else attn.sinks[...].reshape(kv_heads, -1)
+    out = jnp.einsum("bgqts,bsgd->btgqd", softmax(logits, sinks), v)
+    return linear(attn.o_proj, out.reshape(rows * length, -1), lora)
+
+
+def softmax(
+    logits: Float[Array, "rows kv_heads group length length"],
+    sinks: Float[Array, "kv_heads group"] | None,
+) -> Float[Array, "rows kv_heads group length length"]:
+    """Return softmax over the last axis, with each head's sink in the denominator."""
+    if sinks is None:
+        return jax.nn.softmax(logits, axis=-1)
+    column = jnp.broadcast_to(sinks[None, :, :, None, None], (*logits.shape[:-1], 1))
+    with_sink = jnp.concatenate([logits, column.astype(logits.dtype)], axis=-1)
+    return jax.nn.softmax(with_sink, axis=-1)[..., :-1]
+
+
+def gated_mlp(
+    mlp: Mlp, x: Float[Array, "tokens hidden"], lora: LoraDelta | None
+) -> Float[Array, "tokens hidden"]:
+    """down(silu(gate(x)) * up(x)) with what is trained at its three sites."""
+    inner = silu_times(linear(mlp.gate_proj, x, lora), linear(mlp.up_proj, x, lora))
+    return linear(mlp.down_proj, inner, lora)
+
+
+def mixture(
+    block: MoeBlock, x: Float[Array, "tokens hidden"], lora: LoraDelta | None
+) -> tuple[Float[Array, "tokens hidden"], Float[Array, ""]]:
+    """Return sum_e gate[t, e] * expert_e(x[t]), and the imbalance E * sum_e load_e * mean_e.
+
+    gate is 0 for experts that are not among the token's top k; load is the share of choices and
+    mean the mean probability of each expert (Switch Transformer's balancing loss).
+    """
+    scores = router_logits(block.router, x, lora)
+    weights, ids = choose_experts(scores, block.moe)
+    chosen = jax.nn.one_hot(ids, block.moe.num_experts, dtype=jnp.float32)
+    gates = jnp.einsum("tk,tke->te", weights, chosen)
+    load = jnp.mean(chosen, axis=(0, 1))
+    mean = jnp.mean(jax.nn.softmax(scores, axis=-1), axis=0)
+    imbalance = block.moe.num_experts * jnp.sum(load * mean)
+    out = gated_experts(block.experts, x, gates.astype(x.dtype), lora)
+    if block.shared_experts is not None:
+        out = out + gated_mlp(block.shared_experts, x, lora)
+    return out, imbalance
+
+
+def router_logits(
+    router: Router, x: Float[Array, "tokens hidden"], lora: LoraDelta | None
+) -> Float[Array, "tokens experts"]:
+    """Return the router's float32 logits."""
+    wide = x.astype(jnp.float32)
+    y = jnp.einsum("ti,oi->to", wide, router.weight[...])
+    if router.bias is not None:
+        y = y + router.bias[...][None]
+    delta = lora.dense(wide, "router", router.layer) if lora else None
+    return y if delta is None else y + delta
+
+
+def gated_experts(
+    experts: Experts,
+    x: Float[Array, "tokens hidden"],
+    gates: Float[Array, "tokens experts"],
+    lora: LoraDelta | None,
+) -> Float[Array, "tokens hidden"]:
+    """Return sum_e gates[t, e] * expert_e(x[t]): every expert is computed for every token."""
+
+    def widened(name: str) -> Float[Array, "tokens experts width"]:
+        weight, bias = getattr(experts, f"{name}_proj"), getattr(experts, f"{name}_bias")
+        y = jnp.einsum("ti,eoi->teo", x, weight[...])
+        if bias is not None:
+            y = y + bias[...][None]
+        site = (f"experts.{name}_proj", experts.layer, experts.moe.num_experts)
+        delta = lora.each_expert(x, *site) if lora else None
+        return y if delta is None else y + delta
+
+    gate, up = widened("gate"), widened("up")
+    flat, swiglu = (-1, gate.shape[-1]), experts.moe.swiglu
+    if swiglu is None:
+        inner = silu_times(gate.reshape(flat), up.reshape(flat))
+    else:
+        inner = clamped_swiglu(gate.reshape(flat), up.reshape(flat), swiglu)
+    inner = inner.reshape(gate.shape) * gates[:, :, None]
+    y = jnp.einsum("tei,eoi->to", inner, experts.down_proj[...])
+    if experts.down_bias is not None:
+        y = y + jnp.einsum("te,eo->to", gates, experts.down_bias[...])
+    delta = lora.sum_of_experts(inner, "experts.down_proj", experts.layer) if lora else None
+    return y if delta is None else y + delta

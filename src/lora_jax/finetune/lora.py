@@ -1,0 +1,148 @@
+"""Trains a LoRA adapter of a base model and writes it as PEFT does.
+
+    python -m lora_jax.finetune.lora --model DIR --data FILE [FILE ...] --rank 8 --out DIR
+
+DATA is .jsonl or .jsonl.gz with `prompt` and `answer` on every line. Run again after an
+interruption, the command goes on from its newest checkpoint.
+"""
+
+import argparse
+import logging
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from flax import nnx
+
+from lora_jax.adapters.catalogue import LoraCatalogue
+from lora_jax.finetune.documents import Document, read_format
+from lora_jax.finetune.forward import forward
+from lora_jax.finetune.lora_params import LoraParams, LoraSpec, init_lora, trained_delta
+from lora_jax.finetune.packing import Rows, pack
+from lora_jax.finetune.peft_export import save_adapter
+from lora_jax.finetune.records import read_jsonl
+from lora_jax.finetune.training import Schedule, fit, mean_loss
+from lora_jax.models import load
+from lora_jax.nn.decoder import AbstractCausalLM
+from lora_jax.typing import Array, Float
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+
+
+def default_modules(catalogue: LoraCatalogue) -> tuple[str, ...]:
+    """Return every module but router and head: attention, MLPs, experts."""
+    return tuple(n for n in catalogue.module_names if n not in ("router", "lm_head"))
+
+
+def train_lora(
+    model: AbstractCausalLM,
+    documents: Sequence[Document],
+    length: int,
+    spec: LoraSpec,
+    schedule: Schedule,
+    *,
+    answer_only: bool = False,
+    folder: pathlib.Path | None = None,
+    stop_after: int | None = None,
+    label: str = "lora",
+) -> LoraParams:
+    """Return LoRA trained on a float32 model, whose own weights stay as they are.
+
+    `folder` takes checkpoints and the loss log; a run that was stopped goes on from there.
+    """
+    catalogue = model.catalogue(model.config)
+    graphdef, state = nnx.split(model, graph=False)
+
+    def loss(params: LoraParams, state: Any, batch: Rows) -> Float[Array, ""]:
+        merged = nnx.merge(graphdef, state)
+        delta = trained_delta(params, spec, catalogue)
+        out = forward(merged, batch.tokens, batch.positions, batch.segments, delta)
+        return mean_loss(out.logits, batch.targets, batch.weights)
+
+    text = pack(documents, length, answer_only=answer_only)
+    start = init_lora(spec, catalogue, schedule.seed)
+    return fit(
+        start, state, loss, text, schedule, folder=folder, stop_after=stop_after, label=label
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    made = argparse.ArgumentParser(prog="python -m lora_jax.finetune.lora", description=__doc__)
+    made.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = made.add_argument
+    add("--model", type=pathlib.Path, required=True, help="checkpoint folder of the base model")
+    add("--data", type=pathlib.Path, nargs="+", required=True, help=".jsonl or .jsonl.gz")
+    add("--out", type=pathlib.Path, required=True, help="folder of the adapter")
+    add("--state", type=pathlib.Path, help="checkpoints and loss.jsonl (default: OUT.training)")
+    add("--rank", type=int, default=8)
+    add("--alpha", type=float, help="default: twice the rank")
+    add("--rslora", action="store_true", help="scale by alpha / sqrt(rank)")
+    add("--modules", nargs="+", help="default: all but router and lm_head")
+    add("--per-expert", action="store_true", help="one A and B per expert's matrix, not fused")
+    add("--style", choices=("chat", "plain"), default="chat")
+    add("--answer-only", action="store_true", help="learn the answers' tokens alone")
+    add("--length", type=int, default=512, help="tokens in a row")
+    add("--batch-rows", type=int, default=4)
+    add("--steps", type=int, default=200)
+    add("--learning-rate", type=float, default=2e-3)
+    add("--weight-decay", type=float, default=0.0)
+    add("--checkpoint-every", type=int, default=50)
+    add("--seed", type=int, default=0)
+    add("--dtype", choices=tuple(DTYPES), default="float32", help="of the adapter's file")
+    return made
+
+
+def main(argv: list[str]) -> None:
+    """Run the command."""
+    args = parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    model, config = load(args.model, dtype="float32")
+    catalogue = model.catalogue(config)
+    spec = LoraSpec(
+        rank=args.rank,
+        alpha=2.0 * args.rank if args.alpha is None else args.alpha,
+        modules=tuple(args.modules or default_modules(catalogue)),
+        use_rslora=args.rslora,
+        fused_experts=not args.per_expert,
+    )
+    schedule = Schedule(
+        steps=args.steps,
+        batch_rows=args.batch_rows,
+        learning_rate=args.learning_rate,
+        warmup_steps=min(20, args.steps // 10),
+        weight_decay=args.weight_decay,
+        seed=args.seed,
+        checkpoint_every=args.checkpoint_every,
+    )
+    records = [record for path in args.data for record in read_jsonl(path)]
+    documents = read_format(args.model).documents(records, args.style)
+    state = args.state or args.out.with_name(args.out.name + ".training")
+    log.info("%d records, %s", len(records), spec)
+    params = train_lora(
+        model,
+        documents,
+        args.length,
+        spec,
+        schedule,
+        answer_only=args.answer_only,
+        folder=state,
+    )
+    save_adapter(
+        args.out,
+        params,
+        spec,
+        catalogue,
+        base_name=args.model.resolve().name,
+        dtype=DTYPES[args.dtype],
+    )
+    log.info("wrote %s; its training is in %s", args.out, state)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
