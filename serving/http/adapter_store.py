@@ -1,0 +1,80 @@
+"""Loading and unloading adapters for clients: three APIs, one registry, confined to --lora-dir."""
+
+import asyncio
+import hashlib
+import logging
+
+from fastapi import Request
+
+from lora_jax.adapters.registry import AdapterEntry, AdapterExists, AdapterNotFound
+from serving.http.auth import require_admin
+from serving.http.errors import ApiError, scrub
+from serving.http.model_names import NAME
+from serving.http.server import Server, server_of
+
+logger = logging.getLogger(__name__)
+
+
+def admin_server(request: Request) -> Server:
+    """Return the server if this request may change its adapters, else raise ApiError 403."""
+    require_admin(request)
+    server = server_of(request)
+    if not server.settings.enable_runtime_lora:
+        raise ApiError(
+            403, "Loading adapters over HTTP is off; the server needs --enable-runtime-lora."
+        )
+    return server
+
+
+async def load(
+    server: Server, name: str, path: str, *, replace: bool = False, pinned: bool = False
+) -> AdapterEntry:
+    """Load `--lora-dir/path` under a name and return its entry.
+
+    Raises ApiError 400 (bad name, path or files, name taken) or 404 (no such folder).
+    """
+    if server.engine.config.lora_dir is None:
+        raise ApiError(400, "Loading adapters over HTTP needs --lora-dir.", type="InvalidUserInput")
+    if not NAME.fullmatch(name) or server.names.is_base(name):
+        shown = name[:64]
+        raise ApiError(400, f"The adapter name {shown!r} is not allowed.", type="InvalidUserInput")
+    if not path or "\0" in path:
+        raise ApiError(400, "lora_path must not be empty.", type="InvalidUserInput")
+    registry = server.engine.registry
+    try:
+        entry = await asyncio.to_thread(
+            registry.load, name, path, replace=replace, pinned=pinned, confined=True
+        )
+    except AdapterExists:
+        raise ApiError(
+            400,
+            f"The lora adapter '{name}' has already been loaded. If you want to load the adapter "
+            "in place, set 'load_inplace' to True.",
+            type="InvalidUserInput",
+        ) from None
+    except AdapterNotFound:
+        raise ApiError(404, f"No adapter found at {shown_path(path)!r}.") from None
+    except ValueError as error:
+        raise ApiError(400, scrub(str(error)), type="InvalidUserInput") from None
+    logger.info("Loaded adapter %s, sha256 %s.", name, entry.digest[:12])
+    return entry
+
+
+def shown_path(path: str) -> str:
+    """Return what may be said of a path in an answer: a relative one as it is."""
+    return scrub(path[:200])
+
+
+async def unload(server: Server, name: str) -> AdapterEntry:
+    """Forget an adapter and return its entry; running requests finish. ApiError 404 if unknown."""
+    try:
+        entry = await asyncio.to_thread(server.engine.registry.unload, name)
+    except AdapterNotFound:
+        raise ApiError(404, f"The lora adapter '{name[:64]}' cannot be found.") from None
+    logger.info("Unloaded adapter %s, sha256 %s.", name, entry.digest[:12])
+    return entry
+
+
+def adapter_id(name: str) -> int:
+    """Return a stable positive 31-bit id of a name, for clients that want a number."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") & 0x7FFFFFFF

@@ -1,0 +1,111 @@
+"""What completions and chat answers have in common, whole or as a stream."""
+
+import contextlib
+import secrets
+import time
+from abc import ABC, abstractmethod
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+
+from serving.http.generation import ClientGone, Generation, Piece, usage_of
+from serving.http.interface import AbstractTokenizer
+from serving.http.logprobs import token_text
+from serving.http.protocol import GenerationBody
+from serving.http.server import Server
+from serving.http.streaming import EventStream
+
+CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it keeps the counters honest
+
+
+class AbstractAnswer(ABC):
+    """Builds the JSON of one answer from pieces; use it either whole or as chunks."""
+
+    prefix: str
+    whole_object: str
+    chunk_object: str
+
+    def __init__(
+        self,
+        body: GenerationBody,
+        generation: Generation,
+        model: str,
+        tokenizer: AbstractTokenizer,
+    ):
+        self.generation = generation
+        self.usage = usage_of(generation)
+        self.text_of = token_text(tokenizer, bool(body.return_tokens_as_token_ids))
+        self.return_token_ids = bool(body.return_token_ids)
+        options = body.stream_options
+        self._include_usage = bool(options and options.include_usage)
+        self._continuous = bool(options and options.continuous_usage_stats) and self._include_usage
+        self._head = {
+            "id": f"{self.prefix}-{secrets.token_hex(16)}",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._pieces: dict[int, list[Piece]] = {i: [] for i in range(generation.num_choices)}
+
+    @abstractmethod
+    def whole_choice(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
+        """Return one choice of the whole answer, made of all its pieces."""
+
+    @abstractmethod
+    def chunk_choice(self, piece: Piece) -> dict[str, Any] | None:
+        """Return the choice of one chunk, or None when there is nothing to send."""
+
+    def first(self) -> list[dict[str, Any]]:
+        """Return the chunks that come before any text."""
+        return []
+
+    def add(self, piece: Piece) -> None:
+        """Keep a piece for the whole answer."""
+        self.usage.add(piece)
+        self._pieces[piece.index].append(piece)
+
+    def whole(self) -> dict[str, Any]:
+        """Return the whole answer."""
+        choices = [self.whole_choice(i, pieces) for i, pieces in self._pieces.items()]
+        head = {"object": self.whole_object, **self._head, "system_fingerprint": None}
+        return head | {"choices": choices, "usage": self.usage.as_json()}
+
+    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return one chunk of the stream."""
+        chunk = {"object": self.chunk_object, **self._head, "choices": choices}
+        return chunk | {"usage": self.usage.as_json()} if self._continuous else chunk
+
+    def of(self, piece: Piece) -> list[dict[str, Any]]:
+        """Return the chunks of one piece."""
+        self.usage.add(piece)
+        choice = self.chunk_choice(piece)
+        return [] if choice is None else [self.chunk([choice])]
+
+    def last(self) -> list[dict[str, Any]]:
+        """Return the chunk with the usage if it was asked for."""
+        if not self._include_usage:
+            return []
+        return [self.chunk([]) | {"usage": self.usage.as_json()}]
+
+
+async def respond(
+    request: Request, server: Server, answer: AbstractAnswer, stream: bool | None
+) -> Response:
+    """Return the answer at once or as a stream; the engine stops when the client goes."""
+    silence_s = server.settings.keep_alive_s
+    if stream:
+        return EventStream(answer.generation, answer, silence_s)
+    pieces = answer.generation.pieces(request.receive, silence_s)
+    try:
+        async with contextlib.aclosing(pieces):
+            async for batch in pieces:
+                for piece in batch:
+                    answer.add(piece)
+    except ClientGone:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    return JSONResponse(answer.whole())
+
+
+def cache_salt(caller_salt: str, given: str | None) -> str:
+    """Return the prefix-cache salt: the caller's own, and the request's on top."""
+    return f"{caller_salt}@{given}" if given else caller_salt

@@ -1,0 +1,107 @@
+"""POST /v1/chat/completions."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from serving.http.answers import AbstractAnswer, cache_salt, respond
+from serving.http.auth import caller_of
+from serving.http.body import read_body
+from serving.http.generation import Generation, Piece
+from serving.http.interface import AbstractTokenizer
+from serving.http.logprobs import chat_logprobs, prompt_logprobs
+from serving.http.parameters import chat_sampling, fit_context
+from serving.http.prompts import chat_prompt
+from serving.http.protocol import ChatBody
+from serving.http.server import server_of
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions")
+async def create_chat_completion(request: Request) -> Response:
+    """Return the assistant's next message, at once or as a stream."""
+    server, caller = server_of(request), caller_of(request)
+    body = await read_body(request, ChatBody)
+    target = await server.names.resolve(body.model, body.lora_path, caller)
+    chat_sampling(body, 1)  # refuse bad parameters before any work on the messages
+    prompt = await chat_prompt(
+        server.engine,
+        body.messages,
+        body.add_generation_prompt is not False,
+        bool(body.add_special_tokens),  # templates write their own special tokens
+    )
+    limit, length = server.max_model_len, len(prompt.ids)
+    sampling = fit_context(chat_sampling(body, limit - length), body, length, limit)
+    generation = Generation(server.engine, [prompt])
+    generation.submit(target.adapter, [sampling], cache_salt(caller.salt, body.cache_salt))
+    answer = ChatAnswer(body, generation, target.name, server.engine.tokenizer)
+    return await respond(request, server, answer, body.stream)
+
+
+class ChatAnswer(AbstractAnswer):
+    """`chat.completion` objects and their chunks."""
+
+    prefix = "chatcmpl"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(
+        self, body: ChatBody, generation: Generation, model: str, tokenizer: AbstractTokenizer
+    ):
+        super().__init__(body, generation, model, tokenizer)
+        self._wants_logprobs = bool(body.logprobs)
+        self._wants_prompt_logprobs = body.prompt_logprobs is not None
+
+    def whole(self) -> dict[str, Any]:
+        """Return the whole answer, with what belongs to the prompt beside the choices."""
+        answer = super().whole()
+        if self.return_token_ids:
+            answer["prompt_token_ids"] = self.generation.prompts[0].ids
+        if self._wants_prompt_logprobs:
+            first = self._pieces[0][0].delta.prompt_logprobs or ()
+            answer["prompt_logprobs"] = prompt_logprobs(self.text_of, first)
+        return answer
+
+    def whole_choice(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
+        """Return message, logprobs and finish of one choice."""
+        last = pieces[-1].delta
+        text = "".join(piece.delta.text for piece in pieces)
+        choice: dict[str, Any] = {
+            "index": index,
+            "message": {"role": "assistant", "content": text},
+            "logprobs": None,
+            "finish_reason": last.finish_reason,
+            "stop_reason": last.stop_reason,
+        }
+        if self._wants_logprobs:
+            logprobs = [x for piece in pieces for x in piece.delta.logprobs]
+            choice["logprobs"] = chat_logprobs(self.text_of, logprobs)
+        if self.return_token_ids:
+            choice["token_ids"] = [t for piece in pieces for t in piece.delta.token_ids]
+        return choice
+
+    def first(self) -> list[dict[str, Any]]:
+        """Return one chunk with the role per choice."""
+        return [
+            self.chunk([self._chunk_choice(i, {"role": "assistant", "content": ""})])
+            for i in range(self.generation.num_choices)
+        ]
+
+    def chunk_choice(self, piece: Piece) -> dict[str, Any] | None:
+        """Return the choice of one chunk; tokens that have no text yet wait for theirs."""
+        delta = piece.delta
+        details = self._wants_logprobs or self.return_token_ids
+        if not delta.text and delta.finish_reason is None and not (details and delta.token_ids):
+            return None
+        choice = self._chunk_choice(piece.index, {"content": delta.text} if delta.text else {})
+        choice |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+        if self._wants_logprobs and delta.logprobs:
+            choice["logprobs"] = chat_logprobs(self.text_of, delta.logprobs)
+        if self.return_token_ids:
+            choice["token_ids"] = list(delta.token_ids)
+        return choice
+
+    def _chunk_choice(self, index: int, delta: dict[str, str]) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}

@@ -1,0 +1,148 @@
+"""Every failure as `{"error": {message, type, param, code}}`, with no path or address in it."""
+
+import logging
+import re
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lora_jax.adapters.registry import AdapterNotFound
+from serving.request import QueueFull
+
+logger = logging.getLogger(__name__)
+
+TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    408: "RequestTimeoutError",
+    413: "RequestTooLargeError",
+    422: "UnprocessableEntityError",
+    429: "RateLimitError",
+    500: "InternalServerError",
+    501: "NotImplementedError",
+    503: "ServiceUnavailableError",
+}
+_PATH = re.compile(r"(?<![\w:/.`~-])~?/(?:[^\s/'\"`,:;()\[\]]+/)*[^\s/'\"`,:;()\[\]]+")
+_FILE_URL = re.compile(r"file:/{1,3}[^\s'\"`,;]+")
+_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}\b")
+_MAX_MESSAGE = 2000  # characters; a longer one would only echo the request
+
+
+class ApiError(Exception):
+    """An answer that is not a success; `message` is sent as it is."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str | None = None,
+        param: str | None = None,
+        headers: dict[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.message, self.param = status, message[:_MAX_MESSAGE], param
+        self.type = type or TYPES.get(status, "Error")
+        self.headers = headers or {}
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON body."""
+        error = {"message": self.message, "type": self.type, "param": self.param}
+        return {"error": error | {"code": self.status}}
+
+    def response(self) -> JSONResponse:
+        """Return the whole answer."""
+        return JSONResponse(self.body(), self.status, self.headers)
+
+
+def scrub(message: str) -> str:
+    """Return the message with directories and memory addresses left out."""
+    message = _FILE_URL.sub(_last_part, message)
+    return _ADDRESS.sub("<address>", _PATH.sub(_last_part, message))
+
+
+def _last_part(path: re.Match[str]) -> str:
+    """Return a file's own name: it says what is wrong with which file, but not where it is."""
+    parts = path[0].rstrip("/").split("/")
+    return parts[-1] if len(parts) > 2 and parts[-1] else "<path>"
+
+
+def unknown_model(name: str, param: str = "model") -> ApiError:
+    """The one answer to a model name that does not exist or that the caller may not see."""
+    return ApiError(404, f"The model `{name[:256]}` does not exist.", param=param)
+
+
+def from_exception(error: Exception) -> ApiError:
+    """Return the answer an exception of the engine or of a check stands for."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, QueueFull):
+        seconds = str(max(1, round(error.retry_after_s)))
+        return ApiError(429, scrub(str(error)), headers={"Retry-After": seconds})
+    if isinstance(error, AdapterNotFound):
+        return unknown_model(error.name)
+    if isinstance(error, ValidationError):
+        return from_validation(error)
+    if isinstance(error, NotImplementedError):
+        return ApiError(501, scrub(str(error)))
+    if isinstance(error, ValueError):
+        return ApiError(400, scrub(str(error)))
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {}))
+    return ApiError(500, "Internal server error.")
+
+
+def from_validation(error: ValidationError | RequestValidationError) -> ApiError:
+    """Name each wrong field and what it should be; values are never repeated."""
+    fields: dict[str, list[str]] = {}
+    for item in error.errors():
+        where = [str(part) for part in item["loc"][:1]]
+        where += [str(part) for part in item["loc"][1:2] if isinstance(part, int)]
+        texts = fields.setdefault(".".join(where) or "body", [])
+        if item["msg"] not in texts and len(texts) < 3:
+            texts.append(item["msg"])
+    shown = [f"{field}: {' / '.join(texts)}" for field, texts in list(fields.items())[:5]]
+    first = next(iter(fields), "body")
+    return ApiError(400, "; ".join(shown), param=None if first == "body" else first.split(".")[0])
+
+
+async def _handle(request: Request, error: Exception) -> JSONResponse:
+    return from_exception(error).response()
+
+
+def install(app: FastAPI) -> None:
+    """Make the app answer every expected exception with our body."""
+    for kind in (ApiError, HTTPException, RequestValidationError, ValidationError, QueueFull):
+        app.add_exception_handler(kind, _handle)
+    for kind in (AdapterNotFound, NotImplementedError, ValueError):
+        app.add_exception_handler(kind, _handle)
+
+
+class CatchAll:
+    """Answer 500 without details to whatever nobody expected, and log it."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watched)
+        except Exception as error:
+            if scope["type"] != "http" or started:
+                raise
+            logger.exception("Unexpected error while answering a request.")
+            await from_exception(RuntimeError(str(error))).response()(scope, receive, send)

@@ -1,0 +1,142 @@
+"""The engine's side of one HTTP request: several prompts, each with n choices, one queue."""
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncGenerator, Callable, Sequence
+
+from starlette.types import Receive
+
+from serving.http.errors import ApiError, scrub
+from serving.http.interface import AbstractEngine
+from serving.http.prompts import Prompt
+from serving.request import FinishReason, OutputDelta
+from serving.sampling import Sampling
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A delta of choice `index`, counted over all prompts of the HTTP request."""
+
+    index: int
+    prompt: Prompt
+    delta: OutputDelta
+
+
+class ClientGone(Exception):
+    """The client closed its connection."""
+
+
+class Generation:
+    """Requests in the engine whose deltas arrive here; the engine's thread only appends."""
+
+    def __init__(self, engine: AbstractEngine, prompts: Sequence[Prompt]):
+        self._engine = engine
+        self.prompts = tuple(prompts)
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[Piece | None] = asyncio.Queue()  # None: the client is gone
+        self._running: dict[str, int] = {}  # request id -> choices not finished
+        self.num_choices = 0
+
+    def submit(self, adapter: str | None, samplings: Sequence[Sampling], cache_salt: str) -> None:
+        """Hand one request per prompt to the engine; when one is refused, none goes on."""
+        try:
+            for prompt, sampling in zip(self.prompts, samplings, strict=True):
+                request_id = self._engine.submit(
+                    prompt.ids,
+                    adapter,
+                    sampling,
+                    on_output=self._receiver(prompt, self.num_choices),
+                    cache_salt=cache_salt,
+                )
+                self._running[request_id] = sampling.n
+                self.num_choices += sampling.n
+        except BaseException:
+            self.abort()
+            raise
+
+    def _receiver(self, prompt: Prompt, first_index: int) -> Callable[[OutputDelta], None]:
+        def on_output(delta: OutputDelta) -> None:
+            piece = Piece(first_index + delta.index, prompt, delta)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+                self._loop.call_soon_threadsafe(self._queue.put_nowait, piece)
+
+        return on_output
+
+    def abort(self) -> None:
+        """Stop whatever still runs. Calling it again does nothing."""
+        for request_id in self._running:
+            self._engine.abort(request_id)
+        self._running.clear()
+
+    async def pieces(self, receive: Receive, silence_s: float) -> AsyncGenerator[list[Piece]]:
+        """Yield what has arrived, in order; an empty list after `silence_s` without anything.
+
+        Ends after the last choice. Raises ClientGone when the client goes, and ApiError 500 or
+        503 when a choice fails. Whatever the reason, nothing runs on after it has ended.
+        """
+        watcher = asyncio.create_task(self._watch(receive))
+        try:
+            while self._running:
+                yield await self._next(silence_s)
+        finally:
+            watcher.cancel()
+            self.abort()
+
+    async def _next(self, silence_s: float) -> list[Piece]:
+        try:
+            async with asyncio.timeout(silence_s):
+                items = [await self._queue.get()]
+        except TimeoutError:
+            return []
+        while not self._queue.empty():
+            items.append(self._queue.get_nowait())
+        pieces = [piece for piece in items if piece is not None]
+        if len(pieces) < len(items):
+            raise ClientGone
+        for piece in pieces:
+            self._note(piece.delta)
+        return pieces
+
+    def _note(self, delta: OutputDelta) -> None:
+        if delta.finish_reason is FinishReason.ERROR:
+            message = scrub(delta.error or "The request failed.")
+            raise ApiError(503 if delta.retryable else 500, message)
+        if delta.finish_reason is not None and delta.request_id in self._running:
+            self._running[delta.request_id] -= 1
+            if not self._running[delta.request_id]:
+                del self._running[delta.request_id]
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._queue.put_nowait(None)
+
+
+@dataclasses.dataclass
+class Usage:
+    """Tokens of one HTTP request, as OpenAI reports them."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    _cached: dict[int, int] = dataclasses.field(default_factory=dict)  # by id of the prompt
+
+    def add(self, piece: Piece) -> None:
+        """Count the tokens of one piece."""
+        self.completion_tokens += len(piece.delta.token_ids)
+        key = id(piece.prompt)
+        self._cached[key] = max(self._cached.get(key, 0), piece.delta.num_cached_tokens)
+
+    def as_json(self) -> dict:
+        """Return the `usage` object of an answer."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "completion_tokens": self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
+        }
+
+
+def usage_of(generation: Generation) -> Usage:
+    """Return the usage of a generation that has produced nothing yet."""
+    return Usage(sum(len(prompt.ids) for prompt in generation.prompts))

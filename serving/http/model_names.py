@@ -1,0 +1,101 @@
+"""From the names a client sends to the base model or one adapter, loaded if need be."""
+
+import asyncio
+import dataclasses
+import os
+import re
+from pathlib import Path
+
+from lora_jax.adapters.registry import AdapterNotFound
+from serving.http.errors import ApiError, unknown_model
+from serving.http.interface import AbstractEngine
+from serving.http.keys import Caller
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What a request goes to: the name its answer carries, and the adapter (None: the base)."""
+
+    name: str
+    adapter: str | None
+
+
+class ModelNames:
+    """The base model's names and the adapters a caller can see."""
+
+    def __init__(self, engine: AbstractEngine, served_names: tuple[str, ...] = ()):
+        """The first served name is the base model's id in answers; all of them lead to it."""
+        self._engine = engine
+        self.listed = served_names or (engine.config.model_name,)
+        self.base = self.listed[0]
+        self._accepted = {*self.listed, engine.config.model}
+
+    def is_base(self, name: str) -> bool:
+        """Return whether the name is one of the base model's."""
+        return name in self._accepted
+
+    def visible_adapters(self, caller: Caller) -> list[str]:
+        """Return loaded adapters and those in the adapter folder, as far as the caller may see."""
+        names = {entry.name for entry in self._engine.registry.entries()}
+        names.update(folder_adapters(self._engine.config.lora_dir))
+        return sorted(n for n in names if caller.may_use(n) and not self.is_base(n))
+
+    async def resolve(self, model: str | None, lora_path: str | None, caller: Caller) -> Target:
+        """Return what `model` (name or base:name) and `lora_path` (name) ask for.
+
+        Raises ApiError 404 for a name that does not exist or is hidden from the caller, and 400
+        when the two name different adapters or the adapter's files are not acceptable.
+        """
+        by_model = self._adapter_of(model)
+        adapter = by_model or lora_path or None
+        if adapter is None:
+            return Target(self.base, None)
+        if by_model and lora_path and by_model != lora_path:
+            raise ApiError(
+                400,
+                f"model names the adapter `{by_model[:64]}` and lora_path `{lora_path[:64]}`.",
+                param="lora_path",
+            )
+        param = "model" if by_model else "lora_path"
+        shown = model if by_model and model else adapter
+        if not NAME.fullmatch(adapter) or not caller.may_use(adapter):
+            raise unknown_model(shown, param)
+        try:
+            await self._load(adapter)
+        except AdapterNotFound:
+            raise unknown_model(shown, param) from None
+        return Target(adapter, adapter)
+
+    def _adapter_of(self, model: str | None) -> str | None:
+        """Return the adapter a model name asks for, or None for the base model."""
+        if not model or self.is_base(model):
+            return None
+        base, colon, adapter = model.rpartition(":")
+        return adapter if colon and self.is_base(base) and adapter else model
+
+    async def _load(self, adapter: str) -> None:
+        """Read an adapter of the folder on its first use, away from the event loop."""
+        try:
+            self._engine.registry.get(adapter)
+        except AdapterNotFound:
+            await asyncio.to_thread(self._engine.registry.resolve, adapter)
+
+
+def folder_adapters(root: str | None) -> set[str]:
+    """Return the names of the folders in `root` that look like adapters and are not elsewhere."""
+    if root is None:
+        return set()
+    top = os.path.realpath(root)
+    try:
+        places = sorted(Path(top).iterdir())
+    except OSError:
+        return set()
+    return {
+        place.name
+        for place in places
+        if NAME.fullmatch(place.name)
+        and os.path.realpath(place).startswith(top + os.sep)
+        and (place / "adapter_config.json").is_file()
+    }

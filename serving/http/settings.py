@@ -1,0 +1,47 @@
+"""How the HTTP server behaves: who may do what, and the limits on a request."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Tenant:
+    """What one API key of the keys file may do; see `read_keys_file` for the file."""
+
+    key: str
+    adapters: frozenset[str] | None = None  # None: every adapter
+    rate: float | None = None  # requests per second; None: no limit
+    salt: str | None = None  # prefix-cache salt; None: derived from the key
+
+
+@dataclasses.dataclass(frozen=True)
+class HttpSettings:
+    """Settings of one HTTP server; a contradiction is a ValueError naming the flags."""
+
+    served_names: tuple[str, ...] = ()  # further names of the base model; the first is listed too
+    api_keys: tuple[str, ...] = ()
+    admin_keys: tuple[str, ...] = ()
+    metrics_keys: tuple[str, ...] = ()
+    tenants: tuple[Tenant, ...] = ()
+    enable_runtime_lora: bool = False  # load and unload adapters over HTTP
+    demo: bool = False  # the page at /
+    max_body_bytes: int = 16 << 20
+    body_timeout_s: float = 30.0  # for the whole body to arrive
+    keep_alive_s: float = 15.0  # silence of a stream before a comment is sent
+
+    def __post_init__(self) -> None:
+        keys = [*self.api_keys, *self.admin_keys, *self.metrics_keys]
+        keys += [tenant.key for tenant in self.tenants]
+        if any(not key or key != key.strip() for key in keys):
+            raise ValueError("An API key is empty or has spaces around it.")
+        if len(set(keys)) != len(keys):
+            raise ValueError("The same key is given twice; each key has one role.")
+        if self.tenants and self.enable_runtime_lora and not self.admin_keys:
+            raise ValueError(
+                "--keys-file with --enable-runtime-lora needs --admin-api-key: otherwise one "
+                "tenant could unload the adapters of another."
+            )
+
+    @property
+    def has_api_keys(self) -> bool:
+        """Whether a caller needs a key to use the model."""
+        return bool(self.api_keys or self.tenants)
