@@ -1,0 +1,45 @@
+"""How many KV pages an engine gets, and the longest sequence it serves. No jax."""
+
+import dataclasses
+
+from serving.config import EngineConfig
+
+DEFAULT_KV_BYTES = 256 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheSize:
+    """Pages of `page_size` tokens, and the longest sequence in tokens."""
+
+    num_pages: int
+    page_size: int
+    max_model_len: int
+
+
+def cache_size(config: EngineConfig, bytes_per_token: int, model_positions: int) -> CacheSize:
+    """Return pages for max_num_seqs sequences of full length, within the byte budget.
+
+    Without kv_cache_memory_bytes the budget is DEFAULT_KV_BYTES. A max_model_len that was not
+    asked for shrinks to what the pages hold; one that was asked for must fit. Raises ValueError.
+    """
+    page_size = config.block_size
+    wanted = config.max_model_len or model_positions
+    if wanted > model_positions:
+        raise ValueError(
+            f"max_model_len is {wanted}, but the model has {model_positions} positions."
+        )
+    budget = config.kv_cache_memory_bytes or DEFAULT_KV_BYTES
+    affordable = budget // (bytes_per_token * page_size)
+    if affordable < 1:
+        raise ValueError(
+            f"One KV page of {page_size} tokens takes {bytes_per_token * page_size} bytes; the "
+            f"budget is {budget}."
+        )
+    longest = min(wanted, affordable * page_size)
+    if config.max_model_len and longest < wanted:
+        raise ValueError(
+            f"A sequence of max_model_len {wanted} takes {wanted * bytes_per_token} bytes of KV "
+            f"cache; the budget is {budget}. Raise kv_cache_memory_bytes or lower max_model_len."
+        )
+    pages = min(affordable, config.max_num_seqs * -(-longest // page_size))
+    return CacheSize(pages, page_size, longest)

@@ -1,0 +1,33 @@
+"""KV pages from bytes, and the errors that say what does not fit."""
+
+import pytest
+
+from serving.config import EngineConfig
+from serving.sizing import DEFAULT_KV_BYTES, CacheSize, cache_size
+
+
+def config(**fields):
+    return EngineConfig("model", **{"max_num_seqs": 4, "block_size": 16, **fields})
+
+
+def test_room_for_every_sequence_at_full_length():
+    assert cache_size(config(), 100, 50) == CacheSize(4 * 4, 16, 50)
+    assert cache_size(config(max_model_len=33), 100, 50) == CacheSize(4 * 3, 16, 33)
+
+
+def test_the_budget_caps_pages_and_the_length_nobody_asked_for():
+    assert cache_size(config(kv_cache_memory_bytes=16 * 100 * 5), 100, 50).num_pages == 5
+    small = cache_size(config(kv_cache_memory_bytes=16 * 100 * 2), 100, 50)
+    assert small == CacheSize(2, 16, 32)
+    default = cache_size(config(), 1 << 20, 1 << 17)
+    assert default.num_pages * 16 << 20 == DEFAULT_KV_BYTES
+    assert default.max_model_len == 256
+
+
+def test_what_does_not_fit_is_refused_with_numbers():
+    with pytest.raises(ValueError, match="max_model_len is 51, but the model has 50"):
+        cache_size(config(max_model_len=51), 100, 50)
+    with pytest.raises(ValueError, match=r"max_model_len 50 takes 5000 bytes.* budget is 3200"):
+        cache_size(config(max_model_len=50, kv_cache_memory_bytes=3200), 100, 50)
+    with pytest.raises(ValueError, match="takes 1600 bytes; the budget is 1500"):
+        cache_size(config(kv_cache_memory_bytes=1500), 100, 50)
