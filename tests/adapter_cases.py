@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -157,6 +158,15 @@ def write_adapter(folder: Path, tensors: dict[str, np.ndarray], config: dict | N
     named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
     save_file(named, folder / "adapter_model.safetensors", {"format": "pt"})
     return folder
+
+
+def change_config(source: Path, target: Path, drop=(), **changes) -> Path:
+    """Copy an adapter with keys of its config changed or dropped."""
+    shutil.copytree(source, target)
+    path = target / "adapter_config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in config.items() if k not in drop}))
+    return target
 
 
 def dense_tensors(

@@ -41,15 +41,12 @@ class AdapterFolder:
             handle = os.open(self._real / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             raise ValueError(f"{name} cannot be opened: {error.strerror}.") from None
-        with open(handle, "rb") as file:
-            status = os.fstat(handle)
-            if not stat.S_ISREG(status.st_mode):
-                raise ValueError(f"{name} is not a plain file.")
-            if self._root and not self._is_inside_file(name, status):
-                raise ValueError(f"{name} leads outside of the adapter directory.")
-            if status.st_size > max_bytes:
-                raise ValueError(f"{name} has {status.st_size} bytes, at most {max_bytes} allowed.")
-            data = file.read(max_bytes + 1)
+        try:
+            self._check_opened(name, os.fstat(handle), max_bytes)
+            with open(handle, "rb", closefd=False) as file:
+                data = file.read(max_bytes + 1)
+        finally:
+            os.close(handle)
         if len(data) > max_bytes:
             raise ValueError(f"{name} has more than the {max_bytes} bytes allowed.")
         self.hashes[name] = hashlib.sha256(data).hexdigest()
@@ -64,6 +61,14 @@ class AdapterFolder:
     def pickles(self) -> tuple[str, ...]:
         """Return the files that only unpickling could read."""
         return tuple(name for name in self.files() if name.endswith(_PICKLES))
+
+    def _check_opened(self, name: str, status: os.stat_result, max_bytes: int) -> None:
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{name} is not a plain file.")
+        if self._root and not self._is_inside_file(name, status):
+            raise ValueError(f"{name} leads outside of the adapter directory.")
+        if status.st_size > max_bytes:
+            raise ValueError(f"{name} has {status.st_size} bytes, at most {max_bytes} allowed.")
 
     def _inside(self, real: Path) -> bool:
         return self._root is None or real.is_relative_to(self._root)

@@ -107,10 +107,10 @@ def _leaves(fused: Fused, pairs: dict[int, LoraPair], config: PeftConfig) -> dic
         raise ValueError(f"{fused.path} has one pair of matrices for two target_parameters.")
     if not named:
         named = [leaf for leaf in _LEAVES if _fits(fused, leaf, pairs[0])]
-        if len(named) != 1:
+        if not named:  # at most one fits: the sizes H, I and 2I cannot all be equal
             raise ValueError(
-                f"{pairs[0].a.name} {pairs[0].a.shape} may belong to gate_up_proj or to down_proj: "
-                "target_parameters does not say."
+                f"{pairs[0].a.name} {pairs[0].a.shape} with {pairs[0].b.name} {pairs[0].b.shape} "
+                f"fits neither gate_up_proj nor down_proj of {fused.num_experts} experts."
             )
     return {named[0]: pairs[0]}
 

@@ -79,8 +79,8 @@ def _check_files(folder: AdapterFolder) -> None:
         esft = "expert_cfg.json" in names
         raise ValueError("an ESFT adapter; only LoRA is served." if esft else f"no {CONFIG_FILE}.")
     if WEIGHTS_FILE not in names:
-        pickles = ", ".join(folder.pickles())
-        hint = f" {pickles} is not read: unpickling runs code; save as safetensors." * bool(pickles)
+        pickles = [name for name in folder.pickles() if name.startswith("adapter_model")]
+        hint = f" {', '.join(pickles)} is not read: unpickling runs code." if pickles else ""
         raise ValueError(f"no {WEIGHTS_FILE}.{hint}")
     others = [n for n in names if ".safetensors" in n and n != WEIGHTS_FILE]
     if others:

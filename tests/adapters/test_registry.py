@@ -1,0 +1,248 @@
+"""Names and adapters: published whole or not at all, replaced, confined, limited."""
+
+import shutil
+import threading
+
+import adapter_cases as cases
+import pytest
+
+from lora_jax.adapters.registry import (
+    AdapterExists,
+    AdapterNotFound,
+    AdapterRegistry,
+    AdapterRejected,
+    RegistryLimits,
+)
+
+
+class Clock:
+    """A clock that stands until it is moved."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def root(tmp_path):
+    """An adapter directory with two adapters and a broken one; a secret one outside."""
+    for seed, name in enumerate(("sql", "law")):
+        cases.write_adapter(tmp_path / "root" / name, cases.dense_tensors(seed=seed))
+    cases.write_adapter(tmp_path / "root" / "broken", cases.dense_tensors(rank=3))
+    cases.write_adapter(tmp_path / "secret", cases.dense_tensors(seed=9))
+    return tmp_path / "root"
+
+
+def registry(root, **limits) -> AdapterRegistry:
+    return AdapterRegistry(
+        cases.llama(), base_names=("base",), lora_dir=root, limits=RegistryLimits(**limits)
+    )
+
+
+def test_load_get_unload(root):
+    names = registry(root)
+    entry = names.load("a", "sql", pinned=True)
+    assert (entry.name, entry.kind, entry.path, entry.pinned) == ("a", "lora", "sql", True)
+    assert entry.digest == entry.report.digest
+    assert names.get("a") is entry
+    assert names.entries() == (entry,)
+    assert names.is_current(entry)
+    assert names.digest_in_use(entry.digest)
+    assert names.unload("a") is entry
+    assert not names.is_current(entry)
+    assert not names.digest_in_use(entry.digest)
+    with pytest.raises(AdapterNotFound, match=r"'a' does not exist\. Known: none"):
+        names.get("a")
+    with pytest.raises(AdapterNotFound):
+        names.unload("a")
+
+
+def test_not_found_lists_the_known_and_is_a_key_error(root):
+    names = registry(root)
+    names.load("law", "law")
+    names.load("sql", "sql")
+    with pytest.raises(KeyError) as caught:
+        names.get("med")
+    assert str(caught.value) == "The adapter 'med' does not exist. Known: law, sql."
+    assert caught.value.known == ("law", "sql")
+
+
+def test_reload_changes_the_digest_and_the_generation(root):
+    names = registry(root)
+    first = names.load("a", "sql")
+    with pytest.raises(AdapterExists, match="'a' is loaded already"):
+        names.load("a", "law")
+    assert names.get("a") is first
+    second = names.load("a", "law", replace=True)
+    assert second.digest != first.digest
+    assert second.generation > first.generation
+    assert not names.is_current(first)
+    # New weights under the same path are other weights, too.
+    shutil.rmtree(root / "law")
+    cases.write_adapter(root / "law", cases.dense_tensors(seed=5))
+    third = names.load("a", "law", replace=True)
+    assert third.digest not in (first.digest, second.digest)
+    # The same files give the same digest, but still another generation.
+    again = names.load("a", "law", replace=True)
+    assert again.digest == third.digest
+    assert again.generation > third.generation
+    before = names.generation
+    names.unload("a")
+    assert names.generation > before
+
+
+def test_a_refused_reload_leaves_the_old_one(root):
+    names = registry(root)
+    first = names.load("a", "sql")
+    generation = names.generation
+    with pytest.raises(AdapterRejected, match=r"Adapter 'a': .*has rank 3, the config says 2"):
+        names.load("a", "broken", replace=True)
+    assert names.get("a") is first
+    assert names.generation == generation
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "-a", "_a", "a/b", "a,b", "a b", "../sql", "a\0", "a\n", "é", "x" * 65]
+)
+def test_bad_names(root, name):
+    with pytest.raises(AdapterRejected, match="is not 1 to 64 letters"):
+        registry(root).load(name, "sql")
+    with pytest.raises(AdapterNotFound):
+        registry(root).resolve(name)
+
+
+def test_the_base_name_is_taken(root):
+    cases.write_adapter(root / "base", cases.dense_tensors())
+    with pytest.raises(AdapterRejected, match="'base' is the base model's"):
+        registry(root).load("base", "sql")
+    with pytest.raises(AdapterNotFound):
+        registry(root).resolve("base")
+
+
+def test_client_paths_stay_inside_the_root(root):
+    names = registry(root)
+    (root / "link").symlink_to(root.parent / "secret")
+    (root / "half").mkdir()
+    shutil.copy(root.parent / "secret" / "adapter_config.json", root / "half")
+    (root / "half" / "adapter_model.safetensors").symlink_to(
+        root.parent / "secret" / "adapter_model.safetensors"
+    )
+    outside = ["../secret", str(root.parent / "secret"), "link", "half", "sql/../../secret", "/"]
+    for path in outside:
+        with pytest.raises(AdapterRejected, match="outside of the adapter directory") as caught:
+            names.load("a", path)
+        assert str(root.parent) not in str(caught.value)
+    for path in ("a\0b", "x" * 5000):
+        with pytest.raises((AdapterRejected, AdapterNotFound)):
+            names.load("a", path)
+    assert names.entries() == ()
+    assert names.load("a", str(root / "sql")).path == "sql"  # absolute, but inside
+    assert names.load("b", "law/../sql").path == "sql"
+    assert names.load("c", root.parent / "secret", confined=False).path == "secret"
+
+
+def test_without_a_root_clients_cannot_load(root):
+    names = registry(None)
+    with pytest.raises(AdapterRejected, match="needs an adapter directory"):
+        names.load("a", str(root / "sql"))
+    with pytest.raises(AdapterNotFound):
+        names.resolve("sql")
+    assert names.load("a", root / "sql", confined=False).name == "a"
+
+
+def test_missing_folder_is_not_found(root):
+    with pytest.raises(AdapterNotFound, match="'a' was not found: there is no folder 'none'"):
+        registry(root).load("a", "none")
+
+
+def test_resolve_loads_on_first_use(root):
+    names = registry(root)
+    with pytest.raises(AdapterNotFound):
+        names.resolve("none")
+    entry = names.resolve("sql")
+    assert entry.path == "sql"
+    assert names.resolve("sql") is entry
+
+
+def test_resolve_by_many_threads_loads_once(root):
+    names, found = registry(root, loads_per_minute=1), []
+    threads = [threading.Thread(target=lambda: found.append(names.resolve("sql"))) for _ in "12345"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(found) == 5
+    assert len(set(map(id, found))) == 1
+
+
+def test_a_refused_folder_is_not_read_again_at_once(root):
+    clock = Clock()
+    names = AdapterRegistry(cases.llama(), lora_dir=root, clock=clock)
+    for _ in range(2):
+        with pytest.raises(AdapterRejected, match="has rank 3"):
+            names.resolve("broken")
+        shutil.rmtree(root / "broken", ignore_errors=True)
+        cases.write_adapter(root / "broken", cases.dense_tensors())
+    clock.now += 11
+    assert names.resolve("broken").report.max_rank == 2
+
+
+def test_loads_per_minute(root):
+    clock = Clock()
+    names = AdapterRegistry(
+        cases.llama(), lora_dir=root, clock=clock, limits=RegistryLimits(loads_per_minute=2)
+    )
+    names.load("a", "sql")
+    names.load("b", "sql")
+    with pytest.raises(AdapterRejected, match="More than 2 adapter loads in one minute"):
+        names.load("c", "sql")
+    clock.now += 60
+    names.load("c", "sql")
+
+
+def test_limits_name_both_numbers(root):
+    size = registry(root).load("a", "sql").report.weight_bytes
+    names = registry(root, max_total_bytes=2 * size - 1)
+    names.load("a", "sql")
+    names.load("same", "sql")  # the same weights count once
+    with pytest.raises(AdapterRejected, match=rf"{2 * size} bytes, the limit is {2 * size - 1}"):
+        names.load("b", "law")
+    assert names.load("a", "sql", replace=True).name == "a"
+    names = registry(root, max_adapters=1)
+    names.load("a", "sql")
+    with pytest.raises(AdapterRejected, match="1 adapters are loaded, the limit is 1"):
+        names.load("b", "sql")
+    assert names.load("a", "law", replace=True).name == "a"
+    with pytest.raises(AdapterRejected, match=r"rank 2 .* limit of 1"):
+        registry(root, max_rank=1).load("a", "sql")
+    with pytest.raises(AdapterRejected, match="bytes, at most 64 allowed"):
+        registry(root, max_file_bytes=64).load("a", "sql")
+
+
+def test_what_can_never_run_is_refused(root):
+    def check(weights):
+        raise ValueError("too big for the device.")
+
+    names = AdapterRegistry(cases.llama(), lora_dir=root, check=check)
+    with pytest.raises(AdapterRejected, match="Adapter 'a': too big for the device"):
+        names.load("a", "sql")
+    assert names.entries() == ()
+
+
+def test_only_safetensors(root):
+    folder = root / "sql"
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    with pytest.raises(AdapterRejected, match=r"adapter_model\.bin is not read: unpickling"):
+        registry(root).load("a", "sql")
+
+
+def test_an_unreadable_file_is_a_refusal_without_its_path(root, monkeypatch):
+    def fail(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("os.listdir", fail)
+    with pytest.raises(AdapterRejected, match="Adapter 'a': Permission denied") as caught:
+        registry(root).load("a", "sql")
+    assert str(root) not in str(caught.value)

@@ -1,0 +1,48 @@
+"""First-fit allocation of rows against a plain list of taken rows."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lora_jax.adapters.row_ranges import RowRanges
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    total=st.integers(0, 40),
+    steps=st.lists(st.tuples(st.booleans(), st.integers(1, 12)), max_size=40),
+)
+def test_takes_the_first_gap_that_fits_and_loses_nothing(total, steps):
+    ranges, free, held = RowRanges(total), [True] * total, []
+    for take, number in steps:
+        if take:
+            fits = (s for s in range(total - number + 1) if all(free[s : s + number]))
+            want = next(fits, None)
+            assert ranges.copy().take(number) == want  # a copy is independent
+            assert ranges.take(number) == want
+            if want is not None:
+                held.append((want, number))
+                free[want : want + number] = [False] * number
+        elif held:
+            start, length = held.pop(number % len(held))
+            ranges.give(start, length)
+            free[start : start + length] = [True] * length
+        assert ranges.num_free == sum(free)
+        listed = [row for start, length in ranges.ranges for row in range(start, start + length)]
+        assert listed == [row for row in range(total) if free[row]]
+        ends = [start + length for start, length in ranges.ranges]
+        starts = [start for start, _ in ranges.ranges]
+        assert all(end < start for end, start in zip(ends, starts[1:], strict=False))
+
+
+def test_bad_calls_are_refused():
+    ranges = RowRanges(10)
+    assert ranges.take(4) == 0
+    for start, length in ((3, 2), (4, 1), (9, 2), (-1, 1), (0, 0)):
+        with pytest.raises(ValueError, match="Rows"):
+            ranges.give(start, length)
+    with pytest.raises(ValueError, match="Cannot take 0"):
+        ranges.take(0)
+    with pytest.raises(ValueError, match="-1 rows"):
+        RowRanges(-1)
+    assert ranges.ranges == ((4, 6),)

@@ -1,0 +1,108 @@
+"""Strict reading of safetensors: what the library writes is read, everything crooked is refused."""
+
+import json
+import struct
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lora_jax.adapters.safetensors_file import FileLimits, parse
+
+LIMITS = FileLimits(max_header_bytes=4096, max_tensors=8)
+
+
+def made(header, data: bytes = b"") -> bytes:
+    """Return a file with this header (object or raw bytes) and data."""
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(raw)) + raw + data
+
+
+def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+def test_what_the_library_writes_is_read():
+    tensors = {
+        "f32": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "f16": np.ones((3,), np.float16),
+        "bf16": np.full((2, 2, 1), 1.5, ml_dtypes.bfloat16),
+    }
+    data = safetensors.numpy.save(tensors, {"format": "pt"})
+    found = parse(data, "x.safetensors", LIMITS)
+    assert found.keys() == tensors.keys()
+    for name, want in tensors.items():
+        assert found[name].shape == want.shape
+        got = found[name].read()
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(got, want)
+        assert not got.flags.writeable
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_values_that_are_not_finite(bad, dtype):
+    values = np.array([1, bad, 2], dtype)
+    found = parse(safetensors.numpy.save({"w": values}), "x.safetensors", LIMITS)
+    with pytest.raises(ValueError, match="w has values that are NaN or infinite"):
+        found["w"].read()
+
+
+TWO = {"a": entry(), "b": entry(offsets=(8, 16))}
+REFUSALS = {
+    "nothing": (b"", "only 0 bytes"),
+    "short": (b"1234567", "only 7 bytes"),
+    "pickle": (b"\x80\x04\x95\x00\x00\x00\x00\x00abc", "header of .* bytes, at most 4096"),
+    "huge_header": (struct.pack("<Q", 1 << 62), "header of 4611686018427387904 bytes"),
+    "header_cut": (made(TWO)[:20], "truncated: header of"),
+    "not_utf8": (made(b"\xff\xfe{}"), "not valid JSON"),
+    "not_json": (made(b"{]"), "not valid JSON"),
+    "deep": (made(b"[" * 4000), "not valid JSON"),
+    "list": (made([1]), "not a JSON object"),
+    "twice": (made(b'{"a": 1, "a": 2}'), "a name stands twice"),
+    "nan_in_header": (made(b'{"a": NaN}'), "the header holds NaN"),
+    "data_cut": (made(TWO, bytes(15)), "truncated: b ends at byte 16, the data at 15"),
+    "data_left": (made(TWO, bytes(17)), "1 bytes after the last tensor"),
+    "gap": (made({"a": entry(offsets=(4, 12))}, bytes(12)), "a starts at byte 4"),
+    "overlap": (made({"a": entry(), "b": entry()}, bytes(8)), "b starts at byte 0"),
+    "size": (made({"a": entry(shape=(3,))}, bytes(8)), r"a with shape \(3,\) takes 12 bytes"),
+    "negative": (made({"a": entry(shape=(-2,))}, bytes(8)), "a has a shape"),
+    "zero": (made({"a": entry(shape=(0,), offsets=(0, 0))}), "a has a shape"),
+    "float_shape": (made({"a": entry(shape=(2.0,))}, bytes(8)), "a has a shape"),
+    "many_dims": (made({"a": entry(shape=(1,) * 9)}, bytes(4)), "a has a shape"),
+    "offsets": (made({"a": entry(offsets=(0, 8, 8))}, bytes(8)), "a has data_offsets"),
+    "backwards": (made({"a": entry(offsets=(8, 0))}, bytes(8)), "its offsets say -8"),
+    "dtype_f64": (made({"a": entry("F64", (1,))}, bytes(8)), "a has dtype F64; only F32"),
+    "dtype_fp8": (made({"a": entry("F8_E4M3", (8,))}, bytes(8)), "a has dtype F8_E4M3"),
+    "dtype_number": (made({"a": entry(3)}, bytes(8)), "a has dtype 3"),
+    "fields": (made({"a": entry() | {"x": 1}}, bytes(8)), "the header entry of a"),
+    "no_entry": (made({"a": 3}), "the header entry of a"),
+    "many": (made({str(i): entry() for i in range(9)}), "9 tensors, at most 8"),
+    "name_control": (made({"a\nb": entry()}, bytes(8)), "not printable"),
+    "name_empty": (made({"": entry()}, bytes(8)), "empty, too long or not printable"),
+    "name_long": (made({"n" * 600: entry()}, bytes(8)), "too long"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_crooked_files_are_refused(case):
+    data, message = REFUSALS[case]
+    with pytest.raises(ValueError, match=rf"^x\.safetensors: .*{message}"):
+        parse(data, "x.safetensors", LIMITS)
+
+
+@settings(max_examples=200, deadline=None)
+@given(cut=st.integers(0, 200), flip=st.integers(0, 200), byte=st.integers(0, 255))
+def test_damage_is_an_error_or_leaves_finite_tensors_of_the_given_size(cut, flip, byte):
+    whole = bytearray(safetensors.numpy.save({"a": np.ones((2, 3), np.float32)}))
+    if flip < len(whole):
+        whole[flip] = byte
+    try:
+        found = parse(bytes(whole[: len(whole) - cut]), "x.safetensors", LIMITS)
+        arrays = [tensor.read() for tensor in found.values()]
+    except ValueError:
+        return  # anything else, an IndexError say, would fail the test
+    assert sum(array.nbytes for array in arrays) == 24
