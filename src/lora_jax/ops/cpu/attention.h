@@ -12,7 +12,7 @@
 
 namespace lora_jax {
 
-constexpr int64_t kQueryRows = 16;            // (token, head) rows that share loads of K and V
+constexpr int64_t kQueryRows = 12;            // (token, head) rows that share loads of K and V
 constexpr int64_t kScoreBytes = 512 << 10;    // their scores should stay in L2
 
 template <class T>

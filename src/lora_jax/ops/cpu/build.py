@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
-import jaxlib
+import jaxlib.version
 
 from lora_jax.ops import dispatch
 
@@ -63,7 +63,7 @@ def cache_key(compiler: str) -> str:
     """Return a digest of everything that the compiled library depends on."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
     digest = hashlib.sha256()
-    parts = [jax.__version__, jaxlib.__version__, compiler, *FLAGS, cpu_name()]
+    parts = [jax.__version__, jaxlib.version.__version__, compiler, *FLAGS, cpu_name()]
     for part in (*(p.encode() for p in parts), version, *(p.read_bytes() for p in sources())):
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()[:24]

@@ -8,9 +8,18 @@
 
 namespace lora_jax {
 
+// Keeps a loaded vector in a register: GCC would load it again for each of its uses, and two loads a
+// cycle are what bounds the loop.
+template <class V>
+inline void in_register(V& v) {
+#if defined(__AVX512F__) && defined(__GNUC__)
+  asm("" : "+v"(v));
+#endif
+}
+
 // Tile of M rows by kCols columns of accumulators that fits the registers.
 #ifdef __AVX512F__
-constexpr int kRows = 4, kCols = 6;
+constexpr int kRows = 3, kCols = 8;
 #else
 constexpr int kRows = 2, kCols = 2;
 #endif
@@ -47,15 +56,10 @@ struct DotBF16 {
 };
 #endif
 
-template <class D>
-constexpr int64_t num_steps(int64_t k) {
-  return (k + D::kStep - 1) / D::kStep;
-}
-
-// acc[r * kCols + c] += lane products of x row r and w row c over k elements; n of them at the end
-// may be fewer than a vector.
+// acc[r * kCols + c] += lane products of x[r] and w[c] over elements [k0, k1). k0 is a multiple of
+// the step, and so is k1 unless it is the end.
 template <class D, int M>
-inline void dot_direct(const typename D::T* const* x, const typename D::T* const* w, int64_t k0,
+inline void dot_rows(const typename D::T* const* x, const typename D::T* const* w, int64_t k0,
                        int64_t k1, f32x16* acc) {
   f32x16 a[M][kCols];
   for (int r = 0; r < M; ++r)
@@ -70,6 +74,7 @@ inline void dot_direct(const typename D::T* const* x, const typename D::T* const
     for (int r = 0; r < M; ++r) xv[r] = D::load(xp[r] + k);
     for (int c = 0; c < kCols; ++c) {
       typename D::V wv = D::load(wp[c] + k);
+      in_register(wv);
       for (int r = 0; r < M; ++r) a[r][c] = D::fma(a[r][c], xv[r], wv);
     }
   }
@@ -80,33 +85,6 @@ inline void dot_direct(const typename D::T* const* x, const typename D::T* const
       typename D::V wv = D::load(wp[c] + k, k1 - k);
       for (int r = 0; r < M; ++r) a[r][c] = D::fma(a[r][c], xv[r], wv);
     }
-  }
-  for (int r = 0; r < M; ++r)
-    for (int c = 0; c < kCols; ++c) acc[r * kCols + c] = a[r][c];
-}
-
-// The same sums with w packed as [step][kCols] vectors, zeros after its end.
-template <class D, int M>
-inline void dot_packed(const typename D::T* const* x, const typename D::V* w, int64_t k0,
-                       int64_t k1, f32x16* acc) {
-  f32x16 a[M][kCols];
-  for (int r = 0; r < M; ++r)
-    for (int c = 0; c < kCols; ++c) a[r][c] = acc[r * kCols + c];
-  const typename D::V* wp = w + k0 / D::kStep * kCols;
-  const typename D::T* xp[M];
-  for (int r = 0; r < M; ++r) xp[r] = x[r];
-  int64_t k = k0;
-  for (; k + D::kStep <= k1; k += D::kStep, wp += kCols) {
-    typename D::V xv[M];
-    for (int r = 0; r < M; ++r) xv[r] = D::load(xp[r] + k);
-    for (int c = 0; c < kCols; ++c)
-      for (int r = 0; r < M; ++r) a[r][c] = D::fma(a[r][c], xv[r], wp[c]);
-  }
-  if (k < k1) {
-    typename D::V xv[M];
-    for (int r = 0; r < M; ++r) xv[r] = D::load(xp[r] + k, k1 - k);
-    for (int c = 0; c < kCols; ++c)
-      for (int r = 0; r < M; ++r) a[r][c] = D::fma(a[r][c], xv[r], wp[c]);
   }
   for (int r = 0; r < M; ++r)
     for (int c = 0; c < kCols; ++c) acc[r * kCols + c] = a[r][c];
@@ -126,11 +104,10 @@ inline void dot_tile(int64_t m, const typename D::T* const* x, const typename D:
                      int64_t k, float* out) {
   f32x16 acc[kTile] = {};
   switch (m) {
-    case 1: dot_direct<D, 1>(x, w, 0, k, acc); return sum_tile<1>(acc, out);
-    case 2: dot_direct<D, 2>(x, w, 0, k, acc); return sum_tile<2>(acc, out);
+    case 1: dot_rows<D, 1>(x, w, 0, k, acc); return sum_tile<1>(acc, out);
+    case 2: dot_rows<D, 2>(x, w, 0, k, acc); return sum_tile<2>(acc, out);
 #ifdef __AVX512F__
-    case 3: dot_direct<D, 3>(x, w, 0, k, acc); return sum_tile<3>(acc, out);
-    case 4: dot_direct<D, 4>(x, w, 0, k, acc); return sum_tile<4>(acc, out);
+    case 3: dot_rows<D, 3>(x, w, 0, k, acc); return sum_tile<3>(acc, out);
 #endif
   }
 }

@@ -1,8 +1,6 @@
 // y[t] = w[g] x[t] + bias[g] for rows sorted by group. See dot.h for the order of the sums.
 #pragma once
 #include <algorithm>
-#include <cstdlib>
-#include <memory>
 #include <vector>
 
 #include "dot.h"
@@ -23,52 +21,42 @@ struct GemmItem {
   int64_t group, row0, row1, col0, col1;
 };
 
-struct FreeDeleter {
-  void operator()(void* p) const { std::free(p); }
-};
-template <class T>
-using Scratch = std::unique_ptr<T, FreeDeleter>;
-template <class T>
-inline Scratch<T> scratch(int64_t count) {
-  int64_t bytes = (count * int64_t(sizeof(T)) + 63) / 64 * 64;
-  return Scratch<T>(static_cast<T*>(std::aligned_alloc(64, std::max<int64_t>(bytes, 64))));
-}
+constexpr int64_t kAccRows = 48;       // rows whose accumulators wait between blocks of K
+constexpr int64_t kBlockBytes = 3072;  // of K per row: a block of kCols matrix rows stays in L1
 
-constexpr int64_t kPackRows = 12;   // from here on copying a panel of w pays
-constexpr int64_t kAccRows = 32;    // rows whose accumulators stay in L1 between blocks of K
-constexpr int64_t kPanelBytes = 3072;  // of K per row and block: a panel and its rows fit L1
-
+// kCols rows of a matrix; past the last of the matrix they repeat it.
 template <class D>
 struct Panel {
-  const typename D::T* w[kCols];  // past the last column they repeat it
-  typename D::V* packed;          // null if not packed
+  const typename D::T* w[kCols];
+  int64_t fetch;  // elements per row of the next panel to prefetch with each tile
 };
 
 template <class D>
-inline void pack(Panel<D>& panel, int64_t k) {
-  for (int64_t s = 0; s < num_steps<D>(k); ++s)
-    for (int c = 0; c < kCols; ++c)
-      panel.packed[s * kCols + c] = D::load(panel.w[c] + s * D::kStep, k - s * D::kStep);
+inline Panel<D> make_panel(const typename D::T* w, int64_t col, int64_t d_out, int64_t d_in,
+                           int64_t rows) {
+  Panel<D> panel{{}, 0};
+  for (int64_t c = 0; c < kCols; ++c) panel.w[c] = w + std::min(col + c, d_out - 1) * d_in;
+  if (rows > kRows && col + 2 * kCols <= d_out) panel.fetch = d_in * kRows / rows + 1;
+  return panel;
 }
 
-template <class D, int M>
-inline void gemm_tile(const Gemm<typename D::T>& g, const Panel<D>& panel, int64_t row, int64_t k0,
-                      int64_t k1, f32x16* acc) {
-  const typename D::T* x[M];
-  for (int r = 0; r < M; ++r) x[r] = g.x + (row + r) * g.d_in;
-  if (panel.packed) return dot_packed<D, M>(x, panel.packed, k0, k1, acc);
-  dot_direct<D, M>(x, panel.w, k0, k1, acc);
+// Brings the part of the next panel that belongs to the tile at `row` into L2, while the arithmetic
+// units are busy with this one.
+template <class D>
+inline void prefetch_next(const Panel<D>& panel, int64_t row, int64_t d_in) {
+  constexpr int64_t kLine = 64 / sizeof(typename D::T);
+  int64_t begin = row / kRows * panel.fetch, end = std::min(begin + panel.fetch, d_in);
+  for (int c = 0; c < kCols; ++c)
+    for (int64_t k = begin / kLine * kLine; k < end; k += kLine)
+      __builtin_prefetch(panel.w[c] + kCols * d_in + k, 0, 2);
 }
 
 template <class T>
 inline void write_tile(const Gemm<T>& g, int64_t group, int64_t row, int64_t m, int64_t col,
                        int64_t n, const float* sums) {
-  for (int64_t r = 0; r < m; ++r) {
-    float out[kLanes];
-    for (int64_t c = 0; c < n; ++c)
-      out[c] = sums[r * kCols + c] + (g.bias ? to_f32(g.bias[group * g.d_out + col + c]) : 0.0f);
-    store(g.y + (row + r) * g.d_out + col, load(out, n), n);
-  }
+  f32x16 bias = g.bias ? load(g.bias + group * g.d_out + col, n) : f32x16{};
+  for (int64_t r = 0; r < m; ++r)
+    store(g.y + (row + r) * g.d_out + col, load(sums + r * kCols, n) + bias, n);
 }
 
 // One tile over one block of K: accumulators live in `acc` between blocks and are summed at last.
@@ -77,7 +65,10 @@ inline void run_tile(const Gemm<typename D::T>& g, const Panel<D>& panel, const 
                      int64_t row, int64_t col, int64_t k0, int64_t k1, f32x16* acc) {
   if (k0 == 0)
     for (int i = 0; i < kTile; ++i) acc[i] = f32x16{};
-  gemm_tile<D, M>(g, panel, row, k0, k1, acc);
+  if (k0 == 0 && panel.fetch) prefetch_next(panel, row - item.row0, g.d_in);
+  const typename D::T* x[M];
+  for (int r = 0; r < M; ++r) x[r] = g.x + (row + r) * g.d_in;
+  dot_rows<D, M>(x, panel.w, k0, k1, acc);
   if (k1 < g.d_in) return;
   float sums[kTile];
   sum_tile<M>(acc, sums);
@@ -95,7 +86,6 @@ inline void run_rows(const Gemm<typename D::T>& g, const Panel<D>& panel, const 
         case 1: run_tile<D, 1>(g, panel, item, row, col, k0, k1, a); break;
 #ifdef __AVX512F__
         case 2: run_tile<D, 2>(g, panel, item, row, col, k0, k1, a); break;
-        case 3: run_tile<D, 3>(g, panel, item, row, col, k0, k1, a); break;
 #endif
         default: run_tile<D, kRows>(g, panel, item, row, col, k0, k1, a);
       }
@@ -106,17 +96,14 @@ inline void run_rows(const Gemm<typename D::T>& g, const Panel<D>& panel, const 
 template <class D>
 void run_gemm_item(const Gemm<typename D::T>& g, const GemmItem& item) {
   int64_t rows = item.row1 - item.row0;
-  bool packs = rows >= kPackRows;
-  Scratch<typename D::V> packed;
-  if (packs) packed = scratch<typename D::V>(num_steps<D>(g.d_in) * kCols);
-  int64_t blocks = rows <= kRows ? 1 : (g.d_in * int64_t(sizeof(typename D::T)) - 1) / kPanelBytes + 1;
-  int64_t block = num_steps<D>((g.d_in + blocks - 1) / blocks) * D::kStep;
+  int64_t bytes = g.d_in * int64_t(sizeof(typename D::T));
+  int64_t blocks = rows <= kRows ? 1 : std::max<int64_t>(1, (bytes + kBlockBytes - 1) / kBlockBytes);
+  int64_t steps = (g.d_in + D::kStep - 1) / D::kStep;
+  int64_t block = (steps + blocks - 1) / blocks * D::kStep;
   alignas(64) f32x16 acc[kAccRows / kRows * kTile];
   const typename D::T* w = g.w + item.group * g.d_out * g.d_in;
   for (int64_t col = item.col0; col < item.col1; col += kCols) {
-    Panel<D> panel{{}, packed.get()};
-    for (int64_t c = 0; c < kCols; ++c) panel.w[c] = w + std::min(col + c, g.d_out - 1) * g.d_in;
-    if (packs) pack<D>(panel, g.d_in);
+    Panel<D> panel = make_panel<D>(w, col, g.d_out, g.d_in, rows);
     for (int64_t row = item.row0; row < item.row1; row += kAccRows)
       run_rows<D>(g, panel, item, row, std::min(row + kAccRows, item.row1), col, block, acc);
   }
@@ -131,7 +118,7 @@ inline double gemm_micros(double rows, double matrices, double d_out, double d_i
 template <class T>
 std::vector<GemmItem> gemm_items(const Gemm<T>& g, double* micros, int64_t* used_rows) {
   std::vector<GemmItem> items;
-  int64_t chunk = std::clamp<int64_t>((512 << 10) / std::max<int64_t>(1, g.d_in * sizeof(T)), 32, 512);
+  int64_t chunk = std::clamp<int64_t>((512 << 10) / std::max<int64_t>(1, g.d_in * sizeof(T)), 48, 512);
   chunk = chunk / kAccRows * kAccRows;
   int64_t start = 0;
   *micros = 0;
