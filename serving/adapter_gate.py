@@ -17,7 +17,8 @@ class AdapterResidency(Protocol):
         """Return the slot and count one more user, or None: not resident (yet).
 
         When it is neither resident nor loading, this starts the load if there is room, for which
-        it may evict adapters without users.
+        it may evict resident adapters without users. What loads is safe from eviction until the
+        next step is planned; a load that takes no time returns the slot at once.
         """
         ...
 

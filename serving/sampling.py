@@ -18,14 +18,16 @@ GREEDY_TEMPERATURE = 1e-5  # below it the most likely token is taken
 MIN_TEMPERATURE = 1e-2  # smaller ones overflow float32; vLLM raises them to this, and so do we
 
 
-def _shown(value: int | float) -> str:
-    huge = isinstance(value, int) and value.bit_length() > 128
-    return "a number of more than 128 bits" if huge else str(value)
+def _shown(value: object) -> str:
+    try:
+        return f"{value!r:.60}"
+    except ValueError:  # Python does not print integers of thousands of digits
+        return "a number of thousands of digits"
 
 
 def _check_int(field: str, value: object, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{field} must be an integer, got {value!r:.100}.")
+        raise ValueError(f"{field} must be an integer, got {_shown(value)}.")
     if not low <= value <= high:
         raise ValueError(f"{field} must be in [{low}, {high}], got {_shown(value)}.")
     return value
@@ -36,7 +38,7 @@ def _check_float(
 ) -> float:
     """Return the value as a float; `above_low` leaves the lower bound itself out."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{field} must be a number, got {value!r:.100}.")
+        raise ValueError(f"{field} must be a number, got {_shown(value)}.")
     inside = low < value <= high if above_low else low <= value <= high
     if not inside:  # NaN and infinities fail here too, and so do integers too large for a float
         bracket = "(" if above_low else "["
@@ -46,12 +48,12 @@ def _check_float(
 
 def _check_bool(field: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise ValueError(f"{field} must be true or false, got {value!r:.100}.")
+        raise ValueError(f"{field} must be true or false, got {_shown(value)}.")
 
 
 def _check_list(field: str, value: object, limit: int) -> tuple:
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
-        raise ValueError(f"{field} must be a list, got {value!r:.100}.")
+        raise ValueError(f"{field} must be a list, got {_shown(value)}.")
     if len(value) > limit:
         raise ValueError(f"{field} must have at most {limit} entries, got {len(value)}.")
     return tuple(value)
@@ -61,7 +63,7 @@ def _check_stop(value: object) -> tuple[str, ...]:
     stops = _check_list("stop", (value,) if isinstance(value, str) else value, MAX_STOP_STRINGS)
     for stop in stops:
         if not isinstance(stop, str):
-            raise ValueError(f"stop must hold strings, got {stop!r:.100}.")
+            raise ValueError(f"stop must hold strings, got {_shown(stop)}.")
         if not 1 <= len(stop) <= MAX_STOP_LENGTH:
             raise ValueError(
                 f"stop strings must have 1 to {MAX_STOP_LENGTH} characters, got {len(stop)}."
@@ -71,7 +73,7 @@ def _check_stop(value: object) -> tuple[str, ...]:
 
 def _check_logit_bias(value: object) -> dict[int, float]:
     if not isinstance(value, Mapping):
-        raise ValueError(f"logit_bias must map token ids to numbers, got {value!r:.100}.")
+        raise ValueError(f"logit_bias must map token ids to numbers, got {_shown(value)}.")
     if len(value) > MAX_LOGIT_BIAS:
         raise ValueError(
             f"logit_bias must have at most {MAX_LOGIT_BIAS} entries, got {len(value)}."

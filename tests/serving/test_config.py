@@ -1,0 +1,50 @@
+import dataclasses
+
+import pytest
+
+from serving.config import EngineConfig
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model": ""}, "model must be a folder"),
+        ({"dtype": "float16"}, "dtype must be one of auto, float32, bfloat16, got 'float16'"),
+        ({"max_num_seqs": 0}, r"max_num_seqs must be in \[1, 1024\], got 0"),
+        ({"max_num_seqs": True}, "max_num_seqs must be an integer"),
+        ({"max_num_seqs": 1.5}, "max_num_seqs must be an integer"),
+        ({"max_num_seqs": 600}, r"max_num_batched_tokens \(512\) must be at least max_num_seqs"),
+        ({"max_model_len": 0}, "max_model_len"),
+        ({"kv_cache_memory_bytes": -1}, "kv_cache_memory_bytes"),
+        ({"lora_memory_bytes": 1 << 60}, "lora_memory_bytes"),
+        ({"adapter_wait_s": 0}, "adapter_wait_s"),
+        ({"adapter_wait_s": float("nan")}, "adapter_wait_s"),
+        ({"enable_prefix_caching": 1}, "enable_prefix_caching"),
+        ({"max_loras": 0}, "max_loras"),
+        ({"seed": 2**63}, "seed"),
+    ],
+)
+def test_wrong_values_are_named(fields, message):
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(**{"model": "some/model", **fields})
+
+
+def test_every_whole_number_has_bounds():
+    config = EngineConfig(model="some/model")
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, int) and not isinstance(value, bool):
+            with pytest.raises(ValueError, match=field.name):
+                EngineConfig(**{"model": "some/model", field.name: 1 << 80})
+
+
+def test_names_and_logit_rows_follow():
+    assert EngineConfig(model="some/model").model_name == "model"
+    assert EngineConfig(model="some/model", served_model_name="m").model_name == "m"
+    assert EngineConfig(model="m", max_num_seqs=4).max_logit_rows == 64
+    assert EngineConfig(model="m", max_num_seqs=100).max_logit_rows == 100
+
+
+def test_a_config_does_not_change():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        EngineConfig(model="m").max_num_seqs = 3
