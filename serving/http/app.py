@@ -4,6 +4,7 @@ from fastapi import FastAPI
 
 from serving.http import adapters, chat, completions, demo, health, models, tokenize
 from serving.http.auth import Authenticate
+from serving.http.body import OneLength
 from serving.http.errors import CatchAll, install
 from serving.http.interface import AbstractEngine
 from serving.http.observe import Observe
@@ -14,7 +15,8 @@ from serving.http.settings import HttpSettings
 def create_app(engine: AbstractEngine, settings: HttpSettings | None = None) -> FastAPI:
     """Return the application; it neither starts nor closes the engine.
 
-    A request passes, in this order: its id and counters, unexpected errors, the key, the route.
+    A request passes, in this order: its id and counters, unexpected errors, its length, the key,
+    the route.
     """
     settings = settings or HttpSettings()
     app = FastAPI(title="lora-jax", docs_url=None, redoc_url=None, redirect_slashes=False)
@@ -27,6 +29,7 @@ def create_app(engine: AbstractEngine, settings: HttpSettings | None = None) -> 
     install(app)
     # The one added last is the outermost.
     app.add_middleware(Authenticate, keys=server.keys, demo=settings.demo)
+    app.add_middleware(OneLength)
     app.add_middleware(CatchAll)
     app.add_middleware(Observe, metrics=server.metrics)
     return app

@@ -5,6 +5,7 @@ import logging
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serving.http.errors import ApiError, from_validation
 
@@ -52,3 +53,18 @@ async def _read(request: Request, limit: int, timeout_s: float) -> bytes:
 
 # The rest of the body is still on its way, so the connection cannot serve another request.
 _CLOSE = {"Connection": "close"}
+
+
+class OneLength:
+    """Refuse requests that state their length twice: a proxy may see another end than we do."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        names = [name for name, _ in scope.get("headers", ())]
+        if b"transfer-encoding" in names and b"content-length" in names:
+            error = ApiError(400, "Both Content-Length and Transfer-Encoding.", headers=_CLOSE)
+            await error.response()(scope, receive, send)
+            return
+        await self.app(scope, receive, send)

@@ -1,0 +1,103 @@
+"""Several prompts, one queue: all or none enter the engine, and usage adds up."""
+
+import asyncio
+
+import pytest
+from fake_engine import FakeEngine
+
+from serving.http.generation import ClientGone, Generation, Piece, usage_of
+from serving.http.prompts import Prompt
+from serving.request import OutputDelta, QueueFull
+from serving.sampling import Sampling
+
+PROMPTS = [Prompt([1, 2], None), Prompt([3], "c")]
+
+
+async def nobody_leaves():
+    await asyncio.sleep(3600)
+
+
+async def collect(engine: FakeEngine, n: int) -> tuple[list[Piece], Generation]:
+    generation = Generation(engine, PROMPTS)
+    generation.submit("sql", [Sampling(n=n, max_tokens=3)] * 2, "salt")
+    batches = [b async for b in generation.pieces(nobody_leaves, 10.0)]
+    return [piece for batch in batches for piece in batch], generation
+
+
+@pytest.fixture
+def engine(lora_dir):
+    engine = FakeEngine(lora_dir)
+    engine.registry.resolve("sql")
+    return engine
+
+
+def test_choices_are_counted_over_prompts(engine):
+    pieces, generation = asyncio.run(collect(engine, n=2))
+    assert generation.num_choices == 4
+    assert {p.index for p in pieces} == {0, 1, 2, 3}
+    assert {p.prompt.text for p in pieces if p.index >= 2} == {"c"}
+    assert engine.aborted == []
+    assert [given.salt for given in engine.submitted] == ["salt"] * 2
+
+
+def test_when_the_second_is_refused_the_first_is_aborted(engine):
+    engine.open.clear()
+    engine.queue_limit = 1
+
+    async def submit():
+        Generation(engine, PROMPTS).submit("sql", [Sampling()] * 2, "")
+
+    with pytest.raises(QueueFull):
+        asyncio.run(submit())
+    assert engine.aborted == [engine.submitted[0].id]
+    engine.open.set()
+
+
+def test_silence_is_an_empty_batch_and_leaving_aborts(engine):
+    engine.open.clear()
+
+    async def listen():
+        async def leave():
+            await asyncio.sleep(0.1)
+            return {"type": "http.disconnect"}
+
+        generation = Generation(engine, PROMPTS)
+        generation.submit("sql", [Sampling()] * 2, "")
+        batches = []
+        try:
+            async for batch in generation.pieces(leave, 0.02):
+                batches.append(batch)
+        except ClientGone:
+            return batches
+        return None
+
+    batches = asyncio.run(listen())
+    assert batches
+    assert not any(batches)
+    assert len(engine.aborted) == 2
+    engine.open.set()
+
+
+def test_output_after_the_loop_has_ended_is_dropped(engine):
+    async def submit():
+        generation = Generation(engine, PROMPTS)
+        return generation._receiver(PROMPTS[0], 0)
+
+    on_output = asyncio.run(submit())
+    on_output(OutputDelta("x", 0, "late", (1,)))
+
+
+def test_usage_counts_a_prompt_once_whatever_its_choices(engine):
+    async def make():
+        return Generation(engine, PROMPTS)
+
+    usage = usage_of(asyncio.run(make()))
+    for index in range(2):
+        delta = OutputDelta("x", index, "a", (1, 2), num_cached_tokens=1)
+        usage.add(Piece(index, PROMPTS[0], delta))
+    assert usage.as_json() == {
+        "prompt_tokens": 3,
+        "completion_tokens": 4,
+        "total_tokens": 7,
+        "prompt_tokens_details": {"cached_tokens": 1},
+    }
