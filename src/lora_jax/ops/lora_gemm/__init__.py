@@ -3,12 +3,16 @@
 import jax.numpy as jnp
 
 from lora_jax.ops import dispatch
-from lora_jax.ops.lora_gemm import cpu, reference
+from lora_jax.ops.lora_gemm import cpu, reference, xla
 from lora_jax.typing import Array, Float, Int
 
 __all__ = ["lora_gemm"]
 
-_KERNELS = {"ffi": cpu.lora_gemm, "reference": reference.lora_gemm}
+_KERNELS = {
+    "ffi": cpu.lora_gemm,
+    "xla": xla.lora_gemm,
+    "reference": reference.lora_gemm,
+}
 
 
 def lora_gemm(

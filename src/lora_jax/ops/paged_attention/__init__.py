@@ -1,12 +1,16 @@
 """Attention of a flat list of tokens over the pages of their own sequences."""
 
 from lora_jax.ops import dispatch
-from lora_jax.ops.paged_attention import cpu, reference
+from lora_jax.ops.paged_attention import cpu, reference, xla
 from lora_jax.typing import Array, Float, Int
 
 __all__ = ["paged_attention"]
 
-_KERNELS = {"ffi": cpu.paged_attention, "reference": reference.paged_attention}
+_KERNELS = {
+    "ffi": cpu.paged_attention,
+    "xla": xla.paged_attention,
+    "reference": reference.paged_attention,
+}
 
 
 def paged_attention(

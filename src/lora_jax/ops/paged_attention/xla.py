@@ -1,0 +1,130 @@
+"""Attention over pages: a loop over (sequence, 16 tokens) and blocks of pages, portable JAX."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from lora_jax.typing import Array, Float, Int
+
+HIGHEST = jax.lax.Precision.HIGHEST
+BLOCK_TOKENS = 16
+BLOCK_POSITIONS = 128
+LOWEST = -1e30  # stands for minus infinity where a difference of two must not be NaN
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pages:
+    """The arguments that do not change over the loops, and the sizes of a block of pages."""
+
+    k_pages: Float[Array, "pages page_size kv_heads k_dim"]
+    v_pages: Float[Array, "pages page_size kv_heads v_dim"] | None
+    block_tables: Int[Array, "seqs max_pages"]
+    scale: float
+    v_dim: int
+    window: int | None
+
+    @property
+    def block_pages(self) -> int:
+        return max(1, min(BLOCK_POSITIONS // self.k_pages.shape[1], self.block_tables.shape[1]))
+
+    def read(self, seq: Int[Array, ""], block: Int[Array, ""]):
+        """Return positions, K and V (float32) of one block of pages of a sequence."""
+        page_size, kv_heads = self.k_pages.shape[1:3]
+        place = block * self.block_pages + jnp.arange(self.block_pages, dtype=jnp.int32)
+        last = self.block_tables.shape[1] - 1
+        table = self.block_tables[seq, jnp.minimum(place, last)]
+        n = self.block_pages * page_size
+        k = self.k_pages[table].reshape(n, kv_heads, -1).astype(jnp.float32)
+        v = k[..., : self.v_dim]
+        if self.v_pages is not None:
+            v = self.v_pages[table].reshape(n, kv_heads, -1).astype(jnp.float32)
+        return block * n + jnp.arange(n, dtype=jnp.int32), k, v
+
+
+def paged_attention(
+    q: Float[Array, "tokens q_heads k_dim"],
+    k_pages: Float[Array, "pages page_size kv_heads k_dim"],
+    v_pages: Float[Array, "pages page_size kv_heads v_dim"] | None,
+    block_tables: Int[Array, "seqs max_pages"],
+    token_to_seq: Int[Array, "tokens"],
+    positions: Int[Array, "tokens"],
+    num_tokens: Int[Array, ""],
+    sinks: Float[Array, "q_heads"] | None,
+    scale: float,
+    v_dim: int,
+    sliding_window: int | None,
+) -> Float[Array, "tokens q_heads v_dim"]:
+    """What the reference says; time follows the tokens and their contexts."""
+    tokens, q_heads, _ = q.shape
+    pages = _Pages(k_pages, v_pages, block_tables, scale, v_dim, sliding_window)
+    size = min(BLOCK_TOKENS, tokens)
+    starts, counts, num_blocks = _token_blocks(token_to_seq, num_tokens, size)
+    lane = jnp.arange(size, dtype=jnp.int32)
+
+    def one_block(i, out):
+        mine = jnp.minimum(starts[i] + lane, tokens - 1)
+        real = lane < counts[i]
+        position = jnp.where(real, positions[mine], positions[mine[0]])
+        o = _attend(q[mine], position, token_to_seq[mine[0]], sinks, pages)
+        return out.at[jnp.where(real, mine, tokens)].set(o.astype(q.dtype), mode="drop")
+
+    out = jnp.zeros((tokens, q_heads, v_dim), q.dtype)
+    return jax.lax.fori_loop(0, num_blocks, one_block, out)
+
+
+def _token_blocks(
+    token_to_seq: Int[Array, "tokens"], num_tokens: Int[Array, ""], size: int
+) -> tuple[Int[Array, "tokens"], Int[Array, "tokens"], Int[Array, ""]]:
+    """Return (starts, counts, how many) of blocks of up to `size` real tokens of one sequence."""
+    tokens = token_to_seq.shape[0]
+    place = jnp.arange(tokens, dtype=jnp.int32)
+    first = jnp.pad(token_to_seq[1:] != token_to_seq[:-1], (1, 0), constant_values=True)
+    run_start = jax.lax.cummax(jnp.where(first, place, 0))
+    begins = ((place - run_start) % size == 0) & (place < num_tokens)
+    starts = jnp.nonzero(begins, size=tokens, fill_value=0)[0].astype(jnp.int32)
+    stop = jnp.pad(jnp.where(first, place, tokens)[1:], (0, 1), constant_values=tokens)
+    run_end = jnp.minimum(jax.lax.cummin(stop, reverse=True), num_tokens)
+    counts = jnp.minimum(run_end[starts] - starts, size)
+    return starts, counts, jnp.sum(begins, dtype=jnp.int32)
+
+
+def _attend(
+    q: Float[Array, "block q_heads k_dim"],
+    position: Int[Array, "block"],
+    seq: Int[Array, ""],
+    sinks: Float[Array, "q_heads"] | None,
+    pages: _Pages,
+) -> Float[Array, "block q_heads v_dim"]:
+    """Return the attention of a block of tokens of one sequence, in float32, by online softmax."""
+    size, q_heads, k_dim = q.shape
+    kv_heads = pages.k_pages.shape[2]
+    f32 = jnp.float32
+    q = q.reshape(size, kv_heads, q_heads // kv_heads, k_dim).astype(f32) * f32(pages.scale)
+    first = jnp.zeros_like(position)
+    if pages.window is not None:
+        first = jnp.maximum(position - pages.window + 1, 0)
+    block_positions = pages.block_pages * pages.k_pages.shape[1]
+
+    def one_block(block, carry):
+        top, total, acc = carry
+        place, k, v = pages.read(seq, block)
+        seen = (place[None] <= position[:, None]) & (place[None] >= first[:, None])
+        logits = jnp.einsum("tgqd,sgd->tgqs", q, k, precision=HIGHEST)
+        logits = jnp.where(seen[:, None, None], logits, f32(LOWEST))
+        new_top = jnp.maximum(top, jnp.max(logits, axis=-1))
+        p = jnp.where(seen[:, None, None], jnp.exp(logits - new_top[..., None]), f32(0))
+        v = jnp.where(jnp.any(seen, axis=0)[:, None, None], v, f32(0))
+        decay = jnp.exp(top - new_top)
+        acc = acc * decay[..., None] + jnp.einsum("tgqs,sgd->tgqd", p, v, precision=HIGHEST)
+        return new_top, total * decay + jnp.sum(p, axis=-1), acc
+
+    heads = q.shape[:3]
+    top, total = jnp.full(heads, LOWEST, f32), jnp.zeros(heads, f32)
+    if sinks is not None:
+        top = jnp.broadcast_to(sinks.astype(f32).reshape(1, *heads[1:]), heads)
+        total = jnp.ones(heads, f32)
+    acc = jnp.zeros((*heads, pages.v_dim), f32)
+    begin, end = jnp.min(first) // block_positions, jnp.max(position) // block_positions + 1
+    _, total, acc = jax.lax.fori_loop(begin, end, one_block, (top, total, acc))
+    return (acc / total[..., None]).reshape(size, q_heads, pages.v_dim)
