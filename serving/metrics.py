@@ -89,16 +89,22 @@ class EngineMetrics:
         max_model_len: int,
         cache_config: Mapping[str, str],
         max_loras: int,
-        stats: Callable[[], EngineStats],
+        stats: Callable[[], EngineStats] = EngineStats,
     ):
+        """`stats` tells where the engine stands; see also `set_source`."""
+        self.prompt_tokens = self.generation_tokens = 0  # totals, for the periodic log line
         self.registry = CollectorRegistry()
         self._model_name = model_name
         self._labels = {"model_name": model_name, "engine": "0"}
-        gauges = _Gauges(self._labels, cache_config, max_loras, stats)
-        self.registry.register(gauges)
+        self._gauges = _Gauges(self._labels, cache_config, max_loras, stats)
+        self.registry.register(self._gauges)
         self._make_counters()
         self._make_histograms(length_buckets(max_model_len))
         self._adapters: set[str] = {model_name}
+
+    def set_source(self, stats: Callable[[], EngineStats]) -> None:
+        """Read gauges from `stats` from now on; a scrape calls it in its own thread."""
+        self._gauges.stats = stats
 
     def _counter(self, name: str, text: str, *extra: str) -> Counter:
         counter = Counter(name, text, (*self._labels, *extra), registry=self.registry)
@@ -165,6 +171,7 @@ class EngineMetrics:
 
     def tokens_generated(self, count: int) -> None:
         """Record tokens handed out in a step."""
+        self.generation_tokens += count
         self._generation_tokens.inc(count)
 
     def rejected(self, reason: str) -> None:
@@ -176,7 +183,8 @@ class EngineMetrics:
         self._load_seconds.observe(seconds)
 
     def prompt_scheduled(self, computed: int, cached: int) -> None:
-        """Record the prompt of a request that got its first token."""
+        """Record the prompt of a request when its first output goes out."""
+        self.prompt_tokens += computed + cached
         self._prompt_tokens.inc(computed + cached)
         self._cached_tokens.inc(cached)
         self._by_source["local_compute"].inc(computed)
@@ -271,7 +279,7 @@ class _Gauges:
         stats: Callable[[], EngineStats],
     ):
         self._labels, self._cache_config = dict(labels), dict(cache_config)
-        self._max_loras, self._stats = max_loras, stats
+        self._max_loras, self.stats = max_loras, stats
 
     def describe(self) -> list[Metric]:
         """Return nothing: the registry must not call the engine when we register."""
@@ -279,7 +287,7 @@ class _Gauges:
 
     def collect(self) -> Iterable[Metric]:
         """Yield every gauge, and the counters that the scheduler keeps itself."""
-        stats = self._stats()
+        stats = self.stats()
         yield from self._plain(stats)
         yield self._one("vllm:cache_config_info", "The KV cache.", self._cache_config, 1.0)
         yield self._lora_info(stats)

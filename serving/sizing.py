@@ -1,10 +1,11 @@
-"""How many KV pages an engine gets, and the longest sequence it serves. No jax."""
+"""How much memory KV pages and adapter slots get, and the longest sequence served. No jax."""
 
 import dataclasses
 
 from serving.config import EngineConfig
 
 DEFAULT_KV_BYTES = 256 << 20
+DEFAULT_LORA_BYTES = 512 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,3 +44,15 @@ def cache_size(config: EngineConfig, bytes_per_token: int, model_positions: int)
         )
     pages = min(affordable, config.max_num_seqs * -(-longest // page_size))
     return CacheSize(pages, page_size, longest)
+
+
+def adapter_bytes(config: EngineConfig, one_adapter: int) -> int:
+    """Return the byte budget of the adapter slots.
+
+    `one_adapter` is what an adapter of max_lora_rank on every module takes. Without
+    lora_memory_bytes there is room for max_loras such adapters, but no more than
+    DEFAULT_LORA_BYTES unless a single one needs more: few adapters are as big as they may be.
+    """
+    if config.lora_memory_bytes is not None:
+        return config.lora_memory_bytes
+    return max(one_adapter, min(config.max_loras * one_adapter, DEFAULT_LORA_BYTES))

@@ -3,7 +3,13 @@
 import pytest
 
 from serving.config import EngineConfig
-from serving.sizing import DEFAULT_KV_BYTES, CacheSize, cache_size
+from serving.sizing import (
+    DEFAULT_KV_BYTES,
+    DEFAULT_LORA_BYTES,
+    CacheSize,
+    adapter_bytes,
+    cache_size,
+)
 
 
 def config(**fields):
@@ -31,3 +37,10 @@ def test_what_does_not_fit_is_refused_with_numbers():
         cache_size(config(max_model_len=50, kv_cache_memory_bytes=3200), 100, 50)
     with pytest.raises(ValueError, match="takes 1600 bytes; the budget is 1500"):
         cache_size(config(kv_cache_memory_bytes=1500), 100, 50)
+
+
+def test_adapter_slots_fit_the_largest_adapter_and_not_much_more():
+    assert adapter_bytes(config(max_loras=3), 1000) == 3000
+    assert adapter_bytes(config(max_loras=3), DEFAULT_LORA_BYTES // 2) == DEFAULT_LORA_BYTES
+    assert adapter_bytes(config(max_loras=3), 2 * DEFAULT_LORA_BYTES) == 2 * DEFAULT_LORA_BYTES
+    assert adapter_bytes(config(lora_memory_bytes=77), 1000) == 77

@@ -1,0 +1,279 @@
+"""The engine as Python programs and the HTTP server see it.
+
+with Engine("path/to/model", adapters={"sql": "path/to/adapter"}) as engine:
+    outputs = engine.generate(["a", "b"], adapter=["sql", None], sampling=Sampling())
+"""
+
+import dataclasses
+import queue
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from lora_jax.adapters.registry import AdapterEntry
+from lora_jax.adapters.weights import AdapterReport
+from serving.batch import Batch
+from serving.config import EngineConfig
+from serving.engine_parts import EngineParts, ModelInfo, build_parts, engine_stats
+from serving.live_request import LiveRequest
+from serving.metrics import EngineStats
+from serving.outputs import RequestFailed, RequestOutput
+from serving.request import FinishReason, OutputDelta, QueueFull, Request
+from serving.sampling import Sampling
+
+DEFAULT_DEADLINE_S = 60.0  # requests are served in order of their deadlines
+
+Prompt = str | Sequence[int]
+Piece = OutputDelta  # what `stream` yields: `.text` is the next piece of text
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterInfo:
+    """One loaded adapter: what it is and where it is."""
+
+    name: str
+    kind: str
+    rank: int  # largest rank of any site
+    bytes: int  # weights on the host
+    resident: bool  # on the device
+    pinned: bool
+    digest: str  # sha256 of its files
+    report: AdapterReport
+
+
+class Engine:
+    """One base model with its adapters, ready to serve; any thread may call any method.
+
+    Owns a thread and device memory until `close`.
+    """
+
+    def __init__(self, model: str, adapters: Mapping[str, str] | None = None, **fields: Any):
+        """Load model and adapters and compile; `fields` are those of `EngineConfig`.
+
+        Raises ValueError for a config, model or adapter that cannot be served.
+        """
+        self.config = EngineConfig(model=model, **fields)
+        self._parts: EngineParts = build_parts(self.config, dict(adapters or {}))
+        self._loop = self._parts.loop
+        self.tokenizer = self._parts.tokenizer
+        self.registry = self._parts.registry
+        self.metrics = self._parts.metrics
+        self.model_info: ModelInfo = self._parts.model_info
+        self._loop.start()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the engine's thread; live requests end with an error. Closing twice is allowed."""
+        self._loop.close()
+        self._parts.compilations.close()
+
+    # Text in, text out.
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        adapter: str | Sequence[str | None] | None = None,
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Return one answer per prompt, in order.
+
+        A prompt is a string or a list of token ids. One adapter name (None: the base model) or
+        sampling stands for all prompts. Raises KeyError for an unknown adapter, ValueError for bad
+        input, RequestFailed when the engine could not finish a request.
+        """
+        ids = [self._prompt_ids(prompt) for prompt in _as_list(prompts)]
+        batch = Batch(
+            self.submit,
+            ids,
+            _broadcast("adapter", adapter, len(ids), (str, type(None))),
+            _broadcast("sampling", sampling or Sampling(), len(ids), (Sampling,)),
+            use_tqdm=use_tqdm,
+        )
+        try:
+            return batch.run()
+        finally:
+            for request_id in batch.live.values():
+                self.abort(request_id)
+
+    def stream(
+        self, prompt: Prompt, adapter: str | None = None, sampling: Sampling | None = None
+    ) -> Iterator[Piece]:
+        """Return an iterator over the pieces of the answer as they are made.
+
+        The request is handed in before this returns; giving up the iteration aborts it.
+        """
+        wanted = sampling or Sampling()
+        deltas: queue.SimpleQueue[OutputDelta] = queue.SimpleQueue()
+        ids = self._prompt_ids(prompt)
+        request_id = self.submit(ids, adapter, wanted, on_output=deltas.put)
+        return self._pieces(request_id, deltas, wanted.n)
+
+    def _pieces(
+        self, request_id: str, deltas: queue.SimpleQueue[OutputDelta], num_open: int
+    ) -> Iterator[Piece]:
+        try:
+            while num_open:
+                delta = deltas.get()
+                num_open -= delta.finish_reason is not None
+                if delta.finish_reason is FinishReason.ERROR:
+                    message = delta.error or "The request failed."
+                    raise RequestFailed(message, retryable=delta.retryable)
+                yield delta
+        finally:
+            if num_open:
+                self.abort(request_id)
+
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    # Requests, as the HTTP server makes them.
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        adapter: str | None,
+        sampling: Sampling,
+        *,
+        on_output: Callable[[OutputDelta], None],
+        request_id: str | None = None,
+        cache_salt: str = "",
+        deadline_s: float | None = None,
+    ) -> str:
+        """Queue a request and return its id; `on_output` is called from the engine's thread.
+
+        `deadline_s` is seconds from now: waiting requests are served in that order. An adapter of
+        lora_dir that is not loaded yet is read here and now. Raises AdapterNotFound (a KeyError),
+        ValueError, QueueFull or EngineDead.
+        """
+        try:
+            self._check(prompt_ids, sampling)
+            entry = None if adapter is None else self.registry.resolve(adapter)
+        except KeyError:
+            self.metrics.rejected("adapter_not_found")
+            raise
+        except ValueError:
+            self.metrics.rejected("invalid")
+            raise
+        now = time.monotonic()
+        request = Request(
+            request_id=request_id or secrets.token_hex(12),
+            prompt_ids=tuple(prompt_ids),
+            sampling=sampling,
+            adapter=adapter,
+            adapter_digest="" if entry is None else entry.digest,
+            on_output=on_output,
+            arrival_s=now,
+            deadline_s=now + (DEFAULT_DEADLINE_S if deadline_s is None else deadline_s),
+            cache_salt=cache_salt,
+        )
+        self._queue(request, entry)
+        return request.request_id
+
+    def _queue(self, request: Request, entry: AdapterEntry | None) -> None:
+        try:
+            self._loop.submit(
+                request,
+                entry,
+                lambda sequences: LiveRequest(request, sequences, self.tokenizer, self.metrics),
+            )
+        except QueueFull:
+            self.metrics.rejected("queue_full")
+            raise
+        except ValueError:
+            self.metrics.rejected("invalid")
+            raise
+        except RuntimeError:
+            self.metrics.rejected("engine_dead")
+            raise
+
+    def _check(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
+        vocab = self.model_info.vocab_size
+        sampling.check_vocab(vocab)
+        bad = next((token for token in prompt_ids if not 0 <= token < vocab), None)
+        if bad is not None:
+            raise ValueError(f"prompt token id must be in [0, {vocab - 1}], got {bad}.")
+        limit = self.config.max_logprobs
+        for field in ("logprobs", "prompt_logprobs"):
+            if (getattr(sampling, field) or 0) > limit:
+                raise ValueError(f"{field} must be at most {limit} on this server.")
+
+    def abort(self, request_id: str) -> None:
+        """End a request soon; its choices get a last delta with finish_reason ABORT."""
+        self._loop.abort(request_id)
+
+    # Adapters.
+
+    def load_adapter(
+        self, name: str, path: str, *, replace: bool = False, pinned: bool = False
+    ) -> AdapterInfo:
+        """Read an adapter folder and publish it under a name; blocks while files are read.
+
+        With `replace` the name's old weights serve the requests they were admitted with, new
+        requests get the new ones. `pinned` keeps it on the device. Raises AdapterRejected (a
+        ValueError), AdapterExists or AdapterNotFound, and then nothing has changed.
+        """
+        entry = self.registry.load(name, path, replace=replace, pinned=pinned, confined=False)
+        self._loop.wake()
+        return self._info(entry)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget a name: new requests for it fail at once, running ones finish, then it goes."""
+        self.registry.unload(name)
+        self._loop.wake()
+
+    def adapters(self) -> list[AdapterInfo]:
+        """Return all loaded adapters in order of name."""
+        return [self._info(entry) for entry in self.registry.entries()]
+
+    def _info(self, entry: AdapterEntry) -> AdapterInfo:
+        return AdapterInfo(
+            name=entry.name,
+            kind=entry.kind,
+            rank=entry.report.max_rank,
+            bytes=entry.report.weight_bytes,
+            resident=entry.digest in self._parts.loader.snapshot.resident,
+            pinned=entry.pinned,
+            digest=entry.digest,
+            report=entry.report,
+        )
+
+    # How it is.
+
+    def is_alive(self) -> bool:
+        """Whether the engine takes and works on requests: its loop has turned lately."""
+        return self._loop.is_alive
+
+    def stats(self) -> EngineStats:
+        """Return where the engine stands now."""
+        parts = self._parts
+        return engine_stats(
+            parts.loop, parts.registry, parts.loader, parts.metrics, parts.compilations
+        )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when an idle engine holds anything it should not."""
+        self._loop.check_integrity()
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return a list of prompts; a string or a list of token ids is one prompt."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _broadcast(name: str, value: Any, count: int, single: tuple[type, ...]) -> list[Any]:
+    """Return `count` values: a single one repeated, or the given ones, which must be as many."""
+    if isinstance(value, single):
+        return [value] * count
+    if len(value) != count:
+        raise ValueError(f"{count} prompts but {len(value)} values of {name}.")
+    return list(value)

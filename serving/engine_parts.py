@@ -1,0 +1,298 @@
+"""From a config to the parts of a running engine, with a log line for each."""
+
+import dataclasses
+import logging
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lora_jax.adapters.registry import AdapterRegistry, RegistryLimits
+from lora_jax.adapters.residency import SlotAllocator
+from lora_jax.adapters.slots import SlotsSpec, init_slots, rows_per_adapter, size_slots
+from lora_jax.config import ModelConfig
+from lora_jax.models import load
+from lora_jax.nn.decoder import AbstractCausalLM
+from serving.adapter_loader import AdapterLoader
+from serving.compile_counter import CompileCounter
+from serving.config import EngineConfig
+from serving.engine_loop import EngineLoop, LoopParts
+from serving.metrics import EngineMetrics, EngineStats
+from serving.model_runner import ModelRunner
+from serving.scheduler import Scheduler, SchedulerLimits
+from serving.sizing import CacheSize, adapter_bytes, cache_size
+from serving.step import StepSizes
+from serving.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelInfo:
+    """The base model as it is served."""
+
+    name: str
+    model_type: str
+    vocab_size: int
+    max_model_len: int
+    num_layers: int
+    num_parameters: int
+    weight_bytes: int
+    dtype: str
+    kv_pages: int
+    page_size: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class EngineParts:
+    """Everything an engine consists of."""
+
+    tokenizer: Tokenizer
+    registry: AdapterRegistry
+    loader: AdapterLoader
+    metrics: EngineMetrics
+    compilations: CompileCounter
+    loop: EngineLoop
+    model_info: ModelInfo
+
+
+def build_parts(config: EngineConfig, adapters: dict[str, str]) -> EngineParts:
+    """Load the model and the named adapters, compile, and return the parts; nothing runs yet.
+
+    Raises ValueError for a model or an adapter that cannot be served.
+    """
+    device = jax.devices()[0]
+    logger.info(
+        "jax %s on %s (%d devices).", jax.__version__, device.device_kind, len(jax.devices())
+    )
+    model, model_config, dtype = _load_model(config)
+    tokenizer = Tokenizer(config.model, chat_template=config.chat_template)
+    size = _size_cache(config, model, model_config, dtype)
+    allocator, spec = _make_allocator(config, model, model_config, dtype)
+    registry = _make_registry(config, model, model_config, allocator)
+    _load_adapters(registry, adapters)
+    end_ids = tuple(sorted({*model_config.eos_token_ids, *tokenizer.eos_token_ids}))
+    runner = _make_runner(config, model, model_config, size, spec, dtype, end_ids)
+    info = _model_info(config, model_config, runner, size, dtype)
+    compilations = CompileCounter()
+    metrics = _make_metrics(config, info)
+    loader = AdapterLoader(allocator, on_loaded=metrics.adapter_loaded_on_device)
+    scheduler = _make_scheduler(config, size, loader, end_ids)
+    loop = EngineLoop(
+        LoopParts(
+            runner=runner,
+            scheduler=scheduler,
+            registry=registry,
+            loader=loader,
+            metrics=metrics,
+            compilations=compilations,
+            chunks_per_step=config.adapter_load_chunks_per_step,
+        )
+    )
+    metrics.set_source(lambda: engine_stats(loop, registry, loader, metrics, compilations))
+    return EngineParts(tokenizer, registry, loader, metrics, compilations, loop, info)
+
+
+def engine_stats(
+    loop: EngineLoop,
+    registry: AdapterRegistry,
+    loader: AdapterLoader,
+    metrics: EngineMetrics,
+    compilations: CompileCounter,
+) -> EngineStats:
+    """Return where the engine stands; any thread may ask."""
+    scheduler, on_device, entries = loop.scheduler_stats(), loader.snapshot, registry.entries()
+    sizes = {entry.digest: (entry.kind, entry.report.weight_bytes) for entry in entries}
+    by_kind: dict[str, int] = {}
+    for kind, size in sizes.values():
+        by_kind[kind] = by_kind.get(kind, 0) + size
+    return EngineStats(
+        running=scheduler.num_running,
+        waiting=scheduler.num_waiting_capacity + scheduler.num_waiting_adapter,
+        waiting_for_adapter=scheduler.num_waiting_adapter,
+        kv_usage=scheduler.kv_usage,
+        prefix_queries=scheduler.prefix_queries,
+        prefix_hits=scheduler.prefix_hits,
+        preemptions=scheduler.num_preemptions,
+        prompt_tokens=metrics.prompt_tokens,
+        generation_tokens=metrics.generation_tokens,
+        adapters_loaded=len(entries),
+        adapter_slots_used=on_device.slots_used,
+        adapter_slots_total=on_device.slots_total,
+        adapter_swaps=on_device.swaps,
+        adapter_bytes=by_kind,
+        adapter_device_bytes=on_device.bytes_used,
+        resident_adapters=tuple(e.name for e in entries if e.digest in on_device.resident),
+        waiting_adapters=scheduler.waiting_adapters,
+        compilations_after_warmup=compilations.count,
+        steps=loop.num_steps,
+    )
+
+
+def _load_model(config: EngineConfig) -> tuple[AbstractCausalLM, ModelConfig, jnp.dtype]:
+    start = time.monotonic()
+    wanted = None if config.dtype == "auto" else jnp.dtype(config.dtype)
+    model, model_config = load(config.model, dtype=wanted)
+    leaves = jax.tree.leaves(nnx.state(model))
+    dtype = jax.tree.leaves(nnx.state(model.embed))[0].dtype
+    logger.info(
+        "Model %s: %s, %.1f M parameters, %.1f MB, %s, loaded in %.1f s.",
+        Path(config.model).name,
+        model_config.model_type,
+        sum(leaf.size for leaf in leaves) / 1e6,
+        sum(leaf.nbytes for leaf in leaves) / 1e6,
+        dtype.name,
+        time.monotonic() - start,
+    )
+    return model, model_config, dtype
+
+
+def _size_cache(
+    config: EngineConfig, model: AbstractCausalLM, model_config: ModelConfig, dtype: jnp.dtype
+) -> CacheSize:
+    per_token = model.kv_shape(model_config).bytes_per_token(dtype)
+    size = cache_size(config, per_token, model_config.max_positions)
+    logger.info(
+        "KV cache: %d pages of %d tokens, %.1f MB; sequences of up to %d tokens.",
+        size.num_pages,
+        size.page_size,
+        size.num_pages * size.page_size * per_token / 1e6,
+        size.max_model_len,
+    )
+    return size
+
+
+def _make_allocator(
+    config: EngineConfig, model: AbstractCausalLM, model_config: ModelConfig, dtype: jnp.dtype
+) -> tuple[SlotAllocator, SlotsSpec]:
+    catalogue = model.catalogue(model_config)
+    rows = rows_per_adapter(catalogue, config.max_lora_rank)
+    one = sum(width * count for width, count in rows.items()) * dtype.itemsize
+    budget = adapter_bytes(config, one)
+    spec = size_slots(catalogue, config.max_loras, config.max_lora_rank, dtype.itemsize, budget)
+    logger.info("Adapter slots: %d, rank rows of up to %.1f MB.", config.max_loras, budget / 1e6)
+    return SlotAllocator(catalogue, spec.num_slots, spec.rows, dtype.itemsize), spec
+
+
+def _make_registry(
+    config: EngineConfig,
+    model: AbstractCausalLM,
+    model_config: ModelConfig,
+    allocator: SlotAllocator,
+) -> AdapterRegistry:
+    limits = RegistryLimits(
+        max_total_bytes=config.max_total_adapter_bytes,
+        max_file_bytes=config.max_adapter_bytes,
+        max_rank=config.max_lora_rank,
+        loads_per_minute=config.max_adapter_loads_per_minute,
+    )
+    return AdapterRegistry(
+        model.catalogue(model_config),
+        base_names=(config.model_name,),
+        lora_dir=config.lora_dir,
+        limits=limits,
+        check=allocator.check_fits,
+    )
+
+
+def _load_adapters(registry: AdapterRegistry, adapters: dict[str, str]) -> None:
+    for name, path in adapters.items():
+        report = registry.load(name, path, confined=False).report
+        logger.info(
+            "Adapter %s: %s, rank %d, %d modules, %.2f MB, sha256 %s.",
+            name,
+            report.kind,
+            report.max_rank,
+            len(report.modules),
+            report.weight_bytes / 1e6,
+            report.digest[:12],
+        )
+
+
+def _make_runner(
+    config: EngineConfig,
+    model: AbstractCausalLM,
+    model_config: ModelConfig,
+    size: CacheSize,
+    spec: SlotsSpec,
+    dtype: jnp.dtype,
+    end_ids: tuple[int, ...],
+) -> ModelRunner:
+    start = time.monotonic()
+    sizes = StepSizes(
+        max_seqs=config.max_num_seqs,
+        max_len=size.max_model_len,
+        page_size=size.page_size,
+        num_pages=size.num_pages,
+        max_logit_rows=config.max_logit_rows,
+        max_rank=config.max_lora_rank,
+    )
+    runner = ModelRunner(
+        model,
+        model.kv_shape(model_config),
+        sizes,
+        max_tokens=config.max_num_batched_tokens,
+        vocab_size=model_config.vocab_size,
+        dtype=dtype,
+        end_ids=end_ids,
+        slots=init_slots(model.catalogue(model_config), spec, dtype),
+    )
+    runner.warm_up(progress=True)
+    buckets = ", ".join(str(bucket) for bucket in runner.buckets)
+    logger.info(
+        "Compiled %d programs for steps of up to %s tokens in %.1f s.",
+        len(runner.buckets),
+        buckets,
+        time.monotonic() - start,
+    )
+    return runner
+
+
+def _make_scheduler(
+    config: EngineConfig, size: CacheSize, loader: AdapterLoader, end_ids: tuple[int, ...]
+) -> Scheduler:
+    limits = SchedulerLimits(
+        num_pages=size.num_pages,
+        page_size=size.page_size,
+        max_model_len=size.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_logit_rows=config.max_logit_rows,
+        max_queue=config.max_queue,
+        adapter_wait_s=config.adapter_wait_s,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+    return Scheduler(limits, adapters=loader, eos_token_ids=end_ids, seed=config.seed)
+
+
+def _make_metrics(config: EngineConfig, info: ModelInfo) -> EngineMetrics:
+    cache = {
+        "block_size": str(info.page_size),
+        "num_gpu_blocks": str(info.kv_pages),
+        "cache_dtype": info.dtype,
+        "enable_prefix_caching": str(config.enable_prefix_caching),
+    }
+    return EngineMetrics(info.name, info.max_model_len, cache, config.max_loras)
+
+
+def _model_info(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    runner: ModelRunner,
+    size: CacheSize,
+    dtype: jnp.dtype,
+) -> ModelInfo:
+    return ModelInfo(
+        name=config.model_name,
+        model_type=model_config.model_type,
+        vocab_size=model_config.vocab_size,
+        max_model_len=size.max_model_len,
+        num_layers=model_config.num_layers,
+        num_parameters=runner.num_parameters,
+        weight_bytes=runner.weight_bytes,
+        dtype=dtype.name,
+        kv_pages=size.num_pages,
+        page_size=size.page_size,
+    )
