@@ -10,7 +10,7 @@ from starlette.types import Receive
 from serving.http.errors import ApiError, scrub
 from serving.http.interface import AbstractEngine
 from serving.http.prompts import Prompt
-from serving.request import FinishReason, OutputDelta
+from serving.request import FinishReason, OutputDelta, QueueFull
 from serving.sampling import Sampling
 
 
@@ -51,9 +51,11 @@ class Generation:
                 )
                 self._running[request_id] = sampling.n
                 self.num_choices += sampling.n
-        except BaseException:
+        except BaseException as error:
             self.abort()
-            raise
+            if isinstance(error, QueueFull) or self._engine.is_alive():
+                raise
+            raise ApiError(503, "The engine has stopped.") from error
 
     def _receiver(self, prompt: Prompt, first_index: int) -> Callable[[OutputDelta], None]:
         def on_output(delta: OutputDelta) -> None:

@@ -1,0 +1,280 @@
+"""The command line's flags, and the three places their values come from."""
+
+import argparse
+import dataclasses
+import json
+import shlex
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from serving.config import EngineConfig
+
+PREFIX = "SERVING_"
+_ENGINE_HELP = {
+    "dtype": "auto (what the checkpoint says), float32 or bfloat16",
+    "max_model_len": "tokens of prompt and answer; by default the model's",
+    "max_num_seqs": "sequences in one step",
+    "max_num_batched_tokens": "tokens in one step",
+    "block_size": "tokens in one KV page",
+    "kv_cache_memory_bytes": "bytes for KV pages",
+    "enable_prefix_caching": "reuse the KV pages of equal prompt beginnings",
+    "max_queue": "waiting sequences before 429",
+    "seed": "from which requests without a seed get theirs",
+    "max_logprobs": "most log-probabilities a request may ask for per token",
+    "chat_template": "a Jinja file that replaces the model's chat template",
+    "max_loras": "adapters on the device at a time; any number may be loaded",
+    "max_lora_rank": "largest rank of an adapter",
+    "lora_dir": "folder of adapters: model=SUBFOLDER is loaded on first use",
+    "lora_memory_bytes": "bytes on the device for adapters; by default max_loras of max_lora_rank",
+    "max_adapter_bytes": "largest adapter file",
+    "max_total_adapter_bytes": "host memory of all loaded adapters",
+    "max_adapter_loads_per_minute": "adapter loads before requests for more are refused",
+    "adapter_wait_s": "longest wait of a request for an adapter slot",
+    "adapter_load_chunks_per_step": "pieces of an adapter written to the device between two steps",
+}
+_NO_REMOTE_CODE = (
+    "code from a model's folder is never run here, so there is no --trust-remote-code; the "
+    "supported models are built in"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraModule:
+    """An adapter to load before the server is ready."""
+
+    name: str
+    path: str
+    pinned: bool = False
+
+
+class ParserWithSource(argparse.ArgumentParser):
+    """Says in errors where a wrong value came from."""
+
+    source = ""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(f"{self.source}{message}")
+
+
+class _Refuse(argparse.Action):
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        parser.error(str(self.const))
+
+
+def build_parser() -> ParserWithSource:
+    """Return a parser that reports only what was given: defaults live in the dataclasses."""
+    parser = ParserWithSource(
+        prog="python -m serving.launch",
+        usage="%(prog)s MODEL [flags]; --help lists them",
+        description="Serve one base model with many LoRA adapters over the OpenAI API.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="folder of the base model")
+    parser.add_argument("--model", help="the same as a flag")
+    parser.add_argument("--model-path", dest="model", help=argparse.SUPPRESS)
+    parser.add_argument("--config", help="YAML file of flags without their dashes")
+    parser.add_argument(
+        "--served-model-name", nargs="+", metavar="NAME", help="names of the base model"
+    )
+    _add_server_flags(parser.add_argument_group("server"))
+    _add_key_flags(parser.add_argument_group("keys"))
+    _add_adapter_flags(parser.add_argument_group("adapters"))
+    _add_engine_flags(parser.add_argument_group("engine"))
+    _add_compatible_flags(parser)
+    return parser
+
+
+def _add_server_flags(group) -> None:
+    group.add_argument("--host", help="address to listen on (127.0.0.1)")
+    group.add_argument("--port", type=int, help="port to listen on (8000); 0 takes a free one")
+    group.add_argument("--ssl-keyfile", help="TLS key")
+    group.add_argument("--ssl-certfile", help="TLS certificate")
+    group.add_argument(
+        "--h11-max-incomplete-event-size",
+        type=int,
+        metavar="BYTES",
+        help="largest request line with headers (65536)",
+    )
+    levels = ("debug", "info", "warning", "error")
+    group.add_argument("--log-level", choices=levels, help="how much to log (info)")
+    group.add_argument(
+        "--disable-uvicorn-access-log", action="store_true", help="no line per request"
+    )
+    group.add_argument("--demo", action="store_true", help="serve a page to try adapters at /")
+
+
+def _add_key_flags(group) -> None:
+    for flag, text in (
+        ("--api-key", "key that clients must send; better given as SERVING_API_KEY"),
+        ("--admin-api-key", "key for loading and unloading adapters"),
+        ("--metrics-key", "key for /metrics, which is open otherwise"),
+    ):
+        group.add_argument(flag, action="extend", nargs="+", metavar="KEY", help=text)
+    group.add_argument(
+        "--keys-file", metavar="YAML", help="API keys with their adapters, rates and salts"
+    )
+    group.add_argument(
+        "--insecure", action="store_true", help="listen on the network without a key"
+    )
+
+
+def _add_adapter_flags(group) -> None:
+    text = "adapters to load at start: NAME=PATH or JSON with name and path"
+    group.add_argument("--lora-modules", action="extend", nargs="+", metavar="NAME=PATH", help=text)
+    group.add_argument(
+        "--enable-runtime-lora",
+        action="store_true",
+        help="let clients load adapters from --lora-dir and unload them; needs the admin key if "
+        "there is one (VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 is its twin)",
+    )
+    hidden = argparse.SUPPRESS
+    group.add_argument("--lora-paths", dest="lora_modules", action="extend", nargs="+", help=hidden)
+    group.add_argument("--max-loras-per-batch", type=int, help=hidden)
+    group.add_argument("--lora-eviction-policy", choices=("lru",), help=hidden)
+    group.add_argument("--enable-lora", action="store_true", help=hidden)
+
+
+def _add_engine_flags(group) -> None:
+    """One flag per field of EngineConfig, with the field's own type."""
+    for field in dataclasses.fields(EngineConfig):
+        if field.name in ("model", "served_model_name"):
+            continue
+        flag, kind = f"--{field.name.replace('_', '-')}", _plain_type(field.type)
+        text = _ENGINE_HELP.get(field.name, "")
+        if kind is bool:
+            action = argparse.BooleanOptionalAction
+            group.add_argument(flag, action=action, help=f"{text} ({field.default})")
+            continue
+        default = "" if field.default is None else f" ({field.default})"
+        group.add_argument(flag, type=kind, metavar=kind.__name__.upper(), help=text + default)
+
+
+def _plain_type(annotation: Any) -> type:
+    """Return int for `int | None`."""
+    if isinstance(annotation, types.UnionType):
+        annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
+    return annotation
+
+
+def _add_compatible_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags of vLLM and SGLang that only have one right value here."""
+    parser.add_argument("--trust-remote-code", nargs=0, action=_Refuse, const=_NO_REMOTE_CODE)
+    parser._actions[-1].help = argparse.SUPPRESS
+    hidden = argparse.SUPPRESS
+    for flags in (
+        ("--tensor-parallel-size", "--tp", "--tp-size", "-tp"),
+        ("--pipeline-parallel-size", "--pp-size", "-pp"),
+        ("--data-parallel-size", "--dp-size", "-dp"),
+    ):
+        parser.add_argument(*flags, type=int, choices=(1,), help=hidden)
+    parser.add_argument("--load-format", choices=("auto", "safetensors"), help=hidden)
+    parser.add_argument("--context-length", dest="max_model_len", type=int, help=hidden)
+    parser.add_argument("--max-running-requests", dest="max_num_seqs", type=int, help=hidden)
+
+
+def read_layers(
+    parser: ParserWithSource, argv: Sequence[str], environ: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return what was given, by name: the config file, over it the environment, over it argv."""
+    from_argv = vars(parser.parse_args(argv))
+    parser.source = "in the environment: "
+    from_environ = vars(parser.parse_args(_environ_argv(parser, environ)))
+    path = from_argv.get("config") or from_environ.get("config")
+    parser.source = "in the config file: "
+    from_file = vars(parser.parse_args(_file_argv(parser, path))) if path else {}
+    parser.source = ""
+    return from_file | from_environ | from_argv
+
+
+def _long_flags(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """Return the main spelling of every flag by its name with underscores."""
+    return {
+        action.option_strings[0].lstrip("-").replace("-", "_"): action
+        for action in parser._actions
+        if action.option_strings and action.dest != "help"
+    }
+
+
+def _environ_argv(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> list[str]:
+    argv: list[str] = []
+    for name, action in _long_flags(parser).items():
+        value = environ.get(PREFIX + name.upper())
+        if value is None:
+            continue
+        argv += _flag_argv(parser, action, shlex.split(value) if _is_list(action) else value)
+    return argv
+
+
+def _file_argv(parser: ParserWithSource, path: str) -> list[str]:
+    try:
+        content = yaml.safe_load(Path(path).read_text()) or {}
+    except (OSError, yaml.YAMLError) as error:
+        parser.error(f"{path}: {error}")
+    if not isinstance(content, dict):
+        parser.error(f"{path} must map flags to values.")
+    flags, argv = _long_flags(parser), []
+    for key, value in content.items():
+        action = flags.get(str(key).replace("-", "_"))
+        if action is None:
+            parser.error(f"unknown flag {key!r}")
+        if isinstance(value, dict):
+            value = [f"{name}={place}" for name, place in value.items()]
+        argv += _flag_argv(parser, action, value)
+    return argv
+
+
+def _is_list(action: argparse.Action) -> bool:
+    return action.nargs == "+"
+
+
+def _flag_argv(parser: argparse.ArgumentParser, action: argparse.Action, value: Any) -> list[str]:
+    """Return the words that say the same on the command line."""
+    flag = action.option_strings[0]
+    if action.nargs != 0:
+        values = value if isinstance(value, list) else [value]
+        return [f"{flag}={values[0]}"] if not _is_list(action) else [flag, *map(str, values)]
+    truth = {"1": True, "true": True, "yes": True, "on": True}
+    truth |= {"": False, "0": False, "false": False, "no": False, "off": False}
+    wanted = truth.get(str(value).lower())
+    if wanted is None:
+        parser.error(f"{flag} must be true or false, not {value!r}")
+    if wanted:
+        return [flag]
+    return [action.option_strings[1]] if len(action.option_strings) > 1 else []
+
+
+def lora_module(text: str) -> LoraModule:
+    """Return what NAME=PATH, PATH or a JSON object of vLLM or SGLang says, or ValueError."""
+    if text.lstrip().startswith("{"):
+        return _lora_module_of_json(text)
+    name, equals, path = text.partition("=")
+    if not equals:
+        name, path = Path(text).resolve().name, text
+    if not name or not path:
+        raise ValueError(f"--lora-modules takes NAME=PATH, not {text!r}.")
+    return LoraModule(name, path)
+
+
+def _lora_module_of_json(text: str) -> LoraModule:
+    try:
+        given = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--lora-modules: {text!r} is not JSON: {error}") from None
+    known = {"name", "path", "base_model_name", "lora_name", "lora_path", "pinned"}
+    unknown = sorted(set(given) - known)
+    name, path = (
+        given.get("name", given.get("lora_name")),
+        given.get("path", given.get("lora_path")),
+    )
+    pinned = given.get("pinned", False)
+    if unknown or not isinstance(name, str) or not isinstance(path, str):
+        raise ValueError(f"--lora-modules: {text!r} must have name and path, both text.")
+    if not isinstance(pinned, bool):
+        raise ValueError(f"--lora-modules: pinned of {name!r} must be true or false.")
+    return LoraModule(name, path, pinned)

@@ -1,0 +1,138 @@
+"""What the server says: how lines look, what is served, where requests stand. Never a prompt."""
+
+import importlib.metadata
+import json
+import logging
+import platform
+import shlex
+import sys
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from fastapi import FastAPI
+
+from lora_jax.adapters.registry import AdapterEntry
+from serving.metrics import EngineStats
+
+LINE = "%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
+TIME = "%m-%d %H:%M:%S"
+PROBES = ("/health", "/metrics", "/load", "/ping", "/version")
+
+
+def configure(level: str = "info") -> None:
+    """Send every logger's lines to stdout in one format; probes are left out of the access log."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter(LINE, TIME))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    for name in ("serving", "lora_jax", "uvicorn"):
+        logging.getLogger(name).setLevel(level.upper())
+    logging.getLogger("uvicorn.access").addFilter(is_not_a_probe)
+
+
+def is_not_a_probe(record: logging.LogRecord) -> bool:
+    """Return whether an access log record is about more than a probe."""
+    args = record.args if isinstance(record.args, tuple) else ()
+    return not (len(args) >= 3 and str(args[2]).partition("?")[0] in PROBES)
+
+
+def version_line() -> str:
+    """Return the versions of this package and of Python."""
+    return f"lora-jax {importlib.metadata.version('lora-jax')}, Python {platform.python_version()}."
+
+
+def adapter_table(entries: Sequence[AdapterEntry]) -> list[str]:
+    """Return one line per adapter: name, kind, rank, modules, size and hash."""
+    if not entries:
+        return ["Adapters: none loaded."]
+    rows = [("adapter", "kind", "rank", "modules", "MB", "sha256")]
+    for entry in entries:
+        report = entry.report
+        ranks = sorted({r for module in report.modules.values() for r in module.ranks})
+        shown = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}" if ranks else "0"
+        size = f"{report.weight_bytes / 2**20:.1f}"
+        modules = ",".join(report.modules)
+        rows.append((entry.name, report.kind, shown, modules, size, report.digest[:12]))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def route_lines(app: FastAPI) -> list[str]:
+    """Return `Route: PATH, Methods: ...` for every documented route, in order of path."""
+    paths = app.openapi()["paths"]
+    return [
+        f"Route: {path}, Methods: {', '.join(m.upper() for m in sorted(methods))}"
+        for path, methods in sorted(paths.items())
+    ]
+
+
+def ready_lines(url: str, model: str, needs_key: bool) -> list[str]:
+    """Return the lines that say where the server is and how to try it."""
+    body = {"model": model, "prompt": "Once upon a time", "max_tokens": 48, "temperature": 0}
+    key = ' -H "Authorization: Bearer $SERVING_API_KEY"' if needs_key else ""
+    return [
+        f"Ready: {url} serves {model}. Try:",
+        f"curl {url}/v1/completions{key} -H 'Content-Type: application/json' "
+        f"-d {shlex.quote(json.dumps(body))}",
+    ]
+
+
+class HasStats(Protocol):
+    """An engine as far as the periodic line knows it."""
+
+    def stats(self) -> EngineStats: ...
+
+
+class PeriodicStats:
+    """Logs one line per interval in which the engine had work."""
+
+    def __init__(self, engine: HasStats, every_s: float = 10.0):
+        self._engine, self._every_s = engine, every_s
+        self._last = EngineStats()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="stats", daemon=True)
+
+    def __enter__(self) -> "PeriodicStats":
+        self._last = self._engine.stats()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        logger = logging.getLogger(__name__)
+        while not self._stop.wait(self._every_s):
+            line = self.line()
+            if line:
+                logger.info(line)
+
+    def line(self) -> str | None:
+        """Return the line about the time since the last call, None if there was nothing to do."""
+        last, now = self._last, self._engine.stats()
+        self._last = now
+        prompt = now.prompt_tokens - last.prompt_tokens
+        generated = now.generation_tokens - last.generation_tokens
+        if not (prompt or generated or now.running or now.waiting):
+            return None
+        return (
+            f"Avg prompt throughput: {prompt / self._every_s:.1f} tokens/s, "
+            f"Avg generation throughput: {generated / self._every_s:.1f} tokens/s, "
+            f"Running: {now.running} reqs, Waiting: {now.waiting} reqs, "
+            f"KV cache usage: {100 * now.kv_usage:.1f}%, "
+            f"Prefix cache hit rate: {100 * now.prefix_hit_rate:.1f}%, "
+            f"adapters resident {now.adapter_slots_used}/{now.adapter_slots_total}"
+        )
+
+
+def log_all(lines: Iterable[str]) -> None:
+    """Log each line for itself."""
+    logger = logging.getLogger(__name__)
+    for line in lines:
+        logger.info(line)

@@ -1,0 +1,135 @@
+"""Log lines: what operators and scripts look for."""
+
+import json
+import logging
+import shlex
+import time
+
+import pytest
+from fake_engine import FakeEngine, write_fake_adapters
+
+from serving.http.app import create_app
+from serving.logs import (
+    PeriodicStats,
+    adapter_table,
+    configure,
+    is_not_a_probe,
+    ready_lines,
+    route_lines,
+)
+from serving.metrics import EngineStats
+
+
+@pytest.fixture
+def _restore_logging():
+    root = logging.getLogger()
+    names = ("serving", "lora_jax", "uvicorn")
+    before = root.handlers[:], root.level, [logging.getLogger(n).level for n in names]
+    yield
+    root.handlers[:], _ = before[0], root.setLevel(before[1])
+    for name, level in zip(names, before[2], strict=True):
+        logging.getLogger(name).setLevel(level)
+    logging.getLogger("uvicorn.access").removeFilter(is_not_a_probe)
+
+
+@pytest.mark.usefixtures("_restore_logging")
+def test_lines_have_level_time_and_place(capsys):
+    configure("info")
+    logging.getLogger("serving.x").info("hello")
+    logging.getLogger("serving.x").debug("quiet")
+    logging.getLogger("somebody.else").info("quiet")
+    logging.getLogger("uvicorn.error").info("Application startup complete.")
+    out = capsys.readouterr().out.splitlines()
+    assert len(out) == 2
+    assert out[0].startswith("INFO ")
+    assert out[0].endswith("hello")
+    assert "[test_logs.py:" in out[0]
+    assert out[1].endswith("Application startup complete.")
+
+
+@pytest.mark.usefixtures("_restore_logging")
+def test_probes_are_not_in_the_access_log(capsys):
+    configure("info")
+    access = logging.getLogger("uvicorn.access")
+    for path in ("/health", "/metrics?x=1", "/v1/models"):
+        access.info('%s - "%s %s HTTP/%s" %d', "127.0.0.1:1", "GET", path, "1.1", 200)
+    out = capsys.readouterr().out
+    assert "/v1/models" in out
+    assert "/health" not in out
+    assert "/metrics" not in out
+
+
+def test_adapter_table_has_a_row_per_adapter(tmp_path):
+    engine = FakeEngine(write_fake_adapters(tmp_path / "r", "sql", "a-longer-name"))
+    assert adapter_table(engine.registry.entries()) == ["Adapters: none loaded."]
+    for name in ("sql", "a-longer-name"):
+        engine.registry.load(name, name)
+    header, *rows = adapter_table(engine.registry.entries())
+    assert header.split() == ["adapter", "kind", "rank", "modules", "MB", "sha256"]
+    assert rows[0].split() == ["a-longer-name", "lora", "4", "q_proj", "1.0", "0" * 12]
+    assert header.index("kind") == rows[1].index("lora")
+
+
+def test_routes_are_listed():
+    lines = route_lines(create_app(FakeEngine()))
+    assert "Route: /v1/completions, Methods: POST" in lines
+    assert "Route: /ping, Methods: GET, POST" in lines
+    assert lines == sorted(lines)
+
+
+@pytest.mark.parametrize("needs_key", [False, True])
+def test_the_printed_command_is_a_valid_request(needs_key):
+    ready, curl = ready_lines("http://127.0.0.1:8000", "it's", needs_key)
+    assert ready.startswith("Ready: http://127.0.0.1:8000 serves it's.")
+    words = shlex.split(curl)
+    assert words[:2] == ["curl", "http://127.0.0.1:8000/v1/completions"]
+    assert json.loads(words[words.index("-d") + 1])["model"] == "it's"
+    assert ("Authorization: Bearer $SERVING_API_KEY" in words) == needs_key
+
+
+class Numbers:
+    def __init__(self, *stats: EngineStats):
+        self._stats = list(stats)
+
+    def stats(self) -> EngineStats:
+        return self._stats.pop(0) if len(self._stats) > 1 else self._stats[0]
+
+
+def test_the_periodic_line_has_rates_and_places():
+    busy = EngineStats(
+        running=3,
+        waiting=1,
+        prompt_tokens=100,
+        generation_tokens=55,
+        kv_usage=0.125,
+        prefix_queries=200,
+        prefix_hits=50,
+        adapter_slots_used=2,
+        adapter_slots_total=16,
+    )
+    periodic = PeriodicStats(Numbers(busy), every_s=10.0)
+    assert periodic.line() == (
+        "Avg prompt throughput: 10.0 tokens/s, Avg generation throughput: 5.5 tokens/s, "
+        "Running: 3 reqs, Waiting: 1 reqs, KV cache usage: 12.5%, Prefix cache hit rate: 25.0%, "
+        "adapters resident 2/16"
+    )
+
+
+def test_an_idle_engine_says_nothing():
+    done = EngineStats(prompt_tokens=5, generation_tokens=5)
+    periodic = PeriodicStats(Numbers(done))
+    assert periodic.line() is not None
+    assert periodic.line() is None
+
+
+def test_the_thread_logs_while_busy_and_stops(caplog):
+    caplog.set_level(logging.INFO, "serving.logs")
+    with PeriodicStats(Numbers(EngineStats(running=1)), every_s=0.02):
+        for _ in range(200):
+            if caplog.records:
+                break
+            time.sleep(0.01)
+    assert "Running: 1 reqs" in caplog.text
+    count = len(caplog.records)
+    time.sleep(0.06)
+    assert len(caplog.records) == count
