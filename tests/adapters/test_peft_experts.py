@@ -26,6 +26,18 @@ def test_legacy_rank_may_be_missing_from_the_config(tmp_path):
         np.testing.assert_array_equal(cases.site_delta(got[key]), cases.site_delta(want[key]))
 
 
+@pytest.mark.parametrize("full", ["gate", "up"])
+def test_half_a_block_diagonal_keeps_its_rank(tmp_path, full):
+    """Only one of gate and up leaves the other's ranks alone: nothing can be split off."""
+    tensors = fused_tensors(((12, 16), (24, 12)))
+    by_rank = tensors["model.layers.0.mlp.experts.base_layer.lora_B.weight"].reshape(24, 4, 3)
+    by_rank[(slice(12, 24), slice(0, 2)) if full == "gate" else (slice(0, 12), slice(2, 4))] = 0
+    config = BOTH | {"rank_pattern": {"gate_up_proj": 4}}
+    cases.write_adapter(tmp_path / "a", tensors, config)
+    sites = peft_format.read(tmp_path / "a", cases.moe()).sites
+    assert sites["experts.gate_proj", 0].rank == sites["experts.up_proj", 0].rank == 4
+
+
 def test_experts_of_different_rank_and_scaling(tmp_path):
     rng = np.random.default_rng(0)
     tensors, want = {}, np.zeros((3, 12, 16))
@@ -100,6 +112,7 @@ EXPERT_REFUSALS = {
     "not_per_expert": (fused_tensors(((5, 16), (24, 5))), BOTH, r"\(5, 16\).*3 experts"),
     "opposite": (fused_tensors(((6, 24), (16, 6))), BOTH, "opposite orientations"),
     "rank": (fused_tensors(((9, 16), (24, 9))), BOTH, r"has rank 3, the config says 2"),
+    "double_rank": (fused_tensors(((12, 16), (24, 12))), BOTH, "has rank 4, the config says 2"),
     "one_of_two": (fused_tensors(None), BOTH, "one pair of matrices for two target_parameters"),
     "neither": (fused_tensors(None, ((6, 7), (16, 6))), {}, r"\(6, 7\).*fits neither"),
     "no_outer": (fused_tensors(down=None), BOTH, r"base_layer\.lora_A.* nested 1 deep"),

@@ -1,10 +1,14 @@
 """Names and adapters: published whole or not at all, replaced, confined, limited."""
 
 import shutil
+import tempfile
 import threading
+from pathlib import Path
 
 import adapter_cases as cases
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lora_jax.adapters.registry import (
     AdapterExists,
@@ -246,3 +250,22 @@ def test_an_unreadable_file_is_a_refusal_without_its_path(root, monkeypatch):
     with pytest.raises(AdapterRejected, match="Adapter 'a': Permission denied") as caught:
         registry(root).load("a", "sql")
     assert str(root) not in str(caught.value)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), which=st.sampled_from(["adapter_config.json", "adapter_model.safetensors"]))
+def test_damaged_files_are_rejected_or_read_but_never_break_the_registry(data, which):
+    with tempfile.TemporaryDirectory() as directory:
+        folder = cases.write_adapter(Path(directory) / "a", cases.dense_tensors())
+        content = bytearray((folder / which).read_bytes())
+        for _ in range(data.draw(st.integers(1, 3))):
+            place = data.draw(st.integers(0, min(len(content) - 1, 400)))
+            content[place] = data.draw(st.integers(0, 255))
+        (folder / which).write_bytes(content)
+        names = registry(directory)
+        try:
+            names.load("a", "a")
+        except AdapterRejected:
+            assert names.entries() == ()
+        else:
+            assert names.get("a").report.max_rank == 2

@@ -152,7 +152,7 @@ def _positive_int(config: dict[str, Any], key: str) -> int:
 
 def _number(value: Any, what: str) -> float:
     """Return a finite number of a size that float32 scales can hold."""
-    if type(value) not in (int, float) or not math.isfinite(value) or abs(value) > 1e6:
+    if type(value) not in (int, float) or not abs(value) <= 1e6:  # NaN is not, either
         raise ValueError(f"{what} is {_short(value)}, not a finite number up to 1e6.")
     return float(value)
 

@@ -116,6 +116,9 @@ def find_target(path: str, catalogue: LoraCatalogue) -> Target | None:
         groups = match.groupdict()
         layer = int(groups.get("layer") or 0)
         expert = int(groups["expert"]) if groups.get("expert") is not None else None
+        missing = [name for name in names if name not in catalogue.modules]
+        if missing:
+            raise ValueError(f"{path}: the base model has no {missing[0]}.")
         modules = tuple(catalogue.modules[name] for name in names)
         _check_place(path, modules, layer, expert)
         return Target(path, modules, layer, expert)

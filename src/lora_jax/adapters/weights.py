@@ -53,7 +53,7 @@ class AdapterReport:
     warnings: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report as plain dicts, lists, strings and numbers."""
+        """Return the report as dicts, tuples, strings and numbers, for json.dumps."""
         return dataclasses.asdict(self)
 
 
