@@ -314,6 +314,7 @@ def merged(model: AbstractCausalLM, sites: Sites) -> AbstractCausalLM:
         path = by_name[WEIGHT_OF[name].format(layer=layer)]
         delta = factor * np.matmul(np.swapaxes(b, 1, 2), a)
         param = flat[path]
-        value = np.asarray(param[...])
-        flat[path] = param.replace(jnp.asarray(value + delta.reshape(value.shape).astype("f4")))
+        value, place = np.asarray(param[...]), param[...].sharding  # same place: no compilation
+        changed = value + delta.reshape(value.shape).astype("f4")
+        flat[path] = param.replace(jax.device_put(changed, place))
     return nnx.merge(graphdef, nnx.from_flat_state(list(flat.items())))
