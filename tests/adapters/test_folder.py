@@ -51,6 +51,21 @@ def test_links_out_of_the_root_are_refused(root):
     assert AdapterFolder(root / "inner", root).read("a.json", 100) == b"hello"
 
 
+def test_a_link_that_is_turned_round_after_opening_is_refused(root, monkeypatch):
+    """What was opened outside stays refused when the name leads inside a moment later."""
+    (root / "good" / "b.json").symlink_to(root.parent / "secret" / "a.json")
+    folder, real = AdapterFolder(root / "good", root), os.path.realpath
+
+    def turned(path):
+        os.unlink(root / "good" / "b.json")
+        os.symlink(root / "good" / "a.json", root / "good" / "b.json")
+        return real(path)
+
+    monkeypatch.setattr("os.path.realpath", turned)
+    with pytest.raises(ValueError, match=r"b\.json leads outside"):
+        folder.read("b.json", 100)
+
+
 def test_a_root_that_is_itself_a_link_works(root, tmp_path):
     (tmp_path / "alias").symlink_to(root)
     alias = tmp_path / "alias"

@@ -70,6 +70,7 @@ def test_not_found_lists_the_known_and_is_a_key_error(root):
     with pytest.raises(KeyError) as caught:
         names.get("med")
     assert str(caught.value) == "The adapter 'med' does not exist. Known: law, sql."
+    assert isinstance(caught.value, AdapterNotFound)
     assert caught.value.known == ("law", "sql")
 
 
@@ -214,6 +215,9 @@ def test_limits_name_both_numbers(root):
     with pytest.raises(AdapterRejected, match=rf"{2 * size} bytes, the limit is {2 * size - 1}"):
         names.load("b", "law")
     assert names.load("a", "sql", replace=True).name == "a"
+    names = registry(root, max_total_bytes=size)
+    names.load("a", "sql")
+    names.load("a", "law", replace=True)  # the old weights go
     names = registry(root, max_adapters=1)
     names.load("a", "sql")
     with pytest.raises(AdapterRejected, match="1 adapters are loaded, the limit is 1"):

@@ -21,7 +21,8 @@ GATE, UP, DOWN = "experts.gate_proj", "experts.up_proj", "experts.down_proj"
 _LEAVES = ("gate_up_proj", "down_proj")
 _CONTAINER = re.compile(r"(?P<container>(?:.*\.)?experts)(?P<nesting>(?:\.base_layer)*)")
 _PROBES = ("0.gate_proj", "0.w1", "0.down_proj", "0.w2", *_LEAVES)
-_NATURAL_SINCE = (0, 19, 1)  # PEFT: which dimension of a stacked parameter is the input
+_NATURAL_SINCE = (0, 19, 1)  # PEFT: A of stacked experts is on the input side
+_SETTLED_SINCE = (0, 21, 0)  # and so in its development versions
 _SITES = dict[tuple[str, int], SiteWeights]
 
 
@@ -65,11 +66,11 @@ def read_fused(
 ) -> _SITES:
     """Return the sites of one layer's stacked experts; `pairs` are keyed by nesting depth."""
     leaves = _leaves(fused, pairs, config)
-    natural = _orientation(fused, leaves, config, catalogue)
+    is_natural = _orientation(fused, leaves, config, catalogue)
     sites: _SITES = {}
     for leaf, pair in leaves.items():
         key = f"{fused.path}.{leaf}"
-        a, b = _unstack(fused, leaf, pair, natural)
+        a, b = _unstack(fused, pair, is_natural)
         rank, want = a.shape[1], config.rank_of(key)
         if leaf == "down_proj":
             _check_rank(pair, rank, want)
@@ -100,13 +101,11 @@ def _leaves(fused: Fused, pairs: dict[int, LoraPair], config: PeftConfig) -> dic
             f"{pairs[depths[-1]].a.name} is nested {depths[-1]} deep without the levels above it, "
             "or more than gate_up_proj and down_proj were trained; expert biases are not supported."
         )
-    named = [
-        leaf for leaf in ("gate_up_proj", "down_proj") if config.targets(f"{fused.path}.{leaf}")
-    ]
+    named = [leaf for leaf in _LEAVES if config.targets(f"{fused.path}.{leaf}")]
     if len(named) == 2:
         raise ValueError(f"{fused.path} has one pair of matrices for two target_parameters.")
     if not named:
-        named = [leaf for leaf in _LEAVES if _fits(fused, leaf, pairs[0])]
+        named = [leaf for leaf in _LEAVES if _ways(fused, leaf, pairs[0])]
         if not named:  # at most one fits: the sizes H, I and 2I cannot all be equal
             raise ValueError(
                 f"{pairs[0].a.name} {pairs[0].a.shape} with {pairs[0].b.name} {pairs[0].b.shape} "
@@ -125,10 +124,6 @@ def _ways(fused: Fused, leaf: str, pair: LoraPair) -> set[bool]:
         return set()
     sizes = (a_width, b_width)
     return {way for way, want in ((True, (d_in, d_out)), (False, (d_out, d_in))) if sizes == want}
-
-
-def _fits(fused: Fused, leaf: str, pair: LoraPair) -> bool:
-    return bool(_ways(fused, leaf, pair))
 
 
 def _orientation(
@@ -160,24 +155,24 @@ def _orientation(
 
 
 def natural(peft_version: str | None, transposed: bool) -> bool | None:
-    """Return whether this PEFT writes A on the input side; None when the version is not readable.
+    """Return whether this PEFT writes A on the input side; None when the version does not tell.
 
-    `transposed` models (GPT-OSS) keep experts as [E, in, out]. PEFT's stacked A is as wide as
-    dimension 1 up to 0.18, as dimension 1 of the others and 2 of the transposed ones in 0.19.0,
-    and as the input from 0.19.1 on.
+    `transposed` models (GPT-OSS) keep experts as [E, in, out], the others as [E, out, in]. PEFT's
+    stacked A was as wide as dimension 1 up to 0.18; 0.19.0 took dimension 2 of transposed ones;
+    from 0.19.1 on it is as wide as the input. Development versions may be either.
     """
-    match = re.match(r"(\d+)\.(\d+)\.(\d+)", peft_version or "")
+    match = re.match(r"(\d+)\.(\d+)\.(\d+)(.*)", peft_version or "")
     if match is None:
         return None
-    version = tuple(int(part) for part in match.groups())
+    version = tuple(int(part) for part in match.groups()[:3])
+    if "dev" in match[4] and version < _SETTLED_SINCE:
+        return None
     if version >= _NATURAL_SINCE:
         return True
     return transposed and version < (0, 19, 0)
 
 
-def _unstack(
-    fused: Fused, leaf: str, pair: LoraPair, is_natural: bool
-) -> tuple[np.ndarray, np.ndarray]:
+def _unstack(fused: Fused, pair: LoraPair, is_natural: bool) -> tuple[np.ndarray, np.ndarray]:
     """Return A [E, r, d_in] and B [E, r, d_out]."""
     a, b = pair.a.read(), pair.b.read()
     by_expert = a.reshape(fused.num_experts, -1, a.shape[1])
