@@ -45,6 +45,10 @@ class Options:
     uvicorn: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        names = [module.name for module in self.adapters]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"--lora-modules has the name {twice!r} twice.")
         if not (self.insecure or self.http.has_api_keys or is_loopback(self.host)):
             raise ValueError(
                 f"Without --api-key or --keys-file everybody who can reach {self.host} could use "
@@ -114,8 +118,6 @@ def run(options: Options) -> None:
         sock = _listen(options)
         stack.callback(sock.close)
         engine = stack.enter_context(_engine(options))
-        for module in options.adapters:
-            _load(engine, module)
         server = _server(options, engine, sock)
         stack.enter_context(logs.PeriodicStats(engine))
         # uvicorn raises the signal again when it has shut down; the engine is still to be closed.
@@ -140,18 +142,19 @@ def _engine(options: Options):
 
     logger.info("%s", logs.version_line())
     values = dataclasses.asdict(options.engine)
+    plain = {module.name: module.path for module in options.adapters if not module.pinned}
     try:
-        return Engine(values.pop("model"), **values)
-    except (ValueError, OSError, NotImplementedError) as error:
+        engine = Engine(values.pop("model"), plain, **values)
+    except (ValueError, KeyError, OSError, NotImplementedError) as error:
         raise StartError(f"Cannot serve {options.engine.model}: {error}") from error
-
-
-def _load(engine: Any, module: LoraModule) -> None:
     try:
-        engine.load_adapter(module.name, module.path, pinned=module.pinned)
+        for module in options.adapters:
+            if module.pinned:
+                engine.load_adapter(module.name, module.path, pinned=True)
     except (ValueError, KeyError, OSError) as error:
-        text = f"Cannot load the adapter {module.name!r} from {module.path}: {error}"
-        raise StartError(text) from error
+        engine.close()
+        raise StartError(f"Cannot serve {options.engine.model}: {error}") from error
+    return engine
 
 
 def _server(options: Options, engine: Any, sock: socket.socket) -> AnnouncingServer:

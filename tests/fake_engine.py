@@ -31,6 +31,9 @@ class FakeTokenizer:
         shown = "" if skip_special_tokens else "<s>"
         return "".join(bytes([i]).decode("latin-1") if i < 256 else shown * (i == BOS) for i in ids)
 
+    def token_text(self, token_id: int) -> str:
+        return self.decode([token_id], skip_special_tokens=False)
+
     def token_strs(self, ids: list[int]) -> list[str]:
         return [self.decode([i], skip_special_tokens=False) for i in ids]
 

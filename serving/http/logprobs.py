@@ -11,10 +11,10 @@ TokenText = Callable[[int], str]
 
 
 def token_text(tokenizer: AbstractTokenizer, as_ids: bool) -> TokenText:
-    """Return how a token is shown: its own text, or `token_id:N`."""
+    """Return how a token is shown: what it adds to a text, or `token_id:N`."""
     if as_ids:
         return lambda token: f"token_id:{token}"
-    return lambda token: tokenizer.decode([token], skip_special_tokens=False)
+    return tokenizer.token_text
 
 
 def finite(logprob: float) -> float:

@@ -1,15 +1,22 @@
 """From a command line to a server, and what stops it from starting."""
 
+import json
 import logging
 import os
+import shlex
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
 
 import pytest
+from bad_adapters import missing_b
 from fake_engine import FakeEngine, write_fake_adapters
+from server_process import ROOT, post
+from tiny_checkpoint import TinyShape, write_adapter, write_model
 
 import serving
 from serving import launch
@@ -94,6 +101,7 @@ def test_the_network_needs_a_key(capsys, tmp_path, host, safe):
         (["--lora-modules", "nothing="], "NAME=PATH"),
         (["--keys-file", "/no/such/file"], "No such file"),
         (["--api-key", "a", "a"], "twice"),
+        (["--lora-modules", "a=x", "a=y"], "the name 'a' twice"),
         (["--trust-remote-code"], "never run here"),
     ],
 )
@@ -114,9 +122,11 @@ def fake(monkeypatch, tmp_path, caplog):
     made: list[FakeEngine] = []
 
     class Engine(FakeEngine):
-        def __init__(self, model: str, **fields):
+        def __init__(self, model: str, adapters: dict[str, str], **fields):
             super().__init__(root)
             made.append(self)
+            for name, path in adapters.items():
+                self.load_adapter(name, path)
 
         def load_adapter(self, name: str, path: str, *, pinned: bool = False) -> None:
             self.registry.load(name, path, pinned=pinned)
@@ -162,15 +172,17 @@ def test_it_serves_until_sigterm_and_then_closes_the_engine(fake, caplog):
 
 def test_a_bad_adapter_stops_the_start_and_is_named(fake, caplog):
     assert main(["m", "--port", "0", "--lora-modules", "x=sql", "y=bad-one"]) == 1
-    assert "Cannot load the adapter 'y' from bad-one" in caplog.text
-    assert "lora_B is missing" in caplog.text
-    assert not fake[0].alive
+    assert "Cannot serve m: " in caplog.text
+    assert "bad-one/adapter_model.safetensors: lora_B is missing" in caplog.text
     assert main(["m", "--port", "0", "--lora-modules", "z=nowhere"]) == 1
-    assert "Cannot load the adapter 'z' from nowhere" in caplog.text
+    assert "'z'" in caplog.text
+    pinned = '{"name": "p", "path": "bad-one", "pinned": true}'
+    assert main(["m", "--port", "0", "--lora-modules", pinned]) == 1
+    assert not fake[-1].alive
 
 
 def test_a_bad_model_stops_the_start(monkeypatch, fake, caplog):
-    def engine(model: str, **fields):
+    def engine(model: str, adapters: dict[str, str], **fields):
         raise ValueError("config.json is missing")
 
     monkeypatch.setattr(serving, "Engine", engine)
@@ -183,3 +195,70 @@ def test_a_taken_port_is_found_before_the_model_is_loaded(fake, caplog):
         assert main(["m", "--port", str(taken.getsockname()[1])]) == 1
     assert "Cannot listen on 127.0.0.1:" in caplog.text
     assert fake == []
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A model with a good adapter and one without its B matrices."""
+    folder = tmp_path_factory.mktemp("launch")
+    write_model(folder / "tiny", TinyShape())
+    for name in ("good", "bad"):
+        write_adapter(folder / name, TinyShape(), rank=4, seed=1)
+    missing_b(folder / "bad")
+    return folder
+
+
+def command(tiny, *argv: str) -> list[str]:
+    small = ["--max-num-seqs", "4", "--max-num-batched-tokens", "8", "--max-loras", "1"]
+    return [
+        sys.executable,
+        "-m",
+        "serving.launch",
+        str(tiny / "tiny"),
+        "--port",
+        "0",
+        *small,
+        *argv,
+    ]
+
+
+def start(tiny, *argv: str) -> subprocess.Popen[str]:
+    env = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(command(tiny, *argv), cwd=ROOT, env=env, text=True, **both)
+
+
+def test_a_real_server_prints_a_command_that_works_and_stops_cleanly(tiny):
+    lines = []
+    with start(tiny, "--lora-modules", f"good={tiny / 'good'}") as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line.strip())
+            if "] curl http://" in line:
+                break
+        curl = shlex.split(lines[-1].split("] ", 1)[1])
+        body = json.loads(curl[curl.index("-d") + 1])
+        for model in (body["model"], "good"):
+            answer = post(curl[1], body | {"model": model, "max_tokens": 4})
+            assert answer["usage"]["completion_tokens"] == 4
+        process.send_signal(signal.SIGTERM)
+        rest = process.stdout.read()
+        assert process.wait(timeout=60) == 0, rest
+    text = "\n".join(lines)
+    assert "loaded in" in text
+    assert "KV cache:" in text
+    assert "Compiled" in text
+    assert "Application startup complete." in text
+    assert "Traceback" not in text + rest
+    assert body["prompt"] not in rest
+
+
+def test_a_real_bad_adapter_ends_with_status_1(tiny):
+    with start(tiny, "--lora-modules", f"evil={tiny / 'bad'}") as process:
+        text, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    last = text.strip().splitlines()[-1]
+    assert last.startswith("ERROR")
+    assert "'evil'" in last
+    assert "lora_B" in last
+    assert "Traceback" not in text
