@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lora_jax.nn.lora import Rows
+from lora_jax.nn.row_math import row_sum
 from lora_jax.ops.grouped_matmul import matmul
 from lora_jax.typing import Array, Float, Int
 
@@ -64,7 +65,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
         wide = x.astype(jnp.float32)
-        mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+        mean_square = row_sum(wide * wide) / x.shape[-1]
         normed = wide * jax.lax.rsqrt(mean_square + self.eps)
         return scale_last_axis(normed, self.weight[...]).astype(x.dtype)
 
@@ -78,8 +79,8 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
         wide = x.astype(jnp.float32)
-        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
+        centred = wide - row_sum(wide) / x.shape[-1]
+        variance = row_sum(centred * centred) / x.shape[-1]
         normed = centred * jax.lax.rsqrt(variance + self.eps)
         return scale_last_axis(normed, self.weight[...]).astype(x.dtype)
 

@@ -10,6 +10,7 @@ from flax import nnx
 from lora_jax.config import ClampedSwiglu, MoeConfig
 from lora_jax.nn.layers import Mlp, constant_parameter, parameter, silu_times
 from lora_jax.nn.lora import Rows
+from lora_jax.nn.row_math import row_sum
 from lora_jax.ops.grouped_matmul import grouped_matmul, matmul
 from lora_jax.ops.reroute import RowMap, row_map
 from lora_jax.typing import Array, Float, Int
@@ -40,28 +41,31 @@ class Router(nnx.Module):
 def choose_experts(
     logits: Float[Array, "tokens experts"], moe: MoeConfig
 ) -> tuple[Float[Array, "tokens k"], Int[Array, "tokens k"]]:
-    """Return the weights (float32) and ids of each token's experts, best first."""
-    if not moe.softmax_first:
-        best, ids = jax.lax.top_k(logits, moe.top_k)
-        return jax.nn.softmax(best, axis=-1), ids
-    scores = jax.nn.softmax(logits, axis=-1)
-    if moe.num_groups > 1:
-        scores = _best_groups_only(scores, moe)
-    weights, ids = jax.lax.top_k(scores, moe.top_k)
+    """Return the weights (float32) and ids of each token's experts, best first.
+
+    The order of the logits is the order of their softmax, so that top-k needs no softmax.
+    """
+    allowed = _best_groups_only(logits, moe) if moe.num_groups > 1 else logits
+    best, ids = jax.lax.top_k(allowed, moe.top_k)
+    highest, _ = jax.lax.top_k(logits, 1)
+    weights = jnp.exp(best - highest)
+    weights = weights / row_sum(jnp.exp(logits - highest) if moe.softmax_first else weights)
     if moe.topk_norm is not None:
-        weights = weights / jnp.linalg.norm(weights, ord=moe.topk_norm, axis=-1, keepdims=True)
+        power = jnp.float32(moe.topk_norm)
+        weights = weights / row_sum(weights**power) ** (1 / power)
     return weights * jnp.float32(moe.weight_scale), ids
 
 
 def _best_groups_only(
-    scores: Float[Array, "tokens experts"], moe: MoeConfig
+    logits: Float[Array, "tokens experts"], moe: MoeConfig
 ) -> Float[Array, "tokens experts"]:
-    """Return scores with 0 outside the groups whose best expert is among the best."""
-    grouped = scores.reshape(scores.shape[0], moe.num_groups, -1)
-    _, best = jax.lax.top_k(jnp.max(grouped, axis=-1), moe.topk_groups)
+    """Return logits with -inf outside the groups whose best expert is among the best."""
+    grouped = logits.reshape(logits.shape[0], moe.num_groups, -1)
+    best_of_group = jax.lax.top_k(grouped, 1)[0][..., 0]
+    _, best = jax.lax.top_k(best_of_group, moe.topk_groups)
     groups = jnp.arange(moe.num_groups, dtype=best.dtype)
     chosen = jnp.any(best[:, :, None] == groups[None, None, :], axis=1)
-    return jnp.where(chosen[:, :, None], grouped, 0.0).reshape(scores.shape)
+    return jnp.where(chosen[:, :, None], grouped, -jnp.inf).reshape(logits.shape)
 
 
 class Experts(nnx.Module):
