@@ -33,6 +33,7 @@ def lora_gemm(
     f32 = jnp.float32
     h = jnp.einsum("td,trd->tr", x.astype(f32), a_pool[a_rows].astype(f32), precision=HIGHEST)
     h = jnp.where(live, h, 0.0) * scaling[slot][:, None]
-    delta = jnp.einsum("tr,trd->td", h, b_pool[b_rows].astype(f32), precision=HIGHEST)
+    b = jnp.where(live[:, :, None], b_pool[b_rows].astype(f32), 0.0)
+    delta = jnp.einsum("tr,trd->td", h, b, precision=HIGHEST)
     z = y.astype(f32) + delta
     return jnp.where((row_to_slot >= 0)[:, None], z.astype(y.dtype), y)

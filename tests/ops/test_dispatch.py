@@ -1,0 +1,55 @@
+"""Dispatch: who runs, who may decline, what the environment forces."""
+
+import jax.numpy as jnp
+import pytest
+
+from lora_jax.ops import dispatch
+
+
+def declines():
+    raise NotImplementedError("not these sizes")
+
+
+def test_the_first_willing_kernel_runs():
+    kernels = {"ffi": declines, "xla": lambda: "xla", "reference": lambda: "reference"}
+    assert dispatch.call(kernels, None) == "xla"
+
+
+def test_a_named_kernel_may_not_decline():
+    kernels = {"ffi": declines, "reference": lambda: "reference"}
+    with pytest.raises(NotImplementedError, match="not these sizes"):
+        dispatch.call(kernels, "ffi")
+    assert dispatch.call(kernels, "reference") == "reference"
+    with pytest.raises(NotImplementedError, match="none of xla"):
+        dispatch.call(kernels, "xla")
+
+
+def test_the_environment_names_one_for_all(monkeypatch):
+    monkeypatch.setenv(dispatch.ENV, "reference")
+    assert dispatch.candidates() == ("reference",)
+    assert dispatch.candidates("xla") == ("xla",)
+    monkeypatch.setenv(dispatch.ENV, "fast")
+    with pytest.raises(ValueError, match="'fast' is not one of ffi, xla, reference"):
+        dispatch.candidates()
+
+
+def test_cpu_kernels_are_not_tried_elsewhere(monkeypatch):
+    monkeypatch.setattr(dispatch.jax, "default_backend", lambda: "gpu")
+    assert dispatch.candidates() == ("xla", "reference")
+
+
+def test_dtypes_must_be_equal_and_known():
+    x, half = jnp.zeros(2), jnp.zeros(2, jnp.float16)
+    dispatch.check_dtypes("op", x=x, bias=None)
+    with pytest.raises(ValueError, match="x float16"):
+        dispatch.check_dtypes("op", x=half)
+    with pytest.raises(ValueError, match="x float32, y float16"):
+        dispatch.check_dtypes("op", x=x, y=half)
+
+
+def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv(dispatch.CACHE_ENV, str(tmp_path))
+    assert dispatch.cache_folder() == tmp_path
+    monkeypatch.delenv(dispatch.CACHE_ENV)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert dispatch.cache_folder() == tmp_path / "lora-jax"

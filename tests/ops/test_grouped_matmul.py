@@ -1,0 +1,140 @@
+"""Grouped matmul: every implementation against float64, and the same bits wherever a row stands."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tolerance import TOLERANCE
+
+from lora_jax.ops.cases import GroupedCase, grouped_case
+from lora_jax.ops.cpu import build
+from lora_jax.ops.grouped_matmul import grouped_matmul, matmul
+
+IMPLEMENTATIONS = ["ffi", "xla", "reference"]
+# rows, groups, d_out, d_in: tiles, tails and blocks of K of every kind.
+SIZES = [(1, 1, 8, 16), (7, 3, 5, 12), (60, 5, 43, 172), (33, 1, 100, 24), (130, 2, 40, 2500)]
+SIZES += [(3, 4, 1, 1), (64, 16, 24, 64)]
+
+
+def oracle(case: GroupedCase) -> np.ndarray:
+    """Return the answer in float64."""
+    x, w = np.asarray(case.x, np.float64), np.asarray(case.w, np.float64)
+    y = np.zeros((x.shape[0], w.shape[1]))
+    row = 0
+    for g, size in enumerate(np.asarray(case.group_sizes)):
+        y[row : row + size] = x[row : row + size] @ w[g].T
+        if case.bias is not None:
+            y[row : row + size] += np.asarray(case.bias, np.float64)[g]
+        row += size
+    return y
+
+
+jitted = functools.partial(jax.jit, static_argnames="implementation")(grouped_matmul)
+
+
+def run(case: GroupedCase, implementation: str = "ffi") -> np.ndarray:
+    """Return the op's result under jit, as float32 (exact for bfloat16)."""
+    arrays = (case.x, case.w, case.group_sizes, case.bias)
+    return np.asarray(jitted(*arrays, implementation=implementation), np.float32)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_matches_float64(sizes, dtype, implementation):
+    rows, groups, d_out, d_in = sizes
+    case = grouped_case(rows, groups, d_out, d_in, dtype=dtype, bias=rows % 2 == 1, padding=3)
+    np.testing.assert_allclose(run(case, implementation), oracle(case), **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("popularity", ["identical", "skewed", "distinct", "zipf", "none"])
+def test_any_popularity(popularity, implementation):
+    case = grouped_case(40, 9, 20, 36, popularity=popularity, bias=True, padding=2)
+    np.testing.assert_allclose(run(case, implementation), oracle(case), **TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_rows_in_no_group_are_exactly_zero(implementation):
+    case = grouped_case(5, 3, 17, 20, bias=True, padding=30)
+    x = case.x.at[5:].set(jnp.nan)
+    got = grouped_matmul(x, case.w, case.group_sizes, case.bias, implementation=implementation)
+    assert not np.asarray(got)[5:].any()
+    assert np.isfinite(np.asarray(got)).all()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("d_in", [24, 768, 2500])
+def test_a_row_has_the_same_bits_wherever_it_stands(d_in, dtype):
+    rng = np.random.default_rng(1)
+    case = grouped_case(100, 1, 43, d_in, dtype=dtype, bias=True)
+    want = run(case)
+    order = rng.permutation(100)
+    shuffled = GroupedCase(case.x[order], case.w, case.group_sizes, case.bias)
+    np.testing.assert_array_equal(run(shuffled), want[order])
+    for rows in (1, 2, 5, 50):
+        at = int(rng.integers(0, 100 - rows))
+        part = GroupedCase(case.x[at : at + rows], case.w, jnp.array([rows], jnp.int32), case.bias)
+        np.testing.assert_array_equal(run(part), want[at : at + rows])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_row_has_the_same_bits_in_any_column_block_and_group(dtype):
+    """The same matrix alone, as group 3 of 5, and column by column gives one result."""
+    case = grouped_case(30, 5, 70, 900, popularity="uniform", dtype=dtype)
+    want, row = run(case), 0
+    for g, size in enumerate(np.asarray(case.group_sizes)):
+        x = case.x[row : row + size]
+        alone = GroupedCase(x, case.w[g : g + 1], jnp.array([size], jnp.int32), None)
+        np.testing.assert_array_equal(run(alone), want[row : row + size])
+        column = GroupedCase(x, case.w[g : g + 1, 11:12], alone.group_sizes, None)
+        np.testing.assert_array_equal(run(column)[:, 0], want[row : row + size, 11])
+        row += size
+
+
+def test_work_on_several_threads_has_the_same_bits():
+    """Large enough for threads (2 x 10^9 operations) against rows small enough for none."""
+    case = grouped_case(300, 1, 2048, 1500)
+    want = run(case)
+    for row in (0, 123, 299):
+        alone = GroupedCase(case.x[row : row + 1], case.w[:, :40], jnp.array([1], jnp.int32), None)
+        np.testing.assert_array_equal(run(alone)[0], want[row, :40])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_matmul_is_one_group(implementation):
+    case = grouped_case(9, 1, 12, 50, bias=True, padding=4)
+    assert case.bias is not None
+    num_rows = jnp.int32(9)
+    got = matmul(case.x, case.w[0], num_rows, case.bias[0], implementation=implementation)
+    np.testing.assert_allclose(np.asarray(got), oracle(case), **TOLERANCE["float32"])
+
+
+def test_runs_on_another_device_and_inside_a_program_with_donation():
+    case = grouped_case(20, 1, 64, 64)
+    want = run(case)
+    device = jax.devices()[-1]
+    x, w, sizes = (jax.device_put(a, device) for a in (case.x, case.w, case.group_sizes))
+    step = jax.jit(lambda x, w, n: x + grouped_matmul(x, w, n), donate_argnums=0)
+    got = step(x, w, sizes)
+    assert x.is_deleted()
+    assert got.devices() == {device}
+    np.testing.assert_array_equal(np.asarray(got), want + np.asarray(case.x))
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_refuses_sizes_that_do_not_fit():
+    case = grouped_case(4, 2, 6, 8, bias=True)
+    with pytest.raises(ValueError, match=r"x has shape \(4, 8\), expected \(4, 7\)"):
+        grouped_matmul(case.x, case.w[:, :, :7], case.group_sizes)
+    with pytest.raises(ValueError, match=r"group_sizes has shape \(1,\), expected \(2,\)"):
+        grouped_matmul(case.x, case.w, case.group_sizes[:1])
+    with pytest.raises(ValueError, match="x float32, w bfloat16"):
+        grouped_matmul(case.x, case.w.astype(jnp.bfloat16), case.group_sizes)
+
+
+def test_the_kernels_are_there():
+    """The tests above mean C++ when they say ffi."""
+    assert build.available()
