@@ -23,7 +23,7 @@ from serving.http.keys import read_keys_file
 from serving.http.settings import HttpSettings
 from serving.http.uvicorn_server import AnnouncingServer, bind, uvicorn_config
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("serving.launch")  # also when it runs as __main__
 
 
 class StartError(Exception):
@@ -160,6 +160,7 @@ def _engine(options: Options):
 def _server(options: Options, engine: Any, sock: socket.socket) -> AnnouncingServer:
     """Return the server that will answer on the socket, with its start-up lines logged."""
     from serving.http.app import create_app
+    from serving.http.model_names import folder_adapters
 
     app = create_app(engine, options.http)
     scheme = "https" if "ssl_certfile" in options.uvicorn else "http"
@@ -167,6 +168,7 @@ def _server(options: Options, engine: Any, sock: socket.socket) -> AnnouncingSer
     shown = f"[{shown}]" if ":" in shown else shown
     url = f"{scheme}://{shown}:{sock.getsockname()[1]}"
     logs.log_all(logs.adapter_table(engine.registry.entries()))
+    logs.log_all(logs.folder_lines(folder_adapters(options.engine.lora_dir)))
     logs.log_all(logs.route_lines(app))
     logger.info("Starting vLLM-compatible server on %s", url)
     lines = logs.ready_lines(url, app.state.server.names.base, options.http.has_api_keys)

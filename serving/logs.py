@@ -7,7 +7,7 @@ import platform
 import shlex
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
 from fastapi import FastAPI
@@ -60,6 +60,15 @@ def adapter_table(entries: Sequence[AdapterEntry]) -> list[str]:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
+
+
+def folder_lines(names: Collection[str]) -> list[str]:
+    """Return a line that names the adapters which load on their first use, if there are any."""
+    if not names:
+        return []
+    shown = sorted(names)[:20]
+    more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
+    return [f"Adapters that load on first use: {', '.join(shown)}{more}. model=NAME picks one."]
 
 
 def route_lines(app: FastAPI) -> list[str]:

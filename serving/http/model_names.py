@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import os
 import re
-from pathlib import Path
 
 from lora_jax.adapters.registry import AdapterNotFound
 from serving.http.errors import ApiError, unknown_model
@@ -41,6 +40,14 @@ class ModelNames:
         names = {entry.name for entry in self._engine.registry.entries()}
         names.update(folder_adapters(self._engine.config.lora_dir))
         return sorted(n for n in names if caller.may_use(n) and not self.is_base(n))
+
+    def sees_adapter(self, name: str, caller: Caller) -> bool:
+        """Return whether `visible_adapters` would list this name, without listing all."""
+        if self.is_base(name) or not caller.may_use(name):
+            return False
+        loaded = any(entry.name == name for entry in self._engine.registry.entries())
+        root = self._engine.config.lora_dir
+        return loaded or (root is not None and _is_adapter_folder(os.path.realpath(root), name))
 
     async def resolve(self, model: str | None, lora_path: str | None, caller: Caller) -> Target:
         """Return what `model` (name or base:name) and `lora_path` (name) ask for.
@@ -89,13 +96,16 @@ def folder_adapters(root: str | None) -> set[str]:
         return set()
     top = os.path.realpath(root)
     try:
-        places = sorted(Path(top).iterdir())
+        names = os.listdir(top)
     except OSError:
         return set()
-    return {
-        place.name
-        for place in places
-        if NAME.fullmatch(place.name)
-        and os.path.realpath(place).startswith(top + os.sep)
-        and (place / "adapter_config.json").is_file()
-    }
+    return {name for name in names if _is_adapter_folder(top, name)}
+
+
+def _is_adapter_folder(top: str, name: str) -> bool:
+    """Return whether `top/name` holds an adapter's config and is not a link to elsewhere."""
+    if not NAME.fullmatch(name):
+        return False
+    place = os.path.join(top, name)
+    inside = os.path.realpath(place).startswith(top + os.sep)
+    return inside and os.path.isfile(os.path.join(place, "adapter_config.json"))

@@ -12,8 +12,11 @@ router = APIRouter()
 
 
 @router.get("/v1/models")
-async def list_models(request: Request) -> dict[str, Any]:
-    """Return a card per name of the base model and per adapter."""
+def list_models(request: Request) -> dict[str, Any]:
+    """Return a card per name of the base model and per adapter.
+
+    Not a coroutine: it looks through a folder that may hold thousands, and so runs in a thread.
+    """
     server = server_of(request)
     cards = [card(server, name, None) for name in server.names.listed]
     adapters = server.names.visible_adapters(caller_of(request))
@@ -27,7 +30,7 @@ async def show_model(request: Request, model: str) -> dict[str, Any]:
     server = server_of(request)
     if server.names.is_base(model):
         return card(server, model, None)
-    if model not in server.names.visible_adapters(caller_of(request)):
+    if not server.names.sees_adapter(model, caller_of(request)):
         raise unknown_model(model)
     return card(server, model, server.names.base)
 

@@ -245,7 +245,9 @@ def test_a_real_server_prints_a_command_that_works_and_stops_cleanly(tiny):
         rest = process.stdout.read()
         assert process.wait(timeout=60) == 0, rest
     text = "\n".join(lines)
+    assert "lora-jax 0." in text
     assert "loaded in" in text
+    assert "Starting vLLM-compatible server on http://127.0.0.1:" in text
     assert "KV cache:" in text
     assert "Compiled" in text
     assert "Application startup complete." in text

@@ -13,6 +13,7 @@ from serving.logs import (
     PeriodicStats,
     adapter_table,
     configure,
+    folder_lines,
     is_not_a_probe,
     ready_lines,
     route_lines,
@@ -68,6 +69,14 @@ def test_adapter_table_has_a_row_per_adapter(tmp_path):
     assert header.split() == ["adapter", "kind", "rank", "modules", "MB", "sha256"]
     assert rows[0].split() == ["a-longer-name", "lora", "4", "q_proj", "1.0", "0" * 12]
     assert header.index("kind") == rows[1].index("lora")
+
+
+def test_adapters_of_the_folder_are_named_but_not_all_of_thousands():
+    assert folder_lines(set()) == []
+    assert ": a, b. model=NAME" in folder_lines({"b", "a"})[0]
+    line = folder_lines([f"a{i:04}" for i in range(1000)])[0]
+    assert "a0019 and 980 more" in line
+    assert "a0020" not in line
 
 
 def test_routes_are_listed():

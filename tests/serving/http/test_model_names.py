@@ -67,10 +67,18 @@ def test_two_different_adapters_are_400(names):
 def test_hidden_adapters_do_not_exist(names):
     tenant = Caller(adapters=frozenset({"law"}))
     assert names.visible_adapters(tenant) == ["law"]
+    assert [names.sees_adapter(n, tenant) for n in ("law", "sql", "nope")] == [True, False, False]
     assert resolve(names, "law", caller=tenant).adapter == "law"
     with pytest.raises(ApiError) as error:
         resolve(names, "sql", caller=tenant)
     assert error.value.message == "The model `sql` does not exist."
+
+
+def test_seeing_one_agrees_with_listing_all(names):
+    listed = names.visible_adapters(EVERYBODY)
+    assert listed == ["bad-one", "law", "sql"]
+    candidates = [*listed, *NOWHERE, "fake-base"]
+    assert [n for n in candidates if names.sees_adapter(n, EVERYBODY)] == listed
 
 
 def test_an_adapter_that_cannot_be_read_says_why(names):
