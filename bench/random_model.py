@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +41,7 @@ class LlamaShape:
 
 
 def write_llama(folder: Path, shape: LlamaShape, seed: int = 0) -> int:
-    """Write config.json and model.safetensors (float32); return the number of parameters."""
+    """Write config, float32 weights and a tokenizer of made-up words; return the parameters."""
     rng = np.random.default_rng(seed)
 
     def normal(*dims: int) -> np.ndarray:
@@ -61,6 +63,8 @@ def write_llama(folder: Path, shape: LlamaShape, seed: int = 0) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(_llama_config(shape), indent=1))
+    words = {f"w{i}": i for i in range(shape.vocab_size)}
+    Tokenizer(WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
     return sum(t.size for t in tensors.values())
 
 

@@ -22,8 +22,11 @@ class Prompt:
 async def read_prompts(
     engine: AbstractEngine, given: Any, add_special_tokens: bool, field: str = "prompt"
 ) -> list[Prompt]:
-    """Return the prompts of a str, [str], [int] or [[int]]; otherwise raise ApiError 400."""
-    if given is None or given == "" or given == []:
+    """Return the prompts of a str, [str], [int] or [[int]]; otherwise raise ApiError 400.
+
+    "" is a prompt where the tokenizer puts a begin token in front.
+    """
+    if given is None or given == []:
         raise ApiError(400, f"{field} must not be empty.", param=field)
     items: list[Any] = given if isinstance(given, list) else [given]
     if isinstance(items[0], int):
