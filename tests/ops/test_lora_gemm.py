@@ -51,12 +51,18 @@ def rows_of(case: LoraCase, rows: np.ndarray) -> LoraCase:
     return dataclasses.replace(case, **per_row)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("experts", [0, 4])
 @pytest.mark.parametrize(("rows", "d_out", "d_in"), [(1, 8, 16), (37, 70, 172), (64, 172, 24)])
-def test_matches_float64(rows, d_out, d_in, experts, dtype, implementation):
+def test_kernel_matches_float64(rows, d_out, d_in, experts, dtype):
     case = lora_case(rows, d_out, d_in, num_experts=experts, dtype=dtype)
+    np.testing.assert_allclose(run(case), oracle(case), **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize(("experts", "dtype"), [(0, "bfloat16"), (4, "float32")])
+def test_portable_jax_matches_float64(experts, dtype, implementation):
+    case = lora_case(37, 70, 172, num_experts=experts, dtype=dtype)
     np.testing.assert_allclose(run(case, implementation), oracle(case), **TOLERANCE[dtype])
 
 
@@ -80,14 +86,14 @@ def test_rows_without_an_adapter_keep_their_bits(dtype, implementation):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("d_out", "d_in"), [(768, 768), (100, 172), (24, 2048)])
+@pytest.mark.parametrize(("d_out", "d_in"), [(768, 172), (24, 2048)])
 def test_a_row_has_the_same_bits_whatever_its_neighbours(d_out, d_in, dtype):
     rng = np.random.default_rng(2)
     case = lora_case(80, d_out, d_in, popularity="skewed", num_experts=2, dtype=dtype)
     want = run(case)
     order = rng.permutation(80)
     np.testing.assert_array_equal(run(rows_of(case, order)), want[order])
-    for rows in (1, 2, 3, 13):
+    for rows in (1, 2, 13):
         some = rng.permutation(80)[:rows]
         np.testing.assert_array_equal(run(rows_of(case, some)), want[some])
 
