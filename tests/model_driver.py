@@ -217,11 +217,18 @@ def oracle_logits(oracle: Any, prompt: Sequence[int]) -> np.ndarray:
 
 
 def oracle_greedy(oracle: Any, prompt: Sequence[int], count: int = NUM_GREEDY) -> list[int]:
-    """Return the transformers model's most likely tokens, each from a full forward pass."""
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(int(np.argmax(oracle_logits(oracle, tokens)[-1])))
-    return tokens[len(prompt) :]
+    """Return the transformers model's most likely tokens, by its own cache."""
+    import torch
+
+    tokens: list[int] = []
+    new, past = list(prompt), None
+    with torch.no_grad():
+        while len(tokens) < count:
+            ids = torch.tensor([new])
+            out = oracle(input_ids=ids, past_key_values=past, use_cache=True)
+            past, new = out.past_key_values, [int(out.logits[0, -1].argmax())]
+            tokens += new
+    return tokens
 
 
 # --- adapters --------------------------------------------------------------------------------

@@ -100,24 +100,31 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             header = json.loads(opened.read(length))
         except ValueError as error:
             raise ValueError(f"{file.name} has a header that is not JSON.") from error
+    if not isinstance(header, dict):
+        raise ValueError(f"{file.name} has a header that is not an object.")
     header.pop("__metadata__", None)
     data = 8 + length
     return {name: _stored(file, name, entry, data, size) for name, entry in header.items()}
 
 
-def _stored(file: Path, name: str, entry: dict[str, Any], data: int, size: int) -> StoredTensor:
+def _stored(file: Path, name: str, entry: Any, data: int, size: int) -> StoredTensor:
     """Return one entry of a header after checking it against the file's size."""
-    if entry["dtype"] not in DTYPES:
+    try:
+        kind, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        sound = all(isinstance(n, int) and n >= 0 for n in (*shape, begin, end))
+    except (KeyError, TypeError, ValueError):
+        sound = False
+    if not sound:
+        raise ValueError(f"{file.name}: the header's entry of {name} is wrong: {str(entry)[:200]}.")
+    if kind not in DTYPES:
         known = ", ".join(DTYPES)
-        raise ValueError(f"{file.name}: {name} has dtype {entry['dtype']}, supported are {known}.")
-    dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
-    begin, end = entry["data_offsets"]
-    if end - begin != math.prod(shape) * dtype.itemsize or not 0 <= begin <= end <= size - data:
+        raise ValueError(f"{file.name}: {name} has dtype {kind}, supported are {known}.")
+    if end - begin != math.prod(shape) * DTYPES[kind].itemsize or end > size - data:
         raise ValueError(
-            f"{file.name}: {name} {shape} {entry['dtype']} does not fit bytes {begin} to {end} "
-            f"of {size - data}: the file is truncated or wrong."
+            f"{file.name}: {name} {shape} {kind} does not fit bytes {begin} to {end} of "
+            f"{size - data}: the file is truncated or wrong."
         )
-    return StoredTensor(name, file, dtype, shape, data + begin)
+    return StoredTensor(name, file, DTYPES[kind], shape, data + begin)
 
 
 class Checkpoint:
