@@ -11,7 +11,6 @@ from typing import Any
 
 import jinja2
 from jinja2.exceptions import SecurityError
-from jinja2.utils import Namespace
 
 from serving.template_sandbox import BoundedEnvironment, Meter
 
@@ -68,22 +67,12 @@ class _Refused(jinja2.TemplateError):
     """The template called raise_exception."""
 
 
-class _TemplateNamespace(Namespace):
-    """namespace(), without attributes that begin with an underscore."""
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if str(name).startswith("_"):
-            raise SecurityError(f"a namespace cannot hold {name!r}")
-        super().__setitem__(name, value)
-
-
 def _environment(meter: Meter) -> BoundedEnvironment:
     """Return a sandbox with what templates written for transformers expect."""
     environment = BoundedEnvironment(meter)
     environment.filters["tojson"] = functools.partial(_tojson, meter)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
-    environment.globals["namespace"] = _TemplateNamespace
     return environment
 
 

@@ -5,6 +5,7 @@ steps and of seconds, every operation that can build a long text checks its leng
 filters and methods that build one from a single number are not there.
 """
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Mapping
 from types import CodeType
@@ -150,9 +151,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.meter.step()
         owner, name = getattr(obj, "__self__", None), getattr(obj, "__name__", "")
         if isinstance(owner, str) and name == "replace":
-            return self._replace(owner, *args, **kwargs)
-        if isinstance(owner, str) and name == "join":
-            return self._join(*args, d=owner)
+            obj = functools.partial(self._replace, owner)
+        elif isinstance(owner, str) and name == "join":
+            obj = functools.partial(self._join, d=owner)
         return super().call(context, obj, *args, **kwargs)
 
     def _check_sum(self, left: Any, right: Any) -> None:

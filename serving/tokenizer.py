@@ -63,8 +63,13 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, with BOS (and EOS) where the model wants them.
 
-        Special tokens that are spelled out in the text become their ids.
+        Special tokens that are spelled out in the text become their ids. ValueError for a text
+        that is not Unicode.
         """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"The text is not Unicode at character {error.start}.") from error
         return self._backend.encode(text, add_special_tokens)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
