@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from lora_jax.adapters.registry import AdapterEntry
 from serving.http.adapter_store import adapter_id, admin_server, load, unload
 from serving.http.auth import caller_of
-from serving.http.body import read_body
+from serving.http.body import read_body, takes
 from serving.http.errors import ApiError, unknown_model
 from serving.http.protocol import DynamoLoadBody, LoadAdapterBody, UnloadAdapterBody
 from serving.http.server import Server, server_of
@@ -18,7 +18,7 @@ from serving.http.server import Server, server_of
 router = APIRouter()
 
 
-@router.post("/v1/load_lora_adapter")
+@router.post("/v1/load_lora_adapter", openapi_extra=takes(LoadAdapterBody))
 async def vllm_load(request: Request) -> Response:
     """Load an adapter; vLLM's text answer."""
     server = admin_server(request)
@@ -28,7 +28,7 @@ async def vllm_load(request: Request) -> Response:
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
 
-@router.post("/v1/unload_lora_adapter")
+@router.post("/v1/unload_lora_adapter", openapi_extra=takes(UnloadAdapterBody))
 async def vllm_unload(request: Request) -> Response:
     """Unload an adapter; vLLM's text answer."""
     server = admin_server(request)
@@ -37,7 +37,7 @@ async def vllm_unload(request: Request) -> Response:
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
-@router.post("/load_lora_adapter")
+@router.post("/load_lora_adapter", openapi_extra=takes(LoadAdapterBody))
 async def sglang_load(request: Request) -> Response:
     """Load an adapter; SGLang's JSON answer."""
     server = admin_server(request)
@@ -46,7 +46,7 @@ async def sglang_load(request: Request) -> Response:
     return await _sglang_answer(server, work)
 
 
-@router.post("/unload_lora_adapter")
+@router.post("/unload_lora_adapter", openapi_extra=takes(UnloadAdapterBody))
 async def sglang_unload(request: Request) -> Response:
     """Unload an adapter; SGLang's JSON answer."""
     server = admin_server(request)
@@ -65,7 +65,7 @@ async def _sglang_answer(server: Server, work: Awaitable[AdapterEntry]) -> Respo
     return JSONResponse(answer, 200 if error is None else 400)
 
 
-@router.post("/v1/loras")
+@router.post("/v1/loras", openapi_extra=takes(DynamoLoadBody))
 async def dynamo_load(request: Request) -> dict[str, Any]:
     """Load an adapter; Dynamo's JSON answer. The file: URI's path is one below --lora-dir."""
     server = admin_server(request)

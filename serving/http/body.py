@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from typing import Any
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
@@ -10,6 +11,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from serving.http.errors import ApiError, from_validation
 
 logger = logging.getLogger(__name__)
+
+
+def takes(kind: type[BaseModel]) -> dict[str, Any]:
+    """Return what the API's description says of a route that reads this body."""
+    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 async def read_body[Body: BaseModel](request: Request, kind: type[Body]) -> Body:

@@ -7,7 +7,7 @@ from fastapi.responses import Response
 
 from serving.http.answers import AbstractAnswer, cache_salt, respond
 from serving.http.auth import caller_of
-from serving.http.body import read_body
+from serving.http.body import read_body, takes
 from serving.http.generation import Generation, Piece
 from serving.http.interface import AbstractTokenizer
 from serving.http.logprobs import CompletionLogprobs, prompt_logprobs
@@ -19,7 +19,7 @@ from serving.http.server import server_of
 router = APIRouter()
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", openapi_extra=takes(CompletionBody))
 async def create_completion(request: Request) -> Response:
     """Return the completions of one or more prompts, at once or as a stream."""
     server, caller = server_of(request), caller_of(request)

@@ -7,6 +7,7 @@ the answer but is not implemented is refused by name (see `unsupported`).
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 MAX_PROMPTS = 1024
 CacheSalt = Annotated[
@@ -145,6 +146,18 @@ class DynamoLoadBody(Body):
 
     lora_name: str
     source: AdapterSource
+
+
+BODIES: tuple[type[Body], ...] = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+BODIES += (LoadAdapterBody, UnloadAdapterBody, DynamoLoadBody)
+
+
+def body_schemas() -> dict[str, Any]:
+    """Return the JSON schemas of all bodies and their parts by name, as OpenAPI refers to them."""
+    template = "#/components/schemas/{model}"
+    mode: JsonSchemaMode = "validation"
+    _, schemas = models_json_schema([(b, mode) for b in BODIES], ref_template=template)
+    return schemas["$defs"]
 
 
 # Fields that would change the answer, and the values that ask for nothing.

@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from serving.http.auth import caller_of
-from serving.http.body import read_body
+from serving.http.body import read_body, takes
 from serving.http.errors import ApiError
 from serving.http.prompts import chat_prompt, check_ids, encode
 from serving.http.protocol import DetokenizeBody, TokenizeBody
@@ -14,7 +14,7 @@ from serving.http.server import server_of
 router = APIRouter()
 
 
-@router.post("/tokenize")
+@router.post("/tokenize", openapi_extra=takes(TokenizeBody))
 async def tokenize(request: Request) -> dict[str, Any]:
     """Return the tokens of a prompt, or of the prompt that messages become."""
     server = server_of(request)
@@ -37,7 +37,7 @@ async def tokenize(request: Request) -> dict[str, Any]:
     }
 
 
-@router.post("/detokenize")
+@router.post("/detokenize", openapi_extra=takes(DetokenizeBody))
 async def detokenize(request: Request) -> dict[str, Any]:
     """Return the text of tokens."""
     server = server_of(request)

@@ -26,11 +26,17 @@ def test_long_texts_are_the_same_in_a_thread():
     assert read(text)[0].ids == [BOS, *text.encode()]
 
 
-@pytest.mark.parametrize("given", [None, "", [], [[]], [[1], []], [260], [-1], [[0], [10**30]]])
+@pytest.mark.parametrize("given", [None, [], [[]], [[1], []], [260], [-1], [[0], [10**30]]])
 def test_refused(given):
     with pytest.raises(ApiError, match="prompt") as error:
         read(given)
     assert error.value.status == 400
+
+
+def test_an_empty_text_is_its_begin_token_or_nothing():
+    assert read("") == [Prompt([BOS], "")]
+    with pytest.raises(ApiError, match="must not be empty"):
+        read("", special=False)
 
 
 def test_ids_at_the_edges():
