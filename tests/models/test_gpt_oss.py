@@ -14,7 +14,7 @@ import transformers
 from flax import nnx
 from merged_oracle import named_lora, weight_by_path
 from model_contract import OTHERS, PROMPT, Case, ModelContract, make_case, shaken
-from model_driver import TINY, TOLERANCE, fill_slots, old_keys, oracle_logits
+from model_driver import TINY, TOLERANCE, Driver, fill_slots, old_keys, oracle_logits
 from safetensors.numpy import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -120,6 +120,13 @@ def test_mxfp4_checkpoint_gives_the_same_weights(case: Case, quantised: Path, dt
         assert ours.dtype == (np.float32 if always_wide else wanted), name
         rounded = np.asarray(original).astype(ml_dtypes.bfloat16).astype(np.float32)
         np.testing.assert_array_equal(np.asarray(ours).astype(np.float32), rounded, err_msg=name)
+
+
+def test_mxfp4_checkpoint_in_bfloat16_is_near_the_oracle(case: Case, quantised: Path):
+    """The median over tokens: rounding may give a single token other experts."""
+    got = Driver(*load(quantised)).run([PROMPT])[0]
+    error = np.abs(got - oracle_logits(case.oracle, PROMPT)).max(axis=-1)
+    assert np.median(error) < 0.2  # of logits up to 6
 
 
 def test_mxfp4_scales_alone_are_refused(quantised: Path, tmp_path):
