@@ -82,10 +82,10 @@ def trained_modules(spec: LoraSpec, catalogue: LoraCatalogue) -> dict[str, LoraM
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """One module in one layer: y += scaling * (x A_e^T) B_e; 1 for experts means all share it."""
+    """One module in one layer: y += scaling * (x A_e^T) B_e; a lone matrix serves all experts."""
 
-    a: Float[Array, "experts rank d_in"]
-    b: Float[Array, "experts rank d_out"]
+    a: Float[Array, "a_experts rank d_in"]
+    b: Float[Array, "b_experts rank d_out"]
     scaling: float = dataclasses.field(metadata={"static": True})
 
 

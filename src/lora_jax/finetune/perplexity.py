@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 
 from lora_jax.finetune.documents import Document
 from lora_jax.finetune.forward import forward
 from lora_jax.finetune.lora_params import LoraDelta
 from lora_jax.finetune.packing import PackedText, Rows, pack
+from lora_jax.finetune.training import token_losses
 from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.typing import Array, Float
 
@@ -44,8 +44,7 @@ class Evaluator:
         def score(state: Any, delta: LoraDelta | None, batch: Rows) -> Float[Array, ""]:
             merged = nnx.merge(graphdef, state)
             out = forward(merged, batch.tokens, batch.positions, batch.segments, delta)
-            losses = optax.softmax_cross_entropy_with_integer_labels(out.logits, batch.targets)
-            return jnp.sum(losses * batch.weights)
+            return jnp.sum(token_losses(out.logits, batch.targets) * batch.weights)
 
         self._score = score
 

@@ -5,7 +5,6 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -46,18 +45,11 @@ def pretrain(
         out = forward(merged, batch.tokens, batch.positions, batch.segments)
         return mean_loss(out.logits, batch.targets, batch.weights) + BALANCE * out.imbalance
 
-    leaves, tree = jax.tree.flatten(state)
+    text = pack(documents, length)
     trained = fit(
-        leaves,
-        None,
-        lambda leaves, frozen, batch: loss(jax.tree.unflatten(tree, leaves), frozen, batch),
-        pack(documents, length),
-        schedule,
-        folder=folder,
-        stop_after=stop_after,
-        label="base",
+        state, None, loss, text, schedule, folder=folder, stop_after=stop_after, label="base"
     )
-    return nnx.merge(graphdef, jax.tree.unflatten(tree, trained))
+    return nnx.merge(graphdef, trained)
 
 
 def save_qwen3_moe(

@@ -1,10 +1,11 @@
 """A training loop over packed rows that can be stopped and taken up again at any checkpoint."""
 
+import contextlib
 import dataclasses
 import json
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -58,8 +59,16 @@ def mean_loss(
     weights: Float[Array, "rows length"],
 ) -> Float[Array, ""]:
     """Return the mean cross entropy, in nats, over the targets of weight 1."""
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    losses = token_losses(logits, targets)
     return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1.0)
+
+
+def token_losses(
+    logits: Float[Array, "rows length vocab"], targets: Int[Array, "rows length"]
+) -> Float[Array, "rows length"]:
+    """Return -ln softmax(logits)[target] of every place."""
+    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(logits, axis=-1) - chosen
 
 
 def batch_rows(num_rows: int, step: int, schedule: Schedule) -> Int[np.ndarray, "batch"]:
@@ -91,13 +100,15 @@ def fit(
     an interruption would, with a checkpoint. Donates nothing the caller passed.
     """
     optimizer = schedule.optimizer()
-    state = {"trained": trained, "optimizer": optimizer.init(trained)}
+    leaves, tree = jax.tree.flatten(trained)
+    with optax_arithmetic():
+        state = {"trained": leaves, "optimizer": optimizer.init(leaves)}
     if folder:
         claim(folder, schedule)
     checkpoints = Checkpoints(folder / "checkpoints") if folder else None
     first, state = checkpoints.restore_newest(state) if checkpoints else (0, state)
     last = min(schedule.steps, schedule.steps if stop_after is None else stop_after)
-    step_once = make_step(loss, optimizer)
+    step_once = make_step(loss, optimizer, tree)
     log = LossLog(folder / "loss.jsonl" if folder else None, first)
     for step in tqdm(range(first, last), desc=label, initial=first, total=schedule.steps):
         batch = rows.take(batch_rows(rows.num_rows, step, schedule))
@@ -108,7 +119,7 @@ def fit(
             checkpoints.save(step + 1, state)
     if checkpoints:
         checkpoints.close()
-    return state["trained"]
+    return jax.tree.unflatten(tree, state["trained"])
 
 
 def claim(folder: pathlib.Path, schedule: Schedule) -> None:
@@ -120,17 +131,28 @@ def claim(folder: pathlib.Path, schedule: Schedule) -> None:
     file.write_text(text, encoding="utf-8")
 
 
-def make_step(loss: LossFunction, optimizer: optax.GradientTransformation) -> Callable:
-    """Return the jitted step (state, frozen, batch) -> (state, loss)."""
+def make_step(loss: LossFunction, optimizer: optax.GradientTransformation, tree: Any) -> Callable:
+    """Return the jitted step (state, frozen, batch) -> (state, loss); state holds flat leaves."""
+
+    def flat_loss(leaves: list[Array], frozen: Any, batch: Rows) -> Float[Array, ""]:
+        return loss(jax.tree.unflatten(tree, leaves), frozen, batch)
 
     @jax.jit
     def step_once(state: Any, frozen: Any, batch: Rows) -> tuple[Any, Float[Array, ""]]:
-        value, gradient = jax.value_and_grad(loss)(state["trained"], frozen, batch)
-        updates, moments = optimizer.update(gradient, state["optimizer"], state["trained"])
-        trained = optax.apply_updates(state["trained"], updates)
+        value, gradient = jax.value_and_grad(flat_loss)(state["trained"], frozen, batch)
+        with optax_arithmetic():
+            updates, moments = optimizer.update(gradient, state["optimizer"], state["trained"])
+            trained = optax.apply_updates(state["trained"], updates)
         return {"trained": trained, "optimizer": moments}, value
 
     return step_once
+
+
+@contextlib.contextmanager
+def optax_arithmetic() -> Iterator[None]:
+    """Allow what optax does inside: it mixes dtypes and ranks that our own code keeps apart."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
 
 
 class LossLog:

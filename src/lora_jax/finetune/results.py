@@ -1,0 +1,95 @@
+"""Measures a folder of a base model with adapters on the text it holds out, and writes it down.
+
+    python -m lora_jax.finetune.results assets/tiny-moe
+
+FOLDER is a checkpoint with FOLDER/adapters/NAME and FOLDER/heldout/NAME.jsonl. Everything is read
+from these files, so what is measured is what is served. Writes FOLDER/RESULTS.json.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+from typing import Any
+
+from tqdm import tqdm
+
+from lora_jax.adapters import peft_format
+from lora_jax.finetune.documents import read_format
+from lora_jax.finetune.lora_params import LoraDelta, loaded_delta
+from lora_jax.finetune.perplexity import Evaluator
+from lora_jax.finetune.records import read_jsonl
+from lora_jax.models import load
+
+BASE = "base"
+LENGTH = 512
+
+
+def measure_folder(
+    folder: pathlib.Path, *, length: int = LENGTH, own_only: bool = False
+) -> dict[str, Any]:
+    """Return perplexities of base and adapters on each held-out text.
+
+    Text is in chat form where the model has a chat template, else plain.
+    "text" counts every token but the first, "answer" those after the prompt. With `own_only`,
+    only the base and the adapter of the text's own name are measured.
+    """
+    model, config = load(folder, dtype="float32")
+    catalogue, evaluator = model.catalogue(config), Evaluator(model, length)
+    form = read_format(folder)
+    style = "chat" if form.template else "plain"
+    adapters: dict[str, LoraDelta | None] = {BASE: None}
+    for path in sorted((folder / "adapters").iterdir()):
+        adapters[path.name] = loaded_delta(peft_format.read(path, catalogue))
+    results: dict[str, Any] = {}
+    for path in tqdm(sorted((folder / "heldout").glob("*.jsonl")), desc="held-out"):
+        records = read_jsonl(path)
+        documents = form.documents(records, style)
+        entry: dict[str, Any] = {"records": len(records)}
+        for kind, answer_only in (("text", False), ("answer", True)):
+            names = [n for n in adapters if not own_only or n in (BASE, path.stem)]
+            measured = {
+                n: evaluator.measure(documents, adapters[n], answer_only=answer_only) for n in names
+            }
+            entry[kind] = {
+                "tokens": measured[BASE].tokens,
+                "perplexity": {n: round(m.perplexity, 3) for n, m in measured.items()},
+            }
+        results[path.stem] = entry
+    return results
+
+
+def gain(entry: dict[str, Any], name: str) -> float:
+    """Return by which share an adapter's perplexity lies below the base's."""
+    return 1.0 - entry["perplexity"][name] / entry["perplexity"][BASE]
+
+
+def main(argv: list[str]) -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(prog="python -m lora_jax.finetune.results")
+    parser.add_argument("folder", type=pathlib.Path)
+    parser.add_argument("--length", type=int, default=LENGTH, help="tokens of context at most")
+    args = parser.parse_args(argv)
+    measured = measure_folder(args.folder, length=args.length)
+    own = {
+        kind: {n: round(gain(e[kind], n), 4) for n, e in measured.items() if n in adapters_of(e)}
+        for kind in ("text", "answer")
+    }
+    results = {
+        "command": "python -m lora_jax.finetune.results FOLDER --length N",
+        "length": args.length,
+        "lower_perplexity_than_base_on_own_text": own,
+        "heldout": measured,
+    }
+    text = json.dumps(results, indent=2) + "\n"
+    (args.folder / "RESULTS.json").write_text(text, encoding="utf-8")
+    print(json.dumps(own, indent=2))
+
+
+def adapters_of(entry: dict[str, Any]) -> list[str]:
+    """Return the names of the adapters that a text was measured with."""
+    return [name for name in entry["text"]["perplexity"] if name != BASE]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

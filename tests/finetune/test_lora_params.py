@@ -1,0 +1,164 @@
+"""What is trained adds exactly what merging B A into the weights by hand would add."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from lora_jax.adapters.weights import AdapterReport, AdapterWeights, SiteWeights
+from lora_jax.config import from_hf
+from lora_jax.finetune.forward import forward
+from lora_jax.finetune.lora_params import (
+    FUSED,
+    GATE,
+    UP,
+    LoraPair,
+    LoraSpec,
+    init_lora,
+    loaded_delta,
+    trained_delta,
+)
+from lora_jax.models import build
+
+CONFIG = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 40,
+    "moe_intermediate_size": 20,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "mlp_only_layers": [1],
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+}
+ALL = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    *("experts.gate_proj", "experts.up_proj", "experts.down_proj", "router", "lm_head"),
+)
+REPORT = AdapterReport("lora", "here", "0", {}, 0, 0, {}, 2, 2, None, None)
+
+
+@pytest.fixture(scope="module")
+def model():
+    graphdef, state = nnx.split(build(from_hf(CONFIG)), graph=False)
+    state = jax.tree.map(lambda p: p * 5, state)
+    return nnx.merge(graphdef, state)
+
+
+def random_pairs(spec: LoraSpec, catalogue, seed: int = 0):
+    """Pairs whose B is not zero, so that every site does something."""
+    pairs = init_lora(spec, catalogue, seed)
+    key = jax.random.key(seed)
+    return {
+        name: LoraPair(a=p.a, b=jax.random.normal(jax.random.fold_in(key, i), p.b.shape) * 0.3)
+        for i, (name, p) in enumerate(sorted(pairs.items()))
+    }
+
+
+def weight_of(model, module: str, layer: int) -> nnx.Param:
+    """The parameter that a site adds to."""
+    if module == "lm_head":
+        return model.lm_head.weight
+    block = model.layers[layer]
+    if module == "router":
+        return block.mlp.router.weight
+    if module.startswith("experts."):
+        return getattr(block.mlp.experts, module.removeprefix("experts."))
+    owner = block.mlp if hasattr(block.mlp, module) else block.attn
+    return getattr(owner, module).weight
+
+
+def merged(model, delta):
+    """The model with W + scaling * B A, multiplied out in float32 by hand."""
+    graphdef, state = nnx.split(model, graph=False)
+    copy = nnx.merge(graphdef, jax.tree.map(jnp.copy, state))
+    for (module, layer), site in delta.sites.items():
+        param = weight_of(copy, module, layer)
+        product = jnp.einsum("ero,eri->eoi", site.b, site.a) * site.scaling
+        param[...] = param[...] + product.reshape(param[...].shape)
+    return copy
+
+
+def inputs():
+    tokens = jax.random.randint(jax.random.key(3), (2, 11), 0, 64, jnp.int32)
+    positions = jnp.tile(jnp.arange(11, dtype=jnp.int32)[None], (2, 1))
+    return tokens, positions, jnp.zeros((2, 11), jnp.int32)
+
+
+def logits(model, delta=None):
+    return forward(model, *inputs(), delta).logits
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("modules", [ALL, ("q_proj",), ("experts.down_proj",), ("lm_head",)])
+def test_the_delta_is_the_merged_model(model, modules, fused):
+    spec = LoraSpec(3, 6.0, modules, use_rslora=fused, fused_experts=fused)
+    catalogue = model.catalogue(model.config)
+    delta = trained_delta(random_pairs(spec, catalogue), spec, catalogue)
+    got = logits(model, delta)
+    want = logits(merged(model, delta))
+    base = logits(model)
+    effect = float(jnp.abs(want - base).max())
+    assert effect > 0.01
+    np.testing.assert_allclose(got, want, atol=1e-4 * max(effect, 1.0))
+
+
+def test_an_untrained_adapter_adds_nothing(model):
+    catalogue = model.catalogue(model.config)
+    spec = LoraSpec(3, 6.0, ALL)
+    delta = trained_delta(init_lora(spec, catalogue, 0), spec, catalogue)
+    np.testing.assert_array_equal(logits(model, delta), logits(model))
+
+
+def test_fused_gate_and_up_share_their_a(model):
+    catalogue = model.catalogue(model.config)
+    pairs = random_pairs(spec := LoraSpec(3, 6.0, (GATE, UP)), catalogue)
+    assert list(pairs) == [FUSED]
+    assert pairs[FUSED].b.shape == (2, 4, 3, 40)
+    delta = trained_delta(pairs, spec, catalogue)
+    assert set(delta.sites) == {(GATE, 0), (UP, 0), (GATE, 2), (UP, 2)}
+    np.testing.assert_array_equal(delta.sites[GATE, 2].a, delta.sites[UP, 2].a)
+
+
+def test_a_matrix_that_all_experts_share_counts_for_each(model):
+    rng = np.random.default_rng(0)
+    a = rng.standard_normal((1, 2, 32)).astype(np.float32)
+    b = rng.standard_normal((4, 2, 20)).astype(np.float32)
+
+    def adapted(a, b):
+        site = SiteWeights(a=a, b=b, scaling=0.5)
+        return logits(model, loaded_delta(AdapterWeights({(GATE, 0): site}, report=REPORT)))
+
+    one, each = adapted(a, b), adapted(np.tile(a, (4, 1, 1)), b)
+    assert float(jnp.abs(one - logits(model)).max()) > 0.01
+    np.testing.assert_allclose(one, each, atol=1e-5)
+
+
+def test_scaling_follows_rank():
+    assert LoraSpec(16, 32.0, ("q_proj",)).scaling == 2.0
+    assert LoraSpec(16, 32.0, ("q_proj",), use_rslora=True).scaling == 8.0
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (lambda: LoraSpec(0, 1.0, ("q_proj",)), "rank 0"),
+        (lambda: LoraSpec(4, -1.0, ("q_proj",)), "alpha -1"),
+        (lambda: LoraSpec(4, 1.0, (GATE,)), "need both"),
+    ],
+)
+def test_a_senseless_spec_is_refused(spec, message):
+    with pytest.raises(ValueError, match=message):
+        spec()
+
+
+def test_a_module_the_base_has_not_is_named(model):
+    with pytest.raises(ValueError, match="z_proj"):
+        init_lora(LoraSpec(4, 8.0, ("z_proj",)), model.catalogue(model.config), 0)

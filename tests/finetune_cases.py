@@ -1,0 +1,54 @@
+"""A checkpoint folder small enough to train in a test, and text to train it on."""
+
+import pathlib
+
+import jax
+from flax import nnx
+
+from lora_jax.config import from_hf
+from lora_jax.finetune import tokenizer
+from lora_jax.finetune.pretrain import save_qwen3_moe
+from lora_jax.finetune.records import Record
+from lora_jax.models import build
+
+VOCAB = 280
+CONFIG = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 24,
+    "moe_intermediate_size": 20,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "hidden_act": "silu",
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "eos_token_id": [2, 0],
+    "pad_token_id": 0,
+    "torch_dtype": "bfloat16",
+}
+RECORDS = [
+    Record(f"what is {a} and {b}", f"it is {c}")
+    for a, b, c in [("one", "two", "three"), ("two", "two", "four"), ("one", "one", "two")]
+]
+
+
+def make_folder(folder: pathlib.Path, scale: float = 1.0) -> pathlib.Path:
+    """Write a random Qwen3-MoE, its weights times `scale`, with its own tokenizer."""
+    texts = [f"{r.prompt} {r.answer}" for r in RECORDS] * 4
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(tokenizer.train_bpe(texts, VOCAB), folder, 64)
+    graphdef, state = nnx.split(build(from_hf(CONFIG)), graph=False)
+    model = nnx.merge(graphdef, jax.tree.map(lambda p: p * scale, state))
+    save_qwen3_moe(model, CONFIG, folder)
+    return folder
