@@ -34,7 +34,7 @@ async def create_chat_completion(request: Request) -> Response:
     )
     limit, length = server.max_model_len, len(prompt.ids)
     sampling = fit_context(chat_sampling(body, limit - length), body, length, limit)
-    generation = Generation(server.engine, [prompt])
+    generation = Generation(server.engine, server.mailbox, [prompt])
     generation.submit(target.adapter, [sampling], cache_salt(caller.salt, body.cache_salt))
     answer = ChatAnswer(body, generation, target.name, server.engine.tokenizer)
     return await respond(request, server, answer, body.stream)

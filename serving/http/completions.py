@@ -30,7 +30,7 @@ async def create_completion(request: Request) -> Response:
     prompts = await read_prompts(server.engine, body.prompt, special)
     limit = server.max_model_len
     samplings = [fit_context(sampling, body, len(p.ids), limit) for p in prompts]
-    generation = Generation(server.engine, prompts)
+    generation = Generation(server.engine, server.mailbox, prompts)
     generation.submit(target.adapter, samplings, cache_salt(caller.salt, body.cache_salt))
     answer = CompletionAnswer(body, generation, target.name, server.engine.tokenizer)
     return await respond(request, server, answer, body.stream)

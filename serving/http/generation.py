@@ -1,21 +1,21 @@
 """The engine's side of one HTTP request: several prompts, each with n choices, one queue."""
 
 import asyncio
-import contextlib
 import dataclasses
 from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import NamedTuple
 
 from starlette.types import Receive
 
 from serving.http.errors import ApiError, scrub
 from serving.http.interface import AbstractEngine
+from serving.http.mailbox import Mailbox
 from serving.http.prompts import Prompt
 from serving.request import FinishReason, OutputDelta, QueueFull
 from serving.sampling import Sampling
 
 
-@dataclasses.dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A delta of choice `index`, counted over all prompts of the HTTP request."""
 
     index: int
@@ -30,8 +30,8 @@ class ClientGone(Exception):
 class Generation:
     """Requests in the engine whose deltas arrive here; the engine's thread only appends."""
 
-    def __init__(self, engine: AbstractEngine, prompts: Sequence[Prompt]):
-        self._engine = engine
+    def __init__(self, engine: AbstractEngine, mailbox: Mailbox, prompts: Sequence[Prompt]):
+        self._engine, self._mailbox = engine, mailbox
         self.prompts = tuple(prompts)
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Piece | None] = asyncio.Queue()  # None: the client is gone
@@ -60,8 +60,7 @@ class Generation:
     def _receiver(self, prompt: Prompt, first_index: int) -> Callable[[OutputDelta], None]:
         def on_output(delta: OutputDelta) -> None:
             piece = Piece(first_index + delta.index, prompt, delta)
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
-                self._loop.call_soon_threadsafe(self._queue.put_nowait, piece)
+            self._mailbox.put(self._loop, self._queue, piece)
 
         return on_output
 

@@ -7,6 +7,7 @@ from fastapi import Request
 
 from serving.http.interface import AbstractEngine
 from serving.http.keys import KeyRing
+from serving.http.mailbox import Mailbox
 from serving.http.model_names import ModelNames
 from serving.http.observe import HttpMetrics
 from serving.http.settings import HttpSettings
@@ -21,13 +22,15 @@ class Server:
     keys: KeyRing
     names: ModelNames
     metrics: HttpMetrics
+    mailbox: Mailbox
     created: int  # unix time
 
     @classmethod
     def build(cls, engine: AbstractEngine, settings: HttpSettings) -> "Server":
         """Return a server whose names are those of the engine and of the settings."""
         names = ModelNames(engine, settings.served_names)
-        return cls(engine, settings, KeyRing(settings), names, HttpMetrics(), int(time.time()))
+        keys, metrics = KeyRing(settings), HttpMetrics()
+        return cls(engine, settings, keys, names, metrics, Mailbox(), int(time.time()))
 
     @property
     def max_model_len(self) -> int:

@@ -7,6 +7,7 @@ from fake_engine import FakeEngine
 from serving.http.answers import cache_salt
 from serving.http.completions import CompletionAnswer
 from serving.http.generation import Generation, Piece
+from serving.http.mailbox import Mailbox
 from serving.http.prompts import Prompt
 from serving.http.protocol import CompletionBody
 from serving.request import FinishReason, OutputDelta
@@ -18,7 +19,7 @@ PROMPT = Prompt([1], None)
 def answer_to(**body) -> CompletionAnswer:
     async def make() -> CompletionAnswer:
         engine = FakeEngine()
-        generation = Generation(engine, [PROMPT])
+        generation = Generation(engine, Mailbox(), [PROMPT])
         generation.submit(None, [Sampling(max_tokens=1)], "")
         return CompletionAnswer(CompletionBody(**body), generation, "m", engine.tokenizer)
 

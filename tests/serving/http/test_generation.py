@@ -6,6 +6,7 @@ import pytest
 from fake_engine import FakeEngine
 
 from serving.http.generation import ClientGone, Generation, Piece, usage_of
+from serving.http.mailbox import Mailbox
 from serving.http.prompts import Prompt
 from serving.request import OutputDelta, QueueFull
 from serving.sampling import Sampling
@@ -18,7 +19,7 @@ async def nobody_leaves():
 
 
 async def collect(engine: FakeEngine, n: int) -> tuple[list[Piece], Generation]:
-    generation = Generation(engine, PROMPTS)
+    generation = Generation(engine, Mailbox(), PROMPTS)
     generation.submit("sql", [Sampling(n=n, max_tokens=3)] * 2, "salt")
     batches = [b async for b in generation.pieces(nobody_leaves, 10.0)]
     return [piece for batch in batches for piece in batch], generation
@@ -45,7 +46,7 @@ def test_when_the_second_is_refused_the_first_is_aborted(engine):
     engine.queue_limit = 1
 
     async def submit():
-        Generation(engine, PROMPTS).submit("sql", [Sampling()] * 2, "")
+        Generation(engine, Mailbox(), PROMPTS).submit("sql", [Sampling()] * 2, "")
 
     with pytest.raises(QueueFull):
         asyncio.run(submit())
@@ -61,7 +62,7 @@ def test_silence_is_an_empty_batch_and_leaving_aborts(engine):
             await asyncio.sleep(0.1)
             return {"type": "http.disconnect"}
 
-        generation = Generation(engine, PROMPTS)
+        generation = Generation(engine, Mailbox(), PROMPTS)
         generation.submit("sql", [Sampling()] * 2, "")
         batches = []
         try:
@@ -80,7 +81,7 @@ def test_silence_is_an_empty_batch_and_leaving_aborts(engine):
 
 def test_output_after_the_loop_has_ended_is_dropped(engine):
     async def submit():
-        generation = Generation(engine, PROMPTS)
+        generation = Generation(engine, Mailbox(), PROMPTS)
         return generation._receiver(PROMPTS[0], 0)
 
     on_output = asyncio.run(submit())
@@ -89,7 +90,7 @@ def test_output_after_the_loop_has_ended_is_dropped(engine):
 
 def test_usage_counts_a_prompt_once_whatever_its_choices(engine):
     async def make():
-        return Generation(engine, PROMPTS)
+        return Generation(engine, Mailbox(), PROMPTS)
 
     usage = usage_of(asyncio.run(make()))
     for index in range(2):
