@@ -1,0 +1,62 @@
+"""Rows and their adapters: who is touched, where, and with which of the table's rows."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lora_jax.adapters.slots import AdapterSlots
+from lora_jax.nn.lora import Rows, apply_lora
+
+RNG = np.random.default_rng(0)
+NAMES = ("q_proj", "router")
+POOL_IN, POOL_OUT = RNG.standard_normal((9, 6)), RNG.standard_normal((9, 4))
+
+
+def make_slots() -> AdapterSlots:
+    """Two modules x three layers x two slots; only (router, layer 2, slot 1) has an adapter."""
+    entries = np.zeros((2, 3, 2, 5), np.int32)
+    scaling = np.zeros((2, 3, 2), np.float32)
+    entries[1, 2, 1] = 3, 5, 2, 0, 0  # A rows 3..4, B rows 5..6
+    scaling[1, 2, 1] = 0.5
+    pools = {"6": jnp.asarray(POOL_IN, jnp.float32), "4": jnp.asarray(POOL_OUT, jnp.float32)}
+    return AdapterSlots(pools, jnp.asarray(entries), jnp.asarray(scaling))
+
+
+def make_rows(slots: list[int], adapters: AdapterSlots | None) -> Rows:
+    return Rows(jnp.int32(len(slots)), jnp.asarray(slots, jnp.int32), adapters, NAMES, max_rank=2)
+
+
+X = jnp.asarray(RNG.standard_normal((4, 6)), jnp.float32)
+Y = jnp.asarray(RNG.standard_normal((4, 4)), jnp.float32)
+DELTA = 0.5 * np.asarray(X) @ POOL_IN[3:5].T @ POOL_OUT[5:7]
+
+
+def test_each_row_gets_its_own_adapter():
+    got = make_rows([1, -1, 0, 1], make_slots()).add_lora(Y, X, "router", 2)
+    touched = np.array([True, False, False, True])[:, None]
+    np.testing.assert_allclose(got, np.asarray(Y) + DELTA * touched, atol=1e-5)
+    np.testing.assert_array_equal(got[1:3], Y[1:3])
+
+
+@pytest.mark.parametrize(("module", "layer"), [("q_proj", 2), ("router", 1)])
+def test_other_sites_are_left_alone(module, layer):
+    got = make_rows([1, 1, 1, 1], make_slots()).add_lora(Y, X, module, layer)
+    np.testing.assert_array_equal(got, Y)
+
+
+def test_nothing_is_computed_where_no_adapter_can_be():
+    assert make_rows([1, 1, 1, 1], None).add_lora(Y, X, "router", 2) is Y
+    assert make_rows([1, 1, 1, 1], make_slots()).add_lora(Y, X, "o_proj", 2) is Y
+    assert make_rows([1, 1, 1, 1], make_slots()).add_lora(Y, X, None, 2) is Y
+
+
+def test_apply_lora_by_index():
+    slots = jnp.full((4,), 1, jnp.int32)
+    got = apply_lora(Y, X, make_slots(), 1, 2, slots, max_rank=2)
+    np.testing.assert_allclose(got, np.asarray(Y) + DELTA, atol=1e-5)
+
+
+def test_gathered_rows():
+    rows = make_rows([1, -1, 0], None).gathered(jnp.asarray([2, 2, 0, 1], jnp.int32), jnp.int32(3))
+    assert int(rows.num_rows) == 3
+    np.testing.assert_array_equal(rows.row_to_slot, [0, 0, 1, -1])

@@ -1,0 +1,136 @@
+"""Routing and experts against plain numpy, and their bits in any company."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from lora_jax.config import ClampedSwiglu, MoeConfig
+from lora_jax.nn.lora import Rows
+from lora_jax.nn.moe import MoeBlock, Router, choose_experts, clamped_swiglu, combine
+from lora_jax.ops.reroute import row_map
+
+BASE = MoeConfig(num_experts=12, top_k=3, intermediate_size=20, layers=(0,))
+KINDS = {
+    "plain": BASE,
+    "normalised": dataclasses.replace(BASE, topk_norm=1.0),
+    "normalised by the 2-norm": dataclasses.replace(BASE, topk_norm=2.0),
+    "scaled": dataclasses.replace(BASE, weight_scale=16.0),
+    "softmax over the chosen": dataclasses.replace(BASE, softmax_first=False),
+    "grouped": dataclasses.replace(BASE, num_groups=4, topk_groups=2),
+    "one expert": dataclasses.replace(BASE, top_k=1, topk_norm=1.0),
+}
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def numpy_choice(logits: np.ndarray, moe: MoeConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Return the weights and ids of one token's experts, as the models' own code has it."""
+    scores = softmax(logits.astype(float))
+    allowed = scores.copy()
+    if moe.num_groups > 1:
+        groups = scores.reshape(moe.num_groups, -1)
+        worst = np.argsort(-groups.max(-1))[moe.topk_groups :]
+        allowed.reshape(moe.num_groups, -1)[worst] = 0
+    ids = np.argsort(-allowed)[: moe.top_k]
+    weights = scores[ids]
+    if not moe.softmax_first:
+        weights = softmax(logits[ids].astype(float))
+    if moe.topk_norm is not None:
+        weights = weights / np.linalg.norm(weights, moe.topk_norm)
+    return weights * moe.weight_scale, ids
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_choice(name):
+    logits = 3 * np.random.default_rng(0).standard_normal((64, 12)).astype(np.float32)
+    choose = jax.jit(lambda x: choose_experts(x, KINDS[name]))
+    weights, ids = choose(logits)
+    for token, row in enumerate(logits):
+        want, want_ids = numpy_choice(row, KINDS[name])
+        np.testing.assert_array_equal(ids[token], want_ids)
+        np.testing.assert_allclose(weights[token], want, rtol=1e-5)
+    for rows in (1, 8):
+        parts = [choose(logits[s : s + rows])[0] for s in range(0, 64, rows)]
+        np.testing.assert_array_equal(np.concatenate(parts), weights)
+
+
+@pytest.mark.parametrize("experts", [64, 128])
+def test_bits_of_the_choice_among_many_experts(experts):
+    """64 x 64 is where XLA begins to hand reductions to a library."""
+    moe = dataclasses.replace(BASE, num_experts=experts, top_k=8, topk_norm=1.0)
+    logits = 3 * np.random.default_rng(0).standard_normal((64, experts)).astype(np.float32)
+    choose = jax.jit(lambda x: choose_experts(x, moe)[0])
+    parts = [choose(logits[s : s + 8]) for s in range(0, 64, 8)]
+    np.testing.assert_array_equal(np.concatenate(parts), choose(logits))
+
+
+def test_clamped_swiglu():
+    rng = np.random.default_rng(0)
+    gate, up = (6 * rng.standard_normal((2, 5, 7))).astype(np.float32)
+    g, u = np.minimum(gate, 7.0), np.clip(up, -7.0, 7.0)
+    want = (u + 1) * g / (1 + np.exp(-1.702 * g))
+    got = clamped_swiglu(jnp.asarray(gate), jnp.asarray(up), ClampedSwiglu(1.702, 7.0))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_combine():
+    rng = np.random.default_rng(0)
+    ids = jnp.asarray(rng.integers(0, 12, (5, 3)), jnp.int32)
+    map = row_map(ids, jnp.int32(5), 12)
+    by_token = rng.standard_normal((5, 3, 8)).astype(np.float32)
+    weights = rng.random((5, 3)).astype(np.float32)
+    rows = jnp.asarray(by_token.reshape(15, 8))[map.order]
+    want = (weights[..., None] * by_token).sum(1)
+    np.testing.assert_allclose(combine(rows, jnp.asarray(weights), map), want, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_block_is_the_weighted_sum_of_its_experts(dtype):
+    moe = dataclasses.replace(BASE, shared_size=16, topk_norm=1.0)
+    block = MoeBlock(32, moe, 0, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
+    block.router.weight[...] *= 50  # else every expert weighs the same
+    rng = np.random.default_rng(0)
+    x = np.asarray(jnp.asarray(rng.standard_normal((8, 32)), dtype).astype(jnp.float32))
+    gate, up, down = (
+        np.asarray(p[...].astype(jnp.float32))
+        for p in (block.experts.gate_proj, block.experts.up_proj, block.experts.down_proj)
+    )
+
+    def mlp(row, gate, up, down):
+        inner = gate @ row
+        return down @ (inner / (1 + np.exp(-inner)) * (up @ row))
+
+    shared = [
+        np.asarray(m.weight[...].astype(jnp.float32))
+        for m in (
+            block.shared_experts.gate_proj,
+            block.shared_experts.up_proj,
+            block.shared_experts.down_proj,
+        )
+    ]
+    slots = jnp.full((8,), -1, jnp.int32)
+    rows = Rows(jnp.int32(6), slots, adapters=None, module_names=(), max_rank=0)
+    got = np.asarray(block(jnp.asarray(x, dtype), rows).astype(jnp.float32))
+    for token in range(6):
+        weights, ids = numpy_choice(np.asarray(block.router.weight[...]) @ x[token], moe)
+        want = mlp(x[token], *shared)
+        for weight, expert in zip(weights, ids, strict=True):
+            want = want + weight * mlp(x[token], gate[expert], up[expert], down[expert])
+        tolerance = 1e-6 if dtype == jnp.float32 else 2e-2 * np.abs(want).max()
+        np.testing.assert_allclose(got[token], want, atol=tolerance)
+
+
+def test_router_is_float32_in_a_bfloat16_model():
+    router = Router(32, BASE, 0, rngs=nnx.Rngs(0))
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 32)), jnp.bfloat16)
+    slots = jnp.full((4,), -1, jnp.int32)
+    rows = Rows(jnp.int32(4), slots, adapters=None, module_names=(), max_rank=0)
+    want = np.asarray(x.astype(jnp.float32)) @ np.asarray(router.weight[...]).T
+    np.testing.assert_allclose(router(x, rows), want, atol=1e-6)
