@@ -29,7 +29,7 @@ from lora_jax.models import load
 
 HELDOUT_SHARE = 0.08
 LENGTH = 512
-# The base learns from a sixth of each domain, an adapter from all of its own: a base that had
+# The base learns from a quarter of each domain, an adapter from all of its own: a base that had
 # seen everything many times would leave an adapter nothing to learn from so little text.
 BASE_EVERY = 4
 PLAIN_EVERY = 3  # of the base's records, each third also comes as one running text
