@@ -23,6 +23,8 @@ from serving import launch
 from serving.flags import LoraModule
 from serving.launch import is_loopback, main, read_options
 
+BODY = {"prompt": "x", "max_tokens": 4}
+
 
 def options(*argv: str, **environ: str) -> launch.Options:
     return read_options(["m", *argv], environ)
@@ -168,6 +170,34 @@ def test_it_serves_until_sigterm_and_then_closes_the_engine(fake, caplog):
     places = [text.index(line) for line in lines]
     assert places == sorted(places)
     assert any(line.split()[-6:-3] == ["x", "lora", "4"] for line in text.splitlines())
+
+
+def test_sigterm_lets_running_requests_finish(fake, caplog):
+    answers = []
+
+    def client() -> None:
+        while "Ready: http" not in caplog.text:
+            time.sleep(0.01)
+        url = caplog.text.split("Ready: ")[1].split()[0]
+        fake[0].open.clear()
+        asking = threading.Thread(
+            target=lambda: answers.append(post(f"{url}/v1/completions", BODY))
+        )
+        asking.start()
+        while not fake[0].running:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+        while "Waiting for connections to close" not in caplog.text and asking.is_alive():
+            time.sleep(0.01)
+        fake[0].open.set()
+        asking.join()
+
+    thread = threading.Thread(target=client)
+    thread.start()
+    assert main(["m", "--port", "0"]) == 0
+    thread.join()
+    assert answers[0]["usage"]["completion_tokens"] == BODY["max_tokens"]
+    assert not fake[0].alive
 
 
 def test_a_bad_adapter_stops_the_start_and_is_named(fake, caplog):

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from fake_engine import FakeEngine
 
+from serving.http.errors import ApiError
 from serving.http.generation import ClientGone, Generation, Piece, usage_of
 from serving.http.mailbox import Mailbox
 from serving.http.prompts import Prompt
@@ -52,6 +53,20 @@ def test_when_the_second_is_refused_the_first_is_aborted(engine):
         asyncio.run(submit())
     assert engine.aborted == [engine.submitted[0].id]
     engine.open.set()
+
+
+def test_a_dead_engine_is_503(engine):
+    def dead(*args, **kwargs):
+        raise RuntimeError("at /srv/x")
+
+    engine.submit, engine.alive = dead, False
+
+    async def submit():
+        Generation(engine, Mailbox(), PROMPTS).submit(None, [Sampling()] * 2, "")
+
+    with pytest.raises(ApiError, match="The engine has stopped") as error:
+        asyncio.run(submit())
+    assert error.value.status == 503
 
 
 def test_silence_is_an_empty_batch_and_leaving_aborts(engine):
