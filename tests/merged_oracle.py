@@ -1,17 +1,22 @@
-"""Adapter files by name, and a transformers model with the same LoRA merged in by hand."""
+"""Adapter files by name, a transformers model with the same LoRA merged in, and model sizes."""
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from adapter_cases import write_adapter
+from flax import nnx
 from model_driver import Sites
 
 from lora_jax.adapters import peft_format
 from lora_jax.adapters.catalogue import LoraCatalogue
+from lora_jax.config import ModelConfig
+from lora_jax.models import model_class
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,3 +67,10 @@ def named_lora(shapes: dict[str, tuple[int, int]], rank: int = 3, seed: int = 0)
 def weight_by_path(model: Any, path: str) -> Any:
     """Return the weight of a linear map of the transformers model."""
     return model.get_submodule(path).weight
+
+
+def num_weights(config: ModelConfig) -> int:
+    """Return how many weights our model of this config has, without making it."""
+    kind = model_class(config.model_type)
+    shapes = nnx.eval_shape(lambda: kind(config))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(shapes, nnx.Param)))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from merged_oracle import named_lora, weight_by_path
+from merged_oracle import named_lora, num_weights, weight_by_path
 from model_contract import OTHERS, PROMPT, Case, ModelContract, make_case, shaken
 from model_driver import TOLERANCE, fill_slots, oracle_logits
 from transformers.models.dbrx.modeling_dbrx import DbrxFFN
@@ -139,3 +139,22 @@ def test_two_rope_thetas_are_refused(case: Case):
     raw["attn_config"] = {**raw["attn_config"], "rope_theta": 5e5}
     with pytest.raises(ValueError, match=r"500000.*3000"):
         from_hf(raw)
+
+
+def test_released_model_has_its_size():
+    """The config of the released model gives its 132 billion weights."""
+    config = from_hf(
+        {
+            "model_type": "dbrx",
+            "attn_config": {"clip_qkv": 8, "kv_n_heads": 8, "rope_theta": 500000},
+            "d_model": 6144,
+            "ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4},
+            "max_seq_len": 32768,
+            "n_heads": 48,
+            "n_layers": 40,
+            "tie_word_embeddings": False,
+            "vocab_size": 100352,
+        }
+    )
+    assert round(num_weights(config) / 1e6) == 131597
+    assert (config.rope.theta, config.clip_qkv, config.experts.topk_norm) == (5e5, 8.0, 1.0)

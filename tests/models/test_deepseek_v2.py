@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from merged_oracle import named_lora, weight_by_path
+from merged_oracle import named_lora, num_weights, weight_by_path
 from model_contract import OTHERS, PROMPT, Case, ModelContract, make_case, shaken
 from model_driver import (
     TINY,
@@ -173,3 +173,69 @@ def test_a_model_without_experts_is_dense():
     catalogue = model_class("deepseek_v2").catalogue(config)
     assert catalogue.modules["gate_proj"].layers == (0, 1)
     assert not any(name.startswith(("experts.", "shared_", "router")) for name in catalogue.modules)
+
+
+RELEASED = {
+    "model_type": "deepseek_v2",
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 1408,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 4096,
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "v_head_dim": 128,
+    "vocab_size": 102400,
+}  # the Lite model
+LARGE = {
+    "hidden_size": 5120,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "n_group": 8,
+    "n_routed_experts": 160,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 60,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "routed_scaling_factor": 16.0,
+    "topk_group": 3,
+    "topk_method": "group_limited_greedy",
+}
+
+
+@pytest.mark.parametrize(("changes", "millions"), [({}, 15706), (LARGE, 235741)])
+def test_released_models_have_their_size(changes, millions):
+    config = from_hf(RELEASED | changes)
+    assert round(num_weights(config) / 1e6) == millions
+    growth = 0.1 * 0.707 * np.log(40) + 1
+    assert config.attention_scale == pytest.approx((128 + 64) ** -0.5 * growth**2)
+    assert config.rope.magnitude == 1.0  # both mscales are equal
+    shape = model_class("deepseek_v2").kv_shape(config)
+    assert shape.bytes_per_token(np.dtype(np.float16)) == config.num_layers * 576 * 2

@@ -12,12 +12,13 @@ import pytest
 import torch
 import transformers
 from flax import nnx
-from merged_oracle import named_lora, weight_by_path
+from merged_oracle import named_lora, num_weights, weight_by_path
 from model_contract import OTHERS, PROMPT, Case, ModelContract, make_case, shaken
 from model_driver import TINY, TOLERANCE, Driver, fill_slots, old_keys, oracle_logits
 from safetensors.numpy import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from lora_jax.config import from_hf
 from lora_jax.models import load
 
 HIDDEN, WIDTH, EXPERTS, WINDOW = 32, 96, 5, 4  # MXFP4 wants multiples of 32
@@ -190,3 +191,41 @@ def test_adapter_file_equals_merged_oracle(case: Case, tmp_path):
     want = oracle_logits(lora.merged_into(case.oracle, weight_of), PROMPT)
     np.testing.assert_allclose(got[0], want, atol=TOLERANCE, rtol=0)
     np.testing.assert_array_equal(got[1], case.driver.run([OTHERS[0]])[0])
+
+
+def test_released_20b_has_its_size():
+    """The config of the released model gives its 20.9 billion weights and its YaRN."""
+    config = from_hf(
+        {
+            "model_type": "gpt_oss",
+            "attention_bias": True,
+            "experts_per_token": 4,
+            "head_dim": 64,
+            "hidden_act": "silu",
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "layer_types": ["sliding_attention", "full_attention"] * 12,
+            "max_position_embeddings": 131072,
+            "num_attention_heads": 64,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 8,
+            "num_local_experts": 32,
+            "quantization_config": {"quant_method": "mxfp4"},
+            "rms_norm_eps": 1e-5,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "original_max_position_embeddings": 4096,
+                "truncate": False,
+            },
+            "rope_theta": 150000,
+            "sliding_window": 128,
+            "swiglu_limit": 7.0,
+            "vocab_size": 201088,
+        }
+    )
+    assert round(num_weights(config) / 1e6) == 20915
+    assert config.sliding_windows == (128, None) * 12
+    assert config.rope.magnitude == pytest.approx(0.1 * np.log(32) + 1)
