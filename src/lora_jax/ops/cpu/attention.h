@@ -12,8 +12,9 @@
 
 namespace lora_jax {
 
-constexpr int64_t kQueryRows = 12;            // (token, head) rows that share loads of K and V
-constexpr int64_t kScoreBytes = 512 << 10;    // their scores should stay in L2
+constexpr int64_t kQueryRows = 24;          // (token, head) rows that share loads of K and V
+constexpr int64_t kScoreBytes = 512 << 10;  // their scores should stay in L2
+constexpr int64_t kAhead = 16;  // positions to prefetch ahead: rows of one head lie far apart
 
 template <class T>
 struct Attention {
@@ -44,7 +45,8 @@ struct Query {
   float total;
 };
 
-// Pointers to the K and V rows of positions [lo, hi] of a sequence for one kv head.
+// Pointers to the K and V rows of positions [lo, hi] of a sequence for one kv head; V's last is
+// repeated kAhead times.
 template <class T>
 void row_pointers(const Attention<T>& g, int64_t seq, int64_t kv_head, int64_t lo, int64_t hi,
                   std::vector<const T*>* k, std::vector<const T*>* v) {
@@ -60,6 +62,7 @@ void row_pointers(const Attention<T>& g, int64_t seq, int64_t kv_head, int64_t l
       v->push_back(v_base + row * v_dim);
     }
   }
+  v->resize(v->size() + kAhead, v->back());
 }
 
 // queries[i].scores[s] = q[i] . k[s] for all s, also those that query i does not see.
@@ -72,11 +75,13 @@ void score(const Attention<typename D::T>& g, const std::vector<const typename D
     const typename D::T* cols[kCols];
     for (int64_t c = 0; c < kCols; ++c) cols[c] = k[std::min(s + c, num_k - 1)];
     int64_t n = std::min<int64_t>(kCols, num_k - s);
+    for (int64_t c = s + kAhead; c < std::min(s + kAhead + kCols, num_k); ++c)
+      for (int64_t d = 0; d < g.k_dim; d += D::kLine) __builtin_prefetch(k[c] + d);
     for (int64_t i = 0; i < num_q; i += kRows) {
       int64_t m = std::min<int64_t>(kRows, num_q - i);
       dot_tile<D>(m, q.data() + i, cols, g.k_dim, sums);
       for (int64_t r = 0; r < m; ++r)
-        for (int64_t c = 0; c < n; ++c) queries[i + r].scores[s + c] = sums[r * kCols + c];
+        store(queries[i + r].scores + s, load(sums + r * kCols, n), n);
     }
   }
 }
@@ -116,9 +121,16 @@ inline void add_values(const Query* queries, const T* const* v, int64_t begin, i
   }
   for (int64_t s = begin; s < end; ++s) {
     const T* row = v[s] + col;
+    for (int j = 0; j < S; j += sizeof(float) / sizeof(T))
+      __builtin_prefetch(v[s + kAhead] + col + j * kLanes);
+    f32x16 weight[M];
+    for (int r = 0; r < M; ++r) {
+      weight[r] = splat(p[r][s]);
+      in_register(weight[r]);
+    }
     for (int j = 0; j < S; ++j) {
       f32x16 value = j + 1 < S ? load(row + j * kLanes) : load(row + j * kLanes, n);
-      for (int r = 0; r < M; ++r) a[r][j] = fma(splat(p[r][s]), value, a[r][j]);
+      for (int r = 0; r < M; ++r) a[r][j] = fma(weight[r], value, a[r][j]);
     }
   }
   for (int r = 0; r < M; ++r)
@@ -174,7 +186,7 @@ void run_attention_item(const Attention<typename D::T>& g, const AttentionItem& 
   int64_t lo = g.first(position), hi = position + item.count - 1, context = hi - lo + 1;
   std::vector<const T*> k, v, q;
   k.reserve(context);
-  v.reserve(context);
+  v.reserve(context + kAhead);
   row_pointers(g, g.token_to_seq[item.token], item.kv_head, lo, hi, &k, &v);
   std::vector<float> scores(context * item.count * group);
   std::vector<Query> queries;
@@ -215,7 +227,7 @@ bool attention_items(const Attention<T>& g, std::vector<AttentionItem>* items, d
       for (int64_t token = t; token < end; token += chunk)
         items->push_back({token, std::min(chunk, end - token), head});
     double work = double(end - t) * (last - g.first(last) + 1) * (g.k_dim + g.v_dim);
-    *micros += std::max(work * g.q_heads / 20e3, work * g.kv_heads * sizeof(T) / 12e3 / chunk);
+    *micros += std::max(work * g.q_heads / 35e3, work * g.kv_heads * sizeof(T) / 12e3 / chunk);
   }
   return true;
 }

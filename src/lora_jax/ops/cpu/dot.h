@@ -8,8 +8,8 @@
 
 namespace lora_jax {
 
-// Keeps a loaded vector in a register: GCC would load it again for each of its uses, and two loads a
-// cycle are what bounds the loop.
+// Keeps a loaded vector in a register: GCC would load it again for each of its uses, and two loads
+// a cycle are what bounds the loop.
 template <class V>
 inline void in_register(V& v) {
 #if defined(__AVX512F__) && defined(__GNUC__)
@@ -27,7 +27,7 @@ constexpr int kRows = 2, kCols = 2;
 struct DotF32 {
   using T = float;
   using V = f32x16;
-  static constexpr int kStep = 16;
+  static constexpr int kStep = 16, kLine = 64 / sizeof(T);  // elements
   static V load(const T* p) { return lora_jax::load(p); }
   static V load(const T* p, int64_t n) { return lora_jax::load(p, n); }
   static f32x16 fma(f32x16 acc, V x, V w) { return lora_jax::fma(x, w, acc); }
@@ -37,7 +37,7 @@ struct DotF32 {
 struct DotBF16 {
   using T = uint16_t;
   using V = __m512bh;
-  static constexpr int kStep = 32;
+  static constexpr int kStep = 32, kLine = 64 / sizeof(T);
   static V load(const T* p) { return (V)_mm512_loadu_si512(p); }
   static V load(const T* p, int64_t n) {
     if (n >= kStep) return load(p);
@@ -49,7 +49,7 @@ struct DotBF16 {
 struct DotBF16 {
   using T = uint16_t;
   using V = f32x16;
-  static constexpr int kStep = 16;
+  static constexpr int kStep = 16, kLine = 64 / sizeof(T);  // elements
   static V load(const T* p) { return lora_jax::load(p); }
   static V load(const T* p, int64_t n) { return lora_jax::load(p, n); }
   static f32x16 fma(f32x16 acc, V x, V w) { return lora_jax::fma(x, w, acc); }
@@ -58,9 +58,11 @@ struct DotBF16 {
 
 // acc[r * kCols + c] += lane products of x[r] and w[c] over elements [k0, k1). k0 is a multiple of
 // the step, and so is k1 unless it is the end.
-template <class D, int M>
+//
+// With kFetch, what lies `fetch` elements beyond w is brought into L2 on the way.
+template <class D, int M, bool kFetch = false>
 inline void dot_rows(const typename D::T* const* x, const typename D::T* const* w, int64_t k0,
-                       int64_t k1, f32x16* acc) {
+                     int64_t k1, f32x16* acc, int64_t fetch = 0) {
   f32x16 a[M][kCols];
   for (int r = 0; r < M; ++r)
     for (int c = 0; c < kCols; ++c) a[r][c] = acc[r * kCols + c];
@@ -75,6 +77,7 @@ inline void dot_rows(const typename D::T* const* x, const typename D::T* const* 
     for (int c = 0; c < kCols; ++c) {
       typename D::V wv = D::load(wp[c] + k);
       in_register(wv);
+      if (kFetch) __builtin_prefetch(wp[c] + k + fetch, 0, 2);
       for (int r = 0; r < M; ++r) a[r][c] = D::fma(a[r][c], xv[r], wv);
     }
   }

@@ -28,27 +28,15 @@ constexpr int64_t kBlockBytes = 3072;  // of K per row: a block of kCols matrix 
 template <class D>
 struct Panel {
   const typename D::T* w[kCols];
-  int64_t fetch;  // elements per row of the next panel to prefetch with each tile
+  int64_t fetch;  // elements to the next panel; 0 if there is none
 };
 
 template <class D>
-inline Panel<D> make_panel(const typename D::T* w, int64_t col, int64_t d_out, int64_t d_in,
-                           int64_t rows) {
+inline Panel<D> make_panel(const typename D::T* w, int64_t col, int64_t d_out, int64_t d_in) {
   Panel<D> panel{{}, 0};
   for (int64_t c = 0; c < kCols; ++c) panel.w[c] = w + std::min(col + c, d_out - 1) * d_in;
-  if (rows > kRows && col + 2 * kCols <= d_out) panel.fetch = d_in * kRows / rows + 1;
+  if (col + 2 * kCols <= d_out) panel.fetch = kCols * d_in;
   return panel;
-}
-
-// Brings the part of the next panel that belongs to the tile at `row` into L2, while the arithmetic
-// units are busy with this one.
-template <class D>
-inline void prefetch_next(const Panel<D>& panel, int64_t row, int64_t d_in) {
-  constexpr int64_t kLine = 64 / sizeof(typename D::T);
-  int64_t begin = row / kRows * panel.fetch, end = std::min(begin + panel.fetch, d_in);
-  for (int c = 0; c < kCols; ++c)
-    for (int64_t k = begin / kLine * kLine; k < end; k += kLine)
-      __builtin_prefetch(panel.w[c] + kCols * d_in + k, 0, 2);
 }
 
 template <class T>
@@ -65,10 +53,12 @@ inline void run_tile(const Gemm<typename D::T>& g, const Panel<D>& panel, const 
                      int64_t row, int64_t col, int64_t k0, int64_t k1, f32x16* acc) {
   if (k0 == 0)
     for (int i = 0; i < kTile; ++i) acc[i] = f32x16{};
-  if (k0 == 0 && panel.fetch) prefetch_next(panel, row - item.row0, g.d_in);
   const typename D::T* x[M];
   for (int r = 0; r < M; ++r) x[r] = g.x + (row + r) * g.d_in;
-  dot_rows<D, M>(x, panel.w, k0, k1, acc);
+  if (panel.fetch && row == item.row0)
+    dot_rows<D, M, true>(x, panel.w, k0, k1, acc, panel.fetch);
+  else
+    dot_rows<D, M>(x, panel.w, k0, k1, acc);
   if (k1 < g.d_in) return;
   float sums[kTile];
   sum_tile<M>(acc, sums);
@@ -103,7 +93,7 @@ void run_gemm_item(const Gemm<typename D::T>& g, const GemmItem& item) {
   alignas(64) f32x16 acc[kAccRows / kRows * kTile];
   const typename D::T* w = g.w + item.group * g.d_out * g.d_in;
   for (int64_t col = item.col0; col < item.col1; col += kCols) {
-    Panel<D> panel = make_panel<D>(w, col, g.d_out, g.d_in, rows);
+    Panel<D> panel = make_panel<D>(w, col, g.d_out, g.d_in);
     for (int64_t row = item.row0; row < item.row1; row += kAccRows)
       run_rows<D>(g, panel, item, row, std::min(row + kAccRows, item.row1), col, block, acc);
   }
