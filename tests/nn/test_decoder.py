@@ -74,6 +74,19 @@ def test_no_float_reduction_is_left_to_xla(num_tokens):
     assert "ynn_fusion" not in lowered.compile().as_text()
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_bits_at_sizes_where_xla_begins_to_choose(dtype):
+    """A prompt in a bucket of 128 with a neighbour, alone in 64, in chunks of 8, and one by one."""
+    config = make_config()
+    driver = Driver(build(config, dtype), config)
+    rng = np.random.default_rng(0)
+    prompt, other = rng.integers(0, 50, 60).tolist(), rng.integers(0, 50, 41).tolist()
+    want = driver.run([other, prompt])[1]
+    np.testing.assert_array_equal(driver.run([prompt])[0], want)
+    np.testing.assert_array_equal(driver.run([prompt], chunk=8)[0], want)
+    np.testing.assert_array_equal(driver.run([prompt[:20]], chunk=1)[0], want[:20])
+
+
 def test_padding_rows_of_logits_are_zero():
     model = build(make_config(tie_word_embeddings=True))
     hidden = jnp.asarray(np.random.default_rng(0).standard_normal((4, 64)), jnp.float32)
