@@ -133,7 +133,7 @@ def test_report_of_a_real_adapter(real_client):
 
 
 def test_reload_under_the_same_name_changes_the_text_at_once(real_client, real_lora_dir):
-    """S8: whatever the prefix cache holds belongs to the old weights."""
+    """Whatever the prefix cache holds belongs to the old weights."""
     shape = TinyShape(experts=4)
     write_adapter(real_lora_dir / "v1", shape, 4, 21)
     write_adapter(real_lora_dir / "v2", shape, 4, 22)

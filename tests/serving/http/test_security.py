@@ -1,4 +1,4 @@
-"""The security rules that no single module can show: each name says which incident it answers."""
+"""Security rules that no single module can show."""
 
 import ast
 import json
@@ -27,7 +27,7 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-def test_s1_s4_nothing_unpickles_and_no_route_takes_tensors(real_client):
+def test_nothing_unpickles_and_no_route_takes_tensors(real_client):
     assert len(SOURCES) > 50
     assert {
         p.name: imports(p) & UNSAFE_MODULES for p in SOURCES if imports(p) & UNSAFE_MODULES
@@ -36,7 +36,7 @@ def test_s1_s4_nothing_unpickles_and_no_route_takes_tensors(real_client):
     assert [path for path in paths if re.search("tensor|pickle|eval|exec|debug", path)] == []
 
 
-def test_s6_nothing_runs_code_from_files_and_no_check_is_an_assert():
+def test_nothing_runs_code_from_files_and_no_check_is_an_assert():
     readers = [*ROOT.glob("src/lora_jax/adapters/peft_*.py")]
     readers += [ROOT / "src/lora_jax/adapters/registry.py"]
     readers += [ROOT / "src/lora_jax/adapters/safetensors_file.py"]
@@ -47,7 +47,7 @@ def test_s6_nothing_runs_code_from_files_and_no_check_is_an_assert():
                 assert node.func.id not in ("eval", "exec", "compile", "__import__"), path.name
 
 
-def test_s7_templates_come_from_the_server_only(real_client, real_lora_dir):
+def test_templates_come_from_the_server_only(real_client, real_lora_dir):
     """Neither a request nor an adapter's folder brings a template of its own."""
     messages = [{"role": "user", "content": "{{ 7 * 7 }} {% raw %}"}]
     attack = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
@@ -70,7 +70,7 @@ def test_s7_templates_come_from_the_server_only(real_client, real_lora_dir):
     assert answers[0]["usage"]["prompt_tokens"] == answers[1]["usage"]["prompt_tokens"]
 
 
-def test_s9_callers_do_not_share_their_prefix_cache(real_engine):
+def test_callers_do_not_share_their_prefix_cache(real_engine):
     """A hit would show in cached_tokens, and in the time to the first token."""
     tenants = (Tenant("one"), Tenant("two"), Tenant("three", salt="s"), Tenant("four", salt="s"))
     prompt = "a prompt of several pages that nobody else has asked for yet"
@@ -95,7 +95,7 @@ def test_s9_callers_do_not_share_their_prefix_cache(real_engine):
         assert cached("one") == full
 
 
-def test_s11_request_ids_of_clients_are_never_keys(real_client):
+def test_request_ids_of_clients_are_never_keys(real_client):
     """Requests with the same id, in flight at the same time, keep their own answers."""
     headers = {"X-Request-Id": "same"}
     bodies = [
@@ -115,7 +115,7 @@ def test_s11_request_ids_of_clients_are_never_keys(real_client):
     assert text == alone[0][0]["text"]
 
 
-def test_s15_no_label_comes_from_a_client(real_client):
+def test_no_label_comes_from_a_client(real_client):
     for i in range(3):
         body = {"model": f"spam{i}", "prompt": "x", "user": f"spam{i}"}
         real_client.post("/v1/completions", json=body, headers={"X-Request-Id": f"spam{i}"})
