@@ -239,3 +239,11 @@ def test_released_models_have_their_size(changes, millions):
     assert config.rope.magnitude == 1.0  # both mscales are equal
     shape = model_class("deepseek_v2").kv_shape(config)
     assert shape.bytes_per_token(np.dtype(np.float16)) == config.num_layers * 576 * 2
+
+
+def test_norm_topk_prob_normalises_instead_of_scaling():
+    """As in the released modelling code; transformers 5 ignores the key."""
+    moe = from_hf(RELEASED | LARGE | {"norm_topk_prob": True}).experts
+    assert (moe.topk_norm, moe.weight_scale) == (1.0, 1.0)
+    moe = from_hf(RELEASED | LARGE).experts
+    assert (moe.topk_norm, moe.weight_scale) == (None, 16.0)
