@@ -121,8 +121,9 @@ def main() -> None:
     for row in rows:
         rates = ", ".join(f"{k} {v:.0f} tok/s" for k, v in row["output_tokens_per_s"].items())
         print(
-            f"{row['dtype']}: {rates}; {row['ours_over_peft']:.2f}x PEFT; with 8 adapters "
-            f"{row['mixed_over_base']:.0%} of base; equal text {row['requests_with_equal_text']:.0%}"
+            f"{row['dtype']}: {rates}; {row['ours_over_peft']:.2f}x PEFT; "
+            f"with 8 adapters {row['mixed_over_base']:.0%} of base; "
+            f"equal text {row['requests_with_equal_text']:.0%}"
         )
 
 

@@ -1,0 +1,72 @@
+"""The tree stays a house: a test file per module, short files, imports that point down."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from server_process import ROOT
+
+# Nothing to run in them: names of types, and a dataclass that every model test fills.
+WITHOUT_TEST = {"src/lora_jax/typing.py", "src/lora_jax/batch.py"}
+# Tests of what only shows when the rooms work together.
+WITHOUT_MODULE = {
+    "tests/test_layout.py",
+    "tests/clients/test_golden_text.py",
+    "tests/clients/test_lm_eval_client.py",
+    "tests/clients/test_openai_client.py",
+    "tests/clients/test_vllm_rs_client.py",
+    "tests/serving/http/test_bad_input.py",
+    "tests/serving/http/test_end_to_end.py",
+    "tests/serving/http/test_security.py",
+}
+LONGEST_FILE = 400
+
+
+def modules() -> list[Path]:
+    """Every module of the product, relative to the root."""
+    files = [*ROOT.glob("src/lora_jax/**/*.py"), *ROOT.glob("serving/**/*.py")]
+    return [f.relative_to(ROOT) for f in files if f.name != "__init__.py"]
+
+
+def home_of_test(module: Path) -> Path:
+    """Where a module's test lies: the mirror of its place; a private part's with its package.
+
+    The implementations of an op share the op's test.
+    """
+    parts = module.parts[2:] if module.parts[0] == "src" else module.parts
+    if parts[-1].startswith("_"):
+        return Path("tests", *parts[:-2], f"test_{parts[-2]}.py")
+    if parts[0] == "ops" and len(parts) == 3 and parts[1] != "cpu":
+        return Path("tests", "ops", f"test_{parts[1]}.py")
+    return Path("tests", *parts[:-1], f"test_{parts[-1]}")
+
+
+def test_every_module_has_its_test_file():
+    missing = [
+        f"{module} wants {home_of_test(module)}"
+        for module in modules()
+        if str(module) not in WITHOUT_TEST and not (ROOT / home_of_test(module)).exists()
+    ]
+    assert not missing, "\n".join(missing)
+
+
+def test_every_test_file_has_its_module():
+    homes = {str(home_of_test(module)) for module in modules()} | WITHOUT_MODULE
+    files = {str(f.relative_to(ROOT)) for f in ROOT.glob("tests/**/test_*.py")}
+    strays = {f for f in files - homes if not f.startswith("tests/cuda_backend/")}
+    assert not strays, "\n".join(sorted(strays))
+
+
+def test_files_are_short():
+    long = [
+        f"{module}: {lines} lines"
+        for module in modules()
+        if (lines := len((ROOT / module).read_text().splitlines())) > LONGEST_FILE
+    ]
+    assert not long, "\n".join(long)
+
+
+def test_imports_point_down():
+    linter = Path(sys.executable).with_name("lint-imports")
+    done = subprocess.run([linter], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout[-3000:]
