@@ -158,6 +158,11 @@ def test_dtype(tmp_path, stored, said, asked, want):
     np.testing.assert_array_equal(weight, file.astype(jnp.dtype(want)))
 
 
+def test_dtype_that_no_op_computes(tmp_path):
+    with pytest.raises(ValueError, match="float16 is not supported, only float32 and bfloat16"):
+        load(write(tmp_path, mixtral_tensors(CONFIG)), dtype="float16")
+
+
 def test_no_config(tmp_path):
     save_file(mixtral_tensors(CONFIG), tmp_path / SINGLE)
     with pytest.raises(ValueError, match=r"holds no config\.json"):

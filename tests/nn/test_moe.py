@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.config import ClampedSwiglu, MoeConfig
 from lora_jax.nn.lora import Rows
 from lora_jax.nn.moe import MoeBlock, Router, choose_experts, clamped_swiglu, combine
@@ -134,3 +135,24 @@ def test_router_is_float32_in_a_bfloat16_model():
     rows = Rows(jnp.int32(4), slots, adapters=None, module_names=(), max_rank=0)
     want = np.asarray(x.astype(jnp.float32)) @ np.asarray(router.weight[...]).T
     np.testing.assert_allclose(router(x, rows), want, atol=1e-6)
+
+
+def test_router_takes_adapters_in_a_bfloat16_model():
+    """The slots hold bfloat16; the sum is float32, and a base row keeps its bits."""
+    router = Router(32, BASE, 0, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((4, 32)), jnp.bfloat16)
+    pools = {
+        str(width): jnp.asarray(rng.standard_normal((3, width)), jnp.bfloat16) for width in (32, 12)
+    }
+    entries = jnp.asarray([[[[1, 0, 2, 0, 0]]]], jnp.int32)  # A rows 1, 2 and B rows 0, 1
+    adapters = AdapterSlots(pools, entries, jnp.full((1, 1, 1), 0.25, jnp.float32))
+    slots = jnp.asarray([0, -1, 0, -1], jnp.int32)
+    rows = Rows(jnp.int32(4), slots, adapters, module_names=("router",), max_rank=2)
+    base = np.asarray(router(x, dataclasses.replace(rows, adapters=None)))
+    got = np.asarray(router(x, rows))
+    wide = [np.asarray(a.astype(jnp.float32)) for a in (x, pools["32"][1:3], pools["12"][:2])]
+    delta = 0.25 * wide[0] @ wide[1].T @ wide[2]
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got[::2], (base + delta)[::2], atol=2e-2 * np.abs(delta).max())
+    np.testing.assert_array_equal(got[1::2], base[1::2])

@@ -111,11 +111,11 @@ def _stored(file: Path, name: str, entry: Any, data: int, size: int) -> StoredTe
     """Return one entry of a header after checking it against the file's size."""
     try:
         kind, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        sound = all(isinstance(n, int) and n >= 0 for n in (*shape, begin, end))
-    except (KeyError, TypeError, ValueError):
-        sound = False
-    if not sound:
-        raise ValueError(f"{file.name}: the header's entry of {name} is wrong: {str(entry)[:200]}.")
+        if not all(isinstance(n, int) and n >= 0 for n in (*shape, begin, end)):
+            raise ValueError("sizes are not counts")
+    except (KeyError, TypeError, ValueError) as error:
+        said = str(entry)[:200]
+        raise ValueError(f"{file.name}: the header's entry of {name} is wrong: {said}.") from error
     if kind not in DTYPES:
         known = ", ".join(DTYPES)
         raise ValueError(f"{file.name}: {name} has dtype {kind}, supported are {known}.")

@@ -36,12 +36,13 @@ def load(
     `dtype` None keeps the checkpoint's (float16 becomes float32, which every device computes).
 
     Raises:
-        ValueError: the config is not supported, or tensors are missing, left over or misshapen.
+        ValueError: config or dtype are not supported, or tensors are missing, left over or
+            misshapen.
     """
     folder = Path(path)
     config, files = read_config(folder), Checkpoint(folder)
     kind = model_class(config.model_type)
-    wanted = checkpoint_dtype(config, files) if dtype is None else jnp.dtype(dtype)
+    wanted = checkpoint_dtype(config, files) if dtype is None else _supported(dtype)
     graphdef, state = nnx.split(nnx.eval_shape(lambda: kind(config, dtype=wanted)), graph=False)
     params = {_dotted(path): (path, param) for path, param in nnx.to_flat_state(state)}
     shapes = {name: param.shape for name, (_, param) in params.items()}
@@ -81,6 +82,12 @@ def checkpoint_dtype(config: ModelConfig, files: Checkpoint) -> jnp.dtype:
                 sizes[tensor.dtype.name] = sizes.get(tensor.dtype.name, 0) + items
         said = max(sizes, key=lambda name: sizes[name], default="float32")
     return jnp.dtype(jnp.bfloat16 if said == "bfloat16" else jnp.float32)
+
+
+def _supported(dtype: Any) -> jnp.dtype:
+    if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"dtype {jnp.dtype(dtype)} is not supported, only float32 and bfloat16.")
+    return jnp.dtype(dtype)
 
 
 def plan_load(

@@ -2,8 +2,6 @@
 
 import dataclasses
 
-import jax.numpy as jnp
-
 from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.ops.lora_gemm import lora_gemm
 from lora_jax.typing import Array, Float, Int
@@ -70,13 +68,6 @@ class Rows:
             row_to_expert,
             max_rank=self.max_rank,
         )
-
-    def repeated(self, times: int) -> "Rows":
-        """Return the rows of a matrix in which each row stands `times` times in succession."""
-        slots = jnp.repeat(
-            self.row_to_slot, times, total_repeat_length=self.row_to_slot.size * times
-        )
-        return dataclasses.replace(self, num_rows=self.num_rows * times, row_to_slot=slots)
 
     def gathered(self, row_to_row: Int[Array, "new_rows"], num_rows: Int[Array, ""]) -> "Rows":
         """Return the rows of a matrix whose row t is row row_to_row[t] of this one."""
