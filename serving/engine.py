@@ -5,16 +5,20 @@ with Engine("path/to/model", adapters={"sql": "path/to/adapter"}) as engine:
 """
 
 import dataclasses
+import os
 import queue
 import secrets
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lora_jax.adapters.registry import AdapterEntry
 from lora_jax.adapters.weights import AdapterReport
 from serving.batch import Batch
+from serving.compile_counter import CompileCounter
 from serving.config import EngineConfig
+from serving.engine_loop import EngineLoop
 from serving.engine_parts import EngineParts, ModelInfo, build_parts, engine_stats
 from serving.live_request import LiveRequest
 from serving.metrics import EngineStats
@@ -48,18 +52,25 @@ class Engine:
     Owns a thread and device memory until `close`.
     """
 
-    def __init__(self, model: str, adapters: Mapping[str, str] | None = None, **fields: Any):
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        adapters: Mapping[str, str | os.PathLike[str]] | None = None,
+        **fields: Any,
+    ):
         """Load model and adapters and compile; `fields` are those of `EngineConfig`.
 
         Raises ValueError for a config, model or adapter that cannot be served.
         """
-        self.config = EngineConfig(model=model, **fields)
+        self.config = EngineConfig(model=os.fspath(model), **fields)
         self._parts: EngineParts = build_parts(self.config, dict(adapters or {}))
         self._loop = self._parts.loop
         self.tokenizer = self._parts.tokenizer
         self.registry = self._parts.registry
         self.metrics = self._parts.metrics
         self.model_info: ModelInfo = self._parts.model_info
+        # Also when the last reference goes, and when the interpreter ends.
+        self._close = weakref.finalize(self, _close, self._loop, self._parts.compilations)
         self._loop.start()
 
     def __enter__(self) -> "Engine":
@@ -70,8 +81,7 @@ class Engine:
 
     def close(self) -> None:
         """End the engine's thread; live requests end with an error. Closing twice is allowed."""
-        self._loop.close()
-        self._parts.compilations.close()
+        self._close()
 
     # Text in, text out.
 
@@ -212,7 +222,12 @@ class Engine:
     # Adapters.
 
     def load_adapter(
-        self, name: str, path: str, *, replace: bool = False, pinned: bool = False
+        self,
+        name: str,
+        path: str | os.PathLike[str],
+        *,
+        replace: bool = False,
+        pinned: bool = False,
     ) -> AdapterInfo:
         """Read an adapter folder and publish it under a name; blocks while files are read.
 
@@ -261,6 +276,11 @@ class Engine:
     def check_integrity(self) -> None:
         """Raise AssertionError when an idle engine holds anything it should not."""
         self._loop.check_integrity()
+
+
+def _close(loop: EngineLoop, compilations: CompileCounter) -> None:
+    loop.close()
+    compilations.close()
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -2,7 +2,9 @@
 
 import dataclasses
 import logging
+import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -58,7 +60,9 @@ class EngineParts:
     model_info: ModelInfo
 
 
-def build_parts(config: EngineConfig, adapters: dict[str, str]) -> EngineParts:
+def build_parts(
+    config: EngineConfig, adapters: Mapping[str, str | os.PathLike[str]]
+) -> EngineParts:
     """Load the model and the named adapters, compile, and return the parts; nothing runs yet.
 
     Raises ValueError for a model or an adapter that cannot be served.
@@ -197,7 +201,9 @@ def _make_registry(
     )
 
 
-def _load_adapters(registry: AdapterRegistry, adapters: dict[str, str]) -> None:
+def _load_adapters(
+    registry: AdapterRegistry, adapters: Mapping[str, str | os.PathLike[str]]
+) -> None:
     for name, path in adapters.items():
         report = registry.load(name, path, confined=False).report
         logger.info(

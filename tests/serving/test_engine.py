@@ -14,7 +14,8 @@ from lora_jax.adapters.registry import AdapterExists, AdapterNotFound
 from serving import Engine, FinishReason, QueueFull, RequestFailed, Sampling
 
 SHAPES = {"llama": TinyShape(max_positions=96), "mixtral": TinyShape(max_positions=96, experts=4)}
-NUM_PAGES, PAGE_BYTES = 60, 1024  # few enough that 8 long sequences do not fit
+NUM_PAGES = 60  # few enough that 8 long sequences do not fit
+PAGE_BYTES = {"float32": 1024, "bfloat16": 512}
 RANKS = (1, 2, 3, 4, 5, 6, 7, 8)
 GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
 SCORED = dataclasses.replace(GREEDY, logprobs=2)
@@ -43,13 +44,13 @@ def any_engine(request, tmp_path_factory):
     if request.param == "llama":
         yield request.getfixturevalue("engine")
         return
-    with make_engine(tmp_path_factory.mktemp("moe"), SHAPES["mixtral"]) as engine:
+    with make_engine(tmp_path_factory.mktemp("moe"), SHAPES["mixtral"], "bfloat16") as engine:
         yield engine
         settle(engine)
         assert engine.stats().compilations_after_warmup == 0
 
 
-def make_engine(folder, shape):
+def make_engine(folder, shape, dtype="float32"):
     """An engine over a new random model with adapters a0 to a7 and lora_dir `folder`/more."""
     tiny_checkpoint.write_model(folder / "model", shape)
     adapters = {}
@@ -61,11 +62,12 @@ def make_engine(folder, shape):
     return Engine(
         str(folder / "model"),
         adapters=adapters,
+        dtype=dtype,
         max_model_len=96,
         max_num_seqs=8,
         max_num_batched_tokens=32,
         block_size=4,
-        kv_cache_memory_bytes=NUM_PAGES * PAGE_BYTES,
+        kv_cache_memory_bytes=NUM_PAGES * PAGE_BYTES[dtype],
         max_loras=16,
         max_lora_rank=8,
         max_queue=400,
