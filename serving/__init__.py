@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from serving.engine import AdapterInfo, Engine
-    from serving.engine_loop import EngineDead
     from serving.outputs import Completion, RequestFailed, RequestOutput
-    from serving.request import FinishReason, OutputDelta, QueueFull, TokenLogprobs
+    from serving.request import EngineDead, FinishReason, OutputDelta, QueueFull, TokenLogprobs
     from serving.sampling import Sampling
 
 __all__ = [
@@ -30,7 +29,7 @@ __all__ = [
 _HOMES = {
     "AdapterInfo": "engine",
     "Engine": "engine",
-    "EngineDead": "engine_loop",
+    "EngineDead": "request",
     "Completion": "outputs",
     "RequestFailed": "outputs",
     "RequestOutput": "outputs",

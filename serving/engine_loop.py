@@ -16,7 +16,7 @@ from serving.compile_counter import CompileCounter
 from serving.live_request import LiveRequest
 from serving.metrics import EngineMetrics
 from serving.model_runner import InFlightStep, ModelRunner
-from serving.request import FinishReason, Request, Sequence
+from serving.request import EngineDead, FinishReason, Request, Sequence
 from serving.sampler import INVALID_TOKEN
 from serving.scheduler import Progress, Scheduler, SchedulerStats
 
@@ -29,10 +29,6 @@ _DEAD = "The engine has stopped; the request was not finished."
 _ADAPTER_WAIT = "The adapter {name!r} found no free slot in time."
 _NO_OUTPUT = "The output of the request could not be processed."
 _NOT_FINITE = "The model's logits are not finite numbers."
-
-
-class EngineDead(RuntimeError):
-    """The engine has stopped after an error or was closed; it takes no more requests."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,6 +29,10 @@ class QueueFull(RuntimeError):
         self.retry_after_s = retry_after_s
 
 
+class EngineDead(RuntimeError):
+    """The engine has stopped after an error or was closed; it takes no more requests."""
+
+
 @dataclasses.dataclass(frozen=True)
 class TokenLogprobs:
     """Log-probability of one token and of the most likely tokens at its place."""

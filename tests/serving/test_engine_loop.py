@@ -10,10 +10,10 @@ import tiny_checkpoint
 
 from serving import engine_loop
 from serving.compile_counter import CompileCounter
-from serving.engine_loop import EngineDead, EngineLoop, LoopParts
+from serving.engine_loop import EngineLoop, LoopParts
 from serving.live_request import LiveRequest
 from serving.metrics import EngineMetrics
-from serving.request import FinishReason, QueueFull, Request, SequenceResult
+from serving.request import EngineDead, FinishReason, QueueFull, Request, SequenceResult
 from serving.sampler import INVALID_TOKEN
 from serving.sampling import Sampling
 from serving.scheduler import Scheduler, SchedulerLimits
