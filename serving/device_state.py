@@ -102,21 +102,7 @@ def pack_row(
     held_back = _held_back(sampling, end_ids)
     _check_sizes(token_ids, held_back, max_len)
     bias = sampling.logit_bias
-    scalars = {
-        "seed": seed,
-        "num_prompt": num_prompt,
-        "min_tokens": sampling.min_tokens,
-        "top_k": sampling.top_k if sampling.top_k < vocab else 0,
-        "edits": int(bool(bias) or sampling.min_tokens > 0),
-        "penalties": int(sampling.uses_history),
-        "logprobs": int(sampling.logprobs is not None),
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-    }
+    scalars = _scalars(sampling, num_prompt, seed, vocab)
     ints = np.concatenate(
         [
             np.array([scalars[n] for n in _INT_SCALARS], np.int32),
@@ -157,6 +143,25 @@ def admit(
 def _row_key(seed: Int[Array, ""]) -> UInt32[Array, "2"]:
     """Return fold_in(key(0), seed) as raw key data."""
     return jax.random.key_data(jax.random.fold_in(jax.random.key(0, impl="threefry2x32"), seed))
+
+
+def _scalars(sampling: Sampling, num_prompt: int, seed: int, vocab: int) -> dict[str, int | float]:
+    """Return the values of _INT_SCALARS and _FLOAT_SCALARS by name."""
+    return {
+        "seed": seed,
+        "num_prompt": num_prompt,
+        "min_tokens": sampling.min_tokens,
+        "top_k": sampling.top_k if sampling.top_k < vocab else 0,
+        "edits": int(bool(sampling.logit_bias) or sampling.min_tokens > 0),
+        "penalties": int(sampling.uses_history),
+        "logprobs": int(sampling.logprobs is not None),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+    }
 
 
 def _held_back(sampling: Sampling, end_ids: SequenceOf[int]) -> tuple[int, ...]:

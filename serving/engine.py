@@ -163,15 +163,7 @@ class Engine:
         lora_dir that is not loaded yet is read here and now. Raises AdapterNotFound (a KeyError),
         ValueError, QueueFull or EngineDead.
         """
-        try:
-            self._check(prompt_ids, sampling)
-            entry = None if adapter is None else self.registry.resolve(adapter)
-        except KeyError:
-            self.metrics.rejected("adapter_not_found")
-            raise
-        except ValueError:
-            self.metrics.rejected("invalid")
-            raise
+        entry = self._check(prompt_ids, adapter, sampling)
         now = time.monotonic()
         request = Request(
             request_id=request_id or secrets.token_hex(12),
@@ -204,7 +196,21 @@ class Engine:
             self.metrics.rejected("engine_dead")
             raise
 
-    def _check(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
+    def _check(
+        self, prompt_ids: Sequence[int], adapter: str | None, sampling: Sampling
+    ) -> AdapterEntry | None:
+        """Return the adapter's entry; raises, and counts, what makes a request impossible."""
+        try:
+            self._check_numbers(prompt_ids, sampling)
+            return None if adapter is None else self.registry.resolve(adapter)
+        except KeyError:
+            self.metrics.rejected("adapter_not_found")
+            raise
+        except ValueError:
+            self.metrics.rejected("invalid")
+            raise
+
+    def _check_numbers(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         vocab = self.model_info.vocab_size
         sampling.check_vocab(vocab)
         bad = next((token for token in prompt_ids if not 0 <= token < vocab), None)
