@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from model_driver import Driver
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 from lora_jax.finetune import convert_llama2c as convert
+from lora_jax.models import load
 
 ROOT = pathlib.Path(__file__).parents[2]
 ASSET = ROOT / "assets" / "stories260k"
@@ -180,3 +182,14 @@ def test_weights_are_finite_float32():
     for name, tensor in load_file(ASSET / "model.safetensors").items():
         assert tensor.dtype == np.float32, name
         assert np.isfinite(tensor).all(), name
+
+
+def test_greedy_text_from_an_empty_prompt_is_the_published_one():
+    tokenizer = Tokenizer.from_file(str(ASSET / "tokenizer.json"))
+    prompt = tokenizer.encode("").ids
+    assert prompt == [convert.BOS]
+    model, config = load(ASSET)
+    tokens = Driver(model, config, page_size=16).greedy(prompt, 256)
+    assert convert.BOS not in tokens
+    text = tokenizer.decode(prompt + tokens)
+    assert text == GOLDEN.read_text(encoding="utf-8").rstrip("\n")

@@ -1,0 +1,70 @@
+"""The shipped perplexities are those of the shipped files, and each adapter earns its place."""
+
+import json
+import pathlib
+
+import jax
+import pytest
+from finetune_cases import RECORDS, make_folder
+
+from lora_jax.finetune import results
+from lora_jax.finetune.lora_params import LoraPair, LoraSpec, init_lora
+from lora_jax.finetune.peft_export import save_adapter
+from lora_jax.finetune.records import write_jsonl
+from lora_jax.models import load
+
+ASSET = pathlib.Path(__file__).parents[2] / "assets" / "tiny-moe"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A random model with one adapter that does nothing and one that does harm or good."""
+    out = make_folder(tmp_path_factory.mktemp("measured") / "tiny", scale=5.0)
+    model, config = load(out, dtype="float32")
+    catalogue, spec = model.catalogue(config), LoraSpec(2, 4.0, ("q_proj", "lm_head"))
+    pairs = init_lora(spec, catalogue, 0)
+    save_adapter(out / "adapters" / "idle", pairs, spec, catalogue, base_name="tiny")
+    busy = {
+        n: LoraPair(p.a, jax.random.normal(jax.random.key(1), p.b.shape)) for n, p in pairs.items()
+    }
+    save_adapter(out / "adapters" / "busy", busy, spec, catalogue, base_name="tiny")
+    (out / "heldout").mkdir()
+    for name in ("idle", "busy"):
+        write_jsonl(out / "heldout" / f"{name}.jsonl", RECORDS)
+    return out
+
+
+def test_every_adapter_is_measured_on_every_text(folder):
+    results.main([str(folder), "--length", "32"])
+    written = json.loads((folder / "RESULTS.json").read_text())
+    assert set(written["heldout"]) == {"idle", "busy"}
+    for entry in written["heldout"].values():
+        perplexity = entry["text"]["perplexity"]
+        assert perplexity["idle"] == pytest.approx(perplexity["base"], rel=1e-5)
+        assert perplexity["busy"] != pytest.approx(perplexity["base"], rel=1e-2)
+        assert entry["answer"]["tokens"] < entry["text"]["tokens"]
+        assert entry["records"] == len(RECORDS)
+    gains = written["lower_perplexity_than_base_on_own_text"]["text"]
+    assert gains["idle"] == 0.0
+    assert gains["busy"] != 0.0
+
+
+def test_own_only_leaves_out_the_other_adapters(folder):
+    measured = results.measure_folder(folder, length=32, own_only=True)
+    assert set(measured["busy"]["text"]["perplexity"]) == {"base", "busy"}
+
+
+def test_gain_is_the_share_by_which_perplexity_falls():
+    assert results.gain({"perplexity": {"base": 10.0, "a": 7.5}}, "a") == 0.25
+
+
+def test_each_shipped_adapter_beats_the_base_by_a_fifth_on_its_own_heldout_text():
+    measured = results.measure_folder(ASSET, own_only=True)
+    written = json.loads((ASSET / "RESULTS.json").read_text())["heldout"]
+    assert len(measured) >= 3
+    for name, entry in measured.items():
+        assert results.gain(entry["text"], name) >= 0.20, name
+        for kind in ("text", "answer"):
+            assert entry[kind]["tokens"] == written[name][kind]["tokens"]
+            for who, value in entry[kind]["perplexity"].items():
+                assert value == pytest.approx(written[name][kind]["perplexity"][who], rel=0.01)
