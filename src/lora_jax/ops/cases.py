@@ -209,27 +209,19 @@ def attention_case(
     that looks there is found out.
     """
     rng = np.random.default_rng(seed)
-    seqs = max(seq for seq, _, _ in chunks) + 1
-    lengths = np.zeros(seqs, int)
+    lengths = np.zeros(max(seq for seq, _, _ in chunks) + 1, int)
     for seq, start, count in chunks:
         lengths[seq] = max(lengths[seq], start + count)
-    max_pages = -(-int(lengths.max()) // page_size) + 1
-    pages = seqs * max_pages + 2
-    tables = rng.permutation(pages)[: seqs * max_pages].reshape(seqs, max_pages).astype(np.int32)
-    written = np.zeros((pages, page_size), bool)
-    for seq in range(seqs):
-        place = np.arange(lengths[seq])
-        written[tables[seq, place // page_size], place % page_size] = True
+    tables, written = _scattered_pages(lengths, page_size, rng)
     unwritten = jnp.asarray(~written)[:, :, None, None]
 
     def filled(dim: int) -> Array:
-        values = normal(rng, pages, page_size, model.kv_heads, dim, dtype=dtype)
+        values = normal(rng, *written.shape, model.kv_heads, dim, dtype=dtype)
         return jnp.where(unwritten, jnp.asarray(np.nan, values.dtype), values)
 
     token_to_seq = [seq for seq, _, count in chunks for _ in range(count)]
     positions = [start + i for _, start, count in chunks for i in range(count)]
-    tokens = len(positions)
-    pad = [0] * padding
+    tokens, pad = len(positions), [0] * padding
     return AttentionCase(
         q=normal(rng, tokens + padding, model.q_heads, model.k_dim, dtype=dtype),
         k_pages=filled(model.k_dim),
@@ -243,3 +235,17 @@ def attention_case(
         v_dim=model.v_dim,
         chunks=chunks,
     )
+
+
+def _scattered_pages(
+    lengths: np.ndarray, page_size: int, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return block tables [seqs, max_pages] and which places [pages, page_size] are written."""
+    max_pages = -(-int(lengths.max()) // page_size) + 1
+    pages = len(lengths) * max_pages + 2
+    tables = rng.permutation(pages)[: pages - 2].reshape(-1, max_pages).astype(np.int32)
+    written = np.zeros((pages, page_size), bool)
+    for table, length in zip(tables, lengths, strict=True):
+        place = np.arange(length)
+        written[table[place // page_size], place % page_size] = True
+    return tables, written

@@ -26,9 +26,7 @@ def paged_attention(
     s runs over positions max(0, p - window + 1)..p of the token's sequence, p = positions[t].
     A sink adds exp(sinks[h]) to the softmax's denominator. float32 throughout, rounded once.
     """
-    _, q_heads, _ = q.shape
-    kv_heads = k_pages.shape[2]
-    f32 = jnp.float32
+    q_heads, kv_heads, f32 = q.shape[1], k_pages.shape[2], jnp.float32
     context = block_tables.shape[1] * k_pages.shape[1]
     places = jnp.arange(context, dtype=jnp.int32)
 
@@ -44,9 +42,9 @@ def paged_attention(
         q_g = q_t.reshape(kv_heads, q_heads // kv_heads, -1).astype(f32)
         logits = jnp.einsum("gqd,sgd->gqs", q_g, k, precision=HIGHEST) * f32(scale)
         logits = jnp.where(seen[None, None], logits, -jnp.inf)
-        p = _softmax(logits, sinks)
         v = jnp.where(seen[:, None, None], v, f32(0))
-        return jnp.einsum("gqs,sgd->gqd", p, v, precision=HIGHEST).reshape(q_heads, v_dim)
+        o = jnp.einsum("gqs,sgd->gqd", _softmax(logits, sinks), v, precision=HIGHEST)
+        return o.reshape(q_heads, v_dim)
 
     index = jnp.arange(q.shape[0], dtype=jnp.int32)
     return jax.lax.map(one_token, (q, token_to_seq, positions, index)).astype(q.dtype)
