@@ -9,16 +9,19 @@ ARGS ?=
 # The load generator inside this release's wheel drives the server in the tests.
 VLLM_RS_VERSION := 0.33.0
 
-.PHONY: serve test test-slow lint bench-cpu notebooks clean
+.PHONY: serve test test-slow test-gpu lint bench-cpu notebooks clean
 
 serve: .venv/.serve  ## start the embedded default on this machine's CPU
 	$(BIN)/python -m serving.launch $(MODEL) --lora-dir $(MODEL)/adapters --port $(PORT) $(ARGS)
 
-test: .venv/.dev .cache/vllm-rs  ## the whole CPU suite
-	$(BIN)/python -m pytest -m "not gpu and not multigpu and not slow"
+test: .venv/.dev .cache/vllm-rs  ## the whole CPU suite, notebooks included
+	$(BIN)/python -m pytest --nbmake -m "not gpu and not multigpu and not slow" tests notebooks
 
 test-slow: .venv/.dev .cache/vllm-rs
 	$(BIN)/python -m pytest -m slow
+
+test-gpu: .venv/.dev  ## on a machine with an NVIDIA GPU
+	$(BIN)/python -m pytest -m "gpu or multigpu"
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
