@@ -26,7 +26,11 @@ LENGTH = 512
 
 
 def measure_folder(
-    folder: pathlib.Path, *, length: int = LENGTH, own_only: bool = False
+    folder: pathlib.Path,
+    *,
+    length: int = LENGTH,
+    own_only: bool = False,
+    kinds: tuple[str, ...] = ("text", "answer"),
 ) -> dict[str, Any]:
     """Return perplexities of base and adapters on each held-out text.
 
@@ -46,10 +50,11 @@ def measure_folder(
         records = read_jsonl(path)
         documents = form.documents(records, style)
         entry: dict[str, Any] = {"records": len(records)}
-        for kind, answer_only in (("text", False), ("answer", True)):
+        for kind in kinds:
             names = [n for n in adapters if not own_only or n in (BASE, path.stem)]
             measured = {
-                n: evaluator.measure(documents, adapters[n], answer_only=answer_only) for n in names
+                n: evaluator.measure(documents, adapters[n], answer_only=kind == "answer")
+                for n in names
             }
             entry[kind] = {
                 "tokens": measured[BASE].tokens,
