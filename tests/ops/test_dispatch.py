@@ -1,5 +1,7 @@
 """Dispatch: who runs, who may decline, what the environment forces."""
 
+import sys
+
 import jax.numpy as jnp
 import pytest
 
@@ -29,13 +31,38 @@ def test_the_environment_names_one_for_all(monkeypatch):
     assert dispatch.candidates() == ("reference",)
     assert dispatch.candidates("xla") == ("xla",)
     monkeypatch.setenv(dispatch.ENV, "fast")
-    with pytest.raises(ValueError, match="'fast' is not one of ffi, xla, reference"):
+    with pytest.raises(ValueError, match="'fast' is not one of cuda, ffi, xla"):
         dispatch.candidates()
 
 
 def test_cpu_kernels_are_not_tried_elsewhere(monkeypatch):
     monkeypatch.setattr(dispatch.jax, "default_backend", lambda: "gpu")
+    assert dispatch.candidates() == ("cuda", "xla", "reference")
+    monkeypatch.setattr(dispatch.jax, "default_backend", lambda: "tpu")
     assert dispatch.candidates() == ("xla", "reference")
+
+
+def test_a_backend_is_found_by_its_entry_point_and_imported_late(tmp_path, monkeypatch):
+    info = tmp_path / "made_up-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: made-up\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(
+        f"[{dispatch.BACKENDS}]\nmade_up = made_up_backend:ops\n"
+    )
+    (tmp_path / "made_up_backend.py").write_text(
+        "def ops():\n    return {'double': lambda x: 2 * x}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    double, other = dispatch.backend("made_up", "double"), dispatch.backend("made_up", "other")
+    assert "made_up_backend" not in sys.modules
+    assert double(3) == 6
+    with pytest.raises(NotImplementedError, match="no backend 'made_up' with other"):
+        other(3)
+
+
+def test_a_backend_that_is_not_installed_declines():
+    with pytest.raises(NotImplementedError, match="no backend 'absent' with lora_gemm"):
+        dispatch.backend("absent", "lora_gemm")()
 
 
 def test_dtypes_must_be_equal_and_known():

@@ -1,10 +1,13 @@
 """Which implementation of an op runs: chosen while tracing, by platform and by what is at hand.
 
-"ffi" is C++ on a CPU, built at first use; "xla" is portable JAX whose cost follows the rows;
-"reference" states the meaning. `LORA_JAX_OPS` names one of them for the whole process;
-`LORA_JAX_CACHE` is the folder of compiled kernels. No other module of ops reads the environment.
+"cuda" is the backend of that name, found by its entry point; "ffi" is C++ on a CPU, built at first
+use; "xla" is portable JAX whose cost follows the rows; "reference" states the meaning.
+`LORA_JAX_OPS` names one of them for the whole process; `LORA_JAX_CACHE` is the folder of compiled
+kernels. No other module of ops reads the environment.
 """
 
+import functools
+import importlib.metadata
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,7 +19,9 @@ from lora_jax.typing import Array
 
 ENV = "LORA_JAX_OPS"
 CACHE_ENV = "LORA_JAX_CACHE"
-IMPLEMENTATIONS = ("ffi", "xla", "reference")
+BACKENDS = "lora_jax.backends"  # entry points: a function that returns {op: kernel}
+IMPLEMENTATIONS = ("cuda", "ffi", "xla", "reference")
+_TRIED = {"cpu": ("ffi", "xla", "reference"), "gpu": ("cuda", "xla", "reference")}
 DTYPES = (jnp.float32, jnp.bfloat16)
 
 
@@ -31,9 +36,29 @@ def candidates(implementation: str | None = None) -> tuple[str, ...]:
         if name not in IMPLEMENTATIONS:
             raise ValueError(f"implementation {name!r} is not one of {', '.join(IMPLEMENTATIONS)}")
         return (name,)
-    if jax.default_backend() == "cpu":
-        return IMPLEMENTATIONS
-    return IMPLEMENTATIONS[1:]
+    return _TRIED.get(jax.default_backend(), ("xla", "reference"))
+
+
+def backend(name: str, op: str) -> Callable:
+    """Return a kernel that finds itself in a backend when it is first called.
+
+    It declines, by NotImplementedError, where the backend is not installed or lacks the op. So a
+    backend's code is imported only on machines that ask for it.
+    """
+
+    def kernel(*args, **kwargs):
+        found = _backend_ops(name)
+        if op not in found:
+            raise NotImplementedError(f"no backend {name!r} with {op} is installed")
+        return found[op](*args, **kwargs)
+
+    return kernel
+
+
+@functools.cache
+def _backend_ops(name: str) -> Mapping[str, Callable]:
+    entries = importlib.metadata.entry_points(group=BACKENDS, name=name)
+    return {op: kernel for entry in entries for op, kernel in entry.load()().items()}
 
 
 def cache_folder() -> Path:

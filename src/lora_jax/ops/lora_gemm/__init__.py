@@ -9,6 +9,7 @@ from lora_jax.typing import Array, Float, Int
 __all__ = ["lora_gemm"]
 
 _KERNELS = {
+    "cuda": dispatch.backend("cuda", "lora_gemm"),
     "ffi": cpu.lora_gemm,
     "xla": xla.lora_gemm,
     "reference": reference.lora_gemm,

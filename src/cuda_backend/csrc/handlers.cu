@@ -1,0 +1,121 @@
+// XLA FFI entry points of the CUDA kernels: unpack buffers, launch, report errors. All of them only
+// enqueue work of a fixed shape, so XLA may put them into CUDA graphs.
+#include "launch.cuh"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+using S32 = ffi::Buffer<ffi::S32>;
+using F32 = ffi::Buffer<ffi::F32>;
+using BF16 = ffi::Buffer<ffi::BF16>;
+
+namespace lora_jax {
+
+ffi::Error status(cudaError_t e) {
+  return e == cudaSuccess ? ffi::Error::Success() : ffi::Error::Internal(cudaGetErrorString(e));
+}
+const __nv_bfloat16* data(const BF16& b) { return static_cast<const __nv_bfloat16*>(b.untyped_data()); }
+__nv_bfloat16* data(ffi::Result<BF16>& b) { return static_cast<__nv_bfloat16*>(b->untyped_data()); }
+
+ffi::Error RowItems(cudaStream_t stream, S32 row_to_slot, S32 row_to_expert, ffi::Result<S32> order,
+                    ffi::Result<S32> items, ffi::Result<S32> num_items, int64_t slots, int64_t item_rows) {
+  MetadataArgs args{row_to_slot.typed_data(),
+                    row_to_expert.typed_data(),
+                    static_cast<int>(row_to_slot.element_count()),
+                    static_cast<int>(slots),
+                    static_cast<int>(item_rows),
+                    order->typed_data(),
+                    reinterpret_cast<Item*>(items->typed_data()),
+                    num_items->typed_data()};
+  return status(launch_metadata(args, stream));
+}
+
+// What shrink, expand and the pair have in common; `flags` is one counter a row and one more.
+cudaError_t common_args(PairArgs* args, cudaStream_t stream, S32& entries, F32& scaling, S32& order, S32& items,
+                        S32& num_items, ffi::Result<S32>& flags, int64_t h_stride) {
+  args->items = reinterpret_cast<const Item*>(items.typed_data());
+  args->num_items = num_items.typed_data();
+  args->row_order = order.typed_data();
+  args->entries = entries.typed_data(), args->scaling = scaling.typed_data();
+  args->num_rows = static_cast<int>(order.element_count());
+  args->num_slots = static_cast<int>(scaling.element_count());
+  args->ready = flags->typed_data(), args->tickets = args->ready + args->num_rows;
+  args->h_stride = static_cast<int>(h_stride), args->max_rank = args->h_stride - 8;
+  return cudaMemsetAsync(args->ready, 0, flags->size_bytes(), stream);
+}
+cudaError_t shrink_args(PairArgs* args, BF16& x, BF16& a_pool) {
+  const auto d = a_pool.dimensions();
+  args->shrink = true, args->x = data(x), args->d_in = static_cast<int>(d[1]);
+  return pool_map(&args->a_map, data(a_pool), d[0], d[1]);
+}
+cudaError_t expand_args(PairArgs* args, cudaStream_t stream, BF16& y, BF16& b_pool, ffi::Result<BF16>& out) {
+  const auto d = b_pool.dimensions();
+  args->expand = true, args->y = data(out), args->d_out = static_cast<int>(d[1]);
+  const cudaError_t e = pool_map(&args->b_map, data(b_pool), d[0], d[1]);
+  if (e != cudaSuccess || data(out) == data(y)) return e;
+  return cudaMemcpyAsync(data(out), data(y), y.size_bytes(), cudaMemcpyDeviceToDevice, stream);
+}
+
+ffi::Error LoraGemm(cudaStream_t stream, BF16 y, BF16 x, BF16 a_pool, BF16 b_pool, S32 entries, F32 scaling,
+                    S32 order, S32 items, S32 num_items, ffi::Result<BF16> out, ffi::Result<BF16> h,
+                    ffi::Result<S32> flags) {
+  PairArgs args{};
+  cudaError_t e =
+      common_args(&args, stream, entries, scaling, order, items, num_items, flags, h->dimensions()[1]);
+  if (e == cudaSuccess) e = shrink_args(&args, x, a_pool);
+  if (e == cudaSuccess) e = expand_args(&args, stream, y, b_pool, out);
+  args.h = data(h);
+  return status(e == cudaSuccess ? launch_pair(args, stream) : e);
+}
+
+ffi::Error LoraShrink(cudaStream_t stream, BF16 x, BF16 a_pool, S32 entries, F32 scaling, S32 order, S32 items,
+                      S32 num_items, ffi::Result<BF16> h, ffi::Result<S32> flags) {
+  PairArgs args{};
+  cudaError_t e =
+      common_args(&args, stream, entries, scaling, order, items, num_items, flags, h->dimensions()[1]);
+  if (e == cudaSuccess) e = shrink_args(&args, x, a_pool);
+  args.h = data(h);
+  return status(e == cudaSuccess ? launch_pair(args, stream) : e);
+}
+
+ffi::Error LoraExpand(cudaStream_t stream, BF16 y, BF16 h, BF16 b_pool, S32 entries, F32 scaling, S32 order,
+                      S32 items, S32 num_items, ffi::Result<BF16> out, ffi::Result<S32> flags) {
+  PairArgs args{};
+  cudaError_t e = common_args(&args, stream, entries, scaling, order, items, num_items, flags, h.dimensions()[1]);
+  if (e == cudaSuccess) e = expand_args(&args, stream, y, b_pool, out);
+  args.h = const_cast<__nv_bfloat16*>(data(h));  // only read: nothing shrinks in this launch
+  return status(e == cudaSuccess ? launch_pair(args, stream) : e);
+}
+
+}  // namespace lora_jax
+
+#define LORA_JAX_ON_STREAM ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()
+#define LORA_JAX_ROW_ITEMS Arg<S32>().Arg<F32>().Arg<S32>().Arg<S32>().Arg<S32>()
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_row_items, lora_jax::RowItems,
+                              LORA_JAX_ON_STREAM.Arg<S32>()
+                                  .Arg<S32>()
+                                  .Ret<S32>()
+                                  .Ret<S32>()
+                                  .Ret<S32>()
+                                  .Attr<int64_t>("slots")
+                                  .Attr<int64_t>("item_rows"),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_lora_gemm, lora_jax::LoraGemm,
+                              LORA_JAX_ON_STREAM.Arg<BF16>()
+                                  .Arg<BF16>()
+                                  .Arg<BF16>()
+                                  .Arg<BF16>()
+                                  .LORA_JAX_ROW_ITEMS.Ret<BF16>()
+                                  .Ret<BF16>()
+                                  .Ret<S32>(),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_lora_shrink, lora_jax::LoraShrink,
+                              LORA_JAX_ON_STREAM.Arg<BF16>().Arg<BF16>().LORA_JAX_ROW_ITEMS.Ret<BF16>().Ret<S32>(),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_lora_expand, lora_jax::LoraExpand,
+                              LORA_JAX_ON_STREAM.Arg<BF16>()
+                                  .Arg<BF16>()
+                                  .Arg<BF16>()
+                                  .LORA_JAX_ROW_ITEMS.Ret<BF16>()
+                                  .Ret<S32>(),
+                              {ffi::Traits::kCmdBufferCompatible});

@@ -1,0 +1,62 @@
+// Host side of the two kernels: tensor maps and launches. Nothing here allocates or waits, so all of
+// it may run while a stream is being captured.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include "row_metadata.cuh"
+
+namespace lora_jax {
+
+using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
+
+inline EncodeTiled encode_tiled() {
+  static const EncodeTiled found = [] {
+    void* f = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000, cudaEnableDefault, &result);
+    return reinterpret_cast<EncodeTiled>(f);
+  }();
+  return found;
+}
+
+// Views a pool [rows, width] as [width / 64, rows, 64]: a box of [2, 8, 64] is 8 rank rows x 128
+// columns in one copy, each 128-byte piece swizzled.
+inline cudaError_t pool_map(CUtensorMap* map, const void* pool, int64_t rows, int64_t width) {
+  const cuuint64_t dims[] = {64, static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(width / 64)};
+  const cuuint64_t strides[] = {static_cast<cuuint64_t>(width) * 2, 128};
+  const cuuint32_t box[] = {64, 8, 2}, steps[] = {1, 1, 1};
+  const EncodeTiled encode = encode_tiled();
+  if (!encode) return cudaErrorNotSupported;
+  const CUresult r = encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(pool), dims, strides, box,
+                            steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                            CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return r == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+inline cudaError_t launch_metadata(const MetadataArgs& args, cudaStream_t stream) {
+  constexpr int bytes = sizeof(MetadataShared);
+  cudaError_t e = cudaFuncSetAttribute(metadata_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (e != cudaSuccess) return e;
+  metadata_kernel<<<1, kMetadataThreads, bytes, stream>>>(args);
+  return cudaGetLastError();
+}
+
+template <int NS, int STAGE>
+cudaError_t launch_stages(const PairArgs& args, cudaStream_t stream) {
+  constexpr int bytes = sizeof(Shared<NS, STAGE>);
+  static_assert(bytes <= 113 * 1024, "two CTAs must fit an SM");
+  const auto kernel = pair_kernel<NS, STAGE>;
+  cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  int device = 0, sms = 0;
+  if (e == cudaSuccess) e = cudaGetDevice(&device);
+  if (e == cudaSuccess) e = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+  if (e != cudaSuccess) return e;
+  kernel<<<sms * 2, kThreads, bytes, stream>>>(args);
+  return cudaGetLastError();
+}
+
+inline cudaError_t launch_pair(const PairArgs& args, cudaStream_t stream) {
+  return args.max_rank <= 64 ? launch_stages<3, 37888>(args, stream) : launch_stages<2, 56320>(args, stream);
+}
+
+}  // namespace lora_jax

@@ -1,0 +1,139 @@
+"""Adds adapters to rows by the Hopper kernels of csrc/lora_gemm.cuh, in place on y.
+
+A row's result depends on nothing but its own x, y and adapter: neither on its neighbours nor on
+how many rows there are.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cuda_backend import ffi
+from lora_jax.typing import Array, Float, Int
+
+MAX_ROWS = 8192  # one CTA sorts them in its shared memory
+MAX_SLOTS = 65534
+MAX_RANK = 128
+COLUMNS = 64  # widths are copied in pieces of so many columns
+_H_PADDING = 8  # columns of h that keep its rows on distinct banks
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowItems:
+    """Rows sorted by slot and cut into items: what the kernels work through."""
+
+    order: Int[Array, "rows"]  # sorted place -> row
+    items: Int[Array, "rows 4"]  # slot, expert, first place, number of rows
+    num_items: Int[Array, "1"]
+
+
+def check_support(
+    dtype: jnp.dtype, rows: int, widths: tuple[int, ...], slots: int, max_rank: int
+) -> None:
+    """Raise NotImplementedError, saying why, for what these kernels do not serve."""
+    if dtype != jnp.bfloat16:
+        raise NotImplementedError(f"cuda lora_gemm takes bfloat16, not {dtype}")
+    if not 1 <= rows <= MAX_ROWS:
+        raise NotImplementedError(f"cuda lora_gemm takes 1 to {MAX_ROWS} rows, not {rows}")
+    if bad := [w for w in widths if w % COLUMNS]:
+        raise NotImplementedError(f"cuda lora_gemm takes widths in steps of {COLUMNS}, not {bad}")
+    if not 1 <= max_rank <= MAX_RANK:
+        raise NotImplementedError(f"cuda lora_gemm takes ranks to {MAX_RANK}, not {max_rank}")
+    if not 1 <= slots <= MAX_SLOTS:
+        raise NotImplementedError(f"cuda lora_gemm takes 1 to {MAX_SLOTS} slots, not {slots}")
+
+
+def row_items(
+    row_to_slot: Int[Array, "rows"], row_to_expert: Int[Array, "rows"], num_slots: int
+) -> RowItems:
+    """Return the rows of each (slot, expert) as items; rows outside 0..num_slots are in none.
+
+    Rows of one slot should come sorted by expert: else the items are right, but smaller.
+    """
+    rows = row_to_slot.shape[0]
+    # Few rows are spread over more CTAs; many share the loads of their adapter. No result changes.
+    item_rows = 8 if rows <= 64 else 32
+    shapes = [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((rows,), (rows, 4), (1,))]
+    call = jax.ffi.ffi_call("lora_jax_cuda_row_items", shapes)
+    attributes = {"slots": np.int64(num_slots), "item_rows": np.int64(item_rows)}
+    return RowItems(*call(row_to_slot, row_to_expert, **attributes))
+
+
+def lora_gemm(
+    y: Float[Array, "rows d_out"],
+    x: Float[Array, "rows d_in"],
+    a_pool: Float[Array, "a_rows d_in"],
+    b_pool: Float[Array, "b_rows d_out"],
+    entries: Int[Array, "slots 5"],
+    scaling: Float[Array, "slots"],
+    row_to_slot: Int[Array, "rows"],
+    row_to_expert: Int[Array, "rows"],
+    max_rank: int,
+) -> Float[Array, "rows d_out"]:
+    """y[t] + s * sum_j (x[t] . A[j]) B[j], as lora_jax.ops.lora_gemm says; h is in bfloat16."""
+    widths = (x.shape[1], y.shape[1])
+    check_support(y.dtype, y.shape[0], widths, entries.shape[0], max_rank)
+    ffi.require()
+    items = row_items(row_to_slot, row_to_expert, entries.shape[0])
+    return lora_pair(y, x, a_pool, b_pool, entries, scaling, items, max_rank)
+
+
+def lora_pair(
+    y: Float[Array, "rows d_out"],
+    x: Float[Array, "rows d_in"],
+    a_pool: Float[Array, "a_rows d_in"],
+    b_pool: Float[Array, "b_rows d_out"],
+    entries: Int[Array, "slots 5"],
+    scaling: Float[Array, "slots"],
+    items: RowItems,
+    max_rank: int,
+) -> Float[Array, "rows d_out"]:
+    """Shrink and expand in one launch, for rows whose items are known."""
+    out = jax.ShapeDtypeStruct(y.shape, y.dtype)
+    shapes = [out, _h_shape(y.shape[0], max_rank), _flags_shape(y.shape[0])]
+    call = jax.ffi.ffi_call("lora_jax_cuda_lora_gemm", shapes, input_output_aliases={0: 0})
+    arrays = (y, x, a_pool, b_pool, entries, scaling)
+    return call(*arrays, items.order, items.items, items.num_items)[0]
+
+
+def lora_shrink(
+    x: Float[Array, "rows d_in"],
+    a_pool: Float[Array, "a_rows d_in"],
+    entries: Int[Array, "slots 5"],
+    scaling: Float[Array, "slots"],
+    items: RowItems,
+    max_rank: int,
+) -> Float[Array, "rows h_columns"]:
+    """h[i, j] = s * x[order[i]] . A[j], zero for j from the rank up to the next multiple of 8.
+
+    What lies beyond that, or in rows of no item, is undefined.
+    """
+    shapes = [_h_shape(x.shape[0], max_rank), _flags_shape(x.shape[0])]
+    call = jax.ffi.ffi_call("lora_jax_cuda_lora_shrink", shapes)
+    return call(x, a_pool, entries, scaling, items.order, items.items, items.num_items)[0]
+
+
+def lora_expand(
+    y: Float[Array, "rows d_out"],
+    h: Float[Array, "rows h_columns"],
+    b_pool: Float[Array, "b_rows d_out"],
+    entries: Int[Array, "slots 5"],
+    scaling: Float[Array, "slots"],
+    items: RowItems,
+) -> Float[Array, "rows d_out"]:
+    """y[order[i]] + sum_j h[i, j] B[j] for h as lora_shrink gives it."""
+    shapes = [jax.ShapeDtypeStruct(y.shape, y.dtype), _flags_shape(y.shape[0])]
+    call = jax.ffi.ffi_call("lora_jax_cuda_lora_expand", shapes, input_output_aliases={0: 0})
+    return call(y, h, b_pool, entries, scaling, items.order, items.items, items.num_items)[0]
+
+
+def _h_shape(rows: int, max_rank: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((rows, -(-max_rank // 8) * 8 + _H_PADDING), jnp.bfloat16)
+
+
+def _flags_shape(rows: int) -> jax.ShapeDtypeStruct:
+    """One counter for each possible item, and the tickets."""
+    return jax.ShapeDtypeStruct((rows + 1,), jnp.int32)
