@@ -87,7 +87,8 @@ template <class D>
 void run_gemm_item(const Gemm<typename D::T>& g, const GemmItem& item) {
   int64_t rows = item.row1 - item.row0;
   int64_t bytes = g.d_in * int64_t(sizeof(typename D::T));
-  int64_t blocks = rows <= kRows ? 1 : std::max<int64_t>(1, (bytes + kBlockBytes - 1) / kBlockBytes);
+  int64_t blocks = std::max<int64_t>(1, (bytes + kBlockBytes - 1) / kBlockBytes);
+  if (rows <= kRows) blocks = 1;  // nobody would find the block in L1 again
   int64_t steps = (g.d_in + D::kStep - 1) / D::kStep;
   int64_t block = (steps + blocks - 1) / blocks * D::kStep;
   alignas(64) f32x16 acc[kAccRows / kRows * kTile];
@@ -108,8 +109,8 @@ inline double gemm_micros(double rows, double matrices, double d_out, double d_i
 template <class T>
 std::vector<GemmItem> gemm_items(const Gemm<T>& g, double* micros, int64_t* used_rows) {
   std::vector<GemmItem> items;
-  int64_t chunk = std::clamp<int64_t>((512 << 10) / std::max<int64_t>(1, g.d_in * sizeof(T)), 48, 512);
-  chunk = chunk / kAccRows * kAccRows;
+  int64_t row_bytes = std::max<int64_t>(1, g.d_in * sizeof(T));
+  int64_t chunk = std::clamp<int64_t>((512 << 10) / row_bytes, kAccRows, 512) / kAccRows * kAccRows;
   int64_t start = 0;
   *micros = 0;
   for (int64_t group = 0; group < g.groups; ++group) {

@@ -124,5 +124,6 @@ LORA_JAX_LORA(lora_jax_lora_float32, DotF32, ffi::F32);
 LORA_JAX_LORA(lora_jax_lora_bfloat16, DotBF16, ffi::BF16);
 LORA_JAX_ATTENTION(lora_jax_attention_float32, DotF32, ffi::F32);
 LORA_JAX_ATTENTION(lora_jax_attention_bfloat16, DotBF16, ffi::BF16);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_row_map, lora_jax::RowMapCall,
-                              ffi::Ffi::Bind().Arg<S32>().Arg<S32>().Ret<S32>().Ret<S32>().Ret<S32>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    lora_jax_row_map, lora_jax::RowMapCall,
+    ffi::Ffi::Bind().Arg<S32>().Arg<S32>().Ret<S32>().Ret<S32>().Ret<S32>());

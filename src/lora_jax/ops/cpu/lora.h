@@ -1,8 +1,8 @@
 // y[t] += scaling * (x[t] A^T) B for rows of many adapters, in place.
 //
-// Rows are brought together by (slot, expert), up to 12 at a time, so that a rank row is loaded once
-// for all of them. Per output element: the dot products of dot.h, times the scaling, then a chain
-// over the rank rows in order, then one addition to y and one rounding.
+// Rows are brought together by (slot, expert), up to 12 at a time, so that a rank row is fetched
+// once for all of them. Per output element: the dot products of dot.h, times the scaling, then a
+// chain over the rank rows in order, then one addition to y and one rounding.
 #pragma once
 #include <algorithm>
 #include <vector>

@@ -115,7 +115,8 @@ inline void sum_lanes_8(const f32x16* v, float* out) {
                                      28, 29) +
              __builtin_shufflevector(b[0], b[1], 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27,
                                      30, 31);
-  f32x16 d = c + __builtin_shufflevector(c, c, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+  f32x16 d =
+      c + __builtin_shufflevector(c, c, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
   f32x16 e = __builtin_shufflevector(d, d, 0, 2, 4, 6, 8, 10, 12, 14, 0, 2, 4, 6, 8, 10, 12, 14);
   std::memcpy(out, &e, 32);
 }
