@@ -12,7 +12,7 @@ VLLM_RS_VERSION := 0.33.0
 .PHONY: serve test test-slow test-gpu lint bench-cpu notebooks clean
 
 serve: .venv/.serve  ## start the embedded default on this machine's CPU
-	$(BIN)/python -m serving.launch $(MODEL) --lora-dir $(MODEL)/adapters --port $(PORT) $(ARGS)
+	$(BIN)/python -m serving.launch $(MODEL) $(addprefix --lora-dir ,$(wildcard $(MODEL)/adapters)) --port $(PORT) $(ARGS)
 
 test: .venv/.dev .cache/vllm-rs  ## the whole CPU suite, notebooks included
 	$(BIN)/python -m pytest --nbmake -m "not gpu and not multigpu and not slow" tests notebooks

@@ -7,12 +7,13 @@ import jax
 import pytest
 from finetune_cases import RECORDS, make_folder
 
-from lora_jax.finetune import results
+from lora_jax.finetune import make_assets, results
 from lora_jax.finetune.lora_params import LoraPair, LoraSpec, init_lora
 from lora_jax.finetune.peft_export import save_adapter
 from lora_jax.finetune.records import write_jsonl
 from lora_jax.models import load
 
+HELDOUT = {"idle": RECORDS, "busy": RECORDS}
 ASSET = pathlib.Path(__file__).parents[2] / "assets" / "tiny-moe"
 
 
@@ -28,14 +29,14 @@ def folder(tmp_path_factory):
         n: LoraPair(p.a, jax.random.normal(jax.random.key(1), p.b.shape)) for n, p in pairs.items()
     }
     save_adapter(out / "adapters" / "busy", busy, spec, catalogue, base_name="tiny")
-    (out / "heldout").mkdir()
-    for name in ("idle", "busy"):
-        write_jsonl(out / "heldout" / f"{name}.jsonl", RECORDS)
+    (out / "texts").mkdir()
+    for name in HELDOUT:
+        write_jsonl(out / "texts" / f"{name}.jsonl", RECORDS)
     return out
 
 
 def test_every_adapter_is_measured_on_every_text(folder):
-    results.main([str(folder), "--length", "32"])
+    results.main([str(folder), "--heldout", str(folder / "texts"), "--length", "32"])
     written = json.loads((folder / "RESULTS.json").read_text())
     assert set(written["heldout"]) == {"idle", "busy"}
     for entry in written["heldout"].values():
@@ -50,7 +51,7 @@ def test_every_adapter_is_measured_on_every_text(folder):
 
 
 def test_own_only_leaves_out_the_other_adapters(folder):
-    measured = results.measure_folder(folder, length=32, own_only=True)
+    measured = results.measure_folder(folder, HELDOUT, length=32, own_only=True)
     assert set(measured["busy"]["text"]["perplexity"]) == {"base", "busy"}
 
 
@@ -58,8 +59,10 @@ def test_gain_is_the_share_by_which_perplexity_falls():
     assert results.gain({"perplexity": {"base": 10.0, "a": 7.5}}, "a") == 0.25
 
 
-def test_each_shipped_adapter_beats_the_base_by_a_fifth_on_its_own_heldout_text():
-    measured = results.measure_folder(ASSET, own_only=True, kinds=("text",))
+def test_each_shipped_adapter_beats_the_base_by_a_fifth_on_its_own_heldout_text(shared_data):
+    splits = make_assets.read_splits(shared_data / "esft" / "eval")
+    heldout = {name: part.heldout for name, part in splits.items()}
+    measured = results.measure_folder(ASSET, heldout, own_only=True, kinds=("text",))
     written = json.loads((ASSET / "RESULTS.json").read_text())["heldout"]
     assert len(measured) >= 3
     for name, entry in measured.items():

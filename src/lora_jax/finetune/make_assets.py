@@ -1,4 +1,4 @@
-"""Makes assets/tiny-moe: tokenizer, base model, four adapters, held-out text, perplexities.
+"""Makes assets/tiny-moe: tokenizer, base model, four adapters, perplexities on held-out text.
 
     python -m lora_jax.finetune.make_assets --data DIR --out assets/tiny-moe
 
@@ -151,13 +151,15 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     state = args.state or args.out.with_name(args.out.name + ".training")
     splits = read_splits(args.data)
-    (args.out / "heldout").mkdir(parents=True, exist_ok=True)
-    for name, part in splits.items():
-        write_jsonl(args.out / "heldout" / f"{name}.jsonl", part.heldout)
+    args.out.mkdir(parents=True, exist_ok=True)
+    heldout = {name: part.heldout for name, part in splits.items()}
+    (state / "heldout").mkdir(parents=True, exist_ok=True)
+    for name, records in heldout.items():
+        write_jsonl(state / "heldout" / f"{name}.jsonl", records)
     make_base(splits, args.out, state)
     for name, part in splits.items():
         make_adapter(name, part.train, args.out, state)
-    results.main([str(args.out)])
+    results.write_results(args.out, heldout)
 
 
 if __name__ == "__main__":

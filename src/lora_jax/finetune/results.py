@@ -1,15 +1,16 @@
-"""Measures a folder of a base model with adapters on the text it holds out, and writes it down.
+"""Measures a folder of a base model with adapters on held-out text, and writes it down.
 
-    python -m lora_jax.finetune.results assets/tiny-moe
+    python -m lora_jax.finetune.results assets/tiny-moe --heldout DIR
 
-FOLDER is a checkpoint with FOLDER/adapters/NAME and FOLDER/heldout/NAME.jsonl. Everything is read
-from these files, so what is measured is what is served. Writes FOLDER/RESULTS.json.
+FOLDER is a checkpoint with FOLDER/adapters/NAME; DIR has a NAME.jsonl for each (make_assets leaves
+it beside its checkpoints). What is measured is what is served. Writes FOLDER/RESULTS.json.
 """
 
 import argparse
 import json
 import pathlib
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -18,7 +19,7 @@ from lora_jax.adapters import peft_format
 from lora_jax.finetune.documents import read_format
 from lora_jax.finetune.lora_params import LoraDelta, loaded_delta
 from lora_jax.finetune.perplexity import Evaluator
-from lora_jax.finetune.records import read_jsonl
+from lora_jax.finetune.records import Record, read_jsonl
 from lora_jax.models import load
 
 BASE = "base"
@@ -27,12 +28,13 @@ LENGTH = 512
 
 def measure_folder(
     folder: pathlib.Path,
+    heldout: Mapping[str, Sequence[Record]],
     *,
     length: int = LENGTH,
     own_only: bool = False,
     kinds: tuple[str, ...] = ("text", "answer"),
 ) -> dict[str, Any]:
-    """Return perplexities of base and adapters on each held-out text.
+    """Return perplexities of base and adapters on each held-out text, by the text's name.
 
     Text is in chat form where the model has a chat template, else plain.
     "text" counts every token but the first, "answer" those after the prompt. With `own_only`,
@@ -46,12 +48,11 @@ def measure_folder(
     for path in sorted((folder / "adapters").iterdir()):
         adapters[path.name] = loaded_delta(peft_format.read(path, catalogue))
     results: dict[str, Any] = {}
-    for path in tqdm(sorted((folder / "heldout").glob("*.jsonl")), desc="held-out"):
-        records = read_jsonl(path)
+    for text, records in tqdm(heldout.items(), desc="held-out"):
         documents = form.documents(records, style)
         entry: dict[str, Any] = {"records": len(records)}
         for kind in kinds:
-            names = [n for n in adapters if not own_only or n in (BASE, path.stem)]
+            names = [n for n in adapters if not own_only or n in (BASE, text)]
             measured = {
                 n: evaluator.measure(documents, adapters[n], answer_only=kind == "answer")
                 for n in names
@@ -60,7 +61,7 @@ def measure_folder(
                 "tokens": measured[BASE].tokens,
                 "perplexity": {n: round(m.perplexity, 3) for n, m in measured.items()},
             }
-        results[path.stem] = entry
+        results[text] = entry
     return results
 
 
@@ -73,21 +74,34 @@ def main(argv: list[str]) -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m lora_jax.finetune.results")
     parser.add_argument("folder", type=pathlib.Path)
+    parser.add_argument("--heldout", type=pathlib.Path, required=True, help="NAME.jsonl files")
     parser.add_argument("--length", type=int, default=LENGTH, help="tokens of context at most")
     args = parser.parse_args(argv)
-    measured = measure_folder(args.folder, length=args.length)
+    write_results(args.folder, read_heldout(args.heldout), args.length)
+
+
+def read_heldout(folder: pathlib.Path) -> dict[str, list[Record]]:
+    """Return the records of every NAME.jsonl of a folder, by name."""
+    return {path.stem: read_jsonl(path) for path in sorted(folder.glob("*.jsonl"))}
+
+
+def write_results(
+    folder: pathlib.Path, heldout: Mapping[str, Sequence[Record]], length: int = LENGTH
+) -> None:
+    """Measure everything on everything and write FOLDER/RESULTS.json."""
+    measured = measure_folder(folder, heldout, length=length)
     own = {
         kind: {n: round(gain(e[kind], n), 4) for n, e in measured.items() if n in adapters_of(e)}
         for kind in ("text", "answer")
     }
     results = {
-        "command": "python -m lora_jax.finetune.results FOLDER --length N",
-        "length": args.length,
+        "command": "python -m lora_jax.finetune.results FOLDER --heldout DIR --length N",
+        "length": length,
         "lower_perplexity_than_base_on_own_text": own,
         "heldout": measured,
     }
     text = json.dumps(results, indent=2) + "\n"
-    (args.folder / "RESULTS.json").write_text(text, encoding="utf-8")
+    (folder / "RESULTS.json").write_text(text, encoding="utf-8")
     print(json.dumps(own, indent=2))
 
 
