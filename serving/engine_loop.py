@@ -138,6 +138,7 @@ class EngineLoop:
         finally:
             self._parts.compilations.ignore_this_thread()
             self._fail_all()
+            self._drain()
 
     def _turn(self) -> None:
         """Plan and dispatch one step, advance loads, and take in the step before."""
@@ -270,6 +271,13 @@ class EngineLoop:
             if digest and self._parts.loader is not None:
                 self._parts.loader.drop(digest)
         self._parts.metrics.request_done(live.summary(now))
+
+    def _drain(self) -> None:
+        """Wait for the device, so that the process may end while nothing runs."""
+        try:
+            self._parts.runner.wait()
+        except Exception:
+            logger.exception("The last step failed.")
 
     def _fail_all(self) -> None:
         """Take no more requests, and tell the callers of the live ones; never raises."""

@@ -143,6 +143,10 @@ class ModelRunner:
         chunks = zip(step.plan.chunks, step.first_rows, strict=True)
         return [arrays.result(chunk, first) for chunk, first in chunks]
 
+    def wait(self) -> None:
+        """Wait until every dispatched step has run; raises what a step raised on the device."""
+        jax.block_until_ready((self._cache, self._state))
+
     def _run(self, table: np.ndarray, bucket: int) -> Sampled:
         self._cache, self._state, sampled = self._step(
             self._leaves,

@@ -45,6 +45,9 @@ class Runner:
         self.order.append("read")
         return [self._result(chunk) for chunk in step.plan.chunks]
 
+    def wait(self):
+        self.order.append("wait")
+
     def _result(self, chunk):
         bad = chunk.sequence.request.prompt_ids in self.bad_prompts
         token = INVALID_TOKEN if bad else 70
@@ -191,6 +194,7 @@ def test_closing_ends_live_requests_and_the_thread(tokenizer):
     assert deltas[-1].finish_reason is FinishReason.ERROR
     assert deltas[-1].retryable
     assert not case.loop.is_alive
+    assert case.runner.order[-1] == "wait"  # the device is idle when the thread has ended
     assert "engine" not in [thread.name for thread in threading.enumerate()]
     with pytest.raises(EngineDead):
         case.ask()
