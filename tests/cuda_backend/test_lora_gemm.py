@@ -1,4 +1,4 @@
-"""LoRA GEMM on Hopper: against float64, the same bits in any company. Anywhere: what it declines."""
+"""LoRA GEMM on Hopper: against float64, same bits in any company. Anywhere: what it declines."""
 
 import dataclasses
 import functools

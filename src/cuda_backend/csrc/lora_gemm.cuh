@@ -58,7 +58,7 @@ constexpr int kConsumers = 4;  // warps
 constexpr int kRowWarps = 2;   // one alone issues about a row copy in 60 cycles
 constexpr int kTicketWarp = kConsumers, kWeightWarp = kConsumers + 1, kRowWarp = kConsumers + 2;
 constexpr int kThreads = (kConsumers + 2 + kRowWarps) * 32;
-constexpr int kTickets = 4;
+constexpr int kTickets = 2;  // ahead of their use; more would bind late units to busy CTAs
 
 // ---------------------------------------------------------------- PTX
 __device__ __forceinline__ uint32_t smem_u32(const void* p) {
