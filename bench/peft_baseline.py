@@ -1,6 +1,11 @@
-"""transformers + PEFT on the same files: one mixed batch through `adapter_names`."""
+"""transformers + PEFT on the same files: one mixed batch through `adapter_names`.
 
+It runs in a process of its own, so that neither side's idle threads take time from the other.
+"""
+
+import multiprocessing
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -37,3 +42,33 @@ def generate(
         )
     seconds = time.perf_counter() - start
     return out[:, ids.shape[1] :].tolist(), seconds
+
+
+class PeftProcess:
+    """A PEFT model in a child process; a context manager."""
+
+    def __init__(self, model: Path, adapters: dict[str, Path], dtype: str):
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, model, adapters, dtype))
+        self._process.start()
+
+    def __enter__(self) -> "PeftProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pipe.send(None)
+        self._process.join()
+
+    def generate(
+        self, prompts: list[list[int]], names: list[str | None], num_out: int
+    ) -> tuple[list[list[int]], float]:
+        """`generate` over there; the seconds are its own."""
+        self._pipe.send((prompts, names, num_out))
+        return self._pipe.recv()
+
+
+def _serve(pipe: Connection, model: Path, adapters: dict[str, Path], dtype: str) -> None:
+    peft = load(model, adapters, dtype)
+    while (request := pipe.recv()) is not None:
+        pipe.send(generate(peft, *request))

@@ -31,7 +31,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cpu", action="store_true", required=True, help="the CPU comparison")
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
     return parser.parse_args()
 
@@ -59,22 +59,24 @@ def measure(root: Path, dtype: str, repeats: int) -> dict[str, object]:
     base: list[str | None] = [None] * CASE["requests"]
     num_out = CASE["output_tokens"]
     rng = np.random.default_rng(7)
-    peft = peft_baseline.load(root / "model", adapters, dtype)
     paths = {name: str(path) for name, path in adapters.items()}
     seconds: dict[str, list[float]] = {"peft_mixed": [], "ours_mixed": [], "ours_base": []}
     agreement = []
-    with Engine(
-        str(root / "model"),
-        adapters=paths,
-        dtype=dtype,
-        max_loras=CASE["adapters"],
-        max_lora_rank=CASE["rank"],
-        enable_prefix_caching=False,
-    ) as engine:
+    with (
+        peft_baseline.PeftProcess(root / "model", adapters, dtype) as peft,
+        Engine(
+            str(root / "model"),
+            adapters=paths,
+            dtype=dtype,
+            max_loras=CASE["adapters"],
+            max_lora_rank=CASE["rank"],
+            enable_prefix_caching=False,
+        ) as engine,
+    ):
         for repeat in range(repeats + 1):
             shape = (CASE["requests"], CASE["prompt_tokens"])
             prompts = rng.integers(3, LlamaShape().vocab_size, shape).tolist()
-            want, peft_s = peft_baseline.generate(peft, prompts, names, num_out)
+            want, peft_s = peft.generate(prompts, names, num_out)
             got, mixed_s = ours(engine, prompts, names, num_out)
             _, base_s = ours(engine, prompts, base, num_out)
             if repeat == 0:
