@@ -13,6 +13,9 @@
 namespace lora_jax {
 
 constexpr int64_t kChunkRows = 12;
+constexpr int64_t kStripsAhead = 4;  // columns of B are fetched this many strips before their use
+template <class T>
+constexpr int64_t kLineElements = 64 / sizeof(T);
 
 template <class T>
 struct Lora {
@@ -95,7 +98,13 @@ void shrink(const Lora<typename D::T>& g, const LoraItem& item, float* h) {
     int64_t cols = std::min<int64_t>(kCols, item.rank - j);
     for (int64_t r = 0; r < item.count; r += kRows) {
       int64_t m = std::min<int64_t>(kRows, item.count - r);
-      dot_tile<D>(m, x + r, a, g.d_in, sums);
+      if (r == 0 && m == 1 && j + 2 * kCols <= item.rank) {
+        f32x16 acc[kTile] = {};
+        dot_rows<D, 1, true>(x, a, 0, g.d_in, acc, kCols * g.d_in);
+        sum_tile<1>(acc, sums);
+      } else {
+        dot_tile<D>(m, x + r, a, g.d_in, sums);
+      }
       for (int64_t i = 0; i < m; ++i)
         for (int64_t c = 0; c < cols; ++c)
           h[(r + i) * item.rank + j + c] = item.scaling * sums[i * kCols + c];
@@ -109,11 +118,15 @@ inline void expand_tile(const Lora<T>& g, const LoraItem& item, const float* h, 
                         int64_t col, int64_t n) {
   f32x16 acc[M][S] = {};
   const T* b = g.b_pool + item.b_row * g.d_out + col;
-  for (int64_t j = 0; j < item.rank; ++j, b += g.d_out)
+  for (int64_t j = 0; j < item.rank; ++j, b += g.d_out) {
+    if (S > 1 && row == 0)  // a strip is too short for the hardware to see where it goes on
+      for (int64_t i = 0; i < S * kLanes; i += kLineElements<T>)
+        __builtin_prefetch(b + kStripsAhead * S * kLanes + i, 0, 3);
     for (int s = 0; s < S; ++s) {
       f32x16 bv = s + 1 < S ? load(b + s * kLanes) : load(b + s * kLanes, n);
       for (int r = 0; r < M; ++r) acc[r][s] = fma(splat(h[r * item.rank + j]), bv, acc[r][s]);
     }
+  }
   for (int r = 0; r < M; ++r) {
     T* y = g.y + item.rows[row + r] * g.d_out + col;
     for (int s = 0; s < S; ++s) {
