@@ -16,6 +16,7 @@ import tempfile
 import time
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +29,7 @@ CASE = {"requests": 8, "adapters": 8, "rank": 16, "prompt_tokens": 128, "output_
 
 def parse_args() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.serve")
     parser.add_argument("--cpu", action="store_true", required=True, help="the CPU comparison")
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--repeats", type=int, default=5)
@@ -52,7 +53,7 @@ def same_tokens(a: list[list[int]], b: list[list[int]]) -> float:
     return sum(x == y for x, y in zip(a, b, strict=True)) / len(a)
 
 
-def measure(root: Path, dtype: str, repeats: int) -> dict[str, object]:
+def measure(root: Path, dtype: str, repeats: int) -> dict[str, Any]:
     """Run one dtype; rates are output tokens per second over the whole batch, prefill included."""
     adapters = {f"adapter-{i}": root / f"adapter-{i}" for i in range(CASE["adapters"])}
     names: list[str | None] = list(adapters)
@@ -87,7 +88,7 @@ def measure(root: Path, dtype: str, repeats: int) -> dict[str, object]:
     return summary(dtype, seconds, agreement)
 
 
-def summary(dtype: str, seconds: dict[str, list[float]], agreement: list[float]) -> dict:
+def summary(dtype: str, seconds: dict[str, list[float]], agreement: list[float]) -> dict[str, Any]:
     """Rates and ratios from the times of all repeats."""
     tokens = CASE["requests"] * CASE["output_tokens"]
     median = {key: statistics.median(values) for key, values in seconds.items()}

@@ -150,6 +150,7 @@ def _load_model(config: EngineConfig) -> tuple[AbstractCausalLM, ModelConfig, jn
         dtype.name,
         time.monotonic() - start,
     )
+    logger.info("Mesh: one device, %s.", leaves[0].device)
     return model, model_config, dtype
 
 

@@ -36,7 +36,13 @@ def test_parts_fit_the_model_and_every_one_is_logged(model, caplog):
     assert parts.tokenizer.eos_token_ids == (2,)
     assert not parts.loop.is_alive
     lines = [record.getMessage() for record in caplog.records]
-    for start in ("jax ", "Model tiny-model: llama", "KV cache: 12 pages", "Adapter slots: 2"):
+    for start in (
+        "jax ",
+        "Model tiny-model: llama",
+        "Mesh: one",
+        "KV cache: 12 pages",
+        "Adapter slots: 2",
+    ):
         assert any(line.startswith(start) for line in lines), start
     assert any("Adapter sql: lora, rank 2, 7 modules" in line for line in lines)
     assert any("Compiled 1 programs for steps of up to 4 tokens" in line for line in lines)
