@@ -75,6 +75,14 @@ def make_engine(folder, shape, dtype="float32"):
     )
 
 
+def wait_until(condition, seconds=10.0):
+    """Return whether the condition came true in time."""
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return condition()
+
+
 def settle(engine):
     """Wait until nothing runs, and check that nothing is held."""
     for _ in range(500):
@@ -492,7 +500,10 @@ def test_a_scrape_tells_what_happened(engine):
     assert sample("lora_jax:adapter_requests_total", {"adapter": "a1"}) > 0
     assert sample("lora_jax:adapter_requests_total", {"adapter": "other"}) > 0
     assert sample("lora_jax:compilations_after_warmup") == 0
-    assert sample("lora_jax:adapter_load_seconds_count") == stats.adapter_swaps
+    # Idle adapters are still brought into free slots, so both counts may move between two looks.
+    assert wait_until(
+        lambda: sample("lora_jax:adapter_load_seconds_count") == engine.stats().adapter_swaps
+    )
     assert stats.adapters_loaded == len(engine.adapters())
     assert set(stats.resident_adapters) == {i.name for i in engine.adapters() if i.resident}
 
