@@ -505,7 +505,12 @@ def test_a_scrape_tells_what_happened(engine):
         lambda: sample("lora_jax:adapter_load_seconds_count") == engine.stats().adapter_swaps
     )
     assert stats.adapters_loaded == len(engine.adapters())
-    assert set(stats.resident_adapters) == {i.name for i in engine.adapters() if i.resident}
+
+    def both_name_the_same():
+        named = {i.name for i in engine.adapters() if i.resident}
+        return set(engine.stats().resident_adapters) == named
+
+    assert wait_until(both_name_the_same)
 
 
 def test_info_says_what_is_served(engine):

@@ -186,7 +186,9 @@ def test_a_failing_step_kills_the_engine_and_everyone_is_told(case, caplog):
 
 
 def test_closing_ends_live_requests_and_the_thread(tokenizer):
+    before = set(threading.enumerate())
     case = Case(tokenizer)
+    (thread,) = set(threading.enumerate()) - before
     _, deltas = case.ask(adapter="sql")
     assert case.loop.is_alive
     case.loop.close()
@@ -195,7 +197,7 @@ def test_closing_ends_live_requests_and_the_thread(tokenizer):
     assert deltas[-1].retryable
     assert not case.loop.is_alive
     assert case.runner.order[-1] == "wait"  # the device is idle when the thread has ended
-    assert "engine" not in [thread.name for thread in threading.enumerate()]
+    assert not thread.is_alive()
     with pytest.raises(EngineDead):
         case.ask()
     case.compilations.close()
