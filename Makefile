@@ -15,7 +15,7 @@ serve: .venv/.serve  ## start the embedded default on this machine's CPU
 	$(BIN)/python -m serving.launch $(MODEL) $(addprefix --lora-dir ,$(wildcard $(MODEL)/adapters)) --port $(PORT) $(ARGS)
 
 test: .venv/.dev .cache/vllm-rs  ## the whole CPU suite, notebooks included
-	$(BIN)/python -m pytest -n 2 --dist loadfile --nbmake -m "not gpu and not multigpu and not slow" tests notebooks
+	$(BIN)/python -m pytest -n 2 --dist loadfile --nbmake -m "not gpu and not multigpu and not slow and not aot" tests notebooks
 
 test-slow: .venv/.dev .cache/vllm-rs
 	$(BIN)/python -m pytest -m slow

@@ -1,7 +1,8 @@
 """Which implementation of an op runs: chosen while tracing, by platform and by what is at hand.
 
-"cuda" is the backend of that name, found by its entry point; "ffi" is C++ on a CPU, built at first
-use; "xla" is portable JAX whose cost follows the rows; "reference" states the meaning.
+"cuda" is the backend of that name, found by its entry point; "pallas_gpu" (Mosaic) and "pallas_tpu"
+are kernels written in JAX; "ffi" is C++ on a CPU, built at first use; "xla" is portable JAX whose
+cost follows the rows; "reference" states the meaning.
 `LORA_JAX_OPS` names one of them for the whole process; `LORA_JAX_CACHE` is the folder of compiled
 kernels. No other module of ops reads the environment.
 """
@@ -20,8 +21,12 @@ from lora_jax.typing import Array
 ENV = "LORA_JAX_OPS"
 CACHE_ENV = "LORA_JAX_CACHE"
 BACKENDS = "lora_jax.backends"  # entry points: a function that returns {op: kernel}
-IMPLEMENTATIONS = ("cuda", "ffi", "xla", "reference")
-_TRIED = {"cpu": ("ffi", "xla", "reference"), "gpu": ("cuda", "xla", "reference")}
+IMPLEMENTATIONS = ("cuda", "pallas_gpu", "pallas_tpu", "ffi", "xla", "reference")
+_TRIED = {
+    "cpu": ("ffi", "xla", "reference"),
+    "gpu": ("cuda", "pallas_gpu", "xla", "reference"),
+    "tpu": ("pallas_tpu", "xla", "reference"),
+}
 DTYPES = (jnp.float32, jnp.bfloat16)
 
 
