@@ -21,11 +21,27 @@ from lora_jax.typing import Array, Bool, Float, Int
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Routed:
+    """Which experts each token of one layer goes to, best first, and with which weight."""
+
+    ids: Int[Array, "tokens k"]
+    weights: Float[Array, "tokens k"]
+    imbalance: Float[Array, ""]  # 1 is even use
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Output:
-    """Logits of every place, and how unevenly the experts are used (1 is even; 0: no experts)."""
+    """Logits of every place, and the routing of each layer that has experts, by its number."""
 
     logits: Float[Array, "rows length vocab"]
-    imbalance: Float[Array, ""]
+    routed: dict[int, Routed]
+
+    @property
+    def imbalance(self) -> Float[Array, ""]:
+        """How unevenly the experts are used, on average (1 is even; 0: no experts)."""
+        total = sum((layer.imbalance for layer in self.routed.values()), jnp.float32(0))
+        return total / max(len(self.routed), 1)
 
 
 def forward(
@@ -44,20 +60,19 @@ def forward(
     earlier = jnp.tril(jnp.ones((length, length), bool))[None]
     same = segments[:, :, None] == segments[:, None, :]
     x = model.embed(tokens.reshape(-1))
-    imbalance, num_moe = jnp.float32(0), 0
-    for layer in model.layers:
+    routed: dict[int, Routed] = {}
+    for number, layer in enumerate(model.layers):
         x = x + attend(layer.attn, layer.input_norm(x), angles, earlier & same, lora)
         normed = layer.post_norm(x)
         if isinstance(layer.mlp, MoeBlock):
-            out, uneven = mixture(layer.mlp, normed, lora)
-            imbalance, num_moe = imbalance + uneven, num_moe + 1
+            out, routed[number] = mixture(layer.mlp, normed, lora)
         elif isinstance(layer.mlp, Mlp):
             out = gated_mlp(layer.mlp, normed, lora)
         else:
             raise ValueError(f"training through {type(layer.mlp).__name__} is not done")
         x = x + out
     logits = head(model, model.norm(x), lora).reshape(rows, length, -1)
-    return Output(logits.astype(jnp.float32), imbalance / max(num_moe, 1))
+    return Output(logits.astype(jnp.float32), routed)
 
 
 def linear(
@@ -139,8 +154,8 @@ def gated_mlp(
 
 def mixture(
     block: MoeBlock, x: Float[Array, "tokens hidden"], lora: LoraDelta | None
-) -> tuple[Float[Array, "tokens hidden"], Float[Array, ""]]:
-    """Return sum_e gate[t, e] * expert_e(x[t]), and the imbalance E * sum_e load_e * mean_e.
+) -> tuple[Float[Array, "tokens hidden"], Routed]:
+    """Return sum_e gate[t, e] * expert_e(x[t]), and the routing with E * sum_e load_e * mean_e.
 
     gate is 0 for experts that are not among the token's top k; load is the share of choices and
     mean the mean probability of each expert (Switch Transformer's balancing loss).
@@ -155,7 +170,7 @@ def mixture(
     out = gated_experts(block.experts, x, gates.astype(x.dtype), lora)
     if block.shared_experts is not None:
         out = out + gated_mlp(block.shared_experts, x, lora)
-    return out, imbalance
+    return out, Routed(ids, weights, imbalance)
 
 
 def router_logits(

@@ -1,0 +1,117 @@
+"""Which experts a text needs: relevance from routing, and choice by a threshold. No jax.
+
+Expert-specialised fine-tuning (ESFT, arXiv 2407.01906, section 3.3) has two scores of an expert on
+a text. With g[t, e] the router's gate, 0 where expert e is not among token t's top k:
+
+    gate score   (1 / tokens) sum_t g[t, e]              "average gate score"
+    token score  (1 / tokens) sum_t (g[t, e] > 0) / k    "token selection ratio"
+
+In each layer the experts of the highest scores are trained, as few as reach the sum `top_p`.
+"""
+
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from lora_jax.typing import Float, Int
+
+KINDS = ("token", "gate")
+Scores = dict[int, Float[np.ndarray, "experts"]]  # by layer, counted from the first of the model
+Selection = dict[int, tuple[int, ...]]  # by layer: experts, best first
+CONFIG_FILE = "expert_cfg.json"
+
+
+class RoutingTotals:
+    """What one layer's router did with a text so far: sums over its tokens, per expert."""
+
+    def __init__(self, num_experts: int):
+        self.gates = np.zeros(num_experts, np.float64)
+        self.choices = np.zeros(num_experts, np.int64)
+        self.tokens = 0
+
+    def add(self, ids: Int[np.ndarray, "tokens k"], gates: Float[np.ndarray, "tokens k"]) -> None:
+        """Count some tokens' experts in; ValueError when an expert is not one of the layer's."""
+        if ids.size and not 0 <= ids.min() <= ids.max() < len(self.gates):
+            raise ValueError(f"experts {ids.min()} to {ids.max()} of a layer of {len(self.gates)}")
+        np.add.at(self.gates, ids, gates)
+        np.add.at(self.choices, ids, 1)
+        self.tokens += len(ids)
+
+    def scores(self, kind: str) -> Float[np.ndarray, "experts"]:
+        """Return every expert's score: "token" sums to 1, "gate" to the mean gate mass of top k.
+
+        The mean of the gates is over all tokens, the expert's own or not; it is not divided by
+        the layer's sum.
+        """
+        if kind not in KINDS:
+            raise ValueError(f"score {kind!r} is not one of {', '.join(KINDS)}")
+        if not self.tokens:
+            raise ValueError("no token was routed: there is nothing to score")
+        if kind == "gate":
+            return self.gates / self.tokens
+        return self.choices / self.choices.sum()
+
+
+def select_experts(scores: Scores, top_p: float) -> Selection:
+    """Return, per layer, the experts of falling score until their scores sum to `top_p` or more.
+
+    Of equal scores the lower number comes first. Where the sum of all stays below top_p (gate
+    scores may), all are chosen.
+    """
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p {top_p} is not above 0 and at most 1")
+    chosen: Selection = {}
+    for layer, values in scores.items():
+        order = np.argsort(-values, kind="stable")
+        below = np.cumsum(values[order]) < top_p  # the expert that reaches top_p is chosen too
+        count = int(below.sum()) + 1
+        chosen[layer] = tuple(int(expert) for expert in order[:count])
+    return chosen
+
+
+def summary(totals: Mapping[int, RoutingTotals]) -> dict[str, Any]:
+    """Return both scores in the form of ESFT's summary.json: kind_scores[layer][expert]."""
+    return {
+        f"{kind}_scores": {
+            str(layer): {str(e): float(s) for e, s in enumerate(total.scores(kind))}
+            for layer, total in totals.items()
+        }
+        for kind in KINDS
+    }
+
+
+def parse_summary(data: Mapping[str, Any], kind: str) -> Scores:
+    """Return one score of a summary.json, layers in its order.
+
+    Raises ValueError when it lacks that score or a layer does not count its experts from 0.
+    """
+    if f"{kind}_scores" not in data:
+        raise ValueError(f"the summary has {sorted(data)}, not {kind}_scores")
+    scores = {}
+    for layer, row in data[f"{kind}_scores"].items():
+        missing = {str(e) for e in range(len(row))} - set(row)
+        if missing:
+            raise ValueError(
+                f"layer {layer}: of {len(row)} experts {sorted(missing)} have no score"
+            )
+        scores[int(layer)] = np.array([row[str(e)] for e in range(len(row))], np.float64)
+    return scores
+
+
+def expert_config(selection: Selection) -> dict[str, Any]:
+    """Return expert_cfg.json of an adapter that replaces these experts and nothing else."""
+    return {
+        "experts": {str(layer): list(experts) for layer, experts in selection.items()},
+        "shared_experts": False,
+        "non_expert_modules": False,
+    }
+
+
+def write_config(folder: pathlib.Path, selection: Selection) -> None:
+    """Write FOLDER/expert_cfg.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(expert_config(selection)) + "\n"
+    (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
