@@ -249,3 +249,44 @@ def _scattered_pages(
         place = np.arange(length)
         written[table[place // page_size], place % page_size] = True
     return tables, written
+
+
+@dataclasses.dataclass(frozen=True)
+class MergeCase:
+    """Arguments of merge."""
+
+    w: Float[Array, "matrices d_out d_in"]
+    a_pool: Float[Array, "a_rows d_in"]
+    b_pool: Float[Array, "b_rows d_out"]
+    sites: Int[Array, "matrices 3"]
+    scaling: Float[Array, "matrices"]
+    max_rank: int
+
+    @property
+    def arrays(self) -> tuple:
+        """The positional arguments."""
+        return tuple(getattr(self, f.name) for f in dataclasses.fields(self)[:-1])
+
+
+def merge_case(
+    matrices: int,
+    d_out: int,
+    d_in: int,
+    *,
+    ranks: tuple[int, ...] = (8,),
+    dtype: str = "float32",
+    seed: int = 0,
+) -> MergeCase:
+    """Return a case in which matrix m has rank ranks[m % len(ranks)]."""
+    rng = np.random.default_rng(seed)
+    own = np.array([ranks[m % len(ranks)] for m in range(matrices)])
+    starts = 3 + np.cumsum(own) - own  # rows of other modules come first
+    rows, most = int(own.sum()) + 5, max(*own, 1)
+    return MergeCase(
+        w=normal(rng, matrices, d_out, d_in, dtype=dtype),
+        a_pool=normal(rng, rows, d_in, dtype=dtype),
+        b_pool=normal(rng, rows, d_out, dtype=dtype, scale=1 / math.sqrt(most)),
+        sites=jnp.asarray(np.stack([starts, starts, own], 1).astype(np.int32)),
+        scaling=normal(rng, matrices, dtype="float32"),
+        max_rank=int(most),
+    )

@@ -1,0 +1,65 @@
+"""Adds adapters to weights, or takes them out again: all matrices of a module in one call."""
+
+import jax.numpy as jnp
+
+from lora_jax.ops import dispatch
+from lora_jax.ops.merge import reference, xla
+from lora_jax.typing import Array, Float, Int
+
+__all__ = ["merge", "mixture_slots"]
+
+_KERNELS = {
+    "cuda": dispatch.backend("cuda", "merge"),
+    "xla": xla.merge,
+    "reference": reference.merge,
+}
+
+
+def merge(
+    w: Float[Array, "matrices d_out d_in"],
+    a_pool: Float[Array, "a_rows d_in"],
+    b_pool: Float[Array, "b_rows d_out"],
+    sites: Int[Array, "matrices 3"],
+    scaling: Float[Array, "matrices"],
+    *,
+    max_rank: int,
+    implementation: str | None = None,
+) -> Float[Array, "matrices d_out d_in"]:
+    """w[m] + scaling[m] * B^T A over the rank rows of site m; w is donated and written in place.
+
+    Columns of `sites`: a_row, b_row (where the rows start in their pools) and rank, at most
+    `max_rank`; rank 0 leaves the matrix as it is, bit for bit. A negative scaling unmerges: in
+    float32 to within rounding; in bfloat16 each weight may end one rounding away from where it
+    was, so that whoever must have the old bits back keeps a copy. (V-LoRA, section 4.4.1.)
+
+    Raises:
+        ValueError: shapes or dtypes do not fit each other.
+    """
+    if w.ndim != 3 or a_pool.ndim != 2 or b_pool.ndim != 2:
+        raise ValueError("merge: w must be rank 3, a_pool and b_pool rank 2")
+    if max_rank < 1:
+        raise ValueError(f"merge: max_rank {max_rank} must be at least 1")
+    matrices, d_out, d_in = w.shape
+    dispatch.check_dtypes("merge", w=w, a_pool=a_pool, b_pool=b_pool)
+    dispatch.check_shapes(
+        "merge",
+        a_pool=(tuple(a_pool.shape), (a_pool.shape[0], d_in)),
+        b_pool=(tuple(b_pool.shape), (b_pool.shape[0], d_out)),
+        sites=(tuple(sites.shape), (matrices, 3)),
+        scaling=(tuple(scaling.shape), (matrices,)),
+    )
+    return dispatch.call(_KERNELS, implementation, w, a_pool, b_pool, sites, scaling, max_rank)
+
+
+def mixture_slots(
+    row_to_slot: Int[Array, "rows"], merged_slot: int, negative_slot: int
+) -> tuple[Int[Array, "rows"], Int[Array, "rows"]]:
+    """Return the two slots that each row needs while one adapter is merged into the weights.
+
+    A row of the merged adapter needs none. Any other row, base rows too, needs its own slot and
+    then `negative_slot`: the merged adapter's entries with its scaling negated, which takes out
+    what the weights have too much (V-LoRA's deLoRA branch, section 4.4.2).
+    """
+    merged = row_to_slot == merged_slot
+    own = jnp.where(merged, jnp.int32(-1), row_to_slot)
+    return own, jnp.where(merged, jnp.int32(-1), jnp.int32(negative_slot))
