@@ -6,5 +6,6 @@ from collections.abc import Callable
 def kernels() -> dict[str, Callable]:
     """Return the ops that this backend has, by name; what the entry point `cuda` leads to."""
     from cuda_backend.lora_gemm import lora_gemm
+    from cuda_backend.merge import merge
 
-    return {"lora_gemm": lora_gemm}
+    return {"lora_gemm": lora_gemm, "merge": merge}

@@ -32,6 +32,7 @@ TARGETS = (
     "lora_jax_cuda_lora_gemm",
     "lora_jax_cuda_lora_shrink",
     "lora_jax_cuda_lora_expand",
+    "lora_jax_cuda_merge",
 )
 
 

@@ -40,6 +40,15 @@ __device__ __forceinline__ void box_copy(uint32_t dst, const CUtensorMap* map, i
       "l"(map), "r"(0), "r"(row), "r"(block), "r"(smem_u32(bar))
       : "memory");
 }
+// Bytes past `bytes` of the 16 become zero.
+__device__ __forceinline__ void copy_16(uint32_t dst, const void* src, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void copies_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

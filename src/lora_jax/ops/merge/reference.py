@@ -22,8 +22,8 @@ def merge(
     """
     j = jnp.arange(max_rank, dtype=jnp.int32)
     live = j[None] < sites[:, 2:]
-    a = a_pool[jnp.where(live, sites[:, 0:1] + j, 0)].astype(jnp.float32)
-    b = b_pool[jnp.where(live, sites[:, 1:2] + j, 0)].astype(jnp.float32)
+    a = a_pool[jnp.where(live, sites[:, 0:1] + j[None], 0)].astype(jnp.float32)
+    b = b_pool[jnp.where(live, sites[:, 1:2] + j[None], 0)].astype(jnp.float32)
     a, b = (jnp.where(live[:, :, None], v, jnp.float32(0)) for v in (a, b))
     delta = jnp.einsum("mro,mri->moi", b, a, precision=HIGHEST)
     merged = (w.astype(jnp.float32) + scaling[:, None, None] * delta).astype(w.dtype)

@@ -1,0 +1,37 @@
+"""Merges adapters into weights by the Hopper kernel of csrc/merge.cuh, in place on w."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cuda_backend import ffi
+from lora_jax.typing import Array, Float, Int
+
+MAX_RANK = 128
+COLUMNS = 64  # d_in is worked through in pieces of so many columns
+
+
+def check_support(dtype: jnp.dtype, d_in: int, max_rank: int) -> None:
+    """Raise NotImplementedError, saying why, for what the kernel does not serve."""
+    if dtype != jnp.bfloat16:
+        raise NotImplementedError(f"cuda merge takes bfloat16, not {dtype}")
+    if d_in % COLUMNS:
+        raise NotImplementedError(f"cuda merge takes d_in in steps of {COLUMNS}, not {d_in}")
+    if not 1 <= max_rank <= MAX_RANK:
+        raise NotImplementedError(f"cuda merge takes ranks to {MAX_RANK}, not {max_rank}")
+
+
+def merge(
+    w: Float[Array, "matrices d_out d_in"],
+    a_pool: Float[Array, "a_rows d_in"],
+    b_pool: Float[Array, "b_rows d_out"],
+    sites: Int[Array, "matrices 3"],
+    scaling: Float[Array, "matrices"],
+    max_rank: int,
+) -> Float[Array, "matrices d_out d_in"]:
+    """w[m] + scaling[m] * B^T A, as lora_jax.ops.merge says; products of bfloat16, sums in f32."""
+    check_support(w.dtype, w.shape[2], max_rank)
+    ffi.require()
+    out = jax.ShapeDtypeStruct(w.shape, w.dtype)
+    call = jax.ffi.ffi_call("lora_jax_cuda_merge", out, input_output_aliases={0: 0})
+    return call(w, a_pool, b_pool, sites, scaling, max_rank=np.int64(max_rank))
