@@ -1,0 +1,228 @@
+"""Virtual memory of a Linux host: address space from mmap, pages from memfd."""
+
+import ctypes
+import errno
+import fcntl
+import itertools
+import mmap
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from lora_jax.memory.dlpack import foreign_array
+from lora_jax.memory.ledger import AddressLedger
+from lora_jax.memory.virtual import (
+    AbstractVirtualMemory,
+    Access,
+    MappingError,
+    OutOfPages,
+    Usage,
+)
+from lora_jax.typing import Array
+
+_PROTECTION = {
+    Access.NONE: 0,
+    Access.READ: mmap.PROT_READ,
+    Access.READ_WRITE: mmap.PROT_READ | mmap.PROT_WRITE,
+}
+_MAP_FIXED = 0x10  # Linux; the mmap module does not name them
+_MAP_NORESERVE = 0x4000
+_NO_ROOM = (errno.ENOMEM, errno.ENOSPC, errno.EMFILE, errno.ENFILE)
+
+
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        *(ctypes.c_int,) * 3,
+        ctypes.c_long,
+    ]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return libc
+
+
+def _error(what: str, code: int) -> Exception:
+    """Return OutOfPages where more memory, files or map entries would help, else MappingError."""
+    kind = OutOfPages if code in _NO_ROOM else MappingError
+    return kind(f"{what}: {os.strerror(code)}")
+
+
+class HostMemory(AbstractVirtualMemory):
+    """Pages are memfd files, one descriptor each; holes are zeros, or forbidden.
+
+    Readable holes cost nothing and let a program that reads a whole tensor live; forbidden ones
+    end the process at the first touch, which is what tests want.
+    """
+
+    def __init__(self, holes: Literal["zero", "none"] = "zero"):
+        """Raise NotImplementedError where there is no memfd; ValueError for another `holes`."""
+        if sys.platform != "linux":
+            raise NotImplementedError(f"host memory needs Linux (memfd), not {sys.platform}")
+        if holes not in ("zero", "none"):
+            raise ValueError(f"holes {holes!r} is neither 'zero' nor 'none'")
+        self._libc = _libc()
+        self._hole = Access.READ if holes == "zero" else Access.NONE
+        self._ledger = AddressLedger(mmap.PAGESIZE)
+        self._lock = threading.Lock()
+        self._files: dict[int, int] = {}  # handle -> descriptor
+        self._handles = itertools.count(1)
+
+    @property
+    def granularity(self) -> int:
+        return mmap.PAGESIZE
+
+    def reserve(self, num_bytes: int) -> int:
+        self._ledger.check_size("reserve", num_bytes)
+        address = self._mmap_hole(None, num_bytes, f"reserve {num_bytes} bytes")
+        with self._lock:
+            self._ledger.record_reservation(address, num_bytes)
+        return address
+
+    def release(self, address: int, num_bytes: int) -> None:
+        with self._lock:
+            self._ledger.check_release(address, num_bytes)
+            if self._libc.munmap(address, num_bytes):
+                raise _error(f"release {address:#x} + {num_bytes}", ctypes.get_errno())
+            self._ledger.forget_reservation(address)
+
+    def create_page(self, num_bytes: int) -> int:
+        self._ledger.check_size("create_page", num_bytes)
+        try:
+            fd = os.memfd_create("lora_jax_page", os.MFD_CLOEXEC)
+        except OSError as error:
+            raise _error("create_page", error.errno or 0) from error
+        try:
+            # Taken now, or a later write would be killed where there is no memory left.
+            os.posix_fallocate(fd, 0, num_bytes)
+        except OSError as error:
+            os.close(fd)
+            raise _error(f"create_page of {num_bytes} bytes", error.errno or 0) from error
+        return self._add(fd, num_bytes, imported=False)
+
+    def destroy_page(self, handle: int) -> None:
+        with self._lock:
+            self._ledger.check_unused(handle)
+            self._ledger.forget_page(handle)
+            os.close(self._files.pop(handle))
+
+    def map_run(self, address: int, handles: Sequence[int], page_bytes: int) -> None:
+        with self._lock:
+            self._ledger.check_map(address, handles, page_bytes)
+            for done, handle in enumerate(handles):
+                access = self._widest(handle)
+                place = address + done * page_bytes
+                if code := self._mmap_page(place, page_bytes, access, self._files[handle]):
+                    if done:
+                        self._mmap_hole(address, done * page_bytes, "undo map")
+                    raise _error(f"map page {handle} at {place:#x} + {page_bytes}", code)
+            for i, handle in enumerate(handles):
+                place = address + i * page_bytes
+                self._ledger.record_mapping(place, handle, self._widest(handle))
+
+    def unmap(self, address: int, num_bytes: int) -> None:
+        with self._lock:
+            mappings = self._ledger.find_mappings("unmap", address, num_bytes)
+            self._mmap_hole(address, num_bytes, f"unmap {address:#x} + {num_bytes}")
+            for mapping in mappings:
+                self._ledger.forget_mapping(mapping.address)
+
+    def protect(self, address: int, num_bytes: int, access: Access) -> None:
+        with self._lock:
+            mappings = self._ledger.find_mappings("protect", address, num_bytes)
+            if access is Access.READ_WRITE:
+                self._check_own([m.handle for m in mappings])
+            if self._libc.mprotect(address, num_bytes, _PROTECTION[access]):
+                raise _error(f"protect {address:#x} + {num_bytes}", ctypes.get_errno())
+            for mapping in mappings:
+                self._ledger.record_access(mapping.address, access)
+
+    def export_fd(self, handle: int) -> int:
+        with self._lock:
+            self._ledger.find_page(handle)
+            # Opened anew for reading only: the kernel refuses a writable map of this descriptor.
+            path = f"/proc/self/fd/{self._files[handle]}"
+            try:
+                return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise _error(f"export page {handle}", error.errno or 0) from error
+
+    def import_fd(self, fd: int, num_bytes: int) -> int:
+        self._ledger.check_size("import_fd", num_bytes)
+        if (size := os.fstat(fd).st_size) != num_bytes:
+            raise MappingError(f"import_fd: the page has {size} bytes, not {num_bytes}")
+        try:
+            own = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)
+        except OSError as error:
+            raise _error("import_fd", error.errno or 0) from error
+        return self._add(own, num_bytes, imported=True)
+
+    def write(self, address: int, data: np.ndarray) -> None:
+        data = np.ascontiguousarray(data)
+        with self._lock:
+            self._ledger.check_access("write", address, data.nbytes, Access.READ_WRITE)
+        ctypes.memmove(address, data.ctypes.data, data.nbytes)
+
+    def read(self, address: int, num_bytes: int) -> bytes:
+        with self._lock:
+            readable = (Access.READ, Access.READ_WRITE)
+            self._ledger.check_access("read", address, num_bytes, *readable)
+        return ctypes.string_at(address, num_bytes)
+
+    def array(self, address: int, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+        num_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        with self._lock:
+            self._ledger.check_reserved("array", address, num_bytes)
+        return foreign_array(address, shape, dtype)
+
+    def usage(self) -> Usage:
+        """Created: blocks of the page files. Mapped: their lines in the process's memory map."""
+        with self._lock:
+            own = [
+                os.fstat(fd) for h, fd in self._files.items() if not self._ledger.pages[h].imported
+            ]
+            inodes = {os.fstat(fd).st_ino for fd in self._files.values()}
+            mapped = 0
+            with open("/proc/self/maps") as lines:
+                for line in lines:
+                    span, _, _, _, inode, *name = line.split()
+                    if name and name[0].startswith("/memfd:") and int(inode) in inodes:
+                        start, end = (int(x, 16) for x in span.split("-"))
+                        mapped += end - start
+            return Usage(created=sum(s.st_blocks * 512 for s in own), mapped=mapped)
+
+    def _add(self, fd: int, num_bytes: int, imported: bool) -> int:
+        with self._lock:
+            handle = next(self._handles)
+            self._files[handle] = fd
+            self._ledger.record_page(handle, num_bytes, imported)
+            return handle
+
+    def _widest(self, handle: int) -> Access:
+        return Access.READ if self._ledger.pages[handle].imported else Access.READ_WRITE
+
+    def _check_own(self, handles: Sequence[int]) -> None:
+        for handle in handles:
+            if self._ledger.pages[handle].imported:
+                raise MappingError(f"protect: page {handle} is imported and stays read-only")
+
+    def _mmap_page(self, address: int, num_bytes: int, access: Access, fd: int) -> int:
+        """Map a file over reserved addresses; return 0 or the error's number."""
+        flags = mmap.MAP_SHARED | _MAP_FIXED
+        place = self._libc.mmap(address, num_bytes, _PROTECTION[access], flags, fd, 0)
+        return 0 if place == address else ctypes.get_errno()
+
+    def _mmap_hole(self, address: int | None, num_bytes: int, what: str) -> int:
+        """Return the address of a range without pages; at `address` it replaces what is there."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        flags |= 0 if address is None else _MAP_FIXED
+        place = self._libc.mmap(address, num_bytes, _PROTECTION[self._hole], flags, -1, 0)
+        if place is None or place == ctypes.c_void_p(-1).value:
+            raise _error(what, ctypes.get_errno())
+        return place

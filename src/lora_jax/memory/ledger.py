@@ -1,0 +1,169 @@
+"""What is reserved, created and mapped, so that every backend refuses the same mistakes. No jax."""
+
+import bisect
+import dataclasses
+from collections.abc import Sequence
+
+from lora_jax.memory.virtual import Access, MappingError
+
+
+@dataclasses.dataclass
+class LedgerPage:
+    """A physical page: its bytes, whether it is another process's, how often it is mapped."""
+
+    num_bytes: int
+    imported: bool
+    mappings: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Mapping:
+    """One page at one address."""
+
+    address: int
+    num_bytes: int
+    handle: int
+    access: Access
+
+    @property
+    def end(self) -> int:
+        return self.address + self.num_bytes
+
+
+class AddressLedger:
+    """Books of one memory. `check_*` and `find_*` raise MappingError, the others only record.
+
+    Not thread-safe: its owner holds a lock over check, system call and record.
+    """
+
+    def __init__(self, granularity: int):
+        self.granularity = granularity
+        self.pages: dict[int, LedgerPage] = {}
+        self._reserved: dict[int, int] = {}  # address -> bytes
+        self._reserved_starts: list[int] = []
+        self._mappings: dict[int, Mapping] = {}
+        self._mapping_starts: list[int] = []
+
+    @property
+    def created_bytes(self) -> int:
+        """Bytes of the pages that are not imported."""
+        return sum(p.num_bytes for p in self.pages.values() if not p.imported)
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of address space with a page behind them."""
+        return sum(m.num_bytes for m in self._mappings.values())
+
+    def check_size(self, what: str, num_bytes: int) -> None:
+        """Refuse sizes that are not a positive multiple of the granularity."""
+        if num_bytes <= 0 or num_bytes % self.granularity:
+            raise MappingError(
+                f"{what}: {num_bytes} bytes is not a positive multiple of {self.granularity}"
+            )
+
+    def find_page(self, handle: int) -> LedgerPage:
+        """Return the page of a handle."""
+        if handle not in self.pages:
+            raise MappingError(f"there is no page with handle {handle}")
+        return self.pages[handle]
+
+    def check_unused(self, handle: int) -> None:
+        """Refuse a page that is mapped."""
+        if count := self.find_page(handle).mappings:
+            raise MappingError(f"page {handle} is still mapped at {count} address(es)")
+
+    def check_release(self, address: int, num_bytes: int) -> None:
+        """Refuse to release what is not exactly one reservation, or has pages in it."""
+        if self._reserved.get(address) != num_bytes:
+            raise MappingError(f"no reservation of {num_bytes} bytes starts at {address:#x}")
+        at = bisect.bisect_left(self._mapping_starts, address)
+        if at < len(self._mapping_starts) and self._mapping_starts[at] < address + num_bytes:
+            first = self._mapping_starts[at]
+            raise MappingError(f"range {address:#x} + {num_bytes} has a page mapped at {first:#x}")
+
+    def check_reserved(self, what: str, address: int, num_bytes: int) -> None:
+        """Refuse addresses that are not inside one reservation."""
+        at = bisect.bisect_right(self._reserved_starts, address) - 1
+        start = self._reserved_starts[at] if at >= 0 else 0
+        if at < 0 or num_bytes <= 0 or address + num_bytes > start + self._reserved[start]:
+            raise MappingError(f"{what}: {address:#x} + {num_bytes} is outside every reservation")
+
+    def check_map(self, address: int, handles: Sequence[int], page_bytes: int) -> None:
+        """Refuse a run of pages that is misaligned, outside, over a mapping or of other sizes."""
+        self.check_size("map", page_bytes)
+        if address % self.granularity:
+            raise MappingError(f"map: {address:#x} is not a multiple of {self.granularity}")
+        self.check_reserved("map", address, len(handles) * page_bytes)
+        for handle in handles:
+            if (size := self.find_page(handle).num_bytes) != page_bytes:
+                raise MappingError(f"map: page {handle} has {size} bytes, not {page_bytes}")
+        if taken := self._touching(address, len(handles) * page_bytes):
+            raise MappingError(
+                f"map: {address:#x} + {len(handles) * page_bytes} is mapped already "
+                f"at {taken[0].address:#x} + {taken[0].num_bytes}"
+            )
+
+    def find_mappings(self, what: str, address: int, num_bytes: int) -> list[Mapping]:
+        """Return the mappings that fill the range exactly, in order."""
+        found = self._covering(what, address, num_bytes)
+        if found[0].address != address or found[-1].end != address + num_bytes:
+            raise MappingError(
+                f"{what}: {address:#x} + {num_bytes} cuts the mappings "
+                f"{found[0].address:#x} .. {found[-1].end:#x}"
+            )
+        return found
+
+    def check_access(self, what: str, address: int, num_bytes: int, *needed: Access) -> None:
+        """Refuse a copy from or to bytes that are not mapped with one of the accesses needed."""
+        for mapping in self._covering(what, address, num_bytes):
+            if mapping.access not in needed:
+                raise MappingError(
+                    f"{what}: {mapping.address:#x} + {mapping.num_bytes} has access "
+                    f"{mapping.access.name}"
+                )
+
+    def record_reservation(self, address: int, num_bytes: int) -> None:
+        self._reserved[address] = num_bytes
+        bisect.insort(self._reserved_starts, address)
+
+    def forget_reservation(self, address: int) -> None:
+        del self._reserved[address]
+        self._reserved_starts.remove(address)
+
+    def record_page(self, handle: int, num_bytes: int, imported: bool = False) -> None:
+        self.pages[handle] = LedgerPage(num_bytes, imported)
+
+    def forget_page(self, handle: int) -> None:
+        del self.pages[handle]
+
+    def record_mapping(self, address: int, handle: int, access: Access) -> None:
+        page = self.pages[handle]
+        page.mappings += 1
+        self._mappings[address] = Mapping(address, page.num_bytes, handle, access)
+        bisect.insort(self._mapping_starts, address)
+
+    def record_access(self, address: int, access: Access) -> None:
+        self._mappings[address] = dataclasses.replace(self._mappings[address], access=access)
+
+    def forget_mapping(self, address: int) -> None:
+        self.pages[self._mappings.pop(address).handle].mappings -= 1
+        del self._mapping_starts[bisect.bisect_left(self._mapping_starts, address)]
+
+    def _touching(self, address: int, num_bytes: int) -> list[Mapping]:
+        """Return the mappings that share a byte with the range, in order."""
+        first = bisect.bisect_right(self._mapping_starts, address) - 1
+        if first < 0 or self._mappings[self._mapping_starts[first]].end <= address:
+            first += 1
+        last = bisect.bisect_left(self._mapping_starts, address + num_bytes)
+        return [self._mappings[start] for start in self._mapping_starts[first:last]]
+
+    def _covering(self, what: str, address: int, num_bytes: int) -> list[Mapping]:
+        """Return the mappings that hold every byte of the range, in order."""
+        reached, found = address, self._touching(address, num_bytes)
+        for mapping in found:
+            if mapping.address > reached:
+                break
+            reached = mapping.end
+        if num_bytes <= 0 or reached < address + num_bytes:
+            raise MappingError(f"{what}: {address:#x} + {num_bytes} is not mapped at {reached:#x}")
+        return found

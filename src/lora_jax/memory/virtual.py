@@ -1,0 +1,132 @@
+"""The contract of virtual memory: address ranges and physical pages, kept apart. No jax here.
+
+A range is reserved once and keeps its address; pages are created, mapped into it, unmapped and
+destroyed while programs that were compiled for the range stay as they are (ExpertWeave, section
+4.2). Nothing here waits for a device: unmap only what no step in flight can read.
+"""
+
+import abc
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+
+class OutOfPages(MemoryError):
+    """No physical memory for a page: the budget, the device or the OS is exhausted."""
+
+
+class MappingError(ValueError):
+    """An address, a size or a handle that does not fit what is reserved, created or mapped."""
+
+
+class Access(enum.Enum):
+    """What a program may do with a mapped range."""
+
+    NONE = 0
+    READ = 1
+    READ_WRITE = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    """Bytes of one memory, counted by the OS where it counts them, else by the backend's ledger."""
+
+    created: int  # physical pages of this memory that exist, imported ones not counted
+    mapped: int  # address space that has a page behind it
+    device_used: int | None = None  # of the whole device, by its driver; None on a host
+
+
+class AbstractVirtualMemory(abc.ABC):
+    """Reserve, create, map, protect and share; sizes in bytes, addresses as integers.
+
+    All methods may be called from any thread. Those that fail leave everything as it was.
+    """
+
+    @property
+    @abc.abstractmethod
+    def granularity(self) -> int:
+        """Return the bytes of which every size and every mapped address is a multiple."""
+
+    @abc.abstractmethod
+    def reserve(self, num_bytes: int) -> int:
+        """Return the address of a new range without pages; OutOfPages where there is no room."""
+
+    @abc.abstractmethod
+    def release(self, address: int, num_bytes: int) -> None:
+        """Give a reserved range back, whole; MappingError while anything is mapped in it."""
+
+    @abc.abstractmethod
+    def create_page(self, num_bytes: int) -> int:
+        """Return the handle of new physical memory, filled at once; OutOfPages if there is none."""
+
+    @abc.abstractmethod
+    def destroy_page(self, handle: int) -> None:
+        """Give a page back, own or imported; MappingError while it is mapped anywhere."""
+
+    @abc.abstractmethod
+    def map_run(self, address: int, handles: Sequence[int], page_bytes: int) -> None:
+        """Put pages of `page_bytes` behind one another at `address`: all of them or none.
+
+        Own pages become readable and writable, imported ones as the exporter allows. One page may
+        be mapped at several addresses.
+
+        Raises:
+            MappingError: misaligned, outside a reservation, mapped already, a size that is not
+                the page's, or the system refuses.
+            OutOfPages: the system has no room for its own tables.
+        """
+
+    def map(self, address: int, handle: int, num_bytes: int) -> None:
+        """Put one page at `address`; as `map_run`."""
+        self.map_run(address, [handle], num_bytes)
+
+    @abc.abstractmethod
+    def unmap(self, address: int, num_bytes: int) -> None:
+        """Take whole mappings away from the range, which must be mapped without a gap.
+
+        Where the system refuses one of them, those before it are unmapped.
+        """
+
+    @abc.abstractmethod
+    def protect(self, address: int, num_bytes: int, access: Access) -> None:
+        """Set what may be done with whole mappings that fill the range.
+
+        Raises:
+            MappingError: not mapped, or READ_WRITE on an imported page.
+            NotImplementedError: the system has no such access.
+        """
+
+    @abc.abstractmethod
+    def export_fd(self, handle: int) -> int:
+        """Return a new file descriptor, the caller's to close, by which others may read a page."""
+
+    @abc.abstractmethod
+    def import_fd(self, fd: int, num_bytes: int) -> int:
+        """Return the handle of another process's page; `fd` stays the caller's to close."""
+
+    @abc.abstractmethod
+    def write(self, address: int, data: np.ndarray) -> None:
+        """Copy the array's bytes, in C order, to mapped and writable addresses; done on return."""
+
+    @abc.abstractmethod
+    def read(self, address: int, num_bytes: int) -> bytes:
+        """Return a copy of the bytes at mapped addresses."""
+
+    @abc.abstractmethod
+    def array(self, address: int, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        """Return a jax.Array over the addresses, without a copy; it does not own them.
+
+        What is mapped or written later shows in it. The reservation must outlive every use, and
+        no program may read a part without pages, unless the memory says that holes are zeros.
+
+        Raises:
+            MappingError: the array is not inside one reservation.
+            NotImplementedError: jax has no such device.
+        """
+
+    @abc.abstractmethod
+    def usage(self) -> Usage:
+        """Return the bytes that exist and are mapped now."""

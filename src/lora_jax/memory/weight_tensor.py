@@ -1,0 +1,201 @@
+"""Expert weights as one array whose shape never changes, with pages only where experts are.
+
+ExpertWeave, section 4.2: a contiguous address range for all experts that may ever be there, and
+"Expert-Page Alignment": a page that holds bytes of several experts stays until none is left.
+"""
+
+import itertools
+import math
+import threading
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from lora_jax.memory.pool import Page, PagePool
+from lora_jax.memory.virtual import MappingError
+from lora_jax.typing import Array
+
+
+class WeightTensor:
+    """[experts_total, d_out, d_in] weights of one layer and projection; safe for threads.
+
+    Experts are mapped, written and unmapped by index; a program may read the mapped ones. The
+    caller unmaps and closes only what no step in flight can read (see Retirement).
+    """
+
+    def __init__(self, pool: PagePool, shape: tuple[int, int, int], dtype: np.dtype):
+        """Reserve the addresses; no page is taken.
+
+        Raises:
+            ValueError: a shape that is not three positive numbers.
+            OutOfPages: there is no address space for it.
+        """
+        if len(shape) != 3 or min(shape) < 1:
+            raise ValueError(f"shape {shape} must be (experts_total, d_out, d_in), all positive")
+        self.pool, self.shape, self.dtype = pool, shape, np.dtype(dtype)
+        self.expert_bytes = math.prod(shape[1:]) * self.dtype.itemsize
+        self._reserved = -(-shape[0] * self.expert_bytes // pool.page_bytes) * pool.page_bytes
+        self._lock = threading.Lock()
+        self._mapped: set[int] = set()
+        self._pages: dict[int, Page] = {}  # number within the range -> page behind it
+        self._users: dict[int, int] = {}  # number within the range -> mapped experts on it
+        self._open = True
+        self.address = pool.memory.reserve(self._reserved)
+        try:
+            self.array: Array = pool.memory.array(self.address, shape, self.dtype)
+        except BaseException:
+            pool.memory.release(self.address, self._reserved)
+            raise
+
+    @property
+    def mapped(self) -> tuple[int, ...]:
+        """Return the indices of the experts that have memory, sorted."""
+        with self._lock:
+            return tuple(sorted(self._mapped))
+
+    @property
+    def bytes_mapped(self) -> int:
+        """Return the bytes of the pages behind this tensor."""
+        with self._lock:
+            return len(self._pages) * self.pool.page_bytes
+
+    @property
+    def pages(self) -> dict[int, Page]:
+        """Return the pages behind this tensor by their number within its range."""
+        with self._lock:
+            return dict(sorted(self._pages.items()))
+
+    def map(self, indices: range) -> None:
+        """Give consecutive experts memory, whose contents are undefined until written.
+
+        Raises:
+            MappingError: an index outside the tensor, or mapped already.
+            OutOfPages: the pool has no room. Either way nothing has changed.
+        """
+        with self._lock:
+            self._check(indices)
+            if taken := self._mapped.intersection(indices):
+                raise MappingError(f"experts {sorted(taken)} are mapped already")
+            users = self._users_of(indices)
+            self._fill([number for number in users if number not in self._pages])
+            for number, count in users.items():
+                self._users[number] = self._users.get(number, 0) + count
+            self._mapped.update(indices)
+
+    def unmap(self, indices: range) -> None:
+        """Take the memory of consecutive experts; pages that others lie on stay.
+
+        Raises:
+            MappingError: an index that is not mapped; then nothing has changed.
+        """
+        with self._lock:
+            self._check(indices)
+            self._check_mapped(indices)
+            self._mapped.difference_update(indices)
+            for number, count in self._users_of(indices).items():
+                self._users[number] -= count
+            self._empty(number for number, users in list(self._users.items()) if not users)
+
+    def write(self, start: int, values: np.ndarray) -> None:
+        """Set the weights of experts start, start + 1, ... to values[count, d_out, d_in].
+
+        Raises:
+            ValueError: another shape or dtype than the tensor's.
+            MappingError: one of the experts is not mapped.
+        """
+        if values.shape[1:] != self.shape[1:] or values.dtype != self.dtype or not len(values):
+            raise ValueError(
+                f"values {values.dtype}{values.shape} must be {self.dtype}"
+                f"(count, {self.shape[1]}, {self.shape[2]})"
+            )
+        indices = range(start, start + len(values))
+        with self._lock:
+            self._check(indices)
+            self._check_mapped(indices)
+            self.pool.memory.write(self.address + start * self.expert_bytes, values)
+
+    def close(self) -> None:
+        """Give pages and addresses back and make `array` unusable; a second call does nothing."""
+        with self._lock:
+            if not self._open:
+                return
+            self.array.delete()
+            self._mapped.clear()
+            self._users = dict.fromkeys(self._pages, 0)
+            self._empty(list(self._pages))
+            self.pool.memory.release(self.address, self._reserved)
+            self._open = False
+
+    def check_integrity(self) -> None:
+        """Assert that pages, their users and the mapped experts agree."""
+        with self._lock:
+            users: dict[int, int] = {}
+            for index in self._mapped:
+                for number in self._users_of(range(index, index + 1)):
+                    users[number] = users.get(number, 0) + 1
+            # A page that the system would not unmap stays, without users, until it can be.
+            counted = {number: count for number, count in self._users.items() if count}
+            assert users == counted, "users of pages differ from the mapped experts"
+            assert self._users.keys() == self._pages.keys(), "a page without a count of users"
+            assert len(set(self._pages.values())) == len(self._pages), "a page lies twice"
+
+    def _check(self, indices: range) -> None:
+        if not self._open:
+            raise MappingError("the weight tensor is closed")
+        if indices.step != 1 or not 0 <= indices.start < indices.stop <= self.shape[0]:
+            raise MappingError(f"experts {indices} are not consecutive in 0..{self.shape[0]}")
+
+    def _check_mapped(self, indices: range) -> None:
+        if missing := set(indices) - self._mapped:
+            raise MappingError(f"experts {sorted(missing)} are not mapped")
+
+    def _users_of(self, indices: range) -> dict[int, int]:
+        """Return the pages under some experts, and on each how many of those experts lie."""
+        users: dict[int, int] = {}
+        for index in indices:
+            first = index * self.expert_bytes // self.pool.page_bytes
+            last = ((index + 1) * self.expert_bytes - 1) // self.pool.page_bytes
+            for number in range(first, last + 1):
+                users[number] = users.get(number, 0) + 1
+        return users
+
+    def _fill(self, numbers: list[int]) -> None:
+        """Map pages of the pool at the numbers given: all or none."""
+        pages = self.pool.acquire(len(numbers))
+        size, memory = self.pool.page_bytes, self.pool.memory
+        waiting = dict(zip(numbers, pages, strict=True))
+        placed: list[int] = []
+        try:
+            for run in _runs(numbers):
+                handles = [waiting[number].handle for number in run]
+                memory.map_run(self.address + run[0] * size, handles, size)
+                for number in run:
+                    self._pages[number] = waiting.pop(number)
+                    self._users[number] = 0
+                placed += run
+        except BaseException:
+            for page in waiting.values():
+                self.pool.release(page)
+            self._empty(placed)
+            raise
+
+    def _empty(self, numbers: Iterable[int]) -> None:
+        """Unmap pages that nobody uses; one that the system keeps stays with the tensor."""
+        size = self.pool.page_bytes
+        failed: Exception | None = None
+        for number in numbers:
+            try:
+                self.pool.memory.unmap(self.address + number * size, size)
+            except Exception as error:
+                failed = error
+                continue
+            del self._users[number]
+            self.pool.release(self._pages.pop(number))
+        if failed:
+            raise failed
+
+
+def _runs(numbers: list[int]) -> Iterator[list[int]]:
+    """Yield the runs of consecutive numbers."""
+    for _, run in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        yield [number for _, number in run]
