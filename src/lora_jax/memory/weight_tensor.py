@@ -59,11 +59,17 @@ class WeightTensor:
         with self._lock:
             return len(self._pages) * self.pool.page_bytes
 
-    @property
-    def pages(self) -> dict[int, Page]:
-        """Return the pages behind this tensor by their number within its range."""
+    def retain_pages(self) -> tuple[dict[int, Page], tuple[int, ...]]:
+        """Return the pages by their number within the range, and the mapped experts.
+
+        Each page has one more reference in the pool, the caller's to release: until then nobody
+        else gets it, mapped here or not.
+        """
         with self._lock:
-            return dict(sorted(self._pages.items()))
+            pages = {number: page for number, page in self._pages.items() if self._users[number]}
+            for page in pages.values():
+                self.pool.retain(page)
+            return dict(sorted(pages.items())), tuple(sorted(self._mapped))
 
     def map(self, indices: range) -> None:
         """Give consecutive experts memory, whose contents are undefined until written.
