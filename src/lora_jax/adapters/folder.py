@@ -30,9 +30,12 @@ class AdapterFolder:
         self.hashes: dict[str, str] = {}
         self.num_bytes = 0
 
-    def files(self) -> tuple[str, ...]:
-        """Return the names in the folder, in order."""
-        return tuple(sorted(os.listdir(self._real)))
+    def files(self, below: str = "") -> tuple[str, ...]:
+        """Return the names in the folder, or in the one `below` it, in order."""
+        inner = Path(os.path.realpath(self._real / below))
+        if not self._inside(inner):
+            raise ValueError(f"{below} leads outside of the adapter directory.")
+        return tuple(sorted(os.listdir(inner)))
 
     def read(self, name: str, max_bytes: int) -> bytes:
         """Return the whole file; ValueError when absent, not a plain file, outside or too big."""

@@ -76,8 +76,7 @@ def _check_files(folder: AdapterFolder) -> None:
     """Raise ValueError unless the folder has the two files, and no third that would be lost."""
     names = folder.files()
     if CONFIG_FILE not in names:
-        esft = "expert_cfg.json" in names
-        raise ValueError("an ESFT adapter; only LoRA is served." if esft else f"no {CONFIG_FILE}.")
+        raise ValueError(f"no {CONFIG_FILE}.")
     if WEIGHTS_FILE not in names:
         pickles = [name for name in folder.pickles() if name.startswith("adapter_model")]
         hint = f" {', '.join(pickles)} is not read: unpickling runs code." if pickles else ""

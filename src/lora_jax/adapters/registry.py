@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from lora_jax.adapters import peft_format
+from lora_jax.adapters import reader
 from lora_jax.adapters.catalogue import LoraCatalogue
-from lora_jax.adapters.weights import AdapterReport, AdapterWeights
+from lora_jax.adapters.weights import AdapterReport, AnyWeights
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _REMEMBER_FAILURE_S = 10.0  # a broken folder is not read again for each request that names it
@@ -59,10 +59,10 @@ class AdapterEntry:
     """One loaded adapter. `generation` grows with every publish and unload of the registry."""
 
     name: str
-    kind: str  # "lora"
+    kind: str  # "lora" or "esft"
     digest: str
     generation: int
-    weights: AdapterWeights
+    weights: AnyWeights
     pinned: bool
     path: str  # relative to the adapter directory, or the operator's folder without its directory
 
@@ -81,13 +81,13 @@ class AdapterRegistry:
         base_names: tuple[str, ...] = (),
         lora_dir: str | os.PathLike[str] | None = None,
         limits: RegistryLimits | None = None,
-        check: Callable[[AdapterWeights], None] | None = None,
+        check: Callable[[AnyWeights], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         """`base_names` are reserved (the served base model); `lora_dir` is the root for clients.
 
         `check` raises ValueError for adapters that can never run, such as one too big for the
-        device (SlotAllocator.check_fits).
+        device (AbstractAllocator.check_fits).
         """
         self._catalogue = catalogue
         self._base_names = base_names
@@ -230,12 +230,12 @@ class AdapterRegistry:
             )
         times.append(now)
 
-    def _read(self, name: str, folder: Path, root: Path | None) -> AdapterWeights:
-        limits = peft_format.ReadLimits(
+    def _read(self, name: str, folder: Path, root: Path | None) -> AnyWeights:
+        limits = reader.ReadLimits(
             max_file_bytes=self._limits.max_file_bytes, max_rank=self._limits.max_rank
         )
         try:
-            weights = peft_format.read(
+            weights = reader.read(
                 folder, self._catalogue, base_names=self._base_names, limits=limits, root=root
             )
             self._check(weights)
@@ -248,7 +248,7 @@ class AdapterRegistry:
             raise AdapterRejected(f"Adapter {name!r}: {error}") from None
         return weights
 
-    def _publish(self, name: str, weights: AdapterWeights, pinned: bool, path: str) -> AdapterEntry:
+    def _publish(self, name: str, weights: AnyWeights, pinned: bool, path: str) -> AdapterEntry:
         """Put the entry in place as the last act; the caller holds the lock."""
         others = {e.digest: e.weights for n, e in self._entries.items() if n != name}
         others[weights.digest] = weights

@@ -41,6 +41,11 @@ class StoredTensor:
     shape: tuple[int, ...]
     _data: memoryview
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the values."""
+        return len(self._data)
+
     def read(self) -> np.ndarray:
         """Return a read-only view of the values; ValueError when one is NaN or infinite."""
         values = np.frombuffer(self._data, self.dtype).reshape(self.shape)

@@ -1,4 +1,4 @@
-"""A whole adapter on the host: rank rows per site, and the report of what was read. No jax."""
+"""A whole adapter on the host, LoRA or ESFT, and the report of what was read. No jax."""
 
 import dataclasses
 import functools
@@ -39,7 +39,7 @@ class ModuleReport:
 class AdapterReport:
     """What a folder held. `digest` is sha256 over the names and sha256 of all files read."""
 
-    kind: str  # "lora"
+    kind: str  # "lora" or "esft"
     folder: str  # the folder's own name, without its directory
     digest: str
     files: dict[str, str]  # file name -> sha256
@@ -51,6 +51,7 @@ class AdapterReport:
     base_model: str | None  # base_model_name_or_path of the config
     peft_version: str | None
     warnings: tuple[str, ...] = ()
+    experts: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)  # by layer; ESFT
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as dicts, tuples, strings and numbers, for json.dumps."""
@@ -59,7 +60,7 @@ class AdapterReport:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AdapterWeights:
-    """Every site an adapter changes, keyed (module name, layer), with the report."""
+    """Every site a LoRA adapter changes, keyed (module name, layer), with the report."""
 
     sites: dict[tuple[str, int], SiteWeights]
     report: AdapterReport
@@ -88,3 +89,30 @@ class AdapterWeights:
         for width, count in self.demand:
             rows[width] = rows.get(width, 0) + count
         return rows
+
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ExpertWeights:
+    """Whole experts that an ESFT adapter puts in the place of the base's, with the report.
+
+    `experts[layer][expert]` holds the matrices [d_out, d_in] in the order of PROJECTIONS, in the
+    file's dtype. A layer that is not there keeps all experts of the base.
+    """
+
+    experts: dict[int, dict[int, tuple[np.ndarray, ...]]]
+    report: AdapterReport
+
+    @property
+    def digest(self) -> str:
+        return self.report.digest
+
+    @property
+    def num_experts(self) -> int:
+        """Experts in all layers together."""
+        return sum(len(experts) for experts in self.experts.values())
+
+
+AnyWeights = AdapterWeights | ExpertWeights

@@ -1,0 +1,40 @@
+"""Reads an adapter folder; the files in it say whether it is LoRA or ESFT. No jax."""
+
+import dataclasses
+from pathlib import Path
+
+from lora_jax.adapters import esft_format, peft_format
+from lora_jax.adapters.catalogue import LoraCatalogue
+from lora_jax.adapters.folder import AdapterFolder
+from lora_jax.adapters.weights import AnyWeights
+
+CONFIG_FILES = (peft_format.CONFIG_FILE, esft_format.CONFIG_FILE)  # one of them makes an adapter
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadLimits:
+    """What an adapter may be; more is a ValueError naming both numbers."""
+
+    max_file_bytes: int = 4 << 30
+    max_rank: int = 512
+
+
+def read(
+    path: Path,
+    catalogue: LoraCatalogue,
+    *,
+    base_names: tuple[str, ...] = (),
+    limits: ReadLimits | None = None,
+    root: Path | None = None,
+) -> AnyWeights:
+    """Return the adapter in the folder `path`, which with `root` must lie inside it.
+
+    Raises FileNotFoundError when there is no such folder, and ValueError naming the file, key or
+    tensor for everything else; see peft_format.read and esft_format.read.
+    """
+    limits = limits or ReadLimits()
+    if esft_format.CONFIG_FILE in AdapterFolder(path, root).files():
+        most = esft_format.ReadLimits(limits.max_file_bytes)
+        return esft_format.read(path, catalogue, limits=most, root=root)
+    most = peft_format.ReadLimits(limits.max_file_bytes, limits.max_rank)
+    return peft_format.read(path, catalogue, base_names=base_names, limits=most, root=root)
