@@ -9,7 +9,10 @@ ARGS ?=
 # The load generator inside this release's wheel drives the server in the tests.
 VLLM_RS_VERSION := 0.33.0
 
-.PHONY: serve test test-slow test-gpu lint bench-cpu notebooks clean
+# jax as pyproject.toml pins it: the plugins that compile for other devices must be of the same one.
+JAX_VERSION := $(shell sed -n 's/.*"jax==\([0-9.]*\)".*/\1/p' pyproject.toml)
+
+.PHONY: serve test test-slow test-gpu test-aot lint bench-cpu notebooks clean
 
 serve: .venv/.serve  ## start the embedded default on this machine's CPU
 	$(BIN)/python -m serving.launch $(MODEL) $(addprefix --lora-dir ,$(wildcard $(MODEL)/adapters)) --port $(PORT) $(ARGS)
@@ -22,6 +25,9 @@ test-slow: .venv/.dev .cache/vllm-rs
 
 test-gpu: .venv/.dev  ## on a machine with an NVIDIA GPU
 	$(BIN)/python -m pytest -m "gpu or multigpu"
+
+test-aot: .venv/.dev .cache/aot/.cuda  ## compile for GPU and TPU on any machine, and read the report
+	PYTHONPATH=.cache/aot/cuda $(BIN)/python -m pytest -m aot tests/aot
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
@@ -52,6 +58,14 @@ notebooks: .venv/.dev
 	$(PIP) download --no-deps --dest .cache/wheel vllm==$(VLLM_RS_VERSION)
 	$(BIN)/python -m zipfile -e .cache/wheel/vllm-$(VLLM_RS_VERSION)-*.whl .cache/wheel/out
 	@mv .cache/wheel/out/vllm/vllm-rs $@ && chmod +x $@ && rm -rf .cache/wheel
+
+# The compiler for NVIDIA GPUs, without driver or libraries; ptxas only where there is no toolkit.
+.cache/aot/.cuda: pyproject.toml | .venv/bin/python
+	$(PIP) install --no-deps --upgrade --target .cache/aot/cuda \
+		jax-cuda13-plugin==$(JAX_VERSION) jax-cuda13-pjrt==$(JAX_VERSION) \
+		$$(command -v ptxas >/dev/null || test -x /usr/local/cuda/bin/ptxas \
+			|| echo nvidia-cuda-nvcc==13.0.* nvidia-nvvm==13.0.*)
+	@touch $@
 
 clean:
 	rm -rf .venv .cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,102 @@
+"""Compiles programs for an NVIDIA H200 on a machine without one, and reads what came out.
+
+XLA's CUDA compiler needs only the plugin's two packages on the path, ptxas and libdevice; the
+device is described by h200_target_config.txtpb. Nothing runs.
+"""
+
+import dataclasses
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+
+TARGET = Path(__file__).with_name("h200_target_config.txtpb")
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What one compiled program is made of."""
+
+    registers: dict[str, int]  # per thread, of each Mosaic kernel by name
+    spill_bytes: dict[str, int]  # stores and loads
+    temp_bytes: int  # of device memory that the program takes for itself
+    thunks: list[str]  # kinds of what the host starts, one by one, per call
+    in_graphs: int  # operations that lie in command buffers (CUDA graphs)
+    text: str  # optimized HLO
+    seconds: float
+
+    @property
+    def command_buffers(self) -> int:
+        """How many CUDA graphs a call of the program launches."""
+        return self.thunks.count("kCommandBuffer")
+
+
+class H200:
+    """One described H200; `gpus` > 1 describes so many of one host."""
+
+    def __init__(self, gpus: int = 1):
+        described = topologies.get_topology_desc(
+            platform="cuda", topology=f"1x1x{gpus}", target_config=TARGET.read_text()
+        )
+        self.mesh = topologies.make_mesh(described, (gpus,), ("device",))
+
+    def array(self, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
+        """Return an argument for `compile`: an array that every GPU holds."""
+        sharding = NamedSharding(self.mesh, PartitionSpec())
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    def compile(self, function: Callable, *args, donate: tuple[int, ...] = ()) -> Compiled:
+        """Return the report on `jit(function)` of these arguments, compiled to the end."""
+        with tempfile.TemporaryDirectory() as folder:
+            dump = {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_TO": folder}
+            start = time.perf_counter()
+            with mock.patch.dict(os.environ, dump), jax.set_mesh(self.mesh):
+                lowered = jax.jit(function, donate_argnums=donate).lower(*args)
+                options = {"xla_dump_to": folder, "xla_enable_dumping": True}
+                compiled = lowered.compile(compiler_options=options)
+            seconds = time.perf_counter() - start
+            registers, spills = _ptxas(Path(folder))
+            thunks, inside = _thunks(Path(folder))
+        memory = compiled.memory_analysis()
+        return Compiled(
+            registers,
+            spills,
+            memory.temp_size_in_bytes,
+            thunks,
+            inside,
+            compiled.as_text(),
+            seconds,
+        )
+
+
+def _ptxas(folder: Path) -> tuple[dict[str, int], dict[str, int]]:
+    """Return registers and spilled bytes of each Mosaic kernel whose ptxas report lies here."""
+    registers, spills = {}, {}
+    for report in sorted(folder.glob("*.ptxas")):
+        said = report.read_text()
+        registers[report.stem] = max(int(n) for n in re.findall(r"Used (\d+) registers", said))
+        spills[report.stem] = sum(int(n) for n in re.findall(r"(\d+) bytes spill", said))
+    return registers, spills
+
+
+def _thunks(folder: Path) -> tuple[list[str], int]:
+    """Return the kinds of the outermost thunks, and how many operations lie in command buffers."""
+    # The passes leave no file where they changed nothing.
+    names = ("*thunk_sequence_after_thunk_passes.txt", "*thunk_sequence.txt")
+    dump = next(path for name in names for path in folder.glob(name))
+    lines = re.findall(r"^( *)\d+: (k\w+)", dump.read_text(), re.MULTILINE)
+    outer = [kind for indent, kind in lines if not indent]
+    inside, buffer_depth = 0, None
+    for indent, kind in lines:
+        if buffer_depth is not None and len(indent) > buffer_depth:
+            inside += 1
+            continue
+        buffer_depth = len(indent) if kind == "kCommandBuffer" else None
+    return outer, inside
