@@ -1,6 +1,8 @@
-"""Kernels for NVIDIA Hopper, in CUDA C++, that lora_jax finds by its entry point and loads late."""
+"""What NVIDIA GPUs have of their own, found by lora_jax through entry points and loaded late."""
 
 from collections.abc import Callable
+
+from lora_jax.memory.virtual import AbstractVirtualMemory
 
 
 def kernels() -> dict[str, Callable]:
@@ -9,3 +11,11 @@ def kernels() -> dict[str, Callable]:
     from cuda_backend.merge import merge
 
     return {"lora_gemm": lora_gemm, "merge": merge}
+
+
+def virtual_memory(device: int = 0) -> AbstractVirtualMemory:
+    """Return the memory of one GPU, or raise NotImplementedError where there is none."""
+    from cuda_backend.vmm import CudaDriver
+    from lora_jax.memory.driver import DriverMemory
+
+    return DriverMemory(CudaDriver(device))

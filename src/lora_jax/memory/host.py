@@ -4,6 +4,7 @@ import ctypes
 import errno
 import fcntl
 import itertools
+import math
 import mmap
 import os
 import sys
@@ -114,17 +115,15 @@ class HostMemory(AbstractVirtualMemory):
 
     def map_run(self, address: int, handles: Sequence[int], page_bytes: int) -> None:
         with self._lock:
-            self._ledger.check_map(address, handles, page_bytes)
+            access = self._ledger.check_map(address, handles, page_bytes)
             for done, handle in enumerate(handles):
-                access = self._widest(handle)
                 place = address + done * page_bytes
                 if code := self._mmap_page(place, page_bytes, access, self._files[handle]):
                     if done:
                         self._mmap_hole(address, done * page_bytes, "undo map")
                     raise _error(f"map page {handle} at {place:#x} + {page_bytes}", code)
             for i, handle in enumerate(handles):
-                place = address + i * page_bytes
-                self._ledger.record_mapping(place, handle, self._widest(handle))
+                self._ledger.record_mapping(address + i * page_bytes, handle, access)
 
     def unmap(self, address: int, num_bytes: int) -> None:
         with self._lock:
@@ -135,9 +134,7 @@ class HostMemory(AbstractVirtualMemory):
 
     def protect(self, address: int, num_bytes: int, access: Access) -> None:
         with self._lock:
-            mappings = self._ledger.find_mappings("protect", address, num_bytes)
-            if access is Access.READ_WRITE:
-                self._check_own([m.handle for m in mappings])
+            mappings = self._ledger.check_protect(address, num_bytes, access)
             if self._libc.mprotect(address, num_bytes, _PROTECTION[access]):
                 raise _error(f"protect {address:#x} + {num_bytes}", ctypes.get_errno())
             for mapping in mappings:
@@ -176,7 +173,7 @@ class HostMemory(AbstractVirtualMemory):
         return ctypes.string_at(address, num_bytes)
 
     def array(self, address: int, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-        num_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
         with self._lock:
             self._ledger.check_reserved("array", address, num_bytes)
         return foreign_array(address, shape, dtype)
@@ -203,14 +200,6 @@ class HostMemory(AbstractVirtualMemory):
             self._files[handle] = fd
             self._ledger.record_page(handle, num_bytes, imported)
             return handle
-
-    def _widest(self, handle: int) -> Access:
-        return Access.READ if self._ledger.pages[handle].imported else Access.READ_WRITE
-
-    def _check_own(self, handles: Sequence[int]) -> None:
-        for handle in handles:
-            if self._ledger.pages[handle].imported:
-                raise MappingError(f"protect: page {handle} is imported and stays read-only")
 
     def _mmap_page(self, address: int, num_bytes: int, access: Access, fd: int) -> int:
         """Map a file over reserved addresses; return 0 or the error's number."""

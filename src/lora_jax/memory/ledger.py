@@ -88,8 +88,11 @@ class AddressLedger:
         if at < 0 or num_bytes <= 0 or address + num_bytes > start + self._reserved[start]:
             raise MappingError(f"{what}: {address:#x} + {num_bytes} is outside every reservation")
 
-    def check_map(self, address: int, handles: Sequence[int], page_bytes: int) -> None:
-        """Refuse a run of pages that is misaligned, outside, over a mapping or of other sizes."""
+    def check_map(self, address: int, handles: Sequence[int], page_bytes: int) -> Access:
+        """Refuse a run of pages that is misaligned, outside, over a mapping or of other sizes.
+
+        Returns the access that the mapping gives: READ_WRITE to own pages, READ to imported ones.
+        """
         self.check_size("map", page_bytes)
         if address % self.granularity:
             raise MappingError(f"map: {address:#x} is not a multiple of {self.granularity}")
@@ -102,6 +105,10 @@ class AddressLedger:
                 f"map: {address:#x} + {len(handles) * page_bytes} is mapped already "
                 f"at {taken[0].address:#x} + {taken[0].num_bytes}"
             )
+        imported = {self.pages[handle].imported for handle in handles}
+        if len(imported) > 1:
+            raise MappingError("map: own and imported pages cannot be mapped in one run")
+        return Access.READ if imported.pop() else Access.READ_WRITE
 
     def find_mappings(self, what: str, address: int, num_bytes: int) -> list[Mapping]:
         """Return the mappings that fill the range exactly, in order."""
@@ -111,6 +118,14 @@ class AddressLedger:
                 f"{what}: {address:#x} + {num_bytes} cuts the mappings "
                 f"{found[0].address:#x} .. {found[-1].end:#x}"
             )
+        return found
+
+    def check_protect(self, address: int, num_bytes: int, access: Access) -> list[Mapping]:
+        """Return the mappings that fill the range; refuse to make imported pages writable."""
+        found = self.find_mappings("protect", address, num_bytes)
+        for mapping in found if access is Access.READ_WRITE else ():
+            if self.pages[mapping.handle].imported:
+                raise MappingError(f"protect: page {mapping.handle} is imported, so read-only")
         return found
 
     def check_access(self, what: str, address: int, num_bytes: int, *needed: Access) -> None:

@@ -40,12 +40,22 @@ class WeightTensor:
         self._pages: dict[int, Page] = {}  # number within the range -> page behind it
         self._users: dict[int, int] = {}  # number within the range -> mapped experts on it
         self._open = True
+        self._array: Array | None = None
         self.address = pool.memory.reserve(self._reserved)
-        try:
-            self.array: Array = pool.memory.array(self.address, shape, self.dtype)
-        except BaseException:
-            pool.memory.release(self.address, self._reserved)
-            raise
+
+    @property
+    def array(self) -> Array:
+        """Return the whole tensor as one jax.Array, always the same; mapped experts may be read.
+
+        Raises:
+            MappingError: the tensor is closed.
+            NotImplementedError: jax has no such device; then there is only `address`.
+        """
+        with self._lock:
+            self._check_open()
+            if self._array is None:
+                self._array = self.pool.memory.array(self.address, self.shape, self.dtype)
+            return self._array
 
     @property
     def mapped(self) -> tuple[int, ...]:
@@ -125,7 +135,8 @@ class WeightTensor:
         with self._lock:
             if not self._open:
                 return
-            self.array.delete()
+            if self._array is not None:
+                self._array.delete()
             self._mapped.clear()
             self._users = dict.fromkeys(self._pages, 0)
             self._empty(list(self._pages))
@@ -145,9 +156,12 @@ class WeightTensor:
             assert self._users.keys() == self._pages.keys(), "a page without a count of users"
             assert len(set(self._pages.values())) == len(self._pages), "a page lies twice"
 
-    def _check(self, indices: range) -> None:
+    def _check_open(self) -> None:
         if not self._open:
             raise MappingError("the weight tensor is closed")
+
+    def _check(self, indices: range) -> None:
+        self._check_open()
         if indices.step != 1 or not 0 <= indices.start < indices.stop <= self.shape[0]:
             raise MappingError(f"experts {indices} are not consecutive in 0..{self.shape[0]}")
 

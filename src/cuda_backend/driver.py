@@ -1,0 +1,117 @@
+"""The calls of the CUDA driver that virtual memory needs, through ctypes.
+
+Signatures and layouts as in cuda.h of CUDA 11.3 to 13. No package is needed beyond the driver.
+"""
+
+import ctypes
+from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint64, c_ushort, c_void_p
+
+from lora_jax.memory.virtual import MappingError, OutOfPages
+
+LIBRARY = "libcuda.so.1"
+OUT_OF_MEMORY = 2
+NOT_SUPPORTED = 801
+PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
+ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
+POSIX_FD = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+MINIMUM = 0  # CU_MEM_ALLOC_GRANULARITY_MINIMUM
+# CU_DEVICE_ATTRIBUTE_...
+VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102
+HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED = 103
+
+
+class Location(ctypes.Structure):
+    """CUmemLocation."""
+
+    _fields_ = (("type", c_int), ("id", c_int))
+
+
+class AllocationFlags(ctypes.Structure):
+    """The flags at the end of CUmemAllocationProp; all zero here."""
+
+    _fields_ = (
+        ("compression", ctypes.c_ubyte),
+        ("rdma", ctypes.c_ubyte),
+        ("usage", c_ushort),
+        ("reserved", ctypes.c_ubyte * 4),
+    )
+
+
+class AllocationProp(ctypes.Structure):
+    """CUmemAllocationProp, 32 bytes."""
+
+    _fields_ = (
+        ("type", c_int),
+        ("handle_types", c_int),
+        ("location", Location),
+        ("win32_metadata", c_void_p),
+        ("flags", AllocationFlags),
+    )
+
+
+class AccessDesc(ctypes.Structure):
+    """CUmemAccessDesc, 12 bytes."""
+
+    _fields_ = (("location", Location), ("flags", c_int))
+
+
+_SIGNATURES = {  # a CUdeviceptr and a generic allocation handle are 64-bit integers
+    "cuInit": (ctypes.c_uint,),
+    "cuGetErrorName": (c_int, POINTER(c_char_p)),
+    "cuDeviceGet": (POINTER(c_int), c_int),
+    "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
+    "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
+    "cuCtxPushCurrent_v2": (c_void_p,),
+    "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
+    "cuStreamSynchronize": (c_void_p,),
+    "cuMemGetInfo_v2": (POINTER(c_size_t), POINTER(c_size_t)),
+    "cuMemGetAllocationGranularity": (POINTER(c_size_t), POINTER(AllocationProp), c_int),
+    "cuMemAddressReserve": (POINTER(c_uint64), c_size_t, c_size_t, c_uint64, c_uint64),
+    "cuMemAddressFree": (c_uint64, c_size_t),
+    "cuMemCreate": (POINTER(c_uint64), c_size_t, POINTER(AllocationProp), c_uint64),
+    "cuMemRelease": (c_uint64,),
+    "cuMemMap": (c_uint64, c_size_t, c_size_t, c_uint64, c_uint64),
+    "cuMemUnmap": (c_uint64, c_size_t),
+    "cuMemSetAccess": (c_uint64, c_size_t, POINTER(AccessDesc), c_size_t),
+    "cuMemExportToShareableHandle": (c_void_p, c_uint64, c_int, c_uint64),
+    "cuMemImportFromShareableHandle": (POINTER(c_uint64), c_void_p, c_int),
+    "cuMemcpyHtoD_v2": (c_uint64, c_void_p, c_size_t),
+    "cuMemcpyDtoH_v2": (c_void_p, c_uint64, c_size_t),
+}
+
+
+class Driver:
+    """A loaded driver library; every call raises where the driver answers an error."""
+
+    def __init__(self, library: str = LIBRARY):
+        """Raise NotImplementedError where there is no driver, or one without these calls."""
+        try:
+            self._library = ctypes.CDLL(library)
+            for name, arguments in _SIGNATURES.items():
+                function = getattr(self._library, name)
+                function.restype, function.argtypes = c_int, arguments
+        except (OSError, AttributeError) as error:
+            raise NotImplementedError(f"no CUDA driver with virtual memory: {error}") from error
+        if code := self._library.cuInit(0):
+            raise NotImplementedError(f"the CUDA driver finds no device: {self._name(code)}")
+
+    def call(self, name: str, *arguments) -> None:
+        """Call the function.
+
+        Raises:
+            OutOfPages: the device or the driver's own memory is full.
+            NotImplementedError: the device cannot do it.
+            MappingError: any other answer.
+        """
+        code = getattr(self._library, name)(*arguments)
+        if not code:
+            return
+        said = f"{name} answers {self._name(code)}"
+        if code == OUT_OF_MEMORY:
+            raise OutOfPages(said)
+        raise NotImplementedError(said) if code == NOT_SUPPORTED else MappingError(said)
+
+    def _name(self, code: int) -> str:
+        text = c_char_p()
+        self._library.cuGetErrorName(code, ctypes.byref(text))
+        return f"{(text.value or b'an unknown error').decode()} ({code})"

@@ -1,0 +1,192 @@
+"""Virtual memory of an accelerator: the books, the lock and the undo around a driver's calls."""
+
+import abc
+import ctypes
+import itertools
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from lora_jax.memory.ledger import AddressLedger
+from lora_jax.memory.virtual import AbstractVirtualMemory, Access, Usage
+
+
+class AbstractDriver(abc.ABC):
+    """The plain calls of one device; arguments are checked already, sizes are in bytes.
+
+    A call that fails raises OutOfPages where memory ran out, NotImplementedError where the driver
+    has no such thing, else MappingError; then it has done nothing.
+    """
+
+    @property
+    @abc.abstractmethod
+    def granularity(self) -> int:
+        """Return the smallest size of a page."""
+
+    @abc.abstractmethod
+    def reserve(self, num_bytes: int) -> int:
+        """Return the address of a new range."""
+
+    @abc.abstractmethod
+    def release(self, address: int, num_bytes: int) -> None:
+        """Give a range back."""
+
+    @abc.abstractmethod
+    def create(self, num_bytes: int) -> int:
+        """Return the driver's handle of new physical memory."""
+
+    @abc.abstractmethod
+    def destroy(self, handle: int) -> None:
+        """Give physical memory back."""
+
+    @abc.abstractmethod
+    def map(self, address: int, handle: int, num_bytes: int) -> None:
+        """Put physical memory at an address, whose access is not set yet."""
+
+    @abc.abstractmethod
+    def unmap(self, address: int, num_bytes: int) -> None:
+        """Take one mapping away."""
+
+    @abc.abstractmethod
+    def grant(self, address: int, num_bytes: int, access: Access) -> None:
+        """Set the access of whole mappings that lie one behind another."""
+
+    @abc.abstractmethod
+    def export_fd(self, handle: int) -> int:
+        """Return a new file descriptor of physical memory."""
+
+    @abc.abstractmethod
+    def import_fd(self, fd: int, num_bytes: int) -> int:
+        """Return the driver's handle of another process's memory."""
+
+    @abc.abstractmethod
+    def copy_in(self, address: int, host_address: int, num_bytes: int) -> None:
+        """Copy from the host; on return the bytes are there."""
+
+    @abc.abstractmethod
+    def copy_out(self, host_address: int, address: int, num_bytes: int) -> None:
+        """Copy to the host."""
+
+    @abc.abstractmethod
+    def array(self, address: int, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        """Return a jax.Array over device addresses."""
+
+    @abc.abstractmethod
+    def device_used(self) -> int:
+        """Return the bytes in use on the whole device, by everybody."""
+
+
+class DriverMemory(AbstractVirtualMemory):
+    """The memory of the device that `driver` drives."""
+
+    def __init__(self, driver: AbstractDriver):
+        self._driver = driver
+        self._ledger = AddressLedger(driver.granularity)
+        self._lock = threading.Lock()
+        self._handles: dict[int, int] = {}  # ours -> the driver's, which may repeat
+        self._numbers = itertools.count(1)
+
+    @property
+    def granularity(self) -> int:
+        return self._ledger.granularity
+
+    def reserve(self, num_bytes: int) -> int:
+        self._ledger.check_size("reserve", num_bytes)
+        with self._lock:
+            address = self._driver.reserve(num_bytes)
+            self._ledger.record_reservation(address, num_bytes)
+            return address
+
+    def release(self, address: int, num_bytes: int) -> None:
+        with self._lock:
+            self._ledger.check_release(address, num_bytes)
+            self._driver.release(address, num_bytes)
+            self._ledger.forget_reservation(address)
+
+    def create_page(self, num_bytes: int) -> int:
+        self._ledger.check_size("create_page", num_bytes)
+        with self._lock:
+            return self._add(self._driver.create(num_bytes), num_bytes, imported=False)
+
+    def destroy_page(self, handle: int) -> None:
+        with self._lock:
+            self._ledger.check_unused(handle)
+            self._driver.destroy(self._handles[handle])
+            del self._handles[handle]
+            self._ledger.forget_page(handle)
+
+    def map_run(self, address: int, handles: Sequence[int], page_bytes: int) -> None:
+        with self._lock:
+            access = self._ledger.check_map(address, handles, page_bytes)
+            places = [address + i * page_bytes for i in range(len(handles))]
+            done: list[int] = []
+            try:
+                for place, handle in zip(places, handles, strict=True):
+                    self._driver.map(place, self._handles[handle], page_bytes)
+                    done.append(place)
+                # One call for the run: it costs more than the mapping itself.
+                self._driver.grant(address, len(handles) * page_bytes, access)
+            except BaseException:
+                for place in done:
+                    self._driver.unmap(place, page_bytes)
+                raise
+            for place, handle in zip(places, handles, strict=True):
+                self._ledger.record_mapping(place, handle, access)
+
+    def unmap(self, address: int, num_bytes: int) -> None:
+        with self._lock:
+            for mapping in self._ledger.find_mappings("unmap", address, num_bytes):
+                self._driver.unmap(mapping.address, mapping.num_bytes)
+                self._ledger.forget_mapping(mapping.address)
+
+    def protect(self, address: int, num_bytes: int, access: Access) -> None:
+        with self._lock:
+            mappings = self._ledger.check_protect(address, num_bytes, access)
+            self._driver.grant(address, num_bytes, access)
+            for mapping in mappings:
+                self._ledger.record_access(mapping.address, access)
+
+    def export_fd(self, handle: int) -> int:
+        with self._lock:
+            self._ledger.find_page(handle)
+            return self._driver.export_fd(self._handles[handle])
+
+    def import_fd(self, fd: int, num_bytes: int) -> int:
+        self._ledger.check_size("import_fd", num_bytes)
+        with self._lock:
+            return self._add(self._driver.import_fd(fd, num_bytes), num_bytes, imported=True)
+
+    def write(self, address: int, data: np.ndarray) -> None:
+        data = np.ascontiguousarray(data)
+        with self._lock:
+            self._ledger.check_access("write", address, data.nbytes, Access.READ_WRITE)
+        self._driver.copy_in(address, data.ctypes.data, data.nbytes)
+
+    def read(self, address: int, num_bytes: int) -> bytes:
+        with self._lock:
+            readable = (Access.READ, Access.READ_WRITE)
+            self._ledger.check_access("read", address, num_bytes, *readable)
+        buffer = ctypes.create_string_buffer(num_bytes)
+        self._driver.copy_out(ctypes.addressof(buffer), address, num_bytes)
+        return buffer.raw
+
+    def array(self, address: int, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+        with self._lock:
+            self._ledger.check_reserved("array", address, num_bytes)
+        return self._driver.array(address, shape, np.dtype(dtype))
+
+    def usage(self) -> Usage:
+        """Created and mapped from the ledger: drivers only count the whole device."""
+        with self._lock:
+            used = self._driver.device_used()
+            return Usage(self._ledger.created_bytes, self._ledger.mapped_bytes, used)
+
+    def _add(self, driver_handle: int, num_bytes: int, imported: bool) -> int:
+        handle = next(self._numbers)
+        self._handles[handle] = driver_handle
+        self._ledger.record_page(handle, num_bytes, imported)
+        return handle
