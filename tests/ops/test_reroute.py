@@ -1,4 +1,4 @@
-"""Row map: a stable sort by expert, by both implementations."""
+"""Row map and reroute: stable sorts by expert, by both implementations."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lora_jax.ops.cases import POPULARITIES, popular
-from lora_jax.ops.reroute import row_map
+from lora_jax.ops.reroute import reroute, row_map
 
 IMPLEMENTATIONS = ["ffi", "xla"]
 
@@ -41,3 +41,61 @@ def test_refuses_shapes_that_do_not_fit():
     ids = jnp.zeros((3, 2), jnp.int32)
     with pytest.raises(ValueError, match="num_experts 0"):
         row_map(ids, jnp.int32(3), 0)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("popularity", POPULARITIES)
+@pytest.mark.parametrize(
+    ("tokens", "k", "experts", "slots", "real"), [(1, 1, 1, 1, 1), (37, 4, 9, 3, 30)]
+)
+def test_reroute_sorts_what_the_table_says(
+    tokens, k, experts, slots, real, popularity, implementation
+):
+    rng = np.random.default_rng(1)
+    ids = popular(popularity, tokens * k, experts, rng).reshape(tokens, k)
+    groups = experts + 4 * slots
+    table = np.tile(np.arange(experts, dtype=np.int32), (slots, 1))
+    own = rng.random(table.shape) < 0.4
+    table[own] = rng.integers(experts, groups, own.sum())
+    token_to_slot = rng.integers(-1, slots, tokens).astype(np.int32)
+    call = jax.jit(lambda i, s, t, n: reroute(i, s, t, n, groups, implementation=implementation))
+    got = call(jnp.asarray(ids), jnp.asarray(token_to_slot), jnp.asarray(table), jnp.int32(real))
+    key = np.full((tokens, k), groups)
+    for t, j in np.ndindex(tokens, k):
+        if t < real and ids[t, j] >= 0:
+            slot = token_to_slot[t]
+            key[t, j] = ids[t, j] if slot < 0 else table[slot, ids[t, j]]
+    order = np.argsort(key.reshape(-1), kind="stable")
+    np.testing.assert_array_equal(got.order, order)
+    np.testing.assert_array_equal(np.asarray(got.inverse)[order], np.arange(tokens * k))
+    sizes = np.bincount(key.reshape(-1), minlength=groups + 1)[:groups]
+    np.testing.assert_array_equal(got.group_sizes, sizes)
+    np.testing.assert_array_equal(got.row_to_token, order // k)
+    chosen = np.where(key < groups, ids, 0).reshape(-1)
+    np.testing.assert_array_equal(got.row_to_expert, chosen[order])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_without_adapters_reroute_is_row_map(implementation):
+    rng = np.random.default_rng(2)
+    ids = jnp.asarray(rng.integers(-1, 6, (20, 3)), jnp.int32)
+    table = jnp.full((2, 5), 9, jnp.int32)
+    slots = jnp.asarray(rng.choice([-1, -7, 2, 99], 20), jnp.int32)  # none is the table's
+    got = reroute(ids, slots, table, jnp.int32(18), 12, implementation=implementation)
+    want = row_map(ids, jnp.int32(18), 5, implementation=implementation)
+    for name in ("order", "inverse", "row_to_token", "row_to_expert"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
+    np.testing.assert_array_equal(got.group_sizes[:5], want.group_sizes)
+    assert not np.asarray(got.group_sizes)[5:].any()
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_reroute_refuses_shapes_that_do_not_fit():
+    ids, slots, n = jnp.zeros((3, 2), jnp.int32), jnp.zeros((3,), jnp.int32), jnp.int32(3)
+    table = jnp.zeros((2, 4), jnp.int32)
+    with pytest.raises(ValueError, match="not empty"):
+        reroute(ids, slots, jnp.zeros((0, 4), jnp.int32), n, 8)
+    with pytest.raises(ValueError, match=r"token_to_slot has shape \(2,\), expected \(3,\)"):
+        reroute(ids, slots[:2], table, n, 8)
+    with pytest.raises(ValueError, match="3 groups do not hold 4 experts"):
+        reroute(ids, slots, table, n, 3)

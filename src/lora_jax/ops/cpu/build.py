@@ -31,6 +31,7 @@ TARGETS = (
     "lora_jax_attention_float32",
     "lora_jax_attention_bfloat16",
     "lora_jax_row_map",
+    "lora_jax_reroute",
 )
 
 

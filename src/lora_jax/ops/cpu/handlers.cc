@@ -77,6 +77,19 @@ ffi::Error RowMapCall(S32 ids, S32 num_tokens, ffi::Result<S32> order, ffi::Resu
   return ffi::Error::Success();
 }
 
+ffi::Error RerouteCall(S32 ids, S32 token_to_slot, S32 table, S32 num_tokens,
+                       ffi::Result<S32> order, ffi::Result<S32> inverse,
+                       ffi::Result<S32> group_sizes) {
+  int64_t k = ids.dimensions()[1];
+  auto d = table.dimensions();
+  Reroute group_of{ids.typed_data(), token_to_slot.typed_data(), table.typed_data(), k,
+                   int32_t(d[0]),    int32_t(d[1])};
+  sort_rows(group_of, int64_t(ids.element_count()), num_tokens.typed_data()[0] * k,
+            int32_t(group_sizes->element_count()), order->typed_data(), inverse->typed_data(),
+            group_sizes->typed_data());
+  return ffi::Error::Success();
+}
+
 }  // namespace lora_jax
 
 #define LORA_JAX_GEMM(name, D, dtype)                                                   \
@@ -127,3 +140,6 @@ LORA_JAX_ATTENTION(lora_jax_attention_bfloat16, DotBF16, ffi::BF16);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     lora_jax_row_map, lora_jax::RowMapCall,
     ffi::Ffi::Bind().Arg<S32>().Arg<S32>().Ret<S32>().Ret<S32>().Ret<S32>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    lora_jax_reroute, lora_jax::RerouteCall,
+    ffi::Ffi::Bind().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Ret<S32>().Ret<S32>().Ret<S32>());
