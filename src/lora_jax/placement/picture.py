@@ -1,0 +1,61 @@
+"""A placement drawn as text. No jax."""
+
+from collections.abc import Sequence
+
+from lora_jax.placement.ep_pp import Placement
+
+
+def picture(plan: Placement) -> str:
+    """Return lines that show every device with the layers, experts or adapters it holds."""
+    shape = plan.shape
+    head = (
+        f"{plan.name} on {plan.devices} devices: {shape.adapters} adapters x {shape.layers} layers "
+        f"x {shape.experts} experts, {spell_bytes(shape.adapter_bytes)} per adapter"
+    )
+    if plan.dp > 1:
+        rows = [["", "all layers, all experts"]]
+        rows += [
+            [f"adapters {spell_range(plan.adapters_of(d))}", _cell(plan, d)]
+            for d in range(plan.devices)
+        ]
+    else:
+        rows = [["", *(f"experts {spell_range(plan.experts_of(d))}" for d in range(plan.ep))]]
+        for stage in range(plan.pp):
+            group = plan.group_of(stage)
+            layers = f"layers {spell_range(plan.layers_of(group.start))}"
+            rows.append([layers, *(_cell(plan, d) for d in group)])
+    return "\n".join([head, *_table(rows)])
+
+
+def spell_range(values: range) -> str:
+    """Return "0-3" for consecutive numbers, "0,2,..,30" for numbers with gaps, "" for none."""
+    if not values:
+        return "none"
+    if len(values) == 1:
+        return str(values[0])
+    if values.step == 1:
+        return f"{values[0]}-{values[-1]}"
+    if len(values) <= 3:
+        return ",".join(map(str, values))
+    return f"{values[0]},{values[1]},..,{values[-1]}"
+
+
+def spell_bytes(number: float) -> str:
+    """Return a number of bytes with the unit that suits it, e.g. 1.8 GB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.4g} TB"
+
+
+def _cell(plan: Placement, device: int) -> str:
+    return f"device {device} ({spell_bytes(plan.bytes_on(device))})"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
