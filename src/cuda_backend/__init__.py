@@ -9,8 +9,9 @@ def kernels() -> dict[str, Callable]:
     """Return the ops that this backend has, by name; what the entry point `cuda` leads to."""
     from cuda_backend.lora_gemm import lora_gemm
     from cuda_backend.merge import merge
+    from cuda_backend.paged_attention import paged_attention
 
-    return {"lora_gemm": lora_gemm, "merge": merge}
+    return {"lora_gemm": lora_gemm, "merge": merge, "paged_attention": paged_attention}
 
 
 def virtual_memory(device: int = 0) -> AbstractVirtualMemory:

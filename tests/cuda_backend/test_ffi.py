@@ -15,9 +15,14 @@ MOST_REGISTERS = {
     "pair_kernel": 128,  # 2 CTAs of 256 threads
     "metadata_kernel": 64,  # 1 CTA of 1024
     "merge_kernel": 255,  # 1 CTA of 256
+    "attention_kernel": 168,  # 1 CTA of 288
+    "combine_kernel": 64,
+    "attention_units_kernel": 64,
 }
 REPORT = re.compile(
-    r"entry function '\w*?(" + "|".join(MOST_REGISTERS) + r")\w*'.*?(\d+) bytes stack frame, "
+    r"entry function '\w*?("
+    + "|".join(sorted(MOST_REGISTERS, key=len, reverse=True))
+    + r")\w*'.*?(\d+) bytes stack frame, "
     r"(\d+) bytes spill stores.*?Used (\d+) registers",
     re.DOTALL,
 )

@@ -21,7 +21,7 @@ static ffi::Error Units(cudaStream_t stream, S32 token_to_seq, S32 positions, S3
                                 static_cast<int>(positions.element_count()), static_cast<int>(unit_tokens),
                                 static_cast<int>(chunk), static_cast<int>(window),
                                 reinterpret_cast<AttentionUnit*>(units->typed_data()), num_units->typed_data()};
-  attention_units_kernel<<<1, kMetadataThreads, 0, stream>>>(args);
+  attention_units_kernel<<<1, kScanThreads, 0, stream>>>(args);
   return status(cudaGetLastError());
 }
 
@@ -29,7 +29,7 @@ static ffi::Error Units(cudaStream_t stream, S32 token_to_seq, S32 positions, S3
 static ffi::Error Attention(cudaStream_t stream, BF16 q, BF16 k_pages, BF16 v_pages, S32 block_tables,
                             S32 token_to_seq, S32 positions, S32 num_tokens, F32 sinks, S32 units, S32 num_units,
                             ffi::Result<BF16> out, ffi::Result<F32> part_o, ffi::Result<F32> part_ml, float scale,
-                            int64_t chunk, int64_t window, int64_t token_groups) {
+                            int64_t chunk, int64_t window, int64_t cta_heads, int64_t token_groups) {
   auto data = [](const BF16& b) { return static_cast<const __nv_bfloat16*>(b.untyped_data()); };
   const auto qd = q.dimensions(), kd = k_pages.dimensions();
   AttentionArgs args{};
@@ -45,9 +45,12 @@ static ffi::Error Attention(cudaStream_t stream, BF16 q, BF16 k_pages, BF16 v_pa
   args.max_pages = static_cast<int>(block_tables.dimensions()[1]);
   args.chunk = static_cast<int>(chunk), args.window = static_cast<int>(window);
   args.max_chunks = static_cast<int>(part_ml->dimensions()[1]);
+  args.cta_heads = static_cast<int>(cta_heads);
   args.token_groups = static_cast<int>(token_groups), args.scale_log2 = scale * 1.4426950408889634f;
-  cudaError_t e = page_map(&args.k_map, data(k_pages), kd[0], kd[1], kd[2], kd[3]);
-  if (e == cudaSuccess && !args.latent) e = page_map(&args.v_map, data(v_pages), kd[0], kd[1], kd[2], args.v_dim);
+  cudaError_t e = page_map(&args.k_map, data(k_pages), kd[0], kd[1], kd[2], kd[3], cta_heads);
+  if (e == cudaSuccess && !args.latent) {
+    e = page_map(&args.v_map, data(v_pages), kd[0], kd[1], kd[2], args.v_dim, cta_heads);
+  }
   return status(e == cudaSuccess ? launch_attention(args, stream) : e);
 }
 
@@ -82,5 +85,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_paged_attention, lora_jax::Attention
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("chunk")
                                   .Attr<int64_t>("window")
+                                  .Attr<int64_t>("cta_heads")
                                   .Attr<int64_t>("token_groups"),
                               {ffi::Traits::kCmdBufferCompatible});

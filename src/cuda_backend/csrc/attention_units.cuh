@@ -1,7 +1,8 @@
 // What paged attention works through: a unit is a few neighbouring tokens of one sequence and one
 // chunk of positions. One CTA writes the list; every layer of a step reads the same one.
 #pragma once
-#include "row_metadata.cuh"
+#include "cta_scan.cuh"
+#include "ptx.cuh"
 
 namespace lora_jax {
 
@@ -30,10 +31,10 @@ struct ChunkRange {
       : first(window > 0 ? max(0, position - window + 1) / chunk : 0), last(position / chunk) {}
 };
 
-__global__ void __launch_bounds__(kMetadataThreads) attention_units_kernel(const AttentionUnitsArgs p) {
-  __shared__ int warp_sums[kMetadataThreads / 32];
+__global__ void __launch_bounds__(kScanThreads) attention_units_kernel(const AttentionUnitsArgs p) {
+  __shared__ int warp_sums[kScanThreads / 32];
   __shared__ unsigned char starts[kAttentionTokens];  // of a unit's tokens
-  const int live = min(*p.num_tokens, p.tokens), per = (live + kMetadataThreads - 1) / kMetadataThreads;
+  const int live = min(*p.num_tokens, p.tokens), per = (live + kScanThreads - 1) / kScanThreads;
   const int begin = min(static_cast<int>(threadIdx.x) * per, live), end = min(begin + per, live);
   auto breaks = [&](int t) {
     return t == 0 || p.token_to_seq[t] != p.token_to_seq[t - 1] || p.positions[t] != p.positions[t - 1] + 1;

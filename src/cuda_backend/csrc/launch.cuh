@@ -1,23 +1,10 @@
 // Host side of the two kernels: tensor maps and launches. Nothing here allocates or waits, so all of
 // it may run while a stream is being captured.
 #pragma once
-#include <cuda_runtime_api.h>
-
 #include "row_metadata.cuh"
+#include "tensor_map.cuh"
 
 namespace lora_jax {
-
-using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
-
-inline EncodeTiled encode_tiled() {
-  static const EncodeTiled found = [] {
-    void* f = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000, cudaEnableDefault, &result);
-    return reinterpret_cast<EncodeTiled>(f);
-  }();
-  return found;
-}
 
 // Views a pool [rows, width] as [width / 64, rows, 64]: a box of [2, 8, 64] is 8 rank rows x 128
 // columns in one copy, each 128-byte piece swizzled.
@@ -37,7 +24,7 @@ inline cudaError_t launch_metadata(const MetadataArgs& args, cudaStream_t stream
   constexpr int bytes = sizeof(MetadataShared);
   cudaError_t e = cudaFuncSetAttribute(metadata_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (e != cudaSuccess) return e;
-  metadata_kernel<<<1, kMetadataThreads, bytes, stream>>>(args);
+  metadata_kernel<<<1, kScanThreads, bytes, stream>>>(args);
   return cudaGetLastError();
 }
 

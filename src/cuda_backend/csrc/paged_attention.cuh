@@ -1,7 +1,7 @@
 // Paged attention for decode and chunked prefill: softmax(scale q k^T) v over block tables.
 //
-// One persistent CTA per SM. A producer warp brings 16 positions of all kv heads per stage by two
-// tensor copies; a consumer warp owns one kv head, up to 128 columns of V and up to 16 rows (tokens
+// One persistent CTA per SM. A producer warp brings 16 positions of some or all kv heads per stage by
+// two tensor copies; a consumer warp owns one kv head, up to 128 columns of V and up to 16 rows (tokens
 // x query heads of the kv head), the m16 operand of mma. A sequence is cut into chunks at fixed
 // positions, so a token's result depends on nothing but its own sequence; chunks are put together in
 // their order by combine_kernel.
@@ -11,7 +11,7 @@
 namespace lora_jax {
 
 struct AttentionArgs {
-  CUtensorMap k_map, v_map;  // boxes of 16 positions x all kv heads, see page_map
+  CUtensorMap k_map, v_map;  // boxes of 16 positions x cta_heads, see page_map
   const __nv_bfloat16* q;    // [tokens, q_heads, k_dim]
   const int* block_tables;   // [seqs, max_pages]
   const int* token_to_seq;   // [tokens]
@@ -25,7 +25,8 @@ struct AttentionArgs {
   float2* part_ml;           // [tokens, max_chunks, q_heads]: largest logit, sum of exponentials
   int tokens, q_heads, kv_heads, k_dim, v_dim;
   int page_size, max_pages, chunk, max_chunks, window;
-  int slices, token_groups;  // of V's columns; of tokens
+  int cta_heads, head_groups;  // kv heads of a CTA's share of a unit; how many shares there are
+  int slices, token_groups;    // of V's columns; of tokens
   int stages, k_bytes, v_bytes;
   bool latent;               // V is the first columns of K
   float scale_log2;          // scale / ln 2
@@ -33,6 +34,7 @@ struct AttentionArgs {
 
 constexpr int kTile = 16;  // positions of a stage
 constexpr int kMostStages = 8;
+constexpr int kMostConsumers = 8;  // warps
 constexpr float kNone = -INFINITY;
 
 struct AttentionShared {
@@ -52,11 +54,12 @@ __device__ __forceinline__ void ldmatrix_trans(uint32_t (&r)[4], uint32_t addr) 
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(addr));
 }
-__device__ __forceinline__ void page_copy(uint32_t dst, const CUtensorMap* map, int place, int page, uint64_t* bar) {
+__device__ __forceinline__ void page_copy(uint32_t dst, const CUtensorMap* map, int place, int head, int page,
+                                          uint64_t* bar) {
   asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %2, %2, %4}], "
-      "[%5];" ::"r"(dst),
-      "l"(map), "r"(0), "r"(place), "r"(page), "r"(smem_u32(bar))
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %2, %4, %5}], "
+      "[%6];" ::"r"(dst),
+      "l"(map), "r"(0), "r"(place), "r"(head), "r"(page), "r"(smem_u32(bar))
       : "memory");
 }
 __device__ __forceinline__ uint32_t pack_bf16(float lo, float hi) {
@@ -87,21 +90,23 @@ struct Tiles {
   }
 };
 
-__device__ __forceinline__ AttentionUnit load_unit(const AttentionArgs& p, int unit, int num_units) {
-  if (unit >= num_units) return AttentionUnit{};
-  const int4 v = __ldg(reinterpret_cast<const int4*>(p.units) + unit);
+// Share i of the work is a unit and a group of kv heads.
+__device__ __forceinline__ AttentionUnit load_unit(const AttentionArgs& p, int share, int num_shares) {
+  if (share >= num_shares) return AttentionUnit{};
+  const int4 v = __ldg(reinterpret_cast<const int4*>(p.units) + share / p.head_groups);
   return AttentionUnit{v.x, v.y, v.z, v.w};
 }
 
 // ---------------------------------------------------------------- producer warp
 __device__ __forceinline__ void produce_pages(const AttentionArgs& p, AttentionShared& sm, uint32_t stages) {
-  const int lane = threadIdx.x & 31, num_units = *p.num_units;
+  const int lane = threadIdx.x & 31, num_shares = *p.num_units * p.head_groups;
   StageRing ring;
-  AttentionUnit unit = load_unit(p, blockIdx.x, num_units);
-  for (int i = blockIdx.x; i < num_units; i += gridDim.x) {
-    const AttentionUnit next = load_unit(p, i + gridDim.x, num_units);
+  AttentionUnit unit = load_unit(p, blockIdx.x, num_shares);
+  for (int i = blockIdx.x; i < num_shares; i += gridDim.x) {
+    const AttentionUnit next = load_unit(p, i + gridDim.x, num_shares);
     const int* table = p.block_tables + static_cast<int64_t>(__ldg(p.token_to_seq + unit.token)) * p.max_pages;
     const Tiles tiles(p, unit);
+    const int head = i % p.head_groups * p.cta_heads;
     for (int base = tiles.begin; base < tiles.end; base += 32) {
       const int mine = min(base + lane, tiles.end - 1) * kTile;
       const int page = __ldg(table + mine / p.page_size);
@@ -112,8 +117,8 @@ __device__ __forceinline__ void produce_pages(const AttentionArgs& p, AttentionS
           const uint32_t stage = stages + ring.at * (p.k_bytes + p.v_bytes);
           const int place = tile * kTile % p.page_size;
           mbar_expect(&sm.full[ring.at], p.k_bytes + p.v_bytes);
-          page_copy(stage, &p.k_map, place, from, &sm.full[ring.at]);
-          if (!p.latent) page_copy(stage + p.k_bytes, &p.v_map, place, from, &sm.full[ring.at]);
+          page_copy(stage, &p.k_map, place, head, from, &sm.full[ring.at]);
+          if (!p.latent) page_copy(stage + p.k_bytes, &p.v_map, place, head, from, &sm.full[ring.at]);
         }
         __syncwarp();
         ring.next(p.stages);
@@ -128,17 +133,17 @@ __device__ __forceinline__ void produce_pages(const AttentionArgs& p, AttentionS
 template <int NT>
 struct Consumer {
   const AttentionArgs& p;
-  int head, slice, group, heads_per_kv, unit_tokens;
+  int head, slice, group, heads_per_kv, unit_tokens;  // head: of the CTA's
   uint32_t q, k_at, v_at;  // of this warp's rows and head
   float o[NT][4], top[2], sum[2];
 
   __device__ __forceinline__ Consumer(const AttentionArgs& p, uint32_t q_base) : p(p) {
     const int warp = threadIdx.x >> 5;
-    slice = warp % p.slices, head = warp / p.slices % p.kv_heads, group = warp / (p.slices * p.kv_heads);
+    slice = warp % p.slices, head = warp / p.slices % p.cta_heads, group = warp / (p.slices * p.cta_heads);
     heads_per_kv = p.q_heads / p.kv_heads, unit_tokens = 16 / heads_per_kv;
-    q = q_base + (group * p.kv_heads + head) * 16 * q_stride(p.k_dim);
-    k_at = head * (p.k_bytes / p.kv_heads);
-    v_at = (p.latent ? k_at : p.k_bytes + head * (p.v_bytes / p.kv_heads));
+    q = q_base + (group * p.cta_heads + head) * 16 * q_stride(p.k_dim);
+    k_at = head * (p.k_bytes / p.cta_heads);
+    v_at = (p.latent ? k_at : p.k_bytes + head * (p.v_bytes / p.cta_heads));
   }
 
   __device__ __forceinline__ int token_of(int row) const { return group * unit_tokens + row / heads_per_kv; }
@@ -226,10 +231,11 @@ struct Consumer {
   }
 
   // Writes a row: the result if this chunk is all that its token sees, else its part of it.
-  __device__ __forceinline__ void store(const AttentionUnit& u, int r, float total) const {
+  __device__ __forceinline__ void store(const AttentionUnit& u, int first_head, int r, float total) const {
     const int lane = threadIdx.x & 31, row = (lane >> 2) + r * 8;
     if (!has(u, row)) return;
-    const int offset = token_of(row), token = u.token + offset, h = head * heads_per_kv + row % heads_per_kv;
+    const int offset = token_of(row), token = u.token + offset;
+    const int h = (first_head + head) * heads_per_kv + row % heads_per_kv;
     const ChunkRange range(u.position + offset, p.window, p.chunk);
     if (u.chunk < range.first || u.chunk > range.last) return;
     const int column = slice * 128 + (lane & 3) * 2;
@@ -251,15 +257,16 @@ struct Consumer {
 };
 
 // Brings the unit's queries into shared memory; rows of no token become zeros.
-__device__ __forceinline__ void load_queries(const AttentionArgs& p, const AttentionUnit& u, unsigned char* q,
-                                             int threads) {
+__device__ __forceinline__ void load_queries(const AttentionArgs& p, const AttentionUnit& u, int first_head,
+                                             unsigned char* q, int threads) {
   const int pieces = p.k_dim / 8, heads_per_kv = p.q_heads / p.kv_heads, unit_tokens = 16 / heads_per_kv;
-  for (int i = threadIdx.x; i < p.token_groups * p.kv_heads * 16 * pieces; i += threads) {
-    const int piece = i % pieces, row = i / pieces % 16, head = i / pieces / 16 % p.kv_heads;
-    const int offset = i / pieces / 16 / p.kv_heads * unit_tokens + row / heads_per_kv;
+  for (int i = threadIdx.x; i < p.token_groups * p.cta_heads * 16 * pieces; i += threads) {
+    const int piece = i % pieces, row = i / pieces % 16, head = i / pieces / 16 % p.cta_heads;
+    const int offset = i / pieces / 16 / p.cta_heads * unit_tokens + row / heads_per_kv;
     uint4 v = make_uint4(0, 0, 0, 0);
     if (row < unit_tokens * heads_per_kv && offset < u.num_tokens) {
-      const int64_t at = static_cast<int64_t>(u.token + offset) * p.q_heads + head * heads_per_kv + row % heads_per_kv;
+      const int h = (first_head + head) * heads_per_kv + row % heads_per_kv;
+      const int64_t at = static_cast<int64_t>(u.token + offset) * p.q_heads + h;
       v = __ldg(reinterpret_cast<const uint4*>(p.q + at * p.k_dim) + piece);
     }
     *reinterpret_cast<uint4*>(q + i / pieces * q_stride(p.k_dim) + piece * 16) = v;
@@ -269,14 +276,15 @@ __device__ __forceinline__ void load_queries(const AttentionArgs& p, const Atten
 template <int NT>
 __device__ __forceinline__ void consume_pages(const AttentionArgs& p, AttentionShared& sm, uint32_t stages,
                                               unsigned char* q, int threads) {
-  const int lane = threadIdx.x & 31, num_units = *p.num_units;
+  const int lane = threadIdx.x & 31, num_shares = *p.num_units * p.head_groups;
   Consumer<NT> own(p, smem_u32(q));
   StageRing ring;
-  AttentionUnit unit = load_unit(p, blockIdx.x, num_units);
-  for (int i = blockIdx.x; i < num_units; i += gridDim.x) {
-    const AttentionUnit next = load_unit(p, i + gridDim.x, num_units);
+  AttentionUnit unit = load_unit(p, blockIdx.x, num_shares);
+  for (int i = blockIdx.x; i < num_shares; i += gridDim.x) {
+    const AttentionUnit next = load_unit(p, i + gridDim.x, num_shares);
     named_barrier(threads);  // nobody reads the queries of the unit before
-    load_queries(p, unit, q, threads);
+    const int first_head = i % p.head_groups * p.cta_heads;
+    load_queries(p, unit, first_head, q, threads);
     named_barrier(threads);
     own.reset();
     const Tiles tiles(p, unit);
@@ -299,17 +307,17 @@ __device__ __forceinline__ void consume_pages(const AttentionArgs& p, AttentionS
       float total = own.sum[r];
       total += __shfl_xor_sync(~0u, total, 1);
       total += __shfl_xor_sync(~0u, total, 2);
-      own.store(unit, r, total);
+      own.store(unit, first_head, r, total);
     }
     unit = next;
   }
 }
 
 template <int NT>
-__global__ void __launch_bounds__(544, 1) attention_kernel(const __grid_constant__ AttentionArgs p) {
+__global__ void __launch_bounds__((kMostConsumers + 1) * 32, 1) attention_kernel(const __grid_constant__ AttentionArgs p) {
   extern __shared__ __align__(1024) unsigned char attention_raw[];
   auto& sm = *reinterpret_cast<AttentionShared*>(attention_raw);
-  const int consumers = p.kv_heads * p.slices * p.token_groups;
+  const int consumers = p.cta_heads * p.slices * p.token_groups;
   if (threadIdx.x == 0) {
     for (int i = 0; i < p.stages; ++i) {
       mbar_init(&sm.full[i], 1);

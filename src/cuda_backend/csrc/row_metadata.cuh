@@ -5,13 +5,13 @@
 // expert, and any other order is right too, in smaller segments. Rows without an adapter go last
 // and into no item. Nothing here knows a module's ranks or rows: one call serves every module.
 #pragma once
+#include "cta_scan.cuh"
 #include "lora_gemm.cuh"
 
 namespace lora_jax {
 
 constexpr int kMetadataRows = 8192;   // at most: their numbers take 13 bits of a key, slots 16
 constexpr int kMetadataSlots = 65535;
-constexpr int kMetadataThreads = 1024;
 constexpr int kRadixBits = 6, kRadix = 1 << kRadixBits;
 
 struct MetadataArgs {
@@ -26,45 +26,18 @@ struct MetadataArgs {
 
 struct MetadataShared {
   uint32_t keys[2][kMetadataRows];            // slot << 16 | row
-  int counts[kRadix][kMetadataThreads / 32];  // of a digit, by the warp that holds the rows
-  int warp_sums[kMetadataThreads / 32];
+  int counts[kRadix][kScanThreads / 32];  // of a digit, by the warp that holds the rows
+  int warp_sums[kScanThreads / 32];
 };
-
-// Exclusive scan over the CTA by `op`, whose neutral element is `zero`; all threads take part.
-// `total` becomes the scan of everything.
-template <class Op>
-__device__ __forceinline__ int cta_scan(int v, int* warp_sums, int zero, Op op, int* total = nullptr) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  auto warp_scan = [&](int x) {
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const int other = __shfl_up_sync(~0u, x, d);
-      if (lane >= d) x = op(other, x);
-    }
-    return x;
-  };
-  const int inclusive = warp_scan(v), shifted = __shfl_up_sync(~0u, inclusive, 1);
-  if (lane == 31) warp_sums[warp] = inclusive;
-  __syncthreads();
-  if (warp == 0) warp_sums[lane] = warp_scan(warp_sums[lane]);
-  __syncthreads();
-  if (total) *total = warp_sums[kMetadataThreads / 32 - 1];
-  const int prefix = warp > 0 ? warp_sums[warp - 1] : zero;
-  __syncthreads();
-  return lane > 0 ? op(prefix, shifted) : prefix;
-}
-
-__device__ __forceinline__ int plus(int x, int y) { return x + y; }
-__device__ __forceinline__ int later(int x, int y) { return max(x, y); }
 
 // One stable pass: warp w owns the w-th run of keys, so order is by (digit, warp, place).
 __device__ __forceinline__ void radix_pass(MetadataShared& sm, const uint32_t* from, uint32_t* to, int rows,
                                            int shift) {
-  constexpr int kWarps = kMetadataThreads / 32;
+  constexpr int kWarps = kScanThreads / 32;
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   const int run = (rows + kWarps * 32 - 1) / (kWarps * 32) * 32, begin = warp * run;
   int* counts = &sm.counts[0][0];
-  for (int i = tid; i < kRadix * kWarps; i += kMetadataThreads) counts[i] = 0;
+  for (int i = tid; i < kRadix * kWarps; i += kScanThreads) counts[i] = 0;
   __syncthreads();
   auto each = [&](auto place) {
     for (int i = begin; i < min(begin + run, rows); i += 32) {
@@ -81,7 +54,7 @@ __device__ __forceinline__ void radix_pass(MetadataShared& sm, const uint32_t* f
   };
   each([](uint32_t, int, int) {});
   __syncthreads();
-  static_assert(kRadix * kWarps == 2 * kMetadataThreads, "each thread scans two counts");
+  static_assert(kRadix * kWarps == 2 * kScanThreads, "each thread scans two counts");
   const int a = counts[tid * 2], b = counts[tid * 2 + 1];
   const int place = cta_scan(a + b, sm.warp_sums, 0, plus);
   counts[tid * 2] = place, counts[tid * 2 + 1] = place + a;
@@ -93,7 +66,7 @@ __device__ __forceinline__ void radix_pass(MetadataShared& sm, const uint32_t* f
 // Cuts the sorted rows into items; `first` is room for one flag a row.
 __device__ __forceinline__ void write_items(const MetadataArgs& p, MetadataShared& sm, const uint32_t* keys,
                                             uint32_t* first) {
-  const int tid = threadIdx.x, per = (p.rows + kMetadataThreads - 1) / kMetadataThreads;
+  const int tid = threadIdx.x, per = (p.rows + kScanThreads - 1) / kScanThreads;
   const int begin = min(tid * per, p.rows), end = min(begin + per, p.rows);
   auto slot = [&](int i) { return static_cast<int>(keys[i] >> 16); };
   auto expert = [&](int i) { return __ldg(p.row_to_expert + (keys[i] & 0xffff)); };
@@ -121,11 +94,11 @@ __device__ __forceinline__ void write_items(const MetadataArgs& p, MetadataShare
   if (tid == 0) *p.num_items = total;
 }
 
-__global__ void __launch_bounds__(kMetadataThreads) metadata_kernel(const MetadataArgs p) {
+__global__ void __launch_bounds__(kScanThreads) metadata_kernel(const MetadataArgs p) {
   extern __shared__ __align__(16) unsigned char metadata_raw[];
   auto& sm = *reinterpret_cast<MetadataShared*>(metadata_raw);
   uint32_t *keys = sm.keys[0], *other = sm.keys[1];
-  for (int i = threadIdx.x; i < p.rows; i += kMetadataThreads) {
+  for (int i = threadIdx.x; i < p.rows; i += kScanThreads) {
     const int slot = p.row_to_slot[i];
     keys[i] = static_cast<uint32_t>(slot >= 0 && slot < p.slots ? slot : p.slots) << 16 | i;
   }
@@ -135,7 +108,7 @@ __global__ void __launch_bounds__(kMetadataThreads) metadata_kernel(const Metada
     uint32_t* sorted = other;
     other = keys, keys = sorted;
   }
-  for (int i = threadIdx.x; i < p.rows; i += kMetadataThreads) p.row_order[i] = keys[i] & 0xffff;
+  for (int i = threadIdx.x; i < p.rows; i += kScanThreads) p.row_order[i] = keys[i] & 0xffff;
   write_items(p, sm, keys, other);
 }
 

@@ -7,6 +7,7 @@ from lora_jax.typing import Array, Float, Int
 __all__ = ["paged_attention"]
 
 _KERNELS = {
+    "cuda": dispatch.backend("cuda", "paged_attention"),
     "ffi": cpu.paged_attention,
     "xla": xla.paged_attention,
     "reference": reference.paged_attention,

@@ -1,0 +1,114 @@
+"""Paged attention on Hopper: against the reference, same bits in any company; what it declines."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tolerance import TOLERANCE
+
+from cuda_backend import paged_attention as cuda
+from lora_jax.ops.cases import MODELS, AttentionCase, attention_case
+from lora_jax.ops.paged_attention import reference
+
+SERVED = ("llama-8b", "qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite", "dbrx", "llama-100m")
+DECODE = ((0, 0, 1), (1, 15, 1), (2, 16, 1), (3, 255, 1), (4, 256, 1), (5, 700, 1), (6, 1030, 1))
+PREFILL = ((0, 0, 37), (1, 250, 21), (2, 600, 1), (3, 16, 100))
+
+
+def some_case(model: str, chunks, **options) -> AttentionCase:
+    options = {"page_size": 16, "dtype": "bfloat16", "padding": 3, **options}
+    return attention_case(MODELS[model], chunks, **options)
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "v_dim", "sliding_window"))
+def kernel(*arrays, sinks, scale, v_dim, sliding_window):
+    return cuda.paged_attention(*arrays, sinks, scale, v_dim, sliding_window)
+
+
+def run(case: AttentionCase) -> np.ndarray:
+    """Return the kernel's result as float32, which is exact."""
+    return np.asarray(kernel(*case.arrays, **case.options).astype(jnp.float32))
+
+
+def oracle(case: AttentionCase) -> np.ndarray:
+    """Return the reference's result."""
+    o = case.options
+    arrays = (*case.arrays, o["sinks"], o["scale"], o["v_dim"], o["sliding_window"])
+    return np.asarray(
+        jax.jit(reference.paged_attention, static_argnums=(8, 9, 10))(*arrays)
+    ).astype(np.float32)
+
+
+def tokens_of(case: AttentionCase, some: np.ndarray) -> AttentionCase:
+    """Return the case with only these tokens, in this order."""
+    names = ("q", "token_to_seq", "positions")
+    picked = {name: getattr(case, name)[some] for name in names}
+    return dataclasses.replace(case, **picked, num_tokens=jnp.int32(len(some)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunks", [DECODE, PREFILL], ids=["decode", "prefill"])
+@pytest.mark.parametrize("model", SERVED)
+def test_matches_the_reference(model, chunks):
+    case = some_case(model, chunks)
+    np.testing.assert_allclose(run(case), oracle(case), **TOLERANCE["bfloat16"])
+
+
+@pytest.mark.gpu
+def test_pages_of_64_positions():
+    case = some_case("qwen3-30b-a3b", DECODE, page_size=64)
+    np.testing.assert_allclose(run(case), oracle(case), **TOLERANCE["bfloat16"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite"])
+def test_a_token_has_the_same_bits_whatever_its_neighbours(model):
+    case = some_case(model, PREFILL, padding=0)
+    want = run(case)
+    np.testing.assert_array_equal(run(case), want)
+    rng = np.random.default_rng(0)
+    for count in (1, 2, 50):
+        some = rng.permutation(len(want))[:count]
+        np.testing.assert_array_equal(run(tokens_of(case, some)), want[some])
+
+
+@pytest.mark.gpu
+def test_padding_gives_zero():
+    case = some_case("llama-8b", DECODE, padding=5)
+    assert not run(case)[len(DECODE) :].any()
+
+
+@pytest.mark.parametrize("model", SERVED)
+@pytest.mark.parametrize("context", [16, 2048, 32768, 131072])
+def test_the_cut_covers_the_context_and_fits_a_cta(model, context):
+    m = MODELS[model]
+    cut = cuda.cut_work(m.q_heads, m.kv_heads, m.k_dim, m.v_dim, m.latent, context)
+    assert cut.chunk % cuda.TILE == 0
+    assert (cut.max_chunks - 1) * cut.chunk < context <= cut.max_chunks * cut.chunk
+    assert cut.max_chunks <= cuda.MOST_CHUNKS
+    assert m.kv_heads % cut.cta_heads == 0
+    slices = -(-m.v_dim // cuda.SLICE)
+    assert 1 <= cut.cta_heads * slices * cut.token_groups <= cuda.CONSUMERS
+    assert cut.unit_tokens >= 1
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"dtype": "float32"}, "bfloat16, not float32"),
+        ({"tokens": 9000}, "8192 tokens, not 9000"),
+        ({"q_heads": 136}, "16 q heads per kv head, not 17"),
+        ({"k_dim": 72}, "steps of 64 up to 1024, not 72"),
+        ({"v_dim": 192}, "steps of 128, not 192"),
+        ({"page_size": 8}, "steps of 16 positions, not 8"),
+    ],
+)
+def test_declines_what_it_cannot_serve(change, why):
+    fine = {"tokens": 7, "q_heads": 32, "kv_heads": 8, "k_dim": 128, "v_dim": 128, "page_size": 16}
+    cuda.check_support(jnp.dtype("bfloat16"), **fine)
+    dtype = jnp.dtype(change.pop("dtype", "bfloat16"))
+    with pytest.raises(NotImplementedError, match=why):
+        cuda.check_support(dtype, **{**fine, **change})
