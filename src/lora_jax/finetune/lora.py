@@ -18,12 +18,12 @@ import numpy as np
 from flax import nnx
 
 from lora_jax.adapters.catalogue import LoraCatalogue
-from lora_jax.finetune.documents import Document, read_format
+from lora_jax.finetune.command import documents_of, schedule_of, state_of, training_parser
+from lora_jax.finetune.documents import Document
 from lora_jax.finetune.forward import forward
 from lora_jax.finetune.lora_params import LoraParams, LoraSpec, init_lora, trained_delta
 from lora_jax.finetune.packing import Rows, pack
 from lora_jax.finetune.peft_export import save_adapter
-from lora_jax.finetune.records import read_jsonl
 from lora_jax.finetune.training import Schedule, fit, mean_loss
 from lora_jax.models import load
 from lora_jax.nn.decoder import AbstractCausalLM
@@ -73,27 +73,13 @@ def train_lora(
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    made = argparse.ArgumentParser(prog="python -m lora_jax.finetune.lora", description=__doc__)
-    made.formatter_class = argparse.RawDescriptionHelpFormatter
+    made = training_parser("lora", __doc__ or "", learning_rate=2e-3)
     add = made.add_argument
-    add("--model", type=pathlib.Path, required=True, help="checkpoint folder of the base model")
-    add("--data", type=pathlib.Path, nargs="+", required=True, help=".jsonl or .jsonl.gz")
-    add("--out", type=pathlib.Path, required=True, help="folder of the adapter")
-    add("--state", type=pathlib.Path, help="checkpoints and loss.jsonl (default: OUT.training)")
     add("--rank", type=int, default=8)
     add("--alpha", type=float, help="default: twice the rank")
     add("--rslora", action="store_true", help="scale by alpha / sqrt(rank)")
     add("--modules", nargs="+", help="default: all but router and lm_head")
     add("--per-expert", action="store_true", help="one A and B per expert's matrix, not fused")
-    add("--style", choices=("chat", "plain"), default="chat")
-    add("--answer-only", action="store_true", help="learn the answers' tokens alone")
-    add("--length", type=int, default=512, help="tokens in a row")
-    add("--batch-rows", type=int, default=4)
-    add("--steps", type=int, default=200)
-    add("--learning-rate", type=float, default=2e-3)
-    add("--weight-decay", type=float, default=0.0)
-    add("--checkpoint-every", type=int, default=50)
-    add("--seed", type=int, default=0)
     add("--dtype", choices=tuple(DTYPES), default="float32", help="of the adapter's file")
     return made
 
@@ -111,25 +97,14 @@ def main(argv: list[str]) -> None:
         use_rslora=args.rslora,
         fused_experts=not args.per_expert,
     )
-    schedule = Schedule(
-        steps=args.steps,
-        batch_rows=args.batch_rows,
-        learning_rate=args.learning_rate,
-        warmup_steps=min(20, args.steps // 10),
-        weight_decay=args.weight_decay,
-        seed=args.seed,
-        checkpoint_every=args.checkpoint_every,
-    )
-    records = [record for path in args.data for record in read_jsonl(path)]
-    documents = read_format(args.model).documents(records, args.style)
-    state = args.state or args.out.with_name(args.out.name + ".training")
-    log.info("%d records, %s", len(records), spec)
+    documents, state = documents_of(args), state_of(args)
+    log.info("%d records, %s", len(documents), spec)
     params = train_lora(
         model,
         documents,
         args.length,
         spec,
-        schedule,
+        schedule_of(args),
         answer_only=args.answer_only,
         folder=state,
     )

@@ -1,0 +1,53 @@
+"""What the commands that train an adapter have in common: their flags, and what these mean."""
+
+import argparse
+import pathlib
+
+from lora_jax.finetune.documents import Document, read_format
+from lora_jax.finetune.records import read_jsonl
+from lora_jax.finetune.training import Schedule
+
+
+def training_parser(name: str, text: str, learning_rate: float) -> argparse.ArgumentParser:
+    """Return a command line with everything but the flags of one kind of adapter."""
+    made = argparse.ArgumentParser(prog=f"python -m lora_jax.finetune.{name}", description=text)
+    made.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = made.add_argument
+    add("--model", type=pathlib.Path, required=True, help="checkpoint folder of the base model")
+    add("--data", type=pathlib.Path, nargs="+", required=True, help=".jsonl or .jsonl.gz")
+    add("--out", type=pathlib.Path, required=True, help="folder of the adapter")
+    add("--state", type=pathlib.Path, help="checkpoints and loss.jsonl (default: OUT.training)")
+    add("--style", choices=("chat", "plain"), default="chat")
+    add("--answer-only", action="store_true", help="learn the answers' tokens alone")
+    add("--length", type=int, default=512, help="tokens in a row")
+    add("--batch-rows", type=int, default=4)
+    add("--steps", type=int, default=200)
+    add("--learning-rate", type=float, default=learning_rate)
+    add("--weight-decay", type=float, default=0.0)
+    add("--checkpoint-every", type=int, default=50)
+    add("--seed", type=int, default=0)
+    return made
+
+
+def schedule_of(args: argparse.Namespace) -> Schedule:
+    """Return how long and how fast the flags say to train; a tenth of it, at most 20, warms up."""
+    return Schedule(
+        steps=args.steps,
+        batch_rows=args.batch_rows,
+        learning_rate=args.learning_rate,
+        warmup_steps=min(20, args.steps // 10),
+        weight_decay=args.weight_decay,
+        seed=args.seed,
+        checkpoint_every=args.checkpoint_every,
+    )
+
+
+def documents_of(args: argparse.Namespace) -> list[Document]:
+    """Return one document per record of --data, in the turns or plain text of the base model."""
+    records = [record for path in args.data for record in read_jsonl(path)]
+    return read_format(args.model).documents(records, args.style)
+
+
+def state_of(args: argparse.Namespace) -> pathlib.Path:
+    """Return the folder of the checkpoints."""
+    return args.state or args.out.with_name(args.out.name + ".training")
