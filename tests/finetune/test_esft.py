@@ -103,8 +103,14 @@ def test_the_command_trains_the_chosen_experts_and_no_bit_else(folder, tmp_path)
 def test_answer_only_learns_the_answers_alone(folder, monkeypatch, answer_only):
     model, _ = load(folder, dtype="float32")
     documents = read_format(folder).documents(RECORDS, "chat")
-    monkeypatch.setattr(esft, "fit", lambda start, state, loss, text, *_, **__: text)
-    text = esft.train_esft(model, documents, 32, SELECTION, SCHEDULE, answer_only=answer_only)
+    texts = []
+
+    def fit(start, state, loss, text, *_, **__):
+        texts.append(text)
+        return start
+
+    monkeypatch.setattr(esft, "fit", fit)
+    esft.train_esft(model, documents, 32, SELECTION, SCHEDULE, answer_only=answer_only)
     first = [d.num_prompt if answer_only else 1 for d in documents]
     want = sum(len(d.tokens) - f for d, f in zip(documents, first, strict=True))
-    assert text.weights.sum() == want
+    assert texts[0].weights.sum() == want
