@@ -53,9 +53,11 @@ class WeightTensor:
         """
         with self._lock:
             self._check_open()
-            if self._array is None:
-                self._array = self.pool.memory.array(self.address, self.shape, self.dtype)
-            return self._array
+            array = self._array
+            if array is None:
+                array = self.pool.memory.array(self.address, self.shape, self.dtype)
+                self._array = array
+            return array
 
     @property
     def mapped(self) -> tuple[int, ...]:
