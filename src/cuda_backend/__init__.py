@@ -10,8 +10,10 @@ def kernels() -> dict[str, Callable]:
     from cuda_backend.lora_gemm import lora_gemm
     from cuda_backend.merge import merge
     from cuda_backend.paged_attention import paged_attention
+    from cuda_backend.reroute import reroute, row_map
 
-    return {"lora_gemm": lora_gemm, "merge": merge, "paged_attention": paged_attention}
+    ops = (lora_gemm, merge, paged_attention, reroute, row_map)
+    return {op.__name__: op for op in ops}
 
 
 def virtual_memory(device: int = 0) -> AbstractVirtualMemory:

@@ -17,6 +17,8 @@ MOST_REGISTERS = {
     "merge_kernel": 255,  # 1 CTA of 256
     "attention_kernel": 168,  # 1 CTA of 288
     "combine_kernel": 64,
+    "sort_block_kernel": 64,
+    "place_blocks_kernel": 64,
     "attention_units_kernel": 64,
 }
 REPORT = re.compile(

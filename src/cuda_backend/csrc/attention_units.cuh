@@ -1,7 +1,7 @@
 // What paged attention works through: a unit is a few neighbouring tokens of one sequence and one
 // chunk of positions. One CTA writes the list; every layer of a step reads the same one.
 #pragma once
-#include "cta_scan.cuh"
+#include "cta_sort.cuh"
 #include "ptx.cuh"
 
 namespace lora_jax {

@@ -5,14 +5,13 @@
 // expert, and any other order is right too, in smaller segments. Rows without an adapter go last
 // and into no item. Nothing here knows a module's ranks or rows: one call serves every module.
 #pragma once
-#include "cta_scan.cuh"
+#include "cta_sort.cuh"
 #include "lora_gemm.cuh"
 
 namespace lora_jax {
 
 constexpr int kMetadataRows = 8192;   // at most: their numbers take 13 bits of a key, slots 16
 constexpr int kMetadataSlots = 65535;
-constexpr int kRadixBits = 6, kRadix = 1 << kRadixBits;
 
 struct MetadataArgs {
   const int* row_to_slot;    // [rows]; outside 0..slots: none
@@ -25,43 +24,9 @@ struct MetadataArgs {
 };
 
 struct MetadataShared {
-  uint32_t keys[2][kMetadataRows];            // slot << 16 | row
-  int counts[kRadix][kScanThreads / 32];  // of a digit, by the warp that holds the rows
-  int warp_sums[kScanThreads / 32];
+  uint32_t keys[2][kMetadataRows];  // slot << 16 | row
+  SortShared sort;
 };
-
-// One stable pass: warp w owns the w-th run of keys, so order is by (digit, warp, place).
-__device__ __forceinline__ void radix_pass(MetadataShared& sm, const uint32_t* from, uint32_t* to, int rows,
-                                           int shift) {
-  constexpr int kWarps = kScanThreads / 32;
-  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-  const int run = (rows + kWarps * 32 - 1) / (kWarps * 32) * 32, begin = warp * run;
-  int* counts = &sm.counts[0][0];
-  for (int i = tid; i < kRadix * kWarps; i += kScanThreads) counts[i] = 0;
-  __syncthreads();
-  auto each = [&](auto place) {
-    for (int i = begin; i < min(begin + run, rows); i += 32) {
-      const bool live = i + lane < rows;
-      const uint32_t key = live ? from[i + lane] : 0;
-      const int digit = live ? key >> shift & (kRadix - 1) : kRadix;
-      const unsigned peers = __match_any_sync(~0u, digit);
-      const int before = __popc(peers & ((1u << lane) - 1));
-      if (live) place(key, digit, before);
-      __syncwarp();
-      if (live && before == 0) sm.counts[digit][warp] += __popc(peers);
-      __syncwarp();
-    }
-  };
-  each([](uint32_t, int, int) {});
-  __syncthreads();
-  static_assert(kRadix * kWarps == 2 * kScanThreads, "each thread scans two counts");
-  const int a = counts[tid * 2], b = counts[tid * 2 + 1];
-  const int place = cta_scan(a + b, sm.warp_sums, 0, plus);
-  counts[tid * 2] = place, counts[tid * 2 + 1] = place + a;
-  __syncthreads();
-  each([&](uint32_t key, int digit, int before) { to[sm.counts[digit][warp] + before] = key; });
-  __syncthreads();
-}
 
 // Cuts the sorted rows into items; `first` is room for one flag a row.
 __device__ __forceinline__ void write_items(const MetadataArgs& p, MetadataShared& sm, const uint32_t* keys,
@@ -75,7 +40,7 @@ __device__ __forceinline__ void write_items(const MetadataArgs& p, MetadataShare
     first[i] = i == 0 || slot(i) != slot(i - 1) || expert(i) != expert(i - 1);
     if (first[i]) start = i;
   }
-  const int earlier = cta_scan(start, sm.warp_sums, -1, later);  // and the flags are in place
+  const int earlier = cta_scan(start, sm.sort.warp_sums, -1, later);  // and the flags are in place
   int count = 0, total;
   auto each_item = [&](auto f) {
     int s = earlier;
@@ -85,7 +50,7 @@ __device__ __forceinline__ void write_items(const MetadataArgs& p, MetadataShare
     }
   };
   each_item([&](int) { ++count; });
-  int at = cta_scan(count, sm.warp_sums, 0, plus, &total);
+  int at = cta_scan(count, sm.sort.warp_sums, 0, plus, &total);
   each_item([&](int i) {
     int n = 1;
     while (n < p.item_rows && i + n < p.rows && !first[i + n]) ++n;
@@ -104,7 +69,7 @@ __global__ void __launch_bounds__(kScanThreads) metadata_kernel(const MetadataAr
   }
   __syncthreads();
   for (int bit = 0; p.slots >> bit; bit += kRadixBits) {
-    radix_pass(sm, keys, other, p.rows, 16 + bit);
+    radix_pass(sm.sort, keys, other, p.rows, 16 + bit);
     uint32_t* sorted = other;
     other = keys, keys = sorted;
   }

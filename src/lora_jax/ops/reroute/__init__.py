@@ -15,8 +15,18 @@ from lora_jax.typing import Array, Int
 __all__ = ["RowMap", "reroute", "row_map"]
 
 # A sort is portable as it stands: the reference is also the XLA implementation.
-_KERNELS = {"ffi": cpu.row_map, "xla": reference.row_map, "reference": reference.row_map}
-_REROUTE = {"ffi": cpu.reroute, "xla": reference.reroute, "reference": reference.reroute}
+_KERNELS = {
+    "cuda": dispatch.backend("cuda", "row_map"),
+    "ffi": cpu.row_map,
+    "xla": reference.row_map,
+    "reference": reference.row_map,
+}
+_REROUTE = {
+    "cuda": dispatch.backend("cuda", "reroute"),
+    "ffi": cpu.reroute,
+    "xla": reference.reroute,
+    "reference": reference.reroute,
+}
 
 
 @jax.tree_util.register_dataclass

@@ -1,0 +1,77 @@
+// A scan and a stable sort by a CTA of kScanThreads.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace lora_jax {
+
+constexpr int kScanThreads = 1024;
+constexpr int kRadixBits = 6, kRadix = 1 << kRadixBits;
+
+struct SortShared {
+  int counts[kRadix][kScanThreads / 32];  // of a digit, by the warp that holds the keys
+  int warp_sums[kScanThreads / 32];
+};
+
+// Exclusive scan over the CTA by `op`, whose neutral element is `zero`; all threads take part.
+// `total` becomes the scan of everything.
+template <class Op>
+__device__ __forceinline__ int cta_scan(int v, int* warp_sums, int zero, Op op, int* total = nullptr) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  auto warp_scan = [&](int x) {
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const int other = __shfl_up_sync(~0u, x, d);
+      if (lane >= d) x = op(other, x);
+    }
+    return x;
+  };
+  const int inclusive = warp_scan(v), shifted = __shfl_up_sync(~0u, inclusive, 1);
+  if (lane == 31) warp_sums[warp] = inclusive;
+  __syncthreads();
+  if (warp == 0) warp_sums[lane] = warp_scan(warp_sums[lane]);
+  __syncthreads();
+  if (total) *total = warp_sums[kScanThreads / 32 - 1];
+  const int prefix = warp > 0 ? warp_sums[warp - 1] : zero;
+  __syncthreads();
+  return lane > 0 ? op(prefix, shifted) : prefix;
+}
+
+__device__ __forceinline__ int plus(int x, int y) { return x + y; }
+__device__ __forceinline__ int later(int x, int y) { return max(x, y); }
+
+// One stable pass: warp w owns the w-th run of keys, so order is by (digit, warp, place).
+__device__ __forceinline__ void radix_pass(SortShared& sm, const uint32_t* from, uint32_t* to, int rows,
+                                           int shift) {
+  constexpr int kWarps = kScanThreads / 32;
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+  const int run = (rows + kWarps * 32 - 1) / (kWarps * 32) * 32, begin = warp * run;
+  int* counts = &sm.counts[0][0];
+  for (int i = tid; i < kRadix * kWarps; i += kScanThreads) counts[i] = 0;
+  __syncthreads();
+  auto each = [&](auto place) {
+    for (int i = begin; i < min(begin + run, rows); i += 32) {
+      const bool live = i + lane < rows;
+      const uint32_t key = live ? from[i + lane] : 0;
+      const int digit = live ? key >> shift & (kRadix - 1) : kRadix;
+      const unsigned peers = __match_any_sync(~0u, digit);
+      const int before = __popc(peers & ((1u << lane) - 1));
+      if (live) place(key, digit, before);
+      __syncwarp();
+      if (live && before == 0) sm.counts[digit][warp] += __popc(peers);
+      __syncwarp();
+    }
+  };
+  each([](uint32_t, int, int) {});
+  __syncthreads();
+  static_assert(kRadix * kWarps == 2 * kScanThreads, "each thread scans two counts");
+  const int a = counts[tid * 2], b = counts[tid * 2 + 1];
+  const int place = cta_scan(a + b, sm.warp_sums, 0, plus);
+  counts[tid * 2] = place, counts[tid * 2 + 1] = place + a;
+  __syncthreads();
+  each([&](uint32_t key, int digit, int before) { to[sm.counts[digit][warp] + before] = key; });
+  __syncthreads();
+}
+
+}  // namespace lora_jax
