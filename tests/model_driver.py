@@ -1,6 +1,7 @@
 """Tools of the model tests: checkpoints in two dialects, steps through pages, adapters by hand."""
 
 import copy
+import dataclasses
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -139,18 +140,24 @@ class Driver:
         return init_cache(self.kv_shape, pages, self.page_size, self.dtype)
 
     def batch(
-        self, chunks: Sequence[tuple[int, int, Sequence[int]]], slots: Sequence[int], bucket: int
+        self,
+        chunks: Sequence[tuple[int, int, Sequence[int]]],
+        slots: Sequence[int],
+        bucket: int,
+        esft_slots: Sequence[int] | None = None,
+        tables: np.ndarray | None = None,
     ) -> ForwardBatch:
         """Return the batch of (sequence, first position, tokens), padded to `bucket` tokens.
 
         Pages are dealt out in reverse, so that a page's number says nothing about its place.
+        `esft_slots` of the sequences are rows of `tables` [moe_layers, slots, experts].
         """
         num_seqs = len(slots)
-        tables = 1 + np.arange(num_seqs * self.pages_per_seq)[::-1].reshape(num_seqs, -1)
+        block_tables = 1 + np.arange(num_seqs * self.pages_per_seq)[::-1].reshape(num_seqs, -1)
         columns: list[list[int]] = [[] for _ in range(5)]
         for seq, start, tokens in chunks:
             for position, token in enumerate(tokens, start):
-                page = int(tables[seq, position // self.page_size])
+                page = int(block_tables[seq, position // self.page_size])
                 place = page * self.page_size + position % self.page_size
                 for column, value in zip(
                     columns, (token, position, seq, slots[seq], place), strict=True
@@ -162,8 +169,14 @@ class Driver:
             np.array(column + [padding] * (bucket - real), np.int32)
             for column, padding in zip(columns, (0, 0, 0, -1, outside), strict=True)
         ]
-        arrays = (jnp.asarray(a) for a in (*padded, tables.astype(np.int32)))
-        return ForwardBatch(*arrays, jnp.asarray(real, jnp.int32))
+        arrays = (jnp.asarray(a) for a in (*padded, block_tables.astype(np.int32)))
+        plain = ForwardBatch(*arrays, jnp.asarray(real, jnp.int32))
+        if esft_slots is None or tables is None:
+            return plain
+        own = np.array([esft_slots[s] for s in padded[2][:real]] + [-1] * (bucket - real), np.int32)
+        return dataclasses.replace(
+            plain, token_to_esft_slot=jnp.asarray(own), reroute_tables=jnp.asarray(tables)
+        )
 
     def run(
         self,
@@ -173,6 +186,8 @@ class Driver:
         slots: Sequence[int] | None = None,
         adapters: AdapterSlots | None = None,
         max_rank: int = 0,
+        esft_slots: Sequence[int] | None = None,
+        tables: np.ndarray | None = None,
     ) -> list[np.ndarray]:
         """Return f32 logits [len, vocab] of every prompt; all run together, `chunk` tokens each."""
         slots = slots or [-1] * len(prompts)
@@ -182,7 +197,7 @@ class Driver:
         while any(done < len(prompt) for prompt in prompts):
             chunks = [(n, done, p[done : done + size]) for n, p in enumerate(prompts) if p[done:]]
             total = sum(len(tokens) for *_, tokens in chunks)
-            batch = self.batch(chunks, slots, bucket_of(total))
+            batch = self.batch(chunks, slots, bucket_of(total), esft_slots, tables)
             logits, cache = self._step(self._leaves, batch, cache, adapters, max_rank=max_rank)
             rows, first = np.asarray(logits), 0
             for seq, _, tokens in chunks:

@@ -17,13 +17,16 @@ class ForwardBatch:
     """Device integers of one step. Entries at or after `num_tokens` are padding.
 
     Padding carries position 0, sequence row 0, page slot out of range (writes are dropped) and
-    adapter slot -1; every op skips it, so that a bucket costs what its real tokens cost.
+    adapter slots -1; every op skips it, so that a bucket costs what its real tokens cost. The last
+    two fields go together; without them no trace of ESFT is in the program.
     """
 
     tokens: Int[Array, "tokens"]  # token ids
     positions: Int[Array, "tokens"]  # 0-based position in the sequence
     token_to_seq: Int[Array, "tokens"]  # row of block_tables
-    token_to_slot: Int[Array, "tokens"]  # adapter slot; -1 is the base model
+    token_to_slot: Int[Array, "tokens"]  # LoRA slot; -1 is the base model
     token_to_page_slot: Int[Array, "tokens"]  # page * page_size + offset, where K and V go
     block_tables: Int[Array, "seqs max_pages"]  # pages of a sequence in order
     num_tokens: Int[Array, ""]
+    token_to_esft_slot: Int[Array, "tokens"] | None = None  # row of the tables; -1: base's experts
+    reroute_tables: Int[Array, "moe_layers esft_slots experts"] | None = None  # see ops.reroute

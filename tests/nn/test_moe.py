@@ -156,3 +156,39 @@ def test_router_takes_adapters_in_a_bfloat16_model():
     assert got.dtype == np.float32
     np.testing.assert_allclose(got[::2], (base + delta)[::2], atol=2e-2 * np.abs(delta).max())
     np.testing.assert_array_equal(got[1::2], base[1::2])
+
+
+def test_esft_rows_use_their_own_experts_and_others_keep_their_bits():
+    """Groups behind the base's hold other matrices; a table says which tokens use them."""
+    plain = MoeBlock(32, BASE, 0, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(0))
+    plain.router.weight[...] *= 50
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((8, 32)), jnp.float32)
+    slots = jnp.full((8,), -1, jnp.int32)
+    rows = Rows(jnp.int32(7), slots, adapters=None, module_names=(), max_rank=0)
+    base = np.asarray(plain(x, rows))
+    merged = [nnx.clone(plain, graph=False) for _ in range(2)]
+    tables = np.tile(np.arange(12, dtype=np.int32), (1, 2, 1))
+    own = {0: {3: 12, 5: 13, 0: 14}, 1: {3: 16, 11: 15}}  # slot -> expert -> group
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        old = np.asarray(getattr(plain.experts, name)[...])
+        wide = np.concatenate([old, rng.standard_normal((6, *old.shape[1:])).astype("f4")])
+        for slot, experts in own.items():
+            new = old.copy()
+            for expert, group in experts.items():
+                new[expert] = wide[group]
+                tables[0, slot, expert] = group
+            getattr(merged[slot].experts, name)[...] = jnp.asarray(new)
+        param = getattr(plain.experts, name)
+        setattr(plain.experts, name, param.replace(jnp.asarray(wide)))
+    token_to_slot = np.array([0, -1, 1, 0, 1, -1, 0, 0], np.int32)
+    rerouted = dataclasses.replace(
+        rows, row_to_esft_slot=jnp.asarray(token_to_slot), reroute_tables=jnp.asarray(tables)
+    )
+    got = np.asarray(plain(x, rerouted))
+    want = [np.asarray(block(x, rows)) for block in merged]
+    assert plain.experts.num_groups == 18
+    for token, slot in enumerate(token_to_slot[:7]):
+        np.testing.assert_array_equal(got[token], base[token] if slot < 0 else want[slot][token])
+    assert (got[:7] != base[:7]).any(axis=1).tolist() == [s >= 0 for s in token_to_slot[:7]]
+    np.testing.assert_array_equal(plain(x, rows)[:7], base[:7])  # no table: no adapter

@@ -115,7 +115,15 @@ class AbstractCausalLM(nnx.Module):
         max_rank: int,
     ) -> tuple[Float[Array, "tokens hidden"], PagedKVCache]:
         """Return hidden states after the final norm, and the cache with this step's K and V."""
-        rows = Rows(batch.num_tokens, batch.token_to_slot, adapters, self.module_names, max_rank)
+        rows = Rows(
+            batch.num_tokens,
+            batch.token_to_slot,
+            adapters,
+            self.module_names,
+            max_rank,
+            batch.token_to_esft_slot,
+            batch.reroute_tables,
+        )
         angles = rope.cos_sin(self.config.rope, batch.positions)
         x = self.embed(batch.tokens)
         new_cache = []

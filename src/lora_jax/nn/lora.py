@@ -36,8 +36,9 @@ def apply_lora(
 class Rows:
     """The rows of one flat matrix: how many are real, and which adapter each one uses.
 
-    The last three fields are the same for the whole step. Without `adapters` no trace of LoRA is
-    in the program. Lives only while a step is traced.
+    The fields from `adapters` to `max_rank` are the same for the whole step. Without `adapters` no
+    trace of LoRA is in the program, without `reroute_tables` none of ESFT. Lives only while a step
+    is traced.
     """
 
     num_rows: Int[Array, ""]
@@ -45,6 +46,8 @@ class Rows:
     adapters: AdapterSlots | None
     module_names: tuple[str, ...]  # order of the table's first axis
     max_rank: int
+    row_to_esft_slot: Int[Array, "rows"] | None = None
+    reroute_tables: Int[Array, "moe_layers esft_slots experts"] | None = None
 
     def add_lora(
         self,
@@ -70,6 +73,14 @@ class Rows:
         )
 
     def gathered(self, row_to_row: Int[Array, "new_rows"], num_rows: Int[Array, ""]) -> "Rows":
-        """Return the rows of a matrix whose row t is row row_to_row[t] of this one."""
-        slots = self.row_to_slot[row_to_row]
-        return dataclasses.replace(self, num_rows=num_rows, row_to_slot=slots)
+        """Return the rows of a matrix whose row t is row row_to_row[t] of this one.
+
+        They are those of single experts, past routing, and so have no ESFT slots.
+        """
+        return dataclasses.replace(
+            self,
+            num_rows=num_rows,
+            row_to_slot=self.row_to_slot[row_to_row],
+            row_to_esft_slot=None,
+            reroute_tables=None,
+        )

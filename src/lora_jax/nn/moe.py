@@ -1,6 +1,7 @@
 """Mixture of experts: router, row map, one grouped matmul per matrix, weighted sum.
 
-Rows (token, expert) are sorted once per layer; base and adapter rows of one expert stand together.
+Rows (token, expert) are sorted once per layer; base and LoRA rows of one expert stand together, an
+ESFT adapter's own experts are further groups behind the base's.
 """
 
 import jax
@@ -12,7 +13,7 @@ from lora_jax.nn.layers import Mlp, constant_parameter, parameter, silu_times
 from lora_jax.nn.lora import Rows
 from lora_jax.nn.row_math import row_sum
 from lora_jax.ops.grouped_matmul import grouped_matmul, matmul
-from lora_jax.ops.reroute import RowMap, row_map
+from lora_jax.ops.reroute import RowMap, reroute, row_map
 from lora_jax.typing import Array, Float, Int
 
 
@@ -69,7 +70,10 @@ def _best_groups_only(
 
 
 class Experts(nnx.Module):
-    """One gated MLP per expert; gate and up are [experts, width, hidden], down the other way."""
+    """One gated MLP per expert; gate and up are [experts, width, hidden], down the other way.
+
+    Room for adapters' experts may follow those of the base (nn.expert_tensors).
+    """
 
     def __init__(
         self, hidden: int, moe: MoeConfig, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs
@@ -88,6 +92,11 @@ class Experts(nnx.Module):
         self.gate_bias = bias(moe.intermediate_size, "mlp")
         self.up_bias = bias(moe.intermediate_size, "mlp")
         self.down_bias = bias(hidden, "embed")
+
+    @property
+    def num_groups(self) -> int:
+        """Experts there are addresses for, the base's and the adapters'."""
+        return self.gate_proj.shape[0]
 
     def __call__(
         self, x: Float[Array, "rows hidden"], map: RowMap, rows: Rows
@@ -146,11 +155,19 @@ class MoeBlock(nnx.Module):
         self, x: Float[Array, "tokens hidden"], rows: Rows
     ) -> Float[Array, "tokens hidden"]:
         weights, ids = choose_experts(self.router(x, rows), self.moe)
-        map = row_map(ids, rows.num_rows, self.moe.num_experts)
+        map = self._group(ids, rows)
         expert_rows = rows.gathered(map.row_to_token, rows.num_rows * self.moe.top_k)
         out = self.experts(x[map.row_to_token], map, expert_rows)
         y = combine(out, weights, map)
         return y if self.shared_experts is None else y + self.shared_experts(x, rows)
+
+    def _group(self, ids: Int[Array, "tokens k"], rows: Rows) -> RowMap:
+        """Bring the (token, expert) rows of every matrix together."""
+        groups = self.experts.num_groups
+        if rows.reroute_tables is None or rows.row_to_esft_slot is None:
+            return row_map(ids, rows.num_rows, groups)
+        table = rows.reroute_tables[self.moe.layers.index(self.experts.layer)]
+        return reroute(ids, rows.row_to_esft_slot, table, rows.num_rows, groups)
 
 
 def combine(

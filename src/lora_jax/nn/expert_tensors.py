@@ -1,0 +1,190 @@
+"""A model's experts in virtual weight tensors, with addresses for adapters' experts behind them.
+
+ExpertWeave, section 4.2: each matrix kind of each layer is one array [num_experts + extra, d_out,
+d_in] whose shape never changes. The base's experts are the first ones; an index behind them has
+memory only while an adapter's expert lies there.
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+from flax import nnx
+
+from lora_jax.adapters.weights import PROJECTIONS
+from lora_jax.memory.pool import PagePool
+from lora_jax.memory.virtual import AbstractVirtualMemory
+from lora_jax.memory.weight_tensor import WeightTensor
+from lora_jax.nn.decoder import AbstractCausalLM
+from lora_jax.nn.moe import Experts, MoeBlock
+
+LARGEST_PAGE = 2 << 20
+_PAGES_PER_TENSOR = 8  # at least, of the base's part, so that the last one's waste is small
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertPages:
+    """Physical bytes of the experts, in whole pages."""
+
+    base_bytes: int
+    used_bytes: int  # the base's included
+    created_bytes: int  # with those that wait for the next adapter
+    page_bytes: int
+
+
+class ExpertTensors:
+    """Takes over the experts of a model; one thread maps, writes and unmaps.
+
+    Nothing here waits: the caller unmaps only what no step in flight can read.
+    """
+
+    def __init__(
+        self,
+        model: AbstractCausalLM,
+        memory: AbstractVirtualMemory,
+        *,
+        extra: int,
+        extra_bytes: int | None = None,
+        page_bytes: int | None = None,
+    ):
+        """Move the experts matrix by matrix, so that one is there twice at a time.
+
+        `extra` indices of every layer are for adapters, `extra_bytes` is the memory they may take
+        (None: all that fits behind the indices), `page_bytes` None derives from the sizes.
+
+        Raises:
+            ValueError: the model has no experts, or experts with biases.
+            OutOfPages: there is no memory for them; the model is then unusable.
+        """
+        blocks = expert_blocks(model)
+        if not blocks:
+            raise ValueError("The model has no experts.")
+        if any(experts.gate_bias is not None for experts in blocks.values()):
+            raise ValueError("Experts with biases cannot be replaced by adapters.")
+        self.layers = tuple(blocks)
+        self.num_experts, self.extra = next(iter(blocks.values())).moe.num_experts, extra
+        self._memory = memory
+        params = [getattr(e, name) for e in blocks.values() for name in PROJECTIONS]
+        sizes = [param[...].nbytes for param in params]
+        page = page_bytes or page_size(min(sizes), memory.granularity)
+        budget = sum(-(-size // page) for size in sizes)
+        self._base_bytes = budget * page
+        if extra_bytes is None:
+            whole = [size // self.num_experts * (self.num_experts + extra) for size in sizes]
+            budget = sum(-(-size // page) for size in whole)
+        else:
+            budget += extra_bytes // page
+        self.pool = PagePool(memory, page_bytes=page, budget_bytes=budget * page)
+        self._tensors: dict[tuple[int, str], WeightTensor] = {}
+        self._mapped: set[tuple[int, int]] = set()  # (layer, index) of adapters' experts
+        try:
+            for layer, experts in blocks.items():
+                for name in PROJECTIONS:
+                    self._move_in(layer, experts, name)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert, all its matrices together."""
+        first = self.layers[0]
+        return sum(self._tensors[first, name].expert_bytes for name in PROJECTIONS)
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Bytes of the largest matrix of an expert."""
+        first = self.layers[0]
+        return max(self._tensors[first, name].expert_bytes for name in PROJECTIONS)
+
+    def map(self, layer: int, index: int) -> None:
+        """Give the expert at an index memory in all its tensors, or OutOfPages and in none."""
+        if index < self.num_experts:
+            raise ValueError(f"Expert {index} of layer {layer} is the base's.")
+        done: list[WeightTensor] = []
+        try:
+            for name in PROJECTIONS:
+                self._tensors[layer, name].map(range(index, index + 1))
+                done.append(self._tensors[layer, name])
+        except BaseException:
+            for tensor in done:
+                tensor.unmap(range(index, index + 1))
+            raise
+        self._mapped.add((layer, index))
+
+    def write(self, layer: int, index: int, projection: str, matrix: np.ndarray) -> None:
+        """Set one matrix [d_out, d_in] of a mapped adapter's expert, in the model's dtype."""
+        if (layer, index) not in self._mapped:
+            raise ValueError(f"Expert {index} of layer {layer} is no adapter's.")
+        tensor = self._tensors[layer, projection]
+        tensor.write(index, matrix.astype(tensor.dtype, copy=False)[None])
+
+    def unmap(self, layer: int, index: int) -> None:
+        """Take the memory of an adapter's expert, if it has any; pages others lie on stay.
+
+        When the system refuses, its error is raised after all tensors were tried; pages that it
+        keeps are used again for the same index.
+        """
+        if (layer, index) not in self._mapped:
+            return
+        self._mapped.discard((layer, index))
+        failed: Exception | None = None
+        for name in PROJECTIONS:
+            try:
+                self._tensors[layer, name].unmap(range(index, index + 1))
+            except (ValueError, MemoryError, OSError, RuntimeError) as error:
+                failed = error
+        if failed:
+            raise failed
+
+    def pages(self) -> ExpertPages:
+        """Return the physical bytes of this moment; any thread may ask."""
+        stats = self.pool.stats()
+        used, created = stats.in_use * stats.page_bytes, stats.created * stats.page_bytes
+        return ExpertPages(self._base_bytes, used, created, stats.page_bytes)
+
+    def close(self) -> None:
+        """Give all memory back; the model's arrays are unusable. Nothing may run any more."""
+        for tensor in self._tensors.values():
+            tensor.close()
+        self._tensors.clear()
+        self.pool.trim()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when pages, tensors and mapped experts disagree."""
+        self.pool.check_integrity()
+        for (layer, name), tensor in self._tensors.items():
+            tensor.check_integrity()
+            own = {index for where, index in self._mapped if where == layer}
+            assert set(tensor.mapped) == {*range(self.num_experts), *own}, (layer, name)
+        used = sum(tensor.bytes_mapped for tensor in self._tensors.values())
+        assert used == self.pages().used_bytes, "pages that belong to no tensor"
+
+    def _move_in(self, layer: int, experts: Experts, name: str) -> None:
+        param: nnx.Param = getattr(experts, name)
+        value: jax.Array = param[...]
+        count, d_out, d_in = value.shape
+        shape = (count + self.extra, d_out, d_in)
+        tensor = WeightTensor(self.pool, shape, np.dtype(value.dtype))
+        self._tensors[layer, name] = tensor
+        tensor.map(range(count))
+        tensor.write(0, np.asarray(value))
+        setattr(experts, name, param.replace(tensor.array))
+
+
+def expert_blocks(model: AbstractCausalLM) -> dict[int, Experts]:
+    """Return the experts of every layer that has them, by layer."""
+    found = ((n, layer.mlp) for n, layer in enumerate(model.layers))
+    return {n: mlp.experts for n, mlp in found if isinstance(mlp, MoeBlock)}
+
+
+def page_size(tensor_bytes: int, granularity: int) -> int:
+    """Return the bytes of a page: the memory's granularity, doubled while pages stay small.
+
+    A tensor of `tensor_bytes` has at least a few, and none is larger than LARGEST_PAGE unless the
+    memory has no smaller ones.
+    """
+    size = granularity
+    while 2 * size <= min(LARGEST_PAGE, tensor_bytes // _PAGES_PER_TENSOR):
+        size *= 2
+    return size
