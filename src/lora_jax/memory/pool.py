@@ -10,9 +10,9 @@ import threading
 from lora_jax.memory.virtual import AbstractVirtualMemory, OutOfPages
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Page:
-    """A physical page of a pool, by the memory's handle."""
+    """A physical page of a pool, by the memory's handle; equal to itself alone."""
 
     handle: int
 

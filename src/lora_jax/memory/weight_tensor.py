@@ -7,7 +7,7 @@ ExpertWeave, section 4.2: a contiguous address range for all experts that may ev
 import itertools
 import math
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -39,6 +39,7 @@ class WeightTensor:
         self._mapped: set[int] = set()
         self._pages: dict[int, Page] = {}  # number within the range -> page behind it
         self._users: dict[int, int] = {}  # number within the range -> mapped experts on it
+        self._stuck: set[int] = set()  # pages without users that the system would not unmap
         self._open = True
         self._array: Array | None = None
         self.address = pool.memory.reserve(self._reserved)
@@ -97,7 +98,8 @@ class WeightTensor:
             users = self._users_of(indices)
             self._fill([number for number in users if number not in self._pages])
             for number, count in users.items():
-                self._users[number] = self._users.get(number, 0) + count
+                self._users[number] += count
+            self._stuck.difference_update(users)
             self._mapped.update(indices)
 
     def unmap(self, indices: range) -> None:
@@ -110,9 +112,10 @@ class WeightTensor:
             self._check(indices)
             self._check_mapped(indices)
             self._mapped.difference_update(indices)
-            for number, count in self._users_of(indices).items():
+            users = self._users_of(indices)
+            for number, count in users.items():
                 self._users[number] -= count
-            self._empty(number for number, users in list(self._users.items()) if not users)
+            self._empty([n for n in users if not self._users[n]] + sorted(self._stuck))
 
     def write(self, start: int, values: np.ndarray) -> None:
         """Set the weights of experts start, start + 1, ... to values[count, d_out, d_in].
@@ -152,8 +155,8 @@ class WeightTensor:
             for index in self._mapped:
                 for number in self._users_of(range(index, index + 1)):
                     users[number] = users.get(number, 0) + 1
-            # A page that the system would not unmap stays, without users, until it can be.
             counted = {number: count for number, count in self._users.items() if count}
+            assert self._users.keys() - counted.keys() == self._stuck, "a page without users"
             assert users == counted, "users of pages differ from the mapped experts"
             assert self._users.keys() == self._pages.keys(), "a page without a count of users"
             assert len(set(self._pages.values())) == len(self._pages), "a page lies twice"
@@ -201,7 +204,7 @@ class WeightTensor:
             self._empty(placed)
             raise
 
-    def _empty(self, numbers: Iterable[int]) -> None:
+    def _empty(self, numbers: list[int]) -> None:
         """Unmap pages that nobody uses; one that the system keeps stays with the tensor."""
         size = self.pool.page_bytes
         failed: Exception | None = None
@@ -209,8 +212,10 @@ class WeightTensor:
             try:
                 self.pool.memory.unmap(self.address + number * size, size)
             except Exception as error:
+                self._stuck.add(number)
                 failed = error
                 continue
+            self._stuck.discard(number)
             del self._users[number]
             self.pool.release(self._pages.pop(number))
         if failed:

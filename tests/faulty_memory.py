@@ -1,0 +1,141 @@
+"""Memories for tests: one that fails on demand, and one that only counts pages."""
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from lora_jax.memory.driver import AbstractDriver, DriverMemory
+from lora_jax.memory.virtual import AbstractVirtualMemory, Access, MappingError, OutOfPages, Usage
+
+
+class FaultyMemory(AbstractVirtualMemory):
+    """Another memory, in which one call of one operation fails once before it does anything."""
+
+    def __init__(self, memory: AbstractVirtualMemory):
+        self._memory = memory
+        self._fault: tuple[str, int] | None = None
+
+    def fail(self, operation: str, after: int) -> None:
+        """Let a call of `operation` fail when `after` others of it have passed."""
+        self._fault = (operation, after)
+
+    def heal(self) -> bool:
+        """Forget the fault; return whether it is still ahead."""
+        ahead, self._fault = self._fault is not None, None
+        return ahead
+
+    def _pass(self, operation: str) -> None:
+        if self._fault and self._fault[0] == operation:
+            after = self._fault[1]
+            self._fault = (operation, after - 1) if after else None
+            if not after:
+                raise (OutOfPages if operation == "create_page" else MappingError)("injected")
+
+    @property
+    def granularity(self) -> int:
+        return self._memory.granularity
+
+    def reserve(self, num_bytes: int) -> int:
+        self._pass("reserve")
+        return self._memory.reserve(num_bytes)
+
+    def release(self, address: int, num_bytes: int) -> None:
+        self._memory.release(address, num_bytes)
+
+    def create_page(self, num_bytes: int) -> int:
+        self._pass("create_page")
+        return self._memory.create_page(num_bytes)
+
+    def destroy_page(self, handle: int) -> None:
+        self._memory.destroy_page(handle)
+
+    def map_run(self, address: int, handles: Sequence[int], page_bytes: int) -> None:
+        self._pass("map_run")
+        self._memory.map_run(address, handles, page_bytes)
+
+    def unmap(self, address: int, num_bytes: int) -> None:
+        self._pass("unmap")
+        self._memory.unmap(address, num_bytes)
+
+    def protect(self, address: int, num_bytes: int, access: Access) -> None:
+        self._memory.protect(address, num_bytes, access)
+
+    def export_fd(self, handle: int) -> int:
+        self._pass("export_fd")
+        return self._memory.export_fd(handle)
+
+    def import_fd(self, fd: int, num_bytes: int) -> int:
+        self._pass("import_fd")
+        return self._memory.import_fd(fd, num_bytes)
+
+    def write(self, address: int, data: np.ndarray) -> None:
+        self._pass("write")
+        self._memory.write(address, data)
+
+    def read(self, address: int, num_bytes: int) -> bytes:
+        return self._memory.read(address, num_bytes)
+
+    def array(self, address: int, shape: tuple[int, ...], dtype: np.dtype):
+        return self._memory.array(address, shape, dtype)
+
+    def usage(self) -> Usage:
+        return self._memory.usage()
+
+
+class _Nothing(AbstractDriver):
+    """A driver of a device without bytes: addresses and handles are numbers."""
+
+    def __init__(self, granularity: int):
+        self._granularity, self._next, self._handles = granularity, granularity, itertools.count()
+        self.calls: list[tuple] = []
+
+    @property
+    def granularity(self) -> int:
+        return self._granularity
+
+    def reserve(self, num_bytes: int) -> int:
+        self._next += num_bytes
+        return self._next - num_bytes
+
+    def release(self, address: int, num_bytes: int) -> None:
+        self.calls.append(("release", address, num_bytes))
+
+    def create(self, num_bytes: int) -> int:
+        return next(self._handles)
+
+    def destroy(self, handle: int) -> None:
+        self.calls.append(("destroy", handle))
+
+    def map(self, address: int, handle: int, num_bytes: int) -> None:
+        self.calls.append(("map", address, handle, num_bytes))
+
+    def unmap(self, address: int, num_bytes: int) -> None:
+        self.calls.append(("unmap", address, num_bytes))
+
+    def grant(self, address: int, num_bytes: int, access: Access) -> None:
+        self.calls.append(("grant", address, num_bytes, access))
+
+    def export_fd(self, handle: int) -> int:
+        raise NotImplementedError("no bytes, no descriptor")
+
+    def import_fd(self, fd: int, num_bytes: int) -> int:
+        return next(self._handles)
+
+    def copy_in(self, address: int, host_address: int, num_bytes: int) -> None:
+        self.calls.append(("copy_in", address, num_bytes))
+
+    def copy_out(self, host_address: int, address: int, num_bytes: int) -> None:
+        self.calls.append(("copy_out", address, num_bytes))
+
+    def array(self, address: int, shape: tuple[int, ...], dtype: np.dtype):
+        raise NotImplementedError("no bytes, no array")
+
+    def device_used(self) -> int:
+        return 0
+
+
+def counting_memory(granularity: int) -> tuple[DriverMemory, list[tuple]]:
+    """A memory of any size that holds no bytes, and the list of the calls that reach its driver."""
+    driver = _Nothing(granularity)
+    return DriverMemory(driver), driver.calls
