@@ -7,7 +7,7 @@ Three things the paper leaves open, and what is done here and in `provision`:
   probability w and else t, for each adapter on its own. That is Eq. 2 at whole tau, continuous
   and falling in between, and it can be simulated with whole access counts. (The regularised
   incomplete gamma function also agrees at whole tau, but no threshold on counts is behind it; on
-  512 adapters with Zipf 1.2 the rates of the two differ by at most half a point.)
+  512 adapters with Zipf 1.2 the rates of the two differ by less than a point.)
 * When M is above the expected number of distinct adapters in a batch, Eq. 3 asks for tau < 0:
   adapters that nobody asked for would count as resident and fill the cache, and no capacity but
   M = N would come near a rate of 1. Here tau stops at 0, an adapter occupies a slot only while it
@@ -44,7 +44,7 @@ def admission_threshold(accesses: Sequence[float], capacity: int) -> float:
         return low
     while _expected_residents(accesses, high) > capacity:
         low, high = high, 2 * high
-    for _ in range(200):
+    for _ in range(60):
         middle = (low + high) / 2
         if _expected_residents(accesses, middle) > capacity:
             low = middle

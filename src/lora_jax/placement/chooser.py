@@ -2,27 +2,8 @@
 
 from collections.abc import Mapping
 
-from lora_jax.placement.ep_pp import Placement, divisors, hybrid
+from lora_jax.placement.ep_pp import Placement, hybrid, possible_degrees
 from lora_jax.placement.shape import AdapterShape
-
-
-def possible_degrees(shape: AdapterShape, devices: int) -> list[tuple[int, int]]:
-    """Return every (x, y) with x * y = `devices`, x dividing the experts, y at most the layers.
-
-    Raises ValueError if there is none.
-    """
-    pairs = [
-        (x, devices // x)
-        for x in divisors(devices)
-        if shape.experts % x == 0 and devices // x <= shape.layers
-    ]
-    if not pairs:
-        raise ValueError(
-            f"{devices} devices cannot share {shape.layers} layers of {shape.experts} experts "
-            "evenly: no x with x * y = devices divides the experts and leaves y at most the "
-            "layers; use another number of devices."
-        )
-    return pairs
 
 
 def default_placement(shape: AdapterShape, devices: int, devices_per_host: int) -> Placement:
@@ -31,7 +12,7 @@ def default_placement(shape: AdapterShape, devices: int, devices_per_host: int) 
     The paper's default is x = devices in a host, so that a layer's group talks over NVLink only.
     Raises ValueError if no x fits into a host.
     """
-    pairs = possible_degrees(shape, devices)
+    pairs = _some_degrees(shape, devices)
     inside = [(x, y) for x, y in pairs if x <= devices_per_host]
     if not inside:
         raise ValueError(
@@ -50,7 +31,7 @@ def cheapest_placement(
     `seconds_per_layer` maps x to receive + LoRA + send of one layer, which depends on x alone:
     the other stages have no part in a layer. Raises ValueError if no possible x was measured.
     """
-    pairs = possible_degrees(shape, devices)
+    pairs = _some_degrees(shape, devices)
     measured = [(x, y) for x, y in pairs if x in seconds_per_layer]
     if not measured:
         raise ValueError(
@@ -60,3 +41,14 @@ def cheapest_placement(
         )
     best = min(measured, key=lambda pair: (seconds_per_layer[pair[0]], -pair[0]))
     return hybrid(shape, *best, devices)
+
+
+def _some_degrees(shape: AdapterShape, devices: int) -> list[tuple[int, int]]:
+    pairs = possible_degrees(shape, devices)
+    if not pairs:
+        raise ValueError(
+            f"{devices} devices cannot share {shape.layers} layers of {shape.experts} experts "
+            "evenly: no x with x * y = devices divides the experts and leaves y at most the "
+            "layers; use another number of devices."
+        )
+    return pairs

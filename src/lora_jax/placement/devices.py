@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from lora_jax.placement.chooser import cheapest_placement, possible_degrees
-from lora_jax.placement.ep_pp import Placement, divisors
+from lora_jax.placement.chooser import cheapest_placement
+from lora_jax.placement.ep_pp import Placement, divisors, possible_degrees
 from lora_jax.placement.service_level import (
     LayerBudget,
     Profile,
@@ -51,16 +51,17 @@ def minimum_devices(
         )
     fast = _fast_enough(instances, profile, budget)
     for devices in range(1, most + 1):
-        plans = [plan for plan in _plans(shape, devices) if plan.ep in fast]
-        fitting = {p.ep: fast[p.ep] for p in plans if p.capacity(device_bytes) >= shape.adapters}
+        plans = [Placement(shape, ep=x, pp=y) for x, y in possible_degrees(shape, devices)]
+        large = [plan.ep for plan in plans if plan.capacity(device_bytes) >= shape.adapters]
+        fitting = {x: fast[x] for x in large if x in fast}
         if fitting:
             return cheapest_placement(shape, devices, fitting)
-    need = shape.adapters * shape.adapter_bytes
+    need = shape.adapters * shape.adapter_bytes / device_bytes
     raise ValueError(
-        f"{shape.adapters} adapters of {shape.adapter_bytes:,} bytes need {need / device_bytes:.1f} "
-        f"devices of {device_bytes:,} bytes, in a layout with x from {sorted(fast)}; there are at "
-        f"most {most} devices. Allow more devices, a lower admission rate or a lower rank, or "
-        "measure more x."
+        f"{shape.adapters} adapters of {shape.adapter_bytes:,} bytes fill {need:.1f} devices of "
+        f"{device_bytes:,} bytes, and no layout with x from {sorted(fast)} on at most {most} "
+        "devices holds them. Allow more devices, a lower admission rate or a lower rank, or "
+        "measure other x."
     )
 
 
@@ -91,11 +92,3 @@ def _fast_enough(instances: Instances, profile: Profile, budget: LayerBudget) ->
             "LoRA Server or a longer TPOT."
         )
     return {x: times[x].total for x in keeping_up}
-
-
-def _plans(shape: AdapterShape, devices: int) -> list[Placement]:
-    try:
-        pairs = possible_degrees(shape, devices)
-    except ValueError:
-        return []
-    return [Placement(shape, ep=x, pp=y) for x, y in pairs]

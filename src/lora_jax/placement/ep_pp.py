@@ -216,21 +216,20 @@ def pipeline_parallel(
     """Return PP: each layer on one device, or on as few as can hold it.
 
     Where one device of `device_bytes` cannot hold its layers, devices are grouped (footnote 2 of
-    section 4.1), which is EPx-PPy with the smallest x that fits. Raises ValueError if none fits.
+    section 4.1), which is EPx-PPy with the smallest x that fits. It helps where devices outnumber
+    the layers or the layers leave a remainder; else a device holds as much with any x. Raises
+    ValueError if none fits.
     """
     if device_bytes is None:
         return Placement(shape, pp=devices)
-    widths = [
-        x for x in divisors(devices) if shape.experts % x == 0 and devices // x <= shape.layers
-    ]
-    for x in widths:
-        plan = Placement(shape, ep=x, pp=devices // x)
+    plan = None
+    for x, y in possible_degrees(shape, devices):
+        plan = Placement(shape, ep=x, pp=y)
         if plan.capacity(device_bytes) >= shape.adapters:
             return plan
-    plan = Placement(shape, ep=widths[-1], pp=devices // widths[-1]) if widths else None
     if plan is None:
         return Placement(shape, pp=devices)  # raises: there are fewer layers than stages
-    plan.require_memory(device_bytes)
+    plan.require_memory(device_bytes)  # raises: the widest group is too small
     return plan
 
 
@@ -249,6 +248,15 @@ def from_text(text: str, shape: AdapterShape, devices: int) -> Placement:
     if dp != devices:
         raise ValueError(f"{text} needs {dp} devices and there are {devices}; use dp{devices}.")
     return data_parallel(shape, devices)
+
+
+def possible_degrees(shape: AdapterShape, devices: int) -> list[tuple[int, int]]:
+    """Return every (x, y) with x * y = `devices`, x dividing the experts, y at most the layers."""
+    return [
+        (x, devices // x)
+        for x in divisors(devices)
+        if shape.experts % x == 0 and devices // x <= shape.layers
+    ]
 
 
 def divisors(number: int) -> list[int]:

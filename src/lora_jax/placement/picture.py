@@ -40,7 +40,7 @@ def spell_range(values: range) -> str:
     return f"{values[0]},{values[1]},..,{values[-1]}"
 
 
-def spell_bytes(number: float) -> str:
+def spell_bytes(number: float | int) -> str:
     """Return a number of bytes with the unit that suits it, e.g. 1.8 GB."""
     for unit in ("B", "kB", "MB", "GB"):
         if number < 1000:

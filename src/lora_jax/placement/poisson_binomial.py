@@ -58,7 +58,7 @@ def _window(mean: float, variance: float, largest: int) -> tuple[int, int]:
 def _transform(
     resident: np.ndarray, popularity: np.ndarray, angles: np.ndarray, variance: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return prod_j f_j and sum_i p_i (1 - q_i) / f_i at every angle, f = 1 - q + q exp(i angle)."""
+    """Return prod_j f_j and sum_i p_i (1 - q_i) / f_i, where f = 1 - q + q exp(i angle)."""
     step = np.exp(1j * angles) - 1
     whole, misses = np.ones(len(angles), np.complex128), np.zeros(len(angles), np.complex128)
     cuts = [0, *np.searchsorted(-resident, [-0.75, -0.25]), len(resident)]
