@@ -1,33 +1,24 @@
-"""Adapter kernels on one GPU against their floors: `python -m bench.kernels --out DIR`.
+"""Grouped LoRA of one dense module: shrink, expand, and the pair.
 
-Each point runs several ops on sets of arrays of their own inside one XLA program (a CUDA graph), so
-that weights, x and y are cold in L2, on random data that is checked against float64. The floor
-is the fewest bytes of the op (each weight of each adapter in the batch once, x read, y written)
-over the copy bandwidth of the same run. Peers' times are the best measured on an H200 the same
-way; bars are what this project set itself.
+The floor is the fewest bytes of the op (each weight of each adapter in the batch once, x read, y
+written) over the copy bandwidth of the same run. Peers' times are the best measured on an H200 the
+same way; bars are what this project set itself.
 """
 
-import argparse
 import dataclasses
-import datetime
 import functools
-import json
 import statistics
-import time
-from pathlib import Path
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.report import plot_kernels
-from cuda_backend import ffi, lora_gemm
+from bench.kernels.timing import random, repeats_for, time_us
+from cuda_backend import lora_gemm
 from lora_jax.ops.cases import popular
 
 SETS = 4  # of arrays: more than L2 holds in all points that have a bar
-PROGRAM_US = 1500  # of device time in one call, so that the host's share is small
-CALLS = 32  # enqueued before the host waits, which costs some 100 us
-COPY_BYTES = 1 << 31
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,12 +94,6 @@ class Inputs:
     h: jax.Array
 
 
-def random(seed: int, shape: tuple[int, ...], scale: float) -> jax.Array:
-    """Return normal bfloat16 numbers times `scale`, made on the device."""
-    make = functools.partial(jax.random.normal, shape=shape, dtype=jnp.bfloat16)
-    return jax.jit(lambda key: make(key) * jnp.bfloat16(scale))(jax.random.key(seed))
-
-
 def make_inputs(point: Point, seed: int) -> tuple[Inputs, np.ndarray]:
     """Return one set of arrays and row_to_slot; slot s owns rows s * rank of both pools."""
     rng = np.random.default_rng(seed)
@@ -181,21 +166,6 @@ def error(point: Point, y: jax.Array, inputs: Inputs, row_to_slot: np.ndarray) -
     return worst
 
 
-def time_us(program, state, ops: int) -> float:
-    """Return median microseconds of one of the `ops` in program(state) -> state (donated)."""
-    for _ in range(3):
-        state = program(state)
-    jax.block_until_ready(state)
-    samples = []
-    for _ in range(7):
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            state = program(state)
-        jax.block_until_ready(state)
-        samples.append((time.perf_counter() - start) * 1e6 / (CALLS * ops))
-    return statistics.median(samples)
-
-
 def measure(point: Point, bandwidth: float) -> dict:
     """Return the point's row of the table."""
     sets = [make_inputs(point, seed + 1) for seed in range(SETS)]
@@ -203,7 +173,7 @@ def measure(point: Point, bandwidth: float) -> dict:
     floor_us = bytes_moved(point, distinct) / bandwidth * 1e6
     ys = [random(99 + i, (point.rows, point.d_out), 1.0) for i in range(SETS)]
     worst = error(point, ys[0], *sets[0])
-    repeats = max(2, round(PROGRAM_US / (floor_us + 5) / SETS))
+    repeats = repeats_for(floor_us, SETS)
     inputs = [s for s, _ in sets]
     outs = [s.h for s in inputs] if point.op == "shrink" else ys
 
@@ -214,16 +184,20 @@ def measure(point: Point, bandwidth: float) -> dict:
         return outs
 
     took = time_us(lambda outs: program(outs, inputs), [o.copy() for o in outs], repeats * SETS)
-    row = dataclasses.asdict(point) | {"distinct": distinct, "us": took, "floor_us": floor_us}
-    return row | {"error": worst, "met": point.bar_us and took <= point.bar_us}
+    return {
+        **dataclasses.asdict(point),
+        "name": f"{point.op} {point.d_in} -> {point.d_out}, {point.name}, rank {point.rank}",
+        "distinct": distinct,
+        "us": took,
+        "floor_us": floor_us,
+        "error": worst,
+    }
 
 
-def copy_bandwidth() -> float:
-    """Return bytes per second, read plus written, of a large copy: the driver's or XLA's."""
-    values = random(0, (COPY_BYTES // 2,), 1.0)
-    by_driver = functools.partial(jax.device_put, device=jax.devices()[0], may_alias=False)
-    took = min(time_us(copy, values, 1) for copy in (by_driver, jax.jit(jnp.copy)))
-    return 2 * COPY_BYTES / (took * 1e-6)
+def rows(bandwidth: float, dense: float) -> Iterator[dict]:
+    """Yield the rows of the table."""
+    for point in POINTS:
+        yield measure(point, bandwidth)
 
 
 def metadata_us(rows: int) -> float:
@@ -238,46 +212,3 @@ def _chain_items(slots: jax.Array, times: int) -> jax.Array:
     for _ in range(times):
         slots = lora_gemm.row_items(slots, jnp.zeros_like(slots), 512).order
     return slots
-
-
-def show(row: dict) -> str:
-    """Return one line of the table."""
-    peer, bar = (f"{row[k]:7.1f}" if row[k] else "      -" for k in ("peer_us", "bar_us"))
-    said = "" if row["met"] is None else ("met" if row["met"] else "missed")
-    return (
-        f"{row['op']:6} {row['name']:33} rank {row['rank']:3} {row['us']:7.1f} us  floor "
-        f"{row['floor_us']:6.1f}  peer {peer}  bar {bar} {said:6}  error {row['error']:.1e}"
-    )
-
-
-def main() -> None:
-    """Measure all points, print the table and write JSON and plot."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    out = parser.parse_args().out
-    ffi.require()
-    device, today = jax.devices()[0].device_kind, datetime.date.today().isoformat()
-    bandwidth = copy_bandwidth()
-    print(f"{device}, {today}, copy {bandwidth / 1e12:.2f} TB/s", flush=True)
-    rows = []
-    for point in POINTS:
-        rows.append(measure(point, bandwidth))
-        print(show(rows[-1]), flush=True)
-    sorting = {str(n): metadata_us(n) for n in (1, 64, 1024, 4096)}
-    print("row metadata, us by rows:", {n: round(us, 1) for n, us in sorting.items()})
-    result = {
-        "device": device,
-        "date": today,
-        "jax": jax.__version__,
-        "copy_tb_per_s": bandwidth / 1e12,
-        "rows": rows,
-        "row_metadata_us": sorting,
-    }
-    out.mkdir(parents=True, exist_ok=True)
-    name = f"kernels_{device.lower().replace(' ', '_')}_{today}"
-    (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-    plot_kernels(result, out / f"{name}.png")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,1 @@
+"""Kernels on one GPU against their floors: `python -m bench.kernels --out DIR`."""

@@ -1,0 +1,69 @@
+"""Measure every kernel, print the table, and write it with its plot."""
+
+import argparse
+import datetime
+import importlib
+import json
+import traceback
+from pathlib import Path
+
+import jax
+
+from bench.kernels.timing import copy_bandwidth, dense_rate
+from bench.report import plot_kernels
+from cuda_backend import ffi
+
+PARTS = ("lora", "moe", "merge", "attention", "sorting")
+
+
+def show(row: dict) -> str:
+    """Return one line of the table."""
+    peer, bar = (f"{row[k]:7.1f}" if row.get(k) else "      -" for k in ("peer_us", "bar_us"))
+    said = "" if row["met"] is None else ("met" if row["met"] else "missed")
+    return (
+        f"{row['name']:72} {row['us']:7.1f} us  floor {row['floor_us']:6.1f}  peer {peer}  "
+        f"bar {bar} {said:6}  error {row['error']:.1e}"
+    )
+
+
+def measure(parts: list[str], bandwidth: float, dense: float) -> list[dict]:
+    """Return all rows; a part that fails is said and left out, so that the others still count."""
+    found = []
+    for part in parts:
+        try:
+            for row in importlib.import_module(f"bench.kernels.{part}").rows(bandwidth, dense):
+                bar = row.get("bar_us")
+                row["met"] = bar and row["us"] <= bar
+                found.append(row)
+                print(show(row), flush=True)
+        except Exception:
+            print(f"{part} failed:\n{traceback.format_exc()}", flush=True)
+    return found
+
+
+def main() -> None:
+    """Run the parts that were asked for, all of them by default."""
+    parser = argparse.ArgumentParser(prog="python -m bench.kernels", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder for JSON and plot")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    args = parser.parse_args()
+    ffi.require()
+    device, today = jax.devices()[0].device_kind, datetime.date.today().isoformat()
+    bandwidth, dense = copy_bandwidth(), dense_rate()
+    print(f"{device}, {today}, copy {bandwidth / 1e12:.2f} TB/s, dense {dense / 1e12:.0f} TFLOP/s")
+    result = {
+        "device": device,
+        "date": today,
+        "jax": jax.__version__,
+        "copy_tb_per_s": bandwidth / 1e12,
+        "dense_tflop_per_s": dense / 1e12,
+        "rows": measure(args.only, bandwidth, dense),
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    name = f"kernels_{device.lower().replace(' ', '_')}_{today}"
+    (args.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    plot_kernels(result, args.out / f"{name}.png")
+
+
+if __name__ == "__main__":
+    main()
