@@ -9,6 +9,10 @@ from lora_jax.memory.driver import AbstractDriver, DriverMemory
 from lora_jax.memory.virtual import AbstractVirtualMemory, Access, MappingError, OutOfPages, Usage
 
 
+class Injected(MappingError):
+    """A refusal that a test asked for."""
+
+
 class FaultyMemory(AbstractVirtualMemory):
     """Another memory, in which one call of one operation fails once before it does anything."""
 
@@ -30,7 +34,7 @@ class FaultyMemory(AbstractVirtualMemory):
             after = self._fault[1]
             self._fault = (operation, after - 1) if after else None
             if not after:
-                raise (OutOfPages if operation == "create_page" else MappingError)("injected")
+                raise (OutOfPages if operation == "create_page" else Injected)("injected")
 
     @property
     def granularity(self) -> int:
