@@ -31,7 +31,7 @@ def modules() -> list[Path]:
 def home_of_test(module: Path) -> Path:
     """Where a module's test lies: the mirror of its place; a private part's with its package.
 
-    The implementations of an op share the op's test.
+    The implementations of an op share the op's test; one may have its own besides.
     """
     parts = module.parts[2:] if module.parts[0] == "src" else module.parts
     if parts[-1].startswith("_"):
@@ -52,6 +52,8 @@ def test_every_module_has_its_test_file():
 
 def test_every_test_file_has_its_module():
     homes = {str(home_of_test(module)) for module in modules()} | WITHOUT_MODULE
+    ops = (ROOT / "src/lora_jax/ops").glob("*/*.py")
+    homes |= {f"tests/ops/test_{path.parent.name}_{path.stem}.py" for path in ops}
     files = {str(f.relative_to(ROOT)) for f in ROOT.glob("tests/**/test_*.py")}
     strays = {f for f in files - homes if not f.startswith(("tests/cuda_backend/", "tests/aot/"))}
     assert not strays, "\n".join(sorted(strays))

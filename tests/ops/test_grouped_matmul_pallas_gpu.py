@@ -1,0 +1,194 @@
+"""Grouped matmul in Mosaic GPU: interpreted on a CPU, lowered for CUDA, and run where there is one.
+
+On a GPU: JAX_PLATFORMS=cuda PYTHONPATH=src:tests:. python3 -m pytest --noconftest -m gpu FILE
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mosaic import interpreted
+from tolerance import TOLERANCE
+
+from lora_jax.ops.cases import MODELS, GroupedCase, grouped_case
+from lora_jax.ops.grouped_matmul import pallas_gpu, reference
+from lora_jax.ops.grouped_matmul.pallas_gpu import Config, find_config
+
+SMALL = Config(columns=64, warpgroups=1, rows=16, stages=2, ctas=1)
+# Two warpgroups, of which the second has no columns in the last tile; two parts on the way out.
+WIDE = Config(columns=64, warpgroups=2, rows=64, stages=3, ctas=1)
+TALL = Config(columns=128, warpgroups=1, rows=8, stages=4, ctas=2)
+# rows, padding, groups, d_out, d_in: one row, empty groups, borders off the grid of 8, tails.
+INTERPRETED = [
+    ((1, 0, 3, 64, 64), "uniform", SMALL),
+    ((21, 6, 5, 192, 128), "skewed", SMALL),
+    ((67, 3, 2, 136, 64), "uniform", WIDE),
+    ((17, 2, 4, 72, 192), "distinct", TALL),
+    ((9, 7, 2, 64, 64), "none", SMALL),
+]
+
+
+def some_case(sizes: tuple[int, ...], popularity: str, **options) -> GroupedCase:
+    """Return a bfloat16 case; with a bias where the number of rows is odd."""
+    rows, padding, groups, d_out, d_in = sizes
+    options = {"dtype": "bfloat16", "padding": padding, "bias": rows % 2 == 1, **options}
+    return grouped_case(rows, groups, d_out, d_in, popularity=popularity, **options)
+
+
+def arrays(case: GroupedCase) -> tuple:
+    return case.x, case.w, case.group_sizes, case.bias
+
+
+def wide(array: jax.Array) -> np.ndarray:
+    """Return bfloat16 as float32, which is exact."""
+    return np.asarray(array.astype(jnp.float32))
+
+
+@pytest.mark.parametrize(("sizes", "popularity", "config"), INTERPRETED, ids=str)
+def test_interpreted_matches_the_reference(sizes, popularity, config):
+    case = some_case(sizes, popularity)
+    case = GroupedCase(case.x.at[sizes[0] :].set(jnp.nan), *arrays(case)[1:])
+    with interpreted() as interpret:
+        got = pallas_gpu.grouped_matmul(*arrays(case), config=config, interpret=interpret)
+    np.testing.assert_allclose(
+        wide(got), wide(reference.grouped_matmul(*arrays(case))), **TOLERANCE["bfloat16"]
+    )
+    outside = sizes[0] if popularity != "none" else 0
+    assert not wide(got)[outside:].any()
+
+
+def test_interpreted_rows_have_the_same_bits_in_any_tile():
+    case = some_case((20, 0, 2, 64, 128), "identical")
+    rows = np.array([13, 4, 19])
+    with interpreted() as interpret:
+        call = functools.partial(pallas_gpu.grouped_matmul, interpret=interpret)
+        all_rows = call(*arrays(case), config=SMALL)
+        sizes = jnp.array([0, 3], jnp.int32)
+        swapped = case.w[::-1]
+        some = call(case.x[rows], swapped, sizes, None, config=TALL)
+    np.testing.assert_array_equal(wide(some), wide(all_rows)[rows])
+
+
+def test_interpreted_gate_and_up_in_one_launch():
+    case = some_case((13, 3, 3, 72, 128), "uniform", bias=False)
+    up = case.w[:, ::-1]
+    with interpreted() as interpret:
+        got = pallas_gpu.gated_matmul(
+            case.x, case.w, up, case.group_sizes, config=SMALL, interpret=interpret
+        )
+    gate, up = (
+        reference.grouped_matmul(case.x, w, case.group_sizes, None).astype(jnp.float32)
+        for w in (case.w, up)
+    )
+    np.testing.assert_allclose(wide(got), wide(jax.nn.silu(gate) * up), **TOLERANCE["bfloat16"])
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [("qwen3-30b-a3b", 8), ("gpt-oss-20b", 21), ("qwen3-30b-a3b", 512), ("mixtral-8x7b", 8192)],
+)
+def test_lowers_for_cuda_at_real_sizes(name, rows):
+    model = MODELS[name]
+    bf16, groups = jnp.bfloat16, model.num_experts
+    args = (
+        jax.ShapeDtypeStruct((rows, model.hidden), bf16),
+        jax.ShapeDtypeStruct((groups, model.intermediate, model.hidden), bf16),
+        jax.ShapeDtypeStruct((groups,), jnp.int32),
+        jax.ShapeDtypeStruct((groups, model.intermediate), bf16),
+    )
+    call = jax.jit(functools.partial(pallas_gpu.grouped_matmul, interpret=False))
+    text = call.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu_v2") == 1
+
+
+@pytest.mark.parametrize("matrices", [1, 2])
+@pytest.mark.parametrize("rows", [1, 8, 64, 512, 4096, 65536])
+@pytest.mark.parametrize("groups", [8, 64, 512])
+def test_tiles_fit_the_shared_memory(rows, groups, matrices):
+    config = find_config(rows, groups, 2048, matrices)
+    took = config.stages * config.stage_bytes(matrices) + config.store_bytes()
+    assert config.stages >= 3
+    assert config.ctas * (took + 1024) <= 227 * 1024
+    # One accumulator of float32 per matrix has to fit the registers of 128 threads.
+    assert matrices * config.columns * config.rows // 128 <= 128
+
+
+def test_more_rows_per_group_take_wider_tiles():
+    tiles = [find_config(rows, 128, 768).rows for rows in (64, 512, 1024, 4096, 16384)]
+    assert tiles == [8, 16, 32, 64, 128]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"dtype": "float32"}, "bfloat16, not float32"),
+        ({"sizes": (4, 0, 3, 64, 72)}, "d_in in steps of 64"),
+        ({"sizes": (4, 0, 3, 68, 64)}, "d_out in steps of 8"),
+        ({"sizes": (4, 0, 1, 64, 64)}, "4 rows in 1 groups"),
+    ],
+)
+def test_declines_what_it_cannot_serve(change, why):
+    case = some_case(
+        change.get("sizes", (4, 0, 3, 64, 64)), "uniform", dtype=change.get("dtype", "bfloat16")
+    )
+    with pytest.raises(NotImplementedError, match=why):
+        pallas_gpu.grouped_matmul(*arrays(case), interpret=False)
+
+
+def test_declines_on_a_machine_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    with pytest.raises(NotImplementedError, match="cannot run on cpu"):
+        pallas_gpu.grouped_matmul(*arrays(some_case((4, 0, 3, 64, 64), "uniform")))
+
+
+# rows, padding, groups, d_out, d_in at real sizes: decode, uneven decode, prefill.
+REAL = [
+    ((512, 0, 128, 768, 2048), "uniform"),
+    ((509, 3, 128, 2048, 768), "zipf"),
+    ((16, 0, 128, 768, 2048), "uniform"),
+    ((63, 1, 32, 2880, 2880), "uniform"),
+    ((2048, 0, 8, 14336, 4096), "uniform"),
+    ((8192, 0, 8, 4096, 14336), "skewed"),
+    ((3001, 7, 64, 1408, 2048), "uniform"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("sizes", "popularity"), REAL, ids=str)
+def test_on_a_gpu_matches_float32(sizes, popularity):
+    case = some_case(sizes, popularity)
+    case = GroupedCase(case.x.at[sizes[0] :].set(jnp.nan), *arrays(case)[1:])
+    call = jax.jit(pallas_gpu.grouped_matmul)
+    got = call(*arrays(case))
+    want = jax.jit(reference.grouped_matmul)(*arrays(case))
+    np.testing.assert_allclose(wide(got), wide(want), **TOLERANCE["bfloat16"])
+    assert not wide(got)[sizes[0] :].any()
+    np.testing.assert_array_equal(
+        wide(jax.jit(pallas_gpu.grouped_matmul)(*arrays(case))), wide(got)
+    )
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_row_has_the_same_bits_in_any_company():
+    case = some_case((4096, 0, 8, 1024, 4096), "uniform")
+    call = jax.jit(pallas_gpu.grouped_matmul)
+    whole = wide(call(*arrays(case)))
+    ends = np.cumsum(np.asarray(case.group_sizes))
+    for group, row in ((0, 0), (3, int(ends[3]) - 1), (7, 4095)):
+        sizes = jnp.zeros(8, jnp.int32).at[group].set(1)
+        alone = call(case.x[row : row + 1], case.w, sizes, None)
+        np.testing.assert_array_equal(wide(alone)[0], whole[row])
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_gate_and_up_in_one_launch():
+    case = some_case((512, 0, 128, 768, 2048), "uniform", bias=False)
+    up = case.w[:, ::-1]
+    got = jax.jit(pallas_gpu.gated_matmul)(case.x, case.w, up, case.group_sizes)
+    gate, up = (
+        reference.grouped_matmul(case.x, w, case.group_sizes, None).astype(jnp.float32)
+        for w in (case.w, up)
+    )
+    np.testing.assert_allclose(wide(got), wide(jax.nn.silu(gate) * up), **TOLERANCE["bfloat16"])

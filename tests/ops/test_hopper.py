@@ -1,0 +1,40 @@
+"""What Mosaic kernels ask of the machine: said by name where it is missing."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from lora_jax.ops import hopper
+
+BF16 = jnp.dtype(jnp.bfloat16)
+
+
+def pretend(monkeypatch, backend: str, **device) -> None:
+    """Let jax report one device of this kind."""
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(**device)])
+
+
+def test_a_hopper_gpu_is_asked_for_only_to_run(monkeypatch):
+    pretend(monkeypatch, "gpu", compute_capability="9.0", core_count=114)
+    hopper.require("op", BF16, None)
+    assert hopper.num_sms(None) == 114
+    pretend(monkeypatch, "gpu", compute_capability="8.0")
+    with pytest.raises(NotImplementedError, match=r"op on Mosaic GPU .* 9.0, not 8.0"):
+        hopper.require("op", BF16, None)
+    hopper.require("op", BF16, False)
+    pretend(monkeypatch, "tpu")
+    with pytest.raises(NotImplementedError, match="cannot run on tpu"):
+        hopper.require("op", BF16, None)
+
+
+def test_other_dtypes_decline():
+    with pytest.raises(NotImplementedError, match="op on Mosaic GPU takes bfloat16, not float32"):
+        hopper.require("op", jnp.dtype(jnp.float32), False)
+
+
+def test_where_there_is_no_gpu_an_h200_is_assumed(monkeypatch):
+    pretend(monkeypatch, "cpu")
+    assert hopper.num_sms(False) == 132
