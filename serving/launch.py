@@ -42,6 +42,7 @@ class Options:
     insecure: bool = False
     log_level: str = "info"
     access_log: bool = True
+    plan: str | None = None  # a workload file: print the plan for it instead of serving
     uvicorn: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -99,7 +100,9 @@ def _options(parser: ParserWithSource, given: dict[str, Any]) -> Options:
         demo=given.get("demo", False),
     )
     plain = {
-        name: given[name] for name in ("host", "port", "insecure", "log_level") if name in given
+        name: given[name]
+        for name in ("host", "port", "insecure", "log_level", "plan")
+        if name in given
     }
     uvicorn_names = ("ssl_keyfile", "ssl_certfile", "h11_max_incomplete_event_size")
     return Options(
@@ -126,6 +129,17 @@ def run(options: Options) -> None:
             server.run(sockets=[sock])
         except KeyboardInterrupt:
             logger.info("Interrupted.")
+
+
+def _show_plan(model: str, workload: str) -> None:
+    """Print how large a LoRA Server the workload file needs."""
+    from serving.plan import plan_of_files
+
+    try:
+        text = plan_of_files(model, workload)
+    except (ValueError, OSError) as error:
+        raise StartError(f"No plan: {error}") from error
+    print(text)
 
 
 def _listen(options: Options) -> socket.socket:
@@ -183,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.insecure and not options.http.has_api_keys:
         logger.warning("Everybody who can reach %s can use this server.", options.host)
     try:
-        run(options)
+        run(options) if options.plan is None else _show_plan(options.engine.model, options.plan)
     except StartError as error:
         logger.error("%s", error)
         return 1
