@@ -3,13 +3,18 @@
 import pathlib
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from lora_jax.config import from_hf
 from lora_jax.finetune import tokenizer
+from lora_jax.finetune.esft_export import save_esft
+from lora_jax.finetune.esft_params import chosen_experts
+from lora_jax.finetune.esft_scores import Selection
 from lora_jax.finetune.pretrain import save_qwen3_moe
 from lora_jax.finetune.records import Record
-from lora_jax.models import build
+from lora_jax.models import build, load
 
 VOCAB = 280
 CONFIG = {
@@ -52,3 +57,12 @@ def make_folder(folder: pathlib.Path, scale: float = 1.0) -> pathlib.Path:
     model = nnx.merge(graphdef, jax.tree.map(lambda p: p * scale, state))
     save_qwen3_moe(model, CONFIG, folder)
     return folder
+
+
+def make_esft(base: pathlib.Path, name: str, selection: Selection, seed: int) -> pathlib.Path:
+    """Write base/esft/NAME: the chosen experts, changed at random and by much."""
+    own = chosen_experts(load(base, dtype="float32")[0], selection)
+    rng = np.random.default_rng(seed)
+    changed = jax.tree.map(lambda w: w + jnp.float32(0.3 * rng.standard_normal(w.shape)), own)
+    save_esft(base / "esft" / name, changed, selection)
+    return base / "esft" / name

@@ -100,9 +100,15 @@ def write_results(
         "lower_perplexity_than_base_on_own_text": own,
         "heldout": measured,
     }
-    text = json.dumps(results, indent=2) + "\n"
-    (folder / "RESULTS.json").write_text(text, encoding="utf-8")
+    update_results(folder, results)
     print(json.dumps(own, indent=2))
+
+
+def update_results(folder: pathlib.Path, entries: Mapping[str, Any]) -> None:
+    """Write entries into FOLDER/RESULTS.json; those that others wrote there stay."""
+    file = folder / "RESULTS.json"
+    old = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    file.write_text(json.dumps(old | dict(entries), indent=2) + "\n", encoding="utf-8")
 
 
 def adapters_of(entry: dict[str, Any]) -> list[str]:
