@@ -38,6 +38,7 @@ from lora_jax.placement.service_level import (
 )
 from lora_jax.placement.shape import adapter_shape
 
+_LARGEST, _MOST = 1e18, 100_000  # of a number and of a count
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -118,8 +119,8 @@ def plan_text(request: PlanRequest, config: ModelConfig) -> str:
 def _workload_text(request: PlanRequest, in_flight: float, parts: Sequence[float]) -> str:
     arrivals = sum(adapter.requests_per_s for adapter in request.adapters)
     return (
-        f"{len(request.adapters)} adapters, {arrivals:.4g} requests/s, {in_flight:.4g} in flight on "
-        f"{request.instances} instances, {min(parts):.4g} to {max(parts):.4g} each"
+        f"{len(request.adapters)} adapters, {arrivals:.4g} requests/s, {in_flight:.4g} in flight "
+        f"on {request.instances} instances, {min(parts):.4g} to {max(parts):.4g} each"
     )
 
 
@@ -229,14 +230,14 @@ def _list(content: Any, where: str) -> list[Any]:
 def _number(fields: Mapping[str, Any], name: str, where: str, zero: bool = False) -> float:
     value = fields[name]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value < float("inf") or (value == 0 and not zero):
-        least = "0 or more" if zero else "above 0"
+    if not is_number or not 0 <= value <= _LARGEST or (value == 0 and not zero):
+        least = "from 0 on" if zero else "above 0"
         raise ValueError(f"{where}: {name} must be a number {least}, not {value!r}.")
     return float(value)
 
 
 def _count(fields: Mapping[str, Any], name: str, where: str) -> int:
     value = fields[name]
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{where}: {name} must be a whole number from 1 on, not {value!r}.")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:
+        raise ValueError(f"{where}: {name} must be a whole number in [1, {_MOST}], not {value!r}.")
     return value

@@ -254,8 +254,8 @@ def possible_degrees(shape: AdapterShape, devices: int) -> list[tuple[int, int]]
     """Return every (x, y) with x * y = `devices`, x dividing the experts, y at most the layers."""
     return [
         (x, devices // x)
-        for x in divisors(devices)
-        if shape.experts % x == 0 and devices // x <= shape.layers
+        for x in divisors(shape.experts)
+        if devices % x == 0 and devices // x <= shape.layers
     ]
 
 
