@@ -135,6 +135,11 @@ def test_a_model_without_experts_is_refused():
         plan_text(read_request(workload()), dense)
 
 
+def test_the_example_in_docs_gives_a_plan():
+    text = plan_of_files(str(TINY), str(ROOT / "docs" / "lora_server_workload.json"))
+    assert "512 adapters, 35 requests/s, 805 in flight" in text
+
+
 def test_files_are_named_in_errors(tmp_path):
     broken = tmp_path / "broken.json"
     broken.write_text("{")
