@@ -13,7 +13,7 @@ from bench.kernels.timing import copy_bandwidth, dense_rate
 from bench.report import plot_kernels
 from cuda_backend import ffi
 
-PARTS = ("lora", "moe", "merge", "attention", "sorting")
+PARTS = ("lora", "moe", "grouped", "merge", "attention", "sorting")
 
 
 def show(row: dict) -> str:
