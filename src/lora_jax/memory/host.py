@@ -179,20 +179,18 @@ class HostMemory(AbstractVirtualMemory):
         return foreign_array(address, shape, dtype)
 
     def usage(self) -> Usage:
-        """Created: blocks of the page files. Mapped: their lines in the process's memory map."""
+        """Created: blocks of the page files. Mapped: files' lines in the process's memory map."""
         with self._lock:
-            own = [
-                os.fstat(fd) for h, fd in self._files.items() if not self._ledger.pages[h].imported
-            ]
-            inodes = {os.fstat(fd).st_ino for fd in self._files.values()}
+            own = [h for h, page in self._ledger.pages.items() if not page.imported]
+            created = sum(os.fstat(self._files[handle]).st_blocks * 512 for handle in own)
             mapped = 0
             with open("/proc/self/maps") as lines:
                 for line in lines:
-                    span, _, _, _, inode, *name = line.split()
-                    if name and name[0].startswith("/memfd:") and int(inode) in inodes:
-                        start, end = (int(x, 16) for x in span.split("-"))
+                    span, _, _, _, inode, *_ = line.split(maxsplit=5)
+                    start, end = (int(number, 16) for number in span.split("-"))
+                    if inode != "0" and self._ledger.is_reserved(start):
                         mapped += end - start
-            return Usage(created=sum(s.st_blocks * 512 for s in own), mapped=mapped)
+            return Usage(created, mapped)
 
     def _add(self, fd: int, num_bytes: int, imported: bool) -> int:
         with self._lock:

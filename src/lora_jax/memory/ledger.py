@@ -81,11 +81,17 @@ class AddressLedger:
             first = self._mapping_starts[at]
             raise MappingError(f"range {address:#x} + {num_bytes} has a page mapped at {first:#x}")
 
+    def is_reserved(self, address: int, num_bytes: int = 1) -> bool:
+        """Return whether the range, of at least one byte, is inside one reservation."""
+        at = bisect.bisect_right(self._reserved_starts, address) - 1
+        if at < 0 or num_bytes <= 0:
+            return False
+        start = self._reserved_starts[at]
+        return address + num_bytes <= start + self._reserved[start]
+
     def check_reserved(self, what: str, address: int, num_bytes: int) -> None:
         """Refuse addresses that are not inside one reservation."""
-        at = bisect.bisect_right(self._reserved_starts, address) - 1
-        start = self._reserved_starts[at] if at >= 0 else 0
-        if at < 0 or num_bytes <= 0 or address + num_bytes > start + self._reserved[start]:
+        if not self.is_reserved(address, num_bytes):
             raise MappingError(f"{what}: {address:#x} + {num_bytes} is outside every reservation")
 
     def check_map(self, address: int, handles: Sequence[int], page_bytes: int) -> Access:
