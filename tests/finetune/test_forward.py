@@ -37,6 +37,18 @@ CONFIGS = {
     | EXPERTS
     | {"model_type": "qwen3_moe", "num_experts": 6, "mlp_only_layers": [1], "head_dim": 8},
 }
+LATENT = {
+    "model_type": "deepseek_v2",
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 6,
+    "qk_nope_head_dim": 10,
+    "v_head_dim": 8,
+    "n_routed_experts": 6,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+CONFIGS["deepseek_v2"] = BASE | EXPERTS | LATENT | {"q_lora_rank": None}
+CONFIGS["deepseek_v2 low-rank q"] = BASE | EXPERTS | LATENT | {"q_lora_rank": 14}
 LENGTH = 13
 
 

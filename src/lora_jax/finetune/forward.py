@@ -10,13 +10,13 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from lora_jax.finetune.attention import attend, linear
 from lora_jax.finetune.lora_params import LoraDelta
 from lora_jax.nn import rope
-from lora_jax.nn.attention import Attention, CosSin
-from lora_jax.nn.decoder import AbstractCausalLM, AttentionLike
-from lora_jax.nn.layers import Linear, Mlp, silu_times
+from lora_jax.nn.decoder import AbstractCausalLM
+from lora_jax.nn.layers import Mlp, silu_times
 from lora_jax.nn.moe import Experts, MoeBlock, Router, choose_experts, clamped_swiglu
-from lora_jax.typing import Array, Bool, Float, Int
+from lora_jax.typing import Array, Float, Int
 
 
 @jax.tree_util.register_dataclass
@@ -75,17 +75,6 @@ def forward(
     return Output(logits.astype(jnp.float32), routed)
 
 
-def linear(
-    layer: Linear, x: Float[Array, "tokens d_in"], lora: LoraDelta | None
-) -> Float[Array, "tokens d_out"]:
-    """W x + b, plus what is trained at this site."""
-    y = jnp.einsum("ti,oi->to", x, layer.weight[...])
-    if layer.bias is not None:
-        y = y + layer.bias[...][None]
-    delta = lora.dense(x, layer.module, layer.layer) if lora and layer.module else None
-    return y if delta is None else y + delta
-
-
 def head(
     model: AbstractCausalLM, x: Float[Array, "tokens hidden"], lora: LoraDelta | None
 ) -> Float[Array, "tokens vocab"]:
@@ -95,53 +84,6 @@ def head(
     y = jnp.einsum("ti,oi->to", x, model.embed.weight[...])
     delta = lora.dense(x, "lm_head", 0) if lora else None
     return y if delta is None else y + delta
-
-
-def attend(
-    attn: AttentionLike,
-    x: Float[Array, "tokens hidden"],
-    angles: CosSin,
-    visible: Bool[Array, "rows length length"],
-    lora: LoraDelta | None,
-) -> Float[Array, "tokens hidden"]:
-    """Grouped-query attention of every place over the visible places of its row."""
-    if not isinstance(attn, Attention):
-        raise ValueError(f"training through {type(attn).__name__} is not done")
-    config, (rows, length, _) = attn.config, visible.shape
-    kv_heads, head_dim = config.num_kv_heads, config.head_dim
-
-    def heads(projection: Linear, norm) -> Float[Array, "tokens heads head_dim"]:
-        y = linear(projection, x, lora)
-        if config.clip_qkv is not None:
-            y = jnp.clip(y, -config.clip_qkv, config.clip_qkv)
-        y = y.reshape(rows * length, -1, head_dim)
-        return y if norm is None else norm(y)
-
-    q = rope.rotate(heads(attn.q_proj, attn.q_norm), *angles)
-    k = rope.rotate(heads(attn.k_proj, attn.k_norm), *angles)
-    q = q.reshape(rows, length, kv_heads, -1, head_dim)
-    k = k.reshape(rows, length, kv_heads, head_dim)
-    v = heads(attn.v_proj, None).reshape(rows, length, kv_heads, head_dim)
-    if attn.window is not None:
-        place = jnp.arange(length, dtype=jnp.int32)
-        visible = visible & (place[:, None] - place[None, :] < attn.window)[None]
-    logits = jnp.einsum("btgqd,bsgd->bgqts", q, k) * config.attention_scale
-    logits = jnp.where(visible[:, None, None], logits, -jnp.inf)
-    sinks = None if attn.sinks is None else attn.sinks[...].reshape(kv_heads, -1)
-    out = jnp.einsum("bgqts,bsgd->btgqd", softmax(logits, sinks), v)
-    return linear(attn.o_proj, out.reshape(rows * length, -1), lora)
-
-
-def softmax(
-    logits: Float[Array, "rows kv_heads group length length"],
-    sinks: Float[Array, "kv_heads group"] | None,
-) -> Float[Array, "rows kv_heads group length length"]:
-    """Return softmax over the last axis, with each head's sink in the denominator."""
-    if sinks is None:
-        return jax.nn.softmax(logits, axis=-1)
-    column = jnp.broadcast_to(sinks[None, :, :, None, None], (*logits.shape[:-1], 1))
-    with_sink = jnp.concatenate([logits, column.astype(logits.dtype)], axis=-1)
-    return jax.nn.softmax(with_sink, axis=-1)[..., :-1]
 
 
 def gated_mlp(
