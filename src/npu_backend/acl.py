@@ -15,6 +15,7 @@ FEATURE_UNSUPPORTED = 207000
 OUT_OF_MEMORY = 207001  # the one code that is the same everywhere
 ON_DEVICE = 1  # location type
 HBM_MEM_HUGE = 4  # the one attribute whose number never changed: 2 MiB pages
+HBM_MEM = 1  # aclrtGetMemInfo: the device's memory as a whole
 MINIMUM = 0  # granularity option
 TO_DEVICE, TO_HOST = 1, 2  # kinds of copies
 

@@ -13,8 +13,6 @@ from lora_jax.memory.driver import AbstractDriver
 from lora_jax.memory.virtual import Access
 from npu_backend import acl
 
-_HBM = 1  # aclrtGetMemInfo's attribute for the device's memory as a whole
-
 
 class AscendDriver(AbstractDriver):
     """The calls for one device of AscendCL."""
@@ -82,7 +80,7 @@ class AscendDriver(AbstractDriver):
 
     def device_used(self) -> int:
         free, total = c_size_t(), c_size_t()
-        self._call("aclrtGetMemInfo", _HBM, byref(free), byref(total))
+        self._call("aclrtGetMemInfo", acl.HBM_MEM, byref(free), byref(total))
         return total.value - free.value
 
     def _call(self, name: str, *arguments) -> None:

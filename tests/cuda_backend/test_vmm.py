@@ -2,6 +2,10 @@
 
 import os
 import shutil
+import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -21,6 +25,7 @@ from cuda_backend import driver
 from cuda_backend.vmm import CudaDriver
 from lora_jax.memory.driver import DriverMemory
 from lora_jax.memory.platforms import for_platform
+from lora_jax.memory.share import export_tensor, import_tensor
 from lora_jax.memory.virtual import MappingError
 
 OPERATIONS = ("reserve", "release", "create", "destroy", "map", "unmap", "grant", "copy", "export")
@@ -58,6 +63,31 @@ class TestSharing(SharingContract):
 @needs_gcc
 class TestRefusals(DriverDoubleContract):
     """One call after another fails."""
+
+
+@needs_gcc
+def test_a_tensor_is_shown_read_only_to_an_importer(memory, double):
+    """Descriptors over a socket, between two memories of one process."""
+    files = len(os.listdir("/proc/self/fd"))
+    tensor, importer = small_tensor(memory), DriverMemory(CudaDriver(0, double.path))
+    tensor.map(range(3, 5))
+    values = bytes_of(2 * tensor.expert_bytes, 2).view(np.float32).reshape(2, *tensor.shape[1:])
+    tensor.write(3, values)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        lease = export_tensor(ours, tensor)
+        got = import_tensor(theirs, importer)
+    at = got.address + 4 * tensor.expert_bytes
+    assert importer.read(at, tensor.expert_bytes) == values[1].tobytes()
+    with pytest.raises(MappingError, match="has access READ"):
+        importer.write(at, np.ones(4, np.uint8))
+    with pytest.raises(MappingError, match="cuMemcpyHtoD"):
+        importer._driver.copy_in(at, values.ctypes.data, 16)  # nor does the driver
+    got.close()
+    lease.close()
+    tensor.close()
+    tensor.pool.trim()
+    assert len(os.listdir("/proc/self/fd")) == files
 
 
 @needs_gcc
@@ -136,3 +166,40 @@ def test_an_imported_page_of_the_gpu_is_read_only(gpu):
     for handle in (own, imported):
         gpu.destroy_page(handle)
     gpu.release(address, 2 * page)
+
+
+IMPORTER = """
+import socket, sys
+from lora_jax.memory.platforms import for_platform
+from lora_jax.memory.share import import_tensor
+connection = socket.socket(fileno=int(sys.argv[1]))
+tensor = import_tensor(connection, for_platform("gpu"))
+connection.sendall(bytes([int(tensor.array[4].sum()) & 255]))
+connection.recv(1)
+"""
+
+
+@pytest.mark.gpu
+def test_an_importer_on_the_gpu_that_is_killed_leaks_nothing(gpu):
+    tensor = small_tensor(gpu)
+    tensor.map(range(3, 5))
+    tensor.write(4, np.ones((1, *tensor.shape[1:]), np.float32))
+    files, used = len(os.listdir("/proc/self/fd")), gpu.usage().device_used
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-c", IMPORTER, str(theirs.fileno())]
+        # It shares the device with this process, so it may not take most of its memory.
+        environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        importer = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
+    with ours:
+        ours.settimeout(200)
+        lease = export_tensor(ours, tensor)
+        assert ours.recv(1) == bytes([tensor.expert_bytes // 4 & 255])
+        importer.send_signal(signal.SIGKILL)
+        assert ours.recv(1) == b""
+        lease.close()
+    assert importer.wait(60) == -signal.SIGKILL
+    assert len(os.listdir("/proc/self/fd")) == files
+    assert gpu.usage().device_used == used
+    tensor.close()
+    tensor.pool.trim()

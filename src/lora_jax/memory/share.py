@@ -104,7 +104,7 @@ class ImportedTensor:
         self._memory, self._handles = memory, list(handles)
         self._page_bytes, self._range_bytes = header.page_bytes, header.range_bytes
         self._placed: list[int] = []
-        self._array: Array | None = None
+        self._array: Array | None = None  # made when first asked for
         self._address: int | None = None
         try:
             self._address = memory.reserve(self._range_bytes)
@@ -112,7 +112,6 @@ class ImportedTensor:
                 place = self._address + number * self._page_bytes
                 memory.map(place, handle, self._page_bytes)
                 self._placed.append(place)
-            self._array = memory.array(self._address, self.shape, self.dtype)
         except BaseException:
             self.close()
             raise
@@ -120,9 +119,11 @@ class ImportedTensor:
     @property
     def array(self) -> Array:
         """Return the [experts_total, d_out, d_in] array; only `mapped` experts may be read."""
-        if self._array is None:
-            raise ValueError("the imported tensor is closed")
-        return self._array
+        array = self._array
+        if array is None:
+            array = self._memory.array(self.address, self.shape, self.dtype)
+            self._array = array
+        return array
 
     @property
     def address(self) -> int:
