@@ -209,7 +209,7 @@ def _scratch(sizes: _Sizes, dtype: jnp.dtype) -> list:
         pltpu.VMEM((*rows, sizes.v_dim), f32),
         pltpu.VMEM((heads, sizes.queries, sizes.v_dim), f32),
         pltpu.VMEM((heads, sizes.queries, 1), f32),
-        pltpu.VMEM((heads, sizes.queries, 1), f32),
+        pltpu.VMEM((heads, sizes.queries, LANES), f32),
         pltpu.SMEM((1,), jnp.int32),
         pltpu.SemaphoreType.DMA((3, 2)),
         pltpu.SemaphoreType.DMA,
@@ -284,7 +284,9 @@ def _paged_attention_kernel(
         for h in range(sizes.kv_heads):
             top = jnp.full((rows, 1), LOWEST, jnp.float32)
             top_ref[h, :rows] = top if sinks_ref is None else sinks_ref[h, :rows]
-            total_ref[h, :rows] = jnp.full_like(top, 0 if sinks_ref is None else 1)
+            lane = jax.lax.broadcasted_iota(jnp.int32, (rows, LANES), 1)
+            sink = jnp.int32(0 if sinks_ref is None else 1)
+            total_ref[h, :rows] = (lane < sink).astype(jnp.float32)
             acc_ref[h, :rows] = jnp.zeros((rows, sizes.v_dim), jnp.float32)
         for_each_token(i, lambda copy: copy.wait())
         end_block = last // block + 1
@@ -313,7 +315,7 @@ def _paged_attention_kernel(
 
         slot_ref[0] = jax.lax.fori_loop(first // block, end_block, one_block, slot_ref[0])
         for h in range(sizes.kv_heads):
-            o = acc_ref[h, :rows] / total_ref[h, :rows]
+            o = acc_ref[h, :rows] / _sum_of_lanes(total_ref[h, :rows])
             out_ref[:tokens, h] = o.reshape(tokens, sizes.group, sizes.v_dim)
 
     def for_each_result(do):
@@ -335,7 +337,7 @@ def _paged_attention_kernel(
 def _attend_block(q, k, v, first_place, position, sizes: _Sizes, top_ref, total_ref, acc_ref):
     """Bring one block of positions into the running softmax of one kv head.
 
-    Row r of q belongs to the token at `position` + r // group.
+    Row r of q belongs to the token at `position` + r // group. total_ref sums by lane.
     """
     logits = _dot(q, k, 1) * jnp.float32(sizes.scale)
     place = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) + first_place
@@ -349,8 +351,18 @@ def _attend_block(q, k, v, first_place, position, sizes: _Sizes, top_ref, total_
     p = jnp.where(seen, jnp.exp(logits - top), jnp.float32(0))
     decay = jnp.exp(old_top - top)
     top_ref[...] = top
-    total_ref[...] = total_ref[...] * decay + jnp.sum(p, axis=1, keepdims=True)
+    sums = functools.reduce(jnp.add, jnp.split(p, sizes.block // LANES, axis=1))
+    total_ref[...] = total_ref[...] * decay + sums
     acc_ref[...] = acc_ref[...] * decay + _dot(p.astype(v.dtype), v, 0)
+
+
+def _sum_of_lanes(x):
+    """Return the sum of each row, paired in one way whatever the number of rows."""
+    shift = LANES // 2
+    while shift:
+        x = x + pltpu.roll(x, shift, axis=1)
+        shift //= 2
+    return x[:, :1]
 
 
 def _dot(x, y, contract: int):
