@@ -31,7 +31,7 @@ def test_the_environment_names_one_for_all(monkeypatch):
     assert dispatch.candidates() == ("reference",)
     assert dispatch.candidates("xla") == ("xla",)
     monkeypatch.setenv(dispatch.ENV, "fast")
-    with pytest.raises(ValueError, match="'fast' is not one of cuda, ffi, xla"):
+    with pytest.raises(ValueError, match="'fast' is not one of cuda, pallas_gpu, pallas_tpu, ffi, xla"):
         dispatch.candidates()
 
 
@@ -39,7 +39,7 @@ def test_cpu_kernels_are_not_tried_elsewhere(monkeypatch):
     monkeypatch.setattr(dispatch.jax, "default_backend", lambda: "gpu")
     assert dispatch.candidates() == ("cuda", "xla", "reference")
     monkeypatch.setattr(dispatch.jax, "default_backend", lambda: "tpu")
-    assert dispatch.candidates() == ("xla", "reference")
+    assert dispatch.candidates() == ("pallas_tpu", "xla", "reference")
 
 
 def test_a_backend_is_found_by_its_entry_point_and_imported_late(tmp_path, monkeypatch):
