@@ -70,6 +70,8 @@ def test_a_senseless_threshold_is_refused(top_p):
 def test_bad_routing_is_refused():
     with pytest.raises(ValueError, match="of a layer of 2"):
         totals(num_experts=2)
+    with pytest.raises(ValueError, match=r"\(4, 2\) and gates \(4, 1\) must be"):
+        totals(gates=GATES[:, :1])
     with pytest.raises(ValueError, match="nothing to score"):
         RoutingTotals(4).scores("gate")
     with pytest.raises(ValueError, match="'best' is not one of"):

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from lora_jax.adapters import peft_format
+from lora_jax.adapters import esft_format, peft_format
 from lora_jax.config import from_hf
 from lora_jax.finetune import make_assets
 from lora_jax.finetune.documents import read_format
@@ -58,6 +58,29 @@ def test_each_adapter_is_as_planned(name):
     for site in weights.sites.values():
         assert site.rank == spec.rank
         assert site.scaling == pytest.approx(spec.scaling)
+
+
+@pytest.mark.parametrize("name", make_assets.ESFT_PLANS)
+def test_each_esft_adapter_replaces_experts_in_every_layer(name):
+    config = from_hf(make_assets.CONFIG)
+    catalogue = model_class(config.model_type).catalogue(config)
+    weights = esft_format.read(MODEL / "esft" / name, catalogue)
+    assert weights.report.warnings == ()
+    assert set(weights.experts) == set(range(config.num_layers))
+    for experts in weights.experts.values():
+        assert 1 <= len(experts) <= 3
+        for matrices in experts.values():
+            assert {m.dtype.name for m in matrices} == {"bfloat16"}
+    plan = make_assets.ESFT_PLANS[name]
+    assert name == f"{plan.score}-{plan.text}"
+
+
+def test_the_esft_adapters_are_small_and_differ_in_size():
+    files = [MODEL / "esft" / name / "model.safetensors" for name in make_assets.ESFT_PLANS]
+    sizes = [file.stat().st_size for file in files]
+    assert sum(sizes) < 3e6
+    assert len(set(sizes)) == len(sizes)
+    assert {path.name for path in (MODEL / "esft").iterdir()} == set(make_assets.ESFT_PLANS)
 
 
 def test_plans_differ_in_rank_and_layout():

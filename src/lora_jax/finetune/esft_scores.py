@@ -16,10 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from lora_jax.typing import Float, Int
-
 KINDS = ("token", "gate")
-Scores = dict[int, Float[np.ndarray, "experts"]]  # by layer, counted from the first of the model
+Scores = dict[int, np.ndarray]  # float [experts] by layer, counted from the first of the model
 Selection = dict[int, tuple[int, ...]]  # by layer: experts, best first
 CONFIG_FILE = "expert_cfg.json"
 
@@ -32,19 +30,24 @@ class RoutingTotals:
         self.choices = np.zeros(num_experts, np.int64)
         self.tokens = 0
 
-    def add(self, ids: Int[np.ndarray, "tokens k"], gates: Float[np.ndarray, "tokens k"]) -> None:
-        """Count some tokens' experts in; ValueError when an expert is not one of the layer's."""
+    def add(self, ids: np.ndarray, gates: np.ndarray) -> None:
+        """Count some tokens' experts in: int [tokens, k] and float [tokens, k].
+
+        Raises ValueError for other shapes, or an expert that is not one of the layer's.
+        """
+        if ids.ndim != 2 or ids.shape != gates.shape:
+            raise ValueError(f"experts {ids.shape} and gates {gates.shape} must be [tokens, k]")
         if ids.size and not 0 <= ids.min() <= ids.max() < len(self.gates):
             raise ValueError(f"experts {ids.min()} to {ids.max()} of a layer of {len(self.gates)}")
         np.add.at(self.gates, ids, gates)
         np.add.at(self.choices, ids, 1)
         self.tokens += len(ids)
 
-    def scores(self, kind: str) -> Float[np.ndarray, "experts"]:
-        """Return every expert's score: "token" sums to 1, "gate" to the mean gate mass of top k.
+    def scores(self, kind: str) -> np.ndarray:
+        """Return every expert's score, float64 [experts].
 
-        The mean of the gates is over all tokens, the expert's own or not; it is not divided by
-        the layer's sum.
+        "token" scores sum to 1, "gate" scores to the mean of what a token's top k gates sum to: a
+        gate's mean is over all tokens of the text and is not divided by the layer's sum.
         """
         if kind not in KINDS:
             raise ValueError(f"score {kind!r} is not one of {', '.join(KINDS)}")

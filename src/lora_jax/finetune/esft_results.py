@@ -1,0 +1,141 @@
+"""Measures a base, its merged ESFT adapters and the same adapters woven into one served model.
+
+    python -m lora_jax.finetune.esft_results assets/tiny-moe --heldout DIR
+
+FOLDER is a checkpoint with FOLDER/esft/NAME, NAME ending in the name of a text (token-intent); DIR
+has a NAME.jsonl for each text. After Table 3 of ExpertWeave (arXiv 2508.17624): the woven model
+holds all adapters at once and must say what each merged checkpoint says. Writes the entry "esft"
+of FOLDER/RESULTS.json.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from lora_jax.adapters import esft_format
+from lora_jax.adapters.weights import ExpertWeights
+from lora_jax.finetune.documents import Document, read_format
+from lora_jax.finetune.esft_export import merge_checkpoint
+from lora_jax.finetune.records import Record
+from lora_jax.finetune.results import LENGTH, read_heldout, update_results
+from lora_jax.finetune.served import ServedEvaluator, TextAndAnswer
+from lora_jax.finetune.woven import WovenAdapters
+from lora_jax.models import load
+from lora_jax.nn.decoder import AbstractCausalLM
+
+COLUMNS = ("base", "merged", "woven")
+
+
+def measure_esft(
+    folder: pathlib.Path, heldout: Mapping[str, Sequence[Record]], *, length: int = LENGTH
+) -> dict[str, dict[str, TextAndAnswer]]:
+    """Return, by adapter, the measures of COLUMNS on the adapter's own held-out text, in float32.
+
+    Raises ValueError naming an adapter whose text is not held out.
+    """
+    model, config = load(folder, dtype="float32")
+    form, catalogue = read_format(folder), model.catalogue(config)
+    documents = form.documents
+    style = "chat" if form.template else "plain"
+    paths = sorted((folder / "esft").iterdir())
+    adapters = {path.name: esft_format.read(path, catalogue) for path in paths}
+    texts = {n: documents(heldout[text_of(n, heldout)], style) for n in adapters}
+    base = ServedEvaluator(model, length)
+    measured = {n: {"base": base.measure(text)} for n, text in tqdm(texts.items(), desc="base")}
+    for name, text in tqdm(texts.items(), desc="merged"):
+        measured[name]["merged"] = base.with_weights_of(merged(folder, name)).measure(text)
+    for slot, found in enumerate(measure_woven(folder, adapters, texts, length)):
+        measured[list(texts)[slot]]["woven"] = found
+    return measured
+
+
+def text_of(name: str, heldout: Mapping[str, Sequence[Record]]) -> str:
+    """Return the text that an adapter is for: what its name ends in."""
+    text = name.rpartition("-")[2]
+    if text not in heldout:
+        raise ValueError(f"{name} is for text {text!r}, held out are {', '.join(heldout)}")
+    return text
+
+
+def merged(folder: pathlib.Path, name: str) -> AbstractCausalLM:
+    """Return the model of the checkpoint with an adapter's experts in place of the base's."""
+    with tempfile.TemporaryDirectory() as place:
+        merge_checkpoint(folder, folder / "esft" / name, pathlib.Path(place))
+        return load(pathlib.Path(place), dtype="float32")[0]
+
+
+def measure_woven(
+    folder: pathlib.Path,
+    adapters: Mapping[str, ExpertWeights],
+    texts: Mapping[str, Sequence[Document]],
+    length: int,
+) -> list[TextAndAnswer]:
+    """Return the measures of one model with all adapters in it, each text by its own adapter."""
+    model, _ = load(folder, dtype="float32")
+    woven = WovenAdapters(model, list(adapters.values()))
+    evaluator = ServedEvaluator(model, length)
+    try:
+        return [
+            evaluator.measure(texts[name], slot, woven.reroute_tables)
+            for slot, name in enumerate(tqdm(adapters, desc="woven"))
+        ]
+    finally:
+        woven.close()
+
+
+def table(folder: pathlib.Path, measured: Mapping[str, Mapping[str, TextAndAnswer]]) -> Any:
+    """Return the rows of the table by adapter: its experts and bytes, and its perplexities.
+
+    `woven_minus_merged_nats` is the difference of the sums over all tokens of the text.
+    """
+    model, config = load(folder, dtype="float32")
+    rows = {}
+    for name, found in measured.items():
+        adapter = esft_format.read(folder / "esft" / name, model.catalogue(config))
+        row: dict[str, Any] = {
+            "experts": {str(layer): len(e) for layer, e in adapter.experts.items()},
+            "bytes": adapter.report.weight_bytes,
+        }
+        for kind in ("text", "answer"):
+            measures = {column: getattr(found[column], kind) for column in COLUMNS}
+            row[kind] = {
+                "tokens": measures["base"].tokens,
+                "perplexity": {c: round(m.perplexity, 3) for c, m in measures.items()},
+            }
+        row["woven_minus_merged_nats"] = found["woven"].text.nats - found["merged"].text.nats
+        rows[name] = row
+    return rows
+
+
+def write_results(
+    folder: pathlib.Path, heldout: Mapping[str, Sequence[Record]], length: int = LENGTH
+) -> None:
+    """Measure every adapter and write the entry "esft" of FOLDER/RESULTS.json."""
+    rows = table(folder, measure_esft(folder, heldout, length=length))
+    entry = {
+        "command": "python -m lora_jax.finetune.esft_results FOLDER --heldout DIR --length N",
+        "length": length,
+        "adapters": rows,
+    }
+    update_results(folder, {"esft": entry})
+    print(json.dumps({name: row["text"]["perplexity"] for name, row in rows.items()}, indent=2))
+
+
+def main(argv: list[str]) -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(prog="python -m lora_jax.finetune.esft_results")
+    parser.add_argument("folder", type=pathlib.Path)
+    parser.add_argument("--heldout", type=pathlib.Path, required=True, help="NAME.jsonl files")
+    parser.add_argument("--length", type=int, default=LENGTH, help="tokens of context at most")
+    args = parser.parse_args(argv)
+    write_results(args.folder, read_heldout(args.heldout), args.length)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
