@@ -7,9 +7,10 @@ import itertools
 import math
 import mmap
 import os
+import resource
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -55,6 +56,25 @@ def _error(what: str, code: int) -> Exception:
     return kind(f"{what}: {os.strerror(code)}")
 
 
+def _open(what: str, action: Callable[[], int]) -> int:
+    """Return the descriptor that `action` opens; a page each is more than the usual soft limit.
+
+    So the limit is raised to the hard one, as the system's documentation asks of programs that use
+    no select(), but only where the page could not be had without.
+    """
+    try:
+        return action()
+    except OSError as error:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if error.errno != errno.EMFILE or soft == hard:
+            raise _error(what, error.errno or 0) from error
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        return action()
+    except OSError as error:
+        raise _error(what, error.errno or 0) from error
+
+
 class HostMemory(AbstractVirtualMemory):
     """Pages are memfd files, one descriptor each; holes are zeros, or forbidden.
 
@@ -95,10 +115,7 @@ class HostMemory(AbstractVirtualMemory):
 
     def create_page(self, num_bytes: int) -> int:
         self._ledger.check_size("create_page", num_bytes)
-        try:
-            fd = os.memfd_create("lora_jax_page", os.MFD_CLOEXEC)
-        except OSError as error:
-            raise _error("create_page", error.errno or 0) from error
+        fd = _open("create_page", lambda: os.memfd_create("lora_jax_page", os.MFD_CLOEXEC))
         try:
             # Taken now, or a later write would be killed where there is no memory left.
             os.posix_fallocate(fd, 0, num_bytes)
@@ -145,19 +162,13 @@ class HostMemory(AbstractVirtualMemory):
             self._ledger.find_page(handle)
             # Opened anew for reading only: the kernel refuses a writable map of this descriptor.
             path = f"/proc/self/fd/{self._files[handle]}"
-            try:
-                return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                raise _error(f"export page {handle}", error.errno or 0) from error
+            return _open(f"export page {handle}", lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
 
     def import_fd(self, fd: int, num_bytes: int) -> int:
         self._ledger.check_size("import_fd", num_bytes)
         if (size := os.fstat(fd).st_size) != num_bytes:
             raise MappingError(f"import_fd: the page has {size} bytes, not {num_bytes}")
-        try:
-            own = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)
-        except OSError as error:
-            raise _error("import_fd", error.errno or 0) from error
+        own = _open("import_fd", lambda: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0))
         return self._add(own, num_bytes, imported=True)
 
     def write(self, address: int, data: np.ndarray) -> None:

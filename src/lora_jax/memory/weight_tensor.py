@@ -52,10 +52,13 @@ class WeightTensor:
             MappingError: the tensor is closed.
             NotImplementedError: jax has no such device; then there is only `address`.
         """
+        if (
+            array := self._array
+        ) is not None:  # without the lock, so that no step waits for a load's writes
+            return array
         with self._lock:
             self._check_open()
-            array = self._array
-            if array is None:
+            if (array := self._array) is None:
                 array = self.pool.memory.array(self.address, self.shape, self.dtype)
                 self._array = array
             return array
@@ -140,8 +143,9 @@ class WeightTensor:
         with self._lock:
             if not self._open:
                 return
-            if self._array is not None:
-                self._array.delete()
+            array, self._array = self._array, None
+            if array is not None:
+                array.delete()
             self._mapped.clear()
             self._users = dict.fromkeys(self._pages, 0)
             self._empty(list(self._pages))
