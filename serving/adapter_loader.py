@@ -5,14 +5,47 @@ those that live requests still need after a reload or an unload.
 """
 
 import dataclasses
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
+from lora_jax.adapters.allocator import AbstractAllocator
 from lora_jax.adapters.registry import AdapterEntry
-from lora_jax.adapters.residency import Placement, SlotAllocator
-from lora_jax.adapters.slots import AdapterSlots, LoadingPlan
-from lora_jax.adapters.weights import AdapterWeights
+from lora_jax.adapters.slots import LoadingPlan
+from lora_jax.adapters.weights import AnyWeights
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 0.25  # after a load that found no memory
+
+
+class LoadFailed(RuntimeError):
+    """A load cannot go on. `may_pass`: it may succeed when other adapters have left."""
+
+    def __init__(self, why: str, *, may_pass: bool):
+        super().__init__(why)
+        self.may_pass = may_pass
+
+
+class Placement(Protocol):
+    """Where an adapter goes."""
+
+    @property
+    def digest(self) -> str: ...
+
+
+class Plan[S](Protocol):
+    """The writes of one load; S is what a step reads to find the adapter, changed last."""
+
+    @property
+    def remaining(self) -> int: ...
+
+    @property
+    def done(self) -> bool: ...
+
+    def advance(self, state: S, max_chunks: int, /) -> S: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,39 +57,48 @@ class ResidencySnapshot:
     slots_total: int = 0
     bytes_used: int = 0
     swaps: int = 0  # adapters brought onto the device since the start
+    expert_page_bytes: int = 0  # physical pages behind the experts, the base's included
 
 
 @dataclasses.dataclass(eq=False)
 class _Known:
     """Weights of one digest, how many live requests need them, and whether a name stands for it."""
 
-    weights: AdapterWeights
+    weights: AnyWeights
     requests: int = 0
     named: bool = False
     pinned: bool = False
+    retry_s: float = 0.0  # no load before this time
 
 
 @dataclasses.dataclass(eq=False)
-class _Load:
+class _Load[P: Placement, S]:
     """A placed adapter on its way; the plan is made when its first chunk is due."""
 
-    placement: Placement
-    plan: LoadingPlan | None = None
+    placement: P
+    plan: Plan[S] | None = None
     started_s: float = 0.0
 
 
-class AdapterLoader:
-    """The scheduler's `AdapterResidency`. The engine's thread uses it; others may call `retain`
-    while they hold the engine's lock, and read `snapshot`.
+class AdapterLoader[P: Placement, S]:
+    """The scheduler's `AdapterResidency` for one kind of adapter. The engine's thread uses it;
+    others may call `retain` while they hold the engine's lock, and read `snapshot`.
     """
 
     def __init__(
-        self, allocator: SlotAllocator, *, on_loaded: Callable[[float], None] = lambda _: None
+        self,
+        allocator: AbstractAllocator[Any, P, Any],
+        make_plan: Callable[[P, S], Plan[S]] = LoadingPlan,
+        *,
+        on_loaded: Callable[[float], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
     ):
         """`on_loaded` is told how many seconds each load took."""
-        self._allocator, self._on_loaded = allocator, on_loaded
+        self._allocator, self._make_plan = allocator, make_plan
+        self._on_loaded, self._clock = on_loaded, clock
         self._known: dict[str, _Known] = {}
-        self._loads: deque[_Load] = deque()
+        self._loads: deque[_Load[P, S]] = deque()
+        self._failures: list[tuple[str, str]] = []
         self._swaps = 0
         self.snapshot = ResidencySnapshot()
         self._publish()
@@ -85,9 +127,9 @@ class AdapterLoader:
 
     # The engine's side.
 
-    def check_fits(self, weights: AdapterWeights) -> None:
-        """Raise ValueError when the adapter would not fit even on an empty device."""
-        self._allocator.check_fits(weights)
+    def knows(self, digest: str) -> bool:
+        """Return whether a loaded name or a live request needs these weights."""
+        return digest in self._known
 
     def retain(self, entry: AdapterEntry) -> None:
         """Keep the entry's weights until a request that needs them ends (`drop`)."""
@@ -111,26 +153,40 @@ class AdapterLoader:
             known.named, known.pinned = True, known.pinned or entry.pinned
         for digest in tuple(self._known):
             self._forget_if_unneeded(digest)
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Bring named adapters onto the device while there are free slots."""
         named = [known for known in self._known.values() if known.named]
         for known in sorted(named, key=lambda known: not known.pinned):
             self._prefetch(known)
 
-    def advance(self, slots: AdapterSlots, max_chunks: int) -> AdapterSlots:
-        """Return `slots` (donated) after up to `max_chunks` writes of the loads under way."""
+    def advance(self, state: S, max_chunks: int) -> S:
+        """Return `state` (donated) after up to `max_chunks` writes of the loads under way."""
         while self._loads and max_chunks > 0:
             load = self._loads[0]
             if load.plan is None:
-                load.plan, load.started_s = LoadingPlan(load.placement, slots), time.monotonic()
+                load.plan = self._make_plan(load.placement, state)
+                load.started_s = self._clock()
             before = load.plan.remaining
-            slots = load.plan.advance(slots, max_chunks)
+            try:
+                state = load.plan.advance(state, max_chunks)
+            except LoadFailed as error:
+                self._give_up(self._loads.popleft(), error)
+                return state
             max_chunks -= before - load.plan.remaining
             if load.plan.done:
                 self._loads.popleft()
                 self._allocator.finish_loading(load.placement.digest)
                 self._swaps += 1
-                self._on_loaded(time.monotonic() - load.started_s)
+                self._on_loaded(self._clock() - load.started_s)
                 self._publish()
-        return slots
+        return state
+
+    def take_failures(self) -> list[tuple[str, str]]:
+        """Return, once, (digest, why) of loads that failed with nothing left to wait for."""
+        failures, self._failures = self._failures, []
+        return failures
 
     @property
     def is_busy(self) -> bool:
@@ -166,15 +222,39 @@ class AdapterLoader:
         if placed:
             self._allocator.pin(digest, known.pinned)
             return
-        if known.pinned or self.snapshot.slots_used < self.snapshot.slots_total:
+        free = self.snapshot.slots_used < self.snapshot.slots_total
+        if known.pinned or (free and self._allocator.can_place(known.weights)):
             self._place(known)
 
     def _place(self, known: _Known) -> None:
-        """Give the adapter a slot and rows if there is room, and queue its load."""
-        if not self._allocator.can_place(known.weights):
+        """Give the adapter a slot and room if there is any, and queue its load."""
+        if self._clock() < known.retry_s:
             return
-        placement = self._allocator.place(known.weights, pinned=known.pinned)
-        self._loads.append(_Load(placement))
+        if self._allocator.make_room(known.weights):
+            placement = self._allocator.place(known.weights, pinned=known.pinned)
+            self._loads.append(_Load(placement))
+        self._publish()
+
+    def _give_up(self, load: _Load[P, S], error: LoadFailed) -> None:
+        """Free what a failed load held. It is tried again when there may be memory, else reported.
+
+        If anybody waits for it, an idle adapter goes for its sake; with none, others that are in
+        use or load may leave.
+        """
+        digest = load.placement.digest
+        self._allocator.abandon_loading(digest)
+        known = self._known.get(digest)
+        if known is None:
+            self._publish()
+            return
+        logger.warning("Adapter %s could not be loaded: %s", digest[:12], error)
+        wanted = known.requests > 0 or known.pinned
+        evicted = error.may_pass and wanted and self._allocator.evict_idle()
+        others = error.may_pass and (self._loads or self._allocator.resident())
+        if not evicted:
+            known.retry_s = self._clock() + RETRY_S
+        if not (evicted or others):
+            self._failures.append((digest, str(error)))
         self._publish()
 
     def _publish(self) -> None:

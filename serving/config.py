@@ -30,9 +30,12 @@ class EngineConfig:
     max_logprobs: int = MAX_LOGPROBS
     chat_template: str | None = None  # a Jinja file that replaces the model's template
     # Adapters.
-    max_loras: int = 16  # resident adapters
+    max_loras: int = 16  # resident LoRA adapters
     max_lora_rank: int = 64
     lora_dir: str | None = None  # the only folder adapters may be loaded from at run time
+    max_esft_adapters: int | None = None  # resident ones; None: 16 if the model can, 0: none at all
+    max_esft_experts: int = 16  # of one ESFT adapter in one layer
+    esft_memory_bytes: int | None = None  # their experts' pages; None: from the two above
     lora_memory_bytes: int | None = None  # rank rows of resident adapters; None: from the two above
     max_adapter_bytes: int = 4 << 30  # weights of one adapter file
     max_total_adapter_bytes: int = 16 << 30  # host memory of all loaded adapters
@@ -47,9 +50,9 @@ class EngineConfig:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}.")
         for field, low, high in _INT_BOUNDS:
             _check_int(field, getattr(self, field), low, high)
-        for field in ("max_model_len", "kv_cache_memory_bytes", "lora_memory_bytes"):
+        for field, low, high in _OPTIONAL_INT_BOUNDS:
             if getattr(self, field) is not None:
-                _check_int(field, getattr(self, field), 1, 1 << 50)
+                _check_int(field, getattr(self, field), low, high)
         if not isinstance(self.enable_prefix_caching, bool):
             raise ValueError(
                 f"enable_prefix_caching must be true or false, got {self.enable_prefix_caching!r}."
@@ -83,10 +86,20 @@ _INT_BOUNDS = (
     ("max_logprobs", 0, MAX_LOGPROBS),
     ("max_loras", 1, 4096),
     ("max_lora_rank", 1, 1024),
+    ("max_esft_experts", 1, 65536),
     ("max_adapter_bytes", 1, 1 << 50),
     ("max_total_adapter_bytes", 1, 1 << 50),
     ("max_adapter_loads_per_minute", 1, 1_000_000),
     ("adapter_load_chunks_per_step", 1, 1_000_000),
+)
+
+
+_OPTIONAL_INT_BOUNDS = (
+    ("max_model_len", 1, 1 << 50),
+    ("kv_cache_memory_bytes", 1, 1 << 50),
+    ("lora_memory_bytes", 1, 1 << 50),
+    ("esft_memory_bytes", 1, 1 << 50),
+    ("max_esft_adapters", 0, 4096),
 )
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from lora_jax.adapters.registry import AdapterEntry, AdapterRegistry
-from serving.adapter_loader import AdapterLoader
+from serving.adapter_loaders import AdapterLoaders
 from serving.compile_counter import CompileCounter
 from serving.live_request import LiveRequest
 from serving.metrics import EngineMetrics
@@ -27,6 +27,7 @@ _IDLE_WAIT_S = 1.0  # the registry is looked at so often while nothing runs
 _BLOCKED_WAIT_S = 0.02  # while sequences wait for something that no step of ours will bring
 _DEAD = "The engine has stopped; the request was not finished."
 _ADAPTER_WAIT = "The adapter {name!r} found no free slot in time."
+_ADAPTER_LOAD = "The adapter {name!r} could not be loaded: {why}"
 _NO_OUTPUT = "The output of the request could not be processed."
 _NOT_FINITE = "The model's logits are not finite numbers."
 
@@ -38,7 +39,7 @@ class LoopParts:
     runner: ModelRunner
     scheduler: Scheduler
     registry: AdapterRegistry
-    loader: AdapterLoader | None
+    loader: AdapterLoaders | None
     metrics: EngineMetrics
     compilations: CompileCounter
     chunks_per_step: int
@@ -59,7 +60,8 @@ class EngineLoop:
         self._flying: InFlightStep | None = None
         self._generation = -1  # of the registry, as last seen
         self._heartbeat_s = time.monotonic()
-        self.num_steps = 0
+        self._num_dispatched = 0
+        self.num_steps = 0  # whose results have been read
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # For other threads.
@@ -151,6 +153,7 @@ class EngineLoop:
             expired = parts.scheduler.expired(now)
             plan = parts.scheduler.plan(now)
         step = None if plan is None else parts.runner.dispatch(plan)
+        self._num_dispatched += step is not None
         self._advance_loads()
         for sequence in ended:
             self._end(sequence, FinishReason.ABORT)
@@ -177,14 +180,27 @@ class EngineLoop:
 
     def _advance_loads(self) -> None:
         loader, runner = self._parts.loader, self._parts.runner
-        if loader is not None and loader.is_busy and runner.slots is not None:
-            runner.slots = loader.advance(runner.slots, self._parts.chunks_per_step)
+        if loader is None or not loader.is_busy:
+            return
+        steps = self._num_dispatched, self.num_steps
+        for digest, why in loader.advance(runner, self._parts.chunks_per_step, *steps):
+            with self._lock:
+                waiting = self._parts.scheduler.waiting_for(digest)
+                for sequence in waiting:
+                    self._parts.scheduler.finish(sequence, FinishReason.ERROR)
+            for sequence in waiting:
+                message = _ADAPTER_LOAD.format(name=sequence.request.adapter, why=why)
+                self._end(sequence, FinishReason.ERROR, message, retryable=True)
 
     def _sleep(self) -> None:
         """Wait until something is to be done."""
         loader = self._parts.loader
+        if loader is not None and loader.is_busy:
+            return
+        if loader is not None and not self._parts.scheduler.has_work:
+            loader.rest()
         with self._lock:
-            if self._woken or self._closing or (loader is not None and loader.is_busy):
+            if self._woken or self._closing:
                 return
             blocked = self._parts.scheduler.has_work
             self._wake.wait(_BLOCKED_WAIT_S if blocked else _IDLE_WAIT_S)
@@ -273,11 +289,13 @@ class EngineLoop:
         self._parts.metrics.request_done(live.summary(now))
 
     def _drain(self) -> None:
-        """Wait for the device, so that the process may end while nothing runs."""
+        """Wait for the device, so that the process may end while nothing runs; free its memory."""
         try:
             self._parts.runner.wait()
         except Exception:
             logger.exception("The last step failed.")
+        if self._parts.loader is not None:
+            self._parts.loader.close()
 
     def _fail_all(self) -> None:
         """Take no more requests, and tell the callers of the live ones; never raises."""

@@ -9,18 +9,22 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from lora_jax.adapters.registry import AdapterRegistry, RegistryLimits
 from lora_jax.adapters.residency import SlotAllocator
 from lora_jax.adapters.slots import SlotsSpec, init_slots, rows_per_adapter, size_slots
+from lora_jax.adapters.weights import AnyWeights, ExpertWeights
 from lora_jax.config import ModelConfig
 from lora_jax.models import load
 from lora_jax.nn.decoder import AbstractCausalLM
 from serving.adapter_loader import AdapterLoader
+from serving.adapter_loaders import AdapterLoaders
 from serving.compile_counter import CompileCounter
 from serving.config import EngineConfig
 from serving.engine_loop import EngineLoop, LoopParts
+from serving.esft_parts import EsftParts, make_esft
 from serving.metrics import EngineMetrics, EngineStats
 from serving.model_runner import ModelRunner
 from serving.scheduler import Scheduler, SchedulerLimits
@@ -53,7 +57,7 @@ class EngineParts:
 
     tokenizer: Tokenizer
     registry: AdapterRegistry
-    loader: AdapterLoader
+    loader: AdapterLoaders
     metrics: EngineMetrics
     compilations: CompileCounter
     loop: EngineLoop
@@ -74,15 +78,37 @@ def build_parts(
     model, model_config, dtype = _load_model(config)
     tokenizer = Tokenizer(config.model, chat_template=config.chat_template)
     size = _size_cache(config, model, model_config, dtype)
+    info = _model_info(config, model, model_config, size, dtype)
+    esft = make_esft(config, model, model_config)
+    try:
+        return _build(config, adapters, model, model_config, tokenizer, size, info, esft, dtype)
+    except BaseException:
+        if esft is not None:
+            esft.room.close()
+        raise
+
+
+def _build(
+    config: EngineConfig,
+    adapters: Mapping[str, str | os.PathLike[str]],
+    model: AbstractCausalLM,
+    model_config: ModelConfig,
+    tokenizer: Tokenizer,
+    size: CacheSize,
+    info: ModelInfo,
+    esft: EsftParts | None,
+    dtype: jnp.dtype,
+) -> EngineParts:
+    """Return the parts around a model that is loaded."""
     allocator, spec = _make_allocator(config, model, model_config, dtype)
-    registry = _make_registry(config, model, model_config, allocator)
+    registry = _make_registry(config, model, model_config, allocator, esft)
     _load_adapters(registry, adapters)
     end_ids = tuple(sorted({*model_config.eos_token_ids, *tokenizer.eos_token_ids}))
-    runner = _make_runner(config, model, model_config, size, spec, dtype, end_ids)
-    info = _model_info(config, model_config, runner, size, dtype)
+    tables = None if esft is None else esft.tables
+    runner = _make_runner(config, model, model_config, size, spec, dtype, end_ids, tables)
     compilations = CompileCounter()
     metrics = _make_metrics(config, info)
-    loader = AdapterLoader(allocator, on_loaded=metrics.adapter_loaded_on_device)
+    loader = _make_loaders(allocator, esft, metrics)
     scheduler = _make_scheduler(config, size, loader, end_ids)
     loop = EngineLoop(
         LoopParts(
@@ -102,7 +128,7 @@ def build_parts(
 def engine_stats(
     loop: EngineLoop,
     registry: AdapterRegistry,
-    loader: AdapterLoader,
+    loader: AdapterLoaders,
     metrics: EngineMetrics,
     compilations: CompileCounter,
 ) -> EngineStats:
@@ -128,6 +154,7 @@ def engine_stats(
         adapter_swaps=on_device.swaps,
         adapter_bytes=by_kind,
         adapter_device_bytes=on_device.bytes_used,
+        expert_page_bytes=on_device.expert_page_bytes,
         resident_adapters=tuple(e.name for e in entries if e.digest in on_device.resident),
         waiting_adapters=scheduler.waiting_adapters,
         compilations_after_warmup=compilations.count,
@@ -177,7 +204,7 @@ def _make_allocator(
     one = sum(width * count for width, count in rows.items()) * dtype.itemsize
     budget = adapter_bytes(config, one)
     spec = size_slots(catalogue, config.max_loras, config.max_lora_rank, dtype.itemsize, budget)
-    logger.info("Adapter slots: %d, rank rows of up to %.1f MB.", config.max_loras, budget / 1e6)
+    logger.info("LoRA slots: %d, rank rows of up to %.1f MB.", config.max_loras, budget / 1e6)
     return SlotAllocator(catalogue, spec.num_slots, spec.rows, dtype.itemsize), spec
 
 
@@ -186,7 +213,18 @@ def _make_registry(
     model: AbstractCausalLM,
     model_config: ModelConfig,
     allocator: SlotAllocator,
+    esft: EsftParts | None,
 ) -> AdapterRegistry:
+    def check_fits(weights: AnyWeights) -> None:
+        if not isinstance(weights, ExpertWeights):
+            allocator.check_fits(weights)
+        elif esft is None:
+            raise ValueError(
+                "an ESFT adapter; this server has no room for any (max_esft_adapters)."
+            )
+        else:
+            esft.room.allocator.check_fits(weights)
+
     limits = RegistryLimits(
         max_total_bytes=config.max_total_adapter_bytes,
         max_file_bytes=config.max_adapter_bytes,
@@ -198,7 +236,7 @@ def _make_registry(
         base_names=(config.model_name,),
         lora_dir=config.lora_dir,
         limits=limits,
-        check=allocator.check_fits,
+        check=check_fits,
     )
 
 
@@ -208,11 +246,12 @@ def _load_adapters(
     for name, path in adapters.items():
         report = registry.load(name, path, confined=False).report
         logger.info(
-            "Adapter %s: %s, rank %d, %d modules, %.2f MB, sha256 %s.",
+            "Adapter %s: %s, %s, %.2f MB, sha256 %s.",
             name,
             report.kind,
-            report.max_rank,
-            len(report.modules),
+            f"{sum(map(len, report.experts.values()))} experts"
+            if report.experts
+            else f"rank {report.max_rank}, {len(report.modules)} modules",
             report.weight_bytes / 1e6,
             report.digest[:12],
         )
@@ -226,6 +265,7 @@ def _make_runner(
     spec: SlotsSpec,
     dtype: jnp.dtype,
     end_ids: tuple[int, ...],
+    tables: np.ndarray | None,
 ) -> ModelRunner:
     start = time.monotonic()
     sizes = StepSizes(
@@ -245,6 +285,7 @@ def _make_runner(
         dtype=dtype,
         end_ids=end_ids,
         slots=init_slots(model.catalogue(model_config), spec, dtype),
+        reroute_tables=tables,
     )
     runner.warm_up(progress=True)
     buckets = ", ".join(str(bucket) for bucket in runner.buckets)
@@ -257,8 +298,19 @@ def _make_runner(
     return runner
 
 
+def _make_loaders(
+    allocator: SlotAllocator, esft: EsftParts | None, metrics: EngineMetrics
+) -> AdapterLoaders:
+    told = metrics.adapter_loaded_on_device
+    lora = AdapterLoader(allocator, on_loaded=told)
+    if esft is None:
+        return AdapterLoaders(lora, allocator.num_slots)
+    experts = AdapterLoader(esft.room.allocator, esft.room.plan, on_loaded=told)
+    return AdapterLoaders(lora, allocator.num_slots, experts, esft.room)
+
+
 def _make_scheduler(
-    config: EngineConfig, size: CacheSize, loader: AdapterLoader, end_ids: tuple[int, ...]
+    config: EngineConfig, size: CacheSize, loader: AdapterLoaders, end_ids: tuple[int, ...]
 ) -> Scheduler:
     limits = SchedulerLimits(
         num_pages=size.num_pages,
@@ -286,19 +338,20 @@ def _make_metrics(config: EngineConfig, info: ModelInfo) -> EngineMetrics:
 
 def _model_info(
     config: EngineConfig,
+    model: AbstractCausalLM,
     model_config: ModelConfig,
-    runner: ModelRunner,
     size: CacheSize,
     dtype: jnp.dtype,
 ) -> ModelInfo:
+    leaves = jax.tree.leaves(nnx.state(model))  # before experts get addresses for adapters'
     return ModelInfo(
         name=config.model_name,
         model_type=model_config.model_type,
         vocab_size=model_config.vocab_size,
         max_model_len=size.max_model_len,
         num_layers=model_config.num_layers,
-        num_parameters=runner.num_parameters,
-        weight_bytes=runner.weight_bytes,
+        num_parameters=sum(leaf.size for leaf in leaves),
+        weight_bytes=sum(leaf.nbytes for leaf in leaves),
         dtype=dtype.name,
         kv_pages=size.num_pages,
         page_size=size.page_size,

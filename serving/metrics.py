@@ -43,6 +43,7 @@ class EngineStats:
     adapter_swaps: int = 0
     adapter_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # by kind, host
     adapter_device_bytes: int = 0
+    expert_page_bytes: int = 0  # physical pages behind the experts; 0 without ESFT
     resident_adapters: tuple[str, ...] = ()  # names, sorted
     waiting_adapters: tuple[str, ...] = ()  # names that requests wait for, sorted
     compilations_after_warmup: int = 0
@@ -326,7 +327,8 @@ class _Gauges:
             ("adapter_slots_used", "Adapters on the device.", stats.adapter_slots_used),
             ("adapter_slots_total", "Adapter slots.", stats.adapter_slots_total),
             ("adapters_loaded", "Adapters in the registry.", stats.adapters_loaded),
-            ("adapter_device_bytes", "Rank rows in use.", stats.adapter_device_bytes),
+            ("adapter_device_bytes", "Rank rows and experts in use.", stats.adapter_device_bytes),
+            ("expert_page_bytes", "Pages behind base and ESFT experts.", stats.expert_page_bytes),
             (
                 "compilations_after_warmup",
                 "Programs compiled by the engine after its start.",

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from lora_jax.adapters.slots import AdapterSlots, warm_up
 from lora_jax.kv_cache import KVShape, init_cache
+from lora_jax.typing import Array, Int
 from serving.device_state import admit, init_row_state, pack_row
 from serving.request import ScheduledChunk, Sequence, SequenceResult, StepPlan, TokenLogprobs
 from serving.sampler import Sampled
@@ -70,9 +71,11 @@ class ModelRunner:
         dtype: jnp.dtype,
         end_ids: tuple[int, ...] = (),
         slots: AdapterSlots | None = None,
+        reroute_tables: np.ndarray | None = None,
     ):
         """`max_tokens` bounds a step, `dtype` is that of KV pages, and `end_ids` are held back
-        before a request's min_tokens.
+        before a request's min_tokens. With `reroute_tables` int32 [moe_layers, esft_slots,
+        experts] the model's experts lie in expert tensors.
         """
         self.sizes, self.buckets = sizes, token_buckets(max_tokens)
         self._vocab_size, self._end_ids = vocab_size, end_ids
@@ -84,19 +87,12 @@ class ModelRunner:
         self._state = place(init_row_state(sizes.max_seqs, sizes.max_len))
         self._place = place
         self.slots = None if slots is None else place(slots)
+        self.reroute_tables: Int[Array, "moe_layers esft_slots experts"] | None = (
+            None if reroute_tables is None else place(reroute_tables)
+        )
         self._tables = np.zeros((sizes.max_seqs, sizes.max_pages), np.int32)
         self._num_pages = [0] * sizes.max_seqs  # pages of each row that _tables holds
         self._device_tables = place(self._tables.copy())
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the base model on the device."""
-        return sum(leaf.nbytes for leaf in self._leaves)
-
-    @property
-    def num_parameters(self) -> int:
-        """Numbers in the base model."""
-        return sum(leaf.size for leaf in self._leaves)
 
     def warm_up(self, *, progress: bool = False) -> None:
         """Compile every program by running it on nothing; no later step compiles."""
@@ -153,6 +149,7 @@ class ModelRunner:
             self._cache,
             self._state,
             self.slots,
+            self.reroute_tables,
             table,
             self._device_tables,
             bucket=bucket,
@@ -221,9 +218,9 @@ def _compiled_step(model: nnx.Module, sizes: StepSizes) -> tuple[Any, tuple[jax.
     leaves, treedef = jax.tree.flatten(params)
 
     @functools.partial(jax.jit, static_argnames="bucket", donate_argnums=(1, 2))
-    def step(leaves, cache, state, slots, table, block_tables, *, bucket):
+    def step(leaves, cache, state, slots, tables, table, block_tables, *, bucket):
         merged = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
-        return run_step(merged, cache, state, slots, table, block_tables, bucket, sizes)
+        return run_step(merged, cache, state, slots, table, block_tables, bucket, sizes, tables)
 
     return step, tuple(leaves)
 

@@ -51,7 +51,7 @@ class LogitRows:
     num_rows: Int[Array, ""]
     row_to_token: Int[Array, "rows"]
     row_to_seq: Int[Array, "rows"]
-    row_to_slot: Int[Array, "rows"]  # adapter slot; -1 is the base model
+    row_to_slot: Int[Array, "rows"]  # LoRA slot; -1 is the base model
     positions: Int[Array, "rows"]  # of the token that the row chooses or scores
     targets: Int[Array, "rows"]  # token to score, or -1 to sample
 
@@ -65,17 +65,23 @@ def run_step(
     block_tables: Int[Array, "seqs max_pages"],
     bucket: int,
     sizes: StepSizes,
+    reroute_tables: Int[Array, "moe_layers esft_slots experts"] | None = None,
 ) -> tuple[PagedKVCache, RowState, sampler.Sampled]:
     """Return cache and state after the step, and what its logit rows gave.
 
     Column s of the table says that sequence row s runs tokens start..start + num_tokens - 1 with
-    an adapter slot (-1: base), scores the next num_targets tokens of its prompt after the first
-    ones, and (samples = 1) draws the token after the last one. Rows of a step follow each other
-    in the order of sequence rows.
+    an adapter slot (-1: base; ESFT slots count on from the LoRA slots), scores the next
+    num_targets tokens of its prompt after the first ones, and (samples = 1) draws the token after
+    the last one. Rows of a step follow each other in the order of sequence rows.
     """
     batch = unpack_batch(table, block_tables, state.history, bucket, sizes)
-    hidden, cache = model(batch, cache, slots, sizes.max_rank)
     rows = unpack_logit_rows(table, batch, state.history, sizes.logit_rows(bucket))
+    if reroute_tables is not None:
+        num_lora = 0 if slots is None else slots.num_slots
+        batch = split_slots(batch, num_lora, reroute_tables)
+        lora_rows = _below(rows.row_to_slot, num_lora)
+        rows = dataclasses.replace(rows, row_to_slot=lora_rows)
+    hidden, cache = model(batch, cache, slots, sizes.max_rank)
     logits = model.logits(
         hidden[rows.row_to_token], rows.num_rows, rows.row_to_slot, slots, sizes.max_rank
     )
@@ -108,6 +114,26 @@ def unpack_batch(
         block_tables=block_tables,
         num_tokens=jnp.sum(table[NUM_TOKENS]),
     )
+
+
+def split_slots(
+    batch: ForwardBatch,
+    num_lora: int,
+    reroute_tables: Int[Array, "moe_layers esft_slots experts"],
+) -> ForwardBatch:
+    """Return the batch with slots from `num_lora` on as ESFT slots 0, 1, ..."""
+    slots = batch.token_to_slot
+    return dataclasses.replace(
+        batch,
+        token_to_slot=_below(slots, num_lora),
+        token_to_esft_slot=jnp.where(slots >= num_lora, slots - num_lora, -1),
+        reroute_tables=reroute_tables,
+    )
+
+
+def _below(slots: Int[Array, "rows"], limit: int) -> Int[Array, "rows"]:
+    """Return the slots below the limit; others are -1."""
+    return jnp.where(slots < limit, slots, -1)
 
 
 def unpack_logit_rows(

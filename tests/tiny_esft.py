@@ -158,6 +158,28 @@ def write_esft_adapter(
     return tensors
 
 
+def write_lora_adapter(folder: Path, kind: str, rank: int, seed: int) -> None:
+    """Write a PEFT LoRA on o_proj of every layer and on all experts of every layer that has any."""
+    rng, tensors = np.random.default_rng(seed), {}
+    block = "block_sparse_moe" if kind == "mixtral" else "mlp"
+    names = ("w1", "w3", "w2") if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    shapes = dict(zip(names, _mlp("", WIDTH).values(), strict=True))
+    maps = {f"{layer}.self_attn.o_proj": (HIDDEN, HIDDEN) for layer in range(2)}
+    for layer in MOE_LAYERS[kind]:
+        for expert in range(EXPERTS):
+            at = f"{layer}.{block}.experts.{expert}"
+            maps |= {f"{at}.{name}": dims for name, dims in shapes.items()}
+    for name, (d_out, d_in) in maps.items():
+        at = f"base_model.model.model.layers.{name}"
+        tensors[f"{at}.lora_A.weight"] = _random(rng, (rank, d_in))
+        tensors[f"{at}.lora_B.weight"] = _random(rng, (d_out, rank))
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    targets = sorted({"o_proj", *names})
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
 def write_merged(folder: Path, base: Path, tensors: Mapping[str, np.ndarray]) -> Path:
     """Write the model of `base` with these tensors in the place of its own; return the folder."""
     shutil.copytree(base, folder)

@@ -5,6 +5,7 @@ import dataclasses
 import os
 import re
 
+from lora_jax.adapters.reader import CONFIG_FILES
 from lora_jax.adapters.registry import AdapterNotFound
 from serving.http.errors import ApiError, unknown_model
 from serving.http.interface import AbstractEngine
@@ -108,4 +109,4 @@ def _is_adapter_folder(top: str, name: str) -> bool:
         return False
     place = os.path.join(top, name)
     inside = os.path.realpath(place).startswith(top + os.sep)
-    return inside and os.path.isfile(os.path.join(place, "adapter_config.json"))
+    return inside and any(os.path.isfile(os.path.join(place, name)) for name in CONFIG_FILES)

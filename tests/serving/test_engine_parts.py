@@ -41,7 +41,7 @@ def test_parts_fit_the_model_and_every_one_is_logged(model, caplog):
         "Model tiny-model: llama",
         "Mesh: one",
         "KV cache: 12 pages",
-        "Adapter slots: 2",
+        "LoRA slots: 2",
     ):
         assert any(line.startswith(start) for line in lines), start
     assert any("Adapter sql: lora, rank 2, 7 modules" in line for line in lines)

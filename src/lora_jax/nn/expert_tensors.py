@@ -143,6 +143,11 @@ class ExpertTensors:
         used, created = stats.in_use * stats.page_bytes, stats.created * stats.page_bytes
         return ExpertPages(self._base_bytes, used, created, stats.page_bytes)
 
+    def trim(self) -> None:
+        """Give the device the pages back that no expert lies on."""
+        if self.pool.stats().free:
+            self.pool.trim()
+
     def close(self) -> None:
         """Give all memory back; the model's arrays are unusable. Nothing may run any more."""
         for tensor in self._tensors.values():

@@ -1,0 +1,136 @@
+"""All kinds of adapters behind one `AdapterResidency`.
+
+To scheduler and step an adapter slot is one number: the LoRA slots come first, the ESFT slots
+follow. Each kind has a loader of its own, which a digest finds by the kind of its entry.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from lora_jax.adapters.registry import AdapterEntry
+from lora_jax.adapters.slots import AdapterSlots
+from serving.adapter_loader import AdapterLoader, ResidencySnapshot
+from serving.expert_loading import ExpertRoom
+
+
+class DeviceTables(Protocol):
+    """The runner's arrays that say which adapters there are."""
+
+    slots: AdapterSlots | None
+    reroute_tables: Any
+
+
+class AdapterLoaders:
+    """The scheduler's `AdapterResidency` over LoRA and, where it is on, ESFT; threads as one
+    AdapterLoader has them.
+    """
+
+    def __init__(
+        self,
+        lora: AdapterLoader,
+        num_lora_slots: int,
+        esft: AdapterLoader | None = None,
+        room: ExpertRoom | None = None,
+    ):
+        """`esft` and `room` go together."""
+        self._lora, self._esft, self._room = lora, esft, room
+        self._num_lora_slots = num_lora_slots
+
+    # The scheduler's side.
+
+    def acquire(self, digest: str) -> int | None:
+        """Return the slot and count one more user; None while the adapter is not resident."""
+        loader = self._loader_of(digest)
+        slot = loader.acquire(digest)
+        return slot if slot is None or loader is self._lora else self._num_lora_slots + slot
+
+    def release(self, digest: str) -> None:
+        """Count one user less."""
+        self._loader_of(digest).release(digest)
+
+    def is_loading(self, digest: str) -> bool:
+        """Return whether the adapter has a place but is not yet resident."""
+        return self._loader_of(digest).is_loading(digest)
+
+    # The engine's side.
+
+    def retain(self, entry: AdapterEntry) -> None:
+        """Keep the entry's weights until a request that needs them ends (`drop`)."""
+        self._loader_for(entry).retain(entry)
+
+    def drop(self, digest: str) -> None:
+        """One request that needed these weights has ended."""
+        self._loader_of(digest).drop(digest)
+
+    def reconcile(self, entries: Iterable[AdapterEntry]) -> None:
+        """Follow the registry: `entries` are all loaded adapters."""
+        entries = list(entries)
+        for loader in self._loaders:
+            loader.reconcile(entry for entry in entries if self._loader_for(entry) is loader)
+
+    def advance(
+        self, device: DeviceTables, max_chunks: int, dispatched: int, read: int
+    ) -> list[tuple[str, str]]:
+        """Write up to `max_chunks` of the loads under way and free what no step can read.
+
+        `dispatched` steps were sent to the device so far, the results of `read` have come back.
+        Returns (digest, why) of loads that have failed for good; their requests must end.
+        """
+        if device.slots is not None:
+            device.slots = self._lora.advance(device.slots, max_chunks)
+        if self._esft is None or self._room is None:
+            return []
+        if self._room.collect(dispatched, read):
+            self._esft.look_again()
+        device.reroute_tables = self._esft.advance(device.reroute_tables, max_chunks)
+        return self._esft.take_failures()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether `advance` has anything to do."""
+        freeing = self._room is not None and self._room.is_busy
+        return freeing or any(loader.is_busy for loader in self._loaders)
+
+    @property
+    def snapshot(self) -> ResidencySnapshot:
+        """What is on the device, all kinds together; any thread may ask."""
+        lora = self._lora.snapshot
+        if self._esft is None or self._room is None:
+            return lora
+        esft = self._esft.snapshot
+        return ResidencySnapshot(
+            resident=lora.resident | esft.resident,
+            slots_used=lora.slots_used + esft.slots_used,
+            slots_total=lora.slots_total + esft.slots_total,
+            bytes_used=lora.bytes_used + esft.bytes_used,
+            swaps=lora.swaps + esft.swaps,
+            expert_page_bytes=self._room.tensors.pages().used_bytes,
+        )
+
+    def rest(self) -> None:
+        """Give the device back what unloaded adapters have left; for when nothing is to be done."""
+        if self._room is not None:
+            self._room.tensors.trim()
+
+    def close(self) -> None:
+        """Give the adapters' memory back; nothing may run on the device any more."""
+        if self._room is not None:
+            self._room.close()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when the books contradict each other while nothing runs."""
+        for loader in self._loaders:
+            loader.check_integrity()
+        if self._room is not None:
+            self._room.check_integrity()
+
+    @property
+    def _loaders(self) -> list[AdapterLoader]:
+        return [loader for loader in (self._lora, self._esft) if loader is not None]
+
+    def _loader_for(self, entry: AdapterEntry) -> AdapterLoader:
+        return self._esft if self._esft is not None and entry.kind == "esft" else self._lora
+
+    def _loader_of(self, digest: str) -> AdapterLoader:
+        known = self._esft is not None and self._esft.knows(digest)
+        return self._esft if known and self._esft is not None else self._lora

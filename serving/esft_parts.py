@@ -1,0 +1,96 @@
+"""What an engine needs to serve ESFT adapters: expert tensors, their books, and the tables."""
+
+import contextlib
+import dataclasses
+import logging
+import resource
+import time
+
+import jax
+import numpy as np
+
+from lora_jax.adapters.expert_residency import ExpertAllocator, ExpertSizes
+from lora_jax.config import ModelConfig
+from lora_jax.memory.platforms import for_platform
+from lora_jax.memory.virtual import AbstractVirtualMemory
+from lora_jax.nn.decoder import AbstractCausalLM
+from lora_jax.nn.expert_tensors import ExpertTensors
+from serving.config import EngineConfig
+from serving.expert_loading import ExpertRoom, identity_tables
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_ADAPTERS = 16
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class EsftParts:
+    """The room for ESFT adapters, and the reroute tables of an engine that has none yet."""
+
+    room: ExpertRoom
+    tables: np.ndarray
+
+
+def make_esft(
+    config: EngineConfig, model: AbstractCausalLM, model_config: ModelConfig
+) -> EsftParts | None:
+    """Move the model's experts into virtual tensors; None where ESFT is off.
+
+    It is off with max_esft_adapters 0, and by default for models and platforms that cannot.
+    Raises ValueError when it was asked for and cannot be, OutOfPages when there is no memory.
+    """
+    memory = _memory_for(config, model_config)
+    if memory is None:
+        return None
+    start, moe = time.monotonic(), model_config.experts
+    num_slots = config.max_esft_adapters or DEFAULT_ADAPTERS
+    most = min(config.max_esft_experts, moe.num_experts)
+    _allow_many_files()
+    tensors = ExpertTensors(
+        model, memory, extra=num_slots * most, extra_bytes=config.esft_memory_bytes
+    )
+    sizes = ExpertSizes(
+        tensors.layers, moe.num_experts, most, tensors.expert_bytes, config.esft_memory_bytes
+    )
+    pages = tensors.pages()
+    logger.info(
+        "ESFT adapters: %d, of up to %d experts in each of %d layers; base experts in %d pages of "
+        "%d kB, moved in %.1f s.",
+        num_slots,
+        most,
+        len(tensors.layers),
+        pages.base_bytes // pages.page_bytes,
+        pages.page_bytes >> 10,
+        time.monotonic() - start,
+    )
+    tables = identity_tables(len(tensors.layers), num_slots, moe.num_experts)
+    return EsftParts(ExpertRoom(tensors, ExpertAllocator(num_slots, sizes)), tables)
+
+
+def _memory_for(config: EngineConfig, model_config: ModelConfig) -> AbstractVirtualMemory | None:
+    """Return the memory of the device, or None where ESFT is off; ValueError: asked for in vain."""
+    wanted, moe = config.max_esft_adapters, model_config.moe
+    if wanted == 0:
+        return None
+    why = ""
+    if moe is None or not moe.layers:
+        why = f"the model ({model_config.model_type}) has no experts"
+    elif moe.bias:
+        why = f"the experts of {model_config.model_type} have biases, which ESFT files lack"
+    else:
+        try:
+            return for_platform(jax.default_backend())
+        except NotImplementedError as error:
+            why = str(error)
+    if wanted is not None:
+        raise ValueError(f"max_esft_adapters is {wanted}, but {why}.")
+    logger.info("ESFT adapters: none, %s.", why)
+    return None
+
+
+def _allow_many_files() -> None:
+    """Let this process open as many files as it may: a page of host memory is a file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
