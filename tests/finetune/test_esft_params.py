@@ -1,5 +1,7 @@
 """The chosen experts are the model's own at first, and replacing them replaces nothing else."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -63,6 +65,13 @@ def test_a_layer_without_chosen_experts_is_left_out(model):
 def test_a_selection_that_does_not_fit_is_refused(model, selection, message):
     with pytest.raises(ValueError, match=message):
         chosen_experts(model, selection)
+
+
+def test_experts_with_biases_are_refused():
+    plain = from_hf(CONFIG)
+    biased = dataclasses.replace(plain, moe=dataclasses.replace(plain.moe, bias=True))
+    with pytest.raises(ValueError, match="experts of layer 0 have biases"):
+        chosen_experts(build(biased), {0: (1,)})
 
 
 def test_a_dense_layer_is_refused():

@@ -32,12 +32,14 @@ EsftParams = dict[int, TrainedExperts]  # by layer; a layer without chosen exper
 def chosen_experts(model: AbstractCausalLM, selection: Selection) -> EsftParams:
     """Return the model's own weights of the chosen experts: where training starts.
 
-    Raises ValueError naming a layer without experts, an expert that the model has not, or one
-    that is chosen twice.
+    Raises ValueError naming a layer without experts or whose experts have biases (ESFT files have
+    no place for them), an expert that the model has not, or one that is chosen twice.
     """
     params = {}
     for layer, chosen in selection.items():
         experts = experts_of(model, layer)
+        if experts.gate_bias is not None:
+            raise ValueError(f"the experts of layer {layer} have biases, which ESFT does not train")
         count = experts.moe.num_experts
         outside = [expert for expert in chosen if not 0 <= expert < count]
         if outside or len(set(chosen)) < len(chosen):
