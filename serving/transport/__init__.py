@@ -1,0 +1,1 @@
+"""Rows to a LoRA Server and their results back; start reading at base.py."""
