@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -119,6 +120,24 @@ def gpu():
 
 
 @pytest.mark.gpu
+class TestMemoryOfTheGpu(VirtualMemoryContract):
+    """The contract, on the device."""
+
+    @pytest.fixture
+    def memory(self, gpu):
+        return gpu
+
+
+@pytest.mark.gpu
+class TestSharingOnTheGpu(SharingContract):
+    """Export and import of device memory in one process."""
+
+    @pytest.fixture
+    def memory(self, gpu):
+        return gpu
+
+
+@pytest.mark.gpu
 def test_an_array_on_the_gpu_shows_what_is_mapped_and_written_later(gpu):
     """One compiled program, one array: experts come, change and move without a copy."""
     tensor = small_tensor(gpu)
@@ -139,13 +158,17 @@ def test_an_array_on_the_gpu_shows_what_is_mapped_and_written_later(gpu):
 
 @pytest.mark.gpu
 def test_the_driver_counts_the_pages_and_gets_them_back(gpu):
-    before = gpu.usage().device_used
-    tensor = small_tensor(gpu)
-    tensor.map(range(0, 20))
-    assert gpu.usage().device_used - before >= tensor.bytes_mapped == 55 * gpu.granularity
-    tensor.close()
-    tensor.pool.trim()
-    assert gpu.usage().device_used == before
+    """The second time: the first may leave page tables behind."""
+    used = []
+    for _ in range(2):
+        tensor = small_tensor(gpu)
+        before = gpu.usage().device_used
+        tensor.map(range(0, 20))
+        assert gpu.usage().device_used - before >= tensor.bytes_mapped == 55 * gpu.granularity
+        tensor.close()
+        tensor.pool.trim()
+        used.append(gpu.usage().device_used)
+    assert used[0] == used[1]
 
 
 @pytest.mark.gpu
@@ -174,7 +197,7 @@ from lora_jax.memory.platforms import for_platform
 from lora_jax.memory.share import import_tensor
 connection = socket.socket(fileno=int(sys.argv[1]))
 tensor = import_tensor(connection, for_platform("gpu"))
-connection.sendall(bytes([int(tensor.array[4].sum()) & 255]))
+connection.sendall(str(int(tensor.array[4].sum())).encode())
 connection.recv(1)
 """
 
@@ -194,12 +217,15 @@ def test_an_importer_on_the_gpu_that_is_killed_leaks_nothing(gpu):
     with ours:
         ours.settimeout(200)
         lease = export_tensor(ours, tensor)
-        assert ours.recv(1) == bytes([tensor.expert_bytes // 4 & 255])
+        assert int(ours.recv(20)) == tensor.expert_bytes // 4
         importer.send_signal(signal.SIGKILL)
         assert ours.recv(1) == b""
         lease.close()
     assert importer.wait(60) == -signal.SIGKILL
     assert len(os.listdir("/proc/self/fd")) == files
-    assert gpu.usage().device_used == used
+    deadline = time.monotonic() + 60  # the driver clears up after the dead in its own time
+    while gpu.usage().device_used > used and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert gpu.usage().device_used <= used
     tensor.close()
     tensor.pool.trim()

@@ -66,7 +66,8 @@ def test_one_array_shows_what_is_mapped_written_and_moved():
     np.testing.assert_array_equal(one_expert(array, jnp.int32(21)), values[1])
     tensor.write(21, values[4:])
     np.testing.assert_array_equal(one_expert(array, jnp.int32(21)), values[4])
-    assert tensor.array is array
+    with tensor._lock:  # as during a long write
+        assert tensor.array is array
     assert one_expert._cache_size() == 1
     tensor.close()
 
@@ -227,14 +228,14 @@ def test_closing_gives_all_back_and_disables_the_array():
 
 def test_a_thousand_cycles_leave_no_trace():
     tensor, memory = make_tensor()
-    values = random_experts(5, 4)
+    values = random_experts(2, 4)
 
     def cycle(count: int) -> None:
         for i in range(count):
             first = i % 30
-            tensor.map(range(first, first + 5))
+            tensor.map(range(first, first + 2))
             tensor.write(first, values)
-            tensor.unmap(range(first, first + 5))
+            tensor.unmap(range(first, first + 2))
             if i % 10 == 0:
                 tensor.pool.trim()
 
@@ -243,7 +244,7 @@ def test_a_thousand_cycles_leave_no_trace():
     files, resident = len(os.listdir("/proc/self/fd")), resident_bytes()
     cycle(1000)
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) <= files + 15  # the pool's free pages
+    assert len(os.listdir("/proc/self/fd")) <= files + 6  # the pool's free pages
     assert resident_bytes() - resident < 8 << 20
     assert memory.usage().mapped == 0
     tensor.close()
