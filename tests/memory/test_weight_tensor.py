@@ -412,7 +412,7 @@ class Machine(RuleBasedStateMachine):
 
 HEALTH = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 Machine.TestCase.settings = settings(
-    max_examples=12, stateful_step_count=40, deadline=None, suppress_health_check=HEALTH
+    max_examples=8, stateful_step_count=40, deadline=None, suppress_health_check=HEALTH
 )
 TestMachine = Machine.TestCase
 
