@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 from tiny_checkpoint import TinyShape, write_adapter
+from tiny_esft import write_esft_adapter
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
@@ -103,3 +104,15 @@ def write_bad_adapters(root: Path, good: Path) -> None:
     for name, (change, _) in BAD.items():
         shutil.copytree(good, root / name)
         change(root / name)
+
+
+def write_bad_esft(root: Path, base: Path) -> dict[str, str]:
+    """Make ESFT folders below the root with one thing wrong each; name -> a word of the error."""
+    for name, experts in {"esft-missing": {0: (1,)}, "esft-layer": {0: (1,)}}.items():
+        write_esft_adapter(root / name, base, experts, 1)
+    weights = root / "esft-missing" / "part-0.safetensors"
+    tensors = load_file(weights)
+    save_file({name: tensors[name] for name in sorted(tensors)[1:]}, weights)
+    config = {"experts": {"0": [1], "9": [0]}}
+    (root / "esft-layer" / "expert_cfg.json").write_text(json.dumps(config))
+    return {"esft-missing": "layer 0, expert 1, gate_proj", "esft-layer": "layers 9"}

@@ -8,7 +8,7 @@ import pytest
 from lora_jax.adapters.registry import AdapterEntry
 from lora_jax.adapters.residency import SlotAllocator
 from lora_jax.adapters.slots import init_slots, size_slots
-from serving.adapter_loader import AdapterLoader
+from serving.adapter_loader import RETRY_S, AdapterLoader, LoadFailed
 
 CATALOGUE = cases.llama(hidden=8, inner=6, vocab=10)
 RANK, SLOTS = 4, 2
@@ -171,3 +171,117 @@ def test_integrity_notices_what_is_left():
     case.loader.acquire(one.digest)
     with pytest.raises(AssertionError, match="is in use"):
         case.loader.check_integrity()
+
+
+class Broken:
+    """A plan that fails at its first write, as long as the case says so."""
+
+    def __init__(self, case, error):
+        self.case, self.error, self.remaining, self.done = case, error, 1, False
+
+    def advance(self, state, max_chunks):
+        if self.case.broken:
+            raise self.error
+        self.remaining, self.done = 0, True
+        return state
+
+
+class FaultyCase(Case):
+    """Loads fail while `broken`; `now` is the loader's clock."""
+
+    def __init__(self, num_slots=SLOTS, *, may_pass=True):
+        super().__init__(num_slots)
+        self.broken, self.now = True, 100.0
+        error = LoadFailed("no memory", may_pass=may_pass)
+        self.loader = AdapterLoader(
+            self.allocator, lambda placement, state: Broken(self, error), clock=lambda: self.now
+        )
+
+
+def test_a_failed_load_with_nothing_to_wait_for_is_reported_and_tried_again_later(caplog):
+    case, one = FaultyCase(), entry("a")
+    case.loader.retain(one)
+    assert case.loader.acquire(one.digest) is None
+    case.advance()
+    assert case.loader.take_failures() == [(one.digest, "no memory")]
+    assert case.loader.take_failures() == []
+    assert (case.loader.is_busy, case.loader.snapshot.slots_used) == (False, 0)
+    assert "Adapter digest-a-Non could not be loaded: no memory" in caplog.text
+    case.broken = False
+    assert case.loader.acquire(one.digest) is None
+    assert not case.loader.is_busy  # not yet
+    case.now += RETRY_S
+    case.bring(one)
+    case.leave(one)
+    case.loader.check_integrity()
+
+
+def test_an_idle_adapter_goes_for_a_load_that_somebody_waits_for():
+    case, idle, one = FaultyCase(), entry("a"), entry("b")
+    case.broken = False
+    case.loader.reconcile([idle])
+    case.advance()
+    case.broken = True
+    case.loader.retain(one)
+    case.loader.acquire(one.digest)
+    case.advance()
+    assert case.loader.take_failures() == []
+    assert case.loader.snapshot.resident == frozenset()
+    case.broken = False
+    case.bring(one)  # at once
+    case.leave(one)
+
+
+def test_a_prefetch_that_fails_throws_nobody_out():
+    case, idle, named = FaultyCase(), entry("a"), entry("b")
+    case.broken = False
+    case.loader.reconcile([idle])
+    case.advance()
+    case.broken = True
+    case.loader.reconcile([idle, named])
+    case.advance()
+    case.loader.look_again()
+    assert not case.loader.is_busy
+    assert case.loader.snapshot.resident == {idle.digest}
+    assert case.loader.take_failures() == []
+
+
+def test_while_others_are_in_use_a_failed_load_waits_for_them():
+    case, used, one = FaultyCase(), entry("a"), entry("b")
+    case.broken = False
+    case.bring(used)
+    case.broken = True
+    case.loader.retain(one)
+    case.loader.acquire(one.digest)
+    case.advance()
+    assert case.loader.take_failures() == []
+    assert case.loader.snapshot.resident == {used.digest}
+    case.leave(used)
+    case.broken = False
+    case.now += RETRY_S
+    case.bring(one)
+    case.leave(one)
+
+
+def test_an_error_that_will_not_pass_is_reported_whoever_else_is_there():
+    case, used, one = FaultyCase(may_pass=False), entry("a"), entry("b")
+    case.broken = False
+    case.loader.reconcile([used])
+    case.advance()
+    case.broken = True
+    case.loader.retain(one)
+    case.loader.acquire(one.digest)
+    case.advance()
+    assert case.loader.take_failures() == [(one.digest, "no memory")]
+    assert case.loader.snapshot.resident == {used.digest}
+    case.loader.drop(one.digest)
+
+
+def test_a_failed_load_that_nobody_needs_any_more_is_forgotten():
+    case, one = FaultyCase(), entry("a")
+    case.loader.reconcile([one])
+    case.loader.reconcile([])
+    case.advance()
+    assert case.loader.take_failures() == []
+    assert not case.loader.knows(one.digest)
+    case.loader.check_integrity()

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from serving.step import StepSizes, unpack_batch, unpack_logit_rows
+from serving.step import StepSizes, split_slots, unpack_batch, unpack_logit_rows
 
 SIZES = StepSizes(max_seqs=5, max_len=20, page_size=4, num_pages=30, max_logit_rows=12, max_rank=8)
 
@@ -74,6 +74,19 @@ def test_tables_become_tokens_and_logit_rows(seed):
     np.testing.assert_array_equal(got[: len(rows)], np.array(rows).reshape(-1, 5))
     assert (got[len(rows) :, 2] == -1).all()
     assert (got[len(rows) :, 4] == -1).all()
+
+
+def test_slots_past_those_of_lora_are_esft_s():
+    table, block_tables, history = make_case(3)
+    table[2] = [-1, 0, 1, 2, 4]
+    table[1] = [2, 1, 1, 3, 1]
+    tables = jnp.zeros((2, 3, 4), jnp.int32)
+    batch = unpack_batch(*map(jnp.asarray, (table, block_tables, history)), 16, SIZES)
+    assert batch.token_to_esft_slot is None
+    split = split_slots(batch, 2, tables)
+    assert split.token_to_slot.tolist() == [-1, -1, 0, 1] + [-1] * 12
+    assert split.token_to_esft_slot.tolist() == [-1] * 4 + [0, 0, 0, 2] + [-1] * 8
+    assert split.reroute_tables is tables
 
 
 def test_an_empty_table_is_a_step_of_padding():

@@ -6,7 +6,9 @@ import json
 import httpx
 import numpy as np
 import pytest
+from bad_adapters import write_bad_esft
 from tiny_checkpoint import SPECIAL, TinyShape, forward, write_adapter
+from tiny_esft import write_esft_adapter
 
 PROMPTS = ["hello", "a b c", "once upon a time there was", "x", "0123456789" * 3]
 MODELS = ["tiny", "a", "b", "c"]
@@ -158,6 +160,70 @@ def test_reload_under_the_same_name_changes_the_text_at_once(real_client, real_l
     load("v1")
     assert ask("live") == want["v1"]
     real_client.delete("/v1/loras/live")
+
+
+def test_esft_adapters_come_and_go_through_the_same_routes(real_client, real_lora_dir, oracle):
+    """Whole experts from a folder, told from LoRA by its files; the oracle has them in place."""
+    shape, tensors, _ = oracle
+    base = real_lora_dir.parent / "tiny"
+    made = {
+        name: write_esft_adapter(real_lora_dir / name, base, experts, seed)
+        for seed, (name, experts) in enumerate(
+            {"x1": {0: (1, 3)}, "x2": {0: (0,), 1: (2,)}}.items()
+        )
+    }
+    prompt = [1, 90, 91, 92, 93]
+    body = {"prompt": prompt, "max_tokens": 1, "echo": True, "logprobs": 0}
+
+    def load(folder: str, **more) -> None:
+        answer = real_client.post(
+            "/v1/load_lora_adapter", json={"lora_name": "esft", "lora_path": folder} | more
+        )
+        assert answer.is_success, answer.text
+
+    def check(model: str, weights: dict[str, np.ndarray]) -> None:
+        got = complete(real_client, model=model, **body)["choices"][0]["logprobs"]
+        logits = forward(weights, shape, prompt)
+        logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        want = [logprobs[i, token] for i, token in enumerate(prompt[1:])]
+        np.testing.assert_allclose(got["token_logprobs"][1:-1], want, atol=2e-4)
+
+    load("x1")
+    check("esft", tensors | made["x1"])
+    check("tiny", tensors)
+    load("x2", load_inplace=True)
+    check("esft", tensors | made["x2"])
+    check("x1", tensors | made["x1"])  # from the folder on first use
+    cards = {card["id"]: card for card in real_client.get("/v1/models").json()["data"]}
+    assert cards["x1"]["parent"] == cards["a"]["parent"] == "tiny"
+    report = real_client.get("/v1/adapters/esft").json()
+    assert (report["kind"], report["resident"]) == ("esft", True)
+    assert report["experts"] == {"0": [0], "1": [2]}
+    assert report["modules"]["experts.down_proj"]["layers"] == [0, 1]
+    sizes = [
+        line for line in real_client.get("/metrics").text.splitlines() if 'kind="esft"' in line
+    ]
+    assert len(sizes) == 1
+    assert float(sizes[0].split()[-1]) > 0
+    for name in ("esft", "x1"):
+        answer = real_client.post("/v1/unload_lora_adapter", json={"lora_name": name})
+        assert answer.is_success
+    refused = real_client.post("/v1/completions", json={"model": "esft", "prompt": "x"})
+    assert refused.status_code == 404
+
+
+def test_bad_esft_folders_are_refused_by_name(real_client, real_lora_dir):
+    for name, word in write_bad_esft(real_lora_dir, real_lora_dir.parent / "tiny").items():
+        body = {"lora_name": "never", "lora_path": name}
+        answer = real_client.post("/v1/load_lora_adapter", json=body)
+        assert answer.status_code == 400, name
+        message = answer.json()["error"]["message"]
+        assert word in message
+        assert str(real_lora_dir) not in message
+        wanted = real_client.post("/v1/completions", json={"model": name, "prompt": "x"})
+        assert wanted.status_code == 400
+    names = {card["id"] for card in real_client.get("/v1/models").json()["data"]}
+    assert "never" not in names
 
 
 def test_metrics_follow_the_real_engine(real_client):
