@@ -5,6 +5,7 @@ a token's result depends on nothing but its own sequence.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -130,7 +131,7 @@ def _units(
     num_tokens: Int[Array, ""],
     cut: Cut,
     window: int,
-) -> list[Array]:
+) -> Sequence[Array]:
     """Return the units (token, number of tokens, chunk, position) and how many there are.
 
     All layers of a step ask for the same list, and XLA makes it once.

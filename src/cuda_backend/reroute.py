@@ -45,4 +45,5 @@ def _sorted(target: str, groups: int, topk_ids: Array, *more: Array) -> tuple[Ar
     blocks = -(-rows // BLOCK_ROWS)
     between = ((blocks, groups + 1), (rows,)) if blocks > 1 else ((1,), (1,))
     shapes = [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((rows,), (rows,), (groups,), *between)]
-    return tuple(jax.ffi.ffi_call(target, shapes)(topk_ids, *more)[:3])
+    order, inverse, sizes, *_ = jax.ffi.ffi_call(target, shapes)(topk_ids, *more)
+    return order, inverse, sizes

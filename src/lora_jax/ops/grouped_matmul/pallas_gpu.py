@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lora_jax.ops import hopper
+from lora_jax.ops import hopper, tuning_table
 from lora_jax.typing import Array, Float, Int
 
 ALIGN = 8  # rows: a copied tile of x starts at a multiple
@@ -27,7 +27,7 @@ LONG_GROUP = 48  # rows per group from which weights are read more than once
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tiles of one launch, chosen while tracing."""
+    """Tiles of one launch, chosen while tracing: by the table of this device, or by find_config."""
 
     columns: int  # of d_out in one warpgroup's tile
     warpgroups: int  # that multiply, side by side in d_out
@@ -57,8 +57,13 @@ def find_config(rows: int, groups: int, d_out: int, matrices: int = 1) -> Config
         tile_rows = next((n for most, n in ((1, 8), (6, 16), (16, 32)) if mean <= most), 64)
         few = min(groups, rows) * d_out < 2 * hopper.NUM_SMS * 128
         config = Config(64 if few or matrices > 1 else 128, 1, tile_rows, 1, 2)
+    return with_stages(config, matrices)
+
+
+def with_stages(config: Config, matrices: int) -> Config:
+    """Return the tiles with as many stages, up to 8, as shared memory holds; 0 where none fits."""
     room = hopper.SHARED_BYTES // config.ctas - 2048 - config.store_bytes()
-    return dataclasses.replace(config, stages=min(8, room // config.stage_bytes(matrices)))
+    return dataclasses.replace(config, stages=max(0, min(8, room // config.stage_bytes(matrices))))
 
 
 def grouped_matmul(
@@ -76,7 +81,10 @@ def grouped_matmul(
     sizes that do not fill tiles, and for a single group, which XLA's own matmul serves.
     """
     _require("grouped_matmul", x, w, interpret)
-    config = config or find_config(x.shape[0], w.shape[0], w.shape[1])
+    rows, (groups, d_out, d_in) = x.shape[0], w.shape
+    shape = {"rows": rows, "groups": groups, "d_out": d_out, "d_in": d_in}
+    tuned = config or tuning_table.find("grouped_matmul", shape, Config)
+    config = tuned or find_config(rows, groups, d_out)
     return _launch(x, (w,), group_sizes, (bias,), config, interpret)
 
 

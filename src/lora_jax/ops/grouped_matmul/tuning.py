@@ -1,0 +1,71 @@
+"""What the search for tilings needs to know of the Mosaic GPU kernel."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lora_jax.ops.cases import MODELS, popular
+from lora_jax.ops.grouped_matmul import pallas_gpu
+from lora_jax.ops.tuning import Shape, Tunable
+
+CALLS = 20
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
+TUNED = ("qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v2-lite")
+MOST_REGISTERS = 128  # of a thread that hold sums
+
+
+def shapes() -> tuple[Shape, ...]:
+    """Return gate and down of each model's experts at each number of tokens."""
+    found = []
+    for name, tokens in itertools.product(TUNED, TOKENS):
+        m = MODELS[name]
+        for d_out, d_in in ((m.intermediate, m.hidden), (m.hidden, m.intermediate)):
+            rows = tokens * m.top_k
+            found.append({"rows": rows, "groups": m.num_experts, "d_out": d_out, "d_in": d_in})
+    return tuple(found)
+
+
+def candidates(shape: Shape) -> Iterator[pallas_gpu.Config]:
+    """Yield the formula's choice and then every tiling that fits shared memory and registers."""
+    first = pallas_gpu.find_config(shape["rows"], shape["groups"], shape["d_out"])
+    yield first
+    for columns, warpgroups, rows, ctas in itertools.product(
+        (64, 128), (1, 2), (8, 16, 32, 64, 128), (1, 2)
+    ):
+        config = pallas_gpu.with_stages(
+            pallas_gpu.Config(columns, warpgroups, rows, 1, ctas), matrices=1
+        )
+        too_tall = rows > 16 and rows >= 4 * max(8, shape["rows"] / shape["groups"])
+        sums = columns * rows // 128
+        if config != first and config.stages >= 2 and sums <= MOST_REGISTERS and not too_tall:
+            yield config
+
+
+def prepare(shape: Shape):
+    """Return run(config) over random weights and uniformly chosen groups."""
+    rng = np.random.default_rng(0)
+    ids = popular("uniform", shape["rows"], shape["groups"], rng)
+    sizes = jnp.asarray(np.bincount(ids, minlength=shape["groups"]).astype(np.int32))
+    size = (shape["groups"], shape["d_out"], shape["d_in"])
+    w = jax.random.normal(jax.random.key(0), size, jnp.bfloat16)
+    xs = [
+        jax.random.normal(jax.random.key(i + 1), (shape["rows"], shape["d_in"]), jnp.bfloat16)
+        for i in range(CALLS)
+    ]
+
+    def run(config):
+        multiply = functools.partial(pallas_gpu.grouped_matmul, bias=None, config=config)
+        program = jax.jit(lambda xs, w: [multiply(x, w, sizes) for x in xs])
+        compiled = program.lower(xs, w).compile()
+        return lambda: jax.block_until_ready(compiled(xs, w))
+
+    return run
+
+
+def tunable() -> Tunable:
+    """Return the kernel as the search sees it."""
+    return Tunable("grouped_matmul", shapes(), candidates, prepare, CALLS)
