@@ -1,6 +1,7 @@
 """Which experts a text needs: relevance from routing, and choice by a threshold. No jax.
 
-Expert-specialised fine-tuning (ESFT, arXiv 2407.01906) has two scores of an expert on a text. With g[t, e] the router's gate, 0 where expert e is not among token t's top k:
+Expert-specialised fine-tuning (ESFT, arXiv 2407.01906) has two scores of an expert on a text. With
+g[t, e] the router's gate, 0 where expert e is not among token t's top k:
 
     gate score   (1 / tokens) sum_t g[t, e]              "average gate score"
     token score  (1 / tokens) sum_t (g[t, e] > 0) / k    "token selection ratio"
