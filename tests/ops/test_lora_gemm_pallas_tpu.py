@@ -117,6 +117,7 @@ def test_wide_results_and_many_rows_are_cut_into_blocks(monkeypatch):
     """Blocks of 256 columns, the last of 128, and parts of 16 rows."""
     monkeypatch.setattr(pallas_tpu, "OUT_BYTES", 256 * 4)
     monkeypatch.setattr(pallas_tpu, "MAX_ROWS", 16)
+    monkeypatch.setattr(pallas_tpu, "MAX_TILE", 16)
     case = lora_case(ROWS, D_OUT, D_IN, num_experts=3)
     cut = interpreted(pallas_tpu.lora_gemm, max_rank=case.max_rank)
     np.testing.assert_array_equal(cut(*arguments(case)), run(case))

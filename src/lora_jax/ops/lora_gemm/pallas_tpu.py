@@ -24,6 +24,7 @@ ALIGN = 8  # rows that one DMA must begin at and consist of
 K_BLOCK = 1024  # columns of one step of the sum over d_in
 COLUMN_BLOCK = 512  # columns of y worked on at once
 MAX_TILE = 128  # rows of a tile
+ROW_BLOCK = 32  # rows worked on at once
 MAX_ROWS = 8192  # rows of one call: their items must fit into SMEM
 OUT_BYTES = 32 << 10  # of one row of the block of y that is held in VMEM
 VMEM_BYTES = 96 << 20  # v5e and v6e have 128 MiB
@@ -34,6 +35,7 @@ class _Sizes:
     """Static sizes of one call."""
 
     tile: int  # rows of x and y in VMEM
+    row_block: int
     window: int  # rank rows in VMEM, with those that alignment adds
     ranks: int  # max_rank, rounded up to whole tiles of any dtype
     d_in: int
@@ -54,7 +56,7 @@ class _Sizes:
         """Bytes of all buffers, blocks of x and y twice."""
         x_and_y = self.tile * (2 * self.d_in + 4 * self.columns)
         windows = 2 * self.window * (self.d_in + self.columns) + self.ranks * self.columns
-        return (x_and_y + windows) * self.itemsize + self.tile * self.h_lanes * 4
+        return (x_and_y + windows) * self.itemsize + self.row_block * self.h_lanes * 4
 
 
 def lora_gemm(
@@ -85,15 +87,19 @@ def lora_gemm(
     rows = x.shape[0]
     order = jnp.lexsort((row_to_expert, jnp.where(row_to_slot < 0, jnp.int32(2**30), row_to_slot)))
     inverse = jnp.zeros_like(order).at[order].set(jnp.arange(rows, dtype=order.dtype))
-    parts = []
-    for first in range(0, rows, MAX_ROWS):
-        mine = order[first : first + MAX_ROWS]
-        some = (row_to_slot[mine], row_to_expert[mine])
-        table = _segments(entries, scaling, *some, sizes.tile)
-        padded = jnp.pad(mine, (0, -len(mine) % sizes.tile))
-        out = _sorted_rows(y[padded], x[padded], a_pool, b_pool, table, sizes, interpret or False)
-        parts.append(out[: len(mine)])
-    return jnp.concatenate(parts)[inverse] if len(parts) > 1 else parts[0][inverse]
+    order = jnp.pad(order, (0, -rows % min(MAX_ROWS, _round_up(rows, sizes.tile))))
+    real = jnp.arange(order.shape[0], dtype=jnp.int32) < rows
+
+    def one_part(part):
+        mine, real = part
+        slots = jnp.where(real, row_to_slot[mine], -1)
+        table = _segments(entries, scaling, slots, row_to_expert[mine], sizes.tile)
+        return _sorted_rows(y[mine], x[mine], a_pool, b_pool, table, sizes, interpret or False)
+
+    if order.shape[0] <= MAX_ROWS:
+        return one_part((order, real))[inverse]
+    parts = (order.reshape(-1, MAX_ROWS), real.reshape(-1, MAX_ROWS))
+    return jax.lax.map(one_part, parts).reshape(-1, sizes.d_out)[inverse]
 
 
 def _sizes(y, x, a_pool, b_pool, max_rank: int) -> _Sizes:
@@ -109,8 +115,10 @@ def _sizes(y, x, a_pool, b_pool, max_rank: int) -> _Sizes:
             f"lora_gemm: pools of {a_pool.shape[0]} and {b_pool.shape[0]} rows; the TPU kernel "
             f"takes multiples of {ALIGN}"
         )
+    tile = min(MAX_TILE, max(16, 1 << (rows - 1).bit_length()))
     sizes = _Sizes(
-        tile=min(MAX_TILE, max(16, 1 << (rows - 1).bit_length())),
+        tile=tile,
+        row_block=min(ROW_BLOCK, tile),
         window=_round_up(max_rank + ALIGN - 1, 16),
         ranks=_round_up(max_rank, 16),
         d_in=d_in,
@@ -180,7 +188,7 @@ def _sorted_rows(
                 pltpu.VMEM((2, sizes.window, sizes.d_in), dtype),
                 pltpu.VMEM((2, sizes.window, columns), dtype),
                 pltpu.VMEM((sizes.ranks, columns), dtype),
-                pltpu.VMEM((tile, sizes.h_lanes), jnp.float32),
+                pltpu.VMEM((sizes.row_block, sizes.h_lanes), jnp.float32),
                 pltpu.SemaphoreType.DMA((2, 2)),
             ],
         ),
@@ -276,13 +284,18 @@ def _lora_gemm_kernel(
 
     @pl.when(rank > 0)
     def _():
-        _shrink(x_ref, a_ref.at[slot], h_ref, a_shift + rank)
-        h = pltpu.roll(h_ref[...], jnp.where(a_shift == 0, 0, sizes.h_lanes - a_shift), axis=1)
-        lane = jax.lax.broadcasted_iota(jnp.int32, h.shape, 1)
-        h = jnp.where(lane < rank, h * scaling_ref[segment], jnp.float32(0))
-        row = jax.lax.broadcasted_iota(jnp.int32, (sizes.tile, 1), 0) + tile_start
-        mine = (row >= start_ref[i]) & (row < end_ref[i])
-        _expand(h[:, : sizes.ranks].astype(x_ref.dtype), b_turned_ref, mine, out_ref)
+        block, begin, end = sizes.row_block, start_ref[i] - tile_start, end_ref[i] - tile_start
+
+        @pl.loop(begin // block, pl.cdiv(end, block))
+        def _(r):
+            at = pl.ds(pl.multiple_of(r * block, block), block)
+            _shrink(x_ref.at[at], a_ref.at[slot], h_ref, a_shift + rank)
+            h = pltpu.roll(h_ref[...], jnp.where(a_shift == 0, 0, sizes.h_lanes - a_shift), axis=1)
+            lane = jax.lax.broadcasted_iota(jnp.int32, h.shape, 1)
+            h = jnp.where(lane < rank, h * scaling_ref[segment], jnp.float32(0))
+            h = h[:, : sizes.ranks].astype(x_ref.dtype)
+            row = jax.lax.broadcasted_iota(jnp.int32, (block, 1), 0) + r * block
+            _expand(h, b_turned_ref, (row >= begin) & (row < end), out_ref.at[at])
 
 
 def _for_blocks(width: int, block: int, do) -> None:
