@@ -1,20 +1,14 @@
 """Compiles the CUDA kernels at first use, keeps them in the user's cache and gives them to XLA."""
 
-import ctypes
 import functools
-import hashlib
 import logging
-import os
 import shutil
-import subprocess
-import time
 from pathlib import Path
 
 import jax
-import jaxlib.version
 
-from lora_jax.ops import dispatch
-from lora_jax.ops.cpu.build import BuildError, locked
+from lora_jax.ops import dispatch, native
+from lora_jax.ops.native import BuildError
 
 log = logging.getLogger(__name__)
 
@@ -46,58 +40,19 @@ def find_compiler() -> str | None:
     return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 
 
-def sources() -> list[Path]:
-    """Return the kernels' files in a fixed order."""
-    return sorted((Path(__file__).parent / "csrc").glob("*.cu*"))
-
-
-def command(compiler: str, library: Path, *more: str) -> list[str]:
-    """Return the command that compiles all kernels into `library`."""
-    units = [str(p) for p in sources() if p.suffix == ".cu"]
-    return [compiler, *FLAGS, *more, f"-I{jax.ffi.include_dir()}", *units, "-o", str(library)]
-
-
-def cache_key(compiler: str) -> str:
-    """Return a digest of everything that the compiled library depends on."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    digest = hashlib.sha256()
-    parts = [p.encode() for p in (jax.__version__, jaxlib.version.__version__, *FLAGS)]
-    for part in (*parts, version, *(p.read_bytes() for p in sources())):
-        digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.hexdigest()[:24]
-
-
-def build(folder: Path) -> Path:
-    """Return the compiled library in `folder`, compiling it if it is not there yet.
-
-    Raises:
-        BuildError: there is no nvcc, it fails, or the folder cannot be written.
-    """
-    compiler = find_compiler()
-    if compiler is None:
-        raise BuildError("no nvcc on the path")
-    library = folder / f"cuda-{cache_key(compiler)}.so"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with locked(library.with_suffix(".lock")):
-            if not library.exists():
-                _compile(compiler, library)
-    except OSError as error:
-        raise BuildError(f"cannot write the kernel cache: {error}") from error
-    return library
-
-
-def _compile(compiler: str, library: Path) -> None:
-    """Compile into a temporary name and rename, so that nobody loads half a library."""
-    log.info("compiling the CUDA kernels, once for this machine")
-    start = time.perf_counter()
-    part = library.with_suffix(f".{os.getpid()}.part")
-    result = subprocess.run(command(compiler, part), capture_output=True, text=True, check=False)
-    if result.returncode:
-        part.unlink(missing_ok=True)
-        raise BuildError(f"nvcc failed: {(result.stderr or result.stdout).strip()[:2000]}")
-    part.replace(library)
-    log.info("compiled the CUDA kernels in %.1f s: %s", time.perf_counter() - start, library)
+def library() -> native.Library:
+    """Return the kernels as sources of one library."""
+    return native.Library(
+        name="cuda",
+        title="CUDA kernels",
+        compiler=find_compiler(),
+        wanted="nvcc",
+        flags=FLAGS,
+        sources=tuple(sorted((Path(__file__).parent / "csrc").glob("*.cu*"))),
+        unit=".cu",
+        targets=TARGETS,
+        platform="CUDA",
+    )
 
 
 @functools.cache
@@ -107,13 +62,10 @@ def available() -> bool:
     Failure is logged once as a warning; the ops then run as portable JAX.
     """
     try:
-        library = ctypes.CDLL(str(build(dispatch.cache_folder())))
-        handlers = {name: jax.ffi.pycapsule(getattr(library, name)) for name in TARGETS}
-    except (BuildError, OSError, AttributeError) as error:
+        library().load(dispatch.cache_folder())
+    except BuildError as error:
         log.warning("CUDA kernels are off, ops run as plain JAX (slower): %s", error)
         return False
-    for name, handler in handlers.items():
-        jax.ffi.register_ffi_target(name, handler, platform="CUDA")
     return True
 
 

@@ -1,12 +1,14 @@
 """Building the CUDA kernels: compiles without spills, is kept, and its absence is no error."""
 
+import logging
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from cuda_backend import ffi
-from lora_jax.ops.cpu.build import BuildError
+from lora_jax.ops.native import BuildError
 
 needs_nvcc = pytest.mark.skipif(ffi.find_compiler() is None, reason="no nvcc on this machine")
 
@@ -33,7 +35,8 @@ REPORT = re.compile(
 @needs_nvcc
 def test_kernels_compile_for_hopper_without_spills(tmp_path):
     compiler = ffi.find_compiler()
-    command = ffi.command(compiler, tmp_path / "kernels.so", "-Xptxas=-v")
+    assert compiler is not None
+    command = ffi.library().command(compiler, tmp_path / "kernels.so", "-Xptxas=-v")
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     compiled = REPORT.findall(done.stdout + done.stderr)
@@ -45,27 +48,23 @@ def test_kernels_compile_for_hopper_without_spills(tmp_path):
     assert all(name.encode() in library for name in ffi.TARGETS)
 
 
-def test_the_compiled_library_is_kept(tmp_path, monkeypatch):
-    built = []
-
-    def compile_once(compiler, library):
-        built.append(library)
-        library.write_bytes(b"")
-
-    monkeypatch.setattr(ffi, "find_compiler", lambda: "/bin/true")
-    monkeypatch.setattr(ffi, "_compile", compile_once)
-    assert ffi.build(tmp_path) == ffi.build(tmp_path) == built[0]
-    assert len(built) == 1
+def test_one_library_of_all_files_goes_to_xlas_gpu_platform():
+    library = ffi.library()
+    assert (library.platform, library.targets) == ("CUDA", ffi.TARGETS)
+    command = library.command("nvcc", Path("out.so"))
+    units = {Path(part).name for part in command if part.endswith(".cu")}
+    assert units >= {"handlers.cu", "merge_handlers.cu", "attention_handlers.cu"}
+    assert {path.suffix for path in library.sources} == {".cu", ".cuh"}
 
 
 def test_no_compiler_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(ffi, "find_compiler", lambda: None)
     with pytest.raises(BuildError, match="no nvcc"):
-        ffi.build(tmp_path)
+        ffi.library().build(tmp_path)
 
 
-def test_a_failing_compiler_leaves_nothing_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr(ffi, "find_compiler", lambda: "/bin/false")
-    with pytest.raises(BuildError, match="nvcc failed"):
-        ffi.build(tmp_path)
-    assert [p.suffix for p in tmp_path.iterdir()] == [".lock"]
+def test_without_a_compiler_the_kernels_are_off(monkeypatch, caplog):
+    monkeypatch.setattr(ffi, "find_compiler", lambda: None)
+    with caplog.at_level(logging.WARNING):
+        assert not ffi.available.__wrapped__()
+    assert "no nvcc" in caplog.text

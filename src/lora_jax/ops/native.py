@@ -1,0 +1,152 @@
+"""Compiles a library of XLA custom calls at first use and keeps it in the user's cache."""
+
+import contextlib
+import ctypes
+import dataclasses
+import fcntl
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jaxlib.version
+
+log = logging.getLogger(__name__)
+
+CPP_COMPILERS = ("g++", "clang++", "c++")
+CPP_FLAGS = ("-O3", "-std=c++17", "-march=native", "-shared", "-fPIC", "-DNDEBUG", "-w")
+
+
+class BuildError(RuntimeError):
+    """The library could not be compiled or loaded; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Library:
+    """Sources that become one shared library, and the custom calls in it."""
+
+    name: str  # of the file in the cache
+    title: str  # in messages
+    compiler: str | None  # None where the machine has none
+    wanted: str  # what to install then
+    flags: tuple[str, ...]
+    sources: tuple[Path, ...]  # headers too, in a fixed order
+    unit: str  # suffix of the files that are compiled
+    targets: tuple[str, ...]  # custom calls, by the names of their symbols
+    platform: str  # of XLA
+    machine: str = ""  # what else the result depends on
+
+    def key(self, compiler: str) -> str:
+        """Return a digest of everything that the compiled library depends on."""
+        version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+        digest = hashlib.sha256()
+        said = (jax.__version__, jaxlib.version.__version__, *self.flags, self.machine)
+        for part in (*(s.encode() for s in said), version, *(p.read_bytes() for p in self.sources)):
+            digest.update(len(part).to_bytes(8, "little") + part)
+        return digest.hexdigest()[:24]
+
+    def command(self, compiler: str, library: Path, *more: str) -> list[str]:
+        """Return the command that compiles everything into `library`."""
+        units = [str(p) for p in self.sources if p.suffix == self.unit]
+        include = f"-I{jax.ffi.include_dir()}"
+        return [compiler, *self.flags, *more, include, *units, "-o", str(library)]
+
+    def build(self, folder: Path) -> Path:
+        """Return the compiled library in `folder`, compiling it if it is not there yet.
+
+        Raises:
+            BuildError: there is no compiler, it fails, or the folder cannot be written.
+        """
+        if self.compiler is None:
+            raise BuildError(f"no {self.wanted} on the path")
+        library = folder / f"{self.name}-{self.key(self.compiler)}.so"
+        if library.exists():
+            return library
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with locked(library.with_suffix(".lock")):
+                if not library.exists():
+                    compile_library(self, self.compiler, library)
+        except OSError as error:
+            raise BuildError(f"cannot write the kernel cache: {error}") from error
+        return library
+
+    def load(self, folder: Path) -> ctypes.CDLL:
+        """Return the library, built if need be, with its custom calls given to XLA.
+
+        Raises:
+            BuildError: it cannot be built, or what was built cannot be loaded.
+        """
+        try:
+            library = ctypes.CDLL(str(self.build(folder)))
+            handlers = {name: jax.ffi.pycapsule(getattr(library, name)) for name in self.targets}
+        except (OSError, AttributeError) as error:
+            raise BuildError(f"the {self.title} cannot be loaded: {error}") from error
+        for name, handler in handlers.items():
+            jax.ffi.register_ffi_target(name, handler, platform=self.platform)
+        return library
+
+
+def compile_library(what: Library, compiler: str, library: Path) -> None:
+    """Compile into a temporary name and rename, so that nobody loads half a library."""
+    log.info("compiling the %s with %s, once for this machine", what.title, Path(compiler).name)
+    start = time.perf_counter()
+    part = library.with_suffix(f".{os.getpid()}.part")
+    command = what.command(compiler, part)
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        part.unlink(missing_ok=True)
+        said = (result.stderr or result.stdout).strip()[:2000]
+        raise BuildError(f"{Path(compiler).name} failed: {said}")
+    part.replace(library)
+    log.info("compiled the %s in %.1f s: %s", what.title, time.perf_counter() - start, library)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock between processes while the block runs."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def cpp_compiler() -> str | None:
+    """Return the path of a C++ compiler, or None."""
+    return next((path for name in CPP_COMPILERS if (path := shutil.which(name))), None)
+
+
+def cpp_sources(folder: Path) -> tuple[Path, ...]:
+    """Return the C++ files of a folder in a fixed order."""
+    return tuple(sorted(p for p in folder.iterdir() if p.suffix in (".cc", ".h")))
+
+
+def cpu_name() -> str:
+    """Return what -march=native depends on: the architecture and the CPU's features."""
+    lines = []
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    wanted = ("model name", "flags", "Features")
+    found = sorted({line for line in lines if line.startswith(wanted)})
+    return "\n".join([platform.machine(), platform.processor(), *found])
+
+
+def cpp_library(name: str, title: str, folder: Path, targets: tuple[str, ...]) -> Library:
+    """Return a library for XLA's CPU platform, of all C++ files of a folder."""
+    return Library(
+        name=name,
+        title=title,
+        compiler=cpp_compiler(),
+        wanted=f"C++ compiler ({', '.join(CPP_COMPILERS)})",
+        flags=CPP_FLAGS,
+        sources=cpp_sources(folder),
+        unit=".cc",
+        targets=targets,
+        platform="cpu",
+        machine=cpu_name(),
+    )
