@@ -1,8 +1,8 @@
 """The 64 bytes in front of every message: packed and read here, and by csrc/header.h. No jax.
 
 Little-endian: magic u32, checksum u32, epoch u64, sequence u64, layer i32, site i32, rows i32,
-kind i32, table_version i64, num_bytes u64, reserved u64 (0). The checksum is the CRC-32 of all 64 bytes
-with the checksum's own four as zero.
+kind i32, table_version i64, num_bytes u64, reserved u64 (0). The checksum is the CRC-32 of all 64
+bytes with the checksum's own four as zero.
 """
 
 import dataclasses

@@ -1,0 +1,69 @@
+// Bounded waiting on a counter in memory that another process steps.
+#pragma once
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdint>
+
+namespace transport {
+
+constexpr uint64_t kSpinNanos = 20'000, kYieldNanos = 1'000'000;
+constexpr long kSleepNanos = 1'000'000;
+
+inline uint64_t now() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return uint64_t(t.tv_sec) * 1'000'000'000ull + uint64_t(t.tv_nsec);
+}
+
+// A number that one side steps and the other sleeps on; `sleepers` saves the stepper a system call.
+struct Counter {
+  alignas(64) std::atomic<uint64_t> value;
+  alignas(64) std::atomic<uint32_t> sleepers;
+};
+static_assert(sizeof(Counter) == 128 && std::atomic<uint64_t>::is_always_lock_free);
+
+// The kernel compares 32 bits: the low half, which comes first.
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__);
+
+inline void wake(Counter& counter) {
+  if (counter.sleepers.load())
+    syscall(SYS_futex, &counter.value, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
+}
+
+inline void sleep_while(Counter& counter, uint64_t seen) {
+  timespec limit{0, kSleepNanos};
+  counter.sleepers.fetch_add(1);
+  if (counter.value.load() == seen)
+    syscall(SYS_futex, &counter.value, FUTEX_WAIT, uint32_t(seen), &limit, nullptr, 0);
+  counter.sleepers.fetch_sub(1);
+}
+
+// Calls ready() until it is true (returns true), or stop() is, or it is `deadline`. Spins 20 us,
+// yields up to 1 ms, then sleeps on `counter` at most 1 ms at a time.
+template <class Ready, class Stop>
+bool wait_until(Counter& counter, uint64_t deadline, const Ready& ready, const Stop& stop) {
+  uint64_t start = 0;
+  for (unsigned polls = 1;; ++polls) {
+    uint64_t seen = counter.value.load();
+    if (ready()) return true;
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+    if (polls & 63 && start == 0) continue;
+    uint64_t time = now();
+    if (stop() || time >= deadline) return false;
+    if (start == 0) start = time;
+    if (time - start > kYieldNanos) {
+      sleep_while(counter, seen);
+    } else if (time - start > kSpinNanos) {
+      sched_yield();
+    }
+  }
+}
+
+}  // namespace transport
