@@ -113,14 +113,19 @@ def test_an_adapter_has_the_same_bits_at_any_place_of_the_pools():
         np.testing.assert_array_equal(moved(a, b), want)
 
 
-def test_wide_results_and_many_rows_are_cut_into_blocks(monkeypatch):
-    """Blocks of 256 columns, the last of 128, and parts of 16 rows."""
-    monkeypatch.setattr(pallas_tpu, "OUT_BYTES", 256 * 4)
-    monkeypatch.setattr(pallas_tpu, "MAX_ROWS", 16)
-    monkeypatch.setattr(pallas_tpu, "MAX_TILE", 16)
+@pytest.mark.parametrize(
+    "limits",
+    [{"OUT_BYTES": 256 * 4}, {"MAX_ROWS": 16, "MAX_TILE": 16}],
+    ids=["columns", "rows"],
+)
+def test_wide_results_and_many_rows_are_cut_into_parts(limits, monkeypatch):
+    """256 columns at a time, the last time 128; 16 rows at a time, the last time 4."""
     case = lora_case(ROWS, D_OUT, D_IN, num_experts=3)
+    want = run(case)
+    for name, value in limits.items():
+        monkeypatch.setattr(pallas_tpu, name, value)
     cut = interpreted(pallas_tpu.lora_gemm, max_rank=case.max_rank)
-    np.testing.assert_array_equal(cut(*arguments(case)), run(case))
+    np.testing.assert_array_equal(cut(*arguments(case)), want)
 
 
 def test_declines_what_it_cannot_serve():
