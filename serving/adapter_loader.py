@@ -157,7 +157,8 @@ class AdapterLoader[P: Placement, S]:
 
     def look_again(self) -> None:
         """Bring named adapters onto the device while there are free slots."""
-        named = [known for known in self._known.values() if known.named]
+        # A copy, made in one go: other threads may `retain` meanwhile.
+        named = [known for known in tuple(self._known.values()) if known.named]
         for known in sorted(named, key=lambda known: not known.pinned):
             self._prefetch(known)
 

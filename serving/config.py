@@ -37,7 +37,7 @@ class EngineConfig:
     max_esft_experts: int = 16  # of one ESFT adapter in one layer
     esft_memory_bytes: int | None = None  # their experts' pages; None: from the two above
     lora_memory_bytes: int | None = None  # rank rows of resident adapters; None: from the two above
-    max_adapter_bytes: int = 4 << 30  # weights of one adapter file
+    max_adapter_bytes: int = 4 << 30  # files of one adapter
     max_total_adapter_bytes: int = 16 << 30  # host memory of all loaded adapters
     max_adapter_loads_per_minute: int = 600
     adapter_wait_s: float = 60.0  # longest wait of a request for an adapter slot

@@ -38,7 +38,7 @@ class AdapterInfo:
 
     name: str
     kind: str
-    rank: int  # largest rank of any site
+    rank: int  # largest rank of any site; 0 for ESFT
     bytes: int  # weights on the host
     resident: bool  # on the device
     pinned: bool

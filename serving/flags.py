@@ -35,7 +35,7 @@ _ENGINE_HELP = {
     "max_esft_experts": "most experts that an ESFT adapter replaces in one layer",
     "esft_memory_bytes": "bytes on the device for ESFT adapters' experts; by default as needed",
     "lora_memory_bytes": "bytes on the device for adapters; by default max_loras of max_lora_rank",
-    "max_adapter_bytes": "largest adapter file",
+    "max_adapter_bytes": "largest adapter, all its files together",
     "max_total_adapter_bytes": "host memory of all loaded adapters",
     "max_adapter_loads_per_minute": "adapter loads before requests for more are refused",
     "adapter_wait_s": "longest wait of a request for an adapter slot",

@@ -44,14 +44,14 @@ def version_line() -> str:
 
 
 def adapter_table(entries: Sequence[AdapterEntry]) -> list[str]:
-    """Return one line per adapter: name, kind, rank, modules, size and hash."""
+    """Return one line per adapter: name, kind, rank (LoRA), modules, size and hash."""
     if not entries:
         return ["Adapters: none loaded."]
     rows = [("adapter", "kind", "rank", "modules", "MB", "sha256")]
     for entry in entries:
         report = entry.report
         ranks = sorted({r for module in report.modules.values() for r in module.ranks})
-        shown = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}" if ranks else "0"
+        shown = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}" if ranks else "-"
         size = f"{report.weight_bytes / 2**20:.1f}"
         modules = ",".join(report.modules)
         rows.append((entry.name, report.kind, shown, modules, size, report.digest[:12]))

@@ -21,6 +21,10 @@ from serving.config import EngineConfig
         ({"adapter_wait_s": float("nan")}, "adapter_wait_s"),
         ({"enable_prefix_caching": 1}, "enable_prefix_caching"),
         ({"max_loras": 0}, "max_loras"),
+        ({"max_esft_adapters": -1}, r"max_esft_adapters must be in \[0, 4096\], got -1"),
+        ({"max_esft_adapters": True}, "max_esft_adapters must be an integer"),
+        ({"max_esft_experts": 0}, "max_esft_experts"),
+        ({"esft_memory_bytes": 0}, "esft_memory_bytes"),
         ({"seed": 2**63}, "seed"),
     ],
 )
