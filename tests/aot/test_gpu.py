@@ -10,6 +10,7 @@ from aot.compile_gpu import H200, Compiled
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lora_jax.ops.grouped_matmul import pallas_gpu as grouped_matmul_gpu
+from lora_jax.ops.lora_gemm import pallas_gpu as lora_gemm_gpu
 
 pytestmark = pytest.mark.aot
 
@@ -104,3 +105,79 @@ def test_grouped_matmul(h200, report, sizes, gated):
     assert done.temp_bytes <= (groups * (d_out + 128) * 2 + 1024 if groups == 32 else 0)
     assert done.thunks.count("kCustomCall") == 1
     assert len(done.thunks) <= 2
+
+
+def lora_arrays(h200, rows: int, d_out: int, d_in: int, rank: int, slots: int) -> tuple:
+    """Return the arguments of lora_gemm with one pool row per rank row of each slot."""
+    bf16, i32 = jnp.bfloat16, jnp.int32
+    shapes = [((rows, d_out), bf16), ((rows, d_in), bf16)]
+    shapes += [((slots * rank, d_in), bf16), ((slots * rank, d_out), bf16), ((slots, 5), i32)]
+    shapes += [((slots,), jnp.float32), ((rows,), i32), ((rows,), i32)]
+    return tuple(h200.array(*shape) for shape in shapes)
+
+
+# rows, d_out, d_in, rank, slots
+LORA = {
+    "1024 tokens": (1024, 14336, 4096, 64, 512),
+    "64 tokens": (64, 14336, 4096, 64, 512),
+    "rank 8": (1024, 14336, 4096, 8, 512),
+    "rank 128": (1024, 14336, 4096, 128, 512),
+    "prefill": (4096, 4096, 4096, 64, 4),
+    "prefill, rank 128": (4096, 4096, 4096, 128, 4),
+    "experts of Qwen3-30B": (2048, 768, 2048, 32, 128),
+    "odd": (21, 1408, 2880, 16, 3),
+}
+
+
+@pytest.mark.parametrize("sizes", LORA.values(), ids=LORA)
+def test_lora_gemm(h200, report, sizes):
+    """Works in place; takes x in order, the parts of x A^T and 2 KiB a row for everything else."""
+    rows, d_out, d_in, rank, slots = sizes
+    call = functools.partial(lora_gemm_gpu.lora_gemm, max_rank=rank, interpret=False)
+    done = h200.compile(call, *lora_arrays(h200, rows, d_out, d_in, rank, slots), donate=(0,))
+    report(done)
+    assert not any(done.spill_bytes.values())
+    parts = 4 * min(8, round(d_in / 1024)) * 64 * -(-(rank + 7) // 64)
+    assert done.temp_bytes <= (rows + 7) * (2 * d_in + parts + 2048)
+    assert done.thunks == ["kCommandBuffer"]
+    assert f"bf16[{rows},{d_out}]{{1,0}} copy(" not in done.text
+
+
+def decode_layer(x, kv, weights, lora, row_to_slot, group_sizes):
+    """Return x after something like attention and something like experts, adapters on both."""
+    adapters = functools.partial(lora_gemm_gpu.lora_gemm, max_rank=32, interpret=False)
+    experts = functools.partial(grouped_matmul_gpu.grouped_matmul, interpret=False)
+    none = jnp.zeros_like(row_to_slot)
+    q = adapters(x @ weights["q"], x, *lora, row_to_slot, none)
+    scores = jnp.einsum("td,sd->ts", q, kv, preferred_element_type=jnp.float32)
+    x = x + jax.nn.softmax(scores, axis=-1).astype(x.dtype) @ kv
+    rows = jnp.repeat(x, 8, axis=0)
+    row_to_slot = jnp.repeat(row_to_slot, 8)
+    up = experts(rows, weights["up"], group_sizes, None)
+    down = experts(jnp.tanh(up), weights["down"], group_sizes, None)
+    row_to_expert = jnp.zeros_like(row_to_slot)
+    down = adapters(down, rows, *lora, row_to_slot, row_to_expert)
+    return x + down.reshape(-1, 8, x.shape[1]).sum(1)
+
+
+def test_a_decode_step_of_four_layers_is_one_graph(h200, report):
+    bf16, i32 = jnp.bfloat16, jnp.int32
+    kv = h200.array((512, 2048), bf16)
+    shapes = {"q": (2048, 2048), "up": (128, 768, 2048), "down": (128, 2048, 768)}
+    weights = {name: h200.array(shape, bf16) for name, shape in shapes.items()}
+    _, x, *lora, row_to_slot, _ = lora_arrays(h200, 64, 2048, 2048, 32, 128)
+
+    def step(x, kv, weights, lora, row_to_slot, group_sizes):
+        for _ in range(4):
+            x = decode_layer(x, kv, weights, lora, row_to_slot, group_sizes)
+        return x
+
+    args = (x, kv, weights, tuple(lora), row_to_slot, h200.array((128,), i32))
+    done = h200.compile(step, *args, donate=(0,))
+    report(done)
+    assert done.text.count('custom_call_target="mosaic_gpu_v2"') == 4 * 6
+    assert len(done.registers) == 6  # compiled once, not once a layer
+    assert done.thunks == ["kCommandBuffer"]
+    assert not any(done.spill_bytes.values())
+    # 512 rows of the experts, of each width once or twice, and the parts of the adapters' x A^T.
+    assert done.temp_bytes < 16 << 20

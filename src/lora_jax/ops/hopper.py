@@ -31,7 +31,7 @@ def require(op: str, dtype: jnp.dtype, interpret: Interpret) -> None:
 
 
 def num_sms(interpret: Interpret) -> int:
-    """Return how many SMs a persistent kernel fills; two in the interpreter, which is slow."""
+    """Return how many SMs a persistent kernel fills; one in the interpreter, which is slow."""
     if interpret:
-        return 2
+        return 1
     return getattr(jax.devices()[0], "core_count", None) or NUM_SMS

@@ -9,6 +9,7 @@ A row's result is one sum over d_in in steps of 16, whatever the tiles and its n
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -124,6 +125,8 @@ def _require(
         )
 
 
+# Equal launches of a program's layers are traced, lowered and compiled once.
+@functools.partial(jax.jit, static_argnames=("config", "interpret"))
 def _launch(
     x: Float[Array, "rows d_in"],
     weights: tuple[Float[Array, "groups d_out d_in"], ...],

@@ -1,0 +1,110 @@
+"""How the Mosaic kernels see the rows: sorted by adapter, cut into items, with their tiles."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lora_jax.ops import hopper
+from lora_jax.ops.row_items import row_items
+from lora_jax.typing import Array, Float, Int
+
+ALIGN = 8  # rows: copied tiles of the pools and of x start at multiples
+DEPTH = 2 * hopper.COLUMNS  # of d_in in one stage of the shrink
+TALL = 64  # rank rows in one tile of the shrink
+STEP = 16  # rank rows in one stage of the expand
+CTAS = 2  # per SM
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tiles of both launches, chosen while tracing."""
+
+    rows: int  # of x in one tile
+    columns: int = 128  # of d_out in one warpgroup's tile
+    warpgroups: int = 2  # of the expand that multiply
+    shrink_stages: int = 5
+    expand_stages: int = 6
+    slots: int = 4  # works of the expand whose y is on its way in or out: two at least
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Rows in the order of their adapters, and the items they are cut into.
+
+    Columns of items: first rank row of A and of B (multiples of 8), low and end of the adapter's
+    own rows from there (A's, then B's), first row (a multiple of 8), low and end of the item's own.
+    """
+
+    order: Int[Array, "padded"]  # place -> row; the first ones have an adapter
+    items: Int[Array, "rows 9"]
+    num_items: Int[Array, "1"]
+    a_low: Int[Array, "padded"]
+    b_low: Int[Array, "padded"]
+    rank: Int[Array, "padded"]
+    scaling: Float[Array, "padded"]
+
+
+def find_config(rows: int, slots: int, max_rank: int) -> Config:
+    """Return tiles for so many rows of at most so many adapters.
+
+    Many rows of few adapters share one read of the weights in a tile of up to 48 rows; what shared
+    memory is left over holds y.
+    """
+    mean = rows / slots
+    wanted = next((n for most, n in ((2, 8), (16, 16), (64, 32)) if mean <= most), 48)
+    fitting = (_fitted(Config(n), max_rank) for n in (48, 32, 16, 8) if n <= wanted)
+    return next(c for c in fitting if c.slots >= 2 and c.shrink_stages >= 3)
+
+
+def _fitted(config: Config, max_rank: int) -> Config:
+    """Return the config with as many stages and slots as two CTAs per SM have memory for."""
+    room = hopper.SHARED_BYTES // CTAS - 2048
+    stage = (TALL + config.rows) * DEPTH * 2
+    wide = config.columns * config.warpgroups
+    slot = config.rows * (wide + rank_steps(max_rank) * STEP) * 2
+    return dataclasses.replace(
+        config,
+        shrink_stages=min(6, (room - config.rows * TALL * 4) // stage),
+        slots=min(6, (room - config.expand_stages * STEP * wide * 2) // slot),
+    )
+
+
+def rank_steps(max_rank: int) -> int:
+    """Return how many stages the rank rows of any adapter take, wherever they begin."""
+    return -(-(max_rank + ALIGN - 1) // STEP)
+
+
+def make_plan(
+    entries: Int[Array, "slots 5"],
+    scaling: Float[Array, "slots"],
+    row_to_slot: Int[Array, "rows"],
+    row_to_expert: Int[Array, "rows"],
+    tile: int,
+) -> Plan:
+    """Return rows sorted by (slot, expert), those without adapter last, and their items."""
+    rows, slots = row_to_slot.shape[0], entries.shape[0]
+    known = (row_to_slot >= 0) & (row_to_slot < slots)
+    has = known & (entries[jnp.where(known, row_to_slot, 0), 2] > 0)
+    slot = jnp.where(has, row_to_slot, jnp.int32(slots))
+    place = jnp.arange(rows, dtype=jnp.int32)
+    slot, expert, order = lax.sort((slot, row_to_expert, place), num_keys=2)
+    changed = (slot[1:] != slot[:-1]) | (expert[1:] != expert[:-1])
+    found = row_items(jnp.pad(changed, (1, 0)), jnp.sum(has, dtype=jnp.int32), tile)
+    entry = entries[jnp.minimum(slot, slots - 1)]
+    a_row = entry[:, 0] + expert * entry[:, 3]
+    b_row = entry[:, 1] + expert * entry[:, 4]
+    rank = jnp.where(slot < slots, entry[:, 2], 0)
+    a_low, b_low = a_row % ALIGN, b_row % ALIGN
+    of_row = (a_row - a_low, b_row - b_low, a_low, a_low + rank, b_low, b_low + rank)
+    first = jnp.minimum(found.start, rows - 1)
+    base = first // tile * tile
+    of_item = (base, first - base, jnp.minimum(found.end, rows) - base)
+    items = jnp.stack([c[first] for c in of_row] + list(of_item), axis=1)
+    pad = (0, -rows % ALIGN)
+    padded = (jnp.pad(v, pad) for v in (order, a_low, b_low, rank))
+    order, a_low, b_low, rank = padded
+    scale = jnp.pad(scaling[jnp.minimum(slot, slots - 1)], pad)
+    return Plan(order, items, found.num_items.reshape(1), a_low, b_low, rank, scale)
