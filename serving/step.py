@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.batch import ForwardBatch
 from lora_jax.kv_cache import PagedKVCache
+from lora_jax.nn.remote import RemoteExperts
 from lora_jax.typing import Array, Int
 from serving import sampler
 from serving.device_state import RowState
@@ -66,6 +67,7 @@ def run_step(
     bucket: int,
     sizes: StepSizes,
     reroute_tables: Int[Array, "moe_layers esft_slots experts"] | None = None,
+    remote: RemoteExperts | None = None,
 ) -> tuple[PagedKVCache, RowState, sampler.Sampled]:
     """Return cache and state after the step, and what its logit rows gave.
 
@@ -81,7 +83,7 @@ def run_step(
         batch = split_slots(batch, num_lora, reroute_tables)
         lora_rows = _below(rows.row_to_slot, num_lora)
         rows = dataclasses.replace(rows, row_to_slot=lora_rows)
-    hidden, cache = model(batch, cache, slots, sizes.max_rank)
+    hidden, cache = model(batch, cache, slots, sizes.max_rank, remote)
     logits = model.logits(
         hidden[rows.row_to_token], rows.num_rows, rows.row_to_slot, slots, sizes.max_rank
     )

@@ -15,6 +15,7 @@ from lora_jax.nn import rope
 from lora_jax.nn.attention import CosSin
 from lora_jax.nn.layers import Embedding, Linear, RMSNorm
 from lora_jax.nn.lora import Rows
+from lora_jax.nn.remote import RemoteExperts
 from lora_jax.typing import Array, Float, Int
 
 
@@ -113,8 +114,12 @@ class AbstractCausalLM(nnx.Module):
         cache: PagedKVCache,
         adapters: AdapterSlots | None,
         max_rank: int,
+        remote: RemoteExperts | None = None,
     ) -> tuple[Float[Array, "tokens hidden"], PagedKVCache]:
-        """Return hidden states after the final norm, and the cache with this step's K and V."""
+        """Return hidden states after the final norm, and the cache with this step's K and V.
+
+        With `remote` the experts' part of the adapters comes from there.
+        """
         rows = Rows(
             batch.num_tokens,
             batch.token_to_slot,
@@ -123,6 +128,7 @@ class AbstractCausalLM(nnx.Module):
             max_rank,
             batch.token_to_esft_slot,
             batch.reroute_tables,
+            remote,
         )
         angles = rope.cos_sin(self.config.rope, batch.positions)
         x = self.embed(batch.tokens)

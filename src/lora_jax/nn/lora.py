@@ -3,6 +3,7 @@
 import dataclasses
 
 from lora_jax.adapters.slots import AdapterSlots
+from lora_jax.nn.remote import RemoteExperts
 from lora_jax.ops.lora_gemm import lora_gemm
 from lora_jax.typing import Array, Float, Int
 
@@ -12,7 +13,7 @@ def apply_lora(
     x: Float[Array, "rows d_in"],
     adapters: AdapterSlots,
     module_index: int,
-    layer: int,
+    layer: int | Int[Array, ""],
     row_to_slot: Int[Array, "rows"],
     row_to_expert: Int[Array, "rows"] | None = None,
     *,
@@ -37,8 +38,8 @@ class Rows:
     """The rows of one flat matrix: how many are real, and which adapter each one uses.
 
     The fields from `adapters` to `max_rank` are the same for the whole step. Without `adapters` no
-    trace of LoRA is in the program, without `reroute_tables` none of ESFT. Lives only while a step
-    is traced.
+    trace of LoRA is in the program, without `reroute_tables` none of ESFT, and without `remote` all
+    adapters are on this device. Lives only while a step is traced.
     """
 
     num_rows: Int[Array, ""]
@@ -48,6 +49,7 @@ class Rows:
     max_rank: int
     row_to_esft_slot: Int[Array, "rows"] | None = None
     reroute_tables: Int[Array, "moe_layers esft_slots experts"] | None = None
+    remote: RemoteExperts | None = None  # computes the experts' part of every adapter
 
     def add_lora(
         self,

@@ -102,21 +102,40 @@ class Experts(nnx.Module):
         self, x: Float[Array, "rows hidden"], map: RowMap, rows: Rows
     ) -> Float[Array, "rows hidden"]:
         """Return each sorted row's expert output; `rows` are the sorted rows."""
-        gate = self._linear(x, "gate", map, rows)
-        up = self._linear(x, "up", map, rows)
+        gate, up = self._linears(x, ("gate_proj", "up_proj"), map, rows)
         if self.moe.swiglu is None:
             inner = silu_times(gate, up)
         else:
             inner = clamped_swiglu(gate, up, self.moe.swiglu)
-        return self._linear(inner, "down", map, rows)
+        (out,) = self._linears(inner, ("down_proj",), map, rows)
+        return out
 
-    def _linear(
-        self, x: Float[Array, "rows d_in"], name: str, map: RowMap, rows: Rows
+    def _linears(
+        self, x: Float[Array, "rows d_in"], names: tuple[str, ...], map: RowMap, rows: Rows
+    ) -> tuple[Float[Array, "rows d_out"], ...]:
+        """Return the projections of x, each plus the rows' adapters.
+
+        A LoRA Server computes the adapters' part while the base's runs here.
+        """
+        if rows.remote is not None:
+            exchange = rows.remote.exchange(
+                names, self.layer, rows.row_to_slot, map.row_to_expert, rows.num_rows
+            )
+            x = exchange.push(x)
+            return exchange.wait_add(tuple(self._base(x, name, map) for name in names), x)
+        return tuple(
+            rows.add_lora(
+                self._base(x, name, map), x, f"experts.{name}", self.layer, map.row_to_expert
+            )
+            for name in names
+        )
+
+    def _base(
+        self, x: Float[Array, "rows d_in"], name: str, map: RowMap
     ) -> Float[Array, "rows d_out"]:
-        weight, bias = getattr(self, f"{name}_proj"), getattr(self, f"{name}_bias")
+        bias = getattr(self, name.replace("proj", "bias"))
         bias = None if bias is None else bias[...]
-        y = grouped_matmul(x, weight[...], map.group_sizes, bias)
-        return rows.add_lora(y, x, f"experts.{name}_proj", self.layer, map.row_to_expert)
+        return grouped_matmul(x, getattr(self, name)[...], map.group_sizes, bias)
 
 
 def clamped_swiglu(
