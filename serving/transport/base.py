@@ -238,6 +238,10 @@ class AbstractServer(abc.ABC):
         """Let `receive` return None from now on."""
 
     @abc.abstractmethod
+    def aborted(self) -> bool:
+        """Return whether `abort` or `close` was called."""
+
+    @abc.abstractmethod
     def clients(self) -> tuple[int, ...]:
         """Return the numbers of the connected clients."""
 

@@ -1,0 +1,337 @@
+"""Both ends over memory that the two processes, or the one, have mapped; the CPU's carrier."""
+
+import abc
+import ctypes
+import dataclasses
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lora_jax.typing import Array, Float, Int
+from serving.transport.base import (
+    AbstractClient,
+    AbstractServer,
+    ClientStats,
+    PushRows,
+    Request,
+    TransportError,
+)
+from serving.transport.header import HEADER_BYTES, Header, Kind, parse
+from serving.transport.library import PUSH, WAIT_ADD, calls, numbers, shared_memory
+from serving.transport.shapes import PAGE, Shapes
+
+FIRST_LIMIT = 0.02  # seconds for a wait, until somebody has measured
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """What a client holds of a server: two descriptors, for the client to close, and an epoch."""
+
+    channel: int
+    bell: int
+    epoch: int
+
+
+class AbstractConnector(abc.ABC):
+    """How a client comes to one server."""
+
+    @abc.abstractmethod
+    def join(self, last_epoch: int) -> Joined:
+        """Return a channel under an epoch above `last_epoch`. Raises TransportError."""
+
+    @abc.abstractmethod
+    def watch(self, joined: Joined, lost) -> None:
+        """Call `lost()` once when the server of `joined` has gone, if that can be told."""
+
+    @abc.abstractmethod
+    def leave(self) -> None:
+        """Tell the server that this client has gone. A second call does nothing."""
+
+
+class SlotClient(AbstractClient):
+    """A client whose landing slots the C++ handlers read and write. See AbstractClient."""
+
+    def __init__(self, shapes: Shapes, connectors: Sequence[AbstractConnector], *, pull: bool):
+        """Join every server. Raises TransportError, with nothing kept, if one is not there.
+
+        With `pull`, results are read over before they are used: for comparison only.
+        """
+        self.shapes, self.servers = shapes, len(connectors)
+        self._connectors, self._epochs = list(connectors), [0] * len(connectors)
+        self._calls = calls()
+        self._number = self._calls.client_new(numbers(shapes), self.servers, int(pull))
+        self._closed = False
+        self.set_limit(FIRST_LIMIT)
+        try:
+            for server in range(self.servers):
+                self._join(server)
+        except BaseException:
+            self.close()
+            raise
+
+    def push(
+        self, x: Float[Array, "rows d_in"], site: int, layer: Int[Array, ""] | int, rows: PushRows
+    ) -> Float[Array, "rows d_in"]:
+        self._check(site, x, rows)
+        out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        call = jax.ffi.ffi_call(PUSH, out, has_side_effect=True, input_output_aliases={0: 0})
+        return call(
+            x,
+            rows.num_rows,
+            jnp.asarray(layer, jnp.int32),
+            rows.table_version,
+            rows.row_to_server,
+            rows.row_to_adapter,
+            rows.row_to_expert,
+            client=np.int64(self._number),
+            site=np.int64(site),
+        )
+
+    def wait_add(
+        self,
+        ys: Sequence[Float[Array, "rows d_out"]],
+        keep: Float[Array, "rows d_in"],
+        site: int,
+        rows: PushRows,
+    ) -> tuple[tuple[Float[Array, "rows d_out"], ...], Int[Array, "servers"]]:
+        self._check(site, keep, rows)
+        _check_outputs(self.shapes, site, keep, ys)
+        outs = [jax.ShapeDtypeStruct((self.servers,), jnp.int32)]
+        outs += [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in ys]
+        aliases = {3 + index: 1 + index for index in range(len(ys))}
+        call = jax.ffi.ffi_call(WAIT_ADD, outs, has_side_effect=True, input_output_aliases=aliases)
+        status, *added = call(
+            rows.num_rows,
+            rows.row_to_server,
+            keep,
+            *ys,
+            client=np.int64(self._number),
+            site=np.int64(site),
+        )
+        return tuple(added), status
+
+    def set_limit(self, seconds: float) -> None:
+        if not seconds > 0:
+            raise ValueError(f"a wait must be bounded by more than 0 seconds, got {seconds}")
+        self._calls.client_limit(self._number, int(seconds * 1e9))
+
+    def abort(self, on: bool = True) -> None:
+        self._calls.client_abort(self._number, int(on))
+
+    def lost(self) -> tuple[int, ...]:
+        lost = self._calls.client_lost
+        return tuple(server for server in range(self.servers) if lost(self._number, server))
+
+    def rejoin(self) -> tuple[int, ...]:
+        for server in () if self._closed else self.lost():
+            try:
+                self._join(server)
+            except TransportError:
+                continue
+        return self.lost()
+
+    def stats(self) -> ClientStats:
+        found = (ctypes.c_uint64 * len(dataclasses.fields(ClientStats)))()
+        self._calls.client_counts(self._number, found)
+        *counts, waited, longest = found
+        return ClientStats(*counts, wait_seconds=waited / 1e9, longest_wait=longest / 1e9)
+
+    def close(self) -> None:
+        self._closed = True
+        self._calls.client_free(self._number)
+        for connector in self._connectors:
+            connector.leave()
+
+    def _join(self, server: int) -> None:
+        connector = self._connectors[server]
+        connector.leave()
+        joined = connector.join(self._epochs[server])
+        epoch = self._epochs[server] = joined.epoch
+        try:
+            attached = self._calls.client_attach(
+                self._number, server, joined.channel, joined.bell, epoch
+            )
+        finally:
+            os.close(joined.channel)
+            os.close(joined.bell)
+        if not attached:
+            raise TransportError(f"the slots of server {server} cannot be mapped")
+        connector.watch(joined, lambda: self._calls.client_detach(self._number, server, epoch))
+
+    def _check(self, site: int, x: Array, rows: PushRows) -> None:
+        shapes = self.shapes
+        if not 0 <= site < len(shapes.sites):
+            raise ValueError(f"site {site} is not one of {len(shapes.sites)}.")
+        if x.dtype != shapes.row_dtype or x.ndim != 2 or x.shape[1] != shapes.sites[site].d_in:
+            raise ValueError(
+                f"site {shapes.sites[site].name} sends {shapes.dtype} [rows, "
+                f"{shapes.sites[site].d_in}], got {x.dtype} {x.shape}."
+            )
+        if x.shape[0] > shapes.max_rows:
+            raise ValueError(
+                f"A batch has {x.shape[0]} rows and a landing slot {shapes.max_rows}; start both "
+                "sides with more rows in a slot, or use a smaller batch."
+            )
+        for name in ("row_to_server", "row_to_adapter", "row_to_expert"):
+            array = getattr(rows, name)
+            if array.shape != x.shape[:1] or array.dtype != jnp.int32:
+                raise ValueError(
+                    f"{name} must be int32 {x.shape[:1]}, got {array.dtype} {array.shape}."
+                )
+
+
+def _check_outputs(shapes: Shapes, site: int, keep: Array, ys: Sequence[Array]) -> None:
+    want = [(keep.shape[0], width) for width in shapes.sites[site].d_outs]
+    got = [tuple(y.shape) for y in ys]
+    dtypes = {y.dtype for y in ys}
+    if got != want:
+        raise ValueError(f"site {shapes.sites[site].name} adds to {want}, got {got}.")
+    if len(dtypes) != 1 or not dtypes <= {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)}:
+        raise ValueError(f"ys must be all float32 or all bfloat16, got {sorted(map(str, dtypes))}.")
+
+
+class _Seat:
+    """The server's own view of one client's slots; gone when the last array over it is."""
+
+    def __init__(self, shapes: Shapes, channel: int, epoch: int):
+        memory = mmap.mmap(channel, shapes.channel_bytes)
+        start, rows = PAGE, shapes.max_rows
+        ids = {"dtype": np.int32, "count": rows}
+        self.epoch = epoch
+        self.adapters = np.frombuffer(memory, offset=start + shapes.adapters_offset, **ids)
+        self.experts = np.frombuffer(memory, offset=start + shapes.experts_offset, **ids)
+        at = start + shapes.rows_offset
+        self.x = [
+            np.frombuffer(memory, shapes.row_dtype, rows * site.d_in, at).reshape(rows, site.d_in)
+            for site in shapes.sites
+        ]
+
+
+class SlotServer(AbstractServer):
+    """A server whose clients' slots the C++ code reads and writes. See AbstractServer."""
+
+    def __init__(self, shapes: Shapes, *, pull: bool):
+        """With `pull`, messages are read over before they are used: for comparison only."""
+        self.shapes, self._pull = shapes, pull
+        self._calls = calls()
+        self._bell = shared_memory(PAGE)
+        self._number = self._calls.server_new(numbers(shapes), self._bell)
+        self._lock = threading.Lock()  # seats and epochs: clients come and go on other threads
+        self._seats: dict[int, _Seat] = {}
+        self._epoch = 0
+        self._aborted = self._closed = False
+        self._header = ctypes.create_string_buffer(HEADER_BYTES)
+
+    def join(self, last_epoch: int) -> tuple[int, Joined]:
+        """Make room for a client; return its number and what to give it, for it to close.
+
+        Raises TransportError when the server is closed, and where memory cannot be mapped.
+        """
+        with self._lock:
+            if self._closed:
+                raise TransportError("the server is closed")
+            epoch = self._epoch = max(self._epoch, last_epoch) + 1
+            channel = shared_memory(self.shapes.channel_bytes)
+            client = self._calls.server_attach(self._number, channel, epoch)
+            if not client:
+                os.close(channel)
+                raise TransportError("a client's slots cannot be mapped")
+            self._seats[client] = _Seat(self.shapes, channel, epoch)
+            return client, Joined(channel, os.dup(self._bell), epoch)
+
+    def leave(self, client: int) -> None:
+        """Forget a client; its slots go when nobody reads them any more."""
+        with self._lock:
+            self._calls.server_detach(self._number, client)
+            self._seats.pop(client, None)
+
+    def receive(self, seconds: float) -> Request | None:
+        client = self._calls.server_receive(self._number, int(seconds * 1e9), self._header)
+        seat = self._seats.get(client)
+        header = parse(self._header.raw) if seat else None
+        if seat is None or header is None:
+            return None
+        arrays = seat.x[header.site], seat.adapters, seat.experts
+        if self._pull:
+            arrays = tuple(_fetched(array, header.rows) for array in arrays)
+        return Request(
+            client,
+            header.epoch,
+            header.sequence,
+            header.layer,
+            header.site,
+            header.rows,
+            header.table_version,
+            *arrays,
+        )
+
+    def respond(self, request: Request, deltas: Sequence[np.ndarray]) -> bool:
+        site = self.shapes.sites[request.site]
+        if len(deltas) != len(site.d_outs):
+            raise ValueError(f"{site.name} has {len(site.d_outs)} outputs, got {len(deltas)}.")
+        pointers = (ctypes.c_void_p * len(deltas))()
+        kept = []  # until they are copied
+        for index, (delta, width) in enumerate(zip(deltas, site.d_outs, strict=True)):
+            array = np.ascontiguousarray(delta)
+            rows_fit = array.ndim == 2 and array.shape[0] >= request.rows
+            if array.dtype != self.shapes.result_dtype or not rows_fit or array.shape[1] != width:
+                raise ValueError(
+                    f"output {index} of {site.name} must be {self.shapes.delta_dtype} "
+                    f"[{request.rows} or more, {width}], got {array.dtype} {array.shape}."
+                )
+            pointers[index] = array.ctypes.data
+            kept.append(array)
+        return self._answer(request, Kind.RESPONSE, pointers)
+
+    def refuse(self, request: Request) -> bool:
+        return self._answer(request, Kind.REFUSAL, None)
+
+    def abort(self) -> None:
+        self._aborted = True
+        self._calls.server_abort(self._number)
+
+    def aborted(self) -> bool:
+        return self._aborted
+
+    def clients(self) -> tuple[int, ...]:
+        with self._lock:
+            return tuple(self._seats)
+
+    def dropped(self) -> int:
+        return self._calls.server_dropped(self._number)
+
+    def close(self) -> None:
+        self.abort()
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._calls.server_free(self._number)
+            self._seats.clear()
+            os.close(self._bell)
+
+    def _answer(self, request: Request, kind: Kind, pointers) -> bool:
+        header = Header(
+            request.epoch,
+            request.sequence,
+            request.layer,
+            request.site,
+            request.rows if kind == Kind.RESPONSE else 0,
+            kind,
+            request.table_version,
+            0,  # filled in
+        )
+        answer = self._calls.server_answer
+        return bool(answer(self._number, request.client, header.pack(), pointers))
+
+
+def _fetched(array: np.ndarray, rows: int) -> np.ndarray:
+    """Return memory of this process with the array's first rows."""
+    own = np.empty_like(array)
+    own[:rows] = array[:rows]
+    return own
