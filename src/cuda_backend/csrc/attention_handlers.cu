@@ -21,8 +21,7 @@ static ffi::Error Units(cudaStream_t stream, S32 token_to_seq, S32 positions, S3
                                 static_cast<int>(positions.element_count()), static_cast<int>(unit_tokens),
                                 static_cast<int>(chunk), static_cast<int>(window),
                                 reinterpret_cast<AttentionUnit*>(units->typed_data()), num_units->typed_data()};
-  attention_units_kernel<<<1, kScanThreads, 0, stream>>>(args);
-  return status(cudaGetLastError());
+  return status(launch_attention_units(args, stream));
 }
 
 // `v_pages` and `sinks` of no elements mean that there are none.

@@ -25,6 +25,11 @@ inline cudaError_t page_map(CUtensorMap* map, const void* pages, int64_t num_pag
   return r == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
+inline cudaError_t launch_attention_units(const AttentionUnitsArgs& args, cudaStream_t stream) {
+  attention_units_kernel<<<1, kScanThreads, 0, stream>>>(args);
+  return cudaGetLastError();
+}
+
 template <int NT>
 cudaError_t launch_attention_columns(const AttentionArgs& args, int threads, int shared, cudaStream_t stream) {
   const auto kernel = attention_kernel<NT>;

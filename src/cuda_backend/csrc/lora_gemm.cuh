@@ -26,9 +26,7 @@
 
 namespace lora_jax {
 
-__device__ __forceinline__ void consumer_sync() {
-  asm volatile("bar.sync 1, %0;" ::"n"(kConsumers * 32) : "memory");
-}
+__device__ __forceinline__ void consumer_sync() { consumer_barrier(kConsumers * 32); }
 
 // ---------------------------------------------------------------- producers
 template <class S>
@@ -57,7 +55,7 @@ __device__ void produce_weights(const PairArgs& p, S& sm) {
 
 __device__ __forceinline__ void wait_for_h(const PairArgs& p, const Ticket& t) {
   while (load_acquire(&p.ready[t.item]) < t.units) __nanosleep(20);
-  asm volatile("fence.proxy.async;" ::: "memory");
+  fence_copies();
 }
 
 // The row warps take turns by row; the first one also fetches h, whose rows lie together.
@@ -148,7 +146,7 @@ __device__ __forceinline__ void finish_shrink(const PairArgs& p, const Ticket& t
       p.h[static_cast<int64_t>(t.row_begin + n) * p.h_stride + r] = __float2bfloat16(r < t.rank ? s * t.scaling : 0.f);
     }
   }
-  asm volatile("fence.proxy.async;" ::: "memory");  // copies write the scratch next, and read h
+  fence_copies();  // copies write the scratch next, and read h
   __syncwarp();
   if (lane == 0) mbar_arrive(release);
   consumer_sync();
@@ -293,7 +291,7 @@ __global__ void __launch_bounds__(kThreads, 2) pair_kernel(const __grid_constant
       mbar_init(&sm.ticket_full[i], 1);
       mbar_init(&sm.ticket_empty[i], kConsumers + 1 + kRowWarps);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fence_barriers();
   }
   __syncthreads();
   const int warp = threadIdx.x >> 5;

@@ -6,6 +6,8 @@
 // registers one step ahead and back. So w is read and written once and A is read from L2 once for
 // every kWarps * 8 * J rows: the copy engine's rate is the floor.
 #pragma once
+#include <cuda_runtime_api.h>
+
 #include "ptx.cuh"
 
 namespace lora_jax {

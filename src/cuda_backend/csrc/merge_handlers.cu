@@ -1,6 +1,4 @@
 // XLA FFI entry point of merge: in place on w, one launch, fit for CUDA graphs.
-#include <cuda_runtime_api.h>
-
 #include "merge.cuh"
 #include "xla/ffi/api/ffi.h"
 

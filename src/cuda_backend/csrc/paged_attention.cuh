@@ -44,32 +44,10 @@ constexpr int kAttentionHeader = 1024;  // barriers; the stages begin on a bound
 
 __host__ __device__ inline int q_stride(int k_dim) { return k_dim * 2 + 16; }  // lanes meet distinct banks
 
-__device__ __forceinline__ void ldmatrix(uint32_t (&r)[4], uint32_t addr) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(addr));
-}
-__device__ __forceinline__ void ldmatrix_trans(uint32_t (&r)[4], uint32_t addr) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(addr));
-}
-__device__ __forceinline__ void page_copy(uint32_t dst, const CUtensorMap* map, int place, int head, int page,
-                                          uint64_t* bar) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %2, %4, %5}], "
-      "[%6];" ::"r"(dst),
-      "l"(map), "r"(0), "r"(place), "r"(head), "r"(page), "r"(smem_u32(bar))
-      : "memory");
-}
 __device__ __forceinline__ uint32_t pack_bf16(float lo, float hi) {
   const __nv_bfloat162 v = __floats2bfloat162_rn(lo, hi);
   return *reinterpret_cast<const uint32_t*>(&v);
 }
-__device__ __forceinline__ void named_barrier(int threads) {
-  asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
-}
-
 // Stages come round; their number is known at launch only.
 struct StageRing {
   int at = 0;
@@ -282,10 +260,10 @@ __device__ __forceinline__ void consume_pages(const AttentionArgs& p, AttentionS
   AttentionUnit unit = load_unit(p, blockIdx.x, num_shares);
   for (int i = blockIdx.x; i < num_shares; i += gridDim.x) {
     const AttentionUnit next = load_unit(p, i + gridDim.x, num_shares);
-    named_barrier(threads);  // nobody reads the queries of the unit before
+    consumer_barrier(threads);  // nobody reads the queries of the unit before
     const int first_head = i % p.head_groups * p.cta_heads;
     load_queries(p, unit, first_head, q, threads);
-    named_barrier(threads);
+    consumer_barrier(threads);
     own.reset();
     const Tiles tiles(p, unit);
     const int g = lane >> 2, last = unit.position + unit.num_tokens - 1;
@@ -323,7 +301,7 @@ __global__ void __launch_bounds__((kMostConsumers + 1) * 32, 1) attention_kernel
       mbar_init(&sm.full[i], 1);
       mbar_init(&sm.empty[i], consumers);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fence_barriers();
   }
   __syncthreads();
   const uint32_t stages = smem_u32(attention_raw) + kAttentionHeader;

@@ -4,6 +4,8 @@
 // that is all; beyond it a second launch adds what stands before each block's share of a group.
 // Rerouting is one load more per row, in a launch that a base-only layer has as well.
 #pragma once
+#include <cuda_runtime_api.h>
+
 #include "cta_sort.cuh"
 
 namespace lora_jax {
@@ -106,6 +108,20 @@ __global__ void __launch_bounds__(kScanThreads) place_blocks_kernel(const Rerout
     const int row = first + (key & (kBlockRows - 1)), place = i + shift[key >> kBlockBits];
     p.order[place] = row, p.inverse[row] = place;
   }
+}
+
+// One launch, and a second one for more than a block of rows.
+inline cudaError_t launch_reroute(const RerouteArgs& args, cudaStream_t stream) {
+  const int rows = args.tokens * args.k, blocks = (rows + kBlockRows - 1) / kBlockRows, groups = args.groups + 1;
+  const int sorting = static_cast<int>(sizeof(RerouteShared)) + groups * 4, placing = groups * 12;
+  cudaError_t e = cudaFuncSetAttribute(sort_block_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sorting);
+  if (e != cudaSuccess) return e;
+  sort_block_kernel<<<blocks, kScanThreads, sorting, stream>>>(args);
+  if (blocks == 1) return cudaGetLastError();
+  e = cudaFuncSetAttribute(place_blocks_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, placing);
+  if (e != cudaSuccess) return e;
+  place_blocks_kernel<<<blocks, kScanThreads, placing, stream>>>(args);
+  return cudaGetLastError();
 }
 
 }  // namespace lora_jax

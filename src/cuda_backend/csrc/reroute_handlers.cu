@@ -1,6 +1,4 @@
 // XLA FFI entry points of row_map and reroute: one launch, two for more than a block of rows.
-#include <cuda_runtime_api.h>
-
 #include "reroute.cuh"
 #include "xla/ffi/api/ffi.h"
 
@@ -8,19 +6,6 @@ namespace ffi = xla::ffi;
 using S32 = ffi::Buffer<ffi::S32>;
 
 namespace lora_jax {
-
-static cudaError_t launch(const RerouteArgs& args, cudaStream_t stream) {
-  const int rows = args.tokens * args.k, blocks = (rows + kBlockRows - 1) / kBlockRows, groups = args.groups + 1;
-  const int sorting = static_cast<int>(sizeof(RerouteShared)) + groups * 4, placing = groups * 12;
-  cudaError_t e = cudaFuncSetAttribute(sort_block_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sorting);
-  if (e != cudaSuccess) return e;
-  sort_block_kernel<<<blocks, kScanThreads, sorting, stream>>>(args);
-  if (blocks == 1) return cudaGetLastError();
-  e = cudaFuncSetAttribute(place_blocks_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, placing);
-  if (e != cudaSuccess) return e;
-  place_blocks_kernel<<<blocks, kScanThreads, placing, stream>>>(args);
-  return cudaGetLastError();
-}
 
 static ffi::Error run(RerouteArgs args, cudaStream_t stream, S32& ids, S32& num_tokens, ffi::Result<S32>& order,
                       ffi::Result<S32>& inverse, ffi::Result<S32>& sizes, ffi::Result<S32>& counts,
@@ -30,7 +15,7 @@ static ffi::Error run(RerouteArgs args, cudaStream_t stream, S32& ids, S32& num_
   args.groups = static_cast<int>(sizes->element_count());
   args.order = order->typed_data(), args.inverse = inverse->typed_data(), args.sizes = sizes->typed_data();
   args.counts = counts->typed_data(), args.sorted = reinterpret_cast<uint32_t*>(sorted->typed_data());
-  const cudaError_t e = launch(args, stream);
+  const cudaError_t e = launch_reroute(args, stream);
   return e == cudaSuccess ? ffi::Error::Success() : ffi::Error::Internal(cudaGetErrorString(e));
 }
 

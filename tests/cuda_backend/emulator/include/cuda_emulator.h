@@ -1,0 +1,340 @@
+// Runs CUDA kernels on a CPU: every thread of every CTA is a fiber, all on one OS thread.
+//
+// Warp operations and barriers wait for their peers, asynchronous copies arrive late and in any
+// order (by a seed), so that a missing wait, a barrier that not all threads reach and two lanes in
+// different operations are found out. What it cannot show: time, registers, memory order.
+#pragma once
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#define __device__
+#define __host__
+#define __global__
+#define __grid_constant__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
+
+struct uint4 { uint32_t x, y, z, w; };
+struct int4 { int x, y, z, w; };
+struct float2 { float x, y; };
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+
+struct __nv_bfloat16 { uint16_t bits; };
+struct __nv_bfloat162 { __nv_bfloat16 x, y; };
+inline float emulated_float(uint16_t bits) {
+  const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+  float f;
+  std::memcpy(&f, &wide, 4);
+  return f;
+}
+inline __nv_bfloat16 __float2bfloat16(float f) {
+  uint32_t bits;
+  std::memcpy(&bits, &f, 4);
+  if ((bits & 0x7fffffff) > 0x7f800000) return {static_cast<uint16_t>(bits >> 16 | 64)};
+  return {static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+}
+inline __nv_bfloat162 __floats2bfloat162_rn(float a, float b) { return {__float2bfloat16(a), __float2bfloat16(b)}; }
+inline float2 __bfloat1622float2(__nv_bfloat162 v) { return {emulated_float(v.x.bits), emulated_float(v.y.bits)}; }
+
+template <class T> T min(T a, T b) { return b < a ? b : a; }
+template <class T> T max(T a, T b) { return a < b ? b : a; }
+template <class T> T __ldg(const T* p) { return *p; }
+template <class T> T __ldcs(const T* p) { return *p; }
+template <class T> void __stcs(T* p, T v) { *p = v; }
+inline int __popc(unsigned v) { return __builtin_popcount(v); }
+inline int __float_as_int(float f) { int i; std::memcpy(&i, &f, 4); return i; }
+inline float __int_as_float(int i) { float f; std::memcpy(&f, &i, 4); return f; }
+inline void __threadfence() {}
+inline int atomicAdd(int* p, int v) { const int old = *p; *p += v; return old; }
+inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
+  const uint64_t both = static_cast<uint64_t>(y) << 32 | x;
+  uint32_t r = 0;
+  for (int i = 0; i < 4; ++i) r |= static_cast<uint32_t>(both >> ((selector >> 4 * i & 7) * 8) & 255) << 8 * i;
+  return r;
+}
+
+namespace emu {
+
+struct Dim { unsigned x, y, z; };
+[[noreturn]] inline void fail(const char* why) {
+  std::fprintf(stderr, "emulated kernel: %s\n", why);
+  std::fflush(stderr);
+  std::abort();
+}
+
+struct Rendezvous {  // of the threads of a warp, a CTA or a part of it
+  int arrived = 0;
+  uint64_t generation = 0;
+};
+struct Warp {
+  Rendezvous all;
+  struct Slot { const char* what; uint64_t values[4]; } slots[2][32];  // by parity of the generation
+};
+struct Barrier {  // mbarrier
+  int count = 0, pending = 0;
+  int64_t bytes = 0;
+  bool phase = false;
+};
+struct Block {
+  Dim index;
+  unsigned threads;
+  std::vector<unsigned char> shared;
+  std::map<int, std::vector<unsigned char>> fixed;  // static shared arrays, by line
+  std::vector<Warp> warps;
+  Rendezvous all, consumers;
+  std::map<const uint64_t*, Barrier> barriers;
+};
+constexpr size_t kStackBytes = 128 << 10;
+
+struct Fiber {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack{new char[kStackBytes]};  // not touched before it is used
+  Block* block;
+  Dim thread;
+  bool done = false;
+  const void* condition = nullptr;  // what it waits for, on its own stack
+  bool (*holds)(const void*) = nullptr;
+  std::vector<std::vector<std::function<void()>>> groups{1};  // cp.async groups, the last one open
+};
+struct Machine {
+  Dim grid{1, 1, 1}, block_dim{1, 1, 1};
+  Fiber* current = nullptr;
+  ucontext_t scheduler;
+  std::vector<std::function<void()>> copies;  // asynchronous ones on their way
+  uint64_t progress = 0;
+  uint32_t seed = 1;
+  int sms = 1;
+  uint32_t random() { return seed = seed * 1664525u + 1013904223u, seed >> 8; }
+};
+inline Machine machine;
+
+inline void yield() { swapcontext(&machine.current->context, &machine.scheduler); }
+// The scheduler looks at the condition, so that a thread which waits costs no switch.
+template <class Condition> void wait_until(Condition condition) {
+  if (!condition()) {
+    Fiber* f = machine.current;
+    f->condition = &condition;
+    f->holds = [](const void* c) { return (*static_cast<const Condition*>(c))(); };
+    yield();
+    f->condition = nullptr;
+  }
+  ++machine.progress;
+}
+inline void meet(Rendezvous& r, int threads) {
+  const uint64_t mine = r.generation;
+  if (++r.arrived == threads) {
+    r.arrived = 0, ++r.generation, ++machine.progress;
+  } else {
+    wait_until([&] { return r.generation != mine; });
+  }
+}
+inline int lane() { return machine.current->thread.x & 31; }
+inline Warp& warp() { return machine.current->block->warps[machine.current->thread.x >> 5]; }
+
+// Every lane shows its values; returns what all of them showed. `what` must agree.
+template <class T> const Warp::Slot* exchange(const char* what, const T& value) {
+  static_assert(sizeof(T) <= sizeof(uint64_t) * 4);
+  Warp& w = warp();
+  Warp::Slot* slots = w.slots[w.all.generation & 1];
+  slots[lane()].what = what;
+  std::memcpy(slots[lane()].values, &value, sizeof(T));
+  meet(w.all, 32);
+  if (std::strcmp(slots[(lane() + 1) & 31].what, what)) fail("lanes of a warp are in different operations");
+  return slots;
+}
+template <class T> T shown(const Warp::Slot* slots, int lane) {
+  T value;
+  std::memcpy(&value, slots[lane].values, sizeof(T));
+  return value;
+}
+
+inline void* dynamic_shared() { return machine.current->block->shared.data(); }
+template <class T> T& static_shared(int line) {
+  auto& bytes = machine.current->block->fixed[line];
+  if (bytes.empty()) bytes.resize(sizeof(T), 0xff);
+  return *reinterpret_cast<T*>(bytes.data());
+}
+inline unsigned char* at_shared(uint32_t address) { return machine.current->block->shared.data() + address; }
+
+inline Barrier& barrier(uint64_t* bar) { return machine.current->block->barriers[bar]; }
+inline void settle(Barrier& b) {
+  if (b.pending == 0 && b.bytes == 0) b.phase = !b.phase, b.pending = b.count, ++machine.progress;
+}
+// A copy of the copy engine: `move` now or later, then `bytes` count towards the barrier.
+inline void copy_later(std::function<void(unsigned char*)> move, uint32_t dst, int64_t bytes, uint64_t* bar) {
+  Barrier* b = &barrier(bar);
+  unsigned char* to = at_shared(dst);
+  machine.copies.push_back([=] {
+    move(to);
+    b->bytes -= bytes;
+    settle(*b);
+  });
+}
+inline void run_a_copy() {
+  const size_t i = machine.random() % machine.copies.size();
+  const auto copy = std::move(machine.copies[i]);
+  machine.copies.erase(machine.copies.begin() + i);
+  copy();
+}
+
+inline std::function<void()>* entry;
+inline void enter() {
+  (*entry)();
+  machine.current->done = true, ++machine.progress;
+  yield();
+}
+
+// Runs the CTAs [first, last) side by side until all their threads have ended.
+inline void run_blocks(unsigned first, unsigned last, unsigned threads, size_t shared) {
+  std::vector<std::unique_ptr<Block>> blocks;
+  std::vector<std::unique_ptr<Fiber>> fibers;
+  for (unsigned b = first; b < last; ++b) {
+    blocks.push_back(std::make_unique<Block>());
+    Block& block = *blocks.back();
+    block.index = {b, 0, 0}, block.threads = threads;
+    block.shared.assign(shared + 16, 0xff);  // NaN, and a bad barrier
+    block.warps.resize(threads / 32);
+    for (unsigned t = 0; t < threads; ++t) {
+      fibers.push_back(std::make_unique<Fiber>());
+      Fiber& f = *fibers.back();
+      f.block = &block, f.thread = {t, 0, 0};
+      getcontext(&f.context);
+      f.context.uc_stack.ss_sp = f.stack.get(), f.context.uc_stack.ss_size = kStackBytes, f.context.uc_link = nullptr;
+      makecontext(&f.context, reinterpret_cast<void (*)()>(enter), 0);
+    }
+  }
+  size_t alive = fibers.size();
+  uint64_t seen = ~0ull;
+  for (int idle = 0; alive;) {
+    for (auto& f : fibers) {
+      if (f->done || (f->condition && !f->holds(f->condition))) continue;
+      machine.current = f.get();
+      swapcontext(&machine.scheduler, &f->context);
+      if (f->done) --alive;
+      if (!machine.copies.empty() && machine.random() % 16 == 0) run_a_copy();
+    }
+    idle = machine.progress == seen ? idle + 1 : 0, seen = machine.progress;
+    if (idle && !machine.copies.empty()) run_a_copy();
+    if (idle > 1000) fail("deadlock: every thread waits");
+  }
+  for (auto& f : fibers)
+    for (auto& group : f->groups)
+      if (!group.empty()) fail("a thread ended with copies it had not waited for");
+  if (!machine.copies.empty()) fail("a CTA ended with copies on their way");
+}
+
+constexpr unsigned kTogether = 4;  // CTAs; a persistent grid is smaller
+
+template <class Kernel, class... Args>
+void launch(Kernel kernel, unsigned grid, unsigned threads, size_t shared, const Args&... args) {
+  if (threads % 32 || threads > 1024) fail("a CTA of no whole warps, or too large");
+  if (shared > 232448) fail("more shared memory than a CTA of Hopper can have");
+  machine.grid.x = grid, machine.block_dim.x = threads;
+  std::function<void()> body = [&] { kernel(args...); };
+  entry = &body;
+  for (unsigned b = 0; b < grid; b += kTogether) run_blocks(b, min(grid, b + kTogether), threads, shared);
+}
+
+}  // namespace emu
+
+#define threadIdx (emu::machine.current->thread)
+#define blockIdx (emu::machine.current->block->index)
+#define gridDim (emu::machine.grid)
+#define blockDim (emu::machine.block_dim)
+
+inline void __syncthreads() { emu::meet(emu::machine.current->block->all, emu::machine.current->block->threads); }
+inline void __syncwarp() { emu::exchange("syncwarp", 0); }
+inline void __nanosleep(unsigned) { emu::yield(); }
+template <class T> T __shfl_sync(unsigned, T v, int from) { return emu::shown<T>(emu::exchange("shfl", v), from & 31); }
+template <class T> T __shfl_xor_sync(unsigned, T v, int mask) {
+  return emu::shown<T>(emu::exchange("shfl_xor", v), emu::lane() ^ mask);
+}
+template <class T> T __shfl_up_sync(unsigned, T v, unsigned by) {
+  const auto* slots = emu::exchange("shfl_up", v);
+  return emu::lane() >= static_cast<int>(by) ? emu::shown<T>(slots, emu::lane() - by) : v;
+}
+template <class T> unsigned __match_any_sync(unsigned, T v) {
+  const auto* slots = emu::exchange("match_any", v);
+  unsigned same = 0;
+  for (int i = 0; i < 32; ++i) same |= static_cast<unsigned>(emu::shown<T>(slots, i) == v) << i;
+  return same;
+}
+
+// ---------------------------------------------------------------- the runtime, as far as it is used
+using cudaStream_t = void*;
+enum cudaError_t { cudaSuccess, cudaErrorInvalidValue, cudaErrorNotSupported };
+constexpr int cudaFuncAttributeMaxDynamicSharedMemorySize = 0, cudaDevAttrMultiProcessorCount = 0;
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+template <class K> cudaError_t cudaFuncSetAttribute(K, int, int) { return cudaSuccess; }
+inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+inline cudaError_t cudaDeviceGetAttribute(int* value, int, int) { return *value = emu::machine.sms, cudaSuccess; }
+
+// ---------------------------------------------------------------- tensor maps
+using cuuint64_t = uint64_t;
+using cuuint32_t = uint32_t;
+enum CUresult { CUDA_SUCCESS, CUDA_ERROR_INVALID_VALUE };
+enum { CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE };
+struct CUtensorMap {
+  const unsigned char* base;
+  int rank;
+  uint64_t dims[5], strides[5];  // strides[i]: bytes of a step in dimension i
+  uint32_t box[5];
+};
+
+inline CUresult cuTensorMapEncodeTiled(CUtensorMap* map, int, uint32_t rank, void* base, const cuuint64_t* dims,
+                                       const cuuint64_t* strides, const cuuint32_t* box, const cuuint32_t*, int, int,
+                                       int, int) {
+  map->base = static_cast<const unsigned char*>(base), map->rank = static_cast<int>(rank);
+  for (uint32_t i = 0; i < rank; ++i) {
+    if (box[i] > 256 || box[i] == 0 || dims[i] == 0) return CUDA_ERROR_INVALID_VALUE;
+    if (i && strides[i - 1] % 16) return CUDA_ERROR_INVALID_VALUE;
+    map->dims[i] = dims[i], map->strides[i] = i ? strides[i - 1] : 2, map->box[i] = box[i];
+  }
+  return box[0] * 2 > 128 ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;  // the swizzle's width
+}
+
+namespace emu {
+
+// Copies a box whose first row is at `dst`; elements outside the tensor become zero, 16-byte pieces
+// are swizzled within 128 bytes by the row's place in 1024.
+inline void tensor_copy(uint32_t dst, const CUtensorMap* map, std::vector<int> at, uint64_t* bar) {
+  if (dst % 128) fail("a swizzled box begins off its boundary");
+  int64_t rows = 1;
+  for (int i = 1; i < map->rank; ++i) rows *= map->box[i];
+  const CUtensorMap m = *map;
+  auto move = [=](unsigned char* to) {
+    for (int64_t r = 0; r < rows; ++r) {
+      int64_t left = r, offset = 0;
+      bool inside = true;
+      for (int i = 1; i < m.rank; ++i) {
+        const int64_t place = at[i] + left % m.box[i];
+        left /= m.box[i], offset += place * static_cast<int64_t>(m.strides[i]);
+        inside = inside && place >= 0 && place < static_cast<int64_t>(m.dims[i]);
+      }
+      for (uint32_t e = 0; e < m.box[0]; ++e) {
+        const int64_t column = at[0] + e;
+        const uint32_t linear = static_cast<uint32_t>(r) * 128 + e * 2;
+        const uint32_t row = (dst + linear) >> 7 & 7, swizzled = linear ^ row << 4;
+        uint16_t v = 0;
+        if (inside && column < static_cast<int64_t>(m.dims[0])) std::memcpy(&v, m.base + offset + column * 2, 2);
+        std::memcpy(to + swizzled, &v, 2);
+      }
+    }
+  };
+  copy_later(move, dst, rows * map->box[0] * 2, bar);
+}
+
+}  // namespace emu

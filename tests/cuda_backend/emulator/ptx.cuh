@@ -1,0 +1,113 @@
+// The instructions of csrc/ptx.cuh, for the emulator.
+#pragma once
+#include "cuda_emulator.h"
+
+namespace lora_jax {
+
+inline uint32_t smem_u32(const void* p) {
+  return static_cast<uint32_t>(static_cast<const unsigned char*>(p) - emu::machine.current->block->shared.data());
+}
+inline void mbar_init(uint64_t* bar, int count) { emu::barrier(bar) = emu::Barrier{count, count, 0, false}; }
+inline void mbar_arrive(uint64_t* bar) {
+  emu::Barrier& b = emu::barrier(bar);
+  if (b.count == 0) emu::fail("a barrier was used before it was made");
+  if (--b.pending < 0) emu::fail("more arrivals at a barrier than it expects");
+  emu::settle(b);
+}
+inline void mbar_expect(uint64_t* bar, uint32_t bytes) {
+  emu::barrier(bar).bytes += bytes;
+  mbar_arrive(bar);
+}
+inline void mbar_wait(uint64_t* bar, uint32_t parity) {
+  emu::Barrier& b = emu::barrier(bar);
+  if (b.count == 0) emu::fail("a barrier was used before it was made");
+  emu::wait_until([&] { return b.phase != static_cast<bool>(parity); });
+}
+inline void bulk_copy(uint32_t dst, const void* src, uint32_t bytes, uint64_t* bar) {
+  if (dst % 16 || bytes % 16 || reinterpret_cast<uintptr_t>(src) % 16) emu::fail("a bulk copy off its boundary of 16");
+  emu::copy_later([=](unsigned char* to) { std::memcpy(to, src, bytes); }, dst, bytes, bar);
+}
+inline void box_copy(uint32_t dst, const CUtensorMap* map, int row, int block, uint64_t* bar) {
+  emu::tensor_copy(dst, map, {0, row, block}, bar);
+}
+inline void page_copy(uint32_t dst, const CUtensorMap* map, int place, int head, int page, uint64_t* bar) {
+  emu::tensor_copy(dst, map, {0, place, 0, head, page}, bar);
+}
+inline void copy_16(uint32_t dst, const void* src, int bytes) {
+  if (dst % 16 || reinterpret_cast<uintptr_t>(src) % 16) emu::fail("a copy off its boundary of 16");
+  unsigned char* to = emu::at_shared(dst);
+  emu::machine.current->groups.back().push_back([=] {
+    std::memset(to, 0, 16);
+    std::memcpy(to, src, bytes);
+  });
+}
+inline void copies_commit() { emu::machine.current->groups.emplace_back(); }
+template <int PENDING>
+inline void copies_wait() {  // as late as they may come
+  auto& groups = emu::machine.current->groups;
+  while (static_cast<int>(groups.size()) > PENDING + 1) {
+    for (auto& copy : groups.front()) copy();
+    groups.erase(groups.begin());
+  }
+}
+inline void consumer_barrier(int threads) { emu::meet(emu::machine.current->block->consumers, threads); }
+inline void fence_barriers() {}
+inline void fence_copies() {}
+inline void prefetch_map(const CUtensorMap*) {}
+inline void prefetch_l2(const void*) {}
+inline int load_acquire(const int* p) { return *p; }
+inline uint4 lds128(uint32_t address) {
+  if (address % 16) emu::fail("a load of 16 bytes off its boundary");
+  uint4 v;
+  std::memcpy(&v, emu::at_shared(address), 16);
+  return v;
+}
+inline uint32_t lds32(uint32_t address) {
+  uint32_t v;
+  std::memcpy(&v, emu::at_shared(address), 4);
+  return v;
+}
+
+inline float emulated_half(uint32_t pair, int which) { return emulated_float(static_cast<uint16_t>(pair >> 16 * which)); }
+
+inline void mma_bf16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  struct Fragments { uint32_t a[4], b[2]; };
+  const auto* slots = emu::exchange("mma", Fragments{{a0, a1, a2, a3}, {b0, b1}});
+  const int g = emu::lane() >> 2, q = emu::lane() & 3;
+  Fragments rows[4], columns[2][4];
+  for (int k = 0; k < 4; ++k) {
+    rows[k] = emu::shown<Fragments>(slots, g * 4 + k);
+    for (int e = 0; e < 2; ++e) columns[e][k] = emu::shown<Fragments>(slots, (q * 2 + e) * 4 + k);
+  }
+  for (int i = 0; i < 4; ++i) {
+    float sum = 0;
+    for (int k = 0; k < 16; ++k) {
+      const uint32_t a = rows[k % 8 / 2].a[(i >> 1) + k / 8 * 2], b = columns[i & 1][k % 8 / 2].b[k / 8];
+      sum += emulated_half(a, k & 1) * emulated_half(b, k & 1);
+    }
+    c[i] += sum;
+  }
+}
+
+inline void ldmatrix_any(uint32_t (&r)[4], uint32_t address, bool transposed) {
+  if (address % 16) emu::fail("ldmatrix off its boundary of 16");
+  const auto* slots = emu::exchange(transposed ? "ldmatrix.trans" : "ldmatrix", address);
+  const int g = emu::lane() >> 2, q = emu::lane() & 3;
+  for (int m = 0; m < 4; ++m) {
+    uint16_t pair[2];
+    for (int e = 0; e < 2; ++e) {
+      const int row = transposed ? q * 2 + e : g, column = transposed ? g : q * 2 + e;
+      std::memcpy(&pair[e], emu::at_shared(emu::shown<uint32_t>(slots, m * 8 + row)) + column * 2, 2);
+    }
+    r[m] = pair[0] | static_cast<uint32_t>(pair[1]) << 16;
+  }
+}
+inline void ldmatrix(uint32_t (&r)[4], uint32_t address) { ldmatrix_any(r, address, false); }
+inline void ldmatrix_trans(uint32_t (&r)[4], uint32_t address) { ldmatrix_any(r, address, true); }
+
+inline uint32_t add_bf16x2(uint32_t y, float lo, float hi) {
+  const __nv_bfloat162 v = __floats2bfloat162_rn(emulated_half(y, 0) + lo, emulated_half(y, 1) + hi);
+  return v.x.bits | static_cast<uint32_t>(v.y.bits) << 16;
+}
+
+}  // namespace lora_jax
