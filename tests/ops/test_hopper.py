@@ -38,3 +38,16 @@ def test_other_dtypes_decline():
 def test_where_there_is_no_gpu_an_h200_is_assumed(monkeypatch):
     pretend(monkeypatch, "cpu")
     assert hopper.num_sms(False) == 132
+
+
+def test_copied_rows_end_where_the_array_does(monkeypatch):
+    """136 columns in tiles of two times 64: the second has 8 on one side, none on the other."""
+    monkeypatch.setattr(hopper.pl, "when", lambda told: lambda do: do() if told else None)
+    widths = {}
+    for tile in (0, 1):
+        for side in (0, 1):
+            place = widths.setdefault((tile, side), [])
+            hopper.at_own_width(place.append, 136, 64, 2, jnp.int32(tile), jnp.int32(side))
+    assert widths == {(0, 0): [64], (0, 1): [64], (1, 0): [8], (1, 1): []}
+    hopper.at_own_width(place.append, 256, 64, 2, jnp.int32(1), jnp.int32(1))
+    assert place == [64]

@@ -1,8 +1,13 @@
 """What the Mosaic GPU kernels of all ops ask of the machine they are traced for: a Hopper GPU."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from lora_jax.typing import Array, Int
 
 Interpret = plgpu.InterpretGPUParams | bool | None
 
@@ -35,3 +40,28 @@ def num_sms(interpret: Interpret) -> int:
     if interpret:
         return 1
     return getattr(jax.devices()[0], "core_count", None) or NUM_SMS
+
+
+def at_own_width(
+    do: Callable[[int], None],
+    total: int,
+    columns: int,
+    sides: int,
+    tile: Int[Array, ""],
+    side: Int[Array, ""],
+) -> None:
+    """Call, in a kernel, do(columns of this tile and side that lie within `total`), if any do.
+
+    Tiles are `sides` times `columns` wide. A copied row is one run of bytes: unlike a block of
+    rows it is not cut where the array ends, but goes on into the next row.
+    """
+    wide = columns * sides
+    last = (total - 1) // wide
+    left = [min(columns, max(0, total - last * wide - s * columns)) for s in range(sides)]
+    if all(width == columns for width in left):
+        do(columns)
+        return
+    pl.when(tile < last)(lambda: do(columns))
+    for s, width in enumerate(left):
+        if width:
+            pl.when((tile == last) & (side == s))(lambda width=width: do(width))

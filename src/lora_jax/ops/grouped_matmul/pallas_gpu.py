@@ -290,12 +290,17 @@ def _kernel_body(config: Config, rows: int, weights: tuple, num_biases: int, cta
                         target = y_ref.at[pl.ds(row + first, stored), place]
                         plgpu.copy_smem_to_gmem(out, target, commit_group=False)
 
-                    def put(r, _, out=out, first=first):
-                        source, target = out.at[r - first], y_ref.at[row + r, place]
-                        plgpu.copy_smem_to_gmem(source, target, commit_group=False)
-
                     end = jnp.where(whole, first, lax.min(high, jnp.int32(first + stored)))
-                    lax.fori_loop(lax.max(low, jnp.int32(first)), end, put, None)
+
+                    def put_rows(width, out=out, first=first, end=end):
+                        def put(r, _):
+                            target = y_ref.at[row + r, pl.ds(tile * wide + side, width)]
+                            source = out.at[r - first, pl.ds(0, width)]
+                            plgpu.copy_smem_to_gmem(source, target, commit_group=False)
+
+                        lax.fori_loop(lax.max(low, jnp.int32(first)), end, put, None)
+
+                    hopper.at_own_width(put_rows, d_out, columns, warpgroups, tile, warpgroup)
                     plgpu.commit_smem_to_gmem_group()
 
             def bias(ref, group, tile):

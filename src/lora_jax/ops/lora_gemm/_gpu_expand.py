@@ -175,13 +175,18 @@ def _expand_body(config: Config, d_out: int, ctas: int, interpreted: bool):
                 y_t[...] = (old + delta).astype(y_ref.dtype)
                 plgpu.commit_smem()
 
-                def put(r, _):
-                    row = order_ref[items_ref[item, 6] + r]
-                    place = pl.ds(tile * wide + warpgroup * columns, columns)
-                    source, target = y_smem.at[at, r, side], y_ref.at[row, place]
-                    plgpu.copy_smem_to_gmem(source, target, commit_group=False)
+                def put_rows(width):
+                    begin = warpgroup * columns
 
-                lax.fori_loop(items_ref[item, 7], items_ref[item, 8], put, None)
+                    def put(r, _):
+                        row = order_ref[items_ref[item, 6] + r]
+                        target = y_ref.at[row, pl.ds(tile * wide + begin, width)]
+                        source = y_smem.at[at, r, pl.ds(begin, width)]
+                        plgpu.copy_smem_to_gmem(source, target, commit_group=False)
+
+                    lax.fori_loop(items_ref[item, 7], items_ref[item, 8], put, None)
+
+                hopper.at_own_width(put_rows, d_out, columns, warpgroups, tile, warpgroup)
                 plgpu.commit_smem_to_gmem_group()
 
             for_each_work(one)
