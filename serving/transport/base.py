@@ -153,7 +153,8 @@ class AbstractClient(abc.ABC):
     def rejoin(self) -> tuple[int, ...]:
         """Try once to connect each lost server, under a new epoch; return those still lost.
 
-        To be called between steps. Blocks for a bounded time.
+        Blocks for a bounded time. Between steps, or on a thread of its own: a step under way then
+        has the statuses of what it missed.
         """
 
     @abc.abstractmethod

@@ -6,7 +6,7 @@ import dataclasses
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ class AbstractConnector(abc.ABC):
         """Return a channel under an epoch above `last_epoch`. Raises TransportError."""
 
     @abc.abstractmethod
-    def watch(self, joined: Joined, lost) -> None:
+    def watch(self, joined: Joined, lost: Callable[[], None]) -> None:
         """Call `lost()` once when the server of `joined` has gone, if that can be told."""
 
     @abc.abstractmethod
@@ -226,6 +226,11 @@ class SlotServer(AbstractServer):
         self._epoch = 0
         self._aborted = self._closed = False
         self._header = ctypes.create_string_buffer(HEADER_BYTES)
+        self._at_close: list[Callable[[], None]] = []
+
+    def on_close(self, callback: Callable[[], None]) -> None:
+        """Have something closed with the server, before its slots."""
+        self._at_close.append(callback)
 
     def join(self, last_epoch: int) -> tuple[int, Joined]:
         """Make room for a client; return its number and what to give it, for it to close.
@@ -307,6 +312,8 @@ class SlotServer(AbstractServer):
 
     def close(self) -> None:
         self.abort()
+        while self._at_close:
+            self._at_close.pop()()
         with self._lock:
             if self._closed:
                 return

@@ -178,7 +178,7 @@ class Client {
   int32_t wait(Link* link, int64_t site, int64_t num_rows, uint64_t deadline) {
     counts.waits += 1;
     if (!link || link->lost || link->under_way != num_rows || link->site != site) {
-      if (link && !link->lost) lose(*link);
+      if (link && link->under_way) lose(*link);  // not if it joined between push and wait
       counts.aborted += 1;
       return kAborted;
     }
