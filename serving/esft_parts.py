@@ -11,8 +11,9 @@ import numpy as np
 
 from lora_jax.adapters.expert_residency import ExpertAllocator, ExpertSizes
 from lora_jax.config import ModelConfig
+from lora_jax.memory.host import HostMemory
 from lora_jax.memory.platforms import for_platform
-from lora_jax.memory.virtual import AbstractVirtualMemory
+from lora_jax.memory.virtual import AbstractVirtualMemory, OutOfPages
 from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.nn.expert_tensors import ExpertTensors
 from serving.config import EngineConfig
@@ -36,8 +37,9 @@ def make_esft(
 ) -> EsftParts | None:
     """Move the model's experts into virtual tensors; None where ESFT is off.
 
-    It is off with max_esft_adapters 0, and by default for models and platforms that cannot.
-    Raises ValueError when it was asked for and cannot be, OutOfPages when there is no memory.
+    It is off with max_esft_adapters 0, and by default for models that cannot and on accelerators,
+    where jax keeps the memory that the experts had. Raises ValueError when it was asked for and
+    cannot be, or when there is no memory for the experts.
     """
     memory = _memory_for(config, model_config)
     if memory is None:
@@ -45,13 +47,17 @@ def make_esft(
     start, moe = time.monotonic(), model_config.experts
     num_slots = config.max_esft_adapters or DEFAULT_ADAPTERS
     most = min(config.max_esft_experts, moe.num_experts)
-    _allow_many_files()
-    tensors = ExpertTensors(
-        model, memory, extra=num_slots * most, extra_bytes=config.esft_memory_bytes
-    )
-    sizes = ExpertSizes(
-        tensors.layers, moe.num_experts, most, tensors.expert_bytes, config.esft_memory_bytes
-    )
+    if isinstance(memory, HostMemory):
+        _allow_many_files()
+    budget = config.esft_memory_bytes
+    try:
+        tensors = ExpertTensors(model, memory, extra=num_slots * most, extra_bytes=budget)
+    except OutOfPages as error:
+        raise ValueError(
+            f"no memory for the experts in pages of their own: {error}. max_esft_adapters 0 "
+            "leaves them where they are."
+        ) from error
+    sizes = ExpertSizes(tensors.layers, moe.num_experts, most, tensors.expert_bytes, budget)
     pages = tensors.pages()
     logger.info(
         "ESFT adapters: %d, of up to %d experts in each of %d layers; base experts in %d pages of "
@@ -72,14 +78,16 @@ def _memory_for(config: EngineConfig, model_config: ModelConfig) -> AbstractVirt
     wanted, moe = config.max_esft_adapters, model_config.moe
     if wanted == 0:
         return None
-    why = ""
+    platform = jax.default_backend()
     if moe is None or not moe.layers:
         why = f"the model ({model_config.model_type}) has no experts"
     elif moe.bias:
         why = f"the experts of {model_config.model_type} have biases, which ESFT files lack"
+    elif wanted is None and platform != "cpu":
+        why = f"on {platform} they must be asked for"
     else:
         try:
-            return for_platform(jax.default_backend())
+            return for_platform(platform)
         except NotImplementedError as error:
             why = str(error)
     if wanted is not None:

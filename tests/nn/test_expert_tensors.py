@@ -87,6 +87,23 @@ def test_lora_rows_in_the_same_batch_keep_their_bits(case):
         np.testing.assert_array_equal(got[place], alone if want is None else want[place])
 
 
+def test_float32_experts_are_rounded_as_the_loader_rounds(tmp_path):
+    base = tiny_esft.write_moe(tmp_path / "base", "qwen3_moe")
+    made = tiny_esft.write_esft_adapter(tmp_path / "a", base, {0: (2,)}, 1)
+    model, config = load(base, dtype="bfloat16")
+    merged, _ = load(tiny_esft.write_merged(tmp_path / "m", base, made), dtype="bfloat16")
+    tensors = ExpertTensors(model, HostMemory(), extra=1)
+    weights = esft_format.read(tmp_path / "a", model.catalogue(config))
+    tensors.map(0, tiny_esft.EXPERTS)
+    for name, matrix in zip(PROJECTIONS, weights.experts[0][2], strict=True):
+        tensors.write(0, tiny_esft.EXPERTS, name, matrix)
+        got = getattr(expert_blocks(model)[0], name)[...][tiny_esft.EXPERTS]
+        want = getattr(expert_blocks(merged)[0], name)[...][2]
+        assert got.dtype == "bfloat16"
+        np.testing.assert_array_equal(got, want)
+    tensors.close()
+
+
 def test_pages_come_and_go_with_experts(case):
     tensors = case.tensors
     tensors.check_integrity()

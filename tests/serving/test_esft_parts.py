@@ -8,6 +8,7 @@ import tiny_checkpoint
 import tiny_esft
 
 from lora_jax.memory.host import HostMemory
+from lora_jax.memory.virtual import OutOfPages
 from lora_jax.models import load
 from lora_jax.nn.expert_tensors import expert_blocks
 from serving import esft_parts
@@ -73,6 +74,22 @@ def test_what_cannot_be_is_off_by_default_and_refused_when_asked_for(base, tmp_p
     assert make(base)[1] is None
     with pytest.raises(ValueError, match="max_esft_adapters is 1, but no memory on cpu"):
         make(base, max_esft_adapters=1)
+    monkeypatch.setattr(esft_parts.jax, "default_backend", lambda: "gpu")
+    assert make(base)[1] is None  # not even looked for
+    with pytest.raises(ValueError, match="no memory on gpu"):
+        make(base, max_esft_adapters=1)
+
+
+def test_a_base_that_finds_no_pages_is_refused(base, monkeypatch):
+    memory = HostMemory()
+
+    def full(num_bytes):
+        raise OutOfPages("the device is full")
+
+    monkeypatch.setattr(memory, "create_page", full)
+    monkeypatch.setattr(esft_parts, "for_platform", lambda platform: memory)
+    with pytest.raises(ValueError, match=r"no memory for the experts .* is full\. max_esft"):
+        make(base)
 
 
 def test_an_engine_that_cannot_start_gives_the_memory_back(base, tmp_path, monkeypatch):
