@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from tpu_interpreter import interpreted
 from lora_jax.ops.cases import GroupedCase, grouped_case
 from lora_jax.ops.grouped_matmul import grouped_matmul, pallas_tpu, reference
 
+meaning = jax.jit(reference.grouped_matmul)
 on_tpu = interpreted(pallas_tpu.grouped_matmul)
 
 
@@ -21,7 +23,7 @@ def arguments(case: GroupedCase) -> tuple:
 
 
 def assert_right(case: GroupedCase, got: np.ndarray):
-    want = np.asarray(reference.grouped_matmul(*arguments(case)), np.float32)
+    want = np.asarray(meaning(*arguments(case)), np.float32)
     np.testing.assert_allclose(got, want, **TOLERANCE[case.x.dtype.name])
     assert not got[int(case.group_sizes.sum()) :].any()
 
@@ -34,9 +36,8 @@ def test_matches_the_reference(dtype, bias, popularity):
     assert_right(case, on_tpu(*arguments(case)))
 
 
-@pytest.mark.parametrize("rows", [1, 33])
-def test_one_group(rows):
-    case = grouped_case(rows, 1, 3, 128, bias=True)
+def test_one_group_of_one_row():
+    case = grouped_case(1, 1, 3, 128, bias=True)
     assert_right(case, on_tpu(*arguments(case)))
 
 

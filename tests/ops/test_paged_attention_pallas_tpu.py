@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from lora_jax.ops.paged_attention import paged_attention, pallas_tpu, reference
 
 # (sequence, first position, tokens): decode, whole prefill, a chunk in the middle, one token, and
 # one in the second block of positions.
-MIXED = ((2, 30, 1), (0, 0, 11), (1, 9, 14), (3, 0, 1), (4, 270, 1))
+MIXED = ((2, 30, 1), (0, 0, 6), (1, 9, 5), (3, 0, 1), (4, 270, 1))
 SHAPES = {
     "gqa": dataclasses.replace(MODELS["llama-8b"], q_heads=4, kv_heads=2),
     "window-and-sinks": dataclasses.replace(
@@ -22,6 +23,9 @@ SHAPES = {
     ),
     "latent": dataclasses.replace(MODELS["deepseek-v2-lite"], q_heads=3, k_dim=192, v_dim=128),
 }
+
+
+meaning = jax.jit(reference.paged_attention, static_argnums=(8, 9, 10))
 
 
 @functools.cache
@@ -41,7 +45,7 @@ def run(case: AttentionCase) -> np.ndarray:
 def assert_right(case: AttentionCase, got: np.ndarray):
     options = case.options
     rest = (options["scale"], case.v_dim, case.sliding_window)
-    want = np.asarray(reference.paged_attention(*case.arrays, case.sinks, *rest), np.float32)
+    want = np.asarray(meaning(*case.arrays, case.sinks, *rest), np.float32)
     np.testing.assert_allclose(got, want, **TOLERANCE[case.q.dtype.name])
     assert not got[int(case.num_tokens) :].any()
 
@@ -75,8 +79,8 @@ def test_matches_the_reference_whatever_the_chunks(name, dtype):
     assert_right(case, want)
     order = np.random.default_rng(3).permutation(int(case.num_tokens))
     np.testing.assert_array_equal(run(tokens_of(case, order))[: len(order)], want[order])
-    chunk = np.arange(3, 9)  # from the middle of the prefill
-    np.testing.assert_array_equal(run(tokens_of(case, chunk))[:6], want[chunk])
+    chunk = np.arange(3, 6)  # from the middle of the prefill
+    np.testing.assert_array_equal(run(tokens_of(case, chunk))[:3], want[chunk])
 
 
 def test_no_tokens_at_all_give_zeros():
