@@ -11,6 +11,8 @@ VLLM_RS_VERSION := 0.33.0
 
 # jax as pyproject.toml pins it: the plugins that compile for other devices must be of the same one.
 JAX_VERSION := $(shell sed -n 's/.*"jax==\([0-9.]*\)".*/\1/p' pyproject.toml)
+# The compiler for TPUs that goes with it.
+LIBTPU_VERSION := 0.0.48.1
 
 .PHONY: serve test test-slow test-gpu test-aot lint bench-cpu notebooks clean
 
@@ -26,8 +28,8 @@ test-slow: .venv/.dev .cache/vllm-rs
 test-gpu: .venv/.dev  ## on a machine with an NVIDIA GPU
 	$(BIN)/python -m pytest -m "gpu or multigpu"
 
-test-aot: .venv/.dev .cache/aot/.cuda  ## compile for GPU and TPU on any machine, and read the report
-	PYTHONPATH=.cache/aot/cuda $(BIN)/python -m pytest -m aot tests/aot
+test-aot: .venv/.dev .cache/aot/.cuda .cache/aot/.tpu  ## compile for GPU and TPU on any machine, and read the report
+	PYTHONPATH=.cache/aot/cuda:.cache/aot/tpu $(BIN)/python -m pytest -m aot tests/aot
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
@@ -65,6 +67,10 @@ notebooks: .venv/.dev
 		jax-cuda13-plugin==$(JAX_VERSION) jax-cuda13-pjrt==$(JAX_VERSION) \
 		$$(command -v ptxas >/dev/null || test -x /usr/local/cuda/bin/ptxas \
 			|| echo nvidia-cuda-nvcc==13.0.* nvidia-nvvm==13.0.*)
+	@touch $@
+
+.cache/aot/.tpu: Makefile | .venv/bin/python
+	$(PIP) install --no-deps --upgrade --target .cache/aot/tpu libtpu==$(LIBTPU_VERSION)
 	@touch $@
 
 clean:
