@@ -28,7 +28,7 @@ test-slow: .venv/.dev .cache/vllm-rs
 test-gpu: .venv/.dev  ## on a machine with an NVIDIA GPU
 	$(BIN)/python -m pytest -m "gpu or multigpu"
 
-test-aot: .venv/.dev .cache/aot/.cuda .cache/aot/.tpu  ## compile for GPU and TPU on any machine, and read the report
+test-aot: .venv/.dev .cache/aot/.cuda .cache/aot/.tpu-$(LIBTPU_VERSION)  ## compile for GPU and TPU on any machine, and read the report
 	PYTHONPATH=.cache/aot/cuda:.cache/aot/tpu $(BIN)/python -m pytest -m aot tests/aot
 
 lint: .venv/.dev
@@ -69,7 +69,7 @@ notebooks: .venv/.dev
 			|| echo nvidia-cuda-nvcc==13.0.* nvidia-nvvm==13.0.*)
 	@touch $@
 
-.cache/aot/.tpu: Makefile | .venv/bin/python
+.cache/aot/.tpu-$(LIBTPU_VERSION): | .venv/bin/python
 	$(PIP) install --no-deps --upgrade --target .cache/aot/tpu libtpu==$(LIBTPU_VERSION)
 	@touch $@
 
