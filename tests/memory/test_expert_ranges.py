@@ -6,43 +6,15 @@ from faulty_memory import counting_memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lora_jax.memory import cases
+from lora_jax.memory.cases import BASE, E_MAX, EXPERT_BYTES, LAYERS, PAGE, PROJECTIONS, TABLE_1
 from lora_jax.memory.expert_ranges import ExpertRanges
 from lora_jax.memory.pool import PagePool
 from lora_jax.memory.virtual import OutOfPages
 from lora_jax.memory.weight_tensor import WeightTensor
 
-# ExpertWeave, Table 1: the most experts of a layer, and all 26 layers' (avg x 26), per adapter.
-TABLE_1 = {
-    "gate-math": (12, 183),
-    "token-math": (9, 159),
-    "gate-intent": (12, 247),
-    "token-intent": (8, 185),
-    "gate-summary": (11, 201),
-    "token-summary": (8, 134),
-    "gate-law": (12, 191),
-    "token-law": (10, 171),
-    "gate-translation": (13, 122),
-    "token-translation": (6, 100),
-}
-LAYERS, BASE, E_MAX = 26, 64, 13
-# DeepSeek-V2-Lite's gate, up and down, bfloat16.
-PROJECTIONS = ((1408, 2048), (1408, 2048), (2048, 1408))
-PAGE = 2 << 20
-EXPERT_BYTES = sum(d_out * d_in * 2 for d_out, d_in in PROJECTIONS)
-
-
-def layer_counts(most: int, total: int, seed: int) -> np.ndarray:
-    """Experts per layer, at random but with the row's maximum and sum."""
-    rng = np.random.default_rng(seed)
-    counts = np.zeros(LAYERS, np.int64)
-    counts[rng.integers(LAYERS)] = most
-    while counts.sum() < total:
-        layer = rng.integers(LAYERS)
-        counts[layer] += counts[layer] < most
-    return counts
-
-
-COUNTS = [layer_counts(most, total, i) for i, (most, total) in enumerate(TABLE_1.values())]
+COUNTS = list(cases.table_1_counts().values())
+TRUE = sum(total for _, total in TABLE_1.values())
 
 
 class Weave:
@@ -86,15 +58,6 @@ class Weave:
     def overhead(self, true_experts: float) -> float:
         """Bytes of the adapters' pages against their experts' own."""
         return (self.bytes - self.base_bytes) / (true_experts * EXPERT_BYTES)
-
-
-TRUE = sum(total for _, total in TABLE_1.values())
-
-
-def test_counts_are_those_of_the_table():
-    assert TRUE == 1693
-    for counts, (most, total) in zip(COUNTS, TABLE_1.values(), strict=True):
-        assert (counts.max(), counts.sum()) == (most, total)
 
 
 def test_ten_adapters_cost_at_most_three_percent_over_their_own_bytes():
