@@ -23,6 +23,7 @@ def test_items_cover_the_rows_once_within_tiles_and_segments(num_rows, tile):
         assert set(segment_of_row[rows]) == {int(items.segment[i])}
         covered += list(rows)
     assert covered == list(range(num_rows))
+    assert int(items.segment.min()) >= 0
     segments = sorted(set(segment_of_row[:num_rows]))
     assert int(items.num_segments) == len(segments)
     for segment in segments:

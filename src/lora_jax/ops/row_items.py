@@ -15,7 +15,8 @@ from lora_jax.typing import Array, Bool, Int
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowItems:
-    """Items in the order of their rows; entries from `num_items` (`num_segments`) on mean nothing.
+    """Items in the order of their rows; entries from `num_items` (`num_segments`) on mean nothing,
+    but `segment` is an index everywhere.
 
     Item i is rows [start[i], end[i]) of one tile and belongs to segment[i]. segment_start is the
     first row of each segment.
@@ -43,7 +44,7 @@ def row_items(begins_segment: Bool[Array, "rows"], num_rows: Int[Array, ""], til
     return RowItems(
         start=start,
         end=jnp.append(start[1:], num_rows),
-        segment=segment_of_row[jnp.minimum(start, rows - 1)],
+        segment=jnp.maximum(segment_of_row[jnp.minimum(start, rows - 1)], 0),
         segment_start=places(begins_segment, num_rows),
         num_items=jnp.sum(begins_item, dtype=jnp.int32),
         num_segments=jnp.sum(begins_segment, dtype=jnp.int32),
