@@ -1,0 +1,98 @@
+"""A header says the same in Python and in C++, and a damaged one says nothing."""
+
+import ctypes
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serving.transport.header import HEADER, HEADER_BYTES, MAGIC, Header, Kind, parse
+from serving.transport.library import calls
+
+I32, I63 = st.integers(-(2**31), 2**31 - 1), st.integers(-(2**63), 2**63 - 1)
+U64 = st.integers(0, 2**64 - 1)
+HEADERS = st.builds(
+    Header,
+    epoch=U64,
+    sequence=U64,
+    layer=I32,
+    site=I32,
+    rows=I32,
+    kind=I32,
+    table_version=I63,
+    num_bytes=U64,
+)
+ONE = Header(1, 2, 3, 1, 5, Kind.REQUEST, 7, 8)
+
+
+def read_by_cpp(data: bytes) -> bytes | None:
+    """The 64 bytes as the C++ end has read them, or None where it drops them."""
+    found = ctypes.create_string_buffer(HEADER_BYTES)
+    return found.raw if calls().read(data, found) else None
+
+
+@settings(deadline=None)
+@given(HEADERS)
+def test_both_ends_pack_and_read_alike(header):
+    data = header.pack()
+    assert len(data) == HEADER_BYTES == HEADER.itemsize
+    assert parse(data) == header
+    assert read_by_cpp(data) == data
+    unsealed = ctypes.create_string_buffer(bytes(8) + data[8:56] + b"\xff" * 8, HEADER_BYTES)
+    calls().seal(unsealed)
+    assert unsealed.raw == data
+
+
+@settings(deadline=None)
+@given(HEADERS, st.integers(0, HEADER_BYTES * 8 - 1))
+def test_a_flipped_bit_is_found(header, bit):
+    damaged = bytearray(header.pack())
+    damaged[bit // 8] ^= 1 << bit % 8
+    assert parse(bytes(damaged)) is None
+    assert read_by_cpp(bytes(damaged)) is None
+
+
+@settings(deadline=None)
+@given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES))
+def test_other_bytes_are_no_header(data):
+    assert (parse(data) is None) == (read_by_cpp(data) is None)
+
+
+@settings(deadline=None)
+@given(HEADERS, st.integers(0, HEADER_BYTES - 4), st.binary(min_size=4, max_size=4))
+def test_a_field_written_over_is_found(header, at, new):
+    data = header.pack()
+    damaged = data[:at] + new + data[at + 4 :]
+    assert (parse(damaged) is None) == (damaged != data)
+    assert (read_by_cpp(damaged) is None) == (damaged != data)
+
+
+def test_fields_lie_where_the_page_says():
+    offsets = {name: HEADER.fields[name][1] for name in HEADER.names}
+    assert offsets == {
+        "magic": 0,
+        "checksum": 4,
+        "epoch": 8,
+        "sequence": 16,
+        "layer": 24,
+        "site": 28,
+        "rows": 32,
+        "kind": 36,
+        "table_version": 40,
+        "num_bytes": 48,
+        "reserved": 56,
+    }
+    assert ONE.pack()[:4] == MAGIC.to_bytes(4, "little")
+
+
+@pytest.mark.parametrize("length", [0, 63, 65])
+def test_other_lengths_are_no_header(length):
+    assert parse((ONE.pack() * 2)[:length]) is None
+
+
+def test_every_field_counts():
+    packed = {ONE.pack()}
+    for field in dataclasses.fields(Header):
+        packed.add(dataclasses.replace(ONE, **{field.name: 9}).pack())
+    assert len(packed) == 9

@@ -1,0 +1,123 @@
+"""Meeting at a socket: answers, refusals, full houses, dead predecessors, and an end for all."""
+
+import os
+import socket
+import stat
+import threading
+
+import pytest
+from transport_contract import wait_for
+
+from serving.transport import rendezvous
+from serving.transport.base import TransportError
+from serving.transport.rendezvous import Listener, Watch, call
+
+LONG = 60
+
+
+@pytest.fixture
+def house(tmp_path):
+    """A listener that hands out a pipe's end, and what it has seen."""
+    seen, gone = [], []
+
+    def welcome(said):
+        seen.append(said)
+        if said.get("unwanted"):
+            raise TransportError("not you")
+        reading, writing = os.pipe()
+        os.close(writing)
+        return {"number": len(seen)}, [reading], lambda: gone.append(len(seen))
+
+    listener = Listener(tmp_path / "house.sock", welcome)
+    yield listener, seen, gone
+    listener.close()
+    listener.close()
+
+
+def test_an_answer_brings_its_descriptors(house):
+    listener, seen, gone = house
+    files = len(os.listdir("/proc/self/fd"))
+    connection, answer, fds = call(listener.path, {"name": "x" * 5000}, 1)
+    assert (seen, answer, len(fds)) == ([{"name": "x" * 5000}], {"number": 1}, 1)
+    assert os.read(fds[0], 1) == b""
+    os.close(fds[0])
+    assert gone == []
+    connection.close()
+    wait_for(lambda: gone == [1])
+    wait_for(lambda: len(os.listdir("/proc/self/fd")) == files)
+
+
+def test_only_this_user_may_connect(house):
+    assert stat.S_IMODE(house[0].path.stat().st_mode) == 0o600
+
+
+def test_a_refusal_is_said_in_the_listeners_words(house):
+    with pytest.raises(TransportError, match="not you"):
+        call(house[0].path, {"unwanted": True}, 1)
+    with pytest.raises(TransportError, match="sent 1 descriptors, expected 2"):
+        call(house[0].path, {}, 2)
+
+
+def test_a_full_house_lets_nobody_in(house, monkeypatch):
+    monkeypatch.setattr(rendezvous, "MOST_CLIENTS", 1)
+    connection, _, fds = call(house[0].path, {}, 1)
+    os.close(fds[0])
+    with pytest.raises(ConnectionError):
+        call(house[0].path, {}, 1)
+    connection.close()
+
+
+def test_the_path_of_a_dead_process_is_taken_over(tmp_path):
+    path = tmp_path / "left.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
+        dead.bind(str(path))
+    listener = Listener(path, lambda said: ({"alive": 1}, [], lambda: None))
+    connection, answer, _ = call(path, {}, 0)
+    assert answer == {"alive": 1}
+    connection.close()
+    with pytest.raises(ValueError, match=r"another process listens at .*left\.sock"):
+        Listener(path, lambda said: ({}, [], lambda: None))
+    listener.close()
+    assert not path.exists()
+
+
+def test_a_silent_listener_is_not_waited_for_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(rendezvous, "_SECONDS", 0.05)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
+        silent.bind(str(tmp_path / "silent.sock"))
+        silent.listen()
+        with pytest.raises(TransportError, match="did not answer"):
+            call(tmp_path / "silent.sock", {}, 0)
+
+
+def test_nobody_is_an_error(tmp_path):
+    with pytest.raises(OSError, match="No such file"):
+        call(tmp_path / "nobody", {}, 0)
+
+
+def test_a_watch_tells_of_the_end_and_ends_itself():
+    for close_other_side in (True, False):
+        ours, theirs = socket.socketpair()
+        told = threading.Event()
+        watch = Watch(ours, told.set)
+        assert not told.is_set()
+        if close_other_side:
+            theirs.close()
+            assert told.wait(LONG)
+        watch.close()
+        theirs.close()
+        assert told.is_set()
+        assert ours.fileno() == -1
+
+
+def test_closing_sends_everybody_home(tmp_path):
+    gone = []
+    listener = Listener(tmp_path / "house.sock", lambda said: ({}, [], lambda: gone.append(1)))
+    connections = [call(listener.path, {}, 0)[0] for _ in range(3)]
+    before = threading.active_count()
+    listener.close()
+    assert gone == [1, 1, 1]
+    assert threading.active_count() == before - 4
+    for connection in connections:
+        assert connection.recv(1) == b""
+        connection.close()

@@ -1,0 +1,152 @@
+"""Small channels, a server's arithmetic that is exact, and what a client must then see."""
+
+import contextlib
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lora_jax.placement.ep_pp import Placement
+from lora_jax.placement.shape import AdapterShape
+from serving.transport import in_process, shared_memory
+from serving.transport.base import PushRows, push_rows
+from serving.transport.serve import serve
+from serving.transport.shapes import GATE_UP, moe_shapes
+from serving.transport.terms import Terms
+
+LAYERS, EXPERTS, MAX_ROWS, HIDDEN, WIDTH = 4, 4, 24, 20, 12
+LONG = 60.0  # seconds: for waits that must end by themselves
+DTYPES = (("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16"))
+
+
+def terms_of(dtype="float32", delta="float32", ep=2, pp=1, dp=1, base="tiny", max_rows=MAX_ROWS):
+    placement = Placement(AdapterShape(8, LAYERS, EXPERTS, 1), ep=ep, pp=pp, dp=dp)
+    return Terms(base, placement, moe_shapes(LAYERS, max_rows, HIDDEN, WIDTH, dtype, delta))
+
+
+def exact_deltas(request, shapes):
+    """What the servers here compute: a function of everything that travels."""
+    return deltas_of(
+        shapes, request.site, request.layer, request.x, request.adapters, request.experts
+    )
+
+
+def deltas_of(shapes, site, layer, x, adapters, experts):
+    wide = np.asarray(x, np.float32)
+    per_row = (adapters * 0.5 + experts * 0.25 + layer).astype(np.float32)[:, None]
+    return [
+        (np.resize(wide.T, (d_out, len(wide))).T * np.float32(k + 1) + per_row).astype(
+            shapes.result_dtype
+        )
+        for k, d_out in enumerate(shapes.sites[site].d_outs)
+    ]
+
+
+def want_ys(shapes, site, layer, x, ys, rows):
+    """y + delta, summed in float32 and rounded once; the other rows as they are, bit for bit."""
+    travels = np.asarray(rows.row_to_server) >= 0
+    travels &= np.arange(len(travels)) < int(rows.num_rows)
+    deltas = deltas_of(
+        shapes, site, layer, x, np.asarray(rows.row_to_adapter), np.asarray(rows.row_to_expert)
+    )
+    wanted = []
+    for y, delta in zip(ys, deltas, strict=True):
+        total = (np.asarray(y, np.float32) + np.asarray(delta, np.float32)).astype(y.dtype)
+        wanted.append(np.where(travels[:, None], total, np.asarray(y)))
+    return wanted
+
+
+def bits(array) -> bytes:
+    return np.asarray(array).tobytes()
+
+
+def batch(terms, rng, num_rows, site=GATE_UP, layer=1, num_real=None, base_share=0.3):
+    """Return (x, ys, rows) of one exchange; rows sorted by expert, some without an adapter."""
+    spec, dtype = terms.shapes.sites[site], terms.shapes.row_dtype
+    x = jnp.asarray(rng.standard_normal((num_rows, spec.d_in)), dtype)
+    ys = tuple(jnp.asarray(rng.standard_normal((num_rows, d)), dtype) for d in spec.d_outs)
+    adapters = rng.integers(0, 8, num_rows)
+    adapters[rng.random(num_rows) < base_share] = -1
+    rows = push_rows(
+        terms.placement,
+        layer,
+        jnp.asarray(adapters, jnp.int32),
+        jnp.asarray(np.sort(rng.integers(0, EXPERTS, num_rows)), jnp.int32),
+        jnp.int32(num_rows if num_real is None else num_real),
+        jnp.int32(3),
+    )
+    return x, ys, rows
+
+
+def exchange(client, site=GATE_UP, layer=1):
+    """Return a compiled push and wait_add of one site."""
+
+    @jax.jit
+    def step(x, ys, rows: PushRows):
+        x = client.push(x, site, layer, rows)
+        return client.wait_add(ys, x, site, rows)
+
+    return step
+
+
+@contextlib.contextmanager
+def serving(server, compute):
+    """Run a server's loop on a thread, and end it."""
+    failed = []
+
+    def loop():
+        try:
+            serve(server, compute)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.abort()
+        thread.join(LONG)
+        assert not thread.is_alive()
+    assert not failed, failed
+
+
+@contextlib.contextmanager
+def open_servers(carrier, terms, folder, **options):
+    """Yield the plan's servers without loops."""
+    servers = []
+    try:
+        for rank in range(terms.placement.devices):
+            if carrier == "in_process":
+                servers.append(in_process.open_server(terms.shapes, **options))
+            else:
+                path = folder / f"rank-{rank}.sock"
+                servers.append(shared_memory.open_server(path, terms, rank, **options))
+        yield servers
+    finally:
+        for server in servers:
+            server.close()
+
+
+def open_client(carrier, terms, servers, folder, **options):
+    if carrier == "in_process":
+        client = in_process.open_client(servers, **options)
+    else:
+        paths = [folder / f"rank-{rank}.sock" for rank in range(terms.placement.devices)]
+        client = shared_memory.open_client(paths, terms, **options)
+    client.set_limit(LONG)
+    return client
+
+
+@contextlib.contextmanager
+def connected(carrier, terms, folder, compute=None, **options):
+    """Yield (client, servers); every server answers by `compute`, else by exact_deltas."""
+    compute = compute or (lambda request: exact_deltas(request, terms.shapes))
+    with contextlib.ExitStack() as stack:
+        servers = stack.enter_context(open_servers(carrier, terms, folder, **options))
+        for server in servers:
+            stack.enter_context(serving(server, compute))
+        client = open_client(carrier, terms, servers, folder, **options)
+        stack.callback(client.close)
+        yield client, servers
