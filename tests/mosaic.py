@@ -9,7 +9,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 @contextlib.contextmanager
 def interpreted() -> Iterator[plgpu.InterpretGPUParams]:
-    """Yield what a kernel takes as `interpret`; fail if anything raced meanwhile."""
+    """Yield what a kernel takes as `interpret`; fail if anything raced meanwhile.
+
+    Results must be awaited within.
+    """
     try:
         yield plgpu.InterpretGPUParams(detect_races=True)
         assert not interpret_pallas_call.get_races().races_found

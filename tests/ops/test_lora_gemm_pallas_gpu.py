@@ -88,7 +88,8 @@ def check(case: LoraCase, got: jax.Array) -> None:
 def interpreted_kernel(config: Config, interpret: plgpu.InterpretGPUParams):
     """Return the op, compiled once for each config: that takes longer than running it."""
     options = {"max_rank": MAX_RANK, "config": config, "interpret": interpret}
-    return jax.jit(functools.partial(pallas_gpu.lora_gemm, **options))
+    call = jax.jit(functools.partial(pallas_gpu.lora_gemm, **options))
+    return lambda *arrays: jax.block_until_ready(call(*arrays))
 
 
 def small_case(experts: int, ranks: tuple[int, ...], popularity: str) -> LoraCase:

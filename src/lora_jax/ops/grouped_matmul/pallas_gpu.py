@@ -24,6 +24,7 @@ ALIGN = 8  # rows: a copied tile of x starts at a multiple
 STEP = hopper.COLUMNS  # of d_in in one stage
 STORED = 32  # rows that leave the registers at once
 LONG_GROUP = 48  # rows per group from which weights are read more than once
+VERY_LONG_GROUP = 512  # rows per group of which a tile of 192 wastes few
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +50,12 @@ def find_config(rows: int, groups: int, d_out: int, matrices: int = 1) -> Config
     """Return tiles for so many rows in so many groups, from the mean rows of a group.
 
     Few rows: two CTAs per SM stream weights through tiles of 8 to 64 rows. Many: one CTA per SM
-    multiplies tiles of 256 x 128.
+    multiplies tiles of 256 x 128 or 192.
     """
     mean = rows / groups
     if mean > LONG_GROUP:
-        config = Config(128 // matrices, 2, 128, 1, 1)
+        tile_rows = 192 if mean >= VERY_LONG_GROUP and matrices == 1 else 128
+        config = Config(128 // matrices, 2, tile_rows, 1, 1)
     else:
         tile_rows = next((n for most, n in ((1, 8), (6, 16), (16, 32)) if mean <= most), 64)
         few = min(groups, rows) * d_out < 2 * hopper.NUM_SMS * 128
@@ -138,15 +140,17 @@ def _launch(
     """Return the product, or with two weights and no bias silu of the first times the second."""
     rows, d_out = x.shape[0], weights[0].shape[1]
     wide = config.columns * config.warpgroups
-    # Biases are read in whole tiles, rows of x are copied eight at a time.
+    # Biases are read in whole tiles, rows are copied eight at a time.
     pad = ((0, 0), (0, -d_out % wide))
     given = [jnp.pad(b, pad) for b in biases if b is not None]
     x = jnp.pad(x, ((0, -rows % ALIGN), (0, 0)))
     stages, stored = config.stages, min(config.rows, STORED)
+    # Whole blocks leave swizzled, single rows cannot: two views of one memory.
+    results = plgpu.SMEM((config.warpgroups, 2, stored, config.columns), x.dtype)
     ctas = hopper.num_sms(interpret) * config.ctas
     kernel = plgpu.kernel(
-        _kernel_body(config, rows, weights, len(given), ctas),
-        out_type=jax.ShapeDtypeStruct((rows, d_out), x.dtype),
+        _kernel_body(config, len(x), weights, len(given), ctas),
+        out_type=jax.ShapeDtypeStruct((len(x), d_out), x.dtype),
         grid=(ctas,),
         grid_names=("cta",),
         num_threads=config.warpgroups + 1,
@@ -154,13 +158,13 @@ def _launch(
         scratch_types=[
             plgpu.SMEM((len(weights), stages, wide, STEP), x.dtype),
             plgpu.SMEM((stages, config.rows, STEP), x.dtype),
-            plgpu.SMEM((config.warpgroups, 2, stored, config.columns), x.dtype),
+            plgpu.RefUnion(results, results),
             plgpu.Barrier(num_arrivals=1 + len(weights), num_barriers=stages),
             plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=stages),
         ],
         interpret=interpret or False,
     )
-    return kernel(group_sizes, x, *weights, *given)
+    return kernel(group_sizes, x, *weights, *given)[:rows]
 
 
 def _kernel_body(config: Config, rows: int, weights: tuple, num_biases: int, ctas: int):
@@ -175,11 +179,12 @@ def _kernel_body(config: Config, rows: int, weights: tuple, num_biases: int, cta
     groups, d_out, d_in = weights[0].shape
     tiles, steps = pl.cdiv(d_out, wide), d_in // STEP
     stored = min(tile_rows, STORED)
+    crowded = matrices * columns * tile_rows > 128 * 128  # more sums than 128 a thread
 
     def _grouped_matmul_kernel(sizes_ref, x_ref, *refs):
         w_refs, refs = refs[:matrices], refs[matrices:]
         bias_refs, refs = refs[:num_biases], refs[num_biases:]
-        y_ref, w_smem, x_smem, y_smem, full, empty = refs
+        y_ref, w_smem, x_smem, (block_smem, rows_smem), full, empty = refs
         warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("cta")
 
         def slot(step):
@@ -222,6 +227,9 @@ def _kernel_body(config: Config, rows: int, weights: tuple, num_biases: int, cta
 
         @pl.when(warpgroup == warpgroups)
         def _copy():
+            if crowded:
+                plgpu.set_max_registers(40, action="decrease")
+
             def one(group, tile, row, low, high, begin):
                 del low, high
 
@@ -249,6 +257,8 @@ def _kernel_body(config: Config, rows: int, weights: tuple, num_biases: int, cta
 
         @pl.when(warpgroup < warpgroups)
         def _multiply():
+            if crowded:
+                plgpu.set_max_registers(232, action="increase")
             side = warpgroup * columns
 
             def product(begin):
@@ -278,29 +288,37 @@ def _kernel_body(config: Config, rows: int, weights: tuple, num_biases: int, cta
                 for i in range(tile_rows // stored):
                     first = i * stored
                     part = z[:, first : first + stored].astype(dtype)
-                    part = plgpu.layout_cast(part, plgpu.Layout.WGMMA_TRANSPOSED)
                     plgpu.wait_smem_to_gmem(0 if i == 0 else 1, wait_read_only=True)
-                    out = y_smem.at[warpgroup, i % 2]
-                    out.transpose((1, 0))[...] = part
-                    plgpu.commit_smem()
                     whole = (low <= first) & (first + stored <= high)
 
                     @pl.when(whole)
-                    def _(out=out, first=first):
+                    def _(part=part, first=first, at=i % 2):
+                        out = block_smem.at[warpgroup, at]
+                        out.transpose((1, 0))[...] = part
+                        plgpu.commit_smem()
                         target = y_ref.at[pl.ds(row + first, stored), place]
                         plgpu.copy_smem_to_gmem(out, target, commit_group=False)
 
-                    end = jnp.where(whole, first, lax.min(high, jnp.int32(first + stored)))
+                    @pl.when(~whole)
+                    def _(part=part, first=first, at=i % 2):
+                        out = rows_smem.at[warpgroup, at]
+                        flipped = plgpu.layout_cast(part, plgpu.Layout.WGMMA_TRANSPOSED)
+                        out.transpose((1, 0))[...] = flipped
+                        plgpu.commit_smem()
 
-                    def put_rows(width, out=out, first=first, end=end):
-                        def put(r, _):
-                            target = y_ref.at[row + r, pl.ds(tile * wide + side, width)]
-                            source = out.at[r - first, pl.ds(0, width)]
-                            plgpu.copy_smem_to_gmem(source, target, commit_group=False)
+                        def put_rows(width):
+                            def put(r, _):
+                                target = y_ref.at[row + r, pl.ds(tile * wide + side, width)]
+                                source = out.at[r - first, pl.ds(0, width)]
+                                plgpu.copy_smem_to_gmem(source, target, commit_group=False)
 
-                        lax.fori_loop(lax.max(low, jnp.int32(first)), end, put, None)
+                            begin = lax.max(low, jnp.int32(first))
+                            lax.fori_loop(
+                                begin, lax.min(high, jnp.int32(first + stored)), put, None
+                            )
 
-                    hopper.at_own_width(put_rows, d_out, columns, warpgroups, tile, warpgroup)
+                        hopper.at_own_width(put_rows, d_out, columns, warpgroups, tile, warpgroup)
+
                     plgpu.commit_smem_to_gmem_group()
 
             def bias(ref, group, tile):
