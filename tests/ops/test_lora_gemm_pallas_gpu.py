@@ -17,7 +17,7 @@ from tolerance import TOLERANCE
 
 from lora_jax.ops.cases import LoraCase, lora_case
 from lora_jax.ops.lora_gemm import pallas_gpu
-from lora_jax.ops.lora_gemm._gpu_plan import Config, find_config
+from lora_jax.ops.lora_gemm._gpu_plan import Config, find_config, make_plan, sorted_order
 
 ONE = Config(rows=8, columns=64, warpgroups=1, shrink_stages=2, expand_stages=2, slots=2)
 TWO = Config(rows=16, columns=64, warpgroups=2, shrink_stages=3, expand_stages=3, slots=3)
@@ -124,6 +124,31 @@ def test_interpreted_rows_have_the_same_bits_in_any_company():
         some = interpreted_kernel(ONE, interpret)(*moved.arrays)
     check(moved, some)
     np.testing.assert_array_equal(wide(some)[1::2], wide(whole)[order][1::2])
+
+
+@pytest.mark.parametrize("rows", [1, 300, 3000])
+def test_rows_are_sorted_by_adapter_and_expert(rows):
+    rng = np.random.default_rng(rows)
+    slot, expert = rng.integers(0, 9, rows), rng.integers(0, 3, rows)
+    order = sorted_order(jnp.asarray(slot, jnp.int32), jnp.asarray(expert, jnp.int32))
+    np.testing.assert_array_equal(order, np.lexsort((expert, slot)))
+
+
+def test_items_are_the_rows_of_one_adapter_within_one_tile():
+    """Row 3 has no adapter, slot 1 no rank; the others lie at rank rows 5, 21 + 2 e and 40."""
+    entries = jnp.array([[5, 6, 8, 0, 0], [0, 0, 0, 0, 0], [21, 40, 2, 2, 3]], jnp.int32)
+    slot = jnp.array([2, 0, 2, -1, 1, 0, 2, 0, 0, 0, 0, 0, 0, 0], jnp.int32)
+    expert = jnp.array([1, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0], jnp.int32)
+    plan = make_plan(entries, jnp.arange(3.0), slot, expert, 8)
+    assert plan.num_items.tolist() == [4]
+    assert plan.order.tolist() == [1, 5, 7, 8, 9, 10, 11, 12, 13, 2, 0, 6, 3, 4, 0, 0]
+    assert plan.items[:4].tolist() == [
+        [0, 0, 5, 13, 6, 14, 0, 0, 8],
+        [0, 0, 5, 13, 6, 14, 8, 0, 1],
+        [16, 40, 5, 7, 0, 2, 8, 1, 2],
+        [16, 40, 7, 9, 3, 5, 8, 2, 4],
+    ]
+    assert plan.rank.tolist() == [8] * 9 + [2] * 3 + [0] * 4
 
 
 def arguments(rows: int, d_out: int, d_in: int, rank: int, slots: int) -> tuple:

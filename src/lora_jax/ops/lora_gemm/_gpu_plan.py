@@ -15,6 +15,7 @@ DEPTH = 2 * hopper.COLUMNS  # of d_in in one stage of the shrink
 TALL = 64  # rank rows in one tile of the shrink
 STEP = 16  # rank rows in one stage of the expand
 CTAS = 2  # per SM
+MAX_PAIRED = 2048  # rows that are sorted by comparing all pairs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +78,23 @@ def rank_steps(max_rank: int) -> int:
     return -(-(max_rank + ALIGN - 1) // STEP)
 
 
+def sorted_order(slot: Int[Array, "rows"], expert: Int[Array, "rows"]) -> Int[Array, "rows"]:
+    """Return the rows by slot, then expert, then place.
+
+    Few rows are ranked by comparing all pairs, in one parallel step: on a GPU a sort of 1024 rows
+    is dozens of steps of one CTA.
+    """
+    rows = slot.shape[0]
+    place = jnp.arange(rows, dtype=jnp.int32)
+    if rows > MAX_PAIRED:
+        return lax.sort((slot, expert, place), num_keys=2)[2]
+    slots, experts, places = (v[None, :] for v in (slot, expert, place))
+    slot, expert, own = (v[:, None] for v in (slot, expert, place))
+    earlier = (experts < expert) | ((experts == expert) & (places < own))
+    rank = jnp.sum((slots < slot) | ((slots == slot) & earlier), axis=1, dtype=jnp.int32)
+    return jnp.zeros_like(place).at[rank].set(place, unique_indices=True)
+
+
 def make_plan(
     entries: Int[Array, "slots 5"],
     scaling: Float[Array, "slots"],
@@ -89,8 +107,8 @@ def make_plan(
     known = (row_to_slot >= 0) & (row_to_slot < slots)
     has = known & (entries[jnp.where(known, row_to_slot, 0), 2] > 0)
     slot = jnp.where(has, row_to_slot, jnp.int32(slots))
-    place = jnp.arange(rows, dtype=jnp.int32)
-    slot, expert, order = lax.sort((slot, row_to_expert, place), num_keys=2)
+    order = sorted_order(slot, row_to_expert)
+    slot, expert = slot[order], row_to_expert[order]
     changed = (slot[1:] != slot[:-1]) | (expert[1:] != expert[:-1])
     found = row_items(jnp.pad(changed, (1, 0)), jnp.sum(has, dtype=jnp.int32), tile)
     entry = entries[jnp.minimum(slot, slots - 1)]
