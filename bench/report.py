@@ -69,3 +69,36 @@ def plot_kernels(result: dict[str, Any], path: Path) -> None:
     fig.tight_layout()
     fig.savefig(path, dpi=150)
     plt.close(fig)
+
+
+def plot_esft_memory(result: dict[str, Any], path: Path) -> None:
+    """Draw weights and KV capacity by number of adapters, and write a PNG to `path`."""
+    rows, colors = result["rows"], {"merged": "#9a9a9a", "padded": "#aec7e8", "virtual": "#1f77b4"}
+    fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6))
+    for i, row in enumerate(rows):
+        for j, (name, color) in enumerate(colors.items()):
+            at = i + (j - 1) * 0.27
+            label = name if i == 0 else None
+            left.bar(at, row["weight_bytes"][name] / 2**30, 0.25, color=color, label=label)
+            right.bar(at, row["kv_tokens"][name] / 1000, 0.25, color=color)
+        if row["paper_kv_tokens"]:
+            at = (i - 0.4, i + 0.4)
+            tokens = row["paper_kv_tokens"] / 1000
+            right.plot(at, (tokens, tokens), color="#d62728", label="ExpertWeave, as printed")
+    budget = result["budget_bytes"] / 2**30
+    left.axhline(budget, color="#d62728", lw=1, ls="--", label=f"budget {budget:.1f} GiB")
+    left.set_ylim(0, 2.2 * budget)
+    left.set_ylabel("weights, GiB (merged goes on upwards)")
+    right.set_ylabel("KV capacity, thousand tokens")
+    for ax in (left, right):
+        ax.set_xticks(range(len(rows)))
+        ax.set_xticklabels([str(row["adapters"]) for row in rows])
+        ax.set_xlabel("ESFT adapters of DeepSeek-V2-Lite")
+        ax.spines[["top", "right"]].set_visible(False)
+        handles, labels = ax.get_legend_handles_labels()
+        unique = dict(zip(labels, handles, strict=True))
+        ax.legend(unique.values(), unique.keys(), fontsize=7, frameon=False)
+    fig.suptitle(f"Pages mapped on {result['device']}, {result['date']}", fontsize=9)
+    fig.tight_layout()
+    fig.savefig(path, dpi=150)
+    plt.close(fig)

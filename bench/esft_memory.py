@@ -1,0 +1,149 @@
+"""Bytes and KV capacity with 1 to 20 ESFT adapters: merged, padded, virtual (ExpertWeave, 5.4).
+
+`python -m bench.esft_memory --out DIR` maps the experts of DeepSeek-V2-Lite and of the adapters of
+Table 1 page by page, and counts pages: on an accelerator in its own virtual memory, on a CPU in one
+that only counts. Nothing is written to them. KV capacity is what the rest of a budget holds;
+besides weights and KV, the budget pays what the paper's own single model paid.
+"""
+
+import argparse
+import datetime
+import json
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+from tqdm import tqdm
+
+from bench.report import plot_esft_memory
+from lora_jax.memory import cases
+from lora_jax.memory.counting import CountingDriver
+from lora_jax.memory.driver import DriverMemory
+from lora_jax.memory.expert_ranges import ExpertRanges
+from lora_jax.memory.platforms import for_platform
+from lora_jax.memory.pool import PagePool
+from lora_jax.memory.weight_tensor import WeightTensor
+
+NUM_ADAPTERS = (1, 2, 3, 10, 20)
+MOST = max(NUM_ADAPTERS)
+LAYERS, LATENT = 27, 576  # of the cache: the first layer has no experts; values a token and layer
+MODEL_BYTES = 29.3 * 2**30  # section 5.4: two merged models take 58.6 GB
+BUDGET_BYTES = int(0.9 * 64 * 2**30)  # of the paper's 64 GB device, at its memory utilisation
+SINGLE_TOKENS = 810_000  # section 5.4: KV capacity beside one merged model
+PAPER_TOKENS = {1: None, 2: 572_000, 3: 477_000}
+# The two the paper names, then the rest of Table 1 as printed, then all ten once more.
+ORDER = (
+    "gate-math",
+    "gate-intent",
+    *(n for n in cases.TABLE_1 if n not in ("gate-math", "gate-intent")),
+)
+
+
+class Woven:
+    """All layers' tensors over one pool, and the adapters mapped so far."""
+
+    def __init__(self):
+        platform = jax.default_backend()
+        counted = DriverMemory(CountingDriver(cases.PAGE))
+        memory = counted if platform == "cpu" else for_platform(platform)
+        capacity = MOST * cases.E_MAX
+        whole = cases.LAYERS * (cases.BASE + capacity) * cases.EXPERT_BYTES
+        self.pool = PagePool(memory, page_bytes=cases.PAGE, budget_bytes=whole)
+        self.ranges = [ExpertRanges(cases.BASE, capacity) for _ in range(cases.LAYERS)]
+        shapes = [(cases.BASE + capacity, *p) for p in cases.PROJECTIONS]
+        self.tensors = [
+            [WeightTensor(self.pool, shape, np.dtype(ml_dtypes.bfloat16)) for shape in shapes]
+            for _ in range(cases.LAYERS)
+        ]
+        for tensors in tqdm(self.tensors, desc="base experts", unit="layer"):
+            for tensor in tensors:
+                tensor.map(range(cases.BASE))
+        self.base_bytes = self.bytes
+
+    @property
+    def bytes(self) -> int:
+        return self.pool.stats().in_use * cases.PAGE
+
+    def load(self, counts: np.ndarray) -> None:
+        """Map an adapter's experts, layer by layer."""
+        for ranges, tensors, count in zip(self.ranges, self.tensors, counts, strict=True):
+            if count:
+                run = ranges.allocate(int(count))
+                for tensor in tensors:
+                    tensor.map(run)
+
+    def close(self) -> None:
+        for tensors in self.tensors:
+            for tensor in tensors:
+                tensor.close()
+
+
+def kv_tokens(weight_bytes: float) -> int:
+    """Return the tokens that the budget holds beside these weights; 0 if it cannot hold them."""
+    token = LAYERS * LATENT * 2
+    other = BUDGET_BYTES - MODEL_BYTES - SINGLE_TOKENS * token
+    return max(0, int((BUDGET_BYTES - other - weight_bytes) // token))
+
+
+def measure() -> list[dict]:
+    """Return one row per number of adapters."""
+    counts, woven, rows = cases.table_1_counts(), Woven(), []
+    for number in range(1, MOST + 1):
+        woven.load(counts[ORDER[(number - 1) % len(ORDER)]])
+        if number not in NUM_ADAPTERS:
+            continue
+        loaded = [counts[ORDER[i % len(ORDER)]] for i in range(number)]
+        true = int(sum(c.sum() for c in loaded)) * cases.EXPERT_BYTES
+        padded = number * cases.LAYERS * cases.E_MAX * cases.EXPERT_BYTES
+        own = woven.bytes - woven.base_bytes
+        weights = {
+            "merged": number * MODEL_BYTES,
+            "padded": MODEL_BYTES + padded,
+            "virtual": MODEL_BYTES + own,
+        }
+        rows.append(
+            {
+                "adapters": number,
+                "true_bytes": true,
+                "page_bytes": own,
+                "over_true": own / true,
+                "padded_over_true": padded / true,
+                "weight_bytes": weights,
+                "kv_tokens": {name: kv_tokens(size) for name, size in weights.items()},
+                "paper_kv_tokens": PAPER_TOKENS.get(number),
+            }
+        )
+    woven.close()
+    return rows
+
+
+def show(row: dict) -> str:
+    """Return one line of the table."""
+    sizes = "  ".join(f"{k} {v / 2**30:6.1f} GiB" for k, v in row["weight_bytes"].items())
+    tokens = "  ".join(f"{k} {v / 1000:4.0f}k" for k, v in row["kv_tokens"].items())
+    paper = row["paper_kv_tokens"]
+    said = f" (paper {paper / 1000:.0f}k)" if paper else ""
+    return (
+        f"{row['adapters']:2} adapters  weights: {sizes}  KV tokens: {tokens}{said}  pages over "
+        f"true bytes {row['over_true']:.4f}, padding {row['padded_over_true']:.3f}"
+    )
+
+
+def main() -> None:
+    """Measure, print the table and write it with its plot."""
+    parser = argparse.ArgumentParser(prog="python -m bench.esft_memory", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder for JSON and plot")
+    out = parser.parse_args().out
+    device, today = jax.devices()[0].device_kind, datetime.date.today().isoformat()
+    rows = measure()
+    print("\n".join(show(row) for row in rows))
+    result = {"device": device, "date": today, "budget_bytes": BUDGET_BYTES, "rows": rows}
+    out.mkdir(parents=True, exist_ok=True)
+    name = f"esft_memory_{device.lower().replace(' ', '_')}"
+    (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    plot_esft_memory(result, out / f"{name}.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""Round trips to a LoRA Server by carrier and size: `python -m bench.transport --out DIR`.
+
+The server is the loop of serving.transport.serve in another process (in_process: on a thread) and
+echoes the rows, so that what is timed is the transport, the loop's Python included. Microseconds,
+medians. In one jit of 8 layers: the base alone, the round trip alone, one after the other, and the
+round trip behind the base.
+"""
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import platform
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lora_jax.placement.ep_pp import Placement
+from lora_jax.placement.shape import AdapterShape
+from serving.transport import in_process, shared_memory
+from serving.transport.base import AbstractClient, AbstractServer, PushRows
+from serving.transport.serve import serve
+from serving.transport.shapes import Shapes, Site
+from serving.transport.terms import Terms
+
+WIDTH = 256  # float32: a row is 1 KB
+SIZES_KB = (1, 4, 16, 64, 256, 1024, 4096)
+LAYERS = 8
+CARRIERS = ("in_process", "shared_memory", "shared_memory_pull")
+
+
+def terms() -> Terms:
+    """One site whose results are as wide as its rows."""
+    shapes = Shapes(LAYERS, max(SIZES_KB), "float32", "float32", (Site("echo", WIDTH, (WIDTH,)),))
+    return Terms("bench", Placement(AdapterShape(1, LAYERS, 1, 1)), shapes)
+
+
+def echo(server: AbstractServer) -> None:
+    """Answer every message with its own rows."""
+    serve(server, lambda request: [request.x])
+
+
+def echo_process(path: str, pull: bool) -> None:
+    """Serve until killed."""
+    echo(shared_memory.open_server(path, terms(), 0, pull=pull))
+
+
+@contextlib.contextmanager
+def connected(carrier: str) -> Iterator[AbstractClient]:
+    """Yield a client of an echoing server."""
+    if carrier == "in_process":
+        server = in_process.open_server(terms().shapes)
+        thread = threading.Thread(target=echo, args=(server,))
+        thread.start()
+        client = in_process.open_client([server])
+        client.set_limit(10.0)
+        yield client
+        client.close()
+        server.close()
+        thread.join()
+        return
+    pull = carrier.endswith("_pull")
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/rank-0.sock"
+        spawn = multiprocessing.get_context("spawn")
+        process = spawn.Process(target=echo_process, args=(path, pull))
+        process.start()
+        client = shared_memory.open_client([path], terms(), patience=60.0, pull=pull)
+        client.set_limit(10.0)
+        yield client
+        client.close()
+        process.kill()
+        process.join()
+
+
+def rows_of(num_rows: int) -> PushRows:
+    """Every row has an adapter of the one server."""
+    ids = jnp.zeros(num_rows, jnp.int32)
+    return PushRows(jnp.int32(num_rows), jnp.int32(0), ids, ids, ids)
+
+
+def median_us(call: Callable[[], object], repeats: int) -> float:
+    """Return the median time of a call, results ready."""
+    times = []
+    for index in range(repeats + 3):
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        if index >= 3:  # warm
+            times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e6
+
+
+def steps(client: AbstractClient) -> dict[str, Callable]:
+    """Return programs of 8 layers: base, comm, serial, overlap."""
+
+    def base(x, up, down):
+        return jnp.tanh(x @ up) @ down
+
+    def exchange(x, y, layer, rows):
+        (y,), _ = client.wait_add((y,), x, 0, rows)
+        return y
+
+    def repeat(layer_step):
+        def step(x, up, down, rows):
+            for layer in range(LAYERS):
+                x = layer_step(x, up, down, layer, rows)
+            return x
+
+        return jax.jit(step)
+
+    def comm(x, up, down, layer, rows):
+        x = client.push(x, 0, layer, rows)
+        return exchange(x, x * 0.5, layer, rows)
+
+    def serial(x, up, down, layer, rows):
+        return base(comm(x, up, down, layer, rows), up, down)
+
+    def overlap(x, up, down, layer, rows):
+        x = client.push(x, 0, layer, rows)
+        return exchange(x, base(x, up, down), layer, rows)
+
+    alone = repeat(lambda x, up, down, layer, rows: base(x, up, down))
+    return {
+        "base": alone,
+        "comm": repeat(comm),
+        "serial": repeat(serial),
+        "overlap": repeat(overlap),
+    }
+
+
+def round_trips(client: AbstractClient, repeats: int) -> dict[str, float]:
+    """Return {size: us} of one push and wait_add in a jit of its own, its dispatch included."""
+
+    @jax.jit
+    def step(x, y, rows):
+        x = client.push(x, 0, 0, rows)
+        return client.wait_add((y,), x, 0, rows)[0]
+
+    found = {}
+    for size in SIZES_KB:
+        x, rows = jnp.ones((size, WIDTH), jnp.float32), rows_of(size)
+        us = median_us(lambda x=x, rows=rows: step(x, x, rows), repeats)
+        found[f"{size} KB"] = round(us, 1)
+    return found
+
+
+def layers(client: AbstractClient, repeats: int) -> dict[str, dict[str, float]]:
+    """Return {size: {row: us per layer}} of the programs of `steps`."""
+    found = {}
+    rng = np.random.default_rng(0)
+    up = jnp.asarray(rng.standard_normal((WIDTH, 4 * WIDTH)) / 16, jnp.float32)
+    for size in (16, 64, 256):
+        x, rows = jnp.asarray(rng.standard_normal((size, WIDTH)), jnp.float32), rows_of(size)
+        times = {
+            name: median_us(lambda step=step, x=x, rows=rows: step(x, up, up.T, rows), repeats)
+            for name, step in steps(client).items()
+        }
+        found[f"{size} KB"] = {name: round(us / LAYERS, 1) for name, us in times.items()}
+    return found
+
+
+def cpu_name() -> str:
+    """Return what /proc/cpuinfo calls the processor."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    named = (line.split(": ")[1] for line in lines if line.startswith("model name"))
+    return next(named, platform.processor())
+
+
+def main() -> None:
+    """Time every carrier and write one JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
+    parser.add_argument("--repeats", type=int, default=300)
+    options = parser.parse_args()
+    result = {
+        "command": f"python -m bench.transport --out bench/results --repeats {options.repeats}",
+        "device": f"{cpu_name()}, {os.cpu_count()} cores",
+        "load_average_at_start": os.getloadavg()[0],
+        "round_trip_us": {},
+        "per_layer_us": {},
+    }
+    for carrier in CARRIERS:
+        with connected(carrier) as client:
+            result["round_trip_us"][carrier] = round_trips(client, options.repeats)
+            result["per_layer_us"][carrier] = layers(client, max(options.repeats // 3, 1))
+            failed = client.stats().timed_out + client.stats().aborted
+        if failed:
+            raise RuntimeError(f"{carrier}: {failed} waits failed")
+        print(carrier, json.dumps(result["round_trip_us"][carrier]))
+        print(carrier, json.dumps(result["per_layer_us"][carrier]))
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "transport_cpu.json").write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
