@@ -7,27 +7,12 @@ bytes with the checksum's own four as zero.
 
 import dataclasses
 import enum
+import struct
 import zlib
 
-import numpy as np
-
 MAGIC = 0x4C4A5401  # "LJT" and the version of this layout
-HEADER_BYTES = 64
-HEADER = np.dtype(
-    [
-        ("magic", "<u4"),
-        ("checksum", "<u4"),
-        ("epoch", "<u8"),
-        ("sequence", "<u8"),
-        ("layer", "<i4"),
-        ("site", "<i4"),
-        ("rows", "<i4"),
-        ("kind", "<i4"),
-        ("table_version", "<i8"),
-        ("num_bytes", "<u8"),
-        ("reserved", "<u8"),
-    ]
-)
+LAYOUT = struct.Struct("<IIQQiiiiqQQ")
+HEADER_BYTES = LAYOUT.size
 
 
 class Kind(enum.IntEnum):
@@ -53,22 +38,25 @@ class Header:
 
     def pack(self) -> bytes:
         """Return the 64 bytes."""
-        record = np.zeros((), HEADER)
-        record["magic"] = MAGIC
-        for field in dataclasses.fields(self):
-            record[field.name] = getattr(self, field.name)
-        record["checksum"] = zlib.crc32(record.tobytes())
-        return record.tobytes()
+        fields = (
+            self.epoch,
+            self.sequence,
+            self.layer,
+            self.site,
+            self.rows,
+            self.kind,
+            self.table_version,
+            self.num_bytes,
+        )
+        data = LAYOUT.pack(MAGIC, 0, *fields, 0)
+        return data[:4] + zlib.crc32(data).to_bytes(4, "little") + data[8:]
 
 
 def parse(data: bytes) -> Header | None:
     """Return what 64 bytes say, or None unless magic, checksum and length are right."""
     if len(data) != HEADER_BYTES:
         return None
-    record = np.frombuffer(data, HEADER)[0].copy()
-    said = int(record["checksum"])
-    record["checksum"] = 0
-    if record["magic"] != MAGIC or record["reserved"] or zlib.crc32(record.tobytes()) != said:
+    magic, said, *fields, reserved = LAYOUT.unpack(data)
+    if magic != MAGIC or reserved or zlib.crc32(data[:4] + bytes(4) + data[8:]) != said:
         return None
-    names = (field.name for field in dataclasses.fields(Header))
-    return Header(**{name: int(record[name]) for name in names})
+    return Header(*fields)

@@ -1,4 +1,4 @@
-// The 64 bytes in front of every message; serving/transport/header.py says the same in numpy.
+// The 64 bytes in front of every message; serving/transport/header.py says the same in Python.
 #pragma once
 #include <array>
 #include <cstdint>
