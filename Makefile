@@ -14,7 +14,7 @@ JAX_VERSION := $(shell sed -n 's/.*"jax==\([0-9.]*\)".*/\1/p' pyproject.toml)
 # The compiler for TPUs that goes with it.
 LIBTPU_VERSION := 0.0.48.1
 
-.PHONY: serve test test-slow test-gpu test-aot lint bench-cpu notebooks clean
+.PHONY: serve test test-slow test-gpu test-aot lint bench-cpu bench-report notebooks clean
 
 serve: .venv/.serve  ## start the embedded default on this machine's CPU
 	$(BIN)/python -m serving.launch $(MODEL) $(addprefix --lora-dir ,$(wildcard $(MODEL)/adapters)) --port $(PORT) $(ARGS)
@@ -39,6 +39,9 @@ lint: .venv/.dev
 
 bench-cpu: .venv/.dev  ## this server against transformers + PEFT, in one run
 	$(BIN)/python -m bench.serve --cpu --out bench/results
+
+bench-report: .venv/.dev  ## draw every plot of bench/results again
+	$(BIN)/python -m bench.report
 
 notebooks: .venv/.dev
 	$(BIN)/python -m pytest --nbmake notebooks

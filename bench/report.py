@@ -1,5 +1,7 @@
 """Plots from result files; every figure is drawn from a JSON that lies beside it."""
 
+import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +104,25 @@ def plot_esft_memory(result: dict[str, Any], path: Path) -> None:
     fig.tight_layout()
     fig.savefig(path, dpi=150)
     plt.close(fig)
+
+
+PLOTS = {
+    "serve_cpu": plot_serve_cpu,
+    "kernels_": plot_kernels,
+    "esft_memory_": plot_esft_memory,
+}
+
+
+def main() -> None:
+    """Draw the plot of every result file in a folder again."""
+    parser = argparse.ArgumentParser(prog="python -m bench.report", description=main.__doc__)
+    parser.add_argument("folder", type=Path, nargs="?", default=Path(__file__).parent / "results")
+    for file in sorted(parser.parse_args().folder.glob("*.json")):
+        for prefix, plot in PLOTS.items():
+            if file.name.startswith(prefix):
+                plot(json.loads(file.read_text()), file.with_suffix(".png"))
+                print(file.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
