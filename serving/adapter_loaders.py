@@ -7,10 +7,13 @@ follow. Each kind has a loader of its own, which a digest finds by the kind of i
 from collections.abc import Iterable
 from typing import Any, Protocol
 
+import numpy as np
+
 from lora_jax.adapters.registry import AdapterEntry
 from lora_jax.adapters.slots import AdapterSlots
 from serving.adapter_loader import AdapterLoader, ResidencySnapshot
 from serving.expert_loading import ExpertRoom
+from serving.lora_server.instance import InstanceSide
 
 
 class DeviceTables(Protocol):
@@ -18,6 +21,8 @@ class DeviceTables(Protocol):
 
     slots: AdapterSlots | None
     reroute_tables: Any
+
+    def set_remote(self, slot_to_number: np.ndarray, version: int) -> None: ...
 
 
 class AdapterLoaders:
@@ -31,9 +36,11 @@ class AdapterLoaders:
         num_lora_slots: int,
         esft: AdapterLoader | None = None,
         room: ExpertRoom | None = None,
+        remote: InstanceSide | None = None,
     ):
-        """`esft` and `room` go together."""
-        self._lora, self._esft, self._room = lora, esft, room
+        """`esft` and `room` go together; `remote` holds the experts' part of LoRA adapters."""
+        self._lora, self._esft, self._room, self._remote = lora, esft, room, remote
+        self._dispatched = 0
         self._num_lora_slots = num_lora_slots
 
     # The scheduler's side.
@@ -42,7 +49,14 @@ class AdapterLoaders:
         """Return the slot and count one more user; None while the adapter is not resident."""
         loader = self._loader_of(digest)
         slot = loader.acquire(digest)
-        return slot if slot is None or loader is self._lora else self._num_lora_slots + slot
+        if slot is None or loader is not self._lora:
+            return slot if slot is None else self._num_lora_slots + slot
+        if self._remote is not None:
+            if not self._remote.is_ready(digest):
+                loader.release(digest)
+                return None
+            self._remote.bind(slot, digest)
+        return slot
 
     def release(self, digest: str) -> None:
         """Count one user less."""
@@ -50,17 +64,35 @@ class AdapterLoaders:
 
     def is_loading(self, digest: str) -> bool:
         """Return whether the adapter has a place but is not yet resident."""
-        return self._loader_of(digest).is_loading(digest)
+        waits = self._remote is not None and not self._remote.is_ready(digest)
+        return waits or self._loader_of(digest).is_loading(digest)
 
     # The engine's side.
 
     def retain(self, entry: AdapterEntry) -> None:
         """Keep the entry's weights until a request that needs them ends (`drop`)."""
         self._loader_for(entry).retain(entry)
+        if self._remote is not None:
+            self._remote.retain(entry)
 
     def drop(self, digest: str) -> None:
         """One request that needed these weights has ended."""
         self._loader_of(digest).drop(digest)
+        if self._remote is not None:
+            self._remote.drop(digest, self._dispatched)
+
+    def prepare(self, device: DeviceTables, dispatched: int) -> None:
+        """Tell the device what the next step, number `dispatched`, must know of the server."""
+        self._dispatched = dispatched + 1
+        table = None if self._remote is None else self._remote.take_table()
+        if table is not None:
+            device.set_remote(*table)
+
+    def harmed_by(self, status: Any) -> frozenset[str]:
+        """Return the adapters whose requests a step may have harmed, by the server's statuses."""
+        if self._remote is None or status is None:
+            return frozenset()
+        return self._remote.harmed_by(np.asarray(status))
 
     def reconcile(self, entries: Iterable[AdapterEntry]) -> None:
         """Follow the registry: `entries` are all loaded adapters."""
@@ -78,18 +110,23 @@ class AdapterLoaders:
         """
         if device.slots is not None:
             device.slots = self._lora.advance(device.slots, max_chunks)
+        failures = []
+        if self._remote is not None:
+            self._remote.collect(read)
+            failures = self._remote.take_failures()
         if self._esft is None or self._room is None:
-            return []
+            return failures
         if self._room.collect(dispatched, read):
             self._esft.look_again()
         device.reroute_tables = self._esft.advance(device.reroute_tables, max_chunks)
-        return self._esft.take_failures()
+        return failures + self._esft.take_failures()
 
     @property
     def is_busy(self) -> bool:
         """Whether `advance` has anything to do."""
         freeing = self._room is not None and self._room.is_busy
-        return freeing or any(loader.is_busy for loader in self._loaders)
+        remote = self._remote is not None and self._remote.is_busy
+        return freeing or remote or any(loader.is_busy for loader in self._loaders)
 
     @property
     def snapshot(self) -> ResidencySnapshot:
@@ -116,6 +153,8 @@ class AdapterLoaders:
         """Give the adapters' memory back; nothing may run on the device any more."""
         if self._room is not None:
             self._room.close()
+        if self._remote is not None:
+            self._remote.close()
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the books contradict each other while nothing runs."""
@@ -123,6 +162,8 @@ class AdapterLoaders:
             loader.check_integrity()
         if self._room is not None:
             self._room.check_integrity()
+        if self._remote is not None:
+            self._remote.check_integrity()
 
     @property
     def _loaders(self) -> list[AdapterLoader]:

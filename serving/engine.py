@@ -21,6 +21,7 @@ from serving.config import EngineConfig
 from serving.engine_loop import EngineLoop
 from serving.engine_parts import EngineParts, ModelInfo, build_parts, engine_stats
 from serving.live_request import LiveRequest
+from serving.lora_server.instance import ServerAccess
 from serving.metrics import EngineStats
 from serving.outputs import RequestFailed, RequestOutput
 from serving.request import FinishReason, OutputDelta, QueueFull, Request
@@ -56,14 +57,18 @@ class Engine:
         self,
         model: str | os.PathLike[str],
         adapters: Mapping[str, str | os.PathLike[str]] | None = None,
+        *,
+        lora_server: ServerAccess | None = None,
         **fields: Any,
     ):
         """Load model and adapters and compile; `fields` are those of `EngineConfig`.
 
-        Raises ValueError for a config, model or adapter that cannot be served.
+        With `lora_server` the experts' part of LoRA adapters is there. Raises ValueError for a
+        config, model or adapter that cannot be served, and ConnectionError when the server cannot
+        be reached or does not fit.
         """
         self.config = EngineConfig(model=os.fspath(model), **fields)
-        self._parts: EngineParts = build_parts(self.config, dict(adapters or {}))
+        self._parts: EngineParts = build_parts(self.config, dict(adapters or {}), lora_server)
         self._loop = self._parts.loop
         self.tokenizer = self._parts.tokenizer
         self.registry = self._parts.registry

@@ -28,6 +28,7 @@ _BLOCKED_WAIT_S = 0.02  # while sequences wait for something that no step of our
 _DEAD = "The engine has stopped; the request was not finished."
 _ADAPTER_WAIT = "The adapter {name!r} found no free slot in time."
 _ADAPTER_LOAD = "The adapter {name!r} could not be loaded: {why}"
+_SERVER_FAILED = "The LoRA Server did not answer; the request may be tried again."
 _NO_OUTPUT = "The output of the request could not be processed."
 _NOT_FINITE = "The model's logits are not finite numbers."
 
@@ -152,6 +153,8 @@ class EngineLoop:
             ended = [s for request_id in aborts for s in parts.scheduler.abort(request_id)]
             expired = parts.scheduler.expired(now)
             plan = parts.scheduler.plan(now)
+        if plan is not None and parts.loader is not None:
+            parts.loader.prepare(parts.runner, self._num_dispatched)
         step = None if plan is None else parts.runner.dispatch(plan)
         self._num_dispatched += step is not None
         self._advance_loads()
@@ -209,13 +212,17 @@ class EngineLoop:
         """Read a step's results and hand out what they mean."""
         results = self._parts.runner.read(step)
         bad = [result for result in results if result.token_id == INVALID_TOKEN]
-        now = time.monotonic()
+        now, loader = time.monotonic(), self._parts.loader
+        lost = frozenset() if loader is None else loader.harmed_by(step.remote_status)
         with self._lock:
+            harmed = self._parts.scheduler.fail_adapters(lost) if lost else []
             for result in bad:  # before its token counts as the sequence's next
                 self._parts.scheduler.finish(result.chunk.sequence, FinishReason.ERROR)
             progress = self._parts.scheduler.complete(step.plan, results, now)
         self.num_steps += 1
         self._parts.metrics.step_done(step.plan.num_tokens)
+        for sequence in harmed:
+            self._end(sequence, FinishReason.ERROR, _SERVER_FAILED, retryable=True)
         for result in bad:
             self._end(result.chunk.sequence, FinishReason.ERROR, _NOT_FINITE)
         num_generated = 0

@@ -4,7 +4,8 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.registry import AdapterRegistry, RegistryLimits
 from lora_jax.adapters.residency import SlotAllocator
 from lora_jax.adapters.slots import SlotsSpec, init_slots, rows_per_adapter, size_slots
@@ -25,6 +27,9 @@ from serving.compile_counter import CompileCounter
 from serving.config import EngineConfig
 from serving.engine_loop import EngineLoop, LoopParts
 from serving.esft_parts import EsftParts, make_esft
+from serving.lora_server.client import ServerLink
+from serving.lora_server.instance import InstanceSide, ServerAccess, connect, keep_local
+from serving.lora_server.shards import local_catalogue
 from serving.metrics import EngineMetrics, EngineStats
 from serving.model_runner import ModelRunner
 from serving.scheduler import Scheduler, SchedulerLimits
@@ -65,11 +70,15 @@ class EngineParts:
 
 
 def build_parts(
-    config: EngineConfig, adapters: Mapping[str, str | os.PathLike[str]]
+    config: EngineConfig,
+    adapters: Mapping[str, str | os.PathLike[str]],
+    access: ServerAccess | None = None,
 ) -> EngineParts:
     """Load the model and the named adapters, compile, and return the parts; nothing runs yet.
 
-    Raises ValueError for a model or an adapter that cannot be served.
+    With `access` the experts' part of LoRA adapters is on a LoRA Server. Raises ValueError for a
+    model or an adapter that cannot be served, and ConnectionError when the server cannot be
+    reached or does not fit.
     """
     device = jax.devices()[0]
     logger.info(
@@ -79,13 +88,18 @@ def build_parts(
     tokenizer = Tokenizer(config.model, chat_template=config.chat_template)
     size = _size_cache(config, model, model_config, dtype)
     info = _model_info(config, model, model_config, size, dtype)
-    esft = make_esft(config, model, model_config)
-    try:
-        return _build(config, adapters, model, model_config, tokenizer, size, info, esft, dtype)
-    except BaseException:
+    with ExitStack() as undo:
+        remote = None if access is None else connect(access, config, dtype.name)
+        if remote is not None:
+            undo.callback(remote.close)
+        esft = make_esft(config, model, model_config)
         if esft is not None:
-            esft.room.close()
-        raise
+            undo.callback(esft.room.close)
+        parts = _build(
+            config, adapters, model, model_config, tokenizer, size, info, esft, remote, dtype
+        )
+        undo.pop_all()
+        return parts
 
 
 def _build(
@@ -97,18 +111,23 @@ def _build(
     size: CacheSize,
     info: ModelInfo,
     esft: EsftParts | None,
+    remote: InstanceSide | None,
     dtype: jnp.dtype,
 ) -> EngineParts:
     """Return the parts around a model that is loaded."""
-    allocator, spec = _make_allocator(config, model, model_config, dtype)
-    registry = _make_registry(config, model, model_config, allocator, esft)
+    catalogue = model.catalogue(model_config)
+    here = catalogue if remote is None else local_catalogue(catalogue)
+    allocator, spec = _make_allocator(config, catalogue, here, dtype)
+    keep = None if remote is None else keep_local
+    registry = _make_registry(config, catalogue, allocator, esft, keep)
     _load_adapters(registry, adapters)
     end_ids = tuple(sorted({*model_config.eos_token_ids, *tokenizer.eos_token_ids}))
     tables = None if esft is None else esft.tables
-    runner = _make_runner(config, model, model_config, size, spec, dtype, end_ids, tables)
+    link = None if remote is None else remote.link
+    runner = _make_runner(config, model, model_config, size, spec, dtype, end_ids, tables, link)
     compilations = CompileCounter()
     metrics = _make_metrics(config, info)
-    loader = _make_loaders(allocator, esft, metrics)
+    loader = _make_loaders(allocator, esft, remote, metrics)
     scheduler = _make_scheduler(config, size, loader, end_ids)
     loop = EngineLoop(
         LoopParts(
@@ -121,6 +140,8 @@ def _build(
             chunks_per_step=config.adapter_load_chunks_per_step,
         )
     )
+    if remote is not None:
+        remote.wake = loop.wake
     metrics.set_source(lambda: engine_stats(loop, registry, loader, metrics, compilations))
     return EngineParts(tokenizer, registry, loader, metrics, compilations, loop, info)
 
@@ -197,23 +218,23 @@ def _size_cache(
 
 
 def _make_allocator(
-    config: EngineConfig, model: AbstractCausalLM, model_config: ModelConfig, dtype: jnp.dtype
+    config: EngineConfig, catalogue: LoraCatalogue, here: LoraCatalogue, dtype: jnp.dtype
 ) -> tuple[SlotAllocator, SlotsSpec]:
-    catalogue = model.catalogue(model_config)
-    rows = rows_per_adapter(catalogue, config.max_lora_rank)
+    """Return slots for the modules of `here`, which are all or some of the catalogue's."""
+    rows = rows_per_adapter(here, config.max_lora_rank)
     one = sum(width * count for width, count in rows.items()) * dtype.itemsize
     budget = adapter_bytes(config, one)
-    spec = size_slots(catalogue, config.max_loras, config.max_lora_rank, dtype.itemsize, budget)
+    spec = size_slots(here, config.max_loras, config.max_lora_rank, dtype.itemsize, budget)
     logger.info("LoRA slots: %d, rank rows of up to %.1f MB.", config.max_loras, budget / 1e6)
     return SlotAllocator(catalogue, spec.num_slots, spec.rows, dtype.itemsize), spec
 
 
 def _make_registry(
     config: EngineConfig,
-    model: AbstractCausalLM,
-    model_config: ModelConfig,
+    catalogue: LoraCatalogue,
     allocator: SlotAllocator,
     esft: EsftParts | None,
+    keep: Callable[[AnyWeights], AnyWeights] | None,
 ) -> AdapterRegistry:
     def check_fits(weights: AnyWeights) -> None:
         if not isinstance(weights, ExpertWeights):
@@ -232,11 +253,12 @@ def _make_registry(
         loads_per_minute=config.max_adapter_loads_per_minute,
     )
     return AdapterRegistry(
-        model.catalogue(model_config),
+        catalogue,
         base_names=(config.model_name,),
         lora_dir=config.lora_dir,
         limits=limits,
         check=check_fits,
+        keep=keep,
     )
 
 
@@ -266,6 +288,7 @@ def _make_runner(
     dtype: jnp.dtype,
     end_ids: tuple[int, ...],
     tables: np.ndarray | None,
+    link: ServerLink | None,
 ) -> ModelRunner:
     start = time.monotonic()
     sizes = StepSizes(
@@ -286,6 +309,7 @@ def _make_runner(
         end_ids=end_ids,
         slots=init_slots(model.catalogue(model_config), spec, dtype),
         reroute_tables=tables,
+        link=link,
     )
     runner.warm_up(progress=True)
     buckets = ", ".join(str(bucket) for bucket in runner.buckets)
@@ -299,14 +323,17 @@ def _make_runner(
 
 
 def _make_loaders(
-    allocator: SlotAllocator, esft: EsftParts | None, metrics: EngineMetrics
+    allocator: SlotAllocator,
+    esft: EsftParts | None,
+    remote: InstanceSide | None,
+    metrics: EngineMetrics,
 ) -> AdapterLoaders:
     told = metrics.adapter_loaded_on_device
     lora = AdapterLoader(allocator, on_loaded=told)
     if esft is None:
-        return AdapterLoaders(lora, allocator.num_slots)
+        return AdapterLoaders(lora, allocator.num_slots, remote=remote)
     experts = AdapterLoader(esft.room.allocator, esft.room.plan, on_loaded=told)
-    return AdapterLoaders(lora, allocator.num_slots, experts, esft.room)
+    return AdapterLoaders(lora, allocator.num_slots, experts, esft.room, remote)
 
 
 def _make_scheduler(

@@ -18,6 +18,7 @@ from lora_jax.adapters.slots import AdapterSlots, warm_up
 from lora_jax.kv_cache import KVShape, init_cache
 from lora_jax.typing import Array, Int
 from serving.device_state import admit, init_row_state, pack_row
+from serving.lora_server.client import RemoteTable, ServerLink
 from serving.request import ScheduledChunk, Sequence, SequenceResult, StepPlan, TokenLogprobs
 from serving.sampler import Sampled
 from serving.sampling import Sampling
@@ -55,6 +56,7 @@ class InFlightStep:
     first_rows: tuple[int, ...]  # first logit row of each chunk, in the plan's order
     sampled: Sampled
     scored: bool  # whether any row's log-probabilities are wanted
+    remote_status: jax.Array | None = None  # int32 [servers] of the LoRA Server, if there is one
 
 
 class ModelRunner:
@@ -72,14 +74,16 @@ class ModelRunner:
         end_ids: tuple[int, ...] = (),
         slots: AdapterSlots | None = None,
         reroute_tables: np.ndarray | None = None,
+        link: ServerLink | None = None,
     ):
         """`max_tokens` bounds a step, `dtype` is that of KV pages, and `end_ids` are held back
         before a request's min_tokens. With `reroute_tables` int32 [moe_layers, esft_slots,
-        experts] the model's experts lie in expert tensors.
+        experts] the model's experts lie in expert tensors. With `link` the experts' part of the
+        adapters comes from a LoRA Server.
         """
         self.sizes, self.buckets = sizes, token_buckets(max_tokens)
         self._vocab_size, self._end_ids = vocab_size, end_ids
-        self._step, self._leaves = _compiled_step(model, sizes)
+        self._step, self._leaves = _compiled_step(model, sizes, link)
         # Everything lies committed on the weights' device from the start: an array that is
         # committed only after its first step would make every program compile twice.
         place = functools.partial(jax.device_put, device=self._leaves[0].sharding)
@@ -90,6 +94,9 @@ class ModelRunner:
         self.reroute_tables: Int[Array, "moe_layers esft_slots experts"] | None = (
             None if reroute_tables is None else place(reroute_tables)
         )
+        self.remote_table: RemoteTable | None = None
+        if link is not None and slots is not None:
+            self.set_remote(np.full(slots.num_slots, -1), 0)
         self._tables = np.zeros((sizes.max_seqs, sizes.max_pages), np.int32)
         self._num_pages = [0] * sizes.max_seqs  # pages of each row that _tables holds
         self._device_tables = place(self._tables.copy())
@@ -125,10 +132,10 @@ class ModelRunner:
             table[SAMPLES, row] = chunk.samples
         if changed:
             self._device_tables = self._place(self._tables.copy())
-        sampled = self._run(table, bucket)
+        sampled, status = self._run(table, bucket)
         for leaf in jax.tree.leaves(sampled) if scored else (sampled.token_ids,):
             leaf.copy_to_host_async()
-        return InFlightStep(plan, _first_rows(plan), sampled, scored)
+        return InFlightStep(plan, _first_rows(plan), sampled, scored, status)
 
     def read(self, step: InFlightStep) -> list[SequenceResult]:
         """Wait for a step and return a result for each chunk, in the plan's order.
@@ -143,18 +150,24 @@ class ModelRunner:
         """Wait until every dispatched step has run; raises what a step raised on the device."""
         jax.block_until_ready((self._cache, self._state))
 
-    def _run(self, table: np.ndarray, bucket: int) -> Sampled:
-        self._cache, self._state, sampled = self._step(
+    def set_remote(self, slot_to_number: np.ndarray, version: int) -> None:
+        """Say under which number the LoRA Server knows the adapter of each slot, from now on."""
+        numbers = slot_to_number.astype(np.int32)
+        self.remote_table = RemoteTable(self._place(numbers), self._place(np.int32(version)))
+
+    def _run(self, table: np.ndarray, bucket: int) -> tuple[Sampled, jax.Array | None]:
+        self._cache, self._state, sampled, status = self._step(
             self._leaves,
             self._cache,
             self._state,
             self.slots,
             self.reroute_tables,
+            self.remote_table,
             table,
             self._device_tables,
             bucket=bucket,
         )
-        return sampled
+        return sampled, status
 
     def _bucket(self, plan: StepPlan) -> int:
         """Return the smallest bucket that the step fits into; ValueError when it fits nowhere."""
@@ -212,15 +225,21 @@ def num_targets(chunk: ScheduledChunk) -> int:
     return max(0, end - chunk.start)
 
 
-def _compiled_step(model: nnx.Module, sizes: StepSizes) -> tuple[Any, tuple[jax.Array, ...]]:
+def _compiled_step(
+    model: nnx.Module, sizes: StepSizes, link: ServerLink | None
+) -> tuple[Any, tuple[jax.Array, ...]]:
     """Return the jitted step over (leaves, cache, state, ...) and the leaves of the model."""
     graphdef, params = nnx.split(model, graph=False)
     leaves, treedef = jax.tree.flatten(params)
 
     @functools.partial(jax.jit, static_argnames="bucket", donate_argnums=(1, 2))
-    def step(leaves, cache, state, slots, tables, table, block_tables, *, bucket):
+    def step(leaves, cache, state, slots, tables, remote_table, table, block_tables, *, bucket):
         merged = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
-        return run_step(merged, cache, state, slots, table, block_tables, bucket, sizes, tables)
+        remote = None if link is None else link.start(remote_table)
+        out = run_step(
+            merged, cache, state, slots, table, block_tables, bucket, sizes, tables, remote
+        )
+        return *out, None if remote is None else remote.status()
 
     return step, tuple(leaves)
 

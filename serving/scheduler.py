@@ -205,6 +205,17 @@ class Scheduler:
         self._pages.forget_prefixes()
         return harmed
 
+    def fail_adapters(self, digests: frozenset[str]) -> list[Sequence]:
+        """End and return the sequences of these adapters that a bad step may have harmed.
+
+        Their prefixes are forgotten; sequences that wait and have nothing in flight stay.
+        """
+        running = [*self._running, *(s for s in self._waiting if s.num_in_flight)]
+        harmed = [s for s in running if s.request.adapter_digest in digests]
+        self._finish_all(harmed, FinishReason.ERROR)
+        self._pages.forget_adapters(digests)
+        return harmed
+
     @property
     def has_work(self) -> bool:
         """Whether any sequence is waiting or running."""

@@ -1,5 +1,6 @@
 """Pages of sequences: given for a prompt, grown token by token, found by prefix. No jax."""
 
+from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 
 from serving.prefix_cache import PageCache, PrefixCacheStats, PrefixChain
@@ -18,6 +19,7 @@ class SequencePages:
         self._cache = PageCache(num_pages, page_size, enable_prefix_caching=enable_prefix_caching)
         self._chains: dict[Sequence, PrefixChain] = {}
         self._registered: dict[Sequence, int] = {}  # pages of running sequences others can find
+        self._faults: dict[str, int] = {}  # by adapter digest: how often its pages were forgotten
 
     @property
     def usage(self) -> float:
@@ -35,9 +37,9 @@ class SequencePages:
     def open(self, sequence: Sequence) -> None:
         """Begin to know a sequence."""
         request = sequence.request
-        self._chains[sequence] = PrefixChain(
-            request.adapter_digest, request.cache_salt, self._cache.page_size
-        )
+        faults = self._faults.get(request.adapter_digest, 0)
+        owner = request.adapter_digest + (f" after {faults}" if faults else "")
+        self._chains[sequence] = PrefixChain(owner, request.cache_salt, self._cache.page_size)
 
     def close(self, sequence: Sequence) -> None:
         """Forget a sequence that holds no pages."""
@@ -110,6 +112,16 @@ class SequencePages:
         if self._registered:
             raise ValueError(f"{len(self._registered)} sequences still hold pages.")
         self._cache.forget()
+
+    def forget_adapters(self, digests: Collection[str]) -> None:
+        """Never find a page of these adapters again. None of their sequences may hold any."""
+        for digest in digests:
+            self._faults[digest] = self._faults.get(digest, 0) + 1
+        for sequence in self._chains:
+            if sequence.request.adapter_digest in digests:
+                if sequence in self._registered:
+                    raise ValueError(f"{sequence.request.request_id} still holds pages.")
+                self.open(sequence)
 
     def check_integrity(self, live: SequenceOf[Sequence], running: SequenceOf[Sequence]) -> None:
         """Raise AssertionError when pages and the sequences that are to hold them disagree."""

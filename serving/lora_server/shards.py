@@ -9,7 +9,7 @@ import dataclasses
 import numpy as np
 
 from lora_jax.adapters.catalogue import LoraCatalogue
-from lora_jax.adapters.weights import AdapterWeights, SiteWeights
+from lora_jax.adapters.weights import AdapterReport, AdapterWeights, SiteWeights
 from lora_jax.config import ModelConfig
 from lora_jax.placement.ep_pp import Placement, from_text
 from lora_jax.placement.shape import AdapterShape, adapter_shape
@@ -72,9 +72,9 @@ def server_plan(
     return ServerPlan(plan, tuple(config.moe.layers))
 
 
-def has_experts(weights: AdapterWeights) -> bool:
+def has_experts(report: AdapterReport) -> bool:
     """Return whether the adapter changes any expert, and so needs the LoRA Server."""
-    return any(module in EXPERT_MODULES for module, _ in weights.sites)
+    return any(module in EXPERT_MODULES for module in report.modules)
 
 
 def local_catalogue(catalogue: LoraCatalogue) -> LoraCatalogue:
@@ -84,7 +84,15 @@ def local_catalogue(catalogue: LoraCatalogue) -> LoraCatalogue:
 
 
 def shard_catalogue(catalogue: LoraCatalogue, shard: Shard) -> LoraCatalogue:
-    """Return the catalogue of one rank: the experts' modules, its layers and experts only."""
+    """Return the catalogue of one rank: the experts' modules, its layers and experts only.
+
+    Raises ValueError for a model whose experts no adapter can change.
+    """
+    if any(name not in catalogue.modules for name in EXPERT_MODULES):
+        raise ValueError(
+            f"Adapters cannot change the experts of {catalogue.model_type}, so that there is "
+            "nothing for a LoRA Server to hold; serve this model without one."
+        )
     mine = {
         name: dataclasses.replace(
             catalogue.modules[name], layers=shard.layers, num_experts=shard.num_experts
@@ -95,9 +103,14 @@ def shard_catalogue(catalogue: LoraCatalogue, shard: Shard) -> LoraCatalogue:
 
 
 def local_part(weights: AdapterWeights) -> AdapterWeights:
-    """Return the adapter without its experts; report and digest stay those of the files."""
+    """Return the adapter without its experts; the digest stays that of the files.
+
+    The report still names all modules, but counts the bytes of what is kept.
+    """
     kept = {key: site for key, site in weights.sites.items() if key[0] not in EXPERT_MODULES}
-    return AdapterWeights(kept, weights.report)
+    part = AdapterWeights(kept, weights.report)
+    num_bytes = sum(matrix.nbytes for matrix in part.matrices())
+    return AdapterWeights(kept, dataclasses.replace(weights.report, weight_bytes=num_bytes))
 
 
 def shard_part(weights: AdapterWeights, shard: Shard) -> AdapterWeights:

@@ -34,12 +34,12 @@ class Runner:
 
     def __init__(self):
         self.slots, self.trouble, self.bad_prompts = None, lambda plan: None, set()
-        self.order = []
+        self.order, self.status = [], None
 
     def dispatch(self, plan):
         self.trouble(plan)
         self.order.append("dispatch")
-        return SimpleNamespace(plan=plan)
+        return SimpleNamespace(plan=plan, remote_status=self.status)
 
     def read(self, step):
         self.order.append("read")
@@ -60,10 +60,10 @@ class NeverThere:
     is_busy = False
 
     def __init__(self):
-        self.kept = 0
+        self.kept, self.slot, self.harmed = 0, None, frozenset()
 
     def acquire(self, digest):
-        return None
+        return self.slot
 
     def is_loading(self, digest):
         return False
@@ -76,6 +76,15 @@ class NeverThere:
 
     def reconcile(self, entries):
         self.entries = list(entries)
+
+    def prepare(self, device, dispatched):
+        pass
+
+    def harmed_by(self, status):
+        return frozenset() if status is None else self.harmed
+
+    def release(self, digest):
+        pass
 
     def check_integrity(self):
         assert self.kept == 0
@@ -243,6 +252,28 @@ def test_bad_logits_fail_one_request(case):
     assert (bad[-1].finish_reason, bad[-1].retryable) == (FinishReason.ERROR, False)
     assert bad[-1].token_ids == ()
     assert good[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_a_step_that_the_server_failed_ends_its_adapters_requests_only(case):
+    case.loader.slot, case.loader.harmed = 0, frozenset({"digest of sql"})
+    hold = threading.Event()
+    case.runner.trouble = lambda plan: hold.wait(0.01) and None
+    _, harmed = case.ask((5, 6, 7), adapter="sql", max_tokens=60)
+    _, other = case.ask((5, 6, 8), adapter="law", max_tokens=30)
+    _, base = case.ask(max_tokens=30)
+    wait_for(lambda: len(harmed) > 2 and other and base)
+    case.runner.status = "one rank did not answer"
+    wait_for(lambda: ended(harmed))
+    case.runner.status = None
+    assert (harmed[-1].finish_reason, harmed[-1].retryable) == (FinishReason.ERROR, True)
+    assert "LoRA Server" in harmed[-1].error
+    assert harmed[-1].token_ids == ()
+    wait_for(lambda: ended(base) and ended(other))
+    for deltas in (base, other):
+        assert deltas[-1].finish_reason is FinishReason.LENGTH
+        assert [token for delta in deltas for token in delta.token_ids] == [70] * 30
+    wait_for(lambda: case.loader.kept == 0)
+    case.loop.check_integrity()
 
 
 def test_a_callback_that_raises_loses_only_its_own_request(case):

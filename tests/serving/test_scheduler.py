@@ -366,6 +366,26 @@ def test_after_a_failed_step_the_waiting_go_on_and_no_old_page_is_used():
     check_answer(driver, waiting)
 
 
+def test_a_bad_step_of_some_adapters_ends_them_alone_and_no_page_of_theirs_is_used():
+    driver = Driver(limits(max_num_seqs=4))
+    prompt = list(range(1, 10))
+    bad, base, other = (driver.add(prompt, adapter=a, max_tokens=9)[0] for a in ("b", "", "o"))
+    for _ in range(3):
+        driver.step()
+    (late,) = driver.add(prompt, adapter="b", max_tokens=9)
+    pages = list(bad.pages)
+    assert pages
+    assert driver.scheduler.fail_adapters(frozenset({"b"})) == [bad]
+    assert bad.finish_reason is FinishReason.ERROR
+    for page in pages:  # whatever the bad step wrote
+        for offset in range(driver.scheduler.limits.page_size):
+            driver.device.kv[page * driver.scheduler.limits.page_size + offset] = None
+    driver.run()
+    assert late.num_cached_tokens == 0
+    for sequence in (late, base, other):
+        check_answer(driver, sequence)
+
+
 def test_without_a_seed_each_request_draws_its_own_and_an_engine_seed_repeats_them():
     def seeds():
         driver = Driver(limits())

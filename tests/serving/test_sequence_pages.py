@@ -5,13 +5,13 @@ from serving.sampling import Sampling
 from serving.sequence_pages import SequencePages
 
 
-def make(tokens: list[int], **sampling) -> Sequence:
+def make(tokens: list[int], digest: str = "", **sampling) -> Sequence:
     request = Request(
         request_id="r",
         prompt_ids=tuple(tokens),
         sampling=Sampling(**sampling),
         adapter=None,
-        adapter_digest="",
+        adapter_digest=digest,
         on_output=lambda delta: None,
         arrival_s=0.0,
         deadline_s=0.0,
@@ -106,3 +106,28 @@ def test_prefixes_are_forgotten_only_when_nobody_holds_pages():
     give(pages, second)
     assert second.num_cached_tokens == 0
     pages.check_integrity([second], [second])
+
+
+def test_pages_of_an_adapter_can_be_forgotten_while_others_run():
+    pages = SequencePages(12, 4, enable_prefix_caching=True)
+    tokens = list(range(9))
+    base, bad, waiting, late = (make(tokens, digest=d) for d in ("", "bad", "bad", "bad"))
+    pages.open(waiting)
+    for sequence in (base, bad):
+        assert give(pages, sequence)
+        sequence.num_computed = len(tokens)
+        pages.register(sequence)
+    with pytest.raises(ValueError, match="still holds pages"):
+        pages.forget_adapters({"bad"})
+    pages.take_back(bad)
+    pages.close(bad)
+    pages.forget_adapters({"bad"})
+    assert pages.give(waiting, 0)
+    assert waiting.num_computed == 0
+    waiting.num_computed = len(tokens)
+    pages.register(waiting)
+    assert give(pages, late)
+    assert late.num_computed == 8  # what was computed since may be found
+    again = make(tokens)
+    assert give(pages, again)
+    assert again.num_computed == 8

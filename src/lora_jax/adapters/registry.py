@@ -65,6 +65,7 @@ class AdapterEntry:
     weights: AnyWeights
     pinned: bool
     path: str  # relative to the adapter directory, or the operator's folder without its directory
+    folder: str = ""  # where the files are, in full; never shown to clients
 
     @property
     def report(self) -> AdapterReport:
@@ -82,18 +83,21 @@ class AdapterRegistry:
         lora_dir: str | os.PathLike[str] | None = None,
         limits: RegistryLimits | None = None,
         check: Callable[[AnyWeights], None] | None = None,
+        keep: Callable[[AnyWeights], AnyWeights] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         """`base_names` are reserved (the served base model); `lora_dir` is the root for clients.
 
         `check` raises ValueError for adapters that can never run, such as one too big for the
-        device (AbstractAllocator.check_fits).
+        device (AbstractAllocator.check_fits). `keep` returns what of an adapter stays here, and
+        what `check` and the limits are asked about.
         """
         self._catalogue = catalogue
         self._base_names = base_names
         self._root = Path(lora_dir) if lora_dir is not None else None
         self._limits = limits or RegistryLimits()
         self._check = check or (lambda weights: None)
+        self._keep = keep or (lambda weights: weights)
         self._clock = clock
         self._lock = threading.Lock()  # guards the fields below, held for moments
         self._loading = threading.RLock()  # one load at a time, held while files are read
@@ -125,7 +129,7 @@ class AdapterRegistry:
             weights = self._read(name, folder, self._root if confined else None)
             shown = self._shown_path(folder, confined)
             with self._lock:
-                return self._publish(name, weights, pinned, shown)
+                return self._publish(name, weights, pinned, shown, os.path.realpath(folder))
 
     def unload(self, name: str) -> AdapterEntry:
         """Remove the name and return what it stood for; raises AdapterNotFound."""
@@ -238,6 +242,7 @@ class AdapterRegistry:
             weights = reader.read(
                 folder, self._catalogue, base_names=self._base_names, limits=limits, root=root
             )
+            weights = self._keep(weights)
             self._check(weights)
         except FileNotFoundError as error:
             known = tuple(entry.name for entry in self.entries())
@@ -248,7 +253,9 @@ class AdapterRegistry:
             raise AdapterRejected(f"Adapter {name!r}: {error}") from None
         return weights
 
-    def _publish(self, name: str, weights: AnyWeights, pinned: bool, path: str) -> AdapterEntry:
+    def _publish(
+        self, name: str, weights: AnyWeights, pinned: bool, path: str, folder: str
+    ) -> AdapterEntry:
         """Put the entry in place as the last act; the caller holds the lock."""
         others = {e.digest: e.weights for n, e in self._entries.items() if n != name}
         others[weights.digest] = weights
@@ -267,6 +274,7 @@ class AdapterRegistry:
             weights=weights,
             pinned=pinned,
             path=path,
+            folder=folder,
         )
         self._entries[name] = entry
         return entry

@@ -1,11 +1,13 @@
 """The parts of an adapter: together they are the adapter, and no unit lies on two ranks."""
 
+import dataclasses
+
 import adapter_cases
 import numpy as np
 import pytest
 
 from lora_jax.adapters.catalogue import LoraCatalogue
-from lora_jax.adapters.weights import AdapterReport, AdapterWeights, SiteWeights
+from lora_jax.adapters.weights import AdapterReport, AdapterWeights, ModuleReport, SiteWeights
 from lora_jax.config import from_hf
 from lora_jax.placement.ep_pp import Placement
 from lora_jax.placement.shape import AdapterShape
@@ -112,9 +114,19 @@ def test_catalogues_split_the_modules():
 
 
 def test_has_experts():
-    weights = adapter()
-    assert shards.has_experts(weights)
-    assert not shards.has_experts(shards.local_part(weights))
+    report, one = adapter().report, ModuleReport((0,), (3,), (2.0,))
+    for names, want in ((("q_proj",), False), (("q_proj", "experts.up_proj"), True)):
+        modules = dict.fromkeys(names, one)
+        assert shards.has_experts(dataclasses.replace(report, modules=modules)) is want
+
+
+def test_the_local_part_counts_its_own_bytes():
+    assert shards.local_part(adapter()).report.weight_bytes == LAYERS * 2 * 2 * 16 * 4
+
+
+def test_experts_that_no_adapter_changes_are_refused():
+    with pytest.raises(ValueError, match="cannot change the experts of dbrx"):
+        shards.shard_catalogue(adapter_cases.dbrx(), make_plan(1, 1).shard(0))
 
 
 CONFIG = {

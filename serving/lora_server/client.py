@@ -1,0 +1,98 @@
+"""An LLM instance's side of a LoRA Server, inside the jitted step.
+
+`ServerLink` is what the host keeps; `start` makes of it, while a step is traced, what the layers
+push to (`RemoteExperts`). Twice per layer rows leave before the base's grouped matmul, and their
+deltas are added after it.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from lora_jax.typing import Array, Float, Int
+from serving.lora_server.shards import ServerPlan
+from serving.transport.base import AbstractClient, PushRows, push_rows
+from serving.transport.shapes import DOWN, GATE_UP
+
+_SITE_OF = {("gate_proj", "up_proj"): GATE_UP, ("down_proj",): DOWN}
+LOCAL = -1  # the number of a slot whose adapter has no part on the server
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RemoteTable:
+    """Under which number the server knows the adapter in each of the instance's slots."""
+
+    slot_to_number: Int[Array, "slots"]  # LOCAL: nothing of it is there
+    version: Int[Array, ""]  # of the server's table, as last heard of
+
+
+class ServerLink:
+    """The way to all ranks of one LoRA Server by one carrier."""
+
+    def __init__(self, plan: ServerPlan, client: AbstractClient):
+        """Raises ValueError when the carrier has not as many servers as the plan has ranks."""
+        if client.servers != plan.num_ranks:
+            raise ValueError(
+                f"The placement {plan.placement.name} has {plan.num_ranks} ranks, but "
+                f"{client.servers} servers are connected."
+            )
+        self.plan, self.client = plan, client
+
+    def start(self, table: RemoteTable) -> "StepExperts":
+        """Return what the layers of one step push to; only while that step is traced."""
+        return StepExperts(self.plan, self.client, table)
+
+
+class StepExperts:
+    """The `RemoteExperts` of one traced step; gathers the statuses of its exchanges."""
+
+    def __init__(self, plan: ServerPlan, client: AbstractClient, table: RemoteTable):
+        self._plan, self.client, self._table = plan, client, table
+        self.statuses: list[jax.Array] = []
+
+    def exchange(
+        self,
+        names: tuple[str, ...],
+        layer: int,
+        row_to_slot: Int[Array, "rows"],
+        row_to_expert: Int[Array, "rows"],
+        num_rows: Int[Array, ""],
+    ) -> "LayerExchange":
+        """Return the exchange of one site; see nn.remote."""
+        numbers = self._table.slot_to_number[jnp.maximum(row_to_slot, 0)]
+        numbers = jnp.where(row_to_slot >= 0, numbers, LOCAL)
+        index = self._plan.moe_layers.index(layer)
+        version = self._table.version
+        rows = push_rows(self._plan.placement, index, numbers, row_to_expert, num_rows, version)
+        return LayerExchange(self, _SITE_OF[names], index, rows)
+
+    def status(self) -> Int[Array, "servers"]:
+        """Return the worst status of each server in the step; 0 means that every answer came."""
+        worst = jnp.zeros((self.client.servers,), jnp.int32)
+        for status in self.statuses:
+            worst = jnp.maximum(worst, status)
+        return worst
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerExchange:
+    """The `Exchange` of one site of one layer."""
+
+    step: StepExperts
+    site: int
+    index: int  # of the layer among those of the plan
+    rows: PushRows
+
+    def push(self, x: Float[Array, "rows d_in"]) -> Float[Array, "rows d_in"]:
+        """Return x once its rows are on their way."""
+        return self.step.client.push(x, self.site, self.index, self.rows)
+
+    def wait_add(
+        self, ys: tuple[Float[Array, "rows d_out"], ...], x: Float[Array, "rows d_in"]
+    ) -> tuple[Float[Array, "rows d_out"], ...]:
+        """Return ys plus the deltas that came back."""
+        ys, status = self.step.client.wait_add(ys, x, self.site, self.rows)
+        self.step.statuses.append(status)
+        return ys

@@ -1,0 +1,169 @@
+"""Which adapters the ranks of a LoRA Server hold, and which instance needs them. No jax.
+
+An instance leases an adapter before it sends a row of it, so that what is in use stays. Of the
+others the least recently leased goes when a place is needed. All ranks hold the same adapters under
+the same numbers; a number is never given twice.
+"""
+
+import collections
+import dataclasses
+import operator
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Protocol
+
+
+class NoRoom(RuntimeError):
+    """Every adapter on the server is in use; a lease may succeed later."""
+
+
+class RankControl(Protocol):
+    """One rank as the coordinator sees it; see server.RankServer."""
+
+    def load(self, number: int, folder: str, digest: str, version: int) -> None: ...
+
+    def unload(self, number: int, version: int) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Lease:
+    """The number under which the server knows an adapter, from a version of its table on."""
+
+    number: int
+    version: int
+
+
+class LeaseSource(Protocol):
+    """What an instance asks for; `instance` is a name of its own."""
+
+    def lease(self, instance: str, digest: str, folder: str) -> Lease: ...
+
+    def release(self, instance: str, digest: str) -> None: ...
+
+    def leave(self, instance: str) -> None: ...
+
+
+@dataclasses.dataclass(eq=False)
+class _Held:
+    """An adapter on all ranks that are there."""
+
+    number: int
+    folder: str
+    leases: set[str] = dataclasses.field(default_factory=set)  # instances
+
+
+class Coordinator:
+    """The server's table; any thread may call it. Changes happen one at a time."""
+
+    def __init__(self, ranks: Sequence[RankControl], num_adapters: int):
+        """`num_adapters` is that of every rank."""
+        self._ranks: list[RankControl | None] = list(ranks)
+        self._num_adapters = num_adapters
+        self._lock = threading.Lock()
+        self._held: collections.OrderedDict[str, _Held] = collections.OrderedDict()
+        self._generations = [0] * num_adapters  # by place
+        self._version = 0
+        self._pool = ThreadPoolExecutor(len(self._ranks), thread_name_prefix="lora-server-load")
+
+    def lease(self, instance: str, digest: str, folder: str) -> Lease:
+        """Return the adapter's number, having loaded it from `folder` if it was not held.
+
+        Raises NoRoom, ValueError when a rank refuses the files, and ConnectionError when a rank is
+        not there; then nothing is leased. An instance holds one lease per adapter at most.
+        """
+        with self._lock:
+            if any(rank is None for rank in self._ranks):
+                raise ConnectionError("A rank of the LoRA Server is not there.")
+            if digest not in self._held:
+                self._load(digest, folder)
+            self._held.move_to_end(digest)
+            self._held[digest].leases.add(instance)
+            return Lease(self._held[digest].number, self._version)
+
+    def release(self, instance: str, digest: str) -> None:
+        """Give a lease back; the adapter stays while there is room. Unknown ones are ignored."""
+        with self._lock:
+            if digest in self._held:
+                self._held[digest].leases.discard(instance)
+
+    def leave(self, instance: str) -> None:
+        """Give all leases of an instance back, which is gone."""
+        with self._lock:
+            for held in self._held.values():
+                held.leases.discard(instance)
+
+    def lose(self, rank: int) -> None:
+        """A rank is gone; nothing is leased until `restore`."""
+        with self._lock:
+            self._ranks[rank] = None
+
+    def restore(self, rank: int, control: RankControl) -> None:
+        """A rank has come back empty: load all it should hold.
+
+        Raises ConnectionError or ValueError when that fails; it then is still lost.
+        """
+        with self._lock:
+            for digest, held in self._held.items():
+                control.load(held.number, held.folder, digest, self._version)
+            self._ranks[rank] = control
+
+    def held(self) -> dict[str, frozenset[str]]:
+        """Return who leases what, by digest."""
+        with self._lock:
+            return {digest: frozenset(held.leases) for digest, held in self._held.items()}
+
+    def close(self) -> None:
+        """End the threads that load."""
+        self._pool.shutdown(wait=False)
+
+    def _load(self, digest: str, folder: str) -> None:
+        """Bring the adapter onto all ranks, evicting idle ones until it fits."""
+        while True:
+            if len(self._held) >= self._num_adapters:
+                self._evict()
+            number = self._take_number()
+            self._version += 1
+            load = operator.methodcaller("load", number, folder, digest, self._version)
+            errors = self._everywhere(load)
+            if not errors:
+                self._held[digest] = _Held(number, folder)
+                return
+            self._unload(number)
+            if not all(isinstance(error, ValueError) for error in errors):
+                raise ConnectionError("A rank of the LoRA Server is not there.") from errors[0]
+            if not any(_is_room(error) for error in errors):
+                raise errors[0]
+            self._evict()
+
+    def _evict(self) -> None:
+        idle = next((d for d, held in self._held.items() if not held.leases), None)
+        if idle is None:
+            raise NoRoom(f"All {len(self._held)} adapters on the LoRA Server are in use.")
+        self._unload(self._held.pop(idle).number)
+
+    def _unload(self, number: int) -> None:
+        self._version += 1
+        self._everywhere(operator.methodcaller("unload", number, self._version))
+
+    def _take_number(self) -> int:
+        taken = {held.number % self._num_adapters for held in self._held.values()}
+        place = next(place for place in range(self._num_adapters) if place not in taken)
+        self._generations[place] += 1
+        return self._generations[place] * self._num_adapters + place
+
+    def _everywhere(self, call: Callable[[RankControl], None]) -> list[Exception]:
+        """Run a call on all ranks at once; return what went wrong."""
+        futures = [self._pool.submit(call, rank) for rank in self._ranks if rank is not None]
+        wait(futures)
+        found = [future.exception() for future in futures]
+        errors = [error for error in found if isinstance(error, Exception)]
+        unexpected = [e for e in errors if not isinstance(e, ValueError | ConnectionError)]
+        if unexpected:
+            raise unexpected[0]
+        return errors
+
+
+def _is_room(error: Exception) -> bool:
+    """Whether a rank refused for want of room that others' going would make."""
+    return "There is no room" in str(error)

@@ -1,0 +1,174 @@
+"""What an engine has of a LoRA Server: the way there, leases, and what to do when it fails.
+
+The engine's thread uses it. A wait that fails harms the adapter rows of its step only; those
+requests end with an error that says they may be tried again, and a thread tries to reach the lost
+ranks anew while base requests go on.
+"""
+
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable
+
+import numpy as np
+
+from lora_jax.adapters.registry import AdapterEntry
+from lora_jax.adapters.weights import AdapterWeights, AnyWeights
+from serving.config import EngineConfig
+from serving.lora_server.client import LOCAL, ServerLink
+from serving.lora_server.coordinator import LeaseSource
+from serving.lora_server.leases import Leases
+from serving.lora_server.shards import has_experts, local_part
+from serving.lora_server.spec import ServerSpec, design
+from serving.transport.base import AbstractClient, Status
+from serving.transport.terms import Terms
+
+logger = logging.getLogger(__name__)
+
+LOST = "The LoRA Server is not there now; the request may be tried again."
+_REJOIN_S = 0.1  # between two looks for lost ranks
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ServerAccess:
+    """How one instance reaches a LoRA Server; `connect` returns a carrier to all of its ranks."""
+
+    spec: ServerSpec
+    instance: str
+    leases: LeaseSource
+    connect: Callable[[Terms], AbstractClient]
+    wait_s: float = 0.5  # bound of one exchange
+
+
+class InstanceSide:
+    """One engine's end of a LoRA Server; the engine's thread uses it, `retain` any thread."""
+
+    def __init__(self, link: ServerLink, leases: LeaseSource, instance: str, num_slots: int):
+        """`instance` is a name of its own, `num_slots` are the engine's own LoRA slots."""
+        self.link = link
+        self.wake: Callable[[], None] = lambda: None  # called when there is news
+        self._leases = Leases(leases, instance, lambda: self.wake())
+        self._numbers = np.full(num_slots, LOCAL, np.int32)
+        self._version = 0
+        self._changed = False
+        self._dropped: list[tuple[int, str]] = []  # (steps sent by then, digest)
+        self._remote: dict[str, int] = {}  # live requests by digest of adapters with experts
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._rejoin, name="lora-server-rejoin", daemon=True)
+        self._thread.start()
+
+    # Adapters come and go.
+
+    def retain(self, entry: AdapterEntry) -> None:
+        """A request that needs the adapter is queued: lease it, so that it loads meanwhile."""
+        if entry.kind == "lora" and has_experts(entry.report):
+            with self._lock:
+                self._remote[entry.digest] = self._remote.get(entry.digest, 0) + 1
+            self._leases.retain(entry.digest, entry.folder)
+
+    def drop(self, digest: str, dispatched: int) -> None:
+        """Such a request has ended; `dispatched` steps were sent, which may have rows of it."""
+        with self._lock:
+            if digest not in self._remote:
+                return
+            self._remote[digest] -= 1
+            if not self._remote[digest]:
+                del self._remote[digest]
+        self._dropped.append((dispatched, digest))
+
+    def collect(self, read: int) -> None:
+        """Give back what was dropped before the steps whose results have been read."""
+        while self._dropped and self._dropped[0][0] <= read:
+            self._leases.drop(self._dropped.pop(0)[1])
+
+    def is_ready(self, digest: str) -> bool:
+        """Whether rows of the adapter may be sent, as far as the server matters."""
+        with self._lock:
+            remote = digest in self._remote
+        return not remote or self._leases.get(digest) is not None
+
+    def bind(self, slot: int, digest: str) -> None:
+        """The adapter, which is ready, is in this slot of the engine's own."""
+        lease = self._leases.get(digest)
+        number, version = (LOCAL, 0) if lease is None else (lease.number, lease.version)
+        if self._numbers[slot] != number or version > self._version:
+            self._numbers[slot] = number
+            self._version = max(self._version, version)
+            self._changed = True
+
+    def take_table(self) -> tuple[np.ndarray, int] | None:
+        """Return (number of each slot, version) if that has changed since the last call."""
+        if not self._changed:
+            return None
+        self._changed = False
+        return self._numbers.copy(), self._version
+
+    # Failures.
+
+    def harmed_by(self, status: np.ndarray) -> frozenset[str]:
+        """Return the adapters whose requests a step with these statuses may have harmed."""
+        if not status.any():
+            return frozenset()
+        logger.warning(
+            "A step failed at the LoRA Server: %s.",
+            ", ".join(f"rank {r} {Status(int(s)).name}" for r, s in enumerate(status) if s),
+        )
+        if (status == Status.REFUSED).any():
+            self._leases.renew()
+        return self._digests()
+
+    def take_failures(self) -> list[tuple[str, str]]:
+        """Return (digest, why) of adapters whose waiting requests must end."""
+        if self.link.client.lost():
+            return [(digest, LOST) for digest in self._digests()]
+        return self._leases.take_errors()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether `collect` or `take_failures` may have anything to do."""
+        lost = bool(self._remote and self.link.client.lost())
+        return bool(self._dropped) or lost or self._leases.has_errors
+
+    def close(self) -> None:
+        """Give all leases back and leave the server."""
+        self._closing.set()
+        self._thread.join()
+        self._leases.close()
+        self.link.client.close()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when anything is kept for nobody."""
+        assert not self._remote, f"adapters {sorted(self._remote)} are kept for nobody"
+        assert not self._dropped, f"{len(self._dropped)} leases are not given back"
+
+    def _digests(self) -> frozenset[str]:
+        with self._lock:
+            return frozenset(self._remote)
+
+    def _rejoin(self) -> None:
+        client = self.link.client
+        while not self._closing.wait(_REJOIN_S):
+            if client.lost() and not client.rejoin():
+                logger.info("The LoRA Server is whole again.")
+
+
+def connect(access: ServerAccess, config: EngineConfig, dtype: str) -> InstanceSide:
+    """Return an engine's end of the server, connected.
+
+    Raises ValueError for sizes that do not fit the server, and TransportError (a ConnectionError)
+    when it cannot be reached, or serves another base model or in another way.
+    """
+    made = design(dataclasses.replace(access.spec, model=config.model, dtype=dtype))
+    made.require_rows(config.max_num_batched_tokens)
+    made.require_rank(config.max_lora_rank)
+    client = access.connect(made.terms)
+    client.set_limit(access.wait_s)
+    return InstanceSide(
+        ServerLink(made.plan, client), access.leases, access.instance, config.max_loras
+    )
+
+
+def keep_local(weights: AnyWeights) -> AnyWeights:
+    """Return what of an adapter an instance keeps: a LoRA adapter without its experts."""
+    return local_part(weights) if isinstance(weights, AdapterWeights) else weights

@@ -1,0 +1,228 @@
+"""What one rank of a LoRA Server holds and computes: adapter slots of its shard, and deltas.
+
+Instances name an adapter by a number that is the same on all ranks and never given twice: number
+modulo `num_adapters` is a place, so that a rank knows from one small table where a number's rows
+are, and a request made before a place changed hands is found out, not answered with another
+adapter's deltas.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lora_jax.adapters.catalogue import LoraCatalogue
+from lora_jax.adapters.residency import SlotAllocator
+from lora_jax.adapters.slots import (
+    AdapterSlots,
+    LoadingPlan,
+    clear_slots,
+    init_slots,
+    size_slots,
+    warm_up,
+)
+from lora_jax.adapters.weights import AdapterWeights
+from lora_jax.nn.lora import apply_lora
+from lora_jax.typing import Array, Float, Int
+from serving.lora_server.shards import EXPERT_MODULES, Shard, shard_catalogue
+from serving.transport.shapes import DOWN, GATE_UP
+
+SITES = {GATE_UP: EXPERT_MODULES[:2], DOWN: EXPERT_MODULES[2:]}
+_SMALLEST_BUCKET, _BUCKET_FACTOR = 8, 4
+_FREE = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class RankSizes:
+    """Sizes of one rank, the same on all of a server."""
+
+    num_adapters: int
+    max_rank: int
+    max_rows: int  # of one request
+    byte_budget: int | None = None  # of rank rows; None: num_adapters of max_rank
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Row counts that programs are compiled for."""
+        found, bucket = [], _SMALLEST_BUCKET
+        while bucket < self.max_rows:
+            found.append(bucket)
+            bucket *= _BUCKET_FACTOR
+        return (*found, self.max_rows)
+
+
+class ServerRank:
+    """The device side of one rank; one thread uses it."""
+
+    def __init__(self, catalogue: LoraCatalogue, shard: Shard, sizes: RankSizes, dtype: jnp.dtype):
+        """`catalogue` is the whole base model's. Raises ValueError when no adapter would fit."""
+        self.shard, self.sizes, self.dtype = shard, sizes, jnp.dtype(dtype)
+        self._catalogue = mine = shard_catalogue(catalogue, shard)
+        spec = size_slots(
+            mine, sizes.num_adapters, sizes.max_rank, self.dtype.itemsize, sizes.byte_budget
+        )
+        self._allocator = SlotAllocator(mine, spec.num_slots, spec.rows, self.dtype.itemsize)
+        # Committed from the start, or every program would compile twice (see ModelRunner).
+        device = jax.local_devices()[0]
+        self.slots: AdapterSlots = jax.device_put(init_slots(mine, spec, self.dtype), device)
+        self._loads: dict[int, LoadingPlan] = {}  # by number, oldest first
+        self._digests: dict[int, str] = {}  # by number
+        self._numbers = np.full(sizes.num_adapters, _FREE, np.int64)  # by place
+        self._slots_of = np.full(sizes.num_adapters, _FREE, np.int32)  # by place
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether `advance` has anything to do."""
+        return bool(self._loads)
+
+    @property
+    def held(self) -> dict[int, str]:
+        """Digests of the adapters by number."""
+        return dict(self._digests)
+
+    def width_in(self, site: int) -> int:
+        """Return the width of a row that comes in."""
+        return self._catalogue.modules[SITES[site][0]].d_in
+
+    def widths_out(self, site: int) -> tuple[int, ...]:
+        """Return the widths of a row's deltas."""
+        return tuple(self._catalogue.modules[name].d_out for name in SITES[site])
+
+    def start_load(self, number: int, part: AdapterWeights) -> None:
+        """Give this rank's part of an adapter (`shard_part`) room under `number`.
+
+        It is held once `advance` has written it. Raises ValueError, and then holds what it held,
+        when the number's place is taken, when the adapter is held already, or when there is no
+        room.
+        """
+        taken = {n % self.sizes.num_adapters for n in (*self._digests, *self._loads)}
+        if number < 0 or number % self.sizes.num_adapters in taken:
+            raise ValueError(f"The place of adapter number {number} is taken.")
+        self._allocator.check_fits(part)
+        placement = self._allocator.place(part, pinned=True)
+        self._loads[number] = LoadingPlan(placement, self.slots)
+
+    def advance(self, max_chunks: int) -> int | None:
+        """Write up to `max_chunks` of the oldest load; return its number if it is held now."""
+        if not self._loads:
+            return None
+        number, plan = next(iter(self._loads.items()))
+        self.slots = plan.advance(self.slots, max_chunks)
+        if not plan.done:
+            return None
+        del self._loads[number]
+        self._allocator.finish_loading(plan.digest)
+        self._digests[number] = plan.digest
+        place = number % self.sizes.num_adapters
+        self._numbers[place], self._slots_of[place] = number, plan.slot
+        return number
+
+    def unload(self, number: int) -> None:
+        """Hold `number` no more, or load it no further; an unknown number is left alone."""
+        plan = self._loads.pop(number, None)
+        if plan is not None:
+            self._allocator.abandon_loading(plan.digest)
+            self.slots = clear_slots(self.slots, self._allocator.take_cleared_slots())
+        digest = self._digests.pop(number, None)
+        if digest is None:
+            return
+        self._numbers[number % self.sizes.num_adapters] = _FREE
+        self._allocator.retire(digest)
+        self.slots = clear_slots(self.slots, self._allocator.take_cleared_slots())
+
+    def bucket(self, num_rows: int) -> int:
+        """Return the rows of the program for a request; ValueError when no program is so large."""
+        for bucket in self.sizes.buckets:
+            if num_rows <= bucket:
+                return bucket
+        raise ValueError(f"A request of {num_rows} rows; at most {self.sizes.max_rows} fit.")
+
+    def slots_of(self, row_to_adapter: np.ndarray, bucket: int) -> np.ndarray | None:
+        """Return int32 [bucket], the slots of the rows' adapters and then -1.
+
+        None when one of the adapters, which are numbers int32 [rows], is not held.
+        """
+        place = row_to_adapter % self.sizes.num_adapters
+        if not np.array_equal(self._numbers[place], row_to_adapter):
+            return None
+        slots = np.full(bucket, _FREE, np.int32)
+        slots[: len(place)] = self._slots_of[place]
+        return slots
+
+    def deltas(
+        self,
+        site: int,
+        layer: int,
+        x: np.ndarray,
+        row_to_slot: np.ndarray,
+        row_to_expert: np.ndarray,
+    ) -> tuple[Float[Array, "rows d_out"], ...]:
+        """Return what the adapters add to each output of the site, on its way on the device.
+
+        `x` [rows, d_in] and the int32 vectors have as many rows as one of the buckets. `layer` and
+        experts are numbers of the model; they must be the shard's where row_to_slot is not -1.
+        """
+        return shard_deltas(
+            self.slots,
+            np.int32(layer),
+            x,
+            row_to_slot,
+            row_to_expert,
+            modules=tuple(self._catalogue.module_names.index(name) for name in SITES[site]),
+            widths=self.widths_out(site),
+            first_expert=self.shard.first_expert,
+            max_rank=self.sizes.max_rank,
+        )
+
+    def warm_up(self) -> None:
+        """Compile everything that loading and requests will run."""
+        self.slots = warm_up(self.slots)
+        for site in SITES:
+            for bucket in self.sizes.buckets:
+                x = np.zeros((bucket, self.width_in(site)), self.dtype)
+                nobody = np.full(bucket, -1, np.int32)
+                jax.block_until_ready(self.deltas(site, 0, x, nobody, nobody))
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when table, slots and allocator disagree."""
+        self._allocator.check_integrity()
+        assert set(self._allocator.resident()) == set(self._digests.values()), "held but no slot"
+        assert set(self._numbers) - {_FREE} == set(self._digests), "the table is another"
+        for number, digest in self._digests.items():
+            slot = self._slots_of[number % self.sizes.num_adapters]
+            assert slot == self._allocator.slot_of(digest), f"{number} is not in slot {slot}"
+
+
+@functools.partial(jax.jit, static_argnames=("modules", "widths", "first_expert", "max_rank"))
+def shard_deltas(
+    slots: AdapterSlots,
+    layer: Int[Array, ""],
+    x: Float[Array, "rows d_in"],
+    row_to_slot: Int[Array, "rows"],
+    row_to_expert: Int[Array, "rows"],
+    *,
+    modules: tuple[int, ...],
+    widths: tuple[int, ...],
+    first_expert: int,
+    max_rank: int,
+) -> tuple[Float[Array, "rows d_out"], ...]:
+    """Return scaling * (x A^T) B of each row for every module; slot -1 gives 0.
+
+    In float32 the two sums, 0 + delta here and y + delta at the instance, have the bits of the one
+    that a coupled engine makes. The layer is data, so that one program serves them all.
+    """
+    return tuple(
+        apply_lora(
+            jnp.zeros((x.shape[0], width), x.dtype),
+            x,
+            slots,
+            module,
+            layer,
+            row_to_slot,
+            row_to_expert - first_expert,
+            max_rank=max_rank,
+        )
+        for module, width in zip(modules, widths, strict=True)
+    )

@@ -1,0 +1,197 @@
+"""One rank of a LoRA Server at work: requests one by one, adapters written in between.
+
+The loop owns the device. Other threads bring adapters (`load`, `unload`): they read and cut the
+files themselves and leave the loop only the writes, a few between two requests.
+"""
+
+import dataclasses
+import queue
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+
+from lora_jax.adapters import reader
+from lora_jax.adapters.catalogue import LoraCatalogue
+from lora_jax.adapters.weights import AdapterWeights
+from lora_jax.typing import Array
+from serving.compile_counter import CompileCounter
+from serving.lora_server.rank import ServerRank
+from serving.lora_server.shards import ServerPlan, shard_part
+from serving.transport.base import AbstractServer, Request
+
+_IDLE_S = 0.01  # how long a command waits at most while no request comes
+_CHUNKS = 2  # writes between two requests
+_GONE = "The rank of the LoRA Server has stopped."
+
+
+@dataclasses.dataclass(frozen=True)
+class RankStats:
+    """Counts of one rank since its start."""
+
+    answered: int
+    refused: int
+    compilations: int  # since it serves; there should be none
+
+
+class RankServer:
+    """One rank over its device and its carrier. `run` is the loop; any thread may call the rest."""
+
+    def __init__(
+        self,
+        rank: ServerRank,
+        plan: ServerPlan,
+        catalogue: LoraCatalogue,
+        transport: AbstractServer,
+        limits: reader.ReadLimits | None = None,
+    ):
+        """`catalogue` is the whole base model's, for reading adapters."""
+        self._rank, self._plan, self._transport = rank, plan, transport
+        self._catalogue, self._limits = catalogue, limits
+        self._commands: queue.SimpleQueue[tuple[Callable[[], bool], Future[None]]] = (
+            queue.SimpleQueue()
+        )
+        self._loading: dict[int, Future[None]] = {}
+        self._version = 0
+        self._answered = self._refused = 0
+        self._compilations = CompileCounter()
+        self._stopped = False
+
+    # For other threads.
+
+    def load(self, number: int, folder: str, digest: str, version: int) -> None:
+        """Hold the adapter in `folder` under `number`; returns when requests may use it.
+
+        Raises ValueError when the files are refused, are not those of `digest`, or have no room,
+        and ConnectionError when the rank has stopped.
+        """
+        part = shard_part(self._read(folder, digest), self._rank.shard)
+
+        def start() -> bool:
+            self._version = max(self._version, version)
+            self._rank.start_load(number, part)
+            self._loading[number] = done
+            return False
+
+        done = self._submit(start)
+        done.result()
+
+    def unload(self, number: int, version: int) -> None:
+        """Hold nothing under `number` from now on. Raises ConnectionError as `load` does."""
+
+        def forget() -> bool:
+            self._version = max(self._version, version)
+            self._rank.unload(number)
+            loading = self._loading.pop(number, None)
+            if loading is not None:
+                loading.set_exception(ValueError("The adapter was taken away while it loaded."))
+            return True
+
+        self._submit(forget).result()
+
+    def stats(self) -> RankStats:
+        """Return the counts so far."""
+        return RankStats(self._answered, self._refused, self._compilations.count)
+
+    def stop(self) -> None:
+        """End `run` soon."""
+        self._transport.abort()
+
+    # The loop.
+
+    def run(self) -> None:
+        """Serve until `stop`; then refuse commands and close the carrier."""
+        self._compilations.watch_this_thread()
+        try:
+            while not self._transport.aborted():
+                self._turn()
+        finally:
+            self._compilations.ignore_this_thread()
+            self._compilations.close()
+            self._stopped = True
+            self._transport.close()
+            self._fail_commands()
+
+    def _turn(self) -> None:
+        self._run_commands()
+        busy = self._rank.is_loading
+        if busy:
+            self._advance()
+        request = self._transport.receive(0.0 if busy else _IDLE_S)
+        if request is not None:
+            self._answer(request)
+
+    def _answer(self, request: Request) -> None:
+        deltas = self._compute(request)
+        if deltas is None:
+            self._refused += 1
+            self._transport.refuse(request)
+        else:
+            self._answered += 1
+            self._transport.respond(request, [np.asarray(delta) for delta in deltas])
+
+    def _compute(self, request: Request) -> tuple[Array, ...] | None:
+        """Return the request's deltas; None when they are not this rank's to give."""
+        shard, rank = self._rank.shard, self._rank
+        layer = self._plan.moe_layers[request.layer]
+        local = request.experts - shard.first_expert
+        mine = layer in shard.layers and np.all((local >= 0) & (local < shard.num_experts))
+        if not mine or request.table_version > self._version:
+            return None
+        bucket = rank.bucket(request.rows)
+        slots = rank.slots_of(request.adapters, bucket)
+        if slots is None:
+            return None
+        x, _, experts = request.padded(bucket)
+        return rank.deltas(request.site, layer, x, slots, experts)
+
+    def _advance(self) -> None:
+        number = self._rank.advance(_CHUNKS)
+        if number is not None:
+            self._loading.pop(number).set_result(None)
+
+    def _run_commands(self) -> None:
+        while True:
+            try:
+                command, done = self._commands.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                if command():
+                    done.set_result(None)
+            except ValueError as error:
+                done.set_exception(error)
+
+    def _fail_commands(self) -> None:
+        while self._loading:
+            self._loading.popitem()[1].set_exception(ConnectionError(_GONE))
+        while True:
+            try:
+                self._commands.get_nowait()[1].set_exception(ConnectionError(_GONE))
+            except queue.Empty:
+                return
+
+    def _submit(self, command: Callable[[], bool]) -> Future[None]:
+        """Queue a command for the loop; it returns whether that was all there was to do."""
+        done: Future[None] = Future()
+        self._commands.put((command, done))
+        if self._stopped:
+            self._fail_commands()
+        return done
+
+    def _read(self, folder: str, digest: str) -> AdapterWeights:
+        try:
+            weights = reader.read(Path(folder), self._catalogue, limits=self._limits)
+        except OSError as error:
+            raise ValueError(
+                f"The LoRA Server cannot read the adapter's folder: {error.strerror or error}."
+            ) from error
+        if not isinstance(weights, AdapterWeights):
+            raise ValueError("The LoRA Server holds LoRA adapters; this one is of another kind.")
+        if weights.digest != digest:
+            raise ValueError(
+                f"The files of the adapter have sha256 {weights.digest[:12]} here and "
+                f"{digest[:12]} on the instance; load it anew."
+            )
+        return weights

@@ -1,0 +1,106 @@
+"""What the roles of a disaggregated system agree on before they start."""
+
+import dataclasses
+import hashlib
+from pathlib import Path
+
+from lora_jax.adapters.catalogue import LoraCatalogue
+from lora_jax.config import ModelConfig
+from lora_jax.models import model_class
+from lora_jax.models.loader import read_config
+from serving.lora_server.rank import RankSizes
+from serving.lora_server.shards import ServerPlan, server_plan, shard_catalogue
+from serving.transport.shapes import moe_shapes
+from serving.transport.terms import Terms
+
+_HEADER_BYTES = 8  # of a safetensors file: how long the JSON behind them is
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerSpec:
+    """A LoRA Server as it was asked for. `dtype` is that of the base model, by its name."""
+
+    model: str  # folder
+    dtype: str
+    placement: str  # "ep2-pp1"
+    ranks: int
+    num_adapters: int  # held at a time
+    max_rank: int
+    max_rows: int  # (token, expert) rows of one message
+    byte_budget: int | None = None  # of rank rows on each rank
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerDesign:
+    """What follows from a spec and the base model's config."""
+
+    spec: ServerSpec
+    config: ModelConfig
+    catalogue: LoraCatalogue
+    plan: ServerPlan
+    terms: Terms
+
+    @property
+    def sizes(self) -> RankSizes:
+        spec = self.spec
+        return RankSizes(spec.num_adapters, spec.max_rank, spec.max_rows, spec.byte_budget)
+
+    def require_rows(self, max_tokens: int) -> None:
+        """Raise ValueError unless a step of `max_tokens` tokens fits into one message."""
+        assert self.config.moe is not None, "a plan without experts"
+        rows, most = max_tokens * self.config.moe.top_k, self.spec.max_rows
+        if rows > most:
+            raise ValueError(
+                f"A step of {max_tokens} tokens has {rows} (token, expert) rows and the LoRA "
+                f"Server takes {most} in a message; lower max_num_batched_tokens to "
+                f"{most // self.config.moe.top_k}, or start the server for more."
+            )
+
+    def require_rank(self, max_rank: int) -> None:
+        """Raise ValueError when adapters of `max_rank` are too large for the server."""
+        if max_rank > self.spec.max_rank:
+            raise ValueError(
+                f"The instance takes adapters of rank {max_rank} and the LoRA Server of rank "
+                f"{self.spec.max_rank}; start both with the same max_lora_rank."
+            )
+
+
+def design(spec: ServerSpec) -> ServerDesign:
+    """Return the design of a spec; reads the model's config, not its weights.
+
+    Raises ValueError for a model without experts that adapters can change, and for a placement
+    that is impossible; the message says what to change.
+    """
+    config = read_config(Path(spec.model))
+    catalogue = model_class(config.model_type).catalogue(config)
+    itemsize = {"float32": 4, "bfloat16": 2}[spec.dtype]
+    plan = server_plan(
+        config, spec.placement, spec.ranks, spec.num_adapters, spec.max_rank, itemsize
+    )
+    shard_catalogue(catalogue, plan.shard(0))
+    assert config.moe is not None, "a plan without experts"
+    shapes = moe_shapes(
+        len(plan.moe_layers),
+        spec.max_rows,
+        config.hidden_size,
+        config.moe.intermediate_size,
+        spec.dtype,
+        spec.dtype,
+    )
+    terms = Terms(base_digest(spec.model), plan.placement, shapes)
+    return ServerDesign(spec, config, catalogue, plan, terms)
+
+
+def base_digest(model: str) -> str:
+    """Return the sha256 of a model's config, and of its weights' names, shapes and sizes.
+
+    Not of the weights themselves: a rank that holds adapters only should not read them all.
+    """
+    found, folder = hashlib.sha256(), Path(model)
+    found.update((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            head = file.read(_HEADER_BYTES)
+            head += file.read(min(int.from_bytes(head, "little"), 100 << 20))
+        found.update(f"{path.name} {path.stat().st_size} ".encode() + head)
+    return found.hexdigest()

@@ -1,0 +1,89 @@
+"""What a traced step sends where, and what it says when an answer does not come."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lora_jax.nn.remote import Exchange, RemoteExperts
+from lora_jax.placement.ep_pp import Placement
+from lora_jax.placement.shape import AdapterShape
+from serving.lora_server.client import LOCAL, RemoteTable, ServerLink
+from serving.lora_server.shards import ServerPlan
+from serving.transport.base import Status
+from serving.transport.shapes import DOWN, GATE_UP
+
+GATE_AND_UP, ONLY_DOWN = ("gate_proj", "up_proj"), ("down_proj",)
+MOE_LAYERS = (1, 3)
+
+
+class Carrier:
+    """Notes what is sent while the step is traced, and adds 1 to rows that went."""
+
+    def __init__(self, servers=4):
+        self.servers, self.sent, self.status = servers, [], [0] * servers
+
+    def push(self, x, site, layer, rows):
+        self.sent.append((site, layer, rows))
+        return x
+
+    def wait_add(self, ys, keep, site, rows):
+        went = (rows.row_to_server >= 0)[:, None]
+        status = jnp.asarray(self.status, jnp.int32)
+        return tuple(jnp.where(went, y + 1, y) for y in ys), status
+
+
+def make_link(carrier=None):
+    placement = Placement(AdapterShape(4, len(MOE_LAYERS), 4, 1), ep=2, pp=2)
+    return ServerLink(ServerPlan(placement, MOE_LAYERS), carrier or Carrier())
+
+
+def run(link, numbers, row_to_slot, row_to_expert, layer):
+    table = RemoteTable(jnp.asarray(numbers, jnp.int32), jnp.int32(7))
+    step = link.start(table)
+    assert isinstance(step, RemoteExperts)
+    x = jnp.zeros((len(row_to_slot), 8), jnp.float32)
+    rows = [jnp.asarray(values, jnp.int32) for values in (row_to_slot, row_to_expert)]
+    for names, ys in ((GATE_AND_UP, (x, x)), (ONLY_DOWN, (x,))):
+        exchange = step.exchange(names, layer, *rows, jnp.int32(len(row_to_slot)))
+        assert isinstance(exchange, Exchange)
+        ys = exchange.wait_add(ys, exchange.push(x))
+    return np.asarray(ys[0]), np.asarray(step.status())
+
+
+def test_rows_go_to_the_rank_of_their_layer_and_expert_under_the_servers_number():
+    link = make_link()
+    y, status = run(link, [12, LOCAL, 5], [0, -1, 2, 1, 0], [0, 0, 1, 2, 3], layer=3)
+    assert [(site, layer) for site, layer, _ in link.client.sent] == [(GATE_UP, 1), (DOWN, 1)]
+    for _, _, rows in link.client.sent:
+        np.testing.assert_array_equal(rows.row_to_adapter, [12, LOCAL, 5, LOCAL, 12])
+        np.testing.assert_array_equal(rows.row_to_server, [2, -1, 2, -1, 3])
+        np.testing.assert_array_equal(rows.row_to_expert, [0, 0, 1, 2, 3])
+        assert (int(rows.num_rows), int(rows.table_version)) == (5, 7)
+    np.testing.assert_array_equal(y[:, 0], [1, 0, 1, 0, 1])
+    assert not status.any()
+
+
+def test_the_worst_status_of_a_step_is_kept_for_each_server():
+    carrier = Carrier()
+    link = make_link(carrier)
+    step = link.start(RemoteTable(jnp.zeros(1, jnp.int32), jnp.int32(0)))
+    x, rows = jnp.zeros((2, 8), jnp.float32), jnp.zeros(2, jnp.int32)
+    for status in ([0, 1, 0, 0], [0, 2, 0, 3], [0, 0, 0, 0]):
+        carrier.status = status
+        step.exchange(ONLY_DOWN, 1, rows, rows, jnp.int32(2)).wait_add((x,), x)
+    np.testing.assert_array_equal(step.status(), [0, Status.ABORTED, 0, Status.REFUSED])
+
+
+def test_a_step_without_exchanges_is_well():
+    assert not np.asarray(make_link().start(None).status()).any()
+
+
+def test_a_table_is_data_of_the_program():
+    table = RemoteTable(jnp.zeros(3, jnp.int32), jnp.int32(0))
+    assert len(jax.tree.leaves(table)) == 2
+
+
+def test_a_carrier_of_another_server_is_refused():
+    with pytest.raises(ValueError, match=r"EP2-PP2 has 4 ranks, but 3 servers"):
+        make_link(Carrier(servers=3))

@@ -1,0 +1,150 @@
+"""Who may evict whom, over ranks that only note what they are told."""
+
+import threading
+
+import pytest
+
+from serving.lora_server.coordinator import Coordinator, NoRoom
+
+
+class Rank:
+    """Holds up to `room` adapters; `fault` is raised by the next load."""
+
+    def __init__(self, room: int = 100):
+        self.room, self.held, self.versions, self.fault = room, {}, [], None
+
+    def load(self, number, folder, digest, version):
+        self.versions.append(version)
+        if self.fault is not None:
+            fault, self.fault = self.fault, None
+            raise fault
+        if len(self.held) >= self.room:
+            raise ValueError("There is no room for the adapter now.")
+        assert number not in self.held
+        self.held[number] = (digest, folder)
+
+    def unload(self, number, version):
+        self.versions.append(version)
+        self.held.pop(number, None)
+
+
+@pytest.fixture
+def ranks():
+    return [Rank(), Rank()]
+
+
+@pytest.fixture
+def coordinator(ranks):
+    made = Coordinator(ranks, num_adapters=2)
+    yield made
+    assert ranks[0].held == ranks[1].held, "the ranks hold different adapters"
+    for rank in ranks:
+        assert rank.versions == sorted(rank.versions)
+    made.close()
+
+
+def test_an_adapter_is_loaded_once_for_all_instances(coordinator, ranks):
+    one = coordinator.lease("one", "d", "folder")
+    two = coordinator.lease("two", "d", "folder")
+    assert one.number == two.number
+    assert ranks[0].held == {one.number: ("d", "folder")}
+    assert len(ranks[0].versions) == 1
+    assert coordinator.held() == {"d": {"one", "two"}}
+
+
+def test_what_is_leased_stays_and_the_longest_idle_goes(coordinator, ranks):
+    first = coordinator.lease("one", "a", "A")
+    coordinator.lease("one", "b", "B")
+    with pytest.raises(NoRoom, match="All 2"):
+        coordinator.lease("two", "c", "C")
+    coordinator.release("one", "a")
+    coordinator.release("one", "b")
+    assert coordinator.lease("one", "a", "A").number == first.number  # still there: no load
+    coordinator.release("one", "a")
+    third = coordinator.lease("two", "c", "C")  # b has been idle for longer
+    assert set(coordinator.held()) == {"a", "c"}
+    assert set(ranks[0].held) == {first.number, third.number}
+
+
+def test_a_number_is_never_given_twice(coordinator):
+    seen = set()
+    for turn in range(10):
+        number = coordinator.lease("one", f"d{turn}", "").number
+        coordinator.release("one", f"d{turn}")
+        assert number not in seen
+        seen.add(number)
+
+
+def test_an_instance_that_leaves_gives_everything_back(coordinator):
+    coordinator.lease("one", "a", "")
+    coordinator.lease("one", "b", "")
+    coordinator.lease("two", "b", "")
+    coordinator.leave("one")
+    assert coordinator.held() == {"a": set(), "b": {"two"}}
+    coordinator.release("one", "never leased")
+
+
+def test_files_that_one_rank_refuses_are_on_none(coordinator, ranks):
+    ranks[1].fault = ValueError("tensor x is missing")
+    with pytest.raises(ValueError, match="tensor x"):
+        coordinator.lease("one", "a", "")
+    assert not ranks[0].held
+    assert not coordinator.held()
+    assert coordinator.lease("one", "a", "").number in ranks[1].held
+
+
+def test_a_rank_without_room_makes_idle_adapters_go(coordinator, ranks):
+    ranks[1].room = 1
+    coordinator.lease("one", "a", "")
+    with pytest.raises(NoRoom):
+        coordinator.lease("one", "b", "")
+    coordinator.release("one", "a")
+    coordinator.lease("one", "b", "")
+    assert set(coordinator.held()) == {"b"}
+
+
+def test_a_rank_that_is_lost_and_comes_back(coordinator, ranks):
+    number = coordinator.lease("one", "a", "A").number
+    coordinator.lose(1)
+    with pytest.raises(ConnectionError):
+        coordinator.lease("two", "a", "A")
+    ranks[1] = Rank()
+    coordinator.restore(1, ranks[1])
+    assert ranks[1].held == {number: ("a", "A")}
+    assert coordinator.lease("two", "a", "A").number == number
+
+
+def test_a_rank_that_dies_while_it_loads(coordinator, ranks):
+    ranks[0].fault = ConnectionError("gone")
+    with pytest.raises(ConnectionError, match="not there"):
+        coordinator.lease("one", "a", "")
+    assert not coordinator.held()
+
+
+def test_a_fault_nobody_expects_is_not_hidden(coordinator, ranks):
+    ranks[0].fault = KeyError("oops")
+    with pytest.raises(KeyError):
+        coordinator.lease("one", "a", "")
+    ranks[1].held.clear()
+
+
+def test_leases_from_many_threads(coordinator, ranks):
+    errors = []
+
+    def use(name):
+        for turn in range(30):
+            digest = f"d{turn % 3}"
+            try:
+                lease = coordinator.lease(name, digest, "")
+            except NoRoom:
+                continue
+            if ranks[0].held.get(lease.number, ("",))[0] != digest:
+                errors.append((name, digest, lease))
+            coordinator.release(name, digest)
+
+    threads = [threading.Thread(target=use, args=(f"i{n}",)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors

@@ -1,0 +1,61 @@
+"""A disaggregated engine answers as a coupled one does, bit for bit, for every placement."""
+
+import lora_server_cases as cases
+import pytest
+
+from serving import Engine, Sampling
+
+SCORED = Sampling(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+MIXED = ["a0", None, "a1", "a2", None, "a0", "a3", "a1", None, "a2"]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return cases.write_files(tmp_path_factory.mktemp("lora_server"))
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return cases.prompts_of(len(MIXED))
+
+
+def answers(engine, prompts, adapters):
+    """Everything a caller sees: tokens, texts and the bits of all log-probabilities."""
+    outputs = engine.generate(prompts, adapters, SCORED)
+    return [(o.outputs[0].token_ids, o.outputs[0].logprobs, o.prompt_logprobs) for o in outputs]
+
+
+@pytest.fixture(scope="module")
+def coupled(files, prompts):
+    model, adapters = files
+    with Engine(model, adapters, **cases.ENGINE) as engine:
+        mixed = answers(engine, prompts, MIXED)
+        base = answers(engine, prompts, None)
+    for place, adapter in enumerate(MIXED):
+        assert (mixed[place] == base[place]) == (adapter is None)
+    return mixed, base
+
+
+@pytest.mark.parametrize("placement", cases.PLACEMENTS)
+def test_answers_are_those_of_a_coupled_engine(placement, files, prompts, coupled):
+    model, adapters = files
+    spec = cases.make_spec(model, placement)
+    with (
+        cases.running(spec) as ranks,
+        Engine(model, adapters, lora_server=ranks.access(), **cases.ENGINE) as engine,
+    ):
+        mixed, base = coupled
+        assert answers(engine, prompts, None) == base
+        client = engine._parts.loader._remote.link.client
+        assert client.stats().pushes == 0  # base-only batches send nothing
+        assert not ranks.coordinator.held()
+        assert answers(engine, prompts, MIXED) == mixed
+        assert client.stats().pushes > 0
+        for adapter, place in (("a0", 0), (None, 1), ("a2", 3)):
+            assert answers(engine, [prompts[place]], adapter) == [mixed[place]]
+        assert engine.stats().compilations_after_warmup == 0
+        counts = [server.stats() for server in ranks.servers]
+    assert all(count.answered > 0 for count in counts)
+    assert all(count.refused == count.compilations == 0 for count in counts)
+    assert len(ranks.coordinator.held()) == 4
+    assert not any(ranks.coordinator.held().values()), "leases are left"

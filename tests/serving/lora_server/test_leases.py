@@ -1,0 +1,131 @@
+"""Leases follow what live requests need, whatever the server says in between."""
+
+import threading
+
+import pytest
+
+from serving.lora_server.coordinator import Lease, NoRoom
+from serving.lora_server.leases import Leases
+
+
+class Source:
+    """Answers as it is told to; `gate` holds every answer back while it is clear."""
+
+    def __init__(self):
+        self.leased, self.left, self.faults, self.asked = {}, [], [], 0
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def lease(self, instance, digest, folder):
+        assert self.gate.wait(30)
+        self.asked += 1
+        if self.faults:
+            raise self.faults.pop(0)
+        self.leased[digest] = folder
+        return Lease(self.asked, self.asked)
+
+    def release(self, instance, digest):
+        self.leased.pop(digest, None)
+
+    def leave(self, instance):
+        self.left.append(instance)
+        self.leased.clear()
+
+
+class News:
+    """Waits for a condition on what the thread of the leases does."""
+
+    def __init__(self):
+        self.condition = threading.Condition()
+
+    def __call__(self):
+        with self.condition:
+            self.condition.notify_all()
+
+    def until(self, true):
+        with self.condition:
+            for _ in range(3000):
+                if true():
+                    return
+                self.condition.wait(0.01)
+        raise AssertionError("it did not come true")
+
+
+@pytest.fixture
+def source():
+    return Source()
+
+
+@pytest.fixture
+def news():
+    return News()
+
+
+@pytest.fixture
+def leases(source, news):
+    made = Leases(source, "me", news)
+    yield made
+    source.gate.set()
+    made.close()
+    assert source.left == ["me"]
+
+
+def test_a_lease_lives_as_long_as_the_requests(leases, source, news):
+    leases.retain("d", "folder")
+    leases.retain("d", "folder")
+    news.until(lambda: leases.get("d") is not None)
+    assert leases.get("d") == Lease(1, 1)
+    assert source.leased == {"d": "folder"}
+    leases.drop("d")
+    assert leases.get("d") == Lease(1, 1)
+    leases.drop("d")
+    news.until(lambda: not source.leased)
+    assert leases.get("d") is None
+    assert source.asked == 1
+
+
+def test_nobody_waits_for_an_answer(leases, source, news):
+    source.gate.clear()
+    leases.retain("d", "")
+    assert leases.get("d") is None
+    assert leases.digests == {"d"}
+    source.gate.set()
+    news.until(lambda: leases.get("d") is not None)
+
+
+def test_without_room_it_is_asked_again(leases, source, news):
+    source.faults = [NoRoom("full"), NoRoom("full")]
+    leases.retain("d", "")
+    news.until(lambda: leases.get("d") is not None)
+    assert source.asked == 3
+    assert not leases.has_errors
+
+
+@pytest.mark.parametrize("fault", [ValueError("bad files"), ConnectionError("bad files")])
+def test_a_refusal_is_told_once_and_the_next_request_asks_anew(leases, source, news, fault):
+    source.faults = [fault]
+    leases.retain("d", "")
+    news.until(lambda: leases.has_errors)
+    assert leases.take_errors() == [("d", "bad files")]
+    assert leases.take_errors() == []
+    leases.retain("d", "")
+    news.until(lambda: leases.get("d") is not None)
+
+
+def test_renewing_asks_for_everything_again(leases, source, news):
+    leases.retain("a", "")
+    leases.retain("b", "")
+    news.until(lambda: leases.get("a") and leases.get("b"))
+    leases.renew()
+    news.until(lambda: leases.get("a") and leases.get("b") and source.asked == 4)
+
+
+def test_dropped_while_it_was_asked_for(leases, source, news):
+    source.gate.clear()
+    leases.retain("d", "")
+    leases.drop("d")
+    source.gate.set()
+    leases.retain("e", "")
+    news.until(lambda: leases.get("e") is not None)
+    news.until(lambda: set(source.leased) == {"e"})
+    assert leases.digests == {"e"}

@@ -1,0 +1,175 @@
+"""A rank's loop over a carrier that hands it requests, and adapters from other threads."""
+
+import queue
+import threading
+from pathlib import Path
+
+import jax.numpy as jnp
+import lora_server_cases as cases
+import numpy as np
+import pytest
+
+from lora_jax.adapters import reader
+from serving.lora_server.rank import ServerRank
+from serving.lora_server.server import RankServer
+from serving.lora_server.spec import design
+from serving.transport.base import Request
+from serving.transport.shapes import GATE_UP
+
+REFUSED = "refused"
+
+
+class Carrier:
+    """One client whose requests wait in a queue; answers go to another."""
+
+    def __init__(self):
+        self.requests, self.answers = queue.SimpleQueue(), queue.SimpleQueue()
+        self.stopped, self.closed = False, False
+
+    def receive(self, seconds):
+        try:
+            return self.requests.get(timeout=seconds) if seconds else self.requests.get_nowait()
+        except queue.Empty:
+            return None
+
+    def respond(self, request, deltas):
+        self.answers.put(deltas)
+        return True
+
+    def refuse(self, request):
+        self.answers.put(REFUSED)
+        return True
+
+    def abort(self):
+        self.stopped = True
+
+    def aborted(self):
+        return self.stopped
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return cases.write_files(tmp_path_factory.mktemp("server"), 3)
+
+
+@pytest.fixture(scope="module")
+def made(files):
+    return design(cases.make_spec(files[0], "ep2-pp2", num_adapters=2))
+
+
+@pytest.fixture(scope="module")
+def rank(made):
+    """Rank 3: experts 2 and 3 of layer 1."""
+    rank = ServerRank(made.catalogue, made.plan.shard(3), made.sizes, jnp.dtype("float32"))
+    rank.warm_up()
+    return rank
+
+
+class Running:
+    """The loop in a thread, with an adapter's digest by name."""
+
+    def __init__(self, made, rank, adapters):
+        self.carrier = Carrier()
+        self.server = RankServer(rank, made.plan, made.catalogue, self.carrier)
+        self.adapters = adapters
+        self.digests = {
+            name: reader.read(path, made.catalogue).digest for name, path in adapters.items()
+        }
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+        self.thread.start()
+
+    def load(self, name, number, version=1, digest=None):
+        self.server.load(number, self.adapters[name], digest or self.digests[name], version)
+
+    def ask(self, numbers, experts, layer=1, version=1, site=GATE_UP):
+        x = np.ones((16, 32), np.float32)
+        ids = [np.resize(np.asarray(values, np.int32), 16) for values in (numbers, experts)]
+        request = Request(1, 1, 1, layer, site, len(numbers), version, x, *ids)
+        self.carrier.requests.put(request)
+        return self.carrier.answers.get(timeout=60)
+
+
+@pytest.fixture
+def running(made, rank, files):
+    loop = Running(made, rank, {name: Path(path) for name, path in files[1].items()})
+    yield loop
+    for number in rank.held:
+        loop.server.unload(number, 9)
+    loop.server.stop()
+    loop.thread.join(30)
+    assert not loop.thread.is_alive()
+    assert loop.carrier.closed
+    assert loop.server.stats().compilations == 0
+    rank.check_integrity()
+
+
+def test_requests_of_held_adapters_are_answered(running, rank):
+    running.load("a0", 2)
+    running.load("a1", 1)
+    gate, up = running.ask([2, 1, 2], [2, 3, 3])
+    assert gate.shape == up.shape == (8, 48)
+    assert gate[:3].any(axis=1).all()
+    assert not gate[3:].any()
+    assert (running.server.stats().answered, running.server.stats().refused) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"numbers": [0], "experts": [2]},  # its place belongs to number 2 now
+        {"numbers": [2, 1], "experts": [2, 2]},  # one of two is not held
+        {"numbers": [2], "experts": [1]},  # another rank's expert
+        {"numbers": [2], "experts": [4]},
+        {"numbers": [2], "experts": [2], "layer": 0},  # another stage's layer
+        {"numbers": [2], "experts": [2], "version": 8},  # the rank has missed a change
+    ],
+)
+def test_what_is_not_the_ranks_to_answer_is_refused(running, request_):
+    running.load("a0", 2)
+    assert running.ask(**request_) is REFUSED
+    assert running.ask([2], [2]) is not REFUSED
+    assert running.server.stats().refused == 1
+
+
+def test_an_unloaded_adapter_is_refused_and_its_place_is_free(running):
+    running.load("a0", 0)
+    running.server.unload(0, 2)
+    assert running.ask([0], [2]) is REFUSED
+    running.load("a2", 2, version=3)
+    assert running.ask([2], [2], version=3) is not REFUSED
+
+
+def test_loads_that_cannot_be_leave_the_loop_alive(running, files, tmp_path):
+    with pytest.raises(ValueError, match="sha256"):
+        running.load("a0", 0, digest="0" * 64)
+    with pytest.raises(ValueError, match="cannot read"):
+        running.server.load(0, tmp_path / "nowhere", "0" * 64, 1)
+    running.load("a0", 0)
+    with pytest.raises(ValueError, match="place of adapter number 2"):
+        running.load("a1", 2)
+    running.load("a1", 1)
+    with pytest.raises(ValueError, match="place"):
+        running.load("a2", 3)
+    assert running.ask([0, 1], [2, 3]) is not REFUSED
+
+
+def test_requests_are_answered_while_an_adapter_loads(running):
+    running.load("a0", 0)
+    loader = threading.Thread(target=running.load, args=("a1", 1, 2))
+    loader.start()
+    for _ in range(20):
+        assert running.ask([0], [3]) is not REFUSED
+    loader.join()
+    assert running.ask([1], [3], version=2) is not REFUSED
+
+
+def test_commands_after_the_end_are_told_so(made, rank, files):
+    loop = Running(made, rank, {name: Path(path) for name, path in files[1].items()})
+    loop.server.stop()
+    loop.thread.join(30)
+    for command in (lambda: loop.load("a0", 0), lambda: loop.server.unload(0, 1)):
+        with pytest.raises(ConnectionError, match="has stopped"):
+            command()
