@@ -22,7 +22,7 @@ from lora_jax.typing import Array, Float, Int
 
 ALIGN = 8  # rows: a copied tile of x starts at a multiple
 STEP = hopper.COLUMNS  # of d_in in one stage
-STORED = 32  # rows that leave the registers at once
+STORED = 16  # rows that leave the registers at once
 LONG_GROUP = 48  # rows per group from which weights are read more than once
 VERY_LONG_GROUP = 512  # rows per group of which a tile of 192 wastes few
 
@@ -42,8 +42,8 @@ class Config:
         return (matrices * self.columns * self.warpgroups + self.rows) * STEP * 2
 
     def store_bytes(self) -> int:
-        """Bytes that results on their way out take: two parts for each warpgroup."""
-        return 2 * self.warpgroups * self.columns * min(self.rows, STORED) * 2
+        """Bytes that results on their way out take: two blocks and two of rows per warpgroup."""
+        return 4 * self.warpgroups * self.columns * min(self.rows, STORED) * 2
 
 
 def find_config(rows: int, groups: int, d_out: int, matrices: int = 1) -> Config:
@@ -145,11 +145,11 @@ def _launch(
     given = [jnp.pad(b, pad) for b in biases if b is not None]
     x = jnp.pad(x, ((0, -rows % ALIGN), (0, 0)))
     stages, stored = config.stages, min(config.rows, STORED)
-    # Whole blocks leave swizzled, single rows cannot: two views of one memory.
+    # Whole blocks leave swizzled, which single rows cannot: they have a place of their own.
     results = plgpu.SMEM((config.warpgroups, 2, stored, config.columns), x.dtype)
     ctas = hopper.num_sms(interpret) * config.ctas
     kernel = plgpu.kernel(
-        _kernel_body(config, len(x), weights, len(given), ctas),
+        _kernel_body(config, len(x), weights, len(given), ctas, bool(interpret)),
         out_type=jax.ShapeDtypeStruct((len(x), d_out), x.dtype),
         grid=(ctas,),
         grid_names=("cta",),
@@ -158,7 +158,8 @@ def _launch(
         scratch_types=[
             plgpu.SMEM((len(weights), stages, wide, STEP), x.dtype),
             plgpu.SMEM((stages, config.rows, STEP), x.dtype),
-            plgpu.RefUnion(results, results),
+            results,
+            results,
             plgpu.Barrier(num_arrivals=1 + len(weights), num_barriers=stages),
             plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=stages),
         ],
@@ -167,7 +168,9 @@ def _launch(
     return kernel(group_sizes, x, *weights, *given)[:rows]
 
 
-def _kernel_body(config: Config, rows: int, weights: tuple, num_biases: int, ctas: int):
+def _kernel_body(
+    config: Config, rows: int, weights: tuple, num_biases: int, ctas: int, interpreted: bool
+):
     """Return the kernel: CTA c takes works c, c + ctas, ... of a list that nobody writes down.
 
     A group's works are its tiles of d_out times its blocks of rows, blocks first. Each warpgroup
@@ -184,7 +187,7 @@ def _kernel_body(config: Config, rows: int, weights: tuple, num_biases: int, cta
     def _grouped_matmul_kernel(sizes_ref, x_ref, *refs):
         w_refs, refs = refs[:matrices], refs[matrices:]
         bias_refs, refs = refs[:num_biases], refs[num_biases:]
-        y_ref, w_smem, x_smem, (block_smem, rows_smem), full, empty = refs
+        y_ref, w_smem, x_smem, block_smem, rows_smem, full, empty = refs
         warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("cta")
 
         def slot(step):
@@ -288,7 +291,9 @@ def _kernel_body(config: Config, rows: int, weights: tuple, num_biases: int, cta
                 for i in range(tile_rows // stored):
                     first = i * stored
                     part = z[:, first : first + stored].astype(dtype)
-                    plgpu.wait_smem_to_gmem(0 if i == 0 else 1, wait_read_only=True)
+                    # The part before last has left; the interpreter counts copies, not groups.
+                    pending = 0 if i == 0 or interpreted else 1
+                    plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
                     whole = (low <= first) & (first + stored <= high)
 
                     @pl.when(whole)
