@@ -9,7 +9,7 @@ import numpy as np
 
 from lora_jax.placement.ep_pp import Placement
 from lora_jax.placement.shape import AdapterShape
-from serving.transport import in_process, shared_memory
+from serving.transport import in_process, shared_memory, tcp
 from serving.transport.base import PushRows, push_rows
 from serving.transport.serve import serve
 from serving.transport.shapes import GATE_UP, moe_shapes
@@ -17,6 +17,7 @@ from serving.transport.terms import Terms
 
 LAYERS, EXPERTS, MAX_ROWS, HIDDEN, WIDTH = 4, 4, 24, 20, 12
 LONG = 60.0  # seconds: for waits that must end by themselves
+SECRET = b"0123456789abcdef"
 DTYPES = (("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16"))
 
 
@@ -120,6 +121,10 @@ def open_servers(carrier, terms, folder, **options):
         for rank in range(terms.placement.devices):
             if carrier == "in_process":
                 servers.append(in_process.open_server(terms.shapes, **options))
+            elif carrier == "tcp":
+                listening = tcp.listen("127.0.0.1", 0)
+                (folder / f"rank-{rank}.port").write_text(str(listening.getsockname()[1]))
+                servers.append(tcp.open_server(listening, terms, rank, SECRET, **options))
             else:
                 path = folder / f"rank-{rank}.sock"
                 servers.append(shared_memory.open_server(path, terms, rank, **options))
@@ -132,8 +137,12 @@ def open_servers(carrier, terms, folder, **options):
 def open_client(carrier, terms, servers, folder, **options):
     if carrier == "in_process":
         client = in_process.open_client(servers, **options)
+    elif carrier == "tcp":
+        ports = [int((folder / f"rank-{n}.port").read_text()) for n in range(len(servers))]
+        addresses = [("127.0.0.1", port) for port in ports]
+        client = tcp.open_client(addresses, terms, SECRET, **options)
     else:
-        paths = [folder / f"rank-{rank}.sock" for rank in range(terms.placement.devices)]
+        paths = [folder / f"rank-{rank}.sock" for rank in range(len(servers))]
         client = shared_memory.open_client(paths, terms, **options)
     client.set_limit(LONG)
     return client

@@ -1,8 +1,9 @@
 """A process that forks servers and clients which a test may kill; one import for all of them.
 
-Reads "serve PATH RANK EP HOLD" and "push PATH EP" from its input; says "pid N" for each child, and
-children say what they do: "held" when a server keeps the HOLD-th message without an answer,
-"pushed" when a client has left a message. Children die with their parent.
+Reads "serve WHERE RANK EP HOLD" and "push PATH EP" from its input; says "pid N" for each child, and
+children say what they do: "listening WHERE", "held" when a server keeps the HOLD-th message without
+an answer, "pushed" when a client has left a message. WHERE is a path, or a port for TCP. Children
+die with their parent.
 """
 
 import contextlib
@@ -16,9 +17,9 @@ import time
 from pathlib import Path
 
 import numpy as np
-from transport_cases import exact_deltas, terms_of
+from transport_cases import SECRET, exact_deltas, terms_of
 
-from serving.transport import shared_memory
+from serving.transport import shared_memory, tcp
 from serving.transport.header import Header, Kind
 from serving.transport.library import calls
 from serving.transport.rendezvous import call
@@ -67,7 +68,7 @@ class Peers:
         assert self._process.returncode == 0
 
 
-def _serve(path: str, rank: str, ep: str, hold: str) -> None:
+def _serve(where: str, rank: str, ep: str, hold: str) -> None:
     terms, seen = terms_of(ep=int(ep)), []
 
     def compute(request):
@@ -77,8 +78,13 @@ def _serve(path: str, rank: str, ep: str, hold: str) -> None:
             time.sleep(3600)
         return exact_deltas(request, terms.shapes)
 
-    server = shared_memory.open_server(path, terms, int(rank))
-    _say("listening")
+    if where.isdigit():
+        listening = tcp.listen("127.0.0.1", int(where))
+        where = str(listening.getsockname()[1])
+        server = tcp.open_server(listening, terms, int(rank), SECRET)
+    else:
+        server = shared_memory.open_server(where, terms, int(rank))
+    _say("listening", where)
     serve(server, compute)
 
 
@@ -110,14 +116,20 @@ def main() -> None:
             pid, status = os.waitpid(int(arguments[0]), 0)
             _say("ended", pid, os.WTERMSIG(status))
             continue
+        told, tell = os.pipe()
         pid = os.fork()
         if pid == 0:
+            os.close(tell)
+            os.read(told, 1)  # the end, once the parent has said who this is
+            os.close(told)
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() == parent:
                 with contextlib.suppress(KeyboardInterrupt):
                     {"serve": _serve, "push": _push}[command](*arguments)
             os._exit(1)
         _say("pid", pid)
+        os.close(told)
+        os.close(tell)
 
 
 if __name__ == "__main__":

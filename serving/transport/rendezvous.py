@@ -1,47 +1,69 @@
-"""How two processes of one host meet: a Unix socket that carries terms one way, memory the other.
+"""How two processes meet: over a socket that carries terms one way and an answer the other.
 
-A message is 4 bytes of length and that much JSON; descriptors ride with the answer. The connection
-stays open afterwards, and its end says that the other side has gone, killed or not.
+A message is 4 bytes of length and that much JSON; on a Unix socket descriptors ride with the
+answer. The connection stays open afterwards, and its end says that the other side has gone, killed
+or not.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import socket
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from serving.transport.base import TransportError
 
 _LONGEST = 1 << 16
 _SECONDS = 2.0  # for one side to answer the other
+_RETRY_SECONDS = 0.02
 MOST_CLIENTS = 64
 
-# Given what a client said, returns the answer, descriptors (closed after sending), and what to
-# call when it has gone. Raises TransportError to refuse.
-Welcome = Callable[[dict], tuple[dict, list[int], Callable[[], None]]]
+Address = str | Path | tuple[str, int]  # of a Unix socket, or a host and port
+# Whether the other side of a connection may speak at all. Raises TransportError.
+Admit = Callable[[socket.socket], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Guest:
+    """What a listener does with a client: sends the answer, stays, and is told of its end.
+
+    The descriptors are the listener's to close. `gone` is called once, whatever went wrong.
+    """
+
+    answer: dict
+    fds: list[int]
+    stay: Callable[[socket.socket], None]
+    gone: Callable[[], None]
 
 
 class Listener:
-    """A socket at a path, of which this user alone may connect, until `close`."""
+    """Lets clients in at a listening socket, each on a thread of its own, until `close`."""
 
-    def __init__(self, path: str | Path, welcome: Welcome):
-        """Take the path over from a dead process. Raises ValueError if a living one has it."""
-        self.path, self._welcome = Path(path), welcome
-        self._socket = _bind(self.path)
+    def __init__(
+        self,
+        listening: socket.socket,
+        welcome: Callable[[dict], Guest],
+        admit: Admit | None = None,
+    ):
+        """`welcome` takes what a client said; it raises TransportError to refuse."""
+        self._socket, self._welcome, self._admit = listening, welcome, admit
+        self.address = listening.getsockname()
         self._lock = threading.Lock()
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._thread = threading.Thread(target=self._accept, name="transport-accept", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Close every connection, wait for the threads, and remove the path."""
+        """Close every connection and wait for the threads; a Unix socket's path is removed."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join()
-        with contextlib.suppress(FileNotFoundError):
-            self.path.unlink()
+        if isinstance(self.address, str):
+            Path(self.address).unlink(missing_ok=True)
         with self._lock:
             open_now = list(self._connections.items())
         for connection, _ in open_now:
@@ -73,70 +95,103 @@ class Listener:
         """Shake hands with one client and stay until it has gone."""
         try:
             with connection:
-                gone = self._shake(connection)
-                if gone is not None:
-                    _wait_for_end(connection)
-                    gone()
+                self._shake(connection)
         finally:
             with self._lock:
                 del self._connections[connection]
 
-    def _shake(self, connection: socket.socket) -> Callable[[], None] | None:
+    def _shake(self, connection: socket.socket) -> None:
         connection.settimeout(_SECONDS)
         try:
-            said = _receive(connection)[0]
-        except (OSError, ValueError):
-            return None
-        try:
-            answer, fds, gone = self._welcome(said)
+            if self._admit is not None:
+                self._admit(connection)
+            guest = self._welcome(receive(connection)[0])
         except TransportError as error:
             with contextlib.suppress(OSError):
-                _send(connection, {"refused": str(error)}, [])
-            return None
+                send(connection, {"refused": str(error)})
+            return
+        except (OSError, ValueError):
+            return
         try:
-            _send(connection, answer, fds)
-        except OSError:
-            gone()
-            return None
+            with contextlib.suppress(OSError):
+                send(connection, guest.answer, guest.fds)
+                connection.settimeout(None)
+                guest.stay(connection)
         finally:
-            for fd in fds:
+            for fd in guest.fds:
                 os.close(fd)
-        return gone
+            guest.gone()
 
 
-def call(path: str | Path, said: dict, num_fds: int) -> tuple[socket.socket, dict, list[int]]:
-    """Return a connection to the listener at `path`, its answer and its descriptors.
+def call(
+    address: Address, said: dict, num_fds: int, admit: Admit | None = None
+) -> tuple[socket.socket, dict, list[int]]:
+    """Return a connection to the listener at `address`, its answer and its descriptors.
 
     Raises:
         ConnectionError: nobody listens there.
         TransportError: a refusal, in the listener's words, or an answer that cannot be read.
     """
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection = connect(address)
     fds: list[int] = []
     try:
-        connection.settimeout(_SECONDS)
-        connection.connect(str(path))
-        _send(connection, said, [])
-        answer, fds = _receive(connection, num_fds)
+        if admit is not None:
+            admit(connection)
+        send(connection, said)
+        answer, fds = receive(connection, num_fds)
         if "refused" in answer:
             raise TransportError(str(answer["refused"]))
         if len(fds) != num_fds:
-            raise TransportError(f"{path} sent {len(fds)} descriptors, expected {num_fds}")
+            raise TransportError(f"{address} sent {len(fds)} descriptors, expected {num_fds}")
     except BaseException as error:
         connection.close()
         for fd in fds:
             os.close(fd)
         if isinstance(error, TimeoutError | ValueError):
-            raise TransportError(f"{path} did not answer: {error}") from error
+            raise TransportError(f"{address} did not answer: {error}") from error
         raise
+    connection.settimeout(None)
     return connection, answer, fds
 
 
-class Watch:
-    """A thread that calls `lost()` when the other side of a connection has gone."""
+def connect(address: Address) -> socket.socket:
+    """Return a connection whose every step is bounded. Raises OSError if nobody listens."""
+    if isinstance(address, tuple):
+        connection = socket.create_connection(address, _SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(_SECONDS)
+        connection.connect(str(address))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
-    def __init__(self, connection: socket.socket, lost: Callable[[], None]):
-        self._connection, self._lost = connection, lost
+
+def wait_for_listener(address: Address, seconds: float) -> None:
+    """Return when somebody listens. Raises OSError if nobody does for `seconds`."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            return connect(address).close()
+        except OSError:
+            if time.monotonic() >= end:
+                raise
+        time.sleep(_RETRY_SECONDS)
+
+
+class Watch:
+    """A thread that stays with a connection and calls `lost()` when the other side has gone."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        stay: Callable[[socket.socket], None],
+        lost: Callable[[], None],
+    ):
+        self._connection, self._stay, self._lost = connection, stay, lost
         self._thread = threading.Thread(target=self._run, name="transport-watch", daemon=True)
         self._thread.start()
 
@@ -148,11 +203,25 @@ class Watch:
         self._connection.close()
 
     def _run(self) -> None:
-        _wait_for_end(self._connection)
-        self._lost()
+        try:
+            self._stay(self._connection)
+        finally:
+            self._lost()
 
 
-def _bind(path: Path) -> socket.socket:
+def wait_for_end(connection: socket.socket) -> None:
+    """Return when the other side has gone."""
+    with contextlib.suppress(OSError):
+        while connection.recv(64):  # nothing is said any more
+            pass
+
+
+def unix_listener(path: str | Path) -> socket.socket:
+    """Return a listening socket at a path, to which this user alone may connect.
+
+    The path of a dead process is taken over. Raises ValueError if a living one listens there.
+    """
+    path = Path(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if path.is_socket():
@@ -179,26 +248,23 @@ def _remove_dead(path: Path) -> None:
     raise ValueError(f"another process listens at {path}; choose another path or end it")
 
 
-def _wait_for_end(connection: socket.socket) -> None:
-    connection.settimeout(None)
-    with contextlib.suppress(OSError):
-        while connection.recv(64):  # nothing is said any more
-            pass
-
-
-def _send(connection: socket.socket, said: dict, fds: list[int]) -> None:
+def send(connection: socket.socket, said: dict, fds: Sequence[int] = ()) -> None:
+    """Send a message, with descriptors on a Unix socket."""
     text = json.dumps(said).encode()
     head = len(text).to_bytes(4, "little")
     if fds:
-        socket.send_fds(connection, [head], fds)
+        socket.send_fds(connection, [head], list(fds))
     else:
         connection.sendall(head)
     connection.sendall(text)
 
 
-def _receive(connection: socket.socket, num_fds: int = 0) -> tuple[dict, list[int]]:
+def receive(connection: socket.socket, num_fds: int = 0) -> tuple[dict, list[int]]:
     """Return a message and its descriptors. Raises OSError, and ValueError for other bytes."""
-    head, fds, _, _ = socket.recv_fds(connection, 4, num_fds, socket.MSG_CMSG_CLOEXEC)
+    if num_fds:
+        head, fds, _, _ = socket.recv_fds(connection, 4, num_fds, socket.MSG_CMSG_CLOEXEC)
+    else:
+        head, fds = b"", []
     try:
         head += _exactly(connection, 4 - len(head))
         length = int.from_bytes(head, "little")

@@ -153,15 +153,14 @@ class SlotClient(AbstractClient):
         joined = connector.join(self._epochs[server])
         epoch = self._epochs[server] = joined.epoch
         try:
-            attached = self._calls.client_attach(
-                self._number, server, joined.channel, joined.bell, epoch
-            )
+            attach = self._calls.client_attach
+            if not attach(self._number, server, joined.channel, joined.bell, epoch):
+                raise TransportError(f"the slots of server {server} cannot be mapped")
+            detach = self._calls.client_detach
+            connector.watch(joined, lambda: detach(self._number, server, epoch))
         finally:
             os.close(joined.channel)
             os.close(joined.bell)
-        if not attached:
-            raise TransportError(f"the slots of server {server} cannot be mapped")
-        connector.watch(joined, lambda: self._calls.client_detach(self._number, server, epoch))
 
     def _check(self, site: int, x: Array, rows: PushRows) -> None:
         shapes = self.shapes

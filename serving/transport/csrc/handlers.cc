@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "client.h"
+#include "relay.h"
 #include "server.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -200,5 +201,18 @@ void lora_jax_transport_server_free(int64_t number) {
     server->abort();
     servers.remove(number);
   }
+}
+
+// Runs until the socket ends, the other end of the channel being this process's.
+int32_t lora_jax_transport_relay(const int64_t* numbers, int32_t socket, int32_t fd, int32_t bell,
+                                 uint64_t epoch, int32_t beside_client) {
+  Channel channel;
+  channel.memory = Mapping::open(fd, Shapes(numbers).channel_bytes());
+  channel.bell_memory = Mapping::open(bell, Shapes::kPage);
+  channel.epoch = epoch;
+  if (!channel.memory || !channel.bell_memory) return 0;
+  Relay relay(numbers, socket, std::move(channel));
+  beside_client ? relay.beside_client() : relay.beside_server();
+  return 1;
 }
 }

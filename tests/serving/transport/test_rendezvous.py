@@ -10,9 +10,21 @@ from transport_contract import wait_for
 
 from serving.transport import rendezvous
 from serving.transport.base import TransportError
-from serving.transport.rendezvous import Listener, Watch, call
+from serving.transport.rendezvous import (
+    Guest,
+    Listener,
+    Watch,
+    call,
+    unix_listener,
+    wait_for_end,
+    wait_for_listener,
+)
 
 LONG = 60
+
+
+def guest(answer, gone=lambda: None):
+    return Guest(answer, [], wait_for_end, gone)
 
 
 @pytest.fixture
@@ -26,9 +38,10 @@ def house(tmp_path):
             raise TransportError("not you")
         reading, writing = os.pipe()
         os.close(writing)
-        return {"number": len(seen)}, [reading], lambda: gone.append(len(seen))
+        gone_now = lambda: gone.append(len(seen))  # noqa: E731
+        return Guest({"number": len(seen)}, [reading], wait_for_end, gone_now)
 
-    listener = Listener(tmp_path / "house.sock", welcome)
+    listener = Listener(unix_listener(tmp_path / "house.sock"), welcome)
     yield listener, seen, gone
     listener.close()
     listener.close()
@@ -37,7 +50,7 @@ def house(tmp_path):
 def test_an_answer_brings_its_descriptors(house):
     listener, seen, gone = house
     files = len(os.listdir("/proc/self/fd"))
-    connection, answer, fds = call(listener.path, {"name": "x" * 5000}, 1)
+    connection, answer, fds = call(listener.address, {"name": "x" * 5000}, 1)
     assert (seen, answer, len(fds)) == ([{"name": "x" * 5000}], {"number": 1}, 1)
     assert os.read(fds[0], 1) == b""
     os.close(fds[0])
@@ -48,22 +61,22 @@ def test_an_answer_brings_its_descriptors(house):
 
 
 def test_only_this_user_may_connect(house):
-    assert stat.S_IMODE(house[0].path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(os.stat(house[0].address).st_mode) == 0o600
 
 
 def test_a_refusal_is_said_in_the_listeners_words(house):
     with pytest.raises(TransportError, match="not you"):
-        call(house[0].path, {"unwanted": True}, 1)
+        call(house[0].address, {"unwanted": True}, 1)
     with pytest.raises(TransportError, match="sent 1 descriptors, expected 2"):
-        call(house[0].path, {}, 2)
+        call(house[0].address, {}, 2)
 
 
 def test_a_full_house_lets_nobody_in(house, monkeypatch):
     monkeypatch.setattr(rendezvous, "MOST_CLIENTS", 1)
-    connection, _, fds = call(house[0].path, {}, 1)
+    connection, _, fds = call(house[0].address, {}, 1)
     os.close(fds[0])
     with pytest.raises(ConnectionError):
-        call(house[0].path, {}, 1)
+        call(house[0].address, {}, 1)
     connection.close()
 
 
@@ -71,12 +84,12 @@ def test_the_path_of_a_dead_process_is_taken_over(tmp_path):
     path = tmp_path / "left.sock"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
         dead.bind(str(path))
-    listener = Listener(path, lambda said: ({"alive": 1}, [], lambda: None))
+    listener = Listener(unix_listener(path), lambda said: guest({"alive": 1}))
     connection, answer, _ = call(path, {}, 0)
     assert answer == {"alive": 1}
     connection.close()
     with pytest.raises(ValueError, match=r"another process listens at .*left\.sock"):
-        Listener(path, lambda said: ({}, [], lambda: None))
+        unix_listener(path)
     listener.close()
     assert not path.exists()
 
@@ -99,7 +112,7 @@ def test_a_watch_tells_of_the_end_and_ends_itself():
     for close_other_side in (True, False):
         ours, theirs = socket.socketpair()
         told = threading.Event()
-        watch = Watch(ours, told.set)
+        watch = Watch(ours, wait_for_end, told.set)
         assert not told.is_set()
         if close_other_side:
             theirs.close()
@@ -112,8 +125,9 @@ def test_a_watch_tells_of_the_end_and_ends_itself():
 
 def test_closing_sends_everybody_home(tmp_path):
     gone = []
-    listener = Listener(tmp_path / "house.sock", lambda said: ({}, [], lambda: gone.append(1)))
-    connections = [call(listener.path, {}, 0)[0] for _ in range(3)]
+    listening = unix_listener(tmp_path / "house.sock")
+    listener = Listener(listening, lambda said: guest({}, lambda: gone.append(1)))
+    connections = [call(listener.address, {}, 0)[0] for _ in range(3)]
     before = threading.active_count()
     listener.close()
     assert gone == [1, 1, 1]
@@ -121,3 +135,44 @@ def test_closing_sends_everybody_home(tmp_path):
     for connection in connections:
         assert connection.recv(1) == b""
         connection.close()
+
+
+def test_who_is_not_admitted_is_not_heard(tmp_path):
+    heard = []
+
+    def admit(connection):
+        if connection.recv(1) != b"a":
+            raise TransportError("say a")
+
+    def welcome(said):
+        heard.append(said)
+        return guest({"heard": len(heard)})
+
+    listener = Listener(unix_listener(tmp_path / "house.sock"), welcome, admit)
+    with pytest.raises(TransportError, match="say a"):
+        call(listener.address, {}, 0)
+    assert heard == []
+    connection, answer, _ = call(listener.address, {}, 0, lambda c: c.sendall(b"a"))
+    assert (heard, answer) == ([{}], {"heard": 1})
+    connection.close()
+    listener.close()
+
+
+def test_a_listener_may_be_waited_for(tmp_path):
+    with pytest.raises(OSError, match="No such file"):
+        wait_for_listener(tmp_path / "late.sock", 0.05)
+    waiting = threading.Thread(target=wait_for_listener, args=(tmp_path / "late.sock", LONG))
+    waiting.start()
+    listener = Listener(unix_listener(tmp_path / "late.sock"), lambda said: guest({}))
+    waiting.join(LONG)
+    assert not waiting.is_alive()
+    listener.close()
+
+
+def test_over_tcp_a_message_is_the_same():
+    listener = Listener(socket.create_server(("127.0.0.1", 0)), lambda said: guest(said))
+    connection, answer, fds = call(listener.address, {"said": "é" * 4000}, 0)
+    assert (answer, fds) == ({"said": "é" * 4000}, [])
+    assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    connection.close()
+    listener.close()

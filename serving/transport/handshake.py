@@ -1,0 +1,157 @@
+"""Clients and servers that meet over a socket: terms are compared, then slots are set up."""
+
+import abc
+import os
+import socket
+from collections.abc import Callable, Sequence
+
+from serving.transport.base import TransportError
+from serving.transport.rendezvous import (
+    Address,
+    Admit,
+    Guest,
+    Listener,
+    Watch,
+    call,
+    wait_for_listener,
+)
+from serving.transport.slots import AbstractConnector, Joined, SlotClient, SlotServer
+from serving.transport.terms import Terms, mismatch
+
+LAST_EPOCH = 1 << 62
+
+
+class AbstractCarrier(abc.ABC):
+    """How the slots of a channel come to be at both ends of a connection."""
+
+    num_fds: int  # descriptors in the server's answer
+    admit_client: Admit | None = None  # run by the server before anything is said
+    admit_server: Admit | None = None  # run by the client
+
+    @abc.abstractmethod
+    def guest(self, server: SlotServer, client: int, joined: Joined) -> Guest:
+        """Return what the server does with a client that has just joined."""
+
+    @abc.abstractmethod
+    def client_slots(self, terms: Terms, fds: list[int]) -> tuple[int, int]:
+        """Return descriptors of the client's channel and bell; on success they own `fds`.
+
+        Raises TransportError where the server sent what it should not.
+        """
+
+    @abc.abstractmethod
+    def client_stay(self, terms: Terms, joined: Joined) -> Callable[[socket.socket], None]:
+        """Return what runs beside the client until the server has gone."""
+
+
+def open_server(
+    carrier: AbstractCarrier, listening: socket.socket, terms: Terms, rank: int, *, pull: bool
+) -> SlotServer:
+    """Return a server that lets clients in at a listening socket, which it owns from now on.
+
+    Raises ValueError for a rank outside the plan.
+    """
+    devices = terms.placement.devices
+    try:
+        if not 0 <= rank < devices:
+            raise ValueError(f"{terms.placement.name} has ranks 0 to {devices - 1}, not {rank}.")
+        server = SlotServer(terms.shapes, pull=pull)
+    except BaseException:
+        listening.close()
+        raise
+
+    def welcome(said: dict) -> Guest:
+        theirs, last_epoch = said.get("facts"), said.get("last_epoch")
+        if not isinstance(theirs, dict) or not isinstance(last_epoch, int):
+            raise TransportError("The greeting is not one of this package.")
+        if not 0 <= last_epoch < LAST_EPOCH:
+            raise TransportError(f"There is no epoch after {last_epoch}.")
+        if wrong := mismatch(terms.facts(rank), theirs):
+            raise TransportError(wrong)
+        return carrier.guest(server, *server.join(last_epoch))
+
+    server.on_close(Listener(listening, welcome, carrier.admit_client).close)
+    return server
+
+
+def open_client(
+    carrier: AbstractCarrier,
+    addresses: Sequence[Address],
+    terms: Terms,
+    *,
+    patience: float,
+    pull: bool,
+) -> SlotClient:
+    """Return a client of the servers at `addresses`, in the order of their ranks.
+
+    Waits up to `patience` seconds for each to listen. Raises ValueError for a number of addresses
+    that is not the plan's, and TransportError, saying what to change, where a server is not there
+    or does not agree with `terms`.
+    """
+    devices = terms.placement.devices
+    if len(addresses) != devices:
+        raise ValueError(
+            f"{terms.placement.name} has {devices} ranks and {len(addresses)} addresses were given."
+        )
+    callers = [_Caller(carrier, address, terms, rank) for rank, address in enumerate(addresses)]
+    for caller in callers:
+        caller.wait_for(patience)
+    return SlotClient(terms.shapes, callers, pull=pull)
+
+
+class _Caller(AbstractConnector):
+    """Joins by a handshake; the end of its connection is the end of the server."""
+
+    def __init__(self, carrier: AbstractCarrier, address: Address, terms: Terms, rank: int):
+        self._carrier, self._address, self._terms, self._rank = carrier, address, terms, rank
+        self._connection: socket.socket | None = None
+        self._watch: Watch | None = None
+
+    def wait_for(self, seconds: float) -> None:
+        """Return when somebody listens. Raises TransportError if nobody does for `seconds`."""
+        try:
+            wait_for_listener(self._address, seconds)
+        except OSError as error:
+            raise self._not_there(error) from error
+
+    def join(self, last_epoch: int) -> Joined:
+        said = {"facts": self._terms.facts(self._rank), "last_epoch": last_epoch}
+        carrier = self._carrier
+        try:
+            connection, answer, fds = call(
+                self._address, said, carrier.num_fds, carrier.admit_server
+            )
+        except TransportError:
+            raise
+        except OSError as error:
+            raise self._not_there(error) from error
+        try:
+            epoch = answer.get("epoch")
+            if not isinstance(epoch, int) or not last_epoch < epoch <= LAST_EPOCH:
+                raise TransportError(f"{self._address} gave epoch {epoch} after {last_epoch}")
+            channel, bell = carrier.client_slots(self._terms, fds)
+        except BaseException:
+            connection.close()
+            for fd in fds:
+                os.close(fd)
+            raise
+        self._connection = connection
+        return Joined(channel, bell, epoch)
+
+    def watch(self, joined: Joined, lost: Callable[[], None]) -> None:
+        if self._connection is not None:
+            stay = self._carrier.client_stay(self._terms, joined)
+            self._watch = Watch(self._connection, stay, lost)
+
+    def leave(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+        elif self._connection is not None:
+            self._connection.close()
+        self._watch = self._connection = None
+
+    def _not_there(self, error: OSError) -> TransportError:
+        return TransportError(
+            f"No LoRA Server of rank {self._rank} answers at {self._address} ({error}); start it, "
+            "or correct the address."
+        )
