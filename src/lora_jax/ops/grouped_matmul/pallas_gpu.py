@@ -182,7 +182,7 @@ def _kernel_body(
     groups, d_out, d_in = weights[0].shape
     tiles, steps = pl.cdiv(d_out, wide), d_in // STEP
     stored = min(tile_rows, STORED)
-    crowded = matrices * columns * tile_rows > 128 * 128  # more sums than 128 a thread
+    crowded = matrices * columns * tile_rows >= 128 * 128  # as many sums as half the registers
 
     def _grouped_matmul_kernel(sizes_ref, x_ref, *refs):
         w_refs, refs = refs[:matrices], refs[matrices:]
