@@ -25,16 +25,17 @@ import numpy as np
 
 from lora_jax.placement.ep_pp import Placement
 from lora_jax.placement.shape import AdapterShape
-from serving.transport import in_process, shared_memory
+from serving.transport import in_process, shared_memory, tcp
 from serving.transport.base import AbstractClient, AbstractServer, PushRows
 from serving.transport.serve import serve
 from serving.transport.shapes import Shapes, Site
 from serving.transport.terms import Terms
 
+SECRET = b"of this one run only"
 WIDTH = 256  # float32: a row is 1 KB
 SIZES_KB = (1, 4, 16, 64, 256, 1024, 4096)
 LAYERS = 8
-CARRIERS = ("in_process", "shared_memory", "shared_memory_pull")
+CARRIERS = ("in_process", "shared_memory", "shared_memory_pull", "tcp")
 
 
 def terms() -> Terms:
@@ -48,37 +49,49 @@ def echo(server: AbstractServer) -> None:
     serve(server, lambda request: [request.x])
 
 
-def echo_process(path: str, pull: bool) -> None:
-    """Serve until killed."""
-    echo(shared_memory.open_server(path, terms(), 0, pull=pull))
+def echo_process(carrier: str, path: str) -> None:
+    """Serve until killed; over TCP say the port in a file."""
+    if carrier == "tcp":
+        listening = tcp.listen("127.0.0.1", 0)
+        Path(path + ".part").write_text(str(listening.getsockname()[1]))
+        Path(path + ".part").rename(path)
+        echo(tcp.open_server(listening, terms(), 0, SECRET))
+    else:
+        echo(shared_memory.open_server(path, terms(), 0, pull=carrier.endswith("_pull")))
 
 
 @contextlib.contextmanager
 def connected(carrier: str) -> Iterator[AbstractClient]:
     """Yield a client of an echoing server."""
-    if carrier == "in_process":
-        server = in_process.open_server(terms().shapes)
-        thread = threading.Thread(target=echo, args=(server,))
-        thread.start()
-        client = in_process.open_client([server])
+    with contextlib.ExitStack() as stack:
+        if carrier == "in_process":
+            server = in_process.open_server(terms().shapes)
+            thread = threading.Thread(target=echo, args=(server,))
+            thread.start()
+            stack.callback(thread.join)
+            stack.callback(server.close)
+            client = in_process.open_client([server])
+        else:
+            path = stack.enter_context(tempfile.TemporaryDirectory()) + "/rank-0"
+            spawn = multiprocessing.get_context("spawn")
+            process = spawn.Process(target=echo_process, args=(carrier, path))
+            process.start()
+            stack.callback(process.join)
+            stack.callback(process.kill)
+            client = other_process(carrier, path)
+        stack.callback(client.close)
         client.set_limit(10.0)
         yield client
-        client.close()
-        server.close()
-        thread.join()
-        return
-    pull = carrier.endswith("_pull")
-    with tempfile.TemporaryDirectory() as folder:
-        path = f"{folder}/rank-0.sock"
-        spawn = multiprocessing.get_context("spawn")
-        process = spawn.Process(target=echo_process, args=(path, pull))
-        process.start()
-        client = shared_memory.open_client([path], terms(), patience=60.0, pull=pull)
-        client.set_limit(10.0)
-        yield client
-        client.close()
-        process.kill()
-        process.join()
+
+
+def other_process(carrier: str, path: str) -> AbstractClient:
+    """Return a client of the server that says where it is at `path`."""
+    if carrier != "tcp":
+        pull = carrier.endswith("_pull")
+        return shared_memory.open_client([path], terms(), patience=60.0, pull=pull)
+    while not Path(path).exists():
+        time.sleep(0.01)
+    return tcp.open_client([("127.0.0.1", int(Path(path).read_text()))], terms(), SECRET)
 
 
 def rows_of(num_rows: int) -> PushRows:

@@ -56,6 +56,10 @@ class TransportContract:
                 wanted = want_ys(terms.shapes, site, 2, x, ys, rows)
                 assert [bits(y) for y in got] == [bits(y) for y in wanted]
             assert sum(server.dropped() for server in servers) == 0
+            stats = client.stats()
+            assert stats.waits == stats.pushes > 20
+            assert 0 < stats.wait_quantile(0.5) <= 2 * stats.longest_wait
+            assert 0 < sum(stats.waits_by_length) <= stats.waits
 
     @pytest.mark.parametrize("num_rows", [1, 3, 17])
     @pytest.mark.parametrize("plan", [{"ep": 1}, {"ep": 2, "pp": 2}, {"ep": 1, "dp": 3}])

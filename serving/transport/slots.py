@@ -26,6 +26,7 @@ from serving.transport.library import PUSH, WAIT_ADD, calls, numbers, shared_mem
 from serving.transport.shapes import PAGE, Shapes
 
 FIRST_LIMIT = 0.02  # seconds for a wait, until somebody has measured
+_NUM_COUNTS, _NUM_LENGTHS = 9, 64  # csrc/client.h
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,10 +137,15 @@ class SlotClient(AbstractClient):
         return self.lost()
 
     def stats(self) -> ClientStats:
-        found = (ctypes.c_uint64 * len(dataclasses.fields(ClientStats)))()
+        found = (ctypes.c_uint64 * (_NUM_COUNTS + _NUM_LENGTHS))()
         self._calls.client_counts(self._number, found)
-        *counts, waited, longest = found
-        return ClientStats(*counts, wait_seconds=waited / 1e9, longest_wait=longest / 1e9)
+        *counts, waited, longest = found[:_NUM_COUNTS]
+        return ClientStats(
+            *counts,
+            wait_seconds=waited / 1e9,
+            longest_wait=longest / 1e9,
+            waits_by_length=tuple(found[_NUM_COUNTS:]),
+        )
 
     def close(self) -> None:
         self._closed = True

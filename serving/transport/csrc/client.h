@@ -40,6 +40,7 @@ void add_row(Y* y, const D* delta, int64_t width) {
 struct Counts {
   std::atomic<uint64_t> pushes{0}, bytes_sent{0}, waits{0}, timed_out{0}, aborted{0}, refused{0},
       dropped{0}, wait_nanos{0}, longest_wait{0};
+  std::atomic<uint64_t> by_length[64]{};  // waits of [2^i, 2^(i+1)) ns that ended well
 };
 
 // One server as a client sees it, for one epoch.
@@ -133,7 +134,7 @@ class Client {
       status[server] = wait(links[server].get(), site, int64_t(lists[server].size()), deadline);
       all = all && status[server] == kArrived, any = true;
     }
-    if (any) count_wait(now() - start);
+    if (any) count_wait(now() - start, all);
     if (!all) return "";
     for (int64_t server = 0; server < servers(); ++server)
       if (links[server]) add(*links[server], site, lists[server], ys, wide_y);
@@ -245,8 +246,9 @@ class Client {
     }
   }
 
-  void count_wait(uint64_t nanos) {
+  void count_wait(uint64_t nanos, bool well) {
     counts.wait_nanos += nanos;
+    if (well) counts.by_length[63 - __builtin_clzll(nanos | 1)] += 1;
     uint64_t longest = counts.longest_wait;
     while (nanos > longest && !counts.longest_wait.compare_exchange_weak(longest, nanos)) {
     }

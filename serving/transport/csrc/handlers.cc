@@ -157,6 +157,7 @@ void lora_jax_transport_client_counts(int64_t number, uint64_t* out) {
   std::atomic<uint64_t>* all[] = {&c.pushes,  &c.bytes_sent, &c.waits,      &c.timed_out,   &c.aborted,
                                   &c.refused, &c.dropped,    &c.wait_nanos, &c.longest_wait};
   for (auto* count : all) *out++ = count->load();
+  for (auto& count : c.by_length) *out++ = count.load();
 }
 void lora_jax_transport_client_free(int64_t number) {
   auto client = clients.find(number);

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lora_jax.placement.ep_pp import Placement
 from lora_jax.placement.shape import AdapterShape
-from serving.transport.base import Request, push_rows
+from serving.transport.base import ClientStats, Request, push_rows
 
 PLANS = [
     Placement(AdapterShape(6, 5, 8, 1), **degrees)
@@ -48,3 +48,13 @@ def test_a_request_shows_real_rows_and_as_many_more_as_asked():
     for rows in (4, 9):
         with pytest.raises(ValueError, match=f"{rows} rows are not in 5..8"):
             request.padded(rows)
+
+
+def test_a_quantile_of_waits_is_the_power_of_two_above():
+    lengths = [0] * 64
+    stats = ClientStats(0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, tuple(lengths))
+    assert stats.wait_quantile(0.99) == 0
+    lengths[10], lengths[20] = 99, 1
+    stats = ClientStats(0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, tuple(lengths))
+    found = [stats.wait_quantile(share) for share in (0.0, 0.5, 0.99, 0.995, 1.0)]
+    assert found == [2**11 / 1e9] * 3 + [2**21 / 1e9] * 2
