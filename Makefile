@@ -14,13 +14,16 @@ JAX_VERSION := $(shell sed -n 's/.*"jax==\([0-9.]*\)".*/\1/p' pyproject.toml)
 # The compiler for TPUs that goes with it.
 LIBTPU_VERSION := 0.0.48.1
 
-.PHONY: serve test test-slow test-gpu test-aot lint bench-cpu bench-report notebooks clean
+# triton-ascend has wheels for Python 3.9 to 3.11 only.
+ASCEND_PYTHON ?= python3.11
+
+.PHONY: serve test test-slow test-gpu test-aot test-ascend lint bench-cpu bench-report notebooks clean
 
 serve: .venv/.serve  ## start the embedded default on this machine's CPU
 	$(BIN)/python -m serving.launch $(MODEL) $(addprefix --lora-dir ,$(wildcard $(MODEL)/adapters)) --port $(PORT) $(ARGS)
 
 test: .venv/.dev .cache/vllm-rs  ## the whole CPU suite, notebooks included
-	$(BIN)/python -m pytest -n 2 --dist loadfile --nbmake -m "not gpu and not multigpu and not slow and not aot" tests notebooks
+	$(BIN)/python -m pytest -n 2 --dist loadfile --nbmake -m "not gpu and not multigpu and not slow and not aot and not ascend" tests notebooks
 
 test-slow: .venv/.dev .cache/vllm-rs
 	$(BIN)/python -m pytest -m slow
@@ -30,6 +33,10 @@ test-gpu: .venv/.dev  ## on a machine with an NVIDIA GPU
 
 test-aot: .venv/.dev .cache/aot/.cuda .cache/aot/.tpu-$(LIBTPU_VERSION)  ## compile for GPU and TPU on any machine, and read the report
 	PYTHONPATH=.cache/aot/cuda:.cache/aot/tpu $(BIN)/python -m pytest -m aot tests/aot
+
+test-ascend: .venv/.dev .cache/ascend/.wheels  ## Ascend without an NPU: wheels, triton-ascend's interpreter
+	PYTHONPATH=.cache/ascend/wheels TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
+		$(BIN)/python -m pytest tests/npu_backend
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
@@ -74,6 +81,15 @@ notebooks: .venv/.dev
 
 .cache/aot/.tpu-$(LIBTPU_VERSION): | .venv/bin/python
 	$(PIP) install --no-deps --upgrade --target .cache/aot/tpu libtpu==$(LIBTPU_VERSION)
+	@touch $@
+
+# Read, interpreted and lowered; none of it is imported in .venv, or finds a device.
+.cache/ascend/.wheels: Makefile | .venv/bin/python
+	$(PIP) install --no-deps --upgrade --target .cache/ascend/wheels torch-npu==2.14.0 vllm-ascend==0.23.0
+	$(PIP) install --no-deps --upgrade --target .cache/ascend/triton --only-binary=:all: \
+		--python-version $$($(ASCEND_PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])') \
+		triton-ascend==3.2.0 pybind11==3.0.* numpy==2.2.*
+	ln -sf $$($(ASCEND_PYTHON) -c 'import sys; print(sys.executable)') .cache/ascend/python
 	@touch $@
 
 clean:

@@ -1,6 +1,9 @@
 """What Ascend NPUs have of their own, found by lora_jax through entry points and loaded late.
 
-Never run on an Ascend device: checked against a host library of the same symbols.
+Never run on an Ascend device: checked against a host library of the same symbols, a double of
+torch_npu's and vllm-ascend's operators, and Triton's interpreters. `grouped_matmul`, `lora` and
+`reroute` take torch tensors: jax has no Ascend devices, so dispatch cannot reach them and nothing
+is offered to it. They are for a process of torch_npu, which serving does not have yet.
 """
 
 from lora_jax.memory.virtual import AbstractVirtualMemory

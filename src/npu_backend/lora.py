@@ -146,7 +146,7 @@ def _check_adapters(op: str, rows: int, adapters: Tensor, lengths: Tensor | None
 
 
 def _check_device(op: str, *arrays: Tensor | None) -> None:
-    """The operators take bare addresses, of whatever device."""
+    """Raise ValueError unless all lie on one device: the operators take bare addresses."""
     devices = {str(array.device) for array in arrays if array is not None}
     _require(len(devices) == 1, f"{op}: arrays are on {', '.join(sorted(devices))}, not on one")
 
