@@ -1,5 +1,6 @@
 """Dispatch: who runs, who may decline, what the environment forces."""
 
+import subprocess
 import sys
 
 import jax.numpy as jnp
@@ -80,3 +81,19 @@ def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.delenv(dispatch.CACHE_ENV)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert dispatch.cache_folder() == tmp_path / "lora-jax"
+
+
+def test_pallas_kernels_are_imported_when_they_are_called():
+    code = (
+        "import sys, lora_jax.ops.lora_gemm, lora_jax.ops.grouped_matmul as g, jax.numpy as jnp\n"
+        "loaded = lambda: [m for m in sys.modules if m.endswith('pallas_gpu')]\n"
+        "assert not loaded(), loaded()\n"
+        "x, w = jnp.zeros((8, 64), jnp.bfloat16), jnp.zeros((2, 64, 64), jnp.bfloat16)\n"
+        "try: g.grouped_matmul(x, w, jnp.array([4, 4]), implementation='pallas_gpu')\n"
+        "except NotImplementedError as error: print(loaded(), error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True
+    )
+    assert "grouped_matmul.pallas_gpu" in done.stdout
+    assert "cannot run on cpu" in done.stdout

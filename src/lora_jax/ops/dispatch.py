@@ -8,6 +8,7 @@ kernels. No other module of ops reads the environment.
 """
 
 import functools
+import importlib
 import importlib.metadata
 import os
 from collections.abc import Callable, Mapping
@@ -56,6 +57,18 @@ def backend(name: str, op: str) -> Callable:
         if op not in found:
             raise NotImplementedError(f"no backend {name!r} with {op} is installed")
         return found[op](*args, **kwargs)
+
+    return kernel
+
+
+def late(module: str, name: str) -> Callable:
+    """Return a kernel whose module is imported when it is first called.
+
+    The Pallas kernels bring compilers with them that most processes never need.
+    """
+
+    def kernel(*args, **kwargs):
+        return getattr(importlib.import_module(module), name)(*args, **kwargs)
 
     return kernel
 

@@ -1,14 +1,14 @@
 """Linear maps: one matrix for all rows, or one per group of rows (MoE experts)."""
 
 from lora_jax.ops import dispatch
-from lora_jax.ops.grouped_matmul import cpu, pallas_gpu, pallas_tpu, reference, xla
+from lora_jax.ops.grouped_matmul import cpu, reference, xla
 from lora_jax.typing import Array, Float, Int
 
 __all__ = ["grouped_matmul", "matmul"]
 
 _KERNELS = {
-    "pallas_gpu": pallas_gpu.grouped_matmul,
-    "pallas_tpu": pallas_tpu.grouped_matmul,
+    "pallas_gpu": dispatch.late("lora_jax.ops.grouped_matmul.pallas_gpu", "grouped_matmul"),
+    "pallas_tpu": dispatch.late("lora_jax.ops.grouped_matmul.pallas_tpu", "grouped_matmul"),
     "ffi": cpu.grouped_matmul,
     "xla": xla.grouped_matmul,
     "reference": reference.grouped_matmul,

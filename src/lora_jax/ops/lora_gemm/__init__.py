@@ -3,15 +3,15 @@
 import jax.numpy as jnp
 
 from lora_jax.ops import dispatch
-from lora_jax.ops.lora_gemm import cpu, pallas_gpu, pallas_tpu, reference, xla
+from lora_jax.ops.lora_gemm import cpu, reference, xla
 from lora_jax.typing import Array, Float, Int
 
 __all__ = ["lora_gemm"]
 
 _KERNELS = {
     "cuda": dispatch.backend("cuda", "lora_gemm"),
-    "pallas_gpu": pallas_gpu.lora_gemm,
-    "pallas_tpu": pallas_tpu.lora_gemm,
+    "pallas_gpu": dispatch.late("lora_jax.ops.lora_gemm.pallas_gpu", "lora_gemm"),
+    "pallas_tpu": dispatch.late("lora_jax.ops.lora_gemm.pallas_tpu", "lora_gemm"),
     "ffi": cpu.lora_gemm,
     "xla": xla.lora_gemm,
     "reference": reference.lora_gemm,

@@ -1,14 +1,14 @@
 """Attention of a flat list of tokens over the pages of their own sequences."""
 
 from lora_jax.ops import dispatch
-from lora_jax.ops.paged_attention import cpu, pallas_tpu, reference, xla
+from lora_jax.ops.paged_attention import cpu, reference, xla
 from lora_jax.typing import Array, Float, Int
 
 __all__ = ["paged_attention"]
 
 _KERNELS = {
     "cuda": dispatch.backend("cuda", "paged_attention"),
-    "pallas_tpu": pallas_tpu.paged_attention,
+    "pallas_tpu": dispatch.late("lora_jax.ops.paged_attention.pallas_tpu", "paged_attention"),
     "ffi": cpu.paged_attention,
     "xla": xla.paged_attention,
     "reference": reference.paged_attention,
