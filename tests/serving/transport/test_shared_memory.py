@@ -2,7 +2,9 @@
 
 import dataclasses
 import os
+import signal
 import threading
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -24,7 +26,7 @@ from transport_contract import TransportContract, wait_for
 from transport_faults import held_by_this_process, kill_servers
 from transport_peer import Peers
 
-from serving.transport import shared_memory
+from serving.transport import rendezvous, shared_memory
 from serving.transport.base import Status, TransportError
 
 
@@ -44,6 +46,34 @@ def test_a_killed_server_ends_the_wait_and_its_successor_joins(peers, tmp_path):
         return shared_memory.open_client([path], terms_of(ep=1))
 
     kill_servers(peers, tmp_path / "rank-0.sock", connect, 20)
+
+
+def test_a_server_that_hangs_is_given_up_and_taken_back(peers, tmp_path, monkeypatch):
+    """Its connection stays, so that only the bound ends the wait; what it says late is lost."""
+    monkeypatch.setattr(rendezvous, "_SECONDS", 0.1)
+    terms, path = terms_of(ep=1), tmp_path / "rank-0.sock"
+    pid = peers.start("serve", path, 0, 1, 0)
+    peers.expect("listening")
+    client = shared_memory.open_client([path], terms)
+    x, ys, rows = batch(terms, np.random.default_rng(0), 24, base_share=0.2)
+    wanted = [bits(y) for y in want_ys(terms.shapes, 0, 1, x, ys, rows)]
+    step = exchange(client)
+    for _ in range(3):
+        client.set_limit(LONG)
+        got, status = step(x, ys, rows)
+        assert np.asarray(status).tolist() == [Status.ARRIVED]
+        assert [bits(y) for y in got] == wanted
+        os.kill(pid, signal.SIGSTOP)
+        wait_for(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+        client.set_limit(0.05)
+        got, status = step(x, ys, rows)
+        assert np.asarray(status).tolist() == [Status.TIMED_OUT]
+        assert [bits(y) for y in got] == [bits(y) for y in ys]
+        assert client.rejoin() == (0,)
+        os.kill(pid, signal.SIGCONT)
+        wait_for(lambda: client.rejoin() == ())
+    client.close()
+    peers.kill(pid)
 
 
 def test_a_killed_client_leaves_nothing(peers, tmp_path):
