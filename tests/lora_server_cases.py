@@ -70,6 +70,8 @@ class Ranks:
         self.coordinator = Coordinator(self.servers, spec.num_adapters)
         for thread in self.threads:
             thread.start()
+        for server in self.servers:
+            server.open()
 
     def _server(self, rank: int) -> RankServer:
         made = self.design
@@ -77,7 +79,7 @@ class Ranks:
             made.catalogue, made.plan.shard(rank), made.sizes, jnp.dtype(self.spec.dtype)
         )
         held.warm_up()
-        return RankServer(held, made.plan, made.catalogue, self.transports[rank])
+        return RankServer(held, made.plan, made.catalogue, lambda: self.transports[rank])
 
     def access(self, instance: str = "one", wait_s: float = 10.0) -> ServerAccess:
         """How an engine reaches them; a test waits long, since CI may be slow."""

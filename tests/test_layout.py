@@ -16,6 +16,7 @@ WITHOUT_MODULE = {
     "tests/clients/test_openai_client.py",
     "tests/clients/test_vllm_rs_client.py",
     "tests/serving/lora_server/test_exactness.py",
+    "tests/serving/lora_server/test_processes.py",
     "tests/serving/http/test_bad_input.py",
     "tests/serving/test_esft_serving.py",
     "tests/serving/http/test_end_to_end.py",

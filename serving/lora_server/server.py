@@ -6,6 +6,7 @@ files themselves and leave the loop only the writes, a few between two requests.
 
 import dataclasses
 import queue
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -43,11 +44,16 @@ class RankServer:
         rank: ServerRank,
         plan: ServerPlan,
         catalogue: LoraCatalogue,
-        transport: AbstractServer,
+        make_transport: Callable[[], AbstractServer],
         limits: reader.ReadLimits | None = None,
     ):
-        """`catalogue` is the whole base model's, for reading adapters."""
-        self._rank, self._plan, self._transport = rank, plan, transport
+        """`catalogue` is the whole base model's, for reading adapters.
+
+        `make_transport` is called by `open`: a rank that has come back loads what it should hold
+        before instances find it.
+        """
+        self._rank, self._plan, self._make_transport = rank, plan, make_transport
+        self._transport: AbstractServer | None = None
         self._catalogue, self._limits = catalogue, limits
         self._commands: queue.SimpleQueue[tuple[Callable[[], bool], Future[None]]] = (
             queue.SimpleQueue()
@@ -56,9 +62,15 @@ class RankServer:
         self._version = 0
         self._answered = self._refused = 0
         self._compilations = CompileCounter()
+        self._stopping = threading.Event()
         self._stopped = False
 
     # For other threads.
+
+    @property
+    def rank(self) -> int:
+        """Number of the rank."""
+        return self._rank.shard.rank
 
     def load(self, number: int, folder: str, digest: str, version: int) -> None:
         """Hold the adapter in `folder` under `number`; returns when requests may use it.
@@ -90,13 +102,24 @@ class RankServer:
 
         self._submit(forget).result()
 
+    def open(self) -> None:
+        """Let instances connect. Raises what `make_transport` raises."""
+
+        def make() -> bool:
+            self._transport = self._make_transport()
+            return True
+
+        self._submit(make).result()
+
     def stats(self) -> RankStats:
         """Return the counts so far."""
         return RankStats(self._answered, self._refused, self._compilations.count)
 
     def stop(self) -> None:
         """End `run` soon."""
-        self._transport.abort()
+        self._stopping.set()
+        if self._transport is not None:
+            self._transport.abort()
 
     # The loop.
 
@@ -104,13 +127,14 @@ class RankServer:
         """Serve until `stop`; then refuse commands and close the carrier."""
         self._compilations.watch_this_thread()
         try:
-            while not self._transport.aborted():
+            while not self._stopping.is_set():
                 self._turn()
         finally:
             self._compilations.ignore_this_thread()
             self._compilations.close()
             self._stopped = True
-            self._transport.close()
+            if self._transport is not None:
+                self._transport.close()
             self._fail_commands()
 
     def _turn(self) -> None:
@@ -118,18 +142,22 @@ class RankServer:
         busy = self._rank.is_loading
         if busy:
             self._advance()
-        request = self._transport.receive(0.0 if busy else _IDLE_S)
+        idle_s, transport = 0.0 if busy else _IDLE_S, self._transport
+        if transport is None:
+            self._stopping.wait(idle_s)
+            return
+        request = transport.receive(idle_s)
         if request is not None:
-            self._answer(request)
+            self._answer(transport, request)
 
-    def _answer(self, request: Request) -> None:
+    def _answer(self, transport: AbstractServer, request: Request) -> None:
         deltas = self._compute(request)
         if deltas is None:
             self._refused += 1
-            self._transport.refuse(request)
+            transport.refuse(request)
         else:
             self._answered += 1
-            self._transport.respond(request, [np.asarray(delta) for delta in deltas])
+            transport.respond(request, [np.asarray(delta) for delta in deltas])
 
     def _compute(self, request: Request) -> tuple[Array, ...] | None:
         """Return the request's deltas; None when they are not this rank's to give."""
@@ -160,7 +188,7 @@ class RankServer:
             try:
                 if command():
                     done.set_result(None)
-            except ValueError as error:
+            except (ValueError, OSError) as error:
                 done.set_exception(error)
 
     def _fail_commands(self) -> None:

@@ -73,13 +73,14 @@ class Running:
 
     def __init__(self, made, rank, adapters):
         self.carrier = Carrier()
-        self.server = RankServer(rank, made.plan, made.catalogue, self.carrier)
+        self.server = RankServer(rank, made.plan, made.catalogue, lambda: self.carrier)
         self.adapters = adapters
         self.digests = {
             name: reader.read(path, made.catalogue).digest for name, path in adapters.items()
         }
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
+        self.server.open()
 
     def load(self, name, number, version=1, digest=None):
         self.server.load(number, self.adapters[name], digest or self.digests[name], version)

@@ -1,0 +1,127 @@
+"""Calls between the processes of a LoRA Server: JSON, one answer per call. No jax.
+
+Nothing that comes in is executed or unpickled: a call names one of a few functions, with numbers
+and text as arguments.
+"""
+
+import json
+import threading
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+from serving.lora_server.coordinator import Lease, LeaseSource, NoRoom
+
+_ERRORS = {error.__name__: error for error in (ValueError, NoRoom, ConnectionError)}
+_LIMIT_S = 60.0  # for an answer: an adapter's files may have to be read first
+
+
+class Caller:
+    """One end of a connection; any thread may call, one call at a time is under way."""
+
+    def __init__(self, connection: Connection, limit_s: float = _LIMIT_S):
+        """`limit_s` bounds the wait for an answer; the connection is closed when it is over."""
+        self._connection, self._limit_s = connection, limit_s
+        self._lock = threading.Lock()
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Return what the other side's function returns, or raise what it raises.
+
+        Raises ConnectionError when nobody answers (in time).
+        """
+        with self._lock:
+            try:
+                self._connection.send_bytes(json.dumps([name, *arguments]).encode())
+                if not self._connection.poll(self._limit_s):
+                    raise EOFError(f"no answer to {name} within {self._limit_s} s")
+                answer = json.loads(self._connection.recv_bytes())
+            except (EOFError, OSError, ValueError) as error:
+                self._connection.close()
+                raise ConnectionError(f"The other process has gone: {error}") from error
+        if "error" in answer:
+            raise _ERRORS.get(answer["error"], RuntimeError)(answer["text"])
+        return answer["value"]
+
+    def close(self) -> None:
+        """Close the connection, which ends the other side's `answer_calls`."""
+        self._connection.close()
+
+
+def answer_calls(connection: Connection, functions: Mapping[str, Callable[..., Any]]) -> None:
+    """Answer calls of these functions until the other side closes the connection."""
+    while True:
+        try:
+            name, *arguments = json.loads(connection.recv_bytes())
+            answer = _answer(functions, name, arguments)
+            connection.send_bytes(json.dumps(answer).encode())
+        except (EOFError, OSError):
+            return
+
+
+def _answer(
+    functions: Mapping[str, Callable[..., Any]], name: str, arguments: list[Any]
+) -> dict[str, Any]:
+    if name not in functions:
+        return {"error": "ValueError", "text": f"There is no call {name!r}."}
+    try:
+        return {"value": functions[name](*arguments)}
+    except Exception as error:
+        kinds = [n for n, kind in _ERRORS.items() if isinstance(error, kind)]
+        return {"error": kinds[0] if kinds else "RuntimeError", "text": str(error)}
+
+
+def serve_leases(source: LeaseSource, instance: str, connection: Connection) -> threading.Thread:
+    """Answer an instance's calls for leases on a thread, until its connection ends.
+
+    Then all of its leases are given back.
+    """
+
+    def lease(name: str, digest: str, folder: str) -> list[int]:
+        found = source.lease(name, digest, folder)
+        return [found.number, found.version]
+
+    functions = {"lease": lease, "release": source.release, "leave": source.leave}
+
+    def run() -> None:
+        try:
+            answer_calls(connection, functions)
+        finally:
+            source.leave(instance)
+
+    thread = threading.Thread(target=run, name=f"leases-of-{instance}", daemon=True)
+    thread.start()
+    return thread
+
+
+class RemoteRank:
+    """A rank in another process, as the coordinator sees it."""
+
+    def __init__(self, caller: Caller):
+        self._caller = caller
+
+    def load(self, number: int, folder: str, digest: str, version: int) -> None:
+        """See server.RankServer.load."""
+        self._caller.call("load", number, folder, digest, version)
+
+    def unload(self, number: int, version: int) -> None:
+        """See server.RankServer.unload."""
+        self._caller.call("unload", number, version)
+
+
+class RemoteLeases:
+    """The coordinator in another process, as an instance sees it."""
+
+    def __init__(self, caller: Caller):
+        self._caller = caller
+
+    def lease(self, instance: str, digest: str, folder: str) -> Lease:
+        """See coordinator.Coordinator.lease."""
+        return Lease(*self._caller.call("lease", instance, digest, folder))
+
+    def release(self, instance: str, digest: str) -> None:
+        """See coordinator.Coordinator.release."""
+        self._caller.call("release", instance, digest)
+
+    def leave(self, instance: str) -> None:
+        """See coordinator.Coordinator.leave."""
+        self._caller.call("leave", instance)

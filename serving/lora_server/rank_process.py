@@ -1,0 +1,124 @@
+"""One rank of a LoRA Server as a process of its own, and the handle of who started it."""
+
+import dataclasses
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import jax.numpy as jnp
+
+from lora_jax.adapters.reader import ReadLimits
+from serving.lora_server.calls import Caller, RemoteRank, answer_calls
+from serving.lora_server.rank import ServerRank
+from serving.lora_server.server import RankServer
+from serving.lora_server.spec import ServerSpec, design
+from serving.transport import shared_memory
+
+logger = logging.getLogger(__name__)
+
+_START_S = 300.0  # to import jax and compile, on a slow machine
+_END_S = 10.0
+
+
+class RankProcess:
+    """A running rank; `stop` or the end of this process ends it."""
+
+    def __init__(self, spec: ServerSpec, rank: int, socket_path: str):
+        """Start the process; `wait_ready` returns when it can take adapters."""
+        context = multiprocessing.get_context("spawn")
+        mine, theirs = context.Pipe()
+        self.rank, self.is_ready = rank, False
+        self._process = context.Process(
+            target=rank_main,
+            args=(theirs, spec, rank, socket_path),
+            name=f"lora-server-{rank}",
+            daemon=True,
+        )
+        self._process.start()
+        theirs.close()
+        self.pid: int = self._process.pid or 0
+        self._stopped = False
+        self._caller = Caller(mine, _START_S)
+        self.control = RemoteRank(self._caller)
+
+    def wait_ready(self) -> None:
+        """Return when the rank has compiled. Raises ConnectionError if it ended instead."""
+        self._caller.call("ready")
+        self.is_ready = True
+
+    def open(self) -> None:
+        """Let instances connect to the rank."""
+        self._caller.call("open")
+
+    def stats(self) -> dict[str, int]:
+        """Return the fields of server.RankStats."""
+        return self._caller.call("stats")
+
+    @property
+    def sentinel(self) -> int:
+        """A descriptor that becomes readable when the process ends, to wait for."""
+        return self._process.sentinel
+
+    def kill(self) -> None:
+        """End the process at once; `stop` must still be called."""
+        self._process.kill()
+
+    def stop(self) -> None:
+        """End the process: it leaves by itself when its connection closes, or is killed.
+
+        A second call does nothing.
+        """
+        if self._stopped:
+            return
+        self._stopped = True
+        self._caller.close()
+        self._process.join(_END_S)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        self._process.close()
+
+
+def rank_main(connection: Connection, spec: ServerSpec, rank: int, socket_path: str) -> None:
+    """Be rank `rank` until the connection's other side has gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started us closes the connection
+    server = _make_server(spec, rank, socket_path)
+    loop = threading.Thread(target=_run, args=(server,), name="lora-server-loop", daemon=True)
+    loop.start()
+    functions = {
+        "ready": lambda: None,
+        "load": server.load,
+        "unload": server.unload,
+        "open": server.open,
+        "stats": lambda: dataclasses.asdict(server.stats()),
+    }
+    answer_calls(connection, functions)
+    server.stop()
+    loop.join()
+
+
+def _run(server: RankServer) -> None:
+    """Serve; a loop that breaks takes the process with it, so that nobody waits for it."""
+    try:
+        server.run()
+    except BaseException:
+        logger.exception("Rank %d of the LoRA Server has failed.", server.rank)
+        os._exit(1)
+
+
+def _make_server(spec: ServerSpec, rank: int, socket_path: str) -> RankServer:
+    """Return the rank's server, compiled."""
+    made = design(spec)
+    held = ServerRank(made.catalogue, made.plan.shard(rank), made.sizes, jnp.dtype(spec.dtype))
+    held.warm_up()
+    return RankServer(
+        held,
+        made.plan,
+        made.catalogue,
+        lambda: shared_memory.open_server(Path(socket_path), made.terms, rank),
+        ReadLimits(max_rank=spec.max_rank),
+    )

@@ -1,0 +1,134 @@
+"""Calls over a pipe: values, errors by their kinds, and an end on either side."""
+
+import multiprocessing
+import threading
+
+import pytest
+
+from serving.lora_server.calls import (
+    Caller,
+    RemoteLeases,
+    RemoteRank,
+    answer_calls,
+    serve_leases,
+)
+from serving.lora_server.coordinator import Lease, NoRoom
+
+
+@pytest.fixture
+def pipe():
+    here, there = multiprocessing.Pipe()
+    yield here, there
+    here.close()
+    there.close()
+
+
+def answering(connection, **functions):
+    thread = threading.Thread(target=answer_calls, args=(connection, functions), daemon=True)
+    thread.start()
+    return thread
+
+
+def raising(error):
+    def function(*_):
+        raise error
+
+    return function
+
+
+def test_values_come_back_and_the_end_of_one_side_is_the_end_of_the_other(pipe):
+    thread = answering(pipe[1], double=lambda x: [2 * x, "ä"])
+    caller = Caller(pipe[0])
+    assert caller.call("double", 4) == [8, "ä"]
+    caller.close()
+    thread.join(30)
+    assert not thread.is_alive()
+    with pytest.raises(ConnectionError):
+        caller.call("double", 4)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ValueError("no"), ValueError),
+        (FileNotFoundError("no"), RuntimeError),
+        (NoRoom("no"), NoRoom),
+        (ConnectionResetError("no"), ConnectionError),
+        (KeyError("no"), RuntimeError),
+    ],
+)
+def test_errors_keep_their_kind(pipe, error, kind):
+    answering(pipe[1], fail=raising(error), fine=lambda: 1)
+    caller = Caller(pipe[0])
+    with pytest.raises(kind, match="no"):
+        caller.call("fail")
+    assert caller.call("fine") == 1
+
+
+def test_only_what_is_offered_can_be_called(pipe):
+    answering(pipe[1], fine=lambda: 1)
+    with pytest.raises(ValueError, match="no call 'system'"):
+        Caller(pipe[0]).call("system", "ls")
+
+
+def test_a_side_that_does_not_answer_is_given_up(pipe):
+    caller = Caller(pipe[0], limit_s=0.05)
+    with pytest.raises(ConnectionError, match="no answer to hello within"):
+        caller.call("hello")
+    with pytest.raises(ConnectionError):  # a late answer would be taken for another call's
+        caller.call("hello")
+
+
+def test_bytes_that_are_no_answer_are_the_end(pipe):
+    pipe[1].send_bytes(b"\x80\x04not json")
+    with pytest.raises(ConnectionError):
+        Caller(pipe[0]).call("hello")
+
+
+def test_a_rank_far_away(pipe):
+    told = []
+    answering(pipe[1], load=lambda *a: told.append(a), unload=lambda *a: told.append(a))
+    rank = RemoteRank(Caller(pipe[0]))
+    rank.load(3, "folder", "digest", 1)
+    rank.unload(3, 2)
+    assert told == [(3, "folder", "digest", 1), (3, 2)]
+
+
+class Source:
+    def __init__(self):
+        self.told, self.left = [], threading.Event()
+
+    def lease(self, instance, digest, folder):
+        if digest == "none":
+            raise NoRoom("full")
+        return Lease(7, 9)
+
+    def release(self, instance, digest):
+        self.told.append((instance, digest))
+
+    def leave(self, instance):
+        self.told.append(instance)
+        self.left.set()
+
+
+def test_leases_far_away_end_with_the_connection(pipe):
+    source = Source()
+    thread = serve_leases(source, "me", pipe[1])
+    caller = Caller(pipe[0])
+    leases = RemoteLeases(caller)
+    assert leases.lease("me", "d", "f") == Lease(7, 9)
+    with pytest.raises(NoRoom):
+        leases.lease("me", "none", "f")
+    leases.release("me", "d")
+    assert source.told == [("me", "d")]
+    caller.close()
+    assert source.left.wait(30)
+    thread.join(30)
+    assert source.told == [("me", "d"), "me"]
+
+
+def test_leaving_is_a_call_too(pipe):
+    source = Source()
+    serve_leases(source, "me", pipe[1])
+    RemoteLeases(Caller(pipe[0])).leave("me")
+    assert source.told == ["me"]

@@ -1,0 +1,224 @@
+"""Two instances share a LoRA Server of real processes, which are killed and come back."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+
+import lora_server_cases as cases
+import pytest
+
+from serving import Engine, FinishReason, Sampling
+from serving.lora_server.group import ServerGroup
+from serving.lora_server.instance import ServerAccess
+from serving.transport import shared_memory
+
+SCORED = Sampling(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+LONG = Sampling(max_tokens=30, temperature=0.0, ignore_eos=True, logprobs=1)
+MIXED = ["a0", None, "a1", "a2", None, "a0", "a3", "a1", None, "a2"]
+WAIT_S = 1.0  # one exchange; a killed rank is known at once, a stopped one only so
+PROMPTS = cases.prompts_of(len(MIXED))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return cases.write_files(tmp_path_factory.mktemp("processes"))
+
+
+@pytest.fixture(scope="module")
+def coupled(files):
+    with Engine(files[0], files[1], **cases.ENGINE) as engine:
+        yield answers(engine, MIXED, SCORED), answers(engine, MIXED, LONG)
+
+
+@pytest.fixture(scope="module")
+def group(files):
+    made = ServerGroup(cases.make_spec(files[0], "ep2-pp1"))
+    processes = made.processes
+    yield made
+    counts = [process.stats() for process in made.processes]
+    paths, folder = made.paths, os.path.dirname(made.paths[0])
+    made.close()
+    made.close()
+    assert not any(os.path.exists(path) for path in (*paths, folder))
+    for process in processes:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process.pid, 0)
+    assert all(count["compilations"] == 0 for count in counts)
+
+
+def access(group, name, wait_s=WAIT_S):
+    return ServerAccess(
+        group.spec,
+        name,
+        group.coordinator,
+        lambda terms: shared_memory.open_client(group.paths, terms),
+        wait_s,
+    )
+
+
+@pytest.fixture(scope="module")
+def engines(group, files):
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(Engine(*files, lora_server=access(group, name), **cases.ENGINE))
+            for name in ("one", "two")
+        ]
+
+
+def answers(engine, adapters, sampling):
+    outputs = engine.generate(PROMPTS[: len(adapters)], adapters, sampling)
+    return [(o.outputs[0].token_ids, o.outputs[0].logprobs, o.prompt_logprobs) for o in outputs]
+
+
+def test_two_instances_answer_as_a_coupled_engine_does(engines, group, coupled):
+    found = [None, None]
+
+    def run(place):
+        found[place] = answers(engines[place], MIXED, SCORED)
+
+    threads = [threading.Thread(target=run, args=(place,)) for place in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [coupled[0]] * 2
+    assert all(process.stats()["answered"] > 0 for process in group.processes)
+    for engine in engines:
+        assert engine.stats().compilations_after_warmup == 0
+
+
+class Asked:
+    """One request and what came of it; `ended` is set by its last delta."""
+
+    def __init__(self, engine, place, adapter, sampling=LONG):
+        self.deltas, self.started, self.ended = [], threading.Event(), threading.Event()
+        self.prompt, self.adapter = PROMPTS[place], adapter
+        self.id = engine.submit(PROMPTS[place], adapter, sampling, on_output=self)
+
+    def __call__(self, delta):
+        self.deltas.append(delta)
+        self.started.set()
+        if delta.finish_reason is not None:
+            self.ended.set()
+
+    @property
+    def tokens(self):
+        return [token for delta in self.deltas for token in delta.token_ids]
+
+    @property
+    def reason(self):
+        return self.deltas[-1].finish_reason
+
+
+class Gate:
+    """Holds back the restart of a dead rank while it is closed."""
+
+    def __init__(self, group, monkeypatch):
+        self.open, replace = threading.Event(), group._replace
+
+        def gated(dead):
+            group.coordinator.lose(dead.rank)
+            self.open.wait(60)
+            replace(dead)
+
+        monkeypatch.setattr(group, "_replace", gated)
+
+
+def check_ended(asked, want):
+    """Right tokens to the end, or right tokens and then an error that says to try again."""
+    assert asked.ended.wait(20), f"{asked.adapter} hangs"
+    if asked.reason is FinishReason.ERROR:
+        assert asked.deltas[-1].retryable
+        assert asked.tokens == want[: len(asked.tokens)]
+    else:
+        assert asked.tokens == want
+    return asked.reason is FinishReason.ERROR
+
+
+def answer_again(engine, place, adapter, want):
+    """Ask until the server is back, as a client would that is told to try again."""
+    for _ in range(600):
+        asked = Asked(engine, place, adapter)
+        if not check_ended(asked, want):
+            return
+        time.sleep(0.2)
+    raise AssertionError("the server did not come back")
+
+
+def settle(engine):
+    for attempt in range(200):
+        try:
+            engine.check_integrity()
+            return
+        except AssertionError:  # the last step may still be on the device
+            if attempt == 199:
+                raise
+            time.sleep(0.02)
+
+
+def fault_round(group, engines, coupled, monkeypatch, hurt, heal=lambda: None):
+    """Hurt a rank under load; return the seconds until the last harmed request had its answer."""
+    want = [list(tokens) for tokens, *_ in coupled[1]]
+    with monkeypatch.context() as patch:
+        gate = Gate(group, patch)
+        asked = [
+            [Asked(engine, place, adapter) for place, adapter in enumerate(MIXED[:6])]
+            for engine in engines
+        ]
+        for row in asked:
+            assert all(one.started.wait(60) for one in row)
+        hurt()
+        begun = time.monotonic()
+        late = [Asked(engine, 0, "a0") for engine in engines]
+        failed = [check_ended(one, want[0]) for one in late]
+        for row in asked:
+            for place, one in enumerate(row):
+                error = check_ended(one, want[place])
+                assert not (error and one.adapter is None), "a request of the base model failed"
+        seconds = time.monotonic() - begun
+        assert all(failed), "an adapter was answered without its server"
+        base = [check_ended(Asked(engine, 1, None), want[1]) for engine in engines]
+        assert not any(base)
+        heal()
+        gate.open.set()
+        for engine in engines:
+            answer_again(engine, 0, "a0", want[0])
+    for engine in engines:
+        settle(engine)
+        assert engine.stats().compilations_after_warmup == 0
+        assert answers(engine, MIXED, SCORED) == coupled[0]
+    return seconds
+
+
+@pytest.mark.parametrize("turn", range(3))
+def test_a_rank_is_killed_and_comes_back(turn, engines, group, coupled, monkeypatch):
+    victim = group.processes[turn % 2].pid
+    fault_round(group, engines, coupled, monkeypatch, lambda: os.kill(victim, signal.SIGKILL))
+    assert group.processes[turn % 2].pid != victim
+
+
+def test_a_rank_hangs_and_goes_on(engines, group, coupled, monkeypatch):
+    rank = group.processes[1].pid
+    fault_round(
+        group,
+        engines,
+        coupled,
+        monkeypatch,
+        hurt=lambda: os.kill(rank, signal.SIGSTOP),
+        heal=lambda: os.kill(rank, signal.SIGCONT),
+    )
+    assert group.processes[1].pid == rank
+
+
+@pytest.mark.slow
+def test_twenty_kills_in_a_row(engines, group, coupled, monkeypatch):
+    files = len(os.listdir("/proc/self/fd"))
+    for turn in range(20):
+        victim = group.processes[turn % 2].pid
+        seconds = fault_round(
+            group, engines, coupled, monkeypatch, lambda v=victim: os.kill(v, signal.SIGKILL)
+        )
+        assert seconds < 2, f"round {turn}: {seconds:.1f} s"
+    assert len(os.listdir("/proc/self/fd")) <= files + 2
