@@ -13,10 +13,12 @@ from npu_backend import reroute as npu
 
 
 def make_case(tokens, k, slots, experts, seed=0):
-    """Ids and slots from one below to one above what there is."""
+    """Ids and slots from one below to one above what there is, and some far from it."""
     rng = np.random.default_rng(seed)
     ids = rng.integers(-1, experts + 1, (tokens, k)).astype(np.int32)
     owners = rng.integers(-1, slots + 1, tokens).astype(np.int32)
+    if tokens > 2:  # so far that an address made of them is outside the table
+        ids[:2, 0], owners[1:3] = (-(10**9), 10**9), (10**9, -(10**9))
     table = rng.integers(0, experts + slots * 5, (slots, experts)).astype(np.int32)
     return ids, owners, table
 
