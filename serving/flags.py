@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import yaml
 
+from serving.cluster.config import ClusterConfig
 from serving.config import EngineConfig
 
 PREFIX = "SERVING_"
@@ -40,6 +41,13 @@ _ENGINE_HELP = {
     "max_adapter_loads_per_minute": "adapter loads before requests for more are refused",
     "adapter_wait_s": "longest wait of a request for an adapter slot",
     "adapter_load_chunks_per_step": "pieces of an adapter written to the device between two steps",
+}
+_CLUSTER_HELP = {
+    "instances": "LLM instances, each a process with the whole base model",
+    "lora_server": "ranks of the LoRA Server that holds the adapters' experts for all instances",
+    "placement": "how the LoRA Server is laid out, e.g. ep2-pp1; by default experts over all ranks",
+    "lora_server_adapters": "adapters on the LoRA Server; by default max_loras of each instance",
+    "lora_server_wait_s": "longest wait of a layer for the LoRA Server",
 }
 _NO_REMOTE_CODE = (
     "code from a model's folder is never run here, so there is no --trust-remote-code; the "
@@ -92,6 +100,7 @@ def build_parser() -> ParserWithSource:
     _add_key_flags(parser.add_argument_group("keys"))
     _add_adapter_flags(parser.add_argument_group("adapters"))
     _add_engine_flags(parser.add_argument_group("engine"))
+    _add_cluster_flags(parser.add_argument_group("several processes"))
     _add_compatible_flags(parser)
     return parser
 
@@ -159,6 +168,15 @@ def _add_engine_flags(group) -> None:
             continue
         default = "" if field.default is None else f" ({field.default})"
         group.add_argument(flag, type=kind, metavar=kind.__name__.upper(), help=text + default)
+
+
+def _add_cluster_flags(group) -> None:
+    """One flag per field of ClusterConfig, with the field's own type."""
+    for field in dataclasses.fields(ClusterConfig):
+        kind = _plain_type(field.type)
+        default = "" if field.default is None else f" ({field.default})"
+        flag, text = f"--{field.name.replace('_', '-')}", _CLUSTER_HELP[field.name] + default
+        group.add_argument(flag, type=kind, metavar=kind.__name__.upper(), help=text)
 
 
 def _plain_type(annotation: Any) -> type:

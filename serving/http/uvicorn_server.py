@@ -5,13 +5,13 @@ from collections.abc import Callable
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 H11_MAX_INCOMPLETE_EVENT_SIZE = 64 << 10  # bytes of request line and headers
 GRACEFUL_SHUTDOWN_S = 30  # for running requests after SIGTERM
 
 
-def uvicorn_config(app: FastAPI, **more: Any) -> uvicorn.Config:
+def uvicorn_config(app: ASGIApp, **more: Any) -> uvicorn.Config:
     """Return the configuration of every server here; `more` goes to uvicorn as it is."""
     values: dict[str, Any] = {
         "http": "h11",

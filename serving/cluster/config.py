@@ -1,0 +1,37 @@
+"""How many roles of which kind a system of several processes has. No jax."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterConfig:
+    """Roles of one host; a contradiction is a ValueError naming the flags."""
+
+    instances: int = 1  # LLM instances
+    lora_server: int = 0  # ranks of the LoRA Server; 0: every instance has its own adapters
+    placement: str | None = None  # of the LoRA Server; None: experts over all of its ranks
+    lora_server_adapters: int | None = None  # held at a time; None: max_loras of each instance
+    lora_server_wait_s: float = 0.5  # bound of one exchange of a layer
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("instances", 1, 64), ("lora_server", 0, 64)):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ValueError(f"{name} must be in [{low}, {high}], got {value}.")
+        if not 0 < self.lora_server_wait_s <= 60:
+            raise ValueError(
+                f"lora_server_wait_s must be in (0, 60], got {self.lora_server_wait_s}."
+            )
+        adapters = self.lora_server_adapters
+        if adapters is not None and not 1 <= adapters <= 65536:
+            raise ValueError(f"lora_server_adapters must be in [1, 65536], got {adapters}.")
+        if not self.lora_server and (self.placement is not None or adapters is not None):
+            raise ValueError(
+                "--placement and --lora-server-adapters say how a LoRA Server is laid out; add "
+                "--lora-server with its number of ranks."
+            )
+
+    @property
+    def is_single(self) -> bool:
+        """Whether one process does it all."""
+        return self.instances == 1 and self.lora_server == 0

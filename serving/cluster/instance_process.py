@@ -1,0 +1,162 @@
+"""One LLM instance as a process of its own, and the handle of who started it."""
+
+import contextlib
+import dataclasses
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+
+from serving import logs
+from serving.lora_server.calls import Caller, RemoteLeases
+from serving.lora_server.instance import ServerAccess
+from serving.lora_server.spec import ServerSpec
+from serving.options import Options
+from serving.serve import StartError, serve
+from serving.transport import shared_memory
+
+logger = logging.getLogger(__name__)
+
+_START_S = 600.0  # to load a model and compile, on a slow machine
+_END_S = 45.0  # uvicorn lets running requests end
+_READY = b"ready"
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerPlace:
+    """Where the LoRA Server's ranks listen, and the bound of one exchange."""
+
+    spec: ServerSpec
+    paths: tuple[str, ...]
+    wait_s: float
+
+
+class InstanceProcess:
+    """A running instance; `stop` or the end of this process ends it."""
+
+    def __init__(
+        self,
+        options: Options,
+        number: int,
+        path: str,
+        place: ServerPlace | None,
+        serve_leases: Callable[[str, Connection], object],
+    ):
+        """Start the process, which will listen at the Unix socket `path`.
+
+        `serve_leases` is given the instance's name and this side of its connection for leases.
+        """
+        context = multiprocessing.get_context("spawn")
+        self._life, life = context.Pipe()
+        leases, theirs = context.Pipe() if place is not None else (None, None)
+        self.number, self.path = number, path
+        self._process = context.Process(
+            target=instance_main,
+            args=(life, theirs, options, number, path, place),
+            name=f"instance-{number}",
+            daemon=True,
+        )
+        self._process.start()
+        self.pid: int = self._process.pid or 0
+        self._stopped, self.is_ready = False, False
+        life.close()
+        if leases is not None and theirs is not None:
+            theirs.close()
+            serve_leases(f"instance-{number} of process {self.pid}", leases)
+
+    def wait_ready(self) -> None:
+        """Return when the instance answers. Raises ConnectionError if it ended instead."""
+        try:
+            if self._life.poll(_START_S) and self._life.recv_bytes() == _READY:
+                self.is_ready = True
+                return
+        except (EOFError, OSError):
+            pass
+        raise ConnectionError(f"Instance {self.number} did not start; its log says why.")
+
+    @property
+    def sentinel(self) -> int:
+        """A descriptor that becomes readable when the process ends, to wait for."""
+        return self._process.sentinel
+
+    def kill(self) -> None:
+        """End the process at once; `stop` must still be called."""
+        self._process.kill()
+
+    def stop(self) -> None:
+        """End the process: it finishes what it does when its connection closes, or is killed.
+
+        A second call does nothing.
+        """
+        if self._stopped:
+            return
+        self._stopped = True
+        self._life.close()
+        self._process.join(_END_S)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        self._process.close()
+
+
+def instance_main(
+    life: Connection,
+    leases: Connection | None,
+    options: Options,
+    number: int,
+    path: str,
+    place: ServerPlace | None,
+) -> None:
+    """Be an instance until the other side of `life` has gone; exit status 1: it cannot start."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started us closes `life`
+    logs.configure(options.log_level)
+    try:
+        with ExitStack() as stack:
+            sock = stack.enter_context(_listening(path))
+            access = None
+            if place is not None and leases is not None:
+                caller = Caller(leases)
+                stack.callback(caller.close)
+                access = _access(place, caller, f"instance-{number} of process {os.getpid()}")
+            serve(options, sock, access, announce=lambda: _announce(life))
+    except StartError as error:
+        logger.error("Instance %d: %s", number, error)
+        raise SystemExit(1) from None
+
+
+def _access(place: ServerPlace, caller: Caller, name: str) -> ServerAccess:
+    return ServerAccess(
+        place.spec,
+        name,
+        RemoteLeases(caller),
+        lambda terms: shared_memory.open_client(place.paths, terms),
+        place.wait_s,
+    )
+
+
+def _announce(life: Connection) -> None:
+    """Say that the instance answers, and end with whoever started it."""
+    life.send_bytes(_READY)
+
+    def watch() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            life.recv_bytes()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="life", daemon=True).start()
+
+
+@contextlib.contextmanager
+def _listening(path: str):
+    """Yield a Unix socket at `path` that only this user can reach."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.bind(path)
+        os.chmod(path, 0o600)
+        yield sock

@@ -1,0 +1,103 @@
+"""One engine behind HTTP on a socket, from options to the end of the process."""
+
+import dataclasses
+import logging
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from serving import logs
+from serving.http.uvicorn_server import AnnouncingServer, uvicorn_config
+from serving.options import Options
+
+logger = logging.getLogger(__name__)
+
+
+class StartError(Exception):
+    """The server cannot start; the message says why and names the culprit."""
+
+
+def serve(
+    options: Options,
+    sock: socket.socket,
+    access: Any = None,
+    announce: Callable[[], None] = lambda: None,
+) -> None:
+    """Load everything, serve on the bound socket until SIGTERM or SIGINT, close.
+
+    With `access` (a ServerAccess) the experts' adapters are on a LoRA Server. `announce` is called
+    once requests are answered. Raises StartError.
+    """
+    with ExitStack() as stack:
+        engine = stack.enter_context(_engine(options, access))
+        server = _server(options, engine, sock, announce)
+        stack.enter_context(logs.PeriodicStats(engine))
+        run_server(server, sock)
+
+
+def run_server(server: AnnouncingServer, sock: socket.socket) -> None:
+    """Answer on the socket until SIGTERM or SIGINT; what was opened is still to be closed."""
+    # uvicorn raises the signal again when it has shut down.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        server.run(sockets=[sock])
+    except KeyboardInterrupt:
+        logger.info("Interrupted.")
+
+
+def _engine(options: Options, access: Any):
+    """Return the engine, which says on its way what it loads and compiles."""
+    from serving import Engine  # here, so that --help need not wait for jax
+
+    logger.info("%s", logs.version_line())
+    values = dataclasses.asdict(options.engine)
+    plain = {module.name: module.path for module in options.adapters if not module.pinned}
+    try:
+        more = {} if access is None else {"lora_server": access}
+        engine = Engine(values.pop("model"), plain, **more, **values)
+    except (ValueError, KeyError, OSError, NotImplementedError) as error:
+        raise StartError(f"Cannot serve {options.engine.model}: {error}") from error
+    try:
+        for module in options.adapters:
+            if module.pinned:
+                engine.load_adapter(module.name, module.path, pinned=True)
+    except (ValueError, KeyError, OSError) as error:
+        engine.close()
+        raise StartError(f"Cannot serve {options.engine.model}: {error}") from error
+    return engine
+
+
+def _server(
+    options: Options, engine: Any, sock: socket.socket, announce: Callable[[], None]
+) -> AnnouncingServer:
+    """Return the server that will answer on the socket, with its start-up lines logged."""
+    from serving.http.app import create_app
+    from serving.http.model_names import folder_adapters
+
+    app = create_app(engine, options.http)
+    url = url_of(options, sock)
+    logs.log_all(logs.adapter_table(engine.registry.entries()))
+    logs.log_all(logs.folder_lines(folder_adapters(options.engine.lora_dir)))
+    logs.log_all(logs.route_lines(app))
+    logger.info("Starting vLLM-compatible server on %s", url)
+    lines = logs.ready_lines(url, app.state.server.names.base, options.http.has_api_keys)
+    config = uvicorn_config(app, access_log=options.access_log, **options.uvicorn)
+
+    def ready() -> None:
+        logs.log_all(lines)
+        announce()
+
+    return AnnouncingServer(config, ready)
+
+
+def url_of(options: Options, sock: socket.socket) -> str:
+    """Return the URL of a bound socket, as a client on this machine would spell it."""
+    address = sock.getsockname()
+    if isinstance(address, str):
+        return f"unix://{address}"
+    scheme = "https" if "ssl_certfile" in options.uvicorn else "http"
+    shown = "127.0.0.1" if options.host in ("0.0.0.0", "::") else options.host
+    shown = f"[{shown}]" if ":" in shown else shown
+    return f"{scheme}://{shown}:{address[1]}"

@@ -1,0 +1,27 @@
+"""Roles that contradict each other are refused in the words of the flags."""
+
+import pytest
+
+from serving.cluster.config import ClusterConfig
+
+
+def test_by_default_one_process_does_it_all():
+    assert ClusterConfig().is_single
+    assert not ClusterConfig(instances=2).is_single
+    assert not ClusterConfig(lora_server=1).is_single
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"instances": 0}, r"instances must be in \[1, 64\], got 0"),
+        ({"lora_server": -1}, "lora_server must be in"),
+        ({"lora_server": 1, "lora_server_wait_s": 0}, "lora_server_wait_s must be in"),
+        ({"lora_server": 1, "lora_server_adapters": 0}, "lora_server_adapters must be in"),
+        ({"placement": "ep2-pp1"}, "add --lora-server"),
+        ({"lora_server_adapters": 4}, "add --lora-server"),
+    ],
+)
+def test_contradictions(fields, message):
+    with pytest.raises(ValueError, match=message):
+        ClusterConfig(**fields)

@@ -1,0 +1,151 @@
+"""What a cluster needs before it starts, and who is started anew; the roles here are stand-ins."""
+
+import dataclasses
+import os
+import threading
+
+import lora_server_cases as cases
+import pytest
+
+from serving.cluster import local
+from serving.cluster.config import ClusterConfig
+from serving.cluster.local import LocalCluster, server_spec
+from serving.config import EngineConfig
+from serving.flags import LoraModule
+from serving.http.settings import HttpSettings
+from serving.options import Options
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    model, _ = cases.write_files(tmp_path_factory.mktemp("local"), 0)
+    return EngineConfig(model=model, **cases.ENGINE)
+
+
+def test_without_a_server_there_is_no_spec(engine):
+    assert server_spec(engine, ClusterConfig(instances=2)) is None
+
+
+def test_a_spec_follows_from_engine_and_roles(engine):
+    spec = server_spec(engine, ClusterConfig(instances=2, lora_server=2))
+    assert spec is not None
+    assert (spec.placement, spec.ranks, spec.dtype) == ("ep2-pp1", 2, "float32")
+    assert (spec.num_adapters, spec.max_rank) == (2 * engine.max_loras, engine.max_lora_rank)
+    assert spec.max_rows == engine.max_num_batched_tokens * cases.SHAPE.top_k
+    changed = dataclasses.replace(engine, dtype="bfloat16")
+    assert server_spec(changed, ClusterConfig(lora_server=1)).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"lora_server": 3}, "3 devices cannot share"),
+        ({"lora_server": 2, "placement": "ep4-pp1"}, "choose from ep1-pp2, ep2-pp1"),
+        ({"lora_server": 2, "placement": "dp2"}, "use epX-ppY"),
+        ({"lora_server": 2, "lora_server_adapters": 3}, "raise --lora-server-adapters"),
+    ],
+)
+def test_what_is_impossible_says_what_to_change(engine, fields, message):
+    with pytest.raises(ValueError, match=message):
+        server_spec(engine, ClusterConfig(**fields))
+
+
+class Role:
+    """An instance that is there at once; `die` ends it as a kill does."""
+
+    made: tuple = ()
+    fail_from = 99  # the number of the start that fails
+
+    def __init__(self, options, number, path, place, serve_leases):
+        self.number, self.place, self.is_ready, self.stopped = number, place, False, False
+        self.sentinel, self._end = os.pipe()
+        self.order = len(Role.made)
+        Role.made = (*Role.made, self)
+
+    def wait_ready(self):
+        if self.order >= Role.fail_from:
+            raise ConnectionError(f"Instance {self.number} did not start")
+        self.is_ready = True
+
+    def die(self):
+        end, self._end = self._end, None  # first: the watch may stop us while we close
+        if end is not None:
+            os.close(end)
+
+    kill = die
+
+    def stop(self):
+        self.kill()
+        if not self.stopped:
+            os.close(self.sentinel)
+        self.stopped = True
+
+
+class Group:
+    def __init__(self, spec):
+        self.spec, self.paths, self.closed = spec, ["rank"], False
+        self.coordinator = None
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def options(engine, monkeypatch):
+    monkeypatch.setattr(local, "InstanceProcess", Role)
+    monkeypatch.setattr(local, "ServerGroup", Group)
+    monkeypatch.setattr(local, "_RESTART_S", 0.01)
+    monkeypatch.setattr(Role, "made", ())
+    monkeypatch.setattr(Role, "fail_from", 99)
+    return Options(
+        engine=engine,
+        http=HttpSettings(),
+        cluster=ClusterConfig(instances=2, lora_server=1),
+        adapters=(LoraModule("a0", "x"), LoraModule("a1", "y")),
+    )
+
+
+def until(condition):
+    for _ in range(3000):
+        if condition():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("it did not come true")
+
+
+def test_a_dead_instance_is_started_anew(options):
+    cluster = LocalCluster(options, server_spec(options.engine, options.cluster))
+    first = cluster.processes
+    assert sorted(cluster.router.instance_of) == ["a0", "a1"]
+    assert first[0].place.paths == ("rank",)
+    first[1].die()
+    until(lambda: cluster.processes[1] is not first[1] and cluster.router.up == (0, 1))
+    assert first[1].stopped
+    assert cluster.processes[0] is first[0]
+    folder = os.path.dirname(cluster.paths[0])
+    assert os.path.exists(folder)
+    cluster.close()
+    cluster.close()
+    assert all(role.stopped for role in Role.made)
+    assert cluster.group.closed
+    assert not os.path.exists(folder)
+
+
+def test_an_instance_that_does_not_come_back_is_tried_again(options, monkeypatch):
+    cluster = LocalCluster(options, None)
+    monkeypatch.setattr(Role, "fail_from", 2)
+    cluster.processes[0].die()
+    until(lambda: len(Role.made) > 4)
+    assert cluster.router.up == (1,)
+    monkeypatch.setattr(Role, "fail_from", 99)
+    until(lambda: cluster.router.up == (0, 1))
+    cluster.close()
+    assert all(role.stopped for role in Role.made)
+
+
+def test_a_role_that_cannot_start_ends_all_others(options, monkeypatch):
+    monkeypatch.setattr(Role, "fail_from", 1)
+    with pytest.raises(ConnectionError, match="Instance 1 did not start"):
+        LocalCluster(options, None)
+    assert len(Role.made) == 2
+    assert all(role.stopped for role in Role.made)

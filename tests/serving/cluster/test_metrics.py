@@ -1,0 +1,39 @@
+"""Merged metrics can be read as one text, and lose nothing."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from serving.cluster.metrics import merge
+
+
+def text_of(count: int) -> str:
+    registry = CollectorRegistry()
+    Counter("asked", 'A "counter"\nof two lines', ["model"], registry=registry).labels(
+        'odd "name"\\\n'
+    ).inc(count)
+    Gauge("running", "Now", registry=registry).set(float("inf"))
+    Histogram("seconds", "Time", buckets=(0.1, 1), registry=registry).observe(0.5)
+    return generate_latest(registry).decode()
+
+
+def test_every_sample_says_whose_it_is():
+    merged = merge({"0": text_of(3), "1": text_of(4)})
+    families = list(text_string_to_metric_families(merged))
+    names = [family.name for family in families]
+    assert len(names) == len(set(names)), "a family is in two places"
+    found = {
+        (sample.name, sample.labels["instance"], sample.labels.get("le")): sample
+        for family in families
+        for sample in family.samples
+    }
+    assert [found["asked_total", n, None].value for n in "01"] == [3.0, 4.0]
+    assert found["asked_total", "0", None].labels["model"] == 'odd "name"\\\n'
+    assert found["running", "1", None].value == float("inf")
+    assert found["seconds_bucket", "1", "1.0"].value == 1.0
+    single = list(text_string_to_metric_families(text_of(3)))
+    assert {family.name: family.type for family in families} == {f.name: f.type for f in single}
+    assert len(found) == 2 * sum(len(family.samples) for family in single)
+
+
+def test_nothing_is_nothing():
+    assert merge({}) == ""

@@ -1,0 +1,69 @@
+"""Adapters stay where they are, base requests go where least is under way."""
+
+import pytest
+
+from serving.cluster import router
+from serving.cluster.router import Router
+
+
+def test_known_adapters_are_spread_evenly():
+    made = Router(2, ["a", "b", "c", "d"])
+    assert sorted(made.instance_of.values()) == [0, 0, 1, 1]
+    for name, home in made.instance_of.items():
+        assert {made.choose(name) for _ in range(5)} == {home}
+
+
+def test_an_adapter_seen_for_the_first_time_goes_to_the_least_loaded():
+    made = Router(2)
+    heavy = made.choose("heavy", 100.0)
+    light = made.choose("light", 1.0)
+    assert light != heavy
+    assert made.choose("third", 1.0) == light
+    assert made.choose("heavy") == heavy
+
+
+def test_base_requests_go_where_least_is_under_way():
+    made = Router(3)
+    assert [made.choose(None) for _ in range(4)] == [0, 1, 2, 0]
+    made.done(1)
+    assert made.choose(None) == 1
+
+
+def test_an_instance_that_is_down_is_passed_by_while_there_are_others():
+    made = Router(2, ["a", "b"])
+    home = made.instance_of["a"]
+    made.set_up(home, False)
+    assert made.up == (1 - home,)
+    assert made.choose("a") == 1 - home
+    assert made.choose("a", avoid=[1 - home]) == home  # nobody else is left
+    made.set_up(home, True)
+    assert made.choose("a") == home
+    assert made.choose("a", avoid=[home]) == 1 - home
+
+
+def test_loads_are_looked_at_again(monkeypatch):
+    monkeypatch.setattr(router, "_REPLAN", 10)
+    made = Router(2, ["a", "b", "c", "d"])
+    homes = made.instance_of
+    together = [name for name in homes if homes[name] == 0]
+    for _ in range(5):  # both heavy ones are on one instance
+        for name in together:
+            made.choose(name, 100.0)
+    now = made.instance_of
+    assert now[together[0]] != now[together[1]]
+
+
+def test_every_choice_is_ended_once():
+    made = Router(2)
+    for _ in range(10):
+        made.done(made.choose("x"))
+    assert made.choose(None) == 0
+
+
+@pytest.mark.parametrize("instances", [1, 3])
+def test_all_down_is_no_reason_to_choose_nobody(instances):
+    made = Router(instances)
+    for number in range(instances):
+        made.set_up(number, False)
+    assert made.choose("a") in range(instances)
+    assert made.choose(None) in range(instances)

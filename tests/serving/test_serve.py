@@ -1,0 +1,45 @@
+"""An engine behind HTTP on a socket that is bound already; test_launch.py has the rest."""
+
+import socket
+
+import pytest
+
+import serving
+from serving.config import EngineConfig
+from serving.http.settings import HttpSettings
+from serving.options import Options
+from serving.serve import StartError, serve, url_of
+
+
+def options(**more):
+    return Options(EngineConfig(model="m"), HttpSettings(), **more)
+
+
+def test_urls():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+        assert url_of(options(), sock) == f"http://127.0.0.1:{port}"
+        tls = options(host="::1", uvicorn={"ssl_certfile": "f"})
+        assert url_of(tls, sock) == f"https://[::1]:{port}"
+
+
+def test_a_unix_socket_has_a_url_too(tmp_path):
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(tmp_path / "s"))
+        assert url_of(options(), sock) == f"unix://{tmp_path}/s"
+
+
+def test_an_engine_gets_the_server_it_is_to_use(monkeypatch):
+    given = []
+
+    def engine(model, adapters, **fields):
+        given.append(fields.get("lora_server"))
+        raise ValueError("enough")
+
+    monkeypatch.setattr(serving, "Engine", engine, raising=False)
+    with socket.socket() as sock:
+        for access in (None, "access"):
+            with pytest.raises(StartError, match="Cannot serve m: enough"):
+                serve(options(), sock, access)
+    assert given == [None, "access"]
