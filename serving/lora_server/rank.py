@@ -210,12 +210,12 @@ def shard_deltas(
 ) -> tuple[Float[Array, "rows d_out"], ...]:
     """Return scaling * (x A^T) B of each row for every module; slot -1 gives 0.
 
-    In float32 the two sums, 0 + delta here and y + delta at the instance, have the bits of the one
-    that a coupled engine makes. The layer is data, so that one program serves them all.
+    In float32 whatever the rows' dtype: then the two sums, 0 + delta here and y + delta, rounded
+    once at the instance, have the bits of the one that a coupled engine makes. The layer is data, so that one program serves them all.
     """
     return tuple(
         apply_lora(
-            jnp.zeros((x.shape[0], width), x.dtype),
+            jnp.zeros((x.shape[0], width), jnp.float32),
             x,
             slots,
             module,

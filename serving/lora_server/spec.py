@@ -85,7 +85,6 @@ def design(spec: ServerSpec) -> ServerDesign:
         config.hidden_size,
         config.moe.intermediate_size,
         spec.dtype,
-        spec.dtype,
     )
     terms = Terms(base_digest(spec.model), plan.placement, shapes)
     return ServerDesign(spec, config, catalogue, plan, terms)

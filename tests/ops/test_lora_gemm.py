@@ -73,6 +73,20 @@ def test_any_popularity_of_adapters_that_share_a(popularity, implementation):
     np.testing.assert_allclose(run(case, implementation), oracle(case), **TOLERANCE["float32"])
 
 
+@pytest.mark.parametrize("experts", [0, 4])
+def test_a_wide_sum_rounded_elsewhere_has_the_bits_of_a_narrow_one(experts):
+    case = lora_case(37, 70, 172, num_experts=experts, dtype="bfloat16")
+    nothing = jnp.zeros(case.y.shape, jnp.float32)
+    delta = jnp.asarray(run(dataclasses.replace(case, y=nothing)))
+    there = (case.y.astype(jnp.float32) + delta).astype(jnp.bfloat16).astype(jnp.float32)
+    has = np.asarray(case.row_to_slot) >= 0
+    np.testing.assert_array_equal(np.asarray(there)[has], run(case)[has])
+    assert not np.asarray(delta)[~has].any()
+    for implementation in ("xla", "reference"):
+        got = run(dataclasses.replace(case, y=nothing), implementation)
+        np.testing.assert_allclose(got, delta, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_rows_without_an_adapter_keep_their_bits(dtype, implementation):

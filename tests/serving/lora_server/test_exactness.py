@@ -59,3 +59,15 @@ def test_answers_are_those_of_a_coupled_engine(placement, files, prompts, couple
     assert all(count.refused == count.compilations == 0 for count in counts)
     assert len(ranks.coordinator.held()) == 4
     assert not any(ranks.coordinator.held().values()), "leases are left"
+
+
+def test_in_bfloat16_the_bits_are_the_same_too(files, prompts):
+    model, adapters = files
+    sizes = cases.ENGINE | {"dtype": "bfloat16"}
+    with Engine(model, adapters, **sizes) as engine:
+        mixed = answers(engine, prompts, MIXED)
+    with (
+        cases.running(cases.make_spec(model, "ep2-pp2", dtype="bfloat16")) as ranks,
+        Engine(model, adapters, lora_server=ranks.access(), **sizes) as engine,
+    ):
+        assert answers(engine, prompts, MIXED) == mixed

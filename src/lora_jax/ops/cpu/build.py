@@ -16,6 +16,7 @@ TARGETS = (
     "lora_jax_gemm_bfloat16",
     "lora_jax_lora_float32",
     "lora_jax_lora_bfloat16",
+    "lora_jax_lora_bfloat16_to_float32",
     "lora_jax_attention_float32",
     "lora_jax_attention_bfloat16",
     "lora_jax_row_map",

@@ -30,18 +30,18 @@ ffi::Error GemmCall(ffi::ThreadPool pool, ffi::Buffer<dtype> x, ffi::Buffer<dtyp
   return ffi::Error::Success();
 }
 
-template <class D, ffi::DataType dtype>
-ffi::Error LoraCall(ffi::ThreadPool pool, ffi::Buffer<dtype> y, ffi::Buffer<dtype> x,
+template <class D, ffi::DataType dtype, class Y, ffi::DataType y_dtype>
+ffi::Error LoraCall(ffi::ThreadPool pool, ffi::Buffer<y_dtype> y, ffi::Buffer<dtype> x,
                     ffi::Buffer<dtype> a_pool, ffi::Buffer<dtype> b_pool, S32 entries, F32 scaling,
-                    S32 row_to_slot, S32 row_to_expert, ffi::Result<ffi::Buffer<dtype>> out,
+                    S32 row_to_slot, S32 row_to_expert, ffi::Result<ffi::Buffer<y_dtype>> out,
                     int64_t max_rank) {
   using T = typename D::T;
   if (out->untyped_data() != y.untyped_data())
     std::memcpy(out->untyped_data(), y.untyped_data(), y.size_bytes());
-  bool fits = run_lora<D>(
+  bool fits = run_lora<D, Y>(
       pool, {data<T>(x), data<T>(a_pool), data<T>(b_pool), entries.typed_data(),
              row_to_slot.typed_data(), row_to_expert.typed_data(), scaling.typed_data(),
-             data<T>(out), int64_t(x.dimensions()[0]), x.dimensions()[1], y.dimensions()[1],
+             data<Y>(out), int64_t(x.dimensions()[0]), x.dimensions()[1], y.dimensions()[1],
              a_pool.dimensions()[0], b_pool.dimensions()[0], entries.dimensions()[0], max_rank});
   if (!fits) return ffi::Error::InvalidArgument("lora_gemm: a slot's rows lie outside the pools");
   return ffi::Error::Success();
@@ -101,11 +101,11 @@ ffi::Error RerouteCall(S32 ids, S32 token_to_slot, S32 table, S32 num_tokens,
                                     .Arg<S32>()                                         \
                                     .Arg<ffi::Buffer<dtype>>()                          \
                                     .Ret<ffi::Buffer<dtype>>())
-#define LORA_JAX_LORA(name, D, dtype)                                                   \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (lora_jax::LoraCall<lora_jax::D, dtype>),         \
+#define LORA_JAX_LORA(name, D, dtype, Y, y_dtype)                                       \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (lora_jax::LoraCall<lora_jax::D, dtype, Y, y_dtype>), \
                                 ffi::Ffi::Bind()                                        \
                                     .Ctx<ffi::ThreadPool>()                             \
-                                    .Arg<ffi::Buffer<dtype>>()                          \
+                                    .Arg<ffi::Buffer<y_dtype>>()                        \
                                     .Arg<ffi::Buffer<dtype>>()                          \
                                     .Arg<ffi::Buffer<dtype>>()                          \
                                     .Arg<ffi::Buffer<dtype>>()                          \
@@ -113,7 +113,7 @@ ffi::Error RerouteCall(S32 ids, S32 token_to_slot, S32 table, S32 num_tokens,
                                     .Arg<F32>()                                         \
                                     .Arg<S32>()                                         \
                                     .Arg<S32>()                                         \
-                                    .Ret<ffi::Buffer<dtype>>()                          \
+                                    .Ret<ffi::Buffer<y_dtype>>()                        \
                                     .Attr<int64_t>("max_rank"))
 #define LORA_JAX_ATTENTION(name, D, dtype)                                              \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (lora_jax::AttentionCall<lora_jax::D, dtype>),    \
@@ -133,8 +133,9 @@ ffi::Error RerouteCall(S32 ids, S32 token_to_slot, S32 table, S32 num_tokens,
 
 LORA_JAX_GEMM(lora_jax_gemm_float32, DotF32, ffi::F32);
 LORA_JAX_GEMM(lora_jax_gemm_bfloat16, DotBF16, ffi::BF16);
-LORA_JAX_LORA(lora_jax_lora_float32, DotF32, ffi::F32);
-LORA_JAX_LORA(lora_jax_lora_bfloat16, DotBF16, ffi::BF16);
+LORA_JAX_LORA(lora_jax_lora_float32, DotF32, ffi::F32, float, ffi::F32);
+LORA_JAX_LORA(lora_jax_lora_bfloat16, DotBF16, ffi::BF16, uint16_t, ffi::BF16);
+LORA_JAX_LORA(lora_jax_lora_bfloat16_to_float32, DotBF16, ffi::BF16, float, ffi::F32);
 LORA_JAX_ATTENTION(lora_jax_attention_float32, DotF32, ffi::F32);
 LORA_JAX_ATTENTION(lora_jax_attention_bfloat16, DotBF16, ffi::BF16);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(

@@ -17,12 +17,14 @@ constexpr int64_t kStripsAhead = 4;  // columns of B are fetched this many strip
 template <class T>
 constexpr int64_t kLineElements = 64 / sizeof(T);
 
-template <class T>
+// Rows and pools hold T, results hold Y: T, or float for sums that are rounded elsewhere.
+template <class T, class Y = T>
 struct Lora {
+  using Row = T;
   const T *x, *a_pool, *b_pool;
   const int32_t *entries, *row_to_slot, *row_to_expert;
   const float* scaling;
-  T* y;
+  Y* y;
   int64_t rows, d_in, d_out, a_rows, b_rows, slots, max_rank;
 };
 
@@ -44,8 +46,8 @@ inline void counting_sort(std::vector<int32_t>& rows, int64_t num_keys, const Ke
 }
 
 // Returns the rows that have an adapter, sorted by (slot, expert).
-template <class T>
-std::vector<int32_t> adapter_rows(const Lora<T>& g) {
+template <class G>
+std::vector<int32_t> adapter_rows(const G& g) {
   std::vector<int32_t> rows;
   int64_t experts = 1;
   for (int32_t row = 0; row < g.rows; ++row) {
@@ -61,8 +63,8 @@ std::vector<int32_t> adapter_rows(const Lora<T>& g) {
 }
 
 // Returns false if a slot points outside its pools.
-template <class T>
-bool lora_items(const Lora<T>& g, const std::vector<int32_t>& rows, std::vector<LoraItem>* items,
+template <class G>
+bool lora_items(const G& g, const std::vector<int32_t>& rows, std::vector<LoraItem>* items,
                 double* micros) {
   *micros = 0;
   int64_t num = int64_t(rows.size());
@@ -80,14 +82,14 @@ bool lora_items(const Lora<T>& g, const std::vector<int32_t>& rows, std::vector<
     if (a_row < 0 || a_row + rank > g.a_rows || b_row < 0 || b_row + rank > g.b_rows) return false;
     items->push_back({rows.data() + i, end - i, a_row, b_row, rank, g.scaling[slot]});
     double weights = double(rank) * (g.d_in + g.d_out);
-    *micros += std::max(weights * (end - i) / 25e3, weights * sizeof(T) / 15e3);
+    *micros += std::max(weights * (end - i) / 25e3, weights * sizeof(typename G::Row) / 15e3);
   }
   return true;
 }
 
 // h[r * rank + j] = scaling * x[row r] . A[j]
-template <class D>
-void shrink(const Lora<typename D::T>& g, const LoraItem& item, float* h) {
+template <class D, class G>
+void shrink(const G& g, const LoraItem& item, float* h) {
   using T = typename D::T;
   const T *x[kChunkRows], *a[kCols];
   float sums[kTile];
@@ -113,9 +115,10 @@ void shrink(const Lora<typename D::T>& g, const LoraItem& item, float* h) {
 }
 
 // y[row] += sum_j h[row][j] B[j] for M rows and S vectors of columns; n columns in the last vector.
-template <class T, int M, int S>
-inline void expand_tile(const Lora<T>& g, const LoraItem& item, const float* h, int64_t row,
-                        int64_t col, int64_t n) {
+template <int M, int S, class G>
+inline void expand_tile(const G& g, const LoraItem& item, const float* h, int64_t row, int64_t col,
+                        int64_t n) {
+  using T = typename G::Row;
   f32x16 acc[M][S] = {};
   const T* b = g.b_pool + item.b_row * g.d_out + col;
   for (int64_t j = 0; j < item.rank; ++j, b += g.d_out) {
@@ -128,7 +131,7 @@ inline void expand_tile(const Lora<T>& g, const LoraItem& item, const float* h, 
     }
   }
   for (int r = 0; r < M; ++r) {
-    T* y = g.y + item.rows[row + r] * g.d_out + col;
+    auto* y = g.y + item.rows[row + r] * g.d_out + col;
     for (int s = 0; s < S; ++s) {
       int64_t lanes = s + 1 < S ? kLanes : n;
       store(y + s * kLanes, load(y + s * kLanes, lanes) + acc[r][s], lanes);
@@ -136,34 +139,33 @@ inline void expand_tile(const Lora<T>& g, const LoraItem& item, const float* h, 
   }
 }
 
-template <class T, int S>
-inline void expand_rows(const Lora<T>& g, const LoraItem& item, const float* h, int64_t col,
-                        int64_t n) {
+template <int S, class G>
+inline void expand_rows(const G& g, const LoraItem& item, const float* h, int64_t col, int64_t n) {
   for (int64_t row = 0; row < item.count; row += 4) {
     const float* hr = h + row * item.rank;
     switch (item.count - row) {
-      case 1: expand_tile<T, 1, S>(g, item, hr, row, col, n); break;
-      case 2: expand_tile<T, 2, S>(g, item, hr, row, col, n); break;
-      case 3: expand_tile<T, 3, S>(g, item, hr, row, col, n); break;
-      default: expand_tile<T, 4, S>(g, item, hr, row, col, n);
+      case 1: expand_tile<1, S>(g, item, hr, row, col, n); break;
+      case 2: expand_tile<2, S>(g, item, hr, row, col, n); break;
+      case 3: expand_tile<3, S>(g, item, hr, row, col, n); break;
+      default: expand_tile<4, S>(g, item, hr, row, col, n);
     }
   }
 }
 
-template <class D>
-void run_lora_item(const Lora<typename D::T>& g, const LoraItem& item) {
+template <class D, class G>
+void run_lora_item(const G& g, const LoraItem& item) {
   std::vector<float> h(item.count * item.rank);
   shrink<D>(g, item, h.data());
   constexpr int64_t kStrip = 4 * kLanes;
   int64_t col = 0;
   for (; col + kStrip <= g.d_out; col += kStrip)
-    expand_rows<typename D::T, 4>(g, item, h.data(), col, kLanes);
+    expand_rows<4>(g, item, h.data(), col, kLanes);
   for (; col < g.d_out; col += kLanes)
-    expand_rows<typename D::T, 1>(g, item, h.data(), col, std::min<int64_t>(kLanes, g.d_out - col));
+    expand_rows<1>(g, item, h.data(), col, std::min<int64_t>(kLanes, g.d_out - col));
 }
 
-template <class D>
-bool run_lora(xla::ffi::ThreadPool& pool, const Lora<typename D::T>& g) {
+template <class D, class Y>
+bool run_lora(xla::ffi::ThreadPool& pool, const Lora<typename D::T, Y>& g) {
   std::vector<int32_t> rows = adapter_rows(g);
   std::vector<LoraItem> items;
   double micros;

@@ -16,6 +16,7 @@ _KERNELS = {
     "xla": xla.lora_gemm,
     "reference": reference.lora_gemm,
 }
+_NARROW_ROWS = ("ffi", "xla", "reference")  # take bfloat16 rows to float32 results
 
 
 def lora_gemm(
@@ -35,7 +36,8 @@ def lora_gemm(
 
     Columns of `entries`: a_offset, b_offset, rank, a_stride, b_stride; expert e's rows start at
     offset + e * stride of its pool. No rank exceeds `max_rank`. Rows of slot -1 come back
-    unchanged, bit for bit, and cost nothing. The kernel works in place if y is a temporary.
+    unchanged, bit for bit, and cost nothing. The kernel works in place if y is a temporary. y may
+    be float32 with rows and pools in bfloat16, for a sum that is rounded elsewhere.
     """
     if y.ndim != 2 or x.ndim != 2 or a_pool.ndim != 2 or b_pool.ndim != 2 or entries.ndim != 2:
         raise ValueError("lora_gemm: y, x, a_pool, b_pool and entries must be rank 2")
@@ -44,7 +46,8 @@ def lora_gemm(
     rows, d_in, d_out, slots = x.shape[0], x.shape[1], y.shape[1], entries.shape[0]
     if row_to_expert is None:
         row_to_expert = jnp.zeros((rows,), jnp.int32)
-    dispatch.check_dtypes("lora_gemm", y=y, x=x, a_pool=a_pool, b_pool=b_pool)
+    wide = y.dtype == jnp.float32
+    dispatch.check_dtypes("lora_gemm", y=None if wide else y, x=x, a_pool=a_pool, b_pool=b_pool)
     dispatch.check_shapes(
         "lora_gemm",
         y=(tuple(y.shape), (rows, d_out)),
@@ -56,4 +59,5 @@ def lora_gemm(
         row_to_expert=(tuple(row_to_expert.shape), (rows,)),
     )
     arrays = (y, x, a_pool, b_pool, entries, scaling, row_to_slot, row_to_expert)
-    return dispatch.call(_KERNELS, implementation, *arrays, max_rank)
+    kernels = _KERNELS if y.dtype == x.dtype else {n: _KERNELS[n] for n in _NARROW_ROWS}
+    return dispatch.call(kernels, implementation, *arrays, max_rank)

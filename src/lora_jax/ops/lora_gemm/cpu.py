@@ -21,6 +21,8 @@ def lora_gemm(
     """What the reference says; a row's result depends on nothing but its own x, y and adapter."""
     build.require()
     out = jax.ShapeDtypeStruct(y.shape, y.dtype)
-    call = jax.ffi.ffi_call(f"lora_jax_lora_{y.dtype.name}", out, input_output_aliases={0: 0})
+    name = f"lora_jax_lora_{x.dtype.name}"
+    name += "" if y.dtype == x.dtype else f"_to_{y.dtype.name}"
+    call = jax.ffi.ffi_call(name, out, input_output_aliases={0: 0})
     arrays = (y, x, a_pool, b_pool, entries, scaling, row_to_slot, row_to_expert)
     return call(*arrays, max_rank=np.int64(max_rank))
