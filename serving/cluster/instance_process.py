@@ -159,4 +159,9 @@ def _listening(path: str):
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.bind(path)
         os.chmod(path, 0o600)
-        yield sock
+        try:
+            yield sock
+        finally:
+            with contextlib.suppress(OSError):  # others are still in the folder, or it has gone
+                os.unlink(path)
+                os.rmdir(os.path.dirname(path))

@@ -17,7 +17,6 @@ from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.residency import SlotAllocator
 from lora_jax.adapters.slots import (
     AdapterSlots,
-    LoadingPlan,
     clear_slots,
     init_slots,
     size_slots,
@@ -26,6 +25,7 @@ from lora_jax.adapters.slots import (
 from lora_jax.adapters.weights import AdapterWeights
 from lora_jax.nn.lora import apply_lora
 from lora_jax.typing import Array, Float, Int
+from serving.lora_server.loading import LayerwiseLoad
 from serving.lora_server.shards import EXPERT_MODULES, Shard, shard_catalogue
 from serving.transport.shapes import DOWN, GATE_UP
 
@@ -67,10 +67,11 @@ class ServerRank:
         # Committed from the start, or every program would compile twice (see ModelRunner).
         device = jax.local_devices()[0]
         self.slots: AdapterSlots = jax.device_put(init_slots(mine, spec, self.dtype), device)
-        self._loads: dict[int, LoadingPlan] = {}  # by number, oldest first
+        self._loads: dict[int, LayerwiseLoad] = {}  # by number, oldest first
         self._digests: dict[int, str] = {}  # by number
         self._numbers = np.full(sizes.num_adapters, _FREE, np.int64)  # by place
         self._slots_of = np.full(sizes.num_adapters, _FREE, np.int32)  # by place
+        self._num_ready = np.zeros(sizes.num_adapters, np.int32)  # layers, by place
 
     @property
     def is_loading(self) -> bool:
@@ -79,7 +80,7 @@ class ServerRank:
 
     @property
     def held(self) -> dict[int, str]:
-        """Digests of the adapters by number."""
+        """Digests of the known adapters by number; the last layers of some may be on their way."""
         return dict(self._digests)
 
     def width_in(self, site: int) -> int:
@@ -93,43 +94,52 @@ class ServerRank:
     def start_load(self, number: int, part: AdapterWeights) -> None:
         """Give this rank's part of an adapter (`shard_part`) room under `number`.
 
-        It is held once `advance` has written it. Raises ValueError, and then holds what it held,
-        when the number's place is taken, when the adapter is held already, or when there is no
-        room.
+        Its layers are written by `advance`, lowest first. Raises ValueError, and then holds what it
+        held, when the number's place is taken, when the adapter is held already, or when there is
+        no room.
         """
         taken = {n % self.sizes.num_adapters for n in (*self._digests, *self._loads)}
         if number < 0 or number % self.sizes.num_adapters in taken:
             raise ValueError(f"The place of adapter number {number} is taken.")
         self._allocator.check_fits(part)
         placement = self._allocator.place(part, pinned=True)
-        self._loads[number] = LoadingPlan(placement, self.slots)
+        self._loads[number] = LayerwiseLoad(placement, part, self.slots)
 
     def advance(self, max_chunks: int) -> int | None:
-        """Write up to `max_chunks` of the oldest load; return its number if it is held now."""
+        """Write up to `max_chunks` of the oldest load; return its number if that made it known.
+
+        It is known, and requests of it may come, from its first layer on.
+        """
         if not self._loads:
             return None
-        number, plan = next(iter(self._loads.items()))
-        self.slots = plan.advance(self.slots, max_chunks)
-        if not plan.done:
-            return None
-        del self._loads[number]
-        self._allocator.finish_loading(plan.digest)
-        self._digests[number] = plan.digest
+        number, load = next(iter(self._loads.items()))
         place = number % self.sizes.num_adapters
-        self._numbers[place], self._slots_of[place] = number, plan.slot
+        self.slots = load.advance(self.slots, max_chunks)
+        self._num_ready[place] = load.num_ready
+        if load.done:
+            del self._loads[number]
+            self._allocator.finish_loading(load.digest)
+        if not load.num_ready or number in self._digests:
+            return None
+        self._digests[number] = load.digest
+        self._numbers[place], self._slots_of[place] = number, load.slot
         return number
+
+    def must_wait(self, row_to_adapter: np.ndarray, layer: int) -> bool:
+        """Whether a layer of one of these adapters, all known, is still on its way."""
+        return bool((self._num_ready[row_to_adapter % self.sizes.num_adapters] <= layer).any())
 
     def unload(self, number: int) -> None:
         """Hold `number` no more, or load it no further; an unknown number is left alone."""
-        plan = self._loads.pop(number, None)
-        if plan is not None:
-            self._allocator.abandon_loading(plan.digest)
-            self.slots = clear_slots(self.slots, self._allocator.take_cleared_slots())
-        digest = self._digests.pop(number, None)
-        if digest is None:
+        load, digest = self._loads.pop(number, None), self._digests.pop(number, None)
+        if load is None and digest is None:
             return
-        self._numbers[number % self.sizes.num_adapters] = _FREE
-        self._allocator.retire(digest)
+        if digest is not None:
+            self._numbers[number % self.sizes.num_adapters] = _FREE
+        if load is not None:
+            self._allocator.abandon_loading(load.digest)
+        elif digest is not None:
+            self._allocator.retire(digest)
         self.slots = clear_slots(self.slots, self._allocator.take_cleared_slots())
 
     def bucket(self, num_rows: int) -> int:
@@ -188,11 +198,14 @@ class ServerRank:
     def check_integrity(self) -> None:
         """Raise AssertionError when table, slots and allocator disagree."""
         self._allocator.check_integrity()
-        assert set(self._allocator.resident()) == set(self._digests.values()), "held but no slot"
+        known = {d for number, d in self._digests.items() if number not in self._loads}
+        assert set(self._allocator.resident()) == known, "held but no slot"
         assert set(self._numbers) - {_FREE} == set(self._digests), "the table is another"
         for number, digest in self._digests.items():
             slot = self._slots_of[number % self.sizes.num_adapters]
-            assert slot == self._allocator.slot_of(digest), f"{number} is not in slot {slot}"
+            loading = self._loads.get(number)
+            there = self._allocator.slot_of(digest) if loading is None else loading.slot
+            assert slot == there, f"{number} is not in slot {slot}"
 
 
 @functools.partial(jax.jit, static_argnames=("modules", "widths", "first_expert", "max_rank"))
@@ -211,7 +224,8 @@ def shard_deltas(
     """Return scaling * (x A^T) B of each row for every module; slot -1 gives 0.
 
     In float32 whatever the rows' dtype: then the two sums, 0 + delta here and y + delta, rounded
-    once at the instance, have the bits of the one that a coupled engine makes. The layer is data, so that one program serves them all.
+    once at the instance, have the bits of the one that a coupled engine makes. The layer is data,
+    so that one program serves them all.
     """
     return tuple(
         apply_lora(

@@ -1,5 +1,6 @@
 """One rank of a LoRA Server as a process of its own, and the handle of who started it."""
 
+import contextlib
 import dataclasses
 import logging
 import multiprocessing
@@ -99,6 +100,8 @@ def rank_main(connection: Connection, spec: ServerSpec, rank: int, socket_path: 
     answer_calls(connection, functions)
     server.stop()
     loop.join()
+    with contextlib.suppress(OSError):  # others are still in it, or it has gone
+        os.rmdir(os.path.dirname(socket_path))
 
 
 def _run(server: RankServer) -> None:

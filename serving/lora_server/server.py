@@ -75,8 +75,9 @@ class RankServer:
     def load(self, number: int, folder: str, digest: str, version: int) -> None:
         """Hold the adapter in `folder` under `number`; returns when requests may use it.
 
-        Raises ValueError when the files are refused, are not those of `digest`, or have no room,
-        and ConnectionError when the rank has stopped.
+        That is when its first layer is here; a request of a later one waits for that. Raises
+        ValueError when the files are refused, are not those of `digest`, or have no room, and
+        ConnectionError when the rank has stopped.
         """
         part = shard_part(self._read(folder, digest), self._rank.shard)
 
@@ -171,6 +172,8 @@ class RankServer:
         slots = rank.slots_of(request.adapters, bucket)
         if slots is None:
             return None
+        while rank.must_wait(request.adapters, layer):
+            self._advance()
         x, _, experts = request.padded(bucket)
         return rank.deltas(request.site, layer, x, slots, experts)
 

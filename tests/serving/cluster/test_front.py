@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -150,6 +151,7 @@ def test_roles_end_with_a_supervisor_that_is_killed(files, tmp_path):
     command = [sys.executable, "-m", "serving.launch", files[0], "--port", str(free_port())]
     command += [*flags(), "--instances", "1", "--lora-server", "1"]
     env = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    env["TMPDIR"] = folder = tempfile.mkdtemp()  # short: sockets lie in it
     with (tmp_path / "log").open("w") as log:
         top = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
     try:
@@ -160,14 +162,17 @@ def test_roles_end_with_a_supervisor_that_is_killed(files, tmp_path):
             time.sleep(0.2)
         roles = children_of(top.pid)
         assert len(roles) >= 2
+        assert len(os.listdir(folder)) == 2
     finally:
         top.kill()
         top.wait()
     for _ in range(600):
         if not any(is_alive(role) for role in roles):
-            return
+            break
         time.sleep(0.1)
-    raise AssertionError("a role has outlived its supervisor")
+    assert not any(is_alive(role) for role in roles), "a role has outlived its supervisor"
+    assert not os.listdir(folder)
+    os.rmdir(folder)
 
 
 def test_what_is_impossible_is_refused_before_anything_starts(files, monkeypatch):

@@ -38,6 +38,8 @@ def load(rank: ServerRank, number: int, weights: AdapterWeights) -> None:
     rank.start_load(number, shard_part(weights, SHARD))
     while rank.advance(1) is None:
         assert rank.slots_of(np.full(1, number, np.int32), 8) is None, "used before it was written"
+    while rank.is_loading:
+        rank.advance(1)
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +127,33 @@ def test_a_load_can_be_taken_back(rank):
     assert not rank.is_loading
     load(rank, 1, adapter(1))
     rank.unload(7)  # never held
+    rank.start_load(2, shard_part(adapter(2), SHARD))
+    while rank.advance(1) is None:
+        pass
+    assert rank.is_loading
+    rank.unload(2)  # one of its layers is there
+    assert rank.held == {1: adapter(1).digest}
+
+
+def test_a_layer_may_be_used_before_the_next_has_come(rank):
+    weights, numbers = adapter(1), np.asarray([0], np.int32)
+    load(rank, 0, weights)
+    want = [deltas(rank, GATE_UP, layer, [0], [2])[1] for layer in range(LAYERS)]
+    rank.unload(0)
+    rank.start_load(2, shard_part(weights, SHARD))
+    while rank.advance(1) is None:
+        pass
+    numbers += 2
+    assert rank.is_loading
+    assert not rank.must_wait(numbers, 0)
+    assert rank.must_wait(numbers, 1)
+    np.testing.assert_array_equal(deltas(rank, GATE_UP, 0, [2], [2])[1], want[0])
+    assert not np.any(deltas(rank, GATE_UP, 1, [2], [2])[1])  # nothing half written shows
+    rank.check_integrity()
+    while rank.must_wait(numbers, 1):
+        assert rank.advance(1) is None  # it is told of once
+    np.testing.assert_array_equal(deltas(rank, GATE_UP, 1, [2], [2])[1], want[1])
+    assert not rank.is_loading
 
 
 def test_nothing_compiles_after_warm_up(rank):

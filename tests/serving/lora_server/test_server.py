@@ -167,6 +167,42 @@ def test_requests_are_answered_while_an_adapter_loads(running):
     assert running.ask([1], [3], version=2) is not REFUSED
 
 
+def test_a_layer_on_its_way_is_waited_for_and_those_before_it_are_not(files, monkeypatch):
+    both = design(cases.make_spec(files[0], "ep1-pp1", num_adapters=2))
+    rank = ServerRank(both.catalogue, both.plan.shard(0), both.sizes, jnp.dtype("float32"))
+    rank.warm_up()
+    advance, must_wait, waited = rank.advance, rank.must_wait, threading.Event()
+
+    def slow(max_chunks):
+        """One chunk, and after the first layer only for who waits."""
+        return None if rank.held and not waited.is_set() else advance(1)
+
+    def noted(numbers, layer):
+        if must_wait(numbers, layer):
+            waited.set()
+            return True
+        return False
+
+    monkeypatch.setattr(rank, "advance", slow)
+    monkeypatch.setattr(rank, "must_wait", noted)
+    loop = Running(both, rank, {name: Path(path) for name, path in files[1].items()})
+    loop.load("a0", 0)
+    assert rank.is_loading
+    first = loop.ask([0], [1], layer=0)
+    assert not waited.is_set()
+    second = loop.ask([0], [1], layer=1)
+    assert waited.is_set()
+    for deltas in (first, second):
+        assert all(delta[0].any() for delta in deltas)
+    loop.server.stop()
+    loop.thread.join(30)
+    for layer, want in enumerate((first, second)):
+        x, slots = np.ones((8, 32), np.float32), np.full(8, -1, np.int32)
+        slots[0] = rank.slots_of(np.zeros(1, np.int32), 8)[0]
+        found = rank.deltas(GATE_UP, layer, x, slots, np.ones(8, np.int32))
+        np.testing.assert_array_equal(np.asarray(found[0])[0], want[0][0])
+
+
 def test_commands_after_the_end_are_told_so(made, rank, files):
     loop = Running(made, rank, {name: Path(path) for name, path in files[1].items()})
     loop.server.stop()

@@ -1,0 +1,90 @@
+"""An adapter comes onto a rank layer by layer (InfiniLoRA, section 5.3).
+
+A layer may be computed as soon as its own matrices are there, while the later ones are still on
+their way: their entries in the table are written when they have come.
+"""
+
+import collections
+import dataclasses
+
+import numpy as np
+
+from lora_jax.adapters.residency import Placement, RowWrite
+from lora_jax.adapters.slots import AdapterSlots, LoadingPlan
+from lora_jax.adapters.weights import AdapterWeights
+
+
+class LayerwiseLoad:
+    """The writes of one placed adapter, lowest layer first."""
+
+    def __init__(self, placement: Placement, part: AdapterWeights, slots: AdapterSlots):
+        """`part` is what was placed; `slots` tells the shapes only."""
+        self.digest, self.slot = placement.digest, placement.slot
+        self._num_layers = placement.entries.shape[1]
+        layers = sorted({layer for _, layer in part.sites}) or [0]
+        writes = _writes_by_layer(placement, part)
+        self._plans = collections.deque(
+            LoadingPlan(_up_to(placement, layer, writes.get(layer, {}), place == 0), slots)
+            for place, layer in enumerate(layers)
+        )
+        self._next = collections.deque(
+            [*layers, self._num_layers]
+        )  # layer of each plan, and the end
+        self._started = False
+
+    @property
+    def num_ready(self) -> int:
+        """How many layers, from the lowest, may be computed; 0 before the first write is done."""
+        return self._next[0] if self._started else 0
+
+    @property
+    def remaining(self) -> int:
+        """Chunks still to write, the table's entries included."""
+        return sum(plan.remaining for plan in self._plans)
+
+    @property
+    def done(self) -> bool:
+        return not self._plans
+
+    def advance(self, slots: AdapterSlots, max_chunks: int) -> AdapterSlots:
+        """Return `slots` (donated) with up to `max_chunks` more chunks written."""
+        while self._plans and max_chunks > 0:
+            plan = self._plans[0]
+            before = plan.remaining
+            slots = plan.advance(slots, max_chunks)
+            max_chunks -= before - plan.remaining
+            if plan.done:
+                self._plans.popleft()
+                self._next.popleft()
+                self._started = True
+        return slots
+
+
+def _writes_by_layer(
+    placement: Placement, part: AdapterWeights
+) -> dict[int, dict[int, list[RowWrite]]]:
+    """Return the row writes by layer and width; a matrix is with the lowest layer that uses it."""
+    first: dict[int, int] = {}
+    for (_, layer), site in part.sites.items():
+        for matrix in (site.a, site.b):
+            first[id(matrix)] = min(layer, first.get(id(matrix), layer))
+    left = {width: iter(writes) for width, writes in placement.writes.items()}
+    found: dict[int, dict[int, list[RowWrite]]] = {}
+    for matrix in part.matrices():  # the order in which the placement has them
+        width = matrix.shape[2]
+        found.setdefault(first[id(matrix)], {}).setdefault(width, []).append(next(left[width]))
+    return found
+
+
+def _up_to(
+    placement: Placement, layer: int, writes: dict[int, list[RowWrite]], is_first: bool
+) -> Placement:
+    """Return the placement of one layer, whose table entries hold for all layers so far."""
+    there = np.arange(placement.entries.shape[1]) <= layer
+    return dataclasses.replace(
+        placement,
+        entries=np.where(there[None, :, None], placement.entries, 0).astype(np.int32),
+        scaling=np.where(there[None], placement.scaling, 0).astype(np.float32),
+        writes={width: tuple(rows) for width, rows in writes.items()},
+        cleared_slots=placement.cleared_slots if is_first else (),
+    )
