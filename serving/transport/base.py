@@ -8,8 +8,9 @@ is one landing slot in each direction, owned by its receiver and written by its 
     y = base(x)                                          # runs meanwhile
     (y,), status = client.wait_add((y,), x, site, rows)  # adds what came back
 
-inside a jitted step. `push` gives x back and the base computation must consume that; `wait_add`
-consumes its result: data alone keeps the order. At most one exchange of a client is under way.
+inside a jitted step of one device. `push` gives x back and the base computation must consume that;
+`wait_add` consumes its result: data alone keeps the order. At most one exchange of a client is
+under way.
 
 What travels. Only rows with row_to_server[row] >= 0 do, packed, in their order; base rows and
 padding never, and they come back bit-unchanged. A server without rows gets no message, is not

@@ -108,7 +108,7 @@ class Listener:
             guest = self._welcome(receive(connection)[0])
         except TransportError as error:
             with contextlib.suppress(OSError):
-                send(connection, {"refused": str(error)})
+                _refuse(connection, str(error))
             return
         except (OSError, ValueError):
             return
@@ -121,6 +121,15 @@ class Listener:
             for fd in guest.fds:
                 os.close(fd)
             guest.gone()
+
+
+def _refuse(connection: socket.socket, why: str) -> None:
+    """Say why, and close only when the other side has heard: unread words would cut that off."""
+    send(connection, {"refused": why})
+    connection.shutdown(socket.SHUT_WR)
+    for _ in range(_LONGEST // 1024):
+        if not connection.recv(1024):
+            return
 
 
 def call(

@@ -27,7 +27,7 @@ def serve(
     answered = 0
     while not server.aborted() or under_way:
         room = len(under_way) < depth
-        request = server.receive(0 if under_way else idle_seconds) if room else None
+        request = server.receive(0.0 if under_way else idle_seconds) if room else None
         if request is not None:
             under_way.append((request, compute(request)))
         elif under_way:

@@ -170,6 +170,11 @@ class SlotClient(AbstractClient):
 
     def _check(self, site: int, x: Array, rows: PushRows) -> None:
         shapes = self.shapes
+        if jax.default_backend() != "cpu":
+            raise NotImplementedError(
+                f"These slots are host memory: a program on {jax.default_backend()} needs another "
+                "carrier."
+            )
         if not 0 <= site < len(shapes.sites):
             raise ValueError(f"site {site} is not one of {len(shapes.sites)}.")
         if x.dtype != shapes.row_dtype or x.ndim != 2 or x.shape[1] != shapes.sites[site].d_in:

@@ -149,8 +149,9 @@ def test_who_is_not_admitted_is_not_heard(tmp_path):
         return guest({"heard": len(heard)})
 
     listener = Listener(unix_listener(tmp_path / "house.sock"), welcome, admit)
-    with pytest.raises(TransportError, match="say a"):
-        call(listener.address, {}, 0)
+    for size in (0, 60_000):  # so much that the refusal comes before it is read
+        with pytest.raises(TransportError, match="say a"):
+            call(listener.address, {"x": "x" * size}, 0)
     assert heard == []
     connection, answer, _ = call(listener.address, {}, 0, lambda c: c.sendall(b"a"))
     assert (heard, answer) == ([{}], {"heard": 1})

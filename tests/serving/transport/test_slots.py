@@ -205,6 +205,18 @@ def test_what_does_not_fit_is_refused_while_tracing():
         assert client.stats().pushes == 0
 
 
+def test_a_program_of_another_device_is_refused(monkeypatch):
+    x, ys, rows = batch(TERMS, np.random.default_rng(0), 8)
+    with raw_client() as (client, _):
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        for call in (
+            lambda: client.push(x, 0, 0, rows),
+            lambda: client.wait_add(ys, x, 0, rows),
+        ):
+            with pytest.raises(NotImplementedError, match="a program on gpu needs another"):
+                call()
+
+
 class RawClient:
     """A client's end of a server's slots: the test writes them."""
 
