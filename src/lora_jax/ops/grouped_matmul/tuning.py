@@ -15,7 +15,7 @@ from lora_jax.ops.tuning import Shape, Tunable
 CALLS = 20
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
 TUNED = ("qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v2-lite")
-MOST_REGISTERS = 128  # of a thread that hold sums
+MOST_REGISTERS = 192  # of a thread that hold sums
 
 
 def shapes() -> tuple[Shape, ...]:
@@ -34,7 +34,7 @@ def candidates(shape: Shape) -> Iterator[pallas_gpu.Config]:
     first = pallas_gpu.find_config(shape["rows"], shape["groups"], shape["d_out"])
     yield first
     for columns, warpgroups, rows, ctas in itertools.product(
-        (64, 128), (1, 2), (8, 16, 32, 64, 128), (1, 2)
+        (64, 128), (1, 2), (8, 16, 32, 64, 128, 192), (1, 2)
     ):
         config = pallas_gpu.with_stages(
             pallas_gpu.Config(columns, warpgroups, rows, 1, ctas), matrices=1
