@@ -1,6 +1,7 @@
 """A whole LoRA Server in threads of the test, over tiny random models."""
 
 import contextlib
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,11 +16,13 @@ from serving.lora_server.instance import ServerAccess
 from serving.lora_server.rank import ServerRank
 from serving.lora_server.server import RankServer
 from serving.lora_server.spec import ServerDesign, ServerSpec, design
-from serving.transport import in_process
+from serving.transport import in_process, shared_memory, tcp
+from serving.transport.base import AbstractClient, AbstractServer
+from serving.transport.terms import Terms
 
 SHAPE = TinyShape(max_positions=96, experts=4, hidden=32, width=48, layers=2)
 RANKS = (2, 3, 8, 1)
-PLACEMENTS = {"ep1-pp1": 1, "ep1-pp2": 2, "ep2-pp1": 2, "ep2-pp2": 4, "ep4-pp1": 4}
+PLACEMENTS = {"ep1-pp2": 2, "ep2-pp1": 2, "ep2-pp2": 4, "ep4-pp1": 4}
 MAX_TOKENS = 8
 ENGINE = {
     "max_model_len": 64,
@@ -55,13 +58,39 @@ def make_spec(model: str, placement: str, **changes) -> ServerSpec:
     return ServerSpec(**values | changes)
 
 
+class Carrier:
+    """Both ends of a carrier by its name: `open` of a rank, then `connect` to all."""
+
+    def __init__(self, name: str, ranks: int, folder: str):
+        self.name, self.opened = name, [None] * ranks
+        self.paths = [Path(folder, f"rank-{rank}") for rank in range(ranks)]
+        self.sockets = [tcp.listen("127.0.0.1", 0) for _ in range(ranks * (name == "tcp"))]
+        self.addresses = [sock.getsockname() for sock in self.sockets]
+        self.secret = b"0123456789abcdef"
+
+    def open(self, terms: Terms, rank: int) -> AbstractServer:
+        if self.name == "tcp":
+            self.opened[rank] = tcp.open_server(self.sockets[rank], terms, rank, self.secret)
+        elif self.name == "shared_memory":
+            self.opened[rank] = shared_memory.open_server(self.paths[rank], terms, rank)
+        else:
+            self.opened[rank] = in_process.open_server(terms.shapes)
+        return self.opened[rank]
+
+    def connect(self, terms: Terms) -> AbstractClient:
+        if self.name == "tcp":
+            return tcp.open_client(self.addresses, terms, self.secret)
+        if self.name == "shared_memory":
+            return shared_memory.open_client(self.paths, terms)
+        return in_process.open_client(self.opened)
+
+
 class Ranks:
     """The ranks of a server in threads, and their coordinator."""
 
-    def __init__(self, spec: ServerSpec):
+    def __init__(self, spec: ServerSpec, carrier: str, folder: str):
         self.design: ServerDesign = design(spec)
-        self.spec, shapes = spec, self.design.terms.shapes
-        self.transports = [in_process.open_server(shapes) for _ in range(spec.ranks)]
+        self.spec, self.carrier = spec, Carrier(carrier, spec.ranks, folder)
         self.servers = [self._server(rank) for rank in range(spec.ranks)]
         self.threads = [
             threading.Thread(target=server.run, name=f"rank-{rank}", daemon=True)
@@ -79,17 +108,13 @@ class Ranks:
             made.catalogue, made.plan.shard(rank), made.sizes, jnp.dtype(self.spec.dtype)
         )
         held.warm_up()
-        return RankServer(held, made.plan, made.catalogue, lambda: self.transports[rank])
+        return RankServer(
+            held, made.plan, made.catalogue, lambda: self.carrier.open(made.terms, rank)
+        )
 
     def access(self, instance: str = "one", wait_s: float = 10.0) -> ServerAccess:
         """How an engine reaches them; a test waits long, since CI may be slow."""
-        return ServerAccess(
-            self.spec,
-            instance,
-            self.coordinator,
-            lambda terms: in_process.open_client(self.transports),
-            wait_s,
-        )
+        return ServerAccess(self.spec, instance, self.coordinator, self.carrier.connect, wait_s)
 
     def close(self) -> None:
         for server in self.servers:
@@ -101,13 +126,14 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def running(spec: ServerSpec) -> Iterator[Ranks]:
+def running(spec: ServerSpec, carrier: str = "in_process") -> Iterator[Ranks]:
     """The ranks of a spec, stopped afterwards."""
-    ranks = Ranks(spec)
-    try:
-        yield ranks
-    finally:
-        ranks.close()
+    with tempfile.TemporaryDirectory() as folder:  # short: sockets lie in it
+        ranks = Ranks(spec, carrier, folder)
+        try:
+            yield ranks
+        finally:
+            ranks.close()
 
 
 def prompts_of(count: int, seed: int = 0, low: int = 3, high: int = 20) -> list[list[int]]:

@@ -1,5 +1,7 @@
 """A disaggregated engine answers as a coupled one does, bit for bit, for every placement."""
 
+import itertools
+
 import lora_server_cases as cases
 import pytest
 
@@ -36,12 +38,19 @@ def coupled(files, prompts):
     return mixed, base
 
 
-@pytest.mark.parametrize("placement", cases.PLACEMENTS)
-def test_answers_are_those_of_a_coupled_engine(placement, files, prompts, coupled):
+ALL = list(itertools.product(cases.PLACEMENTS, ("in_process", "shared_memory", "tcp")))
+SOME = (ALL[0], ALL[5], ALL[7], ALL[9])  # every placement, every carrier
+
+
+@pytest.mark.parametrize(
+    ("placement", "carrier"),
+    [pytest.param(*one, marks=() if one in SOME else pytest.mark.slow) for one in ALL],
+)
+def test_answers_are_those_of_a_coupled_engine(placement, carrier, files, prompts, coupled):
     model, adapters = files
     spec = cases.make_spec(model, placement)
     with (
-        cases.running(spec) as ranks,
+        cases.running(spec, carrier) as ranks,
         Engine(model, adapters, lora_server=ranks.access(), **cases.ENGINE) as engine,
     ):
         mixed, base = coupled
