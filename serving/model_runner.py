@@ -135,6 +135,8 @@ class ModelRunner:
         sampled, status = self._run(table, bucket)
         for leaf in jax.tree.leaves(sampled) if scored else (sampled.token_ids,):
             leaf.copy_to_host_async()
+        if status is not None:
+            status.copy_to_host_async()
         return InFlightStep(plan, _first_rows(plan), sampled, scored, status)
 
     def read(self, step: InFlightStep) -> list[SequenceResult]:
