@@ -116,14 +116,14 @@ def _build(
 ) -> EngineParts:
     """Return the parts around a model that is loaded."""
     catalogue = model.catalogue(model_config)
-    here = catalogue if remote is None else local_catalogue(catalogue)
+    here, keep, link = catalogue, None, None
+    if remote is not None:
+        here, keep, link = local_catalogue(catalogue), keep_local, remote.link
     allocator, spec = _make_allocator(config, catalogue, here, dtype)
-    keep = None if remote is None else keep_local
     registry = _make_registry(config, catalogue, allocator, esft, keep)
     _load_adapters(registry, adapters)
     end_ids = tuple(sorted({*model_config.eos_token_ids, *tokenizer.eos_token_ids}))
     tables = None if esft is None else esft.tables
-    link = None if remote is None else remote.link
     runner = _make_runner(config, model, model_config, size, spec, dtype, end_ids, tables, link)
     compilations = CompileCounter()
     metrics = _make_metrics(config, info)
@@ -312,11 +312,10 @@ def _make_runner(
         link=link,
     )
     runner.warm_up(progress=True)
-    buckets = ", ".join(str(bucket) for bucket in runner.buckets)
     logger.info(
         "Compiled %d programs for steps of up to %s tokens in %.1f s.",
         len(runner.buckets),
-        buckets,
+        ", ".join(map(str, runner.buckets)),
         time.monotonic() - start,
     )
     return runner
