@@ -107,7 +107,17 @@ def test_nothing_is_under_way_when_all_is_answered(client, router):
         assert client.post("/v1/completions", json=body).status_code == 200
     assert client.post("/v1/completions", content=b"{not json").status_code == 200
     assert client.get("/v1/models").json()["path"] == "/v1/models"
-    assert [router.choose(None) for _ in range(2)] == [0, 1]
+
+    def all_is_over():  # a client has its answer a moment before the front has let go of it
+        chosen = [router.choose(None) for _ in range(2)]
+        for instance in chosen:
+            router.done(instance)
+        return chosen == [0, 1]
+
+    end = time.monotonic() + 20
+    while not all_is_over():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
