@@ -148,12 +148,12 @@ def answer_again(engine, place, adapter, want):
 
 
 def settle(engine):
-    for attempt in range(200):
+    for attempt in range(1500):
         try:
             engine.check_integrity()
             return
         except AssertionError:  # the last step may still be on the device
-            if attempt == 199:
+            if attempt == 1499:
                 raise
             time.sleep(0.02)
 
