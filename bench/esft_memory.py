@@ -17,12 +17,14 @@ import numpy as np
 from tqdm import tqdm
 
 from bench.report import plot_esft_memory
+from lora_jax.adapters.expert_residency import ExpertAllocator, ExpertSizes
+from lora_jax.adapters.weights import AdapterReport, ExpertWeights
 from lora_jax.memory import cases
 from lora_jax.memory.counting import CountingDriver
 from lora_jax.memory.driver import DriverMemory
-from lora_jax.memory.expert_ranges import ExpertRanges
 from lora_jax.memory.platforms import for_platform
 from lora_jax.memory.pool import PagePool
+from lora_jax.memory.virtual import AbstractVirtualMemory
 from lora_jax.memory.weight_tensor import WeightTensor
 
 NUM_ADAPTERS = (1, 2, 3, 10, 20)
@@ -41,42 +43,70 @@ ORDER = (
 
 
 class Woven:
-    """All layers' tensors over one pool, and the adapters mapped so far."""
+    """DeepSeek-V2-Lite's expert tensors, or its first layers', and the adapters mapped in them.
 
-    def __init__(self):
-        platform = jax.default_backend()
-        counted = DriverMemory(CountingDriver(cases.PAGE))
-        memory = counted if platform == "cpu" else for_platform(platform)
-        capacity = MOST * cases.E_MAX
-        whole = cases.LAYERS * (cases.BASE + capacity) * cases.EXPERT_BYTES
-        self.pool = PagePool(memory, page_bytes=cases.PAGE, budget_bytes=whole)
-        self.ranges = [ExpertRanges(cases.BASE, capacity) for _ in range(cases.LAYERS)]
-        shapes = [(cases.BASE + capacity, *p) for p in cases.PROJECTIONS]
-        self.tensors = [
-            [WeightTensor(self.pool, shape, np.dtype(ml_dtypes.bfloat16)) for shape in shapes]
-            for _ in range(cases.LAYERS)
+    Indices come from the allocator that serves ESFT adapters, so that neighbours share pages as
+    they do there.
+    """
+
+    def __init__(self, memory: AbstractVirtualMemory, slots: int, layers: int = cases.LAYERS):
+        self._layers, experts = range(layers), cases.BASE + slots * cases.E_MAX
+        sizes = ExpertSizes(tuple(self._layers), cases.BASE, cases.E_MAX, cases.EXPERT_BYTES)
+        self._allocator = ExpertAllocator(slots, sizes)
+        # Each tensor may end within a page.
+        budget = layers * (experts * cases.EXPERT_BYTES + len(cases.PROJECTIONS) * cases.PAGE)
+        self.pool = PagePool(memory, page_bytes=cases.PAGE, budget_bytes=budget)
+        dtype = np.dtype(ml_dtypes.bfloat16)
+        self._tensors = [
+            [WeightTensor(self.pool, (experts, *p), dtype) for p in cases.PROJECTIONS]
+            for _ in self._layers
         ]
-        for tensors in tqdm(self.tensors, desc="base experts", unit="layer"):
+        for tensors in self._tensors:
             for tensor in tensors:
                 tensor.map(range(cases.BASE))
         self.base_bytes = self.bytes
 
     @property
     def bytes(self) -> int:
+        """Bytes of the pages in use, the base's included."""
         return self.pool.stats().in_use * cases.PAGE
 
-    def load(self, counts: np.ndarray) -> None:
-        """Map an adapter's experts, layer by layer."""
-        for ranges, tensors, count in zip(self.ranges, self.tensors, counts, strict=True):
-            if count:
-                run = ranges.allocate(int(count))
-                for tensor in tensors:
-                    tensor.map(run)
+    def load(self, name: str, counts: np.ndarray) -> None:
+        """Map an adapter with so many experts in each layer."""
+        nothing = (np.zeros((0, 0)),) * 3
+        experts = {n: dict.fromkeys(range(c), nothing) for n, c in enumerate(counts.tolist()) if c}
+        report = AdapterReport("esft", name, name, {}, 0, 0, {}, 0, 0, None, None)
+        placement = self._allocator.place(ExpertWeights(experts, report))
+        self._allocator.finish_loading(name)
+        for layer, index in placement.places:
+            for tensor in self._tensors[layer]:
+                tensor.map(range(index, index + 1))
+
+    def unload(self, name: str) -> None:
+        """Unmap an adapter."""
+        self._allocator.retire(name)
+        for placement in self._allocator.take_left():
+            for layer, index in placement.places:
+                for tensor in self._tensors[layer]:
+                    tensor.unmap(range(index, index + 1))
+            self._allocator.reclaim(placement)
+
+    def overhead(self, experts: float) -> float:
+        """Return the adapters' page bytes over those of so many experts."""
+        return (self.bytes - self.base_bytes) / (experts * cases.EXPERT_BYTES)
 
     def close(self) -> None:
-        for tensors in self.tensors:
+        """Give all memory back."""
+        for tensors in self._tensors:
             for tensor in tensors:
                 tensor.close()
+
+
+def device_memory() -> AbstractVirtualMemory:
+    """Return this platform's virtual memory; one that only counts on a CPU."""
+    platform = jax.default_backend()
+    counted = DriverMemory(CountingDriver(cases.PAGE))
+    return counted if platform == "cpu" else for_platform(platform)
 
 
 def kv_tokens(weight_bytes: float) -> int:
@@ -88,13 +118,14 @@ def kv_tokens(weight_bytes: float) -> int:
 
 def measure() -> list[dict]:
     """Return one row per number of adapters."""
-    counts, woven, rows = cases.table_1_counts(), Woven(), []
-    for number in range(1, MOST + 1):
-        woven.load(counts[ORDER[(number - 1) % len(ORDER)]])
+    counts, woven, rows = cases.table_1_counts(), Woven(device_memory(), MOST), []
+    for number in tqdm(range(1, MOST + 1), desc="adapters"):
+        woven.load(str(number), counts[ORDER[(number - 1) % len(ORDER)]])
         if number not in NUM_ADAPTERS:
             continue
         loaded = [counts[ORDER[i % len(ORDER)]] for i in range(number)]
-        true = int(sum(c.sum() for c in loaded)) * cases.EXPERT_BYTES
+        true_experts = int(sum(c.sum() for c in loaded))
+        true = true_experts * cases.EXPERT_BYTES
         padded = number * cases.LAYERS * cases.E_MAX * cases.EXPERT_BYTES
         own = woven.bytes - woven.base_bytes
         weights = {
@@ -107,7 +138,7 @@ def measure() -> list[dict]:
                 "adapters": number,
                 "true_bytes": true,
                 "page_bytes": own,
-                "over_true": own / true,
+                "over_true": woven.overhead(true_experts),
                 "padded_over_true": padded / true,
                 "weight_bytes": weights,
                 "kv_tokens": {name: kv_tokens(size) for name, size in weights.items()},

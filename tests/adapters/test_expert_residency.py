@@ -4,9 +4,12 @@ import random
 
 import numpy as np
 import pytest
+from faulty_memory import counting_memory
 
+from bench.esft_memory import Woven
 from lora_jax.adapters.expert_residency import ExpertAllocator, ExpertSizes
 from lora_jax.adapters.weights import AdapterReport, ExpertWeights
+from lora_jax.memory import cases
 
 LAYERS, EXPERTS, MOST, SLOTS, BYTES = (1, 2, 5), 6, 3, 4, 10
 SIZES = ExpertSizes(LAYERS, EXPERTS, MOST, BYTES)
@@ -149,3 +152,53 @@ def test_a_random_walk_keeps_its_books():
         places = [place for placement in held for place in placement.places]
         assert len(set(places)) == len(places)
     assert step > 1000
+
+
+COUNTS = cases.table_1_counts()  # of ExpertWeave's Table 1
+TRUE = sum(int(counts.sum()) for counts in COUNTS.values())
+
+
+def woven(layers=cases.LAYERS):
+    return Woven(counting_memory(cases.PAGE)[0], len(COUNTS), layers)
+
+
+def test_ten_adapters_cost_at_most_three_percent_over_their_own_bytes():
+    room = woven()
+    for name, counts in COUNTS.items():
+        room.load(name, counts)
+    ours = room.overhead(TRUE)
+    assert 1.0 <= ours <= 1.01
+    with_base = room.bytes / ((cases.LAYERS * cases.BASE + TRUE) * cases.EXPERT_BYTES)
+    assert 1.0 <= with_base <= ours
+
+
+@pytest.mark.parametrize(("most", "factor"), [("own", 1.551), ("global", 1.996)])
+def test_padding_costs_what_the_paper_counts(most, factor):
+    room = woven(layers=2)  # all layers are alike
+    for name, (own, _) in cases.TABLE_1.items():
+        room.load(name, np.full(2, own if most == "own" else cases.E_MAX))
+    assert room.overhead(TRUE * 2 / cases.LAYERS) == pytest.approx(factor, rel=0.005)
+
+
+def test_fragmentation_stays_low_while_adapters_come_and_go():
+    """80 random changes; then all ten are there again, in whatever holes there were."""
+    room, rng = woven(layers=4), random.Random(1)
+    counts = {name: c[:4] for name, c in COUNTS.items()}
+    loaded: set[str] = set()
+    worst = 1.0
+    for _ in range(80):
+        name = rng.choice(list(counts))
+        if name in loaded:
+            room.unload(name)
+        else:
+            room.load(name, counts[name])
+        loaded ^= {name}
+        if len(loaded) >= 5:
+            worst = max(worst, room.overhead(sum(int(counts[n].sum()) for n in loaded)))
+    assert worst <= 1.05
+    for name in counts.keys() - loaded:
+        room.load(name, counts[name])
+    assert room.overhead(sum(int(c.sum()) for c in counts.values())) <= 1.03
+    for name in counts:
+        room.unload(name)
+    assert room.bytes == room.base_bytes

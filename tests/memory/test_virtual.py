@@ -8,7 +8,7 @@ from faulty_memory import counting_memory
 
 from lora_jax.memory.virtual import AbstractVirtualMemory, Access, MappingError, OutOfPages
 
-POLICY = ("virtual", "ledger", "driver", "pool", "expert_ranges", "retirement")
+POLICY = ("virtual", "ledger", "driver", "pool", "retirement")
 
 
 def test_policy_runs_without_jax():

@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from lora_jax.memory.expert_ranges import ExpertRanges
 from lora_jax.memory.host import HostMemory
 from lora_jax.memory.pool import PagePool
 from lora_jax.memory.retirement import Retirement
@@ -303,7 +302,7 @@ class Machine(RuleBasedStateMachine):
         self.memory = FaultyMemory(HostMemory("none"))
         self.pool = PagePool(self.memory, page_bytes=PAGE, budget_bytes=50 * PAGE)
         self.tensors = [WeightTensor(self.pool, shape, F32) for shape in self.SHAPES]
-        self.ranges = ExpertRanges(4, 26)
+        self.free = set(range(4, 30))
         self.retirement = Retirement()
         self.adapters: dict[int, tuple[range, list[np.ndarray]]] = {}
         self.retiring: list[range] = []
@@ -317,10 +316,11 @@ class Machine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 6))
     def load(self, count):
         """Map and write both tensors; whatever fails, take back what was mapped."""
-        try:
-            run = self.ranges.allocate(count)
-        except OutOfPages:
+        starts = [i for i in self.free if self.free.issuperset(range(i, i + count))]
+        if not starts:
             return
+        run = range(min(starts), min(starts) + count)
+        self.free -= set(run)
         values = [random_experts(count, self.steps, shape) for shape in self.SHAPES]
         mapped = []
         try:
@@ -332,7 +332,7 @@ class Machine(RuleBasedStateMachine):
             self.memory.heal()
             for tensor in mapped:
                 tensor.unmap(run)
-            self.ranges.free(run)
+            self.free |= set(run)
         else:
             self.adapters[run.start] = (run, values)
 
@@ -355,7 +355,7 @@ class Machine(RuleBasedStateMachine):
 
     def _free(self, run: range) -> None:
         self.retiring.remove(run)
-        self.ranges.free(run)
+        self.free |= set(run)
         for tensor in self.tensors:
             with contextlib.suppress(Injected):
                 tensor.unmap(run)
@@ -384,7 +384,6 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def books_agree(self):
         self.pool.check_integrity()
-        self.ranges.check_integrity()
         wanted = set(range(4)).union(*(run for run, _ in self.adapters.values()), *self.retiring)
         for tensor in self.tensors:
             tensor.check_integrity()
