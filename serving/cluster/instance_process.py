@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from multiprocessing.connection import Connection
 
 from serving import logs
+from serving.child_process import AbstractChild
 from serving.lora_server.calls import Caller, RemoteLeases
 from serving.lora_server.instance import ServerAccess
 from serving.lora_server.spec import ServerSpec
@@ -36,7 +37,7 @@ class ServerPlace:
     wait_s: float
 
 
-class InstanceProcess:
+class InstanceProcess(AbstractChild):
     """A running instance; `stop` or the end of this process ends it."""
 
     def __init__(
@@ -55,15 +56,13 @@ class InstanceProcess:
         self._life, life = context.Pipe()
         leases, theirs = context.Pipe() if place is not None else (None, None)
         self.number, self.path = number, path
-        self._process = context.Process(
+        process = context.Process(
             target=instance_main,
             args=(life, theirs, options, number, path, place),
             name=f"instance-{number}",
             daemon=True,
         )
-        self._process.start()
-        self.pid: int = self._process.pid or 0
-        self._stopped, self.is_ready = False, False
+        super().__init__(process, _END_S)
         life.close()
         if leases is not None and theirs is not None:
             theirs.close()
@@ -79,29 +78,9 @@ class InstanceProcess:
             pass
         raise ConnectionError(f"Instance {self.number} did not start; its log says why.")
 
-    @property
-    def sentinel(self) -> int:
-        """A descriptor that becomes readable when the process ends, to wait for."""
-        return self._process.sentinel
-
-    def kill(self) -> None:
-        """End the process at once; `stop` must still be called."""
-        self._process.kill()
-
-    def stop(self) -> None:
-        """End the process: it finishes what it does when its connection closes, or is killed.
-
-        A second call does nothing.
-        """
-        if self._stopped:
-            return
-        self._stopped = True
+    def hang_up(self) -> None:
+        """Close the connection that keeps the process, which then finishes what it does."""
         self._life.close()
-        self._process.join(_END_S)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
-        self._process.close()
 
 
 def instance_main(

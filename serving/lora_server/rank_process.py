@@ -13,6 +13,7 @@ from pathlib import Path
 import jax.numpy as jnp
 
 from lora_jax.adapters.reader import ReadLimits
+from serving.child_process import AbstractChild
 from serving.lora_server.calls import Caller, RemoteRank, answer_calls
 from serving.lora_server.rank import ServerRank
 from serving.lora_server.server import RankServer
@@ -25,24 +26,22 @@ _START_S = 300.0  # to import jax and compile, on a slow machine
 _END_S = 10.0
 
 
-class RankProcess:
+class RankProcess(AbstractChild):
     """A running rank; `stop` or the end of this process ends it."""
 
     def __init__(self, spec: ServerSpec, rank: int, socket_path: str):
         """Start the process; `wait_ready` returns when it can take adapters."""
         context = multiprocessing.get_context("spawn")
         mine, theirs = context.Pipe()
-        self.rank, self.is_ready = rank, False
-        self._process = context.Process(
+        process = context.Process(
             target=rank_main,
             args=(theirs, spec, rank, socket_path),
             name=f"lora-server-{rank}",
             daemon=True,
         )
-        self._process.start()
+        super().__init__(process, _END_S)
         theirs.close()
-        self.pid: int = self._process.pid or 0
-        self._stopped = False
+        self.rank = rank
         self._caller = Caller(mine, _START_S)
         self.control = RemoteRank(self._caller)
 
@@ -59,29 +58,9 @@ class RankProcess:
         """Return the fields of server.RankStats."""
         return self._caller.call("stats")
 
-    @property
-    def sentinel(self) -> int:
-        """A descriptor that becomes readable when the process ends, to wait for."""
-        return self._process.sentinel
-
-    def kill(self) -> None:
-        """End the process at once; `stop` must still be called."""
-        self._process.kill()
-
-    def stop(self) -> None:
-        """End the process: it leaves by itself when its connection closes, or is killed.
-
-        A second call does nothing.
-        """
-        if self._stopped:
-            return
-        self._stopped = True
+    def hang_up(self) -> None:
+        """Close the connection that keeps the process."""
         self._caller.close()
-        self._process.join(_END_S)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
-        self._process.close()
 
 
 def rank_main(connection: Connection, spec: ServerSpec, rank: int, socket_path: str) -> None:

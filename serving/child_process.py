@@ -1,0 +1,40 @@
+"""A process that lives as long as a connection of its parent's: what every handle of one can do."""
+
+import abc
+from multiprocessing.process import BaseProcess
+
+
+class AbstractChild(abc.ABC):
+    """The handle of a process that leaves by itself when its parent hangs up."""
+
+    def __init__(self, process: BaseProcess, end_s: float):
+        """Start the process; `end_s` is how long it may take to leave."""
+        self._process, self._end_s, self._stopped = process, end_s, False
+        self.is_ready = False
+        process.start()
+        self.pid: int = process.pid or 0
+
+    @abc.abstractmethod
+    def hang_up(self) -> None:
+        """Close the connection that keeps the process."""
+
+    @property
+    def sentinel(self) -> int:
+        """A descriptor that becomes readable when the process ends, to wait for."""
+        return self._process.sentinel
+
+    def kill(self) -> None:
+        """End the process at once; `stop` must still be called."""
+        self._process.kill()
+
+    def stop(self) -> None:
+        """End the process: it leaves by itself, or is killed. A second call does nothing."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self.hang_up()
+        self._process.join(self._end_s)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        self._process.close()
