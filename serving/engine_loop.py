@@ -28,7 +28,7 @@ _BLOCKED_WAIT_S = 0.02  # while sequences wait for something that no step of our
 _DEAD = "The engine has stopped; the request was not finished."
 _ADAPTER_WAIT = "The adapter {name!r} found no free slot in time."
 _ADAPTER_LOAD = "The adapter {name!r} could not be loaded: {why}"
-_SERVER_FAILED = "The LoRA Server did not answer; the request may be tried again."
+_SERVER_FAILED = "The LoRA Server did not answer for the adapter {name!r}; try again."
 _NO_OUTPUT = "The output of the request could not be processed."
 _NOT_FINITE = "The model's logits are not finite numbers."
 
@@ -222,7 +222,8 @@ class EngineLoop:
         self.num_steps += 1
         self._parts.metrics.step_done(step.plan.num_tokens)
         for sequence in harmed:
-            self._end(sequence, FinishReason.ERROR, _SERVER_FAILED, retryable=True)
+            message = _SERVER_FAILED.format(name=sequence.request.adapter)
+            self._end(sequence, FinishReason.ERROR, message, retryable=True)
         for result in bad:
             self._end(result.chunk.sequence, FinishReason.ERROR, _NOT_FINITE)
         num_generated = 0

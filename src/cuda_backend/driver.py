@@ -6,6 +6,7 @@ Signatures and layouts as in cuda.h of CUDA 11.3 to 13. No package is needed bey
 import ctypes
 from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint64, c_ushort, c_void_p
 
+from lora_jax.memory.driver import load_library
 from lora_jax.memory.virtual import MappingError, OutOfPages
 
 LIBRARY = "libcuda.so.1"
@@ -85,13 +86,7 @@ class Driver:
 
     def __init__(self, library: str = LIBRARY):
         """Raise NotImplementedError where there is no driver, or one without these calls."""
-        try:
-            self._library = ctypes.CDLL(library)
-            for name, arguments in _SIGNATURES.items():
-                function = getattr(self._library, name)
-                function.restype, function.argtypes = c_int, arguments
-        except (OSError, AttributeError) as error:
-            raise NotImplementedError(f"no CUDA driver with virtual memory: {error}") from error
+        self._library = load_library(library, _SIGNATURES, "CUDA driver")
         if code := self._library.cuInit(0):
             raise NotImplementedError(f"the CUDA driver finds no device: {self._name(code)}")
 

@@ -7,6 +7,7 @@ CANN is contained or needed to install this.
 import ctypes
 from ctypes import POINTER, c_char_p, c_int, c_int32, c_size_t, c_uint32, c_uint64, c_void_p
 
+from lora_jax.memory.driver import load_library
 from lora_jax.memory.virtual import MappingError, OutOfPages
 
 LIBRARY = "libascendcl.so"
@@ -60,13 +61,7 @@ class AscendCL:
 
     def __init__(self, library: str = LIBRARY):
         """Raise NotImplementedError where there is no AscendCL, or one without these calls."""
-        try:
-            self._library = ctypes.CDLL(library)
-            for name, arguments in _SIGNATURES.items():
-                function = getattr(self._library, name)
-                function.restype, function.argtypes = c_int, arguments
-        except (OSError, AttributeError) as error:
-            raise NotImplementedError(f"no AscendCL with virtual memory: {error}") from error
+        self._library = load_library(library, _SIGNATURES, "AscendCL")
         self._recent_error = getattr(self._library, _RECENT_ERROR, None)
         if self._recent_error is not None:
             self._recent_error.restype, self._recent_error.argtypes = c_char_p, ()

@@ -1,7 +1,7 @@
 // Host side of paged attention: tensor maps, sizes of the stages, launches.
 #pragma once
 #include "paged_attention.cuh"
-#include "tensor_map.cuh"
+#include "swizzled_map.cuh"
 
 namespace lora_jax {
 
@@ -16,13 +16,7 @@ inline cudaError_t page_map(CUtensorMap* map, const void* pages, int64_t num_pag
   const cuuint64_t row = static_cast<cuuint64_t>(dim) * 2;
   const cuuint64_t strides[] = {heads * row, 128, row, page_size * heads * row};
   const cuuint32_t box[] = {64, kTile, static_cast<cuuint32_t>(dim / 64), static_cast<cuuint32_t>(box_heads), 1};
-  const cuuint32_t steps[] = {1, 1, 1, 1, 1};
-  const EncodeTiled encode = encode_tiled();
-  if (!encode) return cudaErrorNotSupported;
-  const CUresult r = encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5, const_cast<void*>(pages), dims, strides, box,
-                            steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                            CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return r == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+  return swizzled_map<5>(map, pages, dims, strides, box);
 }
 
 inline cudaError_t launch_attention_units(const AttentionUnitsArgs& args, cudaStream_t stream) {

@@ -2,7 +2,7 @@
 // it may run while a stream is being captured.
 #pragma once
 #include "row_metadata.cuh"
-#include "tensor_map.cuh"
+#include "swizzled_map.cuh"
 
 namespace lora_jax {
 
@@ -11,13 +11,8 @@ namespace lora_jax {
 inline cudaError_t pool_map(CUtensorMap* map, const void* pool, int64_t rows, int64_t width) {
   const cuuint64_t dims[] = {64, static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(width / 64)};
   const cuuint64_t strides[] = {static_cast<cuuint64_t>(width) * 2, 128};
-  const cuuint32_t box[] = {64, 8, 2}, steps[] = {1, 1, 1};
-  const EncodeTiled encode = encode_tiled();
-  if (!encode) return cudaErrorNotSupported;
-  const CUresult r = encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(pool), dims, strides, box,
-                            steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                            CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return r == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+  const cuuint32_t box[] = {64, 8, 2};
+  return swizzled_map<3>(map, pool, dims, strides, box);
 }
 
 inline cudaError_t launch_metadata(const MetadataArgs& args, cudaStream_t stream) {

@@ -5,13 +5,30 @@ import ctypes
 import itertools
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from lora_jax.memory.ledger import AddressLedger
 from lora_jax.memory.virtual import AbstractVirtualMemory, Access, Usage
+
+
+def load_library(path: str, signatures: Mapping[str, tuple[type, ...]], what: str) -> ctypes.CDLL:
+    """Return a driver's library whose functions of these arguments answer an int.
+
+    Raises:
+        NotImplementedError: there is no such library, or one without these functions; `what` says
+            whose it is.
+    """
+    try:
+        library = ctypes.CDLL(path)
+        for name, arguments in signatures.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = ctypes.c_int, arguments
+    except (OSError, AttributeError) as error:
+        raise NotImplementedError(f"no {what} with virtual memory: {error}") from error
+    return library
 
 
 class AbstractDriver(abc.ABC):
