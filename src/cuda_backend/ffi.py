@@ -8,7 +8,6 @@ from pathlib import Path
 import jax
 
 from lora_jax.ops import dispatch, native
-from lora_jax.ops.native import BuildError
 
 log = logging.getLogger(__name__)
 
@@ -61,12 +60,7 @@ def available() -> bool:
 
     Failure is logged once as a warning; the ops then run as portable JAX.
     """
-    try:
-        library().load(dispatch.cache_folder())
-    except BuildError as error:
-        log.warning("CUDA kernels are off, ops run as plain JAX (slower): %s", error)
-        return False
-    return True
+    return library().load_or_warn(dispatch.cache_folder(), log)
 
 
 def require() -> None:

@@ -7,12 +7,12 @@ import contextlib
 import dataclasses
 import json
 import random
-import threading
 import time
 
 import numpy as np
 import pytest
 import tiny_esft
+from engine_cases import Listener
 
 from lora_jax.memory.host import HostMemory
 from lora_jax.memory.virtual import OutOfPages
@@ -218,22 +218,6 @@ def churn(case, rounds, seed):
         logprobs = tuple(entry for delta in listener.deltas for entry in delta.logprobs)
         assert (tokens, logprobs) == case.alone[of][place][:2], of
     return {of for of, _, _ in asked} - {None}
-
-
-class Listener:
-    """Collects the deltas of one request; `finished` is set by the last one."""
-
-    def __init__(self):
-        self.deltas, self.finished = [], threading.Event()
-
-    def __call__(self, delta):
-        self.deltas.append(delta)
-        if delta.finish_reason is not None:
-            self.finished.set()
-
-    def wait(self):
-        assert self.finished.wait(120)
-        return self.deltas[-1]
 
 
 def test_ten_adapters_come_and_go_in_random_order_under_traffic(any_case):

@@ -92,6 +92,15 @@ class Library:
             jax.ffi.register_ffi_target(name, handler, platform=self.platform)
         return library
 
+    def load_or_warn(self, folder: Path, log: logging.Logger) -> bool:
+        """Return whether `load` succeeds; where not, `log` warns that ops run as portable JAX."""
+        try:
+            self.load(folder)
+        except BuildError as error:
+            log.warning("%s are off, ops run as plain JAX (slower): %s", self.title, error)
+            return False
+        return True
+
 
 def compile_library(what: Library, compiler: str, library: Path) -> None:
     """Compile into a temporary name and rename, so that nobody loads half a library."""

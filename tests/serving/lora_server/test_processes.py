@@ -8,6 +8,7 @@ import time
 
 import lora_server_cases as cases
 import pytest
+from engine_cases import settle
 
 from serving import Engine, FinishReason, Sampling
 from serving.lora_server.group import ServerGroup
@@ -145,17 +146,6 @@ def answer_again(engine, place, adapter, want):
             return
         time.sleep(0.2)
     raise AssertionError("the server did not come back")
-
-
-def settle(engine):
-    for attempt in range(1500):
-        try:
-            engine.check_integrity()
-            return
-        except AssertionError:  # the last step may still be on the device
-            if attempt == 1499:
-                raise
-            time.sleep(0.02)
 
 
 def fault_round(group, engines, coupled, monkeypatch, hurt, heal=lambda: None):
