@@ -6,14 +6,14 @@ from lora_jax.memory.virtual import AbstractVirtualMemory
 
 
 def kernels() -> dict[str, Callable]:
-    """Return the ops that this backend has, by name; what the entry point `cuda` leads to.
-
-    Only kernels whose GPU tests have passed on a GPU: merge, paged_attention, reroute and row_map
-    are compiled and checked for spills, but not yet run, so nothing chooses them by itself.
-    """
+    """Return the ops that this backend has, by name; what the entry point `cuda` leads to."""
     from cuda_backend.lora_gemm import lora_gemm
+    from cuda_backend.merge import merge
+    from cuda_backend.paged_attention import paged_attention
+    from cuda_backend.reroute import reroute, row_map
 
-    return {"lora_gemm": lora_gemm}
+    ops = (lora_gemm, merge, paged_attention, reroute, row_map)
+    return {op.__name__: op for op in ops}
 
 
 def virtual_memory(device: int = 0) -> AbstractVirtualMemory:

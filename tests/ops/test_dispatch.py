@@ -38,7 +38,7 @@ def test_the_environment_names_one_for_all(monkeypatch):
 
 def test_cpu_kernels_are_not_tried_elsewhere(monkeypatch):
     monkeypatch.setattr(dispatch.jax, "default_backend", lambda: "gpu")
-    assert dispatch.candidates() == ("cuda", "xla", "reference")
+    assert dispatch.candidates() == ("cuda", "pallas_gpu", "xla", "reference")
     monkeypatch.setattr(dispatch.jax, "default_backend", lambda: "tpu")
     assert dispatch.candidates() == ("pallas_tpu", "xla", "reference")
 

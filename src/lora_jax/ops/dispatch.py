@@ -25,7 +25,7 @@ BACKENDS = "lora_jax.backends"  # entry points: a function that returns {op: ker
 IMPLEMENTATIONS = ("cuda", "pallas_gpu", "pallas_tpu", "ffi", "xla", "reference")
 _TRIED = {
     "cpu": ("ffi", "xla", "reference"),
-    "gpu": ("cuda", "xla", "reference"),  # pallas_gpu by name only: its GPU tests are yet to pass
+    "gpu": ("cuda", "pallas_gpu", "xla", "reference"),
     "tpu": ("pallas_tpu", "xla", "reference"),
 }
 DTYPES = (jnp.float32, jnp.bfloat16)
