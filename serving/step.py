@@ -15,7 +15,7 @@ from lora_jax.batch import ForwardBatch
 from lora_jax.kv_cache import PagedKVCache
 from lora_jax.nn.remote import RemoteExperts
 from lora_jax.typing import Array, Int
-from serving import sampler
+from serving import batch_sampler, sampler
 from serving.device_state import RowState
 
 # Rows of the step table.
@@ -87,9 +87,9 @@ def run_step(
     logits = model.logits(
         hidden[rows.row_to_token], rows.num_rows, rows.row_to_slot, slots, sizes.max_rank
     )
-    sampled = sampler.sample(
-        logits, rows.num_rows, rows.row_to_seq, rows.positions, rows.targets, state
-    )
+    # Decided while tracing, as ops choose their kernels.
+    sample = sampler.sample if jax.default_backend() == "cpu" else batch_sampler.sample
+    sampled = sample(logits, rows.num_rows, rows.row_to_seq, rows.positions, rows.targets, state)
     return cache, _remember(state, rows, sampled.token_ids), sampled
 
 
