@@ -6,6 +6,7 @@ from pathlib import Path
 from serving.sampling import MAX_LOGPROBS
 
 DTYPES = ("auto", "float32", "bfloat16")
+POLICIES = ("fcfs", "sjf")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +26,7 @@ class EngineConfig:
     block_size: int = 16  # tokens in one KV page
     kv_cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
+    scheduling_policy: str = "fcfs"  # "sjf": the smallest prompt + max_tokens first
     max_queue: int = 1024  # waiting sequences; more is QueueFull
     seed: int = 0  # from which requests without a seed get theirs
     max_logprobs: int = MAX_LOGPROBS
@@ -48,6 +50,11 @@ class EngineConfig:
             raise ValueError(f"model must be a folder, got {self.model!r}.")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}.")
+        if self.scheduling_policy not in POLICIES:
+            raise ValueError(
+                f"scheduling_policy must be one of {', '.join(POLICIES)}, got "
+                f"{self.scheduling_policy!r}."
+            )
         for field, low, high in _INT_BOUNDS:
             _check_int(field, getattr(self, field), low, high)
         for field, low, high in _OPTIONAL_INT_BOUNDS:

@@ -350,6 +350,7 @@ def _make_scheduler(
         max_queue=config.max_queue,
         adapter_wait_s=config.adapter_wait_s,
         enable_prefix_caching=config.enable_prefix_caching,
+        scheduling_policy=config.scheduling_policy,
     )
     return Scheduler(limits, adapters=loader, eos_token_ids=end_ids, seed=config.seed)
 
