@@ -32,6 +32,9 @@ from serving.step import (
     sample_step,
 )
 
+_HOLE_BYTES = (1 << 9, 1 << 12, 1 << 15, 1 << 18)
+_HOLES = 32  # of each size
+
 Logits = tuple[Float[Array, "rows vocab"], LogitRows]
 
 
@@ -54,6 +57,7 @@ class CompiledStep:
         self.sharding = self._leaves[0].sharding
         self._table = self._place(np.zeros((TABLE_ROWS, sizes.max_seqs), np.int32))
         self._pages = self._place(np.zeros((sizes.max_seqs, sizes.max_pages), np.int32))
+        self._spacers = _make_holes(self._place) if split else []
         self._logits: dict[int, Logits] = {}  # by number of logit rows, as are the results
         self._results: dict[int, Sampled] = {}
 
@@ -170,6 +174,18 @@ def _sample(
     """Return the second program's state and results, in the memory of those given."""
     sample = batch_sampler.sample_plain if plain else batch_sampler.sample
     return sample_step(*logits, state, sample)
+
+
+def _make_holes(place: Callable[[Any], jax.Array]) -> list[jax.Array]:
+    """Leave free places for small arrays, kept apart by the arrays returned.
+
+    Otherwise the allocator cuts them from the front of the memory that programs take for their
+    temporaries, which then lie elsewhere in every step.
+    """
+    made = [place(np.zeros(size, np.uint8)) for _ in range(_HOLES) for size in _HOLE_BYTES * 2]
+    jax.block_until_ready(made)
+    step = len(_HOLE_BYTES)
+    return [array for i, array in enumerate(made) if i // step % 2]
 
 
 @functools.partial(jax.jit, donate_argnums=0)
