@@ -81,15 +81,15 @@ def test_reroute_is_the_references(library, tokens, k, experts, slots):
         np.testing.assert_array_equal(mine, theirs)
 
 
-# Rows g + 8, several heads and slices a CTA, heads shared out over CTAs, a window, sinks, a latent.
+# Rows g + 8, several heads a CTA, heads shared out over CTAs, a window, sinks, latents.
 SHAPES = {
     "8 q heads a kv head": ModelShape(0, 0, 1, 1, 16, 2, 128, 128),
     "one q head a kv head": ModelShape(0, 0, 1, 1, 9, 9, 64, 64),
     "6 q heads, window, sinks": ModelShape(
         0, 0, 1, 1, 12, 2, 64, 64, sliding_window=37, sinks=True
     ),
-    "latent": ModelShape(0, 0, 1, 1, 16, 1, 192, 128, latent=True),
-    "latent in slices": ModelShape(0, 0, 1, 1, 4, 1, 320, 256, latent=True),
+    "latent": ModelShape(0, 0, 1, 1, 16, 1, 576, 512, latent=True),
+    "latent of few columns and heads": ModelShape(0, 0, 1, 1, 4, 1, 576, 64, latent=True),
 }
 BATCHES = {
     "decode": ((0, 0, 1), (1, 15, 1), (2, 16, 1), (3, 255, 1), (4, 256, 1), (5, 300, 1)),
@@ -102,12 +102,11 @@ def emulated_attention(library, case: AttentionCase, seed: int) -> np.ndarray:
     tokens, q_heads, k_dim = case.q.shape
     pages, page_size, kv_heads, _ = case.k_pages.shape
     max_pages = case.block_tables.shape[1]
-    latent, window = case.v_pages is None, case.sliding_window or 0
-    context = max_pages * page_size
-    cut = paged_attention.cut_work(q_heads, kv_heads, k_dim, case.v_dim, latent, context)
+    window, context = case.sliding_window or 0, max_pages * page_size
+    cut = paged_attention.cut_work(tokens, q_heads, kv_heads, k_dim, context)
     sizes = [tokens, int(case.num_tokens), q_heads, kv_heads, k_dim, case.v_dim, pages, page_size]
     sizes += [max_pages, cut.chunk, cut.max_chunks, window, cut.cta_heads, cut.token_groups]
-    sizes = np.array([*sizes, cut.unit_tokens], np.int32)
+    sizes = np.array([*sizes, cut.unit_tokens, cut.part_rows], np.int32)
     out = np.full((tokens, q_heads, case.v_dim), np.nan, BF16)
     arrays = [case.q, case.k_pages, case.v_pages, case.block_tables]
     arrays += [case.token_to_seq, case.positions, case.sinks]

@@ -105,6 +105,12 @@ inline void ldmatrix_any(uint32_t (&r)[4], uint32_t address, bool transposed) {
 inline void ldmatrix(uint32_t (&r)[4], uint32_t address) { ldmatrix_any(r, address, false); }
 inline void ldmatrix_trans(uint32_t (&r)[4], uint32_t address) { ldmatrix_any(r, address, true); }
 
+template <int COUNT>
+inline void fewer_registers() {}
+template <int COUNT>
+inline void more_registers() {}
+inline float exp2_approx(float x) { return std::exp2f(x); }
+
 inline uint32_t add_bf16x2(uint32_t y, float lo, float hi) {
   const __nv_bfloat162 v = __floats2bfloat162_rn(emulated_half(y, 0) + lo, emulated_half(y, 1) + hi);
   return v.x.bits | static_cast<uint32_t>(v.y.bits) << 16;

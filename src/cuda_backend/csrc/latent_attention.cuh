@@ -1,0 +1,244 @@
+// Attention over latents (MLA): one kv head of 576 columns whose V are its first v_dim. All consumer
+// warps work on the same 64 positions: for the logits they share out positions and columns of K, for
+// the softmax rows, for the values columns of V. A latent is read from memory once.
+#pragma once
+#include "attention_stages.cuh"
+
+namespace lora_jax {
+
+constexpr int kLatentTiles = 9;      // of 64 columns of K, and of 16 columns in a warp's quarter
+constexpr int kLatentPositions = 64;  // of a step
+constexpr int kLatentStride = kLatentPositions + 8;  // of a row in shared memory: lanes meet distinct banks
+constexpr int kLatentThreads = kMostConsumers * 32;
+
+template <int GROUPS>
+struct LatentShared {
+  float s[4][GROUPS * 16][kLatentStride];  // logits, by the quarter of K that they come from
+  __nv_bfloat16 p[GROUPS * 16][kLatentStride];
+  float shrink[GROUPS * 16];
+  float2 chunk[GROUPS * 16];  // largest logit and sum of exponentials
+};
+
+// GROUPS: of 16 rows (tokens x heads) of a unit.
+template <int GROUPS>
+struct LatentConsumer {
+  static constexpr int kStep = kLatentPositions / kBox;
+  static constexpr int kOwnRows = GROUPS * 16 / kMostConsumers;  // whose softmax a warp does
+  static constexpr int kLanes = 32 / kOwnRows;                   // that share a row
+  static constexpr int kOwnPositions = kLatentPositions / kLanes;
+  const AttentionArgs& p;
+  SlotRing ring;
+  LatentShared<GROUPS>& sm;
+  int warp, group_tokens, groups;  // groups: that have tokens
+  int position;  // of the own row's token
+  uint32_t q[GROUPS][kLatentTiles][4];
+  float top, sum;  // of the own row; sum is this lane's share
+  RowSums<8> chunk[GROUPS], all[GROUPS];
+
+  __device__ __forceinline__ LatentConsumer(const AttentionArgs& p, const SlotRing& ring, unsigned char* scratch)
+      : p(p), ring(ring), sm(*reinterpret_cast<LatentShared<GROUPS>*>(scratch)) {
+    warp = threadIdx.x >> 5, group_tokens = 16 / p.q_heads;
+  }
+  __device__ __forceinline__ int own_row() const { return warp * kOwnRows + (threadIdx.x & 31) / kLanes; }
+  // The token of a row of group g, counted from the unit's first; rows that have none follow the last.
+  __device__ __forceinline__ int token_of(int g, int row) const {
+    return row < group_tokens * p.q_heads ? g * group_tokens + row / p.q_heads : 1 << 20;
+  }
+
+  __device__ __forceinline__ void begin(const AttentionUnit& u, int) {
+    const int lane = threadIdx.x & 31, quarter = warp & 3;
+    groups = (u.num_tokens + group_tokens - 1) / group_tokens;
+    position = u.position + token_of(own_row() / 16, own_row() % 16);
+#pragma unroll
+    for (int g = 0; g < GROUPS; ++g) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = (lane >> 2) + r * 8, token = token_of(g, row);
+        const int64_t at = static_cast<int64_t>(u.token + token) * p.q_heads + row % p.q_heads;
+        const __nv_bfloat16* from = p.q + at * p.k_dim + quarter * (kLatentTiles * 16) + (lane & 3) * 2;
+#pragma unroll
+        for (int k = 0; k < kLatentTiles; ++k)
+#pragma unroll
+          for (int e = 0; e < 2; ++e)
+            q[g][k][e * 2 + r] =
+                token < u.num_tokens ? __ldg(reinterpret_cast<const uint32_t*>(from + k * 16 + e * 8)) : 0;
+      }
+      all[g].clear();
+    }
+  }
+  __device__ __forceinline__ void begin_chunk() {
+#pragma unroll
+    for (int g = 0; g < GROUPS; ++g) chunk[g].clear();
+    top = kNone, sum = 0;
+  }
+
+  __device__ __forceinline__ uint32_t slot(int i) const {  // i-th from the ring's place
+    const int at = ring.at + i;
+    return ring.base + (at < p.slots ? at : at - p.slots) * p.k_bytes;
+  }
+  __device__ __forceinline__ void wait_for(int i) const {
+    const int at = ring.at + i;
+    mbar_wait(&ring.sm.full[at < p.slots ? at : at - p.slots], at < p.slots ? ring.phase : ring.phase ^ 1);
+  }
+
+  // This warp's quarter of the columns of K, and its half of the positions.
+  __device__ __forceinline__ void logits(int boxes) {
+    const int lane = threadIdx.x & 31, position = (lane >> 4) * 8 + (lane & 7), quarter = warp & 3, half = warp >> 2;
+    if (half * 2 >= boxes) return;
+    float s[GROUPS][4][4] = {};
+    uint32_t keys[2];
+    for (int i = 0; i < 2; ++i) {
+      const int box = min(half * 2 + i, boxes - 1);  // one that there is
+      wait_for(box);
+      keys[i] = slot(box) + position * 128;
+    }
+#pragma unroll
+    for (int k = 0; k < kLatentTiles; ++k) {
+      const int piece = (quarter * kLatentTiles + k) * 2 + ((lane >> 3) & 1);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        uint32_t b[4];
+        ldmatrix(b, keys[i] + (piece >> 3) * 2048 + (((piece & 7) ^ (position & 7)) << 4));
+#pragma unroll
+        for (int g = 0; g < GROUPS; ++g) {
+          if (g >= groups) break;
+          mma_bf16(s[g][i * 2], q[g][k][0], q[g][k][1], q[g][k][2], q[g][k][3], b[0], b[1]);
+          mma_bf16(s[g][i * 2 + 1], q[g][k][0], q[g][k][1], q[g][k][2], q[g][k][3], b[2], b[3]);
+        }
+      }
+    }
+#pragma unroll
+    for (int g = 0; g < GROUPS; ++g)
+#pragma unroll
+      for (int n = 0; n < 4; ++n)
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+          *reinterpret_cast<float2*>(
+              &sm.s[quarter][g * 16 + r * 8 + (lane >> 2)][half * 32 + n * 8 + (lane & 3) * 2]) =
+              make_float2(s[g][n][r * 2], s[g][n][r * 2 + 1]);
+  }
+
+  // Exponentials of the own row against its running maximum, rounded to bfloat16 for V.
+  __device__ __forceinline__ void soften(const Sight& sight, int first) {
+    const int row = own_row(), place = (threadIdx.x & 31) % kLanes * kOwnPositions;
+    float s[kOwnPositions];
+    float most = kNone;
+#pragma unroll
+    for (int i = 0; i < kOwnPositions; i += 4) {
+      float4 v = *reinterpret_cast<const float4*>(&sm.s[0][row][place + i]);
+#pragma unroll
+      for (int quarter = 1; quarter < 4; ++quarter) {
+        const float4 more = *reinterpret_cast<const float4*>(&sm.s[quarter][row][place + i]);
+        v = make_float4(v.x + more.x, v.y + more.y, v.z + more.z, v.w + more.w);
+      }
+      s[i] = v.x, s[i + 1] = v.y, s[i + 2] = v.z, s[i + 3] = v.w;
+    }
+#pragma unroll
+    for (int i = 0; i < kOwnPositions; ++i) {
+      const int at = first + place + i;
+      if (at > min(position, sight.last) || (p.window > 0 && at <= position - p.window)) s[i] = kNone;
+      most = fmaxf(most, s[i]);
+    }
+#pragma unroll
+    for (int mask = 1; mask < kLanes; mask *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, mask));
+    most = fmaxf(most * p.scale_log2, top);
+    const float base = base_of(most), shrink = exp2_approx(top - base);
+    top = most, sum *= shrink;
+#pragma unroll
+    for (int i = 0; i < kOwnPositions; i += 2) {
+      const float x = exp2_approx(__fmaf_rn(s[i], p.scale_log2, -base));
+      const float y = exp2_approx(__fmaf_rn(s[i + 1], p.scale_log2, -base));
+      sum += x, sum += y;
+      *reinterpret_cast<uint32_t*>(&sm.p[row][place + i]) = pack_bf16(x, y);
+    }
+    if ((threadIdx.x & 31) % kLanes == 0) sm.shrink[row] = shrink;
+  }
+
+  // This warp's 64 columns of V.
+  __device__ __forceinline__ void add_values(const Sight& sight, int first, int boxes) {
+    const int lane = threadIdx.x & 31, position = ((lane >> 3) & 1) * 8 + (lane & 7);
+#pragma unroll
+    for (int g = 0; g < GROUPS; ++g)
+      chunk[g].scale(sm.shrink[g * 16 + (lane >> 2)], sm.shrink[g * 16 + 8 + (lane >> 2)]);
+#pragma unroll
+    for (int box = 0; box < kStep; ++box) {
+      if (box >= boxes) break;
+      wait_for(box);
+      const int at = first + box * kBox + (lane & 3) * 2;
+      const bool whole = first + box * kBox >= sight.low && first + box * kBox + kBox - 1 <= sight.last;
+      const uint32_t near = value_mask(sight, at), far = value_mask(sight, at + 8);
+      const uint32_t values = slot(box) + warp * 2048 + position * 128;
+      uint32_t a[GROUPS][4];
+#pragma unroll
+      for (int g = 0; g < GROUPS; ++g)
+        ldmatrix(a[g], smem_u32(&sm.p[g * 16 + (lane & 15)][box * kBox + (lane >> 4) * 8]));
+#pragma unroll
+      for (int n = 0; n < 8; n += 2) {
+        uint32_t b[4];
+        ldmatrix_trans(b, values + (((n + (lane >> 4)) ^ (position & 7)) << 4));
+        if (!whole) b[0] &= near, b[1] &= far, b[2] &= near, b[3] &= far;
+#pragma unroll
+        for (int g = 0; g < GROUPS; ++g) {
+          if (g >= groups) break;
+          mma_bf16(chunk[g].o[n], a[g][0], a[g][1], a[g][2], a[g][3], b[0], b[1]);
+          mma_bf16(chunk[g].o[n + 1], a[g][0], a[g][1], a[g][2], a[g][3], b[2], b[3]);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void step(const Sight& sight, int box, int boxes) {
+    logits(boxes);
+    consumer_barrier(kLatentThreads);
+    soften(sight, box * kBox);
+    consumer_barrier(kLatentThreads);
+    if (warp * 64 < p.v_dim) add_values(sight, box * kBox, boxes);
+    __syncwarp();
+    for (int i = 0; i < boxes; ++i) {
+      if ((threadIdx.x & 31) == 0) mbar_arrive(&ring.sm.empty[ring.at]);
+      ring.next();
+    }
+  }
+
+  // f(group, which of a lane's two rows, token of the unit, head).
+  template <class F>
+  __device__ __forceinline__ void each_row(const AttentionUnit& u, F f) const {
+    const int row = (threadIdx.x & 31) >> 2;
+#pragma unroll
+    for (int g = 0; g < GROUPS; ++g)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int token = token_of(g, row + r * 8);
+        if (token < u.num_tokens && warp * 64 < p.v_dim) f(g, r, token, (row + r * 8) % p.q_heads);
+      }
+  }
+
+  __device__ __forceinline__ void end_chunk(const AttentionUnit& u, int number) {
+    const int lane = threadIdx.x & 31, column = warp * 64 + (lane & 3) * 2;
+#pragma unroll
+    for (int mask = 1; mask < kLanes; mask *= 2) sum += __shfl_xor_sync(~0u, sum, mask);
+    if (lane % kLanes == 0) sm.chunk[own_row()] = make_float2(top, sum);
+    consumer_barrier(kLatentThreads);
+#pragma unroll
+    for (int g = 0; g < GROUPS; ++g) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float2 of_row = sm.chunk[g * 16 + r * 8 + (lane >> 2)];
+        chunk[g].top[r] = of_row.x, chunk[g].sum[r] = of_row.y;
+      }
+      if (u.part < 0) all[g].fold_in(chunk[g]);
+    }
+    if (u.part >= 0) {
+      each_row(u, [&](int g, int r, int token, int head) {
+        chunk[g].store_part(p, r, u.part + token, number, head, column);
+      });
+    }
+  }
+  __device__ __forceinline__ void finish(const AttentionUnit& u) const {
+    const int column = warp * 64 + (threadIdx.x & 3) * 2;
+    if (u.part >= 0) return;
+    each_row(u, [&](int g, int r, int token, int head) { all[g].store_result(p, r, u.token + token, head, column); });
+  }
+};
+
+}  // namespace lora_jax
