@@ -97,13 +97,15 @@ BATCHES = {
 }
 
 
-def emulated_attention(library, case: AttentionCase, seed: int) -> np.ndarray:
-    """Return the kernel's result as float32."""
+def emulated_attention(library, case: AttentionCase, seed: int, **changes) -> np.ndarray:
+    """Return the kernel's result as float32; `changes` are of the cut."""
     tokens, q_heads, k_dim = case.q.shape
     pages, page_size, kv_heads, _ = case.k_pages.shape
     max_pages = case.block_tables.shape[1]
     window, context = case.sliding_window or 0, max_pages * page_size
     cut = paged_attention.cut_work(tokens, q_heads, kv_heads, k_dim, context)
+    cut = dataclasses.replace(cut, **changes)
+    cut = dataclasses.replace(cut, max_chunks=-(-context // cut.chunk))
     sizes = [tokens, int(case.num_tokens), q_heads, kv_heads, k_dim, case.v_dim, pages, page_size]
     sizes += [max_pages, cut.chunk, cut.max_chunks, window, cut.cta_heads, cut.token_groups]
     sizes = np.array([*sizes, cut.unit_tokens, cut.part_rows], np.int32)
@@ -137,6 +139,20 @@ def test_attention_of_a_token_has_the_same_bits_in_any_company(library):
     picked = {name: getattr(case, name)[some] for name in names}
     fewer = dataclasses.replace(case, **picked, num_tokens=jnp.int32(len(some)))
     np.testing.assert_array_equal(emulated_attention(library, fewer, seed=5), want[some])
+
+
+@pytest.mark.parametrize("shape", ["6 q heads, window, sinks", "latent of few columns and heads"])
+def test_attention_has_the_same_bits_cut_into_chunks_or_whole(library, shape):
+    chunks = ((0, 90, 80), (1, 130, 1), (2, 127, 2))  # the first is never cut
+    case = attention_case(SHAPES[shape], chunks, page_size=16, dtype="bfloat16")
+    whole = emulated_attention(library, case, seed=1, chunk=64, part_rows=1)
+    np.testing.assert_array_equal(emulated_attention(library, case, seed=2, chunk=64), whole)
+    few = dataclasses.replace(case, num_tokens=jnp.int32(20))  # too few to be left whole
+    cut = emulated_attention(library, few, seed=3, chunk=64)
+    np.testing.assert_array_equal(cut[:20], whole[:20])
+    assert not cut[20:].any()
+    near = emulated_attention(library, case, seed=4)
+    np.testing.assert_allclose(near, whole, **TOLERANCE["bfloat16"])
 
 
 @pytest.mark.parametrize("experts", [0, 3])
