@@ -19,8 +19,8 @@ BOX = 16  # positions that one copy brings; a page holds a whole number of them
 CONSUMERS = 8  # warps; one owns a kv head and 16 rows (tokens x q heads of the kv head)
 COLUMNS = 512  # of the kv heads that a CTA works on: its ring of pages needs room
 PROMPT_TOKENS = 256  # from here on a step holds prompts
-PART_ROWS = 256  # tokens whose chunks are worked on side by side
-MOST_CHUNKS, SMALLEST_CHUNK, SMALLEST_LATENT_CHUNK = 32, 256, 512
+PARTS = 4096  # chunks of tokens that are worked on side by side: what memory is set aside for
+MOST_CHUNKS, SMALLEST_CHUNK, SMALLEST_LATENT_CHUNK = 64, 256, 512
 LATENT_COLUMNS, LATENT_VALUES = 576, 512
 
 
@@ -33,7 +33,7 @@ class Cut:
     cta_heads: int  # kv heads that one CTA works on
     token_groups: int  # of 16 rows
     unit_tokens: int  # that share pages
-    part_rows: int
+    part_rows: int  # tokens that may be cut into chunks; the others' chunks follow each other
 
 
 def cut_work(tokens: int, q_heads: int, kv_heads: int, k_dim: int, context: int) -> Cut:
@@ -50,8 +50,8 @@ def cut_work(tokens: int, q_heads: int, kv_heads: int, k_dim: int, context: int)
         most = min(most, 2)
     heads = max(n for n in range(1, most + 1) if kv_heads % n == 0)
     groups = 1 if latent else CONSUMERS // heads
-    unit_tokens = groups * (16 // (q_heads // kv_heads))
-    return Cut(chunk, -(-context // chunk), heads, groups, unit_tokens, min(tokens, PART_ROWS))
+    unit_tokens, max_chunks = groups * (16 // (q_heads // kv_heads)), -(-context // chunk)
+    return Cut(chunk, max_chunks, heads, groups, unit_tokens, min(tokens, PARTS // max_chunks))
 
 
 def check_support(
