@@ -238,13 +238,14 @@ void measure(const Arrays& x, const Cut& cut, bool breakdown, cudaStream_t strea
   const int max_chunks = (x.max_pages * x.page_size + cut.chunk - 1) / cut.chunk;
   const int unit_tokens = cut.token_groups * (16 / (m.q_heads / m.kv_heads)), rows = std::min(cut.part_rows, x.tokens);
   auto* units = device<AttentionUnit>(x.tokens + size_t(rows) * max_chunks);
-  int *part_tokens = device<int>(rows), *counts = device<int>(2);
+  int2* part_tokens = device<int2>(rows);
+  int* num_units = device<int>(1);
   const size_t parts = size_t(rows) * max_chunks * m.q_heads;
   float *part_o = device<float>(parts * m.v_dim), *part_ml = device<float>(parts * 2);
-  AttentionUnitsArgs u{x.d_sequence, x.d_positions, x.d_num, x.tokens, unit_tokens, cut.chunk, 0, rows, units, part_tokens, counts};
+  AttentionUnitsArgs u{x.d_sequence, x.d_positions, x.d_num, x.tokens, unit_tokens, cut.chunk, 0, rows, units, part_tokens, num_units};
   AttentionArgs p{};
-  p.q = x.q, p.block_tables = x.d_tables, p.positions = x.d_positions, p.num_tokens = x.d_num, p.units = units;
-  p.part_tokens = part_tokens, p.counts = counts, p.out = x.out, p.part_o = part_o, p.part_ml = (float2*)part_ml;
+  p.q = x.q, p.block_tables = x.d_tables, p.num_tokens = x.d_num, p.units = units;
+  p.part_tokens = part_tokens, p.num_units = num_units, p.out = x.out, p.part_o = part_o, p.part_ml = (float2*)part_ml;
   p.tokens = x.tokens, p.q_heads = m.q_heads, p.kv_heads = m.kv_heads, p.k_dim = m.k_dim, p.v_dim = m.v_dim;
   p.page_size = x.page_size, p.max_pages = x.max_pages, p.chunk = cut.chunk, p.max_chunks = max_chunks;
   p.part_rows = rows, p.cta_heads = cut.cta_heads, p.token_groups = cut.token_groups;
@@ -271,7 +272,7 @@ void measure(const Arrays& x, const Cut& cut, bool breakdown, cudaStream_t strea
   }
   std::printf("\n");
   std::fflush(stdout);
-  for (void* f : {(void*)units, (void*)part_tokens, (void*)counts, (void*)part_o, (void*)part_ml}) cudaFree(f);
+  for (void* f : {(void*)units, (void*)part_tokens, (void*)num_units, (void*)part_o, (void*)part_ml}) cudaFree(f);
 }
 
 int main() {

@@ -19,7 +19,7 @@ BOX = 16  # positions that one copy brings; a page holds a whole number of them
 CONSUMERS = 8  # warps; one owns a kv head and 16 rows (tokens x q heads of the kv head)
 COLUMNS = 512  # of the kv heads that a CTA works on: its ring of pages needs room
 PROMPT_TOKENS = 256  # from here on a step holds prompts
-PARTS = 4096  # chunks of tokens that are worked on side by side: what memory is set aside for
+PARTS = 8192  # chunks of tokens that memory is set aside for, to be worked on side by side
 MOST_CHUNKS, SMALLEST_CHUNK, SMALLEST_LATENT_CHUNK = 64, 256, 512
 LATENT_COLUMNS, LATENT_VALUES = 576, 512
 
@@ -45,13 +45,14 @@ def cut_work(tokens: int, q_heads: int, kv_heads: int, k_dim: int, context: int)
     latent = k_dim == LATENT_COLUMNS
     smallest = SMALLEST_LATENT_CHUNK if latent else SMALLEST_CHUNK
     chunk = -(-context // (MOST_CHUNKS * smallest)) * smallest
-    most = 1 if latent else min(CONSUMERS, COLUMNS // k_dim)
-    if tokens >= PROMPT_TOKENS:
-        most = min(most, 2)
+    max_chunks = -(-context // chunk)
+    prompts = tokens >= PROMPT_TOKENS or tokens * max_chunks > PARTS
+    part_rows = max(1, min(tokens - 1, PARTS // max_chunks)) if prompts else tokens
+    most = 1 if latent else min(2 if prompts else CONSUMERS, COLUMNS // k_dim)
     heads = max(n for n in range(1, most + 1) if kv_heads % n == 0)
     groups = 1 if latent else CONSUMERS // heads
-    unit_tokens, max_chunks = groups * (16 // (q_heads // kv_heads)), -(-context // chunk)
-    return Cut(chunk, max_chunks, heads, groups, unit_tokens, min(tokens, PARTS // max_chunks))
+    unit_tokens = groups * (16 // (q_heads // kv_heads))
+    return Cut(chunk, max_chunks, heads, groups, unit_tokens, part_rows)
 
 
 def check_support(
@@ -119,7 +120,6 @@ def paged_attention(
         k_pages,
         none if latent else v_pages,
         block_tables,
-        positions,
         num_tokens,
         none.astype(jnp.float32) if sinks is None else sinks.astype(jnp.float32),
         *units,
@@ -143,7 +143,7 @@ def _units(
     All layers of a step ask for the same list, and XLA makes it once.
     """
     most = token_to_seq.shape[0] + cut.part_rows * cut.max_chunks
-    shapes = [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((most, 8), (cut.part_rows,), (2,))]
+    shapes = [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((most, 8), (cut.part_rows, 2), (1,))]
     call = jax.ffi.ffi_call("lora_jax_cuda_attention_units", shapes)
     attributes = {"unit_tokens": cut.unit_tokens, "chunk": cut.chunk, "window": window}
     return call(

@@ -43,10 +43,15 @@ cudaError_t launch_consumers(AttentionArgs& args, int consumers, int slot_boxes,
   return cudaGetLastError();
 }
 
+template <int KT, int NT, bool WHOLE>
+cudaError_t launch_heads(AttentionArgs& args, cudaStream_t stream) {
+  using Consumer = HeadConsumer<KT, NT, WHOLE>;
+  const int consumers = args.cta_heads * args.token_groups;
+  return launch_consumers<Consumer>(args, consumers, Consumer::kStep, Consumer::kScratch, stream);
+}
 template <int KT, int NT>
 cudaError_t launch_heads(AttentionArgs& args, cudaStream_t stream) {
-  using Consumer = HeadConsumer<KT, NT>;
-  return launch_consumers<Consumer>(args, args.cta_heads * args.token_groups, Consumer::kStep, 0, stream);
+  return args.part_rows < args.tokens ? launch_heads<KT, NT, true>(args, stream) : launch_heads<KT, NT, false>(args, stream);
 }
 template <int GROUPS>
 cudaError_t launch_latent(AttentionArgs& args, cudaStream_t stream) {
@@ -55,8 +60,7 @@ cudaError_t launch_latent(AttentionArgs& args, cudaStream_t stream) {
 
 inline cudaError_t launch_combine(const AttentionArgs& args, cudaStream_t stream) {
   if (args.max_chunks == 1) return cudaSuccess;
-  const int64_t warps = static_cast<int64_t>(args.part_rows) * args.q_heads *
-                        ((args.v_dim + kCombineColumns - 1) / kCombineColumns);
+  const int64_t warps = static_cast<int64_t>(args.part_rows) * args.q_heads * (args.v_dim / kCombineColumns);
   const int blocks = static_cast<int>((warps * 32 + kCombineThreads - 1) / kCombineThreads);
   combine_kernel<<<blocks, kCombineThreads, 0, stream>>>(args);
   return cudaGetLastError();

@@ -13,12 +13,11 @@ struct AttentionArgs {
   CUtensorMap k_map, v_map;  // boxes of 16 positions x cta_heads, see page_map
   const __nv_bfloat16* q;    // [tokens, q_heads, k_dim]
   const int* block_tables;   // [seqs, max_pages]
-  const int* positions;      // [tokens]
   const int* num_tokens;     // [1]
   const float* sinks;        // [q_heads] or none
   const AttentionUnit* units;
-  const int* part_tokens;    // [part_rows]
-  const int* counts;         // [2]
+  const int2* part_tokens;   // [part_rows]
+  const int* num_units;      // [1]
   __nv_bfloat16* out;        // [tokens, q_heads, v_dim]
   float* part_o;             // [part_rows, max_chunks, q_heads, v_dim]: sums not yet divided
   float2* part_ml;           // [part_rows, max_chunks, q_heads]: largest logit, sum of exponentials
@@ -71,7 +70,7 @@ struct Shares {
   int count, round = 0;
   AttentionUnit ahead;
 
-  __device__ __forceinline__ explicit Shares(const AttentionArgs& p) : p(p), count(__ldg(p.counts) * p.head_groups) {
+  __device__ __forceinline__ explicit Shares(const AttentionArgs& p) : p(p), count(__ldg(p.num_units) * p.head_groups) {
     ahead = load(0);
   }
   __device__ __forceinline__ int share(int r) const {
@@ -145,26 +144,26 @@ struct Sight {
       : low(p.window > 0 ? u.position - p.window + 1 : 0), last(u.position + u.num_tokens - 1) {
     all_low = p.window > 0 ? last - p.window + 1 : 0, all_last = u.position;
   }
-  __device__ __forceinline__ bool every(int first, int count) const {
+  __device__ __forceinline__ bool by_all(int first, int count) const {
     return first >= all_low && first + count - 1 <= all_last;
   }
+  __device__ __forceinline__ bool by_some(int first, int count) const {
+    return first >= low && first + count - 1 <= last;
+  }
+  __device__ __forceinline__ bool has(int position) const { return position >= low && position <= last; }
 };
-
-// Two neighbouring values of V count as zero where they lie outside of the sight.
-__device__ __forceinline__ uint32_t value_mask(const Sight& s, int at) {
-  return (at >= s.low && at <= s.last ? 0xffffu : 0u) | (at + 1 >= s.low && at + 1 <= s.last ? 0xffff0000u : 0u);
-}
 
 // Exponentials are of `v - base_of(top)`, so that nothing seen yet means zero and not NaN.
 __device__ __forceinline__ float base_of(float top) { return top == kNone ? 0.f : top; }
 
-// How a chunk joins the chunks before it: both are scaled to the larger of their largest logits.
+// How a chunk joins the chunks before it: both are scaled to the larger of their largest logits, and
+// `top` and `sum` of the chunk become those of all.
 struct Fold {
   float before, chunk;  // factors
-  __device__ __forceinline__ Fold(float& top, float& sum, float chunk_top, float chunk_sum) {
-    const float most = fmaxf(top, chunk_top), base = base_of(most);
-    before = exp2_approx(top - base), chunk = exp2_approx(chunk_top - base);
-    top = most, sum = (*this)(sum, chunk_sum);
+  __device__ __forceinline__ Fold(float before_top, float before_sum, float& top, float& sum) {
+    const float most = fmaxf(before_top, top), base = base_of(most);
+    before = exp2_approx(before_top - base), chunk = exp2_approx(top - base);
+    top = most, sum = (*this)(before_sum, sum);
   }
   __device__ __forceinline__ float operator()(float x, float of_chunk) const {
     return __fmaf_rn(x, before, __fmul_rn(of_chunk, chunk));
@@ -192,14 +191,15 @@ struct RowSums {
 #pragma unroll
     for (int n = 0; n < NT; ++n) o[n][0] *= first, o[n][1] *= first, o[n][2] *= second, o[n][3] *= second;
   }
-  __device__ __forceinline__ void fold_in(const RowSums& chunk) {
+  // Takes the chunks before this one in; before(n) gives their o[n].
+  template <class Before>
+  __device__ __forceinline__ void fold(const float (&before_top)[2], const float (&before_sum)[2], Before before) {
+    const Fold first(before_top[0], before_sum[0], top[0], sum[0]), second(before_top[1], before_sum[1], top[1], sum[1]);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const Fold fold(top[r], sum[r], chunk.top[r], chunk.sum[r]);
-#pragma unroll
-      for (int n = 0; n < NT; ++n)
-#pragma unroll
-        for (int e = r * 2; e < r * 2 + 2; ++e) o[n][e] = fold(o[n][e], chunk.o[n][e]);
+    for (int n = 0; n < NT; ++n) {
+      const float4 v = before(n);
+      o[n][0] = first(v.x, o[n][0]), o[n][1] = first(v.y, o[n][1]);
+      o[n][2] = second(v.z, o[n][2]), o[n][3] = second(v.w, o[n][3]);
     }
   }
   // `column`: this lane's first.
@@ -229,8 +229,8 @@ __device__ __forceinline__ void clear_padding(const AttentionArgs& p, int thread
     out[i] = make_uint4(0, 0, 0, 0);
 }
 
-// Consumer warps say how they take a unit: `begin`, then for each chunk `step` over its boxes and
-// `end_chunk`, then `finish`.
+// Consumer warps say how they take a unit: `begin`, then for each chunk `begin_chunk`, `step` over its
+// boxes and `end_chunk`, which writes a part, or the result after the last chunk.
 template <class Consumer>
 __device__ __forceinline__ void consume_pages(const AttentionArgs& p, SlotRing ring, unsigned char* scratch,
                                               int threads) {
@@ -249,7 +249,6 @@ __device__ __forceinline__ void consume_pages(const AttentionArgs& p, SlotRing r
         own.step(sight, box, min(Consumer::kStep, boxes.end - box));
       own.end_chunk(unit, chunk);
     }
-    own.finish(unit);
   }
 }
 
@@ -278,36 +277,40 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
   }
 }
 
-// Puts the chunks of cut tokens together, in order; a warp takes 128 columns of a head of a token.
-constexpr int kCombineThreads = 256, kCombineColumns = 128;
+// Puts the chunks of cut tokens together, in order; a warp takes 64 columns of a head of a token.
+constexpr int kCombineThreads = 256, kCombineColumns = 64, kCombineChunks = 16;
 __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_constant__ AttentionArgs p) {
-  const int blocks = (p.v_dim + kCombineColumns - 1) / kCombineColumns, lane = threadIdx.x & 31;
+  const int blocks = p.v_dim / kCombineColumns, lane = threadIdx.x & 31;
   const int warp = (blockIdx.x * kCombineThreads + threadIdx.x) / 32;
-  const int column = warp % blocks * kCombineColumns + lane * 4, head = warp / blocks % p.q_heads;
+  const int column = warp % blocks * kCombineColumns + lane * 2, head = warp / blocks % p.q_heads;
   const int row = warp / blocks / p.q_heads;
-  if (row >= __ldg(p.counts + 1)) return;
-  const int token = __ldg(p.part_tokens + row);
-  if (token < 0) return;
-  const ChunkRange range(__ldg(p.positions + token), p.window, p.chunk);
+  if (row >= p.part_rows) return;
+  const int2 cut = __ldg(p.part_tokens + row);
+  if (cut.x < 0) return;
+  const ChunkRange range(cut.y, p.window, p.chunk);
   const int64_t first = (static_cast<int64_t>(row) * p.max_chunks + range.first) * p.q_heads + head;
-  const float* from = p.part_o + first * p.v_dim + min(column, p.v_dim - 4);
-  const int64_t stride = static_cast<int64_t>(p.q_heads) * p.v_dim;
   const int chunks = range.last - range.first + 1;
   float top = kNone, sum = 0;
-  float4 o = make_float4(0, 0, 0, 0);
-  for (int base = 0; base < chunks; base += 32) {
-    const float2 ml = p.part_ml[first + static_cast<int64_t>(min(base + lane, chunks - 1)) * p.q_heads];
-#pragma unroll 8
-    for (int c = base; c < min(base + 32, chunks); ++c) {
-      const float4 v = *reinterpret_cast<const float4*>(from + c * stride);
-      const Fold fold(top, sum, __shfl_sync(~0u, ml.x, c - base), __shfl_sync(~0u, ml.y, c - base));
-      o = make_float4(fold(o.x, v.x), fold(o.y, v.y), fold(o.z, v.z), fold(o.w, v.w));
+  float2 o = make_float2(0, 0);
+  for (int base = 0; base < chunks; base += kCombineChunks) {
+    const int64_t from = first + static_cast<int64_t>(base) * p.q_heads;
+    const int last = min(kCombineChunks, chunks - base) - 1;
+    const float2 ml = __ldg(p.part_ml + from + static_cast<int64_t>(min(lane, last)) * p.q_heads);
+    float2 v[kCombineChunks];  // on their way together
+#pragma unroll
+    for (int c = 0; c < kCombineChunks; ++c)
+      if (c <= last) v[c] = __ldg(reinterpret_cast<const float2*>(p.part_o + (from + c * p.q_heads) * p.v_dim + column));
+#pragma unroll
+    for (int c = 0; c < kCombineChunks; ++c) {
+      if (c > last) break;
+      float chunk_top = __shfl_sync(~0u, ml.x, c), chunk_sum = __shfl_sync(~0u, ml.y, c);
+      const Fold fold(top, sum, chunk_top, chunk_sum);
+      top = chunk_top, sum = chunk_sum, o = make_float2(fold(o.x, v[c].x), fold(o.y, v[c].y));
     }
   }
   const float inverse = inverse_sum(p, head, top, sum);
-  if (column >= p.v_dim) return;
-  __nv_bfloat16* to = p.out + (static_cast<int64_t>(token) * p.q_heads + head) * p.v_dim + column;
-  *reinterpret_cast<uint2*>(to) = make_uint2(pack_bf16(o.x * inverse, o.y * inverse), pack_bf16(o.z * inverse, o.w * inverse));
+  __nv_bfloat16* to = p.out + (static_cast<int64_t>(cut.x) * p.q_heads + head) * p.v_dim + column;
+  *reinterpret_cast<uint32_t*>(to) = pack_bf16(o.x * inverse, o.y * inverse);
 }
 
 }  // namespace lora_jax

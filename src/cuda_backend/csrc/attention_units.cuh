@@ -4,7 +4,8 @@
 // A token's result is the sum of its chunks, put together in their order. A few tokens over a long
 // context are cut into units of one chunk, whose parts combine_kernel puts together; the many tokens
 // of a prompt fill the GPU by themselves, and one unit goes through all chunks without parts in
-// memory. The arithmetic is the same, so which of the two happens changes no bit.
+// memory. The arithmetic is the same, so which of the two happens changes no bit. If there are rows of
+// parts for all tokens, all are cut.
 #pragma once
 #include "cta_sort.cuh"
 #include "ptx.cuh"
@@ -27,8 +28,8 @@ struct AttentionUnitsArgs {
   int chunk, window;        // positions; window 0: all
   int part_rows;            // tokens that may be cut
   AttentionUnit* units;     // [tokens + part_rows * max_chunks] out
-  int* part_tokens;         // [part_rows] out: whose parts a row is
-  int* counts;              // [2] out: units, rows of parts
+  int2* part_tokens;        // [part_rows] out: the token and the position of a row of parts, or -1
+  int* num_units;           // [1] out
 };
 
 constexpr int kAttentionTokens = 8192;  // at most
@@ -85,10 +86,10 @@ __global__ void __launch_bounds__(kScanThreads) attention_units_kernel(const Att
     for (int t = begin; t < end; ++t)
       if (marks[t] & kUnitStart) f(whole_unit(p, marks, t, live));
   };
-  auto may_cut = [&](const AttentionUnit& u) { return u.num_chunks > 1 && !in_company(marks, u.token, live); };
-  int rows = 0, num_rows;
+  auto may_cut = [&](const AttentionUnit& u) { return u.num_chunks > 1 && (p.part_rows >= p.tokens || !in_company(marks, u.token, live)); };
+  int rows = 0;
   each_unit([&](const AttentionUnit& u) { rows += may_cut(u) ? u.num_tokens : 0; });
-  const int first_row = cta_scan(rows, warp_sums, 0, plus, &num_rows);
+  const int first_row = cta_scan(rows, warp_sums, 0, plus);
   auto each_cut = [&](auto f) {  // with the row of its parts, if it is to be cut
     int row = first_row;
     each_unit([&](const AttentionUnit& u) {
@@ -100,21 +101,21 @@ __global__ void __launch_bounds__(kScanThreads) attention_units_kernel(const Att
   int count = 0, total;
   each_cut([&](const AttentionUnit& u, int row) { count += row < 0 ? 1 : u.num_chunks; });
   int at = cta_scan(count, warp_sums, 0, plus, &total);
-  for (int row = threadIdx.x; row < p.part_rows; row += kScanThreads) p.part_tokens[row] = -1;
+  for (int row = threadIdx.x; row < p.part_rows; row += kScanThreads) p.part_tokens[row] = make_int2(-1, -1);
   __syncthreads();
   each_cut([&](AttentionUnit u, int row) {
     if (row < 0) {
       p.units[at++] = u;
       return;
     }
-    for (int i = 0; i < u.num_tokens; ++i) p.part_tokens[row + i] = u.token + i;
+    for (int i = 0; i < u.num_tokens; ++i) p.part_tokens[row + i] = make_int2(u.token + i, u.position + i);
     u.part = row;
     for (int left = u.num_chunks; left > 0; --left, ++u.chunk) {
       u.num_chunks = 1;
       p.units[at++] = u;
     }
   });
-  if (threadIdx.x == 0) p.counts[0] = total, p.counts[1] = min(num_rows, p.part_rows);
+  if (threadIdx.x == 0) *p.num_units = total;
 }
 
 }  // namespace lora_jax

@@ -5,33 +5,44 @@
 
 namespace lora_jax {
 
-// KT: tiles of 16 of k_dim; NT: tiles of 8 of v_dim.
-template <int KT, int NT>
+// KT: tiles of 16 of k_dim; NT: tiles of 8 of v_dim. WHOLE: there are units of several chunks; the sums
+// of the chunks before wait in shared memory then, so that registers have room for this chunk's.
+template <int KT, int NT, bool WHOLE>
 struct HeadConsumer {
   static constexpr int kStep = 2;  // boxes of a slot
+  static constexpr int kScratch = WHOLE ? kMostConsumers * 32 * NT * 16 : 0;  // bytes
   const AttentionArgs& p;
   SlotRing ring;
-  int first_head;    // of the share's kv heads
-  int positions[2];  // of the tokens of rows g and g + 8
+  float4* before;  // [NT, threads]: o of the chunks before
+  float before_top[2], before_sum[2];
+  int place, heads_per_kv, first_token;  // this warp's kv head of the CTA's; its first token of the unit's
+  int first_head;     // of the share's kv heads
+  int positions[2];   // of the tokens of rows g and g + 8
+  uint32_t keys, values;  // where in a slot this lane's rows for ldmatrix lie
   uint32_t q[KT][4];
-  RowSums<NT> chunk, all;
+  RowSums<NT> chunk;
 
-  __device__ __forceinline__ HeadConsumer(const AttentionArgs& p, const SlotRing& ring, unsigned char*)
-      : p(p), ring(ring) {}
-
-  __device__ __forceinline__ int heads_per_kv() const { return p.q_heads / p.kv_heads; }
-  __device__ __forceinline__ int place() const { return static_cast<int>(threadIdx.x >> 5) % p.cta_heads; }
-  __device__ __forceinline__ int first_token() const {  // of this warp, counted from the unit's
-    return static_cast<int>(threadIdx.x >> 5) / p.cta_heads * (16 / heads_per_kv());
+  __device__ __forceinline__ HeadConsumer(const AttentionArgs& p, const SlotRing& ring, unsigned char* scratch)
+      : p(p), ring(ring), before(reinterpret_cast<float4*>(scratch) + threadIdx.x) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    place = warp % p.cta_heads, heads_per_kv = p.q_heads / p.kv_heads;
+    first_token = warp / p.cta_heads * (16 / heads_per_kv);
+    // Pieces of 16 bytes are swizzled by their row; piece ^ 2 j is j * 2 further.
+    const int key = (lane >> 4) * 8 + (lane & 7), value = lane & 15;
+    keys = place * (KT * 512) + key * 128 + ((((lane >> 3) & 1) ^ (key & 7)) << 4);
+    values = p.k_bytes + place * (NT * 256) + value * 128 + (((lane >> 4) ^ (value & 7)) << 4);
   }
+
+  __device__ __forceinline__ uint32_t box_bytes() const { return p.k_bytes + p.v_bytes; }
+
   // The token and the head of row g (+ 8 for r = 1); a token after the unit's last for rows of none.
   struct Row {
     int token, head;
   };
   __device__ __forceinline__ Row row(int r) const {
-    const int i = (threadIdx.x & 31) / 4 + r * 8, per = heads_per_kv();
-    const bool used = i < 16 / per * per;
-    return Row{used ? first_token() + i / per : 1 << 20, (first_head + place()) * per + i % per};
+    const int i = (threadIdx.x & 31) / 4 + r * 8;
+    const bool used = i < 16 / heads_per_kv * heads_per_kv;
+    return Row{used ? first_token + i / heads_per_kv : 1 << 20, (first_head + place) * heads_per_kv + i % heads_per_kv};
   }
 
   __device__ __forceinline__ void begin(const AttentionUnit& u, int first_kv_head) {
@@ -49,26 +60,21 @@ struct HeadConsumer {
           q[k][e * 2 + r] =
               mine.token < u.num_tokens ? __ldg(reinterpret_cast<const uint32_t*>(from + k * 16 + e * 8)) : 0;
     }
-    all.clear();
   }
   __device__ __forceinline__ void begin_chunk() { chunk.clear(); }
 
   // s[n][e]: logits of row g (+ 8 from e = 2 on) at position n * 8 + (lane & 3) * 2 + e % 2 of the slot.
   __device__ __forceinline__ void logits(uint32_t slot, float (&s)[4][4]) const {
-    const int lane = threadIdx.x & 31, position = (lane >> 4) * 8 + (lane & 7);
-    const uint32_t keys = slot + place() * (KT * 512) + position * 128;
+    const uint32_t at[2] = {slot + keys, slot + keys + box_bytes()};
 #pragma unroll
-    for (int k = 0; k < KT; ++k) {
-      const int piece = k * 2 + ((lane >> 3) & 1);
-      const uint32_t at = keys + (k / 4) * 2048 + (((piece & 7) ^ (position & 7)) << 4);
+    for (int k = 0; k < KT; ++k)
 #pragma unroll
       for (int box = 0; box < 2; ++box) {
         uint32_t b[4];
-        ldmatrix(b, at + box * (p.k_bytes + p.v_bytes));
+        ldmatrix(b, (at[box] ^ (k & 3) << 5) + k / 4 * 2048);
         mma_bf16(s[box * 2], q[k][0], q[k][1], q[k][2], q[k][3], b[0], b[1]);
         mma_bf16(s[box * 2 + 1], q[k][0], q[k][1], q[k][2], q[k][3], b[2], b[3]);
       }
-    }
   }
 
   __device__ __forceinline__ void hide(float (&s)[4][4], int first) const {
@@ -79,6 +85,16 @@ struct HeadConsumer {
         const int at = first + n * 8 + (threadIdx.x & 3) * 2 + (e & 1), mine = positions[e >> 1];
         if (at > mine || (p.window > 0 && at <= mine - p.window)) s[n][e] = kNone;
       }
+  }
+
+  // What no token sees may hold anything: its V becomes zero, which is what zero weights need.
+  __device__ __forceinline__ void erase(uint32_t slot, const Sight& sight, int first) const {
+    const int lane = threadIdx.x & 31;
+    const uint32_t row = slot + lane / 16 * box_bytes() + p.k_bytes + place * (NT * 256) + lane % 16 * 128;
+    if (!sight.has(first + lane))
+      for (int i = 0; i < NT; ++i) sts128(row + i / 8 * 2048 + i % 8 * 16, make_uint4(0, 0, 0, 0));
+    fence_copies();  // before the next copy to this place
+    __syncwarp();
   }
 
   // Turns logits into exponentials against the running maximum; the chunk's sums follow it.
@@ -104,22 +120,17 @@ struct HeadConsumer {
     if (__any_sync(~0u, shrink[0] != 1.f || shrink[1] != 1.f)) chunk.scale(shrink[0], shrink[1]);
   }
 
-  __device__ __forceinline__ void add_values(uint32_t slot, const float (&s)[4][4], const Sight& sight, int first) {
-    const int lane = threadIdx.x & 31, position = ((lane >> 3) & 1) * 8 + (lane & 7), at = first + (lane & 3) * 2;
-    const uint32_t values = slot + p.k_bytes + place() * (NT * 256) + position * 128;
-    const bool whole = first >= sight.low && first + kStep * kBox - 1 <= sight.last;
+  __device__ __forceinline__ void add_values(uint32_t slot, const float (&s)[4][4]) {
 #pragma unroll
     for (int box = 0; box < 2; ++box) {
       const float(&near)[4] = s[box * 2], (&far)[4] = s[box * 2 + 1];
       const uint32_t a0 = pack_bf16(near[0], near[1]), a1 = pack_bf16(near[2], near[3]);
       const uint32_t a2 = pack_bf16(far[0], far[1]), a3 = pack_bf16(far[2], far[3]);
-      const uint32_t near_mask = value_mask(sight, at + box * 16), far_mask = value_mask(sight, at + box * 16 + 8);
+      const uint32_t at = slot + values + box * box_bytes();
 #pragma unroll
       for (int n = 0; n < NT; n += 2) {
-        const int piece = n + (lane >> 4);
         uint32_t b[4];
-        ldmatrix_trans(b, values + box * (p.k_bytes + p.v_bytes) + (n / 8) * 2048 + (((piece & 7) ^ (position & 7)) << 4));
-        if (!whole) b[0] &= near_mask, b[1] &= far_mask, b[2] &= near_mask, b[3] &= far_mask;
+        ldmatrix_trans(b, (at ^ (n / 2 & 3) << 5) + n / 8 * 2048);
         mma_bf16(chunk.o[n], a0, a1, a2, a3, b[0], b[1]);
         mma_bf16(chunk.o[n + 1], a0, a1, a2, a3, b[2], b[3]);
       }
@@ -127,37 +138,50 @@ struct HeadConsumer {
   }
 
   __device__ __forceinline__ void step(const Sight& sight, int box, int) {
+    const int first = box * kBox;
     mbar_wait(&ring.sm.full[ring.at], ring.phase);
-    if (first_token() <= sight.last - sight.all_last) {  // this warp has a token
-      const int first = box * kBox;
+    if (first_token <= sight.last - sight.all_last) {  // this warp has a token
+      const uint32_t slot = ring.address();
       float s[4][4] = {};
-      logits(ring.address(), s);
-      if (!sight.every(first, kStep * kBox)) hide(s, first);
+      logits(slot, s);
+      if (!sight.by_all(first, kStep * kBox)) hide(s, first);
+      if (!sight.by_some(first, kStep * kBox)) erase(slot, sight, first);
       soften(s);
-      add_values(ring.address(), s, sight, first);
+      add_values(slot, s);
       __syncwarp();
     }
     if ((threadIdx.x & 31) == 0) mbar_arrive(&ring.sm.empty[ring.at]);
     ring.next();
   }
 
+  // Takes the chunks before in, and becomes what the next chunk takes in, or the result.
+  __device__ __forceinline__ void fold_whole(bool first, bool last) {
+    const int threads = kMostConsumers * 32;
+    if (!first) chunk.fold(before_top, before_sum, [&](int n) { return before[n * threads]; });
+    if (last) return;
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+      before[n * threads] = make_float4(chunk.o[n][0], chunk.o[n][1], chunk.o[n][2], chunk.o[n][3]);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) before_top[r] = chunk.top[r], before_sum[r] = chunk.sum[r];
+  }
+
   __device__ __forceinline__ void end_chunk(const AttentionUnit& u, int number) {
+    const bool last = number == u.chunk + u.num_chunks - 1;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       chunk.sum[r] += __shfl_xor_sync(~0u, chunk.sum[r], 1);
       chunk.sum[r] += __shfl_xor_sync(~0u, chunk.sum[r], 2);
-      const Row mine = row(r);
-      if (u.part >= 0 && mine.token < u.num_tokens)
-        chunk.store_part(p, r, u.part + mine.token, number, mine.head, (threadIdx.x & 3) * 2);
     }
-    if (u.part < 0) all.fold_in(chunk);
-  }
-  __device__ __forceinline__ void finish(const AttentionUnit& u) const {
+    if (WHOLE && u.part < 0) fold_whole(number == u.chunk, last);
+    if (!last) return;
+    const int column = (threadIdx.x & 3) * 2;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const Row mine = row(r);
-      if (u.part < 0 && mine.token < u.num_tokens)
-        all.store_result(p, r, u.token + mine.token, mine.head, (threadIdx.x & 3) * 2);
+      if (mine.token >= u.num_tokens) continue;
+      if (u.part >= 0) chunk.store_part(p, r, u.part + mine.token, number, mine.head, column);
+      else chunk.store_result(p, r, u.token + mine.token, mine.head, column);
     }
   }
 };

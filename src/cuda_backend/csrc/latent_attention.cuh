@@ -33,7 +33,7 @@ struct LatentConsumer {
   int position;  // of the own row's token
   uint32_t q[GROUPS][kLatentTiles][4];
   float top, sum;  // of the own row; sum is this lane's share
-  RowSums<8> chunk[GROUPS], all[GROUPS];
+  RowSums<8> chunk[GROUPS], before[GROUPS];
 
   __device__ __forceinline__ LatentConsumer(const AttentionArgs& p, const SlotRing& ring, unsigned char* scratch)
       : p(p), ring(ring), sm(*reinterpret_cast<LatentShared<GROUPS>*>(scratch)) {
@@ -63,7 +63,6 @@ struct LatentConsumer {
             q[g][k][e * 2 + r] =
                 token < u.num_tokens ? __ldg(reinterpret_cast<const uint32_t*>(from + k * 16 + e * 8)) : 0;
       }
-      all[g].clear();
     }
   }
   __device__ __forceinline__ void begin_chunk() {
@@ -154,20 +153,29 @@ struct LatentConsumer {
     if ((threadIdx.x & 31) % kLanes == 0) sm.shrink[row] = shrink;
   }
 
+  // What no token sees may hold anything: this warp's columns of it become zero, which is what zero
+  // weights need.
+  __device__ __forceinline__ void erase(const Sight& sight, int first, int boxes) const {
+    for (int i = threadIdx.x & 31; i < boxes * kBox; i += 32)
+      if (!sight.has(first + i))
+        for (int piece = 0; piece < 8; ++piece)
+          sts128(slot(i / kBox) + warp * 2048 + i % kBox * 128 + piece * 16, make_uint4(0, 0, 0, 0));
+    fence_copies();  // before the next copy to this place
+    __syncwarp();
+  }
+
   // This warp's 64 columns of V.
   __device__ __forceinline__ void add_values(const Sight& sight, int first, int boxes) {
-    const int lane = threadIdx.x & 31, position = ((lane >> 3) & 1) * 8 + (lane & 7);
+    const int lane = threadIdx.x & 31, value = lane & 15;
+    for (int box = 0; box < boxes; ++box) wait_for(box);
+    if (!sight.by_some(first, boxes * kBox)) erase(sight, first, boxes);
 #pragma unroll
     for (int g = 0; g < GROUPS; ++g)
       chunk[g].scale(sm.shrink[g * 16 + (lane >> 2)], sm.shrink[g * 16 + 8 + (lane >> 2)]);
 #pragma unroll
     for (int box = 0; box < kStep; ++box) {
       if (box >= boxes) break;
-      wait_for(box);
-      const int at = first + box * kBox + (lane & 3) * 2;
-      const bool whole = first + box * kBox >= sight.low && first + box * kBox + kBox - 1 <= sight.last;
-      const uint32_t near = value_mask(sight, at), far = value_mask(sight, at + 8);
-      const uint32_t values = slot(box) + warp * 2048 + position * 128;
+      const uint32_t at = slot(box) + warp * 2048 + value * 128 + (((lane >> 4) ^ (value & 7)) << 4);
       uint32_t a[GROUPS][4];
 #pragma unroll
       for (int g = 0; g < GROUPS; ++g)
@@ -175,8 +183,7 @@ struct LatentConsumer {
 #pragma unroll
       for (int n = 0; n < 8; n += 2) {
         uint32_t b[4];
-        ldmatrix_trans(b, values + (((n + (lane >> 4)) ^ (position & 7)) << 4));
-        if (!whole) b[0] &= near, b[1] &= far, b[2] &= near, b[3] &= far;
+        ldmatrix_trans(b, at ^ n << 4);
 #pragma unroll
         for (int g = 0; g < GROUPS; ++g) {
           if (g >= groups) break;
@@ -200,44 +207,43 @@ struct LatentConsumer {
     }
   }
 
-  // f(group, which of a lane's two rows, token of the unit, head).
-  template <class F>
-  __device__ __forceinline__ void each_row(const AttentionUnit& u, F f) const {
-    const int row = (threadIdx.x & 31) >> 2;
-#pragma unroll
-    for (int g = 0; g < GROUPS; ++g)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int token = token_of(g, row + r * 8);
-        if (token < u.num_tokens && warp * 64 < p.v_dim) f(g, r, token, (row + r * 8) % p.q_heads);
-      }
-  }
-
-  __device__ __forceinline__ void end_chunk(const AttentionUnit& u, int number) {
-    const int lane = threadIdx.x & 31, column = warp * 64 + (lane & 3) * 2;
+  // Gives every lane the largest logits and the sums of its rows of the chunk.
+  __device__ __forceinline__ void share_sums() {
+    const int lane = threadIdx.x & 31;
 #pragma unroll
     for (int mask = 1; mask < kLanes; mask *= 2) sum += __shfl_xor_sync(~0u, sum, mask);
     if (lane % kLanes == 0) sm.chunk[own_row()] = make_float2(top, sum);
     consumer_barrier(kLatentThreads);
 #pragma unroll
-    for (int g = 0; g < GROUPS; ++g) {
+    for (int g = 0; g < GROUPS; ++g)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float2 of_row = sm.chunk[g * 16 + r * 8 + (lane >> 2)];
         chunk[g].top[r] = of_row.x, chunk[g].sum[r] = of_row.y;
       }
-      if (u.part < 0) all[g].fold_in(chunk[g]);
-    }
-    if (u.part >= 0) {
-      each_row(u, [&](int g, int r, int token, int head) {
-        chunk[g].store_part(p, r, u.part + token, number, head, column);
-      });
-    }
   }
-  __device__ __forceinline__ void finish(const AttentionUnit& u) const {
-    const int column = warp * 64 + (threadIdx.x & 3) * 2;
-    if (u.part >= 0) return;
-    each_row(u, [&](int g, int r, int token, int head) { all[g].store_result(p, r, u.token + token, head, column); });
+
+  __device__ __forceinline__ void end_chunk(const AttentionUnit& u, int number) {
+    const bool last = number == u.chunk + u.num_chunks - 1;
+    share_sums();
+    const int row = (threadIdx.x & 31) >> 2, column = warp * 64 + (threadIdx.x & 3) * 2;
+#pragma unroll
+    for (int g = 0; g < GROUPS; ++g) {
+      if (number != u.chunk) {
+        chunk[g].fold(before[g].top, before[g].sum, [&](int n) {
+          const auto& o = before[g].o[n];
+          return make_float4(o[0], o[1], o[2], o[3]);
+        });
+      }
+      if (!last) before[g] = chunk[g];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int token = token_of(g, row + r * 8), head = (row + r * 8) % p.q_heads;
+        if (!last || token >= u.num_tokens || warp * 64 >= p.v_dim) continue;
+        if (u.part >= 0) chunk[g].store_part(p, r, u.part + token, number, head, column);
+        else chunk[g].store_result(p, r, u.token + token, head, column);
+      }
+    }
   }
 };
 

@@ -62,6 +62,10 @@ inline uint4 lds128(uint32_t address) {
   std::memcpy(&v, emu::at_shared(address), 16);
   return v;
 }
+inline void sts128(uint32_t address, uint4 v) {
+  if (address % 16) emu::fail("a store of 16 bytes off its boundary");
+  std::memcpy(emu::at_shared(address), &v, 16);
+}
 inline uint32_t lds32(uint32_t address) {
   uint32_t v;
   std::memcpy(&v, emu::at_shared(address), 4);
