@@ -24,6 +24,7 @@ using Bf16 = __nv_bfloat16;
     std::exit(1);                                                                             \
   }
 
+constexpr int kEvery = 1 << 30;  // token may be cut
 constexpr double kBandwidth = 4.17e12;  // bytes a second, of a large copy
 
 struct Model {
@@ -275,38 +276,36 @@ void measure(const Arrays& x, const Cut& cut, bool breakdown, cudaStream_t strea
   for (void* f : {(void*)units, (void*)part_tokens, (void*)num_units, (void*)part_o, (void*)part_ml}) cudaFree(f);
 }
 
-int main() {
+int main(int argc, char** argv) {
   cudaStream_t stream;
   OK(cudaStreamCreate(&stream));
+  const bool few = argc > 1;
   for (const Case& c : {Case{kQwen, 64, 2048, 1}, Case{kQwen, 8, 8192, 1}, Case{kLlama, 64, 2048, 1}}) {
+    if (few) break;
     const Arrays x(c, 16);
-    for (int heads : {4, 2, 1}) measure(x, Cut{256, heads, 1, 256}, true, stream);
-    measure(x, Cut{512, 4, 1, 256}, true, stream);
-    measure(x, Cut{256, 4, 2, 256}, false, stream);
+    for (int chunk : {256, 512, 1024}) measure(x, Cut{chunk, 4, 2, kEvery}, true, stream);
+    measure(x, Cut{512, 4, 1, kEvery}, true, stream);
+    measure(x, Cut{512, 2, 4, kEvery}, true, stream);
+    measure(x, Cut{512, 1, 8, kEvery}, false, stream);
   }
   {
     const Arrays x(Case{kMla, 64, 2048, 1}, 16);
-    for (int chunk : {256, 512, 1024}) measure(x, Cut{chunk, 1, 1, 256}, true, stream);
-  }
-  {
-    const Arrays x(Case{kQwen, 64, 2048, 1}, 64);
-    for (int heads : {4, 2}) measure(x, Cut{256, heads, 1, 256}, true, stream);
+    for (int chunk : {256, 512, 1024}) measure(x, Cut{chunk, 1, 1, kEvery}, true, stream);
   }
   for (const Model& m : {kQwen, kLlama}) {
+    if (few) break;
     const Arrays x(Case{m, 1, 2048, 2048}, 16);
-    for (int heads : {1, 2, 4}) measure(x, Cut{256, heads, 8 / heads, 256}, heads == 2, stream);
-    measure(x, Cut{1024, 1, 8, 256}, false, stream);
+    for (int heads : {1, 2}) measure(x, Cut{256, heads, 8 / heads, 256}, heads == 2, stream);
+    measure(x, Cut{512, 2, 4, 256}, false, stream);
   }
   {
     const Arrays x(Case{kMla, 1, 2048, 2048}, 16);
-    measure(x, Cut{512, 1, 1, 256}, true, stream);
+    for (int groups : {1, 2}) measure(x, Cut{512, 1, groups, 256}, true, stream);
   }
-  {
-    const Arrays x(Case{kOss, 64, 2048, 1}, 16);
-    for (int heads : {8, 4}) measure(x, Cut{256, heads, 1, 256}, true, stream);
-  }
-  {
-    const Arrays x(Case{kQwen, 8, 2048, 1}, 16);
-    for (int heads : {4, 2, 1}) measure(x, Cut{256, heads, 1, 256}, true, stream);
+  for (const Case& c : {Case{kOss, 64, 2048, 1}, Case{kQwen, 8, 2048, 1}, Case{kQwen, 1, 2048, 1}, Case{kQwen, 1, 32768, 1}, Case{kQwen, 64, 2000, 1}}) {
+    if (few) break;
+    const Arrays x(c, 16);
+    for (int chunk : {256, 512})
+      for (int heads : {4, 2, 1}) measure(x, Cut{chunk, heads, 8 / heads, kEvery}, false, stream);
   }
 }

@@ -93,7 +93,7 @@ struct HeadConsumer {
     const uint32_t row = slot + lane / 16 * box_bytes() + p.k_bytes + place * (NT * 256) + lane % 16 * 128;
     if (!sight.has(first + lane))
       for (int i = 0; i < NT; ++i) sts128(row + i / 8 * 2048 + i % 8 * 16, make_uint4(0, 0, 0, 0));
-    fence_copies();  // before the next copy to this place
+    fence_shared_copies();  // before the next copy to this place
     __syncwarp();
   }
 

@@ -160,7 +160,7 @@ struct LatentConsumer {
       if (!sight.has(first + i))
         for (int piece = 0; piece < 8; ++piece)
           sts128(slot(i / kBox) + warp * 2048 + i % kBox * 128 + piece * 16, make_uint4(0, 0, 0, 0));
-    fence_copies();  // before the next copy to this place
+    fence_shared_copies();  // before the next copy to this place
     __syncwarp();
   }
 

@@ -76,6 +76,8 @@ __device__ __forceinline__ void fence_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 __device__ __forceinline__ void fence_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
+// The same for what this thread wrote to shared memory, where that is all there is to order.
+__device__ __forceinline__ void fence_shared_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

@@ -53,6 +53,7 @@ inline void copies_wait() {  // as late as they may come
 inline void consumer_barrier(int threads) { emu::meet(emu::machine.current->block->consumers, threads); }
 inline void fence_barriers() {}
 inline void fence_copies() {}
+inline void fence_shared_copies() {}
 inline void prefetch_map(const CUtensorMap*) {}
 inline void prefetch_l2(const void*) {}
 inline int load_acquire(const int* p) { return *p; }
