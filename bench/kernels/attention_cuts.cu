@@ -191,20 +191,17 @@ enum Parts { kAll, kUnits, kAttention, kCombine, kCopies };
 
 cudaError_t launch_part(AttentionArgs p, AttentionUnitsArgs u, bool latent, Parts part, cudaStream_t stream) {
   p.head_groups = p.kv_heads / p.cta_heads;
-  p.k_bytes = p.cta_heads * p.k_dim * kBox * 2, p.v_bytes = latent ? 0 : p.cta_heads * p.v_dim * kBox * 2;
+  p.k_row = p.cta_heads * p.k_dim * 2, p.v_row = latent ? 0 : p.cta_heads * p.v_dim * 2;
   switch (part) {
-    case kAll: return launch_attention(p, latent, stream);
+    case kAll: return launch_attention(p, stream);
     case kUnits: return launch_attention_units(u, stream);
     case kCombine: return launch_combine(p, stream);
     case kCopies:
       return latent ? launch_consumers<CopyOnly<4>>(p, kMostConsumers, 1, sizeof(LatentShared<1>), stream)
                     : launch_consumers<CopyOnly<2>>(p, p.cta_heads, 2, 0, stream);
-    case kAttention: {
-      const int chunks = p.max_chunks;  // launch_attention without its combine_kernel
+    case kAttention:
       if (latent) return launch_latent<1>(p, stream);
-      (void)chunks;
       return p.k_dim == 64 ? launch_heads<4, 8>(p, stream) : launch_heads<8, 16>(p, stream);
-    }
   }
   return cudaErrorInvalidValue;
 }
@@ -252,10 +249,7 @@ void measure(const Arrays& x, const Cut& cut, bool breakdown, cudaStream_t strea
   p.part_rows = rows, p.cta_heads = cut.cta_heads, p.token_groups = cut.token_groups;
   p.scale_log2 = float(x.scale() * 1.4426950408889634);
   std::vector<AttentionArgs> sets(x.sets, p);
-  for (int i = 0; i < x.sets; ++i) {
-    OK(page_map(&sets[i].k_map, x.k[i], x.pages, x.page_size, m.kv_heads, m.k_dim, cut.cta_heads));
-    if (!m.latent) OK(page_map(&sets[i].v_map, x.v[i], x.pages, x.page_size, m.kv_heads, m.v_dim, cut.cta_heads));
-  }
+  for (int i = 0; i < x.sets; ++i) sets[i].k = x.k[i], sets[i].v = m.latent ? nullptr : x.v[i];
   OK(launch_attention_units(u, stream));
   OK(cudaMemsetAsync(x.out, 0xff, size_t(x.tokens) * m.q_heads * m.v_dim * 2, stream));
   OK(launch_part(sets[0], u, m.latent, kAll, stream));

@@ -1,7 +1,8 @@
 // How pages reach the warps of paged attention, and what a chunk of positions leaves behind.
 //
-// One persistent CTA per SM. A producer warp fills a ring of slots with boxes of 16 positions by
-// tensor copies; consumer warps work through units in step. A chunk's exponentials refer to its own
+// One persistent CTA per SM. A producer warp fills a ring of slots with boxes of 16 positions, a copy
+// a row, since rows need not lie as far from each other as in a page: 16 bytes more than their size
+// let the lanes of ldmatrix meet distinct banks. Consumer warps work through units in step. A chunk's exponentials refer to its own
 // largest logit, and chunks are put together in their order by `fold`, in registers or, through
 // memory, by combine_kernel: a token's result depends on nothing but its own sequence.
 #pragma once
@@ -10,8 +11,9 @@
 namespace lora_jax {
 
 struct AttentionArgs {
-  CUtensorMap k_map, v_map;  // boxes of 16 positions x cta_heads, see page_map
   const __nv_bfloat16* q;    // [tokens, q_heads, k_dim]
+  const __nv_bfloat16* k;    // [pages, page_size, kv_heads, k_dim]
+  const __nv_bfloat16* v;    // [pages, page_size, kv_heads, v_dim] or none: the first columns of k
   const int* block_tables;   // [seqs, max_pages]
   const int* num_tokens;     // [1]
   const float* sinks;        // [q_heads] or none
@@ -25,7 +27,8 @@ struct AttentionArgs {
   int page_size, max_pages, chunk, max_chunks, part_rows, window;
   int cta_heads, head_groups;  // kv heads of a CTA's share of a unit; how many shares there are
   int token_groups;            // groups of 16 rows (tokens x query heads of a kv head) of a unit
-  int slots, slot_boxes, k_bytes, v_bytes;  // of the ring; bytes of a box
+  int slots, slot_boxes;       // of the ring
+  int k_row, v_row;            // bytes of cta_heads at a position
   float scale_log2;            // scale / ln 2
 };
 
@@ -38,7 +41,12 @@ constexpr float kNone = -INFINITY;
 struct AttentionShared {
   uint64_t full[kMostSlots], empty[kMostSlots];
 };
-constexpr int kAttentionHeader = 1024;  // barriers; the slots begin on a boundary of the swizzle
+constexpr int kAttentionHeader = 256;  // barriers
+
+// Where rows of a box lie in its slot: those of K, then those of V.
+__host__ __device__ inline int k_stride(const AttentionArgs& p) { return p.k_row + 16; }
+__host__ __device__ inline int v_stride(const AttentionArgs& p) { return p.v_row ? p.v_row + 16 : 0; }
+__host__ __device__ inline int box_bytes(const AttentionArgs& p) { return kBox * (k_stride(p) + v_stride(p)); }
 
 __device__ __forceinline__ uint32_t pack_bf16(float lo, float hi) {
   const __nv_bfloat162 v = __floats2bfloat162_rn(lo, hi);
@@ -56,7 +64,7 @@ struct SlotRing {
   __device__ __forceinline__ SlotRing(const AttentionArgs& p, unsigned char* raw)
       : p(p), sm(*reinterpret_cast<AttentionShared*>(raw)), base(smem_u32(raw) + kAttentionHeader) {}
   __device__ __forceinline__ uint32_t address() const {
-    return base + at * p.slot_boxes * (p.k_bytes + p.v_bytes);
+    return base + at * p.slot_boxes * box_bytes(p);
   }
   __device__ __forceinline__ void next() {
     if (++at == p.slots) at = 0, phase ^= 1;
@@ -104,6 +112,24 @@ struct Boxes {
 };
 
 // ---------------------------------------------------------------- producer warp
+// Copies row `lane % 16` of a box: lanes 0 to 15 K, the others V.
+struct RowCopy {
+  const unsigned char* from;  // the row of page 0
+  int64_t position_bytes;
+  uint32_t to, bytes;
+  __device__ __forceinline__ RowCopy(const AttentionArgs& p, int head) {
+    const int lane = threadIdx.x & 31, row = lane & 15;
+    const bool value = lane >= kBox;
+    const int dim = value ? p.v_dim : p.k_dim;
+    from = reinterpret_cast<const unsigned char*>(value ? p.v : p.k) + head * dim * 2;
+    position_bytes = static_cast<int64_t>(p.kv_heads) * dim * 2, from += row * position_bytes;
+    to = value ? kBox * k_stride(p) + row * v_stride(p) : row * k_stride(p), bytes = value ? p.v_row : p.k_row;
+  }
+  __device__ __forceinline__ void operator()(uint32_t box, int64_t position, uint64_t* full) const {
+    if (bytes) bulk_copy(box + to, from + position * position_bytes, bytes, full);
+  }
+};
+
 // `step`: boxes that consumers take together, a multiple of a slot's.
 __device__ __forceinline__ void produce_pages(const AttentionArgs& p, SlotRing ring, int step) {
   const int lane = threadIdx.x & 31;
@@ -113,22 +139,19 @@ __device__ __forceinline__ void produce_pages(const AttentionArgs& p, SlotRing r
     if (unit.num_tokens == 0) continue;
     const int* table = p.block_tables + static_cast<int64_t>(unit.sequence) * p.max_pages;
     const Boxes boxes(p, unit, unit.chunk, unit.num_chunks, step);
+    const RowCopy copy(p, head);
     for (int base = boxes.begin; base < boxes.end; base += 32) {
       const int page = __ldg(table + min(base + lane, boxes.end - 1) * kBox / p.page_size);
       for (int box = base; box < min(base + 32, boxes.end); box += p.slot_boxes) {
         const int n = min(p.slot_boxes, boxes.end - box);
         mbar_wait(&ring.sm.empty[ring.at], ring.phase ^ 1);
         uint64_t* full = &ring.sm.full[ring.at];
-        if (lane == 0) mbar_expect(full, n * (p.k_bytes + p.v_bytes));
-        for (int i = 0; i < n; ++i) {
-          const int from = __shfl_sync(~0u, page, box + i - base), place = (box + i) * kBox % p.page_size;
-          const uint32_t to = ring.address() + i * (p.k_bytes + p.v_bytes);
-          if (lane == 0) {
-            page_copy(to, &p.k_map, place, head, from, full);
-            if (p.v_bytes) page_copy(to + p.k_bytes, &p.v_map, place, head, from, full);
-          }
-        }
+        if (lane == 0) mbar_expect(full, n * kBox * (p.k_row + p.v_row));
         __syncwarp();
+        for (int i = 0; i < n; ++i) {
+          const int64_t from = __shfl_sync(~0u, page, box + i - base);
+          copy(ring.address() + i * box_bytes(p), from * p.page_size + (box + i) * kBox % p.page_size, full);
+        }
         ring.next();
       }
     }
@@ -156,15 +179,12 @@ struct Sight {
 // Exponentials are of `v - base_of(top)`, so that nothing seen yet means zero and not NaN.
 __device__ __forceinline__ float base_of(float top) { return top == kNone ? 0.f : top; }
 
-// How a chunk joins the chunks before it: both are scaled to the larger of their largest logits, and
-// `top` and `sum` of the chunk become those of all.
+// How a chunk joins the chunks before it: both are scaled to the larger of their largest logits.
 struct Fold {
   float before, chunk;  // factors
-  __device__ __forceinline__ Fold(float before_top, float before_sum, float& top, float& sum) {
-    const float most = fmaxf(before_top, top), base = base_of(most);
-    before = exp2_approx(before_top - base), chunk = exp2_approx(top - base);
-    top = most, sum = (*this)(before_sum, sum);
-  }
+  __device__ __forceinline__ Fold(float before, float chunk) : before(before), chunk(chunk) {}
+  __device__ __forceinline__ Fold(float before_top, float top, float chunk_top)
+      : before(exp2_approx(before_top - base_of(top))), chunk(exp2_approx(chunk_top - base_of(top))) {}
   __device__ __forceinline__ float operator()(float x, float of_chunk) const {
     return __fmaf_rn(x, before, __fmul_rn(of_chunk, chunk));
   }
@@ -194,7 +214,10 @@ struct RowSums {
   // Takes the chunks before this one in; before(n) gives their o[n].
   template <class Before>
   __device__ __forceinline__ void fold(const float (&before_top)[2], const float (&before_sum)[2], Before before) {
-    const Fold first(before_top[0], before_sum[0], top[0], sum[0]), second(before_top[1], before_sum[1], top[1], sum[1]);
+    const float most[2] = {fmaxf(before_top[0], top[0]), fmaxf(before_top[1], top[1])};
+    const Fold first(before_top[0], most[0], top[0]), second(before_top[1], most[1], top[1]);
+    sum[0] = first(before_sum[0], sum[0]), sum[1] = second(before_sum[1], sum[1]);
+    top[0] = most[0], top[1] = most[1];
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
       const float4 v = before(n);
@@ -268,49 +291,64 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
   }
   __syncthreads();
   if (warp < kMostConsumers) {
-    more_registers<240>();
-    unsigned char* scratch = attention_raw + kAttentionHeader + p.slots * p.slot_boxes * (p.k_bytes + p.v_bytes);
+    more_registers<224>();
+    unsigned char* scratch = attention_raw + kAttentionHeader + p.slots * p.slot_boxes * box_bytes(p);
     if (warp < consumers) consume_pages<Consumer>(p, ring, scratch, consumers * 32);
   } else {
-    fewer_registers<24>();
+    fewer_registers<56>();
     if (warp == kMostConsumers) produce_pages(p, ring, Consumer::kStep);
   }
 }
 
-// Puts the chunks of cut tokens together, in order; a warp takes 64 columns of a head of a token.
-constexpr int kCombineThreads = 256, kCombineColumns = 64, kCombineChunks = 16;
+// Puts the chunks of cut tokens together, in order; a warp takes 128 columns of a head of a token, and
+// has BATCH chunks on their way together.
+constexpr int kCombineThreads = 128, kCombineColumns = 128;
+template <int BATCH>
 __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_constant__ AttentionArgs p) {
-  const int blocks = p.v_dim / kCombineColumns, lane = threadIdx.x & 31;
+  const int blocks = (p.v_dim + kCombineColumns - 1) / kCombineColumns, lane = threadIdx.x & 31;
   const int warp = (blockIdx.x * kCombineThreads + threadIdx.x) / 32;
-  const int column = warp % blocks * kCombineColumns + lane * 2, head = warp / blocks % p.q_heads;
+  const int column = warp % blocks * kCombineColumns + lane * 4, head = warp / blocks % p.q_heads;
   const int row = warp / blocks / p.q_heads;
   if (row >= p.part_rows) return;
   const int2 cut = __ldg(p.part_tokens + row);
   if (cut.x < 0) return;
   const ChunkRange range(cut.y, p.window, p.chunk);
-  const int64_t first = (static_cast<int64_t>(row) * p.max_chunks + range.first) * p.q_heads + head;
   const int chunks = range.last - range.first + 1;
+  const int64_t first = (static_cast<int64_t>(row) * p.max_chunks + range.first) * p.q_heads + head;
+  const float* parts = p.part_o + first * p.v_dim + min(column, p.v_dim - 4);
   float top = kNone, sum = 0;
-  float2 o = make_float2(0, 0);
-  for (int base = 0; base < chunks; base += kCombineChunks) {
-    const int64_t from = first + static_cast<int64_t>(base) * p.q_heads;
-    const int last = min(kCombineChunks, chunks - base) - 1;
-    const float2 ml = __ldg(p.part_ml + from + static_cast<int64_t>(min(lane, last)) * p.q_heads);
-    float2 v[kCombineChunks];  // on their way together
+  float4 o = make_float4(0, 0, 0, 0);
+  for (int base = 0; base < chunks; base += BATCH) {
+    const int count = min(BATCH, chunks - base);
+    float2 ml = make_float2(kNone, 0);
+    if (lane < count) ml = __ldg(p.part_ml + first + static_cast<int64_t>(base + lane) * p.q_heads);
+    float4 v[BATCH];
 #pragma unroll
-    for (int c = 0; c < kCombineChunks; ++c)
-      if (c <= last) v[c] = __ldg(reinterpret_cast<const float2*>(p.part_o + (from + c * p.q_heads) * p.v_dim + column));
+    for (int c = 0; c < BATCH; ++c)
+      if (c < count) v[c] = __ldg(reinterpret_cast<const float4*>(parts + (base + c) * p.q_heads * p.v_dim));
+    // Chunk `lane` and those before it.
+    float most = fmaxf(ml.x, top);
 #pragma unroll
-    for (int c = 0; c < kCombineChunks; ++c) {
-      if (c > last) break;
-      float chunk_top = __shfl_sync(~0u, ml.x, c), chunk_sum = __shfl_sync(~0u, ml.y, c);
-      const Fold fold(top, sum, chunk_top, chunk_sum);
-      top = chunk_top, sum = chunk_sum, o = make_float2(fold(o.x, v[c].x), fold(o.y, v[c].y));
+    for (int d = 1; d < BATCH; d *= 2) {
+      const float other = __shfl_up_sync(~0u, most, d);
+      if (lane >= d) most = fmaxf(most, other);
     }
+    const float before = __shfl_up_sync(~0u, most, 1);
+    const Fold mine(lane == 0 ? top : before, most, ml.x);
+#pragma unroll
+    for (int c = 0; c < BATCH; ++c) {
+      if (c >= count) break;
+      const Fold fold{__shfl_sync(~0u, mine.before, c), __shfl_sync(~0u, mine.chunk, c)};
+      sum = fold(sum, __shfl_sync(~0u, ml.y, c));
+      o = make_float4(fold(o.x, v[c].x), fold(o.y, v[c].y), fold(o.z, v[c].z), fold(o.w, v[c].w));
+    }
+    top = __shfl_sync(~0u, most, count - 1);
   }
   const float inverse = inverse_sum(p, head, top, sum);
+  if (column >= p.v_dim) return;
   __nv_bfloat16* to = p.out + (static_cast<int64_t>(cut.x) * p.q_heads + head) * p.v_dim + column;
-  *reinterpret_cast<uint32_t*>(to) = pack_bf16(o.x * inverse, o.y * inverse);
+  *reinterpret_cast<uint2*>(to) =
+      make_uint2(pack_bf16(o.x * inverse, o.y * inverse), pack_bf16(o.z * inverse, o.w * inverse));
 }
 
 }  // namespace lora_jax

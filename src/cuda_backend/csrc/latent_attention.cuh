@@ -7,6 +7,7 @@
 namespace lora_jax {
 
 constexpr int kLatentTiles = 9;      // of 64 columns of K, and of 16 columns in a warp's quarter
+constexpr int kLatentRow = kLatentTiles * 128 + 16;  // bytes of a latent in a slot, see k_stride
 constexpr int kLatentPositions = 64;  // of a step
 constexpr int kLatentStride = kLatentPositions + 8;  // of a row in shared memory: lanes meet distinct banks
 constexpr int kLatentThreads = kMostConsumers * 32;
@@ -29,7 +30,7 @@ struct LatentConsumer {
   const AttentionArgs& p;
   SlotRing ring;
   LatentShared<GROUPS>& sm;
-  int warp, group_tokens, groups;  // groups: that have tokens
+  int warp, group_tokens;
   int position;  // of the own row's token
   uint32_t q[GROUPS][kLatentTiles][4];
   float top, sum;  // of the own row; sum is this lane's share
@@ -47,7 +48,6 @@ struct LatentConsumer {
 
   __device__ __forceinline__ void begin(const AttentionUnit& u, int) {
     const int lane = threadIdx.x & 31, quarter = warp & 3;
-    groups = (u.num_tokens + group_tokens - 1) / group_tokens;
     position = u.position + token_of(own_row() / 16, own_row() % 16);
 #pragma unroll
     for (int g = 0; g < GROUPS; ++g) {
@@ -73,7 +73,7 @@ struct LatentConsumer {
 
   __device__ __forceinline__ uint32_t slot(int i) const {  // i-th from the ring's place
     const int at = ring.at + i;
-    return ring.base + (at < p.slots ? at : at - p.slots) * p.k_bytes;
+    return ring.base + (at < p.slots ? at : at - p.slots) * box_bytes(p);
   }
   __device__ __forceinline__ void wait_for(int i) const {
     const int at = ring.at + i;
@@ -82,25 +82,24 @@ struct LatentConsumer {
 
   // This warp's quarter of the columns of K, and its half of the positions.
   __device__ __forceinline__ void logits(int boxes) {
-    const int lane = threadIdx.x & 31, position = (lane >> 4) * 8 + (lane & 7), quarter = warp & 3, half = warp >> 2;
+    const int lane = threadIdx.x & 31, quarter = warp & 3, half = warp >> 2;
     if (half * 2 >= boxes) return;
     float s[GROUPS][4][4] = {};
     uint32_t keys[2];
     for (int i = 0; i < 2; ++i) {
       const int box = min(half * 2 + i, boxes - 1);  // one that there is
       wait_for(box);
-      keys[i] = slot(box) + position * 128;
+      keys[i] = slot(box) + ((lane >> 4) * 8 + (lane & 7)) * kLatentRow + quarter * (kLatentTiles * 32) +
+                ((lane >> 3) & 1) * 16;
     }
 #pragma unroll
     for (int k = 0; k < kLatentTiles; ++k) {
-      const int piece = (quarter * kLatentTiles + k) * 2 + ((lane >> 3) & 1);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         uint32_t b[4];
-        ldmatrix(b, keys[i] + (piece >> 3) * 2048 + (((piece & 7) ^ (position & 7)) << 4));
+        ldmatrix(b, keys[i] + k * 32);
 #pragma unroll
         for (int g = 0; g < GROUPS; ++g) {
-          if (g >= groups) break;
           mma_bf16(s[g][i * 2], q[g][k][0], q[g][k][1], q[g][k][2], q[g][k][3], b[0], b[1]);
           mma_bf16(s[g][i * 2 + 1], q[g][k][0], q[g][k][1], q[g][k][2], q[g][k][3], b[2], b[3]);
         }
@@ -159,38 +158,42 @@ struct LatentConsumer {
     for (int i = threadIdx.x & 31; i < boxes * kBox; i += 32)
       if (!sight.has(first + i))
         for (int piece = 0; piece < 8; ++piece)
-          sts128(slot(i / kBox) + warp * 2048 + i % kBox * 128 + piece * 16, make_uint4(0, 0, 0, 0));
+          sts128(slot(i / kBox) + i % kBox * kLatentRow + warp * 128 + piece * 16, make_uint4(0, 0, 0, 0));
     fence_shared_copies();  // before the next copy to this place
     __syncwarp();
   }
 
-  // This warp's 64 columns of V.
+  // The 16 positions of a box, for this warp's 64 columns of V.
+  __device__ __forceinline__ void add_box(int box) {
+    const int lane = threadIdx.x & 31;
+    const uint32_t at = slot(box) + (lane & 15) * kLatentRow + warp * 128 + (lane >> 4) * 16;
+    uint32_t a[GROUPS][4];
+#pragma unroll
+    for (int g = 0; g < GROUPS; ++g)
+      ldmatrix(a[g], smem_u32(&sm.p[g * 16 + (lane & 15)][box * kBox + (lane >> 4) * 8]));
+#pragma unroll
+    for (int n = 0; n < 8; n += 2) {
+      uint32_t b[4];
+      ldmatrix_trans(b, at + n * 16);
+#pragma unroll
+      for (int g = 0; g < GROUPS; ++g) {
+        mma_bf16(chunk[g].o[n], a[g][0], a[g][1], a[g][2], a[g][3], b[0], b[1]);
+        mma_bf16(chunk[g].o[n + 1], a[g][0], a[g][1], a[g][2], a[g][3], b[2], b[3]);
+      }
+    }
+  }
+
   __device__ __forceinline__ void add_values(const Sight& sight, int first, int boxes) {
-    const int lane = threadIdx.x & 31, value = lane & 15;
+    const int row = (threadIdx.x & 31) >> 2;
     for (int box = 0; box < boxes; ++box) wait_for(box);
     if (!sight.by_some(first, boxes * kBox)) erase(sight, first, boxes);
 #pragma unroll
-    for (int g = 0; g < GROUPS; ++g)
-      chunk[g].scale(sm.shrink[g * 16 + (lane >> 2)], sm.shrink[g * 16 + 8 + (lane >> 2)]);
+    for (int g = 0; g < GROUPS; ++g) chunk[g].scale(sm.shrink[g * 16 + row], sm.shrink[g * 16 + 8 + row]);
+    if (boxes == kStep) {  // nearly always, and then without branches
 #pragma unroll
-    for (int box = 0; box < kStep; ++box) {
-      if (box >= boxes) break;
-      const uint32_t at = slot(box) + warp * 2048 + value * 128 + (((lane >> 4) ^ (value & 7)) << 4);
-      uint32_t a[GROUPS][4];
-#pragma unroll
-      for (int g = 0; g < GROUPS; ++g)
-        ldmatrix(a[g], smem_u32(&sm.p[g * 16 + (lane & 15)][box * kBox + (lane >> 4) * 8]));
-#pragma unroll
-      for (int n = 0; n < 8; n += 2) {
-        uint32_t b[4];
-        ldmatrix_trans(b, at ^ n << 4);
-#pragma unroll
-        for (int g = 0; g < GROUPS; ++g) {
-          if (g >= groups) break;
-          mma_bf16(chunk[g].o[n], a[g][0], a[g][1], a[g][2], a[g][3], b[0], b[1]);
-          mma_bf16(chunk[g].o[n + 1], a[g][0], a[g][1], a[g][2], a[g][3], b[2], b[3]);
-        }
-      }
+      for (int box = 0; box < kStep; ++box) add_box(box);
+    } else {
+      for (int box = 0; box < boxes; ++box) add_box(box);
     }
   }
 

@@ -194,6 +194,7 @@ inline void run_a_copy() {
   const size_t i = machine.random() % machine.copies.size();
   const auto copy = std::move(machine.copies[i]);
   machine.copies.erase(machine.copies.begin() + i);
+  ++machine.progress;
   copy();
 }
 
