@@ -1,4 +1,4 @@
-"""Attention over block tables by the Hopper kernels of csrc/paged_attention.cuh.
+"""Attention over block tables by the Hopper kernels of csrc/attention_stages.cuh.
 
 A sequence is cut into chunks of positions whose size depends on the block tables' width alone, so
 a token's result depends on nothing but its own sequence.
@@ -20,7 +20,9 @@ CONSUMERS = 8  # warps; one owns a kv head and 16 rows (tokens x q heads of the 
 COLUMNS = 512  # of the kv heads that a CTA works on: its ring of pages needs room
 PROMPT_TOKENS = 256  # from here on a step holds prompts
 PARTS = 8192  # chunks of tokens that memory is set aside for, to be worked on side by side
-MOST_CHUNKS, SMALLEST_CHUNK, SMALLEST_LATENT_CHUNK = 64, 256, 512
+MOST_CHUNKS = 64
+SHORT_CHUNK, CHUNK = 256, 512  # the former, for more CTAs, where contexts are SHORT_CONTEXT at most
+SHORT_CONTEXT = 4096
 LATENT_COLUMNS, LATENT_VALUES = 576, 512
 
 
@@ -43,7 +45,7 @@ def cut_work(tokens: int, q_heads: int, kv_heads: int, k_dim: int, context: int)
     pages.
     """
     latent = k_dim == LATENT_COLUMNS
-    smallest = SMALLEST_LATENT_CHUNK if latent else SMALLEST_CHUNK
+    smallest = SHORT_CHUNK if context <= SHORT_CONTEXT and not latent else CHUNK
     chunk = -(-context // (MOST_CHUNKS * smallest)) * smallest
     max_chunks = -(-context // chunk)
     prompts = tokens >= PROMPT_TOKENS or tokens * max_chunks > PARTS

@@ -38,9 +38,9 @@ static ffi::Error Attention(cudaStream_t stream, BF16 q, BF16 k_pages, BF16 v_pa
                             int64_t window, int64_t cta_heads, int64_t token_groups) {
   auto data = [](const BF16& b) { return static_cast<const __nv_bfloat16*>(b.untyped_data()); };
   const auto qd = q.dimensions(), kd = k_pages.dimensions(), parts = part_ml->dimensions();
+  const bool latent = v_pages.element_count() == 0;
   AttentionArgs args{};
-  args.q = data(q), args.k = data(k_pages), args.v = v_pages.element_count() ? data(v_pages) : nullptr;
-  args.block_tables = block_tables.typed_data();
+  args.q = data(q), args.block_tables = block_tables.typed_data();
   args.num_tokens = num_tokens.typed_data(), args.sinks = sinks.element_count() ? sinks.typed_data() : nullptr;
   args.units = reinterpret_cast<const AttentionUnit*>(units.typed_data());
   args.part_tokens = reinterpret_cast<const int2*>(part_tokens.typed_data()), args.num_units = num_units.typed_data();
@@ -54,7 +54,9 @@ static ffi::Error Attention(cudaStream_t stream, BF16 q, BF16 k_pages, BF16 v_pa
   args.part_rows = static_cast<int>(parts[0]), args.max_chunks = static_cast<int>(parts[1]);
   args.cta_heads = static_cast<int>(cta_heads);
   args.token_groups = static_cast<int>(token_groups), args.scale_log2 = scale * 1.4426950408889634f;
-  return status(launch_attention(args, stream));
+  cudaError_t e = page_map(&args.k_map, data(k_pages), kd[0], kd[1], kd[2], kd[3], cta_heads);
+  if (e == cudaSuccess && !latent) e = page_map(&args.v_map, data(v_pages), kd[0], kd[1], kd[2], args.v_dim, cta_heads);
+  return status(e == cudaSuccess ? launch_attention(args, latent, stream) : e);
 }
 
 }  // namespace lora_jax

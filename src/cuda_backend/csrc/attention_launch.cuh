@@ -1,11 +1,24 @@
-// Host side of paged attention: the ring's size, launches.
+// Host side of paged attention: tensor maps, the ring's size, launches.
 #pragma once
 #include "head_attention.cuh"
 #include "latent_attention.cuh"
+#include "swizzled_map.cuh"
 
 namespace lora_jax {
 
 constexpr int kSharedBytes = 232448;  // that a CTA of Hopper can have
+
+// Views pages [pages, page_size, heads, dim] as [page, head, dim / 64, place, 64]: a box is 16 places
+// of `box_heads` heads, each 128-byte piece swizzled by its place.
+inline cudaError_t page_map(CUtensorMap* map, const void* pages, int64_t num_pages, int64_t page_size, int64_t heads,
+                            int64_t dim, int64_t box_heads) {
+  const cuuint64_t dims[] = {64, static_cast<cuuint64_t>(page_size), static_cast<cuuint64_t>(dim / 64),
+                             static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(num_pages)};
+  const cuuint64_t row = static_cast<cuuint64_t>(dim) * 2;
+  const cuuint64_t strides[] = {heads * row, 128, row, page_size * heads * row};
+  const cuuint32_t box[] = {64, kBox, static_cast<cuuint32_t>(dim / 64), static_cast<cuuint32_t>(box_heads), 1};
+  return swizzled_map<5>(map, pages, dims, strides, box);
+}
 
 inline cudaError_t launch_attention_units(const AttentionUnitsArgs& args, cudaStream_t stream) {
   attention_units_kernel<<<1, kScanThreads, 0, stream>>>(args);
@@ -16,7 +29,7 @@ inline cudaError_t launch_attention_units(const AttentionUnitsArgs& args, cudaSt
 template <class Consumer>
 cudaError_t launch_consumers(AttentionArgs& args, int consumers, int slot_boxes, int scratch, cudaStream_t stream) {
   const auto kernel = attention_kernel<Consumer>;
-  const int slot = slot_boxes * box_bytes(args);
+  const int slot = slot_boxes * (args.k_bytes + args.v_bytes);
   const int room = (kSharedBytes - kAttentionHeader - scratch) / slot;
   args.slot_boxes = slot_boxes, args.slots = room < kMostSlots ? room : kMostSlots;
   if (args.slots * slot_boxes < 2 * Consumer::kStep || consumers > kMostConsumers) return cudaErrorInvalidValue;
@@ -57,10 +70,10 @@ inline cudaError_t launch_combine(const AttentionArgs& args, cudaStream_t stream
 
 // Fills in what follows from the sizes, and launches; cudaErrorInvalidValue for sizes that the caller
 // should not have let through. Needs cta_heads and token_groups.
-inline cudaError_t launch_attention(AttentionArgs& args, cudaStream_t stream) {
-  const bool latent = !args.v;
+inline cudaError_t launch_attention(AttentionArgs& args, bool latent, cudaStream_t stream) {
   args.head_groups = args.kv_heads / args.cta_heads;
-  args.k_row = args.cta_heads * args.k_dim * 2, args.v_row = latent ? 0 : args.cta_heads * args.v_dim * 2;
+  args.k_bytes = args.cta_heads * args.k_dim * kBox * 2;
+  args.v_bytes = latent ? 0 : args.cta_heads * args.v_dim * kBox * 2;
   cudaError_t e = cudaErrorInvalidValue;
   if (!latent && args.k_dim == 128 && args.v_dim == 128) e = launch_heads<8, 16>(args, stream);
   if (!latent && args.k_dim == 64 && args.v_dim == 64) e = launch_heads<4, 8>(args, stream);

@@ -1,8 +1,7 @@
 // How pages reach the warps of paged attention, and what a chunk of positions leaves behind.
 //
-// One persistent CTA per SM. A producer warp fills a ring of slots with boxes of 16 positions, a copy
-// a row, since rows need not lie as far from each other as in a page: 16 bytes more than their size
-// let the lanes of ldmatrix meet distinct banks. Consumer warps work through units in step. A chunk's exponentials refer to its own
+// One persistent CTA per SM. A producer warp fills a ring of slots with boxes of 16 positions by
+// tensor copies; consumer warps work through units in step. A chunk's exponentials refer to its own
 // largest logit, and chunks are put together in their order by `fold`, in registers or, through
 // memory, by combine_kernel: a token's result depends on nothing but its own sequence.
 #pragma once
@@ -11,9 +10,8 @@
 namespace lora_jax {
 
 struct AttentionArgs {
+  CUtensorMap k_map, v_map;  // boxes of 16 positions x cta_heads, see page_map
   const __nv_bfloat16* q;    // [tokens, q_heads, k_dim]
-  const __nv_bfloat16* k;    // [pages, page_size, kv_heads, k_dim]
-  const __nv_bfloat16* v;    // [pages, page_size, kv_heads, v_dim] or none: the first columns of k
   const int* block_tables;   // [seqs, max_pages]
   const int* num_tokens;     // [1]
   const float* sinks;        // [q_heads] or none
@@ -27,8 +25,7 @@ struct AttentionArgs {
   int page_size, max_pages, chunk, max_chunks, part_rows, window;
   int cta_heads, head_groups;  // kv heads of a CTA's share of a unit; how many shares there are
   int token_groups;            // groups of 16 rows (tokens x query heads of a kv head) of a unit
-  int slots, slot_boxes;       // of the ring
-  int k_row, v_row;            // bytes of cta_heads at a position
+  int slots, slot_boxes, k_bytes, v_bytes;  // of the ring; bytes of a box
   float scale_log2;            // scale / ln 2
 };
 
@@ -41,12 +38,7 @@ constexpr float kNone = -INFINITY;
 struct AttentionShared {
   uint64_t full[kMostSlots], empty[kMostSlots];
 };
-constexpr int kAttentionHeader = 256;  // barriers
-
-// Where rows of a box lie in its slot: those of K, then those of V.
-__host__ __device__ inline int k_stride(const AttentionArgs& p) { return p.k_row + 16; }
-__host__ __device__ inline int v_stride(const AttentionArgs& p) { return p.v_row ? p.v_row + 16 : 0; }
-__host__ __device__ inline int box_bytes(const AttentionArgs& p) { return kBox * (k_stride(p) + v_stride(p)); }
+constexpr int kAttentionHeader = 1024;  // barriers; the slots begin on a boundary of the swizzle
 
 __device__ __forceinline__ uint32_t pack_bf16(float lo, float hi) {
   const __nv_bfloat162 v = __floats2bfloat162_rn(lo, hi);
@@ -64,7 +56,7 @@ struct SlotRing {
   __device__ __forceinline__ SlotRing(const AttentionArgs& p, unsigned char* raw)
       : p(p), sm(*reinterpret_cast<AttentionShared*>(raw)), base(smem_u32(raw) + kAttentionHeader) {}
   __device__ __forceinline__ uint32_t address() const {
-    return base + at * p.slot_boxes * box_bytes(p);
+    return base + at * p.slot_boxes * (p.k_bytes + p.v_bytes);
   }
   __device__ __forceinline__ void next() {
     if (++at == p.slots) at = 0, phase ^= 1;
@@ -112,24 +104,6 @@ struct Boxes {
 };
 
 // ---------------------------------------------------------------- producer warp
-// Copies row `lane % 16` of a box: lanes 0 to 15 K, the others V.
-struct RowCopy {
-  const unsigned char* from;  // the row of page 0
-  int64_t position_bytes;
-  uint32_t to, bytes;
-  __device__ __forceinline__ RowCopy(const AttentionArgs& p, int head) {
-    const int lane = threadIdx.x & 31, row = lane & 15;
-    const bool value = lane >= kBox;
-    const int dim = value ? p.v_dim : p.k_dim;
-    from = reinterpret_cast<const unsigned char*>(value ? p.v : p.k) + head * dim * 2;
-    position_bytes = static_cast<int64_t>(p.kv_heads) * dim * 2, from += row * position_bytes;
-    to = value ? kBox * k_stride(p) + row * v_stride(p) : row * k_stride(p), bytes = value ? p.v_row : p.k_row;
-  }
-  __device__ __forceinline__ void operator()(uint32_t box, int64_t position, uint64_t* full) const {
-    if (bytes) bulk_copy(box + to, from + position * position_bytes, bytes, full);
-  }
-};
-
 // `step`: boxes that consumers take together, a multiple of a slot's.
 __device__ __forceinline__ void produce_pages(const AttentionArgs& p, SlotRing ring, int step) {
   const int lane = threadIdx.x & 31;
@@ -139,19 +113,22 @@ __device__ __forceinline__ void produce_pages(const AttentionArgs& p, SlotRing r
     if (unit.num_tokens == 0) continue;
     const int* table = p.block_tables + static_cast<int64_t>(unit.sequence) * p.max_pages;
     const Boxes boxes(p, unit, unit.chunk, unit.num_chunks, step);
-    const RowCopy copy(p, head);
     for (int base = boxes.begin; base < boxes.end; base += 32) {
       const int page = __ldg(table + min(base + lane, boxes.end - 1) * kBox / p.page_size);
       for (int box = base; box < min(base + 32, boxes.end); box += p.slot_boxes) {
         const int n = min(p.slot_boxes, boxes.end - box);
         mbar_wait(&ring.sm.empty[ring.at], ring.phase ^ 1);
         uint64_t* full = &ring.sm.full[ring.at];
-        if (lane == 0) mbar_expect(full, n * kBox * (p.k_row + p.v_row));
-        __syncwarp();
+        if (lane == 0) mbar_expect(full, n * (p.k_bytes + p.v_bytes));
         for (int i = 0; i < n; ++i) {
-          const int64_t from = __shfl_sync(~0u, page, box + i - base);
-          copy(ring.address() + i * box_bytes(p), from * p.page_size + (box + i) * kBox % p.page_size, full);
+          const int from = __shfl_sync(~0u, page, box + i - base), place = (box + i) * kBox % p.page_size;
+          const uint32_t to = ring.address() + i * (p.k_bytes + p.v_bytes);
+          if (lane == 0) {
+            page_copy(to, &p.k_map, place, head, from, full);
+            if (p.v_bytes) page_copy(to + p.k_bytes, &p.v_map, place, head, from, full);
+          }
         }
+        __syncwarp();
         ring.next();
       }
     }
@@ -291,11 +268,11 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
   }
   __syncthreads();
   if (warp < kMostConsumers) {
-    more_registers<224>();
-    unsigned char* scratch = attention_raw + kAttentionHeader + p.slots * p.slot_boxes * box_bytes(p);
+    more_registers<232>();
+    unsigned char* scratch = attention_raw + kAttentionHeader + p.slots * p.slot_boxes * (p.k_bytes + p.v_bytes);
     if (warp < consumers) consume_pages<Consumer>(p, ring, scratch, consumers * 32);
   } else {
-    fewer_registers<56>();
+    fewer_registers<40>();
     if (warp == kMostConsumers) produce_pages(p, ring, Consumer::kStep);
   }
 }

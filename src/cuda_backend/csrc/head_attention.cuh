@@ -27,9 +27,13 @@ struct HeadConsumer {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     place = warp % p.cta_heads, heads_per_kv = p.q_heads / p.kv_heads;
     first_token = warp / p.cta_heads * (16 / heads_per_kv);
-    keys = ((lane >> 4) * 8 + (lane & 7)) * k_stride(p) + place * (KT * 32) + ((lane >> 3) & 1) * 16;
-    values = kBox * k_stride(p) + (lane & 15) * v_stride(p) + place * (NT * 16) + (lane >> 4) * 16;
+    // Pieces of 16 bytes are swizzled by their row; piece ^ 2 j is j * 2 further.
+    const int key = (lane >> 4) * 8 + (lane & 7), value = lane & 15;
+    keys = place * (KT * 512) + key * 128 + ((((lane >> 3) & 1) ^ (key & 7)) << 4);
+    values = p.k_bytes + place * (NT * 256) + value * 128 + (((lane >> 4) ^ (value & 7)) << 4);
   }
+
+  __device__ __forceinline__ uint32_t box_bytes() const { return p.k_bytes + p.v_bytes; }
 
   // The token and the head of row g (+ 8 for r = 1); a token after the unit's last for rows of none.
   struct Row {
@@ -61,13 +65,13 @@ struct HeadConsumer {
 
   // s[n][e]: logits of row g (+ 8 from e = 2 on) at position n * 8 + (lane & 3) * 2 + e % 2 of the slot.
   __device__ __forceinline__ void logits(uint32_t slot, float (&s)[4][4]) const {
-    const uint32_t at[2] = {slot + keys, slot + keys + box_bytes(p)};
+    const uint32_t at[2] = {slot + keys, slot + keys + box_bytes()};
 #pragma unroll
     for (int k = 0; k < KT; ++k)
 #pragma unroll
       for (int box = 0; box < 2; ++box) {
         uint32_t b[4];
-        ldmatrix(b, at[box] + k * 32);
+        ldmatrix(b, (at[box] ^ (k & 3) << 5) + k / 4 * 2048);
         mma_bf16(s[box * 2], q[k][0], q[k][1], q[k][2], q[k][3], b[0], b[1]);
         mma_bf16(s[box * 2 + 1], q[k][0], q[k][1], q[k][2], q[k][3], b[2], b[3]);
       }
@@ -86,9 +90,9 @@ struct HeadConsumer {
   // What no token sees may hold anything: its V becomes zero, which is what zero weights need.
   __device__ __forceinline__ void erase(uint32_t slot, const Sight& sight, int first) const {
     const int lane = threadIdx.x & 31;
-    const uint32_t row = slot + lane / 16 * box_bytes(p) + values - (lane >> 4) * 16;
+    const uint32_t row = slot + lane / 16 * box_bytes() + p.k_bytes + place * (NT * 256) + lane % 16 * 128;
     if (!sight.has(first + lane))
-      for (int i = 0; i < NT; ++i) sts128(row + i * 16, make_uint4(0, 0, 0, 0));
+      for (int i = 0; i < NT; ++i) sts128(row + i / 8 * 2048 + i % 8 * 16, make_uint4(0, 0, 0, 0));
     fence_shared_copies();  // before the next copy to this place
     __syncwarp();
   }
@@ -122,11 +126,11 @@ struct HeadConsumer {
       const float(&near)[4] = s[box * 2], (&far)[4] = s[box * 2 + 1];
       const uint32_t a0 = pack_bf16(near[0], near[1]), a1 = pack_bf16(near[2], near[3]);
       const uint32_t a2 = pack_bf16(far[0], far[1]), a3 = pack_bf16(far[2], far[3]);
-      const uint32_t at = slot + values + box * box_bytes(p);
+      const uint32_t at = slot + values + box * box_bytes();
 #pragma unroll
       for (int n = 0; n < NT; n += 2) {
         uint32_t b[4];
-        ldmatrix_trans(b, at + n * 16);
+        ldmatrix_trans(b, (at ^ (n / 2 & 3) << 5) + n / 8 * 2048);
         mma_bf16(chunk.o[n], a0, a1, a2, a3, b[0], b[1]);
         mma_bf16(chunk.o[n + 1], a0, a1, a2, a3, b[2], b[3]);
       }

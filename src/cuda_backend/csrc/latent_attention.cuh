@@ -7,7 +7,6 @@
 namespace lora_jax {
 
 constexpr int kLatentTiles = 9;      // of 64 columns of K, and of 16 columns in a warp's quarter
-constexpr int kLatentRow = kLatentTiles * 128 + 16;  // bytes of a latent in a slot, see k_stride
 constexpr int kLatentPositions = 64;  // of a step
 constexpr int kLatentStride = kLatentPositions + 8;  // of a row in shared memory: lanes meet distinct banks
 constexpr int kLatentThreads = kMostConsumers * 32;
@@ -73,7 +72,7 @@ struct LatentConsumer {
 
   __device__ __forceinline__ uint32_t slot(int i) const {  // i-th from the ring's place
     const int at = ring.at + i;
-    return ring.base + (at < p.slots ? at : at - p.slots) * box_bytes(p);
+    return ring.base + (at < p.slots ? at : at - p.slots) * p.k_bytes;
   }
   __device__ __forceinline__ void wait_for(int i) const {
     const int at = ring.at + i;
@@ -82,22 +81,22 @@ struct LatentConsumer {
 
   // This warp's quarter of the columns of K, and its half of the positions.
   __device__ __forceinline__ void logits(int boxes) {
-    const int lane = threadIdx.x & 31, quarter = warp & 3, half = warp >> 2;
+    const int lane = threadIdx.x & 31, position = (lane >> 4) * 8 + (lane & 7), quarter = warp & 3, half = warp >> 2;
     if (half * 2 >= boxes) return;
     float s[GROUPS][4][4] = {};
     uint32_t keys[2];
     for (int i = 0; i < 2; ++i) {
       const int box = min(half * 2 + i, boxes - 1);  // one that there is
       wait_for(box);
-      keys[i] = slot(box) + ((lane >> 4) * 8 + (lane & 7)) * kLatentRow + quarter * (kLatentTiles * 32) +
-                ((lane >> 3) & 1) * 16;
+      keys[i] = slot(box) + position * 128;
     }
 #pragma unroll
     for (int k = 0; k < kLatentTiles; ++k) {
+      const int piece = (quarter * kLatentTiles + k) * 2 + ((lane >> 3) & 1);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         uint32_t b[4];
-        ldmatrix(b, keys[i] + k * 32);
+        ldmatrix(b, keys[i] + (piece >> 3) * 2048 + (((piece & 7) ^ (position & 7)) << 4));
 #pragma unroll
         for (int g = 0; g < GROUPS; ++g) {
           mma_bf16(s[g][i * 2], q[g][k][0], q[g][k][1], q[g][k][2], q[g][k][3], b[0], b[1]);
@@ -158,23 +157,23 @@ struct LatentConsumer {
     for (int i = threadIdx.x & 31; i < boxes * kBox; i += 32)
       if (!sight.has(first + i))
         for (int piece = 0; piece < 8; ++piece)
-          sts128(slot(i / kBox) + i % kBox * kLatentRow + warp * 128 + piece * 16, make_uint4(0, 0, 0, 0));
+          sts128(slot(i / kBox) + warp * 2048 + i % kBox * 128 + piece * 16, make_uint4(0, 0, 0, 0));
     fence_shared_copies();  // before the next copy to this place
     __syncwarp();
   }
 
   // The 16 positions of a box, for this warp's 64 columns of V.
   __device__ __forceinline__ void add_box(int box) {
-    const int lane = threadIdx.x & 31;
-    const uint32_t at = slot(box) + (lane & 15) * kLatentRow + warp * 128 + (lane >> 4) * 16;
+    const int lane = threadIdx.x & 31, value = lane & 15;
+    const uint32_t at = slot(box) + warp * 2048 + value * 128 + (((lane >> 4) ^ (value & 7)) << 4);
     uint32_t a[GROUPS][4];
 #pragma unroll
     for (int g = 0; g < GROUPS; ++g)
-      ldmatrix(a[g], smem_u32(&sm.p[g * 16 + (lane & 15)][box * kBox + (lane >> 4) * 8]));
+      ldmatrix(a[g], smem_u32(&sm.p[g * 16 + value][box * kBox + (lane >> 4) * 8]));
 #pragma unroll
     for (int n = 0; n < 8; n += 2) {
       uint32_t b[4];
-      ldmatrix_trans(b, at + n * 16);
+      ldmatrix_trans(b, at ^ n << 4);
 #pragma unroll
       for (int g = 0; g < GROUPS; ++g) {
         mma_bf16(chunk[g].o[n], a[g][0], a[g][1], a[g][2], a[g][3], b[0], b[1]);

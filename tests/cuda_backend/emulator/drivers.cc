@@ -44,14 +44,16 @@ int attention(const Bf16* q, const Bf16* k, const Bf16* v, const int* tables, co
   std::vector<float> part_o(parts * s->v_dim, NAN);
   std::vector<float2> part_ml(parts, float2{NAN, NAN});
   AttentionArgs p{};
-  p.q = q, p.k = k, p.v = v, p.block_tables = tables, p.num_tokens = &s->num_tokens, p.sinks = sinks;
+  p.q = q, p.block_tables = tables, p.num_tokens = &s->num_tokens, p.sinks = sinks;
   p.units = units.data(), p.part_tokens = part_tokens.data(), p.num_units = &num_units, p.out = out;
   p.part_o = part_o.data(), p.part_ml = part_ml.data(), p.tokens = s->tokens, p.q_heads = s->q_heads;
   p.kv_heads = s->kv_heads, p.k_dim = s->k_dim, p.v_dim = s->v_dim, p.page_size = s->page_size;
   p.max_pages = s->max_pages, p.chunk = s->chunk, p.max_chunks = s->max_chunks, p.part_rows = s->part_rows;
   p.window = s->window, p.cta_heads = s->cta_heads, p.token_groups = s->token_groups;
   p.scale_log2 = scale * 1.4426950408889634f;
-  return launch_attention(p, nullptr);
+  cudaError_t e = page_map(&p.k_map, k, s->pages, s->page_size, s->kv_heads, s->k_dim, s->cta_heads);
+  if (e == cudaSuccess && v) e = page_map(&p.v_map, v, s->pages, s->page_size, s->kv_heads, s->v_dim, s->cta_heads);
+  return e == cudaSuccess ? launch_attention(p, v == nullptr, nullptr) : e;
 }
 
 int lora(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, const int* entries, const float* scaling,
