@@ -197,10 +197,10 @@ cudaError_t launch_part(AttentionArgs p, AttentionUnitsArgs u, bool latent, Part
     case kUnits: return launch_attention_units(u, stream);
     case kCombine: return launch_combine(p, stream);
     case kCopies:
-      return latent ? launch_consumers<CopyOnly<4>>(p, kMostConsumers, 1, sizeof(LatentShared<1>), stream)
+      return latent ? launch_consumers<CopyOnly<4>>(p, kMostConsumers, 1, sizeof(LatentShared), stream)
                     : launch_consumers<CopyOnly<2>>(p, p.cta_heads, 2, 0, stream);
     case kAttention:  // without combine_kernel
-      if (latent) return launch_latent<1>(p, stream);
+      if (latent) return launch_latent(p, stream);
       return p.k_dim == 64 ? launch_heads<4, 8>(p, stream) : launch_heads<8, 16>(p, stream);
   }
   return cudaErrorInvalidValue;

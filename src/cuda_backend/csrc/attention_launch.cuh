@@ -53,9 +53,8 @@ template <int KT, int NT>
 cudaError_t launch_heads(AttentionArgs& args, cudaStream_t stream) {
   return args.part_rows < args.tokens ? launch_heads<KT, NT, true>(args, stream) : launch_heads<KT, NT, false>(args, stream);
 }
-template <int GROUPS>
-cudaError_t launch_latent(AttentionArgs& args, cudaStream_t stream) {
-  return launch_consumers<LatentConsumer<GROUPS>>(args, kMostConsumers, 1, sizeof(LatentShared<GROUPS>), stream);
+inline cudaError_t launch_latent(AttentionArgs& args, cudaStream_t stream) {
+  return launch_consumers<LatentConsumer>(args, kMostConsumers, 1, sizeof(LatentShared), stream);
 }
 
 inline cudaError_t launch_combine(const AttentionArgs& args, cudaStream_t stream) {
@@ -78,7 +77,7 @@ inline cudaError_t launch_attention(AttentionArgs& args, bool latent, cudaStream
   if (!latent && args.k_dim == 128 && args.v_dim == 128) e = launch_heads<8, 16>(args, stream);
   if (!latent && args.k_dim == 64 && args.v_dim == 64) e = launch_heads<4, 8>(args, stream);
   if (latent && args.k_dim == kLatentTiles * 64 && args.kv_heads == 1 && args.v_dim % 64 == 0 && args.v_dim <= 512) {
-    e = launch_latent<1>(args, stream);
+    e = launch_latent(args, stream);
   }
   return e == cudaSuccess ? launch_combine(args, stream) : e;
 }
