@@ -76,6 +76,17 @@ def test_a_token_has_the_same_bits_whatever_its_neighbours(model):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "llama-100m", "deepseek-v2-lite"])
+def test_a_long_prompt_has_the_bits_of_its_tokens_alone(model):
+    # Neighbours in a prompt go through all chunks; few tokens are cut into chunks.
+    case = some_case(model, ((0, 700, 260), (1, 900, 1), (2, 0, 30)), padding=0)
+    want = run(case)
+    np.testing.assert_allclose(want, oracle(case), **TOLERANCE["bfloat16"])
+    some = np.random.default_rng(0).permutation(len(want))[:40]
+    np.testing.assert_array_equal(run(tokens_of(case, some)), want[some])
+
+
+@pytest.mark.gpu
 def test_padding_gives_zero():
     case = some_case("llama-8b", DECODE, padding=5)
     assert not run(case)[len(DECODE) :].any()
