@@ -103,15 +103,15 @@ def test_reroute_is_the_references(library, tokens, k, experts, slots):
         np.testing.assert_array_equal(mine, theirs)
 
 
-# Rows g + 8, several heads and slices a CTA, heads shared out over CTAs, a window, sinks, a latent.
+# Rows g + 8, several heads a CTA, heads shared out over CTAs, a window, sinks, latents.
 SHAPES = {
     "8 q heads a kv head": ModelShape(0, 0, 1, 1, 16, 2, 128, 128),
     "one q head a kv head": ModelShape(0, 0, 1, 1, 9, 9, 64, 64),
     "6 q heads, window, sinks": ModelShape(
         0, 0, 1, 1, 12, 2, 64, 64, sliding_window=37, sinks=True
     ),
-    "latent": ModelShape(0, 0, 1, 1, 16, 1, 192, 128, latent=True),
-    "latent in slices": ModelShape(0, 0, 1, 1, 4, 1, 320, 256, latent=True),
+    "latent": ModelShape(0, 0, 1, 1, 16, 1, 576, 512, latent=True),
+    "latent of few columns and heads": ModelShape(0, 0, 1, 1, 4, 1, 576, 64, latent=True),
 }
 BATCHES = {
     "decode": ((0, 0, 1), (1, 15, 1), (2, 16, 1), (3, 255, 1), (4, 256, 1), (5, 300, 1)),
@@ -119,17 +119,18 @@ BATCHES = {
 }
 
 
-def emulated_attention(library, case: AttentionCase, seed: int) -> np.ndarray:
-    """Return the kernel's result as float32."""
+def emulated_attention(library, case: AttentionCase, seed: int, **changes) -> np.ndarray:
+    """Return the kernel's result as float32; `changes` are of the cut."""
     tokens, q_heads, k_dim = case.q.shape
     pages, page_size, kv_heads, _ = case.k_pages.shape
     max_pages = case.block_tables.shape[1]
-    latent, window = case.v_pages is None, case.sliding_window or 0
-    context = max_pages * page_size
-    cut = paged_attention.cut_work(q_heads, kv_heads, k_dim, case.v_dim, latent, context)
+    window, context = case.sliding_window or 0, max_pages * page_size
+    cut = paged_attention.cut_work(tokens, q_heads, kv_heads, k_dim, context)
+    cut = dataclasses.replace(cut, **changes)
+    cut = dataclasses.replace(cut, max_chunks=-(-context // cut.chunk))
     sizes = [tokens, int(case.num_tokens), q_heads, kv_heads, k_dim, case.v_dim, pages, page_size]
     sizes += [max_pages, cut.chunk, cut.max_chunks, window, cut.cta_heads, cut.token_groups]
-    sizes = np.array([*sizes, cut.unit_tokens], np.int32)
+    sizes = np.array([*sizes, cut.unit_tokens, cut.part_rows], np.int32)
     out = np.full((tokens, q_heads, case.v_dim), np.nan, BF16)
     arrays = [case.q, case.k_pages, case.v_pages, case.block_tables]
     arrays += [case.token_to_seq, case.positions, case.sinks]
@@ -160,6 +161,20 @@ def test_attention_of_a_token_has_the_same_bits_in_any_company(library):
     picked = {name: getattr(case, name)[some] for name in names}
     fewer = dataclasses.replace(case, **picked, num_tokens=jnp.int32(len(some)))
     np.testing.assert_array_equal(emulated_attention(library, fewer, seed=5), want[some])
+
+
+@pytest.mark.parametrize("shape", ["6 q heads, window, sinks", "latent of few columns and heads"])
+def test_attention_has_the_same_bits_cut_into_chunks_or_whole(library, shape):
+    chunks = ((0, 90, 80), (1, 130, 1), (2, 127, 2))  # the first is never cut
+    case = attention_case(SHAPES[shape], chunks, page_size=16, dtype="bfloat16")
+    whole = emulated_attention(library, case, seed=1, chunk=64, part_rows=1)
+    np.testing.assert_array_equal(emulated_attention(library, case, seed=2, chunk=64), whole)
+    few = dataclasses.replace(case, num_tokens=jnp.int32(20))  # too few to be left whole
+    cut = emulated_attention(library, few, seed=3, chunk=64)
+    np.testing.assert_array_equal(cut[:20], whole[:20])
+    assert not cut[20:].any()
+    near = emulated_attention(library, case, seed=4)
+    np.testing.assert_allclose(near, whole, **TOLERANCE["bfloat16"])
 
 
 @pytest.mark.parametrize("experts", [0, 3])

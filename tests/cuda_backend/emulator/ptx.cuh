@@ -53,6 +53,7 @@ inline void copies_wait() {  // as late as they may come
 inline void consumer_barrier(int threads) { emu::meet(emu::machine.current->block->consumers, threads); }
 inline void fence_barriers() {}
 inline void fence_copies() {}
+inline void fence_shared_copies() {}
 inline void prefetch_map(const CUtensorMap*) {}
 inline void prefetch_l2(const void*) {}
 inline int load_acquire(const int* p) { return *p; }
@@ -61,6 +62,10 @@ inline uint4 lds128(uint32_t address) {
   uint4 v;
   std::memcpy(&v, emu::at_shared(address), 16);
   return v;
+}
+inline void sts128(uint32_t address, uint4 v) {
+  if (address % 16) emu::fail("a store of 16 bytes off its boundary");
+  std::memcpy(emu::at_shared(address), &v, 16);
 }
 inline uint32_t lds32(uint32_t address) {
   uint32_t v;
@@ -104,6 +109,12 @@ inline void ldmatrix_any(uint32_t (&r)[4], uint32_t address, bool transposed) {
 }
 inline void ldmatrix(uint32_t (&r)[4], uint32_t address) { ldmatrix_any(r, address, false); }
 inline void ldmatrix_trans(uint32_t (&r)[4], uint32_t address) { ldmatrix_any(r, address, true); }
+
+template <int COUNT>
+inline void fewer_registers() {}
+template <int COUNT>
+inline void more_registers() {}
+inline float exp2_approx(float x) { return std::exp2f(x); }
 
 inline uint32_t add_bf16x2(uint32_t y, float lo, float hi) {
   const __nv_bfloat162 v = __floats2bfloat162_rn(emulated_half(y, 0) + lo, emulated_half(y, 1) + hi);

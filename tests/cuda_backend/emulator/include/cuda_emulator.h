@@ -26,9 +26,14 @@
 #define __align__(n) __attribute__((aligned(n)))
 
 struct uint4 { uint32_t x, y, z, w; };
+struct uint2 { uint32_t x, y; };
+struct int2 { int x, y; };
 struct int4 { int x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
+inline int2 make_int2(int x, int y) { return {x, y}; }
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 
@@ -58,6 +63,8 @@ inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __float_as_int(float f) { int i; std::memcpy(&i, &f, 4); return i; }
 inline float __int_as_float(int i) { float f; std::memcpy(&f, &i, 4); return f; }
 inline void __threadfence() {}
+inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fmaf_rn(float x, float y, float z) { return std::fmaf(x, y, z); }
 inline int atomicAdd(int* p, int v) { const int old = *p; *p += v; return old; }
 inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
   const uint64_t both = static_cast<uint64_t>(y) << 32 | x;
@@ -187,6 +194,7 @@ inline void run_a_copy() {
   const size_t i = machine.random() % machine.copies.size();
   const auto copy = std::move(machine.copies[i]);
   machine.copies.erase(machine.copies.begin() + i);
+  ++machine.progress;
   copy();
 }
 
@@ -261,6 +269,12 @@ inline void __nanosleep(unsigned) { emu::yield(); }
 template <class T> T __shfl_sync(unsigned, T v, int from) { return emu::shown<T>(emu::exchange("shfl", v), from & 31); }
 template <class T> T __shfl_xor_sync(unsigned, T v, int mask) {
   return emu::shown<T>(emu::exchange("shfl_xor", v), emu::lane() ^ mask);
+}
+inline int __any_sync(unsigned, int v) {
+  const auto* slots = emu::exchange("any", v);
+  bool any = false;
+  for (int i = 0; i < 32; ++i) any = any || emu::shown<int>(slots, i);
+  return any;
 }
 template <class T> T __shfl_up_sync(unsigned, T v, unsigned by) {
   const auto* slots = emu::exchange("shfl_up", v);
