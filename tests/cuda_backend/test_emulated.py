@@ -41,14 +41,15 @@ def copied(array, dtype=None) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("d_out", "d_in", "ranks"),
-    [(40, 64, (16, 0, 3)), (260, 128, (17, 32)), (70, 2112, (64, 33)), (140, 64, (128, 100))],
+    [(40, 64, (16, 0, 3)), (264, 128, (17, 32)), (72, 1088, (64, 33)), (136, 64, (128, 100))],
 )
 def test_merge_matches_float64(library, d_out, d_in, ranks):
     case = merge_case(len(ranks), d_out, d_in, ranks=ranks, dtype="bfloat16")
     w = copied(case.w)
     arrays = [copied(a) for a in case.arrays[1:]]
-    library.emulate(1, 7)
-    call(library.merge, w, *arrays, len(ranks), d_out, d_in, case.max_rank)
+    library.emulate(3, 7)
+    sizes = (len(ranks), d_out, d_in, case.max_rank, len(case.b_pool))
+    call(library.merge, w, *arrays, *sizes)
     want = np.asarray(case.w, np.float64)
     a_pool, b_pool = (np.asarray(v, np.float64) for v in (case.a_pool, case.b_pool))
     for m, (a_row, b_row, rank) in enumerate(np.asarray(case.sites)):

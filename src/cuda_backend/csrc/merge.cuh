@@ -1,12 +1,12 @@
 // w += scaling * B^T A for all matrices of a module, in place, one pass over the weights.
 //
-// A CTA owns kWarps * 8 * J rows of one matrix and a chunk of its columns. B's part stays in
-// registers (the n8 operand of mma, one row of w per n), A streams through shared memory 64 columns
-// at a time (the m16 operand, two columns a lane as in expand_block), w goes from memory to
-// registers one step ahead and back. So w is read and written once and A is read from L2 once for
-// every kWarps * 8 * J rows: the copy engine's rate is the floor.
+// A tile is 64 rows of w by 64 columns a column warp. The copy engine brings tiles and B's part of
+// them into a ring of stages and takes them out again, so that the bytes on their way depend on
+// shared memory and not on registers: its rate is the floor. A's part, the 16-row operand of mma
+// (two columns a lane, as in expand_block), stays in registers while a CTA walks down its columns;
+// B's is the 8-column operand, one row of w per n.
 #pragma once
-#include <cuda_runtime_api.h>
+#include "swizzled_map.cuh"
 
 #include "ptx.cuh"
 
@@ -18,149 +18,233 @@ struct MergeArgs {
   const __nv_bfloat16* b_pool;  // [b_rows, d_out]
   const int* sites;             // [matrices, 3]: a_row, b_row, rank
   const float* scaling;         // [matrices]
-  int matrices, d_out, d_in, max_rank;
+  int matrices, d_out, d_in, max_rank, b_rows;
 };
 
-constexpr int kMergeWarps = 8, kMergeStages = 4, kMergeChunk = 2048;
+struct MergePlan {
+  MergeArgs args;
+  CUtensorMap w_map, b_map;
+  int unit_tiles;  // row tiles that are done one after the other before the next columns
+};
 
-// K: steps of 16 ranks; J: blocks of 8 rows a warp.
-template <int K, int J>
-struct Merge {
-  static constexpr int kRows = kMergeWarps * J * 8, kStage = K * 16 * 128;
-  static constexpr int kShared = kMergeStages * kStage;
-  const MergeArgs& p;
-  const __nv_bfloat16* a;  // first rank row
-  int rank, column, steps;
-  uint32_t stages;
+constexpr int kMergeRows = 64;
 
-  // Brings 64 columns of A into a stage, rows past the rank as zeros; always one group of copies.
-  __device__ __forceinline__ void fetch(int step) const {
-    if (step < steps) {
-      const uint32_t stage = stages + step % kMergeStages * kStage;
-      for (int i = threadIdx.x; i < K * 128; i += kMergeWarps * 32) {
-        const int k = i >> 3, c = i & 7;
-        const bool live = k < rank;
-        const __nv_bfloat16* from = a + static_cast<int64_t>(live ? k : 0) * p.d_in + column + step * 64 + c * 8;
-        copy_16(stage + k * 128 + ((c ^ (k & 7)) << 4), from, live ? 16 : 0);
-      }
-    }
-    copies_commit();
+// K: steps of 16 ranks. Warps share a tile out by COLUMNS of 64 and ROWS parts of its rows.
+template <int K, int COLUMNS, int ROWS, int STAGES>
+struct MergeShape {
+  static constexpr int kWarps = COLUMNS * ROWS, kThreads = (kWarps + 1) * 32, kStages = STAGES;
+  static constexpr int kWarpRows = kMergeRows / ROWS, kBox = kWarpRows * 128;
+  static constexpr int kTile = kWarps * kBox, kStage = kTile + K * 16 * 128;
+  static constexpr int kShared = STAGES * kStage + STAGES * 16;
+};
+
+template <class S>
+struct MergeShared {
+  alignas(1024) unsigned char stages[S::kStages][S::kStage];
+  uint64_t full[S::kStages], empty[S::kStages];
+};
+
+// The CTA's share of all tiles, down the rows of a unit first, then over its columns.
+template <class S>
+struct MergeWalk {
+  int row_tiles, chunks, unit_tiles, units, tile, end;
+  __device__ MergeWalk(const MergePlan& p, int columns) : unit_tiles(p.unit_tiles) {
+    row_tiles = (p.args.d_out + kMergeRows - 1) / kMergeRows, chunks = (p.args.d_in + columns - 1) / columns;
+    units = (row_tiles + unit_tiles - 1) / unit_tiles;
+    const int64_t tiles = static_cast<int64_t>(p.args.matrices) * units * chunks * unit_tiles;
+    tile = static_cast<int>(tiles * blockIdx.x / gridDim.x), end = static_cast<int>(tiles * (blockIdx.x + 1) / gridDim.x);
   }
-
-  // B^T for this warp's rows: hs[k][j] holds ranks 2q, 2q+1 and 2q+8, 2q+9 of row j * 8 + g.
-  __device__ __forceinline__ void load_b(const __nv_bfloat16* b, int row, uint32_t (&hs)[K][J][2]) const {
-    const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
-    const auto* bits = reinterpret_cast<const unsigned short*>(b);
-    auto at = [&](int k, int r) -> uint32_t {
-      return k < rank && r < p.d_out ? __ldg(bits + static_cast<int64_t>(k) * p.d_out + r) : 0u;
-    };
-#pragma unroll
-    for (int k = 0; k < K; ++k)
-#pragma unroll
-      for (int j = 0; j < J; ++j)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int first = k * 16 + half * 8 + q * 2, r = row + j * 8 + g;
-          hs[k][j][half] = at(first, r) | at(first + 1, r) << 16;
-        }
-  }
-
-  // acc[i][j][e] is column g * 8 + 2i of row j * 8 + q * 2 + e, acc[i][j][e + 2] the column after it.
-  __device__ __forceinline__ void multiply(int step, const uint32_t (&hs)[K][J][2], float (&acc)[4][J][4]) const {
-    const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
-    const uint32_t stage = stages + step % kMergeStages * kStage;
-    const uint32_t even = stage + q * 256 + ((g ^ (q * 2)) << 4), odd = stage + q * 256 + 128 + ((g ^ (q * 2 + 1)) << 4);
-#pragma unroll
-    for (int k = 0; k < K; ++k) {
-      const uint32_t lo = k * 2048, hi = lo + 1024;
-      const uint4 w0 = lds128(even + lo), w1 = lds128(odd + lo), w2 = lds128(even + hi), w3 = lds128(odd + hi);
-      auto pair = [&](float (&out)[J][4], uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
-        const uint32_t a0 = __byte_perm(r0, r1, 0x5410), a1 = __byte_perm(r0, r1, 0x7632);
-        const uint32_t a2 = __byte_perm(r2, r3, 0x5410), a3 = __byte_perm(r2, r3, 0x7632);
-#pragma unroll
-        for (int j = 0; j < J; ++j) mma_bf16(out[j], a0, a1, a2, a3, hs[k][j][0], hs[k][j][1]);
-      };
-      pair(acc[0], w0.x, w1.x, w2.x, w3.x);
-      pair(acc[1], w0.y, w1.y, w2.y, w3.y);
-      pair(acc[2], w0.z, w1.z, w2.z, w3.z);
-      pair(acc[3], w0.w, w1.w, w2.w, w3.w);
-    }
+  __device__ __forceinline__ int column_tile() const { return tile / unit_tiles; }  // changes with A's part
+  __device__ __forceinline__ int matrix() const { return tile / unit_tiles / chunks / units; }
+  __device__ __forceinline__ int chunk() const { return tile / unit_tiles % chunks; }
+  __device__ __forceinline__ int row() const {
+    return (tile / unit_tiles / chunks % units * unit_tiles + tile % unit_tiles) * kMergeRows;
   }
 };
 
-template <int K, int J>
-__global__ void __launch_bounds__(kMergeWarps * 32, 1) merge_kernel(const MergeArgs p) {
-  using M = Merge<K, J>;
-  extern __shared__ __align__(128) unsigned char merge_raw[];
-  const int blocks = (p.d_out + M::kRows - 1) / M::kRows, chunks = (p.d_in + kMergeChunk - 1) / kMergeChunk;
-  const int matrix = blockIdx.x / (blocks * chunks), chunk = blockIdx.x / blocks % chunks;
-  const int rank = min(__ldg(p.sites + matrix * 3 + 2), p.max_rank);
-  if (rank <= 0) return;
-  const int column = chunk * kMergeChunk, steps = (min(kMergeChunk, p.d_in - column)) / 64;
-  const M m{p, p.a_pool + static_cast<int64_t>(__ldg(p.sites + matrix * 3)) * p.d_in, rank, column, steps,
-            smem_u32(merge_raw)};
-  for (int s = 0; s < kMergeStages - 1; ++s) m.fetch(s);
-  const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
-  const int row = blockIdx.x % blocks * M::kRows + (threadIdx.x >> 5) * J * 8;
-  __nv_bfloat16* w = p.w + (static_cast<int64_t>(matrix) * p.d_out + row + q * 2) * p.d_in + column + g * 8;
-  auto place = [&](int step, int j, int e) {
-    return reinterpret_cast<uint4*>(w + static_cast<int64_t>(j * 8 + e) * p.d_in + step * 64);
-  };
-  auto lives = [&](int j, int e) { return row + j * 8 + q * 2 + e < p.d_out; };
-  uint4 next[J][2];
-  auto load_w = [&](int step) {
-#pragma unroll
-    for (int j = 0; j < J; ++j)
-#pragma unroll
-      for (int e = 0; e < 2; ++e)
-        if (lives(j, e)) next[j][e] = __ldcs(place(step, j, e));
-  };
-  load_w(0);
-  uint32_t hs[K][J][2];
-  m.load_b(p.b_pool + static_cast<int64_t>(__ldg(p.sites + matrix * 3 + 1)) * p.d_out, row, hs);
-  const float scaling = __ldg(p.scaling + matrix);
-  for (int step = 0; step < steps; ++step) {
-    copies_wait<kMergeStages - 2>();
-    __syncthreads();  // the stage is there for all, and all have left the one that is filled next
-    m.fetch(step + kMergeStages - 1);
-    uint4 now[J][2];
-#pragma unroll
-    for (int j = 0; j < J; ++j)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) now[j][e] = next[j][e];
-    if (step + 1 < steps) load_w(step + 1);
-    float acc[4][J][4] = {};
-    m.multiply(step, hs, acc);
-#pragma unroll
-    for (int j = 0; j < J; ++j)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        uint4 o = now[j][e];
-        o.x = add_bf16x2(o.x, scaling * acc[0][j][e], scaling * acc[0][j][e + 2]);
-        o.y = add_bf16x2(o.y, scaling * acc[1][j][e], scaling * acc[1][j][e + 2]);
-        o.z = add_bf16x2(o.z, scaling * acc[2][j][e], scaling * acc[2][j][e + 2]);
-        o.w = add_bf16x2(o.w, scaling * acc[3][j][e], scaling * acc[3][j][e + 2]);
-        if (lives(j, e)) __stcs(place(step, j, e), o);
-      }
+template <class S>
+struct MergeRing {
+  int at = 0;
+  uint32_t phase = 0;
+  __device__ __forceinline__ void next() {
+    if (++at == S::kStages) at = 0, phase ^= 1;
+  }
+};
+
+// Lane i brings the i-th warp's box of every tile, the lane after them B's part.
+template <int K, int COLUMNS, int ROWS, int STAGES>
+__device__ __forceinline__ void merge_produce(const MergePlan& p,
+                                              MergeShared<MergeShape<K, COLUMNS, ROWS, STAGES>>& sm) {
+  using S = MergeShape<K, COLUMNS, ROWS, STAGES>;
+  const int lane = threadIdx.x & 31, blocks = p.args.d_in / 64;
+  MergeRing<S> ring;
+  for (MergeWalk<S> walk(p, COLUMNS * 64); walk.tile < walk.end; ++walk.tile) {
+    const int* site = p.args.sites + walk.matrix() * 3;
+    const int row = walk.row(), first = walk.chunk() * COLUMNS, block = first + lane / ROWS;
+    if (row >= p.args.d_out || __ldg(site + 2) <= 0) continue;
+    mbar_wait(&sm.empty[ring.at], ring.phase ^ 1);
+    uint64_t* full = &sm.full[ring.at];
+    if (lane == 0) mbar_expect(full, min(COLUMNS, blocks - first) * ROWS * S::kBox + K * 16 * 128);
+    __syncwarp();
+    const uint32_t stage = smem_u32(sm.stages[ring.at]);
+    if (lane < S::kWarps && block < blocks)
+      tile_copy(stage + lane * S::kBox, &p.w_map, 0, row + lane % ROWS * S::kWarpRows, block, walk.matrix(), full);
+    if (lane == S::kWarps) tile_copy(stage + S::kTile, &p.b_map, row, __ldg(site + 1), 0, 0, full);
+    ring.next();
   }
 }
 
-template <int K, int J>
-cudaError_t launch_merge_ranks(const MergeArgs& p, cudaStream_t stream) {
-  using M = Merge<K, J>;
-  const int64_t blocks = (p.d_out + M::kRows - 1) / M::kRows, chunks = (p.d_in + kMergeChunk - 1) / kMergeChunk;
-  const auto kernel = merge_kernel<K, J>;
-  cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, M::kShared);
+// A's part of 64 columns: a[k][i] holds columns g * 8 + 2i and the next, ranks 2q, 2q+1, 2q+8, 2q+9 of step k.
+template <int K>
+struct MergeFactor {
+  uint32_t a[K][4][4];
+  uint32_t live[K][2];  // masks of B: its rows past the rank are someone else's
+  __device__ __forceinline__ void load(const MergeArgs& p, int first, int rank, int column) {
+    const int g = (threadIdx.x & 31) >> 2, q = threadIdx.x & 3;
+    auto at = [&](int k) {
+      if (k >= rank) return make_uint4(0, 0, 0, 0);
+      return __ldg(reinterpret_cast<const uint4*>(p.a_pool + static_cast<int64_t>(first + k) * p.d_in + column + g * 8));
+    };
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      const int low = k * 16 + q * 2, high = low + 8;
+      const uint4 r0 = at(low), r1 = at(low + 1), r2 = at(high), r3 = at(high + 1);
+      auto pair = [&](uint32_t (&out)[4], uint32_t v0, uint32_t v1, uint32_t v2, uint32_t v3) {
+        out[0] = __byte_perm(v0, v1, 0x5410), out[1] = __byte_perm(v0, v1, 0x7632);
+        out[2] = __byte_perm(v2, v3, 0x5410), out[3] = __byte_perm(v2, v3, 0x7632);
+      };
+      pair(a[k][0], r0.x, r1.x, r2.x, r3.x);
+      pair(a[k][1], r0.y, r1.y, r2.y, r3.y);
+      pair(a[k][2], r0.z, r1.z, r2.z, r3.z);
+      pair(a[k][3], r0.w, r1.w, r2.w, r3.w);
+      live[k][0] = (low < rank ? 0xffffu : 0u) | (low + 1 < rank ? 0xffff0000u : 0u);
+      live[k][1] = (high < rank ? 0xffffu : 0u) | (high + 1 < rank ? 0xffff0000u : 0u);
+    }
+  }
+};
+
+// Adds the product to 16 rows of a warp's box; `block` is their place among B's 8-row blocks.
+template <int K>
+__device__ __forceinline__ void merge_rows(const MergeFactor<K>& f, float scaling, uint32_t b, int block, uint32_t box) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3, r = lane & 7;
+  const uint32_t from = b + ((lane >> 3 & 1) * 8 + r) * 128 + (((block + (lane >> 4)) ^ r) << 4);
+  float acc[4][2][4] = {};
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    uint32_t h[4];
+    ldmatrix_trans(h, from + k * 2048);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const uint32_t lo = h[n * 2] & f.live[k][0], hi = h[n * 2 + 1] & f.live[k][1];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) mma_bf16(acc[i][n], f.a[k][i][0], f.a[k][i][1], f.a[k][i][2], f.a[k][i][3], lo, hi);
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < 2; ++n)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int row = n * 8 + q * 2 + e;
+      const uint32_t at = box + row * 128 + ((g ^ (row & 7)) << 4);
+      uint4 o = lds128(at);
+      o.x = add_bf16x2(o.x, scaling * acc[0][n][e], scaling * acc[0][n][e + 2]);
+      o.y = add_bf16x2(o.y, scaling * acc[1][n][e], scaling * acc[1][n][e + 2]);
+      o.z = add_bf16x2(o.z, scaling * acc[2][n][e], scaling * acc[2][n][e + 2]);
+      o.w = add_bf16x2(o.w, scaling * acc[3][n][e], scaling * acc[3][n][e + 2]);
+      sts128(at, o);
+    }
+}
+
+// Each warp works in place on its own box and sends it back itself.
+template <int K, int COLUMNS, int ROWS, int STAGES>
+__device__ __forceinline__ void merge_consume(const MergePlan& p,
+                                              MergeShared<MergeShape<K, COLUMNS, ROWS, STAGES>>& sm) {
+  using S = MergeShape<K, COLUMNS, ROWS, STAGES>;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  MergeRing<S> ring;
+  MergeFactor<K> factor;
+  int known = -1, rank = 0, sent = -1;  // sent: the stage that the last store leaves
+  float scaling = 0;
+  for (MergeWalk<S> walk(p, COLUMNS * 64); walk.tile < walk.end; ++walk.tile) {
+    const int row = walk.row(), matrix = walk.matrix(), block = walk.chunk() * COLUMNS + warp / ROWS;
+    const bool mine = block * 64 < p.args.d_in;
+    if (walk.column_tile() != known) {
+      known = walk.column_tile();
+      rank = min(__ldg(p.args.sites + matrix * 3 + 2), p.args.max_rank);
+      scaling = __ldg(p.args.scaling + matrix);
+      factor.load(p.args, __ldg(p.args.sites + matrix * 3), mine ? rank : 0, block * 64);
+    }
+    if (row >= p.args.d_out || rank <= 0) continue;
+    mbar_wait(&sm.full[ring.at], ring.phase);
+    const uint32_t stage = smem_u32(sm.stages[ring.at]), box = stage + warp * S::kBox;
+    const int first = warp % ROWS * S::kWarpRows;
+#pragma unroll 1
+    for (int r = 0; r < S::kWarpRows; r += 16)
+      merge_rows<K>(factor, scaling, stage + S::kTile, (first + r) / 8, box + r * 128);
+    fence_copies();
+    __syncwarp();
+    if (lane == 0) {
+      if (mine) tile_store(&p.w_map, row + first, block, matrix, box);
+      stores_commit();
+      stores_wait<1>();
+      if (sent >= 0) mbar_arrive(&sm.empty[sent]);
+    }
+    sent = ring.at;
+    ring.next();
+  }
+  if (lane == 0) stores_wait<0>();
+}
+
+template <int K, int COLUMNS, int ROWS, int STAGES>
+__global__ void __launch_bounds__(MergeShape<K, COLUMNS, ROWS, STAGES>::kThreads)
+    merge_kernel(const __grid_constant__ MergePlan p) {
+  using S = MergeShape<K, COLUMNS, ROWS, STAGES>;
+  extern __shared__ __align__(1024) unsigned char merge_raw[];
+  auto& sm = *reinterpret_cast<MergeShared<S>*>(merge_raw);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) {
+      mbar_init(&sm.full[i], 1);
+      mbar_init(&sm.empty[i], S::kWarps);
+    }
+    fence_barriers();
+  }
+  __syncthreads();
+  if (threadIdx.x >> 5 == S::kWarps) merge_produce(p, sm);
+  else merge_consume(p, sm);
+}
+
+template <int K, int COLUMNS, int ROWS, int STAGES>
+cudaError_t launch_merge_shape(const MergeArgs& args, int ctas, int unit_rows, cudaStream_t stream) {
+  using S = MergeShape<K, COLUMNS, ROWS, STAGES>;
+  MergePlan p{args, {}, {}, (min(unit_rows, args.d_out) + kMergeRows - 1) / kMergeRows};
+  const cuuint64_t row = static_cast<cuuint64_t>(args.d_in) * 2, rows = static_cast<cuuint64_t>(args.d_out);
+  const cuuint64_t w_dims[] = {64, rows, row / 128, static_cast<cuuint64_t>(args.matrices)};
+  const cuuint64_t w_strides[] = {row, 128, row * rows};
+  const cuuint32_t w_box[] = {64, S::kWarpRows, 1, 1}, b_box[] = {kMergeRows, K * 16, 1, 1};
+  const cuuint64_t b_dims[] = {rows, static_cast<cuuint64_t>(args.b_rows), 1, 1}, b_strides[] = {rows * 2, 16, 16};
+  cudaError_t e = swizzled_map<4>(&p.w_map, args.w, w_dims, w_strides, w_box);
+  if (e == cudaSuccess) e = swizzled_map<4>(&p.b_map, args.b_pool, b_dims, b_strides, b_box);
+  const auto kernel = merge_kernel<K, COLUMNS, ROWS, STAGES>;
+  constexpr int bytes = sizeof(MergeShared<S>);
+  if (e == cudaSuccess) e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (e != cudaSuccess) return e;
-  kernel<<<static_cast<unsigned>(p.matrices * blocks * chunks), kMergeWarps * 32, M::kShared, stream>>>(p);
+  kernel<<<ctas, S::kThreads, bytes, stream>>>(p);
   return cudaGetLastError();
 }
 
-inline cudaError_t launch_merge(const MergeArgs& p, cudaStream_t stream) {
-  if (p.max_rank <= 16) return launch_merge_ranks<1, 4>(p, stream);
-  if (p.max_rank <= 32) return launch_merge_ranks<2, 4>(p, stream);
-  if (p.max_rank <= 64) return launch_merge_ranks<4, 4>(p, stream);
-  return launch_merge_ranks<8, 2>(p, stream);
+template <int K, int COLUMNS, int ROWS, int STAGES>
+cudaError_t launch_merge_on(const MergeArgs& args, cudaStream_t stream) {
+  int device = 0, sms = 0;
+  cudaError_t e = cudaGetDevice(&device);
+  if (e == cudaSuccess) e = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+  return e == cudaSuccess ? launch_merge_shape<K, COLUMNS, ROWS, STAGES>(args, sms, 1 << 30, stream) : e;
+}
+
+inline cudaError_t launch_merge(const MergeArgs& args, cudaStream_t stream) {
+  if (args.max_rank <= 16) return launch_merge_on<1, 8, 1, 3>(args, stream);
+  if (args.max_rank <= 32) return launch_merge_on<2, 8, 1, 3>(args, stream);
+  if (args.max_rank <= 64) return launch_merge_on<4, 8, 1, 3>(args, stream);
+  return launch_merge_on<8, 4, 1, 4>(args, stream);
 }
 
 }  // namespace lora_jax

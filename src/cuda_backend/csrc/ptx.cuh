@@ -58,6 +58,26 @@ __device__ __forceinline__ void page_copy(uint32_t dst, const CUtensorMap* map, 
       "l"(map), "r"(0), "r"(place), "r"(head), "r"(page), "r"(smem_u32(bar))
       : "memory");
 }
+// A box of a tensor of four dimensions, and back; stores go out in groups.
+__device__ __forceinline__ void tile_copy(uint32_t dst, const CUtensorMap* map, int column, int row, int block,
+                                          int matrix, uint64_t* bar) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+      "[%6];" ::"r"(dst),
+      "l"(map), "r"(column), "r"(row), "r"(block), "r"(matrix), "r"(smem_u32(bar))
+      : "memory");
+}
+__device__ __forceinline__ void tile_store(const CUtensorMap* map, int row, int block, int matrix, uint32_t src) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(map),
+               "r"(0), "r"(row), "r"(block), "r"(matrix), "r"(src)
+               : "memory");
+}
+__device__ __forceinline__ void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until all but the last PENDING groups have left shared memory.
+template <int PENDING>
+__device__ __forceinline__ void stores_wait() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
 // Bytes past `bytes` of the 16 become zero.
 __device__ __forceinline__ void copy_16(uint32_t dst, const void* src, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
@@ -89,6 +109,10 @@ __device__ __forceinline__ uint4 lds128(uint32_t addr) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(addr));
   return v;
+}
+__device__ __forceinline__ void sts128(uint32_t addr, uint4 v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(addr), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
 }
 __device__ __forceinline__ uint32_t lds32(uint32_t addr) {
   uint32_t v;

@@ -12,8 +12,8 @@ extern "C" {
 void emulate(int sms, unsigned seed) { emu::machine.sms = sms, emu::machine.seed = seed; }
 
 int merge(Bf16* w, const Bf16* a_pool, const Bf16* b_pool, const int* sites, const float* scaling, int matrices,
-          int d_out, int d_in, int max_rank) {
-  return launch_merge(MergeArgs{w, a_pool, b_pool, sites, scaling, matrices, d_out, d_in, max_rank}, nullptr);
+          int d_out, int d_in, int max_rank, int b_rows) {
+  return launch_merge(MergeArgs{w, a_pool, b_pool, sites, scaling, matrices, d_out, d_in, max_rank, b_rows}, nullptr);
 }
 
 int reroute(const int* ids, const int* token_to_slot, const int* table, int num_tokens, int tokens, int k, int slots,

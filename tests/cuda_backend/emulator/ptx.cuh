@@ -33,6 +33,17 @@ inline void box_copy(uint32_t dst, const CUtensorMap* map, int row, int block, u
 inline void page_copy(uint32_t dst, const CUtensorMap* map, int place, int head, int page, uint64_t* bar) {
   emu::tensor_copy(dst, map, {0, place, 0, head, page}, bar);
 }
+inline void tile_copy(uint32_t dst, const CUtensorMap* map, int column, int row, int block, int matrix, uint64_t* bar) {
+  emu::tensor_copy(dst, map, {column, row, block, matrix}, bar);
+}
+inline void tile_store(const CUtensorMap* map, int row, int block, int matrix, uint32_t src) {
+  emu::tensor_store(map, {0, row, block, matrix}, src);
+}
+inline void stores_commit() { emu::machine.current->stores.emplace_back(); }
+template <int PENDING>
+inline void stores_wait() {
+  emu::finish_groups(emu::machine.current->stores, PENDING);
+}
 inline void copy_16(uint32_t dst, const void* src, int bytes) {
   if (dst % 16 || reinterpret_cast<uintptr_t>(src) % 16) emu::fail("a copy off its boundary of 16");
   unsigned char* to = emu::at_shared(dst);
@@ -43,12 +54,8 @@ inline void copy_16(uint32_t dst, const void* src, int bytes) {
 }
 inline void copies_commit() { emu::machine.current->groups.emplace_back(); }
 template <int PENDING>
-inline void copies_wait() {  // as late as they may come
-  auto& groups = emu::machine.current->groups;
-  while (static_cast<int>(groups.size()) > PENDING + 1) {
-    for (auto& copy : groups.front()) copy();
-    groups.erase(groups.begin());
-  }
+inline void copies_wait() {
+  emu::finish_groups(emu::machine.current->groups, PENDING);
 }
 inline void consumer_barrier(int threads) { emu::meet(emu::machine.current->block->consumers, threads); }
 inline void fence_barriers() {}
@@ -61,6 +68,10 @@ inline uint4 lds128(uint32_t address) {
   uint4 v;
   std::memcpy(&v, emu::at_shared(address), 16);
   return v;
+}
+inline void sts128(uint32_t address, uint4 v) {
+  if (address % 16) emu::fail("a store of 16 bytes off its boundary");
+  std::memcpy(emu::at_shared(address), &v, 16);
 }
 inline uint32_t lds32(uint32_t address) {
   uint32_t v;

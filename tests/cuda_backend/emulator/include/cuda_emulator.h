@@ -106,7 +106,8 @@ struct Fiber {
   bool done = false;
   const void* condition = nullptr;  // what it waits for, on its own stack
   bool (*holds)(const void*) = nullptr;
-  std::vector<std::vector<std::function<void()>>> groups{1};  // cp.async groups, the last one open
+  using Groups = std::vector<std::vector<std::function<void()>>>;
+  Groups groups{1}, stores{1};  // cp.async and bulk groups, the last one open
 };
 struct Machine {
   Dim grid{1, 1, 1}, block_dim{1, 1, 1};
@@ -230,8 +231,9 @@ inline void run_blocks(unsigned first, unsigned last, unsigned threads, size_t s
     if (idle > 1000) fail("deadlock: every thread waits");
   }
   for (auto& f : fibers)
-    for (auto& group : f->groups)
-      if (!group.empty()) fail("a thread ended with copies it had not waited for");
+    for (auto* groups : {&f->groups, &f->stores})
+      for (auto& group : *groups)
+        if (!group.empty()) fail("a thread ended with copies it had not waited for");
   if (!machine.copies.empty()) fail("a CTA ended with copies on their way");
 }
 
@@ -308,33 +310,61 @@ inline CUresult cuTensorMapEncodeTiled(CUtensorMap* map, int, uint32_t rank, voi
 
 namespace emu {
 
-// Copies a box whose first row is at `dst`; elements outside the tensor become zero, 16-byte pieces
-// are swizzled within 128 bytes by the row's place in 1024.
+// Runs the groups that must be done when `pending` may still be open: as late as they may come.
+inline void finish_groups(Fiber::Groups& groups, int pending) {
+  while (static_cast<int>(groups.size()) > pending + 1) {
+    for (auto& copy : groups.front()) copy();
+    groups.erase(groups.begin());
+  }
+}
+
+// Calls f(place in the box in bytes, element or null outside the tensor) for a box whose first row is
+// at `shared`; 16-byte pieces are swizzled within 128 bytes by the row's place in 1024.
+template <class F>
+void each_element(const CUtensorMap& m, const std::vector<int>& at, uint32_t shared, F f) {
+  int64_t rows = 1;
+  for (int i = 1; i < m.rank; ++i) rows *= m.box[i];
+  for (int64_t r = 0; r < rows; ++r) {
+    int64_t left = r, offset = 0;
+    bool inside = true;
+    for (int i = 1; i < m.rank; ++i) {
+      const int64_t place = at[i] + left % m.box[i];
+      left /= m.box[i], offset += place * static_cast<int64_t>(m.strides[i]);
+      inside = inside && place >= 0 && place < static_cast<int64_t>(m.dims[i]);
+    }
+    for (uint32_t e = 0; e < m.box[0]; ++e) {
+      const int64_t column = at[0] + e;
+      const uint32_t linear = static_cast<uint32_t>(r) * 128 + e * 2, row = (shared + linear) >> 7 & 7;
+      const bool there = inside && column < static_cast<int64_t>(m.dims[0]);
+      f(linear ^ row << 4, there ? const_cast<unsigned char*>(m.base) + offset + column * 2 : nullptr);
+    }
+  }
+}
+inline int64_t box_bytes(const CUtensorMap& m) {
+  int64_t elements = 1;
+  for (int i = 0; i < m.rank; ++i) elements *= m.box[i];
+  return elements * 2;
+}
+// Elements outside the tensor become zero.
 inline void tensor_copy(uint32_t dst, const CUtensorMap* map, std::vector<int> at, uint64_t* bar) {
   if (dst % 128) fail("a swizzled box begins off its boundary");
-  int64_t rows = 1;
-  for (int i = 1; i < map->rank; ++i) rows *= map->box[i];
-  const CUtensorMap m = *map;
-  auto move = [=](unsigned char* to) {
-    for (int64_t r = 0; r < rows; ++r) {
-      int64_t left = r, offset = 0;
-      bool inside = true;
-      for (int i = 1; i < m.rank; ++i) {
-        const int64_t place = at[i] + left % m.box[i];
-        left /= m.box[i], offset += place * static_cast<int64_t>(m.strides[i]);
-        inside = inside && place >= 0 && place < static_cast<int64_t>(m.dims[i]);
-      }
-      for (uint32_t e = 0; e < m.box[0]; ++e) {
-        const int64_t column = at[0] + e;
-        const uint32_t linear = static_cast<uint32_t>(r) * 128 + e * 2;
-        const uint32_t row = (dst + linear) >> 7 & 7, swizzled = linear ^ row << 4;
-        uint16_t v = 0;
-        if (inside && column < static_cast<int64_t>(m.dims[0])) std::memcpy(&v, m.base + offset + column * 2, 2);
-        std::memcpy(to + swizzled, &v, 2);
-      }
-    }
+  auto move = [=, m = *map](unsigned char* to) {
+    each_element(m, at, dst, [&](uint32_t place, const unsigned char* from) {
+      const unsigned char none[2] = {0, 0};
+      std::memcpy(to + place, from ? from : none, 2);
+    });
   };
-  copy_later(move, dst, rows * map->box[0] * 2, bar);
+  copy_later(move, dst, box_bytes(*map), bar);
+}
+// Elements outside the tensor are dropped.
+inline void tensor_store(const CUtensorMap* map, std::vector<int> at, uint32_t src) {
+  if (src % 128) fail("a swizzled box begins off its boundary");
+  const unsigned char* from = at_shared(src);
+  machine.current->stores.back().push_back([=, m = *map] {
+    each_element(m, at, src, [&](uint32_t place, unsigned char* to) {
+      if (to) std::memcpy(to, from + place, 2);
+    });
+  });
 }
 
 }  // namespace emu
