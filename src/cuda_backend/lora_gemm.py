@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cuda_backend import ffi
+from lora_jax.ops.adapter_items import AdapterItems
 from lora_jax.typing import Array, Float, Int
 
 MAX_ROWS = 8192  # one CTA sorts them in its shared memory
@@ -46,6 +47,11 @@ def check_support(
         raise NotImplementedError(f"cuda lora_gemm takes 1 to {MAX_SLOTS} slots, not {slots}")
 
 
+def rows_per_item(rows: int) -> int:
+    """Return how many rows an item may have; no result depends on it."""
+    return 8 if rows <= 64 else 32  # few are spread over more CTAs, many share their adapter's loads
+
+
 def row_items(
     row_to_slot: Int[Array, "rows"], row_to_expert: Int[Array, "rows"], num_slots: int
 ) -> RowItems:
@@ -54,8 +60,7 @@ def row_items(
     Rows of one slot should come sorted by expert: else the items are right, but smaller.
     """
     rows = row_to_slot.shape[0]
-    # Few rows are spread over more CTAs; many share the loads of their adapter. No result changes.
-    item_rows = 8 if rows <= 64 else 32
+    item_rows = rows_per_item(rows)
     shapes = [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((rows,), (rows, 4), (1,))]
     call = jax.ffi.ffi_call("lora_jax_cuda_row_items", shapes)
     attributes = {"slots": np.int64(num_slots), "item_rows": np.int64(item_rows)}
@@ -72,12 +77,14 @@ def lora_gemm(
     row_to_slot: Int[Array, "rows"],
     row_to_expert: Int[Array, "rows"],
     max_rank: int,
+    items: AdapterItems | None = None,
 ) -> Float[Array, "rows d_out"]:
     """y[t] + s * sum_j (x[t] . A[j]) B[j], as lora_jax.ops.lora_gemm says; h is in bfloat16."""
-    widths = (x.shape[1], y.shape[1])
-    check_support(y.dtype, y.shape[0], widths, entries.shape[0], max_rank)
+    widths, sorted_rows = (x.shape[1], y.shape[1]), y.shape[0] if items is None else 1
+    check_support(y.dtype, sorted_rows, widths, entries.shape[0], max_rank)
     ffi.require()
-    items = row_items(row_to_slot, row_to_expert, entries.shape[0])
+    if items is None:
+        items = row_items(row_to_slot, row_to_expert, entries.shape[0])
     return lora_pair(y, x, a_pool, b_pool, entries, scaling, items, max_rank)
 
 
@@ -88,7 +95,7 @@ def lora_pair(
     b_pool: Float[Array, "b_rows d_out"],
     entries: Int[Array, "slots 5"],
     scaling: Float[Array, "slots"],
-    items: RowItems,
+    items: RowItems | AdapterItems,
     max_rank: int,
 ) -> Float[Array, "rows d_out"]:
     """Shrink and expand in one launch, for rows whose items are known."""

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cuda_emulator import call, compile_library
+from item_cases import check_items
 from tolerance import TOLERANCE
 
 from cuda_backend import paged_attention
@@ -23,6 +24,7 @@ from lora_jax.ops.cases import (
     lora_case,
     merge_case,
 )
+from lora_jax.ops import adapter_items
 from lora_jax.ops.paged_attention import reference as attention_reference
 from lora_jax.ops.reroute import reference as reroute_reference
 
@@ -58,28 +60,93 @@ def test_merge_matches_float64(library, d_out, d_in, ranks):
     np.testing.assert_array_equal(w[case.sites[:, 2] == 0], copied(case.w)[case.sites[:, 2] == 0])
 
 
-@pytest.mark.parametrize(
-    ("tokens", "k", "experts", "slots"),
-    [(1, 1, 1, 0), (5, 2, 8, 0), (300, 8, 128, 0), (9, 4, 16, 3), (700, 6, 64, 40)],
-)
-def test_reroute_is_the_references(library, tokens, k, experts, slots):
+@dataclasses.dataclass
+class Sorting:
+    """What the row map's kernel takes and gives; -7 where it has not written."""
+
+    ids: np.ndarray
+    owners: np.ndarray | None  # ESFT slots of tokens
+    table: np.ndarray | None
+    adapters: np.ndarray | None  # LoRA slots of tokens
+    num_tokens: int
+    experts: int
+    groups: int
+    lora_slots: int = 0
+
+    def run(self, library) -> dict[str, np.ndarray]:
+        tokens, k = self.ids.shape
+        rows = self.ids.size
+        shapes = {"order": rows, "inverse": rows, "group_sizes": self.groups}
+        shapes |= {"row_to_token": rows, "row_to_expert": rows, "items": (rows, 4), "num_items": 1}
+        out = {name: np.full(shape, -7, np.int32) for name, shape in shapes.items()}
+        order = None
+        if self.adapters is not None:
+            known = (self.adapters >= 0) & (self.adapters < self.lora_slots)
+            keys = np.where(known, self.adapters, self.lora_slots)
+            order = np.argsort(keys, kind="stable").astype(np.int32)
+        slots = 0 if self.table is None else len(self.table)
+        sizes = [self.num_tokens, tokens, k, slots, self.experts, self.groups, self.lora_slots, 8]
+        given = (self.ids, self.owners, self.table, order, self.adapters, np.array(sizes, np.int32))
+        call(library.reroute, *given, *out.values())
+        return out
+
+
+def sorting(tokens: int, k: int, experts: int, slots: int, lora_slots: int = 0) -> Sorting:
     rng = np.random.default_rng(tokens)
-    groups, live = experts + slots * 13, max(1, tokens - 3)
+    groups = experts + slots * 13
     ids = rng.integers(-1, experts + 1, (tokens, k)).astype(np.int32)
     owners = rng.integers(-1, slots + 1, tokens).astype(np.int32)
-    table = rng.integers(0, groups, (max(slots, 1), experts)).astype(np.int32)
-    order, inverse, sizes = (np.full(n, -7, np.int32) for n in (ids.size, ids.size, groups))
-    given = (owners, table) if slots else (None, None)
+    table = rng.integers(0, groups, (slots, experts)).astype(np.int32)
+    adapters = rng.integers(-1, lora_slots + 1, tokens).astype(np.int32)
+    given = (ids, owners if slots else None, table if slots else None)
+    live = max(1, tokens - 3)
+    return Sorting(*given, adapters if lora_slots else None, live, experts, groups, lora_slots)
+
+
+SORTED = ("order", "inverse", "group_sizes", "row_to_token", "row_to_expert")
+SORTINGS = [
+    (1, 1, 1, 0),
+    (5, 2, 8, 0),
+    (300, 8, 128, 0),
+    (9, 4, 16, 3),
+    (40, 3, 16, 1259),
+    (700, 6, 64, 40),
+]
+
+
+@pytest.mark.parametrize(("tokens", "k", "experts", "slots"), SORTINGS)
+def test_reroute_is_the_references(library, tokens, k, experts, slots):
+    case = sorting(tokens, k, experts, slots)
     library.emulate(1, tokens)
-    shape = (live, tokens, k, slots, experts, groups)
-    call(library.reroute, ids, *given, *shape, order, inverse, sizes)
-    ids, live = jnp.asarray(ids), jnp.int32(live)
+    got = case.run(library)
+    ids, live = jnp.asarray(case.ids), jnp.int32(case.num_tokens)
     if slots:
-        want = reroute_reference.reroute(ids, jnp.asarray(owners), jnp.asarray(table), live, groups)
+        table = (jnp.asarray(case.owners), jnp.asarray(case.table))
+        want = reroute_reference.reroute(ids, *table, live, case.groups)
     else:
-        want = reroute_reference.row_map(ids, live, groups)
-    for mine, theirs in zip((order, inverse, sizes), want, strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+        want = reroute_reference.row_map(ids, live, case.groups)
+    for name in SORTED:
+        np.testing.assert_array_equal(got[name], getattr(want, name), err_msg=name)
+    assert got["num_items"] == -7
+
+
+@pytest.mark.parametrize(
+    ("tokens", "k", "experts", "slots", "lora_slots"),
+    [(1, 1, 1, 0, 1), (9, 4, 16, 3, 5), (40, 8, 8, 0, 2), (700, 6, 16, 2, 4)],
+)
+def test_row_map_cuts_items_of_adapters(library, tokens, k, experts, slots, lora_slots):
+    case = sorting(tokens, k, experts, slots, lora_slots)
+    library.emulate(1, tokens)
+    got = case.run(library)
+    ids, live = jnp.asarray(case.ids), jnp.int32(case.num_tokens)
+    adapters = adapter_items.reference(jnp.asarray(case.adapters), lora_slots)
+    table = np.arange(experts)[None] if case.table is None else case.table
+    owners = np.full(tokens, -1) if case.owners is None else case.owners
+    given = (jnp.asarray(owners.astype(np.int32)), jnp.asarray(table.astype(np.int32)))
+    want = reroute_reference.reroute(ids, *given, live, case.groups, adapters)
+    for name in SORTED:
+        np.testing.assert_array_equal(got[name], getattr(want, name), err_msg=name)
+    check_items(got["items"][: got["num_items"][0]], want, most=8)
 
 
 # Rows g + 8, several heads and slices a CTA, heads shared out over CTAs, a window, sinks, a latent.

@@ -1,6 +1,7 @@
 // Host side of the two kernels: tensor maps and launches. Nothing here allocates or waits, so all of
 // it may run while a stream is being captured.
 #pragma once
+#include "lora_gemm.cuh"
 #include "row_metadata.cuh"
 #include "swizzled_map.cuh"
 

@@ -82,6 +82,9 @@ __device__ __forceinline__ void stores_wait() {
 __device__ __forceinline__ void copy_16(uint32_t dst, const void* src, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
 }
+__device__ __forceinline__ void copy_4(uint32_t dst, const void* src) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory");
+}
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>
 __device__ __forceinline__ void copies_wait() {
@@ -90,6 +93,27 @@ __device__ __forceinline__ void copies_wait() {
 // Of the first `threads` threads of a CTA, a multiple of 32.
 __device__ __forceinline__ void consumer_barrier(int threads) {
   asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
+}
+// Of all threads of a cluster; orders their accesses to global and shared memory.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// Reads what lies at an address in another CTA of the cluster.
+__device__ __forceinline__ int lds32_of(int cta, uint32_t addr) {
+  int v;
+  asm volatile("{\n.reg .u32 there;\nmapa.shared::cluster.u32 there, %1, %2;\nld.shared::cluster.s32 %0, [there];\n}"
+               : "=r"(v)
+               : "r"(addr), "r"(cta)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ int lds16_of(int cta, uint32_t addr) {
+  uint16_t v;
+  asm volatile("{\n.reg .u32 there;\nmapa.shared::cluster.u32 there, %1, %2;\nld.shared::cluster.u16 %0, [there];\n}"
+               : "=h"(v)
+               : "r"(addr), "r"(cta)
+               : "memory");
+  return v;
 }
 // Makes fresh barriers visible to the copy engine; makes what threads wrote visible to it.
 __device__ __forceinline__ void fence_barriers() {

@@ -4,6 +4,7 @@ import dataclasses
 
 from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.nn.remote import RemoteExperts
+from lora_jax.ops.adapter_items import AdapterItems, adapter_items
 from lora_jax.ops.lora_gemm import lora_gemm
 from lora_jax.typing import Array, Float, Int
 
@@ -18,6 +19,7 @@ def apply_lora(
     row_to_expert: Int[Array, "rows"] | None = None,
     *,
     max_rank: int,
+    items: AdapterItems | None = None,
 ) -> Float[Array, "rows d_out"]:
     """y + scaling * (x A^T) B^T of every row's adapter at one site; slot -1 leaves y as it is."""
     return lora_gemm(
@@ -30,6 +32,7 @@ def apply_lora(
         row_to_slot,
         row_to_expert,
         max_rank=max_rank,
+        items=items,
     )
 
 
@@ -50,6 +53,14 @@ class Rows:
     row_to_esft_slot: Int[Array, "rows"] | None = None
     reroute_tables: Int[Array, "moe_layers esft_slots experts"] | None = None
     remote: RemoteExperts | None = None  # computes the experts' part of every adapter
+    items: AdapterItems | None = None  # of these rows, by row_to_slot, if a kernel wants them
+
+    def with_items(self) -> "Rows":
+        """Return these rows, brought together by adapter once for all their linear maps."""
+        if self.adapters is None:
+            return self
+        items = adapter_items(self.row_to_slot, self.adapters.scaling.shape[-1])
+        return dataclasses.replace(self, items=items)
 
     def add_lora(
         self,
@@ -72,12 +83,18 @@ class Rows:
             self.row_to_slot,
             row_to_expert,
             max_rank=self.max_rank,
+            items=self.items,
         )
 
-    def gathered(self, row_to_row: Int[Array, "new_rows"], num_rows: Int[Array, ""]) -> "Rows":
+    def gathered(
+        self,
+        row_to_row: Int[Array, "new_rows"],
+        num_rows: Int[Array, ""],
+        items: AdapterItems | None = None,
+    ) -> "Rows":
         """Return the rows of a matrix whose row t is row row_to_row[t] of this one.
 
-        They are those of single experts, past routing, and so have no ESFT slots.
+        They are those of single experts, past routing, and so have no ESFT slots; `items` are theirs.
         """
         return dataclasses.replace(
             self,
@@ -85,4 +102,5 @@ class Rows:
             row_to_slot=self.row_to_slot[row_to_row],
             row_to_esft_slot=None,
             reroute_tables=None,
+            items=items,
         )

@@ -16,13 +16,16 @@ int merge(Bf16* w, const Bf16* a_pool, const Bf16* b_pool, const int* sites, con
   return launch_merge(MergeArgs{w, a_pool, b_pool, sites, scaling, matrices, d_out, d_in, max_rank, b_rows}, nullptr);
 }
 
-int reroute(const int* ids, const int* token_to_slot, const int* table, int num_tokens, int tokens, int k, int slots,
-            int experts, int groups, int* order, int* inverse, int* sizes) {
-  const int rows = tokens * k, blocks = (rows + kBlockRows - 1) / kBlockRows;
-  std::vector<int> counts(blocks * (groups + 1));
-  std::vector<uint32_t> sorted(rows);
-  return launch_reroute(RerouteArgs{ids, token_to_slot, table, &num_tokens, tokens, k, slots, experts, groups, order,
-                                    inverse, sizes, counts.data(), sorted.data()},
+struct SortSizes {
+  int num_tokens, tokens, k, slots, experts, groups, lora_slots, item_rows;
+};
+
+int reroute(const int* ids, const int* token_to_slot, const int* table, const int* token_order,
+            const int* token_to_lora, const SortSizes* s, int* order, int* inverse, int* sizes, int* row_to_token,
+            int* row_to_expert, Item* items, int* num_items) {
+  return launch_reroute(RerouteArgs{ids, &s->num_tokens, token_to_slot, table, token_order, token_to_lora, s->tokens,
+                                    s->k, s->slots, s->experts, s->groups, s->lora_slots, s->item_rows, order, inverse,
+                                    sizes, row_to_token, row_to_expert, items, num_items},
                         nullptr);
 }
 

@@ -52,12 +52,29 @@ inline void copy_16(uint32_t dst, const void* src, int bytes) {
     std::memcpy(to, src, bytes);
   });
 }
+inline void copy_4(uint32_t dst, const void* src) {
+  unsigned char* to = emu::at_shared(dst);
+  emu::machine.current->groups.back().push_back([=] { std::memcpy(to, src, 4); });
+}
 inline void copies_commit() { emu::machine.current->groups.emplace_back(); }
 template <int PENDING>
 inline void copies_wait() {
   emu::finish_groups(emu::machine.current->groups, PENDING);
 }
 inline void consumer_barrier(int threads) { emu::meet(emu::machine.current->block->consumers, threads); }
+inline void cluster_sync() {
+  emu::meet(emu::machine.cluster, emu::machine.current->block->threads * emu::machine.blocks.size());
+}
+template <class T>
+inline T emulated_remote(int cta, uint32_t address) {
+  for (auto& f : emu::machine.blocks)
+    if (f->done_threads) emu::fail("a CTA of the cluster has ended and is read");
+  T v;
+  std::memcpy(&v, emu::machine.blocks.at(cta)->shared.data() + address, sizeof(T));
+  return v;
+}
+inline int lds32_of(int cta, uint32_t address) { return emulated_remote<int>(cta, address); }
+inline int lds16_of(int cta, uint32_t address) { return emulated_remote<uint16_t>(cta, address); }
 inline void fence_barriers() {}
 inline void fence_copies() {}
 inline void prefetch_map(const CUtensorMap*) {}

@@ -1,8 +1,11 @@
 """Adds every row's own adapter to the base result of a linear map."""
 
+import functools
+
 import jax.numpy as jnp
 
 from lora_jax.ops import dispatch
+from lora_jax.ops.adapter_items import AdapterItems
 from lora_jax.ops.lora_gemm import cpu, reference, xla
 from lora_jax.typing import Array, Float, Int
 
@@ -30,6 +33,7 @@ def lora_gemm(
     row_to_expert: Int[Array, "rows"] | None = None,
     *,
     max_rank: int,
+    items: AdapterItems | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "rows d_out"]:
     """y[t] + s * sum_j (x[t] . A[j]) B[j] over the rank rows of slot row_to_slot[t].
@@ -37,7 +41,8 @@ def lora_gemm(
     Columns of `entries`: a_offset, b_offset, rank, a_stride, b_stride; expert e's rows start at
     offset + e * stride of its pool. No rank exceeds `max_rank`. Rows of slot -1 come back
     unchanged, bit for bit, and cost nothing. The kernel works in place if y is a temporary. y may
-    be float32 with rows and pools in bfloat16, for a sum that is rounded elsewhere.
+    be float32 with rows and pools in bfloat16, for a sum that is rounded elsewhere. `items` are those
+    of the rows, if they are known already: a kernel that wants them need not make them.
     """
     if y.ndim != 2 or x.ndim != 2 or a_pool.ndim != 2 or b_pool.ndim != 2 or entries.ndim != 2:
         raise ValueError("lora_gemm: y, x, a_pool, b_pool and entries must be rank 2")
@@ -60,4 +65,6 @@ def lora_gemm(
     )
     arrays = (y, x, a_pool, b_pool, entries, scaling, row_to_slot, row_to_expert)
     kernels = _KERNELS if y.dtype == x.dtype else {n: _KERNELS[n] for n in _NARROW_ROWS}
+    if items is not None and "cuda" in kernels:
+        kernels = kernels | {"cuda": functools.partial(kernels["cuda"], items=items)}
     return dispatch.call(kernels, implementation, *arrays, max_rank)

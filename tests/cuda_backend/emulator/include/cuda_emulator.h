@@ -52,6 +52,7 @@ template <class T> T min(T a, T b) { return b < a ? b : a; }
 template <class T> T max(T a, T b) { return a < b ? b : a; }
 template <class T> T __ldg(const T* p) { return *p; }
 template <class T> T __ldcs(const T* p) { return *p; }
+template <class T> T __ldcg(const T* p) { return *p; }
 template <class T> void __stcs(T* p, T v) { *p = v; }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __float_as_int(float f) { int i; std::memcpy(&i, &f, 4); return i; }
@@ -90,6 +91,7 @@ struct Barrier {  // mbarrier
 struct Block {
   Dim index;
   unsigned threads;
+  unsigned done_threads = 0;
   std::vector<unsigned char> shared;
   std::map<int, std::vector<unsigned char>> fixed;  // static shared arrays, by line
   std::vector<Warp> warps;
@@ -117,6 +119,8 @@ struct Machine {
   uint64_t progress = 0;
   uint32_t seed = 1;
   int sms = 1;
+  std::vector<std::unique_ptr<Block>> blocks;  // that run side by side
+  Rendezvous cluster;
   uint32_t random() { return seed = seed * 1664525u + 1013904223u, seed >> 8; }
 };
 inline Machine machine;
@@ -199,8 +203,9 @@ inline void enter() {
 
 // Runs the CTAs [first, last) side by side until all their threads have ended.
 inline void run_blocks(unsigned first, unsigned last, unsigned threads, size_t shared) {
-  std::vector<std::unique_ptr<Block>> blocks;
+  std::vector<std::unique_ptr<Block>>& blocks = machine.blocks;
   std::vector<std::unique_ptr<Fiber>> fibers;
+  blocks.clear();
   for (unsigned b = first; b < last; ++b) {
     blocks.push_back(std::make_unique<Block>());
     Block& block = *blocks.back();
@@ -223,7 +228,7 @@ inline void run_blocks(unsigned first, unsigned last, unsigned threads, size_t s
       if (f->done || (f->condition && !f->holds(f->condition))) continue;
       machine.current = f.get();
       swapcontext(&machine.scheduler, &f->context);
-      if (f->done) --alive;
+      if (f->done) --alive, ++f->block->done_threads;
       if (!machine.copies.empty() && machine.random() % 16 == 0) run_a_copy();
     }
     idle = machine.progress == seen ? idle + 1 : 0, seen = machine.progress;
@@ -240,13 +245,17 @@ inline void run_blocks(unsigned first, unsigned last, unsigned threads, size_t s
 constexpr unsigned kTogether = 4;  // CTAs; a persistent grid is smaller
 
 template <class Kernel, class... Args>
-void launch(Kernel kernel, unsigned grid, unsigned threads, size_t shared, const Args&... args) {
+void launch_with(unsigned together, Kernel kernel, unsigned grid, unsigned threads, size_t shared, const Args&... args) {
   if (threads % 32 || threads > 1024) fail("a CTA of no whole warps, or too large");
   if (shared > 232448) fail("more shared memory than a CTA of Hopper can have");
   machine.grid.x = grid, machine.block_dim.x = threads;
   std::function<void()> body = [&] { kernel(args...); };
   entry = &body;
-  for (unsigned b = 0; b < grid; b += kTogether) run_blocks(b, min(grid, b + kTogether), threads, shared);
+  for (unsigned b = 0; b < grid; b += together) run_blocks(b, min(grid, b + together), threads, shared);
+}
+template <class Kernel, class... Args>
+void launch(Kernel kernel, unsigned grid, unsigned threads, size_t shared, const Args&... args) {
+  launch_with(kTogether, kernel, grid, threads, shared, args...);
 }
 
 }  // namespace emu
@@ -276,12 +285,27 @@ template <class T> unsigned __match_any_sync(unsigned, T v) {
 
 // ---------------------------------------------------------------- the runtime, as far as it is used
 using cudaStream_t = void*;
+using dim3 = emu::Dim;
 enum cudaError_t { cudaSuccess, cudaErrorInvalidValue, cudaErrorNotSupported };
 constexpr int cudaFuncAttributeMaxDynamicSharedMemorySize = 0, cudaDevAttrMultiProcessorCount = 0;
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 template <class K> cudaError_t cudaFuncSetAttribute(K, int, int) { return cudaSuccess; }
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, int, int) { return *value = emu::machine.sms, cudaSuccess; }
+
+struct cudaLaunchAttribute { int id; struct { struct { unsigned x, y, z; } clusterDim; } val; };
+struct cudaLaunchConfig_t {
+  emu::Dim grid, block;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
+};
+constexpr int cudaLaunchAttributeClusterDimension = 0, cudaFuncAttributeNonPortableClusterSizeAllowed = 1;
+template <class Kernel, class Args> cudaError_t cudaLaunchKernelEx(cudaLaunchConfig_t* c, Kernel kernel, const Args& args) {
+  emu::launch_with(c->attrs->val.clusterDim.x, kernel, c->grid.x, c->block.x, c->dynamicSmemBytes, args);
+  return cudaSuccess;
+}
 
 // ---------------------------------------------------------------- tensor maps
 using cuuint64_t = uint64_t;
