@@ -6,7 +6,7 @@ from lora_jax.ops.reroute.maps import RowMap
 
 
 def check_items(items: np.ndarray, map: RowMap, most: int) -> None:
-    """Fail unless the items hold each sorted row that has an adapter once, by adapter and expert."""
+    """Fail unless the items hold each row of an adapter once, by adapter and expert."""
     slots, experts = np.asarray(map.items.row_to_slot), np.asarray(map.row_to_expert)
     covered = []
     for slot, expert, first, num_rows in np.asarray(items):

@@ -49,7 +49,9 @@ def check_support(
 
 def rows_per_item(rows: int) -> int:
     """Return how many rows an item may have; no result depends on it."""
-    return 8 if rows <= 64 else 32  # few are spread over more CTAs, many share their adapter's loads
+    return (
+        8 if rows <= 64 else 32
+    )  # few are spread over more CTAs, many share their adapter's loads
 
 
 def row_items(
@@ -83,9 +85,8 @@ def lora_gemm(
     widths, sorted_rows = (x.shape[1], y.shape[1]), y.shape[0] if items is None else 1
     check_support(y.dtype, sorted_rows, widths, entries.shape[0], max_rank)
     ffi.require()
-    if items is None:
-        items = row_items(row_to_slot, row_to_expert, entries.shape[0])
-    return lora_pair(y, x, a_pool, b_pool, entries, scaling, items, max_rank)
+    known = items or row_items(row_to_slot, row_to_expert, entries.shape[0])
+    return lora_pair(y, x, a_pool, b_pool, entries, scaling, known, max_rank)
 
 
 def lora_pair(

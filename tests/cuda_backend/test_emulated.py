@@ -17,6 +17,7 @@ from item_cases import check_items
 from tolerance import TOLERANCE
 
 from cuda_backend import paged_attention
+from lora_jax.ops import adapter_items
 from lora_jax.ops.cases import (
     AttentionCase,
     ModelShape,
@@ -24,7 +25,6 @@ from lora_jax.ops.cases import (
     lora_case,
     merge_case,
 )
-from lora_jax.ops import adapter_items
 from lora_jax.ops.paged_attention import reference as attention_reference
 from lora_jax.ops.reroute import reference as reroute_reference
 
@@ -67,11 +67,10 @@ class Sorting:
     ids: np.ndarray
     owners: np.ndarray | None  # ESFT slots of tokens
     table: np.ndarray | None
-    adapters: np.ndarray | None  # LoRA slots of tokens
+    adapters: np.ndarray | None  # LoRA slots of tokens, -1: none
     num_tokens: int
     experts: int
     groups: int
-    lora_slots: int = 0
 
     def run(self, library) -> dict[str, np.ndarray]:
         tokens, k = self.ids.shape
@@ -81,11 +80,9 @@ class Sorting:
         out = {name: np.full(shape, -7, np.int32) for name, shape in shapes.items()}
         order = None
         if self.adapters is not None:
-            known = (self.adapters >= 0) & (self.adapters < self.lora_slots)
-            keys = np.where(known, self.adapters, self.lora_slots)
-            order = np.argsort(keys, kind="stable").astype(np.int32)
+            order = np.argsort(self.adapters.astype(np.uint32), kind="stable").astype(np.int32)
         slots = 0 if self.table is None else len(self.table)
-        sizes = [self.num_tokens, tokens, k, slots, self.experts, self.groups, self.lora_slots, 8]
+        sizes = [self.num_tokens, tokens, k, slots, self.experts, self.groups, 8]
         given = (self.ids, self.owners, self.table, order, self.adapters, np.array(sizes, np.int32))
         call(library.reroute, *given, *out.values())
         return out
@@ -97,10 +94,9 @@ def sorting(tokens: int, k: int, experts: int, slots: int, lora_slots: int = 0) 
     ids = rng.integers(-1, experts + 1, (tokens, k)).astype(np.int32)
     owners = rng.integers(-1, slots + 1, tokens).astype(np.int32)
     table = rng.integers(0, groups, (slots, experts)).astype(np.int32)
-    adapters = rng.integers(-1, lora_slots + 1, tokens).astype(np.int32)
-    given = (ids, owners if slots else None, table if slots else None)
-    live = max(1, tokens - 3)
-    return Sorting(*given, adapters if lora_slots else None, live, experts, groups, lora_slots)
+    adapters = rng.integers(-1, lora_slots, tokens).astype(np.int32) if lora_slots else None
+    given = (ids, owners if slots else None, table if slots else None, adapters)
+    return Sorting(*given, max(1, tokens - 3), experts, groups)
 
 
 SORTED = ("order", "inverse", "group_sizes", "row_to_token", "row_to_expert")

@@ -6,15 +6,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from item_cases import check_items
 
 from cuda_backend import reroute as cuda
+from lora_jax.ops import adapter_items
 from lora_jax.ops.cases import POPULARITIES, popular
 from lora_jax.ops.reroute import reference
+from lora_jax.ops.reroute.maps import RowMap
 
 
-def same(got, want) -> None:
-    for name, a, b in zip(("order", "inverse", "sizes"), got, want, strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=name)
+def same(got: RowMap, want: RowMap) -> None:
+    for name in ("order", "inverse", "group_sizes", "row_to_token", "row_to_expert"):
+        a, b = np.asarray(getattr(got, name)), np.asarray(getattr(want, name))
+        np.testing.assert_array_equal(a, b, err_msg=name)
+    if want.items is not None:
+        np.testing.assert_array_equal(got.items.row_to_slot, want.items.row_to_slot)
+        np.testing.assert_array_equal(got.items.order, np.arange(len(a)))
+        count = int(got.items.num_items[0])
+        check_items(np.asarray(got.items.items)[:count], want, most=32)
 
 
 @pytest.mark.gpu
@@ -28,28 +37,50 @@ def test_row_map_is_the_references(tokens, k, experts, popularity):
     ids = jnp.asarray(popular(popularity, tokens * k, experts, rng).reshape(tokens, k))
     live = jnp.int32(max(1, tokens - 3))
     got = jax.jit(functools.partial(cuda.row_map, num_experts=experts))(ids, live)
-    same(got, reference.row_map(ids, live, experts))
+    same(got, jax.jit(reference.row_map, static_argnums=2)(ids, live, experts))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("slots", [1, 20, 200])
-@pytest.mark.parametrize("tokens", [7, 300, 5000])
-def test_reroute_is_the_references(tokens, slots):
+def rerouted(tokens: int, slots: int, adapters: int) -> tuple[RowMap, RowMap]:
+    """Return the kernel's map and the reference's."""
     rng = np.random.default_rng(1)
     experts, k, groups = 64, 6, 64 + slots * 13
     ids = jnp.asarray(rng.integers(-1, experts + 1, (tokens, k)).astype(np.int32))
     owners = jnp.asarray(rng.integers(-1, slots + 1, tokens).astype(np.int32))
     table = jnp.asarray(rng.integers(0, groups, (slots, experts)).astype(np.int32))
-    live = jnp.int32(tokens - 2)
-    got = jax.jit(functools.partial(cuda.reroute, num_groups=groups))(ids, owners, table, live)
-    same(got, reference.reroute(ids, owners, table, live, groups))
+    lora = jnp.asarray(rng.integers(-1, adapters + 1, tokens).astype(np.int32))
+
+    def mapped(op, make_items):
+        items = make_items(lora, adapters) if adapters else None
+        return op(ids, owners, table, jnp.int32(tokens - 2), groups, items)
+
+    mine = jax.jit(functools.partial(mapped, cuda.reroute, cuda.adapter_items))()
+    return mine, jax.jit(functools.partial(mapped, reference.reroute, adapter_items.reference))()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slots", [1, 20, 1200])
+@pytest.mark.parametrize("tokens", [7, 300, 5000])
+def test_reroute_is_the_references(tokens, slots):
+    same(*rerouted(tokens, slots, 0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "adapters"), [(3, 1), (10, 4), (300, 100), (8192, 6)])
+def test_rows_of_adapters_stand_together_and_in_items(tokens, adapters):
+    same(*rerouted(tokens, 20, adapters))
 
 
 @pytest.mark.parametrize(
-    ("rows", "groups", "why"),
-    [(0, 8, "rows, not 0"), (8, 0, "groups, not 0"), (8, 20000, "16384 groups, not 20000")],
+    ("tokens", "k", "groups", "why"),
+    [
+        (0, 2, 8, "rows, not 0"),
+        (1 << 18, 2, 8, "262144 rows, not 524288"),
+        (8, 1, 0, "groups, not 0"),
+        (8, 1, 20000, "16384 groups, not 20000"),
+        (1 << 17, 2, 16384, "262144 rows and 16384 groups"),
+    ],
 )
-def test_declines_what_it_cannot_serve(rows, groups, why):
-    cuda.check_support(8, 8)
+def test_declines_what_it_cannot_serve(tokens, k, groups, why):
+    cuda.check_support(8, 1, 8)
     with pytest.raises(NotImplementedError, match=why):
-        cuda.check_support(rows, groups)
+        cuda.check_support(tokens, k, groups)

@@ -22,8 +22,8 @@ struct RerouteArgs {
   const int* token_to_slot;  // [tokens] of the table, or none: no table
   const int* table;          // [slots, experts]
   const int* token_order;    // [tokens] the order in which they are visited, or none: as they come
-  const int* token_to_lora;  // [tokens] or none: no items
-  int tokens, k, slots, experts, groups, lora_slots, item_rows;
+  const int* token_to_adapter;  // [tokens], -1: none; or none at all: no items
+  int tokens, k, slots, experts, groups, item_rows;
   int* order;          // [rows] out: sorted place -> row
   int* inverse;        // [rows] out: row -> sorted place
   int* sizes;          // [groups] out
@@ -183,9 +183,8 @@ __device__ __forceinline__ void write_rows(const SortPlan& p, const SortArrays& 
 __device__ __forceinline__ void write_items(const SortPlan& p, const SortArrays& s, int first, int rows) {
   const RerouteArgs& a = p.args;
   for (int i = threadIdx.x; i < rows; i += kScanThreads) {
-    const int row = __ldcg(a.order + first + i), slot = __ldg(a.token_to_lora + token_of(p, row));
-    const bool owned = first + i < *s.grouped && slot >= 0 && slot < a.lora_slots;
-    s.keys[i] = owned ? owner_of(slot, __ldg(a.ids + row)) : kNobody;
+    const int row = __ldcg(a.order + first + i), slot = __ldg(a.token_to_adapter + token_of(p, row));
+    s.keys[i] = first + i < *s.grouped && slot >= 0 ? owner_of(slot, __ldg(a.ids + row)) : kNobody;
   }
   __syncthreads();
   cut_items(s.keys, rows, first, a.item_rows, s.warp_sums, a.items, [&](int total) {
@@ -224,7 +223,7 @@ __global__ void __launch_bounds__(kScanThreads) sort_rows_kernel(const SortPlan 
   write_rows(p, s, first, rows);
   if (gridDim.x > 1) cluster_sync();  // all have read what others hold, and written their places
   else __syncthreads();
-  if (p.args.token_to_lora) {
+  if (p.args.token_to_adapter) {
     write_items(p, s, first, rows);
     if (gridDim.x > 1) cluster_sync();
   }

@@ -94,7 +94,8 @@ class Rows:
     ) -> "Rows":
         """Return the rows of a matrix whose row t is row row_to_row[t] of this one.
 
-        They are those of single experts, past routing, and so have no ESFT slots; `items` are theirs.
+        They are those of single experts, past routing, and so have no ESFT slots. `items` are their
+        own, if they are known.
         """
         return dataclasses.replace(
             self,

@@ -17,14 +17,14 @@ int merge(Bf16* w, const Bf16* a_pool, const Bf16* b_pool, const int* sites, con
 }
 
 struct SortSizes {
-  int num_tokens, tokens, k, slots, experts, groups, lora_slots, item_rows;
+  int num_tokens, tokens, k, slots, experts, groups, item_rows;
 };
 
 int reroute(const int* ids, const int* token_to_slot, const int* table, const int* token_order,
-            const int* token_to_lora, const SortSizes* s, int* order, int* inverse, int* sizes, int* row_to_token,
+            const int* token_to_adapter, const SortSizes* s, int* order, int* inverse, int* sizes, int* row_to_token,
             int* row_to_expert, Item* items, int* num_items) {
-  return launch_reroute(RerouteArgs{ids, &s->num_tokens, token_to_slot, table, token_order, token_to_lora, s->tokens,
-                                    s->k, s->slots, s->experts, s->groups, s->lora_slots, s->item_rows, order, inverse,
+  return launch_reroute(RerouteArgs{ids, &s->num_tokens, token_to_slot, table, token_order, token_to_adapter, s->tokens,
+                                    s->k, s->slots, s->experts, s->groups, s->item_rows, order, inverse,
                                     sizes, row_to_token, row_to_expert, items, num_items},
                         nullptr);
 }

@@ -41,8 +41,8 @@ def lora_gemm(
     Columns of `entries`: a_offset, b_offset, rank, a_stride, b_stride; expert e's rows start at
     offset + e * stride of its pool. No rank exceeds `max_rank`. Rows of slot -1 come back
     unchanged, bit for bit, and cost nothing. The kernel works in place if y is a temporary. y may
-    be float32 with rows and pools in bfloat16, for a sum that is rounded elsewhere. `items` are those
-    of the rows, if they are known already: a kernel that wants them need not make them.
+    be float32 with rows and pools in bfloat16, for a sum that is rounded elsewhere. `items` are the
+    rows', if they are known already: a kernel that wants them need not make them.
     """
     if y.ndim != 2 or x.ndim != 2 or a_pool.ndim != 2 or b_pool.ndim != 2 or entries.ndim != 2:
         raise ValueError("lora_gemm: y, x, a_pool, b_pool and entries must be rank 2")

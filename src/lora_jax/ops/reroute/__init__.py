@@ -1,7 +1,7 @@
 """Brings the (token, expert) rows of a mixture of experts together, expert by expert.
 
-With ESFT adapters the experts of a token may be its adapter's own: `reroute` looks them up. With LoRA
-the rows of an expert come adapter by adapter, and the same pass cuts them into items.
+With ESFT adapters the experts of a token may be its adapter's own: `reroute` looks them up. With
+LoRA the rows of an expert come adapter by adapter, and the same pass cuts them into items.
 """
 
 from lora_jax.ops import dispatch
