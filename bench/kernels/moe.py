@@ -1,7 +1,7 @@
 """LoRA of one whole layer of experts: gate, up and down of every (token, expert) row.
 
-The time holds the list of rows and all three pairs; rows come sorted by expert, as the base's
-grouped matmul leaves them. The floor counts each weight of each (adapter, expert) pair once.
+The time holds the layer's row map, which the base needs as well, and all three pairs; the tokens'
+items are made once, as in a step. The floor counts each weight of each (adapter, expert) pair once.
 """
 
 import dataclasses
@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.kernels.timing import random, repeats_for, time_us
+from cuda_backend import reroute
 from cuda_backend.lora_gemm import lora_gemm
+from lora_jax.ops.adapter_items import AdapterItems
 from lora_jax.ops.cases import MODELS, popular
 
 SETS = 2
@@ -43,7 +45,7 @@ def make_set(point: Point, seed: int) -> dict:
     experts, k = shape.num_experts, shape.top_k
     owners = popular("zipf", point.tokens, point.adapters, rng)
     chosen = np.argsort(rng.random((point.tokens, experts)), axis=1)[:, :k]
-    order = np.argsort(chosen.reshape(-1), kind="stable")
+    order = np.lexsort((np.repeat(owners, k), chosen.reshape(-1)))  # as the row map sorts
     entries = np.zeros((point.adapters, 5), np.int32)
     entries[:, 0] = entries[:, 1] = np.arange(point.adapters) * experts * point.rank
     entries[:, 2:] = point.rank
@@ -53,6 +55,8 @@ def make_set(point: Point, seed: int) -> dict:
     arrays = {
         "entries": jnp.asarray(entries),
         "scaling": jnp.full((point.adapters,), 0.5, jnp.float32),
+        "owners": jnp.asarray(owners),
+        "chosen": jnp.asarray(chosen.astype(np.int32)),
         "row_to_slot": jnp.asarray(np.repeat(owners, k)[order]),
         "row_to_expert": jnp.asarray(chosen.reshape(-1)[order].astype(np.int32)),
     }
@@ -64,18 +68,26 @@ def make_set(point: Point, seed: int) -> dict:
     return arrays
 
 
-def apply(rank: int, ys: dict, s: dict, row_to_slot: jax.Array) -> dict:
-    """Return each y plus its rows' adapters."""
-    owners = (s["entries"], s["scaling"], row_to_slot, s["row_to_expert"])
+def apply(point: Point, ys: dict, s: dict, chosen: jax.Array, adapters: AdapterItems) -> dict:
+    """Return each y plus its rows' adapters; `chosen` are the layer's experts of each token."""
+    live, experts = jnp.int32(point.tokens), MODELS[point.model].num_experts
+    items = reroute.row_map(chosen, live, experts, adapters).items
+    owners = (s["entries"], s["scaling"], s["row_to_slot"], s["row_to_expert"], point.rank)
     return {
-        name: lora_gemm(y, s[f"{name}_x"], s[f"{name}_a"], s[f"{name}_b"], *owners, rank)
+        name: lora_gemm(y, s[f"{name}_x"], s[f"{name}_a"], s[f"{name}_b"], *owners, items=items)
         for name, y in ys.items()
     }
 
 
-def error(rank: int, ys: dict, s: dict) -> float:
+def token_items(point: Point, s: dict) -> AdapterItems:
+    """Return what a step knows of its tokens' adapters."""
+    return jax.jit(reroute.adapter_items, static_argnums=1)(s["owners"], point.adapters)
+
+
+def error(point: Point, ys: dict, s: dict) -> float:
     """Return the largest relative error of some rows against float64."""
-    got = jax.jit(functools.partial(apply, rank))(ys, s, s["row_to_slot"])
+    rank, adapters = point.rank, token_items(point, s)
+    got = jax.jit(functools.partial(apply, point))(ys, s, s["chosen"], adapters)
     slots, experts = np.asarray(s["row_to_slot"]), np.asarray(s["row_to_expert"])
     worst = 0.0
     for name, y in ys.items():
@@ -104,20 +116,21 @@ def measure(point: Point, bandwidth: float) -> dict:
         {name: random(7 * i + j, (rows, d)) for j, (name, d) in enumerate(sizes.items())}
         for i in range(SETS)
     ]
-    worst = error(point.rank, ys[0], sets[0])
+    worst = error(point, ys[0], sets[0])
     repeats = repeats_for(floor_us + 15, SETS)
 
-    # Layers route differently: a copy of the owners for each, so that each sorts its rows.
-    owners = [[s["row_to_slot"].copy() for s in sets] for _ in range(repeats)]
+    # Layers route differently: a copy of the choice for each, so that each sorts its rows.
+    chosen = [[s["chosen"].copy() for s in sets] for _ in range(repeats)]
+    adapters = [token_items(point, s) for s in sets]
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def program(ys, sets, owners):
-        for layer in owners:
+    def program(ys, sets, chosen, adapters):
+        for layer in chosen:
             for i in range(SETS):
-                ys[i] = apply(point.rank, ys[i], sets[i], layer[i])
+                ys[i] = apply(point, ys[i], sets[i], layer[i], adapters[i])
         return ys
 
-    took = time_us(lambda ys: program(ys, sets, owners), ys, repeats * SETS)
+    took = time_us(lambda ys: program(ys, sets, chosen, adapters), ys, repeats * SETS)
     name = f"MoE LoRA {point.model}, {point.tokens} tokens, {point.adapters} adapters"
     return {
         **dataclasses.asdict(point),
