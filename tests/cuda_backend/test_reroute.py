@@ -1,15 +1,23 @@
 """Row map and reroute on Hopper are those of the reference, to the integer."""
 
+import collections
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from item_cases import check_items
 
+from cuda_backend import ffi, lora_gemm
 from cuda_backend import reroute as cuda
-from lora_jax.ops import adapter_items
+from lora_jax.adapters.slots import AdapterSlots
+from lora_jax.config import MoeConfig
+from lora_jax.nn.lora import Rows
+from lora_jax.nn.moe import MoeBlock
+from lora_jax.ops import adapter_items, dispatch
 from lora_jax.ops.cases import POPULARITIES, popular
 from lora_jax.ops.reroute import reference
 from lora_jax.ops.reroute.maps import RowMap
@@ -84,3 +92,29 @@ def test_declines_what_it_cannot_serve(tokens, k, groups, why):
     cuda.check_support(8, 1, 8)
     with pytest.raises(NotImplementedError, match=why):
         cuda.check_support(tokens, k, groups)
+
+
+def test_a_step_sorts_tokens_once_and_rows_once_a_layer(monkeypatch):
+    """Traced as on a GPU: what calls there are, before XLA has shared any."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(ffi, "require", lambda: None)
+    ops = {"lora_gemm": lora_gemm.lora_gemm, "row_map": cuda.row_map}
+    ops["adapter_items"] = cuda.adapter_items
+    monkeypatch.setattr(dispatch, "_backend_ops", lambda name: ops)
+    moe = MoeConfig(num_experts=64, top_k=2, intermediate_size=128, layers=(0, 1))
+    dtype = jnp.dtype(jnp.bfloat16)
+    blocks = [MoeBlock(64, moe, layer, dtype=dtype, rngs=nnx.Rngs(0)) for layer in (0, 1)]
+    names = ("router", *(f"experts.{name}_proj" for name in ("gate", "up", "down")))
+    pools = {str(width): jnp.zeros((8, width), dtype) for width in (64, 128)}
+    entries, scaling = jnp.zeros((4, 2, 3, 5), jnp.int32), jnp.zeros((4, 2, 3), jnp.float32)
+    slots = AdapterSlots(pools, entries, scaling)
+
+    def step(x, row_to_slot):
+        rows = Rows(jnp.int32(5), row_to_slot, slots, names, max_rank=8).with_items()
+        for block in blocks:
+            x = block(x, rows)
+        return x
+
+    text = str(jax.make_jaxpr(step)(jnp.zeros((6, 64), dtype), jnp.zeros((6,), jnp.int32)))
+    calls = collections.Counter(re.findall("target_name=lora_jax_cuda_([a-z_]+)", text))
+    assert calls == {"row_items": 1, "row_map": 2, "lora_gemm": 8}
