@@ -18,14 +18,15 @@ namespace lora_jax {
 
 struct RerouteArgs {
   const int* ids;            // [tokens, k]
-  const int* num_tokens;     // [1]
+  const int* num_tokens;     // [1], or none: all are real
   const int* token_to_slot;  // [tokens] of the table, or none: no table
   const int* table;          // [slots, experts]
   const int* token_order;    // [tokens] the order in which they are visited, or none: as they come
   const int* token_to_adapter;  // [tokens], -1: none; or none at all: no items
+  const int* item_expert;       // [rows], if there are items
   int tokens, k, slots, experts, groups, item_rows;
   int* order;          // [rows] out: sorted place -> row
-  int* inverse;        // [rows] out: row -> sorted place
+  int* inverse;        // [rows] out: row -> sorted place; or none, and none of the next three
   int* sizes;          // [groups] out
   int* row_to_token;   // [rows] out, by sorted place
   int* row_to_expert;  // [rows] out, by sorted place: as the router chose, 0 in no group
@@ -148,7 +149,7 @@ __device__ __forceinline__ void place_groups(const SortPlan& p, const SortArrays
       sum += n, before += c < cta ? n : 0;
     }
     s.sums[g] = sum, s.shift[g] = before, all += sum;
-    if (cta == 0 && g < p.args.groups) p.args.sizes[g] = sum;
+    if (cta == 0 && g < p.args.groups && p.args.inverse) p.args.sizes[g] = sum;
   }
   int place = cta_scan(mine, s.warp_sums, 0, plus), of_all = cta_scan(all, s.warp_sums, 0, plus);
   for (int g = begin; g < end; ++g) {
@@ -167,13 +168,14 @@ __device__ __forceinline__ void write_rows(const SortPlan& p, const SortArrays& 
     const uint32_t key = s.keys[i], group = key >> kRowBits;
     const int place = counts[group] + (key & kRowMask);
     s.sorted[place] = group << kRowBits | i;
-    a.inverse[visited(p, first + i)] = place + s.shift[group];
+    if (a.inverse) a.inverse[visited(p, first + i)] = place + s.shift[group];
   });
   __syncthreads();
   for (int i = threadIdx.x; i < rows; i += kScanThreads) {
     const uint32_t key = s.sorted[i], group = key >> kRowBits;
     const int row = visited(p, first + (key & kRowMask)), place = i + s.shift[group];
     a.order[place] = row;
+    if (!a.inverse) continue;
     a.row_to_token[place] = token_of(p, row);
     a.row_to_expert[place] = group < static_cast<uint32_t>(a.groups) ? __ldg(a.ids + row) : 0;
   }
@@ -184,7 +186,7 @@ __device__ __forceinline__ void write_items(const SortPlan& p, const SortArrays&
   const RerouteArgs& a = p.args;
   for (int i = threadIdx.x; i < rows; i += kScanThreads) {
     const int row = __ldcg(a.order + first + i), slot = __ldg(a.token_to_adapter + token_of(p, row));
-    s.keys[i] = first + i < *s.grouped && slot >= 0 ? owner_of(slot, __ldg(a.ids + row)) : kNobody;
+    s.keys[i] = first + i < *s.grouped && slot >= 0 ? owner_of(slot, __ldg(a.item_expert + row)) : kNobody;
   }
   __syncthreads();
   cut_items(s.keys, rows, first, a.item_rows, s.warp_sums, a.items, [&](int total) {
@@ -208,7 +210,7 @@ __global__ void __launch_bounds__(kScanThreads) sort_rows_kernel(const SortPlan 
     for (int i = threadIdx.x; i < p.args.slots * p.args.experts; i += kScanThreads)
       copy_4(smem_u32(s.table + i), p.args.table + i);
   copies_commit();
-  const int live_rows = min(__ldg(p.args.num_tokens), p.args.tokens) * p.args.k;
+  const int live_rows = p.args.num_tokens ? min(__ldg(p.args.num_tokens), p.args.tokens) * p.args.k : p.rows;
   each_row(p, rows, [&](int i) {
     if (i < rows) s.keys[i] = pick(p, first + i, live_rows);
   });
@@ -242,6 +244,16 @@ inline bool plan_sort(SortPlan* p) {
   p->keep_table = table > 0 && sort_bytes(*p) + table * 4 <= kSortShared && table <= 8 * kScanThreads;
   p->run = (p->cta_rows / 32 + p->warps - 1) / p->warps * 32;
   return p->cta_rows <= kMostCtaRows && groups <= kMostGroups + 1 && sort_bytes(*p) <= kSortShared;
+}
+
+// Brings rows of linear maps together by adapter, up to kMostGroups of them: the items of dense modules.
+inline RerouteArgs adapter_rows(const int* row_to_slot, const int* row_to_expert, int rows, int slots, int item_rows,
+                                int* order, Item* items, int* num_items) {
+  RerouteArgs args{};
+  args.ids = args.token_to_adapter = row_to_slot, args.item_expert = row_to_expert;
+  args.tokens = rows, args.k = 1, args.experts = args.groups = slots, args.item_rows = item_rows;
+  args.order = order, args.items = items, args.num_items = num_items;
+  return args;
 }
 
 inline cudaError_t launch_reroute(const RerouteArgs& args, cudaStream_t stream) {

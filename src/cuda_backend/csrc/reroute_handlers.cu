@@ -26,6 +26,7 @@ static ffi::Error add_adapters(RerouteArgs* args, const ffi::RemainingArgs& give
   if (items.has_error()) return items.error();
   if (num_items.has_error()) return num_items.error();
   args->token_to_adapter = slots->typed_data(), args->token_order = order->typed_data();
+  args->item_expert = args->ids;
   args->items = reinterpret_cast<Item*>(items.value()->typed_data());
   args->num_items = num_items.value()->typed_data();
   return ffi::Error::Success();
