@@ -9,15 +9,14 @@ from lora_jax.ops.adapter_items import AdapterItems
 from lora_jax.ops.reroute.maps import RowMap
 from lora_jax.typing import Array, Int
 
-MAX_GROUPS = 16384
-MAX_ROWS = 1 << 18  # of 16 CTAs
+BLOCK_ROWS = 2048  # that one CTA sorts
+MAX_GROUPS = 16384  # whose counts fit its shared memory
+MAX_ROWS = 128 * BLOCK_ROWS
 MAX_K = 8192
-CTAS = 16
-SHARED_WORDS = 57728  # of a CTA's memory, for its rows and for the groups
 
 
 def check_support(tokens: int, k: int, groups: int) -> None:
-    """Raise NotImplementedError, saying why, for what the kernel does not serve."""
+    """Raise NotImplementedError, saying why, for what the kernels do not serve."""
     rows = tokens * k
     if not 1 <= rows <= MAX_ROWS:
         raise NotImplementedError(f"cuda reroute takes 1 to {MAX_ROWS} rows, not {rows}")
@@ -25,9 +24,6 @@ def check_support(tokens: int, k: int, groups: int) -> None:
         raise NotImplementedError(f"cuda reroute takes {MAX_K} experts of a token, not {k}")
     if not 1 <= groups <= MAX_GROUPS:
         raise NotImplementedError(f"cuda reroute takes 1 to {MAX_GROUPS} groups, not {groups}")
-    share = -(-rows // (CTAS * 32)) * 32
-    if share + max(share, groups) + 2 * groups > SHARED_WORDS:
-        raise NotImplementedError(f"cuda reroute cannot hold {rows} rows and {groups} groups")
 
 
 def adapter_items(row_to_slot: Int[Array, "rows"], num_slots: int) -> AdapterItems:
@@ -71,20 +67,22 @@ def _mapped(
     tokens, k = topk_ids.shape
     check_support(tokens, k, groups)
     ffi.require()
-    rows = tokens * k
+    rows, blocks = tokens * k, -(-tokens * k // BLOCK_ROWS)
+    between = rows if blocks > 1 else 1  # what one launch leaves to the next
+    counts = blocks * (groups + 1) if blocks > 1 else 1
     shapes: list[tuple[int, ...]] = [(rows,), (rows,), (groups,), (rows,), (rows,)]
+    shapes += [(between,), (counts,)]
     owners, item_rows = (), 0
     if adapters is not None:
         owners, item_rows = (adapters.row_to_slot, adapters.order), lora_gemm.rows_per_item(rows)
-        shapes += [(rows, 4), (1,)]
+        shapes += [(rows, 4), (1,), (between,)]
     outputs = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
     call = jax.ffi.ffi_call("lora_jax_cuda_row_map", outputs)
     attributes = {"rerouted": bool(table), "item_rows": np.int64(item_rows)}
-    order, inverse, sizes, token, expert, *found = call(
-        topk_ids, num_tokens, *table, *owners, **attributes
-    )
+    out = call(topk_ids, num_tokens, *table, *owners, **attributes)
+    order, inverse, sizes, token, expert = out[:5]
     items = None
     if adapters is not None:
         place = jnp.arange(rows, dtype=jnp.int32)  # they are in order
-        items = AdapterItems(adapters.row_to_slot[token], place, found[0], found[1])
+        items = AdapterItems(adapters.row_to_slot[token], place, out[7], out[8])
     return RowMap(order, inverse, sizes, token, expert, items)

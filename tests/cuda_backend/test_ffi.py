@@ -19,7 +19,9 @@ MOST_REGISTERS = {
     "merge_kernel": 240,  # 1 CTA of 160 threads at ranks over 64
     "attention_kernel": 168,  # 1 CTA of 288
     "combine_kernel": 64,
+    "count_rows_kernel": 64,
     "sort_rows_kernel": 64,
+    "cut_rows_kernel": 64,
     "attention_units_kernel": 64,
 }
 REPORT = re.compile(

@@ -1,10 +1,11 @@
 // w += scaling * B^T A for all matrices of a module, in place, one pass over the weights.
 //
-// A tile is 64 rows of w by 64 columns a column warp. The copy engine brings tiles and B's part of
-// them into a ring of stages and takes them out again, so that the bytes on their way depend on
-// shared memory and not on registers: its rate is the floor. A's part, the 16-row operand of mma
-// (two columns a lane, as in expand_block), stays in registers while a CTA walks down its columns;
-// B's is the 8-column operand, one row of w per n.
+// A tile is some rows of w by 64 columns a warp, or twice that. The copy engine brings tiles and B's
+// part of them into a ring of stages and takes them out again, so that the bytes on their way depend
+// on shared memory and not on registers: its rate is the floor. It comes near it where a box holds
+// wide pieces of rows, and where CTAs side by side work on neighbouring columns of the same rows.
+// A's part, the 16-row operand of mma (two columns a lane, as in expand_block), stays in registers
+// while a CTA walks down its columns; B's is the 8-column operand, one row of w per n.
 #pragma once
 #include "swizzled_map.cuh"
 
@@ -24,74 +25,82 @@ struct MergeArgs {
 struct MergePlan {
   MergeArgs args;
   CUtensorMap w_map, b_map;
-  int unit_tiles;  // row tiles that are done one after the other before the next columns
+  int unit_rows;  // that a CTA works through before it takes up the next columns
 };
 
-constexpr int kMergeRows = 64;
+constexpr int kMergeWarps = 8, kMergeThreads = kMergeWarps * 32;
 
-// K: steps of 16 ranks. Warps share a tile out by COLUMNS of 64 and ROWS parts of its rows.
-template <int K, int COLUMNS, int ROWS, int STAGES>
+// K: steps of 16 ranks. BLOCKS: of 64 columns that a warp has. ROWS of a tile, in boxes of BOX.
+template <int K, int BLOCKS, int ROWS, int BOX, int STAGES>
 struct MergeShape {
-  static constexpr int kWarps = COLUMNS * ROWS, kThreads = (kWarps + 1) * 32, kStages = STAGES;
-  static constexpr int kWarpRows = kMergeRows / ROWS, kBox = kWarpRows * 128;
-  static constexpr int kTile = kWarps * kBox, kStage = kTile + K * 16 * 128;
-  static constexpr int kShared = STAGES * kStage + STAGES * 16;
+  static constexpr int kK = K, kWarpBlocks = BLOCKS, kRows = ROWS, kBox = BOX, kStages = STAGES;
+  static constexpr int kBlocks = kMergeWarps * BLOCKS, kBoxes = ROWS / BOX, kBoxBytes = BOX * kBlocks * 128;
+  static constexpr int kTile = kBoxes * kBoxBytes, kStage = kTile + K * 16 * 128;
+  static_assert(ROWS <= 64 && 64 % ROWS == 0 && BOX % 8 == 0, "B comes in boxes of 64 rows, swizzled by 8");
 };
 
 template <class S>
 struct MergeShared {
   alignas(1024) unsigned char stages[S::kStages][S::kStage];
-  uint64_t full[S::kStages], empty[S::kStages];
+  uint64_t full[S::kStages];
 };
 
-// The CTA's share of all tiles, down the rows of a unit first, then over its columns.
+// The tiles of a CTA. Units of the same rows follow each other, so that CTAs side by side share DRAM pages.
 template <class S>
 struct MergeWalk {
-  int row_tiles, chunks, unit_tiles, units, tile, end;
-  __device__ MergeWalk(const MergePlan& p, int columns) : unit_tiles(p.unit_tiles) {
-    row_tiles = (p.args.d_out + kMergeRows - 1) / kMergeRows, chunks = (p.args.d_in + columns - 1) / columns;
-    units = (row_tiles + unit_tiles - 1) / unit_tiles;
-    const int64_t tiles = static_cast<int64_t>(p.args.matrices) * units * chunks * unit_tiles;
-    tile = static_cast<int>(tiles * blockIdx.x / gridDim.x), end = static_cast<int>(tiles * (blockIdx.x + 1) / gridDim.x);
-  }
-  __device__ __forceinline__ int column_tile() const { return tile / unit_tiles; }  // changes with A's part
-  __device__ __forceinline__ int matrix() const { return tile / unit_tiles / chunks / units; }
-  __device__ __forceinline__ int chunk() const { return tile / unit_tiles % chunks; }
-  __device__ __forceinline__ int row() const {
-    return (tile / unit_tiles / chunks % units * unit_tiles + tile % unit_tiles) * kMergeRows;
-  }
-};
+  const MergePlan& p;
+  int chunks, parts, units, unit = blockIdx.x;
+  int matrix, block, row, end;  // block: the first one of 64 columns
 
-template <class S>
-struct MergeRing {
-  int at = 0;
-  uint32_t phase = 0;
+  __device__ explicit MergeWalk(const MergePlan& plan) : p(plan) {
+    chunks = (p.args.d_in / 64 + S::kBlocks - 1) / S::kBlocks;
+    parts = (p.args.d_out + p.unit_rows - 1) / p.unit_rows, units = p.args.matrices * parts * chunks;
+    enter();
+  }
+  __device__ __forceinline__ bool live() const { return unit < units; }
   __device__ __forceinline__ void next() {
-    if (++at == S::kStages) at = 0, phase ^= 1;
+    row += S::kRows;
+    if (row < end) return;
+    unit += gridDim.x;
+    enter();
+  }
+  __device__ __forceinline__ void enter() {  // skips matrices that nothing is added to
+    for (; live(); unit += gridDim.x) {
+      block = unit % chunks * S::kBlocks, matrix = unit / chunks / parts;
+      row = unit / chunks % parts * p.unit_rows, end = min(row + p.unit_rows, p.args.d_out);
+      if (__ldg(p.args.sites + matrix * 3 + 2) > 0) return;
+    }
   }
 };
 
-// Lane i brings the i-th warp's box of every tile, the lane after them B's part.
-template <int K, int COLUMNS, int ROWS, int STAGES>
-__device__ __forceinline__ void merge_produce(const MergePlan& p,
-                                              MergeShared<MergeShape<K, COLUMNS, ROWS, STAGES>>& sm) {
-  using S = MergeShape<K, COLUMNS, ROWS, STAGES>;
-  const int lane = threadIdx.x & 31, blocks = p.args.d_in / 64;
-  MergeRing<S> ring;
-  for (MergeWalk<S> walk(p, COLUMNS * 64); walk.tile < walk.end; ++walk.tile) {
-    const int* site = p.args.sites + walk.matrix() * 3;
-    const int row = walk.row(), first = walk.chunk() * COLUMNS, block = first + lane / ROWS;
-    if (row >= p.args.d_out || __ldg(site + 2) <= 0) continue;
-    mbar_wait(&sm.empty[ring.at], ring.phase ^ 1);
-    uint64_t* full = &sm.full[ring.at];
-    if (lane == 0) mbar_expect(full, min(COLUMNS, blocks - first) * ROWS * S::kBox + K * 16 * 128);
-    __syncwarp();
-    const uint32_t stage = smem_u32(sm.stages[ring.at]);
-    if (lane < S::kWarps && block < blocks)
-      tile_copy(stage + lane * S::kBox, &p.w_map, 0, row + lane % ROWS * S::kWarpRows, block, walk.matrix(), full);
-    if (lane == S::kWarps) tile_copy(stage + S::kTile, &p.b_map, row, __ldg(site + 1), 0, 0, full);
-    ring.next();
-  }
+// By one warp: lane i brings the i-th box of the tile, the lane after them B's part.
+template <class S>
+__device__ __forceinline__ void merge_load(const MergePlan& p, MergeShared<S>& sm, int at, MergeWalk<S>& walk) {
+  if (!walk.live()) return;
+  const int lane = threadIdx.x & 31;
+  const uint32_t stage = smem_u32(sm.stages[at]);
+  if (lane == 0) mbar_expect(&sm.full[at], S::kStage);
+  __syncwarp();
+  if (lane < S::kBoxes)
+    tile_copy(stage + lane * S::kBoxBytes, &p.w_map, 0, walk.row + lane * S::kBox, walk.block, walk.matrix, &sm.full[at]);
+  if (lane == S::kBoxes)
+    tile_copy(stage + S::kTile, &p.b_map, walk.row / 64 * 64, __ldg(p.args.sites + walk.matrix * 3 + 1), 0, 0,
+              &sm.full[at]);
+  walk.next();
+}
+
+// By the same warp, which then fills the stage that the store before has left.
+template <class S>
+__device__ __forceinline__ void merge_store(const MergePlan& p, MergeShared<S>& sm, int at, const MergeWalk<S>& walk,
+                                            MergeWalk<S>& ahead) {
+  const int lane = threadIdx.x & 31;
+  if (lane < S::kBoxes)
+    tile_store(&p.w_map, walk.row + lane * S::kBox, walk.block, walk.matrix,
+               smem_u32(sm.stages[at]) + lane * S::kBoxBytes);
+  stores_commit();
+  stores_wait<1>();
+  __syncwarp();
+  merge_load(p, sm, (at + S::kStages - 1) % S::kStages, ahead);
 }
 
 // A's part of 64 columns: a[k][i] holds columns g * 8 + 2i and the next, ranks 2q, 2q+1, 2q+8, 2q+9 of step k.
@@ -123,11 +132,12 @@ struct MergeFactor {
   }
 };
 
-// Adds the product to 16 rows of a warp's box; `block` is their place among B's 8-row blocks.
-template <int K>
-__device__ __forceinline__ void merge_rows(const MergeFactor<K>& f, float scaling, uint32_t b, int block, uint32_t box) {
+// Adds the product to 16 rows of a block of 64 columns. `b` is B's part of the tile and b_block the
+// place of these rows among its 8-row blocks; at(r) is where row r, a multiple of 8, begins.
+template <int K, class At>
+__device__ __forceinline__ void merge_rows(const MergeFactor<K>& f, float scaling, uint32_t b, int b_block, At at) {
   const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3, r = lane & 7;
-  const uint32_t from = b + ((lane >> 3 & 1) * 8 + r) * 128 + (((block + (lane >> 4)) ^ r) << 4);
+  const uint32_t from = b + ((lane >> 3 & 1) * 8 + r) * 128 + (((b_block + (lane >> 4)) ^ r) << 4);
   float acc[4][2][4] = {};
 #pragma unroll
   for (int k = 0; k < K; ++k) {
@@ -144,107 +154,92 @@ __device__ __forceinline__ void merge_rows(const MergeFactor<K>& f, float scalin
   for (int n = 0; n < 2; ++n)
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const int row = n * 8 + q * 2 + e;
-      const uint32_t at = box + row * 128 + ((g ^ (row & 7)) << 4);
-      uint4 o = lds128(at);
+      const uint32_t row = q * 2 + e, place = at(n * 8) + row * 128 + ((g ^ row) << 4);
+      uint4 o = lds128(place);
       o.x = add_bf16x2(o.x, scaling * acc[0][n][e], scaling * acc[0][n][e + 2]);
       o.y = add_bf16x2(o.y, scaling * acc[1][n][e], scaling * acc[1][n][e + 2]);
       o.z = add_bf16x2(o.z, scaling * acc[2][n][e], scaling * acc[2][n][e + 2]);
       o.w = add_bf16x2(o.w, scaling * acc[3][n][e], scaling * acc[3][n][e + 2]);
-      sts128(at, o);
+      sts128(place, o);
     }
 }
 
-// Each warp works in place on its own box and sends it back itself.
-template <int K, int COLUMNS, int ROWS, int STAGES>
-__device__ __forceinline__ void merge_consume(const MergePlan& p,
-                                              MergeShared<MergeShape<K, COLUMNS, ROWS, STAGES>>& sm) {
-  using S = MergeShape<K, COLUMNS, ROWS, STAGES>;
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  MergeRing<S> ring;
-  MergeFactor<K> factor;
-  int known = -1, rank = 0, sent = -1;  // sent: the stage that the last store leaves
-  float scaling = 0;
-  for (MergeWalk<S> walk(p, COLUMNS * 64); walk.tile < walk.end; ++walk.tile) {
-    const int row = walk.row(), matrix = walk.matrix(), block = walk.chunk() * COLUMNS + warp / ROWS;
-    const bool mine = block * 64 < p.args.d_in;
-    if (walk.column_tile() != known) {
-      known = walk.column_tile();
-      rank = min(__ldg(p.args.sites + matrix * 3 + 2), p.args.max_rank);
-      scaling = __ldg(p.args.scaling + matrix);
-      factor.load(p.args, __ldg(p.args.sites + matrix * 3), mine ? rank : 0, block * 64);
-    }
-    if (row >= p.args.d_out || rank <= 0) continue;
-    mbar_wait(&sm.full[ring.at], ring.phase);
-    const uint32_t stage = smem_u32(sm.stages[ring.at]), box = stage + warp * S::kBox;
-    const int first = warp % ROWS * S::kWarpRows;
-#pragma unroll 1
-    for (int r = 0; r < S::kWarpRows; r += 16)
-      merge_rows<K>(factor, scaling, stage + S::kTile, (first + r) / 8, box + r * 128);
-    fence_copies();
-    __syncwarp();
-    if (lane == 0) {
-      if (mine) tile_store(&p.w_map, row + first, block, matrix, box);
-      stores_commit();
-      stores_wait<1>();
-      if (sent >= 0) mbar_arrive(&sm.empty[sent]);
-    }
-    sent = ring.at;
-    ring.next();
-  }
-  if (lane == 0) stores_wait<0>();
-}
-
-template <int K, int COLUMNS, int ROWS, int STAGES>
-__global__ void __launch_bounds__(MergeShape<K, COLUMNS, ROWS, STAGES>::kThreads)
-    merge_kernel(const __grid_constant__ MergePlan p) {
-  using S = MergeShape<K, COLUMNS, ROWS, STAGES>;
+template <class S>
+__global__ void __launch_bounds__(kMergeThreads, 1) merge_kernel(const __grid_constant__ MergePlan p) {
   extern __shared__ __align__(1024) unsigned char merge_raw[];
   auto& sm = *reinterpret_cast<MergeShared<S>*>(merge_raw);
+  const int warp = threadIdx.x >> 5, first = warp * S::kWarpBlocks;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; ++i) {
-      mbar_init(&sm.full[i], 1);
-      mbar_init(&sm.empty[i], S::kWarps);
-    }
+    for (int i = 0; i < S::kStages; ++i) mbar_init(&sm.full[i], 1);
     fence_barriers();
   }
   __syncthreads();
-  if (threadIdx.x >> 5 == S::kWarps) merge_produce(p, sm);
-  else merge_consume(p, sm);
+  MergeWalk<S> ahead(p);
+  if (warp == 0)
+    for (int i = 0; i < S::kStages - 1; ++i) merge_load(p, sm, i, ahead);
+  MergeFactor<S::kK> factors[S::kWarpBlocks];
+  float scaling = 0;
+  int known = -1, at = 0;
+  uint32_t phase = 0;
+  for (MergeWalk<S> walk(p); walk.live(); walk.next()) {
+    if (walk.unit != known) {
+      const int* site = p.args.sites + walk.matrix * 3;
+      known = walk.unit, scaling = __ldg(p.args.scaling + walk.matrix);
+#pragma unroll
+      for (int b = 0; b < S::kWarpBlocks; ++b) {
+        const int column = (walk.block + first + b) * 64, rank = min(__ldg(site + 2), p.args.max_rank);
+        factors[b].load(p.args, __ldg(site), column < p.args.d_in ? rank : 0, column);
+      }
+    }
+    mbar_wait(&sm.full[at], phase);
+    const uint32_t stage = smem_u32(sm.stages[at]);
+#pragma unroll
+    for (int b = 0; b < S::kWarpBlocks; ++b)
+#pragma unroll 1
+      for (int r = 0; r < S::kRows; r += 16)
+        merge_rows<S::kK>(factors[b], scaling, stage + S::kTile, (walk.row % 64 + r) / 8, [&](int more) {
+          const int r8 = r + more;
+          return stage + r8 / S::kBox * S::kBoxBytes + ((first + b) * S::kBox + r8 % S::kBox) * 128;
+        });
+    fence_copies();
+    __syncthreads();  // the tile is done
+    if (warp == 0) merge_store(p, sm, at, walk, ahead);
+    if (++at == S::kStages) at = 0, phase ^= 1;
+  }
+  if (warp == 0) stores_wait<0>();
 }
 
-template <int K, int COLUMNS, int ROWS, int STAGES>
+template <class S>
 cudaError_t launch_merge_shape(const MergeArgs& args, int ctas, int unit_rows, cudaStream_t stream) {
-  using S = MergeShape<K, COLUMNS, ROWS, STAGES>;
-  MergePlan p{args, {}, {}, (min(unit_rows, args.d_out) + kMergeRows - 1) / kMergeRows};
+  MergePlan p{args, {}, {}, unit_rows};
   const cuuint64_t row = static_cast<cuuint64_t>(args.d_in) * 2, rows = static_cast<cuuint64_t>(args.d_out);
   const cuuint64_t w_dims[] = {64, rows, row / 128, static_cast<cuuint64_t>(args.matrices)};
   const cuuint64_t w_strides[] = {row, 128, row * rows};
-  const cuuint32_t w_box[] = {64, S::kWarpRows, 1, 1}, b_box[] = {kMergeRows, K * 16, 1, 1};
+  const cuuint32_t w_box[] = {64, S::kBox, S::kBlocks, 1}, b_box[] = {64, S::kK * 16, 1, 1};
   const cuuint64_t b_dims[] = {rows, static_cast<cuuint64_t>(args.b_rows), 1, 1}, b_strides[] = {rows * 2, 16, 16};
   cudaError_t e = swizzled_map<4>(&p.w_map, args.w, w_dims, w_strides, w_box);
   if (e == cudaSuccess) e = swizzled_map<4>(&p.b_map, args.b_pool, b_dims, b_strides, b_box);
-  const auto kernel = merge_kernel<K, COLUMNS, ROWS, STAGES>;
+  const auto kernel = merge_kernel<S>;
   constexpr int bytes = sizeof(MergeShared<S>);
   if (e == cudaSuccess) e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (e != cudaSuccess) return e;
-  kernel<<<ctas, S::kThreads, bytes, stream>>>(p);
+  kernel<<<ctas, kMergeThreads, bytes, stream>>>(p);
   return cudaGetLastError();
 }
 
-template <int K, int COLUMNS, int ROWS, int STAGES>
+template <class S>
 cudaError_t launch_merge_on(const MergeArgs& args, cudaStream_t stream) {
   int device = 0, sms = 0;
   cudaError_t e = cudaGetDevice(&device);
   if (e == cudaSuccess) e = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-  return e == cudaSuccess ? launch_merge_shape<K, COLUMNS, ROWS, STAGES>(args, sms, 1 << 30, stream) : e;
+  return e == cudaSuccess ? launch_merge_shape<S>(args, sms, 512, stream) : e;
 }
 
 inline cudaError_t launch_merge(const MergeArgs& args, cudaStream_t stream) {
-  if (args.max_rank <= 16) return launch_merge_on<1, 8, 1, 3>(args, stream);
-  if (args.max_rank <= 32) return launch_merge_on<2, 8, 1, 3>(args, stream);
-  if (args.max_rank <= 64) return launch_merge_on<4, 8, 1, 3>(args, stream);
-  return launch_merge_on<8, 4, 1, 4>(args, stream);
+  if (args.max_rank <= 16) return launch_merge_on<MergeShape<1, 1, 64, 8, 3>>(args, stream);
+  if (args.max_rank <= 32) return launch_merge_on<MergeShape<2, 1, 64, 8, 3>>(args, stream);
+  if (args.max_rank <= 64) return launch_merge_on<MergeShape<4, 1, 64, 8, 3>>(args, stream);
+  return launch_merge_on<MergeShape<8, 1, 32, 8, 4>>(args, stream);
 }
 
 }  // namespace lora_jax

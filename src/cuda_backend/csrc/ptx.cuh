@@ -107,14 +107,6 @@ __device__ __forceinline__ int lds32_of(int cta, uint32_t addr) {
                : "memory");
   return v;
 }
-__device__ __forceinline__ int lds16_of(int cta, uint32_t addr) {
-  uint16_t v;
-  asm volatile("{\n.reg .u32 there;\nmapa.shared::cluster.u32 there, %1, %2;\nld.shared::cluster.u16 %0, [there];\n}"
-               : "=h"(v)
-               : "r"(addr), "r"(cta)
-               : "memory");
-  return v;
-}
 // Makes fresh barriers visible to the copy engine; makes what threads wrote visible to it.
 __device__ __forceinline__ void fence_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -129,6 +121,10 @@ __device__ __forceinline__ int load_acquire(const int* p) {
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
+// Of kernels that are launched to overlap: lets the next one begin; waits for all that the previous
+// one has written.
+__device__ __forceinline__ void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ uint4 lds128(uint32_t addr) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(addr));

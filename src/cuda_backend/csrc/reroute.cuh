@@ -1,11 +1,11 @@
 // The row map: sorts (token, expert) rows by the matrix that each one uses, and cuts the rows of
-// adapters into items of work. Stable, no host in the loop, one launch.
+// adapters into items of work. Stable, no host in the loop.
 //
-// A cluster of CTAs takes the rows in equal shares, one CTA where they are few. A warp counts its
-// run of rows by group and remembers each row's rank among its equals; scans over warps, CTAs (who
-// read each other's totals in shared memory) and groups turn counts into places. Rows are then put
-// in order in shared memory, so that what leaves it leaves in runs. Rerouting is a look-up in a
-// table that is fetched while the ids are on their way: it adds no launch and no round trip.
+// A warp counts its run of rows by group and remembers each row's rank among its equals; scans over
+// warps and groups turn counts into places. Rows are put in order in shared memory first, so that what
+// leaves it leaves in runs. One CTA does all of it for a block of rows. More rows take a launch before,
+// in which every block counts, and one after, if there are items. Rerouting is a look-up in a table
+// that is fetched while the ids are on their way: it adds no launch and no round trip.
 //
 // Rows of a group that use one adapter stand together if tokens are visited in the order of their
 // adapters, which is the same for all layers: it is no key of this sort.
@@ -17,60 +17,65 @@
 namespace lora_jax {
 
 struct RerouteArgs {
-  const int* ids;            // [tokens, k]
-  const int* num_tokens;     // [1], or none: all are real
-  const int* token_to_slot;  // [tokens] of the table, or none: no table
-  const int* table;          // [slots, experts]
-  const int* token_order;    // [tokens] the order in which they are visited, or none: as they come
+  const int* ids;               // [tokens, k]
+  const int* num_tokens;        // [1]
+  const int* token_to_slot;     // [tokens] of the table, or none: no table
+  const int* table;             // [slots, experts]
+  const int* token_order;       // [tokens] the order in which they are visited, or none: as they come
   const int* token_to_adapter;  // [tokens], -1: none; or none at all: no items
-  const int* item_expert;       // [rows], if there are items
   int tokens, k, slots, experts, groups, item_rows;
   int* order;          // [rows] out: sorted place -> row
-  int* inverse;        // [rows] out: row -> sorted place; or none, and none of the next three
+  int* inverse;        // [rows] out: row -> sorted place
   int* sizes;          // [groups] out
   int* row_to_token;   // [rows] out, by sorted place
   int* row_to_expert;  // [rows] out, by sorted place: as the router chose, 0 in no group
   Item* items;         // [rows] out
   int* num_items;      // [1] out
+  // Between launches:
+  int* found;        // [rows] groups of rows as they are visited
+  int* counts;       // [blocks, groups + 1]
+  uint32_t* owners;  // [rows] by sorted place
 };
 
-constexpr int kRowBits = 14, kRowMask = (1 << kRowBits) - 1;  // of a CTA's rows: in 32 bits with the group
-constexpr int kMostCtaRows = 1 << kRowBits, kFewCtaRows = 2048, kMostCtas = 16;
-constexpr int kMostGroups = 16384;
+constexpr int kRowBits = 11, kBlockRows = 1 << kRowBits, kRowMask = kBlockRows - 1;
+constexpr int kMostGroups = 16384, kMostBlocks = 128, kMostTable = 8192;
+constexpr int kMostCutCtas = 16;  // of a cluster
 constexpr int kSortShared = 232448 - 1024;
 constexpr uint32_t kLookUp = 1u << 31, kNoGroup = kLookUp - 1;
 
 struct SortPlan {
   RerouteArgs args;
-  int rows, cta_rows, warps, run;  // a warp's run of rows
-  bool keep_table;                 // in shared memory
-  uint32_t k_inverse;              // 2^31 / k, rounded up
+  int rows, blocks, warps, run;  // a warp's run of rows
+  bool keep_table;               // in shared memory
+  uint32_t k_inverse;            // 2^31 / k, rounded up
 };
 
+// Shared memory of a block that sorts. `all` and `shift` are sums over blocks, in slices at first.
 struct SortArrays {
-  int *warp_sums, *item_total, *grouped;
-  uint32_t *keys, *sorted;     // [cta_rows]: a row's group and rank; rows by group
-  int *sums;                   // [groups + 1] of all CTAs, where `sorted` will be
-  int *shift;                  // [groups + 1] what makes a place here one of the whole
-  int *table;
-  uint16_t *totals, *counts;   // [groups + 1], [warps, groups + 1]
-
-  __device__ SortArrays(unsigned char* raw, const SortPlan& p) {
-    const int groups = p.args.groups + 1;
-    int* at = reinterpret_cast<int*>(raw);
-    warp_sums = at, item_total = at + 32, grouped = at + 33, at += 36;
-    keys = reinterpret_cast<uint32_t*>(at), at += p.cta_rows;
-    sums = at, sorted = reinterpret_cast<uint32_t*>(at), at += max(p.cta_rows, groups);
-    shift = at, at += groups;
-    table = at, at += p.keep_table ? p.args.slots * p.args.experts : 0;
-    totals = reinterpret_cast<uint16_t*>(at), counts = totals + (groups + 1) / 2 * 2;
-  }
+  CutShared* cut;
+  uint32_t *keys, *sorted;     // [block rows]: a row's group and rank, later whose it is; rows by group
+  int *table, *all, *shift;    // shift: what makes a place here one of the whole
+  uint16_t *starts, *counts;   // [groups + 1], [warps, groups + 1]
 };
 
+__host__ __device__ inline int sort_slices(const SortPlan& p) {
+  const int slices = kScanThreads / (p.args.groups + 1);
+  return p.blocks > 1 ? (slices > 1 ? slices : 1) : 0;
+}
+__host__ __device__ inline int table_size(const SortPlan& p) { return p.keep_table ? p.args.slots * p.args.experts : 0; }
+__host__ __device__ inline int even_groups(const SortPlan& p) { return (p.args.groups + 2) / 2 * 2; }
 inline int sort_bytes(const SortPlan& p) {
-  const int groups = p.args.groups + 1, table = p.keep_table ? p.args.slots * p.args.experts : 0;
-  const int words = 36 + p.cta_rows + (p.cta_rows > groups ? p.cta_rows : groups) + groups + table;
-  return words * 4 + (groups + 1) / 2 * 4 + (p.warps * groups + 1) / 2 * 4;
+  const int words = 2 * kBlockRows + table_size(p) + 2 * sort_slices(p) * (p.args.groups + 1);
+  return static_cast<int>(sizeof(CutShared)) + words * 4 + (1 + p.warps) * even_groups(p) * 2;
+}
+__device__ __forceinline__ SortArrays sort_arrays(unsigned char* raw, const SortPlan& p) {
+  const int sums = sort_slices(p) * (p.args.groups + 1);
+  SortArrays s;
+  s.cut = reinterpret_cast<CutShared*>(raw);
+  s.keys = reinterpret_cast<uint32_t*>(raw + sizeof(CutShared)), s.sorted = s.keys + kBlockRows;
+  s.table = reinterpret_cast<int*>(s.sorted + kBlockRows), s.all = s.table + table_size(p), s.shift = s.all + sums;
+  s.starts = reinterpret_cast<uint16_t*>(s.shift + sums), s.counts = s.starts + even_groups(p);
+  return s;
 }
 
 __device__ __forceinline__ int token_of(const SortPlan& p, int row) {
@@ -92,27 +97,32 @@ __device__ __forceinline__ uint32_t pick(const SortPlan& p, int n, int live_rows
   if (row >= live_rows || id < 0 || id >= a.experts) return kNoGroup;
   return slot >= 0 && slot < a.slots ? kLookUp | (slot * a.experts + id) : id;
 }
+__device__ __forceinline__ int group_of(const SortPlan& p, const int* table, uint32_t picked) {
+  const int group = picked & kLookUp ? table[picked & ~kLookUp] : picked;
+  return group >= 0 && group < p.args.groups ? group : p.args.groups;
+}
+__device__ __forceinline__ void fetch_table(const SortPlan& p, int* table) {
+  for (int i = threadIdx.x; i < table_size(p); i += kScanThreads) copy_4(smem_u32(table + i), p.args.table + i);
+  copies_commit();
+}
+__device__ __forceinline__ int live_rows(const SortPlan& p) {
+  return min(__ldg(p.args.num_tokens), p.args.tokens) * p.args.k;
+}
 
-// f(place in the CTA) for a warp's rows, 32 at a time; lanes past the end are given `rows`.
+// f(place in the block) for a warp's rows, 32 at a time; lanes past the end are given `rows`.
 template <class F>
 __device__ __forceinline__ void each_row(const SortPlan& p, int rows, F f) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   if (warp >= p.warps) return;
   const int end = min((warp + 1) * p.run, rows);
-#pragma unroll 4
+#pragma unroll 2
   for (int i = warp * p.run; i < end; i += 32) f(i + lane < end ? i + lane : rows);
 }
 
+// Leaves the group and the rank of each row in its key, and the warps' counts.
 __device__ __forceinline__ void rank_rows(const SortPlan& p, const SortArrays& s, int rows) {
-  const int lane = threadIdx.x & 31, groups = p.args.groups;
-  const int* table = p.keep_table ? s.table : p.args.table;
-  uint16_t* counts = s.counts + (threadIdx.x >> 5) * (groups + 1);
-  each_row(p, rows, [&](int i) {
-    if (i == rows) return;
-    const uint32_t key = s.keys[i];
-    const int group = key & kLookUp ? table[key & ~kLookUp] : key;
-    s.keys[i] = group >= 0 && group < groups ? group : groups;
-  });
+  const int lane = threadIdx.x & 31;
+  uint16_t* counts = s.counts + (threadIdx.x >> 5) * (p.args.groups + 1);
   each_row(p, rows, [&](int i) {
     const bool live = i < rows;
     const uint32_t group = live ? s.keys[i] : kNoGroup;
@@ -125,153 +135,237 @@ __device__ __forceinline__ void rank_rows(const SortPlan& p, const SortArrays& s
   });
 }
 
-// Turns counts into places: of a warp's first row of each group in the CTA, and from there in the whole.
+// Sums what all blocks have counted into all[g], and what those before this one have into shift[g].
+__device__ __forceinline__ void sum_blocks(const SortPlan& p, const SortArrays& s) {
+  const int groups = p.args.groups + 1, slices = sort_slices(p);
+  for (int i = threadIdx.x; i < slices * groups; i += kScanThreads) {
+    const int g = i % groups;
+    int all = 0, before = 0;
+#pragma unroll 8
+    for (int b = i / groups; b < p.blocks; b += slices) {
+      const int n = __ldcg(p.args.counts + b * groups + g);
+      all += n, before += b < static_cast<int>(blockIdx.x) ? n : 0;
+    }
+    s.all[i] = all, s.shift[i] = before;
+  }
+  __syncthreads();
+  for (int g = threadIdx.x; g < groups; g += kScanThreads)
+    for (int i = 1; i < slices; ++i) s.all[g] += s.all[i * groups + g], s.shift[g] += s.shift[i * groups + g];
+}
+
+// Turns the warps' counts of a group into the ranks of their first rows; returns their sum.
+__device__ __forceinline__ int rank_warps(const SortPlan& p, uint16_t* counts) {
+  const int groups = p.args.groups + 1;
+  int sum = 0;
+  for (int w = 0; w < p.warps; w += 8) {
+    int n[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) n[i] = w + i < p.warps ? counts[(w + i) * groups] : 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (w + i < p.warps) counts[(w + i) * groups] = sum;
+      sum += n[i];
+    }
+  }
+  return sum;
+}
+
+// Where each group begins in the block, and how far from there its place in the whole is.
 __device__ __forceinline__ void place_groups(const SortPlan& p, const SortArrays& s) {
   const int groups = p.args.groups + 1, per = (groups + kScanThreads - 1) / kScanThreads;
   const int begin = min(static_cast<int>(threadIdx.x) * per, groups), end = min(begin + per, groups);
-  const int cta = blockIdx.x, ctas = gridDim.x;
+  const bool alone = p.blocks == 1;
   int mine = 0, all = 0;
   for (int g = begin; g < end; ++g) {
-    int n = 0;
-    for (int w = 0; w < p.warps; ++w) {
-      const int own = s.counts[w * groups + g];
-      s.counts[w * groups + g] = n, n += own;
-    }
-    s.totals[g] = n, mine += n;
+    const int own = rank_warps(p, s.counts + g), sum = alone ? own : s.all[g];
+    s.starts[g] = own, mine += own, all += sum;
+    if (blockIdx.x == 0 && g < p.args.groups) p.args.sizes[g] = sum;
   }
-  if (ctas > 1) cluster_sync();
+  int start = cta_scan(mine, s.cut->warp_sums, 0, plus), of_all = 0;
+  if (!alone) of_all = cta_scan(all, s.cut->warp_sums, 0, plus);
   for (int g = begin; g < end; ++g) {
-    int sum = 0, before = 0;
-    if (ctas == 1) sum = s.totals[g];
-#pragma unroll 8
-    for (int c = 0; c < (ctas > 1 ? ctas : 0); ++c) {
-      const int n = lds16_of(c, smem_u32(s.totals + g));
-      sum += n, before += c < cta ? n : 0;
-    }
-    s.sums[g] = sum, s.shift[g] = before, all += sum;
-    if (cta == 0 && g < p.args.groups && p.args.inverse) p.args.sizes[g] = sum;
+    const int own = s.starts[g];
+    if (!alone) s.shift[g] += of_all - start, of_all += s.all[g];
+    s.starts[g] = start, start += own;
   }
-  int place = cta_scan(mine, s.warp_sums, 0, plus), of_all = cta_scan(all, s.warp_sums, 0, plus);
-  for (int g = begin; g < end; ++g) {
-    if (g == p.args.groups) *s.grouped = of_all;
-    s.shift[g] += of_all - place;
-    for (int w = 0; w < p.warps; ++w) s.counts[w * groups + g] += place;
-    place += s.totals[g], of_all += s.sums[g];
-  }
+}
+
+// Whose a row is, if it is anyone's and in a group.
+__device__ __forceinline__ uint32_t owner_of_row(const SortPlan& p, int row, int expert, bool grouped) {
+  const int slot = __ldg(p.args.token_to_adapter + token_of(p, row));
+  return grouped && slot >= 0 ? owner_of(slot, expert) : kNobody;
 }
 
 __device__ __forceinline__ void write_rows(const SortPlan& p, const SortArrays& s, int first, int rows) {
   const RerouteArgs& a = p.args;
   const uint16_t* counts = s.counts + (threadIdx.x >> 5) * (a.groups + 1);
+  const bool alone = p.blocks == 1;
   each_row(p, rows, [&](int i) {
     if (i == rows) return;
     const uint32_t key = s.keys[i], group = key >> kRowBits;
-    const int place = counts[group] + (key & kRowMask);
+    const int place = s.starts[group] + counts[group] + (key & kRowMask);
     s.sorted[place] = group << kRowBits | i;
-    if (a.inverse) a.inverse[visited(p, first + i)] = place + s.shift[group];
+    a.inverse[visited(p, first + i)] = alone ? place : place + s.shift[group];
   });
   __syncthreads();
   for (int i = threadIdx.x; i < rows; i += kScanThreads) {
     const uint32_t key = s.sorted[i], group = key >> kRowBits;
-    const int row = visited(p, first + (key & kRowMask)), place = i + s.shift[group];
+    const int row = visited(p, first + (key & kRowMask)), place = alone ? i : i + s.shift[group];
+    const bool grouped = group < static_cast<uint32_t>(a.groups);
+    const int expert = grouped ? __ldg(a.ids + row) : 0;
     a.order[place] = row;
-    if (!a.inverse) continue;
     a.row_to_token[place] = token_of(p, row);
-    a.row_to_expert[place] = group < static_cast<uint32_t>(a.groups) ? __ldg(a.ids + row) : 0;
+    a.row_to_expert[place] = expert;
+    if (a.token_to_adapter) (alone ? s.keys : a.owners)[place] = owner_of_row(p, row, expert, grouped);
   }
 }
 
-// Items of this CTA's share of the sorted places; a share's border also ends an item.
-__device__ __forceinline__ void write_items(const SortPlan& p, const SortArrays& s, int first, int rows) {
-  const RerouteArgs& a = p.args;
-  for (int i = threadIdx.x; i < rows; i += kScanThreads) {
-    const int row = __ldcg(a.order + first + i), slot = __ldg(a.token_to_adapter + token_of(p, row));
-    s.keys[i] = first + i < *s.grouped && slot >= 0 ? owner_of(slot, __ldg(a.item_expert + row)) : kNobody;
+// The launch before, where there are several blocks: the groups of all rows and their number by block.
+__global__ void __launch_bounds__(kScanThreads) count_rows_kernel(const SortPlan p) {
+  extern __shared__ __align__(16) int count_raw[];
+  const int groups = p.args.groups + 1, first = blockIdx.x * kBlockRows, rows = min(kBlockRows, p.rows - first);
+  int *counts = count_raw, *table = counts + groups;
+  let_next_begin();
+  fetch_table(p, table);
+  const int live = live_rows(p);
+  uint32_t picked[kBlockRows / kScanThreads];
+#pragma unroll
+  for (int i = 0; i < kBlockRows / kScanThreads; ++i) {
+    const int row = threadIdx.x + i * kScanThreads;
+    if (row < rows) picked[i] = pick(p, first + row, live);
+  }
+  for (int g = threadIdx.x; g < groups; g += kScanThreads) counts[g] = 0;
+  copies_wait<0>();
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kBlockRows / kScanThreads; ++i) {
+    const int row = threadIdx.x + i * kScanThreads;
+    if (row >= rows) continue;
+    const int group = group_of(p, p.keep_table ? table : p.args.table, picked[i]);
+    p.args.found[first + row] = group;
+    atomicAdd(&counts[group], 1);
   }
   __syncthreads();
-  cut_items(s.keys, rows, first, a.item_rows, s.warp_sums, a.items, [&](int total) {
-    const int cta = blockIdx.x, ctas = gridDim.x;
-    int before = 0;
-    if (ctas > 1) {
-      *s.item_total = total;  // the same of every thread
-      cluster_sync();
-      for (int c = 0; c < cta; ++c) before += lds32_of(c, smem_u32(s.item_total));
-    }
-    if (cta == ctas - 1 && threadIdx.x == 0) *a.num_items = before + total;
-    return before;
-  });
+  for (int g = threadIdx.x; g < groups; g += kScanThreads) p.args.counts[blockIdx.x * groups + g] = counts[g];
 }
 
 __global__ void __launch_bounds__(kScanThreads) sort_rows_kernel(const SortPlan p) {
   extern __shared__ __align__(16) unsigned char sort_raw[];
-  const SortArrays s(sort_raw, p);
-  const int first = min(static_cast<int>(blockIdx.x) * p.cta_rows, p.rows), rows = min(p.cta_rows, p.rows - first);
-  if (p.keep_table)
-    for (int i = threadIdx.x; i < p.args.slots * p.args.experts; i += kScanThreads)
-      copy_4(smem_u32(s.table + i), p.args.table + i);
-  copies_commit();
-  const int live_rows = p.args.num_tokens ? min(__ldg(p.args.num_tokens), p.args.tokens) * p.args.k : p.rows;
-  each_row(p, rows, [&](int i) {
-    if (i < rows) s.keys[i] = pick(p, first + i, live_rows);
-  });
-  for (int i = threadIdx.x; i < (p.warps * (p.args.groups + 1) + 1) / 2; i += kScanThreads)
+  const SortArrays s = sort_arrays(sort_raw, p);
+  const int first = blockIdx.x * kBlockRows, rows = min(kBlockRows, p.rows - first), groups = p.args.groups + 1;
+  const bool alone = p.blocks == 1;
+  let_next_begin();
+  if (alone) {
+    fetch_table(p, s.table);
+    const int live = live_rows(p);
+    each_row(p, rows, [&](int i) {
+      if (i < rows) s.keys[i] = pick(p, i, live);
+    });
+  }
+  for (int i = threadIdx.x; i < p.warps * ((groups + 1) / 2); i += kScanThreads)
     reinterpret_cast<uint32_t*>(s.counts)[i] = 0;
-  copies_wait<0>();
+  if (alone) {
+    copies_wait<0>();
+    __syncthreads();
+    each_row(p, rows, [&](int i) {
+      if (i < rows) s.keys[i] = group_of(p, p.keep_table ? s.table : p.args.table, s.keys[i]);
+    });
+  } else {
+    wait_for_previous();
+    each_row(p, rows, [&](int i) {
+      if (i < rows) s.keys[i] = __ldcg(p.args.found + first + i);
+    });
+    sum_blocks(p, s);
+  }
   __syncthreads();
   rank_rows(p, s, rows);
   __syncthreads();
   place_groups(p, s);
   __syncthreads();
   write_rows(p, s, first, rows);
-  if (gridDim.x > 1) cluster_sync();  // all have read what others hold, and written their places
-  else __syncthreads();
-  if (p.args.token_to_adapter) {
-    write_items(p, s, first, rows);
-    if (gridDim.x > 1) cluster_sync();
-  }
+  if (!alone || !p.args.token_to_adapter) return;
+  __syncthreads();
+  cut_items(*s.cut, s.keys, rows, 0, p.args.item_rows, p.args.items, [&](int total) {
+    if (threadIdx.x == 0) *p.args.num_items = total;
+    return 0;
+  });
 }
 
-// How the rows are shared out; false if they are more than a cluster can hold.
+struct CutRowsShared {
+  CutShared cut;
+  int total;
+  uint32_t owners[kMostCutRows];
+};
+
+// The launch after, by one cluster, where items are cut of several blocks; the end of a CTA's share of
+// the sorted places ends an item as well.
+__global__ void __launch_bounds__(kScanThreads) cut_rows_kernel(const SortPlan p, int share) {
+  extern __shared__ __align__(16) unsigned char cut_raw[];
+  auto& sm = *reinterpret_cast<CutRowsShared*>(cut_raw);
+  const int cta = blockIdx.x, ctas = gridDim.x, first = min(cta * share, p.rows), rows = min(share, p.rows - first);
+  wait_for_previous();
+  for (int i = threadIdx.x; i < rows; i += kScanThreads) sm.owners[i] = __ldcg(p.args.owners + first + i);
+  __syncthreads();
+  cut_items(sm.cut, sm.owners, rows, first, p.args.item_rows, p.args.items, [&](int total) {
+    sm.total = total;  // the same of every thread
+    cluster_sync();
+    int before = 0;
+    for (int c = 0; c < cta; ++c) before += lds32_of(c, smem_u32(&sm.total));
+    if (cta == ctas - 1 && threadIdx.x == 0) *p.args.num_items = before + total;
+    return before;
+  });
+  cluster_sync();  // all have read this CTA's total
+}
+
 inline bool plan_sort(SortPlan* p) {
-  const int groups = p->args.groups + 1, table = p->args.token_to_slot ? p->args.slots * p->args.experts : 0;
-  p->rows = p->args.tokens * p->args.k;
-  int ctas = 1;
-  while (ctas < kMostCtas && ctas * kFewCtaRows < p->rows) ctas *= 2;
-  p->cta_rows = (p->rows + ctas * 32 - 1) / (ctas * 32) * 32;
-  p->k_inverse = (1u << 31) / p->args.k + 1;
-  p->warps = min(p->cta_rows / 32, kScanThreads / 32);
+  const RerouteArgs& a = p->args;
+  p->rows = a.tokens * a.k, p->blocks = (p->rows + kBlockRows - 1) / kBlockRows;
+  p->k_inverse = (1u << 31) / a.k + 1;
+  const int most = p->blocks > 1 ? kBlockRows / 32 : (p->rows + 31) / 32;
+  p->warps = min(most, kScanThreads / 32);
+  p->keep_table = a.token_to_slot && a.slots <= kMostTable / a.experts;
   while (p->warps > 1 && sort_bytes(*p) > kSortShared) --p->warps;
-  p->keep_table = table > 0 && sort_bytes(*p) + table * 4 <= kSortShared && table <= 8 * kScanThreads;
-  p->run = (p->cta_rows / 32 + p->warps - 1) / p->warps * 32;
-  return p->cta_rows <= kMostCtaRows && groups <= kMostGroups + 1 && sort_bytes(*p) <= kSortShared;
+  p->run = (most + p->warps - 1) / p->warps * 32;
+  return p->blocks <= kMostBlocks && a.groups <= kMostGroups && sort_bytes(*p) <= kSortShared;
 }
 
-// Brings rows of linear maps together by adapter, up to kMostGroups of them: the items of dense modules.
-inline RerouteArgs adapter_rows(const int* row_to_slot, const int* row_to_expert, int rows, int slots, int item_rows,
-                                int* order, Item* items, int* num_items) {
-  RerouteArgs args{};
-  args.ids = args.token_to_adapter = row_to_slot, args.item_expert = row_to_expert;
-  args.tokens = rows, args.k = 1, args.experts = args.groups = slots, args.item_rows = item_rows;
-  args.order = order, args.items = items, args.num_items = num_items;
-  return args;
-}
-
-inline cudaError_t launch_reroute(const RerouteArgs& args, cudaStream_t stream) {
-  SortPlan plan{args};
-  if (!plan_sort(&plan)) return cudaErrorInvalidValue;
-  const auto kernel = sort_rows_kernel;
-  cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSortShared);
-  if (e == cudaSuccess) e = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+// `cluster` CTAs are one; with `early` the kernel may begin while the one before it runs.
+template <class... Args>
+cudaError_t launch_part(void (*kernel)(Args...), int ctas, int bytes, bool cluster, bool early, cudaStream_t stream,
+                        const Args&... args) {
+  cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (e == cudaSuccess && cluster) e = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   if (e != cudaSuccess) return e;
-  cudaLaunchAttribute cluster;
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  const unsigned ctas = (plan.rows + plan.cta_rows - 1) / plan.cta_rows;
-  unsigned size = 1;
-  while (size < ctas) size *= 2;
-  cluster.val.clusterDim.x = size, cluster.val.clusterDim.y = 1, cluster.val.clusterDim.z = 1;
-  const size_t bytes = sort_bytes(plan);
-  cudaLaunchConfig_t config{dim3{size, 1, 1}, dim3{kScanThreads, 1, 1}, bytes, stream, &cluster, 1};
-  return cudaLaunchKernelEx(&config, kernel, plan);
+  cudaLaunchAttribute attributes[2];
+  int count = 0;
+  if (early) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count].val.clusterDim.x = ctas;
+    attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1, ++count;
+  }
+  const cudaLaunchConfig_t config{dim3(ctas),      dim3(kScanThreads), static_cast<size_t>(bytes), stream, attributes,
+                                  static_cast<unsigned>(count)};
+  return cudaLaunchKernelEx(&config, kernel, args...);
+}
+
+// One launch for a block of rows; three for more, the last one only for items.
+inline cudaError_t launch_reroute(const RerouteArgs& args, cudaStream_t stream) {
+  SortPlan p{args};
+  if (!plan_sort(&p)) return cudaErrorInvalidValue;
+  const int counting = (args.groups + 1 + table_size(p)) * 4;
+  if (p.blocks == 1) return launch_part(sort_rows_kernel, 1, sort_bytes(p), false, false, stream, p);
+  cudaError_t e = launch_part(count_rows_kernel, p.blocks, counting, false, false, stream, p);
+  p.keep_table = false;
+  if (e == cudaSuccess) e = launch_part(sort_rows_kernel, p.blocks, sort_bytes(p), false, true, stream, p);
+  if (e != cudaSuccess || !args.token_to_adapter) return e;
+  int ctas = 1;
+  while (ctas < kMostCutCtas && ctas * kBlockRows < p.rows) ctas *= 2;
+  const int share = (p.rows + ctas * 32 - 1) / (ctas * 32) * 32;
+  return launch_part(cut_rows_kernel, ctas, static_cast<int>(sizeof(CutRowsShared)), true, true, stream, p, share);
 }
 
 }  // namespace lora_jax

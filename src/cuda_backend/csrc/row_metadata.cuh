@@ -25,6 +25,7 @@ struct MetadataArgs {
 struct MetadataShared {
   uint32_t keys[2][kMetadataRows];  // slot << 16 | row
   SortShared sort;
+  CutShared cut;
 };
 
 __global__ void __launch_bounds__(kScanThreads) metadata_kernel(const MetadataArgs p) {
@@ -47,7 +48,7 @@ __global__ void __launch_bounds__(kScanThreads) metadata_kernel(const MetadataAr
     other[i] = slot < p.slots ? owner_of(slot, __ldg(p.row_to_expert + row)) : kNobody;
   }
   __syncthreads();
-  cut_items(other, p.rows, 0, p.item_rows, sm.sort.warp_sums, p.items, [&](int total) {
+  cut_items(sm.cut, other, p.rows, 0, p.item_rows, p.items, [&](int total) {
     if (threadIdx.x == 0) *p.num_items = total;
     return 0;
   });

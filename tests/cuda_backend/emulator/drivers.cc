@@ -23,9 +23,13 @@ struct SortSizes {
 int reroute(const int* ids, const int* token_to_slot, const int* table, const int* token_order,
             const int* token_to_adapter, const SortSizes* s, int* order, int* inverse, int* sizes, int* row_to_token,
             int* row_to_expert, Item* items, int* num_items) {
-  return launch_reroute(RerouteArgs{ids, &s->num_tokens, token_to_slot, table, token_order, token_to_adapter, ids, s->tokens,
-                                    s->k, s->slots, s->experts, s->groups, s->item_rows, order, inverse,
-                                    sizes, row_to_token, row_to_expert, items, num_items},
+  const int rows = s->tokens * s->k;
+  std::vector<int> found(rows), counts((rows + kBlockRows - 1) / kBlockRows * (s->groups + 1));
+  std::vector<uint32_t> owners(rows);
+  return launch_reroute(RerouteArgs{ids, &s->num_tokens, token_to_slot, table, token_order, token_to_adapter, s->tokens,
+                                    s->k, s->slots, s->experts, s->groups, s->item_rows, order, inverse, sizes,
+                                    row_to_token, row_to_expert, items, num_items, found.data(), counts.data(),
+                                    owners.data()},
                         nullptr);
 }
 

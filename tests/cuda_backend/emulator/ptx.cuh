@@ -65,21 +65,19 @@ inline void consumer_barrier(int threads) { emu::meet(emu::machine.current->bloc
 inline void cluster_sync() {
   emu::meet(emu::machine.cluster, emu::machine.current->block->threads * emu::machine.blocks.size());
 }
-template <class T>
-inline T emulated_remote(int cta, uint32_t address) {
-  for (auto& f : emu::machine.blocks)
-    if (f->done_threads) emu::fail("a CTA of the cluster has ended and is read");
-  T v;
-  std::memcpy(&v, emu::machine.blocks.at(cta)->shared.data() + address, sizeof(T));
+inline int lds32_of(int cta, uint32_t address) {
+  if (emu::machine.blocks.at(cta)->ended) emu::fail("a CTA of the cluster has ended and is read");
+  int v;
+  std::memcpy(&v, emu::machine.blocks[cta]->shared.data() + address, 4);
   return v;
 }
-inline int lds32_of(int cta, uint32_t address) { return emulated_remote<int>(cta, address); }
-inline int lds16_of(int cta, uint32_t address) { return emulated_remote<uint16_t>(cta, address); }
 inline void fence_barriers() {}
 inline void fence_copies() {}
 inline void prefetch_map(const CUtensorMap*) {}
 inline void prefetch_l2(const void*) {}
 inline int load_acquire(const int* p) { return *p; }
+inline void let_next_begin() {}
+inline void wait_for_previous() {}
 inline uint4 lds128(uint32_t address) {
   if (address % 16) emu::fail("a load of 16 bytes off its boundary");
   uint4 v;

@@ -55,6 +55,8 @@ template <class T> T __ldcs(const T* p) { return *p; }
 template <class T> T __ldcg(const T* p) { return *p; }
 template <class T> void __stcs(T* p, T v) { *p = v; }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
+inline int __clz(unsigned v) { return v ? __builtin_clz(v) : 32; }
+inline int __ffs(unsigned v) { return __builtin_ffs(static_cast<int>(v)); }
 inline int __float_as_int(float f) { int i; std::memcpy(&i, &f, 4); return i; }
 inline float __int_as_float(int i) { float f; std::memcpy(&f, &i, 4); return f; }
 inline void __threadfence() {}
@@ -91,7 +93,7 @@ struct Barrier {  // mbarrier
 struct Block {
   Dim index;
   unsigned threads;
-  unsigned done_threads = 0;
+  bool ended = false;  // one of its threads has
   std::vector<unsigned char> shared;
   std::map<int, std::vector<unsigned char>> fixed;  // static shared arrays, by line
   std::vector<Warp> warps;
@@ -228,7 +230,7 @@ inline void run_blocks(unsigned first, unsigned last, unsigned threads, size_t s
       if (f->done || (f->condition && !f->holds(f->condition))) continue;
       machine.current = f.get();
       swapcontext(&machine.scheduler, &f->context);
-      if (f->done) --alive, ++f->block->done_threads;
+      if (f->done) --alive, f->block->ended = true;
       if (!machine.copies.empty() && machine.random() % 16 == 0) run_a_copy();
     }
     idle = machine.progress == seen ? idle + 1 : 0, seen = machine.progress;
@@ -276,6 +278,12 @@ template <class T> T __shfl_up_sync(unsigned, T v, unsigned by) {
   const auto* slots = emu::exchange("shfl_up", v);
   return emu::lane() >= static_cast<int>(by) ? emu::shown<T>(slots, emu::lane() - by) : v;
 }
+inline unsigned __ballot_sync(unsigned, bool v) {
+  const auto* slots = emu::exchange("ballot", v);
+  unsigned all = 0;
+  for (int i = 0; i < 32; ++i) all |= static_cast<unsigned>(emu::shown<bool>(slots, i)) << i;
+  return all;
+}
 template <class T> unsigned __match_any_sync(unsigned, T v) {
   const auto* slots = emu::exchange("match_any", v);
   unsigned same = 0;
@@ -285,7 +293,6 @@ template <class T> unsigned __match_any_sync(unsigned, T v) {
 
 // ---------------------------------------------------------------- the runtime, as far as it is used
 using cudaStream_t = void*;
-using dim3 = emu::Dim;
 enum cudaError_t { cudaSuccess, cudaErrorInvalidValue, cudaErrorNotSupported };
 constexpr int cudaFuncAttributeMaxDynamicSharedMemorySize = 0, cudaDevAttrMultiProcessorCount = 0;
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
@@ -293,17 +300,32 @@ template <class K> cudaError_t cudaFuncSetAttribute(K, int, int) { return cudaSu
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, int, int) { return *value = emu::machine.sms, cudaSuccess; }
 
-struct cudaLaunchAttribute { int id; struct { struct { unsigned x, y, z; } clusterDim; } val; };
+struct dim3 {
+  unsigned x;
+  explicit dim3(unsigned x) : x(x) {}
+};
+struct cudaLaunchAttribute {
+  int id;
+  struct {
+    int programmaticStreamSerializationAllowed;
+    struct { unsigned x, y, z; } clusterDim;
+  } val;
+};
+constexpr int cudaLaunchAttributeProgrammaticStreamSerialization = 0, cudaLaunchAttributeClusterDimension = 1;
+constexpr int cudaFuncAttributeNonPortableClusterSizeAllowed = 1;
 struct cudaLaunchConfig_t {
-  emu::Dim grid, block;
-  size_t dynamicSmemBytes;
+  dim3 grid, block;
+  size_t shared;
   cudaStream_t stream;
   cudaLaunchAttribute* attrs;
   unsigned numAttrs;
 };
-constexpr int cudaLaunchAttributeClusterDimension = 0, cudaFuncAttributeNonPortableClusterSizeAllowed = 1;
-template <class Kernel, class Args> cudaError_t cudaLaunchKernelEx(cudaLaunchConfig_t* c, Kernel kernel, const Args& args) {
-  emu::launch_with(c->attrs->val.clusterDim.x, kernel, c->grid.x, c->block.x, c->dynamicSmemBytes, args);
+template <class... Args>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* c, void (*kernel)(Args...), const Args&... args) {
+  unsigned together = emu::kTogether;
+  for (unsigned i = 0; i < c->numAttrs; ++i)
+    if (c->attrs[i].id == cudaLaunchAttributeClusterDimension) together = c->attrs[i].val.clusterDim.x;
+  emu::launch_with(together, kernel, c->grid.x, c->block.x, c->shared, args...);
   return cudaSuccess;
 }
 
