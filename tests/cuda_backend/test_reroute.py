@@ -18,7 +18,7 @@ from lora_jax.config import MoeConfig
 from lora_jax.nn.lora import Rows
 from lora_jax.nn.moe import MoeBlock
 from lora_jax.ops import adapter_items, dispatch
-from lora_jax.ops.cases import POPULARITIES, popular
+from lora_jax.ops.cases import POPULARITIES, lora_case, popular
 from lora_jax.ops.reroute import reference
 from lora_jax.ops.reroute.maps import RowMap
 
@@ -76,6 +76,34 @@ def test_reroute_is_the_references(tokens, slots):
 @pytest.mark.parametrize(("tokens", "adapters"), [(3, 1), (10, 4), (300, 100), (8192, 6)])
 def test_rows_of_adapters_stand_together_and_in_items(tokens, adapters):
     same(*rerouted(tokens, 20, adapters))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [5, 300, 3000])
+def test_a_row_has_the_same_bits_by_the_maps_items_as_by_its_own(tokens):
+    rng = np.random.default_rng(2)
+    k, experts = 4, 8
+    case = lora_case(tokens * k, 256, 128, num_experts=experts, dtype="bfloat16")
+    num_slots = len(case.scaling)
+    slots = jnp.asarray(rng.integers(-1, num_slots, tokens).astype(np.int32))
+    ids = jnp.asarray(rng.integers(0, experts, (tokens, k)).astype(np.int32))
+
+    @jax.jit
+    def by_row(adapters):
+        map = cuda.row_map(ids, jnp.int32(tokens - 1), experts, adapters)
+        y, x, *pools = (v[map.order] if v.shape[0] == tokens * k else v for v in case.arrays[:6])
+        owners = (slots[map.row_to_token], map.row_to_expert)
+        done = lora_gemm.lora_gemm(y, x, *pools, *owners, case.max_rank, items=map.items)
+        return done[map.inverse].astype(jnp.float32)
+
+    want = np.asarray(by_row(None)) if tokens * k <= lora_gemm.MAX_ROWS else None
+    got = np.asarray(by_row(jax.jit(cuda.adapter_items, static_argnums=1)(slots, num_slots)))
+    live = (tokens - 1) * k
+    base = np.asarray(case.y.astype(jnp.float32))
+    ranks = np.append(np.asarray(case.entries)[:, 2], 0)[np.repeat(np.asarray(slots), k)]
+    np.testing.assert_array_equal((got != base).any(axis=1)[:live], ranks[:live] > 0)
+    if want is not None:
+        np.testing.assert_array_equal(got[:live], want[:live])
 
 
 @pytest.mark.parametrize(
