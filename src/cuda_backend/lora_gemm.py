@@ -5,6 +5,7 @@ how many rows there are.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ MAX_ROWS = 8192  # one CTA sorts them in its shared memory
 MAX_SLOTS = 65534
 MAX_RANK = 128
 COLUMNS = 64  # widths are copied in pieces of so many columns
-_H_PADDING = 8  # columns of h that keep its rows on distinct banks
+MAX_MODULES = 4  # of one launch
 
 
 @jax.tree_util.register_dataclass
@@ -28,6 +29,15 @@ class RowItems:
     order: Int[Array, "rows"]  # sorted place -> row
     items: Int[Array, "rows 4"]  # slot, expert, first place, number of rows
     num_items: Int[Array, "1"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """One linear map: what its adapters are added to, and where they lie in the pools."""
+
+    y: Float[Array, "rows d_out"]
+    entries: Int[Array, "slots 5"]
+    scaling: Float[Array, "slots"]
 
 
 def check_support(
@@ -92,11 +102,28 @@ def lora_pair(
     max_rank: int,
 ) -> Float[Array, "rows d_out"]:
     """Shrink and expand in one launch, for rows whose items are known."""
-    out = jax.ShapeDtypeStruct(y.shape, y.dtype)
-    shapes = [out, _h_shape(y.shape[0], max_rank), _flags_shape(y.shape[0])]
-    call = jax.ffi.ffi_call("lora_jax_cuda_lora_gemm", shapes, input_output_aliases={0: 0})
-    arrays = (y, x, a_pool, b_pool, entries, scaling)
-    return call(*arrays, items.order, items.items, items.num_items)[0]
+    return lora_pairs([Module(y, entries, scaling)], x, a_pool, b_pool, items, max_rank)[0]
+
+
+def lora_pairs(
+    modules: Sequence[Module],
+    x: Float[Array, "rows d_in"],
+    a_pool: Float[Array, "a_rows d_in"],
+    b_pool: Float[Array, "b_rows d_out"],
+    items: RowItems,
+    max_rank: int,
+) -> list[Float[Array, "rows d_out"]]:
+    """lora_pair of several maps of the same x, out of the same pools, in one launch."""
+    if not 1 <= len(modules) <= MAX_MODULES:
+        raise ValueError(f"a launch takes 1 to {MAX_MODULES} modules, not {len(modules)}")
+    count, rows = len(modules), x.shape[0]
+    shapes = [jax.ShapeDtypeStruct((count, *_h_shape(rows, max_rank).shape), jnp.bfloat16)]
+    shapes += [_counters_shape(count * rows)]
+    shapes += [jax.ShapeDtypeStruct(m.y.shape, m.y.dtype) for m in modules]
+    aliases = {6 + 3 * m: 2 + m for m in range(count)}
+    call = jax.ffi.ffi_call("lora_jax_cuda_lora_gemm", shapes, input_output_aliases=aliases)
+    shared = (x, a_pool, b_pool, items.order, items.items, items.num_items)
+    return call(*shared, *(v for m in modules for v in (m.y, m.entries, m.scaling)))[2:]
 
 
 def lora_shrink(
@@ -111,9 +138,8 @@ def lora_shrink(
 
     What lies beyond that, or in rows of no item, is undefined.
     """
-    shapes = [_h_shape(x.shape[0], max_rank), _flags_shape(x.shape[0])]
-    call = jax.ffi.ffi_call("lora_jax_cuda_lora_shrink", shapes)
-    return call(x, a_pool, entries, scaling, items.order, items.items, items.num_items)[0]
+    call = jax.ffi.ffi_call("lora_jax_cuda_lora_shrink", _h_shape(x.shape[0], max_rank))
+    return call(x, a_pool, entries, scaling, items.order, items.items, items.num_items)
 
 
 def lora_expand(
@@ -125,15 +151,15 @@ def lora_expand(
     items: RowItems,
 ) -> Float[Array, "rows d_out"]:
     """y[order[i]] + sum_j h[i, j] B[j] for h as lora_shrink gives it."""
-    shapes = [jax.ShapeDtypeStruct(y.shape, y.dtype), _flags_shape(y.shape[0])]
+    shapes = [jax.ShapeDtypeStruct(y.shape, y.dtype), _counters_shape(y.shape[0])]
     call = jax.ffi.ffi_call("lora_jax_cuda_lora_expand", shapes, input_output_aliases={0: 0})
     return call(y, h, b_pool, entries, scaling, items.order, items.items, items.num_items)[0]
 
 
 def _h_shape(rows: int, max_rank: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((rows, -(-max_rank // 8) * 8 + _H_PADDING), jnp.bfloat16)
+    return jax.ShapeDtypeStruct((rows, -(-max_rank // 8) * 8), jnp.bfloat16)
 
 
-def _flags_shape(rows: int) -> jax.ShapeDtypeStruct:
-    """One counter for each possible item, and the tickets."""
-    return jax.ShapeDtypeStruct((rows + 1,), jnp.int32)
+def _counters_shape(items: int) -> jax.ShapeDtypeStruct:
+    """One for the units that are drawn, and one for each item there may be."""
+    return jax.ShapeDtypeStruct((1 + items,), jnp.int32)

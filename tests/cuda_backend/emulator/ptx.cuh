@@ -55,7 +55,13 @@ inline void fence_barriers() {}
 inline void fence_copies() {}
 inline void prefetch_map(const CUtensorMap*) {}
 inline void prefetch_l2(const void*) {}
-inline int load_acquire(const int* p) { return *p; }
+inline int load_acquire(const int* p) {  // by a thread that may be waiting for others
+  emu::yield();
+  return *p;
+}
+inline void add_release(int* p, int v) { *p += v, ++emu::machine.progress; }
+inline void let_next_begin() {}
+inline void wait_for_previous() {}
 inline uint4 lds128(uint32_t address) {
   if (address % 16) emu::fail("a load of 16 bytes off its boundary");
   uint4 v;
