@@ -208,7 +208,7 @@ template <int STEPS, int J>
 __device__ __forceinline__ void expand_block(const Unit& u, uint32_t weights, const Factors<STEPS, J>& h,
                                              float (&acc)[4][J][4]) {
   const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
-  const uint32_t even = weights + q * 256 + ((g ^ (q * 2)) << 4), odd = weights + q * 256 + 128 + ((g ^ (q * 2 + 1)) << 4);
+  const uint32_t even = weights + q * 256 + ((g ^ (q * 2)) << 4), odd = (even ^ 16) + 128;  // rows q * 2 and the next
 #pragma unroll
   for (int s = 0; s < STEPS; ++s) {
     if (s * 2 >= u.groups) break;
