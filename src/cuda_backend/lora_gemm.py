@@ -5,6 +5,7 @@ how many rows there are.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import jax
@@ -116,14 +117,14 @@ def lora_pairs(
     """lora_pair of several maps of the same x, out of the same pools, in one launch."""
     if not 1 <= len(modules) <= MAX_MODULES:
         raise ValueError(f"a launch takes 1 to {MAX_MODULES} modules, not {len(modules)}")
-    count, rows = len(modules), x.shape[0]
-    shapes = [jax.ShapeDtypeStruct((count, *_h_shape(rows, max_rank).shape), jnp.bfloat16)]
-    shapes += [_counters_shape(count * rows)]
-    shapes += [jax.ShapeDtypeStruct(m.y.shape, m.y.dtype) for m in modules]
-    aliases = {6 + 3 * m: 2 + m for m in range(count)}
+    ranks, count = _h_shape(x.shape[0], max_rank), len(modules)
+    work = jax.ShapeDtypeStruct((count * math.prod(ranks.shape) // 2 + 1,), jnp.int32)
+    shapes = [work, *(jax.ShapeDtypeStruct(m.y.shape, m.y.dtype) for m in modules)]
+    aliases = {6 + 3 * m: 1 + m for m in range(count)}
     call = jax.ffi.ffi_call("lora_jax_cuda_lora_gemm", shapes, input_output_aliases=aliases)
     shared = (x, a_pool, b_pool, items.order, items.items, items.num_items)
-    return call(*shared, *(v for m in modules for v in (m.y, m.entries, m.scaling)))[2:]
+    own = (v for m in modules for v in (m.y, m.entries, m.scaling))
+    return call(*shared, *own, max_rank=np.int64(max_rank))[1:]
 
 
 def lora_shrink(
@@ -151,15 +152,10 @@ def lora_expand(
     items: RowItems,
 ) -> Float[Array, "rows d_out"]:
     """y[order[i]] + sum_j h[i, j] B[j] for h as lora_shrink gives it."""
-    shapes = [jax.ShapeDtypeStruct(y.shape, y.dtype), _counters_shape(y.shape[0])]
+    shapes = [jax.ShapeDtypeStruct(y.shape, y.dtype), jax.ShapeDtypeStruct((1,), jnp.int32)]
     call = jax.ffi.ffi_call("lora_jax_cuda_lora_expand", shapes, input_output_aliases={0: 0})
     return call(y, h, b_pool, entries, scaling, items.order, items.items, items.num_items)[0]
 
 
 def _h_shape(rows: int, max_rank: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((rows, -(-max_rank // 8) * 8), jnp.bfloat16)
-
-
-def _counters_shape(items: int) -> jax.ShapeDtypeStruct:
-    """One for the units that are drawn, and one for each item there may be."""
-    return jax.ShapeDtypeStruct((1 + items,), jnp.int32)

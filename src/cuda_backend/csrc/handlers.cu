@@ -44,9 +44,9 @@ cudaError_t shrink_args(PairArgs* args, BF16& x, BF16& a_pool) {
   args->shrink = true, args->x = data(x), args->d_in = static_cast<int>(d[1]);
   return pool_map(&args->a_map, data(a_pool), d[0], d[1]);
 }
-cudaError_t expand_args(PairArgs* args, BF16& b_pool, ffi::Result<S32>& counters) {
+cudaError_t expand_args(PairArgs* args, BF16& b_pool, int* draws) {
   const auto d = b_pool.dimensions();
-  args->expand = true, args->counters = counters->typed_data(), args->d_out = static_cast<int>(d[1]);
+  args->expand = true, args->draws = draws, args->d_out = static_cast<int>(d[1]);
   return pool_map(&args->b_map, data(b_pool), d[0], d[1]);
 }
 void module_args(PairArgs* args, int m, S32& entries, F32& scaling) {
@@ -59,15 +59,15 @@ cudaError_t output_args(PairArgs* args, int m, cudaStream_t stream, BF16& y, ffi
   return cudaMemcpyAsync(data(out), data(y), y.size_bytes(), cudaMemcpyDeviceToDevice, stream);
 }
 
-// `modules` holds y, entries and scaling of each one.
+// `modules` holds y, entries and scaling of each one, `work` is for h and one word more.
 ffi::Error LoraGemm(cudaStream_t stream, BF16 x, BF16 a_pool, BF16 b_pool, S32 order, S32 items, S32 num_items,
-                    ffi::RemainingArgs modules, ffi::Result<BF16> h, ffi::Result<S32> counters,
-                    ffi::RemainingRets outs) {
-  PairArgs args = common_args(order, items, num_items, h->dimensions()[2]);
-  args.num_modules = static_cast<int>(outs.size()), args.h = data(h);
+                    ffi::RemainingArgs modules, ffi::Result<S32> work, ffi::RemainingRets outs, int64_t max_rank) {
+  PairArgs args = common_args(order, items, num_items, (max_rank + 7) / 8 * 8);
+  args.num_modules = static_cast<int>(outs.size());
+  args.h = reinterpret_cast<__nv_bfloat16*>(work->typed_data());
   if (args.num_modules > kMaxModules) return ffi::Error::InvalidArgument("too many modules for one launch");
   cudaError_t e = shrink_args(&args, x, a_pool);
-  if (e == cudaSuccess) e = expand_args(&args, b_pool, counters);
+  if (e == cudaSuccess) e = expand_args(&args, b_pool, work->typed_data() + work->element_count() - 1);
   for (int m = 0; m < args.num_modules && e == cudaSuccess; ++m) {
     auto y = modules.get<BF16>(m * 3);
     auto entries = modules.get<S32>(m * 3 + 1);
@@ -90,11 +90,11 @@ ffi::Error LoraShrink(cudaStream_t stream, BF16 x, BF16 a_pool, S32 entries, F32
 }
 
 ffi::Error LoraExpand(cudaStream_t stream, BF16 y, BF16 h, BF16 b_pool, S32 entries, F32 scaling, S32 order,
-                      S32 items, S32 num_items, ffi::Result<BF16> out, ffi::Result<S32> counters) {
+                      S32 items, S32 num_items, ffi::Result<BF16> out, ffi::Result<S32> draws) {
   PairArgs args = common_args(order, items, num_items, h.dimensions()[1]);
   module_args(&args, 0, entries, scaling);
   args.h = const_cast<__nv_bfloat16*>(data(h));  // only read: nothing shrinks in this launch
-  cudaError_t e = expand_args(&args, b_pool, counters);
+  cudaError_t e = expand_args(&args, b_pool, draws->typed_data());
   if (e == cudaSuccess) e = output_args(&args, 0, stream, y, out);
   return status(e == cudaSuccess ? launch_pair(args, stream) : e);
 }
@@ -121,9 +121,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_lora_gemm, lora_jax::LoraGemm,
                                   .Arg<S32>()
                                   .Arg<S32>()
                                   .RemainingArgs()
-                                  .Ret<BF16>()
                                   .Ret<S32>()
-                                  .RemainingRets(),
+                                  .RemainingRets()
+                                  .Attr<int64_t>("max_rank"),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_lora_shrink, lora_jax::LoraShrink,
                               LORA_JAX_ON_STREAM.Arg<BF16>().Arg<BF16>().LORA_JAX_ROW_ITEMS.Ret<BF16>(),

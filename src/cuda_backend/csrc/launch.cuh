@@ -23,9 +23,10 @@ inline cudaError_t launch_metadata(const MetadataArgs& args, cudaStream_t stream
   return cudaGetLastError();
 }
 
-__global__ void zero_kernel(int* counters, int count) {
+// Fills `words` with ones; the kernel behind it starts meanwhile.
+__global__ void fill_kernel(int* words, int count) {
   let_next_begin();
-  for (int i = threadIdx.x; i < count; i += blockDim.x) counters[i] = 0;
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) words[i] = -1;
 }
 
 // Launches a kernel that may begin while the one before it runs, and waits for it where it has to.
@@ -49,11 +50,13 @@ cudaError_t launch_stages(const PairArgs& args, cudaStream_t stream) {
   if (e == cudaSuccess) e = cudaGetDevice(&device);
   if (e == cudaSuccess) e = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
   if (e != cudaSuccess) return e;
-  if (!args.expand) {  // counts nothing
+  if (!args.expand) {  // nobody waits
     kernel<<<sms * 2, kThreads, bytes, stream>>>(args);
     return cudaGetLastError();
   }
-  zero_kernel<<<1, 1024, 0, stream>>>(args.counters, args.num_modules * args.num_rows + 1);
+  int* words = args.shrink ? reinterpret_cast<int*>(args.h) : args.draws;
+  const int count = static_cast<int>(args.draws + 1 - words), ctas = min((count + 8191) / 8192, sms);
+  fill_kernel<<<ctas, 1024, 0, stream>>>(words, count);
   e = cudaGetLastError();
   return e == cudaSuccess ? launch_early(kernel, sms * 2, kThreads, bytes, stream, args) : e;
 }

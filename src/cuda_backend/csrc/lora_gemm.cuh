@@ -128,23 +128,21 @@ __device__ __forceinline__ void finish_shrink(const PairArgs& p, const Unit& t, 
             acc[0][m][j][c] + acc[1][m][j][c];
   consumer_sync();
   const int r = t.first_rank + lane;
-  __nv_bfloat16* h = p.h + (static_cast<int64_t>(t.module) * p.num_rows + t.place) * p.h_stride + r;
-  int done = 0;
-  for (int n = warp; n < t.num_rows; n += kConsumers, ++done) {
+  auto* h = reinterpret_cast<uint32_t*>(p.h + (static_cast<int64_t>(t.module) * p.num_rows + t.place) * p.h_stride + r);
+  if (p.expand) wait_for_previous();
+  for (int n = warp; n < t.num_rows; n += kConsumers) {
     float s = 0.f;
-    if (lane < t.groups * 8) {
+    if (lane < t.groups * 8 && r < t.rank) {
 #pragma unroll
       for (int w = 0; w < kConsumers; ++w) s += scratch[(w * N + n) * LD + lane];
-      h[n * p.h_stride] = __float2bfloat16(r < t.rank ? s * t.scaling : 0.f);
+      s *= t.scaling;
     }
+    const uint32_t both = bf16x2(s, __shfl_xor_sync(~0u, s, 1));
+    if (lane < t.groups * 8 && lane % 2 == 0) store_word(h + n * (p.h_stride / 2), both);
   }
   fence_copies();  // which write the scratch next
   __syncwarp();
   if (lane == 0) mbar_arrive(release);
-  if (lane == 0 && done && p.expand) {
-    wait_for_previous();
-    add_release(&p.counters[1 + t.item], done);
-  }
 }
 
 template <int MT, int J, class S>
@@ -173,34 +171,27 @@ __device__ __forceinline__ void shrink_unit(const PairArgs& p, S& sm, Ring<S::kS
 template <int STEPS, int J>
 using Factors = uint32_t[STEPS][J][2];
 
-// Loads past L1, which may hold what was there before. Rows and ranks past the end are not used.
+// Loads h, which other CTAs are writing, until all of it is there. Rows and ranks past the end are
+// not used.
 template <int STEPS, int J>
 __device__ __forceinline__ void load_h(const PairArgs& p, const Unit& u, int n0, Factors<STEPS, J>& h) {
   const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
+  bool missing;
+  do {
+    missing = false;
 #pragma unroll
-  for (int j = 0; j < J; ++j) {
-    const int n = n0 + j * 8 + g < u.num_rows ? n0 + j * 8 + g : 0;
-    const int64_t row = static_cast<int64_t>(u.module) * p.num_rows + u.place + n;
-    const auto* from = reinterpret_cast<const uint32_t*>(p.h + row * p.h_stride) + q;
+    for (int j = 0; j < J; ++j) {
+      const int n = n0 + j * 8 + g < u.num_rows ? n0 + j * 8 + g : 0;
+      const int64_t row = static_cast<int64_t>(u.module) * p.num_rows + u.place + n;
+      const auto* from = reinterpret_cast<const uint32_t*>(p.h + row * p.h_stride) + q;
 #pragma unroll
-    for (int s = 0; s < STEPS; ++s) {
-      h[s][j][0] = s * 2 < u.groups ? __ldcg(from + s * 8) : 0u;
-      h[s][j][1] = s * 2 + 1 < u.groups ? __ldcg(from + s * 8 + 4) : 0u;
-    }
-  }
-}
-
-template <int STEPS, int J>
-__device__ __forceinline__ void wait_for_h(const PairArgs& p, const Unit& u, int n0, Factors<STEPS, J>& h) {
-  if (p.shrink) {
-    if ((threadIdx.x & 31) == 0) {
-      wait_for_previous();
-      while (load_acquire(&p.counters[1 + u.item]) < u.parts) {
+      for (int s = 0; s < STEPS; ++s) {
+        h[s][j][0] = s * 2 < u.groups ? load_word(from + s * 8) : 0u;
+        h[s][j][1] = s * 2 + 1 < u.groups ? load_word(from + s * 8 + 4) : 0u;
+        missing = missing || h[s][j][0] == kMissing || h[s][j][1] == kMissing;
       }
     }
-    __syncwarp();
-  }
-  load_h<STEPS, J>(p, u, n0, h);
+  } while (__any_sync(~0u, p.shrink && missing));
 }
 
 // acc[i] += h B for 64 columns: columns 8 * g + 2 * i and the next, rows of the item by lane.
@@ -271,7 +262,8 @@ __device__ __forceinline__ void expand_unit(const PairArgs& p, S& sm, Ring<S::kS
   const int n0 = (threadIdx.x >> 5) % row_blocks * J * 8;
   Factors<S::kSteps, J> h;
   TRACE(p, 4);
-  wait_for_h<S::kSteps, J>(p, u, n0, h);
+  if (p.shrink) wait_for_previous();
+  load_h<S::kSteps, J>(p, u, n0, h);
   TRACE(p, 5);
   for (int c = u.begin; c < u.end; c += width) {
     mbar_wait(&sm.full[ring.at], ring.phase);

@@ -21,6 +21,7 @@ struct Module {
   __nv_bfloat16* y;      // [rows, d_out]
 };
 constexpr int kMaxModules = 4;
+constexpr uint32_t kMissing = ~0u;  // no two bfloat16 numbers that arithmetic gives
 
 struct PairArgs {
   CUtensorMap a_map, b_map;   // boxes of 8 rows x 128 columns, see pool_map
@@ -29,8 +30,8 @@ struct PairArgs {
   const int* num_items;
   const int* row_order;       // sorted place -> row of x and y, see row_metadata.cuh
   const __nv_bfloat16* x;     // [rows, d_in]
-  __nv_bfloat16* h;           // [modules, sorted rows, h_stride]
-  int* counters;              // [1 + modules * items]: units drawn; rows of shrink units of an item that are in h
+  __nv_bfloat16* h;           // [modules, sorted rows, h_stride], of kMissing where the shrink is to come
+  int* draws;                 // behind h, -1: number of the last unit drawn
   int num_modules, num_rows, num_slots;
   int d_in, d_out, h_stride, max_rank;
   bool shrink, expand;
@@ -64,7 +65,6 @@ struct Unit {
   int place;                  // of its first row in the sorted order
   int begin, end;             // columns of the pool
   int first_rank;             // shrink: of the unit
-  int parts;                  // what `ready` counts to
   float scaling;
 };
 struct Ticket {
@@ -234,7 +234,6 @@ __device__ __forceinline__ Unit make_unit(const PairArgs& p, const Plan& plan, c
   u.item = s.item, u.module = site.module, u.scaling = site.scaling;
   u.rank = min(site.rank, p.max_rank), u.num_rows = site.item.num_rows, u.place = site.item.row_begin;
   const int ranks = u.num_rows <= 16 ? plan.ranks : max(plan.ranks, 16);
-  u.parts = (u.rank + ranks - 1) / ranks * u.num_rows;
   if (s.kind == kShrink) {
     u.first_rank = s.begin / plan.ranks * ranks;
     u.weight_row = site.a_offset + site.item.expert * site.a_stride + u.first_rank;
@@ -319,7 +318,7 @@ __device__ void hand_out(const PairArgs& p, S& sm) {
     publish_all(p, sm, ring, plan, n + lane < own ? plan.own_share(n + lane) : none, min(own - n, 32));
   if (plan.draws) wait_for_previous();
   while (plan.draws) {
-    const int drawn = lane < kDraws ? atomicAdd(p.counters, 1) : plan.draws;
+    const int drawn = lane < kDraws ? atomicAdd(p.draws, 1) + 1 : plan.draws;
     const int count = __shfl_sync(~0u, drawn, 0) < plan.draws ? kDraws : 0;
     if (!count) break;
     publish_all(p, sm, ring, plan, drawn < plan.draws ? plan.drawn_share(drawn) : none, count);

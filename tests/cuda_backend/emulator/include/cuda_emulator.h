@@ -266,6 +266,12 @@ template <class T> T __shfl_up_sync(unsigned, T v, unsigned by) {
   const auto* slots = emu::exchange("shfl_up", v);
   return emu::lane() >= static_cast<int>(by) ? emu::shown<T>(slots, emu::lane() - by) : v;
 }
+inline int __any_sync(unsigned, int v) {
+  const auto* slots = emu::exchange("any", v);
+  int any = 0;
+  for (int i = 0; i < 32; ++i) any |= emu::shown<int>(slots, i) != 0;
+  return any;
+}
 template <class T> unsigned __match_any_sync(unsigned, T v) {
   const auto* slots = emu::exchange("match_any", v);
   unsigned same = 0;
