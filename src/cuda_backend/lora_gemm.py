@@ -21,6 +21,9 @@ MAX_RANK = 128
 COLUMNS = 64  # widths are copied in pieces of so many columns
 MAX_MODULES = 4  # of one launch
 
+# One linear map of a launch: y, and the entries and scaling of its slots.
+Module = tuple[Array, Array, Array]
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -30,15 +33,6 @@ class RowItems:
     order: Int[Array, "rows"]  # sorted place -> row
     items: Int[Array, "rows 4"]  # slot, expert, first place, number of rows
     num_items: Int[Array, "1"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Module:
-    """One linear map: what its adapters are added to, and where they lie in the pools."""
-
-    y: Float[Array, "rows d_out"]
-    entries: Int[Array, "slots 5"]
-    scaling: Float[Array, "slots"]
 
 
 def check_support(
@@ -85,11 +79,27 @@ def lora_gemm(
     max_rank: int,
 ) -> Float[Array, "rows d_out"]:
     """y[t] + s * sum_j (x[t] . A[j]) B[j], as lora_jax.ops.lora_gemm says; h is in bfloat16."""
-    widths = (x.shape[1], y.shape[1])
-    check_support(y.dtype, y.shape[0], widths, entries.shape[0], max_rank)
+    pools, owners = (x, a_pool, b_pool), (row_to_slot, row_to_expert)
+    return lora_gemms([(y, entries, scaling)], *pools, *owners, max_rank)[0]
+
+
+def lora_gemms(
+    modules: Sequence[Module],
+    x: Float[Array, "rows d_in"],
+    a_pool: Float[Array, "a_rows d_in"],
+    b_pool: Float[Array, "b_rows d_out"],
+    row_to_slot: Int[Array, "rows"],
+    row_to_expert: Int[Array, "rows"],
+    max_rank: int,
+) -> list[Float[Array, "rows d_out"]]:
+    """lora_gemm of several maps of the same rows: as few launches as may be."""
+    slots = modules[0][1].shape[0]
+    for y, entries, _ in modules:
+        check_support(y.dtype, y.shape[0], (x.shape[1], y.shape[1]), entries.shape[0], max_rank)
     ffi.require()
-    items = row_items(row_to_slot, row_to_expert, entries.shape[0])
-    return lora_pair(y, x, a_pool, b_pool, entries, scaling, items, max_rank)
+    items = row_items(row_to_slot, row_to_expert, slots)
+    launches = (modules[i : i + MAX_MODULES] for i in range(0, len(modules), MAX_MODULES))
+    return [y for some in launches for y in lora_pairs(some, x, a_pool, b_pool, items, max_rank)]
 
 
 def lora_pair(
@@ -103,7 +113,7 @@ def lora_pair(
     max_rank: int,
 ) -> Float[Array, "rows d_out"]:
     """Shrink and expand in one launch, for rows whose items are known."""
-    return lora_pairs([Module(y, entries, scaling)], x, a_pool, b_pool, items, max_rank)[0]
+    return lora_pairs([(y, entries, scaling)], x, a_pool, b_pool, items, max_rank)[0]
 
 
 def lora_pairs(
@@ -119,11 +129,11 @@ def lora_pairs(
         raise ValueError(f"a launch takes 1 to {MAX_MODULES} modules, not {len(modules)}")
     ranks, count = _h_shape(x.shape[0], max_rank), len(modules)
     work = jax.ShapeDtypeStruct((count * math.prod(ranks.shape) // 2 + 1,), jnp.int32)
-    shapes = [work, *(jax.ShapeDtypeStruct(m.y.shape, m.y.dtype) for m in modules)]
+    shapes = [work, *(jax.ShapeDtypeStruct(y.shape, y.dtype) for y, _, _ in modules)]
     aliases = {6 + 3 * m: 1 + m for m in range(count)}
     call = jax.ffi.ffi_call("lora_jax_cuda_lora_gemm", shapes, input_output_aliases=aliases)
     shared = (x, a_pool, b_pool, items.order, items.items, items.num_items)
-    own = (v for m in modules for v in (m.y, m.entries, m.scaling))
+    own = (v for m in modules for v in m)
     return call(*shared, *own, max_rank=np.int64(max_rank))[1:]
 
 

@@ -152,7 +152,6 @@ def test_several_modules_in_one_launch_have_the_bits_of_each_alone(rows):
     @jax.jit
     def together(modules):
         items = cuda.row_items(*owners, len(scaling))
-        modules = [cuda.Module(*m) for m in modules]
         return cuda.lora_pairs(modules, x, a_pool, b_pool, items, case.max_rank)
 
     for (y, entries, scaling), got in zip(turned, together(turned), strict=True):
