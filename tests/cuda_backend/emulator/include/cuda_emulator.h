@@ -284,6 +284,12 @@ inline unsigned __ballot_sync(unsigned, bool v) {
   for (int i = 0; i < 32; ++i) all |= static_cast<unsigned>(emu::shown<bool>(slots, i)) << i;
   return all;
 }
+inline int __any_sync(unsigned, int v) {
+  const auto* slots = emu::exchange("any", v);
+  int any = 0;
+  for (int i = 0; i < 32; ++i) any |= emu::shown<int>(slots, i) != 0;
+  return any;
+}
 template <class T> unsigned __match_any_sync(unsigned, T v) {
   const auto* slots = emu::exchange("match_any", v);
   unsigned same = 0;
