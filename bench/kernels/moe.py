@@ -1,7 +1,8 @@
 """LoRA of one whole layer of experts: gate, up and down of every (token, expert) row.
 
-The time holds the layer's row map, which the base needs as well, and all three pairs; the tokens'
-items are made once, as in a step. The floor counts each weight of each (adapter, expert) pair once.
+The time holds the layer's row map, which the base needs as well, and all three pairs, gate and up
+in one launch; the tokens' items are made once, as in a step. The floor counts each weight of each
+(adapter, expert) pair once.
 """
 
 import dataclasses
@@ -15,11 +16,12 @@ import numpy as np
 
 from bench.kernels.timing import random, repeats_for, time_us
 from cuda_backend import reroute
-from cuda_backend.lora_gemm import lora_gemm
+from cuda_backend.lora_gemm import lora_gemms
 from lora_jax.ops.adapter_items import AdapterItems
 from lora_jax.ops.cases import MODELS, popular
 
 SETS = 2
+MATRICES = {"wide": ("gate", "up"), "back": ("down",)}  # by the pools that they lie in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,31 +42,39 @@ POINTS = (
 
 
 def make_set(point: Point, seed: int) -> dict:
-    """Return the arrays of one layer: pools by matrix, tables, sorted rows and their owners."""
+    """Return the arrays of one layer: pools by width of x, tables, sorted rows and their owners.
+
+    Gate and up read the same x and lie in the same pools, one behind the other.
+    """
     shape, rng = MODELS[point.model], np.random.default_rng(seed)
     experts, k = shape.num_experts, shape.top_k
     owners = popular("zipf", point.tokens, point.adapters, rng)
     chosen = np.argsort(rng.random((point.tokens, experts)), axis=1)[:, :k]
     order = np.lexsort((np.repeat(owners, k), chosen.reshape(-1)))  # as the row map sorts
-    entries = np.zeros((point.adapters, 5), np.int32)
-    entries[:, 0] = entries[:, 1] = np.arange(point.adapters) * experts * point.rank
-    entries[:, 2:] = point.rank
     pool, rows = point.adapters * experts * point.rank, point.tokens * k
-    wide, hidden = shape.intermediate, shape.hidden
-    sizes = {"gate": (hidden, wide), "up": (hidden, wide), "down": (wide, hidden)}
     arrays = {
-        "entries": jnp.asarray(entries),
         "scaling": jnp.full((point.adapters,), 0.5, jnp.float32),
         "owners": jnp.asarray(owners),
         "chosen": jnp.asarray(chosen.astype(np.int32)),
         "row_to_slot": jnp.asarray(np.repeat(owners, k)[order]),
         "row_to_expert": jnp.asarray(chosen.reshape(-1)[order].astype(np.int32)),
     }
-    for i, (name, (d_in, d_out)) in enumerate(sizes.items()):
+    entries = np.zeros((point.adapters, 5), np.int32)
+    entries[:, 0] = entries[:, 1] = np.arange(point.adapters) * experts * point.rank
+    entries[:, 2:] = point.rank
+    for name, start in (("gate", 0), ("up", pool), ("down", 0)):
+        arrays[f"{name}_entries"] = jnp.asarray(
+            entries + np.array([start, start, 0, 0, 0], np.int32)
+        )
+    sizes = {
+        "wide": (2, shape.hidden, shape.intermediate),
+        "back": (1, shape.intermediate, shape.hidden),
+    }
+    for i, (name, (count, d_in, d_out)) in enumerate(sizes.items()):
         key = 100 * seed + 10 * i
         arrays[f"{name}_x"] = random(key, (rows, d_in))
-        arrays[f"{name}_a"] = random(key + 1, (pool, d_in), d_in**-0.5)
-        arrays[f"{name}_b"] = random(key + 2, (pool, d_out), point.rank**-0.5)
+        arrays[f"{name}_a"] = random(key + 1, (count * pool, d_in), d_in**-0.5)
+        arrays[f"{name}_b"] = random(key + 2, (count * pool, d_out), point.rank**-0.5)
     return arrays
 
 
@@ -72,11 +82,12 @@ def apply(point: Point, ys: dict, s: dict, chosen: jax.Array, adapters: AdapterI
     """Return each y plus its rows' adapters; `chosen` are the layer's experts of each token."""
     live, experts = jnp.int32(point.tokens), MODELS[point.model].num_experts
     items = reroute.row_map(chosen, live, experts, adapters).items
-    owners = (s["entries"], s["scaling"], s["row_to_slot"], s["row_to_expert"], point.rank)
-    return {
-        name: lora_gemm(y, s[f"{name}_x"], s[f"{name}_a"], s[f"{name}_b"], *owners, items=items)
-        for name, y in ys.items()
-    }
+    owners, done = (s["row_to_slot"], s["row_to_expert"], point.rank, items), {}
+    for pool, names in MATRICES.items():
+        modules = [(ys[name], s[f"{name}_entries"], s["scaling"]) for name in names]
+        added = lora_gemms(modules, s[f"{pool}_x"], s[f"{pool}_a"], s[f"{pool}_b"], *owners)
+        done |= dict(zip(names, added, strict=True))
+    return done
 
 
 def token_items(point: Point, s: dict) -> AdapterItems:
@@ -90,11 +101,11 @@ def error(point: Point, ys: dict, s: dict) -> float:
     got = jax.jit(functools.partial(apply, point))(ys, s, s["chosen"], adapters)
     slots, experts = np.asarray(s["row_to_slot"]), np.asarray(s["row_to_expert"])
     worst = 0.0
-    for name, y in ys.items():
+    for pool, name in ((pool, name) for pool, names in MATRICES.items() for name in names):
         for row in np.linspace(0, len(slots) - 1, 5).astype(int):
-            start = int(s["entries"][slots[row], 0]) + experts[row] * rank
-            a, b = (np.asarray(s[f"{name}_{m}"][start : start + rank], np.float64) for m in "ab")
-            x, old = (np.asarray(v[row], np.float64) for v in (s[f"{name}_x"], y))
+            start = int(s[f"{name}_entries"][slots[row], 0]) + experts[row] * rank
+            a, b = (np.asarray(s[f"{pool}_{m}"][start : start + rank], np.float64) for m in "ab")
+            x, old = (np.asarray(v[row], np.float64) for v in (s[f"{pool}_x"], ys[name]))
             want = old + 0.5 * (a @ x) @ b
             mine = np.asarray(got[name][row], np.float64)
             worst = max(worst, float(np.linalg.norm(mine - want) / np.linalg.norm(want)))
@@ -109,8 +120,9 @@ def measure(point: Point, bandwidth: float) -> dict:
         for s in sets
     )
     shape = MODELS[point.model]
-    rows, width = point.tokens * shape.top_k, shape.hidden + shape.intermediate
-    floor_us = 3 * 2.0 * width * (distinct * point.rank + rows) / bandwidth * 1e6
+    rows, hidden, wide = point.tokens * shape.top_k, shape.hidden, shape.intermediate
+    weights = distinct * point.rank * 3 * (hidden + wide)
+    floor_us = 2.0 * (weights + rows * (2 * hidden + 3 * wide)) / bandwidth * 1e6
     sizes = {"gate": shape.intermediate, "up": shape.intermediate, "down": shape.hidden}
     ys = [
         {name: random(7 * i + j, (rows, d)) for j, (name, d) in enumerate(sizes.items())}
