@@ -84,5 +84,6 @@ def _mapped(
     items = None
     if adapters is not None:
         place = jnp.arange(rows, dtype=jnp.int32)  # they are in order
-        items = AdapterItems(adapters.row_to_slot[token], place, out[7], out[8])
+        slots = jnp.where(place < jnp.sum(sizes), adapters.row_to_slot[token], -1)
+        items = AdapterItems(slots, place, out[7], out[8])
     return RowMap(order, inverse, sizes, token, expert, items)

@@ -28,7 +28,7 @@ struct MergePlan {
   int unit_rows;  // that a CTA works through before it takes up the next columns
 };
 
-constexpr int kMergeWarps = 8, kMergeThreads = kMergeWarps * 32;
+constexpr int kMergeWarps = 8, kMergeThreads = kMergeWarps * 32, kMergeLeastRows = 64;
 
 // K: steps of 16 ranks. BLOCKS: of 64 columns that a warp has. ROWS of a tile, in boxes of BOX.
 template <int K, int BLOCKS, int ROWS, int BOX, int STAGES>
@@ -45,62 +45,46 @@ struct MergeShared {
   uint64_t full[S::kStages];
 };
 
-// The tiles of a CTA. Units of the same rows follow each other, so that CTAs side by side share DRAM pages.
+// What a CTA works through. Units of the same rows follow each other, so that CTAs side by side share
+// DRAM pages.
 template <class S>
-struct MergeWalk {
-  const MergePlan& p;
-  int chunks, parts, units, unit = blockIdx.x;
-  int matrix, block, row, end;  // block: the first one of 64 columns
-
-  __device__ explicit MergeWalk(const MergePlan& plan) : p(plan) {
-    chunks = (p.args.d_in / 64 + S::kBlocks - 1) / S::kBlocks;
-    parts = (p.args.d_out + p.unit_rows - 1) / p.unit_rows, units = p.args.matrices * parts * chunks;
-    enter();
-  }
-  __device__ __forceinline__ bool live() const { return unit < units; }
-  __device__ __forceinline__ void next() {
-    row += S::kRows;
-    if (row < end) return;
-    unit += gridDim.x;
-    enter();
-  }
-  __device__ __forceinline__ void enter() {  // skips matrices that nothing is added to
-    for (; live(); unit += gridDim.x) {
-      block = unit % chunks * S::kBlocks, matrix = unit / chunks / parts;
-      row = unit / chunks % parts * p.unit_rows, end = min(row + p.unit_rows, p.args.d_out);
-      if (__ldg(p.args.sites + matrix * 3 + 2) > 0) return;
-    }
+struct MergeUnit {
+  int matrix, block, begin, end;  // the first block of 64 columns; rows
+  __device__ explicit MergeUnit(const MergePlan& p) {
+    const int chunks = (p.args.d_in / 64 + S::kBlocks - 1) / S::kBlocks;
+    const int parts = (p.args.d_out + p.unit_rows - 1) / p.unit_rows, unit = blockIdx.x;
+    block = unit % chunks * S::kBlocks, matrix = unit / chunks / parts;
+    begin = unit / chunks % parts * p.unit_rows, end = min(begin + p.unit_rows, p.args.d_out);
   }
 };
 
 // By one warp: lane i brings the i-th box of the tile, the lane after them B's part.
 template <class S>
-__device__ __forceinline__ void merge_load(const MergePlan& p, MergeShared<S>& sm, int at, MergeWalk<S>& walk) {
-  if (!walk.live()) return;
+__device__ __forceinline__ void merge_load(const MergePlan& p, MergeShared<S>& sm, const MergeUnit<S>& unit, int row,
+                                           int at) {
+  if (row >= unit.end) return;
   const int lane = threadIdx.x & 31;
   const uint32_t stage = smem_u32(sm.stages[at]);
-  if (lane == 0) mbar_expect(&sm.full[at], S::kStage);
+  uint64_t* full = &sm.full[at];
+  if (lane == 0) mbar_expect(full, S::kStage);
   __syncwarp();
   if (lane < S::kBoxes)
-    tile_copy(stage + lane * S::kBoxBytes, &p.w_map, 0, walk.row + lane * S::kBox, walk.block, walk.matrix, &sm.full[at]);
+    tile_copy(stage + lane * S::kBoxBytes, &p.w_map, 0, row + lane * S::kBox, unit.block, unit.matrix, full);
   if (lane == S::kBoxes)
-    tile_copy(stage + S::kTile, &p.b_map, walk.row / 64 * 64, __ldg(p.args.sites + walk.matrix * 3 + 1), 0, 0,
-              &sm.full[at]);
-  walk.next();
+    tile_copy(stage + S::kTile, &p.b_map, row / 64 * 64, __ldg(p.args.sites + unit.matrix * 3 + 1), 0, 0, full);
 }
 
 // By the same warp, which then fills the stage that the store before has left.
 template <class S>
-__device__ __forceinline__ void merge_store(const MergePlan& p, MergeShared<S>& sm, int at, const MergeWalk<S>& walk,
-                                            MergeWalk<S>& ahead) {
+__device__ __forceinline__ void merge_store(const MergePlan& p, MergeShared<S>& sm, const MergeUnit<S>& unit, int row,
+                                            int at) {
   const int lane = threadIdx.x & 31;
   if (lane < S::kBoxes)
-    tile_store(&p.w_map, walk.row + lane * S::kBox, walk.block, walk.matrix,
-               smem_u32(sm.stages[at]) + lane * S::kBoxBytes);
+    tile_store(&p.w_map, row + lane * S::kBox, unit.block, unit.matrix, smem_u32(sm.stages[at]) + lane * S::kBoxBytes);
   stores_commit();
   stores_wait<1>();
   __syncwarp();
-  merge_load(p, sm, (at + S::kStages - 1) % S::kStages, ahead);
+  merge_load(p, sm, unit, row + (S::kStages - 1) * S::kRows, (at + S::kStages - 1) % S::kStages);
 }
 
 // A's part of 64 columns: a[k][i] holds columns g * 8 + 2i and the next, ranks 2q, 2q+1, 2q+8, 2q+9 of step k.
@@ -169,49 +153,63 @@ __global__ void __launch_bounds__(kMergeThreads, 1) merge_kernel(const __grid_co
   extern __shared__ __align__(1024) unsigned char merge_raw[];
   auto& sm = *reinterpret_cast<MergeShared<S>*>(merge_raw);
   const int warp = threadIdx.x >> 5, first = warp * S::kWarpBlocks;
+  const MergeUnit<S> unit(p);
+  const int* site = p.args.sites + unit.matrix * 3;
+  const int rank = min(__ldg(site + 2), p.args.max_rank);
+  if (rank <= 0) return;
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kStages; ++i) mbar_init(&sm.full[i], 1);
     fence_barriers();
   }
   __syncthreads();
-  MergeWalk<S> ahead(p);
   if (warp == 0)
-    for (int i = 0; i < S::kStages - 1; ++i) merge_load(p, sm, i, ahead);
+    for (int i = 0; i < S::kStages - 1; ++i) merge_load(p, sm, unit, unit.begin + i * S::kRows, i);
+  const float scaling = __ldg(p.args.scaling + unit.matrix);
   MergeFactor<S::kK> factors[S::kWarpBlocks];
-  float scaling = 0;
-  int known = -1, at = 0;
-  uint32_t phase = 0;
-  for (MergeWalk<S> walk(p); walk.live(); walk.next()) {
-    if (walk.unit != known) {
-      const int* site = p.args.sites + walk.matrix * 3;
-      known = walk.unit, scaling = __ldg(p.args.scaling + walk.matrix);
 #pragma unroll
-      for (int b = 0; b < S::kWarpBlocks; ++b) {
-        const int column = (walk.block + first + b) * 64, rank = min(__ldg(site + 2), p.args.max_rank);
-        factors[b].load(p.args, __ldg(site), column < p.args.d_in ? rank : 0, column);
-      }
-    }
+  for (int b = 0; b < S::kWarpBlocks; ++b) {
+    const int column = (unit.block + first + b) * 64;
+    factors[b].load(p.args, __ldg(site), column < p.args.d_in ? rank : 0, column);
+  }
+  int at = 0;
+  uint32_t phase = 0;
+  for (int row = unit.begin; row < unit.end; row += S::kRows) {
     mbar_wait(&sm.full[at], phase);
     const uint32_t stage = smem_u32(sm.stages[at]);
 #pragma unroll
     for (int b = 0; b < S::kWarpBlocks; ++b)
 #pragma unroll 1
       for (int r = 0; r < S::kRows; r += 16)
-        merge_rows<S::kK>(factors[b], scaling, stage + S::kTile, (walk.row % 64 + r) / 8, [&](int more) {
+        merge_rows<S::kK>(factors[b], scaling, stage + S::kTile, (row % 64 + r) / 8, [&](int more) {
           const int r8 = r + more;
           return stage + r8 / S::kBox * S::kBoxBytes + ((first + b) * S::kBox + r8 % S::kBox) * 128;
         });
     fence_copies();
     __syncthreads();  // the tile is done
-    if (warp == 0) merge_store(p, sm, at, walk, ahead);
+    if (warp == 0) merge_store(p, sm, unit, row, at);
     if (++at == S::kStages) at = 0, phase ^= 1;
   }
   if (warp == 0) stores_wait<0>();
 }
 
 template <class S>
-cudaError_t launch_merge_shape(const MergeArgs& args, int ctas, int unit_rows, cudaStream_t stream) {
+int merge_units(const MergeArgs& args, int unit_rows) {
+  const int chunks = (args.d_in / 64 + S::kBlocks - 1) / S::kBlocks;
+  return args.matrices * ((args.d_out + unit_rows - 1) / unit_rows) * chunks;
+}
+// Long units load A's part less often, but there must be several for each SM.
+template <class S>
+int merge_unit_rows(const MergeArgs& args, int sms) {
+  int rows = 1024;
+  while (rows > kMergeLeastRows && merge_units<S>(args, rows) < 4 * sms) rows /= 2;
+  return rows;
+}
+
+// A CTA a unit: a persistent grid, which fills the ring across units, is 1 to 2% slower.
+template <class S>
+cudaError_t launch_merge_shape(const MergeArgs& args, int unit_rows, cudaStream_t stream) {
   MergePlan p{args, {}, {}, unit_rows};
+  const int ctas = merge_units<S>(args, unit_rows);
   const cuuint64_t row = static_cast<cuuint64_t>(args.d_in) * 2, rows = static_cast<cuuint64_t>(args.d_out);
   const cuuint64_t w_dims[] = {64, rows, row / 128, static_cast<cuuint64_t>(args.matrices)};
   const cuuint64_t w_strides[] = {row, 128, row * rows};
@@ -232,13 +230,13 @@ cudaError_t launch_merge_on(const MergeArgs& args, cudaStream_t stream) {
   int device = 0, sms = 0;
   cudaError_t e = cudaGetDevice(&device);
   if (e == cudaSuccess) e = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-  return e == cudaSuccess ? launch_merge_shape<S>(args, sms, 512, stream) : e;
+  return e == cudaSuccess ? launch_merge_shape<S>(args, merge_unit_rows<S>(args, sms), stream) : e;
 }
 
 inline cudaError_t launch_merge(const MergeArgs& args, cudaStream_t stream) {
-  if (args.max_rank <= 16) return launch_merge_on<MergeShape<1, 1, 64, 8, 3>>(args, stream);
-  if (args.max_rank <= 32) return launch_merge_on<MergeShape<2, 1, 64, 8, 3>>(args, stream);
-  if (args.max_rank <= 64) return launch_merge_on<MergeShape<4, 1, 64, 8, 3>>(args, stream);
+  if (args.max_rank <= 16) return launch_merge_on<MergeShape<1, 1, 64, 64, 3>>(args, stream);
+  if (args.max_rank <= 32) return launch_merge_on<MergeShape<2, 1, 64, 64, 3>>(args, stream);
+  if (args.max_rank <= 64) return launch_merge_on<MergeShape<4, 1, 64, 64, 3>>(args, stream);
   return launch_merge_on<MergeShape<8, 1, 32, 8, 4>>(args, stream);
 }
 

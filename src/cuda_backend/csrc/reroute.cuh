@@ -46,6 +46,7 @@ constexpr uint32_t kLookUp = 1u << 31, kNoGroup = kLookUp - 1;
 struct SortPlan {
   RerouteArgs args;
   int rows, blocks, warps, run;  // a warp's run of rows
+  int group_bits;                // of a group's number
   bool keep_table;               // in shared memory
   uint32_t k_inverse;            // 2^31 / k, rounded up
 };
@@ -54,6 +55,7 @@ struct SortPlan {
 struct SortArrays {
   CutShared* cut;
   uint32_t *keys, *sorted;     // [block rows]: a row's group and rank, later whose it is; rows by group
+  int* experts;                // [block rows] as the router chose
   int *table, *all, *shift;    // shift: what makes a place here one of the whole
   uint16_t *starts, *counts;   // [groups + 1], [warps, groups + 1]
 };
@@ -65,7 +67,7 @@ __host__ __device__ inline int sort_slices(const SortPlan& p) {
 __host__ __device__ inline int table_size(const SortPlan& p) { return p.keep_table ? p.args.slots * p.args.experts : 0; }
 __host__ __device__ inline int even_groups(const SortPlan& p) { return (p.args.groups + 2) / 2 * 2; }
 inline int sort_bytes(const SortPlan& p) {
-  const int words = 2 * kBlockRows + table_size(p) + 2 * sort_slices(p) * (p.args.groups + 1);
+  const int words = 3 * kBlockRows + table_size(p) + 2 * sort_slices(p) * (p.args.groups + 1);
   return static_cast<int>(sizeof(CutShared)) + words * 4 + (1 + p.warps) * even_groups(p) * 2;
 }
 __device__ __forceinline__ SortArrays sort_arrays(unsigned char* raw, const SortPlan& p) {
@@ -73,7 +75,7 @@ __device__ __forceinline__ SortArrays sort_arrays(unsigned char* raw, const Sort
   SortArrays s;
   s.cut = reinterpret_cast<CutShared*>(raw);
   s.keys = reinterpret_cast<uint32_t*>(raw + sizeof(CutShared)), s.sorted = s.keys + kBlockRows;
-  s.table = reinterpret_cast<int*>(s.sorted + kBlockRows), s.all = s.table + table_size(p), s.shift = s.all + sums;
+  s.experts = reinterpret_cast<int*>(s.sorted + kBlockRows), s.table = s.experts + kBlockRows, s.all = s.table + table_size(p), s.shift = s.all + sums;
   s.starts = reinterpret_cast<uint16_t*>(s.shift + sums), s.counts = s.starts + even_groups(p);
   return s;
 }
@@ -89,10 +91,10 @@ __device__ __forceinline__ int visited(const SortPlan& p, int n) {
   return __ldg(p.args.token_order + t) * p.args.k + n - t * p.args.k;
 }
 
-// A group, or where in the table it stands.
-__device__ __forceinline__ uint32_t pick(const SortPlan& p, int n, int live_rows) {
+// A group, or where in the table it stands; `id` becomes what the router chose.
+__device__ __forceinline__ uint32_t pick(const SortPlan& p, int n, int live_rows, int* id_out) {
   const RerouteArgs& a = p.args;
-  const int row = visited(p, n), id = __ldg(a.ids + row);
+  const int row = visited(p, n), id = *id_out = __ldg(a.ids + row);
   const int slot = a.token_to_slot ? __ldg(a.token_to_slot + token_of(p, row)) : -1;
   if (row >= live_rows || id < 0 || id >= a.experts) return kNoGroup;
   return slot >= 0 && slot < a.slots ? kLookUp | (slot * a.experts + id) : id;
@@ -125,8 +127,8 @@ __device__ __forceinline__ void rank_rows(const SortPlan& p, const SortArrays& s
   uint16_t* counts = s.counts + (threadIdx.x >> 5) * (p.args.groups + 1);
   each_row(p, rows, [&](int i) {
     const bool live = i < rows;
-    const uint32_t group = live ? s.keys[i] : kNoGroup;
-    const unsigned peers = __match_any_sync(~0u, group);
+    const uint32_t group = live ? s.keys[i] : 0;
+    const unsigned peers = same_lanes(live, group, p.group_bits);
     const int before = __popc(peers & ((1u << lane) - 1)), earlier = live ? counts[group] : 0;
     __syncwarp();
     if (live) s.keys[i] = group << kRowBits | (earlier + before);
@@ -136,15 +138,18 @@ __device__ __forceinline__ void rank_rows(const SortPlan& p, const SortArrays& s
 }
 
 // Sums what all blocks have counted into all[g], and what those before this one have into shift[g].
+constexpr int kTogether = 16;
 __device__ __forceinline__ void sum_blocks(const SortPlan& p, const SortArrays& s) {
   const int groups = p.args.groups + 1, slices = sort_slices(p);
   for (int i = threadIdx.x; i < slices * groups; i += kScanThreads) {
-    const int g = i % groups;
+    const int* counts = p.args.counts + i % groups;
     int all = 0, before = 0;
-#pragma unroll 8
-    for (int b = i / groups; b < p.blocks; b += slices) {
-      const int n = __ldcg(p.args.counts + b * groups + g);
-      all += n, before += b < static_cast<int>(blockIdx.x) ? n : 0;
+    for (int b = i / groups; b < p.blocks; b += slices * kTogether) {
+      int n[kTogether];  // all on their way at once
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) n[j] = b + j * slices < p.blocks ? __ldcg(counts + (b + j * slices) * groups) : 0;
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) all += n[j], before += b + j * slices < static_cast<int>(blockIdx.x) ? n[j] : 0;
     }
     s.all[i] = all, s.shift[i] = before;
   }
@@ -212,7 +217,7 @@ __device__ __forceinline__ void write_rows(const SortPlan& p, const SortArrays& 
     const uint32_t key = s.sorted[i], group = key >> kRowBits;
     const int row = visited(p, first + (key & kRowMask)), place = alone ? i : i + s.shift[group];
     const bool grouped = group < static_cast<uint32_t>(a.groups);
-    const int expert = grouped ? __ldg(a.ids + row) : 0;
+    const int expert = grouped ? s.experts[key & kRowMask] : 0;
     a.order[place] = row;
     a.row_to_token[place] = token_of(p, row);
     a.row_to_expert[place] = expert;
@@ -232,7 +237,8 @@ __global__ void __launch_bounds__(kScanThreads) count_rows_kernel(const SortPlan
 #pragma unroll
   for (int i = 0; i < kBlockRows / kScanThreads; ++i) {
     const int row = threadIdx.x + i * kScanThreads;
-    if (row < rows) picked[i] = pick(p, first + row, live);
+    int expert;
+    if (row < rows) picked[i] = pick(p, first + row, live, &expert);
   }
   for (int g = threadIdx.x; g < groups; g += kScanThreads) counts[g] = 0;
   copies_wait<0>();
@@ -259,7 +265,7 @@ __global__ void __launch_bounds__(kScanThreads) sort_rows_kernel(const SortPlan 
     fetch_table(p, s.table);
     const int live = live_rows(p);
     each_row(p, rows, [&](int i) {
-      if (i < rows) s.keys[i] = pick(p, i, live);
+      if (i < rows) s.keys[i] = pick(p, i, live, s.experts + i);
     });
   }
   for (int i = threadIdx.x; i < p.warps * ((groups + 1) / 2); i += kScanThreads)
@@ -271,6 +277,9 @@ __global__ void __launch_bounds__(kScanThreads) sort_rows_kernel(const SortPlan 
       if (i < rows) s.keys[i] = group_of(p, p.keep_table ? s.table : p.args.table, s.keys[i]);
     });
   } else {
+    each_row(p, rows, [&](int i) {
+      if (i < rows) s.experts[i] = __ldg(p.args.ids + visited(p, first + i));
+    });
     wait_for_previous();
     each_row(p, rows, [&](int i) {
       if (i < rows) s.keys[i] = __ldcg(p.args.found + first + i);
@@ -320,7 +329,8 @@ __global__ void __launch_bounds__(kScanThreads) cut_rows_kernel(const SortPlan p
 inline bool plan_sort(SortPlan* p) {
   const RerouteArgs& a = p->args;
   p->rows = a.tokens * a.k, p->blocks = (p->rows + kBlockRows - 1) / kBlockRows;
-  p->k_inverse = (1u << 31) / a.k + 1;
+  p->k_inverse = (1u << 31) / a.k + 1, p->group_bits = 1;
+  while (a.groups >> p->group_bits) ++p->group_bits;
   const int most = p->blocks > 1 ? kBlockRows / 32 : (p->rows + 31) / 32;
   p->warps = min(most, kScanThreads / 32);
   p->keep_table = a.token_to_slot && a.slots <= kMostTable / a.experts;
