@@ -9,9 +9,10 @@ from lora_jax.ops.adapter_items import AdapterItems
 from lora_jax.ops.reroute.maps import RowMap
 from lora_jax.typing import Array, Int
 
-BLOCK_ROWS = 2048  # that one CTA sorts
+ALONE_ROWS = 2048  # that one CTA sorts; more are shared out
+BLOCK_ROWS = 1024
 MAX_GROUPS = 16384  # whose counts fit its shared memory
-MAX_ROWS = 128 * BLOCK_ROWS
+MAX_ROWS = 1 << 18
 MAX_K = 8192
 
 
@@ -67,9 +68,10 @@ def _mapped(
     tokens, k = topk_ids.shape
     check_support(tokens, k, groups)
     ffi.require()
-    rows, blocks = tokens * k, -(-tokens * k // BLOCK_ROWS)
-    between = rows if blocks > 1 else 1  # what one launch leaves to the next
-    counts = blocks * (groups + 1) if blocks > 1 else 1
+    rows = tokens * k
+    shared = rows > ALONE_ROWS
+    between = rows if shared else 1  # what one launch leaves to the next
+    counts = -(-rows // BLOCK_ROWS) * (groups + 1) if shared else 1
     shapes: list[tuple[int, ...]] = [(rows,), (rows,), (groups,), (rows,), (rows,)]
     shapes += [(between,), (counts,)]
     owners, item_rows = (), 0

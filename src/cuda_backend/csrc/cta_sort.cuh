@@ -45,6 +45,7 @@ __device__ __forceinline__ int later(int x, int y) { return max(x, y); }
 // less than match.any, which takes the distinct numbers one after the other.
 __device__ __forceinline__ unsigned same_lanes(bool live, uint32_t number, int bits) {
   unsigned same = __ballot_sync(~0u, live);
+#pragma unroll 2
   for (int b = 0; b < bits; ++b) {
     const bool set = number >> b & 1;
     const unsigned ones = __ballot_sync(~0u, set);
@@ -63,6 +64,7 @@ __device__ __forceinline__ void radix_pass(SortShared& sm, const uint32_t* from,
   for (int i = tid; i < kRadix * kWarps; i += kScanThreads) counts[i] = 0;
   __syncthreads();
   auto each = [&](auto place) {
+#pragma unroll 1
     for (int i = begin; i < min(begin + run, rows); i += 32) {
       const bool live = i + lane < rows;
       const uint32_t key = live ? from[i + lane] : 0;

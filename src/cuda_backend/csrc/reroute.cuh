@@ -9,6 +9,9 @@
 //
 // Rows of a group that use one adapter stand together if tokens are visited in the order of their
 // adapters, which is the same for all layers: it is no key of this sort.
+//
+// A block runs once and straight through, so that fetching the instructions is a good part of its time:
+// loops are kept rolled where nothing waits for memory, and a kernel holds only what it runs.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -37,8 +40,9 @@ struct RerouteArgs {
   uint32_t* owners;  // [rows] by sorted place
 };
 
-constexpr int kRowBits = 11, kBlockRows = 1 << kRowBits, kRowMask = kBlockRows - 1;
-constexpr int kMostGroups = 16384, kMostBlocks = 128, kMostTable = 8192;
+constexpr int kRowBits = 11, kAloneRows = 1 << kRowBits, kRowMask = kAloneRows - 1;
+constexpr int kBlockRows = kScanThreads;  // where there are several
+constexpr int kMostGroups = 16384, kMostRows = 1 << 18, kMostTable = 8192;
 constexpr int kMostCutCtas = 16;  // of a cluster
 constexpr int kSortShared = 232448 - 1024;
 constexpr uint32_t kLookUp = 1u << 31, kNoGroup = kLookUp - 1;
@@ -54,8 +58,8 @@ struct SortPlan {
 // Shared memory of a block that sorts. `all` and `shift` are sums over blocks, in slices at first.
 struct SortArrays {
   CutShared* cut;
-  uint32_t *keys, *sorted;     // [block rows]: a row's group and rank, later whose it is; rows by group
-  int* experts;                // [block rows] as the router chose
+  uint32_t *keys, *sorted;     // [rows]: a row's group and rank, later whose it is; rows by group
+  int* experts;                // [rows] as the router chose
   int *table, *all, *shift;    // shift: what makes a place here one of the whole
   uint16_t *starts, *counts;   // [groups + 1], [warps, groups + 1]
 };
@@ -66,16 +70,17 @@ __host__ __device__ inline int sort_slices(const SortPlan& p) {
 }
 __host__ __device__ inline int table_size(const SortPlan& p) { return p.keep_table ? p.args.slots * p.args.experts : 0; }
 __host__ __device__ inline int even_groups(const SortPlan& p) { return (p.args.groups + 2) / 2 * 2; }
+__host__ __device__ inline int sort_rows(const SortPlan& p) { return p.blocks > 1 ? kBlockRows : kAloneRows; }
 inline int sort_bytes(const SortPlan& p) {
-  const int words = 3 * kBlockRows + table_size(p) + 2 * sort_slices(p) * (p.args.groups + 1);
+  const int words = 3 * sort_rows(p) + table_size(p) + 2 * sort_slices(p) * (p.args.groups + 1);
   return static_cast<int>(sizeof(CutShared)) + words * 4 + (1 + p.warps) * even_groups(p) * 2;
 }
 __device__ __forceinline__ SortArrays sort_arrays(unsigned char* raw, const SortPlan& p) {
-  const int sums = sort_slices(p) * (p.args.groups + 1);
+  const int sums = sort_slices(p) * (p.args.groups + 1), rows = sort_rows(p);
   SortArrays s;
   s.cut = reinterpret_cast<CutShared*>(raw);
-  s.keys = reinterpret_cast<uint32_t*>(raw + sizeof(CutShared)), s.sorted = s.keys + kBlockRows;
-  s.experts = reinterpret_cast<int*>(s.sorted + kBlockRows), s.table = s.experts + kBlockRows, s.all = s.table + table_size(p), s.shift = s.all + sums;
+  s.keys = reinterpret_cast<uint32_t*>(raw + sizeof(CutShared)), s.sorted = s.keys + rows;
+  s.experts = reinterpret_cast<int*>(s.sorted + rows), s.table = s.experts + rows, s.all = s.table + table_size(p), s.shift = s.all + sums;
   s.starts = reinterpret_cast<uint16_t*>(s.shift + sums), s.counts = s.starts + even_groups(p);
   return s;
 }
@@ -104,6 +109,7 @@ __device__ __forceinline__ int group_of(const SortPlan& p, const int* table, uin
   return group >= 0 && group < p.args.groups ? group : p.args.groups;
 }
 __device__ __forceinline__ void fetch_table(const SortPlan& p, int* table) {
+#pragma unroll 1
   for (int i = threadIdx.x; i < table_size(p); i += kScanThreads) copy_4(smem_u32(table + i), p.args.table + i);
   copies_commit();
 }
@@ -112,12 +118,12 @@ __device__ __forceinline__ int live_rows(const SortPlan& p) {
 }
 
 // f(place in the block) for a warp's rows, 32 at a time; lanes past the end are given `rows`.
-template <class F>
+template <int UNROLL, class F>
 __device__ __forceinline__ void each_row(const SortPlan& p, int rows, F f) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   if (warp >= p.warps) return;
   const int end = min((warp + 1) * p.run, rows);
-#pragma unroll 2
+#pragma unroll UNROLL
   for (int i = warp * p.run; i < end; i += 32) f(i + lane < end ? i + lane : rows);
 }
 
@@ -125,7 +131,7 @@ __device__ __forceinline__ void each_row(const SortPlan& p, int rows, F f) {
 __device__ __forceinline__ void rank_rows(const SortPlan& p, const SortArrays& s, int rows) {
   const int lane = threadIdx.x & 31;
   uint16_t* counts = s.counts + (threadIdx.x >> 5) * (p.args.groups + 1);
-  each_row(p, rows, [&](int i) {
+  each_row<1>(p, rows, [&](int i) {
     const bool live = i < rows;
     const uint32_t group = live ? s.keys[i] : 0;
     const unsigned peers = same_lanes(live, group, p.group_bits);
@@ -141,9 +147,11 @@ __device__ __forceinline__ void rank_rows(const SortPlan& p, const SortArrays& s
 constexpr int kTogether = 16;
 __device__ __forceinline__ void sum_blocks(const SortPlan& p, const SortArrays& s) {
   const int groups = p.args.groups + 1, slices = sort_slices(p);
+#pragma unroll 1
   for (int i = threadIdx.x; i < slices * groups; i += kScanThreads) {
     const int* counts = p.args.counts + i % groups;
     int all = 0, before = 0;
+#pragma unroll 1
     for (int b = i / groups; b < p.blocks; b += slices * kTogether) {
       int n[kTogether];  // all on their way at once
 #pragma unroll
@@ -154,7 +162,9 @@ __device__ __forceinline__ void sum_blocks(const SortPlan& p, const SortArrays& 
     s.all[i] = all, s.shift[i] = before;
   }
   __syncthreads();
+#pragma unroll 1
   for (int g = threadIdx.x; g < groups; g += kScanThreads)
+#pragma unroll 2
     for (int i = 1; i < slices; ++i) s.all[g] += s.all[i * groups + g], s.shift[g] += s.shift[i * groups + g];
 }
 
@@ -162,6 +172,7 @@ __device__ __forceinline__ void sum_blocks(const SortPlan& p, const SortArrays& 
 __device__ __forceinline__ int rank_warps(const SortPlan& p, uint16_t* counts) {
   const int groups = p.args.groups + 1;
   int sum = 0;
+#pragma unroll 1
   for (int w = 0; w < p.warps; w += 8) {
     int n[8];
 #pragma unroll
@@ -176,21 +187,23 @@ __device__ __forceinline__ int rank_warps(const SortPlan& p, uint16_t* counts) {
 }
 
 // Where each group begins in the block, and how far from there its place in the whole is.
+template <bool ALONE>
 __device__ __forceinline__ void place_groups(const SortPlan& p, const SortArrays& s) {
   const int groups = p.args.groups + 1, per = (groups + kScanThreads - 1) / kScanThreads;
   const int begin = min(static_cast<int>(threadIdx.x) * per, groups), end = min(begin + per, groups);
-  const bool alone = p.blocks == 1;
   int mine = 0, all = 0;
+#pragma unroll 1
   for (int g = begin; g < end; ++g) {
-    const int own = rank_warps(p, s.counts + g), sum = alone ? own : s.all[g];
+    const int own = rank_warps(p, s.counts + g), sum = ALONE ? own : s.all[g];
     s.starts[g] = own, mine += own, all += sum;
     if (blockIdx.x == 0 && g < p.args.groups) p.args.sizes[g] = sum;
   }
   int start = cta_scan(mine, s.cut->warp_sums, 0, plus), of_all = 0;
-  if (!alone) of_all = cta_scan(all, s.cut->warp_sums, 0, plus);
+  if (!ALONE) of_all = cta_scan(all, s.cut->warp_sums, 0, plus);
+#pragma unroll 1
   for (int g = begin; g < end; ++g) {
     const int own = s.starts[g];
-    if (!alone) s.shift[g] += of_all - start, of_all += s.all[g];
+    if (!ALONE) s.shift[g] += of_all - start, of_all += s.all[g];
     s.starts[g] = start, start += own;
   }
 }
@@ -201,27 +214,28 @@ __device__ __forceinline__ uint32_t owner_of_row(const SortPlan& p, int row, int
   return grouped && slot >= 0 ? owner_of(slot, expert) : kNobody;
 }
 
+template <bool ALONE, bool ITEMS>
 __device__ __forceinline__ void write_rows(const SortPlan& p, const SortArrays& s, int first, int rows) {
   const RerouteArgs& a = p.args;
   const uint16_t* counts = s.counts + (threadIdx.x >> 5) * (a.groups + 1);
-  const bool alone = p.blocks == 1;
-  each_row(p, rows, [&](int i) {
+  each_row<1>(p, rows, [&](int i) {
     if (i == rows) return;
     const uint32_t key = s.keys[i], group = key >> kRowBits;
     const int place = s.starts[group] + counts[group] + (key & kRowMask);
     s.sorted[place] = group << kRowBits | i;
-    a.inverse[visited(p, first + i)] = alone ? place : place + s.shift[group];
+    a.inverse[visited(p, first + i)] = ALONE ? place : place + s.shift[group];
   });
   __syncthreads();
+#pragma unroll 1
   for (int i = threadIdx.x; i < rows; i += kScanThreads) {
     const uint32_t key = s.sorted[i], group = key >> kRowBits;
-    const int row = visited(p, first + (key & kRowMask)), place = alone ? i : i + s.shift[group];
+    const int row = visited(p, first + (key & kRowMask)), place = ALONE ? i : i + s.shift[group];
     const bool grouped = group < static_cast<uint32_t>(a.groups);
     const int expert = grouped ? s.experts[key & kRowMask] : 0;
     a.order[place] = row;
     a.row_to_token[place] = token_of(p, row);
     a.row_to_expert[place] = expert;
-    if (a.token_to_adapter) (alone ? s.keys : a.owners)[place] = owner_of_row(p, row, expert, grouped);
+    if (ITEMS) (ALONE ? s.keys : a.owners)[place] = owner_of_row(p, row, expert, grouped);
   }
 }
 
@@ -233,21 +247,14 @@ __global__ void __launch_bounds__(kScanThreads) count_rows_kernel(const SortPlan
   let_next_begin();
   fetch_table(p, table);
   const int live = live_rows(p);
-  uint32_t picked[kBlockRows / kScanThreads];
-#pragma unroll
-  for (int i = 0; i < kBlockRows / kScanThreads; ++i) {
-    const int row = threadIdx.x + i * kScanThreads;
-    int expert;
-    if (row < rows) picked[i] = pick(p, first + row, live, &expert);
-  }
+  const int row = threadIdx.x;
+  int expert;
+  const uint32_t picked = row < rows ? pick(p, first + row, live, &expert) : kNoGroup;
   for (int g = threadIdx.x; g < groups; g += kScanThreads) counts[g] = 0;
   copies_wait<0>();
   __syncthreads();
-#pragma unroll
-  for (int i = 0; i < kBlockRows / kScanThreads; ++i) {
-    const int row = threadIdx.x + i * kScanThreads;
-    if (row >= rows) continue;
-    const int group = group_of(p, p.keep_table ? table : p.args.table, picked[i]);
+  if (row < rows) {
+    const int group = group_of(p, p.keep_table ? table : p.args.table, picked);
     p.args.found[first + row] = group;
     atomicAdd(&counts[group], 1);
   }
@@ -255,33 +262,36 @@ __global__ void __launch_bounds__(kScanThreads) count_rows_kernel(const SortPlan
   for (int g = threadIdx.x; g < groups; g += kScanThreads) p.args.counts[blockIdx.x * groups + g] = counts[g];
 }
 
+// ALONE: of all rows. ITEMS: with whose they are, and cut if alone.
+template <bool ALONE, bool ITEMS>
 __global__ void __launch_bounds__(kScanThreads) sort_rows_kernel(const SortPlan p) {
   extern __shared__ __align__(16) unsigned char sort_raw[];
   const SortArrays s = sort_arrays(sort_raw, p);
-  const int first = blockIdx.x * kBlockRows, rows = min(kBlockRows, p.rows - first), groups = p.args.groups + 1;
-  const bool alone = p.blocks == 1;
+  const int first = blockIdx.x * kBlockRows, rows = ALONE ? p.rows : min(kBlockRows, p.rows - first);
+  const int groups = p.args.groups + 1;
   let_next_begin();
-  if (alone) {
+  if (ALONE) {
     fetch_table(p, s.table);
     const int live = live_rows(p);
-    each_row(p, rows, [&](int i) {
+    each_row<2>(p, rows, [&](int i) {
       if (i < rows) s.keys[i] = pick(p, i, live, s.experts + i);
     });
   }
+#pragma unroll 1
   for (int i = threadIdx.x; i < p.warps * ((groups + 1) / 2); i += kScanThreads)
     reinterpret_cast<uint32_t*>(s.counts)[i] = 0;
-  if (alone) {
+  if (ALONE) {
     copies_wait<0>();
     __syncthreads();
-    each_row(p, rows, [&](int i) {
+    each_row<1>(p, rows, [&](int i) {
       if (i < rows) s.keys[i] = group_of(p, p.keep_table ? s.table : p.args.table, s.keys[i]);
     });
   } else {
-    each_row(p, rows, [&](int i) {
+    each_row<1>(p, rows, [&](int i) {
       if (i < rows) s.experts[i] = __ldg(p.args.ids + visited(p, first + i));
     });
     wait_for_previous();
-    each_row(p, rows, [&](int i) {
+    each_row<1>(p, rows, [&](int i) {
       if (i < rows) s.keys[i] = __ldcg(p.args.found + first + i);
     });
     sum_blocks(p, s);
@@ -289,10 +299,10 @@ __global__ void __launch_bounds__(kScanThreads) sort_rows_kernel(const SortPlan 
   __syncthreads();
   rank_rows(p, s, rows);
   __syncthreads();
-  place_groups(p, s);
+  place_groups<ALONE>(p, s);
   __syncthreads();
-  write_rows(p, s, first, rows);
-  if (!alone || !p.args.token_to_adapter) return;
+  write_rows<ALONE, ITEMS>(p, s, first, rows);
+  if (!ALONE || !ITEMS) return;
   __syncthreads();
   cut_items(*s.cut, s.keys, rows, 0, p.args.item_rows, p.args.items, [&](int total) {
     if (threadIdx.x == 0) *p.args.num_items = total;
@@ -319,6 +329,7 @@ __global__ void __launch_bounds__(kScanThreads) cut_rows_kernel(const SortPlan p
     sm.total = total;  // the same of every thread
     cluster_sync();
     int before = 0;
+#pragma unroll 4
     for (int c = 0; c < cta; ++c) before += lds32_of(c, smem_u32(&sm.total));
     if (cta == ctas - 1 && threadIdx.x == 0) *p.args.num_items = before + total;
     return before;
@@ -328,7 +339,7 @@ __global__ void __launch_bounds__(kScanThreads) cut_rows_kernel(const SortPlan p
 
 inline bool plan_sort(SortPlan* p) {
   const RerouteArgs& a = p->args;
-  p->rows = a.tokens * a.k, p->blocks = (p->rows + kBlockRows - 1) / kBlockRows;
+  p->rows = a.tokens * a.k, p->blocks = p->rows <= kAloneRows ? 1 : (p->rows + kBlockRows - 1) / kBlockRows;
   p->k_inverse = (1u << 31) / a.k + 1, p->group_bits = 1;
   while (a.groups >> p->group_bits) ++p->group_bits;
   const int most = p->blocks > 1 ? kBlockRows / 32 : (p->rows + 31) / 32;
@@ -336,7 +347,7 @@ inline bool plan_sort(SortPlan* p) {
   p->keep_table = a.token_to_slot && a.slots <= kMostTable / a.experts;
   while (p->warps > 1 && sort_bytes(*p) > kSortShared) --p->warps;
   p->run = (most + p->warps - 1) / p->warps * 32;
-  return p->blocks <= kMostBlocks && a.groups <= kMostGroups && sort_bytes(*p) <= kSortShared;
+  return p->rows <= kMostRows && a.groups <= kMostGroups && sort_bytes(*p) <= kSortShared;
 }
 
 // `cluster` CTAs are one; with `early` the kernel may begin while the one before it runs.
@@ -367,13 +378,18 @@ inline cudaError_t launch_reroute(const RerouteArgs& args, cudaStream_t stream) 
   SortPlan p{args};
   if (!plan_sort(&p)) return cudaErrorInvalidValue;
   const int counting = (args.groups + 1 + table_size(p)) * 4;
-  if (p.blocks == 1) return launch_part(sort_rows_kernel, 1, sort_bytes(p), false, false, stream, p);
+  const bool items = args.token_to_adapter;
+  if (p.blocks == 1)
+    return launch_part(items ? sort_rows_kernel<true, true> : sort_rows_kernel<true, false>, 1, sort_bytes(p), false,
+                       false, stream, p);
   cudaError_t e = launch_part(count_rows_kernel, p.blocks, counting, false, false, stream, p);
   p.keep_table = false;
-  if (e == cudaSuccess) e = launch_part(sort_rows_kernel, p.blocks, sort_bytes(p), false, true, stream, p);
-  if (e != cudaSuccess || !args.token_to_adapter) return e;
+  if (e == cudaSuccess)
+    e = launch_part(items ? sort_rows_kernel<false, true> : sort_rows_kernel<false, false>, p.blocks, sort_bytes(p),
+                    false, true, stream, p);
+  if (e != cudaSuccess || !items) return e;
   int ctas = 1;
-  while (ctas < kMostCutCtas && ctas * kBlockRows < p.rows) ctas *= 2;
+  while (ctas < kMostCutCtas && ctas * kAloneRows < p.rows) ctas *= 2;
   const int share = (p.rows + ctas * 32 - 1) / (ctas * 32) * 32;
   return launch_part(cut_rows_kernel, ctas, static_cast<int>(sizeof(CutRowsShared)), true, true, stream, p, share);
 }

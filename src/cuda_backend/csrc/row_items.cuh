@@ -19,6 +19,7 @@ struct CutShared {
 
 template <class F>
 __device__ __forceinline__ void each_window(int rows, F f) {
+#pragma unroll 1
   for (int w = threadIdx.x >> 5; w * 32 < rows; w += kScanThreads / 32) f(w, w * 32 + static_cast<int>(threadIdx.x & 31));
 }
 
