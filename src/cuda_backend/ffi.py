@@ -31,7 +31,6 @@ TARGETS = (
     "lora_jax_cuda_attention_units",
     "lora_jax_cuda_paged_attention",
     "lora_jax_cuda_row_map",
-    "lora_jax_cuda_reroute",
 )
 
 

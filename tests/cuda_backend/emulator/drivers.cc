@@ -13,8 +13,8 @@ extern "C" {
 void emulate(int sms, unsigned seed) { emu::machine.sms = sms, emu::machine.seed = seed; }
 
 int merge(Bf16* w, const Bf16* a_pool, const Bf16* b_pool, const int* sites, const float* scaling, int matrices,
-          int d_out, int d_in, int max_rank) {
-  return launch_merge(MergeArgs{w, a_pool, b_pool, sites, scaling, matrices, d_out, d_in, max_rank}, nullptr);
+          int d_out, int d_in, int max_rank, int b_rows) {
+  return launch_merge(MergeArgs{w, a_pool, b_pool, sites, scaling, matrices, d_out, d_in, max_rank, b_rows}, nullptr);
 }
 
 int grouped_f32(const float* x, const float* w, const int* sizes, const float* bias, int rows, int groups, int d_out,
@@ -22,13 +22,20 @@ int grouped_f32(const float* x, const float* w, const int* sizes, const float* b
   return launch_grouped_f32(GroupedF32Args{x, w, sizes, bias, y, rows, groups, d_out, d_in}, nullptr);
 }
 
-int reroute(const int* ids, const int* token_to_slot, const int* table, int num_tokens, int tokens, int k, int slots,
-            int experts, int groups, int* order, int* inverse, int* sizes) {
-  const int rows = tokens * k, blocks = (rows + kBlockRows - 1) / kBlockRows;
-  std::vector<int> counts(blocks * (groups + 1));
-  std::vector<uint32_t> sorted(rows);
-  return launch_reroute(RerouteArgs{ids, token_to_slot, table, &num_tokens, tokens, k, slots, experts, groups, order,
-                                    inverse, sizes, counts.data(), sorted.data()},
+struct SortSizes {
+  int num_tokens, tokens, k, slots, experts, groups, item_rows;
+};
+
+int reroute(const int* ids, const int* token_to_slot, const int* table, const int* token_order,
+            const int* token_to_adapter, const SortSizes* s, int* order, int* inverse, int* sizes, int* row_to_token,
+            int* row_to_expert, Item* items, int* num_items) {
+  const int rows = s->tokens * s->k;
+  std::vector<int> found(rows), counts((rows + kBlockRows - 1) / kBlockRows * (s->groups + 1));
+  std::vector<uint32_t> owners(rows);
+  return launch_reroute(RerouteArgs{ids, &s->num_tokens, token_to_slot, table, token_order, token_to_adapter, s->tokens,
+                                    s->k, s->slots, s->experts, s->groups, s->item_rows, order, inverse, sizes,
+                                    row_to_token, row_to_expert, items, num_items, found.data(), counts.data(),
+                                    owners.data()},
                         nullptr);
 }
 
@@ -63,20 +70,21 @@ int attention(const Bf16* q, const Bf16* k, const Bf16* v, const int* tables, co
 }
 
 int lora(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, const int* entries, const float* scaling,
-         const int* row_to_slot, const int* row_to_expert, int rows, int d_out, int d_in, int a_rows, int b_rows,
-         int slots, int max_rank, int item_rows) {
-  std::vector<int> order(rows), ready(rows + 1, 0);
+         const int* row_to_slot, const int* row_to_expert, int modules, int rows, int d_out, int d_in, int a_rows,
+         int b_rows, int slots, int max_rank, int item_rows) {
+  std::vector<int> order(rows);
   std::vector<Item> items(rows);
   int num_items = -1;
   launch_metadata(MetadataArgs{row_to_slot, row_to_expert, rows, slots, item_rows, order.data(), items.data(), &num_items},
                   nullptr);
-  const int h_stride = (max_rank + 7) / 8 * 8 + 8;
-  std::vector<Bf16> h(static_cast<size_t>(rows) * h_stride, Bf16{0xffff});
+  const int h_stride = (max_rank + 7) / 8 * 8;
+  std::vector<int> work(modules * rows * h_stride / 2 + 1);
   PairArgs p{};
-  p.items = items.data(), p.num_items = &num_items, p.row_order = order.data(), p.entries = entries;
-  p.scaling = scaling, p.x = x, p.y = y, p.h = h.data(), p.ready = ready.data(), p.tickets = p.ready + rows;
-  p.num_rows = rows, p.num_slots = slots, p.d_in = d_in, p.d_out = d_out, p.h_stride = h_stride;
-  p.max_rank = h_stride - 8, p.shrink = p.expand = true;
+  for (int m = 0; m < modules; ++m)
+    p.modules[m] = Module{entries + m * slots * 5, scaling + m * slots, y + static_cast<size_t>(m) * rows * d_out};
+  p.items = items.data(), p.num_items = &num_items, p.row_order = order.data(), p.x = x, p.h = reinterpret_cast<Bf16*>(work.data());
+  p.draws = &work.back(), p.num_modules = modules, p.num_rows = rows, p.num_slots = slots;
+  p.d_in = d_in, p.d_out = d_out, p.h_stride = p.max_rank = h_stride, p.shrink = p.expand = true;
   cudaError_t e = pool_map(&p.a_map, a_pool, a_rows, d_in);
   if (e == cudaSuccess) e = pool_map(&p.b_map, b_pool, b_rows, d_out);
   return e == cudaSuccess ? launch_pair(p, nullptr) : e;

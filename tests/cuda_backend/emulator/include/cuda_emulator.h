@@ -58,8 +58,11 @@ template <class T> T min(T a, T b) { return b < a ? b : a; }
 template <class T> T max(T a, T b) { return a < b ? b : a; }
 template <class T> T __ldg(const T* p) { return *p; }
 template <class T> T __ldcs(const T* p) { return *p; }
+template <class T> T __ldcg(const T* p) { return *p; }
 template <class T> void __stcs(T* p, T v) { *p = v; }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
+inline int __clz(unsigned v) { return v ? __builtin_clz(v) : 32; }
+inline int __ffs(unsigned v) { return __builtin_ffs(static_cast<int>(v)); }
 inline int __float_as_int(float f) { int i; std::memcpy(&i, &f, 4); return i; }
 inline float __int_as_float(int i) { float f; std::memcpy(&f, &i, 4); return f; }
 inline void __threadfence() {}
@@ -98,6 +101,7 @@ struct Barrier {  // mbarrier
 struct Block {
   Dim index;
   unsigned threads;
+  bool ended = false;  // one of its threads has
   std::vector<unsigned char> shared;
   std::map<int, std::vector<unsigned char>> fixed;  // static shared arrays, by line
   std::vector<Warp> warps;
@@ -114,7 +118,8 @@ struct Fiber {
   bool done = false;
   const void* condition = nullptr;  // what it waits for, on its own stack
   bool (*holds)(const void*) = nullptr;
-  std::vector<std::vector<std::function<void()>>> groups{1};  // cp.async groups, the last one open
+  using Groups = std::vector<std::vector<std::function<void()>>>;
+  Groups groups{1}, stores{1};  // cp.async and bulk groups, the last one open
 };
 struct Machine {
   Dim grid{1, 1, 1}, block_dim{1, 1, 1};
@@ -124,6 +129,8 @@ struct Machine {
   uint64_t progress = 0;
   uint32_t seed = 1;
   int sms = 1;
+  std::vector<std::unique_ptr<Block>> blocks;  // that run side by side
+  Rendezvous cluster;
   uint32_t random() { return seed = seed * 1664525u + 1013904223u, seed >> 8; }
 };
 inline Machine machine;
@@ -207,8 +214,9 @@ inline void enter() {
 
 // Runs the CTAs [first, last) side by side until all their threads have ended.
 inline void run_blocks(unsigned first, unsigned last, unsigned threads, size_t shared) {
-  std::vector<std::unique_ptr<Block>> blocks;
+  std::vector<std::unique_ptr<Block>>& blocks = machine.blocks;
   std::vector<std::unique_ptr<Fiber>> fibers;
+  blocks.clear();
   for (unsigned b = first; b < last; ++b) {
     blocks.push_back(std::make_unique<Block>());
     Block& block = *blocks.back();
@@ -231,7 +239,7 @@ inline void run_blocks(unsigned first, unsigned last, unsigned threads, size_t s
       if (f->done || (f->condition && !f->holds(f->condition))) continue;
       machine.current = f.get();
       swapcontext(&machine.scheduler, &f->context);
-      if (f->done) --alive;
+      if (f->done) --alive, f->block->ended = true;
       if (!machine.copies.empty() && machine.random() % 16 == 0) run_a_copy();
     }
     idle = machine.progress == seen ? idle + 1 : 0, seen = machine.progress;
@@ -239,21 +247,26 @@ inline void run_blocks(unsigned first, unsigned last, unsigned threads, size_t s
     if (idle > 1000) fail("deadlock: every thread waits");
   }
   for (auto& f : fibers)
-    for (auto& group : f->groups)
-      if (!group.empty()) fail("a thread ended with copies it had not waited for");
+    for (auto* groups : {&f->groups, &f->stores})
+      for (auto& group : *groups)
+        if (!group.empty()) fail("a thread ended with copies it had not waited for");
   if (!machine.copies.empty()) fail("a CTA ended with copies on their way");
 }
 
 constexpr unsigned kTogether = 4;  // CTAs; a persistent grid is smaller
 
 template <class Kernel, class... Args>
-void launch(Kernel kernel, unsigned grid, unsigned threads, size_t shared, const Args&... args) {
+void launch_with(unsigned together, Kernel kernel, unsigned grid, unsigned threads, size_t shared, const Args&... args) {
   if (threads % 32 || threads > 1024) fail("a CTA of no whole warps, or too large");
   if (shared > 232448) fail("more shared memory than a CTA of Hopper can have");
   machine.grid.x = grid, machine.block_dim.x = threads;
   std::function<void()> body = [&] { kernel(args...); };
   entry = &body;
-  for (unsigned b = 0; b < grid; b += kTogether) run_blocks(b, min(grid, b + kTogether), threads, shared);
+  for (unsigned b = 0; b < grid; b += together) run_blocks(b, min(grid, b + together), threads, shared);
+}
+template <class Kernel, class... Args>
+void launch(Kernel kernel, unsigned grid, unsigned threads, size_t shared, const Args&... args) {
+  launch_with(kTogether, kernel, grid, threads, shared, args...);
 }
 
 }  // namespace emu
@@ -280,6 +293,18 @@ template <class T> T __shfl_up_sync(unsigned, T v, unsigned by) {
   const auto* slots = emu::exchange("shfl_up", v);
   return emu::lane() >= static_cast<int>(by) ? emu::shown<T>(slots, emu::lane() - by) : v;
 }
+inline unsigned __ballot_sync(unsigned, bool v) {
+  const auto* slots = emu::exchange("ballot", v);
+  unsigned all = 0;
+  for (int i = 0; i < 32; ++i) all |= static_cast<unsigned>(emu::shown<bool>(slots, i)) << i;
+  return all;
+}
+inline int __any_sync(unsigned, int v) {
+  const auto* slots = emu::exchange("any", v);
+  int any = 0;
+  for (int i = 0; i < 32; ++i) any |= emu::shown<int>(slots, i) != 0;
+  return any;
+}
 template <class T> unsigned __match_any_sync(unsigned, T v) {
   const auto* slots = emu::exchange("match_any", v);
   unsigned same = 0;
@@ -295,6 +320,35 @@ inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 template <class K> cudaError_t cudaFuncSetAttribute(K, int, int) { return cudaSuccess; }
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, int, int) { return *value = emu::machine.sms, cudaSuccess; }
+
+struct dim3 {
+  unsigned x;
+  explicit dim3(unsigned x) : x(x) {}
+};
+struct cudaLaunchAttribute {
+  int id;
+  struct {
+    int programmaticStreamSerializationAllowed;
+    struct { unsigned x, y, z; } clusterDim;
+  } val;
+};
+constexpr int cudaLaunchAttributeProgrammaticStreamSerialization = 0, cudaLaunchAttributeClusterDimension = 1;
+constexpr int cudaFuncAttributeNonPortableClusterSizeAllowed = 1;
+struct cudaLaunchConfig_t {
+  dim3 grid, block;
+  size_t shared;
+  cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
+};
+template <class... Args>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* c, void (*kernel)(Args...), const Args&... args) {
+  unsigned together = emu::kTogether;
+  for (unsigned i = 0; i < c->numAttrs; ++i)
+    if (c->attrs[i].id == cudaLaunchAttributeClusterDimension) together = c->attrs[i].val.clusterDim.x;
+  emu::launch_with(together, kernel, c->grid.x, c->block.x, c->shared, args...);
+  return cudaSuccess;
+}
 
 // ---------------------------------------------------------------- tensor maps
 using cuuint64_t = uint64_t;
@@ -323,33 +377,61 @@ inline CUresult cuTensorMapEncodeTiled(CUtensorMap* map, int, uint32_t rank, voi
 
 namespace emu {
 
-// Copies a box whose first row is at `dst`; elements outside the tensor become zero, 16-byte pieces
-// are swizzled within 128 bytes by the row's place in 1024.
+// Runs the groups that must be done when `pending` may still be open: as late as they may come.
+inline void finish_groups(Fiber::Groups& groups, int pending) {
+  while (static_cast<int>(groups.size()) > pending + 1) {
+    for (auto& copy : groups.front()) copy();
+    groups.erase(groups.begin());
+  }
+}
+
+// Calls f(place in the box in bytes, element or null outside the tensor) for a box whose first row is
+// at `shared`; 16-byte pieces are swizzled within 128 bytes by the row's place in 1024.
+template <class F>
+void each_element(const CUtensorMap& m, const std::vector<int>& at, uint32_t shared, F f) {
+  int64_t rows = 1;
+  for (int i = 1; i < m.rank; ++i) rows *= m.box[i];
+  for (int64_t r = 0; r < rows; ++r) {
+    int64_t left = r, offset = 0;
+    bool inside = true;
+    for (int i = 1; i < m.rank; ++i) {
+      const int64_t place = at[i] + left % m.box[i];
+      left /= m.box[i], offset += place * static_cast<int64_t>(m.strides[i]);
+      inside = inside && place >= 0 && place < static_cast<int64_t>(m.dims[i]);
+    }
+    for (uint32_t e = 0; e < m.box[0]; ++e) {
+      const int64_t column = at[0] + e;
+      const uint32_t linear = static_cast<uint32_t>(r) * 128 + e * 2, row = (shared + linear) >> 7 & 7;
+      const bool there = inside && column < static_cast<int64_t>(m.dims[0]);
+      f(linear ^ row << 4, there ? const_cast<unsigned char*>(m.base) + offset + column * 2 : nullptr);
+    }
+  }
+}
+inline int64_t box_bytes(const CUtensorMap& m) {
+  int64_t elements = 1;
+  for (int i = 0; i < m.rank; ++i) elements *= m.box[i];
+  return elements * 2;
+}
+// Elements outside the tensor become zero.
 inline void tensor_copy(uint32_t dst, const CUtensorMap* map, std::vector<int> at, uint64_t* bar) {
   if (dst % 128) fail("a swizzled box begins off its boundary");
-  int64_t rows = 1;
-  for (int i = 1; i < map->rank; ++i) rows *= map->box[i];
-  const CUtensorMap m = *map;
-  auto move = [=](unsigned char* to) {
-    for (int64_t r = 0; r < rows; ++r) {
-      int64_t left = r, offset = 0;
-      bool inside = true;
-      for (int i = 1; i < m.rank; ++i) {
-        const int64_t place = at[i] + left % m.box[i];
-        left /= m.box[i], offset += place * static_cast<int64_t>(m.strides[i]);
-        inside = inside && place >= 0 && place < static_cast<int64_t>(m.dims[i]);
-      }
-      for (uint32_t e = 0; e < m.box[0]; ++e) {
-        const int64_t column = at[0] + e;
-        const uint32_t linear = static_cast<uint32_t>(r) * 128 + e * 2;
-        const uint32_t row = (dst + linear) >> 7 & 7, swizzled = linear ^ row << 4;
-        uint16_t v = 0;
-        if (inside && column < static_cast<int64_t>(m.dims[0])) std::memcpy(&v, m.base + offset + column * 2, 2);
-        std::memcpy(to + swizzled, &v, 2);
-      }
-    }
+  auto move = [=, m = *map](unsigned char* to) {
+    each_element(m, at, dst, [&](uint32_t place, const unsigned char* from) {
+      const unsigned char none[2] = {0, 0};
+      std::memcpy(to + place, from ? from : none, 2);
+    });
   };
-  copy_later(move, dst, rows * map->box[0] * 2, bar);
+  copy_later(move, dst, box_bytes(*map), bar);
+}
+// Elements outside the tensor are dropped.
+inline void tensor_store(const CUtensorMap* map, std::vector<int> at, uint32_t src) {
+  if (src % 128) fail("a swizzled box begins off its boundary");
+  const unsigned char* from = at_shared(src);
+  machine.current->stores.back().push_back([=, m = *map] {
+    each_element(m, at, src, [&](uint32_t place, unsigned char* to) {
+      if (to) std::memcpy(to, from + place, 2);
+    });
+  });
 }
 
 }  // namespace emu
