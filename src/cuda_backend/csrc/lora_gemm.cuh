@@ -40,15 +40,15 @@ __device__ void produce_weights(const PairArgs& p, S& sm) {
     const CUtensorMap* map = &p.maps[u.kind - kShrink][u.wide != kNarrow];
     const int groups = u.groups, bytes = 1024 << u.wide;
     for (int c = u.begin; c < u.end; c += u.width) {
-      mbar_wait(&sm.empty[ring.at], ring.phase ^ 1);
+      mbar_wait(&sm.empty[ring.at()], ring.phase() ^ 1);
       const int boxes = ((min(u.width, u.end - c) - 1 >> (u.wide + 6)) + 1) * groups;
-      if (lane == 0) mbar_expect(&sm.full[ring.at], boxes * bytes);
+      if (lane == 0) mbar_expect(&sm.full[ring.at()], boxes * bytes);
       __syncwarp();
-      const uint32_t dst = smem_u32(sm.stages[ring.at]);
+      const uint32_t dst = smem_u32(sm.stages[ring.at()]);
       for (int i = lane; i < boxes; i += 32) {
         const int along = i / groups;
         box_copy(dst + i * bytes, map, u.weight_row + (i - along * groups) * 8, (c >> 6) + (along << u.wide),
-                 &sm.full[ring.at]);
+                 &sm.full[ring.at()]);
       }
       ring.next();
     }
@@ -71,12 +71,12 @@ __device__ void produce_rows(const PairArgs& p, S& sm) {
     if (mine) from += t.rows[row] * static_cast<int64_t>(u.kind == kExpand ? p.d_out : p.d_in);
     const int width = u.width, my_rows = (u.num_rows + kRowWarps - 1 - warp) / kRowWarps;
     for (int c = u.begin; c < u.end; c += width) {
-      mbar_wait(&sm.empty[ring.at], ring.phase ^ 1);
+      mbar_wait(&sm.empty[ring.at()], ring.phase() ^ 1);
       const int bytes = min(width, u.end - c) * 2;
-      if (lane == 0) mbar_expect(&sm.full[ring.at], my_rows * bytes);
+      if (lane == 0) mbar_expect(&sm.full[ring.at()], my_rows * bytes);
       __syncwarp();
-      const uint32_t to = smem_u32(sm.stages[ring.at]) + rows_at(u) + row * row_stride(width);
-      if (mine) bulk_copy(to, from + c, bytes, &sm.full[ring.at]);
+      const uint32_t to = smem_u32(sm.stages[ring.at()]) + rows_at(u) + row * row_stride(width);
+      if (mine) bulk_copy(to, from + c, bytes, &sm.full[ring.at()]);
       ring.next();
     }
     let_go(sm, taken);
@@ -155,17 +155,17 @@ __device__ __forceinline__ void shrink_unit(const PairArgs& p, S& sm, Ring<S::kS
   const int width = t.width, lane = threadIdx.x & 31;
   float acc[2][MT][J][4] = {};
   for (int k = 0; k < p.d_in; k += width) {
-    mbar_wait(&sm.full[ring.at], ring.phase);
+    mbar_wait(&sm.full[ring.at()], ring.phase());
     TRACE(p, 2);
-    shrink_stage<MT, J>(t, smem_u32(sm.stages[ring.at]), width, min(width, p.d_in - k), acc);
+    shrink_stage<MT, J>(t, smem_u32(sm.stages[ring.at()]), width, min(width, p.d_in - k), acc);
     if (k + width < p.d_in) {
       __syncwarp();
-      if (lane == 0) mbar_arrive(&sm.empty[ring.at]);
+      if (lane == 0) mbar_arrive(&sm.empty[ring.at()]);
       ring.next();
     }
   }
   consumer_sync();  // all warps have read the last stage
-  finish_shrink<MT, J>(p, t, reinterpret_cast<float*>(sm.stages[ring.at]), &sm.empty[ring.at], acc);
+  finish_shrink<MT, J>(p, t, reinterpret_cast<float*>(sm.stages[ring.at()]), &sm.empty[ring.at()], acc);
   TRACE(p, 3);
   ring.next();
 }
@@ -227,6 +227,7 @@ __device__ __forceinline__ void expand_block(const Unit& u, uint32_t weights, co
     };
     step(acc[0], w0.x, w1.x, w2.x, w3.x);
     step(acc[1], w0.y, w1.y, w2.y, w3.y);
+    if (STEPS * J > 8) __syncwarp();  // else loads are put so far ahead that registers run out
     step(acc[2], w0.z, w1.z, w2.z, w3.z);
     step(acc[3], w0.w, w1.w, w2.w, w3.w);
   }
@@ -271,11 +272,11 @@ __device__ __forceinline__ void expand_unit(const PairArgs& p, S& sm, Ring<S::kS
   load_h<S::kSteps, J>(p, u, n0, h);
   TRACE(p, 5);
   for (int c = u.begin; c < u.end; c += width) {
-    mbar_wait(&sm.full[ring.at], ring.phase);
+    mbar_wait(&sm.full[ring.at()], ring.phase());
     TRACE(p, 6);
-    expand_stage<S::kSteps, J>(p, t, smem_u32(sm.stages[ring.at]), width, c, min(width, u.end - c), n0, row_blocks, h);
+    expand_stage<S::kSteps, J>(p, t, smem_u32(sm.stages[ring.at()]), width, c, min(width, u.end - c), n0, row_blocks, h);
     __syncwarp();
-    if ((threadIdx.x & 31) == 0) mbar_arrive(&sm.empty[ring.at]);
+    if ((threadIdx.x & 31) == 0) mbar_arrive(&sm.empty[ring.at()]);
     ring.next();
   }
 }

@@ -89,16 +89,13 @@ __device__ __forceinline__ void cut_stages(Unit& u, int stage_bytes, int wide) {
   u.width = (boxes + stages - 1) / stages << (u.wide + 6);
 }
 
+// Where in a ring of NS slots one is, and the parity of the round, in one register.
 template <int NS>
 struct Ring {
-  int at = 0;
-  uint32_t phase = 0;
-  __device__ __forceinline__ void next() {
-    if (++at == NS) {
-      at = 0;
-      phase ^= 1;
-    }
-  }
+  uint32_t state = 0;
+  __device__ __forceinline__ int at() const { return state & 15; }
+  __device__ __forceinline__ uint32_t phase() const { return state >> 4; }
+  __device__ __forceinline__ void next() { state = at() + 1 == NS ? (state & 16) ^ 16 : state + 1; }
 };
 
 template <int NS, int STAGE, int RANKS>
@@ -114,13 +111,13 @@ struct Shared {
 // Every warp but the unit warp learns a unit here, and lets the slot go when it is done.
 template <class S>
 __device__ __forceinline__ const Ticket& take(S& sm, const Ring<kTickets>& ring) {
-  mbar_wait(&sm.ticket_full[ring.at], ring.phase);
-  return sm.tickets[ring.at];
+  mbar_wait(&sm.ticket_full[ring.at()], ring.phase());
+  return sm.tickets[ring.at()];
 }
 template <class S>
 __device__ __forceinline__ void let_go(S& sm, Ring<kTickets>& ring) {
   __syncwarp();
-  if ((threadIdx.x & 31) == 0) mbar_arrive(&sm.ticket_empty[ring.at]);
+  if ((threadIdx.x & 31) == 0) mbar_arrive(&sm.ticket_empty[ring.at()]);
   ring.next();
 }
 
@@ -274,12 +271,12 @@ template <class S>
 __device__ __forceinline__ void publish(S& sm, Ring<kTickets>& ring, const Unit& mine, int from, int row) {
   const int lane = threadIdx.x & 31;
   if (__shfl_sync(~0u, static_cast<int>(mine.kind), from) == kEnd) return;
-  mbar_wait(&sm.ticket_empty[ring.at], ring.phase ^ 1);
-  Ticket& t = sm.tickets[ring.at];
+  mbar_wait(&sm.ticket_empty[ring.at()], ring.phase() ^ 1);
+  Ticket& t = sm.tickets[ring.at()];
   t.rows[lane] = row;
   if (lane == from) t.unit = mine;
   __syncwarp();
-  if (lane == 0) mbar_arrive(&sm.ticket_full[ring.at]);
+  if (lane == 0) mbar_arrive(&sm.ticket_full[ring.at()]);
   ring.next();
 }
 
@@ -374,10 +371,10 @@ __device__ void hand_out(const PairArgs& p, S& sm) {
     }
     if (plan.draws) hand_out_draws(p, sm, ring, plan);
   }
-  mbar_wait(&sm.ticket_empty[ring.at], ring.phase ^ 1);
+  mbar_wait(&sm.ticket_empty[ring.at()], ring.phase() ^ 1);
   if (lane == 0) {
-    sm.tickets[ring.at].unit.kind = kEnd;
-    mbar_arrive(&sm.ticket_full[ring.at]);
+    sm.tickets[ring.at()].unit.kind = kEnd;
+    mbar_arrive(&sm.ticket_full[ring.at()]);
   }
 }
 
