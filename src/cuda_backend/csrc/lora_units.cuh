@@ -136,17 +136,12 @@ constexpr int kCuts = 3;
 __device__ __forceinline__ int item_units(const PairArgs& p, int cut) {
   return ((p.max_rank + 7) / 8 + (1 << cut) - 1) >> cut;
 }
-// Returns the cut whose longest share is shortest, by lanes 0 to kCuts - 1.
+// Returns the cut by which the CTA with the most units is through first, by lanes 0 to kCuts - 1. What
+// a unit costs besides its weights is about as much as 8 more rank rows.
 __device__ __forceinline__ int best_cut(const PairArgs& p, int items) {
   const int cut = min(static_cast<int>(threadIdx.x & 31), kCuts - 1);
-  const int longest = divide_up(items * item_units(p, cut), gridDim.x) << cut;
+  const int longest = divide_up(items * item_units(p, cut), gridDim.x) * ((8 << cut) + 8);
   int best = 0;
-#ifdef LORA_BENCH
-  if (p.knobs[0]) {
-    while (best < 2 && items * item_units(p, best + 1) >= p.knobs[0] * static_cast<int>(gridDim.x)) ++best;
-    return best;
-  }
-#endif
 #pragma unroll
   for (int c = 1; c < kCuts; ++c)
     if (__shfl_sync(~0u, longest, c) <= __shfl_sync(~0u, longest, best)) best = c;
@@ -172,7 +167,12 @@ struct Plan {
     units = p.shrink ? items * item_units : 0;
     own_units = divide(max(units - cta + ctas - 1, 0), ctas);
     cut_expand(p, ranks8);
-    const float cost = __fdividef(static_cast<float>(ranks) * p.d_in, ranks8 * (64 << p.wide[1]));  // in blocks
+#ifdef LORA_BENCH
+    const float cap = p.knobs[0];
+#else
+    const float cap = 65536;
+#endif
+    const float cost = __fdividef(min(static_cast<float>(ranks) * p.d_in, cap), ranks8 * (64 << p.wide[1]));  // in blocks
     first = run_begin(cta, cost), last = run_begin(cta + 1, cost);
   }
   __device__ __forceinline__ void cut_expand(const PairArgs& p, int ranks8) {
