@@ -68,6 +68,7 @@ inline float __int_as_float(int i) { float f; std::memcpy(&f, &i, 4); return f; 
 inline void __threadfence() {}
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline float __fmaf_rn(float x, float y, float z) { return std::fmaf(x, y, z); }
+inline float __fdividef(float x, float y) { return x / y; }
 inline int atomicAdd(int* p, int v) { const int old = *p; *p += v; return old; }
 inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
   const uint64_t both = static_cast<uint64_t>(y) << 32 | x;
