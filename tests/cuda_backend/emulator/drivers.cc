@@ -3,6 +3,7 @@
 #include "launch.cuh"
 #include "merge.cuh"
 #include "reroute.cuh"
+#include "tiles_launch.cuh"
 
 using namespace lora_jax;
 using Bf16 = __nv_bfloat16;
@@ -72,6 +73,26 @@ int lora(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, const i
   cudaError_t e = pool_map(&p.a_map, a_pool, a_rows, d_in);
   if (e == cudaSuccess) e = pool_map(&p.b_map, b_pool, b_rows, d_out);
   return e == cudaSuccess ? launch_pair(p, nullptr) : e;
+}
+
+// Segments of `least_rows` rows become tiles; how many rows stay in items comes back in `left`.
+int lora_tiles(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, const int* entries, const float* scaling,
+               const int* row_to_slot, const int* row_to_expert, int rows, int d_out, int d_in, int slots, int max_rank,
+               int least_rows, int least_total, int* left) {
+  std::vector<int> order(rows), cut(2, -1);
+  std::vector<Item> items(rows), small(rows), tiles(rows);
+  int num_items = -1, num_small = -1;
+  launch_metadata(MetadataArgs{row_to_slot, row_to_expert, rows, slots, 8, order.data(), items.data(), &num_items}, nullptr);
+  launch_row_tiles(RowTilesArgs{items.data(), &num_items, rows, least_rows, least_total, 0, small.data(), &num_small,
+                                tiles.data(), cut.data()},
+                   nullptr);
+  *left = 0;
+  for (int i = 0; i < num_small; ++i) *left += small[i].num_rows;
+  const int h_stride = (max_rank + 7) / 8 * 8 + 8;
+  std::vector<Bf16> h(static_cast<size_t>(rows) * h_stride, Bf16{0xffff});
+  return launch_tiles(TileArgs{tiles.data(), cut.data(), order.data(), entries, scaling, x, a_pool, b_pool, y, h.data(),
+                               d_in, d_out, h_stride, h_stride - 8},
+                      true, true, nullptr);
 }
 
 }  // extern "C"
