@@ -36,7 +36,8 @@ struct TileArgs {
   const __nv_bfloat16* b_pool;      // [pool rows, d_out]
   __nv_bfloat16* y;                 // [rows, d_out]
   __nv_bfloat16* h;                 // [sorted rows, h_stride]
-  int d_in, d_out, h_stride, max_rank;
+  int d_in, d_out, h_stride, max_rank, most_tiles;
+  bool behind;                      // expand: h comes from the kernel before
 };
 
 __device__ __forceinline__ Item load_tile(const TileArgs& p, int tile) {
@@ -183,9 +184,12 @@ __global__ void __cluster_dims__(kParts, 1, 1) __launch_bounds__(kTileThreads, C
     shrink_tiles_kernel(const __grid_constant__ TileArgs p) {
   extern __shared__ __align__(16) unsigned char shrink_raw[];
   let_next_begin();
-  const int num_tiles = p.cut[0];
-  for (int tile = blockIdx.x / kParts; tile < num_tiles; tile += gridDim.x / kParts)
-    shrink_tile<RANKS, ROWS, BLOCKS, STAGES>(p, load_tile(p, tile), shrink_raw);
+  int tile = blockIdx.x / kParts;
+  Item t = load_tile(p, min(tile, p.most_tiles - 1));  // before it is known how many there are
+  for (const int num_tiles = p.cut[0]; tile < num_tiles; t = load_tile(p, min(tile, num_tiles - 1))) {
+    shrink_tile<RANKS, ROWS, BLOCKS, STAGES>(p, t, shrink_raw);
+    tile += gridDim.x / kParts;
+  }
 }
 
 // ---------------------------------------------------------------- expand
@@ -226,7 +230,7 @@ struct Columns {
 
 // Sums of 8 rows x 64 columns: a lane has columns 8 * g + 2 * i and the next, of rows 2 * q and the next.
 template <int STEPS>
-__device__ __forceinline__ void expand_rows(const Columns<STEPS>& columns, uint32_t h, float (&acc)[4][4]) {
+__device__ __forceinline__ void multiply_rows(const Columns<STEPS>& columns, uint32_t h, float (&acc)[4][4]) {
 #pragma unroll
   for (int s = 0; s < STEPS; s += 2) {
     uint32_t v[4];
@@ -241,30 +245,63 @@ __device__ __forceinline__ void expand_rows(const Columns<STEPS>& columns, uint3
   }
 }
 
-// A CTA's work at hand: rows [begin, end) of a tile, a warp's columns of them.
+// Some of a CTA's work: rows [begin, end) of a tile, for 512 columns.
 struct Piece {
   Item tile;
   int begin, end, column;
 };
 
+// The CTA's run of units (512 columns, tile, 8 rows), one piece after the other; equal runs balance.
+// Holds next to nothing, for registers are short: pieces are looked up anew.
+struct Run {
+  int unit, last;
+
+  __device__ explicit Run(const TileArgs& p) {
+    const int64_t groups = (p.d_out + kColumnGroup - 1) / kColumnGroup, total = groups * p.cut[0] * p.cut[1];
+    unit = static_cast<int>(total * blockIdx.x / gridDim.x);
+    last = static_cast<int>(total * (blockIdx.x + 1) / gridDim.x);
+  }
+  __device__ __forceinline__ Piece piece(const TileArgs& p) const {
+    const int tiles = __ldg(p.cut), tile_blocks = __ldg(p.cut + 1), tile = unit / tile_blocks;
+    Piece w{load_tile(p, tile % tiles)};
+    w.column = tile / tiles * kColumnGroup;
+    w.begin = unit % tile_blocks * 8, w.end = min(min(tile_blocks, unit % tile_blocks + last - unit) * 8, w.tile.num_rows);
+    return w;
+  }
+  // Moves on to the first piece from here that has rows, if there is one.
+  __device__ __forceinline__ void settle(const TileArgs& p) {
+    while (unit < last) {
+      const Piece w = piece(p);
+      if (w.begin < w.end) return;
+      skip(p);
+    }
+  }
+  __device__ __forceinline__ void skip(const TileArgs& p) {
+    const int tile_blocks = __ldg(p.cut + 1);
+    unit = min(last, (unit / tile_blocks + 1) * tile_blocks);
+  }
+};
+
 template <int STEPS>
-__device__ __forceinline__ void load_h(const TileArgs& p, const Piece& w, int rank, ExpandShared<STEPS>& sm) {
+__device__ __forceinline__ void load_h(const TileArgs& p, int begin, int rows, int rank, ExpandShared<STEPS>& sm) {
   const uint32_t base = smem_u32(sm.h);
   const int groups = (rank + 7) / 8;
-  for (int i = threadIdx.x; i < (w.end - w.begin) * STEPS * 2; i += kTileThreads) {
+  for (int i = threadIdx.x; i < rows * STEPS * 2; i += kTileThreads) {
     const int n = i / (STEPS * 2), c = i % (STEPS * 2);  // past the rank: zeros
-    const __nv_bfloat16* from = p.h + static_cast<int64_t>(w.tile.row_begin + w.begin + n) * p.h_stride;
+    const __nv_bfloat16* from = p.h + static_cast<int64_t>(begin + n) * p.h_stride;
     copy_16(base + n * ExpandShared<STEPS>::kStride + c * 16, c < groups ? from + c * 8 : from, c < groups ? 16 : 0);
   }
   copies_commit();
 }
 
-template <int STEPS, int AHEAD>
-__device__ __forceinline__ void expand_piece(const TileArgs& p, const Piece& w, int rank, const Columns<STEPS>& columns,
-                                             ExpandShared<STEPS>& sm, bool& waited) {
-  const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3, rows = w.end - w.begin;
-  __nv_bfloat16* y = p.y + w.column + g * 8;
-  const bool mine = w.column < p.d_out;
+// The warp's share of a piece: y is read AHEAD x 8 rows before it is needed. `begin` runs while the
+// first reads are on their way, and returns when h is there.
+template <int STEPS, int AHEAD, class Begin>
+__device__ __forceinline__ void expand_rows(const TileArgs& p, int rows, int column, const Columns<STEPS>& columns,
+                                            ExpandShared<STEPS>& sm, Begin begin) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
+  const bool mine = column < p.d_out;
+  __nv_bfloat16* y = p.y + column + g * 8;
   uint4 ahead[AHEAD][2];
   auto at = [&](int n) { return reinterpret_cast<uint4*>(y + static_cast<int64_t>(sm.rows[n]) * p.d_out); };
   auto fetch = [&](int n0, uint4(&v)[2]) {
@@ -274,30 +311,26 @@ __device__ __forceinline__ void expand_piece(const TileArgs& p, const Piece& w, 
   };
 #pragma unroll
   for (int d = 0; d < AHEAD; ++d) fetch(d * 8, ahead[d]);
-  if (!waited) wait_for_previous(), waited = true;
-  load_h(p, w, rank, sm);
-  copies_wait<0>();
-  __syncthreads();
+  begin();
   if (!mine) return;
   const uint32_t h = smem_u32(sm.h) + (lane & 7) * ExpandShared<STEPS>::kStride + (lane >> 3) * 16;
   for (int n0 = 0; n0 < rows; n0 += AHEAD * 8) {
 #pragma unroll
     for (int d = 0; d < AHEAD; ++d) {
       const int n = n0 + d * 8;
-      if (n < rows) {
-        float acc[4][4] = {};
-        expand_rows<STEPS>(columns, h + n * ExpandShared<STEPS>::kStride, acc);
+      if (n >= rows) break;
+      float acc[4][4] = {};
+      multiply_rows<STEPS>(columns, h + n * ExpandShared<STEPS>::kStride, acc);
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          uint4 o = ahead[d][e];
-          o.x = add_bf16x2(o.x, acc[0][e], acc[0][e + 2]);
-          o.y = add_bf16x2(o.y, acc[1][e], acc[1][e + 2]);
-          o.z = add_bf16x2(o.z, acc[2][e], acc[2][e + 2]);
-          o.w = add_bf16x2(o.w, acc[3][e], acc[3][e + 2]);
-          if (n + q * 2 + e < rows) __stcs(at(n + q * 2 + e), o);
-        }
-        fetch(n + AHEAD * 8, ahead[d]);
+      for (int e = 0; e < 2; ++e) {
+        uint4 o = ahead[d][e];
+        o.x = add_bf16x2(o.x, acc[0][e], acc[0][e + 2]);
+        o.y = add_bf16x2(o.y, acc[1][e], acc[1][e + 2]);
+        o.z = add_bf16x2(o.z, acc[2][e], acc[2][e + 2]);
+        o.w = add_bf16x2(o.w, acc[3][e], acc[3][e + 2]);
+        if (n + q * 2 + e < rows) __stcs(at(n + q * 2 + e), o);
       }
+      fetch(n + AHEAD * 8, ahead[d]);
     }
   }
 }
@@ -306,36 +339,43 @@ template <int STEPS, int AHEAD, int CTAS>
 __global__ void __launch_bounds__(kTileThreads, CTAS) expand_tiles_kernel(const __grid_constant__ TileArgs p) {
   extern __shared__ __align__(16) unsigned char expand_raw[];
   auto& sm = *reinterpret_cast<ExpandShared<STEPS>*>(expand_raw);
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int num_tiles = p.cut[0], tile_blocks = p.cut[1], groups = (p.d_out + kColumnGroup - 1) / kColumnGroup;
-  const int64_t total = static_cast<int64_t>(groups) * num_tiles * tile_blocks;
-  int unit = static_cast<int>(total * blockIdx.x / gridDim.x);
-  const int last = static_cast<int>(total * (blockIdx.x + 1) / gridDim.x);
   Columns<STEPS> columns;
-  int have_slot = -1, have_expert = -1, have_column = -1;  // what `columns` holds
-  bool waited = false;
-  while (unit < last) {
-    const int block = unit % tile_blocks, blocks = min(tile_blocks - block, last - unit);
-    Piece w{load_tile(p, unit / tile_blocks % num_tiles)};
-    w.begin = block * 8, w.end = min((block + blocks) * 8, w.tile.num_rows);
-    w.column = unit / tile_blocks / num_tiles * kColumnGroup + warp * 64;
-    unit += blocks;
+  bool have_columns = false, h_ready = !p.behind;
+  Run run(p);
+  int row = 0;  // that this thread will tell the others
+  auto look_ahead = [&] {
+    run.settle(p);
+    if (run.unit >= run.last) return;
+    const Piece w = run.piece(p);
+    if (w.begin + threadIdx.x < w.end) row = __ldg(p.row_order + w.tile.row_begin + w.begin + threadIdx.x);
+  };
+  for (look_ahead(); run.unit < run.last;) {
+    const Piece w = run.piece(p);
+    const int column = w.column + (threadIdx.x >> 5) * 64, rows = w.end - w.begin, begin = w.tile.row_begin + w.begin;
     const int* entry = p.entries + w.tile.slot * 5;
     const int rank = min(__ldg(entry + 2), p.max_rank);
-    if (w.begin >= w.end || rank == 0) continue;
     __syncthreads();  // the last piece's rows are done with
-    for (int n = threadIdx.x; n < w.end - w.begin; n += kTileThreads)
-      sm.rows[n] = __ldg(p.row_order + w.tile.row_begin + w.begin + n);
-    const bool have = w.tile.slot == have_slot && w.tile.expert == have_expert && w.column == have_column;
-    if (w.column < p.d_out && !have) {
+    if (threadIdx.x < rows) sm.rows[threadIdx.x] = row;
+    if (h_ready) load_h(p, begin, rows, rank, sm);
+    if (column < p.d_out && !have_columns) {
       const int64_t weight_row = __ldg(entry + 1) + w.tile.expert * __ldg(entry + 4);
-      columns.load(p.b_pool + weight_row * p.d_out + w.column + (lane >> 2) * 8, p.d_out, rank);
-      have_slot = w.tile.slot, have_expert = w.tile.expert, have_column = w.column;
+      columns.load(p.b_pool + weight_row * p.d_out + column + (threadIdx.x & 31) / 4 * 8, p.d_out, rank);
     }
     __syncthreads();
-    expand_piece<STEPS, AHEAD>(p, w, rank, columns, sm, waited);
+    expand_rows<STEPS, AHEAD>(p, rank > 0 ? rows : 0, column, columns, sm, [&] {
+      run.skip(p);
+      look_ahead();
+      if (run.unit < run.last) {
+        const Piece next = run.piece(p);
+        have_columns = next.tile.slot == w.tile.slot && next.tile.expert == w.tile.expert && next.column == w.column;
+      }
+      if (!h_ready) wait_for_previous(), load_h(p, begin, rows, rank, sm);
+      h_ready = true;
+      copies_wait<0>();
+      __syncthreads();
+    });
   }
-  if (!waited) wait_for_previous();
+  if (!h_ready) wait_for_previous();
 }
 
 }  // namespace lora_jax

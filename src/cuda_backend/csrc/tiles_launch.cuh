@@ -34,12 +34,14 @@ cudaError_t launch_shrink_tiles(const TileArgs& args, int sms, cudaStream_t stre
 }
 
 template <int STEPS, int AHEAD, int CTAS>
-cudaError_t launch_expand_tiles(const TileArgs& args, int sms, bool behind, cudaStream_t stream) {
+cudaError_t launch_expand_tiles(const TileArgs& args, int sms, cudaStream_t stream) {
   constexpr int bytes = sizeof(ExpandShared<STEPS>);
   const auto kernel = expand_tiles_kernel<STEPS, AHEAD, CTAS>;
   const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (e != cudaSuccess) return e;
-  return launch_behind(kernel, sms * CTAS, kTileThreads, bytes, stream, args);
+  if (args.behind) return launch_behind(kernel, sms * CTAS, kTileThreads, bytes, stream, args);
+  kernel<<<sms * CTAS, kTileThreads, bytes, stream>>>(args);
+  return cudaGetLastError();
 }
 
 inline cudaError_t launch_shrink_tiles(const TileArgs& args, int sms, cudaStream_t stream) {
@@ -49,17 +51,18 @@ inline cudaError_t launch_shrink_tiles(const TileArgs& args, int sms, cudaStream
   return launch_shrink_tiles<128, 64>(args, sms, stream);
 }
 
-inline cudaError_t launch_expand_tiles(const TileArgs& args, int sms, bool behind, cudaStream_t stream) {
-  if (args.max_rank <= 32) return launch_expand_tiles<2, 4, 2>(args, sms, behind, stream);
-  if (args.max_rank <= 64) return launch_expand_tiles<4, 6, 1>(args, sms, behind, stream);
-  return launch_expand_tiles<8, 4, 1>(args, sms, behind, stream);
+inline cudaError_t launch_expand_tiles(const TileArgs& args, int sms, cudaStream_t stream) {
+  if (args.max_rank <= 32) return launch_expand_tiles<2, 4, 2>(args, sms, stream);
+  if (args.max_rank <= 64) return launch_expand_tiles<4, 6, 1>(args, sms, stream);
+  return launch_expand_tiles<8, 4, 1>(args, sms, stream);
 }
 
-inline cudaError_t launch_tiles(const TileArgs& args, bool shrink, bool expand, cudaStream_t stream) {
+inline cudaError_t launch_tiles(TileArgs args, bool shrink, bool expand, cudaStream_t stream) {
   int sms = 0;
   cudaError_t e = count_sms(&sms);
   if (e == cudaSuccess && shrink) e = launch_shrink_tiles(args, sms, stream);
-  if (e == cudaSuccess && expand) e = launch_expand_tiles(args, sms, shrink, stream);
+  args.behind = shrink;
+  if (e == cudaSuccess && expand) e = launch_expand_tiles(args, sms, stream);
   return e;
 }
 

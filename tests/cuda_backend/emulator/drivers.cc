@@ -91,7 +91,7 @@ int lora_tiles(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, c
   const int h_stride = (max_rank + 7) / 8 * 8 + 8;
   std::vector<Bf16> h(static_cast<size_t>(rows) * h_stride, Bf16{0xffff});
   return launch_tiles(TileArgs{tiles.data(), cut.data(), order.data(), entries, scaling, x, a_pool, b_pool, y, h.data(),
-                               d_in, d_out, h_stride, h_stride - 8},
+                               d_in, d_out, h_stride, h_stride - 8, rows},
                       true, true, nullptr);
 }
 
