@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cuda_backend import ffi
+from cuda_backend import ffi, lora_tiles
 from lora_jax.typing import Array, Float, Int
 
 MAX_ROWS = 8192  # one CTA sorts them in its shared memory
@@ -23,11 +23,12 @@ _H_PADDING = 8  # columns of h that keep its rows on distinct banks
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowItems:
-    """Rows sorted by slot and cut into items: what the kernels work through."""
+    """Rows sorted by slot and cut into items and tiles: what the kernels work through."""
 
     order: Int[Array, "rows"]  # sorted place -> row
     items: Int[Array, "rows 4"]  # slot, expert, first place, number of rows
     num_items: Int[Array, "1"]
+    tiles: lora_tiles.Tiles | None = None  # what is in no item, where there are many rows
 
 
 def check_support(
@@ -59,7 +60,10 @@ def row_items(
     shapes = [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((rows,), (rows, 4), (1,))]
     call = jax.ffi.ffi_call("lora_jax_cuda_row_items", shapes)
     attributes = {"slots": np.int64(num_slots), "item_rows": np.int64(item_rows)}
-    return RowItems(*call(row_to_slot, row_to_expert, **attributes))
+    order, items, num_items = call(row_to_slot, row_to_expert, **attributes)
+    if rows < lora_tiles.FEWEST_ROWS:
+        return RowItems(order, items, num_items)
+    return RowItems(order, *lora_tiles.row_tiles(items, num_items))
 
 
 def lora_gemm(
@@ -91,12 +95,15 @@ def lora_pair(
     items: RowItems,
     max_rank: int,
 ) -> Float[Array, "rows d_out"]:
-    """Shrink and expand in one launch, for rows whose items are known."""
+    """Shrink and expand, in one launch for all items, for rows whose items are known."""
     out = jax.ShapeDtypeStruct(y.shape, y.dtype)
     shapes = [out, _h_shape(y.shape[0], max_rank), _flags_shape(y.shape[0])]
     call = jax.ffi.ffi_call("lora_jax_cuda_lora_gemm", shapes, input_output_aliases={0: 0})
     arrays = (y, x, a_pool, b_pool, entries, scaling)
-    return call(*arrays, items.order, items.items, items.num_items)[0]
+    y = call(*arrays, items.order, items.items, items.num_items)[0]
+    if items.tiles is None:
+        return y
+    return lora_tiles.lora_pair(y, *arrays[1:], items.order, items.tiles, max_rank)
 
 
 def lora_shrink(
@@ -113,7 +120,9 @@ def lora_shrink(
     """
     shapes = [_h_shape(x.shape[0], max_rank), _flags_shape(x.shape[0])]
     call = jax.ffi.ffi_call("lora_jax_cuda_lora_shrink", shapes)
-    return call(x, a_pool, entries, scaling, items.order, items.items, items.num_items)[0]
+    arrays = (x, a_pool, entries, scaling, items.order)
+    h = call(*arrays, items.items, items.num_items)[0]
+    return h if items.tiles is None else lora_tiles.lora_shrink(h, *arrays, items.tiles, max_rank)
 
 
 def lora_expand(
@@ -127,7 +136,11 @@ def lora_expand(
     """y[order[i]] + sum_j h[i, j] B[j] for h as lora_shrink gives it."""
     shapes = [jax.ShapeDtypeStruct(y.shape, y.dtype), _flags_shape(y.shape[0])]
     call = jax.ffi.ffi_call("lora_jax_cuda_lora_expand", shapes, input_output_aliases={0: 0})
-    return call(y, h, b_pool, entries, scaling, items.order, items.items, items.num_items)[0]
+    arrays = (h, b_pool, entries, scaling, items.order)
+    y = call(y, *arrays, items.items, items.num_items)[0]
+    if items.tiles is None:
+        return y
+    return lora_tiles.lora_expand(y, *arrays, items.tiles, h.shape[1] - _H_PADDING)
 
 
 def _h_shape(rows: int, max_rank: int) -> jax.ShapeDtypeStruct:
