@@ -187,7 +187,7 @@ def test_tiles_have_the_bits_of_items(library, rows, d_out, d_in, ranks, total):
     call(
         library.lora, want, *pools, owners, which, rows, d_out, d_in, *pool_rows, slots, max_rank, 8
     )
-    sizes = (rows, d_out, d_in, slots, max_rank, 8, total)
+    sizes = (rows, d_out, d_in, len(case.a_pool), slots, max_rank, 8, total)
     library.emulate(2, rows)
     call(library.lora_tiles, got, *pools, owners, which, *sizes, left)
     counts = np.bincount(owners[(owners >= 0) & (owners < slots)], minlength=slots)

@@ -2,7 +2,7 @@
 #pragma once
 #include <cuda_runtime.h>
 
-#include <cstdint>
+#include "ptx.cuh"
 
 namespace lora_jax {
 
@@ -15,15 +15,22 @@ __device__ __forceinline__ int cluster_rank() {
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// Reads `addr`, an address of this CTA's shared memory, in that of the cluster's CTA `rank`.
-__device__ __forceinline__ float2 cluster_load(uint32_t addr, int rank) {
-  float2 v;
+// Arrives at the barrier that lies where `bar` does in the cluster's CTA `rank`.
+__device__ __forceinline__ void cluster_arrive(uint64_t* bar, int rank) {
   asm volatile(
-      "{\n.reg .b32 at;\nmapa.shared::cluster.u32 at, %2, %3;\nld.shared::cluster.v2.f32 {%0, %1}, [at];\n}"
-      : "=f"(v.x), "=f"(v.y)
-      : "r"(addr), "r"(rank)
+      "{\n.reg .b32 at;\nmapa.shared::cluster.u32 at, %0, %1;\n"
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [at];\n}" ::"r"(smem_u32(bar)),
+      "r"(rank)
       : "memory");
-  return v;
+}
+// As box_copy, into every CTA of the cluster whose bit is set, where `dst` and `bar` lie in each.
+__device__ __forceinline__ void cluster_box_copy(uint32_t dst, const CUtensorMap* map, int row, int block,
+                                                 uint64_t* bar, uint16_t ctas) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%2, %3, %4}], [%5], %6;" ::"r"(dst),
+      "l"(map), "r"(0), "r"(row), "r"(block), "r"(smem_u32(bar)), "h"(ctas)
+      : "memory");
 }
 // Lets the next kernel of the stream begin, as far as launched by launch_behind; waits until all
 // that the kernel before has written is there.

@@ -17,22 +17,21 @@
 
 namespace lora_jax {
 
-#ifndef COPY_X
-#define COPY_X copy_16
-#endif
-constexpr int kTileRows = 128, kLeastTileRows = 32;  // of a tile, unless its segment has fewer
-constexpr int kTileWarps = 8, kTileThreads = kTileWarps * 32;
-constexpr int kParts = 4;       // of a sum over k, the consumer warps of pair_kernel
-constexpr int kPartColumns = 32;
+constexpr int kCluster = 4;      // CTAs that share a tile's weights
+constexpr int kCtaRows = 40;     // of a tile, at most; every kCluster-th row is one CTA's
+constexpr int kTileRows = kCluster * kCtaRows, kLeastTileRows = 32;  // of a tile, unless its segment has fewer
+constexpr int kParts = 4;        // of a sum over k, a warp each
+constexpr int kPassRanks = 64;   // rank rows that a shrink takes at once
 static_assert(kParts == kConsumers, "sums must have the order of pair_kernel");
 
 struct TileArgs {
+  CUtensorMap a_map;                // boxes of 8 rows x 128 columns of A
   const Item* tiles;
   const int* cut;                   // [2]: number of tiles; blocks of 8 rows in the largest
   const int* row_order;             // sorted place -> row of x and y
   const int* entries;               // [slots, 5]: a_offset, b_offset, rank, a_stride, b_stride
   const float* scaling;             // [slots]
-  const __nv_bfloat16 *x, *a_pool;  // [rows, d_in], [pool rows, d_in]
+  const __nv_bfloat16* x;           // [rows, d_in]
   const __nv_bfloat16* b_pool;      // [pool rows, d_out]
   __nv_bfloat16* y;                 // [rows, d_out]
   __nv_bfloat16* h;                 // [sorted rows, h_stride]
@@ -46,153 +45,195 @@ __device__ __forceinline__ Item load_tile(const TileArgs& p, int tile) {
 }
 
 // ---------------------------------------------------------------- shrink
-// How the warps of a CTA share a tile: MT x 16 rank rows by J x 8 rows each.
-template <int RANKS, int ROWS, int BLOCKS, int STAGES>
-struct ShrinkShape {
-  static constexpr int kMT = RANKS >= 32 ? 2 : 1;
-  static constexpr int kRankGroups = RANKS / (kMT * 16), kRowGroups = kTileWarps / kRankGroups;
-  static constexpr int kJ = ROWS / 8 / kRowGroups;
-  static constexpr int kBlockBytes = (ROWS + RANKS) * kPartColumns * 2, kStage = BLOCKS * kBlockBytes;
-  static constexpr int kLd = RANKS + 2;  // floats of a row of sums
-  static constexpr int kBytes = STAGES * kStage > ROWS * kLd * 4 ? STAGES * kStage : ROWS * kLd * 4;
-  static_assert(kJ * 8 * kRowGroups == ROWS, "rows must share out evenly");
+constexpr int kShrinkRowWarps = 3;  // one alone issues about a row copy in 60 cycles; with a 9th warp registers are short
+constexpr int kShrinkThreads = (kParts + 1 + kShrinkRowWarps) * 32;
+constexpr int kShrinkBlocks = kCtaRows / 8, kShrinkRanks16 = kPassRanks / 16;
+
+// A stage holds weights [block of 128 columns][group of 8 ranks][2][8][64], then rows of x.
+template <int BLOCKS, int STAGES>
+struct ShrinkShared {
+  static constexpr int kStages = STAGES, kColumns = BLOCKS * 128, kRowStride = kColumns * 2 + 16;
+  static constexpr int kRowsAt = BLOCKS * (kPassRanks / 8) * kBoxBytes;
+  static constexpr int kStage = (kRowsAt + kCtaRows * kRowStride + 1023) / 1024 * 1024;
+  static constexpr int kLd = kPassRanks + 1;  // floats of a row of sums
+  static_assert(kParts * kCtaRows * kLd * 4 <= kStage, "all parts of the sums must fit a stage");
+  alignas(1024) unsigned char stages[STAGES][kStage];
+  alignas(8) uint64_t full[STAGES], empty[STAGES];
 };
 
-// The 16 bytes that a thread copies of each block of 128 k: of some rows of x, of some of A.
-template <int RANKS, int ROWS>
-struct ShrinkCopies {
-  static constexpr int kStep = kTileThreads / 4;
-  static constexpr int kX = (ROWS + kStep - 1) / kStep, kA = (RANKS + kStep - 1) / kStep;
-  const __nv_bfloat16 *x[kX], *a[kA];  // null: no such row
-
-  __device__ ShrinkCopies(const TileArgs& p, const Item& t, int part, int weight_row, int ranks) {
-    const int first = threadIdx.x >> 2, column = part * kPartColumns + (threadIdx.x & 3) * 8;
-#pragma unroll
-    for (int i = 0; i < kX; ++i) {
-      const int n = first + i * kStep;
-      x[i] = n < t.num_rows ? p.x + static_cast<int64_t>(__ldg(p.row_order + t.row_begin + n)) * p.d_in + column : nullptr;
-    }
-#pragma unroll
-    for (int i = 0; i < kA; ++i) {
-      const int r = first + i * kStep;
-      a[i] = r < ranks ? p.a_pool + static_cast<int64_t>(weight_row + r) * p.d_in + column : nullptr;
-    }
-  }
-  __device__ __forceinline__ void issue(uint32_t base, int64_t k) const {
-    const uint32_t mine = base + threadIdx.x * 16;
-#pragma unroll
-    for (int i = 0; i < kX; ++i)
-      if (x[i]) COPY_X(mine + i * kStep * 64, x[i] + k, 16);
-#pragma unroll
-    for (int i = 0; i < kA; ++i)
-      if (a[i]) copy_16(mine + (ROWS + i * kStep) * 64, a[i] + k, 16);
-  }
+// A unit of a cluster: 64 rank rows of a tile. The last CTAs of a cluster may have a row less.
+struct ShrinkUnit {
+  Item tile;
+  int first_rank, ranks, rank;  // of the unit; of the slot
+  int weight_row, rows;         // rows of this CTA
 };
 
-// One block of 128 k, of which this CTA has its part of 32. See shrink_stage for the two chains.
-template <class S, int ROWS>
-__device__ __forceinline__ void shrink_block(uint32_t base, int row_blocks, float (&acc)[2][S::kMT][S::kJ][4]) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const int rank_group = warp / S::kRowGroups, row_group = warp % S::kRowGroups;
-  const uint32_t a = base + (ROWS + rank_group * S::kMT * 16) * 64 + lane * 16, x = base + lane * 16;
-  uint4 w[S::kMT * 2];
+// Calls f with every unit of this CTA's cluster, in order.
+template <class F>
+__device__ __forceinline__ void each_unit(const TileArgs& p, F f) {
+  const int passes = (p.max_rank + kPassRanks - 1) / kPassRanks, cta = cluster_rank();
+  int unit = static_cast<int>(blockIdx.x) / kCluster;
+  ShrinkUnit u{load_tile(p, min(unit / passes, p.most_tiles - 1))};  // before it is known how many there are
+  for (const int units = p.cut[0] * passes; unit < units; u.tile = load_tile(p, min(unit, units - 1) / passes)) {
+    const int* entry = p.entries + u.tile.slot * 5;
+    u.rank = min(__ldg(entry + 2), p.max_rank);
+    u.first_rank = unit % passes * kPassRanks;
+    u.ranks = min(u.rank - u.first_rank, kPassRanks);
+    u.weight_row = __ldg(entry) + u.tile.expert * __ldg(entry + 3) + u.first_rank;
+    u.rows = (u.tile.num_rows - cta + kCluster - 1) / kCluster;
+    if (u.ranks > 0) f(u);
+    unit += gridDim.x / kCluster;
+  }
+}
+
+// Every CTA copies some of the weights, into all of the cluster.
+template <class S>
+__device__ void copy_weights(const TileArgs& p, S& sm) {
+  const int lane = threadIdx.x & 31, cta = cluster_rank();
+  Ring<S::kStages> ring;
+  each_unit(p, [&](const ShrinkUnit& u) {
+    const int groups = (u.ranks + 7) / 8;
+    for (int k = 0; k < p.d_in; k += S::kColumns) {
+      mbar_wait(&sm.empty[ring.at], ring.phase ^ 1);
+      const int boxes = (min(S::kColumns, p.d_in - k) + 127) / 128 * groups;
+      if (lane == 0) mbar_expect(&sm.full[ring.at], boxes * kBoxBytes);
+      __syncwarp();
+      const uint32_t dst = smem_u32(sm.stages[ring.at]);
+      for (int i = lane * kCluster + cta; i < boxes; i += 32 * kCluster)
+        cluster_box_copy(dst + i * kBoxBytes, &p.a_map, u.weight_row + i % groups * 8, k / 64 + i / groups * 2,
+                         &sm.full[ring.at], (1 << kCluster) - 1);
+      ring.next();
+    }
+  });
+}
+
+template <class S>
+__device__ void copy_rows(const TileArgs& p, S& sm) {
+  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) - kParts - 1, n = lane * kShrinkRowWarps + warp;
+  const int cta = cluster_rank();
+  Ring<S::kStages> ring;
+  each_unit(p, [&](const ShrinkUnit& u) {
+    const __nv_bfloat16* from = p.x;
+    if (n < u.rows) from += static_cast<int64_t>(__ldg(p.row_order + u.tile.row_begin + n * kCluster + cta)) * p.d_in;
+    const int mine = (u.rows + kShrinkRowWarps - 1 - warp) / kShrinkRowWarps;
+    for (int k = 0; k < p.d_in; k += S::kColumns) {
+      mbar_wait(&sm.empty[ring.at], ring.phase ^ 1);
+      const int bytes = min(S::kColumns, p.d_in - k) * 2;
+      if (lane == 0) mbar_expect(&sm.full[ring.at], mine * bytes);
+      __syncwarp();
+      const uint32_t to = smem_u32(sm.stages[ring.at]) + S::kRowsAt + n * S::kRowStride;
+      if (n < u.rows) bulk_copy(to, from + k, bytes, &sm.full[ring.at]);
+      ring.next();
+    }
+  });
+}
+
+// Which of 8 rows lane group g reads: so that neighbours meet distinct banks.
+__device__ __forceinline__ int spread(int g) { return g >> 1 | (g & 1) << 2; }
+
+// One stage of this warp's part, 32 of every 128 columns. See shrink_stage for the two chains.
+template <class S>
+__device__ __forceinline__ void shrink_columns(const ShrinkUnit& u, uint32_t base, int columns,
+                                               float (&acc)[2][kShrinkRanks16][kShrinkBlocks][4]) {
+  const int part = threadIdx.x >> 5, lane = threadIdx.x & 31, g = spread(lane >> 2), q = lane & 3;
+  const int groups = (u.ranks + 7) / 8;
+  const uint32_t weights = base + (part >> 1) * 1024 + g * 128 + ((((part & 1) * 4 + q) ^ g) << 4);
+  const uint32_t x = base + S::kRowsAt + g * S::kRowStride + q * 16;
+#pragma unroll 1
+  for (int k = part * 32; k < columns; k += 32 * kParts) {
+    uint4 v[kShrinkBlocks];  // rows past the end are not used
 #pragma unroll
-  for (int i = 0; i < S::kMT * 2; ++i) w[i] = lds128(a + i * 512);
+    for (int j = 0; j < kShrinkBlocks; ++j) v[j] = lds128(x + j * 8 * S::kRowStride + k * 2);
 #pragma unroll
-  for (int j = 0; j < S::kJ; ++j) {
-    const int block = row_group + j * S::kRowGroups;
-    if (block < row_blocks) {
-      const uint4 v = lds128(x + block * 512);
+    for (int m = 0; m < kShrinkRanks16; ++m) {
+      if (m * 2 >= groups) break;
+      const uint32_t at = weights + ((k >> 7) * groups + m * 2) * kBoxBytes;
+      const uint4 lo = lds128(at), hi = lds128(m * 2 + 1 < groups ? at + kBoxBytes : at);
 #pragma unroll
-      for (int m = 0; m < S::kMT; ++m) {
-        mma_bf16(acc[0][m][j], w[m * 2].x, w[m * 2 + 1].x, w[m * 2].y, w[m * 2 + 1].y, v.x, v.y);
-        mma_bf16(acc[1][m][j], w[m * 2].z, w[m * 2 + 1].z, w[m * 2].w, w[m * 2 + 1].w, v.z, v.w);
+      for (int j = 0; j < kShrinkBlocks; ++j) {
+        mma_bf16(acc[0][m][j], lo.x, hi.x, lo.y, hi.y, v[j].x, v[j].y);
+        mma_bf16(acc[1][m][j], lo.z, hi.z, lo.w, hi.w, v[j].z, v[j].w);
       }
     }
   }
 }
 
-// Puts this CTA's part of the sums into `sums` [row][rank], adds the cluster's parts in order for
-// every 4th row, and writes h.
+// Adds the parts in order and writes this CTA's rows of h; `sums` is the unit's last stage.
 template <class S>
-__device__ __forceinline__ void finish_tile(const TileArgs& p, const Item& t, int rank, float* sums,
-                                            const float (&acc)[2][S::kMT][S::kJ][4]) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
-  const int rank_group = warp / S::kRowGroups, row_group = warp % S::kRowGroups;
+__device__ __forceinline__ void finish_unit(const TileArgs& p, const ShrinkUnit& u, float* sums,
+                                            const float (&acc)[2][kShrinkRanks16][kShrinkBlocks][4]) {
+  const int part = threadIdx.x >> 5, lane = threadIdx.x & 31, g = spread(lane >> 2), q = lane & 3;
+  consumer_barrier(kParts * 32);  // all have read the last stage
 #pragma unroll
-  for (int m = 0; m < S::kMT; ++m)
+  for (int m = 0; m < kShrinkRanks16; ++m)
 #pragma unroll
-    for (int j = 0; j < S::kJ; ++j)
+    for (int j = 0; j < kShrinkBlocks; ++j)
 #pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const int n = (row_group + j * S::kRowGroups) * 8 + q * 2 + (c & 1);
-        sums[n * S::kLd + (rank_group * S::kMT + m) * 16 + g + (c >> 1) * 8] = acc[0][m][j][c] + acc[1][m][j][c];
-      }
-  cluster_sync();
-  const float scaling = __ldg(p.scaling + t.slot);
-  const int pairs = (rank + 7) / 8 * 4, rows = (t.num_rows - cluster_rank() + kParts - 1) / kParts;
-  for (int i = threadIdx.x; i < rows * pairs; i += kTileThreads) {
-    const int n = i / pairs * kParts + cluster_rank(), r = i % pairs * 2;
+      for (int c = 0; c < 4; ++c)
+        sums[(part * kCtaRows + j * 8 + spread(q * 2 + (c & 1))) * S::kLd + m * 16 + g + (c >> 1) * 8] =
+            acc[0][m][j][c] + acc[1][m][j][c];
+  consumer_barrier(kParts * 32);
+  const float scaling = __ldg(p.scaling + u.tile.slot);
+  const int pairs = (u.ranks + 7) / 8 * 4;
+  for (int i = threadIdx.x; i < u.rows * pairs; i += kParts * 32) {
+    const int n = i / pairs, r = i % pairs * 2;
     float lo = 0.f, hi = 0.f;
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      const float2 v = cluster_load(smem_u32(sums + n * S::kLd + r), part);
-      lo += v.x, hi += v.y;
+    for (int w = 0; w < kParts; ++w) {
+      lo += sums[(w * kCtaRows + n) * S::kLd + r];
+      hi += sums[(w * kCtaRows + n) * S::kLd + r + 1];
     }
-    const __nv_bfloat162 v =
-        __floats2bfloat162_rn(r < rank ? lo * scaling : 0.f, r + 1 < rank ? hi * scaling : 0.f);
-    *reinterpret_cast<__nv_bfloat162*>(p.h + static_cast<int64_t>(t.row_begin + n) * p.h_stride + r) = v;
+    __nv_bfloat16* h = p.h + static_cast<int64_t>(u.tile.row_begin + n * kCluster + cluster_rank()) * p.h_stride;
+    *reinterpret_cast<__nv_bfloat162*>(h + u.first_rank + r) =
+        __floats2bfloat162_rn(r < u.ranks ? lo * scaling : 0.f, r + 1 < u.ranks ? hi * scaling : 0.f);
   }
-  cluster_sync();  // the others have read; the next tile's copies may come
+  fence_copies();  // which write here next
 }
 
-template <int RANKS, int ROWS, int BLOCKS, int STAGES>
-__device__ void shrink_tile(const TileArgs& p, const Item& t, unsigned char* shared) {
-  using S = ShrinkShape<RANKS, ROWS, BLOCKS, STAGES>;
-  const int* entry = p.entries + t.slot * 5;
-  const int rank = min(__ldg(entry + 2), p.max_rank), part = cluster_rank();
-  const ShrinkCopies<RANKS, ROWS> copies(p, t, part, __ldg(entry) + t.expert * __ldg(entry + 3), (rank + 7) / 8 * 8);
-  const int blocks = (p.d_in - part * kPartColumns + 127) / 128, row_blocks = (t.num_rows + 7) / 8;
-  const int steps = (blocks + BLOCKS - 1) / BLOCKS;
-  const uint32_t base = smem_u32(shared);
-  auto issue = [&](int step) {
-#pragma unroll
-    for (int i = 0; i < BLOCKS; ++i) {
-      const int block = step * BLOCKS + i;
-      if (block < blocks) copies.issue(base + step % STAGES * S::kStage + i * S::kBlockBytes, block * 128);
-    }
-    copies_commit();
+template <class S>
+__device__ void multiply(const TileArgs& p, S& sm) {
+  const int lane = threadIdx.x & 31;
+  Ring<S::kStages> ring;
+  auto release = [&] {
+    __syncwarp();
+    if (lane < kCluster) cluster_arrive(&sm.empty[ring.at], lane);
+    ring.next();
   };
-  for (int i = 0; i < STAGES - 1; ++i) issue(i);
-  float acc[2][S::kMT][S::kJ][4] = {};
-  for (int step = 0; step < steps; ++step) {
-    copies_wait<STAGES - 2>();
-    __syncthreads();
-    issue(step + STAGES - 1);
-#pragma unroll
-    for (int i = 0; i < BLOCKS; ++i)
-      if (step * BLOCKS + i < blocks)
-        shrink_block<S, ROWS>(base + step % STAGES * S::kStage + i * S::kBlockBytes, row_blocks, acc);
-  }
-  copies_wait<0>();
-  __syncthreads();
-  finish_tile<S>(p, t, rank, reinterpret_cast<float*>(shared), acc);
+  each_unit(p, [&](const ShrinkUnit& u) {
+    float acc[2][kShrinkRanks16][kShrinkBlocks][4] = {};
+    for (int k = 0; k < p.d_in; k += S::kColumns) {
+      mbar_wait(&sm.full[ring.at], ring.phase);
+      shrink_columns<S>(u, smem_u32(sm.stages[ring.at]), min(S::kColumns, p.d_in - k), acc);
+      if (k + S::kColumns < p.d_in) release();
+    }
+    finish_unit<S>(p, u, reinterpret_cast<float*>(sm.stages[ring.at]), acc);
+    release();
+  });
 }
 
-template <int RANKS, int ROWS, int BLOCKS, int STAGES, int CTAS>
-__global__ void __cluster_dims__(kParts, 1, 1) __launch_bounds__(kTileThreads, CTAS)
+template <int BLOCKS, int STAGES>
+__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kShrinkThreads, 1)
     shrink_tiles_kernel(const __grid_constant__ TileArgs p) {
-  extern __shared__ __align__(16) unsigned char shrink_raw[];
-  let_next_begin();
-  int tile = blockIdx.x / kParts;
-  Item t = load_tile(p, min(tile, p.most_tiles - 1));  // before it is known how many there are
-  for (const int num_tiles = p.cut[0]; tile < num_tiles; t = load_tile(p, min(tile, num_tiles - 1))) {
-    shrink_tile<RANKS, ROWS, BLOCKS, STAGES>(p, t, shrink_raw);
-    tile += gridDim.x / kParts;
+  extern __shared__ __align__(1024) unsigned char shrink_raw[];
+  auto& sm = *reinterpret_cast<ShrinkShared<BLOCKS, STAGES>*>(shrink_raw);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) {
+      mbar_init(&sm.full[i], 1 + kShrinkRowWarps);
+      mbar_init(&sm.empty[i], kParts * kCluster);
+    }
+    fence_barriers();
   }
+  let_next_begin();
+  cluster_sync();
+  const int warp = threadIdx.x >> 5;
+  if (warp < kParts) multiply(p, sm);
+  else if (warp == kParts) copy_weights(p, sm);
+  else copy_rows(p, sm);
+  cluster_sync();  // nobody may end while others still write to its memory
 }
 
 // ---------------------------------------------------------------- expand
+constexpr int kTileWarps = 8, kTileThreads = kTileWarps * 32;
 constexpr int kColumnGroup = kTileWarps * 64;  // a warp has 64 columns, a lane 8 of them
 
 template <int STEPS>
@@ -207,24 +248,28 @@ template <int STEPS>
 struct Columns {
   uint32_t a[STEPS][4][4];
 
-  __device__ __forceinline__ void load(const __nv_bfloat16* b, int64_t d_out, int rank) {
+  // Only reads; `settle` waits for what comes and pairs neighbouring rows.
+  __device__ __forceinline__ void fetch(const __nv_bfloat16* b, int64_t d_out, int rank) {
     const int q = threadIdx.x & 3;
-    auto row = [&](int k) {
-      return k < rank ? __ldg(reinterpret_cast<const uint4*>(b + k * d_out)) : make_uint4(0, 0, 0, 0);
-    };
 #pragma unroll
-    for (int s = 0; s < STEPS; ++s) {
-      const int k = s * 16 + q * 2;
-      const uint4 w0 = row(k), w1 = row(k + 1), w2 = row(k + 8), w3 = row(k + 9);
-      pair(s, 0, w0.x, w1.x, w2.x, w3.x);
-      pair(s, 1, w0.y, w1.y, w2.y, w3.y);
-      pair(s, 2, w0.z, w1.z, w2.z, w3.z);
-      pair(s, 3, w0.w, w1.w, w2.w, w3.w);
-    }
+    for (int s = 0; s < STEPS; ++s)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int k = s * 16 + q * 2 + i % 2 + i / 2 * 8;
+        const uint4 w = k < rank ? __ldg(reinterpret_cast<const uint4*>(b + k * d_out)) : make_uint4(0, 0, 0, 0);
+        a[s][0][i] = w.x, a[s][1][i] = w.y, a[s][2][i] = w.z, a[s][3][i] = w.w;
+      }
   }
-  __device__ __forceinline__ void pair(int s, int i, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
-    a[s][i][0] = __byte_perm(r0, r1, 0x5410), a[s][i][1] = __byte_perm(r0, r1, 0x7632);
-    a[s][i][2] = __byte_perm(r2, r3, 0x5410), a[s][i][3] = __byte_perm(r2, r3, 0x7632);
+  __device__ __forceinline__ void settle() {
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        uint32_t(&r)[4] = a[s][i];
+        const uint32_t even = r[0], odd = r[1], even8 = r[2], odd8 = r[3];
+        r[0] = __byte_perm(even, odd, 0x5410), r[1] = __byte_perm(even, odd, 0x7632);
+        r[2] = __byte_perm(even8, odd8, 0x5410), r[3] = __byte_perm(even8, odd8, 0x7632);
+      }
   }
 };
 
@@ -357,12 +402,14 @@ __global__ void __launch_bounds__(kTileThreads, CTAS) expand_tiles_kernel(const 
     __syncthreads();  // the last piece's rows are done with
     if (threadIdx.x < rows) sm.rows[threadIdx.x] = row;
     if (h_ready) load_h(p, begin, rows, rank, sm);
-    if (column < p.d_out && !have_columns) {
+    const bool fresh = column < p.d_out && !have_columns;
+    if (fresh) {
       const int64_t weight_row = __ldg(entry + 1) + w.tile.expert * __ldg(entry + 4);
-      columns.load(p.b_pool + weight_row * p.d_out + column + (threadIdx.x & 31) / 4 * 8, p.d_out, rank);
+      columns.fetch(p.b_pool + weight_row * p.d_out + column + (threadIdx.x & 31) / 4 * 8, p.d_out, rank);
     }
     __syncthreads();
     expand_rows<STEPS, AHEAD>(p, rank > 0 ? rows : 0, column, columns, sm, [&] {
+      if (fresh) columns.settle();
       run.skip(p);
       look_ahead();
       if (run.unit < run.last) {

@@ -31,8 +31,10 @@ TileArgs common_args(S32& entries, F32& scaling, S32& order, S32& tiles, S32& cu
   args.h_stride = static_cast<int>(h_stride), args.max_rank = static_cast<int>(max_rank);
   return args;
 }
-void shrink_args(TileArgs* args, BF16& x, BF16& a_pool) {
-  args->x = data(x), args->a_pool = data(a_pool), args->d_in = static_cast<int>(a_pool.dimensions()[1]);
+cudaError_t shrink_args(TileArgs* args, BF16& x, BF16& a_pool) {
+  const auto d = a_pool.dimensions();
+  args->x = data(x), args->d_in = static_cast<int>(d[1]);
+  return weight_map(&args->a_map, data(a_pool), d[0], d[1]);
 }
 void expand_args(TileArgs* args, BF16& b_pool, ffi::Result<BF16>& y) {
   args->y = data(y), args->b_pool = data(b_pool), args->d_out = static_cast<int>(b_pool.dimensions()[1]);
@@ -54,19 +56,19 @@ ffi::Error RowTiles(cudaStream_t stream, S32 items, S32 num_items, ffi::Result<S
 ffi::Error TilesPair(cudaStream_t stream, BF16 y, BF16 x, BF16 a_pool, BF16 b_pool, S32 entries, F32 scaling,
                      S32 order, S32 tiles, S32 cut, ffi::Result<BF16> out, ffi::Result<BF16> h, int64_t max_rank) {
   TileArgs args = common_args(entries, scaling, order, tiles, cut, h->dimensions()[1], max_rank);
-  shrink_args(&args, x, a_pool);
   expand_args(&args, b_pool, out);
   args.h = data(h);
-  const cudaError_t e = carry_over(stream, y, out);
+  cudaError_t e = shrink_args(&args, x, a_pool);
+  if (e == cudaSuccess) e = carry_over(stream, y, out);
   return status(e == cudaSuccess ? launch_tiles(args, true, true, stream) : e);
 }
 
 ffi::Error TilesShrink(cudaStream_t stream, BF16 h, BF16 x, BF16 a_pool, S32 entries, F32 scaling, S32 order, S32 tiles,
                        S32 cut, ffi::Result<BF16> out, int64_t max_rank) {
   TileArgs args = common_args(entries, scaling, order, tiles, cut, h.dimensions()[1], max_rank);
-  shrink_args(&args, x, a_pool);
   args.h = data(out);
-  const cudaError_t e = carry_over(stream, h, out);
+  cudaError_t e = shrink_args(&args, x, a_pool);
+  if (e == cudaSuccess) e = carry_over(stream, h, out);
   return status(e == cudaSuccess ? launch_tiles(args, true, false, stream) : e);
 }
 

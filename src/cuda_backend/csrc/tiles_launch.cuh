@@ -1,6 +1,7 @@
 // Host side of the tile kernels. Nothing here allocates or waits.
 #pragma once
 #include "row_tiles.cuh"
+#include "swizzled_map.cuh"
 
 namespace lora_jax {
 
@@ -16,20 +17,28 @@ inline cudaError_t launch_row_tiles(RowTilesArgs args, cudaStream_t stream) {
   const int bytes = static_cast<int>(sizeof(RowTilesShared)) + args.rows * 4;
   if (e == cudaSuccess) e = cudaFuncSetAttribute(row_tiles_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (e != cudaSuccess) return e;
-  args.clusters = max(sms / kParts, 1);
+  args.clusters = max(sms / kCluster, 1);
   row_tiles_kernel<<<1, kScanThreads, bytes, stream>>>(args);
   return cudaGetLastError();
 }
 
-template <int RANKS, int ROWS>
+// Views A as [width / 64, rows, 64], swizzled: a box is 8 rank rows x 128 columns.
+inline cudaError_t weight_map(CUtensorMap* map, const void* pool, int64_t rows, int64_t width) {
+  const cuuint64_t dims[] = {64, static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(width / 64)};
+  const cuuint64_t strides[] = {static_cast<cuuint64_t>(width) * 2, 128};
+  const cuuint32_t box[] = {64, 8, 2};
+  return swizzled_map<3>(map, pool, dims, strides, box);
+}
+
+template <int BLOCKS, int STAGES>
 cudaError_t launch_shrink_tiles(const TileArgs& args, int sms, cudaStream_t stream) {
-  constexpr int bytes = ShrinkShape<RANKS, ROWS, 2, 4>::kBytes;
-  static_assert(bytes <= 113 * 1024, "two CTAs must fit an SM");
-  const auto kernel = shrink_tiles_kernel<RANKS, ROWS, 2, 4, 2>;
+  constexpr int bytes = sizeof(ShrinkShared<BLOCKS, STAGES>);
+  static_assert(bytes <= 227 * 1024, "a CTA must fit an SM");
+  const auto kernel = shrink_tiles_kernel<BLOCKS, STAGES>;
   const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (e != cudaSuccess) return e;
-  const int ctas = (sms * 2 + kParts - 1) / kParts * kParts;
-  kernel<<<ctas, kTileThreads, bytes, stream>>>(args);
+  const int ctas = (sms + kCluster - 1) / kCluster * kCluster;
+  kernel<<<ctas, kShrinkThreads, bytes, stream>>>(args);
   return cudaGetLastError();
 }
 
@@ -44,13 +53,6 @@ cudaError_t launch_expand_tiles(const TileArgs& args, int sms, cudaStream_t stre
   return cudaGetLastError();
 }
 
-inline cudaError_t launch_shrink_tiles(const TileArgs& args, int sms, cudaStream_t stream) {
-  if (args.max_rank <= 16) return launch_shrink_tiles<16, 128>(args, sms, stream);
-  if (args.max_rank <= 32) return launch_shrink_tiles<32, 128>(args, sms, stream);
-  if (args.max_rank <= 64) return launch_shrink_tiles<64, 128>(args, sms, stream);
-  return launch_shrink_tiles<128, 64>(args, sms, stream);
-}
-
 inline cudaError_t launch_expand_tiles(const TileArgs& args, int sms, cudaStream_t stream) {
   if (args.max_rank <= 32) return launch_expand_tiles<2, 4, 2>(args, sms, stream);
   if (args.max_rank <= 64) return launch_expand_tiles<4, 6, 1>(args, sms, stream);
@@ -60,7 +62,7 @@ inline cudaError_t launch_expand_tiles(const TileArgs& args, int sms, cudaStream
 inline cudaError_t launch_tiles(TileArgs args, bool shrink, bool expand, cudaStream_t stream) {
   int sms = 0;
   cudaError_t e = count_sms(&sms);
-  if (e == cudaSuccess && shrink) e = launch_shrink_tiles(args, sms, stream);
+  if (e == cudaSuccess && shrink) e = launch_shrink_tiles<2, 4>(args, sms, stream);
   args.behind = shrink;
   if (e == cudaSuccess && expand) e = launch_expand_tiles(args, sms, stream);
   return e;

@@ -1,6 +1,6 @@
 // csrc/cluster.cuh for the emulator: a cluster is the CTAs that run side by side.
 #pragma once
-#include "cuda_emulator.h"
+#include "ptx.cuh"
 
 namespace lora_jax {
 
@@ -10,11 +10,23 @@ inline void cluster_sync() {
   if (blocks.size() != emu::kTogether) emu::fail("a cluster that is not whole");
   emu::meet(emu::machine.cluster, blocks.size() * blocks[0]->threads);
 }
-inline float2 cluster_load(uint32_t address, int rank) {
-  if (address % 8) emu::fail("a load of 8 bytes off its boundary");
-  float2 v;
-  std::memcpy(&v, emu::machine.together[rank]->shared.data() + address, 8);
-  return v;
+// Does something as if the cluster's CTA `rank` did.
+template <class Do> void in_cta(int rank, Do what) {
+  emu::Block*& block = emu::machine.current->block;
+  emu::Block* mine = block;
+  block = emu::machine.together[rank];
+  what(block->shared.data() - mine->shared.data());
+  block = mine;
+}
+inline uint64_t* moved(uint64_t* bar, int64_t bytes) {
+  return reinterpret_cast<uint64_t*>(reinterpret_cast<unsigned char*>(bar) + bytes);
+}
+inline void cluster_arrive(uint64_t* bar, int rank) {
+  in_cta(rank, [&](int64_t by) { mbar_arrive(moved(bar, by)); });
+}
+inline void cluster_box_copy(uint32_t dst, const CUtensorMap* map, int row, int block, uint64_t* bar, uint16_t ctas) {
+  for (int cta = 0; cta < 16; ++cta)
+    if (ctas >> cta & 1) in_cta(cta, [&](int64_t by) { box_copy(dst, map, row, block, moved(bar, by)); });
 }
 inline void let_next_begin() {}
 inline void wait_for_previous() {}

@@ -77,8 +77,8 @@ int lora(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, const i
 
 // Segments of `least_rows` rows become tiles; how many rows stay in items comes back in `left`.
 int lora_tiles(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, const int* entries, const float* scaling,
-               const int* row_to_slot, const int* row_to_expert, int rows, int d_out, int d_in, int slots, int max_rank,
-               int least_rows, int least_total, int* left) {
+               const int* row_to_slot, const int* row_to_expert, int rows, int d_out, int d_in, int a_rows, int slots,
+               int max_rank, int least_rows, int least_total, int* left) {
   std::vector<int> order(rows), cut(2, -1);
   std::vector<Item> items(rows), small(rows), tiles(rows);
   int num_items = -1, num_small = -1;
@@ -90,9 +90,12 @@ int lora_tiles(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, c
   for (int i = 0; i < num_small; ++i) *left += small[i].num_rows;
   const int h_stride = (max_rank + 7) / 8 * 8 + 8;
   std::vector<Bf16> h(static_cast<size_t>(rows) * h_stride, Bf16{0xffff});
-  return launch_tiles(TileArgs{tiles.data(), cut.data(), order.data(), entries, scaling, x, a_pool, b_pool, y, h.data(),
-                               d_in, d_out, h_stride, h_stride - 8, rows},
-                      true, true, nullptr);
+  TileArgs p{};
+  p.tiles = tiles.data(), p.cut = cut.data(), p.most_tiles = rows, p.row_order = order.data(), p.entries = entries;
+  p.scaling = scaling, p.x = x, p.b_pool = b_pool, p.y = y, p.h = h.data(), p.d_in = d_in, p.d_out = d_out;
+  p.h_stride = h_stride, p.max_rank = h_stride - 8;
+  const cudaError_t e = weight_map(&p.a_map, a_pool, a_rows, d_in);
+  return e == cudaSuccess ? launch_tiles(p, true, true, nullptr) : e;
 }
 
 }  // extern "C"
