@@ -11,9 +11,9 @@ def kernels() -> dict[str, Callable]:
     Only kernels whose GPU tests have passed on a GPU: merge, paged_attention, reroute and row_map
     are compiled and checked for spills, but not yet run, so nothing chooses them by itself.
     """
-    from cuda_backend.lora_gemm import lora_gemm
+    from cuda_backend.lora_gemm import lora_gemm, lora_gemms
 
-    return {"lora_gemm": lora_gemm}
+    return {"lora_gemm": lora_gemm, "lora_gemms": lora_gemms}
 
 
 def virtual_memory(device: int = 0) -> AbstractVirtualMemory:

@@ -5,6 +5,8 @@ how many rows there are.
 """
 
 import dataclasses
+import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,10 @@ MAX_ROWS = 8192  # one CTA sorts them in its shared memory
 MAX_SLOTS = 65534
 MAX_RANK = 128
 COLUMNS = 64  # widths are copied in pieces of so many columns
-_H_PADDING = 8  # columns of h that keep its rows on distinct banks
+MAX_MODULES = 4  # of one launch
+
+# One linear map of a launch: y, and the entries and scaling of its slots.
+Module = tuple[Array, Array, Array]
 
 
 @jax.tree_util.register_dataclass
@@ -28,7 +33,12 @@ class RowItems:
     order: Int[Array, "rows"]  # sorted place -> row
     items: Int[Array, "rows 4"]  # slot, expert, first place, number of rows
     num_items: Int[Array, "1"]
-    tiles: lora_tiles.Tiles | None = None  # what is in no item, where there are many rows
+    tiles: lora_tiles.Tiles = dataclasses.field(default_factory=lora_tiles.no_tiles)
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """What the kernels take of it."""
+        return self.order, self.items, self.num_items, self.tiles.tiles, self.tiles.cut
 
 
 def check_support(
@@ -78,11 +88,27 @@ def lora_gemm(
     max_rank: int,
 ) -> Float[Array, "rows d_out"]:
     """y[t] + s * sum_j (x[t] . A[j]) B[j], as lora_jax.ops.lora_gemm says; h is in bfloat16."""
-    widths = (x.shape[1], y.shape[1])
-    check_support(y.dtype, y.shape[0], widths, entries.shape[0], max_rank)
+    pools, owners = (x, a_pool, b_pool), (row_to_slot, row_to_expert)
+    return lora_gemms([(y, entries, scaling)], *pools, *owners, max_rank)[0]
+
+
+def lora_gemms(
+    modules: Sequence[Module],
+    x: Float[Array, "rows d_in"],
+    a_pool: Float[Array, "a_rows d_in"],
+    b_pool: Float[Array, "b_rows d_out"],
+    row_to_slot: Int[Array, "rows"],
+    row_to_expert: Int[Array, "rows"],
+    max_rank: int,
+) -> list[Float[Array, "rows d_out"]]:
+    """lora_gemm of several maps of the same rows: as few launches as may be."""
+    slots = modules[0][1].shape[0]
+    for y, entries, _ in modules:
+        check_support(y.dtype, y.shape[0], (x.shape[1], y.shape[1]), entries.shape[0], max_rank)
     ffi.require()
-    items = row_items(row_to_slot, row_to_expert, entries.shape[0])
-    return lora_pair(y, x, a_pool, b_pool, entries, scaling, items, max_rank)
+    items = row_items(row_to_slot, row_to_expert, slots)
+    launches = (modules[i : i + MAX_MODULES] for i in range(0, len(modules), MAX_MODULES))
+    return [y for some in launches for y in lora_pairs(some, x, a_pool, b_pool, items, max_rank)]
 
 
 def lora_pair(
@@ -95,15 +121,29 @@ def lora_pair(
     items: RowItems,
     max_rank: int,
 ) -> Float[Array, "rows d_out"]:
-    """Shrink and expand, in one launch for all items, for rows whose items are known."""
-    out = jax.ShapeDtypeStruct(y.shape, y.dtype)
-    shapes = [out, _h_shape(y.shape[0], max_rank), _flags_shape(y.shape[0])]
-    call = jax.ffi.ffi_call("lora_jax_cuda_lora_gemm", shapes, input_output_aliases={0: 0})
-    arrays = (y, x, a_pool, b_pool, entries, scaling)
-    y = call(*arrays, items.order, items.items, items.num_items)[0]
-    if items.tiles is None:
-        return y
-    return lora_tiles.lora_pair(y, *arrays[1:], items.order, items.tiles, max_rank)
+    """Shrink and expand in one launch, for rows whose items are known."""
+    return lora_pairs([(y, entries, scaling)], x, a_pool, b_pool, items, max_rank)[0]
+
+
+def lora_pairs(
+    modules: Sequence[Module],
+    x: Float[Array, "rows d_in"],
+    a_pool: Float[Array, "a_rows d_in"],
+    b_pool: Float[Array, "b_rows d_out"],
+    items: RowItems,
+    max_rank: int,
+) -> list[Float[Array, "rows d_out"]]:
+    """lora_pair of several maps of the same x, out of the same pools, in one launch."""
+    if not 1 <= len(modules) <= MAX_MODULES:
+        raise ValueError(f"a launch takes 1 to {MAX_MODULES} modules, not {len(modules)}")
+    ranks, count = _h_shape(x.shape[0], max_rank), len(modules)
+    copies = count + (len(items.tiles.tiles) > 0)  # of h; modules take turns with that of tiles
+    work = jax.ShapeDtypeStruct((copies * math.prod(ranks.shape) // 2 + 1,), jnp.int32)
+    shapes = [work, *(jax.ShapeDtypeStruct(y.shape, y.dtype) for y, _, _ in modules)]
+    aliases = {8 + 3 * m: 1 + m for m in range(count)}
+    call = jax.ffi.ffi_call("lora_jax_cuda_lora_gemm", shapes, input_output_aliases=aliases)
+    own = (v for m in modules for v in m)
+    return call(x, a_pool, b_pool, *items.arrays, *own, max_rank=np.int64(max_rank))[1:]
 
 
 def lora_shrink(
@@ -118,11 +158,8 @@ def lora_shrink(
 
     What lies beyond that, or in rows of no item, is undefined.
     """
-    shapes = [_h_shape(x.shape[0], max_rank), _flags_shape(x.shape[0])]
-    call = jax.ffi.ffi_call("lora_jax_cuda_lora_shrink", shapes)
-    arrays = (x, a_pool, entries, scaling, items.order)
-    h = call(*arrays, items.items, items.num_items)[0]
-    return h if items.tiles is None else lora_tiles.lora_shrink(h, *arrays, items.tiles, max_rank)
+    call = jax.ffi.ffi_call("lora_jax_cuda_lora_shrink", _h_shape(x.shape[0], max_rank))
+    return call(x, a_pool, entries, scaling, *items.arrays)
 
 
 def lora_expand(
@@ -134,19 +171,10 @@ def lora_expand(
     items: RowItems,
 ) -> Float[Array, "rows d_out"]:
     """y[order[i]] + sum_j h[i, j] B[j] for h as lora_shrink gives it."""
-    shapes = [jax.ShapeDtypeStruct(y.shape, y.dtype), _flags_shape(y.shape[0])]
+    shapes = [jax.ShapeDtypeStruct(y.shape, y.dtype), jax.ShapeDtypeStruct((1,), jnp.int32)]
     call = jax.ffi.ffi_call("lora_jax_cuda_lora_expand", shapes, input_output_aliases={0: 0})
-    arrays = (h, b_pool, entries, scaling, items.order)
-    y = call(y, *arrays, items.items, items.num_items)[0]
-    if items.tiles is None:
-        return y
-    return lora_tiles.lora_expand(y, *arrays, items.tiles, h.shape[1] - _H_PADDING)
+    return call(y, h, b_pool, entries, scaling, *items.arrays)[0]
 
 
 def _h_shape(rows: int, max_rank: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((rows, -(-max_rank // 8) * 8 + _H_PADDING), jnp.bfloat16)
-
-
-def _flags_shape(rows: int) -> jax.ShapeDtypeStruct:
-    """One counter for each possible item, and the tickets."""
-    return jax.ShapeDtypeStruct((rows + 1,), jnp.int32)
+    return jax.ShapeDtypeStruct((rows, -(-max_rank // 8) * 8), jnp.bfloat16)

@@ -1,7 +1,7 @@
-"""Adds adapters to the rows of segments that have many, by the kernels of csrc/lora_tiles.cuh.
+"""Finds the segments with many rows, which the kernels of csrc/lora_tiles.cuh serve.
 
-They give a row the bits that the kernels behind `lora_gemm` give it, so which of them serves a
-segment may follow from the batch. `lora_gemm` is where to call them from.
+Those give a row the bits that the kernel of items (csrc/lora_gemm.cuh) gives it, so which of them
+serves a segment may follow from the batch.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lora_jax.typing import Array, Float, Int
+from lora_jax.typing import Array, Int
 
 FEWEST_ROWS = 512  # of a call that looks for such segments: below it they would not pay
 SEGMENT_ROWS = 64  # of a segment that becomes tiles
@@ -39,54 +39,6 @@ def row_tiles(
     return small, num_small, Tiles(tiles, cut)
 
 
-def lora_pair(
-    y: Float[Array, "rows d_out"],
-    x: Float[Array, "rows d_in"],
-    a_pool: Float[Array, "a_rows d_in"],
-    b_pool: Float[Array, "b_rows d_out"],
-    entries: Int[Array, "slots 5"],
-    scaling: Float[Array, "slots"],
-    order: Int[Array, "rows"],
-    tiles: Tiles,
-    max_rank: int,
-) -> Float[Array, "rows d_out"]:
-    """Return y with the adapters' part added in the rows of the tiles."""
-    h = jax.ShapeDtypeStruct((len(y), -(-max_rank // 8) * 8), jnp.bfloat16)
-    shapes = [jax.ShapeDtypeStruct(y.shape, y.dtype), h]
-    call = jax.ffi.ffi_call("lora_jax_cuda_lora_tiles", shapes, input_output_aliases={0: 0})
-    table = (entries, scaling, order, tiles.tiles, tiles.cut)
-    return call(y, x, a_pool, b_pool, *table, max_rank=np.int64(max_rank))[0]
-
-
-def lora_shrink(
-    h: Float[Array, "rows h_columns"],
-    x: Float[Array, "rows d_in"],
-    a_pool: Float[Array, "a_rows d_in"],
-    entries: Int[Array, "slots 5"],
-    scaling: Float[Array, "slots"],
-    order: Int[Array, "rows"],
-    tiles: Tiles,
-    max_rank: int,
-) -> Float[Array, "rows h_columns"]:
-    """Return h with the rows of the tiles, which lie in sorted order, filled in."""
-    shape = jax.ShapeDtypeStruct(h.shape, h.dtype)
-    call = jax.ffi.ffi_call("lora_jax_cuda_lora_tiles_shrink", shape, input_output_aliases={0: 0})
-    table = (entries, scaling, order, tiles.tiles, tiles.cut)
-    return call(h, x, a_pool, *table, max_rank=np.int64(max_rank))
-
-
-def lora_expand(
-    y: Float[Array, "rows d_out"],
-    h: Float[Array, "rows h_columns"],
-    b_pool: Float[Array, "b_rows d_out"],
-    entries: Int[Array, "slots 5"],
-    scaling: Float[Array, "slots"],
-    order: Int[Array, "rows"],
-    tiles: Tiles,
-    max_rank: int,
-) -> Float[Array, "rows d_out"]:
-    """Return y with h B added in the rows of the tiles."""
-    shape = jax.ShapeDtypeStruct(y.shape, y.dtype)
-    call = jax.ffi.ffi_call("lora_jax_cuda_lora_tiles_expand", shape, input_output_aliases={0: 0})
-    table = (entries, scaling, order, tiles.tiles, tiles.cut)
-    return call(y, h, b_pool, *table, max_rank=np.int64(max_rank))
+def no_tiles() -> Tiles:
+    """Return what stands for tiles where a call has too few rows to look for them."""
+    return Tiles(jnp.zeros((0, 4), jnp.int32), jnp.zeros((2,), jnp.int32))

@@ -5,6 +5,7 @@ time, registers and memory order only show on a GPU.
 """
 
 import dataclasses
+import itertools
 import shutil
 
 import jax
@@ -140,27 +141,33 @@ def test_attention_of_a_token_has_the_same_bits_in_any_company(library):
     np.testing.assert_array_equal(emulated_attention(library, fewer, seed=5), want[some])
 
 
+@pytest.mark.parametrize("modules", [1, 2])
 @pytest.mark.parametrize("experts", [0, 3])
 @pytest.mark.parametrize(("rows", "d_out", "d_in"), [(1, 64, 128), (37, 192, 320), (70, 128, 64)])
-def test_lora_matches_float64(library, rows, d_out, d_in, experts):
+def test_lora_matches_float64(library, rows, d_out, d_in, experts, modules):
+    """Modules differ in y and in where the slots' weights are, here turned by one slot."""
     case = lora_case(
         rows, d_out, d_in, ranks=(16, 8, 0, 40, 1, 13), num_experts=experts, dtype="bfloat16"
     )
     slots, max_rank = len(case.scaling), case.max_rank
-    y = copied(case.y)
+    entries = np.stack([np.roll(case.entries, m, 0) for m in range(modules)])
+    scaling = np.stack([copied(case.scaling) + m for m in range(modules)])
+    y = np.stack([copied(case.y)] * modules)
     owners = copied(case.row_to_slot)
     which = np.zeros(rows, np.int32) if case.row_to_expert is None else copied(case.row_to_expert)
-    pools = [copied(a) for a in (case.x, case.a_pool, case.b_pool, case.entries, case.scaling)]
-    sizes = (rows, d_out, d_in, len(case.a_pool), len(case.b_pool), slots, max_rank)
+    pools = [copied(a) for a in (case.x, case.a_pool, case.b_pool)]
+    sizes = (modules, rows, d_out, d_in, len(case.a_pool), len(case.b_pool), slots, max_rank)
     library.emulate(1, rows)
-    call(library.lora, y, *pools, owners, which, *sizes, 8 if rows <= 64 else 32)
-    want = np.asarray(case.y, np.float64)
+    call(library.lora, y, *pools, entries, scaling, owners, which, *sizes, 8 if rows <= 64 else 32)
+    want = np.stack([np.asarray(case.y, np.float64)] * modules)
     x, a_pool, b_pool = (np.asarray(v, np.float64) for v in (case.x, case.a_pool, case.b_pool))
-    for row, slot in enumerate(owners):
-        a_row, b_row, rank, a_stride, b_stride = np.asarray(case.entries)[slot]
+    for m, (row, slot) in itertools.product(range(modules), enumerate(owners)):
+        if slot < 0:
+            continue
+        a_row, b_row, rank, a_stride, b_stride = entries[m, slot]
         a, b = a_pool[a_row + which[row] * a_stride :], b_pool[b_row + which[row] * b_stride :]
-        h = float(case.scaling[slot]) * (x[row] @ a[:rank].T)
-        want[row] += h.astype(BF16).astype(np.float64) @ b[:rank]
+        h = float(scaling[m, slot]) * (x[row] @ a[:rank].T)
+        want[m, row] += h.astype(BF16).astype(np.float64) @ b[:rank]
     np.testing.assert_allclose(y.astype(np.float64), want, **TOLERANCE["bfloat16"])
 
 

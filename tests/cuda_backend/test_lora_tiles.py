@@ -47,7 +47,6 @@ def oracle(case: LoraCase) -> np.ndarray:
 def tiled_rows(row_to_slot: jax.Array) -> jax.Array:
     """Return how many rows of 8 slots are in tiles."""
     items = cuda.row_items(row_to_slot, jnp.zeros_like(row_to_slot), 8)
-    assert items.tiles is not None
     live = jnp.arange(len(items.tiles.tiles)) < items.tiles.cut[0]
     return jnp.sum(jnp.where(live, items.tiles.tiles[:, 3], 0))
 

@@ -1,7 +1,5 @@
-// What kernels of clusters and kernels that follow one another closely need of PTX and the runtime.
+// What the CTAs of a cluster do together.
 #pragma once
-#include <cuda_runtime.h>
-
 #include "ptx.cuh"
 
 namespace lora_jax {
@@ -32,22 +30,4 @@ __device__ __forceinline__ void cluster_box_copy(uint32_t dst, const CUtensorMap
       "l"(map), "r"(0), "r"(row), "r"(block), "r"(smem_u32(bar)), "h"(ctas)
       : "memory");
 }
-// Lets the next kernel of the stream begin, as far as launched by launch_behind; waits until all
-// that the kernel before has written is there.
-__device__ __forceinline__ void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-// Launches a kernel whose CTAs may begin before the stream's last kernel has ended.
-template <class Args>
-cudaError_t launch_behind(void (*kernel)(Args), int ctas, int threads, int bytes, cudaStream_t stream,
-                          const Args& args) {
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(ctas), config.blockDim = dim3(threads), config.dynamicSmemBytes = bytes;
-  config.stream = stream, config.attrs = &early, config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, args);
-}
-
 }  // namespace lora_jax

@@ -13,7 +13,7 @@
 //           take equal runs of (512 columns, tile, 8 rows).
 #pragma once
 #include "cluster.cuh"
-#include "lora_units.cuh"
+#include "tile_args.cuh"
 
 namespace lora_jax {
 
@@ -23,21 +23,6 @@ constexpr int kTileRows = kCluster * kCtaRows, kLeastTileRows = 32;  // of a til
 constexpr int kParts = 4;        // of a sum over k, a warp each
 constexpr int kPassRanks = 64;   // rank rows that a shrink takes at once
 static_assert(kParts == kConsumers, "sums must have the order of pair_kernel");
-
-struct TileArgs {
-  CUtensorMap a_map;                // boxes of 8 rows x 128 columns of A
-  const Item* tiles;
-  const int* cut;                   // [2]: number of tiles; blocks of 8 rows in the largest
-  const int* row_order;             // sorted place -> row of x and y
-  const int* entries;               // [slots, 5]: a_offset, b_offset, rank, a_stride, b_stride
-  const float* scaling;             // [slots]
-  const __nv_bfloat16* x;           // [rows, d_in]
-  const __nv_bfloat16* b_pool;      // [pool rows, d_out]
-  __nv_bfloat16* y;                 // [rows, d_out]
-  __nv_bfloat16* h;                 // [sorted rows, h_stride]
-  int d_in, d_out, h_stride, max_rank, most_tiles;
-  bool behind;                      // expand: h comes from the kernel before
-};
 
 __device__ __forceinline__ Item load_tile(const TileArgs& p, int tile) {
   const int4 v = __ldg(reinterpret_cast<const int4*>(p.tiles) + tile);

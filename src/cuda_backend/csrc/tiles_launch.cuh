@@ -1,7 +1,7 @@
-// Host side of the tile kernels. Nothing here allocates or waits.
+// Host side of the tile kernels, for one translation unit. Nothing here allocates or waits.
 #pragma once
+#include "launch_early.cuh"
 #include "row_tiles.cuh"
-#include "swizzled_map.cuh"
 
 namespace lora_jax {
 
@@ -22,14 +22,6 @@ inline cudaError_t launch_row_tiles(RowTilesArgs args, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-// Views A as [width / 64, rows, 64], swizzled: a box is 8 rank rows x 128 columns.
-inline cudaError_t weight_map(CUtensorMap* map, const void* pool, int64_t rows, int64_t width) {
-  const cuuint64_t dims[] = {64, static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(width / 64)};
-  const cuuint64_t strides[] = {static_cast<cuuint64_t>(width) * 2, 128};
-  const cuuint32_t box[] = {64, 8, 2};
-  return swizzled_map<3>(map, pool, dims, strides, box);
-}
-
 template <int BLOCKS, int STAGES>
 cudaError_t launch_shrink_tiles(const TileArgs& args, int sms, cudaStream_t stream) {
   constexpr int bytes = sizeof(ShrinkShared<BLOCKS, STAGES>);
@@ -48,7 +40,7 @@ cudaError_t launch_expand_tiles(const TileArgs& args, int sms, cudaStream_t stre
   const auto kernel = expand_tiles_kernel<STEPS, AHEAD, CTAS>;
   const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (e != cudaSuccess) return e;
-  if (args.behind) return launch_behind(kernel, sms * CTAS, kTileThreads, bytes, stream, args);
+  if (args.behind) return launch_early(kernel, sms * CTAS, kTileThreads, bytes, stream, args);
   kernel<<<sms * CTAS, kTileThreads, bytes, stream>>>(args);
   return cudaGetLastError();
 }
@@ -59,7 +51,7 @@ inline cudaError_t launch_expand_tiles(const TileArgs& args, int sms, cudaStream
   return launch_expand_tiles<8, 4, 1>(args, sms, stream);
 }
 
-inline cudaError_t launch_tiles(TileArgs args, bool shrink, bool expand, cudaStream_t stream) {
+cudaError_t launch_tiles(TileArgs args, bool shrink, bool expand, cudaStream_t stream) {
   int sms = 0;
   cudaError_t e = count_sms(&sms);
   if (e == cudaSuccess && shrink) e = launch_shrink_tiles<2, 4>(args, sms, stream);

@@ -123,12 +123,9 @@ class Experts(nnx.Module):
             )
             x = exchange.push(x)
             return exchange.wait_add(tuple(self._base(x, name, map) for name in names), x)
-        return tuple(
-            rows.add_lora(
-                self._base(x, name, map), x, f"experts.{name}", self.layer, map.row_to_expert
-            )
-            for name in names
-        )
+        ys = [self._base(x, name, map) for name in names]
+        modules = [f"experts.{name}" for name in names]
+        return rows.add_loras(ys, x, modules, self.layer, map.row_to_expert)
 
     def _base(
         self, x: Float[Array, "rows d_in"], name: str, map: RowMap

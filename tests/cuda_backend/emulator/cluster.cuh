@@ -28,13 +28,4 @@ inline void cluster_box_copy(uint32_t dst, const CUtensorMap* map, int row, int 
   for (int cta = 0; cta < 16; ++cta)
     if (ctas >> cta & 1) in_cta(cta, [&](int64_t by) { box_copy(dst, map, row, block, moved(bar, by)); });
 }
-inline void let_next_begin() {}
-inline void wait_for_previous() {}
-
-template <class Args>
-cudaError_t launch_behind(void (*kernel)(Args), int ctas, int threads, int bytes, cudaStream_t, const Args& args) {
-  emu::launch(kernel, ctas, threads, bytes, args);
-  return cudaSuccess;
-}
-
 }  // namespace lora_jax

@@ -56,20 +56,21 @@ int attention(const Bf16* q, const Bf16* k, const Bf16* v, const int* tables, co
 }
 
 int lora(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, const int* entries, const float* scaling,
-         const int* row_to_slot, const int* row_to_expert, int rows, int d_out, int d_in, int a_rows, int b_rows,
-         int slots, int max_rank, int item_rows) {
-  std::vector<int> order(rows), ready(rows + 1, 0);
+         const int* row_to_slot, const int* row_to_expert, int modules, int rows, int d_out, int d_in, int a_rows,
+         int b_rows, int slots, int max_rank, int item_rows) {
+  std::vector<int> order(rows);
   std::vector<Item> items(rows);
   int num_items = -1;
   launch_metadata(MetadataArgs{row_to_slot, row_to_expert, rows, slots, item_rows, order.data(), items.data(), &num_items},
                   nullptr);
-  const int h_stride = (max_rank + 7) / 8 * 8 + 8;
-  std::vector<Bf16> h(static_cast<size_t>(rows) * h_stride, Bf16{0xffff});
+  const int h_stride = (max_rank + 7) / 8 * 8;
+  std::vector<int> work(modules * rows * h_stride / 2 + 1);
   PairArgs p{};
-  p.items = items.data(), p.num_items = &num_items, p.row_order = order.data(), p.entries = entries;
-  p.scaling = scaling, p.x = x, p.y = y, p.h = h.data(), p.ready = ready.data(), p.tickets = p.ready + rows;
-  p.num_rows = rows, p.num_slots = slots, p.d_in = d_in, p.d_out = d_out, p.h_stride = h_stride;
-  p.max_rank = h_stride - 8, p.shrink = p.expand = true;
+  for (int m = 0; m < modules; ++m)
+    p.modules[m] = Module{entries + m * slots * 5, scaling + m * slots, y + static_cast<size_t>(m) * rows * d_out};
+  p.items = items.data(), p.num_items = &num_items, p.row_order = order.data(), p.x = x, p.h = reinterpret_cast<Bf16*>(work.data());
+  p.draws = &work.back(), p.num_modules = modules, p.num_rows = rows, p.num_slots = slots;
+  p.d_in = d_in, p.d_out = d_out, p.h_stride = p.max_rank = h_stride, p.shrink = p.expand = true;
   cudaError_t e = pool_map(&p.a_map, a_pool, a_rows, d_in);
   if (e == cudaSuccess) e = pool_map(&p.b_map, b_pool, b_rows, d_out);
   return e == cudaSuccess ? launch_pair(p, nullptr) : e;
@@ -94,7 +95,7 @@ int lora_tiles(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, c
   p.tiles = tiles.data(), p.cut = cut.data(), p.most_tiles = rows, p.row_order = order.data(), p.entries = entries;
   p.scaling = scaling, p.x = x, p.b_pool = b_pool, p.y = y, p.h = h.data(), p.d_in = d_in, p.d_out = d_out;
   p.h_stride = h_stride, p.max_rank = h_stride - 8;
-  const cudaError_t e = weight_map(&p.a_map, a_pool, a_rows, d_in);
+  const cudaError_t e = pool_map(&p.a_map, a_pool, a_rows, d_in);
   return e == cudaSuccess ? launch_tiles(p, true, true, nullptr) : e;
 }
 

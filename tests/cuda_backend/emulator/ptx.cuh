@@ -56,6 +56,13 @@ inline void fence_copies() {}
 inline void prefetch_map(const CUtensorMap*) {}
 inline void prefetch_l2(const void*) {}
 inline int load_acquire(const int* p) { return *p; }
+inline uint32_t load_word(const uint32_t* p) {
+  emu::yield();
+  return *p;
+}
+inline void store_word(uint32_t* p, uint32_t v) { *p = v, ++emu::machine.progress; }
+inline void let_next_begin() {}
+inline void wait_for_previous() {}
 inline uint4 lds128(uint32_t address) {
   if (address % 16) emu::fail("a load of 16 bytes off its boundary");
   uint4 v;
@@ -105,9 +112,12 @@ inline void ldmatrix_any(uint32_t (&r)[4], uint32_t address, bool transposed) {
 inline void ldmatrix(uint32_t (&r)[4], uint32_t address) { ldmatrix_any(r, address, false); }
 inline void ldmatrix_trans(uint32_t (&r)[4], uint32_t address) { ldmatrix_any(r, address, true); }
 
-inline uint32_t add_bf16x2(uint32_t y, float lo, float hi) {
-  const __nv_bfloat162 v = __floats2bfloat162_rn(emulated_half(y, 0) + lo, emulated_half(y, 1) + hi);
+inline uint32_t bf16x2(float lo, float hi) {
+  const __nv_bfloat162 v = __floats2bfloat162_rn(lo, hi);
   return v.x.bits | static_cast<uint32_t>(v.y.bits) << 16;
+}
+inline uint32_t add_bf16x2(uint32_t y, float lo, float hi) {
+  return bf16x2(emulated_half(y, 0) + lo, emulated_half(y, 1) + hi);
 }
 
 }  // namespace lora_jax

@@ -53,6 +53,7 @@ template <class T> T min(T a, T b) { return b < a ? b : a; }
 template <class T> T max(T a, T b) { return a < b ? b : a; }
 template <class T> T __ldg(const T* p) { return *p; }
 template <class T> T __ldcs(const T* p) { return *p; }
+template <class T> T __ldcg(const T* p) { return *p; }
 template <class T> void __stcs(T* p, T v) { *p = v; }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __float_as_int(float f) { int i; std::memcpy(&i, &f, 4); return i; }
@@ -270,6 +271,12 @@ template <class T> T __shfl_up_sync(unsigned, T v, unsigned by) {
   const auto* slots = emu::exchange("shfl_up", v);
   return emu::lane() >= static_cast<int>(by) ? emu::shown<T>(slots, emu::lane() - by) : v;
 }
+inline int __any_sync(unsigned, int v) {
+  const auto* slots = emu::exchange("any", v);
+  int any = 0;
+  for (int i = 0; i < 32; ++i) any |= emu::shown<int>(slots, i) != 0;
+  return any;
+}
 template <class T> unsigned __match_any_sync(unsigned, T v) {
   const auto* slots = emu::exchange("match_any", v);
   unsigned same = 0;
@@ -285,6 +292,27 @@ inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 template <class K> cudaError_t cudaFuncSetAttribute(K, int, int) { return cudaSuccess; }
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, int, int) { return *value = emu::machine.sms, cudaSuccess; }
+
+struct dim3 {
+  unsigned x;
+  explicit dim3(unsigned x) : x(x) {}
+};
+struct cudaLaunchAttribute {
+  int id;
+  struct { int programmaticStreamSerializationAllowed; } val;
+};
+constexpr int cudaLaunchAttributeProgrammaticStreamSerialization = 0;
+struct cudaLaunchConfig_t {
+  dim3 grid, block;
+  size_t shared;
+  cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
+};
+template <class Args> cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* c, void (*kernel)(Args), const Args& args) {
+  emu::launch(kernel, c->grid.x, c->block.x, c->shared, args);
+  return cudaSuccess;
+}
 
 // ---------------------------------------------------------------- tensor maps
 using cuuint64_t = uint64_t;
