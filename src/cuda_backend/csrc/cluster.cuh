@@ -1,5 +1,7 @@
 // What the CTAs of a cluster do together.
 #pragma once
+#include <cuda_runtime.h>
+
 #include "ptx.cuh"
 
 namespace lora_jax {
@@ -30,4 +32,12 @@ __device__ __forceinline__ void cluster_box_copy(uint32_t dst, const CUtensorMap
       "l"(map), "r"(0), "r"(row), "r"(block), "r"(smem_u32(bar)), "h"(ctas)
       : "memory");
 }
+// How many clusters of a kernel the device can run at a time.
+template <class Kernel>
+cudaError_t count_clusters(int* clusters, Kernel kernel, int ctas, int threads, int bytes) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(ctas), config.blockDim = dim3(threads), config.dynamicSmemBytes = bytes;
+  return cudaOccupancyMaxActiveClusters(clusters, kernel, &config);
+}
+
 }  // namespace lora_jax

@@ -4,10 +4,9 @@
 // very bits that pair_kernel (lora_gemm.cuh) gives it: the same products in each mma, the same order
 // of sums. So which of them serves a segment may follow from the batch, and no result shows it.
 //
-//   shrink  A cluster of 4 CTAs shares out the 4 parts of a sum over k (k / 32 mod 4), because each
-//           part must be added in the order of k by one thread. So a CTA reads pieces of 64 bytes of
-//           rows and weights, whole lines between the four, and weights once a tile. The parts
-//           meet over distributed shared memory, in order.
+//   shrink  A cluster of 4 CTAs shares out the rows of a tile, and each CTA copies a quarter of the
+//           weights into all four, so that weights leave L2 once a tile. A part of a sum over k must
+//           be added in the order of k: so a CTA has whole sums, a warp each of their four parts.
 //   expand  A warp keeps its 64 columns of B in registers and streams rows past them: y is read
 //           ahead into registers, updated and written back, nothing of it sees shared memory. CTAs
 //           take equal runs of (512 columns, tile, 8 rows).
@@ -196,13 +195,13 @@ __device__ void multiply(const TileArgs& p, S& sm) {
   });
 }
 
-template <int BLOCKS, int STAGES>
+template <class S>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kShrinkThreads, 1)
     shrink_tiles_kernel(const __grid_constant__ TileArgs p) {
   extern __shared__ __align__(1024) unsigned char shrink_raw[];
-  auto& sm = *reinterpret_cast<ShrinkShared<BLOCKS, STAGES>*>(shrink_raw);
+  auto& sm = *reinterpret_cast<S*>(shrink_raw);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; ++i) {
+    for (int i = 0; i < S::kStages; ++i) {
       mbar_init(&sm.full[i], 1 + kShrinkRowWarps);
       mbar_init(&sm.empty[i], kParts * kCluster);
     }

@@ -21,16 +21,21 @@ struct RowTilesArgs {
   int* cut;              // [2] out: number of tiles; blocks of 8 rows in the largest
 };
 
+constexpr int kTileSizes = kTileRows / kLeastTileRows;
+
 struct RowTilesShared {
   int warp_sums[kScanThreads / 32];
-  int total;
-  int segments[];  // [items]: rows of each segment
+  int total;             // rows of segments that may become tiles
+  int tiles[kTileSizes]; // made of them, in tiles of up to kLeastTileRows, twice that ...
+  int segments[];        // [items]: rows of each segment
 };
 
-// Rows of a tile: few enough for every cluster to get some, a multiple of 8.
-__device__ __forceinline__ int tile_rows(int rows, int clusters) {
-  const int even = (rows / clusters + 7) / 8 * 8;
-  return min(max(even, kLeastTileRows), kTileRows);
+// Rows of a tile: the fewest that leave no cluster more than one, for tiles of a cluster wait for
+// each other.
+__device__ __forceinline__ int tile_rows(const RowTilesShared& sm, int clusters) {
+  int size = 0;
+  while (size < kTileSizes - 1 && sm.tiles[size] > clusters) ++size;
+  return (size + 1) * kLeastTileRows;
 }
 
 __global__ void __launch_bounds__(kScanThreads) row_tiles_kernel(const RowTilesArgs p) {
@@ -51,7 +56,7 @@ __global__ void __launch_bounds__(kScanThreads) row_tiles_kernel(const RowTilesA
   for (int i = begin; i < end; ++i) count += begins(i, item(i));
   const int first = cta_scan(count, sm.warp_sums, 0, plus, &segments) - 1;  // of the item before mine
   for (int s = tid; s < segments; s += kScanThreads) sm.segments[s] = 0;
-  if (tid == 0) sm.total = 0;
+  if (tid <= kTileSizes) (tid < kTileSizes ? sm.tiles[tid] : sm.total) = 0;
   __syncthreads();
   for (int i = begin, s = first; i < end; ++i) {
     const Item it = item(i);
@@ -59,11 +64,15 @@ __global__ void __launch_bounds__(kScanThreads) row_tiles_kernel(const RowTilesA
     atomicAdd(&sm.segments[s], it.num_rows);
   }
   __syncthreads();
-  for (int s = tid; s < segments; s += kScanThreads)
-    if (sm.segments[s] >= p.least_rows) atomicAdd(&sm.total, sm.segments[s]);
+  for (int s = tid; s < segments; s += kScanThreads) {
+    const int rows = sm.segments[s];
+    if (rows < p.least_rows) continue;
+    atomicAdd(&sm.total, rows);
+    for (int i = 0; i < kTileSizes; ++i) atomicAdd(&sm.tiles[i], (rows - 1) / ((i + 1) * kLeastTileRows) + 1);
+  }
   __syncthreads();
   const bool pays = sm.total >= p.least_total;
-  const int most = tile_rows(sm.total, p.clusters);
+  const int most = tile_rows(sm, p.clusters);
   auto tiled = [&](int s) { return pays && sm.segments[s] >= p.least_rows; };
   auto tiles_of = [&](int s) { return (sm.segments[s] + most - 1) / most; };
   int kept = 0, made = 0, total;

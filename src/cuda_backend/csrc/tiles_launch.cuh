@@ -11,26 +11,31 @@ inline cudaError_t count_sms(int* sms) {
   return e == cudaSuccess ? cudaDeviceGetAttribute(sms, cudaDevAttrMultiProcessorCount, device) : e;
 }
 
+using ShrinkMemory = ShrinkShared<2, 4>;
+constexpr auto kShrinkKernel = shrink_tiles_kernel<ShrinkMemory>;
+static_assert(sizeof(ShrinkMemory) <= 227 * 1024, "a CTA must fit an SM");
+
+inline cudaError_t allow_shrink_memory() {
+  return cudaFuncSetAttribute(kShrinkKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(ShrinkMemory));
+}
+inline int shrink_ctas(int sms) { return max(sms / kCluster, 1) * kCluster; }
+
 inline cudaError_t launch_row_tiles(RowTilesArgs args, cudaStream_t stream) {
   int sms = 0;
   cudaError_t e = count_sms(&sms);
+  if (e == cudaSuccess) e = allow_shrink_memory();
+  if (e == cudaSuccess) e = count_clusters(&args.clusters, kShrinkKernel, shrink_ctas(sms), kShrinkThreads, sizeof(ShrinkMemory));
   const int bytes = static_cast<int>(sizeof(RowTilesShared)) + args.rows * 4;
   if (e == cudaSuccess) e = cudaFuncSetAttribute(row_tiles_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (e != cudaSuccess) return e;
-  args.clusters = max(sms / kCluster, 1);
   row_tiles_kernel<<<1, kScanThreads, bytes, stream>>>(args);
   return cudaGetLastError();
 }
 
-template <int BLOCKS, int STAGES>
-cudaError_t launch_shrink_tiles(const TileArgs& args, int sms, cudaStream_t stream) {
-  constexpr int bytes = sizeof(ShrinkShared<BLOCKS, STAGES>);
-  static_assert(bytes <= 227 * 1024, "a CTA must fit an SM");
-  const auto kernel = shrink_tiles_kernel<BLOCKS, STAGES>;
-  const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+inline cudaError_t launch_shrink_tiles(const TileArgs& args, int sms, cudaStream_t stream) {
+  const cudaError_t e = allow_shrink_memory();
   if (e != cudaSuccess) return e;
-  const int ctas = (sms + kCluster - 1) / kCluster * kCluster;
-  kernel<<<ctas, kShrinkThreads, bytes, stream>>>(args);
+  kShrinkKernel<<<shrink_ctas(sms), kShrinkThreads, sizeof(ShrinkMemory), stream>>>(args);
   return cudaGetLastError();
 }
 
@@ -54,7 +59,7 @@ inline cudaError_t launch_expand_tiles(const TileArgs& args, int sms, cudaStream
 cudaError_t launch_tiles(TileArgs args, bool shrink, bool expand, cudaStream_t stream) {
   int sms = 0;
   cudaError_t e = count_sms(&sms);
-  if (e == cudaSuccess && shrink) e = launch_shrink_tiles<2, 4>(args, sms, stream);
+  if (e == cudaSuccess && shrink) e = launch_shrink_tiles(args, sms, stream);
   args.behind = shrink;
   if (e == cudaSuccess && expand) e = launch_expand_tiles(args, sms, stream);
   return e;

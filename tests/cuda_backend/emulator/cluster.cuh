@@ -28,4 +28,8 @@ inline void cluster_box_copy(uint32_t dst, const CUtensorMap* map, int row, int 
   for (int cta = 0; cta < 16; ++cta)
     if (ctas >> cta & 1) in_cta(cta, [&](int64_t by) { box_copy(dst, map, row, block, moved(bar, by)); });
 }
+template <class Kernel> cudaError_t count_clusters(int* clusters, Kernel, int, int, int) {
+  return *clusters = 2, cudaSuccess;
+}
+
 }  // namespace lora_jax
