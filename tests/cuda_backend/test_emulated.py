@@ -189,11 +189,9 @@ def test_tiles_have_the_bits_of_items(library, rows, d_out, d_in, ranks, total):
     pools = [copied(a) for a in (case.x, case.a_pool, case.b_pool, case.entries, case.scaling)]
     owners, which, left = copied(case.row_to_slot), np.zeros(rows, np.int32), np.zeros(1, np.int32)
     want, got = copied(case.y), copied(case.y)
-    pool_rows = (len(case.a_pool), len(case.b_pool))
+    sizes = (1, rows, d_out, d_in, len(case.a_pool), len(case.b_pool), slots, max_rank, 8)
     library.emulate(1, rows)
-    call(
-        library.lora, want, *pools, owners, which, rows, d_out, d_in, *pool_rows, slots, max_rank, 8
-    )
+    call(library.lora, want, *pools, owners, which, *sizes)
     sizes = (rows, d_out, d_in, len(case.a_pool), slots, max_rank, 8, total)
     library.emulate(2, rows)
     call(library.lora_tiles, got, *pools, owners, which, *sizes, left)
