@@ -233,14 +233,16 @@ struct Columns {
   uint32_t a[STEPS][4][4];
 
   // Only reads; `settle` waits for what comes and pairs neighbouring rows.
-  __device__ __forceinline__ void fetch(const __nv_bfloat16* b, int64_t d_out, int rank) {
-    const int q = threadIdx.x & 3;
+  __device__ __forceinline__ void fetch(const __nv_bfloat16* b, int d_out, int rank) {
+    int k = (threadIdx.x & 3) * 2;
+    b += static_cast<int64_t>(k) * d_out;
 #pragma unroll
-    for (int s = 0; s < STEPS; ++s)
+    for (int s = 0; s < STEPS; ++s, k += 16, b += static_cast<int64_t>(d_out) * 16)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int k = s * 16 + q * 2 + i % 2 + i / 2 * 8;
-        const uint4 w = k < rank ? __ldg(reinterpret_cast<const uint4*>(b + k * d_out)) : make_uint4(0, 0, 0, 0);
+        const int row = i % 2 + i / 2 * 8;
+        const auto* from = reinterpret_cast<const uint4*>(b + static_cast<int64_t>(row) * d_out);
+        const uint4 w = k + row < rank ? __ldg(from) : make_uint4(0, 0, 0, 0);
         a[s][0][i] = w.x, a[s][1][i] = w.y, a[s][2][i] = w.z, a[s][3][i] = w.w;
       }
   }
@@ -257,57 +259,54 @@ struct Columns {
   }
 };
 
-// Sums of 8 rows x 64 columns: a lane has columns 8 * g + 2 * i and the next, of rows 2 * q and the next.
+// Adds h B to 8 rows x 64 columns of y: a lane has 8 columns from 8 * g on, of rows 2 * q and the next.
 template <int STEPS>
-__device__ __forceinline__ void multiply_rows(const Columns<STEPS>& columns, uint32_t h, float (&acc)[4][4]) {
+__device__ __forceinline__ void update_rows(const Columns<STEPS>& columns, uint32_t h, uint4 (&y)[2]) {
+  uint32_t v[STEPS / 2][4];
 #pragma unroll
-  for (int s = 0; s < STEPS; s += 2) {
-    uint32_t v[4];
-    ldmatrix(v, h + s * 32);
+  for (int s = 0; s < STEPS / 2; ++s) ldmatrix(v[s], h + s * 64);
+  auto two_columns = [&](int i, uint32_t& first, uint32_t& second) {
+    float acc[4] = {};
 #pragma unroll
-    for (int e = 0; e < 2; ++e)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint32_t(&a)[4] = columns.a[s + e][i];
-        mma_bf16(acc[i], a[0], a[1], a[2], a[3], v[e * 2], v[e * 2 + 1]);
-      }
-  }
+    for (int s = 0; s < STEPS; ++s) {
+      const uint32_t(&a)[4] = columns.a[s][i];
+      mma_bf16(acc, a[0], a[1], a[2], a[3], v[s / 2][s % 2 * 2], v[s / 2][s % 2 * 2 + 1]);
+    }
+    first = add_bf16x2(first, acc[0], acc[2]), second = add_bf16x2(second, acc[1], acc[3]);
+  };
+  two_columns(0, y[0].x, y[1].x);
+  two_columns(1, y[0].y, y[1].y);
+  two_columns(2, y[0].z, y[1].z);
+  two_columns(3, y[0].w, y[1].w);
 }
 
 // Some of a CTA's work: rows [begin, end) of a tile, for 512 columns.
 struct Piece {
   Item tile;
-  int begin, end, column;
+  int begin, end;
 };
 
 // The CTA's run of units (512 columns, tile, 8 rows), one piece after the other; equal runs balance.
 // Holds next to nothing, for registers are short: pieces are looked up anew.
 struct Run {
-  int unit, last;
+  int left, column, tile, block;  // units to do; where the next one is
 
   __device__ explicit Run(const TileArgs& p) {
-    const int64_t groups = (p.d_out + kColumnGroup - 1) / kColumnGroup, total = groups * p.cut[0] * p.cut[1];
-    unit = static_cast<int>(total * blockIdx.x / gridDim.x);
-    last = static_cast<int>(total * (blockIdx.x + 1) / gridDim.x);
+    const int tiles = p.cut[0], tile_blocks = p.cut[1], units = (p.d_out + kColumnGroup - 1) / kColumnGroup * tiles;
+    const int64_t total = static_cast<int64_t>(units) * tile_blocks;
+    const int first = static_cast<int>(total * blockIdx.x / gridDim.x);
+    left = static_cast<int>(total * (blockIdx.x + 1) / gridDim.x) - first;
+    if (left == 0) return;
+    block = first % tile_blocks, tile = first / tile_blocks % tiles;
+    column = first / tile_blocks / tiles * kColumnGroup;
   }
   __device__ __forceinline__ Piece piece(const TileArgs& p) const {
-    const int tiles = __ldg(p.cut), tile_blocks = __ldg(p.cut + 1), tile = unit / tile_blocks;
-    Piece w{load_tile(p, tile % tiles)};
-    w.column = tile / tiles * kColumnGroup;
-    w.begin = unit % tile_blocks * 8, w.end = min(min(tile_blocks, unit % tile_blocks + last - unit) * 8, w.tile.num_rows);
-    return w;
-  }
-  // Moves on to the first piece from here that has rows, if there is one.
-  __device__ __forceinline__ void settle(const TileArgs& p) {
-    while (unit < last) {
-      const Piece w = piece(p);
-      if (w.begin < w.end) return;
-      skip(p);
-    }
+    const Item t = load_tile(p, tile);
+    return Piece{t, block * 8, min(min(block + left, __ldg(p.cut + 1)) * 8, t.num_rows)};
   }
   __device__ __forceinline__ void skip(const TileArgs& p) {
-    const int tile_blocks = __ldg(p.cut + 1);
-    unit = min(last, (unit / tile_blocks + 1) * tile_blocks);
+    left = max(left - (__ldg(p.cut + 1) - block), 0), block = 0;
+    if (++tile == __ldg(p.cut)) tile = 0, column += kColumnGroup;
   }
 };
 
@@ -315,6 +314,7 @@ template <int STEPS>
 __device__ __forceinline__ void load_h(const TileArgs& p, int begin, int rows, int rank, ExpandShared<STEPS>& sm) {
   const uint32_t base = smem_u32(sm.h);
   const int groups = (rank + 7) / 8;
+#pragma unroll 1
   for (int i = threadIdx.x; i < rows * STEPS * 2; i += kTileThreads) {
     const int n = i / (STEPS * 2), c = i % (STEPS * 2);  // past the rank: zeros
     const __nv_bfloat16* from = p.h + static_cast<int64_t>(begin + n) * p.h_stride;
@@ -348,17 +348,10 @@ __device__ __forceinline__ void expand_rows(const TileArgs& p, int rows, int col
     for (int d = 0; d < AHEAD; ++d) {
       const int n = n0 + d * 8;
       if (n >= rows) break;
-      float acc[4][4] = {};
-      multiply_rows<STEPS>(columns, h + n * ExpandShared<STEPS>::kStride, acc);
+      update_rows<STEPS>(columns, h + n * ExpandShared<STEPS>::kStride, ahead[d]);
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        uint4 o = ahead[d][e];
-        o.x = add_bf16x2(o.x, acc[0][e], acc[0][e + 2]);
-        o.y = add_bf16x2(o.y, acc[1][e], acc[1][e + 2]);
-        o.z = add_bf16x2(o.z, acc[2][e], acc[2][e + 2]);
-        o.w = add_bf16x2(o.w, acc[3][e], acc[3][e + 2]);
-        if (n + q * 2 + e < rows) __stcs(at(n + q * 2 + e), o);
-      }
+      for (int e = 0; e < 2; ++e)
+        if (n + q * 2 + e < rows) __stcs(at(n + q * 2 + e), ahead[d][e]);
       fetch(n + AHEAD * 8, ahead[d]);
     }
   }
@@ -373,16 +366,21 @@ __global__ void __launch_bounds__(kTileThreads, CTAS) expand_tiles_kernel(const 
   Run run(p);
   int row = 0;  // that this thread will tell the others
   auto look_ahead = [&] {
-    run.settle(p);
-    if (run.unit >= run.last) return;
+    if (run.left == 0) return;
     const Piece w = run.piece(p);
     if (w.begin + threadIdx.x < w.end) row = __ldg(p.row_order + w.tile.row_begin + w.begin + threadIdx.x);
   };
-  for (look_ahead(); run.unit < run.last;) {
+  for (look_ahead(); run.left > 0;) {
     const Piece w = run.piece(p);
-    const int column = w.column + (threadIdx.x >> 5) * 64, rows = w.end - w.begin, begin = w.tile.row_begin + w.begin;
+    const int column = run.column + (threadIdx.x >> 5) * 64, rows = w.end - w.begin, begin = w.tile.row_begin + w.begin;
     const int* entry = p.entries + w.tile.slot * 5;
     const int rank = min(__ldg(entry + 2), p.max_rank);
+    if (rows <= 0 || rank == 0) {  // smaller than the largest tile
+      run.skip(p);
+      look_ahead();
+      have_columns = false;
+      continue;
+    }
     __syncthreads();  // the last piece's rows are done with
     if (threadIdx.x < rows) sm.rows[threadIdx.x] = row;
     if (h_ready) load_h(p, begin, rows, rank, sm);
@@ -392,13 +390,14 @@ __global__ void __launch_bounds__(kTileThreads, CTAS) expand_tiles_kernel(const 
       columns.fetch(p.b_pool + weight_row * p.d_out + column + (threadIdx.x & 31) / 4 * 8, p.d_out, rank);
     }
     __syncthreads();
-    expand_rows<STEPS, AHEAD>(p, rank > 0 ? rows : 0, column, columns, sm, [&] {
+    expand_rows<STEPS, AHEAD>(p, rows, column, columns, sm, [&] {
       if (fresh) columns.settle();
+      const int columns_before = run.column;
       run.skip(p);
       look_ahead();
-      if (run.unit < run.last) {
-        const Piece next = run.piece(p);
-        have_columns = next.tile.slot == w.tile.slot && next.tile.expert == w.tile.expert && next.column == w.column;
+      if (run.left > 0) {
+        const Item next = load_tile(p, run.tile);
+        have_columns = next.slot == w.tile.slot && next.expert == w.tile.expert && run.column == columns_before;
       }
       if (!h_ready) wait_for_previous(), load_h(p, begin, rows, rank, sm);
       h_ready = true;
