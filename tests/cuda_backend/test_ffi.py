@@ -16,6 +16,9 @@ needs_nvcc = pytest.mark.skipif(ffi.find_compiler() is None, reason="no nvcc on 
 MOST_REGISTERS = {
     "pair_kernel": 128,  # 2 CTAs of 256 threads
     "metadata_kernel": 64,  # 1 CTA of 1024
+    "row_tiles_kernel": 64,
+    "shrink_tiles_kernel": 255,  # 1 CTA of 256
+    "expand_tiles_kernel": 255,  # 1 CTA of 256
     "merge_kernel": 255,  # 1 CTA of 256
     "attention_kernel": 168,  # 1 CTA of 288
     "combine_kernel": 64,
