@@ -1,7 +1,8 @@
 """LoRA of one whole layer of experts: gate, up and down of every (token, expert) row.
 
-The time holds the list of rows and all three pairs; rows come sorted by expert, as the base's
-grouped matmul leaves them. The floor counts each weight of each (adapter, expert) pair once.
+The time holds the list of rows, gate and up in one launch as the model has them, and down; rows
+come sorted by expert, as the base's grouped matmul leaves them. The floor counts each weight of
+each (adapter, expert) pair once.
 """
 
 import dataclasses
@@ -14,10 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.kernels.timing import random, repeats_for, time_us
-from cuda_backend.lora_gemm import lora_gemm
+from cuda_backend.lora_gemm import lora_gemms
 from lora_jax.ops.cases import MODELS, popular
 
 SETS = 2
+SIDES = {"in": ("gate", "up"), "out": ("down",)}  # of the experts: maps of one x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,28 +51,34 @@ def make_set(point: Point, seed: int) -> dict:
     entries[:, 2:] = point.rank
     pool, rows = point.adapters * experts * point.rank, point.tokens * k
     wide, hidden = shape.intermediate, shape.hidden
-    sizes = {"gate": (hidden, wide), "up": (hidden, wide), "down": (wide, hidden)}
+    behind = np.array([pool, pool, 0, 0, 0], np.int32)  # up lies behind gate in their pools
     arrays = {
-        "entries": jnp.asarray(entries),
+        "entries": {name: jnp.asarray(entries) for name in ("gate", "down")}
+        | {"up": jnp.asarray(entries + behind)},
         "scaling": jnp.full((point.adapters,), 0.5, jnp.float32),
         "row_to_slot": jnp.asarray(np.repeat(owners, k)[order]),
         "row_to_expert": jnp.asarray(chosen.reshape(-1)[order].astype(np.int32)),
     }
-    for i, (name, (d_in, d_out)) in enumerate(sizes.items()):
+    widths = {"in": (hidden, wide, 2 * pool), "out": (wide, hidden, pool)}
+    for i, (side, (d_in, d_out, pool_rows)) in enumerate(widths.items()):
         key = 100 * seed + 10 * i
-        arrays[f"{name}_x"] = random(key, (rows, d_in))
-        arrays[f"{name}_a"] = random(key + 1, (pool, d_in), d_in**-0.5)
-        arrays[f"{name}_b"] = random(key + 2, (pool, d_out), point.rank**-0.5)
+        arrays[side] = {
+            "x": random(key, (rows, d_in)),
+            "a": random(key + 1, (pool_rows, d_in), d_in**-0.5),
+            "b": random(key + 2, (pool_rows, d_out), point.rank**-0.5),
+        }
     return arrays
 
 
 def apply(rank: int, ys: dict, s: dict, row_to_slot: jax.Array) -> dict:
     """Return each y plus its rows' adapters."""
-    owners = (s["entries"], s["scaling"], row_to_slot, s["row_to_expert"])
-    return {
-        name: lora_gemm(y, s[f"{name}_x"], s[f"{name}_a"], s[f"{name}_b"], *owners, rank)
-        for name, y in ys.items()
-    }
+    new = {}
+    for side, names in SIDES.items():
+        modules = [(ys[name], s["entries"][name], s["scaling"]) for name in names]
+        pools = (s[side]["x"], s[side]["a"], s[side]["b"])
+        outs = lora_gemms(modules, *pools, row_to_slot, s["row_to_expert"], rank)
+        new |= dict(zip(names, outs, strict=True))
+    return new
 
 
 def error(rank: int, ys: dict, s: dict) -> float:
@@ -78,11 +86,11 @@ def error(rank: int, ys: dict, s: dict) -> float:
     got = jax.jit(functools.partial(apply, rank))(ys, s, s["row_to_slot"])
     slots, experts = np.asarray(s["row_to_slot"]), np.asarray(s["row_to_expert"])
     worst = 0.0
-    for name, y in ys.items():
+    for side, name in ((side, name) for side, names in SIDES.items() for name in names):
         for row in np.linspace(0, len(slots) - 1, 5).astype(int):
-            start = int(s["entries"][slots[row], 0]) + experts[row] * rank
-            a, b = (np.asarray(s[f"{name}_{m}"][start : start + rank], np.float64) for m in "ab")
-            x, old = (np.asarray(v[row], np.float64) for v in (s[f"{name}_x"], y))
+            start = int(s["entries"][name][slots[row], 0]) + experts[row] * rank
+            a, b = (np.asarray(s[side][m][start : start + rank], np.float64) for m in "ab")
+            x, old = (np.asarray(v[row], np.float64) for v in (s[side]["x"], ys[name]))
             want = old + 0.5 * (a @ x) @ b
             mine = np.asarray(got[name][row], np.float64)
             worst = max(worst, float(np.linalg.norm(mine - want) / np.linalg.norm(want)))
