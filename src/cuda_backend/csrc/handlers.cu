@@ -65,6 +65,7 @@ cudaError_t output_args(PairArgs* args, int m, cudaStream_t stream, BF16& y, ffi
 // where rows of tiles have theirs.
 cudaError_t launch_all(const PairArgs& args, S32& tiles, S32& cut, const BF16* b_pool, __nv_bfloat16* h,
                        cudaStream_t stream) {
+  static_assert(kNarrow == 1, "the tile kernels copy boxes of 128 columns");
   Branches branches(stream);
   cudaError_t e = launch_pair(args, stream);
   if (tiles.element_count() == 0) return e;
@@ -72,7 +73,7 @@ cudaError_t launch_all(const PairArgs& args, S32& tiles, S32& cut, const BF16* b
   for (int m = 0; m < args.num_modules && e == cudaSuccess; ++m) {
     const Module& module = args.modules[m];
     TileArgs t{};
-    t.a_map = args.a_map, t.tiles = reinterpret_cast<const Item*>(tiles.typed_data()), t.cut = cut.typed_data();
+    t.a_map = args.maps[0][0], t.tiles = reinterpret_cast<const Item*>(tiles.typed_data()), t.cut = cut.typed_data();
     t.most_tiles = static_cast<int>(tiles.dimensions()[0]), t.row_order = args.row_order;
     t.entries = module.entries, t.scaling = module.scaling, t.x = args.x, t.y = module.y, t.h = h;
     t.b_pool = b_pool ? data(*b_pool) : nullptr, t.d_in = args.d_in, t.d_out = args.d_out;

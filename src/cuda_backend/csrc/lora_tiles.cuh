@@ -21,6 +21,7 @@ constexpr int kCtaRows = 40;     // of a tile, at most; every kCluster-th row is
 constexpr int kTileRows = kCluster * kCtaRows, kLeastTileRows = 32;  // of a tile, unless its segment has fewer
 constexpr int kParts = 4;        // of a sum over k, a warp each
 constexpr int kPassRanks = 64;   // rank rows that a shrink takes at once
+constexpr int kWeightBox = 8 * 128 * 2;  // bytes that one copy brings of A
 static_assert(kParts == kConsumers, "sums must have the order of pair_kernel");
 
 __device__ __forceinline__ Item load_tile(const TileArgs& p, int tile) {
@@ -37,7 +38,7 @@ constexpr int kShrinkBlocks = kCtaRows / 8, kShrinkRanks16 = kPassRanks / 16;
 template <int BLOCKS, int STAGES>
 struct ShrinkShared {
   static constexpr int kStages = STAGES, kColumns = BLOCKS * 128, kRowStride = kColumns * 2 + 16;
-  static constexpr int kRowsAt = BLOCKS * (kPassRanks / 8) * kBoxBytes;
+  static constexpr int kRowsAt = BLOCKS * (kPassRanks / 8) * kWeightBox;
   static constexpr int kStage = (kRowsAt + kCtaRows * kRowStride + 1023) / 1024 * 1024;
   static constexpr int kLd = kPassRanks + 1;  // floats of a row of sums
   static_assert(kParts * kCtaRows * kLd * 4 <= kStage, "all parts of the sums must fit a stage");
@@ -78,14 +79,14 @@ __device__ void copy_weights(const TileArgs& p, S& sm) {
   each_unit(p, [&](const ShrinkUnit& u) {
     const int groups = (u.ranks + 7) / 8;
     for (int k = 0; k < p.d_in; k += S::kColumns) {
-      mbar_wait(&sm.empty[ring.at], ring.phase ^ 1);
+      mbar_wait(&sm.empty[ring.at()], ring.phase() ^ 1);
       const int boxes = (min(S::kColumns, p.d_in - k) + 127) / 128 * groups;
-      if (lane == 0) mbar_expect(&sm.full[ring.at], boxes * kBoxBytes);
+      if (lane == 0) mbar_expect(&sm.full[ring.at()], boxes * kWeightBox);
       __syncwarp();
-      const uint32_t dst = smem_u32(sm.stages[ring.at]);
+      const uint32_t dst = smem_u32(sm.stages[ring.at()]);
       for (int i = lane * kCluster + cta; i < boxes; i += 32 * kCluster)
-        cluster_box_copy(dst + i * kBoxBytes, &p.a_map, u.weight_row + i % groups * 8, k / 64 + i / groups * 2,
-                         &sm.full[ring.at], (1 << kCluster) - 1);
+        cluster_box_copy(dst + i * kWeightBox, &p.a_map, u.weight_row + i % groups * 8, k / 64 + i / groups * 2,
+                         &sm.full[ring.at()], (1 << kCluster) - 1);
       ring.next();
     }
   });
@@ -101,12 +102,12 @@ __device__ void copy_rows(const TileArgs& p, S& sm) {
     if (n < u.rows) from += static_cast<int64_t>(__ldg(p.row_order + u.tile.row_begin + n * kCluster + cta)) * p.d_in;
     const int mine = (u.rows + kShrinkRowWarps - 1 - warp) / kShrinkRowWarps;
     for (int k = 0; k < p.d_in; k += S::kColumns) {
-      mbar_wait(&sm.empty[ring.at], ring.phase ^ 1);
+      mbar_wait(&sm.empty[ring.at()], ring.phase() ^ 1);
       const int bytes = min(S::kColumns, p.d_in - k) * 2;
-      if (lane == 0) mbar_expect(&sm.full[ring.at], mine * bytes);
+      if (lane == 0) mbar_expect(&sm.full[ring.at()], mine * bytes);
       __syncwarp();
-      const uint32_t to = smem_u32(sm.stages[ring.at]) + S::kRowsAt + n * S::kRowStride;
-      if (n < u.rows) bulk_copy(to, from + k, bytes, &sm.full[ring.at]);
+      const uint32_t to = smem_u32(sm.stages[ring.at()]) + S::kRowsAt + n * S::kRowStride;
+      if (n < u.rows) bulk_copy(to, from + k, bytes, &sm.full[ring.at()]);
       ring.next();
     }
   });
@@ -131,8 +132,8 @@ __device__ __forceinline__ void shrink_columns(const ShrinkUnit& u, uint32_t bas
 #pragma unroll
     for (int m = 0; m < kShrinkRanks16; ++m) {
       if (m * 2 >= groups) break;
-      const uint32_t at = weights + ((k >> 7) * groups + m * 2) * kBoxBytes;
-      const uint4 lo = lds128(at), hi = lds128(m * 2 + 1 < groups ? at + kBoxBytes : at);
+      const uint32_t at = weights + ((k >> 7) * groups + m * 2) * kWeightBox;
+      const uint4 lo = lds128(at), hi = lds128(m * 2 + 1 < groups ? at + kWeightBox : at);
 #pragma unroll
       for (int j = 0; j < kShrinkBlocks; ++j) {
         mma_bf16(acc[0][m][j], lo.x, hi.x, lo.y, hi.y, v[j].x, v[j].y);
@@ -180,17 +181,17 @@ __device__ void multiply(const TileArgs& p, S& sm) {
   Ring<S::kStages> ring;
   auto release = [&] {
     __syncwarp();
-    if (lane < kCluster) cluster_arrive(&sm.empty[ring.at], lane);
+    if (lane < kCluster) cluster_arrive(&sm.empty[ring.at()], lane);
     ring.next();
   };
   each_unit(p, [&](const ShrinkUnit& u) {
     float acc[2][kShrinkRanks16][kShrinkBlocks][4] = {};
     for (int k = 0; k < p.d_in; k += S::kColumns) {
-      mbar_wait(&sm.full[ring.at], ring.phase);
-      shrink_columns<S>(u, smem_u32(sm.stages[ring.at]), min(S::kColumns, p.d_in - k), acc);
+      mbar_wait(&sm.full[ring.at()], ring.phase());
+      shrink_columns<S>(u, smem_u32(sm.stages[ring.at()]), min(S::kColumns, p.d_in - k), acc);
       if (k + S::kColumns < p.d_in) release();
     }
-    finish_unit<S>(p, u, reinterpret_cast<float*>(sm.stages[ring.at]), acc);
+    finish_unit<S>(p, u, reinterpret_cast<float*>(sm.stages[ring.at()]), acc);
     release();
   });
 }
