@@ -32,7 +32,7 @@ def compile_library(folder: Path) -> ctypes.CDLL:
         for pattern, replacement in REWRITES:
             text = re.sub(pattern, replacement, text, flags=re.DOTALL)
         (folder / header.name).write_text(text)
-    for file in ("ptx.cuh", "tensor_map.cuh", "drivers.cc"):
+    for file in ("ptx.cuh", "tensor_map.cuh", "cluster.cuh", "drivers.cc"):
         shutil.copy(EMULATOR / file, folder)
     library = folder / "emulated.so"
     command = ["g++", "-std=c++20", "-O2", "-w", "-shared", "-fPIC", f"-I{EMULATOR / 'include'}"]

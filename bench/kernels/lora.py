@@ -133,8 +133,7 @@ def shrink(s: Inputs) -> jax.Array:
     """Return what lora_shrink does; the side effect keeps XLA from sharing equal calls."""
     shape = jax.ShapeDtypeStruct(s.h.shape, s.h.dtype)
     call = jax.ffi.ffi_call("lora_jax_cuda_lora_shrink", shape, has_side_effect=True)
-    i = s.items
-    return call(s.x, s.a_pool, s.entries, s.scaling, i.order, i.items, i.num_items)
+    return call(s.x, s.a_pool, s.entries, s.scaling, *s.items.arrays)
 
 
 def bytes_moved(point: Point, distinct: float) -> float:

@@ -27,6 +27,7 @@ TARGETS = (
     "lora_jax_cuda_lora_gemm",
     "lora_jax_cuda_lora_shrink",
     "lora_jax_cuda_lora_expand",
+    "lora_jax_cuda_row_tiles",
     "lora_jax_cuda_merge",
     "lora_jax_cuda_attention_units",
     "lora_jax_cuda_paged_attention",

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cuda_backend import ffi
+from cuda_backend import ffi, lora_tiles
 from lora_jax.ops.adapter_items import AdapterItems
 from lora_jax.typing import Array, Float, Int
 
@@ -29,11 +29,17 @@ Module = tuple[Array, Array, Array]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowItems:
-    """Rows sorted by slot and cut into items: what the kernels work through."""
+    """Rows sorted by slot and cut into items and tiles: what the kernels work through."""
 
     order: Int[Array, "rows"]  # sorted place -> row
     items: Int[Array, "rows 4"]  # slot, expert, first place, number of rows
     num_items: Int[Array, "1"]
+    tiles: lora_tiles.Tiles = dataclasses.field(default_factory=lora_tiles.no_tiles)
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """What the kernels take of it."""
+        return self.order, self.items, self.num_items, self.tiles.tiles, self.tiles.cut
 
 
 def check_support(
@@ -71,7 +77,10 @@ def row_items(
     shapes = [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((rows,), (rows, 4), (1,))]
     call = jax.ffi.ffi_call("lora_jax_cuda_row_items", shapes)
     attributes = {"slots": np.int64(num_slots), "item_rows": np.int64(item_rows)}
-    return RowItems(*call(row_to_slot, row_to_expert, **attributes))
+    order, items, num_items = call(row_to_slot, row_to_expert, **attributes)
+    if rows < lora_tiles.FEWEST_ROWS:
+        return RowItems(order, items, num_items)
+    return RowItems(order, *lora_tiles.row_tiles(items, num_items))
 
 
 def lora_gemm(
@@ -138,13 +147,13 @@ def lora_pairs(
     if not 1 <= len(modules) <= MAX_MODULES:
         raise ValueError(f"a launch takes 1 to {MAX_MODULES} modules, not {len(modules)}")
     ranks, count = _h_shape(x.shape[0], max_rank), len(modules)
-    work = jax.ShapeDtypeStruct((count * math.prod(ranks.shape) // 2 + 1,), jnp.int32)
+    copies = count + (len(items.tiles.tiles) > 0)  # of h; modules take turns with that of tiles
+    work = jax.ShapeDtypeStruct((copies * math.prod(ranks.shape) // 2 + 1,), jnp.int32)
     shapes = [work, *(jax.ShapeDtypeStruct(y.shape, y.dtype) for y, _, _ in modules)]
-    aliases = {6 + 3 * m: 1 + m for m in range(count)}
+    aliases = {8 + 3 * m: 1 + m for m in range(count)}
     call = jax.ffi.ffi_call("lora_jax_cuda_lora_gemm", shapes, input_output_aliases=aliases)
-    shared = (x, a_pool, b_pool, items.order, items.items, items.num_items)
     own = (v for m in modules for v in m)
-    return call(*shared, *own, max_rank=np.int64(max_rank))[1:]
+    return call(x, a_pool, b_pool, *items.arrays, *own, max_rank=np.int64(max_rank))[1:]
 
 
 def lora_shrink(
@@ -160,7 +169,7 @@ def lora_shrink(
     What lies beyond that, or in rows of no item, is undefined.
     """
     call = jax.ffi.ffi_call("lora_jax_cuda_lora_shrink", _h_shape(x.shape[0], max_rank))
-    return call(x, a_pool, entries, scaling, items.order, items.items, items.num_items)
+    return call(x, a_pool, entries, scaling, *items.arrays)
 
 
 def lora_expand(
@@ -174,7 +183,7 @@ def lora_expand(
     """y[order[i]] + sum_j h[i, j] B[j] for h as lora_shrink gives it."""
     shapes = [jax.ShapeDtypeStruct(y.shape, y.dtype), jax.ShapeDtypeStruct((1,), jnp.int32)]
     call = jax.ffi.ffi_call("lora_jax_cuda_lora_expand", shapes, input_output_aliases={0: 0})
-    return call(y, h, b_pool, entries, scaling, items.order, items.items, items.num_items)[0]
+    return call(y, h, b_pool, entries, scaling, *items.arrays)[0]
 
 
 def _h_shape(rows: int, max_rank: int) -> jax.ShapeDtypeStruct:

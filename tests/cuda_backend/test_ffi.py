@@ -17,6 +17,9 @@ MOST_REGISTERS = {
     "pair_kernel": 128,  # 2 CTAs of 256 threads
     "metadata_kernel": 64,  # 1 CTA of 1024
     "merge_kernel": 240,  # 1 CTA of 160 threads at ranks over 64
+    "row_tiles_kernel": 64,
+    "shrink_tiles_kernel": 255,  # 1 CTA of 256
+    "expand_tiles_kernel": 255,  # 1 CTA of 256
     "attention_kernel": 168,  # 1 CTA of 288
     "combine_kernel": 64,
     "count_rows_kernel": 64,

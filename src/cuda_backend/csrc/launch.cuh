@@ -2,6 +2,7 @@
 // it may run while a stream is being captured.
 #pragma once
 #include "lora_gemm.cuh"
+#include "launch_early.cuh"
 #include "row_metadata.cuh"
 #include "swizzled_map.cuh"
 
@@ -35,17 +36,6 @@ inline cudaError_t launch_metadata(const MetadataArgs& args, cudaStream_t stream
 __global__ void fill_kernel(int* words, int count) {
   let_next_begin();
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) words[i] = -1;
-}
-
-// Launches a kernel that may begin while the one before it runs, and waits for it where it has to.
-template <class Args>
-cudaError_t launch_early(void (*kernel)(Args), int ctas, int threads, int shared, cudaStream_t stream,
-                         const Args& args) {
-  cudaLaunchAttribute early[1];
-  early[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early[0].val.programmaticStreamSerializationAllowed = 1;
-  const cudaLaunchConfig_t config{dim3(ctas), dim3(threads), static_cast<size_t>(shared), stream, early, 1};
-  return cudaLaunchKernelEx(&config, kernel, args);
 }
 
 template <int NS, int STAGE, int RANKS>

@@ -4,6 +4,7 @@
 #include "launch.cuh"
 #include "merge.cuh"
 #include "reroute.cuh"
+#include "tiles_launch.cuh"
 
 using namespace lora_jax;
 using Bf16 = __nv_bfloat16;
@@ -88,6 +89,29 @@ int lora(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, const i
   cudaError_t e = pool_maps(&p, 0, a_pool, a_rows, d_in, kWideA);
   if (e == cudaSuccess) e = pool_maps(&p, 1, b_pool, b_rows, d_out, kWideB);
   return e == cudaSuccess ? launch_pair(p, nullptr) : e;
+}
+
+// Segments of `least_rows` rows become tiles; how many rows stay in items comes back in `left`.
+int lora_tiles(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, const int* entries, const float* scaling,
+               const int* row_to_slot, const int* row_to_expert, int rows, int d_out, int d_in, int a_rows, int slots,
+               int max_rank, int least_rows, int least_total, int* left) {
+  std::vector<int> order(rows), cut(2, -1);
+  std::vector<Item> items(rows), small(rows), tiles(rows);
+  int num_items = -1, num_small = -1;
+  launch_metadata(MetadataArgs{row_to_slot, row_to_expert, rows, slots, 8, order.data(), items.data(), &num_items}, nullptr);
+  launch_row_tiles(RowTilesArgs{items.data(), &num_items, rows, least_rows, least_total, 0, small.data(), &num_small,
+                                tiles.data(), cut.data()},
+                   nullptr);
+  *left = 0;
+  for (int i = 0; i < num_small; ++i) *left += small[i].num_rows;
+  const int h_stride = (max_rank + 7) / 8 * 8 + 8;
+  std::vector<Bf16> h(static_cast<size_t>(rows) * h_stride, Bf16{0xffff});
+  TileArgs p{};
+  p.tiles = tiles.data(), p.cut = cut.data(), p.most_tiles = rows, p.row_order = order.data(), p.entries = entries;
+  p.scaling = scaling, p.x = x, p.b_pool = b_pool, p.y = y, p.h = h.data(), p.d_in = d_in, p.d_out = d_out;
+  p.h_stride = h_stride, p.max_rank = h_stride - 8;
+  const cudaError_t e = pool_map(&p.a_map, a_pool, a_rows, d_in, kNarrow);
+  return e == cudaSuccess ? launch_tiles(p, true, true, nullptr) : e;
 }
 
 }  // extern "C"

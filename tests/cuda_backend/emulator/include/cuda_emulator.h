@@ -23,6 +23,7 @@
 #define __grid_constant__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __align__(n) __attribute__((aligned(n)))
 
 struct uint4 { uint32_t x, y, z, w; };
@@ -125,6 +126,8 @@ struct Fiber {
 struct Machine {
   Dim grid{1, 1, 1}, block_dim{1, 1, 1};
   Fiber* current = nullptr;
+  std::vector<Block*> together;  // the CTAs that run side by side
+  Rendezvous cluster;            // of all their threads
   ucontext_t scheduler;
   std::vector<std::function<void()>> copies;  // asynchronous ones on their way
   uint64_t progress = 0;
@@ -233,6 +236,8 @@ inline void run_blocks(unsigned first, unsigned last, unsigned threads, size_t s
       makecontext(&f.context, reinterpret_cast<void (*)()>(enter), 0);
     }
   }
+  machine.together.clear(), machine.cluster = {};
+  for (auto& block : blocks) machine.together.push_back(block.get());
   size_t alive = fibers.size();
   uint64_t seen = ~0ull;
   for (int idle = 0; alive;) {
