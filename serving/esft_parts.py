@@ -8,20 +8,22 @@ import time
 
 import jax
 import numpy as np
+from flax import nnx
 
 from lora_jax.adapters.expert_residency import ExpertAllocator, ExpertSizes
+from lora_jax.adapters.weights import PROJECTIONS
 from lora_jax.config import ModelConfig
-from lora_jax.memory.host import HostMemory
 from lora_jax.memory.platforms import for_platform
 from lora_jax.memory.virtual import AbstractVirtualMemory, OutOfPages
 from lora_jax.nn.decoder import AbstractCausalLM
-from lora_jax.nn.expert_tensors import ExpertTensors
+from lora_jax.nn.expert_tensors import ExpertTensors, expert_blocks
 from serving.config import EngineConfig
 from serving.expert_loading import ExpertRoom, identity_tables
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_ADAPTERS = 16
+ADDRESS_SHARE = 0.75  # of what XLA may use, for weights and addresses; the rest is for KV pages
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,9 +39,9 @@ def make_esft(
 ) -> EsftParts | None:
     """Move the model's experts into virtual tensors; None where ESFT is off.
 
-    It is off with max_esft_adapters 0, and by default for models that cannot and on accelerators,
-    where jax keeps the memory that the experts had. Raises ValueError when it was asked for and
-    cannot be, or when there is no memory for the experts.
+    It is off with max_esft_adapters 0, and by default for models that cannot and on accelerators
+    without memory for the experts beside what jax holds. Raises ValueError when it was asked for
+    and cannot be, and on a host without that memory.
     """
     memory = _memory_for(config, model_config)
     if memory is None:
@@ -47,24 +49,19 @@ def make_esft(
     start, moe = time.monotonic(), model_config.experts
     num_slots = config.max_esft_adapters or DEFAULT_ADAPTERS
     most = min(config.max_esft_experts, moe.num_experts)
-    if isinstance(memory, HostMemory):
-        _allow_many_files()
-    budget = config.esft_memory_bytes
-    try:
-        tensors = ExpertTensors(model, memory, extra=num_slots * most, extra_bytes=budget)
-    except OutOfPages as error:
-        raise ValueError(
-            f"no memory for the experts in pages of their own: {error}. max_esft_adapters 0 "
-            "leaves them where they are."
-        ) from error
-    sizes = ExpertSizes(tensors.layers, moe.num_experts, most, tensors.expert_bytes, budget)
+    extra, budget = _num_indices(model, num_slots, most), config.esft_memory_bytes
+    tensors = _move(config, model, memory, extra)
+    if tensors is None:
+        return None
+    sizes = ExpertSizes(tensors.layers, moe.num_experts, most, tensors.expert_bytes, budget, extra)
     pages = tensors.pages()
     logger.info(
-        "ESFT adapters: %d, of up to %d experts in each of %d layers; base experts in %d pages of "
-        "%d kB, moved in %.1f s.",
+        "ESFT adapters: %d, of up to %d experts in each of %d layers and %d of all in one; base "
+        "experts in %d pages of %d kB, moved in %.1f s.",
         num_slots,
         most,
         len(tensors.layers),
+        extra,
         pages.base_bytes // pages.page_bytes,
         pages.page_bytes >> 10,
         time.monotonic() - start,
@@ -83,8 +80,6 @@ def _memory_for(config: EngineConfig, model_config: ModelConfig) -> AbstractVirt
         why = f"the model ({model_config.model_type}) has no experts"
     elif moe.bias:
         why = f"the experts of {model_config.model_type} have biases, which ESFT files lack"
-    elif wanted is None and platform != "cpu":
-        why = f"on {platform} they must be asked for"
     else:
         try:
             return for_platform(platform)
@@ -94,6 +89,48 @@ def _memory_for(config: EngineConfig, model_config: ModelConfig) -> AbstractVirt
         raise ValueError(f"max_esft_adapters is {wanted}, but {why}.")
     logger.info("ESFT adapters: none, %s.", why)
     return None
+
+
+def _move(
+    config: EngineConfig, model: AbstractCausalLM, memory: AbstractVirtualMemory, extra: int
+) -> ExpertTensors | None:
+    """Return the model's experts in virtual tensors; None: no memory, and nobody asked for them."""
+    on_host, budget = jax.default_backend() == "cpu", config.esft_memory_bytes
+    if on_host:
+        _allow_many_files()
+    try:
+        # On a device jax keeps the memory that the experts leave (for KV pages), so that moving
+        # them one by one saves nothing, and a model that was not moved can still be served.
+        prefill = not on_host
+        return ExpertTensors(model, memory, extra=extra, extra_bytes=budget, prefill=prefill)
+    except OutOfPages as error:
+        why = f"no memory for the experts in pages of their own: {error}"
+        if on_host or config.max_esft_adapters is not None:
+            raise ValueError(f"{why}. max_esft_adapters 0 leaves them where they are.") from error
+        said = "ESFT adapters: none, %s. A lower XLA_PYTHON_CLIENT_MEM_FRACTION leaves it."
+        logger.warning(said, why)
+        return None
+
+
+def _num_indices(model: AbstractCausalLM, num_slots: int, most: int) -> int:
+    """Return how many experts of adapters a layer has addresses for: `most` for every slot, but
+    fewer where XLA would take the addresses of a whole program for memory that it lacks.
+    """
+    wanted = num_slots * most
+    limit = _memory_limit()
+    if limit is None:
+        return wanted
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
+    blocks = expert_blocks(model).values()
+    index = sum(
+        getattr(e, name)[...].nbytes // e.num_groups for e in blocks for name in PROJECTIONS
+    )
+    return max(most, min(wanted, int(ADDRESS_SHARE * limit - weights) // index))
+
+
+def _memory_limit() -> int | None:
+    """Return the bytes that XLA may use on the first device; None: it does not say."""
+    return (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
 def _allow_many_files() -> None:

@@ -96,6 +96,11 @@ class CudaDriver(AbstractDriver):
         with self._current():
             self._cuda.call("cuMemcpyDtoH_v2", host_address, address, num_bytes)
 
+    def copy_within(self, address: int, source: int, num_bytes: int) -> None:
+        with self._current():
+            self._cuda.call("cuMemcpyDtoD_v2", address, source, num_bytes)
+            self._cuda.call("cuStreamSynchronize", None)  # the call itself does not wait
+
     def array(self, address: int, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         return dlpack.foreign_array(address, shape, dtype, (dlpack.CUDA, self._number))
 

@@ -46,15 +46,19 @@ class ExpertTensors:
         extra: int,
         extra_bytes: int | None = None,
         page_bytes: int | None = None,
+        prefill: bool = False,
     ):
         """Move the experts matrix by matrix, so that one is there twice at a time.
 
         `extra` indices of every layer are for adapters, `extra_bytes` is the memory they may take
-        (None: all that fits behind the indices), `page_bytes` None derives from the sizes.
+        (None: all that fits behind the indices), `page_bytes` None derives from the sizes. With
+        `prefill` the base's pages are taken before anything moves: more memory for a while, but
+        where jax keeps what arrays leave, all of it is needed anyway.
 
         Raises:
             ValueError: the model has no experts, or experts with biases.
-            OutOfPages: there is no memory for them; the model is then unusable.
+            OutOfPages: there is no memory for them. With `prefill` the model is as it was, without
+                it is unusable.
         """
         blocks = expert_blocks(model)
         if not blocks:
@@ -74,7 +78,10 @@ class ExpertTensors:
             budget = sum(-(-size // page) for size in whole)
         else:
             budget += extra_bytes // page
-        self.pool = PagePool(memory, page_bytes=page, budget_bytes=budget * page)
+        first = self._base_bytes // page if prefill else 0
+        self.pool = PagePool(
+            memory, page_bytes=page, budget_bytes=budget * page, prefill_pages=first
+        )
         self._tensors: dict[tuple[int, str], WeightTensor] = {}
         self._mapped: set[tuple[int, int]] = set()  # (layer, index) of adapters' experts
         try:
@@ -173,7 +180,7 @@ class ExpertTensors:
         tensor = WeightTensor(self.pool, shape, np.dtype(value.dtype))
         self._tensors[layer, name] = tensor
         tensor.map(range(count))
-        tensor.write(0, np.asarray(value))
+        tensor.write_array(0, value)
         setattr(experts, name, param.replace(tensor.array))
 
 
