@@ -19,7 +19,7 @@ from lora_jax.adapters.residency import SlotAllocator
 from lora_jax.adapters.slots import SlotsSpec, init_slots, rows_per_adapter, size_slots
 from lora_jax.adapters.weights import AnyWeights, ExpertWeights
 from lora_jax.config import ModelConfig
-from lora_jax.models import load
+from lora_jax.models import load, make_dummy
 from lora_jax.nn.decoder import AbstractCausalLM
 from serving.adapter_loader import AdapterLoader
 from serving.adapter_loaders import AdapterLoaders
@@ -85,7 +85,11 @@ def build_parts(
         "jax %s on %s (%d devices).", jax.__version__, device.device_kind, len(jax.devices())
     )
     model, model_config, dtype = _load_model(config)
-    tokenizer = Tokenizer(config.model, chat_template=config.chat_template)
+    tokenizer = Tokenizer(
+        config.model,
+        chat_template=config.chat_template,
+        made_up=model_config.vocab_size if config.load_format == "dummy" else None,
+    )
     size = _size_cache(config, model, model_config, dtype)
     info = _model_info(config, model, model_config, size, dtype)
     with ExitStack() as undo:
@@ -186,7 +190,8 @@ def engine_stats(
 def _load_model(config: EngineConfig) -> tuple[AbstractCausalLM, ModelConfig, jnp.dtype]:
     start = time.monotonic()
     wanted = None if config.dtype == "auto" else jnp.dtype(config.dtype)
-    model, model_config = load(config.model, dtype=wanted)
+    make = make_dummy if config.load_format == "dummy" else load
+    model, model_config = make(config.model, dtype=wanted)
     leaves = jax.tree.leaves(nnx.state(model))
     dtype = jax.tree.leaves(nnx.state(model.embed))[0].dtype
     logger.info(
