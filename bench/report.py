@@ -10,6 +10,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from bench.kernel_plots import plot_kernels
+
 BARS = {
     "peft_mixed": ("transformers + PEFT, 8 adapters", "#9a9a9a"),
     "ours_mixed": ("lora-jax, 8 adapters", "#1f77b4"),
@@ -38,37 +40,6 @@ def plot_serve_cpu(result: dict[str, Any], path: Path) -> None:
     handles, labels = fig.axes[0].get_legend_handles_labels()
     fig.legend(handles, labels, loc="lower center", ncol=3, fontsize=7, frameon=False)
     fig.tight_layout(rect=(0, 0.07, 1, 0.97))
-    fig.savefig(path, dpi=150)
-    plt.close(fig)
-
-
-def plot_kernels(result: dict[str, Any], path: Path) -> None:
-    """Draw microseconds of every point beside floor, peer and bar, and write a PNG to `path`."""
-    rows = [row for row in result["rows"] if row["us"] > 0][::-1]
-    fig, ax = plt.subplots(figsize=(8.5, 0.5 * len(rows) + 1.6))
-    for i, row in enumerate(rows):
-        ax.barh(i, row["us"], height=0.55, color="#1f77b4", label="lora-jax")
-        ax.barh(i, row["floor_us"], height=0.55, color="#aec7e8", label="floor (copy bandwidth)")
-        for key, color, label in (
-            ("peer_us", "#9a9a9a", "best peer"),
-            ("bar_us", "#d62728", "bar"),
-        ):
-            if row.get(key):
-                ax.plot([row[key]] * 2, [i - 0.38, i + 0.38], color=color, lw=2, label=label)
-        ax.text(row["us"] * 1.03, i, f"{row['us']:.0f}", va="center", fontsize=8)
-    ax.set_yticks(range(len(rows)))
-    ax.set_yticklabels([row["name"] for row in rows], fontsize=8)
-    ax.set_xscale("log")
-    ax.set_xlabel("microseconds, cold L2")
-    ax.set_title(
-        f"Kernels on {result['device']}, {result['date']}, copy {result['copy_tb_per_s']:.2f} TB/s",
-        fontsize=9,
-    )
-    ax.spines[["top", "right"]].set_visible(False)
-    handles, labels = ax.get_legend_handles_labels()
-    unique = dict(zip(labels, handles, strict=True))
-    ax.legend(unique.values(), unique.keys(), fontsize=7, frameon=False, loc="lower right")
-    fig.tight_layout()
     fig.savefig(path, dpi=150)
     plt.close(fig)
 

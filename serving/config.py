@@ -7,6 +7,7 @@ from serving.sampling import MAX_LOGPROBS
 
 DTYPES = ("auto", "float32", "bfloat16")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
+POLICIES = ("fcfs", "sjf")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +28,7 @@ class EngineConfig:
     block_size: int = 16  # tokens in one KV page
     kv_cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
+    scheduling_policy: str = "fcfs"  # "sjf": the smallest prompt + max_tokens first
     max_queue: int = 1024  # waiting sequences; more is QueueFull
     seed: int = 0  # from which requests without a seed get theirs
     max_logprobs: int = MAX_LOGPROBS
@@ -48,11 +50,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise ValueError(f"model must be a folder, got {self.model!r}.")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}.")
-        if self.load_format not in LOAD_FORMATS:
-            known = ", ".join(LOAD_FORMATS)
-            raise ValueError(f"load_format must be one of {known}, got {self.load_format!r}.")
+        for field, known in _CHOICES:
+            if (value := getattr(self, field)) not in known:
+                raise ValueError(f"{field} must be one of {', '.join(known)}, got {value!r}.")
         for field, low, high in _INT_BOUNDS:
             _check_int(field, getattr(self, field), low, high)
         for field, low, high in _OPTIONAL_INT_BOUNDS:
@@ -82,6 +82,11 @@ class EngineConfig:
         return max(self.max_num_seqs, 64)
 
 
+_CHOICES = (
+    ("dtype", DTYPES),
+    ("load_format", LOAD_FORMATS),
+    ("scheduling_policy", POLICIES),
+)
 _INT_BOUNDS = (
     ("max_num_seqs", 1, 1024),
     ("max_num_batched_tokens", 1, 65536),

@@ -315,11 +315,13 @@ def _make_runner(
         slots=init_slots(model.catalogue(model_config), spec, dtype),
         reroute_tables=tables,
         link=link,
+        # On a CPU the adapters' kernels return at once where no row has an adapter.
+        specialize_lora=jax.default_backend() != "cpu",
     )
     runner.warm_up(progress=True)
     logger.info(
         "Compiled %d programs for steps of up to %s tokens in %.1f s.",
-        len(runner.buckets),
+        len(runner.programs),
         ", ".join(map(str, runner.buckets)),
         time.monotonic() - start,
     )
@@ -353,6 +355,7 @@ def _make_scheduler(
         max_queue=config.max_queue,
         adapter_wait_s=config.adapter_wait_s,
         enable_prefix_caching=config.enable_prefix_caching,
+        scheduling_policy=config.scheduling_policy,
     )
     return Scheduler(limits, adapters=loader, eos_token_ids=end_ids, seed=config.seed)
 

@@ -25,6 +25,8 @@ _ENGINE_HELP = {
     "block_size": "tokens in one KV page",
     "kv_cache_memory_bytes": "bytes for KV pages",
     "enable_prefix_caching": "reuse the KV pages of equal prompt beginnings",
+    "scheduling_policy": "fcfs, or sjf: the smallest prompt + max_tokens first, which may starve "
+    "long requests",
     "max_queue": "waiting sequences before 429",
     "seed": "from which requests without a seed get theirs",
     "max_logprobs": "most log-probabilities a request may ask for per token",

@@ -1,7 +1,8 @@
 """Runs the scheduler's plans: owns weights, KV pages, sequence rows and adapter slots.
 
-One compiled program per token bucket. A step is dispatched without waiting; its results are read
-when the next one is on its way.
+One compiled program per token bucket; where the adapters' kernels cost time even when no row has an
+adapter, one more for decode steps without LoRA. A step is dispatched without waiting; its results
+are read when the next one is on its way.
 """
 
 import dataclasses
@@ -75,13 +76,16 @@ class ModelRunner:
         slots: AdapterSlots | None = None,
         reroute_tables: np.ndarray | None = None,
         link: ServerLink | None = None,
+        specialize_lora: bool = False,
     ):
         """`max_tokens` bounds a step, `dtype` is that of KV pages, and `end_ids` are held back
         before a request's min_tokens. With `reroute_tables` int32 [moe_layers, esft_slots,
         experts] the model's experts lie in expert tensors. With `link` the experts' part of the
-        adapters comes from a LoRA Server.
+        adapters comes from a LoRA Server. `specialize_lora` compiles decode steps once more
+        without LoRA, for batches in which nothing asks for it.
         """
         self.sizes, self.buckets = sizes, token_buckets(max_tokens)
+        self._specialize_lora = specialize_lora and slots is not None and link is None
         self._vocab_size, self._end_ids = vocab_size, end_ids
         self._step, self._leaves = _compiled_step(model, sizes, link)
         # Everything lies committed on the weights' device from the start: an array that is
@@ -108,8 +112,19 @@ class ModelRunner:
         packed = pack_row(Sampling(), (0,), 1, 0, (), self.sizes.max_len, self._vocab_size)
         self._state = admit(self._state, np.int32(0), packed.ints, packed.floats)
         table = np.zeros((TABLE_ROWS, self.sizes.max_seqs), np.int32)
-        for bucket in tqdm(self.buckets, "Compile", unit="program", disable=not progress):
-            jax.block_until_ready(self._run(table, bucket))
+        for program in tqdm(self.programs, "Compile", unit="program", disable=not progress):
+            jax.block_until_ready(self._run(table, *program))
+
+    @property
+    def programs(self) -> tuple[tuple[int, bool], ...]:
+        """Every compiled step: its token bucket, and whether it has LoRA."""
+        all_rows = tuple((bucket, True) for bucket in self.buckets)
+        return (*all_rows, *((b, False) for b in self.buckets if self._can_specialize(b)))
+
+    def _can_specialize(self, bucket: int) -> bool:
+        """Return whether a bucket has a program without LoRA: those that decode steps use."""
+        smallest = next((b for b in self.buckets if b >= self.sizes.max_seqs), self.buckets[-1])
+        return self._specialize_lora and bucket <= smallest
 
     def dispatch(self, plan: StepPlan) -> InFlightStep:
         """Send a step to the device and return at once; read its results with `read`.
@@ -132,7 +147,7 @@ class ModelRunner:
             table[SAMPLES, row] = chunk.samples
         if changed:
             self._device_tables = self._place(self._tables.copy())
-        sampled, status = self._run(table, bucket)
+        sampled, status = self._run(table, bucket, self._needs_lora(plan, bucket))
         for leaf in jax.tree.leaves(sampled) if scored else (sampled.token_ids,):
             leaf.copy_to_host_async()
         if status is not None:
@@ -157,7 +172,13 @@ class ModelRunner:
         numbers = slot_to_number.astype(np.int32)
         self.remote_table = RemoteTable(self._place(numbers), self._place(np.int32(version)))
 
-    def _run(self, table: np.ndarray, bucket: int) -> tuple[Sampled, jax.Array | None]:
+    def _needs_lora(self, plan: StepPlan, bucket: int) -> bool:
+        if not self._can_specialize(bucket) or self.slots is None:
+            return True
+        # ESFT slots are numbered after the LoRA slots.
+        return any(0 <= chunk.sequence.slot < self.slots.num_slots for chunk in plan.chunks)
+
+    def _run(self, table: np.ndarray, bucket: int, lora: bool) -> tuple[Sampled, jax.Array | None]:
         self._cache, self._state, sampled, status = self._step(
             self._leaves,
             self._cache,
@@ -168,6 +189,7 @@ class ModelRunner:
             table,
             self._device_tables,
             bucket=bucket,
+            lora=lora,
         )
         return sampled, status
 
@@ -234,12 +256,14 @@ def _compiled_step(
     graphdef, params = nnx.split(model, graph=False)
     leaves, treedef = jax.tree.flatten(params)
 
-    @functools.partial(jax.jit, static_argnames="bucket", donate_argnums=(1, 2))
-    def step(leaves, cache, state, slots, tables, remote_table, table, block_tables, *, bucket):
+    @functools.partial(jax.jit, static_argnames=("bucket", "lora"), donate_argnums=(1, 2))
+    def step(
+        leaves, cache, state, slots, tables, remote_table, table, block_tables, *, bucket, lora
+    ):
         merged = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
         remote = None if link is None else link.start(remote_table)
         out = run_step(
-            merged, cache, state, slots, table, block_tables, bucket, sizes, tables, remote
+            merged, cache, state, slots, table, block_tables, bucket, sizes, tables, remote, lora
         )
         return *out, None if remote is None else remote.status()
 

@@ -111,15 +111,16 @@ class Sequence:
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
     number: int = 0  # order of arrival in the scheduler
+    job_tokens: int = 0  # most tokens it can take where the shortest job comes first, else 0
     max_outputs: int = 0  # tokens to sample at most: max_tokens, or what the model has room for
     num_in_flight: int = 0
     num_prompt_logprobs: int = 0  # prompt tokens whose chunk was planned with prompt_logprobs
     finish_reason: FinishReason | None = None
 
     @property
-    def order(self) -> tuple[float, int]:
-        """Who comes first: the earliest deadline, then the earliest arrival."""
-        return self.request.deadline_s, self.number
+    def order(self) -> tuple[int, float, int]:
+        """Who comes first: the shortest job, the earliest deadline, then the earliest arrival."""
+        return self.job_tokens, self.request.deadline_s, self.number
 
     @property
     def num_remaining(self) -> int:

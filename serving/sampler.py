@@ -1,8 +1,9 @@
 """The next token of each logit row, and log-probabilities, on the device.
 
-Rows are handled one after the other by a loop over the real rows. So a row pays only for the
-processors that it uses (`lax.cond`), padding rows cost nothing, and the arithmetic of a row has
-the same shape in every bucket: its result does not depend on its neighbours.
+On a CPU rows are handled one after the other by a loop over the real rows. So a row pays only for
+the processors that it uses (`lax.cond`), padding rows cost nothing, and the arithmetic of a row has
+the same shape in every bucket: its result does not depend on its neighbours. Accelerators take all
+rows at once, by the same functions: see batch_sampler.
 
 Order of processors: min_tokens and logit bias, penalties, then temperature, min_p, top_k, top_p.
 Log-probabilities are of the raw logits. Top-k and top-p keep every token that ties with the last
@@ -77,7 +78,7 @@ def _sample_row(
     """Return the target (if >= 0) or the sampled token of one row, with logprobs if wanted."""
     token = lax.cond(target >= 0, lambda: target, lambda: _choose(logits, position, state, seq))
     wanted = (state.logprobs[seq] != 0) | (target >= 0)
-    return lax.cond(wanted, lambda: score(logits, token), lambda: _unscored(token, logits.shape[0]))
+    return lax.cond(wanted, lambda: score(logits, token), lambda: unscored(token, logits.shape[0]))
 
 
 def score(logits: Float[Array, "vocab"], token: Int[Array, ""]) -> Sampled:
@@ -90,7 +91,8 @@ def score(logits: Float[Array, "vocab"], token: Int[Array, ""]) -> Sampled:
     return Sampled(token, value - normalizer, better + 1, top_ids, top_values - normalizer)
 
 
-def _unscored(token: Int[Array, ""], vocab: int) -> Sampled:
+def unscored(token: Int[Array, ""], vocab: int) -> Sampled:
+    """Return the token without scores."""
     top = min(MAX_LOGPROBS, vocab)
     zero = jnp.float32(0)
     return Sampled(
@@ -153,8 +155,15 @@ def _draw(logits: Float[Array, "vocab"], position: Int[Array, ""], row: RowState
     scaled = lax.cond(row.min_p > 0, lambda: keep_min_p(scaled, row.min_p), lambda: scaled)
     scaled = lax.cond(row.top_k > 0, lambda: keep_top_k(scaled, row.top_k), lambda: scaled)
     scaled = lax.cond(row.top_p < 1, lambda: keep_top_p(scaled, row.top_p), lambda: scaled)
+    return draw_scaled(scaled, position, row)
+
+
+def draw_scaled(
+    scaled: Float[Array, "vocab"], position: Int[Array, ""], row: RowState
+) -> Int[Array, ""]:
+    """Return argmax(scaled + Gumbel noise of (seed, position))."""
     key = jax.random.wrap_key_data(row.key, impl="threefry2x32")
-    noise = jax.random.gumbel(jax.random.fold_in(key, position), logits.shape, jnp.float32)
+    noise = jax.random.gumbel(jax.random.fold_in(key, position), scaled.shape, jnp.float32)
     finite = jnp.isfinite(jnp.max(scaled))
     return jnp.where(finite, argmax(scaled + noise), INVALID_TOKEN)
 
@@ -175,22 +184,26 @@ def keep_min_p(logits: Float[Array, "vocab"], min_p: Float[Array, ""]) -> Float[
     return jnp.where(jnp.exp(logits - jnp.max(logits)) >= min_p, logits, -jnp.inf)
 
 
-def keep_top_k(logits: Float[Array, "vocab"], top_k: Int[Array, ""]) -> Float[Array, "vocab"]:
+def keep_top_k(
+    logits: Float[Array, "vocab"], top_k: Int[Array, ""], *, unroll: bool = False
+) -> Float[Array, "vocab"]:
     """Return logits with all but the k most likely tokens at -inf; ties with the k-th stay."""
     image = ordered_image(logits)
     threshold = _largest_threshold(
-        lambda trial: jnp.sum((image >= trial).astype(jnp.int32)) >= top_k
+        lambda trial: jnp.sum((image >= trial).astype(jnp.int32)) >= top_k, unroll
     )
     return jnp.where(image >= threshold, logits, -jnp.inf)
 
 
-def keep_top_p(logits: Float[Array, "vocab"], top_p: Float[Array, ""]) -> Float[Array, "vocab"]:
+def keep_top_p(
+    logits: Float[Array, "vocab"], top_p: Float[Array, ""], *, unroll: bool = False
+) -> Float[Array, "vocab"]:
     """Return logits with all but the smallest most likely set of probability >= top_p at -inf."""
     image = ordered_image(logits)
     weights = jnp.exp(logits - jnp.max(logits))
     wanted = top_p * jnp.sum(weights)
     threshold = _largest_threshold(
-        lambda trial: jnp.sum(jnp.where(image >= trial, weights, 0.0)) >= wanted
+        lambda trial: jnp.sum(jnp.where(image >= trial, weights, 0.0)) >= wanted, unroll
     )
     return jnp.where(image >= threshold, logits, -jnp.inf)
 
@@ -202,14 +215,16 @@ def ordered_image(values: Float[Array, "vocab"]) -> UInt32[Array, "vocab"]:
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
-def _largest_threshold(holds: Callable[[UInt32[Array, ""]], Bool[Array, ""]]) -> UInt32[Array, ""]:
+def _largest_threshold(
+    holds: Callable[[UInt32[Array, ""]], Bool[Array, ""]], unroll: bool
+) -> UInt32[Array, ""]:
     """Return the largest integer that `holds`, bit by bit; `holds` is monotone and true at 0.
 
     32 passes over the row find the exact threshold, where sorting it would cost 20 times as much.
     """
 
-    def step(place: Int[Array, ""], found: UInt32[Array, ""]) -> UInt32[Array, ""]:
-        trial = found | lax.shift_left(jnp.uint32(1), (31 - place).astype(jnp.uint32))
+    def step(place: int | Int[Array, ""], found: UInt32[Array, ""]) -> UInt32[Array, ""]:
+        trial = found | lax.shift_left(jnp.uint32(1), jnp.asarray(31 - place, jnp.uint32))
         return jnp.where(holds(trial), trial, found)
 
-    return lax.fori_loop(jnp.int32(0), jnp.int32(32), step, jnp.uint32(0))
+    return lax.fori_loop(0, 32, step, jnp.uint32(0), unroll=unroll)

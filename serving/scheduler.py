@@ -3,7 +3,8 @@
 Every step has a budget of tokens and of logit rows. Running sequences come first (one token each
 for those that decode, then chunks of prompts), then waiting ones are let in, always earliest
 deadline first. When pages run out, the running sequence with the latest deadline goes back to
-waiting and is computed again later, so the one with the earliest deadline always proceeds.
+waiting and is computed again later, so the one with the earliest deadline always proceeds. The
+policy "sjf" puts the shortest job before the earliest deadline; long ones may then starve.
 
 `plan` may be called while one earlier step is still on the device: then the last token of a
 decoding sequence is not known here yet, only that it exists. Steps run on the device in the order
@@ -49,6 +50,7 @@ class SchedulerLimits:
     max_queue: int = 1024
     adapter_wait_s: float = 60.0
     enable_prefix_caching: bool = True
+    scheduling_policy: str = "fcfs"  # or "sjf"
 
     def __post_init__(self) -> None:
         for field in ("max_num_batched_tokens", "max_logit_rows"):
@@ -117,6 +119,8 @@ class Scheduler:
             raise QueueFull(len(self._waiting), self.limits.max_queue, RETRY_AFTER_S)
         seed = self._random.getrandbits(63) if sampling.seed is None else sampling.seed
         room = self.limits.max_model_len - len(request.prompt_ids)
+        most = min(sampling.max_tokens, room)
+        shortest_first = self.limits.scheduling_policy == "sjf"
         sequences = [
             Sequence(
                 request=request,
@@ -124,7 +128,8 @@ class Scheduler:
                 seed=fold_seed(seed, index),
                 token_ids=list(request.prompt_ids),
                 number=self._num_added + index,
-                max_outputs=min(sampling.max_tokens, room),
+                max_outputs=most,
+                job_tokens=len(request.prompt_ids) + most if shortest_first else 0,
             )
             for index in range(n)
         ]

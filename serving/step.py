@@ -15,7 +15,7 @@ from lora_jax.batch import ForwardBatch
 from lora_jax.kv_cache import PagedKVCache
 from lora_jax.nn.remote import RemoteExperts
 from lora_jax.typing import Array, Int
-from serving import sampler
+from serving import batch_sampler, sampler
 from serving.device_state import RowState
 
 # Rows of the step table.
@@ -68,13 +68,15 @@ def run_step(
     sizes: StepSizes,
     reroute_tables: Int[Array, "moe_layers esft_slots experts"] | None = None,
     remote: RemoteExperts | None = None,
+    lora: bool = True,
 ) -> tuple[PagedKVCache, RowState, sampler.Sampled]:
     """Return cache and state after the step, and what its logit rows gave.
 
     Column s of the table says that sequence row s runs tokens start..start + num_tokens - 1 with
     an adapter slot (-1: base; ESFT slots count on from the LoRA slots), scores the next
     num_targets tokens of its prompt after the first ones, and (samples = 1) draws the token after
-    the last one. Rows of a step follow each other in the order of sequence rows.
+    the last one. Rows of a step follow each other in the order of sequence rows. Without `lora` no
+    row may have a LoRA adapter, and no trace of LoRA is in the program.
     """
     batch = unpack_batch(table, block_tables, state.history, bucket, sizes)
     rows = unpack_logit_rows(table, batch, state.history, sizes.logit_rows(bucket))
@@ -83,13 +85,14 @@ def run_step(
         batch = split_slots(batch, num_lora, reroute_tables)
         lora_rows = _below(rows.row_to_slot, num_lora)
         rows = dataclasses.replace(rows, row_to_slot=lora_rows)
+    slots = slots if lora else None
     hidden, cache = model(batch, cache, slots, sizes.max_rank, remote)
     logits = model.logits(
         hidden[rows.row_to_token], rows.num_rows, rows.row_to_slot, slots, sizes.max_rank
     )
-    sampled = sampler.sample(
-        logits, rows.num_rows, rows.row_to_seq, rows.positions, rows.targets, state
-    )
+    # Decided while tracing, as ops choose their kernels.
+    sample = sampler.sample if jax.default_backend() == "cpu" else batch_sampler.sample
+    sampled = sample(logits, rows.num_rows, rows.row_to_seq, rows.positions, rows.targets, state)
     return cache, _remember(state, rows, sampled.token_ids), sampled
 
 

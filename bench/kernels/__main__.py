@@ -4,16 +4,17 @@ import argparse
 import datetime
 import importlib
 import json
+import statistics
 import traceback
 from pathlib import Path
 
 import jax
 
+from bench.kernel_plots import plot_kernels
 from bench.kernels.timing import copy_bandwidth, dense_rate
-from bench.report import plot_kernels
 from cuda_backend import ffi
 
-PARTS = ("lora", "moe", "grouped", "merge", "attention", "sorting")
+PARTS = ("lora", "moe", "grouped", "merge", "attention", "sorting", "grid")
 
 
 def show(row: dict) -> str:
@@ -41,6 +42,20 @@ def measure(parts: list[str], bandwidth: float, dense: float) -> list[dict]:
     return found
 
 
+def summary(rows: list[dict]) -> dict | None:
+    """Return how the grid's points compare with the best peer of each, if it was measured."""
+    ratios = {r["name"]: r["peer_us"] / r["us"] for r in rows if r.get("grid") and r["peer_us"]}
+    if not ratios:
+        return None
+    worst = min(ratios, key=lambda name: ratios[name])
+    return {
+        "points": len(ratios),
+        "geometric_mean": statistics.geometric_mean(ratios.values()),
+        "slower_than_peer": sum(ratio < 1 for ratio in ratios.values()),
+        "worst": {"name": worst, "ratio": ratios[worst]},
+    }
+
+
 def main() -> None:
     """Run the parts that were asked for, all of them by default."""
     parser = argparse.ArgumentParser(prog="python -m bench.kernels", description=__doc__)
@@ -59,6 +74,8 @@ def main() -> None:
         "dense_tflop_per_s": dense / 1e12,
         "rows": measure(args.only, bandwidth, dense),
     }
+    result["grid"] = summary(result["rows"])
+    print(f"grid, peer's time over ours: {result['grid']}")
     args.out.mkdir(parents=True, exist_ok=True)
     name = f"kernels_{device.lower().replace(' ', '_')}_{today}"
     (args.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -1,65 +1,17 @@
 """Every processor against numpy, and the promise that a row knows nothing of its neighbours."""
 
-import dataclasses
-import types
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sampler_cases import MIXED, VOCAB, make_logits, make_state, one_row, run_with
 
 from serving import sampler
-from serving.device_state import admit, init_row_state, pack_row, row_of
 from serving.sampling import Sampling
 
-VOCAB, MAX_LEN, SEQS = 301, 16, 8
-sample = jax.jit(sampler.sample)
-
-
-def make_logits(rows, seed=0, ties=True):
-    logits = np.random.default_rng(seed).normal(size=(rows, VOCAB)).astype(np.float32) * 3
-    return np.round(logits, 1) if ties else logits
-
-
-def make_state(samplings, tokens=(4, 5, 6), num_prompt=2, end_ids=(0,), seeds=None):
-    """Row i has samplings[i]."""
-    state = init_row_state(SEQS, MAX_LEN)
-    for row, sampling in enumerate(samplings):
-        seed = 100 + row if seeds is None else seeds[row]
-        packed = pack_row(sampling, tokens, num_prompt, seed, end_ids, MAX_LEN, VOCAB)
-        state = admit(state, jnp.int32(row), packed.ints, packed.floats)
-    return state
-
-
-def one_row(sampling, **kwargs):
-    return row_of(make_state([sampling], **kwargs), jnp.int32(0))
-
-
-def on_host(tree):
-    fields = [field.name for field in dataclasses.fields(tree)]
-    return types.SimpleNamespace(**{name: np.asarray(getattr(tree, name)) for name in fields})
-
-
-def run(logits, state, rows, positions=3, targets=-1, pad_to=None):
-    """Sample logits[i] with row rows[i] of the state, in a bucket of `pad_to` rows."""
-    count, bucket = len(rows), pad_to or len(rows)
-
-    def padded(values, fill):
-        full = np.full(bucket, fill, np.int32)
-        full[:count] = values
-        return full
-
-    padded_logits = np.zeros((bucket, VOCAB), np.float32)
-    padded_logits[:count] = logits
-    result = sample(
-        padded_logits,
-        jnp.int32(count),
-        padded(rows, 0),
-        padded(positions, 0),
-        padded(targets, -1),
-        state,
-    )
-    return on_host(result)
+run = functools.partial(run_with, jax.jit(sampler.sample))
 
 
 def log_softmax(logits):
@@ -200,15 +152,6 @@ def test_draws_follow_the_distribution():
     assert drawn.sum() == count
     chi_squared = ((drawn - count * probs) ** 2 / (count * probs)).sum()
     assert chi_squared < 23.5
-
-
-MIXED = [
-    Sampling(temperature=0.0),
-    Sampling(temperature=0.7, top_k=20, top_p=0.9, min_p=0.01),
-    Sampling(temperature=1.0, logprobs=5, frequency_penalty=1.0, repetition_penalty=1.1),
-    Sampling(temperature=1.3, logit_bias={5: 3.0}, min_tokens=8, max_tokens=9),
-    Sampling(temperature=1.0, top_p=0.5, logprobs=0),
-]
 
 
 def test_a_row_is_the_same_bits_in_any_company():

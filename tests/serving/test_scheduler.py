@@ -148,6 +148,24 @@ def test_earliest_deadline_enters_first():
     assert driver.ended == [early, middle, late]
 
 
+def test_the_shortest_job_enters_first_and_the_longest_gives_way():
+    roomy = Driver(limits(max_num_seqs=1, scheduling_policy="sjf"))
+    long, short, shorter = (
+        roomy.add(prompt, deadline_s=deadline, max_tokens=most, ignore_eos=True)[0]
+        for prompt, deadline, most in (([1] * 6, 1.0, 9), ([2] * 6, 9.0, 3), ([3], 9.0, 4))
+    )
+    roomy.run()
+    assert roomy.ended == [shorter, short, long]
+    tight = Driver(limits(num_pages=6, enable_prefix_caching=False, scheduling_policy="sjf"))
+    longer, shorter = (
+        tight.add([i] * 4, deadline_s=float(i), max_tokens=most, ignore_eos=True)[0]
+        for i, most in ((1, 16), (2, 15))
+    )
+    tight.run()
+    assert (longer.num_preemptions > 0, shorter.num_preemptions) == (True, 0)
+    check_answer(tight, longer)
+
+
 def test_the_latest_deadline_gives_way_when_pages_run_out_and_loses_no_token():
     driver = Driver(limits(num_pages=6, enable_prefix_caching=False))
     first, second = (

@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from lora_jax.ops.tuning_table import TABLES, device_folder
 OPS = ("grouped_matmul",)  # each has a module `tuning` with a function `tunable`
 HOPELESS = 2.0  # times the best so far: not worth more than one sample
 SAMPLES = 5
+COMPILERS = 4  # at work at the same time
 
 Shape = Mapping[str, int]
 
@@ -57,10 +59,9 @@ def search(tunable: Tunable, done: list[dict], *, progress: bool = True) -> Iter
     total = sum(len(list(tunable.candidates(shape))) for shape in left)
     with tqdm(total=total, desc=tunable.op, unit="tiling", disable=not progress) as bar:
         for shape in left:
-            run = tunable.prepare(shape)
             times: list[dict] = []
-            for config in tunable.candidates(shape):
-                took = _measure(run, config, tunable.calls, min_us(times))
+            for config, program in _compiled(tunable, shape):
+                took = _measure(config, program, tunable.calls, min_us(times))
                 if took is not None:
                     times.append({"config": dataclasses.asdict(config), "us": took})
                 bar.update()
@@ -71,15 +72,23 @@ def search(tunable: Tunable, done: list[dict], *, progress: bool = True) -> Iter
             yield {"shape": dict(shape), **best, "times": times}
 
 
+def _compiled(tunable: Tunable, shape: Shape) -> Iterable[tuple[Any, Future]]:
+    """Yield each candidate with the future of its program; compilers work ahead of the device."""
+    run = tunable.prepare(shape)
+    with ThreadPoolExecutor(COMPILERS) as pool:
+        configs = list(tunable.candidates(shape))
+        yield from zip(configs, [pool.submit(run, config) for config in configs], strict=True)
+
+
 def min_us(times: list[dict]) -> float:
     """Return the best time so far; infinity when there is none."""
     return min((t["us"] for t in times), default=math.inf)
 
 
-def _measure(run, config, calls: int, best_us: float) -> float | None:
+def _measure(config: Any, compiled: Future, calls: int, best_us: float) -> float | None:
     """Return median microseconds of a call, from one sample if it is hopeless; None: it fails."""
     try:
-        program = run(config)
+        program = compiled.result()
         program()
     except Exception as error:  # a compiler refuses what no formula foresaw; the search goes on
         print(f"{config}: {str(error).splitlines()[0][:200]}", file=sys.stderr)

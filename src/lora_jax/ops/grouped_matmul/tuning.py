@@ -13,7 +13,7 @@ from lora_jax.ops.grouped_matmul import pallas_gpu
 from lora_jax.ops.tuning import Shape, Tunable
 
 CALLS = 20
-TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
+TOKENS = (64, 4096, 256, 16, 1024, 1, 4)  # in order of what serving meets most
 TUNED = ("qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v2-lite")
 MOST_REGISTERS = 192  # of a thread that hold sums
 
@@ -21,7 +21,7 @@ MOST_REGISTERS = 192  # of a thread that hold sums
 def shapes() -> tuple[Shape, ...]:
     """Return gate and down of each model's experts at each number of tokens."""
     found = []
-    for name, tokens in itertools.product(TUNED, TOKENS):
+    for tokens, name in itertools.product(TOKENS, TUNED):
         m = MODELS[name]
         for d_out, d_in in ((m.intermediate, m.hidden), (m.hidden, m.intermediate)):
             rows = tokens * m.top_k
@@ -30,18 +30,25 @@ def shapes() -> tuple[Shape, ...]:
 
 
 def candidates(shape: Shape) -> Iterator[pallas_gpu.Config]:
-    """Yield the formula's choice and then every tiling that fits shared memory and registers."""
+    """Yield the formula's choice, then the tilings near it that fit shared memory and registers.
+
+    Groups of few rows are bound by the weights' bytes: tiles of one to four times the mean rows.
+    Longer ones are bound by the multipliers: the largest tiles.
+    """
     first = pallas_gpu.find_config(shape["rows"], shape["groups"], shape["d_out"])
     yield first
-    for columns, warpgroups, rows, ctas in itertools.product(
-        (64, 128), (1, 2), (8, 16, 32, 64, 128, 192), (1, 2)
-    ):
+    mean = shape["rows"] / shape["groups"]
+    if mean > pallas_gpu.LONG_GROUP:
+        tiles = itertools.product((64, 128), (2,), (64, 128, 192), (1,))
+    else:
+        near = [rows for rows in (8, 16, 32, 64) if mean <= rows <= max(16, 4 * mean)]
+        tiles = itertools.product((64, 128), (1,), near, (1, 2))
+    for columns, warpgroups, rows, ctas in tiles:
         config = pallas_gpu.with_stages(
             pallas_gpu.Config(columns, warpgroups, rows, 1, ctas), matrices=1
         )
-        too_tall = rows > 16 and rows >= 4 * max(8, shape["rows"] / shape["groups"])
-        sums = columns * rows // 128
-        if config != first and config.stages >= 2 and sums <= MOST_REGISTERS and not too_tall:
+        fits = config.stages >= 2 and columns * rows // 128 <= MOST_REGISTERS
+        if config != first and fits:
             yield config
 
 

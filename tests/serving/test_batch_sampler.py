@@ -1,0 +1,60 @@
+"""All rows at once give what the loop over rows gives, whatever stands together."""
+
+import functools
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from sampler_cases import MIXED, make_logits, make_state, run_with
+
+from serving import batch_sampler, sampler
+from serving.sampling import Sampling
+
+at_once = functools.partial(run_with, jax.jit(batch_sampler.sample))
+by_rows = functools.partial(run_with, jax.jit(sampler.sample))
+ROWS = [*MIXED, Sampling(temperature=0.9), Sampling(temperature=0.0, logit_bias={5: 30.0})]
+
+
+def check_same(*args, **kwargs):
+    got, want = at_once(*args, **kwargs), by_rows(*args, **kwargs)
+    for name in ("token_ids", "ranks", "top_ids"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(want, name), err_msg=name)
+    for name in ("logprobs", "top_logprobs"):
+        np.testing.assert_allclose(getattr(got, name), getattr(want, name), atol=1e-6)
+    return got
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_pair_of_requests(seed):
+    logits = make_logits(2, seed, ties=False)
+    state = make_state(ROWS)
+    for rows in itertools.combinations(range(len(ROWS)), 2):
+        check_same(logits, state, list(rows), pad_to=4)
+
+
+def test_all_together_with_targets_and_padding():
+    count = len(ROWS)
+    targets = [-1, 7, -1, 300, -1, -1, -1]
+    got = check_same(make_logits(count), make_state(ROWS), range(count), targets=targets, pad_to=16)
+    assert got.token_ids[1] == 7
+    assert got.logprobs[1] < 0
+    assert not got.token_ids[count:].any()
+
+
+@pytest.mark.parametrize("row", range(len(ROWS)))
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_bad_logits_give_no_token_in_any_branch(row, bad):
+    logits = make_logits(2)
+    logits[0, 3] = bad
+    got = at_once(logits, make_state(ROWS), [row, 0])
+    assert got.token_ids[0] == sampler.INVALID_TOKEN
+    assert got.token_ids[1] >= 0
+
+
+def test_rows_of_an_ended_sequence_ask_for_nothing():
+    """Padding rows name row 0 of the state, whose wishes must not count."""
+    logits = make_logits(1, ties=False)
+    state = make_state([ROWS[2], Sampling(temperature=0.0)])
+    got = check_same(logits, state, [1], pad_to=8)
+    assert not got.top_logprobs.any()
