@@ -190,7 +190,7 @@ def test_on_a_gpu_adapters_come_and_go_with_the_tokens_of_their_merged_models(
 ):
     """By default there is room for them; `wide` has experts of 1/4 or 1/2 page."""
     assert jax.default_backend() == "gpu"
-    options = {"dtype": dtype, "exact": False}
+    options = {"dtype": dtype, "exact": False, "block_size": 16}
     if model == "shipped":
         case = shipped_case(tmp_path, SHIPPED, max_esft_adapters=None, **options)
     else:

@@ -121,10 +121,12 @@ class ExpertTensors:
 
     def write(self, layer: int, index: int, projection: str, matrix: np.ndarray) -> None:
         """Set one matrix [d_out, d_in] of a mapped adapter's expert, in the model's dtype."""
-        if (layer, index) not in self._mapped:
-            raise ValueError(f"Expert {index} of layer {layer} is no adapter's.")
-        tensor = self._tensors[layer, projection]
+        tensor = self._tensor_of(layer, index, projection)
         tensor.write(index, matrix.astype(tensor.dtype, copy=False)[None])
+
+    def write_array(self, layer: int, index: int, projection: str, matrix: jax.Array) -> None:
+        """Set one matrix [d_out, d_in] as `write` does, from an array on the device."""
+        self._tensor_of(layer, index, projection).write_array(index, matrix[None])
 
     def unmap(self, layer: int, index: int) -> None:
         """Take the memory of an adapter's expert, if it has any; pages others lie on stay.
@@ -171,6 +173,11 @@ class ExpertTensors:
             assert set(tensor.mapped) == {*range(self.num_experts), *own}, (layer, name)
         used = sum(tensor.bytes_mapped for tensor in self._tensors.values())
         assert used == self.pages().used_bytes, "pages that belong to no tensor"
+
+    def _tensor_of(self, layer: int, index: int, projection: str) -> WeightTensor:
+        if (layer, index) not in self._mapped:
+            raise ValueError(f"Expert {index} of layer {layer} is no adapter's.")
+        return self._tensors[layer, projection]
 
     def _move_in(self, layer: int, experts: Experts, name: str) -> None:
         param: nnx.Param = getattr(experts, name)
