@@ -133,6 +133,7 @@ def test_more_rows_per_group_take_wider_tiles():
         ({"dtype": "float32"}, "bfloat16, not float32"),
         ({"sizes": (4, 0, 3, 64, 72)}, "d_in in steps of 64"),
         ({"sizes": (4, 0, 3, 68, 64)}, "d_out in steps of 8"),
+        ({"sizes": (4, 0, 3, 96, 64)}, "d_out above 64 in steps of it, not 96"),
         ({"sizes": (4, 0, 1, 64, 64)}, "4 rows in 1 groups"),
     ],
 )
