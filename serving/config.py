@@ -27,6 +27,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 512  # tokens in one step
     block_size: int = 16  # tokens in one KV page
     kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9  # of what JAX may use, for weights, adapters and KV pages
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"  # "sjf": the smallest prompt + max_tokens first
     max_queue: int = 1024  # waiting sequences; more is QueueFull
@@ -62,6 +63,9 @@ class EngineConfig:
             raise ValueError(
                 f"enable_prefix_caching must be true or false, got {self.enable_prefix_caching!r}."
             )
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {share!r}.")
         wait = self.adapter_wait_s
         if isinstance(wait, bool) or not isinstance(wait, int | float) or not 0 < wait <= 86400:
             raise ValueError(f"adapter_wait_s must be in (0, 86400], got {wait!r}.")

@@ -16,7 +16,7 @@ from flax import nnx
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.registry import AdapterRegistry, RegistryLimits
 from lora_jax.adapters.residency import SlotAllocator
-from lora_jax.adapters.slots import SlotsSpec, init_slots, rows_per_adapter, size_slots
+from lora_jax.adapters.slots import SlotsSpec, init_slots
 from lora_jax.adapters.weights import AnyWeights, ExpertWeights
 from lora_jax.config import ModelConfig
 from lora_jax.models import load, make_dummy
@@ -30,10 +30,11 @@ from serving.esft_parts import EsftParts, make_esft
 from serving.lora_server.client import ServerLink
 from serving.lora_server.instance import InstanceSide, ServerAccess, connect, keep_local
 from serving.lora_server.shards import local_catalogue
+from serving.memory_budget import make_allocator, size_kv_cache
 from serving.metrics import EngineMetrics, EngineStats
 from serving.model_runner import ModelRunner
 from serving.scheduler import Scheduler, SchedulerLimits
-from serving.sizing import CacheSize, adapter_bytes, cache_size
+from serving.sizing import CacheSize
 from serving.step import StepSizes
 from serving.tokenizer import Tokenizer
 
@@ -90,7 +91,7 @@ def build_parts(
         chat_template=config.chat_template,
         made_up=model_config.vocab_size if config.load_format == "dummy" else None,
     )
-    size = _size_cache(config, model, model_config, dtype)
+    size = size_kv_cache(config, model, model_config, dtype)
     info = _model_info(config, model, model_config, size, dtype)
     with ExitStack() as undo:
         remote = None if access is None else connect(access, config, dtype.name)
@@ -123,7 +124,7 @@ def _build(
     here, keep, link = catalogue, None, None
     if remote is not None:
         here, keep, link = local_catalogue(catalogue), keep_local, remote.link
-    allocator, spec = _make_allocator(config, catalogue, here, dtype)
+    allocator, spec = make_allocator(config, catalogue, here, dtype)
     registry = _make_registry(config, catalogue, allocator, esft, keep)
     _load_adapters(registry, adapters)
     end_ids = tuple(sorted({*model_config.eos_token_ids, *tokenizer.eos_token_ids}))
@@ -205,33 +206,6 @@ def _load_model(config: EngineConfig) -> tuple[AbstractCausalLM, ModelConfig, jn
     )
     logger.info("Mesh: one device, %s.", leaves[0].device)
     return model, model_config, dtype
-
-
-def _size_cache(
-    config: EngineConfig, model: AbstractCausalLM, model_config: ModelConfig, dtype: jnp.dtype
-) -> CacheSize:
-    per_token = model.kv_shape(model_config).bytes_per_token(dtype)
-    size = cache_size(config, per_token, model_config.max_positions)
-    logger.info(
-        "KV cache: %d pages of %d tokens, %.1f MB; sequences of up to %d tokens.",
-        size.num_pages,
-        size.page_size,
-        size.num_pages * size.page_size * per_token / 1e6,
-        size.max_model_len,
-    )
-    return size
-
-
-def _make_allocator(
-    config: EngineConfig, catalogue: LoraCatalogue, here: LoraCatalogue, dtype: jnp.dtype
-) -> tuple[SlotAllocator, SlotsSpec]:
-    """Return slots for the modules of `here`, which are all or some of the catalogue's."""
-    rows = rows_per_adapter(here, config.max_lora_rank)
-    one = sum(width * count for width, count in rows.items()) * dtype.itemsize
-    budget = adapter_bytes(config, one)
-    spec = size_slots(here, config.max_loras, config.max_lora_rank, dtype.itemsize, budget)
-    logger.info("LoRA slots: %d, rank rows of up to %.1f MB.", config.max_loras, budget / 1e6)
-    return SlotAllocator(catalogue, spec.num_slots, spec.rows, dtype.itemsize), spec
 
 
 def _make_registry(

@@ -24,6 +24,8 @@ _ENGINE_HELP = {
     "max_num_batched_tokens": "tokens in one step",
     "block_size": "tokens in one KV page",
     "kv_cache_memory_bytes": "bytes for KV pages",
+    "gpu_memory_utilization": "share of an accelerator's memory (of what JAX may take of it, see "
+    "XLA_PYTHON_CLIENT_MEM_FRACTION) for weights, adapters and KV pages",
     "enable_prefix_caching": "reuse the KV pages of equal prompt beginnings",
     "scheduling_policy": "fcfs, or sjf: the smallest prompt + max_tokens first, which may starve "
     "long requests",

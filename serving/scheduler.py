@@ -382,7 +382,7 @@ class Scheduler:
         return None, None
 
 
-def _order(sequence: Sequence) -> tuple[float, int]:
+def _order(sequence: Sequence) -> tuple[int, float, int]:
     return sequence.order
 
 

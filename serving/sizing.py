@@ -17,11 +17,30 @@ class CacheSize:
     max_model_len: int
 
 
-def cache_size(config: EngineConfig, bytes_per_token: int, model_positions: int) -> CacheSize:
+def free_bytes(config: EngineConfig, limit: int, used: int, adapters: int) -> int:
+    """Return what gpu_memory_utilization of `limit` bytes leaves for KV pages.
+
+    `used` is what the weights take, `adapters` the slots' budget; the rest of the limit is for the
+    step's own arrays. Raises ValueError when nothing is left.
+    """
+    left = int(config.gpu_memory_utilization * limit) - used - adapters
+    if left <= 0:
+        raise ValueError(
+            f"Weights ({used} bytes) and adapter slots ({adapters}) leave no room for KV pages in "
+            f"{config.gpu_memory_utilization} of {limit} bytes. Raise gpu_memory_utilization or "
+            "lower lora_memory_bytes."
+        )
+    return left
+
+
+def cache_size(
+    config: EngineConfig, bytes_per_token: int, model_positions: int, free: int | None = None
+) -> CacheSize:
     """Return pages for max_num_seqs sequences of full length, within the byte budget.
 
-    Without kv_cache_memory_bytes the budget is DEFAULT_KV_BYTES. A max_model_len that was not
-    asked for shrinks to what the pages hold; one that was asked for must fit. Raises ValueError.
+    Without kv_cache_memory_bytes the budget is `free` bytes, on a CPU DEFAULT_KV_BYTES. A
+    max_model_len that was not asked for shrinks to what the pages hold; one that was asked for must
+    fit. Raises ValueError.
     """
     page_size = config.block_size
     wanted = config.max_model_len or model_positions
@@ -29,7 +48,7 @@ def cache_size(config: EngineConfig, bytes_per_token: int, model_positions: int)
         raise ValueError(
             f"max_model_len is {wanted}, but the model has {model_positions} positions."
         )
-    budget = config.kv_cache_memory_bytes or DEFAULT_KV_BYTES
+    budget = config.kv_cache_memory_bytes or (DEFAULT_KV_BYTES if free is None else free)
     affordable = budget // (bytes_per_token * page_size)
     if affordable < 1:
         raise ValueError(

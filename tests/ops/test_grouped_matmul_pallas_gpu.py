@@ -112,7 +112,7 @@ def test_lowers_for_cuda_at_real_sizes(name, rows):
 
 @pytest.mark.parametrize("matrices", [1, 2])
 @pytest.mark.parametrize("rows", [1, 8, 64, 512, 4096, 65536])
-@pytest.mark.parametrize("groups", [8, 64, 512])
+@pytest.mark.parametrize("groups", [1, 8, 64, 512])
 def test_tiles_fit_the_shared_memory(rows, groups, matrices):
     config = find_config(rows, groups, 2048, matrices)
     took = config.stages * config.stage_bytes(matrices) + config.store_bytes()
@@ -124,7 +124,16 @@ def test_tiles_fit_the_shared_memory(rows, groups, matrices):
 
 def test_more_rows_per_group_take_wider_tiles():
     tiles = [find_config(rows, 128, 768).rows for rows in (64, 512, 1024, 4096, 16384, 131072)]
-    assert tiles == [8, 16, 32, 64, 128, 192]
+    assert tiles == [8, 16, 32, 64, 128, 176]
+    # Six tiles of 176 hold 1024 rows and a bit, where 192 would be empty by an eighth.
+    assert [find_config(8 * mean, 8, 14336).rows for mean in (720, 1024, 1120)] == [192, 176, 176]
+
+
+def test_a_dense_layer_takes_long_tiles_only_if_they_fill_the_device():
+    shapes = ((8, 5120), (33, 2048), (64, 151936), (512, 5120), (4096, 5120))
+    tiles = [find_config(rows, 1, d_out) for rows, d_out in shapes]
+    assert [tile.rows for tile in tiles] == [8, 64, 64, 64, 160]
+    assert [tile.ctas for tile in tiles] == [2, 2, 2, 2, 1]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +143,7 @@ def test_more_rows_per_group_take_wider_tiles():
         ({"sizes": (4, 0, 3, 64, 72)}, "d_in in steps of 64"),
         ({"sizes": (4, 0, 3, 68, 64)}, "d_out in steps of 8"),
         ({"sizes": (4, 0, 3, 96, 64)}, "d_out above 64 in steps of it, not 96"),
-        ({"sizes": (4, 0, 1, 64, 64)}, "4 rows in 1 groups"),
+        ({"sizes": (0, 0, 1, 64, 64)}, "0 rows in 1 groups"),
     ],
 )
 def test_declines_what_it_cannot_serve(change, why):
@@ -188,6 +197,20 @@ def test_on_a_gpu_a_row_has_the_same_bits_in_any_company():
         sizes = jnp.zeros(8, jnp.int32).at[group].set(1)
         alone = call(case.x[row : row + 1], case.w, sizes, None)
         np.testing.assert_array_equal(wide(alone)[0], whole[row])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d_out", [2048, 5120])
+def test_on_a_gpu_a_dense_row_has_the_same_bits_at_any_number_of_rows(d_out):
+    case = some_case((4096, 0, 1, d_out, 2048), "identical", bias=False)
+    call = jax.jit(pallas_gpu.grouped_matmul)
+    whole = wide(call(*arrays(case)))
+    np.testing.assert_allclose(
+        whole, wide(jax.jit(reference.grouped_matmul)(*arrays(case))), **TOLERANCE["bfloat16"]
+    )
+    for rows in (1, 8, 33, 64, 300, 2048):
+        some = call(case.x[-rows:], case.w, jnp.full(1, rows, jnp.int32), None)
+        np.testing.assert_array_equal(wide(some), whole[-rows:])
 
 
 @pytest.mark.gpu

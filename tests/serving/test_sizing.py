@@ -9,6 +9,7 @@ from serving.sizing import (
     CacheSize,
     adapter_bytes,
     cache_size,
+    free_bytes,
 )
 
 
@@ -44,3 +45,13 @@ def test_adapter_slots_fit_the_largest_adapter_and_not_much_more():
     assert adapter_bytes(config(max_loras=3), DEFAULT_LORA_BYTES // 2) == DEFAULT_LORA_BYTES
     assert adapter_bytes(config(max_loras=3), 2 * DEFAULT_LORA_BYTES) == 2 * DEFAULT_LORA_BYTES
     assert adapter_bytes(config(lora_memory_bytes=77), 1000) == 77
+
+
+def test_an_accelerator_gives_kv_pages_what_weights_and_adapters_leave():
+    half = config(gpu_memory_utilization=0.5)
+    assert free_bytes(half, 1000, 300, 50) == 150
+    assert cache_size(half, 1, 1000, 150).num_pages == 150 // 16
+    asked = config(kv_cache_memory_bytes=32)
+    assert cache_size(asked, 1, 1000, 150).num_pages == 2
+    with pytest.raises(ValueError, match=r"Weights \(460 bytes\) and .* \(50\) leave no"):
+        free_bytes(half, 1000, 460, 50)

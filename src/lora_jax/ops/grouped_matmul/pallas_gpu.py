@@ -10,6 +10,7 @@ A row's result is one sum over d_in in steps of 16, whatever the tiles and its n
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ ALIGN = 8  # rows: a copied tile of x starts at a multiple
 STEP = hopper.COLUMNS  # of d_in in one stage
 STORED = 16  # rows that leave the registers at once
 LONG_GROUP = 48  # rows per group from which weights are read more than once
-VERY_LONG_GROUP = 512  # rows per group of which a tile of 192 wastes few
+VERY_LONG_GROUP = 512  # rows per group of which a tile of 160 or more wastes few
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,17 +51,31 @@ def find_config(rows: int, groups: int, d_out: int, matrices: int = 1) -> Config
     """Return tiles for so many rows in so many groups, from the mean rows of a group.
 
     Few rows: two CTAs per SM stream weights through tiles of 8 to 64 rows. Many: one CTA per SM
-    multiplies tiles of 256 x 128 or 192.
+    multiplies tiles of 256 x 128 or more, unless there are too few of them for all SMs.
     """
     mean = rows / groups
-    if mean > LONG_GROUP:
-        tile_rows = 192 if mean >= VERY_LONG_GROUP and matrices == 1 else 128
+    tile_rows = _long_tile(mean) if matrices == 1 else 128
+    long_tiles = groups * math.ceil(mean / tile_rows) * (d_out // (256 // matrices))
+    # The rows of a single group are known, those of one among many only in the mean.
+    if mean > (LONG_GROUP if groups > 1 else 64) and long_tiles >= hopper.NUM_SMS:
         config = Config(128 // matrices, 2, tile_rows, 1, 1)
     else:
-        tile_rows = next((n for most, n in ((1, 8), (6, 16), (16, 32)) if mean <= most), 64)
+        sizes = ((1, 8), (6, 16), (16, 32)) if groups > 1 else ((8, 8), (16, 16), (32, 32))
+        tile_rows = next((n for most, n in sizes if mean <= most), 64)
         few = min(groups, rows) * d_out < 2 * hopper.NUM_SMS * 128
         config = Config(64 if few or matrices > 1 else 128, 1, tile_rows, 1, 2)
     return with_stages(config, matrices)
+
+
+def _long_tile(mean: float) -> int:
+    """Return the rows of a tile that leaves the fewest of its last tile empty.
+
+    For a group one standard deviation above the mean: the last tile costs as much as a full one.
+    """
+    if mean < VERY_LONG_GROUP:
+        return 128
+    longer = mean + math.sqrt(mean)
+    return min((192, 176, 160), key=lambda tile: math.ceil(longer / tile) * tile)
 
 
 def with_stages(config: Config, matrices: int) -> Config:
@@ -80,8 +95,9 @@ def grouped_matmul(
 ) -> Float[Array, "rows d_out"]:
     """What the reference says; reads the matrices of groups that have rows, and only those.
 
-    `interpret`: see hopper.require. Raises NotImplementedError for another machine or dtype, for
-    sizes that do not fill tiles, and for a single group, which XLA's own matmul serves.
+    `interpret`: see hopper.require. Raises NotImplementedError for another machine or dtype, and
+    for sizes that do not fill tiles. A single group is a dense layer: XLA's own matmul is faster at
+    some sizes, but picks the order of a row's sums by the number of rows.
     """
     _require("grouped_matmul", x, w, interpret)
     rows, (groups, d_out, d_in) = x.shape[0], w.shape
@@ -118,7 +134,7 @@ def _require(
     """Raise NotImplementedError, saying why, for what the kernel does not serve."""
     hopper.require(op, x.dtype, interpret)
     rows, (groups, d_out, d_in) = x.shape[0], w.shape
-    if rows < 1 or groups < 2:
+    if rows < 1 or groups < 1:
         raise NotImplementedError(f"{op} on Mosaic GPU: {rows} rows in {groups} groups")
     if d_in % STEP or d_in == 0 or d_out % ALIGN or d_out == 0:
         raise NotImplementedError(

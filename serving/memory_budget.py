@@ -1,0 +1,58 @@
+"""What of the device's memory goes to KV pages and to adapter slots."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+
+from lora_jax.adapters.catalogue import LoraCatalogue
+from lora_jax.adapters.residency import SlotAllocator
+from lora_jax.adapters.slots import SlotsSpec, rows_per_adapter, size_slots
+from lora_jax.config import ModelConfig
+from lora_jax.nn.decoder import AbstractCausalLM
+from serving.config import EngineConfig
+from serving.sizing import CacheSize, adapter_bytes, cache_size, free_bytes
+
+logger = logging.getLogger(__name__)
+
+
+def size_kv_cache(
+    config: EngineConfig, model: AbstractCausalLM, model_config: ModelConfig, dtype: jnp.dtype
+) -> CacheSize:
+    """Return the KV pages that the budget or the device's memory has room for."""
+    per_token = model.kv_shape(model_config).bytes_per_token(dtype)
+    free = _free_bytes(config, model.catalogue(model_config), dtype)
+    size = cache_size(config, per_token, model_config.max_positions, free)
+    logger.info(
+        "KV cache: %d pages of %d tokens, %.1f MB; sequences of up to %d tokens.",
+        size.num_pages,
+        size.page_size,
+        size.num_pages * size.page_size * per_token / 1e6,
+        size.max_model_len,
+    )
+    return size
+
+
+def _free_bytes(config: EngineConfig, catalogue: LoraCatalogue, dtype: jnp.dtype) -> int | None:
+    """Return what the loaded weights leave for KV pages, or None where memory has no limit."""
+    said = jax.devices()[0].memory_stats() or {}
+    if "bytes_limit" not in said:
+        return None
+    slots = adapter_bytes(config, _one_adapter_bytes(config, catalogue, dtype))
+    return free_bytes(config, said["bytes_limit"], said["bytes_in_use"], slots)
+
+
+def _one_adapter_bytes(config: EngineConfig, here: LoraCatalogue, dtype: jnp.dtype) -> int:
+    """Return what an adapter of max_lora_rank on every module takes."""
+    rows = rows_per_adapter(here, config.max_lora_rank)
+    return sum(width * count for width, count in rows.items()) * dtype.itemsize
+
+
+def make_allocator(
+    config: EngineConfig, catalogue: LoraCatalogue, here: LoraCatalogue, dtype: jnp.dtype
+) -> tuple[SlotAllocator, SlotsSpec]:
+    """Return slots for the modules of `here`, which are all or some of the catalogue's."""
+    budget = adapter_bytes(config, _one_adapter_bytes(config, here, dtype))
+    spec = size_slots(here, config.max_loras, config.max_lora_rank, dtype.itemsize, budget)
+    logger.info("LoRA slots: %d, rank rows of up to %.1f MB.", config.max_loras, budget / 1e6)
+    return SlotAllocator(catalogue, spec.num_slots, spec.rows, dtype.itemsize), spec
