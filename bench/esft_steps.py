@@ -18,6 +18,7 @@ from bench.esft_model import Woven
 from lora_jax.kv_cache import LayerCache, init_cache
 from lora_jax.nn import moe
 from serving.device_state import init_row_state
+from serving.model_runner import NO_REMAT
 from serving.step import NUM_TOKENS, SAMPLES, SLOT, START, TABLE_ROWS, StepSizes, run_step
 
 PAGE = 16  # tokens
@@ -226,7 +227,8 @@ class Programs:
                 )
             return cache, state, sizes
 
-        return jax.jit(step, donate_argnums=(1, 2))
+        options = None if kind == "base" else NO_REMAT
+        return jax.jit(step, donate_argnums=(1, 2), compiler_options=options)
 
 
 def _noise(seed: int, layer: LayerCache) -> LayerCache:

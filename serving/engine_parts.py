@@ -91,8 +91,7 @@ def build_parts(
         chat_template=config.chat_template,
         made_up=model_config.vocab_size if config.load_format == "dummy" else None,
     )
-    size = size_kv_cache(config, model, model_config, dtype)
-    info = _model_info(config, model, model_config, size, dtype)
+    weights = [(leaf.size, leaf.nbytes) for leaf in jax.tree.leaves(nnx.state(model))]
     with ExitStack() as undo:
         remote = None if access is None else connect(access, config, dtype.name)
         if remote is not None:
@@ -100,6 +99,9 @@ def build_parts(
         esft = make_esft(config, model, model_config)
         if esft is not None:
             undo.callback(esft.room.close)
+        # KV pages may lie where the experts were.
+        size = size_kv_cache(config, model, model_config, dtype)
+        info = _model_info(config, weights, model_config, size, dtype)
         parts = _build(
             config, adapters, model, model_config, tokenizer, size, info, esft, remote, dtype
         )
@@ -346,20 +348,20 @@ def _make_metrics(config: EngineConfig, info: ModelInfo) -> EngineMetrics:
 
 def _model_info(
     config: EngineConfig,
-    model: AbstractCausalLM,
+    weights: list[tuple[int, int]],
     model_config: ModelConfig,
     size: CacheSize,
     dtype: jnp.dtype,
 ) -> ModelInfo:
-    leaves = jax.tree.leaves(nnx.state(model))  # before experts get addresses for adapters'
+    """Return what to say of the base; `weights` are the sizes and bytes of all its arrays."""
     return ModelInfo(
         name=config.model_name,
         model_type=model_config.model_type,
         vocab_size=model_config.vocab_size,
         max_model_len=size.max_model_len,
         num_layers=model_config.num_layers,
-        num_parameters=sum(leaf.size for leaf in leaves),
-        weight_bytes=sum(leaf.nbytes for leaf in leaves),
+        num_parameters=sum(size for size, _ in weights),
+        weight_bytes=sum(num_bytes for _, num_bytes in weights),
         dtype=dtype.name,
         kv_pages=size.num_pages,
         page_size=size.page_size,

@@ -8,22 +8,19 @@ import time
 
 import jax
 import numpy as np
-from flax import nnx
 
 from lora_jax.adapters.expert_residency import ExpertAllocator, ExpertSizes
-from lora_jax.adapters.weights import PROJECTIONS
 from lora_jax.config import ModelConfig
 from lora_jax.memory.platforms import for_platform
 from lora_jax.memory.virtual import AbstractVirtualMemory, OutOfPages
 from lora_jax.nn.decoder import AbstractCausalLM
-from lora_jax.nn.expert_tensors import ExpertTensors, expert_blocks
+from lora_jax.nn.expert_tensors import ExpertTensors
 from serving.config import EngineConfig
 from serving.expert_loading import ExpertRoom, identity_tables
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_ADAPTERS = 16
-ADDRESS_SHARE = 0.75  # of what XLA may use, for weights and addresses; the rest is for KV pages
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,19 +46,18 @@ def make_esft(
     start, moe = time.monotonic(), model_config.experts
     num_slots = config.max_esft_adapters or DEFAULT_ADAPTERS
     most = min(config.max_esft_experts, moe.num_experts)
-    extra, budget = _num_indices(model, num_slots, most), config.esft_memory_bytes
-    tensors = _move(config, model, memory, extra)
+    budget = config.esft_memory_bytes
+    tensors = _move(config, model, memory, num_slots * most)
     if tensors is None:
         return None
-    sizes = ExpertSizes(tensors.layers, moe.num_experts, most, tensors.expert_bytes, budget, extra)
+    sizes = ExpertSizes(tensors.layers, moe.num_experts, most, tensors.expert_bytes, budget)
     pages = tensors.pages()
     logger.info(
-        "ESFT adapters: %d, of up to %d experts in each of %d layers and %d of all in one; base "
-        "experts in %d pages of %d kB, moved in %.1f s.",
+        "ESFT adapters: %d, of up to %d experts in each of %d layers; base experts in %d pages of "
+        "%d kB, moved in %.1f s.",
         num_slots,
         most,
         len(tensors.layers),
-        extra,
         pages.base_bytes // pages.page_bytes,
         pages.page_bytes >> 10,
         time.monotonic() - start,
@@ -110,27 +106,6 @@ def _move(
         said = "ESFT adapters: none, %s. A lower XLA_PYTHON_CLIENT_MEM_FRACTION leaves it."
         logger.warning(said, why)
         return None
-
-
-def _num_indices(model: AbstractCausalLM, num_slots: int, most: int) -> int:
-    """Return how many experts of adapters a layer has addresses for: `most` for every slot, but
-    fewer where XLA would take the addresses of a whole program for memory that it lacks.
-    """
-    wanted = num_slots * most
-    limit = _memory_limit()
-    if limit is None:
-        return wanted
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
-    blocks = expert_blocks(model).values()
-    index = sum(
-        getattr(e, name)[...].nbytes // e.num_groups for e in blocks for name in PROJECTIONS
-    )
-    return max(most, min(wanted, int(ADDRESS_SHARE * limit - weights) // index))
-
-
-def _memory_limit() -> int | None:
-    """Return the bytes that XLA may use on the first device; None: it does not say."""
-    return (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
 def _allow_many_files() -> None:

@@ -40,6 +40,11 @@ _BUCKET_FACTOR = (
 )
 
 
+# XLA takes the addresses of expert tensors for memory, finds more of it than there is, and would
+# compute many things twice to save some. It still says once that the arguments exceed its limit.
+NO_REMAT = {"xla_disable_hlo_passes": "rematerialization"}
+
+
 def token_buckets(max_tokens: int) -> tuple[int, ...]:
     """Return the token counts programs are compiled for: 8, 32, 128, ... and `max_tokens`."""
     buckets, bucket = [], _SMALLEST_BUCKET
@@ -87,7 +92,8 @@ class ModelRunner:
         self.sizes, self.buckets = sizes, token_buckets(max_tokens)
         self._specialize_lora = specialize_lora and slots is not None and link is None
         self._vocab_size, self._end_ids = vocab_size, end_ids
-        self._step, self._leaves = _compiled_step(model, sizes, link)
+        options = NO_REMAT if reroute_tables is not None else None
+        self._step, self._leaves = _compiled_step(model, sizes, link, options)
         # Everything lies committed on the weights' device from the start: an array that is
         # committed only after its first step would make every program compile twice.
         place = functools.partial(jax.device_put, device=self._leaves[0].sharding)
@@ -250,13 +256,21 @@ def num_targets(chunk: ScheduledChunk) -> int:
 
 
 def _compiled_step(
-    model: nnx.Module, sizes: StepSizes, link: ServerLink | None
+    model: nnx.Module,
+    sizes: StepSizes,
+    link: ServerLink | None,
+    options: dict[str, str] | None,
 ) -> tuple[Any, tuple[jax.Array, ...]]:
     """Return the jitted step over (leaves, cache, state, ...) and the leaves of the model."""
     graphdef, params = nnx.split(model, graph=False)
     leaves, treedef = jax.tree.flatten(params)
 
-    @functools.partial(jax.jit, static_argnames=("bucket", "lora"), donate_argnums=(1, 2))
+    @functools.partial(
+        jax.jit,
+        static_argnames=("bucket", "lora"),
+        donate_argnums=(1, 2),
+        compiler_options=options,
+    )
     def step(
         leaves, cache, state, slots, tables, remote_table, table, block_tables, *, bucket, lora
     ):

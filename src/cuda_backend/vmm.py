@@ -1,8 +1,9 @@
 """Virtual memory of an NVIDIA GPU: cuMemAddressReserve, cuMemCreate, cuMemMap, cuMemSetAccess.
 
 Reading an address without a page ends the CUDA context, so no kernel may touch a hole. Unmapping
-does not wait for kernels. XLA wants the summed size of all arguments of a program below its memory
-limit, holes included; beyond, it still runs but tries to save memory.
+does not wait for kernels. XLA takes the addresses of all arguments of a program for memory, holes
+included; where that is more than there is, it computes things twice to save some, unless its pass
+`rematerialization` is switched off.
 """
 
 import contextlib
