@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from bench.esft_memory import ORDER
 from lora_jax.adapters.expert_residency import ExpertAllocator, ExpertPlacement, ExpertSizes
 from lora_jax.adapters.weights import PROJECTIONS, AdapterReport, ExpertWeights
 from lora_jax.memory import cases
@@ -94,7 +93,7 @@ class Shape:
 def lite(adapters: int, layers: int = cases.LAYERS) -> Shape:
     """DeepSeek-V2-Lite, or its first layers, and the adapters of Table 1 again and again."""
     table = cases.table_1_counts()
-    counts = tuple(table[ORDER[i % len(ORDER)]][:layers] for i in range(adapters))
+    counts = tuple(table[cases.ORDER[i % len(cases.ORDER)]][:layers] for i in range(adapters))
     config = LITE | {"num_hidden_layers": layers + 1}
     return Shape("deepseek-v2-lite", config, counts)
 
@@ -104,6 +103,9 @@ def tiny(adapters: int, layers: int = 2) -> Shape:
     counts = np.random.default_rng(0).integers(0, 3, (adapters, layers)) + 1
     config = TINY | {"num_hidden_layers": layers + 1}
     return Shape("tiny", config, tuple(counts))
+
+
+SHAPES = {"deepseek-v2-lite": lite, "tiny": tiny}
 
 
 class Woven:
@@ -168,10 +170,10 @@ class Woven:
         """Return leaves in which arrays(layer, projection) stands for each expert tensor."""
         model = nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, self.plain))
         for layer in self.tensors.layers:
-            experts: Any = model.layers[layer].mlp.experts
+            mlp: Any = model.layers[layer].mlp
             for name in PROJECTIONS:
-                param = getattr(experts, name)
-                setattr(experts, name, param.replace(arrays(layer, name)))
+                param = getattr(mlp.experts, name)
+                setattr(mlp.experts, name, param.replace(arrays(layer, name)))
         return leaves_of(model)
 
     def view(self, groups: int) -> tuple[jax.Array, ...]:
@@ -188,7 +190,8 @@ class Woven:
         plain = nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, self.plain))
 
         def array(layer: int, name: str) -> jax.Array:
-            base = getattr(plain.layers[layer].mlp.experts, name)[...]
+            experts: Any = plain.layers[layer].mlp
+            base = getattr(experts.experts, name)[...]
             return _pad(base, groups - base.shape[0])
 
         return self.with_experts(array)

@@ -18,8 +18,8 @@ import jax
 import numpy as np
 
 from bench import esft_loading
-from bench.esft_model import Woven, lite, tiny
-from bench.esft_steps import Batch, Programs, Row, decode_batch, prefill_batch
+from bench.esft_model import SHAPES, Shape, Woven
+from bench.esft_steps import Batch, Programs, Row, Took, decode_batch, prefill_batch
 from bench.kernels.timing import copy_bandwidth
 from bench.step_profile import profile_step, show_profile
 from serving.step import SLOT
@@ -61,25 +61,24 @@ class Measurement:
         """Fused rerouting against plain operators, beside the base."""
         adapters = max(n for n in self.adapters if n <= 10)
         for bucket, batch in self._two_batches(adapters):
-            base = self._time("base", bucket, batch.without_adapters())
+            base = self._base(bucket, batch)
             for kind in ("fused", "plain"):
-                took = self._time(kind, bucket, batch, self.woven.identity)
+                took = self.programs.time(kind, bucket, self.woven.identity, batch)
                 yield Row(
                     f"rerouting {kind}, {batch.name}", took.us, base_us=base.us, adapters=adapters
                 )
 
     def padding(self) -> Iterator[Row]:
         """Virtual tensors against dense ones of as many experts, both rerouted to the base's."""
-        shape, adapters = self.woven.shape, min(PADDED_ADAPTERS, len(self.woven.shape.counts))
+        shape = self.woven.shape
+        adapters, groups = padded(shape)
         for other in range(adapters, len(shape.counts)):
             self.woven.unload(str(other))  # the dense ones take their place
-        base = self.woven.config.experts.num_experts
-        groups = base + min(adapters * shape.most, shape.extra)
         leaves = {"virtual": self.woven.view(groups), "padded": self.woven.padded(groups)}
         for bucket, batch in self._two_batches(adapters):
             took = {}
             for name in ("virtual", "padded", "padded", "virtual"):  # drift counts for both
-                run = self._time("fused", bucket, batch, self.woven.identity, leaves[name])
+                run = self.programs.time("fused", bucket, self.woven.identity, batch, leaves[name])
                 took.setdefault(name, []).append(run.us)
             yield Row(
                 f"virtual against padded, {batch.name}",
@@ -96,7 +95,7 @@ class Measurement:
         """Which kernels a decode step consists of; printed, no rows."""
         for rows in self.decode_rows:
             batch, bucket = self._decode(rows, max(self.adapters)), self._bucket(rows)
-            step = self.programs.runner("fused", bucket, self.woven.woven, self.woven.tables, batch)
+            step = self.programs.runner("fused", bucket, self.woven.tables, batch)
             print(show_profile(f"{rows} rows, own experts", profile_step(step)), flush=True)
         yield from ()
 
@@ -107,9 +106,9 @@ class Measurement:
         bucket = self._bucket(bucket)
         for adapters in (n for n in self.adapters if n <= most):
             batch = batch_of(adapters)
-            base = self._time("base", bucket, batch.without_adapters())
+            base = self._base(bucket, batch)
             for kind, tables in (("same", self.woven.identity), ("own", self.woven.tables)):
-                took = self._time("fused", bucket, batch, tables)
+                took = self.programs.time("fused", bucket, tables, batch)
                 yield Row(
                     f"{name}, {adapters} adapters, {kind} experts",
                     took.us,
@@ -119,6 +118,7 @@ class Measurement:
                     base_experts=base.experts,
                     floor_us=self._floor_us(batch, took.experts),
                     base_floor_us=self._floor_us(batch, base.experts),
+                    more={"dispatch us": took.dispatch_us},
                 )
 
     def _floor_us(self, batch: Batch, experts: float) -> float:
@@ -130,16 +130,15 @@ class Measurement:
         moved += experts * tensors.expert_bytes + batch.kv_tokens * self.programs.kv_token_bytes
         return moved / self.bandwidth * 1e6
 
-    def _time(self, kind, bucket, batch, tables=None, leaves=None):
-        own = self.woven.plain if kind == "base" else self.woven.woven
-        return self.programs.time(kind, bucket, own if leaves is None else leaves, tables, batch)
+    def _base(self, bucket: int, batch: Batch) -> Took:
+        return self.programs.time("base", bucket, None, batch.without_adapters())
 
     def _first_use(self, slot: int) -> None:
         """Run one step for the adapter in a slot."""
         rows = self.decode_rows[0]
         batch, bucket = self._decode(rows, 1), self._bucket(rows)
         batch.table[SLOT] = slot
-        step = self.programs.runner("fused", bucket, self.woven.woven, self.woven.tables, batch)
+        step = self.programs.runner("fused", bucket, self.woven.tables, batch)
         jax.block_until_ready(step())
 
     def _decode(self, rows: int, adapters: int) -> Batch:
@@ -152,6 +151,28 @@ class Measurement:
 
     def _bucket(self, tokens: int) -> int:
         return max(8, tokens)
+
+
+def padded(shape: Shape) -> tuple[int, int]:
+    """Return how many adapters are padded, and the experts that a tensor with them has."""
+    adapters = min(PADDED_ADAPTERS, len(shape.counts))
+    base = shape.config["n_routed_experts"]
+    return adapters, base + min(adapters * shape.most, shape.extra)
+
+
+def begin(programs: Programs, shape: Shape, parts: list[str], sizes: dict) -> None:
+    """Let what the parts ask for be compiled, in that order."""
+    decode, prefill = [max(8, rows) for rows in sizes["decode"]], sizes["prefill"]
+    both = (max(decode), max(prefill))
+    for part in parts:
+        for bucket in {"decode": decode, "prefill": prefill, "rerouting": both}.get(part, ()):
+            programs.begin("base", bucket)
+            programs.begin("fused", bucket)
+        for bucket in both:
+            if part == "rerouting":
+                programs.begin("plain", bucket)
+            if part == "padding":
+                programs.begin("fused", bucket, padded(shape)[1])
 
 
 PARTS = ("decode", "rerouting", "prefill", "profile", "loading", "padding")  # the last one unloads
@@ -178,7 +199,7 @@ def main() -> None:
     """Make the model, load the adapters, run the parts, and write what came out."""
     parser = argparse.ArgumentParser(prog="python -m bench.esft_speed", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for the JSON")
-    parser.add_argument("--model", choices=("lite", "tiny"), default="lite")
+    parser.add_argument("--model", choices=tuple(SHAPES), default="deepseek-v2-lite")
     parser.add_argument("--layers", type=int, help="layers with experts, by default all")
     parser.add_argument("--adapters", type=int, default=max(ADAPTERS))
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
@@ -187,20 +208,21 @@ def main() -> None:
     start = time.monotonic()
     say = lambda text: print(f"[{time.monotonic() - start:5.1f} s] {text}", flush=True)  # noqa: E731
     layers = {} if args.layers is None else {"layers": args.layers}
-    shape = (lite if args.model == "lite" else tiny)(args.adapters, **layers)
-    woven = Woven(shape)
-    say(f"{shape.name}, experts in {woven.tensors.pages()}")
-    for adapter in range(len(shape.counts)):
-        woven.load(adapter)
-    say(f"{len(shape.counts)} adapters in {woven.tensors.pages()}")
+    shape = SHAPES[args.model](args.adapters, **layers)
     small = args.model == "tiny"
     sizes = {
         "decode": (1, 8) if small else DECODE,
         "prefill": (32,) if small else PREFILL,
         "context": 32 if small else CONTEXT,
     }
-    programs = Programs(woven, sizes)
-    programs.compile(args.only, say)
+    programs = Programs(shape, sizes)
+    begin(programs, shape, args.only, sizes)
+    woven = Woven(shape)
+    programs.attach(woven)
+    say(f"{shape.name}, experts in {woven.tensors.pages()}")
+    for adapter in range(len(shape.counts)):
+        woven.load(adapter)
+    say(f"{len(shape.counts)} adapters in {woven.tensors.pages()}")
     measurement = Measurement(woven, programs, copy_bandwidth(1 << 20 if small else 1 << 31), sizes)
     say(f"copies {measurement.bandwidth / 1e12:.2f} TB/s")
     rows = measure(measurement, args.only, args.seconds)

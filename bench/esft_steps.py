@@ -1,4 +1,4 @@
-"""Compiled steps of a woven model, what they are asked, and how long one takes."""
+"""Steps of a woven model: what they are asked, and how long one takes."""
 
 import concurrent.futures
 import dataclasses
@@ -7,21 +7,19 @@ import statistics
 import time
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from bench.esft_model import Woven
-from lora_jax.kv_cache import LayerCache, init_cache
-from lora_jax.nn import moe
+from bench.esft_model import Shape, Woven
+from bench.esft_programs import PAGE, StepProgram, compile_apart, register_kernels
+from lora_jax.config import from_hf
+from lora_jax.kv_cache import init_cache
 from serving.device_state import init_row_state
-from serving.model_runner import NO_REMAT
-from serving.step import NUM_TOKENS, SAMPLES, SLOT, START, TABLE_ROWS, StepSizes, run_step
+from serving.step import NUM_TOKENS, SAMPLES, SLOT, START, TABLE_ROWS, StepSizes
 
-PAGE = 16  # tokens
+WORKERS = 10  # programs that are compiled at a time
 CALLS, SAMPLES_TAKEN = 10, 5
 LONGEST = 0.3  # seconds of enqueued steps in one sample
 
@@ -78,6 +76,7 @@ class Took:
 
     us: float
     experts: float
+    dispatch_us: float  # of the host, for one step
 
 
 def decode_batch(rows: int, context: int, adapters: int, sizes: StepSizes) -> Batch:
@@ -113,12 +112,11 @@ def _block_tables(tokens: int, sizes: StepSizes) -> np.ndarray:
 class Programs:
     """The programs by kind and size: "base", rerouting "fused", and "plain" (JAX operators)."""
 
-    def __init__(self, woven: Woven, wanted: dict):
-        self._woven, self._wanted = woven, wanted
+    def __init__(self, shape: Shape, wanted: dict):
+        """Compiling may begin; `attach` comes before anything runs."""
+        self._shape, config = shape, from_hf(shape.config)
         seqs, longest = max(wanted["decode"]), max(*wanted["prefill"], wanted["context"] + PAGE)
-        kv = woven.model.kv_shape(woven.config)
-        dtype = woven.model.embed.weight[...].dtype
-        self.kv_token_bytes = kv.bytes_per_token(dtype)
+        self._base_groups, self._layers = config.experts.num_experts, len(config.experts.layers)
         self.sizes = StepSizes(
             max_seqs=max(seqs, 32),
             max_len=-(-longest // PAGE) * PAGE,
@@ -127,44 +125,57 @@ class Programs:
             max_logit_rows=64,
             max_rank=8,
         )
+        self._compiled: dict[StepProgram, concurrent.futures.Future] = {}
+        register_kernels()
+        self._pool = concurrent.futures.ThreadPoolExecutor(WORKERS)
+
+    def attach(self, woven: Woven) -> None:
+        """Make what the steps of a model need beside its weights."""
+        self._woven, kv = woven, woven.model.kv_shape(woven.config)
+        dtype = woven.model.embed.weight[...].dtype
+        self.kv_token_bytes = kv.bytes_per_token(dtype)
         self._place = functools.partial(jax.device_put, device=woven.plain[0].sharding)
-        cache = init_cache(kv, self.sizes.num_pages, PAGE, dtype)
-        self._cache = self._place(tuple(_noise(n, layer) for n, layer in enumerate(cache)))
+        cache = jax.tree.leaves(init_cache(kv, self.sizes.num_pages, PAGE, dtype))
+        self._cache = [_noise(n, pages) for n, pages in enumerate(cache)]
         state = init_row_state(self.sizes.max_seqs, self.sizes.max_len)
         shape, vocab = state.history.shape, woven.config.vocab_size
         history = np.random.default_rng(0).integers(3, vocab, shape).astype(np.int32)
-        self._state = self._place(dataclasses.replace(state, history=jnp.asarray(history)))
-        self._compiled: dict[tuple, Any] = {}
-        self._pool = concurrent.futures.ThreadPoolExecutor(16)
+        state = dataclasses.replace(state, history=jnp.asarray(history))
+        self._state = self._place(jax.tree.leaves(state))
 
-    def compile(self, parts: list[str], say: Callable[[str], None]) -> None:
-        """Begin to compile what the parts need, side by side, most wanted first."""
-        for kind, bucket in self._needed(parts):
-            self._begin(kind, bucket, self._woven.plain if kind == "base" else self._woven.woven)
-        say(f"lowered {len(self._compiled)} programs")
+    def begin(self, kind: str, bucket: int, groups: int | None = None) -> None:
+        """Let a program be compiled; `groups` are the experts in a tensor (None: all there are)."""
+        self._program(kind, bucket, groups)
 
-    def time(self, kind: str, bucket: int, leaves: Any, tables: Any, batch: Batch) -> Took:
+    def time(self, kind: str, bucket: int, tables: Any, batch: Batch, leaves: Any = None) -> Took:
         """Return the median over samples of steps that are enqueued behind one another."""
-        step = self.runner(kind, bucket, leaves, tables, batch)
+        step = self.runner(kind, bucket, tables, batch, leaves)
         sizes = jax.block_until_ready(step())
         experts = float(sum(np.count_nonzero(np.asarray(s)) for s in sizes))
         start = time.perf_counter()
         jax.block_until_ready(step())
         calls = int(min(CALLS, max(1, LONGEST / (time.perf_counter() - start))))
-        taken = []
+        taken, sent = [], []
         for _ in range(SAMPLES_TAKEN):
             start = time.perf_counter()
             for _ in range(calls):
                 sizes = step()
+            sent.append((time.perf_counter() - start) / calls * 1e6)
             jax.block_until_ready(sizes)
             taken.append((time.perf_counter() - start) / calls * 1e6)
-        return Took(statistics.median(taken), experts)
+        return Took(statistics.median(taken), experts, statistics.median(sent))
 
     def runner(
-        self, kind: str, bucket: int, leaves: Any, tables: Any, batch: Batch
+        self, kind: str, bucket: int, tables: Any, batch: Batch, leaves: Any = None
     ) -> Callable[[], Any]:
-        """Return a function that enqueues one step and returns the sizes of its groups."""
-        program = self._begin(kind, bucket, leaves).result()
+        """Return a function that enqueues one step and returns the sizes of its groups.
+
+        `leaves` None are the plain model's for "base", else the virtual tensors'.
+        """
+        if leaves is None:
+            leaves = self._woven.plain if kind == "base" else self._woven.woven
+        groups = max(leaf.shape[0] for leaf in leaves if leaf.ndim == 3)
+        program = self._program(kind, bucket, groups).result()
         given = None if kind == "base" else self._place(np.asarray(tables))
         table, blocks = self._place(batch.table), self._place(batch.block_tables)
 
@@ -175,63 +186,20 @@ class Programs:
 
         return step
 
-    def _needed(self, parts: list[str]) -> list[tuple[str, int]]:
-        """Return kinds and buckets, in the order in which parts ask for them."""
-        decode = [max(8, rows) for rows in self._wanted["decode"]]
-        prefill, most = list(self._wanted["prefill"]), max(decode)
-        both = [most, max(prefill)]
-        needed: list[tuple[str, int]] = []
-        for part in parts:
-            if part in ("decode", "prefill"):
-                buckets = decode if part == "decode" else prefill
-                needed += [(kind, b) for b in buckets for kind in ("base", "fused")]
-            elif part == "rerouting":
-                needed += [(kind, b) for b in both for kind in ("base", "fused", "plain")]
-            elif part == "profile":
-                needed += [("fused", b) for b in decode]
-            elif part == "loading":
-                needed.append(("fused", decode[0]))
-        return list(dict.fromkeys(needed))
-
-    def _begin(self, kind: str, bucket: int, leaves: Any) -> concurrent.futures.Future:
+    def _program(self, kind: str, bucket: int, groups: int | None) -> concurrent.futures.Future:
         """Return the program to come; equal ones are compiled once."""
-        key = (kind, bucket, *(leaf.shape for leaf in leaves))
-        if key not in self._compiled:
-            tables = None if kind == "base" else self._place(self._woven.identity)
-            table = self._place(np.zeros((TABLE_ROWS, self.sizes.max_seqs), np.int32))
-            blocks = np.zeros((self.sizes.max_seqs, self.sizes.max_pages), np.int32)
-            arguments = (leaves, self._cache, self._state, tables, table, self._place(blocks))
-            lowered = self._program(kind, bucket).lower(*arguments)
-            self._compiled[key] = self._pool.submit(lowered.compile)
-        return self._compiled[key]
-
-    def _program(self, kind: str, bucket: int) -> Any:
-        """Return the runner's step, which also gives the rows of every group of every layer."""
-        woven = self._woven
-
-        def step(leaves, cache, state, tables, table, blocks):
-            model, sizes = nnx.merge(woven.graphdef, jax.tree.unflatten(woven.treedef, leaves)), []
-            plain = {"implementation": "xla"} if kind == "plain" else {}
-
-            def recording(op, options, *args):
-                map = op(*args, **options)
-                sizes.append(map.group_sizes)
-                return map
-
-            with (
-                mock.patch.object(moe, "reroute", functools.partial(recording, moe.reroute, plain)),
-                mock.patch.object(moe, "row_map", functools.partial(recording, moe.row_map, {})),
-            ):
-                cache, state, _ = run_step(
-                    model, cache, state, None, table, blocks, bucket, self.sizes, tables
-                )
-            return cache, state, sizes
-
-        options = None if kind == "base" else NO_REMAT
-        return jax.jit(step, donate_argnums=(1, 2), compiler_options=options)
+        shape, base = self._shape, self._base_groups
+        if groups is None:
+            groups = base if kind == "base" else base + shape.extra
+        wanted = StepProgram(
+            shape.name, self._layers, len(shape.counts), kind, bucket, groups, self.sizes
+        )
+        if wanted not in self._compiled:
+            self._compiled[wanted] = self._pool.submit(compile_apart, wanted)
+        return self._compiled[wanted]
 
 
-def _noise(seed: int, layer: LayerCache) -> LayerCache:
-    """Return a layer's cache full of random numbers."""
-    fill = jax.jit(lambda key: jax.random.normal(key, layer.k.shape, layer.k.dtype))
-    return LayerCache(k=fill(jax.random.key(seed, impl="rbg")), v=layer.v)
+def _noise(seed: int, pages: jax.Array) -> jax.Array:
+    """Return pages full of random numbers."""
+    fill = jax.jit(lambda key: jax.random.normal(key, pages.shape, pages.dtype))
+    return fill(jax.random.key(seed, impl="rbg"))
