@@ -29,8 +29,8 @@ from lora_jax.models import model_class
 from lora_jax.nn import moe
 from lora_jax.nn.expert_tensors import expert_blocks
 from lora_jax.ops.reroute import row_map
+from serving.compiled_step import NO_REMAT
 from serving.device_state import init_row_state
-from serving.model_runner import NO_REMAT
 from serving.step import TABLE_ROWS, StepSizes, run_step
 
 PAGE = 16  # tokens

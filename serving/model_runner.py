@@ -7,7 +7,6 @@ are read when the next one is on its way.
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from tqdm import tqdm
 from lora_jax.adapters.slots import AdapterSlots, warm_up
 from lora_jax.kv_cache import KVShape, init_cache
 from lora_jax.typing import Array, Int
+from serving.compiled_step import NO_REMAT, CompiledStep
 from serving.device_state import admit, init_row_state, pack_row
 from serving.lora_server.client import RemoteTable, ServerLink
 from serving.request import ScheduledChunk, Sequence, SequenceResult, StepPlan, TokenLogprobs
@@ -31,18 +31,12 @@ from serving.step import (
     START,
     TABLE_ROWS,
     StepSizes,
-    run_step,
 )
 
 _SMALLEST_BUCKET = 8
 _BUCKET_FACTOR = (
     4  # a step runs at most 4 times as many padding tokens as real ones, mostly skipped
 )
-
-
-# XLA takes the addresses of expert tensors for memory, finds more of it than there is, and would
-# compute many things twice to save some. It still says once that the arguments exceed its limit.
-NO_REMAT = {"xla_disable_hlo_passes": "rematerialization"}
 
 
 def token_buckets(max_tokens: int) -> tuple[int, ...]:
@@ -92,11 +86,17 @@ class ModelRunner:
         self.sizes, self.buckets = sizes, token_buckets(max_tokens)
         self._specialize_lora = specialize_lora and slots is not None and link is None
         self._vocab_size, self._end_ids = vocab_size, end_ids
-        options = NO_REMAT if reroute_tables is not None else None
-        self._step, self._leaves = _compiled_step(model, sizes, link, options)
+        self._step = CompiledStep(
+            model,
+            sizes,
+            link,
+            vocab_size,
+            stay=jax.default_backend() != "cpu",
+            compiler_options=NO_REMAT if reroute_tables is not None else None,
+        )
         # Everything lies committed on the weights' device from the start: an array that is
         # committed only after its first step would make every program compile twice.
-        place = functools.partial(jax.device_put, device=self._leaves[0].sharding)
+        place = functools.partial(jax.device_put, device=self._step.sharding)
         self._cache = place(init_cache(kv_shape, sizes.num_pages, sizes.page_size, dtype))
         self._state = place(init_row_state(sizes.max_seqs, sizes.max_len))
         self._place = place
@@ -109,7 +109,6 @@ class ModelRunner:
             self.set_remote(np.full(slots.num_slots, -1), 0)
         self._tables = np.zeros((sizes.max_seqs, sizes.max_pages), np.int32)
         self._num_pages = [0] * sizes.max_seqs  # pages of each row that _tables holds
-        self._device_tables = place(self._tables.copy())
 
     def warm_up(self, *, progress: bool = False) -> None:
         """Compile every program by running it on nothing; no later step compiles."""
@@ -152,7 +151,7 @@ class ModelRunner:
             table[NUM_TARGETS, row] = num_targets(chunk)
             table[SAMPLES, row] = chunk.samples
         if changed:
-            self._device_tables = self._place(self._tables.copy())
+            self._step.set_pages(self._tables)
         sampled, status = self._run(table, bucket, self._needs_lora(plan, bucket))
         for leaf in jax.tree.leaves(sampled) if scored else (sampled.token_ids,):
             leaf.copy_to_host_async()
@@ -185,17 +184,15 @@ class ModelRunner:
         return any(0 <= chunk.sequence.slot < self.slots.num_slots for chunk in plan.chunks)
 
     def _run(self, table: np.ndarray, bucket: int, lora: bool) -> tuple[Sampled, jax.Array | None]:
-        self._cache, self._state, sampled, status = self._step(
-            self._leaves,
+        self._cache, self._state, sampled, status = self._step.run(
             self._cache,
             self._state,
             self.slots,
             self.reroute_tables,
             self.remote_table,
             table,
-            self._device_tables,
-            bucket=bucket,
-            lora=lora,
+            bucket,
+            lora,
         )
         return sampled, status
 
@@ -253,35 +250,6 @@ def num_targets(chunk: ScheduledChunk) -> int:
         return 0
     end = min(chunk.start + chunk.num_tokens, chunk.sequence.num_prompt - 1)
     return max(0, end - chunk.start)
-
-
-def _compiled_step(
-    model: nnx.Module,
-    sizes: StepSizes,
-    link: ServerLink | None,
-    options: dict[str, str] | None,
-) -> tuple[Any, tuple[jax.Array, ...]]:
-    """Return the jitted step over (leaves, cache, state, ...) and the leaves of the model."""
-    graphdef, params = nnx.split(model, graph=False)
-    leaves, treedef = jax.tree.flatten(params)
-
-    @functools.partial(
-        jax.jit,
-        static_argnames=("bucket", "lora"),
-        donate_argnums=(1, 2),
-        compiler_options=options,
-    )
-    def step(
-        leaves, cache, state, slots, tables, remote_table, table, block_tables, *, bucket, lora
-    ):
-        merged = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
-        remote = None if link is None else link.start(remote_table)
-        out = run_step(
-            merged, cache, state, slots, table, block_tables, bucket, sizes, tables, remote, lora
-        )
-        return *out, None if remote is None else remote.status()
-
-    return step, tuple(leaves)
 
 
 class _HostArrays:

@@ -51,21 +51,25 @@ def sample(
 
     A target >= 0 is scored instead of sampling (log-probabilities of a prompt).
     """
-    rows = logits.shape[0]
-    top = min(MAX_LOGPROBS, logits.shape[1])
-    empty = Sampled(
-        token_ids=jnp.zeros(rows, jnp.int32),
-        logprobs=jnp.zeros(rows, jnp.float32),
-        ranks=jnp.zeros(rows, jnp.int32),
-        top_ids=jnp.zeros((rows, top), jnp.int32),
-        top_logprobs=jnp.zeros((rows, top), jnp.float32),
-    )
+    empty = no_samples(*logits.shape)
 
     def body(i: Int[Array, ""], results: Sampled) -> Sampled:
         result = _sample_row(logits[i], positions[i], targets[i], state, row_to_seq[i])
         return jax.tree.map(lambda all_, one: all_.at[i].set(one), results, result)
 
     return lax.fori_loop(jnp.int32(0), num_rows, body, empty)
+
+
+def no_samples(rows: int, vocab: int) -> Sampled:
+    """Return results of so many rows in which nothing was sampled."""
+    top = min(MAX_LOGPROBS, vocab)
+    return Sampled(
+        token_ids=jnp.zeros(rows, jnp.int32),
+        logprobs=jnp.zeros(rows, jnp.float32),
+        ranks=jnp.zeros(rows, jnp.int32),
+        top_ids=jnp.zeros((rows, top), jnp.int32),
+        top_logprobs=jnp.zeros((rows, top), jnp.float32),
+    )
 
 
 def _sample_row(

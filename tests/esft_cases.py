@@ -92,7 +92,7 @@ class Case:
             for name in loras:
                 self.alone[name] = self.answers(oracle, name)
             for name, model in {None: base, **merged}.items():
-                runner_of(oracle)._leaves = leaves_of(model, dtype)
+                runner_of(oracle)._step._leaves = leaves_of(model, dtype)
                 self.alone[name] = self.answers(oracle, None)
         assert len({str(found) for found in self.alone.values()}) == len(self.alone)
         with pytest.MonkeyPatch.context() as patch:

@@ -58,6 +58,28 @@ def test_merge_matches_float64(library, d_out, d_in, ranks):
 
 
 @pytest.mark.parametrize(
+    ("sizes", "rows", "d_out", "d_in", "biased"),
+    [
+        ((5,), 7, 1, 132, False),
+        ((0, 7, 1, 0, 20), 30, 19, 64, True),
+        ((0,) * 40 + (3,), 3, 5, 4, True),
+    ],
+)
+def test_grouped_f32_matches_float64(library, sizes, rows, d_out, d_in, biased):
+    rng = np.random.default_rng(rows)
+    x, w = rng.standard_normal((rows, d_in)), rng.standard_normal((len(sizes), d_out, d_in))
+    bias = rng.standard_normal((len(sizes), d_out)) if biased else None
+    given = [None if v is None else v.astype(np.float32) for v in (x, w, bias)]
+    y, want = np.full((rows, d_out), np.nan, np.float32), np.zeros((rows, d_out))
+    library.emulate(1, 3)
+    counts = np.array(sizes, np.int32)
+    call(library.grouped_f32, *given[:2], counts, given[2], rows, len(sizes), d_out, d_in, y)
+    for g, (start, size) in enumerate(zip(np.cumsum(counts) - counts, sizes, strict=True)):
+        want[start : start + size] = x[start : start + size] @ w[g].T + (bias[g] if biased else 0)
+    np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
     ("tokens", "k", "experts", "slots"),
     [(1, 1, 1, 0), (5, 2, 8, 0), (300, 8, 128, 0), (9, 4, 16, 3), (700, 6, 64, 40)],
 )

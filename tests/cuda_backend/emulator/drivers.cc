@@ -1,5 +1,6 @@
 // Host entry points of the emulated kernels, over plain arrays; what csrc/*.cu does for XLA.
 #include "attention_launch.cuh"
+#include "grouped_f32.cuh"
 #include "launch.cuh"
 #include "merge.cuh"
 #include "reroute.cuh"
@@ -14,6 +15,11 @@ void emulate(int sms, unsigned seed) { emu::machine.sms = sms, emu::machine.seed
 int merge(Bf16* w, const Bf16* a_pool, const Bf16* b_pool, const int* sites, const float* scaling, int matrices,
           int d_out, int d_in, int max_rank) {
   return launch_merge(MergeArgs{w, a_pool, b_pool, sites, scaling, matrices, d_out, d_in, max_rank}, nullptr);
+}
+
+int grouped_f32(const float* x, const float* w, const int* sizes, const float* bias, int rows, int groups, int d_out,
+                int d_in, float* y) {
+  return launch_grouped_f32(GroupedF32Args{x, w, sizes, bias, y, rows, groups, d_out, d_in}, nullptr);
 }
 
 int reroute(const int* ids, const int* token_to_slot, const int* table, int num_tokens, int tokens, int k, int slots,

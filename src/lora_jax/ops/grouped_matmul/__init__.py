@@ -7,6 +7,7 @@ from lora_jax.typing import Array, Float, Int
 __all__ = ["grouped_matmul", "matmul"]
 
 _KERNELS = {
+    "cuda": dispatch.backend("cuda", "grouped_matmul"),
     "pallas_gpu": dispatch.late("lora_jax.ops.grouped_matmul.pallas_gpu", "grouped_matmul"),
     "pallas_tpu": dispatch.late("lora_jax.ops.grouped_matmul.pallas_tpu", "grouped_matmul"),
     "ffi": cpu.grouped_matmul,

@@ -28,6 +28,7 @@
 struct uint4 { uint32_t x, y, z, w; };
 struct int4 { int x, y, z, w; };
 struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 

@@ -1,0 +1,41 @@
+"""Linear maps in float32 by the kernel of csrc/grouped_f32.cuh; bfloat16 is Mosaic's.
+
+A row's result depends on nothing but its own x and matrix.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from cuda_backend import ffi
+from lora_jax.typing import Array, Float, Int
+
+VECTOR = 4  # values of d_in that are read at once
+MAX_TILES = 2**31 - 1  # of 4 rows x 16 columns, in a launch
+
+
+def check_support(dtype: jnp.dtype, rows: int, d_out: int, d_in: int) -> None:
+    """Raise NotImplementedError, saying why, for what the kernel does not serve."""
+    if dtype != jnp.float32:
+        raise NotImplementedError(f"cuda grouped_matmul takes float32, not {dtype}")
+    if rows < 1 or d_out < 1 or -(-rows // 4) * -(-d_out // 16) > MAX_TILES:
+        raise NotImplementedError(f"cuda grouped_matmul: {rows} rows, d_out {d_out}")
+    if d_in % VECTOR or d_in == 0:
+        raise NotImplementedError(
+            f"cuda grouped_matmul takes d_in in steps of {VECTOR}, not {d_in}"
+        )
+
+
+def grouped_matmul(
+    x: Float[Array, "rows d_in"],
+    w: Float[Array, "groups d_out d_in"],
+    group_sizes: Int[Array, "groups"],
+    bias: Float[Array, "groups d_out"] | None,
+) -> Float[Array, "rows d_out"]:
+    """What lora_jax.ops.grouped_matmul says."""
+    rows, (_, d_out, d_in) = x.shape[0], w.shape
+    check_support(x.dtype, rows, d_out, d_in)
+    ffi.require()
+    call = jax.ffi.ffi_call(
+        "lora_jax_cuda_grouped_f32", jax.ShapeDtypeStruct((rows, d_out), x.dtype)
+    )
+    return call(x, w, group_sizes, jnp.zeros((0,), x.dtype) if bias is None else bias)

@@ -1,0 +1,69 @@
+"""Float32 linear maps on Hopper: against float64, the same bits in any company, what declines."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cuda_backend import grouped_matmul as cuda
+
+kernel = jax.jit(cuda.grouped_matmul)
+
+
+def make(rows, sizes, d_out, d_in, bias=False):
+    rng = np.random.default_rng(rows)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    groups = len(sizes)
+    x, w = normal(rows, d_in), normal(groups, d_out, d_in) * d_in**-0.5
+    return x, w, jnp.asarray(sizes, jnp.int32), normal(groups, d_out) if bias else None
+
+
+def oracle(x, w, sizes, bias):
+    """Return the answer in float64."""
+    y, start = np.zeros((x.shape[0], w.shape[1])), 0
+    for g, size in enumerate(np.asarray(sizes)):
+        rows = slice(start, start + size)
+        y[rows] = np.asarray(x[rows], np.float64) @ np.asarray(w[g], np.float64).T
+        y[rows] += 0 if bias is None else np.asarray(bias[g], np.float64)
+        start += size
+    return y
+
+
+CASES = {
+    "router": (64, (64,), 128, 2048, False),
+    "sum of a row": (33, (30,), 1, 2048, False),
+    "experts": (301, (0, 7, 1, 100, 0, 150), 96, 128, True),
+    "one row": (1, (0,) * 40 + (1,), 5, 4, True),
+    "nothing": (9, (0, 0), 17, 64, False),
+    "prefill": (4096, (4090,), 64, 2048, False),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_matches_float64(case):
+    args = make(*case)
+    np.testing.assert_allclose(kernel(*args), oracle(*args), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.gpu
+def test_a_row_has_the_same_bits_in_any_company():
+    x, w, sizes, _ = make(512, (200, 0, 312), 128, 2048)
+    whole = np.asarray(kernel(x, w, sizes, None))
+    for row, group in ((0, 0), (199, 0), (201, 2), (511, 2)):
+        alone = kernel(x[row : row + 1], w[group : group + 1], jnp.array([1], jnp.int32), None)
+        np.testing.assert_array_equal(np.asarray(alone)[0], whole[row])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "d_in", "why"),
+    [("bfloat16", 64, "takes float32, not bfloat16"), ("float32", 66, "steps of 4, not 66")],
+)
+def test_declines_what_it_cannot_serve(dtype, d_in, why):
+    with pytest.raises(NotImplementedError, match=why):
+        cuda.check_support(jnp.dtype(dtype), 3, 8, d_in)
+    with pytest.raises(NotImplementedError, match="0 rows, d_out 8"):
+        cuda.check_support(jnp.dtype("float32"), 0, 8, 64)
