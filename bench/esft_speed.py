@@ -145,9 +145,11 @@ class Measurement:
         return decode_batch(rows, self.context, adapters, self.programs.sizes)
 
     def _two_batches(self, adapters: int) -> list[tuple[int, Batch]]:
-        rows, tokens = max(self.decode_rows), max(self.prefill_tokens)
-        prefill = prefill_batch(tokens, 1, self.programs.sizes)
-        return [(self._bucket(rows), self._decode(rows, adapters)), (tokens, prefill)]
+        rows = max(self.decode_rows)
+        batches = [(self._bucket(rows), self._decode(rows, adapters))]
+        for tokens in self.prefill_tokens[-1:]:
+            batches.append((tokens, prefill_batch(tokens, 1, self.programs.sizes)))
+        return batches
 
     def _bucket(self, tokens: int) -> int:
         return max(8, tokens)
@@ -163,7 +165,7 @@ def padded(shape: Shape) -> tuple[int, int]:
 def begin(programs: Programs, shape: Shape, parts: list[str], sizes: dict) -> None:
     """Let what the parts ask for be compiled, in that order."""
     decode, prefill = [max(8, rows) for rows in sizes["decode"]], sizes["prefill"]
-    both = (max(decode), max(prefill))
+    both = (max(decode), *prefill[-1:])
     for part in parts:
         for bucket in {"decode": decode, "prefill": prefill, "rerouting": both}.get(part, ()):
             programs.begin("base", bucket)
@@ -202,6 +204,8 @@ def main() -> None:
     parser.add_argument("--model", choices=tuple(SHAPES), default="deepseek-v2-lite")
     parser.add_argument("--layers", type=int, help="layers with experts, by default all")
     parser.add_argument("--adapters", type=int, default=max(ADAPTERS))
+    text = "prompts' tokens; none leaves prefill out everywhere"
+    parser.add_argument("--prefill-tokens", type=int, nargs="*", default=PREFILL, help=text)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--seconds", type=float, default=60, help="for each part")
     args = parser.parse_args()
@@ -212,7 +216,7 @@ def main() -> None:
     small = args.model == "tiny"
     sizes = {
         "decode": (1, 8) if small else DECODE,
-        "prefill": (32,) if small else PREFILL,
+        "prefill": tuple(min(tokens, 32) if small else tokens for tokens in args.prefill_tokens),
         "context": 32 if small else CONTEXT,
     }
     programs = Programs(shape, sizes)
