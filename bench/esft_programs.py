@@ -52,8 +52,9 @@ class StepProgram:
 def compile_apart(program: StepProgram) -> Any:
     """Return the compiled program: lists of arrays go in and come out.
 
-    program(leaves, cache, state, tables, table, block_tables) -> cache, state, rows of every group
-    of every layer; cache and state are donated.
+    program(leaves, cache, state, sizes, tables, table, block_tables) -> cache, state, sizes, the
+    rows of every group of every layer. These three are donated, so that all addresses stay: a CUDA
+    graph whose arguments move is written anew.
     """
     said = json.dumps(dataclasses.asdict(program))
     # It shares the device, so it may not take most of its memory.
@@ -101,6 +102,7 @@ def compile_here(program: StepProgram) -> Any:
         leaves_of(model),
         jax.tree.leaves(cache),
         jax.tree.leaves(state),
+        [i32((program.groups,))] * moe_layers,
         None if program.kind == "base" else i32((moe_layers, program.adapters, num_experts)),
         i32((TABLE_ROWS, sizes.max_seqs)),
         i32((sizes.max_seqs, sizes.max_pages)),
@@ -111,12 +113,13 @@ def compile_here(program: StepProgram) -> Any:
     )
     options = None if program.kind == "base" else NO_REMAT
     step = functools.partial(_step, graphdef, trees, program)
-    jitted = jax.jit(step, donate_argnums=(1, 2), compiler_options=options)
+    jitted = jax.jit(step, donate_argnums=(1, 2, 3), keep_unused=True, compiler_options=options)
     return jitted.lower(*arguments).compile()
 
 
-def _step(graphdef, trees, program, leaves, cache, state, tables, table, blocks):
+def _step(graphdef, trees, program, leaves, cache, state, old_sizes, tables, table, blocks):
     """Run the engine's step, and note how many rows each group of each layer has."""
+    del old_sizes  # only their memory is used
     sizes = []
     plain = {"implementation": "xla"} if program.kind == "plain" else {}
 

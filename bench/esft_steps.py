@@ -178,9 +178,11 @@ class Programs:
         program = self._program(kind, bucket, groups).result()
         given = None if kind == "base" else self._place(np.asarray(tables))
         table, blocks = self._place(batch.table), self._place(batch.block_tables)
+        sizes = [self._place(np.zeros(groups, np.int32)) for _ in range(self._layers)]
 
         def step():
-            out = program(leaves, self._cache, self._state, given, table, blocks)
+            nonlocal sizes
+            out = program(leaves, self._cache, self._state, sizes, given, table, blocks)
             self._cache, self._state, sizes = out
             return sizes
 
