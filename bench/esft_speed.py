@@ -206,6 +206,8 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, default=max(ADAPTERS))
     text = "prompts' tokens; none leaves prefill out everywhere"
     parser.add_argument("--prefill-tokens", type=int, nargs="*", default=PREFILL, help=text)
+    text = "folder of programs that bench.esft_programs has compiled before"
+    parser.add_argument("--programs", type=Path, help=text)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--seconds", type=float, default=60, help="for each part")
     args = parser.parse_args()
@@ -219,7 +221,7 @@ def main() -> None:
         "prefill": tuple(min(tokens, 32) if small else tokens for tokens in args.prefill_tokens),
         "context": 32 if small else CONTEXT,
     }
-    programs = Programs(shape, sizes)
+    programs = Programs(shape, sizes, args.programs)
     begin(programs, shape, args.only, sizes)
     woven = Woven(shape)
     programs.attach(woven)

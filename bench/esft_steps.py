@@ -6,6 +6,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -112,9 +113,9 @@ def _block_tables(tokens: int, sizes: StepSizes) -> np.ndarray:
 class Programs:
     """The programs by kind and size: "base", rerouting "fused", and "plain" (JAX operators)."""
 
-    def __init__(self, shape: Shape, wanted: dict):
+    def __init__(self, shape: Shape, wanted: dict, ahead: Path | None = None):
         """Compiling may begin; `attach` comes before anything runs."""
-        self._shape, config = shape, from_hf(shape.config)
+        self._shape, self._ahead, config = shape, ahead, from_hf(shape.config)
         seqs, longest = max(wanted["decode"]), max((*wanted["prefill"], wanted["context"] + PAGE))
         self._base_groups, self._layers = config.experts.num_experts, len(config.experts.layers)
         self.sizes = StepSizes(
@@ -197,7 +198,7 @@ class Programs:
             shape.name, self._layers, len(shape.counts), kind, bucket, groups, self.sizes
         )
         if wanted not in self._compiled:
-            self._compiled[wanted] = self._pool.submit(compile_apart, wanted)
+            self._compiled[wanted] = self._pool.submit(compile_apart, wanted, self._ahead)
         return self._compiled[wanted]
 
 
