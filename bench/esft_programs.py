@@ -64,7 +64,10 @@ def compile_apart(program: StepProgram, ahead: Path | None) -> Any:
     graph whose arguments move is written anew.
     """
     if ahead is not None and (file := ahead / file_name(program)).exists():
-        return _load(file)
+        try:
+            return _load(file)
+        except Exception as error:  # of another version of jax or another device
+            print(f"{file.name} is of no use here: {str(error)[:300]}", flush=True)
     said = json.dumps(dataclasses.asdict(program))
     # It shares the device, so it may not take most of its memory.
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
