@@ -34,12 +34,6 @@ MODEL_BYTES = 29.3 * 2**30  # section 5.4: two merged models take 58.6 GB
 BUDGET_BYTES = int(0.9 * 64 * 2**30)  # of the paper's 64 GB device, at its memory utilisation
 SINGLE_TOKENS = 810_000  # section 5.4: KV capacity beside one merged model
 PAPER_TOKENS = {1: None, 2: 572_000, 3: 477_000}
-# The two the paper names, then the rest of Table 1 as printed, then all ten once more.
-ORDER = (
-    "gate-math",
-    "gate-intent",
-    *(n for n in cases.TABLE_1 if n not in ("gate-math", "gate-intent")),
-)
 
 
 class Woven:
@@ -120,10 +114,10 @@ def measure() -> list[dict]:
     """Return one row per number of adapters."""
     counts, woven, rows = cases.table_1_counts(), Woven(device_memory(), MOST), []
     for number in tqdm(range(1, MOST + 1), desc="adapters"):
-        woven.load(str(number), counts[ORDER[(number - 1) % len(ORDER)]])
+        woven.load(str(number), counts[cases.ORDER[(number - 1) % len(cases.ORDER)]])
         if number not in NUM_ADAPTERS:
             continue
-        loaded = [counts[ORDER[i % len(ORDER)]] for i in range(number)]
+        loaded = [counts[cases.ORDER[i % len(cases.ORDER)]] for i in range(number)]
         true_experts = int(sum(c.sum() for c in loaded))
         true = true_experts * cases.EXPERT_BYTES
         padded = number * cases.LAYERS * cases.E_MAX * cases.EXPERT_BYTES

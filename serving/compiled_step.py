@@ -37,6 +37,10 @@ _HOLES = 32  # of each size
 
 Logits = tuple[Float[Array, "rows vocab"], LogitRows]
 
+# XLA takes the addresses of expert tensors for memory, finds more of it than there is, and would
+# compute many things twice to save some. It still says once that the arguments exceed its limit.
+NO_REMAT = {"xla_disable_hlo_passes": "rematerialization"}
+
 
 class CompiledStep:
     """Runs steps of one model; the runner's thread uses it."""
@@ -49,11 +53,13 @@ class CompiledStep:
         vocab_size: int,
         *,
         split: bool,
+        compiler_options: dict[str, str] | None = None,
     ):
         """`split` makes two programs, whose memory stays where it is; see the module."""
         self._sizes, self._vocab_size, self._split = sizes, vocab_size, split
         forward, self._leaves = _forward(model, sizes, link)
-        self._whole, self._forward = _jit_whole(forward), _jit_forward(forward)
+        self._whole = _jit_whole(forward, compiler_options)
+        self._forward = _jit_forward(forward, compiler_options)
         self.sharding = self._leaves[0].sharding
         self._table = self._place(np.zeros((TABLE_ROWS, sizes.max_seqs), np.int32))
         self._pages = self._place(np.zeros((sizes.max_seqs, sizes.max_pages), np.int32))
@@ -142,8 +148,13 @@ def _forward(
     return forward, tuple(leaves)
 
 
-def _jit_whole(forward: Callable) -> Callable:
-    @functools.partial(jax.jit, static_argnames=("bucket", "lora"), donate_argnums=(1, 2))
+def _jit_whole(forward: Callable, options: dict[str, str] | None) -> Callable:
+    @functools.partial(
+        jax.jit,
+        static_argnames=("bucket", "lora"),
+        donate_argnums=(1, 2),
+        compiler_options=options,
+    )
     def step(leaves, cache, state, slots, tables, remote, table, pages, *, bucket, lora):
         adapters = (slots, tables, remote)
         cache, (logits, rows), status = forward(
@@ -154,11 +165,15 @@ def _jit_whole(forward: Callable) -> Callable:
     return step
 
 
-def _jit_forward(forward: Callable) -> Callable:
+def _jit_forward(forward: Callable, options: dict[str, str] | None) -> Callable:
     """Return the first program; of the logits that it is given, only the memory is used."""
 
     @functools.partial(
-        jax.jit, static_argnames=("bucket", "lora"), donate_argnums=(1, 2), keep_unused=True
+        jax.jit,
+        static_argnames=("bucket", "lora"),
+        donate_argnums=(1, 2),
+        keep_unused=True,
+        compiler_options=options,
     )
     def step(leaves, cache, logits, history, slots, tables, remote, table, pages, *, bucket, lora):
         adapters = (slots, tables, remote)

@@ -6,6 +6,7 @@ from pathlib import Path
 from serving.sampling import MAX_LOGPROBS
 
 DTYPES = ("auto", "float32", "bfloat16")
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
 POLICIES = ("fcfs", "sjf")
 
 
@@ -20,6 +21,7 @@ class EngineConfig:
     model: str  # folder with config.json, safetensors and tokenizer files
     served_model_name: str | None = None  # None: the folder's name
     dtype: str = "auto"  # "auto": what the checkpoint says
+    load_format: str = "auto"  # "dummy": random weights from config.json alone
     max_model_len: int | None = None  # None: the model's, or what the KV pages can hold
     max_num_seqs: int = 32  # sequences in one step
     max_num_batched_tokens: int = 512  # tokens in one step
@@ -36,7 +38,7 @@ class EngineConfig:
     max_loras: int = 16  # resident LoRA adapters
     max_lora_rank: int = 64
     lora_dir: str | None = None  # the only folder adapters may be loaded from at run time
-    max_esft_adapters: int | None = None  # resident ones; None: 16 on a CPU if the model can
+    max_esft_adapters: int | None = None  # resident ones; None: 16 if the model can
     max_esft_experts: int = 16  # of one ESFT adapter in one layer
     esft_memory_bytes: int | None = None  # their experts' pages; None: from the two above
     lora_memory_bytes: int | None = None  # rank rows of resident adapters; None: from the two above
@@ -49,13 +51,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise ValueError(f"model must be a folder, got {self.model!r}.")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}.")
-        if self.scheduling_policy not in POLICIES:
-            raise ValueError(
-                f"scheduling_policy must be one of {', '.join(POLICIES)}, got "
-                f"{self.scheduling_policy!r}."
-            )
+        for field, known in _CHOICES:
+            if (value := getattr(self, field)) not in known:
+                raise ValueError(f"{field} must be one of {', '.join(known)}, got {value!r}.")
         for field, low, high in _INT_BOUNDS:
             _check_int(field, getattr(self, field), low, high)
         for field, low, high in _OPTIONAL_INT_BOUNDS:
@@ -88,6 +86,11 @@ class EngineConfig:
         return max(self.max_num_seqs, 64)
 
 
+_CHOICES = (
+    ("dtype", DTYPES),
+    ("load_format", LOAD_FORMATS),
+    ("scheduling_policy", POLICIES),
+)
 _INT_BOUNDS = (
     ("max_num_seqs", 1, 1024),
     ("max_num_batched_tokens", 1, 65536),

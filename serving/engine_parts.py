@@ -19,7 +19,7 @@ from lora_jax.adapters.residency import SlotAllocator
 from lora_jax.adapters.slots import SlotsSpec, init_slots
 from lora_jax.adapters.weights import AnyWeights, ExpertWeights
 from lora_jax.config import ModelConfig
-from lora_jax.models import load
+from lora_jax.models import load, make_dummy
 from lora_jax.nn.decoder import AbstractCausalLM
 from serving.adapter_loader import AdapterLoader
 from serving.adapter_loaders import AdapterLoaders
@@ -86,9 +86,12 @@ def build_parts(
         "jax %s on %s (%d devices).", jax.__version__, device.device_kind, len(jax.devices())
     )
     model, model_config, dtype = _load_model(config)
-    tokenizer = Tokenizer(config.model, chat_template=config.chat_template)
-    size = size_kv_cache(config, model, model_config, dtype)
-    info = _model_info(config, model, model_config, size, dtype)
+    tokenizer = Tokenizer(
+        config.model,
+        chat_template=config.chat_template,
+        made_up=model_config.vocab_size if config.load_format == "dummy" else None,
+    )
+    weights = [(leaf.size, leaf.nbytes) for leaf in jax.tree.leaves(nnx.state(model))]
     with ExitStack() as undo:
         remote = None if access is None else connect(access, config, dtype.name)
         if remote is not None:
@@ -96,6 +99,9 @@ def build_parts(
         esft = make_esft(config, model, model_config)
         if esft is not None:
             undo.callback(esft.room.close)
+        # KV pages may lie where the experts were.
+        size = size_kv_cache(config, model, model_config, dtype)
+        info = _model_info(config, weights, model_config, size, dtype)
         parts = _build(
             config, adapters, model, model_config, tokenizer, size, info, esft, remote, dtype
         )
@@ -187,7 +193,8 @@ def engine_stats(
 def _load_model(config: EngineConfig) -> tuple[AbstractCausalLM, ModelConfig, jnp.dtype]:
     start = time.monotonic()
     wanted = None if config.dtype == "auto" else jnp.dtype(config.dtype)
-    model, model_config = load(config.model, dtype=wanted)
+    make = make_dummy if config.load_format == "dummy" else load
+    model, model_config = make(config.model, dtype=wanted)
     leaves = jax.tree.leaves(nnx.state(model))
     dtype = jax.tree.leaves(nnx.state(model.embed))[0].dtype
     logger.info(
@@ -341,20 +348,20 @@ def _make_metrics(config: EngineConfig, info: ModelInfo) -> EngineMetrics:
 
 def _model_info(
     config: EngineConfig,
-    model: AbstractCausalLM,
+    weights: list[tuple[int, int]],
     model_config: ModelConfig,
     size: CacheSize,
     dtype: jnp.dtype,
 ) -> ModelInfo:
-    leaves = jax.tree.leaves(nnx.state(model))  # before experts get addresses for adapters'
+    """Return what to say of the base; `weights` are the sizes and bytes of all its arrays."""
     return ModelInfo(
         name=config.model_name,
         model_type=model_config.model_type,
         vocab_size=model_config.vocab_size,
         max_model_len=size.max_model_len,
         num_layers=model_config.num_layers,
-        num_parameters=sum(leaf.size for leaf in leaves),
-        weight_bytes=sum(leaf.nbytes for leaf in leaves),
+        num_parameters=sum(size for size, _ in weights),
+        weight_bytes=sum(num_bytes for _, num_bytes in weights),
         dtype=dtype.name,
         kv_pages=size.num_pages,
         page_size=size.page_size,

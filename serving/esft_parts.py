@@ -11,7 +11,6 @@ import numpy as np
 
 from lora_jax.adapters.expert_residency import ExpertAllocator, ExpertSizes
 from lora_jax.config import ModelConfig
-from lora_jax.memory.host import HostMemory
 from lora_jax.memory.platforms import for_platform
 from lora_jax.memory.virtual import AbstractVirtualMemory, OutOfPages
 from lora_jax.nn.decoder import AbstractCausalLM
@@ -37,9 +36,9 @@ def make_esft(
 ) -> EsftParts | None:
     """Move the model's experts into virtual tensors; None where ESFT is off.
 
-    It is off with max_esft_adapters 0, and by default for models that cannot and on accelerators,
-    where jax keeps the memory that the experts had. Raises ValueError when it was asked for and
-    cannot be, or when there is no memory for the experts.
+    It is off with max_esft_adapters 0, and by default for models that cannot and on accelerators
+    without memory for the experts beside what jax holds. Raises ValueError when it was asked for
+    and cannot be, and on a host without that memory.
     """
     memory = _memory_for(config, model_config)
     if memory is None:
@@ -47,16 +46,10 @@ def make_esft(
     start, moe = time.monotonic(), model_config.experts
     num_slots = config.max_esft_adapters or DEFAULT_ADAPTERS
     most = min(config.max_esft_experts, moe.num_experts)
-    if isinstance(memory, HostMemory):
-        _allow_many_files()
     budget = config.esft_memory_bytes
-    try:
-        tensors = ExpertTensors(model, memory, extra=num_slots * most, extra_bytes=budget)
-    except OutOfPages as error:
-        raise ValueError(
-            f"no memory for the experts in pages of their own: {error}. max_esft_adapters 0 "
-            "leaves them where they are."
-        ) from error
+    tensors = _move(config, model, memory, num_slots * most)
+    if tensors is None:
+        return None
     sizes = ExpertSizes(tensors.layers, moe.num_experts, most, tensors.expert_bytes, budget)
     pages = tensors.pages()
     logger.info(
@@ -83,8 +76,6 @@ def _memory_for(config: EngineConfig, model_config: ModelConfig) -> AbstractVirt
         why = f"the model ({model_config.model_type}) has no experts"
     elif moe.bias:
         why = f"the experts of {model_config.model_type} have biases, which ESFT files lack"
-    elif wanted is None and platform != "cpu":
-        why = f"on {platform} they must be asked for"
     else:
         try:
             return for_platform(platform)
@@ -94,6 +85,27 @@ def _memory_for(config: EngineConfig, model_config: ModelConfig) -> AbstractVirt
         raise ValueError(f"max_esft_adapters is {wanted}, but {why}.")
     logger.info("ESFT adapters: none, %s.", why)
     return None
+
+
+def _move(
+    config: EngineConfig, model: AbstractCausalLM, memory: AbstractVirtualMemory, extra: int
+) -> ExpertTensors | None:
+    """Return the model's experts in virtual tensors; None: no memory, and nobody asked for them."""
+    on_host, budget = jax.default_backend() == "cpu", config.esft_memory_bytes
+    if on_host:
+        _allow_many_files()
+    try:
+        # On a device jax keeps the memory that the experts leave (for KV pages), so that moving
+        # them one by one saves nothing, and a model that was not moved can still be served.
+        prefill = not on_host
+        return ExpertTensors(model, memory, extra=extra, extra_bytes=budget, prefill=prefill)
+    except OutOfPages as error:
+        why = f"no memory for the experts in pages of their own: {error}"
+        if on_host or config.max_esft_adapters is not None:
+            raise ValueError(f"{why}. max_esft_adapters 0 leaves them where they are.") from error
+        said = "ESFT adapters: none, %s. A lower XLA_PYTHON_CLIENT_MEM_FRACTION leaves it."
+        logger.warning(said, why)
+        return None
 
 
 def _allow_many_files() -> None:

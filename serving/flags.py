@@ -18,6 +18,7 @@ from serving.config import EngineConfig
 PREFIX = "SERVING_"
 _ENGINE_HELP = {
     "dtype": "auto (what the checkpoint says), float32 or bfloat16",
+    "load_format": "auto or safetensors, or dummy: random weights, for measuring speed",
     "max_model_len": "tokens of prompt and answer; by default the model's",
     "max_num_seqs": "sequences in one step",
     "max_num_batched_tokens": "tokens in one step",
@@ -36,7 +37,7 @@ _ENGINE_HELP = {
     "max_lora_rank": "largest rank of an adapter",
     "lora_dir": "folder of adapters: model=SUBFOLDER is loaded on first use",
     "max_esft_adapters": "ESFT adapters on the device at a time, 0 turns them off; by default 16 "
-    "on a CPU if the model has experts that can be replaced",
+    "if the model has experts that can be replaced",
     "max_esft_experts": "most experts that an ESFT adapter replaces in one layer",
     "esft_memory_bytes": "bytes on the device for ESFT adapters' experts; by default as needed",
     "lora_memory_bytes": "bytes on the device for adapters; by default max_loras of max_lora_rank",
@@ -201,7 +202,6 @@ def _add_compatible_flags(parser: argparse.ArgumentParser) -> None:
         ("--data-parallel-size", "--dp-size", "-dp"),
     ):
         parser.add_argument(*flags, type=int, choices=(1,), help=hidden)
-    parser.add_argument("--load-format", choices=("auto", "safetensors"), help=hidden)
     parser.add_argument("--context-length", dest="max_model_len", type=int, help=hidden)
     parser.add_argument("--max-running-requests", dest="max_num_seqs", type=int, help=hidden)
 

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from lora_jax.adapters.slots import AdapterSlots, warm_up
 from lora_jax.kv_cache import KVShape, init_cache
 from lora_jax.typing import Array, Int
-from serving.compiled_step import CompiledStep
+from serving.compiled_step import NO_REMAT, CompiledStep
 from serving.device_state import admit, init_row_state, pack_row
 from serving.lora_server.client import RemoteTable, ServerLink
 from serving.request import ScheduledChunk, Sequence, SequenceResult, StepPlan, TokenLogprobs
@@ -87,7 +87,12 @@ class ModelRunner:
         self._specialize_lora = specialize_lora and slots is not None and link is None
         self._vocab_size, self._end_ids = vocab_size, end_ids
         self._step = CompiledStep(
-            model, sizes, link, vocab_size, split=jax.default_backend() != "cpu"
+            model,
+            sizes,
+            link,
+            vocab_size,
+            split=jax.default_backend() != "cpu",
+            compiler_options=NO_REMAT if reroute_tables is not None else None,
         )
         # Everything lies committed on the weights' device from the start: an array that is
         # committed only after its first step would make every program compile twice.

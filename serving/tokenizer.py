@@ -8,6 +8,7 @@ from serving.chat_template import ChatTemplate
 from serving.token_text import TextStream
 from serving.tokenizer_backends import (
     AbstractBackend,
+    MadeUpBackend,
     SentencePieceBackend,
     TokenizersBackend,
 )
@@ -39,13 +40,20 @@ class Tokenizer:
     what tokenizer_config.json, generation_config.json, config.json and chat_template.jinja add.
     """
 
-    def __init__(self, model: str | Path, *, chat_template: str | Path | None = None):
-        """`chat_template` is a Jinja file that replaces the model's own template.
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        chat_template: str | Path | None = None,
+        made_up: int | None = None,
+    ):
+        """`chat_template` is a Jinja file that replaces the model's own template. A folder without
+        a vocabulary has one of `made_up` tokens, if that is given.
 
         ValueError when a file is missing or contradicts another.
         """
         files = TokenizerFiles(Path(model))
-        self._backend = _backend(files)
+        self._backend = _backend(files, made_up)
         self.vocab_size: int = self._backend.vocab_size  # one more than the largest id
         self.eos_token_ids: tuple[int, ...] = self._find_eos(files)
         source = files.chat_template()
@@ -126,11 +134,13 @@ def shown_token(backend: AbstractBackend, token_id: int, skip_special_tokens: bo
     return backend.token(token_id)
 
 
-def _backend(files: TokenizerFiles) -> AbstractBackend:
+def _backend(files: TokenizerFiles, made_up: int | None) -> AbstractBackend:
     if files.has("tokenizer.json") or files.has("vocab.json", "merges.txt"):
         return TokenizersBackend(files)
     if files.has("tokenizer.model"):
         return SentencePieceBackend(files)
+    if made_up is not None:
+        return MadeUpBackend(made_up)
     raise ValueError(
         f"{files.folder.name} has no tokenizer: neither tokenizer.json nor tokenizer.model nor "
         "vocab.json with merges.txt."

@@ -140,6 +140,25 @@ class SentencePieceBackend(AbstractBackend):
         return token_id
 
 
+class MadeUpBackend(AbstractBackend):
+    """A vocabulary for random weights: a byte is a token, further ids are spelled as numbers."""
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size, self.special_ids = vocab_size, frozenset()
+        self.rule = DecodingRule(byte_fallback, byte_fallback)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return [byte % self.vocab_size for byte in text.encode()]
+
+    def token(self, token_id: int) -> str | None:
+        if not 0 <= token_id < self.vocab_size:
+            return None
+        return f"<0x{token_id:02X}>" if token_id < 256 else f" {token_id}"
+
+    def token_id(self, token: str) -> int | None:
+        return None
+
+
 def _from_file(files: TokenizerFiles) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_file(files.path("tokenizer.json"))

@@ -6,6 +6,7 @@ The file gives a fixture `memory`, in which nothing is reserved or created yet.
 import contextlib
 import os
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -86,6 +87,17 @@ class VirtualMemoryContract:
         values = np.arange(12, dtype=np.float32).reshape(3, 4).T
         memory.write(place, values)
         assert memory.read(place, 48) == values.tobytes()
+
+    def test_an_array_of_the_device_is_copied(self, memory, place, pages, page):
+        memory.map_run(place, pages[:2], page)
+        values = jnp.asarray(bytes_of(page, 4).view(np.float32))
+        try:
+            memory.write_array(place + page // 2, values)
+        except NotImplementedError as error:
+            pytest.skip(str(error))
+        assert memory.read(place + page // 2, page) == np.asarray(values).tobytes()
+        with pytest.raises(MappingError, match="not mapped"):
+            memory.write_array(place + page + page // 2, values)
 
     def test_unmap_takes_whole_mappings_only(self, memory, place, pages, page):
         memory.map_run(place, pages[:3], page)

@@ -18,9 +18,7 @@ MIXTRAL = TinyShape(hidden=HIDDEN, width=WIDTH, experts=EXPERTS, max_positions=9
 _EXPERT = re.compile(r"model\.layers\.(\d+)\..*\.experts\.(\d+)\.(\w+)\.weight")
 _COMMON = {
     "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
     "intermediate_size": DENSE,
-    "moe_intermediate_size": WIDTH,
     "num_hidden_layers": LAYERS,
     "num_attention_heads": HEADS,
     "num_experts_per_tok": 2,
@@ -54,60 +52,73 @@ _CONFIGS = {
         "routed_scaling_factor": 1.5,
     },
 }
-_ATTENTION = {
-    "qwen3_moe": {
-        "q_proj": (HEADS * HEAD_DIM, HIDDEN),
-        "k_proj": (2 * HEAD_DIM, HIDDEN),
-        "v_proj": (2 * HEAD_DIM, HIDDEN),
-        "o_proj": (HIDDEN, HEADS * HEAD_DIM),
-        "q_norm": (HEAD_DIM,),
-        "k_norm": (HEAD_DIM,),
-    },
-    "deepseek_v2": {
-        "q_proj": (HEADS * (NOPE + ROPE), HIDDEN),
-        "kv_a_proj_with_mqa": (LATENT + ROPE, HIDDEN),
+
+
+def _attention(kind: str, hidden: int) -> dict[str, tuple[int, ...]]:
+    if kind == "qwen3_moe":
+        return {
+            "q_proj": (HEADS * HEAD_DIM, hidden),
+            "k_proj": (2 * HEAD_DIM, hidden),
+            "v_proj": (2 * HEAD_DIM, hidden),
+            "o_proj": (hidden, HEADS * HEAD_DIM),
+            "q_norm": (HEAD_DIM,),
+            "k_norm": (HEAD_DIM,),
+        }
+    return {
+        "q_proj": (HEADS * (NOPE + ROPE), hidden),
+        "kv_a_proj_with_mqa": (LATENT + ROPE, hidden),
         "kv_a_layernorm": (LATENT,),
         "kv_b_proj": (HEADS * (NOPE + V_DIM), LATENT),
-        "o_proj": (HIDDEN, HEADS * V_DIM),
-    },
-}
+        "o_proj": (hidden, HEADS * V_DIM),
+    }
 
 
-def write_moe(folder: Path, kind: str, seed: int = 0) -> Path:
-    """Write a random model of one of KINDS, one tensor per expert matrix; return the folder."""
+def write_moe(
+    folder: Path, kind: str, seed: int = 0, *, hidden: int = HIDDEN, width: int = WIDTH
+) -> Path:
+    """Write a random model of one of KINDS, one tensor per expert matrix; return the folder.
+
+    `hidden` and the experts' `width` are for kinds other than Mixtral.
+    """
     if kind == "mixtral":
         write_model(folder, MIXTRAL, seed)
         return folder
     rng = np.random.default_rng(seed)
-    shapes = {
-        "model.embed_tokens": (VOCAB, HIDDEN),
-        "model.norm": (HIDDEN,),
-        "lm_head": (VOCAB, HIDDEN),
-    }
-    for layer in range(LAYERS):
-        at = f"model.layers.{layer}"
-        shapes |= {f"{at}.{n}": (HIDDEN,) for n in ("input_layernorm", "post_attention_layernorm")}
-        shapes |= {f"{at}.self_attn.{n}": dims for n, dims in _ATTENTION[kind].items()}
-        if layer not in MOE_LAYERS[kind]:
-            shapes |= _mlp(f"{at}.mlp", DENSE)
-            continue
-        shapes[f"{at}.mlp.gate"] = (EXPERTS, HIDDEN)
-        for expert in range(EXPERTS):
-            shapes |= _mlp(f"{at}.mlp.experts.{expert}", WIDTH)
-        if kind == "deepseek_v2":
-            shapes |= _mlp(f"{at}.mlp.shared_experts", WIDTH)
+    shapes = _shapes(kind, hidden, width)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"{name}.weight": _random(rng, dims) for name, dims in shapes.items()}
-    tensors["model.embed_tokens.weight"] *= HIDDEN**0.5
+    tensors["model.embed_tokens.weight"] *= hidden**0.5
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = _COMMON | {"model_type": kind} | _CONFIGS[kind]
-    (folder / "config.json").write_text(json.dumps(config))
+    sizes = {"hidden_size": hidden, "moe_intermediate_size": width, "model_type": kind}
+    (folder / "config.json").write_text(json.dumps(_COMMON | sizes | _CONFIGS[kind]))
     write_tokenizer(folder)
     return folder
 
 
-def _mlp(at: str, width: int) -> dict[str, tuple[int, ...]]:
-    wide, narrow = (width, HIDDEN), (HIDDEN, width)
+def _shapes(kind: str, hidden: int, width: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all weights, in the order in which they are drawn."""
+    shapes = {
+        "model.embed_tokens": (VOCAB, hidden),
+        "model.norm": (hidden,),
+        "lm_head": (VOCAB, hidden),
+    }
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}"
+        shapes |= {f"{at}.{n}": (hidden,) for n in ("input_layernorm", "post_attention_layernorm")}
+        shapes |= {f"{at}.self_attn.{n}": dims for n, dims in _attention(kind, hidden).items()}
+        if layer not in MOE_LAYERS[kind]:
+            shapes |= _mlp(f"{at}.mlp", DENSE, hidden)
+            continue
+        shapes[f"{at}.mlp.gate"] = (EXPERTS, hidden)
+        for expert in range(EXPERTS):
+            shapes |= _mlp(f"{at}.mlp.experts.{expert}", width, hidden)
+        if kind == "deepseek_v2":
+            shapes |= _mlp(f"{at}.mlp.shared_experts", width, hidden)
+    return shapes
+
+
+def _mlp(at: str, width: int, hidden: int = HIDDEN) -> dict[str, tuple[int, ...]]:
+    wide, narrow = (width, hidden), (hidden, width)
     return {f"{at}.gate_proj": wide, f"{at}.up_proj": wide, f"{at}.down_proj": narrow}
 
 
@@ -158,13 +169,16 @@ def write_esft_adapter(
     return tensors
 
 
-def write_lora_adapter(folder: Path, kind: str, rank: int, seed: int) -> None:
+def write_lora_adapter(
+    folder: Path, kind: str, rank: int, seed: int, *, hidden: int = HIDDEN, width: int = WIDTH
+) -> None:
     """Write a PEFT LoRA on o_proj of every layer and on all experts of every layer that has any."""
     rng, tensors = np.random.default_rng(seed), {}
     block = "block_sparse_moe" if kind == "mixtral" else "mlp"
     names = ("w1", "w3", "w2") if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
-    shapes = dict(zip(names, _mlp("", WIDTH).values(), strict=True))
-    maps = {f"{layer}.self_attn.o_proj": (HIDDEN, HIDDEN) for layer in range(2)}
+    shapes = dict(zip(names, _mlp("", width, hidden).values(), strict=True))
+    heads = HIDDEN  # the width of all heads together, in every kind
+    maps = {f"{layer}.self_attn.o_proj": (hidden, heads) for layer in range(2)}
     for layer in MOE_LAYERS[kind]:
         for expert in range(EXPERTS):
             at = f"{layer}.{block}.experts.{expert}"

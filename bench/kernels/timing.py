@@ -42,12 +42,12 @@ def time_us(program, state, ops: int) -> float:
     return statistics.median(samples)
 
 
-def copy_bandwidth() -> float:
+def copy_bandwidth(num_bytes: int = COPY_BYTES) -> float:
     """Return bytes per second, read plus written, of a large copy: the driver's or XLA's."""
-    values = random(0, (COPY_BYTES // 2,))
+    values = random(0, (num_bytes // 2,))
     by_driver = functools.partial(jax.device_put, device=jax.devices()[0], may_alias=False)
     took = min(time_us(copy, values, 1) for copy in (by_driver, jax.jit(jnp.copy)))
-    return 2 * COPY_BYTES / (took * 1e-6)
+    return 2 * num_bytes / (took * 1e-6)
 
 
 def dense_rate(size: int = 8192) -> float:

@@ -78,6 +78,7 @@ _SIGNATURES = {  # a CUdeviceptr and a generic allocation handle are 64-bit inte
     "cuMemImportFromShareableHandle": (POINTER(c_uint64), c_void_p, c_int),
     "cuMemcpyHtoD_v2": (c_uint64, c_void_p, c_size_t),
     "cuMemcpyDtoH_v2": (c_void_p, c_uint64, c_size_t),
+    "cuMemcpyDtoD_v2": (c_uint64, c_uint64, c_size_t),
 }
 
 

@@ -1,8 +1,9 @@
 """Virtual memory of an NVIDIA GPU: cuMemAddressReserve, cuMemCreate, cuMemMap, cuMemSetAccess.
 
 Reading an address without a page ends the CUDA context, so no kernel may touch a hole. Unmapping
-does not wait for kernels. XLA wants the summed size of all arguments of a program below its memory
-limit, holes included; beyond, it still runs but tries to save memory.
+does not wait for kernels. XLA takes the addresses of all arguments of a program for memory, holes
+included; where that is more than there is, it computes things twice to save some, unless its pass
+`rematerialization` is switched off.
 """
 
 import contextlib
@@ -95,6 +96,11 @@ class CudaDriver(AbstractDriver):
     def copy_out(self, host_address: int, address: int, num_bytes: int) -> None:
         with self._current():
             self._cuda.call("cuMemcpyDtoH_v2", host_address, address, num_bytes)
+
+    def copy_within(self, address: int, source: int, num_bytes: int) -> None:
+        with self._current():
+            self._cuda.call("cuMemcpyDtoD_v2", address, source, num_bytes)
+            self._cuda.call("cuStreamSynchronize", None)  # the call itself does not wait
 
     def array(self, address: int, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         return dlpack.foreign_array(address, shape, dtype, (dlpack.CUDA, self._number))

@@ -75,6 +75,9 @@ class AscendDriver(AbstractDriver):
     def copy_out(self, host_address: int, address: int, num_bytes: int) -> None:
         self._call("aclrtMemcpy", host_address, num_bytes, address, num_bytes, acl.TO_HOST)
 
+    def copy_within(self, address: int, source: int, num_bytes: int) -> NoReturn:
+        raise NotImplementedError("jax has no Ascend devices, so no arrays to copy")
+
     def array(self, address: int, shape: tuple[int, ...], dtype: np.dtype) -> NoReturn:
         raise NotImplementedError("jax has no Ascend devices")
 

@@ -1,5 +1,6 @@
 """ESFT slots and expert indices: a random walk against plain sets, and the rules one by one."""
 
+import dataclasses
 import random
 
 import numpy as np
@@ -85,6 +86,24 @@ def test_idle_ones_go_least_recently_used_first_one_at_a_time():
     assert not allocator.num_leaving  # pinned, in use, loading: nobody can go
     assert not allocator.evict_idle()
     allocator.check_integrity()
+
+
+def test_slots_may_be_more_than_there_are_indices():
+    """A layer without enough of them makes its adapter wait for another's."""
+    sizes = dataclasses.replace(SIZES, extra=4)
+    allocator = ExpertAllocator(SLOTS, sizes)
+    assert allocator.stats().bytes_total == 4 * len(LAYERS) * BYTES
+    resident(allocator, weights("a", {1: (0, 1, 2)}))
+    resident(allocator, weights("b", {1: (3,), 2: (0, 1, 2)}))
+    third = weights("c", {1: (5,)})
+    assert not allocator.can_place(third)
+    assert not allocator.make_room(third)
+    assert allocator.resident() == ("b",)
+    leave(allocator)
+    assert allocator.place(third).indices == {1: {5: 6}}
+    allocator.check_integrity()
+    with pytest.raises(ValueError, match="2 indices do not hold an adapter of 3 experts"):
+        ExpertAllocator(SLOTS, dataclasses.replace(SIZES, extra=2))
 
 
 def test_loads_given_up_leave_like_all_others():

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from aot.compile_gpu import H200, Compiled
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lora_jax.ops.grouped_matmul import pallas_gpu as grouped_matmul_gpu
+from lora_jax.ops.grouped_matmul import xla as grouped_matmul_xla
 from lora_jax.ops.lora_gemm import pallas_gpu as lora_gemm_gpu
 
 pytestmark = pytest.mark.aot
@@ -105,6 +107,27 @@ def test_grouped_matmul(h200, report, sizes, gated):
     assert done.temp_bytes <= (groups * (d_out + 128) * 2 + 1024 if groups == 32 else 0)
     assert done.thunks.count("kCustomCall") == 1
     assert len(done.thunks) <= 2
+
+
+WHOLE = r"= (?:bf16|f32)\[{},.*? (?!parameter|get-tuple-element|while)[\w-]+\("
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_portable_grouped_matmul_reads_no_expert_without_rows(h200, dtype):
+    """Where no memory lies behind an index, reading it ends the process (virtual tensors)."""
+    groups = 97
+    x, w = h200.array((64, 128), dtype), h200.array((groups, 96, 128), dtype)
+    call = functools.partial(grouped_matmul_xla.grouped_matmul, bias=None)
+    done = h200.compile(call, x, w, h200.array((groups,), jnp.int32))
+    whole = re.compile(WHOLE.format(groups))
+    assert not whole.findall(done.text)
+    readers = re.findall(rf"(%[\w.-]+) = \w+\[{groups},96,128\]\S* parameter\(0\)", done.text)
+    assert readers
+    for name in readers:
+        users = re.findall(rf"= \S+ ([\w-]+)\({re.escape(name)}[,)]", done.text)
+        assert {*users} <= {"dynamic-slice", "tuple", "while"}, name
+    done = h200.compile(lambda w: w[:, :, ::-1], w)  # reads them all, and is seen
+    assert whole.findall(done.text)
 
 
 def lora_arrays(h200, rows: int, d_out: int, d_in: int, rank: int, slots: int) -> tuple:

@@ -293,6 +293,11 @@ int cuMemcpyDtoH_v2(void *to, uint64_t from, size_t size) {
   return leave(0);
 }
 
+// The source may be memory of XLA's, of which this double knows nothing.
+int cuMemcpyDtoD_v2(uint64_t to, uint64_t from, size_t size) {
+  return cuMemcpyHtoD_v2(to, (const void *)(uintptr_t)from, size);
+}
+
 // The next call of `operation` after `after` more of them answers `code`, once.
 void double_fail(int operation, int after, int code) {
   fault.operation = operation;

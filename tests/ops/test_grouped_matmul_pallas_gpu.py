@@ -142,6 +142,7 @@ def test_a_dense_layer_takes_long_tiles_only_if_they_fill_the_device():
         ({"dtype": "float32"}, "bfloat16, not float32"),
         ({"sizes": (4, 0, 3, 64, 72)}, "d_in in steps of 64"),
         ({"sizes": (4, 0, 3, 68, 64)}, "d_out in steps of 8"),
+        ({"sizes": (4, 0, 3, 96, 64)}, "d_out above 64 in steps of it, not 96"),
         ({"sizes": (0, 0, 1, 64, 64)}, "0 rows in 1 groups"),
     ],
 )

@@ -9,6 +9,7 @@ from serving.config import EngineConfig
     ("fields", "message"),
     [
         ({"model": ""}, "model must be a folder"),
+        ({"load_format": "pt"}, "load_format must be one of auto, safetensors, dummy, got 'pt'"),
         ({"scheduling_policy": "lifo"}, "scheduling_policy must be one of fcfs, sjf, got 'lifo'"),
         ({"gpu_memory_utilization": 1.5}, r"gpu_memory_utilization must be in \(0, 1\], got 1.5"),
         ({"dtype": "float16"}, "dtype must be one of auto, float32, bfloat16, got 'float16'"),

@@ -1,155 +1,38 @@
 """ESFT adapters in a running engine: every request gets the bits of its merged model.
 
-The oracle is an engine without ESFT whose weights are exchanged for those of a merged checkpoint.
+On a GPU it gets the tokens: sums there may depend on the size of a step.
 """
 
-import contextlib
 import dataclasses
 import json
-import random
-import time
+from pathlib import Path
 
-import numpy as np
+import jax
 import pytest
 import tiny_esft
 from engine_cases import Listener
+from esft_cases import (
+    LONG,
+    SCORED,
+    SIZES,
+    SLOTS,
+    FaultyMemory,
+    answer,
+    churn,
+    random_case,
+    running,
+    shipped_case,
+    wait_until,
+)
 
-from lora_jax.memory.host import HostMemory
 from lora_jax.memory.virtual import OutOfPages
-from lora_jax.models import load
-from serving import Engine, FinishReason, RequestFailed, Sampling, esft_parts
-from serving.engine_loop import EngineLoop
-from serving.model_runner import ModelRunner
+from serving import FinishReason, RequestFailed
 
-SIZES = {
-    "max_model_len": 64,
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 8,  # one program
-    "block_size": 4,
-    "max_lora_rank": 4,
-    "max_loras": 2,
-    "max_adapter_loads_per_minute": 1_000_000,
-}
-ADAPTERS, SLOTS = 10, 3
-SCORED = Sampling(max_tokens=5, temperature=0.0, logprobs=2, prompt_logprobs=1, ignore_eos=True)
-LONG = Sampling(max_tokens=50, temperature=0.0, ignore_eos=True)
+SHIPPED = Path(__file__).parents[2] / "assets" / "tiny-moe"
 
 
-class FaultyMemory(HostMemory):
-    """Gives only so many pages more, if `left` says so; `gate` is held while a page is made."""
-
-    def __init__(self):
-        super().__init__("none")  # a step that reads where no expert lies ends the process
-        self.left: int | None = None
-        self.why: Exception = OutOfPages("the device is full")
-
-    def create_page(self, num_bytes):
-        if self.left is not None:
-            if self.left == 0:
-                raise self.why
-            self.left -= 1
-        return super().create_page(num_bytes)
-
-
-def runner_of(engine) -> ModelRunner:
-    loop: EngineLoop = engine._parts.loop
-    return loop._parts.runner
-
-
-def leaves_of(folder):
-    """Return a checkpoint's weights in the order of a runner's."""
-    import jax
-    from flax import nnx
-
-    return tuple(jax.tree.leaves(nnx.split(load(folder)[0], graph=False)[1]))
-
-
-def answer(output):
-    first = output.outputs[0]
-    return first.token_ids, first.logprobs, output.prompt_logprobs, first.finish_reason
-
-
-class Case:
-    """An engine, adapters e0 to e9 and a LoRA in its folder, and everybody's answers alone."""
-
-    def __init__(self, root, kind, num_adapters=ADAPTERS):
-        rng = np.random.default_rng(7)
-        self.base, self.dir = tiny_esft.write_moe(root / "base", kind), root / "adapters"
-        self.prompts = [rng.integers(4, 260, rng.integers(3, 9)).tolist() for _ in range(3)]
-        self.names = [f"e{place}" for place in range(num_adapters)]
-        tiny_esft.write_lora_adapter(self.dir / "lora", kind, 2, seed=50)
-        folders: dict[str | None, object] = {None: self.base}
-        for place, name in enumerate(self.names):
-            chosen = tiny_esft.random_choice(kind, rng)
-            made = tiny_esft.write_esft_adapter(self.dir / name, self.base, chosen, place)
-            folders[name] = tiny_esft.write_merged(root / f"merged-{name}", self.base, made)
-        options = {"max_esft_adapters": 0, "enable_prefix_caching": False}
-        loras = {"lora": self.dir / "lora"}
-        with Engine(self.base, loras, **SIZES, **options) as oracle:
-            self.alone = {"lora": self.answers(oracle, "lora")}
-            for name, folder in folders.items():
-                runner_of(oracle)._leaves = leaves_of(folder)
-                self.alone[name] = self.answers(oracle, None)
-        assert len({str(found) for found in self.alone.values()}) == len(self.alone)
-        self.memory = FaultyMemory()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(esft_parts, "for_platform", lambda platform: self.memory)
-            self.engine = Engine(
-                self.base, **SIZES, max_esft_adapters=SLOTS, lora_dir=str(self.dir), max_queue=4000
-            )
-        self.pages_at_start = self.pages()
-
-    def answers(self, engine, name):
-        return [answer(output) for output in engine.generate(self.prompts, name, SCORED)]
-
-    def pages(self):
-        stats = self.engine.stats()
-        return stats.expert_page_bytes
-
-    def check(self, names):
-        """Ask for all these at once; everybody gets what they get alone."""
-        asked = [(name, place) for name in names for place in range(len(self.prompts))]
-        prompts = [self.prompts[place] for _, place in asked]
-        outputs = self.engine.generate(prompts, [name for name, _ in asked], SCORED)
-        for (name, place), output in zip(asked, outputs, strict=True):
-            assert answer(output) == self.alone[name][place], (name, place)
-
-    def unload_all(self):
-        for entry in self.engine.registry.entries():
-            self.engine.unload_adapter(entry.name)
-
-    def check_nothing_is_left(self):
-        self.unload_all()
-        assert wait_until(lambda: self.pages() == self.pages_at_start), self.pages()
-        assert wait_until(lambda: self.memory.usage().created == self.pages_at_start)
-        assert wait_until(lambda: holds(self.engine.check_integrity))
-
-
-def holds(check) -> bool:
-    try:
-        check()
-    except AssertionError:
-        return False
-    return True
-
-
-def wait_until(condition, seconds=60.0):
-    """Return whether the condition came true in time."""
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.01)
-    return condition()
-
-
-@contextlib.contextmanager
-def running(case):
-    try:
-        yield case
-        assert case.engine.stats().compilations_after_warmup == 0
-        assert case.engine.is_alive()
-    finally:
-        case.engine.close()
-    assert case.memory.usage().created == 0
+def faulty_case(factory, kind, *sizes):
+    return random_case(factory.mktemp(kind), kind, *sizes, memory=FaultyMemory())
 
 
 @pytest.fixture(scope="module", params=tiny_esft.KINDS)
@@ -157,13 +40,13 @@ def any_case(request, tmp_path_factory):
     if request.param == "qwen3_moe":
         yield request.getfixturevalue("case")
         return
-    with running(Case(tmp_path_factory.mktemp(request.param), request.param, 4)) as case:
+    with running(faulty_case(tmp_path_factory, request.param, 4)) as case:
         yield case
 
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
-    with running(Case(tmp_path_factory.mktemp("qwen3_moe"), "qwen3_moe")) as case:
+    with running(faulty_case(tmp_path_factory, "qwen3_moe")) as case:
         yield case
 
 
@@ -181,43 +64,6 @@ def test_every_request_has_the_bits_of_its_merged_model(any_case):
     any_case.check([None, *any_case.names[:SLOTS], "lora", None])
     any_case.check(["lora", *any_case.names, None])
     any_case.check_nothing_is_left()
-
-
-def churn(case, rounds, seed):
-    """Load, unload and exchange adapters in random order while requests for them run.
-
-    Returns the names of all that were asked for.
-    """
-    rng, asked = random.Random(seed), []
-
-    def ask(name, of):
-        place = rng.randrange(len(case.prompts))
-        listener = Listener()
-        case.engine.submit(case.prompts[place], name, SCORED, on_output=listener)
-        asked.append((of, place, listener))
-
-    live = None
-    for _ in range(rounds):
-        name = rng.choice(case.names)
-        loaded = {entry.name for entry in case.engine.registry.entries()}
-        for other in rng.sample(["lora", None, name], 2):
-            ask(other, other)  # e0 to e9 and the LoRA are read from the folder on first use
-        if rng.random() < 0.5 and loaded:
-            case.engine.unload_adapter(rng.choice(sorted(loaded)))
-            live = live if "live" in {e.name for e in case.engine.registry.entries()} else None
-        if rng.random() < 0.3:
-            live = rng.choice(case.names)
-            case.engine.load_adapter("live", case.dir / live, replace=True)
-        if live is not None:
-            ask("live", live)
-        if rng.random() < 0.3:
-            asked[rng.randrange(len(asked))][2].finished.wait(60)
-    for of, place, listener in asked:
-        assert listener.wait().finish_reason is FinishReason.LENGTH, listener.deltas[-1]
-        tokens = tuple(token for delta in listener.deltas for token in delta.token_ids)
-        logprobs = tuple(entry for delta in listener.deltas for entry in delta.logprobs)
-        assert (tokens, logprobs) == case.alone[of][place][:2], of
-    return {of for of, _, _ in asked} - {None}
 
 
 def test_ten_adapters_come_and_go_in_random_order_under_traffic(any_case):
@@ -334,3 +180,29 @@ def test_what_can_never_run_is_refused_and_nothing_changes(case):
     assert engine.registry.generation == before
     assert case.pages() == case.pages_at_start
     case.check([None])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("model", ["shipped", "wide"])
+def test_on_a_gpu_adapters_come_and_go_with_the_tokens_of_their_merged_models(
+    model, dtype, tmp_path
+):
+    """By default there is room for them; `wide` has experts of 1/4 or 1/2 page."""
+    assert jax.default_backend() == "gpu"
+    options = {"dtype": dtype, "exact": False, "block_size": 16}
+    if model == "shipped":
+        case = shipped_case(tmp_path, SHIPPED, max_esft_adapters=None, **options)
+    else:
+        case = random_case(tmp_path, "qwen3_moe", 5, hidden=256, width=1024, **options)
+    with running(case):
+        case.check([None, *case.names[:SLOTS], *case.loras])
+        case.check([*case.loras, *case.names, None])
+        before = case.engine.stats().adapter_swaps
+        asked = churn(case, 60, seed=1)
+        assert asked == {*case.names, *case.loras}
+        assert case.engine.stats().adapter_swaps - before >= len(asked)
+        used = case.memory.usage().device_used
+        case.check_nothing_is_left()
+        assert used is not None
+        assert case.memory.usage().device_used <= used

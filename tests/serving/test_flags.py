@@ -97,7 +97,7 @@ def test_mistakes_in_the_environment_say_so(capsys):
     assert "in the environment" in capsys.readouterr().err
 
 
-REFUSED = ["--trust-remote-code", "--tensor-parallel-size=2", "-tp=2", "--load-format=pt"]
+REFUSED = ["--trust-remote-code", "--tensor-parallel-size=2", "-tp=2"]
 REFUSED += ["--max-lora=1", "--lora-eviction-policy=fifo", "--quantization=awq"]
 
 

@@ -12,7 +12,7 @@ from tiny_tokenizers import (
     write_json,
 )
 
-from serving.tokenizer_backends import SentencePieceBackend, TokenizersBackend
+from serving.tokenizer_backends import MadeUpBackend, SentencePieceBackend, TokenizersBackend
 from serving.tokenizer_files import TokenizerFiles
 
 
@@ -113,3 +113,15 @@ def test_an_added_token_without_an_id_is_refused(tmp_path):
     write_json(tmp_path / "tokenizer_config.json", {**config, "pad_token": "<pad>"})
     with pytest.raises(ValueError, match="no file says the id of '<pad>'"):
         SentencePieceBackend(TokenizerFiles(tmp_path))
+
+
+def test_a_made_up_vocabulary_gives_text_back_and_spells_every_id():
+    backend = MadeUpBackend(300)
+    ids = backend.encode("Straße <1>", True)
+    assert (
+        b"".join(backend.rule.later(backend.token(i) or "") for i in ids).decode() == "Straße <1>"
+    )
+    assert backend.token(299) == " 299"
+    assert backend.token(300) is None
+    assert backend.token(-1) is None
+    assert max(MadeUpBackend(7).encode("xyz", True)) < 7

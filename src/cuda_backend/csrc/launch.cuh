@@ -1,8 +1,8 @@
 // Host side of the LoRA kernels: tensor maps and launches. Nothing here allocates or waits, so all of
 // it may run while a stream is being captured.
 #pragma once
-#include "lora_gemm.cuh"
 #include "launch_early.cuh"
+#include "lora_gemm.cuh"
 #include "row_metadata.cuh"
 #include "swizzled_map.cuh"
 

@@ -1,10 +1,9 @@
 """Which ESFT adapters are on the device: slots, and indices of the expert tensors. No jax.
 
 See `allocator` for the life of an adapter. An adapter's experts may lie at any free indices of
-their layer, taken lowest first: so a slot that is free always has indices, whatever came and went,
-and neighbours share the page at their border (ExpertWeave, section 4.2). Unlike rank rows, memory
-is not written in the order of steps: what leaves is free again only when `reclaim` says that no
-step can read it.
+their layer, taken lowest first: so nothing is lost to gaps, whatever came and went, and neighbours
+share the page at their border (ExpertWeave, section 4.2). Unlike rank rows, memory is not written
+in the order of steps: what leaves is free again only when `reclaim` says that no step can read it.
 """
 
 import bisect
@@ -46,6 +45,7 @@ class ExpertSizes:
     max_experts: int  # of one adapter, in a layer
     expert_bytes: int
     byte_budget: int | None = None  # of all adapters' experts; None: as many as there are indices
+    extra: int | None = None  # indices of a layer for adapters; None: max_experts for every slot
 
 
 class ExpertAllocator(AbstractAllocator[ExpertWeights, ExpertPlacement, ExpertPlacement]):
@@ -54,8 +54,13 @@ class ExpertAllocator(AbstractAllocator[ExpertWeights, ExpertPlacement, ExpertPl
     def __init__(self, num_slots: int, sizes: ExpertSizes):
         super().__init__(num_slots)
         self._sizes = sizes
+        self._extra = num_slots * sizes.max_experts if sizes.extra is None else sizes.extra
+        if self._extra < sizes.max_experts:
+            raise ValueError(
+                f"{self._extra} indices do not hold an adapter of {sizes.max_experts} experts."
+            )
         first = sizes.num_experts
-        end = first + num_slots * sizes.max_experts
+        end = first + self._extra
         self._free_indices = {layer: list(range(first, end)) for layer in sizes.layers}  # sorted
         self._left: list[ExpertPlacement] = []  # not yet taken by take_left
         self._leaving: set[ExpertPlacement] = set()  # all that reclaim has not been called for
@@ -124,7 +129,7 @@ class ExpertAllocator(AbstractAllocator[ExpertWeights, ExpertPlacement, ExpertPl
         return len(self._leaving)
 
     def stats(self) -> ResidencyStats:
-        total = self.num_slots * self._sizes.max_experts * len(self._sizes.layers)
+        total = self._extra * len(self._sizes.layers)
         budget = self._sizes.byte_budget
         return ResidencyStats(
             slots_used=len(self._placed) + len(self._leaving),
@@ -142,11 +147,14 @@ class ExpertAllocator(AbstractAllocator[ExpertWeights, ExpertPlacement, ExpertPl
         first = self._sizes.num_experts
         for layer, free in self._free_indices.items():
             taken = [i for p in held for i in p.indices.get(layer, {}).values()]
-            end = first + self.num_slots * self._sizes.max_experts
+            end = first + self._extra
             assert sorted([*free, *taken]) == list(range(first, end)), f"indices of layer {layer}"
             assert free == sorted(free), "free indices are not in order"
 
     def _fits(self, weights: ExpertWeights) -> bool:
+        for layer, experts in weights.experts.items():
+            if len(experts) > len(self._free_indices[layer]):
+                return False
         budget = self._sizes.byte_budget
         need = weights.num_experts * self._sizes.expert_bytes
         return budget is None or self._bytes_held() + need <= budget

@@ -53,6 +53,9 @@ class CountingDriver(AbstractDriver):
     def copy_out(self, host_address: int, address: int, num_bytes: int) -> None:
         self.calls.append(("copy_out", address, num_bytes))
 
+    def copy_within(self, address: int, source: int, num_bytes: int) -> None:
+        self.calls.append(("copy_within", address, num_bytes))
+
     def array(self, address: int, shape: tuple[int, ...], dtype: np.dtype):
         raise NotImplementedError("no bytes, no array")
 

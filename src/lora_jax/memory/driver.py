@@ -88,6 +88,10 @@ class AbstractDriver(abc.ABC):
         """Copy to the host."""
 
     @abc.abstractmethod
+    def copy_within(self, address: int, source: int, num_bytes: int) -> None:
+        """Copy from another address of the device; on return the bytes are there."""
+
+    @abc.abstractmethod
     def array(self, address: int, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """Return a jax.Array over device addresses."""
 
@@ -181,6 +185,12 @@ class DriverMemory(AbstractVirtualMemory):
         with self._lock:
             self._ledger.check_access("write", address, data.nbytes, Access.READ_WRITE)
         self._driver.copy_in(address, data.ctypes.data, data.nbytes)
+
+    def write_array(self, address: int, array: Any) -> None:
+        with self._lock:
+            self._ledger.check_access("write", address, array.nbytes, Access.READ_WRITE)
+        source = array.block_until_ready().unsafe_buffer_pointer()
+        self._driver.copy_within(address, source, array.nbytes)
 
     def read(self, address: int, num_bytes: int) -> bytes:
         with self._lock:

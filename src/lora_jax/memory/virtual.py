@@ -111,6 +111,10 @@ class AbstractVirtualMemory(abc.ABC):
     def write(self, address: int, data: np.ndarray) -> None:
         """Copy the array's bytes, in C order, to mapped and writable addresses; done on return."""
 
+    def write_array(self, address: int, array: Any) -> None:
+        """Copy a jax.Array of this memory's device, in C order, as `write`; the host may help."""
+        self.write(address, np.asarray(array))
+
     @abc.abstractmethod
     def read(self, address: int, num_bytes: int) -> bytes:
         """Return a copy of the bytes at mapped addresses."""

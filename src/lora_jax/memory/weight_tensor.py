@@ -127,16 +127,13 @@ class WeightTensor:
             ValueError: another shape or dtype than the tensor's.
             MappingError: one of the experts is not mapped.
         """
-        if values.shape[1:] != self.shape[1:] or values.dtype != self.dtype or not len(values):
-            raise ValueError(
-                f"values {values.dtype}{values.shape} must be {self.dtype}"
-                f"(count, {self.shape[1]}, {self.shape[2]})"
-            )
-        indices = range(start, start + len(values))
         with self._lock:
-            self._check(indices)
-            self._check_mapped(indices)
-            self.pool.memory.write(self.address + start * self.expert_bytes, values)
+            self.pool.memory.write(self._place_of(start, values), values)
+
+    def write_array(self, start: int, values: Array) -> None:
+        """Do what `write` does with values that lie on the device already."""
+        with self._lock:
+            self.pool.memory.write_array(self._place_of(start, values), values)
 
     def close(self) -> None:
         """Give pages and addresses back and make `array` unusable; a second call does nothing."""
@@ -173,6 +170,18 @@ class WeightTensor:
         self._check_open()
         if indices.step != 1 or not 0 <= indices.start < indices.stop <= self.shape[0]:
             raise MappingError(f"experts {indices} are not consecutive in 0..{self.shape[0]}")
+
+    def _place_of(self, start: int, values: np.ndarray | Array) -> int:
+        """Return the address of expert `start`; raises unless `values` may be written there."""
+        if values.shape[1:] != self.shape[1:] or values.dtype != self.dtype or not len(values):
+            raise ValueError(
+                f"values {values.dtype}{values.shape} must be {self.dtype}"
+                f"(count, {self.shape[1]}, {self.shape[2]})"
+            )
+        indices = range(start, start + len(values))
+        self._check(indices)
+        self._check_mapped(indices)
+        return self.address + start * self.expert_bytes
 
     def _check_mapped(self, indices: range) -> None:
         if missing := set(indices) - self._mapped:

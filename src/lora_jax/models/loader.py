@@ -42,7 +42,7 @@ def load(
     folder = Path(path)
     config, files = read_config(folder), Checkpoint(folder)
     kind = model_class(config.model_type)
-    wanted = checkpoint_dtype(config, files) if dtype is None else _supported(dtype)
+    wanted = checkpoint_dtype(config, files) if dtype is None else supported_dtype(dtype)
     graphdef, state = nnx.split(nnx.eval_shape(lambda: kind(config, dtype=wanted)), graph=False)
     params = {_dotted(path): (path, param) for path, param in nnx.to_flat_state(state)}
     shapes = {name: param.shape for name, (_, param) in params.items()}
@@ -84,7 +84,8 @@ def checkpoint_dtype(config: ModelConfig, files: Checkpoint) -> jnp.dtype:
     return jnp.dtype(jnp.bfloat16 if said == "bfloat16" else jnp.float32)
 
 
-def _supported(dtype: Any) -> jnp.dtype:
+def supported_dtype(dtype: Any) -> jnp.dtype:
+    """Return the dtype of a model's weights; ValueError for one that no op computes in."""
     if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"dtype {jnp.dtype(dtype)} is not supported, only float32 and bfloat16.")
     return jnp.dtype(dtype)

@@ -46,15 +46,19 @@ class ExpertTensors:
         extra: int,
         extra_bytes: int | None = None,
         page_bytes: int | None = None,
+        prefill: bool = False,
     ):
         """Move the experts matrix by matrix, so that one is there twice at a time.
 
         `extra` indices of every layer are for adapters, `extra_bytes` is the memory they may take
-        (None: all that fits behind the indices), `page_bytes` None derives from the sizes.
+        (None: all that fits behind the indices), `page_bytes` None derives from the sizes. With
+        `prefill` the base's pages are taken before anything moves: more memory for a while, but
+        where jax keeps what arrays leave, all of it is needed anyway.
 
         Raises:
             ValueError: the model has no experts, or experts with biases.
-            OutOfPages: there is no memory for them; the model is then unusable.
+            OutOfPages: there is no memory for them. With `prefill` the model is as it was, without
+                it is unusable.
         """
         blocks = expert_blocks(model)
         if not blocks:
@@ -74,7 +78,10 @@ class ExpertTensors:
             budget = sum(-(-size // page) for size in whole)
         else:
             budget += extra_bytes // page
-        self.pool = PagePool(memory, page_bytes=page, budget_bytes=budget * page)
+        first = self._base_bytes // page if prefill else 0
+        self.pool = PagePool(
+            memory, page_bytes=page, budget_bytes=budget * page, prefill_pages=first
+        )
         self._tensors: dict[tuple[int, str], WeightTensor] = {}
         self._mapped: set[tuple[int, int]] = set()  # (layer, index) of adapters' experts
         try:
@@ -114,10 +121,12 @@ class ExpertTensors:
 
     def write(self, layer: int, index: int, projection: str, matrix: np.ndarray) -> None:
         """Set one matrix [d_out, d_in] of a mapped adapter's expert, in the model's dtype."""
-        if (layer, index) not in self._mapped:
-            raise ValueError(f"Expert {index} of layer {layer} is no adapter's.")
-        tensor = self._tensors[layer, projection]
+        tensor = self._tensor_of(layer, index, projection)
         tensor.write(index, matrix.astype(tensor.dtype, copy=False)[None])
+
+    def write_array(self, layer: int, index: int, projection: str, matrix: jax.Array) -> None:
+        """Set one matrix [d_out, d_in] as `write` does, from an array on the device."""
+        self._tensor_of(layer, index, projection).write_array(index, matrix[None])
 
     def unmap(self, layer: int, index: int) -> None:
         """Take the memory of an adapter's expert, if it has any; pages others lie on stay.
@@ -165,6 +174,11 @@ class ExpertTensors:
         used = sum(tensor.bytes_mapped for tensor in self._tensors.values())
         assert used == self.pages().used_bytes, "pages that belong to no tensor"
 
+    def _tensor_of(self, layer: int, index: int, projection: str) -> WeightTensor:
+        if (layer, index) not in self._mapped:
+            raise ValueError(f"Expert {index} of layer {layer} is no adapter's.")
+        return self._tensors[layer, projection]
+
     def _move_in(self, layer: int, experts: Experts, name: str) -> None:
         param: nnx.Param = getattr(experts, name)
         value: jax.Array = param[...]
@@ -173,7 +187,7 @@ class ExpertTensors:
         tensor = WeightTensor(self.pool, shape, np.dtype(value.dtype))
         self._tensors[layer, name] = tensor
         tensor.map(range(count))
-        tensor.write(0, np.asarray(value))
+        tensor.write_array(0, value)
         setattr(experts, name, param.replace(tensor.array))
 
 

@@ -24,6 +24,7 @@ from lora_jax.typing import Array, Float, Int
 ALIGN = 8  # rows: a copied tile of x starts at a multiple
 STEP = hopper.COLUMNS  # of d_in in one stage
 STORED = 16  # rows that leave the registers at once
+STRIDE = 8  # groups that a warpgroup looks at together when it seeks its next work
 LONG_GROUP = 48  # rows per group from which weights are read more than once
 VERY_LONG_GROUP = 512  # rows per group of which a tile of 160 or more wastes few
 
@@ -141,6 +142,11 @@ def _require(
             f"{op} on Mosaic GPU takes d_in in steps of {STEP} and d_out in steps of {ALIGN}, "
             f"not {d_in} and {d_out}"
         )
+    # Results leave in swizzled blocks, of which the compiler wants whole ones.
+    if not interpret and d_out > hopper.COLUMNS and d_out % hopper.COLUMNS:
+        raise NotImplementedError(
+            f"{op} on Mosaic GPU takes d_out above {hopper.COLUMNS} in steps of it, not {d_out}"
+        )
 
 
 # Equal launches of a program's layers are traced, lowered and compiled once.
@@ -190,7 +196,9 @@ def _kernel_body(
     """Return the kernel: CTA c takes works c, c + ctas, ... of a list that nobody writes down.
 
     A group's works are its tiles of d_out times its blocks of rows, blocks first. Each warpgroup
-    walks group_sizes to its next work. Rows in no group are the last group and read nothing.
+    walks group_sizes to its next work, several at a time: most groups are empty where adapters may
+    have experts, and one after another each would cost a load's latency. Rows in no group are the
+    last group and read nothing.
     """
     dtype = weights[0].dtype
     columns, warpgroups, tile_rows = config.columns, config.warpgroups, config.rows
@@ -198,6 +206,7 @@ def _kernel_body(
     groups, d_out, d_in = weights[0].shape
     tiles, steps = pl.cdiv(d_out, wide), d_in // STEP
     stored = min(tile_rows, STORED)
+    stride = min(groups, STRIDE)
     crowded = matrices * columns * tile_rows >= 128 * 128  # as many sums as half the registers
 
     def _grouped_matmul_kernel(sizes_ref, x_ref, *refs):
@@ -213,36 +222,61 @@ def _kernel_body(
             """Return group, first row, end of rows, blocks, first work, end of works."""
             listed = sizes_ref[lax.min(group, jnp.int32(groups - 1))]
             size = jnp.where(group < groups, listed, rows - start)
-            blocks = lax.div(lax.rem(start, jnp.int32(ALIGN)) + size + tile_rows - 1, tile_rows)
+            blocks = lax.div((start & (ALIGN - 1)) + size + tile_rows - 1, tile_rows)
             blocks = jnp.where(size > 0, blocks, 0)
             return group, start, start + size, blocks, first, first + blocks * tiles
 
-        def seek(index, place):
-            """Return the place that has this work; a group beyond all if there is none."""
-            return lax.while_loop(
-                lambda p: (index >= p[5]) & (p[0] <= groups),
-                lambda p: place_of(p[0] + 1, p[2], p[5]),
-                place,
+        def behind(place):
+            """Return the place of the next group."""
+            return place_of(place[0] + 1, place[2], place[5])
+
+        def span_from(first_place):
+            """Return the first and the last place of the groups that are looked at together."""
+            last = first_place
+            for _ in range(stride - 1):
+                last = behind(last)
+            return first_place, last
+
+        def seek(index, span):
+            """Return the place that has this work, its group beyond all if there is none, and its
+            span; `span` is that or one before it.
+            """
+            span = lax.while_loop(
+                lambda s: (index >= s[1][5]) & (s[1][0] < groups),
+                lambda s: span_from(behind(s[1])),
+                span,
             )
+            place = found = span[0]
+            for _ in range(stride - 1):
+                place = behind(place)
+                late = index >= found[5]
+                found = tuple(jnp.where(late, a, b) for a, b in zip(place, found, strict=True))
+            group = jnp.where(index >= found[5], groups + 1, found[0])
+            return (group, *found[1:]), span
 
         def for_each_work(do):
-            """Call do(group, tile of d_out, first row, low, high, step); return the last step."""
+            """Call do(group, tile of d_out, first row, low, high, step); return the last step.
+
+            The last call's group is beyond all: nothing is to be done then.
+            """
 
             def one(carry):
-                index, step, place = carry
+                index, step, span, _ = carry
+                place, span = seek(index, span)
                 group, start, end, blocks, first, _ = place
-                tile = lax.div(index - first, blocks)
+                tile = lax.div(index - first, lax.max(blocks, jnp.int32(1)))
                 row = start - lax.rem(start, jnp.int32(ALIGN))
-                row = row + lax.rem(index - first, blocks) * tile_rows
+                row = row + lax.rem(index - first, lax.max(blocks, jnp.int32(1))) * tile_rows
                 low = lax.max(start - row, jnp.int32(0))
                 high = lax.min(end - row, jnp.int32(tile_rows))
                 do(group, tile, pl.multiple_of(row, ALIGN), low, high, step)
                 step = step + jnp.where(group < groups, steps, 0)
-                return index + ctas, step, seek(index + ctas, place)
+                return index + ctas, step, span, group <= groups
 
             zero = jnp.int32(0)
-            begin = (cta, zero, seek(cta, place_of(zero, zero, zero)))
-            return lax.while_loop(lambda c: c[2][0] <= groups, one, begin)[1]
+            before = (jnp.int32(-1), *(zero,) * 5)
+            begin = (cta, zero, (before, before), jnp.bool_(True))
+            return lax.while_loop(lambda c: c[3], one, begin)[1]
 
         @pl.when(warpgroup == warpgroups)
         def _copy():
@@ -358,7 +392,7 @@ def _kernel_body(
                     z = z[0] + bias(bias_refs[0], group, tile) if num_biases else z[0]
                     store(z, tile, row, low, high)
 
-                @pl.when(group >= groups)
+                @pl.when(group == groups)
                 def _():
                     zero = jnp.zeros((columns, tile_rows), jnp.float32)
                     zero = plgpu.layout_cast(zero, plgpu.Layout.WGMMA)

@@ -1,0 +1,138 @@
+"""How long an adapter takes from host memory, and from disk, to its first step, and out again."""
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save_file
+
+from bench.esft_model import DRAWN, Woven
+from bench.esft_steps import Row
+from lora_jax.adapters import esft_format
+from lora_jax.adapters.weights import PROJECTIONS, ExpertWeights
+from lora_jax.memory.weight_tensor import WeightTensor
+from serving.expert_loading import ExpertLoadingPlan
+
+COPY_BYTES = 1 << 28
+SHARD_EXPERTS = 64  # in one file
+
+
+def rows(woven: Woven, first_use: Callable[[int], None]) -> Iterator[Row]:
+    """Yield loads of the smallest adapter beside its bytes over the copy rate, and its unload."""
+    adapter = int(np.argmin([counts.sum() for counts in woven.shape.counts]))
+    woven.unload(str(adapter))
+    weights = on_host(woven, adapter)
+    size = weights.num_experts * woven.tensors.expert_bytes
+    rate = copy_rate(woven, min(COPY_BYTES, size))
+    first_use(0)  # whatever is slow only once
+    before = device_used(woven)
+    yield _loaded("load from host memory", woven, lambda: weights, first_use, size, rate)
+    with tempfile.TemporaryDirectory() as folder:
+        write_files(Path(folder), weights)
+        catalogue = woven.model.catalogue(woven.config)
+        yield _unloaded(woven, weights.digest, size, before)
+        read = lambda: esft_format.read(Path(folder), catalogue)  # noqa: E731
+        yield _loaded("load from disk", woven, read, first_use, size, rate)
+        digest = next(d for d in woven.allocator.resident() if len(d) > 9)  # a file's, not a number
+    yield _unloaded(woven, digest, size, before)
+    woven.load(adapter)
+
+
+def on_host(woven: Woven, adapter: int) -> ExpertWeights:
+    """Return an adapter with matrices of its own in host memory."""
+    drawn = [[np.asarray(m) for m in woven._drawn[name]] for name in PROJECTIONS]
+    chosen = woven.choose(adapter)
+    for experts in chosen.experts.values():
+        for n, expert in enumerate(experts):
+            experts[expert] = tuple(kind[n % DRAWN].copy() for kind in drawn)
+    return chosen
+
+
+def write_files(folder: Path, weights: ExpertWeights) -> None:
+    """Write an adapter as ESFT does, and let the system forget what it knows of the files."""
+    names = {
+        f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight": matrix
+        for layer, experts in weights.experts.items()
+        for expert, matrices in experts.items()
+        for name, matrix in zip(PROJECTIONS, matrices, strict=True)
+    }
+    listed, step = sorted(names), len(PROJECTIONS) * SHARD_EXPERTS
+    for start in range(0, len(listed), step):
+        file = folder / f"model-{start:05}.safetensors"
+        save_file({name: names[name] for name in listed[start : start + step]}, file)
+        with open(file, "rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    experts = {str(layer): list(experts) for layer, experts in weights.experts.items()}
+    config = {"experts": experts, "shared_experts": False, "non_expert_modules": False}
+    (folder / "expert_cfg.json").write_text(json.dumps(config))
+
+
+def copy_rate(woven: Woven, num_bytes: int) -> float:
+    """Return bytes per second of one large write to the device's own pages."""
+    pool = woven.tensors.pool
+    values = np.ones((1, 1, num_bytes), np.uint8)
+    tensor = WeightTensor(pool, values.shape, values.dtype)
+    tensor.map(range(1))
+    tensor.write(0, values)
+    start = time.perf_counter()
+    tensor.write(0, values)
+    took = time.perf_counter() - start
+    tensor.close()
+    pool.trim()
+    return num_bytes / took
+
+
+def device_used(woven: Woven) -> int:
+    """Return bytes in use by the driver's count, or by ours where no driver counts."""
+    usage = woven.memory.usage()
+    return usage.created if usage.device_used is None else usage.device_used
+
+
+def _loaded(
+    name: str,
+    woven: Woven,
+    read: Callable[[], ExpertWeights],
+    first_use: Callable[[int], None],
+    size: int,
+    rate: float,
+) -> Row:
+    """Load and use an adapter once; `us` is from asking for it to the end of its first step."""
+    start = time.perf_counter()
+    weights = read()
+    known = time.perf_counter()
+    placement = woven.allocator.place(weights)
+    plan = ExpertLoadingPlan(placement, woven.tensors)
+    tables = plan.advance(jnp.asarray(woven.tables), 1 << 40)
+    woven.allocator.finish_loading(placement.digest)
+    jax.block_until_ready(tables)
+    there = time.perf_counter()
+    woven.tables = np.array(tables)
+    first_use(placement.slot)
+    end = time.perf_counter()
+    more = {
+        "GB": size / 1e9,
+        "read ms": (known - start) * 1e3,
+        "write ms": (there - known) * 1e3,
+        "step ms": (end - there) * 1e3,
+        "write GB/s": size / (there - known) / 1e9,
+        "copy GB/s": rate / 1e9,
+    }
+    return Row(f"{name} to first use", (end - start) * 1e6, base_us=size / rate * 1e6, more=more)
+
+
+def _unloaded(woven: Woven, digest: str, size: int, before: int) -> Row:
+    """Unload an adapter; `left MB` is what the device's driver counts more than `before`."""
+    during = device_used(woven)
+    start = time.perf_counter()
+    woven.unload(digest)
+    took = time.perf_counter() - start
+    left = device_used(woven) - before
+    more = {"GB": size / 1e9, "freed MB": (during - before - left) / 1e6, "left MB": left / 1e6}
+    return Row("unload", took * 1e6, more=more)

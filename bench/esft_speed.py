@@ -1,0 +1,252 @@
+"""What ESFT adapters cost in a step: TPOT and TTFT against the base alone (ExpertWeave, 5.2-5.3).
+
+`python -m bench.esft_speed --out DIR` times the compiled step itself, many of them enqueued behind
+one another, on DeepSeek-V2-Lite with random weights (`--model tiny` on a CPU). "same experts" sends
+rows of adapters through rerouting to the base's own experts: what the mechanism costs. "own
+experts" reads what the adapters replace: more distinct experts, more bytes, beside their floor.
+"""
+
+import argparse
+import datetime
+import json
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from bench import esft_loading
+from bench.esft_model import SHAPES, Shape, Woven
+from bench.esft_steps import Batch, Programs, Row, Took, decode_batch, prefill_batch
+from bench.kernels.timing import copy_bandwidth
+from bench.step_profile import profile_step, show_profile
+from serving.step import SLOT
+
+ADAPTERS = (1, 5, 10, 20)
+DECODE = (1, 8, 64)  # rows
+PREFILL = (1024, 4096)  # tokens
+CONTEXT = 1024  # tokens before a decoded one
+PADDED_ADAPTERS = 5
+
+
+class Measurement:
+    """The parts, each of which yields its rows until its time is over."""
+
+    def __init__(self, woven: Woven, programs: Programs, bandwidth: float, sizes: dict):
+        self.woven, self.programs, self.bandwidth = woven, programs, bandwidth
+        self.decode_rows, self.prefill_tokens = sizes["decode"], sizes["prefill"]
+        self.context = sizes["context"]
+        self.adapters = [n for n in ADAPTERS if n <= len(woven.shape.counts)]
+
+    def decode(self) -> Iterator[Row]:
+        """TPOT by rows in the batch and adapters among them."""
+        for rows in self.decode_rows:
+            yield from self._against_base(
+                f"decode, {rows} rows", rows, lambda n, rows=rows: self._decode(rows, n), rows
+            )
+
+    def prefill(self) -> Iterator[Row]:
+        """TTFT of prompts of so many tokens together, each with an adapter of its own."""
+        for tokens in self.prefill_tokens:
+            yield from self._against_base(
+                f"prefill, {tokens} tokens",
+                tokens,
+                lambda n, tokens=tokens: prefill_batch(tokens, n, self.programs.sizes),
+                tokens // 16,
+            )
+
+    def rerouting(self) -> Iterator[Row]:
+        """Fused rerouting against plain operators, beside the base."""
+        adapters = max(n for n in self.adapters if n <= 10)
+        for bucket, batch in self._two_batches(adapters):
+            base = self._base(bucket, batch)
+            for kind in ("fused", "plain"):
+                took = self.programs.time(kind, bucket, self.woven.identity, batch)
+                yield Row(
+                    f"rerouting {kind}, {batch.name}", took.us, base_us=base.us, adapters=adapters
+                )
+
+    def padding(self) -> Iterator[Row]:
+        """Virtual tensors against dense ones of as many experts, both rerouted to the base's."""
+        shape = self.woven.shape
+        adapters, groups = padded(shape)
+        for other in range(adapters, len(shape.counts)):
+            self.woven.unload(str(other))  # the dense ones take their place
+        leaves = {"virtual": self.woven.view(groups), "padded": self.woven.padded(groups)}
+        for bucket, batch in self._two_batches(adapters):
+            took = {}
+            for name in ("virtual", "padded", "padded", "virtual"):  # drift counts for both
+                run = self.programs.time("fused", bucket, self.woven.identity, batch, leaves[name])
+                took.setdefault(name, []).append(run.us)
+            yield Row(
+                f"virtual against padded, {batch.name}",
+                float(np.mean(took["virtual"])),
+                base_us=float(np.mean(took["padded"])),
+                adapters=adapters,
+            )
+
+    def loading(self) -> Iterator[Row]:
+        """An adapter from host memory and from disk to its first use, and out again."""
+        yield from esft_loading.rows(self.woven, self._first_use)
+
+    def profile(self) -> Iterator[Row]:
+        """Which kernels a decode step consists of; printed, no rows."""
+        for rows in self.decode_rows:
+            batch, bucket = self._decode(rows, max(self.adapters)), self._bucket(rows)
+            step = self.programs.runner("fused", bucket, self.woven.tables, batch)
+            print(show_profile(f"{rows} rows, own experts", profile_step(step)), flush=True)
+        yield from ()
+
+    def _against_base(
+        self, name: str, bucket: int, batch_of: Callable[[int], Batch], most: int
+    ) -> Iterator[Row]:
+        """Time base, same experts and own experts for every number of adapters that fits."""
+        bucket = self._bucket(bucket)
+        for adapters in (n for n in self.adapters if n <= most):
+            batch = batch_of(adapters)
+            base = self._base(bucket, batch)
+            for kind, tables in (("same", self.woven.identity), ("own", self.woven.tables)):
+                took = self.programs.time("fused", bucket, tables, batch)
+                yield Row(
+                    f"{name}, {adapters} adapters, {kind} experts",
+                    took.us,
+                    base_us=base.us,
+                    adapters=adapters,
+                    experts=took.experts,
+                    base_experts=base.experts,
+                    floor_us=self._floor_us(batch, took.experts),
+                    base_floor_us=self._floor_us(batch, base.experts),
+                    more={"dispatch us": took.dispatch_us},
+                )
+
+    def _floor_us(self, batch: Batch, experts: float) -> float:
+        """Return what reading weights, touched experts and KV pages once takes."""
+        tensors, model = self.woven.tensors, self.woven
+        moved = sum(leaf.nbytes for leaf in model.plain)
+        moved -= model.config.experts.num_experts * len(tensors.layers) * tensors.expert_bytes
+        moved -= model.model.embed.weight[...].nbytes
+        moved += experts * tensors.expert_bytes + batch.kv_tokens * self.programs.kv_token_bytes
+        return moved / self.bandwidth * 1e6
+
+    def _base(self, bucket: int, batch: Batch) -> Took:
+        return self.programs.time("base", bucket, None, batch.without_adapters())
+
+    def _first_use(self, slot: int) -> None:
+        """Run one step for the adapter in a slot."""
+        rows = self.decode_rows[0]
+        batch, bucket = self._decode(rows, 1), self._bucket(rows)
+        batch.table[SLOT] = slot
+        step = self.programs.runner("fused", bucket, self.woven.tables, batch)
+        jax.block_until_ready(step())
+
+    def _decode(self, rows: int, adapters: int) -> Batch:
+        return decode_batch(rows, self.context, adapters, self.programs.sizes)
+
+    def _two_batches(self, adapters: int) -> list[tuple[int, Batch]]:
+        rows = max(self.decode_rows)
+        batches = [(self._bucket(rows), self._decode(rows, adapters))]
+        for tokens in self.prefill_tokens[-1:]:
+            batches.append((tokens, prefill_batch(tokens, 1, self.programs.sizes)))
+        return batches
+
+    def _bucket(self, tokens: int) -> int:
+        return max(8, tokens)
+
+
+def padded(shape: Shape) -> tuple[int, int]:
+    """Return how many adapters are padded, and the experts that a tensor with them has."""
+    adapters = min(PADDED_ADAPTERS, len(shape.counts))
+    base = shape.config["n_routed_experts"]
+    return adapters, base + min(adapters * shape.most, shape.extra)
+
+
+def begin(programs: Programs, shape: Shape, parts: list[str], sizes: dict) -> None:
+    """Let what the parts ask for be compiled, in that order."""
+    decode, prefill = [max(8, rows) for rows in sizes["decode"]], sizes["prefill"]
+    both = (max(decode), *prefill[-1:])
+    for part in parts:
+        for bucket in {"decode": decode, "prefill": prefill, "rerouting": both}.get(part, ()):
+            programs.begin("base", bucket)
+            programs.begin("fused", bucket)
+        for bucket in both:
+            if part == "rerouting":
+                programs.begin("plain", bucket)
+            if part == "padding":
+                programs.begin("fused", bucket, padded(shape)[1])
+
+
+PARTS = ("decode", "rerouting", "prefill", "profile", "loading", "padding")  # the last one unloads
+
+
+def measure(measurement: Measurement, parts: list[str], seconds: float) -> list[Row]:
+    """Return all rows; a part that fails or lasts too long is said, and the next one runs."""
+    found = []
+    for part in parts:
+        end = time.monotonic() + seconds
+        try:
+            for row in getattr(measurement, part)():
+                found.append(row)
+                print(row.show(), flush=True)
+                if time.monotonic() > end:
+                    print(f"{part}: the rest is left out, {seconds:.0f} s are over", flush=True)
+                    break
+        except Exception:
+            print(f"{part} failed:\n{traceback.format_exc()}", flush=True)
+    return found
+
+
+def main() -> None:
+    """Make the model, load the adapters, run the parts, and write what came out."""
+    parser = argparse.ArgumentParser(prog="python -m bench.esft_speed", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON")
+    parser.add_argument("--model", choices=tuple(SHAPES), default="deepseek-v2-lite")
+    parser.add_argument("--layers", type=int, help="layers with experts, by default all")
+    parser.add_argument("--adapters", type=int, default=max(ADAPTERS))
+    text = "prompts' tokens; none leaves prefill out everywhere"
+    parser.add_argument("--prefill-tokens", type=int, nargs="*", default=PREFILL, help=text)
+    text = "folder of programs that bench.esft_programs has compiled before"
+    parser.add_argument("--programs", type=Path, help=text)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--seconds", type=float, default=60, help="for each part")
+    args = parser.parse_args()
+    start = time.monotonic()
+    say = lambda text: print(f"[{time.monotonic() - start:5.1f} s] {text}", flush=True)  # noqa: E731
+    layers = {} if args.layers is None else {"layers": args.layers}
+    shape = SHAPES[args.model](args.adapters, **layers)
+    small = args.model == "tiny"
+    sizes = {
+        "decode": (1, 8) if small else DECODE,
+        "prefill": tuple(min(tokens, 32) if small else tokens for tokens in args.prefill_tokens),
+        "context": 32 if small else CONTEXT,
+    }
+    programs = Programs(shape, sizes, args.programs)
+    begin(programs, shape, args.only, sizes)
+    woven = Woven(shape)
+    programs.attach(woven)
+    say(f"{shape.name}, experts in {woven.tensors.pages()}")
+    for adapter in range(len(shape.counts)):
+        woven.load(adapter)
+    say(f"{len(shape.counts)} adapters in {woven.tensors.pages()}")
+    measurement = Measurement(woven, programs, copy_bandwidth(1 << 20 if small else 1 << 31), sizes)
+    say(f"copies {measurement.bandwidth / 1e12:.2f} TB/s")
+    rows = measure(measurement, args.only, args.seconds)
+    say("measured")
+    device = jax.devices()[0].device_kind
+    result = {
+        "device": device,
+        "date": datetime.date.today().isoformat(),
+        "model": shape.name,
+        "layers": len(woven.tensors.layers),
+        "copy_tb_per_s": measurement.bandwidth / 1e12,
+        "rows": [row.as_json() for row in rows],
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    name = f"esft_speed_{device.lower().replace(' ', '_')}.json"
+    (args.out / name).write_text(json.dumps(result, indent=1) + "\n")
+    woven.close()
+
+
+if __name__ == "__main__":
+    main()

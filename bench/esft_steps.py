@@ -1,0 +1,208 @@
+"""Steps of a woven model: what they are asked, and how long one takes."""
+
+import concurrent.futures
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.esft_model import Shape, Woven
+from bench.esft_programs import PAGE, StepProgram, compile_apart, register_kernels
+from lora_jax.config import from_hf
+from lora_jax.kv_cache import init_cache
+from serving.device_state import init_row_state
+from serving.step import NUM_TOKENS, SAMPLES, SLOT, START, TABLE_ROWS, StepSizes
+
+WORKERS = 10  # programs that are compiled at a time
+CALLS, SAMPLES_TAKEN = 10, 5
+LONGEST = 0.3  # seconds of enqueued steps in one sample
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the table; `base_us` is what it is held against."""
+
+    name: str
+    us: float
+    base_us: float | None = None
+    adapters: int = 0
+    experts: float | None = None  # distinct ones that are touched, all layers together
+    base_experts: float | None = None
+    floor_us: float | None = None  # bytes over copy bandwidth
+    base_floor_us: float | None = None
+    more: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def show(self) -> str:
+        """Return the line."""
+        said = f"{self.name:52} {self.us:9.1f} us"
+        if self.base_us is not None:
+            said += f"  base {self.base_us:9.1f} us  {100 * (self.us / self.base_us - 1):+6.2f}%"
+        if self.floor_us is not None and self.base_floor_us is not None:
+            floors = 100 * (self.floor_us / self.base_floor_us - 1)
+            said += f"  floor {self.floor_us:8.1f} us ({floors:+.1f}%)"
+            said += f"  experts {self.experts:.0f} / {self.base_experts:.0f}"
+        return said + "".join(f"  {name} {value:.4g}" for name, value in self.more.items())
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the row for a result file."""
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Batch:
+    """What one step is asked: the runner's table and block tables."""
+
+    name: str
+    table: np.ndarray
+    block_tables: np.ndarray
+    kv_tokens: int  # whose KV is read, at least once
+
+    def without_adapters(self) -> "Batch":
+        """Return the same rows, all of the base model."""
+        table = self.table.copy()
+        table[SLOT] = -1
+        return dataclasses.replace(self, table=table)
+
+
+@dataclasses.dataclass(frozen=True)
+class Took:
+    """Microseconds of one step, and the distinct experts it touched in all layers."""
+
+    us: float
+    experts: float
+    dispatch_us: float  # of the host, for one step
+
+
+def decode_batch(rows: int, context: int, adapters: int, sizes: StepSizes) -> Batch:
+    """Return `rows` sequences after `context` tokens, their adapters in turn."""
+    table = np.zeros((TABLE_ROWS, sizes.max_seqs), np.int32)
+    table[START, :rows], table[NUM_TOKENS, :rows], table[SAMPLES, :rows] = context, 1, 1
+    table[SLOT] = np.arange(sizes.max_seqs) % adapters
+    name = f"decode, {rows} rows"
+    return Batch(name, table, _block_tables(context + 1, sizes), rows * (context + 1))
+
+
+def prefill_batch(tokens: int, prompts: int, sizes: StepSizes) -> Batch:
+    """Return `prompts` prompts of `tokens` tokens together, each with an adapter of its own."""
+    table = np.zeros((TABLE_ROWS, sizes.max_seqs), np.int32)
+    lengths = np.full(prompts, tokens // prompts)
+    lengths[: tokens % prompts] += 1
+    table[NUM_TOKENS, :prompts], table[SAMPLES, :prompts] = lengths, 1
+    table[SLOT] = np.arange(sizes.max_seqs) % prompts
+    return Batch(
+        f"prefill, {tokens} tokens", table, _block_tables(int(lengths.max()), sizes), tokens
+    )
+
+
+def _block_tables(tokens: int, sizes: StepSizes) -> np.ndarray:
+    """Return distinct pages for sequences of so many tokens, as far as there are any."""
+    pages = -(-tokens // PAGE)
+    tables = np.zeros((sizes.max_seqs, sizes.max_pages), np.int32)
+    fits = min(sizes.max_seqs, sizes.num_pages // pages)
+    tables[:fits, :pages] = np.arange(fits * pages).reshape(fits, pages)
+    return tables
+
+
+class Programs:
+    """The programs by kind and size: "base", rerouting "fused", and "plain" (JAX operators)."""
+
+    def __init__(self, shape: Shape, wanted: dict, ahead: Path | None = None):
+        """Compiling may begin; `attach` comes before anything runs."""
+        self._shape, self._ahead, config = shape, ahead, from_hf(shape.config)
+        seqs, longest = max(wanted["decode"]), max((*wanted["prefill"], wanted["context"] + PAGE))
+        self._base_groups, self._layers = config.experts.num_experts, len(config.experts.layers)
+        self.sizes = StepSizes(
+            max_seqs=max(seqs, 32),
+            max_len=-(-longest // PAGE) * PAGE,
+            page_size=PAGE,
+            num_pages=max(seqs * (wanted["context"] // PAGE + 1), 2 * longest // PAGE + 32),
+            max_logit_rows=64,
+            max_rank=8,
+        )
+        self._compiled: dict[StepProgram, concurrent.futures.Future] = {}
+        register_kernels()
+        self._pool = concurrent.futures.ThreadPoolExecutor(WORKERS)
+
+    def attach(self, woven: Woven) -> None:
+        """Make what the steps of a model need beside its weights."""
+        self._woven, kv = woven, woven.model.kv_shape(woven.config)
+        dtype = woven.model.embed.weight[...].dtype
+        self.kv_token_bytes = kv.bytes_per_token(dtype)
+        self._place = functools.partial(jax.device_put, device=woven.plain[0].sharding)
+        cache = jax.tree.leaves(init_cache(kv, self.sizes.num_pages, PAGE, dtype))
+        self._cache = [_noise(n, pages) for n, pages in enumerate(cache)]
+        state = init_row_state(self.sizes.max_seqs, self.sizes.max_len)
+        shape, vocab = state.history.shape, woven.config.vocab_size
+        history = np.random.default_rng(0).integers(3, vocab, shape).astype(np.int32)
+        state = dataclasses.replace(state, history=jnp.asarray(history))
+        self._state = self._place(jax.tree.leaves(state))
+
+    def begin(self, kind: str, bucket: int, groups: int | None = None) -> None:
+        """Let a program be compiled; `groups` are the experts in a tensor (None: all there are)."""
+        self._program(kind, bucket, groups)
+
+    def time(self, kind: str, bucket: int, tables: Any, batch: Batch, leaves: Any = None) -> Took:
+        """Return the median over samples of steps that are enqueued behind one another."""
+        step = self.runner(kind, bucket, tables, batch, leaves)
+        sizes = jax.block_until_ready(step())
+        experts = float(sum(np.count_nonzero(np.asarray(s)) for s in sizes))
+        start = time.perf_counter()
+        jax.block_until_ready(step())
+        calls = int(min(CALLS, max(1, LONGEST / (time.perf_counter() - start))))
+        taken, sent = [], []
+        for _ in range(SAMPLES_TAKEN):
+            start = time.perf_counter()
+            for _ in range(calls):
+                sizes = step()
+            sent.append((time.perf_counter() - start) / calls * 1e6)
+            jax.block_until_ready(sizes)
+            taken.append((time.perf_counter() - start) / calls * 1e6)
+        return Took(statistics.median(taken), experts, statistics.median(sent))
+
+    def runner(
+        self, kind: str, bucket: int, tables: Any, batch: Batch, leaves: Any = None
+    ) -> Callable[[], Any]:
+        """Return a function that enqueues one step and returns the sizes of its groups.
+
+        `leaves` None are the plain model's for "base", else the virtual tensors'.
+        """
+        if leaves is None:
+            leaves = self._woven.plain if kind == "base" else self._woven.woven
+        groups = max(leaf.shape[0] for leaf in leaves if leaf.ndim == 3)
+        program = self._program(kind, bucket, groups).result()
+        given = None if kind == "base" else self._place(np.asarray(tables))
+        table, blocks = self._place(batch.table), self._place(batch.block_tables)
+        sizes = [self._place(np.zeros(groups, np.int32)) for _ in range(self._layers)]
+
+        def step():
+            nonlocal sizes
+            out = program(leaves, self._cache, self._state, sizes, given, table, blocks)
+            self._cache, self._state, sizes = out
+            return sizes
+
+        return step
+
+    def _program(self, kind: str, bucket: int, groups: int | None) -> concurrent.futures.Future:
+        """Return the program to come; equal ones are compiled once."""
+        shape, base = self._shape, self._base_groups
+        if groups is None:
+            groups = base if kind == "base" else base + shape.extra
+        wanted = StepProgram(
+            shape.name, self._layers, len(shape.counts), kind, bucket, groups, self.sizes
+        )
+        if wanted not in self._compiled:
+            self._compiled[wanted] = self._pool.submit(compile_apart, wanted, self._ahead)
+        return self._compiled[wanted]
+
+
+def _noise(seed: int, pages: jax.Array) -> jax.Array:
+    """Return pages full of random numbers."""
+    fill = jax.jit(lambda key: jax.random.normal(key, pages.shape, pages.dtype))
+    return fill(jax.random.key(seed, impl="rbg"))

@@ -1,0 +1,70 @@
+"""A model of random weights, made on its devices from config.json alone, to measure speed with.
+
+vLLM's `--load-format dummy`. Weights are drawn so that activations keep their size: an adapter or
+a kernel that is wrong still shows, and no number is denormal or infinite.
+"""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from lora_jax.config import ModelConfig
+from lora_jax.models.loader import read_config, supported_dtype
+from lora_jax.models.registry import model_class
+from lora_jax.nn.decoder import AbstractCausalLM
+from lora_jax.sharding import weight_sharding
+
+SEED = 0
+BIAS_STD = 0.02
+
+
+def make_dummy(
+    path: str | Path, *, dtype: Any = None, mesh: Mesh | None = None
+) -> tuple[AbstractCausalLM, ModelConfig]:
+    """Return the model of a folder's config with random weights, the same ones every time.
+
+    Matrices are normal with deviation d_in**-0.5, norms are 1, biases normal with BIAS_STD.
+    `dtype` None is the config's, float32 where it names none. Raises ValueError as `load` does.
+    """
+    config = read_config(Path(path))
+    said = jnp.bfloat16 if config.dtype == "bfloat16" else jnp.float32
+    wanted = supported_dtype(said if dtype is None else dtype)
+    kind = model_class(config.model_type)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: kind(config, dtype=wanted)), graph=False)
+    made = []
+    for place, (name, param) in enumerate(nnx.to_flat_state(state)):
+        axes, shape = param.get_metadata()["logical_axes"], tuple(param.shape)
+        mean, deviation = _moments(str(name[-1]), shape)
+        sharding = weight_sharding(axes, shape, mesh)
+        key = jax.random.key(SEED + place, impl="rbg")
+        draw = _drawer(shape, jnp.dtype(param.dtype), sharding)
+        made.append((name, param.replace(draw(key, mean, deviation))))
+    return nnx.merge(graphdef, nnx.from_flat_state(made)), config
+
+
+def _moments(name: str, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """Return mean and deviation of a parameter by its own name and shape."""
+    if name == "weight" and len(shape) == 1:
+        mean, deviation = 1.0, 0.0  # a norm's
+    elif name.endswith("weight") or name.endswith("proj"):
+        mean, deviation = 0.0, shape[-1] ** -0.5
+    else:
+        mean, deviation = 0.0, BIAS_STD
+    return jnp.float32(mean), jnp.float32(deviation)
+
+
+@functools.lru_cache(maxsize=64)
+def _drawer(shape: tuple[int, ...], dtype: jnp.dtype, sharding: jax.sharding.Sharding):
+    """Return a program that draws one parameter; equal ones are compiled once."""
+
+    def draw(key, mean, deviation):
+        # In its own dtype: an expert tensor in float32 beside it would need thrice its bytes.
+        noise = jax.random.normal(key, shape, dtype)
+        return noise * deviation.astype(dtype) + mean.astype(dtype)
+
+    return jax.jit(draw, out_shardings=sharding)
