@@ -31,6 +31,10 @@ TARGETS = (
     "lora_jax_cuda_paged_attention",
     "lora_jax_cuda_row_map",
     "lora_jax_cuda_reroute",
+    "lora_jax_cuda_peer_push",
+    "lora_jax_cuda_peer_wait_add",
+    "lora_jax_cuda_peer_accept",
+    "lora_jax_cuda_peer_answer",
 )
 
 
