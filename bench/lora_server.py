@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,10 +34,12 @@ from lora_jax.ops.cases import MODELS, popular
 from lora_jax.placement.ep_pp import Placement
 from lora_jax.placement.shape import AdapterShape
 from serving.transport.base import AbstractClient, PushRows, push_rows
-from serving.transport.device_memory import DeviceServer, open_local_client
+from serving.transport.device_memory import open_local_client
+from serving.transport.device_server import DeviceServer
 from serving.transport.shapes import DOWN, GATE_UP, moe_shapes
 
 SHAPE = MODELS["mixtral-8x7b"]
+Device = Any  # of jax; pyright takes jax.Device for a variable
 EXPERTS, TOP_K, HIDDEN, WIDTH = SHAPE.num_experts, SHAPE.top_k, SHAPE.hidden, SHAPE.intermediate
 RANK, ADAPTERS, SCALING = 64, 256, 0.5
 LAYERS = 4  # of one program
@@ -83,7 +86,7 @@ PLANS = (
 )
 
 
-def random(device: jax.Device, seed: int, *kinds: tuple[tuple[int, ...], float]) -> tuple:
+def random(device: Device, seed: int, *kinds: tuple[tuple[int, ...], float]) -> tuple:
     """Return normal bfloat16 numbers on a device, for each (shape, scale)."""
 
     @jax.jit
@@ -101,7 +104,7 @@ def random(device: jax.Device, seed: int, *kinds: tuple[tuple[int, ...], float])
 MATRICES = {"gate": (HIDDEN, WIDTH), "up": (HIDDEN, WIDTH), "down": (WIDTH, HIDDEN)}
 
 
-def make_pools(device: jax.Device) -> dict:
+def make_pools(device: Device) -> dict:
     """Return one layer's adapters, all experts: pools by matrix and the table of slots."""
     rows = ADAPTERS * EXPERTS * RANK
     entries = np.zeros((ADAPTERS, 5), np.int32)
@@ -120,7 +123,7 @@ def make_pools(device: jax.Device) -> dict:
     }
 
 
-def make_weights(device: jax.Device) -> dict:
+def make_weights(device: Device) -> dict:
     """Return the base model's experts of one layer; every layer of a program uses them."""
     kinds = [((EXPERTS, *sizes), sizes[0] ** -0.5) for sizes in MATRICES.values()]
     return dict(zip(MATRICES, random(device, 2, *kinds), strict=True))
@@ -161,9 +164,7 @@ def server_program(server: DeviceServer, max_rows: int) -> Callable:
 class RunningServer:
     """A rank at work on a thread of its own, until `close`."""
 
-    def __init__(
-        self, ends: PeerDevice, device: jax.Device, pools: dict, max_rows: int, pull: bool
-    ):
+    def __init__(self, ends: PeerDevice, device: Device, pools: dict, max_rows: int, pull: bool):
         shapes = moe_shapes(LAYERS, max_rows, HIDDEN, WIDTH, "bfloat16", "bfloat16")
         self.server = DeviceServer(shapes, ends, pull=pull)
         self.mode = jax.device_put(jnp.int32(REFUSE), device)
@@ -198,7 +199,7 @@ class RunningServer:
         jax.block_until_ready(under_way)
 
 
-def make_rows(plan: Plan, tokens: int, device: jax.Device, seed: int) -> list[PushRows]:
+def make_rows(plan: Plan, tokens: int, device: Device, seed: int) -> list[PushRows]:
     """Return where the rows of each layer go: top-2 of 8 experts, adapters by Zipf."""
     rng = np.random.default_rng(seed)
     owners = popular("zipf", tokens, ADAPTERS, rng)
@@ -215,15 +216,35 @@ def make_rows(plan: Plan, tokens: int, device: jax.Device, seed: int) -> list[Pu
     return jax.device_put(found, device)
 
 
-def client_programs(client: AbstractClient | None) -> dict[str, Callable]:
-    """Return programs (state, weights, rows) -> state; state is (x, gate, up, worst status)."""
+OneLayer = Callable[..., tuple]  # (x, gate, up, weights, layer, rows) -> (x, gate, up, statuses)
 
-    def base(x, gate, up, w, layer, rows):
-        del layer, rows
-        gate, up = experts_matmul(x, w["gate"]), experts_matmul(x, w["up"])
-        return experts_matmul(jax.nn.silu(gate) * up, w["down"]), gate, up, ()
 
-    def exchange(x, gate, up, w, layer, rows):
+def program(one_layer: OneLayer) -> Callable:
+    """Return a program (state, weights, rows) -> state; state is (x, gate, up, worst status)."""
+
+    def step(state, w, all_rows):
+        x, gate, up, worst = state
+        for layer, rows in enumerate(all_rows):
+            x, gate, up, statuses = one_layer(x, gate, up, w, layer, rows)
+            for status in statuses:
+                worst = jnp.maximum(worst, jnp.max(status))
+        return x, gate, up, worst
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def base_layer(x, gate, up, w, layer, rows) -> tuple:
+    """The base model alone."""
+    del layer, rows
+    gate, up = experts_matmul(x, w["gate"]), experts_matmul(x, w["up"])
+    inner = jax.nn.silu(gate) * up
+    return bounded(experts_matmul(inner, w["down"])), gate, up, ()
+
+
+def exchange_layer(client: AbstractClient) -> OneLayer:
+    """The two exchanges alone, one after the other."""
+
+    def layer_step(x, gate, up, w, layer, rows):
         del w
         x = client.push(x, GATE_UP, layer, rows)
         (gate, up), first = client.wait_add((gate, up), x, GATE_UP, rows)
@@ -231,36 +252,33 @@ def client_programs(client: AbstractClient | None) -> dict[str, Callable]:
         (x,), second = client.wait_add((x,), inner, DOWN, rows)
         return x, inner, up, (first, second)
 
-    def overlap(x, gate, up, w, layer, rows):
+    return layer_step
+
+
+def overlap_layer(client: AbstractClient) -> OneLayer:
+    """The base model, with the exchanges behind it."""
+
+    def layer_step(x, gate, up, w, layer, rows):
         x = client.push(x, GATE_UP, layer, rows)
         gate, up = experts_matmul(x, w["gate"]), experts_matmul(x, w["up"])
         (gate, up), first = client.wait_add((gate, up), x, GATE_UP, rows)
         inner = client.push(jax.nn.silu(gate) * up, DOWN, layer, rows)
         y = experts_matmul(inner, w["down"])
         (x,), second = client.wait_add((y,), inner, DOWN, rows)
-        return x, gate, up, (first, second)
+        return bounded(x), gate, up, (first, second)
 
-    def program(one_layer):
-        def step(state, w, all_rows):
-            x, gate, up, worst = state
-            for layer, rows in enumerate(all_rows):
-                x, gate, up, statuses = one_layer(x, gate, up, w, layer, rows)
-                x, gate, up = (jnp.clip(v, -8, 8) for v in (x, gate, up)) if w else (x, gate, up)
-                for status in statuses:
-                    worst = jnp.maximum(worst, jnp.max(status))
-            return x, gate, up, worst
+    return layer_step
 
-        return jax.jit(step, donate_argnums=0)
 
-    if client is None:
-        return {"base": program(base)}
-    return {"exchange": program(exchange), "overlap": program(overlap)}
+def bounded(x: jax.Array) -> jax.Array:
+    """Return what a norm would: numbers of a size that no number of layers changes."""
+    return jnp.clip(x, -2, 2)
 
 
 class Instance:
     """One GPU with the base model, or with what of it the measurements need."""
 
-    def __init__(self, device: jax.Device, weights: dict, tokens: int):
+    def __init__(self, device: Device, weights: dict, tokens: int):
         self.device, self.weights, self.num_rows = device, weights, tokens * TOP_K
 
     def state(self) -> tuple:
@@ -269,17 +287,17 @@ class Instance:
         found = random(self.device, 3, *(((self.num_rows, w), 1.0) for w in widths))
         return (*found, jax.device_put(jnp.int32(0), self.device))
 
-    def time_us(self, program: Callable, rows: list[PushRows], *, base: bool) -> tuple[float, int]:
+    def time_us(self, step: Callable, rows: list[PushRows], *, base: bool) -> tuple[float, int]:
         """Return microseconds of one layer, the median of some samples, and the worst status."""
         weights, state = self.weights if base else {}, self.state()
         for _ in range(2):
-            state = program(state, weights, rows)
+            state = step(state, weights, rows)
         jax.block_until_ready(state)
         samples = []
         for _ in range(SAMPLES):
             start = time.perf_counter()
             for _ in range(CALLS):
-                state = program(state, weights, rows)
+                state = step(state, weights, rows)
             jax.block_until_ready(state)
             samples.append((time.perf_counter() - start) * 1e6 / (CALLS * LAYERS))
         return statistics.median(samples), int(state[3])
@@ -338,7 +356,7 @@ class Bench:
         if tokens not in self._base:
             one = self.instance(0, tokens)
             rows = make_rows(PLANS[0], tokens, one.device, 0)
-            self._base[tokens] = one.time_us(client_programs(None)["base"], rows, base=True)[0]
+            self._base[tokens] = one.time_us(program(base_layer), rows, base=True)[0]
         return self._base[tokens]
 
     def measure(self, plan: Plan, tokens: int) -> dict:
@@ -371,7 +389,7 @@ class Bench:
         for client in clients:
             client.set_limit(LIMIT_S)
         found: dict = {"plan": plan.name, "batch": tokens, "base": self.base_us(tokens)}
-        one, programs = self.instance(0, tokens), client_programs(clients[0])
+        one, exchange = self.instance(0, tokens), program(exchange_layer(clients[0]))
         rows = make_rows(plan, tokens, one.device, 0)
         if plan.instances == 1:
             for running in servers:
@@ -381,7 +399,7 @@ class Bench:
             for mode in (REFUSE, ECHO, LORA):
                 for running in servers:
                     running.set_mode(mode)
-                took, status = one.time_us(programs["exchange"], rows, base=False)
+                took, status = one.time_us(exchange, rows, base=False)
                 wanted = 3 if mode == REFUSE else 0
                 if status != wanted:
                     raise RuntimeError(f"{plan.name}: status {status}, not {wanted}")
@@ -399,11 +417,11 @@ class Bench:
         """Return a layer's time while all instances are at work; the slowest of them."""
 
         def run(number: int) -> float:
-            one, program = self.instance(number, tokens), client_programs(clients[number])
+            one, overlap = self.instance(number, tokens), program(overlap_layer(clients[number]))
             rows = make_rows(plan, tokens, one.device, number)
-            jax.block_until_ready(program["overlap"](one.state(), one.weights, rows))
+            jax.block_until_ready(overlap(one.state(), one.weights, rows))
             together.wait(BARRIER_S)
-            took, status = one.time_us(program["overlap"], rows, base=True)
+            took, status = one.time_us(overlap, rows, base=True)
             if status:
                 raise RuntimeError(f"{plan.name}: status {status} at instance {number}")
             return took

@@ -1,4 +1,4 @@
-"""What the transport between GPUs must do besides the contract of every carrier; emulated or real."""
+"""What the transport between GPUs, emulated or real, must do besides every carrier's contract."""
 
 import contextlib
 import threading
@@ -92,7 +92,10 @@ class PeerContract(TransportContract):
     def test_a_program_serves_without_the_host(self, tmp_path):
         terms = terms_of("bfloat16", ep=2)
         rng = np.random.default_rng(0)
-        with open_servers(self.carrier, terms, tmp_path) as servers, contextlib.ExitStack() as open_:
+        with (
+            open_servers(self.carrier, terms, tmp_path) as servers,
+            contextlib.ExitStack() as open_,
+        ):
             for server in servers[:2]:
                 open_.enter_context(serving_on(server, jax.devices()[1]))
             client = open_client(self.carrier, terms, servers, tmp_path)

@@ -15,6 +15,7 @@ from server_process import ROOT
 from cuda_backend.peer import Calls, PeerDevice
 from cuda_backend.peer_memory import Device
 from serving.transport import device_memory
+from serving.transport.device_server import DeviceServer
 
 _DOUBLE = ROOT / "tests" / "cuda_backend" / "cuda_double.c"
 
@@ -70,7 +71,7 @@ class OneProcess(Sockets):
     """The carrier between devices of one process."""
 
     def open_server(self, terms, rank: int, folder: Path, *, pull: bool = False):
-        return device_memory.DeviceServer(terms.shapes, self.gpus.device(1), pull=pull)
+        return DeviceServer(terms.shapes, self.gpus.device(1), pull=pull)
 
     def open_client(self, terms, servers, folder: Path, *, pull: bool = False):
         return device_memory.open_local_client(servers, self.gpus.device(0))

@@ -7,7 +7,7 @@ and a server of them.
 import ctypes
 import importlib.metadata
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -52,8 +52,8 @@ class ClientEnd(Protocol):
         """Traced. See AbstractClient.wait_add."""
         ...
 
-    def attach(self, server: int, channel: Channel, epoch: int) -> None:
-        """Push to this server from now on; the channel belongs to this end."""
+    def attach(self, server: int, channel: Any, epoch: int) -> None:
+        """Push to this server from now on; the channel, of this backend, belongs to this end."""
         ...
 
     def detach(self, peer: int) -> None:
@@ -90,7 +90,7 @@ class ServerEnd(Protocol):
 
     most_peers: int
 
-    def attach(self, client: int, channel: Channel, epoch: int) -> int:
+    def attach(self, client: int, channel: Any, epoch: int) -> int:
         """Take this client's messages; return what `respond` knows it by."""
         ...
 

@@ -1,4 +1,4 @@
-"""The transport between GPUs on real ones: what tests/serving/transport shows over emulated ones."""
+"""The transport between GPUs on real ones; tests/serving/transport has the same emulated."""
 
 import jax
 import pytest
