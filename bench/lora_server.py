@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cuda_backend.lora_gemm import lora_pair, row_items
+from cuda_backend.lora_gemm import RowItems, lora_pair, row_items
 from cuda_backend.peer import PeerDevice
 from lora_jax.ops.cases import MODELS, popular
 from lora_jax.placement.ep_pp import Placement
@@ -138,8 +138,7 @@ def experts_matmul(x: jax.Array, w: jax.Array) -> jax.Array:
 def server_program(server: DeviceServer, max_rows: int) -> Callable:
     """Return a program that takes and answers ROUNDS messages without the host."""
 
-    def deltas(names: Sequence[str], x, slots, experts, pools) -> tuple[jax.Array, ...]:
-        items = row_items(slots, experts, ADAPTERS)
+    def deltas(names: Sequence[str], x, items: RowItems, pools) -> tuple[jax.Array, ...]:
         table = (pools["entries"], pools["scaling"], items, RANK)
         return tuple(
             lora_pair(jnp.zeros((max_rows, b.shape[1]), jnp.bfloat16), x, a, b, *table)
@@ -151,9 +150,12 @@ def server_program(server: DeviceServer, max_rows: int) -> Callable:
         for _ in range(ROUNDS):
             message = server.accept(ticket, IDLE_S)
             slots = jnp.where(mode == LORA, message.adapters, -1)
+            items = row_items(slots, message.experts, ADAPTERS)
             for site, names in ((GATE_UP, ("gate", "up")), (DOWN, ("down",))):
-                mine = jnp.where(message.site == site, slots, -1)
-                found = deltas(names, message.xs[site], mine, message.experts, pools)
+                # Without items the kernels of the other site end at once.
+                num_items = jnp.where(message.site == site, items.num_items, 0)
+                mine = dataclasses.replace(items, num_items=num_items)
+                found = deltas(names, message.xs[site], mine, pools)
                 message = server.answer(message, mode != REFUSE, found, site)
             ticket = message.info
         return ticket

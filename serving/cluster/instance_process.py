@@ -19,7 +19,7 @@ from serving.lora_server.instance import ServerAccess
 from serving.lora_server.spec import ServerSpec
 from serving.options import Options
 from serving.serve import StartError, serve
-from serving.transport import shared_memory
+from serving.transport import carriers
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ def _access(place: ServerPlace, caller: Caller, name: str) -> ServerAccess:
         place.spec,
         name,
         RemoteLeases(caller),
-        lambda terms: shared_memory.open_client(place.paths, terms),
+        lambda terms: carriers.open_client(place.paths, terms),
         place.wait_s,
     )
 

@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import jax.numpy as jnp
 
@@ -18,7 +17,7 @@ from serving.lora_server.calls import Caller, RemoteRank, answer_calls
 from serving.lora_server.rank import ServerRank
 from serving.lora_server.server import RankServer
 from serving.lora_server.spec import ServerSpec, design
-from serving.transport import shared_memory
+from serving.transport import carriers
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +100,6 @@ def _make_server(spec: ServerSpec, rank: int, socket_path: str) -> RankServer:
         held,
         made.plan,
         made.catalogue,
-        lambda: shared_memory.open_server(Path(socket_path), made.terms, rank),
+        lambda: carriers.open_server(socket_path, made.terms, rank),
         ReadLimits(max_rank=spec.max_rank),
     )
