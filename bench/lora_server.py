@@ -98,7 +98,7 @@ def random(device: Device, seed: int, *kinds: tuple[tuple[int, ...], float]) -> 
         )
 
     with jax.default_device(device):
-        return make(jax.random.key(seed))
+        return jax.device_put(make(jax.random.key(seed)), device)  # and committed to it
 
 
 MATRICES = {"gate": (HIDDEN, WIDTH), "up": (HIDDEN, WIDTH), "down": (WIDTH, HIDDEN)}

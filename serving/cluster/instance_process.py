@@ -18,6 +18,7 @@ from serving.lora_server.calls import Caller, RemoteLeases
 from serving.lora_server.instance import ServerAccess
 from serving.lora_server.spec import ServerSpec
 from serving.options import Options
+from serving.role_gpu import use_gpu
 from serving.serve import StartError, serve
 from serving.transport import carriers
 
@@ -94,6 +95,7 @@ def instance_main(
     """Be an instance until the other side of `life` has gone; exit status 1: it cannot start."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started us closes `life`
     logs.configure(options.log_level)
+    use_gpu(number)
     try:
         with ExitStack() as stack:
             sock = stack.enter_context(_listening(path))

@@ -45,7 +45,7 @@ def test_main_answers_until_its_connection_ends(files, tmp_path):
     driver, before = threading.Thread(target=drive), signal.getsignal(signal.SIGINT)
     driver.start()
     try:
-        rank_main(there, spec, 0, str(path))
+        rank_main(there, spec, 0, str(path), 0)
     finally:
         signal.signal(signal.SIGINT, before)
     driver.join(30)
