@@ -155,7 +155,8 @@ def server_program(server: DeviceServer, max_rows: int) -> Callable:
                 # Without items the kernels of the other site end at once.
                 num_items = jnp.where(message.site == site, items.num_items, 0)
                 mine = dataclasses.replace(items, num_items=num_items)
-                found = deltas(names, message.xs[site], mine, pools)
+                x = server.rows_of(message, site, max_rows)
+                found = deltas(names, x, mine, pools)
                 message = server.answer(message, mode != REFUSE, found, site)
             ticket = message.info
         return ticket

@@ -27,7 +27,7 @@ REWRITES = (
     (r"kPeerThreads = 512,", "kPeerThreads = 64,"),
     (r"kPeerCtas = 64;", "kPeerCtas = 2;"),
 )
-TRANSPORT_CALLS = ("push", "wait_add", "accept", "answer")
+TRANSPORT_CALLS = ("push", "wait_add", "accept", "fetch", "answer")
 
 
 def compile_library(folder: Path, driver: str = "drivers.cc") -> ctypes.CDLL:

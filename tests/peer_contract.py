@@ -56,7 +56,8 @@ def server_program(server):
             message = server.accept(ticket, _IDLE_S)
             ok = message.layer != REFUSED_LAYER
             for site in (GATE_UP, DOWN):
-                x, owners = message.xs[site], (message.adapters, message.experts)
+                x = server.rows_of(message, site, MAX_ROWS)
+                owners = (message.adapters, message.experts)
                 deltas = traced_deltas(shapes, site, message.layer, x, *owners)
                 message = server.answer(message, ok, deltas, site)
             ticket = message.info

@@ -110,16 +110,18 @@ class ServerEnd(Protocol):
         """Push results to the client of a link; None refuses."""
         ...
 
-    def accept(
-        self, after: Int[Array, "8"], shapes: Sequence[jax.ShapeDtypeStruct], rows: int, nanos: int
-    ) -> tuple[Array, Array, Array, tuple[Array, ...]]:
-        """Traced: (info, adapters, experts, each site's rows) of the next message."""
+    def accept(self, after: Int[Array, "8"], rows: int, nanos: int) -> tuple[Array, Array, Array]:
+        """Traced: (info, adapters, experts) of the next message."""
+        ...
+
+    def fetch_rows(self, info: Int[Array, "8"], site: int, shape: jax.ShapeDtypeStruct) -> Array:
+        """Traced: the rows of the message, if it is of this site."""
         ...
 
     def answer(
-        self, info: Int[Array, "8"], ok: Int[Array, ""], deltas: Sequence[Array], site: int
+        self, info: Int[Array, "8"], verdict: Int[Array, ""], deltas: Sequence[Array], site: int
     ) -> Int[Array, "8"]:
-        """Traced: push results to the client of the message `info`, if it is of this site."""
+        """Traced: push results to the client of the message, if it is of this site."""
         ...
 
     def stop(self, on: bool) -> None:

@@ -1,11 +1,13 @@
 """A server whose landing slots are in the memory of devices.
 
-It is used in one of two ways: as any AbstractServer, rows travelling over the host's memory, or
-inside a program of its device (`accept`, `answer`), where a message is taken, computed and answered
-without the host.
+It is used in two ways: as any AbstractServer, rows travelling over the host's memory, or inside
+programs of its device (`accept`, `rows_of`, `answer`), where a message is taken, computed and
+answered without the host. No program may be under way during `receive`; what programs leave, the
+host answers.
 """
 
 import dataclasses
+import enum
 import threading
 from collections.abc import Callable, Sequence
 
@@ -32,18 +34,26 @@ class _Seat:
     link: int
 
 
+class Verdict(enum.IntEnum):
+    """What a program does with a message."""
+
+    REFUSE = 0
+    ANSWER = 1
+    LEAVE = 2  # to the host: see DeviceServer.left
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Arrived:
-    """A message inside a program of the server's device; client -1: none came in time.
-
-    Only the rows of the message's site are there; behind the real rows adapters are -1.
-    """
+    """A message inside a program of the server's device; client -1: none came in time."""
 
     info: Int[Array, "8"]
-    adapters: Int[Array, "max_rows"]
+    adapters: Int[Array, "max_rows"]  # -1 behind the real rows
     experts: Int[Array, "max_rows"]
-    xs: tuple[Float[Array, "max_rows d_in"], ...]  # by site
+
+    @property
+    def client(self) -> Int[Array, ""]:
+        return self.info[0]
 
     @property
     def site(self) -> Int[Array, ""]:
@@ -118,43 +128,48 @@ class DeviceServer(AbstractServer):
 
     def accept(self, after: Int[Array, "8"], seconds: float) -> Arrived:
         """Traced: the next message of any client, in turn, behind what gave `after`."""
-        rows = self.shapes.max_rows
-        shapes = [
-            jax.ShapeDtypeStruct((rows, site.d_in), self.shapes.row_dtype)
-            for site in self.shapes.sites
-        ]
-        return Arrived(*self._end.accept(after, shapes, rows, int(seconds * 1e9)))
+        return Arrived(*self._end.accept(after, self.shapes.max_rows, int(seconds * 1e9)))
+
+    def rows_of(self, message: Arrived, site: int, rows: int) -> Float[Array, "rows d_in"]:
+        """Traced: the message's rows, at most `rows`; undefined if it is of another site."""
+        shape = jax.ShapeDtypeStruct((rows, self.shapes.sites[site].d_in), self.shapes.row_dtype)
+        return self._end.fetch_rows(message.info, site, shape)
 
     def answer(
-        self, message: Arrived, ok: Int[Array, ""], deltas: Sequence[Array], site: int
+        self, message: Arrived, verdict: Int[Array, ""], deltas: Sequence[Array], site: int
     ) -> Arrived:
-        """Traced: push the deltas of a site back, or refuse where `ok` is 0.
+        """Traced: push [rows or more, d_out] for each output of a site, or as the verdict says.
 
-        A message of another site is left alone. Raises ValueError for deltas that do not fit.
+        A message of another site is left alone. Raises ValueError for deltas that do not fit; none
+        at all will do for a message that is not answered.
         """
-        spec, shapes = self.shapes.sites[site], self.shapes
-        wanted = [((shapes.max_rows, width), shapes.result_dtype) for width in spec.d_outs]
-        if (got := [(d.shape, d.dtype) for d in deltas]) != wanted:
-            raise ValueError(f"{spec.name} answers with {wanted}, got {got}.")
-        info = self._end.answer(message.info, ok.astype(jnp.int32), deltas, site)
+        spec, dtype = self.shapes.sites[site], self.shapes.result_dtype
+        got = [(d.shape[1:], d.dtype) for d in deltas]
+        if deltas and got != [((width,), dtype) for width in spec.d_outs]:
+            raise ValueError(f"{spec.name} answers in {dtype} of widths {spec.d_outs}, got {got}.")
+        info = self._end.answer(message.info, verdict.astype(jnp.int32), deltas, site)
         return dataclasses.replace(message, info=info)
 
-    def receive(self, seconds: float) -> Request | None:
-        if self._aborted:
-            return None
-        found = self._end.receive(int(seconds * 1e9))
+    def left(self, info: Sequence[int]) -> Request | None:
+        """Return a message that a program left, for `respond` or `refuse`; None: its client went.
+
+        `info` is what the program's `Arrived` says.
+        """
+        index, site, layer, rows, version = info[:5]
         with self._lock:
-            index = None if found is None else found[0]
             at = next((n for n, s in self._seats.items() if s.index == index), None)
-            if found is None or at is None:
+            if at is None:
                 return None
             seat = self._seats[at]
             if at not in self._buffers:
                 self._buffers[at] = _buffers(self.shapes)
             *xs, adapters, experts = self._buffers[at]
-        _, site, layer, rows, version = found
         self._fetch(seat, (xs[site], adapters, experts), rows)
         return Request(at, seat.epoch, 0, layer, site, rows, version, xs[site], adapters, experts)
+
+    def receive(self, seconds: float) -> Request | None:
+        found = None if self._aborted else self._end.receive(int(seconds * 1e9))
+        return None if found is None else self.left(found)
 
     def respond(self, request: Request, deltas: Sequence[np.ndarray]) -> bool:
         site = self.shapes.sites[request.site]

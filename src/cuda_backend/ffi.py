@@ -34,6 +34,7 @@ TARGETS = (
     "lora_jax_cuda_peer_push",
     "lora_jax_cuda_peer_wait_add",
     "lora_jax_cuda_peer_accept",
+    "lora_jax_cuda_peer_fetch",
     "lora_jax_cuda_peer_answer",
 )
 

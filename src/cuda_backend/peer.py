@@ -367,32 +367,36 @@ class ServerEnd(_End):
         """Fill an array from a slot."""
         self._device.copy_out(array.ctypes.data, address, array.nbytes)
 
-    def accept(
-        self, after: Int[Array, "8"], shapes: Sequence[jax.ShapeDtypeStruct], rows: int, nanos: int
-    ) -> tuple[Array, Array, Array, tuple[Array, ...]]:
-        """Return (info, adapters, experts, xs) of the next message of any client.
+    def accept(self, after: Int[Array, "8"], rows: int, nanos: int) -> tuple[Array, Array, Array]:
+        """Return (info, adapters, experts) of the next message of any client.
 
-        `after` is what the call before gave. `shapes` are those of each site's rows; only the
-        message's site is written, and adapters behind the real rows are -1. Client -1: none came
-        within `nanos`.
+        `after` is what the call before gave. Behind the real rows adapters are -1. Client -1: no
+        message came within `nanos`.
         """
         ids = jax.ShapeDtypeStruct((rows,), jnp.int32)
         info = jax.ShapeDtypeStruct((INFO_WORDS,), jnp.int32)
-        call = jax.ffi.ffi_call(_PREFIX + "accept", [info, ids, ids, *shapes], has_side_effect=True)
-        which = {"end": np.int64(self.number), "nanos": np.int64(nanos)}
-        info, adapters, experts, *xs = call(after, **which)
-        return info, adapters, experts, tuple(xs)
+        call = jax.ffi.ffi_call(_PREFIX + "accept", [info, ids, ids], has_side_effect=True)
+        info, adapters, experts = call(after, end=np.int64(self.number), nanos=np.int64(nanos))
+        return info, adapters, experts
+
+    def fetch_rows(self, info: Int[Array, "8"], site: int, shape: jax.ShapeDtypeStruct) -> Array:
+        """Return the message's rows, as many as fit the shape, if it is of this site."""
+        call = jax.ffi.ffi_call(_PREFIX + "fetch", shape, has_side_effect=True)
+        return call(info, end=np.int64(self.number), site=np.int64(site))
 
     def answer(
-        self, info: Int[Array, "8"], ok: Int[Array, ""], deltas: Sequence[Array], site: int
+        self, info: Int[Array, "8"], verdict: Int[Array, ""], deltas: Sequence[Array], site: int
     ) -> Int[Array, "8"]:
-        """Return info, when the message's results are with its client, if it is of this site."""
+        """Return info, when the message's client has its results, if it is of this site.
+
+        Verdict 0 refuses and needs no deltas, 1 answers, 2 leaves the message for later.
+        """
         out = jax.ShapeDtypeStruct(info.shape, info.dtype)
         call = jax.ffi.ffi_call(
             _PREFIX + "answer", out, has_side_effect=True, input_output_aliases={0: 0}
         )
         which = {"end": np.int64(self.number), "site": np.int64(site)}
-        return call(info, ok, *deltas, **which)
+        return call(info, verdict, *deltas, **which)
 
     def _stage(self, deltas: Sequence[np.ndarray]) -> list[int]:
         """Copy results to the device; return where they lie."""

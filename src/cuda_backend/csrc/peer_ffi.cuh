@@ -104,27 +104,30 @@ inline ffi::Error PeerWaitAdd(cudaStream_t stream, S32 num_rows, S32 to_server, 
 }
 
 inline ffi::Error PeerReceive(cudaStream_t stream, S32 after, ffi::Result<S32> info, ffi::Result<S32> adapters,
-                              ffi::Result<S32> experts, ffi::RemainingRets xs, int64_t number, int64_t nanos) {
+                              ffi::Result<S32> experts, int64_t number, int64_t nanos) {
   (void)after;  // only says what comes before
   PeerEnd end;
   if (!peer_ends.find(number, &end)) return no_end();
-  FetchArgs fetch{end.state, end.shapes, info->typed_data()};
-  fetch.adapters = adapters->typed_data(), fetch.experts = experts->typed_data();
-  for (size_t i = 0; i < xs.size(); ++i) {
-    auto x = xs.get<ffi::AnyBuffer>(i);
-    if (!x) return ffi::Error::Internal("receive: not a buffer");
-    fetch.xs[i] = static_cast<unsigned char*>((*x)->untyped_data());
-  }
-  const cudaError_t e =
-      launch_receive(ReceiveArgs{end.state, end.shapes, info->typed_data(), static_cast<uint64_t>(nanos)}, stream);
-  return peer_status(e == cudaSuccess ? launch_fetch(fetch, stream) : e);
+  const ReceiveArgs args{end.state,           end.shapes, info->typed_data(), adapters->typed_data(),
+                         experts->typed_data(), static_cast<uint64_t>(nanos)};
+  return peer_status(launch_receive(args, stream));
 }
 
-inline ffi::Error PeerRespond(cudaStream_t stream, S32 info, S32 ok, ffi::RemainingArgs deltas, ffi::Result<S32> out,
+inline ffi::Error PeerFetch(cudaStream_t stream, S32 info, ffi::Result<ffi::AnyBuffer> x, int64_t number,
+                            int64_t site) {
+  (void)info;
+  PeerEnd end;
+  if (!peer_ends.find(number, &end)) return no_end();
+  const FetchArgs args{end.state, end.shapes, static_cast<unsigned char*>(x->untyped_data()),
+                       static_cast<int>(x->dimensions()[0]), static_cast<int>(site)};
+  return peer_status(launch_fetch(args, stream));
+}
+
+inline ffi::Error PeerRespond(cudaStream_t stream, S32 info, S32 verdict, ffi::RemainingArgs deltas, ffi::Result<S32> out,
                               int64_t number, int64_t site) {
   PeerEnd end;
   if (!peer_ends.find(number, &end)) return no_end();
-  RespondArgs args{end.state, end.shapes, nullptr, ok.typed_data()};
+  RespondArgs args{end.state, end.shapes, nullptr, verdict.typed_data()};
   args.site = static_cast<int>(site);
   for (size_t i = 0; i < deltas.size(); ++i) {
     auto delta = deltas.get<ffi::AnyBuffer>(i);
@@ -142,7 +145,8 @@ inline ffi::Error PeerRespond(cudaStream_t stream, S32 info, S32 ok, ffi::Remain
   Arg<S32>().Arg<S32>().Arg<ffi::AnyBuffer>().RemainingArgs().Ret<S32>().RemainingRets()                   \
       .Attr<int64_t>("end").Attr<int64_t>("site")
 #define LORA_JAX_PEER_RECEIVE_BINDING \
-  Arg<S32>().Ret<S32>().Ret<S32>().Ret<S32>().RemainingRets().Attr<int64_t>("end").Attr<int64_t>("nanos")
+  Arg<S32>().Ret<S32>().Ret<S32>().Ret<S32>().Attr<int64_t>("end").Attr<int64_t>("nanos")
+#define LORA_JAX_PEER_FETCH_BINDING Arg<S32>().Ret<ffi::AnyBuffer>().Attr<int64_t>("end").Attr<int64_t>("site")
 #define LORA_JAX_PEER_RESPOND_BINDING \
   Arg<S32>().Arg<S32>().RemainingArgs().Ret<S32>().Attr<int64_t>("end").Attr<int64_t>("site")
 
@@ -191,14 +195,14 @@ int32_t lora_jax_cuda_peer_load() {
 int32_t lora_jax_cuda_peer_receive(int64_t number, uint64_t nanos, int32_t* info, cudaStream_t stream) {
   PeerEnd end;
   if (!peer_ends.find(number, &end)) return cudaErrorInvalidValue;
-  return launch_receive(ReceiveArgs{end.state, end.shapes, info, nanos}, stream);
+  return launch_receive(ReceiveArgs{end.state, end.shapes, info, nullptr, nullptr, nanos}, stream);
 }
 
-int32_t lora_jax_cuda_peer_respond(int64_t number, uint64_t link, const int32_t* ok, const uint64_t* deltas,
+int32_t lora_jax_cuda_peer_respond(int64_t number, uint64_t link, const int32_t* verdict, const uint64_t* deltas,
                                    int64_t site, cudaStream_t stream) {
   PeerEnd end;
   if (!peer_ends.find(number, &end)) return cudaErrorInvalidValue;
-  RespondArgs args{end.state, end.shapes, reinterpret_cast<PeerLink*>(link), ok};
+  RespondArgs args{end.state, end.shapes, reinterpret_cast<PeerLink*>(link), verdict};
   args.site = static_cast<int>(site);
   for (int64_t k = 0; k < end.shapes.sites[site].num_outs; ++k)
     args.deltas[k] = reinterpret_cast<const unsigned char*>(deltas[k]);

@@ -11,5 +11,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_peer_wait_add, lora_jax::PeerWaitAdd
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_peer_accept, lora_jax::PeerReceive,
                               LORA_JAX_ON_STREAM.LORA_JAX_PEER_RECEIVE_BINDING, {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_peer_fetch, lora_jax::PeerFetch,
+                              LORA_JAX_ON_STREAM.LORA_JAX_PEER_FETCH_BINDING, {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_peer_answer, lora_jax::PeerRespond,
                               LORA_JAX_ON_STREAM.LORA_JAX_PEER_RESPOND_BINDING, {ffi::Traits::kCmdBufferCompatible});

@@ -12,8 +12,9 @@ constexpr int kNobody = -1;
 struct ReceiveArgs {
   PeerState* state;
   PeerShapes shapes;
-  int* info;       // [kInfoWords] out; client kNobody when time is up or the host says so
-  uint64_t limit;  // nanoseconds; 0: look once
+  int* info;                // [kInfoWords] out; client kNobody when time is up or the host says so
+  int *adapters, *experts;  // [max_rows] out, or none; -1 and 0 behind the real rows
+  uint64_t limit;           // nanoseconds; 0: look once
 };
 
 __device__ __forceinline__ bool accept_request(const PeerShapes& s, const PeerLink& link, uint64_t arrivals,
@@ -42,13 +43,10 @@ __device__ __forceinline__ bool take(const ReceiveArgs& p, int client, PeerLink*
   return true;
 }
 
-// One warp, a lane a client: looks at all of them, beginning behind the one that was served last.
-__global__ void __launch_bounds__(32) receive_kernel(const ReceiveArgs p) {
+// A lane a client: looks at all of them, beginning behind the one that was served last.
+__device__ __forceinline__ void find_message(const ReceiveArgs& p) {
   const int lane = threadIdx.x, first = p.state->served;
   const uint64_t start = now_nanos();
-  if (lane < kInfoWords) p.info[lane] = lane == kClient || lane == kSite ? kNobody : 0;
-  if (lane == 0) p.state->current = nullptr;
-  __syncwarp();
   // What the host changes, one lane reads for all.
   if (__shfl_sync(0xffffffffu, static_cast<int>(load_acquire_sys(&p.state->stopped)), 0)) return;
   for (unsigned polls = 1;; ++polls) {
@@ -69,50 +67,65 @@ __global__ void __launch_bounds__(32) receive_kernel(const ReceiveArgs p) {
   }
 }
 
-struct FetchArgs {
-  const PeerState* state;
-  PeerShapes shapes;
-  const int* info;
-  unsigned char* xs[kMostSites];  // [max_rows, d_in] each; only that of the message's site is written
-  int *adapters, *experts;        // [max_rows]; -1 and 0 behind the real rows
-};
-
-// The rows as arrays of the device, for ops that are compiled for a shape.
-__global__ void __launch_bounds__(kPeerThreads) fetch_kernel(const FetchArgs p) {
-  const int site = p.info[kSite], rows = p.info[kRows];
-  const unsigned char* slot = p.state->current ? p.state->current->in_slot : nullptr;
-  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < p.shapes.max_rows; i += gridDim.x * blockDim.x) {
+__global__ void __launch_bounds__(kPeerThreads) receive_kernel(const ReceiveArgs p) {
+  if (threadIdx.x < kInfoWords) p.info[threadIdx.x] = threadIdx.x == kClient || threadIdx.x == kSite ? kNobody : 0;
+  if (threadIdx.x == 0) p.state->current = nullptr;
+  __syncthreads();
+  if (threadIdx.x < 32) find_message(p);
+  __syncthreads();
+  if (!p.adapters) return;
+  const PeerLink* link = p.state->current;
+  const unsigned char* slot = link ? link->in_slot : nullptr;
+  const int rows = link ? link->request.rows : 0;
+  for (int i = threadIdx.x; i < p.shapes.max_rows; i += blockDim.x) {
     p.adapters[i] = i < rows ? __ldcg(reinterpret_cast<const int*>(slot + p.shapes.adapters_offset) + i) : -1;
     p.experts[i] = i < rows ? __ldcg(reinterpret_cast<const int*>(slot + p.shapes.experts_offset) + i) : 0;
   }
-  if (!slot) return;
-  const Pieces pieces(p.shapes.sites[site].d_in * p.shapes.itemsize, rows);
+}
+
+struct FetchArgs {
+  const PeerState* state;
+  PeerShapes shapes;
+  unsigned char* x;  // [rows, d_in] of the site
+  int rows, site;
+};
+
+// The rows as an array of the device, for ops that are compiled for a shape; of another site: none.
+__global__ void __launch_bounds__(kPeerThreads) fetch_kernel(const FetchArgs p) {
+  const PeerLink* link = p.state->current;
+  if (!link || link->request.site != p.site) return;
+  const int rows = min(link->request.rows, p.rows);
+  const Pieces pieces(p.shapes.sites[p.site].d_in * p.shapes.itemsize, rows);
   for (int unit = grid_warp(); unit < rows * pieces.per_row; unit += grid_warps()) {
     const int row = unit / pieces.per_row, index = unit % pieces.per_row;
     const int64_t at = row * pieces.bytes + pieces.begin(index);
-    warp_copy(p.xs[site] + at, slot + p.shapes.rows_offset + at, pieces.length(index));
+    warp_copy(p.x + at, link->in_slot + p.shapes.rows_offset + at, pieces.length(index));
   }
 }
+
+// What to do with a message.
+enum PeerVerdict : int { kRefuse, kAnswer, kLeave };
 
 struct RespondArgs {
   PeerState* state;
   PeerShapes shapes;
   PeerLink* link;  // to whom; none: whose message was received last
-  const int* ok;   // 0: refuse
+  const int* verdict;
   const unsigned char* deltas[kMostOuts];  // [rows or more, width] each
   int site;  // messages of other sites are none of this launch's business
 };
 
 __device__ __forceinline__ PeerLink* link_of_request(const RespondArgs& p) {
   PeerLink* link = p.link ? p.link : p.state->current;
-  return link && link->under_way && link->request.site == p.site ? link : nullptr;
+  return link && link->under_way && link->request.site == p.site && *p.verdict != kLeave ? link : nullptr;
 }
 
 __global__ void __launch_bounds__(kPeerThreads) respond_kernel(const RespondArgs p) {
   PeerLink* link = link_of_request(p);
   if (!link) return;
   const PeerSite& site = p.shapes.sites[p.site];
-  const int rows = *p.ok ? link->request.rows : 0;
+  const bool well = *p.verdict == kAnswer;
+  const int rows = well ? link->request.rows : 0;
   for (int k = 0; k < site.num_outs; ++k) {
     const Pieces pieces(site.widths[k] * p.shapes.delta_itemsize, rows);
     for (int unit = grid_warp(); unit < rows * pieces.per_row; unit += grid_warps()) {
@@ -123,14 +136,14 @@ __global__ void __launch_bounds__(kPeerThreads) respond_kernel(const RespondArgs
   }
   if (!last_cta(&p.state->ticket) || threadIdx.x) return;
   PeerHeader answer = link->request;
-  answer.rows = rows, answer.kind = *p.ok ? kResponse : kRefusal;
-  answer.num_bytes = *p.ok ? response_bytes(p.shapes, p.site, rows) : 0;
+  answer.rows = rows, answer.kind = well ? kResponse : kRefusal;
+  answer.num_bytes = well ? response_bytes(p.shapes, p.site, rows) : 0;
   link->under_way = 0;
   post(link->out_slot, link->out_counter, answer);
 }
 
 inline cudaError_t launch_receive(const ReceiveArgs& args, cudaStream_t stream) {
-  receive_kernel<<<1, 32, 0, stream>>>(args);
+  receive_kernel<<<1, kPeerThreads, 0, stream>>>(args);
   return cudaGetLastError();
 }
 inline cudaError_t launch_fetch(const FetchArgs& args, cudaStream_t stream) {

@@ -7,6 +7,7 @@ namespace lora_jax {
 constexpr auto on_cpu_push = [](auto... args) { return PeerPush(nullptr, args...); };
 constexpr auto on_cpu_wait_add = [](auto... args) { return PeerWaitAdd(nullptr, args...); };
 constexpr auto on_cpu_accept = [](auto... args) { return PeerReceive(nullptr, args...); };
+constexpr auto on_cpu_fetch = [](auto... args) { return PeerFetch(nullptr, args...); };
 constexpr auto on_cpu_answer = [](auto... args) { return PeerRespond(nullptr, args...); };
 
 }  // namespace lora_jax
@@ -17,5 +18,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_peer_wait_add, lora_jax::on_cpu_wait
                               ffi::Ffi::Bind().LORA_JAX_PEER_WAIT_ADD_BINDING);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_peer_accept, lora_jax::on_cpu_accept,
                               ffi::Ffi::Bind().LORA_JAX_PEER_RECEIVE_BINDING);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_peer_fetch, lora_jax::on_cpu_fetch,
+                              ffi::Ffi::Bind().LORA_JAX_PEER_FETCH_BINDING);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_peer_answer, lora_jax::on_cpu_answer,
                               ffi::Ffi::Bind().LORA_JAX_PEER_RESPOND_BINDING);
