@@ -44,7 +44,7 @@ EXPERTS, TOP_K, HIDDEN, WIDTH = SHAPE.num_experts, SHAPE.top_k, SHAPE.hidden, SH
 RANK, ADAPTERS, SCALING = 64, 256, 0.5
 LAYERS = 4  # of one program
 ROUNDS = 4  # messages of one program of a server
-IDLE_S = 0.002  # an empty round of a server
+IDLE_US = 2000  # an empty round of a server
 LIMIT_S = 2.0  # for a wait: a hang ends, and is told by the statuses
 BARRIER_S = 30.0
 CALLS, SAMPLES = 6, 7
@@ -148,7 +148,7 @@ def server_program(server: DeviceServer, max_rows: int) -> Callable:
     @jax.jit
     def step(ticket, pools, mode):
         for _ in range(ROUNDS):
-            message = server.accept(ticket, IDLE_S)
+            message = server.accept(ticket, IDLE_US)
             slots = jnp.where(mode == LORA, message.adapters, -1)
             items = row_items(slots, message.experts, ADAPTERS)
             for site, names in ((GATE_UP, ("gate", "up")), (DOWN, ("down",))):
@@ -185,7 +185,7 @@ class RunningServer:
     def set_mode(self, mode: int) -> None:
         """Refuse, echo or compute from a program soon on."""
         self.mode = jax.device_put(jnp.int32(mode), self._device)
-        time.sleep(4 * ROUNDS * IDLE_S)
+        time.sleep(4 * ROUNDS * IDLE_US * 1e-6)
 
     def close(self) -> None:
         """End the thread and give the slots back."""

@@ -27,7 +27,7 @@ from serving.transport.base import Status
 from serving.transport.shapes import DOWN, GATE_UP
 
 REFUSED_LAYER = LAYERS - 1
-_IDLE_S = 0.02  # of a round without a message
+_IDLE_US = 20_000  # of a round without a message
 
 
 def traced_deltas(shapes, site, layer, x, adapters, experts):
@@ -53,7 +53,7 @@ def server_program(server):
     @jax.jit
     def program(ticket):
         for _ in range(2):
-            message = server.accept(ticket, _IDLE_S)
+            message = server.accept(ticket, _IDLE_US)
             ok = message.layer != REFUSED_LAYER
             for site in (GATE_UP, DOWN):
                 x = server.rows_of(message, site, MAX_ROWS)

@@ -110,7 +110,9 @@ class ServerEnd(Protocol):
         """Push results to the client of a link; None refuses."""
         ...
 
-    def accept(self, after: Int[Array, "8"], rows: int, nanos: int) -> tuple[Array, Array, Array]:
+    def accept(
+        self, after: Int[Array, "8"], rows: int, limit_us: Int[Array, ""]
+    ) -> tuple[Array, Array, Array]:
         """Traced: (info, adapters, experts) of the next message."""
         ...
 

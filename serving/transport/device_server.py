@@ -126,9 +126,13 @@ class DeviceServer(AbstractServer):
             if seat is not None and not self._closed:
                 self._end.detach(seat.index)
 
-    def accept(self, after: Int[Array, "8"], seconds: float) -> Arrived:
-        """Traced: the next message of any client, in turn, behind what gave `after`."""
-        return Arrived(*self._end.accept(after, self.shapes.max_rows, int(seconds * 1e9)))
+    def accept(self, after: Int[Array, "8"], limit_us: Int[Array, ""] | int) -> Arrived:
+        """Traced: the next message of any client, in turn, behind what gave `after`.
+
+        Waits as many microseconds, which are data.
+        """
+        limit = jnp.asarray(limit_us, jnp.int32)
+        return Arrived(*self._end.accept(after, self.shapes.max_rows, limit))
 
     def rows_of(self, message: Arrived, site: int, rows: int) -> Float[Array, "rows d_in"]:
         """Traced: the message's rows, at most `rows`; undefined if it is of another site."""

@@ -367,16 +367,18 @@ class ServerEnd(_End):
         """Fill an array from a slot."""
         self._device.copy_out(array.ctypes.data, address, array.nbytes)
 
-    def accept(self, after: Int[Array, "8"], rows: int, nanos: int) -> tuple[Array, Array, Array]:
+    def accept(
+        self, after: Int[Array, "8"], rows: int, limit_us: Int[Array, ""]
+    ) -> tuple[Array, Array, Array]:
         """Return (info, adapters, experts) of the next message of any client.
 
         `after` is what the call before gave. Behind the real rows adapters are -1. Client -1: no
-        message came within `nanos`.
+        message came within `limit_us`.
         """
         ids = jax.ShapeDtypeStruct((rows,), jnp.int32)
         info = jax.ShapeDtypeStruct((INFO_WORDS,), jnp.int32)
         call = jax.ffi.ffi_call(_PREFIX + "accept", [info, ids, ids], has_side_effect=True)
-        info, adapters, experts = call(after, end=np.int64(self.number), nanos=np.int64(nanos))
+        info, adapters, experts = call(after, limit_us, end=np.int64(self.number))
         return info, adapters, experts
 
     def fetch_rows(self, info: Int[Array, "8"], site: int, shape: jax.ShapeDtypeStruct) -> Array:

@@ -103,13 +103,13 @@ inline ffi::Error PeerWaitAdd(cudaStream_t stream, S32 num_rows, S32 to_server, 
   return peer_status(e == cudaSuccess ? launch_add(add, wide_y, stream) : e);
 }
 
-inline ffi::Error PeerReceive(cudaStream_t stream, S32 after, ffi::Result<S32> info, ffi::Result<S32> adapters,
-                              ffi::Result<S32> experts, int64_t number, int64_t nanos) {
+inline ffi::Error PeerReceive(cudaStream_t stream, S32 after, S32 limit_us, ffi::Result<S32> info, ffi::Result<S32> adapters,
+                              ffi::Result<S32> experts, int64_t number) {
   (void)after;  // only says what comes before
   PeerEnd end;
   if (!peer_ends.find(number, &end)) return no_end();
   const ReceiveArgs args{end.state,           end.shapes, info->typed_data(), adapters->typed_data(),
-                         experts->typed_data(), static_cast<uint64_t>(nanos)};
+                         experts->typed_data(), 0,          limit_us.typed_data()};
   return peer_status(launch_receive(args, stream));
 }
 
@@ -145,7 +145,7 @@ inline ffi::Error PeerRespond(cudaStream_t stream, S32 info, S32 verdict, ffi::R
   Arg<S32>().Arg<S32>().Arg<ffi::AnyBuffer>().RemainingArgs().Ret<S32>().RemainingRets()                   \
       .Attr<int64_t>("end").Attr<int64_t>("site")
 #define LORA_JAX_PEER_RECEIVE_BINDING \
-  Arg<S32>().Ret<S32>().Ret<S32>().Ret<S32>().Attr<int64_t>("end").Attr<int64_t>("nanos")
+  Arg<S32>().Arg<S32>().Ret<S32>().Ret<S32>().Ret<S32>().Attr<int64_t>("end")
 #define LORA_JAX_PEER_FETCH_BINDING Arg<S32>().Ret<ffi::AnyBuffer>().Attr<int64_t>("end").Attr<int64_t>("site")
 #define LORA_JAX_PEER_RESPOND_BINDING \
   Arg<S32>().Arg<S32>().RemainingArgs().Ret<S32>().Attr<int64_t>("end").Attr<int64_t>("site")

@@ -15,6 +15,7 @@ struct ReceiveArgs {
   int* info;                // [kInfoWords] out; client kNobody when time is up or the host says so
   int *adapters, *experts;  // [max_rows] out, or none; -1 and 0 behind the real rows
   uint64_t limit;           // nanoseconds; 0: look once
+  const int* limit_us;      // or microseconds, as data
 };
 
 __device__ __forceinline__ bool accept_request(const PeerShapes& s, const PeerLink& link, uint64_t arrivals,
@@ -46,7 +47,7 @@ __device__ __forceinline__ bool take(const ReceiveArgs& p, int client, PeerLink*
 // A lane a client: looks at all of them, beginning behind the one that was served last.
 __device__ __forceinline__ void find_message(const ReceiveArgs& p) {
   const int lane = threadIdx.x, first = p.state->served;
-  const uint64_t start = now_nanos();
+  const uint64_t start = now_nanos(), limit = p.limit_us ? max(*p.limit_us, 0) * 1000ull : p.limit;
   // What the host changes, one lane reads for all.
   if (__shfl_sync(0xffffffffu, static_cast<int>(load_acquire_sys(&p.state->stopped)), 0)) return;
   for (unsigned polls = 1;; ++polls) {
@@ -61,8 +62,8 @@ __device__ __forceinline__ void find_message(const ReceiveArgs& p) {
       done = __shfl_sync(0xffffffffu, done, client);
       if (done) return;
     }
-    if (polls % 32 && p.limit) continue;
-    if (lane == 0) done = load_acquire_sys(&p.state->control->abort) || now_nanos() - start >= p.limit;
+    if (polls % 32 && limit) continue;
+    if (lane == 0) done = load_acquire_sys(&p.state->control->abort) || now_nanos() - start >= limit;
     if (__shfl_sync(0xffffffffu, done, 0)) return;
   }
 }
@@ -134,7 +135,7 @@ __global__ void __launch_bounds__(kPeerThreads) respond_kernel(const RespondArgs
       warp_copy(link->out_slot + site.offsets[k] + at, p.deltas[k] + at, pieces.length(index));
     }
   }
-  if (!last_cta(&p.state->ticket) || threadIdx.x) return;
+  if (!last_cta(p.link ? &p.state->host_ticket : &p.state->ticket) || threadIdx.x) return;
   PeerHeader answer = link->request;
   answer.rows = rows, answer.kind = well ? kResponse : kRefusal;
   answer.num_bytes = well ? response_bytes(p.shapes, p.site, rows) : 0;

@@ -75,7 +75,8 @@ struct PeerState {  // of one client or one server rank, in its device's memory
   PeerLink* current;                           // server: whose message was received last, or none
   unsigned long long counts[kCounts + kLengths];
   int32_t written[kMostServers];  // client: pieces of the push under way
-  int32_t ticket, decision, served, unused;
+  int32_t ticket, decision, served;
+  int32_t host_ticket;  // server: of answers that the host sends, beside a program that waits
 };
 static_assert(kMostServers == kMostClients);
 
