@@ -26,8 +26,17 @@ REWRITES = (
     # A fiber a thread: grids that fill a GPU's SMs with copies would take seconds.
     (r"kPeerThreads = 512,", "kPeerThreads = 64,"),
     (r"kPeerCtas = 64;", "kPeerCtas = 2;"),
+    (r"kAsideCtas = 24;", "kAsideCtas = 1;"),
 )
-TRANSPORT_CALLS = ("push", "wait_add", "accept", "fetch", "answer")
+TRANSPORT_CALLS = (
+    "push",
+    "push_aside",
+    "wait_add",
+    "wait_add_aside",
+    "accept",
+    "fetch",
+    "answer",
+)
 
 
 def compile_library(folder: Path, driver: str = "drivers.cc") -> ctypes.CDLL:

@@ -53,7 +53,7 @@ class RealGpus:
 
 
 class Sockets:
-    """The carrier between processes: over a Unix socket and descriptors."""
+    """The carrier between processes, over a Unix socket and descriptors; pushes have a stream."""
 
     def __init__(self, gpus: EmulatedGpus | RealGpus):
         self.gpus = gpus
@@ -68,13 +68,13 @@ class Sockets:
 
 
 class OneProcess(Sockets):
-    """The carrier between devices of one process."""
+    """The carrier between devices of one process; its pushes may be part of a CUDA graph."""
 
     def open_server(self, terms, rank: int, folder: Path, *, pull: bool = False):
         return DeviceServer(terms.shapes, self.gpus.device(1), pull=pull)
 
     def open_client(self, terms, servers, folder: Path, *, pull: bool = False):
-        return device_memory.open_local_client(servers, self.gpus.device(0))
+        return device_memory.open_local_client(servers, self.gpus.device(0), aside=False)
 
 
 class ServerProcess:

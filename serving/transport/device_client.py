@@ -44,12 +44,21 @@ class DeviceClient(AbstractClient):
     """A client whose kernels read and write the slots. See AbstractClient."""
 
     def __init__(
-        self, shapes: Shapes, connectors: Sequence[AbstractDeviceConnector], ends: DeviceEnds
+        self,
+        shapes: Shapes,
+        connectors: Sequence[AbstractDeviceConnector],
+        ends: DeviceEnds,
+        *,
+        aside: bool,
     ):
-        """Join every server. Raises TransportError, with nothing kept, if one is not there."""
+        """Join every server. Raises TransportError, with nothing kept, if one is not there.
+
+        With `aside` rows leave on a stream of their own while the base computes, and without they
+        may be part of a CUDA graph.
+        """
         self.shapes, self.servers = shapes, len(connectors)
         self._connectors, self._epochs = list(connectors), [0] * len(connectors)
-        self._closed = False
+        self._closed, self._aside = False, aside
         self._end: ClientEnd = ends.new_client(numbers(shapes), self.servers)
         self.set_limit(FIRST_LIMIT)
         try:
@@ -63,9 +72,9 @@ class DeviceClient(AbstractClient):
         self, x: Float[Array, "rows d_in"], site: int, layer: Int[Array, ""] | int, rows: PushRows
     ) -> Float[Array, "rows d_in"]:
         check_push(self.shapes, site, x, rows)
-        routes = (rows.row_to_server, rows.row_to_adapter, rows.row_to_expert)
-        sent = (rows.num_rows, rows.table_version, *routes)
-        return self._end.push(x, jnp.asarray(layer, jnp.int32), sent, site)
+        # A layer that a program computes may be gone while the push still reads it.
+        aside = self._aside and isinstance(layer, int)
+        return self._end.push(x, jnp.asarray(layer, jnp.int32), _fields(rows), site, aside=aside)
 
     def wait_add(
         self,
@@ -76,7 +85,8 @@ class DeviceClient(AbstractClient):
     ) -> tuple[tuple[Float[Array, "rows d_out"], ...], Int[Array, "servers"]]:
         check_push(self.shapes, site, keep, rows)
         check_outputs(self.shapes, site, keep, ys)
-        return self._end.wait_add(ys, keep, rows.num_rows, rows.row_to_server, self.servers, site)
+        wait = self._end.wait_add
+        return wait(ys, keep, _fields(rows), self.servers, site, aside=self._aside)
 
     def set_limit(self, seconds: float) -> None:
         if not seconds > 0:
@@ -117,3 +127,9 @@ class DeviceClient(AbstractClient):
         epoch = self._epochs[server] = landed.epoch
         self._end.attach(server, landed.channel, epoch)
         connector.watch(landed, lambda: self._end.end(server, epoch))
+
+
+def _fields(rows: PushRows) -> tuple[Array, ...]:
+    """Return the arrays of a map in the order that an end takes them."""
+    routes = (rows.row_to_server, rows.row_to_adapter, rows.row_to_expert)
+    return (rows.num_rows, rows.table_version, *routes)

@@ -36,7 +36,9 @@ class Channel(Protocol):
 class ClientEnd(Protocol):
     """A client on its device. The host's calls come from any thread."""
 
-    def push(self, x: Array, layer: Array, rows: Sequence[Array], site: int) -> Array:
+    def push(
+        self, x: Array, layer: Array, rows: Sequence[Array], site: int, *, aside: bool
+    ) -> Array:
         """Traced. See AbstractClient.push; `rows` are the fields of PushRows."""
         ...
 
@@ -44,10 +46,11 @@ class ClientEnd(Protocol):
         self,
         ys: Sequence[Array],
         keep: Array,
-        num_rows: Array,
-        row_to_server: Array,
+        rows: Sequence[Array],
         servers: int,
         site: int,
+        *,
+        aside: bool,
     ) -> tuple[tuple[Array, ...], Array]:
         """Traced. See AbstractClient.wait_add."""
         ...
@@ -111,7 +114,7 @@ class ServerEnd(Protocol):
         ...
 
     def accept(
-        self, after: Int[Array, "8"], rows: int, limit_us: Int[Array, ""]
+        self, after: Int[Array, "8"], rows: int, limit_us: Int[Array, ""], site: int
     ) -> tuple[Array, Array, Array]:
         """Traced: (info, adapters, experts) of the next message."""
         ...

@@ -41,17 +41,20 @@ def open_client(
     *,
     patience: float = 10.0,
     pull: bool = False,
+    aside: bool = True,
 ) -> DeviceClient:
     """Return a client on the device of `ends`; see handshake.open_client for the errors.
 
-    `pull` must be the servers' own.
+    `pull` must be the servers' own; for `aside` see DeviceClient.
     """
     callers = handshake.callers(_DeviceMemory(ends), paths, terms, patience)
     connectors = [_Imported(caller, terms.shapes, ends, pull) for caller in callers]
-    return DeviceClient(terms.shapes, connectors, ends)
+    return DeviceClient(terms.shapes, connectors, ends, aside=aside)
 
 
-def open_local_client(servers: Sequence[DeviceServer], ends: DeviceEnds) -> DeviceClient:
+def open_local_client(
+    servers: Sequence[DeviceServer], ends: DeviceEnds, *, aside: bool = True
+) -> DeviceClient:
     """Return a client, on another device or the same, of servers in this process.
 
     Raises ValueError unless their shapes are equal.
@@ -59,7 +62,8 @@ def open_local_client(servers: Sequence[DeviceServer], ends: DeviceEnds) -> Devi
     shapes = {server.shapes for server in servers}
     if len(shapes) != 1:
         raise ValueError(f"a client needs servers of one shape, got {len(shapes)} shapes")
-    return DeviceClient(shapes.pop(), [_Local(server, ends) for server in servers], ends)
+    connectors = [_Local(server, ends) for server in servers]
+    return DeviceClient(shapes.pop(), connectors, ends, aside=aside)
 
 
 class _Local(AbstractDeviceConnector):

@@ -21,6 +21,7 @@ from serving.transport.device_ends import Channel, DeviceEnds
 from serving.transport.library import numbers
 from serving.transport.shapes import Shapes
 
+ANY_SITE = -1
 _DROPPED = 6  # its place among the counts
 
 
@@ -126,13 +127,16 @@ class DeviceServer(AbstractServer):
             if seat is not None and not self._closed:
                 self._end.detach(seat.index)
 
-    def accept(self, after: Int[Array, "8"], limit_us: Int[Array, ""] | int) -> Arrived:
+    def accept(
+        self, after: Int[Array, "8"], limit_us: Int[Array, ""] | int, site: int = ANY_SITE
+    ) -> Arrived:
         """Traced: the next message of any client, in turn, behind what gave `after`.
 
-        Waits as many microseconds, which are data.
+        Waits as many microseconds, which are data. With a site, for messages of that one, and no
+        longer than until one of another site waits: for programs that take sites in turns.
         """
         limit = jnp.asarray(limit_us, jnp.int32)
-        return Arrived(*self._end.accept(after, self.shapes.max_rows, limit))
+        return Arrived(*self._end.accept(after, self.shapes.max_rows, limit, site))
 
     def rows_of(self, message: Arrived, site: int, rows: int) -> Float[Array, "rows d_in"]:
         """Traced: the message's rows, at most `rows`; undefined if it is of another site."""

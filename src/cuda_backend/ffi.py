@@ -33,6 +33,8 @@ TARGETS = (
     "lora_jax_cuda_reroute",
     "lora_jax_cuda_peer_push",
     "lora_jax_cuda_peer_wait_add",
+    "lora_jax_cuda_peer_push_aside",
+    "lora_jax_cuda_peer_wait_add_aside",
     "lora_jax_cuda_peer_accept",
     "lora_jax_cuda_peer_fetch",
     "lora_jax_cuda_peer_answer",

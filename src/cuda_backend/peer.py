@@ -205,7 +205,8 @@ class _End:
         self._state = device.allocate(layout.state_bytes + records)
         self._control = device.allocate_host(layout.control_bytes)
         device.write(self._state + layout.control, struct.pack("<Q", self._control))
-        self.number = calls.new(numbers, servers, self._state)
+        with device.current():
+            self.number = calls.new(numbers, servers, self._state)
         if not self.number:
             raise ValueError("The kernels take fewer sites, or fewer outputs of a site.")
         self._turns = [0] * layout.most_peers
@@ -277,12 +278,16 @@ _LIMIT_WORD, _GONE_WORDS = 1, 2
 class ClientEnd(_End):
     """What an instance's rank has on its GPU. `push` and `wait_add` are traced."""
 
-    def push(self, x: Array, layer: Array, rows: Sequence[Array], site: int) -> Array:
-        """Return x; `rows` are num_rows, table_version, row_to_server, ..._adapter, ..._expert."""
+    def push(
+        self, x: Array, layer: Array, rows: Sequence[Array], site: int, *, aside: bool
+    ) -> Array:
+        """Return x; `rows` are num_rows, table_version, row_to_server, ..._adapter, ..._expert.
+
+        With `aside` it goes from a stream of its own: all arrays are then read until the wait.
+        """
         out = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        call = jax.ffi.ffi_call(
-            _PREFIX + "push", out, has_side_effect=True, input_output_aliases={0: 0}
-        )
+        name = _PREFIX + ("push_aside" if aside else "push")
+        call = jax.ffi.ffi_call(name, out, has_side_effect=True, input_output_aliases={0: 0})
         num_rows, version, *routes = rows
         which = {"end": np.int64(self.number), "site": np.int64(site)}
         return call(x, num_rows, layer, version, *routes, **which)
@@ -291,20 +296,22 @@ class ClientEnd(_End):
         self,
         ys: Sequence[Array],
         keep: Array,
-        num_rows: Array,
-        row_to_server: Array,
+        rows: Sequence[Array],
         servers: int,
         site: int,
+        *,
+        aside: bool,
     ) -> tuple[tuple[Array, ...], Array]:
-        """Return ys plus what came back, and int32 [servers]."""
+        """Return ys plus what came back, and int32 [servers]; `rows` and `aside` as for push."""
         outs = [jax.ShapeDtypeStruct((servers,), jnp.int32)]
         outs += [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in ys]
         aliases = {3 + index: 1 + index for index in range(len(ys))}
-        call = jax.ffi.ffi_call(
-            _PREFIX + "wait_add", outs, has_side_effect=True, input_output_aliases=aliases
-        )
+        name = _PREFIX + ("wait_add_aside" if aside else "wait_add")
+        call = jax.ffi.ffi_call(name, outs, has_side_effect=True, input_output_aliases=aliases)
+        num_rows, version, row_to_server, *owners = rows
+        kept = (version, *owners) if aside else ()
         which = {"end": np.int64(self.number), "site": np.int64(site)}
-        status, *added = call(num_rows, row_to_server, keep, *ys, **which)
+        status, *added = call(num_rows, row_to_server, keep, *ys, *kept, **which)
         return tuple(added), status
 
     def attach(self, server: int, channel: Channel, epoch: int) -> None:
@@ -368,17 +375,19 @@ class ServerEnd(_End):
         self._device.copy_out(array.ctypes.data, address, array.nbytes)
 
     def accept(
-        self, after: Int[Array, "8"], rows: int, limit_us: Int[Array, ""]
+        self, after: Int[Array, "8"], rows: int, limit_us: Int[Array, ""], site: int
     ) -> tuple[Array, Array, Array]:
         """Return (info, adapters, experts) of the next message of any client.
 
         `after` is what the call before gave. Behind the real rows adapters are -1. Client -1: no
-        message came within `limit_us`.
+        message came within `limit_us`, or one waits that is of another site; site -1: of any.
         """
         ids = jax.ShapeDtypeStruct((rows,), jnp.int32)
         info = jax.ShapeDtypeStruct((INFO_WORDS,), jnp.int32)
         call = jax.ffi.ffi_call(_PREFIX + "accept", [info, ids, ids], has_side_effect=True)
-        info, adapters, experts = call(after, limit_us, end=np.int64(self.number))
+        info, adapters, experts = call(
+            after, limit_us, end=np.int64(self.number), site=np.int64(site)
+        )
         return info, adapters, experts
 
     def fetch_rows(self, info: Int[Array, "8"], site: int, shape: jax.ShapeDtypeStruct) -> Array:

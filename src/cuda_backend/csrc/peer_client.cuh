@@ -258,8 +258,8 @@ __global__ void __launch_bounds__(kPeerThreads) add_kernel(const AddArgs p) {
   }
 }
 
-inline cudaError_t launch_push(const PushArgs& args, cudaStream_t stream) {
-  push_kernel<<<kPeerCtas, kPeerThreads, 0, stream>>>(args);
+inline cudaError_t launch_push(const PushArgs& args, int ctas, cudaStream_t stream) {
+  push_kernel<<<ctas, kPeerThreads, 0, stream>>>(args);
   return cudaGetLastError();
 }
 inline cudaError_t launch_wait(const WaitArgs& args, cudaStream_t stream) {

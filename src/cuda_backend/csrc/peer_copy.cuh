@@ -6,6 +6,7 @@ namespace lora_jax {
 
 constexpr int kPeerThreads = 512, kPeerWarps = kPeerThreads / 32;
 constexpr int kPeerCtas = 64;  // from 16 on the rate over NVLink is flat; more hide local reads
+constexpr int kAsideCtas = 24;  // beside a computation that wants the SMs
 constexpr int kPieceBytes = 2048;  // four 16-byte accesses a lane: what a warp keeps in flight
 
 // Both sides and the length are multiples of T; all lanes of the warp come here.

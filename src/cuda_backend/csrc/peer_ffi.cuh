@@ -17,6 +17,8 @@ struct PeerEnd {  // of a client or a server rank
   PeerState* state;
   PeerShapes shapes;
   int servers;  // a client's
+  cudaStream_t side;       // a client's: pushes beside the base computation
+  cudaEvent_t fork, join;  // where it begins, and ends
 };
 
 // Compiled programs know an end by number, so none is ever forgotten: a few hundred bytes each.
@@ -65,21 +67,31 @@ inline cudaError_t keep_in_place(void* out, const void* in, size_t bytes, cudaSt
   return out == in ? cudaSuccess : cudaMemcpyAsync(out, in, bytes, cudaMemcpyDeviceToDevice, stream);
 }
 
-inline ffi::Error PeerPush(cudaStream_t stream, ffi::AnyBuffer x, S32 num_rows, S32 layer, S32 version, S32 to_server,
-                           S32 to_adapter, S32 to_expert, ffi::Result<ffi::AnyBuffer> out, int64_t number,
-                           int64_t site) {
+// Lets one stream go on where another one is; both of one device, neither being captured.
+inline cudaError_t follow(cudaStream_t behind, cudaStream_t ahead, cudaEvent_t event) {
+  const cudaError_t e = cudaEventRecord(event, ahead);
+  return e == cudaSuccess ? cudaStreamWaitEvent(behind, event, 0) : e;
+}
+
+// With ASIDE it goes from a stream of its own and the base computation runs meanwhile: what it reads
+// stays alive by being an operand of the wait, which joins.
+template <bool ASIDE>
+ffi::Error PeerPush(cudaStream_t stream, ffi::AnyBuffer x, S32 num_rows, S32 layer, S32 version, S32 to_server,
+                    S32 to_adapter, S32 to_expert, ffi::Result<ffi::AnyBuffer> out, int64_t number, int64_t site) {
   PeerEnd end;
   if (!peer_ends.find(number, &end)) return no_end();
-  const cudaError_t e = keep_in_place(out->untyped_data(), x.untyped_data(), x.size_bytes(), stream);
+  cudaError_t e = keep_in_place(out->untyped_data(), x.untyped_data(), x.size_bytes(), stream);
+  if (ASIDE && e == cudaSuccess) e = follow(end.side, stream, end.fork);
   if (e != cudaSuccess) return peer_status(e);
   PushArgs args{end.state, end.shapes};
   args.rows = {num_rows.typed_data(), layer.typed_data(), version.typed_data(), to_server.typed_data(),
                to_adapter.typed_data(), to_expert.typed_data(), static_cast<int>(x.dimensions()[0]), end.servers};
   args.x = static_cast<const unsigned char*>(out->untyped_data()), args.site = static_cast<int>(site);
-  return peer_status(launch_push(args, stream));
+  return peer_status(ASIDE ? launch_push(args, kAsideCtas, end.side) : launch_push(args, kPeerCtas, stream));
 }
 
-inline ffi::Error PeerWaitAdd(cudaStream_t stream, S32 num_rows, S32 to_server, ffi::AnyBuffer keep,
+template <bool ASIDE>
+ffi::Error PeerWaitAdd(cudaStream_t stream, S32 num_rows, S32 to_server, ffi::AnyBuffer keep,
                               ffi::RemainingArgs args, ffi::Result<S32> status, ffi::RemainingRets rets, int64_t number,
                               int64_t site) {
   PeerEnd end;
@@ -89,7 +101,7 @@ inline ffi::Error PeerWaitAdd(cudaStream_t stream, S32 num_rows, S32 to_server, 
   add.rows.num_rows = num_rows.typed_data(), add.rows.to_server = to_server.typed_data();
   add.rows.rows = static_cast<int>(keep.dimensions()[0]), add.rows.servers = end.servers;
   bool wide_y = true;
-  for (size_t i = 0; i < args.size(); ++i) {
+  for (size_t i = 0; i < rets.size(); ++i) {  // what comes behind the ys is only kept
     auto y = args.get<ffi::AnyBuffer>(i);
     auto out = rets.get<ffi::AnyBuffer>(i);
     if (!y || !out) return ffi::Error::Internal("wait_add: not a buffer");
@@ -99,17 +111,18 @@ inline ffi::Error PeerWaitAdd(cudaStream_t stream, S32 num_rows, S32 to_server, 
     add.ys[i] = static_cast<unsigned char*>((*out)->untyped_data());
   }
   const WaitArgs wait{end.state, end.shapes, add.rows, add.site, status->typed_data()};
-  const cudaError_t e = launch_wait(wait, stream);
+  cudaError_t e = ASIDE ? follow(stream, end.side, end.join) : cudaSuccess;
+  if (e == cudaSuccess) e = launch_wait(wait, stream);
   return peer_status(e == cudaSuccess ? launch_add(add, wide_y, stream) : e);
 }
 
 inline ffi::Error PeerReceive(cudaStream_t stream, S32 after, S32 limit_us, ffi::Result<S32> info, ffi::Result<S32> adapters,
-                              ffi::Result<S32> experts, int64_t number) {
+                              ffi::Result<S32> experts, int64_t number, int64_t site) {
   (void)after;  // only says what comes before
   PeerEnd end;
   if (!peer_ends.find(number, &end)) return no_end();
   const ReceiveArgs args{end.state,           end.shapes, info->typed_data(), adapters->typed_data(),
-                         experts->typed_data(), 0,          limit_us.typed_data()};
+                         experts->typed_data(), 0,          limit_us.typed_data(), static_cast<int>(site)};
   return peer_status(launch_receive(args, stream));
 }
 
@@ -145,7 +158,7 @@ inline ffi::Error PeerRespond(cudaStream_t stream, S32 info, S32 verdict, ffi::R
   Arg<S32>().Arg<S32>().Arg<ffi::AnyBuffer>().RemainingArgs().Ret<S32>().RemainingRets()                   \
       .Attr<int64_t>("end").Attr<int64_t>("site")
 #define LORA_JAX_PEER_RECEIVE_BINDING \
-  Arg<S32>().Arg<S32>().Ret<S32>().Ret<S32>().Ret<S32>().Attr<int64_t>("end")
+  Arg<S32>().Arg<S32>().Ret<S32>().Ret<S32>().Ret<S32>().Attr<int64_t>("end").Attr<int64_t>("site")
 #define LORA_JAX_PEER_FETCH_BINDING Arg<S32>().Ret<ffi::AnyBuffer>().Attr<int64_t>("end").Attr<int64_t>("site")
 #define LORA_JAX_PEER_RESPOND_BINDING \
   Arg<S32>().Arg<S32>().RemainingArgs().Ret<S32>().Attr<int64_t>("end").Attr<int64_t>("site")
@@ -162,7 +175,13 @@ using namespace lora_jax;
 // it has more sites or outputs than fit.
 int64_t lora_jax_cuda_peer_new(const int64_t* numbers, int64_t servers, uint64_t state) {
   PeerEnd end{reinterpret_cast<PeerState*>(state), {}, static_cast<int>(servers)};
-  return read_shapes(numbers, &end.shapes) ? peer_ends.add(end) : 0;
+  if (!read_shapes(numbers, &end.shapes)) return 0;
+  int least = 0, greatest = 0;  // before the base computation takes all SMs
+  const bool made = cudaDeviceGetStreamPriorityRange(&least, &greatest) == cudaSuccess &&
+                    cudaStreamCreateWithPriority(&end.side, cudaStreamNonBlocking, greatest) == cudaSuccess &&
+                    cudaEventCreateWithFlags(&end.fork, cudaEventDisableTiming) == cudaSuccess &&
+                    cudaEventCreateWithFlags(&end.join, cudaEventDisableTiming) == cudaSuccess;
+  return made ? peer_ends.add(end) : 0;
 }
 
 // Where things lie, for the host to write and read: see cuda_backend/peer.py.
@@ -195,7 +214,7 @@ int32_t lora_jax_cuda_peer_load() {
 int32_t lora_jax_cuda_peer_receive(int64_t number, uint64_t nanos, int32_t* info, cudaStream_t stream) {
   PeerEnd end;
   if (!peer_ends.find(number, &end)) return cudaErrorInvalidValue;
-  return launch_receive(ReceiveArgs{end.state, end.shapes, info, nullptr, nullptr, nanos}, stream);
+  return launch_receive(ReceiveArgs{end.state, end.shapes, info, nullptr, nullptr, nanos, nullptr, kAnySite}, stream);
 }
 
 int32_t lora_jax_cuda_peer_respond(int64_t number, uint64_t link, const int32_t* verdict, const uint64_t* deltas,

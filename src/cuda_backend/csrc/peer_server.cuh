@@ -16,7 +16,9 @@ struct ReceiveArgs {
   int *adapters, *experts;  // [max_rows] out, or none; -1 and 0 behind the real rows
   uint64_t limit;           // nanoseconds; 0: look once
   const int* limit_us;      // or microseconds, as data
+  int site;                 // messages of this one only, until one of another waits; kAnySite
 };
+constexpr int kAnySite = -1;
 
 __device__ __forceinline__ bool accept_request(const PeerShapes& s, const PeerLink& link, uint64_t arrivals,
                                                PeerHeader* header) {
@@ -44,6 +46,13 @@ __device__ __forceinline__ bool take(const ReceiveArgs& p, int client, PeerLink*
   return true;
 }
 
+// Whether a message that has arrived is one to take; what is no message is taken too, and dropped.
+__device__ __forceinline__ bool is_wanted(const ReceiveArgs& p, const PeerLink* link) {
+  if (p.site == kAnySite) return true;
+  const int site = __ldcv(reinterpret_cast<const int*>(link->in_slot + offsetof(PeerHeader, site)));
+  return site == p.site || site < 0 || site >= p.shapes.num_sites;
+}
+
 // A lane a client: looks at all of them, beginning behind the one that was served last.
 __device__ __forceinline__ void find_message(const ReceiveArgs& p) {
   const int lane = threadIdx.x, first = p.state->served;
@@ -53,8 +62,11 @@ __device__ __forceinline__ void find_message(const ReceiveArgs& p) {
   for (unsigned polls = 1;; ++polls) {
     PeerLink* link = load_link(&p.state->links[lane]);
     const bool arrived = link && poll_acquire_sys(link->in_counter) != link->sequence;
-    int turn = arrived ? (lane - first) & (kMostClients - 1) : kMostClients;
+    // The first in turn; behind all clients those whose message is of another site.
+    int turn = 2 * kMostClients;
+    if (arrived) turn = ((lane - first) & (kMostClients - 1)) + (is_wanted(p, link) ? 0 : kMostClients);
     for (int step = 16; step; step /= 2) turn = min(turn, __shfl_xor_sync(0xffffffffu, turn, step));
+    if (turn >= kMostClients && turn < 2 * kMostClients) return;
     int done = 0;
     if (turn < kMostClients) {
       const int client = (turn + first) & (kMostClients - 1);

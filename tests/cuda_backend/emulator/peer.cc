@@ -4,8 +4,10 @@
 
 namespace lora_jax {
 
-constexpr auto on_cpu_push = [](auto... args) { return PeerPush(nullptr, args...); };
-constexpr auto on_cpu_wait_add = [](auto... args) { return PeerWaitAdd(nullptr, args...); };
+constexpr auto on_cpu_push = [](auto... args) { return PeerPush<false>(nullptr, args...); };
+constexpr auto on_cpu_push_aside = [](auto... args) { return PeerPush<true>(nullptr, args...); };
+constexpr auto on_cpu_wait_add = [](auto... args) { return PeerWaitAdd<false>(nullptr, args...); };
+constexpr auto on_cpu_wait_add_aside = [](auto... args) { return PeerWaitAdd<true>(nullptr, args...); };
 constexpr auto on_cpu_accept = [](auto... args) { return PeerReceive(nullptr, args...); };
 constexpr auto on_cpu_fetch = [](auto... args) { return PeerFetch(nullptr, args...); };
 constexpr auto on_cpu_answer = [](auto... args) { return PeerRespond(nullptr, args...); };
@@ -15,6 +17,10 @@ constexpr auto on_cpu_answer = [](auto... args) { return PeerRespond(nullptr, ar
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_peer_push, lora_jax::on_cpu_push,
                               ffi::Ffi::Bind().LORA_JAX_PEER_PUSH_BINDING);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_peer_wait_add, lora_jax::on_cpu_wait_add,
+                              ffi::Ffi::Bind().LORA_JAX_PEER_WAIT_ADD_BINDING);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_peer_push_aside, lora_jax::on_cpu_push_aside,
+                              ffi::Ffi::Bind().LORA_JAX_PEER_PUSH_BINDING);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_peer_wait_add_aside, lora_jax::on_cpu_wait_add_aside,
                               ffi::Ffi::Bind().LORA_JAX_PEER_WAIT_ADD_BINDING);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_peer_accept, lora_jax::on_cpu_accept,
                               ffi::Ffi::Bind().LORA_JAX_PEER_RECEIVE_BINDING);

@@ -60,7 +60,7 @@ def test_a_client_joins_all_servers_or_none(gpus):
 
 def test_more_servers_than_the_kernels_take_are_refused(gpus):
     with pytest.raises(ValueError, match="32 servers, not 33"):
-        DeviceClient(terms_of().shapes, [Nobody()] * 33, gpus.device(0))
+        DeviceClient(terms_of().shapes, [Nobody()] * 33, gpus.device(0), aside=False)
 
 
 class Nobody(AbstractDeviceConnector):

@@ -309,6 +309,13 @@ enum cudaError_t { cudaSuccess, cudaErrorInvalidValue, cudaErrorNotSupported };
 inline const char* cudaGetErrorString(cudaError_t) { return "an emulated error"; }
 struct cudaFuncAttributes {};
 inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, const void*) { return cudaSuccess; }
+using cudaEvent_t = void*;  // everything happens in order
+constexpr unsigned cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2;
+inline cudaError_t cudaDeviceGetStreamPriorityRange(int*, int*) { return cudaSuccess; }
+inline cudaError_t cudaStreamCreateWithPriority(cudaStream_t*, unsigned, int) { return cudaSuccess; }
+inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t*, unsigned) { return cudaSuccess; }
+inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
+inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
 constexpr int cudaMemcpyDeviceToDevice = 3;
 inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, int, cudaStream_t) {
   return std::memcpy(to, from, bytes), cudaSuccess;
