@@ -31,10 +31,10 @@ _SETTLE_S = 0.05  # programs that were enqueued with the last mode end
 class Bench:
     """A process for each GPU, and the folder where they meet."""
 
-    def __init__(self, gpus: int, folder: str):
+    def __init__(self, gpus: int, folder: str, see_all: bool):
         self._folder, self._meetings = folder, 0
         self._base: dict[int, float] = {}
-        self.workers = [Worker(gpu) for gpu in range(gpus)]
+        self.workers = [Worker(gpu, see_all) for gpu in range(gpus)]
         for worker in self.workers:
             worker.wait_ready()
 
@@ -153,6 +153,7 @@ def main() -> None:
     parser.add_argument("--plans", nargs="+", default=list(PLANS), help="names, in this order")
     parser.add_argument("--seconds", type=float, default=600.0, help="no new row after that")
     parser.add_argument("--gpus", type=int, help="how many; all of the host by default")
+    parser.add_argument("--see-all-gpus", action="store_true", help="jax in every process")
     options = parser.parse_args()
     end = time.monotonic() + options.seconds
     result: dict = {
@@ -162,7 +163,7 @@ def main() -> None:
     }
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(options.gpus or count_gpus(), folder)
+        bench = Bench(options.gpus or count_gpus(), folder, options.see_all_gpus)
         try:
             result["device"] = f"{len(bench.workers)} x {bench.workers[0].call('kind')}"
             plans = [PLANS[name] for name in options.plans]

@@ -31,10 +31,11 @@ _START_S, _CALL_S = 90.0, 60.0
 class Worker:
     """One GPU's process, as the measuring side sees it."""
 
-    def __init__(self, gpu: int):
+    def __init__(self, gpu: int, see_all: bool = False):
+        """With `see_all` jax sees every GPU in every process, and each uses its own by default."""
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_main, args=(theirs, gpu), daemon=True)
+        self._process = context.Process(target=_main, args=(theirs, gpu, see_all), daemon=True)
         self._process.start()
         theirs.close()
         self.gpu = gpu
@@ -71,8 +72,8 @@ def all_of(starts: Sequence[Callable]) -> list:
     return [result() for result in starts]
 
 
-def _main(connection: Connection, gpu: int) -> None:
-    here = _Gpu(gpu)
+def _main(connection: Connection, gpu: int, see_all: bool) -> None:
+    here = _Gpu(gpu, see_all)
     connection.send((None, ""))
     while True:
         try:
@@ -88,17 +89,21 @@ def _main(connection: Connection, gpu: int) -> None:
 class _Gpu:
     """What happens in the process; jax is imported here, when its GPU is chosen."""
 
-    def __init__(self, gpu: int):
+    def __init__(self, gpu: int, see_all: bool):
+        import jax
+
         from serving.role_gpu import use_gpu
 
-        use_gpu(gpu)
-        import jax
+        if see_all:
+            jax.config.update("jax_default_device", jax.devices()[gpu])
+        else:
+            use_gpu(gpu)
 
         from bench.lora_server import programs
         from cuda_backend.peer import PeerDevice
 
         self._jax, self._programs = jax, programs
-        self._ends = PeerDevice(jax.local_devices()[0].local_hardware_id or 0)
+        self._ends = PeerDevice(gpu if see_all else 0)
         self._pools: dict = {}  # of a rank
         self._weights: dict = {}  # of an instance
         self._closing = contextlib.ExitStack()
