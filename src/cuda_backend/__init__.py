@@ -1,8 +1,12 @@
 """What NVIDIA GPUs have of their own, found by lora_jax through entry points and loaded late."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from lora_jax.memory.virtual import AbstractVirtualMemory
+
+if TYPE_CHECKING:
+    from cuda_backend.peer import PeerDevice
 
 
 def kernels() -> dict[str, Callable]:
@@ -15,6 +19,13 @@ def kernels() -> dict[str, Callable]:
 
     ops = (grouped_matmul, lora_gemm, lora_gemms, merge, paged_attention, reroute, row_map)
     return {op.__name__: op for op in ops}
+
+
+def transport(device: int = 0) -> "PeerDevice":
+    """Return one GPU as an end of a transport, or raise NotImplementedError where there is none."""
+    from cuda_backend.peer import PeerDevice
+
+    return PeerDevice(device)
 
 
 def virtual_memory(device: int = 0) -> AbstractVirtualMemory:

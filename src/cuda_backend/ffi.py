@@ -32,6 +32,13 @@ TARGETS = (
     "lora_jax_cuda_attention_units",
     "lora_jax_cuda_paged_attention",
     "lora_jax_cuda_row_map",
+    "lora_jax_cuda_peer_push",
+    "lora_jax_cuda_peer_wait_add",
+    "lora_jax_cuda_peer_push_aside",
+    "lora_jax_cuda_peer_wait_add_aside",
+    "lora_jax_cuda_peer_accept",
+    "lora_jax_cuda_peer_fetch",
+    "lora_jax_cuda_peer_answer",
 )
 
 

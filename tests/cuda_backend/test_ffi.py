@@ -26,6 +26,12 @@ MOST_REGISTERS = {
     "sort_rows_kernel": 64,
     "cut_rows_kernel": 64,
     "attention_units_kernel": 64,
+    "push_kernel": 64,  # 2 CTAs of 512
+    "add_kernel": 64,
+    "fetch_kernel": 64,
+    "respond_kernel": 64,
+    "wait_kernel": 64,
+    "receive_kernel": 128,
 }
 REPORT = re.compile(
     r"entry function '\w*?("

@@ -84,6 +84,15 @@ inline uint32_t load_word(const uint32_t* p) {
 inline void store_word(uint32_t* p, uint32_t v) { *p = v, ++emu::machine.progress; }
 inline void let_next_begin() {}
 inline void wait_for_previous() {}
+inline uint64_t load_acquire_sys(const uint64_t* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+inline void store_release_sys(uint64_t* p, uint64_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+inline uint64_t poll_acquire_sys(const uint64_t* p) { return emu::let_others_in(), load_acquire_sys(p); }
+inline void fence_sys() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline uint64_t now_nanos() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return static_cast<uint64_t>(t.tv_sec) * 1'000'000'000 + t.tv_nsec;
+}
 inline uint4 lds128(uint32_t address) {
   if (address % 16) emu::fail("a load of 16 bytes off its boundary");
   uint4 v;

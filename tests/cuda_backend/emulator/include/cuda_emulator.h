@@ -4,8 +4,12 @@
 // order (by a seed), so that a missing wait, a barrier that not all threads reach and two lanes in
 // different operations are found out. What it cannot show: time, registers, memory order.
 #pragma once
+#include <sched.h>
+#include <time.h>
 #include <ucontext.h>
+#include <unistd.h>
 
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -21,6 +25,7 @@
 #define __host__
 #define __global__
 #define __grid_constant__
+#define __constant__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __cluster_dims__(...)
@@ -60,6 +65,7 @@ template <class T> T max(T a, T b) { return a < b ? b : a; }
 template <class T> T __ldg(const T* p) { return *p; }
 template <class T> T __ldcs(const T* p) { return *p; }
 template <class T> T __ldcg(const T* p) { return *p; }
+template <class T> T __ldcv(const T* p) { return *p; }
 template <class T> void __stcs(T* p, T v) { *p = v; }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __clz(unsigned v) { return v ? __builtin_clz(v) : 32; }
@@ -71,6 +77,8 @@ inline float __fmul_rn(float x, float y) { return x * y; }
 inline float __fmaf_rn(float x, float y, float z) { return std::fmaf(x, y, z); }
 inline float __fdividef(float x, float y) { return x / y; }
 inline int atomicAdd(int* p, int v) { const int old = *p; *p += v; return old; }
+inline int atomicExch(int* p, int v) { const int old = *p; *p = v; return old; }
+inline unsigned long long atomicAdd(unsigned long long* p, unsigned long long v) { return std::exchange(*p, *p + v); }
 inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
   const uint64_t both = static_cast<uint64_t>(y) << 32 | x;
   uint32_t r = 0;
@@ -259,16 +267,38 @@ inline void run_blocks(unsigned first, unsigned last, unsigned threads, size_t s
   if (!machine.copies.empty()) fail("a CTA ended with copies on their way");
 }
 
+// One kernel runs at a time, whatever the number of devices and threads; one that polls for what
+// another kernel or the host does lets them in, in the order in which they came.
+inline std::atomic<unsigned> next_turn{0}, turn{0};
+inline void take_turn() {
+  const unsigned mine = next_turn++;
+  while (turn != mine) sched_yield();
+}
+inline void end_turn() { ++turn; }
+inline void let_others_in() {
+  static thread_local unsigned polls = 0;
+  ++machine.progress;
+  if (next_turn == turn + 1 && ++polls % 64) return;  // nobody waits
+  Machine mine = std::move(machine);
+  std::function<void()>* own_entry = entry;
+  end_turn();
+  usleep(20);
+  take_turn();
+  machine = std::move(mine), entry = own_entry;
+}
+
 constexpr unsigned kTogether = 4;  // CTAs; a persistent grid is smaller
 
 template <class Kernel, class... Args>
 void launch_with(unsigned together, Kernel kernel, unsigned grid, unsigned threads, size_t shared, const Args&... args) {
   if (threads % 32 || threads > 1024) fail("a CTA of no whole warps, or too large");
   if (shared > 232448) fail("more shared memory than a CTA of Hopper can have");
+  take_turn();
   machine.grid.x = grid, machine.block_dim.x = threads;
   std::function<void()> body = [&] { kernel(args...); };
   entry = &body;
   for (unsigned b = 0; b < grid; b += together) run_blocks(b, min(grid, b + together), threads, shared);
+  end_turn();
 }
 template <class Kernel, class... Args>
 void launch(Kernel kernel, unsigned grid, unsigned threads, size_t shared, const Args&... args) {
@@ -321,6 +351,20 @@ template <class T> unsigned __match_any_sync(unsigned, T v) {
 // ---------------------------------------------------------------- the runtime, as far as it is used
 using cudaStream_t = void*;
 enum cudaError_t { cudaSuccess, cudaErrorInvalidValue, cudaErrorNotSupported };
+inline const char* cudaGetErrorString(cudaError_t) { return "an emulated error"; }
+struct cudaFuncAttributes {};
+inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, const void*) { return cudaSuccess; }
+using cudaEvent_t = void*;  // everything happens in order
+constexpr unsigned cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2;
+inline cudaError_t cudaDeviceGetStreamPriorityRange(int*, int*) { return cudaSuccess; }
+inline cudaError_t cudaStreamCreateWithPriority(cudaStream_t*, unsigned, int) { return cudaSuccess; }
+inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t*, unsigned) { return cudaSuccess; }
+inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
+inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
+constexpr int cudaMemcpyDeviceToDevice = 3;
+inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, int, cudaStream_t) {
+  return std::memcpy(to, from, bytes), cudaSuccess;
+}
 constexpr int cudaFuncAttributeMaxDynamicSharedMemorySize = 0, cudaDevAttrMultiProcessorCount = 0;
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 template <class K> cudaError_t cudaFuncSetAttribute(K, int, int) { return cudaSuccess; }
