@@ -77,8 +77,17 @@ def row_items(
     shapes = [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((rows,), (rows, 4), (1,))]
     call = jax.ffi.ffi_call("lora_jax_cuda_row_items", shapes)
     attributes = {"slots": np.int64(num_slots), "item_rows": np.int64(item_rows)}
-    order, items, num_items = call(row_to_slot, row_to_expert, **attributes)
-    if rows < lora_tiles.FEWEST_ROWS:
+    return _with_tiles(*call(row_to_slot, row_to_expert, **attributes))
+
+
+def _with_tiles(
+    order: Int[Array, "rows"], items: Int[Array, "rows 4"], num_items: Int[Array, "1"]
+) -> RowItems:
+    """Return the items with tiles in place of those of long segments, if there may be any.
+
+    All maps of the same rows ask for the same, and XLA makes it once.
+    """
+    if not lora_tiles.FEWEST_ROWS <= len(order) <= lora_tiles.MOST_ROWS:
         return RowItems(order, items, num_items)
     return RowItems(order, *lora_tiles.row_tiles(items, num_items))
 
@@ -115,7 +124,7 @@ def lora_gemms(
     for y, entries, _ in modules:
         check_support(y.dtype, sorted_rows, (x.shape[1], y.shape[1]), entries.shape[0], max_rank)
     ffi.require()
-    known = items or row_items(row_to_slot, row_to_expert, slots)
+    known = row_items(row_to_slot, row_to_expert, slots) if items is None else items
     launches = (modules[i : i + MAX_MODULES] for i in range(0, len(modules), MAX_MODULES))
     done = (lora_pairs(some, x, a_pool, b_pool, known, max_rank) for some in launches)
     return tuple(y for ys in done for y in ys)
@@ -146,6 +155,8 @@ def lora_pairs(
     """lora_pair of several maps of the same x, out of the same pools, in one launch."""
     if not 1 <= len(modules) <= MAX_MODULES:
         raise ValueError(f"a launch takes 1 to {MAX_MODULES} modules, not {len(modules)}")
+    if isinstance(items, AdapterItems):
+        items = _with_tiles(items.order, items.items, items.num_items)
     ranks, count = _h_shape(x.shape[0], max_rank), len(modules)
     copies = count + (len(items.tiles.tiles) > 0)  # of h; modules take turns with that of tiles
     work = jax.ShapeDtypeStruct((copies * math.prod(ranks.shape) // 2 + 1,), jnp.int32)

@@ -26,6 +26,7 @@ MOST_REGISTERS = {
     "sort_rows_kernel": 64,
     "cut_rows_kernel": 64,
     "attention_units_kernel": 64,
+    "grouped_f32_kernel": 128,
     "push_kernel": 64,  # 2 CTAs of 512
     "add_kernel": 64,
     "fetch_kernel": 64,

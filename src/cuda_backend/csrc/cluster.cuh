@@ -11,9 +11,18 @@ __device__ __forceinline__ int cluster_rank() {
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-// Of all threads of the cluster; what they wrote to shared memory is seen after it.
+// Of all threads of the cluster; what they wrote is seen after it.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// Reads what lies at an address in another CTA of the cluster.
+__device__ __forceinline__ int lds32_of(int cta, uint32_t addr) {
+  int v;
+  asm volatile("{\n.reg .u32 there;\nmapa.shared::cluster.u32 there, %1, %2;\nld.shared::cluster.s32 %0, [there];\n}"
+               : "=r"(v)
+               : "r"(addr), "r"(cta)
+               : "memory");
+  return v;
 }
 // Arrives at the barrier that lies where `bar` does in the cluster's CTA `rank`. Orders nothing but what
 // this thread has read: a release by the whole cluster would take a microsecond.

@@ -94,19 +94,6 @@ __device__ __forceinline__ void copies_wait() {
 __device__ __forceinline__ void consumer_barrier(int threads) {
   asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
 }
-// Of all threads of a cluster; orders their accesses to global and shared memory.
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-// Reads what lies at an address in another CTA of the cluster.
-__device__ __forceinline__ int lds32_of(int cta, uint32_t addr) {
-  int v;
-  asm volatile("{\n.reg .u32 there;\nmapa.shared::cluster.u32 there, %1, %2;\nld.shared::cluster.s32 %0, [there];\n}"
-               : "=r"(v)
-               : "r"(addr), "r"(cta)
-               : "memory");
-  return v;
-}
 // Makes fresh barriers visible to the copy engine; makes what threads wrote visible to it.
 __device__ __forceinline__ void fence_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

@@ -15,6 +15,7 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
+#include "cluster.cuh"
 #include "row_items.cuh"
 
 namespace lora_jax {

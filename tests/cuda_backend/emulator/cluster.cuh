@@ -4,17 +4,21 @@
 
 namespace lora_jax {
 
-inline int cluster_rank() { return blockIdx.x % emu::kTogether; }
+inline int cluster_rank() { return blockIdx.x % emu::machine.blocks.size(); }
 inline void cluster_sync() {
-  const auto& blocks = emu::machine.together;
-  if (blocks.size() != emu::kTogether) emu::fail("a cluster that is not whole");
-  emu::meet(emu::machine.cluster, blocks.size() * blocks[0]->threads);
+  emu::meet(emu::machine.cluster, emu::machine.current->block->threads * emu::machine.blocks.size());
+}
+inline int lds32_of(int cta, uint32_t address) {
+  if (emu::machine.blocks.at(cta)->ended) emu::fail("a CTA of the cluster has ended and is read");
+  int v;
+  std::memcpy(&v, emu::machine.blocks[cta]->shared.data() + address, 4);
+  return v;
 }
 // Does something as if the cluster's CTA `rank` did.
 template <class Do> void in_cta(int rank, Do what) {
   emu::Block*& block = emu::machine.current->block;
   emu::Block* mine = block;
-  block = emu::machine.together[rank];
+  block = emu::machine.blocks[rank].get();
   what(block->shared.data() - mine->shared.data());
   block = mine;
 }

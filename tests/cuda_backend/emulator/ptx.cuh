@@ -62,15 +62,6 @@ inline void copies_wait() {
   emu::finish_groups(emu::machine.current->groups, PENDING);
 }
 inline void consumer_barrier(int threads) { emu::meet(emu::machine.current->block->consumers, threads); }
-inline void cluster_sync() {
-  emu::meet(emu::machine.cluster, emu::machine.current->block->threads * emu::machine.blocks.size());
-}
-inline int lds32_of(int cta, uint32_t address) {
-  if (emu::machine.blocks.at(cta)->ended) emu::fail("a CTA of the cluster has ended and is read");
-  int v;
-  std::memcpy(&v, emu::machine.blocks[cta]->shared.data() + address, 4);
-  return v;
-}
 inline void fence_barriers() {}
 inline void fence_copies() {}
 inline void fence_shared_copies() {}

@@ -134,8 +134,6 @@ struct Fiber {
 struct Machine {
   Dim grid{1, 1, 1}, block_dim{1, 1, 1};
   Fiber* current = nullptr;
-  std::vector<Block*> together;  // the CTAs that run side by side
-  Rendezvous cluster;            // of all their threads
   ucontext_t scheduler;
   std::vector<std::function<void()>> copies;  // asynchronous ones on their way
   uint64_t progress = 0;
@@ -244,8 +242,7 @@ inline void run_blocks(unsigned first, unsigned last, unsigned threads, size_t s
       makecontext(&f.context, reinterpret_cast<void (*)()>(enter), 0);
     }
   }
-  machine.together.clear(), machine.cluster = {};
-  for (auto& block : blocks) machine.together.push_back(block.get());
+  machine.cluster = {};
   size_t alive = fibers.size();
   uint64_t seen = ~0ull;
   for (int idle = 0; alive;) {
@@ -334,12 +331,6 @@ inline unsigned __ballot_sync(unsigned, bool v) {
   unsigned all = 0;
   for (int i = 0; i < 32; ++i) all |= static_cast<unsigned>(emu::shown<bool>(slots, i)) << i;
   return all;
-}
-inline int __any_sync(unsigned, int v) {
-  const auto* slots = emu::exchange("any", v);
-  int any = 0;
-  for (int i = 0; i < 32; ++i) any |= emu::shown<int>(slots, i) != 0;
-  return any;
 }
 template <class T> unsigned __match_any_sync(unsigned, T v) {
   const auto* slots = emu::exchange("match_any", v);
