@@ -17,8 +17,8 @@ MOST_REGISTERS = {
     "pair_kernel": 128,  # 2 CTAs of 256 threads
     "metadata_kernel": 64,  # 1 CTA of 1024
     "merge_kernel": 255,  # 1 CTA of 256
-    "attention_kernel": 168,  # 1 CTA of 288
-    "combine_kernel": 64,
+    "attention_kernel": 168,  # 1 CTA of 384, which then share them out otherwise
+    "combine_kernel": 128,  # 4 CTAs of 128
     "sort_block_kernel": 64,
     "place_blocks_kernel": 64,
     "attention_units_kernel": 64,
