@@ -20,8 +20,8 @@ MOST_REGISTERS = {
     "row_tiles_kernel": 64,
     "shrink_tiles_kernel": 255,  # 1 CTA of 256
     "expand_tiles_kernel": 255,  # 1 CTA of 256
-    "attention_kernel": 168,  # 1 CTA of 288
-    "combine_kernel": 64,
+    "attention_kernel": 168,  # 1 CTA of 384, which then share them out otherwise
+    "combine_kernel": 128,  # 4 CTAs of 128
     "count_rows_kernel": 64,
     "sort_rows_kernel": 64,
     "cut_rows_kernel": 64,

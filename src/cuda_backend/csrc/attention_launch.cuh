@@ -51,7 +51,8 @@ cudaError_t launch_heads(AttentionArgs& args, cudaStream_t stream) {
 }
 template <int KT, int NT>
 cudaError_t launch_heads(AttentionArgs& args, cudaStream_t stream) {
-  return args.part_rows < args.tokens ? launch_heads<KT, NT, true>(args, stream) : launch_heads<KT, NT, false>(args, stream);
+  const bool whole = args.part_rows < args.tokens;  // units of several chunks, see may_cut
+  return whole ? launch_heads<KT, NT, true>(args, stream) : launch_heads<KT, NT, false>(args, stream);
 }
 inline cudaError_t launch_latent(AttentionArgs& args, cudaStream_t stream) {
   return launch_consumers<LatentConsumer>(args, kMostConsumers, 1, sizeof(LatentShared), stream);

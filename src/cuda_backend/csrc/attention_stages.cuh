@@ -95,7 +95,8 @@ struct Shares {
 // of `step` boxes on.
 struct Boxes {
   int begin, end;
-  __device__ __forceinline__ Boxes(const AttentionArgs& p, const AttentionUnit& u, int chunk, int num_chunks, int step) {
+  __device__ __forceinline__ Boxes(const AttentionArgs& p, const AttentionUnit& u, int chunk, int num_chunks,
+                                   int step) {
     const int last = u.position + u.num_tokens - 1;
     const int first = p.window > 0 ? max(0, u.position - p.window + 1) : 0;
     begin = max(chunk * p.chunk, first) / (kBox * step) * step;
@@ -281,7 +282,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
 // has BATCH chunks on their way together.
 constexpr int kCombineThreads = 128, kCombineColumns = 128;
 template <int BATCH>
-__global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_constant__ AttentionArgs p) {
+__global__ void __launch_bounds__(kCombineThreads, 4) combine_kernel(const __grid_constant__ AttentionArgs p) {
   const int blocks = (p.v_dim + kCombineColumns - 1) / kCombineColumns, lane = threadIdx.x & 31;
   const int warp = (blockIdx.x * kCombineThreads + threadIdx.x) / 32;
   const int column = warp % blocks * kCombineColumns + lane * 4, head = warp / blocks % p.q_heads;

@@ -79,14 +79,17 @@ __global__ void __launch_bounds__(kScanThreads) attention_units_kernel(const Att
   for (int t = begin; t < end; ++t) {
     if (breaks(t)) run = t;
     const int place = t - run;
-    marks[t] = (place % p.unit_tokens == 0) * kUnitStart | (place == 0) * kRunStart | (place >= kManyTokens) * kDeepInRun;
+    marks[t] = (place % p.unit_tokens == 0) * kUnitStart | (place == 0) * kRunStart |
+               (place >= kManyTokens) * kDeepInRun;
   }
   __syncthreads();
   auto each_unit = [&](auto f) {
     for (int t = begin; t < end; ++t)
       if (marks[t] & kUnitStart) f(whole_unit(p, marks, t, live));
   };
-  auto may_cut = [&](const AttentionUnit& u) { return u.num_chunks > 1 && (p.part_rows >= p.tokens || !in_company(marks, u.token, live)); };
+  auto may_cut = [&](const AttentionUnit& u) {
+    return u.num_chunks > 1 && (p.part_rows >= p.tokens || !in_company(marks, u.token, live));
+  };
   int rows = 0;
   each_unit([&](const AttentionUnit& u) { rows += may_cut(u) ? u.num_tokens : 0; });
   const int first_row = cta_scan(rows, warp_sums, 0, plus);
