@@ -207,7 +207,7 @@ def test_attention_of_a_token_has_the_same_bits_in_any_company(library):
 
 @pytest.mark.parametrize("modules", [1, 2])
 @pytest.mark.parametrize("experts", [0, 3])
-@pytest.mark.parametrize(("rows", "d_out", "d_in"), [(1, 64, 128), (37, 192, 320), (70, 128, 64)])
+@pytest.mark.parametrize(("rows", "d_out", "d_in"), [(1, 64, 1408), (37, 192, 320), (70, 3008, 64)])
 def test_lora_matches_float64(library, rows, d_out, d_in, experts, modules):
     """Modules differ in y and in where the slots' weights are, here turned by one slot."""
     case = lora_case(

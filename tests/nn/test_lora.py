@@ -45,6 +45,16 @@ def test_other_sites_are_left_alone(module, layer):
     np.testing.assert_array_equal(got, Y)
 
 
+def test_several_modules_at_once():
+    modules = ("router", "o_proj", "q_proj")
+    ys = tuple(Y + m for m in range(3))
+    rows = make_rows([1, -1, 0, 1], make_slots())
+    got = rows.add_loras(ys, X, modules, 2)
+    for y, module, new in zip(ys, modules, got, strict=True):
+        np.testing.assert_array_equal(new, rows.add_lora(y, X, module, 2))
+    assert got[1] is ys[1]  # which no adapter can have
+
+
 def test_nothing_is_computed_where_no_adapter_can_be():
     assert make_rows([1, 1, 1, 1], None).add_lora(Y, X, "router", 2) is Y
     assert make_rows([1, 1, 1, 1], make_slots()).add_lora(Y, X, "o_proj", 2) is Y

@@ -42,12 +42,12 @@ PairArgs common_args(S32& order, S32& items, S32& num_items, int64_t h_stride) {
 cudaError_t shrink_args(PairArgs* args, BF16& x, BF16& a_pool) {
   const auto d = a_pool.dimensions();
   args->shrink = true, args->x = data(x), args->d_in = static_cast<int>(d[1]);
-  return pool_map(&args->a_map, data(a_pool), d[0], d[1]);
+  return pool_maps(args, 0, data(a_pool), d[0], d[1], kWideA);
 }
 cudaError_t expand_args(PairArgs* args, BF16& b_pool, int* draws) {
   const auto d = b_pool.dimensions();
   args->expand = true, args->draws = draws, args->d_out = static_cast<int>(d[1]);
-  return pool_map(&args->b_map, data(b_pool), d[0], d[1]);
+  return pool_maps(args, 1, data(b_pool), d[0], d[1], kWideB);
 }
 void module_args(PairArgs* args, int m, S32& entries, F32& scaling) {
   args->num_slots = static_cast<int>(scaling.element_count());

@@ -7,13 +7,20 @@
 
 namespace lora_jax {
 
-// Views a pool [rows, width] as [width / 64, rows, 64]: a box of [2, 8, 64] is 8 rank rows x 128
-// columns in one copy, each 128-byte piece swizzled.
-inline cudaError_t pool_map(CUtensorMap* map, const void* pool, int64_t rows, int64_t width) {
+// Views a pool [rows, width] as [width / 64, rows, 64]: a box of [1 << wide, 8, 64] is 8 rank rows x
+// 64 << wide columns in one copy, each 128-byte piece swizzled.
+inline cudaError_t pool_map(CUtensorMap* map, const void* pool, int64_t rows, int64_t width, int wide) {
   const cuuint64_t dims[] = {64, static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(width / 64)};
   const cuuint64_t strides[] = {static_cast<cuuint64_t>(width) * 2, 128};
-  const cuuint32_t box[] = {64, 8, 2};
+  const cuuint32_t box[] = {64, 8, 1u << wide};
   return swizzled_map<3>(map, pool, dims, strides, box);
+}
+// Sets the maps of pool A (0) or B (1). Each copy costs its warp about a hundred cycles, so boxes are
+// as wide as stages allow; what a box reads past the end of a unit of B is lost.
+inline cudaError_t pool_maps(PairArgs* args, int which, const void* pool, int64_t rows, int64_t width, int wide) {
+  args->wide[which] = wide;
+  const cudaError_t e = pool_map(&args->maps[which][0], pool, rows, width, kNarrow);
+  return e == cudaSuccess ? pool_map(&args->maps[which][1], pool, rows, width, wide) : e;
 }
 
 inline cudaError_t launch_metadata(const MetadataArgs& args, cudaStream_t stream) {

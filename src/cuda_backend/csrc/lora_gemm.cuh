@@ -37,16 +37,19 @@ __device__ void produce_weights(const PairArgs& p, S& sm) {
   while (true) {
     const Unit& u = take(sm, taken).unit;
     if (u.kind == kEnd) return;
-    const CUtensorMap* map = u.kind == kShrink ? &p.a_map : &p.b_map;
-    const int width = stage_width<S::kStage>(u), groups = u.groups;
-    for (int c = u.begin; c < u.end; c += width) {
-      mbar_wait(&sm.empty[ring.at], ring.phase ^ 1);
-      const int boxes = (min(width, u.end - c) + 127) / 128 * groups;
-      if (lane == 0) mbar_expect(&sm.full[ring.at], boxes * kBoxBytes);
+    const CUtensorMap* map = &p.maps[u.kind - kShrink][u.wide != kNarrow];
+    const int groups = u.groups, bytes = 1024 << u.wide;
+    for (int c = u.begin; c < u.end; c += u.width) {
+      mbar_wait(&sm.empty[ring.at()], ring.phase() ^ 1);
+      const int boxes = ((min(u.width, u.end - c) - 1 >> (u.wide + 6)) + 1) * groups;
+      if (lane == 0) mbar_expect(&sm.full[ring.at()], boxes * bytes);
       __syncwarp();
-      const uint32_t dst = smem_u32(sm.stages[ring.at]);
-      for (int i = lane; i < boxes; i += 32)
-        box_copy(dst + i * kBoxBytes, map, u.weight_row + i % groups * 8, c / 64 + i / groups * 2, &sm.full[ring.at]);
+      const uint32_t dst = smem_u32(sm.stages[ring.at()]);
+      for (int i = lane; i < boxes; i += 32) {
+        const int along = i / groups;
+        box_copy(dst + i * bytes, map, u.weight_row + (i - along * groups) * 8, (c >> 6) + (along << u.wide),
+                 &sm.full[ring.at()]);
+      }
       ring.next();
     }
     let_go(sm, taken);
@@ -66,14 +69,14 @@ __device__ void produce_rows(const PairArgs& p, S& sm) {
     const bool mine = row < u.num_rows;
     const __nv_bfloat16* from = u.kind == kExpand ? p.modules[u.module].y : p.x;
     if (mine) from += t.rows[row] * static_cast<int64_t>(u.kind == kExpand ? p.d_out : p.d_in);
-    const int width = stage_width<S::kStage>(u), my_rows = (u.num_rows + kRowWarps - 1 - warp) / kRowWarps;
+    const int width = u.width, my_rows = (u.num_rows + kRowWarps - 1 - warp) / kRowWarps;
     for (int c = u.begin; c < u.end; c += width) {
-      mbar_wait(&sm.empty[ring.at], ring.phase ^ 1);
+      mbar_wait(&sm.empty[ring.at()], ring.phase() ^ 1);
       const int bytes = min(width, u.end - c) * 2;
-      if (lane == 0) mbar_expect(&sm.full[ring.at], my_rows * bytes);
+      if (lane == 0) mbar_expect(&sm.full[ring.at()], my_rows * bytes);
       __syncwarp();
-      const uint32_t to = smem_u32(sm.stages[ring.at]) + rows_at(u, width) + row * row_stride(width);
-      if (mine) bulk_copy(to, from + c, bytes, &sm.full[ring.at]);
+      const uint32_t to = smem_u32(sm.stages[ring.at()]) + rows_at(u) + row * row_stride(width);
+      if (mine) bulk_copy(to, from + c, bytes, &sm.full[ring.at()]);
       ring.next();
     }
     let_go(sm, taken);
@@ -87,15 +90,16 @@ __device__ __forceinline__ void shrink_stage(const Unit& t, uint32_t base, int w
                                              float (&acc)[2][MT][J][4]) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
   const uint32_t mine = base + (warp >> 1) * 1024 + g * 128 + ((((warp & 1) * 4 + q) ^ g) << 4);
-  const uint32_t box = t.groups * kBoxBytes, rows = base + rows_at(t, width) + q * 16;
+  const uint32_t group = 1024 << t.wide, half = (1 << t.wide >> 1) - 1;  // of a box: bytes, steps of 128 columns less 1
+  const uint32_t rows = base + rows_at(t) + q * 16;
   uint32_t wa[MT * 2], xa[J];  // groups and rows past the end read the first: results are not used
 #pragma unroll
-  for (int i = 0; i < MT * 2; ++i) wa[i] = mine + (i < t.groups ? i : 0) * kBoxBytes;
+  for (int i = 0; i < MT * 2; ++i) wa[i] = mine + (i < t.groups ? i : 0) * group;
 #pragma unroll
   for (int j = 0; j < J; ++j) xa[j] = rows + (j * 8 + g < t.num_rows ? j * 8 + g : 0) * row_stride(width);
 #pragma unroll(J == 1 ? 4 : J == 2 ? 2 : 1)
   for (int k = warp * 32; k < columns; k += 32 * kConsumers) {
-    const uint32_t at = (k >> 7) * box;
+    const uint32_t at = (k >> (t.wide + 6)) * t.groups * group + (k >> 7 & half) * 2048;
     uint4 v[J], w[MT * 2];
 #pragma unroll
     for (int j = 0; j < J; ++j) v[j] = lds128(xa[j] + k * 2);
@@ -148,20 +152,20 @@ __device__ __forceinline__ void finish_shrink(const PairArgs& p, const Unit& t, 
 template <int MT, int J, class S>
 __device__ __forceinline__ void shrink_unit(const PairArgs& p, S& sm, Ring<S::kStages>& ring, const Unit& t) {
   static_assert(kConsumers * 8 * J * (MT * 16 + 1) * 4 <= S::kStage, "the warps' parts must fit a stage");
-  const int width = stage_width<S::kStage>(t), lane = threadIdx.x & 31;
+  const int width = t.width, lane = threadIdx.x & 31;
   float acc[2][MT][J][4] = {};
   for (int k = 0; k < p.d_in; k += width) {
-    mbar_wait(&sm.full[ring.at], ring.phase);
+    mbar_wait(&sm.full[ring.at()], ring.phase());
     TRACE(p, 2);
-    shrink_stage<MT, J>(t, smem_u32(sm.stages[ring.at]), width, min(width, p.d_in - k), acc);
+    shrink_stage<MT, J>(t, smem_u32(sm.stages[ring.at()]), width, min(width, p.d_in - k), acc);
     if (k + width < p.d_in) {
       __syncwarp();
-      if (lane == 0) mbar_arrive(&sm.empty[ring.at]);
+      if (lane == 0) mbar_arrive(&sm.empty[ring.at()]);
       ring.next();
     }
   }
   consumer_sync();  // all warps have read the last stage
-  finish_shrink<MT, J>(p, t, reinterpret_cast<float*>(sm.stages[ring.at]), &sm.empty[ring.at], acc);
+  finish_shrink<MT, J>(p, t, reinterpret_cast<float*>(sm.stages[ring.at()]), &sm.empty[ring.at()], acc);
   TRACE(p, 3);
   ring.next();
 }
@@ -200,11 +204,12 @@ __device__ __forceinline__ void expand_block(const Unit& u, uint32_t weights, co
                                              float (&acc)[4][J][4]) {
   const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
   const uint32_t even = weights + q * 256 + ((g ^ (q * 2)) << 4), odd = (even ^ 16) + 128;  // rows q * 2 and the next
+  const uint32_t group = 1024 << u.wide;
 #pragma unroll
   for (int s = 0; s < STEPS; ++s) {
     if (s * 2 >= u.groups) break;
     const bool whole = s * 2 + 1 < u.groups;  // else h is 0 for the second group of 8, whatever the weights
-    const uint32_t lo = s * 2 * kBoxBytes, hi = whole ? lo + kBoxBytes : lo;
+    const uint32_t lo = s * 2 * group, hi = whole ? lo + group : lo;
     uint4 w0 = lds128(even + lo), w1 = lds128(odd + lo), w2 = lds128(even + hi), w3 = lds128(odd + hi);
     const int left = u.rank - s * 16;
     if (left < 16) {  // h is 0 past the rank, but 0 times a foreign NaN is not
@@ -222,6 +227,7 @@ __device__ __forceinline__ void expand_block(const Unit& u, uint32_t weights, co
     };
     step(acc[0], w0.x, w1.x, w2.x, w3.x);
     step(acc[1], w0.y, w1.y, w2.y, w3.y);
+    if (STEPS * J > 8) __syncwarp();  // else loads are put so far ahead that registers run out
     step(acc[2], w0.z, w1.z, w2.z, w3.z);
     step(acc[3], w0.w, w1.w, w2.w, w3.w);
   }
@@ -236,14 +242,14 @@ __device__ __forceinline__ void expand_stage(const PairArgs& p, const Ticket& t,
   __nv_bfloat16* y = p.modules[u.module].y + col + g * 8;
   for (int b = warp / row_blocks; b * 64 < columns; b += kConsumers / row_blocks) {
     float acc[4][J][4] = {};
-    expand_block<STEPS, J>(u, base + (b >> 1) * u.groups * kBoxBytes + (b & 1) * 1024, h, acc);
+    expand_block<STEPS, J>(u, base + (b >> u.wide) * u.groups * (1024 << u.wide) + (b & ((1 << u.wide) - 1)) * 1024, h, acc);
 #pragma unroll
     for (int j = 0; j < J; ++j)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int n = n0 + j * 8 + q * 2 + e;
         if (n < u.num_rows) {
-          uint4 o = lds128(base + rows_at(u, width) + n * row_stride(width) + b * 128 + g * 16);
+          uint4 o = lds128(base + rows_at(u) + n * row_stride(width) + b * 128 + g * 16);
           o.x = add_bf16x2(o.x, acc[0][j][e], acc[0][j][e + 2]);
           o.y = add_bf16x2(o.y, acc[1][j][e], acc[1][j][e + 2]);
           o.z = add_bf16x2(o.z, acc[2][j][e], acc[2][j][e + 2]);
@@ -258,7 +264,7 @@ template <int J, class S>
 __device__ __forceinline__ void expand_unit(const PairArgs& p, S& sm, Ring<S::kStages>& ring, const Ticket& t) {
   static_assert(kConsumers % 2 == 0, "a warp has either block of rows");
   const Unit& u = t.unit;
-  const int width = stage_width<S::kStage>(u), row_blocks = u.num_rows > J * 8 ? 2 : 1;
+  const int width = u.width, row_blocks = u.num_rows > J * 8 ? 2 : 1;
   const int n0 = (threadIdx.x >> 5) % row_blocks * J * 8;
   Factors<S::kSteps, J> h;
   TRACE(p, 4);
@@ -266,11 +272,11 @@ __device__ __forceinline__ void expand_unit(const PairArgs& p, S& sm, Ring<S::kS
   load_h<S::kSteps, J>(p, u, n0, h);
   TRACE(p, 5);
   for (int c = u.begin; c < u.end; c += width) {
-    mbar_wait(&sm.full[ring.at], ring.phase);
+    mbar_wait(&sm.full[ring.at()], ring.phase());
     TRACE(p, 6);
-    expand_stage<S::kSteps, J>(p, t, smem_u32(sm.stages[ring.at]), width, c, min(width, u.end - c), n0, row_blocks, h);
+    expand_stage<S::kSteps, J>(p, t, smem_u32(sm.stages[ring.at()]), width, c, min(width, u.end - c), n0, row_blocks, h);
     __syncwarp();
-    if ((threadIdx.x & 31) == 0) mbar_arrive(&sm.empty[ring.at]);
+    if ((threadIdx.x & 31) == 0) mbar_arrive(&sm.empty[ring.at()]);
     ring.next();
   }
 }
@@ -312,8 +318,10 @@ __global__ void __launch_bounds__(kThreads, 2) pair_kernel(const __grid_constant
     }
     fence_barriers();
   } else if (threadIdx.x == kWeightWarp * 32) {
-    if (p.shrink) prefetch_map(&p.a_map);
-    if (p.expand) prefetch_map(&p.b_map);
+    for (int wide = 0; wide < 2; ++wide) {
+      if (p.shrink) prefetch_map(&p.maps[0][wide]);
+      if (p.expand) prefetch_map(&p.maps[1][wide]);
+    }
   }
   __syncthreads();
   const int warp = threadIdx.x >> 5;

@@ -24,7 +24,8 @@ constexpr int kMaxModules = 4;
 constexpr uint32_t kMissing = ~0u;  // no two bfloat16 numbers that arithmetic gives
 
 struct PairArgs {
-  CUtensorMap a_map, b_map;   // boxes of 8 rows x 128 columns, see pool_map
+  CUtensorMap maps[2][2];     // of A and B; boxes of 8 rows x 128 columns, and of 64 << wide, see pool_map
+  int wide[2];
   Module modules[kMaxModules];
   const Item* items;
   const int* num_items;
@@ -43,8 +44,8 @@ struct PairArgs {
 
 constexpr int kMaxRows = 32;   // rows of an item
 constexpr int kMaxRank = 128;
-constexpr int kBoxBytes = 2048;
-constexpr int kBlock = 128;    // columns of a box
+constexpr int kNarrow = 1;     // log2 of the pieces of 64 columns in the smallest box
+constexpr int kWideA = 3, kWideB = 2;
 constexpr int kConsumers = 4;  // warps
 constexpr int kRowWarps = 2;   // one alone issues about a row copy in 60 cycles
 constexpr int kUnitWarp = kConsumers, kWeightWarp = kConsumers + 1, kRowWarp = kConsumers + 2;
@@ -64,6 +65,7 @@ struct Unit {
   int rank, num_rows;
   int place;                  // of its first row in the sorted order
   int begin, end;             // columns of the pool
+  int wide, width;            // log2 of the pieces of 64 columns in a box; columns of a stage
   int first_rank;             // shrink: of the unit
   float scaling;
 };
@@ -72,31 +74,28 @@ struct Ticket {
   int rows[kMaxRows];
 };
 
-// A stage holds weights [box of 128 columns][group][2][8][64], then batch rows, 16 bytes longer
-// than their data, so that lanes meet distinct banks.
+// A stage holds weights [boxes along columns][group][pieces of 64 columns][8][64], then batch rows,
+// 16 bytes longer than their data, so that lanes meet distinct banks.
 __device__ __forceinline__ int row_stride(int width) { return width * 2 + 16; }
-__device__ __forceinline__ uint32_t rows_at(const Unit& u, int width) {
-  return (width + 127) / 128 * u.groups * kBoxBytes;
+__device__ __forceinline__ uint32_t rows_at(const Unit& u) { return u.width * u.groups * 16; }
+
+// Stages are multiples of 128 columns, so that which warp adds which k never depends on them, and
+// of the boxes, which are wide where that fits.
+__device__ __forceinline__ void cut_stages(Unit& u, int stage_bytes, int wide) {
+  const unsigned fit = (stage_bytes - u.num_rows * 16) / static_cast<unsigned>(u.groups * 16 + u.num_rows * 2);
+  u.wide = fit >> (wide + 6) ? wide : kNarrow;
+  const unsigned boxes = (u.end - u.begin + (64 << u.wide) - 1) >> (u.wide + 6), most = fit >> (u.wide + 6);
+  const unsigned stages = (boxes + most - 1) / most;
+  u.width = (boxes + stages - 1) / stages << (u.wide + 6);
 }
 
-// Columns per stage: a multiple of 128, so that which warp adds which k never depends on it.
-template <int STAGE>
-__device__ __forceinline__ int stage_width(const Unit& u) {
-  const int most = (STAGE - u.num_rows * 16) / (u.groups * 16 + u.num_rows * 2) / 128 * 128;
-  const int columns = u.end - u.begin, stages = (columns + most - 1) / most;
-  return (columns + stages * 128 - 1) / (stages * 128) * 128;
-}
-
+// Where in a ring of NS slots one is, and the parity of the round, in one register.
 template <int NS>
 struct Ring {
-  int at = 0;
-  uint32_t phase = 0;
-  __device__ __forceinline__ void next() {
-    if (++at == NS) {
-      at = 0;
-      phase ^= 1;
-    }
-  }
+  uint32_t state = 0;
+  __device__ __forceinline__ int at() const { return state & 15; }
+  __device__ __forceinline__ uint32_t phase() const { return state >> 4; }
+  __device__ __forceinline__ void next() { state = at() + 1 == NS ? (state & 16) ^ 16 : state + 1; }
 };
 
 template <int NS, int STAGE, int RANKS>
@@ -112,13 +111,13 @@ struct Shared {
 // Every warp but the unit warp learns a unit here, and lets the slot go when it is done.
 template <class S>
 __device__ __forceinline__ const Ticket& take(S& sm, const Ring<kTickets>& ring) {
-  mbar_wait(&sm.ticket_full[ring.at], ring.phase);
-  return sm.tickets[ring.at];
+  mbar_wait(&sm.ticket_full[ring.at()], ring.phase());
+  return sm.tickets[ring.at()];
 }
 template <class S>
 __device__ __forceinline__ void let_go(S& sm, Ring<kTickets>& ring) {
   __syncwarp();
-  if ((threadIdx.x & 31) == 0) mbar_arrive(&sm.ticket_empty[ring.at]);
+  if ((threadIdx.x & 31) == 0) mbar_arrive(&sm.ticket_empty[ring.at()]);
   ring.next();
 }
 
@@ -127,6 +126,27 @@ struct Share {  // of an item: rank rows [begin, end) of a shrink unit, or block
   Kind kind;
   int item, begin, end;
 };
+constexpr Share kNothing{kEnd, 0, 0, 0};
+
+__device__ __forceinline__ unsigned divide(unsigned n, unsigned by) { return n / by; }
+__device__ __forceinline__ unsigned divide_up(unsigned n, unsigned by) { return (n + by - 1) / by; }
+
+// Ways to cut the shrink of an item: into units of 8, 16 or 32 rank rows.
+constexpr int kCuts = 3;
+__device__ __forceinline__ int item_units(const PairArgs& p, int cut) {
+  return ((p.max_rank + 7) / 8 + (1 << cut) - 1) >> cut;
+}
+// Returns the cut by which the CTA with the most units is through first, by lanes 0 to kCuts - 1. What
+// a unit costs besides its weights is about as much as 8 more rank rows.
+__device__ __forceinline__ int best_cut(const PairArgs& p, int items) {
+  const int cut = min(static_cast<int>(threadIdx.x & 31), kCuts - 1);
+  const int longest = divide_up(items * item_units(p, cut), gridDim.x) * ((8 << cut) + 8);
+  int best = 0;
+#pragma unroll
+  for (int c = 1; c < kCuts; ++c)
+    if (__shfl_sync(~0u, longest, c) <= __shfl_sync(~0u, longest, best)) best = c;
+  return best;
+}
 
 // Cuts the launch into shrink units, which CTAs have in turn; runs of blocks of the expand, as long
 // as evens out what CTAs read; and units of blocks that CTAs draw when they are through with their
@@ -135,71 +155,65 @@ struct Share {  // of an item: rank rows [begin, end) of a shrink unit, or block
 struct Plan {
   int num_items, items;          // of one module, of all
   int ranks, item_units, units;  // of a shrink unit at least; shrink units of an item, of all
+  int own_units;                 // of this CTA
   int blocks, first, last;       // of an item; this CTA's run, counted through all items
   int run_items;                 // items whose blocks lie in runs
   int tile, item_tiles, draws;   // blocks of a drawn unit, drawn units of an item, of all
 
-  __device__ Plan(const PairArgs& p, int num_items) : num_items(num_items), items(num_items * p.num_modules) {
-    const int ranks8 = (p.max_rank + 7) / 8 * 8;
-    cut_shrink(p, ranks8);
-    cut_expand(p, ranks8);
-    const float cost = static_cast<float>(ranks) * p.d_in / (ranks8 * kBlock);  // of a shrink unit, in blocks
-    first = run_begin(blockIdx.x, cost), last = run_begin(blockIdx.x + 1, cost);
-  }
-  __device__ __forceinline__ void cut_shrink(const PairArgs& p, int ranks8) {
-    const int ctas = static_cast<int>(gridDim.x);
-#ifdef LORA_BENCH
-    const int rounds = p.expand ? p.knobs[4] : p.knobs[0];
-#else
-    const int rounds = p.expand ? 1 : 4;
-#endif
-    ranks = 8;
-    while (ranks < 32 && items * ((ranks8 + ranks * 2 - 1) / (ranks * 2)) >= ctas * rounds) ranks *= 2;
-    item_units = (ranks8 + ranks - 1) / ranks;
+  __device__ __forceinline__ Plan(const PairArgs& p, int num_items, int cut)
+      : num_items(num_items), items(num_items * p.num_modules) {
+    const int ctas = static_cast<int>(gridDim.x), cta = static_cast<int>(blockIdx.x), ranks8 = (p.max_rank + 7) / 8 * 8;
+    ranks = 8 << cut, item_units = lora_jax::item_units(p, cut);
     units = p.shrink ? items * item_units : 0;
+    own_units = divide(max(units - cta + ctas - 1, 0), ctas);
+    cut_expand(p, ranks8);
+#ifdef LORA_BENCH
+    const float cap = p.knobs[0];
+#else
+    const float cap = 65536;
+#endif
+    const float cost = __fdividef(min(static_cast<float>(ranks) * p.d_in, cap), ranks8 * (64 << p.wide[1]));  // in blocks
+    first = run_begin(cta, cost), last = run_begin(cta + 1, cost);
   }
   __device__ __forceinline__ void cut_expand(const PairArgs& p, int ranks8) {
 #ifdef LORA_BENCH
     const int base = p.knobs[1], share = p.knobs[2], rounds = p.knobs[3];
 #else
-    const int base = 1024, share = 50, rounds = 6;
+    const int base = 1024, share = 0, rounds = 6;
 #endif
-    const int ctas = static_cast<int>(gridDim.x);
-    blocks = p.expand ? (p.d_out + kBlock - 1) / kBlock : 0;
-    const int most = base / ranks8 * ctas, all = items * blocks;
-    run_items = all <= most ? items : min(items, (most + static_cast<int>((all - most) * (share * 0.01f))) / blocks);
+    const int ctas = static_cast<int>(gridDim.x), block = 64 << p.wide[1];
+    blocks = p.expand ? (p.d_out + block - 1) >> (p.wide[1] + 6) : 0;
+    const int most = divide(base * 128, ranks8 * block) * ctas, all = items * blocks;
+    run_items = all <= most ? items : share ? min(items, static_cast<int>(most + (all - most) * (share * 0.01f)) / blocks) : 0;
     tile = 1;
-    while (tile * ranks8 <= 256 && (items - run_items) * blocks >= rounds * ctas * tile * 2) tile *= 2;
-    item_tiles = (blocks + tile - 1) / tile;
+    while (tile * block * ranks8 <= 32768 && (items - run_items) * blocks >= rounds * ctas * tile * 2) tile *= 2;
+    item_tiles = divide_up(blocks, tile);
     draws = (items - run_items) * item_tiles;
   }
   // CTAs below units % ctas have one more shrink unit than the others, and so fewer blocks.
   __device__ __forceinline__ int run_begin(int cta, float cost) const {
-    const int ctas = static_cast<int>(gridDim.x), more = units % ctas, all = run_items * blocks;
+    const int ctas = static_cast<int>(gridDim.x), more = units % gridDim.x, all = run_items * blocks;
     if (cta == ctas) return all;
-    const float level = (all + more * cost) / ctas;
-    const float few = max(level - cost, 0.f), many = level > cost ? level : static_cast<float>(all) / (ctas - more);
+    const float level = __fdividef(all + more * cost, ctas);
+    const float few = max(level - cost, 0.f), many = level > cost ? level : __fdividef(all, ctas - more);
     return min(all, static_cast<int>(few * min(cta, more) + many * max(cta - more, 0)));
   }
   // Shrink units of this CTA, and with its run: one share an item.
-  __device__ __forceinline__ int own_units() const {
-    const int ctas = static_cast<int>(gridDim.x), cta = static_cast<int>(blockIdx.x);
-    return max(units - cta + ctas - 1, 0) / ctas;
-  }
   __device__ __forceinline__ int own() const {
-    return own_units() + (last > first ? (last - 1) / blocks - first / blocks + 1 : 0);
+    return own_units + (last > first ? divide(last - 1, blocks) - divide(first, blocks) + 1 : 0);
   }
   __device__ __forceinline__ Share own_share(int n) const {
-    const int shrinks = own_units();
-    if (n < shrinks) {
-      const int unit = n * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x), item = unit / item_units;
-      return Share{kShrink, item, (unit - item * item_units) * ranks, (unit - item * item_units + 1) * ranks};
-    }
-    const int item = first / blocks + n - shrinks;
+    if (n < own_units) return shrink_share(n * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x));
+    const int item = divide(first, blocks) + n - own_units;
     return Share{kExpand, item, max(first - item * blocks, 0), min(last - item * blocks, blocks)};
   }
+  __device__ __forceinline__ Share shrink_share(int unit) const {
+    const int item = divide(unit, item_units), begin = (unit - item * item_units) * ranks;
+    return Share{kShrink, item, begin, begin + ranks};
+  }
   __device__ __forceinline__ Share drawn_share(int n) const {
-    const int item = n / item_tiles, begin = (n - item * item_tiles) * tile;
+    if (n >= draws) return kNothing;
+    const int item = divide(n, item_tiles), begin = (n - item * item_tiles) * tile;
     return Share{kExpand, run_items + item, begin, min(begin + tile, blocks)};
   }
 };
@@ -207,35 +221,38 @@ struct Plan {
 // ---------------------------------------------------------------- the unit warp
 // What is on its way from memory of a share: its item and the item's slot in its module.
 struct Site {
+  int module;
   Item item;
-  int module, a_offset, b_offset, rank, a_stride, b_stride;
+  int a_offset, b_offset, rank, a_stride, b_stride;
   float scaling;
 };
-__device__ __forceinline__ Item load_item(const PairArgs& p, int item) {
-  const int4 v = __ldg(reinterpret_cast<const int4*>(p.items) + item);
-  return Item{v.x, v.y, v.z, v.w};
+// Items past the last hold anything: what is read by them is not used, but must be there.
+__device__ __forceinline__ void load_item(const PairArgs& p, Site& site, int item) {
+  const int4 v = __ldg(reinterpret_cast<const int4*>(p.items) + min(item, p.num_rows - 1));
+  site.item = Item{static_cast<int>(min(static_cast<unsigned>(v.x), p.num_slots - 1u)), v.y, v.z, v.w};
 }
-__device__ __forceinline__ Site load_site(const PairArgs& p, const Plan& plan, const Share& s, const Item* known) {
-  Site site{};
-  if (s.kind == kEnd) return site;
-  site.module = s.item / plan.num_items;
-  site.item = known ? *known : load_item(p, s.item - site.module * plan.num_items);
+__device__ __forceinline__ void load_slot(const PairArgs& p, Site& site) {
   const Module& m = p.modules[site.module];
   const int* e = m.entries + site.item.slot * 5;
   site.a_offset = __ldg(e), site.b_offset = __ldg(e + 1), site.rank = __ldg(e + 2);
   site.a_stride = __ldg(e + 3), site.b_stride = __ldg(e + 4);
   site.scaling = __ldg(m.scaling + site.item.slot);
-  return site;
+}
+// Returns what each lane knows of the rows of lane `from`: the place of one of them.
+__device__ __forceinline__ int load_row(const PairArgs& p, const Site& site, int from) {
+  const int place = __shfl_sync(~0u, site.item.row_begin, from) + static_cast<int>(threadIdx.x & 31);
+  return __ldg(p.row_order + min(static_cast<unsigned>(place), p.num_rows - 1u));
 }
 
 // Returns the share as a unit; kEnd when the item has no such part (a smaller rank than the largest).
-__device__ __forceinline__ Unit make_unit(const PairArgs& p, const Plan& plan, const Share& s, const Site& site) {
+__device__ __forceinline__ Unit make_unit(const PairArgs& p, const Share& s, const Site& site, int stage_bytes) {
   Unit u{};
   u.item = s.item, u.module = site.module, u.scaling = site.scaling;
   u.rank = min(site.rank, p.max_rank), u.num_rows = site.item.num_rows, u.place = site.item.row_begin;
-  const int ranks = u.num_rows <= 16 ? plan.ranks : max(plan.ranks, 16);
   if (s.kind == kShrink) {
-    u.first_rank = s.begin / plan.ranks * ranks;
+    const bool twice = u.num_rows > 16 && s.end - s.begin == 8;  // which halves what is read of x
+    const int ranks = twice ? 16 : s.end - s.begin;
+    u.first_rank = twice ? s.begin * 2 : s.begin;
     u.weight_row = site.a_offset + site.item.expert * site.a_stride + u.first_rank;
     u.groups = (min(ranks, u.rank - u.first_rank) + 7) / 8;
     u.end = p.d_in;
@@ -243,42 +260,70 @@ __device__ __forceinline__ Unit make_unit(const PairArgs& p, const Plan& plan, c
   } else if (s.kind == kExpand) {
     u.weight_row = site.b_offset + site.item.expert * site.b_stride;
     u.groups = (u.rank + 7) / 8;
-    u.begin = s.begin * kBlock, u.end = min(s.end * kBlock, p.d_out);
+    u.begin = s.begin << (p.wide[1] + 6), u.end = min(s.end << (p.wide[1] + 6), p.d_out);
     if (u.rank > 0) u.kind = kExpand;
   }
+  if (u.kind != kEnd) cut_stages(u, stage_bytes, p.wide[u.kind - kShrink]);
   return u;
 }
 
 template <class S>
 __device__ __forceinline__ void publish(S& sm, Ring<kTickets>& ring, const Unit& mine, int from, int row) {
   const int lane = threadIdx.x & 31;
-  mbar_wait(&sm.ticket_empty[ring.at], ring.phase ^ 1);
-  Ticket& t = sm.tickets[ring.at];
+  if (__shfl_sync(~0u, static_cast<int>(mine.kind), from) == kEnd) return;
+  mbar_wait(&sm.ticket_empty[ring.at()], ring.phase() ^ 1);
+  Ticket& t = sm.tickets[ring.at()];
   t.rows[lane] = row;
   if (lane == from) t.unit = mine;
   __syncwarp();
-  if (lane == 0) mbar_arrive(&sm.ticket_full[ring.at]);
+  if (lane == 0) mbar_arrive(&sm.ticket_full[ring.at()]);
   ring.next();
+}
+
+// Publishes the first shrink unit of this CTA, for which all that is on the way from memory is asked
+// for by lanes 0 to kCuts - 1, one for each way to cut, while the number of items is on its way too.
+// Returns whether there was such a unit.
+template <class S>
+__device__ __forceinline__ bool publish_first(const PairArgs& p, S& sm, Ring<kTickets>& ring, const int* count,
+                                              int& num_items, int& cut) {
+  const int lane = threadIdx.x & 31, guess = min(lane, kCuts - 1), units = item_units(p, guess);
+  Site site{};
+  Share share{kShrink, static_cast<int>(divide(blockIdx.x, units)), 0, 0};
+  num_items = *count;
+  load_item(p, site, share.item);
+  load_slot(p, site);
+  int rows[kCuts];
+#pragma unroll
+  for (int c = 0; c < kCuts; ++c) rows[c] = load_row(p, site, c);
+  share.begin = (blockIdx.x - share.item * units) * (8 << guess), share.end = share.begin + (8 << guess);
+  cut = best_cut(p, num_items * p.num_modules);
+  const bool there = p.shrink && __shfl_sync(~0u, share.item, cut) < num_items;
+  if (there) {
+    const Unit unit = make_unit(p, share, site, S::kStage);
+    publish(sm, ring, unit, cut, cut == 0 ? rows[0] : cut == 1 ? rows[1] : rows[2]);
+  }
+  return there;
 }
 
 // Makes out the units of `count` lanes at once, so that they cost the latencies of one.
 template <class S>
-__device__ __forceinline__ void publish_all(const PairArgs& p, S& sm, Ring<kTickets>& ring, const Plan& plan,
-                                            const Share& share, int count, const Item* known = nullptr) {
-  const int lane = threadIdx.x & 31;
-  const Site site = load_site(p, plan, share, known);
-  auto load_row = [&](int from) {
-    const int rows = __shfl_sync(~0u, site.item.num_rows, from), place = __shfl_sync(~0u, site.item.row_begin, from);
-    return from < count && lane < rows ? __ldg(p.row_order + place + lane) : 0;
-  };
-  int next_row = load_row(0);
-  const Unit unit = make_unit(p, plan, share, site);
+__device__ __forceinline__ void publish_all(const PairArgs& p, S& sm, Ring<kTickets>& ring, const Share& share,
+                                            Site& site, int count) {
+  load_slot(p, site);
+  int next_row = load_row(p, site, 0);
+  const Unit unit = make_unit(p, share, site, S::kStage);
   for (int from = 0; from < count; ++from) {
     const int row = next_row;
-    next_row = load_row(from + 1);
-    if (__shfl_sync(~0u, static_cast<int>(unit.kind), from) != kEnd) publish(sm, ring, unit, from, row);
+    next_row = load_row(p, site, from + 1);
+    publish(sm, ring, unit, from, row);
     TRACE(p, 1);
   }
+}
+__device__ __forceinline__ Site find_item(const PairArgs& p, const Plan& plan, const Share& share) {
+  Site site{};
+  site.module = divide(share.item, plan.num_items);
+  load_item(p, site, share.item - site.module * plan.num_items);
+  return site;
 }
 
 // Brings this CTA's share of the tables into L2 while the number of items is on its way.
@@ -292,38 +337,45 @@ __device__ __forceinline__ void prefetch_tables(const PairArgs& p) {
   }
 }
 
+// Draws units ahead of their use: while two are waiting to be taken, the numbers of the next two are
+// on their way.
+template <class S>
+__device__ __forceinline__ void hand_out_draws(const PairArgs& p, S& sm, Ring<kTickets>& ring, const Plan& plan) {
+  const int lane = threadIdx.x & 31;
+  auto draw = [&] { return lane < kDraws ? atomicAdd(p.draws, 1) + 1 : plan.draws; };
+  wait_for_previous();
+  int drawn = draw();
+  while (__shfl_sync(~0u, drawn, 0) < plan.draws) {
+    const Share share = plan.drawn_share(drawn);
+    Site site = find_item(p, plan, share);
+    drawn = draw();
+    publish_all(p, sm, ring, share, site, kDraws);
+  }
+}
+
 template <class S>
 __device__ void hand_out(const PairArgs& p, S& sm) {
   const int lane = threadIdx.x & 31;
   if (lane == 0) prefetch_tables(p);
-#ifdef SPECULATE
-  const int guessed_units = ((p.max_rank + 7) / 8 + (1 << min(lane, 2)) - 1) >> min(lane, 2);
-  Item guess = load_item(p, min(static_cast<int>(blockIdx.x) / guessed_units, p.num_rows - 1));
-#endif
-  const Plan plan(p, *p.num_items);
   Ring<kTickets> ring;
-  const int own = plan.own();
-  const Share none{kEnd, 0, 0, 0};
-  int n = 0;
-#ifdef SPECULATE
-  if (plan.own_units() && static_cast<int>(blockIdx.x) / plan.item_units < plan.num_items) {
-    const int at = plan.ranks >> 4;
-    guess.slot = __shfl_sync(~0u, guess.slot, at), guess.expert = __shfl_sync(~0u, guess.expert, at);
-    guess.row_begin = __shfl_sync(~0u, guess.row_begin, at), guess.num_rows = __shfl_sync(~0u, guess.num_rows, at);
-    publish_all(p, sm, ring, plan, lane == 0 ? plan.own_share(0) : none, 1, &guess);
-    n = 1;
+  int num_items, cut;
+  const bool begun = publish_first(p, sm, ring, p.num_items, num_items, cut);
+  TRACE(p, 1);
+  if (num_items > 0) {
+    const Plan plan(p, num_items, cut);
+    const int own = plan.own();
+    for (int n = begun ? 1 : 0; n < own; n += 32) {
+      const Share share = n + lane < own ? plan.own_share(n + lane) : kNothing;
+      Site site = find_item(p, plan, share);
+      publish_all(p, sm, ring, share, site, min(own - n, 32));
+    }
+    if (plan.draws) hand_out_draws(p, sm, ring, plan);
   }
-#endif
-  for (; n < own; n += 32)
-    publish_all(p, sm, ring, plan, n + lane < own ? plan.own_share(n + lane) : none, min(own - n, 32));
-  if (plan.draws) wait_for_previous();
-  while (plan.draws) {
-    const int drawn = lane < kDraws ? atomicAdd(p.draws, 1) + 1 : plan.draws;
-    const int count = __shfl_sync(~0u, drawn, 0) < plan.draws ? kDraws : 0;
-    if (!count) break;
-    publish_all(p, sm, ring, plan, drawn < plan.draws ? plan.drawn_share(drawn) : none, count);
+  mbar_wait(&sm.ticket_empty[ring.at()], ring.phase() ^ 1);
+  if (lane == 0) {
+    sm.tickets[ring.at()].unit.kind = kEnd;
+    mbar_arrive(&sm.ticket_full[ring.at()]);
   }
-  publish(sm, ring, Unit{}, 0, 0);
 }
 
 }  // namespace lora_jax

@@ -77,8 +77,8 @@ int lora(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, const i
   p.items = items.data(), p.num_items = &num_items, p.row_order = order.data(), p.x = x, p.h = reinterpret_cast<Bf16*>(work.data());
   p.draws = &work.back(), p.num_modules = modules, p.num_rows = rows, p.num_slots = slots;
   p.d_in = d_in, p.d_out = d_out, p.h_stride = p.max_rank = h_stride, p.shrink = p.expand = true;
-  cudaError_t e = pool_map(&p.a_map, a_pool, a_rows, d_in);
-  if (e == cudaSuccess) e = pool_map(&p.b_map, b_pool, b_rows, d_out);
+  cudaError_t e = pool_maps(&p, 0, a_pool, a_rows, d_in, kWideA);
+  if (e == cudaSuccess) e = pool_maps(&p, 1, b_pool, b_rows, d_out, kWideB);
   return e == cudaSuccess ? launch_pair(p, nullptr) : e;
 }
 

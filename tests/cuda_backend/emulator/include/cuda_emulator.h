@@ -60,6 +60,7 @@ inline int __ffs(unsigned v) { return __builtin_ffs(static_cast<int>(v)); }
 inline int __float_as_int(float f) { int i; std::memcpy(&i, &f, 4); return i; }
 inline float __int_as_float(int i) { float f; std::memcpy(&f, &i, 4); return f; }
 inline void __threadfence() {}
+inline float __fdividef(float x, float y) { return x / y; }
 inline int atomicAdd(int* p, int v) { const int old = *p; *p += v; return old; }
 inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
   const uint64_t both = static_cast<uint64_t>(y) << 32 | x;
