@@ -8,12 +8,15 @@ from lora_jax.memory.virtual import AbstractVirtualMemory
 def kernels() -> dict[str, Callable]:
     """Return the ops that this backend has, by name; what the entry point `cuda` leads to.
 
-    Only kernels whose GPU tests have passed on a GPU: merge, paged_attention, reroute and row_map
-    are compiled and checked for spills, but not yet run, so nothing chooses them by itself.
+    Only kernels whose GPU tests have passed on a GPU: paged_attention is compiled and checked for
+    spills, but not yet run, so nothing chooses it by itself.
     """
     from cuda_backend.lora_gemm import lora_gemm, lora_gemms
+    from cuda_backend.merge import merge
+    from cuda_backend.reroute import adapter_items, reroute, row_map
 
-    return {"lora_gemm": lora_gemm, "lora_gemms": lora_gemms}
+    found = (lora_gemm, lora_gemms, merge, adapter_items, reroute, row_map)
+    return {kernel.__name__: kernel for kernel in found}
 
 
 def virtual_memory(device: int = 0) -> AbstractVirtualMemory:
