@@ -15,10 +15,11 @@ def kernels() -> dict[str, Callable]:
     from cuda_backend.lora_gemm import lora_gemm, lora_gemms
     from cuda_backend.merge import merge
     from cuda_backend.paged_attention import paged_attention
-    from cuda_backend.reroute import reroute, row_map
+    from cuda_backend.reroute import adapter_items, reroute, row_map
 
-    ops = (grouped_matmul, lora_gemm, lora_gemms, merge, paged_attention, reroute, row_map)
-    return {op.__name__: op for op in ops}
+    linear = (grouped_matmul, lora_gemm, lora_gemms)
+    others = (adapter_items, merge, paged_attention, reroute, row_map)
+    return {op.__name__: op for op in (*linear, *others)}
 
 
 def transport(device: int = 0) -> "PeerDevice":

@@ -30,10 +30,24 @@ def check_support(tokens: int, k: int, groups: int) -> None:
 def adapter_items(row_to_slot: Int[Array, "rows"], num_slots: int) -> AdapterItems:
     """Return the rows of each slot as items, as lora_jax.ops.adapter_items says."""
     rows = row_to_slot.shape[0]
+    if rows > lora_gemm.MAX_ROWS:
+        return _shared_out(row_to_slot, num_slots)
     lora_gemm.check_support(jnp.dtype(jnp.bfloat16), rows, (), num_slots, 1)
     ffi.require()
     found = lora_gemm.row_items(row_to_slot, jnp.zeros_like(row_to_slot), num_slots)
     return AdapterItems(row_to_slot, found.order, found.items, found.num_items)
+
+
+def _shared_out(row_to_slot: Int[Array, "rows"], num_slots: int) -> AdapterItems:
+    """More rows than one CTA sorts: the row map of tokens whose one expert is their slot."""
+    rows = row_to_slot.shape[0]
+    nothing = jnp.zeros((rows, 4), jnp.int32)
+    place = jnp.arange(rows, dtype=jnp.int32)
+    as_they_come = AdapterItems(row_to_slot, place, nothing, nothing[0, :1])
+    map = row_map(row_to_slot[:, None], jnp.int32(rows), num_slots, as_they_come)
+    assert map.items is not None
+    items = map.items.items.at[:, 1].set(0)  # no experts here
+    return AdapterItems(row_to_slot, map.order, items, map.items.num_items)
 
 
 def row_map(

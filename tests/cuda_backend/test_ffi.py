@@ -16,7 +16,7 @@ needs_nvcc = pytest.mark.skipif(ffi.find_compiler() is None, reason="no nvcc on 
 MOST_REGISTERS = {
     "pair_kernel": 128,  # 2 CTAs of 256 threads
     "metadata_kernel": 64,  # 1 CTA of 1024
-    "merge_kernel": 240,  # 1 CTA of 160 threads at ranks over 64
+    "merge_kernel": 240,  # 1 CTA of 256
     "row_tiles_kernel": 64,
     "shrink_tiles_kernel": 255,  # 1 CTA of 256
     "expand_tiles_kernel": 255,  # 1 CTA of 256

@@ -1,6 +1,7 @@
 """Row map and reroute on Hopper are those of the reference, to the integer."""
 
 import collections
+import dataclasses
 import functools
 import re
 
@@ -11,6 +12,7 @@ import pytest
 from flax import nnx
 from item_cases import check_items
 
+import cuda_backend
 from cuda_backend import ffi, lora_gemm
 from cuda_backend import reroute as cuda
 from lora_jax.adapters.slots import AdapterSlots
@@ -73,9 +75,24 @@ def test_reroute_is_the_references(tokens, slots):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("tokens", "adapters"), [(3, 1), (10, 4), (300, 100), (8192, 6)])
+@pytest.mark.parametrize(
+    ("tokens", "adapters"), [(3, 1), (10, 4), (300, 100), (8192, 6), (9000, 6)]
+)
 def test_rows_of_adapters_stand_together_and_in_items(tokens, adapters):
     same(*rerouted(tokens, 20, adapters))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 70, 3000, 9000])
+def test_items_of_tokens_are_of_one_adapter_each(rows):
+    slots = jnp.asarray(popular("zipf", rows, 40, np.random.default_rng(0)) - 1)
+    got = jax.jit(cuda.adapter_items, static_argnums=1)(slots, 40)
+    want = adapter_items.reference(slots, 40)
+    np.testing.assert_array_equal(got.order, want.order)
+    nowhere = jnp.zeros((rows,), jnp.int32)
+    by_place = dataclasses.replace(want, row_to_slot=slots[want.order])
+    map = RowMap(nowhere, nowhere, nowhere, nowhere, nowhere, by_place)
+    check_items(np.asarray(got.items)[: int(got.num_items[0])], map, most=32)
 
 
 @pytest.mark.gpu
@@ -147,3 +164,8 @@ def test_a_step_sorts_tokens_once_and_rows_once_a_layer(monkeypatch):
     text = str(jax.make_jaxpr(step)(jnp.zeros((6, 64), dtype), jnp.zeros((6,), jnp.int32)))
     calls = collections.Counter(re.findall("target_name=lora_jax_cuda_([a-z_]+)", text))
     assert calls == {"row_items": 1, "row_map": 2, "lora_gemm": 6}
+
+
+def test_dispatch_is_offered_what_has_run_on_a_gpu():
+    offered = {"lora_gemm", "lora_gemms", "merge", "adapter_items", "reroute", "row_map"}
+    assert set(cuda_backend.kernels()) >= offered
