@@ -1,12 +1,12 @@
 // Grouped LoRA on Hopper in one launch: h = scaling * x A^T, then y += h B, for rows of many adapters.
 //
-// An item is up to kMaxRows rows of one segment (adapter, or adapter x expert). Its weights are the
-// 16-row operand of mma and its rows the 8-column operand (swap-AB), so a segment of one row costs
-// an n = 8 tile. Units of work are, first, (item, up to 32 rank rows) of the shrink, each over the
-// whole of d_in, and then (item, tile of columns) of the expand. A persistent grid draws tickets.
-// In each CTA one warp draws them ahead of time, one streams weights by tensor copies (8 rank rows x
-// 128 columns a box), one copies the item's rows of x or y (any order of rows will do) and h, and
-// the other warps multiply. Weights stream several stages ahead, across the borders of units.
+// An item is up to kMaxRows rows of one segment (adapter, or adapter x expert) of one module. Its
+// weights are the 16-row operand of mma and its rows the 8-column operand (swap-AB), so a segment of
+// one row costs an n = 8 tile. Units of work are (item, up to 32 rank rows) of the shrink, each over
+// the whole of d_in, and (item, range of columns) of the expand. The grid is persistent; Plan says
+// which CTA does what. In each CTA one warp makes units out ahead of their use, one streams weights
+// by tensor copies, two copy the item's rows of x or y (any order of rows will do), and the other
+// warps multiply. Weights stream several stages ahead, across the borders of units.
 //
 //   shrink  A sum over k has no natural order, so lane t of a quad takes 8 consecutive k (16
 //           bytes) of a weight row and the same 8 k of a batch row: both operands agree on k.
@@ -15,9 +15,12 @@
 //           8 consecutive columns of one batch row: one 16-byte update of y.
 //
 // Sums have one fixed order: k mod 128 picks the warp, which adds its k in order; then warps in
-// order. So a row's result depends on nothing but the row and its adapter. Expand units wait for
-// their item's h; tickets hand out every shrink unit before the first expand unit and CTAs work in
-// the order of tickets, so the wait always ends.
+// order. So a row's result depends on nothing but the row and its adapter.
+//
+// From shrink to expand h goes through memory, and its words are their own flags: fill_kernel, under
+// which this kernel starts, makes them kMissing; a shrink unit stores them; an expand unit reads
+// until none is missing. That needs no fence, no counter and no second load. All CTAs fit the GPU
+// at once, and each does its shrink units before it waits for h, so the wait always ends.
 //
 // The last 8-row box of a rank that is no multiple of 8 also reads rows of the next adapter. Shrink
 // drops their sums and expand their weights, whatever the values.
@@ -86,20 +89,20 @@ __device__ void produce_rows(const PairArgs& p, S& sm) {
 // ---------------------------------------------------------------- shrink
 // Two chains of sums, by bit 3 of k within a lane's 8, keep the tensor cores' latency apart.
 template <int MT, int J>
-__device__ __forceinline__ void shrink_stage(const Unit& t, uint32_t base, int width, int columns,
+__device__ __forceinline__ void shrink_stage(const Unit& u, uint32_t base, int width, int columns,
                                              float (&acc)[2][MT][J][4]) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
   const uint32_t mine = base + (warp >> 1) * 1024 + g * 128 + ((((warp & 1) * 4 + q) ^ g) << 4);
-  const uint32_t group = 1024 << t.wide, half = (1 << t.wide >> 1) - 1;  // of a box: bytes, steps of 128 columns less 1
-  const uint32_t rows = base + rows_at(t) + q * 16;
+  const uint32_t group = 1024 << u.wide, half = (1 << u.wide >> 1) - 1;  // of a box: bytes, steps of 128 columns less 1
+  const uint32_t rows = base + rows_at(u) + q * 16;
   uint32_t wa[MT * 2], xa[J];  // groups and rows past the end read the first: results are not used
 #pragma unroll
-  for (int i = 0; i < MT * 2; ++i) wa[i] = mine + (i < t.groups ? i : 0) * group;
+  for (int i = 0; i < MT * 2; ++i) wa[i] = mine + (i < u.groups ? i : 0) * group;
 #pragma unroll
-  for (int j = 0; j < J; ++j) xa[j] = rows + (j * 8 + g < t.num_rows ? j * 8 + g : 0) * row_stride(width);
+  for (int j = 0; j < J; ++j) xa[j] = rows + (j * 8 + g < u.num_rows ? j * 8 + g : 0) * row_stride(width);
 #pragma unroll(J == 1 ? 4 : J == 2 ? 2 : 1)
   for (int k = warp * 32; k < columns; k += 32 * kConsumers) {
-    const uint32_t at = (k >> (t.wide + 6)) * t.groups * group + (k >> 7 & half) * 2048;
+    const uint32_t at = (k >> (u.wide + 6)) * u.groups * group + (k >> 7 & half) * 2048;
     uint4 v[J], w[MT * 2];
 #pragma unroll
     for (int j = 0; j < J; ++j) v[j] = lds128(xa[j] + k * 2);
@@ -118,7 +121,7 @@ __device__ __forceinline__ void shrink_stage(const Unit& t, uint32_t base, int w
 // Sums the chains and the warps' parts in order and hands this unit's columns of h over. `scratch`
 // is the unit's last stage.
 template <int MT, int J>
-__device__ __forceinline__ void finish_shrink(const PairArgs& p, const Unit& t, float* scratch, uint64_t* release,
+__device__ __forceinline__ void finish_shrink(const PairArgs& p, const Unit& u, float* scratch, uint64_t* release,
                                               const float (&acc)[2][MT][J][4]) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
   constexpr int N = J * 8, LD = MT * 16 + 1;
@@ -131,18 +134,18 @@ __device__ __forceinline__ void finish_shrink(const PairArgs& p, const Unit& t, 
         scratch[(warp * N + j * 8 + q * 2 + (c & 1)) * LD + m * 16 + g + (c >> 1) * 8] =
             acc[0][m][j][c] + acc[1][m][j][c];
   consumer_sync();
-  const int r = t.first_rank + lane;
-  auto* h = reinterpret_cast<uint32_t*>(p.h + (static_cast<int64_t>(t.module) * p.num_rows + t.place) * p.h_stride + r);
+  const int r = u.first_rank + lane;
+  auto* h = reinterpret_cast<uint32_t*>(p.h + (static_cast<int64_t>(u.module) * p.num_rows + u.place) * p.h_stride + r);
   if (p.expand) wait_for_previous();
-  for (int n = warp; n < t.num_rows; n += kConsumers) {
+  for (int n = warp; n < u.num_rows; n += kConsumers) {
     float s = 0.f;
-    if (lane < t.groups * 8 && r < t.rank) {
+    if (lane < u.groups * 8 && r < u.rank) {
 #pragma unroll
       for (int w = 0; w < kConsumers; ++w) s += scratch[(w * N + n) * LD + lane];
-      s *= t.scaling;
+      s *= u.scaling;
     }
     const uint32_t both = bf16x2(s, __shfl_xor_sync(~0u, s, 1));
-    if (lane < t.groups * 8 && lane % 2 == 0) store_word(h + n * (p.h_stride / 2), both);
+    if (lane < u.groups * 8 && lane % 2 == 0) store_word(h + n * (p.h_stride / 2), both);
   }
   fence_copies();  // which write the scratch next
   __syncwarp();
@@ -150,14 +153,13 @@ __device__ __forceinline__ void finish_shrink(const PairArgs& p, const Unit& t, 
 }
 
 template <int MT, int J, class S>
-__device__ __forceinline__ void shrink_unit(const PairArgs& p, S& sm, Ring<S::kStages>& ring, const Unit& t) {
+__device__ __forceinline__ void shrink_unit(const PairArgs& p, S& sm, Ring<S::kStages>& ring, const Unit& u) {
   static_assert(kConsumers * 8 * J * (MT * 16 + 1) * 4 <= S::kStage, "the warps' parts must fit a stage");
-  const int width = t.width, lane = threadIdx.x & 31;
+  const int width = u.width, lane = threadIdx.x & 31;
   float acc[2][MT][J][4] = {};
   for (int k = 0; k < p.d_in; k += width) {
     mbar_wait(&sm.full[ring.at()], ring.phase());
-    TRACE(p, 2);
-    shrink_stage<MT, J>(t, smem_u32(sm.stages[ring.at()]), width, min(width, p.d_in - k), acc);
+    shrink_stage<MT, J>(u, smem_u32(sm.stages[ring.at()]), width, min(width, p.d_in - k), acc);
     if (k + width < p.d_in) {
       __syncwarp();
       if (lane == 0) mbar_arrive(&sm.empty[ring.at()]);
@@ -165,8 +167,7 @@ __device__ __forceinline__ void shrink_unit(const PairArgs& p, S& sm, Ring<S::kS
     }
   }
   consumer_sync();  // all warps have read the last stage
-  finish_shrink<MT, J>(p, t, reinterpret_cast<float*>(sm.stages[ring.at()]), &sm.empty[ring.at()], acc);
-  TRACE(p, 3);
+  finish_shrink<MT, J>(p, u, reinterpret_cast<float*>(sm.stages[ring.at()]), &sm.empty[ring.at()], acc);
   ring.next();
 }
 
@@ -267,13 +268,10 @@ __device__ __forceinline__ void expand_unit(const PairArgs& p, S& sm, Ring<S::kS
   const int width = u.width, row_blocks = u.num_rows > J * 8 ? 2 : 1;
   const int n0 = (threadIdx.x >> 5) % row_blocks * J * 8;
   Factors<S::kSteps, J> h;
-  TRACE(p, 4);
   if (p.shrink) wait_for_previous();
   load_h<S::kSteps, J>(p, u, n0, h);
-  TRACE(p, 5);
   for (int c = u.begin; c < u.end; c += width) {
     mbar_wait(&sm.full[ring.at()], ring.phase());
-    TRACE(p, 6);
     expand_stage<S::kSteps, J>(p, t, smem_u32(sm.stages[ring.at()]), width, c, min(width, u.end - c), n0, row_blocks, h);
     __syncwarp();
     if ((threadIdx.x & 31) == 0) mbar_arrive(&sm.empty[ring.at()]);
@@ -306,7 +304,6 @@ template <int NS, int STAGE, int RANKS>
 __global__ void __launch_bounds__(kThreads, 2) pair_kernel(const __grid_constant__ PairArgs p) {
   extern __shared__ __align__(1024) unsigned char raw[];
   auto& sm = *reinterpret_cast<Shared<NS, STAGE, RANKS>*>(raw);
-  TRACE(p, 0);
   if (threadIdx.x == 0) {
     for (int i = 0; i < NS; ++i) {
       mbar_init(&sm.full[i], 1 + kRowWarps);
@@ -327,7 +324,6 @@ __global__ void __launch_bounds__(kThreads, 2) pair_kernel(const __grid_constant
   const int warp = threadIdx.x >> 5;
   if (warp < kConsumers) {
     consume(p, sm);
-    TRACE(p, 7);
   } else if (warp == kUnitWarp) {
     hand_out(p, sm);
   } else if (warp == kWeightWarp) {

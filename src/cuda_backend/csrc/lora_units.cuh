@@ -3,10 +3,6 @@
 #pragma once
 #include "ptx.cuh"
 
-#ifndef TRACE
-#define TRACE(p, id)
-#endif
-
 namespace lora_jax {
 
 struct alignas(16) Item {
@@ -36,10 +32,6 @@ struct PairArgs {
   int num_modules, num_rows, num_slots;
   int d_in, d_out, h_stride, max_rank;
   bool shrink, expand;
-#ifdef LORA_BENCH
-  int knobs[6];
-  long long* trace;
-#endif
 };
 
 constexpr int kMaxRows = 32;   // rows of an item
@@ -167,20 +159,12 @@ struct Plan {
     units = p.shrink ? items * item_units : 0;
     own_units = divide(max(units - cta + ctas - 1, 0), ctas);
     cut_expand(p, ranks8);
-#ifdef LORA_BENCH
-    const float cap = p.knobs[0];
-#else
     const float cap = 65536;
-#endif
     const float cost = __fdividef(min(static_cast<float>(ranks) * p.d_in, cap), ranks8 * (64 << p.wide[1]));  // in blocks
     first = run_begin(cta, cost), last = run_begin(cta + 1, cost);
   }
   __device__ __forceinline__ void cut_expand(const PairArgs& p, int ranks8) {
-#ifdef LORA_BENCH
-    const int base = p.knobs[1], share = p.knobs[2], rounds = p.knobs[3];
-#else
     const int base = 1024, share = 0, rounds = 6;
-#endif
     const int ctas = static_cast<int>(gridDim.x), block = 64 << p.wide[1];
     blocks = p.expand ? (p.d_out + block - 1) >> (p.wide[1] + 6) : 0;
     const int most = divide(base * 128, ranks8 * block) * ctas, all = items * blocks;
@@ -316,7 +300,6 @@ __device__ __forceinline__ void publish_all(const PairArgs& p, S& sm, Ring<kTick
     const int row = next_row;
     next_row = load_row(p, site, from + 1);
     publish(sm, ring, unit, from, row);
-    TRACE(p, 1);
   }
 }
 __device__ __forceinline__ Site find_item(const PairArgs& p, const Plan& plan, const Share& share) {
@@ -360,7 +343,6 @@ __device__ void hand_out(const PairArgs& p, S& sm) {
   Ring<kTickets> ring;
   int num_items, cut;
   const bool begun = publish_first(p, sm, ring, p.num_items, num_items, cut);
-  TRACE(p, 1);
   if (num_items > 0) {
     const Plan plan(p, num_items, cut);
     const int own = plan.own();
