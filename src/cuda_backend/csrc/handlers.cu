@@ -77,7 +77,7 @@ cudaError_t launch_all(const PairArgs& args, S32& tiles, S32& cut, const BF16* b
     t.most_tiles = static_cast<int>(tiles.dimensions()[0]), t.row_order = args.row_order;
     t.entries = module.entries, t.scaling = module.scaling, t.x = args.x, t.y = module.y, t.h = h;
     t.b_pool = b_pool ? data(*b_pool) : nullptr, t.d_in = args.d_in, t.d_out = args.d_out;
-    t.h_stride = args.h_stride, t.max_rank = args.max_rank;
+    t.num_rows = args.num_rows, t.h_stride = args.h_stride, t.max_rank = args.max_rank;
     e = launch_tiles(t, args.shrink, args.expand, stream);
   }
   return e == cudaSuccess ? branches.join() : e;
