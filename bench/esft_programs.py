@@ -29,9 +29,10 @@ from lora_jax.models import model_class
 from lora_jax.nn import moe
 from lora_jax.nn.expert_tensors import expert_blocks
 from lora_jax.ops.reroute import row_map
+from serving import batch_sampler
 from serving.compiled_step import NO_REMAT
 from serving.device_state import init_row_state
-from serving.step import TABLE_ROWS, StepSizes, run_step
+from serving.step import TABLE_ROWS, StepSizes, forward_step, sample_step
 
 PAGE = 16  # tokens
 
@@ -152,9 +153,10 @@ def _step(graphdef, trees, program, leaves, cache, state, old_sizes, tables, tab
         mock.patch.object(moe, "reroute", functools.partial(noting, moe.reroute, plain)),
         mock.patch.object(moe, "row_map", functools.partial(noting, moe.row_map, {})),
     ):
-        cache, state, _ = run_step(
-            model, cache, state, None, table, blocks, program.bucket, program.sizes, tables
+        cache, logits, rows = forward_step(
+            model, cache, state.history, None, table, blocks, program.bucket, program.sizes, tables
         )
+    state, _ = sample_step(logits, rows, state, batch_sampler.sample_plain)
     return jax.tree.leaves(cache), jax.tree.leaves(state), sizes
 
 

@@ -47,6 +47,20 @@ def sample(
     return lax.cond(jnp.any(wanted), _scored, _unscored, logits, tokens, wanted)
 
 
+def sample_plain(
+    logits: Float[Array, "rows vocab"],
+    num_rows: Int[Array, ""],
+    row_to_seq: Int[Array, "rows"],
+    positions: Int[Array, "rows"],
+    targets: Int[Array, "rows"],
+    state: RowState,
+) -> Sampled:
+    """Return what `sample` does for rows that all take the most likely token, without scores."""
+    live = jnp.arange(logits.shape[0], dtype=jnp.int32) < num_rows
+    tokens = jnp.where(live, jax.vmap(argmax)(logits), 0)
+    return _unscored(logits, tokens, live)
+
+
 def _most_demanding(
     sampled: Bool[Array, "rows"], row_to_seq: Int[Array, "rows"], state: RowState
 ) -> Int[Array, ""]:

@@ -91,7 +91,7 @@ class ModelRunner:
             sizes,
             link,
             vocab_size,
-            stay=jax.default_backend() != "cpu",
+            split=jax.default_backend() != "cpu",
             compiler_options=NO_REMAT if reroute_tables is not None else None,
         )
         # Everything lies committed on the weights' device from the start: an array that is
@@ -117,8 +117,9 @@ class ModelRunner:
         packed = pack_row(Sampling(), (0,), 1, 0, (), self.sizes.max_len, self._vocab_size)
         self._state = admit(self._state, np.int32(0), packed.ints, packed.floats)
         table = np.zeros((TABLE_ROWS, self.sizes.max_seqs), np.int32)
-        for program in tqdm(self.programs, "Compile", unit="program", disable=not progress):
-            jax.block_until_ready(self._run(table, *program))
+        for bucket, lora in tqdm(self.programs, "Compile", unit="program", disable=not progress):
+            for plain in (True, False):
+                jax.block_until_ready(self._run(table, bucket, lora=lora, plain=plain))
 
     @property
     def programs(self) -> tuple[tuple[int, bool], ...]:
@@ -139,11 +140,13 @@ class ModelRunner:
         bucket = self._bucket(plan)
         for sequence in plan.admitted:
             self._admit(sequence)
-        changed, scored = False, False
+        changed, scored, plain = False, False, True
         table = np.zeros((TABLE_ROWS, self.sizes.max_seqs), np.int32)
         for chunk in plan.chunks:
             changed |= self._update_pages(chunk.sequence)
-            scored |= chunk.prompt_logprobs or chunk.sequence.request.sampling.logprobs is not None
+            sampling = chunk.sequence.request.sampling
+            scored |= chunk.prompt_logprobs or sampling.logprobs is not None
+            plain &= sampling.is_plain
             row = chunk.sequence.row
             table[START, row] = chunk.start
             table[NUM_TOKENS, row] = chunk.num_tokens
@@ -152,7 +155,8 @@ class ModelRunner:
             table[SAMPLES, row] = chunk.samples
         if changed:
             self._step.set_pages(self._tables)
-        sampled, status = self._run(table, bucket, self._needs_lora(plan, bucket))
+        lora = self._needs_lora(plan, bucket)
+        sampled, status = self._run(table, bucket, lora=lora, plain=plain)
         for leaf in jax.tree.leaves(sampled) if scored else (sampled.token_ids,):
             leaf.copy_to_host_async()
         if status is not None:
@@ -183,7 +187,9 @@ class ModelRunner:
         # ESFT slots are numbered after the LoRA slots.
         return any(0 <= chunk.sequence.slot < self.slots.num_slots for chunk in plan.chunks)
 
-    def _run(self, table: np.ndarray, bucket: int, lora: bool) -> tuple[Sampled, jax.Array | None]:
+    def _run(
+        self, table: np.ndarray, bucket: int, *, lora: bool, plain: bool
+    ) -> tuple[Sampled, jax.Array | None]:
         self._cache, self._state, sampled, status = self._step.run(
             self._cache,
             self._state,
@@ -192,7 +198,8 @@ class ModelRunner:
             self.remote_table,
             table,
             bucket,
-            lora,
+            lora=lora,
+            plain=plain,
         )
         return sampled, status
 

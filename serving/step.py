@@ -1,10 +1,12 @@
 """One step of the engine as one function on the device: forward, sample, remember.
 
 The host sends one small table of integers, a column per sequence row; everything else (tokens,
-positions, page slots, logit rows) follows from it and from what is already on the device.
+positions, page slots, logit rows) follows from it and from what is already on the device. The step
+comes in two parts, forward and sample, which may be one program or two.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,13 +16,15 @@ from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.batch import ForwardBatch
 from lora_jax.kv_cache import PagedKVCache
 from lora_jax.nn.remote import RemoteExperts
-from lora_jax.typing import Array, Int
-from serving import batch_sampler, sampler
+from lora_jax.typing import Array, Float, Int
 from serving.device_state import RowState
+from serving.sampler import Sampled
 
 # Rows of the step table.
 START, NUM_TOKENS, SLOT, NUM_TARGETS, SAMPLES = range(5)
 TABLE_ROWS = 5
+
+Sample = Callable[..., Sampled]  # sampler.sample, or another of its kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,10 +61,16 @@ class LogitRows:
     targets: Int[Array, "rows"]  # token to score, or -1 to sample
 
 
-def run_step(
+def no_logit_rows(rows: int) -> LogitRows:
+    """Return a step's logit rows of which none is real."""
+    # An array each: they may be donated, and none twice.
+    return LogitRows(jnp.int32(0), *(jnp.zeros(rows, jnp.int32) for _ in range(5)))
+
+
+def forward_step(
     model: Any,
     cache: PagedKVCache,
-    state: RowState,
+    history: Int[Array, "seqs max_len"],
     slots: AdapterSlots | None,
     table: Int[Array, "5 seqs"],
     block_tables: Int[Array, "seqs max_pages"],
@@ -69,8 +79,8 @@ def run_step(
     reroute_tables: Int[Array, "moe_layers esft_slots experts"] | None = None,
     remote: RemoteExperts | None = None,
     lora: bool = True,
-) -> tuple[PagedKVCache, RowState, sampler.Sampled]:
-    """Return cache and state after the step, and what its logit rows gave.
+) -> tuple[PagedKVCache, Float[Array, "rows vocab"], LogitRows]:
+    """Return the cache after the step, and its logit rows with their logits.
 
     Column s of the table says that sequence row s runs tokens start..start + num_tokens - 1 with
     an adapter slot (-1: base; ESFT slots count on from the LoRA slots), scores the next
@@ -78,8 +88,8 @@ def run_step(
     the last one. Rows of a step follow each other in the order of sequence rows. Without `lora` no
     row may have a LoRA adapter, and no trace of LoRA is in the program.
     """
-    batch = unpack_batch(table, block_tables, state.history, bucket, sizes)
-    rows = unpack_logit_rows(table, batch, state.history, sizes.logit_rows(bucket))
+    batch = unpack_batch(table, block_tables, history, bucket, sizes)
+    rows = unpack_logit_rows(table, batch, history, sizes.logit_rows(bucket))
     if reroute_tables is not None:
         num_lora = 0 if slots is None else slots.num_slots
         batch = split_slots(batch, num_lora, reroute_tables)
@@ -90,10 +100,15 @@ def run_step(
     logits = model.logits(
         hidden[rows.row_to_token], rows.num_rows, rows.row_to_slot, slots, sizes.max_rank
     )
-    # Decided while tracing, as ops choose their kernels.
-    sample = sampler.sample if jax.default_backend() == "cpu" else batch_sampler.sample
+    return cache, logits, rows
+
+
+def sample_step(
+    logits: Float[Array, "rows vocab"], rows: LogitRows, state: RowState, sample: Sample
+) -> tuple[RowState, Sampled]:
+    """Return the state with every sampled token at its place, and what `sample` gave."""
     sampled = sample(logits, rows.num_rows, rows.row_to_seq, rows.positions, rows.targets, state)
-    return cache, _remember(state, rows, sampled.token_ids), sampled
+    return _remember(state, rows, sampled.token_ids), sampled
 
 
 def unpack_batch(

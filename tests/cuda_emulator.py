@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import jax
 import numpy as np
 from server_process import ROOT
 
@@ -22,28 +23,51 @@ REWRITES = (
         r"auto& \2 = emu::static_shared<\1[\3]>(__LINE__);",
     ),
     (r"(\w+)<<<(.*?), stream>>>\((.*?)\);", r"emu::launch(\1, \2, \3);"),
+    # A fiber a thread: grids that fill a GPU's SMs with copies would take seconds.
+    (r"kPeerThreads = 512,", "kPeerThreads = 64,"),
+    (r"kPeerCtas = 64;", "kPeerCtas = 2;"),
+    (r"kAsideCtas = 24;", "kAsideCtas = 1;"),
+)
+TRANSPORT_CALLS = (
+    "push",
+    "push_aside",
+    "wait_add",
+    "wait_add_aside",
+    "accept",
+    "fetch",
+    "answer",
 )
 
 
-def compile_library(folder: Path) -> ctypes.CDLL:
-    """Return the kernels as a library for this CPU; needs g++."""
+def compile_library(folder: Path, driver: str = "drivers.cc") -> ctypes.CDLL:
+    """Return the kernels that a driver calls as a library for this CPU; needs g++."""
     for header in CSRC.glob("*.cuh"):
         text = header.read_text()
         for pattern, replacement in REWRITES:
             text = re.sub(pattern, replacement, text, flags=re.DOTALL)
         (folder / header.name).write_text(text)
-    for file in ("ptx.cuh", "tensor_map.cuh", "drivers.cc"):
+    for file in ("ptx.cuh", "tensor_map.cuh", "cluster.cuh", driver):
         shutil.copy(EMULATOR / file, folder)
     library = folder / "emulated.so"
-    command = ["g++", "-std=c++20", "-O2", "-w", "-shared", "-fPIC", f"-I{EMULATOR / 'include'}"]
+    include = [f"-I{EMULATOR / 'include'}", f"-I{jax.ffi.include_dir()}"]
+    command = ["g++", "-std=c++20", "-O2", "-w", "-shared", "-fPIC", *include]
     done = subprocess.run(
-        [*command, str(folder / "drivers.cc"), "-o", str(library)],
+        [*command, str(folder / driver), "-o", str(library)],
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr[:4000]
     return ctypes.CDLL(str(library))
+
+
+def compile_transport(folder: Path) -> ctypes.CDLL:
+    """Return the transport's kernels, their custom calls registered with XLA's CPU platform."""
+    library = compile_library(folder, "peer.cc")
+    for name in TRANSPORT_CALLS:
+        handler = jax.ffi.pycapsule(getattr(library, f"lora_jax_cuda_peer_{name}"))
+        jax.ffi.register_ffi_target(f"lora_jax_cuda_peer_{name}", handler, platform="cpu")
+    return library
 
 
 def call(function, *args) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import tiny_checkpoint
+from peer_double import EmulatedGpus
 from tiny_checkpoint import TinyShape
 
 from serving.lora_server.coordinator import Coordinator
@@ -16,7 +17,7 @@ from serving.lora_server.instance import ServerAccess
 from serving.lora_server.rank import ServerRank
 from serving.lora_server.server import RankServer
 from serving.lora_server.spec import ServerDesign, ServerSpec, design
-from serving.transport import in_process, shared_memory, tcp
+from serving.transport import device_memory, in_process, shared_memory, tcp
 from serving.transport.base import AbstractClient, AbstractServer
 from serving.transport.terms import Terms
 
@@ -59,9 +60,12 @@ def make_spec(model: str, placement: str, **changes) -> ServerSpec:
 
 
 class Carrier:
-    """Both ends of a carrier by its name: `open` of a rank, then `connect` to all."""
+    """Both ends of a carrier by its name: `open` of a rank, then `connect` to all.
 
-    def __init__(self, name: str, ranks: int, folder: str):
+    EmulatedGpus in the place of a name: ranks on the second of them, instances on the first.
+    """
+
+    def __init__(self, name: str | EmulatedGpus, ranks: int, folder: str):
         self.name, self.opened = name, [None] * ranks
         self.paths = [Path(folder, f"rank-{rank}") for rank in range(ranks)]
         self.sockets = [tcp.listen("127.0.0.1", 0) for _ in range(ranks * (name == "tcp"))]
@@ -69,7 +73,10 @@ class Carrier:
         self.secret = b"0123456789abcdef"
 
     def open(self, terms: Terms, rank: int) -> AbstractServer:
-        if self.name == "tcp":
+        if isinstance(self.name, EmulatedGpus):
+            ends = self.name.device(1)
+            self.opened[rank] = device_memory.open_server(self.paths[rank], terms, rank, ends)
+        elif self.name == "tcp":
             self.opened[rank] = tcp.open_server(self.sockets[rank], terms, rank, self.secret)
         elif self.name == "shared_memory":
             self.opened[rank] = shared_memory.open_server(self.paths[rank], terms, rank)
@@ -78,6 +85,8 @@ class Carrier:
         return self.opened[rank]
 
     def connect(self, terms: Terms) -> AbstractClient:
+        if isinstance(self.name, EmulatedGpus):
+            return device_memory.open_client(self.paths, terms, self.name.device(0))
         if self.name == "tcp":
             return tcp.open_client(self.addresses, terms, self.secret)
         if self.name == "shared_memory":
@@ -88,7 +97,7 @@ class Carrier:
 class Ranks:
     """The ranks of a server in threads, and their coordinator."""
 
-    def __init__(self, spec: ServerSpec, carrier: str, folder: str):
+    def __init__(self, spec: ServerSpec, carrier: str | EmulatedGpus, folder: str):
         self.design: ServerDesign = design(spec)
         self.spec, self.carrier = spec, Carrier(carrier, spec.ranks, folder)
         self.servers = [self._server(rank) for rank in range(spec.ranks)]
@@ -126,7 +135,7 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def running(spec: ServerSpec, carrier: str = "in_process") -> Iterator[Ranks]:
+def running(spec: ServerSpec, carrier: str | EmulatedGpus = "in_process") -> Iterator[Ranks]:
     """The ranks of a spec, stopped afterwards."""
     with tempfile.TemporaryDirectory() as folder:  # short: sockets lie in it
         ranks = Ranks(spec, carrier, folder)

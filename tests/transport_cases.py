@@ -115,11 +115,16 @@ def serving(server, compute):
 
 @contextlib.contextmanager
 def open_servers(carrier, terms, folder, **options):
-    """Yield the plan's servers without loops."""
+    """Yield the plan's servers without loops.
+
+    A carrier is a name, or an object that opens servers and clients (peer_double).
+    """
     servers = []
     try:
         for rank in range(terms.placement.devices):
-            if carrier == "in_process":
+            if not isinstance(carrier, str):
+                servers.append(carrier.open_server(terms, rank, folder, **options))
+            elif carrier == "in_process":
                 servers.append(in_process.open_server(terms.shapes, **options))
             elif carrier == "tcp":
                 listening = tcp.listen("127.0.0.1", 0)
@@ -135,7 +140,9 @@ def open_servers(carrier, terms, folder, **options):
 
 
 def open_client(carrier, terms, servers, folder, **options):
-    if carrier == "in_process":
+    if not isinstance(carrier, str):
+        client = carrier.open_client(terms, servers, folder, **options)
+    elif carrier == "in_process":
         client = in_process.open_client(servers, **options)
     elif carrier == "tcp":
         ports = [int((folder / f"rank-{n}.port").read_text()) for n in range(len(servers))]

@@ -1,4 +1,6 @@
-"""Decode attention over block tables; the floor is each key and value read once."""
+"""Attention over block tables: decode, whose floor is each key and value read once, and a prompt,
+whose floor is its arithmetic at the rate of a dense matmul.
+"""
 
 import dataclasses
 import functools
@@ -21,7 +23,14 @@ class Point:
     model: str
     sequences: int
     context: int
+    new_tokens: int = 1  # of each sequence, the last ones of its context
     bar_over_floor: float | None = None
+
+    @property
+    def name(self) -> str:
+        if self.new_tokens == 1:
+            return f"attention {self.model}, {self.sequences} x {self.context} positions"
+        return f"attention {self.model}, a prompt of {self.new_tokens}"
 
 
 POINTS = (
@@ -29,28 +38,42 @@ POINTS = (
     Point("qwen3-30b-a3b", 8, 8192),
     Point("llama-8b", 64, 2048),
     Point("deepseek-v2-lite", 64, 2048),
+    Point("qwen3-30b-a3b", 1, 2048, new_tokens=2048),
+    Point("llama-8b", 1, 2048, new_tokens=2048),
+    Point("deepseek-v2-lite", 1, 2048, new_tokens=2048),
 )
 
 
 def make(point: Point) -> tuple[jax.Array, tuple, dict[str, jax.Array]]:
-    """Return queries, pages of keys and values, and the integers of a decode step."""
+    """Return queries, pages of keys and values, and the integers of a step."""
     shape, rng = MODELS[point.model], np.random.default_rng(0)
     per_seq = -(-point.context // PAGE)
     pages = point.sequences * per_seq
     tables = rng.permutation(pages).reshape(point.sequences, per_seq).astype(np.int32)
-    page = (pages, PAGE, shape.kv_heads)
+    page, tokens = (pages, PAGE, shape.kv_heads), point.sequences * point.new_tokens
+    new = np.arange(point.context - point.new_tokens, point.context, dtype=np.int32)
     batch = {
         "block_tables": jnp.asarray(tables),
-        "token_to_seq": jnp.arange(point.sequences, dtype=jnp.int32),
-        "positions": jnp.full((point.sequences,), point.context - 1, jnp.int32),
-        "num_tokens": jnp.int32(point.sequences),
+        "token_to_seq": jnp.asarray(np.arange(tokens, dtype=np.int32) // point.new_tokens),
+        "positions": jnp.asarray(np.tile(new, point.sequences)),
+        "num_tokens": jnp.int32(tokens),
     }
     keys = random(2, (*page, shape.k_dim))
     values = None if shape.latent else random(3, (*page, shape.v_dim))
-    return random(1, (point.sequences, shape.q_heads, shape.k_dim)), (keys, values), batch
+    return random(1, (tokens, shape.q_heads, shape.k_dim)), (keys, values), batch
 
 
-def measure(point: Point, bandwidth: float) -> dict:
+def floor_of(point: Point, bandwidth: float, dense: float) -> float:
+    """Return the microseconds below which nobody gets."""
+    shape, context = MODELS[point.model], point.context
+    width = shape.k_dim if shape.latent else shape.k_dim + shape.v_dim
+    size = 2.0 * point.sequences * context * shape.kv_heads * width
+    seen = point.new_tokens * (context + context - point.new_tokens + 1) / 2
+    flops = 2.0 * point.sequences * seen * shape.q_heads * (shape.k_dim + shape.v_dim)
+    return max(size / bandwidth, flops / dense if point.new_tokens > 1 else 0.0) * 1e6
+
+
+def measure(point: Point, bandwidth: float, dense: float) -> dict:
     """Return the point's row of the table."""
     shape = MODELS[point.model]
     q, pages, batch = make(point)
@@ -59,14 +82,14 @@ def measure(point: Point, bandwidth: float) -> dict:
     def attend(q, pages, batch, op=paged_attention):
         return op(q, *pages, **batch, sinks=None, scale=scale, v_dim=v_dim, sliding_window=None)
 
-    got = np.asarray(jax.jit(attend)(q, pages, batch)[:4], np.float64)
-    few = {name: array[:4] for name, array in batch.items() if name != "num_tokens"}
+    some = np.linspace(0, len(q) - 1, 4).astype(int)
+    got = np.asarray(jax.jit(attend)(q, pages, batch)[some], np.float64)
+    few = {name: batch[name][some] for name in ("token_to_seq", "positions")}
+    few |= {"block_tables": batch["block_tables"], "num_tokens": jnp.int32(4)}
     plain = jax.jit(functools.partial(attend, op=reference.paged_attention))
-    want = np.asarray(plain(q[:4], pages, few | {"num_tokens": jnp.int32(4)}), np.float64)
+    want = np.asarray(plain(q[some], pages, few), np.float64)
     worst = float(np.linalg.norm(got - want) / np.linalg.norm(want))
-    width = shape.k_dim if shape.latent else shape.k_dim + shape.v_dim
-    size = 2.0 * point.sequences * point.context * shape.kv_heads * width
-    floor_us = size / bandwidth * 1e6
+    floor_us = floor_of(point, bandwidth, dense)
     repeats = repeats_for(floor_us)
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -77,7 +100,7 @@ def measure(point: Point, bandwidth: float) -> dict:
 
     bar = point.bar_over_floor
     return {
-        "name": f"attention {point.model}, {point.sequences} x {point.context} positions",
+        "name": point.name,
         "op": "attention",
         "us": time_us(lambda q: program(q, pages, batch), q, repeats),
         "floor_us": floor_us,
@@ -89,4 +112,4 @@ def measure(point: Point, bandwidth: float) -> dict:
 def rows(bandwidth: float, dense: float) -> Iterator[dict]:
     """Yield the rows of the table."""
     for point in POINTS:
-        yield measure(point, bandwidth)
+        yield measure(point, bandwidth, dense)

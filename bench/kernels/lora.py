@@ -131,11 +131,9 @@ def apply(point: Point, y: jax.Array, s: Inputs) -> jax.Array:
 
 def shrink(s: Inputs) -> jax.Array:
     """Return what lora_shrink does; the side effect keeps XLA from sharing equal calls."""
-    shapes = [jax.ShapeDtypeStruct(s.h.shape, s.h.dtype)]
-    shapes.append(jax.ShapeDtypeStruct((len(s.x) + 1,), jnp.int32))
-    call = jax.ffi.ffi_call("lora_jax_cuda_lora_shrink", shapes, has_side_effect=True)
-    i = s.items
-    return call(s.x, s.a_pool, s.entries, s.scaling, i.order, i.items, i.num_items)[0]
+    shape = jax.ShapeDtypeStruct(s.h.shape, s.h.dtype)
+    call = jax.ffi.ffi_call("lora_jax_cuda_lora_shrink", shape, has_side_effect=True)
+    return call(s.x, s.a_pool, s.entries, s.scaling, *s.items.arrays)
 
 
 def bytes_moved(point: Point, distinct: float) -> float:

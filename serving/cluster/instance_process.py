@@ -18,8 +18,9 @@ from serving.lora_server.calls import Caller, RemoteLeases
 from serving.lora_server.instance import ServerAccess
 from serving.lora_server.spec import ServerSpec
 from serving.options import Options
+from serving.role_gpu import use_gpu
 from serving.serve import StartError, serve
-from serving.transport import shared_memory
+from serving.transport import carriers
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,7 @@ def instance_main(
     """Be an instance until the other side of `life` has gone; exit status 1: it cannot start."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started us closes `life`
     logs.configure(options.log_level)
+    use_gpu(number)
     try:
         with ExitStack() as stack:
             sock = stack.enter_context(_listening(path))
@@ -113,7 +115,7 @@ def _access(place: ServerPlace, caller: Caller, name: str) -> ServerAccess:
         place.spec,
         name,
         RemoteLeases(caller),
-        lambda terms: shared_memory.open_client(place.paths, terms),
+        lambda terms: carriers.open_client(place.paths, terms),
         place.wait_s,
     )
 

@@ -79,7 +79,7 @@ class LocalCluster:
         self.router = Router(cluster.instances, (module.name for module in options.adapters))
         self.group: ServerGroup | None = None
         try:
-            self.group = None if spec is None else ServerGroup(spec)
+            self.group = None if spec is None else ServerGroup(spec, cluster.instances)
             self._processes = [self._start(number) for number in range(cluster.instances)]
             for process in self._processes:
                 process.wait_ready()

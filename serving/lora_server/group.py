@@ -22,17 +22,17 @@ _RESTART_S = 1.0  # between two starts of the same rank
 class ServerGroup:
     """A LoRA Server of `spec.ranks` processes with its coordinator."""
 
-    def __init__(self, spec: ServerSpec):
-        """Start all ranks and wait until instances may connect.
+    def __init__(self, spec: ServerSpec, first_gpu: int = 0):
+        """Start all ranks, on GPUs from `first_gpu` on, and wait until instances may connect.
 
         Raises ConnectionError when one of them ends instead; its own log says why.
         """
-        self.spec = spec
+        self.spec, self._first_gpu = spec, first_gpu
         self._folder = Path(tempfile.mkdtemp(prefix="lora-server-"))
         self.paths = [str(self._folder / f"rank-{rank}") for rank in range(spec.ranks)]
         self._closing = threading.Event()
         self._lock = threading.Lock()  # the processes, against `close`
-        self._processes = [RankProcess(spec, n, path) for n, path in enumerate(self.paths)]
+        self._processes = [self._start(rank) for rank in range(spec.ranks)]
         self.coordinator = Coordinator([p.control for p in self._processes], spec.num_adapters)
         try:
             with ThreadPoolExecutor(spec.ranks) as pool:
@@ -58,6 +58,9 @@ class ServerGroup:
         self._watch.join()
         self._end()
 
+    def _start(self, rank: int) -> RankProcess:
+        return RankProcess(self.spec, rank, self.paths[rank], self._first_gpu + rank)
+
     def _end(self) -> None:
         with self._lock:
             for process in self._processes:
@@ -78,7 +81,7 @@ class ServerGroup:
         logger.warning("Rank %d of the LoRA Server has ended; starting it anew.", rank)
         self.coordinator.lose(rank)
         dead.stop()
-        process = RankProcess(self.spec, rank, self.paths[rank])
+        process = self._start(rank)
         with self._lock:
             self._processes[rank] = process
         try:

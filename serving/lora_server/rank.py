@@ -72,6 +72,7 @@ class ServerRank:
         self._numbers = np.full(sizes.num_adapters, _FREE, np.int64)  # by place
         self._slots_of = np.full(sizes.num_adapters, _FREE, np.int32)  # by place
         self._num_ready = np.zeros(sizes.num_adapters, np.int32)  # layers, by place
+        self.changes = 0  # of what `table` returns
 
     @property
     def is_loading(self) -> bool:
@@ -82,6 +83,10 @@ class ServerRank:
     def held(self) -> dict[int, str]:
         """Digests of the known adapters by number; the last layers of some may be on their way."""
         return dict(self._digests)
+
+    def table(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return copies of the numbers held, their slots and their layers here, by place."""
+        return self._numbers.copy(), self._slots_of.copy(), self._num_ready.copy()
 
     def width_in(self, site: int) -> int:
         """Return the width of a row that comes in."""
@@ -112,6 +117,7 @@ class ServerRank:
         """
         if not self._loads:
             return None
+        self.changes += 1
         number, load = next(iter(self._loads.items()))
         place = number % self.sizes.num_adapters
         self.slots = load.advance(self.slots, max_chunks)
@@ -134,6 +140,7 @@ class ServerRank:
         load, digest = self._loads.pop(number, None), self._digests.pop(number, None)
         if load is None and digest is None:
             return
+        self.changes += 1
         if digest is not None:
             self._numbers[number % self.sizes.num_adapters] = _FREE
         if load is not None:
@@ -174,9 +181,21 @@ class ServerRank:
         `x` [rows, d_in] and the int32 vectors have as many rows as one of the buckets. `layer` and
         experts are numbers of the model; they must be the shard's where row_to_slot is not -1.
         """
+        return self.traced_deltas(self.slots, site, np.int32(layer), x, row_to_slot, row_to_expert)
+
+    def traced_deltas(
+        self,
+        slots: AdapterSlots,
+        site: int,
+        layer: Int[Array, ""] | np.int32,
+        x: Array | np.ndarray,
+        row_to_slot: Array | np.ndarray,
+        row_to_expert: Array | np.ndarray,
+    ) -> tuple[Float[Array, "rows d_out"], ...]:
+        """Return `deltas` with the adapters in `slots`; in a program too."""
         return shard_deltas(
-            self.slots,
-            np.int32(layer),
+            slots,
+            layer,
             x,
             row_to_slot,
             row_to_expert,

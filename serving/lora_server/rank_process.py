@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import jax.numpy as jnp
 
@@ -18,7 +17,8 @@ from serving.lora_server.calls import Caller, RemoteRank, answer_calls
 from serving.lora_server.rank import ServerRank
 from serving.lora_server.server import RankServer
 from serving.lora_server.spec import ServerSpec, design
-from serving.transport import shared_memory
+from serving.role_gpu import use_gpu
+from serving.transport import carriers
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +29,16 @@ _END_S = 10.0
 class RankProcess(AbstractChild):
     """A running rank; `stop` or the end of this process ends it."""
 
-    def __init__(self, spec: ServerSpec, rank: int, socket_path: str):
-        """Start the process; `wait_ready` returns when it can take adapters."""
+    def __init__(self, spec: ServerSpec, rank: int, socket_path: str, gpu: int = 0):
+        """Start the process, on this GPU of the host if there are any.
+
+        `wait_ready` returns when it can take adapters.
+        """
         context = multiprocessing.get_context("spawn")
         mine, theirs = context.Pipe()
         process = context.Process(
             target=rank_main,
-            args=(theirs, spec, rank, socket_path),
+            args=(theirs, spec, rank, socket_path, gpu),
             name=f"lora-server-{rank}",
             daemon=True,
         )
@@ -63,9 +66,12 @@ class RankProcess(AbstractChild):
         self._caller.close()
 
 
-def rank_main(connection: Connection, spec: ServerSpec, rank: int, socket_path: str) -> None:
+def rank_main(
+    connection: Connection, spec: ServerSpec, rank: int, socket_path: str, gpu: int
+) -> None:
     """Be rank `rank` until the connection's other side has gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started us closes the connection
+    use_gpu(gpu)
     server = _make_server(spec, rank, socket_path)
     loop = threading.Thread(target=_run, args=(server,), name="lora-server-loop", daemon=True)
     loop.start()
@@ -101,6 +107,6 @@ def _make_server(spec: ServerSpec, rank: int, socket_path: str) -> RankServer:
         held,
         made.plan,
         made.catalogue,
-        lambda: shared_memory.open_server(Path(socket_path), made.terms, rank),
+        lambda: carriers.open_server(socket_path, made.terms, rank),
         ReadLimits(max_rank=spec.max_rank),
     )

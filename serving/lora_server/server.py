@@ -18,9 +18,11 @@ from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.weights import AdapterWeights
 from lora_jax.typing import Array
 from serving.compile_counter import CompileCounter
+from serving.lora_server.device_loop import DeviceLoop, Outcome
 from serving.lora_server.rank import ServerRank
 from serving.lora_server.shards import ServerPlan, shard_part
 from serving.transport.base import AbstractServer, Request
+from serving.transport.device_server import DeviceServer, Verdict
 
 _IDLE_S = 0.01  # how long a command waits at most while no request comes
 _CHUNKS = 2  # writes between two requests
@@ -54,6 +56,7 @@ class RankServer:
         """
         self._rank, self._plan, self._make_transport = rank, plan, make_transport
         self._transport: AbstractServer | None = None
+        self._programs: DeviceLoop | None = None  # where the carrier is the device's
         self._catalogue, self._limits = catalogue, limits
         self._commands: queue.SimpleQueue[tuple[Callable[[], bool], Future[None]]] = (
             queue.SimpleQueue()
@@ -108,6 +111,10 @@ class RankServer:
 
         def make() -> bool:
             self._transport = self._make_transport()
+            if isinstance(self._transport, DeviceServer):
+                self._compilations.ignore_this_thread()
+                self._programs = DeviceLoop(self._rank, self._plan, self._transport)
+                self._compilations.watch_this_thread()
             return True
 
         self._submit(make).result()
@@ -147,9 +154,25 @@ class RankServer:
         if transport is None:
             self._stopping.wait(idle_s)
             return
+        if self._programs is not None:
+            self._heed(transport, self._programs.turn(self._version, idle_s))
+            return
         request = transport.receive(idle_s)
         if request is not None:
             self._answer(transport, request)
+
+    def _heed(self, transport: AbstractServer, outcome: Outcome | None) -> None:
+        """Count what a program did; what it left waits for a layer that is still on its way."""
+        if outcome is None:
+            return
+        if outcome.verdict == Verdict.LEAVE:
+            assert isinstance(transport, DeviceServer), "a program without its server"
+            request = transport.left(outcome.info)
+            if request is not None:
+                self._answer(transport, request)
+            return
+        self._answered += outcome.verdict == Verdict.ANSWER
+        self._refused += outcome.verdict == Verdict.REFUSE
 
     def _answer(self, transport: AbstractServer, request: Request) -> None:
         deltas = self._compute(request)

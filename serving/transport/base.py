@@ -22,8 +22,8 @@ pushes skip it and later waits give ABORTED at once, so that a step waits for it
 `rejoin`, under a new epoch with new slots, brings it back; late writes of the old epoch go to
 memory that nobody reads. A refusal (`AbstractServer.refuse`) fails one exchange and loses nothing.
 
-Other carriers (TCP, NIXL, CUDA peer pointers, NVSHMEM) are further pairs of these two classes.
-`keep` is for those that read x after push has returned.
+Other carriers (NIXL, NVSHMEM) are further pairs of these two classes. `keep` is for those that
+read x after push has returned.
 """
 
 import abc
@@ -130,8 +130,9 @@ class AbstractClient(abc.ABC):
     ) -> Float[Array, "rows d_in"]:
         """Return x, after its rows were copied to their servers' landing slots.
 
-        Raises ValueError while tracing where x does not fit the site; more rows for one server
-        than a slot holds fail the program, by name.
+        Raises ValueError while tracing where x does not fit the site. Rows of a server or a layer
+        that the client does not have fail the program, by name, where the host runs it; on a
+        device nothing is sent then, and the wait gives ABORTED.
         """
 
     @abc.abstractmethod

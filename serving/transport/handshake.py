@@ -4,6 +4,7 @@ import abc
 import os
 import socket
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from serving.transport.base import TransportError
 from serving.transport.rendezvous import (
@@ -21,16 +22,31 @@ from serving.transport.terms import Terms, mismatch
 LAST_EPOCH = 1 << 62
 
 
-class AbstractCarrier(abc.ABC):
+class HasGuests(Protocol):
+    """A server whose clients come over a listening socket."""
+
+    def on_close(self, callback: Callable[[], None]) -> None:
+        """Have something closed with the server, before its slots."""
+        ...
+
+
+class AbstractCarrier[Server: HasGuests](abc.ABC):
     """How the slots of a channel come to be at both ends of a connection."""
 
     num_fds: int  # descriptors in the server's answer
     admit_client: Admit | None = None  # run by the server before anything is said
     admit_server: Admit | None = None  # run by the client
 
+    def greeting(self) -> dict[str, object]:
+        """Return what a client says besides the terms."""
+        return {}
+
     @abc.abstractmethod
-    def guest(self, server: SlotServer, client: int, joined: Joined) -> Guest:
-        """Return what the server does with a client that has just joined."""
+    def welcome(self, server: Server, said: dict, last_epoch: int) -> Guest:
+        """Let in a client that agrees to the terms; return what the server does with it.
+
+        Raises TransportError to refuse it.
+        """
 
     @abc.abstractmethod
     def client_slots(self, terms: Terms, fds: list[int]) -> tuple[int, int]:
@@ -45,17 +61,33 @@ class AbstractCarrier(abc.ABC):
 
 
 def open_server(
-    carrier: AbstractCarrier, listening: socket.socket, terms: Terms, rank: int, *, pull: bool
+    carrier: AbstractCarrier[SlotServer],
+    listening: socket.socket,
+    terms: Terms,
+    rank: int,
+    *,
+    pull: bool,
 ) -> SlotServer:
     """Return a server that lets clients in at a listening socket, which it owns from now on.
 
     Raises ValueError for a rank outside the plan.
     """
+    return let_in(carrier, listening, terms, rank, lambda: SlotServer(terms.shapes, pull=pull))
+
+
+def let_in[Server: HasGuests](
+    carrier: AbstractCarrier[Server],
+    listening: socket.socket,
+    terms: Terms,
+    rank: int,
+    make_server: Callable[[], Server],
+) -> Server:
+    """Return the server that `make_server` gives; its clients come as open_server says."""
     devices = terms.placement.devices
     try:
         if not 0 <= rank < devices:
             raise ValueError(f"{terms.placement.name} has ranks 0 to {devices - 1}, not {rank}.")
-        server = SlotServer(terms.shapes, pull=pull)
+        server = make_server()
     except BaseException:
         listening.close()
         raise
@@ -68,7 +100,7 @@ def open_server(
             raise TransportError(f"There is no epoch after {last_epoch}.")
         if wrong := mismatch(terms.facts(rank), theirs):
             raise TransportError(wrong)
-        return carrier.guest(server, *server.join(last_epoch))
+        return carrier.welcome(server, said, last_epoch)
 
     server.on_close(Listener(listening, welcome, carrier.admit_client).close)
     return server
@@ -88,15 +120,22 @@ def open_client(
     that is not the plan's, and TransportError, saying what to change, where a server is not there
     or does not agree with `terms`.
     """
+    return SlotClient(terms.shapes, callers(carrier, addresses, terms, patience), pull=pull)
+
+
+def callers(
+    carrier: AbstractCarrier, addresses: Sequence[Address], terms: Terms, patience: float
+) -> list[AbstractConnector]:
+    """Return what joins each server, all of which listen; errors as open_client."""
     devices = terms.placement.devices
     if len(addresses) != devices:
         raise ValueError(
             f"{terms.placement.name} has {devices} ranks and {len(addresses)} addresses were given."
         )
-    callers = [_Caller(carrier, address, terms, rank) for rank, address in enumerate(addresses)]
-    for caller in callers:
+    found = [_Caller(carrier, address, terms, rank) for rank, address in enumerate(addresses)]
+    for caller in found:
         caller.wait_for(patience)
-    return SlotClient(terms.shapes, callers, pull=pull)
+    return list(found)
 
 
 class _Caller(AbstractConnector):
@@ -115,8 +154,9 @@ class _Caller(AbstractConnector):
             raise self._not_there(error) from error
 
     def join(self, last_epoch: int) -> Joined:
-        said = {"facts": self._terms.facts(self._rank), "last_epoch": last_epoch}
         carrier = self._carrier
+        said = {"facts": self._terms.facts(self._rank), "last_epoch": last_epoch}
+        said |= carrier.greeting()
         try:
             connection, answer, fds = call(
                 self._address, said, carrier.num_fds, carrier.admit_server

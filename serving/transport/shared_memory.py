@@ -29,12 +29,13 @@ def open_client(
     return handshake.open_client(_SharedMemory(), paths, terms, patience=patience, pull=pull)
 
 
-class _SharedMemory(AbstractCarrier):
+class _SharedMemory(AbstractCarrier[SlotServer]):
     """The server's memory is the channel; the client maps it too."""
 
     num_fds = 2
 
-    def guest(self, server: SlotServer, client: int, joined: Joined) -> Guest:
+    def welcome(self, server: SlotServer, said: dict, last_epoch: int) -> Guest:
+        client, joined = server.join(last_epoch)
         fds = [joined.channel, joined.bell]
         return Guest({"epoch": joined.epoch}, fds, wait_for_end, lambda: server.leave(client))
 

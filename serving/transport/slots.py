@@ -21,6 +21,7 @@ from serving.transport.base import (
     Request,
     TransportError,
 )
+from serving.transport.checks import check_outputs, check_push
 from serving.transport.header import HEADER_BYTES, Header, Kind, parse
 from serving.transport.library import PUSH, WAIT_ADD, calls, numbers, shared_memory
 from serving.transport.shapes import PAGE, Shapes
@@ -101,7 +102,7 @@ class SlotClient(AbstractClient):
         rows: PushRows,
     ) -> tuple[tuple[Float[Array, "rows d_out"], ...], Int[Array, "servers"]]:
         self._check(site, keep, rows)
-        _check_outputs(self.shapes, site, keep, ys)
+        check_outputs(self.shapes, site, keep, ys)
         outs = [jax.ShapeDtypeStruct((self.servers,), jnp.int32)]
         outs += [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in ys]
         aliases = {3 + index: 1 + index for index in range(len(ys))}
@@ -139,13 +140,7 @@ class SlotClient(AbstractClient):
     def stats(self) -> ClientStats:
         found = (ctypes.c_uint64 * (_NUM_COUNTS + _NUM_LENGTHS))()
         self._calls.client_counts(self._number, found)
-        *counts, waited, longest = found[:_NUM_COUNTS]
-        return ClientStats(
-            *counts,
-            wait_seconds=waited / 1e9,
-            longest_wait=longest / 1e9,
-            waits_by_length=tuple(found[_NUM_COUNTS:]),
-        )
+        return stats_of(found)
 
     def close(self) -> None:
         self._closed = True
@@ -169,40 +164,23 @@ class SlotClient(AbstractClient):
             os.close(joined.bell)
 
     def _check(self, site: int, x: Array, rows: PushRows) -> None:
-        shapes = self.shapes
         if jax.default_backend() != "cpu":
             raise NotImplementedError(
                 f"These slots are host memory: a program on {jax.default_backend()} needs another "
                 "carrier."
             )
-        if not 0 <= site < len(shapes.sites):
-            raise ValueError(f"site {site} is not one of {len(shapes.sites)}.")
-        if x.dtype != shapes.row_dtype or x.ndim != 2 or x.shape[1] != shapes.sites[site].d_in:
-            raise ValueError(
-                f"site {shapes.sites[site].name} sends {shapes.dtype} [rows, "
-                f"{shapes.sites[site].d_in}], got {x.dtype} {x.shape}."
-            )
-        if x.shape[0] > shapes.max_rows:
-            raise ValueError(
-                f"A batch has {x.shape[0]} rows and a landing slot {shapes.max_rows}; start both "
-                "sides with more rows in a slot, or use a smaller batch."
-            )
-        for name in ("row_to_server", "row_to_adapter", "row_to_expert"):
-            array = getattr(rows, name)
-            if array.shape != x.shape[:1] or array.dtype != jnp.int32:
-                raise ValueError(
-                    f"{name} must be int32 {x.shape[:1]}, got {array.dtype} {array.shape}."
-                )
+        check_push(self.shapes, site, x, rows)
 
 
-def _check_outputs(shapes: Shapes, site: int, keep: Array, ys: Sequence[Array]) -> None:
-    want = [(keep.shape[0], width) for width in shapes.sites[site].d_outs]
-    got = [tuple(y.shape) for y in ys]
-    dtypes = {y.dtype for y in ys}
-    if got != want:
-        raise ValueError(f"site {shapes.sites[site].name} adds to {want}, got {got}.")
-    if len(dtypes) != 1 or not dtypes <= {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)}:
-        raise ValueError(f"ys must be all float32 or all bfloat16, got {sorted(map(str, dtypes))}.")
+def stats_of(found: Sequence[int] | ctypes.Array) -> ClientStats:
+    """Return the counts of a client as its native end gives them: see csrc/client.h."""
+    *counts, waited, longest = found[:_NUM_COUNTS]
+    return ClientStats(
+        *counts,
+        wait_seconds=waited / 1e9,
+        longest_wait=longest / 1e9,
+        waits_by_length=tuple(found[_NUM_COUNTS:]),
+    )
 
 
 class _Seat:

@@ -56,7 +56,7 @@ def open_client(
     return handshake.open_client(_Tcp(secret), addresses, terms, patience=patience, pull=pull)
 
 
-class _Tcp(AbstractCarrier):
+class _Tcp(AbstractCarrier[SlotServer]):
     """Each side has slots of its own, and a relay carries messages between them."""
 
     num_fds = 0
@@ -67,7 +67,9 @@ class _Tcp(AbstractCarrier):
         self.admit_client = functools.partial(_admit_client, secret)
         self.admit_server = functools.partial(_admit_server, secret)
 
-    def guest(self, server: SlotServer, client: int, joined: Joined) -> Guest:
+    def welcome(self, server: SlotServer, said: dict, last_epoch: int) -> Guest:
+        client, joined = server.join(last_epoch)
+
         def gone() -> None:
             os.close(joined.channel)
             os.close(joined.bell)

@@ -1,20 +1,31 @@
 """What NVIDIA GPUs have of their own, found by lora_jax through entry points and loaded late."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from lora_jax.memory.virtual import AbstractVirtualMemory
+
+if TYPE_CHECKING:
+    from cuda_backend.peer import PeerDevice
 
 
 def kernels() -> dict[str, Callable]:
     """Return the ops that this backend has, by name; what the entry point `cuda` leads to."""
     from cuda_backend.grouped_matmul import grouped_matmul
-    from cuda_backend.lora_gemm import lora_gemm
+    from cuda_backend.lora_gemm import lora_gemm, lora_gemms
     from cuda_backend.merge import merge
     from cuda_backend.paged_attention import paged_attention
     from cuda_backend.reroute import reroute, row_map
 
-    ops = (grouped_matmul, lora_gemm, merge, paged_attention, reroute, row_map)
+    ops = (grouped_matmul, lora_gemm, lora_gemms, merge, paged_attention, reroute, row_map)
     return {op.__name__: op for op in ops}
+
+
+def transport(device: int = 0) -> "PeerDevice":
+    """Return one GPU as an end of a transport, or raise NotImplementedError where there is none."""
+    from cuda_backend.peer import PeerDevice
+
+    return PeerDevice(device)
 
 
 def virtual_memory(device: int = 0) -> AbstractVirtualMemory:

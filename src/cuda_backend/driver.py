@@ -1,4 +1,4 @@
-"""The calls of the CUDA driver that virtual memory needs, through ctypes.
+"""The calls of the CUDA driver that virtual memory and the transport need, through ctypes.
 
 Signatures and layouts as in cuda.h of CUDA 11.3 to 13. No package is needed beyond the driver.
 """
@@ -16,6 +16,9 @@ PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
 ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 POSIX_FD = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 MINIMUM = 0  # CU_MEM_ALLOC_GRANULARITY_MINIMUM
+FOR_ALL_DEVICES = 3  # CU_MEMHOSTALLOC_PORTABLE and CU_MEMHOSTALLOC_DEVICEMAP
+NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the legacy stream
+UUID_BYTES = 16
 # CU_DEVICE_ATTRIBUTE_...
 VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102
 HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED = 103
@@ -61,9 +64,14 @@ _SIGNATURES = {  # a CUdeviceptr and a generic allocation handle are 64-bit inte
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
     "cuDeviceGet": (POINTER(c_int), c_int),
     "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
+    "cuDeviceGetCount": (POINTER(c_int),),
+    "cuDeviceGetUuid_v2": (c_void_p, c_int),
+    "cuDeviceCanAccessPeer": (POINTER(c_int), c_int, c_int),
     "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
     "cuCtxPushCurrent_v2": (c_void_p,),
     "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
+    "cuCtxSynchronize": (),
+    "cuStreamCreate": (POINTER(c_void_p), ctypes.c_uint),
     "cuStreamSynchronize": (c_void_p,),
     "cuMemGetInfo_v2": (POINTER(c_size_t), POINTER(c_size_t)),
     "cuMemGetAllocationGranularity": (POINTER(c_size_t), POINTER(AllocationProp), c_int),
@@ -79,6 +87,11 @@ _SIGNATURES = {  # a CUdeviceptr and a generic allocation handle are 64-bit inte
     "cuMemcpyHtoD_v2": (c_uint64, c_void_p, c_size_t),
     "cuMemcpyDtoH_v2": (c_void_p, c_uint64, c_size_t),
     "cuMemcpyDtoD_v2": (c_uint64, c_uint64, c_size_t),
+    "cuMemcpyHtoDAsync_v2": (c_uint64, c_void_p, c_size_t, c_void_p),
+    "cuMemcpyDtoHAsync_v2": (c_void_p, c_uint64, c_size_t, c_void_p),
+    "cuMemAlloc_v2": (POINTER(c_uint64), c_size_t),
+    "cuMemsetD8Async": (c_uint64, ctypes.c_ubyte, c_size_t, c_void_p),
+    "cuMemHostAlloc": (POINTER(c_void_p), c_size_t, ctypes.c_uint),
 }
 
 

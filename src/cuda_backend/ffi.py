@@ -27,11 +27,18 @@ TARGETS = (
     "lora_jax_cuda_lora_gemm",
     "lora_jax_cuda_lora_shrink",
     "lora_jax_cuda_lora_expand",
+    "lora_jax_cuda_row_tiles",
     "lora_jax_cuda_merge",
     "lora_jax_cuda_attention_units",
     "lora_jax_cuda_paged_attention",
     "lora_jax_cuda_row_map",
-    "lora_jax_cuda_reroute",
+    "lora_jax_cuda_peer_push",
+    "lora_jax_cuda_peer_wait_add",
+    "lora_jax_cuda_peer_push_aside",
+    "lora_jax_cuda_peer_wait_add_aside",
+    "lora_jax_cuda_peer_accept",
+    "lora_jax_cuda_peer_fetch",
+    "lora_jax_cuda_peer_answer",
 )
 
 

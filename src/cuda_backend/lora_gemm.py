@@ -5,29 +5,41 @@ how many rows there are.
 """
 
 import dataclasses
+import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cuda_backend import ffi
+from cuda_backend import ffi, lora_tiles
+from lora_jax.ops.adapter_items import AdapterItems
 from lora_jax.typing import Array, Float, Int
 
 MAX_ROWS = 8192  # one CTA sorts them in its shared memory
 MAX_SLOTS = 65534
 MAX_RANK = 128
 COLUMNS = 64  # widths are copied in pieces of so many columns
-_H_PADDING = 8  # columns of h that keep its rows on distinct banks
+MAX_MODULES = 4  # of one launch
+
+# One linear map of a launch: y, and the entries and scaling of its slots.
+Module = tuple[Array, Array, Array]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowItems:
-    """Rows sorted by slot and cut into items: what the kernels work through."""
+    """Rows sorted by slot and cut into items and tiles: what the kernels work through."""
 
     order: Int[Array, "rows"]  # sorted place -> row
     items: Int[Array, "rows 4"]  # slot, expert, first place, number of rows
     num_items: Int[Array, "1"]
+    tiles: lora_tiles.Tiles = dataclasses.field(default_factory=lora_tiles.no_tiles)
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """What the kernels take of it."""
+        return self.order, self.items, self.num_items, self.tiles.tiles, self.tiles.cut
 
 
 def check_support(
@@ -46,6 +58,13 @@ def check_support(
         raise NotImplementedError(f"cuda lora_gemm takes 1 to {MAX_SLOTS} slots, not {slots}")
 
 
+def rows_per_item(rows: int) -> int:
+    """Return how many rows an item may have; no result depends on it."""
+    return (
+        8 if rows <= 64 else 32
+    )  # few are spread over more CTAs, many share their adapter's loads
+
+
 def row_items(
     row_to_slot: Int[Array, "rows"], row_to_expert: Int[Array, "rows"], num_slots: int
 ) -> RowItems:
@@ -54,12 +73,14 @@ def row_items(
     Rows of one slot should come sorted by expert: else the items are right, but smaller.
     """
     rows = row_to_slot.shape[0]
-    # Few rows are spread over more CTAs; many share the loads of their adapter. No result changes.
-    item_rows = 8 if rows <= 64 else 32
+    item_rows = rows_per_item(rows)
     shapes = [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((rows,), (rows, 4), (1,))]
     call = jax.ffi.ffi_call("lora_jax_cuda_row_items", shapes)
     attributes = {"slots": np.int64(num_slots), "item_rows": np.int64(item_rows)}
-    return RowItems(*call(row_to_slot, row_to_expert, **attributes))
+    order, items, num_items = call(row_to_slot, row_to_expert, **attributes)
+    if rows < lora_tiles.FEWEST_ROWS:
+        return RowItems(order, items, num_items)
+    return RowItems(order, *lora_tiles.row_tiles(items, num_items))
 
 
 def lora_gemm(
@@ -72,13 +93,32 @@ def lora_gemm(
     row_to_slot: Int[Array, "rows"],
     row_to_expert: Int[Array, "rows"],
     max_rank: int,
+    items: AdapterItems | None = None,
 ) -> Float[Array, "rows d_out"]:
     """y[t] + s * sum_j (x[t] . A[j]) B[j], as lora_jax.ops.lora_gemm says; h is in bfloat16."""
-    widths = (x.shape[1], y.shape[1])
-    check_support(y.dtype, y.shape[0], widths, entries.shape[0], max_rank)
+    pools, owners = (x, a_pool, b_pool), (row_to_slot, row_to_expert)
+    return lora_gemms([(y, entries, scaling)], *pools, *owners, max_rank, items)[0]
+
+
+def lora_gemms(
+    modules: Sequence[Module],
+    x: Float[Array, "rows d_in"],
+    a_pool: Float[Array, "a_rows d_in"],
+    b_pool: Float[Array, "b_rows d_out"],
+    row_to_slot: Int[Array, "rows"],
+    row_to_expert: Int[Array, "rows"],
+    max_rank: int,
+    items: AdapterItems | None = None,
+) -> tuple[Float[Array, "rows d_out"], ...]:
+    """lora_gemm of several maps of the same rows: as few launches as may be."""
+    slots, sorted_rows = modules[0][1].shape[0], x.shape[0] if items is None else 1
+    for y, entries, _ in modules:
+        check_support(y.dtype, sorted_rows, (x.shape[1], y.shape[1]), entries.shape[0], max_rank)
     ffi.require()
-    items = row_items(row_to_slot, row_to_expert, entries.shape[0])
-    return lora_pair(y, x, a_pool, b_pool, entries, scaling, items, max_rank)
+    known = items or row_items(row_to_slot, row_to_expert, slots)
+    launches = (modules[i : i + MAX_MODULES] for i in range(0, len(modules), MAX_MODULES))
+    done = (lora_pairs(some, x, a_pool, b_pool, known, max_rank) for some in launches)
+    return tuple(y for ys in done for y in ys)
 
 
 def lora_pair(
@@ -88,15 +128,32 @@ def lora_pair(
     b_pool: Float[Array, "b_rows d_out"],
     entries: Int[Array, "slots 5"],
     scaling: Float[Array, "slots"],
-    items: RowItems,
+    items: RowItems | AdapterItems,
     max_rank: int,
 ) -> Float[Array, "rows d_out"]:
     """Shrink and expand in one launch, for rows whose items are known."""
-    out = jax.ShapeDtypeStruct(y.shape, y.dtype)
-    shapes = [out, _h_shape(y.shape[0], max_rank), _flags_shape(y.shape[0])]
-    call = jax.ffi.ffi_call("lora_jax_cuda_lora_gemm", shapes, input_output_aliases={0: 0})
-    arrays = (y, x, a_pool, b_pool, entries, scaling)
-    return call(*arrays, items.order, items.items, items.num_items)[0]
+    return lora_pairs([(y, entries, scaling)], x, a_pool, b_pool, items, max_rank)[0]
+
+
+def lora_pairs(
+    modules: Sequence[Module],
+    x: Float[Array, "rows d_in"],
+    a_pool: Float[Array, "a_rows d_in"],
+    b_pool: Float[Array, "b_rows d_out"],
+    items: RowItems | AdapterItems,
+    max_rank: int,
+) -> Sequence[Float[Array, "rows d_out"]]:
+    """lora_pair of several maps of the same x, out of the same pools, in one launch."""
+    if not 1 <= len(modules) <= MAX_MODULES:
+        raise ValueError(f"a launch takes 1 to {MAX_MODULES} modules, not {len(modules)}")
+    ranks, count = _h_shape(x.shape[0], max_rank), len(modules)
+    copies = count + (len(items.tiles.tiles) > 0)  # of h; modules take turns with that of tiles
+    work = jax.ShapeDtypeStruct((copies * math.prod(ranks.shape) // 2 + 1,), jnp.int32)
+    shapes = [work, *(jax.ShapeDtypeStruct(y.shape, y.dtype) for y, _, _ in modules)]
+    aliases = {8 + 3 * m: 1 + m for m in range(count)}
+    call = jax.ffi.ffi_call("lora_jax_cuda_lora_gemm", shapes, input_output_aliases=aliases)
+    own = (v for m in modules for v in m)
+    return call(x, a_pool, b_pool, *items.arrays, *own, max_rank=np.int64(max_rank))[1:]
 
 
 def lora_shrink(
@@ -111,9 +168,8 @@ def lora_shrink(
 
     What lies beyond that, or in rows of no item, is undefined.
     """
-    shapes = [_h_shape(x.shape[0], max_rank), _flags_shape(x.shape[0])]
-    call = jax.ffi.ffi_call("lora_jax_cuda_lora_shrink", shapes)
-    return call(x, a_pool, entries, scaling, items.order, items.items, items.num_items)[0]
+    call = jax.ffi.ffi_call("lora_jax_cuda_lora_shrink", _h_shape(x.shape[0], max_rank))
+    return call(x, a_pool, entries, scaling, *items.arrays)
 
 
 def lora_expand(
@@ -125,15 +181,10 @@ def lora_expand(
     items: RowItems,
 ) -> Float[Array, "rows d_out"]:
     """y[order[i]] + sum_j h[i, j] B[j] for h as lora_shrink gives it."""
-    shapes = [jax.ShapeDtypeStruct(y.shape, y.dtype), _flags_shape(y.shape[0])]
+    shapes = [jax.ShapeDtypeStruct(y.shape, y.dtype), jax.ShapeDtypeStruct((1,), jnp.int32)]
     call = jax.ffi.ffi_call("lora_jax_cuda_lora_expand", shapes, input_output_aliases={0: 0})
-    return call(y, h, b_pool, entries, scaling, items.order, items.items, items.num_items)[0]
+    return call(y, h, b_pool, entries, scaling, *items.arrays)[0]
 
 
 def _h_shape(rows: int, max_rank: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((rows, -(-max_rank // 8) * 8 + _H_PADDING), jnp.bfloat16)
-
-
-def _flags_shape(rows: int) -> jax.ShapeDtypeStruct:
-    """One counter for each possible item, and the tickets."""
-    return jax.ShapeDtypeStruct((rows + 1,), jnp.int32)
+    return jax.ShapeDtypeStruct((rows, -(-max_rank // 8) * 8), jnp.bfloat16)

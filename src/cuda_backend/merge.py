@@ -9,14 +9,17 @@ from lora_jax.typing import Array, Float, Int
 
 MAX_RANK = 128
 COLUMNS = 64  # d_in is worked through in pieces of so many columns
+ROWS = 8  # of w; the copy engine steps through B's part of them in pieces of 16 bytes
 
 
-def check_support(dtype: jnp.dtype, d_in: int, max_rank: int) -> None:
+def check_support(dtype: jnp.dtype, d_out: int, d_in: int, max_rank: int) -> None:
     """Raise NotImplementedError, saying why, for what the kernel does not serve."""
     if dtype != jnp.bfloat16:
         raise NotImplementedError(f"cuda merge takes bfloat16, not {dtype}")
     if d_in % COLUMNS:
         raise NotImplementedError(f"cuda merge takes d_in in steps of {COLUMNS}, not {d_in}")
+    if d_out % ROWS:
+        raise NotImplementedError(f"cuda merge takes d_out in steps of {ROWS}, not {d_out}")
     if not 1 <= max_rank <= MAX_RANK:
         raise NotImplementedError(f"cuda merge takes ranks to {MAX_RANK}, not {max_rank}")
 
@@ -30,7 +33,7 @@ def merge(
     max_rank: int,
 ) -> Float[Array, "matrices d_out d_in"]:
     """w[m] + scaling[m] * B^T A, as lora_jax.ops.merge says; products of bfloat16, sums in f32."""
-    check_support(w.dtype, w.shape[2], max_rank)
+    check_support(w.dtype, w.shape[1], w.shape[2], max_rank)
     ffi.require()
     out = jax.ShapeDtypeStruct(w.shape, w.dtype)
     call = jax.ffi.ffi_call("lora_jax_cuda_merge", out, input_output_aliases={0: 0})

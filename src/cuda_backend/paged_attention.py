@@ -1,4 +1,4 @@
-"""Attention over block tables by the Hopper kernels of csrc/paged_attention.cuh.
+"""Attention over block tables by the Hopper kernels of csrc/attention_stages.cuh.
 
 A sequence is cut into chunks of positions whose size depends on the block tables' width alone, so
 a token's result depends on nothing but its own sequence.
@@ -15,42 +15,46 @@ from cuda_backend import ffi
 from lora_jax.typing import Array, Float, Int
 
 MAX_TOKENS = 8192  # one CTA lists their units
-TILE = 16  # positions of a stage; a page holds a whole number of them
-CONSUMERS = 8  # warps; one owns a kv head, up to 128 columns of V and 16 rows
-SLICE = 128
-SHARED_BYTES = 232448 - 1024  # of a CTA, without its barriers
-MOST_CHUNKS, SMALLEST_CHUNK = 16, 256
+BOX = 16  # positions that one copy brings; a page holds a whole number of them
+CONSUMERS = 8  # warps; one owns a kv head and 16 rows (tokens x q heads of the kv head)
+COLUMNS = 512  # of the kv heads that a CTA works on: its ring of pages needs room
+PROMPT_TOKENS = 256  # from here on a step holds prompts
+PARTS = 8192  # chunks of tokens that memory is set aside for, to be worked on side by side
+MOST_CHUNKS = 64
+SHORT_CHUNK, CHUNK = 256, 512  # the former, for more CTAs, where contexts are SHORT_CONTEXT at most
+SHORT_CONTEXT = 4096
+LATENT_COLUMNS, LATENT_VALUES = 576, 512
 
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
     """How the work is cut; nothing of it changes a result but `chunk`."""
 
-    chunk: int  # positions that one CTA works through
+    chunk: int  # positions that are summed up by themselves
     max_chunks: int
     cta_heads: int  # kv heads that one CTA works on
-    token_groups: int
-    unit_tokens: int
+    token_groups: int  # of 16 rows
+    unit_tokens: int  # that share pages
+    part_rows: int  # tokens that may be cut into chunks; the others' chunks follow each other
 
 
-def cut_work(
-    q_heads: int, kv_heads: int, k_dim: int, v_dim: int, latent: bool, context: int
-) -> Cut:
-    """Return how to cut attention over up to `context` positions.
+def cut_work(tokens: int, q_heads: int, kv_heads: int, k_dim: int, context: int) -> Cut:
+    """Return how to cut attention of `tokens` over up to `context` positions.
 
-    Raises:
-        NotImplementedError: not even one kv head fits a CTA.
+    In a prompt many tokens share the pages of few heads, in a decode step one token takes whole
+    pages.
     """
-    steps = -(-context // (MOST_CHUNKS * SMALLEST_CHUNK))
-    chunk, slices = steps * SMALLEST_CHUNK, -(-v_dim // SLICE)
-    for heads in range(min(kv_heads, CONSUMERS // slices), 0, -1):
-        groups = CONSUMERS // (heads * slices)
-        queries = groups * heads * 16 * (k_dim * 2 + 16)
-        stage = heads * TILE * 2 * (k_dim + (0 if latent else v_dim))
-        if kv_heads % heads == 0 and queries + 2 * stage <= SHARED_BYTES:
-            unit_tokens = groups * (16 // (q_heads // kv_heads))
-            return Cut(chunk, -(-context // chunk), heads, groups, unit_tokens)
-    raise NotImplementedError(f"cuda paged_attention has no room for k_dim {k_dim}, v_dim {v_dim}")
+    latent = k_dim == LATENT_COLUMNS
+    smallest = SHORT_CHUNK if context <= SHORT_CONTEXT and not latent else CHUNK
+    chunk = -(-context // (MOST_CHUNKS * smallest)) * smallest
+    max_chunks = -(-context // chunk)
+    prompts = tokens >= PROMPT_TOKENS or tokens * max_chunks > PARTS
+    part_rows = max(1, min(tokens - 1, PARTS // max_chunks)) if prompts else tokens
+    most = 1 if latent else min(2 if prompts else CONSUMERS, COLUMNS // k_dim)
+    heads = max(n for n in range(1, most + 1) if kv_heads % n == 0)
+    groups = 1 if latent else CONSUMERS // heads
+    unit_tokens = groups * (16 // (q_heads // kv_heads))
+    return Cut(chunk, max_chunks, heads, groups, unit_tokens, part_rows)
 
 
 def check_support(
@@ -61,6 +65,7 @@ def check_support(
     k_dim: int,
     v_dim: int,
     page_size: int,
+    latent: bool,
 ) -> None:
     """Raise NotImplementedError, saying why, for what these kernels do not serve."""
     op = "cuda paged_attention takes"
@@ -70,12 +75,15 @@ def check_support(
         raise NotImplementedError(f"{op} 1 to {MAX_TOKENS} tokens, not {tokens}")
     if q_heads // kv_heads > 16:
         raise NotImplementedError(f"{op} up to 16 q heads per kv head, not {q_heads // kv_heads}")
-    if k_dim % 64 or k_dim > 1024:
-        raise NotImplementedError(f"{op} k_dim in steps of 64 up to 1024, not {k_dim}")
-    if v_dim != 64 and (v_dim % SLICE or v_dim > CONSUMERS * SLICE):
-        raise NotImplementedError(f"{op} v_dim 64 or in steps of {SLICE}, not {v_dim}")
-    if page_size % TILE:
-        raise NotImplementedError(f"{op} pages in steps of {TILE} positions, not {page_size}")
+    if latent and (kv_heads > 1 or k_dim != LATENT_COLUMNS or v_dim % 64 or v_dim > LATENT_VALUES):
+        raise NotImplementedError(
+            f"{op} one latent of {LATENT_COLUMNS} with V in steps of 64 up to {LATENT_VALUES}, "
+            f"not {kv_heads} of {k_dim} with {v_dim}"
+        )
+    if not latent and (k_dim not in (64, 128) or v_dim != k_dim):
+        raise NotImplementedError(f"{op} heads of 64 or 128 columns, not {k_dim} and {v_dim}")
+    if page_size % BOX:
+        raise NotImplementedError(f"{op} pages in steps of {BOX} positions, not {page_size}")
 
 
 def paged_attention(
@@ -94,14 +102,14 @@ def paged_attention(
     """What lora_jax.ops.paged_attention says; exponentials are rounded to bfloat16 before V."""
     tokens, q_heads, k_dim = q.shape
     page_size, kv_heads = k_pages.shape[1:3]
-    check_support(q.dtype, tokens, q_heads, kv_heads, k_dim, v_dim, page_size)
+    latent = v_pages is None
+    check_support(q.dtype, tokens, q_heads, kv_heads, k_dim, v_dim, page_size, latent)
     context = block_tables.shape[1] * page_size
-    cut = cut_work(q_heads, kv_heads, k_dim, v_dim, v_pages is None, context)
+    cut = cut_work(tokens, q_heads, kv_heads, k_dim, context)
     ffi.require()
     window = sliding_window or 0
-    batch = (token_to_seq, positions, num_tokens)
-    units = _units(*batch, cut, window)
-    parts = (tokens, cut.max_chunks, q_heads)
+    units = _units(token_to_seq, positions, num_tokens, cut, window)
+    parts = (cut.part_rows, cut.max_chunks, q_heads)
     shapes = [
         jax.ShapeDtypeStruct((tokens, q_heads, v_dim), q.dtype),
         jax.ShapeDtypeStruct((*parts, v_dim), jnp.float32),
@@ -112,9 +120,9 @@ def paged_attention(
     return call(
         q,
         k_pages,
-        none if v_pages is None else v_pages,
+        none if latent else v_pages,
         block_tables,
-        *batch,
+        num_tokens,
         none.astype(jnp.float32) if sinks is None else sinks.astype(jnp.float32),
         *units,
         scale=np.float32(scale),
@@ -132,12 +140,12 @@ def _units(
     cut: Cut,
     window: int,
 ) -> Sequence[Array]:
-    """Return the units (token, number of tokens, chunk, position) and how many there are.
+    """Return the units, the tokens that are cut into chunks, and how many there are of both.
 
     All layers of a step ask for the same list, and XLA makes it once.
     """
-    most = token_to_seq.shape[0] * cut.max_chunks
-    shapes = [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((most, 4), (1,))]
+    most = token_to_seq.shape[0] + cut.part_rows * cut.max_chunks
+    shapes = [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((most, 8), (cut.part_rows, 2), (1,))]
     call = jax.ffi.ffi_call("lora_jax_cuda_attention_units", shapes)
     attributes = {"unit_tokens": cut.unit_tokens, "chunk": cut.chunk, "window": window}
     return call(

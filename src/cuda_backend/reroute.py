@@ -1,29 +1,49 @@
-"""Sorts (token, expert) rows by the matrix they use, by the kernels of csrc/reroute.cuh."""
+"""Sorts (token, expert) rows by the matrix they use and cuts adapters' items: csrc/reroute.cuh."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from cuda_backend import ffi
+from cuda_backend import ffi, lora_gemm
+from lora_jax.ops.adapter_items import AdapterItems
+from lora_jax.ops.reroute.maps import RowMap
 from lora_jax.typing import Array, Int
 
-BLOCK_ROWS = 2048  # that one CTA sorts
-MAX_GROUPS = 16384  # whose counts fit shared memory
-MAX_ROWS = 1 << 24
+ALONE_ROWS = 2048  # that one CTA sorts; more are shared out
+BLOCK_ROWS = 1024
+MAX_GROUPS = 16384  # whose counts fit its shared memory
+MAX_ROWS = 1 << 18
+MAX_K = 8192
 
 
-def check_support(rows: int, groups: int) -> None:
+def check_support(tokens: int, k: int, groups: int) -> None:
     """Raise NotImplementedError, saying why, for what the kernels do not serve."""
+    rows = tokens * k
     if not 1 <= rows <= MAX_ROWS:
         raise NotImplementedError(f"cuda reroute takes 1 to {MAX_ROWS} rows, not {rows}")
+    if k > MAX_K:
+        raise NotImplementedError(f"cuda reroute takes {MAX_K} experts of a token, not {k}")
     if not 1 <= groups <= MAX_GROUPS:
         raise NotImplementedError(f"cuda reroute takes 1 to {MAX_GROUPS} groups, not {groups}")
 
 
+def adapter_items(row_to_slot: Int[Array, "rows"], num_slots: int) -> AdapterItems:
+    """Return the rows of each slot as items, as lora_jax.ops.adapter_items says."""
+    rows = row_to_slot.shape[0]
+    lora_gemm.check_support(jnp.dtype(jnp.bfloat16), rows, (), num_slots, 1)
+    ffi.require()
+    found = lora_gemm.row_items(row_to_slot, jnp.zeros_like(row_to_slot), num_slots)
+    return AdapterItems(row_to_slot, found.order, found.items, found.num_items)
+
+
 def row_map(
-    topk_ids: Int[Array, "tokens k"], num_tokens: Int[Array, ""], num_experts: int
-) -> tuple[Int[Array, "rows"], Int[Array, "rows"], Int[Array, "experts"]]:
-    """Return (order, inverse, group_sizes) as lora_jax.ops.reroute.reference.row_map does."""
-    return _sorted("lora_jax_cuda_row_map", num_experts, topk_ids, num_tokens)
+    topk_ids: Int[Array, "tokens k"],
+    num_tokens: Int[Array, ""],
+    num_experts: int,
+    adapters: AdapterItems | None = None,
+) -> RowMap:
+    """Return the map as lora_jax.ops.reroute.reference.row_map does."""
+    return _mapped(topk_ids, num_tokens, num_experts, (), adapters)
 
 
 def reroute(
@@ -32,18 +52,40 @@ def reroute(
     table: Int[Array, "slots experts"],
     num_tokens: Int[Array, ""],
     num_groups: int,
-) -> tuple[Int[Array, "rows"], Int[Array, "rows"], Int[Array, "groups"]]:
-    """Return (order, inverse, group_sizes) as lora_jax.ops.reroute.reference.reroute does."""
-    arrays = (topk_ids, token_to_slot, table, num_tokens)
-    return _sorted("lora_jax_cuda_reroute", num_groups, *arrays)
+    adapters: AdapterItems | None = None,
+) -> RowMap:
+    """Return the map as lora_jax.ops.reroute.reference.reroute does."""
+    return _mapped(topk_ids, num_tokens, num_groups, (token_to_slot, table), adapters)
 
 
-def _sorted(target: str, groups: int, topk_ids: Array, *more: Array) -> tuple[Array, Array, Array]:
-    rows = topk_ids.size
-    check_support(rows, groups)
+def _mapped(
+    topk_ids: Array,
+    num_tokens: Array,
+    groups: int,
+    table: tuple[Array, ...],
+    adapters: AdapterItems | None,
+) -> RowMap:
+    tokens, k = topk_ids.shape
+    check_support(tokens, k, groups)
     ffi.require()
-    blocks = -(-rows // BLOCK_ROWS)
-    between = ((blocks, groups + 1), (rows,)) if blocks > 1 else ((1,), (1,))
-    shapes = [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((rows,), (rows,), (groups,), *between)]
-    order, inverse, sizes, *_ = jax.ffi.ffi_call(target, shapes)(topk_ids, *more)
-    return order, inverse, sizes
+    rows = tokens * k
+    shared = rows > ALONE_ROWS
+    between = rows if shared else 1  # what one launch leaves to the next
+    counts = -(-rows // BLOCK_ROWS) * (groups + 1) if shared else 1
+    shapes: list[tuple[int, ...]] = [(rows,), (rows,), (groups,), (rows,), (rows,)]
+    shapes += [(between,), (counts,)]
+    owners, item_rows = (), 0
+    if adapters is not None:
+        owners, item_rows = (adapters.row_to_slot, adapters.order), lora_gemm.rows_per_item(rows)
+        shapes += [(rows, 4), (1,), (between,)]
+    outputs = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
+    call = jax.ffi.ffi_call("lora_jax_cuda_row_map", outputs)
+    attributes = {"rerouted": bool(table), "item_rows": np.int64(item_rows)}
+    out = call(topk_ids, num_tokens, *table, *owners, **attributes)
+    order, inverse, sizes, token, expert = out[:5]
+    items = None
+    if adapters is not None:
+        place = jnp.arange(rows, dtype=jnp.int32)  # they are in order
+        slots = jnp.where(place < jnp.sum(sizes), adapters.row_to_slot[token], -1)
+        items = AdapterItems(slots, place, out[7], out[8])
+    return RowMap(order, inverse, sizes, token, expert, items)

@@ -1,4 +1,4 @@
-"""A whole step of the engine compiled for an H200: one CUDA graph, nothing decided by the host."""
+"""A step of the engine compiled for an H200: two CUDA graphs, nothing decided by the host."""
 
 import importlib.util
 import json
@@ -15,8 +15,9 @@ from lora_jax.config import from_hf
 from lora_jax.kv_cache import init_cache
 from lora_jax.models.registry import model_class
 from lora_jax.ops import dispatch, hopper
+from serving import batch_sampler
 from serving.device_state import init_row_state
-from serving.step import StepSizes, run_step
+from serving.step import StepSizes, forward_step, no_logit_rows, sample_step
 
 pytestmark = pytest.mark.aot
 LAYERS, BF16 = 4, jnp.dtype(jnp.bfloat16)
@@ -75,19 +76,42 @@ def test_a_decode_step_is_one_graph(hopper_at_hand, tokens):
         lambda: nnx.split(kind(config, dtype=BF16, rngs=nnx.Rngs(0)), graph=False)
     )
     cache, cache_of = described(lambda: init_cache(shape, SIZES.num_pages, SIZES.page_size, BF16))
-    state, state_of = described(lambda: init_row_state(SIZES.max_seqs, SIZES.max_len))
     slots, slots_of = described(lambda: init_slots(catalogue, spec, BF16))
 
-    def step(leaves, cache, state, slots, table, pages):
+    def step(leaves, cache, history, slots, table, pages):
         merged = nnx.merge(*model_of(leaves))
-        parts = (cache_of(cache), state_of(state), slots_of(slots), table, pages)
-        return jax.tree.leaves(run_step(merged, *parts, tokens, SIZES))
+        parts = (cache_of(cache), history, slots_of(slots), table, pages)
+        return jax.tree.leaves(forward_step(merged, *parts, tokens, SIZES))
 
+    history = h200.array((SIZES.max_seqs, SIZES.max_len), jnp.int32)
     table = h200.array((5, SIZES.max_seqs), jnp.int32)
     pages = h200.array((SIZES.max_seqs, SIZES.max_pages), jnp.int32)
-    done = h200.compile(step, leaves, cache, state, slots, table, pages, donate=(1, 2))
+    done = h200.compile(step, leaves, cache, history, slots, table, pages, donate=(1,))
     print(f"{done.in_graphs} operations, {done.temp_bytes / 1e6:.1f} MB temp, {done.seconds:.1f} s")
     assert done.thunks == ["kCommandBuffer"]
-    # The sampler works on all rows of logits at once, in a few arrays of their size.
+    assert not any(done.spill_bytes.values())
     logits = SIZES.logit_rows(tokens) * config.vocab_size * 4
-    assert done.temp_bytes <= 6 * logits + (32 << 20)
+    assert done.temp_bytes <= logits + (32 << 20)
+
+
+@pytest.mark.parametrize("sample", [batch_sampler.sample, batch_sampler.sample_plain])
+def test_a_sampler_is_one_graph_at_most(hopper_at_hand, sample):
+    h200, rows, vocab = H200(), SIZES.max_logit_rows, QWEN3["vocab_size"]
+    flat = [
+        jax.tree.flatten(make())
+        for make in (
+            lambda: no_logit_rows(rows),
+            lambda: init_row_state(SIZES.max_seqs, SIZES.max_len),
+        )
+    ]
+    given = [[h200.array(leaf.shape, leaf.dtype) for leaf in leaves] for leaves, _ in flat]
+
+    def step(logits, rows, state):
+        rows, state = (tree.unflatten(v) for v, (_, tree) in zip((rows, state), flat, strict=True))
+        return jax.tree.leaves(sample_step(logits, rows, state, sample))
+
+    done = h200.compile(step, h200.array((rows, vocab), jnp.float32), *given, donate=(2,))
+    print(f"{done.in_graphs} operations, {done.temp_bytes / 1e6:.1f} MB temp, {done.seconds:.1f} s")
+    assert done.thunks == ["kCommandBuffer"]
+    # All rows of logits at once, in a few arrays of their size.
+    assert done.temp_bytes <= 6 * rows * vocab * 4

@@ -1,6 +1,7 @@
 // A host library with the CUDA driver's symbols for virtual memory, so that cuda_backend's calls run
 // without a GPU: a reservation is address space without access, an allocation a file in memory,
-// which is what export and import pass on. `double_*` are for the tests.
+// which is what export and import pass on. All of its devices have the same memory, and reach each
+// other's. `double_*` are for the tests.
 //
 // gcc -O2 -shared -fPIC cuda_double.c -o libcuda.so -lpthread
 #define _GNU_SOURCE
@@ -15,6 +16,7 @@
 #include <unistd.h>
 
 #define PAGE ((size_t)2 << 20)
+#define DEVICES 3
 enum { INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_CONTEXT = 201 };
 enum { RESERVE, RELEASE, CREATE, DESTROY, MAP, UNMAP, GRANT, COPY, EXPORT };
 
@@ -108,17 +110,32 @@ int cuGetErrorName(int code, const char **name) {
 
 int cuDeviceGet(int *device, int ordinal) {
   *device = ordinal;
-  return ordinal ? 101 : 0;
+  return ordinal < 0 || ordinal >= DEVICES ? 101 : 0;
 }
 
 int cuDeviceGetAttribute(int *value, int attribute, int device) {
   *value = attribute == 102 || attribute == 103;
-  return device ? 101 : 0;
+  return device >= DEVICES ? 101 : 0;
 }
 
 int cuDevicePrimaryCtxRetain(void **context, int device) {
   *context = &ranges;
-  return device ? 101 : 0;
+  return device >= DEVICES ? 101 : 0;
+}
+
+int cuDeviceGetCount(int *count) {
+  *count = DEVICES;
+  return 0;
+}
+
+int cuDeviceGetUuid_v2(void *uuid, int device) {
+  memset(uuid, device + 1, 16);
+  return 0;
+}
+
+int cuDeviceCanAccessPeer(int *can, int device, int peer) {
+  *can = device != peer;
+  return 0;
 }
 
 int cuCtxPushCurrent_v2(void *context) {
@@ -134,7 +151,16 @@ int cuCtxPopCurrent_v2(void **context) {
   return 0;
 }
 
-int cuStreamSynchronize(void *stream) { return stream || !contexts ? INVALID_CONTEXT : 0; }
+int cuStreamCreate(void **stream, unsigned flags) {
+  *stream = &used;
+  return flags > 1 ? INVALID_VALUE : contexts ? 0 : INVALID_CONTEXT;
+}
+
+int cuStreamSynchronize(void *stream) {
+  return (stream && stream != &used) || !contexts ? INVALID_CONTEXT : 0;
+}
+
+int cuCtxSynchronize(void) { return contexts ? 0 : INVALID_CONTEXT; }
 
 int cuMemGetInfo_v2(size_t *unused, size_t *total) {
   if (!contexts) return INVALID_CONTEXT;
@@ -144,7 +170,7 @@ int cuMemGetInfo_v2(size_t *unused, size_t *total) {
 }
 
 static int bad(const Prop *p) {
-  return p->type != 1 || p->handle_types != 1 || p->location.type != 1 || p->location.id ||
+  return p->type != 1 || p->handle_types != 1 || p->location.type != 1 || p->location.id >= DEVICES ||
          p->win32 || memcmp(p->flags, "\0\0\0\0\0\0\0", 8);
 }
 
@@ -230,9 +256,10 @@ int cuMemSetAccess(uint64_t start, size_t size, const Access *access, size_t cou
   int code = enter(GRANT);
   if (code) return leave(code);
   int flags = access->flags;
-  if (count != 1 || access->location.type != 1 || access->location.id ||
-      (flags != 0 && flags != 1 && flags != 3))
-    return leave(INVALID_VALUE);
+  if (!count || (flags != 0 && flags != 1 && flags != 3)) return leave(INVALID_VALUE);
+  for (size_t i = 0; i < count; i++)
+    if (access[i].location.type != 1 || access[i].location.id >= DEVICES || access[i].flags != flags)
+      return leave(INVALID_VALUE);
   uint64_t end = start + size;
   for (uint64_t at = start; at < end;) {
     Range *r = inside(at, 1, 1);
@@ -296,6 +323,35 @@ int cuMemcpyDtoH_v2(void *to, uint64_t from, size_t size) {
 // The source may be memory of XLA's, of which this double knows nothing.
 int cuMemcpyDtoD_v2(uint64_t to, uint64_t from, size_t size) {
   return cuMemcpyHtoD_v2(to, (const void *)(uintptr_t)from, size);
+}
+
+int cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t size, void *stream) {
+  if (stream != &used) return INVALID_CONTEXT;
+  memcpy((void *)(uintptr_t)to, from, size);
+  return 0;
+}
+
+int cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t size, void *stream) {
+  if (stream != &used) return INVALID_CONTEXT;
+  memcpy(to, (void *)(uintptr_t)from, size);
+  return 0;
+}
+
+int cuMemsetD8Async(uint64_t to, unsigned char value, size_t size, void *stream) {
+  if (stream != &used) return INVALID_CONTEXT;
+  memset((void *)(uintptr_t)to, value, size);
+  return 0;
+}
+
+int cuMemAlloc_v2(uint64_t *out, size_t size) {
+  *out = (uint64_t)(uintptr_t)aligned_alloc(256, (size + 255) / 256 * 256);
+  return *out ? 0 : OUT_OF_MEMORY;
+}
+
+int cuMemHostAlloc(void **out, size_t size, unsigned flags) {
+  if (flags != 3) return INVALID_VALUE;
+  *out = aligned_alloc(256, (size + 255) / 256 * 256);
+  return *out ? 0 : OUT_OF_MEMORY;
 }
 
 // The next call of `operation` after `after` more of them answers `code`, once.

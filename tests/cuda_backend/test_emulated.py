@@ -5,6 +5,7 @@ time, registers and memory order only show on a GPU.
 """
 
 import dataclasses
+import itertools
 import shutil
 
 import jax
@@ -13,9 +14,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cuda_emulator import call, compile_library
+from item_cases import check_items
 from tolerance import TOLERANCE
 
 from cuda_backend import paged_attention
+from lora_jax.ops import adapter_items
 from lora_jax.ops.cases import (
     AttentionCase,
     ModelShape,
@@ -41,14 +44,15 @@ def copied(array, dtype=None) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("d_out", "d_in", "ranks"),
-    [(40, 64, (16, 0, 3)), (260, 128, (17, 32)), (70, 2112, (64, 33)), (140, 64, (128, 100))],
+    [(40, 64, (16, 0, 3)), (264, 128, (17, 32)), (72, 1088, (64, 33)), (136, 64, (128, 100))],
 )
 def test_merge_matches_float64(library, d_out, d_in, ranks):
     case = merge_case(len(ranks), d_out, d_in, ranks=ranks, dtype="bfloat16")
     w = copied(case.w)
     arrays = [copied(a) for a in case.arrays[1:]]
-    library.emulate(1, 7)
-    call(library.merge, w, *arrays, len(ranks), d_out, d_in, case.max_rank)
+    library.emulate(3, 7)
+    sizes = (len(ranks), d_out, d_in, case.max_rank, len(case.b_pool))
+    call(library.merge, w, *arrays, *sizes)
     want = np.asarray(case.w, np.float64)
     a_pool, b_pool = (np.asarray(v, np.float64) for v in (case.a_pool, case.b_pool))
     for m, (a_row, b_row, rank) in enumerate(np.asarray(case.sites)):
@@ -79,39 +83,100 @@ def test_grouped_f32_matches_float64(library, sizes, rows, d_out, d_in, biased):
     np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "k", "experts", "slots"),
-    [(1, 1, 1, 0), (5, 2, 8, 0), (300, 8, 128, 0), (9, 4, 16, 3), (700, 6, 64, 40)],
-)
-def test_reroute_is_the_references(library, tokens, k, experts, slots):
+@dataclasses.dataclass
+class Sorting:
+    """What the row map's kernel takes and gives; -7 where it has not written."""
+
+    ids: np.ndarray
+    owners: np.ndarray | None  # ESFT slots of tokens
+    table: np.ndarray | None
+    adapters: np.ndarray | None  # LoRA slots of tokens, -1: none
+    num_tokens: int
+    experts: int
+    groups: int
+
+    def run(self, library) -> dict[str, np.ndarray]:
+        tokens, k = self.ids.shape
+        rows = self.ids.size
+        shapes = {"order": rows, "inverse": rows, "group_sizes": self.groups}
+        shapes |= {"row_to_token": rows, "row_to_expert": rows, "items": (rows, 4), "num_items": 1}
+        out = {name: np.full(shape, -7, np.int32) for name, shape in shapes.items()}
+        order = None
+        if self.adapters is not None:
+            order = np.argsort(self.adapters.astype(np.uint32), kind="stable").astype(np.int32)
+        slots = 0 if self.table is None else len(self.table)
+        sizes = [self.num_tokens, tokens, k, slots, self.experts, self.groups, 8]
+        given = (self.ids, self.owners, self.table, order, self.adapters, np.array(sizes, np.int32))
+        call(library.reroute, *given, *out.values())
+        return out
+
+
+def sorting(tokens: int, k: int, experts: int, slots: int, lora_slots: int = 0) -> Sorting:
     rng = np.random.default_rng(tokens)
-    groups, live = experts + slots * 13, max(1, tokens - 3)
+    groups = experts + slots * 13
     ids = rng.integers(-1, experts + 1, (tokens, k)).astype(np.int32)
     owners = rng.integers(-1, slots + 1, tokens).astype(np.int32)
-    table = rng.integers(0, groups, (max(slots, 1), experts)).astype(np.int32)
-    order, inverse, sizes = (np.full(n, -7, np.int32) for n in (ids.size, ids.size, groups))
-    given = (owners, table) if slots else (None, None)
+    table = rng.integers(0, groups, (slots, experts)).astype(np.int32)
+    adapters = rng.integers(-1, lora_slots, tokens).astype(np.int32) if lora_slots else None
+    given = (ids, owners if slots else None, table if slots else None, adapters)
+    return Sorting(*given, max(1, tokens - 3), experts, groups)
+
+
+SORTED = ("order", "inverse", "group_sizes", "row_to_token", "row_to_expert")
+SORTINGS = [
+    (1, 1, 1, 0),
+    (5, 2, 8, 0),
+    (300, 8, 128, 0),
+    (9, 4, 16, 3),
+    (40, 3, 16, 1259),
+    (700, 6, 64, 40),
+]
+
+
+@pytest.mark.parametrize(("tokens", "k", "experts", "slots"), SORTINGS)
+def test_reroute_is_the_references(library, tokens, k, experts, slots):
+    case = sorting(tokens, k, experts, slots)
     library.emulate(1, tokens)
-    shape = (live, tokens, k, slots, experts, groups)
-    call(library.reroute, ids, *given, *shape, order, inverse, sizes)
-    ids, live = jnp.asarray(ids), jnp.int32(live)
+    got = case.run(library)
+    ids, live = jnp.asarray(case.ids), jnp.int32(case.num_tokens)
     if slots:
-        want = reroute_reference.reroute(ids, jnp.asarray(owners), jnp.asarray(table), live, groups)
+        table = (jnp.asarray(case.owners), jnp.asarray(case.table))
+        want = reroute_reference.reroute(ids, *table, live, case.groups)
     else:
-        want = reroute_reference.row_map(ids, live, groups)
-    for mine, theirs in zip((order, inverse, sizes), want, strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+        want = reroute_reference.row_map(ids, live, case.groups)
+    for name in SORTED:
+        np.testing.assert_array_equal(got[name], getattr(want, name), err_msg=name)
+    assert got["num_items"] == -7
 
 
-# Rows g + 8, several heads and slices a CTA, heads shared out over CTAs, a window, sinks, a latent.
+@pytest.mark.parametrize(
+    ("tokens", "k", "experts", "slots", "lora_slots"),
+    [(1, 1, 1, 0, 1), (9, 4, 16, 3, 5), (40, 8, 8, 0, 2), (700, 6, 16, 2, 4)],
+)
+def test_row_map_cuts_items_of_adapters(library, tokens, k, experts, slots, lora_slots):
+    case = sorting(tokens, k, experts, slots, lora_slots)
+    library.emulate(1, tokens)
+    got = case.run(library)
+    ids, live = jnp.asarray(case.ids), jnp.int32(case.num_tokens)
+    adapters = adapter_items.reference(jnp.asarray(case.adapters), lora_slots)
+    table = np.arange(experts)[None] if case.table is None else case.table
+    owners = np.full(tokens, -1) if case.owners is None else case.owners
+    given = (jnp.asarray(owners.astype(np.int32)), jnp.asarray(table.astype(np.int32)))
+    want = reroute_reference.reroute(ids, *given, live, case.groups, adapters)
+    for name in SORTED:
+        np.testing.assert_array_equal(got[name], getattr(want, name), err_msg=name)
+    check_items(got["items"][: got["num_items"][0]], want, most=8)
+
+
+# Rows g + 8, several heads a CTA, heads shared out over CTAs, a window, sinks, latents.
 SHAPES = {
     "8 q heads a kv head": ModelShape(0, 0, 1, 1, 16, 2, 128, 128),
     "one q head a kv head": ModelShape(0, 0, 1, 1, 9, 9, 64, 64),
     "6 q heads, window, sinks": ModelShape(
         0, 0, 1, 1, 12, 2, 64, 64, sliding_window=37, sinks=True
     ),
-    "latent": ModelShape(0, 0, 1, 1, 16, 1, 192, 128, latent=True),
-    "latent in slices": ModelShape(0, 0, 1, 1, 4, 1, 320, 256, latent=True),
+    "latent": ModelShape(0, 0, 1, 1, 16, 1, 576, 512, latent=True),
+    "latent of few columns and heads": ModelShape(0, 0, 1, 1, 4, 1, 576, 64, latent=True),
 }
 BATCHES = {
     "decode": ((0, 0, 1), (1, 15, 1), (2, 16, 1), (3, 255, 1), (4, 256, 1), (5, 300, 1)),
@@ -119,17 +184,18 @@ BATCHES = {
 }
 
 
-def emulated_attention(library, case: AttentionCase, seed: int) -> np.ndarray:
-    """Return the kernel's result as float32."""
+def emulated_attention(library, case: AttentionCase, seed: int, **changes) -> np.ndarray:
+    """Return the kernel's result as float32; `changes` are of the cut."""
     tokens, q_heads, k_dim = case.q.shape
     pages, page_size, kv_heads, _ = case.k_pages.shape
     max_pages = case.block_tables.shape[1]
-    latent, window = case.v_pages is None, case.sliding_window or 0
-    context = max_pages * page_size
-    cut = paged_attention.cut_work(q_heads, kv_heads, k_dim, case.v_dim, latent, context)
+    window, context = case.sliding_window or 0, max_pages * page_size
+    cut = paged_attention.cut_work(tokens, q_heads, kv_heads, k_dim, context)
+    cut = dataclasses.replace(cut, **changes)
+    cut = dataclasses.replace(cut, max_chunks=-(-context // cut.chunk))
     sizes = [tokens, int(case.num_tokens), q_heads, kv_heads, k_dim, case.v_dim, pages, page_size]
     sizes += [max_pages, cut.chunk, cut.max_chunks, window, cut.cta_heads, cut.token_groups]
-    sizes = np.array([*sizes, cut.unit_tokens], np.int32)
+    sizes = np.array([*sizes, cut.unit_tokens, cut.part_rows], np.int32)
     out = np.full((tokens, q_heads, case.v_dim), np.nan, BF16)
     arrays = [case.q, case.k_pages, case.v_pages, case.block_tables]
     arrays += [case.token_to_seq, case.positions, case.sinks]
@@ -162,25 +228,78 @@ def test_attention_of_a_token_has_the_same_bits_in_any_company(library):
     np.testing.assert_array_equal(emulated_attention(library, fewer, seed=5), want[some])
 
 
+@pytest.mark.parametrize("shape", ["6 q heads, window, sinks", "latent of few columns and heads"])
+def test_attention_has_the_same_bits_cut_into_chunks_or_whole(library, shape):
+    chunks = ((0, 90, 80), (1, 130, 1), (2, 127, 2))  # the first is never cut
+    case = attention_case(SHAPES[shape], chunks, page_size=16, dtype="bfloat16")
+    whole = emulated_attention(library, case, seed=1, chunk=64, part_rows=1)
+    np.testing.assert_array_equal(emulated_attention(library, case, seed=2, chunk=64), whole)
+    few = dataclasses.replace(case, num_tokens=jnp.int32(20))  # too few to be left whole
+    cut = emulated_attention(library, few, seed=3, chunk=64)
+    np.testing.assert_array_equal(cut[:20], whole[:20])
+    assert not cut[20:].any()
+    near = emulated_attention(library, case, seed=4)
+    np.testing.assert_allclose(near, whole, **TOLERANCE["bfloat16"])
+
+
+@pytest.mark.parametrize("modules", [1, 2])
 @pytest.mark.parametrize("experts", [0, 3])
-@pytest.mark.parametrize(("rows", "d_out", "d_in"), [(1, 64, 128), (37, 192, 320), (70, 128, 64)])
-def test_lora_matches_float64(library, rows, d_out, d_in, experts):
+@pytest.mark.parametrize(("rows", "d_out", "d_in"), [(1, 64, 1408), (37, 192, 320), (70, 3008, 64)])
+def test_lora_matches_float64(library, rows, d_out, d_in, experts, modules):
+    """Modules differ in y and in where the slots' weights are, here turned by one slot."""
     case = lora_case(
         rows, d_out, d_in, ranks=(16, 8, 0, 40, 1, 13), num_experts=experts, dtype="bfloat16"
     )
     slots, max_rank = len(case.scaling), case.max_rank
-    y = copied(case.y)
+    entries = np.stack([np.roll(case.entries, m, 0) for m in range(modules)])
+    scaling = np.stack([copied(case.scaling) + m for m in range(modules)])
+    y = np.stack([copied(case.y)] * modules)
     owners = copied(case.row_to_slot)
     which = np.zeros(rows, np.int32) if case.row_to_expert is None else copied(case.row_to_expert)
-    pools = [copied(a) for a in (case.x, case.a_pool, case.b_pool, case.entries, case.scaling)]
-    sizes = (rows, d_out, d_in, len(case.a_pool), len(case.b_pool), slots, max_rank)
+    pools = [copied(a) for a in (case.x, case.a_pool, case.b_pool)]
+    sizes = (modules, rows, d_out, d_in, len(case.a_pool), len(case.b_pool), slots, max_rank)
     library.emulate(1, rows)
-    call(library.lora, y, *pools, owners, which, *sizes, 8 if rows <= 64 else 32)
-    want = np.asarray(case.y, np.float64)
+    call(library.lora, y, *pools, entries, scaling, owners, which, *sizes, 8 if rows <= 64 else 32)
+    want = np.stack([np.asarray(case.y, np.float64)] * modules)
     x, a_pool, b_pool = (np.asarray(v, np.float64) for v in (case.x, case.a_pool, case.b_pool))
-    for row, slot in enumerate(owners):
-        a_row, b_row, rank, a_stride, b_stride = np.asarray(case.entries)[slot]
+    for m, (row, slot) in itertools.product(range(modules), enumerate(owners)):
+        if slot < 0:
+            continue
+        a_row, b_row, rank, a_stride, b_stride = entries[m, slot]
         a, b = a_pool[a_row + which[row] * a_stride :], b_pool[b_row + which[row] * b_stride :]
-        h = float(case.scaling[slot]) * (x[row] @ a[:rank].T)
-        want[row] += h.astype(BF16).astype(np.float64) @ b[:rank]
+        h = float(scaling[m, slot]) * (x[row] @ a[:rank].T)
+        want[m, row] += h.astype(BF16).astype(np.float64) @ b[:rank]
     np.testing.assert_allclose(y.astype(np.float64), want, **TOLERANCE["bfloat16"])
+
+
+# The batch's ranks as in the case above; 8 rows make a segment that becomes tiles, unless all such
+# segments together have too few.
+@pytest.mark.parametrize(
+    ("rows", "d_out", "d_in", "ranks", "total"),
+    [
+        (70, 128, 64, (16, 8, 0, 40, 1, 13), 8),
+        (300, 640, 320, (64, 33), 8),
+        (90, 64, 192, (128, 100, 7), 8),
+        (40, 64, 4224, (30,), 8),
+        (40, 64, 128, (8,), 41),
+    ],
+)
+def test_tiles_have_the_bits_of_items(library, rows, d_out, d_in, ranks, total):
+    case = lora_case(rows, d_out, d_in, ranks=ranks, dtype="bfloat16")
+    slots, max_rank = len(case.scaling), case.max_rank
+    pools = [copied(a) for a in (case.x, case.a_pool, case.b_pool, case.entries, case.scaling)]
+    owners, which, left = copied(case.row_to_slot), np.zeros(rows, np.int32), np.zeros(1, np.int32)
+    want, got = copied(case.y), copied(case.y)
+    sizes = (1, rows, d_out, d_in, len(case.a_pool), len(case.b_pool), slots, max_rank, 8)
+    library.emulate(1, rows)
+    call(library.lora, want, *pools, owners, which, *sizes)
+    sizes = (rows, d_out, d_in, len(case.a_pool), slots, max_rank, 8, total)
+    library.emulate(2, rows)
+    call(library.lora_tiles, got, *pools, owners, which, *sizes, left)
+    counts = np.bincount(owners[(owners >= 0) & (owners < slots)], minlength=slots)
+    tiled = (counts >= 8) & (counts[counts >= 8].sum() >= total)
+    assert left[0] == counts[~tiled].sum()
+    inside = (owners >= 0) & (owners < slots)
+    inside[inside] = tiled[owners[inside]]
+    np.testing.assert_array_equal(got[inside].view(np.uint16), want[inside].view(np.uint16))
+    np.testing.assert_array_equal(got[~inside], copied(case.y)[~inside])

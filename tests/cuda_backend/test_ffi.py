@@ -16,12 +16,22 @@ needs_nvcc = pytest.mark.skipif(ffi.find_compiler() is None, reason="no nvcc on 
 MOST_REGISTERS = {
     "pair_kernel": 128,  # 2 CTAs of 256 threads
     "metadata_kernel": 64,  # 1 CTA of 1024
-    "merge_kernel": 255,  # 1 CTA of 256
+    "merge_kernel": 240,  # 1 CTA of 160 threads at ranks over 64
+    "row_tiles_kernel": 64,
+    "shrink_tiles_kernel": 255,  # 1 CTA of 256
+    "expand_tiles_kernel": 255,  # 1 CTA of 256
     "attention_kernel": 168,  # 1 CTA of 288
     "combine_kernel": 64,
-    "sort_block_kernel": 64,
-    "place_blocks_kernel": 64,
+    "count_rows_kernel": 64,
+    "sort_rows_kernel": 64,
+    "cut_rows_kernel": 64,
     "attention_units_kernel": 64,
+    "push_kernel": 64,  # 2 CTAs of 512
+    "add_kernel": 64,
+    "fetch_kernel": 64,
+    "respond_kernel": 64,
+    "wait_kernel": 64,
+    "receive_kernel": 128,
 }
 REPORT = re.compile(
     r"entry function '\w*?("

@@ -143,6 +143,23 @@ def test_shrink_then_expand_is_the_pair():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rows", [3, 200])
+def test_several_modules_in_one_launch_have_the_bits_of_each_alone(rows):
+    case = some_case(rows, 1024, 2048, num_experts=2)
+    y, x, a_pool, b_pool, entries, scaling, *owners = case.arrays
+    turned = [(y + m, jnp.roll(entries, m, 0), scaling + m) for m in range(cuda.MAX_MODULES)]
+
+    @jax.jit
+    def together(modules):
+        items = cuda.row_items(*owners, len(scaling))
+        return cuda.lora_pairs(modules, x, a_pool, b_pool, items, case.max_rank)
+
+    for (y, entries, scaling), got in zip(turned, together(turned), strict=True):
+        alone = kernel(y, x, a_pool, b_pool, entries, scaling, *owners, max_rank=case.max_rank)
+        np.testing.assert_array_equal(np.asarray(got.view(jnp.int16)), alone.view(jnp.int16))
+
+
+@pytest.mark.gpu
 def test_dispatch_reaches_the_kernel(tmp_path, monkeypatch):
     info = tmp_path / "lora_jax_cuda-1.dist-info"
     info.mkdir()

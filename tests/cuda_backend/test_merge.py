@@ -33,7 +33,7 @@ def oracle(case: MergeCase) -> np.ndarray:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [(16, 0, 1), (24, 32, 3), (64, 33, 8), (128, 100, 64)])
-@pytest.mark.parametrize(("d_out", "d_in"), [(256, 64), (300, 2112), (40, 4096), (1408, 2048)])
+@pytest.mark.parametrize(("d_out", "d_in"), [(256, 64), (296, 2112), (40, 4096), (1408, 2048)])
 def test_matches_float64(d_out, d_in, ranks):
     case = merge_case(3, d_out, d_in, ranks=ranks, dtype="bfloat16")
     np.testing.assert_allclose(run(case), oracle(case), **TOLERANCE["bfloat16"])
@@ -66,14 +66,15 @@ def test_unmerging_ends_within_a_rounding_of_the_old_weights():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "d_in", "max_rank", "why"),
+    ("dtype", "d_out", "d_in", "max_rank", "why"),
     [
-        ("float32", 64, 8, "bfloat16, not float32"),
-        ("bfloat16", 100, 8, "steps of 64, not 100"),
-        ("bfloat16", 64, 129, "ranks to 128, not 129"),
+        ("float32", 8, 64, 8, "bfloat16, not float32"),
+        ("bfloat16", 8, 100, 8, "d_in in steps of 64, not 100"),
+        ("bfloat16", 60, 64, 8, "d_out in steps of 8, not 60"),
+        ("bfloat16", 8, 64, 129, "ranks to 128, not 129"),
     ],
 )
-def test_declines_what_it_cannot_serve(dtype, d_in, max_rank, why):
-    cuda.check_support(jnp.dtype("bfloat16"), 64, 8)
+def test_declines_what_it_cannot_serve(dtype, d_out, d_in, max_rank, why):
+    cuda.check_support(jnp.dtype("bfloat16"), 8, 64, 8)
     with pytest.raises(NotImplementedError, match=why):
-        cuda.check_support(jnp.dtype(dtype), d_in, max_rank)
+        cuda.check_support(jnp.dtype(dtype), d_out, d_in, max_rank)

@@ -76,6 +76,17 @@ def test_a_token_has_the_same_bits_whatever_its_neighbours(model):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "llama-100m", "deepseek-v2-lite"])
+def test_a_long_prompt_has_the_bits_of_its_tokens_alone(model):
+    # Neighbours in a prompt go through all chunks; few tokens are cut into chunks.
+    case = some_case(model, ((0, 700, 260), (1, 900, 1), (2, 0, 30)), padding=0)
+    want = run(case)
+    np.testing.assert_allclose(want, oracle(case), **TOLERANCE["bfloat16"])
+    some = np.random.default_rng(0).permutation(len(want))[:40]
+    np.testing.assert_array_equal(run(tokens_of(case, some)), want[some])
+
+
+@pytest.mark.gpu
 def test_padding_gives_zero():
     case = some_case("llama-8b", DECODE, padding=5)
     assert not run(case)[len(DECODE) :].any()
@@ -83,32 +94,51 @@ def test_padding_gives_zero():
 
 @pytest.mark.parametrize("model", SERVED)
 @pytest.mark.parametrize("context", [16, 2048, 32768, 131072])
-def test_the_cut_covers_the_context_and_fits_a_cta(model, context):
+@pytest.mark.parametrize("tokens", [1, 64, 2048])
+def test_the_cut_covers_the_context_and_fits_a_cta(tokens, model, context):
     m = MODELS[model]
-    cut = cuda.cut_work(m.q_heads, m.kv_heads, m.k_dim, m.v_dim, m.latent, context)
-    assert cut.chunk % cuda.TILE == 0
+    cut = cuda.cut_work(tokens, m.q_heads, m.kv_heads, m.k_dim, context)
+    assert cut.chunk % 64 == 0  # whole steps of consumers
     assert (cut.max_chunks - 1) * cut.chunk < context <= cut.max_chunks * cut.chunk
     assert cut.max_chunks <= cuda.MOST_CHUNKS
     assert m.kv_heads % cut.cta_heads == 0
-    slices = -(-m.v_dim // cuda.SLICE)
-    assert 1 <= cut.cta_heads * slices * cut.token_groups <= cuda.CONSUMERS
+    assert 1 <= cut.cta_heads * cut.token_groups <= cuda.CONSUMERS
+    assert m.latent or cut.cta_heads * m.k_dim <= cuda.COLUMNS
     assert cut.unit_tokens >= 1
+    assert 1 <= cut.part_rows <= tokens
+
+
+@pytest.mark.parametrize("model", SERVED)
+def test_the_chunk_depends_on_the_context_alone(model):
+    m = MODELS[model]
+    chunks = {
+        cuda.cut_work(tokens, m.q_heads, m.kv_heads, m.k_dim, 20000).chunk
+        for tokens in (1, 64, 300, 8192)
+    }
+    assert len(chunks) == 1
+
+
+HEADS = {"q_heads": 32, "kv_heads": 8, "k_dim": 128, "v_dim": 128, "latent": False}
+LATENT = {"q_heads": 16, "kv_heads": 1, "k_dim": 576, "v_dim": 512, "latent": True}
 
 
 @pytest.mark.parametrize(
-    ("change", "why"),
+    ("fine", "change", "why"),
     [
-        ({"dtype": "float32"}, "bfloat16, not float32"),
-        ({"tokens": 9000}, "8192 tokens, not 9000"),
-        ({"q_heads": 136}, "16 q heads per kv head, not 17"),
-        ({"k_dim": 72}, "steps of 64 up to 1024, not 72"),
-        ({"v_dim": 192}, "steps of 128, not 192"),
-        ({"page_size": 8}, "steps of 16 positions, not 8"),
+        (HEADS, {"dtype": "float32"}, "bfloat16, not float32"),
+        (HEADS, {"tokens": 9000}, "8192 tokens, not 9000"),
+        (HEADS, {"q_heads": 136}, "16 q heads per kv head, not 17"),
+        (HEADS, {"k_dim": 72}, "64 or 128 columns, not 72 and 128"),
+        (HEADS, {"v_dim": 64}, "64 or 128 columns, not 128 and 64"),
+        (HEADS, {"page_size": 8}, "steps of 16 positions, not 8"),
+        (LATENT, {"k_dim": 320}, "one latent of 576 .* not 1 of 320"),
+        (LATENT, {"v_dim": 576}, "up to 512, not 1 of 576 with 576"),
     ],
 )
-def test_declines_what_it_cannot_serve(change, why):
-    fine = {"tokens": 7, "q_heads": 32, "kv_heads": 8, "k_dim": 128, "v_dim": 128, "page_size": 16}
+def test_declines_what_it_cannot_serve(fine, change, why):
+    fine = {"tokens": 7, "page_size": 16, **fine}
     cuda.check_support(jnp.dtype("bfloat16"), **fine)
-    dtype = jnp.dtype(change.pop("dtype", "bfloat16"))
+    dtype = jnp.dtype(change.get("dtype", "bfloat16"))
+    sizes = {name: value for name, value in change.items() if name != "dtype"}
     with pytest.raises(NotImplementedError, match=why):
-        cuda.check_support(dtype, **{**fine, **change})
+        cuda.check_support(dtype, **{**fine, **sizes})

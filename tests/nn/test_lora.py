@@ -6,6 +6,7 @@ import pytest
 
 from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.nn.lora import Rows, apply_lora
+from lora_jax.ops import dispatch
 
 RNG = np.random.default_rng(0)
 NAMES = ("q_proj", "router")
@@ -44,6 +45,16 @@ def test_other_sites_are_left_alone(module, layer):
     np.testing.assert_array_equal(got, Y)
 
 
+def test_several_modules_at_once():
+    modules = ("router", "o_proj", "q_proj")
+    ys = tuple(Y + m for m in range(3))
+    rows = make_rows([1, -1, 0, 1], make_slots())
+    got = rows.add_loras(ys, X, modules, 2)
+    for y, module, new in zip(ys, modules, got, strict=True):
+        np.testing.assert_array_equal(new, rows.add_lora(y, X, module, 2))
+    assert got[1] is ys[1]  # which no adapter can have
+
+
 def test_nothing_is_computed_where_no_adapter_can_be():
     assert make_rows([1, 1, 1, 1], None).add_lora(Y, X, "router", 2) is Y
     assert make_rows([1, 1, 1, 1], make_slots()).add_lora(Y, X, "o_proj", 2) is Y
@@ -60,3 +71,16 @@ def test_gathered_rows():
     rows = make_rows([1, -1, 0], None).gathered(jnp.asarray([2, 2, 0, 1], jnp.int32), jnp.int32(3))
     assert int(rows.num_rows) == 3
     np.testing.assert_array_equal(rows.row_to_slot, [0, 0, 1, -1])
+
+
+def test_items_are_made_once_and_only_where_a_kernel_wants_them(monkeypatch):
+    rows = make_rows([1, -1, 0, 1], make_slots())
+    assert rows.with_items().items is None
+    monkeypatch.setenv(dispatch.ENV, "reference")
+    assert make_rows([1, -1, 0, 1], None).with_items().items is None
+    with_items = rows.with_items()
+    assert with_items.items.order.tolist() == [2, 0, 3, 1]
+    got = with_items.add_lora(Y, X, "router", 2)
+    np.testing.assert_array_equal(got, rows.add_lora(Y, X, "router", 2))
+    moved = with_items.gathered(jnp.asarray([3, 0], jnp.int32), jnp.int32(2))
+    assert moved.items is None  # they were those of other rows

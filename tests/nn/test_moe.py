@@ -12,6 +12,7 @@ from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.config import ClampedSwiglu, MoeConfig
 from lora_jax.nn.lora import Rows
 from lora_jax.nn.moe import MoeBlock, Router, choose_experts, clamped_swiglu, combine
+from lora_jax.ops import dispatch
 from lora_jax.ops.reroute import row_map
 
 BASE = MoeConfig(num_experts=12, top_k=3, intermediate_size=20, layers=(0,))
@@ -156,6 +157,30 @@ def test_router_takes_adapters_in_a_bfloat16_model():
     assert got.dtype == np.float32
     np.testing.assert_allclose(got[::2], (base + delta)[::2], atol=2e-2 * np.abs(delta).max())
     np.testing.assert_array_equal(got[1::2], base[1::2])
+
+
+def test_experts_give_the_same_bits_whether_rows_come_by_adapter_or_not(monkeypatch):
+    monkeypatch.setenv(dispatch.ENV, "reference")
+    block = MoeBlock(32, BASE, 0, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+    width, experts = block.experts.gate_proj.shape[1], block.experts.num_groups
+    pools = {
+        str(w): jnp.asarray(rng.standard_normal((3 * experts, w)), jnp.float32) for w in (32, width)
+    }
+    entries = jnp.asarray([[[[0, 0, 1, 1, 1], [experts, experts, 2, 2, 2]]]] * 3, jnp.int32)
+    scaling = jnp.full((3, 1, 2), 0.5, jnp.float32)
+    adapters = AdapterSlots(pools, entries, scaling)
+    names = tuple(f"experts.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
+    slots = jnp.asarray([1, -1, 0, 1, 0, 0, 1, -1], jnp.int32)
+    rows = Rows(jnp.int32(7), slots, adapters, names, max_rank=2)
+    x = jnp.asarray(rng.standard_normal((8, 32)), jnp.float32)
+    plain = np.asarray(jax.jit(lambda x: block(x, rows))(x))
+    sorted_too = np.asarray(jax.jit(lambda x: block(x, rows.with_items()))(x))
+    np.testing.assert_array_equal(sorted_too[:7], plain[:7])
+    bare = dataclasses.replace(rows, adapters=None)
+    base = np.asarray(jax.jit(lambda x: block(x, bare))(x))
+    changed = (plain != base).any(axis=1)[:7]
+    np.testing.assert_array_equal(changed, np.asarray(slots)[:7] >= 0)
 
 
 def test_esft_rows_use_their_own_experts_and_others_keep_their_bits():

@@ -11,7 +11,7 @@ from tolerance import TOLERANCE
 
 from lora_jax.ops.cases import POPULARITIES, LoraCase, lora_case
 from lora_jax.ops.grouped_matmul import matmul
-from lora_jax.ops.lora_gemm import lora_gemm
+from lora_jax.ops.lora_gemm import lora_gemm, lora_gemms
 
 IMPLEMENTATIONS = ["ffi", "xla", "reference"]
 
@@ -168,6 +168,28 @@ def test_y_that_is_still_needed_is_not_changed():
     _, kept = new(*case.arrays)
     np.testing.assert_array_equal(np.asarray(kept), before)
     np.testing.assert_array_equal(np.asarray(case.y), before)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_several_maps_have_the_bits_of_each_alone(implementation):
+    case = lora_case(9, 16, 24, num_experts=2)
+    owners = (case.row_to_slot, case.row_to_expert)
+    maps = [(case.y + m, jnp.roll(case.entries, m, 0), case.scaling + m) for m in range(3)]
+    ys, entries, scaling = zip(*maps, strict=True)
+    pools, options = (case.x, case.a_pool, case.b_pool), {"implementation": implementation}
+    options["max_rank"] = case.max_rank
+    together = lora_gemms(ys, *pools, entries, scaling, *owners, **options)
+    for (y, e, s), got in zip(maps, together, strict=True):
+        alone = lora_gemm(y, *pools, e, s, *owners, **options)
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(alone))
+
+
+def test_several_maps_need_one_table_each():
+    case = lora_case(2, 8, 8)
+    ys, pools = (case.y, case.y), (case.x, case.a_pool, case.b_pool)
+    tables = ([case.entries], [case.scaling], case.row_to_slot)
+    with pytest.raises(ValueError, match="2 y, 1 entries and 1 scaling"):
+        lora_gemms(ys, *pools, *tables, max_rank=case.max_rank)
 
 
 def test_a_slot_that_points_outside_the_pools_is_an_error():

@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from item_cases import check_items
 
+from lora_jax.ops.adapter_items import adapter_items
 from lora_jax.ops.cases import POPULARITIES, popular
 from lora_jax.ops.reroute import reroute, row_map
 
@@ -87,6 +89,53 @@ def test_without_adapters_reroute_is_row_map(implementation):
         np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
     np.testing.assert_array_equal(got.group_sizes[:5], want.group_sizes)
     assert not np.asarray(got.group_sizes)[5:].any()
+
+
+@pytest.mark.parametrize(("popularity", "esft"), [("zipf", True), ("uniform", False)])
+def test_rows_of_an_adapter_stand_together_within_a_group(popularity, esft):
+    rng = np.random.default_rng(3)
+    tokens, k, experts, groups = 23, 3, 4, 9
+    ids = jnp.asarray(rng.integers(-1, experts, (tokens, k)), jnp.int32)
+    slots = jnp.asarray(popular(popularity, tokens, 5, rng))
+    adapters = adapter_items(slots, 5, implementation="reference")
+    table = jnp.asarray(rng.integers(0, groups, (2, experts)), jnp.int32)
+    owners = jnp.asarray(rng.integers(-1, 2, tokens) if esft else np.full(tokens, -1), jnp.int32)
+    call = jax.jit(
+        lambda a: reroute(
+            ids, owners, table, jnp.int32(20), groups, adapters=a, implementation="reference"
+        )
+    )
+    plain, got = call(None), call(adapters)
+    np.testing.assert_array_equal(got.group_sizes, plain.group_sizes)
+    np.testing.assert_array_equal(np.asarray(got.inverse)[got.order], np.arange(tokens * k))
+    order, lora = np.asarray(got.order), np.asarray(slots)
+    ends = np.cumsum(got.group_sizes)
+    group = np.searchsorted(ends, np.arange(tokens * k), side="right")
+    plain_group = group[np.asarray(plain.inverse)]  # of rows; the groups have the same places
+    np.testing.assert_array_equal(plain_group[order], group)
+    key = np.stack([group, lora[order // k].astype(np.uint32), order])
+    np.testing.assert_array_equal(key, key[:, np.lexsort(key[::-1])])
+    check_items(np.asarray(got.items.items)[: int(got.items.num_items[0])], got, most=32)
+    np.testing.assert_array_equal(
+        got.items.row_to_slot, np.where(group < groups, lora[got.row_to_token], -1)
+    )
+
+
+def test_where_no_kernel_wants_items_the_map_has_none():
+    ids, slots = jnp.asarray([[0], [1], [0]], jnp.int32), jnp.asarray([1, 0, 0], jnp.int32)
+    adapters = adapter_items(slots, 2, implementation="reference")
+    got = row_map(ids, jnp.int32(3), 2, adapters=adapters, implementation="ffi")
+    assert got.items is None
+    assert got.order.tolist() == [0, 2, 1]
+    with_items = row_map(ids, jnp.int32(3), 2, adapters=adapters, implementation="reference")
+    assert with_items.order.tolist() == [2, 0, 1]
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_row_map_refuses_adapters_of_other_tokens():
+    adapters = adapter_items(jnp.zeros(4, jnp.int32), 2, implementation="reference")
+    with pytest.raises(ValueError, match=r"adapters has shape \(4,\), expected \(3,\)"):
+        row_map(jnp.zeros((3, 1), jnp.int32), jnp.int32(3), 2, adapters=adapters)
 
 
 @pytest.mark.usefixtures("shapes_unchecked")

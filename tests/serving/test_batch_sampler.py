@@ -58,3 +58,13 @@ def test_rows_of_an_ended_sequence_ask_for_nothing():
     state = make_state([ROWS[2], Sampling(temperature=0.0)])
     got = check_same(logits, state, [1], pad_to=8)
     assert not got.top_logprobs.any()
+
+
+def test_plain_rows_need_only_the_most_likely_token():
+    logits = make_logits(3)
+    logits[2, 7] = np.nan
+    state = make_state([Sampling(temperature=0.0)] * 3)
+    plain = functools.partial(run_with, jax.jit(batch_sampler.sample_plain))
+    got, want = (run(logits, state, [0, 1, 2], pad_to=8) for run in (plain, at_once))
+    for name, values in vars(want).items():
+        np.testing.assert_array_equal(getattr(got, name), values)

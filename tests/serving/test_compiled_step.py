@@ -1,4 +1,4 @@
-"""Steps whose tables and results stay where they are give what others do."""
+"""Steps in two programs, whose memory stays where it is, give what whole ones do."""
 
 import jax
 import jax.numpy as jnp
@@ -29,16 +29,15 @@ def pointers(tree):
     return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)]
 
 
-def decode(loaded, *, stay):
-    """Return the step and the samples of two sequences over a prompt of 3 and then 5 steps."""
+def decode(loaded, sampling, *, split, plain):
+    """Return the samples of two sequences over a prompt of 3 and then 5 steps, and addresses."""
     model, config = loaded
-    step = CompiledStep(model, SIZES, None, SHAPE.vocab, stay=stay)
+    step = CompiledStep(model, SIZES, None, SHAPE.vocab, split=split)
     wide = jnp.dtype(jnp.float32)
     cache = init_cache(type(model).kv_shape(config), SIZES.num_pages, SIZES.page_size, wide)
     state = init_row_state(SIZES.max_seqs, SIZES.max_len)
     for row in (0, 1):
-        asked = Sampling(temperature=float(row), logprobs=2)
-        packed = pack_row(asked, (5 + row, 6, 7), 3, row, (), SIZES.max_len, SHAPE.vocab)
+        packed = pack_row(sampling, (5 + row, 6, 7), 3, row, (), SIZES.max_len, SHAPE.vocab)
         state = admit(state, np.int32(row), packed.ints, packed.floats)
     tables = np.arange(4 * SIZES.max_pages, dtype=np.int32).reshape(4, -1) % SIZES.num_pages
     step.set_pages(tables)
@@ -49,20 +48,29 @@ def decode(loaded, *, stay):
         table[START, :2], table[NUM_TOKENS, :2], table[SAMPLES, :2] = start, count, 1
         table[SLOT] = -1
         cache, state, sampled, status = step.run(
-            cache, state, None, None, None, table, 8, lora=True
+            cache, state, None, None, None, table, 8, lora=True, plain=plain
         )
         assert status is None
         samples.append(sampled)
-        seen.add(tuple(pointers((step._table, step._pages, step._results))))
+        stays = (step._table, step._pages, step._logits, step._results, cache, state)
+        seen.add(tuple(pointers(stays)))
     return samples, seen
 
 
-def test_what_stays_changes_no_result_and_no_address(loaded):
-    plain, _ = decode(loaded, stay=False)
-    samples, addresses = decode(loaded, stay=True)
+@pytest.mark.parametrize(
+    ("sampling", "plain"),
+    [
+        (Sampling(temperature=0.0), True),
+        (Sampling(temperature=0.0), False),
+        (Sampling(temperature=0.9, top_p=0.9, logprobs=2, presence_penalty=0.5), False),
+    ],
+)
+def test_two_programs_give_what_one_does_at_the_same_addresses(loaded, sampling, plain):
+    whole, _ = decode(loaded, sampling, split=False, plain=plain)
+    samples, addresses = decode(loaded, sampling, split=True, plain=plain)
     assert len(addresses) == 1
-    for got, want in zip(samples, plain, strict=True):
+    for got, want in zip(samples, whole, strict=True):
         for mine, its in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-            np.testing.assert_array_equal(mine, its)
+            np.testing.assert_allclose(mine, its, rtol=1e-6)
     # Results of earlier steps are copies: later steps leave them alone.
     assert len({tuple(np.asarray(s.token_ids)[:2].tolist()) for s in samples}) > 1

@@ -15,42 +15,48 @@ static ffi::Error status(cudaError_t e) {
 }
 
 static ffi::Error Units(cudaStream_t stream, S32 token_to_seq, S32 positions, S32 num_tokens,
-                        ffi::Result<S32> units, ffi::Result<S32> num_units, int64_t unit_tokens, int64_t chunk,
-                        int64_t window) {
-  const AttentionUnitsArgs args{token_to_seq.typed_data(), positions.typed_data(), num_tokens.typed_data(),
-                                static_cast<int>(positions.element_count()), static_cast<int>(unit_tokens),
-                                static_cast<int>(chunk), static_cast<int>(window),
-                                reinterpret_cast<AttentionUnit*>(units->typed_data()), num_units->typed_data()};
+                        ffi::Result<S32> units, ffi::Result<S32> part_tokens, ffi::Result<S32> num_units,
+                        int64_t unit_tokens, int64_t chunk, int64_t window) {
+  const AttentionUnitsArgs args{token_to_seq.typed_data(),
+                                positions.typed_data(),
+                                num_tokens.typed_data(),
+                                static_cast<int>(positions.element_count()),
+                                static_cast<int>(unit_tokens),
+                                static_cast<int>(chunk),
+                                static_cast<int>(window),
+                                static_cast<int>(part_tokens->dimensions()[0]),
+                                reinterpret_cast<AttentionUnit*>(units->typed_data()),
+                                reinterpret_cast<int2*>(part_tokens->typed_data()),
+                                num_units->typed_data()};
   return status(launch_attention_units(args, stream));
 }
 
 // `v_pages` and `sinks` of no elements mean that there are none.
-static ffi::Error Attention(cudaStream_t stream, BF16 q, BF16 k_pages, BF16 v_pages, S32 block_tables,
-                            S32 token_to_seq, S32 positions, S32 num_tokens, F32 sinks, S32 units, S32 num_units,
-                            ffi::Result<BF16> out, ffi::Result<F32> part_o, ffi::Result<F32> part_ml, float scale,
-                            int64_t chunk, int64_t window, int64_t cta_heads, int64_t token_groups) {
+static ffi::Error Attention(cudaStream_t stream, BF16 q, BF16 k_pages, BF16 v_pages, S32 block_tables, S32 num_tokens,
+                            F32 sinks, S32 units, S32 part_tokens, S32 num_units, ffi::Result<BF16> out,
+                            ffi::Result<F32> part_o, ffi::Result<F32> part_ml, float scale, int64_t chunk,
+                            int64_t window, int64_t cta_heads, int64_t token_groups) {
   auto data = [](const BF16& b) { return static_cast<const __nv_bfloat16*>(b.untyped_data()); };
-  const auto qd = q.dimensions(), kd = k_pages.dimensions();
+  const auto qd = q.dimensions(), kd = k_pages.dimensions(), parts = part_ml->dimensions();
+  const bool latent = v_pages.element_count() == 0;
   AttentionArgs args{};
-  args.q = data(q), args.block_tables = block_tables.typed_data(), args.token_to_seq = token_to_seq.typed_data();
-  args.positions = positions.typed_data(), args.num_tokens = num_tokens.typed_data();
-  args.sinks = sinks.element_count() ? sinks.typed_data() : nullptr;
-  args.units = reinterpret_cast<const AttentionUnit*>(units.typed_data()), args.num_units = num_units.typed_data();
+  args.q = data(q), args.block_tables = block_tables.typed_data();
+  args.num_tokens = num_tokens.typed_data(), args.sinks = sinks.element_count() ? sinks.typed_data() : nullptr;
+  args.units = reinterpret_cast<const AttentionUnit*>(units.typed_data());
+  args.part_tokens = reinterpret_cast<const int2*>(part_tokens.typed_data()), args.num_units = num_units.typed_data();
   args.out = static_cast<__nv_bfloat16*>(out->untyped_data()), args.part_o = part_o->typed_data();
   args.part_ml = reinterpret_cast<float2*>(part_ml->typed_data());
   args.tokens = static_cast<int>(qd[0]), args.q_heads = static_cast<int>(qd[1]), args.k_dim = static_cast<int>(qd[2]);
   args.kv_heads = static_cast<int>(kd[2]), args.page_size = static_cast<int>(kd[1]);
-  args.v_dim = static_cast<int>(out->dimensions()[2]), args.latent = v_pages.element_count() == 0;
+  args.v_dim = static_cast<int>(out->dimensions()[2]);
   args.max_pages = static_cast<int>(block_tables.dimensions()[1]);
   args.chunk = static_cast<int>(chunk), args.window = static_cast<int>(window);
-  args.max_chunks = static_cast<int>(part_ml->dimensions()[1]);
+  args.part_rows = static_cast<int>(parts[0]), args.max_chunks = static_cast<int>(parts[1]);
   args.cta_heads = static_cast<int>(cta_heads);
   args.token_groups = static_cast<int>(token_groups), args.scale_log2 = scale * 1.4426950408889634f;
   cudaError_t e = page_map(&args.k_map, data(k_pages), kd[0], kd[1], kd[2], kd[3], cta_heads);
-  if (e == cudaSuccess && !args.latent) {
-    e = page_map(&args.v_map, data(v_pages), kd[0], kd[1], kd[2], args.v_dim, cta_heads);
-  }
-  return status(e == cudaSuccess ? launch_attention(args, stream) : e);
+  if (e == cudaSuccess && !latent) e = page_map(&args.v_map, data(v_pages), kd[0], kd[1], kd[2], args.v_dim, cta_heads);
+  return status(e == cudaSuccess ? launch_attention(args, latent, stream) : e);
 }
 
 }  // namespace lora_jax
@@ -63,6 +69,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_attention_units, lora_jax::Units,
                                   .Arg<S32>()
                                   .Ret<S32>()
                                   .Ret<S32>()
+                                  .Ret<S32>()
                                   .Attr<int64_t>("unit_tokens")
                                   .Attr<int64_t>("chunk")
                                   .Attr<int64_t>("window"),
@@ -73,9 +80,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_paged_attention, lora_jax::Attention
                                   .Arg<BF16>()
                                   .Arg<S32>()
                                   .Arg<S32>()
-                                  .Arg<S32>()
-                                  .Arg<S32>()
                                   .Arg<F32>()
+                                  .Arg<S32>()
                                   .Arg<S32>()
                                   .Arg<S32>()
                                   .Ret<BF16>()

@@ -41,6 +41,19 @@ __device__ __forceinline__ int cta_scan(int v, int* warp_sums, int zero, Op op, 
 __device__ __forceinline__ int plus(int x, int y) { return x + y; }
 __device__ __forceinline__ int later(int x, int y) { return max(x, y); }
 
+// The lanes of the warp that are live and hold the same number of `bits` bits. A ballot a bit costs much
+// less than match.any, which takes the distinct numbers one after the other.
+__device__ __forceinline__ unsigned same_lanes(bool live, uint32_t number, int bits) {
+  unsigned same = __ballot_sync(~0u, live);
+#pragma unroll 2
+  for (int b = 0; b < bits; ++b) {
+    const bool set = number >> b & 1;
+    const unsigned ones = __ballot_sync(~0u, set);
+    same &= set ? ones : ~ones;
+  }
+  return live ? same : 0;
+}
+
 // One stable pass: warp w owns the w-th run of keys, so order is by (digit, warp, place).
 __device__ __forceinline__ void radix_pass(SortShared& sm, const uint32_t* from, uint32_t* to, int rows,
                                            int shift) {
@@ -51,11 +64,12 @@ __device__ __forceinline__ void radix_pass(SortShared& sm, const uint32_t* from,
   for (int i = tid; i < kRadix * kWarps; i += kScanThreads) counts[i] = 0;
   __syncthreads();
   auto each = [&](auto place) {
+#pragma unroll 1
     for (int i = begin; i < min(begin + run, rows); i += 32) {
       const bool live = i + lane < rows;
       const uint32_t key = live ? from[i + lane] : 0;
-      const int digit = live ? key >> shift & (kRadix - 1) : kRadix;
-      const unsigned peers = __match_any_sync(~0u, digit);
+      const int digit = key >> shift & (kRadix - 1);
+      const unsigned peers = same_lanes(live, digit, kRadixBits);
       const int before = __popc(peers & ((1u << lane) - 1));
       if (live) place(key, digit, before);
       __syncwarp();

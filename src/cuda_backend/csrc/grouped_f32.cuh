@@ -1,8 +1,9 @@
 // y = w[g] x + bias[g] in float32, for rows sorted by group: routers, norms' sums, float32 models.
 //
-// A warp owns 4 rows x 4 columns: lane l takes the k with k / 4 % 32 == l in order, then lanes are
-// added by halves. So a row's sums have one order, whatever stands next to it. Tensor cores have no
-// full float32; the caches' bandwidth bounds this at about half of the multiply-add rate.
+// A CTA owns 4 rows x C columns, of whose k each warp takes every fourth 128: lane l those with
+// k / 4 % 32 == l in order; then lanes are added by halves, and warps in order. So a row's sums have
+// one order, whatever stands next to it, and few rows still keep many loads in flight. Tensor cores
+// have no full float32; the caches' bandwidth bounds this at about half of the multiply-add rate.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -19,7 +20,7 @@ struct GroupedF32Args {
   int rows, groups, d_out, d_in;
 };
 
-constexpr int kF32Warps = 4, kF32Rows = 4, kF32Columns = 4;
+constexpr int kF32Warps = 4, kF32Rows = 4;
 
 // A group and the row after its last; `index` is `groups` for rows in no group.
 struct F32Group {
@@ -46,26 +47,27 @@ __device__ __forceinline__ F32Group group_of(const GroupedF32Args& p, int row) {
   return {p.groups, p.rows};
 }
 
-__device__ __forceinline__ void multiply_f32(const GroupedF32Args& p, int group, int row, int stop, int column) {
-  const int lane = threadIdx.x & 31;
-  const float *x[kF32Rows], *w[kF32Columns];  // past the end they read the last, for nothing
+// This warp's part of rows row..row + 3 times columns column..column + C - 1, in all lanes.
+template <int C>
+__device__ __forceinline__ void multiply_f32(const GroupedF32Args& p, int group, int row, int stop, int column,
+                                             float (&acc)[kF32Rows][C]) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const float *x[kF32Rows], *w[C];  // past the end they read the last, for nothing
 #pragma unroll
   for (int r = 0; r < kF32Rows; ++r) x[r] = p.x + static_cast<int64_t>(min(row + r, stop - 1)) * p.d_in;
 #pragma unroll
-  for (int c = 0; c < kF32Columns; ++c)
-    w[c] = p.w + (static_cast<int64_t>(group) * p.d_out + min(column + c, p.d_out - 1)) * p.d_in;
-  float acc[kF32Rows][kF32Columns] = {};
-#pragma unroll 2
-  for (int k = lane * 4; k < p.d_in; k += 128) {
-    float4 a[kF32Rows], b[kF32Columns];
+  for (int c = 0; c < C; ++c) w[c] = p.w + (static_cast<int64_t>(group) * p.d_out + min(column + c, p.d_out - 1)) * p.d_in;
+#pragma unroll 4
+  for (int k = warp * 128 + lane * 4; k < p.d_in; k += kF32Warps * 128) {
+    float4 a[kF32Rows], b[C];
 #pragma unroll
     for (int r = 0; r < kF32Rows; ++r) a[r] = __ldg(reinterpret_cast<const float4*>(x[r] + k));
 #pragma unroll
-    for (int c = 0; c < kF32Columns; ++c) b[c] = __ldg(reinterpret_cast<const float4*>(w[c] + k));
+    for (int c = 0; c < C; ++c) b[c] = __ldg(reinterpret_cast<const float4*>(w[c] + k));
 #pragma unroll
     for (int r = 0; r < kF32Rows; ++r)
 #pragma unroll
-      for (int c = 0; c < kF32Columns; ++c) {
+      for (int c = 0; c < C; ++c) {
         acc[r][c] = fmaf(a[r].x, b[c].x, acc[r][c]);
         acc[r][c] = fmaf(a[r].y, b[c].y, acc[r][c]);
         acc[r][c] = fmaf(a[r].z, b[c].z, acc[r][c]);
@@ -75,38 +77,65 @@ __device__ __forceinline__ void multiply_f32(const GroupedF32Args& p, int group,
 #pragma unroll
   for (int r = 0; r < kF32Rows; ++r)
 #pragma unroll
-    for (int c = 0; c < kF32Columns; ++c) {
+    for (int c = 0; c < C; ++c)
 #pragma unroll
       for (int d = 16; d; d /= 2) acc[r][c] += __shfl_xor_sync(~0u, acc[r][c], d);
-      if (lane == r * kF32Columns + c && row + r < stop && column + c < p.d_out)
-        p.y[static_cast<int64_t>(row + r) * p.d_out + column + c] =
-            acc[r][c] + (p.bias ? __ldg(p.bias + static_cast<int64_t>(group) * p.d_out + column + c) : 0.f);
-    }
 }
 
-// Blocks of the same columns stand together, so that L2 reads their weights once.
+// Adds the warps' parts in order; thread r * C + c writes one result.
+template <int C>
+__device__ __forceinline__ void store_f32(const GroupedF32Args& p, int group, int row, int stop, int column, int* room,
+                                          const float (&acc)[kF32Rows][C]) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, tid = threadIdx.x;
+  auto* parts = reinterpret_cast<float*>(room);
+#pragma unroll
+  for (int r = 0; r < kF32Rows; ++r)
+#pragma unroll
+    for (int c = 0; c < C; ++c)
+      if (lane == r * C + c) parts[warp * kF32Rows * C + lane] = acc[r][c];
+  __syncthreads();
+  const int r = tid / C, c = column + tid % C;
+  if (tid < kF32Rows * C && row + r < stop && c < p.d_out) {
+    float sum = parts[tid];
+#pragma unroll
+    for (int v = 1; v < kF32Warps; ++v) sum += parts[v * kF32Rows * C + tid];
+    if (p.bias) sum += __ldg(p.bias + static_cast<int64_t>(group) * p.d_out + c);
+    p.y[static_cast<int64_t>(row + r) * p.d_out + c] = sum;
+  }
+  __syncthreads();
+}
+
+// CTAs of the same columns stand together, so that L2 reads their weights once.
+template <int C>
 __global__ void __launch_bounds__(kF32Warps * 32) grouped_f32_kernel(const GroupedF32Args p) {
+  __shared__ int room[kF32Warps * kF32Rows * 4];
   const int tiles = (p.rows + kF32Rows - 1) / kF32Rows, tile = static_cast<int>(blockIdx.x) % tiles;
-  const int lane = threadIdx.x & 31, last = min((tile + 1) * kF32Rows, p.rows);
-  const int column = (static_cast<int>(blockIdx.x) / tiles * kF32Warps + static_cast<int>(threadIdx.x >> 5)) * kF32Columns;
-  if (column >= p.d_out) return;
+  const int last = min((tile + 1) * kF32Rows, p.rows), column = static_cast<int>(blockIdx.x) / tiles * C;
   for (int row = tile * kF32Rows; row < last;) {
     const F32Group group = group_of(p, row);
-    const int stop = min(last, group.end);
+    const int stop = min(last, group.end), c = column + static_cast<int>(threadIdx.x);
     if (group.index < p.groups) {
-      multiply_f32(p, group.index, row, stop, column);
-    } else if (lane < kF32Columns && column + lane < p.d_out) {
-      for (int r = row; r < stop; ++r) p.y[static_cast<int64_t>(r) * p.d_out + column + lane] = 0.f;
+      float acc[kF32Rows][C] = {};
+      multiply_f32<C>(p, group.index, row, stop, column, acc);
+      store_f32<C>(p, group.index, row, stop, column, room, acc);
+    } else if (threadIdx.x < C && c < p.d_out) {
+      for (int r = row; r < stop; ++r) p.y[static_cast<int64_t>(r) * p.d_out + c] = 0.f;
     }
     row = stop;
   }
 }
 
-inline cudaError_t launch_grouped_f32(const GroupedF32Args& p, cudaStream_t stream) {
-  constexpr int columns = kF32Warps * kF32Columns;
-  const int64_t blocks = static_cast<int64_t>((p.rows + kF32Rows - 1) / kF32Rows) * ((p.d_out + columns - 1) / columns);
-  grouped_f32_kernel<<<static_cast<unsigned>(blocks), kF32Warps * 32, 0, stream>>>(p);
+template <int C>
+cudaError_t launch_f32_columns(const GroupedF32Args& p, cudaStream_t stream) {
+  const int64_t ctas = static_cast<int64_t>((p.rows + kF32Rows - 1) / kF32Rows) * ((p.d_out + C - 1) / C);
+  const auto kernel = grouped_f32_kernel<C>;
+  kernel<<<static_cast<unsigned>(ctas), kF32Warps * 32, 0, stream>>>(p);
   return cudaGetLastError();
+}
+
+// Which of the two does not depend on the rows.
+inline cudaError_t launch_grouped_f32(const GroupedF32Args& p, cudaStream_t stream) {
+  return p.d_out == 1 ? launch_f32_columns<1>(p, stream) : launch_f32_columns<4>(p, stream);
 }
 
 }  // namespace lora_jax

@@ -1,6 +1,8 @@
 // XLA FFI entry points of the CUDA kernels: unpack buffers, launch, report errors. All of them only
 // enqueue work of a fixed shape, so XLA may put them into CUDA graphs.
+#include "branches.cuh"
 #include "launch.cuh"
+#include "tile_args.cuh"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -29,67 +31,104 @@ ffi::Error RowItems(cudaStream_t stream, S32 row_to_slot, S32 row_to_expert, ffi
   return status(launch_metadata(args, stream));
 }
 
-// What shrink, expand and the pair have in common; `flags` is one counter a row and one more.
-cudaError_t common_args(PairArgs* args, cudaStream_t stream, S32& entries, F32& scaling, S32& order, S32& items,
-                        S32& num_items, ffi::Result<S32>& flags, int64_t h_stride) {
-  args->items = reinterpret_cast<const Item*>(items.typed_data());
-  args->num_items = num_items.typed_data();
-  args->row_order = order.typed_data();
-  args->entries = entries.typed_data(), args->scaling = scaling.typed_data();
-  args->num_rows = static_cast<int>(order.element_count());
-  args->num_slots = static_cast<int>(scaling.element_count());
-  args->ready = flags->typed_data(), args->tickets = args->ready + args->num_rows;
-  args->h_stride = static_cast<int>(h_stride), args->max_rank = args->h_stride - 8;
-  return cudaMemsetAsync(args->ready, 0, flags->size_bytes(), stream);
+// What shrink, expand and the pair have in common.
+PairArgs common_args(S32& order, S32& items, S32& num_items, int64_t h_stride) {
+  PairArgs args{};
+  args.items = reinterpret_cast<const Item*>(items.typed_data());
+  args.num_items = num_items.typed_data();
+  args.row_order = order.typed_data();
+  args.num_modules = 1, args.num_rows = static_cast<int>(order.element_count());
+  args.h_stride = args.max_rank = static_cast<int>(h_stride);
+  return args;
 }
 cudaError_t shrink_args(PairArgs* args, BF16& x, BF16& a_pool) {
   const auto d = a_pool.dimensions();
   args->shrink = true, args->x = data(x), args->d_in = static_cast<int>(d[1]);
-  return pool_map(&args->a_map, data(a_pool), d[0], d[1]);
+  return pool_maps(args, 0, data(a_pool), d[0], d[1], kWideA);
 }
-cudaError_t expand_args(PairArgs* args, cudaStream_t stream, BF16& y, BF16& b_pool, ffi::Result<BF16>& out) {
+cudaError_t expand_args(PairArgs* args, BF16& b_pool, int* draws) {
   const auto d = b_pool.dimensions();
-  args->expand = true, args->y = data(out), args->d_out = static_cast<int>(d[1]);
-  const cudaError_t e = pool_map(&args->b_map, data(b_pool), d[0], d[1]);
-  if (e != cudaSuccess || data(out) == data(y)) return e;
+  args->expand = true, args->draws = draws, args->d_out = static_cast<int>(d[1]);
+  return pool_maps(args, 1, data(b_pool), d[0], d[1], kWideB);
+}
+void module_args(PairArgs* args, int m, S32& entries, F32& scaling) {
+  args->num_slots = static_cast<int>(scaling.element_count());
+  args->modules[m].entries = entries.typed_data(), args->modules[m].scaling = scaling.typed_data();
+}
+cudaError_t output_args(PairArgs* args, int m, cudaStream_t stream, BF16& y, ffi::Result<BF16>& out) {
+  args->modules[m].y = data(out);
+  if (data(out) == data(y)) return cudaSuccess;
   return cudaMemcpyAsync(data(out), data(y), y.size_bytes(), cudaMemcpyDeviceToDevice, stream);
 }
 
-ffi::Error LoraGemm(cudaStream_t stream, BF16 y, BF16 x, BF16 a_pool, BF16 b_pool, S32 entries, F32 scaling,
-                    S32 order, S32 items, S32 num_items, ffi::Result<BF16> out, ffi::Result<BF16> h,
-                    ffi::Result<S32> flags) {
-  PairArgs args{};
-  cudaError_t e =
-      common_args(&args, stream, entries, scaling, order, items, num_items, flags, h->dimensions()[1]);
-  if (e == cudaSuccess) e = shrink_args(&args, x, a_pool);
-  if (e == cudaSuccess) e = expand_args(&args, stream, y, b_pool, out);
-  args.h = data(h);
-  return status(e == cudaSuccess ? launch_pair(args, stream) : e);
+// Launches what the items and the tiles hold, side by side where it can: their rows differ. `h` is
+// where rows of tiles have theirs.
+cudaError_t launch_all(const PairArgs& args, S32& tiles, S32& cut, const BF16* b_pool, __nv_bfloat16* h,
+                       cudaStream_t stream) {
+  static_assert(kNarrow == 1, "the tile kernels copy boxes of 128 columns");
+  Branches branches(stream);
+  cudaError_t e = launch_pair(args, stream);
+  if (tiles.element_count() == 0) return e;
+  if (e == cudaSuccess) e = branches.next();
+  for (int m = 0; m < args.num_modules && e == cudaSuccess; ++m) {
+    const Module& module = args.modules[m];
+    TileArgs t{};
+    t.a_map = args.maps[0][0], t.tiles = reinterpret_cast<const Item*>(tiles.typed_data()), t.cut = cut.typed_data();
+    t.most_tiles = static_cast<int>(tiles.dimensions()[0]), t.row_order = args.row_order;
+    t.entries = module.entries, t.scaling = module.scaling, t.x = args.x, t.y = module.y, t.h = h;
+    t.b_pool = b_pool ? data(*b_pool) : nullptr, t.d_in = args.d_in, t.d_out = args.d_out;
+    t.h_stride = args.h_stride, t.max_rank = args.max_rank;
+    e = launch_tiles(t, args.shrink, args.expand, stream);
+  }
+  return e == cudaSuccess ? branches.join() : e;
+}
+
+// `modules` holds y, entries and scaling of each one, `work` is for h of tiles if there are some, h of
+// items and one word more.
+ffi::Error LoraGemm(cudaStream_t stream, BF16 x, BF16 a_pool, BF16 b_pool, S32 order, S32 items, S32 num_items,
+                    S32 tiles, S32 cut, ffi::RemainingArgs modules, ffi::Result<S32> work, ffi::RemainingRets outs, int64_t max_rank) {
+  PairArgs args = common_args(order, items, num_items, (max_rank + 7) / 8 * 8);
+  args.num_modules = static_cast<int>(outs.size());
+  auto* const tiles_h = reinterpret_cast<__nv_bfloat16*>(work->typed_data());
+  args.h = tiles.element_count() ? tiles_h + order.element_count() * args.h_stride : tiles_h;
+  if (args.num_modules > kMaxModules) return ffi::Error::InvalidArgument("too many modules for one launch");
+  cudaError_t e = shrink_args(&args, x, a_pool);
+  if (e == cudaSuccess) e = expand_args(&args, b_pool, work->typed_data() + work->element_count() - 1);
+  for (int m = 0; m < args.num_modules && e == cudaSuccess; ++m) {
+    auto y = modules.get<BF16>(m * 3);
+    auto entries = modules.get<S32>(m * 3 + 1);
+    auto scaling = modules.get<F32>(m * 3 + 2);
+    auto out = outs.get<BF16>(m);
+    if (!y || !entries || !scaling || !out) return ffi::Error::InvalidArgument("a module's y, entries or scaling");
+    module_args(&args, m, *entries, *scaling);
+    e = output_args(&args, m, stream, *y, *out);
+  }
+  return status(e == cudaSuccess ? launch_all(args, tiles, cut, &b_pool, tiles_h, stream) : e);
 }
 
 ffi::Error LoraShrink(cudaStream_t stream, BF16 x, BF16 a_pool, S32 entries, F32 scaling, S32 order, S32 items,
-                      S32 num_items, ffi::Result<BF16> h, ffi::Result<S32> flags) {
-  PairArgs args{};
-  cudaError_t e =
-      common_args(&args, stream, entries, scaling, order, items, num_items, flags, h->dimensions()[1]);
-  if (e == cudaSuccess) e = shrink_args(&args, x, a_pool);
+                      S32 num_items, S32 tiles, S32 cut, ffi::Result<BF16> h) {
+  PairArgs args = common_args(order, items, num_items, h->dimensions()[1]);
+  module_args(&args, 0, entries, scaling);
   args.h = data(h);
-  return status(e == cudaSuccess ? launch_pair(args, stream) : e);
+  const cudaError_t e = shrink_args(&args, x, a_pool);
+  return status(e == cudaSuccess ? launch_all(args, tiles, cut, nullptr, args.h, stream) : e);
 }
 
 ffi::Error LoraExpand(cudaStream_t stream, BF16 y, BF16 h, BF16 b_pool, S32 entries, F32 scaling, S32 order,
-                      S32 items, S32 num_items, ffi::Result<BF16> out, ffi::Result<S32> flags) {
-  PairArgs args{};
-  cudaError_t e = common_args(&args, stream, entries, scaling, order, items, num_items, flags, h.dimensions()[1]);
-  if (e == cudaSuccess) e = expand_args(&args, stream, y, b_pool, out);
+                      S32 items, S32 num_items, S32 tiles, S32 cut, ffi::Result<BF16> out, ffi::Result<S32> draws) {
+  PairArgs args = common_args(order, items, num_items, h.dimensions()[1]);
+  module_args(&args, 0, entries, scaling);
   args.h = const_cast<__nv_bfloat16*>(data(h));  // only read: nothing shrinks in this launch
-  return status(e == cudaSuccess ? launch_pair(args, stream) : e);
+  cudaError_t e = expand_args(&args, b_pool, draws->typed_data());
+  if (e == cudaSuccess) e = output_args(&args, 0, stream, y, out);
+  return status(e == cudaSuccess ? launch_all(args, tiles, cut, &b_pool, args.h, stream) : e);
 }
 
 }  // namespace lora_jax
 
 #define LORA_JAX_ON_STREAM ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()
-#define LORA_JAX_ROW_ITEMS Arg<S32>().Arg<F32>().Arg<S32>().Arg<S32>().Arg<S32>()
+#define LORA_JAX_ROW_ITEMS Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>()
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_row_items, lora_jax::RowItems,
                               LORA_JAX_ON_STREAM.Arg<S32>()
@@ -104,18 +143,24 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_lora_gemm, lora_jax::LoraGemm,
                               LORA_JAX_ON_STREAM.Arg<BF16>()
                                   .Arg<BF16>()
                                   .Arg<BF16>()
-                                  .Arg<BF16>()
-                                  .LORA_JAX_ROW_ITEMS.Ret<BF16>()
-                                  .Ret<BF16>()
-                                  .Ret<S32>(),
+                                  .LORA_JAX_ROW_ITEMS.RemainingArgs()
+                                  .Ret<S32>()
+                                  .RemainingRets()
+                                  .Attr<int64_t>("max_rank"),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_lora_shrink, lora_jax::LoraShrink,
-                              LORA_JAX_ON_STREAM.Arg<BF16>().Arg<BF16>().LORA_JAX_ROW_ITEMS.Ret<BF16>().Ret<S32>(),
+                              LORA_JAX_ON_STREAM.Arg<BF16>()
+                                  .Arg<BF16>()
+                                  .Arg<S32>()
+                                  .Arg<F32>()
+                                  .LORA_JAX_ROW_ITEMS.Ret<BF16>(),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_lora_expand, lora_jax::LoraExpand,
                               LORA_JAX_ON_STREAM.Arg<BF16>()
                                   .Arg<BF16>()
                                   .Arg<BF16>()
+                                  .Arg<S32>()
+                                  .Arg<F32>()
                                   .LORA_JAX_ROW_ITEMS.Ret<BF16>()
                                   .Ret<S32>(),
                               {ffi::Traits::kCmdBufferCompatible});

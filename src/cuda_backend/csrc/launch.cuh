@@ -1,18 +1,27 @@
-// Host side of the two kernels: tensor maps and launches. Nothing here allocates or waits, so all of
+// Host side of the LoRA kernels: tensor maps and launches. Nothing here allocates or waits, so all of
 // it may run while a stream is being captured.
 #pragma once
+#include "launch_early.cuh"
+#include "lora_gemm.cuh"
 #include "row_metadata.cuh"
 #include "swizzled_map.cuh"
 
 namespace lora_jax {
 
-// Views a pool [rows, width] as [width / 64, rows, 64]: a box of [2, 8, 64] is 8 rank rows x 128
-// columns in one copy, each 128-byte piece swizzled.
-inline cudaError_t pool_map(CUtensorMap* map, const void* pool, int64_t rows, int64_t width) {
+// Views a pool [rows, width] as [width / 64, rows, 64]: a box of [1 << wide, 8, 64] is 8 rank rows x
+// 64 << wide columns in one copy, each 128-byte piece swizzled.
+inline cudaError_t pool_map(CUtensorMap* map, const void* pool, int64_t rows, int64_t width, int wide) {
   const cuuint64_t dims[] = {64, static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(width / 64)};
   const cuuint64_t strides[] = {static_cast<cuuint64_t>(width) * 2, 128};
-  const cuuint32_t box[] = {64, 8, 2};
+  const cuuint32_t box[] = {64, 8, 1u << wide};
   return swizzled_map<3>(map, pool, dims, strides, box);
+}
+// Sets the maps of pool A (0) or B (1). Each copy costs its warp about a hundred cycles, so boxes are
+// as wide as stages allow; what a box reads past the end of a unit of B is lost.
+inline cudaError_t pool_maps(PairArgs* args, int which, const void* pool, int64_t rows, int64_t width, int wide) {
+  args->wide[which] = wide;
+  const cudaError_t e = pool_map(&args->maps[which][0], pool, rows, width, kNarrow);
+  return e == cudaSuccess ? pool_map(&args->maps[which][1], pool, rows, width, wide) : e;
 }
 
 inline cudaError_t launch_metadata(const MetadataArgs& args, cudaStream_t stream) {
@@ -23,22 +32,35 @@ inline cudaError_t launch_metadata(const MetadataArgs& args, cudaStream_t stream
   return cudaGetLastError();
 }
 
-template <int NS, int STAGE>
+// Fills `words` with ones; the kernel behind it starts meanwhile.
+__global__ void fill_kernel(int* words, int count) {
+  let_next_begin();
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) words[i] = -1;
+}
+
+template <int NS, int STAGE, int RANKS>
 cudaError_t launch_stages(const PairArgs& args, cudaStream_t stream) {
-  constexpr int bytes = sizeof(Shared<NS, STAGE>);
+  constexpr int bytes = sizeof(Shared<NS, STAGE, RANKS>);
   static_assert(bytes <= 113 * 1024, "two CTAs must fit an SM");
-  const auto kernel = pair_kernel<NS, STAGE>;
+  const auto kernel = pair_kernel<NS, STAGE, RANKS>;
   cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   int device = 0, sms = 0;
   if (e == cudaSuccess) e = cudaGetDevice(&device);
   if (e == cudaSuccess) e = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
   if (e != cudaSuccess) return e;
-  kernel<<<sms * 2, kThreads, bytes, stream>>>(args);
-  return cudaGetLastError();
+  if (!args.expand) {  // nobody waits
+    kernel<<<sms * 2, kThreads, bytes, stream>>>(args);
+    return cudaGetLastError();
+  }
+  int* words = args.shrink ? reinterpret_cast<int*>(args.h) : args.draws;
+  const int count = static_cast<int>(args.draws + 1 - words), ctas = min((count + 8191) / 8192, sms);
+  fill_kernel<<<ctas, 1024, 0, stream>>>(words, count);
+  e = cudaGetLastError();
+  return e == cudaSuccess ? launch_early(kernel, sms * 2, kThreads, bytes, stream, args) : e;
 }
 
 inline cudaError_t launch_pair(const PairArgs& args, cudaStream_t stream) {
-  return args.max_rank <= 64 ? launch_stages<3, 37888>(args, stream) : launch_stages<2, 56320>(args, stream);
+  return args.max_rank <= 64 ? launch_stages<3, 37888, 64>(args, stream) : launch_stages<2, 56320, 128>(args, stream);
 }
 
 }  // namespace lora_jax

@@ -35,30 +35,28 @@ __device__ void produce_weights(const PairArgs& p, S& sm) {
   Ring<S::kStages> ring;
   Ring<kTickets> taken;
   while (true) {
-    const Ticket& t = take(sm, taken);
-    if (t.kind == kEnd) return;
-    const CUtensorMap* map = t.kind == kShrink ? &p.a_map : &p.b_map;
-    const int width = stage_width<S::kStage>(p, t), groups = t.groups;
-    for (int c = t.begin; c < t.end; c += width) {
-      mbar_wait(&sm.empty[ring.at], ring.phase ^ 1);
-      const int boxes = (min(width, t.end - c) + 127) / 128 * groups;
-      if (lane == 0) mbar_expect(&sm.full[ring.at], boxes * kBoxBytes);
+    const Unit& u = take(sm, taken).unit;
+    if (u.kind == kEnd) return;
+    const CUtensorMap* map = &p.maps[u.kind - kShrink][u.wide != kNarrow];
+    const int groups = u.groups, bytes = 1024 << u.wide;
+    for (int c = u.begin; c < u.end; c += u.width) {
+      mbar_wait(&sm.empty[ring.at()], ring.phase() ^ 1);
+      const int boxes = ((min(u.width, u.end - c) - 1 >> (u.wide + 6)) + 1) * groups;
+      if (lane == 0) mbar_expect(&sm.full[ring.at()], boxes * bytes);
       __syncwarp();
-      const uint32_t dst = smem_u32(sm.stages[ring.at]);
-      for (int i = lane; i < boxes; i += 32)
-        box_copy(dst + i * kBoxBytes, map, t.weight_row + i % groups * 8, c / 64 + i / groups * 2, &sm.full[ring.at]);
+      const uint32_t dst = smem_u32(sm.stages[ring.at()]);
+      for (int i = lane; i < boxes; i += 32) {
+        const int along = i / groups;
+        box_copy(dst + i * bytes, map, u.weight_row + (i - along * groups) * 8, (c >> 6) + (along << u.wide),
+                 &sm.full[ring.at()]);
+      }
       ring.next();
     }
     let_go(sm, taken);
   }
 }
 
-__device__ __forceinline__ void wait_for_h(const PairArgs& p, const Ticket& t) {
-  while (load_acquire(&p.ready[t.item]) < t.units) __nanosleep(20);
-  fence_copies();
-}
-
-// The row warps take turns by row; the first one also fetches h, whose rows lie together.
+// The row warps take turns by row.
 template <class S>
 __device__ void produce_rows(const PairArgs& p, S& sm) {
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) - kRowWarp, row = lane * kRowWarps + warp;
@@ -66,24 +64,19 @@ __device__ void produce_rows(const PairArgs& p, S& sm) {
   Ring<kTickets> taken;
   while (true) {
     const Ticket& t = take(sm, taken);
-    if (t.kind == kEnd) return;
-    const bool expand = t.kind == kExpand, copies_h = expand && warp == 0;
-    const int64_t ld = expand ? p.d_out : p.d_in;
-    const __nv_bfloat16* from = (expand ? p.y : p.x) + (row < t.num_rows ? t.rows[row] * ld : 0);
-    const int width = stage_width<S::kStage>(p, t), h_bytes = copies_h ? t.num_rows * p.h_stride * 2 : 0;
-    const int my_rows = (t.num_rows + kRowWarps - 1 - warp) / kRowWarps;
-    for (int c = t.begin; c < t.end; c += width) {
-      mbar_wait(&sm.empty[ring.at], ring.phase ^ 1);
-      uint64_t* full = &sm.full[ring.at];
-      const uint32_t base = smem_u32(sm.stages[ring.at]);
-      const int bytes = min(width, t.end - c) * 2;
-      if (lane == 0) mbar_expect(full, my_rows * bytes + h_bytes);
+    const Unit& u = t.unit;
+    if (u.kind == kEnd) return;
+    const bool mine = row < u.num_rows;
+    const __nv_bfloat16* from = u.kind == kExpand ? p.modules[u.module].y : p.x;
+    if (mine) from += t.rows[row] * static_cast<int64_t>(u.kind == kExpand ? p.d_out : p.d_in);
+    const int width = u.width, my_rows = (u.num_rows + kRowWarps - 1 - warp) / kRowWarps;
+    for (int c = u.begin; c < u.end; c += width) {
+      mbar_wait(&sm.empty[ring.at()], ring.phase() ^ 1);
+      const int bytes = min(width, u.end - c) * 2;
+      if (lane == 0) mbar_expect(&sm.full[ring.at()], my_rows * bytes);
       __syncwarp();
-      if (row < t.num_rows) bulk_copy(base + rows_at(t, width) + row * row_stride(width), from + c, bytes, full);
-      if (copies_h) {
-        if (p.shrink && c == t.begin) wait_for_h(p, t);
-        if (lane == 0) bulk_copy(base + h_at(t, width), p.h + static_cast<int64_t>(t.row_begin) * p.h_stride, h_bytes, full);
-      }
+      const uint32_t to = smem_u32(sm.stages[ring.at()]) + rows_at(u) + row * row_stride(width);
+      if (mine) bulk_copy(to, from + c, bytes, &sm.full[ring.at()]);
       ring.next();
     }
     let_go(sm, taken);
@@ -93,19 +86,20 @@ __device__ void produce_rows(const PairArgs& p, S& sm) {
 // ---------------------------------------------------------------- shrink
 // Two chains of sums, by bit 3 of k within a lane's 8, keep the tensor cores' latency apart.
 template <int MT, int J>
-__device__ __forceinline__ void shrink_stage(const Ticket& t, uint32_t base, int width, int columns,
+__device__ __forceinline__ void shrink_stage(const Unit& t, uint32_t base, int width, int columns,
                                              float (&acc)[2][MT][J][4]) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
   const uint32_t mine = base + (warp >> 1) * 1024 + g * 128 + ((((warp & 1) * 4 + q) ^ g) << 4);
-  const uint32_t box = t.groups * kBoxBytes, rows = base + rows_at(t, width) + q * 16;
+  const uint32_t group = 1024 << t.wide, half = (1 << t.wide >> 1) - 1;  // of a box: bytes, steps of 128 columns less 1
+  const uint32_t rows = base + rows_at(t) + q * 16;
   uint32_t wa[MT * 2], xa[J];  // groups and rows past the end read the first: results are not used
 #pragma unroll
-  for (int i = 0; i < MT * 2; ++i) wa[i] = mine + (i < t.groups ? i : 0) * kBoxBytes;
+  for (int i = 0; i < MT * 2; ++i) wa[i] = mine + (i < t.groups ? i : 0) * group;
 #pragma unroll
   for (int j = 0; j < J; ++j) xa[j] = rows + (j * 8 + g < t.num_rows ? j * 8 + g : 0) * row_stride(width);
 #pragma unroll(J == 1 ? 4 : J == 2 ? 2 : 1)
   for (int k = warp * 32; k < columns; k += 32 * kConsumers) {
-    const uint32_t at = (k >> 7) * box;
+    const uint32_t at = (k >> (t.wide + 6)) * t.groups * group + (k >> 7 & half) * 2048;
     uint4 v[J], w[MT * 2];
 #pragma unroll
     for (int j = 0; j < J; ++j) v[j] = lds128(xa[j] + k * 2);
@@ -124,7 +118,7 @@ __device__ __forceinline__ void shrink_stage(const Ticket& t, uint32_t base, int
 // Sums the chains and the warps' parts in order and hands this unit's columns of h over. `scratch`
 // is the unit's last stage.
 template <int MT, int J>
-__device__ __forceinline__ void finish_shrink(const PairArgs& p, const Ticket& t, float* scratch, uint64_t* release,
+__device__ __forceinline__ void finish_shrink(const PairArgs& p, const Unit& t, float* scratch, uint64_t* release,
                                               const float (&acc)[2][MT][J][4]) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
   constexpr int N = J * 8, LD = MT * 16 + 1;
@@ -138,60 +132,86 @@ __device__ __forceinline__ void finish_shrink(const PairArgs& p, const Ticket& t
             acc[0][m][j][c] + acc[1][m][j][c];
   consumer_sync();
   const int r = t.first_rank + lane;
+  auto* h = reinterpret_cast<uint32_t*>(p.h + (static_cast<int64_t>(t.module) * p.num_rows + t.place) * p.h_stride + r);
+  if (p.expand) wait_for_previous();
   for (int n = warp; n < t.num_rows; n += kConsumers) {
     float s = 0.f;
-    if (lane < t.groups * 8) {
+    if (lane < t.groups * 8 && r < t.rank) {
 #pragma unroll
       for (int w = 0; w < kConsumers; ++w) s += scratch[(w * N + n) * LD + lane];
-      p.h[static_cast<int64_t>(t.row_begin + n) * p.h_stride + r] = __float2bfloat16(r < t.rank ? s * t.scaling : 0.f);
+      s *= t.scaling;
     }
+    const uint32_t both = bf16x2(s, __shfl_xor_sync(~0u, s, 1));
+    if (lane < t.groups * 8 && lane % 2 == 0) store_word(h + n * (p.h_stride / 2), both);
   }
-  fence_copies();  // copies write the scratch next, and read h
+  fence_copies();  // which write the scratch next
   __syncwarp();
   if (lane == 0) mbar_arrive(release);
-  consumer_sync();
-  // One lane's fence covers what the barrier has ordered before it; the other warps go on.
-  if (warp == (t.item & (kConsumers - 1)) && lane == 0) {
-    __threadfence();
-    atomicAdd(&p.ready[t.item], 1);
-  }
 }
 
 template <int MT, int J, class S>
-__device__ __forceinline__ void shrink_unit(const PairArgs& p, S& sm, Ring<S::kStages>& ring, const Ticket& t) {
+__device__ __forceinline__ void shrink_unit(const PairArgs& p, S& sm, Ring<S::kStages>& ring, const Unit& t) {
   static_assert(kConsumers * 8 * J * (MT * 16 + 1) * 4 <= S::kStage, "the warps' parts must fit a stage");
-  const int width = stage_width<S::kStage>(p, t), lane = threadIdx.x & 31;
+  const int width = t.width, lane = threadIdx.x & 31;
   float acc[2][MT][J][4] = {};
   for (int k = 0; k < p.d_in; k += width) {
-    mbar_wait(&sm.full[ring.at], ring.phase);
-    shrink_stage<MT, J>(t, smem_u32(sm.stages[ring.at]), width, min(width, p.d_in - k), acc);
+    mbar_wait(&sm.full[ring.at()], ring.phase());
+    TRACE(p, 2);
+    shrink_stage<MT, J>(t, smem_u32(sm.stages[ring.at()]), width, min(width, p.d_in - k), acc);
     if (k + width < p.d_in) {
       __syncwarp();
-      if (lane == 0) mbar_arrive(&sm.empty[ring.at]);
+      if (lane == 0) mbar_arrive(&sm.empty[ring.at()]);
       ring.next();
     }
   }
   consumer_sync();  // all warps have read the last stage
-  finish_shrink<MT, J>(p, t, reinterpret_cast<float*>(sm.stages[ring.at]), &sm.empty[ring.at], acc);
+  finish_shrink<MT, J>(p, t, reinterpret_cast<float*>(sm.stages[ring.at()]), &sm.empty[ring.at()], acc);
+  TRACE(p, 3);
   ring.next();
 }
 
 // ---------------------------------------------------------------- expand
+// What one lane multiplies weights by: h of 16 rank rows a step, of rows n0 + 8 * j + (lane / 4).
+template <int STEPS, int J>
+using Factors = uint32_t[STEPS][J][2];
+
+// Loads h, which other CTAs are writing, until all of it is there. Rows and ranks past the end are
+// not used.
+template <int STEPS, int J>
+__device__ __forceinline__ void load_h(const PairArgs& p, const Unit& u, int n0, Factors<STEPS, J>& h) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
+  bool missing;
+  do {
+    missing = false;
+#pragma unroll
+    for (int j = 0; j < J; ++j) {
+      const int n = n0 + j * 8 + g < u.num_rows ? n0 + j * 8 + g : 0;
+      const int64_t row = static_cast<int64_t>(u.module) * p.num_rows + u.place + n;
+      const auto* from = reinterpret_cast<const uint32_t*>(p.h + row * p.h_stride) + q;
+#pragma unroll
+      for (int s = 0; s < STEPS; ++s) {
+        h[s][j][0] = s * 2 < u.groups ? load_word(from + s * 8) : 0u;
+        h[s][j][1] = s * 2 + 1 < u.groups ? load_word(from + s * 8 + 4) : 0u;
+        missing = missing || h[s][j][0] == kMissing || h[s][j][1] == kMissing;
+      }
+    }
+  } while (__any_sync(~0u, p.shrink && missing));
+}
+
 // acc[i] += h B for 64 columns: columns 8 * g + 2 * i and the next, rows of the item by lane.
-template <int J>
-__device__ __forceinline__ void expand_block(const Ticket& t, uint32_t weights, uint32_t h, int h_stride, int n0,
+template <int STEPS, int J>
+__device__ __forceinline__ void expand_block(const Unit& u, uint32_t weights, const Factors<STEPS, J>& h,
                                              float (&acc)[4][J][4]) {
   const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
-  const uint32_t even = weights + q * 256 + ((g ^ (q * 2)) << 4), odd = weights + q * 256 + 128 + ((g ^ (q * 2 + 1)) << 4);
-  uint32_t ha[J];
+  const uint32_t even = weights + q * 256 + ((g ^ (q * 2)) << 4), odd = (even ^ 16) + 128;  // rows q * 2 and the next
+  const uint32_t group = 1024 << u.wide;
 #pragma unroll
-  for (int j = 0; j < J; ++j) ha[j] = h + (n0 + j * 8 + g < t.num_rows ? n0 + j * 8 + g : 0) * h_stride + q * 4;
-#pragma unroll 2
-  for (int k = 0; k < t.groups; k += 2) {
-    const bool whole = k + 1 < t.groups;  // else h is 0 for the second group of 8, whatever the weights
-    const uint32_t lo = k * kBoxBytes, hi = whole ? lo + kBoxBytes : lo;
+  for (int s = 0; s < STEPS; ++s) {
+    if (s * 2 >= u.groups) break;
+    const bool whole = s * 2 + 1 < u.groups;  // else h is 0 for the second group of 8, whatever the weights
+    const uint32_t lo = s * 2 * group, hi = whole ? lo + group : lo;
     uint4 w0 = lds128(even + lo), w1 = lds128(odd + lo), w2 = lds128(even + hi), w3 = lds128(odd + hi);
-    const int left = t.rank - k * 8;
+    const int left = u.rank - s * 16;
     if (left < 16) {  // h is 0 past the rank, but 0 times a foreign NaN is not
       const uint4 none = make_uint4(0, 0, 0, 0);
       if (left <= q * 2) w0 = none;
@@ -199,48 +219,42 @@ __device__ __forceinline__ void expand_block(const Ticket& t, uint32_t weights, 
       if (left <= q * 2 + 8) w2 = none;
       if (left <= q * 2 + 9) w3 = none;
     }
-    uint32_t hs[J][2];
-#pragma unroll
-    for (int j = 0; j < J; ++j) {
-      hs[j][0] = lds32(ha[j] + k * 16);
-      hs[j][1] = whole ? lds32(ha[j] + k * 16 + 16) : 0u;
-    }
     auto step = [&](float (&out)[J][4], uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
       const uint32_t a0 = __byte_perm(r0, r1, 0x5410), a1 = __byte_perm(r0, r1, 0x7632);
       const uint32_t a2 = __byte_perm(r2, r3, 0x5410), a3 = __byte_perm(r2, r3, 0x7632);
 #pragma unroll
-      for (int j = 0; j < J; ++j) mma_bf16(out[j], a0, a1, a2, a3, hs[j][0], hs[j][1]);
+      for (int j = 0; j < J; ++j) mma_bf16(out[j], a0, a1, a2, a3, h[s][j][0], h[s][j][1]);
     };
     step(acc[0], w0.x, w1.x, w2.x, w3.x);
     step(acc[1], w0.y, w1.y, w2.y, w3.y);
+    if (STEPS * J > 8) __syncwarp();  // else loads are put so far ahead that registers run out
     step(acc[2], w0.z, w1.z, w2.z, w3.z);
     step(acc[3], w0.w, w1.w, w2.w, w3.w);
   }
 }
 
-// Warps share out blocks of 64 columns x 8 * J rows.
-template <int J>
+// Warps share out blocks of 64 columns x 8 * J rows; the rows of a warp are the same throughout.
+template <int STEPS, int J>
 __device__ __forceinline__ void expand_stage(const PairArgs& p, const Ticket& t, uint32_t base, int width, int col,
-                                             int columns) {
+                                             int columns, int n0, int row_blocks, const Factors<STEPS, J>& h) {
+  const Unit& u = t.unit;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
-  const int row_blocks = t.num_rows > J * 8 ? 2 : 1;
-  for (int part = warp; part * 64 < columns * row_blocks; part += kConsumers) {
-    const int b = part / row_blocks, n0 = part % row_blocks * J * 8;
+  __nv_bfloat16* y = p.modules[u.module].y + col + g * 8;
+  for (int b = warp / row_blocks; b * 64 < columns; b += kConsumers / row_blocks) {
     float acc[4][J][4] = {};
-    expand_block<J>(t, base + (b >> 1) * t.groups * kBoxBytes + (b & 1) * 1024, base + h_at(t, width), p.h_stride * 2,
-                    n0, acc);
+    expand_block<STEPS, J>(u, base + (b >> u.wide) * u.groups * (1024 << u.wide) + (b & ((1 << u.wide) - 1)) * 1024, h, acc);
 #pragma unroll
     for (int j = 0; j < J; ++j)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int n = n0 + j * 8 + q * 2 + e;
-        if (n < t.num_rows) {
-          uint4 o = lds128(base + rows_at(t, width) + n * row_stride(width) + b * 128 + g * 16);
+        if (n < u.num_rows) {
+          uint4 o = lds128(base + rows_at(u) + n * row_stride(width) + b * 128 + g * 16);
           o.x = add_bf16x2(o.x, acc[0][j][e], acc[0][j][e + 2]);
           o.y = add_bf16x2(o.y, acc[1][j][e], acc[1][j][e + 2]);
           o.z = add_bf16x2(o.z, acc[2][j][e], acc[2][j][e + 2]);
           o.w = add_bf16x2(o.w, acc[3][j][e], acc[3][j][e + 2]);
-          __stcs(reinterpret_cast<uint4*>(p.y + static_cast<int64_t>(t.rows[n]) * p.d_out + col + b * 64 + g * 8), o);
+          __stcs(reinterpret_cast<uint4*>(y + static_cast<int64_t>(t.rows[n]) * p.d_out + b * 64), o);
         }
       }
   }
@@ -248,12 +262,21 @@ __device__ __forceinline__ void expand_stage(const PairArgs& p, const Ticket& t,
 
 template <int J, class S>
 __device__ __forceinline__ void expand_unit(const PairArgs& p, S& sm, Ring<S::kStages>& ring, const Ticket& t) {
-  const int width = stage_width<S::kStage>(p, t);
-  for (int c = t.begin; c < t.end; c += width) {
-    mbar_wait(&sm.full[ring.at], ring.phase);
-    expand_stage<J>(p, t, smem_u32(sm.stages[ring.at]), width, c, min(width, t.end - c));
+  static_assert(kConsumers % 2 == 0, "a warp has either block of rows");
+  const Unit& u = t.unit;
+  const int width = u.width, row_blocks = u.num_rows > J * 8 ? 2 : 1;
+  const int n0 = (threadIdx.x >> 5) % row_blocks * J * 8;
+  Factors<S::kSteps, J> h;
+  TRACE(p, 4);
+  if (p.shrink) wait_for_previous();
+  load_h<S::kSteps, J>(p, u, n0, h);
+  TRACE(p, 5);
+  for (int c = u.begin; c < u.end; c += width) {
+    mbar_wait(&sm.full[ring.at()], ring.phase());
+    TRACE(p, 6);
+    expand_stage<S::kSteps, J>(p, t, smem_u32(sm.stages[ring.at()]), width, c, min(width, u.end - c), n0, row_blocks, h);
     __syncwarp();
-    if ((threadIdx.x & 31) == 0) mbar_arrive(&sm.empty[ring.at]);
+    if ((threadIdx.x & 31) == 0) mbar_arrive(&sm.empty[ring.at()]);
     ring.next();
   }
 }
@@ -264,24 +287,26 @@ __device__ void consume(const PairArgs& p, S& sm) {
   Ring<kTickets> taken;
   while (true) {
     const Ticket& t = take(sm, taken);
-    if (t.kind == kEnd) return;
-    if (t.kind == kShrink) {
-      if (t.num_rows <= 8 && t.groups <= 2) shrink_unit<1, 1>(p, sm, ring, t);
-      else if (t.num_rows <= 8) shrink_unit<2, 1>(p, sm, ring, t);
-      else if (t.num_rows <= 16) shrink_unit<2, 2>(p, sm, ring, t);
-      else shrink_unit<2, 4>(p, sm, ring, t);
+    const Unit& u = t.unit;
+    if (u.kind == kEnd) return;
+    if (u.kind == kShrink) {
+      if (u.num_rows <= 8 && u.groups <= 2) shrink_unit<1, 1>(p, sm, ring, u);
+      else if (u.num_rows <= 8) shrink_unit<2, 1>(p, sm, ring, u);
+      else if (u.num_rows <= 16) shrink_unit<2, 2>(p, sm, ring, u);
+      else shrink_unit<2, 4>(p, sm, ring, u);
     } else {
-      if (t.num_rows <= 8) expand_unit<1>(p, sm, ring, t);
+      if (u.num_rows <= 8) expand_unit<1>(p, sm, ring, t);
       else expand_unit<2>(p, sm, ring, t);
     }
     let_go(sm, taken);
   }
 }
 
-template <int NS, int STAGE>
+template <int NS, int STAGE, int RANKS>
 __global__ void __launch_bounds__(kThreads, 2) pair_kernel(const __grid_constant__ PairArgs p) {
   extern __shared__ __align__(1024) unsigned char raw[];
-  auto& sm = *reinterpret_cast<Shared<NS, STAGE>*>(raw);
+  auto& sm = *reinterpret_cast<Shared<NS, STAGE, RANKS>*>(raw);
+  TRACE(p, 0);
   if (threadIdx.x == 0) {
     for (int i = 0; i < NS; ++i) {
       mbar_init(&sm.full[i], 1 + kRowWarps);
@@ -292,15 +317,20 @@ __global__ void __launch_bounds__(kThreads, 2) pair_kernel(const __grid_constant
       mbar_init(&sm.ticket_empty[i], kConsumers + 1 + kRowWarps);
     }
     fence_barriers();
+  } else if (threadIdx.x == kWeightWarp * 32) {
+    for (int wide = 0; wide < 2; ++wide) {
+      if (p.shrink) prefetch_map(&p.maps[0][wide]);
+      if (p.expand) prefetch_map(&p.maps[1][wide]);
+    }
   }
   __syncthreads();
   const int warp = threadIdx.x >> 5;
   if (warp < kConsumers) {
     consume(p, sm);
-  } else if (warp == kTicketWarp) {
+    TRACE(p, 7);
+  } else if (warp == kUnitWarp) {
     hand_out(p, sm);
   } else if (warp == kWeightWarp) {
-    if (threadIdx.x == kWeightWarp * 32) prefetch_map(p.shrink ? &p.a_map : &p.b_map);
     produce_weights(p, sm);
   } else {
     produce_rows(p, sm);

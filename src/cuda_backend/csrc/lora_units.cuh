@@ -1,7 +1,11 @@
 // How grouped LoRA is cut: items of rows, units of work on them, stages of a unit, and the warp that
-// draws units by tickets. See lora_gemm.cuh for the whole.
+// makes out units. See lora_gemm.cuh for the whole.
 #pragma once
 #include "ptx.cuh"
+
+#ifndef TRACE
+#define TRACE(p, id)
+#endif
 
 namespace lora_jax {
 
@@ -10,180 +14,316 @@ struct alignas(16) Item {
   int row_begin, num_rows;  // a range of the sorted order
 };
 
+// One of the linear maps of a launch; all have the same rows, x and pools.
+struct Module {
+  const int* entries;    // [slots, 5]: a_offset, b_offset, rank, a_stride, b_stride
+  const float* scaling;  // [slots]
+  __nv_bfloat16* y;      // [rows, d_out]
+};
+constexpr int kMaxModules = 4;
+constexpr uint32_t kMissing = ~0u;  // no two bfloat16 numbers that arithmetic gives
+
 struct PairArgs {
-  CUtensorMap a_map, b_map;   // boxes of 8 rows x 128 columns, see pool_map
+  CUtensorMap maps[2][2];     // of A and B; boxes of 8 rows x 128 columns, and of 64 << wide, see pool_map
+  int wide[2];
+  Module modules[kMaxModules];
   const Item* items;
   const int* num_items;
   const int* row_order;       // sorted place -> row of x and y, see row_metadata.cuh
-  const int* entries;         // [slots, 5]: a_offset, b_offset, rank, a_stride, b_stride
-  const float* scaling;       // [slots]
   const __nv_bfloat16* x;     // [rows, d_in]
-  __nv_bfloat16* y;           // [rows, d_out]
-  __nv_bfloat16* h;           // [sorted rows, h_stride], whose last 8 columns hold nothing
-  int* ready;                 // [items], zero: shrink units of an item that are in h
-  int* tickets;               // zero: units handed out
-  int num_rows, num_slots;
+  __nv_bfloat16* h;           // [modules, sorted rows, h_stride], of kMissing where the shrink is to come
+  int* draws;                 // behind h, -1: number of the last unit drawn
+  int num_modules, num_rows, num_slots;
   int d_in, d_out, h_stride, max_rank;
   bool shrink, expand;
+#ifdef LORA_BENCH
+  int knobs[6];
+  long long* trace;
+#endif
 };
 
 constexpr int kMaxRows = 32;   // rows of an item
 constexpr int kMaxRank = 128;
-constexpr int kBoxBytes = 2048;
+constexpr int kNarrow = 1;     // log2 of the pieces of 64 columns in the smallest box
+constexpr int kWideA = 3, kWideB = 2;
 constexpr int kConsumers = 4;  // warps
 constexpr int kRowWarps = 2;   // one alone issues about a row copy in 60 cycles
-constexpr int kTicketWarp = kConsumers, kWeightWarp = kConsumers + 1, kRowWarp = kConsumers + 2;
+constexpr int kUnitWarp = kConsumers, kWeightWarp = kConsumers + 1, kRowWarp = kConsumers + 2;
 constexpr int kThreads = (kConsumers + 2 + kRowWarps) * 32;
-constexpr int kTickets = 2;  // ahead of their use; more would bind late units to busy CTAs
+constexpr int kTickets = 4;  // made out ahead of their use
+constexpr int kDraws = 2;    // tickets drawn at once: more would bind late units to busy CTAs
 
 // ---------------------------------------------------------------- units and stages
 enum Kind : int { kEnd, kShrink, kExpand };
 
 // What every warp of a CTA needs to know of one unit.
-struct Ticket {
+struct Unit {
   Kind kind;
-  int item;
+  int item, module;           // the item's number among those of all modules
   int weight_row;             // first rank row in the pool
   int groups;                 // 8-row groups of weights
-  int rank, num_rows, row_begin;
+  int rank, num_rows;
+  int place;                  // of its first row in the sorted order
   int begin, end;             // columns of the pool
+  int wide, width;            // log2 of the pieces of 64 columns in a box; columns of a stage
   int first_rank;             // shrink: of the unit
-  int units;                  // shrink units of the item
   float scaling;
+};
+struct Ticket {
+  Unit unit;
   int rows[kMaxRows];
 };
 
-// A stage holds weights [box of 128 columns][group][2][8][64], then batch rows, then rows of h.
-// Batch rows and h rows are 16 bytes longer than their data, so that lanes meet distinct banks.
+// A stage holds weights [boxes along columns][group][pieces of 64 columns][8][64], then batch rows,
+// 16 bytes longer than their data, so that lanes meet distinct banks.
 __device__ __forceinline__ int row_stride(int width) { return width * 2 + 16; }
-__device__ __forceinline__ uint32_t rows_at(const Ticket& t, int width) {
-  return (width + 127) / 128 * t.groups * kBoxBytes;
-}
-__device__ __forceinline__ uint32_t h_at(const Ticket& t, int width) {
-  return rows_at(t, width) + t.num_rows * row_stride(width);
+__device__ __forceinline__ uint32_t rows_at(const Unit& u) { return u.width * u.groups * 16; }
+
+// Stages are multiples of 128 columns, so that which warp adds which k never depends on them, and
+// of the boxes, which are wide where that fits.
+__device__ __forceinline__ void cut_stages(Unit& u, int stage_bytes, int wide) {
+  const unsigned fit = (stage_bytes - u.num_rows * 16) / static_cast<unsigned>(u.groups * 16 + u.num_rows * 2);
+  u.wide = fit >> (wide + 6) ? wide : kNarrow;
+  const unsigned boxes = (u.end - u.begin + (64 << u.wide) - 1) >> (u.wide + 6), most = fit >> (u.wide + 6);
+  const unsigned stages = (boxes + most - 1) / most;
+  u.width = (boxes + stages - 1) / stages << (u.wide + 6);
 }
 
-// Columns per stage: a multiple of 128, so that which warp adds which k never depends on it.
-template <int STAGE>
-__device__ __forceinline__ int stage_width(const PairArgs& p, const Ticket& t) {
-  const int fixed = t.num_rows * (16 + (t.kind == kExpand ? p.h_stride * 2 : 0));
-  const int most = (STAGE - fixed) / (t.groups * 16 + t.num_rows * 2) / 128 * 128;
-  const int columns = t.end - t.begin, stages = (columns + most - 1) / most;
-  return (columns + stages * 128 - 1) / (stages * 128) * 128;
-}
-
+// Where in a ring of NS slots one is, and the parity of the round, in one register.
 template <int NS>
 struct Ring {
-  int at = 0;
-  uint32_t phase = 0;
-  __device__ __forceinline__ void next() {
-    if (++at == NS) {
-      at = 0;
-      phase ^= 1;
-    }
-  }
+  uint32_t state = 0;
+  __device__ __forceinline__ int at() const { return state & 15; }
+  __device__ __forceinline__ uint32_t phase() const { return state >> 4; }
+  __device__ __forceinline__ void next() { state = at() + 1 == NS ? (state & 16) ^ 16 : state + 1; }
 };
 
-template <int NS, int STAGE>
+template <int NS, int STAGE, int RANKS>
 struct Shared {
-  static constexpr int kStages = NS, kStage = STAGE;
+  static constexpr int kStages = NS, kStage = STAGE, kSteps = RANKS / 16;
   static_assert(STAGE % 1024 == 0, "the copy engine's swizzle repeats every 1024 bytes");
+  static_assert(RANKS * 256 + kMaxRows * 272 <= STAGE, "128 columns of everything must fit a stage");
   alignas(1024) unsigned char stages[NS][STAGE];
   Ticket tickets[kTickets];
   alignas(8) uint64_t full[NS], empty[NS], ticket_full[kTickets], ticket_empty[kTickets];
 };
 
-// Every warp but the ticket warp learns a unit here, and lets the slot go when it is done.
+// Every warp but the unit warp learns a unit here, and lets the slot go when it is done.
 template <class S>
 __device__ __forceinline__ const Ticket& take(S& sm, const Ring<kTickets>& ring) {
-  mbar_wait(&sm.ticket_full[ring.at], ring.phase);
-  return sm.tickets[ring.at];
+  mbar_wait(&sm.ticket_full[ring.at()], ring.phase());
+  return sm.tickets[ring.at()];
 }
 template <class S>
 __device__ __forceinline__ void let_go(S& sm, Ring<kTickets>& ring) {
   __syncwarp();
-  if ((threadIdx.x & 31) == 0) mbar_arrive(&sm.ticket_empty[ring.at]);
+  if ((threadIdx.x & 31) == 0) mbar_arrive(&sm.ticket_empty[ring.at()]);
   ring.next();
 }
 
-// ---------------------------------------------------------------- ticket warp
-// How the launch is cut. Small units balance, large ones cost fewer tickets and read x less often;
-// no result depends on the choice, so it may follow the number of items.
-struct Units {
-  int ranks, tile;  // of a shrink unit, at least; columns of an expand unit
-  int per_item_shrink, per_item_expand, shrink, total;
-  __device__ Units(const PairArgs& p, int num_items) {
-    const int ctas = static_cast<int>(gridDim.x), ranks8 = (p.max_rank + 7) / 8 * 8;
-    ranks = 8;
-    while (ranks < 32 && num_items * ((ranks8 + ranks * 2 - 1) / (ranks * 2)) >= ctas) ranks *= 2;
-    tile = 128;
-    while (tile * ranks8 < 65536 && num_items * ((p.d_out + tile * 2 - 1) / (tile * 2)) >= 6 * ctas) tile *= 2;
-    per_item_shrink = (p.max_rank + ranks - 1) / ranks;
-    per_item_expand = (p.d_out + tile - 1) / tile;
-    shrink = p.shrink ? num_items * per_item_shrink : 0;
-    total = shrink + (p.expand ? num_items * per_item_expand : 0);
+// ---------------------------------------------------------------- the plan of a launch
+struct Share {  // of an item: rank rows [begin, end) of a shrink unit, or blocks of columns
+  Kind kind;
+  int item, begin, end;
+};
+constexpr Share kNothing{kEnd, 0, 0, 0};
+
+__device__ __forceinline__ unsigned divide(unsigned n, unsigned by) { return n / by; }
+__device__ __forceinline__ unsigned divide_up(unsigned n, unsigned by) { return (n + by - 1) / by; }
+
+// Ways to cut the shrink of an item: into units of 8, 16 or 32 rank rows.
+constexpr int kCuts = 3;
+__device__ __forceinline__ int item_units(const PairArgs& p, int cut) {
+  return ((p.max_rank + 7) / 8 + (1 << cut) - 1) >> cut;
+}
+// Returns the cut by which the CTA with the most units is through first, by lanes 0 to kCuts - 1. What
+// a unit costs besides its weights is about as much as 8 more rank rows.
+__device__ __forceinline__ int best_cut(const PairArgs& p, int items) {
+  const int cut = min(static_cast<int>(threadIdx.x & 31), kCuts - 1);
+  const int longest = divide_up(items * item_units(p, cut), gridDim.x) * ((8 << cut) + 8);
+  int best = 0;
+#pragma unroll
+  for (int c = 1; c < kCuts; ++c)
+    if (__shfl_sync(~0u, longest, c) <= __shfl_sync(~0u, longest, best)) best = c;
+  return best;
+}
+
+// Cuts the launch into shrink units, which CTAs have in turn; runs of blocks of the expand, as long
+// as evens out what CTAs read; and units of blocks that CTAs draw when they are through with their
+// own, because rows and ranks of items differ. Small launches have no time to draw. No result
+// depends on the plan, so it may follow the number of items.
+struct Plan {
+  int num_items, items;          // of one module, of all
+  int ranks, item_units, units;  // of a shrink unit at least; shrink units of an item, of all
+  int own_units;                 // of this CTA
+  int blocks, first, last;       // of an item; this CTA's run, counted through all items
+  int run_items;                 // items whose blocks lie in runs
+  int tile, item_tiles, draws;   // blocks of a drawn unit, drawn units of an item, of all
+
+  __device__ __forceinline__ Plan(const PairArgs& p, int num_items, int cut)
+      : num_items(num_items), items(num_items * p.num_modules) {
+    const int ctas = static_cast<int>(gridDim.x), cta = static_cast<int>(blockIdx.x), ranks8 = (p.max_rank + 7) / 8 * 8;
+    ranks = 8 << cut, item_units = lora_jax::item_units(p, cut);
+    units = p.shrink ? items * item_units : 0;
+    own_units = divide(max(units - cta + ctas - 1, 0), ctas);
+    cut_expand(p, ranks8);
+#ifdef LORA_BENCH
+    const float cap = p.knobs[0];
+#else
+    const float cap = 65536;
+#endif
+    const float cost = __fdividef(min(static_cast<float>(ranks) * p.d_in, cap), ranks8 * (64 << p.wide[1]));  // in blocks
+    first = run_begin(cta, cost), last = run_begin(cta + 1, cost);
   }
-  __device__ __forceinline__ int item(int unit) const {
-    return unit < shrink ? unit / per_item_shrink : (unit - shrink) / per_item_expand;
+  __device__ __forceinline__ void cut_expand(const PairArgs& p, int ranks8) {
+#ifdef LORA_BENCH
+    const int base = p.knobs[1], share = p.knobs[2], rounds = p.knobs[3];
+#else
+    const int base = 1024, share = 0, rounds = 6;
+#endif
+    const int ctas = static_cast<int>(gridDim.x), block = 64 << p.wide[1];
+    blocks = p.expand ? (p.d_out + block - 1) >> (p.wide[1] + 6) : 0;
+    const int most = divide(base * 128, ranks8 * block) * ctas, all = items * blocks;
+    run_items = all <= most ? items : share ? min(items, static_cast<int>(most + (all - most) * (share * 0.01f)) / blocks) : 0;
+    tile = 1;
+    while (tile * block * ranks8 <= 32768 && (items - run_items) * blocks >= rounds * ctas * tile * 2) tile *= 2;
+    item_tiles = divide_up(blocks, tile);
+    draws = (items - run_items) * item_tiles;
+  }
+  // CTAs below units % ctas have one more shrink unit than the others, and so fewer blocks.
+  __device__ __forceinline__ int run_begin(int cta, float cost) const {
+    const int ctas = static_cast<int>(gridDim.x), more = units % gridDim.x, all = run_items * blocks;
+    if (cta == ctas) return all;
+    const float level = __fdividef(all + more * cost, ctas);
+    const float few = max(level - cost, 0.f), many = level > cost ? level : __fdividef(all, ctas - more);
+    return min(all, static_cast<int>(few * min(cta, more) + many * max(cta - more, 0)));
+  }
+  // Shrink units of this CTA, and with its run: one share an item.
+  __device__ __forceinline__ int own() const {
+    return own_units + (last > first ? divide(last - 1, blocks) - divide(first, blocks) + 1 : 0);
+  }
+  __device__ __forceinline__ Share own_share(int n) const {
+    if (n < own_units) return shrink_share(n * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x));
+    const int item = divide(first, blocks) + n - own_units;
+    return Share{kExpand, item, max(first - item * blocks, 0), min(last - item * blocks, blocks)};
+  }
+  __device__ __forceinline__ Share shrink_share(int unit) const {
+    const int item = divide(unit, item_units), begin = (unit - item * item_units) * ranks;
+    return Share{kShrink, item, begin, begin + ranks};
+  }
+  __device__ __forceinline__ Share drawn_share(int n) const {
+    if (n >= draws) return kNothing;
+    const int item = divide(n, item_tiles), begin = (n - item * item_tiles) * tile;
+    return Share{kExpand, run_items + item, begin, min(begin + tile, blocks)};
   }
 };
 
-// What of the item's slot each lane has read: lane c < 5 entry c, lane 5 scaling; and its row.
+// ---------------------------------------------------------------- the unit warp
+// What is on its way from memory of a share: its item and the item's slot in its module.
 struct Site {
-  int field, row;
+  int module;
+  Item item;
+  int a_offset, b_offset, rank, a_stride, b_stride;
+  float scaling;
 };
-__device__ __forceinline__ Site load_site(const PairArgs& p, const Item& it) {
-  const int lane = threadIdx.x & 31;
-  Site s{0, 0};
-  if (lane < 5) s.field = __ldg(p.entries + it.slot * 5 + lane);
-  else if (lane == 5) s.field = __float_as_int(__ldg(p.scaling + it.slot));
-  if (lane < it.num_rows) s.row = __ldg(p.row_order + it.row_begin + lane);
-  return s;
+// Items past the last hold anything: what is read by them is not used, but must be there.
+__device__ __forceinline__ void load_item(const PairArgs& p, Site& site, int item) {
+  const int4 v = __ldg(reinterpret_cast<const int4*>(p.items) + min(item, p.num_rows - 1));
+  site.item = Item{static_cast<int>(min(static_cast<unsigned>(v.x), p.num_slots - 1u)), v.y, v.z, v.w};
+}
+__device__ __forceinline__ void load_slot(const PairArgs& p, Site& site) {
+  const Module& m = p.modules[site.module];
+  const int* e = m.entries + site.item.slot * 5;
+  site.a_offset = __ldg(e), site.b_offset = __ldg(e + 1), site.rank = __ldg(e + 2);
+  site.a_stride = __ldg(e + 3), site.b_stride = __ldg(e + 4);
+  site.scaling = __ldg(m.scaling + site.item.slot);
+}
+// Returns what each lane knows of the rows of lane `from`: the place of one of them.
+__device__ __forceinline__ int load_row(const PairArgs& p, const Site& site, int from) {
+  const int place = __shfl_sync(~0u, site.item.row_begin, from) + static_cast<int>(threadIdx.x & 31);
+  return __ldg(p.row_order + min(static_cast<unsigned>(place), p.num_rows - 1u));
+}
+
+// Returns the share as a unit; kEnd when the item has no such part (a smaller rank than the largest).
+__device__ __forceinline__ Unit make_unit(const PairArgs& p, const Share& s, const Site& site, int stage_bytes) {
+  Unit u{};
+  u.item = s.item, u.module = site.module, u.scaling = site.scaling;
+  u.rank = min(site.rank, p.max_rank), u.num_rows = site.item.num_rows, u.place = site.item.row_begin;
+  if (s.kind == kShrink) {
+    const bool twice = u.num_rows > 16 && s.end - s.begin == 8;  // which halves what is read of x
+    const int ranks = twice ? 16 : s.end - s.begin;
+    u.first_rank = twice ? s.begin * 2 : s.begin;
+    u.weight_row = site.a_offset + site.item.expert * site.a_stride + u.first_rank;
+    u.groups = (min(ranks, u.rank - u.first_rank) + 7) / 8;
+    u.end = p.d_in;
+    if (u.first_rank < u.rank) u.kind = kShrink;
+  } else if (s.kind == kExpand) {
+    u.weight_row = site.b_offset + site.item.expert * site.b_stride;
+    u.groups = (u.rank + 7) / 8;
+    u.begin = s.begin << (p.wide[1] + 6), u.end = min(s.end << (p.wide[1] + 6), p.d_out);
+    if (u.rank > 0) u.kind = kExpand;
+  }
+  if (u.kind != kEnd) cut_stages(u, stage_bytes, p.wide[u.kind - kShrink]);
+  return u;
 }
 
 template <class S>
-__device__ __forceinline__ void publish(S& sm, Ring<kTickets>& ring, const Ticket& made, int row) {
+__device__ __forceinline__ void publish(S& sm, Ring<kTickets>& ring, const Unit& mine, int from, int row) {
   const int lane = threadIdx.x & 31;
-  mbar_wait(&sm.ticket_empty[ring.at], ring.phase ^ 1);
-  Ticket& t = sm.tickets[ring.at];
+  if (__shfl_sync(~0u, static_cast<int>(mine.kind), from) == kEnd) return;
+  mbar_wait(&sm.ticket_empty[ring.at()], ring.phase() ^ 1);
+  Ticket& t = sm.tickets[ring.at()];
   t.rows[lane] = row;
-  if (lane == 0) {
-    t.kind = made.kind, t.item = made.item, t.weight_row = made.weight_row, t.groups = made.groups;
-    t.rank = made.rank, t.num_rows = made.num_rows, t.row_begin = made.row_begin;
-    t.begin = made.begin, t.end = made.end, t.first_rank = made.first_rank, t.units = made.units;
-    t.scaling = made.scaling;
-  }
+  if (lane == from) t.unit = mine;
   __syncwarp();
-  if (lane == 0) mbar_arrive(&sm.ticket_full[ring.at]);
+  if (lane == 0) mbar_arrive(&sm.ticket_full[ring.at()]);
   ring.next();
 }
 
-// Returns the unit as a ticket; kEnd when the item has no such part (a smaller rank than the largest).
-__device__ __forceinline__ Ticket describe(const PairArgs& p, const Units& units, int unit, const Item& it,
-                                           const Site& s) {
-  const int a_offset = __shfl_sync(~0u, s.field, 0), b_offset = __shfl_sync(~0u, s.field, 1);
-  const int rank = min(__shfl_sync(~0u, s.field, 2), p.max_rank);
-  const int a_stride = __shfl_sync(~0u, s.field, 3), b_stride = __shfl_sync(~0u, s.field, 4);
-  Ticket t;
-  t.kind = kEnd, t.item = units.item(unit), t.rank = rank, t.num_rows = it.num_rows, t.row_begin = it.row_begin;
-  t.scaling = __int_as_float(__shfl_sync(~0u, s.field, 5));
-  const int ranks = it.num_rows <= 16 ? units.ranks : max(units.ranks, 16);
-  t.units = (rank + ranks - 1) / ranks;
-  if (unit < units.shrink) {
-    t.first_rank = unit % units.per_item_shrink * ranks;
-    t.weight_row = a_offset + it.expert * a_stride + t.first_rank;
-    t.groups = (min(ranks, rank - t.first_rank) + 7) / 8;
-    t.begin = 0, t.end = p.d_in;
-    if (t.first_rank < rank) t.kind = kShrink;
-  } else {
-    t.first_rank = 0;
-    t.weight_row = b_offset + it.expert * b_stride;
-    t.groups = (rank + 7) / 8;
-    t.begin = (unit - units.shrink) % units.per_item_expand * units.tile;
-    t.end = min(t.begin + units.tile, p.d_out);
-    if (rank > 0) t.kind = kExpand;
+// Publishes the first shrink unit of this CTA, for which all that is on the way from memory is asked
+// for by lanes 0 to kCuts - 1, one for each way to cut, while the number of items is on its way too.
+// Returns whether there was such a unit.
+template <class S>
+__device__ __forceinline__ bool publish_first(const PairArgs& p, S& sm, Ring<kTickets>& ring, const int* count,
+                                              int& num_items, int& cut) {
+  const int lane = threadIdx.x & 31, guess = min(lane, kCuts - 1), units = item_units(p, guess);
+  Site site{};
+  Share share{kShrink, static_cast<int>(divide(blockIdx.x, units)), 0, 0};
+  num_items = *count;
+  load_item(p, site, share.item);
+  load_slot(p, site);
+  int rows[kCuts];
+#pragma unroll
+  for (int c = 0; c < kCuts; ++c) rows[c] = load_row(p, site, c);
+  share.begin = (blockIdx.x - share.item * units) * (8 << guess), share.end = share.begin + (8 << guess);
+  cut = best_cut(p, num_items * p.num_modules);
+  const bool there = p.shrink && __shfl_sync(~0u, share.item, cut) < num_items;
+  if (there) {
+    const Unit unit = make_unit(p, share, site, S::kStage);
+    publish(sm, ring, unit, cut, cut == 0 ? rows[0] : cut == 1 ? rows[1] : rows[2]);
   }
-  return t;
+  return there;
+}
+
+// Makes out the units of `count` lanes at once, so that they cost the latencies of one.
+template <class S>
+__device__ __forceinline__ void publish_all(const PairArgs& p, S& sm, Ring<kTickets>& ring, const Share& share,
+                                            Site& site, int count) {
+  load_slot(p, site);
+  int next_row = load_row(p, site, 0);
+  const Unit unit = make_unit(p, share, site, S::kStage);
+  for (int from = 0; from < count; ++from) {
+    const int row = next_row;
+    next_row = load_row(p, site, from + 1);
+    publish(sm, ring, unit, from, row);
+    TRACE(p, 1);
+  }
+}
+__device__ __forceinline__ Site find_item(const PairArgs& p, const Plan& plan, const Share& share) {
+  Site site{};
+  site.module = divide(share.item, plan.num_items);
+  load_item(p, site, share.item - site.module * plan.num_items);
+  return site;
 }
 
 // Brings this CTA's share of the tables into L2 while the number of items is on its way.
@@ -191,37 +331,51 @@ __device__ __forceinline__ void prefetch_tables(const PairArgs& p) {
   const int at = blockIdx.x * 128;
   if (at < p.num_rows * 16) prefetch_l2(reinterpret_cast<const char*>(p.items) + at);
   if (at < p.num_rows * 4) prefetch_l2(reinterpret_cast<const char*>(p.row_order) + at);
-  if (at < p.num_slots * 20) prefetch_l2(reinterpret_cast<const char*>(p.entries) + at);
-  if (at < p.num_slots * 4) prefetch_l2(reinterpret_cast<const char*>(p.scaling) + at);
+  for (int m = 0; m < p.num_modules; ++m) {
+    if (at < p.num_slots * 20) prefetch_l2(reinterpret_cast<const char*>(p.modules[m].entries) + at);
+    if (at < p.num_slots * 4) prefetch_l2(reinterpret_cast<const char*>(p.modules[m].scaling) + at);
+  }
 }
 
-// Draws tickets ahead of their use: while one is made out, the next one's item and the ticket after
-// that are on their way, so that a ticket costs one memory latency and not three.
+// Draws units ahead of their use: while two are waiting to be taken, the numbers of the next two are
+// on their way.
+template <class S>
+__device__ __forceinline__ void hand_out_draws(const PairArgs& p, S& sm, Ring<kTickets>& ring, const Plan& plan) {
+  const int lane = threadIdx.x & 31;
+  auto draw = [&] { return lane < kDraws ? atomicAdd(p.draws, 1) + 1 : plan.draws; };
+  wait_for_previous();
+  int drawn = draw();
+  while (__shfl_sync(~0u, drawn, 0) < plan.draws) {
+    const Share share = plan.drawn_share(drawn);
+    Site site = find_item(p, plan, share);
+    drawn = draw();
+    publish_all(p, sm, ring, share, site, kDraws);
+  }
+}
+
 template <class S>
 __device__ void hand_out(const PairArgs& p, S& sm) {
   const int lane = threadIdx.x & 31;
   if (lane == 0) prefetch_tables(p);
-  const Units units(p, *p.num_items);
   Ring<kTickets> ring;
-  auto draw = [&] { return lane == 0 ? atomicAdd(p.tickets, 1) + static_cast<int>(gridDim.x) : 0; };
-  auto load_item = [&](int unit) {
-    if (unit >= units.total) return Item{};
-    const int4 v = __ldg(reinterpret_cast<const int4*>(p.items) + units.item(unit));
-    return Item{v.x, v.y, v.z, v.w};
-  };
-  int unit = blockIdx.x, next_draw = draw();
-  Item item = load_item(unit);
-  Site site = load_site(p, item);
-  while (unit < units.total) {
-    const int next = __shfl_sync(~0u, next_draw, 0);
-    const Item next_item = load_item(next);
-    next_draw = draw();
-    const Ticket t = describe(p, units, unit, item, site);
-    if (t.kind != kEnd) publish(sm, ring, t, site.row);
-    unit = next, item = next_item, site = load_site(p, next_item);
+  int num_items, cut;
+  const bool begun = publish_first(p, sm, ring, p.num_items, num_items, cut);
+  TRACE(p, 1);
+  if (num_items > 0) {
+    const Plan plan(p, num_items, cut);
+    const int own = plan.own();
+    for (int n = begun ? 1 : 0; n < own; n += 32) {
+      const Share share = n + lane < own ? plan.own_share(n + lane) : kNothing;
+      Site site = find_item(p, plan, share);
+      publish_all(p, sm, ring, share, site, min(own - n, 32));
+    }
+    if (plan.draws) hand_out_draws(p, sm, ring, plan);
   }
-  Ticket end{};
-  publish(sm, ring, end, 0);
+  mbar_wait(&sm.ticket_empty[ring.at()], ring.phase() ^ 1);
+  if (lane == 0) {
+    sm.tickets[ring.at()].unit.kind = kEnd;
+    mbar_arrive(&sm.ticket_full[ring.at()]);
+  }
 }
 
 }  // namespace lora_jax

@@ -15,7 +15,8 @@ static ffi::Error Merged(cudaStream_t stream, BF16 w, BF16 a_pool, BF16 b_pool, 
   const auto d = w.dimensions();
   const MergeArgs args{static_cast<__nv_bfloat16*>(out->untyped_data()), data(a_pool), data(b_pool),
                        sites.typed_data(), scaling.typed_data(), static_cast<int>(d[0]), static_cast<int>(d[1]),
-                       static_cast<int>(d[2]), static_cast<int>(max_rank)};
+                       static_cast<int>(d[2]), static_cast<int>(max_rank),
+                       static_cast<int>(b_pool.dimensions()[0])};
   cudaError_t e = cudaSuccess;
   if (args.w != data(w)) e = cudaMemcpyAsync(args.w, data(w), w.size_bytes(), cudaMemcpyDeviceToDevice, stream);
   if (e == cudaSuccess) e = launch_merge(args, stream);

@@ -5,8 +5,7 @@
 // expert, and any other order is right too, in smaller segments. Rows without an adapter go last
 // and into no item. Nothing here knows a module's ranks or rows: one call serves every module.
 #pragma once
-#include "cta_sort.cuh"
-#include "lora_gemm.cuh"
+#include "row_items.cuh"
 
 namespace lora_jax {
 
@@ -26,38 +25,8 @@ struct MetadataArgs {
 struct MetadataShared {
   uint32_t keys[2][kMetadataRows];  // slot << 16 | row
   SortShared sort;
+  CutShared cut;
 };
-
-// Cuts the sorted rows into items; `first` is room for one flag a row.
-__device__ __forceinline__ void write_items(const MetadataArgs& p, MetadataShared& sm, const uint32_t* keys,
-                                            uint32_t* first) {
-  const int tid = threadIdx.x, per = (p.rows + kScanThreads - 1) / kScanThreads;
-  const int begin = min(tid * per, p.rows), end = min(begin + per, p.rows);
-  auto slot = [&](int i) { return static_cast<int>(keys[i] >> 16); };
-  auto expert = [&](int i) { return __ldg(p.row_to_expert + (keys[i] & 0xffff)); };
-  int start = -1;  // of the segment at hand
-  for (int i = begin; i < end; ++i) {
-    first[i] = i == 0 || slot(i) != slot(i - 1) || expert(i) != expert(i - 1);
-    if (first[i]) start = i;
-  }
-  const int earlier = cta_scan(start, sm.sort.warp_sums, -1, later);  // and the flags are in place
-  int count = 0, total;
-  auto each_item = [&](auto f) {
-    int s = earlier;
-    for (int i = begin; i < end; ++i) {
-      if (first[i]) s = i;
-      if (slot(i) < p.slots && (i - s) % p.item_rows == 0) f(i);
-    }
-  };
-  each_item([&](int) { ++count; });
-  int at = cta_scan(count, sm.sort.warp_sums, 0, plus, &total);
-  each_item([&](int i) {
-    int n = 1;
-    while (n < p.item_rows && i + n < p.rows && !first[i + n]) ++n;
-    p.items[at++] = Item{slot(i), expert(i), i, n};
-  });
-  if (tid == 0) *p.num_items = total;
-}
 
 __global__ void __launch_bounds__(kScanThreads) metadata_kernel(const MetadataArgs p) {
   extern __shared__ __align__(16) unsigned char metadata_raw[];
@@ -73,8 +42,16 @@ __global__ void __launch_bounds__(kScanThreads) metadata_kernel(const MetadataAr
     uint32_t* sorted = other;
     other = keys, keys = sorted;
   }
-  for (int i = threadIdx.x; i < p.rows; i += kScanThreads) p.row_order[i] = keys[i] & 0xffff;
-  write_items(p, sm, keys, other);
+  for (int i = threadIdx.x; i < p.rows; i += kScanThreads) {
+    const int row = keys[i] & 0xffff, slot = keys[i] >> 16;
+    p.row_order[i] = row;
+    other[i] = slot < p.slots ? owner_of(slot, __ldg(p.row_to_expert + row)) : kNobody;
+  }
+  __syncthreads();
+  cut_items(sm.cut, other, p.rows, 0, p.item_rows, p.items, [&](int total) {
+    if (threadIdx.x == 0) *p.num_items = total;
+    return 0;
+  });
 }
 
 }  // namespace lora_jax

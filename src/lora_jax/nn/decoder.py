@@ -129,7 +129,7 @@ class AbstractCausalLM(nnx.Module):
             batch.token_to_esft_slot,
             batch.reroute_tables,
             remote,
-        )
+        ).with_items()
         angles = rope.cos_sin(self.config.rope, batch.positions)
         x = self.embed(batch.tokens)
         new_cache = []

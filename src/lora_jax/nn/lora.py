@@ -1,10 +1,12 @@
 """Each row's own adapter on top of a linear map of the base model."""
 
 import dataclasses
+from collections.abc import Sequence
 
 from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.nn.remote import RemoteExperts
-from lora_jax.ops.lora_gemm import lora_gemm
+from lora_jax.ops.adapter_items import AdapterItems, adapter_items
+from lora_jax.ops.lora_gemm import lora_gemms
 from lora_jax.typing import Array, Float, Int
 
 
@@ -18,18 +20,37 @@ def apply_lora(
     row_to_expert: Int[Array, "rows"] | None = None,
     *,
     max_rank: int,
+    items: AdapterItems | None = None,
 ) -> Float[Array, "rows d_out"]:
     """y + scaling * (x A^T) B^T of every row's adapter at one site; slot -1 leaves y as it is."""
-    return lora_gemm(
-        y,
+    owners, options = (row_to_slot, row_to_expert), {"max_rank": max_rank, "items": items}
+    return apply_loras([y], x, adapters, [module_index], layer, *owners, **options)[0]
+
+
+def apply_loras(
+    ys: Sequence[Float[Array, "rows d_out"]],
+    x: Float[Array, "rows d_in"],
+    adapters: AdapterSlots,
+    module_indices: Sequence[int],
+    layer: int | Int[Array, ""],
+    row_to_slot: Int[Array, "rows"],
+    row_to_expert: Int[Array, "rows"] | None = None,
+    *,
+    max_rank: int,
+    items: AdapterItems | None = None,
+) -> tuple[Float[Array, "rows d_out"], ...]:
+    """Return apply_lora of several sites of the same x and one width."""
+    return lora_gemms(
+        ys,
         x,
         adapters.pools[str(x.shape[1])],
-        adapters.pools[str(y.shape[1])],
-        adapters.entries[module_index, layer],
-        adapters.scaling[module_index, layer],
+        adapters.pools[str(ys[0].shape[1])],
+        [adapters.entries[i, layer] for i in module_indices],
+        [adapters.scaling[i, layer] for i in module_indices],
         row_to_slot,
         row_to_expert,
         max_rank=max_rank,
+        items=items,
     )
 
 
@@ -50,6 +71,14 @@ class Rows:
     row_to_esft_slot: Int[Array, "rows"] | None = None
     reroute_tables: Int[Array, "moe_layers esft_slots experts"] | None = None
     remote: RemoteExperts | None = None  # computes the experts' part of every adapter
+    items: AdapterItems | None = None  # of these rows, by row_to_slot, if a kernel wants them
+
+    def with_items(self) -> "Rows":
+        """Return these rows, brought together by adapter once for all their linear maps."""
+        if self.adapters is None:
+            return self
+        items = adapter_items(self.row_to_slot, self.adapters.scaling.shape[-1])
+        return dataclasses.replace(self, items=items)
 
     def add_lora(
         self,
@@ -60,24 +89,44 @@ class Rows:
         row_to_expert: Int[Array, "rows"] | None = None,
     ) -> Float[Array, "rows d_out"]:
         """y plus each row's adapter at (module, layer); y itself where no adapter can be."""
-        if self.adapters is None or module not in self.module_names:
-            return y
-        index = self.module_names.index(module)
-        return apply_lora(
-            y,
+        return self.add_loras((y,), x, (module,), layer, row_to_expert)[0]
+
+    def add_loras(
+        self,
+        ys: Sequence[Float[Array, "rows d_out"]],
+        x: Float[Array, "rows d_in"],
+        modules: Sequence[str | None],
+        layer: int,
+        row_to_expert: Int[Array, "rows"] | None = None,
+    ) -> tuple[Float[Array, "rows d_out"], ...]:
+        """Return add_lora of each module; all are maps of the same x to one width."""
+        adapted = [i for i, m in enumerate(modules) if m in self.module_names]
+        if self.adapters is None or not adapted:
+            return tuple(ys)
+        added = apply_loras(
+            [ys[i] for i in adapted],
             x,
             self.adapters,
-            index,
+            [self.module_names.index(modules[i]) for i in adapted],
             layer,
             self.row_to_slot,
             row_to_expert,
             max_rank=self.max_rank,
+            items=self.items,
         )
+        found = dict(zip(adapted, added, strict=True))
+        return tuple(found.get(i, y) for i, y in enumerate(ys))
 
-    def gathered(self, row_to_row: Int[Array, "new_rows"], num_rows: Int[Array, ""]) -> "Rows":
+    def gathered(
+        self,
+        row_to_row: Int[Array, "new_rows"],
+        num_rows: Int[Array, ""],
+        items: AdapterItems | None = None,
+    ) -> "Rows":
         """Return the rows of a matrix whose row t is row row_to_row[t] of this one.
 
-        They are those of single experts, past routing, and so have no ESFT slots.
+        They are those of single experts, past routing, and so have no ESFT slots. `items` are their
+        own, if they are known.
         """
         return dataclasses.replace(
             self,
@@ -85,4 +134,5 @@ class Rows:
             row_to_slot=self.row_to_slot[row_to_row],
             row_to_esft_slot=None,
             reroute_tables=None,
+            items=items,
         )

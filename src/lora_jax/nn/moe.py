@@ -123,12 +123,9 @@ class Experts(nnx.Module):
             )
             x = exchange.push(x)
             return exchange.wait_add(tuple(self._base(x, name, map) for name in names), x)
-        return tuple(
-            rows.add_lora(
-                self._base(x, name, map), x, f"experts.{name}", self.layer, map.row_to_expert
-            )
-            for name in names
-        )
+        ys = [self._base(x, name, map) for name in names]
+        modules = [f"experts.{name}" for name in names]
+        return rows.add_loras(ys, x, modules, self.layer, map.row_to_expert)
 
     def _base(
         self, x: Float[Array, "rows d_in"], name: str, map: RowMap
@@ -175,18 +172,19 @@ class MoeBlock(nnx.Module):
     ) -> Float[Array, "tokens hidden"]:
         weights, ids = choose_experts(self.router(x, rows), self.moe)
         map = self._group(ids, rows)
-        expert_rows = rows.gathered(map.row_to_token, rows.num_rows * self.moe.top_k)
+        expert_rows = rows.gathered(map.row_to_token, rows.num_rows * self.moe.top_k, map.items)
         out = self.experts(x[map.row_to_token], map, expert_rows)
         y = combine(out, weights, map)
         return y if self.shared_experts is None else y + self.shared_experts(x, rows)
 
     def _group(self, ids: Int[Array, "tokens k"], rows: Rows) -> RowMap:
         """Bring the (token, expert) rows of every matrix together."""
-        groups = self.experts.num_groups
+        groups, adapters = self.experts.num_groups, rows.items if rows.remote is None else None
         if rows.reroute_tables is None or rows.row_to_esft_slot is None:
-            return row_map(ids, rows.num_rows, groups)
+            return row_map(ids, rows.num_rows, groups, adapters=adapters)
         table = rows.reroute_tables[self.moe.layers.index(self.experts.layer)]
-        return reroute(ids, rows.row_to_esft_slot, table, rows.num_rows, groups)
+        slots = rows.row_to_esft_slot
+        return reroute(ids, slots, table, rows.num_rows, groups, adapters=adapters)
 
 
 def combine(

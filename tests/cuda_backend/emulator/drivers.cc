@@ -4,6 +4,7 @@
 #include "launch.cuh"
 #include "merge.cuh"
 #include "reroute.cuh"
+#include "tiles_launch.cuh"
 
 using namespace lora_jax;
 using Bf16 = __nv_bfloat16;
@@ -13,8 +14,8 @@ extern "C" {
 void emulate(int sms, unsigned seed) { emu::machine.sms = sms, emu::machine.seed = seed; }
 
 int merge(Bf16* w, const Bf16* a_pool, const Bf16* b_pool, const int* sites, const float* scaling, int matrices,
-          int d_out, int d_in, int max_rank) {
-  return launch_merge(MergeArgs{w, a_pool, b_pool, sites, scaling, matrices, d_out, d_in, max_rank}, nullptr);
+          int d_out, int d_in, int max_rank, int b_rows) {
+  return launch_merge(MergeArgs{w, a_pool, b_pool, sites, scaling, matrices, d_out, d_in, max_rank, b_rows}, nullptr);
 }
 
 int grouped_f32(const float* x, const float* w, const int* sizes, const float* bias, int rows, int groups, int d_out,
@@ -22,62 +23,95 @@ int grouped_f32(const float* x, const float* w, const int* sizes, const float* b
   return launch_grouped_f32(GroupedF32Args{x, w, sizes, bias, y, rows, groups, d_out, d_in}, nullptr);
 }
 
-int reroute(const int* ids, const int* token_to_slot, const int* table, int num_tokens, int tokens, int k, int slots,
-            int experts, int groups, int* order, int* inverse, int* sizes) {
-  const int rows = tokens * k, blocks = (rows + kBlockRows - 1) / kBlockRows;
-  std::vector<int> counts(blocks * (groups + 1));
-  std::vector<uint32_t> sorted(rows);
-  return launch_reroute(RerouteArgs{ids, token_to_slot, table, &num_tokens, tokens, k, slots, experts, groups, order,
-                                    inverse, sizes, counts.data(), sorted.data()},
+struct SortSizes {
+  int num_tokens, tokens, k, slots, experts, groups, item_rows;
+};
+
+int reroute(const int* ids, const int* token_to_slot, const int* table, const int* token_order,
+            const int* token_to_adapter, const SortSizes* s, int* order, int* inverse, int* sizes, int* row_to_token,
+            int* row_to_expert, Item* items, int* num_items) {
+  const int rows = s->tokens * s->k;
+  std::vector<int> found(rows), counts((rows + kBlockRows - 1) / kBlockRows * (s->groups + 1));
+  std::vector<uint32_t> owners(rows);
+  return launch_reroute(RerouteArgs{ids, &s->num_tokens, token_to_slot, table, token_order, token_to_adapter, s->tokens,
+                                    s->k, s->slots, s->experts, s->groups, s->item_rows, order, inverse, sizes,
+                                    row_to_token, row_to_expert, items, num_items, found.data(), counts.data(),
+                                    owners.data()},
                         nullptr);
 }
 
 struct Sizes {
   int tokens, num_tokens, q_heads, kv_heads, k_dim, v_dim, pages, page_size, max_pages;
-  int chunk, max_chunks, window, cta_heads, token_groups, unit_tokens;
+  int chunk, max_chunks, window, cta_heads, token_groups, unit_tokens, part_rows;
 };
 
 int attention(const Bf16* q, const Bf16* k, const Bf16* v, const int* tables, const int* token_to_seq,
               const int* positions, const float* sinks, Bf16* out, const Sizes* s, float scale) {
-  std::vector<AttentionUnit> units(s->tokens * s->max_chunks);
+  std::vector<AttentionUnit> units(s->tokens + s->part_rows * s->max_chunks);
+  std::vector<int2> part_tokens(s->part_rows, int2{-7, -7});
   int num_units = -1;
-  launch_attention_units(AttentionUnitsArgs{token_to_seq, positions, &s->num_tokens, s->tokens, s->unit_tokens, s->chunk,
-                                            s->window, units.data(), &num_units},
-                         nullptr);
-  const size_t parts = static_cast<size_t>(s->tokens) * s->max_chunks * s->q_heads;
+  launch_attention_units(
+      AttentionUnitsArgs{token_to_seq, positions, &s->num_tokens, s->tokens, s->unit_tokens, s->chunk, s->window,
+                         s->part_rows, units.data(), part_tokens.data(), &num_units},
+      nullptr);
+  const size_t parts = static_cast<size_t>(s->part_rows) * s->max_chunks * s->q_heads;
   std::vector<float> part_o(parts * s->v_dim, NAN);
   std::vector<float2> part_ml(parts, float2{NAN, NAN});
   AttentionArgs p{};
-  p.q = q, p.block_tables = tables, p.token_to_seq = token_to_seq, p.positions = positions;
-  p.num_tokens = &s->num_tokens, p.sinks = sinks, p.units = units.data(), p.num_units = &num_units, p.out = out;
+  p.q = q, p.block_tables = tables, p.num_tokens = &s->num_tokens, p.sinks = sinks;
+  p.units = units.data(), p.part_tokens = part_tokens.data(), p.num_units = &num_units, p.out = out;
   p.part_o = part_o.data(), p.part_ml = part_ml.data(), p.tokens = s->tokens, p.q_heads = s->q_heads;
   p.kv_heads = s->kv_heads, p.k_dim = s->k_dim, p.v_dim = s->v_dim, p.page_size = s->page_size;
-  p.max_pages = s->max_pages, p.chunk = s->chunk, p.max_chunks = s->max_chunks, p.window = s->window;
-  p.cta_heads = s->cta_heads, p.token_groups = s->token_groups, p.latent = v == nullptr;
+  p.max_pages = s->max_pages, p.chunk = s->chunk, p.max_chunks = s->max_chunks, p.part_rows = s->part_rows;
+  p.window = s->window, p.cta_heads = s->cta_heads, p.token_groups = s->token_groups;
   p.scale_log2 = scale * 1.4426950408889634f;
   cudaError_t e = page_map(&p.k_map, k, s->pages, s->page_size, s->kv_heads, s->k_dim, s->cta_heads);
   if (e == cudaSuccess && v) e = page_map(&p.v_map, v, s->pages, s->page_size, s->kv_heads, s->v_dim, s->cta_heads);
-  return e == cudaSuccess ? launch_attention(p, nullptr) : e;
+  return e == cudaSuccess ? launch_attention(p, v == nullptr, nullptr) : e;
 }
 
 int lora(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, const int* entries, const float* scaling,
-         const int* row_to_slot, const int* row_to_expert, int rows, int d_out, int d_in, int a_rows, int b_rows,
-         int slots, int max_rank, int item_rows) {
-  std::vector<int> order(rows), ready(rows + 1, 0);
+         const int* row_to_slot, const int* row_to_expert, int modules, int rows, int d_out, int d_in, int a_rows,
+         int b_rows, int slots, int max_rank, int item_rows) {
+  std::vector<int> order(rows);
   std::vector<Item> items(rows);
   int num_items = -1;
   launch_metadata(MetadataArgs{row_to_slot, row_to_expert, rows, slots, item_rows, order.data(), items.data(), &num_items},
                   nullptr);
+  const int h_stride = (max_rank + 7) / 8 * 8;
+  std::vector<int> work(modules * rows * h_stride / 2 + 1);
+  PairArgs p{};
+  for (int m = 0; m < modules; ++m)
+    p.modules[m] = Module{entries + m * slots * 5, scaling + m * slots, y + static_cast<size_t>(m) * rows * d_out};
+  p.items = items.data(), p.num_items = &num_items, p.row_order = order.data(), p.x = x, p.h = reinterpret_cast<Bf16*>(work.data());
+  p.draws = &work.back(), p.num_modules = modules, p.num_rows = rows, p.num_slots = slots;
+  p.d_in = d_in, p.d_out = d_out, p.h_stride = p.max_rank = h_stride, p.shrink = p.expand = true;
+  cudaError_t e = pool_maps(&p, 0, a_pool, a_rows, d_in, kWideA);
+  if (e == cudaSuccess) e = pool_maps(&p, 1, b_pool, b_rows, d_out, kWideB);
+  return e == cudaSuccess ? launch_pair(p, nullptr) : e;
+}
+
+// Segments of `least_rows` rows become tiles; how many rows stay in items comes back in `left`.
+int lora_tiles(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, const int* entries, const float* scaling,
+               const int* row_to_slot, const int* row_to_expert, int rows, int d_out, int d_in, int a_rows, int slots,
+               int max_rank, int least_rows, int least_total, int* left) {
+  std::vector<int> order(rows), cut(2, -1);
+  std::vector<Item> items(rows), small(rows), tiles(rows);
+  int num_items = -1, num_small = -1;
+  launch_metadata(MetadataArgs{row_to_slot, row_to_expert, rows, slots, 8, order.data(), items.data(), &num_items}, nullptr);
+  launch_row_tiles(RowTilesArgs{items.data(), &num_items, rows, least_rows, least_total, 0, small.data(), &num_small,
+                                tiles.data(), cut.data()},
+                   nullptr);
+  *left = 0;
+  for (int i = 0; i < num_small; ++i) *left += small[i].num_rows;
   const int h_stride = (max_rank + 7) / 8 * 8 + 8;
   std::vector<Bf16> h(static_cast<size_t>(rows) * h_stride, Bf16{0xffff});
-  PairArgs p{};
-  p.items = items.data(), p.num_items = &num_items, p.row_order = order.data(), p.entries = entries;
-  p.scaling = scaling, p.x = x, p.y = y, p.h = h.data(), p.ready = ready.data(), p.tickets = p.ready + rows;
-  p.num_rows = rows, p.num_slots = slots, p.d_in = d_in, p.d_out = d_out, p.h_stride = h_stride;
-  p.max_rank = h_stride - 8, p.shrink = p.expand = true;
-  cudaError_t e = pool_map(&p.a_map, a_pool, a_rows, d_in);
-  if (e == cudaSuccess) e = pool_map(&p.b_map, b_pool, b_rows, d_out);
-  return e == cudaSuccess ? launch_pair(p, nullptr) : e;
+  TileArgs p{};
+  p.tiles = tiles.data(), p.cut = cut.data(), p.most_tiles = rows, p.row_order = order.data(), p.entries = entries;
+  p.scaling = scaling, p.x = x, p.b_pool = b_pool, p.y = y, p.h = h.data(), p.d_in = d_in, p.d_out = d_out;
+  p.h_stride = h_stride, p.max_rank = h_stride - 8;
+  const cudaError_t e = pool_map(&p.a_map, a_pool, a_rows, d_in, kNarrow);
+  return e == cudaSuccess ? launch_tiles(p, true, true, nullptr) : e;
 }
 
 }  // extern "C"

@@ -33,6 +33,17 @@ inline void box_copy(uint32_t dst, const CUtensorMap* map, int row, int block, u
 inline void page_copy(uint32_t dst, const CUtensorMap* map, int place, int head, int page, uint64_t* bar) {
   emu::tensor_copy(dst, map, {0, place, 0, head, page}, bar);
 }
+inline void tile_copy(uint32_t dst, const CUtensorMap* map, int column, int row, int block, int matrix, uint64_t* bar) {
+  emu::tensor_copy(dst, map, {column, row, block, matrix}, bar);
+}
+inline void tile_store(const CUtensorMap* map, int row, int block, int matrix, uint32_t src) {
+  emu::tensor_store(map, {0, row, block, matrix}, src);
+}
+inline void stores_commit() { emu::machine.current->stores.emplace_back(); }
+template <int PENDING>
+inline void stores_wait() {
+  emu::finish_groups(emu::machine.current->stores, PENDING);
+}
 inline void copy_16(uint32_t dst, const void* src, int bytes) {
   if (dst % 16 || reinterpret_cast<uintptr_t>(src) % 16) emu::fail("a copy off its boundary of 16");
   unsigned char* to = emu::at_shared(dst);
@@ -41,26 +52,56 @@ inline void copy_16(uint32_t dst, const void* src, int bytes) {
     std::memcpy(to, src, bytes);
   });
 }
+inline void copy_4(uint32_t dst, const void* src) {
+  unsigned char* to = emu::at_shared(dst);
+  emu::machine.current->groups.back().push_back([=] { std::memcpy(to, src, 4); });
+}
 inline void copies_commit() { emu::machine.current->groups.emplace_back(); }
 template <int PENDING>
-inline void copies_wait() {  // as late as they may come
-  auto& groups = emu::machine.current->groups;
-  while (static_cast<int>(groups.size()) > PENDING + 1) {
-    for (auto& copy : groups.front()) copy();
-    groups.erase(groups.begin());
-  }
+inline void copies_wait() {
+  emu::finish_groups(emu::machine.current->groups, PENDING);
 }
 inline void consumer_barrier(int threads) { emu::meet(emu::machine.current->block->consumers, threads); }
+inline void cluster_sync() {
+  emu::meet(emu::machine.cluster, emu::machine.current->block->threads * emu::machine.blocks.size());
+}
+inline int lds32_of(int cta, uint32_t address) {
+  if (emu::machine.blocks.at(cta)->ended) emu::fail("a CTA of the cluster has ended and is read");
+  int v;
+  std::memcpy(&v, emu::machine.blocks[cta]->shared.data() + address, 4);
+  return v;
+}
 inline void fence_barriers() {}
 inline void fence_copies() {}
+inline void fence_shared_copies() {}
 inline void prefetch_map(const CUtensorMap*) {}
 inline void prefetch_l2(const void*) {}
 inline int load_acquire(const int* p) { return *p; }
+inline uint32_t load_word(const uint32_t* p) {
+  emu::yield();
+  return *p;
+}
+inline void store_word(uint32_t* p, uint32_t v) { *p = v, ++emu::machine.progress; }
+inline void let_next_begin() {}
+inline void wait_for_previous() {}
+inline uint64_t load_acquire_sys(const uint64_t* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+inline void store_release_sys(uint64_t* p, uint64_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+inline uint64_t poll_acquire_sys(const uint64_t* p) { return emu::let_others_in(), load_acquire_sys(p); }
+inline void fence_sys() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline uint64_t now_nanos() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return static_cast<uint64_t>(t.tv_sec) * 1'000'000'000 + t.tv_nsec;
+}
 inline uint4 lds128(uint32_t address) {
   if (address % 16) emu::fail("a load of 16 bytes off its boundary");
   uint4 v;
   std::memcpy(&v, emu::at_shared(address), 16);
   return v;
+}
+inline void sts128(uint32_t address, uint4 v) {
+  if (address % 16) emu::fail("a store of 16 bytes off its boundary");
+  std::memcpy(emu::at_shared(address), &v, 16);
 }
 inline uint32_t lds32(uint32_t address) {
   uint32_t v;
@@ -105,9 +146,18 @@ inline void ldmatrix_any(uint32_t (&r)[4], uint32_t address, bool transposed) {
 inline void ldmatrix(uint32_t (&r)[4], uint32_t address) { ldmatrix_any(r, address, false); }
 inline void ldmatrix_trans(uint32_t (&r)[4], uint32_t address) { ldmatrix_any(r, address, true); }
 
-inline uint32_t add_bf16x2(uint32_t y, float lo, float hi) {
-  const __nv_bfloat162 v = __floats2bfloat162_rn(emulated_half(y, 0) + lo, emulated_half(y, 1) + hi);
+template <int COUNT>
+inline void fewer_registers() {}
+template <int COUNT>
+inline void more_registers() {}
+inline float exp2_approx(float x) { return std::exp2f(x); }
+
+inline uint32_t bf16x2(float lo, float hi) {
+  const __nv_bfloat162 v = __floats2bfloat162_rn(lo, hi);
   return v.x.bits | static_cast<uint32_t>(v.y.bits) << 16;
+}
+inline uint32_t add_bf16x2(uint32_t y, float lo, float hi) {
+  return bf16x2(emulated_half(y, 0) + lo, emulated_half(y, 1) + hi);
 }
 
 }  // namespace lora_jax

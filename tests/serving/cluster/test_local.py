@@ -82,8 +82,9 @@ class Role:
 
 
 class Group:
-    def __init__(self, spec):
+    def __init__(self, spec, first_gpu):
         self.spec, self.paths, self.closed = spec, ["rank"], False
+        self.first_gpu = first_gpu
         self.coordinator = None
 
     def close(self):

@@ -1,6 +1,7 @@
 """A disaggregated engine answers as a coupled one does, bit for bit, for every placement."""
 
 import itertools
+import shutil
 
 import lora_server_cases as cases
 import pytest
@@ -47,6 +48,15 @@ SOME = (ALL[0], ALL[5], ALL[7], ALL[9])  # every placement, every carrier
     [pytest.param(*one, marks=() if one in SOME else pytest.mark.slow) for one in ALL],
 )
 def test_answers_are_those_of_a_coupled_engine(placement, carrier, files, prompts, coupled):
+    check_answers(placement, carrier, files, prompts, coupled)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_so_are_those_over_gpus_whose_programs_serve(files, prompts, coupled, gpus):
+    check_answers("ep2-pp1", gpus, files, prompts, coupled)
+
+
+def check_answers(placement, carrier, files, prompts, coupled):
     model, adapters = files
     spec = cases.make_spec(model, placement)
     with (

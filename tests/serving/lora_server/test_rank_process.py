@@ -8,6 +8,7 @@ import lora_server_cases as cases
 import pytest
 
 from lora_jax.adapters import reader
+from serving.lora_server import rank_process
 from serving.lora_server.calls import Caller, RemoteRank
 from serving.lora_server.rank_process import RankProcess, rank_main
 from serving.lora_server.spec import design
@@ -19,7 +20,9 @@ def files(tmp_path):
     return cases.write_files(tmp_path, 1)
 
 
-def test_main_answers_until_its_connection_ends(files, tmp_path):
+def test_main_answers_until_its_connection_ends(files, tmp_path, monkeypatch):
+    taken: list[int] = []
+    monkeypatch.setattr(rank_process, "use_gpu", taken.append)
     model, adapters = files
     spec = cases.make_spec(model, "ep1-pp1", max_rows=8)
     made, path = design(spec), tmp_path / "rank"
@@ -45,11 +48,12 @@ def test_main_answers_until_its_connection_ends(files, tmp_path):
     driver, before = threading.Thread(target=drive), signal.getsignal(signal.SIGINT)
     driver.start()
     try:
-        rank_main(there, spec, 0, str(path))
+        rank_main(there, spec, 0, str(path), 5)
     finally:
         signal.signal(signal.SIGINT, before)
     driver.join(30)
     assert not failures
+    assert taken == [5]
     assert not path.exists()
 
 

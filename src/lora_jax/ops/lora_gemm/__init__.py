@@ -1,12 +1,16 @@
 """Adds every row's own adapter to the base result of a linear map."""
 
+import functools
+from collections.abc import Callable, Sequence
+
 import jax.numpy as jnp
 
 from lora_jax.ops import dispatch
+from lora_jax.ops.adapter_items import AdapterItems
 from lora_jax.ops.lora_gemm import cpu, reference, xla
 from lora_jax.typing import Array, Float, Int
 
-__all__ = ["lora_gemm"]
+__all__ = ["lora_gemm", "lora_gemms"]
 
 _KERNELS = {
     "cuda": dispatch.backend("cuda", "lora_gemm"),
@@ -30,6 +34,7 @@ def lora_gemm(
     row_to_expert: Int[Array, "rows"] | None = None,
     *,
     max_rank: int,
+    items: AdapterItems | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "rows d_out"]:
     """y[t] + s * sum_j (x[t] . A[j]) B[j] over the rank rows of slot row_to_slot[t].
@@ -37,15 +42,69 @@ def lora_gemm(
     Columns of `entries`: a_offset, b_offset, rank, a_stride, b_stride; expert e's rows start at
     offset + e * stride of its pool. No rank exceeds `max_rank`. Rows of slot -1 come back
     unchanged, bit for bit, and cost nothing. The kernel works in place if y is a temporary. y may
-    be float32 with rows and pools in bfloat16, for a sum that is rounded elsewhere.
+    be float32 with rows and pools in bfloat16, for a sum that is rounded elsewhere. `items` are the
+    rows', if they are known already: a kernel that wants them need not make them.
     """
+    if row_to_expert is None:
+        row_to_expert = jnp.zeros(x.shape[:1], jnp.int32)
+    arrays = (y, x, a_pool, b_pool, entries, scaling, row_to_slot, row_to_expert)
+    _check(*arrays, max_rank)
+    kernels = _KERNELS if y.dtype == x.dtype else {n: _KERNELS[n] for n in _NARROW_ROWS}
+    if items is not None and "cuda" in kernels:
+        kernels = kernels | {"cuda": functools.partial(kernels["cuda"], items=items)}
+    return dispatch.call(kernels, implementation, *arrays, max_rank)
+
+
+def lora_gemms(
+    ys: Sequence[Float[Array, "rows d_out"]],
+    x: Float[Array, "rows d_in"],
+    a_pool: Float[Array, "a_rows d_in"],
+    b_pool: Float[Array, "b_rows d_out"],
+    entries: Sequence[Int[Array, "slots 5"]],
+    scaling: Sequence[Float[Array, "slots"]],
+    row_to_slot: Int[Array, "rows"],
+    row_to_expert: Int[Array, "rows"] | None = None,
+    *,
+    max_rank: int,
+    items: AdapterItems | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "rows d_out"], ...]:
+    """Return lora_gemm of each y, whose entries and scaling are its own; one launch on Hopper.
+
+    So maps of the same rows that have the same widths, such as gate and up, cost their bytes and
+    not a launch each. Bits are those of lora_gemm.
+    """
+    if not len(ys) == len(entries) == len(scaling):
+        said = f"{len(ys)} y, {len(entries)} entries and {len(scaling)} scaling"
+        raise ValueError(f"lora_gemms: each map needs one of each, got {said}")
+    if row_to_expert is None:
+        row_to_expert = jnp.zeros(x.shape[:1], jnp.int32)
+    pools, owners = (x, a_pool, b_pool), (row_to_slot, row_to_expert)
+    modules = tuple(zip(ys, entries, scaling, strict=True))
+    for y, e, s in modules:
+        _check(y, *pools, e, s, *owners, max_rank)
+    kernels: dict[str, Callable] = {n: functools.partial(_one_by_one, n) for n in _KERNELS}
+    kernels["cuda"] = functools.partial(dispatch.backend("cuda", "lora_gemms"), items=items)
+    return dispatch.call(kernels, implementation, modules, *pools, *owners, max_rank)
+
+
+def _one_by_one(
+    implementation: str, modules, x, a_pool, b_pool, row_to_slot, row_to_expert, max_rank
+):
+    options = {"max_rank": max_rank, "implementation": implementation}
+    return tuple(
+        lora_gemm(y, x, a_pool, b_pool, entries, scaling, row_to_slot, row_to_expert, **options)
+        for y, entries, scaling in modules
+    )
+
+
+def _check(y, x, a_pool, b_pool, entries, scaling, row_to_slot, row_to_expert, max_rank) -> None:
+    """Raise ValueError naming what has a wrong shape or dtype."""
     if y.ndim != 2 or x.ndim != 2 or a_pool.ndim != 2 or b_pool.ndim != 2 or entries.ndim != 2:
         raise ValueError("lora_gemm: y, x, a_pool, b_pool and entries must be rank 2")
     if max_rank < 1:
         raise ValueError(f"lora_gemm: max_rank {max_rank} must be at least 1")
     rows, d_in, d_out, slots = x.shape[0], x.shape[1], y.shape[1], entries.shape[0]
-    if row_to_expert is None:
-        row_to_expert = jnp.zeros((rows,), jnp.int32)
     wide = y.dtype == jnp.float32
     dispatch.check_dtypes("lora_gemm", y=None if wide else y, x=x, a_pool=a_pool, b_pool=b_pool)
     dispatch.check_shapes(
@@ -58,6 +117,3 @@ def lora_gemm(
         row_to_slot=(tuple(row_to_slot.shape), (rows,)),
         row_to_expert=(tuple(row_to_expert.shape), (rows,)),
     )
-    arrays = (y, x, a_pool, b_pool, entries, scaling, row_to_slot, row_to_expert)
-    kernels = _KERNELS if y.dtype == x.dtype else {n: _KERNELS[n] for n in _NARROW_ROWS}
-    return dispatch.call(kernels, implementation, *arrays, max_rank)

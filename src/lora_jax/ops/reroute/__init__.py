@@ -1,15 +1,13 @@
 """Brings the (token, expert) rows of a mixture of experts together, expert by expert.
 
-With ESFT adapters the experts of a token may be its adapter's own: `reroute` looks them up.
+With ESFT adapters the experts of a token may be its adapter's own: `reroute` looks them up. With
+LoRA the rows of an expert come adapter by adapter, and the same pass cuts them into items.
 """
 
-import dataclasses
-
-import jax
-import jax.numpy as jnp
-
 from lora_jax.ops import dispatch
+from lora_jax.ops.adapter_items import AdapterItems
 from lora_jax.ops.reroute import cpu, reference
+from lora_jax.ops.reroute.maps import RowMap
 from lora_jax.typing import Array, Int
 
 __all__ = ["RowMap", "reroute", "row_map"]
@@ -29,31 +27,19 @@ _REROUTE = {
 }
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class RowMap:
-    """Where each row t * k + j (token t, its j-th expert) stands among rows sorted by group.
-
-    A group is the rows that use one matrix: an expert of the base or of an adapter.
-    """
-
-    order: Int[Array, "rows"]  # sorted place -> row t * k + j
-    inverse: Int[Array, "rows"]  # row t * k + j -> sorted place
-    group_sizes: Int[Array, "groups"]
-    row_to_token: Int[Array, "rows"]  # by sorted place
-    row_to_expert: Int[Array, "rows"]  # as the router chose, by sorted place; 0: in no group
-
-
 def row_map(
     topk_ids: Int[Array, "tokens k"],
     num_tokens: Int[Array, ""],
     num_experts: int,
     *,
+    adapters: AdapterItems | None = None,
     implementation: str | None = None,
 ) -> RowMap:
     """Return the stable counting sort of (token, expert) rows by expert.
 
-    Rows of padding tokens, and of ids outside [0, num_experts), come last and are in no group.
+    Rows of padding tokens, and of ids outside [0, num_experts), come last and are in no group. With
+    the tokens' own `adapters`, rows of a group stand in the order of their tokens there, and the
+    map has items, in which rows of no group are not; or neither, where no kernel wants items.
     """
     if topk_ids.ndim != 2 or num_tokens.ndim != 0:
         raise ValueError(
@@ -61,8 +47,8 @@ def row_map(
         )
     if num_experts < 1:
         raise ValueError(f"row_map: num_experts {num_experts} must be at least 1")
-    found = dispatch.call(_KERNELS, implementation, topk_ids, num_tokens, num_experts)
-    return _with_owners(topk_ids, *found)
+    _check_adapters("row_map", topk_ids, adapters)
+    return dispatch.call(_KERNELS, implementation, topk_ids, num_tokens, num_experts, adapters)
 
 
 def reroute(
@@ -72,13 +58,14 @@ def reroute(
     num_tokens: Int[Array, ""],
     num_groups: int,
     *,
+    adapters: AdapterItems | None = None,
     implementation: str | None = None,
 ) -> RowMap:
     """Return the stable counting sort of (token, expert) rows by the matrix that each one uses.
 
     Row t * k + j is in group table[token_to_slot[t], topk_ids[t, j]], or in group topk_ids[t, j]
     when the slot is none of the table's (-1: the base model, LoRA). Padding and ids outside
-    [0, experts) come last, in no group.
+    [0, experts) come last, in no group. `adapters` as for row_map.
     """
     if topk_ids.ndim != 2 or table.ndim != 2 or 0 in table.shape:
         raise ValueError(
@@ -92,20 +79,14 @@ def reroute(
     )
     if num_groups < table.shape[1]:
         raise ValueError(f"reroute: {num_groups} groups do not hold {table.shape[1]} experts")
-    found = dispatch.call(
-        _REROUTE, implementation, topk_ids, token_to_slot, table, num_tokens, num_groups
-    )
-    return _with_owners(topk_ids, *found)
+    _check_adapters("reroute", topk_ids, adapters)
+    arrays = (topk_ids, token_to_slot, table, num_tokens)
+    return dispatch.call(_REROUTE, implementation, *arrays, num_groups, adapters)
 
 
-def _with_owners(
-    topk_ids: Int[Array, "tokens k"],
-    order: Int[Array, "rows"],
-    inverse: Int[Array, "rows"],
-    sizes: Int[Array, "groups"],
-) -> RowMap:
-    """Return the map with the token and the chosen expert of every sorted place."""
-    rows, k = order.shape[0], topk_ids.shape[1]
-    grouped = jnp.arange(rows, dtype=jnp.int32) < jnp.sum(sizes, dtype=jnp.int32)
-    expert = jnp.where(grouped, topk_ids.reshape(-1)[order], 0)
-    return RowMap(order, inverse, sizes, order // k, expert)
+def _check_adapters(
+    op: str, topk_ids: Int[Array, "tokens k"], adapters: AdapterItems | None
+) -> None:
+    if adapters is not None:
+        tokens = topk_ids.shape[:1]
+        dispatch.check_shapes(op, adapters=(tuple(adapters.row_to_slot.shape), tokens))

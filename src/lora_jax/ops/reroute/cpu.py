@@ -1,25 +1,26 @@
 """Sorts (token, expert) rows by expert, by the C++ counting sort of ops/cpu/reroute.h.
 
-Looking up an adapter's own experts is part of the same pass.
+Looking up an adapter's own experts is part of the same pass. The C++ LoRA kernel wants no items, so
+that none are made.
 """
 
 import jax
 import jax.numpy as jnp
 
+from lora_jax.ops.adapter_items import AdapterItems
 from lora_jax.ops.cpu import build
+from lora_jax.ops.reroute.maps import RowMap, with_owners
 from lora_jax.typing import Array, Int
 
 
 def row_map(
-    topk_ids: Int[Array, "tokens k"], num_tokens: Int[Array, ""], num_experts: int
-) -> tuple[Int[Array, "rows"], Int[Array, "rows"], Int[Array, "experts"]]:
-    """What the reference says."""
-    build.require()
-    rows = jax.ShapeDtypeStruct((topk_ids.size,), jnp.int32)
-    sizes = jax.ShapeDtypeStruct((num_experts,), jnp.int32)
-    call = jax.ffi.ffi_call("lora_jax_row_map", (rows, rows, sizes))
-    order, inverse, group_sizes = call(topk_ids, num_tokens)
-    return order, inverse, group_sizes
+    topk_ids: Int[Array, "tokens k"],
+    num_tokens: Int[Array, ""],
+    num_experts: int,
+    adapters: AdapterItems | None = None,
+) -> RowMap:
+    """What the reference says, without items."""
+    return _called("lora_jax_row_map", num_experts, topk_ids, num_tokens)
 
 
 def reroute(
@@ -28,11 +29,17 @@ def reroute(
     table: Int[Array, "slots experts"],
     num_tokens: Int[Array, ""],
     num_groups: int,
-) -> tuple[Int[Array, "rows"], Int[Array, "rows"], Int[Array, "groups"]]:
-    """What the reference says."""
+    adapters: AdapterItems | None = None,
+) -> RowMap:
+    """What the reference says, without items."""
+    arrays = (topk_ids, token_to_slot, table, num_tokens)
+    return _called("lora_jax_reroute", num_groups, *arrays)
+
+
+def _called(target: str, groups: int, topk_ids: Array, *more: Array) -> RowMap:
     build.require()
     rows = jax.ShapeDtypeStruct((topk_ids.size,), jnp.int32)
-    sizes = jax.ShapeDtypeStruct((num_groups,), jnp.int32)
-    call = jax.ffi.ffi_call("lora_jax_reroute", (rows, rows, sizes))
-    order, inverse, group_sizes = call(topk_ids, token_to_slot, table, num_tokens)
-    return order, inverse, group_sizes
+    sizes = jax.ShapeDtypeStruct((groups,), jnp.int32)
+    call = jax.ffi.ffi_call(target, (rows, rows, sizes))
+    order, inverse, group_sizes = call(topk_ids, *more)
+    return with_owners(topk_ids, order, inverse, group_sizes)

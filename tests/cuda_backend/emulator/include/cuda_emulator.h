@@ -4,8 +4,12 @@
 // order (by a seed), so that a missing wait, a barrier that not all threads reach and two lanes in
 // different operations are found out. What it cannot show: time, registers, memory order.
 #pragma once
+#include <sched.h>
+#include <time.h>
 #include <ucontext.h>
+#include <unistd.h>
 
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -21,14 +25,21 @@
 #define __host__
 #define __global__
 #define __grid_constant__
+#define __constant__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __align__(n) __attribute__((aligned(n)))
 
 struct uint4 { uint32_t x, y, z, w; };
+struct uint2 { uint32_t x, y; };
+struct int2 { int x, y; };
 struct int4 { int x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
+inline int2 make_int2(int x, int y) { return {x, y}; }
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 
@@ -53,12 +64,21 @@ template <class T> T min(T a, T b) { return b < a ? b : a; }
 template <class T> T max(T a, T b) { return a < b ? b : a; }
 template <class T> T __ldg(const T* p) { return *p; }
 template <class T> T __ldcs(const T* p) { return *p; }
+template <class T> T __ldcg(const T* p) { return *p; }
+template <class T> T __ldcv(const T* p) { return *p; }
 template <class T> void __stcs(T* p, T v) { *p = v; }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
+inline int __clz(unsigned v) { return v ? __builtin_clz(v) : 32; }
+inline int __ffs(unsigned v) { return __builtin_ffs(static_cast<int>(v)); }
 inline int __float_as_int(float f) { int i; std::memcpy(&i, &f, 4); return i; }
 inline float __int_as_float(int i) { float f; std::memcpy(&f, &i, 4); return f; }
 inline void __threadfence() {}
+inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fmaf_rn(float x, float y, float z) { return std::fmaf(x, y, z); }
+inline float __fdividef(float x, float y) { return x / y; }
 inline int atomicAdd(int* p, int v) { const int old = *p; *p += v; return old; }
+inline int atomicExch(int* p, int v) { const int old = *p; *p = v; return old; }
+inline unsigned long long atomicAdd(unsigned long long* p, unsigned long long v) { return std::exchange(*p, *p + v); }
 inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
   const uint64_t both = static_cast<uint64_t>(y) << 32 | x;
   uint32_t r = 0;
@@ -91,6 +111,7 @@ struct Barrier {  // mbarrier
 struct Block {
   Dim index;
   unsigned threads;
+  bool ended = false;  // one of its threads has
   std::vector<unsigned char> shared;
   std::map<int, std::vector<unsigned char>> fixed;  // static shared arrays, by line
   std::vector<Warp> warps;
@@ -107,16 +128,21 @@ struct Fiber {
   bool done = false;
   const void* condition = nullptr;  // what it waits for, on its own stack
   bool (*holds)(const void*) = nullptr;
-  std::vector<std::vector<std::function<void()>>> groups{1};  // cp.async groups, the last one open
+  using Groups = std::vector<std::vector<std::function<void()>>>;
+  Groups groups{1}, stores{1};  // cp.async and bulk groups, the last one open
 };
 struct Machine {
   Dim grid{1, 1, 1}, block_dim{1, 1, 1};
   Fiber* current = nullptr;
+  std::vector<Block*> together;  // the CTAs that run side by side
+  Rendezvous cluster;            // of all their threads
   ucontext_t scheduler;
   std::vector<std::function<void()>> copies;  // asynchronous ones on their way
   uint64_t progress = 0;
   uint32_t seed = 1;
   int sms = 1;
+  std::vector<std::unique_ptr<Block>> blocks;  // that run side by side
+  Rendezvous cluster;
   uint32_t random() { return seed = seed * 1664525u + 1013904223u, seed >> 8; }
 };
 inline Machine machine;
@@ -187,6 +213,7 @@ inline void run_a_copy() {
   const size_t i = machine.random() % machine.copies.size();
   const auto copy = std::move(machine.copies[i]);
   machine.copies.erase(machine.copies.begin() + i);
+  ++machine.progress;
   copy();
 }
 
@@ -199,8 +226,9 @@ inline void enter() {
 
 // Runs the CTAs [first, last) side by side until all their threads have ended.
 inline void run_blocks(unsigned first, unsigned last, unsigned threads, size_t shared) {
-  std::vector<std::unique_ptr<Block>> blocks;
+  std::vector<std::unique_ptr<Block>>& blocks = machine.blocks;
   std::vector<std::unique_ptr<Fiber>> fibers;
+  blocks.clear();
   for (unsigned b = first; b < last; ++b) {
     blocks.push_back(std::make_unique<Block>());
     Block& block = *blocks.back();
@@ -216,6 +244,8 @@ inline void run_blocks(unsigned first, unsigned last, unsigned threads, size_t s
       makecontext(&f.context, reinterpret_cast<void (*)()>(enter), 0);
     }
   }
+  machine.together.clear(), machine.cluster = {};
+  for (auto& block : blocks) machine.together.push_back(block.get());
   size_t alive = fibers.size();
   uint64_t seen = ~0ull;
   for (int idle = 0; alive;) {
@@ -223,7 +253,7 @@ inline void run_blocks(unsigned first, unsigned last, unsigned threads, size_t s
       if (f->done || (f->condition && !f->holds(f->condition))) continue;
       machine.current = f.get();
       swapcontext(&machine.scheduler, &f->context);
-      if (f->done) --alive;
+      if (f->done) --alive, f->block->ended = true;
       if (!machine.copies.empty() && machine.random() % 16 == 0) run_a_copy();
     }
     idle = machine.progress == seen ? idle + 1 : 0, seen = machine.progress;
@@ -231,21 +261,48 @@ inline void run_blocks(unsigned first, unsigned last, unsigned threads, size_t s
     if (idle > 1000) fail("deadlock: every thread waits");
   }
   for (auto& f : fibers)
-    for (auto& group : f->groups)
-      if (!group.empty()) fail("a thread ended with copies it had not waited for");
+    for (auto* groups : {&f->groups, &f->stores})
+      for (auto& group : *groups)
+        if (!group.empty()) fail("a thread ended with copies it had not waited for");
   if (!machine.copies.empty()) fail("a CTA ended with copies on their way");
+}
+
+// One kernel runs at a time, whatever the number of devices and threads; one that polls for what
+// another kernel or the host does lets them in, in the order in which they came.
+inline std::atomic<unsigned> next_turn{0}, turn{0};
+inline void take_turn() {
+  const unsigned mine = next_turn++;
+  while (turn != mine) sched_yield();
+}
+inline void end_turn() { ++turn; }
+inline void let_others_in() {
+  static thread_local unsigned polls = 0;
+  ++machine.progress;
+  if (next_turn == turn + 1 && ++polls % 64) return;  // nobody waits
+  Machine mine = std::move(machine);
+  std::function<void()>* own_entry = entry;
+  end_turn();
+  usleep(20);
+  take_turn();
+  machine = std::move(mine), entry = own_entry;
 }
 
 constexpr unsigned kTogether = 4;  // CTAs; a persistent grid is smaller
 
 template <class Kernel, class... Args>
-void launch(Kernel kernel, unsigned grid, unsigned threads, size_t shared, const Args&... args) {
+void launch_with(unsigned together, Kernel kernel, unsigned grid, unsigned threads, size_t shared, const Args&... args) {
   if (threads % 32 || threads > 1024) fail("a CTA of no whole warps, or too large");
   if (shared > 232448) fail("more shared memory than a CTA of Hopper can have");
+  take_turn();
   machine.grid.x = grid, machine.block_dim.x = threads;
   std::function<void()> body = [&] { kernel(args...); };
   entry = &body;
-  for (unsigned b = 0; b < grid; b += kTogether) run_blocks(b, min(grid, b + kTogether), threads, shared);
+  for (unsigned b = 0; b < grid; b += together) run_blocks(b, min(grid, b + together), threads, shared);
+  end_turn();
+}
+template <class Kernel, class... Args>
+void launch(Kernel kernel, unsigned grid, unsigned threads, size_t shared, const Args&... args) {
+  launch_with(kTogether, kernel, grid, threads, shared, args...);
 }
 
 }  // namespace emu
@@ -262,9 +319,27 @@ template <class T> T __shfl_sync(unsigned, T v, int from) { return emu::shown<T>
 template <class T> T __shfl_xor_sync(unsigned, T v, int mask) {
   return emu::shown<T>(emu::exchange("shfl_xor", v), emu::lane() ^ mask);
 }
+inline int __any_sync(unsigned, int v) {
+  const auto* slots = emu::exchange("any", v);
+  bool any = false;
+  for (int i = 0; i < 32; ++i) any = any || emu::shown<int>(slots, i);
+  return any;
+}
 template <class T> T __shfl_up_sync(unsigned, T v, unsigned by) {
   const auto* slots = emu::exchange("shfl_up", v);
   return emu::lane() >= static_cast<int>(by) ? emu::shown<T>(slots, emu::lane() - by) : v;
+}
+inline unsigned __ballot_sync(unsigned, bool v) {
+  const auto* slots = emu::exchange("ballot", v);
+  unsigned all = 0;
+  for (int i = 0; i < 32; ++i) all |= static_cast<unsigned>(emu::shown<bool>(slots, i)) << i;
+  return all;
+}
+inline int __any_sync(unsigned, int v) {
+  const auto* slots = emu::exchange("any", v);
+  int any = 0;
+  for (int i = 0; i < 32; ++i) any |= emu::shown<int>(slots, i) != 0;
+  return any;
 }
 template <class T> unsigned __match_any_sync(unsigned, T v) {
   const auto* slots = emu::exchange("match_any", v);
@@ -276,11 +351,54 @@ template <class T> unsigned __match_any_sync(unsigned, T v) {
 // ---------------------------------------------------------------- the runtime, as far as it is used
 using cudaStream_t = void*;
 enum cudaError_t { cudaSuccess, cudaErrorInvalidValue, cudaErrorNotSupported };
+inline const char* cudaGetErrorString(cudaError_t) { return "an emulated error"; }
+struct cudaFuncAttributes {};
+inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, const void*) { return cudaSuccess; }
+using cudaEvent_t = void*;  // everything happens in order
+constexpr unsigned cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2;
+inline cudaError_t cudaDeviceGetStreamPriorityRange(int*, int*) { return cudaSuccess; }
+inline cudaError_t cudaStreamCreateWithPriority(cudaStream_t*, unsigned, int) { return cudaSuccess; }
+inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t*, unsigned) { return cudaSuccess; }
+inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
+inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
+constexpr int cudaMemcpyDeviceToDevice = 3;
+inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, int, cudaStream_t) {
+  return std::memcpy(to, from, bytes), cudaSuccess;
+}
 constexpr int cudaFuncAttributeMaxDynamicSharedMemorySize = 0, cudaDevAttrMultiProcessorCount = 0;
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 template <class K> cudaError_t cudaFuncSetAttribute(K, int, int) { return cudaSuccess; }
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, int, int) { return *value = emu::machine.sms, cudaSuccess; }
+
+struct dim3 {
+  unsigned x;
+  explicit dim3(unsigned x) : x(x) {}
+};
+struct cudaLaunchAttribute {
+  int id;
+  struct {
+    int programmaticStreamSerializationAllowed;
+    struct { unsigned x, y, z; } clusterDim;
+  } val;
+};
+constexpr int cudaLaunchAttributeProgrammaticStreamSerialization = 0, cudaLaunchAttributeClusterDimension = 1;
+constexpr int cudaFuncAttributeNonPortableClusterSizeAllowed = 1;
+struct cudaLaunchConfig_t {
+  dim3 grid, block;
+  size_t shared;
+  cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
+};
+template <class... Args>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* c, void (*kernel)(Args...), const Args&... args) {
+  unsigned together = emu::kTogether;
+  for (unsigned i = 0; i < c->numAttrs; ++i)
+    if (c->attrs[i].id == cudaLaunchAttributeClusterDimension) together = c->attrs[i].val.clusterDim.x;
+  emu::launch_with(together, kernel, c->grid.x, c->block.x, c->shared, args...);
+  return cudaSuccess;
+}
 
 // ---------------------------------------------------------------- tensor maps
 using cuuint64_t = uint64_t;
@@ -309,33 +427,61 @@ inline CUresult cuTensorMapEncodeTiled(CUtensorMap* map, int, uint32_t rank, voi
 
 namespace emu {
 
-// Copies a box whose first row is at `dst`; elements outside the tensor become zero, 16-byte pieces
-// are swizzled within 128 bytes by the row's place in 1024.
+// Runs the groups that must be done when `pending` may still be open: as late as they may come.
+inline void finish_groups(Fiber::Groups& groups, int pending) {
+  while (static_cast<int>(groups.size()) > pending + 1) {
+    for (auto& copy : groups.front()) copy();
+    groups.erase(groups.begin());
+  }
+}
+
+// Calls f(place in the box in bytes, element or null outside the tensor) for a box whose first row is
+// at `shared`; 16-byte pieces are swizzled within 128 bytes by the row's place in 1024.
+template <class F>
+void each_element(const CUtensorMap& m, const std::vector<int>& at, uint32_t shared, F f) {
+  int64_t rows = 1;
+  for (int i = 1; i < m.rank; ++i) rows *= m.box[i];
+  for (int64_t r = 0; r < rows; ++r) {
+    int64_t left = r, offset = 0;
+    bool inside = true;
+    for (int i = 1; i < m.rank; ++i) {
+      const int64_t place = at[i] + left % m.box[i];
+      left /= m.box[i], offset += place * static_cast<int64_t>(m.strides[i]);
+      inside = inside && place >= 0 && place < static_cast<int64_t>(m.dims[i]);
+    }
+    for (uint32_t e = 0; e < m.box[0]; ++e) {
+      const int64_t column = at[0] + e;
+      const uint32_t linear = static_cast<uint32_t>(r) * 128 + e * 2, row = (shared + linear) >> 7 & 7;
+      const bool there = inside && column < static_cast<int64_t>(m.dims[0]);
+      f(linear ^ row << 4, there ? const_cast<unsigned char*>(m.base) + offset + column * 2 : nullptr);
+    }
+  }
+}
+inline int64_t box_bytes(const CUtensorMap& m) {
+  int64_t elements = 1;
+  for (int i = 0; i < m.rank; ++i) elements *= m.box[i];
+  return elements * 2;
+}
+// Elements outside the tensor become zero.
 inline void tensor_copy(uint32_t dst, const CUtensorMap* map, std::vector<int> at, uint64_t* bar) {
   if (dst % 128) fail("a swizzled box begins off its boundary");
-  int64_t rows = 1;
-  for (int i = 1; i < map->rank; ++i) rows *= map->box[i];
-  const CUtensorMap m = *map;
-  auto move = [=](unsigned char* to) {
-    for (int64_t r = 0; r < rows; ++r) {
-      int64_t left = r, offset = 0;
-      bool inside = true;
-      for (int i = 1; i < m.rank; ++i) {
-        const int64_t place = at[i] + left % m.box[i];
-        left /= m.box[i], offset += place * static_cast<int64_t>(m.strides[i]);
-        inside = inside && place >= 0 && place < static_cast<int64_t>(m.dims[i]);
-      }
-      for (uint32_t e = 0; e < m.box[0]; ++e) {
-        const int64_t column = at[0] + e;
-        const uint32_t linear = static_cast<uint32_t>(r) * 128 + e * 2;
-        const uint32_t row = (dst + linear) >> 7 & 7, swizzled = linear ^ row << 4;
-        uint16_t v = 0;
-        if (inside && column < static_cast<int64_t>(m.dims[0])) std::memcpy(&v, m.base + offset + column * 2, 2);
-        std::memcpy(to + swizzled, &v, 2);
-      }
-    }
+  auto move = [=, m = *map](unsigned char* to) {
+    each_element(m, at, dst, [&](uint32_t place, const unsigned char* from) {
+      const unsigned char none[2] = {0, 0};
+      std::memcpy(to + place, from ? from : none, 2);
+    });
   };
-  copy_later(move, dst, rows * map->box[0] * 2, bar);
+  copy_later(move, dst, box_bytes(*map), bar);
+}
+// Elements outside the tensor are dropped.
+inline void tensor_store(const CUtensorMap* map, std::vector<int> at, uint32_t src) {
+  if (src % 128) fail("a swizzled box begins off its boundary");
+  const unsigned char* from = at_shared(src);
+  machine.current->stores.back().push_back([=, m = *map] {
+    each_element(m, at, src, [&](uint32_t place, unsigned char* to) {
+      if (to) std::memcpy(to, from + place, 2);
+    });
+  });
 }
 
 }  // namespace emu

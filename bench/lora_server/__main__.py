@@ -1,0 +1,180 @@
+"""A LoRA Server on several GPUs of one host: `python -m bench.lora_server --out DIR`.
+
+Layers of Mixtral 8x7B's shape with adapters of rank 64 of all three matrices of its eight experts
+(InfiniLoRA, Table 4): every (token, expert) row goes to the server over NVLink before the base
+computation, and its deltas, in bfloat16, are added behind it. Every GPU has a process of its own
+and is an instance or a rank of the server; both are programs of jax whose exchanges are custom
+calls.
+
+Rows per layer, microseconds. `receive`: both requests of a layer and an empty answer. `send`: what
+answers of the full size add to that. `lora`: what the adapters' products add to that. `exchange`:
+all of it, one after the other. `base`: the experts' three matrices, as batched products of equal
+groups. `overlap`: base and exchange as they are served; of several instances the slowest one's.
+`exposed`: overlap less base.
+"""
+
+import argparse
+import json
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from bench.lora_server.plans import ADAPTERS, ECHO, LAYERS, LORA, PLANS, RANK, REFUSE, Plan
+from bench.lora_server.worker import Worker, all_of
+
+REFUSED = 3  # serving.transport.base.Status
+_SETTLE_S = 0.05  # programs that were enqueued with the last mode end
+
+
+class Bench:
+    """A process for each GPU, and the folder where they meet."""
+
+    def __init__(self, gpus: int, folder: str, see_all: bool):
+        self._folder, self._meetings = folder, 0
+        self._base: dict[int, float] = {}
+        self.workers = [Worker(gpu, see_all) for gpu in range(gpus)]
+        for worker in self.workers:
+            worker.wait_ready()
+
+    def measure(self, plan: Plan, tokens: int) -> dict:
+        """Return the plan's row: instances on the first GPUs, servers on those behind them."""
+        instances = self.workers[: plan.instances]
+        servers = self.workers[plan.instances : plan.gpus]
+        found: dict = {"plan": plan.name, "batch": tokens, "base": self._base_us(tokens)}
+        try:
+            self._connect(plan, tokens, instances, servers)
+            if plan.instances == 1:
+                found |= self._parts(instances[0], servers)
+            found |= self._overlap(instances)
+        finally:
+            for group in (instances, servers):
+                all_of([worker.start("leave") for worker in group])
+        found["exposed"] = found["overlap"] - found["base"]
+        found["exposed_share"] = found["exposed"] / found["base"]
+        return found
+
+    def close(self) -> None:
+        """End all processes."""
+        for worker in self.workers:
+            worker.close()
+
+    def _base_us(self, tokens: int) -> float:
+        if tokens not in self._base:
+            self._base[tokens] = self.workers[0].call("base", tokens)
+        return self._base[tokens]
+
+    def _connect(
+        self, plan: Plan, tokens: int, instances: Sequence[Worker], servers: Sequence[Worker]
+    ) -> None:
+        self._meetings += 1
+        ranks = range(plan.placement.devices)
+        paths = [f"{self._folder}/{self._meetings}-{rank}" for rank in ranks]
+        all_of(
+            [
+                worker.start("serve", plan.name, tokens, rank, paths[rank])
+                for rank, worker in enumerate(servers)
+            ]
+        )
+        for rank in range(len(servers), len(paths)):
+            servers[-1].call("hold_place", plan.name, tokens, rank, paths[rank])
+        all_of(
+            [
+                worker.start("connect", plan.name, tokens, paths, number)
+                for number, worker in enumerate(instances)
+            ]
+        )
+
+    def _parts(self, instance: Worker, servers: Sequence[Worker]) -> dict:
+        """Return the rows of Table 4, by what each thing that servers do adds."""
+        found: dict = {"error": instance.call("error")}
+        took = {}
+        for mode in (LORA, ECHO, REFUSE):
+            for worker in servers:
+                worker.call("set_mode", mode)
+            time.sleep(_SETTLE_S)
+            took[mode], status = instance.call("exchange")
+            if status != (REFUSED if mode == REFUSE else 0):
+                raise RuntimeError(f"status {status} when servers do {mode}")
+        for worker in servers:
+            worker.call("set_mode", LORA)
+        time.sleep(_SETTLE_S)
+        found |= {"receive": took[REFUSE], "send": took[ECHO] - took[REFUSE]}
+        return found | {"lora": took[LORA] - took[ECHO], "exchange": took[LORA]}
+
+    def _overlap(self, instances: Sequence[Worker]) -> dict:
+        all_of([worker.start("warm_overlap") for worker in instances])
+        results = all_of([worker.start("overlap") for worker in instances])
+        if any(status for _, status in results):
+            raise RuntimeError(f"statuses {[status for _, status in results]} of overlap")
+        return {"overlap": max(took for took, _ in results), "waited": instances[0].call("waited")}
+
+
+def rows_of_table(
+    bench: Bench, plans: Sequence[Plan], batches: Sequence[int], end: float
+) -> Iterator[dict]:
+    """Yield what was measured, until the time is over; what fails says so in its row."""
+    for plan in plans:
+        for tokens in batches:
+            name = {"plan": plan.name, "batch": tokens}
+            if plan.gpus > len(bench.workers):
+                yield name | {"left_out": f"needs {plan.gpus} GPUs"}
+            elif time.monotonic() > end:
+                yield name | {"left_out": "no time left"}
+            else:
+                start = time.monotonic()
+                try:
+                    found = bench.measure(plan, tokens)
+                except RuntimeError as error:
+                    found = name | {"failed": str(error)[:400]}
+                yield found | {"took_s": time.monotonic() - start}
+
+
+def shown(row: dict) -> str:
+    """Return one line of the table."""
+    numbers = {k: v for k, v in row.items() if isinstance(v, float)}
+    rest = [str(v) for k, v in row.items() if k not in numbers]
+    values = [f"{k} {v:.3g}" if abs(v) < 2 else f"{k} {v:.0f}" for k, v in numbers.items()]
+    return ", ".join(rest) + ": " + ", ".join(values)
+
+
+def count_gpus() -> int:
+    """Return how many GPUs the driver lists."""
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True)
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+
+
+def main() -> None:
+    """Measure every plan that fits the GPUs, and write one JSON after each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
+    parser.add_argument("--batches", type=int, nargs="+", default=[128, 256])
+    parser.add_argument("--plans", nargs="+", default=list(PLANS), help="names, in this order")
+    parser.add_argument("--seconds", type=float, default=600.0, help="no new row after that")
+    parser.add_argument("--gpus", type=int, help="how many; all of the host by default")
+    parser.add_argument("--see-all-gpus", action="store_true", help="jax in every process")
+    options = parser.parse_args()
+    end = time.monotonic() + options.seconds
+    result: dict = {
+        "shape": f"mixtral-8x7b, rank {RANK}, {ADAPTERS} adapters, Zipf 1.2, {LAYERS} layers",
+        "processes": "one for each GPU",
+        "rows": [],
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(options.gpus or count_gpus(), folder, options.see_all_gpus)
+        try:
+            result["device"] = f"{len(bench.workers)} x {bench.workers[0].call('kind')}"
+            plans = [PLANS[name] for name in options.plans]
+            for row in rows_of_table(bench, plans, options.batches, end):
+                print(shown(row), flush=True)
+                result["rows"].append(row)
+                text = json.dumps(result, indent=2) + "\n"
+                (options.out / "lora_server.json").write_text(text)
+        finally:
+            bench.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""A rank's requests as programs of its device: taken, computed and answered without the host.
+
+The host enqueues a program for each message before there is one, and reads one behind what became
+of it. A program picks its branch by the message's site and number of rows, so it is compiled once
+for all of the rank's buckets.
+"""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lora_jax.adapters.slots import AdapterSlots
+from lora_jax.typing import Array, Int
+from serving.lora_server.rank import SITES, ServerRank
+from serving.lora_server.shards import ServerPlan
+from serving.transport.device_server import Arrived, DeviceServer, Verdict
+
+_AHEAD = 2  # programs under way while the host reads the one before
+_VERDICT = 5  # its place in what a program says
+_NOBODY = -1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RankTable:
+    """What a rank holds, by place: number modulo the number of places."""
+
+    numbers: Int[Array, "places"]
+    slots: Int[Array, "places"]
+    num_ready: Int[Array, "places"]  # layers that are here
+    version: Int[Array, ""]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of a message; `info` says which one."""
+
+    verdict: Verdict
+    info: tuple[int, ...]
+
+
+class DeviceLoop:
+    """The programs of one rank and its server; one thread uses it."""
+
+    def __init__(self, rank: ServerRank, plan: ServerPlan, server: DeviceServer):
+        """Compile, so that no request waits for that."""
+        self._rank, self._server = rank, server
+        self._program = _program(rank, plan, server)
+        self._device = jax.local_devices()[0]
+        self._under_way: collections.deque[Array] = collections.deque()
+        self._ticket = self._put(np.zeros(8, np.int32))
+        self._table: RankTable | None = None
+        self._known: tuple[int, int] | None = None  # the rank's changes and the version in it
+        self.turn(0, 0.0)
+        self.drain()
+
+    def turn(self, version: int, seconds: float) -> Outcome | None:
+        """Enqueue one more program; return what the oldest one says, None if no message came.
+
+        `version` is that of the server's table now; a program waits as many seconds for a message.
+        """
+        limit = self._put(np.int32(seconds * 1e6))
+        said = self._program(self._rank.slots, self._current(version), self._ticket, limit)
+        self._ticket = said
+        self._under_way.append(said)
+        return _read(self._under_way.popleft()) if len(self._under_way) > _AHEAD else None
+
+    def drain(self) -> list[Outcome]:
+        """Return what all programs under way say, when they have ended."""
+        said = [_read(self._under_way.popleft()) for _ in range(len(self._under_way))]
+        return [outcome for outcome in said if outcome is not None]
+
+    def _current(self, version: int) -> RankTable:
+        known = (self._rank.changes, version)
+        if self._table is None or known != self._known:
+            arrays = (array.astype(np.int32) for array in self._rank.table())
+            self._table = RankTable(*map(self._put, (*arrays, np.int32(version))))
+            self._known = known
+        return self._table
+
+    def _put(self, array: np.ndarray | np.int32) -> Array:
+        return jax.device_put(array, self._device)
+
+
+def _read(said: Array) -> Outcome | None:
+    info = tuple(np.asarray(said).tolist())
+    return None if info[0] == _NOBODY else Outcome(Verdict(info[_VERDICT]), info)
+
+
+def _program(rank: ServerRank, plan: ServerPlan, server: DeviceServer) -> Callable:
+    """Return (slots, table, ticket, limit in us) -> ticket: one message, or none in time."""
+    buckets, moe_layers = rank.sizes.buckets, np.asarray(plan.moe_layers, np.int32)
+
+    @jax.jit
+    def serve_one(
+        slots: AdapterSlots, table: RankTable, ticket: Int[Array, "8"], limit: Int[Array, ""]
+    ) -> Int[Array, "8"]:
+        message = server.accept(ticket, limit)
+        layer = jnp.asarray(moe_layers)[message.layer]
+        verdict, row_to_slot = judge(rank, table, message, layer)
+        bucket = jnp.sum(message.rows > jnp.asarray(buckets[:-1], jnp.int32), dtype=jnp.int32)
+        branch = jnp.where(verdict == Verdict.ANSWER, 1 + message.site * len(buckets) + bucket, 0)
+        answers = [
+            functools.partial(_answer, rank, server, site, rows)
+            for site in SITES
+            for rows in buckets
+        ]
+        say = functools.partial(_say, server)
+        arguments = (slots, message, layer, row_to_slot, verdict)
+        info = jax.lax.switch(branch, [say, *answers], *arguments)
+        return info.at[_VERDICT].set(verdict)
+
+    return serve_one
+
+
+def judge(
+    rank: ServerRank, table: RankTable, message: Arrived, layer: Int[Array, ""]
+) -> tuple[Int[Array, ""], Int[Array, "max_rows"]]:
+    """Return the verdict on a message, as RankServer gives it, and the slots of its rows."""
+    shard = rank.shard
+    real = jnp.arange(message.adapters.shape[0]) < message.rows
+    place = jnp.where(real, message.adapters % len(table.numbers), 0)
+    expert = message.experts - shard.first_expert
+    mine = (table.numbers[place] == message.adapters) & (expert >= 0) & (expert < shard.num_experts)
+    here = jnp.isin(layer, jnp.asarray(shard.layers, jnp.int32))
+    well = jnp.all(mine | ~real) & here & (message.table_version <= table.version)
+    ready = jnp.all((table.num_ready[place] > layer) | ~real)
+    verdict = jnp.where(well, jnp.where(ready, Verdict.ANSWER, Verdict.LEAVE), Verdict.REFUSE)
+    return verdict.astype(jnp.int32), jnp.where(real, table.slots[place], _NOBODY)
+
+
+def _say(server: DeviceServer, slots, message: Arrived, layer, row_to_slot, verdict) -> Array:
+    """Refuse a message or leave it; nothing where there is none."""
+    del slots, layer, row_to_slot
+    for site in SITES:
+        message = server.answer(message, verdict, (), site)
+    return message.info
+
+
+def _answer(
+    rank: ServerRank,
+    server: DeviceServer,
+    site: int,
+    rows: int,
+    slots: AdapterSlots,
+    message: Arrived,
+    layer: Int[Array, ""],
+    row_to_slot: Int[Array, "max_rows"],
+    verdict: Int[Array, ""],
+) -> Array:
+    """Compute at most `rows` rows of a site and push them back."""
+    x = server.rows_of(message, site, rows)
+    owners = row_to_slot[:rows], message.experts[:rows]
+    deltas = rank.traced_deltas(slots, site, layer, x, *owners)
+    dtype = server.shapes.result_dtype
+    return server.answer(message, verdict, [d.astype(dtype) for d in deltas], site).info

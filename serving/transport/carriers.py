@@ -1,0 +1,35 @@
+"""Which carrier joins an instance and a LoRA Server of one host: the one of the device's memory."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from serving.transport import device_ends, device_memory, shared_memory
+from serving.transport.base import AbstractClient, AbstractServer
+from serving.transport.terms import Terms
+
+
+def open_server(path: str | Path, terms: Terms, rank: int) -> AbstractServer:
+    """Return a server that clients of this user and host find at the Unix socket `path`.
+
+    On a CPU its slots are shared memory, else they are in the memory of the devices. Raises
+    ValueError as shared_memory.open_server does, and NotImplementedError where the device has no
+    such transport.
+    """
+    if jax.default_backend() == "cpu":
+        return shared_memory.open_server(path, terms, rank)
+    return device_memory.open_server(path, terms, rank, _ends())
+
+
+def open_client(paths: Sequence[str | Path], terms: Terms) -> AbstractClient:
+    """Return a client of the servers at `paths`; see handshake.open_client for the errors."""
+    if jax.default_backend() == "cpu":
+        return shared_memory.open_client(paths, terms)
+    return device_memory.open_client(paths, terms, _ends())
+
+
+def _ends() -> device_ends.DeviceEnds:
+    """Return the ends of the device that this process computes on."""
+    device = jax.local_devices()[0]
+    return device_ends.for_platform(device.platform, device.local_hardware_id or 0)

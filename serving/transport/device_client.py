@@ -1,0 +1,135 @@
+"""A client whose landing slots are in the memory of devices, and whose kernels write and wait."""
+
+import abc
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+
+from lora_jax.typing import Array, Float, Int
+from serving.transport.base import AbstractClient, ClientStats, PushRows, TransportError
+from serving.transport.checks import check_outputs, check_push
+from serving.transport.device_ends import Channel, ClientEnd, DeviceEnds
+from serving.transport.library import numbers
+from serving.transport.shapes import Shapes
+from serving.transport.slots import FIRST_LIMIT, Joined, stats_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Landed:
+    """What a client holds of a server: a channel that is its own to close, and an epoch."""
+
+    channel: Channel
+    epoch: int
+    joined: Joined | None = None  # by a handshake
+
+
+class AbstractDeviceConnector(abc.ABC):
+    """How a client comes to one server."""
+
+    @abc.abstractmethod
+    def join(self, last_epoch: int) -> Landed:
+        """Return a channel under an epoch above `last_epoch`. Raises TransportError."""
+
+    @abc.abstractmethod
+    def watch(self, landed: Landed, lost: Callable[[], None]) -> None:
+        """Call `lost()` once when the server of `landed` has gone, if that can be told."""
+
+    @abc.abstractmethod
+    def leave(self) -> None:
+        """Tell the server that this client has gone. A second call does nothing."""
+
+
+class DeviceClient(AbstractClient):
+    """A client whose kernels read and write the slots. See AbstractClient."""
+
+    def __init__(
+        self,
+        shapes: Shapes,
+        connectors: Sequence[AbstractDeviceConnector],
+        ends: DeviceEnds,
+        *,
+        aside: bool,
+    ):
+        """Join every server. Raises TransportError, with nothing kept, if one is not there.
+
+        With `aside` rows leave on a stream of their own while the base computes, and without they
+        may be part of a CUDA graph.
+        """
+        self.shapes, self.servers = shapes, len(connectors)
+        self._connectors, self._epochs = list(connectors), [0] * len(connectors)
+        self._closed, self._aside = False, aside
+        self._end: ClientEnd = ends.new_client(numbers(shapes), self.servers)
+        self.set_limit(FIRST_LIMIT)
+        try:
+            for server in range(self.servers):
+                self._join(server)
+        except BaseException:
+            self.close()
+            raise
+
+    def push(
+        self, x: Float[Array, "rows d_in"], site: int, layer: Int[Array, ""] | int, rows: PushRows
+    ) -> Float[Array, "rows d_in"]:
+        check_push(self.shapes, site, x, rows)
+        # A layer that a program computes may be gone while the push still reads it.
+        aside = self._aside and isinstance(layer, int)
+        return self._end.push(x, jnp.asarray(layer, jnp.int32), _fields(rows), site, aside=aside)
+
+    def wait_add(
+        self,
+        ys: Sequence[Float[Array, "rows d_out"]],
+        keep: Float[Array, "rows d_in"],
+        site: int,
+        rows: PushRows,
+    ) -> tuple[tuple[Float[Array, "rows d_out"], ...], Int[Array, "servers"]]:
+        check_push(self.shapes, site, keep, rows)
+        check_outputs(self.shapes, site, keep, ys)
+        wait = self._end.wait_add
+        return wait(ys, keep, _fields(rows), self.servers, site, aside=self._aside)
+
+    def set_limit(self, seconds: float) -> None:
+        if not seconds > 0:
+            raise ValueError(f"a wait must be bounded by more than 0 seconds, got {seconds}")
+        self._end.limit(int(seconds * 1e9))
+
+    def abort(self, on: bool = True) -> None:
+        self._end.stop(on)
+
+    def lost(self) -> tuple[int, ...]:
+        ended = self._end.ended
+        return tuple(n for n, epoch in enumerate(self._epochs) if not epoch or ended(n, epoch))
+
+    def rejoin(self) -> tuple[int, ...]:
+        for server in () if self._closed else self.lost():
+            try:
+                self._join(server)
+            except TransportError:
+                continue
+        return self.lost()
+
+    def stats(self) -> ClientStats:
+        return stats_of(self._end.counts())
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for connector in self._connectors:
+            connector.leave()
+        self._end.close()
+
+    def _join(self, server: int) -> None:
+        connector = self._connectors[server]
+        connector.leave()
+        self._end.detach(server)
+        landed = connector.join(self._epochs[server])
+        epoch = self._epochs[server] = landed.epoch
+        self._end.attach(server, landed.channel, epoch)
+        connector.watch(landed, lambda: self._end.end(server, epoch))
+
+
+def _fields(rows: PushRows) -> tuple[Array, ...]:
+    """Return the arrays of a map in the order that an end takes them."""
+    routes = (rows.row_to_server, rows.row_to_adapter, rows.row_to_expert)
+    return (rows.num_rows, rows.table_version, *routes)

@@ -1,0 +1,141 @@
+"""Devices of one host that write into each other's memory: GPUs over NVLink, no host in between.
+
+Which backend's memory and kernels these are is the business of its ends (`device_ends`).
+"""
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from serving.transport import handshake
+from serving.transport.base import TransportError
+from serving.transport.device_client import AbstractDeviceConnector, DeviceClient, Landed
+from serving.transport.device_ends import DeviceEnds
+from serving.transport.device_server import DeviceServer
+from serving.transport.handshake import AbstractCarrier
+from serving.transport.rendezvous import Guest, unix_listener, wait_for_end
+from serving.transport.shapes import Shapes
+from serving.transport.slots import AbstractConnector, Joined
+from serving.transport.terms import Terms
+
+
+def open_server(
+    path: str | Path, terms: Terms, rank: int, ends: DeviceEnds, *, pull: bool = False
+) -> DeviceServer:
+    """Return a server on the device of `ends` that clients of this user find at a Unix socket.
+
+    Raises ValueError for a rank outside the plan, and if another process listens there.
+    """
+
+    def make() -> DeviceServer:
+        return DeviceServer(terms.shapes, ends, pull=pull)
+
+    return handshake.let_in(_DeviceMemory(ends), unix_listener(path), terms, rank, make)
+
+
+def open_client(
+    paths: Sequence[str | Path],
+    terms: Terms,
+    ends: DeviceEnds,
+    *,
+    patience: float = 10.0,
+    pull: bool = False,
+    aside: bool = True,
+) -> DeviceClient:
+    """Return a client on the device of `ends`; see handshake.open_client for the errors.
+
+    `pull` must be the servers' own; for `aside` see DeviceClient.
+    """
+    callers = handshake.callers(_DeviceMemory(ends), paths, terms, patience)
+    connectors = [_Imported(caller, terms.shapes, ends, pull) for caller in callers]
+    return DeviceClient(terms.shapes, connectors, ends, aside=aside)
+
+
+def open_local_client(
+    servers: Sequence[DeviceServer], ends: DeviceEnds, *, aside: bool = True
+) -> DeviceClient:
+    """Return a client, on another device or the same, of servers in this process.
+
+    Raises ValueError unless their shapes are equal.
+    """
+    shapes = {server.shapes for server in servers}
+    if len(shapes) != 1:
+        raise ValueError(f"a client needs servers of one shape, got {len(shapes)} shapes")
+    connectors = [_Local(server, ends) for server in servers]
+    return DeviceClient(shapes.pop(), connectors, ends, aside=aside)
+
+
+class _Local(AbstractDeviceConnector):
+    """Joins a server of this process by a call; a closed server is noticed by a wait."""
+
+    def __init__(self, server: DeviceServer, ends: DeviceEnds):
+        self._server, self._ends, self._client = server, ends, 0
+
+    def join(self, last_epoch: int) -> Landed:
+        self._client, channel, fds, epoch = self._server.join(
+            last_epoch, self._ends.identity, local=True
+        )
+        _close(fds)
+        return Landed(channel, epoch)
+
+    def watch(self, landed: Landed, lost: Callable[[], None]) -> None:
+        pass
+
+    def leave(self) -> None:
+        self._server.leave(self._client)
+
+
+class _Imported(AbstractDeviceConnector):
+    """Joins a server of another process by a handshake, and maps what it sends."""
+
+    def __init__(self, caller: AbstractConnector, shapes: Shapes, ends: DeviceEnds, pull: bool):
+        self._caller, self._shapes, self._ends, self._pull = caller, shapes, ends, pull
+
+    def join(self, last_epoch: int) -> Landed:
+        joined, shapes = self._caller.join(last_epoch), self._shapes
+        fds = [joined.channel, joined.bell]
+        try:
+            sizes = shapes.request_slot, shapes.response_slot
+            channel = self._ends.import_channel(fds, *sizes, pull=self._pull)
+        except (ValueError, MemoryError) as error:
+            self._caller.leave()
+            raise TransportError(f"the server's memory cannot be mapped: {error}") from error
+        finally:
+            _close(fds)
+        return Landed(channel, joined.epoch, joined)
+
+    def watch(self, landed: Landed, lost: Callable[[], None]) -> None:
+        assert landed.joined is not None, "not joined by a handshake"
+        self._caller.watch(landed.joined, lost)
+
+    def leave(self) -> None:
+        self._caller.leave()
+
+
+class _DeviceMemory(AbstractCarrier[DeviceServer]):
+    """The server makes both slots, each in the memory of its receiver's device."""
+
+    num_fds = 2
+
+    def __init__(self, ends: DeviceEnds):
+        self._ends = ends
+
+    def greeting(self) -> dict[str, object]:
+        return {"device": self._ends.identity}
+
+    def welcome(self, server: DeviceServer, said: dict, last_epoch: int) -> Guest:
+        client, channel, fds, epoch = server.join(last_epoch, str(said.get("device")), local=False)
+        del channel  # the server's own
+        return Guest({"epoch": epoch}, fds, wait_for_end, lambda: server.leave(client))
+
+    def client_slots(self, terms: Terms, fds: list[int]) -> tuple[int, int]:
+        return fds[0], fds[1]
+
+    def client_stay(self, terms: Terms, joined: Joined) -> Callable[[socket.socket], None]:
+        return wait_for_end
+
+
+def _close(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)

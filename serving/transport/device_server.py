@@ -1,0 +1,254 @@
+"""A server whose landing slots are in the memory of devices.
+
+It is used in two ways: as any AbstractServer, rows travelling over the host's memory, or inside
+programs of its device (`accept`, `rows_of`, `answer`), where a message is taken, computed and
+answered without the host. No program may be under way during `receive`; what programs leave, the
+host answers.
+"""
+
+import dataclasses
+import enum
+import threading
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lora_jax.typing import Array, Float, Int
+from serving.transport.base import AbstractServer, Request, TransportError
+from serving.transport.device_ends import Channel, DeviceEnds
+from serving.transport.library import numbers
+from serving.transport.shapes import Shapes
+
+ANY_SITE = -1
+_DROPPED = 6  # its place among the counts
+
+
+@dataclasses.dataclass(frozen=True)
+class _Seat:
+    """One client as the server's host sees it."""
+
+    index: int  # among the kernels' links
+    channel: Channel
+    epoch: int
+    link: int
+
+
+class Verdict(enum.IntEnum):
+    """What a program does with a message."""
+
+    REFUSE = 0
+    ANSWER = 1
+    LEAVE = 2  # to the host: see DeviceServer.left
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Arrived:
+    """A message inside a program of the server's device; client -1: none came in time."""
+
+    info: Int[Array, "8"]
+    adapters: Int[Array, "max_rows"]  # -1 behind the real rows
+    experts: Int[Array, "max_rows"]
+
+    @property
+    def client(self) -> Int[Array, ""]:
+        return self.info[0]
+
+    @property
+    def site(self) -> Int[Array, ""]:
+        return self.info[1]
+
+    @property
+    def layer(self) -> Int[Array, ""]:
+        return self.info[2]
+
+    @property
+    def rows(self) -> Int[Array, ""]:
+        return self.info[3]
+
+    @property
+    def table_version(self) -> Int[Array, ""]:
+        return self.info[4]
+
+
+class DeviceServer(AbstractServer):
+    """A rank of the LoRA Server whose kernels read and write the slots. See AbstractServer."""
+
+    def __init__(self, shapes: Shapes, ends: DeviceEnds, *, pull: bool):
+        """With `pull`, messages stay at their sender's device until they are read."""
+        self.shapes, self._ends, self._pull = shapes, ends, pull
+        self._end = ends.new_server(numbers(shapes))
+        self._lock = threading.Lock()  # seats and epochs: clients come and go on other threads
+        self._seats: dict[int, _Seat] = {}  # by the client's number
+        self._buffers: dict[int, list[np.ndarray]] = {}  # of messages under way, by number
+        self._last_client = self._epoch = 0
+        self._aborted = self._closed = False
+        self._at_close: list[Callable[[], None]] = []
+
+    def on_close(self, callback: Callable[[], None]) -> None:
+        """Have something closed with the server, before its slots."""
+        self._at_close.append(callback)
+
+    def join(
+        self, last_epoch: int, device: str, *, local: bool
+    ) -> tuple[int, Channel, list[int], int]:
+        """Make room for a client; return its number, channel, two descriptors and epoch.
+
+        The descriptors are the caller's to close; with `local` the channel too. Raises
+        TransportError when the server is closed or full, and where the device cannot be reached.
+        """
+        with self._lock:
+            free = set(range(self._end.most_peers)) - {s.index for s in self._seats.values()}
+            if self._closed or not free:
+                raise TransportError("the server is closed" if self._closed else "it is full")
+            sizes = self.shapes.request_slot, self.shapes.response_slot
+            try:
+                channel, fds = self._ends.create_channel(
+                    device, *sizes, pull=self._pull, local=local
+                )
+            except (ValueError, MemoryError) as error:
+                raise TransportError(f"a client's slots cannot be made: {error}") from error
+            epoch = self._epoch = max(self._epoch, last_epoch) + 1
+            self._last_client += 1
+            index = min(free)
+            if local:
+                channel.share()
+            link = self._end.attach(index, channel, epoch)
+            self._seats[self._last_client] = _Seat(index, channel, epoch, link)
+            return self._last_client, channel, fds, epoch
+
+    def leave(self, client: int) -> None:
+        """Forget a client."""
+        with self._lock:
+            seat = self._seats.pop(client, None)
+            self._buffers.pop(client, None)
+            if seat is not None and not self._closed:
+                self._end.detach(seat.index)
+
+    def accept(
+        self, after: Int[Array, "8"], limit_us: Int[Array, ""] | int, site: int = ANY_SITE
+    ) -> Arrived:
+        """Traced: the next message of any client, in turn, behind what gave `after`.
+
+        Waits as many microseconds, which are data. With a site, for messages of that one, and no
+        longer than until one of another site waits: for programs that take sites in turns.
+        """
+        limit = jnp.asarray(limit_us, jnp.int32)
+        return Arrived(*self._end.accept(after, self.shapes.max_rows, limit, site))
+
+    def rows_of(self, message: Arrived, site: int, rows: int) -> Float[Array, "rows d_in"]:
+        """Traced: the message's rows, at most `rows`; undefined if it is of another site."""
+        shape = jax.ShapeDtypeStruct((rows, self.shapes.sites[site].d_in), self.shapes.row_dtype)
+        return self._end.fetch_rows(message.info, site, shape)
+
+    def answer(
+        self, message: Arrived, verdict: Int[Array, ""], deltas: Sequence[Array], site: int
+    ) -> Arrived:
+        """Traced: push [rows or more, d_out] for each output of a site, or as the verdict says.
+
+        A message of another site is left alone. Raises ValueError for deltas that do not fit; none
+        at all will do for a message that is not answered.
+        """
+        spec, dtype = self.shapes.sites[site], self.shapes.result_dtype
+        got = [(d.shape[1:], d.dtype) for d in deltas]
+        if deltas and got != [((width,), dtype) for width in spec.d_outs]:
+            raise ValueError(f"{spec.name} answers in {dtype} of widths {spec.d_outs}, got {got}.")
+        info = self._end.answer(message.info, verdict.astype(jnp.int32), deltas, site)
+        return dataclasses.replace(message, info=info)
+
+    def left(self, info: Sequence[int]) -> Request | None:
+        """Return a message that a program left, for `respond` or `refuse`; None: its client went.
+
+        `info` is what the program's `Arrived` says.
+        """
+        index, site, layer, rows, version = info[:5]
+        with self._lock:
+            at = next((n for n, s in self._seats.items() if s.index == index), None)
+            if at is None:
+                return None
+            seat = self._seats[at]
+            if at not in self._buffers:
+                self._buffers[at] = _buffers(self.shapes)
+            *xs, adapters, experts = self._buffers[at]
+        self._fetch(seat, (xs[site], adapters, experts), rows)
+        return Request(at, seat.epoch, 0, layer, site, rows, version, xs[site], adapters, experts)
+
+    def receive(self, seconds: float) -> Request | None:
+        found = None if self._aborted else self._end.receive(int(seconds * 1e9))
+        return None if found is None else self.left(found)
+
+    def respond(self, request: Request, deltas: Sequence[np.ndarray]) -> bool:
+        site = self.shapes.sites[request.site]
+        if len(deltas) != len(site.d_outs):
+            raise ValueError(f"{site.name} has {len(site.d_outs)} outputs, got {len(deltas)}.")
+        kept = []
+        for index, (delta, width) in enumerate(zip(deltas, site.d_outs, strict=True)):
+            rows_fit = delta.ndim == 2 and delta.shape[0] >= request.rows
+            if delta.dtype != self.shapes.result_dtype or not rows_fit or delta.shape[1] != width:
+                raise ValueError(
+                    f"output {index} of {site.name} must be {self.shapes.delta_dtype} "
+                    f"[{request.rows} or more, {width}], got {delta.dtype} {delta.shape}."
+                )
+            kept.append(np.ascontiguousarray(delta[: request.rows]))
+        return self._answer(request, kept)
+
+    def refuse(self, request: Request) -> bool:
+        return self._answer(request, None)
+
+    def abort(self) -> None:
+        self._aborted = True
+        with self._lock:
+            if not self._closed:
+                self._end.stop(True)
+
+    def aborted(self) -> bool:
+        return self._aborted
+
+    def clients(self) -> tuple[int, ...]:
+        with self._lock:
+            return tuple(self._seats)
+
+    def dropped(self) -> int:
+        return self._end.counts()[_DROPPED]
+
+    def close(self) -> None:
+        self.abort()
+        while self._at_close:
+            self._at_close.pop()()
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._seats.clear()
+            self._end.close()
+
+    def _fetch(self, seat: _Seat, arrays: Sequence[np.ndarray], rows: int) -> None:
+        shapes, slot = self.shapes, seat.channel.request_slot
+        offsets = (shapes.rows_offset, shapes.adapters_offset, shapes.experts_offset)
+        for array, offset in zip(arrays, offsets, strict=True):
+            self._end.fetch(slot + offset, array[:rows])
+
+    def _answer(self, request: Request, deltas: Sequence[np.ndarray] | None) -> bool:
+        with self._lock:
+            seat = self._seats.get(request.client)
+            if seat is None or seat.epoch != request.epoch or self._closed:
+                return False
+            self._end.respond(seat.link, request.site, deltas)
+            return True
+
+
+def _buffers(shapes: Shapes) -> list[np.ndarray]:
+    """Return host memory for a message: each site's rows, adapters, experts."""
+    rows = shapes.max_rows
+    found = [_aligned((rows, site.d_in), shapes.row_dtype) for site in shapes.sites]
+    return [*found, _aligned((rows,), np.dtype(np.int32)), _aligned((rows,), np.dtype(np.int32))]
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Return zeros at an address that XLA uses without a copy."""
+    count = int(np.prod(shape))
+    data = np.zeros(count * dtype.itemsize + 64, np.uint8)
+    start = -data.ctypes.data % 64
+    return data[start : start + count * dtype.itemsize].view(dtype).reshape(shape)

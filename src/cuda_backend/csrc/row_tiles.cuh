@@ -1,0 +1,102 @@
+// Takes the segments with many rows out of the items and cuts them into tiles: one CTA, once a step.
+//
+// No result depends on which segments these are (see lora_tiles.cuh), so the choice may follow what
+// the batch holds: tiles only pay where together they have enough rows.
+#pragma once
+#include "cta_sort.cuh"
+#include "lora_tiles.cuh"
+
+namespace lora_jax {
+
+struct RowTilesArgs {
+  const Item* items;     // by segment, as metadata_kernel leaves them
+  const int* num_items;
+  int rows;              // of the batch
+  int least_rows;        // of a segment that becomes tiles
+  int least_total;       // rows of all such segments together: with fewer there are no tiles
+  int clusters;          // that can shrink at a time
+  Item* small;           // [rows] out: the items that stay
+  int* num_small;        // [1] out
+  Item* tiles;           // [rows / least_rows * 2] out
+  int* cut;              // [2] out: number of tiles; blocks of 8 rows in the largest
+};
+
+constexpr int kTileSizes = kTileRows / kLeastTileRows;
+
+struct RowTilesShared {
+  int warp_sums[kScanThreads / 32];
+  int total;             // rows of segments that may become tiles
+  int tiles[kTileSizes]; // made of them, in tiles of up to kLeastTileRows, twice that ...
+  int segments[];        // [items]: rows of each segment
+};
+
+// Rows of a tile: the fewest that leave no cluster more than one, for tiles of a cluster wait for
+// each other.
+__device__ __forceinline__ int tile_rows(const RowTilesShared& sm, int clusters) {
+  int size = 0;
+  while (size < kTileSizes - 1 && sm.tiles[size] > clusters) ++size;
+  return (size + 1) * kLeastTileRows;
+}
+
+__global__ void __launch_bounds__(kScanThreads) row_tiles_kernel(const RowTilesArgs p) {
+  extern __shared__ __align__(16) unsigned char row_tiles_raw[];
+  auto& sm = *reinterpret_cast<RowTilesShared*>(row_tiles_raw);
+  const int num_items = *p.num_items, tid = threadIdx.x, per = (num_items + kScanThreads - 1) / kScanThreads;
+  const int begin = min(tid * per, num_items), end = min(begin + per, num_items);
+  auto item = [&](int i) {
+    const int4 v = __ldg(reinterpret_cast<const int4*>(p.items) + i);
+    return Item{v.x, v.y, v.z, v.w};
+  };
+  auto begins = [&](int i, const Item& it) {
+    if (i == 0) return true;
+    const Item before = item(i - 1);
+    return before.slot != it.slot || before.expert != it.expert;
+  };
+  int count = 0, segments;
+  for (int i = begin; i < end; ++i) count += begins(i, item(i));
+  const int first = cta_scan(count, sm.warp_sums, 0, plus, &segments) - 1;  // of the item before mine
+  for (int s = tid; s < segments; s += kScanThreads) sm.segments[s] = 0;
+  if (tid <= kTileSizes) (tid < kTileSizes ? sm.tiles[tid] : sm.total) = 0;
+  __syncthreads();
+  for (int i = begin, s = first; i < end; ++i) {
+    const Item it = item(i);
+    s += begins(i, it);
+    atomicAdd(&sm.segments[s], it.num_rows);
+  }
+  __syncthreads();
+  for (int s = tid; s < segments; s += kScanThreads) {
+    const int rows = sm.segments[s];
+    if (rows < p.least_rows) continue;
+    atomicAdd(&sm.total, rows);
+    for (int i = 0; i < kTileSizes; ++i) atomicAdd(&sm.tiles[i], (rows - 1) / ((i + 1) * kLeastTileRows) + 1);
+  }
+  __syncthreads();
+  const bool pays = sm.total >= p.least_total;
+  const int most = tile_rows(sm, p.clusters);
+  auto tiled = [&](int s) { return pays && sm.segments[s] >= p.least_rows; };
+  auto tiles_of = [&](int s) { return (sm.segments[s] + most - 1) / most; };
+  int kept = 0, made = 0, total;
+  for (int i = begin, s = first; i < end; ++i) {
+    const bool starts = begins(i, item(i));
+    s += starts;
+    if (!tiled(s)) ++kept;
+    else if (starts) made += tiles_of(s);
+  }
+  int at = cta_scan(kept, sm.warp_sums, 0, plus, &total);
+  if (tid == 0) *p.num_small = total;
+  int tile = cta_scan(made, sm.warp_sums, 0, plus, &total);
+  if (tid == 0) p.cut[0] = total, p.cut[1] = most / 8;
+  for (int i = begin, s = first; i < end; ++i) {
+    const Item it = item(i);
+    const bool starts = begins(i, it);
+    s += starts;
+    if (!tiled(s)) {
+      p.small[at++] = it;
+    } else if (starts) {
+      const int rows = sm.segments[s], count = tiles_of(s), even = ((rows + count - 1) / count + 7) / 8 * 8;
+      for (int n = 0; n < rows; n += even) p.tiles[tile++] = Item{it.slot, it.expert, it.row_begin + n, min(even, rows - n)};
+    }
+  }
+}
+
+}  // namespace lora_jax

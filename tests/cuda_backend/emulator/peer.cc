@@ -1,0 +1,30 @@
+// The transport's custom calls for XLA's CPU platform, over the emulated kernels; what
+// csrc/peer_handlers.cu is for a GPU.
+#include "peer_ffi.cuh"
+
+namespace lora_jax {
+
+constexpr auto on_cpu_push = [](auto... args) { return PeerPush<false>(nullptr, args...); };
+constexpr auto on_cpu_push_aside = [](auto... args) { return PeerPush<true>(nullptr, args...); };
+constexpr auto on_cpu_wait_add = [](auto... args) { return PeerWaitAdd<false>(nullptr, args...); };
+constexpr auto on_cpu_wait_add_aside = [](auto... args) { return PeerWaitAdd<true>(nullptr, args...); };
+constexpr auto on_cpu_accept = [](auto... args) { return PeerReceive(nullptr, args...); };
+constexpr auto on_cpu_fetch = [](auto... args) { return PeerFetch(nullptr, args...); };
+constexpr auto on_cpu_answer = [](auto... args) { return PeerRespond(nullptr, args...); };
+
+}  // namespace lora_jax
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_peer_push, lora_jax::on_cpu_push,
+                              ffi::Ffi::Bind().LORA_JAX_PEER_PUSH_BINDING);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_peer_wait_add, lora_jax::on_cpu_wait_add,
+                              ffi::Ffi::Bind().LORA_JAX_PEER_WAIT_ADD_BINDING);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_peer_push_aside, lora_jax::on_cpu_push_aside,
+                              ffi::Ffi::Bind().LORA_JAX_PEER_PUSH_BINDING);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_peer_wait_add_aside, lora_jax::on_cpu_wait_add_aside,
+                              ffi::Ffi::Bind().LORA_JAX_PEER_WAIT_ADD_BINDING);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_peer_accept, lora_jax::on_cpu_accept,
+                              ffi::Ffi::Bind().LORA_JAX_PEER_RECEIVE_BINDING);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_peer_fetch, lora_jax::on_cpu_fetch,
+                              ffi::Ffi::Bind().LORA_JAX_PEER_FETCH_BINDING);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_peer_answer, lora_jax::on_cpu_answer,
+                              ffi::Ffi::Bind().LORA_JAX_PEER_RESPOND_BINDING);

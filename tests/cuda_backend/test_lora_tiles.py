@@ -1,0 +1,94 @@
+"""Segments with many rows on Hopper: against float64, and the bits that few rows have."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from tolerance import TOLERANCE
+
+from cuda_backend import lora_gemm as cuda
+from cuda_backend import lora_tiles
+from lora_jax.ops.cases import LoraCase, lora_case
+
+
+def some_case(rows: int, d_out: int, d_in: int, **options) -> LoraCase:
+    case = lora_case(rows, d_out, d_in, dtype="bfloat16", **options)
+    return dataclasses.replace(case, row_to_expert=jnp.zeros(rows, jnp.int32))
+
+
+@functools.partial(jax.jit, static_argnames="max_rank")
+def kernel(*arrays, max_rank: int):
+    return cuda.lora_gemm(*arrays, max_rank)
+
+
+def run(case: LoraCase) -> np.ndarray:
+    """Return the kernel's result as float32, which is exact."""
+    return np.asarray(kernel(*case.arrays, max_rank=case.max_rank).astype(jnp.float32))
+
+
+def oracle(case: LoraCase) -> np.ndarray:
+    """Return the answer in float64 but for h, which is rounded to bfloat16."""
+    y, x, a_pool, b_pool, scaling = (
+        np.asarray(a, np.float64) for a in (case.y, case.x, case.a_pool, case.b_pool, case.scaling)
+    )
+    slots = np.asarray(case.row_to_slot)
+    for slot, (a_row, b_row, rank, _, _) in enumerate(np.asarray(case.entries)):
+        own = slots == slot
+        h = scaling[slot] * (x[own] @ a_pool[a_row : a_row + rank].T)
+        y[own] += h.astype(ml_dtypes.bfloat16).astype(np.float64) @ b_pool[b_row : b_row + rank]
+    return y
+
+
+@jax.jit
+def tiled_rows(row_to_slot: jax.Array) -> jax.Array:
+    """Return how many rows of 8 slots are in tiles."""
+    items = cuda.row_items(row_to_slot, jnp.zeros_like(row_to_slot), 8)
+    live = jnp.arange(len(items.tiles.tiles)) < items.tiles.cut[0]
+    return jnp.sum(jnp.where(live, items.tiles.tiles[:, 3], 0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rank", [8, 24, 64, 128])
+@pytest.mark.parametrize("popularity", ["identical", "uniform", "zipf"])
+def test_many_rows_match_float64_and_few_rows_bits(rank, popularity):
+    case = some_case(2000, 1408, 832, ranks=(rank, rank - 3, 1), popularity=popularity)
+    got = run(case)
+    np.testing.assert_allclose(got, oracle(case), **TOLERANCE["bfloat16"])
+    for rows in (1, 60, lora_tiles.FEWEST_ROWS - 1):
+        some = np.random.default_rng(rows).permutation(2000)[:rows]
+        names = ("y", "x", "row_to_slot", "row_to_expert")
+        few = dataclasses.replace(case, **{n: getattr(case, n)[some] for n in names})
+        np.testing.assert_array_equal(run(few), got[some])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("counts", "tiled"),
+    [
+        ((600, 63, 64, 300), 964),  # a segment of 63 stays
+        ((400, 100, 500), 1000),
+        ((300, 200), 0),  # too few together
+        ((7900,), 7900),
+    ],
+)
+def test_only_many_rows_become_tiles(counts, tiled):
+    slots = np.repeat([*range(len(counts)), -1], [*counts, 200]).astype(np.int32)
+    slots = np.random.default_rng(0).permutation(slots)
+    assert int(tiled_rows(jnp.asarray(slots))) == tiled
+
+
+@pytest.mark.gpu
+def test_shrink_then_expand_is_the_pair():
+    case = some_case(1500, 512, 640, ranks=(64, 0, 16), popularity="skewed")
+
+    @jax.jit
+    def both(y, x, a_pool, b_pool, entries, scaling, row_to_slot, row_to_expert):
+        items = cuda.row_items(row_to_slot, row_to_expert, 3)
+        h = cuda.lora_shrink(x, a_pool, entries, scaling, items, 64)
+        return cuda.lora_expand(y, h, b_pool, entries, scaling, items).astype(jnp.float32)
+
+    np.testing.assert_array_equal(np.asarray(both(*case.arrays)), run(case))

@@ -1,0 +1,152 @@
+"""A rank's programs answer as its host does, over emulated GPUs."""
+
+import itertools
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import lora_server_cases as cases
+import numpy as np
+import pytest
+from transport_cases import bits
+
+from lora_jax.adapters import reader
+from serving.lora_server.device_loop import DeviceLoop
+from serving.lora_server.rank import ServerRank
+from serving.lora_server.shards import shard_part
+from serving.lora_server.spec import design
+from serving.transport import device_memory
+from serving.transport.base import PushRows, Status
+from serving.transport.device_server import DeviceServer, Verdict
+from serving.transport.shapes import DOWN, GATE_UP
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+NUM_ROWS = 11
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("device_loop")
+    model, adapters = cases.write_files(folder, 2)
+    found = design(cases.make_spec(model, "ep2-pp1", num_adapters=2))
+    return found, [reader.read(Path(path), found.catalogue) for path in adapters.values()]
+
+
+@pytest.fixture
+def rank(made):
+    """Experts 2 and 3 of both layers, and adapter a0 under number 2."""
+    found, adapters = made
+    held = ServerRank(found.catalogue, found.plan.shard(1), found.sizes, jnp.dtype("float32"))
+    held.start_load(2, shard_part(adapters[0], held.shard))
+    while held.is_loading:
+        held.advance(8)
+    return held
+
+
+class Exchanges:
+    """A client of one rank, and the rank's loop, in turns on one thread."""
+
+    def __init__(self, made, rank, gpus):
+        self._shapes = made.terms.shapes
+        self.server = DeviceServer(self._shapes, gpus.device(1), pull=False)
+        self.loop = DeviceLoop(rank, made.plan, self.server)
+        ends = gpus.device(0)
+        self.client = device_memory.open_local_client([self.server], ends, aside=False)
+        self.client.set_limit(60.0)
+
+    def push(self, site, layer, numbers, experts, version=0):
+        spec, count = self._shapes.sites[site], len(numbers)
+        self.x = np.random.default_rng(count).standard_normal((count, spec.d_in), np.float32)
+        ids = [jnp.asarray(v, jnp.int32) for v in ([0] * count, numbers, experts)]
+        self.rows = PushRows(jnp.int32(count), jnp.int32(version), *ids)
+        self.x = jax.block_until_ready(
+            self.client.push(jnp.asarray(self.x), site, layer, self.rows)
+        )
+        self.site = site
+
+    def served(self, version=0, seconds=0.02):
+        """Return what the loop says of one message."""
+        said = [self.loop.turn(version, seconds), *self.loop.drain()]
+        return [outcome for outcome in said if outcome is not None]
+
+    def wait(self):
+        widths = self._shapes.sites[self.site].d_outs
+        ys = tuple(jnp.zeros((len(self.x), width), jnp.float32) for width in widths)
+        deltas, status = self.client.wait_add(ys, self.x, self.site, self.rows)
+        return [np.asarray(delta) for delta in deltas], Status(int(status[0]))
+
+    def close(self):
+        self.client.close()
+        self.server.close()
+
+
+@pytest.fixture
+def exchanges(made, rank, gpus):
+    found = Exchanges(made[0], rank, gpus)
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize(("site", "layer"), [*itertools.product((GATE_UP, DOWN), range(2))])
+def test_answers_have_the_bits_of_the_hosts(exchanges, rank, site, layer):
+    for count in (1, 8, NUM_ROWS):
+        numbers, experts = [2] * count, sorted([2, 3] * count)[:count]
+        exchanges.push(site, layer, numbers, experts)
+        (outcome,) = exchanges.served()
+        assert (outcome.verdict, outcome.info[1:4]) == (Verdict.ANSWER, (site, layer, count))
+        got, status = exchanges.wait()
+        assert status == Status.ARRIVED
+        bucket = rank.bucket(count)
+        x = np.zeros((bucket, rank.width_in(site)), np.float32)
+        x[:count] = exchanges.x
+        slots = rank.slots_of(np.asarray(numbers), bucket)
+        wanted = rank.deltas(site, layer, x, slots, np.resize(np.int32(experts), bucket))
+        assert [bits(delta) for delta in got] == [bits(w[:count]) for w in wanted]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "experts", "version"),
+    [([2, 4], [2, 3], 0), ([2, 3], [2, 3], 0), ([2, 2], [1, 2], 0), ([2, 2], [2, 3], 9)],
+    ids=["gone from its place", "never held", "another rank's expert", "a table to come"],
+)
+def test_what_is_not_the_ranks_to_give_is_refused(exchanges, numbers, experts, version):
+    exchanges.push(GATE_UP, 0, numbers, experts, version)
+    (outcome,) = exchanges.served(version=8)
+    assert outcome.verdict == Verdict.REFUSE
+    deltas, status = exchanges.wait()
+    assert status == Status.REFUSED
+    assert not any(delta.any() for delta in deltas)
+    exchanges.push(DOWN, 1, [2, 2], [2, 3], 8)
+    assert exchanges.served(version=8)[0].verdict == Verdict.ANSWER
+    assert exchanges.wait()[1] == Status.ARRIVED
+
+
+def test_a_layer_on_its_way_is_left_to_the_host(exchanges, rank, made):
+    part = shard_part(made[1][1], rank.shard)
+    rank.start_load(3, part)
+    while rank.advance(1) is None:
+        pass
+    assert rank.is_loading
+    exchanges.push(GATE_UP, 0, [3, 2], [2, 3])
+    assert exchanges.served()[0].verdict == Verdict.ANSWER
+    assert exchanges.wait()[1] == Status.ARRIVED
+    exchanges.push(GATE_UP, 1, [3, 2], [2, 3])
+    (outcome,) = exchanges.served()
+    assert outcome.verdict == Verdict.LEAVE
+    request = exchanges.server.left(outcome.info)
+    assert request is not None
+    assert bits(request.x) == bits(exchanges.x)
+    assert request.adapters.tolist() == [3, 2]
+    while rank.is_loading:
+        rank.advance(8)
+    slots = rank.slots_of(request.adapters, 8)
+    deltas = rank.deltas(GATE_UP, 1, request.padded(8)[0], slots, request.padded(8)[2])
+    assert exchanges.server.respond(request, [np.asarray(delta) for delta in deltas])
+    got, status = exchanges.wait()
+    assert status == Status.ARRIVED
+    assert all(delta.any(axis=1).all() for delta in got)
+
+
+def test_nothing_comes_of_no_message(exchanges):
+    assert exchanges.served(seconds=0.0) == []

@@ -1,0 +1,146 @@
+"""What a server makes of messages in its landing slots, good and bad, over emulated GPUs."""
+
+import ctypes
+import dataclasses
+import os
+import shutil
+
+import numpy as np
+import pytest
+from transport_cases import terms_of
+
+from serving.transport.base import TransportError
+from serving.transport.device_server import DeviceServer
+from serving.transport.header import Header, Kind
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+
+
+class RawClient:
+    """A client's side of a channel as plain memory, which emulated GPUs share with the host."""
+
+    def __init__(self, server, gpus, last_epoch=0):
+        identity = gpus.device(0).identity
+        found = server.join(last_epoch, identity, local=True)
+        self.number, self.channel, fds, self.epoch = found
+        for fd in fds:
+            os.close(fd)
+
+    def push(self, header: bytes, count: int) -> None:
+        ctypes.memmove(self.channel.request_slot, header, len(header))
+        ctypes.c_uint64.from_address(self.channel.request_counter).value = count
+
+    @property
+    def answers(self) -> int:
+        return ctypes.c_uint64.from_address(self.channel.response_counter).value
+
+
+@pytest.fixture
+def server(gpus):
+    made = DeviceServer(terms_of(ep=1).shapes, gpus.device(1), pull=False)
+    yield made
+    made.close()
+
+
+def test_only_whole_messages_of_this_epoch_are_taken(server, gpus):
+    client = RawClient(server, gpus)
+    good = Header(client.epoch, 1, 0, 0, 1, Kind.REQUEST, 0, 88)
+    wrong = [
+        dataclasses.replace(good, epoch=client.epoch - 1),
+        dataclasses.replace(good, epoch=client.epoch + 1),
+        dataclasses.replace(good, layer=4),
+        dataclasses.replace(good, layer=-1),
+        dataclasses.replace(good, site=2),
+        dataclasses.replace(good, rows=0),
+        dataclasses.replace(good, rows=25),
+        dataclasses.replace(good, kind=Kind.RESPONSE),
+        dataclasses.replace(good, num_bytes=87),
+    ]
+    count = 0
+    for header in wrong:
+        count += 1
+        client.push(dataclasses.replace(header, sequence=count).pack(), count)
+        assert server.receive(0) is None
+    for damage in (0, 4, 60):  # magic, checksum, reserved
+        count += 1
+        data = bytearray(dataclasses.replace(good, sequence=count).pack())
+        data[damage] ^= 1
+        client.push(bytes(data), count)
+        assert server.receive(0) is None
+    client.push(dataclasses.replace(good, sequence=count).pack(), count + 1)
+    assert server.receive(0) is None
+    assert server.dropped() == len(wrong) + 4
+    count += 2
+    client.push(dataclasses.replace(good, sequence=count).pack(), count)
+    assert server.receive(0) is not None
+    assert server.receive(0) is None
+    client.channel.close()
+
+
+def test_clients_are_served_in_turn(server, gpus):
+    clients = [RawClient(server, gpus) for _ in range(3)]
+    for count in (1, 2):
+        for client in clients:
+            header = Header(client.epoch, count, 0, 0, 1, Kind.REQUEST, 0, 88)
+            client.push(header.pack(), count)
+        served = [server.receive(0) for _ in clients]
+        assert [r.client for r in served if r] == [client.number for client in clients]
+    for client in clients:
+        server.leave(client.number)
+        client.channel.close()
+
+
+def test_a_refusal_has_no_rows(server, gpus):
+    client = RawClient(server, gpus)
+    client.push(Header(client.epoch, 1, 2, 0, 3, Kind.REQUEST, 7, 264).pack(), 1)
+    request = server.receive(0)
+    assert request is not None
+    assert (request.layer, request.rows, request.table_version) == (2, 3, 7)
+    assert server.refuse(request)
+    said = ctypes.string_at(client.channel.response_slot, 64)
+    wanted = Header(client.epoch, 1, 2, 0, 0, Kind.REFUSAL, 7, 0)
+    assert (said, client.answers) == (wanted.pack(), 1)
+    server.leave(client.number)
+    assert not server.refuse(request)
+    client.channel.close()
+
+
+def test_results_that_do_not_fit_are_refused(server, gpus):
+    client = RawClient(server, gpus)
+    client.push(Header(client.epoch, 1, 0, 0, 3, Kind.REQUEST, 0, 264).pack(), 1)
+    request = server.receive(0)
+    assert request is not None
+    good = np.zeros((3, 12), np.float32)
+    for said, deltas in {
+        "has 2 outputs, got 1": [good],
+        r"output 1 of gate_up must be float32 \[3 or more, 12\], got float64": [
+            good,
+            good.astype(np.float64),
+        ],
+        r"output 0 of .* got float32 \(2, 12\)": [good[:2], good],
+        r"output 0 of .* got float32 \(3, 11\)": [good[:, :11], good],
+    }.items():
+        with pytest.raises(ValueError, match=said):
+            server.respond(request, deltas)
+    assert client.answers == 0
+    client.channel.close()
+
+
+def test_a_gpu_that_the_server_does_not_see_is_refused(server):
+    with pytest.raises(TransportError, match="none of the 3 that this process sees"):
+        server.join(0, "00" * 16, local=False)
+    assert server.clients() == ()
+
+
+def test_a_full_or_closed_server_lets_nobody_in(server, gpus):
+    clients = [RawClient(server, gpus) for _ in range(32)]
+    with pytest.raises(TransportError, match="full"):
+        RawClient(server, gpus)
+    server.leave(clients[5].number)
+    clients.append(RawClient(server, gpus))
+    server.close()
+    with pytest.raises(TransportError, match="closed"):
+        RawClient(server, gpus)
+    assert server.receive(1.0) is None
+    for client in clients:
+        client.channel.close()
