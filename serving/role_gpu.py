@@ -13,8 +13,9 @@ def use_gpu(number: int) -> None:
 
     It becomes the first of this process and jax sees no other: jax numbers its devices from 0 and
     refuses programs for a GPU of a higher number when it is the only one. The driver goes on seeing
-    all GPUs, so that their memory can be reached over NVLink. On a machine without GPUs this does
-    nothing. Raises ValueError where the process was started for fewer GPUs.
+    all GPUs, so that their memory can be reached over NVLink. Nothing changes on a machine without
+    GPUs. Raises ValueError where the process was started for fewer GPUs; a host that has fewer
+    leaves the process without any.
     """
     os.environ[_VISIBLE] = first_of(os.environ.get(_VISIBLE), number)
     jax.config.update("jax_cuda_visible_devices", "0")
