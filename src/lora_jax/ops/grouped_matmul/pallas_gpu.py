@@ -138,9 +138,8 @@ def _kernel_body(
     """Return the kernel: CTA c takes works c, c + ctas, ... of a list that nobody writes down.
 
     A group's works are its tiles of d_out times its blocks of rows, blocks first. Each warpgroup
-    walks group_sizes to its next work, several at a time: most groups are empty where adapters may
-    have experts, and one after another each would cost a load's latency. Rows in no group are the
-    last group and read nothing.
+    walks group_sizes to its next work, STRIDE at a time: with adapters' experts most are empty, and
+    each would cost a load's latency. Rows in no group are the last group and read nothing.
     """
     dtype = weights[0].dtype
     columns, warpgroups, tile_rows = config.columns, config.warpgroups, config.rows
@@ -180,9 +179,7 @@ def _kernel_body(
             return first_place, last
 
         def seek(index, span):
-            """Return the place that has this work, its group beyond all if there is none, and its
-            span; `span` is that or one before it.
-            """
+            """Return the place that has this work (group beyond all: none has) and its span."""
             span = lax.while_loop(
                 lambda s: (index >= s[1][5]) & (s[1][0] < groups),
                 lambda s: span_from(behind(s[1])),
@@ -197,10 +194,8 @@ def _kernel_body(
             return (group, *found[1:]), span
 
         def for_each_work(do):
-            """Call do(group, tile of d_out, first row, low, high, step); return the last step.
-
-            The last call's group is beyond all: nothing is to be done then.
-            """
+            """Call do(group, tile of d_out, first row, low, high, step), once more with a group
+            beyond all, for nothing; return the last step."""
 
             def one(carry):
                 index, step, span, _ = carry
