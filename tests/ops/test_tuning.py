@@ -91,6 +91,7 @@ def test_gain_is_over_the_best_tiling_for_all_shapes():
 
 
 def test_candidates_of_the_grouped_matmul_fit_and_start_with_the_formula():
+    from lora_jax.ops.grouped_matmul import _gpu_tiles
     from lora_jax.ops.grouped_matmul import tuning as grouped
 
     for shape in grouped.shapes():
