@@ -21,6 +21,7 @@ from lora_jax.ops.grouped_matmul._gpu_tiles import (
     ALIGN,
     STEP,
     STORED,
+    STRIDE,
     Config,
     find_config,
 )
