@@ -1,7 +1,8 @@
 """Adds adapters to rows by the Hopper kernels of csrc/lora_gemm.cuh, in place on y.
 
 A row's result depends on nothing but its own x, y and adapter: neither on its neighbours nor on
-how many rows there are.
+how many rows there are. Calls of many rows serve long segments by the kernels of
+csrc/lora_tiles.cuh, which give the same bits.
 """
 
 import dataclasses
@@ -77,17 +78,8 @@ def row_items(
     shapes = [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((rows,), (rows, 4), (1,))]
     call = jax.ffi.ffi_call("lora_jax_cuda_row_items", shapes)
     attributes = {"slots": np.int64(num_slots), "item_rows": np.int64(item_rows)}
-    return _with_tiles(*call(row_to_slot, row_to_expert, **attributes))
-
-
-def _with_tiles(
-    order: Int[Array, "rows"], items: Int[Array, "rows 4"], num_items: Int[Array, "1"]
-) -> RowItems:
-    """Return the items with tiles in place of those of long segments, if there may be any.
-
-    All maps of the same rows ask for the same, and XLA makes it once.
-    """
-    if not lora_tiles.FEWEST_ROWS <= len(order) <= lora_tiles.MOST_ROWS:
+    order, items, num_items = call(row_to_slot, row_to_expert, **attributes)
+    if rows < lora_tiles.FEWEST_ROWS:
         return RowItems(order, items, num_items)
     return RowItems(order, *lora_tiles.row_tiles(items, num_items))
 
@@ -140,7 +132,7 @@ def lora_pair(
     items: RowItems | AdapterItems,
     max_rank: int,
 ) -> Float[Array, "rows d_out"]:
-    """Shrink and expand in one launch, for rows whose items are known."""
+    """Shrink and expand, in one launch but for tiles, for rows whose items are known."""
     return lora_pairs([(y, entries, scaling)], x, a_pool, b_pool, items, max_rank)[0]
 
 
@@ -155,8 +147,8 @@ def lora_pairs(
     """lora_pair of several maps of the same x, out of the same pools, in one launch."""
     if not 1 <= len(modules) <= MAX_MODULES:
         raise ValueError(f"a launch takes 1 to {MAX_MODULES} modules, not {len(modules)}")
-    if isinstance(items, AdapterItems):
-        items = _with_tiles(items.order, items.items, items.num_items)
+    if isinstance(items, AdapterItems):  # of experts, whose segments are too short for tiles
+        items = RowItems(items.order, items.items, items.num_items)
     ranks, count = _h_shape(x.shape[0], max_rank), len(modules)
     work = jax.ShapeDtypeStruct((count * math.prod(ranks.shape) // 2 + 1,), jnp.int32)
     shapes = [work, *(jax.ShapeDtypeStruct(y.shape, y.dtype) for y, _, _ in modules)]

@@ -13,7 +13,6 @@ import numpy as np
 from lora_jax.typing import Array, Int
 
 FEWEST_ROWS = 2048  # of a call that looks for such segments: below it they would not pay
-MOST_ROWS = 49152  # of such a call: the rows of its segments are counted in shared memory
 SEGMENT_ROWS = 256  # of a segment that becomes tiles: a tile takes its time, full or not
 TOTAL_ROWS = 2048  # of all these segments, or else there are no tiles
 LEAST_TILE = 32  # rows; only the last tile of a segment has fewer

@@ -1,5 +1,6 @@
 // Host side of the tile kernels, for one translation unit. Nothing here allocates or waits.
 #pragma once
+#include "expand_tiles.cuh"
 #include "launch_early.cuh"
 #include "row_tiles.cuh"
 
