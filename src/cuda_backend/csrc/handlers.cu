@@ -86,7 +86,8 @@ cudaError_t launch_all(const PairArgs& args, S32& tiles, S32& cut, const BF16* b
 // `modules` holds y, entries and scaling of each one, `work` is for h of tiles if there are some, h of
 // items and one word more.
 ffi::Error LoraGemm(cudaStream_t stream, BF16 x, BF16 a_pool, BF16 b_pool, S32 order, S32 items, S32 num_items,
-                    S32 tiles, S32 cut, ffi::RemainingArgs modules, ffi::Result<S32> work, ffi::RemainingRets outs, int64_t max_rank) {
+                    S32 tiles, S32 cut, ffi::RemainingArgs modules, ffi::Result<S32> work, ffi::RemainingRets outs,
+                    int64_t max_rank) {
   PairArgs args = common_args(order, items, num_items, (max_rank + 7) / 8 * 8);
   args.num_modules = static_cast<int>(outs.size());
   auto* const tiles_h = reinterpret_cast<__nv_bfloat16*>(work->typed_data());
