@@ -60,10 +60,11 @@ def check_support(
 
 
 def rows_per_item(rows: int) -> int:
-    """Return how many rows an item may have; no result depends on it."""
-    return (
-        8 if rows <= 64 else 32
-    )  # few are spread over more CTAs, many share their adapter's loads
+    """Return how many rows an item may have; no result depends on it.
+
+    Few rows are spread over more CTAs, many share the loads of their adapter.
+    """
+    return 8 if rows <= 64 else 32
 
 
 def row_items(

@@ -243,7 +243,8 @@ __device__ __forceinline__ void expand_stage(const PairArgs& p, const Ticket& t,
   __nv_bfloat16* y = p.modules[u.module].y + col + g * 8;
   for (int b = warp / row_blocks; b * 64 < columns; b += kConsumers / row_blocks) {
     float acc[4][J][4] = {};
-    expand_block<STEPS, J>(u, base + (b >> u.wide) * u.groups * (1024 << u.wide) + (b & ((1 << u.wide) - 1)) * 1024, h, acc);
+    const int box = b >> u.wide, piece = b - (box << u.wide);
+    expand_block<STEPS, J>(u, base + ((box * u.groups << u.wide) + piece) * 1024, h, acc);
 #pragma unroll
     for (int j = 0; j < J; ++j)
 #pragma unroll
@@ -272,7 +273,8 @@ __device__ __forceinline__ void expand_unit(const PairArgs& p, S& sm, Ring<S::kS
   load_h<S::kSteps, J>(p, u, n0, h);
   for (int c = u.begin; c < u.end; c += width) {
     mbar_wait(&sm.full[ring.at()], ring.phase());
-    expand_stage<S::kSteps, J>(p, t, smem_u32(sm.stages[ring.at()]), width, c, min(width, u.end - c), n0, row_blocks, h);
+    const uint32_t stage = smem_u32(sm.stages[ring.at()]);
+    expand_stage<S::kSteps, J>(p, t, stage, width, c, min(width, u.end - c), n0, row_blocks, h);
     __syncwarp();
     if ((threadIdx.x & 31) == 0) mbar_arrive(&sm.empty[ring.at()]);
     ring.next();

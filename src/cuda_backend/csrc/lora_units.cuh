@@ -20,8 +20,8 @@ constexpr int kMaxModules = 4;
 constexpr uint32_t kMissing = ~0u;  // no two bfloat16 numbers that arithmetic gives
 
 struct PairArgs {
-  CUtensorMap maps[2][2];     // of A and B; boxes of 8 rows x 128 columns, and of 64 << wide, see pool_map
-  int wide[2];
+  CUtensorMap maps[2][2];     // of A and B: with narrow boxes and with wide ones, see pool_map
+  int wide[2];                // log2 of the pieces of 64 columns in the wide ones
   Module modules[kMaxModules];
   const Item* items;
   const int* num_items;
@@ -36,14 +36,15 @@ struct PairArgs {
 
 constexpr int kMaxRows = 32;   // rows of an item
 constexpr int kMaxRank = 128;
-constexpr int kNarrow = 1;     // log2 of the pieces of 64 columns in the smallest box
-constexpr int kWideA = 3, kWideB = 2;
+// Of the pieces of 64 columns in a box, log2: the narrowest, and the wide ones of either pool.
+constexpr int kNarrow = 1, kWideA = 3, kWideB = 2;
 constexpr int kConsumers = 4;  // warps
 constexpr int kRowWarps = 2;   // one alone issues about a row copy in 60 cycles
 constexpr int kUnitWarp = kConsumers, kWeightWarp = kConsumers + 1, kRowWarp = kConsumers + 2;
 constexpr int kThreads = (kConsumers + 2 + kRowWarps) * 32;
-constexpr int kTickets = 4;  // made out ahead of their use
-constexpr int kDraws = 2;    // tickets drawn at once: more would bind late units to busy CTAs
+constexpr int kTickets = 3;    // made out ahead of their use: more would bind late units to busy CTAs
+constexpr int kDraws = 2;      // units drawn at once
+constexpr int kMostOfRun = 1 << 17, kLeastOfDraw = 1 << 14;  // elements of B in a CTA's run, in a drawn unit
 
 // ---------------------------------------------------------------- units and stages
 enum Kind : int { kEnd, kShrink, kExpand };
@@ -140,43 +141,41 @@ __device__ __forceinline__ int best_cut(const PairArgs& p, int items) {
   return best;
 }
 
-// Cuts the launch into shrink units, which CTAs have in turn; runs of blocks of the expand, as long
-// as evens out what CTAs read; and units of blocks that CTAs draw when they are through with their
-// own, because rows and ranks of items differ. Small launches have no time to draw. No result
-// depends on the plan, so it may follow the number of items.
+// Cuts the launch into shrink units, which CTAs have in turn, and blocks of columns of the expand. Of
+// a small launch, which has no time to draw units, each CTA has one run of blocks, as long as evens
+// out what CTAs read. Of a large one CTAs draw units when they are through with their own, because
+// rows and ranks of items differ. No result depends on the plan, so it may follow the number of items.
 struct Plan {
   int num_items, items;          // of one module, of all
   int ranks, item_units, units;  // of a shrink unit at least; shrink units of an item, of all
   int own_units;                 // of this CTA
   int blocks, first, last;       // of an item; this CTA's run, counted through all items
-  int run_items;                 // items whose blocks lie in runs
-  int tile, item_tiles, draws;   // blocks of a drawn unit, drawn units of an item, of all
+  int tile, item_tiles, draws;   // blocks of a drawn unit; drawn units of an item, of all
 
   __device__ __forceinline__ Plan(const PairArgs& p, int num_items, int cut)
       : num_items(num_items), items(num_items * p.num_modules) {
-    const int ctas = static_cast<int>(gridDim.x), cta = static_cast<int>(blockIdx.x), ranks8 = (p.max_rank + 7) / 8 * 8;
+    const int ctas = static_cast<int>(gridDim.x), cta = static_cast<int>(blockIdx.x);
+    const int wide = p.wide[1] + 6, block = (p.max_rank + 7) / 8 * 8 << wide;  // elements
     ranks = 8 << cut, item_units = lora_jax::item_units(p, cut);
     units = p.shrink ? items * item_units : 0;
     own_units = divide(max(units - cta + ctas - 1, 0), ctas);
-    cut_expand(p, ranks8);
-    const float cap = 65536;
-    const float cost = __fdividef(min(static_cast<float>(ranks) * p.d_in, cap), ranks8 * (64 << p.wide[1]));  // in blocks
-    first = run_begin(cta, cost), last = run_begin(cta + 1, cost);
+    blocks = p.expand ? (p.d_out + (1 << wide) - 1) >> wide : 0;
+    const int all = items * blocks, runs = all <= static_cast<int>(divide(kMostOfRun, block)) * ctas ? all : 0;
+    const float cost = __fdividef(static_cast<float>(ranks) * p.d_in, block);  // of a shrink unit, in blocks
+    first = run_begin(cta, runs, cost), last = run_begin(cta + 1, runs, cost);
+    cut_draws(block, all - runs);
   }
-  __device__ __forceinline__ void cut_expand(const PairArgs& p, int ranks8) {
-    const int base = 1024, share = 0, rounds = 6;
-    const int ctas = static_cast<int>(gridDim.x), block = 64 << p.wide[1];
-    blocks = p.expand ? (p.d_out + block - 1) >> (p.wide[1] + 6) : 0;
-    const int most = divide(base * 128, ranks8 * block) * ctas, all = items * blocks;
-    run_items = all <= most ? items : share ? min(items, static_cast<int>(most + (all - most) * (share * 0.01f)) / blocks) : 0;
-    tile = 1;
-    while (tile * block * ranks8 <= 32768 && (items - run_items) * blocks >= rounds * ctas * tile * 2) tile *= 2;
+  // Units are small enough for each CTA to draw some dozen, but not so small that drawing takes longer.
+  __device__ __forceinline__ void cut_draws(int block, int left) {
+    const int ctas = static_cast<int>(gridDim.x);
+    tile = max(1, min(4, static_cast<int>(divide(kLeastOfDraw, block))));
+    while (tile * block <= kLeastOfDraw * 2 && left >= 12 * ctas * tile * 2) tile *= 2;
     item_tiles = divide_up(blocks, tile);
-    draws = (items - run_items) * item_tiles;
+    draws = left ? items * item_tiles : 0;
   }
   // CTAs below units % ctas have one more shrink unit than the others, and so fewer blocks.
-  __device__ __forceinline__ int run_begin(int cta, float cost) const {
-    const int ctas = static_cast<int>(gridDim.x), more = units % gridDim.x, all = run_items * blocks;
+  __device__ __forceinline__ int run_begin(int cta, int all, float cost) const {
+    const int ctas = static_cast<int>(gridDim.x), more = units % gridDim.x;
     if (cta == ctas) return all;
     const float level = __fdividef(all + more * cost, ctas);
     const float few = max(level - cost, 0.f), many = level > cost ? level : __fdividef(all, ctas - more);
@@ -198,7 +197,7 @@ struct Plan {
   __device__ __forceinline__ Share drawn_share(int n) const {
     if (n >= draws) return kNothing;
     const int item = divide(n, item_tiles), begin = (n - item * item_tiles) * tile;
-    return Share{kExpand, run_items + item, begin, min(begin + tile, blocks)};
+    return Share{kExpand, item, begin, min(begin + tile, blocks)};
   }
 };
 
@@ -353,6 +352,7 @@ __device__ void hand_out(const PairArgs& p, S& sm) {
     }
     if (plan.draws) hand_out_draws(p, sm, ring, plan);
   }
+  wait_for_previous();  // even without a unit: what runs after this kernel must not meet the one before
   mbar_wait(&sm.ticket_empty[ring.at()], ring.phase() ^ 1);
   if (lane == 0) {
     sm.tickets[ring.at()].unit.kind = kEnd;

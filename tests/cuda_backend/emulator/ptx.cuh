@@ -67,7 +67,6 @@ inline void fence_copies() {}
 inline void fence_shared_copies() {}
 inline void prefetch_map(const CUtensorMap*) {}
 inline void prefetch_l2(const void*) {}
-inline int load_acquire(const int* p) { return *p; }
 inline uint32_t load_word(const uint32_t* p) {
   emu::yield();
   return *p;
