@@ -157,8 +157,7 @@ def lora_pairs(
     if isinstance(items, AdapterItems):
         items = _with_tiles(items.order, items.items, items.num_items)
     ranks, count = _h_shape(x.shape[0], max_rank), len(modules)
-    copies = count + (len(items.tiles.tiles) > 0)  # of h; modules take turns with that of tiles
-    work = jax.ShapeDtypeStruct((copies * math.prod(ranks.shape) // 2 + 1,), jnp.int32)
+    work = jax.ShapeDtypeStruct((count * math.prod(ranks.shape) // 2 + 1,), jnp.int32)
     shapes = [work, *(jax.ShapeDtypeStruct(y.shape, y.dtype) for y, _, _ in modules)]
     aliases = {8 + 3 * m: 1 + m for m in range(count)}
     call = jax.ffi.ffi_call("lora_jax_cuda_lora_gemm", shapes, input_output_aliases=aliases)

@@ -12,17 +12,17 @@ import numpy as np
 
 from lora_jax.typing import Array, Int
 
-FEWEST_ROWS = 512  # of a call that looks for such segments: below it they would not pay
+FEWEST_ROWS = 2048  # of a call that looks for such segments: below it they would not pay
 MOST_ROWS = 49152  # of such a call: the rows of its segments are counted in shared memory
-SEGMENT_ROWS = 64  # of a segment that becomes tiles
-TOTAL_ROWS = 512  # of all these segments, or else there are no tiles
+SEGMENT_ROWS = 256  # of a segment that becomes tiles: a tile takes its time, full or not
+TOTAL_ROWS = 2048  # of all these segments, or else there are no tiles
 LEAST_TILE = 32  # rows; only the last tile of a segment has fewer
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Segments with many rows, cut into tiles of up to 128 rows."""
+    """Segments with many rows, cut into tiles of up to 160 rows."""
 
     tiles: Int[Array, "tiles 4"]  # slot, expert, first place, number of rows
     cut: Int[Array, "2"]  # how many there are; blocks of 8 rows in the largest

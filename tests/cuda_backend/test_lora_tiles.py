@@ -55,11 +55,11 @@ def tiled_rows(row_to_slot: jax.Array) -> jax.Array:
 @pytest.mark.parametrize("rank", [8, 24, 64, 128])
 @pytest.mark.parametrize("popularity", ["identical", "uniform", "zipf"])
 def test_many_rows_match_float64_and_few_rows_bits(rank, popularity):
-    case = some_case(2000, 1408, 832, ranks=(rank, rank - 3, 1), popularity=popularity)
+    case = some_case(2600, 1408, 832, ranks=(rank, rank - 3, 1), popularity=popularity)
     got = run(case)
     np.testing.assert_allclose(got, oracle(case), **TOLERANCE["bfloat16"])
     for rows in (1, 60, lora_tiles.FEWEST_ROWS - 1):
-        some = np.random.default_rng(rows).permutation(2000)[:rows]
+        some = np.random.default_rng(rows).permutation(2600)[:rows]
         names = ("y", "x", "row_to_slot", "row_to_expert")
         few = dataclasses.replace(case, **{n: getattr(case, n)[some] for n in names})
         np.testing.assert_array_equal(run(few), got[some])
@@ -69,9 +69,9 @@ def test_many_rows_match_float64_and_few_rows_bits(rank, popularity):
 @pytest.mark.parametrize(
     ("counts", "tiled"),
     [
-        ((600, 63, 64, 300), 964),  # a segment of 63 stays
-        ((400, 100, 500), 1000),
-        ((300, 200), 0),  # too few together
+        ((2000, 255, 256, 300), 2556),  # a segment of 255 stays
+        ((1200, 100, 900), 2100),
+        ((1900, 200), 0),  # too few together
         ((7900,), 7900),
     ],
 )
@@ -83,7 +83,7 @@ def test_only_many_rows_become_tiles(counts, tiled):
 
 @pytest.mark.gpu
 def test_shrink_then_expand_is_the_pair():
-    case = some_case(1500, 512, 640, ranks=(64, 0, 16), popularity="skewed")
+    case = some_case(3500, 512, 640, ranks=(64, 0, 16), popularity="skewed")
 
     @jax.jit
     def both(y, x, a_pool, b_pool, entries, scaling, row_to_slot, row_to_expert):

@@ -15,7 +15,7 @@ from tolerance import TOLERANCE
 
 from lora_jax.ops.cases import MODELS, GroupedCase, grouped_case
 from lora_jax.ops.grouped_matmul import pallas_gpu, reference
-from lora_jax.ops.grouped_matmul.pallas_gpu import Config, find_config
+from lora_jax.ops.grouped_matmul._gpu_tiles import Config, find_config
 
 SMALL = Config(columns=64, warpgroups=1, rows=16, stages=2, ctas=1)
 # Two warpgroups, of which the second has no columns in the last tile; two parts on the way out.

@@ -91,12 +91,12 @@ def test_gain_is_over_the_best_tiling_for_all_shapes():
 
 
 def test_candidates_of_the_grouped_matmul_fit_and_start_with_the_formula():
-    from lora_jax.ops.grouped_matmul import pallas_gpu
+    from lora_jax.ops.grouped_matmul import _gpu_tiles
     from lora_jax.ops.grouped_matmul import tuning as grouped
 
     for shape in grouped.shapes():
         found = list(grouped.candidates(shape))
-        formula = pallas_gpu.find_config(shape["rows"], shape["groups"], shape["d_out"])
+        formula = _gpu_tiles.find_config(shape["rows"], shape["groups"], shape["d_out"])
         assert found[0] == formula
         assert len(found) == len(set(found)) >= 6
         assert all(c.stages >= 2 for c in found)

@@ -40,11 +40,6 @@ struct AttentionShared {
 };
 constexpr int kAttentionHeader = 1024;  // barriers; the slots begin on a boundary of the swizzle
 
-__device__ __forceinline__ uint32_t pack_bf16(float lo, float hi) {
-  const __nv_bfloat162 v = __floats2bfloat162_rn(lo, hi);
-  return *reinterpret_cast<const uint32_t*>(&v);
-}
-
 // Slots come round; their number is known at launch only.
 struct SlotRing {
   const AttentionArgs& p;
@@ -209,7 +204,7 @@ struct RowSums {
     __nv_bfloat16* to = p.out + (static_cast<int64_t>(token) * p.q_heads + head) * p.v_dim + column;
 #pragma unroll
     for (int n = 0; n < NT; ++n)
-      *reinterpret_cast<uint32_t*>(to + n * 8) = pack_bf16(o[n][r * 2] * inverse, o[n][r * 2 + 1] * inverse);
+      *reinterpret_cast<uint32_t*>(to + n * 8) = bf16x2(o[n][r * 2] * inverse, o[n][r * 2 + 1] * inverse);
   }
   __device__ __forceinline__ void store_part(const AttentionArgs& p, int r, int row, int chunk, int head,
                                              int column) const {
@@ -269,11 +264,11 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
   }
   __syncthreads();
   if (warp < kMostConsumers) {
-    more_registers<232>();
+    more_registers<240>();
     unsigned char* scratch = attention_raw + kAttentionHeader + p.slots * p.slot_boxes * (p.k_bytes + p.v_bytes);
     if (warp < consumers) consume_pages<Consumer>(p, ring, scratch, consumers * 32);
   } else {
-    fewer_registers<40>();
+    fewer_registers<24>();
     if (warp == kMostConsumers) produce_pages(p, ring, Consumer::kStep);
   }
 }
@@ -326,7 +321,7 @@ __global__ void __launch_bounds__(kCombineThreads, 4) combine_kernel(const __gri
   if (column >= p.v_dim) return;
   __nv_bfloat16* to = p.out + (static_cast<int64_t>(cut.x) * p.q_heads + head) * p.v_dim + column;
   *reinterpret_cast<uint2*>(to) =
-      make_uint2(pack_bf16(o.x * inverse, o.y * inverse), pack_bf16(o.z * inverse, o.w * inverse));
+      make_uint2(bf16x2(o.x * inverse, o.y * inverse), bf16x2(o.z * inverse, o.w * inverse));
 }
 
 }  // namespace lora_jax

@@ -1,6 +1,5 @@
 // XLA FFI entry points of the CUDA kernels: unpack buffers, launch, report errors. All of them only
 // enqueue work of a fixed shape, so XLA may put them into CUDA graphs.
-#include "branches.cuh"
 #include "launch.cuh"
 #include "tile_args.cuh"
 #include "xla/ffi/api/ffi.h"
@@ -61,36 +60,32 @@ cudaError_t output_args(PairArgs* args, int m, cudaStream_t stream, BF16& y, ffi
   return cudaMemcpyAsync(data(out), data(y), y.size_bytes(), cudaMemcpyDeviceToDevice, stream);
 }
 
-// Launches what the items and the tiles hold, side by side where it can: their rows differ. `h` is
-// where rows of tiles have theirs.
-cudaError_t launch_all(const PairArgs& args, S32& tiles, S32& cut, const BF16* b_pool, __nv_bfloat16* h,
-                       cudaStream_t stream) {
+// Launches what the items hold, then what the tiles hold: their rows differ. `b_pool` is null where
+// nothing expands.
+cudaError_t launch_all(const PairArgs& args, S32& tiles, S32& cut, const BF16* b_pool, cudaStream_t stream) {
   static_assert(kNarrow == 1, "the tile kernels copy boxes of 128 columns");
-  Branches branches(stream);
   cudaError_t e = launch_pair(args, stream);
   if (tiles.element_count() == 0) return e;
-  if (e == cudaSuccess) e = branches.next();
   for (int m = 0; m < args.num_modules && e == cudaSuccess; ++m) {
     const Module& module = args.modules[m];
     TileArgs t{};
     t.a_map = args.maps[0][0], t.tiles = reinterpret_cast<const Item*>(tiles.typed_data()), t.cut = cut.typed_data();
     t.most_tiles = static_cast<int>(tiles.dimensions()[0]), t.row_order = args.row_order;
-    t.entries = module.entries, t.scaling = module.scaling, t.x = args.x, t.y = module.y, t.h = h;
+    t.entries = module.entries, t.scaling = module.scaling, t.x = args.x, t.y = module.y, t.h = args.h;
     t.b_pool = b_pool ? data(*b_pool) : nullptr, t.d_in = args.d_in, t.d_out = args.d_out;
-    t.num_rows = args.num_rows, t.h_stride = args.h_stride, t.max_rank = args.max_rank;
+    t.h_stride = args.h_stride, t.max_rank = args.max_rank;
     e = launch_tiles(t, args.shrink, args.expand, stream);
   }
-  return e == cudaSuccess ? branches.join() : e;
+  return e;
 }
 
-// `modules` holds y, entries and scaling of each one, `work` is for h of tiles if there are some, h of
-// items and one word more.
+// `modules` holds y, entries and scaling of each one, `work` is for h and one word more.
 ffi::Error LoraGemm(cudaStream_t stream, BF16 x, BF16 a_pool, BF16 b_pool, S32 order, S32 items, S32 num_items,
-                    S32 tiles, S32 cut, ffi::RemainingArgs modules, ffi::Result<S32> work, ffi::RemainingRets outs, int64_t max_rank) {
+                    S32 tiles, S32 cut, ffi::RemainingArgs modules, ffi::Result<S32> work,
+                    ffi::RemainingRets outs, int64_t max_rank) {
   PairArgs args = common_args(order, items, num_items, (max_rank + 7) / 8 * 8);
   args.num_modules = static_cast<int>(outs.size());
-  auto* const tiles_h = reinterpret_cast<__nv_bfloat16*>(work->typed_data());
-  args.h = tiles.element_count() ? tiles_h + order.element_count() * args.h_stride : tiles_h;
+  args.h = reinterpret_cast<__nv_bfloat16*>(work->typed_data());
   if (args.num_modules > kMaxModules) return ffi::Error::InvalidArgument("too many modules for one launch");
   cudaError_t e = shrink_args(&args, x, a_pool);
   if (e == cudaSuccess) e = expand_args(&args, b_pool, work->typed_data() + work->element_count() - 1);
@@ -103,7 +98,7 @@ ffi::Error LoraGemm(cudaStream_t stream, BF16 x, BF16 a_pool, BF16 b_pool, S32 o
     module_args(&args, m, *entries, *scaling);
     e = output_args(&args, m, stream, *y, *out);
   }
-  return status(e == cudaSuccess ? launch_all(args, tiles, cut, &b_pool, tiles_h, stream) : e);
+  return status(e == cudaSuccess ? launch_all(args, tiles, cut, &b_pool, stream) : e);
 }
 
 ffi::Error LoraShrink(cudaStream_t stream, BF16 x, BF16 a_pool, S32 entries, F32 scaling, S32 order, S32 items,
@@ -112,7 +107,7 @@ ffi::Error LoraShrink(cudaStream_t stream, BF16 x, BF16 a_pool, S32 entries, F32
   module_args(&args, 0, entries, scaling);
   args.h = data(h);
   const cudaError_t e = shrink_args(&args, x, a_pool);
-  return status(e == cudaSuccess ? launch_all(args, tiles, cut, nullptr, args.h, stream) : e);
+  return status(e == cudaSuccess ? launch_all(args, tiles, cut, nullptr, stream) : e);
 }
 
 ffi::Error LoraExpand(cudaStream_t stream, BF16 y, BF16 h, BF16 b_pool, S32 entries, F32 scaling, S32 order,
@@ -122,7 +117,7 @@ ffi::Error LoraExpand(cudaStream_t stream, BF16 y, BF16 h, BF16 b_pool, S32 entr
   args.h = const_cast<__nv_bfloat16*>(data(h));  // only read: nothing shrinks in this launch
   cudaError_t e = expand_args(&args, b_pool, draws->typed_data());
   if (e == cudaSuccess) e = output_args(&args, 0, stream, y, out);
-  return status(e == cudaSuccess ? launch_all(args, tiles, cut, &b_pool, args.h, stream) : e);
+  return status(e == cudaSuccess ? launch_all(args, tiles, cut, &b_pool, stream) : e);
 }
 
 }  // namespace lora_jax

@@ -124,8 +124,8 @@ struct HeadConsumer {
 #pragma unroll
     for (int box = 0; box < 2; ++box) {
       const float(&near)[4] = s[box * 2], (&far)[4] = s[box * 2 + 1];
-      const uint32_t a0 = pack_bf16(near[0], near[1]), a1 = pack_bf16(near[2], near[3]);
-      const uint32_t a2 = pack_bf16(far[0], far[1]), a3 = pack_bf16(far[2], far[3]);
+      const uint32_t a0 = bf16x2(near[0], near[1]), a1 = bf16x2(near[2], near[3]);
+      const uint32_t a2 = bf16x2(far[0], far[1]), a3 = bf16x2(far[2], far[3]);
       const uint32_t at = slot + values + box * box_bytes();
 #pragma unroll
       for (int n = 0; n < NT; n += 2) {

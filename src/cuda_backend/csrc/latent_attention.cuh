@@ -6,7 +6,7 @@
 
 namespace lora_jax {
 
-constexpr int kLatentTiles = 9;       // of 64 columns of K
+constexpr int kLatentTiles = 9;       // of 64 columns of K, and of 16 columns in a warp's quarter
 constexpr int kLatentPositions = 64;  // of a step
 constexpr int kLatentStride = kLatentPositions + 8;  // of a row in shared memory: lanes meet distinct banks
 constexpr int kLatentThreads = kMostConsumers * 32;
@@ -41,7 +41,6 @@ struct LatentConsumer {
     return row < unit_tokens * p.q_heads ? row / p.q_heads : 1 << 20;
   }
 
-  // A quarter of K is 16 columns of each 64, so that its pieces lie at one place of each.
   __device__ __forceinline__ void begin(const AttentionUnit& u, int) {
     const int lane = threadIdx.x & 31, quarter = warp & 3;
     position = u.position + token_of(own_row());
@@ -49,13 +48,13 @@ struct LatentConsumer {
     for (int r = 0; r < 2; ++r) {
       const int row = (lane >> 2) + r * 8, token = token_of(row);
       const int64_t at = static_cast<int64_t>(u.token + token) * p.q_heads + row % p.q_heads;
-      const __nv_bfloat16* from = p.q + at * p.k_dim + quarter * 16 + (lane & 3) * 2;
+      const __nv_bfloat16* from = p.q + at * p.k_dim + quarter * (kLatentTiles * 16) + (lane & 3) * 2;
 #pragma unroll
       for (int k = 0; k < kLatentTiles; ++k)
 #pragma unroll
         for (int e = 0; e < 2; ++e)
           q[k][e * 2 + r] =
-              token < u.num_tokens ? __ldg(reinterpret_cast<const uint32_t*>(from + k * 64 + e * 8)) : 0;
+              token < u.num_tokens ? __ldg(reinterpret_cast<const uint32_t*>(from + k * 16 + e * 8)) : 0;
     }
   }
   __device__ __forceinline__ void begin_chunk() { chunk.clear(), top = kNone, sum = 0; }
@@ -78,17 +77,19 @@ struct LatentConsumer {
     for (int i = 0; i < 2; ++i) {
       const int box = min(half * 2 + i, boxes - 1);  // one that there is
       wait_for(box);
-      keys[i] = slot(box) + key * 128 + (((quarter * 2 + ((lane >> 3) & 1)) ^ (key & 7)) << 4);
+      keys[i] = slot(box) + key * 128;
     }
 #pragma unroll
-    for (int k = 0; k < kLatentTiles; ++k)
+    for (int k = 0; k < kLatentTiles; ++k) {
+      const int piece = (quarter * kLatentTiles + k) * 2 + ((lane >> 3) & 1);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         uint32_t b[4];
-        ldmatrix(b, keys[i] + k * 2048);
+        ldmatrix(b, keys[i] + (piece >> 3) * 2048 + (((piece & 7) ^ (key & 7)) << 4));
         mma_bf16(s[i * 2], q[k][0], q[k][1], q[k][2], q[k][3], b[0], b[1]);
         mma_bf16(s[i * 2 + 1], q[k][0], q[k][1], q[k][2], q[k][3], b[2], b[3]);
       }
+    }
 #pragma unroll
     for (int n = 0; n < 4; ++n)
 #pragma unroll
@@ -107,23 +108,20 @@ struct LatentConsumer {
       v = make_float4(v.x + more.x, v.y + more.y, v.z + more.z, v.w + more.w);
     }
     float s[4] = {v.x, v.y, v.z, v.w};
-    if (!sight.by_all(first, kLatentPositions)) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int at = first + from + i;
-        if (at > min(position, sight.last) || (p.window > 0 && at <= position - p.window)) s[i] = kNone;
-      }
+    for (int i = 0; i < 4; ++i) {
+      const int at = first + from + i;
+      if (at > min(position, sight.last) || (p.window > 0 && at <= position - p.window)) s[i] = kNone;
     }
     float most = fmaxf(fmaxf(s[0], s[1]), fmaxf(s[2], s[3]));
 #pragma unroll
     for (int mask = 1; mask < kLanes; mask *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, mask));
     most = fmaxf(most * p.scale_log2, top);
     const float base = base_of(most), shrink = exp2_approx(top - base);
-    top = most;
+    top = most, sum *= shrink;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) s[i] = exp2_approx(__fmaf_rn(s[i], p.scale_log2, -base));
-    sum = __fmaf_rn(sum, shrink, (s[0] + s[1]) + (s[2] + s[3]));
-    *reinterpret_cast<uint2*>(&sm.p[row][from]) = make_uint2(pack_bf16(s[0], s[1]), pack_bf16(s[2], s[3]));
+    for (int i = 0; i < 4; ++i) sum += s[i] = exp2_approx(__fmaf_rn(s[i], p.scale_log2, -base));
+    *reinterpret_cast<uint2*>(&sm.p[row][from]) = make_uint2(bf16x2(s[0], s[1]), bf16x2(s[2], s[3]));
     if (from == 0) sm.shrink[row] = shrink;
   }
 
@@ -138,41 +136,26 @@ struct LatentConsumer {
     __syncwarp();
   }
 
-  // The 16 positions of a box, for this warp's 64 columns of V.
-  __device__ __forceinline__ void add_box(int box) {
-    const int lane = threadIdx.x & 31, value = lane & 15;
-    const uint32_t at = slot(box) + warp * 2048 + value * 128 + (((lane >> 4) ^ (value & 7)) << 4);
-    uint32_t a[4];
-    ldmatrix(a, smem_u32(&sm.p[value][box * kBox + (lane >> 4) * 8]));
-#pragma unroll
-    for (int n = 0; n < 8; n += 2) {
-      uint32_t b[4];
-      ldmatrix_trans(b, at ^ n << 4);
-      mma_bf16(chunk.o[n], a[0], a[1], a[2], a[3], b[0], b[1]);
-      mma_bf16(chunk.o[n + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
-    }
-  }
-
+  // This warp's 64 columns of V.
   __device__ __forceinline__ void add_values(const Sight& sight, int first, int boxes) {
-    const int row = (threadIdx.x & 31) >> 2;
+    const int lane = threadIdx.x & 31, value = lane & 15;
     for (int box = 0; box < boxes; ++box) wait_for(box);
     if (!sight.by_some(first, boxes * kBox)) erase(sight, first, boxes);
-    chunk.scale(sm.shrink[row], sm.shrink[8 + row]);
-    if (boxes == kStep) {  // nearly always, and then without branches
+    chunk.scale(sm.shrink[lane >> 2], sm.shrink[8 + (lane >> 2)]);
 #pragma unroll
-      for (int box = 0; box < kStep; ++box) add_box(box);
-    } else {
-      for (int box = 0; box < boxes; ++box) add_box(box);
+    for (int box = 0; box < kStep; ++box) {
+      if (box >= boxes) break;
+      const uint32_t at = slot(box) + warp * 2048 + value * 128 + (((lane >> 4) ^ (value & 7)) << 4);
+      uint32_t a[4];
+      ldmatrix(a, smem_u32(&sm.p[value][box * kBox + (lane >> 4) * 8]));
+#pragma unroll
+      for (int n = 0; n < 8; n += 2) {
+        uint32_t b[4];
+        ldmatrix_trans(b, at ^ n << 4);
+        mma_bf16(chunk.o[n], a[0], a[1], a[2], a[3], b[0], b[1]);
+        mma_bf16(chunk.o[n + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
+      }
     }
-  }
-
-  // Gives the step's slots back.
-  __device__ __forceinline__ void release(int boxes) {
-    const int lane = threadIdx.x & 31;
-    __syncwarp();
-    if (lane < boxes) mbar_arrive(&ring.sm.empty[place(lane)]);
-    ring.at += boxes;
-    if (ring.at >= p.slots) ring.at -= p.slots, ring.phase ^= 1;
   }
 
   __device__ __forceinline__ void step(const Sight& sight, int box, int boxes) {
@@ -181,7 +164,11 @@ struct LatentConsumer {
     soften(sight, box * kBox);
     consumer_barrier(kLatentThreads);
     if (warp * 64 < p.v_dim) add_values(sight, box * kBox, boxes);
-    release(boxes);
+    __syncwarp();
+    for (int i = 0; i < boxes; ++i) {
+      if ((threadIdx.x & 31) == 0) mbar_arrive(&ring.sm.empty[ring.at]);
+      ring.next();
+    }
   }
 
   // Gives every lane the largest logits and the sums of its two rows of the chunk.

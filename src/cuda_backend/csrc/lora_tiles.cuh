@@ -30,10 +30,9 @@ __device__ __forceinline__ Item load_tile(const TileArgs& p, int tile) {
 }
 
 // ---------------------------------------------------------------- shrink
-constexpr int kShrinkRowWarps = 3;  // one alone issues about a row copy in 60 cycles
-constexpr int kShrinkWarps = kParts * 2;  // of each part two, with half of the ranks each
-constexpr int kShrinkThreads = (kShrinkWarps + 1 + kShrinkRowWarps) * 32;
-constexpr int kShrinkBlocks = kCtaRows / 8, kShrinkRanks16 = kPassRanks / 32;
+constexpr int kShrinkRowWarps = 3;  // one alone issues about a row copy in 60 cycles; with a 9th warp registers are short
+constexpr int kShrinkThreads = (kParts + 1 + kShrinkRowWarps) * 32;
+constexpr int kShrinkBlocks = kCtaRows / 8, kShrinkRanks16 = kPassRanks / 16;
 
 // A stage holds weights [block of 128 columns][group of 8 ranks][2][8][64], then rows of x.
 template <int BLOCKS, int STAGES>
@@ -93,20 +92,14 @@ __device__ void copy_weights(const TileArgs& p, S& sm) {
   });
 }
 
-// Copies rows of x, and meanwhile brings some of the same rows of y nearer, which expand needs next.
 template <class S>
 __device__ void copy_rows(const TileArgs& p, S& sm) {
-  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) - kShrinkWarps - 1, n = lane * kShrinkRowWarps + warp;
+  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) - kParts - 1, n = lane * kShrinkRowWarps + warp;
   const int cta = cluster_rank();
   Ring<S::kStages> ring;
   each_unit(p, [&](const ShrinkUnit& u) {
-    const __nv_bfloat16 *from = p.x, *y = p.y;
-    if (n < u.rows) {
-      const int64_t row = __ldg(p.row_order + u.tile.row_begin + n * kCluster + cta);
-      from += row * p.d_in, y += row * p.d_out;
-    }
-    int ahead = u.first_rank ? p.y_ahead : 0;
-    const int y_step = (p.y_ahead * S::kColumns / p.d_in + 63) / 64 * 64;
+    const __nv_bfloat16* from = p.x;
+    if (n < u.rows) from += static_cast<int64_t>(__ldg(p.row_order + u.tile.row_begin + n * kCluster + cta)) * p.d_in;
     const int mine = (u.rows + kShrinkRowWarps - 1 - warp) / kShrinkRowWarps;
     for (int k = 0; k < p.d_in; k += S::kColumns) {
       mbar_wait(&sm.empty[ring.at()], ring.phase() ^ 1);
@@ -114,11 +107,7 @@ __device__ void copy_rows(const TileArgs& p, S& sm) {
       if (lane == 0) mbar_expect(&sm.full[ring.at()], mine * bytes);
       __syncwarp();
       const uint32_t to = smem_u32(sm.stages[ring.at()]) + S::kRowsAt + n * S::kRowStride;
-      if (n < u.rows) {
-        bulk_copy(to, from + k, bytes, &sm.full[ring.at()]);
-        if (ahead < p.y_ahead) bulk_prefetch(y + ahead, min(y_step, p.y_ahead - ahead) * 2);
-      }
-      ahead += y_step;
+      if (n < u.rows) bulk_copy(to, from + k, bytes, &sm.full[ring.at()]);
       ring.next();
     }
   });
@@ -131,25 +120,20 @@ __device__ __forceinline__ int spread(int g) { return g >> 1 | (g & 1) << 2; }
 template <class S>
 __device__ __forceinline__ void shrink_columns(const ShrinkUnit& u, uint32_t base, int columns,
                                                float (&acc)[2][kShrinkRanks16][kShrinkBlocks][4]) {
-  const int part = threadIdx.x / 32 % kParts, half = threadIdx.x / 32 / kParts * kShrinkRanks16 * 2;
-  const int lane = threadIdx.x & 31, g = spread(lane >> 2), q = lane & 3, groups = (u.ranks + 7) / 8;
+  const int part = threadIdx.x >> 5, lane = threadIdx.x & 31, g = spread(lane >> 2), q = lane & 3;
+  const int groups = (u.ranks + 7) / 8;
   const uint32_t weights = base + (part >> 1) * 1024 + g * 128 + ((((part & 1) * 4 + q) ^ g) << 4);
   const uint32_t x = base + S::kRowsAt + g * S::kRowStride + q * 16;
-  if (half >= groups) return;
-#pragma unroll
-  for (int b = 0; b < S::kColumns / 128; ++b) {
-    const int k = b * 128 + part * 32;
-    if (k >= columns) break;
-    uint4 v[kShrinkBlocks], w[kShrinkRanks16 * 2];  // rows and ranks past the end are not used
-#pragma unroll
-    for (int i = 0; i < kShrinkRanks16 * 2; ++i)
-      w[i] = lds128(weights + (b * groups + min(half + i, groups - 1)) * kWeightBox);
+#pragma unroll 1
+  for (int k = part * 32; k < columns; k += 32 * kParts) {
+    uint4 v[kShrinkBlocks];  // rows past the end are not used
 #pragma unroll
     for (int j = 0; j < kShrinkBlocks; ++j) v[j] = lds128(x + j * 8 * S::kRowStride + k * 2);
 #pragma unroll
     for (int m = 0; m < kShrinkRanks16; ++m) {
-      if (half + m * 2 >= groups) break;
-      const uint4 lo = w[m * 2], hi = w[m * 2 + 1];
+      if (m * 2 >= groups) break;
+      const uint32_t at = weights + ((k >> 7) * groups + m * 2) * kWeightBox;
+      const uint4 lo = lds128(at), hi = lds128(m * 2 + 1 < groups ? at + kWeightBox : at);
 #pragma unroll
       for (int j = 0; j < kShrinkBlocks; ++j) {
         mma_bf16(acc[0][m][j], lo.x, hi.x, lo.y, hi.y, v[j].x, v[j].y);
@@ -163,21 +147,20 @@ __device__ __forceinline__ void shrink_columns(const ShrinkUnit& u, uint32_t bas
 template <class S>
 __device__ __forceinline__ void finish_unit(const TileArgs& p, const ShrinkUnit& u, float* sums,
                                             const float (&acc)[2][kShrinkRanks16][kShrinkBlocks][4]) {
-  const int part = threadIdx.x / 32 % kParts, half = threadIdx.x / 32 / kParts * kShrinkRanks16 * 16;
-  const int lane = threadIdx.x & 31, g = spread(lane >> 2), q = lane & 3;
-  consumer_barrier(kShrinkWarps * 32);  // all have read the last stage
+  const int part = threadIdx.x >> 5, lane = threadIdx.x & 31, g = spread(lane >> 2), q = lane & 3;
+  consumer_barrier(kParts * 32);  // all have read the last stage
 #pragma unroll
   for (int m = 0; m < kShrinkRanks16; ++m)
 #pragma unroll
     for (int j = 0; j < kShrinkBlocks; ++j)
 #pragma unroll
       for (int c = 0; c < 4; ++c)
-        sums[(part * kCtaRows + j * 8 + spread(q * 2 + (c & 1))) * S::kLd + half + m * 16 + g + (c >> 1) * 8] =
+        sums[(part * kCtaRows + j * 8 + spread(q * 2 + (c & 1))) * S::kLd + m * 16 + g + (c >> 1) * 8] =
             acc[0][m][j][c] + acc[1][m][j][c];
-  consumer_barrier(kShrinkWarps * 32);
+  consumer_barrier(kParts * 32);
   const float scaling = __ldg(p.scaling + u.tile.slot);
   const int pairs = (u.ranks + 7) / 8 * 4;
-  for (int i = threadIdx.x; i < u.rows * pairs; i += kShrinkWarps * 32) {
+  for (int i = threadIdx.x; i < u.rows * pairs; i += kParts * 32) {
     const int n = i / pairs, r = i % pairs * 2;
     float lo = 0.f, hi = 0.f;
 #pragma unroll
@@ -221,21 +204,20 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kShrinkThread
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kStages; ++i) {
       mbar_init(&sm.full[i], 1 + kShrinkRowWarps);
-      mbar_init(&sm.empty[i], kShrinkWarps * kCluster);
+      mbar_init(&sm.empty[i], kParts * kCluster);
     }
     fence_barriers();
   }
   let_next_begin();
   cluster_sync();
   const int warp = threadIdx.x >> 5;
-  if (warp < kShrinkWarps) multiply(p, sm);
-  else if (warp == kShrinkWarps) copy_weights(p, sm);
+  if (warp < kParts) multiply(p, sm);
+  else if (warp == kParts) copy_weights(p, sm);
   else copy_rows(p, sm);
   cluster_sync();  // nobody may end while others still write to its memory
 }
 
 // ---------------------------------------------------------------- expand
-constexpr bool PREFETCH = true;
 constexpr int kTileWarps = 8, kTileThreads = kTileWarps * 32;
 constexpr int kColumnGroup = kTileWarps * 64;  // a warp has 64 columns, a lane 8 of them
 
@@ -311,10 +293,10 @@ struct Run {
   int left, column, tile, block;  // units to do; where the next one is
 
   __device__ explicit Run(const TileArgs& p) {
-    const unsigned tiles = __ldg(p.cut), tile_blocks = __ldg(p.cut + 1);
-    const unsigned total = (p.d_out + kColumnGroup - 1) / kColumnGroup * tiles * tile_blocks;
-    const unsigned first = total * blockIdx.x / gridDim.x;
-    left = total * (blockIdx.x + 1) / gridDim.x - first;
+    const int tiles = p.cut[0], tile_blocks = p.cut[1], units = (p.d_out + kColumnGroup - 1) / kColumnGroup * tiles;
+    const int64_t total = static_cast<int64_t>(units) * tile_blocks;
+    const int first = static_cast<int>(total * blockIdx.x / gridDim.x);
+    left = static_cast<int>(total * (blockIdx.x + 1) / gridDim.x) - first;
     if (left == 0) return;
     block = first % tile_blocks, tile = first / tile_blocks % tiles;
     column = first / tile_blocks / tiles * kColumnGroup;
@@ -387,10 +369,7 @@ __global__ void __launch_bounds__(kTileThreads, CTAS) expand_tiles_kernel(const 
   auto look_ahead = [&] {
     if (run.left == 0) return;
     const Piece w = run.piece(p);
-    if (w.begin + static_cast<int>(threadIdx.x) >= w.end) return;
-    row = __ldg(p.row_order + w.tile.row_begin + w.begin + threadIdx.x);
-    const __nv_bfloat16* y = p.y + static_cast<int64_t>(row) * p.d_out + run.column;
-    if (PREFETCH) bulk_prefetch(y, min(kColumnGroup, p.d_out - run.column) * 2);
+    if (w.begin + threadIdx.x < w.end) row = __ldg(p.row_order + w.tile.row_begin + w.begin + threadIdx.x);
   };
   for (look_ahead(); run.left > 0;) {
     const Piece w = run.piece(p);

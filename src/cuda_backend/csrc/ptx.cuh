@@ -104,10 +104,6 @@ __device__ __forceinline__ void fence_shared_copies() { asm volatile("fence.prox
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
-// Brings `bytes`, a multiple of 16, into L2 and nowhere else.
-__device__ __forceinline__ void bulk_prefetch(const void* p, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
-}
 __device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 __device__ __forceinline__ int load_acquire(const int* p) {
   int v;

@@ -17,8 +17,7 @@ struct TileArgs {
   const __nv_bfloat16* b_pool;      // [pool rows, d_out]
   __nv_bfloat16* y;                 // [rows, d_out]
   __nv_bfloat16* h;                 // [sorted rows, h_stride]
-  int num_rows, d_in, d_out, h_stride, max_rank, most_tiles;
-  int y_ahead;                      // shrink: columns of y to bring into L2
+  int d_in, d_out, h_stride, max_rank, most_tiles;
   bool behind;                      // expand: h comes from the kernel before
 };
 

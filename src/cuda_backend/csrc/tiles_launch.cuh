@@ -51,18 +51,15 @@ cudaError_t launch_expand_tiles(const TileArgs& args, int sms, cudaStream_t stre
 }
 
 inline cudaError_t launch_expand_tiles(const TileArgs& args, int sms, cudaStream_t stream) {
-  if (args.max_rank <= 32) return launch_expand_tiles<2, 4, 2>(args, sms, stream);
-  if (args.max_rank <= 64) return launch_expand_tiles<4, 6, 1>(args, sms, stream);
-  return launch_expand_tiles<8, 4, 1>(args, sms, stream);
+  if (args.max_rank <= 32) return launch_expand_tiles<2, 3, 2>(args, sms, stream);
+  if (args.max_rank <= 64) return launch_expand_tiles<4, 2, 2>(args, sms, stream);
+  return launch_expand_tiles<8, 6, 1>(args, sms, stream);
 }
-
-constexpr int kAheadBytes = 24 << 20;  // of y, read while a shrink multiplies; L2 must hold them until the expand
 
 cudaError_t launch_tiles(TileArgs args, bool shrink, bool expand, cudaStream_t stream) {
   int sms = 0;
   cudaError_t e = count_sms(&sms);
   args.behind = shrink;
-  args.y_ahead = expand ? min(args.d_out, kAheadBytes / 2 / args.num_rows / 64 * 64) : 0;
   if (e == cudaSuccess && shrink) e = launch_shrink_tiles(args, sms, stream);
   if (e == cudaSuccess && expand) e = launch_expand_tiles(args, sms, stream);
   return e;

@@ -66,9 +66,6 @@ inline void fence_barriers() {}
 inline void fence_copies() {}
 inline void fence_shared_copies() {}
 inline void prefetch_map(const CUtensorMap*) {}
-inline void bulk_prefetch(const void* p, uint32_t bytes) {
-  if (bytes % 16 || reinterpret_cast<uintptr_t>(p) % 16) emu::fail("a prefetch off its boundary of 16");
-}
 inline void prefetch_l2(const void*) {}
 inline int load_acquire(const int* p) { return *p; }
 inline uint32_t load_word(const uint32_t* p) {

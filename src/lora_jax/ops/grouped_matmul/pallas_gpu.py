@@ -8,9 +8,7 @@ The blocks of one tile of weights come after one another, so that L2 reads it on
 A row's result is one sum over d_in in steps of 16, whatever the tiles and its neighbours.
 """
 
-import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -19,70 +17,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lora_jax.ops import hopper, tuning_table
+from lora_jax.ops.grouped_matmul._gpu_tiles import (
+    ALIGN,
+    STEP,
+    STORED,
+    Config,
+    find_config,
+)
 from lora_jax.typing import Array, Float, Int
-
-ALIGN = 8  # rows: a copied tile of x starts at a multiple
-STEP = hopper.COLUMNS  # of d_in in one stage
-STORED = 16  # rows that leave the registers at once
-STRIDE = 8  # groups that a warpgroup looks at together when it seeks its next work
-LONG_GROUP = 48  # rows per group from which weights are read more than once
-VERY_LONG_GROUP = 512  # rows per group of which a tile of 160 or more wastes few
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """Tiles of one launch, chosen while tracing: by the table of this device, or by find_config."""
-
-    columns: int  # of d_out in one warpgroup's tile
-    warpgroups: int  # that multiply, side by side in d_out
-    rows: int  # in one tile
-    stages: int
-    ctas: int  # per SM
-
-    def stage_bytes(self, matrices: int) -> int:
-        """Bytes of shared memory that one stage of the ring takes."""
-        return (matrices * self.columns * self.warpgroups + self.rows) * STEP * 2
-
-    def store_bytes(self) -> int:
-        """Bytes that results on their way out take: two blocks and two of rows per warpgroup."""
-        return 4 * self.warpgroups * self.columns * min(self.rows, STORED) * 2
-
-
-def find_config(rows: int, groups: int, d_out: int, matrices: int = 1) -> Config:
-    """Return tiles for so many rows in so many groups, from the mean rows of a group.
-
-    Few rows: two CTAs per SM stream weights through tiles of 8 to 64 rows. Many: one CTA per SM
-    multiplies tiles of 256 x 128 or more, unless there are too few of them for all SMs.
-    """
-    mean = rows / groups
-    tile_rows = _long_tile(mean) if matrices == 1 else 128
-    long_tiles = groups * math.ceil(mean / tile_rows) * (d_out // (256 // matrices))
-    # The rows of a single group are known, those of one among many only in the mean.
-    if mean > (LONG_GROUP if groups > 1 else 64) and long_tiles >= hopper.NUM_SMS:
-        config = Config(128 // matrices, 2, tile_rows, 1, 1)
-    else:
-        sizes = ((1, 8), (6, 16), (16, 32)) if groups > 1 else ((8, 8), (16, 16), (32, 32))
-        tile_rows = next((n for most, n in sizes if mean <= most), 64)
-        few = min(groups, rows) * d_out < 2 * hopper.NUM_SMS * 128
-        config = Config(64 if few or matrices > 1 else 128, 1, tile_rows, 1, 2)
-    return with_stages(config, matrices)
-
-
-def _long_tile(mean: float) -> int:
-    """Return the rows of a tile that leaves the fewest of its last tile empty.
-
-    For a group one standard deviation above the mean: the last tile costs as much as a full one.
-    """
-    if mean < VERY_LONG_GROUP:
-        return 128
-    longer = mean + math.sqrt(mean)
-    return min((192, 176, 160), key=lambda tile: math.ceil(longer / tile) * tile)
-
-
-def with_stages(config: Config, matrices: int) -> Config:
-    """Return the tiles with as many stages, up to 8, as shared memory holds; 0 where none fits."""
-    room = hopper.SHARED_BYTES // config.ctas - 2048 - config.store_bytes()
-    return dataclasses.replace(config, stages=max(0, min(8, room // config.stage_bytes(matrices))))
 
 
 def grouped_matmul(
@@ -196,9 +138,8 @@ def _kernel_body(
     """Return the kernel: CTA c takes works c, c + ctas, ... of a list that nobody writes down.
 
     A group's works are its tiles of d_out times its blocks of rows, blocks first. Each warpgroup
-    walks group_sizes to its next work, several at a time: most groups are empty where adapters may
-    have experts, and one after another each would cost a load's latency. Rows in no group are the
-    last group and read nothing.
+    walks group_sizes to its next work, STRIDE at a time: with adapters' experts most are empty, and
+    each would cost a load's latency. Rows in no group are the last group and read nothing.
     """
     dtype = weights[0].dtype
     columns, warpgroups, tile_rows = config.columns, config.warpgroups, config.rows
@@ -238,9 +179,7 @@ def _kernel_body(
             return first_place, last
 
         def seek(index, span):
-            """Return the place that has this work, its group beyond all if there is none, and its
-            span; `span` is that or one before it.
-            """
+            """Return the place that has this work (group beyond all: none has) and its span."""
             span = lax.while_loop(
                 lambda s: (index >= s[1][5]) & (s[1][0] < groups),
                 lambda s: span_from(behind(s[1])),
@@ -255,10 +194,8 @@ def _kernel_body(
             return (group, *found[1:]), span
 
         def for_each_work(do):
-            """Call do(group, tile of d_out, first row, low, high, step); return the last step.
-
-            The last call's group is beyond all: nothing is to be done then.
-            """
+            """Call do(group, tile of d_out, first row, low, high, step), once more with a group
+            beyond all, for nothing; return the last step."""
 
             def one(carry):
                 index, step, span, _ = carry

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lora_jax.ops.cases import MODELS, popular
-from lora_jax.ops.grouped_matmul import pallas_gpu
+from lora_jax.ops.grouped_matmul import _gpu_tiles, pallas_gpu
 from lora_jax.ops.tuning import Shape, Tunable
 
 CALLS = 20
@@ -29,23 +29,23 @@ def shapes() -> tuple[Shape, ...]:
     return tuple(found)
 
 
-def candidates(shape: Shape) -> Iterator[pallas_gpu.Config]:
+def candidates(shape: Shape) -> Iterator[_gpu_tiles.Config]:
     """Yield the formula's choice, then the tilings near it that fit shared memory and registers.
 
     Groups of few rows are bound by the weights' bytes: tiles of one to four times the mean rows.
     Longer ones are bound by the multipliers: the largest tiles.
     """
-    first = pallas_gpu.find_config(shape["rows"], shape["groups"], shape["d_out"])
+    first = _gpu_tiles.find_config(shape["rows"], shape["groups"], shape["d_out"])
     yield first
     mean = shape["rows"] / shape["groups"]
-    if mean > pallas_gpu.LONG_GROUP:
+    if mean > _gpu_tiles.LONG_GROUP:
         tiles = itertools.product((64, 128), (2,), (64, 128, 192), (1,))
     else:
         near = [rows for rows in (8, 16, 32, 64) if mean <= rows <= max(16, 4 * mean)]
         tiles = itertools.product((64, 128), (1,), near, (1, 2))
     for columns, warpgroups, rows, ctas in tiles:
-        config = pallas_gpu.with_stages(
-            pallas_gpu.Config(columns, warpgroups, rows, 1, ctas), matrices=1
+        config = _gpu_tiles.with_stages(
+            _gpu_tiles.Config(columns, warpgroups, rows, 1, ctas), matrices=1
         )
         fits = config.stages >= 2 and columns * rows // 128 <= MOST_REGISTERS
         if config != first and fits:

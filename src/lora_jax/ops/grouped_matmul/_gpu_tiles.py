@@ -1,0 +1,69 @@
+"""Which tiles the Mosaic GPU kernel multiplies by: from the shape alone, while tracing."""
+
+import dataclasses
+import math
+
+from lora_jax.ops import hopper
+
+ALIGN = 8  # rows: a copied tile of x starts at a multiple
+STEP = hopper.COLUMNS  # of d_in in one stage
+STORED = 16  # rows that leave the registers at once
+STRIDE = 8  # groups that a warpgroup looks at together when it seeks its next work
+LONG_GROUP = 48  # rows per group from which weights are read more than once
+VERY_LONG_GROUP = 512  # rows per group of which a tile of 160 or more wastes few
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tiles of one launch, chosen while tracing: by the table of this device, or by find_config."""
+
+    columns: int  # of d_out in one warpgroup's tile
+    warpgroups: int  # that multiply, side by side in d_out
+    rows: int  # in one tile
+    stages: int
+    ctas: int  # per SM
+
+    def stage_bytes(self, matrices: int) -> int:
+        """Bytes of shared memory that one stage of the ring takes."""
+        return (matrices * self.columns * self.warpgroups + self.rows) * STEP * 2
+
+    def store_bytes(self) -> int:
+        """Bytes that results on their way out take: two blocks and two of rows per warpgroup."""
+        return 4 * self.warpgroups * self.columns * min(self.rows, STORED) * 2
+
+
+def find_config(rows: int, groups: int, d_out: int, matrices: int = 1) -> Config:
+    """Return tiles for so many rows in so many groups, from the mean rows of a group.
+
+    Few rows: two CTAs per SM stream weights through tiles of 8 to 64 rows. Many: one CTA per SM
+    multiplies tiles of 256 x 128 or more, unless there are too few of them for all SMs.
+    """
+    mean = rows / groups
+    tile_rows = _long_tile(mean) if matrices == 1 else 128
+    long_tiles = groups * math.ceil(mean / tile_rows) * (d_out // (256 // matrices))
+    # The rows of a single group are known, those of one among many only in the mean.
+    if mean > (LONG_GROUP if groups > 1 else 64) and long_tiles >= hopper.NUM_SMS:
+        config = Config(128 // matrices, 2, tile_rows, 1, 1)
+    else:
+        sizes = ((1, 8), (6, 16), (16, 32)) if groups > 1 else ((8, 8), (16, 16), (32, 32))
+        tile_rows = next((n for most, n in sizes if mean <= most), 64)
+        few = min(groups, rows) * d_out < 2 * hopper.NUM_SMS * 128
+        config = Config(64 if few or matrices > 1 else 128, 1, tile_rows, 1, 2)
+    return with_stages(config, matrices)
+
+
+def _long_tile(mean: float) -> int:
+    """Return the rows of a tile that leaves the fewest of its last tile empty.
+
+    For a group one standard deviation above the mean: the last tile costs as much as a full one.
+    """
+    if mean < VERY_LONG_GROUP:
+        return 128
+    longer = mean + math.sqrt(mean)
+    return min((192, 176, 160), key=lambda tile: math.ceil(longer / tile) * tile)
+
+
+def with_stages(config: Config, matrices: int) -> Config:
+    """Return the tiles with as many stages, up to 8, as shared memory holds; 0 where none fits."""
+    room = hopper.SHARED_BYTES // config.ctas - 2048 - config.store_bytes()
+    return dataclasses.replace(config, stages=max(0, min(8, room // config.stage_bytes(matrices))))
