@@ -60,10 +60,8 @@ def check_support(
 
 
 def rows_per_item(rows: int) -> int:
-    """Return how many rows an item may have; no result depends on it.
-
-    Few rows are spread over more CTAs, many share the loads of their adapter.
-    """
+    """Return how many rows an item may have; no result depends on it."""
+    # Few are spread over more CTAs, many share their adapter's loads.
     return 8 if rows <= 64 else 32
 
 

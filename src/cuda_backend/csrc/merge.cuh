@@ -1,15 +1,14 @@
 // w += scaling * B^T A for all matrices of a module, in place, one pass over the weights.
 //
-// A tile is some rows of w by 64 columns a warp, or twice that. The copy engine brings tiles and B's
-// part of them into a ring of stages and takes them out again, so that the bytes on their way depend
-// on shared memory and not on registers: its rate is the floor. It comes near it where a box holds
-// wide pieces of rows, and where CTAs side by side work on neighbouring columns of the same rows.
+// A tile is some rows of w by 64 columns a warp. The copy engine brings tiles and B's part of them into
+// a ring of stages and takes them out again, so that the bytes on their way depend on shared memory and
+// not on registers: its rate is the floor. It comes near it where a tile holds wide pieces of rows, and
+// where CTAs side by side work on neighbouring columns of the same rows.
 // A's part, the 16-row operand of mma (two columns a lane, as in expand_block), stays in registers
 // while a CTA walks down its columns; B's is the 8-column operand, one row of w per n.
 #pragma once
-#include "swizzled_map.cuh"
-
 #include "ptx.cuh"
+#include "swizzled_map.cuh"
 
 namespace lora_jax {
 
@@ -30,11 +29,11 @@ struct MergePlan {
 
 constexpr int kMergeWarps = 8, kMergeThreads = kMergeWarps * 32, kMergeLeastRows = 64;
 
-// K: steps of 16 ranks. BLOCKS: of 64 columns that a warp has. ROWS of a tile, in boxes of BOX.
-template <int K, int BLOCKS, int ROWS, int BOX, int STAGES>
+// K: steps of 16 ranks. ROWS of a tile, in boxes of BOX.
+template <int K, int ROWS, int BOX, int STAGES>
 struct MergeShape {
-  static constexpr int kK = K, kWarpBlocks = BLOCKS, kRows = ROWS, kBox = BOX, kStages = STAGES;
-  static constexpr int kBlocks = kMergeWarps * BLOCKS, kBoxes = ROWS / BOX, kBoxBytes = BOX * kBlocks * 128;
+  static constexpr int kK = K, kRows = ROWS, kBox = BOX, kStages = STAGES;
+  static constexpr int kBoxes = ROWS / BOX, kBoxBytes = BOX * kMergeWarps * 128;
   static constexpr int kTile = kBoxes * kBoxBytes, kStage = kTile + K * 16 * 128;
   static_assert(ROWS <= 64 && 64 % ROWS == 0 && BOX % 8 == 0, "B comes in boxes of 64 rows, swizzled by 8");
 };
@@ -51,9 +50,9 @@ template <class S>
 struct MergeUnit {
   int matrix, block, begin, end;  // the first block of 64 columns; rows
   __device__ explicit MergeUnit(const MergePlan& p) {
-    const int chunks = (p.args.d_in / 64 + S::kBlocks - 1) / S::kBlocks;
+    const int chunks = (p.args.d_in / 64 + kMergeWarps - 1) / kMergeWarps;
     const int parts = (p.args.d_out + p.unit_rows - 1) / p.unit_rows, unit = blockIdx.x;
-    block = unit % chunks * S::kBlocks, matrix = unit / chunks / parts;
+    block = unit % chunks * kMergeWarps, matrix = unit / chunks / parts;
     begin = unit / chunks % parts * p.unit_rows, end = min(begin + p.unit_rows, p.args.d_out);
   }
 };
@@ -96,7 +95,8 @@ struct MergeFactor {
     const int g = (threadIdx.x & 31) >> 2, q = threadIdx.x & 3;
     auto at = [&](int k) {
       if (k >= rank) return make_uint4(0, 0, 0, 0);
-      return __ldg(reinterpret_cast<const uint4*>(p.a_pool + static_cast<int64_t>(first + k) * p.d_in + column + g * 8));
+      const auto* from = p.a_pool + static_cast<int64_t>(first + k) * p.d_in + column + g * 8;
+      return __ldg(reinterpret_cast<const uint4*>(from));
     };
 #pragma unroll
     for (int k = 0; k < K; ++k) {
@@ -152,7 +152,7 @@ template <class S>
 __global__ void __launch_bounds__(kMergeThreads, 1) merge_kernel(const __grid_constant__ MergePlan p) {
   extern __shared__ __align__(1024) unsigned char merge_raw[];
   auto& sm = *reinterpret_cast<MergeShared<S>*>(merge_raw);
-  const int warp = threadIdx.x >> 5, first = warp * S::kWarpBlocks;
+  const int warp = threadIdx.x >> 5;
   const MergeUnit<S> unit(p);
   const int* site = p.args.sites + unit.matrix * 3;
   const int rank = min(__ldg(site + 2), p.args.max_rank);
@@ -165,25 +165,20 @@ __global__ void __launch_bounds__(kMergeThreads, 1) merge_kernel(const __grid_co
   if (warp == 0)
     for (int i = 0; i < S::kStages - 1; ++i) merge_load(p, sm, unit, unit.begin + i * S::kRows, i);
   const float scaling = __ldg(p.args.scaling + unit.matrix);
-  MergeFactor<S::kK> factors[S::kWarpBlocks];
-#pragma unroll
-  for (int b = 0; b < S::kWarpBlocks; ++b) {
-    const int column = (unit.block + first + b) * 64;
-    factors[b].load(p.args, __ldg(site), column < p.args.d_in ? rank : 0, column);
-  }
+  const int column = (unit.block + warp) * 64;
+  MergeFactor<S::kK> factor;
+  factor.load(p.args, __ldg(site), column < p.args.d_in ? rank : 0, column);
   int at = 0;
   uint32_t phase = 0;
   for (int row = unit.begin; row < unit.end; row += S::kRows) {
     mbar_wait(&sm.full[at], phase);
     const uint32_t stage = smem_u32(sm.stages[at]);
-#pragma unroll
-    for (int b = 0; b < S::kWarpBlocks; ++b)
 #pragma unroll 1
-      for (int r = 0; r < S::kRows; r += 16)
-        merge_rows<S::kK>(factors[b], scaling, stage + S::kTile, (row % 64 + r) / 8, [&](int more) {
-          const int r8 = r + more;
-          return stage + r8 / S::kBox * S::kBoxBytes + ((first + b) * S::kBox + r8 % S::kBox) * 128;
-        });
+    for (int r = 0; r < S::kRows; r += 16)
+      merge_rows<S::kK>(factor, scaling, stage + S::kTile, (row % 64 + r) / 8, [&](int more) {
+        const int r8 = r + more;
+        return stage + r8 / S::kBox * S::kBoxBytes + (warp * S::kBox + r8 % S::kBox) * 128;
+      });
     fence_copies();
     __syncthreads();  // the tile is done
     if (warp == 0) merge_store(p, sm, unit, row, at);
@@ -194,7 +189,7 @@ __global__ void __launch_bounds__(kMergeThreads, 1) merge_kernel(const __grid_co
 
 template <class S>
 int merge_units(const MergeArgs& args, int unit_rows) {
-  const int chunks = (args.d_in / 64 + S::kBlocks - 1) / S::kBlocks;
+  const int chunks = (args.d_in / 64 + kMergeWarps - 1) / kMergeWarps;
   return args.matrices * ((args.d_out + unit_rows - 1) / unit_rows) * chunks;
 }
 // Long units load A's part less often, but there must be several for each SM.
@@ -213,7 +208,7 @@ cudaError_t launch_merge_shape(const MergeArgs& args, int unit_rows, cudaStream_
   const cuuint64_t row = static_cast<cuuint64_t>(args.d_in) * 2, rows = static_cast<cuuint64_t>(args.d_out);
   const cuuint64_t w_dims[] = {64, rows, row / 128, static_cast<cuuint64_t>(args.matrices)};
   const cuuint64_t w_strides[] = {row, 128, row * rows};
-  const cuuint32_t w_box[] = {64, S::kBox, S::kBlocks, 1}, b_box[] = {64, S::kK * 16, 1, 1};
+  const cuuint32_t w_box[] = {64, S::kBox, kMergeWarps, 1}, b_box[] = {64, S::kK * 16, 1, 1};
   const cuuint64_t b_dims[] = {rows, static_cast<cuuint64_t>(args.b_rows), 1, 1}, b_strides[] = {rows * 2, 16, 16};
   cudaError_t e = swizzled_map<4>(&p.w_map, args.w, w_dims, w_strides, w_box);
   if (e == cudaSuccess) e = swizzled_map<4>(&p.b_map, args.b_pool, b_dims, b_strides, b_box);
@@ -234,10 +229,10 @@ cudaError_t launch_merge_on(const MergeArgs& args, cudaStream_t stream) {
 }
 
 inline cudaError_t launch_merge(const MergeArgs& args, cudaStream_t stream) {
-  if (args.max_rank <= 16) return launch_merge_on<MergeShape<1, 1, 64, 64, 3>>(args, stream);
-  if (args.max_rank <= 32) return launch_merge_on<MergeShape<2, 1, 64, 64, 3>>(args, stream);
-  if (args.max_rank <= 64) return launch_merge_on<MergeShape<4, 1, 64, 64, 3>>(args, stream);
-  return launch_merge_on<MergeShape<8, 1, 32, 8, 4>>(args, stream);
+  if (args.max_rank <= 16) return launch_merge_on<MergeShape<1, 64, 64, 3>>(args, stream);
+  if (args.max_rank <= 32) return launch_merge_on<MergeShape<2, 64, 64, 3>>(args, stream);
+  if (args.max_rank <= 64) return launch_merge_on<MergeShape<4, 64, 64, 3>>(args, stream);
+  return launch_merge_on<MergeShape<8, 32, 8, 4>>(args, stream);
 }
 
 }  // namespace lora_jax

@@ -69,7 +69,9 @@ __host__ __device__ inline int sort_slices(const SortPlan& p) {
   const int slices = kScanThreads / (p.args.groups + 1);
   return p.blocks > 1 ? (slices > 1 ? slices : 1) : 0;
 }
-__host__ __device__ inline int table_size(const SortPlan& p) { return p.keep_table ? p.args.slots * p.args.experts : 0; }
+__host__ __device__ inline int table_size(const SortPlan& p) {
+  return p.keep_table ? p.args.slots * p.args.experts : 0;
+}
 __host__ __device__ inline int even_groups(const SortPlan& p) { return (p.args.groups + 2) / 2 * 2; }
 __host__ __device__ inline int sort_rows(const SortPlan& p) { return p.blocks > 1 ? kBlockRows : kAloneRows; }
 inline int sort_bytes(const SortPlan& p) {
@@ -81,7 +83,8 @@ __device__ __forceinline__ SortArrays sort_arrays(unsigned char* raw, const Sort
   SortArrays s;
   s.cut = reinterpret_cast<CutShared*>(raw);
   s.keys = reinterpret_cast<uint32_t*>(raw + sizeof(CutShared)), s.sorted = s.keys + rows;
-  s.experts = reinterpret_cast<int*>(s.sorted + rows), s.table = s.experts + rows, s.all = s.table + table_size(p), s.shift = s.all + sums;
+  s.experts = reinterpret_cast<int*>(s.sorted + rows), s.table = s.experts + rows;
+  s.all = s.table + table_size(p), s.shift = s.all + sums;
   s.starts = reinterpret_cast<uint16_t*>(s.shift + sums), s.counts = s.starts + even_groups(p);
   return s;
 }
@@ -144,8 +147,9 @@ __device__ __forceinline__ void rank_rows(const SortPlan& p, const SortArrays& s
   });
 }
 
+constexpr int kTogether = 16;  // loads on their way
+
 // Sums what all blocks have counted into all[g], and what those before this one have into shift[g].
-constexpr int kTogether = 16;
 __device__ __forceinline__ void sum_blocks(const SortPlan& p, const SortArrays& s) {
   const int groups = p.args.groups + 1, slices = sort_slices(p);
 #pragma unroll 1
@@ -154,11 +158,17 @@ __device__ __forceinline__ void sum_blocks(const SortPlan& p, const SortArrays& 
     int all = 0, before = 0;
 #pragma unroll 1
     for (int b = i / groups; b < p.blocks; b += slices * kTogether) {
-      int n[kTogether];  // all on their way at once
+      int n[kTogether];
 #pragma unroll
-      for (int j = 0; j < kTogether; ++j) n[j] = b + j * slices < p.blocks ? __ldcg(counts + (b + j * slices) * groups) : 0;
+      for (int j = 0; j < kTogether; ++j) {
+        const int block = b + j * slices;
+        n[j] = block < p.blocks ? __ldcg(counts + block * groups) : 0;
+      }
 #pragma unroll
-      for (int j = 0; j < kTogether; ++j) all += n[j], before += b + j * slices < static_cast<int>(blockIdx.x) ? n[j] : 0;
+      for (int j = 0; j < kTogether; ++j) {
+        all += n[j];
+        if (b + j * slices < static_cast<int>(blockIdx.x)) before += n[j];
+      }
     }
     s.all[i] = all, s.shift[i] = before;
   }

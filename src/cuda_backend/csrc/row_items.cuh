@@ -8,7 +8,9 @@ namespace lora_jax {
 constexpr uint32_t kNobody = ~0u;  // owns rows without an adapter, which are in no item
 constexpr int kMostCutRows = 1 << 14, kMostWindows = kMostCutRows / 32;
 
-__device__ __forceinline__ uint32_t owner_of(int slot, int expert) { return static_cast<uint32_t>(slot) << 16 | expert; }
+__device__ __forceinline__ uint32_t owner_of(int slot, int expert) {
+  return static_cast<uint32_t>(slot) << 16 | expert;
+}
 
 // By windows of 32 places, a warp at a time: where runs begin, where items begin, and then where the
 // last run before the window began, and later the number of the window's first item.
@@ -20,7 +22,8 @@ struct CutShared {
 template <class F>
 __device__ __forceinline__ void each_window(int rows, F f) {
 #pragma unroll 1
-  for (int w = threadIdx.x >> 5; w * 32 < rows; w += kScanThreads / 32) f(w, w * 32 + static_cast<int>(threadIdx.x & 31));
+  for (int w = threadIdx.x >> 5; w * 32 < rows; w += kScanThreads / 32)
+    f(w, w * 32 + static_cast<int>(threadIdx.x & 31));
 }
 
 // Writes the items of `rows` places, the first one being `first`, whose owners lie in shared memory;

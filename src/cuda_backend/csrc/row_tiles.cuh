@@ -50,7 +50,8 @@ __global__ void __launch_bounds__(kScanThreads) row_tiles_kernel(const RowTilesA
   auto begins = [&](int i, const Item& it) {
     if (i == 0) return true;
     const Item before = item(i - 1);
-    return before.slot != it.slot || before.expert != it.expert;
+    const bool next = before.row_begin + before.num_rows == it.row_begin;  // rows of nobody may lie between
+    return !next || before.slot != it.slot || before.expert != it.expert;
   };
   int count = 0, segments;
   for (int i = begin; i < end; ++i) count += begins(i, item(i));
