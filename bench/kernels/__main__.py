@@ -6,7 +6,9 @@ import importlib
 import json
 import statistics
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -27,19 +29,16 @@ def show(row: dict) -> str:
     )
 
 
-def measure(parts: list[str], bandwidth: float, dense: float) -> list[dict]:
-    """Return all rows; a part that fails is said and left out, so that the others still count."""
-    found = []
-    for part in parts:
-        try:
-            for row in importlib.import_module(f"bench.kernels.{part}").rows(bandwidth, dense):
-                bar = row.get("bar_us")
-                row["met"] = bar and row["us"] <= bar
-                found.append(row)
-                print(show(row), flush=True)
-        except Exception:
-            print(f"{part} failed:\n{traceback.format_exc()}", flush=True)
-    return found
+def measure(part: str, bandwidth: float, dense: float) -> Iterator[dict]:
+    """Yield a part's rows; one that fails is said and ends it, so that other parts still count."""
+    try:
+        for row in importlib.import_module(f"bench.kernels.{part}").rows(bandwidth, dense):
+            bar = row.get("bar_us")
+            row["met"] = bar and row["us"] <= bar
+            print(show(row), flush=True)
+            yield row
+    except Exception:
+        print(f"{part} failed:\n{traceback.format_exc()}", flush=True)
 
 
 def summary(rows: list[dict]) -> dict | None:
@@ -66,20 +65,25 @@ def main() -> None:
     device, today = jax.devices()[0].device_kind, datetime.date.today().isoformat()
     bandwidth, dense = copy_bandwidth(), dense_rate()
     print(f"{device}, {today}, copy {bandwidth / 1e12:.2f} TB/s, dense {dense / 1e12:.0f} TFLOP/s")
-    result = {
+    result: dict[str, Any] = {
         "device": device,
         "date": today,
         "jax": jax.__version__,
         "copy_tb_per_s": bandwidth / 1e12,
         "dense_tflop_per_s": dense / 1e12,
-        "rows": measure(args.only, bandwidth, dense),
+        "rows": [],
     }
+    args.out.mkdir(parents=True, exist_ok=True)
+    file = args.out / f"kernels_{device.lower().replace(' ', '_')}_{today}.json"
+    for part in args.only:
+        for row in measure(part, bandwidth, dense):
+            result["rows"].append(row)
+            # After every row: whoever cuts the run short keeps what it has measured.
+            file.write_text(json.dumps(result, indent=1) + "\n")
     result["grid"] = summary(result["rows"])
     print(f"grid, peer's time over ours: {result['grid']}")
-    args.out.mkdir(parents=True, exist_ok=True)
-    name = f"kernels_{device.lower().replace(' ', '_')}_{today}"
-    (args.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-    plot_kernels(result, args.out / f"{name}.png")
+    file.write_text(json.dumps(result, indent=1) + "\n")
+    plot_kernels(result, file.with_suffix(".png"))
 
 
 if __name__ == "__main__":
