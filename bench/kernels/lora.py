@@ -102,7 +102,7 @@ def make_inputs(point: Point, seed: int) -> tuple[Inputs, np.ndarray]:
     entries[:, 0] = entries[:, 1] = np.arange(point.slots) * point.rank
     entries[:, 2] = point.rank
     pool_rows = point.slots * point.rank
-    make_items = jax.jit(lora_gemm.row_items, static_argnums=2)
+    make_items = jax.jit(lora_gemm.row_items, static_argnums=(2, 3))
     slots, experts = jnp.asarray(row_to_slot), jnp.zeros(point.rows, jnp.int32)
     inputs = Inputs(
         x=random(4 * seed, (point.rows, point.d_in), 1.0),
@@ -110,7 +110,7 @@ def make_inputs(point: Point, seed: int) -> tuple[Inputs, np.ndarray]:
         b_pool=random(4 * seed + 2, (pool_rows, point.d_out), point.rank**-0.5),
         entries=jnp.asarray(entries),
         scaling=jnp.full((point.slots,), 0.5, jnp.float32),
-        items=make_items(slots, experts, point.slots),
+        items=make_items(slots, experts, point.slots, point.rank),
         h=jnp.zeros((0, 0), jnp.bfloat16),
     )
     h = lora_gemm.lora_shrink(
