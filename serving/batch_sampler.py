@@ -2,7 +2,7 @@
 
 There a loop over rows costs the launches of every row. So all rows take the same branch, the
 cheapest that serves the most demanding one; a row's own result is the same in each that serves it.
-No branch holds a loop, so that XLA keeps the choice inside the step's CUDA graph.
+No branch holds a loop or a sort, so that XLA keeps the choice inside the step's CUDA graph.
 """
 
 import functools
@@ -126,9 +126,29 @@ def _scored(
         logits: Float[Array, "vocab"], token: Int[Array, ""], wanted: Bool[Array, ""]
     ) -> Sampled:
         none = unscored(token, logits.shape[0])
-        return jax.tree.map(lambda a, b: jnp.where(wanted, a, b), score(logits, token), none)
+        scored = score(logits, token, top_by_rounds)
+        return jax.tree.map(lambda a, b: jnp.where(wanted, a, b), scored, none)
 
     return jax.vmap(one)(logits, tokens, wanted)
+
+
+def top_by_rounds(
+    logits: Float[Array, "vocab"], k: int
+) -> tuple[Float[Array, "k"], Int[Array, "k"]]:
+    """Return what lax.top_k does for numbers that are finite or -inf, one largest at a time.
+
+    A sort of the vocabulary is a library's call on a GPU, which no graph can hold.
+    """
+    place = lax.iota(jnp.int32, logits.shape[0])
+    taken, values, ids = jnp.zeros(logits.shape, bool), [], []
+    for _ in range(k):
+        left = jnp.where(taken, -jnp.inf, logits)
+        value = jnp.max(left)
+        first = jnp.min(jnp.where((left == value) & ~taken, place, logits.shape[0] - 1))
+        values.append(value)
+        ids.append(first)
+        taken = taken | (place == first)
+    return jnp.stack(values), jnp.stack(ids)
 
 
 def _unscored(

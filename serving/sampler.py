@@ -85,11 +85,15 @@ def _sample_row(
     return lax.cond(wanted, lambda: score(logits, token), lambda: unscored(token, logits.shape[0]))
 
 
-def score(logits: Float[Array, "vocab"], token: Int[Array, ""]) -> Sampled:
-    """Return log_softmax(logits) at `token`, its rank, and the most likely tokens."""
+def score(
+    logits: Float[Array, "vocab"], token: Int[Array, ""], top: Callable = lax.top_k
+) -> Sampled:
+    """Return log_softmax(logits) at `token`, its rank, and the most likely tokens.
+
+    `top` gives the k largest values and their ids, the lower id first on a tie, as lax.top_k does.
+    """
     normalizer = jax.nn.logsumexp(logits)
-    # lax.top_k returns the lower index first on a tie.
-    top_values, top_ids = lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[0]))
+    top_values, top_ids = top(logits, min(MAX_LOGPROBS, logits.shape[0]))
     value = logits[jnp.maximum(token, 0)]
     better = jnp.sum((logits > value).astype(jnp.int32))
     return Sampled(token, value - normalizer, better + 1, top_ids, top_values - normalizer)

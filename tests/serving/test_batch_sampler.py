@@ -4,9 +4,10 @@ import functools
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from sampler_cases import MIXED, make_logits, make_state, run_with
+from sampler_cases import MIXED, VOCAB, make_logits, make_state, run_with
 
 from serving import batch_sampler, sampler
 from serving.sampling import Sampling
@@ -68,3 +69,14 @@ def test_plain_rows_need_only_the_most_likely_token():
     got, want = (run(logits, state, [0, 1, 2], pad_to=8) for run in (plain, at_once))
     for name, values in vars(want).items():
         np.testing.assert_array_equal(getattr(got, name), values)
+
+
+@pytest.mark.parametrize("k", [1, 7, 20])
+def test_rounds_find_the_top_as_a_sort_does(k):
+    logits = jnp.asarray(make_logits(1, seed=k)[0]).at[5].set(-jnp.inf)
+    got, want = batch_sampler.top_by_rounds(logits, k), jax.lax.top_k(logits, k)
+    for mine, its in zip(got, want, strict=True):
+        np.testing.assert_array_equal(mine, its)
+    few = jnp.full(VOCAB, -jnp.inf).at[jnp.array([3, 200])].set(jnp.array([1.0, 2.0]))
+    for mine, its in zip(batch_sampler.top_by_rounds(few, 4), jax.lax.top_k(few, 4), strict=True):
+        np.testing.assert_array_equal(mine, its)
