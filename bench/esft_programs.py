@@ -12,6 +12,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+import zlib
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -51,8 +52,9 @@ class StepProgram:
 
 
 def file_name(program: StepProgram) -> str:
-    """Return the name of a program's file in a folder of programs."""
-    return f"{program.model}-{program.layers}-{program.kind}-{program.bucket}-{program.groups}"
+    """Return the name of a program's file in a folder of programs; another for any other size."""
+    said = json.dumps(dataclasses.asdict(program), sort_keys=True)
+    return f"{program.model}-{program.kind}-{program.bucket}-{zlib.crc32(said.encode()):08x}"
 
 
 def compile_apart(program: StepProgram, ahead: Path | None) -> Any:

@@ -36,9 +36,9 @@ def make_esft(
 ) -> EsftParts | None:
     """Move the model's experts into virtual tensors; None where ESFT is off.
 
-    It is off with max_esft_adapters 0, and by default for models that cannot and on accelerators
-    without memory for the experts beside what jax holds. Raises ValueError when it was asked for
-    and cannot be, and on a host without that memory.
+    It is off with max_esft_adapters 0, and by default for models that cannot and on accelerators,
+    where no step over such tensors has been run yet. Raises ValueError when it was asked for and
+    cannot be, or when there is no memory for the experts.
     """
     memory = _memory_for(config, model_config)
     if memory is None:
@@ -48,8 +48,6 @@ def make_esft(
     most = min(config.max_esft_experts, moe.num_experts)
     budget = config.esft_memory_bytes
     tensors = _move(config, model, memory, num_slots * most)
-    if tensors is None:
-        return None
     sizes = ExpertSizes(tensors.layers, moe.num_experts, most, tensors.expert_bytes, budget)
     pages = tensors.pages()
     logger.info(
@@ -76,6 +74,8 @@ def _memory_for(config: EngineConfig, model_config: ModelConfig) -> AbstractVirt
         why = f"the model ({model_config.model_type}) has no experts"
     elif moe.bias:
         why = f"the experts of {model_config.model_type} have biases, which ESFT files lack"
+    elif wanted is None and platform != "cpu":
+        why = f"on {platform} they must be asked for"
     else:
         try:
             return for_platform(platform)
@@ -89,23 +89,17 @@ def _memory_for(config: EngineConfig, model_config: ModelConfig) -> AbstractVirt
 
 def _move(
     config: EngineConfig, model: AbstractCausalLM, memory: AbstractVirtualMemory, extra: int
-) -> ExpertTensors | None:
-    """Return the model's experts in virtual tensors; None: no memory, and nobody asked for them."""
-    on_host, budget = jax.default_backend() == "cpu", config.esft_memory_bytes
-    if on_host:
+) -> ExpertTensors:
+    """Return the model's experts in virtual tensors; ValueError where there is no memory."""
+    if jax.default_backend() == "cpu":
         _allow_many_files()
     try:
-        # On a device jax keeps the memory that the experts leave (for KV pages), so that moving
-        # them one by one saves nothing, and a model that was not moved can still be served.
-        prefill = not on_host
-        return ExpertTensors(model, memory, extra=extra, extra_bytes=budget, prefill=prefill)
+        return ExpertTensors(model, memory, extra=extra, extra_bytes=config.esft_memory_bytes)
     except OutOfPages as error:
-        why = f"no memory for the experts in pages of their own: {error}"
-        if on_host or config.max_esft_adapters is not None:
-            raise ValueError(f"{why}. max_esft_adapters 0 leaves them where they are.") from error
-        said = "ESFT adapters: none, %s. A lower XLA_PYTHON_CLIENT_MEM_FRACTION leaves it."
-        logger.warning(said, why)
-        return None
+        raise ValueError(
+            f"no memory for the experts in pages of their own: {error}. max_esft_adapters 0 "
+            "leaves them where they are."
+        ) from error
 
 
 def _allow_many_files() -> None:

@@ -37,7 +37,7 @@ _ENGINE_HELP = {
     "max_lora_rank": "largest rank of an adapter",
     "lora_dir": "folder of adapters: model=SUBFOLDER is loaded on first use",
     "max_esft_adapters": "ESFT adapters on the device at a time, 0 turns them off; by default 16 "
-    "if the model has experts that can be replaced",
+    "on a CPU if the model has experts that can be replaced",
     "max_esft_experts": "most experts that an ESFT adapter replaces in one layer",
     "esft_memory_bytes": "bytes on the device for ESFT adapters' experts; by default as needed",
     "lora_memory_bytes": "bytes on the device for adapters; by default max_loras of max_lora_rank",

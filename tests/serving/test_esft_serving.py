@@ -188,11 +188,11 @@ def test_what_can_never_run_is_refused_and_nothing_changes(case):
 def test_on_a_gpu_adapters_come_and_go_with_the_tokens_of_their_merged_models(
     model, dtype, tmp_path
 ):
-    """By default there is room for them; `wide` has experts of 1/4 or 1/2 page."""
+    """The experts of `wide` are 1/4 or 1/2 page."""
     assert jax.default_backend() == "gpu"
     options = {"dtype": dtype, "exact": False, "block_size": 16}
     if model == "shipped":
-        case = shipped_case(tmp_path, SHIPPED, max_esft_adapters=None, **options)
+        case = shipped_case(tmp_path, SHIPPED, **options)
     else:
         case = random_case(tmp_path, "qwen3_moe", 5, hidden=256, width=1024, **options)
     with running(case):

@@ -46,19 +46,15 @@ class ExpertTensors:
         extra: int,
         extra_bytes: int | None = None,
         page_bytes: int | None = None,
-        prefill: bool = False,
     ):
         """Move the experts matrix by matrix, so that one is there twice at a time.
 
         `extra` indices of every layer are for adapters, `extra_bytes` is the memory they may take
-        (None: all that fits behind the indices), `page_bytes` None derives from the sizes. With
-        `prefill` the base's pages are taken before anything moves: more memory for a while, but
-        where jax keeps what arrays leave, all of it is needed anyway.
+        (None: all that fits behind the indices), `page_bytes` None derives from the sizes.
 
         Raises:
             ValueError: the model has no experts, or experts with biases.
-            OutOfPages: there is no memory for them. With `prefill` the model is as it was, without
-                it is unusable.
+            OutOfPages: there is no memory for them; the model is then unusable.
         """
         blocks = expert_blocks(model)
         if not blocks:
@@ -78,10 +74,7 @@ class ExpertTensors:
             budget = sum(-(-size // page) for size in whole)
         else:
             budget += extra_bytes // page
-        first = self._base_bytes // page if prefill else 0
-        self.pool = PagePool(
-            memory, page_bytes=page, budget_bytes=budget * page, prefill_pages=first
-        )
+        self.pool = PagePool(memory, page_bytes=page, budget_bytes=budget * page)
         self._tensors: dict[tuple[int, str], WeightTensor] = {}
         self._mapped: set[tuple[int, int]] = set()  # (layer, index) of adapters' experts
         try:
