@@ -50,11 +50,11 @@ def test_a_killed_server_ends_the_wait_and_its_successor_joins(peers, tmp_path):
 
 def test_a_server_that_hangs_is_given_up_and_taken_back(peers, tmp_path, monkeypatch):
     """Its connection stays, so that only the bound ends the wait; what it says late is lost."""
-    monkeypatch.setattr(rendezvous, "_SECONDS", 0.1)
     terms, path = terms_of(ep=1), tmp_path / "rank-0.sock"
     pid = peers.start("serve", path, 0, 1, 0)
     peers.expect("listening")
     client = shared_memory.open_client([path], terms)
+    monkeypatch.setattr(rendezvous, "_SECONDS", 0.1)  # of a call that will not be answered
     x, ys, rows = batch(terms, np.random.default_rng(0), 24, base_share=0.2)
     wanted = [bits(y) for y in want_ys(terms.shapes, 0, 1, x, ys, rows)]
     step = exchange(client)
