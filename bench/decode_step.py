@@ -11,18 +11,19 @@ import dataclasses
 import datetime
 import functools
 import json
+import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.slots import AdapterSlots, init_slots, size_slots
-from lora_jax.config import ModelConfig, from_hf
-from lora_jax.models.registry import model_class
+from lora_jax.config import ModelConfig
+from lora_jax.models import make_dummy
 from lora_jax.nn.decoder import AbstractCausalLM
 from serving.model_runner import ModelRunner
 from serving.step import NUM_TOKENS, SAMPLES, SLOT, START, TABLE_ROWS, StepSizes
@@ -54,20 +55,11 @@ TINY = {
 SHOWN = Path(__file__).parents[1] / "assets" / "tiny-moe" / "config.json"
 
 
-@functools.cache
-def _maker(shape: tuple[int, ...], dtype: jnp.dtype):
-    scale = jnp.bfloat16(shape[-1] ** -0.5)
-    return jax.jit(lambda key: (jax.random.normal(key, shape, jnp.bfloat16) * scale).astype(dtype))
-
-
-def random_model(config: ModelConfig) -> AbstractCausalLM:
-    """Return the model with normal weights of scale d_in**-0.5, made on the device."""
-    kind = model_class(config.model_type)
-    described = nnx.eval_shape(lambda: kind(config, dtype=jnp.dtype(jnp.bfloat16)))
-    graphdef, state = nnx.split(described, graph=False)
-    leaves, tree = jax.tree.flatten(state)
-    made = [_maker(a.shape, a.dtype)(jax.random.key(i)) for i, a in enumerate(leaves)]
-    return nnx.merge(graphdef, jax.tree.unflatten(tree, made))
+def make_model(raw: dict[str, Any]) -> tuple[AbstractCausalLM, ModelConfig]:
+    """Return a model of random weights from what a config.json would say."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(raw))
+        return make_dummy(folder, dtype=jnp.bfloat16)
 
 
 def filled_slots(catalogue: LoraCatalogue) -> AdapterSlots:
@@ -80,24 +72,27 @@ def filled_slots(catalogue: LoraCatalogue) -> AdapterSlots:
         entries[i, ..., 0] = entries[i, ..., 1] = starts
         entries[i, ..., 2] = RANK
         entries[i, ..., 3:] = RANK if experts else 0
-    pools = {w: _maker(p.shape, p.dtype)(jax.random.key(int(w))) for w, p in slots.pools.items()}
+    pools = {
+        width: jax.random.normal(jax.random.key(int(width)), pool.shape, pool.dtype) * 0.02
+        for width, pool in slots.pools.items()
+    }
     scaling = jnp.full(slots.scaling.shape, 0.01, jnp.float32)
     return dataclasses.replace(slots, pools=pools, entries=jnp.asarray(entries), scaling=scaling)
 
 
-def make_runner(config: ModelConfig, rows: int, position: int) -> ModelRunner:
+def make_runner(raw: dict[str, Any], rows: int, position: int) -> ModelRunner:
     """Return a warm runner for steps of up to `rows` tokens."""
     pages = -(-(position + 1) // 16)
     sizes = StepSizes(rows, pages * 16, 16, rows * pages, max(rows, 64), RANK)
-    kind = model_class(config.model_type)
+    model, config = make_model(raw)
     runner = ModelRunner(
-        random_model(config),
-        kind.kv_shape(config),
+        model,
+        model.kv_shape(config),
         sizes,
         max_tokens=rows,
         vocab_size=config.vocab_size,
         dtype=jnp.dtype(jnp.bfloat16),
-        slots=filled_slots(kind.catalogue(config)),
+        slots=filled_slots(model.catalogue(config)),
         specialize_lora=True,
     )
     runner.warm_up(progress=True)
@@ -129,8 +124,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a small model, for a CPU")
     args = parser.parse_args()
     changed = {**QWEN3, **(TINY if args.tiny else {}), "num_hidden_layers": args.layers}
-    config = from_hf({**json.loads(SHOWN.read_text()), **changed})
-    runner = make_runner(config, args.rows, args.position)
+    raw = {**json.loads(SHOWN.read_text()), **changed}
+    runner = make_runner(raw, args.rows, args.position)
     cases = {
         "base": {"lora": False, "adapters": 0},
         "base beside adapters": {"lora": True, "adapters": 0},

@@ -67,6 +67,11 @@ class CompiledStep:
         self._logits: dict[int, Logits] = {}  # by number of logit rows, as are the results
         self._results: dict[int, Sampled] = {}
 
+    @property
+    def samplers(self) -> tuple[bool, ...]:
+        """The values of `plain` for which `run` has programs of its own."""
+        return (True, False) if self._split else (False,)
+
     def set_pages(self, tables: np.ndarray) -> None:
         """Use these block tables, int32 [seqs, max_pages], from the next step on."""
         new = tables.copy()

@@ -118,7 +118,7 @@ class ModelRunner:
         self._state = admit(self._state, np.int32(0), packed.ints, packed.floats)
         table = np.zeros((TABLE_ROWS, self.sizes.max_seqs), np.int32)
         for bucket, lora in tqdm(self.programs, "Compile", unit="program", disable=not progress):
-            for plain in (True, False):
+            for plain in self._step.samplers:
                 jax.block_until_ready(self._run(table, bucket, lora=lora, plain=plain))
 
     @property
@@ -140,13 +140,13 @@ class ModelRunner:
         bucket = self._bucket(plan)
         for sequence in plan.admitted:
             self._admit(sequence)
-        changed, scored, plain = False, False, True
+        changed, scored, plain = False, False, True in self._step.samplers
         table = np.zeros((TABLE_ROWS, self.sizes.max_seqs), np.int32)
         for chunk in plan.chunks:
             changed |= self._update_pages(chunk.sequence)
             sampling = chunk.sequence.request.sampling
             scored |= chunk.prompt_logprobs or sampling.logprobs is not None
-            plain &= sampling.is_plain
+            plain = plain and sampling.is_plain
             row = chunk.sequence.row
             table[START, row] = chunk.start
             table[NUM_TOKENS, row] = chunk.num_tokens

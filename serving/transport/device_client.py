@@ -1,18 +1,18 @@
 """A client whose landing slots are in the memory of devices, and whose kernels write and wait."""
 
-import abc
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 
 from lora_jax.typing import Array, Float, Int
-from serving.transport.base import AbstractClient, ClientStats, PushRows, TransportError
+from serving.transport.base import ClientStats, PushRows
 from serving.transport.checks import check_outputs, check_push
 from serving.transport.device_ends import Channel, ClientEnd, DeviceEnds
+from serving.transport.joining import AbstractConnector, AbstractJoiningClient
 from serving.transport.library import numbers
 from serving.transport.shapes import Shapes
-from serving.transport.slots import FIRST_LIMIT, Joined, stats_of
+from serving.transport.slots import Joined, stats_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,29 +24,13 @@ class Landed:
     joined: Joined | None = None  # by a handshake
 
 
-class AbstractDeviceConnector(abc.ABC):
-    """How a client comes to one server."""
-
-    @abc.abstractmethod
-    def join(self, last_epoch: int) -> Landed:
-        """Return a channel under an epoch above `last_epoch`. Raises TransportError."""
-
-    @abc.abstractmethod
-    def watch(self, landed: Landed, lost: Callable[[], None]) -> None:
-        """Call `lost()` once when the server of `landed` has gone, if that can be told."""
-
-    @abc.abstractmethod
-    def leave(self) -> None:
-        """Tell the server that this client has gone. A second call does nothing."""
-
-
-class DeviceClient(AbstractClient):
+class DeviceClient(AbstractJoiningClient[Landed]):
     """A client whose kernels read and write the slots. See AbstractClient."""
 
     def __init__(
         self,
         shapes: Shapes,
-        connectors: Sequence[AbstractDeviceConnector],
+        connectors: Sequence[AbstractConnector[Landed]],
         ends: DeviceEnds,
         *,
         aside: bool,
@@ -56,17 +40,10 @@ class DeviceClient(AbstractClient):
         With `aside` rows leave on a stream of their own while the base computes, and without they
         may be part of a CUDA graph.
         """
-        self.shapes, self.servers = shapes, len(connectors)
-        self._connectors, self._epochs = list(connectors), [0] * len(connectors)
-        self._closed, self._aside = False, aside
+        super().__init__(shapes, connectors)
+        self._aside = aside
         self._end: ClientEnd = ends.new_client(numbers(shapes), self.servers)
-        self.set_limit(FIRST_LIMIT)
-        try:
-            for server in range(self.servers):
-                self._join(server)
-        except BaseException:
-            self.close()
-            raise
+        self._join_all()
 
     def push(
         self, x: Float[Array, "rows d_in"], site: int, layer: Int[Array, ""] | int, rows: PushRows
@@ -88,25 +65,12 @@ class DeviceClient(AbstractClient):
         wait = self._end.wait_add
         return wait(ys, keep, _fields(rows), self.servers, site, aside=self._aside)
 
-    def set_limit(self, seconds: float) -> None:
-        if not seconds > 0:
-            raise ValueError(f"a wait must be bounded by more than 0 seconds, got {seconds}")
-        self._end.limit(int(seconds * 1e9))
-
     def abort(self, on: bool = True) -> None:
         self._end.stop(on)
 
     def lost(self) -> tuple[int, ...]:
         ended = self._end.ended
         return tuple(n for n, epoch in enumerate(self._epochs) if not epoch or ended(n, epoch))
-
-    def rejoin(self) -> tuple[int, ...]:
-        for server in () if self._closed else self.lost():
-            try:
-                self._join(server)
-            except TransportError:
-                continue
-        return self.lost()
 
     def stats(self) -> ClientStats:
         return stats_of(self._end.counts())
@@ -118,6 +82,9 @@ class DeviceClient(AbstractClient):
         for connector in self._connectors:
             connector.leave()
         self._end.close()
+
+    def _limit(self, nanoseconds: int) -> None:
+        self._end.limit(nanoseconds)
 
     def _join(self, server: int) -> None:
         connector = self._connectors[server]

@@ -10,13 +10,14 @@ from pathlib import Path
 
 from serving.transport import handshake
 from serving.transport.base import TransportError
-from serving.transport.device_client import AbstractDeviceConnector, DeviceClient, Landed
+from serving.transport.device_client import DeviceClient, Landed
 from serving.transport.device_ends import DeviceEnds
 from serving.transport.device_server import DeviceServer
 from serving.transport.handshake import AbstractCarrier
+from serving.transport.joining import AbstractConnector
 from serving.transport.rendezvous import Guest, unix_listener, wait_for_end
 from serving.transport.shapes import Shapes
-from serving.transport.slots import AbstractConnector, Joined
+from serving.transport.slots import Joined
 from serving.transport.terms import Terms
 
 
@@ -66,7 +67,7 @@ def open_local_client(
     return DeviceClient(shapes.pop(), connectors, ends, aside=aside)
 
 
-class _Local(AbstractDeviceConnector):
+class _Local(AbstractConnector):
     """Joins a server of this process by a call; a closed server is noticed by a wait."""
 
     def __init__(self, server: DeviceServer, ends: DeviceEnds):
@@ -86,7 +87,7 @@ class _Local(AbstractDeviceConnector):
         self._server.leave(self._client)
 
 
-class _Imported(AbstractDeviceConnector):
+class _Imported(AbstractConnector):
     """Joins a server of another process by a handshake, and maps what it sends."""
 
     def __init__(self, caller: AbstractConnector, shapes: Shapes, ends: DeviceEnds, pull: bool):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from serving.transport.base import TransportError
+from serving.transport.joining import AbstractConnector
 from serving.transport.rendezvous import (
     Address,
     Admit,
@@ -16,7 +17,7 @@ from serving.transport.rendezvous import (
     call,
     wait_for_listener,
 )
-from serving.transport.slots import AbstractConnector, Joined, SlotClient, SlotServer
+from serving.transport.slots import Joined, SlotClient, SlotServer
 from serving.transport.terms import Terms, mismatch
 
 LAST_EPOCH = 1 << 62

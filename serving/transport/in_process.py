@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
+from serving.transport.joining import AbstractConnector
 from serving.transport.shapes import Shapes
-from serving.transport.slots import AbstractConnector, Joined, SlotClient, SlotServer
+from serving.transport.slots import Joined, SlotClient, SlotServer
 
 
 def open_server(shapes: Shapes, *, pull: bool = False) -> SlotServer:

@@ -1,6 +1,5 @@
 """Both ends over memory that the two processes, or the one, have mapped; the CPU's carrier."""
 
-import abc
 import ctypes
 import dataclasses
 import mmap
@@ -14,7 +13,6 @@ import numpy as np
 
 from lora_jax.typing import Array, Float, Int
 from serving.transport.base import (
-    AbstractClient,
     AbstractServer,
     ClientStats,
     PushRows,
@@ -23,10 +21,10 @@ from serving.transport.base import (
 )
 from serving.transport.checks import check_outputs, check_push
 from serving.transport.header import HEADER_BYTES, Header, Kind, parse
+from serving.transport.joining import AbstractConnector, AbstractJoiningClient
 from serving.transport.library import PUSH, WAIT_ADD, calls, numbers, shared_memory
 from serving.transport.shapes import PAGE, Shapes
 
-FIRST_LIMIT = 0.02  # seconds for a wait, until somebody has measured
 _NUM_COUNTS, _NUM_LENGTHS = 9, 64  # csrc/client.h
 
 
@@ -39,42 +37,20 @@ class Joined:
     epoch: int
 
 
-class AbstractConnector(abc.ABC):
-    """How a client comes to one server."""
-
-    @abc.abstractmethod
-    def join(self, last_epoch: int) -> Joined:
-        """Return a channel under an epoch above `last_epoch`. Raises TransportError."""
-
-    @abc.abstractmethod
-    def watch(self, joined: Joined, lost: Callable[[], None]) -> None:
-        """Call `lost()` once when the server of `joined` has gone, if that can be told."""
-
-    @abc.abstractmethod
-    def leave(self) -> None:
-        """Tell the server that this client has gone. A second call does nothing."""
-
-
-class SlotClient(AbstractClient):
+class SlotClient(AbstractJoiningClient[Joined]):
     """A client whose landing slots the C++ handlers read and write. See AbstractClient."""
 
-    def __init__(self, shapes: Shapes, connectors: Sequence[AbstractConnector], *, pull: bool):
+    def __init__(
+        self, shapes: Shapes, connectors: Sequence[AbstractConnector[Joined]], *, pull: bool
+    ):
         """Join every server. Raises TransportError, with nothing kept, if one is not there.
 
         With `pull`, results are read over before they are used: for comparison only.
         """
-        self.shapes, self.servers = shapes, len(connectors)
-        self._connectors, self._epochs = list(connectors), [0] * len(connectors)
+        super().__init__(shapes, connectors)
         self._calls = calls()
         self._number = self._calls.client_new(numbers(shapes), self.servers, int(pull))
-        self._closed = False
-        self.set_limit(FIRST_LIMIT)
-        try:
-            for server in range(self.servers):
-                self._join(server)
-        except BaseException:
-            self.close()
-            raise
+        self._join_all()
 
     def push(
         self, x: Float[Array, "rows d_in"], site: int, layer: Int[Array, ""] | int, rows: PushRows
@@ -117,25 +93,12 @@ class SlotClient(AbstractClient):
         )
         return tuple(added), status
 
-    def set_limit(self, seconds: float) -> None:
-        if not seconds > 0:
-            raise ValueError(f"a wait must be bounded by more than 0 seconds, got {seconds}")
-        self._calls.client_limit(self._number, int(seconds * 1e9))
-
     def abort(self, on: bool = True) -> None:
         self._calls.client_abort(self._number, int(on))
 
     def lost(self) -> tuple[int, ...]:
         lost = self._calls.client_lost
         return tuple(server for server in range(self.servers) if lost(self._number, server))
-
-    def rejoin(self) -> tuple[int, ...]:
-        for server in () if self._closed else self.lost():
-            try:
-                self._join(server)
-            except TransportError:
-                continue
-        return self.lost()
 
     def stats(self) -> ClientStats:
         found = (ctypes.c_uint64 * (_NUM_COUNTS + _NUM_LENGTHS))()
@@ -147,6 +110,9 @@ class SlotClient(AbstractClient):
         self._calls.client_free(self._number)
         for connector in self._connectors:
             connector.leave()
+
+    def _limit(self, nanoseconds: int) -> None:
+        self._calls.client_limit(self._number, nanoseconds)
 
     def _join(self, server: int) -> None:
         connector = self._connectors[server]

@@ -10,6 +10,7 @@ import pytest
 from aot.compile_gpu import H200
 from flax import nnx
 
+from bench import decode_step
 from lora_jax.adapters.slots import init_slots, size_slots
 from lora_jax.config import from_hf
 from lora_jax.kv_cache import init_cache
@@ -24,19 +25,7 @@ LAYERS, BF16 = 4, jnp.dtype(jnp.bfloat16)
 SIZES = StepSizes(
     max_seqs=64, max_len=4096, page_size=16, num_pages=8192, max_logit_rows=64, max_rank=32
 )
-# Qwen3-30B-A3B, but for the number of layers.
-QWEN3 = {
-    "hidden_size": 2048,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "vocab_size": 151936,
-    "tie_word_embeddings": False,
-}
+QWEN3 = {**decode_step.QWEN3, "num_hidden_layers": LAYERS}
 
 
 @pytest.fixture

@@ -9,8 +9,9 @@ from transport_cases import batch, bits, exact_deltas, exchange, terms_of, want_
 
 from serving.transport import device_memory
 from serving.transport.base import Status, TransportError
-from serving.transport.device_client import AbstractDeviceConnector, DeviceClient
+from serving.transport.device_client import DeviceClient
 from serving.transport.device_server import DeviceServer
+from serving.transport.joining import AbstractConnector
 from serving.transport.shapes import GATE_UP
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
@@ -63,7 +64,7 @@ def test_more_servers_than_the_kernels_take_are_refused(gpus):
         DeviceClient(terms_of().shapes, [Nobody()] * 33, gpus.device(0), aside=False)
 
 
-class Nobody(AbstractDeviceConnector):
+class Nobody(AbstractConnector):
     def join(self, last_epoch):
         raise TransportError("there is nobody")
 

@@ -30,9 +30,10 @@ from transport_cases import (
 
 from serving.transport.base import PushRows, Status
 from serving.transport.header import Header, Kind
+from serving.transport.joining import AbstractConnector
 from serving.transport.library import shared_memory
 from serving.transport.shapes import DOWN, GATE_UP, PAGE
-from serving.transport.slots import AbstractConnector, Joined, SlotClient, SlotServer
+from serving.transport.slots import Joined, SlotClient, SlotServer
 
 TERMS = terms_of(ep=1)
 SHAPES = TERMS.shapes
