@@ -31,12 +31,12 @@ int reroute(const int* ids, const int* token_to_slot, const int* table, const in
             const int* token_to_adapter, const SortSizes* s, int* order, int* inverse, int* sizes, int* row_to_token,
             int* row_to_expert, Item* items, int* num_items) {
   const int rows = s->tokens * s->k;
-  std::vector<int> found(rows), counts((rows + kBlockRows - 1) / kBlockRows * (s->groups + 1));
+  const int ctas = (rows + kCountRows - 1) / kCountRows;
+  std::vector<uint16_t> counts(ctas * (1 + kCountBlocks) * ((s->groups + 2) / 2 * 2));
   std::vector<uint32_t> owners(rows);
   return launch_reroute(RerouteArgs{ids, &s->num_tokens, token_to_slot, table, token_order, token_to_adapter, s->tokens,
                                     s->k, s->slots, s->experts, s->groups, s->item_rows, order, inverse, sizes,
-                                    row_to_token, row_to_expert, items, num_items, found.data(), counts.data(),
-                                    owners.data()},
+                                    row_to_token, row_to_expert, items, num_items, counts.data(), owners.data()},
                         nullptr);
 }
 
