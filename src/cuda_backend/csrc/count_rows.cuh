@@ -60,53 +60,49 @@ __global__ void __launch_bounds__(kScanThreads) count_rows_kernel(const SortPlan
 
 constexpr int kTogether = 8;  // loads on their way
 
-// Sums what all blocks have counted into all[g], and what those before this one have into shift[g].
-__device__ __forceinline__ void sum_blocks(const SortPlan& p, const SortArrays& s) {
-  const int groups = even_groups(p), pairs = groups / 2, slices = sort_slices(p), ctas = count_ctas(p);
-  const int mine = blockIdx.x / kCountBlocks, stride = (1 + kCountBlocks) * pairs;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < slices * pairs; i += kScanThreads) {
-    const int pair = i % pairs, slice = i / pairs;
-    const auto* sums = reinterpret_cast<const uint32_t*>(p.args.counts) + pair;
-    // The rows in this CTA's own part that come before.
-    const uint32_t own = slice ? 0 : __ldcg(sums + mine * stride + (1 + blockIdx.x % kCountBlocks) * pairs);
-    int2 all{0, 0}, before{static_cast<int>(own & 0xffff), static_cast<int>(own >> 16)};
-#pragma unroll 1
-    for (int c = slice; c < ctas; c += slices * kTogether) {
-      uint32_t n[kTogether];
-#pragma unroll
-      for (int j = 0; j < kTogether; ++j) n[j] = c + j * slices < ctas ? __ldcg(sums + (c + j * slices) * stride) : 0;
-#pragma unroll
-      for (int j = 0; j < kTogether; ++j) {
-        const int low = n[j] & 0xffff, high = n[j] >> 16;
-        all.x += low, all.y += high;
-        if (c + j * slices < mine) before.x += low, before.y += high;
-      }
-    }
-    reinterpret_cast<int2*>(s.all)[i] = all, reinterpret_cast<int2*>(s.shift)[i] = before;
-  }
-  __syncthreads();
-#pragma unroll 1
-  for (int g = threadIdx.x; g < groups; g += kScanThreads)
-#pragma unroll 2
-    for (int i = 1; i < slices; ++i) s.all[g] += s.all[i * groups + g], s.shift[g] += s.shift[i * groups + g];
-  __syncthreads();
-}
+// One thread's share of the sums over blocks: a pair of groups, in every so many counting CTAs.
+struct BlockSums {
+  const uint32_t* sums;
+  int first, step, ctas, stride;
+  uint32_t own, early[kTogether];
+};
 
-// Makes shift[g] what brings a place of this block to its place in the whole.
-__device__ __forceinline__ void shift_groups(const SortPlan& p, const SortArrays& s) {
-  const int groups = p.args.groups + 1, per = (groups + kScanThreads - 1) / kScanThreads;
-  const int begin = min(static_cast<int>(threadIdx.x) * per, groups), end = min(begin + per, groups);
-  int all = 0;
-#pragma unroll 1
-  for (int g = begin; g < end; ++g) {
-    const int sum = s.all[g];
-    all += sum;
-    if (blockIdx.x == 0 && g < p.args.groups) p.args.sizes[g] = sum;
+// Starts to load what the others have counted; wait_for_previous comes before.
+__device__ __forceinline__ BlockSums load_sums(const SortPlan& p, int i) {
+  const int pairs = even_groups(p) / 2, slice = i / pairs;
+  BlockSums b;
+  b.sums = reinterpret_cast<const uint32_t*>(p.args.counts) + i % pairs;
+  b.first = slice, b.step = sort_slices(p), b.stride = (1 + kCountBlocks) * pairs;
+  b.ctas = slice < b.step ? count_ctas(p) : 0;
+  // The rows in this CTA's own part that come before; no more than one slice may have them.
+  const int mine = blockIdx.x / kCountBlocks, part = 1 + blockIdx.x % kCountBlocks;
+  b.own = slice ? 0 : __ldcg(b.sums + mine * b.stride + part * pairs);
+#pragma unroll
+  for (int j = 0; j < kTogether; ++j) {
+    const int c = b.first + j * b.step;
+    b.early[j] = c < b.ctas ? __ldcg(b.sums + c * b.stride) : 0;
   }
-  int start = cta_scan(all, s.cut->warp_sums, 0, plus);
+  return b;
+}
+// Leaves in all[i] what all blocks have counted, and in shift[i] what those before this one have.
+__device__ __forceinline__ void store_sums(const SortArrays& s, const BlockSums& b, int i) {
+  int2 all{0, 0}, before{static_cast<int>(b.own & 0xffff), static_cast<int>(b.own >> 16)};
+  auto add = [&](int c, uint32_t n) {
+    const int low = n & 0xffff, high = n >> 16;
+    all.x += low, all.y += high;
+    if (c < static_cast<int>(blockIdx.x) / kCountBlocks) before.x += low, before.y += high;
+  };
+#pragma unroll
+  for (int j = 0; j < kTogether; ++j) add(b.first + j * b.step, b.early[j]);
+#pragma unroll 4
+  for (int c = b.first + kTogether * b.step; c < b.ctas; c += b.step) add(c, __ldcg(b.sums + c * b.stride));
+  reinterpret_cast<int2*>(s.all)[i] = all, reinterpret_cast<int2*>(s.shift)[i] = before;
+}
+// The rest of the groups, where there are more pairs than threads.
+__device__ __forceinline__ void sum_late(const SortPlan& p, const SortArrays& s) {
 #pragma unroll 1
-  for (int g = begin; g < end; ++g) s.shift[g] += start - s.starts[g], start += s.all[g];
+  for (int i = kScanThreads + threadIdx.x; i < even_groups(p) / 2; i += kScanThreads)
+    store_sums(s, load_sums(p, i), i);
 }
 
 }  // namespace lora_jax

@@ -18,49 +18,51 @@
 
 namespace lora_jax {
 
-// Where each group begins in the block.
+// Where each group begins in the block, and how far from there its place in the whole is.
 template <bool ALONE>
 __device__ __forceinline__ void place_groups(const SortPlan& p, const SortArrays& s) {
   const int groups = p.args.groups + 1, per = (groups + kScanThreads - 1) / kScanThreads;
   const int begin = min(static_cast<int>(threadIdx.x) * per, groups), end = min(begin + per, groups);
-  int mine = 0;
+  const int slices = sort_slices(p), stride = even_groups(p);
+  // One scan for both: a block's rows take the low bits, those of all the others.
+  constexpr int kBits = kRowBits + 1;
+  static_assert(kMostRows << kBits > 0, "both fit a number");
+  int sum = 0;
 #pragma unroll 1
   for (int g = begin; g < end; ++g) {
     const int own = rank_warps(p, s.counts + g);
-    s.starts[g] = own, mine += own;
-    if (ALONE && g < p.args.groups) p.args.sizes[g] = own;
+    int all = own;
+    if (!ALONE) {
+      all = s.all[g];
+#pragma unroll 4
+      for (int i = 1; i < slices; ++i) all += s.all[i * stride + g], s.shift[g] += s.shift[i * stride + g];
+      s.all[g] = all;
+    }
+    s.starts[g] = own, sum += all << kBits | own;
+    if (blockIdx.x == 0 && g < p.args.groups) p.args.sizes[g] = all;
   }
-  int start = cta_scan(mine, s.cut->warp_sums, 0, plus);
+  const int before = cta_scan(sum, s.cut->warp_sums, 0, plus);
+  int start = before & ((1 << kBits) - 1), of_all = before >> kBits;
 #pragma unroll 1
   for (int g = begin; g < end; ++g) {
     const int own = s.starts[g];
+    if (!ALONE) s.shift[g] += of_all - start, of_all += s.all[g];
     s.starts[g] = start, start += own;
   }
-}
-
-// Puts the rows of a block in order. If it is not alone a row's key becomes its group and place.
-template <bool ALONE>
-__device__ __forceinline__ void order_rows(const SortPlan& p, const SortArrays& s, int rows) {
-  const uint16_t* counts = s.counts + (threadIdx.x >> 5) * (p.args.groups + 1);
-  each_row<1>(p, rows, [&](int i) {
-    if (i == rows) return;
-    const uint32_t key = s.keys[i], group = key >> kRowBits;
-    const int place = s.starts[group] + counts[group] + (key & kRowMask);
-    s.sorted[place] = group << kRowBits | i;
-    if (ALONE)
-      p.args.inverse[visited(p, i)] = place;
-    else
-      s.keys[i] = group << kRowBits | place;
-  });
 }
 
 template <bool ALONE, bool ITEMS>
 __device__ __forceinline__ void write_rows(const SortPlan& p, const SortArrays& s, int first, int rows) {
   const RerouteArgs& a = p.args;
-  if (!ALONE)
-    each_row<1>(p, rows, [&](int i) {
-      if (i < rows) a.inverse[visited(p, first + i)] = (s.keys[i] & kRowMask) + s.shift[s.keys[i] >> kRowBits];
-    });
+  const uint16_t* counts = s.counts + (threadIdx.x >> 5) * (a.groups + 1);
+  each_row<1>(p, rows, [&](int i) {
+    if (i == rows) return;
+    const uint32_t key = s.keys[i], group = key >> kRowBits;
+    const int place = s.starts[group] + counts[group] + (key & kRowMask);
+    s.sorted[place] = group << kRowBits | i;
+    a.inverse[visited(p, first + i)] = ALONE ? place : place + s.shift[group];
+  });
+  __syncthreads();
 #pragma unroll 1
   for (int i = threadIdx.x; i < rows; i += kScanThreads) {
     const uint32_t key = s.sorted[i], group = key >> kRowBits;
@@ -74,14 +76,13 @@ __device__ __forceinline__ void write_rows(const SortPlan& p, const SortArrays& 
   }
 }
 
-// ALONE: of all rows. ITEMS: with whose they are, and cut if alone. Where there are several blocks, a
-// block is in order before it waits for the counts of the others.
+// ALONE: of all rows. ITEMS: with whose they are, and cut if alone. Where there are several blocks, the
+// sums over them are on their way while the block ranks its rows.
 template <bool ALONE, bool ITEMS>
 __global__ void __launch_bounds__(kScanThreads) sort_rows_kernel(const SortPlan p) {
   extern __shared__ __align__(16) unsigned char sort_raw[];
   const SortArrays s = sort_arrays(sort_raw, p);
   const int first = blockIdx.x * kBlockRows, rows = ALONE ? p.rows : min(kBlockRows, p.rows - first);
-  const int groups = p.args.groups + 1;
   let_next_begin();
   fetch_table(p, s.table);
   const int live = live_rows(p);
@@ -89,24 +90,26 @@ __global__ void __launch_bounds__(kScanThreads) sort_rows_kernel(const SortPlan 
     if (i < rows) s.keys[i] = pick(p, first + i, live, s.experts + i);
   });
 #pragma unroll 1
-  for (int i = threadIdx.x; i < p.warps * ((groups + 1) / 2); i += kScanThreads)
+  for (int i = threadIdx.x; i < p.warps * ((p.args.groups + 2) / 2); i += kScanThreads)
     reinterpret_cast<uint32_t*>(s.counts)[i] = 0;
   copies_wait<0>();
   __syncthreads();
   each_row<1>(p, rows, [&](int i) {
     if (i < rows) s.keys[i] = group_of(p, p.keep_table ? s.table : p.args.table, s.keys[i]);
   });
-  __syncthreads();
-  rank_rows(p, s, rows);
-  __syncthreads();
-  place_groups<ALONE>(p, s);
-  __syncthreads();
-  order_rows<ALONE>(p, s, rows);
+  BlockSums sums;
   if (!ALONE) {
     wait_for_previous();
-    sum_blocks(p, s);
-    shift_groups(p, s);
+    sums = load_sums(p, threadIdx.x);
   }
+  __syncthreads();
+  rank_rows(p, s, rows);
+  if (!ALONE) {
+    if (static_cast<int>(threadIdx.x) < sort_slices(p) * (even_groups(p) / 2)) store_sums(s, sums, threadIdx.x);
+    sum_late(p, s);
+  }
+  __syncthreads();
+  place_groups<ALONE>(p, s);
   __syncthreads();
   write_rows<ALONE, ITEMS>(p, s, first, rows);
   if (!ALONE || !ITEMS) return;
