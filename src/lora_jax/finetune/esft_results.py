@@ -2,10 +2,10 @@
 
     python -m lora_jax.finetune.esft_results assets/tiny-moe --heldout DIR
 
-FOLDER is a checkpoint with FOLDER/esft/NAME, NAME ending in the name of a text (token-intent); DIR
-has a NAME.jsonl for each text. After Table 3 of ExpertWeave (arXiv 2508.17624): the woven model
-holds all adapters at once and must say what each merged checkpoint says. Writes the entry "esft"
-of FOLDER/RESULTS.json.
+FOLDER is a checkpoint with FOLDER/esft/NAME, NAME ending in the name of a text (token-intent) or of
+a part of one (`esft_text.PARTS`); DIR has a NAME.jsonl for each text. After Table 3 of ExpertWeave
+(arXiv 2508.17624): the woven model holds all adapters at once and must say what each merged
+checkpoint says. Writes the entry "esft" of FOLDER/RESULTS.json.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from lora_jax.adapters import esft_format
 from lora_jax.adapters.weights import ExpertWeights
 from lora_jax.finetune.documents import Document, read_format
 from lora_jax.finetune.esft_export import merge_checkpoint
+from lora_jax.finetune.esft_text import with_parts
 from lora_jax.finetune.records import Record
 from lora_jax.finetune.results import LENGTH, read_heldout, update_results
 from lora_jax.finetune.served import ServedEvaluator, TextAndAnswer
@@ -41,7 +42,7 @@ def measure_esft(
     """
     model, config = load(folder, dtype="float32")
     form, catalogue = read_format(folder), model.catalogue(config)
-    documents = form.documents
+    documents, heldout = form.documents, with_parts(heldout)
     style = "chat" if form.template else "plain"
     paths = sorted((folder / "esft").iterdir())
     adapters = {path.name: esft_format.read(path, catalogue) for path in paths}
