@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -180,21 +181,41 @@ def begin(programs: Programs, shape: Shape, parts: list[str], sizes: dict) -> No
 PARTS = ("decode", "rerouting", "prefill", "profile", "loading", "padding")  # the last one unloads
 
 
-def measure(measurement: Measurement, parts: list[str], seconds: float) -> list[Row]:
-    """Return all rows; a part that fails or lasts too long is said, and the next one runs."""
-    found = []
+def measure(
+    measurement: Measurement, parts: list[str], seconds: float, keep: Callable[[Row], None]
+) -> None:
+    """Keep all rows; a part that fails or lasts too long is said, and the next one runs."""
     for part in parts:
         end = time.monotonic() + seconds
         try:
             for row in getattr(measurement, part)():
-                found.append(row)
                 print(row.show(), flush=True)
+                keep(row)
                 if time.monotonic() > end:
                     print(f"{part}: the rest is left out, {seconds:.0f} s are over", flush=True)
                     break
         except Exception:
             print(f"{part} failed:\n{traceback.format_exc()}", flush=True)
-    return found
+
+
+class Results:
+    """A result file that always holds the rows so far, those of earlier runs included.
+
+    A row of the same name is replaced: the parts need not be measured in one run.
+    """
+
+    def __init__(self, file: Path, about: dict[str, Any]):
+        self._file, self._about = file, about
+        self._rows: dict[str, dict] = {}
+        if file.exists():
+            self._rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
+        file.parent.mkdir(parents=True, exist_ok=True)
+
+    def keep(self, row: Row) -> None:
+        """Add a row and write the file."""
+        self._rows[row.name] = row.as_json()
+        result = {**self._about, "rows": list(self._rows.values())}
+        self._file.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def main() -> None:
@@ -220,6 +241,7 @@ def main() -> None:
         "decode": (1, 8) if small else DECODE,
         "prefill": tuple(min(tokens, 32) if small else tokens for tokens in args.prefill_tokens),
         "context": 32 if small else CONTEXT,
+        "longest": 32 if small else max(*PREFILL, *args.prefill_tokens),
     }
     programs = Programs(shape, sizes, args.programs)
     begin(programs, shape, args.only, sizes)
@@ -231,20 +253,17 @@ def main() -> None:
     say(f"{len(shape.counts)} adapters in {woven.tensors.pages()}")
     measurement = Measurement(woven, programs, copy_bandwidth(1 << 20 if small else 1 << 31), sizes)
     say(f"copies {measurement.bandwidth / 1e12:.2f} TB/s")
-    rows = measure(measurement, args.only, args.seconds)
-    say("measured")
     device = jax.devices()[0].device_kind
-    result = {
+    about = {
         "device": device,
         "date": datetime.date.today().isoformat(),
         "model": shape.name,
         "layers": len(woven.tensors.layers),
         "copy_tb_per_s": measurement.bandwidth / 1e12,
-        "rows": [row.as_json() for row in rows],
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    name = f"esft_speed_{device.lower().replace(' ', '_')}.json"
-    (args.out / name).write_text(json.dumps(result, indent=1) + "\n")
+    results = Results(args.out / f"esft_speed_{device.lower().replace(' ', '_')}.json", about)
+    measure(measurement, args.only, args.seconds, results.keep)
+    say("measured")
     woven.close()
 
 

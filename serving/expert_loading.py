@@ -36,7 +36,8 @@ def identity_tables(num_layers: int, num_slots: int, num_experts: int) -> np.nda
 class ExpertLoadingPlan:
     """The matrices that bring one placed adapter into the tensors, a few at a time.
 
-    Its rows of the reroute tables are the last thing written.
+    A layer's experts get their memory together, while the bytes of those before are on their way.
+    The adapter's rows of the reroute tables are the last thing written.
     """
 
     def __init__(self, placement: ExpertPlacement, tensors: ExpertTensors):
@@ -49,6 +50,7 @@ class ExpertLoadingPlan:
                 PROJECTIONS, placement.weights.experts[layer][expert], strict=True
             )
         )
+        self._unmapped = set(placement.indices)  # layers
         self._chunks = -(-tensors.matrix_bytes // CHUNK_BYTES)  # of one matrix
         self._published = False
 
@@ -67,9 +69,7 @@ class ExpertLoadingPlan:
         Raises LoadFailed when the memory gives none; what is written then stays without use.
         """
         try:
-            while self._matrices and max_chunks > 0:
-                self._write(*self._matrices.popleft())
-                max_chunks -= self._chunks
+            max_chunks -= self._write_some(max_chunks)
         except _TROUBLE as error:
             raise LoadFailed(str(error), may_pass=isinstance(error, OutOfPages)) from error
         if self._published or max_chunks < 1:
@@ -79,10 +79,20 @@ class ExpertLoadingPlan:
         host[:, self._placement.slot] = self._placement.table
         return jax.device_put(host, tables.sharding)
 
-    def _write(self, layer: int, index: int, name: str, matrix: np.ndarray) -> None:
-        if name == PROJECTIONS[0]:
-            self._tensors.map(layer, index)
-        self._tensors.write(layer, index, name, matrix)
+    def _write_some(self, max_chunks: int) -> int:
+        """Write matrices until so many chunks are reached; return how many were written."""
+        written = 0
+        try:
+            while self._matrices and written < max_chunks:
+                layer, *matrix = self._matrices.popleft()
+                if layer in self._unmapped:
+                    self._tensors.map_all(layer, self._placement.indices[layer].values())
+                    self._unmapped.discard(layer)
+                self._tensors.begin_write(layer, *matrix)
+                written += self._chunks
+        finally:
+            self._tensors.finish_writes()
+        return written
 
 
 class ExpertRoom:

@@ -83,6 +83,17 @@ class AbstractDriver(abc.ABC):
     def copy_in(self, address: int, host_address: int, num_bytes: int) -> None:
         """Copy from the host; on return the bytes are there."""
 
+    def begin_copy_in(self, address: int, host_address: int, num_bytes: int, owner: object) -> None:
+        """Copy from the host some time before `finish_copies` returns; `owner` is kept until then.
+
+        What fails may raise there.
+        """
+        del owner
+        self.copy_in(address, host_address, num_bytes)
+
+    def finish_copies(self) -> None:  # noqa: B027  where begin_copy_in has done everything
+        """Return when all bytes are there; raise the first error."""
+
     @abc.abstractmethod
     def copy_out(self, host_address: int, address: int, num_bytes: int) -> None:
         """Copy to the host."""
@@ -185,6 +196,15 @@ class DriverMemory(AbstractVirtualMemory):
         with self._lock:
             self._ledger.check_access("write", address, data.nbytes, Access.READ_WRITE)
         self._driver.copy_in(address, data.ctypes.data, data.nbytes)
+
+    def begin_write(self, address: int, data: np.ndarray) -> None:
+        data = np.ascontiguousarray(data)
+        with self._lock:
+            self._ledger.check_access("write", address, data.nbytes, Access.READ_WRITE)
+        self._driver.begin_copy_in(address, data.ctypes.data, data.nbytes, data)
+
+    def finish_writes(self) -> None:
+        self._driver.finish_copies()
 
     def write_array(self, address: int, array: Any) -> None:
         with self._lock:

@@ -111,6 +111,16 @@ class AbstractVirtualMemory(abc.ABC):
     def write(self, address: int, data: np.ndarray) -> None:
         """Copy the array's bytes, in C order, to mapped and writable addresses; done on return."""
 
+    def begin_write(self, address: int, data: np.ndarray) -> None:
+        """Copy as `write` does, but the bytes may arrive as late as `finish_writes` returns.
+
+        Until then nobody changes `data`, and the addresses stay mapped.
+        """
+        self.write(address, data)
+
+    def finish_writes(self) -> None:  # noqa: B027  where begin_write has written everything
+        """Return when all that was begun is there; raises the first error of what failed."""
+
     def write_array(self, address: int, array: Any) -> None:
         """Copy a jax.Array of this memory's device, in C order, as `write`; the host may help."""
         self.write(address, np.asarray(array))
