@@ -32,7 +32,7 @@ class Uploader:
         self._buffers: queue.SimpleQueue[tuple[int, c_void_p]] = queue.SimpleQueue()
         self._streams: list[c_void_p] = []
         self._lock = threading.Lock()
-        self._under_way: list[tuple[Future, object]] = []
+        self._under_way: dict[Future, object] = {}  # copies, and who owns their bytes
         with self._current():
             for _ in range(BUFFERS):
                 self._streams.append(self._stream())
@@ -45,19 +45,22 @@ class Uploader:
             size = min(BUFFER_BYTES, num_bytes - start)
             task = self._threads.submit(self._copy, address + start, host_address + start, size)
             with self._lock:
-                self._under_way.append((task, owner))
+                self._under_way[task] = owner
 
     def finish(self) -> None:
         """Return when all bytes are there, whoever began their copies; raise the first error."""
         with self._lock:
-            tasks, self._under_way = self._under_way, []
-        errors = [error for task, _ in tasks if (error := task.exception())]
+            tasks = list(self._under_way)
+        errors = [error for task in tasks if (error := task.exception())]
         with self._current():
             for stream in self._streams:
                 try:
                     self._call("cuStreamSynchronize", stream)
                 except Exception as error:
                     errors.append(error)
+        with self._lock:  # only now: who else waits has to wait for them, too
+            for task in tasks:
+                self._under_way.pop(task, None)
         if errors:
             raise errors[0]
 

@@ -78,6 +78,7 @@ class ExpertTensors:
         self.pool = PagePool(memory, page_bytes=page, budget_bytes=budget * page)
         self._tensors: dict[tuple[int, str], WeightTensor] = {}
         self._mapped: set[tuple[int, int]] = set()  # (layer, index) of adapters' experts
+        self._failed: Exception | None = None  # of a write
         try:
             for layer, experts in blocks.items():
                 for name in PROJECTIONS:
@@ -129,9 +130,19 @@ class ExpertTensors:
         tensor = self._tensor_of(layer, index, projection)
         tensor.begin_write(index, matrix.astype(tensor.dtype, copy=False)[None])
 
+    def settle(self) -> None:
+        """Return when nothing that was begun is under way; what failed, finish_writes raises."""
+        try:
+            self._memory.finish_writes()
+        except (ValueError, MemoryError, OSError, RuntimeError) as error:
+            self._failed = self._failed or error
+
     def finish_writes(self) -> None:
-        """Return when all that was begun is there; raises what failed."""
-        self._memory.finish_writes()
+        """Return when all that was begun is there; raises what failed since the last call."""
+        self.settle()
+        error, self._failed = self._failed, None
+        if error:
+            raise error
 
     def write_array(self, layer: int, index: int, projection: str, matrix: jax.Array) -> None:
         """Set one matrix [d_out, d_in] of a mapped expert at once, from an array on the device."""
@@ -168,6 +179,7 @@ class ExpertTensors:
 
     def close(self) -> None:
         """Give all memory back; the model's arrays are unusable. Nothing may run any more."""
+        self.settle()
         for tensor in self._tensors.values():
             tensor.close()
         self._tensors.clear()
