@@ -15,8 +15,8 @@ from ctypes import byref, c_void_p
 
 from cuda_backend import driver as cuda
 
-THREADS = 6
-BUFFER_BYTES = 4 << 20
+THREADS = 8
+BUFFER_BYTES = 8 << 20
 BUFFERS = 2 * THREADS  # one is filled while the other's copy runs
 
 

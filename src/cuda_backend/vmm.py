@@ -120,10 +120,18 @@ class CudaDriver(AbstractDriver):
         return dlpack.foreign_array(address, shape, dtype, (dlpack.CUDA, self._number))
 
     def device_used(self) -> int:
+        free, total = self._device_memory()
+        return total - free
+
+    def device_free(self) -> int:
+        return self._device_memory()[0]
+
+    def _device_memory(self) -> tuple[int, int]:
+        """Return the bytes of the device that are free, and all."""
         free, total = c_size_t(), c_size_t()
         with self._current():
             self._cuda.call("cuMemGetInfo_v2", byref(free), byref(total))
-        return total.value - free.value
+        return free.value, total.value
 
     def _attribute(self, attribute: int, ordinal: ctypes.c_int) -> int:
         value = c_int()

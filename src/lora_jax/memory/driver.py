@@ -110,6 +110,10 @@ class AbstractDriver(abc.ABC):
     def device_used(self) -> int:
         """Return the bytes in use on the whole device, by everybody."""
 
+    def device_free(self) -> int | None:
+        """Return the bytes of the device that nobody uses, or None where nobody knows."""
+        return None
+
 
 class DriverMemory(AbstractVirtualMemory):
     """The memory of the device that `driver` drives."""
@@ -229,8 +233,9 @@ class DriverMemory(AbstractVirtualMemory):
     def usage(self) -> Usage:
         """Created and mapped from the ledger: drivers only count the whole device."""
         with self._lock:
-            used = self._driver.device_used()
-            return Usage(self._ledger.created_bytes, self._ledger.mapped_bytes, used)
+            driver, ledger = self._driver, self._ledger
+            of_device = driver.device_used(), driver.device_free()
+            return Usage(ledger.created_bytes, ledger.mapped_bytes, *of_device)
 
     def _add(self, driver_handle: int, num_bytes: int, imported: bool) -> int:
         handle = next(self._numbers)

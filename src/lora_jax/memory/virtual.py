@@ -37,6 +37,7 @@ class Usage:
     created: int  # physical pages of this memory that exist, imported ones not counted
     mapped: int  # address space that has a page behind it
     device_used: int | None = None  # of the whole device, by its driver; None on a host
+    device_free: int | None = None  # what nobody uses, where the driver says so
 
 
 class AbstractVirtualMemory(abc.ABC):
