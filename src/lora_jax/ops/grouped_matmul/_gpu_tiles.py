@@ -63,7 +63,12 @@ def _long_tile(mean: float) -> int:
     return min((192, 176, 160), key=lambda tile: math.ceil(longer / tile) * tile)
 
 
-def with_stages(config: Config, matrices: int) -> Config:
-    """Return the tiles with as many stages, up to 8, as shared memory holds; 0 where none fits."""
-    room = hopper.SHARED_BYTES // config.ctas - 2048 - config.store_bytes()
+def with_stages(config: Config, matrices: int, addend_size: int = 0) -> Config:
+    """Return the tiles with as many stages, up to 8, as shared memory holds; 0 where none fits.
+
+    `addend_size` are the bytes of one number that is added to a product, 0 if nothing is.
+    """
+    room = hopper.SHARED_BYTES // config.ctas - 2048
+    # Results take four blocks and addends two for each matrix.
+    room -= config.store_bytes() // 4 * (4 + addend_size * matrices)
     return dataclasses.replace(config, stages=max(0, min(8, room // config.stage_bytes(matrices))))
