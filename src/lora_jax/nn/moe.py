@@ -11,6 +11,7 @@ from flax import nnx
 from lora_jax.config import ClampedSwiglu, MoeConfig
 from lora_jax.nn.layers import Mlp, constant_parameter, parameter
 from lora_jax.nn.lora import Rows
+from lora_jax.nn.remote import RemoteExperts
 from lora_jax.nn.row_math import row_sum
 from lora_jax.ops.grouped_matmul import gated_matmul, grouped_matmul, matmul, silu_times
 from lora_jax.ops.reroute import RowMap, reroute, row_map
@@ -103,7 +104,7 @@ class Experts(nnx.Module):
     ) -> Float[Array, "rows hidden"]:
         """Return each sorted row's expert output; `rows` are the sorted rows."""
         if rows.remote is not None:
-            return self._with_server(x, map, rows)
+            return self._with_server(x, map, rows, rows.remote)
         up_names, gate, up = ("gate_proj", "up_proj"), self.gate_proj[...], self.up_proj[...]
         deltas = self._deltas(x, up_names, map, rows)
         if self.moe.swiglu is None and self.gate_bias is None:
@@ -115,7 +116,7 @@ class Experts(nnx.Module):
         return self._product(inner, "down_proj", map, delta)
 
     def _with_server(
-        self, x: Float[Array, "rows hidden"], map: RowMap, rows: Rows
+        self, x: Float[Array, "rows hidden"], map: RowMap, rows: Rows, server: RemoteExperts
     ) -> Float[Array, "rows hidden"]:
         """Return the output whose adapters' part a LoRA Server computes while the base's runs.
 
@@ -124,7 +125,7 @@ class Experts(nnx.Module):
         """
 
         def linears(x, *names):
-            exchange = rows.remote.exchange(
+            exchange = server.exchange(
                 names, self.layer, rows.row_to_slot, map.row_to_expert, rows.num_rows
             )
             x = exchange.push(x)

@@ -46,8 +46,8 @@ def kernel_body(config: Config, operands: Operands, ctas: int, interpreted: bool
         w_refs, refs = refs[:matrices], refs[matrices:]
         bias_refs, refs = refs[: operands.biases], refs[operands.biases :]
         addend_refs, refs = refs[: operands.addends], refs[operands.addends :]
-        y_ref, w_smem, x_smem, block_smem, rows_smem, full, empty, *refs = refs
-        addend_smem, arrived = refs or (None, None)
+        y_ref, w_smem, x_smem, block_smem, rows_smem, full, empty = refs[:7]
+        addend_smem, arrived = refs[-2:]  # they are there if addends are
         warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("cta")
 
         def slot(step):

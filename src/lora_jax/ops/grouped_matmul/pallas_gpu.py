@@ -123,19 +123,19 @@ def _launch(
     # Biases are read in whole tiles, rows are copied eight at a time.
     pad = ((0, 0), (0, -d_out % wide))
     given = [jnp.pad(b, pad) for b in biases if b is not None]
-    x, *addends = (jnp.pad(a, ((0, -rows % ALIGN), (0, 0))) for a in (x, *addends))
+    x, *added = (jnp.pad(a, ((0, -rows % ALIGN), (0, 0))) for a in (x, *addends))
     stored = min(config.rows, STORED)
     # Whole blocks leave swizzled, which single rows cannot: they have a place of their own.
     results = plgpu.SMEM((config.warpgroups, 2, stored, config.columns), x.dtype)
     waiting = []
-    if addends:
+    if added:
         shape = (config.warpgroups, 2, matrices, stored, config.columns)
         barriers = plgpu.Barrier(num_arrivals=matrices, num_barriers=2 * config.warpgroups)
-        waiting = [plgpu.SMEM(shape, addends[0].dtype), barriers]
-        config = with_stages(config, matrices, addends[0].dtype.itemsize)
+        waiting = [plgpu.SMEM(shape, added[0].dtype), barriers]
+        config = with_stages(config, matrices, added[0].dtype.itemsize)
     stages, ctas = config.stages, hopper.num_sms(interpret) * config.ctas
     operands = Operands(
-        len(x), groups, d_out, d_in, matrices, len(given), len(addends), jnp.dtype(x.dtype)
+        len(x), groups, d_out, d_in, matrices, len(given), len(added), jnp.dtype(x.dtype)
     )
     kernel = plgpu.kernel(
         kernel_body(config, operands, ctas, bool(interpret)),
@@ -155,4 +155,4 @@ def _launch(
         ],
         interpret=interpret or False,
     )
-    return kernel(group_sizes, x, *weights, *given, *addends)[:rows]
+    return kernel(group_sizes, x, *weights, *given, *added)[:rows]

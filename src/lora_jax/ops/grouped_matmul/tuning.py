@@ -1,5 +1,6 @@
 """What the search for tilings needs to know of the Mosaic GPU kernel, plain and gated."""
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 
@@ -105,11 +106,12 @@ def arguments(shape: Shape, matrices: int) -> tuple:
 def program(shape: Shape, matrices: int, config: Config) -> Callable:
     """Return the launches as a function of `arguments`."""
     del shape
-    kernel = pallas_gpu.grouped_matmul if matrices == 1 else pallas_gpu.gated_matmul
-    more = {"config": config, **({"bias": None} if matrices == 1 else {})}
+    kernel: Callable = functools.partial(pallas_gpu.gated_matmul, config=config)
+    if matrices == 1:
+        kernel = functools.partial(pallas_gpu.grouped_matmul, bias=None, config=config)
 
     def run(xs, sets, sizes):
-        return [kernel(x, *sets[i % len(sets)], sizes, **more) for i, x in enumerate(xs)]
+        return [kernel(x, *sets[i % len(sets)], sizes) for i, x in enumerate(xs)]
 
     return run
 
