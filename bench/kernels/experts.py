@@ -116,11 +116,10 @@ def measure(
     touched = 3.0 * used * m.hidden * m.intermediate + rows * 2 * m.hidden
     floor_us = 2 * touched / bandwidth * 1e6
     repeats = repeats_for(floor_us, len(layers))
-    base = functools.partial(run, point=point, lora=False)
-    worst = error(
-        point, jax.jit(lambda x: base(layers[0], x=x))(layers[0].set["wide_x"]), layers[0]
-    )
-    xs = [layers[0].set["wide_x"] + jnp.bfloat16(i) for i in range(repeats)]
+    x = layers[0].set["wide_x"]
+    base = jax.jit(lambda layer, x: run(layer, point, x, False))
+    worst = error(point, base(layers[0], x), layers[0])
+    xs = [x + jnp.bfloat16(i) for i in range(repeats)]
 
     @jax.jit
     def program(xs, layers):

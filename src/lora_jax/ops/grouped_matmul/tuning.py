@@ -1,6 +1,5 @@
 """What the search for tilings needs to know of the Mosaic GPU kernel, plain and gated."""
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator
 
@@ -105,13 +104,15 @@ def arguments(shape: Shape, matrices: int) -> tuple:
 
 def program(shape: Shape, matrices: int, config: Config) -> Callable:
     """Return the launches as a function of `arguments`."""
-    del shape
-    kernel: Callable = functools.partial(pallas_gpu.gated_matmul, config=config)
-    if matrices == 1:
-        kernel = functools.partial(pallas_gpu.grouped_matmul, bias=None, config=config)
+    del shape, matrices
+
+    def one(x, sizes, w, up=None):
+        if up is None:
+            return pallas_gpu.grouped_matmul(x, w, sizes, None, config=config)
+        return pallas_gpu.gated_matmul(x, w, up, sizes, config=config)
 
     def run(xs, sets, sizes):
-        return [kernel(x, *sets[i % len(sets)], sizes) for i, x in enumerate(xs)]
+        return [one(x, sizes, *sets[i % len(sets)]) for i, x in enumerate(xs)]
 
     return run
 
