@@ -15,11 +15,18 @@ from tolerance import TOLERANCE
 
 from lora_jax.ops.cases import MODELS, GroupedCase, grouped_case
 from lora_jax.ops.grouped_matmul import composed, pallas_gpu, reference
-from lora_jax.ops.grouped_matmul._gpu_tiles import Config, find_config
+from lora_jax.ops.grouped_matmul._gpu_tiles import (
+    Config,
+    depths,
+    find_config,
+    with_stages,
+)
 
 SMALL = Config(columns=64, warpgroups=1, rows=16, stages=2, ctas=1)
 # Two warpgroups, of which the second has no columns in the last tile; two parts on the way out.
 WIDE = Config(columns=64, warpgroups=2, rows=64, stages=3, ctas=1)
+# Three parts on the way out, of which the third takes the place of the first.
+PARTS = Config(columns=64, warpgroups=1, rows=48, stages=2, ctas=1)
 TALL = Config(columns=128, warpgroups=1, rows=8, stages=4, ctas=2)
 # rows in a group, config: one row, empty groups, borders off the grid of 8, several tiles of rows.
 INTERPRETED = [
@@ -92,21 +99,21 @@ def some_addends(case: GroupedCase, rows: int, count: int, dtype: str) -> tuple[
 # With addends in one dtype or the other, and parts of tiles that others' rows share.
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "float32"])
 def test_interpreted_gate_and_up_in_one_launch(dtype):
-    case = some_case((43, 5, 3, 136, 128), "uniform", bias=False)
-    up, config = case.w[:, ::-1], WIDE
-    addends = some_addends(case, 43, 2, dtype) if dtype else ()
-    call = functools.partial(pallas_gpu.gated_matmul, config=config)
+    case = some_case((37, 3, 2, 72, 128), "uniform", bias=False)
+    up = case.w[:, ::-1]
+    addends = some_addends(case, 37, 2, dtype) if dtype else ()
+    call = functools.partial(pallas_gpu.gated_matmul, config=PARTS)
     with interpreted() as interpret:
         args = (case.x, case.w, up, case.group_sizes)
         got = call(*args, *addends, interpret=interpret).block_until_ready()
     want = composed.gated_matmul(reference.grouped_matmul, *args, *addends)
     np.testing.assert_allclose(wide(got), wide(want), **TOLERANCE["bfloat16"])
-    assert not wide(got)[43:].any()
+    assert not wide(got)[37:].any()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_interpreted_addend_is_added_to_the_rounded_product(dtype):
-    case = some_case((21, 3, 4, 136, 128), "uniform", bias=True)
+    case = some_case((21, 3, 2, 72, 64), "uniform", bias=True)
     (addend,) = some_addends(case, 21, 1, dtype)
     with interpreted() as interpret:
         run = interpreted_kernel(SMALL, interpret)
@@ -135,13 +142,20 @@ def test_lowers_for_cuda_at_real_sizes(name, rows):
     assert text.count("mosaic_gpu_v2") == 1
 
 
+@pytest.mark.parametrize("addend_size", [0, 2, 4])
 @pytest.mark.parametrize("matrices", [1, 2])
 @pytest.mark.parametrize("rows", [1, 8, 64, 512, 4096, 65536])
 @pytest.mark.parametrize("groups", [1, 8, 64, 512])
-def test_tiles_fit_the_shared_memory(rows, groups, matrices):
+def test_tiles_fit_the_shared_memory(rows, groups, matrices, addend_size):
     config = find_config(rows, groups, 2048, matrices)
-    took = config.stages * config.stage_bytes(matrices) + config.store_bytes()
-    assert config.stages >= 3
+    config = with_stages(config, matrices, addend_size) if addend_size else config
+    deep, part = depths(config, matrices, addend_size), config.part_bytes()
+    took = config.stages * config.stage_bytes(matrices) + (deep.results + 1) * part
+    took += deep.addends * matrices * part // 2 * addend_size
+    assert config.stages >= 3 or addend_size == 4
+    assert config.stages >= 2
+    assert min(2, config.parts) <= deep.results <= config.parts
+    assert (deep.addends >= min(2, config.parts)) == (addend_size > 0)
     assert config.ctas * (took + 1024) <= 227 * 1024
     # The sums of all matrices have to fit the registers of a warpgroup's 128 threads.
     assert matrices * config.columns * config.rows // 128 <= 192

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lora_jax.ops import hopper
-from lora_jax.ops.grouped_matmul._gpu_tiles import STEP, STORED, Config
+from lora_jax.ops.grouped_matmul._gpu_tiles import STEP, STORED, Config, Depths
 from lora_jax.ops.grouped_matmul._gpu_works import Works
 
 CROWDED = 128 * 128  # sums of a warpgroup: half the registers
@@ -32,13 +32,13 @@ class Operands:
     dtype: jnp.dtype
 
 
-def kernel_body(config: Config, operands: Operands, ctas: int, interpreted: bool):
+def kernel_body(config: Config, deep: Depths, operands: Operands, ctas: int, interpreted: bool):
     """Return the kernel for these tiles; refs as `pallas_gpu` lists them."""
     dtype, matrices, groups = operands.dtype, operands.weights, operands.groups
     columns, warpgroups, tile_rows = config.columns, config.warpgroups, config.rows
     stages, wide, d_out = config.stages, columns * warpgroups, operands.d_out
     steps, stored = operands.d_in // STEP, min(tile_rows, STORED)
-    parts = tile_rows // stored
+    ahead = deep.addends
     works = Works(groups, operands.rows, tile_rows, pl.cdiv(d_out, wide), steps, ctas)
     crowded = matrices * columns * tile_rows >= CROWDED
 
@@ -111,24 +111,27 @@ def kernel_body(config: Config, operands: Operands, ctas: int, interpreted: bool
                 plgpu.barrier_arrive(empty.at[slot(begin + steps - 1)])
                 return z
 
-            def fetch(tile, row, part):
-                """Ask for what is added to a part of the tile; two parts are on their way."""
-                for i, ref in enumerate(addend_refs):
-                    source = ref.at[
-                        pl.ds(row + part * stored, stored), pl.ds(tile * wide + side, columns)
-                    ]
-                    target = addend_smem.at[warpgroup, part % 2, i]
-                    plgpu.copy_gmem_to_smem(source, target, arrived.at[2 * warpgroup + part % 2])
+            def fetch(tile, row, high, part):
+                """Ask for what is added to a part of the tile, if it has rows."""
+
+                @pl.when(part * stored < high)
+                def _():
+                    rows = pl.ds(row + part * stored, stored)
+                    place, at = pl.ds(tile * wide + side, columns), part % ahead
+                    for i, ref in enumerate(addend_refs):
+                        target = addend_smem.at[warpgroup, at, i]
+                        barrier = arrived.at[ahead * warpgroup + at]
+                        plgpu.copy_gmem_to_smem(ref.at[rows, place], target, barrier)
 
             def finished(z, part):
                 """Return a part of the tile as it is stored."""
                 some = slice(part * stored, (part + 1) * stored)
                 values = [v[:, some].astype(dtype) for v in z]
                 if addend_refs:
-                    plgpu.barrier_wait(arrived.at[2 * warpgroup + part % 2])
+                    at = part % ahead
+                    plgpu.barrier_wait(arrived.at[ahead * warpgroup + at])
                     values = [
-                        added(v, addend_smem.at[warpgroup, part % 2, i])
-                        for i, v in enumerate(values)
+                        added(v, addend_smem.at[warpgroup, at, i]) for i, v in enumerate(values)
                     ]
                 if len(values) == 1:
                     return values[0]
@@ -143,45 +146,51 @@ def kernel_body(config: Config, operands: Operands, ctas: int, interpreted: bool
                 return (value + addend.astype(jnp.float32)).astype(dtype)
 
             def store(value_of, tile, row, low, high, behind=lambda part: None):
-                """Store value_of(part) of all parts; call behind(part) where one is on its way."""
-                place = pl.ds(tile * wide + side, columns)
-                for i in range(parts):
-                    first, part = i * stored, value_of(i)
-                    # The part before last has left; the interpreter counts copies, not groups.
-                    pending = 0 if i == 0 or interpreted else 1
+                """Store value_of(part) of the parts that have rows, calling behind(part) then."""
+                for i in range(config.parts):
+
+                    @pl.when(i * stored < high)
+                    def _(i=i):
+                        store_part(i, value_of(i), tile, row, low, high)
+                        behind(i)
+
+            def store_part(i, part, tile, row, low, high):
+                first, place = i * stored, pl.ds(tile * wide + side, columns)
+                # The tile before has long left, and then a part's place is its own for a while.
+                if i == 0 or i >= deep.results:
+                    # The interpreter counts copies, not groups.
+                    pending = 0 if i == 0 or interpreted else deep.results - 1
                     plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
-                    whole = (low <= first) & (first + stored <= high)
+                whole = (low <= first) & (first + stored <= high)
 
-                    @pl.when(whole)
-                    def _(part=part, first=first, at=i % 2):
-                        out = block_smem.at[warpgroup, at]
-                        out.transpose((1, 0))[...] = part
-                        plgpu.commit_smem()
-                        target = y_ref.at[pl.ds(row + first, stored), place]
-                        plgpu.copy_smem_to_gmem(out, target, commit_group=False)
+                @pl.when(whole)
+                def _():
+                    out = block_smem.at[warpgroup, i % deep.results]
+                    out.transpose((1, 0))[...] = part
+                    plgpu.commit_smem()
+                    target = y_ref.at[pl.ds(row + first, stored), place]
+                    plgpu.copy_smem_to_gmem(out, target, commit_group=False)
 
-                    @pl.when(~whole)
-                    def _(part=part, first=first, at=i % 2):
-                        out = rows_smem.at[warpgroup, at]
-                        flipped = plgpu.layout_cast(part, plgpu.Layout.WGMMA_TRANSPOSED)
-                        out.transpose((1, 0))[...] = flipped
-                        plgpu.commit_smem()
+                @pl.when(~whole)
+                def _():
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    out = rows_smem.at[warpgroup]
+                    flipped = plgpu.layout_cast(part, plgpu.Layout.WGMMA_TRANSPOSED)
+                    out.transpose((1, 0))[...] = flipped
+                    plgpu.commit_smem()
 
-                        def put_rows(width):
-                            def put(r, _):
-                                target = y_ref.at[row + r, pl.ds(tile * wide + side, width)]
-                                source = out.at[r - first, pl.ds(0, width)]
-                                plgpu.copy_smem_to_gmem(source, target, commit_group=False)
+                    def put_rows(width):
+                        def put(r, _):
+                            target = y_ref.at[row + r, pl.ds(tile * wide + side, width)]
+                            source = out.at[r - first, pl.ds(0, width)]
+                            plgpu.copy_smem_to_gmem(source, target, commit_group=False)
 
-                            begin = lax.max(low, jnp.int32(first))
-                            lax.fori_loop(
-                                begin, lax.min(high, jnp.int32(first + stored)), put, None
-                            )
+                        begin = lax.max(low, jnp.int32(first))
+                        lax.fori_loop(begin, lax.min(high, jnp.int32(first + stored)), put, None)
 
-                        hopper.at_own_width(put_rows, d_out, columns, warpgroups, tile, warpgroup)
+                    hopper.at_own_width(put_rows, d_out, columns, warpgroups, tile, warpgroup)
 
-                    plgpu.commit_smem_to_gmem_group()
-                    behind(i)
+                plgpu.commit_smem_to_gmem_group()
 
             def bias(ref, group, tile):
                 source = ref.at[group, pl.ds(tile * wide + side, columns)]
@@ -190,24 +199,20 @@ def kernel_body(config: Config, operands: Operands, ctas: int, interpreted: bool
                 return lax.broadcast_in_dim(b, (columns, tile_rows), (0,))
 
             def one(group, tile, row, low, high, begin):
-                def fetch_if_any(part):
-                    if addend_refs and part < parts:
-                        fetch(tile, row, part)
+                def fetch_next(part):
+                    if addend_refs and part + ahead < config.parts:
+                        fetch(tile, row, high, part + ahead)
 
                 @pl.when(group < groups)
                 def _():
-                    fetch_if_any(0)
-                    fetch_if_any(1)
+                    for part in range(ahead):
+                        fetch(tile, row, high, part)
                     z = product(begin)
                     if bias_refs:
                         z = tuple(
                             v + bias(ref, group, tile) for v, ref in zip(z, bias_refs, strict=True)
                         )
-                    store(
-                        lambda part: finished(z, part),
-                        *(tile, row, low, high),
-                        behind=lambda part: fetch_if_any(part + 2),
-                    )
+                    store(lambda part: finished(z, part), tile, row, low, high, fetch_next)
 
                 @pl.when(group == groups)
                 def _():

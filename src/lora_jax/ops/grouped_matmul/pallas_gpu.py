@@ -20,6 +20,7 @@ from lora_jax.ops.grouped_matmul._gpu_tiles import (
     STEP,
     STORED,
     Config,
+    depths,
     find_config,
     with_stages,
 )
@@ -125,32 +126,33 @@ def _launch(
     given = [jnp.pad(b, pad) for b in biases if b is not None]
     x, *added = (jnp.pad(a, ((0, -rows % ALIGN), (0, 0))) for a in (x, *addends))
     stored = min(config.rows, STORED)
-    # Whole blocks leave swizzled, which single rows cannot: they have a place of their own.
-    results = plgpu.SMEM((config.warpgroups, 2, stored, config.columns), x.dtype)
-    waiting = []
+    # Whole parts leave swizzled, which single rows cannot: they have a place of their own.
+    part, warpgroups = (stored, config.columns), config.warpgroups
+    waiting, addend_size = [], added[0].dtype.itemsize if added else 0
+    config = with_stages(config, matrices, addend_size) if added else config
+    deep = depths(config, matrices, addend_size)
     if added:
-        shape = (config.warpgroups, 2, matrices, stored, config.columns)
-        barriers = plgpu.Barrier(num_arrivals=matrices, num_barriers=2 * config.warpgroups)
+        shape = (warpgroups, deep.addends, matrices, *part)
+        barriers = plgpu.Barrier(num_arrivals=matrices, num_barriers=warpgroups * deep.addends)
         waiting = [plgpu.SMEM(shape, added[0].dtype), barriers]
-        config = with_stages(config, matrices, added[0].dtype.itemsize)
     stages, ctas = config.stages, hopper.num_sms(interpret) * config.ctas
     operands = Operands(
         len(x), groups, d_out, d_in, matrices, len(given), len(added), jnp.dtype(x.dtype)
     )
     kernel = plgpu.kernel(
-        kernel_body(config, operands, ctas, bool(interpret)),
+        kernel_body(config, deep, operands, ctas, bool(interpret)),
         out_type=jax.ShapeDtypeStruct((len(x), d_out), x.dtype),
         grid=(ctas,),
         grid_names=("cta",),
-        num_threads=config.warpgroups + 1,
+        num_threads=warpgroups + 1,
         thread_name="warpgroup",
         scratch_types=[
             plgpu.SMEM((matrices, stages, wide, STEP), x.dtype),
             plgpu.SMEM((stages, config.rows, STEP), x.dtype),
-            results,
-            results,
+            plgpu.SMEM((warpgroups, deep.results, *part), x.dtype),
+            plgpu.SMEM((warpgroups, *part), x.dtype),
             plgpu.Barrier(num_arrivals=1 + matrices, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
             *waiting,
         ],
         interpret=interpret or False,
