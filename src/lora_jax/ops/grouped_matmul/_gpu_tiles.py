@@ -10,6 +10,7 @@ STEP = hopper.COLUMNS  # of d_in in one stage
 STORED = 16  # rows that leave the registers at once
 FEW_STAGES = 3  # are enough to keep the multipliers busy
 STRIDE = 8  # groups that a warpgroup looks at together when it seeks its next work
+SKIPS = (32, 8)  # groups without rows that it passes together
 LONG_GROUP = 48  # rows per group from which weights are read more than once
 VERY_LONG_GROUP = 512  # rows per group of which a tile of 160 or more wastes few
 

@@ -6,14 +6,15 @@ of a list that nobody writes down. Rows in no group are the last group.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from lora_jax.ops.grouped_matmul._gpu_tiles import ALIGN, STRIDE
-from lora_jax.typing import Array, Int
+from lora_jax.ops.grouped_matmul._gpu_tiles import ALIGN, SKIPS, STRIDE
+from lora_jax.typing import Array, Bool, Int
 
 # group, first row, end of rows, blocks, first work, end of works
 _Place = tuple[Array, ...]
@@ -35,8 +36,8 @@ class Works:
 
         Rows low to high of the tile are the group's. It is called once more with a group beyond
         all, for nothing. Returns the last step. Each warpgroup walks group_sizes to its next work,
-        STRIDE at a time: with adapters' experts most are empty, and each would cost a load's
-        latency.
+        STRIDE at a time, faster over groups without rows, as most adapters' experts are, and no
+        further than to the last row.
         """
 
         def one(carry):
@@ -74,13 +75,15 @@ class Works:
         stride = min(self.groups, STRIDE)
 
         def next_span(span):
-            first = last = self._behind(sizes_ref, span[1])
+            first = last = self._behind(sizes_ref, self._skip(sizes_ref, span))
             for _ in range(stride - 1):
                 last = self._behind(sizes_ref, last)
             return first, last
 
         span = lax.while_loop(
-            lambda s: (index >= s[1][5]) & (s[1][0] < self.groups), next_span, span
+            lambda s: (index >= s[1][5]) & (s[1][0] < self.groups) & (s[1][2] < self.rows),
+            next_span,
+            span,
         )
         place = found = span[0]
         for _ in range(stride - 1):
@@ -89,3 +92,25 @@ class Works:
             found = tuple(jnp.where(late, a, b) for a, b in zip(place, found, strict=True))
         group = jnp.where(index >= found[5], self.groups + 1, found[0])
         return (group, *found[1:]), span
+
+    def _skip(self, sizes_ref, span: tuple[_Place, _Place]) -> _Place:
+        """Return the last place of a span; if it has no rows, the last of those behind it, too.
+
+        A sum of sizes takes a fraction of what their places do.
+        """
+        group, start, end, blocks, first, last = span[1]
+        found = jnp.where((span[0][1] == end) & (span[0][0] >= 0), group, jnp.int32(self.groups))
+        for length in (n for n in SKIPS if n < self.groups):
+            found = lax.while_loop(
+                functools.partial(self._is_empty, sizes_ref, length),
+                lambda g, length=length: g + length,
+                found,
+            )
+        group = jnp.where(found < self.groups, found, group)
+        return group, start, end, blocks, first, last
+
+    def _is_empty(self, sizes_ref, length: int, group: Int[Array, ""]) -> Bool[Array, ""]:
+        """Return whether there are so many groups behind this one, and no row in them."""
+        there = group < self.groups - length
+        begin = jnp.where(there, group + 1, 0)
+        return there & (sum(sizes_ref[begin + i] for i in range(length)) == 0)
