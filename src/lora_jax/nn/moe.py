@@ -108,7 +108,8 @@ class Experts(nnx.Module):
         up_names, gate, up = ("gate_proj", "up_proj"), self.gate_proj[...], self.up_proj[...]
         deltas = self._deltas(x, up_names, map, rows)
         if self.moe.swiglu is None and self.gate_bias is None:
-            inner = gated_matmul(x, gate, up, map.group_sizes, *deltas)
+            base = self.moe.num_experts  # adapters' experts are few, or take the place of these
+            inner = gated_matmul(x, gate, up, map.group_sizes, *deltas, likely_groups=base)
         else:
             gate, up = (self._product(x, n, map, d) for n, d in zip(up_names, deltas, strict=True))
             inner = self._activation(gate, up)
@@ -158,7 +159,8 @@ class Experts(nnx.Module):
     ) -> Float[Array, "rows d_out"]:
         bias = getattr(self, name.replace("proj", "bias"))
         bias = None if bias is None else bias[...]
-        return grouped_matmul(x, getattr(self, name)[...], map.group_sizes, bias, addend)
+        w, base = getattr(self, name)[...], self.moe.num_experts
+        return grouped_matmul(x, w, map.group_sizes, bias, addend, likely_groups=base)
 
 
 def clamped_swiglu(

@@ -34,6 +34,7 @@ def grouped_matmul(
     bias: Float[Array, "groups d_out"] | None,
     addend: Float[Array, "rows d_out"] | None = None,
     *,
+    likely_groups: int | None = None,
     config: Config | None = None,
     interpret: hopper.Interpret = None,
 ) -> Float[Array, "rows d_out"]:
@@ -45,7 +46,7 @@ def grouped_matmul(
     """
     _require("grouped_matmul", x, w, interpret)
     addends = () if addend is None else (addend,)
-    config = config or _find("grouped_matmul", x, w, 1)
+    config = config or _find("grouped_matmul", x, w, 1, likely_groups)
     return _launch(x, (w,), group_sizes, (bias,), addends, config, interpret)
 
 
@@ -57,6 +58,7 @@ def gated_matmul(
     gate_addend: Float[Array, "rows d_out"] | None = None,
     up_addend: Float[Array, "rows d_out"] | None = None,
     *,
+    likely_groups: int | None = None,
     config: Config | None = None,
     interpret: hopper.Interpret = None,
 ) -> Float[Array, "rows d_out"]:
@@ -68,15 +70,20 @@ def gated_matmul(
     if (gate_addend is None) != (up_addend is None):
         raise NotImplementedError("gated_matmul on Mosaic GPU takes both addends or none")
     addends = () if gate_addend is None or up_addend is None else (gate_addend, up_addend)
-    config = config or _find("gated_matmul", x, w_gate, 2)
+    config = config or _find("gated_matmul", x, w_gate, 2, likely_groups)
     return _launch(x, (w_gate, w_up), group_sizes, (None, None), addends, config, interpret)
 
 
 def _find(
-    op: str, x: Float[Array, "rows d_in"], w: Float[Array, "groups d_out d_in"], matrices: int
+    op: str,
+    x: Float[Array, "rows d_in"],
+    w: Float[Array, "groups d_out d_in"],
+    matrices: int,
+    likely_groups: int | None,
 ) -> Config:
     """Return the tiles that were found best on this device at about this shape, or a guess."""
     rows, (groups, d_out, d_in) = x.shape[0], w.shape
+    groups = min(groups, likely_groups or groups)
     shape = {"rows": rows, "groups": groups, "d_out": d_out, "d_in": d_in}
     return tuning_table.find(op, shape, Config) or find_config(rows, groups, d_out, matrices)
 
