@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cuda_backend import ffi, lora_tiles
+from cuda_backend import ffi, lora_rows, lora_tiles
 from lora_jax.ops.adapter_items import AdapterItems
 from lora_jax.typing import Array, Float, Int
 
@@ -119,17 +119,28 @@ def lora_gemms(
 ) -> tuple[Float[Array, "rows d_out"], ...]:
     """lora_gemm of several maps of the same rows: as few launches as may be.
 
-    Tables are of one site, or of all with the modules' own `sites` named.
+    Tables are of one site, or of all with the modules' own `sites` named. What tensor cores do not
+    take goes row by row.
     """
+    places, pools = sites or [0] * len(modules), (x, a_pool, b_pool)
+    owners = (row_to_slot, row_to_expert)
+    if any(_one_by_one(y, x, max_rank) for y, *_ in modules):
+        ys, tables = [y for y, *_ in modules], [table for _, *table in modules]
+        return lora_rows.lora_rows(ys, tables, places, *pools, *owners, max_rank)
     slots, sorted_rows = modules[0][1].shape[-2], x.shape[0] if items is None else 1
     for y, entries, _ in modules:
         check_support(y.dtype, sorted_rows, (x.shape[1], y.shape[1]), entries.shape[-2], max_rank)
     ffi.require()
-    known = row_items(row_to_slot, row_to_expert, slots, max_rank) if items is None else items
+    known = row_items(*owners, slots, max_rank) if items is None else items
     launches = [slice(i, i + MAX_MODULES) for i in range(0, len(modules), MAX_MODULES)]
-    places, pools = sites or [0] * len(modules), (x, a_pool, b_pool)
     done = (lora_pairs(modules[i], *pools, known, max_rank, places[i]) for i in launches)
     return tuple(y for ys in done for y in ys)
+
+
+def _one_by_one(y: Array, x: Array, max_rank: int) -> bool:
+    """Return whether rows are for lora_rows, which have other dtypes, widths or ranks than here."""
+    widths = x.shape[1] % COLUMNS or y.shape[1] % COLUMNS
+    return jnp.float32 in (x.dtype, y.dtype) or bool(widths) or max_rank > MAX_RANK
 
 
 def lora_pair(

@@ -2,6 +2,7 @@
 #include "attention_launch.cuh"
 #include "grouped_f32.cuh"
 #include "launch.cuh"
+#include "lora_rows.cuh"
 #include "merge.cuh"
 #include "reroute.cuh"
 #include "tiles_launch.cuh"
@@ -21,6 +22,15 @@ int merge(Bf16* w, const Bf16* a_pool, const Bf16* b_pool, const int* sites, con
 int grouped_f32(const float* x, const float* w, const int* sizes, const float* bias, int rows, int groups, int d_out,
                 int d_in, float* y) {
   return launch_grouped_f32(GroupedF32Args{x, w, sizes, bias, y, rows, groups, d_out, d_in}, nullptr);
+}
+
+int lora_rows(const void* x, const void* a_pool, const void* b_pool, const int* entries,
+              const float* scaling, const int* row_to_slot, const int* row_to_expert, const int* sizes, void* y) {
+  const LoraRowsArgs p{x, a_pool, b_pool, y, entries, scaling, row_to_slot, row_to_expert, sizes[0], sizes[1],
+                       sizes[2], sizes[3], sizes[4]};
+  if (sizes[5] == 0) return launch_lora_rows<float, float>(p, nullptr);
+  if (sizes[5] == 1) return launch_lora_rows<Bf16, float>(p, nullptr);
+  return launch_lora_rows<Bf16, Bf16>(p, nullptr);
 }
 
 struct SortSizes {

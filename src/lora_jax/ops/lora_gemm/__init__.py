@@ -20,7 +20,7 @@ _KERNELS = {
     "xla": xla.lora_gemm,
     "reference": reference.lora_gemm,
 }
-_NARROW_ROWS = ("ffi", "xla", "reference")  # take bfloat16 rows to float32 results
+_NARROW_ROWS = ("cuda", "ffi", "xla", "reference")  # take bfloat16 rows to float32 results
 
 
 def lora_gemm(
