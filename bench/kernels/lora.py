@@ -159,7 +159,7 @@ def shrink(s: Inputs) -> jax.Array:
 
 
 def expand_alone(s: Inputs) -> jax.Array:
-    """Return what lora_expand does without y; the side effect keeps XLA from sharing equal calls."""
+    """Return what lora_expand does without y; see shrink for the side effect."""
     shapes = [jax.ShapeDtypeStruct((len(s.h), s.b_pool.shape[1]), s.h.dtype)]
     shapes += [jax.ShapeDtypeStruct((1,), jnp.int32)]
     call = jax.ffi.ffi_call("lora_jax_cuda_lora_expand", shapes, has_side_effect=True)
