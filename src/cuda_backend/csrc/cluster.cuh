@@ -33,6 +33,24 @@ __device__ __forceinline__ void cluster_arrive(uint64_t* bar, int rank) {
       "r"(rank)
       : "memory");
 }
+// Where an address of this CTA's shared memory lies in another CTA of the cluster.
+__device__ __forceinline__ uint32_t address_in(int cta, uint32_t addr) {
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(addr), "r"(cta));
+  return there;
+}
+// Stores into the CTA that both addresses lie in; its barrier there counts the bytes. No fence is
+// needed: who has waited for the barrier sees them.
+__device__ __forceinline__ void cluster_store(uint32_t there, float4 v, uint32_t bar) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(there),
+               "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(bar)
+               : "memory");
+}
+__device__ __forceinline__ void cluster_store(uint32_t there, uint32_t v, uint32_t bar) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(there), "r"(v),
+               "r"(bar)
+               : "memory");
+}
 // As box_copy, into every CTA of the cluster whose bit is set, where `dst` and `bar` lie in each.
 __device__ __forceinline__ void cluster_box_copy(uint32_t dst, const CUtensorMap* map, int row, int block,
                                                  uint64_t* bar, uint16_t ctas) {

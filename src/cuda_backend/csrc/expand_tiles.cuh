@@ -122,8 +122,10 @@ __device__ __forceinline__ void expand_rows(const TileArgs& p, int rows, int col
   auto at = [&](int n) { return reinterpret_cast<uint4*>(y + static_cast<int64_t>(sm.rows[n]) * p.d_out); };
   auto fetch = [&](int n0, uint4(&v)[2]) {
 #pragma unroll
-    for (int e = 0; e < 2; ++e)
-      if (mine && n0 + q * 2 + e < rows) v[e] = __ldcs(at(n0 + q * 2 + e));
+    for (int e = 0; e < 2; ++e) {
+      v[e] = make_uint4(0, 0, 0, 0);
+      if (p.accumulate && mine && n0 + q * 2 + e < rows) v[e] = __ldcs(at(n0 + q * 2 + e));
+    }
   };
 #pragma unroll
   for (int d = 0; d < AHEAD; ++d) fetch(d * 8, ahead[d]);

@@ -8,6 +8,7 @@ namespace lora_jax {
 
 struct TileArgs {
   CUtensorMap a_map;                // boxes of 8 rows x 128 columns of A
+  CUtensorMap a_parts[2];           // see parts_map: of parts 0 and 1, and of 2 and 3
   const Item* tiles;
   const int* cut;                   // [2]: number of tiles; blocks of 8 rows in the largest
   const int* row_order;             // sorted place -> row of x and y
@@ -18,6 +19,8 @@ struct TileArgs {
   __nv_bfloat16* y;                 // [rows, d_out]
   __nv_bfloat16* h;                 // [sorted rows, h_stride]
   int d_in, d_out, h_stride, max_rank, most_tiles;
+  bool accumulate;                  // else y is only written
+  bool shrink, expand;
   bool behind;                      // expand: h comes from the kernel before
 };
 

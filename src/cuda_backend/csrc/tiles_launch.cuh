@@ -2,6 +2,7 @@
 #pragma once
 #include "expand_tiles.cuh"
 #include "launch_early.cuh"
+#include "pair_tiles.cuh"
 #include "row_tiles.cuh"
 
 namespace lora_jax {
@@ -57,9 +58,28 @@ inline cudaError_t launch_expand_tiles(const TileArgs& args, int sms, cudaStream
   return launch_expand_tiles<8, 6, 1>(args, sms, stream);
 }
 
+template <int STEPS, int AHEAD, int STAGES>
+cudaError_t launch_pair_tiles(const TileArgs& args, int sms, cudaStream_t stream) {
+  constexpr int bytes = sizeof(PairTilesShared<STEPS, STAGES>);
+  static_assert(bytes <= 227 * 1024, "a CTA must fit an SM");
+  const auto kernel = pair_tiles_kernel<STEPS, AHEAD, STAGES>;
+  const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (e != cudaSuccess) return e;
+  const int ctas = shrink_ctas(sms);
+  kernel<<<ctas, kPairThreads, bytes, stream>>>(args);
+  return cudaGetLastError();
+}
+
+inline cudaError_t launch_pair_tiles(const TileArgs& args, int sms, cudaStream_t stream) {
+  if (args.max_rank <= 32) return launch_pair_tiles<2, 6, 4>(args, sms, stream);
+  if (args.max_rank <= 64) return launch_pair_tiles<4, 6, 4>(args, sms, stream);
+  return launch_pair_tiles<8, 3, 3>(args, sms, stream);
+}
+
 cudaError_t launch_tiles(TileArgs args, bool shrink, bool expand, cudaStream_t stream) {
   int sms = 0;
   cudaError_t e = count_sms(&sms);
+  if (shrink && expand) return args.behind = false, e == cudaSuccess ? launch_pair_tiles(args, sms, stream) : e;
   args.behind = shrink;
   if (e == cudaSuccess && shrink) e = launch_shrink_tiles(args, sms, stream);
   if (e == cudaSuccess && expand) e = launch_expand_tiles(args, sms, stream);

@@ -32,6 +32,15 @@ inline void cluster_box_copy(uint32_t dst, const CUtensorMap* map, int row, int 
   for (int cta = 0; cta < 16; ++cta)
     if (ctas >> cta & 1) in_cta(cta, [&](int64_t by) { box_copy(dst, map, row, block, moved(bar, by)); });
 }
+// An address in another CTA has its number in the upper byte.
+inline uint32_t address_in(int cta, uint32_t address) { return static_cast<uint32_t>(cta) << 24 | address; }
+template <class T> void cluster_store(uint32_t there, T v, uint32_t bar) {
+  if (there >> 24 != bar >> 24) emu::fail("a store into one CTA of the cluster, a barrier in another");
+  in_cta(there >> 24, [&](int64_t) {
+    auto move = [=](unsigned char* to) { std::memcpy(to, &v, sizeof v); };
+    emu::copy_later(move, there & 0xffffff, sizeof v, reinterpret_cast<uint64_t*>(emu::at_shared(bar & 0xffffff)));
+  });
+}
 template <class Kernel> cudaError_t count_clusters(int* clusters, Kernel, int, int, int) {
   return *clusters = 2, cudaSuccess;
 }

@@ -3,6 +3,7 @@
 #include "grouped_f32.cuh"
 #include "launch.cuh"
 #include "merge.cuh"
+#include "pair_tiles.cuh"
 #include "reroute.cuh"
 #include "tiles_launch.cuh"
 
@@ -110,7 +111,9 @@ int lora_tiles(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, c
   p.tiles = tiles.data(), p.cut = cut.data(), p.most_tiles = rows, p.row_order = order.data(), p.entries = entries;
   p.scaling = scaling, p.x = x, p.b_pool = b_pool, p.y = y, p.h = h.data(), p.d_in = d_in, p.d_out = d_out;
   p.h_stride = h_stride, p.max_rank = h_stride - 8;
-  const cudaError_t e = pool_map(&p.a_map, a_pool, a_rows, d_in, kNarrow);
+  p.accumulate = true;
+  cudaError_t e = parts_maps(p.a_parts, a_pool, a_rows, d_in);
+  if (e == cudaSuccess) e = pool_map(&p.a_map, a_pool, a_rows, d_in, kNarrow);
   return e == cudaSuccess ? launch_tiles(p, true, true, nullptr) : e;
 }
 
