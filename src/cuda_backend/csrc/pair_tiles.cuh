@@ -89,13 +89,13 @@ __device__ __forceinline__ void multiply_part(const TileArgs& p, S& sm, Ring<S::
                                               const __nv_bfloat16* const (&x)[kWarpBlocks],
                                               float (&acc)[2][S::kRanks16][kWarpBlocks][4]) {
   static_assert(kStageSteps % AHEAD == 0, "a stage begins where a round does");
-  const int lane = threadIdx.x & 31, steps = part_steps(p);
+  const int lane = threadIdx.x & 31, steps = part_steps(p), last = max(steps - 1, 0);
   uint4 v[AHEAD][BLOCKS];
 #pragma unroll
   for (int d = 0; d < AHEAD; ++d)
 #pragma unroll
     for (int j = 0; j < BLOCKS; ++j)
-      if (d < steps) v[d][j] = load_once(x[j] + d * 128);
+      v[d][j] = load_once(x[j] + min(d, last) * 128);  // whatever d: else registers would be kept for it all along
   for (int s0 = 0; s0 < steps; s0 += AHEAD) {
     if (s0 % kStageSteps == 0) mbar_wait(&sm.full[ring.at()], ring.phase());
     const uint32_t weights = smem_u32(sm.stages[ring.at()]) + s0 % kStageSteps * 512 + lane * 16;
@@ -210,7 +210,7 @@ __device__ __forceinline__ void expand_tile(const TileArgs& p, S& sm, const Pair
   const __nv_bfloat16* b = p.b_pool + static_cast<int64_t>(t.b_row) * p.d_out + first * 64 + g * 8;
   pin(b);
   Columns<STEPS> columns;
-  if (left > 0) columns.fetch(b, p.d_out, t.rank);
+  columns.fetch(left > 0 ? b : p.b_pool, p.d_out, left > 0 ? t.rank : 0);
 #pragma unroll
   for (int d = 0; d < AHEAD; ++d) fetch(ahead[d]);
   begin();
@@ -264,6 +264,7 @@ __device__ void work_tiles(const TileArgs& p, S& sm) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
   Ring<S::kStages> ring;
   uint32_t phase = 0, turn = 0;
+  const int part_column = part_steps(p) > 0 ? cluster_rank() * 32 : 0;
   auto receive = [&](const PairTile& t, int first_rank) {
     mbar_wait(&sm.parts_full, phase);
     add_parts(p, sm, t, first_rank);
@@ -278,16 +279,16 @@ __device__ void work_tiles(const TileArgs& p, S& sm) {
 #pragma unroll
     for (int j = 0; j < kWarpBlocks; ++j) {
       const int n = (j * kPairWarps + warp) * 8 + g, row = __ldg(p.row_order + t.tile.row_begin + min(n, t.tile.num_rows - 1));
-      x[j] = p.x + static_cast<int64_t>(row) * p.d_in + cluster_rank() * 32 + q * 8;
+      x[j] = p.x + static_cast<int64_t>(row) * p.d_in + part_column + q * 8;
       if (q == 0) rows[n] = row;
     }
     int first_rank = 0;
-    if constexpr (STEPS > S::kRanks16)
-      for (; first_rank + S::kRanks16 * 16 < t.rank; first_rank += S::kRanks16 * 16) {
-        shrink_pass(p, sm, ring, t, first_rank, x);
-        receive(t, first_rank);
-      }
-    shrink_pass(p, sm, ring, t, first_rank, x);
+    while (true) {
+      shrink_pass(p, sm, ring, t, first_rank, x);
+      if (STEPS == S::kRanks16 || first_rank + S::kRanks16 * 16 >= t.rank) break;
+      receive(t, first_rank);
+      first_rank += S::kRanks16 * 16;
+    }
     consumer_barrier(kPairWarps * 32);  // rows are there
     expand_tile<STEPS, AHEAD>(p, sm, t, rows, [&] { receive(t, first_rank); });
   });
