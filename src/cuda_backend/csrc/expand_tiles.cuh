@@ -1,6 +1,10 @@
-// The expand of adapters with many rows: see lora_tiles.cuh.
+// The expand alone of adapters with many rows, y += h B: for who has h from elsewhere.
+//
+// A warp keeps its 64 columns of B in registers and streams rows past them: y is read ahead into
+// registers, updated and written back, nothing of it sees shared memory. CTAs take equal runs of
+// (512 columns, tile, 8 rows).
 #pragma once
-#include "lora_tiles.cuh"
+#include "tile_args.cuh"
 
 namespace lora_jax {
 
@@ -150,8 +154,9 @@ template <int STEPS, int AHEAD, int CTAS>
 __global__ void __launch_bounds__(kTileThreads, CTAS) expand_tiles_kernel(const __grid_constant__ TileArgs p) {
   extern __shared__ __align__(16) unsigned char expand_raw[];
   auto& sm = *reinterpret_cast<ExpandShared<STEPS>*>(expand_raw);
+  let_next_begin();
   Columns<STEPS> columns;
-  bool have_columns = false, h_ready = !p.behind;
+  bool have_columns = false;
   Run run(p);
   int row = 0;  // that this thread will tell the others
   auto look_ahead = [&] {
@@ -164,7 +169,7 @@ __global__ void __launch_bounds__(kTileThreads, CTAS) expand_tiles_kernel(const 
     const int column = run.column + (threadIdx.x >> 5) * 64, rows = w.end - w.begin, begin = w.tile.row_begin + w.begin;
     const int* entry = p.entries + w.tile.slot * 5;
     const int rank = min(__ldg(entry + 2), p.max_rank);
-    if (rows <= 0 || rank == 0) {  // smaller than the largest tile
+    if (rows <= 0 || (rank == 0 && p.accumulate)) {  // smaller than the largest tile, or nothing to add
       run.skip(p);
       look_ahead();
       have_columns = false;
@@ -172,7 +177,7 @@ __global__ void __launch_bounds__(kTileThreads, CTAS) expand_tiles_kernel(const 
     }
     __syncthreads();  // the last piece's rows are done with
     if (threadIdx.x < rows) sm.rows[threadIdx.x] = row;
-    if (h_ready) load_h(p, begin, rows, rank, sm);
+    load_h(p, begin, rows, rank, sm);
     const bool fresh = column < p.d_out && !have_columns;
     if (fresh) {
       const int64_t weight_row = __ldg(entry + 1) + w.tile.expert * __ldg(entry + 4);
@@ -188,13 +193,11 @@ __global__ void __launch_bounds__(kTileThreads, CTAS) expand_tiles_kernel(const 
         const Item next = load_tile(p, run.tile);
         have_columns = next.slot == w.tile.slot && next.expert == w.tile.expert && run.column == columns_before;
       }
-      if (!h_ready) wait_for_previous(), load_h(p, begin, rows, rank, sm);
-      h_ready = true;
       copies_wait<0>();
       __syncthreads();
     });
   }
-  if (!h_ready) wait_for_previous();
+  wait_for_previous();
 }
 
 }  // namespace lora_jax

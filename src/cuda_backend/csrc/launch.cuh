@@ -51,6 +51,7 @@ __device__ __forceinline__ void zero_gaps(const PairArgs& p) {
     const int4 v = __ldg(reinterpret_cast<const int4*>(p.items) + max(i, 0));
     return i < 0 ? 0 : v.z + v.w;
   };
+  if (p.live) return zero_rows(p, *p.live + warp, p.num_rows, warps);  // rows in tiles are in no item
   zero_rows(p, end_of(num_items - 1) + warp, p.num_rows, warps);
   for (int i = warp * 32; i < num_items; i += warps * 32) {
     const int mine = i + lane, begin = mine < num_items ? end_of(mine - 1) : 0;
