@@ -86,20 +86,21 @@ __device__ void copy_parts(const TileArgs& p, S& sm) {
   });
 }
 
-// The products of BLOCKS blocks of 8 rows with this CTA's part of `groups` groups of ranks. Rows are
-// read AHEAD steps before they are needed.
+// The products of BLOCKS blocks of 8 rows with this CTA's part of all ranks of a pass; those past the
+// adapter's rank multiply what lies there, and are not used. Rows are read AHEAD steps before they are
+// needed.
 template <int BLOCKS, int AHEAD, class S>
-__device__ __forceinline__ void multiply_part(const TileArgs& p, S& sm, Ring<S::kStages>& ring, int groups,
+__device__ __forceinline__ void multiply_part(const TileArgs& p, S& sm, Ring<S::kStages>& ring,
                                               const __nv_bfloat16* const (&x)[kWarpBlocks],
                                               float (&acc)[2][S::kRanks16][kWarpBlocks][4]) {
   static_assert(kStageSteps % AHEAD == 0, "a stage begins where a round does");
-  const int lane = threadIdx.x & 31, steps = part_steps(p), last = max(steps - 1, 0);
-  uint4 v[AHEAD][BLOCKS];
+  const int lane = threadIdx.x & 31, steps = part_steps(p);
+  uint4 v[AHEAD][BLOCKS] = {};  // else registers would be kept for it all along
 #pragma unroll
   for (int d = 0; d < AHEAD; ++d)
 #pragma unroll
     for (int j = 0; j < BLOCKS; ++j)
-      v[d][j] = load_once(x[j] + min(d, last) * 128);  // whatever d: else registers would be kept for it all along
+      load_once(v[d][j], x[j] + d * 128, d < steps);
   for (int s0 = 0; s0 < steps; s0 += AHEAD) {
     if (s0 % kStageSteps == 0) mbar_wait(&sm.full[ring.at()], ring.phase());
     const uint32_t weights = smem_u32(sm.stages[ring.at()]) + s0 % kStageSteps * 512 + lane * 16;
@@ -108,18 +109,17 @@ __device__ __forceinline__ void multiply_part(const TileArgs& p, S& sm, Ring<S::
       if (s0 + d >= steps) break;
 #pragma unroll
       for (int m = 0; m < S::kRanks16; ++m) {
-        if (m * 2 >= groups) break;
         const uint32_t at = weights + m * 2 * S::kGroup + d * 512;
-        const uint4 lo = lds128(at), hi = lds128(m * 2 + 1 < groups ? at + S::kGroup : at);
+        const uint4 lo = lds128(at), hi = lds128(at + S::kGroup);
 #pragma unroll
         for (int j = 0; j < BLOCKS; ++j) {
           mma_bf16(acc[0][m][j], lo.x, hi.x, lo.y, hi.y, v[d][j].x, v[d][j].y);
           mma_bf16(acc[1][m][j], lo.z, hi.z, lo.w, hi.w, v[d][j].z, v[d][j].w);
         }
       }
-      if (s0 + d + AHEAD < steps)
 #pragma unroll
-        for (int j = 0; j < BLOCKS; ++j) v[d][j] = load_once(x[j] + (s0 + d + AHEAD) * 128);
+      for (int j = 0; j < BLOCKS; ++j)
+        load_once(v[d][j], x[j] + (s0 + d + AHEAD) * 128, s0 + d + AHEAD < steps);
     }
     if ((s0 + AHEAD) % kStageSteps == 0 || s0 + AHEAD >= steps) {
       __syncwarp();
@@ -209,22 +209,24 @@ __device__ __forceinline__ void expand_tile(const TileArgs& p, S& sm, const Pair
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const int n = ahead_block * 8 + q * 2 + e;
+      const bool wanted = ahead_left > 0 && n < t.tile.num_rows;
       v[e] = make_uint4(0, 0, 0, 0);
-      if (ahead_left > 0 && n < t.tile.num_rows)
-        v[e] = __ldcs(reinterpret_cast<uint4*>(ahead_y + static_cast<int64_t>(rows[n]) * p.d_out));
+      load_stream(v[e], ahead_y + static_cast<int64_t>(rows[wanted ? n : 0]) * p.d_out, wanted);
     }
     if (++ahead_block == slots) ahead_block = 0, --ahead_left, ahead_y += kPairWarps * 64;
   };
   const __nv_bfloat16* b = p.b_pool + static_cast<int64_t>(t.b_row) * p.d_out + first * 64 + g * 8;
   pin(b);
-  Columns<STEPS> columns;
-  columns.fetch(left > 0 ? b : p.b_pool, p.d_out, left > 0 ? t.rank : 0);
+  RankRows<STEPS> weights;
+  weights.fetch(left > 0 ? b : p.b_pool, p.d_out, left > 0 ? t.rank : 0);
 #pragma unroll
   for (int d = 0; d < AHEAD; ++d) fetch(ahead[d]);
   begin();
   const uint32_t h = smem_u32(sm.h) + (lane & 7) * S::kStride + (lane >> 3) * 16;
   while (left > 0) {
-    columns.settle();
+    Columns<STEPS> columns;
+    columns.hold(weights);
+    columns.pair();
 #pragma unroll 1
     for (int i = 0; i < slots; i += AHEAD) {
 #pragma unroll
@@ -241,7 +243,7 @@ __device__ __forceinline__ void expand_tile(const TileArgs& p, S& sm, const Pair
       }
     }
     y += kPairWarps * 64, b += kPairWarps * 64;
-    if (--left > 0) columns.fetch(b, p.d_out, t.rank);
+    if (--left > 0) weights.fetch(b, p.d_out, t.rank);
   }
 }
 
@@ -249,16 +251,15 @@ template <class S>
 __device__ __forceinline__ void shrink_pass(const TileArgs& p, S& sm, Ring<S::kStages>& ring, const PairTile& t,
                                             int first_rank, const __nv_bfloat16* const (&x)[kWarpBlocks]) {
   const int warp = threadIdx.x >> 5, mine = (t.blocks - warp + kPairWarps - 1) / kPairWarps;
-  const int groups = (min(t.rank - first_rank, S::kRanks16 * 16) + 7) / 8;
   if (threadIdx.x == 0) {
     mbar_expect(&sm.parts_full, kCluster * t.blocks * S::kRanks16 * 128);
     mbar_expect(&sm.h_full, t.blocks * 8 * S::kRanks16 * 32);
   }
   float acc[2][S::kRanks16][kWarpBlocks][4] = {};
-  if (groups == 0) {  // a rank of 0: the sums are zeros
-  } else if (mine == 3) multiply_part<3, 4>(p, sm, ring, groups, x, acc);
-  else if (mine == 2) multiply_part<2, 4>(p, sm, ring, groups, x, acc);
-  else if (mine == 1) multiply_part<1, 8>(p, sm, ring, groups, x, acc);
+  if (t.rank == 0) {  // the sums are zeros
+  } else if (mine == 3) multiply_part<3, 4>(p, sm, ring, x, acc);
+  else if (mine == 2) multiply_part<2, 4>(p, sm, ring, x, acc);
+  else if (mine == 1) multiply_part<1, 8>(p, sm, ring, x, acc);
   else pass_by(p, sm, ring);
   send_parts(sm, t.blocks, acc);
 }
@@ -316,10 +317,10 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kPairThreads,
   let_next_begin();
   cluster_sync();
   if (threadIdx.x < kPairWarps * 32) {
-    more_registers<240>();
+    more_registers<232>();
     work_tiles<STEPS, AHEAD>(p, sm);
   } else {
-    fewer_registers<24>();
+    fewer_registers<40>();
     if (threadIdx.x < (kPairWarps + 1) * 32) copy_parts(p, sm);
   }
   wait_for_previous();

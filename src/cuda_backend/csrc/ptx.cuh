@@ -140,13 +140,21 @@ template <class T>
 __device__ __forceinline__ void pin(const T*& p) {
   asm volatile("" : "+l"(p)::"memory");
 }
-// Reads what nobody else on this SM will; what lies around it comes as near as L2.
-__device__ __forceinline__ uint4 load_once(const void* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p));
-  return v;
+// Reads 16 bytes, if wanted, into the registers that hold v: so nothing waits for them before their use.
+// Nobody else on this SM reads them; `load_once` brings what lies around them as near as L2.
+__device__ __forceinline__ void load_once(uint4& v, const void* p, bool wanted) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.s32 p, %5, 0;\n"
+      "@p ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];\n}"
+      : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+      : "l"(p), "r"(static_cast<int>(wanted)));
+}
+__device__ __forceinline__ void load_stream(uint4& v, const void* p, bool wanted) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.s32 p, %5, 0;\n@p ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];\n}"
+      : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+      : "l"(p), "r"(static_cast<int>(wanted))
+      : "memory");
 }
 __device__ __forceinline__ uint4 lds128(uint32_t addr) {
   uint4 v;
