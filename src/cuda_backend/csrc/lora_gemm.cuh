@@ -325,6 +325,7 @@ __global__ void __launch_bounds__(kThreads, 2) pair_kernel(const __grid_constant
       if (p.expand) prefetch_map(&p.maps[1][wide]);
     }
   }
+  let_next_begin();
   __syncthreads();
   const int warp = threadIdx.x >> 5;
   if (warp < kConsumers) {

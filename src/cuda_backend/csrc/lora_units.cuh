@@ -33,6 +33,7 @@ struct PairArgs {
   int d_in, d_out, h_stride, max_rank;
   bool shrink, expand;
   bool accumulate;            // the expand adds to y; else y holds nothing before
+  const int* live;            // null, or how many rows have an adapter: then some are in tiles, not in items
 };
 
 constexpr int kMaxRows = 32;   // rows of an item
