@@ -43,13 +43,22 @@ def apply_loras(
     items: AdapterItems | None = None,
 ) -> tuple[Float[Array, "rows d_out"], ...]:
     """Return apply_lora of several sites of the same x and one width."""
+    if isinstance(layer, int):  # the whole table, so that nothing is cut out of it
+        layers = adapters.entries.shape[1]
+        tables = (adapters.entries, adapters.scaling)
+        entries, scaling = (t.reshape(-1, *t.shape[2:]) for t in tables)
+        sites = [i * layers + layer for i in module_indices]
+    else:
+        entries, scaling = adapters.entries[:, layer], adapters.scaling[:, layer]
+        sites = list(module_indices)
     return lora_gemms(
         ys,
         x,
         adapters.pools[str(x.shape[1])],
         adapters.pools[str(ys[0].shape[1])],
-        [adapters.entries[i, layer] for i in module_indices],
-        [adapters.scaling[i, layer] for i in module_indices],
+        entries,
+        scaling,
+        sites,
         row_to_slot,
         row_to_expert,
         max_rank=max_rank,

@@ -2,6 +2,7 @@
 #include "attention_launch.cuh"
 #include "grouped_f32.cuh"
 #include "launch.cuh"
+#include "lora_rows.cuh"
 #include "merge.cuh"
 #include "reroute.cuh"
 #include "tiles_launch.cuh"
@@ -23,6 +24,15 @@ int grouped_f32(const float* x, const float* w, const int* sizes, const float* b
   return launch_grouped_f32(GroupedF32Args{x, w, sizes, bias, y, rows, groups, d_out, d_in}, nullptr);
 }
 
+int lora_rows(const void* x, const void* a_pool, const void* b_pool, const int* entries,
+              const float* scaling, const int* row_to_slot, const int* row_to_expert, const int* sizes, void* y) {
+  const LoraRowsArgs p{x, a_pool, b_pool, y, entries, scaling, row_to_slot, row_to_expert, sizes[0], sizes[1],
+                       sizes[2], sizes[3], sizes[4]};
+  if (sizes[5] == 0) return launch_lora_rows<float, float>(p, nullptr);
+  if (sizes[5] == 1) return launch_lora_rows<Bf16, float>(p, nullptr);
+  return launch_lora_rows<Bf16, Bf16>(p, nullptr);
+}
+
 struct SortSizes {
   int num_tokens, tokens, k, slots, experts, groups, item_rows;
 };
@@ -31,12 +41,12 @@ int reroute(const int* ids, const int* token_to_slot, const int* table, const in
             const int* token_to_adapter, const SortSizes* s, int* order, int* inverse, int* sizes, int* row_to_token,
             int* row_to_expert, Item* items, int* num_items) {
   const int rows = s->tokens * s->k;
-  std::vector<int> found(rows), counts((rows + kBlockRows - 1) / kBlockRows * (s->groups + 1));
+  const int ctas = (rows + kCountRows - 1) / kCountRows;
+  std::vector<uint16_t> counts(ctas * (1 + kCountBlocks) * ((s->groups + 2) / 2 * 2));
   std::vector<uint32_t> owners(rows);
   return launch_reroute(RerouteArgs{ids, &s->num_tokens, token_to_slot, table, token_order, token_to_adapter, s->tokens,
                                     s->k, s->slots, s->experts, s->groups, s->item_rows, order, inverse, sizes,
-                                    row_to_token, row_to_expert, items, num_items, found.data(), counts.data(),
-                                    owners.data()},
+                                    row_to_token, row_to_expert, items, num_items, counts.data(), owners.data()},
                         nullptr);
 }
 
@@ -72,7 +82,7 @@ int attention(const Bf16* q, const Bf16* k, const Bf16* v, const int* tables, co
 
 int lora(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, const int* entries, const float* scaling,
          const int* row_to_slot, const int* row_to_expert, int modules, int rows, int d_out, int d_in, int a_rows,
-         int b_rows, int slots, int max_rank, int item_rows) {
+         int b_rows, int slots, int max_rank, int item_rows, int accumulate) {
   std::vector<int> order(rows);
   std::vector<Item> items(rows);
   int num_items = -1;
@@ -85,7 +95,7 @@ int lora(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, const i
     p.modules[m] = Module{entries + m * slots * 5, scaling + m * slots, y + static_cast<size_t>(m) * rows * d_out};
   p.items = items.data(), p.num_items = &num_items, p.row_order = order.data(), p.x = x, p.h = reinterpret_cast<Bf16*>(work.data());
   p.draws = &work.back(), p.num_modules = modules, p.num_rows = rows, p.num_slots = slots;
-  p.d_in = d_in, p.d_out = d_out, p.h_stride = p.max_rank = h_stride, p.shrink = p.expand = true;
+  p.d_in = d_in, p.d_out = d_out, p.h_stride = p.max_rank = h_stride, p.shrink = p.expand = true, p.accumulate = accumulate;
   cudaError_t e = pool_maps(&p, 0, a_pool, a_rows, d_in, kWideA);
   if (e == cudaSuccess) e = pool_maps(&p, 1, b_pool, b_rows, d_out, kWideB);
   return e == cudaSuccess ? launch_pair(p, nullptr) : e;
