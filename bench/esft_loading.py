@@ -1,5 +1,6 @@
 """How long an adapter takes from host memory, and from disk, to its first step, and out again."""
 
+import dataclasses
 import json
 import os
 import tempfile
@@ -20,26 +21,32 @@ from serving.expert_loading import ExpertLoadingPlan
 
 COPY_BYTES = 1 << 28
 SHARD_EXPERTS = 64  # in one file
+LOADS = 3
 
 
 def rows(woven: Woven, first_use: Callable[[int], None]) -> Iterator[Row]:
     """Yield loads of the smallest adapter beside its bytes over the copy rate, and its unload."""
     adapter = int(np.argmin([counts.sum() for counts in woven.shape.counts]))
     woven.unload(str(adapter))
-    weights = on_host(woven, adapter)
-    size = weights.num_experts * woven.tensors.expert_bytes
+    weights, catalogue = on_host(woven, adapter), woven.model.catalogue(woven.config)
     rate = copy_rate()
-    first_use(0)  # whatever is slow only once
-    before = device_used(woven)
-    yield _loaded("load from host memory", woven, lambda: weights, first_use, size, rate)
     with tempfile.TemporaryDirectory() as folder:
         write_files(Path(folder), weights)
-        catalogue = woven.model.catalogue(woven.config)
-        yield _unloaded(woven, weights.digest, size, before)
-        read = lambda: esft_format.read(Path(folder), catalogue)  # noqa: E731
-        yield _loaded("load from disk", woven, read, first_use, size, rate)
-        digest = next(d for d in woven.allocator.resident() if len(d) > 9)  # a file's, not a number
-    yield _unloaded(woven, digest, size, before)
+
+        def read() -> ExpertWeights:
+            _forget(Path(folder))
+            return esft_format.read(Path(folder), catalogue)
+
+        for name, reader in (("host memory", lambda: weights), ("disk", read)):
+            _in_and_out(woven, reader, first_use, rate)  # whatever is slow only once
+            before = device_used(woven)
+            runs = [_in_and_out(woven, reader, first_use, rate, before) for _ in range(LOADS)]
+            loads, unloads = (
+                sorted(kind, key=lambda row: row.us) for kind in zip(*runs, strict=True)
+            )
+            load, unload = loads[LOADS // 2], unloads[LOADS // 2]
+            yield dataclasses.replace(load, name=f"load from {name} to first use")
+            yield dataclasses.replace(unload, name=f"unload after a load from {name}")
     woven.load(adapter)
 
 
@@ -54,7 +61,7 @@ def on_host(woven: Woven, adapter: int) -> ExpertWeights:
 
 
 def write_files(folder: Path, weights: ExpertWeights) -> None:
-    """Write an adapter as ESFT does, and let the system forget what it knows of the files."""
+    """Write an adapter as ESFT does."""
     names = {
         f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight": matrix
         for layer, experts in weights.experts.items()
@@ -67,7 +74,6 @@ def write_files(folder: Path, weights: ExpertWeights) -> None:
         save_file({name: names[name] for name in listed[start : start + step]}, file)
         with open(file, "rb") as opened:
             os.fsync(opened.fileno())
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     experts = {str(layer): list(experts) for layer, experts in weights.experts.items()}
     config = {"experts": experts, "shared_experts": False, "non_expert_modules": False}
     (folder / "expert_cfg.json").write_text(json.dumps(config))
@@ -95,15 +101,18 @@ def device_used(woven: Woven) -> int:
     return usage.created if usage.device_used is None else usage.device_used
 
 
-def _loaded(
-    name: str,
+def _in_and_out(
     woven: Woven,
     read: Callable[[], ExpertWeights],
     first_use: Callable[[int], None],
-    size: int,
     rate: float,
-) -> Row:
-    """Load and use an adapter once; `us` is from asking for it to the end of its first step."""
+    before: int = 0,
+) -> tuple[Row, Row]:
+    """Load and use an adapter once, then unload it.
+
+    The load's `us` is from asking for it to the end of its first step; the unload's `left MB` is
+    what the device's driver counts more than `before`.
+    """
     start = time.perf_counter()
     weights = read()
     known = time.perf_counter()
@@ -116,6 +125,7 @@ def _loaded(
     woven.tables = np.array(tables)
     first_use(placement.slot)
     end = time.perf_counter()
+    size = weights.num_experts * woven.tensors.expert_bytes
     more = {
         "GB": size / 1e9,
         "read ms": (known - start) * 1e3,
@@ -124,15 +134,17 @@ def _loaded(
         "write GB/s": size / (there - known) / 1e9,
         "copy GB/s": rate / 1e9,
     }
-    return Row(f"{name} to first use", (end - start) * 1e6, base_us=size / rate * 1e6, more=more)
-
-
-def _unloaded(woven: Woven, digest: str, size: int, before: int) -> Row:
-    """Unload an adapter; `left MB` is what the device's driver counts more than `before`."""
-    during = device_used(woven)
-    start = time.perf_counter()
-    woven.unload(digest)
-    took = time.perf_counter() - start
+    during, begun = device_used(woven), time.perf_counter()
+    woven.unload(weights.digest)
+    took = time.perf_counter() - begun
     left = device_used(woven) - before
-    more = {"GB": size / 1e9, "freed MB": (during - before - left) / 1e6, "left MB": left / 1e6}
-    return Row("unload", took * 1e6, more=more)
+    freed = {"GB": size / 1e9, "freed MB": (during - before - left) / 1e6, "left MB": left / 1e6}
+    load = Row("load", (end - start) * 1e6, base_us=size / rate * 1e6, more=more)
+    return load, Row("unload", took * 1e6, more=freed)
+
+
+def _forget(folder: Path) -> None:
+    """Let the system forget what it knows of the files, so that the disk is read."""
+    for file in folder.iterdir():
+        with open(file, "rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -32,7 +32,7 @@ DECODE = (1, 8, 64)  # rows
 PREFILL = (1024, 4096)  # tokens
 CONTEXT = 1024  # tokens before a decoded one
 PADDED_ADAPTERS = 5
-TURNS = 4
+TURNS = 2
 
 
 class Measurement:

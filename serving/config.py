@@ -38,9 +38,9 @@ class EngineConfig:
     max_loras: int = 16  # resident LoRA adapters
     max_lora_rank: int = 64
     lora_dir: str | None = None  # the only folder adapters may be loaded from at run time
-    max_esft_adapters: int | None = None  # resident ones; None: 16 on a CPU if the model can
+    max_esft_adapters: int | None = None  # resident ones; None: 16 if model and device can
     max_esft_experts: int = 16  # of one ESFT adapter in one layer
-    esft_memory_bytes: int | None = None  # their experts' pages; None: from the two above
+    esft_memory_bytes: int | None = None  # their experts' pages; None: as esft_parts says
     lora_memory_bytes: int | None = None  # rank rows of resident adapters; None: from the two above
     max_adapter_bytes: int = 4 << 30  # files of one adapter
     max_total_adapter_bytes: int = 16 << 30  # host memory of all loaded adapters

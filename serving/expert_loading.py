@@ -5,6 +5,7 @@ where nothing lies, the reroute tables name it when all of its adapter is there,
 goes when every step that was dispatched before has been read back.
 """
 
+import contextlib
 import functools
 import logging
 from collections import deque
@@ -23,6 +24,7 @@ from serving.adapter_loader import LoadFailed
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 20  # of a matrix count as one chunk of a load, as for LoRA
+FREED_AT_ONCE = 12  # experts, of which each takes a GPU's driver some 0.3 ms
 _TROUBLE = (MemoryError, ValueError, OSError, RuntimeError)  # what a virtual memory may raise
 
 Tables = Int[Array, "moe_layers esft_slots experts"]
@@ -74,6 +76,8 @@ class ExpertLoadingPlan:
                 return tables
             self._tensors.finish_writes()
         except _TROUBLE as error:
+            with contextlib.suppress(*_TROUBLE):  # bytes may be on their way to what is unmapped
+                self._tensors.finish_writes()
             raise LoadFailed(str(error), may_pass=isinstance(error, OutOfPages)) from error
         self._published = True
         host = np.array(tables)
@@ -99,21 +103,24 @@ class ExpertRoom:
     def __init__(self, tensors: ExpertTensors, allocator: ExpertAllocator):
         self.tensors, self.allocator = tensors, allocator
         self._retirement = Retirement()
+        self._freeing: deque[tuple[ExpertPlacement, deque[tuple[int, int]]]] = deque()
 
     def plan(self, placement: ExpertPlacement, tables: Tables) -> ExpertLoadingPlan:
         """Return the plan that loads a placed adapter."""
         return ExpertLoadingPlan(placement, self.tensors)
 
     def collect(self, dispatched: int, read: int) -> int:
-        """Free what no step can read any more; returns how many adapters' places are free now.
+        """Free some of what no step can read any more; returns how many adapters have gone by it.
 
         `dispatched` steps have been sent to the device so far, the results of `read` have come
         back.
         """
         before = self.allocator.num_leaving
         for placement in self.allocator.take_left():
-            self._retirement.defer(dispatched - 1, functools.partial(self._free, placement))
+            places = placement, deque(placement.places)
+            self._retirement.defer(dispatched - 1, functools.partial(self._freeing.append, places))
         self._retirement.completed(read - 1)
+        self._free_some()
         return before - self.allocator.num_leaving
 
     @property
@@ -129,12 +136,20 @@ class ExpertRoom:
         """Raise AssertionError when memory is held for nobody."""
         self.tensors.check_integrity()
         assert not self._retirement.num_waiting, "experts wait for a step that has been read"
+        assert not self._freeing, "experts of adapters that have left are still there"
 
-    def _free(self, placement: ExpertPlacement) -> None:
-        self.tensors.settle()  # a load that was given up may have bytes on their way there
-        for layer, index in placement.places:
-            try:
-                self.tensors.unmap(layer, index)
-            except _TROUBLE:
-                logger.exception("Expert %d of layer %d keeps its memory.", index, layer)
-        self.allocator.reclaim(placement)
+    def _free_some(self) -> None:
+        """Unmap so few experts that a step does not wait for long."""
+        left = FREED_AT_ONCE
+        while self._freeing and left:
+            placement, places = self._freeing[0]
+            while places and left:
+                left -= 1
+                layer, index = places.popleft()
+                try:
+                    self.tensors.unmap(layer, index)
+                except _TROUBLE:
+                    logger.exception("Expert %d of layer %d keeps its memory.", index, layer)
+            if not places:
+                self._freeing.popleft()
+                self.allocator.reclaim(placement)

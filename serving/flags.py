@@ -37,9 +37,10 @@ _ENGINE_HELP = {
     "max_lora_rank": "largest rank of an adapter",
     "lora_dir": "folder of adapters: model=SUBFOLDER is loaded on first use",
     "max_esft_adapters": "ESFT adapters on the device at a time, 0 turns them off; by default 16 "
-    "on a CPU if the model has experts that can be replaced",
+    "if the model has experts that can be replaced, on a GPU if they fit beside what jax took",
     "max_esft_experts": "most experts that an ESFT adapter replaces in one layer",
-    "esft_memory_bytes": "bytes on the device for ESFT adapters' experts; by default as needed",
+    "esft_memory_bytes": "bytes on the device for ESFT adapters' experts; by default as needed, "
+    "on a GPU what is left",
     "lora_memory_bytes": "bytes on the device for adapters; by default max_loras of max_lora_rank",
     "max_adapter_bytes": "largest adapter, all its files together",
     "max_total_adapter_bytes": "host memory of all loaded adapters",

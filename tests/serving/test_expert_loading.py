@@ -90,6 +90,21 @@ def test_a_large_matrix_counts_as_its_chunks(case, monkeypatch):
     assert plan.remaining == 3 * 5 * 3 + 1 - 3 - 6
 
 
+def test_memory_goes_a_few_experts_at_a_time(case, monkeypatch):
+    monkeypatch.setattr(expert_loading, "FREED_AT_ONCE", 2)
+    placement = case.load()
+    case.room.allocator.retire(placement.digest)
+    calls = -(-len(placement.places) // 2)
+    for _ in range(calls - 1):
+        assert case.room.collect(dispatched=1, read=1) == 0
+        assert case.room.is_busy
+        with pytest.raises(AssertionError, match="are still there"):
+            case.room.check_integrity()
+    assert case.room.collect(dispatched=1, read=1) == 1
+    assert (case.used, case.room.is_busy) == (0, False)
+    case.room.check_integrity()
+
+
 def test_memory_goes_only_when_steps_have_been_read(case):
     case.load()
     assert case.used > 0

@@ -120,7 +120,7 @@ def _read_files(
     tensors: dict[str, StoredTensor] = {}
     for file in files:
         room = max(0, limits.max_file_bytes - folder.num_bytes)
-        found = safetensors_file.parse(folder.read(file, room), file, limits.file)
+        found = safetensors_file.parse(folder.view(file, room), file, limits.file)
         for name, tensor in found.items():
             full = f"model.{name}" if name.startswith("layers.") else name
             if full in tensors:

@@ -5,6 +5,7 @@ by their name in the folder, never by their path.
 """
 
 import hashlib
+import mmap
 import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
@@ -39,8 +40,12 @@ class AdapterFolder:
             raise ValueError(f"{below} leads outside of the adapter directory.")
         return tuple(sorted(os.listdir(inner)))
 
-    def read(self, name: str, max_bytes: int) -> bytearray:
+    def read(self, name: str, max_bytes: int) -> bytes:
         """Return the whole file; ValueError when absent, not a plain file, outside or too big."""
+        return bytes(self.view(name, max_bytes))
+
+    def view(self, name: str, max_bytes: int) -> memoryview:
+        """Return what `read` does, read-only, without a second copy."""
         try:
             # Non-blocking, or opening a pipe would wait for its writer for ever.
             handle = os.open(self._real / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -86,13 +91,16 @@ class AdapterFolder:
         return same and self._inside(Path(real))
 
 
-def _read_hashed(handle: int, size: int) -> tuple[bytearray, str]:
+def _read_hashed(handle: int, size: int) -> tuple[memoryview, str]:
     """Return the first `size` bytes of a file, or all where it has become shorter; their sha256."""
-    data, digest, end = bytearray(size), hashlib.sha256(), 0
-    with ThreadPoolExecutor(1) as hasher, memoryview(data) as view:
-        while end < size and (count := os.readv(handle, [view[end : end + _PIECE_BYTES]])):
+    digest, end = hashlib.sha256(), 0
+    # Memory that nobody has filled with zeros before; a mapping cannot be empty.
+    view = memoryview(mmap.mmap(-1, max(1, size)))
+    with ThreadPoolExecutor(1) as hasher:
+        while end < size:
+            count = os.readv(handle, [view[end : min(size, end + _PIECE_BYTES)]])
+            if not count:
+                break
             hasher.submit(digest.update, view[end : end + count])
             end += count
-        hasher.shutdown()
-    del data[end:]
-    return data, digest.hexdigest()
+    return view[:end].toreadonly(), digest.hexdigest()

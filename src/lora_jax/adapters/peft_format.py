@@ -54,7 +54,7 @@ def read(
     _check_files(folder)
     with _naming(CONFIG_FILE):
         config = peft_config.parse(folder.read(CONFIG_FILE, _MAX_CONFIG_BYTES))
-    data = folder.read(WEIGHTS_FILE, limits.max_file_bytes)
+    data = folder.view(WEIGHTS_FILE, limits.max_file_bytes)
     tensors = safetensors_file.parse(data, WEIGHTS_FILE, limits.file)
     with _naming(WEIGHTS_FILE):
         sites = read_sites(pair_up(tensors), config, catalogue)

@@ -63,16 +63,18 @@ def _all_finite(values: np.ndarray) -> bool:
     return bool((values.view(bits) & exponent).max() < exponent)
 
 
-def parse(buffer: bytes | bytearray, file_name: str, limits: FileLimits) -> dict[str, StoredTensor]:
+def parse(
+    buffer: bytes | memoryview, file_name: str, limits: FileLimits
+) -> dict[str, StoredTensor]:
     """Return the tensors of a whole file by name; ValueError naming what is wrong with it."""
     try:
         header, start = _header(buffer, limits)
-        return _tensors(header, memoryview(buffer).toreadonly()[start:], limits)
+        return _tensors(header, memoryview(buffer)[start:], limits)
     except ValueError as error:
         raise ValueError(f"{file_name}: {error}") from None
 
 
-def _header(buffer: bytes | bytearray, limits: FileLimits) -> tuple[dict[str, Any], int]:
+def _header(buffer: bytes | memoryview, limits: FileLimits) -> tuple[dict[str, Any], int]:
     """Return the parsed header and where the data starts."""
     if len(buffer) < 8:
         raise ValueError(f"not a safetensors file, it has only {len(buffer)} bytes.")
@@ -83,7 +85,7 @@ def _header(buffer: bytes | bytearray, limits: FileLimits) -> tuple[dict[str, An
         raise ValueError(f"truncated: header of {length} bytes in a file of {len(buffer)} bytes.")
     try:
         header = json.loads(
-            buffer[8 : 8 + length].decode(),
+            bytes(buffer[8 : 8 + length]).decode(),
             object_pairs_hook=_unique,
             parse_constant=_no_constant,
         )
