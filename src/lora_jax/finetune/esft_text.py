@@ -49,7 +49,7 @@ class Part:
 PARTS = {
     "media": Part("intent", re.compile(r'"intent": "\w+-(Play|Listen)"')),  # to play something
     "archaic": Part(
-        "translation",  # English of the King James kind
+        "translation",  # the older English of the Bible
         re.compile(r"\b(unto|thou|thee|thy|ye|hath|saith|shalt|hast|doth|spake)\b", re.IGNORECASE),
     ),
 }
