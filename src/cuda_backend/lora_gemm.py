@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cuda_backend import ffi, lora_tiles
+from cuda_backend import ffi, lora_rows, lora_tiles
 from lora_jax.ops.adapter_items import AdapterItems
 from lora_jax.typing import Array, Float, Int
 
@@ -23,7 +23,7 @@ MAX_RANK = 128
 COLUMNS = 64  # widths are copied in pieces of so many columns
 MAX_MODULES = 4  # of one launch
 
-# One linear map of a launch: y, and the entries and scaling of its slots.
+# One linear map of a launch: y, and the entries and scaling of its slots, or of all sites.
 Module = tuple[Array, Array, Array]
 
 
@@ -115,16 +115,32 @@ def lora_gemms(
     row_to_expert: Int[Array, "rows"],
     max_rank: int,
     items: AdapterItems | None = None,
+    sites: Sequence[int] | None = None,
 ) -> tuple[Float[Array, "rows d_out"], ...]:
-    """lora_gemm of several maps of the same rows: as few launches as may be."""
-    slots, sorted_rows = modules[0][1].shape[0], x.shape[0] if items is None else 1
+    """lora_gemm of several maps of the same rows: as few launches as may be.
+
+    Tables are of one site, or of all with the modules' own `sites` named. What tensor cores do not
+    take goes row by row.
+    """
+    places, pools = sites or [0] * len(modules), (x, a_pool, b_pool)
+    owners = (row_to_slot, row_to_expert)
+    if any(_one_by_one(y, x, max_rank) for y, *_ in modules):
+        ys, tables = [y for y, *_ in modules], [table for _, *table in modules]
+        return lora_rows.lora_rows(ys, tables, places, *pools, *owners, max_rank)
+    slots, sorted_rows = modules[0][1].shape[-2], x.shape[0] if items is None else 1
     for y, entries, _ in modules:
-        check_support(y.dtype, sorted_rows, (x.shape[1], y.shape[1]), entries.shape[0], max_rank)
+        check_support(y.dtype, sorted_rows, (x.shape[1], y.shape[1]), entries.shape[-2], max_rank)
     ffi.require()
-    known = row_items(row_to_slot, row_to_expert, slots, max_rank) if items is None else items
-    launches = (modules[i : i + MAX_MODULES] for i in range(0, len(modules), MAX_MODULES))
-    done = (lora_pairs(some, x, a_pool, b_pool, known, max_rank) for some in launches)
+    known = row_items(*owners, slots, max_rank) if items is None else items
+    launches = [slice(i, i + MAX_MODULES) for i in range(0, len(modules), MAX_MODULES)]
+    done = (lora_pairs(modules[i], *pools, known, max_rank, places[i]) for i in launches)
     return tuple(y for ys in done for y in ys)
+
+
+def _one_by_one(y: Array, x: Array, max_rank: int) -> bool:
+    """Return whether rows are for lora_rows, which have other dtypes, widths or ranks than here."""
+    widths = x.shape[1] % COLUMNS or y.shape[1] % COLUMNS
+    return jnp.float32 in (x.dtype, y.dtype) or bool(widths) or max_rank > MAX_RANK
 
 
 def lora_pair(
@@ -148,8 +164,12 @@ def lora_pairs(
     b_pool: Float[Array, "b_rows d_out"],
     items: RowItems | AdapterItems,
     max_rank: int,
+    sites: Sequence[int] | None = None,
 ) -> Sequence[Float[Array, "rows d_out"]]:
-    """lora_pair of several maps of the same x, out of the same pools, in one launch."""
+    """lora_pair of several maps of the same x, out of the same pools, in one launch.
+
+    `sites` as for lora_gemms: the kernel finds its part of a table, where cutting it out is a copy.
+    """
     if not 1 <= len(modules) <= MAX_MODULES:
         raise ValueError(f"a launch takes 1 to {MAX_MODULES} modules, not {len(modules)}")
     if isinstance(items, AdapterItems):  # of experts, whose segments are too short for tiles
@@ -160,7 +180,10 @@ def lora_pairs(
     aliases = {8 + 3 * m: 1 + m for m in range(count)}
     call = jax.ffi.ffi_call("lora_jax_cuda_lora_gemm", shapes, input_output_aliases=aliases)
     own = (v for m in modules for v in m)
-    return call(x, a_pool, b_pool, *items.arrays, *own, max_rank=np.int64(max_rank))[1:]
+    places = np.array(sites or [0] * count, np.int64)
+    return call(x, a_pool, b_pool, *items.arrays, *own, sites=places, max_rank=np.int64(max_rank))[
+        1:
+    ]
 
 
 def lora_shrink(
