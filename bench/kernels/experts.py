@@ -15,10 +15,10 @@ import numpy as np
 from bench.kernels import moe
 from bench.kernels.timing import random, repeats_for, time_us
 from cuda_backend import reroute
+from cuda_backend.lora_gemm import lora_gemms
 from lora_jax.ops.adapter_items import AdapterItems
 from lora_jax.ops.cases import MODELS
 from lora_jax.ops.grouped_matmul import gated_matmul, grouped_matmul, silu_times
-from lora_jax.ops.lora_gemm import lora_gemms
 
 POINTS = (moe.Point("qwen3-30b-a3b", 64, 16, 16), moe.Point("mixtral-8x7b", 64, 16, 16))
 WEIGHTS = {"gate": "wide", "up": "wide", "down": "back"}  # the pools that their adapters lie in
@@ -56,18 +56,9 @@ def make_layer(point: moe.Point, seed: int) -> Layer:
 def added(layer: Layer, point: moe.Point, ys: tuple, x: jax.Array, *names: str) -> tuple:
     """Return ys plus what the rows' adapters add at these maps of x."""
     s, pool = layer.set, WEIGHTS[names[0]]
-    return lora_gemms(
-        ys,
-        x,
-        s[f"{pool}_a"],
-        s[f"{pool}_b"],
-        [s[f"{name}_entries"] for name in names],
-        [s["scaling"]] * len(names),
-        s["row_to_slot"],
-        s["row_to_expert"],
-        max_rank=point.rank,
-        items=layer.items,
-    )
+    modules = [(y, s[f"{n}_entries"], s["scaling"]) for y, n in zip(ys, names, strict=True)]
+    pools, owners = (s[f"{pool}_a"], s[f"{pool}_b"]), (s["row_to_slot"], s["row_to_expert"])
+    return lora_gemms(modules, x, *pools, *owners, point.rank, layer.items)
 
 
 def fused(layer: Layer, point: moe.Point, x: jax.Array, lora: bool) -> jax.Array:

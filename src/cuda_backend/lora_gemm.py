@@ -1,4 +1,4 @@
-"""Adds adapters to rows by the Hopper kernels of csrc/lora_gemm.cuh, in place on y.
+"""Adds adapters to rows by the Hopper kernels of csrc/lora_gemm.cuh, in place if there is a y.
 
 A row's result depends on nothing but its own x, y and adapter: neither on its neighbours nor on
 how many rows there are. Calls of many rows serve long segments by the kernels of
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from cuda_backend import ffi, lora_rows, lora_tiles
 from lora_jax.ops.adapter_items import AdapterItems
@@ -23,8 +24,9 @@ MAX_RANK = 128
 COLUMNS = 64  # widths are copied in pieces of so many columns
 MAX_MODULES = 4  # of one launch
 
-# One linear map of a launch: y, and the entries and scaling of its slots, or of all sites.
-Module = tuple[Array, Array, Array]
+# One linear map of a launch: y, and the entries and scaling of its slots, or of all sites. No y of
+# a launch is None, or all are: then nothing is added to, and rows without an adapter are zeros.
+Module = tuple[Array | None, Array, Array]
 
 
 @jax.tree_util.register_dataclass
@@ -90,7 +92,7 @@ def row_items(
 
 
 def lora_gemm(
-    y: Float[Array, "rows d_out"],
+    y: Float[Array, "rows d_out"] | None,
     x: Float[Array, "rows d_in"],
     a_pool: Float[Array, "a_rows d_in"],
     b_pool: Float[Array, "b_rows d_out"],
@@ -123,13 +125,13 @@ def lora_gemms(
     take goes row by row.
     """
     places, pools = sites or [0] * len(modules), (x, a_pool, b_pool)
-    owners = (row_to_slot, row_to_expert)
-    if any(_one_by_one(y, x, max_rank) for y, *_ in modules):
-        ys, tables = [y for y, *_ in modules], [table for _, *table in modules]
-        return lora_rows.lora_rows(ys, tables, places, *pools, *owners, max_rank)
+    owners, widths = (row_to_slot, row_to_expert), (x.shape[1], b_pool.shape[1])
+    dtypes = [x.dtype if y is None else y.dtype for y, *_ in modules]
+    if any(_one_by_one((x.dtype, dtype), widths, max_rank) for dtype in dtypes):
+        return _row_by_row(modules, places, pools, owners, max_rank)
     slots, sorted_rows = modules[0][1].shape[-2], x.shape[0] if items is None else 1
-    for y, entries, _ in modules:
-        check_support(y.dtype, sorted_rows, (x.shape[1], y.shape[1]), entries.shape[-2], max_rank)
+    for dtype, (_, entries, _) in zip(dtypes, modules, strict=True):
+        check_support(dtype, sorted_rows, widths, entries.shape[-2], max_rank)
     ffi.require()
     known = row_items(*owners, slots, max_rank) if items is None else items
     launches = [slice(i, i + MAX_MODULES) for i in range(0, len(modules), MAX_MODULES)]
@@ -137,14 +139,28 @@ def lora_gemms(
     return tuple(y for ys in done for y in ys)
 
 
-def _one_by_one(y: Array, x: Array, max_rank: int) -> bool:
+def _one_by_one(dtypes: Sequence[DTypeLike], widths: tuple[int, int], max_rank: int) -> bool:
     """Return whether rows are for lora_rows, which have other dtypes, widths or ranks than here."""
-    widths = x.shape[1] % COLUMNS or y.shape[1] % COLUMNS
-    return jnp.float32 in (x.dtype, y.dtype) or bool(widths) or max_rank > MAX_RANK
+    odd = any(width % COLUMNS for width in widths)
+    return jnp.float32 in dtypes or odd or max_rank > MAX_RANK
+
+
+def _row_by_row(
+    modules: Sequence[Module],
+    sites: Sequence[int],
+    pools: tuple[Array, Array, Array],
+    owners: tuple[Array, Array],
+    max_rank: int,
+) -> tuple[Array, ...]:
+    x, _, b_pool = pools
+    fresh = (x.shape[0], b_pool.shape[1])
+    ys = [jnp.zeros(fresh, x.dtype) if y is None else y for y, *_ in modules]
+    tables = [(entries, scaling) for _, entries, scaling in modules]
+    return lora_rows.lora_rows(ys, tables, sites, *pools, *owners, max_rank)
 
 
 def lora_pair(
-    y: Float[Array, "rows d_out"],
+    y: Float[Array, "rows d_out"] | None,
     x: Float[Array, "rows d_in"],
     a_pool: Float[Array, "a_rows d_in"],
     b_pool: Float[Array, "b_rows d_out"],
@@ -172,18 +188,20 @@ def lora_pairs(
     """
     if not 1 <= len(modules) <= MAX_MODULES:
         raise ValueError(f"a launch takes 1 to {MAX_MODULES} modules, not {len(modules)}")
+    accumulate = modules[0][0] is not None
+    if any((y is not None) != accumulate for y, _, _ in modules):
+        raise ValueError("a launch adds to every module's y or to none: some are None")
     if isinstance(items, AdapterItems):  # of experts, whose segments are too short for tiles
         items = RowItems(items.order, items.items, items.num_items)
     ranks, count = _h_shape(x.shape[0], max_rank), len(modules)
     work = jax.ShapeDtypeStruct((count * math.prod(ranks.shape) // 2 + 1,), jnp.int32)
-    shapes = [work, *(jax.ShapeDtypeStruct(y.shape, y.dtype) for y, _, _ in modules)]
-    aliases = {8 + 3 * m: 1 + m for m in range(count)}
+    shapes = [work, *[jax.ShapeDtypeStruct((x.shape[0], b_pool.shape[1]), x.dtype)] * count]
+    aliases = {8 + 3 * m: 1 + m for m in range(count if accumulate else 0)}
     call = jax.ffi.ffi_call("lora_jax_cuda_lora_gemm", shapes, input_output_aliases=aliases)
-    own = (v for m in modules for v in m)
+    own = (v for m in modules for v in m if v is not None)
     places = np.array(sites or [0] * count, np.int64)
-    return call(x, a_pool, b_pool, *items.arrays, *own, sites=places, max_rank=np.int64(max_rank))[
-        1:
-    ]
+    attributes = {"sites": places, "max_rank": np.int64(max_rank), "accumulate": accumulate}
+    return call(x, a_pool, b_pool, *items.arrays, *own, **attributes)[1:]
 
 
 def lora_shrink(
@@ -203,17 +221,23 @@ def lora_shrink(
 
 
 def lora_expand(
-    y: Float[Array, "rows d_out"],
+    y: Float[Array, "rows d_out"] | None,
     h: Float[Array, "rows h_columns"],
     b_pool: Float[Array, "b_rows d_out"],
     entries: Int[Array, "slots 5"],
     scaling: Float[Array, "slots"],
     items: RowItems,
 ) -> Float[Array, "rows d_out"]:
-    """y[order[i]] + sum_j h[i, j] B[j] for h as lora_shrink gives it."""
-    shapes = [jax.ShapeDtypeStruct(y.shape, y.dtype), jax.ShapeDtypeStruct((1,), jnp.int32)]
-    call = jax.ffi.ffi_call("lora_jax_cuda_lora_expand", shapes, input_output_aliases={0: 0})
-    return call(y, h, b_pool, entries, scaling, *items.arrays)[0]
+    """y[order[i]] + sum_j h[i, j] B[j] for h as lora_shrink gives it.
+
+    Without y the sum alone, whose rows are read from nowhere: zero where there is no adapter.
+    """
+    ys = () if y is None else (y,)
+    shapes = [jax.ShapeDtypeStruct((h.shape[0], b_pool.shape[1]), h.dtype)]
+    shapes += [jax.ShapeDtypeStruct((1,), jnp.int32)]
+    aliases = {9: 0} if ys else {}
+    call = jax.ffi.ffi_call("lora_jax_cuda_lora_expand", shapes, input_output_aliases=aliases)
+    return call(h, b_pool, entries, scaling, *items.arrays, *ys, accumulate=bool(ys))[0]
 
 
 def _h_shape(rows: int, max_rank: int) -> jax.ShapeDtypeStruct:
