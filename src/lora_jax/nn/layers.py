@@ -12,7 +12,7 @@ from flax import nnx
 
 from lora_jax.nn.lora import Rows
 from lora_jax.nn.row_math import row_sum
-from lora_jax.ops.grouped_matmul import matmul
+from lora_jax.ops.grouped_matmul import matmul, silu_times
 from lora_jax.typing import Array, Float, Int
 
 INIT_STD = 0.02
@@ -115,14 +115,6 @@ class Embedding(nnx.Module):
         """Return logits of a tied head, with each row's adapter of lm_head."""
         y = matmul(x, self.weight[...], rows.num_rows)
         return rows.add_lora(y, x, "lm_head", 0)
-
-
-def silu_times(
-    gate: Float[Array, "rows width"], up: Float[Array, "rows width"]
-) -> Float[Array, "rows width"]:
-    """silu(gate) * up in float32, rounded once."""
-    wide = gate.astype(jnp.float32)
-    return (wide * jax.nn.sigmoid(wide) * up.astype(jnp.float32)).astype(gate.dtype)
 
 
 class Mlp(nnx.Module):
