@@ -10,7 +10,7 @@ from lora_jax.ops.reroute.maps import RowMap
 from lora_jax.typing import Array, Int
 
 ALONE_ROWS = 2048  # that one CTA sorts; more are shared out
-COUNT_ROWS = 4096  # that one CTA counts, in blocks of 1024
+COUNT_ROWS = 2048  # that one CTA counts, in two blocks
 MAX_GROUPS = 16384  # whose counts fit its shared memory
 MAX_ROWS = 1 << 18
 MAX_K = 8192
@@ -84,9 +84,9 @@ def _mapped(
     ffi.require()
     rows = tokens * k
     shared = rows > ALONE_ROWS
-    # What one launch leaves to the next: owners, and pairs of counts by CTA and part (BlockCounts).
+    # What one launch leaves to the next: owners, and pairs of counts by CTA and part (counts_of)
     between = rows if shared else 1
-    counts = -(-rows // COUNT_ROWS) * 5 * (groups // 2 + 1) if shared else 1
+    counts = -(-rows // COUNT_ROWS) * 3 * (groups // 2 + 1) if shared else 1
     shapes: list[tuple[int, ...]] = [(rows,), (rows,), (groups,), (rows,), (rows,), (counts,)]
     owners, item_rows = (), 0
     if adapters is not None:
