@@ -64,9 +64,13 @@ struct Unit {
   int first_rank;             // shrink: of the unit
   float scaling;
 };
+constexpr int kHeldRows = 3;   // at most of an item whose h comes with the ticket
+template <int RANKS>
 struct Ticket {
+  static constexpr int kWords = RANKS / 2, kLaneWords = kHeldRows * kWords / 32;
   Unit unit;
   int rows[kMaxRows];
+  uint32_t h[kHeldRows * kWords];  // kMissing where it was not there yet, or not asked for
 };
 
 // A stage holds weights [boxes along columns][group][pieces of 64 columns][8][64], then batch rows,
@@ -100,13 +104,14 @@ struct Shared {
   static_assert(STAGE % 1024 == 0, "the copy engine's swizzle repeats every 1024 bytes");
   static_assert(RANKS * 256 + kMaxRows * 272 <= STAGE, "128 columns of everything must fit a stage");
   alignas(1024) unsigned char stages[NS][STAGE];
+  using Ticket = lora_jax::Ticket<RANKS>;
   Ticket tickets[kTickets];
   alignas(8) uint64_t full[NS], empty[NS], ticket_full[kTickets], ticket_empty[kTickets];
 };
 
 // Every warp but the unit warp learns a unit here, and lets the slot go when it is done.
 template <class S>
-__device__ __forceinline__ const Ticket& take(S& sm, const Ring<kTickets>& ring) {
+__device__ __forceinline__ const typename S::Ticket& take(S& sm, const Ring<kTickets>& ring) {
   mbar_wait(&sm.ticket_full[ring.at()], ring.phase());
   return sm.tickets[ring.at()];
 }
@@ -254,13 +259,44 @@ __device__ __forceinline__ Unit make_unit(const PairArgs& p, const Share& s, con
   return u;
 }
 
+// What a lane brings of the h of a ticket.
 template <class S>
-__device__ __forceinline__ void publish(S& sm, Ring<kTickets>& ring, const Unit& mine, int from, int row) {
+struct HeldH {
+  uint32_t words[S::Ticket::kLaneWords];
+};
+template <class S>
+__device__ __forceinline__ HeldH<S> no_h() {
+  HeldH<S> h;
+#pragma unroll
+  for (uint32_t& word : h.words) word = kMissing;
+  return h;
+}
+// Asks for the h of lane `from`'s item, as far as a ticket holds it.
+template <class S>
+__device__ __forceinline__ HeldH<S> load_held(const PairArgs& p, const Site& site, int from) {
+  constexpr int kWords = S::Ticket::kWords;
+  const int rows = __shfl_sync(~0u, site.item.num_rows, from), place = __shfl_sync(~0u, site.item.row_begin, from);
+  const int64_t first = static_cast<int64_t>(__shfl_sync(~0u, site.module, from)) * p.num_rows + place;
+  HeldH<S> h = no_h<S>();
+#pragma unroll
+  for (int i = 0; i < S::Ticket::kLaneWords; ++i) {
+    const int at = i * 32 + static_cast<int>(threadIdx.x & 31), n = at / kWords, word = at % kWords;
+    if (rows <= kHeldRows && n < rows && word * 2 < p.h_stride)
+      h.words[i] = load_word(reinterpret_cast<const uint32_t*>(p.h + (first + n) * p.h_stride) + word);
+  }
+  return h;
+}
+
+template <class S>
+__device__ __forceinline__ void publish(S& sm, Ring<kTickets>& ring, const Unit& mine, int from, int row,
+                                        const HeldH<S>& h) {
   const int lane = threadIdx.x & 31;
   if (__shfl_sync(~0u, static_cast<int>(mine.kind), from) == kEnd) return;
   mbar_wait(&sm.ticket_empty[ring.at()], ring.phase() ^ 1);
-  Ticket& t = sm.tickets[ring.at()];
+  auto& t = sm.tickets[ring.at()];
   t.rows[lane] = row;
+#pragma unroll
+  for (int i = 0; i < S::Ticket::kLaneWords; ++i) t.h[i * 32 + lane] = h.words[i];
   if (lane == from) t.unit = mine;
   __syncwarp();
   if (lane == 0) mbar_arrive(&sm.ticket_full[ring.at()]);
@@ -287,22 +323,26 @@ __device__ __forceinline__ bool publish_first(const PairArgs& p, S& sm, Ring<kTi
   const bool there = p.shrink && __shfl_sync(~0u, share.item, cut) < num_items;
   if (there) {
     const Unit unit = make_unit(p, share, site, S::kStage);
-    publish(sm, ring, unit, cut, cut == 0 ? rows[0] : cut == 1 ? rows[1] : rows[2]);
+    publish(sm, ring, unit, cut, cut == 0 ? rows[0] : cut == 1 ? rows[1] : rows[2], no_h<S>());
   }
   return there;
 }
 
-// Makes out the units of `count` lanes at once, so that they cost the latencies of one.
+// Makes out the units of `count` lanes at once, so that they cost the latencies of one. `behind`: h may
+// be there already, so tickets bring it.
 template <class S>
 __device__ __forceinline__ void publish_all(const PairArgs& p, S& sm, Ring<kTickets>& ring, const Share& share,
-                                            Site& site, int count) {
+                                            Site& site, int count, bool behind) {
   load_slot(p, site);
   int next_row = load_row(p, site, 0);
+  HeldH<S> next_h = behind ? load_held<S>(p, site, 0) : no_h<S>();
   const Unit unit = make_unit(p, share, site, S::kStage);
   for (int from = 0; from < count; ++from) {
     const int row = next_row;
+    const HeldH<S> h = next_h;
     next_row = load_row(p, site, from + 1);
-    publish(sm, ring, unit, from, row);
+    if (behind) next_h = load_held<S>(p, site, from + 1);
+    publish(sm, ring, unit, from, row, h);
   }
 }
 __device__ __forceinline__ Site find_item(const PairArgs& p, const Plan& plan, const Share& share) {
@@ -335,7 +375,7 @@ __device__ __forceinline__ void hand_out_draws(const PairArgs& p, S& sm, Ring<kT
     const Share share = plan.drawn_share(drawn);
     Site site = find_item(p, plan, share);
     drawn = draw();
-    publish_all(p, sm, ring, share, site, kDraws);
+    publish_all(p, sm, ring, share, site, kDraws, true);
   }
 }
 
@@ -352,7 +392,7 @@ __device__ void hand_out(const PairArgs& p, S& sm) {
     for (int n = begun ? 1 : 0; n < own; n += 32) {
       const Share share = n + lane < own ? plan.own_share(n + lane) : kNothing;
       Site site = find_item(p, plan, share);
-      publish_all(p, sm, ring, share, site, min(own - n, 32));
+      publish_all(p, sm, ring, share, site, min(own - n, 32), false);
     }
     if (plan.draws) hand_out_draws(p, sm, ring, plan);
   }
