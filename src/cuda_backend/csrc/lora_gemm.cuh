@@ -27,7 +27,7 @@
 // The last 8-row box of a rank that is no multiple of 8 also reads rows of the next adapter. Shrink
 // drops their sums and expand their weights, whatever the values.
 #pragma once
-#include "lora_units.cuh"
+#include "unit_warp.cuh"
 
 namespace lora_jax {
 
