@@ -92,8 +92,8 @@ cudaError_t launch_all(PairArgs args, S32& tiles, S32& cut, const BF16* a_pool, 
   return e;
 }
 
-// `modules` holds entries and scaling of each one, which is one of their `sites`, behind its y where
-// that is added to; `work` is for h and one word more.
+// `modules` holds entries and scaling of each one, which is one of their `sites`, behind its y where that
+// is added to; `work` is for h and one word more.
 ffi::Error LoraGemm(cudaStream_t stream, BF16 x, BF16 a_pool, BF16 b_pool, S32 order, S32 items, S32 num_items,
                     S32 tiles, S32 cut, ffi::RemainingArgs modules, ffi::Result<S32> work,
                     ffi::RemainingRets outs, ffi::Span<const int64_t> sites, int64_t max_rank, bool accumulate) {
