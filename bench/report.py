@@ -10,6 +10,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from bench.esft_plots import plot_esft_speed
 from bench.kernel_plots import plot_kernels
 
 BARS = {
@@ -81,6 +82,7 @@ PLOTS = {
     "serve_cpu": plot_serve_cpu,
     "kernels_": plot_kernels,
     "esft_memory_": plot_esft_memory,
+    "esft_speed_": plot_esft_speed,
 }
 
 

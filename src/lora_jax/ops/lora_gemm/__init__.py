@@ -20,7 +20,7 @@ _KERNELS = {
     "xla": xla.lora_gemm,
     "reference": reference.lora_gemm,
 }
-_NARROW_ROWS = ("ffi", "xla", "reference")  # take bfloat16 rows to float32 results
+_NARROW_ROWS = ("cuda", "ffi", "xla", "reference")  # take bfloat16 rows to float32 results
 
 
 def lora_gemm(
@@ -63,8 +63,9 @@ def lora_gemms(
     x: Float[Array, "rows d_in"],
     a_pool: Float[Array, "a_rows d_in"],
     b_pool: Float[Array, "b_rows d_out"],
-    entries: Sequence[Int[Array, "slots 5"]],
-    scaling: Sequence[Float[Array, "slots"]],
+    entries: Int[Array, "sites slots 5"],
+    scaling: Float[Array, "sites slots"],
+    sites: Sequence[int],
     row_to_slot: Int[Array, "rows"],
     row_to_expert: Int[Array, "rows"] | None = None,
     *,
@@ -72,34 +73,39 @@ def lora_gemms(
     items: AdapterItems | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "rows d_out"], ...]:
-    """Return lora_gemm of each y, whose entries and scaling are its own; one launch on Hopper.
+    """Return lora_gemm of each y with the entries and scaling of its site; one launch on Hopper.
 
     So maps of the same rows that have the same widths, such as gate and up, cost their bytes and
-    not a launch each. Bits are those of lora_gemm. Either all y are None or none is.
+    not a launch each. The table comes whole, since cutting a site out of it is a copy, and a copy a
+    launch. Bits are those of lora_gemm. Either all y are None or none is.
     """
-    if not len(ys) == len(entries) == len(scaling):
-        said = f"{len(ys)} y, {len(entries)} entries and {len(scaling)} scaling"
-        raise ValueError(f"lora_gemms: each map needs one of each, got {said}")
+    if len(ys) != len(sites) or not all(0 <= site < entries.shape[0] for site in sites):
+        said = f"{len(ys)} y, sites {tuple(sites)} of a table of {entries.shape[0]}"
+        raise ValueError(f"lora_gemms: each map needs a site of the table, got {said}")
     if len({y is None for y in ys}) > 1:
         raise ValueError("lora_gemms: some y are None, others not: a launch adds to all or to none")
     if row_to_expert is None:
         row_to_expert = jnp.zeros(x.shape[:1], jnp.int32)
     pools, owners = (x, a_pool, b_pool), (row_to_slot, row_to_expert)
-    modules = tuple(zip(ys, entries, scaling, strict=True))
-    for y, e, s in modules:
-        _check(y, *pools, e, s, *owners, max_rank)
-    kernels: dict[str, Callable] = {n: functools.partial(_one_by_one, n) for n in _KERNELS}
-    kernels["cuda"] = functools.partial(dispatch.backend("cuda", "lora_gemms"), items=items)
-    return dispatch.call(kernels, implementation, modules, *pools, *owners, max_rank)
+    for y in ys:
+        _check(y, *pools, entries[0], scaling[0], *owners, max_rank)
+    cuda = functools.partial(dispatch.backend("cuda", "lora_gemms"), items=items, sites=sites)
+    one_by_one = functools.partial(_one_by_one, sites)
+    kernels: dict[str, Callable] = {n: functools.partial(one_by_one, n) for n in _KERNELS}
+    modules = tuple((y, entries, scaling) for y in ys)
+    return dispatch.call(
+        kernels | {"cuda": cuda}, implementation, modules, *pools, *owners, max_rank
+    )
 
 
 def _one_by_one(
-    implementation: str, modules, x, a_pool, b_pool, row_to_slot, row_to_expert, max_rank
+    sites, implementation: str, modules, x, a_pool, b_pool, row_to_slot, row_to_expert, max_rank
 ):
     options = {"max_rank": max_rank, "implementation": implementation}
+    owners = (row_to_slot, row_to_expert)
     return tuple(
-        lora_gemm(y, x, a_pool, b_pool, entries, scaling, row_to_slot, row_to_expert, **options)
-        for y, entries, scaling in modules
+        lora_gemm(y, x, a_pool, b_pool, entries[site], scaling[site], *owners, **options)
+        for (y, entries, scaling), site in zip(modules, sites, strict=True)
     )
 
 
