@@ -10,8 +10,8 @@ namespace lora_jax {
 template <int RANK>
 cudaError_t swizzled_map(CUtensorMap* map, const void* base, const cuuint64_t (&dims)[RANK],
                          const cuuint64_t (&strides)[RANK - 1], const cuuint32_t (&box)[RANK],
-                         CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B,
-                         CUtensorMapL2promotion ahead = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
+                         CUtensorMapL2promotion ahead = CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                         CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {
   const EncodeTiled encode = encode_tiled();
   if (!encode) return cudaErrorNotSupported;
   cuuint32_t steps[RANK];

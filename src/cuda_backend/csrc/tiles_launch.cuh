@@ -72,7 +72,7 @@ inline cudaError_t parts_map(CUtensorMap* map, const void* pool, int64_t rows, i
   const cuuint64_t dims[] = {32, static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(max(steps, int64_t{1})), 4};
   const cuuint64_t strides[] = {static_cast<cuuint64_t>(width) * 2, 256, 64};
   const cuuint32_t box[] = {32, 8, kStageSteps, 1};
-  return swizzled_map<4>(map, pool, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_NONE);
+  return swizzled_map<4>(map, pool, dims, strides, box, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 cudaError_t parts_maps(CUtensorMap (&maps)[2], const void* pool, int64_t rows, int64_t width) {
   const cudaError_t e = parts_map(&maps[0], pool, rows, width, (width + 127) / 128);

@@ -397,8 +397,8 @@ using cuuint64_t = uint64_t;
 using cuuint32_t = uint32_t;
 enum CUresult { CUDA_SUCCESS, CUDA_ERROR_INVALID_VALUE };
 enum { CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE };
-enum CUtensorMapL2promotion { CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B };
 enum CUtensorMapSwizzle { CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_SWIZZLE_128B };
+enum CUtensorMapL2promotion { CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B };
 struct CUtensorMap {
   const unsigned char* base;
   int rank;
@@ -416,7 +416,7 @@ inline CUresult cuTensorMapEncodeTiled(CUtensorMap* map, int, uint32_t rank, voi
     if (i && strides[i - 1] % 16) return CUDA_ERROR_INVALID_VALUE;
     map->dims[i] = dims[i], map->strides[i] = i ? strides[i - 1] : 2, map->box[i] = box[i];
   }
-  return map->swizzled && box[0] != 64 ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;  // the swizzle's width
+  return map->swizzled && box[0] * 2 > 128 ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;  // the swizzle's width
 }
 
 namespace emu {
@@ -445,7 +445,7 @@ void each_element(const CUtensorMap& m, const std::vector<int>& at, uint32_t sha
     }
     for (uint32_t e = 0; e < m.box[0]; ++e) {
       const int64_t column = at[0] + e;
-      const uint32_t linear = static_cast<uint32_t>(r) * m.box[0] * 2 + e * 2;
+      const uint32_t linear = static_cast<uint32_t>(r) * (m.swizzled ? 128 : m.box[0] * 2) + e * 2;
       const uint32_t row = m.swizzled ? (shared + linear) >> 7 & 7 : 0;
       const bool there = inside && column < static_cast<int64_t>(m.dims[0]);
       f(linear ^ row << 4, there ? const_cast<unsigned char*>(m.base) + offset + column * 2 : nullptr);
