@@ -8,7 +8,7 @@ from lora_jax.ops import hopper
 ALIGN = 8  # rows: a copied tile of x starts at a multiple
 STEP = hopper.COLUMNS  # of d_in in one stage
 STORED = 16  # rows that leave the registers at once
-FEW_STAGES = 3  # are enough to keep the multipliers busy
+FEW_STAGES = 4  # hide the copies' latency
 STRIDE = 8  # groups that a warpgroup looks at together when it seeks its next work
 LONG_GROUP = 48  # rows per group from which weights are read more than once
 VERY_LONG_GROUP = 512  # rows per group of which a tile of 160 or more wastes few
@@ -80,9 +80,9 @@ def _long_tile(mean: float) -> int:
 def with_stages(config: Config, matrices: int, addend_size: int = 0) -> Config:
     """Return the tiles with as many stages, up to 8, as shared memory holds; 0 where none fits.
 
-    Stages beyond FEW_STAGES give way to results on their way out: a tile whose parts all have a
-    place of their own is stored while the next one is multiplied. `addend_size` are the bytes of
-    one number that is added to a product, 0 if nothing is.
+    Stages beyond FEW_STAGES give way to results on their way out: a tile whose parts have places of
+    their own is stored while the next one is multiplied. `addend_size` are the bytes of one number
+    that is added to a product, 0 if nothing is.
     """
     stage, part = config.stage_bytes(matrices), config.part_bytes()
     addends = part // 2 * addend_size * matrices * min(2, config.parts)
