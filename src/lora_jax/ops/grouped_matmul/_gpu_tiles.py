@@ -23,19 +23,25 @@ class Config:
     rows: int  # in one tile
     stages: int
     ctas: int  # per SM
+    part: int = STORED  # rows that leave the registers at once, if the tile has so many
 
     def stage_bytes(self, matrices: int) -> int:
         """Bytes of shared memory that one stage of the ring takes."""
         return (matrices * self.columns * self.warpgroups + self.rows) * STEP * 2
 
     @property
+    def stored(self) -> int:
+        """Rows of a part of the results."""
+        return min(self.rows, self.part)
+
+    @property
     def parts(self) -> int:
-        """Parts in which the results of a tile leave the registers."""
-        return self.rows // min(self.rows, STORED)
+        """Parts in which the results of a tile leave the registers; `part` divides the rows."""
+        return self.rows // self.stored
 
     def part_bytes(self) -> int:
         """Bytes of one part of all warpgroups."""
-        return self.warpgroups * self.columns * min(self.rows, STORED) * 2
+        return self.warpgroups * self.columns * self.stored * 2
 
 
 @dataclasses.dataclass(frozen=True)

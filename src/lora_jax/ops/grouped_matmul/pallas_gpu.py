@@ -94,7 +94,7 @@ def _find(
 def _beside(addends: tuple[Array, ...], config: Config, matrices: int) -> Config | None:
     """Return the tiles with registers and shared memory left for addends, if there are any."""
     most = MOST_SUMS * 128 // (matrices * config.columns)
-    config = dataclasses.replace(config, rows=min(config.rows, most))
+    config = dataclasses.replace(config, rows=min(config.rows, most), part=STORED)
     config = with_stages(config, matrices, addends[0].dtype.itemsize)
     return config if config.stages >= 2 else None
 
@@ -143,9 +143,8 @@ def _launch(
     pad = ((0, 0), (0, -d_out % wide))
     given = [jnp.pad(b, pad) for b in biases if b is not None]
     x, *added = (jnp.pad(a, ((0, -rows % ALIGN), (0, 0))) for a in (x, *addends))
-    stored = min(config.rows, STORED)
     # Whole parts leave swizzled, which single rows cannot: they have a place of their own.
-    part, warpgroups = (stored, config.columns), config.warpgroups
+    part, warpgroups = (config.stored, config.columns), config.warpgroups
     waiting, addend_size = [], added[0].dtype.itemsize if added else 0
     deep = depths(config, matrices, addend_size)
     if added:
