@@ -54,7 +54,7 @@ def make_layer(point: moe.Point, seed: int) -> Layer:
 
 
 def added(layer: Layer, point: moe.Point, ys: tuple, x: jax.Array, *names: str) -> tuple:
-    """Return ys plus what the rows' adapters add at these maps of x."""
+    """Return ys, or nothing, plus what the rows' adapters add at these maps of x."""
     s, pool = layer.set, WEIGHTS[names[0]]
     modules = [(y, s[f"{n}_entries"], s["scaling"]) for y, n in zip(ys, names, strict=True)]
     pools, owners = (s[f"{pool}_a"], s[f"{pool}_b"]), (s["row_to_slot"], s["row_to_expert"])
@@ -63,15 +63,11 @@ def added(layer: Layer, point: moe.Point, ys: tuple, x: jax.Array, *names: str) 
 
 def fused(layer: Layer, point: moe.Point, x: jax.Array, lora: bool) -> jax.Array:
     """Return the experts' output in two launches and those of the deltas."""
-    w, sizes, hidden = layer.weights, layer.sizes, x.shape[1]
-    width, addends, behind = w["gate"].shape[1], (), None
-    if lora:
-        zero = jnp.zeros((len(x), width), x.dtype)
-        addends = added(layer, point, (zero, zero), x, "gate", "up")
+    w, sizes = layer.weights, layer.sizes
+    addends = added(layer, point, (None, None), x, "gate", "up") if lora else ()
     inner = gated_matmul(x, w["gate"], w["up"], sizes, *addends)
-    if lora:
-        (behind,) = added(layer, point, (jnp.zeros((len(x), hidden), x.dtype),), inner, "down")
-    return grouped_matmul(inner, w["down"], sizes, None, behind)
+    behind = added(layer, point, (None,), inner, "down") if lora else ()
+    return grouped_matmul(inner, w["down"], sizes, None, *behind)
 
 
 def apart(layer: Layer, point: moe.Point, x: jax.Array, lora: bool) -> jax.Array:

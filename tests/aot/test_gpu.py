@@ -87,20 +87,22 @@ GROUPED = {
 }
 
 
+@pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("sizes", GROUPED.values(), ids=GROUPED)
-def test_grouped_matmul(h200, report, sizes, gated):
+def test_grouped_matmul(h200, report, sizes, gated, added):
     """One launch, nothing in device memory but the result."""
     rows, groups, d_out, d_in = sizes
     x, w = h200.array((rows, d_in), jnp.bfloat16), h200.array((groups, d_out, d_in), jnp.bfloat16)
     group_sizes = h200.array((groups,), jnp.int32)
+    addends = [h200.array((rows, d_out), jnp.bfloat16)] * (added + (added and gated))
     if gated:
         call = functools.partial(grouped_matmul_gpu.gated_matmul, interpret=False)
-        done = h200.compile(call, x, w, w, group_sizes)
+        done = h200.compile(call, x, w, w, group_sizes, *addends)
     else:
         bias = h200.array((groups, d_out), jnp.bfloat16) if groups == 32 else None
         call = functools.partial(grouped_matmul_gpu.grouped_matmul, interpret=False)
-        done = h200.compile(call, x, w, group_sizes, bias)
+        done = h200.compile(call, x, w, group_sizes, bias, *addends)
     report(done)
     assert not any(done.spill_bytes.values())
     # A bias is padded to whole tiles.

@@ -1,5 +1,8 @@
 """Rows and their adapters: who is touched, where, and with which of the table's rows."""
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -84,3 +87,22 @@ def test_items_are_made_once_and_only_where_a_kernel_wants_them(monkeypatch):
     np.testing.assert_array_equal(got, rows.add_lora(Y, X, "router", 2))
     moved = with_items.gathered(jnp.asarray([3, 0], jnp.int32), jnp.int32(2))
     assert moved.items is None  # they were those of other rows
+
+
+@pytest.mark.parametrize(("name", "wide"), [("ffi", True), ("xla", True), ("cuda", False)])
+def test_deltas_are_what_is_added_and_none_where_no_adapter_can_be(monkeypatch, name, wide):
+    rows = make_rows([1, -1, 0, 1], make_slots())
+    touched = np.array([True, False, False, True])[:, None]
+    monkeypatch.setattr(dispatch, "candidates", lambda implementation=None: (name, "reference"))
+    got, untouched = rows.deltas(X, ("router", "o_proj"), 4, 2)
+    assert got is not None
+    assert untouched is not None
+    np.testing.assert_allclose(got, DELTA * touched, atol=1e-5)
+    assert not np.asarray(untouched).any()
+    assert rows.deltas(X, ("o_proj", "k_proj"), 4, 2) == (None, None)
+    assert make_rows([1], None).deltas(X[:1], ("router",), 4, 2) == (None,)
+    slots, x = make_slots(), X.astype(jnp.bfloat16)
+    pools = {width: pool.astype(jnp.bfloat16) for width, pool in slots.pools.items()}
+    rows = make_rows([1, -1, 0, 1], dataclasses.replace(slots, pools=pools))
+    narrow = jax.eval_shape(lambda: rows.deltas(x, ("o_proj", "router"), 4, 1))
+    assert {a.dtype for a in narrow} == {jnp.dtype(jnp.float32 if wide else jnp.bfloat16)}

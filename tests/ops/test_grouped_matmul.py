@@ -10,7 +10,7 @@ from tolerance import TOLERANCE
 
 from lora_jax.ops.cases import GroupedCase, grouped_case
 from lora_jax.ops.cpu import build
-from lora_jax.ops.grouped_matmul import grouped_matmul, matmul
+from lora_jax.ops.grouped_matmul import gated_matmul, grouped_matmul, matmul, silu_times
 
 IMPLEMENTATIONS = ["ffi", "xla", "reference"]
 # rows, groups, d_out, d_in: tiles, tails and blocks of K of every kind.
@@ -118,6 +118,63 @@ def test_matmul_is_one_group(implementation):
     num_rows = jnp.int32(9)
     got = matmul(case.x, case.w[0], num_rows, case.bias[0], implementation=implementation)
     np.testing.assert_allclose(np.asarray(got), oracle(case), **TOLERANCE["float32"])
+
+
+def addend_of(case: GroupedCase, dtype, seed: int) -> jax.Array:
+    """Return something to add; every other row of it is 0."""
+    shape = (case.x.shape[0], case.w.shape[1])
+    some = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    some[::2] = 0
+    return jnp.asarray(some).astype(dtype)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtypes", [("float32",) * 2, ("bfloat16",) * 2, ("bfloat16", "float32")])
+def test_an_addend_is_added_to_the_rounded_product(dtypes, implementation):
+    case = grouped_case(21, 3, 17, 20, dtype=dtypes[0], bias=True, padding=4)
+    addend = addend_of(case, dtypes[1], 0).at[21:].set(jnp.nan)
+    product = run(case, implementation)
+    arrays = (case.x, case.w, case.group_sizes, case.bias, addend)
+    got = jitted(*arrays, implementation=implementation)
+    want = jnp.asarray(product[:21]) + addend[:21].astype(jnp.float32)
+    np.testing.assert_array_equal(got[:21], want.astype(case.x.dtype))
+    np.testing.assert_array_equal(np.asarray(got, np.float32)[:21:2], product[:21:2])
+    assert not np.asarray(got, np.float32)[21:].any()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_gate_and_up_have_the_bits_of_two_products_and_an_activation(dtype, implementation):
+    case = grouped_case(30, 4, 24, 36, dtype=dtype, padding=2)
+    w_up, adds = case.w[:, ::-1], [addend_of(case, jnp.float32, seed) for seed in (1, 2)]
+    multiply = functools.partial(jitted, implementation=implementation)
+    fuse = jax.jit(functools.partial(gated_matmul, implementation=implementation))
+    for addends in ([None, None], adds, [adds[0], None]):
+        gate, up = (
+            multiply(case.x, w, case.group_sizes, None, addend)
+            for w, addend in zip((case.w, w_up), addends, strict=True)
+        )
+        got = fuse(case.x, case.w, w_up, case.group_sizes, *addends)
+        np.testing.assert_array_equal(got, jax.jit(silu_times)(gate, up))
+        wide = [np.asarray(a, np.float64) for a in (gate, up)]
+        want = wide[0] / (1 + np.exp(-wide[0])) * wide[1]
+        np.testing.assert_allclose(np.asarray(got, np.float32), want, **TOLERANCE[dtype])
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_wrong_shapes_and_dtypes_of_addends_and_pairs_are_named():
+    case = grouped_case(5, 3, 8, 16)
+    args = (case.x, case.w, case.group_sizes)
+    with pytest.raises(ValueError, match=r"addend has shape \(5, 7\), expected \(5, 8\)"):
+        grouped_matmul(*args, None, jnp.zeros((5, 7)))
+    with pytest.raises(ValueError, match=r"addends must all be float32, got addend bfloat16"):
+        grouped_matmul(*args, None, jnp.zeros((5, 8), jnp.bfloat16))
+    with pytest.raises(ValueError, match=r"w_up has shape \(3, 6, 16\), expected \(3, 8, 16\)"):
+        gated_matmul(case.x, case.w, case.w[:, :6], case.group_sizes)
+    with pytest.raises(ValueError, match=r"dtypes must be equal.*w_up bfloat16"):
+        gated_matmul(case.x, case.w, case.w.astype(jnp.bfloat16), case.group_sizes)
+    with pytest.raises(ValueError, match=r"gated_matmul: up_addend has shape \(4, 8\)"):
+        gated_matmul(*args[:1], case.w, case.w, args[2], jnp.zeros((5, 8)), jnp.zeros((4, 8)))
 
 
 def test_runs_on_another_device_and_inside_a_program_with_donation():

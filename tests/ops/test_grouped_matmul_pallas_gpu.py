@@ -3,7 +3,9 @@
 On a GPU: JAX_PLATFORMS=cuda PYTHONPATH=src:tests:. python3 -m pytest --noconftest -m gpu FILE
 """
 
+import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mosaic import interpreted
 from tolerance import TOLERANCE
 
+from lora_jax.ops import tuning_table
 from lora_jax.ops.cases import MODELS, GroupedCase, grouped_case
 from lora_jax.ops.grouped_matmul import composed, pallas_gpu, reference
 from lora_jax.ops.grouped_matmul._gpu_tiles import (
@@ -159,6 +162,58 @@ def test_tiles_fit_the_shared_memory(rows, groups, matrices, addend_size):
     assert config.ctas * (took + 1024) <= 227 * 1024
     # The sums of all matrices have to fit the registers of a warpgroup's 128 threads.
     assert matrices * config.columns * config.rows // 128 <= 192
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """The tiles of every launch, which are not made."""
+    found = []
+
+    def launch(x, weights, group_sizes, biases, addends, config, interpret):
+        found.append(config)
+        return jnp.zeros((x.shape[0], weights[0].shape[1]), x.dtype)
+
+    monkeypatch.setattr(pallas_gpu, "_launch", launch)
+    return found
+
+
+def test_the_table_of_this_device_decides_while_tracing(chosen, tmp_path, monkeypatch):
+    """At the shape nearest to those that were tuned; the formula does where none is near."""
+    kind = tuning_table.device_folder(jax.devices()[0].device_kind)
+    shape = {"rows": 16, "groups": 4, "d_out": 128, "d_in": 64}
+    (tmp_path / kind).mkdir()
+    for op, config in (("grouped_matmul", TALL), ("gated_matmul", WIDE)):
+        entries = [{"shape": shape, "config": dataclasses.asdict(config)}]
+        (tmp_path / kind / f"{op}.json").write_text(json.dumps({"entries": entries}))
+    monkeypatch.setattr(tuning_table, "TABLES", tmp_path)
+    for rows in (16, 27, 128):
+        case = some_case((rows, 0, 4, 128, 64), "uniform", bias=False)
+        pallas_gpu.grouped_matmul(*arrays(case), interpret=False)
+        args = (case.x, case.w, case.w, case.group_sizes)
+        pallas_gpu.gated_matmul(*args, interpret=False)
+    tuning_table.read.cache_clear()
+    assert chosen[:4] == [TALL, WIDE] * 2
+    assert chosen[4:] == [find_config(128, 4, 128, matrices) for matrices in (1, 2)]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_tiles_leave_room_for_addends(chosen, dtype, monkeypatch):
+    crowded = Config(columns=128, warpgroups=2, rows=192, stages=3, ctas=1)
+    monkeypatch.setattr(tuning_table, "find", lambda op, shape, kind: crowded)
+    case = some_case((16, 0, 2, 128, 64), "uniform", bias=False)
+    adds = some_addends(case, 16, 2, dtype)
+    pallas_gpu.grouped_matmul(*arrays(case), adds[0], interpret=False)
+    pallas_gpu.gated_matmul(case.x, case.w, case.w, case.group_sizes, *adds, interpret=False)
+    # Two matrices' sums and two float32 addends are too much for tiles of 256 columns.
+    gated = {"bfloat16": (128, 80), "float32": (64, 32)}[dtype]
+    assert [(c.columns, c.rows) for c in chosen] == [(128, 160), gated]
+    for matrices, config in enumerate(chosen, 1):
+        deep = depths(config, matrices, adds[0].dtype.itemsize)
+        took = config.stages * config.stage_bytes(matrices)
+        took += (deep.results + 1) * config.part_bytes()
+        took += deep.addends * matrices * config.part_bytes() // 2 * adds[0].dtype.itemsize
+        assert config.stages >= 2
+        assert config.ctas * (took + 1024) <= 227 * 1024
 
 
 def test_more_rows_per_group_take_wider_tiles():

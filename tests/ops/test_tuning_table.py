@@ -1,11 +1,14 @@
 """The table gives the nearest shape's tiling, and nothing where none is near."""
 
 import dataclasses
+import functools
 import json
 
 import pytest
 
-from lora_jax.ops import tuning_table
+from lora_jax.ops import hopper, tuning_table
+from lora_jax.ops.grouped_matmul import _gpu_tiles
+from lora_jax.ops.tuning_table import TABLES, device_folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,3 +57,37 @@ def test_other_sizes_other_ops_and_other_devices_have_no_entry():
     assert tuning_table.find("other", shape, Config, device="made up chip") is None
     assert tuning_table.find("op", shape, Config, device="another chip") is None
     assert tuning_table.find("op", shape, Config) is None  # this machine's device
+
+
+COMMITTED = sorted(TABLES.glob("*/*.json"))
+
+
+def test_there_are_tables():
+    assert {path.parent.name for path in COMMITTED} >= {"nvidia_h200"}
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+def test_a_committed_table_gives_its_own_shapes_and_those_near_them(path):
+    table = json.loads(path.read_text())
+    assert device_folder(table["device"]) == path.parent.name
+    look_up = functools.partial(tuning_table.find, path.stem, device=table["device"])
+    for entry in table["entries"]:
+        assert entry["us"] == min(t["us"] for t in entry["times"])
+        found = look_up(entry["shape"], _gpu_tiles.Config)
+        assert found == _gpu_tiles.Config(**entry["config"])
+        near = {**entry["shape"], "rows": entry["shape"]["rows"] * 5 // 4}
+        assert look_up(near, _gpu_tiles.Config) == found
+        far = {**entry["shape"], "d_in": entry["shape"]["d_in"] * 1000}
+        assert look_up(far, _gpu_tiles.Config) is None
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+def test_committed_tilings_fit_the_device(path):
+    matrices = 2 if path.stem == "gated_matmul" else 1
+    for entry in json.loads(path.read_text())["entries"]:
+        config = _gpu_tiles.Config(**entry["config"])
+        deep = _gpu_tiles.depths(config, matrices)
+        took = config.stages * config.stage_bytes(matrices)
+        took += (deep.results + 1) * config.part_bytes()
+        assert config.ctas * (took + 1024) <= hopper.SHARED_BYTES
+        assert matrices * config.columns * config.rows // 128 <= 192

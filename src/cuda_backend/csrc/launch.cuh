@@ -15,8 +15,7 @@ inline cudaError_t pool_map(CUtensorMap* map, const void* pool, int64_t rows, in
   const cuuint64_t dims[] = {64, static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(width / 64)};
   const cuuint64_t strides[] = {static_cast<cuuint64_t>(width) * 2, 128};
   const cuuint32_t box[] = {64, 8, 1u << wide};
-  return swizzled_map<3>(map, pool, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_128B,
-                         CU_TENSOR_MAP_L2_PROMOTION_NONE);
+  return swizzled_map<3>(map, pool, dims, strides, box, CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }
 // Sets the maps of pool A (0) or B (1). Each copy costs its warp about a hundred cycles, so boxes are
 // as wide as stages allow; what a box reads past the end of a unit of B is lost.

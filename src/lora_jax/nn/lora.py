@@ -31,7 +31,7 @@ def apply_lora(
 
 
 def apply_loras(
-    ys: Sequence[Float[Array, "rows d_out"]],
+    ys: Sequence[Float[Array, "rows d_out"] | None],
     x: Float[Array, "rows d_in"],
     adapters: AdapterSlots,
     module_indices: Sequence[int],
@@ -41,8 +41,13 @@ def apply_loras(
     *,
     max_rank: int,
     items: AdapterItems | None = None,
+    width: int | None = None,
 ) -> tuple[Float[Array, "rows d_out"], ...]:
-    """Return apply_lora of several sites of the same x and one width."""
+    """Return apply_lora of several sites of the same x and one width.
+
+    Without ys, what would be added to them, in x's dtype; `width` is theirs.
+    """
+    d_out = ys[0].shape[1] if width is None and ys[0] is not None else width
     if isinstance(layer, int):  # the whole table, so that nothing is cut out of it
         layers = adapters.entries.shape[1]
         tables = (adapters.entries, adapters.scaling)
@@ -55,7 +60,7 @@ def apply_loras(
         ys,
         x,
         adapters.pools[str(x.shape[1])],
-        adapters.pools[str(ys[0].shape[1])],
+        adapters.pools[str(d_out)],
         entries,
         scaling,
         sites,
@@ -113,6 +118,10 @@ class Rows:
         row_to_expert: Int[Array, "rows"] | None = None,
     ) -> tuple[Float[Array, "rows d_out"], ...]:
         """Return add_lora of each module; all are maps of the same x to one width."""
+        return self._applied(ys, x, modules, ys[0].shape[1], layer, row_to_expert)
+
+    def _applied(self, ys, x, modules, width: int, layer: int, row_to_expert) -> tuple:
+        """Return each y, or nothing where there is none, plus what its module adds to it."""
         adapted = [i for i, m in enumerate(modules) if m in self.module_names]
         if self.adapters is None or not adapted:
             return tuple(ys)
@@ -126,6 +135,7 @@ class Rows:
             row_to_expert,
             max_rank=self.max_rank,
             items=self.items,
+            width=width,
         )
         found = dict(zip(adapted, added, strict=True))
         return tuple(found.get(i, y) for i, y in enumerate(ys))
@@ -147,7 +157,9 @@ class Rows:
             return (None,) * len(modules)
         wide = dispatch.candidates()[0] in ("ffi", "xla", "reference")
         zero = jnp.zeros((x.shape[0], width), jnp.float32 if wide else x.dtype)
-        return self.add_loras([zero] * len(modules), x, modules, layer, row_to_expert)
+        ys = [zero if wide else None] * len(modules)
+        found = self._applied(ys, x, modules, width, layer, row_to_expert)
+        return tuple(zero if delta is None else delta for delta in found)
 
     def gathered(
         self,

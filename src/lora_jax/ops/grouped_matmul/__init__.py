@@ -117,4 +117,5 @@ def _check_addends(op: str, x: Array, w: Array, **addends: Array | None) -> None
     dtypes = {name: a.dtype for name, a in given.items()}
     if len({*dtypes.values()}) > 1 or any(d not in (x.dtype, jnp.float32) for d in dtypes.values()):
         said = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
-        raise ValueError(f"{op}: addends must be {x.dtype} or float32, and equal, got {said}")
+        allowed = " or all ".join(sorted({str(x.dtype), "float32"}))
+        raise ValueError(f"{op}: addends must all be {allowed}, got {said}")

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lora_jax.ops import hopper
-from lora_jax.ops.grouped_matmul._gpu_tiles import STEP, STORED, Config, Depths
+from lora_jax.ops.grouped_matmul._gpu_tiles import STEP, Config, Depths
 from lora_jax.ops.grouped_matmul._gpu_works import Works
 
 CROWDED = 128 * 128  # sums of a warpgroup: half the registers
@@ -37,7 +37,7 @@ def kernel_body(config: Config, deep: Depths, operands: Operands, ctas: int, int
     dtype, matrices, groups = operands.dtype, operands.weights, operands.groups
     columns, warpgroups, tile_rows = config.columns, config.warpgroups, config.rows
     stages, wide, d_out = config.stages, columns * warpgroups, operands.d_out
-    steps, stored = operands.d_in // STEP, min(tile_rows, STORED)
+    steps, stored = operands.d_in // STEP, config.stored
     ahead = deep.addends
     works = Works(groups, operands.rows, tile_rows, pl.cdiv(d_out, wide), steps, ctas)
     crowded = matrices * columns * tile_rows >= CROWDED

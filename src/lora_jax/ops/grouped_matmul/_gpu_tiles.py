@@ -8,7 +8,7 @@ from lora_jax.ops import hopper
 ALIGN = 8  # rows: a copied tile of x starts at a multiple
 STEP = hopper.COLUMNS  # of d_in in one stage
 STORED = 16  # rows that leave the registers at once
-FEW_STAGES = 3  # are enough to keep the multipliers busy
+FEW_STAGES = 4  # hide the copies' latency
 STRIDE = 8  # groups that a warpgroup looks at together when it seeks its next work
 SKIPS = (32, 8)  # groups without rows that it passes together
 LONG_GROUP = 48  # rows per group from which weights are read more than once
@@ -24,19 +24,25 @@ class Config:
     rows: int  # in one tile
     stages: int
     ctas: int  # per SM
+    part: int = STORED  # rows that leave the registers at once, if the tile has so many
 
     def stage_bytes(self, matrices: int) -> int:
         """Bytes of shared memory that one stage of the ring takes."""
         return (matrices * self.columns * self.warpgroups + self.rows) * STEP * 2
 
     @property
+    def stored(self) -> int:
+        """Rows of a part of the results."""
+        return min(self.rows, self.part)
+
+    @property
     def parts(self) -> int:
-        """Parts in which the results of a tile leave the registers."""
-        return self.rows // min(self.rows, STORED)
+        """Parts in which the results of a tile leave the registers; `part` divides the rows."""
+        return self.rows // self.stored
 
     def part_bytes(self) -> int:
         """Bytes of one part of all warpgroups."""
-        return self.warpgroups * self.columns * min(self.rows, STORED) * 2
+        return self.warpgroups * self.columns * self.stored * 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,9 +87,9 @@ def _long_tile(mean: float) -> int:
 def with_stages(config: Config, matrices: int, addend_size: int = 0) -> Config:
     """Return the tiles with as many stages, up to 8, as shared memory holds; 0 where none fits.
 
-    Stages beyond FEW_STAGES give way to results on their way out: a tile whose parts all have a
-    place of their own is stored while the next one is multiplied. `addend_size` are the bytes of
-    one number that is added to a product, 0 if nothing is.
+    Stages beyond FEW_STAGES give way to results on their way out: a tile whose parts have places of
+    their own is stored while the next one is multiplied. `addend_size` are the bytes of one number
+    that is added to a product, 0 if nothing is.
     """
     stage, part = config.stage_bytes(matrices), config.part_bytes()
     addends = part // 2 * addend_size * matrices * min(2, config.parts)

@@ -7,6 +7,7 @@ multiply. Which group, rows and columns a CTA's next work is, it counts from gro
 A row's result is one sum over d_in in steps of 16, whatever the tiles and its neighbours.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -25,6 +26,8 @@ from lora_jax.ops.grouped_matmul._gpu_tiles import (
     with_stages,
 )
 from lora_jax.typing import Array, Float, Int
+
+MOST_SUMS = 160  # of a thread that addends are added to
 
 
 def grouped_matmul(
@@ -46,7 +49,7 @@ def grouped_matmul(
     """
     _require("grouped_matmul", x, w, interpret)
     addends = () if addend is None else (addend,)
-    config = config or _find("grouped_matmul", x, w, 1, likely_groups)
+    config = config or _find("grouped_matmul", x, (w,), addends, likely_groups)
     return _launch(x, (w,), group_sizes, (bias,), addends, config, interpret)
 
 
@@ -70,22 +73,34 @@ def gated_matmul(
     if (gate_addend is None) != (up_addend is None):
         raise NotImplementedError("gated_matmul on Mosaic GPU takes both addends or none")
     addends = () if gate_addend is None or up_addend is None else (gate_addend, up_addend)
-    config = config or _find("gated_matmul", x, w_gate, 2, likely_groups)
+    config = config or _find("gated_matmul", x, (w_gate, w_up), addends, likely_groups)
     return _launch(x, (w_gate, w_up), group_sizes, (None, None), addends, config, interpret)
 
 
 def _find(
     op: str,
     x: Float[Array, "rows d_in"],
-    w: Float[Array, "groups d_out d_in"],
-    matrices: int,
+    weights: tuple[Float[Array, "groups d_out d_in"], ...],
+    addends: tuple[Float[Array, "rows d_out"], ...],
     likely_groups: int | None,
 ) -> Config:
     """Return the tiles that were found best on this device at about this shape, or a guess."""
-    rows, (groups, d_out, d_in) = x.shape[0], w.shape
+    rows, (groups, d_out, d_in), matrices = x.shape[0], weights[0].shape, len(weights)
     groups = min(groups, likely_groups or groups)
     shape = {"rows": rows, "groups": groups, "d_out": d_out, "d_in": d_in}
-    return tuning_table.find(op, shape, Config) or find_config(rows, groups, d_out, matrices)
+    guess = find_config(rows, groups, d_out, matrices)
+    config = tuning_table.find(op, shape, Config) or guess
+    if not addends:
+        return config
+    return _beside(addends, config, matrices) or _beside(addends, guess, matrices) or guess
+
+
+def _beside(addends: tuple[Array, ...], config: Config, matrices: int) -> Config | None:
+    """Return the tiles with registers and shared memory left for addends, if there are any."""
+    most = MOST_SUMS * 128 // (matrices * config.columns)
+    config = dataclasses.replace(config, rows=min(config.rows, most), part=STORED)
+    config = with_stages(config, matrices, addends[0].dtype.itemsize)
+    return config if config.stages >= 2 else None
 
 
 def _require(
@@ -132,11 +147,9 @@ def _launch(
     pad = ((0, 0), (0, -d_out % wide))
     given = [jnp.pad(b, pad) for b in biases if b is not None]
     x, *added = (jnp.pad(a, ((0, -rows % ALIGN), (0, 0))) for a in (x, *addends))
-    stored = min(config.rows, STORED)
     # Whole parts leave swizzled, which single rows cannot: they have a place of their own.
-    part, warpgroups = (stored, config.columns), config.warpgroups
+    part, warpgroups = (config.stored, config.columns), config.warpgroups
     waiting, addend_size = [], added[0].dtype.itemsize if added else 0
-    config = with_stages(config, matrices, addend_size) if added else config
     deep = depths(config, matrices, addend_size)
     if added:
         shape = (warpgroups, deep.addends, matrices, *part)
