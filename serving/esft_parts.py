@@ -1,9 +1,7 @@
 """What an engine needs to serve ESFT adapters: expert tensors, their books, and the tables."""
 
-import contextlib
 import dataclasses
 import logging
-import resource
 import time
 
 import jax
@@ -119,8 +117,6 @@ def _move(
     model: AbstractCausalLM, memory: AbstractVirtualMemory, extra: int, extra_bytes: int | None
 ) -> ExpertTensors:
     """Return the model's experts in virtual tensors; ValueError where there is no memory."""
-    if jax.default_backend() == "cpu":
-        _allow_many_files()
     try:
         return ExpertTensors(model, memory, extra=extra, extra_bytes=extra_bytes)
     except OutOfPages as error:
@@ -128,11 +124,3 @@ def _move(
             f"no memory for the experts in pages of their own: {error}. max_esft_adapters 0 "
             "leaves them where they are."
         ) from error
-
-
-def _allow_many_files() -> None:
-    """Let this process open as many files as it may: a page of host memory is a file."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

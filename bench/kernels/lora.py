@@ -92,6 +92,23 @@ POINTS = (
         peer_us=55.0,
         bar_us=30,
     ),
+    Point(
+        "prefill, 4096 tokens, 4 adapters, without y",
+        "pair",
+        4096,
+        4096,
+        slots=4,
+        popularity="uniform",
+        adds=False,
+        peer_us=55.0,
+        bar_us=30,
+    ),
+    *(
+        Point(
+            f"prefill, {rows} tokens, 4 adapters", "pair", rows, 4096, slots=4, popularity="uniform"
+        )
+        for rows in (512, 1024, 2048, 8192)
+    ),
     Point("1024 tokens, rank 8", "pair", 1024, 14336, rank=8),
     Point("1024 tokens, rank 16", "pair", 1024, 14336, rank=16),
     Point("1024 tokens, rank 32", "pair", 1024, 14336, rank=32),
@@ -144,8 +161,8 @@ def apply(point: Point, y: jax.Array, s: Inputs) -> jax.Array:
     table = (s.entries, s.scaling, s.items)
     if point.op == "shrink":
         return shrink(s)
-    if point.op == "expand" and not point.adds:
-        return expand_alone(s)
+    if not point.adds:
+        return expand_alone(s) if point.op == "expand" else pair_alone(point, s)
     if point.op == "expand":
         return lora_gemm.lora_expand(y, s.h, s.b_pool, *table)
     return lora_gemm.lora_pair(y, s.x, s.a_pool, s.b_pool, *table, point.rank)
@@ -165,6 +182,15 @@ def expand_alone(s: Inputs) -> jax.Array:
     call = jax.ffi.ffi_call("lora_jax_cuda_lora_expand", shapes, has_side_effect=True)
     arrays = (s.h, s.b_pool, s.entries, s.scaling, *s.items.arrays)
     return call(*arrays, accumulate=False)[0]
+
+
+def pair_alone(point: Point, s: Inputs) -> jax.Array:
+    """Return what lora_pair does without y; see shrink for the side effect."""
+    work = jax.ShapeDtypeStruct((s.h.size // 2 + 1,), jnp.int32)
+    shapes = [work, jax.ShapeDtypeStruct((point.rows, point.d_out), s.x.dtype)]
+    call = jax.ffi.ffi_call("lora_jax_cuda_lora_gemm", shapes, has_side_effect=True)
+    arrays = (s.x, s.a_pool, s.b_pool, *s.items.arrays, s.entries, s.scaling)
+    return call(*arrays, max_rank=np.int64(point.rank), accumulate=False)[1]
 
 
 def bytes_moved(point: Point, distinct: float) -> float:

@@ -126,11 +126,13 @@ def lora_gemms(
     """
     places, pools = sites or [0] * len(modules), (x, a_pool, b_pool)
     owners, widths = (row_to_slot, row_to_expert), (x.shape[1], b_pool.shape[1])
-    dtypes = [x.dtype if y is None else y.dtype for y, *_ in modules]
-    if any(_one_by_one((x.dtype, dtype), widths, max_rank) for dtype in dtypes):
-        return _row_by_row(modules, places, pools, owners, max_rank)
+    if any(_one_by_one(y, x, widths, max_rank) for y, *_ in modules):
+        ys = [jnp.zeros((len(x), widths[1]), x.dtype) if y is None else y for y, *_ in modules]
+        tables = [(entries, scaling) for _, entries, scaling in modules]
+        return lora_rows.lora_rows(ys, tables, places, *pools, *owners, max_rank)
     slots, sorted_rows = modules[0][1].shape[-2], x.shape[0] if items is None else 1
-    for dtype, (_, entries, _) in zip(dtypes, modules, strict=True):
+    for y, entries, _ in modules:
+        dtype = x.dtype if y is None else y.dtype
         check_support(dtype, sorted_rows, widths, entries.shape[-2], max_rank)
     ffi.require()
     known = row_items(*owners, slots, max_rank) if items is None else items
@@ -139,24 +141,10 @@ def lora_gemms(
     return tuple(y for ys in done for y in ys)
 
 
-def _one_by_one(dtypes: Sequence[DTypeLike], widths: tuple[int, int], max_rank: int) -> bool:
+def _one_by_one(y: Array | None, x: Array, widths: tuple[int, int], max_rank: int) -> bool:
     """Return whether rows are for lora_rows, which have other dtypes, widths or ranks than here."""
-    odd = any(width % COLUMNS for width in widths)
-    return jnp.float32 in dtypes or odd or max_rank > MAX_RANK
-
-
-def _row_by_row(
-    modules: Sequence[Module],
-    sites: Sequence[int],
-    pools: tuple[Array, Array, Array],
-    owners: tuple[Array, Array],
-    max_rank: int,
-) -> tuple[Array, ...]:
-    x, _, b_pool = pools
-    fresh = (x.shape[0], b_pool.shape[1])
-    ys = [jnp.zeros(fresh, x.dtype) if y is None else y for y, *_ in modules]
-    tables = [(entries, scaling) for _, entries, scaling in modules]
-    return lora_rows.lora_rows(ys, tables, sites, *pools, *owners, max_rank)
+    wide = jnp.float32 in (x.dtype, None if y is None else y.dtype)
+    return wide or any(width % COLUMNS for width in widths) or max_rank > MAX_RANK
 
 
 def lora_pair(
@@ -199,9 +187,9 @@ def lora_pairs(
     aliases = {8 + 3 * m: 1 + m for m in range(count if accumulate else 0)}
     call = jax.ffi.ffi_call("lora_jax_cuda_lora_gemm", shapes, input_output_aliases=aliases)
     own = (v for m in modules for v in m if v is not None)
+    attributes = {"max_rank": np.int64(max_rank), "accumulate": accumulate}
     places = np.array(sites or [0] * count, np.int64)
-    attributes = {"sites": places, "max_rank": np.int64(max_rank), "accumulate": accumulate}
-    return call(x, a_pool, b_pool, *items.arrays, *own, **attributes)[1:]
+    return call(x, a_pool, b_pool, *items.arrays, *own, sites=places, **attributes)[1:]
 
 
 def lora_shrink(

@@ -21,10 +21,10 @@ LEAST_TILE = 32  # rows; only the last tile of a segment has fewer
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Segments with many rows, cut into tiles of up to 160 rows."""
+    """Segments with many rows, cut into tiles of up to 192 rows."""
 
     tiles: Int[Array, "tiles 4"]  # slot, expert, first place, number of rows
-    cut: Int[Array, "2"]  # how many there are; blocks of 8 rows in the largest
+    cut: Int[Array, "3"]  # how many; blocks of 8 rows in the largest; rows with an adapter at all
 
 
 def row_tiles(
@@ -32,7 +32,7 @@ def row_tiles(
 ) -> tuple[Int[Array, "rows 4"], Int[Array, "1"], Tiles]:
     """Return the items that stay, their number, and tiles in place of the others."""
     most = len(items) // LEAST_TILE + len(items) // SEGMENT_ROWS + 1
-    shapes = [jax.ShapeDtypeStruct(s, jnp.int32) for s in (items.shape, (1,), (most, 4), (2,))]
+    shapes = [jax.ShapeDtypeStruct(s, jnp.int32) for s in (items.shape, (1,), (most, 4), (3,))]
     call = jax.ffi.ffi_call("lora_jax_cuda_row_tiles", shapes)
     limits = {"least_rows": np.int64(SEGMENT_ROWS), "least_total": np.int64(TOTAL_ROWS)}
     small, num_small, tiles, cut = call(items, num_items, **limits)
@@ -41,4 +41,4 @@ def row_tiles(
 
 def no_tiles() -> Tiles:
     """Return what stands for tiles where a call has too few rows to look for them."""
-    return Tiles(jnp.zeros((0, 4), jnp.int32), jnp.zeros((2,), jnp.int32))
+    return Tiles(jnp.zeros((0, 4), jnp.int32), jnp.zeros((3,), jnp.int32))

@@ -10,7 +10,7 @@ from lora_jax.ops.reroute.maps import RowMap
 from lora_jax.typing import Array, Int
 
 ALONE_ROWS = 2048  # that one CTA sorts; more are shared out
-COUNT_ROWS = 4096  # that one CTA counts, in blocks of 1024
+COUNT_ROWS = 2048  # that one CTA counts, in two blocks
 MAX_GROUPS = 16384  # whose counts fit its shared memory
 MAX_ROWS = 1 << 18
 MAX_K = 8192
@@ -27,27 +27,32 @@ def check_support(tokens: int, k: int, groups: int) -> None:
         raise NotImplementedError(f"cuda reroute takes 1 to {MAX_GROUPS} groups, not {groups}")
 
 
-def adapter_items(row_to_slot: Int[Array, "rows"], num_slots: int) -> AdapterItems:
+def adapter_items(
+    row_to_slot: Int[Array, "rows"], num_slots: int, max_rank: int | None = None
+) -> AdapterItems:
     """Return the rows of each slot as items, as lora_jax.ops.adapter_items says."""
     rows = row_to_slot.shape[0]
     if rows > lora_gemm.MAX_ROWS:
-        return _shared_out(row_to_slot, num_slots)
+        return _shared_out(row_to_slot, num_slots, max_rank)
     lora_gemm.check_support(jnp.dtype(jnp.bfloat16), rows, (), num_slots, 1)
     ffi.require()
-    found = lora_gemm.row_items(row_to_slot, jnp.zeros_like(row_to_slot), num_slots)
-    return AdapterItems(row_to_slot, found.order, found.items, found.num_items)
+    rank = max_rank or lora_gemm.MAX_RANK
+    found = lora_gemm.row_items(row_to_slot, jnp.zeros_like(row_to_slot), num_slots, rank)
+    return AdapterItems(row_to_slot, found.order, found.items, found.num_items, max_rank)
 
 
-def _shared_out(row_to_slot: Int[Array, "rows"], num_slots: int) -> AdapterItems:
+def _shared_out(
+    row_to_slot: Int[Array, "rows"], num_slots: int, max_rank: int | None
+) -> AdapterItems:
     """More rows than one CTA sorts: the row map of tokens whose one expert is their slot."""
     rows = row_to_slot.shape[0]
     nothing = jnp.zeros((rows, 4), jnp.int32)
     place = jnp.arange(rows, dtype=jnp.int32)
-    as_they_come = AdapterItems(row_to_slot, place, nothing, nothing[0, :1])
+    as_they_come = AdapterItems(row_to_slot, place, nothing, nothing[0, :1], max_rank)
     map = row_map(row_to_slot[:, None], jnp.int32(rows), num_slots, as_they_come)
     assert map.items is not None
     items = map.items.items.at[:, 1].set(0)  # no experts here
-    return AdapterItems(row_to_slot, map.order, items, map.items.num_items)
+    return AdapterItems(row_to_slot, map.order, items, map.items.num_items, max_rank)
 
 
 def row_map(
@@ -84,13 +89,14 @@ def _mapped(
     ffi.require()
     rows = tokens * k
     shared = rows > ALONE_ROWS
-    # What one launch leaves to the next: owners, and pairs of counts by CTA and part (BlockCounts).
+    # What one launch leaves to the next: owners, and pairs of counts by CTA and part (counts_of)
     between = rows if shared else 1
-    counts = -(-rows // COUNT_ROWS) * 5 * (groups // 2 + 1) if shared else 1
+    counts = -(-rows // COUNT_ROWS) * 3 * (groups // 2 + 1) if shared else 1
     shapes: list[tuple[int, ...]] = [(rows,), (rows,), (groups,), (rows,), (rows,), (counts,)]
     owners, item_rows = (), 0
     if adapters is not None:
-        owners, item_rows = (adapters.row_to_slot, adapters.order), lora_gemm.rows_per_item(rows)
+        owners = (adapters.row_to_slot, adapters.order)
+        item_rows = lora_gemm.rows_per_item(rows, adapters.max_rank or lora_gemm.MAX_RANK)
         shapes += [(rows, 4), (1,), (between,)]
     outputs = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
     call = jax.ffi.ffi_call("lora_jax_cuda_row_map", outputs)
@@ -101,5 +107,5 @@ def _mapped(
     if adapters is not None:
         place = jnp.arange(rows, dtype=jnp.int32)  # they are in order
         slots = jnp.where(place < jnp.sum(sizes), adapters.row_to_slot[token], -1)
-        items = AdapterItems(slots, place, out[6], out[7])
+        items = AdapterItems(slots, place, out[6], out[7], adapters.max_rank)
     return RowMap(order, inverse, sizes, token, expert, items)

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 
 import pytest
 
@@ -35,6 +36,21 @@ def test_a_plain_document_ends_with_end_of_text(folder):
     assert text == "the cat sat on the mat<|endoftext|>"
     answer = read.tokenizer.decode(list(document.tokens[document.num_prompt :]))
     assert answer == " sat on the mat"
+
+
+def test_a_document_is_cut_behind_the_token_that_completes_a_pattern(folder):
+    read = documents.read_format(folder)
+    document = read.chat(RECORD)
+    cut = read.until(document, re.compile("^sat on"))
+    assert cut.tokens == document.tokens[: len(cut.tokens)]
+    assert cut.num_prompt == document.num_prompt < len(cut.tokens)
+    ends = [
+        read.tokenizer.decode(list(document.tokens[document.num_prompt : len(cut.tokens) - less]))
+        for less in (0, 1)
+    ]
+    assert ["sat on" in end for end in ends] == [True, False]
+    with pytest.raises(ValueError, match=r"no \^the in 'sat on the mat"):
+        read.until(document, re.compile("^the"))
 
 
 def test_plain_text_of_a_model_with_bos_starts_with_it():

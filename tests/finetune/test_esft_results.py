@@ -7,12 +7,12 @@ import pytest
 from finetune_cases import RECORDS, make_esft, make_folder
 
 from lora_jax.finetune import esft_results, make_assets
-from lora_jax.finetune.documents import read_format
 from lora_jax.finetune.esft_text import PARTS, part_of, with_parts
 from lora_jax.finetune.records import write_jsonl
 from lora_jax.finetune.served import ServedEvaluator
 from lora_jax.models import load
 
+DECIDING = {"gate-intent", "token-intent", "token-media"}
 ASSET = pathlib.Path(__file__).parents[2] / "assets" / "tiny-moe"
 
 
@@ -39,9 +39,10 @@ def test_the_command_adds_a_row_per_adapter_and_keeps_other_entries(tmp_path):
         assert row["woven_minus_merged_nats"] == 0.0
         assert row["bytes"] == 2 * 3 * 32 * 20 * 2  # two experts of bfloat16 each
         assert row["answer"]["tokens"] < row["text"]["tokens"]
-        for share in (row["answer"]["accuracy"], row["answer"]["exact"]):
-            assert set(share) == {"base", "merged", "woven"}
-            assert 0 <= share["merged"] == share["woven"] <= 1
+        share = row["answer"]["accuracy"]
+        assert set(share) == {"base", "merged", "woven"}
+        assert 0 <= share["merged"] == share["woven"] <= 1
+        assert "decided" not in row["answer"]
 
 
 def test_an_adapter_for_a_text_that_is_not_held_out_is_refused():
@@ -72,10 +73,9 @@ def check(found, written):
             value, row = getattr(measures, kind), written[kind]
             assert value.tokens == row["tokens"]
             assert value.perplexity == pytest.approx(row["perplexity"][column], rel=0.01)
-        share = measures.right / measures.answer.tokens
-        assert share == pytest.approx(written["answer"]["accuracy"][column], abs=0.01)
-        exact = measures.exact / measures.answers
-        assert exact == pytest.approx(written["answer"]["exact"][column], abs=0.03)
+        assert measures.accuracy == pytest.approx(written["answer"]["accuracy"][column], abs=0.01)
+        if measures.decided is not None:
+            assert measures.decided == pytest.approx(written["answer"]["decided"][column], abs=0.04)
 
 
 def test_ten_shipped_adapters_in_one_model_are_their_merged_models_and_beat_the_base(heldout):
@@ -94,12 +94,18 @@ def test_the_shipped_table_has_a_row_for_each_adapter_and_says_what_is_measured(
     for row in written.values():
         assert row["woven_minus_merged_nats"] == 0.0
         assert row["text"]["perplexity"]["merged"] < 0.8 * row["text"]["perplexity"]["base"]
+    assert {n for n, row in written.items() if "decided" in row["answer"]} == DECIDING
+    for name in DECIDING:
+        decided = written[name]["answer"]["decided"]
+        assert decided["woven"] == decided["merged"] > decided["base"] + 0.1
     model, _ = load(ASSET, dtype="float32")
-    base, form = ServedEvaluator(model, esft_results.LENGTH), read_format(ASSET)
+    base = ServedEvaluator(model, esft_results.LENGTH)
     for name in ("token-media", "gate-archaic"):
-        text = form.documents(with_parts(heldout)[name.partition("-")[2]], "chat")
+        which = name.partition("-")[2]
+        text = esft_results.read_text(ASSET, which, with_parts(heldout)[which])
         merged = base.with_weights_of(esft_results.merged(ASSET, name))
-        check({"base": base.measure(text), "merged": merged.measure(text)}, written[name])
+        models = {"base": base, "merged": merged}
+        check({c: esft_results.measure(m, text) for c, m in models.items()}, written[name])
 
 
 @pytest.mark.slow

@@ -93,6 +93,15 @@ def test_a_part_is_what_its_answers_say():
     assert esft_text.part_of(translation[2:], esft_text.PARTS["archaic"]) == ()
 
 
+def test_what_an_answer_decides_first_is_the_intent_and_nothing_elsewhere():
+    answer = '{"intent": "Music-Play", "slots": {"intent": "x"}}'
+    for text in ("intent", "media"):
+        pattern = esft_text.decision_of(text)
+        assert pattern is not None
+        assert pattern.findall(answer) == ['{"intent": "Music-Play"']
+    assert {esft_text.decision_of(text) for text in ("law", "archaic", "other")} == {None}
+
+
 @needs_source
 @pytest.mark.parametrize("domain", esft_text.TASKS)
 def test_no_heldout_text_of_the_real_files_is_in_training(domain):

@@ -417,6 +417,7 @@ TestMachine = Machine.TestCase
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 class TestMachineForTenThousandSteps(Machine.TestCase):
     """The same machine, 10,000 steps."""
 

@@ -13,10 +13,11 @@ from lora_jax.ops.cases import POPULARITIES, popular
 def test_rows_come_by_adapter_and_each_is_in_one_item(rows, popularity):
     slots = popular(popularity, rows, 9, np.random.default_rng(0))
     slots[rows // 2] = 6  # of those that are known
-    make = jax.jit(lambda s: adapter_items(s, 7, implementation="reference"))
+    make = jax.jit(lambda s: adapter_items(s, 7, max_rank=8, implementation="reference"))
     got = make(jnp.asarray(slots))
     known = np.where((slots >= 0) & (slots < 7), slots, -1)
     np.testing.assert_array_equal(got.row_to_slot, known)
+    assert got.max_rank == 8
     np.testing.assert_array_equal(got.order, np.argsort(known.astype(np.uint32), kind="stable"))
     by_place, covered = known[np.asarray(got.order)], []
     for slot, expert, first, num_rows in np.asarray(got.items)[: int(got.num_items[0])]:

@@ -24,23 +24,23 @@ __device__ __forceinline__ int lds32_of(int cta, uint32_t addr) {
                : "memory");
   return v;
 }
-// Arrives at the barrier that lies where `bar` does in the cluster's CTA `rank`. Orders nothing but what
-// this thread has read: a release by the whole cluster would take a microsecond.
-__device__ __forceinline__ void cluster_arrive(uint64_t* bar, int rank) {
-  asm volatile(
-      "{\n.reg .b32 at;\nmapa.shared::cluster.u32 at, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [at];\n}" ::"r"(smem_u32(bar)),
-      "r"(rank)
-      : "memory");
+// Where an address of this CTA's shared memory lies in another CTA of the cluster.
+__device__ __forceinline__ uint32_t address_in(int cta, uint32_t addr) {
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(addr), "r"(cta));
+  return there;
 }
-// As box_copy, into every CTA of the cluster whose bit is set, where `dst` and `bar` lie in each.
-__device__ __forceinline__ void cluster_box_copy(uint32_t dst, const CUtensorMap* map, int row, int block,
-                                                 uint64_t* bar, uint16_t ctas) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-      "[%1, {%2, %3, %4}], [%5], %6;" ::"r"(dst),
-      "l"(map), "r"(0), "r"(row), "r"(block), "r"(smem_u32(bar)), "h"(ctas)
-      : "memory");
+// Stores into the CTA that both addresses lie in; its barrier there counts the bytes. No fence is
+// needed: who has waited for the barrier sees them.
+__device__ __forceinline__ void cluster_store(uint32_t there, float4 v, uint32_t bar) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(there),
+               "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(bar)
+               : "memory");
+}
+__device__ __forceinline__ void cluster_store(uint32_t there, uint32_t v, uint32_t bar) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(there), "r"(v),
+               "r"(bar)
+               : "memory");
 }
 // How many clusters of a kernel the device can run at a time.
 template <class Kernel>

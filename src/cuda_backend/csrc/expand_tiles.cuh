@@ -1,6 +1,10 @@
-// The expand of adapters with many rows: see lora_tiles.cuh.
+// The expand alone of adapters with many rows, y += h B: for who has h from elsewhere.
+//
+// A warp keeps its 64 columns of B in registers and streams rows past them: y is read ahead into
+// registers, updated and written back, nothing of it sees shared memory. CTAs take equal runs of
+// (512 columns, tile, 8 rows).
 #pragma once
-#include "lora_tiles.cuh"
+#include "tile_args.cuh"
 
 namespace lora_jax {
 
@@ -14,12 +18,11 @@ struct ExpandShared {
   int rows[kTileRows];
 };
 
-// The warp's 64 columns of B as mma operands: see expand_block. Rows past the rank are zero.
+// Rank rows of the warp's 64 columns of B as they lie in memory: see expand_block. Past the rank: zeros.
 template <int STEPS>
-struct Columns {
-  uint32_t a[STEPS][4][4];
+struct RankRows {
+  uint4 w[STEPS][4];
 
-  // Only reads; `settle` waits for what comes and pairs neighbouring rows.
   __device__ __forceinline__ void fetch(const __nv_bfloat16* b, int d_out, int rank) {
     int k = (threadIdx.x & 3) * 2;
     b += static_cast<int64_t>(k) * d_out;
@@ -29,20 +32,36 @@ struct Columns {
       for (int i = 0; i < 4; ++i) {
         const int row = i % 2 + i / 2 * 8;
         const auto* from = reinterpret_cast<const uint4*>(b + static_cast<int64_t>(row) * d_out);
-        const uint4 w = k + row < rank ? __ldg(from) : make_uint4(0, 0, 0, 0);
-        a[s][0][i] = w.x, a[s][1][i] = w.y, a[s][2][i] = w.z, a[s][3][i] = w.w;
+        w[s][i] = k + row < rank ? __ldg(from) : make_uint4(0, 0, 0, 0);
       }
   }
-  __device__ __forceinline__ void settle() {
+};
+
+// The same as mma operands, neighbouring rows paired.
+template <int STEPS>
+struct Columns {
+  uint32_t a[STEPS][4][4];
+
+  // Only holds what was fetched; `pair` waits for what comes and pairs it.
+  __device__ __forceinline__ void hold(const RankRows<STEPS>& rows) {
 #pragma unroll
     for (int s = 0; s < STEPS; ++s)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        uint32_t(&r)[4] = a[s][i];
-        const uint32_t even = r[0], odd = r[1], even8 = r[2], odd8 = r[3];
-        r[0] = __byte_perm(even, odd, 0x5410), r[1] = __byte_perm(even, odd, 0x7632);
-        r[2] = __byte_perm(even8, odd8, 0x5410), r[3] = __byte_perm(even8, odd8, 0x7632);
+        const uint4& w = rows.w[s][i];
+        a[s][0][i] = w.x, a[s][1][i] = w.y, a[s][2][i] = w.z, a[s][3][i] = w.w;
       }
+  }
+  __device__ __forceinline__ void pair() {
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) pair(a[s][i], a[s][i][0], a[s][i][1], a[s][i][2], a[s][i][3]);
+  }
+  __device__ __forceinline__ static void pair(uint32_t (&r)[4], uint32_t even, uint32_t odd, uint32_t even8,
+                                              uint32_t odd8) {
+    r[0] = __byte_perm(even, odd, 0x5410), r[1] = __byte_perm(even, odd, 0x7632);
+    r[2] = __byte_perm(even8, odd8, 0x5410), r[3] = __byte_perm(even8, odd8, 0x7632);
   }
 };
 
@@ -117,13 +136,14 @@ __device__ __forceinline__ void expand_rows(const TileArgs& p, int rows, int col
                                             ExpandShared<STEPS>& sm, Begin begin) {
   const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
   const bool mine = column < p.d_out;
+  const int readable = mine && p.accumulate ? rows : 0;
   __nv_bfloat16* y = p.y + column + g * 8;
   uint4 ahead[AHEAD][2];
   auto at = [&](int n) { return reinterpret_cast<uint4*>(y + static_cast<int64_t>(sm.rows[n]) * p.d_out); };
   auto fetch = [&](int n0, uint4(&v)[2]) {
 #pragma unroll
     for (int e = 0; e < 2; ++e)
-      if (mine && n0 + q * 2 + e < rows) v[e] = __ldcs(at(n0 + q * 2 + e));
+      if (n0 + q * 2 + e < readable) v[e] = __ldcs(at(n0 + q * 2 + e));
   };
 #pragma unroll
   for (int d = 0; d < AHEAD; ++d) fetch(d * 8, ahead[d]);
@@ -135,6 +155,7 @@ __device__ __forceinline__ void expand_rows(const TileArgs& p, int rows, int col
     for (int d = 0; d < AHEAD; ++d) {
       const int n = n0 + d * 8;
       if (n >= rows) break;
+      if (!p.accumulate) ahead[d][0] = ahead[d][1] = make_uint4(0, 0, 0, 0);
       update_rows<STEPS>(columns, h + n * ExpandShared<STEPS>::kStride, ahead[d]);
 #pragma unroll
       for (int e = 0; e < 2; ++e)
@@ -148,8 +169,9 @@ template <int STEPS, int AHEAD, int CTAS>
 __global__ void __launch_bounds__(kTileThreads, CTAS) expand_tiles_kernel(const __grid_constant__ TileArgs p) {
   extern __shared__ __align__(16) unsigned char expand_raw[];
   auto& sm = *reinterpret_cast<ExpandShared<STEPS>*>(expand_raw);
+  let_next_begin();
   Columns<STEPS> columns;
-  bool have_columns = false, h_ready = !p.behind;
+  bool have_columns = false;
   Run run(p);
   int row = 0;  // that this thread will tell the others
   auto look_ahead = [&] {
@@ -162,7 +184,7 @@ __global__ void __launch_bounds__(kTileThreads, CTAS) expand_tiles_kernel(const 
     const int column = run.column + (threadIdx.x >> 5) * 64, rows = w.end - w.begin, begin = w.tile.row_begin + w.begin;
     const int* entry = p.entries + w.tile.slot * 5;
     const int rank = min(__ldg(entry + 2), p.max_rank);
-    if (rows <= 0 || rank == 0) {  // smaller than the largest tile
+    if (rows <= 0 || (rank == 0 && p.accumulate)) {  // smaller than the largest tile, or nothing to add
       run.skip(p);
       look_ahead();
       have_columns = false;
@@ -170,15 +192,17 @@ __global__ void __launch_bounds__(kTileThreads, CTAS) expand_tiles_kernel(const 
     }
     __syncthreads();  // the last piece's rows are done with
     if (threadIdx.x < rows) sm.rows[threadIdx.x] = row;
-    if (h_ready) load_h(p, begin, rows, rank, sm);
+    load_h(p, begin, rows, rank, sm);
     const bool fresh = column < p.d_out && !have_columns;
     if (fresh) {
       const int64_t weight_row = __ldg(entry + 1) + w.tile.expert * __ldg(entry + 4);
-      columns.fetch(p.b_pool + weight_row * p.d_out + column + (threadIdx.x & 31) / 4 * 8, p.d_out, rank);
+      RankRows<STEPS> weights;
+      weights.fetch(p.b_pool + weight_row * p.d_out + column + (threadIdx.x & 31) / 4 * 8, p.d_out, rank);
+      columns.hold(weights);
     }
     __syncthreads();
     expand_rows<STEPS, AHEAD>(p, rows, column, columns, sm, [&] {
-      if (fresh) columns.settle();
+      if (fresh) columns.pair();
       const int columns_before = run.column;
       run.skip(p);
       look_ahead();
@@ -186,13 +210,11 @@ __global__ void __launch_bounds__(kTileThreads, CTAS) expand_tiles_kernel(const 
         const Item next = load_tile(p, run.tile);
         have_columns = next.slot == w.tile.slot && next.expert == w.tile.expert && run.column == columns_before;
       }
-      if (!h_ready) wait_for_previous(), load_h(p, begin, rows, rank, sm);
-      h_ready = true;
       copies_wait<0>();
       __syncthreads();
     });
   }
-  if (!h_ready) wait_for_previous();
+  wait_for_previous();
 }
 
 }  // namespace lora_jax

@@ -72,27 +72,28 @@ cudaError_t add_to(PairArgs* args, int m, cudaStream_t stream, ffi::RemainingArg
   return y ? output_args(args, m, stream, &*y, out) : cudaErrorInvalidValue;
 }
 
-// Launches what the items hold, then what the tiles hold: their rows differ. `b_pool` is null where
-// nothing expands.
-cudaError_t launch_all(const PairArgs& args, S32& tiles, S32& cut, const BF16* b_pool, cudaStream_t stream) {
-  static_assert(kNarrow == 1, "the tile kernels copy boxes of 128 columns");
+// Launches what the items hold, then what the tiles hold: their rows differ. A pool is null where
+// nothing shrinks or expands.
+cudaError_t launch_all(PairArgs args, S32& tiles, S32& cut, const BF16* a_pool, const BF16* b_pool, cudaStream_t stream) {
+  const bool tiled = tiles.element_count() > 0;
+  if (tiled) args.live = cut.typed_data() + 2;
   cudaError_t e = launch_pair(args, stream);
-  if (tiles.element_count() == 0) return e;
+  if (!tiled) return e;
+  TileArgs t{};
+  t.tiles = reinterpret_cast<const Item*>(tiles.typed_data()), t.cut = cut.typed_data();
+  t.most_tiles = static_cast<int>(tiles.dimensions()[0]), t.row_order = args.row_order, t.x = args.x, t.h = args.h;
+  t.b_pool = b_pool ? data(*b_pool) : nullptr, t.d_in = args.d_in, t.d_out = args.d_out, t.h_stride = args.h_stride;
+  t.max_rank = args.max_rank, t.shrink = args.shrink, t.expand = args.expand, t.accumulate = args.accumulate;
+  if (a_pool && e == cudaSuccess) e = parts_maps(t.a_parts, data(*a_pool), a_pool->dimensions()[0], args.d_in);
   for (int m = 0; m < args.num_modules && e == cudaSuccess; ++m) {
-    const Module& module = args.modules[m];
-    TileArgs t{};
-    t.a_map = args.maps[0][0], t.tiles = reinterpret_cast<const Item*>(tiles.typed_data()), t.cut = cut.typed_data();
-    t.most_tiles = static_cast<int>(tiles.dimensions()[0]), t.row_order = args.row_order;
-    t.entries = module.entries, t.scaling = module.scaling, t.x = args.x, t.y = module.y, t.h = args.h;
-    t.b_pool = b_pool ? data(*b_pool) : nullptr, t.d_in = args.d_in, t.d_out = args.d_out;
-    t.h_stride = args.h_stride, t.max_rank = args.max_rank;
-    e = launch_tiles(t, args.shrink, args.expand, stream);
+    t.entries = args.modules[m].entries, t.scaling = args.modules[m].scaling, t.y = args.modules[m].y;
+    e = launch_tiles(t, stream);
   }
   return e;
 }
 
-// `modules` holds entries and scaling of each one, which is one of their `sites`, behind its y where
-// that is added to; `work` is for h and one word more.
+// `modules` holds entries and scaling of each one, which is one of their `sites`, behind its y where that
+// is added to; `work` is for h and one word more.
 ffi::Error LoraGemm(cudaStream_t stream, BF16 x, BF16 a_pool, BF16 b_pool, S32 order, S32 items, S32 num_items,
                     S32 tiles, S32 cut, ffi::RemainingArgs modules, ffi::Result<S32> work,
                     ffi::RemainingRets outs, ffi::Span<const int64_t> sites, int64_t max_rank, bool accumulate) {
@@ -112,7 +113,7 @@ ffi::Error LoraGemm(cudaStream_t stream, BF16 x, BF16 a_pool, BF16 b_pool, S32 o
     module_args(&args, m, *entries, *scaling, sites[m]);
     e = add_to(&args, m, stream, modules, m * of_module, *out);
   }
-  return status(e == cudaSuccess ? launch_all(args, tiles, cut, &b_pool, stream) : e);
+  return status(e == cudaSuccess ? launch_all(args, tiles, cut, &a_pool, &b_pool, stream) : e);
 }
 
 ffi::Error LoraShrink(cudaStream_t stream, BF16 x, BF16 a_pool, S32 entries, F32 scaling, S32 order, S32 items,
@@ -121,7 +122,7 @@ ffi::Error LoraShrink(cudaStream_t stream, BF16 x, BF16 a_pool, S32 entries, F32
   module_args(&args, 0, entries, scaling);
   args.h = data(h);
   const cudaError_t e = shrink_args(&args, x, a_pool);
-  return status(e == cudaSuccess ? launch_all(args, tiles, cut, nullptr, stream) : e);
+  return status(e == cudaSuccess ? launch_all(args, tiles, cut, &a_pool, nullptr, stream) : e);
 }
 
 // `ys` holds y where that is added to.
@@ -133,7 +134,7 @@ ffi::Error LoraExpand(cudaStream_t stream, BF16 h, BF16 b_pool, S32 entries, F32
   args.h = const_cast<__nv_bfloat16*>(data(h));  // only read: nothing shrinks in this launch
   cudaError_t e = expand_args(&args, b_pool, draws->typed_data(), accumulate);
   if (e == cudaSuccess) e = add_to(&args, 0, stream, ys, 0, out);
-  return status(e == cudaSuccess ? launch_all(args, tiles, cut, &b_pool, stream) : e);
+  return status(e == cudaSuccess ? launch_all(args, tiles, cut, nullptr, &b_pool, stream) : e);
 }
 
 }  // namespace lora_jax

@@ -15,7 +15,8 @@ inline cudaError_t pool_map(CUtensorMap* map, const void* pool, int64_t rows, in
   const cuuint64_t dims[] = {64, static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(width / 64)};
   const cuuint64_t strides[] = {static_cast<cuuint64_t>(width) * 2, 128};
   const cuuint32_t box[] = {64, 8, 1u << wide};
-  return swizzled_map<3>(map, pool, dims, strides, box, CU_TENSOR_MAP_L2_PROMOTION_NONE);
+  return swizzled_map<3>(map, pool, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_128B,
+                         CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }
 // Sets the maps of pool A (0) or B (1). Each copy costs its warp about a hundred cycles, so boxes are
 // as wide as stages allow; what a box reads past the end of a unit of B is lost.
@@ -52,6 +53,7 @@ __device__ __forceinline__ void zero_gaps(const PairArgs& p) {
     const int4 v = __ldg(reinterpret_cast<const int4*>(p.items) + max(i, 0));
     return i < 0 ? 0 : v.z + v.w;
   };
+  if (p.live) return zero_rows(p, *p.live + warp, p.num_rows, warps);  // rows in tiles are in no item
   zero_rows(p, end_of(num_items - 1) + warp, p.num_rows, warps);
   for (int i = warp * 32; i < num_items; i += warps * 32) {
     const int mine = i + lane, begin = mine < num_items ? end_of(mine - 1) : 0;

@@ -27,7 +27,7 @@
 // The last 8-row box of a rank that is no multiple of 8 also reads rows of the next adapter. Shrink
 // drops their sums and expand their weights, whatever the values.
 #pragma once
-#include "lora_units.cuh"
+#include "unit_warp.cuh"
 
 namespace lora_jax {
 
@@ -68,7 +68,7 @@ __device__ void produce_rows(const PairArgs& p, S& sm) {
   Ring<S::kStages> ring;
   Ring<kTickets> taken;
   while (true) {
-    const Ticket& t = take(sm, taken);
+    const auto& t = take(sm, taken);
     const Unit& u = t.unit;
     if (u.kind == kEnd) return;
     const bool mine = row < u.staged_rows;
@@ -178,14 +178,41 @@ __device__ __forceinline__ void shrink_unit(const PairArgs& p, S& sm, Ring<S::kS
 template <int STEPS, int J>
 using Factors = uint32_t[STEPS][J][2];
 
+// Takes h from the ticket; returns false where some of it was missing.
+template <int STEPS>
+__device__ __forceinline__ bool held_h(const Ticket<STEPS * 16>& t, Factors<STEPS, 1>& h) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
+  const uint32_t* from = t.h + (g < t.unit.num_rows ? g : 0) * t.kWords + q;
+  bool missing = false;
+#pragma unroll
+  for (int s = 0; s < STEPS; ++s) {
+    h[s][0][0] = s * 2 < t.unit.groups ? from[s * 8] : 0u;
+    h[s][0][1] = s * 2 + 1 < t.unit.groups ? from[s * 8 + 4] : 0u;
+    missing = missing || h[s][0][0] == kMissing || h[s][0][1] == kMissing;
+  }
+  return !__any_sync(~0u, missing);
+}
+
+// Waits until the h of the unit's last row is there: so much less is asked for than by those who want
+// all of it that the many who wait do not keep memory from those who write.
+__device__ __forceinline__ void wait_for_last_row(const PairArgs& p, const Unit& u) {
+  const int64_t row = static_cast<int64_t>(u.module) * p.num_rows + u.place + u.num_rows - 1;
+  const auto* words = reinterpret_cast<const uint32_t*>(p.h + row * p.h_stride);
+  bool missing;
+  do {
+    __nanosleep(64);
+    missing = false;
+    for (int i = threadIdx.x & 31; i < u.groups * 4; i += 32) missing = missing || load_word(words + i) == kMissing;
+  } while (__any_sync(~0u, missing));
+}
+
 // Loads h, which other CTAs are writing, until all of it is there. Rows and ranks past the end are
 // not used.
 template <int STEPS, int J>
 __device__ __forceinline__ void load_h(const PairArgs& p, const Unit& u, int n0, Factors<STEPS, J>& h) {
   const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
-  bool missing;
-  do {
-    missing = false;
+  while (true) {
+    bool missing = false;
 #pragma unroll
     for (int j = 0; j < J; ++j) {
       const int n = n0 + j * 8 + g < u.num_rows ? n0 + j * 8 + g : 0;
@@ -198,7 +225,9 @@ __device__ __forceinline__ void load_h(const PairArgs& p, const Unit& u, int n0,
         missing = missing || h[s][j][0] == kMissing || h[s][j][1] == kMissing;
       }
     }
-  } while (__any_sync(~0u, p.shrink && missing));
+    if (!__any_sync(~0u, p.shrink && missing)) return;
+    wait_for_last_row(p, u);
+  }
 }
 
 // acc[i] += h B for 64 columns: columns 8 * g + 2 * i and the next, rows of the item by lane.
@@ -238,7 +267,7 @@ __device__ __forceinline__ void expand_block(const Unit& u, uint32_t weights, co
 
 // Warps share out blocks of 64 columns x 8 * J rows; the rows of a warp are the same throughout.
 template <int STEPS, int J>
-__device__ __forceinline__ void expand_stage(const PairArgs& p, const Ticket& t, uint32_t base, int width, int col,
+__device__ __forceinline__ void expand_stage(const PairArgs& p, const Ticket<STEPS * 16>& t, uint32_t base, int width, int col,
                                              int columns, int n0, int row_blocks, const Factors<STEPS, J>& h) {
   const Unit& u = t.unit;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
@@ -266,14 +295,16 @@ __device__ __forceinline__ void expand_stage(const PairArgs& p, const Ticket& t,
 }
 
 template <int J, class S>
-__device__ __forceinline__ void expand_unit(const PairArgs& p, S& sm, Ring<S::kStages>& ring, const Ticket& t) {
+__device__ __forceinline__ void expand_unit(const PairArgs& p, S& sm, Ring<S::kStages>& ring, const typename S::Ticket& t) {
   static_assert(kConsumers % 2 == 0, "a warp has either block of rows");
   const Unit& u = t.unit;
   const int width = u.width, row_blocks = u.num_rows > J * 8 ? 2 : 1;
   const int n0 = (threadIdx.x >> 5) % row_blocks * J * 8;
   Factors<S::kSteps, J> h;
   if (p.shrink) wait_for_previous();
-  load_h<S::kSteps, J>(p, u, n0, h);
+  bool held = false;
+  if constexpr (J == 1) held = u.num_rows <= kHeldRows && held_h(t, h);
+  if (!held) load_h<S::kSteps, J>(p, u, n0, h);
   for (int c = u.begin; c < u.end; c += width) {
     mbar_wait(&sm.full[ring.at()], ring.phase());
     const uint32_t stage = smem_u32(sm.stages[ring.at()]);
@@ -289,7 +320,7 @@ __device__ void consume(const PairArgs& p, S& sm) {
   Ring<S::kStages> ring;
   Ring<kTickets> taken;
   while (true) {
-    const Ticket& t = take(sm, taken);
+    const auto& t = take(sm, taken);
     const Unit& u = t.unit;
     if (u.kind == kEnd) return;
     if (u.kind == kShrink) {
@@ -325,6 +356,7 @@ __global__ void __launch_bounds__(kThreads, 2) pair_kernel(const __grid_constant
       if (p.expand) prefetch_map(&p.maps[1][wide]);
     }
   }
+  let_next_begin();
   __syncthreads();
   const int warp = threadIdx.x >> 5;
   if (warp < kConsumers) {

@@ -1,220 +1,329 @@
-// Grouped LoRA on Hopper for adapters with many rows: h = scaling * x A^T, then y += h B, two kernels.
+// Grouped LoRA on Hopper for adapters with many rows: y += (scaling * x A^T) B in one kernel, or the
+// shrink alone.
 //
-// A tile is up to kTileRows rows of one segment, in any order of rows. Both kernels give a row the
-// very bits that pair_kernel (lora_gemm.cuh) gives it: the same products in each mma, the same order
+// A cluster of 4 CTAs works through a tile of up to 192 rows of one segment. Each CTA takes one of the
+// four parts of the sums over k (see lora_gemm.cuh), so that A leaves L2 once a tile: its rows of x
+// go from memory straight to registers, A through a ring in shared memory. CTAs send each other the
+// parts, add them in order, send each other h, and then each takes a quarter of the columns of y.
+// Nothing but rows, y and B passes through memory, and a cluster waits for none but itself.
+//
+// Rows get the very bits that pair_kernel gives them: the same products in each mma, the same order
 // of sums. So which of them serves a segment may follow from the batch, and no result shows it.
-//
-//   shrink  A cluster of 4 CTAs shares out the rows of a tile, and each CTA copies a quarter of the
-//           weights into all four, so that weights leave L2 once a tile. A part of a sum over k must
-//           be added in the order of k: so a CTA has whole sums, a warp each of their four parts.
-//   expand  (expand_tiles.cuh) A warp keeps its 64 columns of B in registers and streams rows past them: y is read
-//           ahead into registers, updated and written back, nothing of it sees shared memory. CTAs
-//           take equal runs of (512 columns, tile, 8 rows).
 #pragma once
 #include "cluster.cuh"
-#include "tile_args.cuh"
+#include "expand_tiles.cuh"
 
 namespace lora_jax {
 
-constexpr int kCluster = 4;      // CTAs that share a tile's weights
-constexpr int kCtaRows = 40;     // of a tile, at most; every kCluster-th row is one CTA's
-constexpr int kTileRows = kCluster * kCtaRows, kLeastTileRows = 32;  // of a tile, unless its segment has fewer
-constexpr int kParts = 4;        // of a sum over k, a warp each
-constexpr int kPassRanks = 64;   // rank rows that a shrink takes at once
-constexpr int kWeightBox = 8 * 128 * 2;  // bytes that one copy brings of A
-static_assert(kParts == kConsumers, "sums must have the order of pair_kernel");
+constexpr int kCluster = 4;                                          // CTAs, and parts of a sum over k
+constexpr int kPairWarps = 8, kPairThreads = (kPairWarps + 4) * 32;  // one of the last copies A
+constexpr int kWarpBlocks = 3;                                       // of 8 rows that a warp shrinks
+constexpr int kMostBlocks = kPairWarps * kWarpBlocks;
+constexpr int kStageSteps = 8;                                       // of 128 columns of A in a stage
+static_assert(kMostBlocks * 8 == kTileRows, "a tile's rows must fit its cluster");
+static_assert(kCluster == kConsumers, "sums must have the order of pair_kernel");
 
-__device__ __forceinline__ Item load_tile(const TileArgs& p, int tile) {
-  const int4 v = __ldg(reinterpret_cast<const int4*>(p.tiles) + tile);
-  return Item{v.x, v.y, v.z, v.w};
+// A stage holds a part of A as [group of 8 ranks][step][8][32].
+template <int STEPS, int STAGES>
+struct PairTilesShared {
+  static constexpr int kStages = STAGES, kRanks16 = STEPS < 4 ? STEPS : 4;  // of a pass
+  static constexpr int kGroup = kStageSteps * 512, kStage = kRanks16 * 2 * kGroup;
+  static constexpr int kStride = STEPS * 32 + 16;  // bytes of a row of h: rows on distinct banks
+  alignas(1024) unsigned char stages[STAGES][kStage];
+  float4 parts[kCluster][kMostBlocks][kRanks16 * 8];  // sums of 2 of each 8 rows, 2 ranks
+  unsigned char h[kTileRows * kStride];
+  int rows[2][kTileRows];                             // by turns: a tile's, the next one's
+  alignas(8) uint64_t full[STAGES], empty[STAGES], parts_full, h_full;
+};
+
+struct PairTile {
+  Item tile;
+  int rank, passes, a_row, b_row, blocks;
+};
+
+template <class S>
+__device__ __forceinline__ PairTile describe(const TileArgs& p, const Item& tile) {
+  const int* entry = p.entries + tile.slot * 5;
+  const int rank = min(__ldg(entry + 2), p.max_rank), ranks = S::kRanks16 * 16;
+  return PairTile{tile, rank, (rank + ranks - 1) / ranks, __ldg(entry) + tile.expert * __ldg(entry + 3),
+                  __ldg(entry + 1) + tile.expert * __ldg(entry + 4), (tile.num_rows + 7) / 8};
 }
 
-// ---------------------------------------------------------------- shrink
-constexpr int kShrinkRowWarps = 3;  // one alone issues about a row copy in 60 cycles; with a 9th warp registers are short
-constexpr int kShrinkThreads = (kParts + 1 + kShrinkRowWarps) * 32;
-constexpr int kShrinkBlocks = kCtaRows / 8, kShrinkRanks16 = kPassRanks / 16;
-
-// A stage holds weights [block of 128 columns][group of 8 ranks][2][8][64], then rows of x.
-template <int BLOCKS, int STAGES>
-struct ShrinkShared {
-  static constexpr int kStages = STAGES, kColumns = BLOCKS * 128, kRowStride = kColumns * 2 + 16;
-  static constexpr int kRowsAt = BLOCKS * (kPassRanks / 8) * kWeightBox;
-  static constexpr int kStage = (kRowsAt + kCtaRows * kRowStride + 1023) / 1024 * 1024;
-  static constexpr int kLd = kPassRanks + 1;  // floats of a row of sums
-  static_assert(kParts * kCtaRows * kLd * 4 <= kStage, "all parts of the sums must fit a stage");
-  alignas(1024) unsigned char stages[STAGES][kStage];
-  alignas(8) uint64_t full[STAGES], empty[STAGES];
-};
-
-// A unit of a cluster: 64 rank rows of a tile. The last CTAs of a cluster may have a row less.
-struct ShrinkUnit {
-  Item tile;
-  int first_rank, ranks, rank;  // of the unit; of the slot
-  int weight_row, rows;         // rows of this CTA
-};
-
-// Calls f with every unit of this CTA's cluster, in order.
-template <class F>
-__device__ __forceinline__ void each_unit(const TileArgs& p, F f) {
-  const int passes = (p.max_rank + kPassRanks - 1) / kPassRanks, cta = cluster_rank();
-  int unit = static_cast<int>(blockIdx.x) / kCluster;
-  ShrinkUnit u{load_tile(p, min(unit / passes, p.most_tiles - 1))};  // before it is known how many there are
-  for (const int units = p.cut[0] * passes; unit < units; u.tile = load_tile(p, min(unit, units - 1) / passes)) {
-    const int* entry = p.entries + u.tile.slot * 5;
-    u.rank = min(__ldg(entry + 2), p.max_rank);
-    u.first_rank = unit % passes * kPassRanks;
-    u.ranks = min(u.rank - u.first_rank, kPassRanks);
-    u.weight_row = __ldg(entry) + u.tile.expert * __ldg(entry + 3) + u.first_rank;
-    u.rows = (u.tile.num_rows - cta + kCluster - 1) / kCluster;
-    if (u.ranks > 0) f(u);
-    unit += gridDim.x / kCluster;
+// Calls f with each tile of this CTA's cluster.
+template <class S, class F>
+__device__ __forceinline__ void each_tile(const TileArgs& p, F f) {
+  int at = static_cast<int>(blockIdx.x) / kCluster;
+  Item tile = load_tile(p, min(at, p.most_tiles - 1));  // before it is known how many there are
+  for (const int tiles = p.cut[0]; at < tiles; tile = load_tile(p, min(at, tiles - 1))) {
+    f(describe<S>(p, tile));
+    at += gridDim.x / kCluster;
   }
 }
 
-// Every CTA copies some of the weights, into all of the cluster.
-template <class S>
-__device__ void copy_weights(const TileArgs& p, S& sm) {
-  const int lane = threadIdx.x & 31, cta = cluster_rank();
-  Ring<S::kStages> ring;
-  each_unit(p, [&](const ShrinkUnit& u) {
-    const int groups = (u.ranks + 7) / 8;
-    for (int k = 0; k < p.d_in; k += S::kColumns) {
-      mbar_wait(&sm.empty[ring.at()], ring.phase() ^ 1);
-      const int boxes = (min(S::kColumns, p.d_in - k) + 127) / 128 * groups;
-      if (lane == 0) mbar_expect(&sm.full[ring.at()], boxes * kWeightBox);
-      __syncwarp();
-      const uint32_t dst = smem_u32(sm.stages[ring.at()]);
-      for (int i = lane * kCluster + cta; i < boxes; i += 32 * kCluster)
-        cluster_box_copy(dst + i * kWeightBox, &p.a_map, u.weight_row + i % groups * 8, k / 64 + i / groups * 2,
-                         &sm.full[ring.at()], (1 << kCluster) - 1);
-      ring.next();
-    }
-  });
+// How many steps of 128 columns have some of this CTA's part.
+__device__ __forceinline__ int part_steps(const TileArgs& p) {
+  return max(p.d_in - cluster_rank() * 32 + 127, 0) / 128;
 }
 
 template <class S>
-__device__ void copy_rows(const TileArgs& p, S& sm) {
-  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) - kParts - 1, n = lane * kShrinkRowWarps + warp;
-  const int cta = cluster_rank();
+__device__ void copy_parts(const TileArgs& p, S& sm) {
+  const int lane = threadIdx.x & 31, part = cluster_rank(), steps = part_steps(p);
+  const CUtensorMap* map = &p.a_parts[part / 2];
   Ring<S::kStages> ring;
-  each_unit(p, [&](const ShrinkUnit& u) {
-    const __nv_bfloat16* from = p.x;
-    if (n < u.rows) from += static_cast<int64_t>(__ldg(p.row_order + u.tile.row_begin + n * kCluster + cta)) * p.d_in;
-    const int mine = (u.rows + kShrinkRowWarps - 1 - warp) / kShrinkRowWarps;
-    for (int k = 0; k < p.d_in; k += S::kColumns) {
-      mbar_wait(&sm.empty[ring.at()], ring.phase() ^ 1);
-      const int bytes = min(S::kColumns, p.d_in - k) * 2;
-      if (lane == 0) mbar_expect(&sm.full[ring.at()], mine * bytes);
-      __syncwarp();
-      const uint32_t to = smem_u32(sm.stages[ring.at()]) + S::kRowsAt + n * S::kRowStride;
-      if (n < u.rows) bulk_copy(to, from + k, bytes, &sm.full[ring.at()]);
-      ring.next();
-    }
-  });
-}
-
-// Which of 8 rows lane group g reads: so that neighbours meet distinct banks.
-__device__ __forceinline__ int spread(int g) { return g >> 1 | (g & 1) << 2; }
-
-// One stage of this warp's part, 32 of every 128 columns. See shrink_stage for the two chains.
-template <class S>
-__device__ __forceinline__ void shrink_columns(const ShrinkUnit& u, uint32_t base, int columns,
-                                               float (&acc)[2][kShrinkRanks16][kShrinkBlocks][4]) {
-  const int part = threadIdx.x >> 5, lane = threadIdx.x & 31, g = spread(lane >> 2), q = lane & 3;
-  const int groups = (u.ranks + 7) / 8;
-  const uint32_t weights = base + (part >> 1) * 1024 + g * 128 + ((((part & 1) * 4 + q) ^ g) << 4);
-  const uint32_t x = base + S::kRowsAt + g * S::kRowStride + q * 16;
-#pragma unroll 1
-  for (int k = part * 32; k < columns; k += 32 * kParts) {
-    uint4 v[kShrinkBlocks];  // rows past the end are not used
-#pragma unroll
-    for (int j = 0; j < kShrinkBlocks; ++j) v[j] = lds128(x + j * 8 * S::kRowStride + k * 2);
-#pragma unroll
-    for (int m = 0; m < kShrinkRanks16; ++m) {
-      if (m * 2 >= groups) break;
-      const uint32_t at = weights + ((k >> 7) * groups + m * 2) * kWeightBox;
-      const uint4 lo = lds128(at), hi = lds128(m * 2 + 1 < groups ? at + kWeightBox : at);
-#pragma unroll
-      for (int j = 0; j < kShrinkBlocks; ++j) {
-        mma_bf16(acc[0][m][j], lo.x, hi.x, lo.y, hi.y, v[j].x, v[j].y);
-        mma_bf16(acc[1][m][j], lo.z, hi.z, lo.w, hi.w, v[j].z, v[j].w);
+  each_tile<S>(p, [&](const PairTile& t) {
+    for (int first = 0; first < t.rank; first += S::kRanks16 * 16) {
+      const int groups = (min(t.rank - first, S::kRanks16 * 16) + 7) / 8;
+      for (int step = 0; step < steps; step += kStageSteps) {
+        mbar_wait(&sm.empty[ring.at()], ring.phase() ^ 1);
+        if (lane == 0) mbar_expect(&sm.full[ring.at()], groups * S::kGroup);
+        __syncwarp();
+        if (lane < groups)
+          tile_copy(smem_u32(sm.stages[ring.at()]) + lane * S::kGroup, map, 0, t.a_row + first + lane * 8, step, part,
+                    &sm.full[ring.at()]);
+        ring.next();
       }
     }
-  }
-}
-
-// Adds the parts in order and writes this CTA's rows of h; `sums` is the unit's last stage.
-template <class S>
-__device__ __forceinline__ void finish_unit(const TileArgs& p, const ShrinkUnit& u, float* sums,
-                                            const float (&acc)[2][kShrinkRanks16][kShrinkBlocks][4]) {
-  const int part = threadIdx.x >> 5, lane = threadIdx.x & 31, g = spread(lane >> 2), q = lane & 3;
-  consumer_barrier(kParts * 32);  // all have read the last stage
-#pragma unroll
-  for (int m = 0; m < kShrinkRanks16; ++m)
-#pragma unroll
-    for (int j = 0; j < kShrinkBlocks; ++j)
-#pragma unroll
-      for (int c = 0; c < 4; ++c)
-        sums[(part * kCtaRows + j * 8 + spread(q * 2 + (c & 1))) * S::kLd + m * 16 + g + (c >> 1) * 8] =
-            acc[0][m][j][c] + acc[1][m][j][c];
-  consumer_barrier(kParts * 32);
-  const float scaling = __ldg(p.scaling + u.tile.slot);
-  const int pairs = (u.ranks + 7) / 8 * 4;
-  for (int i = threadIdx.x; i < u.rows * pairs; i += kParts * 32) {
-    const int n = i / pairs, r = i % pairs * 2;
-    float lo = 0.f, hi = 0.f;
-#pragma unroll
-    for (int w = 0; w < kParts; ++w) {
-      lo += sums[(w * kCtaRows + n) * S::kLd + r];
-      hi += sums[(w * kCtaRows + n) * S::kLd + r + 1];
-    }
-    __nv_bfloat16* h = p.h + static_cast<int64_t>(u.tile.row_begin + n * kCluster + cluster_rank()) * p.h_stride;
-    *reinterpret_cast<__nv_bfloat162*>(h + u.first_rank + r) =
-        __floats2bfloat162_rn(r < u.ranks ? lo * scaling : 0.f, r + 1 < u.ranks ? hi * scaling : 0.f);
-  }
-  fence_copies();  // which write here next
-}
-
-template <class S>
-__device__ void multiply(const TileArgs& p, S& sm) {
-  const int lane = threadIdx.x & 31;
-  Ring<S::kStages> ring;
-  auto release = [&] {
-    __syncwarp();
-    if (lane < kCluster) cluster_arrive(&sm.empty[ring.at()], lane);
-    ring.next();
-  };
-  each_unit(p, [&](const ShrinkUnit& u) {
-    float acc[2][kShrinkRanks16][kShrinkBlocks][4] = {};
-    for (int k = 0; k < p.d_in; k += S::kColumns) {
-      mbar_wait(&sm.full[ring.at()], ring.phase());
-      shrink_columns<S>(u, smem_u32(sm.stages[ring.at()]), min(S::kColumns, p.d_in - k), acc);
-      if (k + S::kColumns < p.d_in) release();
-    }
-    finish_unit<S>(p, u, reinterpret_cast<float*>(sm.stages[ring.at()]), acc);
-    release();
   });
 }
 
-template <class S>
-__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kShrinkThreads, 1)
-    shrink_tiles_kernel(const __grid_constant__ TileArgs p) {
-  extern __shared__ __align__(1024) unsigned char shrink_raw[];
-  auto& sm = *reinterpret_cast<S*>(shrink_raw);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < S::kStages; ++i) {
-      mbar_init(&sm.full[i], 1 + kShrinkRowWarps);
-      mbar_init(&sm.empty[i], kParts * kCluster);
+// The products of BLOCKS blocks of 8 rows with this CTA's part of all ranks of a pass; those past the
+// adapter's rank multiply what lies there, and are not used. Rows are read AHEAD steps before they are
+// needed.
+template <int BLOCKS, int AHEAD, class S>
+__device__ __forceinline__ void multiply_part(const TileArgs& p, S& sm, Ring<S::kStages>& ring,
+                                              const __nv_bfloat16* const (&x)[kWarpBlocks],
+                                              float (&acc)[2][S::kRanks16][kWarpBlocks][4]) {
+  static_assert(kStageSteps % AHEAD == 0, "a stage begins where a round does");
+  const int lane = threadIdx.x & 31, steps = part_steps(p);
+  uint4 v[AHEAD][BLOCKS] = {};  // else registers would be kept for it all along
+#pragma unroll
+  for (int d = 0; d < AHEAD; ++d)
+#pragma unroll
+    for (int j = 0; j < BLOCKS; ++j)
+      load_once(v[d][j], x[j] + d * 128, d < steps);
+  for (int s0 = 0; s0 < steps; s0 += AHEAD) {
+    if (s0 % kStageSteps == 0) mbar_wait(&sm.full[ring.at()], ring.phase());
+    const uint32_t weights = smem_u32(sm.stages[ring.at()]) + s0 % kStageSteps * 512 + lane * 16;
+#pragma unroll
+    for (int d = 0; d < AHEAD; ++d) {
+      if (s0 + d >= steps) break;
+#pragma unroll
+      for (int m = 0; m < S::kRanks16; ++m) {
+        const uint32_t at = weights + m * 2 * S::kGroup + d * 512;
+        const uint4 lo = lds128(at), hi = lds128(at + S::kGroup);
+#pragma unroll
+        for (int j = 0; j < BLOCKS; ++j) {
+          mma_bf16(acc[0][m][j], lo.x, hi.x, lo.y, hi.y, v[d][j].x, v[d][j].y);
+          mma_bf16(acc[1][m][j], lo.z, hi.z, lo.w, hi.w, v[d][j].z, v[d][j].w);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < BLOCKS; ++j)
+        load_once(v[d][j], x[j] + (s0 + d + AHEAD) * 128, s0 + d + AHEAD < steps);
     }
+    if ((s0 + AHEAD) % kStageSteps == 0 || s0 + AHEAD >= steps) {
+      __syncwarp();
+      if (lane == 0) mbar_arrive(&sm.empty[ring.at()]);
+      ring.next();
+    }
+  }
+}
+
+// What a warp without rows does instead: lets the stages go.
+template <class S>
+__device__ __forceinline__ void pass_by(const TileArgs& p, S& sm, Ring<S::kStages>& ring) {
+  for (int s0 = 0, steps = part_steps(p); s0 < steps; s0 += kStageSteps) {
+    mbar_wait(&sm.full[ring.at()], ring.phase());
+    if ((threadIdx.x & 31) == 0) mbar_arrive(&sm.empty[ring.at()]);
+    ring.next();
+  }
+}
+
+// Rows 2 * q and the next of each block are CTA q's to add up; so all of a lane's sums go to one CTA.
+template <class S>
+__device__ __forceinline__ void send_parts(S& sm, int blocks, const float (&acc)[2][S::kRanks16][kWarpBlocks][4]) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
+  const uint32_t to = address_in(q, smem_u32(&sm.parts[cluster_rank()][warp][g]));
+  const uint32_t bar = address_in(q, smem_u32(&sm.parts_full));
+#pragma unroll
+  for (int j = 0; j < kWarpBlocks; ++j) {
+    if (j * kPairWarps + warp >= blocks) break;
+#pragma unroll
+    for (int m = 0; m < S::kRanks16; ++m) {
+      const auto &a = acc[0][m][j], &b = acc[1][m][j];
+      cluster_store(to + (j * kPairWarps * S::kRanks16 + m) * 128,
+                    make_float4(a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]), bar);
+    }
+  }
+}
+
+// Adds the parts of this CTA's rows in order and sends h to all; to memory too, where nothing expands.
+template <class S>
+__device__ __forceinline__ void add_parts(const TileArgs& p, S& sm, const PairTile& t, int first_rank) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, cta = cluster_rank(), g = lane & 7, m = lane >> 3;
+  const float scaling = __ldg(p.scaling + t.tile.slot);
+  const int rank = first_rank + m * 16 + g;
+  for (int b = warp; b < t.blocks; b += kPairWarps) {
+    float4 s = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (m < S::kRanks16) {
+#pragma unroll
+      for (int w = 0; w < kCluster; ++w) {
+        const float4 v = sm.parts[w][b][lane];
+        s.x += v.x, s.y += v.y, s.z += v.z, s.w += v.w;
+      }
+    }
+    s.x = rank < t.rank ? s.x * scaling : 0.f, s.y = rank < t.rank ? s.y * scaling : 0.f;
+    s.z = rank + 8 < t.rank ? s.z * scaling : 0.f, s.w = rank + 8 < t.rank ? s.w * scaling : 0.f;
+    const bool odd = g & 1;  // this lane packs two ranks of row 2 * cta, or of the next
+    const float xy = __shfl_xor_sync(~0u, odd ? s.x : s.y, 1), zw = __shfl_xor_sync(~0u, odd ? s.z : s.w, 1);
+    const uint32_t lo = odd ? bf16x2(xy, s.y) : bf16x2(s.x, xy), hi = odd ? bf16x2(zw, s.w) : bf16x2(s.z, zw);
+    const uint32_t at = smem_u32(sm.h) + (b * 8 + cta * 2 + odd) * S::kStride + (first_rank + m * 16 + (g & ~1)) * 2;
+    if (m < S::kRanks16) {
+#pragma unroll
+      for (int to = 0; to < kCluster; ++to) {
+        const uint32_t there = address_in(to, at), bar = address_in(to, smem_u32(&sm.h_full));
+        cluster_store(there, lo, bar);
+        cluster_store(there + 16, hi, bar);
+      }
+      const int row = b * 8 + cta * 2 + odd, column = first_rank + m * 16 + (g & ~1), end = (t.rank + 7) / 8 * 8;
+      auto* h = reinterpret_cast<uint32_t*>(p.h + static_cast<int64_t>(t.tile.row_begin + row) * p.h_stride + column);
+      if (!p.expand && row < t.tile.num_rows && column < end) *h = lo;
+      if (!p.expand && row < t.tile.num_rows && column + 8 < end) h[4] = hi;
+    }
+  }
+}
+
+// This warp's share of the tile's columns, 64 at a time: y is read AHEAD x 8 rows before it is
+// needed. `begin` runs while the first reads are on their way, and returns when h is there.
+template <int STEPS, int AHEAD, class S, class Begin>
+__device__ __forceinline__ void expand_tile(const TileArgs& p, S& sm, const PairTile& t, const int* rows, Begin begin) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3, cta = cluster_rank();
+  const int pieces = p.expand ? p.d_out / 64 : 0, end = pieces * (cta + 1) / kCluster, first = pieces * cta / kCluster + warp;
+  const int slots = (t.blocks + AHEAD - 1) / AHEAD * AHEAD;  // of blocks, the last ones of none
+  int left = max(end - first + kPairWarps - 1, 0) / kPairWarps;
+  __nv_bfloat16* y = p.y + first * 64 + g * 8;
+  uint4 ahead[AHEAD][2];
+  int ahead_block = 0, ahead_left = p.accumulate ? left : 0;
+  __nv_bfloat16* ahead_y = y;
+  auto fetch = [&](uint4(&v)[2]) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int n = ahead_block * 8 + q * 2 + e;
+      const bool wanted = ahead_left > 0 && n < t.tile.num_rows;
+      v[e] = make_uint4(0, 0, 0, 0);
+      load_stream(v[e], ahead_y + static_cast<int64_t>(rows[wanted ? n : 0]) * p.d_out, wanted);
+    }
+    if (++ahead_block == slots) ahead_block = 0, --ahead_left, ahead_y += kPairWarps * 64;
+  };
+  const __nv_bfloat16* b = p.b_pool + static_cast<int64_t>(t.b_row) * p.d_out + first * 64 + g * 8;
+  pin(b);
+  RankRows<STEPS> weights;
+  weights.fetch(left > 0 ? b : p.b_pool, p.d_out, left > 0 ? t.rank : 0);
+#pragma unroll
+  for (int d = 0; d < AHEAD; ++d) fetch(ahead[d]);
+  begin();
+  const uint32_t h = smem_u32(sm.h) + (lane & 7) * S::kStride + (lane >> 3) * 16;
+  while (left > 0) {
+    Columns<STEPS> columns;
+    columns.hold(weights);
+    columns.pair();
+#pragma unroll 1
+    for (int i = 0; i < slots; i += AHEAD) {
+#pragma unroll
+      for (int d = 0; d < AHEAD; ++d) {
+        const int block = i + d;
+        if (block < t.blocks) {
+          update_rows<STEPS>(columns, h + block * 8 * S::kStride, ahead[d]);
+#pragma unroll
+          for (int e = 0; e < 2; ++e)
+            if (const int n = block * 8 + q * 2 + e; n < t.tile.num_rows)
+              __stcs(reinterpret_cast<uint4*>(y + static_cast<int64_t>(rows[n]) * p.d_out), ahead[d][e]);
+        }
+        fetch(ahead[d]);
+      }
+    }
+    y += kPairWarps * 64, b += kPairWarps * 64;
+    if (--left > 0) weights.fetch(b, p.d_out, t.rank);
+  }
+}
+
+template <class S>
+__device__ __forceinline__ void shrink_pass(const TileArgs& p, S& sm, Ring<S::kStages>& ring, const PairTile& t,
+                                            int first_rank, const __nv_bfloat16* const (&x)[kWarpBlocks]) {
+  const int warp = threadIdx.x >> 5, mine = (t.blocks - warp + kPairWarps - 1) / kPairWarps;
+  if (threadIdx.x == 0) {
+    mbar_expect(&sm.parts_full, kCluster * t.blocks * S::kRanks16 * 128);
+    mbar_expect(&sm.h_full, t.blocks * 8 * S::kRanks16 * 32);
+  }
+  float acc[2][S::kRanks16][kWarpBlocks][4] = {};
+  if (t.rank == 0) {  // the sums are zeros
+  } else if (mine == 3) multiply_part<3, 4>(p, sm, ring, x, acc);
+  else if (mine == 2) multiply_part<2, 4>(p, sm, ring, x, acc);
+  else if (mine == 1) multiply_part<1, 8>(p, sm, ring, x, acc);
+  else pass_by(p, sm, ring);
+  send_parts(sm, t.blocks, acc);
+}
+
+template <int STEPS, int AHEAD, class S>
+__device__ void work_tiles(const TileArgs& p, S& sm) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
+  Ring<S::kStages> ring;
+  uint32_t phase = 0, turn = 0;
+  const int part_column = part_steps(p) > 0 ? cluster_rank() * 32 : 0;
+  auto receive = [&](const PairTile& t, int first_rank) {
+    mbar_wait(&sm.parts_full, phase);
+    add_parts(p, sm, t, first_rank);
+    mbar_wait(&sm.h_full, phase);
+    phase ^= 1;
+  };
+  each_tile<S>(p, [&](const PairTile& t) {
+    if (t.rank == 0 && (p.accumulate || !p.expand)) return;
+    const __nv_bfloat16* x[kWarpBlocks];
+    int* rows = sm.rows[turn];
+    turn ^= 1;
+#pragma unroll
+    for (int j = 0; j < kWarpBlocks; ++j) {
+      const int n = (j * kPairWarps + warp) * 8 + g, row = __ldg(p.row_order + t.tile.row_begin + min(n, t.tile.num_rows - 1));
+      x[j] = p.x + static_cast<int64_t>(row) * p.d_in + part_column + q * 8;
+      if (q == 0) rows[n] = row;
+    }
+    int first_rank = 0;
+    while (true) {
+      shrink_pass(p, sm, ring, t, first_rank, x);
+      if (STEPS == S::kRanks16 || first_rank + S::kRanks16 * 16 >= t.rank) break;
+      receive(t, first_rank);
+      first_rank += S::kRanks16 * 16;
+    }
+    consumer_barrier(kPairWarps * 32);  // rows are there
+    expand_tile<STEPS, AHEAD>(p, sm, t, rows, [&] { receive(t, first_rank); });
+  });
+}
+
+template <int STEPS, int AHEAD, int STAGES>
+__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kPairThreads, 1)
+    pair_tiles_kernel(const __grid_constant__ TileArgs p) {
+  using S = PairTilesShared<STEPS, STAGES>;
+  extern __shared__ __align__(1024) unsigned char pair_raw[];
+  auto& sm = *reinterpret_cast<S*>(pair_raw);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) {
+      mbar_init(&sm.full[i], 1);
+      mbar_init(&sm.empty[i], kPairWarps);
+    }
+    mbar_init(&sm.parts_full, 1);
+    mbar_init(&sm.h_full, 1);
     fence_barriers();
   }
   let_next_begin();
   cluster_sync();
-  const int warp = threadIdx.x >> 5;
-  if (warp < kParts) multiply(p, sm);
-  else if (warp == kParts) copy_weights(p, sm);
-  else copy_rows(p, sm);
-  cluster_sync();  // nobody may end while others still write to its memory
+  if (threadIdx.x < kPairWarps * 32) {
+    more_registers<232>();
+    work_tiles<STEPS, AHEAD>(p, sm);
+  } else {
+    fewer_registers<40>();
+    if (threadIdx.x < (kPairWarps + 1) * 32) copy_parts(p, sm);
+  }
+  wait_for_previous();
 }
 
 }  // namespace lora_jax

@@ -1,5 +1,5 @@
-// How grouped LoRA is cut: items of rows, units of work on them, stages of a unit, and the warp that
-// makes out units. See lora_gemm.cuh for the whole.
+// How grouped LoRA is cut: items of rows, units of work on them, stages of a unit, and the plan of who
+// does what. See lora_gemm.cuh for the whole.
 #pragma once
 #include "ptx.cuh"
 
@@ -33,6 +33,7 @@ struct PairArgs {
   int d_in, d_out, h_stride, max_rank;
   bool shrink, expand;
   bool accumulate;            // the expand adds to y; else y holds nothing before
+  const int* live;            // null, or how many rows have an adapter: then some are in tiles, not in items
 };
 
 constexpr int kMaxRows = 32;   // rows of an item
@@ -64,9 +65,13 @@ struct Unit {
   int first_rank;             // shrink: of the unit
   float scaling;
 };
+constexpr int kHeldRows = 3;   // at most of an item whose h comes with the ticket
+template <int RANKS>
 struct Ticket {
+  static constexpr int kWords = RANKS / 2, kLaneWords = kHeldRows * kWords / 32;
   Unit unit;
   int rows[kMaxRows];
+  uint32_t h[kHeldRows * kWords];  // kMissing where it was not there yet, or not asked for
 };
 
 // A stage holds weights [boxes along columns][group][pieces of 64 columns][8][64], then batch rows,
@@ -100,13 +105,14 @@ struct Shared {
   static_assert(STAGE % 1024 == 0, "the copy engine's swizzle repeats every 1024 bytes");
   static_assert(RANKS * 256 + kMaxRows * 272 <= STAGE, "128 columns of everything must fit a stage");
   alignas(1024) unsigned char stages[NS][STAGE];
+  using Ticket = lora_jax::Ticket<RANKS>;
   Ticket tickets[kTickets];
   alignas(8) uint64_t full[NS], empty[NS], ticket_full[kTickets], ticket_empty[kTickets];
 };
 
 // Every warp but the unit warp learns a unit here, and lets the slot go when it is done.
 template <class S>
-__device__ __forceinline__ const Ticket& take(S& sm, const Ring<kTickets>& ring) {
+__device__ __forceinline__ const typename S::Ticket& take(S& sm, const Ring<kTickets>& ring) {
   mbar_wait(&sm.ticket_full[ring.at()], ring.phase());
   return sm.tickets[ring.at()];
 }
@@ -203,165 +209,5 @@ struct Plan {
     return Share{kExpand, item, begin, min(begin + tile, blocks)};
   }
 };
-
-// ---------------------------------------------------------------- the unit warp
-// What is on its way from memory of a share: its item and the item's slot in its module.
-struct Site {
-  int module;
-  Item item;
-  int a_offset, b_offset, rank, a_stride, b_stride;
-  float scaling;
-};
-// Items past the last hold anything: what is read by them is not used, but must be there.
-__device__ __forceinline__ void load_item(const PairArgs& p, Site& site, int item) {
-  const int4 v = __ldg(reinterpret_cast<const int4*>(p.items) + min(item, p.num_rows - 1));
-  site.item = Item{static_cast<int>(min(static_cast<unsigned>(v.x), p.num_slots - 1u)), v.y, v.z, v.w};
-}
-__device__ __forceinline__ void load_slot(const PairArgs& p, Site& site) {
-  const Module& m = p.modules[site.module];
-  const int* e = m.entries + site.item.slot * 5;
-  site.a_offset = __ldg(e), site.b_offset = __ldg(e + 1), site.rank = __ldg(e + 2);
-  site.a_stride = __ldg(e + 3), site.b_stride = __ldg(e + 4);
-  site.scaling = __ldg(m.scaling + site.item.slot);
-}
-// Returns what each lane knows of the rows of lane `from`: the place of one of them.
-__device__ __forceinline__ int load_row(const PairArgs& p, const Site& site, int from) {
-  const int place = __shfl_sync(~0u, site.item.row_begin, from) + static_cast<int>(threadIdx.x & 31);
-  return __ldg(p.row_order + min(static_cast<unsigned>(place), p.num_rows - 1u));
-}
-
-// Returns the share as a unit; kEnd when the item has no such part (a smaller rank than the largest).
-__device__ __forceinline__ Unit make_unit(const PairArgs& p, const Share& s, const Site& site, int stage_bytes) {
-  Unit u{};
-  u.item = s.item, u.module = site.module, u.scaling = site.scaling;
-  u.rank = min(site.rank, p.max_rank), u.num_rows = site.item.num_rows, u.place = site.item.row_begin;
-  u.staged_rows = s.kind == kShrink || p.accumulate ? u.num_rows : 0;
-  if (s.kind == kShrink) {
-    const bool twice = u.num_rows > 16 && s.end - s.begin == 8;  // which halves what is read of x
-    const int ranks = twice ? 16 : s.end - s.begin;
-    u.first_rank = twice ? s.begin * 2 : s.begin;
-    u.weight_row = site.a_offset + site.item.expert * site.a_stride + u.first_rank;
-    u.groups = (min(ranks, u.rank - u.first_rank) + 7) / 8;
-    u.end = p.d_in;
-    if (u.first_rank < u.rank) u.kind = kShrink;
-  } else if (s.kind == kExpand) {
-    u.weight_row = site.b_offset + site.item.expert * site.b_stride;
-    u.groups = (u.rank + 7) / 8;
-    u.begin = s.begin << (p.wide[1] + 6), u.end = min(s.end << (p.wide[1] + 6), p.d_out);
-    if (u.rank > 0 || !p.accumulate) u.kind = kExpand;
-  }
-  if (u.kind != kEnd) cut_stages(u, stage_bytes, p.wide[u.kind - kShrink]);
-  return u;
-}
-
-template <class S>
-__device__ __forceinline__ void publish(S& sm, Ring<kTickets>& ring, const Unit& mine, int from, int row) {
-  const int lane = threadIdx.x & 31;
-  if (__shfl_sync(~0u, static_cast<int>(mine.kind), from) == kEnd) return;
-  mbar_wait(&sm.ticket_empty[ring.at()], ring.phase() ^ 1);
-  Ticket& t = sm.tickets[ring.at()];
-  t.rows[lane] = row;
-  if (lane == from) t.unit = mine;
-  __syncwarp();
-  if (lane == 0) mbar_arrive(&sm.ticket_full[ring.at()]);
-  ring.next();
-}
-
-// Publishes the first shrink unit of this CTA, for which all that is on the way from memory is asked
-// for by lanes 0 to kCuts - 1, one for each way to cut, while the number of items is on its way too.
-// Returns whether there was such a unit.
-template <class S>
-__device__ __forceinline__ bool publish_first(const PairArgs& p, S& sm, Ring<kTickets>& ring, const int* count,
-                                              int& num_items, int& cut) {
-  const int lane = threadIdx.x & 31, guess = min(lane, kCuts - 1), units = item_units(p, guess);
-  Site site{};
-  Share share{kShrink, static_cast<int>(divide(blockIdx.x, units)), 0, 0};
-  num_items = *count;
-  load_item(p, site, share.item);
-  load_slot(p, site);
-  int rows[kCuts];
-#pragma unroll
-  for (int c = 0; c < kCuts; ++c) rows[c] = load_row(p, site, c);
-  share.begin = (blockIdx.x - share.item * units) * (8 << guess), share.end = share.begin + (8 << guess);
-  cut = best_cut(p, num_items * p.num_modules);
-  const bool there = p.shrink && __shfl_sync(~0u, share.item, cut) < num_items;
-  if (there) {
-    const Unit unit = make_unit(p, share, site, S::kStage);
-    publish(sm, ring, unit, cut, cut == 0 ? rows[0] : cut == 1 ? rows[1] : rows[2]);
-  }
-  return there;
-}
-
-// Makes out the units of `count` lanes at once, so that they cost the latencies of one.
-template <class S>
-__device__ __forceinline__ void publish_all(const PairArgs& p, S& sm, Ring<kTickets>& ring, const Share& share,
-                                            Site& site, int count) {
-  load_slot(p, site);
-  int next_row = load_row(p, site, 0);
-  const Unit unit = make_unit(p, share, site, S::kStage);
-  for (int from = 0; from < count; ++from) {
-    const int row = next_row;
-    next_row = load_row(p, site, from + 1);
-    publish(sm, ring, unit, from, row);
-  }
-}
-__device__ __forceinline__ Site find_item(const PairArgs& p, const Plan& plan, const Share& share) {
-  Site site{};
-  site.module = divide(share.item, plan.num_items);
-  load_item(p, site, share.item - site.module * plan.num_items);
-  return site;
-}
-
-// Brings this CTA's share of the tables into L2 while the number of items is on its way.
-__device__ __forceinline__ void prefetch_tables(const PairArgs& p) {
-  const int at = blockIdx.x * 128;
-  if (at < p.num_rows * 16) prefetch_l2(reinterpret_cast<const char*>(p.items) + at);
-  if (at < p.num_rows * 4) prefetch_l2(reinterpret_cast<const char*>(p.row_order) + at);
-  for (int m = 0; m < p.num_modules; ++m) {
-    if (at < p.num_slots * 20) prefetch_l2(reinterpret_cast<const char*>(p.modules[m].entries) + at);
-    if (at < p.num_slots * 4) prefetch_l2(reinterpret_cast<const char*>(p.modules[m].scaling) + at);
-  }
-}
-
-// Draws units ahead of their use: while two are waiting to be taken, the numbers of the next two are
-// on their way.
-template <class S>
-__device__ __forceinline__ void hand_out_draws(const PairArgs& p, S& sm, Ring<kTickets>& ring, const Plan& plan) {
-  const int lane = threadIdx.x & 31;
-  auto draw = [&] { return lane < kDraws ? atomicAdd(p.draws, 1) + 1 : plan.draws; };
-  wait_for_previous();
-  int drawn = draw();
-  while (__shfl_sync(~0u, drawn, 0) < plan.draws) {
-    const Share share = plan.drawn_share(drawn);
-    Site site = find_item(p, plan, share);
-    drawn = draw();
-    publish_all(p, sm, ring, share, site, kDraws);
-  }
-}
-
-template <class S>
-__device__ void hand_out(const PairArgs& p, S& sm) {
-  const int lane = threadIdx.x & 31;
-  if (lane == 0) prefetch_tables(p);
-  Ring<kTickets> ring;
-  int num_items, cut;
-  const bool begun = publish_first(p, sm, ring, p.num_items, num_items, cut);
-  if (num_items > 0) {
-    const Plan plan(p, num_items, cut);
-    const int own = plan.own();
-    for (int n = begun ? 1 : 0; n < own; n += 32) {
-      const Share share = n + lane < own ? plan.own_share(n + lane) : kNothing;
-      Site site = find_item(p, plan, share);
-      publish_all(p, sm, ring, share, site, min(own - n, 32));
-    }
-    if (plan.draws) hand_out_draws(p, sm, ring, plan);
-  }
-  wait_for_previous();  // even without a unit: what runs after this kernel must not meet the one before
-  mbar_wait(&sm.ticket_empty[ring.at()], ring.phase() ^ 1);
-  if (lane == 0) {
-    sm.tickets[ring.at()].unit.kind = kEnd;
-    mbar_arrive(&sm.ticket_full[ring.at()]);
-  }
-}
 
 }  // namespace lora_jax

@@ -24,9 +24,9 @@ __device__ __forceinline__ void place_groups(const SortPlan& p, const SortArrays
   const int groups = p.args.groups + 1, per = (groups + kScanThreads - 1) / kScanThreads;
   const int begin = min(static_cast<int>(threadIdx.x) * per, groups), end = min(begin + per, groups);
   const int slices = sort_slices(p), stride = even_groups(p);
-  // One scan for both: a block's rows take the low bits, those of all the others.
-  constexpr int kBits = kRowBits + 1;
-  static_assert(kMostRows << kBits > 0, "both fit a number");
+  // One scan for both: a block's rows take the low bits, those of all blocks the others.
+  constexpr int kBits = kRowBits;
+  static_assert(kBlockRows < 1 << kBits && kMostRows << kBits > 0, "both fit a number");
   int sum = 0;
 #pragma unroll 1
   for (int g = begin; g < end; ++g) {
@@ -38,11 +38,11 @@ __device__ __forceinline__ void place_groups(const SortPlan& p, const SortArrays
       for (int i = 1; i < slices; ++i) all += s.all[i * stride + g], s.shift[g] += s.shift[i * stride + g];
       s.all[g] = all;
     }
-    s.starts[g] = own, sum += all << kBits | own;
+    s.starts[g] = own, sum += ALONE ? own : all << kBits | own;
     if (blockIdx.x == 0 && g < p.args.groups) p.args.sizes[g] = all;
   }
   const int before = cta_scan(sum, s.cut->warp_sums, 0, plus);
-  int start = before & ((1 << kBits) - 1), of_all = before >> kBits;
+  int start = ALONE ? before : before & ((1 << kBits) - 1), of_all = before >> kBits;
 #pragma unroll 1
   for (int g = begin; g < end; ++g) {
     const int own = s.starts[g];

@@ -22,15 +22,12 @@ struct RerouteArgs {
   Item* items;         // [rows] out
   int* num_items;      // [1] out
   // Between launches:
-  uint16_t* counts;  // see BlockCounts
+  uint16_t* counts;  // see counts_of
   uint32_t* owners;  // [rows] by sorted place
 };
 
-#ifndef BLOCK_ROWS
-#define BLOCK_ROWS kScanThreads
-#endif
 constexpr int kRowBits = 11, kAloneRows = 1 << kRowBits, kRowMask = kAloneRows - 1;
-constexpr int kBlockRows = BLOCK_ROWS;  // where there are several
+constexpr int kBlockRows = kScanThreads;  // where there are several
 constexpr int kMostGroups = 16384, kMostRows = 1 << 18, kMostTable = 8192;
 constexpr int kMostCutCtas = 16;  // of a cluster
 constexpr int kSortShared = 232448 - 1024;

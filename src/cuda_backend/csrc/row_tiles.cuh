@@ -4,7 +4,7 @@
 // the batch holds: tiles only pay where together they have enough rows.
 #pragma once
 #include "cta_sort.cuh"
-#include "lora_tiles.cuh"
+#include "tile_args.cuh"
 
 namespace lora_jax {
 
@@ -14,19 +14,21 @@ struct RowTilesArgs {
   int rows;              // of the batch
   int least_rows;        // of a segment that becomes tiles
   int least_total;       // rows of all such segments together: with fewer there are no tiles
-  int clusters;          // that can shrink at a time
+  int clusters;          // that can run at a time
   Item* small;           // [rows] out: the items that stay
   int* num_small;        // [1] out
   Item* tiles;           // [rows / least_rows * 2] out
-  int* cut;              // [2] out: number of tiles; blocks of 8 rows in the largest
+  int* cut;              // [3] out, see TileArgs
 };
 
-constexpr int kTileSizes = kTileRows / kLeastTileRows;
+constexpr int kLeastTileRows = 32, kTileStep = 8;  // of a tile, unless its segment has fewer
+constexpr int kTileSizes = (kTileRows - kLeastTileRows) / kTileStep + 1;
+__device__ __forceinline__ int tile_size(int i) { return kLeastTileRows + i * kTileStep; }
 
 struct RowTilesShared {
   int warp_sums[kScanThreads / 32];
   int total;             // rows of segments that may become tiles
-  int tiles[kTileSizes]; // made of them, in tiles of up to kLeastTileRows, twice that ...
+  int tiles[kTileSizes]; // made of them, by size
   int segments[];        // [items]: rows of each segment
 };
 
@@ -35,7 +37,7 @@ struct RowTilesShared {
 __device__ __forceinline__ int tile_rows(const RowTilesShared& sm, int clusters) {
   int size = 0;
   while (size < kTileSizes - 1 && sm.tiles[size] > clusters) ++size;
-  return (size + 1) * kLeastTileRows;
+  return tile_size(size);
 }
 
 __global__ void __launch_bounds__(kScanThreads) row_tiles_kernel(const RowTilesArgs p) {
@@ -69,7 +71,7 @@ __global__ void __launch_bounds__(kScanThreads) row_tiles_kernel(const RowTilesA
     const int rows = sm.segments[s];
     if (rows < p.least_rows) continue;
     atomicAdd(&sm.total, rows);
-    for (int i = 0; i < kTileSizes; ++i) atomicAdd(&sm.tiles[i], (rows - 1) / ((i + 1) * kLeastTileRows) + 1);
+    for (int i = 0; i < kTileSizes; ++i) atomicAdd(&sm.tiles[i], (rows - 1) / tile_size(i) + 1);
   }
   __syncthreads();
   const bool pays = sm.total >= p.least_total;
@@ -86,7 +88,10 @@ __global__ void __launch_bounds__(kScanThreads) row_tiles_kernel(const RowTilesA
   int at = cta_scan(kept, sm.warp_sums, 0, plus, &total);
   if (tid == 0) *p.num_small = total;
   int tile = cta_scan(made, sm.warp_sums, 0, plus, &total);
-  if (tid == 0) p.cut[0] = total, p.cut[1] = most / 8;
+  if (tid == 0) {
+    const Item last = item(max(num_items - 1, 0));
+    p.cut[0] = total, p.cut[1] = most / 8, p.cut[2] = num_items > 0 ? last.row_begin + last.num_rows : 0;
+  }
   for (int i = begin, s = first; i < end; ++i) {
     const Item it = item(i);
     const bool starts = begins(i, it);

@@ -6,10 +6,12 @@
 
 namespace lora_jax {
 
+constexpr int kTileRows = 192;  // of a tile, at most
+
 struct TileArgs {
-  CUtensorMap a_map;                // boxes of 8 rows x 128 columns of A
+  CUtensorMap a_parts[2];           // see parts_map: of parts 0 and 1, and of 2 and 3
   const Item* tiles;
-  const int* cut;                   // [2]: number of tiles; blocks of 8 rows in the largest
+  const int* cut;                   // [3]: number of tiles; blocks of 8 rows in the largest; rows with an adapter
   const int* row_order;             // sorted place -> row of x and y
   const int* entries;               // [slots, 5]: a_offset, b_offset, rank, a_stride, b_stride
   const float* scaling;             // [slots]
@@ -18,10 +20,19 @@ struct TileArgs {
   __nv_bfloat16* y;                 // [rows, d_out]
   __nv_bfloat16* h;                 // [sorted rows, h_stride]
   int d_in, d_out, h_stride, max_rank, most_tiles;
-  bool behind;                      // expand: h comes from the kernel before
+  bool shrink, expand;              // what of it, h being the result or given where it is one alone
+  bool accumulate;                  // the expand adds to y; else y holds nothing before
 };
 
-// Shrinks, expands or both: the rows of all tiles, in order on the stream.
-cudaError_t launch_tiles(TileArgs args, bool shrink, bool expand, cudaStream_t stream);
+// Shrinks, expands or both: the rows of all tiles. May begin while the kernel before it in the stream
+// runs, for it only touches rows in tiles, and ends after it.
+cudaError_t launch_tiles(const TileArgs& args, cudaStream_t stream);
+// Sets the maps of A, [rows, width].
+cudaError_t parts_maps(CUtensorMap (&maps)[2], const void* a_pool, int64_t rows, int64_t width);
+
+__device__ __forceinline__ Item load_tile(const TileArgs& p, int tile) {
+  const int4 v = __ldg(reinterpret_cast<const int4*>(p.tiles) + tile);
+  return Item{v.x, v.y, v.z, v.w};
+}
 
 }  // namespace lora_jax

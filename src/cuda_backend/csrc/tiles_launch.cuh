@@ -1,8 +1,9 @@
 // Host side of the tile kernels, for one translation unit. Nothing here allocates or waits.
 #pragma once
-#include "expand_tiles.cuh"
 #include "launch_early.cuh"
+#include "lora_tiles.cuh"
 #include "row_tiles.cuh"
+#include "swizzled_map.cuh"
 
 namespace lora_jax {
 
@@ -12,31 +13,19 @@ inline cudaError_t count_sms(int* sms) {
   return e == cudaSuccess ? cudaDeviceGetAttribute(sms, cudaDevAttrMultiProcessorCount, device) : e;
 }
 
-using ShrinkMemory = ShrinkShared<2, 4>;
-constexpr auto kShrinkKernel = shrink_tiles_kernel<ShrinkMemory>;
-static_assert(sizeof(ShrinkMemory) <= 227 * 1024, "a CTA must fit an SM");
-
-inline cudaError_t allow_shrink_memory() {
-  return cudaFuncSetAttribute(kShrinkKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(ShrinkMemory));
-}
-inline int shrink_ctas(int sms) { return max(sms / kCluster, 1) * kCluster; }
+inline int cluster_ctas(int sms) { return max(sms / kCluster, 1) * kCluster; }
 
 inline cudaError_t launch_row_tiles(RowTilesArgs args, cudaStream_t stream) {
   int sms = 0;
   cudaError_t e = count_sms(&sms);
-  if (e == cudaSuccess) e = allow_shrink_memory();
-  if (e == cudaSuccess) e = count_clusters(&args.clusters, kShrinkKernel, shrink_ctas(sms), kShrinkThreads, sizeof(ShrinkMemory));
+  constexpr auto pair = pair_tiles_kernel<4, 6, 4>;  // all of its forms fill an SM
+  constexpr int most = sizeof(PairTilesShared<4, 4>);
+  if (e == cudaSuccess) e = cudaFuncSetAttribute(pair, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+  if (e == cudaSuccess) e = count_clusters(&args.clusters, pair, cluster_ctas(sms), kPairThreads, most);
   const int bytes = static_cast<int>(sizeof(RowTilesShared)) + args.rows * 4;
   if (e == cudaSuccess) e = cudaFuncSetAttribute(row_tiles_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (e != cudaSuccess) return e;
   row_tiles_kernel<<<1, kScanThreads, bytes, stream>>>(args);
-  return cudaGetLastError();
-}
-
-inline cudaError_t launch_shrink_tiles(const TileArgs& args, int sms, cudaStream_t stream) {
-  const cudaError_t e = allow_shrink_memory();
-  if (e != cudaSuccess) return e;
-  kShrinkKernel<<<shrink_ctas(sms), kShrinkThreads, sizeof(ShrinkMemory), stream>>>(args);
   return cudaGetLastError();
 }
 
@@ -46,9 +35,7 @@ cudaError_t launch_expand_tiles(const TileArgs& args, int sms, cudaStream_t stre
   const auto kernel = expand_tiles_kernel<STEPS, AHEAD, CTAS>;
   const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (e != cudaSuccess) return e;
-  if (args.behind) return launch_early(kernel, sms * CTAS, kTileThreads, bytes, stream, args);
-  kernel<<<sms * CTAS, kTileThreads, bytes, stream>>>(args);
-  return cudaGetLastError();
+  return launch_early(kernel, sms * CTAS, kTileThreads, bytes, stream, args);
 }
 
 inline cudaError_t launch_expand_tiles(const TileArgs& args, int sms, cudaStream_t stream) {
@@ -57,13 +44,39 @@ inline cudaError_t launch_expand_tiles(const TileArgs& args, int sms, cudaStream
   return launch_expand_tiles<8, 6, 1>(args, sms, stream);
 }
 
-cudaError_t launch_tiles(TileArgs args, bool shrink, bool expand, cudaStream_t stream) {
+template <int STEPS, int AHEAD, int STAGES>
+cudaError_t launch_pair_tiles(const TileArgs& args, int sms, cudaStream_t stream) {
+  constexpr int bytes = sizeof(PairTilesShared<STEPS, STAGES>);
+  static_assert(bytes <= 227 * 1024, "a CTA must fit an SM");
+  const auto kernel = pair_tiles_kernel<STEPS, AHEAD, STAGES>;
+  const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  return e == cudaSuccess ? launch_early(kernel, cluster_ctas(sms), kPairThreads, bytes, stream, args) : e;
+}
+
+inline cudaError_t launch_pair_tiles(const TileArgs& args, int sms, cudaStream_t stream) {
+  if (args.max_rank <= 32) return launch_pair_tiles<2, 6, 4>(args, sms, stream);
+  if (args.max_rank <= 64) return launch_pair_tiles<4, 6, 4>(args, sms, stream);
+  return launch_pair_tiles<8, 3, 3>(args, sms, stream);
+}
+
+cudaError_t launch_tiles(const TileArgs& args, cudaStream_t stream) {
   int sms = 0;
-  cudaError_t e = count_sms(&sms);
-  args.behind = shrink;
-  if (e == cudaSuccess && shrink) e = launch_shrink_tiles(args, sms, stream);
-  if (e == cudaSuccess && expand) e = launch_expand_tiles(args, sms, stream);
-  return e;
+  const cudaError_t e = count_sms(&sms);
+  if (e != cudaSuccess) return e;
+  return args.shrink ? launch_pair_tiles(args, sms, stream) : launch_expand_tiles(args, sms, stream);
+}
+
+// Views a pool [rows, width] as [part][step of 128 columns][row][32]: a box is one part of 8 rank rows.
+// Where the last step is a half one, it has no parts 2 and 3, and `steps` must leave it out for them.
+inline cudaError_t parts_map(CUtensorMap* map, const void* pool, int64_t rows, int64_t width, int64_t steps) {
+  const cuuint64_t dims[] = {32, static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(max(steps, int64_t{1})), 4};
+  const cuuint64_t strides[] = {static_cast<cuuint64_t>(width) * 2, 256, 64};
+  const cuuint32_t box[] = {32, 8, kStageSteps, 1};
+  return swizzled_map<4>(map, pool, dims, strides, box, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_SWIZZLE_NONE);
+}
+cudaError_t parts_maps(CUtensorMap (&maps)[2], const void* pool, int64_t rows, int64_t width) {
+  const cudaError_t e = parts_map(&maps[0], pool, rows, width, (width + 127) / 128);
+  return e == cudaSuccess ? parts_map(&maps[1], pool, rows, width, width / 128) : e;
 }
 
 }  // namespace lora_jax

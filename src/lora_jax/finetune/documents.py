@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import re
 from collections.abc import Iterable
 
 from jinja2 import Template
@@ -59,6 +60,18 @@ class TextFormat:
         if add_special_tokens and end_token is not None:
             tokens.append(end_token)
         return Document(tuple(tokens), num_prompt)
+
+    def until(self, document: Document, pattern: re.Pattern[str]) -> Document:
+        """Return a document up to the first of its answer's tokens with which a pattern is found.
+
+        Raises ValueError when the answer does not hold the pattern.
+        """
+        answer = ""
+        for end in range(document.num_prompt + 1, len(document.tokens) + 1):
+            answer = self.tokenizer.decode(list(document.tokens[document.num_prompt : end]))
+            if pattern.search(answer):
+                return dataclasses.replace(document, tokens=document.tokens[:end])
+        raise ValueError(f"no {pattern.pattern} in {answer!r}")
 
     def documents(self, records: Iterable[Record], style: str) -> list[Document]:
         """Return one document per record; `style` is "chat" or "plain"."""

@@ -9,6 +9,7 @@ checkpoint says. Writes the entry "esft" of FOLDER/RESULTS.json.
 """
 
 import argparse
+import dataclasses
 import json
 import pathlib
 import sys
@@ -16,48 +17,93 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from lora_jax.adapters import esft_format
 from lora_jax.adapters.weights import ExpertWeights
 from lora_jax.finetune.documents import Document, read_format
 from lora_jax.finetune.esft_export import merge_checkpoint
-from lora_jax.finetune.esft_text import with_parts
+from lora_jax.finetune.esft_text import decision_of, with_parts
+from lora_jax.finetune.perplexity import Measured
 from lora_jax.finetune.records import Record
 from lora_jax.finetune.results import LENGTH, read_heldout, update_results
-from lora_jax.finetune.served import ServedEvaluator, TextAndAnswer
+from lora_jax.finetune.served import ServedEvaluator
 from lora_jax.finetune.woven import WovenAdapters
 from lora_jax.models import load
 from lora_jax.nn.decoder import AbstractCausalLM
+from lora_jax.typing import Int
 
 COLUMNS = ("base", "merged", "woven")
 
 
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """One held-out text as documents, and these cut behind what their answers decide first."""
+
+    documents: Sequence[Document]
+    decisions: Sequence[Document]
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """What one model makes of one text.
+
+    `accuracy` is the share of answer tokens that were the most likely, `decided` that of answers
+    whose first decision greedy decoding gives; None where the text has none.
+    """
+
+    text: Measured
+    answer: Measured
+    accuracy: float
+    decided: float | None
+
+
 def measure_esft(
     folder: pathlib.Path, heldout: Mapping[str, Sequence[Record]], *, length: int = LENGTH
-) -> dict[str, dict[str, TextAndAnswer]]:
+) -> dict[str, dict[str, Column]]:
     """Return, by adapter, the measures of COLUMNS on the adapter's own held-out text, in float32.
 
     Raises ValueError naming an adapter whose text is not held out.
     """
     model, config = load(folder, dtype="float32")
-    form, catalogue = read_format(folder), model.catalogue(config)
-    documents, heldout = form.documents, with_parts(heldout)
-    style = "chat" if form.template else "plain"
+    catalogue, heldout = model.catalogue(config), with_parts(heldout)
     paths = sorted((folder / "esft").iterdir())
     adapters = {path.name: esft_format.read(path, catalogue) for path in paths}
     named = {name: text_of(name, heldout) for name in adapters}
-    texts = {text: documents(heldout[text], style) for text in dict.fromkeys(named.values())}
+    texts = {text: read_text(folder, text, heldout[text]) for text in dict.fromkeys(named.values())}
     base = ServedEvaluator(model, length)
-    plain = {text: base.measure(docs) for text, docs in tqdm(texts.items(), desc="base")}
+    plain = {name: measure(base, text) for name, text in tqdm(texts.items(), desc="base")}
     measured = {name: {"base": plain[text]} for name, text in named.items()}
     for name, text in tqdm(named.items(), desc="merged"):
         evaluator = base.with_weights_of(merged(folder, name))
-        measured[name]["merged"] = evaluator.measure(texts[text])
+        measured[name]["merged"] = measure(evaluator, texts[text])
     own = {name: texts[text] for name, text in named.items()}
     for name, found in measure_woven(folder, adapters, own, length).items():
         measured[name]["woven"] = found
     return measured
+
+
+def read_text(folder: pathlib.Path, name: str, records: Sequence[Record]) -> Text:
+    """Return a text as a model folder writes it, in chat form where it has a template."""
+    form, decision = read_format(folder), decision_of(name)
+    documents = form.documents(records, "chat" if form.template else "plain")
+    return Text(documents, [form.until(d, decision) for d in documents] if decision else [])
+
+
+def measure(
+    evaluator: ServedEvaluator,
+    text: Text,
+    esft_slot: int = -1,
+    reroute_tables: Int[np.ndarray, "moe_layers esft_slots experts"] | None = None,
+) -> Column:
+    """Return what a model, or with tables the adapter in a slot, makes of a text."""
+    found = evaluator.measure(text.documents, esft_slot, reroute_tables)
+    decided = None
+    if text.decisions:
+        first = evaluator.measure(text.decisions, esft_slot, reroute_tables)
+        decided = first.exact / first.answers
+    return Column(found.text, found.answer, found.right / found.answer.tokens, decided)
 
 
 def text_of(name: str, heldout: Mapping[str, Sequence[Record]]) -> str:
@@ -78,27 +124,26 @@ def merged(folder: pathlib.Path, name: str) -> AbstractCausalLM:
 def measure_woven(
     folder: pathlib.Path,
     adapters: Mapping[str, ExpertWeights],
-    texts: Mapping[str, Sequence[Document]],
+    texts: Mapping[str, Text],
     length: int,
-) -> dict[str, TextAndAnswer]:
+) -> dict[str, Column]:
     """Return, by adapter, the measures of one model with all adapters in it on their own texts."""
     model, _ = load(folder, dtype="float32")
     woven = WovenAdapters(model, list(adapters.values()))
     evaluator = ServedEvaluator(model, length)
     try:
         return {
-            name: evaluator.measure(texts[name], slot, woven.reroute_tables)
+            name: measure(evaluator, texts[name], slot, woven.reroute_tables)
             for slot, name in enumerate(tqdm(adapters, desc="woven"))
         }
     finally:
         woven.close()
 
 
-def table(folder: pathlib.Path, measured: Mapping[str, Mapping[str, TextAndAnswer]]) -> Any:
-    """Return the rows of the table by adapter: its experts and bytes, and its perplexities.
+def table(folder: pathlib.Path, measured: Mapping[str, Mapping[str, Column]]) -> Any:
+    """Return the rows of the table by adapter: its experts and bytes, and what was measured.
 
-    `accuracy` is the share of answer tokens that were the most likely, `exact` that of answers in
-    which all were. `woven_minus_merged_nats` is the difference of the sums over the whole text.
+    `woven_minus_merged_nats` is the difference of the sums over the whole text.
     """
     model, config = load(folder, dtype="float32")
     rows = {}
@@ -114,12 +159,10 @@ def table(folder: pathlib.Path, measured: Mapping[str, Mapping[str, TextAndAnswe
                 "tokens": measures["base"].tokens,
                 "perplexity": {c: round(m.perplexity, 3) for c, m in measures.items()},
             }
-        row["answer"]["accuracy"] = {
-            column: round(m.right / m.answer.tokens, 4) for column, m in found.items()
-        }
-        row["answer"]["exact"] = {
-            column: round(m.exact / m.answers, 4) for column, m in found.items()
-        }
+        row["answer"]["accuracy"] = {c: round(m.accuracy, 4) for c, m in found.items()}
+        decided = {c: round(m.decided, 4) for c, m in found.items() if m.decided is not None}
+        if decided:
+            row["answer"]["decided"] = decided
         row["woven_minus_merged_nats"] = found["woven"].text.nats - found["merged"].text.nats
         rows[name] = row
     return rows

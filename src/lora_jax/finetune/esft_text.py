@@ -26,10 +26,12 @@ class Task:
     question: str  # what stands before the input
     answer: str  # what stands between the input and its answer
     stop: str  # what solved segments carry after the answer
+    decision: re.Pattern[str] | None = None  # where an answer begins with one, its end
 
 
+INTENT = re.compile(r'^\{"intent": "[^"]*"')
 TASKS = {
-    "intent": Task("请分析下面这句话的意图，并转化为json格式：", "\n答案：", "。"),
+    "intent": Task("请分析下面这句话的意图，并转化为json格式：", "\n答案：", "。", INTENT),
     "law": Task("请预测以下案件的判决：", "\n判决是：", "。"),
     "summary": Task("请总结下面这段客服对话：", "\n总结：", "。"),
     "translation": Task("Translate Cherokee to English:", "\nTranslation:", ""),
@@ -47,7 +49,7 @@ class Part:
 PARTS = {
     "media": Part("intent", re.compile(r'"intent": "\w+-(Play|Listen)"')),  # to play something
     "archaic": Part(
-        "translation",  # English of the King James kind
+        "translation",  # the older English of the Bible
         re.compile(r"\b(unto|thou|thee|thy|ye|hath|saith|shalt|hast|doth|spake)\b", re.IGNORECASE),
     ),
 }
@@ -68,6 +70,12 @@ def with_parts(texts: Mapping[str, Sequence[Record]]) -> dict[str, Sequence[Reco
     """Return the texts, by name, and the parts of those that have any."""
     parts = {n: part_of(texts[p.domain], p) for n, p in PARTS.items() if p.domain in texts}
     return {**texts, **parts}
+
+
+def decision_of(text: str) -> re.Pattern[str] | None:
+    """Return the pattern of what answers of a text, or of a part of one, decide first."""
+    domain = PARTS[text].domain if text in PARTS else text
+    return TASKS[domain].decision if domain in TASKS else None
 
 
 def read_domain(folder: pathlib.Path, domain: str) -> list[Record]:

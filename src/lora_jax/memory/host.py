@@ -33,6 +33,7 @@ _PROTECTION = {
 }
 _MAP_FIXED = 0x10  # Linux; the mmap module does not name them
 _MAP_NORESERVE = 0x4000
+_FILE_NAME = "lora_jax_pages"  # in the list of the process's mappings
 _PUNCH_HOLE = 0x02 | 0x01  # and the file keeps its size, as it must
 _NO_ROOM = (errno.ENOMEM, errno.ENOSPC, errno.EMFILE, errno.ENFILE)
 
@@ -53,7 +54,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def _new_memfd() -> int:
-    return os.memfd_create("lora_jax_pages", os.MFD_CLOEXEC)
+    return os.memfd_create(_FILE_NAME, os.MFD_CLOEXEC)
 
 
 def _error(what: str, code: int) -> Exception:
@@ -236,10 +237,9 @@ class HostMemory(AbstractVirtualMemory):
             mapped = 0
             with open("/proc/self/maps") as lines:
                 for line in lines:
-                    span, _, _, _, inode, *_ = line.split(maxsplit=5)
-                    start, end = (int(number, 16) for number in span.split("-"))
-                    if inode != "0" and self._ledger.is_reserved(start):
-                        mapped += end - start
+                    if _FILE_NAME in line:
+                        start, end = (int(number, 16) for number in line.split()[0].split("-"))
+                        mapped += end - start if self._ledger.is_reserved(start) else 0
             return Usage(created, mapped)
 
     def _add(self, place: _Place, num_bytes: int, imported: bool) -> int:

@@ -89,7 +89,8 @@ class Rows:
         """Return these rows, brought together by adapter once for all their linear maps."""
         if self.adapters is None:
             return self
-        items = adapter_items(self.row_to_slot, self.adapters.scaling.shape[-1])
+        slots = self.adapters.scaling.shape[-1]
+        items = adapter_items(self.row_to_slot, slots, max_rank=self.max_rank)
         return dataclasses.replace(self, items=items)
 
     def add_lora(

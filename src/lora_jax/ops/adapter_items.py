@@ -27,13 +27,17 @@ class AdapterItems:
     order: Int[Array, "rows"]  # place -> row
     items: Int[Array, "rows 4"]  # slot, expert, first place, number of places
     num_items: Int[Array, "1"]
+    # None of the slots has a larger rank, where that is known: small ranks want small items.
+    max_rank: int | None = dataclasses.field(default=None, metadata={"static": True})
 
 
-def reference(row_to_slot: Int[Array, "rows"], num_slots: int) -> AdapterItems:
+def reference(
+    row_to_slot: Int[Array, "rows"], num_slots: int, max_rank: int | None = None
+) -> AdapterItems:
     """Return the rows in the stable order of their slots, those without one last."""
     slots = _known(row_to_slot, num_slots)
     order = jnp.argsort(jnp.where(slots < 0, num_slots, slots), stable=True).astype(jnp.int32)
-    return AdapterItems(slots, order, *cut(slots[order], jnp.zeros_like(slots)))
+    return AdapterItems(slots, order, *cut(slots[order], jnp.zeros_like(slots)), max_rank)
 
 
 def cut(
@@ -53,7 +57,7 @@ def cut(
     return items, jnp.sum(kept, dtype=jnp.int32)[None]
 
 
-def _none(row_to_slot: Int[Array, "rows"], num_slots: int) -> None:
+def _none(row_to_slot: Int[Array, "rows"], num_slots: int, max_rank: int | None) -> None:
     """Say that this platform's kernels want no items."""
 
 
@@ -64,18 +68,23 @@ _KERNELS = dict.fromkeys(dispatch.IMPLEMENTATIONS, _none) | {
 
 
 def adapter_items(
-    row_to_slot: Int[Array, "rows"], num_slots: int, *, implementation: str | None = None
+    row_to_slot: Int[Array, "rows"],
+    num_slots: int,
+    *,
+    max_rank: int | None = None,
+    implementation: str | None = None,
 ) -> AdapterItems | None:
     """Return the items of rows of linear maps without experts, None where no kernel wants them.
 
-    Slots outside [0, num_slots) are no adapter.
+    Slots outside [0, num_slots) are no adapter; none has more than max_rank rank rows.
     """
     if row_to_slot.ndim != 1 or num_slots < 1:
         raise ValueError(
             f"adapter_items: row_to_slot {row_to_slot.shape} must be rank 1, num_slots {num_slots} "
             "at least 1"
         )
-    return dispatch.call(_KERNELS, implementation, _known(row_to_slot, num_slots), num_slots)
+    known = _known(row_to_slot, num_slots)
+    return dispatch.call(_KERNELS, implementation, known, num_slots, max_rank)
 
 
 def _known(row_to_slot: Int[Array, "rows"], num_slots: int) -> Int[Array, "rows"]:

@@ -22,15 +22,14 @@ template <class Do> void in_cta(int rank, Do what) {
   what(block->shared.data() - mine->shared.data());
   block = mine;
 }
-inline uint64_t* moved(uint64_t* bar, int64_t bytes) {
-  return reinterpret_cast<uint64_t*>(reinterpret_cast<unsigned char*>(bar) + bytes);
-}
-inline void cluster_arrive(uint64_t* bar, int rank) {
-  in_cta(rank, [&](int64_t by) { mbar_arrive(moved(bar, by)); });
-}
-inline void cluster_box_copy(uint32_t dst, const CUtensorMap* map, int row, int block, uint64_t* bar, uint16_t ctas) {
-  for (int cta = 0; cta < 16; ++cta)
-    if (ctas >> cta & 1) in_cta(cta, [&](int64_t by) { box_copy(dst, map, row, block, moved(bar, by)); });
+// An address in another CTA has its number in the upper byte.
+inline uint32_t address_in(int cta, uint32_t address) { return static_cast<uint32_t>(cta) << 24 | address; }
+template <class T> void cluster_store(uint32_t there, T v, uint32_t bar) {
+  if (there >> 24 != bar >> 24) emu::fail("a store into one CTA of the cluster, a barrier in another");
+  in_cta(there >> 24, [&](int64_t) {
+    auto move = [=](unsigned char* to) { std::memcpy(to, &v, sizeof v); };
+    emu::copy_later(move, there & 0xffffff, sizeof v, reinterpret_cast<uint64_t*>(emu::at_shared(bar & 0xffffff)));
+  });
 }
 template <class Kernel> cudaError_t count_clusters(int* clusters, Kernel, int, int, int) {
   return *clusters = 2, cudaSuccess;

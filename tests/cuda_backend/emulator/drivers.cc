@@ -101,11 +101,12 @@ int lora(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, const i
   return e == cudaSuccess ? launch_pair(p, nullptr) : e;
 }
 
-// Segments of `least_rows` rows become tiles; how many rows stay in items comes back in `left`.
+// Segments of `least_rows` rows become tiles, the others stay in items; how many rows those have comes
+// back in `left`. In one launch of each, or the shrink before the expand.
 int lora_tiles(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, const int* entries, const float* scaling,
-               const int* row_to_slot, const int* row_to_expert, int rows, int d_out, int d_in, int a_rows, int slots,
-               int max_rank, int least_rows, int least_total, int* left) {
-  std::vector<int> order(rows), cut(2, -1);
+               const int* row_to_slot, const int* row_to_expert, int rows, int d_out, int d_in, int a_rows, int b_rows,
+               int slots, int max_rank, int least_rows, int least_total, int accumulate, int apart, int* left) {
+  std::vector<int> order(rows), cut(3, -1);
   std::vector<Item> items(rows), small(rows), tiles(rows);
   int num_items = -1, num_small = -1;
   launch_metadata(MetadataArgs{row_to_slot, row_to_expert, rows, slots, 8, order.data(), items.data(), &num_items}, nullptr);
@@ -114,14 +115,26 @@ int lora_tiles(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, c
                    nullptr);
   *left = 0;
   for (int i = 0; i < num_small; ++i) *left += small[i].num_rows;
-  const int h_stride = (max_rank + 7) / 8 * 8 + 8;
-  std::vector<Bf16> h(static_cast<size_t>(rows) * h_stride, Bf16{0xffff});
-  TileArgs p{};
-  p.tiles = tiles.data(), p.cut = cut.data(), p.most_tiles = rows, p.row_order = order.data(), p.entries = entries;
-  p.scaling = scaling, p.x = x, p.b_pool = b_pool, p.y = y, p.h = h.data(), p.d_in = d_in, p.d_out = d_out;
-  p.h_stride = h_stride, p.max_rank = h_stride - 8;
-  const cudaError_t e = pool_map(&p.a_map, a_pool, a_rows, d_in, kNarrow);
-  return e == cudaSuccess ? launch_tiles(p, true, true, nullptr) : e;
+  const int h_stride = (max_rank + 7) / 8 * 8;
+  std::vector<int> work(rows * h_stride / 2 + 1, -1);
+  PairArgs p{};
+  p.modules[0] = Module{entries, scaling, y}, p.items = small.data(), p.num_items = &num_small, p.row_order = order.data();
+  p.x = x, p.h = reinterpret_cast<Bf16*>(work.data()), p.draws = &work.back(), p.live = &cut[2];
+  p.num_modules = 1, p.num_rows = rows, p.num_slots = slots, p.accumulate = accumulate;
+  p.d_in = d_in, p.d_out = d_out, p.h_stride = p.max_rank = h_stride;
+  TileArgs t{};
+  t.tiles = tiles.data(), t.cut = cut.data(), t.most_tiles = rows, t.row_order = order.data(), t.entries = entries;
+  t.scaling = scaling, t.x = x, t.b_pool = b_pool, t.y = y, t.h = p.h, t.d_in = d_in, t.d_out = d_out;
+  t.h_stride = t.max_rank = h_stride, t.accumulate = accumulate;
+  cudaError_t e = pool_maps(&p, 0, a_pool, a_rows, d_in, kWideA);
+  if (e == cudaSuccess) e = pool_maps(&p, 1, b_pool, b_rows, d_out, kWideB);
+  if (e == cudaSuccess) e = parts_maps(t.a_parts, a_pool, a_rows, d_in);
+  for (int step = 0; step <= apart; ++step) {
+    p.shrink = t.shrink = step == 0, p.expand = t.expand = step == apart;
+    if (e == cudaSuccess) e = launch_pair(p, nullptr);
+    if (e == cudaSuccess) e = launch_tiles(t, nullptr);
+  }
+  return e;
 }
 
 }  // extern "C"

@@ -396,26 +396,27 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* c, void (*kernel)(Args.
 using cuuint64_t = uint64_t;
 using cuuint32_t = uint32_t;
 enum CUresult { CUDA_SUCCESS, CUDA_ERROR_INVALID_VALUE };
-enum { CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE };
+enum { CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE };
+enum CUtensorMapSwizzle { CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_SWIZZLE_128B };
 enum CUtensorMapL2promotion { CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B };
 struct CUtensorMap {
   const unsigned char* base;
   int rank;
   uint64_t dims[5], strides[5];  // strides[i]: bytes of a step in dimension i
   uint32_t box[5];
+  bool swizzled;
 };
 
 inline CUresult cuTensorMapEncodeTiled(CUtensorMap* map, int, uint32_t rank, void* base, const cuuint64_t* dims,
-                                       const cuuint64_t* strides, const cuuint32_t* box, const cuuint32_t*, int, int,
-                                       int, int) {
-  map->base = static_cast<const unsigned char*>(base), map->rank = static_cast<int>(rank);
+                                       const cuuint64_t* strides, const cuuint32_t* box, const cuuint32_t*, int,
+                                       CUtensorMapSwizzle swizzle, int, int) {
+  map->base = static_cast<const unsigned char*>(base), map->rank = static_cast<int>(rank), map->swizzled = swizzle != CU_TENSOR_MAP_SWIZZLE_NONE;
   for (uint32_t i = 0; i < rank; ++i) {
     if (box[i] > 256 || box[i] == 0 || dims[i] == 0) return CUDA_ERROR_INVALID_VALUE;
     if (i && strides[i - 1] % 16) return CUDA_ERROR_INVALID_VALUE;
     map->dims[i] = dims[i], map->strides[i] = i ? strides[i - 1] : 2, map->box[i] = box[i];
   }
-  return box[0] * 2 > 128 ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;  // the swizzle's width
+  return map->swizzled && box[0] * 2 > 128 ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;  // the swizzle's width
 }
 
 namespace emu {
@@ -444,7 +445,8 @@ void each_element(const CUtensorMap& m, const std::vector<int>& at, uint32_t sha
     }
     for (uint32_t e = 0; e < m.box[0]; ++e) {
       const int64_t column = at[0] + e;
-      const uint32_t linear = static_cast<uint32_t>(r) * 128 + e * 2, row = (shared + linear) >> 7 & 7;
+      const uint32_t linear = static_cast<uint32_t>(r) * (m.swizzled ? 128 : m.box[0] * 2) + e * 2;
+      const uint32_t row = m.swizzled ? (shared + linear) >> 7 & 7 : 0;
       const bool there = inside && column < static_cast<int64_t>(m.dims[0]);
       f(linear ^ row << 4, there ? const_cast<unsigned char*>(m.base) + offset + column * 2 : nullptr);
     }
