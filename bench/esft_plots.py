@@ -54,6 +54,7 @@ def _plot_same(ax: Axes, batches: dict[str, list[tuple[int, dict]]]) -> None:
         ax.plot([n for n, _ in points], over, marker="o", ms=3, label=batch)
     ax.axhline(BAR_PERCENT, color=BAR, lw=1, ls="--", label=f"bar {BAR_PERCENT}%")
     ax.set(xlabel="adapters in the batch", ylabel="over the base alone, %", title="same experts")
+    ax.set_ylim(top=1.8 * max(BAR_PERCENT, ax.get_ylim()[1] / 1.1))  # room for the legend
 
 
 def _plot_own(ax: Axes, batches: dict[str, list[tuple[int, dict]]]) -> None:
@@ -63,7 +64,7 @@ def _plot_own(ax: Axes, batches: dict[str, list[tuple[int, dict]]]) -> None:
         floor = [row["floor_us"] / row["base_floor_us"] for _, row in points]
         color = f"C{i}"
         ax.plot([n for n, _ in points], took, marker="o", ms=3, color=color, label=batch)
-        ax.plot([n for n, _ in points], floor, ls=":", color=color, label=f"{batch}: its bytes")
+        ax.plot([n for n, _ in points], floor, ls=":", color=color, label="its bytes")
     ax.set(xlabel="adapters in the batch", ylabel="times the base", title="own experts")
 
 
