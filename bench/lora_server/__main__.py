@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--plans", nargs="+", default=list(PLANS), help="names, in this order")
     parser.add_argument("--seconds", type=float, default=600.0, help="no new row after that")
     parser.add_argument("--gpus", type=int, help="how many; all of the host by default")
-    parser.add_argument("--trace", action="store_true", help="write what ran when, of each plan")
+    parser.add_argument("--trace", nargs="+", default=[], help="plans to write down what ran of")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     end, case = time.monotonic() + options.seconds, mixtral(options.adapters[0])
@@ -197,18 +197,16 @@ def _measure_all(bench: Bench, options: argparse.Namespace, end: float) -> None:
         "date": time.strftime("%Y-%m-%d"),
         "rows": [],
     }
-    if options.trace:
-        for plan in plans:
-            folder = options.out / plan.name.replace(", ", "_").replace(" ", "_")
-            folder.mkdir(exist_ok=True)
-            bench.trace(plan, options.batches[0], folder)
-        return
     for adapters in options.adapters:
         bench.set_case(mixtral(adapters))
         for row in rows_of_table(bench, plans, options.batches, end):
             print(line_of(row), flush=True)
             result["rows"].append(row)
             (options.out / "lora_server.json").write_text(json.dumps(result, indent=2) + "\n")
+    for name in options.trace:
+        folder = options.out / name.replace(", ", "_").replace(" ", "_")
+        folder.mkdir(exist_ok=True)
+        bench.trace(PLANS[name], options.batches[0], folder)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ class Gpu:
 
     def __init__(self, case: Case, ends: DeviceEnds, device: jax.Device):
         self._case, self._ends, self._device = case, ends, device
-        self._options = programs.ONE_GRAPH if device.platform == "gpu" else None
         self._pools: dict = {}  # of a rank
         self._weights: dict = {}  # of an instance
         self._closing = contextlib.ExitStack()
@@ -59,7 +58,9 @@ class Gpu:
             rows = case.rows(tokens)
             blanks = {str(w): self._put(jnp.zeros((rows, w), case.dtype)) for w in widths}
             buckets = plan.buckets(case, tokens)
-            step = programs.server_program(case, server, buckets, self._options)
+            options = programs.ONE_GRAPH if plan.graph else programs.NO_GRAPH
+            on_gpu = self._device.platform == "gpu"
+            step = programs.server_program(case, server, buckets, options if on_gpu else None)
             self.mode = self._put(np.int32(LORA))
             ticket = step(self._put(np.zeros(8, np.int32)), self._pools, blanks, self.mode)
             jax.block_until_ready(ticket)

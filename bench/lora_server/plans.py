@@ -59,6 +59,7 @@ class Plan:
     senders: int = 1
     pull: bool = False
     aside: bool = True
+    graph: bool = True  # of a server's programs; else the host launches their kernels one by one
 
     @property
     def gpus(self) -> int:
@@ -91,6 +92,8 @@ PLANS = {
         Plan("EP1-PP1, pull", 1, 1, 1, pull=True),
         Plan("EP4-PP1, 1 of its ranks, pull", 4, 1, 1, pull=True),
         Plan("EP1-PP1, push in the stream", 1, 1, 1, aside=False),
+        Plan("EP1-PP1, without graphs", 1, 1, 1, graph=False),
+        Plan("EP4-PP1, 1 of its ranks, without graphs", 4, 1, 1, graph=False),
         Plan("EP4-PP1, 1 of its ranks, 2 at once", 4, 1, 1, senders=2),
         Plan("EP4-PP1, 1 of its ranks, 3 at once", 4, 1, 1, senders=3),
         Plan("EP1-PP1, 2 at once", 1, 1, 1, senders=2),

@@ -21,6 +21,7 @@ IDLE_US = 2000  # that it waits for each
 SCALING = 2.0**-6  # rows that take part again and again stay of a size
 # A server's program is one CUDA graph, branches included, and the host decides nothing.
 ONE_GRAPH = {"xla_gpu_graph_min_graph_size": "1"}
+NO_GRAPH = {"xla_gpu_enable_command_buffer": ""}
 OneLayer = Callable[..., tuple]  # (x, ys, weights, layer, rows) -> (x, ys, statuses)
 
 
@@ -135,7 +136,14 @@ def _refuse(server: DeviceServer, message: Arrived, pools, blanks) -> Array:
 
 
 def _reply(
-    case: Case, server: DeviceServer, mode: int, site: int, rows: int, message: Arrived, pools, blanks
+    case: Case,
+    server: DeviceServer,
+    mode: int,
+    site: int,
+    rows: int,
+    message: Arrived,
+    pools,
+    blanks,
 ) -> Array:
     """Answer with zeros, or with what the adapters add."""
     x, names = server.rows_of(message, site, rows), SITES[site]

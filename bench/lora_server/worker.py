@@ -62,7 +62,7 @@ class ProcessWorker:
 
 
 def all_of(starts: Sequence[Callable]) -> list:
-    """Return the results of calls that run at the same time; all have ended, also when one fails."""
+    """Return the results of calls that run at the same time, when all have ended."""
     results, errors = [], []
     for result in starts:
         try:
