@@ -1,4 +1,4 @@
-"""Adds adapters to rows by the Hopper kernels of csrc/lora_gemm.cuh, in place on y.
+"""Adds adapters to rows by the Hopper kernels of csrc/lora_gemm.cuh, in place if there is a y.
 
 A row's result depends on nothing but its own x, y and adapter: neither on its neighbours nor on
 how many rows there are. Calls of many rows serve long segments by the kernels of
@@ -23,8 +23,9 @@ MAX_RANK = 128
 COLUMNS = 64  # widths are copied in pieces of so many columns
 MAX_MODULES = 4  # of one launch
 
-# One linear map of a launch: y, and the entries and scaling of its slots.
-Module = tuple[Array, Array, Array]
+# One linear map of a launch: y, and the entries and scaling of its slots. No y of a launch is None,
+# or all are: then nothing is added to, and rows without an adapter come out as zeros.
+Module = tuple[Array | None, Array, Array]
 
 
 @jax.tree_util.register_dataclass
@@ -90,7 +91,7 @@ def row_items(
 
 
 def lora_gemm(
-    y: Float[Array, "rows d_out"],
+    y: Float[Array, "rows d_out"] | None,
     x: Float[Array, "rows d_in"],
     a_pool: Float[Array, "a_rows d_in"],
     b_pool: Float[Array, "b_rows d_out"],
@@ -118,8 +119,10 @@ def lora_gemms(
 ) -> tuple[Float[Array, "rows d_out"], ...]:
     """lora_gemm of several maps of the same rows: as few launches as may be."""
     slots, sorted_rows = modules[0][1].shape[0], x.shape[0] if items is None else 1
+    widths = (x.shape[1], b_pool.shape[1])
     for y, entries, _ in modules:
-        check_support(y.dtype, sorted_rows, (x.shape[1], y.shape[1]), entries.shape[0], max_rank)
+        dtype = x.dtype if y is None else y.dtype
+        check_support(dtype, sorted_rows, widths, entries.shape[0], max_rank)
     ffi.require()
     known = row_items(row_to_slot, row_to_expert, slots, max_rank) if items is None else items
     launches = (modules[i : i + MAX_MODULES] for i in range(0, len(modules), MAX_MODULES))
@@ -128,7 +131,7 @@ def lora_gemms(
 
 
 def lora_pair(
-    y: Float[Array, "rows d_out"],
+    y: Float[Array, "rows d_out"] | None,
     x: Float[Array, "rows d_in"],
     a_pool: Float[Array, "a_rows d_in"],
     b_pool: Float[Array, "b_rows d_out"],
@@ -152,15 +155,19 @@ def lora_pairs(
     """lora_pair of several maps of the same x, out of the same pools, in one launch."""
     if not 1 <= len(modules) <= MAX_MODULES:
         raise ValueError(f"a launch takes 1 to {MAX_MODULES} modules, not {len(modules)}")
+    accumulate = modules[0][0] is not None
+    if any((y is not None) != accumulate for y, _, _ in modules):
+        raise ValueError("a launch adds to every module's y or to none: some are None")
     if isinstance(items, AdapterItems):  # of experts, whose segments are too short for tiles
         items = RowItems(items.order, items.items, items.num_items)
     ranks, count = _h_shape(x.shape[0], max_rank), len(modules)
     work = jax.ShapeDtypeStruct((count * math.prod(ranks.shape) // 2 + 1,), jnp.int32)
-    shapes = [work, *(jax.ShapeDtypeStruct(y.shape, y.dtype) for y, _, _ in modules)]
-    aliases = {8 + 3 * m: 1 + m for m in range(count)}
+    shapes = [work, *[jax.ShapeDtypeStruct((x.shape[0], b_pool.shape[1]), x.dtype)] * count]
+    aliases = {8 + 3 * m: 1 + m for m in range(count if accumulate else 0)}
     call = jax.ffi.ffi_call("lora_jax_cuda_lora_gemm", shapes, input_output_aliases=aliases)
-    own = (v for m in modules for v in m)
-    return call(x, a_pool, b_pool, *items.arrays, *own, max_rank=np.int64(max_rank))[1:]
+    own = (v for m in modules for v in m if v is not None)
+    attributes = {"max_rank": np.int64(max_rank), "accumulate": accumulate}
+    return call(x, a_pool, b_pool, *items.arrays, *own, **attributes)[1:]
 
 
 def lora_shrink(
@@ -180,17 +187,23 @@ def lora_shrink(
 
 
 def lora_expand(
-    y: Float[Array, "rows d_out"],
+    y: Float[Array, "rows d_out"] | None,
     h: Float[Array, "rows h_columns"],
     b_pool: Float[Array, "b_rows d_out"],
     entries: Int[Array, "slots 5"],
     scaling: Float[Array, "slots"],
     items: RowItems,
 ) -> Float[Array, "rows d_out"]:
-    """y[order[i]] + sum_j h[i, j] B[j] for h as lora_shrink gives it."""
-    shapes = [jax.ShapeDtypeStruct(y.shape, y.dtype), jax.ShapeDtypeStruct((1,), jnp.int32)]
-    call = jax.ffi.ffi_call("lora_jax_cuda_lora_expand", shapes, input_output_aliases={0: 0})
-    return call(y, h, b_pool, entries, scaling, *items.arrays)[0]
+    """y[order[i]] + sum_j h[i, j] B[j] for h as lora_shrink gives it.
+
+    Without y the sum alone, whose rows are read from nowhere: zero where there is no adapter.
+    """
+    ys = () if y is None else (y,)
+    shapes = [jax.ShapeDtypeStruct((h.shape[0], b_pool.shape[1]), h.dtype)]
+    shapes += [jax.ShapeDtypeStruct((1,), jnp.int32)]
+    aliases = {9: 0} if ys else {}
+    call = jax.ffi.ffi_call("lora_jax_cuda_lora_expand", shapes, input_output_aliases=aliases)
+    return call(h, b_pool, entries, scaling, *items.arrays, *ys, accumulate=bool(ys))[0]
 
 
 def _h_shape(rows: int, max_rank: int) -> jax.ShapeDtypeStruct:

@@ -73,6 +73,17 @@ def test_any_popularity_of_adapters_that_share_a(popularity, implementation):
     np.testing.assert_allclose(run(case, implementation), oracle(case), **TOLERANCE["float32"])
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_without_y_the_sums_alone_come_back(dtype, implementation):
+    case = lora_case(37, 70, 172, num_experts=3, dtype=dtype)
+    nothing = dataclasses.replace(case, y=jnp.zeros_like(case.y))
+    options = {"max_rank": case.max_rank, "implementation": implementation}
+    got = np.asarray(jitted(None, *case.arrays[1:], **options), np.float32)
+    np.testing.assert_array_equal(got, run(nothing, implementation))
+    assert not got[np.asarray(case.row_to_slot) < 0].any()
+
+
 @pytest.mark.parametrize("experts", [0, 4])
 def test_a_wide_sum_rounded_elsewhere_has_the_bits_of_a_narrow_one(experts):
     case = lora_case(37, 70, 172, num_experts=experts, dtype="bfloat16")
@@ -182,6 +193,17 @@ def test_several_maps_have_the_bits_of_each_alone(implementation):
     for (y, e, s), got in zip(maps, together, strict=True):
         alone = lora_gemm(y, *pools, e, s, *owners, **options)
         np.testing.assert_array_equal(np.asarray(got), np.asarray(alone))
+
+
+def test_several_maps_are_all_added_to_or_none():
+    case = lora_case(5, 8, 16)
+    y, x, a_pool, b_pool, entries, scaling, row_to_slot, _ = case.arrays
+    given = (x, a_pool, b_pool, [entries] * 2, [scaling] * 2, row_to_slot)
+    with pytest.raises(ValueError, match="adds to all or to none"):
+        lora_gemms([y, None], *given, max_rank=case.max_rank)
+    sums = lora_gemms([None] * 2, *given, max_rank=case.max_rank)
+    np.testing.assert_array_equal(sums[0], run(dataclasses.replace(case, y=jnp.zeros_like(y))))
+    np.testing.assert_array_equal(sums[1], sums[0])
 
 
 def test_several_maps_need_one_table_each():

@@ -1,5 +1,7 @@
 // Grouped LoRA on Hopper in one launch: h = scaling * x A^T, then y += h B, for rows of many adapters.
 //
+// Or y = h B, which reads no y: then fill_kernel makes the rows of no item zero.
+//
 // An item is up to kMaxRows rows of one segment (adapter, or adapter x expert) of one module. Its
 // weights are the 16-row operand of mma and its rows the 8-column operand (swap-AB), so a segment of
 // one row costs an n = 8 tile. Units of work are (item, up to 32 rank rows) of the shrink, each over
@@ -69,10 +71,10 @@ __device__ void produce_rows(const PairArgs& p, S& sm) {
     const Ticket& t = take(sm, taken);
     const Unit& u = t.unit;
     if (u.kind == kEnd) return;
-    const bool mine = row < u.num_rows;
+    const bool mine = row < u.staged_rows;
     const __nv_bfloat16* from = u.kind == kExpand ? p.modules[u.module].y : p.x;
     if (mine) from += t.rows[row] * static_cast<int64_t>(u.kind == kExpand ? p.d_out : p.d_in);
-    const int width = u.width, my_rows = (u.num_rows + kRowWarps - 1 - warp) / kRowWarps;
+    const int width = u.width, my_rows = (u.staged_rows + kRowWarps - 1 - warp) / kRowWarps;
     for (int c = u.begin; c < u.end; c += width) {
       mbar_wait(&sm.empty[ring.at()], ring.phase() ^ 1);
       const int bytes = min(width, u.end - c) * 2;
@@ -251,7 +253,8 @@ __device__ __forceinline__ void expand_stage(const PairArgs& p, const Ticket& t,
       for (int e = 0; e < 2; ++e) {
         const int n = n0 + j * 8 + q * 2 + e;
         if (n < u.num_rows) {
-          uint4 o = lds128(base + rows_at(u) + n * row_stride(width) + b * 128 + g * 16);
+          uint4 o = make_uint4(0, 0, 0, 0);
+          if (p.accumulate) o = lds128(base + rows_at(u) + n * row_stride(width) + b * 128 + g * 16);
           o.x = add_bf16x2(o.x, acc[0][j][e], acc[0][j][e + 2]);
           o.y = add_bf16x2(o.y, acc[1][j][e], acc[1][j][e + 2]);
           o.z = add_bf16x2(o.z, acc[2][j][e], acc[2][j][e + 2]);
