@@ -156,18 +156,10 @@ class Gpu:
         owners = owners + np.asarray(rows.row_to_expert)[some]
         places = jnp.asarray((owners[:, None] * case.rank + np.arange(case.rank)).reshape(-1))
         a, b = (
-            np.asarray(
-                programs.numbers(
-                    programs.pool_seed("gate", second),
-                    places,
-                    case.sizes("gate")[second],
-                    programs.pool_scale(case, "gate", second),
-                    case.dtype,
-                ),
-                np.float64,
-            ).reshape(_CHECKED, case.rank, -1)
-            for second in (False, True)
+            np.asarray(programs.numbers(rows=places, **programs.pool_of(case, width)), np.float64)
+            for width in (case.hidden, case.width)
         )
+        a, b = (rows.reshape(_CHECKED, case.rank, -1) for rows in (a, b))
         return programs.SCALING * np.einsum("tr,trd->td", np.einsum("td,trd->tr", x, a), b)
 
     def leave(self) -> None:

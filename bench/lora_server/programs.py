@@ -10,7 +10,7 @@ import numpy as np
 
 from bench.lora_server.plans import ECHO, LORA, REFUSE, SITES, Case, Plan
 from lora_jax.ops.cases import popular
-from lora_jax.ops.lora_gemm import lora_gemms
+from lora_jax.ops.lora_gemm import lora_deltas
 from lora_jax.typing import Array, Int
 from serving.transport.base import AbstractClient, PushRows, push_rows
 from serving.transport.device_server import Arrived, DeviceServer
@@ -43,32 +43,29 @@ def matrix(seed: int, rows: int, width: int, scale: float, dtype: str) -> Array:
     return numbers(seed, jnp.arange(rows), width, scale, dtype)
 
 
-def pool_scale(case: Case, name: str, second: bool) -> float:
-    """Return the deviation of an adapter's matrix A, or with `second` of B."""
-    return case.rank**-0.5 if second else case.sizes(name)[0] ** -0.5
-
-
-def pool_seed(name: str, second: bool) -> int:
-    """Return the seed of a pool."""
-    return 10 + 2 * ("gate", "up", "down").index(name) + second
+def pool_of(case: Case, width: int) -> dict:
+    """Return what `numbers` takes of the pool of rank rows of a width, but for the rows."""
+    narrow = width == case.hidden
+    scale = case.hidden**-0.5 if narrow else case.rank**-0.5
+    return {"seed": 10 + narrow, "width": width, "scale": scale, "dtype": case.dtype}
 
 
 def make_pools(case: Case) -> dict:
-    """Return one layer's adapters: pools by matrix, the slots' table, and an answer of zeros."""
+    """Return one layer's adapters: rank rows by width and, by matrix, the table of slots.
+
+    In either pool stand the rows of gate, then those of up, then those of down.
+    """
     rows = case.adapters * case.experts * case.rank
-    entries = np.zeros((case.adapters, 5), np.int32)
-    entries[:, 0] = entries[:, 1] = np.arange(case.adapters) * case.experts * case.rank
-    entries[:, 2:] = case.rank
-    found: dict = {
-        "entries": jnp.asarray(entries),
-        "scaling": jnp.full((case.adapters,), SCALING, jnp.float32),
-    }
-    for names in SITES.values():
-        for name in names:
-            found[name] = tuple(
-                matrix(pool_seed(name, k), rows, width, pool_scale(case, name, k), case.dtype)
-                for k, width in ((False, case.sizes(name)[0]), (True, case.sizes(name)[1]))
-            )
+    found: dict = {"scaling": jnp.full((case.adapters,), SCALING, jnp.float32)}
+    for width in (case.hidden, case.width):
+        pool = pool_of(case, width)
+        found[str(width)] = matrix(pool["seed"], 3 * rows, width, pool["scale"], case.dtype)
+    for place, name in enumerate(("gate", "up", "down")):
+        entries = np.zeros((case.adapters, 5), np.int32)
+        first = place * rows + np.arange(case.adapters) * case.experts * case.rank
+        entries[:, 0] = entries[:, 1] = first
+        entries[:, 2:] = case.rank
+        found[name] = jnp.asarray(entries)
     return found
 
 
@@ -149,15 +146,12 @@ def _reply(
     x, names = server.rows_of(message, site, rows), SITES[site]
     deltas = [blanks[str(case.sizes(name)[1])] for name in names]
     if mode == LORA:
+        pools_of = [pools[str(width)] for width in case.sizes(names[0])]
+        entries, scaling = [pools[name] for name in names], [pools["scaling"]] * len(names)
         owners = message.adapters[:rows], message.experts[:rows]
-        deltas = [_delta(case, pools, name, x, *owners) for name in names]
+        options = {"max_rank": case.rank, "dtype": jnp.dtype(case.dtype)}
+        deltas = lora_deltas(x, *pools_of, entries, scaling, *owners, **options)
     return server.answer(message, jnp.int32(1), deltas, site).info
-
-
-def _delta(case: Case, pools: dict, name: str, x: Array, adapters: Array, experts: Array) -> Array:
-    y = jnp.zeros((x.shape[0], case.sizes(name)[1]), case.dtype)
-    table = [pools["entries"]], [pools["scaling"]]
-    return lora_gemms([y], x, *pools[name], *table, adapters, experts, max_rank=case.rank)[0]
 
 
 def experts_matmul(x: jax.Array, w: jax.Array) -> jax.Array:

@@ -34,11 +34,13 @@ inline cudaError_t launch_metadata(const MetadataArgs& args, cudaStream_t stream
 
 // By a warp: makes the rows of places [begin, end) zero in all modules, every `step`-th of them.
 __device__ __forceinline__ void zero_rows(const PairArgs& p, int begin, int end, int step) {
+  const int bytes = p.d_out * (p.wide_sums ? 4 : 2);
   for (int place = begin; place < end; place += step) {
     const int64_t row = __ldg(p.row_order + place);
-    for (int m = 0; m < p.num_modules; ++m)
-      for (int c = threadIdx.x % 32 * 8; c < p.d_out; c += 256)
-        *reinterpret_cast<uint4*>(p.modules[m].y + row * p.d_out + c) = make_uint4(0, 0, 0, 0);
+    for (int m = 0; m < p.num_modules; ++m) {
+      auto* y = reinterpret_cast<unsigned char*>(p.modules[m].y) + row * bytes;
+      for (int c = threadIdx.x % 32 * 16; c < bytes; c += 512) *reinterpret_cast<uint4*>(y + c) = make_uint4(0, 0, 0, 0);
+    }
   }
 }
 

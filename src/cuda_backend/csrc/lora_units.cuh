@@ -33,6 +33,7 @@ struct PairArgs {
   int d_in, d_out, h_stride, max_rank;
   bool shrink, expand;
   bool accumulate;            // the expand adds to y; else y holds nothing before
+  bool wide_sums;             // where nothing is added to, y is float32
 };
 
 constexpr int kMaxRows = 32;   // rows of an item
