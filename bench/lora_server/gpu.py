@@ -14,6 +14,7 @@ import numpy as np
 from bench.lora_server import programs
 from bench.lora_server.plans import LORA, PLANS, Case, Plan
 from bench.lora_server.timeline import timeline
+from serving.lora_server.device_loop import ONE_GRAPH
 from serving.transport import device_memory
 from serving.transport.device_ends import DeviceEnds
 
@@ -58,7 +59,7 @@ class Gpu:
             rows = case.rows(tokens)
             blanks = {str(w): self._put(jnp.zeros((rows, w), case.dtype)) for w in widths}
             buckets = plan.buckets(case, tokens)
-            options = programs.ONE_GRAPH if plan.graph else programs.NO_GRAPH
+            options = ONE_GRAPH if plan.graph else programs.NO_GRAPH
             on_gpu = self._device.platform == "gpu"
             step = programs.server_program(case, server, buckets, options if on_gpu else None)
             self.mode = self._put(np.int32(LORA))

@@ -19,8 +19,6 @@ from serving.transport.shapes import DOWN, GATE_UP
 MESSAGES = 4  # of one program of a server
 IDLE_US = 2000  # that it waits for each
 SCALING = 2.0**-6  # rows that take part again and again stay of a size
-# A server's program is one CUDA graph, branches included, and the host decides nothing.
-ONE_GRAPH = {"xla_gpu_graph_min_graph_size": "1"}
 NO_GRAPH = {"xla_gpu_enable_command_buffer": ""}
 OneLayer = Callable[..., tuple]  # (x, ys, weights, layer, rows) -> (x, ys, statuses)
 

@@ -11,7 +11,7 @@ from tolerance import TOLERANCE
 
 from lora_jax.ops.cases import POPULARITIES, LoraCase, lora_case
 from lora_jax.ops.grouped_matmul import matmul
-from lora_jax.ops.lora_gemm import lora_gemm, lora_gemms
+from lora_jax.ops.lora_gemm import lora_deltas, lora_gemm, lora_gemms
 
 IMPLEMENTATIONS = ["ffi", "xla", "reference"]
 
@@ -204,6 +204,25 @@ def test_several_maps_are_all_added_to_or_none():
     sums = lora_gemms([None] * 2, *given, max_rank=case.max_rank)
     np.testing.assert_array_equal(sums[0], run(dataclasses.replace(case, y=jnp.zeros_like(y))))
     np.testing.assert_array_equal(sums[1], sums[0])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_wide_deltas_added_later_have_the_bits_of_those_added_at_once(dtype, implementation):
+    case = lora_case(19, 16, 24, num_experts=2, dtype=dtype)
+    y, *pools, entries, scaling, row_to_slot, row_to_expert = case.arrays
+    assert row_to_expert is not None
+    options = {"max_rank": case.max_rank, "implementation": implementation}
+    owners, tables = (row_to_slot, row_to_expert), ([entries] * 2, [scaling, -scaling])
+    wide, turned = lora_deltas(*pools, *tables, *owners, dtype=jnp.dtype(jnp.float32), **options)
+    np.testing.assert_array_equal(np.asarray(turned), -np.asarray(wide))
+    assert not np.asarray(wide)[np.asarray(row_to_slot) < 0].any()
+    later = (y.astype(jnp.float32) + wide).astype(y.dtype)
+    at_once = lora_gemm(y.astype(jnp.float32), *pools, entries, scaling, *owners, **options)
+    np.testing.assert_array_equal(np.asarray(later), np.asarray(at_once.astype(y.dtype)))
+    narrow, _ = lora_deltas(*pools, *tables, *owners, dtype=y.dtype, **options)
+    assert narrow.dtype == y.dtype
+    np.testing.assert_array_equal(np.asarray(narrow), np.asarray(wide.astype(y.dtype)))
 
 
 def test_several_maps_need_one_table_each():
