@@ -76,12 +76,6 @@ class Plan:
         shapes = moe_shapes(case.layers, case.rows(tokens), case.hidden, case.width, *kinds)
         return Terms("bench", self.placement(case), shapes)
 
-    def buckets(self, case: Case, tokens: int) -> tuple[int, ...]:
-        """Return row counts that a rank's programs are compiled for: what is usual, and all."""
-        rows = case.rows(tokens)
-        usual = -(-rows * 3 // (2 * self.ep) // 8) * 8
-        return (usual, rows) if usual < rows else (rows,)
-
 
 PLANS = {
     plan.name: plan

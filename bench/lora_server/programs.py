@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.lora_server.plans import ECHO, LORA, REFUSE, SITES, Case, Plan
+from bench.lora_server.plans import ECHO, LORA, SITES, Case, Plan
 from lora_jax.ops.cases import popular
 from lora_jax.ops.lora_gemm import lora_deltas
 from lora_jax.typing import Array, Int
 from serving.transport.base import AbstractClient, PushRows, push_rows
-from serving.transport.device_server import Arrived, DeviceServer
+from serving.transport.device_server import DeviceServer
 from serving.transport.shapes import DOWN, GATE_UP
 
-MESSAGES = 4  # of one program of a server
+ROUNDS = 2  # of both sites, in one program of a server
 IDLE_US = 2000  # that it waits for each
 SCALING = 2.0**-6  # rows that take part again and again stay of a size
 NO_GRAPH = {"xla_gpu_enable_command_buffer": ""}
@@ -95,61 +95,32 @@ def make_rows(case: Case, plan: Plan, tokens: int, seed: int) -> list[PushRows]:
     return found
 
 
-def server_program(
-    case: Case, server: DeviceServer, buckets: Sequence[int], options: dict[str, str] | None
-) -> Callable:
-    """Return (ticket, pools, blanks, mode) -> ticket: messages one by one, without the host.
+def server_program(case: Case, server: DeviceServer, options: dict[str, str] | None) -> Callable:
+    """Return (ticket, pools, mode) -> ticket: messages of both sites in turn, without the host.
 
-    `blanks` are answers of zeros, by width.
+    A program has no branches: those of a CUDA graph take longer than kernels that find nothing to
+    do. So what a mode leaves out still costs its launches.
     """
-    kinds = [(mode, site, rows) for mode in (ECHO, LORA) for site in SITES for rows in buckets]
-    branches = [functools.partial(_refuse, server)]
-    branches += [functools.partial(_reply, case, server, *kind) for kind in kinds]
+    rows = server.shapes.max_rows
 
-    def take(ticket, pools, blanks, mode):
-        message = server.accept(ticket, IDLE_US)
-        bucket = jnp.sum(message.rows > jnp.asarray(buckets[:-1], jnp.int32), dtype=jnp.int32)
-        kind = ((mode - ECHO) * len(SITES) + message.site) * len(buckets) + bucket
-        branch = jnp.where((mode == REFUSE) | (message.client < 0), 0, 1 + kind)
-        return jax.lax.switch(branch, branches, message, pools, blanks)
+    def take(ticket, site, pools, mode):
+        message, names = server.accept(ticket, IDLE_US, site), SITES[site]
+        x = server.rows_of(message, site, rows)
+        widths = [pools[str(width)] for width in case.sizes(names[0])]
+        entries, scaling = [pools[name] for name in names], [pools["scaling"]] * len(names)
+        owners = jnp.where(mode == LORA, message.adapters, -1), message.experts
+        kinds = {"max_rank": case.rank, "dtype": jnp.dtype(case.dtype)}
+        deltas = lora_deltas(x, *widths, entries, scaling, *owners, **kinds)
+        return server.answer(message, mode >= ECHO, deltas, site).info
 
     @functools.partial(jax.jit, compiler_options=options)
-    def step(ticket, pools, blanks, mode):
-        for _ in range(MESSAGES):
-            ticket = take(ticket, pools, blanks, mode)
+    def step(ticket, pools, mode):
+        for _ in range(ROUNDS):
+            for site in SITES:
+                ticket = take(ticket, site, pools, mode)
         return ticket
 
     return step
-
-
-def _refuse(server: DeviceServer, message: Arrived, pools, blanks) -> Array:
-    """Fetch the rows all the same; nothing happens where there is no message."""
-    for site in SITES:
-        server.rows_of(message, site, server.shapes.max_rows)
-        message = server.answer(message, jnp.int32(0), (), site)
-    return message.info
-
-
-def _reply(
-    case: Case,
-    server: DeviceServer,
-    mode: int,
-    site: int,
-    rows: int,
-    message: Arrived,
-    pools,
-    blanks,
-) -> Array:
-    """Answer with zeros, or with what the adapters add."""
-    x, names = server.rows_of(message, site, rows), SITES[site]
-    deltas = [blanks[str(case.sizes(name)[1])] for name in names]
-    if mode == LORA:
-        pools_of = [pools[str(width)] for width in case.sizes(names[0])]
-        entries, scaling = [pools[name] for name in names], [pools["scaling"]] * len(names)
-        owners = message.adapters[:rows], message.experts[:rows]
-        options = {"max_rank": case.rank, "dtype": jnp.dtype(case.dtype)}
-        deltas = lora_deltas(x, *pools_of, entries, scaling, *owners, **options)
-    return server.answer(message, jnp.int32(1), deltas, site).info
 
 
 def experts_matmul(x: jax.Array, w: jax.Array) -> jax.Array:

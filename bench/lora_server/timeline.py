@@ -20,10 +20,10 @@ def timeline(folder: str) -> list[tuple[str, float, float, str]]:
     return sorted(found, key=lambda event: event[1])
 
 
-def shown(events: list[tuple[str, float, float, str]], most: int = 400) -> str:
-    """Return the last events as lines: when, how long, after what pause, where, what."""
+def shown(events: list[tuple[str, float, float, str]], most: int = 1500) -> str:
+    """Return the first events as lines: when, how long, after what pause, where, what."""
     lines, ended = [], 0.0
-    for stream, begin, took, name in events[-most:]:
+    for stream, begin, took, name in events[:most]:
         pause = begin - ended if ended else 0.0
         lines.append(f"{begin:14.1f} {took:9.1f} {pause:9.1f} {stream[:24]:24} {name[:80]}")
         ended = max(ended, begin + took)

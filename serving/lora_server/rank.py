@@ -240,7 +240,7 @@ def shard_deltas(
     first_expert: int,
     max_rank: int,
 ) -> tuple[Float[Array, "rows d_out"], ...]:
-    """Return scaling * (x A^T) B of each row for every module; slot -1 gives 0.
+    """Return scaling * (x A^T) B of each row for every module; of slot -1 it is undefined.
 
     In float32 whatever the rows' dtype: then the two sums, 0 + delta here and y + delta, rounded
     once at the instance, have the bits of the one that a coupled engine makes. The layer is data,

@@ -143,14 +143,17 @@ def lora_deltas(
     max_rank: int,
     dtype: jnp.dtype,
 ) -> tuple[Float[Array, "rows d_out"], ...]:
-    """Return what lora_gemms adds, of each (entries, scaling), before it is rounded if wanted."""
+    """Return what lora_gemms adds, of each (entries, scaling), before it is rounded if wanted.
+
+    Rows of no adapter are undefined.
+    """
     slots, widths = tables[0][0].shape[0], (x.shape[1], b_pool.shape[1])
     check_support(x.dtype, x.shape[0], widths, slots, max_rank)
     ffi.require()
     narrow = dtype == x.dtype  # the kernels of tiles give no float32
     items = row_items(row_to_slot, row_to_expert, slots, max_rank, tiles=narrow)
     modules = [(None, *table) for table in tables]
-    return tuple(lora_pairs(modules, x, a_pool, b_pool, items, max_rank, dtype))
+    return tuple(lora_pairs(modules, x, a_pool, b_pool, items, max_rank, dtype, leave_gaps=True))
 
 
 def lora_pair(
@@ -175,10 +178,13 @@ def lora_pairs(
     items: RowItems | AdapterItems,
     max_rank: int,
     dtype: jnp.dtype | None = None,
+    *,
+    leave_gaps: bool = False,
 ) -> Sequence[Float[Array, "rows d_out"]]:
     """lora_pair of several maps of the same x, out of the same pools, in one launch.
 
-    Without any y and without tiles `dtype` may be float32; it is x's unless it is given.
+    Without any y `leave_gaps` leaves rows of no item undefined, and without tiles `dtype` may be
+    float32; it is x's unless it is given.
     """
     if not 1 <= len(modules) <= MAX_MODULES:
         raise ValueError(f"a launch takes 1 to {MAX_MODULES} modules, not {len(modules)}")
@@ -195,6 +201,7 @@ def lora_pairs(
     call = jax.ffi.ffi_call("lora_jax_cuda_lora_gemm", shapes, input_output_aliases=aliases)
     own = (v for m in modules for v in m if v is not None)
     attributes = {"max_rank": np.int64(max_rank), "accumulate": accumulate}
+    attributes["leave_gaps"] = leave_gaps
     return call(x, a_pool, b_pool, *items.arrays, *own, **attributes)[1:]
 
 

@@ -49,8 +49,8 @@ def gpus(tmp_path_factory):
 
 @pytest.fixture
 def bench(gpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu, "SAMPLES", 1)
-    monkeypatch.setattr(gpu, "CALLS", 1)
+    for name in ("FEW", "CALLS", "SAMPLES"):
+        monkeypatch.setattr(gpu, name, 1)
     monkeypatch.setattr(gpu, "LIMIT_S", 60.0)
     workers = [ThreadWorker(gpus, number) for number in range(3)]
     yield Bench(workers, str(tmp_path), TINY)
@@ -75,8 +75,6 @@ def test_a_plan_has_its_row(bench, name):
     assert "failed" not in row
     alone = plan.instances == plan.senders == 1
     assert set(row) >= PARTS if alone else not PARTS & set(row)
-    assert row["base"] > 0
-    assert row["overlap"] > 0
     assert row["exposed"] == row["overlap"] - row["base"]
     if alone:
         assert row["error"] < 1e-5

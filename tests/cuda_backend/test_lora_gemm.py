@@ -150,9 +150,10 @@ def test_wide_sums_added_later_have_the_bits_of_those_added_at_once(rows):
     owners = (row_to_slot, jnp.zeros(rows, jnp.int32) if row_to_expert is None else row_to_expert)
     tables = [(entries, scaling)] * 2
     wide, again = cuda.lora_deltas(tables, *pools, *owners, case.max_rank, jnp.dtype("float32"))
-    np.testing.assert_array_equal(wide, again)
+    there = np.asarray(row_to_slot) >= 0
+    np.testing.assert_array_equal(np.asarray(wide)[there], np.asarray(again)[there])
     later = (y.astype(jnp.float32) + wide).astype(jnp.bfloat16).astype(jnp.float32)
-    np.testing.assert_array_equal(later, run(case))
+    np.testing.assert_array_equal(np.asarray(later)[there], run(case)[there])
 
 
 @pytest.mark.gpu

@@ -95,9 +95,9 @@ cudaError_t launch_all(const PairArgs& args, S32& tiles, S32& cut, const BF16* b
 // and one word more.
 ffi::Error LoraGemm(cudaStream_t stream, BF16 x, BF16 a_pool, BF16 b_pool, S32 order, S32 items, S32 num_items,
                     S32 tiles, S32 cut, ffi::RemainingArgs modules, ffi::Result<S32> work,
-                    ffi::RemainingRets outs, int64_t max_rank, bool accumulate) {
+                    ffi::RemainingRets outs, int64_t max_rank, bool accumulate, bool leave_gaps) {
   PairArgs args = common_args(order, items, num_items, (max_rank + 7) / 8 * 8);
-  args.num_modules = static_cast<int>(outs.size());
+  args.num_modules = static_cast<int>(outs.size()), args.leave_gaps = leave_gaps;
   args.h = reinterpret_cast<__nv_bfloat16*>(work->typed_data());
   if (args.num_modules > kMaxModules) return ffi::Error::InvalidArgument("too many modules for one launch");
   cudaError_t e = shrink_args(&args, x, a_pool);
@@ -157,7 +157,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_lora_gemm, lora_jax::LoraGemm,
                                   .Ret<S32>()
                                   .RemainingRets()
                                   .Attr<int64_t>("max_rank")
-                                  .Attr<bool>("accumulate"),
+                                  .Attr<bool>("accumulate")
+                                  .Attr<bool>("leave_gaps"),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_lora_shrink, lora_jax::LoraShrink,
                               LORA_JAX_ON_STREAM.Arg<BF16>()

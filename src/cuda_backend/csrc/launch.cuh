@@ -69,7 +69,7 @@ __device__ __forceinline__ void zero_gaps(const PairArgs& p) {
 __global__ void fill_kernel(const __grid_constant__ PairArgs p, int* words, int count) {
   let_next_begin();
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) words[i] = -1;
-  if (!p.accumulate) zero_gaps(p);
+  if (!p.accumulate && !p.leave_gaps) zero_gaps(p);
 }
 
 template <int NS, int STAGE, int RANKS>
@@ -88,7 +88,7 @@ cudaError_t launch_stages(const PairArgs& args, cudaStream_t stream) {
   }
   int* words = args.shrink ? reinterpret_cast<int*>(args.h) : args.draws;
   const int count = static_cast<int>(args.draws + 1 - words), ctas = min((count + 8191) / 8192, sms);
-  fill_kernel<<<args.accumulate ? ctas : sms, 1024, 0, stream>>>(args, words, count);
+  fill_kernel<<<args.accumulate || args.leave_gaps ? ctas : sms, 1024, 0, stream>>>(args, words, count);
   e = cudaGetLastError();
   return e == cudaSuccess ? launch_early(kernel, sms * 2, kThreads, bytes, stream, args) : e;
 }

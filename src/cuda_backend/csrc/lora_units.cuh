@@ -34,6 +34,7 @@ struct PairArgs {
   bool shrink, expand;
   bool accumulate;            // the expand adds to y; else y holds nothing before
   bool wide_sums;             // where nothing is added to, y is float32
+  bool leave_gaps;            // and rows of no item stay undefined
 };
 
 constexpr int kMaxRows = 32;   // rows of an item

@@ -106,7 +106,7 @@ def lora_deltas(
     dtype: jnp.dtype,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "rows d_out"], ...]:
-    """Return s * sum_j (x[t] . A[j]) B[j] of each map alone; rows of slot -1 are 0.
+    """Return s * sum_j (x[t] . A[j]) B[j] of each map alone; rows of slot -1 are undefined.
 
     `dtype` is x's or float32. Float32 sums of bfloat16 rows, added to a y and rounded, have the
     bits of lora_gemm on that y. One launch on Hopper, as lora_gemms.
