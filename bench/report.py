@@ -11,6 +11,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from bench.kernel_plots import plot_kernels
+from bench.lora_server.plots import plot_lora_server
 
 BARS = {
     "peft_mixed": ("transformers + PEFT, 8 adapters", "#9a9a9a"),
@@ -81,6 +82,7 @@ PLOTS = {
     "serve_cpu": plot_serve_cpu,
     "kernels_": plot_kernels,
     "esft_memory_": plot_esft_memory,
+    "lora_server_": plot_lora_server,
 }
 
 
