@@ -27,7 +27,7 @@ _CHECKED = 8  # rows
 class Gpu:
     """One GPU; one thread calls it. Everything is made on `device`."""
 
-    def __init__(self, case: Case, ends: DeviceEnds, device: jax.Device):
+    def __init__(self, case: Case, ends: DeviceEnds, device: Any):
         self._case, self._ends, self._device = case, ends, device
         self._pools: dict = {}  # of a rank
         self._weights: dict = {}  # of an instance

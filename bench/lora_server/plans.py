@@ -28,8 +28,8 @@ class Case:
 
     def sizes(self, matrix: str) -> tuple[int, int]:
         """Return (d_in, d_out) of gate, up or down."""
-        wide = (self.hidden, self.width)
-        return wide[::-1] if matrix == "down" else wide
+        back = (self.width, self.hidden)
+        return back if matrix == "down" else (self.hidden, self.width)
 
     def rows(self, tokens: int) -> int:
         """Return how many (token, expert) rows a layer has."""

@@ -106,11 +106,18 @@ def server_program(case: Case, server: DeviceServer, options: dict[str, str] | N
     def take(ticket, site, pools, mode):
         message, names = server.accept(ticket, IDLE_US, site), SITES[site]
         x = server.rows_of(message, site, rows)
-        widths = [pools[str(width)] for width in case.sizes(names[0])]
-        entries, scaling = [pools[name] for name in names], [pools["scaling"]] * len(names)
-        owners = jnp.where(mode == LORA, message.adapters, -1), message.experts
-        kinds = {"max_rank": case.rank, "dtype": jnp.dtype(case.dtype)}
-        deltas = lora_deltas(x, *widths, entries, scaling, *owners, **kinds)
+        d_in, d_out = case.sizes(names[0])
+        deltas = lora_deltas(
+            x,
+            pools[str(d_in)],
+            pools[str(d_out)],
+            [pools[name] for name in names],
+            [pools["scaling"]] * len(names),
+            jnp.where(mode == LORA, message.adapters, -1),
+            message.experts,
+            max_rank=case.rank,
+            dtype=jnp.dtype(case.dtype),
+        )
         return server.answer(message, mode >= ECHO, deltas, site).info
 
     @functools.partial(jax.jit, compiler_options=options)

@@ -3,7 +3,7 @@
 import multiprocessing
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import Protocol
+from typing import Any, Protocol
 
 from bench.lora_server.plans import Case
 
@@ -13,11 +13,11 @@ _START_S, _CALL_S = 90.0, 40.0
 class Worker(Protocol):
     """What a GPU does, one call at a time; `bench.lora_server.gpu.Gpu` has the calls."""
 
-    def start(self, name: str, *arguments) -> Callable:
+    def start(self, name: str, *arguments) -> Callable[[], Any]:
         """Begin a call; what comes back returns its result, or raises RuntimeError."""
         ...
 
-    def call(self, name: str, *arguments):
+    def call(self, name: str, *arguments) -> Any:
         """Return the result of a call. Raises RuntimeError in the GPU's words."""
         ...
 
