@@ -16,11 +16,12 @@ from bench.lora_server.plans import LORA, PLANS, Case, Plan
 from bench.lora_server.timeline import timeline
 from serving.lora_server.device_loop import ONE_GRAPH
 from serving.transport import device_memory
+from serving.transport.device_client import DeviceClient
 from serving.transport.device_ends import DeviceEnds
 
 LIMIT_S = 2.0  # for a wait: a hang ends, and is told by the statuses
 FEW, CALLS, SAMPLES = 8, 25, 5  # calls of a program, and how often they are timed
-_AHEAD = 3  # programs of a server that are enqueued before the one that runs has ended
+_AHEAD = 2  # copies of a server's program: one is enqueued while the other one runs
 _CHECKED = 8  # rows
 
 
@@ -32,7 +33,7 @@ class Gpu:
         self._pools: dict = {}  # of a rank
         self._weights: dict = {}  # of an instance
         self._closing = contextlib.ExitStack()
-        self._clients: list[Any] = []
+        self._clients: list[DeviceClient] = []
         self.mode: Any = None
 
     def kind(self) -> str:
@@ -57,12 +58,17 @@ class Gpu:
             self._closing.callback(server.close)
             options = ONE_GRAPH if plan.graph else programs.NO_GRAPH
             on_gpu = self._device.platform == "gpu"
-            step = programs.server_program(case, server, options if on_gpu else None)
             self.mode = self._put(np.int32(LORA))
-            ticket = step(self._put(np.zeros(8, np.int32)), self._pools, self.mode)
-            jax.block_until_ready(ticket)
-        stopping, arguments = threading.Event(), (step, ticket)
-        thread = threading.Thread(target=self._run, args=(*arguments, stopping), daemon=True)
+            steps = [
+                programs.server_program(case, server, options if on_gpu else None)
+                for _ in range(_AHEAD)
+            ]
+            tickets = [
+                step(self._put(np.zeros(8, np.int32)), self._pools, self.mode) for step in steps
+            ]
+            jax.block_until_ready(tickets)
+        stopping = threading.Event()
+        thread = threading.Thread(target=self._run, args=(steps, tickets, stopping), daemon=True)
         thread.start()
         self._closing.callback(thread.join)
         self._closing.callback(stopping.set)
@@ -78,53 +84,58 @@ class Gpu:
         """Refuse, echo or compute, in programs that are enqueued from now on."""
         self.mode = self._put(np.int32(mode))
 
-    def _run(self, step: Callable, ticket, stopping: threading.Event) -> None:
-        under_way = [ticket]
+    def _run(self, steps: list[Callable], tickets: list, stopping: threading.Event) -> None:
+        """Enqueue the programs in turn, each when its last run has ended."""
+        turn = 0
         with self._here():
             while not stopping.is_set():
-                under_way.append(step(under_way[-1], self._pools, self.mode))
-                if len(under_way) > _AHEAD:
-                    under_way.pop(0).block_until_ready()
-            jax.block_until_ready(under_way)
+                place, turn = turn % len(steps), turn + 1
+                tickets[place].block_until_ready()
+                tickets[place] = steps[place](tickets[place], self._pools, self.mode)
+            jax.block_until_ready(tickets)
 
     # An instance.
 
     def connect(self, plan_name: str, tokens: int, paths: list[str], seed: int) -> None:
         """Join the servers."""
         plan = PLANS[plan_name]
-        how = {"patience": 20.0, "pull": plan.pull, "aside": plan.aside}
         with self._here():
-            for _ in range(plan.senders):
-                terms = plan.terms(self._case, tokens)
-                client = device_memory.open_client(paths, terms, self._ends, **how)
-                self._closing.callback(client.close)
-                client.set_limit(LIMIT_S)
-                self._clients.append(client)
+            self._clients = [
+                self._join(plan, tokens, paths, plan.aside) for _ in range(plan.senders)
+            ]
+            # Alone there is nothing to push beside, and the whole program may be one graph.
+            alone = self._join(plan, tokens, paths, aside=False)
             self._set_batch(plan, tokens, seed)
-            self._exchange = programs.program(programs.exchange_layer(self._clients))
+            self._exchange = programs.program(programs.exchange_layer(alone))
             self._overlap = programs.program(programs.overlap_layer(self._clients))
+
+    def _join(self, plan: Plan, tokens: int, paths: list[str], aside: bool) -> DeviceClient:
+        terms, how = plan.terms(self._case, tokens), {"pull": plan.pull, "aside": aside}
+        client = device_memory.open_client(paths, terms, self._ends, patience=20.0, **how)
+        self._closing.callback(client.close)
+        client.set_limit(LIMIT_S)
+        return client
 
     def base(self, tokens: int) -> float:
         """Return microseconds of a layer of the base model alone."""
         with self._here():
             self._set_batch(PLANS["EP1-PP1"], tokens, 0)
-            return self._time(programs.program(programs.base_layer), [], self._base_weights())[0]
+            return self._time(programs.program(programs.base_layer), self._base_weights())[0]
 
     def exchange(self) -> tuple[float, int]:
         """Return microseconds of a layer's exchanges, and the worst status."""
         with self._here():
-            return self._time(self._exchange, [self._blank()[:2]], {})
+            return self._time(self._exchange, {})
 
     def warm_overlap(self) -> None:
         """Compile `overlap`."""
         with self._here():
-            state = self._state(self._others())
-            jax.block_until_ready(self._overlap(state, self._base_weights(), self._rows))
+            jax.block_until_ready(self._overlap(self._state(), self._base_weights(), self._rows))
 
     def overlap(self) -> tuple[float, int]:
         """Return microseconds of a layer with its exchanges, and the worst status."""
         with self._here():
-            return self._time(self._overlap, self._others(), self._base_weights())
+            return self._time(self._overlap, self._base_weights())
 
     def waited(self) -> dict:
         """Return what the first client counted."""
@@ -135,7 +146,7 @@ class Gpu:
         """Return the largest relative error of some rows' gate deltas against float64."""
         case, rows = self._case, self._rows[0]
         with self._here():
-            x = self._state([])[0]
+            x = self._state()[0]
             sent = np.flatnonzero(np.asarray(rows.row_to_server) >= 0)
             some = sent[np.linspace(0, len(sent) - 1, _CHECKED).astype(int)]
             wanted = self._wanted(np.asarray(x[some], np.float64), some)
@@ -182,7 +193,7 @@ class Gpu:
         return jax.block_until_ready(jax.device_put(value, self._device))
 
     def _set_batch(self, plan: Plan, tokens: int, seed: int) -> None:
-        self._tokens, self._senders = tokens, plan.senders
+        self._tokens = tokens
         self._rows = self._put(programs.make_rows(self._case, plan, tokens, seed))
 
     def _base_weights(self) -> dict:
@@ -190,27 +201,21 @@ class Gpu:
             self._weights = self._put(programs.make_weights(self._case))
         return self._weights
 
-    def _blank(self) -> tuple:
-        """Return a gate, an up and an x that a client's answers are added to."""
+    def _state(self) -> tuple:
         case, rows = self._case, self._case.rows(self._tokens)
-        widths = (case.width, case.width, case.hidden)
-        return tuple(self._put(jnp.zeros((rows, width), case.dtype)) for width in widths)
+        widths = (case.hidden, case.width, case.width)
+        return (
+            *self._put([programs.matrix(3, rows, width, 1.0, case.dtype) for width in widths]),
+            self._put(np.int32(0)),
+        )
 
-    def _others(self) -> list:
-        return [self._blank() for _ in range(self._senders - 1)]
-
-    def _state(self, ys: list) -> tuple:
-        case = self._case
-        x = programs.matrix(3, case.rows(self._tokens), case.hidden, 1.0, case.dtype)
-        return self._put(x), ys, self._put(np.int32(0))
-
-    def _time(self, step: Callable, ys: list, weights: dict) -> tuple[float, int]:
+    def _time(self, step: Callable, weights: dict) -> tuple[float, int]:
         """Return microseconds of one layer, the median of some samples, and the worst status.
 
         A sample is what more calls take longer than few: whatever the host needs to begin is left
         out.
         """
-        state, samples = self._state(ys), []
+        state, samples = self._state(), []
 
         def took(state: tuple, calls: int) -> tuple[tuple, float]:
             start = time.perf_counter()
@@ -224,4 +229,4 @@ class Gpu:
             state, few = took(state, FEW)
             state, many = took(state, FEW + CALLS)
             samples.append((many - few) * 1e6 / (CALLS * self._case.layers))
-        return statistics.median(samples), int(state[2])
+        return statistics.median(samples), int(state[3])
