@@ -4,7 +4,9 @@ PYTHON ?= $(shell command -v python3.12 || command -v python3)
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 MODEL ?= assets/tiny-moe
-ESFT = $(foreach folder,$(wildcard $(MODEL)/esft/*/expert_cfg.json),$(notdir $(patsubst %/,%,$(dir $(folder))))=$(dir $(folder)))
+# One of each domain; `make serve ESFT=` serves none, and other names of $(MODEL)/esft may stand here.
+ESFT ?= token-intent gate-law token-summary gate-translation
+ESFT_FOLDERS = $(foreach name,$(ESFT),$(addprefix $(name)=,$(wildcard $(MODEL)/esft/$(name))))
 PORT ?= 8000
 ARGS ?=
 # The load generator inside this release's wheel drives the server in the tests.
@@ -21,7 +23,7 @@ ASCEND_PYTHON ?= python3.11
 .PHONY: serve test test-slow test-gpu test-aot test-ascend lint bench-cpu bench-report notebooks clean
 
 serve: .venv/.serve  ## start the embedded default on this machine's CPU
-	$(BIN)/python -m serving.launch $(MODEL) $(addprefix --lora-dir ,$(wildcard $(MODEL)/adapters)) $(if $(ESFT),--lora-modules $(ESFT)) --port $(PORT) $(ARGS)
+	$(BIN)/python -m serving.launch $(MODEL) $(addprefix --lora-dir ,$(wildcard $(MODEL)/adapters)) $(if $(strip $(ESFT_FOLDERS)),--lora-modules $(ESFT_FOLDERS)) --port $(PORT) $(ARGS)
 
 test: .venv/.dev .cache/vllm-rs  ## the whole CPU suite, notebooks included
 	$(BIN)/python -m pytest -n 2 --dist loadfile --nbmake -m "not gpu and not multigpu and not slow and not aot and not ascend" tests notebooks

@@ -1,9 +1,11 @@
 """One decode step of a whole model, as the engine runs it, with and without LoRA.
 
 `python -m bench.decode_step --out DIR` makes Qwen3-30B-A3B, or its first layers, of random weights
-on the device and runs the runner's own programs many times, one behind the other. Every row decodes
-at one position; adapters have one rank on every map, experts included. The program with LoRA is
-timed without an adapter too: what a base row pays next to adapter rows.
+on the device and lets the runner dispatch one plan many times, one step behind the other. Every row
+decodes at one position, after a prompt of its own: equal tokens would all go to the same experts.
+Adapters have one rank on every map, experts included; the program with LoRA is timed with adapters
+that change nothing too: what a base row pays next to adapter rows. `--profile` says which kernels a
+step consists of.
 """
 
 import argparse
@@ -20,16 +22,39 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bench.step_profile import profile_step, show_profile
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.slots import AdapterSlots, init_slots, size_slots
 from lora_jax.config import ModelConfig
 from lora_jax.models import make_dummy
 from lora_jax.nn.decoder import AbstractCausalLM
 from serving.model_runner import ModelRunner
-from serving.step import NUM_TOKENS, SAMPLES, SLOT, START, TABLE_ROWS, StepSizes
+from serving.request import Request, ScheduledChunk, Sequence, StepPlan
+from serving.sampling import Sampling
+from serving.step import StepSizes
 
-STEPS, SAMPLES_TAKEN = 50, 3
+STEPS, SAMPLES_TAKEN, PAGE_SIZE = 50, 3, 16
 ADAPTERS, RANK = 8, 16
+EMPTY = ADAPTERS  # the slot of an adapter that changes nothing
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A batch: slots that its rows take in turn, and how all of them are sampled."""
+
+    name: str
+    slots: tuple[int, ...]
+    sampling: Sampling
+
+
+GREEDY = Sampling(temperature=0.0)
+CASES = (
+    Case("base", (-1,), GREEDY),
+    Case("base beside adapters", (*(-1,) * 7, EMPTY), GREEDY),
+    Case(f"{ADAPTERS} adapters", tuple(range(ADAPTERS)), GREEDY),
+    Case("base, drawn", (-1,), Sampling(temperature=0.8)),
+    Case("base, top-k and top-p", (-1,), Sampling(temperature=0.8, top_k=50, top_p=0.95)),
+)
 QWEN3 = {
     "model_type": "qwen3_moe",
     "hidden_size": 2048,
@@ -63,15 +88,16 @@ def make_model(raw: dict[str, Any]) -> tuple[AbstractCausalLM, ModelConfig]:
 
 
 def filled_slots(catalogue: LoraCatalogue) -> AdapterSlots:
-    """Return slots in which every adapter has rank rows of its own on every map."""
-    slots = init_slots(catalogue, size_slots(catalogue, ADAPTERS, RANK, 2), jnp.dtype(jnp.bfloat16))
+    """Return slots whose adapters have rank rows of their own on every map, and an empty slot."""
+    sizes = size_slots(catalogue, ADAPTERS + 1, RANK, 2)
+    slots = init_slots(catalogue, sizes, jnp.dtype(jnp.bfloat16))
     entries = np.zeros(slots.entries.shape, np.int32)
     for i, name in enumerate(catalogue.module_names):
         experts = catalogue.modules[name].num_experts
-        starts = np.arange(ADAPTERS) * RANK * max(experts, 1)
-        entries[i, ..., 0] = entries[i, ..., 1] = starts
-        entries[i, ..., 2] = RANK
-        entries[i, ..., 3:] = RANK if experts else 0
+        filled = entries[i, :, :ADAPTERS]
+        filled[..., :2] = (np.arange(ADAPTERS) * RANK * max(experts, 1))[:, None]
+        filled[..., 2] = RANK
+        filled[..., 3:] = RANK if experts else 0
     pools = {
         width: jax.random.normal(jax.random.key(int(width)), pool.shape, pool.dtype) * 0.02
         for width, pool in slots.pools.items()
@@ -81,11 +107,11 @@ def filled_slots(catalogue: LoraCatalogue) -> AdapterSlots:
 
 
 def make_runner(raw: dict[str, Any], rows: int, position: int) -> ModelRunner:
-    """Return a warm runner for steps of up to `rows` tokens."""
-    pages = -(-(position + 1) // 16)
-    sizes = StepSizes(rows, pages * 16, 16, rows * pages, max(rows, 64), RANK)
+    """Return a runner for steps of up to `rows` tokens, which compiles what it is asked for."""
+    pages = -(-(position + 2) // PAGE_SIZE)
+    sizes = StepSizes(rows, pages * PAGE_SIZE, PAGE_SIZE, rows * pages, max(rows, 64), RANK)
     model, config = make_model(raw)
-    runner = ModelRunner(
+    return ModelRunner(
         model,
         model.kv_shape(config),
         sizes,
@@ -95,21 +121,35 @@ def make_runner(raw: dict[str, Any], rows: int, position: int) -> ModelRunner:
         slots=filled_slots(model.catalogue(config)),
         specialize_lora=True,
     )
-    runner.warm_up(progress=True)
-    return runner
 
 
-def step_ms(runner: ModelRunner, rows: int, position: int, *, lora: bool, adapters: int) -> float:
-    """Return the best mean milliseconds of many steps of greedy rows."""
-    table = np.zeros((TABLE_ROWS, rows), np.int32)
-    table[START], table[NUM_TOKENS], table[SAMPLES] = position, 1, 1
-    table[SLOT] = np.arange(rows) % adapters if adapters else -1
-    best, bucket = np.inf, next(b for b in runner.buckets if b >= rows)
+def make_plan(case: Case, runner: ModelRunner, vocab: int, rows: int, position: int) -> StepPlan:
+    """Return a decode step of `rows` sequences whose prompts are random."""
+    rng, pages = np.random.default_rng(0), runner.sizes.max_pages
+    chunks = []
+    for row in range(rows):
+        prompt = tuple(rng.integers(0, vocab, position + 1).tolist())
+        request = Request(str(row), prompt, case.sampling, None, "", lambda delta: None, 0.0, 0.0)
+        sequence = Sequence(request, index=0, seed=row, token_ids=list(prompt), row=row)
+        sequence.slot = case.slots[row % len(case.slots)]
+        sequence.pages = list(range(row * pages, (row + 1) * pages))
+        chunks.append(ScheduledChunk(sequence, position, 1, samples=True))
+    return StepPlan(tuple(chunks), tuple(chunk.sequence for chunk in chunks))
+
+
+def sampled(runner: ModelRunner, plan: StepPlan) -> jax.Array:
+    """Return the tokens of one more step; the plan's rows are the runner's already."""
+    return runner.dispatch(StepPlan(plan.chunks)).sampled.token_ids
+
+
+def step_ms(runner: ModelRunner, plan: StepPlan) -> float:
+    """Return the best mean milliseconds of many steps."""
+    best = np.inf
     for _ in range(SAMPLES_TAKEN):
         start = time.perf_counter()
         for _ in range(STEPS):
-            sampled, _ = runner._run(table, bucket, lora=lora, plain=True)
-        jax.block_until_ready(sampled)
+            last = sampled(runner, plan)
+        jax.block_until_ready(last)
         best = min(best, (time.perf_counter() - start) * 1e3 / STEPS)
     return float(best)
 
@@ -121,20 +161,23 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--position", type=int, default=512)
+    parser.add_argument("--profile", action="store_true", help="show each step's kernels")
     parser.add_argument("--tiny", action="store_true", help="a small model, for a CPU")
     args = parser.parse_args()
     changed = {**QWEN3, **(TINY if args.tiny else {}), "num_hidden_layers": args.layers}
     raw = {**json.loads(SHOWN.read_text()), **changed}
     runner = make_runner(raw, args.rows, args.position)
-    cases = {
-        "base": {"lora": False, "adapters": 0},
-        "base beside adapters": {"lora": True, "adapters": 0},
-        f"{ADAPTERS} adapters": {"lora": True, "adapters": ADAPTERS},
-    }
-    measure = functools.partial(step_ms, runner, args.rows, args.position)
-    found = {name: measure(**case) for name, case in cases.items()}
-    for name, took in found.items():
-        print(f"{name:22} {took:7.3f} ms a step, {args.rows / took * 1e3:7.0f} tokens/s")
+    found = {}
+    for case in CASES:
+        plan = make_plan(case, runner, raw["vocab_size"], args.rows, args.position)
+        start = time.perf_counter()
+        runner.read(runner.dispatch(plan))
+        first = time.perf_counter() - start
+        took = found[case.name] = step_ms(runner, plan)
+        rate = args.rows / took * 1e3
+        print(f"{case.name:36} {took:7.3f} ms a step, {rate:7.0f} tokens/s; first {first:.1f} s")
+        if args.profile:
+            print(show_profile(case.name, profile_step(functools.partial(sampled, runner, plan))))
     device = jax.devices()[0].device_kind
     result = {
         "device": device,

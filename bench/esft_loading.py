@@ -16,7 +16,6 @@ from bench.esft_model import DRAWN, Woven
 from bench.esft_steps import Row
 from lora_jax.adapters import esft_format
 from lora_jax.adapters.weights import PROJECTIONS, ExpertWeights
-from lora_jax.memory.weight_tensor import WeightTensor
 from serving.expert_loading import ExpertLoadingPlan
 
 COPY_BYTES = 1 << 28
@@ -29,7 +28,7 @@ def rows(woven: Woven, first_use: Callable[[int], None]) -> Iterator[Row]:
     woven.unload(str(adapter))
     weights = on_host(woven, adapter)
     size = weights.num_experts * woven.tensors.expert_bytes
-    rate = copy_rate(woven, min(COPY_BYTES, size))
+    rate = copy_rate()
     first_use(0)  # whatever is slow only once
     before = device_used(woven)
     yield _loaded("load from host memory", woven, lambda: weights, first_use, size, rate)
@@ -74,19 +73,20 @@ def write_files(folder: Path, weights: ExpertWeights) -> None:
     (folder / "expert_cfg.json").write_text(json.dumps(config))
 
 
-def copy_rate(woven: Woven, num_bytes: int) -> float:
-    """Return bytes per second of one large write to the device's own pages."""
-    pool = woven.tensors.pool
-    values = np.ones((1, 1, num_bytes), np.uint8)
-    tensor = WeightTensor(pool, values.shape, values.dtype)
-    tensor.map(range(1))
-    tensor.write(0, values)
-    start = time.perf_counter()
-    tensor.write(0, values)
-    took = time.perf_counter() - start
-    tensor.close()
-    pool.trim()
-    return num_bytes / took
+def copy_rate() -> float:
+    """Return bytes per second of a large copy to the device, from pinned memory if it has any."""
+    device = jax.devices()[0]
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    kind = "pinned_host" if "pinned_host" in kinds else "unpinned_host"
+    host = jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
+    there = jax.sharding.SingleDeviceSharding(device, memory_kind=device.default_memory().kind)
+    values = jax.block_until_ready(jax.device_put(np.ones(COPY_BYTES, np.uint8), host))
+    took = []
+    for _ in range(5):
+        start = time.perf_counter()
+        jax.block_until_ready(jax.device_put(values, there, may_alias=False))
+        took.append(time.perf_counter() - start)
+    return COPY_BYTES / min(took)
 
 
 def device_used(woven: Woven) -> int:

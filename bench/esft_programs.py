@@ -158,7 +158,7 @@ def _step(graphdef, trees, program, leaves, cache, state, old_sizes, tables, tab
         cache, logits, rows = forward_step(
             model, cache, state.history, None, table, blocks, program.bucket, program.sizes, tables
         )
-    state, _ = sample_step(logits, rows, state, batch_sampler.sample_plain)
+    state, _ = sample_step(logits, rows, state, batch_sampler.sample)
     return jax.tree.leaves(cache), jax.tree.leaves(state), sizes
 
 

@@ -7,15 +7,18 @@ experts" reads what the adapters replace: more distinct experts, more bytes, bes
 """
 
 import argparse
+import dataclasses
 import datetime
+import functools
 import json
+import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
-import numpy as np
 
 from bench import esft_loading
 from bench.esft_model import SHAPES, Shape, Woven
@@ -29,6 +32,7 @@ DECODE = (1, 8, 64)  # rows
 PREFILL = (1024, 4096)  # tokens
 CONTEXT = 1024  # tokens before a decoded one
 PADDED_ADAPTERS = 5
+TURNS = 4
 
 
 class Measurement:
@@ -61,12 +65,20 @@ class Measurement:
         """Fused rerouting against plain operators, beside the base."""
         adapters = max(n for n in self.adapters if n <= 10)
         for bucket, batch in self._two_batches(adapters):
-            base = self._base(bucket, batch)
+            took = self._in_turn(
+                {
+                    "base": lambda bucket=bucket, batch=batch: self._base(bucket, batch),
+                    **{
+                        kind: functools.partial(
+                            self.programs.time, kind, bucket, self.woven.identity, batch
+                        )
+                        for kind in ("fused", "plain")
+                    },
+                }
+            )
             for kind in ("fused", "plain"):
-                took = self.programs.time(kind, bucket, self.woven.identity, batch)
-                yield Row(
-                    f"rerouting {kind}, {batch.name}", took.us, base_us=base.us, adapters=adapters
-                )
+                name, us = f"rerouting {kind}, {batch.name}", took[kind].us
+                yield Row(name, us, base_us=took["base"].us, adapters=adapters)
 
     def padding(self) -> Iterator[Row]:
         """Virtual tensors against dense ones of as many experts, both rerouted to the base's."""
@@ -76,16 +88,14 @@ class Measurement:
             self.woven.unload(str(other))  # the dense ones take their place
         leaves = {"virtual": self.woven.view(groups), "padded": self.woven.padded(groups)}
         for bucket, batch in self._two_batches(adapters):
-            took = {}
-            for name in ("virtual", "padded", "padded", "virtual"):  # drift counts for both
-                run = self.programs.time("fused", bucket, self.woven.identity, batch, leaves[name])
-                took.setdefault(name, []).append(run.us)
-            yield Row(
-                f"virtual against padded, {batch.name}",
-                float(np.mean(took["virtual"])),
-                base_us=float(np.mean(took["padded"])),
-                adapters=adapters,
+            time_with = functools.partial(
+                self.programs.time, "fused", bucket, self.woven.identity, batch
             )
+            took = self._in_turn(
+                {name: functools.partial(time_with, given) for name, given in leaves.items()}
+            )
+            name, us = f"virtual against padded, {batch.name}", took["virtual"].us
+            yield Row(name, us, base_us=took["padded"].us, adapters=adapters)
 
     def loading(self) -> Iterator[Row]:
         """An adapter from host memory and from disk to its first use, and out again."""
@@ -95,8 +105,13 @@ class Measurement:
         """Which kernels a decode step consists of; printed, no rows."""
         for rows in self.decode_rows:
             batch, bucket = self._decode(rows, max(self.adapters)), self._bucket(rows)
-            step = self.programs.runner("fused", bucket, self.woven.tables, batch)
-            print(show_profile(f"{rows} rows, own experts", profile_step(step)), flush=True)
+            steps = {
+                "base": self.programs.runner("base", bucket, None, batch.without_adapters()),
+                "same experts": self.programs.runner("fused", bucket, self.woven.identity, batch),
+                "own experts": self.programs.runner("fused", bucket, self.woven.tables, batch),
+            }
+            for name, step in steps.items():
+                print(show_profile(f"{rows} rows, {name}", profile_step(step)), flush=True)
         yield from ()
 
     def _against_base(
@@ -106,20 +121,42 @@ class Measurement:
         bucket = self._bucket(bucket)
         for adapters in (n for n in self.adapters if n <= most):
             batch = batch_of(adapters)
-            base = self._base(bucket, batch)
-            for kind, tables in (("same", self.woven.identity), ("own", self.woven.tables)):
-                took = self.programs.time("fused", bucket, tables, batch)
+            fused = functools.partial(self.programs.time, "fused", bucket, batch=batch)
+            took = self._in_turn(
+                {
+                    "base": lambda batch=batch: self._base(bucket, batch),
+                    "same": functools.partial(fused, self.woven.identity),
+                    "own": functools.partial(fused, self.woven.tables),
+                }
+            )
+            base = took["base"]
+            for kind in ("same", "own"):
                 yield Row(
                     f"{name}, {adapters} adapters, {kind} experts",
-                    took.us,
+                    took[kind].us,
                     base_us=base.us,
                     adapters=adapters,
-                    experts=took.experts,
+                    experts=took[kind].experts,
                     base_experts=base.experts,
-                    floor_us=self._floor_us(batch, took.experts),
+                    floor_us=self._floor_us(batch, took[kind].experts),
                     base_floor_us=self._floor_us(batch, base.experts),
-                    more={"dispatch us": took.dispatch_us},
+                    more={"dispatch us": took[kind].dispatch_us},
                 )
+
+    def _in_turn(self, runs: dict[str, Callable[[], Took]]) -> dict[str, Took]:
+        """Return the mean of several measurements of each, so that drift counts for all."""
+        found: dict[str, list[Took]] = {name: [] for name in runs}
+        for turn in range(TURNS):
+            for name in reversed(runs) if turn % 2 else runs:
+                found[name].append(runs[name]())
+        return {
+            name: dataclasses.replace(
+                took[0],
+                us=statistics.fmean(t.us for t in took),
+                dispatch_us=statistics.fmean(t.dispatch_us for t in took),
+            )
+            for name, took in found.items()
+        }
 
     def _floor_us(self, batch: Batch, experts: float) -> float:
         """Return what reading weights, touched experts and KV pages once takes."""
@@ -180,21 +217,41 @@ def begin(programs: Programs, shape: Shape, parts: list[str], sizes: dict) -> No
 PARTS = ("decode", "rerouting", "prefill", "profile", "loading", "padding")  # the last one unloads
 
 
-def measure(measurement: Measurement, parts: list[str], seconds: float) -> list[Row]:
-    """Return all rows; a part that fails or lasts too long is said, and the next one runs."""
-    found = []
+def measure(
+    measurement: Measurement, parts: list[str], seconds: float, keep: Callable[[Row], None]
+) -> None:
+    """Keep all rows; a part that fails or lasts too long is said, and the next one runs."""
     for part in parts:
         end = time.monotonic() + seconds
         try:
             for row in getattr(measurement, part)():
-                found.append(row)
                 print(row.show(), flush=True)
+                keep(row)
                 if time.monotonic() > end:
                     print(f"{part}: the rest is left out, {seconds:.0f} s are over", flush=True)
                     break
         except Exception:
             print(f"{part} failed:\n{traceback.format_exc()}", flush=True)
-    return found
+
+
+class Results:
+    """A result file that always holds the rows so far, those of earlier runs included.
+
+    A row of the same name is replaced: the parts need not be measured in one run.
+    """
+
+    def __init__(self, file: Path, about: dict[str, Any]):
+        self._file, self._about = file, about
+        self._rows: dict[str, dict] = {}
+        if file.exists():
+            self._rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
+        file.parent.mkdir(parents=True, exist_ok=True)
+
+    def keep(self, row: Row) -> None:
+        """Add a row and write the file."""
+        self._rows[row.name] = row.as_json()
+        result = {**self._about, "rows": list(self._rows.values())}
+        self._file.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def main() -> None:
@@ -220,6 +277,7 @@ def main() -> None:
         "decode": (1, 8) if small else DECODE,
         "prefill": tuple(min(tokens, 32) if small else tokens for tokens in args.prefill_tokens),
         "context": 32 if small else CONTEXT,
+        "longest": 32 if small else max(*PREFILL, *args.prefill_tokens),
     }
     programs = Programs(shape, sizes, args.programs)
     begin(programs, shape, args.only, sizes)
@@ -231,20 +289,17 @@ def main() -> None:
     say(f"{len(shape.counts)} adapters in {woven.tensors.pages()}")
     measurement = Measurement(woven, programs, copy_bandwidth(1 << 20 if small else 1 << 31), sizes)
     say(f"copies {measurement.bandwidth / 1e12:.2f} TB/s")
-    rows = measure(measurement, args.only, args.seconds)
-    say("measured")
     device = jax.devices()[0].device_kind
-    result = {
+    about = {
         "device": device,
         "date": datetime.date.today().isoformat(),
         "model": shape.name,
         "layers": len(woven.tensors.layers),
         "copy_tb_per_s": measurement.bandwidth / 1e12,
-        "rows": [row.as_json() for row in rows],
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    name = f"esft_speed_{device.lower().replace(' ', '_')}.json"
-    (args.out / name).write_text(json.dumps(result, indent=1) + "\n")
+    results = Results(args.out / f"esft_speed_{device.lower().replace(' ', '_')}.json", about)
+    measure(measurement, args.only, args.seconds, results.keep)
+    say("measured")
     woven.close()
 
 

@@ -116,7 +116,7 @@ class Programs:
     def __init__(self, shape: Shape, wanted: dict, ahead: Path | None = None):
         """Compiling may begin; `attach` comes before anything runs."""
         self._shape, self._ahead, config = shape, ahead, from_hf(shape.config)
-        seqs, longest = max(wanted["decode"]), max((*wanted["prefill"], wanted["context"] + PAGE))
+        seqs, longest = max(wanted["decode"]), max(wanted["longest"], wanted["context"] + PAGE)
         self._base_groups, self._layers = config.experts.num_experts, len(config.experts.layers)
         self.sizes = StepSizes(
             max_seqs=max(seqs, 32),

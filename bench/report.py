@@ -10,6 +10,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from bench.esft_plots import plot_esft_speed
 from bench.kernel_plots import plot_kernels
 from bench.lora_server.plots import plot_lora_server
 
@@ -82,6 +83,7 @@ PLOTS = {
     "serve_cpu": plot_serve_cpu,
     "kernels_": plot_kernels,
     "esft_memory_": plot_esft_memory,
+    "esft_speed_": plot_esft_speed,
     "lora_server_": plot_lora_server,
 }
 

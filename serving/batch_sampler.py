@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lora_jax.typing import Array, Bool, Float, Int
+from lora_jax.typing import Array, Bool, Float, Int, UInt32
 from serving.device_state import RowState, row_of
 from serving.sampler import (
+    LogitRows,
     Sampled,
     apply_edits,
     apply_penalties,
@@ -26,39 +27,22 @@ from serving.sampler import (
     unscored,
 )
 
+_DIGIT_BITS = 2  # of a threshold, found at a time
+_PIECE = 1024  # tokens
 
-def sample(
-    logits: Float[Array, "rows vocab"],
-    num_rows: Int[Array, ""],
-    row_to_seq: Int[Array, "rows"],
-    positions: Int[Array, "rows"],
-    targets: Int[Array, "rows"],
-    state: RowState,
-) -> Sampled:
+
+def sample(logits: Float[Array, "rows vocab"], rows: LogitRows, state: RowState) -> Sampled:
     """Return what sampler.sample does."""
-    live = jnp.arange(logits.shape[0], dtype=jnp.int32) < num_rows
+    live = jnp.arange(logits.shape[0], dtype=jnp.int32) < rows.num_rows
+    seqs, targets = rows.row_to_seq, rows.targets
     branches = [
         jax.vmap(functools.partial(choose, state)) for choose in (_greedy, _drawn, _kept, _edited)
     ]
-    need = _most_demanding(live & (targets < 0), row_to_seq, state)
-    tokens = lax.switch(need, branches, logits, positions, row_to_seq)
+    need = _most_demanding(live & (targets < 0), seqs, state)
+    tokens = lax.switch(need, branches, logits, rows.positions, seqs)
     tokens = jnp.where(live, jnp.where(targets >= 0, targets, tokens), 0)
-    wanted = live & ((state.logprobs[row_to_seq] != 0) | (targets >= 0))
+    wanted = live & ((state.logprobs[seqs] != 0) | (targets >= 0))
     return lax.cond(jnp.any(wanted), _scored, _unscored, logits, tokens, wanted)
-
-
-def sample_plain(
-    logits: Float[Array, "rows vocab"],
-    num_rows: Int[Array, ""],
-    row_to_seq: Int[Array, "rows"],
-    positions: Int[Array, "rows"],
-    targets: Int[Array, "rows"],
-    state: RowState,
-) -> Sampled:
-    """Return what `sample` does for rows that all take the most likely token, without scores."""
-    live = jnp.arange(logits.shape[0], dtype=jnp.int32) < num_rows
-    tokens = jnp.where(live, jax.vmap(argmax)(logits), 0)
-    return _unscored(logits, tokens, live)
 
 
 def _most_demanding(
@@ -97,8 +81,8 @@ def _kept(
     row = row_of(state, seq)
     scaled = _scaled(logits, row)
     scaled = jnp.where(row.min_p > 0, keep_min_p(scaled, row.min_p), scaled)
-    scaled = jnp.where(row.top_k > 0, keep_top_k(scaled, row.top_k, unroll=True), scaled)
-    scaled = jnp.where(row.top_p < 1, keep_top_p(scaled, row.top_p, unroll=True), scaled)
+    scaled = jnp.where(row.top_k > 0, keep_top_k(scaled, row.top_k, threshold_by_digits), scaled)
+    scaled = jnp.where(row.top_p < 1, keep_top_p(scaled, row.top_p, threshold_by_digits), scaled)
     drawn = draw_scaled(scaled, position, row)
     return jnp.where(row.temperature > 0, drawn, argmax(logits))
 
@@ -126,29 +110,51 @@ def _scored(
         logits: Float[Array, "vocab"], token: Int[Array, ""], wanted: Bool[Array, ""]
     ) -> Sampled:
         none = unscored(token, logits.shape[0])
-        scored = score(logits, token, top_by_rounds)
+        scored = score(logits, token, top_of_pieces)
         return jax.tree.map(lambda a, b: jnp.where(wanted, a, b), scored, none)
 
     return jax.vmap(one)(logits, tokens, wanted)
 
 
-def top_by_rounds(
+def threshold_by_digits(
+    image: UInt32[Array, "vocab"], weights: Array, wanted: Array
+) -> UInt32[Array, ""]:
+    """Return what sampler.threshold_by_bits does, by a pass over the row for every digit.
+
+    Passes have the same instructions, the digit's place being data, so that they are compiled once.
+    """
+    zero = jnp.zeros((), weights.dtype)
+    found, unit = jnp.uint32(0), jnp.uint32(1 << (32 - _DIGIT_BITS))
+    image, weights = lax.optimization_barrier((image, weights))
+    for _ in range(32 // _DIGIT_BITS):
+        found, unit = lax.optimization_barrier((found, unit))
+        trials = [found + jnp.uint32(i) * unit for i in range(1, 1 << _DIGIT_BITS)]
+        kept = [jnp.where(image >= trial, weights, zero) for trial in trials]
+        sums = lax.reduce(kept, [zero] * len(kept), _add_each, (0,))
+        found = found + sum((each >= wanted).astype(jnp.uint32) for each in sums) * unit
+        unit = unit >> jnp.uint32(_DIGIT_BITS)
+    return found
+
+
+def _add_each(xs: list[Array], ys: list[Array]) -> list[Array]:
+    return [x + y for x, y in zip(xs, ys, strict=True)]
+
+
+def top_of_pieces(
     logits: Float[Array, "vocab"], k: int
 ) -> tuple[Float[Array, "k"], Int[Array, "k"]]:
-    """Return what lax.top_k does for numbers that are finite or -inf, one largest at a time.
+    """Return what lax.top_k does: the best of each piece of the vocabulary, and the best of those.
 
-    A sort of the vocabulary is a library's call on a GPU, which no graph can hold.
+    Pieces are so short that a GPU sorts them in a kernel; a longer sort is a library's call there,
+    which no graph can hold.
     """
-    place = lax.iota(jnp.int32, logits.shape[0])
-    taken, values, ids = jnp.zeros(logits.shape, bool), [], []
-    for _ in range(k):
-        left = jnp.where(taken, -jnp.inf, logits)
-        value = jnp.max(left)
-        first = jnp.min(jnp.where((left == value) & ~taken, place, logits.shape[0] - 1))
-        values.append(value)
-        ids.append(first)
-        taken = taken | (place == first)
-    return jnp.stack(values), jnp.stack(ids)
+    size = logits.shape[0]
+    pieces = -(-size // _PIECE)
+    cut = jnp.pad(logits, (0, pieces * _PIECE - size), constant_values=-jnp.inf)
+    values, places = lax.top_k(cut.reshape(pieces, _PIECE), min(k, _PIECE))
+    ids = places + jnp.arange(pieces, dtype=places.dtype)[:, None] * _PIECE
+    best, at = lax.top_k(values.reshape(-1), k)
+    return best, ids.reshape(-1)[at]
 
 
 def _unscored(

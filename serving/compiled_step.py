@@ -1,10 +1,10 @@
 """The engine's step as compiled programs: one per token bucket, with and without LoRA.
 
-On a CPU forward and sampling are one program. On accelerators they are two, because the host knows
-which sampler the batch needs, and a CUDA graph that holds them all is long. A graph holds addresses
-as well, and XLA writes it anew when one of them changes, which takes the host longer than a small
-step takes the device; so there the programs read and write the same memory every time: the host's
-tables are copied into arrays that stay, and results are copied out of arrays that stay.
+On an accelerator a program is one CUDA graph, sampling included: it decides on the device which
+sampler the rows need. A graph holds addresses, and XLA writes it anew when one of them changes,
+which takes the host longer than a small step takes the device; so there the programs read and write
+the same memory every time: the host's tables are copied into arrays that stay, and results are
+copied out of arrays that stay.
 """
 
 import functools
@@ -18,24 +18,21 @@ from flax import nnx
 
 from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.kv_cache import PagedKVCache
-from lora_jax.typing import Array, Float, Int
+from lora_jax.typing import Array, Int
 from serving import batch_sampler, sampler
 from serving.device_state import RowState
 from serving.lora_server.client import RemoteTable, ServerLink
 from serving.sampler import Sampled, no_samples
 from serving.step import (
     TABLE_ROWS,
-    LogitRows,
+    Sample,
     StepSizes,
     forward_step,
-    no_logit_rows,
     sample_step,
 )
 
 _HOLE_BYTES = (1 << 9, 1 << 12, 1 << 15, 1 << 18)
 _HOLES = 32  # of each size
-
-Logits = tuple[Float[Array, "rows vocab"], LogitRows]
 
 # XLA takes the addresses of expert tensors for memory, finds more of it than there is, and would
 # compute many things twice to save some. It still says once that the arguments exceed its limit.
@@ -52,30 +49,23 @@ class CompiledStep:
         link: ServerLink | None,
         vocab_size: int,
         *,
-        split: bool,
+        in_place: bool,
         compiler_options: dict[str, str] | None = None,
     ):
-        """`split` makes two programs, whose memory stays where it is; see the module."""
-        self._sizes, self._vocab_size, self._split = sizes, vocab_size, split
-        forward, self._leaves = _forward(model, sizes, link)
-        self._whole = _jit_whole(forward, compiler_options)
-        self._forward = _jit_forward(forward, compiler_options)
+        """`in_place` samples all rows at once, and memory stays where it is; see the module."""
+        self._sizes, self._vocab_size, self._in_place = sizes, vocab_size, in_place
+        sample = batch_sampler.sample if in_place else sampler.sample
+        self._step, self._leaves = _jit_step(model, sizes, link, sample, compiler_options)
         self.sharding = self._leaves[0].sharding
         self._table = self._place(np.zeros((TABLE_ROWS, sizes.max_seqs), np.int32))
         self._pages = self._place(np.zeros((sizes.max_seqs, sizes.max_pages), np.int32))
-        self._spacers = _make_holes(self._place) if split else []
-        self._logits: dict[int, Logits] = {}  # by number of logit rows, as are the results
-        self._results: dict[int, Sampled] = {}
-
-    @property
-    def samplers(self) -> tuple[bool, ...]:
-        """The values of `plain` for which `run` has programs of its own."""
-        return (True, False) if self._split else (False,)
+        self._spacers = _make_holes(self._place) if in_place else []
+        self._results: dict[int, Sampled] = {}  # by number of logit rows
 
     def set_pages(self, tables: np.ndarray) -> None:
         """Use these block tables, int32 [seqs, max_pages], from the next step on."""
         new = tables.copy()
-        self._pages = _overwrite(self._pages, new) if self._split else self._place(new)
+        self._pages = _overwrite(self._pages, new) if self._in_place else self._place(new)
 
     def run(
         self,
@@ -88,112 +78,57 @@ class CompiledStep:
         bucket: int,
         *,
         lora: bool,
-        plain: bool,
     ) -> tuple[PagedKVCache, RowState, Sampled, jax.Array | None]:
-        """Return cache and state (both donated) after the step, its samples and servers' status.
-
-        `plain` promises that every row wants the most likely token and no scores.
-        """
+        """Return cache and state (both donated) after the step, its samples and servers' status."""
+        step = functools.partial(self._step, self._leaves, bucket=bucket, lora=lora)
         adapters = (slots, reroute_tables, remote_table)
-        fixed = {"bucket": bucket, "lora": lora}
-        if not self._split:
-            return self._whole(self._leaves, cache, state, *adapters, table, self._pages, **fixed)
+        if not self._in_place:
+            return step(cache, state, None, adapters, table, self._pages)
         self._table = _overwrite(self._table, table)
         rows = self._sizes.logit_rows(bucket)
-        if rows not in self._logits:
-            self._make_room(rows)
-        cache, self._logits[rows], status = self._forward(
-            self._leaves,
-            cache,
-            self._logits[rows],
-            state.history,
-            *adapters,
-            self._table,
-            self._pages,
-            **fixed,
+        if rows not in self._results:
+            none = no_samples(rows, self._vocab_size)
+            self._results[rows] = jax.tree.map(self._place, none)
+        cache, state, self._results[rows], status = step(
+            cache, state, self._results[rows], adapters, self._table, self._pages
         )
-        state, self._results[rows] = _sample(state, self._results[rows], self._logits[rows], plain)
         return cache, state, _copied(self._results[rows]), status
-
-    def _make_room(self, rows: int) -> None:
-        logits = jnp.zeros((rows, self._vocab_size), jnp.float32)
-        made = (logits, no_logit_rows(rows)), no_samples(rows, self._vocab_size)
-        self._logits[rows], self._results[rows] = jax.tree.map(self._place, made)
 
     def _place(self, value: Any) -> jax.Array:
         return jax.device_put(value, self.sharding)
 
 
-def _forward(
-    model: nnx.Module, sizes: StepSizes, link: ServerLink | None
+def _jit_step(
+    model: nnx.Module,
+    sizes: StepSizes,
+    link: ServerLink | None,
+    sample: Sample,
+    options: dict[str, str] | None,
 ) -> tuple[Callable, tuple[jax.Array, ...]]:
-    """Return forward_step over the leaves of the model, and the leaves."""
+    """Return the step over the leaves of the model, and the leaves.
+
+    Of the results that it is given, only the memory is used.
+    """
     graphdef, params = nnx.split(model, graph=False)
     leaves, treedef = jax.tree.flatten(params)
 
-    def forward(leaves, cache, history, adapters, table, pages, bucket, lora):
-        merged = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
-        slots, reroute_tables, remote_table = adapters
-        remote = None if link is None else link.start(remote_table)
-        cache, *logits = forward_step(
-            merged,
-            cache,
-            history,
-            slots,
-            table,
-            pages,
-            bucket,
-            sizes,
-            reroute_tables,
-            remote,
-            lora,
-        )
-        return cache, tuple(logits), None if remote is None else remote.status()
-
-    return forward, tuple(leaves)
-
-
-def _jit_whole(forward: Callable, options: dict[str, str] | None) -> Callable:
     @functools.partial(
         jax.jit,
         static_argnames=("bucket", "lora"),
-        donate_argnums=(1, 2),
-        compiler_options=options,
-    )
-    def step(leaves, cache, state, slots, tables, remote, table, pages, *, bucket, lora):
-        adapters = (slots, tables, remote)
-        cache, (logits, rows), status = forward(
-            leaves, cache, state.history, adapters, table, pages, bucket, lora
-        )
-        return cache, *sample_step(logits, rows, state, sampler.sample), status
-
-    return step
-
-
-def _jit_forward(forward: Callable, options: dict[str, str] | None) -> Callable:
-    """Return the first program; of the logits that it is given, only the memory is used."""
-
-    @functools.partial(
-        jax.jit,
-        static_argnames=("bucket", "lora"),
-        donate_argnums=(1, 2),
+        donate_argnums=(1, 2, 3),
         keep_unused=True,
         compiler_options=options,
     )
-    def step(leaves, cache, logits, history, slots, tables, remote, table, pages, *, bucket, lora):
-        adapters = (slots, tables, remote)
-        return forward(leaves, cache, history, adapters, table, pages, bucket, lora)
+    def step(leaves, cache, state, results, adapters, table, pages, *, bucket, lora):
+        merged = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
+        slots, reroute_tables, remote_table = adapters
+        remote = None if link is None else link.start(remote_table)
+        batch = (slots, table, pages, bucket, sizes, reroute_tables, remote, lora)
+        cache, logits, rows = forward_step(merged, cache, state.history, *batch)
+        status = None if remote is None else remote.status()
+        return cache, *sample_step(logits, rows, state, sample), status
 
-    return step
-
-
-@functools.partial(jax.jit, static_argnames="plain", donate_argnums=(0, 1), keep_unused=True)
-def _sample(
-    state: RowState, results: Sampled, logits: Logits, plain: bool
-) -> tuple[RowState, Sampled]:
-    """Return the second program's state and results, in the memory of those given."""
-    sample = batch_sampler.sample_plain if plain else batch_sampler.sample
-    return sample_step(*logits, state, sample)
+    return step, tuple(leaves)
 
 
 def _make_holes(place: Callable[[Any], jax.Array]) -> list[jax.Array]:

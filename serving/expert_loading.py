@@ -36,7 +36,8 @@ def identity_tables(num_layers: int, num_slots: int, num_experts: int) -> np.nda
 class ExpertLoadingPlan:
     """The matrices that bring one placed adapter into the tensors, a few at a time.
 
-    Its rows of the reroute tables are the last thing written.
+    A layer's experts get their memory together, while the bytes of those before are on their way.
+    Nobody waits for them before the adapter's rows of the reroute tables, the last thing written.
     """
 
     def __init__(self, placement: ExpertPlacement, tensors: ExpertTensors):
@@ -49,6 +50,7 @@ class ExpertLoadingPlan:
                 PROJECTIONS, placement.weights.experts[layer][expert], strict=True
             )
         )
+        self._unmapped = set(placement.indices)  # layers
         self._chunks = -(-tensors.matrix_bytes // CHUNK_BYTES)  # of one matrix
         self._published = False
 
@@ -67,22 +69,28 @@ class ExpertLoadingPlan:
         Raises LoadFailed when the memory gives none; what is written then stays without use.
         """
         try:
-            while self._matrices and max_chunks > 0:
-                self._write(*self._matrices.popleft())
-                max_chunks -= self._chunks
+            max_chunks -= self._begin_some(max_chunks)
+            if self._published or max_chunks < 1:
+                return tables
+            self._tensors.finish_writes()
         except _TROUBLE as error:
             raise LoadFailed(str(error), may_pass=isinstance(error, OutOfPages)) from error
-        if self._published or max_chunks < 1:
-            return tables
         self._published = True
         host = np.array(tables)
         host[:, self._placement.slot] = self._placement.table
         return jax.device_put(host, tables.sharding)
 
-    def _write(self, layer: int, index: int, name: str, matrix: np.ndarray) -> None:
-        if name == PROJECTIONS[0]:
-            self._tensors.map(layer, index)
-        self._tensors.write(layer, index, name, matrix)
+    def _begin_some(self, max_chunks: int) -> int:
+        """Send matrices on their way until so many chunks are reached; return how many."""
+        begun = 0
+        while self._matrices and begun < max_chunks:
+            layer, index, name, matrix = self._matrices.popleft()
+            if layer in self._unmapped:
+                self._tensors.map_all(layer, self._placement.indices[layer].values())
+                self._unmapped.discard(layer)
+            self._tensors.begin_write(layer, index, name, matrix)
+            begun += self._chunks
+        return begun
 
 
 class ExpertRoom:
@@ -123,6 +131,7 @@ class ExpertRoom:
         assert not self._retirement.num_waiting, "experts wait for a step that has been read"
 
     def _free(self, placement: ExpertPlacement) -> None:
+        self.tensors.settle()  # a load that was given up may have bytes on their way there
         for layer, index in placement.places:
             try:
                 self.tensors.unmap(layer, index)

@@ -91,7 +91,7 @@ class ModelRunner:
             sizes,
             link,
             vocab_size,
-            split=jax.default_backend() != "cpu",
+            in_place=jax.default_backend() != "cpu",
             compiler_options=NO_REMAT if reroute_tables is not None else None,
         )
         # Everything lies committed on the weights' device from the start: an array that is
@@ -118,8 +118,7 @@ class ModelRunner:
         self._state = admit(self._state, np.int32(0), packed.ints, packed.floats)
         table = np.zeros((TABLE_ROWS, self.sizes.max_seqs), np.int32)
         for bucket, lora in tqdm(self.programs, "Compile", unit="program", disable=not progress):
-            for plain in self._step.samplers:
-                jax.block_until_ready(self._run(table, bucket, lora=lora, plain=plain))
+            jax.block_until_ready(self._run(table, bucket, lora=lora))
 
     @property
     def programs(self) -> tuple[tuple[int, bool], ...]:
@@ -140,13 +139,12 @@ class ModelRunner:
         bucket = self._bucket(plan)
         for sequence in plan.admitted:
             self._admit(sequence)
-        changed, scored, plain = False, False, True in self._step.samplers
+        changed, scored = False, False
         table = np.zeros((TABLE_ROWS, self.sizes.max_seqs), np.int32)
         for chunk in plan.chunks:
             changed |= self._update_pages(chunk.sequence)
             sampling = chunk.sequence.request.sampling
             scored |= chunk.prompt_logprobs or sampling.logprobs is not None
-            plain = plain and sampling.is_plain
             row = chunk.sequence.row
             table[START, row] = chunk.start
             table[NUM_TOKENS, row] = chunk.num_tokens
@@ -156,7 +154,7 @@ class ModelRunner:
         if changed:
             self._step.set_pages(self._tables)
         lora = self._needs_lora(plan, bucket)
-        sampled, status = self._run(table, bucket, lora=lora, plain=plain)
+        sampled, status = self._run(table, bucket, lora=lora)
         for leaf in jax.tree.leaves(sampled) if scored else (sampled.token_ids,):
             leaf.copy_to_host_async()
         if status is not None:
@@ -188,7 +186,7 @@ class ModelRunner:
         return any(0 <= chunk.sequence.slot < self.slots.num_slots for chunk in plan.chunks)
 
     def _run(
-        self, table: np.ndarray, bucket: int, *, lora: bool, plain: bool
+        self, table: np.ndarray, bucket: int, *, lora: bool
     ) -> tuple[Sampled, jax.Array | None]:
         self._cache, self._state, sampled, status = self._step.run(
             self._cache,
@@ -199,7 +197,6 @@ class ModelRunner:
             table,
             bucket,
             lora=lora,
-            plain=plain,
         )
         return sampled, status
 

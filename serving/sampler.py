@@ -26,6 +26,19 @@ INVALID_TOKEN = -1  # the logits of the row are not finite numbers
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class LogitRows:
+    """Which tokens of a step yield logits, row by row; rows at or after num_rows are padding."""
+
+    num_rows: Int[Array, ""]
+    row_to_token: Int[Array, "rows"]
+    row_to_seq: Int[Array, "rows"]
+    row_to_slot: Int[Array, "rows"]  # LoRA slot; -1 is the base model
+    positions: Int[Array, "rows"]  # of the token that the row chooses or scores
+    targets: Int[Array, "rows"]  # token to score, or -1 to sample
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Sampled:
     """Results by logit row, or of one row (leaves without the leading axis).
 
@@ -39,14 +52,7 @@ class Sampled:
     top_logprobs: Float[Array, "*rows top"]
 
 
-def sample(
-    logits: Float[Array, "rows vocab"],
-    num_rows: Int[Array, ""],
-    row_to_seq: Int[Array, "rows"],
-    positions: Int[Array, "rows"],
-    targets: Int[Array, "rows"],
-    state: RowState,
-) -> Sampled:
+def sample(logits: Float[Array, "rows vocab"], rows: LogitRows, state: RowState) -> Sampled:
     """Return the token at `positions[r]` of sequence row_to_seq[r] for each r < num_rows.
 
     A target >= 0 is scored instead of sampling (log-probabilities of a prompt).
@@ -54,10 +60,12 @@ def sample(
     empty = no_samples(*logits.shape)
 
     def body(i: Int[Array, ""], results: Sampled) -> Sampled:
-        result = _sample_row(logits[i], positions[i], targets[i], state, row_to_seq[i])
+        result = _sample_row(
+            logits[i], rows.positions[i], rows.targets[i], state, rows.row_to_seq[i]
+        )
         return jax.tree.map(lambda all_, one: all_.at[i].set(one), results, result)
 
-    return lax.fori_loop(jnp.int32(0), num_rows, body, empty)
+    return lax.fori_loop(jnp.int32(0), rows.num_rows, body, empty)
 
 
 def no_samples(rows: int, vocab: int) -> Sampled:
@@ -192,27 +200,42 @@ def keep_min_p(logits: Float[Array, "vocab"], min_p: Float[Array, ""]) -> Float[
     return jnp.where(jnp.exp(logits - jnp.max(logits)) >= min_p, logits, -jnp.inf)
 
 
+# Returns the largest integer t for which weights[image >= t] sum to `wanted` at least.
+Search = Callable[[UInt32[Array, "vocab"], Array, Array], UInt32[Array, ""]]
+
+
+def threshold_by_bits(
+    image: UInt32[Array, "vocab"], weights: Array, wanted: Array
+) -> UInt32[Array, ""]:
+    """Return what a Search does, bit by bit.
+
+    32 passes over the row find the exact threshold, where sorting it would cost 20 times as much.
+    """
+    zero = jnp.zeros((), weights.dtype)
+
+    def step(place: Int[Array, ""], found: UInt32[Array, ""]) -> UInt32[Array, ""]:
+        trial = found | lax.shift_left(jnp.uint32(1), jnp.asarray(31 - place, jnp.uint32))
+        return jnp.where(jnp.sum(jnp.where(image >= trial, weights, zero)) >= wanted, trial, found)
+
+    return lax.fori_loop(0, 32, step, jnp.uint32(0))
+
+
 def keep_top_k(
-    logits: Float[Array, "vocab"], top_k: Int[Array, ""], *, unroll: bool = False
+    logits: Float[Array, "vocab"], top_k: Int[Array, ""], search: Search = threshold_by_bits
 ) -> Float[Array, "vocab"]:
     """Return logits with all but the k most likely tokens at -inf; ties with the k-th stay."""
     image = ordered_image(logits)
-    threshold = _largest_threshold(
-        lambda trial: jnp.sum((image >= trial).astype(jnp.int32)) >= top_k, unroll
-    )
+    threshold = search(image, jnp.ones(image.shape, jnp.int32), top_k)
     return jnp.where(image >= threshold, logits, -jnp.inf)
 
 
 def keep_top_p(
-    logits: Float[Array, "vocab"], top_p: Float[Array, ""], *, unroll: bool = False
+    logits: Float[Array, "vocab"], top_p: Float[Array, ""], search: Search = threshold_by_bits
 ) -> Float[Array, "vocab"]:
     """Return logits with all but the smallest most likely set of probability >= top_p at -inf."""
     image = ordered_image(logits)
     weights = jnp.exp(logits - jnp.max(logits))
-    wanted = top_p * jnp.sum(weights)
-    threshold = _largest_threshold(
-        lambda trial: jnp.sum(jnp.where(image >= trial, weights, 0.0)) >= wanted, unroll
-    )
+    threshold = search(image, weights, top_p * jnp.sum(weights))
     return jnp.where(image >= threshold, logits, -jnp.inf)
 
 
@@ -221,18 +244,3 @@ def ordered_image(values: Float[Array, "vocab"]) -> UInt32[Array, "vocab"]:
     bits = lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.uint32)
     sign = jnp.uint32(0x80000000)
     return jnp.where(bits >= sign, ~bits, bits | sign)
-
-
-def _largest_threshold(
-    holds: Callable[[UInt32[Array, ""]], Bool[Array, ""]], unroll: bool
-) -> UInt32[Array, ""]:
-    """Return the largest integer that `holds`, bit by bit; `holds` is monotone and true at 0.
-
-    32 passes over the row find the exact threshold, where sorting it would cost 20 times as much.
-    """
-
-    def step(place: int | Int[Array, ""], found: UInt32[Array, ""]) -> UInt32[Array, ""]:
-        trial = found | lax.shift_left(jnp.uint32(1), jnp.asarray(31 - place, jnp.uint32))
-        return jnp.where(holds(trial), trial, found)
-
-    return lax.fori_loop(0, 32, step, jnp.uint32(0), unroll=unroll)

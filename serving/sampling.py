@@ -183,13 +183,6 @@ class Sampling:
         return self.temperature == 0.0
 
     @property
-    def is_plain(self) -> bool:
-        """Whether all it wants is the most likely token of the model's own logits."""
-        scores = self.logprobs is not None or self.prompt_logprobs is not None
-        edits = bool(self.logit_bias) or self.min_tokens > 0 or self.uses_history
-        return self.greedy and not scores and not edits
-
-    @property
     def uses_history(self) -> bool:
         """Whether a penalty looks at the tokens so far."""
         return (

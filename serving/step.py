@@ -18,13 +18,14 @@ from lora_jax.kv_cache import PagedKVCache
 from lora_jax.nn.remote import RemoteExperts
 from lora_jax.typing import Array, Float, Int
 from serving.device_state import RowState
-from serving.sampler import Sampled
+from serving.sampler import LogitRows, Sampled
 
 # Rows of the step table.
 START, NUM_TOKENS, SLOT, NUM_TARGETS, SAMPLES = range(5)
 TABLE_ROWS = 5
 
-Sample = Callable[..., Sampled]  # sampler.sample, or another of its kind
+# sampler.sample, or another of its kind.
+Sample = Callable[[Float[Array, "rows vocab"], LogitRows, RowState], Sampled]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,25 +47,6 @@ class StepSizes:
     def logit_rows(self, bucket: int) -> int:
         """Logit rows of the program for steps of up to `bucket` tokens."""
         return min(bucket, self.max_logit_rows)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class LogitRows:
-    """Which tokens of a step yield logits, row by row; rows at or after num_rows are padding."""
-
-    num_rows: Int[Array, ""]
-    row_to_token: Int[Array, "rows"]
-    row_to_seq: Int[Array, "rows"]
-    row_to_slot: Int[Array, "rows"]  # LoRA slot; -1 is the base model
-    positions: Int[Array, "rows"]  # of the token that the row chooses or scores
-    targets: Int[Array, "rows"]  # token to score, or -1 to sample
-
-
-def no_logit_rows(rows: int) -> LogitRows:
-    """Return a step's logit rows of which none is real."""
-    # An array each: they may be donated, and none twice.
-    return LogitRows(jnp.int32(0), *(jnp.zeros(rows, jnp.int32) for _ in range(5)))
 
 
 def forward_step(
@@ -107,7 +89,7 @@ def sample_step(
     logits: Float[Array, "rows vocab"], rows: LogitRows, state: RowState, sample: Sample
 ) -> tuple[RowState, Sampled]:
     """Return the state with every sampled token at its place, and what `sample` gave."""
-    sampled = sample(logits, rows.num_rows, rows.row_to_seq, rows.positions, rows.targets, state)
+    sampled = sample(logits, rows, state)
     return _remember(state, rows, sampled.token_ids), sampled
 
 

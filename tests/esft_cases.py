@@ -195,9 +195,9 @@ def running(case):
 def churn(case, rounds, seed):
     """Load, unload and exchange adapters in random order while requests for them run.
 
-    Returns the names of all that were asked for.
+    Returns the names of all that were asked for: every one, where there are rounds enough.
     """
-    rng, asked = random.Random(seed), []
+    rng, asked, names, others = random.Random(seed), [], [], []
 
     def ask(name, of):
         place = rng.randrange(len(case.prompts))
@@ -207,10 +207,11 @@ def churn(case, rounds, seed):
 
     live = None
     for _ in range(rounds):
-        name = rng.choice(case.names)
+        names = names or rng.sample(case.names, len(case.names))
+        others = others or rng.sample([*case.loras, None], len(case.loras) + 1)
         loaded = {entry.name for entry in case.engine.registry.entries()}
-        for other in rng.sample([*case.loras, None, name], 2):
-            ask(other, other)  # all are read from the folder on first use
+        for name in rng.sample([names.pop(), others.pop()], 2):
+            ask(name, name)  # all are read from the folder on first use
         if rng.random() < 0.5 and loaded:
             case.engine.unload_adapter(rng.choice(sorted(loaded)))
             live = live if "live" in {e.name for e in case.engine.registry.entries()} else None

@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 
 from lora_jax.config import from_hf
-from lora_jax.finetune import tokenizer
+from lora_jax.finetune import tokenizer, training
 from lora_jax.finetune.esft_export import save_esft
 from lora_jax.finetune.esft_params import chosen_experts
 from lora_jax.finetune.esft_scores import Selection
@@ -66,3 +66,15 @@ def make_esft(base: pathlib.Path, name: str, selection: Selection, seed: int) ->
     changed = jax.tree.map(lambda w: w + jnp.float32(0.3 * rng.standard_normal(w.shape)), own)
     save_esft(base / "esft" / name, changed, selection)
     return base / "esft" / name
+
+
+def share_compiled_step(monkeypatch) -> None:
+    """Let all runs of a test, which must be of one model and loss, use the first one's program."""
+    made, make_step = [], training.make_step
+
+    def make(*args):
+        if not made:
+            made.append(make_step(*args))
+        return made[0]
+
+    monkeypatch.setattr(training, "make_step", make)

@@ -65,6 +65,20 @@ class VirtualMemoryContract:
         assert memory.usage().mapped == 3 * page
         assert memory.usage().created == 4 * page
 
+    def test_writes_that_were_begun_are_there_when_they_are_finished(
+        self, memory, place, pages, page
+    ):
+        memory.map_run(place, pages, page)
+        data = [bytes_of(page // 2 + 7 * n, n) for n in range(5)]
+        ends = np.cumsum([len(values) for values in data]).tolist()
+        for values, end in zip(data, ends, strict=True):
+            memory.begin_write(place + end - len(values), values)
+        memory.finish_writes()
+        assert memory.read(place, ends[-1]) == b"".join(values.tobytes() for values in data)
+        memory.finish_writes()  # nothing was begun
+        with pytest.raises(MappingError, match="is not mapped"):
+            memory.begin_write(place + 4 * page, data[0])
+
     def test_a_page_keeps_its_bytes_when_it_moves(self, memory, place, pages, page):
         memory.map(place, pages[0], page)
         data = bytes_of(page, 1)

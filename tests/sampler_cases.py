@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from serving.device_state import admit, init_row_state, pack_row, row_of
+from serving.sampler import LogitRows
 from serving.sampling import Sampling
 
 VOCAB, MAX_LEN, SEQS = 301, 16, 8
@@ -50,16 +51,16 @@ def run_with(sample, logits, state, rows, positions=3, targets=-1, pad_to=None):
     def padded(values, fill):
         full = np.full(bucket, fill, np.int32)
         full[:count] = values
-        return full
+        return jnp.asarray(full)
 
     padded_logits = np.zeros((bucket, VOCAB), np.float32)
     padded_logits[:count] = logits
-    result = sample(
-        padded_logits,
-        jnp.int32(count),
-        padded(rows, 0),
-        padded(positions, 0),
-        padded(targets, -1),
-        state,
+    logit_rows = LogitRows(
+        num_rows=jnp.int32(count),
+        row_to_token=padded(range(count), 0),
+        row_to_seq=padded(rows, 0),
+        row_to_slot=padded(-1, -1),
+        positions=padded(positions, 0),
+        targets=padded(targets, -1),
     )
-    return on_host(result)
+    return on_host(sample(jnp.asarray(padded_logits), logit_rows, state))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bench.kernels import experts
 from bench.kernels.timing import random, repeats_for, time_us
 from lora_jax.ops.cases import popular
 from lora_jax.ops.grouped_matmul import grouped_matmul
@@ -77,7 +78,30 @@ def measure(point: Point, bandwidth: float, dense: float) -> dict:
     }
 
 
+def measure_dense(point: Point, dense: float) -> dict:
+    """Return the row of XLA's dense matmul with as much work as the point."""
+    x, w = random(9, (point.rows, point.d_in)), random(8, (point.d_in, point.d_out))
+    xs = [x + jnp.bfloat16(i) for i in range(2)]
+    program = jax.jit(lambda xs, w: [x @ w for x in xs])
+    took = time_us(lambda _: program(xs, w), [], len(xs))
+    flops = 2.0 * point.rows * point.d_out * point.d_in
+    return {
+        "name": f"dense matmul of XLA's, {point.rows} x {point.d_in} x {point.d_out}",
+        "op": "dense",
+        "rows": point.rows,
+        "us": took,
+        "tflop_per_s": flops / took * 1e-6,
+        "floor_us": flops / dense * 1e6,
+        "peer_us": None,
+        "bar_us": None,
+        "error": 0.0,
+    }
+
+
 def rows(bandwidth: float, dense: float) -> Iterator[dict]:
-    """Yield the rows of the table."""
+    """Yield the rows of the table: products, then whole layers of experts."""
     for point in POINTS:
         yield measure(point, bandwidth, dense)
+        if point.bar_of_dense:
+            yield measure_dense(point, dense)
+    yield from experts.rows(bandwidth)

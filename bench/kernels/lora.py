@@ -33,6 +33,7 @@ class Point:
     slots: int = 512
     popularity: str = "zipf"
     d_in: int = 4096
+    adds: bool = True  # to y; else the result is the sum alone
     peer_us: float | None = None
     bar_us: float | None = None
 
@@ -41,6 +42,15 @@ POINTS = (
     Point("1024 tokens, Zipf 1.2", "pair", 1024, 14336, peer_us=182.6, bar_us=138),
     Point("1024 tokens, Zipf 1.2", "shrink", 1024, 14336, peer_us=46.7, bar_us=31),
     Point("1024 tokens, Zipf 1.2", "expand", 1024, 14336, peer_us=144.5, bar_us=108),
+    Point(
+        "1024 tokens, Zipf 1.2, without y",
+        "expand",
+        1024,
+        14336,
+        adds=False,
+        peer_us=144.5,
+        bar_us=108,
+    ),
     Point("64 tokens, Zipf 1.2", "pair", 64, 14336, peer_us=33.6, bar_us=26),
     Point("256 tokens, Zipf 1.2", "pair", 256, 14336, peer_us=80.8, bar_us=60),
     Point(
@@ -49,6 +59,16 @@ POINTS = (
         1024,
         14336,
         popularity="identical",
+        peer_us=27.8,
+        bar_us=16,
+    ),
+    Point(
+        "1024 tokens, one adapter, without y",
+        "expand",
+        1024,
+        14336,
+        popularity="identical",
+        adds=False,
         peer_us=27.8,
         bar_us=16,
     ),
@@ -124,6 +144,8 @@ def apply(point: Point, y: jax.Array, s: Inputs) -> jax.Array:
     table = (s.entries, s.scaling, s.items)
     if point.op == "shrink":
         return shrink(s)
+    if point.op == "expand" and not point.adds:
+        return expand_alone(s)
     if point.op == "expand":
         return lora_gemm.lora_expand(y, s.h, s.b_pool, *table)
     return lora_gemm.lora_pair(y, s.x, s.a_pool, s.b_pool, *table, point.rank)
@@ -134,6 +156,15 @@ def shrink(s: Inputs) -> jax.Array:
     shape = jax.ShapeDtypeStruct(s.h.shape, s.h.dtype)
     call = jax.ffi.ffi_call("lora_jax_cuda_lora_shrink", shape, has_side_effect=True)
     return call(s.x, s.a_pool, s.entries, s.scaling, *s.items.arrays)
+
+
+def expand_alone(s: Inputs) -> jax.Array:
+    """Return what lora_expand does without y; see shrink for the side effect."""
+    shapes = [jax.ShapeDtypeStruct((len(s.h), s.b_pool.shape[1]), s.h.dtype)]
+    shapes += [jax.ShapeDtypeStruct((1,), jnp.int32)]
+    call = jax.ffi.ffi_call("lora_jax_cuda_lora_expand", shapes, has_side_effect=True)
+    arrays = (s.h, s.b_pool, s.entries, s.scaling, *s.items.arrays)
+    return call(*arrays, accumulate=False)[0]
 
 
 def bytes_moved(point: Point, distinct: float) -> float:
@@ -158,7 +189,7 @@ def error(point: Point, y: jax.Array, inputs: Inputs, row_to_slot: np.ndarray) -
         if point.op == "shrink":
             place = order.index(row)
         else:
-            want = np.asarray(y[row], np.float64) + want @ b
+            want = point.adds * np.asarray(y[row], np.float64) + want @ b
         mine = got[place][: len(want)].astype(np.float64)
         worst = max(worst, float(np.linalg.norm(mine - want) / np.linalg.norm(want)))
     return worst

@@ -18,6 +18,7 @@ from serving.transport.shapes import DOWN, GATE_UP
 
 ROUNDS = 4  # of both sites, in one program of a server
 IDLE_US = 1000  # that it waits for each
+MATRICES = ("gate", "up", "down")
 SCALING = 2.0**-6  # rows that take part again and again stay of a size
 NO_GRAPH = {"xla_gpu_enable_command_buffer": ""}
 OneLayer = Callable[..., tuple]  # (x, gate, up, weights, layer, rows) -> (x, gate, up, statuses)
@@ -49,28 +50,28 @@ def pool_of(case: Case, width: int) -> dict:
 
 
 def make_pools(case: Case) -> dict:
-    """Return one layer's adapters: rank rows by width and, by matrix, the table of slots.
+    """Return one layer's adapters: rank rows by width, and the table of slots of each matrix.
 
     In either pool stand the rows of gate, then those of up, then those of down.
     """
     rows = case.adapters * case.experts * case.rank
-    found: dict = {"scaling": jnp.full((case.adapters,), SCALING, jnp.float32)}
+    first = np.arange(3 * case.adapters, dtype=np.int32) * case.experts * case.rank
+    entries = np.full((3, case.adapters, 5), case.rank, np.int32)
+    entries[..., :2] = first.reshape(3, -1, 1)
+    found: dict = {
+        "entries": jnp.asarray(entries),
+        "scaling": jnp.full((3, case.adapters), SCALING, jnp.float32),
+    }
     for width in (case.hidden, case.width):
         pool = pool_of(case, width)
         found[str(width)] = matrix(pool["seed"], 3 * rows, width, pool["scale"], case.dtype)
-    for place, name in enumerate(("gate", "up", "down")):
-        entries = np.zeros((case.adapters, 5), np.int32)
-        first = place * rows + np.arange(case.adapters) * case.experts * case.rank
-        entries[:, 0] = entries[:, 1] = first
-        entries[:, 2:] = case.rank
-        found[name] = jnp.asarray(entries)
     return found
 
 
 def make_weights(case: Case) -> dict:
     """Return the base model's experts of one layer; every layer of a program uses them."""
     found = {}
-    for seed, name in enumerate(("gate", "up", "down")):
+    for seed, name in enumerate(MATRICES):
         d_in, d_out = case.sizes(name)
         flat = matrix(20 + seed, case.experts * d_in, d_out, d_in**-0.5, case.dtype)
         found[name] = flat.reshape(case.experts, d_in, d_out)
@@ -112,8 +113,9 @@ def server_program(case: Case, server: DeviceServer, options: dict[str, str] | N
             x,
             pools[str(d_in)],
             pools[str(d_out)],
-            [pools[name] for name in names],
-            [pools["scaling"]] * len(names),
+            pools["entries"],
+            pools["scaling"],
+            [MATRICES.index(name) for name in names],
             jnp.where(mode == LORA, message.adapters, -1),
             message.experts,
             max_rank=case.rank,

@@ -23,7 +23,7 @@ from lora_jax.adapters.slots import (
     warm_up,
 )
 from lora_jax.adapters.weights import AdapterWeights
-from lora_jax.ops.lora_gemm import lora_deltas
+from lora_jax.ops.lora_gemm import delta_dtype, lora_deltas
 from lora_jax.typing import Array, Float, Int
 from serving.lora_server.loading import LayerwiseLoad
 from serving.lora_server.shards import EXPERT_MODULES, Shard, shard_catalogue
@@ -242,18 +242,19 @@ def shard_deltas(
 ) -> tuple[Float[Array, "rows d_out"], ...]:
     """Return scaling * (x A^T) B of each row for every module; of slot -1 it is undefined.
 
-    In float32 whatever the rows' dtype: then the two sums, 0 + delta here and y + delta, rounded
-    once at the instance, have the bits of the one that a coupled engine makes. The layer is data,
-    so that one program serves them all.
+    In float32 as they travel, but rounded as a coupled engine's deltas are: the instance's sum has
+    the bits of that engine's. The layer is data, so that one program serves them all.
     """
-    return lora_deltas(
+    deltas = lora_deltas(
         x,
         slots.pools[str(x.shape[1])],
         slots.pools[str(width)],
-        [slots.entries[module, layer] for module in modules],
-        [slots.scaling[module, layer] for module in modules],
+        slots.entries[:, layer],
+        slots.scaling[:, layer],
+        modules,
         row_to_slot,
         row_to_expert - first_expert,
         max_rank=max_rank,
-        dtype=jnp.dtype(jnp.float32),
+        dtype=delta_dtype(x.dtype),
     )
+    return tuple(delta.astype(jnp.float32) for delta in deltas)

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
-from cuda_backend import ffi, lora_tiles
+from cuda_backend import ffi, lora_rows, lora_tiles
 from lora_jax.ops.adapter_items import AdapterItems
 from lora_jax.typing import Array, Float, Int
 
@@ -23,8 +24,8 @@ MAX_RANK = 128
 COLUMNS = 64  # widths are copied in pieces of so many columns
 MAX_MODULES = 4  # of one launch
 
-# One linear map of a launch: y, and the entries and scaling of its slots. No y of a launch is None,
-# or all are: then nothing is added to, and rows without an adapter come out as zeros.
+# One linear map of a launch: y, and the entries and scaling of its slots, or of all sites. No y of
+# a launch is None, or all are: then nothing is added to, and rows without an adapter are zeros.
 Module = tuple[Array | None, Array, Array]
 
 
@@ -119,22 +120,32 @@ def lora_gemms(
     row_to_expert: Int[Array, "rows"],
     max_rank: int,
     items: AdapterItems | None = None,
+    sites: Sequence[int] | None = None,
 ) -> tuple[Float[Array, "rows d_out"], ...]:
-    """lora_gemm of several maps of the same rows: as few launches as may be."""
-    slots, sorted_rows = modules[0][1].shape[0], x.shape[0] if items is None else 1
-    widths = (x.shape[1], b_pool.shape[1])
-    for y, entries, _ in modules:
-        dtype = x.dtype if y is None else y.dtype
-        check_support(dtype, sorted_rows, widths, entries.shape[0], max_rank)
+    """lora_gemm of several maps of the same rows: as few launches as may be.
+
+    Tables are of one site, or of all with the modules' own `sites` named. What tensor cores do not
+    take goes row by row.
+    """
+    places, pools = sites or [0] * len(modules), (x, a_pool, b_pool)
+    owners, widths = (row_to_slot, row_to_expert), (x.shape[1], b_pool.shape[1])
+    dtypes = [x.dtype if y is None else y.dtype for y, *_ in modules]
+    if any(_one_by_one((x.dtype, dtype), widths, max_rank) for dtype in dtypes):
+        return _row_by_row(modules, places, pools, owners, max_rank)
+    slots, sorted_rows = modules[0][1].shape[-2], x.shape[0] if items is None else 1
+    for dtype, (_, entries, _) in zip(dtypes, modules, strict=True):
+        check_support(dtype, sorted_rows, widths, entries.shape[-2], max_rank)
     ffi.require()
-    known = row_items(row_to_slot, row_to_expert, slots, max_rank) if items is None else items
-    launches = (modules[i : i + MAX_MODULES] for i in range(0, len(modules), MAX_MODULES))
-    done = (lora_pairs(some, x, a_pool, b_pool, known, max_rank) for some in launches)
+    known = row_items(*owners, slots, max_rank) if items is None else items
+    launches = [slice(i, i + MAX_MODULES) for i in range(0, len(modules), MAX_MODULES)]
+    done = (lora_pairs(modules[i], *pools, known, max_rank, places[i]) for i in launches)
     return tuple(y for ys in done for y in ys)
 
 
 def lora_deltas(
-    tables: Sequence[tuple[Array, Array]],
+    entries: Int[Array, "sites slots 5"],
+    scaling: Float[Array, "sites slots"],
+    sites: Sequence[int],
     x: Float[Array, "rows d_in"],
     a_pool: Float[Array, "a_rows d_in"],
     b_pool: Float[Array, "b_rows d_out"],
@@ -143,17 +154,37 @@ def lora_deltas(
     max_rank: int,
     dtype: jnp.dtype,
 ) -> tuple[Float[Array, "rows d_out"], ...]:
-    """Return what lora_gemms adds, of each (entries, scaling), before it is rounded if wanted.
+    """Return what lora_gemms adds, of each of the sites, before it is rounded if wanted.
 
-    Rows of no adapter are undefined.
+    Rows of no adapter are undefined. Raises NotImplementedError as check_support does.
     """
-    slots, widths = tables[0][0].shape[0], (x.shape[1], b_pool.shape[1])
+    slots, widths = entries.shape[1], (x.shape[1], b_pool.shape[1])
     check_support(x.dtype, x.shape[0], widths, slots, max_rank)
     ffi.require()
     narrow = dtype == x.dtype  # the kernels of tiles give no float32
     items = row_items(row_to_slot, row_to_expert, slots, max_rank, tiles=narrow)
-    modules = [(None, *table) for table in tables]
-    return tuple(lora_pairs(modules, x, a_pool, b_pool, items, max_rank, dtype, leave_gaps=True))
+    modules, pools = [(None, entries, scaling)] * len(sites), (x, a_pool, b_pool)
+    return tuple(lora_pairs(modules, *pools, items, max_rank, sites, dtype, leave_gaps=True))
+
+
+def _one_by_one(dtypes: Sequence[DTypeLike], widths: tuple[int, int], max_rank: int) -> bool:
+    """Return whether rows are for lora_rows, which have other dtypes, widths or ranks than here."""
+    odd = any(width % COLUMNS for width in widths)
+    return jnp.float32 in dtypes or odd or max_rank > MAX_RANK
+
+
+def _row_by_row(
+    modules: Sequence[Module],
+    sites: Sequence[int],
+    pools: tuple[Array, Array, Array],
+    owners: tuple[Array, Array],
+    max_rank: int,
+) -> tuple[Array, ...]:
+    x, _, b_pool = pools
+    fresh = (x.shape[0], b_pool.shape[1])
+    ys = [jnp.zeros(fresh, x.dtype) if y is None else y for y, *_ in modules]
+    tables = [(entries, scaling) for _, entries, scaling in modules]
+    return lora_rows.lora_rows(ys, tables, sites, *pools, *owners, max_rank)
 
 
 def lora_pair(
@@ -177,12 +208,14 @@ def lora_pairs(
     b_pool: Float[Array, "b_rows d_out"],
     items: RowItems | AdapterItems,
     max_rank: int,
+    sites: Sequence[int] | None = None,
     dtype: jnp.dtype | None = None,
     *,
     leave_gaps: bool = False,
 ) -> Sequence[Float[Array, "rows d_out"]]:
     """lora_pair of several maps of the same x, out of the same pools, in one launch.
 
+    `sites` as for lora_gemms: the kernel finds its part of a table, where cutting it out is a copy.
     Without any y `leave_gaps` leaves rows of no item undefined, and without tiles `dtype` may be
     float32; it is x's unless it is given.
     """
@@ -200,7 +233,8 @@ def lora_pairs(
     aliases = {8 + 3 * m: 1 + m for m in range(count if accumulate else 0)}
     call = jax.ffi.ffi_call("lora_jax_cuda_lora_gemm", shapes, input_output_aliases=aliases)
     own = (v for m in modules for v in m if v is not None)
-    attributes = {"max_rank": np.int64(max_rank), "accumulate": accumulate}
+    places = np.array(sites or [0] * count, np.int64)
+    attributes = {"sites": places, "max_rank": np.int64(max_rank), "accumulate": accumulate}
     attributes["leave_gaps"] = leave_gaps
     return call(x, a_pool, b_pool, *items.arrays, *own, **attributes)[1:]
 

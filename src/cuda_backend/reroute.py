@@ -10,7 +10,7 @@ from lora_jax.ops.reroute.maps import RowMap
 from lora_jax.typing import Array, Int
 
 ALONE_ROWS = 2048  # that one CTA sorts; more are shared out
-BLOCK_ROWS = 1024
+COUNT_ROWS = 4096  # that one CTA counts, in blocks of 1024
 MAX_GROUPS = 16384  # whose counts fit its shared memory
 MAX_ROWS = 1 << 18
 MAX_K = 8192
@@ -84,10 +84,10 @@ def _mapped(
     ffi.require()
     rows = tokens * k
     shared = rows > ALONE_ROWS
-    between = rows if shared else 1  # what one launch leaves to the next
-    counts = -(-rows // BLOCK_ROWS) * (groups + 1) if shared else 1
-    shapes: list[tuple[int, ...]] = [(rows,), (rows,), (groups,), (rows,), (rows,)]
-    shapes += [(between,), (counts,)]
+    # What one launch leaves to the next: owners, and pairs of counts by CTA and part (BlockCounts).
+    between = rows if shared else 1
+    counts = -(-rows // COUNT_ROWS) * 5 * (groups // 2 + 1) if shared else 1
+    shapes: list[tuple[int, ...]] = [(rows,), (rows,), (groups,), (rows,), (rows,), (counts,)]
     owners, item_rows = (), 0
     if adapters is not None:
         owners, item_rows = (adapters.row_to_slot, adapters.order), lora_gemm.rows_per_item(rows)
@@ -101,5 +101,5 @@ def _mapped(
     if adapters is not None:
         place = jnp.arange(rows, dtype=jnp.int32)  # they are in order
         slots = jnp.where(place < jnp.sum(sizes), adapters.row_to_slot[token], -1)
-        items = AdapterItems(slots, place, out[7], out[8])
+        items = AdapterItems(slots, place, out[6], out[7])
     return RowMap(order, inverse, sizes, token, expert, items)

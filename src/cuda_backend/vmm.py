@@ -8,12 +8,14 @@ included; where that is more than there is, it computes things twice to save som
 
 import contextlib
 import ctypes
+import threading
 from collections.abc import Iterator
 from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
 
 import numpy as np
 
 from cuda_backend import driver as cuda
+from cuda_backend.upload import Uploader
 from lora_jax.memory import dlpack
 from lora_jax.memory.driver import AbstractDriver
 from lora_jax.memory.virtual import Access
@@ -43,6 +45,8 @@ class CudaDriver(AbstractDriver):
             "cuMemGetAllocationGranularity", byref(size), byref(self._prop), cuda.MINIMUM
         )
         self._granularity = size.value
+        self._upload_lock = threading.Lock()
+        self._uploader: Uploader | None = None  # whose pinned memory only loads need
 
     @property
     def granularity(self) -> int:
@@ -93,6 +97,16 @@ class CudaDriver(AbstractDriver):
             # streams do not take part in the legacy stream, so this waits for no kernel.
             self._cuda.call("cuStreamSynchronize", None)
 
+    def begin_copy_in(self, address: int, host_address: int, num_bytes: int, owner: object) -> None:
+        with self._upload_lock:
+            if self._uploader is None:
+                self._uploader = Uploader(self._cuda.call, self._context)
+        self._uploader.begin(address, host_address, num_bytes, owner)
+
+    def finish_copies(self) -> None:
+        if self._uploader is not None:
+            self._uploader.finish()
+
     def copy_out(self, host_address: int, address: int, num_bytes: int) -> None:
         with self._current():
             self._cuda.call("cuMemcpyDtoH_v2", host_address, address, num_bytes)
@@ -106,10 +120,18 @@ class CudaDriver(AbstractDriver):
         return dlpack.foreign_array(address, shape, dtype, (dlpack.CUDA, self._number))
 
     def device_used(self) -> int:
+        free, total = self._device_memory()
+        return total - free
+
+    def device_free(self) -> int:
+        return self._device_memory()[0]
+
+    def _device_memory(self) -> tuple[int, int]:
+        """Return the bytes of the device that are free, and all."""
         free, total = c_size_t(), c_size_t()
         with self._current():
             self._cuda.call("cuMemGetInfo_v2", byref(free), byref(total))
-        return total.value - free.value
+        return free.value, total.value
 
     def _attribute(self, attribute: int, ordinal: ctypes.c_int) -> int:
         value = c_int()

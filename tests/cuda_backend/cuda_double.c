@@ -326,9 +326,10 @@ int cuMemcpyDtoD_v2(uint64_t to, uint64_t from, size_t size) {
 }
 
 int cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t size, void *stream) {
-  if (stream != &used) return INVALID_CONTEXT;
+  int code = enter(COPY);
+  if (code || stream != &used) return leave(code ? code : INVALID_CONTEXT);
   memcpy((void *)(uintptr_t)to, from, size);
-  return 0;
+  return leave(0);
 }
 
 int cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t size, void *stream) {

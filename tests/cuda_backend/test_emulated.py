@@ -62,6 +62,37 @@ def test_merge_matches_float64(library, d_out, d_in, ranks):
 
 
 @pytest.mark.parametrize(
+    "kinds", [("float32", "float32"), ("bfloat16",) * 2, ("bfloat16", "float32")]
+)
+@pytest.mark.parametrize(("d_out", "d_in", "experts"), [(530, 33, 0), (24, 96, 3)])
+def test_lora_row_by_row_matches_float64(library, kinds, d_out, d_in, experts):
+    dtype, y_dtype = kinds
+    case = lora_case(9, d_out, d_in, ranks=(16, 0, 5), num_experts=experts, dtype=dtype)
+    y, slots = copied(case.y).astype(np.float32 if y_dtype == "float32" else BF16), case.row_to_slot
+    start, owners = y.astype(np.float64), case.row_to_expert
+    owners = jnp.zeros(9, jnp.int32) if owners is None else owners
+    arrays = [case.x, case.a_pool, case.b_pool, case.entries, case.scaling, slots, owners]
+    arrays = [copied(a) for a in arrays]
+    sizes = np.array(
+        [9, d_in, d_out, 3, 16, 2 if y_dtype == dtype == "bfloat16" else dtype == "bfloat16"]
+    )
+    library.emulate(1, 3)
+    call(library.lora_rows, *arrays, sizes.astype(np.int32), y)
+    wide = [a.astype(np.float64) for a in arrays[:3]]
+    want = lora_reference(start.copy(), *wide, *arrays[3:])
+    np.testing.assert_allclose(y.astype(np.float64), want, **TOLERANCE[y_dtype])
+    np.testing.assert_array_equal(y[arrays[5] == 1], start[arrays[5] == 1])
+
+
+def lora_reference(y, x, a_pool, b_pool, entries, scaling, row_to_slot, row_to_expert):
+    for t, (slot, expert) in enumerate(zip(row_to_slot, row_to_expert, strict=True)):
+        a, b, rank, a_stride, b_stride = entries[slot] if slot >= 0 else np.zeros(5, np.int32)
+        h = a_pool[a + expert * a_stride :][:rank] @ x[t]
+        y[t] += scaling[slot] * h @ b_pool[b + expert * b_stride :][:rank]
+    return y
+
+
+@pytest.mark.parametrize(
     ("sizes", "rows", "d_out", "d_in", "biased"),
     [
         ((5,), 7, 1, 132, False),

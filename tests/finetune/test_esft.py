@@ -6,7 +6,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from finetune_cases import RECORDS, make_folder
+from finetune_cases import RECORDS, make_folder, share_compiled_step
 from flax import nnx
 from safetensors.numpy import load_file
 
@@ -28,7 +28,8 @@ def folder(tmp_path_factory):
     return make_folder(tmp_path_factory.mktemp("base") / "tiny", scale=5.0)
 
 
-def test_interrupted_and_resumed_equals_unbroken(folder, tmp_path):
+def test_interrupted_and_resumed_equals_unbroken(folder, tmp_path, monkeypatch):
+    share_compiled_step(monkeypatch)
     model, _ = load(folder, dtype="float32")
     documents = read_format(folder).documents(RECORDS, "chat")
     before = [np.asarray(x) for x in jax.tree.leaves(nnx.split(model, graph=False)[1])]

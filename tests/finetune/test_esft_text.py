@@ -6,12 +6,11 @@ import pathlib
 
 import pytest
 
-from lora_jax.finetune import esft_text
+from lora_jax.finetune import esft_text, make_assets
 from lora_jax.finetune.records import Record, shingles
 
 ROOT = pathlib.Path(__file__).parents[2]
 SOURCE = ROOT.parent / "shared" / "data" / "esft" / "eval"
-SHARE = 0.08
 
 needs_source = pytest.mark.skipif(not SOURCE.exists(), reason="the ESFT files are not here")
 
@@ -79,16 +78,32 @@ def test_a_near_copy_of_heldout_text_is_not_trained_on():
     assert not got.train
 
 
+def test_a_part_is_what_its_answers_say():
+    answers = [
+        '{"intent": "Music-Play"}',
+        '{"intent": "Radio-Listen"}',
+        '{"intent": "Weather-Query", "slots": {"name": "Music-Play"}}',
+    ]
+    intent = [Record("q", answer) for answer in answers]
+    translation = [Record("q", answer) for answer in ("Go ye in.", "Then eyes shut, unto", "Yes.")]
+    texts = {"intent": intent, "law": intent[:1]}
+    assert esft_text.with_parts(texts) == {**texts, "media": tuple(intent[:2])}
+    both = esft_text.with_parts({"translation": translation})
+    assert both["archaic"] == tuple(translation[:2])
+    assert esft_text.part_of(translation[2:], esft_text.PARTS["archaic"]) == ()
+
+
 @needs_source
 @pytest.mark.parametrize("domain", esft_text.TASKS)
 def test_no_heldout_text_of_the_real_files_is_in_training(domain):
     task = esft_text.TASKS[domain]
-    got = esft_text.split(esft_text.read_domain(SOURCE, domain), SHARE, domain)
+    got = esft_text.split(esft_text.read_domain(SOURCE, domain), make_assets.HELDOUT_SHARE, domain)
     assert len(got.train) > 10 * len(got.heldout) > 0
     trained = {esft_text.question_text(r, task) for r in got.train}
+    seen = [shingles(text, esft_text.SHINGLE) for text in trained]
     for record in got.heldout:
         asked = esft_text.question_text(record, task)
         assert asked not in trained
         own = shingles(asked, esft_text.SHINGLE)
-        shared = max(len(own & shingles(t, esft_text.SHINGLE)) for t in trained)
+        shared = max(len(own & other) for other in seen)
         assert shared <= esft_text.MAX_SHARED * len(own)

@@ -5,7 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from finetune_cases import CONFIG, RECORDS, make_folder
+from finetune_cases import CONFIG, RECORDS, make_folder, share_compiled_step
 from flax import nnx
 from safetensors.numpy import load_file
 
@@ -25,7 +25,8 @@ def leaves(model) -> list[np.ndarray]:
     return [np.asarray(x) for x in jax.tree.leaves(nnx.split(model, graph=False)[1])]
 
 
-def test_interrupted_and_resumed_equals_unbroken(tmp_path):
+def test_interrupted_and_resumed_equals_unbroken(tmp_path, monkeypatch):
+    share_compiled_step(monkeypatch)
     whole = pretrain(CONFIG, DOCUMENTS, 16, SCHEDULE, folder=tmp_path / "whole")
     pretrain(CONFIG, DOCUMENTS, 16, SCHEDULE, folder=tmp_path / "parts", stop_after=4)
     parts = pretrain(CONFIG, DOCUMENTS, 16, SCHEDULE, folder=tmp_path / "parts")

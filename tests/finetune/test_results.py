@@ -60,13 +60,17 @@ def test_gain_is_the_share_by_which_perplexity_falls():
 
 
 def test_each_shipped_adapter_beats_the_base_by_a_fifth_on_its_own_heldout_text(shared_data):
+    """On all of two texts, which must give what the table says, and on a part of the others."""
     splits = make_assets.read_splits(shared_data / "esft" / "eval")
-    heldout = {name: part.heldout for name, part in splits.items()}
+    whole = ("intent", "law")
+    heldout = {n: s.heldout if n in whole else s.heldout[:8] for n, s in splits.items()}
     measured = results.measure_folder(ASSET, heldout, own_only=True, kinds=("text",))
     written = json.loads((ASSET / "RESULTS.json").read_text())["heldout"]
-    assert len(measured) >= 3
+    assert set(measured) == set(written) == set(make_assets.PLANS)
     for name, entry in measured.items():
         assert results.gain(entry["text"], name) >= 0.20, name
-        assert entry["text"]["tokens"] == written[name]["text"]["tokens"]
-        for who, value in entry["text"]["perplexity"].items():
+        assert results.gain(written[name]["text"], name) >= 0.20, name
+    for name in whole:
+        assert measured[name]["text"]["tokens"] == written[name]["text"]["tokens"]
+        for who, value in measured[name]["text"]["perplexity"].items():
             assert value == pytest.approx(written[name]["text"]["perplexity"][who], rel=0.01)

@@ -7,7 +7,7 @@ from finetune_cases import RECORDS, make_folder
 from lora_jax.finetune.documents import Document, read_format
 from lora_jax.finetune.packing import pack
 from lora_jax.finetune.perplexity import Evaluator
-from lora_jax.finetune.served import ServedEvaluator, rows_to_seqs
+from lora_jax.finetune.served import ServedEvaluator, count_answers, rows_to_seqs
 from lora_jax.models import load
 
 
@@ -28,6 +28,9 @@ def test_both_passes_measure_the_same(folder):
         assert measured.tokens == want.tokens
         assert measured.nats == pytest.approx(want.nats, rel=1e-4)
     assert found.answer.tokens < found.text.tokens
+    assert found.answers == len(documents) + 1  # one in two pieces
+    assert 0 <= found.exact <= found.answers
+    assert found.exact <= found.right < found.answer.tokens
 
 
 def test_pieces_of_a_row_are_numbered_from_0():
@@ -36,3 +39,11 @@ def test_pieces_of_a_row_are_numbered_from_0():
     assert seqs.shape == rows.tokens.shape
     want = [[0] * 8, [0] * 3 + [1] * 2 + [-1] * 3]
     np.testing.assert_array_equal(seqs, want)
+
+
+def test_an_answer_is_exact_when_no_token_of_it_is_wrong():
+    segments = np.array([4, 4, 4, 5, 5, 6, 6, -1])
+    in_answer = np.array([0, 1, 1, 0, 1, 0, 0, 0], bool)
+    right = np.array([0, 1, 0, 0, 1, 1, 0, 1], bool)
+    assert count_answers(right, in_answer, segments) == (2, 2, 1)
+    assert count_answers(~right, in_answer, segments) == (1, 2, 0)

@@ -14,12 +14,19 @@ from mosaic import interpreted
 from tolerance import TOLERANCE
 
 from lora_jax.ops.cases import MODELS, GroupedCase, grouped_case
-from lora_jax.ops.grouped_matmul import pallas_gpu, reference
-from lora_jax.ops.grouped_matmul._gpu_tiles import Config, find_config
+from lora_jax.ops.grouped_matmul import composed, pallas_gpu, reference
+from lora_jax.ops.grouped_matmul._gpu_tiles import (
+    Config,
+    depths,
+    find_config,
+    with_stages,
+)
 
 SMALL = Config(columns=64, warpgroups=1, rows=16, stages=2, ctas=1)
 # Two warpgroups, of which the second has no columns in the last tile; two parts on the way out.
 WIDE = Config(columns=64, warpgroups=2, rows=64, stages=3, ctas=1)
+# Three parts on the way out, of which the third takes the place of the first.
+PARTS = Config(columns=64, warpgroups=1, rows=48, stages=2, ctas=1)
 TALL = Config(columns=128, warpgroups=1, rows=8, stages=4, ctas=2)
 # rows in a group, config: one row, empty groups, borders off the grid of 8, several tiles of rows.
 INTERPRETED = [
@@ -78,18 +85,43 @@ def test_interpreted_rows_have_the_same_bits_in_any_tile():
     np.testing.assert_array_equal(wide(some)[5:], wide(whole)[rows][5:])
 
 
-def test_interpreted_gate_and_up_in_one_launch():
-    case = some_case((13, 3, 3, 72, 128), "uniform", bias=False)
+def some_addends(case: GroupedCase, rows: int, count: int, dtype: str) -> tuple[jax.Array, ...]:
+    """Return random addends of which every third row is 0, and rows in no group are NaN."""
+    rng = np.random.default_rng(3)
+    shape = (case.x.shape[0], case.w.shape[1])
+    some = [np.array(rng.standard_normal(shape), np.float32) for _ in range(count)]
+    for array in some:
+        array[::3] = 0
+        array[rows:] = np.nan
+    return tuple(jnp.asarray(a).astype(dtype) for a in some)
+
+
+# With addends in one dtype or the other, and parts of tiles that others' rows share.
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "float32"])
+def test_interpreted_gate_and_up_in_one_launch(dtype):
+    case = some_case((37, 3, 2, 72, 128), "uniform", bias=False)
     up = case.w[:, ::-1]
+    addends = some_addends(case, 37, 2, dtype) if dtype else ()
+    call = functools.partial(pallas_gpu.gated_matmul, config=PARTS)
     with interpreted() as interpret:
-        got = pallas_gpu.gated_matmul(
-            case.x, case.w, up, case.group_sizes, config=SMALL, interpret=interpret
-        ).block_until_ready()
-    gate, up = (
-        reference.grouped_matmul(case.x, w, case.group_sizes, None).astype(jnp.float32)
-        for w in (case.w, up)
-    )
-    np.testing.assert_allclose(wide(got), wide(jax.nn.silu(gate) * up), **TOLERANCE["bfloat16"])
+        args = (case.x, case.w, up, case.group_sizes)
+        got = call(*args, *addends, interpret=interpret).block_until_ready()
+    want = composed.gated_matmul(reference.grouped_matmul, *args, *addends)
+    np.testing.assert_allclose(wide(got), wide(want), **TOLERANCE["bfloat16"])
+    assert not wide(got)[37:].any()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_interpreted_addend_is_added_to_the_rounded_product(dtype):
+    case = some_case((21, 3, 2, 72, 64), "uniform", bias=True)
+    (addend,) = some_addends(case, 21, 1, dtype)
+    with interpreted() as interpret:
+        run = interpreted_kernel(SMALL, interpret)
+        plain = run(*arrays(case))
+        got = run(*arrays(case), addend).block_until_ready()
+    want = composed.grouped_matmul(lambda *_: plain, *arrays(case), addend)
+    np.testing.assert_array_equal(wide(got), wide(want))
+    np.testing.assert_array_equal(wide(got)[:21:3], wide(plain)[:21:3])
 
 
 @pytest.mark.parametrize(
@@ -110,13 +142,20 @@ def test_lowers_for_cuda_at_real_sizes(name, rows):
     assert text.count("mosaic_gpu_v2") == 1
 
 
+@pytest.mark.parametrize("addend_size", [0, 2, 4])
 @pytest.mark.parametrize("matrices", [1, 2])
 @pytest.mark.parametrize("rows", [1, 8, 64, 512, 4096, 65536])
 @pytest.mark.parametrize("groups", [1, 8, 64, 512])
-def test_tiles_fit_the_shared_memory(rows, groups, matrices):
+def test_tiles_fit_the_shared_memory(rows, groups, matrices, addend_size):
     config = find_config(rows, groups, 2048, matrices)
-    took = config.stages * config.stage_bytes(matrices) + config.store_bytes()
-    assert config.stages >= 3
+    config = with_stages(config, matrices, addend_size) if addend_size else config
+    deep, part = depths(config, matrices, addend_size), config.part_bytes()
+    took = config.stages * config.stage_bytes(matrices) + (deep.results + 1) * part
+    took += deep.addends * matrices * part // 2 * addend_size
+    assert config.stages >= 3 or addend_size == 4
+    assert config.stages >= 2
+    assert min(2, config.parts) <= deep.results <= config.parts
+    assert (deep.addends >= min(2, config.parts)) == (addend_size > 0)
     assert config.ctas * (took + 1024) <= 227 * 1024
     # The sums of all matrices have to fit the registers of a warpgroup's 128 threads.
     assert matrices * config.columns * config.rows // 128 <= 192
@@ -214,12 +253,24 @@ def test_on_a_gpu_a_dense_row_has_the_same_bits_at_any_number_of_rows(d_out):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_gate_and_up_in_one_launch():
-    case = some_case((512, 0, 128, 768, 2048), "uniform", bias=False)
-    up = case.w[:, ::-1]
-    got = jax.jit(pallas_gpu.gated_matmul)(case.x, case.w, up, case.group_sizes)
-    gate, up = (
-        reference.grouped_matmul(case.x, w, case.group_sizes, None).astype(jnp.float32)
-        for w in (case.w, up)
-    )
-    np.testing.assert_allclose(wide(got), wide(jax.nn.silu(gate) * up), **TOLERANCE["bfloat16"])
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "sizes", [(512, 0, 128, 768, 2048), (61, 3, 64, 1408, 2048), (3001, 7, 8, 1024, 4096)], ids=str
+)
+def test_on_a_gpu_gate_and_up_have_the_bits_of_two_products(sizes, dtype):
+    case = some_case(sizes, "uniform", bias=False)
+    up, rows = case.w[:, ::-1], sizes[0]
+    addends = some_addends(case, rows, 2, dtype) if dtype else ()
+    args = (case.x, case.w, up, case.group_sizes)
+    got = wide(jax.jit(pallas_gpu.gated_matmul)(*args, *addends))
+    product = functools.partial(pallas_gpu.grouped_matmul)
+    want = wide(jax.jit(functools.partial(composed.gated_matmul, product))(*args, *addends))
+    np.testing.assert_array_equal(got, want)
+    assert not got[rows:].any()
+    plain = wide(jax.jit(pallas_gpu.gated_matmul)(*args))
+    np.testing.assert_array_equal(got[:rows:3], plain[:rows:3])
+    for a in addends[:1]:
+        one = wide(jax.jit(pallas_gpu.grouped_matmul)(case.x, case.w, args[3], None, a))
+        apart = functools.partial(composed.grouped_matmul, product)
+        same = wide(jax.jit(apart)(case.x, case.w, args[3], None, a))
+        np.testing.assert_array_equal(one, same)

@@ -189,7 +189,8 @@ def test_several_maps_have_the_bits_of_each_alone(implementation):
     ys, entries, scaling = zip(*maps, strict=True)
     pools, options = (case.x, case.a_pool, case.b_pool), {"implementation": implementation}
     options["max_rank"] = case.max_rank
-    together = lora_gemms(ys, *pools, entries, scaling, *owners, **options)
+    tables = (jnp.stack([v[m] for m in (2, 0, 1)]) for v in (entries, scaling))
+    together = lora_gemms(ys, *pools, *tables, (1, 2, 0), *owners, **options)
     for (y, e, s), got in zip(maps, together, strict=True):
         alone = lora_gemm(y, *pools, e, s, *owners, **options)
         np.testing.assert_array_equal(np.asarray(got), np.asarray(alone))
@@ -198,10 +199,10 @@ def test_several_maps_have_the_bits_of_each_alone(implementation):
 def test_several_maps_are_all_added_to_or_none():
     case = lora_case(5, 8, 16)
     y, x, a_pool, b_pool, entries, scaling, row_to_slot, _ = case.arrays
-    given = (x, a_pool, b_pool, [entries] * 2, [scaling] * 2, row_to_slot)
+    tables = (entries[None], scaling[None], (0, 0), row_to_slot)
     with pytest.raises(ValueError, match="adds to all or to none"):
-        lora_gemms([y, None], *given, max_rank=case.max_rank)
-    sums = lora_gemms([None] * 2, *given, max_rank=case.max_rank)
+        lora_gemms([y, None], x, a_pool, b_pool, *tables, max_rank=case.max_rank)
+    sums = lora_gemms([None] * 2, x, a_pool, b_pool, *tables, max_rank=case.max_rank)
     np.testing.assert_array_equal(sums[0], run(dataclasses.replace(case, y=jnp.zeros_like(y))))
     np.testing.assert_array_equal(sums[1], sums[0])
 
@@ -213,7 +214,8 @@ def test_wide_deltas_added_later_have_the_bits_of_those_added_at_once(dtype, imp
     y, *pools, entries, scaling, row_to_slot, row_to_expert = case.arrays
     assert row_to_expert is not None
     options = {"max_rank": case.max_rank, "implementation": implementation}
-    owners, tables = (row_to_slot, row_to_expert), ([entries] * 2, [scaling, -scaling])
+    owners = (row_to_slot, row_to_expert)
+    tables = jnp.stack([entries] * 2), jnp.stack([scaling, -scaling]), (0, 1)
     wide, turned = lora_deltas(*pools, *tables, *owners, dtype=jnp.dtype(jnp.float32), **options)
     at_once = lora_gemm(y.astype(jnp.float32), *pools, entries, scaling, *owners, **options)
     narrow, _ = lora_deltas(*pools, *tables, *owners, dtype=y.dtype, **options)
@@ -225,12 +227,13 @@ def test_wide_deltas_added_later_have_the_bits_of_those_added_at_once(dtype, imp
         np.testing.assert_array_equal(np.asarray(got)[there], np.asarray(want)[there])
 
 
-def test_several_maps_need_one_table_each():
+@pytest.mark.parametrize("sites", [(0,), (0, 1)])
+def test_several_maps_need_a_site_each(sites):
     case = lora_case(2, 8, 8)
     ys, pools = (case.y, case.y), (case.x, case.a_pool, case.b_pool)
-    tables = ([case.entries], [case.scaling], case.row_to_slot)
-    with pytest.raises(ValueError, match="2 y, 1 entries and 1 scaling"):
-        lora_gemms(ys, *pools, *tables, max_rank=case.max_rank)
+    tables = (case.entries[None], case.scaling[None])
+    with pytest.raises(ValueError, match=r"2 y, sites \(0.* of a table of 1"):
+        lora_gemms(ys, *pools, *tables, sites, case.row_to_slot, max_rank=case.max_rank)
 
 
 def test_a_slot_that_points_outside_the_pools_is_an_error():

@@ -2,12 +2,17 @@
 
 import dataclasses
 import json
+from concurrent.futures import Future
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from lora_jax.ops import tuning
-from lora_jax.ops.tuning import Tunable, gain_over_fixed, search, tune
+from lora_jax.ops.grouped_matmul import _gpu_tiles
+from lora_jax.ops.grouped_matmul import tuning as grouped
+from lora_jax.ops.tuning import gain_over_fixed, search, tune
+from lora_jax.ops.tuning_programs import OPS, Tunable, find_tunable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +29,7 @@ def clock(monkeypatch):
 
 
 class Fake:
-    """A kernel whose time is known: tile 3 does not compile."""
+    """A kernel, and its compiler, whose time is known: tile 3 does not compile."""
 
     clock: SimpleNamespace
 
@@ -34,50 +39,57 @@ class Fake:
             op="fake",
             shapes=tuple({"rows": rows} for rows in shapes),
             candidates=lambda shape: [Config(tile) for tile in tiles],
-            prepare=self.prepare,
-            calls=1,
+            program=lambda shape, config: lambda rows: rows,
+            arguments=lambda shape: [np.zeros(shape["rows"], np.int32)],
+            launches=lambda shape: 1,
         )
 
-    def prepare(self, shape):
-        def run(config):
-            if config.tile == 3:
-                raise ValueError("too many registers")
+    def compile(self, op, shape, config):
+        def program(rows):
+            assert rows.shape == (shape["rows"],)
+            self.ran.append((shape["rows"], config.tile))
+            self.clock.s += 1e-6 * (1 + 4 * abs(shape["rows"] - config.tile))
+            return rows
 
-            def program():
-                self.ran.append((shape["rows"], config.tile))
-                self.clock.s += 1e-6 * (1 + 4 * abs(shape["rows"] - config.tile))
-
-            return program
-
-        return run
+        assert op == "fake"
+        future = Future()
+        if config.tile == 3:
+            future.set_exception(ValueError("too many registers"))
+        else:
+            future.set_result(program)
+        return future
 
 
 def test_the_fastest_that_runs_wins_and_the_hopeless_get_one_sample(capsys):
     fake = Fake([2, 4])
-    entries = list(search(fake.tunable, [], progress=False))
+    entries = list(search(fake.tunable, [], fake, progress=False))
     assert [e["config"]["tile"] for e in entries] == [2, 4]
     assert [e["us"] for e in entries] == [pytest.approx(1), pytest.approx(1)]
     assert [len(e["times"]) for e in entries] == [3, 3]
-    assert fake.ran.count((2, 2)) == tuning.SAMPLES + 1  # and the one that warms up
-    assert fake.ran.count((2, 4)) == 2
+    # And once before, to warm up.
+    assert fake.ran.count((2, 2)) == 1 + tuning.SAMPLES * tuning.CALLS
+    assert fake.ran.count((2, 4)) == 1 + tuning.CALLS
     assert "too many registers" in capsys.readouterr().err
 
 
 def test_goes_on_where_it_stopped(tmp_path):
     table = tmp_path / "chip" / "fake.json"
-    first = tune(Fake([2]).tunable, table, "chip", progress=False)
+    one = Fake([2])
+    first = tune(one.tunable, table, "chip", one, progress=False)
     fake = Fake([2, 4])
-    both = tune(fake.tunable, table, "chip", progress=False)
+    both = tune(fake.tunable, table, "chip", fake, progress=False)
     assert both[0] == first[0]
     assert {rows for rows, _ in fake.ran} == {4}
     written = json.loads(table.read_text())
     assert written["entries"] == both
     assert written["device"] == "chip"
+    assert written["over_best_single_tiling"] == gain_over_fixed(both)
 
 
 def test_a_shape_at_which_nothing_runs_is_an_error():
+    fake = Fake([2], tiles=(3,))
     with pytest.raises(RuntimeError, match=r"fake: no configuration runs at \{'rows': 2\}"):
-        list(search(Fake([2], tiles=(3,)).tunable, [], progress=False))
+        list(search(fake.tunable, [], fake, progress=False))
 
 
 def test_gain_is_over_the_best_tiling_for_all_shapes():
@@ -86,18 +98,34 @@ def test_gain_is_over_the_best_tiling_for_all_shapes():
         return {"us": best, "times": listed}
 
     entries = [entry(1.0, a=1.0, b=2.0, c=1.5), entry(1.0, a=4.0, b=2.0, c=1.5, d=1.0)]
-    assert gain_over_fixed(entries) == pytest.approx(1.5)  # d does not run everywhere
-    assert gain_over_fixed([]) == 1.0
+    found = gain_over_fixed(entries)
+    assert found["config"] == {"tile": "c"}  # d does not run everywhere
+    assert found["gain"] == found["worst"] == pytest.approx(1.5)
+    assert gain_over_fixed([])["gain"] == 1.0
 
 
-def test_candidates_of_the_grouped_matmul_fit_and_start_with_the_formula():
-    from lora_jax.ops.grouped_matmul import _gpu_tiles
-    from lora_jax.ops.grouped_matmul import tuning as grouped
-
-    for shape in grouped.shapes():
-        found = list(grouped.candidates(shape))
-        formula = _gpu_tiles.find_config(shape["rows"], shape["groups"], shape["d_out"])
-        assert found[0] == formula
-        assert len(found) == len(set(found)) >= 6
+@pytest.mark.parametrize("op", OPS)
+def test_candidates_fit_and_start_with_the_formula(op):
+    tunable = find_tunable(op)
+    matrices = {"grouped_matmul": 1, "gated_matmul": 2}[op]
+    everywhere = set.intersection(*(set(tunable.candidates(shape)) for shape in tunable.shapes))
+    assert len(everywhere) >= 2  # so that there is a best single tiling
+    for shape in tunable.shapes:
+        found = list(tunable.candidates(shape))
+        sizes = (shape["rows"], shape["groups"], shape["d_out"])
+        assert found[0] == _gpu_tiles.find_config(*sizes, matrices)
+        assert len(found) == len(set(found)) >= 4
         assert all(c.stages >= 2 for c in found)
-        assert all(c.columns * c.rows // 128 <= grouped.MOST_REGISTERS for c in found)
+        assert all(matrices * c.columns * c.rows // 128 <= grouped.MOST_REGISTERS for c in found)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_programs_read_more_weights_than_a_cache_holds(op):
+    tunable = find_tunable(op)
+    for shape in tunable.shapes:
+        xs, sets, sizes = tunable.arguments(shape)
+        assert len(xs) == tunable.launches(shape)
+        used = min(shape["groups"], shape["rows"])
+        layer = sum(w.size // shape["groups"] * used * 2 for w in sets[0])
+        assert layer * len(sets) >= grouped.COLD_BYTES
+        assert sizes.sum() == shape["rows"]

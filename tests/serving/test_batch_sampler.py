@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sampler_cases import MIXED, VOCAB, make_logits, make_state, run_with
+from jax import lax
+from sampler_cases import MIXED, make_logits, make_state, run_with
 
 from serving import batch_sampler, sampler
 from serving.sampling import Sampling
@@ -61,22 +62,30 @@ def test_rows_of_an_ended_sequence_ask_for_nothing():
     assert not got.top_logprobs.any()
 
 
-def test_plain_rows_need_only_the_most_likely_token():
-    logits = make_logits(3)
-    logits[2, 7] = np.nan
-    state = make_state([Sampling(temperature=0.0)] * 3)
-    plain = functools.partial(run_with, jax.jit(batch_sampler.sample_plain))
-    got, want = (run(logits, state, [0, 1, 2], pad_to=8) for run in (plain, at_once))
-    for name, values in vars(want).items():
-        np.testing.assert_array_equal(getattr(got, name), values)
-
-
+@pytest.mark.parametrize("vocab", [20, 300, 1024, 1030, 2500])
 @pytest.mark.parametrize("k", [1, 7, 20])
-def test_rounds_find_the_top_as_a_sort_does(k):
-    logits = jnp.asarray(make_logits(1, seed=k)[0]).at[5].set(-jnp.inf)
-    got, want = batch_sampler.top_by_rounds(logits, k), jax.lax.top_k(logits, k)
-    for mine, its in zip(got, want, strict=True):
-        np.testing.assert_array_equal(mine, its)
-    few = jnp.full(VOCAB, -jnp.inf).at[jnp.array([3, 200])].set(jnp.array([1.0, 2.0]))
-    for mine, its in zip(batch_sampler.top_by_rounds(few, 4), jax.lax.top_k(few, 4), strict=True):
-        np.testing.assert_array_equal(mine, its)
+def test_pieces_have_the_top_as_a_whole_sort_does(k, vocab):
+    rng = np.random.default_rng(k)
+    logits = rng.integers(-9, 9, vocab).astype(np.float32)  # with ties
+    logits[5] = -np.inf
+    few = np.full(vocab, -np.inf, np.float32)
+    few[[3, vocab - 1]] = 1.0, 2.0
+    for values in (logits, few):
+        got, want = (
+            top(jnp.asarray(values), k) for top in (batch_sampler.top_of_pieces, lax.top_k)
+        )
+        for mine, its in zip(got, want, strict=True):
+            np.testing.assert_array_equal(mine, its)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_digits_find_the_threshold_that_bits_do(seed):
+    rng = np.random.default_rng(seed)
+    image = jnp.asarray(rng.integers(0, 1 << 32, 50, dtype=np.uint32))
+    ones, weights = jnp.ones(50, jnp.int32), jnp.asarray(rng.integers(0, 9, 50).astype(np.float32))
+    for given in ((ones, jnp.int32(7)), (ones, jnp.int32(60)), (weights, jnp.float32(33))):
+        got, want = (
+            search(image, *given)
+            for search in (batch_sampler.threshold_by_digits, sampler.threshold_by_bits)
+        )
+        assert got == want

@@ -1,5 +1,6 @@
 """When ESFT is on, what room it gets, and who is told that it cannot be."""
 
+import dataclasses
 import logging
 import resource
 
@@ -58,7 +59,9 @@ def test_off_means_no_trace(base):
     assert expert_blocks(model)[1].num_groups == 6
 
 
-def test_what_cannot_be_is_off_by_default_and_refused_when_asked_for(base, tmp_path, monkeypatch):
+def test_what_cannot_be_is_off_by_default_and_refused_when_asked_for(
+    base, tmp_path, monkeypatch, caplog
+):
     dense = tmp_path / "dense"
     tiny_checkpoint.write_model(dense, tiny_checkpoint.TinyShape())
     assert make(dense)[1] is None
@@ -74,10 +77,43 @@ def test_what_cannot_be_is_off_by_default_and_refused_when_asked_for(base, tmp_p
     assert make(base)[1] is None
     with pytest.raises(ValueError, match="max_esft_adapters is 1, but no memory on cpu"):
         make(base, max_esft_adapters=1)
-    monkeypatch.setattr(esft_parts.jax, "default_backend", lambda: "gpu")
-    assert make(base)[1] is None  # not even looked for
-    with pytest.raises(ValueError, match="no memory on gpu"):
+    monkeypatch.setattr(esft_parts.jax, "default_backend", lambda: "npu")
+    with caplog.at_level(logging.INFO, logger="serving"):
+        assert make(base)[1] is None  # not even looked for
+    assert "ESFT adapters: none, on npu they must be asked for." in caplog.text
+    with pytest.raises(ValueError, match="no memory on npu"):
         make(base, max_esft_adapters=1)
+
+
+class CountedMemory(HostMemory):
+    """A device of which so many bytes are free."""
+
+    def __init__(self, free):
+        super().__init__()
+        self.free = free
+
+    def usage(self):
+        return dataclasses.replace(super().usage(), device_free=self.free)
+
+
+def test_on_a_gpu_it_is_on_where_the_experts_fit_beside_what_jax_took(base, monkeypatch, caplog):
+    blocks = expert_blocks(load(base)[0]).values()
+    needed, spare = sum(3 * experts.gate_proj[...].nbytes for experts in blocks), 40960
+    memory = CountedMemory(esft_parts.KEPT_FREE + needed + spare)
+    monkeypatch.setattr(esft_parts, "for_platform", lambda platform: memory)
+    monkeypatch.setattr(esft_parts.jax, "default_backend", lambda: "gpu")
+    _, esft = make(base)
+    assert esft is not None
+    assert esft.room.allocator.stats().bytes_total == spare
+    esft.room.close()
+    memory.free -= spare + 5
+    with caplog.at_level(logging.INFO, logger="serving"):
+        assert make(base)[1] is None
+    assert "ESFT adapters: none, the device lacks 5 bytes outside of jax's own" in caplog.text
+    _, esft = make(base, max_esft_adapters=2)  # as asked for, base and nothing more
+    assert esft is not None
+    assert esft.room.allocator.stats().bytes_total == 0
+    esft.room.close()
 
 
 def test_a_base_that_finds_no_pages_is_refused(base, monkeypatch):

@@ -1,15 +1,16 @@
 """ESFT adapters in a running engine: every request gets the bits of its merged model.
 
-On a GPU it gets the tokens: sums there may depend on the size of a step.
+Most tests use the shipped model with its ten trained adapters, others random models. On a GPU a
+request gets the tokens: sums there may depend on the size of a step.
 """
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import jax
 import pytest
-import tiny_esft
 from engine_cases import Listener
 from esft_cases import (
     LONG,
@@ -31,22 +32,20 @@ from serving import FinishReason, RequestFailed
 SHIPPED = Path(__file__).parents[2] / "assets" / "tiny-moe"
 
 
-def faulty_case(factory, kind, *sizes):
-    return random_case(factory.mktemp(kind), kind, *sizes, memory=FaultyMemory())
-
-
-@pytest.fixture(scope="module", params=tiny_esft.KINDS)
+@pytest.fixture(scope="module", params=("mixtral", "deepseek_v2", "shipped"))
 def any_case(request, tmp_path_factory):
-    if request.param == "qwen3_moe":
+    if request.param == "shipped":
         yield request.getfixturevalue("case")
         return
-    with running(faulty_case(tmp_path_factory, request.param, 4)) as case:
+    root = tmp_path_factory.mktemp(request.param)
+    with running(random_case(root, request.param, 4, memory=FaultyMemory())) as case:
         yield case
 
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
-    with running(faulty_case(tmp_path_factory, "qwen3_moe")) as case:
+    options = {"dtype": "float32", "memory": FaultyMemory(), "max_loras": SIZES["max_loras"]}
+    with running(shipped_case(tmp_path_factory.mktemp("shipped"), SHIPPED, **options)) as case:
         yield case
 
 
@@ -59,17 +58,17 @@ def _no_fault_outlives_its_test(request):
 
 def test_every_request_has_the_bits_of_its_merged_model(any_case):
     """More adapters than slots, LoRA and base rows beside them."""
-    for name in (any_case.names[0], None, "lora"):
+    for name in (any_case.names[0], None, any_case.loras[0]):
         any_case.check([name])
-    any_case.check([None, *any_case.names[:SLOTS], "lora", None])
-    any_case.check(["lora", *any_case.names, None])
+    any_case.check([None, *any_case.names[:SLOTS], any_case.loras[0], None])
+    any_case.check([*any_case.loras, *any_case.names, None])
     any_case.check_nothing_is_left()
 
 
-def test_ten_adapters_come_and_go_in_random_order_under_traffic(any_case):
+def test_adapters_come_and_go_in_random_order_under_traffic(any_case):
     before = any_case.engine.stats().adapter_swaps
     asked = churn(any_case, 40, seed=1)
-    assert len(asked) > 4
+    assert asked == {*any_case.names, *any_case.loras}
     assert any_case.engine.stats().adapter_swaps - before >= len(asked)
     any_case.check_nothing_is_left()
 
@@ -84,14 +83,15 @@ def test_a_thousand_cycles_leave_nothing_behind(case):
 
 def test_a_reload_is_new_at_once_and_old_requests_finish_on_the_old(case):
     engine, prompt = case.engine, case.prompts[0]
-    engine.load_adapter("live", case.dir / "e0")
-    want = engine.generate([prompt], "e0", LONG)[0].outputs[0].token_ids
+    first, second = case.names[:2]
+    engine.load_adapter("live", case.dir / first)
+    want = engine.generate([prompt], first, LONG)[0].outputs[0].token_ids
     old = Listener()
     engine.submit(prompt, "live", LONG, on_output=old)
     assert wait_until(lambda: bool(old.deltas))
-    engine.load_adapter("live", case.dir / "e1", replace=True)
+    engine.load_adapter("live", case.dir / second, replace=True)
     renewed = engine.generate([prompt], "live", SCORED)[0]
-    assert answer(renewed) == case.alone["e1"][0]
+    assert answer(renewed) == case.alone[second][0]
     assert renewed.num_cached_tokens == 0
     old.wait()
     assert tuple(token for delta in old.deltas for token in delta.token_ids) == want
@@ -99,16 +99,18 @@ def test_a_reload_is_new_at_once_and_old_requests_finish_on_the_old(case):
 
 
 def test_info_names_the_kind_and_the_experts(case):
-    case.check(["e3", "lora"])
+    name, lora = case.names[3], case.loras[0]
+    case.check([name, lora])
     infos = {info.name: info for info in case.engine.adapters()}
-    assert {name: info.kind for name, info in infos.items()} == {"e3": "esft", "lora": "lora"}
-    info, config = infos["e3"], json.loads((case.dir / "e3" / "expert_cfg.json").read_text())
+    assert {name: info.kind for name, info in infos.items()} == {name: "esft", lora: "lora"}
+    info, config = infos[name], json.loads((case.dir / name / "expert_cfg.json").read_text())
     assert (info.rank, info.resident) == (0, True)
-    assert info.report.experts == {int(n): tuple(ids) for n, ids in config["experts"].items()}
+    chosen = {int(layer): tuple(sorted(ids)) for layer, ids in config["experts"].items()}
+    assert info.report.experts == chosen
     stats = case.engine.stats()
     assert stats.adapter_bytes["esft"] == info.bytes
     assert stats.adapter_slots_total == SLOTS + SIZES["max_loras"]
-    assert set(stats.resident_adapters) == {"e3", "lora"}
+    assert set(stats.resident_adapters) == {name, lora}
     assert stats.expert_page_bytes > case.pages_at_start
     value = case.engine.metrics.registry.get_sample_value
     assert value("lora_jax:adapter_bytes", {"kind": "esft"}) == info.bytes
@@ -120,62 +122,66 @@ def test_info_names_the_kind_and_the_experts(case):
 def test_a_load_without_memory_fails_its_requests_and_nothing_else(case, pages):
     """Nothing else is on the device, so that nothing could make room."""
     case.check_nothing_is_left()
-    case.memory.left = pages
-    with pytest.raises(RequestFailed, match="'e4' could not be loaded: the device is") as caught:
-        case.engine.generate([case.prompts[0]], "e4", SCORED)
+    case.memory.left, name = pages, case.names[4]
+    said = f"'{name}' could not be loaded: the device is"
+    with pytest.raises(RequestFailed, match=said) as caught:
+        case.engine.generate([case.prompts[0]], name, SCORED)
     assert caught.value.retryable
     case.check([None])
     assert wait_until(lambda: case.pages() == case.pages_at_start)
     case.memory.left = None
-    case.check(["e4", None])  # as soon as there is memory
+    case.check([name, None])  # as soon as there is memory
     case.check_nothing_is_left()
 
 
 def test_a_driver_s_error_in_the_middle_of_a_load_leaves_the_others_serving(case):
-    case.check(["e5"])
+    there, other = case.names[5:7]
+    case.check([there])
     before = case.pages()
     case.memory.left, case.memory.why = 1, RuntimeError("the driver is confused")
     try:
-        with pytest.raises(RequestFailed, match="'e6' could not be loaded: the driver is confused"):
-            case.engine.generate([case.prompts[0]], "e6", SCORED)
-        case.check([None, "e5"])
+        said = f"'{other}' could not be loaded: the driver is confused"
+        with pytest.raises(RequestFailed, match=said):
+            case.engine.generate([case.prompts[0]], other, SCORED)
+        case.check([None, there])
         assert wait_until(lambda: case.pages() == before)
     finally:
         case.memory.why = OutOfPages("the device is full")
     case.memory.left = None
-    case.check(["e6", "e5"])
+    case.check([other, there])
     case.check_nothing_is_left()
 
 
 def test_idle_adapters_make_room_and_those_in_use_are_waited_for(case):
     engine = case.engine
-    case.check(["e0", "e1"])
+    small, large = "gate-law", "token-summary"  # 7 and 12 experts
+    case.check([large, "token-intent"])
     case.memory.left = 0
-    case.check(["e2"])  # on the pages of one that nobody uses
+    case.check([small])  # on the pages of one that nobody uses
     case.check_nothing_is_left()
     case.memory.left = None
     user, waiter = Listener(), Listener()
     endless = dataclasses.replace(LONG, max_tokens=55)
-    user_id = engine.submit(case.prompts[0][:3], "e7", endless, on_output=user)
+    user_id = engine.submit(case.prompts[0][:3], large, endless, on_output=user)
     assert wait_until(lambda: bool(user.deltas))
     case.memory.left = 0
-    engine.submit(case.prompts[1], "e8", SCORED, on_output=waiter)
+    engine.submit(case.prompts[1], small, SCORED, on_output=waiter)
     engine.abort(user_id)  # or it has ended by itself: its pages are what the other waits for
     assert waiter.wait().finish_reason is FinishReason.LENGTH
     tokens = tuple(token for delta in waiter.deltas for token in delta.token_ids)
-    assert tokens == case.alone["e8"][1][0]
+    assert tokens == case.alone[small][1][0]
     case.check_nothing_is_left()
 
 
-def test_what_can_never_run_is_refused_and_nothing_changes(case):
+def test_what_can_never_run_is_refused_and_nothing_changes(case, tmp_path):
     engine = case.engine
-    folder = case.dir.parent / "wide"
-    tiny_esft.write_esft_adapter(folder, case.base, {0: range(6)}, 1)
+    folder = tmp_path / "wide"
+    shutil.copytree(case.dir / case.names[0], folder)
     before = engine.registry.generation
     config = json.loads((folder / "expert_cfg.json").read_text())
-    config["experts"] = {"0": [0, 1, 2, 3, 4, 5, 6]}
+    config["experts"]["0"].append(8)
     (folder / "expert_cfg.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"Adapter 'wide': expert_cfg\.json: .* names expert 6"):
+    with pytest.raises(ValueError, match=r"Adapter 'wide': expert_cfg\.json: .* names expert 8"):
         engine.load_adapter("wide", folder)
     assert engine.registry.generation == before
     assert case.pages() == case.pages_at_start

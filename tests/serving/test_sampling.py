@@ -162,20 +162,3 @@ def test_seeds_fold_into_31_bits_apart_for_each_choice():
     assert len(set(folded)) == len(folded)
     assert all(0 <= seed < 2**31 for seed in folded)
     assert fold_seed(5, 1) == fold_seed(5, 1)
-
-
-@pytest.mark.parametrize(
-    ("fields", "plain"),
-    [
-        ({}, True),
-        ({"temperature": 0.5}, False),
-        ({"logprobs": 0}, False),
-        ({"prompt_logprobs": 1}, False),
-        ({"min_tokens": 1}, False),
-        ({"logit_bias": {3: 1.0}}, False),
-        ({"frequency_penalty": 0.1}, False),
-        ({"top_p": 0.5, "stop": ("a",)}, True),
-    ],
-)
-def test_plain_is_the_most_likely_token_and_nothing_else(fields, plain):
-    assert Sampling(**{"temperature": 0.0, **fields}).is_plain == plain

@@ -50,9 +50,12 @@ cudaError_t expand_args(PairArgs* args, BF16& b_pool, int* draws, bool accumulat
   args->expand = true, args->draws = draws, args->d_out = static_cast<int>(d[1]), args->accumulate = accumulate;
   return pool_maps(args, 1, data(b_pool), d[0], d[1], kWideB);
 }
-void module_args(PairArgs* args, int m, S32& entries, F32& scaling) {
-  args->num_slots = static_cast<int>(scaling.element_count());
-  args->modules[m].entries = entries.typed_data(), args->modules[m].scaling = scaling.typed_data();
+// Of one site of a table [sites, slots, 5] and [sites, slots], or [slots, 5] and [slots].
+void module_args(PairArgs* args, int m, S32& entries, F32& scaling, int64_t site = 0) {
+  const int64_t slots = scaling.dimensions().back();
+  args->num_slots = static_cast<int>(slots);
+  args->modules[m].entries = entries.typed_data() + site * slots * 5;
+  args->modules[m].scaling = scaling.typed_data() + site * slots;
 }
 // `y` is null where nothing is added to it; only then `out` may be float32.
 cudaError_t output_args(PairArgs* args, int m, cudaStream_t stream, const BF16* y, ffi::AnyBuffer& out) {
@@ -91,15 +94,17 @@ cudaError_t launch_all(const PairArgs& args, S32& tiles, S32& cut, const BF16* b
   return e;
 }
 
-// `modules` holds entries and scaling of each one, behind its y where that is added to; `work` is for h
-// and one word more.
+// `modules` holds entries and scaling of each one, which is one of their `sites`, behind its y where
+// that is added to; `work` is for h and one word more.
 ffi::Error LoraGemm(cudaStream_t stream, BF16 x, BF16 a_pool, BF16 b_pool, S32 order, S32 items, S32 num_items,
                     S32 tiles, S32 cut, ffi::RemainingArgs modules, ffi::Result<S32> work,
-                    ffi::RemainingRets outs, int64_t max_rank, bool accumulate, bool leave_gaps) {
+                    ffi::RemainingRets outs, ffi::Span<const int64_t> sites, int64_t max_rank, bool accumulate,
+                    bool leave_gaps) {
   PairArgs args = common_args(order, items, num_items, (max_rank + 7) / 8 * 8);
   args.num_modules = static_cast<int>(outs.size()), args.leave_gaps = leave_gaps;
   args.h = reinterpret_cast<__nv_bfloat16*>(work->typed_data());
-  if (args.num_modules > kMaxModules) return ffi::Error::InvalidArgument("too many modules for one launch");
+  if (args.num_modules > kMaxModules || sites.size() != outs.size())
+    return ffi::Error::InvalidArgument("too many modules for one launch");
   cudaError_t e = shrink_args(&args, x, a_pool);
   if (e == cudaSuccess) e = expand_args(&args, b_pool, work->typed_data() + work->element_count() - 1, accumulate);
   const int first = accumulate ? 1 : 0, of_module = first + 2;
@@ -108,7 +113,7 @@ ffi::Error LoraGemm(cudaStream_t stream, BF16 x, BF16 a_pool, BF16 b_pool, S32 o
     auto scaling = modules.get<F32>(m * of_module + first + 1);
     auto out = outs.get<ffi::AnyBuffer>(m);
     if (!entries || !scaling || !out) return ffi::Error::InvalidArgument("a module's entries or scaling");
-    module_args(&args, m, *entries, *scaling);
+    module_args(&args, m, *entries, *scaling, sites[m]);
     e = add_to(&args, m, stream, modules, m * of_module, **out);
   }
   return status(e == cudaSuccess ? launch_all(args, tiles, cut, &b_pool, stream) : e);
@@ -156,6 +161,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_lora_gemm, lora_jax::LoraGemm,
                                   .LORA_JAX_ROW_ITEMS.RemainingArgs()
                                   .Ret<S32>()
                                   .RemainingRets()
+                                  .Attr<ffi::Span<const int64_t>>("sites")
                                   .Attr<int64_t>("max_rank")
                                   .Attr<bool>("accumulate")
                                   .Attr<bool>("leave_gaps"),

@@ -9,12 +9,13 @@
 namespace lora_jax {
 
 // Views a pool [rows, width] as [width / 64, rows, 64]: a box of [1 << wide, 8, 64] is 8 rank rows x
-// 64 << wide columns in one copy, each 128-byte piece swizzled.
+// 64 << wide columns in one copy, each 128-byte piece swizzled. Copies cover whole lines: fetching more
+// of memory than they ask for takes 4 % of its bandwidth (67.8 us against 65.0 for 277 MB on an H200).
 inline cudaError_t pool_map(CUtensorMap* map, const void* pool, int64_t rows, int64_t width, int wide) {
   const cuuint64_t dims[] = {64, static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(width / 64)};
   const cuuint64_t strides[] = {static_cast<cuuint64_t>(width) * 2, 128};
   const cuuint32_t box[] = {64, 8, 1u << wide};
-  return swizzled_map<3>(map, pool, dims, strides, box);
+  return swizzled_map<3>(map, pool, dims, strides, box, CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }
 // Sets the maps of pool A (0) or B (1). Each copy costs its warp about a hundred cycles, so boxes are
 // as wide as stages allow; what a box reads past the end of a unit of B is lost.

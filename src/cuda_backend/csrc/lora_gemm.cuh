@@ -149,7 +149,7 @@ __device__ __forceinline__ void finish_shrink(const PairArgs& p, const Unit& u, 
     const uint32_t both = bf16x2(s, __shfl_xor_sync(~0u, s, 1));
     if (lane < u.groups * 8 && lane % 2 == 0) store_word(h + n * (p.h_stride / 2), both);
   }
-  fence_copies();  // which write the scratch next
+  fence_shared_copies();  // which write the scratch next; a fence of all memory would wait for h's stores
   __syncwarp();
   if (lane == 0) mbar_arrive(release);
 }

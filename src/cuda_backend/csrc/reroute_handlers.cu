@@ -35,15 +35,15 @@ static ffi::Error add_adapters(RerouteArgs* args, const ffi::RemainingArgs& give
 
 static ffi::Error Mapped(cudaStream_t stream, S32 ids, S32 num_tokens, ffi::RemainingArgs more,
                          ffi::Result<S32> order, ffi::Result<S32> inverse, ffi::Result<S32> sizes,
-                         ffi::Result<S32> row_to_token, ffi::Result<S32> row_to_expert, ffi::Result<S32> found,
-                         ffi::Result<S32> counts, ffi::RemainingRets results, bool rerouted, int64_t item_rows) {
+                         ffi::Result<S32> row_to_token, ffi::Result<S32> row_to_expert, ffi::Result<S32> counts,
+                         ffi::RemainingRets results, bool rerouted, int64_t item_rows) {
   RerouteArgs args{};
   args.ids = ids.typed_data(), args.num_tokens = num_tokens.typed_data();
   args.tokens = static_cast<int>(ids.dimensions()[0]), args.k = static_cast<int>(ids.dimensions()[1]);
   args.groups = args.experts = static_cast<int>(sizes->element_count());
   args.order = order->typed_data(), args.inverse = inverse->typed_data(), args.sizes = sizes->typed_data();
   args.row_to_token = row_to_token->typed_data(), args.row_to_expert = row_to_expert->typed_data();
-  args.found = found->typed_data(), args.counts = counts->typed_data();
+  args.counts = reinterpret_cast<uint16_t*>(counts->typed_data());
   args.item_rows = static_cast<int>(item_rows);
   ffi::Error wrong = rerouted ? add_table(&args, more) : ffi::Error::Success();
   if (wrong.success() && args.item_rows) wrong = add_adapters(&args, more, results);
@@ -60,7 +60,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_row_map, lora_jax::Mapped,
                                   .Arg<S32>()
                                   .Arg<S32>()
                                   .RemainingArgs()
-                                  .Ret<S32>()
                                   .Ret<S32>()
                                   .Ret<S32>()
                                   .Ret<S32>()

@@ -51,7 +51,8 @@ __device__ __forceinline__ void cut_items(CutShared& sm, const uint32_t* owners,
   });
   __syncthreads();
   int total;
-  const int at = cta_scan(mine < windows ? __popc(sm.heads[mine]) : 0, sm.warp_sums, 0, plus, &total) + begin(total);
+  const int before = cta_scan(mine < windows ? __popc(sm.heads[mine]) : 0, sm.warp_sums, 0, plus, &total);
+  const int at = begin(total) + before;
   if (mine < windows) sm.carry[mine] = at;
   __syncthreads();
   each_window(rows, [&](int w, int i) {

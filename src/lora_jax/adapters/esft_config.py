@@ -13,7 +13,7 @@ _REFUSED = {
 }
 
 
-def parse(data: bytes) -> dict[int, tuple[int, ...]]:
+def parse(data: bytes | bytearray) -> dict[int, tuple[int, ...]]:
     """Return the replaced experts of each layer, sorted, layers without any left out.
 
     Raises ValueError naming the key: for what is not this format, for keys nobody knows, and for

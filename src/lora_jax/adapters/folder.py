@@ -7,8 +7,10 @@ by their name in the folder, never by their path.
 import hashlib
 import os
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+_PIECE_BYTES = 16 << 20  # hashed while the next ones are read
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
@@ -37,7 +39,7 @@ class AdapterFolder:
             raise ValueError(f"{below} leads outside of the adapter directory.")
         return tuple(sorted(os.listdir(inner)))
 
-    def read(self, name: str, max_bytes: int) -> bytes:
+    def read(self, name: str, max_bytes: int) -> bytearray:
         """Return the whole file; ValueError when absent, not a plain file, outside or too big."""
         try:
             # Non-blocking, or opening a pipe would wait for its writer for ever.
@@ -45,14 +47,11 @@ class AdapterFolder:
         except OSError as error:
             raise ValueError(f"{name} cannot be opened: {error.strerror}.") from None
         try:
-            self._check_opened(name, os.fstat(handle), max_bytes)
-            with open(handle, "rb", closefd=False) as file:
-                data = file.read(max_bytes + 1)
+            status = os.fstat(handle)
+            self._check_opened(name, status, max_bytes)
+            data, self.hashes[name] = _read_hashed(handle, status.st_size)
         finally:
             os.close(handle)
-        if len(data) > max_bytes:
-            raise ValueError(f"{name} has more than the {max_bytes} bytes allowed.")
-        self.hashes[name] = hashlib.sha256(data).hexdigest()
         self.num_bytes += len(data)
         return data
 
@@ -85,3 +84,15 @@ class AdapterFolder:
             return False
         same = (found.st_dev, found.st_ino) == (opened.st_dev, opened.st_ino)
         return same and self._inside(Path(real))
+
+
+def _read_hashed(handle: int, size: int) -> tuple[bytearray, str]:
+    """Return the first `size` bytes of a file, or all where it has become shorter; their sha256."""
+    data, digest, end = bytearray(size), hashlib.sha256(), 0
+    with ThreadPoolExecutor(1) as hasher, memoryview(data) as view:
+        while end < size and (count := os.readv(handle, [view[end : end + _PIECE_BYTES]])):
+            hasher.submit(digest.update, view[end : end + count])
+            end += count
+        hasher.shutdown()
+    del data[end:]
+    return data, digest.hexdigest()

@@ -89,7 +89,7 @@ class PeftConfig:
             raise ValueError(f"{patterns} patterns for {num_modules} modules are too many.")
 
 
-def parse(data: bytes) -> PeftConfig:
+def parse(data: bytes | bytearray) -> PeftConfig:
     """Return the config; ValueError naming the key that is wrong or not supported."""
     config = _json(data)
     _check_keys(config)
@@ -105,7 +105,7 @@ def parse(data: bytes) -> PeftConfig:
     )
 
 
-def _json(data: bytes) -> dict[str, Any]:
+def _json(data: bytes | bytearray) -> dict[str, Any]:
     try:
         config = json.loads(data.decode())
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):

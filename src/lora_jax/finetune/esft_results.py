@@ -2,10 +2,10 @@
 
     python -m lora_jax.finetune.esft_results assets/tiny-moe --heldout DIR
 
-FOLDER is a checkpoint with FOLDER/esft/NAME, NAME ending in the name of a text (token-intent); DIR
-has a NAME.jsonl for each text. After Table 3 of ExpertWeave (arXiv 2508.17624): the woven model
-holds all adapters at once and must say what each merged checkpoint says. Writes the entry "esft"
-of FOLDER/RESULTS.json.
+FOLDER is a checkpoint with FOLDER/esft/NAME, NAME ending in the name of a text (token-intent) or of
+a part of one (`esft_text.PARTS`); DIR has a NAME.jsonl for each text. After Table 3 of ExpertWeave
+(arXiv 2508.17624): the woven model holds all adapters at once and must say what each merged
+checkpoint says. Writes the entry "esft" of FOLDER/RESULTS.json.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from lora_jax.adapters import esft_format
 from lora_jax.adapters.weights import ExpertWeights
 from lora_jax.finetune.documents import Document, read_format
 from lora_jax.finetune.esft_export import merge_checkpoint
+from lora_jax.finetune.esft_text import with_parts
 from lora_jax.finetune.records import Record
 from lora_jax.finetune.results import LENGTH, read_heldout, update_results
 from lora_jax.finetune.served import ServedEvaluator, TextAndAnswer
@@ -41,17 +42,21 @@ def measure_esft(
     """
     model, config = load(folder, dtype="float32")
     form, catalogue = read_format(folder), model.catalogue(config)
-    documents = form.documents
+    documents, heldout = form.documents, with_parts(heldout)
     style = "chat" if form.template else "plain"
     paths = sorted((folder / "esft").iterdir())
     adapters = {path.name: esft_format.read(path, catalogue) for path in paths}
-    texts = {n: documents(heldout[text_of(n, heldout)], style) for n in adapters}
+    named = {name: text_of(name, heldout) for name in adapters}
+    texts = {text: documents(heldout[text], style) for text in dict.fromkeys(named.values())}
     base = ServedEvaluator(model, length)
-    measured = {n: {"base": base.measure(text)} for n, text in tqdm(texts.items(), desc="base")}
-    for name, text in tqdm(texts.items(), desc="merged"):
-        measured[name]["merged"] = base.with_weights_of(merged(folder, name)).measure(text)
-    for slot, found in enumerate(measure_woven(folder, adapters, texts, length)):
-        measured[list(texts)[slot]]["woven"] = found
+    plain = {text: base.measure(docs) for text, docs in tqdm(texts.items(), desc="base")}
+    measured = {name: {"base": plain[text]} for name, text in named.items()}
+    for name, text in tqdm(named.items(), desc="merged"):
+        evaluator = base.with_weights_of(merged(folder, name))
+        measured[name]["merged"] = evaluator.measure(texts[text])
+    own = {name: texts[text] for name, text in named.items()}
+    for name, found in measure_woven(folder, adapters, own, length).items():
+        measured[name]["woven"] = found
     return measured
 
 
@@ -75,16 +80,16 @@ def measure_woven(
     adapters: Mapping[str, ExpertWeights],
     texts: Mapping[str, Sequence[Document]],
     length: int,
-) -> list[TextAndAnswer]:
-    """Return the measures of one model with all adapters in it, each text by its own adapter."""
+) -> dict[str, TextAndAnswer]:
+    """Return, by adapter, the measures of one model with all adapters in it on their own texts."""
     model, _ = load(folder, dtype="float32")
     woven = WovenAdapters(model, list(adapters.values()))
     evaluator = ServedEvaluator(model, length)
     try:
-        return [
-            evaluator.measure(texts[name], slot, woven.reroute_tables)
+        return {
+            name: evaluator.measure(texts[name], slot, woven.reroute_tables)
             for slot, name in enumerate(tqdm(adapters, desc="woven"))
-        ]
+        }
     finally:
         woven.close()
 
@@ -92,7 +97,8 @@ def measure_woven(
 def table(folder: pathlib.Path, measured: Mapping[str, Mapping[str, TextAndAnswer]]) -> Any:
     """Return the rows of the table by adapter: its experts and bytes, and its perplexities.
 
-    `woven_minus_merged_nats` is the difference of the sums over all tokens of the text.
+    `accuracy` is the share of answer tokens that were the most likely, `exact` that of answers in
+    which all were. `woven_minus_merged_nats` is the difference of the sums over the whole text.
     """
     model, config = load(folder, dtype="float32")
     rows = {}
@@ -108,6 +114,12 @@ def table(folder: pathlib.Path, measured: Mapping[str, Mapping[str, TextAndAnswe
                 "tokens": measures["base"].tokens,
                 "perplexity": {c: round(m.perplexity, 3) for c, m in measures.items()},
             }
+        row["answer"]["accuracy"] = {
+            column: round(m.right / m.answer.tokens, 4) for column, m in found.items()
+        }
+        row["answer"]["exact"] = {
+            column: round(m.exact / m.answers, 4) for column, m in found.items()
+        }
         row["woven_minus_merged_nats"] = found["woven"].text.nats - found["merged"].text.nats
         rows[name] = row
     return rows

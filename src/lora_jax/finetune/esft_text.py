@@ -11,6 +11,7 @@ import hashlib
 import json
 import pathlib
 import re
+from collections.abc import Mapping, Sequence
 
 from lora_jax.finetune.records import Record, letters, shingles
 
@@ -36,9 +37,37 @@ TASKS = {
 
 
 @dataclasses.dataclass(frozen=True)
+class Part:
+    """The records of a domain whose answers say that they are of one kind."""
+
+    domain: str
+    answer: re.Pattern[str]
+
+
+PARTS = {
+    "media": Part("intent", re.compile(r'"intent": "\w+-(Play|Listen)"')),  # to play something
+    "archaic": Part(
+        "translation",  # English of the King James kind
+        re.compile(r"\b(unto|thou|thee|thy|ye|hath|saith|shalt|hast|doth|spake)\b", re.IGNORECASE),
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
 class Split:
     train: tuple[Record, ...]
     heldout: tuple[Record, ...]
+
+
+def part_of(records: Sequence[Record], part: Part) -> tuple[Record, ...]:
+    """Return the records of its domain that belong to a part, in their order."""
+    return tuple(record for record in records if part.answer.search(record.answer))
+
+
+def with_parts(texts: Mapping[str, Sequence[Record]]) -> dict[str, Sequence[Record]]:
+    """Return the texts, by name, and the parts of those that have any."""
+    parts = {n: part_of(texts[p.domain], p) for n, p in PARTS.items() if p.domain in texts}
+    return {**texts, **parts}
 
 
 def read_domain(folder: pathlib.Path, domain: str) -> list[Record]:

@@ -1,18 +1,20 @@
 """Makes assets/tiny-moe: tokenizer, base, LoRA and ESFT adapters, perplexities on held-out text.
 
     python -m lora_jax.finetune.make_assets --data DIR --out assets/tiny-moe
-    python -m lora_jax.finetune.make_assets --data DIR --out assets/tiny-moe --esft-only
+    python -m lora_jax.finetune.make_assets --data DIR --out assets/tiny-moe --esft-only NAME ...
 
 DIR holds the ESFT evaluation sets intent, law, summary and translation as .jsonl.gz (deepseek-ai/
 ESFT, datasets/eval). Held-out text is set apart before anything else is made of the data. Run
 again after an interruption, the command goes on from its newest checkpoint in --state. The second
-form trains ESFT adapters on the base that lies in --out and leaves all else there as it is.
+form trains the named ESFT adapters, or all, on the base that lies in --out and leaves all else
+there as it is.
 """
 
 import argparse
 import dataclasses
 import pathlib
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -22,7 +24,7 @@ from lora_jax.finetune import esft_results, results, tokenizer
 from lora_jax.finetune.documents import read_format
 from lora_jax.finetune.esft import choose, train_esft
 from lora_jax.finetune.esft_export import save_esft
-from lora_jax.finetune.esft_text import TASKS, Split, read_domain, split
+from lora_jax.finetune.esft_text import TASKS, Split, read_domain, split, with_parts
 from lora_jax.finetune.lora import train_lora
 from lora_jax.finetune.lora_params import LoraSpec
 from lora_jax.finetune.peft_export import save_adapter
@@ -109,20 +111,27 @@ PLANS = {
 
 @dataclasses.dataclass(frozen=True)
 class EsftPlan:
-    """One ESFT adapter of the shipped model: whose text, and which experts learn it."""
+    """One ESFT adapter of the shipped model: which text or part of one, and who learns it."""
 
     text: str
     score: str
     top_p: float
 
 
-# Named as ExpertWeave names them. The thresholds are above ESFT's (0.2 and 0.1): with 8 experts of
+# Named as ExpertWeave's Table 1 names its own: score, then text. Its other two are of mathematics;
+# here they are parts of two texts. The thresholds are above ESFT's (0.2 and 0.1): with 8 experts of
 # which 2 are used, a single one often has that much.
 ESFT_PLANS = {
+    "gate-intent": EsftPlan("intent", "gate", 0.4),
     "token-intent": EsftPlan("intent", "token", 0.4),
     "gate-law": EsftPlan("law", "gate", 0.35),
+    "token-law": EsftPlan("law", "token", 0.4),
+    "gate-summary": EsftPlan("summary", "gate", 0.4),
     "token-summary": EsftPlan("summary", "token", 0.4),
     "gate-translation": EsftPlan("translation", "gate", 0.4),
+    "token-translation": EsftPlan("translation", "token", 0.4),
+    "gate-archaic": EsftPlan("archaic", "gate", 0.4),
+    "token-media": EsftPlan("media", "token", 0.4),
 }
 ESFT_SCHEDULE = Schedule(
     steps=100, batch_rows=4, learning_rate=5e-3, warmup_steps=10, checkpoint_every=50
@@ -168,9 +177,7 @@ def make_adapter(
     save_adapter(folder, params, plan.spec, catalogue, base_name=out.name, dtype=plan.dtype)
 
 
-def make_esft(
-    name: str, records: tuple[Record, ...], out: pathlib.Path, state: pathlib.Path
-) -> None:
+def make_esft(name: str, records: Sequence[Record], out: pathlib.Path, state: pathlib.Path) -> None:
     """Select and train one text's experts of the base as it is stored, and write them."""
     model, _ = load(out, dtype="float32")
     plan, documents = ESFT_PLANS[name], read_format(out).documents(records, "chat")
@@ -187,7 +194,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--data", type=pathlib.Path, required=True)
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--state", type=pathlib.Path, help="default: OUT.training")
-    parser.add_argument("--esft-only", action="store_true", help="on the base that is there")
+    parser.add_argument(
+        "--esft-only", nargs="*", choices=ESFT_PLANS, metavar="NAME", help="default: all of them"
+    )
     args = parser.parse_args(argv)
     state = args.state or args.out.with_name(args.out.name + ".training")
     splits = read_splits(args.data)
@@ -196,13 +205,14 @@ def main(argv: list[str]) -> None:
     (state / "heldout").mkdir(parents=True, exist_ok=True)
     for name, records in heldout.items():
         write_jsonl(state / "heldout" / f"{name}.jsonl", records)
-    if not args.esft_only:
+    if args.esft_only is None:
         make_base(splits, args.out, state)
         for name, part in splits.items():
             make_adapter(name, part.train, args.out, state)
         results.write_results(args.out, heldout)
-    for name, plan in ESFT_PLANS.items():
-        make_esft(name, splits[plan.text].train, args.out, state)
+    trained = with_parts({name: part.train for name, part in splits.items()})
+    for name in args.esft_only or ESFT_PLANS:
+        make_esft(name, trained[ESFT_PLANS[name].text], args.out, state)
     esft_results.write_results(args.out, heldout)
 
 

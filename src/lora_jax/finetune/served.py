@@ -21,17 +21,24 @@ from lora_jax.finetune.perplexity import Measured
 from lora_jax.finetune.training import token_losses
 from lora_jax.kv_cache import PagedKVCache, init_cache
 from lora_jax.nn.decoder import AbstractCausalLM
-from lora_jax.typing import Array, Float, Int
+from lora_jax.typing import Array, Bool, Float, Int
 
 PAGE_SIZE = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class TextAndAnswer:
-    """The same text measured over every token but the first, and over the answers' tokens."""
+    """The same text measured over every token but the first, and over the answers' tokens.
+
+    `right` answer tokens were the most likely ones. Of `answers`, `exact` had no others: those are
+    what greedy decoding gives. An answer that was cut counts once per piece.
+    """
 
     text: Measured
     answer: Measured
+    right: int
+    answers: int
+    exact: int
 
 
 class ServedEvaluator:
@@ -44,11 +51,12 @@ class ServedEvaluator:
 
         def losses(
             state: Any, batch: ForwardBatch, targets: Int[Array, "tokens"], cache: PagedKVCache
-        ) -> tuple[Float[Array, "tokens"], PagedKVCache]:
+        ) -> tuple[Float[Array, "tokens"], Bool[Array, "tokens"], PagedKVCache]:
             served = nnx.merge(graphdef, state)
             hidden, cache = served(batch, cache, None, 0)
             logits = served.logits(hidden, batch.num_tokens, batch.token_to_slot, None, 0)
-            return token_losses(logits[None], targets[None])[0], cache
+            right = jnp.argmax(logits, axis=-1).astype(targets.dtype) == targets
+            return token_losses(logits[None], targets[None])[0], right, cache
 
         self._losses = jax.jit(losses, donate_argnames="cache")
 
@@ -65,19 +73,21 @@ class ServedEvaluator:
         num_seqs = max(self._length // 4, int(rows_to_seqs(rows).max(initial=0)) + 1)
         cache = init_cache(self._shape, self._num_pages(num_seqs), PAGE_SIZE, self._dtype)
         tables = None if reroute_tables is None else jnp.asarray(reroute_tables, jnp.int32)
-        nats = np.zeros(2)
+        nats, counts = np.zeros(2), np.zeros(3, np.int64)
         for row in range(rows.num_rows):
             batch = self._batch(rows, row, num_seqs)
             if tables is not None:
                 slots = jnp.where(jnp.asarray(rows.segments[row]) < 0, -1, jnp.int32(esft_slot))
                 batch = dataclasses.replace(batch, token_to_esft_slot=slots, reroute_tables=tables)
             targets = jnp.asarray(rows.targets[row])
-            losses, cache = self._losses(self._state, batch, targets, cache)
+            losses, right, cache = self._losses(self._state, batch, targets, cache)
             wide = np.asarray(losses).astype(np.float64)
             nats += wide @ rows.weights[row], wide @ answers[row]
+            counts += count_answers(np.asarray(right), answers[row] > 0, rows.segments[row])
         return TextAndAnswer(
             Measured(float(nats[0]), int(rows.weights.sum())),
             Measured(float(nats[1]), int(answers.sum())),
+            *(int(count) for count in counts),
         )
 
     def with_weights_of(self, model: AbstractCausalLM) -> "ServedEvaluator":
@@ -110,6 +120,16 @@ class ServedEvaluator:
             block_tables=jnp.asarray(tables),
             num_tokens=jnp.asarray(real.sum(), jnp.int32),
         )
+
+
+def count_answers(
+    right: Bool[np.ndarray, "length"],
+    in_answer: Bool[np.ndarray, "length"],
+    segments: Int[np.ndarray, "length"],
+) -> tuple[int, int, int]:
+    """Return how many answer tokens are right, how many answers there are, and how many all are."""
+    answers, wrong = set(segments[in_answer]), set(segments[in_answer & ~right])
+    return int((in_answer & right).sum()), len(answers), len(answers - wrong)
 
 
 def rows_to_seqs(rows: PackedText) -> Int[np.ndarray, "rows length"]:

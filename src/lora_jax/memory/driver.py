@@ -83,6 +83,17 @@ class AbstractDriver(abc.ABC):
     def copy_in(self, address: int, host_address: int, num_bytes: int) -> None:
         """Copy from the host; on return the bytes are there."""
 
+    def begin_copy_in(self, address: int, host_address: int, num_bytes: int, owner: object) -> None:
+        """Copy from the host some time before `finish_copies` returns; `owner` is kept until then.
+
+        What fails may raise there.
+        """
+        del owner
+        self.copy_in(address, host_address, num_bytes)
+
+    def finish_copies(self) -> None:  # noqa: B027  where begin_copy_in has done everything
+        """Return when all bytes are there; raise the first error."""
+
     @abc.abstractmethod
     def copy_out(self, host_address: int, address: int, num_bytes: int) -> None:
         """Copy to the host."""
@@ -98,6 +109,10 @@ class AbstractDriver(abc.ABC):
     @abc.abstractmethod
     def device_used(self) -> int:
         """Return the bytes in use on the whole device, by everybody."""
+
+    def device_free(self) -> int | None:
+        """Return the bytes of the device that nobody uses, or None where nobody knows."""
+        return None
 
 
 class DriverMemory(AbstractVirtualMemory):
@@ -186,6 +201,15 @@ class DriverMemory(AbstractVirtualMemory):
             self._ledger.check_access("write", address, data.nbytes, Access.READ_WRITE)
         self._driver.copy_in(address, data.ctypes.data, data.nbytes)
 
+    def begin_write(self, address: int, data: np.ndarray) -> None:
+        data = np.ascontiguousarray(data)
+        with self._lock:
+            self._ledger.check_access("write", address, data.nbytes, Access.READ_WRITE)
+        self._driver.begin_copy_in(address, data.ctypes.data, data.nbytes, data)
+
+    def finish_writes(self) -> None:
+        self._driver.finish_copies()
+
     def write_array(self, address: int, array: Any) -> None:
         with self._lock:
             self._ledger.check_access("write", address, array.nbytes, Access.READ_WRITE)
@@ -209,8 +233,9 @@ class DriverMemory(AbstractVirtualMemory):
     def usage(self) -> Usage:
         """Created and mapped from the ledger: drivers only count the whole device."""
         with self._lock:
-            used = self._driver.device_used()
-            return Usage(self._ledger.created_bytes, self._ledger.mapped_bytes, used)
+            driver, ledger = self._driver, self._ledger
+            of_device = driver.device_used(), driver.device_free()
+            return Usage(ledger.created_bytes, ledger.mapped_bytes, *of_device)
 
     def _add(self, driver_handle: int, num_bytes: int, imported: bool) -> int:
         handle = next(self._numbers)

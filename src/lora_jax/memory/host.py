@@ -1,13 +1,13 @@
-"""Virtual memory of a Linux host: address space from mmap, pages from memfd."""
+"""Virtual memory of a Linux host: address space from mmap, pages that are parts of one memfd."""
 
 import ctypes
+import dataclasses
 import errno
 import fcntl
 import itertools
 import math
 import mmap
 import os
-import resource
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -33,6 +33,7 @@ _PROTECTION = {
 }
 _MAP_FIXED = 0x10  # Linux; the mmap module does not name them
 _MAP_NORESERVE = 0x4000
+_PUNCH_HOLE = 0x02 | 0x01  # and the file keeps its size, as it must
 _NO_ROOM = (errno.ENOMEM, errno.ENOSPC, errno.EMFILE, errno.ENFILE)
 
 
@@ -47,7 +48,12 @@ def _libc() -> ctypes.CDLL:
     ]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
     return libc
+
+
+def _new_memfd() -> int:
+    return os.memfd_create("lora_jax_pages", os.MFD_CLOEXEC)
 
 
 def _error(what: str, code: int) -> Exception:
@@ -56,30 +62,39 @@ def _error(what: str, code: int) -> Exception:
     return kind(f"{what}: {os.strerror(code)}")
 
 
-def _open(what: str, action: Callable[[], int]) -> int:
-    """Return the descriptor that `action` opens; a page each is more than the usual soft limit.
-
-    So the limit is raised to the hard one, as the system's documentation asks of programs that use
-    no select(), but only where the page could not be had without.
-    """
-    try:
-        return action()
-    except OSError as error:
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if error.errno != errno.EMFILE or soft == hard:
-            raise _error(what, error.errno or 0) from error
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+def _call(what: str, action: Callable[[], int]) -> int:
+    """Return what a system call gives; its error is this module's."""
     try:
         return action()
     except OSError as error:
         raise _error(what, error.errno or 0) from error
 
 
+@dataclasses.dataclass
+class _File:
+    """A memfd by its descriptor. Offsets are given once, also after their page is gone."""
+
+    fd: int
+    pages: int = 0
+    end: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a page's bytes lie."""
+
+    file: _File
+    offset: int
+
+
 class HostMemory(AbstractVirtualMemory):
-    """Pages are memfd files, one descriptor each; holes are zeros, or forbidden.
+    """Pages are parts of one memfd, behind one descriptor; holes are zeros, or forbidden.
 
     Readable holes cost nothing and let a program that reads a whole tensor live; forbidden ones
-    end the process at the first touch, which is what tests want.
+    end the process at the first touch, which is what tests want. The file is there while there are
+    pages; a page that goes leaves a hole in it, which takes no memory and no other page's bytes
+    ever. An exported descriptor stands at its page's offset, and whoever has it can read the file's
+    other pages too: export to processes that may.
     """
 
     def __init__(self, holes: Literal["zero", "none"] = "zero"):
@@ -92,7 +107,9 @@ class HostMemory(AbstractVirtualMemory):
         self._hole = Access.READ if holes == "zero" else Access.NONE
         self._ledger = AddressLedger(mmap.PAGESIZE)
         self._lock = threading.Lock()
-        self._files: dict[int, int] = {}  # handle -> descriptor
+        self._own: _File | None = None  # while there are pages of our own
+        self._imported: dict[tuple[int, int], _File] = {}  # by device and inode
+        self._places: dict[int, _Place] = {}  # by handle
         self._handles = itertools.count(1)
 
     @property
@@ -115,27 +132,38 @@ class HostMemory(AbstractVirtualMemory):
 
     def create_page(self, num_bytes: int) -> int:
         self._ledger.check_size("create_page", num_bytes)
-        fd = _open("create_page", lambda: os.memfd_create("lora_jax_page", os.MFD_CLOEXEC))
-        try:
-            # Taken now, or a later write would be killed where there is no memory left.
-            os.posix_fallocate(fd, 0, num_bytes)
-        except OSError as error:
-            os.close(fd)
-            raise _error(f"create_page of {num_bytes} bytes", error.errno or 0) from error
-        return self._add(fd, num_bytes, imported=False)
+        with self._lock:
+            file = self._own or _File(_call("create_page", _new_memfd))
+            try:
+                # Taken now, or a later write would be killed where there is no memory left.
+                os.posix_fallocate(file.fd, file.end, num_bytes)
+            except OSError as error:
+                if not file.pages:
+                    os.close(file.fd)
+                raise _error(f"create_page of {num_bytes} bytes", error.errno or 0) from error
+            self._own, offset = file, file.end
+            file.end += num_bytes
+            return self._add(_Place(file, offset), num_bytes, imported=False)
 
     def destroy_page(self, handle: int) -> None:
         with self._lock:
             self._ledger.check_unused(handle)
+            place, page = self._places[handle], self._ledger.pages[handle]
+            last = place.file.pages == 1
+            if not (page.imported or last):  # a file that is closed takes all its bytes along
+                self._punch_hole(place, page.num_bytes)
             self._ledger.forget_page(handle)
-            os.close(self._files.pop(handle))
+            del self._places[handle]
+            place.file.pages -= 1
+            if last:
+                self._forget_file(place.file)
 
     def map_run(self, address: int, handles: Sequence[int], page_bytes: int) -> None:
         with self._lock:
             access = self._ledger.check_map(address, handles, page_bytes)
             for done, handle in enumerate(handles):
                 place = address + done * page_bytes
-                if code := self._mmap_page(place, page_bytes, access, self._files[handle]):
+                if code := self._mmap_page(place, page_bytes, access, self._places[handle]):
                     if done:
                         self._mmap_hole(address, done * page_bytes, "undo map")
                     raise _error(f"map page {handle} at {place:#x} + {page_bytes}", code)
@@ -160,16 +188,28 @@ class HostMemory(AbstractVirtualMemory):
     def export_fd(self, handle: int) -> int:
         with self._lock:
             self._ledger.find_page(handle)
+            place = self._places[handle]
             # Opened anew for reading only: the kernel refuses a writable map of this descriptor.
-            path = f"/proc/self/fd/{self._files[handle]}"
-            return _open(f"export page {handle}", lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            path = f"/proc/self/fd/{place.file.fd}"
+            fd = _call(f"export page {handle}", lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            os.lseek(fd, place.offset, os.SEEK_SET)
+            return fd
 
     def import_fd(self, fd: int, num_bytes: int) -> int:
         self._ledger.check_size("import_fd", num_bytes)
-        if (size := os.fstat(fd).st_size) != num_bytes:
-            raise MappingError(f"import_fd: the page has {size} bytes, not {num_bytes}")
-        own = _open("import_fd", lambda: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0))
-        return self._add(own, num_bytes, imported=True)
+        status = os.fstat(fd)
+        offset = _call("import_fd", lambda: os.lseek(fd, 0, os.SEEK_CUR))
+        if offset % self.granularity or offset + num_bytes > status.st_size:
+            raise MappingError(
+                f"import_fd: no page of {num_bytes} bytes is at {offset} of {status.st_size}"
+            )
+        with self._lock:
+            key = status.st_dev, status.st_ino
+            file = self._imported.get(key)
+            if file is None:
+                own = _call("import_fd", lambda: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0))
+                file = self._imported[key] = _File(own)
+            return self._add(_Place(file, offset), num_bytes, imported=True)
 
     def write(self, address: int, data: np.ndarray) -> None:
         data = np.ascontiguousarray(data)
@@ -190,10 +230,9 @@ class HostMemory(AbstractVirtualMemory):
         return foreign_array(address, shape, dtype)
 
     def usage(self) -> Usage:
-        """Created: blocks of the page files. Mapped: files' lines in the process's memory map."""
+        """Created: blocks of the file. Mapped: files' lines in the process's memory map."""
         with self._lock:
-            own = [h for h, page in self._ledger.pages.items() if not page.imported]
-            created = sum(os.fstat(self._files[handle]).st_blocks * 512 for handle in own)
+            created = os.fstat(self._own.fd).st_blocks * 512 if self._own else 0
             mapped = 0
             with open("/proc/self/maps") as lines:
                 for line in lines:
@@ -203,17 +242,30 @@ class HostMemory(AbstractVirtualMemory):
                         mapped += end - start
             return Usage(created, mapped)
 
-    def _add(self, fd: int, num_bytes: int, imported: bool) -> int:
-        with self._lock:
-            handle = next(self._handles)
-            self._files[handle] = fd
-            self._ledger.record_page(handle, num_bytes, imported)
-            return handle
+    def _add(self, place: _Place, num_bytes: int, imported: bool) -> int:
+        handle = next(self._handles)
+        self._places[handle] = place
+        place.file.pages += 1
+        self._ledger.record_page(handle, num_bytes, imported)
+        return handle
 
-    def _mmap_page(self, address: int, num_bytes: int, access: Access, fd: int) -> int:
-        """Map a file over reserved addresses; return 0 or the error's number."""
+    def _forget_file(self, file: _File) -> None:
+        if file is self._own:
+            self._own = None
+        else:
+            self._imported = {key: f for key, f in self._imported.items() if f is not file}
+        os.close(file.fd)
+
+    def _punch_hole(self, place: _Place, num_bytes: int) -> None:
+        """Give the system the memory of a part of the file."""
+        if self._libc.fallocate(place.file.fd, _PUNCH_HOLE, place.offset, num_bytes):
+            raise _error(f"free {num_bytes} bytes at {place.offset}", ctypes.get_errno())
+
+    def _mmap_page(self, address: int, num_bytes: int, access: Access, page: _Place) -> int:
+        """Map a part of a file over reserved addresses; return 0 or the error's number."""
         flags = mmap.MAP_SHARED | _MAP_FIXED
-        place = self._libc.mmap(address, num_bytes, _PROTECTION[access], flags, fd, 0)
+        where = page.file.fd, page.offset
+        place = self._libc.mmap(address, num_bytes, _PROTECTION[access], flags, *where)
         return 0 if place == address else ctypes.get_errno()
 
     def _mmap_hole(self, address: int | None, num_bytes: int, what: str) -> int:

@@ -37,6 +37,7 @@ class Usage:
     created: int  # physical pages of this memory that exist, imported ones not counted
     mapped: int  # address space that has a page behind it
     device_used: int | None = None  # of the whole device, by its driver; None on a host
+    device_free: int | None = None  # what nobody uses, where the driver says so
 
 
 class AbstractVirtualMemory(abc.ABC):
@@ -110,6 +111,16 @@ class AbstractVirtualMemory(abc.ABC):
     @abc.abstractmethod
     def write(self, address: int, data: np.ndarray) -> None:
         """Copy the array's bytes, in C order, to mapped and writable addresses; done on return."""
+
+    def begin_write(self, address: int, data: np.ndarray) -> None:
+        """Copy as `write` does, but the bytes may arrive as late as `finish_writes` returns.
+
+        Until then nobody changes `data`, and the addresses stay mapped.
+        """
+        self.write(address, data)
+
+    def finish_writes(self) -> None:  # noqa: B027  where begin_write has written everything
+        """Return when all that was begun is there; raises the first error of what failed."""
 
     def write_array(self, address: int, array: Any) -> None:
         """Copy a jax.Array of this memory's device, in C order, as `write`; the host may help."""

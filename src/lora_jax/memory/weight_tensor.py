@@ -130,6 +130,11 @@ class WeightTensor:
         with self._lock:
             self.pool.memory.write(self._place_of(start, values), values)
 
+    def begin_write(self, start: int, values: np.ndarray) -> None:
+        """Do what `write` does, at the latest when the memory's finish_writes returns."""
+        with self._lock:
+            self.pool.memory.begin_write(self._place_of(start, values), values)
+
     def write_array(self, start: int, values: Array) -> None:
         """Do what `write` does with values that lie on the device already."""
         with self._lock:

@@ -7,7 +7,7 @@ from lora_jax.batch import ForwardBatch
 from lora_jax.config import ModelConfig
 from lora_jax.kv_cache import LayerCache, write
 from lora_jax.nn import rope
-from lora_jax.nn.layers import Linear, RMSNorm, constant_parameter
+from lora_jax.nn.layers import Linear, RMSNorm, constant_parameter, linears
 from lora_jax.nn.lora import Rows
 from lora_jax.ops.paged_attention import paged_attention
 from lora_jax.typing import Array, Float
@@ -66,8 +66,8 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "tokens hidden"], LayerCache]:
         """Return the attention's output and the cache with this step's K and V in it."""
         q = self._heads(self.q_proj(x, rows), self.q_norm)
-        k = self._heads(self.k_proj(x, rows), self.k_norm)
-        v = self._heads(self.v_proj(x, rows), None)
+        k, v = linears((self.k_proj, self.v_proj), x, rows)
+        k, v = self._heads(k, self.k_norm), self._heads(v, None)
         q, k = rope.rotate(q, *angles), rope.rotate(k, *angles)
         cache = LayerCache(
             k=write(cache.k, k, batch.token_to_page_slot),

@@ -6,6 +6,7 @@ memory only while an adapter's expert lies there.
 """
 
 import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -77,6 +78,7 @@ class ExpertTensors:
         self.pool = PagePool(memory, page_bytes=page, budget_bytes=budget * page)
         self._tensors: dict[tuple[int, str], WeightTensor] = {}
         self._mapped: set[tuple[int, int]] = set()  # (layer, index) of adapters' experts
+        self._failed: Exception | None = None  # of a write
         try:
             for layer, experts in blocks.items():
                 for name in PROJECTIONS:
@@ -99,26 +101,51 @@ class ExpertTensors:
 
     def map(self, layer: int, index: int) -> None:
         """Give the expert at an index memory in all its tensors, or OutOfPages and in none."""
-        if index < self.num_experts:
-            raise ValueError(f"Expert {index} of layer {layer} is the base's.")
-        done: list[WeightTensor] = []
+        self.map_all(layer, (index,))
+
+    def map_all(self, layer: int, indices: Iterable[int]) -> None:
+        """Give experts of a layer memory in all its tensors, or OutOfPages and none of them."""
+        wanted = sorted(indices)
+        if wanted and wanted[0] < self.num_experts:
+            raise ValueError(f"Expert {wanted[0]} of layer {layer} is the base's.")
+        done: list[tuple[WeightTensor, range]] = []
         try:
             for name in PROJECTIONS:
-                self._tensors[layer, name].map(range(index, index + 1))
-                done.append(self._tensors[layer, name])
+                for run in _runs(wanted):  # one call of the driver for the access of all its pages
+                    self._tensors[layer, name].map(run)
+                    done.append((self._tensors[layer, name], run))
         except BaseException:
-            for tensor in done:
-                tensor.unmap(range(index, index + 1))
+            for tensor, run in done:
+                tensor.unmap(run)
             raise
-        self._mapped.add((layer, index))
+        self._mapped.update((layer, index) for index in wanted)
 
     def write(self, layer: int, index: int, projection: str, matrix: np.ndarray) -> None:
         """Set one matrix [d_out, d_in] of a mapped adapter's expert, in the model's dtype."""
+        self.begin_write(layer, index, projection, matrix)
+        self.finish_writes()
+
+    def begin_write(self, layer: int, index: int, projection: str, matrix: np.ndarray) -> None:
+        """Do what `write` does by the time `finish_writes` returns; till then `matrix` stays."""
         tensor = self._tensor_of(layer, index, projection)
-        tensor.write(index, matrix.astype(tensor.dtype, copy=False)[None])
+        tensor.begin_write(index, matrix.astype(tensor.dtype, copy=False)[None])
+
+    def settle(self) -> None:
+        """Return when nothing that was begun is under way; what failed, finish_writes raises."""
+        try:
+            self._memory.finish_writes()
+        except (ValueError, MemoryError, OSError, RuntimeError) as error:
+            self._failed = self._failed or error
+
+    def finish_writes(self) -> None:
+        """Return when all that was begun is there; raises what failed since the last call."""
+        self.settle()
+        error, self._failed = self._failed, None
+        if error:
+            raise error
 
     def write_array(self, layer: int, index: int, projection: str, matrix: jax.Array) -> None:
-        """Set one matrix [d_out, d_in] as `write` does, from an array on the device."""
+        """Set one matrix [d_out, d_in] of a mapped expert at once, from an array on the device."""
         self._tensor_of(layer, index, projection).write_array(index, matrix[None])
 
     def unmap(self, layer: int, index: int) -> None:
@@ -152,6 +179,7 @@ class ExpertTensors:
 
     def close(self) -> None:
         """Give all memory back; the model's arrays are unusable. Nothing may run any more."""
+        self.settle()
         for tensor in self._tensors.values():
             tensor.close()
         self._tensors.clear()
@@ -188,6 +216,15 @@ def expert_blocks(model: AbstractCausalLM) -> dict[int, Experts]:
     """Return the experts of every layer that has them, by layer."""
     found = ((n, layer.mlp) for n, layer in enumerate(model.layers))
     return {n: mlp.experts for n, mlp in found if isinstance(mlp, MoeBlock)}
+
+
+def _runs(indices: Sequence[int]) -> Iterator[range]:
+    """Yield the runs of consecutive indices of a sorted list."""
+    start = 0
+    for end in range(1, len(indices) + 1):
+        if end == len(indices) or indices[end] != indices[end - 1] + 1:
+            yield range(indices[start], indices[end - 1] + 1)
+            start = end
 
 
 def page_size(tensor_bytes: int, granularity: int) -> int:

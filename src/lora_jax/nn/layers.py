@@ -4,13 +4,15 @@ Every result of a row depends on that row alone, so that batching, padding and c
 nothing. Weights keep torch's orientation [d_out, d_in].
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from lora_jax.nn.lora import Rows
 from lora_jax.nn.row_math import row_sum
-from lora_jax.ops.grouped_matmul import matmul
+from lora_jax.ops.grouped_matmul import matmul, silu_times
 from lora_jax.typing import Array, Float, Int
 
 INIT_STD = 0.02
@@ -51,9 +53,17 @@ class Linear(nnx.Module):
         self.bias = constant_parameter(0.0, (d_out,), axes[:1], dtype) if bias else None
 
     def __call__(self, x: Float[Array, "rows d_in"], rows: Rows) -> Float[Array, "rows d_out"]:
-        bias = None if self.bias is None else self.bias[...]
-        y = matmul(x, self.weight[...], rows.num_rows, bias)
-        return rows.add_lora(y, x, self.module, self.layer)
+        return linears((self,), x, rows)[0]
+
+
+def linears(
+    maps: Sequence[Linear], x: Float[Array, "rows d_in"], rows: Rows
+) -> tuple[Float[Array, "rows d_out"], ...]:
+    """Return each map of x: they are of one layer and width, and share the adapters' launches."""
+    biases = (None if m.bias is None else m.bias[...] for m in maps)
+    pairs = zip(maps, biases, strict=True)
+    ys = [matmul(x, m.weight[...], rows.num_rows, bias) for m, bias in pairs]
+    return rows.add_loras(ys, x, [m.module for m in maps], maps[0].layer)
 
 
 class RMSNorm(nnx.Module):
@@ -107,14 +117,6 @@ class Embedding(nnx.Module):
         return rows.add_lora(y, x, "lm_head", 0)
 
 
-def silu_times(
-    gate: Float[Array, "rows width"], up: Float[Array, "rows width"]
-) -> Float[Array, "rows width"]:
-    """silu(gate) * up in float32, rounded once."""
-    wide = gate.astype(jnp.float32)
-    return (wide * jax.nn.sigmoid(wide) * up.astype(jnp.float32)).astype(gate.dtype)
-
-
 class Mlp(nnx.Module):
     """down(silu(gate(x)) * up(x)); `prefix` tells apart the MLPs of one layer in adapters."""
 
@@ -147,4 +149,5 @@ class Mlp(nnx.Module):
         self.down_proj = linear("down_proj", width, hidden, ("embed", "mlp"))
 
     def __call__(self, x: Float[Array, "rows hidden"], rows: Rows) -> Float[Array, "rows hidden"]:
-        return self.down_proj(silu_times(self.gate_proj(x, rows), self.up_proj(x, rows)), rows)
+        gate, up = linears((self.gate_proj, self.up_proj), x, rows)
+        return self.down_proj(silu_times(gate, up), rows)

@@ -3,10 +3,12 @@
 import dataclasses
 from collections.abc import Sequence
 
+import jax.numpy as jnp
+
 from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.nn.remote import RemoteExperts
 from lora_jax.ops.adapter_items import AdapterItems, adapter_items
-from lora_jax.ops.lora_gemm import lora_gemms
+from lora_jax.ops.lora_gemm import delta_dtype, lora_gemms
 from lora_jax.typing import Array, Float, Int
 
 
@@ -40,13 +42,22 @@ def apply_loras(
     items: AdapterItems | None = None,
 ) -> tuple[Float[Array, "rows d_out"], ...]:
     """Return apply_lora of several sites of the same x and one width."""
+    if isinstance(layer, int):  # the whole table, so that nothing is cut out of it
+        layers = adapters.entries.shape[1]
+        tables = (adapters.entries, adapters.scaling)
+        entries, scaling = (t.reshape(-1, *t.shape[2:]) for t in tables)
+        sites = [i * layers + layer for i in module_indices]
+    else:
+        entries, scaling = adapters.entries[:, layer], adapters.scaling[:, layer]
+        sites = list(module_indices)
     return lora_gemms(
         ys,
         x,
         adapters.pools[str(x.shape[1])],
         adapters.pools[str(ys[0].shape[1])],
-        [adapters.entries[i, layer] for i in module_indices],
-        [adapters.scaling[i, layer] for i in module_indices],
+        entries,
+        scaling,
+        sites,
         row_to_slot,
         row_to_expert,
         max_rank=max_rank,
@@ -116,6 +127,24 @@ class Rows:
         )
         found = dict(zip(adapted, added, strict=True))
         return tuple(found.get(i, y) for i, y in enumerate(ys))
+
+    def deltas(
+        self,
+        x: Float[Array, "rows d_in"],
+        modules: Sequence[str],
+        width: int,
+        layer: int,
+        row_to_expert: Int[Array, "rows"] | None = None,
+    ) -> tuple[Float[Array, "rows width"] | None, ...]:
+        """Return what each row's adapter adds at these modules, for whoever makes the base's sums.
+
+        Rows without an adapter have 0; None everywhere where no adapter can be. Their dtype is
+        ops.lora_gemm.delta_dtype.
+        """
+        if self.adapters is None or not {*modules} & {*self.module_names}:
+            return (None,) * len(modules)
+        zero = jnp.zeros((x.shape[0], width), delta_dtype(x.dtype))
+        return self.add_loras([zero] * len(modules), x, modules, layer, row_to_expert)
 
     def gathered(
         self,

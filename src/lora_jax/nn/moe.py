@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lora_jax.config import ClampedSwiglu, MoeConfig
-from lora_jax.nn.layers import Mlp, constant_parameter, parameter, silu_times
+from lora_jax.nn.layers import Mlp, constant_parameter, parameter
 from lora_jax.nn.lora import Rows
+from lora_jax.nn.remote import RemoteExperts
 from lora_jax.nn.row_math import row_sum
-from lora_jax.ops.grouped_matmul import grouped_matmul, matmul
+from lora_jax.ops.grouped_matmul import gated_matmul, grouped_matmul, matmul, silu_times
 from lora_jax.ops.reroute import RowMap, reroute, row_map
 from lora_jax.typing import Array, Float, Int
 
@@ -102,37 +103,64 @@ class Experts(nnx.Module):
         self, x: Float[Array, "rows hidden"], map: RowMap, rows: Rows
     ) -> Float[Array, "rows hidden"]:
         """Return each sorted row's expert output; `rows` are the sorted rows."""
-        gate, up = self._linears(x, ("gate_proj", "up_proj"), map, rows)
-        if self.moe.swiglu is None:
-            inner = silu_times(gate, up)
-        else:
-            inner = clamped_swiglu(gate, up, self.moe.swiglu)
-        (out,) = self._linears(inner, ("down_proj",), map, rows)
-        return out
-
-    def _linears(
-        self, x: Float[Array, "rows d_in"], names: tuple[str, ...], map: RowMap, rows: Rows
-    ) -> tuple[Float[Array, "rows d_out"], ...]:
-        """Return the projections of x, each plus the rows' adapters.
-
-        A LoRA Server computes the adapters' part while the base's runs here.
-        """
         if rows.remote is not None:
-            exchange = rows.remote.exchange(
+            return self._with_server(x, map, rows, rows.remote)
+        up_names, gate, up = ("gate_proj", "up_proj"), self.gate_proj[...], self.up_proj[...]
+        deltas = self._deltas(x, up_names, map, rows)
+        if self.moe.swiglu is None and self.gate_bias is None:
+            base = self.moe.num_experts  # adapters' experts are few, or take the place of these
+            inner = gated_matmul(x, gate, up, map.group_sizes, *deltas, likely_groups=base)
+        else:
+            gate, up = (self._product(x, n, map, d) for n, d in zip(up_names, deltas, strict=True))
+            inner = self._activation(gate, up)
+        (delta,) = self._deltas(inner, ("down_proj",), map, rows)
+        return self._product(inner, "down_proj", map, delta)
+
+    def _with_server(
+        self, x: Float[Array, "rows hidden"], map: RowMap, rows: Rows, server: RemoteExperts
+    ) -> Float[Array, "rows hidden"]:
+        """Return the output whose adapters' part a LoRA Server computes while the base's runs.
+
+        The deltas are there too late to be addends of the products; added behind them they give
+        the same bits.
+        """
+
+        def linears(x, *names):
+            exchange = server.exchange(
                 names, self.layer, rows.row_to_slot, map.row_to_expert, rows.num_rows
             )
             x = exchange.push(x)
-            return exchange.wait_add(tuple(self._base(x, name, map) for name in names), x)
-        ys = [self._base(x, name, map) for name in names]
-        modules = [f"experts.{name}" for name in names]
-        return rows.add_loras(ys, x, modules, self.layer, map.row_to_expert)
+            return exchange.wait_add(tuple(self._product(x, name, map) for name in names), x)
 
-    def _base(
-        self, x: Float[Array, "rows d_in"], name: str, map: RowMap
+        inner = self._activation(*linears(x, "gate_proj", "up_proj"))
+        return linears(inner, "down_proj")[0]
+
+    def _activation(
+        self, gate: Float[Array, "rows width"], up: Float[Array, "rows width"]
+    ) -> Float[Array, "rows width"]:
+        if self.moe.swiglu is None:
+            return silu_times(gate, up)
+        return clamped_swiglu(gate, up, self.moe.swiglu)
+
+    def _deltas(
+        self, x: Float[Array, "rows d_in"], names: tuple[str, ...], map: RowMap, rows: Rows
+    ) -> tuple[Float[Array, "rows d_out"] | None, ...]:
+        """Return what the rows' adapters add to the projections of x, or None for each."""
+        width = getattr(self, names[0]).shape[1]
+        modules = [f"experts.{name}" for name in names]
+        return rows.deltas(x, modules, width, self.layer, map.row_to_expert)
+
+    def _product(
+        self,
+        x: Float[Array, "rows d_in"],
+        name: str,
+        map: RowMap,
+        addend: Float[Array, "rows d_out"] | None = None,
     ) -> Float[Array, "rows d_out"]:
         bias = getattr(self, name.replace("proj", "bias"))
         bias = None if bias is None else bias[...]
-        return grouped_matmul(x, getattr(self, name)[...], map.group_sizes, bias)
+        w, base = getattr(self, name)[...], self.moe.num_experts
+        return grouped_matmul(x, w, map.group_sizes, bias, addend, likely_groups=base)
 
 
 def clamped_swiglu(

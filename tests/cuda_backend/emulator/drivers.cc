@@ -2,6 +2,7 @@
 #include "attention_launch.cuh"
 #include "grouped_f32.cuh"
 #include "launch.cuh"
+#include "lora_rows.cuh"
 #include "merge.cuh"
 #include "reroute.cuh"
 #include "tiles_launch.cuh"
@@ -23,6 +24,15 @@ int grouped_f32(const float* x, const float* w, const int* sizes, const float* b
   return launch_grouped_f32(GroupedF32Args{x, w, sizes, bias, y, rows, groups, d_out, d_in}, nullptr);
 }
 
+int lora_rows(const void* x, const void* a_pool, const void* b_pool, const int* entries,
+              const float* scaling, const int* row_to_slot, const int* row_to_expert, const int* sizes, void* y) {
+  const LoraRowsArgs p{x, a_pool, b_pool, y, entries, scaling, row_to_slot, row_to_expert, sizes[0], sizes[1],
+                       sizes[2], sizes[3], sizes[4]};
+  if (sizes[5] == 0) return launch_lora_rows<float, float>(p, nullptr);
+  if (sizes[5] == 1) return launch_lora_rows<Bf16, float>(p, nullptr);
+  return launch_lora_rows<Bf16, Bf16>(p, nullptr);
+}
+
 struct SortSizes {
   int num_tokens, tokens, k, slots, experts, groups, item_rows;
 };
@@ -31,12 +41,12 @@ int reroute(const int* ids, const int* token_to_slot, const int* table, const in
             const int* token_to_adapter, const SortSizes* s, int* order, int* inverse, int* sizes, int* row_to_token,
             int* row_to_expert, Item* items, int* num_items) {
   const int rows = s->tokens * s->k;
-  std::vector<int> found(rows), counts((rows + kBlockRows - 1) / kBlockRows * (s->groups + 1));
+  const int ctas = (rows + kCountRows - 1) / kCountRows;
+  std::vector<uint16_t> counts(ctas * (1 + kCountBlocks) * ((s->groups + 2) / 2 * 2));
   std::vector<uint32_t> owners(rows);
   return launch_reroute(RerouteArgs{ids, &s->num_tokens, token_to_slot, table, token_order, token_to_adapter, s->tokens,
                                     s->k, s->slots, s->experts, s->groups, s->item_rows, order, inverse, sizes,
-                                    row_to_token, row_to_expert, items, num_items, found.data(), counts.data(),
-                                    owners.data()},
+                                    row_to_token, row_to_expert, items, num_items, counts.data(), owners.data()},
                         nullptr);
 }
 

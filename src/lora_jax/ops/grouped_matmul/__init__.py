@@ -1,19 +1,32 @@
 """Linear maps: one matrix for all rows, or one per group of rows (MoE experts)."""
 
+import functools
+from collections.abc import Callable
+
+import jax.numpy as jnp
+
 from lora_jax.ops import dispatch
-from lora_jax.ops.grouped_matmul import cpu, reference, xla
+from lora_jax.ops.grouped_matmul import composed, cpu, reference, xla
+from lora_jax.ops.grouped_matmul.composed import silu_times
 from lora_jax.typing import Array, Float, Int
 
-__all__ = ["grouped_matmul", "matmul"]
+__all__ = ["gated_matmul", "grouped_matmul", "matmul", "silu_times"]
 
-_KERNELS = {
+_PRODUCTS = {
     "cuda": dispatch.backend("cuda", "grouped_matmul"),
-    "pallas_gpu": dispatch.late("lora_jax.ops.grouped_matmul.pallas_gpu", "grouped_matmul"),
     "pallas_tpu": dispatch.late("lora_jax.ops.grouped_matmul.pallas_tpu", "grouped_matmul"),
     "ffi": cpu.grouped_matmul,
     "xla": xla.grouped_matmul,
     "reference": reference.grouped_matmul,
 }
+_FUSED = "lora_jax.ops.grouped_matmul.pallas_gpu"  # addends and activation in the epilogue
+
+
+def _kernels(op: str, around: Callable, likely_groups: int | None) -> dict[str, Callable]:
+    """Return an op's implementations: around(product, ...) of each, and the fused kernel."""
+    kernels = {name: functools.partial(around, product) for name, product in _PRODUCTS.items()}
+    fused = functools.partial(dispatch.late(_FUSED, op), likely_groups=likely_groups)
+    return {**kernels, "pallas_gpu": fused}
 
 
 def grouped_matmul(
@@ -21,24 +34,46 @@ def grouped_matmul(
     w: Float[Array, "groups d_out d_in"],
     group_sizes: Int[Array, "groups"],
     bias: Float[Array, "groups d_out"] | None = None,
+    addend: Float[Array, "rows d_out"] | None = None,
     *,
+    likely_groups: int | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "rows d_out"]:
     """y[t] = w[g] @ x[t] + bias[g] for rows sorted by group; float32 sums, rounded once.
 
-    Rows at or after sum(group_sizes) give exactly 0 and cost nothing.
+    With an addend, of x's dtype or float32, y[t] + addend[t] is summed in float32 and rounded once
+    more: a row whose addend is 0 has the bits that it has without. Rows at or after
+    sum(group_sizes) give exactly 0 and cost nothing. `likely_groups` says how many groups tend to
+    have rows, if not all: speed may depend on it, results do not.
     """
-    if x.ndim != 2 or w.ndim != 3:
-        raise ValueError(f"grouped_matmul: x {x.shape} must be rank 2 and w {w.shape} rank 3")
-    groups, d_out, d_in = w.shape
-    dispatch.check_dtypes("grouped_matmul", x=x, w=w, bias=bias)
-    dispatch.check_shapes(
-        "grouped_matmul",
-        x=(tuple(x.shape), (x.shape[0], d_in)),
-        group_sizes=(tuple(group_sizes.shape), (groups,)),
-        bias=(dispatch.shape_of(bias), (groups, d_out)),
-    )
-    return dispatch.call(_KERNELS, implementation, x, w, group_sizes, bias)
+    _check("grouped_matmul", x, group_sizes, w=w)
+    dispatch.check_dtypes("grouped_matmul", x=x, bias=bias)
+    biases = (dispatch.shape_of(bias), w.shape[:2])
+    dispatch.check_shapes("grouped_matmul", bias=biases)
+    _check_addends("grouped_matmul", x, w, addend=addend)
+    kernels = _kernels("grouped_matmul", composed.grouped_matmul, likely_groups)
+    return dispatch.call(kernels, implementation, x, w, group_sizes, bias, addend)
+
+
+def gated_matmul(
+    x: Float[Array, "rows d_in"],
+    w_gate: Float[Array, "groups d_out d_in"],
+    w_up: Float[Array, "groups d_out d_in"],
+    group_sizes: Int[Array, "groups"],
+    gate_addend: Float[Array, "rows d_out"] | None = None,
+    up_addend: Float[Array, "rows d_out"] | None = None,
+    *,
+    likely_groups: int | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "rows d_out"]:
+    """silu(gate[t]) * up[t], both as grouped_matmul gives them, in float32 and rounded once."""
+    op = "gated_matmul"
+    _check(op, x, group_sizes, w_gate=w_gate, w_up=w_up)
+    dispatch.check_shapes(op, w_up=(tuple(w_up.shape), tuple(w_gate.shape)))
+    _check_addends(op, x, w_gate, gate_addend=gate_addend, up_addend=up_addend)
+    arrays = (x, w_gate, w_up, group_sizes, gate_addend, up_addend)
+    kernels = _kernels(op, composed.gated_matmul, likely_groups)
+    return dispatch.call(kernels, implementation, *arrays)
 
 
 def matmul(
@@ -59,3 +94,27 @@ def matmul(
         None if bias is None else bias[None],
         implementation=implementation,
     )
+
+
+def _check(op: str, x: Array, group_sizes: Array, **weights: Array) -> None:
+    """Raise ValueError naming what has a wrong shape or dtype."""
+    for name, w in weights.items():
+        if x.ndim != 2 or w.ndim != 3:
+            raise ValueError(f"{op}: x {x.shape} must be rank 2 and {name} {w.shape} rank 3")
+        dispatch.check_shapes(
+            op,
+            x=(tuple(x.shape), (x.shape[0], w.shape[2])),
+            group_sizes=(tuple(group_sizes.shape), (w.shape[0],)),
+        )
+    dispatch.check_dtypes(op, x=x, **weights)
+
+
+def _check_addends(op: str, x: Array, w: Array, **addends: Array | None) -> None:
+    """Raise ValueError naming an addend that has a wrong shape or dtype."""
+    given = {name: a for name, a in addends.items() if a is not None}
+    shape = (x.shape[0], w.shape[1])
+    dispatch.check_shapes(op, **{name: (tuple(a.shape), shape) for name, a in given.items()})
+    dtypes = {name: a.dtype for name, a in given.items()}
+    if len({*dtypes.values()}) > 1 or any(d not in (x.dtype, jnp.float32) for d in dtypes.values()):
+        said = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        raise ValueError(f"{op}: addends must be {x.dtype} or float32, and equal, got {said}")

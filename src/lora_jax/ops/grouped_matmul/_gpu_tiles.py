@@ -8,7 +8,9 @@ from lora_jax.ops import hopper
 ALIGN = 8  # rows: a copied tile of x starts at a multiple
 STEP = hopper.COLUMNS  # of d_in in one stage
 STORED = 16  # rows that leave the registers at once
+FEW_STAGES = 3  # are enough to keep the multipliers busy
 STRIDE = 8  # groups that a warpgroup looks at together when it seeks its next work
+SKIPS = (32, 8)  # groups without rows that it passes together
 LONG_GROUP = 48  # rows per group from which weights are read more than once
 VERY_LONG_GROUP = 512  # rows per group of which a tile of 160 or more wastes few
 
@@ -27,9 +29,22 @@ class Config:
         """Bytes of shared memory that one stage of the ring takes."""
         return (matrices * self.columns * self.warpgroups + self.rows) * STEP * 2
 
-    def store_bytes(self) -> int:
-        """Bytes that results on their way out take: two blocks and two of rows per warpgroup."""
-        return 4 * self.warpgroups * self.columns * min(self.rows, STORED) * 2
+    @property
+    def parts(self) -> int:
+        """Parts in which the results of a tile leave the registers."""
+        return self.rows // min(self.rows, STORED)
+
+    def part_bytes(self) -> int:
+        """Bytes of one part of all warpgroups."""
+        return self.warpgroups * self.columns * min(self.rows, STORED) * 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Depths:
+    """How many parts of a tile are on their way at once: results out, addends in."""
+
+    results: int
+    addends: int
 
 
 def find_config(rows: int, groups: int, d_out: int, matrices: int = 1) -> Config:
@@ -63,7 +78,31 @@ def _long_tile(mean: float) -> int:
     return min((192, 176, 160), key=lambda tile: math.ceil(longer / tile) * tile)
 
 
-def with_stages(config: Config, matrices: int) -> Config:
-    """Return the tiles with as many stages, up to 8, as shared memory holds; 0 where none fits."""
-    room = hopper.SHARED_BYTES // config.ctas - 2048 - config.store_bytes()
-    return dataclasses.replace(config, stages=max(0, min(8, room // config.stage_bytes(matrices))))
+def with_stages(config: Config, matrices: int, addend_size: int = 0) -> Config:
+    """Return the tiles with as many stages, up to 8, as shared memory holds; 0 where none fits.
+
+    Stages beyond FEW_STAGES give way to results on their way out: a tile whose parts all have a
+    place of their own is stored while the next one is multiplied. `addend_size` are the bytes of
+    one number that is added to a product, 0 if nothing is.
+    """
+    stage, part = config.stage_bytes(matrices), config.part_bytes()
+    addends = part // 2 * addend_size * matrices * min(2, config.parts)
+    room = _room(config) - addends
+    most, least = (room - n * part for n in (min(2, config.parts), config.parts))
+    stages = max(least // stage, min(FEW_STAGES, most // stage))
+    return dataclasses.replace(config, stages=max(0, min(8, stages)))
+
+
+def depths(config: Config, matrices: int, addend_size: int = 0) -> Depths:
+    """Return how deep results and addends are buffered in what the stages leave."""
+    part, parts = config.part_bytes(), config.parts
+    room, few = _room(config) - config.stages * config.stage_bytes(matrices), min(2, parts)
+    addends, addend = 0, part // 2 * addend_size * matrices
+    if addend:
+        addends = max(few, min(parts, room // 2 // addend))
+    return Depths(max(few, min(parts, (room - addends * addend) // part)), addends)
+
+
+def _room(config: Config) -> int:
+    """Return the bytes that a CTA has for stages and parts, single rows having a part of theirs."""
+    return hopper.SHARED_BYTES // config.ctas - 2048 - config.part_bytes()

@@ -1,8 +1,7 @@
-"""What the search for tilings needs to know of the Mosaic GPU kernel."""
+"""What the search for tilings needs to know of the Mosaic GPU kernel, plain and gated."""
 
-import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -10,69 +9,122 @@ import numpy as np
 
 from lora_jax.ops.cases import MODELS, popular
 from lora_jax.ops.grouped_matmul import _gpu_tiles, pallas_gpu
-from lora_jax.ops.tuning import Shape, Tunable
+from lora_jax.ops.grouped_matmul._gpu_tiles import Config
+from lora_jax.ops.tuning_programs import Shape, Tunable
 
-CALLS = 20
-TOKENS = (64, 4096, 256, 16, 1024, 1, 4)  # in order of what serving meets most
-TUNED = ("qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v2-lite")
+# Of a step, in order of what serving meets most; a shape serves those of half and twice its rows.
+TOKENS = (128, 8, 512, 32, 4096)
+EXPERTS = ("qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v2-lite")
+DENSE = "llama-8b"
 MOST_REGISTERS = 192  # of a thread that hold sums
+COLD_BYTES = 150e6  # of weights in one program: more than L2 keeps
+FEW_ROWS = (8, 16, 32, 64)  # tiles of rows that keep two CTAs on an SM
+# Tried at every shape, so that one of them is the best single tiling: for one token, for a batch
+# of them and for prompts.
+FIXED = (Config(64, 1, 16, 1, 2), Config(64, 1, 64, 1, 2), Config(128, 2, 128, 1, 1))
 
 
-def shapes() -> tuple[Shape, ...]:
-    """Return gate and down of each model's experts at each number of tokens."""
+def shapes(op: str) -> tuple[Shape, ...]:
+    """Return the sizes of the models' maps at each number of tokens.
+
+    Gate and up of experts are one launch of gated_matmul; down is grouped_matmul's, as are dense
+    layers, of one group.
+    """
     found = []
-    for tokens, name in itertools.product(TOKENS, TUNED):
-        m = MODELS[name]
-        for d_out, d_in in ((m.intermediate, m.hidden), (m.hidden, m.intermediate)):
-            rows = tokens * m.top_k
-            found.append({"rows": rows, "groups": m.num_experts, "d_out": d_out, "d_in": d_in})
+    for tokens in TOKENS:
+        for name in EXPERTS:
+            m = MODELS[name]
+            sizes = {"rows": tokens * m.top_k, "groups": m.num_experts}
+            wide, back = (m.intermediate, m.hidden), (m.hidden, m.intermediate)
+            d_out, d_in = wide if op == "gated_matmul" else back
+            found.append({**sizes, "d_out": d_out, "d_in": d_in})
+        for d_out, d_in in _dense_maps() if op == "grouped_matmul" else ():
+            found.append({"rows": tokens, "groups": 1, "d_out": d_out, "d_in": d_in})
     return tuple(found)
 
 
-def candidates(shape: Shape) -> Iterator[_gpu_tiles.Config]:
-    """Yield the formula's choice, then the tilings near it that fit shared memory and registers.
+def _dense_maps() -> tuple[tuple[int, int], ...]:
+    """Return (d_out, d_in) of q and o, of gate and up, and of down."""
+    m = MODELS[DENSE]
+    heads = m.q_heads * m.k_dim
+    return (heads, m.hidden), (m.intermediate, m.hidden), (m.hidden, m.intermediate)
 
-    Groups of few rows are bound by the weights' bytes: tiles of one to four times the mean rows.
+
+def candidates(shape: Shape, matrices: int) -> Iterator[Config]:
+    """Yield the formula's choice, then tilings near it that fit shared memory and registers.
+
+    Groups of few rows are bound by the weights' bytes: tiles of one or two times the mean rows.
     Longer ones are bound by the multipliers: the largest tiles.
     """
-    first = _gpu_tiles.find_config(shape["rows"], shape["groups"], shape["d_out"])
-    yield first
     mean = shape["rows"] / shape["groups"]
-    if mean > _gpu_tiles.LONG_GROUP:
-        tiles = itertools.product((64, 128), (2,), (64, 128, 192), (1,))
-    else:
-        near = [rows for rows in (8, 16, 32, 64) if mean <= rows <= max(16, 4 * mean)]
-        tiles = itertools.product((64, 128), (1,), near, (1, 2))
-    for columns, warpgroups, rows, ctas in tiles:
-        config = _gpu_tiles.with_stages(
-            _gpu_tiles.Config(columns, warpgroups, rows, 1, ctas), matrices=1
-        )
-        fits = config.stages >= 2 and columns * rows // 128 <= MOST_REGISTERS
-        if config != first and fits:
+    wide = 128 // matrices
+    near = [n for n in FEW_ROWS if mean <= n][:2]
+    some = [Config(c, 1, n, 1, 2) for c, n in itertools.product((64, 128), near)]
+    if mean > _gpu_tiles.LONG_GROUP / 2:
+        some += [Config(wide, 2, n, 1, 1) for n in (64, 128)]
+    if mean > 128:
+        some += [Config(wide, 2, n, 1, 1) for n in (160, 176, 192)]
+    some += FIXED if matrices == 1 else [gated_as(c) for c in FIXED]
+    first = _gpu_tiles.find_config(shape["rows"], shape["groups"], shape["d_out"], matrices)
+    seen = set()
+    for config in (first, *(_gpu_tiles.with_stages(c, matrices) for c in some)):
+        sums = matrices * config.columns * config.rows // 128
+        if config not in seen and config.stages >= 2 and sums <= MOST_REGISTERS:
+            seen.add(config)
             yield config
 
 
-def prepare(shape: Shape):
-    """Return run(config) over random weights and uniformly chosen groups."""
-    rng = np.random.default_rng(0)
-    ids = popular("uniform", shape["rows"], shape["groups"], rng)
-    sizes = jnp.asarray(np.bincount(ids, minlength=shape["groups"]).astype(np.int32))
-    size = (shape["groups"], shape["d_out"], shape["d_in"])
-    w = jax.random.normal(jax.random.key(0), size, jnp.bfloat16)
-    xs = [
-        jax.random.normal(jax.random.key(i + 1), (shape["rows"], shape["d_in"]), jnp.bfloat16)
-        for i in range(CALLS)
-    ]
+def gated_as(config: Config) -> Config:
+    """Return the tiling of two matrices that takes as many registers where one took many."""
+    columns = config.columns if config.columns * config.rows <= 64 * 64 else config.columns // 2
+    return Config(columns, config.warpgroups, config.rows, 1, config.ctas)
 
-    def run(config):
-        multiply = functools.partial(pallas_gpu.grouped_matmul, bias=None, config=config)
-        program = jax.jit(lambda xs, w: [multiply(x, w, sizes) for x in xs])
-        compiled = program.lower(xs, w).compile()
-        return lambda: jax.block_until_ready(compiled(xs, w))
+
+def weight_sets(shape: Shape, matrices: int) -> int:
+    """Return how many layers' weights a program reads, so that none is still in L2."""
+    layer = 2.0 * matrices * min(shape["groups"], shape["rows"]) * shape["d_out"] * shape["d_in"]
+    return max(1, int(np.ceil(COLD_BYTES / layer)))
+
+
+def launches(shape: Shape, matrices: int) -> int:
+    """Return how many launches are in a program: each reads its weights anew."""
+    sets = weight_sets(shape, matrices)
+    return max(2, sets + sets % 2)
+
+
+def arguments(shape: Shape, matrices: int) -> tuple:
+    """Return rows of each launch, the weights' sets and the rows of uniformly chosen groups."""
+    ids = popular("uniform", shape["rows"], shape["groups"], np.random.default_rng(0))
+    sizes = np.bincount(ids, minlength=shape["groups"]).astype(np.int32)
+    w = jax.ShapeDtypeStruct((shape["groups"], shape["d_out"], shape["d_in"]), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((shape["rows"], shape["d_in"]), jnp.bfloat16)
+    sets = weight_sets(shape, matrices)
+    return [x] * launches(shape, matrices), [[w] * matrices] * sets, sizes
+
+
+def program(shape: Shape, matrices: int, config: Config) -> Callable:
+    """Return the launches as a function of `arguments`."""
+    del shape, matrices
+
+    def one(x, sizes, w, up=None):
+        if up is None:
+            return pallas_gpu.grouped_matmul(x, w, sizes, None, config=config)
+        return pallas_gpu.gated_matmul(x, w, up, sizes, config=config)
+
+    def run(xs, sets, sizes):
+        return [one(x, sizes, *sets[i % len(sets)]) for i, x in enumerate(xs)]
 
     return run
 
 
-def tunable() -> Tunable:
+def tunable(op: str) -> Tunable:
     """Return the kernel as the search sees it."""
-    return Tunable("grouped_matmul", shapes(), candidates, prepare, CALLS)
+    matrices = 2 if op == "gated_matmul" else 1
+    return Tunable(
+        op,
+        shapes(op),
+        lambda shape: candidates(shape, matrices),
+        lambda shape, config: program(shape, matrices, config),
+        lambda shape: arguments(shape, matrices),
+        lambda shape: launches(shape, matrices),
+    )

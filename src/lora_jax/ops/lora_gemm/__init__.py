@@ -10,7 +10,7 @@ from lora_jax.ops.adapter_items import AdapterItems
 from lora_jax.ops.lora_gemm import cpu, reference, xla
 from lora_jax.typing import Array, Float, Int
 
-__all__ = ["lora_deltas", "lora_gemm", "lora_gemms"]
+__all__ = ["delta_dtype", "lora_deltas", "lora_gemm", "lora_gemms"]
 
 _KERNELS = {
     "cuda": dispatch.backend("cuda", "lora_gemm"),
@@ -20,7 +20,7 @@ _KERNELS = {
     "xla": xla.lora_gemm,
     "reference": reference.lora_gemm,
 }
-_NARROW_ROWS = ("ffi", "xla", "reference")  # take bfloat16 rows to float32 results
+_NARROW_ROWS = ("cuda", "ffi", "xla", "reference")  # take bfloat16 rows to float32 results
 
 
 def lora_gemm(
@@ -63,8 +63,9 @@ def lora_gemms(
     x: Float[Array, "rows d_in"],
     a_pool: Float[Array, "a_rows d_in"],
     b_pool: Float[Array, "b_rows d_out"],
-    entries: Sequence[Int[Array, "slots 5"]],
-    scaling: Sequence[Float[Array, "slots"]],
+    entries: Int[Array, "sites slots 5"],
+    scaling: Float[Array, "sites slots"],
+    sites: Sequence[int],
     row_to_slot: Int[Array, "rows"],
     row_to_expert: Int[Array, "rows"] | None = None,
     *,
@@ -72,33 +73,49 @@ def lora_gemms(
     items: AdapterItems | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "rows d_out"], ...]:
-    """Return lora_gemm of each y, whose entries and scaling are its own; one launch on Hopper.
+    """Return lora_gemm of each y with the entries and scaling of its site; one launch on Hopper.
 
     So maps of the same rows that have the same widths, such as gate and up, cost their bytes and
-    not a launch each. Bits are those of lora_gemm. Either all y are None or none is.
+    not a launch each. The table comes whole, since cutting a site out of it is a copy, and a copy a
+    launch. Bits are those of lora_gemm. Either all y are None or none is.
     """
-    if not len(ys) == len(entries) == len(scaling):
-        said = f"{len(ys)} y, {len(entries)} entries and {len(scaling)} scaling"
-        raise ValueError(f"lora_gemms: each map needs one of each, got {said}")
+    if len(ys) != len(sites) or not all(0 <= site < entries.shape[0] for site in sites):
+        said = f"{len(ys)} y, sites {tuple(sites)} of a table of {entries.shape[0]}"
+        raise ValueError(f"lora_gemms: each map needs a site of the table, got {said}")
     if len({y is None for y in ys}) > 1:
         raise ValueError("lora_gemms: some y are None, others not: a launch adds to all or to none")
     if row_to_expert is None:
         row_to_expert = jnp.zeros(x.shape[:1], jnp.int32)
     pools, owners = (x, a_pool, b_pool), (row_to_slot, row_to_expert)
-    modules = tuple(zip(ys, entries, scaling, strict=True))
-    for y, e, s in modules:
-        _check(y, *pools, e, s, *owners, max_rank)
-    kernels: dict[str, Callable] = {n: functools.partial(_one_by_one, n) for n in _KERNELS}
-    kernels["cuda"] = functools.partial(dispatch.backend("cuda", "lora_gemms"), items=items)
-    return dispatch.call(kernels, implementation, modules, *pools, *owners, max_rank)
+    for y in ys:
+        _check(y, *pools, entries[0], scaling[0], *owners, max_rank)
+    cuda = functools.partial(dispatch.backend("cuda", "lora_gemms"), items=items, sites=sites)
+    one_by_one = functools.partial(_one_by_one, sites)
+    kernels: dict[str, Callable] = {n: functools.partial(one_by_one, n) for n in _KERNELS}
+    modules = tuple((y, entries, scaling) for y in ys)
+    return dispatch.call(
+        kernels | {"cuda": cuda}, implementation, modules, *pools, *owners, max_rank
+    )
+
+
+def delta_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """Return what deltas of rows of a dtype are added in on this platform.
+
+    Whoever computes them, an engine or a LoRA Server, gives these, so that sums have the same bits:
+    float32 where the kernels give that for nothing, so that one rounding is left to the sum; else
+    the rows' own.
+    """
+    wide = dispatch.candidates()[0] in _NARROW_ROWS
+    return jnp.dtype(jnp.float32) if wide else jnp.dtype(dtype)
 
 
 def lora_deltas(
     x: Float[Array, "rows d_in"],
     a_pool: Float[Array, "a_rows d_in"],
     b_pool: Float[Array, "b_rows d_out"],
-    entries: Sequence[Int[Array, "slots 5"]],
-    scaling: Sequence[Float[Array, "slots"]],
+    entries: Int[Array, "sites slots 5"],
+    scaling: Float[Array, "sites slots"],
+    sites: Sequence[int],
     row_to_slot: Int[Array, "rows"],
     row_to_expert: Int[Array, "rows"],
     *,
@@ -106,7 +123,7 @@ def lora_deltas(
     dtype: jnp.dtype,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "rows d_out"], ...]:
-    """Return s * sum_j (x[t] . A[j]) B[j] of each map alone; rows of slot -1 are undefined.
+    """Return s * sum_j (x[t] . A[j]) B[j] of each site alone; rows of slot -1 are undefined.
 
     `dtype` is x's or float32. Float32 sums of bfloat16 rows, added to a y and rounded, have the
     bits of lora_gemm on that y. One launch on Hopper, as lora_gemms.
@@ -114,26 +131,26 @@ def lora_deltas(
     pools, owners = (x, a_pool, b_pool), (row_to_slot, row_to_expert)
 
     def cuda(*arguments):
-        tables = tuple(zip(entries, scaling, strict=True))
         kernel = dispatch.backend("cuda", "lora_deltas")
-        return kernel(tables, *arguments, max_rank, jnp.dtype(dtype))
+        return kernel(entries, scaling, sites, *arguments, max_rank, jnp.dtype(dtype))
 
     def others(name: str, *arguments):
-        ys = [jnp.zeros((x.shape[0], b_pool.shape[1]), dtype)] * len(entries)
+        ys = [jnp.zeros((x.shape[0], b_pool.shape[1]), dtype)] * len(sites)
         options = {"max_rank": max_rank, "implementation": name}
-        return lora_gemms(ys, *pools, entries, scaling, *owners, **options)
+        return lora_gemms(ys, *pools, entries, scaling, sites, *owners, **options)
 
     kernels: dict[str, Callable] = {n: functools.partial(others, n) for n in _KERNELS}
     return dispatch.call(kernels | {"cuda": cuda}, implementation, *pools, *owners)
 
 
 def _one_by_one(
-    implementation: str, modules, x, a_pool, b_pool, row_to_slot, row_to_expert, max_rank
+    sites, implementation: str, modules, x, a_pool, b_pool, row_to_slot, row_to_expert, max_rank
 ):
     options = {"max_rank": max_rank, "implementation": implementation}
+    owners = (row_to_slot, row_to_expert)
     return tuple(
-        lora_gemm(y, x, a_pool, b_pool, entries, scaling, row_to_slot, row_to_expert, **options)
-        for y, entries, scaling in modules
+        lora_gemm(y, x, a_pool, b_pool, entries[site], scaling[site], *owners, **options)
+        for (y, entries, scaling), site in zip(modules, sites, strict=True)
     )
 
 

@@ -57,6 +57,7 @@ inline __nv_bfloat16 __float2bfloat16(float f) {
   if ((bits & 0x7fffffff) > 0x7f800000) return {static_cast<uint16_t>(bits >> 16 | 64)};
   return {static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
+inline float __bfloat162float(__nv_bfloat16 v) { return emulated_float(v.bits); }
 inline __nv_bfloat162 __floats2bfloat162_rn(float a, float b) { return {__float2bfloat16(a), __float2bfloat16(b)}; }
 inline float2 __bfloat1622float2(__nv_bfloat162 v) { return {emulated_float(v.x.bits), emulated_float(v.y.bits)}; }
 
@@ -396,7 +397,8 @@ using cuuint64_t = uint64_t;
 using cuuint32_t = uint32_t;
 enum CUresult { CUDA_SUCCESS, CUDA_ERROR_INVALID_VALUE };
 enum { CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE };
+       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE };
+enum CUtensorMapL2promotion { CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B };
 struct CUtensorMap {
   const unsigned char* base;
   int rank;

@@ -1,0 +1,78 @@
+"""Plot of what `python -m bench.esft_speed` measured."""
+
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+BAR_PERCENT = 2  # that the same experts may cost more with adapters
+_NAME = re.compile(r"(?P<batch>.+), (?P<adapters>\d+) adapters, (?P<kind>same|own) experts")
+OURS, FLOOR, BAR = "#1f77b4", "#aec7e8", "#d62728"
+
+
+def plot_esft_speed(result: dict[str, Any], path: Path) -> None:
+    """Draw steps over the base's, steps over their bytes, and loads, and write a PNG to `path`."""
+    fig, axes = plt.subplots(1, 3, figsize=(12, 3.8))
+    _plot_same(axes[0], _by_batch(result["rows"], "same"))
+    _plot_own(axes[1], _by_batch(result["rows"], "own"))
+    _plot_loads(axes[2], result["rows"])
+    for ax in axes:
+        ax.spines[["top", "right"]].set_visible(False)
+        handles, labels = ax.get_legend_handles_labels()
+        unique = dict(zip(labels, handles, strict=True))
+        if unique:
+            ax.legend(unique.values(), unique.keys(), fontsize=7, frameon=False)
+    fig.suptitle(
+        f"ESFT adapters of {result['model']}, {result['layers']} layers of experts; "
+        f"{result['device']}, {result['date']}, copy {result['copy_tb_per_s']:.2f} TB/s",
+        fontsize=9,
+    )
+    fig.tight_layout()
+    fig.savefig(path, dpi=150)
+    plt.close(fig)
+
+
+def _by_batch(rows: list[dict], kind: str) -> dict[str, list[tuple[int, dict]]]:
+    """Return (adapters, row) of every batch, in order."""
+    found = defaultdict(list)
+    for row in rows:
+        named = _NAME.fullmatch(row["name"])
+        if named and named["kind"] == kind:
+            found[named["batch"]].append((int(named["adapters"]), row))
+    return {batch: sorted(points, key=lambda point: point[0]) for batch, points in found.items()}
+
+
+def _plot_same(ax: Axes, batches: dict[str, list[tuple[int, dict]]]) -> None:
+    for batch, points in batches.items():
+        over = [100 * (row["us"] / row["base_us"] - 1) for _, row in points]
+        ax.plot([n for n, _ in points], over, marker="o", ms=3, label=batch)
+    ax.axhline(BAR_PERCENT, color=BAR, lw=1, ls="--", label=f"bar {BAR_PERCENT}%")
+    ax.set(xlabel="adapters in the batch", ylabel="over the base alone, %", title="same experts")
+
+
+def _plot_own(ax: Axes, batches: dict[str, list[tuple[int, dict]]]) -> None:
+    """Draw measured over base and floor over base: what more distinct experts cost."""
+    for i, (batch, points) in enumerate(batches.items()):
+        took = [row["us"] / row["base_us"] for _, row in points]
+        floor = [row["floor_us"] / row["base_floor_us"] for _, row in points]
+        color = f"C{i}"
+        ax.plot([n for n, _ in points], took, marker="o", ms=3, color=color, label=batch)
+        ax.plot([n for n, _ in points], floor, ls=":", color=color, label=f"{batch}: its bytes")
+    ax.set(xlabel="adapters in the batch", ylabel="times the base", title="own experts")
+
+
+def _plot_loads(ax: Axes, rows: list[dict]) -> None:
+    loads = [row for row in rows if row["name"].startswith("load ")]
+    for i, row in enumerate(loads):
+        size = f"{row['more']['GB']:.2f} GB"
+        ax.bar(i - 0.2, row["us"] / 1e3, 0.38, color=OURS, label=f"{size} to first use")
+        ax.bar(i + 0.2, row["base_us"] / 1e3, 0.38, color=FLOOR, label="bytes over copy rate")
+    names = [row["name"].removeprefix("load ").removesuffix(" to first use") for row in loads]
+    ax.set_xticks(range(len(loads)), names)
+    ax.set(ylabel="ms", title="one adapter's load", yscale="log" if loads else "linear")

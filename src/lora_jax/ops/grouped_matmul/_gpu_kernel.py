@@ -1,0 +1,227 @@
+"""The body of the Mosaic GPU kernel: one warpgroup copies, the others multiply and store.
+
+With two weights, silu of the first product times the second is stored. Products are rounded to the
+rows' dtype before anything is done with them, so that they have the same bits in every form.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from lora_jax.ops import hopper
+from lora_jax.ops.grouped_matmul._gpu_tiles import STEP, STORED, Config, Depths
+from lora_jax.ops.grouped_matmul._gpu_works import Works
+
+CROWDED = 128 * 128  # sums of a warpgroup: half the registers
+
+
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """What a launch works on; `addends` counts the arrays that products are added to."""
+
+    rows: int
+    groups: int
+    d_out: int
+    d_in: int
+    weights: int
+    biases: int
+    addends: int
+    dtype: jnp.dtype
+
+
+def kernel_body(config: Config, deep: Depths, operands: Operands, ctas: int, interpreted: bool):
+    """Return the kernel for these tiles; refs as `pallas_gpu` lists them."""
+    dtype, matrices, groups = operands.dtype, operands.weights, operands.groups
+    columns, warpgroups, tile_rows = config.columns, config.warpgroups, config.rows
+    stages, wide, d_out = config.stages, columns * warpgroups, operands.d_out
+    steps, stored = operands.d_in // STEP, min(tile_rows, STORED)
+    ahead = deep.addends
+    works = Works(groups, operands.rows, tile_rows, pl.cdiv(d_out, wide), steps, ctas)
+    crowded = matrices * columns * tile_rows >= CROWDED
+
+    def _grouped_matmul_kernel(sizes_ref, x_ref, *refs):
+        w_refs, refs = refs[:matrices], refs[matrices:]
+        bias_refs, refs = refs[: operands.biases], refs[operands.biases :]
+        addend_refs, refs = refs[: operands.addends], refs[operands.addends :]
+        y_ref, w_smem, x_smem, block_smem, rows_smem, full, empty = refs[:7]
+        addend_smem, arrived = refs[-2:]  # they are there if addends are
+        warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("cta")
+
+        def slot(step):
+            return lax.rem(step, jnp.int32(stages))
+
+        @pl.when(warpgroup == warpgroups)
+        def _copy():
+            if crowded:
+                plgpu.set_max_registers(40, action="decrease")
+
+            def one(group, tile, row, low, high, begin):
+                del low, high
+
+                def stage(k, _):
+                    at, depth = slot(begin + k), pl.ds(k * STEP, STEP)
+
+                    @pl.when(begin + k >= stages)
+                    def _():
+                        plgpu.barrier_wait(empty.at[at])
+
+                    for i, w_ref in enumerate(w_refs):
+                        source = w_ref.at[group, pl.ds(tile * wide, wide), depth]
+                        plgpu.copy_gmem_to_smem(source, w_smem.at[i, at], full.at[at])
+                    source = x_ref.at[pl.ds(row, tile_rows), depth]
+                    plgpu.copy_gmem_to_smem(source, x_smem.at[at], full.at[at])
+
+                lax.fori_loop(0, jnp.where(group < groups, steps, 0), stage, None)
+
+            copied = works.for_each(sizes_ref, cta, one)
+
+            def drain(step, _):
+                plgpu.barrier_wait(empty.at[slot(step)])
+
+            lax.fori_loop(lax.max(copied - stages, jnp.int32(0)), copied, drain, None)
+
+        @pl.when(warpgroup < warpgroups)
+        def _multiply():
+            if crowded:
+                plgpu.set_max_registers(232, action="increase")
+            side = warpgroup * columns
+
+            def product(begin):
+                def scope(*accs):
+                    def stage(k, _):
+                        at = slot(begin + k)
+                        plgpu.barrier_wait(full.at[at])
+                        for i, acc in enumerate(accs):
+                            w = w_smem.at[i, at, pl.ds(side, columns)]
+                            plgpu.wgmma(acc, w, x_smem.at[at].transpose((1, 0)))
+                        plgpu.wgmma_wait(matrices)
+
+                        @pl.when(k > 0)
+                        def _():
+                            plgpu.barrier_arrive(empty.at[slot(begin + k - 1)])
+
+                    lax.fori_loop(0, steps, stage, None)
+                    return tuple(acc[...] for acc in accs)
+
+                one = plgpu.WGMMAAccumulatorRef((columns, tile_rows), jnp.float32)
+                z = pl.run_scoped(scope, *[one] * matrices)
+                plgpu.barrier_arrive(empty.at[slot(begin + steps - 1)])
+                return z
+
+            def fetch(tile, row, high, part):
+                """Ask for what is added to a part of the tile, if it has rows."""
+
+                @pl.when(part * stored < high)
+                def _():
+                    rows = pl.ds(row + part * stored, stored)
+                    place, at = pl.ds(tile * wide + side, columns), part % ahead
+                    for i, ref in enumerate(addend_refs):
+                        target = addend_smem.at[warpgroup, at, i]
+                        barrier = arrived.at[ahead * warpgroup + at]
+                        plgpu.copy_gmem_to_smem(ref.at[rows, place], target, barrier)
+
+            def finished(z, part):
+                """Return a part of the tile as it is stored."""
+                some = slice(part * stored, (part + 1) * stored)
+                values = [v[:, some].astype(dtype) for v in z]
+                if addend_refs:
+                    at = part % ahead
+                    plgpu.barrier_wait(arrived.at[ahead * warpgroup + at])
+                    values = [
+                        added(v, addend_smem.at[warpgroup, at, i]) for i, v in enumerate(values)
+                    ]
+                if len(values) == 1:
+                    return values[0]
+                gate, up = (v.astype(jnp.float32) for v in values)
+                return (gate * (1 / (1 + jnp.exp(-gate))) * up).astype(dtype)
+
+            def added(value, addend_ref):
+                """Return value plus an addend, which lies in rows of d_out, rounded again."""
+                layout = plgpu.Layout.WGMMA_TRANSPOSED
+                value = plgpu.layout_cast(value, layout).astype(jnp.float32)
+                addend = plgpu.load(addend_ref.transpose((1, 0)), layout=layout, optimized=False)
+                return (value + addend.astype(jnp.float32)).astype(dtype)
+
+            def store(value_of, tile, row, low, high, behind=lambda part: None):
+                """Store value_of(part) of the parts that have rows, calling behind(part) then."""
+                for i in range(config.parts):
+
+                    @pl.when(i * stored < high)
+                    def _(i=i):
+                        store_part(i, value_of(i), tile, row, low, high)
+                        behind(i)
+
+            def store_part(i, part, tile, row, low, high):
+                first, place = i * stored, pl.ds(tile * wide + side, columns)
+                # The tile before has long left, and then a part's place is its own for a while.
+                if i == 0 or i >= deep.results:
+                    # The interpreter counts copies, not groups.
+                    pending = 0 if i == 0 or interpreted else deep.results - 1
+                    plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
+                whole = (low <= first) & (first + stored <= high)
+
+                @pl.when(whole)
+                def _():
+                    out = block_smem.at[warpgroup, i % deep.results]
+                    out.transpose((1, 0))[...] = part
+                    plgpu.commit_smem()
+                    target = y_ref.at[pl.ds(row + first, stored), place]
+                    plgpu.copy_smem_to_gmem(out, target, commit_group=False)
+
+                @pl.when(~whole)
+                def _():
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    out = rows_smem.at[warpgroup]
+                    flipped = plgpu.layout_cast(part, plgpu.Layout.WGMMA_TRANSPOSED)
+                    out.transpose((1, 0))[...] = flipped
+                    plgpu.commit_smem()
+
+                    def put_rows(width):
+                        def put(r, _):
+                            target = y_ref.at[row + r, pl.ds(tile * wide + side, width)]
+                            source = out.at[r - first, pl.ds(0, width)]
+                            plgpu.copy_smem_to_gmem(source, target, commit_group=False)
+
+                        begin = lax.max(low, jnp.int32(first))
+                        lax.fori_loop(begin, lax.min(high, jnp.int32(first + stored)), put, None)
+
+                    hopper.at_own_width(put_rows, d_out, columns, warpgroups, tile, warpgroup)
+
+                plgpu.commit_smem_to_gmem_group()
+
+            def bias(ref, group, tile):
+                source = ref.at[group, pl.ds(tile * wide + side, columns)]
+                layout = plgpu.Layout.WGMMA.reduce(1)
+                b = plgpu.load(source, layout=layout, optimized=False).astype(jnp.float32)
+                return lax.broadcast_in_dim(b, (columns, tile_rows), (0,))
+
+            def one(group, tile, row, low, high, begin):
+                def fetch_next(part):
+                    if addend_refs and part + ahead < config.parts:
+                        fetch(tile, row, high, part + ahead)
+
+                @pl.when(group < groups)
+                def _():
+                    for part in range(ahead):
+                        fetch(tile, row, high, part)
+                    z = product(begin)
+                    if bias_refs:
+                        z = tuple(
+                            v + bias(ref, group, tile) for v, ref in zip(z, bias_refs, strict=True)
+                        )
+                    store(lambda part: finished(z, part), tile, row, low, high, fetch_next)
+
+                @pl.when(group == groups)
+                def _():
+                    zero = plgpu.layout_cast(
+                        jnp.zeros((columns, stored), dtype), plgpu.Layout.WGMMA
+                    )
+                    store(lambda part: zero, tile, row, low, high)
+
+            works.for_each(sizes_ref, cta, one)
+            plgpu.wait_smem_to_gmem(0)
+
+    return _grouped_matmul_kernel

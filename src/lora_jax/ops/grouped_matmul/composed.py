@@ -1,0 +1,54 @@
+"""Addends and gated activation around any implementation's product: what the fused kernel means."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from lora_jax.typing import Array, Float, Int
+
+
+def grouped_matmul(
+    product: Callable[..., Float[Array, "rows d_out"]],
+    x: Float[Array, "rows d_in"],
+    w: Float[Array, "groups d_out d_in"],
+    group_sizes: Int[Array, "groups"],
+    bias: Float[Array, "groups d_out"] | None,
+    addend: Float[Array, "rows d_out"] | None = None,
+) -> Float[Array, "rows d_out"]:
+    """y[t] + addend[t] of rows in groups, y = product(x, w, group_sizes, bias), else 0.
+
+    The sum is in float32 and rounded once more: an addend of 0 changes no bit.
+    """
+    y = product(x, w, group_sizes, bias)
+    if addend is None:
+        return y
+    rows = jnp.arange(x.shape[0], dtype=jnp.int32)
+    real = rows < jnp.sum(group_sizes, dtype=jnp.int32)
+    z = (y.astype(jnp.float32) + addend.astype(jnp.float32)).astype(y.dtype)
+    return jnp.where(real[:, None], z, y)
+
+
+def gated_matmul(
+    product: Callable[..., Float[Array, "rows d_out"]],
+    x: Float[Array, "rows d_in"],
+    w_gate: Float[Array, "groups d_out d_in"],
+    w_up: Float[Array, "groups d_out d_in"],
+    group_sizes: Int[Array, "groups"],
+    gate_addend: Float[Array, "rows d_out"] | None = None,
+    up_addend: Float[Array, "rows d_out"] | None = None,
+) -> Float[Array, "rows d_out"]:
+    """silu(gate) * up, both as grouped_matmul gives them."""
+    gate, up = (
+        grouped_matmul(product, x, w, group_sizes, None, addend)
+        for w, addend in ((w_gate, gate_addend), (w_up, up_addend))
+    )
+    return silu_times(gate, up)
+
+
+def silu_times(
+    gate: Float[Array, "rows width"], up: Float[Array, "rows width"]
+) -> Float[Array, "rows width"]:
+    """silu(gate) * up in float32, rounded once."""
+    wide = gate.astype(jnp.float32)
+    return (wide * jax.nn.sigmoid(wide) * up.astype(jnp.float32)).astype(gate.dtype)

@@ -1,0 +1,133 @@
+"""Programs of a search for tilings: compiled side by side in other processes, kept in a folder.
+
+Tracing and lowering a kernel keep one core busy for seconds, more than its runs take.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import json
+import multiprocessing
+import os
+import pickle
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+from unittest import mock
+
+import jax
+from jax.experimental import serialize_executable
+
+# Each has, in the module named, a function `tunable(op)`.
+OPS = {
+    "gated_matmul": "lora_jax.ops.grouped_matmul.tuning",
+    "grouped_matmul": "lora_jax.ops.grouped_matmul.tuning",
+}
+LOADERS = 4  # threads: a program comes from its file while others run
+
+Shape = Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tunable:
+    """One kernel as the search sees it.
+
+    `program(shape, config)` is a function of arrays that runs the kernel `launches(shape)` times;
+    `arguments(shape)` is a tree of what it takes: shapes and dtypes of random arrays, and numpy
+    arrays. `candidates` leaves out what the device cannot hold; the first one is what is used
+    without a table.
+    """
+
+    op: str
+    shapes: tuple[Shape, ...]
+    candidates: Callable[[Shape], Iterable[Any]]
+    program: Callable[[Shape, Any], Callable]
+    arguments: Callable[[Shape], Any]
+    launches: Callable[[Shape], int]
+
+
+def find_tunable(op: str) -> Tunable:
+    """Return an op's kernel as the search sees it."""
+    return importlib.import_module(OPS[op]).tunable(op)
+
+
+@runtime_checkable
+class Compilers(Protocol):
+    """Whoever makes the programs of a search."""
+
+    def compile(self, op: str, shape: Shape, config: Any) -> Future[Callable]:
+        """Return the future of the program that runs this op at this shape by this tiling."""
+        ...
+
+
+class Programs:
+    """Compiled programs of this device, one file each; what is missing, processes make."""
+
+    def __init__(self, folder: Path, processes: int):
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._stack = contextlib.ExitStack()
+        spawn = multiprocessing.get_context("spawn")
+        self._makers = ProcessPoolExecutor(processes, mp_context=spawn)
+        self._loaders = ThreadPoolExecutor(LOADERS)
+
+    def __enter__(self) -> "Programs":
+        # A process that shares the device may not take most of its memory.
+        small = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        self._stack.enter_context(mock.patch.dict(os.environ, small))
+        importlib.import_module("jax.experimental.pallas.mosaic_gpu")  # knows kernels of a file
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._makers.shutdown(cancel_futures=True)
+        self._loaders.shutdown(cancel_futures=True)
+        self._stack.close()
+
+    def compile(self, op: str, shape: Shape, config: Any) -> Future[Callable]:
+        """Return the future of the program that runs this op at this shape by this tiling."""
+        file = self.folder / file_name(op, shape, config)
+        made = None if file.exists() else self._makers.submit(make, op, shape, config, file)
+        return self._loaders.submit(_load, file, made)
+
+
+def file_name(op: str, shape: Shape, config: Any) -> str:
+    """Return the name of a program's file; another for another source of the op or another jax."""
+    said = [op, dict(shape), dataclasses.asdict(config), jax.__version__, _source_of(op)]
+    sizes = "x".join(map(str, shape.values()))
+    return f"{op}-{sizes}-{zlib.crc32(json.dumps(said).encode()):08x}"
+
+
+@functools.cache
+def _source_of(op: str) -> int:
+    """Return a checksum of the op's files."""
+    spec = importlib.util.find_spec(OPS[op])
+    assert spec is not None
+    assert spec.origin is not None
+    code = 0
+    for file in sorted(Path(spec.origin).parent.glob("*.py")):
+        code = zlib.crc32(file.read_bytes(), code)
+    return code
+
+
+def make(op: str, shape: Shape, config: Any, file: Path) -> None:
+    """Compile a program for the first device of this process, and write it."""
+    tunable = find_tunable(op)
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    arguments = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), tunable.arguments(shape)
+    )
+    compiled = jax.jit(tunable.program(shape, config)).lower(*arguments).compile()
+    part = file.with_suffix(f".{os.getpid()}.part")
+    part.write_bytes(pickle.dumps(serialize_executable.serialize(compiled)))
+    part.replace(file)
+
+
+def _load(file: Path, made: Future | None) -> Callable:
+    if made is not None:
+        made.result()
+    parts, here = pickle.loads(file.read_bytes()), jax.devices()[:1]
+    return serialize_executable.deserialize_and_load(*parts, execution_devices=here)

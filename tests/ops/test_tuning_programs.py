@@ -1,0 +1,65 @@
+"""Programs are made once, by a process of its own, and found again in their folder."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lora_jax.ops import tuning_programs
+from lora_jax.ops.tuning_programs import OPS, Programs, Tunable, file_name, make
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    times: int
+
+
+def tunable(op: str) -> Tunable:
+    """Return an op that doubles; a module of this name is what OPS leads to."""
+    return Tunable(
+        op,
+        shapes=({"rows": 3},),
+        candidates=lambda shape: [Config(2), Config(4)],
+        program=lambda shape, config: lambda x, n: x * config.times + n,
+        arguments=lambda shape: (
+            jax.ShapeDtypeStruct((shape["rows"],), jnp.float32),
+            np.ones(1, np.float32),
+        ),
+        launches=lambda shape: 1,
+    )
+
+
+@pytest.fixture
+def op(monkeypatch):
+    monkeypatch.setitem(OPS, "scaled", __name__)
+    return "scaled"
+
+
+def test_a_program_of_a_file_is_loaded_and_not_made_again(op, tmp_path, monkeypatch):
+    shape, config = {"rows": 3}, Config(4)
+    make(op, shape, config, tmp_path / file_name(op, shape, config))
+    assert [f.name for f in tmp_path.iterdir()] == [file_name(op, shape, config)]
+    monkeypatch.setattr(tuning_programs, "make", None)
+    with Programs(tmp_path, 1) as programs:
+        program = programs.compile(op, shape, config).result()
+    got = program(jnp.arange(3, dtype=jnp.float32), jnp.ones(1, jnp.float32))
+    np.testing.assert_array_equal(got, [1, 5, 9])
+
+
+def test_what_no_compiler_takes_fails_when_it_is_asked_for(tmp_path):
+    """The other process knows nothing of this test's op."""
+    with Programs(tmp_path, 1) as programs:
+        future = programs.compile("gated_matmul", {"rows": 3}, Config(4))
+        with pytest.raises(KeyError, match="groups"):
+            future.result()
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_name_tells_shapes_tilings_and_sources_apart(op, monkeypatch):
+    shapes, configs = ({"rows": 3}, {"rows": 4}), (Config(2), Config(4))
+    names = {file_name(op, shape, config) for shape in shapes for config in configs}
+    monkeypatch.setattr(tuning_programs, "_source_of", lambda op: 0)
+    names.add(file_name(op, shapes[0], configs[0]))
+    assert len(names) == 5
