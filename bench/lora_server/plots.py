@@ -26,7 +26,7 @@ def plot_lora_server(result: dict[str, Any], path: Path) -> None:
     for ax in (left, right):
         ax.spines[["top", "right"]].set_visible(False)
         ax.legend(fontsize=7, frameon=False, ncol=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
-    fig.suptitle(f"{result['shape']}; {result['device']}, {result['date']}", fontsize=9, y=1.08)
+    fig.suptitle(f"{result['shape']}; {result['device']}, {result['date']}", fontsize=9, y=0.98)
     fig.savefig(path, dpi=150, bbox_inches="tight")
     plt.close(fig)
 
