@@ -12,6 +12,7 @@ import matplotlib.pyplot as plt
 
 from bench.esft_plots import plot_esft_speed
 from bench.kernel_plots import plot_kernels
+from bench.lora_server.plots import plot_lora_server
 
 BARS = {
     "peft_mixed": ("transformers + PEFT, 8 adapters", "#9a9a9a"),
@@ -83,6 +84,7 @@ PLOTS = {
     "kernels_": plot_kernels,
     "esft_memory_": plot_esft_memory,
     "esft_speed_": plot_esft_speed,
+    "lora_server_": plot_lora_server,
 }
 
 

@@ -1,11 +1,12 @@
 """A rank's requests as programs of its device: taken, computed and answered without the host.
 
-The host enqueues a program for each message before there is one, and reads one behind what became
-of it. A program picks its branch by the message's site and number of rows, so it is compiled once
-for all of the rank's buckets.
+The host enqueues a program for each message before there is one, and reads later what became of
+it. A program picks its branch by the message's site and number of rows, so it is compiled once for
+all of the rank's buckets; but on a GPU there are as many copies of it as are under way, because a
+CUDA graph holds addresses and is written anew, node by node, where one has changed: each copy finds
+its ticket where it was.
 """
 
-import collections
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -20,9 +21,12 @@ from serving.lora_server.rank import SITES, ServerRank
 from serving.lora_server.shards import ServerPlan
 from serving.transport.device_server import Arrived, DeviceServer, Verdict
 
-_AHEAD = 2  # programs under way while the host reads the one before
+_AHEAD = 3  # programs under way, of which the host reads the oldest before it enqueues one more
 _VERDICT = 5  # its place in what a program says
 _NOBODY = -1
+# However short, a program is one CUDA graph on a GPU, branches included: where XLA does not make it
+# one, the host waits for every message to pick the branch, and then launches kernel by kernel.
+ONE_GRAPH = {"xla_gpu_graph_min_graph_size": "1"}
 
 
 @jax.tree_util.register_dataclass
@@ -50,30 +54,50 @@ class DeviceLoop:
     def __init__(self, rank: ServerRank, plan: ServerPlan, server: DeviceServer):
         """Compile, so that no request waits for that."""
         self._rank, self._server = rank, server
-        self._program = _program(rank, plan, server)
+        if jax.default_backend() == "gpu":
+            self._programs = [_program(rank, plan, server) for _ in range(_AHEAD)]
+        else:
+            self._programs = [_program(rank, plan, server)] * _AHEAD
         self._device = jax.local_devices()[0]
-        self._under_way: collections.deque[Array] = collections.deque()
-        self._ticket = self._put(np.zeros(8, np.int32))
+        self._tickets = [self._put(np.zeros(8, np.int32)) for _ in range(_AHEAD)]
+        self._sent = [False] * _AHEAD
+        self._turns = 0
+        self._limits: dict[float, Array] = {}
         self._table: RankTable | None = None
         self._known: tuple[int, int] | None = None  # the rank's changes and the version in it
-        self.turn(0, 0.0)
+        for _ in range(_AHEAD):
+            self.turn(0, 0.0)
         self.drain()
 
     def turn(self, version: int, seconds: float) -> Outcome | None:
         """Enqueue one more program; return what the oldest one says, None if no message came.
 
-        `version` is that of the server's table now; a program waits as many seconds for a message.
+        `version` is that of the server's table now; a program waits as many seconds for a message,
+        of which there are few different values.
         """
-        limit = self._put(np.int32(seconds * 1e6))
-        said = self._program(self._rank.slots, self._current(version), self._ticket, limit)
-        self._ticket = said
-        self._under_way.append(said)
-        return _read(self._under_way.popleft()) if len(self._under_way) > _AHEAD else None
+        place = self._turns % _AHEAD
+        outcome = self._read(place)
+        if seconds not in self._limits:
+            self._limits[seconds] = self._put(np.int32(seconds * 1e6))
+        self._tickets[place] = self._programs[place](
+            self._rank.slots, self._current(version), self._tickets[place], self._limits[seconds]
+        )
+        self._sent[place] = True
+        self._turns += 1
+        return outcome
 
     def drain(self) -> list[Outcome]:
         """Return what all programs under way say, when they have ended."""
-        said = [_read(self._under_way.popleft()) for _ in range(len(self._under_way))]
+        said = [self._read((self._turns + place) % _AHEAD) for place in range(_AHEAD)]
         return [outcome for outcome in said if outcome is not None]
+
+    def _read(self, place: int) -> Outcome | None:
+        """Return what a program under way says when it has ended; None: there is nothing to say."""
+        if not self._sent[place]:
+            return None
+        self._sent[place] = False
+        info = tuple(np.asarray(self._tickets[place]).tolist())
+        return None if info[0] == _NOBODY else Outcome(Verdict(info[_VERDICT]), info)
 
     def _current(self, version: int) -> RankTable:
         known = (self._rank.changes, version)
@@ -87,16 +111,12 @@ class DeviceLoop:
         return jax.device_put(array, self._device)
 
 
-def _read(said: Array) -> Outcome | None:
-    info = tuple(np.asarray(said).tolist())
-    return None if info[0] == _NOBODY else Outcome(Verdict(info[_VERDICT]), info)
-
-
 def _program(rank: ServerRank, plan: ServerPlan, server: DeviceServer) -> Callable:
-    """Return (slots, table, ticket, limit in us) -> ticket: one message, or none in time."""
+    """Return (slots, table, ticket, limit in us) -> ticket, in its place: one message or none."""
     buckets, moe_layers = rank.sizes.buckets, np.asarray(plan.moe_layers, np.int32)
+    options = ONE_GRAPH if jax.default_backend() == "gpu" else None
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=options, donate_argnums=2)
     def serve_one(
         slots: AdapterSlots, table: RankTable, ticket: Int[Array, "8"], limit: Int[Array, ""]
     ) -> Int[Array, "8"]:

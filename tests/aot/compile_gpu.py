@@ -52,15 +52,21 @@ class H200:
         sharding = NamedSharding(self.mesh, PartitionSpec())
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    def compile(self, function: Callable, *args, donate: tuple[int, ...] = ()) -> Compiled:
+    def compile(
+        self,
+        function: Callable,
+        *args,
+        donate: tuple[int, ...] = (),
+        options: dict[str, str] | None = None,
+    ) -> Compiled:
         """Return the report on `jit(function)` of these arguments, compiled to the end."""
         with tempfile.TemporaryDirectory() as folder:
             dump = {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_TO": folder}
             start = time.perf_counter()
             with mock.patch.dict(os.environ, dump), jax.set_mesh(self.mesh):
                 lowered = jax.jit(function, donate_argnums=donate).lower(*args)
-                options = {"xla_dump_to": folder, "xla_enable_dumping": True}
-                compiled = lowered.compile(compiler_options=options)
+                dumped = {"xla_dump_to": folder, "xla_enable_dumping": True}
+                compiled = lowered.compile(compiler_options=dumped | (options or {}))
             seconds = time.perf_counter() - start
             registers, spills = _ptxas(Path(folder))
             thunks, inside = _thunks(Path(folder))

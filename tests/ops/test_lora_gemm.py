@@ -11,7 +11,7 @@ from tolerance import TOLERANCE
 
 from lora_jax.ops.cases import POPULARITIES, LoraCase, lora_case
 from lora_jax.ops.grouped_matmul import matmul
-from lora_jax.ops.lora_gemm import lora_gemm, lora_gemms
+from lora_jax.ops.lora_gemm import lora_deltas, lora_gemm, lora_gemms
 
 IMPLEMENTATIONS = ["ffi", "xla", "reference"]
 
@@ -199,11 +199,32 @@ def test_several_maps_have_the_bits_of_each_alone(implementation):
 def test_several_maps_are_all_added_to_or_none():
     case = lora_case(5, 8, 16)
     y, x, a_pool, b_pool, entries, scaling, row_to_slot, _ = case.arrays
+    tables = (entries[None], scaling[None], (0, 0), row_to_slot)
     with pytest.raises(ValueError, match="adds to all or to none"):
         lora_gemms([y, None], x, a_pool, b_pool, *tables, max_rank=case.max_rank)
     sums = lora_gemms([None] * 2, x, a_pool, b_pool, *tables, max_rank=case.max_rank)
     np.testing.assert_array_equal(sums[0], run(dataclasses.replace(case, y=jnp.zeros_like(y))))
     np.testing.assert_array_equal(sums[1], sums[0])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_wide_deltas_added_later_have_the_bits_of_those_added_at_once(dtype, implementation):
+    case = lora_case(19, 16, 24, num_experts=2, dtype=dtype)
+    y, *pools, entries, scaling, row_to_slot, row_to_expert = case.arrays
+    assert row_to_expert is not None
+    options = {"max_rank": case.max_rank, "implementation": implementation}
+    owners = (row_to_slot, row_to_expert)
+    tables = jnp.stack([entries] * 2), jnp.stack([scaling, -scaling]), (0, 1)
+    wide, turned = lora_deltas(*pools, *tables, *owners, dtype=jnp.dtype(jnp.float32), **options)
+    at_once = lora_gemm(y.astype(jnp.float32), *pools, entries, scaling, *owners, **options)
+    narrow, _ = lora_deltas(*pools, *tables, *owners, dtype=y.dtype, **options)
+    assert narrow.dtype == y.dtype
+    there = np.asarray(row_to_slot) >= 0
+    later = (y.astype(jnp.float32) + wide).astype(y.dtype)
+    pairs = ((turned, -wide), (later, at_once.astype(y.dtype)), (narrow, wide.astype(y.dtype)))
+    for got, want in pairs:
+        np.testing.assert_array_equal(np.asarray(got)[there], np.asarray(want)[there])
 
 
 @pytest.mark.parametrize("sites", [(0,), (0, 1)])

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 
 from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.nn.remote import RemoteExperts
-from lora_jax.ops import dispatch
 from lora_jax.ops.adapter_items import AdapterItems, adapter_items
-from lora_jax.ops.lora_gemm import lora_gemms
+from lora_jax.ops.lora_gemm import delta_dtype, lora_gemms
 from lora_jax.typing import Array, Float, Int
 
 
@@ -150,14 +149,14 @@ class Rows:
     ) -> tuple[Float[Array, "rows width"] | None, ...]:
         """Return what each row's adapter adds at these modules, for whoever makes the base's sums.
 
-        Rows without an adapter have 0; None everywhere where no adapter can be. In float32 where
-        the kernels give that, so that one rounding is left to the sum; else in x's dtype.
+        Rows without an adapter have 0; None everywhere where no adapter can be. Their dtype is
+        ops.lora_gemm.delta_dtype.
         """
         if self.adapters is None or not {*modules} & {*self.module_names}:
             return (None,) * len(modules)
-        wide = dispatch.candidates()[0] in ("ffi", "xla", "reference")
-        zero = jnp.zeros((x.shape[0], width), jnp.float32 if wide else x.dtype)
-        ys = [zero if wide else None] * len(modules)
+        dtype = delta_dtype(x.dtype)
+        zero = jnp.zeros((x.shape[0], width), dtype)
+        ys = [None if dtype == x.dtype else zero] * len(modules)
         found = self._applied(ys, x, modules, width, layer, row_to_expert)
         return tuple(zero if delta is None else delta for delta in found)
 

@@ -10,7 +10,7 @@ from lora_jax.ops.adapter_items import AdapterItems
 from lora_jax.ops.lora_gemm import cpu, reference, xla
 from lora_jax.typing import Array, Float, Int
 
-__all__ = ["lora_gemm", "lora_gemms"]
+__all__ = ["delta_dtype", "lora_deltas", "lora_gemm", "lora_gemms"]
 
 _KERNELS = {
     "cuda": dispatch.backend("cuda", "lora_gemm"),
@@ -96,6 +96,51 @@ def lora_gemms(
     return dispatch.call(
         kernels | {"cuda": cuda}, implementation, modules, *pools, *owners, max_rank
     )
+
+
+def delta_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """Return what deltas of rows of a dtype are added in on this platform.
+
+    Whoever computes them, an engine or a LoRA Server, gives these, so that sums have the same bits:
+    float32 where the kernels give that for nothing, so that one rounding is left to the sum; else
+    the rows' own.
+    """
+    wide = dispatch.candidates()[0] in ("ffi", "xla", "reference")
+    return jnp.dtype(jnp.float32) if wide else jnp.dtype(dtype)
+
+
+def lora_deltas(
+    x: Float[Array, "rows d_in"],
+    a_pool: Float[Array, "a_rows d_in"],
+    b_pool: Float[Array, "b_rows d_out"],
+    entries: Int[Array, "sites slots 5"],
+    scaling: Float[Array, "sites slots"],
+    sites: Sequence[int],
+    row_to_slot: Int[Array, "rows"],
+    row_to_expert: Int[Array, "rows"],
+    *,
+    max_rank: int,
+    dtype: jnp.dtype,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "rows d_out"], ...]:
+    """Return s * sum_j (x[t] . A[j]) B[j] of each site alone; rows of slot -1 are undefined.
+
+    `dtype` is x's or float32. Float32 sums of bfloat16 rows, added to a y and rounded, have the
+    bits of lora_gemm on that y. One launch on Hopper, as lora_gemms.
+    """
+    pools, owners = (x, a_pool, b_pool), (row_to_slot, row_to_expert)
+
+    def cuda(*arguments):
+        kernel = dispatch.backend("cuda", "lora_deltas")
+        return kernel(entries, scaling, sites, *arguments, max_rank, jnp.dtype(dtype))
+
+    def others(name: str, *arguments):
+        ys = [jnp.zeros((x.shape[0], b_pool.shape[1]), dtype)] * len(sites)
+        options = {"max_rank": max_rank, "implementation": name}
+        return lora_gemms(ys, *pools, entries, scaling, sites, *owners, **options)
+
+    kernels: dict[str, Callable] = {n: functools.partial(others, n) for n in _KERNELS}
+    return dispatch.call(kernels | {"cuda": cuda}, implementation, *pools, *owners)
 
 
 def _one_by_one(
