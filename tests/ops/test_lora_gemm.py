@@ -201,8 +201,8 @@ def test_several_maps_are_all_added_to_or_none():
     y, x, a_pool, b_pool, entries, scaling, row_to_slot, _ = case.arrays
     tables = (entries[None], scaling[None], (0, 0), row_to_slot)
     with pytest.raises(ValueError, match="adds to all or to none"):
-        lora_gemms([y, None], x, a_pool, b_pool, *tables, max_rank=case.max_rank)
-    sums = lora_gemms([None] * 2, x, a_pool, b_pool, *tables, max_rank=case.max_rank)
+        lora_gemms([y, None], *given, max_rank=case.max_rank)
+    sums = lora_gemms([None] * 2, *given, max_rank=case.max_rank)
     np.testing.assert_array_equal(sums[0], run(dataclasses.replace(case, y=jnp.zeros_like(y))))
     np.testing.assert_array_equal(sums[1], sums[0])
 
