@@ -340,7 +340,7 @@ def test_wide_sums_added_later_have_the_bits_of_those_added_at_once(library, row
         (70, 128, 64, (16, 8, 0, 40, 1, 13), 8, True, False),
         (70, 128, 64, (16, 8, 0, 40, 1, 13), 8, False, True),
         (300, 640, 320, (64, 33), 8, True, False),
-        (90, 64, 192, (128, 100, 7), 8, False, False),
+        (90, 64, 192, (7, 100, 128), 8, False, False),
         (60, 192, 192, (128, 100, 7), 8, True, True),
         (40, 64, 4224, (30,), 8, True, False),
         (40, 64, 128, (8,), 41, False, False),

@@ -24,6 +24,15 @@ __device__ __forceinline__ int lds32_of(int cta, uint32_t addr) {
                : "memory");
   return v;
 }
+// Arrives at the barrier that lies where `bar` does in the cluster's CTA `rank`. Orders nothing but what
+// this thread has read: a release by the whole cluster would take a microsecond.
+__device__ __forceinline__ void cluster_arrive(uint64_t* bar, int rank) {
+  asm volatile(
+      "{\n.reg .b32 at;\nmapa.shared::cluster.u32 at, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [at];\n}" ::"r"(smem_u32(bar)),
+      "r"(rank)
+      : "memory");
+}
 // Where an address of this CTA's shared memory lies in another CTA of the cluster.
 __device__ __forceinline__ uint32_t address_in(int cta, uint32_t addr) {
   uint32_t there;
@@ -35,11 +44,6 @@ __device__ __forceinline__ uint32_t address_in(int cta, uint32_t addr) {
 __device__ __forceinline__ void cluster_store(uint32_t there, float4 v, uint32_t bar) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(there),
                "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(bar)
-               : "memory");
-}
-__device__ __forceinline__ void cluster_store(uint32_t there, uint32_t v, uint32_t bar) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(there), "r"(v),
-               "r"(bar)
                : "memory");
 }
 // How many clusters of a kernel the device can run at a time.

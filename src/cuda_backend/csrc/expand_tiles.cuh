@@ -1,4 +1,4 @@
-// The expand alone of adapters with many rows, y += h B: for who has h from elsewhere.
+// The expand of adapters with many rows, y += h B: see lora_tiles.cuh.
 //
 // A warp keeps its 64 columns of B in registers and streams rows past them: y is read ahead into
 // registers, updated and written back, nothing of it sees shared memory. CTAs take equal runs of
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kTileThreads, CTAS) expand_tiles_kernel(const 
   auto& sm = *reinterpret_cast<ExpandShared<STEPS>*>(expand_raw);
   let_next_begin();
   Columns<STEPS> columns;
-  bool have_columns = false;
+  bool have_columns = false, h_ready = !p.behind;
   Run run(p);
   int row = 0;  // that this thread will tell the others
   auto look_ahead = [&] {
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(kTileThreads, CTAS) expand_tiles_kernel(const 
     }
     __syncthreads();  // the last piece's rows are done with
     if (threadIdx.x < rows) sm.rows[threadIdx.x] = row;
-    load_h(p, begin, rows, rank, sm);
+    if (h_ready) load_h(p, begin, rows, rank, sm);
     const bool fresh = column < p.d_out && !have_columns;
     if (fresh) {
       const int64_t weight_row = __ldg(entry + 1) + w.tile.expert * __ldg(entry + 4);
@@ -210,6 +210,8 @@ __global__ void __launch_bounds__(kTileThreads, CTAS) expand_tiles_kernel(const 
         const Item next = load_tile(p, run.tile);
         have_columns = next.slot == w.tile.slot && next.expert == w.tile.expert && run.column == columns_before;
       }
+      if (!h_ready) wait_for_previous(), load_h(p, begin, rows, rank, sm);
+      h_ready = true;
       copies_wait<0>();
       __syncthreads();
     });

@@ -84,11 +84,12 @@ cudaError_t launch_all(PairArgs args, S32& tiles, S32& cut, const BF16* a_pool, 
   if (!tiled) return e;
   TileArgs t{};
   t.tiles = reinterpret_cast<const Item*>(tiles.typed_data()), t.cut = cut.typed_data();
-  t.most_tiles = static_cast<int>(tiles.dimensions()[0]), t.row_order = args.row_order, t.x = args.x, t.h = args.h;
+  t.most_tiles = static_cast<int>(tiles.dimensions()[0]), t.row_order = args.row_order, t.x = args.x;
   t.b_pool = b_pool ? data(*b_pool) : nullptr, t.d_in = args.d_in, t.d_out = args.d_out, t.h_stride = args.h_stride;
   t.max_rank = args.max_rank, t.shrink = args.shrink, t.expand = args.expand, t.accumulate = args.accumulate;
   if (a_pool && e == cudaSuccess) e = parts_maps(t.a_parts, data(*a_pool), a_pool->dimensions()[0], args.d_in);
   for (int m = 0; m < args.num_modules && e == cudaSuccess; ++m) {
+    t.h = args.h + static_cast<int64_t>(m) * args.num_rows * args.h_stride;
     t.entries = args.modules[m].entries, t.scaling = args.modules[m].scaling, t.y = args.modules[m].y;
     e = launch_tiles(t, stream);
   }

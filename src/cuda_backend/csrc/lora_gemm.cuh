@@ -374,6 +374,7 @@ __global__ void __launch_bounds__(kThreads, 2) pair_kernel(const __grid_constant
   } else {
     produce_rows(p, sm);
   }
+  wait_for_previous();  // so that who waits for this kernel has waited for that one
 }
 
 }  // namespace lora_jax

@@ -135,26 +135,14 @@ __device__ __forceinline__ uint64_t now_nanos() {  // not cycles: clocks change
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
   return t;
 }
-// Keeps reads by this pointer from being put before what stands above: they would take registers.
-template <class T>
-__device__ __forceinline__ void pin(const T*& p) {
-  asm volatile("" : "+l"(p)::"memory");
-}
 // Reads 16 bytes, if wanted, into the registers that hold v: so nothing waits for them before their use.
-// Nobody else on this SM reads them; `load_once` brings what lies around them as near as L2.
+// Nobody else on this SM reads them; what lies around them comes as near as L2.
 __device__ __forceinline__ void load_once(uint4& v, const void* p, bool wanted) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.s32 p, %5, 0;\n"
       "@p ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];\n}"
       : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
       : "l"(p), "r"(static_cast<int>(wanted)));
-}
-__device__ __forceinline__ void load_stream(uint4& v, const void* p, bool wanted) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.s32 p, %5, 0;\n@p ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];\n}"
-      : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
-      : "l"(p), "r"(static_cast<int>(wanted))
-      : "memory");
 }
 __device__ __forceinline__ uint4 lds128(uint32_t addr) {
   uint4 v;

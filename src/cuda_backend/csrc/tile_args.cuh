@@ -22,11 +22,12 @@ struct TileArgs {
   int d_in, d_out, h_stride, max_rank, most_tiles;
   bool shrink, expand;              // what of it, h being the result or given where it is one alone
   bool accumulate;                  // the expand adds to y; else y holds nothing before
+  bool behind;                      // expand: h comes from the kernel before
 };
 
 // Shrinks, expands or both: the rows of all tiles. May begin while the kernel before it in the stream
 // runs, for it only touches rows in tiles, and ends after it.
-cudaError_t launch_tiles(const TileArgs& args, cudaStream_t stream);
+cudaError_t launch_tiles(TileArgs args, cudaStream_t stream);
 // Sets the maps of A, [rows, width].
 cudaError_t parts_maps(CUtensorMap (&maps)[2], const void* a_pool, int64_t rows, int64_t width);
 

@@ -1,5 +1,6 @@
 // Host side of the tile kernels, for one translation unit. Nothing here allocates or waits.
 #pragma once
+#include "expand_tiles.cuh"
 #include "launch_early.cuh"
 #include "lora_tiles.cuh"
 #include "row_tiles.cuh"
@@ -18,10 +19,10 @@ inline int cluster_ctas(int sms) { return max(sms / kCluster, 1) * kCluster; }
 inline cudaError_t launch_row_tiles(RowTilesArgs args, cudaStream_t stream) {
   int sms = 0;
   cudaError_t e = count_sms(&sms);
-  constexpr auto pair = pair_tiles_kernel<4, 6, 4>;  // all of its forms fill an SM
-  constexpr int most = sizeof(PairTilesShared<4, 4>);
-  if (e == cudaSuccess) e = cudaFuncSetAttribute(pair, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
-  if (e == cudaSuccess) e = count_clusters(&args.clusters, pair, cluster_ctas(sms), kPairThreads, most);
+  constexpr auto shrink = shrink_tiles_kernel<64, 4>;
+  constexpr int most = sizeof(ShrinkShared<64, 4>);
+  if (e == cudaSuccess) e = cudaFuncSetAttribute(shrink, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+  if (e == cudaSuccess) e = count_clusters(&args.clusters, shrink, cluster_ctas(sms), kShrinkThreads, most);
   const int bytes = static_cast<int>(sizeof(RowTilesShared)) + args.rows * 4;
   if (e == cudaSuccess) e = cudaFuncSetAttribute(row_tiles_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (e != cudaSuccess) return e;
@@ -44,26 +45,27 @@ inline cudaError_t launch_expand_tiles(const TileArgs& args, int sms, cudaStream
   return launch_expand_tiles<8, 6, 1>(args, sms, stream);
 }
 
-template <int STEPS, int AHEAD, int STAGES>
-cudaError_t launch_pair_tiles(const TileArgs& args, int sms, cudaStream_t stream) {
-  constexpr int bytes = sizeof(PairTilesShared<STEPS, STAGES>);
+template <int RANKS, int STAGES>
+cudaError_t launch_shrink_tiles(const TileArgs& args, int sms, cudaStream_t stream) {
+  constexpr int bytes = sizeof(ShrinkShared<RANKS, STAGES>);
   static_assert(bytes <= 227 * 1024, "a CTA must fit an SM");
-  const auto kernel = pair_tiles_kernel<STEPS, AHEAD, STAGES>;
+  const auto kernel = shrink_tiles_kernel<RANKS, STAGES>;
   const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  return e == cudaSuccess ? launch_early(kernel, cluster_ctas(sms), kPairThreads, bytes, stream, args) : e;
+  return e == cudaSuccess ? launch_early(kernel, cluster_ctas(sms), kShrinkThreads, bytes, stream, args) : e;
 }
 
-inline cudaError_t launch_pair_tiles(const TileArgs& args, int sms, cudaStream_t stream) {
-  if (args.max_rank <= 32) return launch_pair_tiles<2, 6, 4>(args, sms, stream);
-  if (args.max_rank <= 64) return launch_pair_tiles<4, 6, 4>(args, sms, stream);
-  return launch_pair_tiles<8, 3, 3>(args, sms, stream);
+inline cudaError_t launch_shrink_tiles(const TileArgs& args, int sms, cudaStream_t stream) {
+  return args.max_rank <= 32 ? launch_shrink_tiles<32, 4>(args, sms, stream)
+                             : launch_shrink_tiles<64, 4>(args, sms, stream);
 }
 
-cudaError_t launch_tiles(const TileArgs& args, cudaStream_t stream) {
+cudaError_t launch_tiles(TileArgs args, cudaStream_t stream) {
   int sms = 0;
-  const cudaError_t e = count_sms(&sms);
-  if (e != cudaSuccess) return e;
-  return args.shrink ? launch_pair_tiles(args, sms, stream) : launch_expand_tiles(args, sms, stream);
+  cudaError_t e = count_sms(&sms);
+  args.behind = args.shrink;
+  if (e == cudaSuccess && args.shrink) e = launch_shrink_tiles(args, sms, stream);
+  if (e == cudaSuccess && args.expand) e = launch_expand_tiles(args, sms, stream);
+  return e;
 }
 
 // Views a pool [rows, width] as [part][step of 128 columns][row][32]: a box is one part of 8 rank rows.

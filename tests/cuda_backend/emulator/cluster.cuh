@@ -22,6 +22,11 @@ template <class Do> void in_cta(int rank, Do what) {
   what(block->shared.data() - mine->shared.data());
   block = mine;
 }
+inline void cluster_arrive(uint64_t* bar, int rank) {
+  in_cta(rank, [&](int64_t by) {
+    mbar_arrive(reinterpret_cast<uint64_t*>(reinterpret_cast<unsigned char*>(bar) + by));
+  });
+}
 // An address in another CTA has its number in the upper byte.
 inline uint32_t address_in(int cta, uint32_t address) { return static_cast<uint32_t>(cta) << 24 | address; }
 template <class T> void cluster_store(uint32_t there, T v, uint32_t bar) {

@@ -87,8 +87,6 @@ inline void load_once(uint4& v, const void* p, bool wanted) {
   if (wanted && reinterpret_cast<uintptr_t>(p) % 16) emu::fail("a load of 16 bytes off its boundary");
   if (wanted) v = *static_cast<const uint4*>(p);
 }
-inline void load_stream(uint4& v, const void* p, bool wanted) { load_once(v, p, wanted); }
-template <class T> void pin(const T*&) {}
 inline uint4 lds128(uint32_t address) {
   if (address % 16) emu::fail("a load of 16 bytes off its boundary");
   uint4 v;
