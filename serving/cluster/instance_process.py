@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 
 from serving import logs
 from serving.child_process import AbstractChild
+from serving.cluster.config import ClusterConfig
 from serving.lora_server.calls import Caller, RemoteLeases
 from serving.lora_server.instance import ServerAccess
 from serving.lora_server.spec import ServerSpec
@@ -31,11 +32,11 @@ _READY = b"ready"
 
 @dataclasses.dataclass(frozen=True)
 class ServerPlace:
-    """Where the LoRA Server's ranks listen, and the bound of one exchange."""
+    """Where the LoRA Server's ranks listen, and how it is used."""
 
     spec: ServerSpec
     paths: tuple[str, ...]
-    wait_s: float
+    cluster: ClusterConfig
 
 
 class InstanceProcess(AbstractChild):
@@ -116,7 +117,9 @@ def _access(place: ServerPlace, caller: Caller, name: str) -> ServerAccess:
         name,
         RemoteLeases(caller),
         lambda terms: carriers.open_client(place.paths, terms),
-        place.wait_s,
+        place.cluster.lora_server_wait_s,
+        place.cluster.local_expert_slots,
+        place.cluster.lora_overlap,
     )
 
 

@@ -101,7 +101,13 @@ def _run(server: RankServer) -> None:
 def _make_server(spec: ServerSpec, rank: int, socket_path: str) -> RankServer:
     """Return the rank's server, compiled."""
     made = design(spec)
-    held = ServerRank(made.catalogue, made.plan.shard(rank), made.sizes, jnp.dtype(spec.dtype))
+    held = ServerRank(
+        made.catalogue,
+        made.plan.shard(rank),
+        made.sizes,
+        jnp.dtype(spec.dtype),
+        implementation=spec.implementation,
+    )
     held.warm_up()
     return RankServer(
         held,

@@ -115,16 +115,20 @@ class Experts(nnx.Module):
     ) -> tuple[Float[Array, "rows d_out"], ...]:
         """Return the projections of x, each plus the rows' adapters.
 
-        A LoRA Server computes the adapters' part while the base's runs here.
+        A LoRA Server computes the adapters' part while the base's runs here; of adapters whose
+        experts are here, so is theirs.
         """
+        modules = [f"experts.{name}" for name in names]
         if rows.remote is not None:
             exchange = rows.remote.exchange(
                 names, self.layer, rows.row_to_slot, map.row_to_expert, rows.num_rows
             )
             x = exchange.push(x)
-            return exchange.wait_add(tuple(self._base(x, name, map) for name in names), x)
-        ys = [self._base(x, name, map) for name in names]
-        modules = [f"experts.{name}" for name in names]
+            ys = exchange.wait_add(tuple(self._base(x, name, map) for name in names), x)
+            if not rows.remote.has_local:
+                return ys
+        else:
+            ys = tuple(self._base(x, name, map) for name in names)
         return rows.add_loras(ys, x, modules, self.layer, map.row_to_expert)
 
     def _base(

@@ -49,13 +49,14 @@ def group(files):
     assert all(count["compilations"] == 0 for count in counts)
 
 
-def access(group, name, wait_s=WAIT_S):
+def access(group, name, wait_s=WAIT_S, local_slots=0):
     return ServerAccess(
         group.spec,
         name,
         group.coordinator,
         lambda terms: shared_memory.open_client(group.paths, terms),
         wait_s,
+        local_slots,
     )
 
 
@@ -200,6 +201,51 @@ def test_a_rank_hangs_and_goes_on(engines, group, coupled, monkeypatch):
         heal=lambda: os.kill(rank, signal.SIGCONT),
     )
     assert group.processes[1].pid == rank
+
+
+@pytest.fixture(scope="module")
+def stand_in(group, files):
+    """An instance that can take over two adapters."""
+    with Engine(
+        *files, lora_server=access(group, "three", local_slots=2), **cases.ENGINE
+    ) as engine:
+        yield engine
+
+
+def test_an_instance_takes_over_while_the_server_is_lost(
+    stand_in, group, files, coupled, monkeypatch
+):
+    """All tokens, those told before the kill and those after, are those of a coupled engine."""
+    want = [list(tokens) for tokens, *_ in coupled[1]]
+    remote = stand_in._parts.loader._remote
+
+    def ask(*places):
+        return [(Asked(stand_in, place, MIXED[place]), want[place]) for place in places]
+
+    def failed(asked):
+        return [check_ended(one, tokens) for one, tokens in asked]
+
+    assert answers(stand_in, MIXED, SCORED) == coupled[0]
+    with monkeypatch.context() as patch:
+        gate = Gate(group, patch)
+        asked = ask(0, 1, 2, 7, 8)
+        assert all(one.started.wait(60) for one, _ in asked)
+        os.kill(group.processes[0].pid, signal.SIGKILL)
+        assert not any(failed(asked))
+        assert not any(failed(ask(0, 5, 7, 1)))
+        assert remote.link.client.lost() == (0,)
+        # Of more adapters than there is room for, some are told to try again.
+        assert not all(failed(ask(0, 2, 3, 5, 6, 7)))
+        gate.open.set()
+    for _ in range(600):
+        if not remote.is_lost:
+            break
+        time.sleep(0.1)
+    sent = remote.link.client.stats().pushes
+    assert answers(stand_in, MIXED, SCORED) == coupled[0]
+    assert remote.link.client.stats().pushes > sent
+    settle(stand_in)
+    assert stand_in.stats().compilations_after_warmup == 0
 
 
 @pytest.mark.slow
