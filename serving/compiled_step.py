@@ -134,7 +134,7 @@ def _forward(
     def forward(leaves, cache, history, adapters, table, pages, bucket, lora):
         merged = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
         slots, reroute_tables, remote_table = adapters
-        remote = None if link is None else link.start(remote_table)
+        remote = None if link is None or not lora else link.start(remote_table)
         cache, *logits = forward_step(
             merged,
             cache,
