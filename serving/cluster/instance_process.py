@@ -104,14 +104,15 @@ def instance_main(
             if place is not None and leases is not None:
                 caller = Caller(leases)
                 stack.callback(caller.close)
-                access = _access(place, caller, f"instance-{number} of process {os.getpid()}")
+                access = server_access(place, caller, f"instance-{number} of process {os.getpid()}")
             serve(options, sock, access, announce=lambda: _announce(life))
     except StartError as error:
         logger.error("Instance %d: %s", number, error)
         raise SystemExit(1) from None
 
 
-def _access(place: ServerPlace, caller: Caller, name: str) -> ServerAccess:
+def server_access(place: ServerPlace, caller: Caller, name: str) -> ServerAccess:
+    """Return how the instance of this name reaches the server at a place; leases by `caller`."""
     return ServerAccess(
         place.spec,
         name,
