@@ -4,7 +4,7 @@ The server is the loop of serving.transport.serve in another process (in_process
 echoes the rows, so that what is timed is the transport, the loop's Python included. Microseconds,
 [median, tenth percentile]: on a machine with other work the second says more. In one jit of 8
 layers: the base alone, the round trip alone, one after the other, and the round trip behind the
-base. TCP is over loopback.
+base. TCP is over loopback; nixl needs its package.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import numpy as np
 
 from lora_jax.placement.ep_pp import Placement
 from lora_jax.placement.shape import AdapterShape
-from serving.transport import in_process, shared_memory, tcp
+from serving.transport import in_process, nixl, shared_memory, tcp
 from serving.transport.base import AbstractClient, AbstractServer, PushRows
 from serving.transport.serve import serve
 from serving.transport.shapes import Shapes, Site
@@ -35,7 +35,7 @@ SECRET = b"of this one run only"
 WIDTH = 256  # float32: a row is 1 KB
 SIZES_KB = (1, 4, 16, 64, 256, 1024, 4096)
 LAYERS = 8
-CARRIERS = ("in_process", "shared_memory", "shared_memory_pull", "tcp")
+CARRIERS = ("in_process", "shared_memory", "shared_memory_pull", "tcp", "nixl")
 
 
 def terms() -> Terms:
@@ -56,6 +56,8 @@ def echo_process(carrier: str, path: str) -> None:
         Path(path + ".part").write_text(str(listening.getsockname()[1]))
         Path(path + ".part").rename(path)
         echo(tcp.open_server(listening, terms(), 0, SECRET))
+    elif carrier == "nixl":
+        echo(nixl.open_server(path, terms(), 0))
     else:
         echo(shared_memory.open_server(path, terms(), 0, pull=carrier.endswith("_pull")))
 
@@ -86,6 +88,8 @@ def connected(carrier: str) -> Iterator[AbstractClient]:
 
 def other_process(carrier: str, path: str) -> AbstractClient:
     """Return a client of the server that says where it is at `path`."""
+    if carrier == "nixl":
+        return nixl.open_client([path], terms(), patience=60.0)
     if carrier != "tcp":
         pull = carrier.endswith("_pull")
         return shared_memory.open_client([path], terms(), patience=60.0, pull=pull)
@@ -193,6 +197,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--repeats", type=int, default=300)
+    parser.add_argument("--carriers", nargs="+", choices=CARRIERS, default=CARRIERS[:-1])
     options = parser.parse_args()
     result = {
         "command": f"python -m bench.transport --out bench/results --repeats {options.repeats}",
@@ -201,7 +206,7 @@ def main() -> None:
         "round_trip_us": {},
         "per_layer_us": {},
     }
-    for carrier in CARRIERS:
+    for carrier in options.carriers:
         with connected(carrier) as client:
             result["round_trip_us"][carrier] = round_trips(client, options.repeats)
             result["per_layer_us"][carrier] = layers(client, max(options.repeats // 3, 1))

@@ -53,6 +53,8 @@ _CLUSTER_HELP = {
     "placement": "how the LoRA Server is laid out, e.g. ep2-pp1; by default experts over all ranks",
     "lora_server_adapters": "adapters on the LoRA Server; by default max_loras of each instance",
     "lora_server_wait_s": "longest wait of a layer for the LoRA Server",
+    "lora_server_carrier": "what carries rows: auto (by the device's memory), or nixl, over UCX, "
+    "which comes with lora-jax[nixl]",
     "local_expert_slots": "adapters whose experts an instance computes itself while the LoRA "
     "Server is lost; 0: their requests end with status 503",
     "lora_overlap": "exchange with the LoRA Server behind the base's computation; only to measure",

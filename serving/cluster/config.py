@@ -3,6 +3,7 @@
 import dataclasses
 
 LORA_KERNELS = ("fast", "reference")
+CARRIERS = ("auto", "nixl")  # serving.transport.carriers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,6 +15,7 @@ class ClusterConfig:
     placement: str | None = None  # of the LoRA Server; None: experts over all of its ranks
     lora_server_adapters: int | None = None  # held at a time; None: max_loras of each instance
     lora_server_wait_s: float = 0.5  # bound of one exchange of a layer
+    lora_server_carrier: str = "auto"  # of the rows: by the device, or "nixl"
     local_expert_slots: int = 0  # adapters that an instance takes over while the server is lost
     # For measuring what each of them brings (InfiniLoRA, section 6.4):
     lora_overlap: bool = True  # exchanges behind the base's computation
@@ -36,9 +38,9 @@ class ClusterConfig:
             raise ValueError(
                 f"local_expert_slots must be in [0, 4096], got {self.local_expert_slots}."
             )
-        if self.lora_kernel not in LORA_KERNELS:
-            known = ", ".join(LORA_KERNELS)
-            raise ValueError(f"lora_kernel must be one of {known}, got {self.lora_kernel!r}.")
+        for name, known in (("lora_kernel", LORA_KERNELS), ("lora_server_carrier", CARRIERS)):
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}.")
         if not self.lora_server and self.local_expert_slots:
             raise ValueError(
                 "--local-expert-slots are for when a LoRA Server is lost; add --lora-server with "

@@ -117,7 +117,7 @@ def server_access(place: ServerPlace, caller: Caller, name: str) -> ServerAccess
         place.spec,
         name,
         RemoteLeases(caller),
-        lambda terms: carriers.open_client(place.paths, terms),
+        lambda terms: carriers.open_client(place.paths, terms, place.spec.carrier),
         place.cluster.lora_server_wait_s,
         place.cluster.local_expert_slots,
         place.cluster.lora_overlap,

@@ -56,6 +56,7 @@ def server_spec(engine: EngineConfig, cluster: ClusterConfig) -> ServerSpec | No
         max_rank=engine.max_lora_rank,
         max_rows=engine.max_num_batched_tokens * config.moe.top_k,
         layerwise=cluster.layerwise_loading,
+        carrier=cluster.lora_server_carrier,
         implementation=None if cluster.lora_kernel == "fast" else cluster.lora_kernel,
     )
     design(spec)

@@ -113,6 +113,6 @@ def _make_server(spec: ServerSpec, rank: int, socket_path: str) -> RankServer:
         held,
         made.plan,
         made.catalogue,
-        lambda: carriers.open_server(socket_path, made.terms, rank),
+        lambda: carriers.open_server(socket_path, made.terms, rank, spec.carrier),
         ReadLimits(max_rank=spec.max_rank),
     )

@@ -30,6 +30,7 @@ class ServerSpec:
     byte_budget: int | None = None  # of rank rows on each rank
     layerwise: bool = True  # a cold adapter may be used from its first layer on
     implementation: str | None = None  # of ops.lora_gemm on the ranks; None: the fastest
+    carrier: str = "auto"  # serving.transport.carriers
 
 
 @dataclasses.dataclass(frozen=True)
