@@ -10,7 +10,7 @@ Rows per layer, microseconds. `receive`: both requests of a layer and an empty a
 answers of the full size add to that. `lora`: what the adapters' products add to that. `exchange`:
 all of it, one after the other. `base`: the experts' three matrices, as batched products of equal
 groups. `overlap`: base and exchange as they are served; of several instances the slowest one's.
-`exposed`: overlap less base.
+`exposed`: overlap less base. Plans with some of their ranks leave the rows of the others out.
 """
 
 import argparse
@@ -21,31 +21,35 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bench.lora_server.plans import ADAPTERS, ECHO, LAYERS, LORA, PLANS, RANK, REFUSE, Plan
-from bench.lora_server.worker import Worker, all_of
+from bench.lora_server.plans import ECHO, LORA, PLANS, REFUSE, Case, Plan, mixtral
+from bench.lora_server.timeline import shown
+from bench.lora_server.worker import ProcessWorker, Worker, all_of
 
 REFUSED = 3  # serving.transport.base.Status
 _SETTLE_S = 0.05  # programs that were enqueued with the last mode end
 
 
 class Bench:
-    """A process for each GPU, and the folder where they meet."""
+    """A worker for each GPU, and the folder where they meet."""
 
-    def __init__(self, gpus: int, folder: str, see_all: bool):
+    def __init__(self, workers: Sequence[Worker], folder: str, case: Case):
+        self.workers, self.case = workers, case
         self._folder, self._meetings = folder, 0
-        self._base: dict[int, float] = {}
-        self.workers = [Worker(gpu, see_all) for gpu in range(gpus)]
-        for worker in self.workers:
-            worker.wait_ready()
+        self._base: dict[tuple[Case, int], float] = {}
+
+    def set_case(self, case: Case) -> None:
+        """Measure another case from now on."""
+        self.case = case
+        all_of([worker.start("set_case", case) for worker in self.workers])
 
     def measure(self, plan: Plan, tokens: int) -> dict:
         """Return the plan's row: instances on the first GPUs, servers on those behind them."""
         instances = self.workers[: plan.instances]
         servers = self.workers[plan.instances : plan.gpus]
-        found: dict = {"plan": plan.name, "batch": tokens, "base": self._base_us(tokens)}
+        found: dict = {"base": self._base_us(tokens)}
         try:
             self._connect(plan, tokens, instances, servers)
-            if plan.instances == 1:
+            if plan.instances == plan.senders == 1:
                 found |= self._parts(instances[0], servers)
             found |= self._overlap(instances)
         finally:
@@ -55,21 +59,37 @@ class Bench:
         found["exposed_share"] = found["exposed"] / found["base"]
         return found
 
-    def close(self) -> None:
-        """End all processes."""
-        for worker in self.workers:
-            worker.close()
+    def trace(self, plan: Plan, tokens: int, out: Path) -> None:
+        """Write what ran on the first instance and the first rank, overlapped, as text."""
+        instances = self.workers[: plan.instances]
+        servers = self.workers[plan.instances : plan.gpus]
+        try:
+            self._connect(plan, tokens, instances, servers)
+            all_of([worker.start("warm_overlap") for worker in instances])
+            seen = {"instance": instances[0], "server": servers[0]}
+            folders = {name: f"{self._folder}/trace-{name}" for name in seen}
+            for what in ("exchange", "overlap"):
+                for name, worker in seen.items():
+                    worker.call("begin_trace", folders[name] + what)
+                for worker in instances:
+                    worker.call(what)
+                for name, worker in seen.items():
+                    events = worker.call("end_trace", folders[name] + what)
+                    (out / f"{what}_{name}.txt").write_text(shown(events))
+        finally:
+            for group in (instances, servers):
+                all_of([worker.start("leave") for worker in group])
 
     def _base_us(self, tokens: int) -> float:
-        if tokens not in self._base:
-            self._base[tokens] = self.workers[0].call("base", tokens)
-        return self._base[tokens]
+        if (self.case, tokens) not in self._base:
+            self._base[self.case, tokens] = self.workers[0].call("base", tokens)
+        return self._base[self.case, tokens]
 
     def _connect(
         self, plan: Plan, tokens: int, instances: Sequence[Worker], servers: Sequence[Worker]
     ) -> None:
         self._meetings += 1
-        ranks = range(plan.placement.devices)
+        ranks = range(plan.placement(self.case).devices)
         paths = [f"{self._folder}/{self._meetings}-{rank}" for rank in ranks]
         all_of(
             [
@@ -117,7 +137,7 @@ def rows_of_table(
     """Yield what was measured, until the time is over; what fails says so in its row."""
     for plan in plans:
         for tokens in batches:
-            name = {"plan": plan.name, "batch": tokens}
+            name = {"plan": plan.name, "batch": tokens, "adapters": bench.case.adapters}
             if plan.gpus > len(bench.workers):
                 yield name | {"left_out": f"needs {plan.gpus} GPUs"}
             elif time.monotonic() > end:
@@ -127,11 +147,11 @@ def rows_of_table(
                 try:
                     found = bench.measure(plan, tokens)
                 except RuntimeError as error:
-                    found = name | {"failed": str(error)[:400]}
-                yield found | {"took_s": time.monotonic() - start}
+                    found = {"failed": str(error)[:400]}
+                yield name | found | {"took_s": time.monotonic() - start}
 
 
-def shown(row: dict) -> str:
+def line_of(row: dict) -> str:
     """Return one line of the table."""
     numbers = {k: v for k, v in row.items() if isinstance(v, float)}
     rest = [str(v) for k, v in row.items() if k not in numbers]
@@ -150,30 +170,43 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--batches", type=int, nargs="+", default=[128, 256])
+    parser.add_argument("--adapters", type=int, nargs="+", default=[256, 512])
     parser.add_argument("--plans", nargs="+", default=list(PLANS), help="names, in this order")
     parser.add_argument("--seconds", type=float, default=600.0, help="no new row after that")
     parser.add_argument("--gpus", type=int, help="how many; all of the host by default")
-    parser.add_argument("--see-all-gpus", action="store_true", help="jax in every process")
+    parser.add_argument("--trace", nargs="+", default=[], help="plans to write down what ran of")
     options = parser.parse_args()
-    end = time.monotonic() + options.seconds
+    options.out.mkdir(parents=True, exist_ok=True)
+    end, case = time.monotonic() + options.seconds, mixtral(options.adapters[0])
+    workers = [ProcessWorker(case, gpu) for gpu in range(options.gpus or count_gpus())]
+    try:
+        for worker in workers:
+            worker.wait_ready()
+        with tempfile.TemporaryDirectory() as folder:
+            _measure_all(Bench(workers, folder, case), options, end)
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+def _measure_all(bench: Bench, options: argparse.Namespace, end: float) -> None:
+    case, plans = bench.case, [PLANS[name] for name in options.plans]
     result: dict = {
-        "shape": f"mixtral-8x7b, rank {RANK}, {ADAPTERS} adapters, Zipf 1.2, {LAYERS} layers",
-        "processes": "one for each GPU",
+        "device": f"{len(bench.workers)} x {bench.workers[0].call('kind')}",
+        "shape": f"{case.name}, rank {case.rank}, Zipf 1.2, {case.layers} layers",
+        "date": time.strftime("%Y-%m-%d"),
         "rows": [],
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(options.gpus or count_gpus(), folder, options.see_all_gpus)
-        try:
-            result["device"] = f"{len(bench.workers)} x {bench.workers[0].call('kind')}"
-            plans = [PLANS[name] for name in options.plans]
-            for row in rows_of_table(bench, plans, options.batches, end):
-                print(shown(row), flush=True)
-                result["rows"].append(row)
-                text = json.dumps(result, indent=2) + "\n"
-                (options.out / "lora_server.json").write_text(text)
-        finally:
-            bench.close()
+    for adapters in options.adapters:
+        bench.set_case(mixtral(adapters))
+        for row in rows_of_table(bench, plans, options.batches, end):
+            print(line_of(row), flush=True)
+            result["rows"].append(row)
+            (options.out / "lora_server.json").write_text(json.dumps(result, indent=2) + "\n")
+    for name in options.trace:
+        folder = options.out / name.replace(", ", "_").replace(" ", "_")
+        folder.mkdir(exist_ok=True)
+        bench.trace(PLANS[name], options.batches[0], folder)
 
 
 if __name__ == "__main__":

@@ -1,63 +1,115 @@
-"""What is measured: Mixtral 8x7B's layers, and placements that fit few GPUs."""
+"""What is measured: one layer's shape and its adapters, and placements that fit few GPUs."""
 
 import dataclasses
 
 from lora_jax.ops.cases import MODELS
 from lora_jax.placement.ep_pp import Placement
 from lora_jax.placement.shape import AdapterShape
-from serving.transport.shapes import moe_shapes
+from serving.transport.shapes import DOWN, GATE_UP, moe_shapes
 from serving.transport.terms import Terms
 
-SHAPE = MODELS["mixtral-8x7b"]
-EXPERTS, TOP_K, HIDDEN, WIDTH = SHAPE.num_experts, SHAPE.top_k, SHAPE.hidden, SHAPE.intermediate
-MATRICES = {"gate": (HIDDEN, WIDTH), "up": (HIDDEN, WIDTH), "down": (WIDTH, HIDDEN)}
-RANK, ADAPTERS, SCALING = 64, 256, 0.5
-LAYERS = 4  # of one program
 REFUSE, ECHO, LORA = 0, 1, 2  # what servers do
+SITES = {GATE_UP: ("gate", "up"), DOWN: ("down",)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Layers of a model, and adapters of all three matrices of all its experts."""
+
+    name: str
+    hidden: int
+    width: int
+    experts: int
+    top_k: int
+    rank: int
+    adapters: int
+    layers: int  # of one program
+    dtype: str = "bfloat16"
+
+    def sizes(self, matrix: str) -> tuple[int, int]:
+        """Return (d_in, d_out) of gate, up or down."""
+        wide = (self.hidden, self.width)
+        return wide[::-1] if matrix == "down" else wide
+
+    def rows(self, tokens: int) -> int:
+        """Return how many (token, expert) rows a layer has."""
+        return tokens * self.top_k
+
+
+def mixtral(adapters: int) -> Case:
+    """Return layers of Mixtral 8x7B's shape with so many adapters of rank 64."""
+    shape = MODELS["mixtral-8x7b"]
+    sizes = shape.hidden, shape.intermediate, shape.num_experts, shape.top_k
+    return Case("mixtral-8x7b", *sizes, rank=64, adapters=adapters, layers=4)
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A placement; how many of its ranks, and how many instances, have a GPU here."""
+    """A placement; how many of its ranks, and how many instances, have a GPU here.
+
+    With `senders` above 1 every instance sends each layer's rows so many times, as if so many
+    instances were there and came at the same moment, and waits for all of the answers.
+    """
 
     name: str
     ep: int
     pp: int
     servers: int
     instances: int = 1
+    senders: int = 1
     pull: bool = False
     aside: bool = True
-
-    @property
-    def placement(self) -> Placement:
-        return Placement(AdapterShape(ADAPTERS, LAYERS, EXPERTS, 1), ep=self.ep, pp=self.pp)
+    graph: bool = True  # of a server's programs; else the host launches their kernels one by one
 
     @property
     def gpus(self) -> int:
         return self.servers + self.instances
 
-    def terms(self, tokens: int) -> Terms:
+    def placement(self, case: Case) -> Placement:
+        """Return where the case's adapters lie."""
+        shape = AdapterShape(case.adapters, case.layers, case.experts, 1)
+        return Placement(shape, ep=self.ep, pp=self.pp)
+
+    def terms(self, case: Case, tokens: int) -> Terms:
         """Return what both sides of a batch of so many tokens agree on."""
-        rows = tokens * TOP_K
-        shapes = moe_shapes(LAYERS, rows, HIDDEN, WIDTH, "bfloat16", "bfloat16")
-        return Terms("bench", self.placement, shapes)
+        kinds = (case.dtype, case.dtype)
+        shapes = moe_shapes(case.layers, case.rows(tokens), case.hidden, case.width, *kinds)
+        return Terms("bench", self.placement(case), shapes)
 
 
 PLANS = {
     plan.name: plan
     for plan in (
+        # Two GPUs: an instance and a rank.
         Plan("EP1-PP1", 1, 1, 1),
+        Plan("EP4-PP1, 1 of its ranks", 4, 1, 1),
+        Plan("EP1-PP1, pull", 1, 1, 1, pull=True),
+        Plan("EP4-PP1, 1 of its ranks, pull", 4, 1, 1, pull=True),
+        Plan("EP1-PP1, push in the stream", 1, 1, 1, aside=False),
+        Plan("EP1-PP1, without graphs", 1, 1, 1, graph=False),
+        Plan("EP4-PP1, 1 of its ranks, without graphs", 4, 1, 1, graph=False),
+        Plan("EP4-PP1, 1 of its ranks, 2 at once", 4, 1, 1, senders=2),
+        Plan("EP4-PP1, 1 of its ranks, 3 at once", 4, 1, 1, senders=3),
+        Plan("EP1-PP1, 2 at once", 1, 1, 1, senders=2),
+        Plan("EP1-PP1, 3 at once", 1, 1, 1, senders=3),
+        # Up to four.
+        Plan("EP4-PP1, 3 of its ranks", 4, 1, 3),
         Plan("EP2-PP1", 2, 1, 2),
         Plan("EP1-PP2", 1, 2, 2),
-        Plan("EP4-PP1", 4, 1, 4),
-        Plan("EP2-PP2", 2, 2, 4),
-        Plan("EP4-PP1, 3 of its ranks", 4, 1, 3),
+        Plan("EP2-PP1, pull", 2, 1, 2, pull=True),
+        Plan("EP4-PP1, 1 of its ranks, 2 instances", 4, 1, 1, 2),
+        Plan("EP4-PP1, 1 of its ranks, 3 instances", 4, 1, 1, 3),
         Plan("EP1-PP1, 2 instances", 1, 1, 1, 2),
         Plan("EP1-PP1, 3 instances", 1, 1, 1, 3),
         Plan("EP2-PP1, 2 instances", 2, 1, 2, 2),
-        Plan("EP1-PP1, push in the stream", 1, 1, 1, aside=False),
-        Plan("EP2-PP1, push in the stream", 2, 1, 2, aside=False),
-        Plan("EP1-PP1, pull", 1, 1, 1, pull=True),
-        Plan("EP2-PP1, pull", 2, 1, 2, pull=True),
+        # Up to eight.
+        Plan("EP4-PP1", 4, 1, 4),
+        Plan("EP4-PP1, pull", 4, 1, 4, pull=True),
+        Plan("EP2-PP2", 2, 2, 4),
+        Plan("EP1-PP4", 1, 4, 4),
+        Plan("EP4-PP1, 2 instances", 4, 1, 4, 2),
+        Plan("EP4-PP1, 3 instances", 4, 1, 4, 3),
+        Plan("EP4-PP2, 7 of its ranks", 4, 2, 7),
+        Plan("EP4-PP2, 6 of its ranks, 2 instances", 4, 2, 6, 2),
     )
 }

@@ -1,113 +1,123 @@
 """The programs of both sides, and what they work on."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.lora_server.plans import (
-    ADAPTERS,
-    ECHO,
-    EXPERTS,
-    LAYERS,
-    LORA,
-    MATRICES,
-    RANK,
-    SCALING,
-    TOP_K,
-    WIDTH,
-    Plan,
-)
-from cuda_backend.lora_gemm import lora_pair, row_items
+from bench.lora_server.plans import ECHO, LORA, SITES, Case, Plan
 from lora_jax.ops.cases import popular
+from lora_jax.ops.lora_gemm import lora_deltas
+from lora_jax.typing import Array, Int
 from serving.transport.base import AbstractClient, PushRows, push_rows
 from serving.transport.device_server import DeviceServer
 from serving.transport.shapes import DOWN, GATE_UP
 
 ROUNDS = 2  # of both sites, in one program of a server
-IDLE_US = 2000  # an empty round of a server
-OneLayer = Callable[..., tuple]  # (x, gate, up, weights, layer, rows) -> (x, gate, up, statuses)
+IDLE_US = 2000  # that it waits for each
+SCALING = 2.0**-6  # rows that take part again and again stay of a size
+NO_GRAPH = {"xla_gpu_enable_command_buffer": ""}
+OneLayer = Callable[..., tuple]  # (x, ys, weights, layer, rows) -> (x, ys, statuses)
 
 
-def random(seed: int, *kinds: tuple[tuple[int, ...], float]) -> tuple:
-    """Return normal bfloat16 numbers for each (shape, scale), made on the device."""
-
-    @jax.jit
-    def make(key):
-        keys = jax.random.split(key, len(kinds))
-        return tuple(
-            jax.random.normal(k, shape, jnp.bfloat16) * jnp.bfloat16(scale)
-            for k, (shape, scale) in zip(keys, kinds, strict=True)
-        )
-
-    return make(jax.random.key(seed))
+def numbers(seed: int, rows: Int[Array, "rows"], width: int, scale: float, dtype: str) -> Array:
+    """Return [rows, width] of numbers of that deviation that follow from seed, row and column."""
+    shape, word = (rows.shape[0], width), jnp.uint32
+    column = jax.lax.broadcasted_iota(word, shape, 1)
+    mixed = rows.astype(word)[:, None] * word(0x9E3779B1) ^ column * word(0x85EBCA77)
+    mixed = mixed ^ word(seed * 0x27D4EB2F % 2**32)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        mixed = (mixed ^ mixed >> word(shift)) * word(factor)
+    even = (mixed >> word(8)).astype(jnp.float32) * jnp.float32(2.0**-24) - jnp.float32(0.5)
+    return (even * jnp.float32(12**0.5 * scale)).astype(dtype)
 
 
-def make_pools() -> dict:
-    """Return one layer's adapters, all experts: pools by matrix and the table of slots."""
-    rows = ADAPTERS * EXPERTS * RANK
-    entries = np.zeros((ADAPTERS, 5), np.int32)
-    entries[:, 0] = entries[:, 1] = np.arange(ADAPTERS) * EXPERTS * RANK
-    entries[:, 2:] = RANK
-    kinds = [
-        kind
-        for d_in, d_out in MATRICES.values()
-        for kind in (((rows, d_in), d_in**-0.5), ((rows, d_out), RANK**-0.5))
-    ]
-    found = random(1, *kinds)
-    return {
-        "entries": jnp.asarray(entries),
-        "scaling": jnp.full((ADAPTERS,), SCALING, jnp.float32),
-        **{name: found[2 * i : 2 * i + 2] for i, name in enumerate(MATRICES)},
-    }
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def matrix(seed: int, rows: int, width: int, scale: float, dtype: str) -> Array:
+    """Return `numbers` of the rows from 0 on."""
+    return numbers(seed, jnp.arange(rows), width, scale, dtype)
 
 
-def make_weights() -> dict:
+def pool_of(case: Case, width: int) -> dict:
+    """Return what `numbers` takes of the pool of rank rows of a width, but for the rows."""
+    narrow = width == case.hidden
+    scale = case.hidden**-0.5 if narrow else case.rank**-0.5
+    return {"seed": 10 + narrow, "width": width, "scale": scale, "dtype": case.dtype}
+
+
+def make_pools(case: Case) -> dict:
+    """Return one layer's adapters: rank rows by width and, by matrix, the table of slots.
+
+    In either pool stand the rows of gate, then those of up, then those of down.
+    """
+    rows = case.adapters * case.experts * case.rank
+    found: dict = {"scaling": jnp.full((case.adapters,), SCALING, jnp.float32)}
+    for width in (case.hidden, case.width):
+        pool = pool_of(case, width)
+        found[str(width)] = matrix(pool["seed"], 3 * rows, width, pool["scale"], case.dtype)
+    for place, name in enumerate(("gate", "up", "down")):
+        entries = np.zeros((case.adapters, 5), np.int32)
+        first = place * rows + np.arange(case.adapters) * case.experts * case.rank
+        entries[:, 0] = entries[:, 1] = first
+        entries[:, 2:] = case.rank
+        found[name] = jnp.asarray(entries)
+    return found
+
+
+def make_weights(case: Case) -> dict:
     """Return the base model's experts of one layer; every layer of a program uses them."""
-    kinds = [((EXPERTS, *sizes), sizes[0] ** -0.5) for sizes in MATRICES.values()]
-    return dict(zip(MATRICES, random(2, *kinds), strict=True))
+    found = {}
+    for seed, name in enumerate(("gate", "up", "down")):
+        d_in, d_out = case.sizes(name)
+        flat = matrix(20 + seed, case.experts * d_in, d_out, d_in**-0.5, case.dtype)
+        found[name] = flat.reshape(case.experts, d_in, d_out)
+    return found
 
 
-def make_rows(plan: Plan, tokens: int, seed: int) -> list[PushRows]:
-    """Return where the rows of each layer go: top-2 of 8 experts, adapters by Zipf."""
-    rng = np.random.default_rng(seed)
-    owners = popular("zipf", tokens, ADAPTERS, rng)
+def make_rows(case: Case, plan: Plan, tokens: int, seed: int) -> list[PushRows]:
+    """Return where the rows of each layer go: the best experts at random, adapters by Zipf."""
+    rng, placement = np.random.default_rng(seed), plan.placement(case)
+    owners = popular("zipf", tokens, case.adapters, rng)
     found = []
-    for layer in range(LAYERS):
-        chosen = np.argsort(rng.random((tokens, EXPERTS)), axis=1)[:, :TOP_K].reshape(-1)
+    for layer in range(case.layers):
+        chosen = np.argsort(rng.random((tokens, case.experts)), axis=1)[:, : case.top_k]
+        chosen = chosen.reshape(-1)
         order = np.argsort(chosen, kind="stable")
-        adapters = jnp.asarray(np.repeat(owners, TOP_K)[order].astype(np.int32))
+        adapters = jnp.asarray(np.repeat(owners, case.top_k)[order].astype(np.int32))
         experts = jnp.asarray(chosen[order].astype(np.int32))
-        numbers = (jnp.int32(len(order)), jnp.int32(0))
-        rows = push_rows(plan.placement, layer, adapters, experts, *numbers)
+        sizes = (jnp.int32(len(order)), jnp.int32(0))
+        rows = push_rows(placement, layer, adapters, experts, *sizes)
         here = jnp.where(rows.row_to_server < plan.servers, rows.row_to_server, -1)
         found.append(dataclasses.replace(rows, row_to_server=here.astype(jnp.int32)))
     return found
 
 
-def server_program(server: DeviceServer) -> Callable:
-    """Return (ticket, pools, mode) -> ticket: messages of both sites in turns, without the host."""
-    max_rows = server.shapes.max_rows
+def server_program(case: Case, server: DeviceServer, options: dict[str, str] | None) -> Callable:
+    """Return (ticket, pools, mode) -> ticket: messages of both sites in turn, without the host.
 
-    def take(ticket, site: int, names: Sequence[str], pools: dict, mode):
-        message = server.accept(ticket, IDLE_US, site)
-        slots = jnp.where(mode == LORA, message.adapters, -1)
-        items = row_items(slots, message.experts, ADAPTERS)
-        x = server.rows_of(message, site, max_rows)
-        table = (pools["entries"], pools["scaling"], items, RANK)
-        deltas = [
-            lora_pair(jnp.zeros((max_rows, b.shape[1]), jnp.bfloat16), x, a, b, *table)
-            for a, b in (pools[name] for name in names)
-        ]
+    A program has no branches: those of a CUDA graph take longer than kernels that find nothing to
+    do. So what a mode leaves out still costs its launches.
+    """
+    rows = server.shapes.max_rows
+
+    def take(ticket, site, pools, mode):
+        message, names = server.accept(ticket, IDLE_US, site), SITES[site]
+        x = server.rows_of(message, site, rows)
+        widths = [pools[str(width)] for width in case.sizes(names[0])]
+        entries, scaling = [pools[name] for name in names], [pools["scaling"]] * len(names)
+        owners = jnp.where(mode == LORA, message.adapters, -1), message.experts
+        kinds = {"max_rank": case.rank, "dtype": jnp.dtype(case.dtype)}
+        deltas = lora_deltas(x, *widths, entries, scaling, *owners, **kinds)
         return server.answer(message, mode >= ECHO, deltas, site).info
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=options)
     def step(ticket, pools, mode):
         for _ in range(ROUNDS):
-            ticket = take(ticket, GATE_UP, ("gate", "up"), pools, mode)
-            ticket = take(ticket, DOWN, ("down",), pools, mode)
+            for site in SITES:
+                ticket = take(ticket, site, pools, mode)
         return ticket
 
     return step
@@ -115,59 +125,84 @@ def server_program(server: DeviceServer) -> Callable:
 
 def experts_matmul(x: jax.Array, w: jax.Array) -> jax.Array:
     """Return the rows, equally many of each expert, times their experts' matrices."""
-    groups = x.reshape(EXPERTS, -1, x.shape[1])
+    groups = x.reshape(w.shape[0], -1, x.shape[1])
     return jnp.einsum("erd,edf->erf", groups, w).reshape(x.shape[0], w.shape[2])
 
 
 def program(one_layer: OneLayer) -> Callable:
-    """Return a program (state, weights, rows) -> state; state is (x, gate, up, worst status)."""
+    """Return a program (state, weights, rows) -> state; state is (x, ys, worst status)."""
 
     def step(state, w, all_rows):
-        x, gate, up, worst = state
+        x, ys, worst = state
         for layer, rows in enumerate(all_rows):
-            x, gate, up, statuses = one_layer(x, gate, up, w, layer, rows)
+            x, ys, statuses = one_layer(x, ys, w, layer, rows)
             for status in statuses:
                 worst = jnp.maximum(worst, jnp.max(status))
-        return x, gate, up, worst
+        return x, ys, worst
 
     return jax.jit(step, donate_argnums=0)
 
 
-def base_layer(x, gate, up, w, layer, rows) -> tuple:
+def base_layer(x, ys, w, layer, rows) -> tuple:
     """The base model alone."""
     del layer, rows
-    gate, up = experts_matmul(x, w["gate"]), experts_matmul(x, w["up"])
-    inner = jax.nn.silu(gate) * up
-    return bounded(experts_matmul(inner, w["down"])), gate, up, ()
+    inner = jax.nn.silu(experts_matmul(x, w["gate"])) * experts_matmul(x, w["up"])
+    return bounded(experts_matmul(inner, w["down"])), ys, ()
 
 
-def exchange_layer(client: AbstractClient) -> OneLayer:
-    """The two exchanges alone, one after the other."""
+def exchange_layer(clients: Sequence[AbstractClient]) -> OneLayer:
+    """The two exchanges of one client alone, one after the other; ys are one gate and up."""
+    client = clients[0]
 
-    def layer_step(x, gate, up, w, layer, rows):
+    def layer_step(x, ys, w, layer, rows):
         del w
+        (gate, up), *others = ys
         x = client.push(x, GATE_UP, layer, rows)
         (gate, up), first = client.wait_add((gate, up), x, GATE_UP, rows)
         inner = client.push(gate, DOWN, layer, rows)
         (x,), second = client.wait_add((x,), inner, DOWN, rows)
-        return x, inner, up, (first, second)
+        return x, [(inner, up), *others], (first, second)
 
     return layer_step
 
 
-def overlap_layer(client: AbstractClient) -> OneLayer:
-    """The base model, with the exchanges behind it."""
+def overlap_layer(clients: Sequence[AbstractClient]) -> OneLayer:
+    """The base model, with the exchanges behind it; clients behind the first only send and wait.
 
-    def layer_step(x, gate, up, w, layer, rows):
-        x = client.push(x, GATE_UP, layer, rows)
-        gate, up = experts_matmul(x, w["gate"]), experts_matmul(x, w["up"])
-        (gate, up), first = client.wait_add((gate, up), x, GATE_UP, rows)
-        inner = client.push(jax.nn.silu(gate) * up, DOWN, layer, rows)
-        y = experts_matmul(inner, w["down"])
-        (x,), second = client.wait_add((y,), inner, DOWN, rows)
-        return bounded(x), gate, up, (first, second)
+    Their answers are added to ys of their own.
+    """
+    first, *others = clients
+
+    def layer_step(x, ys, w, layer, rows):
+        worst = []
+        for client in clients:
+            x = client.push(x, GATE_UP, layer, rows)
+        y = (experts_matmul(x, w["gate"]), experts_matmul(x, w["up"]))
+        (gate, up), status = first.wait_add(y, x, GATE_UP, rows)
+        worst.append(status)
+        ys, x, status = _wait_for(others, ys, x, GATE_UP, rows)
+        inner = jax.nn.silu(gate) * up
+        for client in clients:
+            inner = client.push(inner, DOWN, layer, rows)
+        (y,), second = first.wait_add((experts_matmul(inner, w["down"]),), inner, DOWN, rows)
+        ys, inner, third = _wait_for(others, ys, inner, DOWN, rows)
+        return bounded(y), ys, (*worst, *status, second, *third)
 
     return layer_step
+
+
+def _wait_for(others: Sequence[AbstractClient], ys, keep, site: int, rows: PushRows) -> tuple:
+    """Return ys with the answers to the other clients added, what was sent, and statuses."""
+    found, worst = list(ys), []
+    for place, client in enumerate(others):
+        gate, up, x = found[place]
+        if site == GATE_UP:
+            (gate, up), status = client.wait_add((gate, up), keep, site, rows)
+        else:
+            (x,), status = client.wait_add((x,), keep, site, rows)
+        found[place] = (gate, up, x)
+        worst.append(status)
+    return found, keep, worst
 
 
 def bounded(x: jax.Array) -> jax.Array:
@@ -175,12 +210,12 @@ def bounded(x: jax.Array) -> jax.Array:
     return jnp.clip(x, -2, 2)
 
 
-def gate_deltas(client: AbstractClient) -> Callable:
+def gate_deltas(case: Case, client: AbstractClient) -> Callable:
     """Return a program (x, rows) -> (deltas of gate, status)."""
 
     @jax.jit
     def deltas(x, rows):
-        zeros = jnp.zeros((x.shape[0], WIDTH), jnp.bfloat16)
+        zeros = jnp.zeros((x.shape[0], case.width), x.dtype)
         x = client.push(x, GATE_UP, 0, rows)
         (gate, _), status = client.wait_add((zeros, zeros), x, GATE_UP, rows)
         return gate, status

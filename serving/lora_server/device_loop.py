@@ -23,6 +23,9 @@ from serving.transport.device_server import Arrived, DeviceServer, Verdict
 _AHEAD = 2  # programs under way while the host reads the one before
 _VERDICT = 5  # its place in what a program says
 _NOBODY = -1
+# However short, a program is one CUDA graph on a GPU, branches included: where XLA does not make it
+# one, the host waits for every message to pick the branch, and then launches kernel by kernel.
+ONE_GRAPH = {"xla_gpu_graph_min_graph_size": "1"}
 
 
 @jax.tree_util.register_dataclass
@@ -95,8 +98,9 @@ def _read(said: Array) -> Outcome | None:
 def _program(rank: ServerRank, plan: ServerPlan, server: DeviceServer) -> Callable:
     """Return (slots, table, ticket, limit in us) -> ticket: one message, or none in time."""
     buckets, moe_layers = rank.sizes.buckets, np.asarray(plan.moe_layers, np.int32)
+    options = ONE_GRAPH if jax.default_backend() == "gpu" else None
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=options)
     def serve_one(
         slots: AdapterSlots, table: RankTable, ticket: Int[Array, "8"], limit: Int[Array, ""]
     ) -> Int[Array, "8"]:

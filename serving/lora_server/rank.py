@@ -23,7 +23,7 @@ from lora_jax.adapters.slots import (
     warm_up,
 )
 from lora_jax.adapters.weights import AdapterWeights
-from lora_jax.nn.lora import apply_lora
+from lora_jax.ops.lora_gemm import lora_deltas
 from lora_jax.typing import Array, Float, Int
 from serving.lora_server.loading import LayerwiseLoad
 from serving.lora_server.shards import EXPERT_MODULES, Shard, shard_catalogue
@@ -104,9 +104,9 @@ class ServerRank:
         """Return the width of a row that comes in."""
         return self._catalogue.modules[SITES[site][0]].d_in
 
-    def widths_out(self, site: int) -> tuple[int, ...]:
-        """Return the widths of a row's deltas."""
-        return tuple(self._catalogue.modules[name].d_out for name in SITES[site])
+    def width_out(self, site: int) -> int:
+        """Return the width of each of a row's deltas."""
+        return self._catalogue.modules[SITES[site][0]].d_out
 
     def start_load(self, number: int, part: AdapterWeights) -> None:
         """Give this rank's part of an adapter (`shard_part`) room under `number`.
@@ -214,7 +214,7 @@ class ServerRank:
             row_to_slot,
             row_to_expert,
             modules=tuple(self._catalogue.module_names.index(name) for name in SITES[site]),
-            widths=self.widths_out(site),
+            width=self.width_out(site),
             first_expert=self.shard.first_expert,
             max_rank=self.sizes.max_rank,
             implementation=self._implementation,
@@ -244,7 +244,7 @@ class ServerRank:
 
 @functools.partial(
     jax.jit,
-    static_argnames=("modules", "widths", "first_expert", "max_rank", "implementation"),
+    static_argnames=("modules", "width", "first_expert", "max_rank", "implementation"),
 )
 def shard_deltas(
     slots: AdapterSlots,
@@ -254,28 +254,26 @@ def shard_deltas(
     row_to_expert: Int[Array, "rows"],
     *,
     modules: tuple[int, ...],
-    widths: tuple[int, ...],
+    width: int,
     first_expert: int,
     max_rank: int,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "rows d_out"], ...]:
-    """Return scaling * (x A^T) B of each row for every module; slot -1 gives 0.
+    """Return scaling * (x A^T) B of each row for every module; of slot -1 it is undefined.
 
     In float32 whatever the rows' dtype: then the two sums, 0 + delta here and y + delta, rounded
     once at the instance, have the bits of the one that a coupled engine makes. The layer is data,
     so that one program serves them all.
     """
-    return tuple(
-        apply_lora(
-            jnp.zeros((x.shape[0], width), jnp.float32),
-            x,
-            slots,
-            module,
-            layer,
-            row_to_slot,
-            row_to_expert - first_expert,
-            max_rank=max_rank,
-            implementation=implementation,
-        )
-        for module, width in zip(modules, widths, strict=True)
+    return lora_deltas(
+        x,
+        slots.pools[str(x.shape[1])],
+        slots.pools[str(width)],
+        [slots.entries[module, layer] for module in modules],
+        [slots.scaling[module, layer] for module in modules],
+        row_to_slot,
+        row_to_expert - first_expert,
+        max_rank=max_rank,
+        dtype=jnp.dtype(jnp.float32),
+        implementation=implementation,
     )

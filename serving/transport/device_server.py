@@ -8,17 +8,17 @@ host answers.
 
 import dataclasses
 import enum
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from lora_jax.typing import Array, Float, Int
-from serving.transport.base import AbstractServer, Request, TransportError
+from serving.transport.base import Request, TransportError
 from serving.transport.device_ends import Channel, DeviceEnds
 from serving.transport.library import numbers
+from serving.transport.seating import AbstractSeatingServer
 from serving.transport.shapes import Shapes
 
 ANY_SITE = -1
@@ -73,23 +73,16 @@ class Arrived:
         return self.info[4]
 
 
-class DeviceServer(AbstractServer):
+class DeviceServer(AbstractSeatingServer[_Seat]):
     """A rank of the LoRA Server whose kernels read and write the slots. See AbstractServer."""
 
     def __init__(self, shapes: Shapes, ends: DeviceEnds, *, pull: bool):
         """With `pull`, messages stay at their sender's device until they are read."""
-        self.shapes, self._ends, self._pull = shapes, ends, pull
+        super().__init__(shapes)
+        self._ends, self._pull = ends, pull
         self._end = ends.new_server(numbers(shapes))
-        self._lock = threading.Lock()  # seats and epochs: clients come and go on other threads
-        self._seats: dict[int, _Seat] = {}  # by the client's number
         self._buffers: dict[int, list[np.ndarray]] = {}  # of messages under way, by number
-        self._last_client = self._epoch = 0
-        self._aborted = self._closed = False
-        self._at_close: list[Callable[[], None]] = []
-
-    def on_close(self, callback: Callable[[], None]) -> None:
-        """Have something closed with the server, before its slots."""
-        self._at_close.append(callback)
+        self._last_client = 0
 
     def join(
         self, last_epoch: int, device: str, *, local: bool
@@ -179,50 +172,17 @@ class DeviceServer(AbstractServer):
         found = None if self._aborted else self._end.receive(int(seconds * 1e9))
         return None if found is None else self.left(found)
 
-    def respond(self, request: Request, deltas: Sequence[np.ndarray]) -> bool:
-        site = self.shapes.sites[request.site]
-        if len(deltas) != len(site.d_outs):
-            raise ValueError(f"{site.name} has {len(site.d_outs)} outputs, got {len(deltas)}.")
-        kept = []
-        for index, (delta, width) in enumerate(zip(deltas, site.d_outs, strict=True)):
-            rows_fit = delta.ndim == 2 and delta.shape[0] >= request.rows
-            if delta.dtype != self.shapes.result_dtype or not rows_fit or delta.shape[1] != width:
-                raise ValueError(
-                    f"output {index} of {site.name} must be {self.shapes.delta_dtype} "
-                    f"[{request.rows} or more, {width}], got {delta.dtype} {delta.shape}."
-                )
-            kept.append(np.ascontiguousarray(delta[: request.rows]))
-        return self._answer(request, kept)
-
-    def refuse(self, request: Request) -> bool:
-        return self._answer(request, None)
-
     def abort(self) -> None:
         self._aborted = True
         with self._lock:
             if not self._closed:
                 self._end.stop(True)
 
-    def aborted(self) -> bool:
-        return self._aborted
-
-    def clients(self) -> tuple[int, ...]:
-        with self._lock:
-            return tuple(self._seats)
-
     def dropped(self) -> int:
         return self._end.counts()[_DROPPED]
 
-    def close(self) -> None:
-        self.abort()
-        while self._at_close:
-            self._at_close.pop()()
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._seats.clear()
-            self._end.close()
+    def _free(self) -> None:
+        self._end.close()
 
     def _fetch(self, seat: _Seat, arrays: Sequence[np.ndarray], rows: int) -> None:
         shapes, slot = self.shapes, seat.channel.request_slot

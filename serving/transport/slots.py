@@ -4,25 +4,19 @@ import ctypes
 import dataclasses
 import mmap
 import os
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from lora_jax.typing import Array, Float, Int
-from serving.transport.base import (
-    AbstractServer,
-    ClientStats,
-    PushRows,
-    Request,
-    TransportError,
-)
+from serving.transport.base import ClientStats, PushRows, Request, TransportError
 from serving.transport.checks import check_outputs, check_push
 from serving.transport.header import HEADER_BYTES, Header, Kind, parse
 from serving.transport.joining import AbstractConnector, AbstractJoiningClient
 from serving.transport.library import PUSH, WAIT_ADD, calls, numbers, shared_memory
+from serving.transport.seating import AbstractSeatingServer
 from serving.transport.shapes import PAGE, Shapes
 
 _NUM_COUNTS, _NUM_LENGTHS = 9, 64  # csrc/client.h
@@ -166,25 +160,17 @@ class _Seat:
         ]
 
 
-class SlotServer(AbstractServer):
+class SlotServer(AbstractSeatingServer[_Seat]):
     """A server whose clients' slots the C++ code reads and writes. See AbstractServer."""
 
     def __init__(self, shapes: Shapes, *, pull: bool):
         """With `pull`, messages are read over before they are used: for comparison only."""
-        self.shapes, self._pull = shapes, pull
+        super().__init__(shapes)
+        self._pull = pull
         self._calls = calls()
         self._bell = shared_memory(PAGE)
         self._number = self._calls.server_new(numbers(shapes), self._bell)
-        self._lock = threading.Lock()  # seats and epochs: clients come and go on other threads
-        self._seats: dict[int, _Seat] = {}
-        self._epoch = 0
-        self._aborted = self._closed = False
         self._header = ctypes.create_string_buffer(HEADER_BYTES)
-        self._at_close: list[Callable[[], None]] = []
-
-    def on_close(self, callback: Callable[[], None]) -> None:
-        """Have something closed with the server, before its slots."""
-        self._at_close.append(callback)
 
     def join(self, last_epoch: int) -> tuple[int, Joined]:
         """Make room for a client; return its number and what to give it, for it to close.
@@ -229,66 +215,34 @@ class SlotServer(AbstractServer):
             *arrays,
         )
 
-    def respond(self, request: Request, deltas: Sequence[np.ndarray]) -> bool:
-        site = self.shapes.sites[request.site]
-        if len(deltas) != len(site.d_outs):
-            raise ValueError(f"{site.name} has {len(site.d_outs)} outputs, got {len(deltas)}.")
-        pointers = (ctypes.c_void_p * len(deltas))()
-        kept = []  # until they are copied
-        for index, (delta, width) in enumerate(zip(deltas, site.d_outs, strict=True)):
-            array = np.ascontiguousarray(delta)
-            rows_fit = array.ndim == 2 and array.shape[0] >= request.rows
-            if array.dtype != self.shapes.result_dtype or not rows_fit or array.shape[1] != width:
-                raise ValueError(
-                    f"output {index} of {site.name} must be {self.shapes.delta_dtype} "
-                    f"[{request.rows} or more, {width}], got {array.dtype} {array.shape}."
-                )
-            pointers[index] = array.ctypes.data
-            kept.append(array)
-        return self._answer(request, Kind.RESPONSE, pointers)
-
-    def refuse(self, request: Request) -> bool:
-        return self._answer(request, Kind.REFUSAL, None)
-
     def abort(self) -> None:
         self._aborted = True
         self._calls.server_abort(self._number)
 
-    def aborted(self) -> bool:
-        return self._aborted
-
-    def clients(self) -> tuple[int, ...]:
-        with self._lock:
-            return tuple(self._seats)
-
     def dropped(self) -> int:
         return self._calls.server_dropped(self._number)
 
-    def close(self) -> None:
-        self.abort()
-        while self._at_close:
-            self._at_close.pop()()
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._calls.server_free(self._number)
-            self._seats.clear()
-            os.close(self._bell)
-
-    def _answer(self, request: Request, kind: Kind, pointers) -> bool:
+    def _answer(self, request: Request, deltas: Sequence[np.ndarray] | None) -> bool:
+        kind, pointers = Kind.REFUSAL, None
+        if deltas is not None:
+            kind, pointers = Kind.RESPONSE, (ctypes.c_void_p * len(deltas))()
+            pointers[:] = [delta.ctypes.data for delta in deltas]
         header = Header(
             request.epoch,
             request.sequence,
             request.layer,
             request.site,
-            request.rows if kind == Kind.RESPONSE else 0,
+            0 if deltas is None else request.rows,
             kind,
             request.table_version,
             0,  # filled in
         )
         answer = self._calls.server_answer
         return bool(answer(self._number, request.client, header.pack(), pointers))
+
+    def _free(self) -> None:
+        self._calls.server_free(self._number)
+        os.close(self._bell)
 
 
 def _fetched(array: np.ndarray, rows: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Adds adapters to rows by the Hopper kernels of csrc/lora_gemm.cuh, in place on y.
+"""Adds adapters to rows by the Hopper kernels of csrc/lora_gemm.cuh, in place if there is a y.
 
 A row's result depends on nothing but its own x, y and adapter: neither on its neighbours nor on
 how many rows there are. Calls of many rows serve long segments by the kernels of
@@ -23,8 +23,9 @@ MAX_RANK = 128
 COLUMNS = 64  # widths are copied in pieces of so many columns
 MAX_MODULES = 4  # of one launch
 
-# One linear map of a launch: y, and the entries and scaling of its slots.
-Module = tuple[Array, Array, Array]
+# One linear map of a launch: y, and the entries and scaling of its slots. No y of a launch is None,
+# or all are: then nothing is added to, and rows without an adapter come out as zeros.
+Module = tuple[Array | None, Array, Array]
 
 
 @jax.tree_util.register_dataclass
@@ -73,10 +74,13 @@ def row_items(
     row_to_expert: Int[Array, "rows"],
     num_slots: int,
     max_rank: int = MAX_RANK,
+    *,
+    tiles: bool = True,
 ) -> RowItems:
     """Return the rows of each (slot, expert) as items; rows outside 0..num_slots are in none.
 
-    Rows of one slot should come sorted by expert: else the items are right, but smaller.
+    Rows of one slot should come sorted by expert: else the items are right, but smaller. Without
+    `tiles` long segments are items too.
     """
     rows = row_to_slot.shape[0]
     item_rows = rows_per_item(rows, max_rank)
@@ -84,13 +88,13 @@ def row_items(
     call = jax.ffi.ffi_call("lora_jax_cuda_row_items", shapes)
     attributes = {"slots": np.int64(num_slots), "item_rows": np.int64(item_rows)}
     order, items, num_items = call(row_to_slot, row_to_expert, **attributes)
-    if rows < lora_tiles.FEWEST_ROWS:
+    if rows < lora_tiles.FEWEST_ROWS or not tiles:
         return RowItems(order, items, num_items)
     return RowItems(order, *lora_tiles.row_tiles(items, num_items))
 
 
 def lora_gemm(
-    y: Float[Array, "rows d_out"],
+    y: Float[Array, "rows d_out"] | None,
     x: Float[Array, "rows d_in"],
     a_pool: Float[Array, "a_rows d_in"],
     b_pool: Float[Array, "b_rows d_out"],
@@ -118,8 +122,10 @@ def lora_gemms(
 ) -> tuple[Float[Array, "rows d_out"], ...]:
     """lora_gemm of several maps of the same rows: as few launches as may be."""
     slots, sorted_rows = modules[0][1].shape[0], x.shape[0] if items is None else 1
+    widths = (x.shape[1], b_pool.shape[1])
     for y, entries, _ in modules:
-        check_support(y.dtype, sorted_rows, (x.shape[1], y.shape[1]), entries.shape[0], max_rank)
+        dtype = x.dtype if y is None else y.dtype
+        check_support(dtype, sorted_rows, widths, entries.shape[0], max_rank)
     ffi.require()
     known = row_items(row_to_slot, row_to_expert, slots, max_rank) if items is None else items
     launches = (modules[i : i + MAX_MODULES] for i in range(0, len(modules), MAX_MODULES))
@@ -127,8 +133,31 @@ def lora_gemms(
     return tuple(y for ys in done for y in ys)
 
 
+def lora_deltas(
+    tables: Sequence[tuple[Array, Array]],
+    x: Float[Array, "rows d_in"],
+    a_pool: Float[Array, "a_rows d_in"],
+    b_pool: Float[Array, "b_rows d_out"],
+    row_to_slot: Int[Array, "rows"],
+    row_to_expert: Int[Array, "rows"],
+    max_rank: int,
+    dtype: jnp.dtype,
+) -> tuple[Float[Array, "rows d_out"], ...]:
+    """Return what lora_gemms adds, of each (entries, scaling), before it is rounded if wanted.
+
+    Rows of no adapter are undefined.
+    """
+    slots, widths = tables[0][0].shape[0], (x.shape[1], b_pool.shape[1])
+    check_support(x.dtype, x.shape[0], widths, slots, max_rank)
+    ffi.require()
+    narrow = dtype == x.dtype  # the kernels of tiles give no float32
+    items = row_items(row_to_slot, row_to_expert, slots, max_rank, tiles=narrow)
+    modules = [(None, *table) for table in tables]
+    return tuple(lora_pairs(modules, x, a_pool, b_pool, items, max_rank, dtype, leave_gaps=True))
+
+
 def lora_pair(
-    y: Float[Array, "rows d_out"],
+    y: Float[Array, "rows d_out"] | None,
     x: Float[Array, "rows d_in"],
     a_pool: Float[Array, "a_rows d_in"],
     b_pool: Float[Array, "b_rows d_out"],
@@ -148,19 +177,32 @@ def lora_pairs(
     b_pool: Float[Array, "b_rows d_out"],
     items: RowItems | AdapterItems,
     max_rank: int,
+    dtype: jnp.dtype | None = None,
+    *,
+    leave_gaps: bool = False,
 ) -> Sequence[Float[Array, "rows d_out"]]:
-    """lora_pair of several maps of the same x, out of the same pools, in one launch."""
+    """lora_pair of several maps of the same x, out of the same pools, in one launch.
+
+    Without any y `leave_gaps` leaves rows of no item undefined, and without tiles `dtype` may be
+    float32; it is x's unless it is given.
+    """
     if not 1 <= len(modules) <= MAX_MODULES:
         raise ValueError(f"a launch takes 1 to {MAX_MODULES} modules, not {len(modules)}")
+    accumulate = modules[0][0] is not None
+    if any((y is not None) != accumulate for y, _, _ in modules):
+        raise ValueError("a launch adds to every module's y or to none: some are None")
     if isinstance(items, AdapterItems):  # of experts, whose segments are too short for tiles
         items = RowItems(items.order, items.items, items.num_items)
     ranks, count = _h_shape(x.shape[0], max_rank), len(modules)
     work = jax.ShapeDtypeStruct((count * math.prod(ranks.shape) // 2 + 1,), jnp.int32)
-    shapes = [work, *(jax.ShapeDtypeStruct(y.shape, y.dtype) for y, _, _ in modules)]
-    aliases = {8 + 3 * m: 1 + m for m in range(count)}
+    out = jax.ShapeDtypeStruct((x.shape[0], b_pool.shape[1]), dtype or x.dtype)
+    shapes = [work, *[out] * count]
+    aliases = {8 + 3 * m: 1 + m for m in range(count if accumulate else 0)}
     call = jax.ffi.ffi_call("lora_jax_cuda_lora_gemm", shapes, input_output_aliases=aliases)
-    own = (v for m in modules for v in m)
-    return call(x, a_pool, b_pool, *items.arrays, *own, max_rank=np.int64(max_rank))[1:]
+    own = (v for m in modules for v in m if v is not None)
+    attributes = {"max_rank": np.int64(max_rank), "accumulate": accumulate}
+    attributes["leave_gaps"] = leave_gaps
+    return call(x, a_pool, b_pool, *items.arrays, *own, **attributes)[1:]
 
 
 def lora_shrink(
@@ -180,17 +222,23 @@ def lora_shrink(
 
 
 def lora_expand(
-    y: Float[Array, "rows d_out"],
+    y: Float[Array, "rows d_out"] | None,
     h: Float[Array, "rows h_columns"],
     b_pool: Float[Array, "b_rows d_out"],
     entries: Int[Array, "slots 5"],
     scaling: Float[Array, "slots"],
     items: RowItems,
 ) -> Float[Array, "rows d_out"]:
-    """y[order[i]] + sum_j h[i, j] B[j] for h as lora_shrink gives it."""
-    shapes = [jax.ShapeDtypeStruct(y.shape, y.dtype), jax.ShapeDtypeStruct((1,), jnp.int32)]
-    call = jax.ffi.ffi_call("lora_jax_cuda_lora_expand", shapes, input_output_aliases={0: 0})
-    return call(y, h, b_pool, entries, scaling, *items.arrays)[0]
+    """y[order[i]] + sum_j h[i, j] B[j] for h as lora_shrink gives it.
+
+    Without y the sum alone, whose rows are read from nowhere: zero where there is no adapter.
+    """
+    ys = () if y is None else (y,)
+    shapes = [jax.ShapeDtypeStruct((h.shape[0], b_pool.shape[1]), h.dtype)]
+    shapes += [jax.ShapeDtypeStruct((1,), jnp.int32)]
+    aliases = {9: 0} if ys else {}
+    call = jax.ffi.ffi_call("lora_jax_cuda_lora_expand", shapes, input_output_aliases=aliases)
+    return call(h, b_pool, entries, scaling, *items.arrays, *ys, accumulate=bool(ys))[0]
 
 
 def _h_shape(rows: int, max_rank: int) -> jax.ShapeDtypeStruct:

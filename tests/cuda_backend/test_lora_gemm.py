@@ -143,6 +143,41 @@ def test_shrink_then_expand_is_the_pair():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rows", [3, 90, 2100])
+def test_wide_sums_added_later_have_the_bits_of_those_added_at_once(rows):
+    case = some_case(rows, 1024, 320, popularity="skewed")
+    y, *pools, entries, scaling, row_to_slot, row_to_expert = case.arrays
+    owners = (row_to_slot, jnp.zeros(rows, jnp.int32) if row_to_expert is None else row_to_expert)
+    tables = [(entries, scaling)] * 2
+    wide, again = cuda.lora_deltas(tables, *pools, *owners, case.max_rank, jnp.dtype("float32"))
+    there = np.asarray(row_to_slot) >= 0
+    np.testing.assert_array_equal(np.asarray(wide)[there], np.asarray(again)[there])
+    later = (y.astype(jnp.float32) + wide).astype(jnp.bfloat16).astype(jnp.float32)
+    np.testing.assert_array_equal(np.asarray(later)[there], run(case)[there])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [3, 90, 2100])
+def test_without_y_the_sums_alone_come_back(rows):
+    """Rows of nobody lie between those of others, and an adapter of rank 0 adds nothing."""
+    case = some_case(rows, 1024, 320, ranks=(16, 0, 8), popularity="uniform")
+    slots = case.row_to_slot.at[::3].set(-1)
+    case = dataclasses.replace(case, row_to_slot=slots, y=jnp.zeros_like(case.y))
+    alone = kernel(None, *case.arrays[1:], max_rank=case.max_rank)
+    got = np.asarray(alone.astype(jnp.float32))
+    np.testing.assert_array_equal(got, run(case))
+    np.testing.assert_array_equal(got[np.isin(slots, (-1, 1))], 0)
+
+    @jax.jit
+    def expand(x, a_pool, b_pool, entries, scaling, row_to_slot, row_to_expert):
+        items = cuda.row_items(row_to_slot, row_to_expert, len(scaling))
+        h = cuda.lora_shrink(x, a_pool, entries, scaling, items, case.max_rank)
+        return cuda.lora_expand(None, h, b_pool, entries, scaling, items).astype(jnp.float32)
+
+    np.testing.assert_array_equal(np.asarray(expand(*case.arrays[1:])), got)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("rows", [3, 200])
 def test_several_modules_in_one_launch_have_the_bits_of_each_alone(rows):
     case = some_case(rows, 1024, 2048, num_experts=2)

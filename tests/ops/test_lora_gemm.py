@@ -11,7 +11,7 @@ from tolerance import TOLERANCE
 
 from lora_jax.ops.cases import POPULARITIES, LoraCase, lora_case
 from lora_jax.ops.grouped_matmul import matmul
-from lora_jax.ops.lora_gemm import lora_gemm, lora_gemms
+from lora_jax.ops.lora_gemm import lora_deltas, lora_gemm, lora_gemms
 
 IMPLEMENTATIONS = ["ffi", "xla", "reference"]
 
@@ -71,6 +71,17 @@ def test_portable_jax_matches_float64(experts, dtype, implementation):
 def test_any_popularity_of_adapters_that_share_a(popularity, implementation):
     case = lora_case(50, 48, 40, popularity=popularity, num_experts=3, shared_a=True)
     np.testing.assert_allclose(run(case, implementation), oracle(case), **TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_without_y_the_sums_alone_come_back(dtype, implementation):
+    case = lora_case(37, 70, 172, num_experts=3, dtype=dtype)
+    nothing = dataclasses.replace(case, y=jnp.zeros_like(case.y))
+    options = {"max_rank": case.max_rank, "implementation": implementation}
+    got = np.asarray(jitted(None, *case.arrays[1:], **options), np.float32)
+    np.testing.assert_array_equal(got, run(nothing, implementation))
+    assert not got[np.asarray(case.row_to_slot) < 0].any()
 
 
 @pytest.mark.parametrize("experts", [0, 4])
@@ -182,6 +193,36 @@ def test_several_maps_have_the_bits_of_each_alone(implementation):
     for (y, e, s), got in zip(maps, together, strict=True):
         alone = lora_gemm(y, *pools, e, s, *owners, **options)
         np.testing.assert_array_equal(np.asarray(got), np.asarray(alone))
+
+
+def test_several_maps_are_all_added_to_or_none():
+    case = lora_case(5, 8, 16)
+    y, x, a_pool, b_pool, entries, scaling, row_to_slot, _ = case.arrays
+    given = (x, a_pool, b_pool, [entries] * 2, [scaling] * 2, row_to_slot)
+    with pytest.raises(ValueError, match="adds to all or to none"):
+        lora_gemms([y, None], *given, max_rank=case.max_rank)
+    sums = lora_gemms([None] * 2, *given, max_rank=case.max_rank)
+    np.testing.assert_array_equal(sums[0], run(dataclasses.replace(case, y=jnp.zeros_like(y))))
+    np.testing.assert_array_equal(sums[1], sums[0])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_wide_deltas_added_later_have_the_bits_of_those_added_at_once(dtype, implementation):
+    case = lora_case(19, 16, 24, num_experts=2, dtype=dtype)
+    y, *pools, entries, scaling, row_to_slot, row_to_expert = case.arrays
+    assert row_to_expert is not None
+    options = {"max_rank": case.max_rank, "implementation": implementation}
+    owners, tables = (row_to_slot, row_to_expert), ([entries] * 2, [scaling, -scaling])
+    wide, turned = lora_deltas(*pools, *tables, *owners, dtype=jnp.dtype(jnp.float32), **options)
+    at_once = lora_gemm(y.astype(jnp.float32), *pools, entries, scaling, *owners, **options)
+    narrow, _ = lora_deltas(*pools, *tables, *owners, dtype=y.dtype, **options)
+    assert narrow.dtype == y.dtype
+    there = np.asarray(row_to_slot) >= 0
+    later = (y.astype(jnp.float32) + wide).astype(y.dtype)
+    pairs = ((turned, -wide), (later, at_once.astype(y.dtype)), (narrow, wide.astype(y.dtype)))
+    for got, want in pairs:
+        np.testing.assert_array_equal(np.asarray(got)[there], np.asarray(want)[there])
 
 
 def test_several_maps_need_one_table_each():

@@ -45,19 +45,31 @@ cudaError_t shrink_args(PairArgs* args, BF16& x, BF16& a_pool) {
   args->shrink = true, args->x = data(x), args->d_in = static_cast<int>(d[1]);
   return pool_maps(args, 0, data(a_pool), d[0], d[1], kWideA);
 }
-cudaError_t expand_args(PairArgs* args, BF16& b_pool, int* draws) {
+cudaError_t expand_args(PairArgs* args, BF16& b_pool, int* draws, bool accumulate) {
   const auto d = b_pool.dimensions();
-  args->expand = true, args->draws = draws, args->d_out = static_cast<int>(d[1]);
+  args->expand = true, args->draws = draws, args->d_out = static_cast<int>(d[1]), args->accumulate = accumulate;
   return pool_maps(args, 1, data(b_pool), d[0], d[1], kWideB);
 }
 void module_args(PairArgs* args, int m, S32& entries, F32& scaling) {
   args->num_slots = static_cast<int>(scaling.element_count());
   args->modules[m].entries = entries.typed_data(), args->modules[m].scaling = scaling.typed_data();
 }
-cudaError_t output_args(PairArgs* args, int m, cudaStream_t stream, BF16& y, ffi::Result<BF16>& out) {
-  args->modules[m].y = data(out);
-  if (data(out) == data(y)) return cudaSuccess;
-  return cudaMemcpyAsync(data(out), data(y), y.size_bytes(), cudaMemcpyDeviceToDevice, stream);
+// `y` is null where nothing is added to it; only then `out` may be float32.
+cudaError_t output_args(PairArgs* args, int m, cudaStream_t stream, const BF16* y, ffi::AnyBuffer& out) {
+  args->modules[m].y = static_cast<__nv_bfloat16*>(out.untyped_data());
+  args->wide_sums = out.element_type() == ffi::F32;
+  if (!y) return cudaSuccess;
+  if (args->wide_sums) return cudaErrorInvalidValue;
+  if (out.untyped_data() == y->untyped_data()) return cudaSuccess;
+  return cudaMemcpyAsync(out.untyped_data(), data(*y), y->size_bytes(), cudaMemcpyDeviceToDevice, stream);
+}
+
+// Takes y, argument `at`, where it is added to.
+cudaError_t add_to(PairArgs* args, int m, cudaStream_t stream, ffi::RemainingArgs& given, size_t at,
+                   ffi::AnyBuffer& out) {
+  if (!args->accumulate) return output_args(args, m, stream, nullptr, out);
+  auto y = given.get<BF16>(at);
+  return y ? output_args(args, m, stream, &*y, out) : cudaErrorInvalidValue;
 }
 
 // Launches what the items hold, then what the tiles hold: their rows differ. `b_pool` is null where
@@ -79,24 +91,25 @@ cudaError_t launch_all(const PairArgs& args, S32& tiles, S32& cut, const BF16* b
   return e;
 }
 
-// `modules` holds y, entries and scaling of each one, `work` is for h and one word more.
+// `modules` holds entries and scaling of each one, behind its y where that is added to; `work` is for h
+// and one word more.
 ffi::Error LoraGemm(cudaStream_t stream, BF16 x, BF16 a_pool, BF16 b_pool, S32 order, S32 items, S32 num_items,
                     S32 tiles, S32 cut, ffi::RemainingArgs modules, ffi::Result<S32> work,
-                    ffi::RemainingRets outs, int64_t max_rank) {
+                    ffi::RemainingRets outs, int64_t max_rank, bool accumulate, bool leave_gaps) {
   PairArgs args = common_args(order, items, num_items, (max_rank + 7) / 8 * 8);
-  args.num_modules = static_cast<int>(outs.size());
+  args.num_modules = static_cast<int>(outs.size()), args.leave_gaps = leave_gaps;
   args.h = reinterpret_cast<__nv_bfloat16*>(work->typed_data());
   if (args.num_modules > kMaxModules) return ffi::Error::InvalidArgument("too many modules for one launch");
   cudaError_t e = shrink_args(&args, x, a_pool);
-  if (e == cudaSuccess) e = expand_args(&args, b_pool, work->typed_data() + work->element_count() - 1);
+  if (e == cudaSuccess) e = expand_args(&args, b_pool, work->typed_data() + work->element_count() - 1, accumulate);
+  const int first = accumulate ? 1 : 0, of_module = first + 2;
   for (int m = 0; m < args.num_modules && e == cudaSuccess; ++m) {
-    auto y = modules.get<BF16>(m * 3);
-    auto entries = modules.get<S32>(m * 3 + 1);
-    auto scaling = modules.get<F32>(m * 3 + 2);
-    auto out = outs.get<BF16>(m);
-    if (!y || !entries || !scaling || !out) return ffi::Error::InvalidArgument("a module's y, entries or scaling");
+    auto entries = modules.get<S32>(m * of_module + first);
+    auto scaling = modules.get<F32>(m * of_module + first + 1);
+    auto out = outs.get<ffi::AnyBuffer>(m);
+    if (!entries || !scaling || !out) return ffi::Error::InvalidArgument("a module's entries or scaling");
     module_args(&args, m, *entries, *scaling);
-    e = output_args(&args, m, stream, *y, *out);
+    e = add_to(&args, m, stream, modules, m * of_module, **out);
   }
   return status(e == cudaSuccess ? launch_all(args, tiles, cut, &b_pool, stream) : e);
 }
@@ -110,13 +123,15 @@ ffi::Error LoraShrink(cudaStream_t stream, BF16 x, BF16 a_pool, S32 entries, F32
   return status(e == cudaSuccess ? launch_all(args, tiles, cut, nullptr, stream) : e);
 }
 
-ffi::Error LoraExpand(cudaStream_t stream, BF16 y, BF16 h, BF16 b_pool, S32 entries, F32 scaling, S32 order,
-                      S32 items, S32 num_items, S32 tiles, S32 cut, ffi::Result<BF16> out, ffi::Result<S32> draws) {
+// `ys` holds y where that is added to.
+ffi::Error LoraExpand(cudaStream_t stream, BF16 h, BF16 b_pool, S32 entries, F32 scaling, S32 order, S32 items,
+                      S32 num_items, S32 tiles, S32 cut, ffi::RemainingArgs ys, ffi::Result<ffi::AnyBuffer> out,
+                      ffi::Result<S32> draws, bool accumulate) {
   PairArgs args = common_args(order, items, num_items, h.dimensions()[1]);
   module_args(&args, 0, entries, scaling);
   args.h = const_cast<__nv_bfloat16*>(data(h));  // only read: nothing shrinks in this launch
-  cudaError_t e = expand_args(&args, b_pool, draws->typed_data());
-  if (e == cudaSuccess) e = output_args(&args, 0, stream, y, out);
+  cudaError_t e = expand_args(&args, b_pool, draws->typed_data(), accumulate);
+  if (e == cudaSuccess) e = add_to(&args, 0, stream, ys, 0, *out);
   return status(e == cudaSuccess ? launch_all(args, tiles, cut, &b_pool, stream) : e);
 }
 
@@ -141,7 +156,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_lora_gemm, lora_jax::LoraGemm,
                                   .LORA_JAX_ROW_ITEMS.RemainingArgs()
                                   .Ret<S32>()
                                   .RemainingRets()
-                                  .Attr<int64_t>("max_rank"),
+                                  .Attr<int64_t>("max_rank")
+                                  .Attr<bool>("accumulate")
+                                  .Attr<bool>("leave_gaps"),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_lora_shrink, lora_jax::LoraShrink,
                               LORA_JAX_ON_STREAM.Arg<BF16>()
@@ -153,9 +170,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_lora_shrink, lora_jax::LoraShrink,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_lora_expand, lora_jax::LoraExpand,
                               LORA_JAX_ON_STREAM.Arg<BF16>()
                                   .Arg<BF16>()
-                                  .Arg<BF16>()
                                   .Arg<S32>()
                                   .Arg<F32>()
-                                  .LORA_JAX_ROW_ITEMS.Ret<BF16>()
-                                  .Ret<S32>(),
+                                  .LORA_JAX_ROW_ITEMS.RemainingArgs()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<S32>()
+                                  .Attr<bool>("accumulate"),
                               {ffi::Traits::kCmdBufferCompatible});

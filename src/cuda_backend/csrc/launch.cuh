@@ -32,10 +32,44 @@ inline cudaError_t launch_metadata(const MetadataArgs& args, cudaStream_t stream
   return cudaGetLastError();
 }
 
-// Fills `words` with ones; the kernel behind it starts meanwhile.
-__global__ void fill_kernel(int* words, int count) {
+// By a warp: makes the rows of places [begin, end) zero in all modules, every `step`-th of them.
+__device__ __forceinline__ void zero_rows(const PairArgs& p, int begin, int end, int step) {
+  const int bytes = p.d_out * (p.wide_sums ? 4 : 2);
+  for (int place = begin; place < end; place += step) {
+    const int64_t row = __ldg(p.row_order + place);
+    for (int m = 0; m < p.num_modules; ++m) {
+      auto* y = reinterpret_cast<unsigned char*>(p.modules[m].y) + row * bytes;
+      for (int c = threadIdx.x % 32 * 16; c < bytes; c += 512) *reinterpret_cast<uint4*>(y + c) = make_uint4(0, 0, 0, 0);
+    }
+  }
+}
+
+// Zeros for rows of no item. Warps share out those behind the last item, which may be many, and the
+// items, before each of which there may be some.
+__device__ __forceinline__ void zero_gaps(const PairArgs& p) {
+  const int lane = threadIdx.x % 32, warps = gridDim.x * blockDim.x / 32, num_items = *p.num_items;
+  const int warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
+  auto end_of = [&](int i) {
+    const int4 v = __ldg(reinterpret_cast<const int4*>(p.items) + max(i, 0));
+    return i < 0 ? 0 : v.z + v.w;
+  };
+  zero_rows(p, end_of(num_items - 1) + warp, p.num_rows, warps);
+  for (int i = warp * 32; i < num_items; i += warps * 32) {
+    const int mine = i + lane, begin = mine < num_items ? end_of(mine - 1) : 0;
+    const int end = mine < num_items ? __ldg(&p.items[mine].row_begin) : 0;
+    for (unsigned gaps = __ballot_sync(~0u, begin < end); gaps; gaps &= gaps - 1) {
+      const int from = __ffs(gaps) - 1;
+      zero_rows(p, __shfl_sync(~0u, begin, from), __shfl_sync(~0u, end, from), 1);
+    }
+  }
+}
+
+// Fills `words` with ones, and rows of no item with zeros where y held nothing; the kernel behind it
+// starts meanwhile.
+__global__ void fill_kernel(const __grid_constant__ PairArgs p, int* words, int count) {
   let_next_begin();
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) words[i] = -1;
+  if (!p.accumulate && !p.leave_gaps) zero_gaps(p);
 }
 
 template <int NS, int STAGE, int RANKS>
@@ -54,7 +88,7 @@ cudaError_t launch_stages(const PairArgs& args, cudaStream_t stream) {
   }
   int* words = args.shrink ? reinterpret_cast<int*>(args.h) : args.draws;
   const int count = static_cast<int>(args.draws + 1 - words), ctas = min((count + 8191) / 8192, sms);
-  fill_kernel<<<ctas, 1024, 0, stream>>>(words, count);
+  fill_kernel<<<args.accumulate || args.leave_gaps ? ctas : sms, 1024, 0, stream>>>(args, words, count);
   e = cudaGetLastError();
   return e == cudaSuccess ? launch_early(kernel, sms * 2, kThreads, bytes, stream, args) : e;
 }

@@ -1,5 +1,7 @@
 // Grouped LoRA on Hopper in one launch: h = scaling * x A^T, then y += h B, for rows of many adapters.
 //
+// Or y = h B, which reads no y: then fill_kernel makes the rows of no item zero.
+//
 // An item is up to kMaxRows rows of one segment (adapter, or adapter x expert) of one module. Its
 // weights are the 16-row operand of mma and its rows the 8-column operand (swap-AB), so a segment of
 // one row costs an n = 8 tile. Units of work are (item, up to 32 rank rows) of the shrink, each over
@@ -69,10 +71,10 @@ __device__ void produce_rows(const PairArgs& p, S& sm) {
     const Ticket& t = take(sm, taken);
     const Unit& u = t.unit;
     if (u.kind == kEnd) return;
-    const bool mine = row < u.num_rows;
+    const bool mine = row < u.staged_rows;
     const __nv_bfloat16* from = u.kind == kExpand ? p.modules[u.module].y : p.x;
     if (mine) from += t.rows[row] * static_cast<int64_t>(u.kind == kExpand ? p.d_out : p.d_in);
-    const int width = u.width, my_rows = (u.num_rows + kRowWarps - 1 - warp) / kRowWarps;
+    const int width = u.width, my_rows = (u.staged_rows + kRowWarps - 1 - warp) / kRowWarps;
     for (int c = u.begin; c < u.end; c += width) {
       mbar_wait(&sm.empty[ring.at()], ring.phase() ^ 1);
       const int bytes = min(width, u.end - c) * 2;
@@ -240,7 +242,7 @@ __device__ __forceinline__ void expand_stage(const PairArgs& p, const Ticket& t,
                                              int columns, int n0, int row_blocks, const Factors<STEPS, J>& h) {
   const Unit& u = t.unit;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
-  __nv_bfloat16* y = p.modules[u.module].y + col + g * 8;
+  const int first = col + g * 8;
   for (int b = warp / row_blocks; b * 64 < columns; b += kConsumers / row_blocks) {
     float acc[4][J][4] = {};
     const int box = b >> u.wide, piece = b - (box << u.wide);
@@ -250,13 +252,20 @@ __device__ __forceinline__ void expand_stage(const PairArgs& p, const Ticket& t,
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int n = n0 + j * 8 + q * 2 + e;
-        if (n < u.num_rows) {
-          uint4 o = lds128(base + rows_at(u) + n * row_stride(width) + b * 128 + g * 16);
+        if (n >= u.num_rows) continue;
+        const int64_t at = static_cast<int64_t>(t.rows[n]) * p.d_out + first + b * 64;
+        if (p.wide_sums) {
+          auto* to = reinterpret_cast<float4*>(reinterpret_cast<float*>(p.modules[u.module].y) + at);
+          __stcs(to, make_float4(acc[0][j][e], acc[0][j][e + 2], acc[1][j][e], acc[1][j][e + 2]));
+          __stcs(to + 1, make_float4(acc[2][j][e], acc[2][j][e + 2], acc[3][j][e], acc[3][j][e + 2]));
+        } else {
+          uint4 o = make_uint4(0, 0, 0, 0);
+          if (p.accumulate) o = lds128(base + rows_at(u) + n * row_stride(width) + b * 128 + g * 16);
           o.x = add_bf16x2(o.x, acc[0][j][e], acc[0][j][e + 2]);
           o.y = add_bf16x2(o.y, acc[1][j][e], acc[1][j][e + 2]);
           o.z = add_bf16x2(o.z, acc[2][j][e], acc[2][j][e + 2]);
           o.w = add_bf16x2(o.w, acc[3][j][e], acc[3][j][e + 2]);
-          __stcs(reinterpret_cast<uint4*>(y + static_cast<int64_t>(t.rows[n]) * p.d_out + b * 64), o);
+          __stcs(reinterpret_cast<uint4*>(p.modules[u.module].y + at), o);
         }
       }
   }

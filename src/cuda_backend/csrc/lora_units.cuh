@@ -32,6 +32,9 @@ struct PairArgs {
   int num_modules, num_rows, num_slots;
   int d_in, d_out, h_stride, max_rank;
   bool shrink, expand;
+  bool accumulate;            // the expand adds to y; else y holds nothing before
+  bool wide_sums;             // where nothing is added to, y is float32
+  bool leave_gaps;            // and rows of no item stay undefined
 };
 
 constexpr int kMaxRows = 32;   // rows of an item
@@ -56,6 +59,7 @@ struct Unit {
   int weight_row;             // first rank row in the pool
   int groups;                 // 8-row groups of weights
   int rank, num_rows;
+  int staged_rows;            // rows that come with the weights: of x, or of y where the expand adds to it
   int place;                  // of its first row in the sorted order
   int begin, end;             // columns of the pool
   int wide, width;            // log2 of the pieces of 64 columns in a box; columns of a stage
@@ -75,7 +79,8 @@ __device__ __forceinline__ uint32_t rows_at(const Unit& u) { return u.width * u.
 // Stages are multiples of 128 columns, so that which warp adds which k never depends on them, and
 // of the boxes, which are wide where that fits.
 __device__ __forceinline__ void cut_stages(Unit& u, int stage_bytes, int wide) {
-  const unsigned fit = (stage_bytes - u.num_rows * 16) / static_cast<unsigned>(u.groups * 16 + u.num_rows * 2);
+  const unsigned of_column = max(u.groups * 16 + u.staged_rows * 2, 1);  // a rank of 0 without y has no bytes
+  const unsigned fit = (stage_bytes - u.staged_rows * 16) / of_column;
   u.wide = fit >> (wide + 6) ? wide : kNarrow;
   const unsigned boxes = (u.end - u.begin + (64 << u.wide) - 1) >> (u.wide + 6), most = fit >> (u.wide + 6);
   const unsigned stages = (boxes + most - 1) / most;
@@ -232,6 +237,7 @@ __device__ __forceinline__ Unit make_unit(const PairArgs& p, const Share& s, con
   Unit u{};
   u.item = s.item, u.module = site.module, u.scaling = site.scaling;
   u.rank = min(site.rank, p.max_rank), u.num_rows = site.item.num_rows, u.place = site.item.row_begin;
+  u.staged_rows = s.kind == kShrink || p.accumulate ? u.num_rows : 0;
   if (s.kind == kShrink) {
     const bool twice = u.num_rows > 16 && s.end - s.begin == 8;  // which halves what is read of x
     const int ranks = twice ? 16 : s.end - s.begin;
@@ -244,7 +250,7 @@ __device__ __forceinline__ Unit make_unit(const PairArgs& p, const Share& s, con
     u.weight_row = site.b_offset + site.item.expert * site.b_stride;
     u.groups = (u.rank + 7) / 8;
     u.begin = s.begin << (p.wide[1] + 6), u.end = min(s.end << (p.wide[1] + 6), p.d_out);
-    if (u.rank > 0) u.kind = kExpand;
+    if (u.rank > 0 || !p.accumulate) u.kind = kExpand;
   }
   if (u.kind != kEnd) cut_stages(u, stage_bytes, p.wide[u.kind - kShrink]);
   return u;

@@ -65,7 +65,7 @@ __device__ __forceinline__ void push_row(const PushArgs& p, const Pieces& pieces
 
 // One thread a server: the header, when all of the payload is there. Where the host brought the link
 // while some CTAs were through already, it is not, and nothing goes.
-__device__ __forceinline__ void push_header(const PushArgs& p, int server, int rows, PeerLink* link) {
+__device__ __forceinline__ void push_header(const PushArgs& p, int server, int rows, PeerLink* link, const int* crc) {
   if (link->under_way) {  // nobody waited: the server may still read the slot
     lose(p.state, server, link);
     return;
@@ -73,14 +73,17 @@ __device__ __forceinline__ void push_header(const PushArgs& p, int server, int r
   link->under_way = rows, link->site = p.site, link->layer = *p.rows.layer;
   const uint64_t bytes = request_bytes(p.shapes, p.site, rows);
   post(link->out_slot, link->out_counter,
-       PeerHeader{0, 0, link->epoch, ++link->sequence, link->layer, p.site, rows, kRequest, *p.rows.version, bytes, 0});
+       PeerHeader{0, 0, link->epoch, ++link->sequence, link->layer, p.site, rows, kRequest, *p.rows.version, bytes, 0},
+       crc);
   add_count(p.state, kPushes, 1);
   add_count(p.state, kBytesSent, bytes);
 }
 
 __global__ void __launch_bounds__(kPeerThreads) push_kernel(const PushArgs p) {
   __shared__ int counts[kMostServers + 1];
+  __shared__ int crc[kCrcWords];
   if (!may_push(p)) return;
+  bring_crc(crc);
   const int rows = p.rows.live(), server = threadIdx.x;
   if (server < p.rows.servers) counts[server] = 0;
   __syncthreads();
@@ -95,7 +98,7 @@ __global__ void __launch_bounds__(kPeerThreads) push_kernel(const PushArgs p) {
   const int written = atomicExch(&p.state->written[server], 0);
   PeerLink* link = load_link(&p.state->links[server]);
   const bool whole = written == counts[server] * pieces.per_row;
-  if (counts[server] && link && !link->lost && (whole || link->under_way)) push_header(p, server, counts[server], link);
+  if (counts[server] && link && !link->lost && (whole || link->under_way)) push_header(p, server, counts[server], link, crc);
 }
 
 struct WaitArgs {
@@ -107,8 +110,8 @@ struct WaitArgs {
 };
 
 __device__ __forceinline__ bool accept_answer(const PeerShapes& shapes, const PeerLink& link, int rows,
-                                              PeerHeader* header) {
-  if (!read_header(link.in_slot, header)) return false;
+                                              PeerHeader* header, const int* crc) {
+  if (!read_header(link.in_slot, header, crc)) return false;
   if (header->epoch != link.epoch || header->sequence != link.sequence) return false;
   if (header->layer != link.layer || header->site != link.site) return false;
   if (header->kind == kRefusal) return header->rows == 0 && header->num_bytes == 0;
@@ -136,7 +139,8 @@ __device__ __forceinline__ int fail(PeerState* state, int server, PeerLink* link
 }
 
 // One thread a server with rows. Returns how the wait for it ended.
-__device__ __forceinline__ int wait_for(const WaitArgs& p, int server, int rows, bool nowhere, uint64_t start) {
+__device__ __forceinline__ int wait_for(const WaitArgs& p, int server, int rows, bool nowhere, uint64_t start,
+                                        const int* crc) {
   PeerState* state = p.state;
   PeerLink* link = load_link(&state->links[server]);
   add_count(state, kWaits, 1);
@@ -151,7 +155,7 @@ __device__ __forceinline__ int wait_for(const WaitArgs& p, int server, int rows,
     if (status != kArrived) return fail(state, server, link, status);
     want = load_acquire_sys(link->in_counter) + 1;
     PeerHeader header;
-    if (accept_answer(p.shapes, *link, rows, &header)) {
+    if (accept_answer(p.shapes, *link, rows, &header, crc)) {
       link->under_way = 0;
       state->answers[server] = link->in_slot;
       if (header.kind == kResponse) return kArrived;
@@ -174,6 +178,8 @@ __device__ __forceinline__ void count_wait(PeerState* state, uint64_t nanos, boo
 __global__ void __launch_bounds__(kPeerThreads) wait_kernel(const WaitArgs p) {
   __shared__ int counts[kMostServers + 1];
   __shared__ int failed[1];
+  __shared__ int crc[kCrcWords];
+  bring_crc(crc);
   const uint64_t start = now_nanos();
   if (threadIdx.x == 0) failed[0] = 0;
   count_rows(p.rows, counts);
@@ -183,7 +189,7 @@ __global__ void __launch_bounds__(kPeerThreads) wait_kernel(const WaitArgs p) {
   const int server = threadIdx.x;
   if (server < p.rows.servers) {
     int status = kArrived;
-    if (counts[server]) status = wait_for(p, server, counts[server], nowhere, start);
+    if (counts[server]) status = wait_for(p, server, counts[server], nowhere, start, crc);
     if (nowhere) status = kAborted;
     p.status[server] = status;
     if (status != kArrived) atomicAdd(&failed[0], 1);
@@ -217,13 +223,25 @@ struct alignas(sizeof(T) * N) Pack {
 // N columns at a time, from both on their boundaries; T is uint16_t for bfloat16.
 template <class Y, class D, int N>
 __device__ __forceinline__ void add_columns(Y* y, const D* delta, int64_t columns) {
+  constexpr int kFlying = 4;  // loads before the first store, which the compiler must take for a change of theirs
   auto* out = reinterpret_cast<Pack<Y, N>*>(y);
   const auto* in = reinterpret_cast<const Pack<D, N>*>(delta);
-  for (int64_t i = threadIdx.x & 31; i < columns / N; i += 32) {
-    Pack<Y, N> sum = out[i];
-    const Pack<D, N> more = in[i];
-    for (int j = 0; j < N; ++j) narrow(wide(sum.values[j]) + wide(more.values[j]), &sum.values[j]);
-    out[i] = sum;
+  const int64_t packs = columns / N;
+  for (int64_t first = threadIdx.x & 31; first < packs; first += 32 * kFlying) {
+    Pack<Y, N> sums[kFlying];
+    Pack<D, N> more[kFlying];
+#pragma unroll
+    for (int k = 0; k < kFlying; ++k) {
+      const int64_t i = min(first + 32 * k, packs - 1);
+      sums[k] = out[i], more[k] = in[i];
+    }
+#pragma unroll
+    for (int k = 0; k < kFlying; ++k) {
+      if (first + 32 * k >= packs) break;
+#pragma unroll
+      for (int j = 0; j < N; ++j) narrow(wide(sums[k].values[j]) + wide(more[k].values[j]), &sums[k].values[j]);
+      out[first + 32 * k] = sums[k];
+    }
   }
 }
 

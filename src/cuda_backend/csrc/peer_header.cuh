@@ -23,7 +23,15 @@ constexpr CrcTables crc_tables() {
       t.values[table][i] = t.values[0][t.values[table - 1][i] & 255] ^ (t.values[table - 1][i] >> 8);
   return t;
 }
-static __constant__ CrcTables kCrc = crc_tables();
+static __device__ const CrcTables kCrc = crc_tables();
+constexpr int kCrcWords = sizeof(CrcTables) / 4;
+
+// Brings the tables near, by the whole CTA and before they are needed: a header has 16 steps, each of
+// which would wait for memory. They are there after the CTA's next barrier.
+__device__ __forceinline__ void bring_crc(int* tables) {
+  const int* from = reinterpret_cast<const int*>(&kCrc);
+  for (int i = threadIdx.x; i < kCrcWords; i += blockDim.x) tables[i] = __ldg(from + i);
+}
 
 union HeaderWords {
   PeerHeader header;
@@ -31,12 +39,12 @@ union HeaderWords {
   uint4 quads[kHeaderWords / 4];
 };
 
-__device__ __forceinline__ uint32_t checksum(const HeaderWords& h) {
+__device__ __forceinline__ uint32_t checksum(const HeaderWords& h, const int* tables) {
   uint32_t crc = ~0u;
+#pragma unroll
   for (int i = 0; i < kHeaderWords; ++i) {
     crc ^= i == kChecksumWord ? 0 : h.words[i];
-    crc = kCrc.values[3][crc & 255] ^ kCrc.values[2][crc >> 8 & 255] ^ kCrc.values[1][crc >> 16 & 255] ^
-          kCrc.values[0][crc >> 24];
+    crc = tables[768 + (crc & 255)] ^ tables[512 + (crc >> 8 & 255)] ^ tables[256 + (crc >> 16 & 255)] ^ tables[crc >> 24];
   }
   return ~crc;
 }
@@ -46,21 +54,21 @@ __device__ __forceinline__ PeerLink* load_link(PeerLink* const* place) {  // ane
 }
 
 // Writes the header in front of a payload that is there already, then steps the counter.
-__device__ __forceinline__ void post(unsigned char* slot, uint64_t* counter, PeerHeader header) {
+__device__ __forceinline__ void post(unsigned char* slot, uint64_t* counter, PeerHeader header, const int* crc) {
   HeaderWords h{header};
   h.header.magic = kPeerMagic, h.header.reserved = 0;
-  h.header.checksum = checksum(h);
+  h.header.checksum = checksum(h, crc);
   for (int i = 0; i < kHeaderWords / 4; ++i) reinterpret_cast<uint4*>(slot)[i] = h.quads[i];
   fence_sys();  // the payload of all CTAs too: they were seen before
   store_release_sys(counter, header.sequence);
 }
 
 // Reads the header once from memory that the peer may write; says whether it is whole.
-__device__ __forceinline__ bool read_header(const unsigned char* slot, PeerHeader* header) {
+__device__ __forceinline__ bool read_header(const unsigned char* slot, PeerHeader* header, const int* crc) {
   HeaderWords h;
   for (int i = 0; i < kHeaderWords / 4; ++i) h.quads[i] = __ldcv(reinterpret_cast<const uint4*>(slot) + i);
   *header = h.header;
-  return h.header.magic == kPeerMagic && h.header.reserved == 0 && h.header.checksum == checksum(h);
+  return h.header.magic == kPeerMagic && h.header.reserved == 0 && h.header.checksum == checksum(h, crc);
 }
 
 __device__ __forceinline__ uint64_t request_bytes(const PeerShapes& s, int site, int rows) {

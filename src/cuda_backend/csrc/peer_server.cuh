@@ -21,8 +21,8 @@ struct ReceiveArgs {
 constexpr int kAnySite = -1;
 
 __device__ __forceinline__ bool accept_request(const PeerShapes& s, const PeerLink& link, uint64_t arrivals,
-                                               PeerHeader* header) {
-  if (!read_header(link.in_slot, header)) return false;
+                                               PeerHeader* header, const int* crc) {
+  if (!read_header(link.in_slot, header, crc)) return false;
   return header->epoch == link.epoch && header->sequence == arrivals && header->kind == kRequest &&
          header->layer >= 0 && header->layer < s.layers && header->site >= 0 && header->site < s.num_sites &&
          header->rows >= 1 && header->rows <= s.max_rows &&
@@ -30,12 +30,12 @@ __device__ __forceinline__ bool accept_request(const PeerShapes& s, const PeerLi
 }
 
 // Takes what has arrived from one client, if it is a message.
-__device__ __forceinline__ bool take(const ReceiveArgs& p, int client, PeerLink* link) {
+__device__ __forceinline__ bool take(const ReceiveArgs& p, int client, PeerLink* link, const int* crc) {
   const uint64_t arrivals = load_acquire_sys(link->in_counter);
   const bool newer = arrivals > link->sequence;
   link->sequence = arrivals;
   PeerHeader header;
-  if (!newer || !accept_request(p.shapes, *link, arrivals, &header)) {
+  if (!newer || !accept_request(p.shapes, *link, arrivals, &header, crc)) {
     atomicAdd(&p.state->counts[kDropped], 1ull);
     return false;
   }
@@ -54,7 +54,7 @@ __device__ __forceinline__ bool is_wanted(const ReceiveArgs& p, const PeerLink* 
 }
 
 // A lane a client: looks at all of them, beginning behind the one that was served last.
-__device__ __forceinline__ void find_message(const ReceiveArgs& p) {
+__device__ __forceinline__ void find_message(const ReceiveArgs& p, const int* crc) {
   const int lane = threadIdx.x, first = p.state->served;
   const uint64_t start = now_nanos(), limit = p.limit_us ? max(*p.limit_us, 0) * 1000ull : p.limit;
   // What the host changes, one lane reads for all.
@@ -70,7 +70,7 @@ __device__ __forceinline__ void find_message(const ReceiveArgs& p) {
     int done = 0;
     if (turn < kMostClients) {
       const int client = (turn + first) & (kMostClients - 1);
-      if (lane == client) done = take(p, client, link);
+      if (lane == client) done = take(p, client, link, crc);
       done = __shfl_sync(0xffffffffu, done, client);
       if (done) return;
     }
@@ -81,10 +81,12 @@ __device__ __forceinline__ void find_message(const ReceiveArgs& p) {
 }
 
 __global__ void __launch_bounds__(kPeerThreads) receive_kernel(const ReceiveArgs p) {
+  __shared__ int crc[kCrcWords];
+  bring_crc(crc);
   if (threadIdx.x < kInfoWords) p.info[threadIdx.x] = threadIdx.x == kClient || threadIdx.x == kSite ? kNobody : 0;
   if (threadIdx.x == 0) p.state->current = nullptr;
   __syncthreads();
-  if (threadIdx.x < 32) find_message(p);
+  if (threadIdx.x < 32) find_message(p, crc);
   __syncthreads();
   if (!p.adapters) return;
   const PeerLink* link = p.state->current;
@@ -134,8 +136,10 @@ __device__ __forceinline__ PeerLink* link_of_request(const RespondArgs& p) {
 }
 
 __global__ void __launch_bounds__(kPeerThreads) respond_kernel(const RespondArgs p) {
+  __shared__ int crc[kCrcWords];
   PeerLink* link = link_of_request(p);
   if (!link) return;
+  bring_crc(crc);
   const PeerSite& site = p.shapes.sites[p.site];
   const bool well = *p.verdict == kAnswer;
   const int rows = well ? link->request.rows : 0;
@@ -152,7 +156,7 @@ __global__ void __launch_bounds__(kPeerThreads) respond_kernel(const RespondArgs
   answer.rows = rows, answer.kind = well ? kResponse : kRefusal;
   answer.num_bytes = well ? response_bytes(p.shapes, p.site, rows) : 0;
   link->under_way = 0;
-  post(link->out_slot, link->out_counter, answer);
+  post(link->out_slot, link->out_counter, answer, crc);
 }
 
 inline cudaError_t launch_receive(const ReceiveArgs& args, cudaStream_t stream) {

@@ -21,21 +21,10 @@ def apply_lora(
     *,
     max_rank: int,
     items: AdapterItems | None = None,
-    implementation: str | None = None,
 ) -> Float[Array, "rows d_out"]:
     """y + scaling * (x A^T) B^T of every row's adapter at one site; slot -1 leaves y as it is."""
-    return apply_loras(
-        [y],
-        x,
-        adapters,
-        [module_index],
-        layer,
-        row_to_slot,
-        row_to_expert,
-        max_rank=max_rank,
-        items=items,
-        implementation=implementation,
-    )[0]
+    owners, options = (row_to_slot, row_to_expert), {"max_rank": max_rank, "items": items}
+    return apply_loras([y], x, adapters, [module_index], layer, *owners, **options)[0]
 
 
 def apply_loras(
@@ -49,7 +38,6 @@ def apply_loras(
     *,
     max_rank: int,
     items: AdapterItems | None = None,
-    implementation: str | None = None,
 ) -> tuple[Float[Array, "rows d_out"], ...]:
     """Return apply_lora of several sites of the same x and one width."""
     return lora_gemms(
@@ -63,7 +51,6 @@ def apply_loras(
         row_to_expert,
         max_rank=max_rank,
         items=items,
-        implementation=implementation,
     )
 
 

@@ -10,7 +10,7 @@ from lora_jax.ops.adapter_items import AdapterItems
 from lora_jax.ops.lora_gemm import cpu, reference, xla
 from lora_jax.typing import Array, Float, Int
 
-__all__ = ["lora_gemm", "lora_gemms"]
+__all__ = ["lora_deltas", "lora_gemm", "lora_gemms"]
 
 _KERNELS = {
     "cuda": dispatch.backend("cuda", "lora_gemm"),
@@ -24,7 +24,7 @@ _NARROW_ROWS = ("ffi", "xla", "reference")  # take bfloat16 rows to float32 resu
 
 
 def lora_gemm(
-    y: Float[Array, "rows d_out"],
+    y: Float[Array, "rows d_out"] | None,
     x: Float[Array, "rows d_in"],
     a_pool: Float[Array, "a_rows d_in"],
     b_pool: Float[Array, "b_rows d_out"],
@@ -42,21 +42,24 @@ def lora_gemm(
     Columns of `entries`: a_offset, b_offset, rank, a_stride, b_stride; expert e's rows start at
     offset + e * stride of its pool. No rank exceeds `max_rank`. Rows of slot -1 come back
     unchanged, bit for bit, and cost nothing. The kernel works in place if y is a temporary. y may
-    be float32 with rows and pools in bfloat16, for a sum that is rounded elsewhere. `items` are the
-    rows', if they are known already: a kernel that wants them need not make them.
+    be float32 with rows and pools in bfloat16, for a sum that is rounded elsewhere. Without y the
+    sums alone come back, in x's dtype: rows of slot -1 are exact zeros, and no kernel reads a y.
+    `items` are the rows', if they are known already: a kernel that wants them need not make them.
     """
     if row_to_expert is None:
         row_to_expert = jnp.zeros(x.shape[:1], jnp.int32)
     arrays = (y, x, a_pool, b_pool, entries, scaling, row_to_slot, row_to_expert)
     _check(*arrays, max_rank)
-    kernels = _KERNELS if y.dtype == x.dtype else {n: _KERNELS[n] for n in _NARROW_ROWS}
+    kernels = {n: kernel if n == "cuda" else _with_y(kernel) for n, kernel in _KERNELS.items()}
+    if y is not None and y.dtype != x.dtype:
+        kernels = {n: kernels[n] for n in _NARROW_ROWS}
     if items is not None and "cuda" in kernels:
         kernels = kernels | {"cuda": functools.partial(kernels["cuda"], items=items)}
     return dispatch.call(kernels, implementation, *arrays, max_rank)
 
 
 def lora_gemms(
-    ys: Sequence[Float[Array, "rows d_out"]],
+    ys: Sequence[Float[Array, "rows d_out"] | None],
     x: Float[Array, "rows d_in"],
     a_pool: Float[Array, "a_rows d_in"],
     b_pool: Float[Array, "b_rows d_out"],
@@ -72,11 +75,13 @@ def lora_gemms(
     """Return lora_gemm of each y, whose entries and scaling are its own; one launch on Hopper.
 
     So maps of the same rows that have the same widths, such as gate and up, cost their bytes and
-    not a launch each. Bits are those of lora_gemm.
+    not a launch each. Bits are those of lora_gemm. Either all y are None or none is.
     """
     if not len(ys) == len(entries) == len(scaling):
         said = f"{len(ys)} y, {len(entries)} entries and {len(scaling)} scaling"
         raise ValueError(f"lora_gemms: each map needs one of each, got {said}")
+    if len({y is None for y in ys}) > 1:
+        raise ValueError("lora_gemms: some y are None, others not: a launch adds to all or to none")
     if row_to_expert is None:
         row_to_expert = jnp.zeros(x.shape[:1], jnp.int32)
     pools, owners = (x, a_pool, b_pool), (row_to_slot, row_to_expert)
@@ -86,6 +91,40 @@ def lora_gemms(
     kernels: dict[str, Callable] = {n: functools.partial(_one_by_one, n) for n in _KERNELS}
     kernels["cuda"] = functools.partial(dispatch.backend("cuda", "lora_gemms"), items=items)
     return dispatch.call(kernels, implementation, modules, *pools, *owners, max_rank)
+
+
+def lora_deltas(
+    x: Float[Array, "rows d_in"],
+    a_pool: Float[Array, "a_rows d_in"],
+    b_pool: Float[Array, "b_rows d_out"],
+    entries: Sequence[Int[Array, "slots 5"]],
+    scaling: Sequence[Float[Array, "slots"]],
+    row_to_slot: Int[Array, "rows"],
+    row_to_expert: Int[Array, "rows"],
+    *,
+    max_rank: int,
+    dtype: jnp.dtype,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "rows d_out"], ...]:
+    """Return s * sum_j (x[t] . A[j]) B[j] of each map alone; rows of slot -1 are undefined.
+
+    `dtype` is x's or float32. Float32 sums of bfloat16 rows, added to a y and rounded, have the
+    bits of lora_gemm on that y. One launch on Hopper, as lora_gemms.
+    """
+    pools, owners = (x, a_pool, b_pool), (row_to_slot, row_to_expert)
+
+    def cuda(*arguments):
+        tables = tuple(zip(entries, scaling, strict=True))
+        kernel = dispatch.backend("cuda", "lora_deltas")
+        return kernel(tables, *arguments, max_rank, jnp.dtype(dtype))
+
+    def others(name: str, *arguments):
+        ys = [jnp.zeros((x.shape[0], b_pool.shape[1]), dtype)] * len(entries)
+        options = {"max_rank": max_rank, "implementation": name}
+        return lora_gemms(ys, *pools, entries, scaling, *owners, **options)
+
+    kernels: dict[str, Callable] = {n: functools.partial(others, n) for n in _KERNELS}
+    return dispatch.call(kernels | {"cuda": cuda}, implementation, *pools, *owners)
 
 
 def _one_by_one(
@@ -98,18 +137,31 @@ def _one_by_one(
     )
 
 
+def _with_y(kernel: Callable) -> Callable:
+    """Return the kernel that adds to zeros where there is no y."""
+
+    def added(y, x, a_pool, b_pool, *others):
+        if y is None:
+            y = jnp.zeros((x.shape[0], b_pool.shape[1]), x.dtype)
+        return kernel(y, x, a_pool, b_pool, *others)
+
+    return added
+
+
 def _check(y, x, a_pool, b_pool, entries, scaling, row_to_slot, row_to_expert, max_rank) -> None:
     """Raise ValueError naming what has a wrong shape or dtype."""
-    if y.ndim != 2 or x.ndim != 2 or a_pool.ndim != 2 or b_pool.ndim != 2 or entries.ndim != 2:
+    given = (x, a_pool, b_pool, entries) if y is None else (y, x, a_pool, b_pool, entries)
+    if any(v.ndim != 2 for v in given):
         raise ValueError("lora_gemm: y, x, a_pool, b_pool and entries must be rank 2")
     if max_rank < 1:
         raise ValueError(f"lora_gemm: max_rank {max_rank} must be at least 1")
-    rows, d_in, d_out, slots = x.shape[0], x.shape[1], y.shape[1], entries.shape[0]
-    wide = y.dtype == jnp.float32
-    dispatch.check_dtypes("lora_gemm", y=None if wide else y, x=x, a_pool=a_pool, b_pool=b_pool)
+    rows, d_in, slots = *x.shape, entries.shape[0]
+    d_out = b_pool.shape[1] if y is None else y.shape[1]
+    narrow = None if y is None or y.dtype == jnp.float32 else y
+    dispatch.check_dtypes("lora_gemm", y=narrow, x=x, a_pool=a_pool, b_pool=b_pool)
     dispatch.check_shapes(
         "lora_gemm",
-        y=(tuple(y.shape), (rows, d_out)),
+        y=((rows, d_out) if y is None else tuple(y.shape), (rows, d_out)),
         a_pool=(tuple(a_pool.shape), (a_pool.shape[0], d_in)),
         b_pool=(tuple(b_pool.shape), (b_pool.shape[0], d_out)),
         entries=(tuple(entries.shape), (slots, 5)),

@@ -1,0 +1,89 @@
+"""The bench of a LoRA Server on GPUs measures what it says, over emulated ones."""
+
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import pytest
+from peer_double import EmulatedGpus
+
+from bench.lora_server import gpu
+from bench.lora_server.__main__ import Bench, line_of, rows_of_table
+from bench.lora_server.plans import PLANS, Case
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+TINY = Case("tiny", 32, 48, 4, 2, rank=4, adapters=6, layers=2, dtype="float32")
+PARTS = {"receive", "send", "lora", "exchange", "error"}
+
+
+class ThreadWorker:
+    """A worker in this process, on an emulated GPU whose programs run on a CPU device."""
+
+    def __init__(self, gpus: EmulatedGpus, number: int):
+        self._gpu = gpu.Gpu(TINY, gpus.device(number), jax.devices("cpu")[number])
+        self._pool = ThreadPoolExecutor(1)
+
+    def start(self, name, *arguments):
+        future = self._pool.submit(getattr(self._gpu, name), *arguments)
+
+        def result():
+            try:
+                return future.result(120)
+            except (ValueError, RuntimeError) as error:
+                raise RuntimeError(str(error)) from error
+
+        return result
+
+    def call(self, name, *arguments):
+        return self.start(name, *arguments)()
+
+    def close(self):
+        self._pool.shutdown()
+
+
+@pytest.fixture(scope="module")
+def gpus(tmp_path_factory):
+    return EmulatedGpus(tmp_path_factory.mktemp("gpus"))
+
+
+@pytest.fixture
+def bench(gpus, tmp_path, monkeypatch):
+    for name in ("FEW", "CALLS", "SAMPLES"):
+        monkeypatch.setattr(gpu, name, 1)
+    monkeypatch.setattr(gpu, "LIMIT_S", 60.0)
+    workers = [ThreadWorker(gpus, number) for number in range(3)]
+    yield Bench(workers, str(tmp_path), TINY)
+    for worker in workers:
+        worker.close()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "EP1-PP1",
+        "EP4-PP1, 1 of its ranks, pull",
+        "EP1-PP2",
+        "EP1-PP1, push in the stream",
+        "EP1-PP1, 3 at once",
+        "EP1-PP1, 2 instances",
+    ],
+)
+def test_a_plan_has_its_row(bench, name):
+    plan = PLANS[name]
+    (row,) = rows_of_table(bench, [plan], [4], float("inf"))
+    assert "failed" not in row
+    alone = plan.instances == plan.senders == 1
+    assert set(row) >= PARTS if alone else not PARTS & set(row)
+    assert row["exposed"] == row["overlap"] - row["base"]
+    if alone:
+        assert row["error"] < 1e-5
+        assert row["exchange"] == pytest.approx(row["receive"] + row["send"] + row["lora"])
+    assert json.dumps(row)
+    assert line_of(row).startswith(name)
+
+
+def test_what_does_not_fit_says_so(bench):
+    plans = [PLANS["EP4-PP1"], PLANS["EP1-PP1"]]
+    rows = list(rows_of_table(bench, plans, [4], 0.0))
+    assert [row["left_out"] for row in rows] == ["needs 5 GPUs", "no time left"]
