@@ -1,8 +1,8 @@
 """Devices of one world whose memory is symmetric (NVSHMEM): also GPUs of several hosts.
 
-Both slots of every channel are there when the world begins; the handshake only compares terms, and
-its connection says when the other side has gone. Whoever has gone does not come back into the same
-world: `rejoin` goes on failing, and requests are served as while a server is lost.
+All slots are there when the world begins; the handshake only compares terms, and its connection
+says when the other side has gone. A process that has ended does not come back into the same world:
+`rejoin` goes on failing, and requests are served as while a server is lost.
 """
 
 import socket
@@ -28,8 +28,12 @@ _NO_DESCRIPTOR = -1
 class SymmetricEnds(DeviceEnds, Protocol):
     """A device that reaches others by their numbers in its world."""
 
+    def next_turn(self) -> str:
+        """Return what to say of it to the next server that is joined."""
+        ...
+
     def channel_to(self, server: int, request_bytes: int, response_bytes: int) -> Channel:
-        """Return the channel to a server. Raises ValueError for one that was there before."""
+        """Return the channel to the server that was joined. Raises ValueError for another world."""
         ...
 
 
@@ -105,7 +109,7 @@ class _Symmetric(AbstractCarrier[DeviceServer]):
         self.admit_client, self.admit_server = proof.admit_client, proof.admit_server
 
     def greeting(self) -> dict[str, object]:
-        return {"device": self._ends.identity}
+        return {"device": self._ends.next_turn()}
 
     def welcome(self, server: DeviceServer, said: dict, last_epoch: int) -> Guest:
         client, channel, fds, epoch = server.join(last_epoch, str(said.get("device")), local=False)

@@ -2,17 +2,17 @@
 
 Ends, kernels and waits are those of `peer`; but what a kernel writes for its peer lies in staging
 memory of its own GPU, and a launch behind it puts it into the peer's landing slot
-(csrc_nvshmem/forward.cu). The world is fixed when it begins: a PE that has gone does not come back,
-and the others go on without it. NVSHMEM is found as NVIDIA's package, and built against at first
-use; nothing of it is here.
+(csrc_nvshmem/forward.cuh). The world is fixed when it begins: a process that has ended does not
+come back into it, and the others go on without it. NVSHMEM is found as NVIDIA's package, and built
+against at first use; nothing of it is here.
 """
 
 import ctypes
 import functools
 import importlib.util
 import os
+import re
 import struct
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from lora_jax.typing import Array, Int
 ID_BYTES = 128
 _PREFIX = "lora_jax_cuda_nvshmem_"
 FORWARD_AFTER = _PREFIX + "forward_after"
-_ROUTE = struct.Struct("<QQQii")  # csrc_nvshmem/forward.cu
+_ROUTE = struct.Struct("<QQQii")  # csrc_nvshmem/forward.cuh
 _I32, _I64, _U64, _P = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p
 _CALLS = {
     "id": (_I32, _P),
@@ -37,6 +37,8 @@ _CALLS = {
     "load": (_I32,),
     "forward": (_I32, _I64, _P),
 }
+_SAID = re.compile(r"pe (\d{1,9}) turn (\d{1,9})")
+_TURNS = 4  # slots of each pair, used in turn: who joins anew does not land where it did before
 _HOST_LIBRARY = "libnvshmem_host.so.3"
 # Of the bootstrap and the transports; what the user has set stays.
 ONE_HOST = {"NVSHMEM_REMOTE_TRANSPORT": "none", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo"}
@@ -74,6 +76,7 @@ def package() -> Path:
 def library(folder: Path) -> native.Library:
     """Return the kernel, to be built against the package in `folder`."""
     here = Path(__file__).parent
+    headers = [here / "csrc" / name for name in ("peer_state.cuh", "ptx.cuh")]
     return native.Library(
         name="nvshmem",
         title="NVSHMEM kernels",
@@ -82,13 +85,18 @@ def library(folder: Path) -> native.Library:
         flags=(
             *ffi.FLAGS,
             "-rdc=true",
+            f"-I{here / 'csrc'}",
             f"-I{folder / 'include'}",
             f"-L{folder / 'lib'}",
             "-lnvshmem_device",
             "-Xlinker",
             f"-l:{_HOST_LIBRARY}",
         ),
-        sources=(here / "csrc" / "peer_state.cuh", here / "csrc_nvshmem" / "forward.cu"),
+        sources=(
+            *headers,
+            here / "csrc_nvshmem" / "forward.cuh",
+            here / "csrc_nvshmem" / "forward.cu",
+        ),
         unit=".cu",
         targets=(FORWARD_AFTER,),
         platform="CUDA",
@@ -124,11 +132,13 @@ def configure(*, one_host: bool) -> None:
 class SymmetricChannel(Channel):
     """Slots in staging memory and in the symmetric heap; they stay until the process ends."""
 
-    def __init__(self, request: int, response: int, peer: int):
-        """`request` and `response` are where the counters' pages begin; `peer` is the other PE."""
+    def __init__(self, request: int, response: int, peer: int, target: int):
+        """`request` and `response` are where the counters' pages begin; `peer` is the other PE, in
+        whose heap messages land at `target`.
+        """
         self.request_counter, self.response_counter = request, response
         self.request_slot, self.response_slot = request + PAGE, response + PAGE
-        self.peer = peer
+        self.peer, self.target = peer, target
 
     def share(self) -> "SymmetricChannel":
         return self
@@ -168,11 +178,11 @@ class NvshmemDevice(PeerDevice):
                 raise RuntimeError(f"NVSHMEM does not begin as PE {rank} of {size}: error {code}")
             if code := self.forwards.load():
                 raise NotImplementedError(f"the NVSHMEM kernel does not load: CUDA error {code}")
-            self._heap = self.forwards.heap(2 * size * self._room)
+            num_bytes = 2 * size * _TURNS * self._room
+            self._heap = self.forwards.heap(num_bytes)
         if not self._heap:
-            raise RuntimeError(f"NVSHMEM has no {2 * size * self._room} bytes for slots")
-        self._met: set[int] = set()
-        self._lock = threading.Lock()
+            raise RuntimeError(f"NVSHMEM has no {num_bytes} bytes for slots")
+        self._turn = 0
 
     @property
     def identity(self) -> str:
@@ -182,21 +192,27 @@ class NvshmemDevice(PeerDevice):
     def create_channel(
         self, client: str, request_bytes: int, response_bytes: int, *, pull: bool, local: bool
     ) -> tuple[Channel, list[int]]:
-        """Return the channel to the client on this PE. Raises ValueError for one that was there."""
-        word, _, number = client.partition(" ")
-        if word != "pe" or not number.isdecimal() or pull or local:
+        """Return the channel to the client that says so, and no descriptors.
+
+        Raises ValueError for what is no PE of this world, and for larger slots.
+        """
+        found = _SAID.fullmatch(client)
+        if found is None or pull or local:
             raise ValueError(f"{client!r} is no PE of this world.")
-        staging, landing = self._meet(int(number), request_bytes, response_bytes)
-        return SymmetricChannel(landing, staging, int(number)), []
+        pe, turn = map(int, found.groups())
+        staging, landing = self._meet(pe, turn, request_bytes, response_bytes)
+        return SymmetricChannel(landing, staging, pe, self._place(self.rank, turn)), []
+
+    def next_turn(self) -> str:
+        """Return what a client says of itself when it joins a server."""
+        self._turn += 1
+        return f"{self.identity} turn {self._turn}"
 
     def channel_to(self, server: int, request_bytes: int, response_bytes: int) -> Channel:
-        """Return the channel to the server on this PE; errors as create_channel."""
-        staging, landing = self._meet(server, request_bytes, response_bytes)
-        return SymmetricChannel(staging, landing, server)
-
-    def landing_at(self) -> int:
-        """Return where this PE's messages land, in the heap of whoever gets them."""
-        return self._heap + self.rank * self._room
+        """Return the channel to the server on this PE that was joined in the last turn."""
+        turn = self._turn
+        staging, landing = self._meet(server, turn, request_bytes, response_bytes)
+        return SymmetricChannel(staging, landing, server, self._place(self.rank, turn))
 
     def new_client(self, numbers: ctypes.Array, servers: int) -> "NvshmemClientEnd":
         return NvshmemClientEnd(self, numbers, servers)
@@ -204,20 +220,19 @@ class NvshmemDevice(PeerDevice):
     def new_server(self, numbers: ctypes.Array) -> "NvshmemServerEnd":
         return NvshmemServerEnd(self, numbers)
 
-    def _meet(self, peer: int, *slots: int) -> tuple[int, int]:
-        """Return where messages to a PE are staged and where its own land."""
-        with self._lock:
-            if not 0 <= peer < self.size or PAGE + max(slots) > self._room:
-                raise ValueError(
-                    f"PE {peer} with slots of {max(slots)} bytes is not of this world."
-                )
-            if peer in self._met:
-                raise ValueError(
-                    f"PE {peer} was here before: a world of NVSHMEM does not take anybody back. "
-                    "Start all of its roles anew."
-                )
-            self._met.add(peer)
-        return self._heap + (self.size + peer) * self._room, self._heap + peer * self._room
+    def _meet(self, peer: int, turn: int, *slots: int) -> tuple[int, int]:
+        """Return where messages to a PE are staged and where its own land, both of them empty."""
+        if not 0 <= peer < self.size or PAGE + max(slots) > self._room:
+            raise ValueError(f"PE {peer} with slots of {max(slots)} bytes is not of this world.")
+        landing = self._place(peer, turn)
+        staging = landing + self.size * _TURNS * self._room
+        for place in (staging, landing):
+            self.device.zero(place, PAGE)
+        return staging, landing
+
+    def _place(self, sender: int, turn: int) -> int:
+        """Return where a PE's messages land, in the heap of whoever gets them."""
+        return self._heap + (sender * _TURNS + turn % _TURNS) * self._room
 
 
 class _Forwarding:
@@ -225,16 +240,15 @@ class _Forwarding:
 
     def __init__(self, device: NvshmemDevice, numbers: ctypes.Array):
         self._gpu, self._calls_out = device.device, device.forwards
-        self._landing = device.landing_at()
         self._routes = device.device.allocate(_ROUTE.size * device.size)
         self.number = device.forwards.new(numbers, self._routes, device.size)
         if not self.number:
             raise ValueError("The kernels take fewer sites, or fewer outputs of a site.")
 
-    def open(self, peer: int, staging: int) -> None:
-        """Send what is staged at `staging` to a PE from now on."""
-        route = _ROUTE.pack(staging, self._landing, 0, peer, 0)
-        self._gpu.write(self._routes + peer * _ROUTE.size, route)
+    def open(self, channel: SymmetricChannel, staging: int) -> None:
+        """Send what is staged at `staging` to the channel's PE from now on."""
+        route = _ROUTE.pack(staging, channel.target, 0, channel.peer, 0)
+        self._gpu.write(self._routes + channel.peer * _ROUTE.size, route)
 
     def after(self, x: Array) -> Array:
         """Traced: return x, behind the launch."""
@@ -280,7 +294,7 @@ class NvshmemClientEnd(ClientEnd):
 
     def attach(self, server: int, channel: Channel, epoch: int) -> None:
         assert isinstance(channel, SymmetricChannel), "a channel of another transport"
-        self._forwarding.open(channel.peer, channel.request_counter)
+        self._forwarding.open(channel, channel.request_counter)
         super().attach(server, channel, epoch)
 
 
@@ -293,7 +307,7 @@ class NvshmemServerEnd(ServerEnd):
 
     def attach(self, client: int, channel: Channel, epoch: int) -> int:
         assert isinstance(channel, SymmetricChannel), "a channel of another transport"
-        self._forwarding.open(channel.peer, channel.response_counter)
+        self._forwarding.open(channel, channel.response_counter)
         return super().attach(client, channel, epoch)
 
     def respond(self, link: int, site: int, deltas: Sequence[np.ndarray] | None) -> None:
