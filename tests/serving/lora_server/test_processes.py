@@ -1,6 +1,7 @@
 """Two instances share a LoRA Server of real processes, which are killed and come back."""
 
 import contextlib
+import itertools
 import os
 import signal
 import threading
@@ -96,11 +97,13 @@ class Asked:
 
     def __init__(self, engine, place, adapter, sampling=LONG):
         self.deltas, self.started, self.ended = [], threading.Event(), threading.Event()
+        self.times = []  # of the deltas
         self.prompt, self.adapter = PROMPTS[place], adapter
         self.id = engine.submit(PROMPTS[place], adapter, sampling, on_output=self)
 
     def __call__(self, delta):
         self.deltas.append(delta)
+        self.times.append(time.monotonic())
         self.started.set()
         if delta.finish_reason is not None:
             self.ended.set()
@@ -257,4 +260,29 @@ def test_twenty_kills_in_a_row(engines, group, coupled, monkeypatch):
             group, engines, coupled, monkeypatch, lambda v=victim: os.kill(v, signal.SIGKILL)
         )
         assert seconds < 2, f"round {turn}: {seconds:.1f} s"
+    assert len(os.listdir("/proc/self/fd")) <= files + 2
+
+
+@pytest.mark.slow
+def test_twenty_kills_that_a_request_does_not_notice(stand_in, group, coupled, monkeypatch):
+    """Adapters for which there is room lose no token and wait less than two seconds for any."""
+    want, places = [list(tokens) for tokens, *_ in coupled[1]], (0, 1, 2, 5, 7, 8)
+    remote, files = stand_in._parts.loader._remote, len(os.listdir("/proc/self/fd"))
+    for turn in range(20):
+        with monkeypatch.context() as patch:
+            gate = Gate(group, patch)
+            asked = [Asked(stand_in, place, MIXED[place]) for place in places]
+            assert all(one.started.wait(60) for one in asked)
+            os.kill(group.processes[turn % 2].pid, signal.SIGKILL)
+            asked += [Asked(stand_in, place, MIXED[place]) for place in places]
+            for one, place in zip(asked, places * 2, strict=True):
+                assert not check_ended(one, want[place])
+                gaps = [b - a for a, b in itertools.pairwise(one.times)]
+                assert max(gaps) < 2, f"turn {turn}, {one.adapter}: {max(gaps):.1f} s"
+            gate.open.set()
+        for _ in range(600):
+            if not remote.is_lost:
+                break
+            time.sleep(0.1)
+    settle(stand_in)
     assert len(os.listdir("/proc/self/fd")) <= files + 2
