@@ -79,7 +79,36 @@ def plot_esft_memory(result: dict[str, Any], path: Path) -> None:
     plt.close(fig)
 
 
+def plot_ablation(result: dict[str, Any], path: Path) -> None:
+    """Draw what each part of disaggregation brings, and write a PNG to `path`."""
+    panels = (
+        ("ttft_p95", "P95 TTFT, s"),
+        ("tpot_mean", "mean TPOT, s"),
+        ("slo_attainment", "requests within the SLO"),
+    )
+    fig, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.2))
+    for ax, (key, label) in zip(axes, panels, strict=True):
+        for i, row in enumerate(result["rows"]):
+            value = row[key] or 0.0
+            ax.bar(i, value, color="#9a9a9a" if i == 0 else "#1f77b4")
+            ax.text(i, value, f"{value:.3g}", ha="center", va="bottom", fontsize=8)
+        ax.set_xticks(range(len(result["rows"])), [row["name"] for row in result["rows"]])
+        ax.tick_params(axis="x", labelsize=8)
+        ax.set_title(label, fontsize=9)
+        ax.spines[["top", "right"]].set_visible(False)
+    said = result["options"]
+    fig.suptitle(
+        f"{Path(said['model']).name}, {said['instances']} + {said['lora_server']} devices, "
+        f"{said['adapters']} adapters, {said['rate']} requests/s, {result['device']}",
+        fontsize=9,
+    )
+    fig.tight_layout()
+    fig.savefig(path, dpi=150)
+    plt.close(fig)
+
+
 PLOTS = {
+    "ablation_": plot_ablation,
     "serve_cpu": plot_serve_cpu,
     "kernels_": plot_kernels,
     "esft_memory_": plot_esft_memory,

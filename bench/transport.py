@@ -4,7 +4,11 @@ The server is the loop of serving.transport.serve in another process (in_process
 echoes the rows, so that what is timed is the transport, the loop's Python included. Microseconds,
 [median, tenth percentile]: on a machine with other work the second says more. In one jit of 8
 layers: the base alone, the round trip alone, one after the other, and the round trip behind the
-base. TCP is over loopback.
+base. TCP is over loopback; nixl needs its package.
+
+At last several instances share one server over shared memory, which adds adapters of rank 64 to
+their rows: microseconds per layer of the slowest instance, the server taking one request at a time
+or, as it is shipped, receiving the next while one is computed.
 """
 
 import argparse
@@ -25,7 +29,7 @@ import numpy as np
 
 from lora_jax.placement.ep_pp import Placement
 from lora_jax.placement.shape import AdapterShape
-from serving.transport import in_process, shared_memory, tcp
+from serving.transport import in_process, nixl, shared_memory, tcp
 from serving.transport.base import AbstractClient, AbstractServer, PushRows
 from serving.transport.serve import serve
 from serving.transport.shapes import Shapes, Site
@@ -35,7 +39,8 @@ SECRET = b"of this one run only"
 WIDTH = 256  # float32: a row is 1 KB
 SIZES_KB = (1, 4, 16, 64, 256, 1024, 4096)
 LAYERS = 8
-CARRIERS = ("in_process", "shared_memory", "shared_memory_pull", "tcp")
+RANK, SHARED_ROWS = 64, 64
+CARRIERS = ("in_process", "shared_memory", "shared_memory_pull", "tcp", "nixl")
 
 
 def terms() -> Terms:
@@ -56,6 +61,8 @@ def echo_process(carrier: str, path: str) -> None:
         Path(path + ".part").write_text(str(listening.getsockname()[1]))
         Path(path + ".part").rename(path)
         echo(tcp.open_server(listening, terms(), 0, SECRET))
+    elif carrier == "nixl":
+        echo(nixl.open_server(path, terms(), 0))
     else:
         echo(shared_memory.open_server(path, terms(), 0, pull=carrier.endswith("_pull")))
 
@@ -86,6 +93,8 @@ def connected(carrier: str) -> Iterator[AbstractClient]:
 
 def other_process(carrier: str, path: str) -> AbstractClient:
     """Return a client of the server that says where it is at `path`."""
+    if carrier == "nixl":
+        return nixl.open_client([path], terms(), patience=60.0)
     if carrier != "tcp":
         pull = carrier.endswith("_pull")
         return shared_memory.open_client([path], terms(), patience=60.0, pull=pull)
@@ -181,6 +190,54 @@ def layers(client: AbstractClient, repeats: int) -> dict[str, dict[str, list[flo
     return found
 
 
+def lora_process(path: str, depth: int) -> None:
+    """Serve rows times A times B until killed."""
+    rng = np.random.default_rng(1)
+    a = jnp.asarray(rng.standard_normal((WIDTH, RANK)) / 16, jnp.float32)
+    b = jnp.asarray(rng.standard_normal((RANK, WIDTH)) / 8, jnp.float32)
+    delta = jax.jit(lambda x: x @ a @ b)
+    jax.block_until_ready(delta(jnp.zeros((SHARED_ROWS, WIDTH), jnp.float32)))
+    server = shared_memory.open_server(path, terms(), 0)
+    serve(server, lambda request: [delta(request.x)], depth=depth)
+
+
+def instance_process(path: str, repeats: int, together, out) -> None:
+    """Time `overlap` while the others do; put [median, tenth percentile] into `out`."""
+    client = shared_memory.open_client([path], terms(), patience=60.0)
+    client.set_limit(10.0)
+    rng = np.random.default_rng(0)
+    up = jnp.asarray(rng.standard_normal((WIDTH, 4 * WIDTH)) / 16, jnp.float32)
+    x = jnp.asarray(rng.standard_normal((SHARED_ROWS, WIDTH)), jnp.float32)
+    step, rows = steps(client)["overlap"], rows_of(SHARED_ROWS)
+    jax.block_until_ready(step(x, up, up.T, rows))
+    together.wait()
+    out.put(timed_us(lambda: step(x, up, up.T, rows), repeats, LAYERS))
+    together.wait()  # the others are still being timed
+    client.close()
+
+
+def shared(instances: int, depth: int, repeats: int) -> list[float]:
+    """Return what the slowest of several instances takes per layer."""
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        path, out = folder + "/rank-0", spawn.SimpleQueue()
+        together = spawn.Barrier(instances)
+        server = spawn.Process(target=lora_process, args=(path, depth), daemon=True)
+        arguments = (path, repeats, together, out)
+        clients = [
+            spawn.Process(target=instance_process, args=arguments, daemon=True)
+            for _ in range(instances)
+        ]
+        for process in (server, *clients):
+            process.start()
+        found = [out.get() for _ in clients]
+        for client in clients:
+            client.join()
+        server.kill()
+        server.join()
+    return max(found)
+
+
 def cpu_name() -> str:
     """Return what /proc/cpuinfo calls the processor."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -193,6 +250,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--repeats", type=int, default=300)
+    parser.add_argument("--carriers", nargs="+", choices=CARRIERS, default=CARRIERS[:-1])
+    parser.add_argument("--instances", type=int, nargs="+", default=[1, 2, 3])
     options = parser.parse_args()
     result = {
         "command": f"python -m bench.transport --out bench/results --repeats {options.repeats}",
@@ -201,7 +260,7 @@ def main() -> None:
         "round_trip_us": {},
         "per_layer_us": {},
     }
-    for carrier in CARRIERS:
+    for carrier in options.carriers:
         with connected(carrier) as client:
             result["round_trip_us"][carrier] = round_trips(client, options.repeats)
             result["per_layer_us"][carrier] = layers(client, max(options.repeats // 3, 1))
@@ -210,6 +269,12 @@ def main() -> None:
             raise RuntimeError(f"{carrier}: {failed} waits failed")
         print(carrier, json.dumps(result["round_trip_us"][carrier]))
         print(carrier, json.dumps(result["per_layer_us"][carrier]))
+    result["per_layer_us_of_instances"] = {
+        f"{count}, depth {depth}": shared(count, depth, max(options.repeats // 3, 1))
+        for count in options.instances
+        for depth in (1, 2)
+    }
+    print(json.dumps(result["per_layer_us_of_instances"]))
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "transport_cpu.json").write_text(json.dumps(result, indent=2) + "\n")
 

@@ -125,6 +125,18 @@ class AdapterLoader[P: Placement, S]:
         """Return whether the adapter has a place but is not yet resident."""
         return self._allocator.is_loading(digest)
 
+    def is_placed(self, digest: str) -> bool:
+        """Return whether the adapter is resident or loading."""
+        return self.is_loading(digest) or self._allocator.slot_of(digest) is not None
+
+    def users(self, digest: str) -> int:
+        """Return how many sequences hold the adapter now."""
+        return self._allocator.users(digest)
+
+    def can_place(self, weights: AnyWeights) -> bool:
+        """Return whether these weights, which have no place yet, would get one now."""
+        return self._allocator.can_place(weights)
+
     # The engine's side.
 
     def knows(self, digest: str) -> bool:

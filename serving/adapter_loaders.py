@@ -13,6 +13,7 @@ from lora_jax.adapters.registry import AdapterEntry
 from lora_jax.adapters.slots import AdapterSlots
 from serving.adapter_loader import AdapterLoader, ResidencySnapshot
 from serving.expert_loading import ExpertRoom
+from serving.local_experts import LocalExperts
 from serving.lora_server.instance import InstanceSide
 
 
@@ -37,9 +38,13 @@ class AdapterLoaders:
         esft: AdapterLoader | None = None,
         room: ExpertRoom | None = None,
         remote: InstanceSide | None = None,
+        local: LocalExperts | None = None,
     ):
-        """`esft` and `room` go together; `remote` holds the experts' part of LoRA adapters."""
+        """`esft` and `room` go together; `remote` holds the experts' part of LoRA adapters, for
+        which `local` stands in while it is lost.
+        """
         self._lora, self._esft, self._room, self._remote = lora, esft, room, remote
+        self._local = local
         self._dispatched = 0
         self._num_lora_slots = num_lora_slots
 
@@ -48,6 +53,12 @@ class AdapterLoaders:
     def acquire(self, digest: str) -> int | None:
         """Return the slot and count one more user; None while the adapter is not resident."""
         loader = self._loader_of(digest)
+        if self._remote is not None and (local := self._serving_here(digest)) is not None:
+            # Sequences of one adapter are in one slot: others are about to leave theirs.
+            slot = None if loader.users(digest) else local.acquire(digest)
+            if slot is not None:
+                self._remote.bind_local(slot)
+            return slot
         slot = loader.acquire(digest)
         if slot is None or loader is not self._lora:
             return slot if slot is None else self._num_lora_slots + slot
@@ -60,10 +71,15 @@ class AdapterLoaders:
 
     def release(self, digest: str) -> None:
         """Count one user less."""
-        self._loader_of(digest).release(digest)
+        if self._local is not None and self._local.users(digest):
+            self._local.release(digest)
+        else:
+            self._loader_of(digest).release(digest)
 
     def is_loading(self, digest: str) -> bool:
         """Return whether the adapter has a place but is not yet resident."""
+        if (local := self._serving_here(digest)) is not None:
+            return local.is_loading(digest)
         waits = self._remote is not None and not self._remote.is_ready(digest)
         return waits or self._loader_of(digest).is_loading(digest)
 
@@ -74,12 +90,16 @@ class AdapterLoaders:
         self._loader_for(entry).retain(entry)
         if self._remote is not None:
             self._remote.retain(entry)
+        if self._local is not None:
+            self._local.retain(entry)
 
     def drop(self, digest: str) -> None:
         """One request that needed these weights has ended."""
         self._loader_of(digest).drop(digest)
         if self._remote is not None:
             self._remote.drop(digest, self._dispatched)
+        if self._local is not None:
+            self._local.drop(digest)
 
     def prepare(self, device: DeviceTables, dispatched: int) -> None:
         """Tell the device what the next step, number `dispatched`, must know of the server."""
@@ -113,7 +133,9 @@ class AdapterLoaders:
         failures = []
         if self._remote is not None:
             self._remote.collect(read)
-            failures = self._remote.take_failures()
+            failures = self._not_here(self._remote.take_failures())
+            if self._local is not None and not self._remote.is_lost:
+                self._local.collect()
         if self._esft is None or self._room is None:
             return failures
         if self._room.collect(dispatched, read):
@@ -126,6 +148,8 @@ class AdapterLoaders:
         """Whether `advance` has anything to do."""
         freeing = self._room is not None and self._room.is_busy
         remote = self._remote is not None and self._remote.is_busy
+        if self._local is not None and self._remote is not None:
+            remote |= self._local.is_busy and not self._remote.is_lost
         return freeing or remote or any(loader.is_busy for loader in self._loaders)
 
     @property
@@ -164,6 +188,28 @@ class AdapterLoaders:
             self._room.check_integrity()
         if self._remote is not None:
             self._remote.check_integrity()
+        if self._local is not None:
+            self._local.check_integrity()
+
+    def servable_here(self, digests: Iterable[str]) -> frozenset[str]:
+        """Return those adapters for whose experts there is room on the device now."""
+        local = self._local
+        return frozenset(d for d in digests if local is not None and local.can_serve(d))
+
+    def _serving_here(self, digest: str) -> LocalExperts | None:
+        """Return who serves the adapter's experts on this device, if the server does not."""
+        local, remote = self._local, self._remote
+        if local is None or remote is None or not local.knows(digest):
+            return None
+        return local if remote.is_lost or local.stands_in(digest) else None
+
+    def _not_here(self, failures: list[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Return what the server's failure ends: not what can be served without it."""
+        here = self.servable_here(digest for digest, _ in failures)
+        if self._local is not None and self._remote is not None and not self._remote.is_lost:
+            for digest in here:
+                self._local.serve_instead(digest)
+        return [(digest, why) for digest, why in failures if digest not in here]
 
     @property
     def _loaders(self) -> list[AdapterLoader]:

@@ -122,7 +122,7 @@ def _jit_step(
     def step(leaves, cache, state, results, adapters, table, pages, *, bucket, lora):
         merged = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
         slots, reroute_tables, remote_table = adapters
-        remote = None if link is None else link.start(remote_table)
+        remote = None if link is None or not lora else link.start(remote_table)
         batch = (slots, table, pages, bucket, sizes, reroute_tables, remote, lora)
         cache, logits, rows = forward_step(merged, cache, state.history, *batch)
         status = None if remote is None else remote.status()

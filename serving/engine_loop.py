@@ -215,7 +215,8 @@ class EngineLoop:
         now, loader = time.monotonic(), self._parts.loader
         lost = frozenset() if loader is None else loader.harmed_by(step.remote_status)
         with self._lock:
-            harmed = self._parts.scheduler.fail_adapters(lost) if lost else []
+            harmed = self._let_go(lost) if lost else []
+            bad = [result for result in bad if not result.chunk.sequence.num_void]
             for result in bad:  # before its token counts as the sequence's next
                 self._parts.scheduler.finish(result.chunk.sequence, FinishReason.ERROR)
             progress = self._parts.scheduler.complete(step.plan, results, now)
@@ -231,6 +232,13 @@ class EngineLoop:
             num_generated += one.result.token_id is not None
             self._deliver(one, now)
         self._parts.metrics.tokens_generated(num_generated)
+
+    def _let_go(self, lost: frozenset[str]) -> list[Sequence]:
+        """End what the LoRA Server's failure has harmed, but what can go on without it does."""
+        loader, scheduler = self._parts.loader, self._parts.scheduler
+        here = frozenset() if loader is None else loader.servable_here(lost)
+        restarted = scheduler.restart_adapters(here) if here else []
+        return [*restarted, *scheduler.fail_adapters(lost - here)]
 
     def _deliver(self, progress: Progress, now: float) -> None:
         """Hand out what one sequence got; its own trouble ends its request and no other."""

@@ -27,8 +27,15 @@ from serving.compile_counter import CompileCounter
 from serving.config import EngineConfig
 from serving.engine_loop import EngineLoop, LoopParts
 from serving.esft_parts import EsftParts, make_esft
+from serving.local_experts import LocalExperts
 from serving.lora_server.client import ServerLink
-from serving.lora_server.instance import InstanceSide, ServerAccess, connect, keep_local
+from serving.lora_server.instance import (
+    InstanceSide,
+    ServerAccess,
+    connect,
+    keep_both,
+    keep_local,
+)
 from serving.lora_server.shards import local_catalogue
 from serving.memory_budget import make_allocator, size_kv_cache
 from serving.metrics import EngineMetrics, EngineStats
@@ -123,10 +130,12 @@ def _build(
 ) -> EngineParts:
     """Return the parts around a model that is loaded."""
     catalogue = model.catalogue(model_config)
-    here, keep, link = catalogue, None, None
+    here, keep, link, whole = catalogue, None, None, 0
     if remote is not None:
         here, keep, link = local_catalogue(catalogue), keep_local, remote.link
-    allocator, spec = make_allocator(config, catalogue, here, dtype)
+        whole = remote.num_local
+        keep = keep_both if whole else keep_local
+    allocator, spec = make_allocator(config, catalogue, here, dtype, whole)
     registry = _make_registry(config, catalogue, allocator, esft, keep)
     _load_adapters(registry, adapters)
     end_ids = tuple(sorted({*model_config.eos_token_ids, *tokenizer.eos_token_ids}))
@@ -291,8 +300,9 @@ def _make_runner(
         slots=init_slots(model.catalogue(model_config), spec, dtype),
         reroute_tables=tables,
         link=link,
-        # On a CPU the adapters' kernels return at once where no row has an adapter.
-        specialize_lora=jax.default_backend() != "cpu",
+        # On a CPU the adapters' kernels return at once where no row has an adapter, but exchanges
+        # that nobody needs take a third of a small model's step.
+        specialize_lora=jax.default_backend() != "cpu" or link is not None,
     )
     runner.warm_up(progress=True)
     logger.info(
@@ -312,10 +322,11 @@ def _make_loaders(
 ) -> AdapterLoaders:
     told = metrics.adapter_loaded_on_device
     lora = AdapterLoader(allocator, on_loaded=told)
+    local = LocalExperts(lora) if remote is not None and remote.num_local else None
     if esft is None:
-        return AdapterLoaders(lora, allocator.num_slots, remote=remote)
+        return AdapterLoaders(lora, allocator.num_slots, remote=remote, local=local)
     experts = AdapterLoader(esft.room.allocator, esft.room.plan, on_loaded=told)
-    return AdapterLoaders(lora, allocator.num_slots, experts, esft.room, remote)
+    return AdapterLoaders(lora, allocator.num_slots, experts, esft.room, remote, local)
 
 
 def _make_scheduler(

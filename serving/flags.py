@@ -54,6 +54,13 @@ _CLUSTER_HELP = {
     "placement": "how the LoRA Server is laid out, e.g. ep2-pp1; by default experts over all ranks",
     "lora_server_adapters": "adapters on the LoRA Server; by default max_loras of each instance",
     "lora_server_wait_s": "longest wait of a layer for the LoRA Server",
+    "lora_server_carrier": "what carries rows: auto (by the device's memory), or nixl, over UCX, "
+    "which comes with lora-jax[nixl]",
+    "local_expert_slots": "adapters whose experts an instance computes itself while the LoRA "
+    "Server is lost; 0: their requests end with status 503",
+    "lora_overlap": "exchange with the LoRA Server behind the base's computation; only to measure",
+    "layerwise_loading": "let a cold adapter serve from its first layer on; only to measure",
+    "lora_kernel": "kernels of the LoRA Server: fast, or reference (plain JAX); only to measure",
 }
 _NO_REMOTE_CODE = (
     "code from a model's folder is never run here, so there is no --trust-remote-code; the "
@@ -182,6 +189,9 @@ def _add_cluster_flags(group) -> None:
         kind = _plain_type(field.type)
         default = "" if field.default is None else f" ({field.default})"
         flag, text = f"--{field.name.replace('_', '-')}", _CLUSTER_HELP[field.name] + default
+        if kind is bool:
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
+            continue
         group.add_argument(flag, type=kind, metavar=kind.__name__.upper(), help=text)
 
 

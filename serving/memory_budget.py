@@ -49,10 +49,22 @@ def _one_adapter_bytes(config: EngineConfig, here: LoraCatalogue, dtype: jnp.dty
 
 
 def make_allocator(
-    config: EngineConfig, catalogue: LoraCatalogue, here: LoraCatalogue, dtype: jnp.dtype
+    config: EngineConfig,
+    catalogue: LoraCatalogue,
+    here: LoraCatalogue,
+    dtype: jnp.dtype,
+    whole: int = 0,
 ) -> tuple[SlotAllocator, SlotsSpec]:
-    """Return slots for the modules of `here`, which are all or some of the catalogue's."""
+    """Return slots for the modules of `here`, which are all or some of the catalogue's.
+
+    `whole` more slots have room for adapters of max_lora_rank on every module of the catalogue.
+    """
     budget = adapter_bytes(config, _one_adapter_bytes(config, here, dtype))
     spec = size_slots(here, config.max_loras, config.max_lora_rank, dtype.itemsize, budget)
-    logger.info("LoRA slots: %d, rank rows of up to %.1f MB.", config.max_loras, budget / 1e6)
+    if whole:
+        more = rows_per_adapter(catalogue, config.max_lora_rank)
+        rows = {width: spec.rows.get(width, 0) + whole * count for width, count in more.items()}
+        spec = SlotsSpec(spec.num_slots + whole, rows)
+        budget = sum(width * count for width, count in rows.items()) * dtype.itemsize
+    logger.info("LoRA slots: %d, rank rows of up to %.1f MB.", spec.num_slots, budget / 1e6)
     return SlotAllocator(catalogue, spec.num_slots, spec.rows, dtype.itemsize), spec

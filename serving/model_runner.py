@@ -84,7 +84,7 @@ class ModelRunner:
         without LoRA, for batches in which nothing asks for it.
         """
         self.sizes, self.buckets = sizes, token_buckets(max_tokens)
-        self._specialize_lora = specialize_lora and slots is not None and link is None
+        self._specialize_lora = specialize_lora and slots is not None
         self._vocab_size, self._end_ids = vocab_size, end_ids
         self._step = CompiledStep(
             model,

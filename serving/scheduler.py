@@ -30,35 +30,11 @@ from serving.request import (
 )
 from serving.sampling import fold_seed
 from serving.sequence_pages import SequencePages
-from serving.step_budget import StepBudget
+from serving.step_budget import SchedulerLimits, StepBudget
 
 __all__ = ["AdapterResidency", "Progress", "Scheduler", "SchedulerLimits", "SchedulerStats"]
 
 RETRY_AFTER_S = 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class SchedulerLimits:
-    """Sizes the scheduler plans within; tokens, rows and pages of one engine."""
-
-    num_pages: int
-    page_size: int
-    max_model_len: int
-    max_num_seqs: int = 32
-    max_num_batched_tokens: int = 512
-    max_logit_rows: int = 64
-    max_queue: int = 1024
-    adapter_wait_s: float = 60.0
-    enable_prefix_caching: bool = True
-    scheduling_policy: str = "fcfs"  # or "sjf"
-
-    def __post_init__(self) -> None:
-        for field in ("max_num_batched_tokens", "max_logit_rows"):
-            if getattr(self, field) < self.max_num_seqs:
-                raise ValueError(
-                    f"{field} ({getattr(self, field)}) must be at least max_num_seqs "
-                    f"({self.max_num_seqs}), so that every running sequence can decode."
-                )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +174,10 @@ class Scheduler:
         for chunk in plan.chunks:
             chunk.sequence.num_in_flight -= 1
         alive = [r for r in results if r.chunk.sequence.state is not SequenceState.FINISHED]
-        return [self._take_in(result, now) for result in alive]
+        good = [result for result in alive if not result.chunk.sequence.num_void]
+        for result in alive:
+            result.chunk.sequence.num_void -= result.chunk.sequence.num_void > 0
+        return [self._take_in(result, now) for result in good]
 
     def fail_running(self) -> list[Sequence]:
         """End and return all sequences that a failed step may have harmed; forget all prefixes.
@@ -220,6 +199,20 @@ class Scheduler:
         self._finish_all(harmed, FinishReason.ERROR)
         self._pages.forget_adapters(digests)
         return harmed
+
+    def restart_adapters(self, digests: frozenset[str]) -> list[Sequence]:
+        """Have the sequences of these adapters, which a bad step may have harmed, computed anew.
+
+        They wait with the tokens of good steps and without their slots; what is in flight is void,
+        their prefixes are forgotten. Ends and returns those that still await scores of the prompt.
+        """
+        mine = [s for s in [*self._running, *self._waiting] if s.request.adapter_digest in digests]
+        harmed = [s for s in mine if s.slot >= 0 or s.num_in_flight]
+        lost = self._finish_all([s for s in harmed if s.awaits_prompt_logprobs], FinishReason.ERROR)
+        for sequence in (s for s in harmed if s.state is not SequenceState.FINISHED):
+            self._restart(sequence)
+        self._pages.forget_adapters(digests)
+        return lost
 
     @property
     def has_work(self) -> bool:
@@ -303,6 +296,17 @@ class Scheduler:
         victim.num_preemptions += 1
         self._num_preemptions += 1
         bisect.insort(self._waiting, victim, key=_order)
+
+    def _restart(self, sequence: Sequence) -> None:
+        if sequence.state is SequenceState.RUNNING:
+            self._stop_running(sequence)
+            sequence.state = SequenceState.WAITING
+            bisect.insort(self._waiting, sequence, key=_order)
+        self._gate.leave(sequence)
+        sequence.num_computed = 0
+        sequence.num_scheduled_outputs = len(sequence.output_ids)
+        sequence.num_void = sequence.num_in_flight
+        sequence.num_preemptions += 1
 
     def _stop_running(self, sequence: Sequence) -> None:
         self._pages.take_back(sequence)

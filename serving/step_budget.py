@@ -1,6 +1,32 @@
 """What is left of one step: tokens and logit rows, and the chunks they were given to. No jax."""
 
+import dataclasses
+
 from serving.request import ScheduledChunk, Sequence, StepPlan
+
+
+@dataclasses.dataclass(frozen=True)
+class SchedulerLimits:
+    """Sizes the scheduler plans within; tokens, rows and pages of one engine."""
+
+    num_pages: int
+    page_size: int
+    max_model_len: int
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    max_logit_rows: int = 64
+    max_queue: int = 1024
+    adapter_wait_s: float = 60.0
+    enable_prefix_caching: bool = True
+    scheduling_policy: str = "fcfs"  # or "sjf"
+
+    def __post_init__(self) -> None:
+        for field in ("max_num_batched_tokens", "max_logit_rows"):
+            if getattr(self, field) < self.max_num_seqs:
+                raise ValueError(
+                    f"{field} ({getattr(self, field)}) must be at least max_num_seqs "
+                    f"({self.max_num_seqs}), so that every running sequence can decode."
+                )
 
 
 class StepBudget:

@@ -27,6 +27,8 @@ REWRITES = (
     (r"kPeerThreads = 512,", "kPeerThreads = 64,"),
     (r"kPeerCtas = 64;", "kPeerCtas = 2;"),
     (r"kAsideCtas = 24;", "kAsideCtas = 1;"),
+    (r"kForwardThreads = 512;", "kForwardThreads = 32;"),
+    (r"kForwardCtas = 16;", "kForwardCtas = 2;"),
 )
 TRANSPORT_CALLS = (
     "push",
@@ -39,9 +41,14 @@ TRANSPORT_CALLS = (
 )
 
 
-def compile_library(folder: Path, driver: str = "drivers.cc") -> ctypes.CDLL:
-    """Return the kernels that a driver calls as a library for this CPU; needs g++."""
-    for header in CSRC.glob("*.cuh"):
+def compile_library(
+    folder: Path, driver: str = "drivers.cc", headers: tuple[Path, ...] = ()
+) -> ctypes.CDLL:
+    """Return the kernels that a driver calls as a library for this CPU; needs g++.
+
+    `headers` are further ones of the kernels.
+    """
+    for header in (*CSRC.glob("*.cuh"), *headers):
         text = header.read_text()
         for pattern, replacement in REWRITES:
             text = re.sub(pattern, replacement, text, flags=re.DOTALL)
@@ -67,6 +74,15 @@ def compile_transport(folder: Path) -> ctypes.CDLL:
     for name in TRANSPORT_CALLS:
         handler = jax.ffi.pycapsule(getattr(library, f"lora_jax_cuda_peer_{name}"))
         jax.ffi.register_ffi_target(f"lora_jax_cuda_peer_{name}", handler, platform="cpu")
+    return library
+
+
+def compile_forward(folder: Path) -> ctypes.CDLL:
+    """Return the kernel that forwards messages by NVSHMEM, over one of the tests."""
+    kernel = ROOT / "src" / "cuda_backend" / "csrc_nvshmem" / "forward.cuh"
+    library = compile_library(folder, "forward.cc", (kernel,))
+    name = "lora_jax_cuda_nvshmem_forward_after"
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     return library
 
 

@@ -2,6 +2,9 @@
 
 import dataclasses
 
+LORA_KERNELS = ("fast", "reference")
+CARRIERS = ("auto", "nixl")  # serving.transport.carriers
+
 
 @dataclasses.dataclass(frozen=True)
 class ClusterConfig:
@@ -12,6 +15,12 @@ class ClusterConfig:
     placement: str | None = None  # of the LoRA Server; None: experts over all of its ranks
     lora_server_adapters: int | None = None  # held at a time; None: max_loras of each instance
     lora_server_wait_s: float = 0.5  # bound of one exchange of a layer
+    lora_server_carrier: str = "auto"  # of the rows: by the device, or "nixl"
+    local_expert_slots: int = 0  # adapters that an instance takes over while the server is lost
+    # For measuring what each of them brings (InfiniLoRA, section 6.4):
+    lora_overlap: bool = True  # exchanges behind the base's computation
+    layerwise_loading: bool = True  # a cold adapter serves from its first layer on
+    lora_kernel: str = "fast"  # of the LoRA Server; "reference": plain JAX
 
     def __post_init__(self) -> None:
         for name, low, high in (("instances", 1, 64), ("lora_server", 0, 64)):
@@ -25,6 +34,18 @@ class ClusterConfig:
         adapters = self.lora_server_adapters
         if adapters is not None and not 1 <= adapters <= 65536:
             raise ValueError(f"lora_server_adapters must be in [1, 65536], got {adapters}.")
+        if not 0 <= self.local_expert_slots <= 4096:
+            raise ValueError(
+                f"local_expert_slots must be in [0, 4096], got {self.local_expert_slots}."
+            )
+        for name, known in (("lora_kernel", LORA_KERNELS), ("lora_server_carrier", CARRIERS)):
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}.")
+        if not self.lora_server and self.local_expert_slots:
+            raise ValueError(
+                "--local-expert-slots are for when a LoRA Server is lost; add --lora-server with "
+                "its number of ranks."
+            )
         if not self.lora_server and (self.placement is not None or adapters is not None):
             raise ValueError(
                 "--placement and --lora-server-adapters say how a LoRA Server is laid out; add "

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 
 from serving import logs
 from serving.child_process import AbstractChild
+from serving.cluster.config import ClusterConfig
 from serving.lora_server.calls import Caller, RemoteLeases
 from serving.lora_server.instance import ServerAccess
 from serving.lora_server.spec import ServerSpec
@@ -31,11 +32,11 @@ _READY = b"ready"
 
 @dataclasses.dataclass(frozen=True)
 class ServerPlace:
-    """Where the LoRA Server's ranks listen, and the bound of one exchange."""
+    """Where the LoRA Server's ranks listen, and how it is used."""
 
     spec: ServerSpec
     paths: tuple[str, ...]
-    wait_s: float
+    cluster: ClusterConfig
 
 
 class InstanceProcess(AbstractChild):
@@ -103,20 +104,23 @@ def instance_main(
             if place is not None and leases is not None:
                 caller = Caller(leases)
                 stack.callback(caller.close)
-                access = _access(place, caller, f"instance-{number} of process {os.getpid()}")
+                access = server_access(place, caller, f"instance-{number} of process {os.getpid()}")
             serve(options, sock, access, announce=lambda: _announce(life))
     except StartError as error:
         logger.error("Instance %d: %s", number, error)
         raise SystemExit(1) from None
 
 
-def _access(place: ServerPlace, caller: Caller, name: str) -> ServerAccess:
+def server_access(place: ServerPlace, caller: Caller, name: str) -> ServerAccess:
+    """Return how the instance of this name reaches the server at a place; leases by `caller`."""
     return ServerAccess(
         place.spec,
         name,
         RemoteLeases(caller),
-        lambda terms: carriers.open_client(place.paths, terms),
-        place.wait_s,
+        lambda terms: carriers.open_client(place.paths, terms, place.spec.carrier),
+        place.cluster.lora_server_wait_s,
+        place.cluster.local_expert_slots,
+        place.cluster.lora_overlap,
     )
 
 

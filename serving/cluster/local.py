@@ -55,6 +55,9 @@ def server_spec(engine: EngineConfig, cluster: ClusterConfig) -> ServerSpec | No
         num_adapters=adapters,
         max_rank=engine.max_lora_rank,
         max_rows=engine.max_num_batched_tokens * config.moe.top_k,
+        layerwise=cluster.layerwise_loading,
+        carrier=cluster.lora_server_carrier,
+        implementation=None if cluster.lora_kernel == "fast" else cluster.lora_kernel,
     )
     design(spec)
     return spec
@@ -69,7 +72,7 @@ class LocalCluster:
         Raises ConnectionError when a role cannot start; its own log says why.
         """
         cluster = options.cluster
-        self._options, self._wait_s = options, cluster.lora_server_wait_s
+        self._options, self._cluster = options, cluster
         self._closing = threading.Event()
         self._lock = threading.Lock()  # the processes, against `close`
         self._processes: list[InstanceProcess] = []
@@ -115,7 +118,7 @@ class LocalCluster:
     def _start(self, number: int) -> InstanceProcess:
         group, place = self.group, None
         if group is not None:
-            place = ServerPlace(group.spec, tuple(group.paths), self._wait_s)
+            place = ServerPlace(group.spec, tuple(group.paths), self._cluster)
         return InstanceProcess(self._options, number, self.paths[number], place, self._leases)
 
     def _leases(self, instance: str, connection: Connection) -> None:

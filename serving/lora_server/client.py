@@ -31,25 +31,38 @@ class RemoteTable:
 class ServerLink:
     """The way to all ranks of one LoRA Server by one carrier."""
 
-    def __init__(self, plan: ServerPlan, client: AbstractClient):
-        """Raises ValueError when the carrier has not as many servers as the plan has ranks."""
+    def __init__(
+        self,
+        plan: ServerPlan,
+        client: AbstractClient,
+        *,
+        has_local: bool = False,
+        overlap: bool = True,
+    ):
+        """`has_local`: adapters may have their experts in the instance's own slots too. Without
+        `overlap` the base waits until the answer is there: for comparison only.
+
+        Raises ValueError when the carrier has not as many servers as the plan has ranks.
+        """
         if client.servers != plan.num_ranks:
             raise ValueError(
                 f"The placement {plan.placement.name} has {plan.num_ranks} ranks, but "
                 f"{client.servers} servers are connected."
             )
         self.plan, self.client = plan, client
+        self.has_local, self.overlap = has_local, overlap
 
     def start(self, table: RemoteTable) -> "StepExperts":
         """Return what the layers of one step push to; only while that step is traced."""
-        return StepExperts(self.plan, self.client, table)
+        return StepExperts(self, table)
 
 
 class StepExperts:
     """The `RemoteExperts` of one traced step; gathers the statuses of its exchanges."""
 
-    def __init__(self, plan: ServerPlan, client: AbstractClient, table: RemoteTable):
-        self._plan, self.client, self._table = plan, client, table
+    def __init__(self, link: ServerLink, table: RemoteTable):
+        self._plan, self.client, self._table = link.plan, link.client, table
+        self.has_local, self._overlap = link.has_local, link.overlap
         self.statuses: list[jax.Array] = []
 
     def exchange(
@@ -59,14 +72,15 @@ class StepExperts:
         row_to_slot: Int[Array, "rows"],
         row_to_expert: Int[Array, "rows"],
         num_rows: Int[Array, ""],
-    ) -> "LayerExchange":
+    ) -> "LayerExchange | SerialExchange":
         """Return the exchange of one site; see nn.remote."""
         numbers = self._table.slot_to_number[jnp.maximum(row_to_slot, 0)]
         numbers = jnp.where(row_to_slot >= 0, numbers, LOCAL)
         index = self._plan.moe_layers.index(layer)
         version = self._table.version
         rows = push_rows(self._plan.placement, index, numbers, row_to_expert, num_rows, version)
-        return LayerExchange(self, _SITE_OF[names], index, rows)
+        made = LayerExchange(self, _SITE_OF[names], index, rows)
+        return made if self._overlap else SerialExchange(made)
 
     def status(self) -> Int[Array, "servers"]:
         """Return the worst status of each server in the step; 0 means that every answer came."""
@@ -96,3 +110,32 @@ class LayerExchange:
         ys, status = self.step.client.wait_add(ys, x, self.site, self.rows)
         self.step.statuses.append(status)
         return ys
+
+
+class SerialExchange:
+    """A LayerExchange whose answer is there before the base begins (InfiniLoRA, section 6.4).
+
+    What disaggregation costs when nothing is hidden. The bits are those of the other.
+    """
+
+    def __init__(self, exchange: LayerExchange):
+        self._exchange = exchange
+        self._deltas: tuple[jax.Array, ...] = ()
+
+    def push(self, x: Float[Array, "rows d_in"]) -> Float[Array, "rows d_in"]:
+        """Return x once the deltas have come back."""
+        exchange = self._exchange
+        site = exchange.step.client.shapes.sites[exchange.site]
+        nothing = tuple(jnp.zeros((x.shape[0], width), jnp.float32) for width in site.d_outs)
+        x = exchange.push(x)
+        self._deltas = exchange.wait_add(nothing, x)
+        # No status is negative, which the compiler does not know: x has to wait for it.
+        return jnp.where(jnp.min(exchange.step.statuses[-1]) < 0, jnp.zeros_like(x), x)
+
+    def wait_add(
+        self, ys: tuple[Float[Array, "rows d_out"], ...], x: Float[Array, "rows d_in"]
+    ) -> tuple[Float[Array, "rows d_out"], ...]:
+        """Return ys plus the deltas that `push` waited for."""
+        del x
+        added = zip(ys, self._deltas, strict=True)
+        return tuple((y.astype(jnp.float32) + delta).astype(y.dtype) for y, delta in added)

@@ -18,7 +18,7 @@ from serving.config import EngineConfig
 from serving.lora_server.client import LOCAL, ServerLink
 from serving.lora_server.coordinator import LeaseSource
 from serving.lora_server.leases import Leases
-from serving.lora_server.shards import has_experts, local_part
+from serving.lora_server.shards import has_experts, local_part, split
 from serving.lora_server.spec import ServerSpec, design
 from serving.transport.base import AbstractClient, Status
 from serving.transport.terms import Terms
@@ -38,14 +38,26 @@ class ServerAccess:
     leases: LeaseSource
     connect: Callable[[Terms], AbstractClient]
     wait_s: float = 0.5  # bound of one exchange
+    local_slots: int = 0  # adapters whose experts the instance can take over when it is lost
+    overlap: bool = True  # exchanges behind the base's computation
 
 
 class InstanceSide:
     """One engine's end of a LoRA Server; the engine's thread uses it, `retain` any thread."""
 
-    def __init__(self, link: ServerLink, leases: LeaseSource, instance: str, num_slots: int):
-        """`instance` is a name of its own, `num_slots` are the engine's own LoRA slots."""
-        self.link = link
+    def __init__(
+        self,
+        link: ServerLink,
+        leases: LeaseSource,
+        instance: str,
+        num_slots: int,
+        num_local: int = 0,
+    ):
+        """`instance` is a name of its own, `num_slots` are the engine's own LoRA slots.
+
+        Of these `num_local` are for adapters with their experts.
+        """
+        self.link, self.num_local = link, num_local
         self.wake: Callable[[], None] = lambda: None  # called when there is news
         self._leases = Leases(leases, instance, lambda: self.wake())
         self._numbers = np.full(num_slots, LOCAL, np.int32)
@@ -97,6 +109,11 @@ class InstanceSide:
             self._version = max(self._version, version)
             self._changed = True
 
+    def bind_local(self, slot: int) -> None:
+        """The adapter in this slot has its experts there too: nothing of it is sent."""
+        self._changed |= self._numbers[slot] != LOCAL
+        self._numbers[slot] = LOCAL
+
     def take_table(self) -> tuple[np.ndarray, int] | None:
         """Return (number of each slot, version) if that has changed since the last call."""
         if not self._changed:
@@ -123,6 +140,11 @@ class InstanceSide:
         if self.link.client.lost():
             return [(digest, LOST) for digest in self._digests()]
         return self._leases.take_errors()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a rank of the server is not there."""
+        return bool(self.link.client.lost())
 
     @property
     def is_busy(self) -> bool:
@@ -164,11 +186,16 @@ def connect(access: ServerAccess, config: EngineConfig, dtype: str) -> InstanceS
     made.require_rank(config.max_lora_rank)
     client = access.connect(made.terms)
     client.set_limit(access.wait_s)
-    return InstanceSide(
-        ServerLink(made.plan, client), access.leases, access.instance, config.max_loras
-    )
+    local = access.local_slots
+    link = ServerLink(made.plan, client, has_local=local > 0, overlap=access.overlap)
+    return InstanceSide(link, access.leases, access.instance, config.max_loras + local, local)
 
 
 def keep_local(weights: AnyWeights) -> AnyWeights:
     """Return what of an adapter an instance keeps: a LoRA adapter without its experts."""
     return local_part(weights) if isinstance(weights, AdapterWeights) else weights
+
+
+def keep_both(weights: AnyWeights) -> AnyWeights:
+    """Return that, with the whole adapter beside it in host memory."""
+    return split(weights) if isinstance(weights, AdapterWeights) else weights

@@ -42,6 +42,7 @@ class RankSizes:
     max_rank: int
     max_rows: int  # of one request
     byte_budget: int | None = None  # of rank rows; None: num_adapters of max_rank
+    layerwise: bool = True  # an adapter may be used from its first layer on
 
     @property
     def buckets(self) -> tuple[int, ...]:
@@ -56,8 +57,19 @@ class RankSizes:
 class ServerRank:
     """The device side of one rank; one thread uses it."""
 
-    def __init__(self, catalogue: LoraCatalogue, shard: Shard, sizes: RankSizes, dtype: jnp.dtype):
-        """`catalogue` is the whole base model's. Raises ValueError when no adapter would fit."""
+    def __init__(
+        self,
+        catalogue: LoraCatalogue,
+        shard: Shard,
+        sizes: RankSizes,
+        dtype: jnp.dtype,
+        *,
+        implementation: str | None = None,
+    ):
+        """`catalogue` is the whole base model's, `implementation` that of ops.lora_gemm, None the
+        fastest. Raises ValueError when no adapter would fit.
+        """
+        self._implementation = implementation
         self.shard, self.sizes, self.dtype = shard, sizes, jnp.dtype(dtype)
         self._catalogue = mine = shard_catalogue(catalogue, shard)
         spec = size_slots(
@@ -113,7 +125,8 @@ class ServerRank:
     def advance(self, max_chunks: int) -> int | None:
         """Write up to `max_chunks` of the oldest load; return its number if that made it known.
 
-        It is known, and requests of it may come, from its first layer on.
+        It is known, and requests of it may come, from its first layer on; not `layerwise`, from
+        its last.
         """
         if not self._loads:
             return None
@@ -125,7 +138,8 @@ class ServerRank:
         if load.done:
             del self._loads[number]
             self._allocator.finish_loading(load.digest)
-        if not load.num_ready or number in self._digests:
+        usable = load.num_ready if self.sizes.layerwise else load.done
+        if not usable or number in self._digests:
             return None
         self._digests[number] = load.digest
         self._numbers[place], self._slots_of[place] = number, load.slot
@@ -203,6 +217,7 @@ class ServerRank:
             width=self.width_out(site),
             first_expert=self.shard.first_expert,
             max_rank=self.sizes.max_rank,
+            implementation=self._implementation,
         )
 
     def warm_up(self) -> None:
@@ -227,7 +242,10 @@ class ServerRank:
             assert slot == there, f"{number} is not in slot {slot}"
 
 
-@functools.partial(jax.jit, static_argnames=("modules", "width", "first_expert", "max_rank"))
+@functools.partial(
+    jax.jit,
+    static_argnames=("modules", "width", "first_expert", "max_rank", "implementation"),
+)
 def shard_deltas(
     slots: AdapterSlots,
     layer: Int[Array, ""],
@@ -239,6 +257,7 @@ def shard_deltas(
     width: int,
     first_expert: int,
     max_rank: int,
+    implementation: str | None = None,
 ) -> tuple[Float[Array, "rows d_out"], ...]:
     """Return scaling * (x A^T) B of each row for every module; of slot -1 it is undefined.
 
@@ -256,5 +275,6 @@ def shard_deltas(
         row_to_expert - first_expert,
         max_rank=max_rank,
         dtype=delta_dtype(x.dtype),
+        implementation=implementation,
     )
     return tuple(delta.astype(jnp.float32) for delta in deltas)

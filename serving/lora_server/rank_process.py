@@ -101,12 +101,18 @@ def _run(server: RankServer) -> None:
 def _make_server(spec: ServerSpec, rank: int, socket_path: str) -> RankServer:
     """Return the rank's server, compiled."""
     made = design(spec)
-    held = ServerRank(made.catalogue, made.plan.shard(rank), made.sizes, jnp.dtype(spec.dtype))
+    held = ServerRank(
+        made.catalogue,
+        made.plan.shard(rank),
+        made.sizes,
+        jnp.dtype(spec.dtype),
+        implementation=spec.implementation,
+    )
     held.warm_up()
     return RankServer(
         held,
         made.plan,
         made.catalogue,
-        lambda: carriers.open_server(socket_path, made.terms, rank),
+        lambda: carriers.open_server(socket_path, made.terms, rank, spec.carrier),
         ReadLimits(max_rank=spec.max_rank),
     )

@@ -1,9 +1,13 @@
 """One rank of a LoRA Server at work: requests one by one, adapters written in between.
 
+While the device computes for one instance the next one's rows are received and the results of the
+one before are sent (InfiniLoRA, section 5.1).
+
 The loop owns the device. Other threads bring adapters (`load`, `unload`): they read and cut the
 files themselves and leave the loop only the writes, a few between two requests.
 """
 
+import collections
 import dataclasses
 import queue
 import threading
@@ -26,6 +30,7 @@ from serving.transport.device_server import DeviceServer, Verdict
 
 _IDLE_S = 0.01  # how long a command waits at most while no request comes
 _CHUNKS = 2  # writes between two requests
+_DEPTH = 2  # requests under way; an instance has one at most
 _GONE = "The rank of the LoRA Server has stopped."
 
 
@@ -62,6 +67,9 @@ class RankServer:
             queue.SimpleQueue()
         )
         self._loading: dict[int, Future[None]] = {}
+        self._under_way: collections.deque[tuple[Request, tuple[Array, ...] | None]] = (
+            collections.deque()
+        )
         self._version = 0
         self._answered = self._refused = 0
         self._compilations = CompileCounter()
@@ -157,9 +165,13 @@ class RankServer:
         if self._programs is not None:
             self._heed(transport, self._programs.turn(self._version, idle_s))
             return
-        request = transport.receive(idle_s)
+        request, under_way = None, self._under_way
+        if len(under_way) < _DEPTH:
+            request = transport.receive(0.0 if under_way else idle_s)
         if request is not None:
-            self._answer(transport, request)
+            under_way.append((request, self._compute(request)))
+        elif under_way:
+            self._answer(transport, *under_way.popleft())
 
     def _heed(self, transport: AbstractServer, outcome: Outcome | None) -> None:
         """Count what a program did; what it left waits for a layer that is still on its way."""
@@ -169,13 +181,14 @@ class RankServer:
             assert isinstance(transport, DeviceServer), "a program without its server"
             request = transport.left(outcome.info)
             if request is not None:
-                self._answer(transport, request)
+                self._answer(transport, request, self._compute(request))
             return
         self._answered += outcome.verdict == Verdict.ANSWER
         self._refused += outcome.verdict == Verdict.REFUSE
 
-    def _answer(self, transport: AbstractServer, request: Request) -> None:
-        deltas = self._compute(request)
+    def _answer(
+        self, transport: AbstractServer, request: Request, deltas: tuple[Array, ...] | None
+    ) -> None:
         if deltas is None:
             self._refused += 1
             transport.refuse(request)

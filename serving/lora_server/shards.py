@@ -113,6 +113,26 @@ def local_part(weights: AdapterWeights) -> AdapterWeights:
     return AdapterWeights(kept, dataclasses.replace(weights.report, weight_bytes=num_bytes))
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class SplitWeights(AdapterWeights):
+    """The part without experts, and beside it the whole adapter, under a digest of its own."""
+
+    whole: AdapterWeights
+
+
+def split(weights: AdapterWeights) -> AdapterWeights:
+    """Return the adapter without its experts, and with it the whole if it has any.
+
+    The report counts the bytes of the whole.
+    """
+    part, report = local_part(weights), weights.report
+    if not has_experts(report):
+        return part
+    digest = f"{report.digest} with experts"
+    whole = AdapterWeights(weights.sites, dataclasses.replace(report, digest=digest))
+    return SplitWeights(part.sites, report, whole)
+
+
 def shard_part(weights: AdapterWeights, shard: Shard) -> AdapterWeights:
     """Return the experts of one rank, each matrix [num_experts or 1, rank, width].
 

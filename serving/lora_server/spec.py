@@ -28,6 +28,9 @@ class ServerSpec:
     max_rank: int
     max_rows: int  # (token, expert) rows of one message
     byte_budget: int | None = None  # of rank rows on each rank
+    layerwise: bool = True  # a cold adapter may be used from its first layer on
+    implementation: str | None = None  # of ops.lora_gemm on the ranks; None: the fastest
+    carrier: str = "auto"  # serving.transport.carriers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +46,9 @@ class ServerDesign:
     @property
     def sizes(self) -> RankSizes:
         spec = self.spec
-        return RankSizes(spec.num_adapters, spec.max_rank, spec.max_rows, spec.byte_budget)
+        return RankSizes(
+            spec.num_adapters, spec.max_rank, spec.max_rows, spec.byte_budget, spec.layerwise
+        )
 
     def require_rows(self, max_tokens: int) -> None:
         """Raise ValueError unless a step of `max_tokens` tokens fits into one message."""

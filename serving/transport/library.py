@@ -34,6 +34,9 @@ _CALLS = {  # name -> result, arguments; see csrc/handlers.cc
     "server_abort": (None, _I64),
     "server_dropped": (_U64, _I64),
     "server_free": (None, _I64),
+    "wait": (_U64, _U64, _U64, _U64),
+    "step": (None, _U64, _U64),
+    "ring": (None, _U64),
     "relay": (_I32, _POINTER, _I32, _I32, _I32, _U64, _I32),
 }
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

@@ -21,7 +21,11 @@ from serving.transport.slots import Joined, SlotClient, SlotServer
 from serving.transport.terms import Terms
 
 SHORTEST_SECRET = 16  # bytes
+NO_SECRET = b""
 _CLIENT, _SERVER = b"client", b"server"
+
+# What runs beside slots until the connection ends: (shapes, connection, slots, beside the client).
+RunRelay = Callable[[Shapes, socket.socket, Joined, bool], None]
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -37,7 +41,7 @@ def open_server(
     Raises ValueError for a rank outside the plan and for a short secret.
     """
     try:
-        carrier = _Tcp(secret)
+        carrier = Tcp(secret)
     except ValueError:
         listening.close()
         raise
@@ -53,15 +57,19 @@ def open_client(
     pull: bool = False,
 ) -> SlotClient:
     """Return a client of the servers at (host, port); see handshake.open_client for the errors."""
-    return handshake.open_client(_Tcp(secret), addresses, terms, patience=patience, pull=pull)
+    return handshake.open_client(Tcp(secret), addresses, terms, patience=patience, pull=pull)
 
 
-class _Tcp(AbstractCarrier[SlotServer]):
+class Tcp(AbstractCarrier[SlotServer]):
     """Each side has slots of its own, and a relay carries messages between them."""
 
     num_fds = 0
 
-    def __init__(self, secret: bytes):
+    def __init__(self, secret: bytes, relay: RunRelay | None = None):
+        """With NO_SECRET whoever may connect is let in. `relay` is another than over the socket."""
+        self._relay: RunRelay = _relay if relay is None else relay
+        if secret is NO_SECRET:
+            return
         if len(secret) < SHORTEST_SECRET:
             raise ValueError(f"a secret needs {SHORTEST_SECRET} bytes or more, got {len(secret)}")
         self.admit_client = functools.partial(_admit_client, secret)
@@ -76,8 +84,9 @@ class _Tcp(AbstractCarrier[SlotServer]):
             server.leave(client)
 
         def stay(connection: socket.socket) -> None:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            _relay(server.shapes, connection, joined, beside_client=False)
+            if connection.family != socket.AF_UNIX:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._relay(server.shapes, connection, joined, False)
 
         return Guest({"epoch": joined.epoch}, [], stay, gone)
 
@@ -94,7 +103,7 @@ class _Tcp(AbstractCarrier[SlotServer]):
 
         def stay(connection: socket.socket) -> None:
             try:
-                _relay(terms.shapes, connection, own, beside_client=True)
+                self._relay(terms.shapes, connection, own, True)
             finally:
                 os.close(own.channel)
                 os.close(own.bell)

@@ -27,8 +27,8 @@ HIDDEN, RANK, TOKENS, REAL = 16, 3, 12, 10
 class Elsewhere:
     """Computes at `push` what the adapters add, as a server would."""
 
-    def __init__(self, slots: AdapterSlots):
-        self.slots, self.log = slots, []
+    def __init__(self, slots: AdapterSlots, has_local: bool = False):
+        self.slots, self.log, self.has_local = slots, [], has_local
 
     def exchange(self, names, layer, row_to_slot, row_to_expert, num_rows):
         assert num_rows.shape == ()
@@ -114,6 +114,23 @@ def test_bits_are_those_of_a_layer_with_its_own_adapters(kind, layer):
     base = jax.jit(lambda x: block(x, dataclasses.replace(plain, adapters=None)))(x)
     np.testing.assert_array_equal(got[row_to_slot < 0], base[row_to_slot < 0])
     assert not np.array_equal(got[:REAL], base[:REAL])
+
+
+def test_adapters_whose_experts_are_here_are_computed_here():
+    """Slot 0 is the server's, slot 1 has its experts here: the bits are the same."""
+    rng = np.random.default_rng(1)
+    block = MoeBlock(HIDDEN, PLAIN, 1, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
+    slots = make_slots(rng)
+    x = jnp.asarray(rng.standard_normal((TOKENS, HIDDEN)), jnp.float32)
+    row_to_slot = jnp.asarray([-1, 0, 1, 0, -1, 1, 1, 0, 0, -1, -1, -1], jnp.int32)
+    plain = Rows(jnp.int32(REAL), row_to_slot, slots, NAMES, RANK)
+    server = dataclasses.replace(slots, entries=slots.entries.at[:3, :, 1].set(0))
+    own = dataclasses.replace(slots, entries=slots.entries.at[:3, :, 0].set(0))
+    rows = dataclasses.replace(plain, adapters=own, remote=Elsewhere(server, has_local=True))
+    want = jax.jit(lambda x: block(x, plain))(x)
+    np.testing.assert_array_equal(jax.jit(lambda x: block(x, rows))(x), want)
+    deaf = dataclasses.replace(rows, remote=Elsewhere(server))
+    assert not np.array_equal(jax.jit(lambda x: block(x, deaf))(x)[2], want[2])
 
 
 def test_rows_keep_the_way_to_the_server_when_they_are_gathered():

@@ -199,7 +199,7 @@ def test_several_maps_have_the_bits_of_each_alone(implementation):
 def test_several_maps_are_all_added_to_or_none():
     case = lora_case(5, 8, 16)
     y, x, a_pool, b_pool, entries, scaling, row_to_slot, _ = case.arrays
-    tables = (entries[None], scaling[None], (0, 0), row_to_slot)
+    given = (x, a_pool, b_pool, entries[None], scaling[None], (0, 0), row_to_slot)
     with pytest.raises(ValueError, match="adds to all or to none"):
         lora_gemms([y, None], *given, max_rank=case.max_rank)
     sums = lora_gemms([None] * 2, *given, max_rank=case.max_rank)

@@ -176,3 +176,118 @@ def test_without_esft_it_is_the_lora_loader():
     loaders.release(LORA.digest)
     loaders.drop(LORA.digest)
     loaders.check_integrity()
+
+
+class Remote:
+    """A server that is there or not; every adapter has a part on it."""
+
+    def __init__(self):
+        self.is_lost, self.is_busy, self.ready, self.failures = False, False, True, []
+        self.bound = {}
+
+    def retain(self, entry):
+        pass
+
+    def drop(self, digest, dispatched):
+        pass
+
+    def collect(self, read):
+        pass
+
+    def is_ready(self, digest):
+        return self.ready
+
+    def bind(self, slot, digest):
+        self.bound[slot] = digest
+
+    def bind_local(self, slot):
+        self.bound[slot] = "local"
+
+    def take_failures(self):
+        return self.failures
+
+
+class Whole:
+    """Experts for one adapter, in slot 7."""
+
+    def __init__(self):
+        self.user, self.known, self.instead, self.collected = None, set(), set(), 0
+        self.is_busy = False
+
+    def retain(self, entry):
+        self.known.add(entry.digest)
+
+    def drop(self, digest):
+        self.known.discard(digest)
+
+    def knows(self, digest):
+        return digest in self.known
+
+    def users(self, digest):
+        return int(self.user == digest)
+
+    def stands_in(self, digest):
+        return digest in self.instead or self.user == digest
+
+    def can_serve(self, digest):
+        return self.user in (None, digest)
+
+    def serve_instead(self, digest):
+        self.instead.add(digest)
+
+    def acquire(self, digest):
+        self.user = digest
+        return 7
+
+    def release(self, digest):
+        assert self.user == digest
+        self.user = None
+
+    def collect(self):
+        self.collected += 1
+
+    def check_integrity(self):
+        pass
+
+
+class LostCase(Case):
+    def __init__(self):
+        super().__init__()
+        self.remote, self.whole = Remote(), Whole()
+        lora = AdapterLoader(Slots(2), OneStep)
+        self.loaders = AdapterLoaders(lora, 2, remote=self.remote, local=self.whole)
+        for one in (LORA, OTHER):
+            self.loaders.retain(one)
+            self.loaders.acquire(one.digest)
+        self.advance()
+
+
+def test_while_the_server_is_lost_who_has_room_is_served_here():
+    case = LostCase()
+    digest = LORA.digest
+    assert case.loaders.acquire(digest) == 0
+    case.remote.is_lost = True
+    case.remote.failures = [(digest, "lost"), (OTHER.digest, "lost")]
+    assert case.loaders.servable_here([digest, "unknown"]) == {digest, "unknown"}
+    assert case.loaders.acquire(digest) is None  # a sequence is in the other slot still
+    case.loaders.release(digest)
+    assert case.loaders.acquire(digest) == 7
+    assert case.remote.bound == {0: digest, 7: "local"}
+    assert case.advance() == [(OTHER.digest, "lost")]  # there is room for one
+    assert not case.whole.instead
+    case.remote.is_lost, case.remote.failures = False, []
+    assert case.loaders.acquire(digest) == 7  # all of its sequences are in one slot
+    assert case.loaders.acquire(OTHER.digest) == 1
+    case.loaders.release(digest)
+    assert case.loaders.acquire(digest) == 0
+    case.advance()
+    assert case.whole.collected == 2
+
+
+def test_an_adapter_that_the_server_refuses_is_served_here():
+    case = LostCase()
+    case.remote.ready, case.remote.failures = False, [(LORA.digest, "broken files")]
+    assert case.loaders.acquire(LORA.digest) is None
+    assert case.advance() == []
+    assert case.whole.instead == {LORA.digest}
+    assert case.loaders.acquire(LORA.digest) == 7

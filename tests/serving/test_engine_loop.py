@@ -61,6 +61,7 @@ class NeverThere:
 
     def __init__(self):
         self.kept, self.slot, self.harmed = 0, None, frozenset()
+        self.here, self.asked = frozenset(), 0
 
     def acquire(self, digest):
         return self.slot
@@ -82,6 +83,10 @@ class NeverThere:
 
     def harmed_by(self, status):
         return frozenset() if status is None else self.harmed
+
+    def servable_here(self, digests):
+        self.asked += 1
+        return self.here & digests
 
     def release(self, digest):
         pass
@@ -272,6 +277,24 @@ def test_a_step_that_the_server_failed_ends_its_adapters_requests_only(case):
     for deltas in (base, other):
         assert deltas[-1].finish_reason is FinishReason.LENGTH
         assert [token for delta in deltas for token in delta.token_ids] == [70] * 30
+    wait_for(lambda: case.loader.kept == 0)
+    case.loop.check_integrity()
+
+
+def test_those_that_can_be_served_without_the_server_go_on_and_lose_no_token(case):
+    case.loader.slot, case.loader.harmed = 0, frozenset({"digest of sql"})
+    case.loader.here = case.loader.harmed
+    hold = threading.Event()
+    case.runner.trouble = lambda plan: hold.wait(0.01) and None
+    _, harmed = case.ask((5, 6, 7), adapter="sql", max_tokens=40)
+    _, scored = case.ask((5, 6, 9), adapter="sql", max_tokens=40, prompt_logprobs=0)
+    wait_for(lambda: len(harmed) > 2)
+    case.runner.status = "one rank did not answer"
+    wait_for(lambda: case.loader.asked > 2)
+    case.runner.status = None
+    wait_for(lambda: ended(harmed) and ended(scored))
+    assert harmed[-1].finish_reason is FinishReason.LENGTH
+    assert [token for delta in harmed for token in delta.token_ids] == [70] * 40
     wait_for(lambda: case.loader.kept == 0)
     case.loop.check_integrity()
 

@@ -4,7 +4,7 @@ import random
 import pytest
 from scheduler_driver import Driver, check_answer, limits
 
-from serving.request import FinishReason, QueueFull, SequenceState
+from serving.request import FinishReason, QueueFull, Sequence, SequenceState
 
 
 def test_one_request_gives_its_tokens_and_ends_at_its_length():
@@ -404,6 +404,49 @@ def test_a_bad_step_of_some_adapters_ends_them_alone_and_no_page_of_theirs_is_us
         check_answer(driver, sequence)
 
 
+def harm(driver: Driver, *adapters: str) -> list[Sequence]:
+    """Make all that steps have written, and will write, of these adapters wrong; start anew."""
+    digests = frozenset(adapters)
+    running = {c.sequence for plan in driver.plans[-3:] for c in plan.chunks}
+    pages = [p for s in running if s.request.adapter_digest in digests for p in s.pages]
+    lost = driver.scheduler.restart_adapters(digests)
+    size = driver.scheduler.limits.page_size
+    for place in (page * size + offset for page in pages for offset in range(size)):
+        driver.device.kv[place] = 12345
+    driver.scheduler.check_integrity()
+    return lost
+
+
+def test_sequences_harmed_by_a_bad_step_are_computed_anew_from_the_tokens_known():
+    driver = Driver(limits(max_num_seqs=4))
+    prompt = list(range(1, 10))
+    bad, base = (driver.add(prompt, adapter=a, max_tokens=9, ignore_eos=True)[0] for a in ("b", ""))
+    for _ in range(4):
+        driver.step()
+    known = list(bad.output_ids)
+    assert known
+    assert bad.num_in_flight
+    assert harm(driver, "b") == []
+    assert (bad.slot, bad.row, bad.output_ids) == (-1, -1, known)
+    assert not driver.residency.users["b"]
+    (late,) = driver.add(prompt, adapter="b", max_tokens=9)
+    driver.run()
+    for sequence in (bad, late, base):
+        check_answer(driver, sequence)
+    assert bad.num_preemptions == 1
+    assert not base.num_preemptions
+
+
+def test_who_still_awaits_scores_of_the_prompt_cannot_start_anew():
+    driver = Driver(limits(max_num_batched_tokens=4, max_logit_rows=4))
+    (scored,) = driver.add(range(1, 14), adapter="b", max_tokens=3, prompt_logprobs=1)
+    while not scored.num_in_flight:
+        driver.step()
+    assert harm(driver, "b") == [scored]
+    assert scored.finish_reason is FinishReason.ERROR
+    driver.run()
+
+
 def test_without_a_seed_each_request_draws_its_own_and_an_engine_seed_repeats_them():
     def seeds():
         driver = Driver(limits())
@@ -444,6 +487,7 @@ def random_request(rng: random.Random) -> dict:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("seed", range(6))
 def test_random_walk_gives_every_sequence_what_it_gives_alone(shape, seed):
+    faulty = seed % 2 == 1
     rng = random.Random(f"{shape} {seed}")
     driver = Driver(limits(**SHAPES[shape]), num_slots=3, ticks=rng.randrange(1, 5))
     added, requests = [], []
@@ -454,14 +498,20 @@ def test_random_walk_gives_every_sequence_what_it_gives_alone(shape, seed):
             added += requests[-1]
         if requests and rng.random() < 0.05:
             driver.ended += driver.scheduler.abort(rng.choice(requests)[0].request.request_id)
+        if faulty and rng.random() < 0.05:
+            lost = harm(driver, *rng.sample("abcde", 2))
+            assert all(s.request.sampling.prompt_logprobs is not None for s in lost)
+            driver.ended += lost
         driver.step(depth=rng.choice([0, 1, 1, 1, 2]))
     steps = driver.run(max_steps=3000)
     assert sorted(s.number for s in driver.ended) == [s.number for s in added]
     for sequence in added:
         check_answer(driver, sequence)
-    if shape != "impatient":
+    if shape != "impatient" and not faulty:
         assert not [s for s in added if s.finish_reason is FinishReason.ERROR]
     assert steps < 20 * len(added)
+    if faulty:
+        assert any(s.num_preemptions for s in added)
     stats = driver.scheduler.stats()
     assert (stats.num_running, stats.num_waiting_adapter, stats.kv_usage) == (0, 0, 0.0)
     assert not any(driver.residency.users.values())

@@ -204,6 +204,24 @@ void lora_jax_transport_server_free(int64_t number) {
   }
 }
 
+// Counters by their addresses, for relays that are not written here.
+uint64_t lora_jax_transport_wait(uint64_t address, uint64_t seen, uint64_t nanos) {
+  Counter& counter = *reinterpret_cast<Counter*>(address);
+  auto ready = [&] { return counter.value.load() != seen; };
+  if (!ready() && nanos) wait_until(counter, now() + nanos, ready, [] { return false; });
+  return counter.value.load();
+}
+void lora_jax_transport_step(uint64_t address, uint64_t value) {
+  Counter& counter = *reinterpret_cast<Counter*>(address);
+  counter.value.store(value);
+  wake(counter);
+}
+void lora_jax_transport_ring(uint64_t address) {
+  Counter& counter = *reinterpret_cast<Counter*>(address);
+  counter.value.fetch_add(1);
+  wake(counter);
+}
+
 // Runs until the socket ends, the other end of the channel being this process's.
 int32_t lora_jax_transport_relay(const int64_t* numbers, int32_t socket, int32_t fd, int32_t bell,
                                  uint64_t epoch, int32_t beside_client) {

@@ -13,7 +13,7 @@ from lora_jax.nn.layers import Mlp, constant_parameter, parameter
 from lora_jax.nn.lora import Rows
 from lora_jax.nn.remote import RemoteExperts
 from lora_jax.nn.row_math import row_sum
-from lora_jax.ops.grouped_matmul import gated_matmul, grouped_matmul, matmul, silu_times
+from lora_jax.ops.grouped_matmul import gated_matmul, grouped_matmul, matmul, plus, silu_times
 from lora_jax.ops.reroute import RowMap, reroute, row_map
 from lora_jax.typing import Array, Float, Int
 
@@ -130,10 +130,23 @@ class Experts(nnx.Module):
                 names, self.layer, rows.row_to_slot, map.row_to_expert, rows.num_rows
             )
             x = exchange.push(x)
-            return exchange.wait_add(tuple(self._product(x, name, map) for name in names), x)
+            ys = exchange.wait_add(tuple(self._product(x, name, map) for name in names), x)
+            return self._add_local(ys, x, names, map, rows) if server.has_local else ys
 
         inner = self._activation(*linears(x, "gate_proj", "up_proj"))
         return linears(inner, "down_proj")[0]
+
+    def _add_local(
+        self,
+        ys: tuple[Float[Array, "rows d_out"], ...],
+        x: Float[Array, "rows d_in"],
+        names: tuple[str, ...],
+        map: RowMap,
+        rows: Rows,
+    ) -> tuple[Float[Array, "rows d_out"], ...]:
+        """Return ys plus what adapters add whose experts are here while their server is lost."""
+        deltas = self._deltas(x, names, map, rows)
+        return tuple(y if d is None else plus(y, d) for y, d in zip(ys, deltas, strict=True))
 
     def _activation(
         self, gate: Float[Array, "rows width"], up: Float[Array, "rows width"]

@@ -31,7 +31,12 @@ class Exchange(Protocol):
 
 @runtime_checkable
 class RemoteExperts(Protocol):
-    """The experts' part of all adapters, somewhere else; lives while a step is traced."""
+    """The experts' part of all adapters, somewhere else; lives while a step is traced.
+
+    With `has_local` that of some adapters is on this device: an exchange leaves their rows alone.
+    """
+
+    has_local: bool
 
     def exchange(
         self,

@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from serving.cluster.config import ClusterConfig
 from serving.cluster.instance_process import InstanceProcess, ServerPlace
 from serving.config import EngineConfig
 from serving.http.settings import HttpSettings
@@ -19,7 +20,7 @@ def test_an_instance_that_cannot_start_is_told_of(tmp_path, capfd):
         Options(EngineConfig(model=model), HttpSettings()),
         3,
         str(tmp_path / "socket"),
-        ServerPlace(spec, (str(tmp_path / "rank"),), 0.5),
+        ServerPlace(spec, (str(tmp_path / "rank"),), ClusterConfig()),
         lambda name, connection: told.append((name, connection)),
     )
     ((name, connection),) = told

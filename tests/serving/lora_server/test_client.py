@@ -11,7 +11,7 @@ from lora_jax.placement.shape import AdapterShape
 from serving.lora_server.client import LOCAL, RemoteTable, ServerLink
 from serving.lora_server.shards import ServerPlan
 from serving.transport.base import Status
-from serving.transport.shapes import DOWN, GATE_UP
+from serving.transport.shapes import DOWN, GATE_UP, moe_shapes
 
 GATE_AND_UP, ONLY_DOWN = ("gate_proj", "up_proj"), ("down_proj",)
 MOE_LAYERS = (1, 3)
@@ -23,19 +23,24 @@ class Carrier:
     def __init__(self, servers=4):
         self.servers, self.sent, self.status = servers, [], [0] * servers
 
+        self.shapes = moe_shapes(len(MOE_LAYERS), 8, 8, 8, "float32")
+        self.log = []
+
     def push(self, x, site, layer, rows):
         self.sent.append((site, layer, rows))
+        self.log.append("push")
         return x
 
     def wait_add(self, ys, keep, site, rows):
+        self.log.append("wait")
         went = (rows.row_to_server >= 0)[:, None]
         status = jnp.asarray(self.status, jnp.int32)
         return tuple(jnp.where(went, y + 1, y) for y in ys), status
 
 
-def make_link(carrier=None):
+def make_link(carrier=None, **options):
     placement = Placement(AdapterShape(4, len(MOE_LAYERS), 4, 1), ep=2, pp=2)
-    return ServerLink(ServerPlan(placement, MOE_LAYERS), carrier or Carrier())
+    return ServerLink(ServerPlan(placement, MOE_LAYERS), carrier or Carrier(), **options)
 
 
 def run(link, numbers, row_to_slot, row_to_expert, layer):
@@ -62,6 +67,35 @@ def test_rows_go_to_the_rank_of_their_layer_and_expert_under_the_servers_number(
         assert (int(rows.num_rows), int(rows.table_version)) == (5, 7)
     np.testing.assert_array_equal(y[:, 0], [1, 0, 1, 0, 1])
     assert not status.any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_without_overlap_the_base_waits_for_the_answer_and_the_bits_are_the_same(dtype):
+    x = jnp.asarray(np.random.default_rng(0).integers(-8, 8, (4, 8)), dtype)  # exact sums
+    rows = [jnp.asarray([0, -1, 0, -1], jnp.int32), jnp.asarray([0, 0, 1, 3], jnp.int32)]
+    table, found = RemoteTable(jnp.asarray([5], jnp.int32), jnp.int32(7)), []
+    for overlap in (True, False):
+        link = make_link(overlap=overlap)
+
+        @jax.jit
+        def layer(x, link=link):
+            exchange = link.start(table).exchange(ONLY_DOWN, 1, *rows, jnp.int32(4))
+            x = exchange.push(x)
+            link.client.log.append("base")
+            return exchange.wait_add((x * 3,), x)
+
+        found.append(np.asarray(layer(x)[0]))
+        order = ["push", "base", "wait"] if overlap else ["push", "wait", "base"]
+        assert link.client.log == order
+    np.testing.assert_array_equal(*found)
+    # The compiled program too: the base's input is made of the status.
+    text = str(jax.make_jaxpr(layer)(x))
+    assert text.index("reduce_min") < text.index("mul")
+
+
+def test_a_step_knows_whether_adapters_may_be_local():
+    assert make_link(has_local=True).start(None).has_local
+    assert not make_link().start(None).has_local
 
 
 def test_the_worst_status_of_a_step_is_kept_for_each_server():

@@ -1,6 +1,7 @@
 """Two instances share a LoRA Server of real processes, which are killed and come back."""
 
 import contextlib
+import itertools
 import os
 import signal
 import threading
@@ -49,13 +50,14 @@ def group(files):
     assert all(count["compilations"] == 0 for count in counts)
 
 
-def access(group, name, wait_s=WAIT_S):
+def access(group, name, wait_s=WAIT_S, local_slots=0):
     return ServerAccess(
         group.spec,
         name,
         group.coordinator,
         lambda terms: shared_memory.open_client(group.paths, terms),
         wait_s,
+        local_slots,
     )
 
 
@@ -95,11 +97,13 @@ class Asked:
 
     def __init__(self, engine, place, adapter, sampling=LONG):
         self.deltas, self.started, self.ended = [], threading.Event(), threading.Event()
+        self.times = []  # of the deltas
         self.prompt, self.adapter = PROMPTS[place], adapter
         self.id = engine.submit(PROMPTS[place], adapter, sampling, on_output=self)
 
     def __call__(self, delta):
         self.deltas.append(delta)
+        self.times.append(time.monotonic())
         self.started.set()
         if delta.finish_reason is not None:
             self.ended.set()
@@ -202,6 +206,51 @@ def test_a_rank_hangs_and_goes_on(engines, group, coupled, monkeypatch):
     assert group.processes[1].pid == rank
 
 
+@pytest.fixture(scope="module")
+def stand_in(group, files):
+    """An instance that can take over two adapters."""
+    with Engine(
+        *files, lora_server=access(group, "three", local_slots=2), **cases.ENGINE
+    ) as engine:
+        yield engine
+
+
+def test_an_instance_takes_over_while_the_server_is_lost(
+    stand_in, group, files, coupled, monkeypatch
+):
+    """All tokens, those told before the kill and those after, are those of a coupled engine."""
+    want = [list(tokens) for tokens, *_ in coupled[1]]
+    remote = stand_in._parts.loader._remote
+
+    def ask(*places):
+        return [(Asked(stand_in, place, MIXED[place]), want[place]) for place in places]
+
+    def failed(asked):
+        return [check_ended(one, tokens) for one, tokens in asked]
+
+    assert answers(stand_in, MIXED, SCORED) == coupled[0]
+    with monkeypatch.context() as patch:
+        gate = Gate(group, patch)
+        asked = ask(0, 1, 2, 7, 8)
+        assert all(one.started.wait(60) for one, _ in asked)
+        os.kill(group.processes[0].pid, signal.SIGKILL)
+        assert not any(failed(asked))
+        assert not any(failed(ask(0, 5, 7, 1)))
+        assert remote.link.client.lost() == (0,)
+        # Of more adapters than there is room for, some are told to try again.
+        assert not all(failed(ask(0, 2, 3, 5, 6, 7)))
+        gate.open.set()
+    for _ in range(600):
+        if not remote.is_lost:
+            break
+        time.sleep(0.1)
+    sent = remote.link.client.stats().pushes
+    assert answers(stand_in, MIXED, SCORED) == coupled[0]
+    assert remote.link.client.stats().pushes > sent
+    settle(stand_in)
+    assert stand_in.stats().compilations_after_warmup == 0
+
+
 @pytest.mark.slow
 def test_twenty_kills_in_a_row(engines, group, coupled, monkeypatch):
     files = len(os.listdir("/proc/self/fd"))
@@ -211,4 +260,29 @@ def test_twenty_kills_in_a_row(engines, group, coupled, monkeypatch):
             group, engines, coupled, monkeypatch, lambda v=victim: os.kill(v, signal.SIGKILL)
         )
         assert seconds < 2, f"round {turn}: {seconds:.1f} s"
+    assert len(os.listdir("/proc/self/fd")) <= files + 2
+
+
+@pytest.mark.slow
+def test_twenty_kills_that_a_request_does_not_notice(stand_in, group, coupled, monkeypatch):
+    """Adapters for which there is room lose no token and wait less than two seconds for any."""
+    want, places = [list(tokens) for tokens, *_ in coupled[1]], (0, 1, 2, 5, 7, 8)
+    remote, files = stand_in._parts.loader._remote, len(os.listdir("/proc/self/fd"))
+    for turn in range(20):
+        with monkeypatch.context() as patch:
+            gate = Gate(group, patch)
+            asked = [Asked(stand_in, place, MIXED[place]) for place in places]
+            assert all(one.started.wait(60) for one in asked)
+            os.kill(group.processes[turn % 2].pid, signal.SIGKILL)
+            asked += [Asked(stand_in, place, MIXED[place]) for place in places]
+            for one, place in zip(asked, places * 2, strict=True):
+                assert not check_ended(one, want[place])
+                gaps = [b - a for a, b in itertools.pairwise(one.times)]
+                assert max(gaps) < 2, f"turn {turn}, {one.adapter}: {max(gaps):.1f} s"
+            gate.open.set()
+        for _ in range(600):
+            if not remote.is_lost:
+                break
+            time.sleep(0.1)
+    settle(stand_in)
     assert len(os.listdir("/proc/self/fd")) <= files + 2

@@ -1,5 +1,7 @@
 """One rank's deltas against numpy, and its table against what it was told."""
 
+import dataclasses
+
 import adapter_cases
 import jax.numpy as jnp
 import numpy as np
@@ -154,6 +156,26 @@ def test_a_layer_may_be_used_before_the_next_has_come(rank):
         assert rank.advance(1) is None  # it is told of once
     np.testing.assert_array_equal(deltas(rank, GATE_UP, 1, [2], [2])[1], want[1])
     assert not rank.is_loading
+
+
+def test_without_layerwise_loading_the_last_layer_is_waited_for(rank, monkeypatch):
+    monkeypatch.setattr(rank, "sizes", dataclasses.replace(rank.sizes, layerwise=False))
+    rank.start_load(3, shard_part(adapter(0), SHARD))
+    while rank.advance(1) is None:
+        assert 3 not in rank.held
+    assert not rank.is_loading
+    assert 3 in rank.held
+    rank.unload(3)
+
+
+def test_kernels_may_be_named(rank):
+    load(rank, 1, adapter(0))
+    want = deltas(rank, GATE_UP, 1, [1, 1], [2, 3])
+    rank._implementation = "reference"
+    got = deltas(rank, GATE_UP, 1, [1, 1], [2, 3])
+    rank._implementation = None
+    for a, b in zip(want, got, strict=True):
+        np.testing.assert_allclose(a[:2], b[:2], rtol=1e-5, atol=1e-5)
 
 
 def test_nothing_compiles_after_warm_up(rank):

@@ -117,6 +117,17 @@ def test_requests_of_held_adapters_are_answered(running, rank):
     assert (running.server.stats().answered, running.server.stats().refused) == (1, 0)
 
 
+def test_requests_of_several_instances_are_answered_in_turn(running):
+    running.load("a0", 2)
+    x, ids = np.ones((16, 32), np.float32), np.full(16, 2, np.int32)
+    for count in (1, 2, 3, 4):
+        request = Request(count, 1, 1, 1, GATE_UP, count, 1, x * count, ids, ids)
+        running.carrier.requests.put(request)
+    sums = [running.carrier.answers.get(timeout=60)[0][:1].sum() for _ in range(4)]
+    assert sums == pytest.approx([sums[0] * count for count in (1, 2, 3, 4)], rel=1e-5)
+    assert running.server.stats().answered == 4
+
+
 @pytest.mark.parametrize(
     "request_",
     [

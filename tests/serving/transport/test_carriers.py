@@ -7,6 +7,7 @@ import jax
 import pytest
 from transport_cases import terms_of
 
+from serving.cluster import config
 from serving.transport import carriers, device_ends
 from serving.transport.device_client import DeviceClient
 from serving.transport.device_server import DeviceServer
@@ -51,3 +52,21 @@ def test_a_platform_without_a_transport_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [here])
     with pytest.raises(NotImplementedError, match="'tpu'"):
         carriers.open_server(tmp_path / "rank-0", TERMS, 0)
+
+
+def test_nixl_is_taken_where_it_is_asked_for_and_not_on_a_gpu(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(carriers.nixl, "open_server", lambda *given: asked.append(given))
+    monkeypatch.setattr(carriers.nixl, "open_client", lambda *given: asked.append(given))
+    carriers.open_server(tmp_path, TERMS, 3, "nixl")
+    carriers.open_client([tmp_path], TERMS, "nixl")
+    assert asked == [(tmp_path, TERMS, 3), ([tmp_path], TERMS)]
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.raises(NotImplementedError, match="--lora-server-carrier auto"):
+        carriers.open_server(tmp_path, TERMS, 0, "nixl")
+    with pytest.raises(NotImplementedError, match="host memory"):
+        carriers.open_client([tmp_path], TERMS, "nixl")
+
+
+def test_the_flag_knows_all_carriers():
+    assert config.CARRIERS == carriers.CARRIERS

@@ -126,7 +126,7 @@ def test_a_short_secret_is_refused():
 
 def joined_by_hand(port):
     """Return a connection that has joined, and its epoch."""
-    admit = tcp._Tcp(SECRET).admit_server
+    admit = tcp.Tcp(SECRET).admit_server
     said = {"facts": terms_of(ep=1).facts(0), "last_epoch": 0}
     connection, answer, _ = call(("127.0.0.1", port), said, 0, admit)
     connection.settimeout(LONG)

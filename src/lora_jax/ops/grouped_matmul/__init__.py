@@ -7,10 +7,10 @@ import jax.numpy as jnp
 
 from lora_jax.ops import dispatch
 from lora_jax.ops.grouped_matmul import composed, cpu, reference, xla
-from lora_jax.ops.grouped_matmul.composed import silu_times
+from lora_jax.ops.grouped_matmul.composed import plus, silu_times
 from lora_jax.typing import Array, Float, Int
 
-__all__ = ["gated_matmul", "grouped_matmul", "matmul", "silu_times"]
+__all__ = ["gated_matmul", "grouped_matmul", "matmul", "plus", "silu_times"]
 
 _PRODUCTS = {
     "cuda": dispatch.backend("cuda", "grouped_matmul"),

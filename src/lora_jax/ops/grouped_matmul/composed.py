@@ -25,8 +25,14 @@ def grouped_matmul(
         return y
     rows = jnp.arange(x.shape[0], dtype=jnp.int32)
     real = rows < jnp.sum(group_sizes, dtype=jnp.int32)
-    z = (y.astype(jnp.float32) + addend.astype(jnp.float32)).astype(y.dtype)
-    return jnp.where(real[:, None], z, y)
+    return jnp.where(real[:, None], plus(y, addend), y)
+
+
+def plus(
+    y: Float[Array, "rows d_out"], addend: Float[Array, "rows d_out"]
+) -> Float[Array, "rows d_out"]:
+    """y + addend in float32, rounded once."""
+    return (y.astype(jnp.float32) + addend.astype(jnp.float32)).astype(y.dtype)
 
 
 def gated_matmul(

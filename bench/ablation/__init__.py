@@ -1,0 +1,1 @@
+"""What each part of disaggregation brings; see __main__."""

@@ -1,0 +1,123 @@
+"""Devices of one world whose memory is symmetric (NVSHMEM): also GPUs of several hosts.
+
+All slots are there when the world begins; the handshake only compares terms, and its connection
+says when the other side has gone. A process that has ended does not come back into the same world:
+`rejoin` goes on failing, and requests are served as while a server is lost.
+"""
+
+import socket
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from serving.transport import handshake
+from serving.transport.base import TransportError
+from serving.transport.device_client import DeviceClient, Landed
+from serving.transport.device_ends import Channel, DeviceEnds
+from serving.transport.device_server import DeviceServer
+from serving.transport.handshake import AbstractCarrier
+from serving.transport.joining import AbstractConnector
+from serving.transport.rendezvous import Address, Guest, wait_for_end
+from serving.transport.shapes import Shapes
+from serving.transport.slots import Joined
+from serving.transport.tcp import NO_SECRET, Tcp
+from serving.transport.terms import Terms
+
+_NO_DESCRIPTOR = -1
+
+
+class SymmetricEnds(DeviceEnds, Protocol):
+    """A device that reaches others by their numbers in its world."""
+
+    def next_turn(self) -> str:
+        """Return what to say of it to the next server that is joined."""
+        ...
+
+    def channel_to(self, server: int, request_bytes: int, response_bytes: int) -> Channel:
+        """Return the channel to the server that was joined. Raises ValueError for another world."""
+        ...
+
+
+def open_server(
+    listening: socket.socket,
+    terms: Terms,
+    rank: int,
+    ends: SymmetricEnds,
+    secret: bytes | None = None,
+) -> DeviceServer:
+    """Return a server that lets clients of its world in at a socket that it owns now.
+
+    `secret` as tcp.open_server has it; None for a Unix socket, which only this user may open.
+    """
+    carrier = _Symmetric(ends, secret)
+
+    def make() -> DeviceServer:
+        return DeviceServer(terms.shapes, ends, pull=False)
+
+    return handshake.let_in(carrier, listening, terms, rank, make)
+
+
+def open_client(
+    addresses: Sequence[Address],
+    terms: Terms,
+    ends: SymmetricEnds,
+    servers: Sequence[int],
+    secret: bytes | None = None,
+    *,
+    patience: float = 10.0,
+) -> DeviceClient:
+    """Return a client of the servers at `addresses`, which have these numbers in the world."""
+    callers = handshake.callers(_Symmetric(ends, secret), addresses, terms, patience)
+    connectors = [
+        _Numbered(caller, terms.shapes, ends, server)
+        for caller, server in zip(callers, servers, strict=True)
+    ]
+    return DeviceClient(terms.shapes, connectors, ends, aside=False)
+
+
+class _Numbered(AbstractConnector):
+    """Joins a server by a handshake, and finds its slots by its number."""
+
+    def __init__(self, caller: AbstractConnector, shapes: Shapes, ends: SymmetricEnds, server: int):
+        self._caller, self._shapes, self._ends, self._server = caller, shapes, ends, server
+
+    def join(self, last_epoch: int) -> Landed:
+        joined, shapes = self._caller.join(last_epoch), self._shapes
+        try:
+            sizes = shapes.request_slot, shapes.response_slot
+            channel = self._ends.channel_to(self._server, *sizes)
+        except ValueError as error:
+            self._caller.leave()
+            raise TransportError(str(error)) from error
+        return Landed(channel, joined.epoch, joined)
+
+    def watch(self, landed: Landed, lost: Callable[[], None]) -> None:
+        assert landed.joined is not None, "not joined by a handshake"
+        self._caller.watch(landed.joined, lost)
+
+    def leave(self) -> None:
+        self._caller.leave()
+
+
+class _Symmetric(AbstractCarrier[DeviceServer]):
+    """Nothing is sent but numbers."""
+
+    num_fds = 0
+
+    def __init__(self, ends: SymmetricEnds, secret: bytes | None):
+        self._ends = ends
+        proof = Tcp(NO_SECRET if secret is None else secret)
+        self.admit_client, self.admit_server = proof.admit_client, proof.admit_server
+
+    def greeting(self) -> dict[str, object]:
+        return {"device": self._ends.next_turn()}
+
+    def welcome(self, server: DeviceServer, said: dict, last_epoch: int) -> Guest:
+        client, channel, fds, epoch = server.join(last_epoch, str(said.get("device")), local=False)
+        del channel  # the world's own
+        return Guest({"epoch": epoch}, fds, wait_for_end, lambda: server.leave(client))
+
+    def client_slots(self, terms: Terms, fds: list[int]) -> tuple[int, int]:
+        return _NO_DESCRIPTOR, _NO_DESCRIPTOR
+
+    def client_stay(self, terms: Terms, joined: Joined) -> Callable[[socket.socket], None]:
+        return wait_for_end
