@@ -29,6 +29,7 @@ from serving.sampler import (
 
 _DIGIT_BITS = 2  # of a threshold, found at a time
 _PIECE = 1024  # tokens
+_FOLD = 16  # numbers added by one elementwise pass
 
 
 def sample(logits: Float[Array, "rows vocab"], rows: LogitRows, state: RowState) -> Sampled:
@@ -110,7 +111,7 @@ def _scored(
         logits: Float[Array, "vocab"], token: Int[Array, ""], wanted: Bool[Array, ""]
     ) -> Sampled:
         none = unscored(token, logits.shape[0])
-        scored = score(logits, token, top_of_pieces)
+        scored = score(logits, token, top_of_pieces, log_sum_exp)
         return jax.tree.map(lambda a, b: jnp.where(wanted, a, b), scored, none)
 
     return jax.vmap(one)(logits, tokens, wanted)
@@ -138,6 +139,20 @@ def threshold_by_digits(
 
 def _add_each(xs: list[Array], ys: list[Array]) -> list[Array]:
     return [x + y for x, y in zip(xs, ys, strict=True)]
+
+
+def log_sum_exp(logits: Float[Array, "vocab"]) -> Float[Array, ""]:
+    """Return what jax.nn.logsumexp does, in one order of sums whatever stands around the row.
+
+    XLA orders a reduction by the shape of the whole array and by what it is fused with.
+    """
+    most = lax.optimization_barrier(jnp.max(logits))
+    parts = jnp.exp(logits - most)
+    while (size := parts.shape[0]) > 1:
+        rest = -(-size // _FOLD)
+        parts = lax.optimization_barrier(jnp.pad(parts, (0, rest * _FOLD - size)))
+        parts = functools.reduce(jnp.add, list(parts.reshape(_FOLD, rest)))
+    return most + jnp.log(parts[0])
 
 
 def top_of_pieces(

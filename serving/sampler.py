@@ -94,13 +94,16 @@ def _sample_row(
 
 
 def score(
-    logits: Float[Array, "vocab"], token: Int[Array, ""], top: Callable = lax.top_k
+    logits: Float[Array, "vocab"],
+    token: Int[Array, ""],
+    top: Callable = lax.top_k,
+    log_sum_exp: Callable = jax.nn.logsumexp,
 ) -> Sampled:
     """Return log_softmax(logits) at `token`, its rank, and the most likely tokens.
 
     `top` gives the k largest values and their ids, the lower id first on a tie, as lax.top_k does.
     """
-    normalizer = jax.nn.logsumexp(logits)
+    normalizer = log_sum_exp(logits)
     top_values, top_ids = top(logits, min(MAX_LOGPROBS, logits.shape[0]))
     value = logits[jnp.maximum(token, 0)]
     better = jnp.sum((logits > value).astype(jnp.int32))

@@ -1,9 +1,11 @@
 """Compiles the CUDA kernels for the emulator in cuda_backend/emulator, and calls them."""
 
 import ctypes
+import functools
 import re
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import jax
@@ -69,18 +71,32 @@ def compile_library(
 
 
 def compile_transport(folder: Path) -> ctypes.CDLL:
-    """Return the transport's kernels, their custom calls registered with XLA's CPU platform."""
-    library = compile_library(folder, "peer.cc")
-    for name in TRANSPORT_CALLS:
-        handler = jax.ffi.pycapsule(getattr(library, f"lora_jax_cuda_peer_{name}"))
-        jax.ffi.register_ffi_target(f"lora_jax_cuda_peer_{name}", handler, platform="cpu")
+    """Return the transport's kernels, their custom calls registered with XLA's CPU platform.
+
+    They are compiled once in a process, for which XLA takes a name once; a copy lies in the folder.
+    """
+    library, code = _transport()
+    (folder / "emulated.so").write_bytes(code)
     return library
 
 
-def compile_forward(folder: Path) -> ctypes.CDLL:
+@functools.cache
+def _transport() -> tuple[ctypes.CDLL, bytes]:
+    with tempfile.TemporaryDirectory() as folder:
+        library = compile_library(Path(folder), "peer.cc")
+        code = (Path(folder) / "emulated.so").read_bytes()
+    for name in TRANSPORT_CALLS:
+        handler = jax.ffi.pycapsule(getattr(library, f"lora_jax_cuda_peer_{name}"))
+        jax.ffi.register_ffi_target(f"lora_jax_cuda_peer_{name}", handler, platform="cpu")
+    return library, code
+
+
+@functools.cache
+def compile_forward() -> ctypes.CDLL:
     """Return the kernel that forwards messages by NVSHMEM, over one of the tests."""
     kernel = ROOT / "src" / "cuda_backend" / "csrc_nvshmem" / "forward.cuh"
-    library = compile_library(folder, "forward.cc", (kernel,))
+    with tempfile.TemporaryDirectory() as folder:
+        library = compile_library(Path(folder), "forward.cc", (kernel,))
     name = "lora_jax_cuda_nvshmem_forward_after"
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     return library

@@ -30,7 +30,7 @@ MOST_REGISTERS = {
     "push_kernel": 64,  # 2 CTAs of 512
     "add_kernel": 64,
     "fetch_kernel": 64,
-    "respond_kernel": 64,
+    "respond_kernel": 72,  # one CTA an SM: there are as many as SMs
     "wait_kernel": 64,
     "receive_kernel": 128,
 }

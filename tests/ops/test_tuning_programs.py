@@ -22,7 +22,7 @@ def tunable(op: str) -> Tunable:
         op,
         shapes=({"rows": 3},),
         candidates=lambda shape: [Config(2), Config(4)],
-        program=lambda shape, config: lambda x, n: x * config.times + n,
+        program=lambda shape, config: lambda x, n: [x * config.times + n],
         arguments=lambda shape: (
             jax.ShapeDtypeStruct((shape["rows"],), jnp.float32),
             np.ones(1, np.float32),
@@ -44,7 +44,7 @@ def test_a_program_of_a_file_is_loaded_and_not_made_again(op, tmp_path, monkeypa
     monkeypatch.setattr(tuning_programs, "make", None)
     with Programs(tmp_path, 1) as programs:
         program = programs.compile(op, shape, config).result()
-    got = program(jnp.arange(3, dtype=jnp.float32), jnp.ones(1, jnp.float32))
+    (got,) = program(jnp.arange(3, dtype=jnp.float32), jnp.ones(1, jnp.float32))
     np.testing.assert_array_equal(got, [1, 5, 9])
 
 

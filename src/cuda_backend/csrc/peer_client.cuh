@@ -223,7 +223,8 @@ struct alignas(sizeof(T) * N) Pack {
 // N columns at a time, from both on their boundaries; T is uint16_t for bfloat16.
 template <class Y, class D, int N>
 __device__ __forceinline__ void add_columns(Y* y, const D* delta, int64_t columns) {
-  constexpr int kFlying = 4;  // loads before the first store, which the compiler must take for a change of theirs
+  // Loads before the first store, which the compiler must take for a change of theirs; as registers allow.
+  constexpr int kFlying = 18 / (sizeof(Y) + sizeof(D));
   auto* out = reinterpret_cast<Pack<Y, N>*>(y);
   const auto* in = reinterpret_cast<const Pack<D, N>*>(delta);
   const int64_t packs = columns / N;

@@ -135,7 +135,7 @@ __device__ __forceinline__ PeerLink* link_of_request(const RespondArgs& p) {
   return link && link->under_way && link->request.site == p.site && *p.verdict != kLeave ? link : nullptr;
 }
 
-__global__ void __launch_bounds__(kPeerThreads) respond_kernel(const RespondArgs p) {
+__global__ void __launch_bounds__(kPeerThreads, 1) respond_kernel(const RespondArgs p) {
   __shared__ int crc[kCrcWords];
   PeerLink* link = link_of_request(p);
   if (!link) return;

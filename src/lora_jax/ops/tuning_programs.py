@@ -7,11 +7,9 @@ import contextlib
 import dataclasses
 import functools
 import importlib
-import importlib.util
 import json
 import multiprocessing
 import os
-import pickle
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -36,7 +34,8 @@ Shape = Mapping[str, int]
 class Tunable:
     """One kernel as the search sees it.
 
-    `program(shape, config)` is a function of arrays that runs the kernel `launches(shape)` times;
+    `program(shape, config)` is a function of arrays that runs the kernel `launches(shape)` times and
+    returns a list of what each gives;
     `arguments(shape)` is a tree of what it takes: shapes and dtypes of random arrays, and numpy
     arrays. `candidates` leaves out what the device cannot hold; the first one is what is used
     without a table.
@@ -91,7 +90,7 @@ class Programs:
         """Return the future of the program that runs this op at this shape by this tiling."""
         file = self.folder / file_name(op, shape, config)
         made = None if file.exists() else self._makers.submit(make, op, shape, config, file)
-        return self._loaders.submit(_load, file, made)
+        return self._loaders.submit(_load, op, shape, file, made)
 
 
 def file_name(op: str, shape: Shape, config: Any) -> str:
@@ -104,11 +103,9 @@ def file_name(op: str, shape: Shape, config: Any) -> str:
 @functools.cache
 def _source_of(op: str) -> int:
     """Return a checksum of the op's files."""
-    spec = importlib.util.find_spec(OPS[op])
-    assert spec is not None
-    assert spec.origin is not None
-    code = 0
-    for file in sorted(Path(spec.origin).parent.glob("*.py")):
+    module, code = importlib.import_module(OPS[op]), 0
+    assert module.__file__ is not None
+    for file in sorted(Path(module.__file__).parent.glob("*.py")):
         code = zlib.crc32(file.read_bytes(), code)
     return code
 
@@ -122,12 +119,17 @@ def make(op: str, shape: Shape, config: Any, file: Path) -> None:
     )
     compiled = jax.jit(tunable.program(shape, config)).lower(*arguments).compile()
     part = file.with_suffix(f".{os.getpid()}.part")
-    part.write_bytes(pickle.dumps(serialize_executable.serialize(compiled)))
+    part.write_bytes(serialize_executable.serialize(compiled)[0])
     part.replace(file)
 
 
-def _load(file: Path, made: Future | None) -> Callable:
+def _load(op: str, shape: Shape, file: Path, made: Future | None) -> Callable:
     if made is not None:
         made.result()
-    parts, here = pickle.loads(file.read_bytes()), jax.devices()[:1]
-    return serialize_executable.deserialize_and_load(*parts, execution_devices=here)
+    tunable = find_tunable(op)
+    takes = jax.tree.structure((tunable.arguments(shape), {}))
+    gives = jax.tree.structure([0] * tunable.launches(shape))
+    here = jax.devices()[:1]
+    return serialize_executable.deserialize_and_load(
+        file.read_bytes(), takes, gives, execution_devices=here
+    )

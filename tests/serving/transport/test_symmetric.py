@@ -61,8 +61,8 @@ class Worlds:
 
 
 @pytest.fixture(scope="module")
-def worlds(gpus, tmp_path_factory):
-    return Worlds(gpus, Calls(compile_forward(tmp_path_factory.mktemp("forward"))))
+def worlds(gpus):
+    return Worlds(gpus, Calls(compile_forward()))
 
 
 class TestWorlds(TransportContract):
