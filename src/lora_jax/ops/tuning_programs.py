@@ -34,8 +34,8 @@ Shape = Mapping[str, int]
 class Tunable:
     """One kernel as the search sees it.
 
-    `program(shape, config)` is a function of arrays that runs the kernel `launches(shape)` times and
-    returns a list of what each gives;
+    `program(shape, config)` is a function of arrays: it runs the kernel `launches(shape)` times and
+    returns a list of what they give.
     `arguments(shape)` is a tree of what it takes: shapes and dtypes of random arrays, and numpy
     arrays. `candidates` leaves out what the device cannot hold; the first one is what is used
     without a table.
