@@ -28,10 +28,10 @@ from lora_jax.adapters.slots import AdapterSlots, init_slots, size_slots
 from lora_jax.config import ModelConfig
 from lora_jax.models import make_dummy
 from lora_jax.nn.decoder import AbstractCausalLM
-from serving.model_runner import ModelRunner
 from serving.request import Request, ScheduledChunk, Sequence, StepPlan
 from serving.sampling import Sampling
-from serving.step import StepSizes
+from serving.steps.model_runner import ModelRunner
+from serving.steps.step import StepSizes
 
 STEPS, SAMPLES_TAKEN, PAGE_SIZE = 50, 3, 16
 ADAPTERS, RANK = 8, 16

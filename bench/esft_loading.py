@@ -17,7 +17,7 @@ from bench.esft_model import DRAWN, Woven
 from bench.esft_steps import Row
 from lora_jax.adapters import esft_format
 from lora_jax.adapters.weights import PROJECTIONS, ExpertWeights
-from serving.expert_loading import ExpertLoadingPlan
+from serving.loading.expert_loading import ExpertLoadingPlan
 
 COPY_BYTES = 1 << 28
 SHARD_EXPERTS = 64  # in one file

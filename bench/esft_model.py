@@ -23,7 +23,7 @@ from lora_jax.memory import cases
 from lora_jax.memory.platforms import for_platform
 from lora_jax.models import make_dummy
 from lora_jax.nn.expert_tensors import ExpertTensors
-from serving.expert_loading import identity_tables
+from serving.loading.expert_loading import identity_tables
 
 LITE = {
     "model_type": "deepseek_v2",

@@ -25,7 +25,7 @@ from bench.esft_model import SHAPES, Shape, Woven
 from bench.esft_steps import Batch, Programs, Row, Took, decode_batch, prefill_batch
 from bench.kernels.timing import copy_bandwidth
 from bench.step_profile import profile_step, show_profile
-from serving.step import SLOT
+from serving.steps.step import SLOT
 
 ADAPTERS = (1, 5, 10, 20)
 DECODE = (1, 8, 64)  # rows

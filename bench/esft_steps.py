@@ -17,8 +17,8 @@ from bench.esft_model import Shape, Woven
 from bench.esft_programs import PAGE, StepProgram, compile_apart, register_kernels
 from lora_jax.config import from_hf
 from lora_jax.kv_cache import init_cache
-from serving.device_state import init_row_state
-from serving.step import NUM_TOKENS, SAMPLES, SLOT, START, TABLE_ROWS, StepSizes
+from serving.steps.device_state import init_row_state
+from serving.steps.step import NUM_TOKENS, SAMPLES, SLOT, START, TABLE_ROWS, StepSizes
 
 WORKERS = 10  # programs that are compiled at a time
 CALLS, SAMPLES_TAKEN = 10, 5

@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable
 
 from lora_jax.adapters.registry import AdapterEntry, AdapterRegistry
-from serving.adapter_loaders import AdapterLoaders
 from serving.compile_counter import CompileCounter
 from serving.live_request import LiveRequest
+from serving.loading.adapter_loaders import AdapterLoaders
 from serving.metrics import EngineMetrics
-from serving.model_runner import InFlightStep, ModelRunner
 from serving.request import EngineDead, FinishReason, Request, Sequence
-from serving.sampler import INVALID_TOKEN
-from serving.scheduler import Progress, Scheduler, SchedulerStats
+from serving.scheduling.scheduler import Progress, Scheduler, SchedulerStats
+from serving.steps.model_runner import InFlightStep, ModelRunner
+from serving.steps.sampler import INVALID_TOKEN
 
 logger = logging.getLogger(__name__)
 

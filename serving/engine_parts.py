@@ -21,13 +21,13 @@ from lora_jax.adapters.weights import AnyWeights, ExpertWeights
 from lora_jax.config import ModelConfig
 from lora_jax.models import load, make_dummy
 from lora_jax.nn.decoder import AbstractCausalLM
-from serving.adapter_loader import AdapterLoader
-from serving.adapter_loaders import AdapterLoaders
 from serving.compile_counter import CompileCounter
 from serving.config import EngineConfig
 from serving.engine_loop import EngineLoop, LoopParts
-from serving.esft_parts import EsftParts, make_esft
-from serving.local_experts import LocalExperts
+from serving.loading.adapter_loader import AdapterLoader
+from serving.loading.adapter_loaders import AdapterLoaders
+from serving.loading.esft_parts import EsftParts, make_esft
+from serving.loading.local_experts import LocalExperts
 from serving.lora_server.client import ServerLink
 from serving.lora_server.instance import (
     InstanceSide,
@@ -39,11 +39,11 @@ from serving.lora_server.instance import (
 from serving.lora_server.shards import local_catalogue
 from serving.memory_budget import make_allocator, size_kv_cache
 from serving.metrics import EngineMetrics, EngineStats
-from serving.model_runner import ModelRunner
-from serving.scheduler import Scheduler, SchedulerLimits
+from serving.scheduling.scheduler import Scheduler, SchedulerLimits
 from serving.sizing import CacheSize
-from serving.step import StepSizes
-from serving.tokenizer import Tokenizer
+from serving.steps.model_runner import ModelRunner
+from serving.steps.step import StepSizes
+from serving.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from serving.detokenizer import Detokenizer
 from serving.metrics import EngineMetrics, FinishedRequest
 from serving.request import FinishReason, OutputDelta, Request, Sequence, TokenLogprobs
-from serving.scheduler import Progress
-from serving.tokenizer import Tokenizer
+from serving.scheduling.scheduler import Progress
+from serving.text.detokenizer import Detokenizer
+from serving.text.tokenizer import Tokenizer
 
 
 class LiveRequest:

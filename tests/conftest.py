@@ -22,7 +22,12 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 # Annotated shapes are contracts: every call in a test checks them.
-CHECKED = ["lora_jax", "serving.device_state", "serving.sampler", "serving.model_runner"]
+CHECKED = [
+    "lora_jax",
+    "serving.steps.device_state",
+    "serving.steps.sampler",
+    "serving.steps.model_runner",
+]
 _hook = install_import_hook(CHECKED, "beartype.beartype")
 
 

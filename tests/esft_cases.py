@@ -20,9 +20,10 @@ from safetensors.numpy import load_file
 from lora_jax.memory.host import HostMemory
 from lora_jax.memory.virtual import OutOfPages
 from lora_jax.models import load
-from serving import Engine, FinishReason, Sampling, esft_parts
+from serving import Engine, FinishReason, Sampling
 from serving.engine_loop import EngineLoop
-from serving.model_runner import ModelRunner
+from serving.loading import esft_parts
+from serving.steps.model_runner import ModelRunner
 
 SIZES = {
     "max_model_len": 64,

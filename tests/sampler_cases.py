@@ -6,9 +6,9 @@ import types
 import jax.numpy as jnp
 import numpy as np
 
-from serving.device_state import admit, init_row_state, pack_row, row_of
-from serving.sampler import LogitRows
 from serving.sampling import Sampling
+from serving.steps.device_state import admit, init_row_state, pack_row, row_of
+from serving.steps.sampler import LogitRows
 
 VOCAB, MAX_LEN, SEQS = 301, 16, 8
 MIXED = [

@@ -7,7 +7,7 @@ from fake_device import FakeDevice, FakeResidency, digest, expected_tokens, kv_r
 
 from serving.request import FinishReason, Request, Sequence, SequenceState, StepPlan
 from serving.sampling import Sampling
-from serving.scheduler import Scheduler, SchedulerLimits
+from serving.scheduling.scheduler import Scheduler, SchedulerLimits
 
 VOCAB = 20
 EOS = 0

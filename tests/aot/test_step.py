@@ -17,9 +17,9 @@ from lora_jax.config import from_hf
 from lora_jax.kv_cache import init_cache
 from lora_jax.models.registry import model_class
 from lora_jax.ops import dispatch, hopper
-from serving import batch_sampler
-from serving.device_state import init_row_state
-from serving.step import StepSizes, forward_step, sample_step
+from serving.steps import batch_sampler
+from serving.steps.device_state import init_row_state
+from serving.steps.step import StepSizes, forward_step, sample_step
 
 pytestmark = pytest.mark.aot
 LAYERS, BF16 = 4, jnp.dtype(jnp.bfloat16)

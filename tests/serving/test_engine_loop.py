@@ -14,10 +14,10 @@ from serving.engine_loop import EngineLoop, LoopParts
 from serving.live_request import LiveRequest
 from serving.metrics import EngineMetrics
 from serving.request import EngineDead, FinishReason, QueueFull, Request, SequenceResult
-from serving.sampler import INVALID_TOKEN
 from serving.sampling import Sampling
-from serving.scheduler import Scheduler, SchedulerLimits
-from serving.tokenizer import Tokenizer
+from serving.scheduling.scheduler import Scheduler, SchedulerLimits
+from serving.steps.sampler import INVALID_TOKEN
+from serving.text.tokenizer import Tokenizer
 
 LIMITS = SchedulerLimits(
     num_pages=40,

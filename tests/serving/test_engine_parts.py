@@ -9,7 +9,7 @@ from engine_cases import GREEDY, SHAPES, make_engine
 from serving import engine_parts
 from serving.config import EngineConfig
 from serving.engine_parts import build_parts
-from serving.model_runner import ModelRunner
+from serving.steps.model_runner import ModelRunner
 
 SHAPE = tiny_checkpoint.TinyShape(hidden=16, width=24, layers=1, max_positions=40)
 

@@ -14,8 +14,8 @@ from serving.request import (
     TokenLogprobs,
 )
 from serving.sampling import Sampling
-from serving.scheduler import Progress
-from serving.tokenizer import Tokenizer
+from serving.scheduling.scheduler import Progress
+from serving.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,1 @@
+"""Adapters from files to the device while an engine runs, LoRA and ESFT."""

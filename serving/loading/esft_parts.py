@@ -1,0 +1,126 @@
+"""What an engine needs to serve ESFT adapters: expert tensors, their books, and the tables."""
+
+import dataclasses
+import logging
+import time
+
+import jax
+import numpy as np
+
+from lora_jax.adapters.expert_residency import ExpertAllocator, ExpertSizes
+from lora_jax.adapters.weights import PROJECTIONS
+from lora_jax.config import ModelConfig
+from lora_jax.memory.platforms import for_platform
+from lora_jax.memory.virtual import AbstractVirtualMemory, OutOfPages
+from lora_jax.nn.decoder import AbstractCausalLM
+from lora_jax.nn.expert_tensors import ExpertTensors, expert_blocks
+from serving.config import EngineConfig
+from serving.loading.expert_loading import ExpertRoom, identity_tables
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_ADAPTERS = 16
+BY_DEFAULT = ("cpu", "gpu")  # where steps over such tensors have run
+KEPT_FREE = 2 << 30  # bytes of a device that CUDA graphs and libraries take beside all arrays
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class EsftParts:
+    """The room for ESFT adapters, and the reroute tables of an engine that has none yet."""
+
+    room: ExpertRoom
+    tables: np.ndarray
+
+
+def make_esft(
+    config: EngineConfig, model: AbstractCausalLM, model_config: ModelConfig
+) -> EsftParts | None:
+    """Move the model's experts into virtual tensors; None where ESFT is off.
+
+    It is off with max_esft_adapters 0, and by default for models that cannot, on devices where no
+    step over such tensors has run, and where jax has left too little memory: they lie outside of
+    what it takes at its start. Raises ValueError when it was asked for and cannot be, or when there
+    is no memory for the experts.
+    """
+    memory = _memory_for(config, model, model_config)
+    if memory is None:
+        return None
+    start, moe = time.monotonic(), model_config.experts
+    num_slots = config.max_esft_adapters or DEFAULT_ADAPTERS
+    most = min(config.max_esft_experts, moe.num_experts)
+    budget, left = config.esft_memory_bytes, _bytes_left(memory, model)
+    if budget is None and left is not None:
+        budget = max(0, left)
+    tensors = _move(model, memory, num_slots * most, budget)
+    sizes = ExpertSizes(tensors.layers, moe.num_experts, most, tensors.expert_bytes, budget)
+    pages = tensors.pages()
+    logger.info(
+        "ESFT adapters: %d, of up to %d experts in each of %d layers; base experts in %d pages of "
+        "%d kB, moved in %.1f s.",
+        num_slots,
+        most,
+        len(tensors.layers),
+        pages.base_bytes // pages.page_bytes,
+        pages.page_bytes >> 10,
+        time.monotonic() - start,
+    )
+    tables = identity_tables(len(tensors.layers), num_slots, moe.num_experts)
+    return EsftParts(ExpertRoom(tensors, ExpertAllocator(num_slots, sizes)), tables)
+
+
+def _memory_for(
+    config: EngineConfig, model: AbstractCausalLM, model_config: ModelConfig
+) -> AbstractVirtualMemory | None:
+    """Return the memory of the device, or None where ESFT is off; ValueError: asked for in vain."""
+    wanted, moe = config.max_esft_adapters, model_config.moe
+    if wanted == 0:
+        return None
+    platform = jax.default_backend()
+    if moe is None or not moe.layers:
+        why = f"the model ({model_config.model_type}) has no experts"
+    elif moe.bias:
+        why = f"the experts of {model_config.model_type} have biases, which ESFT files lack"
+    elif wanted is None and platform not in BY_DEFAULT:
+        why = f"on {platform} they must be asked for"
+    else:
+        try:
+            memory = for_platform(platform)
+            left = _bytes_left(memory, model)
+            if wanted is not None or left is None or left >= 0:
+                return memory
+            why = (
+                f"the device lacks {-left} bytes outside of jax's own memory for the experts "
+                "(XLA_PYTHON_CLIENT_MEM_FRACTION)"
+            )
+        except NotImplementedError as error:
+            why = str(error)
+    if wanted is not None:
+        raise ValueError(f"max_esft_adapters is {wanted}, but {why}.")
+    logger.info("ESFT adapters: none, %s.", why)
+    return None
+
+
+def _bytes_left(memory: AbstractVirtualMemory, model: AbstractCausalLM) -> int | None:
+    """Return what a device has left for adapters, below 0 if too little for the base's experts.
+
+    None where nobody counts, as on a host.
+    """
+    free = memory.usage().device_free
+    if free is None:
+        return None
+    experts = expert_blocks(model).values()
+    needed = sum(getattr(e, name)[...].nbytes for e in experts for name in PROJECTIONS)
+    return free - needed - KEPT_FREE
+
+
+def _move(
+    model: AbstractCausalLM, memory: AbstractVirtualMemory, extra: int, extra_bytes: int | None
+) -> ExpertTensors:
+    """Return the model's experts in virtual tensors; ValueError where there is no memory."""
+    try:
+        return ExpertTensors(model, memory, extra=extra, extra_bytes=extra_bytes)
+    except OutOfPages as error:
+        raise ValueError(
+            f"no memory for the experts in pages of their own: {error}. max_esft_adapters 0 "
+            "leaves them where they are."
+        ) from error

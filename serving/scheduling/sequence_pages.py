@@ -1,0 +1,133 @@
+"""Pages of sequences: given for a prompt, grown token by token, found by prefix. No jax."""
+
+from collections.abc import Collection
+from collections.abc import Sequence as SequenceOf
+
+from serving.request import Sequence
+from serving.scheduling.prefix_cache import PageCache, PrefixCacheStats, PrefixChain
+
+
+class SequencePages:
+    """Gives pages of one PageCache to sequences and lets them share prefixes.
+
+    A sequence is opened when it is added and closed when it ended; it holds pages only while it
+    runs. Pages become findable as soon as their tokens are known and planned: steps run in order,
+    so whoever is planned later reads them complete.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, *, enable_prefix_caching: bool):
+        self._cache = PageCache(num_pages, page_size, enable_prefix_caching=enable_prefix_caching)
+        self._chains: dict[Sequence, PrefixChain] = {}
+        self._registered: dict[Sequence, int] = {}  # pages of running sequences others can find
+        self._faults: dict[str, int] = {}  # by adapter digest: how often its pages were forgotten
+
+    @property
+    def usage(self) -> float:
+        """Share of the pages that running sequences hold, 0 to 1."""
+        return self._cache.usage
+
+    @property
+    def stats(self) -> PrefixCacheStats:
+        return self._cache.stats
+
+    def num_pages(self, num_tokens: int) -> int:
+        """Pages that so many tokens take."""
+        return -(-num_tokens // self._cache.page_size)
+
+    def open(self, sequence: Sequence) -> None:
+        """Begin to know a sequence."""
+        request = sequence.request
+        faults = self._faults.get(request.adapter_digest, 0)
+        owner = request.adapter_digest + (f" after {faults}" if faults else "")
+        self._chains[sequence] = PrefixChain(owner, request.cache_salt, self._cache.page_size)
+
+    def close(self, sequence: Sequence) -> None:
+        """Forget a sequence that holds no pages."""
+        del self._chains[sequence]
+
+    def give(self, sequence: Sequence, reserve: int) -> bool:
+        """Hold pages for all tokens so far, known prefixes included; False changes nothing.
+
+        `reserve` pages must stay free. The sequence's num_computed then counts the known prefix;
+        its first time also counts as a look-up in the cache.
+        """
+        total, matched = len(sequence.token_ids), []
+        if self.can_match(sequence):
+            usable = (total - 1) // self._cache.page_size  # at least one token is computed
+            matched = self._cache.match(self._chains[sequence].keys(sequence.token_ids, usable))
+        needed = self.num_pages(total) - len(matched)
+        fresh = self._cache.allocate(needed) if needed + reserve <= self._cache.num_free else None
+        if fresh is None:
+            self._cache.free(matched)
+            return False
+        sequence.pages = matched + fresh
+        sequence.num_computed = len(matched) * self._cache.page_size
+        self._registered[sequence] = len(matched)
+        if not sequence.num_preemptions:
+            sequence.num_cached_tokens = sequence.num_computed
+            if self.can_match(sequence):
+                self._cache.record(sequence.num_prompt, sequence.num_computed)
+        return True
+
+    def grow(self, sequence: Sequence) -> bool:
+        """Hold a page for the next token to compute; False (no change) when there is none."""
+        if sequence.num_computed < len(sequence.pages) * self._cache.page_size:
+            return True
+        fresh = self._cache.allocate(1)
+        if fresh is None:
+            return False
+        sequence.pages = sequence.pages + fresh
+        return True
+
+    def take_back(self, sequence: Sequence) -> None:
+        """Take all pages from a sequence; full ones can be found until their place is needed."""
+        self.register(sequence)
+        del self._registered[sequence]
+        self._cache.free(sequence.pages)
+        sequence.pages = []
+
+    def register(self, sequence: Sequence) -> None:
+        """Let others find the pages that the steps planned so far fill with known tokens."""
+        if not self._cache.enabled:
+            return
+        known = min(sequence.num_computed, len(sequence.token_ids))
+        done, full = self._registered[sequence], known // self._cache.page_size
+        if full <= done:
+            return
+        keys = self._chains[sequence].keys(sequence.token_ids, full)
+        for page, key in zip(sequence.pages[done:full], keys[done:], strict=True):
+            self._cache.register(page, key)
+        self._registered[sequence] = full
+
+    def can_match(self, sequence: Sequence) -> bool:
+        """Whether its prompt may come from the cache, which yields no log-probabilities."""
+        return self._cache.enabled and sequence.request.sampling.prompt_logprobs is None
+
+    def prompt_is_findable(self, sequence: Sequence) -> bool:
+        """Whether all prompt pages of a running sequence can serve another one."""
+        return self._registered[sequence] >= (sequence.num_prompt - 1) // self._cache.page_size
+
+    def forget_prefixes(self) -> None:
+        """Forget what pages hold. Nobody may hold a page now."""
+        if self._registered:
+            raise ValueError(f"{len(self._registered)} sequences still hold pages.")
+        self._cache.forget()
+
+    def forget_adapters(self, digests: Collection[str]) -> None:
+        """Never find a page of these adapters again. None of their sequences may hold any."""
+        for digest in digests:
+            self._faults[digest] = self._faults.get(digest, 0) + 1
+        for sequence in self._chains:
+            if sequence.request.adapter_digest in digests:
+                if sequence in self._registered:
+                    raise ValueError(f"{sequence.request.request_id} still holds pages.")
+                self.open(sequence)
+
+    def check_integrity(self, live: SequenceOf[Sequence], running: SequenceOf[Sequence]) -> None:
+        """Raise AssertionError when pages and the sequences that are to hold them disagree."""
+        self._cache.check_integrity([sequence.pages for sequence in running])
+        assert set(self._chains) == set(live), "a sequence is lost or kept too long"
+        assert set(self._registered) == set(running), "who runs and who holds pages disagree"
+        for sequence in running:
+            held = len(sequence.pages) * self._cache.page_size
+            assert sequence.num_computed <= held, f"{sequence.num_computed} tokens in {held} places"

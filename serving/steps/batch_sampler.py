@@ -1,0 +1,178 @@
+"""The next token of all logit rows at once: what sampler does, for accelerators.
+
+There a loop over rows costs the launches of every row. So all rows take the same branch, the
+cheapest that serves the most demanding one; a row's own result is the same in each that serves it.
+No branch holds a loop or a sort, so that XLA keeps the choice inside the step's CUDA graph.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lora_jax.typing import Array, Bool, Float, Int, UInt32
+from serving.steps.device_state import RowState, row_of
+from serving.steps.sampler import (
+    LogitRows,
+    Sampled,
+    apply_edits,
+    apply_penalties,
+    argmax,
+    draw_scaled,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    score,
+    unscored,
+)
+
+_DIGIT_BITS = 2  # of a threshold, found at a time
+_PIECE = 1024  # tokens
+_FOLD = 16  # numbers added by one elementwise pass
+
+
+def sample(logits: Float[Array, "rows vocab"], rows: LogitRows, state: RowState) -> Sampled:
+    """Return what sampler.sample does."""
+    live = jnp.arange(logits.shape[0], dtype=jnp.int32) < rows.num_rows
+    seqs, targets = rows.row_to_seq, rows.targets
+    branches = [
+        jax.vmap(functools.partial(choose, state)) for choose in (_greedy, _drawn, _kept, _edited)
+    ]
+    need = _most_demanding(live & (targets < 0), seqs, state)
+    tokens = lax.switch(need, branches, logits, rows.positions, seqs)
+    tokens = jnp.where(live, jnp.where(targets >= 0, targets, tokens), 0)
+    wanted = live & ((state.logprobs[seqs] != 0) | (targets >= 0))
+    return lax.cond(jnp.any(wanted), _scored, _unscored, logits, tokens, wanted)
+
+
+def _most_demanding(
+    sampled: Bool[Array, "rows"], row_to_seq: Int[Array, "rows"], state: RowState
+) -> Int[Array, ""]:
+    """Return which branch serves all rows that are sampled."""
+
+    def of_rows(name: str) -> Array:
+        return getattr(state, name)[row_to_seq]
+
+    random = sampled & (of_rows("temperature") > 0)
+    kept = random & ((of_rows("min_p") > 0) | (of_rows("top_k") > 0) | (of_rows("top_p") < 1))
+    edited = sampled & ((of_rows("edits") != 0) | (of_rows("penalties") != 0))
+    need = random.astype(jnp.int32)
+    need = jnp.where(edited, 3, jnp.where(kept, 2, need))
+    return jnp.max(need)
+
+
+def _greedy(
+    state: RowState, logits: Float[Array, "vocab"], position: Int[Array, ""], seq: Int[Array, ""]
+) -> Int[Array, ""]:
+    return argmax(logits)
+
+
+def _drawn(
+    state: RowState, logits: Float[Array, "vocab"], position: Int[Array, ""], seq: Int[Array, ""]
+) -> Int[Array, ""]:
+    row = row_of(state, seq)
+    drawn = draw_scaled(_scaled(logits, row), position, row)
+    return jnp.where(row.temperature > 0, drawn, argmax(logits))
+
+
+def _kept(
+    state: RowState, logits: Float[Array, "vocab"], position: Int[Array, ""], seq: Int[Array, ""]
+) -> Int[Array, ""]:
+    row = row_of(state, seq)
+    scaled = _scaled(logits, row)
+    scaled = jnp.where(row.min_p > 0, keep_min_p(scaled, row.min_p), scaled)
+    scaled = jnp.where(row.top_k > 0, keep_top_k(scaled, row.top_k, threshold_by_digits), scaled)
+    scaled = jnp.where(row.top_p < 1, keep_top_p(scaled, row.top_p, threshold_by_digits), scaled)
+    drawn = draw_scaled(scaled, position, row)
+    return jnp.where(row.temperature > 0, drawn, argmax(logits))
+
+
+def _edited(
+    state: RowState, logits: Float[Array, "vocab"], position: Int[Array, ""], seq: Int[Array, ""]
+) -> Int[Array, ""]:
+    row = row_of(state, seq)
+    logits = jnp.where(row.edits != 0, apply_edits(logits, position, row), logits)
+    logits = jnp.where(row.penalties != 0, apply_penalties(logits, position, row), logits)
+    return _kept(state, logits, position, seq)
+
+
+def _scaled(logits: Float[Array, "vocab"], row: RowState) -> Float[Array, "vocab"]:
+    """Return logits / temperature; a greedy row's, which no one reads, are the logits."""
+    return logits / jnp.where(row.temperature > 0, row.temperature, jnp.float32(1))
+
+
+def _scored(
+    logits: Float[Array, "rows vocab"], tokens: Int[Array, "rows"], wanted: Bool[Array, "rows"]
+) -> Sampled:
+    """Return scores of the rows that want them, zeros for others."""
+
+    def one(
+        logits: Float[Array, "vocab"], token: Int[Array, ""], wanted: Bool[Array, ""]
+    ) -> Sampled:
+        none = unscored(token, logits.shape[0])
+        scored = score(logits, token, top_of_pieces, log_sum_exp)
+        return jax.tree.map(lambda a, b: jnp.where(wanted, a, b), scored, none)
+
+    return jax.vmap(one)(logits, tokens, wanted)
+
+
+def threshold_by_digits(
+    image: UInt32[Array, "vocab"], weights: Array, wanted: Array
+) -> UInt32[Array, ""]:
+    """Return what sampler.threshold_by_bits does, by a pass over the row for every digit.
+
+    Passes have the same instructions, the digit's place being data, so that they are compiled once.
+    """
+    zero = jnp.zeros((), weights.dtype)
+    found, unit = jnp.uint32(0), jnp.uint32(1 << (32 - _DIGIT_BITS))
+    image, weights = lax.optimization_barrier((image, weights))
+    for _ in range(32 // _DIGIT_BITS):
+        found, unit = lax.optimization_barrier((found, unit))
+        trials = [found + jnp.uint32(i) * unit for i in range(1, 1 << _DIGIT_BITS)]
+        kept = [jnp.where(image >= trial, weights, zero) for trial in trials]
+        sums = lax.reduce(kept, [zero] * len(kept), _add_each, (0,))
+        found = found + sum((each >= wanted).astype(jnp.uint32) for each in sums) * unit
+        unit = unit >> jnp.uint32(_DIGIT_BITS)
+    return found
+
+
+def _add_each(xs: list[Array], ys: list[Array]) -> list[Array]:
+    return [x + y for x, y in zip(xs, ys, strict=True)]
+
+
+def log_sum_exp(logits: Float[Array, "vocab"]) -> Float[Array, ""]:
+    """Return what jax.nn.logsumexp does, in one order of sums whatever stands around the row.
+
+    XLA orders a reduction by the shape of the whole array and by what it is fused with.
+    """
+    most = lax.optimization_barrier(jnp.max(logits))
+    parts = jnp.exp(logits - most)
+    while (size := parts.shape[0]) > 1:
+        rest = -(-size // _FOLD)
+        parts = lax.optimization_barrier(jnp.pad(parts, (0, rest * _FOLD - size)))
+        parts = functools.reduce(jnp.add, list(parts.reshape(_FOLD, rest)))
+    return most + jnp.log(parts[0])
+
+
+def top_of_pieces(
+    logits: Float[Array, "vocab"], k: int
+) -> tuple[Float[Array, "k"], Int[Array, "k"]]:
+    """Return what lax.top_k does: the best of each piece of the vocabulary, and the best of those.
+
+    Pieces are so short that a GPU sorts them in a kernel; a longer sort is a library's call there,
+    which no graph can hold.
+    """
+    size = logits.shape[0]
+    pieces = -(-size // _PIECE)
+    cut = jnp.pad(logits, (0, pieces * _PIECE - size), constant_values=-jnp.inf)
+    values, places = lax.top_k(cut.reshape(pieces, _PIECE), min(k, _PIECE))
+    ids = places + jnp.arange(pieces, dtype=places.dtype)[:, None] * _PIECE
+    best, at = lax.top_k(values.reshape(-1), k)
+    return best, ids.reshape(-1)[at]
+
+
+def _unscored(
+    logits: Float[Array, "rows vocab"], tokens: Int[Array, "rows"], wanted: Bool[Array, "rows"]
+) -> Sampled:
+    return jax.vmap(functools.partial(unscored, vocab=logits.shape[1]))(tokens)

@@ -1,0 +1,154 @@
+"""The engine's step as compiled programs: one per token bucket, with and without LoRA.
+
+On an accelerator a program is one CUDA graph, sampling included: it decides on the device which
+sampler the rows need. A graph holds addresses, and XLA writes it anew when one of them changes,
+which takes the host longer than a small step takes the device; so there the programs read and write
+the same memory every time: the host's tables are copied into arrays that stay, and results are
+copied out of arrays that stay.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from lora_jax.adapters.slots import AdapterSlots
+from lora_jax.kv_cache import PagedKVCache
+from lora_jax.typing import Array, Int
+from serving.lora_server.client import RemoteTable, ServerLink
+from serving.steps import batch_sampler, sampler
+from serving.steps.device_state import RowState
+from serving.steps.sampler import Sampled, no_samples
+from serving.steps.step import (
+    TABLE_ROWS,
+    Sample,
+    StepSizes,
+    forward_step,
+    sample_step,
+)
+
+_HOLE_BYTES = (1 << 9, 1 << 12, 1 << 15, 1 << 18)
+_HOLES = 32  # of each size
+
+# XLA takes the addresses of expert tensors for memory, finds more of it than there is, and would
+# compute many things twice to save some. It still says once that the arguments exceed its limit.
+NO_REMAT = {"xla_disable_hlo_passes": "rematerialization"}
+
+
+class CompiledStep:
+    """Runs steps of one model; the runner's thread uses it."""
+
+    def __init__(
+        self,
+        model: nnx.Module,
+        sizes: StepSizes,
+        link: ServerLink | None,
+        vocab_size: int,
+        *,
+        in_place: bool,
+        compiler_options: dict[str, str] | None = None,
+    ):
+        """`in_place` samples all rows at once, and memory stays where it is; see the module."""
+        self._sizes, self._vocab_size, self._in_place = sizes, vocab_size, in_place
+        sample = batch_sampler.sample if in_place else sampler.sample
+        self._step, self._leaves = _jit_step(model, sizes, link, sample, compiler_options)
+        self.sharding = self._leaves[0].sharding
+        self._table = self._place(np.zeros((TABLE_ROWS, sizes.max_seqs), np.int32))
+        self._pages = self._place(np.zeros((sizes.max_seqs, sizes.max_pages), np.int32))
+        self._spacers = _make_holes(self._place) if in_place else []
+        self._results: dict[int, Sampled] = {}  # by number of logit rows
+
+    def set_pages(self, tables: np.ndarray) -> None:
+        """Use these block tables, int32 [seqs, max_pages], from the next step on."""
+        new = tables.copy()
+        self._pages = _overwrite(self._pages, new) if self._in_place else self._place(new)
+
+    def run(
+        self,
+        cache: PagedKVCache,
+        state: RowState,
+        slots: AdapterSlots | None,
+        reroute_tables: Int[Array, "moe_layers esft_slots experts"] | None,
+        remote_table: RemoteTable | None,
+        table: np.ndarray,
+        bucket: int,
+        *,
+        lora: bool,
+    ) -> tuple[PagedKVCache, RowState, Sampled, jax.Array | None]:
+        """Return cache and state (both donated) after the step, its samples and servers' status."""
+        step = functools.partial(self._step, self._leaves, bucket=bucket, lora=lora)
+        adapters = (slots, reroute_tables, remote_table)
+        if not self._in_place:
+            return step(cache, state, None, adapters, table, self._pages)
+        self._table = _overwrite(self._table, table)
+        rows = self._sizes.logit_rows(bucket)
+        if rows not in self._results:
+            none = no_samples(rows, self._vocab_size)
+            self._results[rows] = jax.tree.map(self._place, none)
+        cache, state, self._results[rows], status = step(
+            cache, state, self._results[rows], adapters, self._table, self._pages
+        )
+        return cache, state, _copied(self._results[rows]), status
+
+    def _place(self, value: Any) -> jax.Array:
+        return jax.device_put(value, self.sharding)
+
+
+def _jit_step(
+    model: nnx.Module,
+    sizes: StepSizes,
+    link: ServerLink | None,
+    sample: Sample,
+    options: dict[str, str] | None,
+) -> tuple[Callable, tuple[jax.Array, ...]]:
+    """Return the step over the leaves of the model, and the leaves.
+
+    Of the results that it is given, only the memory is used.
+    """
+    graphdef, params = nnx.split(model, graph=False)
+    leaves, treedef = jax.tree.flatten(params)
+
+    @functools.partial(
+        jax.jit,
+        static_argnames=("bucket", "lora"),
+        donate_argnums=(1, 2, 3),
+        keep_unused=True,
+        compiler_options=options,
+    )
+    def step(leaves, cache, state, results, adapters, table, pages, *, bucket, lora):
+        merged = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
+        slots, reroute_tables, remote_table = adapters
+        remote = None if link is None or not lora else link.start(remote_table)
+        batch = (slots, table, pages, bucket, sizes, reroute_tables, remote, lora)
+        cache, logits, rows = forward_step(merged, cache, state.history, *batch)
+        status = None if remote is None else remote.status()
+        return cache, *sample_step(logits, rows, state, sample), status
+
+    return step, tuple(leaves)
+
+
+def _make_holes(place: Callable[[Any], jax.Array]) -> list[jax.Array]:
+    """Leave free places for small arrays, kept apart by the arrays returned.
+
+    Otherwise the allocator cuts them from the front of the memory that programs take for their
+    temporaries, which then lie elsewhere in every step.
+    """
+    made = [place(np.zeros(size, np.uint8)) for _ in range(_HOLES) for size in _HOLE_BYTES * 2]
+    jax.block_until_ready(made)
+    step = len(_HOLE_BYTES)
+    return [array for i, array in enumerate(made) if i // step % 2]
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _overwrite(old: Int[Array, "*shape"], new: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
+    """Return `new` in the memory of `old`."""
+    return old.at[...].set(new)
+
+
+@jax.jit
+def _copied(values: Sampled) -> Sampled:
+    return jax.tree.map(jnp.copy, values)

@@ -1,0 +1,292 @@
+"""Runs the scheduler's plans: owns weights, KV pages, sequence rows and adapter slots.
+
+One compiled program per token bucket; where the adapters' kernels cost time even when no row has an
+adapter, one more for decode steps without LoRA. A step is dispatched without waiting; its results
+are read when the next one is on its way.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from tqdm import tqdm
+
+from lora_jax.adapters.slots import AdapterSlots, warm_up
+from lora_jax.kv_cache import KVShape, init_cache
+from lora_jax.typing import Array, Int
+from serving.lora_server.client import RemoteTable, ServerLink
+from serving.request import ScheduledChunk, Sequence, SequenceResult, StepPlan, TokenLogprobs
+from serving.sampling import Sampling
+from serving.steps.compiled_step import NO_REMAT, CompiledStep
+from serving.steps.device_state import admit, init_row_state, pack_row
+from serving.steps.sampler import Sampled
+from serving.steps.step import (
+    NUM_TARGETS,
+    NUM_TOKENS,
+    SAMPLES,
+    SLOT,
+    START,
+    TABLE_ROWS,
+    StepSizes,
+)
+
+_SMALLEST_BUCKET = 8
+_BUCKET_FACTOR = (
+    4  # a step runs at most 4 times as many padding tokens as real ones, mostly skipped
+)
+
+
+def token_buckets(max_tokens: int) -> tuple[int, ...]:
+    """Return the token counts programs are compiled for: 8, 32, 128, ... and `max_tokens`."""
+    buckets, bucket = [], _SMALLEST_BUCKET
+    while bucket < max_tokens:
+        buckets.append(bucket)
+        bucket *= _BUCKET_FACTOR
+    return (*buckets, max_tokens)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class InFlightStep:
+    """A dispatched step: what it was asked, and arrays that will hold its results."""
+
+    plan: StepPlan
+    first_rows: tuple[int, ...]  # first logit row of each chunk, in the plan's order
+    sampled: Sampled
+    scored: bool  # whether any row's log-probabilities are wanted
+    remote_status: jax.Array | None = None  # int32 [servers] of the LoRA Server, if there is one
+
+
+class ModelRunner:
+    """The device side of the engine; one thread uses it."""
+
+    def __init__(
+        self,
+        model: nnx.Module,
+        kv_shape: KVShape,
+        sizes: StepSizes,
+        *,
+        max_tokens: int,
+        vocab_size: int,
+        dtype: jnp.dtype,
+        end_ids: tuple[int, ...] = (),
+        slots: AdapterSlots | None = None,
+        reroute_tables: np.ndarray | None = None,
+        link: ServerLink | None = None,
+        specialize_lora: bool = False,
+    ):
+        """`max_tokens` bounds a step, `dtype` is that of KV pages, and `end_ids` are held back
+        before a request's min_tokens. With `reroute_tables` int32 [moe_layers, esft_slots,
+        experts] the model's experts lie in expert tensors. With `link` the experts' part of the
+        adapters comes from a LoRA Server. `specialize_lora` compiles decode steps once more
+        without LoRA, for batches in which nothing asks for it.
+        """
+        self.sizes, self.buckets = sizes, token_buckets(max_tokens)
+        self._specialize_lora = specialize_lora and slots is not None
+        self._vocab_size, self._end_ids = vocab_size, end_ids
+        self._step = CompiledStep(
+            model,
+            sizes,
+            link,
+            vocab_size,
+            in_place=jax.default_backend() != "cpu",
+            compiler_options=NO_REMAT if reroute_tables is not None else None,
+        )
+        # Everything lies committed on the weights' device from the start: an array that is
+        # committed only after its first step would make every program compile twice.
+        place = functools.partial(jax.device_put, device=self._step.sharding)
+        self._cache = place(init_cache(kv_shape, sizes.num_pages, sizes.page_size, dtype))
+        self._state = place(init_row_state(sizes.max_seqs, sizes.max_len))
+        self._place = place
+        self.slots = None if slots is None else place(slots)
+        self.reroute_tables: Int[Array, "moe_layers esft_slots experts"] | None = (
+            None if reroute_tables is None else place(reroute_tables)
+        )
+        self.remote_table: RemoteTable | None = None
+        if link is not None and slots is not None:
+            self.set_remote(np.full(slots.num_slots, -1), 0)
+        self._tables = np.zeros((sizes.max_seqs, sizes.max_pages), np.int32)
+        self._num_pages = [0] * sizes.max_seqs  # pages of each row that _tables holds
+
+    def warm_up(self, *, progress: bool = False) -> None:
+        """Compile every program by running it on nothing; no later step compiles."""
+        if self.slots is not None:
+            self.slots = warm_up(self.slots)
+        packed = pack_row(Sampling(), (0,), 1, 0, (), self.sizes.max_len, self._vocab_size)
+        self._state = admit(self._state, np.int32(0), packed.ints, packed.floats)
+        table = np.zeros((TABLE_ROWS, self.sizes.max_seqs), np.int32)
+        for bucket, lora in tqdm(self.programs, "Compile", unit="program", disable=not progress):
+            jax.block_until_ready(self._run(table, bucket, lora=lora))
+
+    @property
+    def programs(self) -> tuple[tuple[int, bool], ...]:
+        """Every compiled step: its token bucket, and whether it has LoRA."""
+        all_rows = tuple((bucket, True) for bucket in self.buckets)
+        return (*all_rows, *((b, False) for b in self.buckets if self._can_specialize(b)))
+
+    def _can_specialize(self, bucket: int) -> bool:
+        """Return whether a bucket has a program without LoRA: those that decode steps use."""
+        smallest = next((b for b in self.buckets if b >= self.sizes.max_seqs), self.buckets[-1])
+        return self._specialize_lora and bucket <= smallest
+
+    def dispatch(self, plan: StepPlan) -> InFlightStep:
+        """Send a step to the device and return at once; read its results with `read`.
+
+        A chunk's input tokens that the host has not seen are those the steps in flight sample.
+        """
+        bucket = self._bucket(plan)
+        for sequence in plan.admitted:
+            self._admit(sequence)
+        changed, scored = False, False
+        table = np.zeros((TABLE_ROWS, self.sizes.max_seqs), np.int32)
+        for chunk in plan.chunks:
+            changed |= self._update_pages(chunk.sequence)
+            sampling = chunk.sequence.request.sampling
+            scored |= chunk.prompt_logprobs or sampling.logprobs is not None
+            row = chunk.sequence.row
+            table[START, row] = chunk.start
+            table[NUM_TOKENS, row] = chunk.num_tokens
+            table[SLOT, row] = chunk.sequence.slot
+            table[NUM_TARGETS, row] = num_targets(chunk)
+            table[SAMPLES, row] = chunk.samples
+        if changed:
+            self._step.set_pages(self._tables)
+        lora = self._needs_lora(plan, bucket)
+        sampled, status = self._run(table, bucket, lora=lora)
+        for leaf in jax.tree.leaves(sampled) if scored else (sampled.token_ids,):
+            leaf.copy_to_host_async()
+        if status is not None:
+            status.copy_to_host_async()
+        return InFlightStep(plan, _first_rows(plan), sampled, scored, status)
+
+    def read(self, step: InFlightStep) -> list[SequenceResult]:
+        """Wait for a step and return a result for each chunk, in the plan's order.
+
+        A sampled token_id of INVALID_TOKEN means that the row's logits were not finite.
+        """
+        arrays = _HostArrays(step)
+        chunks = zip(step.plan.chunks, step.first_rows, strict=True)
+        return [arrays.result(chunk, first) for chunk, first in chunks]
+
+    def wait(self) -> None:
+        """Wait until every dispatched step has run; raises what a step raised on the device."""
+        jax.block_until_ready((self._cache, self._state))
+
+    def set_remote(self, slot_to_number: np.ndarray, version: int) -> None:
+        """Say under which number the LoRA Server knows the adapter of each slot, from now on."""
+        numbers = slot_to_number.astype(np.int32)
+        self.remote_table = RemoteTable(self._place(numbers), self._place(np.int32(version)))
+
+    def _needs_lora(self, plan: StepPlan, bucket: int) -> bool:
+        if not self._can_specialize(bucket) or self.slots is None:
+            return True
+        # ESFT slots are numbered after the LoRA slots.
+        return any(0 <= chunk.sequence.slot < self.slots.num_slots for chunk in plan.chunks)
+
+    def _run(
+        self, table: np.ndarray, bucket: int, *, lora: bool
+    ) -> tuple[Sampled, jax.Array | None]:
+        self._cache, self._state, sampled, status = self._step.run(
+            self._cache,
+            self._state,
+            self.slots,
+            self.reroute_tables,
+            self.remote_table,
+            table,
+            bucket,
+            lora=lora,
+        )
+        return sampled, status
+
+    def _bucket(self, plan: StepPlan) -> int:
+        """Return the smallest bucket that the step fits into; ValueError when it fits nowhere."""
+        rows = sum(num_targets(chunk) + chunk.samples for chunk in plan.chunks)
+        most = self.sizes.max_logit_rows
+        for bucket in self.buckets:
+            if plan.num_tokens <= bucket and rows <= most:
+                return bucket
+        raise ValueError(
+            f"A step of {plan.num_tokens} tokens and {rows} logit rows; at most "
+            f"{self.buckets[-1]} and {most} fit."
+        )
+
+    def _admit(self, sequence: Sequence) -> None:
+        packed = pack_row(
+            sequence.request.sampling,
+            sequence.token_ids,
+            sequence.num_prompt,
+            sequence.seed,
+            self._end_ids,
+            self.sizes.max_len,
+            self._vocab_size,
+        )
+        self._state = admit(self._state, np.int32(sequence.row), packed.ints, packed.floats)
+        self._num_pages[sequence.row] = 0
+
+    def _update_pages(self, sequence: Sequence) -> bool:
+        """Copy the sequence's new pages to its block table; pages of a running one only grow."""
+        row, known, pages = sequence.row, self._num_pages[sequence.row], sequence.pages
+        if len(pages) == known:
+            return False
+        self._tables[row, known : len(pages)] = pages[known:]
+        self._num_pages[row] = len(pages)
+        return True
+
+
+def _first_rows(plan: StepPlan) -> tuple[int, ...]:
+    """Return where each chunk's logit rows start: they stand in order of sequence rows.
+
+    To be asked before the step: the scheduler may take a row away while the step runs.
+    """
+    chunks = plan.chunks
+    firsts, first = [0] * len(chunks), 0
+    for place in sorted(range(len(chunks)), key=lambda place: chunks[place].sequence.row):
+        firsts[place] = first
+        first += num_targets(chunks[place]) + chunks[place].samples
+    return tuple(firsts)
+
+
+def num_targets(chunk: ScheduledChunk) -> int:
+    """Return how many prompt tokens the chunk scores: those after its tokens."""
+    if not chunk.prompt_logprobs:
+        return 0
+    end = min(chunk.start + chunk.num_tokens, chunk.sequence.num_prompt - 1)
+    return max(0, end - chunk.start)
+
+
+class _HostArrays:
+    """A finished step's results on the host."""
+
+    def __init__(self, step: InFlightStep):
+        self.token_ids = np.asarray(step.sampled.token_ids).tolist()
+        if step.scored:
+            self.logprobs = np.asarray(step.sampled.logprobs).tolist()
+            self.ranks = np.asarray(step.sampled.ranks).tolist()
+            self.top_ids = np.asarray(step.sampled.top_ids)
+            self.top_logprobs = np.asarray(step.sampled.top_logprobs)
+
+    def result(self, chunk: ScheduledChunk, first: int) -> SequenceResult:
+        """Return the result of a chunk whose logit rows start at `first`."""
+        sampling = chunk.sequence.request.sampling
+        targets = num_targets(chunk)
+        scored: tuple[TokenLogprobs, ...] = ()
+        if targets:
+            wanted = sampling.prompt_logprobs
+            count = (sampling.logprobs or 0) if wanted is None else wanted
+            scored = tuple(self._entry(first + place, count) for place in range(targets))
+        if not chunk.samples:
+            return SequenceResult(chunk, None, None, scored)
+        row = first + targets
+        entry = None if sampling.logprobs is None else self._entry(row, sampling.logprobs)
+        return SequenceResult(chunk, self.token_ids[row], entry, scored)
+
+    def _entry(self, row: int, count: int) -> TokenLogprobs:
+        ids, values = self.top_ids[row, :count].tolist(), self.top_logprobs[row, :count].tolist()
+        return TokenLogprobs(
+            self.token_ids[row],
+            self.logprobs[row],
+            self.ranks[row],
+            dict(zip(ids, values, strict=True)),
+        )

@@ -1,0 +1,249 @@
+"""The next token of each logit row, and log-probabilities, on the device.
+
+On a CPU rows are handled one after the other by a loop over the real rows. So a row pays only for
+the processors that it uses (`lax.cond`), padding rows cost nothing, and the arithmetic of a row has
+the same shape in every bucket: its result does not depend on its neighbours. Accelerators take all
+rows at once, by the same functions: see batch_sampler.
+
+Order of processors: min_tokens and logit bias, penalties, then temperature, min_p, top_k, top_p.
+Log-probabilities are of the raw logits. Top-k and top-p keep every token that ties with the last
+one kept.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lora_jax.typing import Array, Bool, Float, Int, UInt32
+from serving.sampling import MAX_LOGPROBS
+from serving.steps.device_state import RowState, row_of
+
+INVALID_TOKEN = -1  # the logits of the row are not finite numbers
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LogitRows:
+    """Which tokens of a step yield logits, row by row; rows at or after num_rows are padding."""
+
+    num_rows: Int[Array, ""]
+    row_to_token: Int[Array, "rows"]
+    row_to_seq: Int[Array, "rows"]
+    row_to_slot: Int[Array, "rows"]  # LoRA slot; -1 is the base model
+    positions: Int[Array, "rows"]  # of the token that the row chooses or scores
+    targets: Int[Array, "rows"]  # token to score, or -1 to sample
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """Results by logit row, or of one row (leaves without the leading axis).
+
+    Rows at or after num_rows, and log-probabilities that no one asked for, are zero.
+    """
+
+    token_ids: Int[Array, "*rows"]  # sampled, or the target; INVALID_TOKEN on bad logits
+    logprobs: Float[Array, "*rows"]  # of token_ids
+    ranks: Int[Array, "*rows"]  # 1 + number of tokens that are more likely
+    top_ids: Int[Array, "*rows top"]  # most likely first, the lower id first on a tie
+    top_logprobs: Float[Array, "*rows top"]
+
+
+def sample(logits: Float[Array, "rows vocab"], rows: LogitRows, state: RowState) -> Sampled:
+    """Return the token at `positions[r]` of sequence row_to_seq[r] for each r < num_rows.
+
+    A target >= 0 is scored instead of sampling (log-probabilities of a prompt).
+    """
+    empty = no_samples(*logits.shape)
+
+    def body(i: Int[Array, ""], results: Sampled) -> Sampled:
+        result = _sample_row(
+            logits[i], rows.positions[i], rows.targets[i], state, rows.row_to_seq[i]
+        )
+        return jax.tree.map(lambda all_, one: all_.at[i].set(one), results, result)
+
+    return lax.fori_loop(jnp.int32(0), rows.num_rows, body, empty)
+
+
+def no_samples(rows: int, vocab: int) -> Sampled:
+    """Return results of so many rows in which nothing was sampled."""
+    top = min(MAX_LOGPROBS, vocab)
+    return Sampled(
+        token_ids=jnp.zeros(rows, jnp.int32),
+        logprobs=jnp.zeros(rows, jnp.float32),
+        ranks=jnp.zeros(rows, jnp.int32),
+        top_ids=jnp.zeros((rows, top), jnp.int32),
+        top_logprobs=jnp.zeros((rows, top), jnp.float32),
+    )
+
+
+def _sample_row(
+    logits: Float[Array, "vocab"],
+    position: Int[Array, ""],
+    target: Int[Array, ""],
+    state: RowState,
+    seq: Int[Array, ""],
+) -> Sampled:
+    """Return the target (if >= 0) or the sampled token of one row, with logprobs if wanted."""
+    token = lax.cond(target >= 0, lambda: target, lambda: _choose(logits, position, state, seq))
+    wanted = (state.logprobs[seq] != 0) | (target >= 0)
+    return lax.cond(wanted, lambda: score(logits, token), lambda: unscored(token, logits.shape[0]))
+
+
+def score(
+    logits: Float[Array, "vocab"],
+    token: Int[Array, ""],
+    top: Callable = lax.top_k,
+    log_sum_exp: Callable = jax.nn.logsumexp,
+) -> Sampled:
+    """Return log_softmax(logits) at `token`, its rank, and the most likely tokens.
+
+    `top` gives the k largest values and their ids, the lower id first on a tie, as lax.top_k does.
+    """
+    normalizer = log_sum_exp(logits)
+    top_values, top_ids = top(logits, min(MAX_LOGPROBS, logits.shape[0]))
+    value = logits[jnp.maximum(token, 0)]
+    better = jnp.sum((logits > value).astype(jnp.int32))
+    return Sampled(token, value - normalizer, better + 1, top_ids, top_values - normalizer)
+
+
+def unscored(token: Int[Array, ""], vocab: int) -> Sampled:
+    """Return the token without scores."""
+    top = min(MAX_LOGPROBS, vocab)
+    zero = jnp.float32(0)
+    return Sampled(
+        token, zero, jnp.int32(0), jnp.zeros(top, jnp.int32), jnp.zeros(top, jnp.float32)
+    )
+
+
+def _choose(
+    logits: Float[Array, "vocab"], position: Int[Array, ""], state: RowState, seq: Int[Array, ""]
+) -> Int[Array, ""]:
+    """Return the sampled token; the row is read inside the branches, so that unused parts stay."""
+
+    def optional(
+        used: Bool[Array, ""], change: Callable, values: Float[Array, "vocab"]
+    ) -> Float[Array, "vocab"]:
+        return lax.cond(used, lambda: change(values, position, row_of(state, seq)), lambda: values)
+
+    edited = optional(state.edits[seq] != 0, apply_edits, logits)
+    edited = optional(state.penalties[seq] != 0, apply_penalties, edited)
+    return lax.cond(
+        state.temperature[seq] > 0,
+        lambda: _draw(edited, position, row_of(state, seq)),
+        lambda: argmax(edited),
+    )
+
+
+def apply_edits(
+    logits: Float[Array, "vocab"], position: Int[Array, ""], row: RowState
+) -> Float[Array, "vocab"]:
+    """Return logits + bias, with the suppressed ids at -inf while min_tokens is not reached."""
+    logits = logits.at[row.bias_ids].add(row.bias_values, mode="drop")
+    held = logits.at[row.suppressed_ids].set(-jnp.inf, mode="drop")
+    return jnp.where(position - row.num_prompt < row.min_tokens, held, logits)
+
+
+def apply_penalties(
+    logits: Float[Array, "vocab"], position: Int[Array, ""], row: RowState
+) -> Float[Array, "vocab"]:
+    """Return penalised logits; c[v] counts v among the sampled tokens.
+
+    Repetition divides positive and multiplies negative logits of every token seen in the prompt
+    or the output; then frequency * c[v] and presence * [c[v] > 0] are subtracted.
+    """
+    place = lax.iota(jnp.int32, row.history.shape[0])
+    output = (place >= row.num_prompt) & (place < position)
+    counts = jnp.zeros(logits.shape, jnp.int32).at[row.history].add(output.astype(jnp.int32))
+    before = (place < position).astype(jnp.int32)
+    seen = jnp.zeros(logits.shape, jnp.int32).at[row.history].max(before)
+    repeated = jnp.where(
+        logits > 0, logits / row.repetition_penalty, logits * row.repetition_penalty
+    )
+    logits = jnp.where(seen > 0, repeated, logits)
+    logits = logits - row.frequency_penalty * counts.astype(jnp.float32)
+    return logits - row.presence_penalty * (counts > 0).astype(jnp.float32)
+
+
+def _draw(logits: Float[Array, "vocab"], position: Int[Array, ""], row: RowState) -> Int[Array, ""]:
+    """Return argmax(kept logits / temperature + Gumbel noise of (seed, position))."""
+    scaled = logits / row.temperature
+    scaled = lax.cond(row.min_p > 0, lambda: keep_min_p(scaled, row.min_p), lambda: scaled)
+    scaled = lax.cond(row.top_k > 0, lambda: keep_top_k(scaled, row.top_k), lambda: scaled)
+    scaled = lax.cond(row.top_p < 1, lambda: keep_top_p(scaled, row.top_p), lambda: scaled)
+    return draw_scaled(scaled, position, row)
+
+
+def draw_scaled(
+    scaled: Float[Array, "vocab"], position: Int[Array, ""], row: RowState
+) -> Int[Array, ""]:
+    """Return argmax(scaled + Gumbel noise of (seed, position))."""
+    key = jax.random.wrap_key_data(row.key, impl="threefry2x32")
+    noise = jax.random.gumbel(jax.random.fold_in(key, position), scaled.shape, jnp.float32)
+    finite = jnp.isfinite(jnp.max(scaled))
+    return jnp.where(finite, argmax(scaled + noise), INVALID_TOKEN)
+
+
+def argmax(values: Float[Array, "vocab"]) -> Int[Array, ""]:
+    """Return the first index of the largest value, INVALID_TOKEN when that is not finite.
+
+    Two simple reductions: XLA's argmax on a CPU takes several times as long.
+    """
+    top = jnp.max(values)
+    place = lax.iota(jnp.int32, values.shape[0])
+    first = jnp.min(jnp.where(values == top, place, values.shape[0]))
+    return jnp.where(jnp.isfinite(top), first, INVALID_TOKEN)
+
+
+def keep_min_p(logits: Float[Array, "vocab"], min_p: Float[Array, ""]) -> Float[Array, "vocab"]:
+    """Return logits with tokens less likely than min_p times the most likely one at -inf."""
+    return jnp.where(jnp.exp(logits - jnp.max(logits)) >= min_p, logits, -jnp.inf)
+
+
+# Returns the largest integer t for which weights[image >= t] sum to `wanted` at least.
+Search = Callable[[UInt32[Array, "vocab"], Array, Array], UInt32[Array, ""]]
+
+
+def threshold_by_bits(
+    image: UInt32[Array, "vocab"], weights: Array, wanted: Array
+) -> UInt32[Array, ""]:
+    """Return what a Search does, bit by bit.
+
+    32 passes over the row find the exact threshold, where sorting it would cost 20 times as much.
+    """
+    zero = jnp.zeros((), weights.dtype)
+
+    def step(place: Int[Array, ""], found: UInt32[Array, ""]) -> UInt32[Array, ""]:
+        trial = found | lax.shift_left(jnp.uint32(1), jnp.asarray(31 - place, jnp.uint32))
+        return jnp.where(jnp.sum(jnp.where(image >= trial, weights, zero)) >= wanted, trial, found)
+
+    return lax.fori_loop(0, 32, step, jnp.uint32(0))
+
+
+def keep_top_k(
+    logits: Float[Array, "vocab"], top_k: Int[Array, ""], search: Search = threshold_by_bits
+) -> Float[Array, "vocab"]:
+    """Return logits with all but the k most likely tokens at -inf; ties with the k-th stay."""
+    image = ordered_image(logits)
+    threshold = search(image, jnp.ones(image.shape, jnp.int32), top_k)
+    return jnp.where(image >= threshold, logits, -jnp.inf)
+
+
+def keep_top_p(
+    logits: Float[Array, "vocab"], top_p: Float[Array, ""], search: Search = threshold_by_bits
+) -> Float[Array, "vocab"]:
+    """Return logits with all but the smallest most likely set of probability >= top_p at -inf."""
+    image = ordered_image(logits)
+    weights = jnp.exp(logits - jnp.max(logits))
+    threshold = search(image, weights, top_p * jnp.sum(weights))
+    return jnp.where(image >= threshold, logits, -jnp.inf)
+
+
+def ordered_image(values: Float[Array, "vocab"]) -> UInt32[Array, "vocab"]:
+    """Return unsigned integers in the order of the floats (none NaN); equal floats stay equal."""
+    bits = lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.uint32)
+    sign = jnp.uint32(0x80000000)
+    return jnp.where(bits >= sign, ~bits, bits | sign)

@@ -1,0 +1,190 @@
+"""One step of the engine as one function on the device: forward, sample, remember.
+
+The host sends one small table of integers, a column per sequence row; everything else (tokens,
+positions, page slots, logit rows) follows from it and from what is already on the device. The step
+comes in two parts, forward and sample, which may be one program or two.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from lora_jax.adapters.slots import AdapterSlots
+from lora_jax.batch import ForwardBatch
+from lora_jax.kv_cache import PagedKVCache
+from lora_jax.nn.remote import RemoteExperts
+from lora_jax.typing import Array, Float, Int
+from serving.steps.device_state import RowState
+from serving.steps.sampler import LogitRows, Sampled
+
+# Rows of the step table.
+START, NUM_TOKENS, SLOT, NUM_TARGETS, SAMPLES = range(5)
+TABLE_ROWS = 5
+
+# sampler.sample, or another of its kind.
+Sample = Callable[[Float[Array, "rows vocab"], LogitRows, RowState], Sampled]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSizes:
+    """What is the same in every step of an engine; `max_rank` bounds the rank of any adapter."""
+
+    max_seqs: int
+    max_len: int
+    page_size: int
+    num_pages: int
+    max_logit_rows: int
+    max_rank: int
+
+    @property
+    def max_pages(self) -> int:
+        """Pages of the longest sequence."""
+        return -(-self.max_len // self.page_size)
+
+    def logit_rows(self, bucket: int) -> int:
+        """Logit rows of the program for steps of up to `bucket` tokens."""
+        return min(bucket, self.max_logit_rows)
+
+
+def forward_step(
+    model: Any,
+    cache: PagedKVCache,
+    history: Int[Array, "seqs max_len"],
+    slots: AdapterSlots | None,
+    table: Int[Array, "5 seqs"],
+    block_tables: Int[Array, "seqs max_pages"],
+    bucket: int,
+    sizes: StepSizes,
+    reroute_tables: Int[Array, "moe_layers esft_slots experts"] | None = None,
+    remote: RemoteExperts | None = None,
+    lora: bool = True,
+) -> tuple[PagedKVCache, Float[Array, "rows vocab"], LogitRows]:
+    """Return the cache after the step, and its logit rows with their logits.
+
+    Column s of the table says that sequence row s runs tokens start..start + num_tokens - 1 with
+    an adapter slot (-1: base; ESFT slots count on from the LoRA slots), scores the next
+    num_targets tokens of its prompt after the first ones, and (samples = 1) draws the token after
+    the last one. Rows of a step follow each other in the order of sequence rows. Without `lora` no
+    row may have a LoRA adapter, and no trace of LoRA is in the program.
+    """
+    batch = unpack_batch(table, block_tables, history, bucket, sizes)
+    rows = unpack_logit_rows(table, batch, history, sizes.logit_rows(bucket))
+    if reroute_tables is not None:
+        num_lora = 0 if slots is None else slots.num_slots
+        batch = split_slots(batch, num_lora, reroute_tables)
+        lora_rows = _below(rows.row_to_slot, num_lora)
+        rows = dataclasses.replace(rows, row_to_slot=lora_rows)
+    slots = slots if lora else None
+    hidden, cache = model(batch, cache, slots, sizes.max_rank, remote)
+    logits = model.logits(
+        hidden[rows.row_to_token], rows.num_rows, rows.row_to_slot, slots, sizes.max_rank
+    )
+    return cache, logits, rows
+
+
+def sample_step(
+    logits: Float[Array, "rows vocab"], rows: LogitRows, state: RowState, sample: Sample
+) -> tuple[RowState, Sampled]:
+    """Return the state with every sampled token at its place, and what `sample` gave."""
+    sampled = sample(logits, rows, state)
+    return _remember(state, rows, sampled.token_ids), sampled
+
+
+def unpack_batch(
+    table: Int[Array, "5 seqs"],
+    block_tables: Int[Array, "seqs max_pages"],
+    history: Int[Array, "seqs max_len"],
+    bucket: int,
+    sizes: StepSizes,
+) -> ForwardBatch:
+    """Return the tokens of the step, `bucket` of them with padding, taken from `history`."""
+    seq, offset, live = _spread(table[NUM_TOKENS], bucket)
+    positions = jnp.where(live, table[START, seq] + offset, 0)
+    page = block_tables[seq, positions // sizes.page_size]
+    # Dropped writes go to distinct places past the end.
+    padding = sizes.num_pages * sizes.page_size + jnp.arange(bucket, dtype=jnp.int32)
+    page_slot = page * sizes.page_size + positions % sizes.page_size
+    return ForwardBatch(
+        tokens=jnp.where(live, history[seq, positions], 0),
+        positions=positions,
+        token_to_seq=seq,
+        token_to_slot=jnp.where(live, table[SLOT, seq], -1),
+        token_to_page_slot=jnp.where(live, page_slot, padding),
+        block_tables=block_tables,
+        num_tokens=jnp.sum(table[NUM_TOKENS]),
+    )
+
+
+def split_slots(
+    batch: ForwardBatch,
+    num_lora: int,
+    reroute_tables: Int[Array, "moe_layers esft_slots experts"],
+) -> ForwardBatch:
+    """Return the batch with slots from `num_lora` on as ESFT slots 0, 1, ..."""
+    slots = batch.token_to_slot
+    return dataclasses.replace(
+        batch,
+        token_to_slot=_below(slots, num_lora),
+        token_to_esft_slot=jnp.where(slots >= num_lora, slots - num_lora, -1),
+        reroute_tables=reroute_tables,
+    )
+
+
+def _below(slots: Int[Array, "rows"], limit: int) -> Int[Array, "rows"]:
+    """Return the slots below the limit; others are -1."""
+    return jnp.where(slots < limit, slots, -1)
+
+
+def unpack_logit_rows(
+    table: Int[Array, "5 seqs"],
+    batch: ForwardBatch,
+    history: Int[Array, "seqs max_len"],
+    num_rows: int,
+) -> LogitRows:
+    """Return the step's logit rows: of each sequence its targets in order, then its sample."""
+    counts = table[NUM_TARGETS] + table[SAMPLES]
+    seq, offset, live = _spread(counts, num_rows)
+    is_target = live & (offset < table[NUM_TARGETS, seq])
+    first = (jnp.cumsum(table[NUM_TOKENS]) - table[NUM_TOKENS])[seq]
+    last = first + table[NUM_TOKENS, seq] - 1
+    row_to_token = jnp.where(live, jnp.where(is_target, first + offset, last), 0)
+    positions = batch.positions[row_to_token] + 1
+    target = history[seq, jnp.minimum(positions, history.shape[1] - 1)]
+    return LogitRows(
+        num_rows=jnp.sum(counts),
+        row_to_token=row_to_token,
+        row_to_seq=seq,
+        row_to_slot=jnp.where(live, table[SLOT, seq], -1),
+        positions=positions,
+        targets=jnp.where(is_target, target, -1),
+    )
+
+
+def _spread(
+    counts: Int[Array, "seqs"], size: int
+) -> tuple[Int[Array, "size"], Int[Array, "size"], jax.Array]:
+    """Return for each of `size` places its sequence, its place within it, and whether it is real.
+
+    Places 0..counts[0]-1 belong to sequence 0, and so on; places past the sum have sequence 0.
+    """
+    ends = jnp.cumsum(counts)
+    place = jnp.arange(size, dtype=jnp.int32)
+    live = place < ends[-1]
+    seq = jnp.searchsorted(ends, place, side="right", method="compare_all").astype(jnp.int32)
+    seq = jnp.where(live, seq, 0)
+    return seq, place - (ends - counts)[seq], live
+
+
+def _remember(state: RowState, rows: LogitRows, token_ids: Int[Array, "rows"]) -> RowState:
+    """Return the state with every sampled token at its position of the history."""
+    place = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
+    sampled = (place < rows.num_rows) & (rows.targets < 0)
+    # Others go to distinct rows past the end and are dropped, as is a token past max_len.
+    seq = jnp.where(sampled, rows.row_to_seq, state.history.shape[0] + place)
+    history = state.history.at[seq, rows.positions].set(
+        jnp.maximum(token_ids, 0), mode="drop", unique_indices=True
+    )
+    return dataclasses.replace(state, history=history)

@@ -1,0 +1,128 @@
+"""Chat messages to a prompt, by the model's own Jinja template in a bounded sandbox. No jax.
+
+Templates come from the model folder or the operator, never from a request.
+"""
+
+import datetime
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+from jinja2.exceptions import SecurityError
+
+from serving.text.template_sandbox import BoundedEnvironment, Meter
+
+MAX_TEMPLATE = 1 << 18  # characters
+_MAX_MESSAGE = 300
+
+
+class ChatTemplate:
+    """One compiled template; any thread may render it."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]):
+        """`special_tokens` are what the template calls bos_token, eos_token and so on."""
+        if len(source) > MAX_TEMPLATE:
+            raise ValueError(
+                f"The chat template has {len(source)} characters; at most {MAX_TEMPLATE} are read."
+            )
+        self._special_tokens = dict(special_tokens)
+        try:
+            self._code = _environment(Meter()).compile_source(source)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"The chat template is not valid: {error}"[:_MAX_MESSAGE]) from error
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        meter: Meter | None = None,
+    ) -> str:
+        """Return the prompt of the messages.
+
+        A message has a `role`, and `content` that is a text, a list of parts {"type": "text",
+        "text": ...} or None. ValueError when the template refuses them, fails, or exceeds the
+        meter.
+        """
+        environment = _environment(meter or Meter())
+        template = jinja2.Template.from_code(environment, self._code, environment.globals)
+        try:
+            return template.render(
+                messages=[_plain(place, message) for place, message in enumerate(messages)],
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
+                documents=None,
+                **self._special_tokens,
+            )
+        except _Refused as error:
+            raise ValueError(f"The chat template refuses the messages: {error}") from error
+        except (Exception, RecursionError) as error:  # whatever a template can do wrong
+            what = f"{type(error).__name__}: {error}"
+            raise ValueError(f"The chat template failed: {what}"[:_MAX_MESSAGE]) from error
+
+
+class _Refused(jinja2.TemplateError):
+    """The template called raise_exception."""
+
+
+def _environment(meter: Meter) -> BoundedEnvironment:
+    """Return a sandbox with what templates written for transformers expect."""
+    environment = BoundedEnvironment(meter)
+    environment.filters["tojson"] = functools.partial(_tojson, meter)
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _raise_exception(message: str) -> str:
+    raise _Refused(str(message)[:_MAX_MESSAGE])
+
+
+def _strftime_now(layout: str) -> str:
+    if len(layout) > 100:
+        raise SecurityError("the layout of a date is too long")
+    return datetime.datetime.now().strftime(layout)
+
+
+def _tojson(
+    meter: Meter,
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without the escapes that jinja2's own filter adds for HTML."""
+    if indent is not None and not 0 <= indent <= 16:
+        raise SecurityError("the indent of JSON must be in [0, 16]")
+    return json.dumps(
+        meter.shown(value),
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _plain(place: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a message whose content is a text."""
+    if not isinstance(message.get("role"), str):
+        raise ValueError(f"messages.{place}.role must be a text.")
+    content = message.get("content")
+    if content is None:
+        content = ""
+    elif not isinstance(content, str):
+        content = "\n".join(_part_text(place, part) for part in content)
+    return {**message, "content": content}
+
+
+def _part_text(place: int, part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+    text = part.get("text") if isinstance(part, Mapping) else None
+    if kind != "text" or not isinstance(text, str):
+        raise ValueError(f"messages.{place}: a part of type {str(kind)[:64]!r} is not supported.")
+    return text

@@ -1,0 +1,147 @@
+"""Text to token ids and back, from the tokenizer files of a model folder. No jax."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from serving.text.chat_template import ChatTemplate
+from serving.text.token_text import TextStream
+from serving.text.tokenizer_backends import (
+    AbstractBackend,
+    MadeUpBackend,
+    SentencePieceBackend,
+    TokenizersBackend,
+)
+from serving.text.tokenizer_files import TokenizerFiles
+
+
+class TokenStream:
+    """The text of token ids fed one by one; ids that are not to be shown give nothing."""
+
+    def __init__(self, backend: AbstractBackend, *, at_start: bool, skip_special_tokens: bool):
+        self._backend = backend
+        self._skip = skip_special_tokens
+        self._text = TextStream(backend.rule, at_start=at_start)
+
+    def feed(self, token_id: int) -> str:
+        """Return the text that is certain with this token."""
+        token = shown_token(self._backend, token_id, self._skip)
+        return "" if token is None else self._text.feed(token)
+
+    def close(self) -> str:
+        """Return what is left of an incomplete character."""
+        return self._text.close()
+
+
+class Tokenizer:
+    """One model's tokenizer and chat template; any thread may call it.
+
+    Reads tokenizer.json, or tokenizer.model (SentencePiece), or vocab.json with merges.txt, and
+    what tokenizer_config.json, generation_config.json, config.json and chat_template.jinja add.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        chat_template: str | Path | None = None,
+        made_up: int | None = None,
+    ):
+        """`chat_template` is a Jinja file that replaces the model's own template. A folder without
+        a vocabulary has one of `made_up` tokens, if that is given.
+
+        ValueError when a file is missing or contradicts another.
+        """
+        files = TokenizerFiles(Path(model))
+        self._backend = _backend(files, made_up)
+        self.vocab_size: int = self._backend.vocab_size  # one more than the largest id
+        self.eos_token_ids: tuple[int, ...] = self._find_eos(files)
+        source = files.chat_template()
+        if chat_template is not None:
+            source = Path(chat_template).read_text(encoding="utf-8")
+        self._template = None
+        if source is not None:
+            self._template = ChatTemplate(source, files.special_tokens())
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether messages can be turned into a prompt."""
+        return self._template is not None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text, with BOS (and EOS) where the model wants them.
+
+        Special tokens that are spelled out in the text become their ids. ValueError for a text
+        that is not Unicode.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"The text is not Unicode at character {error.start}.") from error
+        return self._backend.encode(text, add_special_tokens)
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids; ids that do not exist give nothing."""
+        stream = self.stream((), skip_special_tokens=skip_special_tokens)
+        return "".join([*(stream.feed(token) for token in ids), stream.close()])
+
+    def stream(
+        self, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> TokenStream:
+        """Return a decoder for the tokens that follow a prompt.
+
+        Only where nothing of the prompt is shown does the text lose the space that begins it.
+        """
+        shown = (shown_token(self._backend, i, skip_special_tokens) for i in prompt_ids)
+        at_start = all(token is None for token in shown)
+        return TokenStream(
+            self._backend, at_start=at_start, skip_special_tokens=skip_special_tokens
+        )
+
+    def token_text(self, token_id: int) -> str:
+        """Return what one token adds to a text that it continues; half characters are U+FFFD."""
+        stream = TokenStream(self._backend, at_start=False, skip_special_tokens=False)
+        return stream.feed(token_id) + stream.close()
+
+    def token_strs(self, ids: Iterable[int]) -> list[str]:
+        """Return the tokens as the vocabulary spells them; "" for ids that do not exist."""
+        return [self._backend.token(token_id) or "" for token_id in ids]
+
+    def apply_chat_template(
+        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True
+    ) -> str:
+        """Return the prompt that the model's template makes of the messages.
+
+        It spells out its special tokens, so encode it with add_special_tokens=False. ValueError
+        without a template, or for messages that the template refuses.
+        """
+        if self._template is None:
+            raise ValueError("This model has no chat template; use completions instead of chat.")
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
+
+    def _find_eos(self, files: TokenizerFiles) -> tuple[int, ...]:
+        ids = set(files.eos_token_ids())
+        spelled = files.special_tokens().get("eos_token")
+        if spelled is not None and (own := self._backend.token_id(spelled)) is not None:
+            ids.add(own)
+        return tuple(sorted(token_id for token_id in ids if 0 <= token_id < self.vocab_size))
+
+
+def shown_token(backend: AbstractBackend, token_id: int, skip_special_tokens: bool) -> str | None:
+    """Return the vocabulary's spelling of a token, or None for one that is not to be shown."""
+    if skip_special_tokens and token_id in backend.special_ids:
+        return None
+    return backend.token(token_id)
+
+
+def _backend(files: TokenizerFiles, made_up: int | None) -> AbstractBackend:
+    if files.has("tokenizer.json") or files.has("vocab.json", "merges.txt"):
+        return TokenizersBackend(files)
+    if files.has("tokenizer.model"):
+        return SentencePieceBackend(files)
+    if made_up is not None:
+        return MadeUpBackend(made_up)
+    raise ValueError(
+        f"{files.folder.name} has no tokenizer: neither tokenizer.json nor tokenizer.model nor "
+        "vocab.json with merges.txt."
+    )

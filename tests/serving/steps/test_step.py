@@ -1,0 +1,102 @@
+"""What a step makes of its table of integers, against a plain walk over the sequences."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from serving.steps.step import StepSizes, split_slots, unpack_batch, unpack_logit_rows
+
+SIZES = StepSizes(max_seqs=5, max_len=20, page_size=4, num_pages=30, max_logit_rows=12, max_rank=8)
+
+
+def make_case(seed):
+    """Return table, block tables and history; some rows do not run, some score, some sample."""
+    rng = np.random.default_rng(seed)
+    table = np.zeros((5, 5), np.int32)
+    for row in rng.permutation(5)[: rng.integers(1, 5)]:
+        count = int(rng.integers(1, 6))
+        start = int(rng.integers(0, 20 - count))
+        targets = int(rng.integers(0, min(count, 2) + 1))
+        samples = int(rng.integers(0, 2)) if targets < count else 0
+        table[:, row] = start, count, rng.integers(-1, 3), targets, samples
+    block_tables = rng.permutation(30)[:25].reshape(5, 5).astype(np.int32)
+    return table, block_tables, rng.integers(0, 99, (5, 20)).astype(np.int32)
+
+
+def walk(table, block_tables, history):
+    """Yield per real token: token, position, row, slot, page slot; and per logit row likewise."""
+    tokens, rows = [], []
+    for row in range(5):
+        start, count, slot, targets, samples = table[:, row].tolist()
+        first = len(tokens)
+        for position in range(start, start + count):
+            page = block_tables[row, position // 4]
+            tokens.append((history[row, position], position, row, slot, page * 4 + position % 4))
+        for offset in range(targets):
+            position = start + offset + 1
+            rows.append((first + offset, row, slot, position, history[row, position]))
+        if samples:
+            rows.append((first + count - 1, row, slot, start + count, -1))
+    return tokens, rows
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tables_become_tokens_and_logit_rows(seed):
+    table, block_tables, history = make_case(seed)
+    tokens, rows = walk(table, block_tables, history)
+    batch = jax.jit(unpack_batch, static_argnums=(3, 4))(table, block_tables, history, 32, SIZES)
+    assert int(batch.num_tokens) == len(tokens)
+    fields = (
+        batch.tokens,
+        batch.positions,
+        batch.token_to_seq,
+        batch.token_to_slot,
+        batch.token_to_page_slot,
+    )
+    got = np.stack([np.asarray(field) for field in fields], 1)
+    np.testing.assert_array_equal(got[: len(tokens)], np.array(tokens).reshape(-1, 5))
+    padding = got[len(tokens) :]
+    assert not padding[:, :3].any()
+    assert (padding[:, 3] == -1).all()
+    assert (padding[:, 4] >= 30 * 4).all()
+    assert len(set(got[:, 4].tolist())) == 32  # distinct: the cache's writes rely on it
+    chosen = jax.jit(unpack_logit_rows, static_argnums=3)(table, batch, history, 12)
+    assert int(chosen.num_rows) == len(rows)
+    fields = (
+        chosen.row_to_token,
+        chosen.row_to_seq,
+        chosen.row_to_slot,
+        chosen.positions,
+        chosen.targets,
+    )
+    got = np.stack([np.asarray(field) for field in fields], 1)
+    np.testing.assert_array_equal(got[: len(rows)], np.array(rows).reshape(-1, 5))
+    assert (got[len(rows) :, 2] == -1).all()
+    assert (got[len(rows) :, 4] == -1).all()
+
+
+def test_slots_past_those_of_lora_are_esft_s():
+    table, block_tables, history = make_case(3)
+    table[2] = [-1, 0, 1, 2, 4]
+    table[1] = [2, 1, 1, 3, 1]
+    tables = jnp.zeros((2, 3, 4), jnp.int32)
+    batch = unpack_batch(*map(jnp.asarray, (table, block_tables, history)), 16, SIZES)
+    assert batch.token_to_esft_slot is None
+    split = split_slots(batch, 2, tables)
+    assert split.token_to_slot.tolist() == [-1, -1, 0, 1] + [-1] * 12
+    assert split.token_to_esft_slot.tolist() == [-1] * 4 + [0, 0, 0, 2] + [-1] * 8
+    assert split.reroute_tables is tables
+
+
+def test_an_empty_table_is_a_step_of_padding():
+    table = jnp.zeros((5, 5), jnp.int32)
+    _, block_tables, history = make_case(0)
+    batch = unpack_batch(table, jnp.asarray(block_tables), jnp.asarray(history), 8, SIZES)
+    assert int(batch.num_tokens) == 0
+    assert (np.asarray(batch.token_to_slot) == -1).all()
+
+
+def test_sizes():
+    assert SIZES.max_pages == 5
+    assert [SIZES.logit_rows(bucket) for bucket in (8, 32)] == [8, 12]

@@ -1,0 +1,141 @@
+import datetime
+import threading
+
+import pytest
+
+from serving.text.chat_template import MAX_TEMPLATE, ChatTemplate
+from serving.text.template_sandbox import Meter
+
+CHATML = (
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+STRICT = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Roles must alternate.') }}{% endif %}"
+    "{% if m.role == 'user' %}[INST] {{ m.content | trim }} [/INST]"
+    "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+TALK = [
+    {"role": "user", "content": " hi "},
+    {"role": "assistant", "content": "yes"},
+    {"role": "user", "content": "bye"},
+]
+
+
+def test_chatml():
+    template = ChatTemplate(CHATML, {})
+    want = "<|im_start|>user\n hi <|im_end|>\n<|im_start|>assistant\n"
+    assert template.render(TALK[:1]) == want
+    assert template.render(TALK[:1], add_generation_prompt=False) == want[: want.rindex("<|im_s")]
+
+
+def test_special_tokens_and_alternating_roles():
+    template = ChatTemplate(STRICT, {"bos_token": "<s>", "eos_token": "</s>"})
+    assert template.render(TALK) == "<s>[INST] hi [/INST] yes</s>[INST] bye [/INST]"
+    with pytest.raises(ValueError, match=r"refuses the messages: Roles must alternate\."):
+        template.render(TALK[1:])
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("a", "a"),
+        (None, ""),
+        ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "a\nb"),
+        (["a", {"text": "b"}], "a\nb"),
+        ([], ""),
+    ],
+)
+def test_content_is_a_text_or_parts_of_text(content, text):
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
+    assert template.render([{"role": "user", "content": content}]) == text
+
+
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "'image_url'"),
+        ({"role": "user", "content": [5]}, "'int'"),
+        ({"role": "user", "content": [{"type": "text"}]}, "'text' is not supported"),
+        ({"content": "a"}, r"messages\.0\.role"),
+        ({"role": 3, "content": "a"}, r"messages\.0\.role"),
+    ],
+)
+def test_other_messages_are_refused_by_place(message, error):
+    with pytest.raises(ValueError, match=error):
+        ChatTemplate(CHATML, {}).render([message])
+
+
+def test_a_message_is_data_and_never_a_template():
+    text = ChatTemplate(CHATML, {}).render([{"role": "user", "content": "{{ 7 * 7 }}{% x %}"}])
+    assert "{{ 7 * 7 }}{% x %}" in text
+
+
+def test_what_templates_expect_of_transformers():
+    source = (
+        "{{ strftime_now('%Y') }} {{ {'b': '<é>', 'a': 1} | tojson }} "
+        "{{ [1] | tojson(indent=2) }} {{ tools is none }}"
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}"
+        " {{ ns.n }}"
+    )
+    year = str(datetime.datetime.now().year)
+    got = ChatTemplate(source, {}).render(TALK)
+    assert got == year + ' {"b": "<é>", "a": 1} [\n  1\n] True 3'
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[9].content.x }}",
+        "{{ 1 / 0 }}",
+        "{{ 'a' + 1 }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ strftime_now('%Y' * 100) }}",
+        "{{ [1] | tojson(indent=999999999) }}",
+        "{{ namespace(a=1).__class__.__mro__ }}",
+        "{{ [].append(1) }}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    ],
+)
+def test_a_template_that_fails_is_a_value_error_of_bounded_length(source):
+    with pytest.raises(ValueError, match="chat template failed") as failed:
+        ChatTemplate(source, {}).render(TALK, meter=Meter(max_seconds=0.2))
+    assert len(str(failed.value)) <= 300
+
+
+@pytest.mark.parametrize("source", ["{% if %}", "{{ x | nofilter }}", "{% endfor %}"])
+def test_a_template_that_is_none_is_refused_when_it_is_read(source):
+    with pytest.raises(ValueError, match="chat template is not valid"):
+        ChatTemplate(source, {})
+
+
+def test_a_huge_template_is_refused():
+    with pytest.raises(ValueError, match=str(MAX_TEMPLATE + 1)):
+        ChatTemplate("a" * (MAX_TEMPLATE + 1), {})
+
+
+def test_every_rendering_has_a_meter_of_its_own():
+    template = ChatTemplate(CHATML, {})
+    with pytest.raises(ValueError, match="too many steps"):
+        template.render(TALK, meter=Meter(max_steps=2))
+    assert "bye" in template.render(TALK)
+
+
+def test_threads_share_a_template():
+    template, texts = ChatTemplate(CHATML, {}), {}
+
+    def work(name: str) -> None:
+        for _ in range(20):
+            texts[name] = template.render([{"role": name, "content": name * 100}])
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for name in "abcd":
+        assert texts[name] == template.render([{"role": name, "content": name * 100}])
