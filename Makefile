@@ -26,7 +26,7 @@ serve: .venv/.serve  ## start the embedded default on this machine's CPU
 	$(BIN)/python -m serving.launch $(MODEL) $(addprefix --lora-dir ,$(wildcard $(MODEL)/adapters)) $(if $(strip $(ESFT_FOLDERS)),--lora-modules $(ESFT_FOLDERS)) --port $(PORT) $(ARGS)
 
 test: .venv/.dev .cache/vllm-rs  ## the whole CPU suite, notebooks included
-	$(BIN)/python -m pytest -n 2 --dist loadfile --nbmake -m "not gpu and not multigpu and not slow and not aot and not ascend" tests notebooks
+	$(BIN)/python -m pytest -n 2 --dist loadfile --nbmake -m "not gpu and not multigpu and not slow and not aot and not ascend" notebooks tests
 
 test-slow: .venv/.dev .cache/vllm-rs
 	$(BIN)/python -m pytest -m slow
@@ -35,7 +35,7 @@ test-gpu: .venv/.dev  ## on a machine with an NVIDIA GPU
 	$(BIN)/python -m pytest -m "gpu or multigpu"
 
 test-aot: .venv/.dev .cache/aot/.cuda .cache/aot/.tpu-$(LIBTPU_VERSION)  ## compile for GPU and TPU on any machine, and read the report
-	PYTHONPATH=.cache/aot/cuda:.cache/aot/tpu $(BIN)/python -m pytest -m aot tests/aot
+	PYTHONPATH=.cache/aot/cuda:.cache/aot/tpu $(BIN)/python -m pytest -m aot tests/aot tests/cuda_backend/test_ffi.py
 
 test-ascend: .venv/.dev .cache/ascend/.wheels  ## Ascend without an NPU: wheels, triton-ascend's interpreter
 	PYTHONPATH=.cache/ascend/wheels TORCH_DEVICE_BACKEND_AUTOLOAD=0 \

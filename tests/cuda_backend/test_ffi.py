@@ -44,6 +44,7 @@ REPORT = re.compile(
 
 
 @needs_nvcc
+@pytest.mark.aot  # a minute of compiling: make test-aot
 def test_kernels_compile_for_hopper_without_spills(tmp_path):
     compiler = ffi.find_compiler()
     assert compiler is not None

@@ -25,6 +25,7 @@ def leaves(model) -> list[np.ndarray]:
     return [np.asarray(x) for x in jax.tree.leaves(nnx.split(model, graph=False)[1])]
 
 
+@pytest.mark.slow
 def test_interrupted_and_resumed_equals_unbroken(tmp_path, monkeypatch):
     share_compiled_step(monkeypatch)
     whole = pretrain(CONFIG, DOCUMENTS, 16, SCHEDULE, folder=tmp_path / "whole")

@@ -59,6 +59,7 @@ def test_gain_is_the_share_by_which_perplexity_falls():
     assert results.gain({"perplexity": {"base": 10.0, "a": 7.5}}, "a") == 0.25
 
 
+@pytest.mark.slow
 def test_each_shipped_adapter_beats_the_base_by_a_fifth_on_its_own_heldout_text(shared_data):
     """On all of two texts, which must give what the table says, and on a part of the others."""
     splits = make_assets.read_splits(shared_data / "esft" / "eval")

@@ -60,7 +60,7 @@ def decode(loaded, sampling, *, in_place):
 @pytest.mark.parametrize(
     "sampling",
     [
-        Sampling(temperature=0.0),
+        pytest.param(Sampling(temperature=0.0), marks=pytest.mark.slow),
         Sampling(temperature=0.9, top_p=0.9, logprobs=2, presence_penalty=0.5),
     ],
 )
