@@ -58,7 +58,7 @@ def test_an_accelerator_gives_kv_pages_what_weights_and_adapters_leave():
     assert cache_size(asked, 1, 1000, 150).num_pages == 2
     with pytest.raises(ValueError, match=r"Weights \(500 bytes\) leave no"):
         free_bytes(half, 1000, 500)
-    with pytest.raises(ValueError, match="Adapter slots of 200 bytes leave no room .* 200 bytes"):
+    with pytest.raises(ValueError, match=r"Adapter slots of 200 bytes leave no room .* 200 bytes"):
         kv_bytes(200, 200)
 
 
