@@ -1,6 +1,7 @@
 """A checkpoint folder small enough to train in a test, and text to train it on."""
 
 import pathlib
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,11 @@ from flax import nnx
 
 from lora_jax.config import from_hf
 from lora_jax.finetune import tokenizer, training
+from lora_jax.finetune.documents import Document
 from lora_jax.finetune.esft_export import save_esft
 from lora_jax.finetune.esft_params import chosen_experts
 from lora_jax.finetune.esft_scores import Selection
+from lora_jax.finetune.packing import PackedText
 from lora_jax.finetune.pretrain import save_qwen3_moe
 from lora_jax.finetune.records import Record
 from lora_jax.models import build, load
@@ -78,3 +81,21 @@ def share_compiled_step(monkeypatch) -> None:
         return made[0]
 
     monkeypatch.setattr(training, "make_step", make)
+
+
+def fit_nothing(monkeypatch, module) -> list[PackedText]:
+    """Let a module's training end at once; return the list that its texts are put into."""
+    texts = []
+
+    def fit(start, frozen, loss, text, *_, **__):
+        texts.append(text)
+        return start
+
+    monkeypatch.setattr(module, "fit", fit)
+    return texts
+
+
+def num_learned(documents: Sequence[Document], answer_only: bool) -> int:
+    """How many tokens training should weigh: those of the answers, or all but the first."""
+    first = [document.num_prompt if answer_only else 1 for document in documents]
+    return sum(len(d.tokens) - f for d, f in zip(documents, first, strict=True))
