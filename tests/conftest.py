@@ -40,6 +40,12 @@ CHECKED = [
 _hook = install_import_hook(CHECKED, "beartype.beartype")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Where tests read what the compiler dumps, let it compile: jax's key leaves dumping out."""
+    if config.option.markexpr == "aot":
+        jax.config.update("jax_enable_compilation_cache", False)
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder of real traces and configs kept beside the repository."""
