@@ -5,12 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from model_driver import merged, random_sites
+from model_driver import merged, random_model, random_sites
 
 from lora_jax.config import from_hf
 from lora_jax.finetune.attention import attend
 from lora_jax.finetune.lora_params import LoraDelta, Site
-from lora_jax.models import build
 from lora_jax.nn import rope
 
 CONFIG = {
@@ -50,9 +49,8 @@ def attended(model, lora: LoraDelta | None) -> np.ndarray:
 
 
 def test_lora_of_every_map_of_latent_attention_equals_merged_weights():
-    graphdef, state = nnx.split(build(from_hf(CONFIG)), graph=False)
-    model = nnx.merge(graphdef, jax.tree.map(lambda p: p * 5, state))
-    catalogue = model.catalogue(model.config)
+    model, config = random_model(CONFIG)
+    catalogue = model.catalogue(config)
     names = [n for n in catalogue.module_names if n.startswith(("q_", "kv_", "o_"))]
     assert len(names) == 6
     sites = random_sites(catalogue, 3, names)

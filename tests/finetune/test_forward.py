@@ -4,12 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from finetune_cases import dense
 from flax import nnx
-from model_driver import Driver
+from model_driver import Driver, random_model
 
-from lora_jax.config import from_hf
 from lora_jax.finetune.forward import forward
-from lora_jax.models import build
 
 BASE = {
     "vocab_size": 64,
@@ -51,25 +50,6 @@ CONFIGS["deepseek_v2 low-rank q"] = BASE | EXPERTS | LATENT | {"q_lora_rank": 14
 LENGTH = 13
 
 
-def random_model(name: str):
-    """A float32 model whose every parameter is random, so that no bias or norm is trivial."""
-    config = from_hf(CONFIGS[name])
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: build(config)), graph=False)
-    rng = np.random.default_rng(1)
-    made = []
-    for path, param in nnx.to_flat_state(state):
-        mean = 1.0 if path[-1] == "weight" and len(param.shape) == 1 else 0.0  # a norm's
-        value = mean + 0.3 * rng.standard_normal(param.shape).astype(np.float32)
-        made.append((path, param.replace(jnp.asarray(value, param.dtype))))
-    return nnx.merge(graphdef, nnx.from_flat_state(made)), config
-
-
-def dense(model, inputs):
-    """`forward` as one program: operator by operator takes seconds to compile."""
-    graphdef, state = nnx.split(model, graph=False)
-    return jax.jit(lambda state: forward(nnx.merge(graphdef, state), *inputs))(state)
-
-
 def packed(rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Rows of two segments and padding: tokens, positions, segments."""
     tokens = np.random.default_rng(2).integers(0, 64, (rows, 2 * LENGTH + 3))
@@ -81,7 +61,7 @@ def packed(rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_each_segment_has_the_logits_it_is_served_with(name):
-    model, config = random_model(name)
+    model, config = random_model(CONFIGS[name])
     inputs = packed(2)
     logits = np.asarray(dense(model, inputs).logits)
     places = [(row, slice(start, start + LENGTH)) for row in (0, 1) for start in (0, LENGTH)]
@@ -92,7 +72,7 @@ def test_each_segment_has_the_logits_it_is_served_with(name):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_the_gradient_is_the_slope(name):
-    model, _ = random_model(name)
+    model, _ = random_model(CONFIGS[name])
     graphdef, state = nnx.split(model, graph=False)
     inputs = packed(1)
 
@@ -112,18 +92,18 @@ def test_the_gradient_is_the_slope(name):
 
 
 def test_even_routing_has_imbalance_one():
-    model, _ = random_model("mixtral")
+    model, _ = random_model(CONFIGS["mixtral"])
     for layer in model.layers:
         layer.mlp.router.weight[...] = jnp.zeros_like(layer.mlp.router.weight[...])
     assert float(dense(model, packed(1)).imbalance) == pytest.approx(1.0, abs=1e-5)
 
 
 def test_dense_models_have_no_imbalance():
-    assert float(dense(random_model("llama")[0], packed(1)).imbalance) == 0.0
+    assert float(dense(random_model(CONFIGS["llama"])[0], packed(1)).imbalance) == 0.0
 
 
 def test_a_layer_that_is_not_done_is_refused():
-    model, _ = random_model("llama")
+    model, _ = random_model(CONFIGS["llama"])
     model.layers[1].mlp = nnx.Module()
     with pytest.raises(ValueError, match="is not done"):
         forward(model, *packed(1))
