@@ -16,7 +16,7 @@ from serving.transport.device_ends import Channel, DeviceEnds
 from serving.transport.device_server import DeviceServer
 from serving.transport.handshake import AbstractCarrier
 from serving.transport.joining import AbstractConnector
-from serving.transport.rendezvous import Address, Guest, wait_for_end
+from serving.transport.rendezvous import Address, Guest, owned, wait_for_end
 from serving.transport.shapes import Shapes
 from serving.transport.slots import Joined
 from serving.transport.tcp import NO_SECRET, Tcp
@@ -48,7 +48,8 @@ def open_server(
 
     `secret` as tcp.open_server has it; None for a Unix socket, which only this user may open.
     """
-    carrier = _Symmetric(ends, secret)
+    with owned(listening):
+        carrier = _Symmetric(ends, secret)
 
     def make() -> DeviceServer:
         return DeviceServer(terms.shapes, ends, pull=False)

@@ -119,3 +119,10 @@ def test_late_messages_of_an_old_join_land_elsewhere(worlds, tmp_path):
     for server, slot_bytes in ((SIZE, 64), (0, 1 << 30)):
         with pytest.raises(ValueError, match="is not of this world"):
             device.channel_to(server, 64, slot_bytes)
+
+
+def test_a_short_secret_is_refused_and_the_socket_closed(tmp_path):
+    listening = unix_listener(tmp_path / "server")
+    with pytest.raises(ValueError, match="16 bytes or more"):
+        symmetric.open_server(listening, terms_of(ep=1), 0, None, b"short")
+    assert listening.fileno() == -1
