@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bench.kernel_plots import plot_kernels
 from bench.kernels import __main__ as bench
 from bench.kernels import grid, lora, moe
 from bench.kernels.jobs import Job, Machine
@@ -197,3 +198,20 @@ def test_the_summary_names_what_is_slower():
     assert "1.41 times" in say_grid(rows)
     assert "0.50 slow" in say_grid(rows)
     assert summarise(rows[2:]) is None
+
+
+def measured(op: str, rows: int, **said) -> dict:
+    return {"name": f"{op} {rows}", "op": op, "rows": rows, "us": 3.0, "floor_us": 2.0, **said}
+
+
+def test_plots_of_whatever_was_measured_lie_beside_the_file(tmp_path):
+    zipf = {"popularity": "zipf", "rank": 64, "slots": 512, "grid": True}
+    layer = {"model": "tiny", "rank": 8, "adapters": 1, "grid": True}
+    rows = [measured("pair", 64, bar_us=3.0), measured("reroute", 1, floor_us=0.0)]
+    result = {"device": "none", "date": "today", "copy_tb_per_s": 1.0, "rows": rows}
+    plot_kernels(result, tmp_path / "some.png")
+    assert [path.name for path in tmp_path.iterdir()] == ["some.png"]
+    rows += [measured(op, n, peer_us=4.0, **zipf) for op in ("shrink", "pair") for n in (1, 64)]
+    rows += [measured("moe", 8 * n, tokens=n, peer_us=9.0, **layer) for n in (4, 16)]
+    plot_kernels(result, tmp_path / "all.png")
+    assert {"all.png", "all_phases.png", "all_tokens.png"} < {p.name for p in tmp_path.iterdir()}
