@@ -2,8 +2,8 @@
 
 A group's works are its tiles of d_out times its blocks of rows, blocks first, so that the blocks of
 one tile of weights come after one another and L2 reads it once. Each tile begins at another block:
-where every CTA came to the same block of all tiles, as 132 CTAs do where there are six, 8192 rows of
-Mixtral took a tenth longer on an H200. CTA c takes works c, c + ctas, ... of a list that nobody
+where every CTA came to the same block of all tiles, as 132 CTAs do where there are six, 8192 rows
+of Mixtral took a tenth longer on an H200. CTA c takes works c, c + ctas, ... of a list that nobody
 writes down. Rows in no group are the last group.
 """
 
