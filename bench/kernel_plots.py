@@ -78,7 +78,7 @@ def _plot_points(result: dict[str, Any], path: Path) -> None:
         ax.plot(row["us"] / floor, i, "o", color=OURS, ms=4.5, label="lora-jax")
     ax.axvline(1, color="black", lw=0.9)
     ax.set(xscale="log", ylim=(len(lines) - 0.4, -0.8), yticks=[])
-    _plain_ticks(ax.xaxis, (0.9, 1, 1.25, 1.5, 2, 3, 4, 6, 8, 12))
+    _plain_ticks(ax.xaxis, (1, 1.25, 1.5, 2, 3, 4, 6, 8, 12))
     ax.grid(axis="y", visible=False)
     ax.spines["left"].set_visible(False)
     ax.set_xlabel(
@@ -144,7 +144,8 @@ def _plot_tokens(result: dict[str, Any], grid: list[dict], path: Path) -> None:
     panels = {"linear map, 4096 to 14336, rank 64": _of_phase(grid, "pair")}
     for row in layers:
         panels.setdefault(f"experts of {row['model']}, rank {row['rank']}", []).append(row)
-    fig, axes = plt.subplots(1, len(panels), figsize=(2.3 * len(panels), 2.8), squeeze=False)
+    width = max(7.4, 2.3 * len(panels))
+    fig, axes = plt.subplots(1, len(panels), figsize=(width, 2.8), squeeze=False)
     for ax, (title, rows) in zip(axes[0], panels.items(), strict=True):
         for adapters, color in SHADES.items():
             own = [row for row in rows if _adapters(row) == adapters]

@@ -128,10 +128,10 @@ POINTS = (
         )
         for rows in (512, 1024, 2048, 8192)
     ),
-    Point("1024 tokens, rank 8", "pair", 1024, 14336, rank=8),
-    Point("1024 tokens, rank 16", "pair", 1024, 14336, rank=16),
-    Point("1024 tokens, rank 32", "pair", 1024, 14336, rank=32),
-    Point("1024 tokens, rank 128", "pair", 1024, 14336, rank=128),
+    Point("1024 tokens, Zipf 1.2", "pair", 1024, 14336, rank=8),
+    Point("1024 tokens, Zipf 1.2", "pair", 1024, 14336, rank=16),
+    Point("1024 tokens, Zipf 1.2", "pair", 1024, 14336, rank=32),
+    Point("1024 tokens, Zipf 1.2", "pair", 1024, 14336, rank=128),
     Point("1 token", "pair", 1, 14336),
 )
 
