@@ -8,6 +8,7 @@ import argparse
 import collections
 import datetime
 import importlib
+import importlib.util
 import json
 import os
 import time
@@ -19,7 +20,6 @@ from typing import Any
 
 import jax
 
-from bench.kernel_plots import plot_kernels
 from bench.kernels.jobs import Job, Machine
 from bench.kernels.summary import say_grid, summarise
 from bench.kernels.timing import copy_bandwidth, dense_rate
@@ -91,6 +91,14 @@ def run(part: str, results: Results, machine: Machine) -> None:
     print(f"{part}: {len(left)} points, traced in {traced:.0f} s, all in {took:.0f} s", flush=True)
 
 
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Draw the plots, if this machine can: the file is enough for another one to do it."""
+    if importlib.util.find_spec("matplotlib"):
+        importlib.import_module("bench.kernel_plots").plot_kernels(result, path)
+    else:
+        print(f"no matplotlib here: python -m bench.report {path.parent} draws the plots elsewhere")
+
+
 def main() -> None:
     """Run the parts that were asked for, all of them by default."""
     parser = argparse.ArgumentParser(prog="python -m bench.kernels", description=__doc__)
@@ -115,7 +123,7 @@ def main() -> None:
     said["grid"] = summarise(said["rows"])
     results.write()
     print(say_grid(said["rows"]))
-    plot_kernels(said, file.with_suffix(".png"))
+    draw(said, file.with_suffix(".png"))
     print(f"{len(said['rows'])} rows, {time.perf_counter() - start:.0f} s")
 
 
