@@ -188,7 +188,7 @@ def test_a_peer_that_goes_away_in_the_middle_is_said(tensor, connection):
     ours.sendall(len(text).to_bytes(8, "little") + text)
     ours.close()
     files = open_files()
-    with pytest.raises(ShareError, match="0 of 2 pages"):
+    with pytest.raises(ShareError, match="0 of 1 blocks"):
         import_tensor(theirs, HostMemory("none"))
     assert open_files() == files
 
