@@ -24,10 +24,17 @@ SHARD_EXPERTS = 64  # in one file
 LOADS = 3
 
 
-def rows(woven: Woven, first_use: Callable[[int], None]) -> Iterator[Row]:
-    """Yield loads of the smallest adapter beside its bytes over the copy rate, and its unload."""
+FirstUse = Callable[[jax.Array], object]  # runs a step by reroute tables
+
+
+def rows(woven: Woven, first_use_of: Callable[[int], FirstUse]) -> Iterator[Row]:
+    """Yield loads of the smallest adapter beside its bytes over the copy rate, and its unload.
+
+    `first_use_of` a slot returns what waits for one step of the adapter there.
+    """
     adapter = int(np.argmin([counts.sum() for counts in woven.shape.counts]))
     woven.unload(str(adapter))
+    first_use = first_use_of(adapter)
     weights, catalogue = on_host(woven, adapter), woven.model.catalogue(woven.config)
     rate = copy_rate()
     with tempfile.TemporaryDirectory() as folder:
@@ -104,7 +111,7 @@ def device_used(woven: Woven) -> int:
 def _in_and_out(
     woven: Woven,
     read: Callable[[], ExpertWeights],
-    first_use: Callable[[int], None],
+    first_use: FirstUse,
     rate: float,
     before: int = 0,
 ) -> tuple[Row, Row]:
@@ -113,18 +120,18 @@ def _in_and_out(
     The load's `us` is from asking for it to the end of its first step; the unload's `left MB` is
     what the device's driver counts more than `before`.
     """
+    tables = jax.block_until_ready(jnp.asarray(woven.tables))
     start = time.perf_counter()
     weights = read()
     known = time.perf_counter()
     placement = woven.allocator.place(weights)
     plan = ExpertLoadingPlan(placement, woven.tensors)
-    tables = plan.advance(jnp.asarray(woven.tables), 1 << 40)
+    tables = jax.block_until_ready(plan.advance(tables, 1 << 40))
     woven.allocator.finish_loading(placement.digest)
-    jax.block_until_ready(tables)
     there = time.perf_counter()
-    woven.tables = np.array(tables)
-    first_use(placement.slot)
+    first_use(tables)
     end = time.perf_counter()
+    woven.tables = np.array(tables)
     size = weights.num_experts * woven.tensors.expert_bytes
     more = {
         "GB": size / 1e9,

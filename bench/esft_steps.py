@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -21,8 +22,9 @@ from serving.steps.device_state import init_row_state
 from serving.steps.step import NUM_TOKENS, SAMPLES, SLOT, START, TABLE_ROWS, StepSizes
 
 WORKERS = 10  # programs that are compiled at a time
-CALLS, SAMPLES_TAKEN = 10, 5
-LONGEST = 0.3  # seconds of enqueued steps in one sample
+FEW_MS = 40  # of steps behind one another in the shorter half of a sample
+MANY = 3  # times as many are in the longer half
+SAMPLES_TAKEN = 21
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,13 +73,78 @@ class Batch:
         return dataclasses.replace(self, table=table)
 
 
+Step = Callable[..., list[jax.Array]]  # enqueues one; the sizes of its groups, layer by layer
+
+
 @dataclasses.dataclass(frozen=True)
 class Took:
-    """Microseconds of one step, and the distinct experts it touched in all layers."""
+    """Microseconds of one step, sample by sample, and the distinct experts it touched."""
 
-    us: float
-    experts: float
+    samples: list[float]
+    experts: float  # in all layers together
     dispatch_us: float  # of the host, for one step
+
+    @property
+    def us(self) -> float:
+        return statistics.median(self.samples)
+
+    def over(self, base: "Took") -> dict[str, float]:
+        """Return by how many percent it takes longer: the median over pairs, its 95% interval."""
+        ratios = [a / b for a, b in zip(self.samples, base.samples, strict=True)]
+        low, high = median_interval(ratios)
+        named = {"over %": statistics.median(ratios), "low %": low, "high %": high}
+        return {name: 100 * (ratio - 1) for name, ratio in named.items()}
+
+
+def median_interval(values: list[float]) -> tuple[float, float]:
+    """Return what the median lies between in 95 of 100 cases, whatever the values' distribution.
+
+    It is below the k-th of n values with the chance of fewer than k heads among n coins.
+    """
+    ordered, n, below, k = sorted(values), len(values), 0.0, 0
+    while below + math.comb(n, k) / 2**n <= 0.025:
+        below += math.comb(n, k) / 2**n
+        k += 1
+    k = max(k, 1)
+    return ordered[k - 1], ordered[n - k]
+
+
+def in_turn(steps: dict[str, Step], samples: int = SAMPLES_TAKEN) -> dict[str, Took]:
+    """Return what each step takes, a sample of each in turn, so that drift counts for all alike."""
+    experts, calls = {}, {}
+    for name, step in steps.items():
+        sizes = jax.block_until_ready(step())
+        experts[name] = float(sum(np.count_nonzero(np.asarray(s)) for s in sizes))
+        jax.block_until_ready(step())
+        calls[name] = max(1, round(FEW_MS / 1e3 / _seconds(step, 3)[0] * 3))
+    taken: dict[str, list[float]] = {name: [] for name in steps}
+    sent: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(samples):
+        for name in list(steps)[:: -1 if turn % 2 else 1]:
+            us, dispatch_us = _sample(steps[name], calls[name])
+            taken[name].append(us)
+            sent[name].append(dispatch_us)
+    return {name: Took(taken[name], experts[name], statistics.median(sent[name])) for name in steps}
+
+
+def _sample(step: Step, calls: int) -> tuple[float, float]:
+    """Return microseconds of a step, and of the host for one.
+
+    Many steps minus a few of them: what happens before the first one reaches the device is in both.
+    """
+    few, _ = _seconds(step, calls)
+    many, sent = _seconds(step, MANY * calls)
+    return (many - few) / ((MANY - 1) * calls) * 1e6, sent / (MANY * calls) * 1e6
+
+
+def _seconds(step: Step, calls: int) -> tuple[float, float]:
+    """Return how long so many steps take behind one another, and until the last is enqueued."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        sizes = step()
+    sent = time.perf_counter() - start
+    jax.block_until_ready(sizes)
+    return time.perf_counter() - start, sent
 
 
 def decode_batch(rows: int, context: int, adapters: int, sizes: StepSizes) -> Batch:
@@ -148,28 +215,10 @@ class Programs:
         """Let a program be compiled; `groups` are the experts in a tensor (None: all there are)."""
         self._program(kind, bucket, groups)
 
-    def time(self, kind: str, bucket: int, tables: Any, batch: Batch, leaves: Any = None) -> Took:
-        """Return the median over samples of steps that are enqueued behind one another."""
-        step = self.runner(kind, bucket, tables, batch, leaves)
-        sizes = jax.block_until_ready(step())
-        experts = float(sum(np.count_nonzero(np.asarray(s)) for s in sizes))
-        start = time.perf_counter()
-        jax.block_until_ready(step())
-        calls = int(min(CALLS, max(1, LONGEST / (time.perf_counter() - start))))
-        taken, sent = [], []
-        for _ in range(SAMPLES_TAKEN):
-            start = time.perf_counter()
-            for _ in range(calls):
-                sizes = step()
-            sent.append((time.perf_counter() - start) / calls * 1e6)
-            jax.block_until_ready(sizes)
-            taken.append((time.perf_counter() - start) / calls * 1e6)
-        return Took(statistics.median(taken), experts, statistics.median(sent))
-
-    def runner(
-        self, kind: str, bucket: int, tables: Any, batch: Batch, leaves: Any = None
-    ) -> Callable[[], Any]:
+    def runner(self, kind: str, bucket: int, tables: Any, batch: Batch, leaves: Any = None) -> Step:
         """Return a function that enqueues one step and returns the sizes of its groups.
+
+        Other reroute tables than `tables` may be given to it.
 
         `leaves` None are the plain model's for "base", else the virtual tensors'.
         """
@@ -181,9 +230,9 @@ class Programs:
         table, blocks = self._place(batch.table), self._place(batch.block_tables)
         sizes = [self._place(np.zeros(groups, np.int32)) for _ in range(self._layers)]
 
-        def step():
+        def step(tables=given):
             nonlocal sizes
-            out = program(leaves, self._cache, self._state, sizes, given, table, blocks)
+            out = program(leaves, self._cache, self._state, sizes, tables, table, blocks)
             self._cache, self._state, sizes = out
             return sizes
 

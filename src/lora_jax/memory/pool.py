@@ -15,7 +15,7 @@ from lora_jax.memory.virtual import AbstractVirtualMemory, OutOfPages
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Block:
-    """Pages of a pool behind one of the memory's handles, mapped together; equal to itself alone."""
+    """Pages of a pool behind one handle of the memory, mapped together; equal to itself alone."""
 
     handle: int
     num_pages: int
@@ -65,7 +65,7 @@ class PagePool:
         self._lock = threading.Lock()
         self._free: list[Block] = []
         self._counts: dict[Block, int] = {}  # block in use -> references
-        self._created = self._peak = 0  # pages
+        self._created = self._in_use = self._peak = 0  # pages
         self._free += self._create([1] * prefill_pages)
 
     def acquire(self, sizes: Sequence[int]) -> list[Block]:
@@ -89,7 +89,8 @@ class PagePool:
                 raise
             blocks = [found or next(fresh) for found in reused]
             self._counts.update(dict.fromkeys(blocks, 1))
-            self._peak = max(self._peak, _pages(self._counts))
+            self._in_use += sum(sizes)
+            self._peak = max(self._peak, self._in_use)
             return blocks
 
     def retain(self, block: Block) -> None:
@@ -105,6 +106,7 @@ class PagePool:
             self._counts[block] -= 1
             if not self._counts[block]:
                 del self._counts[block]
+                self._in_use -= block.num_pages
                 self._free.append(block)
 
     def trim(self) -> int:
@@ -115,19 +117,21 @@ class PagePool:
     def stats(self) -> PoolStats:
         """Return the counts of this moment, in pages."""
         with self._lock:
-            used, free = _pages(self._counts), _pages(self._free)
-            return PoolStats(used + free, used, free, self._peak, self._budget, self.page_bytes)
+            counts = self._created, self._in_use, self._created - self._in_use, self._peak
+            return PoolStats(*counts, self._budget, self.page_bytes)
 
     def check_integrity(self) -> None:
         """Assert that a block is either free or in use, once, and that the budget holds."""
         with self._lock:
-            free, used = set(self._free), _pages(self._counts)
+            free = set(self._free)
             assert len(free) == len(self._free), "a block is free twice"
             assert not free & self._counts.keys(), "a block is free and in use"
             assert all(count > 0 for count in self._counts.values()), "a block without a reference"
-            assert _pages(free) + used == self._created, "pages that are neither free nor in use"
+            assert _pages(self._counts) == self._in_use <= self._peak, (
+                "pages in use are not so many"
+            )
+            assert _pages(free) + self._in_use == self._created, "pages that are not accounted for"
             assert self._created <= self._budget, "more pages than the budget"
-            assert used <= self._peak, "more pages than the peak"
 
     def _match(self, sizes: Sequence[int]) -> tuple[list[Block], list[Block | None]]:
         """Return the free blocks that are not wanted, and one for each size that has any."""
@@ -140,10 +144,10 @@ class PagePool:
     def _create(self, sizes: Sequence[int]) -> list[Block]:
         """Return new blocks; where one cannot be had, destroy the others again."""
         too_many = self._created + sum(sizes) - self._budget
-        if too_many > (free := _pages(self._free)):
+        if too_many > 0 and too_many > (free := _pages(self._free)):
             raise OutOfPages(
                 f"{sum(sizes)} more pages of {self.page_bytes} bytes are {too_many - free} too "
-                f"many; the budget is {self._budget}, {_pages(self._counts)} are in use"
+                f"many; the budget is {self._budget}, {self._in_use} are in use"
             )
         self._destroy_free(too_many)
         blocks: list[Block] = []

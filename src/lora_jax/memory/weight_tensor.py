@@ -226,18 +226,18 @@ class WeightTensor:
     def _fill(self, indices: range) -> None:
         """Map blocks of the pool where experts have no pages: all or none."""
         size, memory = self.pool.page_bytes, self.pool.memory
-        runs = [list(self._cut(run, indices)) for run in self._missing(indices)]
-        blocks = self.pool.acquire([len(part) for run in runs for part in run])
+        cuts = [list(self._cut(run, indices)) for run in self._missing(indices)]
+        blocks = self.pool.acquire([len(part) for parts in cuts for part in parts])
         waiting = iter(blocks)
+        runs = [[_Placed(part.start, next(waiting)) for part in parts] for parts in cuts]
         done: list[_Placed] = []
         try:
             for run in runs:
-                new = [_Placed(part.start, block) for part, block in zip(run, waiting, strict=False)]
-                num_bytes = (run[-1].stop - run[0].start) * size
-                handles = [placed.block.handle for placed in new]
+                num_bytes = sum(len(placed.numbers) for placed in run) * size
+                handles = [placed.block.handle for placed in run]
                 memory.map_run(self.address + run[0].start * size, handles, num_bytes)
-                self._placed.update((number, placed) for placed in new for number in placed.numbers)
-                done += new
+                self._placed.update((number, placed) for placed in run for number in placed.numbers)
+                done += run
         except BaseException:
             for block in blocks[len(done) :]:
                 self.pool.release(block)
