@@ -252,7 +252,7 @@ class DriverDoubleContract:
     See driver_double.Double.
     """
 
-    @pytest.mark.parametrize("after", [0, 1, 7, 8])
+    @pytest.mark.parametrize("after", [0, 1, 2])
     def test_a_failure_in_the_middle_of_a_load_undoes_all_of_it(self, memory, double, after):
         for operation in ("create", "map", "grant"):
             if operation in double.operations:
@@ -272,7 +272,7 @@ class DriverDoubleContract:
         except MappingError:
             failed = True
         double.fail(operation, -1)
-        calls = {"create": 8, "map": 8, "grant": 1}[operation]
+        calls = {"create": 2, "map": 2, "grant": 1}[operation]
         assert failed == (after < calls)
         if failed:
             free = tensor.pool.stats().free

@@ -215,7 +215,7 @@ class WeightTensor:
         return Counter(
             placed
             for index in indices
-            for placed in {self._placed[number] for number in self._numbers(index, index + 1)}
+            for placed in dict.fromkeys(self._placed[n] for n in self._numbers(index, index + 1))
         )
 
     def _numbers(self, start: int, stop: int) -> range:
