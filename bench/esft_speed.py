@@ -238,9 +238,17 @@ class Results:
             self._rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
         file.parent.mkdir(parents=True, exist_ok=True)
 
+    def say(self, name: str, about: Any) -> None:
+        """Add what holds for all rows and write the file."""
+        self._about[name] = about
+        self._write()
+
     def keep(self, row: Row) -> None:
         """Add a row and write the file."""
         self._rows[row.name] = row.as_json()
+        self._write()
+
+    def _write(self) -> None:
         result = {**self._about, "rows": list(self._rows.values())}
         self._file.write_text(json.dumps(result, indent=1) + "\n")
 
@@ -293,7 +301,8 @@ def main() -> None:
     }
     results = Results(args.out / f"esft_speed_{device.lower().replace(' ', '_')}.json", about)
     measure(measurement, args.only, args.seconds, results.keep)
-    say("measured")
+    results.say("beside_bytes", beside := programs.beside_bytes())
+    say(f"measured; beside weights and KV {sum(beside.values())} bytes: {beside}")
     woven.close()
 
 

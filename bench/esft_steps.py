@@ -211,6 +211,24 @@ class Programs:
         state = dataclasses.replace(state, history=jnp.asarray(history))
         self._state = self._place(jax.tree.leaves(state))
 
+    def beside_bytes(self) -> dict[str, int]:
+        """Return what the device holds beside weights, KV and experts' pages, by what it is for.
+
+        The largest program's temporaries, the sequences' state, and all that the driver counts
+        outside of jax's memory: the context, libraries, CUDA graphs. Empty where nobody counts.
+        """
+        device = jax.devices()[0]
+        used, stats = self._woven.memory.usage().device_used, device.memory_stats()
+        if used is None or stats is None:
+            return {}
+        programs = [found.result() for found in self._compiled.values()]
+        pages = self._woven.tensors.pages().created_bytes
+        return {
+            "temporaries": max(p.memory_analysis().temp_size_in_bytes for p in programs),
+            "state": sum(leaf.nbytes for leaf in self._state),
+            "outside of jax": used - stats["pool_bytes"] - pages,
+        }
+
     def begin(self, kind: str, bucket: int, groups: int | None = None) -> None:
         """Let a program be compiled; `groups` are the experts in a tensor (None: all there are)."""
         self._program(kind, bucket, groups)
