@@ -40,19 +40,26 @@ LONG = Sampling(max_tokens=50, temperature=0.0, ignore_eos=True)
 
 
 class FaultyMemory(HostMemory):
-    """Gives only so many pages more, if `left` says so."""
+    """Gives only so many pages more than come back, if `left` says so."""
 
     def __init__(self):
         super().__init__("none")  # a step that reads where no expert lies ends the process
         self.left: int | None = None
         self.why: Exception = OutOfPages("the device is full")
+        self._page = 1 << 30  # bytes
 
     def create_page(self, num_bytes):
+        self._page = min(self._page, num_bytes)
         if self.left is not None:
-            if self.left == 0:
+            if self.left < num_bytes // self._page:
                 raise self.why
-            self.left -= 1
+            self.left -= num_bytes // self._page
         return super().create_page(num_bytes)
+
+    def destroy_page(self, handle):
+        if self.left is not None:
+            self.left += self._ledger.find_page(handle).num_bytes // self._page
+        super().destroy_page(handle)
 
 
 def runner_of(engine) -> ModelRunner:
