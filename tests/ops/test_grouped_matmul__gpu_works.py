@@ -24,15 +24,18 @@ def listed(sizes: np.ndarray, works: Works) -> list[tuple[int, int, int, int, in
     return found
 
 
-def walked(sizes: np.ndarray, works: Works, cta: int) -> list[tuple[int, int, int, int, int]]:
+def walked(
+    sizes: np.ndarray, works: Works, cta: int, num_rows: int
+) -> list[tuple[int, int, int, int, int]]:
     """Return what a CTA is told to do."""
     told = []
 
     def do(*work):
         jax.debug.callback(lambda *w: told.append(tuple(map(int, w))), *work, ordered=True)
 
-    run = jax.jit(lambda given: works.for_each(given, jnp.int32(cta), do))
-    steps = int(jax.block_until_ready(run(jnp.asarray(sizes, jnp.int32))))
+    run = jax.jit(lambda given, rows: works.for_each(given, rows, jnp.int32(cta), do))
+    given = jnp.asarray(sizes, jnp.int32), jnp.int32(num_rows)
+    steps = int(jax.block_until_ready(run(*given)))
     jax.effects_barrier()
     *real, last = told
     assert last[0] > works.groups, "called once more, for nothing"
@@ -58,11 +61,22 @@ def drawn(name: str, groups: int) -> np.ndarray:
 
 @pytest.mark.parametrize("groups", [3, 9, 150])
 @pytest.mark.parametrize("name", ["base", "few", "all", "last", "none"])
-@pytest.mark.parametrize("padding", [0, 13])
-def test_every_work_is_done_once_by_its_cta(name, groups, padding):
+@pytest.mark.parametrize(("padding", "said"), [(0, 0), (13, 13), (13, 4), (13, 0)])
+def test_every_work_is_done_once_by_its_cta(name, groups, padding, said):
+    """`said` rows more than groups have may have groups, as far as is known."""
     sizes = drawn(name, groups)
     rows, ctas = int(sizes.sum()) + padding, 5
     works = Works(groups, rows, 16, 3, 7, ctas)
     want = listed(sizes, works)
     for cta in (0, 3):
-        assert walked(sizes, works, cta) == want[cta::ctas]
+        assert walked(sizes, works, cta, sizes.sum() + said) == want[cta::ctas]
+
+
+def test_behind_the_last_row_of_a_group_no_group_is_looked_at():
+    sizes = drawn("base", 150)
+    works = Works(150, int(sizes.sum()) + 13, 16, 3, 7, 1)
+    want = listed(sizes, works)
+    wrong = sizes.copy()
+    wrong[-9:] = 7
+    assert walked(wrong, works, 0, sizes.sum()) == want
+    assert walked(wrong, works, 0, sizes.sum() + 1) != want
