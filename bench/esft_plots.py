@@ -77,7 +77,7 @@ def _plot_parts(ax: Axes, rows: list[dict]) -> None:
     ax.axhline(0, color="black", lw=0.8)
     names = [row["name"].partition(", ")[2].replace(", ", "\n") for row in parts]
     ax.set_xticks(range(len(parts)), names, fontsize=6)
-    ax.set(ylabel="over the base alone, or over padded tensors, %", title="its parts")
+    ax.set(ylabel="over the base alone (grey: over padded), %", title="its parts")
 
 
 def _plot_own(ax: Axes, batches: dict[str, list[tuple[int, dict]]]) -> None:
