@@ -4,6 +4,7 @@ The oracle is an engine whose base weights are exchanged for those of a merged c
 """
 
 import contextlib
+import mmap
 import random
 import shutil
 import time
@@ -171,6 +172,12 @@ def shipped_case(root, assets, **options):
         merged[adapter.name] = tiny_esft.write_merged(root / f"m-{adapter.name}", assets, made)
     options = {"max_lora_rank": 32, "max_loras": len(loras)} | options
     return Case(assets, folder, merged, loras, **options)
+
+
+def resident_bytes() -> int:
+    """Return the memory of this process."""
+    with open("/proc/self/statm") as line:
+        return int(line.read().split()[1]) * mmap.PAGESIZE
 
 
 def holds(check) -> bool:
