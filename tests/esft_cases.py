@@ -47,19 +47,18 @@ class FaultyMemory(HostMemory):
         super().__init__("none")  # a step that reads where no expert lies ends the process
         self.left: int | None = None
         self.why: Exception = OutOfPages("the device is full")
-        self._page = 1 << 30  # bytes
+        self.page_bytes = 0  # of the engine's pool
 
     def create_page(self, num_bytes):
-        self._page = min(self._page, num_bytes)
         if self.left is not None:
-            if self.left < num_bytes // self._page:
+            if self.left < num_bytes // self.page_bytes:
                 raise self.why
-            self.left -= num_bytes // self._page
+            self.left -= num_bytes // self.page_bytes
         return super().create_page(num_bytes)
 
     def destroy_page(self, handle):
         if self.left is not None:
-            self.left += self._ledger.find_page(handle).num_bytes // self._page
+            self.left += self._ledger.find_page(handle).num_bytes // self.page_bytes
         super().destroy_page(handle)
 
 
@@ -110,6 +109,8 @@ class Case:
             self.engine = Engine(base, **options, lora_dir=str(folder), max_queue=4000)
         tensors = self.engine._parts.loader._room.tensors
         self.memory = memory or tensors._memory
+        if memory is not None:
+            memory.page_bytes = tensors.pages().page_bytes
         self.pages_at_start = self.pages()
 
     def answers(self, engine, name):
