@@ -117,9 +117,21 @@ def _in_and_out(
 ) -> tuple[Row, Row]:
     """Load and use an adapter once, then unload it.
 
-    The load's `us` is from asking for it to the end of its first step; the unload's `left MB` is
-    what the device's driver counts more than `before`.
+    The unload's `left MB` is what the device's driver counts more than `before`.
     """
+    load, digest = _load(woven, read, first_use, rate)
+    during, begun = device_used(woven), time.perf_counter()
+    woven.unload(digest)
+    took = time.perf_counter() - begun
+    left = device_used(woven) - before
+    freed = {"freed MB": (during - before - left) / 1e6, "left MB": left / 1e6}
+    return load, Row("unload", took * 1e6, more={"GB": load.more["GB"], **freed})
+
+
+def _load(
+    woven: Woven, read: Callable[[], ExpertWeights], first_use: FirstUse, rate: float
+) -> tuple[Row, str]:
+    """Return what a load takes from asking for it to the end of its first step; its digest."""
     tables = jax.block_until_ready(jnp.asarray(woven.tables))
     start = time.perf_counter()
     weights = read()
@@ -144,13 +156,8 @@ def _in_and_out(
         "write GB/s": size / (there - mapped) / 1e9,
         "copy GB/s": rate / 1e9,
     }
-    during, begun = device_used(woven), time.perf_counter()
-    woven.unload(weights.digest)
-    took = time.perf_counter() - begun
-    left = device_used(woven) - before
-    freed = {"GB": size / 1e9, "freed MB": (during - before - left) / 1e6, "left MB": left / 1e6}
-    load = Row("load", (end - start) * 1e6, base_us=size / rate * 1e6, more=more)
-    return load, Row("unload", took * 1e6, more=freed)
+    took = (end - start) * 1e6
+    return Row("load", took, base_us=size / rate * 1e6, more=more), weights.digest
 
 
 def _forget(folder: Path) -> None:

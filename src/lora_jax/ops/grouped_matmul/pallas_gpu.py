@@ -181,5 +181,5 @@ def _launch(
         ],
         interpret=interpret or False,
     )
-    num_rows = jnp.int32(rows) if num_rows is None else num_rows
-    return kernel(group_sizes, num_rows.reshape(1), x, *weights, *given, *added)[:rows]
+    last = jnp.asarray(rows if num_rows is None else num_rows, jnp.int32).reshape(1)
+    return kernel(group_sizes, last, x, *weights, *given, *added)[:rows]
