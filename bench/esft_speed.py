@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import functools
 import json
+import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ import jax
 from bench import esft_loading
 from bench.esft_model import SHAPES, Shape, Woven
 from bench.esft_steps import (
+    PROFILES,
     SAMPLES_TAKEN,
     Batch,
     Programs,
@@ -41,6 +43,7 @@ DECODE = (1, 8, 64)  # rows
 PREFILL = (1024, 4096)  # tokens
 CONTEXT = 1024  # tokens before a decoded one
 PADDED_ADAPTERS = 5
+SAMPLES = (SAMPLES_TAKEN, PROFILES)
 
 
 class Measurement:
@@ -75,7 +78,7 @@ class Measurement:
         for bucket, batch in self._batches({max(self.decode_rows)}, adapters):
             runner, identity = self.programs.runner, self.woven.identity
             kinds = {kind: runner(kind, bucket, identity, batch) for kind in ("fused", "plain")}
-            took = in_turn({"base": self._base(bucket, batch), **kinds}, self.samples)
+            took = in_turn({"base": self._base(bucket, batch), **kinds}, *self.samples)
             for kind in kinds:
                 yield _row(f"rerouting {kind}, {batch.name}", took[kind], took["base"], adapters)
 
@@ -91,7 +94,7 @@ class Measurement:
             step = functools.partial(
                 self.programs.runner, "fused", bucket, self.woven.identity, batch
             )
-            took = in_turn({name: step(given) for name, given in leaves.items()}, self.samples)
+            took = in_turn({name: step(given) for name, given in leaves.items()}, *self.samples)
             name = f"virtual against padded, {batch.name}"
             yield _row(name, took["virtual"], took["padded"], adapters)
 
@@ -126,7 +129,7 @@ class Measurement:
                     "same": runner(tables=self.woven.identity),
                     "own": runner(tables=self.woven.tables),
                 },
-                self.samples,
+                *self.samples,
             )
             base = took["base"]
             for kind in ("same", "own"):
@@ -178,7 +181,10 @@ class Measurement:
 
 
 def _row(name: str, took: Took, base: Took, adapters: int) -> Row:
-    more = {**took.over(base), "samples": len(took.samples), "dispatch us": took.dispatch_us}
+    more = {**took.over(base), "dispatch us": took.dispatch_us}
+    if took.device:
+        device = {"device us": took.device, "base device us": base.device}
+        more |= {of: statistics.median(us) for of, us in device.items()}
     return Row(name, took.us, base_us=base.us, adapters=adapters, more=more)
 
 
@@ -263,7 +269,8 @@ def main() -> None:
     text = "prompts' tokens; none leaves prefill out everywhere"
     parser.add_argument("--prefill-tokens", type=int, nargs="*", default=PREFILL, help=text)
     parser.add_argument("--decode-rows", type=int, nargs="+", default=DECODE)
-    parser.add_argument("--samples", type=int, default=SAMPLES_TAKEN, help="of every step")
+    text = "of every step: by the clock, and by the profiler"
+    parser.add_argument("--samples", type=int, nargs=2, default=SAMPLES, help=text)
     text = "folder of programs that bench.esft_programs has compiled before"
     parser.add_argument("--programs", type=Path, help=text)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))

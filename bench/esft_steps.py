@@ -3,10 +3,9 @@
 import concurrent.futures
 import dataclasses
 import functools
-import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,16 @@ import numpy as np
 
 from bench.esft_model import Shape, Woven
 from bench.esft_programs import PAGE, StepProgram, compile_apart, register_kernels
+from bench.step_profile import profile_step
 from lora_jax.config import from_hf
 from lora_jax.kv_cache import init_cache
 from serving.steps.device_state import init_row_state
 from serving.steps.step import NUM_TOKENS, SAMPLES, SLOT, START, TABLE_ROWS, StepSizes
 
 WORKERS = 10  # programs that are compiled at a time
-FEW_MS = 40  # of steps behind one another in the shorter half of a sample
-MANY = 3  # times as many are in the longer half
-SAMPLES_TAKEN = 21
+SAMPLE_S = 0.15  # of steps behind one another
+SAMPLES_TAKEN = 7
+PROFILES = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,9 +78,14 @@ Step = Callable[..., list[jax.Array]]  # enqueues one; the sizes of its groups, 
 
 @dataclasses.dataclass(frozen=True)
 class Took:
-    """Microseconds of one step, sample by sample, and the distinct experts it touched."""
+    """Microseconds of one step, sample by sample, and the distinct experts it touched.
+
+    `samples` are by the clock, so that a host that is late shows; `device` is what the kernels of a
+    step take, by the profiler, and differs by 0.1% or so from sample to sample. Empty on a CPU.
+    """
 
     samples: list[float]
+    device: list[float]
     experts: float  # in all layers together
     dispatch_us: float  # of the host, for one step
 
@@ -89,62 +94,56 @@ class Took:
         return statistics.median(self.samples)
 
     def over(self, base: "Took") -> dict[str, float]:
-        """Return by how many percent it takes longer: the median over pairs, its 95% interval."""
-        ratios = [a / b for a, b in zip(self.samples, base.samples, strict=True)]
-        low, high = median_interval(ratios)
-        named = {"over %": statistics.median(ratios), "low %": low, "high %": high}
-        return {name: 100 * (ratio - 1) for name, ratio in named.items()}
+        """Return by how many percent it takes longer, the median over pairs, and their range.
+
+        By the device's own time where that is known, else by the clock.
+        """
+        pairs = zip(self.device or self.samples, base.device or base.samples, strict=True)
+        over = [100 * (mine / its - 1) for mine, its in pairs]
+        return {"over %": statistics.median(over), "low %": min(over), "high %": max(over)}
 
 
-def median_interval(values: list[float]) -> tuple[float, float]:
-    """Return what the median lies between in 95 of 100 cases, whatever the values' distribution.
-
-    It is below the k-th of n values with the chance of fewer than k heads among n coins.
-    """
-    ordered, n, below, k = sorted(values), len(values), 0.0, 0
-    while below + math.comb(n, k) / 2**n <= 0.025:
-        below += math.comb(n, k) / 2**n
-        k += 1
-    k = max(k, 1)
-    return ordered[k - 1], ordered[n - k]
-
-
-def in_turn(steps: dict[str, Step], samples: int = SAMPLES_TAKEN) -> dict[str, Took]:
+def in_turn(
+    steps: dict[str, Step], samples: int = SAMPLES_TAKEN, profiles: int = PROFILES
+) -> dict[str, Took]:
     """Return what each step takes, a sample of each in turn, so that drift counts for all alike."""
     experts, calls = {}, {}
     for name, step in steps.items():
         sizes = jax.block_until_ready(step())
         experts[name] = float(sum(np.count_nonzero(np.asarray(s)) for s in sizes))
-        jax.block_until_ready(step())
-        calls[name] = max(1, round(FEW_MS / 1e3 / _seconds(step, 3)[0] * 3))
-    taken: dict[str, list[float]] = {name: [] for name in steps}
-    sent: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(samples):
-        for name in list(steps)[:: -1 if turn % 2 else 1]:
-            us, dispatch_us = _sample(steps[name], calls[name])
-            taken[name].append(us)
-            sent[name].append(dispatch_us)
-    return {name: Took(taken[name], experts[name], statistics.median(sent[name])) for name in steps}
+        calls[name] = max(1, round(SAMPLE_S / _sample(step, 3)[0] * 1e6))
+    clock = _turns(steps, samples, lambda name: _sample(steps[name], calls[name]))
+    device = _turns(steps, profiles, lambda name: device_us(steps[name]))
+    took = {}
+    for name in steps:
+        by_clock, sent = zip(*clock[name], strict=True)
+        known = device[name] if all(device[name]) else []
+        took[name] = Took(list(by_clock), known, experts[name], statistics.median(sent))
+    return took
+
+
+def _turns[T](names: Iterable[str], turns: int, of: Callable[[str], T]) -> dict[str, list[T]]:
+    """Return what `of` gives for each name in every turn; each second turn goes backwards."""
+    names, found = list(names), {name: [] for name in names}
+    for turn in range(turns):
+        for name in names[:: -1 if turn % 2 else 1]:
+            found[name].append(of(name))
+    return found
 
 
 def _sample(step: Step, calls: int) -> tuple[float, float]:
-    """Return microseconds of a step, and of the host for one.
-
-    Many steps minus a few of them: what happens before the first one reaches the device is in both.
-    """
-    few, _ = _seconds(step, calls)
-    many, sent = _seconds(step, MANY * calls)
-    return (many - few) / ((MANY - 1) * calls) * 1e6, sent / (MANY * calls) * 1e6
-
-
-def _seconds(step: Step, calls: int) -> tuple[float, float]:
-    """Return how long so many steps take behind one another, and until the last is enqueued."""
+    """Return microseconds of a step among so many behind one another, and of the host for one."""
     start = time.perf_counter()
     for _ in range(calls):
         sizes = step()
     sent = time.perf_counter() - start
     jax.block_until_ready(sizes)
-    return time.perf_counter() - start, sent
+    return (time.perf_counter() - start) / calls * 1e6, sent / calls * 1e6
+
+
+def device_us(step: Step) -> float:
+    """Return what a step's kernels take together, by the profiler; 0 where it sees none."""
+    return sum(us for _, us in profile_step(step).values())
 
 
 def decode_batch(rows: int, context: int, adapters: int, sizes: StepSizes) -> Batch:
