@@ -96,13 +96,7 @@ def _plot_loads(ax: Axes, rows: list[dict]) -> None:
     for i, row in enumerate(loads):
         size = f"{row['more']['GB']:.2f} GB"
         ax.bar(i - 0.2, row["us"] / 1e3, 0.38, color=OURS, label=f"{size} to first use")
-        ax.bar(
-            i + 0.2,
-            row["base_us"] / 1e3,
-            0.38,
-            color=FLOOR,
-            label="its bytes alone",
-        )
+        ax.bar(i + 0.2, row["base_us"] / 1e3, 0.38, color=FLOOR, label="its bytes alone")
     names = [row["name"].removeprefix("load from ").removesuffix(" to first use") for row in loads]
     ax.set_xticks(range(len(loads)), names, fontsize=7)
     ax.set(ylabel="ms", title="one adapter's load", yscale="log" if loads else "linear")
