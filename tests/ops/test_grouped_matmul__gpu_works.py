@@ -25,20 +25,19 @@ def listed(sizes: np.ndarray, works: Works) -> list[tuple[int, int, int, int, in
 
 
 def walked(
-    sizes: np.ndarray, works: Works, cta: int, num_rows: int
+    sizes: np.ndarray, works: Works, cta: int, num_rows: int | None = None
 ) -> list[tuple[int, int, int, int, int]]:
-    """Return what a CTA is told to do."""
-    told = []
+    """Return what a CTA is told to do; from `num_rows` on, if that is known, no row has a group."""
+    told, last = [], jnp.int32(works.rows if num_rows is None else num_rows)
 
     def do(*work):
         jax.debug.callback(lambda *w: told.append(tuple(map(int, w))), *work, ordered=True)
 
-    run = jax.jit(lambda given, rows: works.for_each(given, rows, jnp.int32(cta), do))
-    given = jnp.asarray(sizes, jnp.int32), jnp.int32(num_rows)
-    steps = int(jax.block_until_ready(run(*given)))
+    run = jax.jit(lambda given: works.for_each(given, last, jnp.int32(cta), do))
+    steps = int(jax.block_until_ready(run(jnp.asarray(sizes, jnp.int32))))
     jax.effects_barrier()
-    *real, last = told
-    assert last[0] > works.groups, "called once more, for nothing"
+    *real, nothing = told
+    assert nothing[0] > works.groups, "called once more, for nothing"
     counts = [w[-1] for w in real]
     inside = [w[0] < works.groups for w in real]
     assert counts == [works.steps * sum(inside[:i]) for i in range(len(real))]
@@ -59,24 +58,31 @@ def drawn(name: str, groups: int) -> np.ndarray:
     return sizes
 
 
-@pytest.mark.parametrize("groups", [3, 9, 150])
 @pytest.mark.parametrize("name", ["base", "few", "all", "last", "none"])
-@pytest.mark.parametrize(("padding", "said"), [(0, 0), (13, 13), (13, 4), (13, 0)])
-def test_every_work_is_done_once_by_its_cta(name, groups, padding, said):
-    """`said` rows more than groups have may have groups, as far as is known."""
-    sizes = drawn(name, groups)
-    rows, ctas = int(sizes.sum()) + padding, 5
-    works = Works(groups, rows, 16, 3, 7, ctas)
-    want = listed(sizes, works)
-    for cta in (0, 3):
-        assert walked(sizes, works, cta, sizes.sum() + said) == want[cta::ctas]
+@pytest.mark.parametrize("more", [0, 4])
+def test_the_number_of_rows_changes_nothing(name, more):
+    """Exact, or more than groups have."""
+    sizes = drawn(name, 150)
+    works = Works(150, int(sizes.sum()) + 13, 16, 3, 7, 5)
+    assert walked(sizes, works, 3, int(sizes.sum()) + more) == listed(sizes, works)[3::5]
 
 
 def test_behind_the_last_row_of_a_group_no_group_is_looked_at():
     sizes = drawn("base", 150)
     works = Works(150, int(sizes.sum()) + 13, 16, 3, 7, 1)
-    want = listed(sizes, works)
     wrong = sizes.copy()
     wrong[-9:] = 7
-    assert walked(wrong, works, 0, sizes.sum()) == want
-    assert walked(wrong, works, 0, sizes.sum() + 1) != want
+    assert walked(wrong, works, 0, int(sizes.sum())) == listed(sizes, works)
+    assert walked(wrong, works, 0, int(sizes.sum()) + 1) != listed(sizes, works)
+
+
+@pytest.mark.parametrize("groups", [3, 9, 150])
+@pytest.mark.parametrize("name", ["base", "few", "all", "last", "none"])
+@pytest.mark.parametrize("padding", [0, 13])
+def test_every_work_is_done_once_by_its_cta(name, groups, padding):
+    sizes = drawn(name, groups)
+    rows, ctas = int(sizes.sum()) + padding, 5
+    works = Works(groups, rows, 16, 3, 7, ctas)
+    want = listed(sizes, works)
+    for cta in (0, 3):
+        assert walked(sizes, works, cta) == want[cta::ctas]
