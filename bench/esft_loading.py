@@ -6,6 +6,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -16,6 +17,7 @@ from safetensors.numpy import save_file
 from bench.esft_model import DRAWN, Woven
 from bench.esft_steps import Row
 from lora_jax.adapters import esft_format
+from lora_jax.adapters.folder import PIECE_BYTES
 from lora_jax.adapters.weights import PROJECTIONS, ExpertWeights
 from serving.loading.expert_loading import ExpertLoadingPlan
 
@@ -24,23 +26,37 @@ SHARD_EXPERTS = 64  # in one file
 LOADS = 3
 
 
-def rows(woven: Woven, first_use: Callable[[int], None]) -> Iterator[Row]:
-    """Yield loads of the smallest adapter beside its bytes over the copy rate, and its unload."""
+FirstUse = Callable[[jax.Array], object]  # runs a step by reroute tables
+
+
+def rows(woven: Woven, first_use_of: Callable[[int], FirstUse]) -> Iterator[Row]:
+    """Yield loads of the smallest adapter and its unload.
+
+    Beside a load are its bytes over the copy rate, or over the disk's where that is read.
+    `first_use_of` a slot returns what waits for one step of the adapter there.
+    """
     adapter = int(np.argmin([counts.sum() for counts in woven.shape.counts]))
     woven.unload(str(adapter))
+    first_use = first_use_of(adapter)
     weights, catalogue = on_host(woven, adapter), woven.model.catalogue(woven.config)
     rate = copy_rate()
-    with tempfile.TemporaryDirectory() as folder:
-        write_files(Path(folder), weights)
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        write_files(folder, weights)
 
-        def read() -> ExpertWeights:
-            _forget(Path(folder))
-            return esft_format.read(Path(folder), catalogue)
+        def from_disk() -> ExpertWeights:
+            forget(folder)
+            return esft_format.read(folder, catalogue)
 
-        for name, reader in (("host memory", lambda: weights), ("disk", read)):
-            _in_and_out(woven, reader, first_use, rate)  # whatever is slow only once
+        kinds = {
+            "host memory": (lambda: weights, rate),
+            "page cache": (lambda: esft_format.read(folder, catalogue), rate),
+            "disk": (from_disk, disk_rate(folder)),
+        }
+        for name, (reader, its_rate) in kinds.items():
+            _in_and_out(woven, reader, first_use, its_rate)  # whatever is slow only once
             before = device_used(woven)
-            runs = [_in_and_out(woven, reader, first_use, rate, before) for _ in range(LOADS)]
+            runs = [_in_and_out(woven, reader, first_use, its_rate, before) for _ in range(LOADS)]
             loads, unloads = (
                 sorted(kind, key=lambda row: row.us) for kind in zip(*runs, strict=True)
             )
@@ -95,6 +111,22 @@ def copy_rate() -> float:
     return COPY_BYTES / min(took)
 
 
+def disk_rate(folder: Path) -> float:
+    """Return bytes per second of reading a folder's files in pieces, eight at a time."""
+    forget(folder)
+    files = {file: file.stat().st_size for file in folder.iterdir()}
+    pieces = [(file, at) for file, size in files.items() for at in range(0, size, PIECE_BYTES)]
+
+    def read(piece: tuple[Path, int]) -> int:
+        with open(piece[0], "rb") as opened:
+            return len(os.pread(opened.fileno(), PIECE_BYTES, piece[1]))
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor(8) as threads:
+        done = sum(threads.map(read, pieces))
+    return done / (time.perf_counter() - start)
+
+
 def device_used(woven: Woven) -> int:
     """Return bytes in use by the driver's count, or by ours where no driver counts."""
     usage = woven.memory.usage()
@@ -104,46 +136,56 @@ def device_used(woven: Woven) -> int:
 def _in_and_out(
     woven: Woven,
     read: Callable[[], ExpertWeights],
-    first_use: Callable[[int], None],
+    first_use: FirstUse,
     rate: float,
     before: int = 0,
 ) -> tuple[Row, Row]:
     """Load and use an adapter once, then unload it.
 
-    The load's `us` is from asking for it to the end of its first step; the unload's `left MB` is
-    what the device's driver counts more than `before`.
+    The unload's `left MB` is what the device's driver counts more than `before`.
     """
+    load, digest = _load(woven, read, first_use, rate)
+    during, begun = device_used(woven), time.perf_counter()
+    woven.unload(digest)
+    took = time.perf_counter() - begun
+    left = device_used(woven) - before
+    freed = {"freed MB": (during - before - left) / 1e6, "left MB": left / 1e6}
+    return load, Row("unload", took * 1e6, more={"GB": load.more["GB"], **freed})
+
+
+def _load(
+    woven: Woven, read: Callable[[], ExpertWeights], first_use: FirstUse, rate: float
+) -> tuple[Row, str]:
+    """Return what a load takes from asking for it to the end of its first step; its digest."""
+    tables = jax.block_until_ready(jnp.asarray(woven.tables))
     start = time.perf_counter()
     weights = read()
     known = time.perf_counter()
     placement = woven.allocator.place(weights)
     plan = ExpertLoadingPlan(placement, woven.tensors)
-    tables = plan.advance(jnp.asarray(woven.tables), 1 << 40)
+    tables = plan.advance(tables, len(placement.indices))  # memory for all layers' experts
+    mapped = time.perf_counter()
+    tables = jax.block_until_ready(plan.advance(tables, 1 << 40))
     woven.allocator.finish_loading(placement.digest)
-    jax.block_until_ready(tables)
     there = time.perf_counter()
-    woven.tables = np.array(tables)
-    first_use(placement.slot)
+    first_use(tables)
     end = time.perf_counter()
+    woven.tables = np.array(tables)
     size = weights.num_experts * woven.tensors.expert_bytes
     more = {
         "GB": size / 1e9,
         "read ms": (known - start) * 1e3,
-        "write ms": (there - known) * 1e3,
+        "map ms": (mapped - known) * 1e3,
+        "write ms": (there - mapped) * 1e3,
         "step ms": (end - there) * 1e3,
-        "write GB/s": size / (there - known) / 1e9,
-        "copy GB/s": rate / 1e9,
+        "write GB/s": size / (there - mapped) / 1e9,
+        "its floor's GB/s": rate / 1e9,
     }
-    during, begun = device_used(woven), time.perf_counter()
-    woven.unload(weights.digest)
-    took = time.perf_counter() - begun
-    left = device_used(woven) - before
-    freed = {"GB": size / 1e9, "freed MB": (during - before - left) / 1e6, "left MB": left / 1e6}
-    load = Row("load", (end - start) * 1e6, base_us=size / rate * 1e6, more=more)
-    return load, Row("unload", took * 1e6, more=freed)
+    took = (end - start) * 1e6
+    return Row("load", took, base_us=size / rate * 1e6, more=more), weights.digest
 
 
-def _forget(folder: Path) -> None:
+def forget(folder: Path) -> None:
     """Let the system forget what it knows of the files, so that the disk is read."""
     for file in folder.iterdir():
         with open(file, "rb") as opened:

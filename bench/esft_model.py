@@ -136,8 +136,9 @@ class Woven:
         """Map an adapter and fill it on the device; its slot is its number."""
         placement = self.allocator.place(self.choose(adapter))
         self.allocator.finish_loading(placement.digest)
+        for layer, indices in placement.indices.items():
+            self.tensors.map_all(layer, indices.values())
         for n, (layer, index) in enumerate(placement.places):
-            self.tensors.map(layer, index)
             for name in PROJECTIONS:
                 self.tensors.write_array(layer, index, name, self._drawn[name][n % DRAWN])
         self.tables[:, placement.slot] = placement.table

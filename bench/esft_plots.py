@@ -17,11 +17,12 @@ OURS, FLOOR, BAR = "#1f77b4", "#aec7e8", "#d62728"
 
 
 def plot_esft_speed(result: dict[str, Any], path: Path) -> None:
-    """Draw steps over the base's, steps over their bytes, and loads, and write a PNG to `path`."""
-    fig, axes = plt.subplots(1, 3, figsize=(12, 3.8))
+    """Draw steps over the base's, their parts, steps over their bytes, loads; to a PNG `path`."""
+    fig, axes = plt.subplots(1, 4, figsize=(15, 3.8))
     _plot_same(axes[0], _by_batch(result["rows"], "same"))
-    _plot_own(axes[1], _by_batch(result["rows"], "own"))
-    _plot_loads(axes[2], result["rows"])
+    _plot_parts(axes[1], result["rows"])
+    _plot_own(axes[2], _by_batch(result["rows"], "own"))
+    _plot_loads(axes[3], result["rows"])
     for ax in axes:
         ax.spines[["top", "right"]].set_visible(False)
         handles, labels = ax.get_legend_handles_labels()
@@ -50,11 +51,33 @@ def _by_batch(rows: list[dict], kind: str) -> dict[str, list[tuple[int, dict]]]:
 
 def _plot_same(ax: Axes, batches: dict[str, list[tuple[int, dict]]]) -> None:
     for batch, points in batches.items():
-        over = [100 * (row["us"] / row["base_us"] - 1) for _, row in points]
-        ax.plot([n for n, _ in points], over, marker="o", ms=3, label=batch)
+        over, sides = zip(*(_over(row) for _, row in points), strict=True)
+        sides = list(zip(*sides, strict=True))
+        ax.errorbar([n for n, _ in points], over, sides, marker="o", ms=3, capsize=2, label=batch)
     ax.axhline(BAR_PERCENT, color=BAR, lw=1, ls="--", label=f"bar {BAR_PERCENT}%")
     ax.set(xlabel="adapters in the batch", ylabel="over the base alone, %", title="same experts")
     ax.set_ylim(top=1.8 * max(BAR_PERCENT, ax.get_ylim()[1] / 1.1))  # room for the legend
+
+
+def _over(row: dict) -> tuple[float, tuple[float, float]]:
+    """Return by how many percent a step takes longer, and how far its interval goes down and up."""
+    more, over = row["more"], 100 * (row["us"] / row["base_us"] - 1)
+    over = more.get("over %", over)
+    return over, (over - more.get("low %", over), more.get("high %", over) - over)
+
+
+def _plot_parts(ax: Axes, rows: list[dict]) -> None:
+    """Draw rerouting, fused and plain, over the base, and virtual tensors over padded ones."""
+    parts = [row for row in rows if row["name"].startswith(("rerouting", "virtual"))]
+    for i, row in enumerate(parts):
+        over, sides = _over(row)
+        kind = row["name"].partition(", ")[0]
+        color = {"rerouting fused": OURS, "rerouting plain": FLOOR}.get(kind, "#9a9a9a")
+        ax.bar(i, over, 0.7, yerr=[[side] for side in sides], capsize=3, color=color, label=kind)
+    ax.axhline(0, color="black", lw=0.8)
+    names = [row["name"].partition(", ")[2].replace(", ", "\n") for row in parts]
+    ax.set_xticks(range(len(parts)), names, fontsize=6)
+    ax.set(ylabel="over the base alone (grey: over padded), %", title="its parts")
 
 
 def _plot_own(ax: Axes, batches: dict[str, list[tuple[int, dict]]]) -> None:
@@ -73,7 +96,7 @@ def _plot_loads(ax: Axes, rows: list[dict]) -> None:
     for i, row in enumerate(loads):
         size = f"{row['more']['GB']:.2f} GB"
         ax.bar(i - 0.2, row["us"] / 1e3, 0.38, color=OURS, label=f"{size} to first use")
-        ax.bar(i + 0.2, row["base_us"] / 1e3, 0.38, color=FLOOR, label="bytes over copy rate")
-    names = [row["name"].removeprefix("load ").removesuffix(" to first use") for row in loads]
-    ax.set_xticks(range(len(loads)), names)
+        ax.bar(i + 0.2, row["base_us"] / 1e3, 0.38, color=FLOOR, label="its bytes alone")
+    names = [row["name"].removeprefix("load from ").removesuffix(" to first use") for row in loads]
+    ax.set_xticks(range(len(loads)), names, fontsize=7)
     ax.set(ylabel="ms", title="one adapter's load", yscale="log" if loads else "linear")

@@ -22,7 +22,18 @@ import jax
 
 from bench import esft_loading
 from bench.esft_model import SHAPES, Shape, Woven
-from bench.esft_steps import Batch, Programs, Row, Took, decode_batch, prefill_batch
+from bench.esft_steps import (
+    PROFILES,
+    SAMPLES_TAKEN,
+    Batch,
+    Programs,
+    Row,
+    Step,
+    Took,
+    decode_batch,
+    in_turn,
+    prefill_batch,
+)
 from bench.kernels.timing import copy_bandwidth
 from bench.step_profile import profile_step, show_profile
 from serving.steps.step import SLOT
@@ -32,7 +43,7 @@ DECODE = (1, 8, 64)  # rows
 PREFILL = (1024, 4096)  # tokens
 CONTEXT = 1024  # tokens before a decoded one
 PADDED_ADAPTERS = 5
-TURNS = 2
+SAMPLES = (SAMPLES_TAKEN, PROFILES)
 
 
 class Measurement:
@@ -41,7 +52,7 @@ class Measurement:
     def __init__(self, woven: Woven, programs: Programs, bandwidth: float, sizes: dict):
         self.woven, self.programs, self.bandwidth = woven, programs, bandwidth
         self.decode_rows, self.prefill_tokens = sizes["decode"], sizes["prefill"]
-        self.context = sizes["context"]
+        self.context, self.samples = sizes["context"], sizes["samples"]
         self.adapters = [n for n in ADAPTERS if n <= len(woven.shape.counts)]
 
     def decode(self) -> Iterator[Row]:
@@ -64,21 +75,12 @@ class Measurement:
     def rerouting(self) -> Iterator[Row]:
         """Fused rerouting against plain operators, beside the base."""
         adapters = max(n for n in self.adapters if n <= 10)
-        for bucket, batch in self._two_batches(adapters):
-            took = self._in_turn(
-                {
-                    "base": lambda bucket=bucket, batch=batch: self._base(bucket, batch),
-                    **{
-                        kind: functools.partial(
-                            self.programs.time, kind, bucket, self.woven.identity, batch
-                        )
-                        for kind in ("fused", "plain")
-                    },
-                }
-            )
-            for kind in ("fused", "plain"):
-                name, us = f"rerouting {kind}, {batch.name}", took[kind].us
-                yield Row(name, us, base_us=took["base"].us, adapters=adapters)
+        for bucket, batch in self._batches({max(self.decode_rows)}, adapters):
+            runner, identity = self.programs.runner, self.woven.identity
+            kinds = {kind: runner(kind, bucket, identity, batch) for kind in ("fused", "plain")}
+            took = in_turn({"base": self._base(bucket, batch), **kinds}, *self.samples)
+            for kind in kinds:
+                yield _row(f"rerouting {kind}, {batch.name}", took[kind], took["base"], adapters)
 
     def padding(self) -> Iterator[Row]:
         """Virtual tensors against dense ones of as many experts, both rerouted to the base's."""
@@ -87,15 +89,14 @@ class Measurement:
         for other in range(adapters, len(shape.counts)):
             self.woven.unload(str(other))  # the dense ones take their place
         leaves = {"virtual": self.woven.view(groups), "padded": self.woven.padded(groups)}
-        for bucket, batch in self._two_batches(adapters):
-            time_with = functools.partial(
-                self.programs.time, "fused", bucket, self.woven.identity, batch
+        ends = {min(self.decode_rows), max(self.decode_rows)}
+        for bucket, batch in self._batches(ends, adapters):
+            step = functools.partial(
+                self.programs.runner, "fused", bucket, self.woven.identity, batch
             )
-            took = self._in_turn(
-                {name: functools.partial(time_with, given) for name, given in leaves.items()}
-            )
-            name, us = f"virtual against padded, {batch.name}", took["virtual"].us
-            yield Row(name, us, base_us=took["padded"].us, adapters=adapters)
+            took = in_turn({name: step(given) for name, given in leaves.items()}, *self.samples)
+            name = f"virtual against padded, {batch.name}"
+            yield _row(name, took["virtual"], took["padded"], adapters)
 
     def loading(self) -> Iterator[Row]:
         """An adapter from host memory and from disk to its first use, and out again."""
@@ -121,42 +122,26 @@ class Measurement:
         bucket = self._bucket(bucket)
         for adapters in (n for n in self.adapters if n <= most):
             batch = batch_of(adapters)
-            fused = functools.partial(self.programs.time, "fused", bucket, batch=batch)
-            took = self._in_turn(
+            runner = functools.partial(self.programs.runner, "fused", bucket, batch=batch)
+            took = in_turn(
                 {
-                    "base": lambda batch=batch: self._base(bucket, batch),
-                    "same": functools.partial(fused, self.woven.identity),
-                    "own": functools.partial(fused, self.woven.tables),
-                }
+                    "base": self._base(bucket, batch),
+                    "same": runner(tables=self.woven.identity),
+                    "own": runner(tables=self.woven.tables),
+                },
+                *self.samples,
             )
             base = took["base"]
             for kind in ("same", "own"):
-                yield Row(
-                    f"{name}, {adapters} adapters, {kind} experts",
-                    took[kind].us,
-                    base_us=base.us,
-                    adapters=adapters,
+                yield dataclasses.replace(
+                    _row(
+                        f"{name}, {adapters} adapters, {kind} experts", took[kind], base, adapters
+                    ),
                     experts=took[kind].experts,
                     base_experts=base.experts,
                     floor_us=self._floor_us(batch, took[kind].experts),
                     base_floor_us=self._floor_us(batch, base.experts),
-                    more={"dispatch us": took[kind].dispatch_us},
                 )
-
-    def _in_turn(self, runs: dict[str, Callable[[], Took]]) -> dict[str, Took]:
-        """Return the mean of several measurements of each, so that drift counts for all."""
-        found: dict[str, list[Took]] = {name: [] for name in runs}
-        for turn in range(TURNS):
-            for name in reversed(runs) if turn % 2 else runs:
-                found[name].append(runs[name]())
-        return {
-            name: dataclasses.replace(
-                took[0],
-                us=statistics.fmean(t.us for t in took),
-                dispatch_us=statistics.fmean(t.dispatch_us for t in took),
-            )
-            for name, took in found.items()
-        }
 
     def _floor_us(self, batch: Batch, experts: float) -> float:
         """Return what reading weights, touched experts and KV pages once takes."""
@@ -167,29 +152,40 @@ class Measurement:
         moved += experts * tensors.expert_bytes + batch.kv_tokens * self.programs.kv_token_bytes
         return moved / self.bandwidth * 1e6
 
-    def _base(self, bucket: int, batch: Batch) -> Took:
-        return self.programs.time("base", bucket, None, batch.without_adapters())
+    def _base(self, bucket: int, batch: Batch) -> Step:
+        return self.programs.runner("base", bucket, None, batch.without_adapters())
 
-    def _first_use(self, slot: int) -> None:
-        """Run one step for the adapter in a slot."""
+    def _first_use(self, slot: int) -> Callable[[jax.Array], object]:
+        """Return what runs one step for the adapter in a slot, by the tables given then."""
         rows = self.decode_rows[0]
         batch, bucket = self._decode(rows, 1), self._bucket(rows)
         batch.table[SLOT] = slot
-        step = self.programs.runner("fused", bucket, self.woven.tables, batch)
-        jax.block_until_ready(step())
+        step = self.programs.runner("fused", bucket, self.woven.identity, batch)
+        step()  # as an engine's program has run before
+        return lambda tables: jax.block_until_ready(step(tables))
 
     def _decode(self, rows: int, adapters: int) -> Batch:
         return decode_batch(rows, self.context, adapters, self.programs.sizes)
 
-    def _two_batches(self, adapters: int) -> list[tuple[int, Batch]]:
-        rows = max(self.decode_rows)
-        batches = [(self._bucket(rows), self._decode(rows, adapters))]
+    def _batches(self, decode_rows: set[int], adapters: int) -> list[tuple[int, Batch]]:
+        """Return decode steps of so many rows, and the largest prompts."""
+        batches = [
+            (self._bucket(rows), self._decode(rows, adapters)) for rows in sorted(decode_rows)
+        ]
         for tokens in self.prefill_tokens[-1:]:
             batches.append((tokens, prefill_batch(tokens, 1, self.programs.sizes)))
         return batches
 
     def _bucket(self, tokens: int) -> int:
         return max(8, tokens)
+
+
+def _row(name: str, took: Took, base: Took, adapters: int) -> Row:
+    more = {**took.over(base), "dispatch us": took.dispatch_us}
+    if took.device:
+        device = {"device us": took.device, "base device us": base.device}
+        more |= {of: statistics.median(us) for of, us in device.items()}
+    return Row(name, took.us, base_us=base.us, adapters=adapters, more=more)
 
 
 def padded(shape: Shape) -> tuple[int, int]:
@@ -202,16 +198,17 @@ def padded(shape: Shape) -> tuple[int, int]:
 def begin(programs: Programs, shape: Shape, parts: list[str], sizes: dict) -> None:
     """Let what the parts ask for be compiled, in that order."""
     decode, prefill = [max(8, rows) for rows in sizes["decode"]], sizes["prefill"]
-    both = (max(decode), *prefill[-1:])
+    largest = (max(decode), *prefill[-1:])
     for part in parts:
-        for bucket in {"decode": decode, "prefill": prefill, "rerouting": both}.get(part, ()):
+        for bucket in {"decode": decode, "prefill": prefill, "rerouting": largest}.get(part, ()):
             programs.begin("base", bucket)
             programs.begin("fused", bucket)
-        for bucket in both:
-            if part == "rerouting":
-                programs.begin("plain", bucket)
-            if part == "padding":
-                programs.begin("fused", bucket, padded(shape)[1])
+        for bucket in largest if part == "rerouting" else ():
+            programs.begin("plain", bucket)
+        for bucket in {min(decode), *largest} if part == "padding" else ():
+            programs.begin("fused", bucket, padded(shape)[1])
+        if part == "loading":
+            programs.begin("fused", decode[0])
 
 
 PARTS = ("decode", "rerouting", "prefill", "profile", "loading", "padding")  # the last one unloads
@@ -247,9 +244,17 @@ class Results:
             self._rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
         file.parent.mkdir(parents=True, exist_ok=True)
 
+    def say(self, name: str, about: Any) -> None:
+        """Add what holds for all rows and write the file."""
+        self._about[name] = about
+        self._write()
+
     def keep(self, row: Row) -> None:
         """Add a row and write the file."""
         self._rows[row.name] = row.as_json()
+        self._write()
+
+    def _write(self) -> None:
         result = {**self._about, "rows": list(self._rows.values())}
         self._file.write_text(json.dumps(result, indent=1) + "\n")
 
@@ -263,6 +268,9 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, default=max(ADAPTERS))
     text = "prompts' tokens; none leaves prefill out everywhere"
     parser.add_argument("--prefill-tokens", type=int, nargs="*", default=PREFILL, help=text)
+    parser.add_argument("--decode-rows", type=int, nargs="+", default=DECODE)
+    text = "of every step: by the clock, and by the profiler"
+    parser.add_argument("--samples", type=int, nargs=2, default=SAMPLES, help=text)
     text = "folder of programs that bench.esft_programs has compiled before"
     parser.add_argument("--programs", type=Path, help=text)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
@@ -274,7 +282,8 @@ def main() -> None:
     shape = SHAPES[args.model](args.adapters, **layers)
     small = args.model == "tiny"
     sizes = {
-        "decode": (1, 8) if small else DECODE,
+        "decode": (1, 8) if small else tuple(args.decode_rows),
+        "samples": args.samples,
         "prefill": tuple(min(tokens, 32) if small else tokens for tokens in args.prefill_tokens),
         "context": 32 if small else CONTEXT,
         "longest": 32 if small else max(*PREFILL, *args.prefill_tokens),
@@ -299,7 +308,8 @@ def main() -> None:
     }
     results = Results(args.out / f"esft_speed_{device.lower().replace(' ', '_')}.json", about)
     measure(measurement, args.only, args.seconds, results.keep)
-    say("measured")
+    results.say("beside_bytes", beside := programs.beside_bytes())
+    say(f"measured; beside weights and KV {sum(beside.values())} bytes: {beside}")
     woven.close()
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,16 @@ import numpy as np
 
 from bench.esft_model import Shape, Woven
 from bench.esft_programs import PAGE, StepProgram, compile_apart, register_kernels
+from bench.step_profile import profile_step
 from lora_jax.config import from_hf
 from lora_jax.kv_cache import init_cache
 from serving.steps.device_state import init_row_state
 from serving.steps.step import NUM_TOKENS, SAMPLES, SLOT, START, TABLE_ROWS, StepSizes
 
 WORKERS = 10  # programs that are compiled at a time
-CALLS, SAMPLES_TAKEN = 10, 5
-LONGEST = 0.3  # seconds of enqueued steps in one sample
+SAMPLE_S = 0.15  # of steps behind one another
+SAMPLES_TAKEN = 7
+PROFILES = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,13 +73,77 @@ class Batch:
         return dataclasses.replace(self, table=table)
 
 
+Step = Callable[..., list[jax.Array]]  # enqueues one; the sizes of its groups, layer by layer
+
+
 @dataclasses.dataclass(frozen=True)
 class Took:
-    """Microseconds of one step, and the distinct experts it touched in all layers."""
+    """Microseconds of one step, sample by sample, and the distinct experts it touched.
 
-    us: float
-    experts: float
+    `samples` are by the clock, so that a host that is late shows; `device` is what the kernels of a
+    step take, by the profiler, and differs by 0.1% or so from sample to sample. Empty on a CPU.
+    """
+
+    samples: list[float]
+    device: list[float]
+    experts: float  # in all layers together
     dispatch_us: float  # of the host, for one step
+
+    @property
+    def us(self) -> float:
+        return statistics.median(self.samples)
+
+    def over(self, base: "Took") -> dict[str, float]:
+        """Return by how many percent it takes longer, the median over pairs, and their range.
+
+        By the device's own time where that is known, else by the clock.
+        """
+        pairs = zip(self.device or self.samples, base.device or base.samples, strict=True)
+        over = [100 * (mine / its - 1) for mine, its in pairs]
+        return {"over %": statistics.median(over), "low %": min(over), "high %": max(over)}
+
+
+def in_turn(
+    steps: dict[str, Step], samples: int = SAMPLES_TAKEN, profiles: int = PROFILES
+) -> dict[str, Took]:
+    """Return what each step takes, a sample of each in turn, so that drift counts for all alike."""
+    experts, calls = {}, {}
+    for name, step in steps.items():
+        sizes = jax.block_until_ready(step())
+        experts[name] = float(sum(np.count_nonzero(np.asarray(s)) for s in sizes))
+        calls[name] = max(1, round(SAMPLE_S / _sample(step, 3)[0] * 1e6))
+    clock = _turns(steps, samples, lambda name: _sample(steps[name], calls[name]))
+    device = _turns(steps, profiles, lambda name: device_us(steps[name]))
+    took = {}
+    for name in steps:
+        by_clock, sent = zip(*clock[name], strict=True)
+        known = device[name] if all(device[name]) else []
+        took[name] = Took(list(by_clock), known, experts[name], statistics.median(sent))
+    return took
+
+
+def _turns[T](names: Iterable[str], turns: int, of: Callable[[str], T]) -> dict[str, list[T]]:
+    """Return what `of` gives for each name in every turn; each second turn goes backwards."""
+    names, found = list(names), {name: [] for name in names}
+    for turn in range(turns):
+        for name in names[:: -1 if turn % 2 else 1]:
+            found[name].append(of(name))
+    return found
+
+
+def _sample(step: Step, calls: int) -> tuple[float, float]:
+    """Return microseconds of a step among so many behind one another, and of the host for one."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        sizes = step()
+    sent = time.perf_counter() - start
+    jax.block_until_ready(sizes)
+    return (time.perf_counter() - start) / calls * 1e6, sent / calls * 1e6
+
+
+def device_us(step: Step) -> float:
+    """Return what a step's kernels take together, by the profiler; 0 where it sees none."""
+    return sum(us for _, us in profile_step(step).values())
 
 
 def decode_batch(rows: int, context: int, adapters: int, sizes: StepSizes) -> Batch:
@@ -144,32 +210,32 @@ class Programs:
         state = dataclasses.replace(state, history=jnp.asarray(history))
         self._state = self._place(jax.tree.leaves(state))
 
+    def beside_bytes(self) -> dict[str, int]:
+        """Return what the device holds beside weights, KV and experts' pages, by what it is for.
+
+        The largest program's temporaries, the sequences' state, and all that the driver counts
+        outside of jax's memory: the context, libraries, CUDA graphs. Empty where nobody counts.
+        """
+        device = jax.devices()[0]
+        used, stats = self._woven.memory.usage().device_used, device.memory_stats()
+        if used is None or stats is None:
+            return {}
+        programs = [found.result() for found in self._compiled.values()]
+        pages = self._woven.tensors.pages().created_bytes
+        return {
+            "temporaries": max(p.memory_analysis().temp_size_in_bytes for p in programs),
+            "state": sum(leaf.nbytes for leaf in self._state),
+            "outside of jax": used - stats["pool_bytes"] - pages,
+        }
+
     def begin(self, kind: str, bucket: int, groups: int | None = None) -> None:
         """Let a program be compiled; `groups` are the experts in a tensor (None: all there are)."""
         self._program(kind, bucket, groups)
 
-    def time(self, kind: str, bucket: int, tables: Any, batch: Batch, leaves: Any = None) -> Took:
-        """Return the median over samples of steps that are enqueued behind one another."""
-        step = self.runner(kind, bucket, tables, batch, leaves)
-        sizes = jax.block_until_ready(step())
-        experts = float(sum(np.count_nonzero(np.asarray(s)) for s in sizes))
-        start = time.perf_counter()
-        jax.block_until_ready(step())
-        calls = int(min(CALLS, max(1, LONGEST / (time.perf_counter() - start))))
-        taken, sent = [], []
-        for _ in range(SAMPLES_TAKEN):
-            start = time.perf_counter()
-            for _ in range(calls):
-                sizes = step()
-            sent.append((time.perf_counter() - start) / calls * 1e6)
-            jax.block_until_ready(sizes)
-            taken.append((time.perf_counter() - start) / calls * 1e6)
-        return Took(statistics.median(taken), experts, statistics.median(sent))
-
-    def runner(
-        self, kind: str, bucket: int, tables: Any, batch: Batch, leaves: Any = None
-    ) -> Callable[[], Any]:
+    def runner(self, kind: str, bucket: int, tables: Any, batch: Batch, leaves: Any = None) -> Step:
         """Return a function that enqueues one step and returns the sizes of its groups.
+
+        Other reroute tables than `tables` may be given to it.
 
         `leaves` None are the plain model's for "base", else the virtual tensors'.
         """
@@ -181,9 +247,9 @@ class Programs:
         table, blocks = self._place(batch.table), self._place(batch.block_tables)
         sizes = [self._place(np.zeros(groups, np.int32)) for _ in range(self._layers)]
 
-        def step():
+        def step(tables=given):
             nonlocal sizes
-            out = program(leaves, self._cache, self._state, sizes, given, table, blocks)
+            out = program(leaves, self._cache, self._state, sizes, tables, table, blocks)
             self._cache, self._state, sizes = out
             return sizes
 

@@ -60,6 +60,9 @@ def plot_esft_memory(result: dict[str, Any], path: Path) -> None:
             at = (i - 0.4, i + 0.4)
             tokens = row["paper_kv_tokens"] / 1000
             right.plot(at, (tokens, tokens), color="#d62728", label="ExpertWeave, as printed")
+        if own := row.get("own_kv_tokens"):
+            label = "virtual, by our own count of the rest"
+            right.plot(i + 0.27, own / 1000, "v", ms=4, color="#1f77b4", label=label)
     budget = result["budget_bytes"] / 2**30
     left.axhline(budget, color="#d62728", lw=1, ls="--", label=f"budget {budget:.1f} GiB")
     left.set_ylim(0, 2.2 * budget)

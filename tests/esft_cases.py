@@ -4,6 +4,7 @@ The oracle is an engine whose base weights are exchanged for those of a merged c
 """
 
 import contextlib
+import mmap
 import random
 import shutil
 import time
@@ -40,19 +41,25 @@ LONG = Sampling(max_tokens=50, temperature=0.0, ignore_eos=True)
 
 
 class FaultyMemory(HostMemory):
-    """Gives only so many pages more, if `left` says so."""
+    """Gives only so many pages more than come back, if `left` says so."""
 
     def __init__(self):
         super().__init__("none")  # a step that reads where no expert lies ends the process
         self.left: int | None = None
         self.why: Exception = OutOfPages("the device is full")
+        self.page_bytes = 0  # of the engine's pool
 
     def create_page(self, num_bytes):
         if self.left is not None:
-            if self.left == 0:
+            if self.left < num_bytes // self.page_bytes:
                 raise self.why
-            self.left -= 1
+            self.left -= num_bytes // self.page_bytes
         return super().create_page(num_bytes)
+
+    def destroy_page(self, handle):
+        if self.left is not None:
+            self.left += self._ledger.find_page(handle).num_bytes // self.page_bytes
+        super().destroy_page(handle)
 
 
 def runner_of(engine) -> ModelRunner:
@@ -102,6 +109,8 @@ class Case:
             self.engine = Engine(base, **options, lora_dir=str(folder), max_queue=4000)
         tensors = self.engine._parts.loader._room.tensors
         self.memory = memory or tensors._memory
+        if memory is not None:
+            memory.page_bytes = tensors.pages().page_bytes
         self.pages_at_start = self.pages()
 
     def answers(self, engine, name):
@@ -164,6 +173,12 @@ def shipped_case(root, assets, **options):
         merged[adapter.name] = tiny_esft.write_merged(root / f"m-{adapter.name}", assets, made)
     options = {"max_lora_rank": 32, "max_loras": len(loras)} | options
     return Case(assets, folder, merged, loras, **options)
+
+
+def resident_bytes() -> int:
+    """Return the memory of this process."""
+    with open("/proc/self/statm") as line:
+        return int(line.read().split()[1]) * mmap.PAGESIZE
 
 
 def holds(check) -> bool:

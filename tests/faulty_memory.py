@@ -54,9 +54,9 @@ class FaultyMemory(AbstractVirtualMemory):
     def destroy_page(self, handle: int) -> None:
         self._memory.destroy_page(handle)
 
-    def map_run(self, address: int, handles: Sequence[int], page_bytes: int) -> None:
+    def map_run(self, address: int, handles: Sequence[int], num_bytes: int) -> None:
         self._pass("map_run")
-        self._memory.map_run(address, handles, page_bytes)
+        self._memory.map_run(address, handles, num_bytes)
 
     def unmap(self, address: int, num_bytes: int) -> None:
         self._pass("unmap")

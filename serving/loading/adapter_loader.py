@@ -69,6 +69,12 @@ class _Known:
     named: bool = False
     pinned: bool = False
     retry_s: float = 0.0  # no load before this time
+    lacked_memory: bool = False  # the last load
+
+    @property
+    def wanted(self) -> bool:
+        """Whether others may have to go for its sake."""
+        return self.requests > 0 or self.pinned
 
 
 @dataclasses.dataclass(eq=False)
@@ -168,9 +174,15 @@ class AdapterLoader[P: Placement, S]:
         self.look_again()
 
     def look_again(self) -> None:
-        """Bring named adapters onto the device while there are free slots."""
+        """Bring named adapters onto the device while there are free slots.
+
+        None of them takes the memory that has gone for the sake of one that requests wait for.
+        """
         # A copy, made in one go: other threads may `retain` meanwhile.
-        named = [known for known in tuple(self._known.values()) if known.named]
+        all_known = tuple(self._known.values())
+        if any(known.lacked_memory and known.wanted for known in all_known):
+            return
+        named = [known for known in all_known if known.named]
         for known in sorted(named, key=lambda known: not known.pinned):
             self._prefetch(known)
 
@@ -191,6 +203,8 @@ class AdapterLoader[P: Placement, S]:
             if load.plan.done:
                 self._loads.popleft()
                 self._allocator.finish_loading(load.placement.digest)
+                if known := self._known.get(load.placement.digest):
+                    known.lacked_memory = False
                 self._swaps += 1
                 self._on_loaded(self._clock() - load.started_s)
                 self._publish()
@@ -241,7 +255,8 @@ class AdapterLoader[P: Placement, S]:
 
     def _place(self, known: _Known) -> None:
         """Give the adapter a slot and room if there is any, and queue its load."""
-        if self._clock() < known.retry_s:
+        too_early = known.lacked_memory and self._allocator.num_leaving
+        if too_early or self._clock() < known.retry_s:
             return
         if self._allocator.make_room(known.weights):
             placement = self._allocator.place(known.weights, pinned=known.pinned)
@@ -252,21 +267,22 @@ class AdapterLoader[P: Placement, S]:
         """Free what a failed load held. It is tried again when there may be memory, else reported.
 
         If anybody waits for it, an idle adapter goes for its sake; with none, others that are in
-        use or load may leave.
+        use or load may leave, or have left and not given their memory back yet.
         """
-        digest = load.placement.digest
+        digest, leaving = load.placement.digest, self._allocator.num_leaving
         self._allocator.abandon_loading(digest)
         known = self._known.get(digest)
         if known is None:
             self._publish()
             return
         logger.warning("Adapter %s could not be loaded: %s", digest[:12], error)
-        wanted = known.requests > 0 or known.pinned
-        evicted = error.may_pass and wanted and self._allocator.evict_idle()
-        others = error.may_pass and (self._loads or self._allocator.resident())
+        known.lacked_memory = error.may_pass
+        evicted = error.may_pass and known.wanted and self._allocator.evict_idle()
+        others = error.may_pass and (self._loads or self._allocator.resident() or leaving)
         if not evicted:
             known.retry_s = self._clock() + RETRY_S
         if not (evicted or others):
+            known.lacked_memory = False
             self._failures.append((digest, str(error)))
         self._publish()
 

@@ -23,7 +23,8 @@ from serving.loading.adapter_loader import LoadFailed
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = 1 << 20  # of a matrix count as one chunk of a load, as for LoRA
+# Of a matrix count as one chunk of a load. That is more than for LoRA: threads copy while steps run.
+CHUNK_BYTES = 4 << 20
 FREED_AT_ONCE = 12  # experts, of which each takes a GPU's driver some 0.3 ms
 _TROUBLE = (MemoryError, ValueError, OSError, RuntimeError)  # what a virtual memory may raise
 
@@ -38,8 +39,9 @@ def identity_tables(num_layers: int, num_slots: int, num_experts: int) -> np.nda
 class ExpertLoadingPlan:
     """The matrices that bring one placed adapter into the tensors, a few at a time.
 
-    A layer's experts get their memory together, while the bytes of those before are on their way.
-    Nobody waits for them before the adapter's rows of the reroute tables, the last thing written.
+    All experts get their memory first, a layer's together: a GPU's driver lets a mapping wait for
+    copies that are on their way. Nobody waits for the bytes before the adapter's rows of the
+    reroute tables, the last thing written.
     """
 
     def __init__(self, placement: ExpertPlacement, tensors: ExpertTensors):
@@ -52,25 +54,27 @@ class ExpertLoadingPlan:
                 PROJECTIONS, placement.weights.experts[layer][expert], strict=True
             )
         )
-        self._unmapped = set(placement.indices)  # layers
+        self._unmapped = deque(placement.indices)  # layers
         self._chunks = -(-tensors.matrix_bytes // CHUNK_BYTES)  # of one matrix
         self._published = False
 
     @property
     def remaining(self) -> int:
-        """Chunks still to write, the tables counted as one; 0 when the adapter is usable."""
-        return len(self._matrices) * self._chunks + (not self._published)
+        """Chunks still to do, a layer's memory and the tables one each; 0: it is usable."""
+        written = len(self._matrices) * self._chunks
+        return len(self._unmapped) + written + (not self._published)
 
     @property
     def done(self) -> bool:
         return self._published
 
     def advance(self, tables: Tables, max_chunks: int) -> Tables:
-        """Return the tables after up to `max_chunks` more chunks, but at least one matrix.
+        """Return the tables after up to `max_chunks` more chunks, but at least one of them.
 
         Raises LoadFailed when the memory gives none; what is written then stays without use.
         """
         try:
+            max_chunks -= self._map_some(max_chunks)
             max_chunks -= self._begin_some(max_chunks)
             if self._published or max_chunks < 1:
                 return tables
@@ -84,14 +88,21 @@ class ExpertLoadingPlan:
         host[:, self._placement.slot] = self._placement.table
         return jax.device_put(host, tables.sharding)
 
+    def _map_some(self, max_chunks: int) -> int:
+        """Give up to so many layers' experts their memory; return how many."""
+        mapped = 0
+        while self._unmapped and mapped < max_chunks:
+            layer = self._unmapped[0]
+            self._tensors.map_all(layer, self._placement.indices[layer].values())
+            self._unmapped.popleft()
+            mapped += 1
+        return mapped
+
     def _begin_some(self, max_chunks: int) -> int:
         """Send matrices on their way until so many chunks are reached; return how many."""
         begun = 0
         while self._matrices and begun < max_chunks:
             layer, index, name, matrix = self._matrices.popleft()
-            if layer in self._unmapped:
-                self._tensors.map_all(layer, self._placement.indices[layer].values())
-                self._unmapped.discard(layer)
             self._tensors.begin_write(layer, index, name, matrix)
             begun += self._chunks
         return begun

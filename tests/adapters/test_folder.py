@@ -3,8 +3,10 @@
 import hashlib
 import os
 
+import numpy as np
 import pytest
 
+from lora_jax.adapters import folder as folder_module
 from lora_jax.adapters.folder import AdapterFolder
 
 
@@ -29,6 +31,44 @@ def test_hashes_are_of_what_was_read(root):
     (root / "good" / "b.json").write_bytes(b"more")
     folder.read("b.json", 5)
     assert folder.digest() != before
+
+
+@pytest.mark.parametrize("over", [-1, 0, 1])
+def test_a_large_file_is_hashed_by_pieces(root, monkeypatch, over):
+    """Up to one piece the hash is the file's sha256, which other tools give, too."""
+    monkeypatch.setattr(folder_module, "PIECE_BYTES", 1000)
+    for pieces in (1, 3):
+        data = np.random.default_rng(over + 1).bytes(1000 * pieces + over)
+        (root / "good" / "b").write_bytes(data)
+        folder = AdapterFolder(root / "good")
+        assert folder.view("b", 10_000) == data
+        parts = [data[start : start + 1000] for start in range(0, len(data), 1000)]
+        digests = b"".join(hashlib.sha256(part).digest() for part in parts)
+        by_pieces = f"pieces-{hashlib.sha256(digests).hexdigest()}"
+        whole = hashlib.sha256(data).hexdigest()
+        assert folder.hashes == {"b": whole if len(parts) == 1 else by_pieces}
+
+
+def test_a_file_that_becomes_shorter_is_read_to_its_end(root, monkeypatch):
+    monkeypatch.setattr(folder_module, "PIECE_BYTES", 1000)
+    file, real = root / "good" / "b", os.fstat
+    for left in (0, 999, 1000, 1001, 2500):
+        data = np.random.default_rng(left).bytes(3500)
+        file.write_bytes(data)
+
+        def shrunk(handle, left=left):
+            status = real(handle)
+            os.truncate(file, left)
+            return status
+
+        monkeypatch.setattr(os, "fstat", shrunk)
+        folder = AdapterFolder(root / "good")
+        assert folder.view("b", 10_000) == data[:left]
+        monkeypatch.setattr(os, "fstat", real)
+        again = AdapterFolder(root / "good")
+        assert again.view("b", 10_000) == data[:left]
+        assert folder.hashes == again.hashes
+        assert folder.num_bytes == left
 
 
 @pytest.mark.parametrize("path", ["../secret", "good/../../secret", "/etc", "..", "missing/../.."])

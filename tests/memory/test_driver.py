@@ -11,17 +11,22 @@ PAGE = 64
 
 def test_a_run_sets_its_access_in_one_call():
     memory, calls = counting_memory(PAGE)
-    address = memory.reserve(4 * PAGE)
-    handles = [memory.create_page(PAGE) for _ in range(3)]
-    memory.map_run(address, handles, PAGE)
-    assert [call[0] for call in calls] == ["map", "map", "map", "grant"]
-    assert calls[-1] == ("grant", address, 3 * PAGE, Access.READ_WRITE)
+    address = memory.reserve(6 * PAGE)
+    handles = [memory.create_page(count * PAGE) for count in (1, 3, 1)]
+    memory.map_run(address, handles, 5 * PAGE)
+    assert [(call[0], call[1] - address) for call in calls] == [
+        ("map", 0),
+        ("map", PAGE),
+        ("map", 4 * PAGE),
+        ("grant", 0),
+    ]
+    assert calls[-1] == ("grant", address, 5 * PAGE, Access.READ_WRITE)
 
 
 def test_mappings_are_taken_one_by_one():
     memory, calls = counting_memory(PAGE)
     address = memory.reserve(2 * PAGE)
-    memory.map_run(address, [memory.create_page(PAGE) for _ in range(2)], PAGE)
+    memory.map_run(address, [memory.create_page(PAGE) for _ in range(2)], 2 * PAGE)
     del calls[:]
     memory.unmap(address, 2 * PAGE)
     assert calls == [("unmap", address, PAGE), ("unmap", address + PAGE, PAGE)]

@@ -90,7 +90,7 @@ def test_the_kernels_own_counts_follow():
     memory, page = HostMemory(), mmap.PAGESIZE
     address = memory.reserve(8 * page)
     handles = [memory.create_page(2 * page) for _ in range(2)]
-    memory.map_run(address, handles, 2 * page)
+    memory.map_run(address, handles, 4 * page)
     memory.map(address + 6 * page, handles[0], 2 * page)
     assert (memory.usage().created, memory.usage().mapped) == (4 * page, 6 * page)
     assert memory.usage().device_used is None
@@ -155,14 +155,14 @@ def test_pages_share_a_descriptor_on_both_sides_and_its_memory_returns_page_by_p
     memory, importer = HostMemory(), HostMemory()
     address, there = memory.reserve(50 * page), importer.reserve(50 * page)
     pages = [memory.create_page(page) for _ in range(50)]
-    memory.map_run(address, pages, page)
+    memory.map_run(address, pages, 50 * page)
     memory.write(address, np.repeat(np.arange(50, dtype=np.uint8), page))
     fds = [memory.export_fd(handle) for handle in pages[10:20]]
     imported = [importer.import_fd(fd, page) for fd in fds]
     for fd in fds:
         os.close(fd)
     assert open_files() == files + 2
-    importer.map_run(there, imported, page)
+    importer.map_run(there, imported, 10 * page)
     assert importer.read(there, 10 * page) == memory.read(address + 10 * page, 10 * page)
     memory.unmap(address, 49 * page)
     for gone, handle in enumerate(pages[:49], 1):
@@ -261,11 +261,11 @@ def test_a_map_that_the_kernel_refuses_is_undone(monkeypatch):
 
     monkeypatch.setattr(memory, "_mmap_page", fail_second)
     with pytest.raises(OutOfPages, match=f"map page {handles[1]} at {address + page:#x}"):
-        memory.map_run(address, handles, page)
+        memory.map_run(address, handles, 3 * page)
     assert memory.usage().mapped == 0
     assert ctypes.string_at(address, page) == bytes(page)
     monkeypatch.undo()
-    memory.map_run(address, handles, page)
+    memory.map_run(address, handles, 3 * page)
     memory.unmap(address, 3 * page)
     for handle in handles:
         memory.destroy_page(handle)

@@ -26,10 +26,19 @@ def test_a_run_may_not_cross_into_the_next_reservation(ledger):
     ledger.check_map(BASE + 112, [0], 16)
     ledger.check_map(BASE + 128, [0], 16)
     with pytest.raises(MappingError, match="outside every reservation"):
-        ledger.check_map(BASE + 112, [0, 1], 16)
+        ledger.check_map(BASE + 112, [0, 1], 32)
     ledger.forget_reservation(BASE)
     with pytest.raises(MappingError, match="outside every reservation"):
         ledger.check_map(BASE + 112, [0], 16)
+
+
+def test_pages_of_several_sizes_lie_behind_one_another(ledger):
+    assert ledger.check_map(BASE, [0, 1], 32) is Access.READ_WRITE
+    ledger.record_page(9, 48)
+    assert ledger.check_map(BASE, [0, 9, 1], 80) is Access.READ_WRITE
+    assert ledger.places(BASE, [0, 9, 1]) == [(BASE, 16, 0), (BASE + 16, 48, 9), (BASE + 64, 16, 1)]
+    with pytest.raises(MappingError, match=re.escape("pages [0, 9] have 64 bytes, not 32")):
+        ledger.check_map(BASE, [0, 9], 32)
 
 
 def test_mappings_that_share_a_byte_are_found(ledger):
@@ -38,7 +47,7 @@ def test_mappings_that_share_a_byte_are_found(ledger):
         with pytest.raises(MappingError, match=re.escape(f"{BASE + 32:#x} + 32")):
             ledger.check_map(BASE + offset, [0], 16)
     with pytest.raises(MappingError, match="mapped already"):
-        ledger.check_map(BASE + 16, [0, 1], 16)
+        ledger.check_map(BASE + 16, [0, 1], 32)
     ledger.check_map(BASE + 16, [0], 16)
     ledger.check_map(BASE + 64, [0], 16)
 
@@ -67,10 +76,10 @@ def test_bytes_are_counted_by_page_and_by_mapping(ledger):
 
 def test_own_pages_are_writable_and_imported_ones_are_not(ledger):
     ledger.record_page(9, 32)
-    assert ledger.check_map(BASE, [0, 1], 16) is Access.READ_WRITE
+    assert ledger.check_map(BASE, [0, 1], 32) is Access.READ_WRITE
     assert ledger.check_map(BASE, [3], 32) is Access.READ
     with pytest.raises(MappingError, match="own and imported"):
-        ledger.check_map(BASE, [9, 3], 32)
+        ledger.check_map(BASE, [9, 3], 64)
     ledger.record_mapping(BASE, 3, Access.READ)
     assert len(ledger.check_protect(BASE, 32, Access.NONE)) == 1
     with pytest.raises(MappingError, match="page 3 is imported"):

@@ -5,7 +5,7 @@ import threading
 import pytest
 from faulty_memory import FaultyMemory, counting_memory
 
-from lora_jax.memory.pool import Page, PagePool
+from lora_jax.memory.pool import Block, PagePool
 from lora_jax.memory.virtual import OutOfPages
 
 
@@ -22,14 +22,14 @@ def counts(pool: PagePool) -> tuple[int, int, int, int]:
 
 def test_pages_are_made_on_demand_and_reused():
     pool, memory = make_pool(5)
-    first = pool.acquire(3)
+    first = pool.acquire([1] * 3)
     assert len(set(first)) == 3
     assert counts(pool) == (3, 3, 0, 3)
     for page in first:
         pool.release(page)
     assert counts(pool) == (3, 0, 3, 3)
     memory.fail("create_page", 0)
-    assert set(pool.acquire(3)) == set(first)
+    assert set(pool.acquire([1] * 3)) == set(first)
     assert memory.heal()
     assert pool.stats().budget == 5
     pool.check_integrity()
@@ -39,29 +39,29 @@ def test_prefill_is_there_at_once():
     pool, memory = make_pool(5, prefill=4)
     assert counts(pool) == (4, 0, 4, 0)
     memory.fail("create_page", 0)
-    pool.acquire(4)
+    pool.acquire([1] * 4)
     with pytest.raises(OutOfPages, match="injected"):
-        pool.acquire(1)
+        pool.acquire([1])
 
 
 def test_more_than_the_budget_is_refused_and_nothing_changes():
     pool, memory = make_pool(5)
-    pool.acquire(2)
-    pool.release(pool.acquire(1)[0])
+    pool.acquire([1] * 2)
+    pool.release(pool.acquire([1])[0])
     with pytest.raises(OutOfPages, match="the budget is 5, 2 are in use"):
-        pool.acquire(4)
+        pool.acquire([1] * 4)
     assert counts(pool) == (3, 2, 1, 3)
     assert memory.usage().created == 3 * 32
-    assert len(pool.acquire(3)) == 3
+    assert len(pool.acquire([1] * 3)) == 3
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_a_page_that_cannot_be_had_undoes_the_others(after):
     pool, memory = make_pool(9)
-    pool.release(pool.acquire(1)[0])
+    pool.release(pool.acquire([1])[0])
     memory.fail("create_page", after)
     with pytest.raises(OutOfPages, match="injected"):
-        pool.acquire(4)
+        pool.acquire([1] * 4)
     assert counts(pool) == (1, 0, 1, 1)
     assert memory.usage().created == 32
     pool.check_integrity()
@@ -69,7 +69,7 @@ def test_a_page_that_cannot_be_had_undoes_the_others(after):
 
 def test_the_last_reference_frees():
     pool, _ = make_pool(2)
-    (page,) = pool.acquire(1)
+    (page,) = pool.acquire([1])
     pool.retain(page)
     pool.release(page)
     assert counts(pool)[:3] == (1, 1, 0)
@@ -78,14 +78,47 @@ def test_the_last_reference_frees():
     for call in (pool.release, pool.retain):
         with pytest.raises(ValueError, match="is not in use"):
             call(page)
-    with pytest.raises(ValueError, match="page 99 is not in use"):
-        pool.release(Page(99))
+    with pytest.raises(ValueError, match="block 99 is not in use"):
+        pool.release(Block(99, 1))
+
+
+def test_blocks_of_a_size_are_used_again_and_others_make_room():
+    pool, memory = make_pool(9)
+    large, single = pool.acquire([5, 1])
+    assert (large.num_pages, single.num_pages) == (5, 1)
+    assert memory.usage().created == 6 * 32
+    pool.release(large)
+    assert counts(pool) == (6, 1, 5, 6)
+    memory.fail("create_page", 0)
+    assert pool.acquire([5]) == [large]
+    assert memory.heal()
+    pool.release(large)
+    third, again = pool.acquire([3, 5])  # there is room for both
+    assert (third.num_pages, again) == (3, large)
+    pool.release(large)
+    assert pool.acquire([2, 2])[0].num_pages == 2  # only where the larger one was
+    assert counts(pool) == (8, 8, 0, 9)
+    assert memory.usage().created == 8 * 32
+    with pytest.raises(OutOfPages, match="2 more pages of 32 bytes are 1 too many"):
+        pool.acquire([2])
+    pool.check_integrity()
+
+
+def test_free_blocks_make_room_on_a_device_that_is_full():
+    pool, memory = make_pool(9)
+    pool.release(pool.acquire([4])[0])
+    memory.fail("create_page", 1)
+    first, second = pool.acquire([1, 2])
+    assert (first.num_pages, second.num_pages) == (1, 2)
+    assert counts(pool) == (3, 3, 0, 4)
+    assert memory.usage().created == 3 * 32
+    pool.check_integrity()
 
 
 def test_trim_gives_free_pages_back_to_the_memory():
     pool, memory = make_pool(6)
-    kept = pool.acquire(2)
-    for page in pool.acquire(3):
+    kept = pool.acquire([1] * 2)
+    for page in pool.acquire([1] * 3):
         pool.release(page)
     assert pool.trim() == 3 * 32
     assert memory.usage().created == 2 * 32
@@ -103,20 +136,21 @@ def test_bad_sizes_are_refused():
     for prefill in (-1, 3):
         with pytest.raises(ValueError, match=f"prefill_pages {prefill}"):
             PagePool(memory, page_bytes=32, budget_bytes=64, prefill_pages=prefill)
-    with pytest.raises(ValueError, match="acquire -1"):
-        PagePool(memory, page_bytes=32, budget_bytes=64).acquire(-1)
-    assert PagePool(memory, page_bytes=32, budget_bytes=0).acquire(0) == []
+    for sizes in ([-1], [1, 0]):
+        with pytest.raises(ValueError, match="cannot acquire blocks of"):
+            PagePool(memory, page_bytes=32, budget_bytes=64).acquire(sizes)
+    assert PagePool(memory, page_bytes=32, budget_bytes=0).acquire([]) == []
 
 
 def test_threads_never_get_the_same_page():
     pool, _ = make_pool(12)
-    held: set[Page] = set()
+    held: set[Block] = set()
     guard, errors = threading.Lock(), []
 
     def work() -> None:
         for i in range(200):
             try:
-                pages = pool.acquire(1 + i % 4)
+                pages = pool.acquire([1 + i % 2] * (1 + i % 4))
             except OutOfPages:
                 continue
             with guard:

@@ -98,6 +98,31 @@ def test_a_page_stays_until_the_last_expert_on_it_has_gone():
     tensor.close()
 
 
+def test_experts_mapped_together_share_one_block_and_leave_together():
+    """Pages 0..2 are expert 0's alone, 8 and 22 may be neighbours', 9..21 only of these five."""
+    tensor, _ = make_tensor()
+    tensor.map(range(3, 8))
+    blocks, _ = tensor.retain_pages()
+    assert {start: block.num_pages for start, block in blocks.items()} == {8: 1, 9: 13}
+    for block in blocks.values():
+        tensor.pool.release(block)
+    tensor.map(range(2, 3))
+    tensor.map(range(8, 9))
+    pages = tensor.bytes_mapped // PAGE
+    assert pages == 14 + 3 + 3
+    for index in range(3, 7):
+        tensor.unmap(range(index, index + 1))
+        tensor.check_integrity()
+        assert tensor.bytes_mapped == pages * PAGE  # the block waits for the last of them
+    tensor.map(range(4, 6))  # on the block that is still there
+    tensor.unmap(range(7, 8))
+    assert tensor.bytes_mapped == pages * PAGE
+    tensor.unmap(range(4, 6))
+    assert tensor.bytes_mapped == (4 + 3) * PAGE
+    tensor.check_integrity()
+    tensor.close()
+
+
 def test_neighbours_keep_their_bytes_on_a_shared_page():
     tensor, _ = make_tensor()
     values = random_experts(3, 2)
@@ -136,12 +161,12 @@ def test_what_does_not_fit_is_refused_by_name():
 
 @pytest.mark.parametrize("operation", ["create_page", "map_run"])
 def test_a_failure_in_the_middle_of_a_map_undoes_all_of_it(operation):
-    """Pages in the middle are there already, so the map takes several runs, and one fails."""
+    """Three experts between two others: a block, and a page at each end."""
     tensor, memory = make_tensor()
-    for index in (2, 6):
+    for index in (1, 8):
         tensor.map(range(index, index + 1))
     values = random_experts(1, 3)
-    tensor.write(6, values)
+    tensor.write(8, values)
     before = tensor.mapped, tensor.bytes_mapped, tensor.pool.stats().in_use, memory.usage().mapped
     for after in range(20):
         memory.fail(operation, after)
@@ -151,20 +176,21 @@ def test_a_failure_in_the_middle_of_a_map_undoes_all_of_it(operation):
             now = (tensor.mapped, tensor.bytes_mapped, tensor.pool.stats().in_use)
             assert (*now, memory.usage().mapped) == before
             tensor.check_integrity()
-            np.testing.assert_array_equal(read(tensor, 6), values[0])
+            np.testing.assert_array_equal(read(tensor, 8), values[0])
             tensor.pool.trim()
         else:
             break
     assert memory.heal()
-    assert after == {"create_page": 7, "map_run": 1}[operation]
+    assert after == {"create_page": 3, "map_run": 1}[operation]
     tensor.close()
 
 
 def test_a_page_that_the_system_keeps_is_used_again():
     """It splits the next map into two runs; where the second fails, the first is undone."""
     tensor, memory = make_tensor()
-    tensor.map(range(4, 8))
-    memory.fail("unmap", 5)
+    tensor.map(range(4, 6))
+    tensor.map(range(6, 8))
+    memory.fail("unmap", 1)  # of the page that both lie on
     with pytest.raises(Injected):
         tensor.unmap(range(4, 8))
     assert (tensor.mapped, tensor.bytes_mapped) == ((), PAGE)
@@ -210,14 +236,15 @@ def test_closing_gives_all_back_and_disables_the_array():
     tensor, memory = make_tensor()
     array = tensor.array
     tensor.map(range(0, 4))
-    pages, mapped = tensor.retain_pages()
-    assert (list(pages), mapped) == (list(range(11)), (0, 1, 2, 3))
+    blocks, mapped = tensor.retain_pages()
+    sizes = {start: block.num_pages for start, block in blocks.items()}
+    assert (sizes, mapped) == ({0: 11}, (0, 1, 2, 3))
     tensor.close()
     tensor.close()
     assert memory.usage().mapped == 0
     assert tensor.pool.stats().in_use == 11
-    for page in pages.values():
-        tensor.pool.release(page)
+    for block in blocks.values():
+        tensor.pool.release(block)
     assert tensor.pool.stats().in_use == 0
     assert array.is_deleted()
     for call in (lambda: tensor.map(range(1)), lambda: tensor.array):

@@ -129,11 +129,11 @@ def test_pages_come_and_go_with_experts(case):
 
 
 class Meagre(HostMemory):
-    """Has no page left after a number of them."""
+    """Has no memory left after a number of blocks."""
 
-    def __init__(self, pages):
+    def __init__(self, blocks):
         super().__init__("none")
-        self.left = pages
+        self.left = blocks
 
     def create_page(self, num_bytes):
         if not self.left:
@@ -163,7 +163,7 @@ def test_a_page_that_cannot_be_had_leaves_an_expert_nowhere(tmp_path, fails_at):
 
 def test_a_base_that_does_not_fit_gives_everything_back(tmp_path):
     base = tiny_esft.write_moe(tmp_path / "base", "qwen3_moe")
-    memory = Meagre(20)
+    memory = Meagre(5)
     with pytest.raises(OutOfPages):
         ExpertTensors(load(base)[0], memory, extra=EXTRA)
     assert memory.usage().created == 0

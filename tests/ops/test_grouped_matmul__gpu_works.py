@@ -24,18 +24,20 @@ def listed(sizes: np.ndarray, works: Works) -> list[tuple[int, int, int, int, in
     return found
 
 
-def walked(sizes: np.ndarray, works: Works, cta: int) -> list[tuple[int, int, int, int, int]]:
-    """Return what a CTA is told to do."""
-    told = []
+def walked(
+    sizes: np.ndarray, works: Works, cta: int, num_rows: int | None = None
+) -> list[tuple[int, int, int, int, int]]:
+    """Return what a CTA is told to do; from `num_rows` on, if that is known, no row has a group."""
+    told, last = [], jnp.int32(works.rows if num_rows is None else num_rows)
 
     def do(*work):
         jax.debug.callback(lambda *w: told.append(tuple(map(int, w))), *work, ordered=True)
 
-    run = jax.jit(lambda given: works.for_each(given, jnp.int32(cta), do))
+    run = jax.jit(lambda given: works.for_each(given, last, jnp.int32(cta), do))
     steps = int(jax.block_until_ready(run(jnp.asarray(sizes, jnp.int32))))
     jax.effects_barrier()
-    *real, last = told
-    assert last[0] > works.groups, "called once more, for nothing"
+    *real, nothing = told
+    assert nothing[0] > works.groups, "called once more, for nothing"
     counts = [w[-1] for w in real]
     inside = [w[0] < works.groups for w in real]
     assert counts == [works.steps * sum(inside[:i]) for i in range(len(real))]
@@ -54,6 +56,24 @@ def drawn(name: str, groups: int) -> np.ndarray:
     elif name == "last":
         sizes[-1] = 40
     return sizes
+
+
+@pytest.mark.parametrize("name", ["base", "few", "none"])
+@pytest.mark.parametrize("more", [0, 4])
+def test_the_number_of_rows_changes_nothing(name, more):
+    """Exact, or more than groups have."""
+    sizes = drawn(name, 150)
+    works = Works(150, int(sizes.sum()) + 13, 16, 3, 7, 5)
+    assert walked(sizes, works, 3, int(sizes.sum()) + more) == listed(sizes, works)[3::5]
+
+
+def test_behind_the_last_row_of_a_group_no_group_is_looked_at():
+    sizes = drawn("base", 150)
+    works = Works(150, int(sizes.sum()) + 13, 16, 3, 7, 1)
+    wrong = sizes.copy()
+    wrong[-9:] = 7
+    assert walked(wrong, works, 0, int(sizes.sum())) == listed(sizes, works)
+    assert walked(wrong, works, 0, int(sizes.sum()) + 1) != listed(sizes, works)
 
 
 @pytest.mark.parametrize("groups", [3, 9, 150])

@@ -69,7 +69,7 @@ def test_interpreted_matches_the_reference(popularity, rows, config):
     case = some_case((rows, padding, 4, 136, 128), popularity, bias=True)
     case = GroupedCase(case.x.at[rows:].set(jnp.nan), *arrays(case)[1:])
     with interpreted() as interpret:
-        got = interpreted_kernel(config, interpret)(*arrays(case))
+        got = interpreted_kernel(config, interpret)(*arrays(case), num_rows=jnp.int32(rows))
     np.testing.assert_allclose(
         wide(got), wide(reference.grouped_matmul(*arrays(case))), **TOLERANCE["bfloat16"]
     )
@@ -169,7 +169,7 @@ def chosen(monkeypatch):
     """The tiles of every launch, which are not made."""
     found = []
 
-    def launch(x, weights, group_sizes, biases, addends, config, interpret):
+    def launch(x, weights, group_sizes, num_rows, biases, addends, config, interpret):
         found.append(config)
         return jnp.zeros((x.shape[0], weights[0].shape[1]), x.dtype)
 

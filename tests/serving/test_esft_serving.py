@@ -5,7 +5,9 @@ request gets the tokens: sums there may depend on the size of a step.
 """
 
 import dataclasses
+import gc
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from esft_cases import (
     answer,
     churn,
     random_case,
+    resident_bytes,
     running,
     shipped_case,
     wait_until,
@@ -75,10 +78,20 @@ def test_adapters_come_and_go_in_random_order_under_traffic(any_case):
 
 @pytest.mark.slow
 def test_a_thousand_cycles_leave_nothing_behind(case):
-    before = case.engine.stats().adapter_swaps
-    while case.engine.stats().adapter_swaps - before < 1000:
-        churn(case, 100, seed=case.engine.stats().adapter_swaps)
-    case.check_nothing_is_left()
+    """Under traffic; the process grows by no file and no memory once a hundred have been."""
+
+    def cycle(count):
+        before = case.engine.stats().adapter_swaps
+        while (swaps := case.engine.stats().adapter_swaps) - before < count:
+            churn(case, 100, seed=swaps)
+        case.check_nothing_is_left()
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), resident_bytes()
+
+    files, resident = cycle(100)
+    files_after, resident_after = cycle(1000)
+    assert files_after == files
+    assert resident_after - resident < 32 << 20
 
 
 def test_a_reload_is_new_at_once_and_old_requests_finish_on_the_old(case):
@@ -118,9 +131,9 @@ def test_info_names_the_kind_and_the_experts(case):
     case.check_nothing_is_left()
 
 
-@pytest.mark.parametrize("pages", [0, 1, 2])
+@pytest.mark.parametrize("pages", [0, 4, 25])
 def test_a_load_without_memory_fails_its_requests_and_nothing_else(case, pages):
-    """Nothing else is on the device, so that nothing could make room."""
+    """At once, in the second tensor or in the third layer; there is nobody who could make room."""
     case.check_nothing_is_left()
     case.memory.left, name = pages, case.names[4]
     said = f"'{name}' could not be loaded: the device is"

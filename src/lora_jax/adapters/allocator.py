@@ -72,6 +72,11 @@ class AbstractAllocator[W: AnyWeights, P, R](abc.ABC):
         then changes nothing.
         """
 
+    @property
+    def num_leaving(self) -> int:
+        """Adapters that have left, whose room is not free yet."""
+        return 0
+
     @abc.abstractmethod
     def stats(self) -> ResidencyStats:
         """Return slots and bytes in use and in total."""

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ MODULES = tuple(f"experts.{name}" for name in PROJECTIONS)
 _RANK_FOLDER = re.compile(r"last_checkpoint_ep\d+")
 _MAX_CONFIG_BYTES = 4 << 20
 _LISTED = 6
+_THREADS = 8  # that look at all values
 _Place = tuple[str, int, int]  # module, layer, expert
 
 
@@ -59,11 +61,11 @@ def read(
     tensors = _read_files(folder, files, limits)
     placed = _place(tensors, catalogue)
     _check_complete(placed, wanted)
+    with ThreadPoolExecutor(_THREADS) as threads:
+        found = threads.map(lambda place: _matrix(placed[place], catalogue, place[0]), placed)
+        matrices = dict(zip(placed, found, strict=True))
     experts = {
-        layer: {
-            expert: tuple(_matrix(placed[m, layer, expert], catalogue, m) for m in MODULES)
-            for expert in ids
-        }
+        layer: {e: tuple(matrices[m, layer, e] for m in MODULES) for e in ids}
         for layer, ids in wanted.items()
     }
     return ExpertWeights(experts, _report(folder, wanted, tensors))

@@ -2,21 +2,26 @@
 
 Each file is read once, whole, into memory; what is hashed is what is parsed. Messages name files
 by their name in the folder, never by their path.
+
+A file's hash is its sha256, or from one piece of 16 MiB on `pieces-` and the sha256 of the sha256
+of its pieces: several threads read and hash those, where one sha256 takes 0.8 s for a GB.
 """
 
 import hashlib
+import itertools
 import mmap
 import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-_PIECE_BYTES = 16 << 20  # hashed while the next ones are read
+PIECE_BYTES = 16 << 20
+_THREADS = 8
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
 class AdapterFolder:
-    """One folder, read file by file; `hashes` collects the sha256 of each file read.
+    """One folder, read file by file; `hashes` collects the hash of each file read.
 
     With a `root`, the folder and every file must lie inside it after links are followed.
     """
@@ -61,7 +66,7 @@ class AdapterFolder:
         return data
 
     def digest(self) -> str:
-        """Return sha256 over the names and sha256 of all files read so far."""
+        """Return sha256 over the names and hashes of all files read so far."""
         text = "".join(f"{name}\0{digest}\n" for name, digest in sorted(self.hashes.items()))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -92,15 +97,28 @@ class AdapterFolder:
 
 
 def _read_hashed(handle: int, size: int) -> tuple[memoryview, str]:
-    """Return the first `size` bytes of a file, or all where it has become shorter; their sha256."""
-    digest, end = hashlib.sha256(), 0
+    """Return the first `size` bytes of a file, or all where it has become shorter; their hash."""
     # Memory that nobody has filled with zeros before; a mapping cannot be empty.
     view = memoryview(mmap.mmap(-1, max(1, size)))
-    with ThreadPoolExecutor(1) as hasher:
-        while end < size:
-            count = os.readv(handle, [view[end : min(size, end + _PIECE_BYTES)]])
-            if not count:
-                break
-            hasher.submit(digest.update, view[end : end + count])
-            end += count
-    return view[:end].toreadonly(), digest.hexdigest()
+
+    def piece(start: int) -> tuple[int, bytes]:
+        count = _read_at(handle, view[start : min(size, start + PIECE_BYTES)], start)
+        return count, hashlib.sha256(view[start : start + count]).digest()
+
+    with ThreadPoolExecutor(_THREADS) as threads:
+        pieces = list(threads.map(piece, range(0, max(1, size), PIECE_BYTES)))
+    whole = list(itertools.takewhile(lambda found: found[0] == PIECE_BYTES, pieces))
+    rest = pieces[len(whole) : len(whole) + 1]  # behind it the file has nothing any more
+    found = [digest for count, digest in whole + rest if count or not whole]
+    end = sum(count for count, _ in whole + rest)
+    if len(found) == 1:
+        return view[:end].toreadonly(), found[0].hex()
+    return view[:end].toreadonly(), f"pieces-{hashlib.sha256(b''.join(found)).hexdigest()}"
+
+
+def _read_at(handle: int, buffer: memoryview, start: int) -> int:
+    """Fill the buffer with a file's bytes from `start` on; return how many there are."""
+    end = 0
+    while end < len(buffer) and (count := os.preadv(handle, [buffer[end:]], start + end)):
+        end += count
+    return end

@@ -37,12 +37,12 @@ class ModuleReport:
 
 @dataclasses.dataclass(frozen=True)
 class AdapterReport:
-    """What a folder held. `digest` is sha256 over the names and sha256 of all files read."""
+    """What a folder held. `digest` is sha256 over the names and hashes of all files read."""
 
     kind: str  # "lora" or "esft"
     folder: str  # the folder's own name, without its directory
     digest: str
-    files: dict[str, str]  # file name -> sha256
+    files: dict[str, str]  # file name -> hash (adapters.folder)
     file_bytes: int
     weight_bytes: int  # on the host, shared matrices once
     modules: dict[str, ModuleReport]

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from lora_jax.adapters.expert_residency import ExpertAllocator, ExpertPlacement, ExpertSizes
 from lora_jax.adapters.weights import PROJECTIONS, ExpertWeights
-from lora_jax.memory.host import HostMemory
+from lora_jax.memory.platforms import for_platform
 from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.nn.expert_tensors import ExpertTensors
 from lora_jax.typing import Int
@@ -22,14 +23,15 @@ class WovenAdapters:
     reroute_tables: Int[np.ndarray, "moe_layers esft_slots experts"]
 
     def __init__(self, model: AbstractCausalLM, adapters: Sequence[ExpertWeights]):
-        """Raise NotImplementedError where there is no host memory to map (not Linux).
+        """Raise NotImplementedError where no memory can be mapped (a TPU, a host but Linux).
 
         ValueError when the model has no experts or there is no adapter.
         """
         if not adapters:
             raise ValueError("there is no adapter to weave into the model")
         most = max((len(e) for a in adapters for e in a.experts.values()), default=0)
-        self._tensors = ExpertTensors(model, HostMemory(), extra=len(adapters) * most)
+        memory = for_platform(jax.default_backend())
+        self._tensors = ExpertTensors(model, memory, extra=len(adapters) * most)
         sizes = ExpertSizes(
             self._tensors.layers, self._tensors.num_experts, most, self._tensors.expert_bytes
         )
@@ -41,8 +43,8 @@ class WovenAdapters:
 
     def _write(self, placement: ExpertPlacement) -> None:
         for layer, indices in placement.indices.items():
+            self._tensors.map_all(layer, indices.values())
             for expert, index in indices.items():
-                self._tensors.map(layer, index)
                 matrices = placement.weights.experts[layer][expert]
                 for name, matrix in zip(PROJECTIONS, matrices, strict=True):
                     self._tensors.write(layer, index, name, matrix)

@@ -154,22 +154,22 @@ class DriverMemory(AbstractVirtualMemory):
             del self._handles[handle]
             self._ledger.forget_page(handle)
 
-    def map_run(self, address: int, handles: Sequence[int], page_bytes: int) -> None:
+    def map_run(self, address: int, handles: Sequence[int], num_bytes: int) -> None:
         with self._lock:
-            access = self._ledger.check_map(address, handles, page_bytes)
-            places = [address + i * page_bytes for i in range(len(handles))]
-            done: list[int] = []
+            access = self._ledger.check_map(address, handles, num_bytes)
+            places = self._ledger.places(address, handles)
+            done: list[tuple[int, int]] = []
             try:
-                for place, handle in zip(places, handles, strict=True):
-                    self._driver.map(place, self._handles[handle], page_bytes)
-                    done.append(place)
+                for place, size, handle in places:
+                    self._driver.map(place, self._handles[handle], size)
+                    done.append((place, size))
                 # One call for the run: it costs more than the mapping itself.
-                self._driver.grant(address, len(handles) * page_bytes, access)
+                self._driver.grant(address, num_bytes, access)
             except BaseException:
-                for place in done:
-                    self._driver.unmap(place, page_bytes)
+                for place, size in done:
+                    self._driver.unmap(place, size)
                 raise
-            for place, handle in zip(places, handles, strict=True):
+            for place, _, handle in places:
                 self._ledger.record_mapping(place, handle, access)
 
     def unmap(self, address: int, num_bytes: int) -> None:

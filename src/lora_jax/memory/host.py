@@ -159,17 +159,17 @@ class HostMemory(AbstractVirtualMemory):
             if last:
                 self._forget_file(place.file)
 
-    def map_run(self, address: int, handles: Sequence[int], page_bytes: int) -> None:
+    def map_run(self, address: int, handles: Sequence[int], num_bytes: int) -> None:
         with self._lock:
-            access = self._ledger.check_map(address, handles, page_bytes)
-            for done, handle in enumerate(handles):
-                place = address + done * page_bytes
-                if code := self._mmap_page(place, page_bytes, access, self._places[handle]):
-                    if done:
-                        self._mmap_hole(address, done * page_bytes, "undo map")
-                    raise _error(f"map page {handle} at {place:#x} + {page_bytes}", code)
-            for i, handle in enumerate(handles):
-                self._ledger.record_mapping(address + i * page_bytes, handle, access)
+            access = self._ledger.check_map(address, handles, num_bytes)
+            places = self._ledger.places(address, handles)
+            for place, size, handle in places:
+                if code := self._mmap_page(place, size, access, self._places[handle]):
+                    if place > address:
+                        self._mmap_hole(address, place - address, "undo map")
+                    raise _error(f"map page {handle} at {place:#x} + {size}", code)
+            for place, _, handle in places:
+                self._ledger.record_mapping(place, handle, access)
 
     def unmap(self, address: int, num_bytes: int) -> None:
         with self._lock:

@@ -2,6 +2,7 @@
 
 import bisect
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 from lora_jax.memory.virtual import Access, MappingError
@@ -94,27 +95,32 @@ class AddressLedger:
         if not self.is_reserved(address, num_bytes):
             raise MappingError(f"{what}: {address:#x} + {num_bytes} is outside every reservation")
 
-    def check_map(self, address: int, handles: Sequence[int], page_bytes: int) -> Access:
-        """Refuse a run of pages that is misaligned, outside, over a mapping or of other sizes.
+    def check_map(self, address: int, handles: Sequence[int], num_bytes: int) -> Access:
+        """Refuse a run of pages that is misaligned, outside, over a mapping or of another size.
 
         Returns the access that the mapping gives: READ_WRITE to own pages, READ to imported ones.
         """
-        self.check_size("map", page_bytes)
+        self.check_size("map", num_bytes)
         if address % self.granularity:
             raise MappingError(f"map: {address:#x} is not a multiple of {self.granularity}")
-        self.check_reserved("map", address, len(handles) * page_bytes)
-        for handle in handles:
-            if (size := self.find_page(handle).num_bytes) != page_bytes:
-                raise MappingError(f"map: page {handle} has {size} bytes, not {page_bytes}")
-        if taken := self._touching(address, len(handles) * page_bytes):
+        self.check_reserved("map", address, num_bytes)
+        if (size := sum(self.find_page(handle).num_bytes for handle in handles)) != num_bytes:
+            raise MappingError(f"map: pages {list(handles)} have {size} bytes, not {num_bytes}")
+        if taken := self._touching(address, num_bytes):
             raise MappingError(
-                f"map: {address:#x} + {len(handles) * page_bytes} is mapped already "
+                f"map: {address:#x} + {num_bytes} is mapped already "
                 f"at {taken[0].address:#x} + {taken[0].num_bytes}"
             )
         imported = {self.pages[handle].imported for handle in handles}
         if len(imported) > 1:
             raise MappingError("map: own and imported pages cannot be mapped in one run")
         return Access.READ if imported.pop() else Access.READ_WRITE
+
+    def places(self, address: int, handles: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Return (address, bytes, handle) of pages that lie behind one another."""
+        sizes = [self.pages[handle].num_bytes for handle in handles]
+        starts = itertools.accumulate(sizes, initial=address)
+        return list(zip(starts, sizes, handles, strict=False))
 
     def find_mappings(self, what: str, address: int, num_bytes: int) -> list[Mapping]:
         """Return the mappings that fill the range exactly, in order."""

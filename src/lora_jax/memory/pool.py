@@ -1,20 +1,24 @@
 """Physical pages of one size: counted, reused and kept within a budget. No jax.
 
 ExpertWeave, section 4.2, "Memory Pool and Mapping": evicted adapters give their pages back to the
-pool, which serves the next adapters from them.
+pool, which serves the next adapters from them. Pages that come and go together may be one block,
+for a driver takes as long for a handle of many pages as for one of a single page.
 """
 
+import collections
 import dataclasses
 import threading
+from collections.abc import Iterable, Sequence
 
 from lora_jax.memory.virtual import AbstractVirtualMemory, OutOfPages
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Page:
-    """A physical page of a pool, by the memory's handle; equal to itself alone."""
+class Block:
+    """Pages of a pool behind one handle of the memory, mapped together; equal to itself alone."""
 
     handle: int
+    num_pages: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +44,7 @@ class PagePool:
         budget_bytes: int,
         prefill_pages: int = 0,
     ):
-        """Create `prefill_pages` pages at once, so that the first loads need not.
+        """Create `prefill_pages` single pages at once, so that the first loads need not.
 
         Raises:
             ValueError: a page size that the memory cannot map, or a prefill above the budget.
@@ -59,82 +63,129 @@ class PagePool:
         self.page_bytes = page_bytes
         self._budget = budget_bytes // page_bytes
         self._lock = threading.Lock()
-        self._free: list[Page] = []
-        self._counts: dict[Page, int] = {}  # page in use -> references
-        self._peak = 0
-        self._free += self._create(prefill_pages)
+        self._free: list[Block] = []
+        self._counts: dict[Block, int] = {}  # block in use -> references
+        self._created = self._in_use = self._peak = 0  # pages
+        self._free += self._create([1] * prefill_pages)
 
-    def acquire(self, count: int) -> list[Page]:
-        """Return `count` pages with one reference each: all of them, or OutOfPages and none."""
-        if count < 0:
-            raise ValueError(f"cannot acquire {count} pages")
-        with self._lock:
-            fresh = self._create(max(0, count - len(self._free)))
-            kept = len(self._free) - (count - len(fresh))
-            pages = fresh + self._free[kept:]
-            del self._free[kept:]
-            self._counts.update(dict.fromkeys(pages, 1))
-            self._peak = max(self._peak, len(self._counts))
-            return pages
+    def acquire(self, sizes: Sequence[int]) -> list[Block]:
+        """Return blocks of so many pages with one reference each: all of them, or none.
 
-    def retain(self, page: Page) -> None:
-        """Add a reference to a page in use."""
-        with self._lock:
-            self._check_in_use(page)
-            self._counts[page] += 1
+        Free blocks of these sizes are used again; free ones of others go where they are in the way.
 
-    def release(self, page: Page) -> None:
-        """Drop a reference; the last one makes the page free for the next `acquire`."""
+        Raises:
+            ValueError: a block without pages.
+            OutOfPages: the budget or the memory has no room.
+        """
+        if min(sizes, default=1) < 1:
+            raise ValueError(f"cannot acquire blocks of {list(sizes)} pages")
         with self._lock:
-            self._check_in_use(page)
-            self._counts[page] -= 1
-            if not self._counts[page]:
-                del self._counts[page]
-                self._free.append(page)
+            self._free, reused = self._match(sizes)
+            missing = [size for size, found in zip(sizes, reused, strict=True) if found is None]
+            try:
+                fresh = iter(self._create(missing))
+            except BaseException:
+                self._free += filter(None, reused)
+                raise
+            blocks = [found or next(fresh) for found in reused]
+            self._counts.update(dict.fromkeys(blocks, 1))
+            self._in_use += sum(sizes)
+            self._peak = max(self._peak, self._in_use)
+            return blocks
+
+    def retain(self, block: Block) -> None:
+        """Add a reference to a block in use."""
+        with self._lock:
+            self._check_in_use(block)
+            self._counts[block] += 1
+
+    def release(self, block: Block) -> None:
+        """Drop a reference; the last one makes the block free for the next `acquire`."""
+        with self._lock:
+            self._check_in_use(block)
+            self._counts[block] -= 1
+            if not self._counts[block]:
+                del self._counts[block]
+                self._in_use -= block.num_pages
+                self._free.append(block)
 
     def trim(self) -> int:
-        """Destroy all free pages; return the bytes given back to the device."""
+        """Destroy all free blocks; return the bytes given back to the device."""
         with self._lock:
-            before = len(self._free)
-            while self._free:
-                self.memory.destroy_page(self._free[-1].handle)
-                self._free.pop()
-            return before * self.page_bytes
+            return self._destroy_free(self._created) * self.page_bytes
 
     def stats(self) -> PoolStats:
         """Return the counts of this moment, in pages."""
         with self._lock:
-            used, free = len(self._counts), len(self._free)
-            return PoolStats(used + free, used, free, self._peak, self._budget, self.page_bytes)
+            counts = self._created, self._in_use, self._created - self._in_use, self._peak
+            return PoolStats(*counts, self._budget, self.page_bytes)
 
     def check_integrity(self) -> None:
-        """Assert that a page is either free or in use, once, and that the budget holds."""
+        """Assert that a block is either free or in use, once, and that the budget holds."""
         with self._lock:
             free = set(self._free)
-            assert len(free) == len(self._free), "a page is free twice"
-            assert not free & self._counts.keys(), "a page is free and in use"
-            assert all(count > 0 for count in self._counts.values()), "a page without a reference"
-            assert len(free) + len(self._counts) <= self._budget, "more pages than the budget"
-            assert len(self._counts) <= self._peak, "more pages than the peak"
-
-    def _create(self, count: int) -> list[Page]:
-        """Return new pages; where one cannot be had, destroy the others again."""
-        total = len(self._free) + len(self._counts) + count
-        if total > self._budget:
-            raise OutOfPages(
-                f"{count} more pages of {self.page_bytes} bytes would make {total}; the budget "
-                f"is {self._budget}, {len(self._counts)} are in use"
+            assert len(free) == len(self._free), "a block is free twice"
+            assert not free & self._counts.keys(), "a block is free and in use"
+            assert all(count > 0 for count in self._counts.values()), "a block without a reference"
+            assert _pages(self._counts) == self._in_use <= self._peak, (
+                "pages in use are not so many"
             )
-        pages: list[Page] = []
-        try:
-            while len(pages) < count:
-                pages.append(Page(self.memory.create_page(self.page_bytes)))
-        except BaseException:
-            for page in pages:
-                self.memory.destroy_page(page.handle)
-            raise
-        return pages
+            assert _pages(free) + self._in_use == self._created, "pages that are not accounted for"
+            assert self._created <= self._budget, "more pages than the budget"
 
-    def _check_in_use(self, page: Page) -> None:
-        if page not in self._counts:
-            raise ValueError(f"page {page.handle} is not in use")
+    def _match(self, sizes: Sequence[int]) -> tuple[list[Block], list[Block | None]]:
+        """Return the free blocks that are not wanted, and one for each size that has any."""
+        by_size: dict[int, list[Block]] = collections.defaultdict(list)
+        for block in self._free:
+            by_size[block.num_pages].append(block)
+        found = [by_size[size].pop() if by_size[size] else None for size in sizes]
+        return [block for blocks in by_size.values() for block in blocks], found
+
+    def _create(self, sizes: Sequence[int]) -> list[Block]:
+        """Return new blocks; where one cannot be had, destroy the others again."""
+        too_many = self._created + sum(sizes) - self._budget
+        if too_many > 0 and too_many > (free := _pages(self._free)):
+            raise OutOfPages(
+                f"{sum(sizes)} more pages of {self.page_bytes} bytes are {too_many - free} too "
+                f"many; the budget is {self._budget}, {self._in_use} are in use"
+            )
+        self._destroy_free(too_many)
+        blocks: list[Block] = []
+        try:
+            for size in sizes:
+                blocks.append(Block(self._create_pages(size), size))
+                self._created += size
+        except BaseException:
+            for block in blocks:
+                self._destroy(block)
+            raise
+        return blocks
+
+    def _create_pages(self, count: int) -> int:
+        """Return a handle of so many pages; free blocks make room for it on a full device."""
+        try:
+            return self.memory.create_page(count * self.page_bytes)
+        except OutOfPages:
+            if not self._destroy_free(self._created):
+                raise
+        return self.memory.create_page(count * self.page_bytes)
+
+    def _destroy_free(self, count: int) -> int:
+        """Destroy free blocks until so many pages are gone, or all; return how many are."""
+        gone = 0
+        while self._free and gone < count:
+            self._destroy(self._free[-1])
+            gone += self._free.pop().num_pages
+        return gone
+
+    def _destroy(self, block: Block) -> None:
+        self.memory.destroy_page(block.handle)
+        self._created -= block.num_pages
+
+    def _check_in_use(self, block: Block) -> None:
+        if block not in self._counts:
+            raise ValueError(f"block {block.handle} is not in use")
+
+
+def _pages(blocks: Iterable[Block]) -> int:
+    return sum(block.num_pages for block in blocks)

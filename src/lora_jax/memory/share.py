@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lora_jax.memory.pool import Page, PagePool
+from lora_jax.memory.pool import Block, PagePool
 from lora_jax.memory.virtual import AbstractVirtualMemory
 from lora_jax.memory.weight_tensor import WeightTensor
 from lora_jax.typing import Array
@@ -30,13 +30,13 @@ class ShareError(ConnectionError):
 class Lease:
     """References that keep exported pages from being reused while an importer may read them."""
 
-    def __init__(self, pool: PagePool, pages: list[Page]):
-        self._pool, self._pages = pool, pages
+    def __init__(self, pool: PagePool, blocks: list[Block]):
+        self._pool, self._blocks = pool, blocks
 
     def close(self) -> None:
         """Drop the references; a second call does nothing. For when the importer is gone."""
-        while self._pages:
-            self._pool.release(self._pages.pop())
+        while self._blocks:
+            self._pool.release(self._blocks.pop())
 
 
 def export_tensor(connection: socket.socket, tensor: WeightTensor) -> Lease:
@@ -49,32 +49,32 @@ def export_tensor(connection: socket.socket, tensor: WeightTensor) -> Lease:
         OSError: the connection broke; nothing is kept.
         NotImplementedError: the memory has no descriptors.
     """
-    pages, mapped = tensor.retain_pages()
-    lease = Lease(tensor.pool, list(pages.values()))
+    blocks, mapped = tensor.retain_pages()
+    lease = Lease(tensor.pool, list(blocks.values()))
     header = {
         "shape": tensor.shape,
         "dtype": tensor.dtype.name,
         "page_bytes": tensor.pool.page_bytes,
-        "pages": _spans(pages),
+        "pages": [(start, start + block.num_pages) for start, block in blocks.items()],
         "mapped": _spans(mapped),
     }
     try:
         text = json.dumps(header).encode()
         connection.sendall(len(text).to_bytes(8, "little") + text)
-        for batch in itertools.batched(pages.values(), _BATCH):
-            _send_pages(connection, tensor.pool.memory, batch)
+        for batch in itertools.batched(blocks.values(), _BATCH):
+            _send_blocks(connection, tensor.pool.memory, batch)
     except BaseException:
         lease.close()
         raise
     return lease
 
 
-def _send_pages(
-    connection: socket.socket, memory: AbstractVirtualMemory, pages: tuple[Page, ...]
+def _send_blocks(
+    connection: socket.socket, memory: AbstractVirtualMemory, blocks: tuple[Block, ...]
 ) -> None:
     fds: list[int] = []
     try:
-        fds += (memory.export_fd(page.handle) for page in pages)
+        fds += (memory.export_fd(block.handle) for block in blocks)
         socket.send_fds(connection, [b"\0"], fds)
     finally:
         for fd in fds:
@@ -86,7 +86,7 @@ class _Header:
     shape: tuple[int, int, int]
     dtype: np.dtype
     page_bytes: int
-    numbers: tuple[int, ...]
+    blocks: tuple[range, ...]  # of pages, by their numbers within the range
     mapped: tuple[int, ...]
 
     @property
@@ -102,16 +102,16 @@ class ImportedTensor:
         """Map the pages, which it owns from now on, also where this fails."""
         self.shape, self.dtype, self.mapped = header.shape, header.dtype, header.mapped
         self._memory, self._handles = memory, list(handles)
-        self._page_bytes, self._range_bytes = header.page_bytes, header.range_bytes
-        self._placed: list[int] = []
+        self._range_bytes = header.range_bytes
+        self._placed: list[tuple[int, int]] = []  # address and bytes
         self._array: Array | None = None  # made when first asked for
         self._address: int | None = None
         try:
             self._address = memory.reserve(self._range_bytes)
-            for number, handle in zip(header.numbers, handles, strict=True):
-                place = self._address + number * self._page_bytes
-                memory.map(place, handle, self._page_bytes)
-                self._placed.append(place)
+            for block, handle in zip(header.blocks, handles, strict=True):
+                place = self._address + block.start * header.page_bytes
+                memory.map(place, handle, len(block) * header.page_bytes)
+                self._placed.append((place, len(block) * header.page_bytes))
         except BaseException:
             self.close()
             raise
@@ -138,7 +138,7 @@ class ImportedTensor:
             self._array.delete()
             self._array = None
         while self._placed:
-            self._memory.unmap(self._placed[-1], self._page_bytes)
+            self._memory.unmap(*self._placed[-1])
             self._placed.pop()
         while self._handles:
             self._memory.destroy_page(self._handles.pop())
@@ -158,8 +158,9 @@ def import_tensor(connection: socket.socket, memory: AbstractVirtualMemory) -> I
     header = _receive_header(connection)
     handles: list[int] = []
     try:
-        for batch in itertools.batched(header.numbers, _BATCH):
-            handles += _receive_pages(connection, memory, len(batch), header.page_bytes)
+        for batch in itertools.batched(header.blocks, _BATCH):
+            sizes = [len(block) * header.page_bytes for block in batch]
+            handles += _receive_blocks(connection, memory, sizes)
     except BaseException:
         for handle in handles:
             memory.destroy_page(handle)
@@ -184,22 +185,22 @@ def _parse(said: dict) -> _Header:
     if min(experts, d_out, d_in, page_bytes) < 1:
         raise ValueError(f"shape {said['shape']}, pages of {page_bytes} bytes")
     num_pages = -(-experts * d_out * d_in * dtype.itemsize // page_bytes)
-    numbers = tuple(_indices(said["pages"], num_pages))
-    mapped = tuple(_indices(said["mapped"], experts))
-    return _Header((experts, d_out, d_in), dtype, page_bytes, numbers, mapped)
+    blocks = tuple(_ranges(said["pages"], num_pages))
+    mapped = tuple(itertools.chain.from_iterable(_ranges(said["mapped"], experts)))
+    return _Header((experts, d_out, d_in), dtype, page_bytes, blocks, mapped)
 
 
-def _receive_pages(
-    connection: socket.socket, memory: AbstractVirtualMemory, count: int, page_bytes: int
+def _receive_blocks(
+    connection: socket.socket, memory: AbstractVirtualMemory, sizes: list[int]
 ) -> list[int]:
-    """Return handles of one batch of pages; the descriptors are closed again."""
+    """Return handles of one batch of blocks of so many bytes; the descriptors are closed again."""
     data, fds, _, _ = socket.recv_fds(connection, 1, _BATCH, socket.MSG_CMSG_CLOEXEC)
     handles: list[int] = []
     try:
-        if len(data) != 1 or len(fds) != count:
-            raise ShareError(f"{len(fds)} of {count} pages arrived")
-        for fd in fds:
-            handles.append(memory.import_fd(fd, page_bytes))
+        if len(data) != 1 or len(fds) != len(sizes):
+            raise ShareError(f"{len(fds)} of {len(sizes)} blocks arrived")
+        for fd, num_bytes in zip(fds, sizes, strict=True):
+            handles.append(memory.import_fd(fd, num_bytes))
     except BaseException:
         for handle in handles:
             memory.destroy_page(handle)
@@ -231,11 +232,11 @@ def _spans(numbers) -> list[tuple[int, int]]:
     return spans
 
 
-def _indices(spans: list, limit: int) -> Iterator[int]:
-    """Yield the numbers of [start, stop) pairs, which must rise and stay below `limit`."""
+def _ranges(spans: list, limit: int) -> Iterator[range]:
+    """Yield the [start, stop) pairs, which must rise and stay below `limit`."""
     reached = 0
     for start, stop in spans:
         if not reached <= start < stop <= limit:
             raise ValueError(f"pair {start}, {stop} does not fit 0..{limit}")
         reached = stop
-        yield from range(start, stop)
+        yield range(start, stop)

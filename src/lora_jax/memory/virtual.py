@@ -68,15 +68,15 @@ class AbstractVirtualMemory(abc.ABC):
         """Give a page back, own or imported; MappingError while it is mapped anywhere."""
 
     @abc.abstractmethod
-    def map_run(self, address: int, handles: Sequence[int], page_bytes: int) -> None:
-        """Put pages of `page_bytes` behind one another at `address`: all of them or none.
+    def map_run(self, address: int, handles: Sequence[int], num_bytes: int) -> None:
+        """Put pages of any sizes behind one another at `address`: all of them or none.
 
         Own pages become readable and writable, imported ones as the exporter allows. One page may
         be mapped at several addresses.
 
         Raises:
-            MappingError: misaligned, outside a reservation, mapped already, a size that is not
-                the page's, or the system refuses.
+            MappingError: misaligned, outside a reservation, mapped already, `num_bytes` is not
+                what the pages have together, or the system refuses.
             OutOfPages: the system has no room for its own tables.
         """
 

@@ -1,19 +1,36 @@
 """Expert weights as one array whose shape never changes, with pages only where experts are.
 
 ExpertWeave, section 4.2: a contiguous address range for all experts that may ever be there, and
-"Expert-Page Alignment": a page that holds bytes of several experts stays until none is left.
+"Expert-Page Alignment": a page that holds bytes of several experts stays until none is left. Pages
+that hold only experts that are mapped in one call are one block; those at the ends, where
+neighbours may lie, are blocks of their own.
 """
 
+import dataclasses
 import itertools
 import math
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from lora_jax.memory.pool import Page, PagePool
+from lora_jax.memory.pool import Block, PagePool
 from lora_jax.memory.virtual import MappingError
 from lora_jax.typing import Array
+
+
+@dataclasses.dataclass(eq=False)
+class _Placed:
+    """A block, the number of its first page within the range, and how many experts lie on it."""
+
+    start: int
+    block: Block
+    users: int = 0
+
+    @property
+    def numbers(self) -> range:
+        return range(self.start, self.start + self.block.num_pages)
 
 
 class WeightTensor:
@@ -37,9 +54,8 @@ class WeightTensor:
         self._reserved = -(-shape[0] * self.expert_bytes // pool.page_bytes) * pool.page_bytes
         self._lock = threading.Lock()
         self._mapped: set[int] = set()
-        self._pages: dict[int, Page] = {}  # number within the range -> page behind it
-        self._users: dict[int, int] = {}  # number within the range -> mapped experts on it
-        self._stuck: set[int] = set()  # pages without users that the system would not unmap
+        self._placed: dict[int, _Placed] = {}  # by the number of each of its pages
+        self._stuck: set[_Placed] = set()  # without users, but the system would not unmap them
         self._open = True
         self._array: Array | None = None
         self.address = pool.memory.reserve(self._reserved)
@@ -73,22 +89,25 @@ class WeightTensor:
     def bytes_mapped(self) -> int:
         """Return the bytes of the pages behind this tensor."""
         with self._lock:
-            return len(self._pages) * self.pool.page_bytes
+            return len(self._placed) * self.pool.page_bytes
 
-    def retain_pages(self) -> tuple[dict[int, Page], tuple[int, ...]]:
-        """Return the pages by their number within the range, and the mapped experts.
+    def retain_pages(self) -> tuple[dict[int, Block], tuple[int, ...]]:
+        """Return the blocks by the number of their first page in the range, and the mapped experts.
 
-        Each page has one more reference in the pool, the caller's to release: until then nobody
+        Each block has one more reference in the pool, the caller's to release: until then nobody
         else gets it, mapped here or not.
         """
         with self._lock:
-            pages = {number: page for number, page in self._pages.items() if self._users[number]}
-            for page in pages.values():
-                self.pool.retain(page)
-            return dict(sorted(pages.items())), tuple(sorted(self._mapped))
+            used = {p.start: p.block for p in self._placed.values() if p.users}
+            for block in used.values():
+                self.pool.retain(block)
+            return dict(sorted(used.items())), tuple(sorted(self._mapped))
 
     def map(self, indices: range) -> None:
         """Give consecutive experts memory, whose contents are undefined until written.
+
+        Pages that hold nobody else's bytes are taken as one block, and leave together, when the
+        last of these experts does.
 
         Raises:
             MappingError: an index outside the tensor, or mapped already.
@@ -98,10 +117,10 @@ class WeightTensor:
             self._check(indices)
             if taken := self._mapped.intersection(indices):
                 raise MappingError(f"experts {sorted(taken)} are mapped already")
-            users = self._users_of(indices)
-            self._fill([number for number in users if number not in self._pages])
-            for number, count in users.items():
-                self._users[number] += count
+            self._fill(indices)
+            users = self._users_among(indices)
+            for placed, count in users.items():
+                placed.users += count
             self._stuck.difference_update(users)
             self._mapped.update(indices)
 
@@ -115,10 +134,10 @@ class WeightTensor:
             self._check(indices)
             self._check_mapped(indices)
             self._mapped.difference_update(indices)
-            users = self._users_of(indices)
-            for number, count in users.items():
-                self._users[number] -= count
-            self._empty([n for n in users if not self._users[n]] + sorted(self._stuck))
+            users = self._users_among(indices)
+            for placed, count in users.items():
+                placed.users -= count
+            self._empty([*(placed for placed in users if not placed.users), *self._stuck])
 
     def write(self, start: int, values: np.ndarray) -> None:
         """Set the weights of experts start, start + 1, ... to values[count, d_out, d_in].
@@ -149,23 +168,22 @@ class WeightTensor:
             if array is not None:
                 array.delete()
             self._mapped.clear()
-            self._users = dict.fromkeys(self._pages, 0)
-            self._empty(list(self._pages))
+            self._empty(set(self._placed.values()))
             self.pool.memory.release(self.address, self._reserved)
             self._open = False
 
     def check_integrity(self) -> None:
         """Assert that pages, their users and the mapped experts agree."""
         with self._lock:
-            users: dict[int, int] = {}
-            for index in self._mapped:
-                for number in self._users_of(range(index, index + 1)):
-                    users[number] = users.get(number, 0) + 1
-            counted = {number: count for number, count in self._users.items() if count}
-            assert self._users.keys() - counted.keys() == self._stuck, "a page without users"
-            assert users == counted, "users of pages differ from the mapped experts"
-            assert self._users.keys() == self._pages.keys(), "a page without a count of users"
-            assert len(set(self._pages.values())) == len(self._pages), "a page lies twice"
+            users = self._users_among(sorted(self._mapped))
+            placed = set(self._placed.values())
+            assert {p for p in placed if not p.users} == self._stuck, "a page without users"
+            assert users == Counter({p: p.users for p in placed if p.users}), (
+                "users of pages differ from the mapped experts"
+            )
+            numbers = [number for p in placed for number in p.numbers]
+            assert sorted(numbers) == sorted(self._placed), "blocks over one another"
+            assert len({p.block for p in placed}) == len(placed), "a block lies twice"
 
     def _check_open(self) -> None:
         if not self._open:
@@ -192,55 +210,77 @@ class WeightTensor:
         if missing := set(indices) - self._mapped:
             raise MappingError(f"experts {sorted(missing)} are not mapped")
 
-    def _users_of(self, indices: range) -> dict[int, int]:
-        """Return the pages under some experts, and on each how many of those experts lie."""
-        users: dict[int, int] = {}
-        for index in indices:
-            first = index * self.expert_bytes // self.pool.page_bytes
-            last = ((index + 1) * self.expert_bytes - 1) // self.pool.page_bytes
-            for number in range(first, last + 1):
-                users[number] = users.get(number, 0) + 1
-        return users
+    def _users_among(self, indices: Iterable[int]) -> Counter[_Placed]:
+        """Return the blocks under some experts, and on each how many of those experts lie."""
+        return Counter(
+            placed
+            for index in indices
+            for placed in dict.fromkeys(self._placed[n] for n in self._numbers(index, index + 1))
+        )
 
-    def _fill(self, numbers: list[int]) -> None:
-        """Map pages of the pool at the numbers given: all or none."""
-        pages = self.pool.acquire(len(numbers))
+    def _numbers(self, start: int, stop: int) -> range:
+        """Return the pages on which experts start .. stop - 1 lie."""
+        first = start * self.expert_bytes // self.pool.page_bytes
+        return range(first, -(-stop * self.expert_bytes // self.pool.page_bytes))
+
+    def _fill(self, indices: range) -> None:
+        """Map blocks of the pool where experts have no pages: all or none."""
         size, memory = self.pool.page_bytes, self.pool.memory
-        waiting = dict(zip(numbers, pages, strict=True))
-        placed: list[int] = []
+        cuts = [list(self._cut(run, indices)) for run in self._missing(indices)]
+        blocks = self.pool.acquire([len(part) for parts in cuts for part in parts])
+        waiting = iter(blocks)
+        runs = [[_Placed(part.start, next(waiting)) for part in parts] for parts in cuts]
+        done: list[_Placed] = []
         try:
-            for run in _runs(numbers):
-                handles = [waiting[number].handle for number in run]
-                memory.map_run(self.address + run[0] * size, handles, size)
-                for number in run:
-                    self._pages[number] = waiting.pop(number)
-                    self._users[number] = 0
-                placed += run
+            for run in runs:
+                num_bytes = sum(len(placed.numbers) for placed in run) * size
+                handles = [placed.block.handle for placed in run]
+                memory.map_run(self.address + run[0].start * size, handles, num_bytes)
+                self._placed.update((number, placed) for placed in run for number in placed.numbers)
+                done += run
         except BaseException:
-            for page in waiting.values():
-                self.pool.release(page)
-            self._empty(placed)
+            for block in blocks[len(done) :]:
+                self.pool.release(block)
+            self._empty(done)
             raise
 
-    def _empty(self, numbers: list[int]) -> None:
-        """Unmap pages that nobody uses; one that the system keeps stays with the tensor."""
+    def _missing(self, indices: range) -> Iterator[range]:
+        """Yield the runs of pages that experts need and that are not there."""
+        numbers = self._numbers(indices.start, indices.stop)
+        for missing, run in itertools.groupby(numbers, key=lambda n: n not in self._placed):
+            if missing:
+                found = list(run)
+                yield range(found[0], found[-1] + 1)
+
+    def _cut(self, run: range, indices: range) -> Iterator[range]:
+        """Yield the blocks of a run: what lies within these experts in one, the ends by page."""
+        size = self.pool.page_bytes
+        first = -(-indices.start * self.expert_bytes // size)
+        last = max(first, indices.stop * self.expert_bytes // size)
+        inner = range(max(run.start, first), min(run.stop, last))
+        if not inner:
+            yield from (range(number, number + 1) for number in run)
+            return
+        yield from (range(number, number + 1) for number in range(run.start, inner.start))
+        yield inner
+        yield from (range(number, number + 1) for number in range(inner.stop, run.stop))
+
+    def _empty(self, unused: Iterable[_Placed]) -> None:
+        """Unmap blocks that nobody uses; one that the system keeps stays with the tensor."""
         size = self.pool.page_bytes
         failed: Exception | None = None
-        for number in numbers:
+        for placed in unused:
+            placed.users = 0
             try:
-                self.pool.memory.unmap(self.address + number * size, size)
+                where = self.address + placed.start * size
+                self.pool.memory.unmap(where, placed.block.num_pages * size)
             except Exception as error:
-                self._stuck.add(number)
+                self._stuck.add(placed)
                 failed = error
                 continue
-            self._stuck.discard(number)
-            del self._users[number]
-            self.pool.release(self._pages.pop(number))
+            self._stuck.discard(placed)
+            for number in placed.numbers:
+                del self._placed[number]
+            self.pool.release(placed.block)
         if failed:
             raise failed
-
-
-def _runs(numbers: list[int]) -> Iterator[list[int]]:
-    """Yield the runs of consecutive numbers."""
-    for _, run in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
-        yield [number for _, number in run]

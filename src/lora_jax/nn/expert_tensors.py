@@ -111,7 +111,7 @@ class ExpertTensors:
         done: list[tuple[WeightTensor, range]] = []
         try:
             for name in PROJECTIONS:
-                for run in _runs(wanted):  # one call of the driver for the access of all its pages
+                for run in runs(wanted):  # one call of the driver for the access of all its pages
                     self._tensors[layer, name].map(run)
                     done.append((self._tensors[layer, name], run))
         except BaseException:
@@ -218,7 +218,7 @@ def expert_blocks(model: AbstractCausalLM) -> dict[int, Experts]:
     return {n: mlp.experts for n, mlp in found if isinstance(mlp, MoeBlock)}
 
 
-def _runs(indices: Sequence[int]) -> Iterator[range]:
+def runs(indices: Sequence[int]) -> Iterator[range]:
     """Yield the runs of consecutive indices of a sorted list."""
     start = 0
     for end in range(1, len(indices) + 1):

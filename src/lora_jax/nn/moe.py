@@ -108,13 +108,13 @@ class Experts(nnx.Module):
         up_names, gate, up = ("gate_proj", "up_proj"), self.gate_proj[...], self.up_proj[...]
         deltas = self._deltas(x, up_names, map, rows)
         if self.moe.swiglu is None and self.gate_bias is None:
-            base = self.moe.num_experts  # adapters' experts are few, or take the place of these
-            inner = gated_matmul(x, gate, up, map.group_sizes, *deltas, likely_groups=base)
+            inner = gated_matmul(x, gate, up, map.group_sizes, *deltas, **self._hints(rows))
         else:
-            gate, up = (self._product(x, n, map, d) for n, d in zip(up_names, deltas, strict=True))
+            pairs = zip(up_names, deltas, strict=True)
+            gate, up = (self._product(x, name, map, rows, delta) for name, delta in pairs)
             inner = self._activation(gate, up)
         (delta,) = self._deltas(inner, ("down_proj",), map, rows)
-        return self._product(inner, "down_proj", map, delta)
+        return self._product(inner, "down_proj", map, rows, delta)
 
     def _with_server(
         self, x: Float[Array, "rows hidden"], map: RowMap, rows: Rows, server: RemoteExperts
@@ -130,7 +130,7 @@ class Experts(nnx.Module):
                 names, self.layer, rows.row_to_slot, map.row_to_expert, rows.num_rows
             )
             x = exchange.push(x)
-            ys = exchange.wait_add(tuple(self._product(x, name, map) for name in names), x)
+            ys = exchange.wait_add(tuple(self._product(x, name, map, rows) for name in names), x)
             return self._add_local(ys, x, names, map, rows) if server.has_local else ys
 
         inner = self._activation(*linears(x, "gate_proj", "up_proj"))
@@ -168,12 +168,20 @@ class Experts(nnx.Module):
         x: Float[Array, "rows d_in"],
         name: str,
         map: RowMap,
+        rows: Rows,
         addend: Float[Array, "rows d_out"] | None = None,
     ) -> Float[Array, "rows d_out"]:
         bias = getattr(self, name.replace("proj", "bias"))
         bias = None if bias is None else bias[...]
-        w, base = getattr(self, name)[...], self.moe.num_experts
-        return grouped_matmul(x, w, map.group_sizes, bias, addend, likely_groups=base)
+        w = getattr(self, name)[...]
+        return grouped_matmul(x, w, map.group_sizes, bias, addend, **self._hints(rows))
+
+    def _hints(self, rows: Rows) -> dict:
+        """Return what a kernel may know of sorted rows: how many groups they are in, at most where.
+
+        Adapters' experts are few, or take the place of the base's.
+        """
+        return {"likely_groups": self.moe.num_experts, "num_rows": rows.num_rows}
 
 
 def clamped_swiglu(

@@ -263,6 +263,46 @@ def test_while_others_are_in_use_a_failed_load_waits_for_them():
     case.leave(one)
 
 
+def test_memory_that_is_on_its_way_back_is_waited_for(monkeypatch):
+    """Of adapters that have left while a step may read them: nobody is resident any more."""
+    case, one = FaultyCase(), entry("a")
+    kind = type(case.allocator)
+    monkeypatch.setattr(kind, "num_leaving", 1)
+    case.loader.retain(one)
+    assert case.loader.acquire(one.digest) is None
+    case.advance()
+    assert case.loader.take_failures() == []
+    monkeypatch.setattr(kind, "num_leaving", 0)
+    case.now += RETRY_S
+    assert case.loader.acquire(one.digest) is None
+    case.advance()
+    assert case.loader.take_failures() == [(one.digest, "no memory")]
+    case.loader.drop(one.digest)
+
+
+def test_who_lacked_memory_comes_first_when_it_is_back(monkeypatch):
+    """The idle adapter that went for its sake has a name, but may not return before it."""
+    case, idle, one = FaultyCase(), entry("a"), entry("b")
+    case.broken = False
+    case.loader.reconcile([idle])
+    case.advance()
+    case.broken = True
+    case.loader.retain(one)
+    case.loader.acquire(one.digest)
+    case.advance()
+    case.broken = False
+    with monkeypatch.context() as leaving:
+        leaving.setattr(type(case.allocator), "num_leaving", 1)
+        case.loader.look_again()
+        assert case.loader.acquire(one.digest) is None
+        assert not case.loader.is_busy  # neither of them
+    case.bring(one)
+    case.loader.look_again()
+    case.advance()
+    assert case.loader.snapshot.resident == {idle.digest, one.digest}
+    case.leave(one)
+
+
 def test_an_error_that_will_not_pass_is_reported_whoever_else_is_there():
     case, used, one = FaultyCase(may_pass=False), entry("a"), entry("b")
     case.broken = False

@@ -57,14 +57,20 @@ def case(tmp_path):
     assert case.memory.usage().created == 0
 
 
-def test_a_plan_writes_every_matrix_and_the_tables_last(case):
-    placement = case.room.allocator.place(case.weights[0])
+def test_a_plan_maps_every_layer_writes_every_matrix_and_the_tables_last(case, monkeypatch):
+    placement, calls = case.room.allocator.place(case.weights[0]), []
+    for name in ("map_all", "begin_write"):
+        real = getattr(case.tensors, name)
+        monkeypatch.setattr(
+            case.tensors, name, lambda *a, name=name, real=real: (calls.append(name), real(*a))
+        )
     plan = case.room.plan(placement, case.tables)
     num_matrices = 3 * case.weights[0].num_experts
-    for left in range(num_matrices, 0, -1):
+    for left in range(len(CHOSEN) + num_matrices, 0, -1):
         assert (plan.remaining, plan.done) == (left + 1, False)
         tables = plan.advance(case.tables, 1)
         assert tables is case.tables
+    assert calls == ["map_all"] * len(CHOSEN) + ["begin_write"] * num_matrices
     assert plan.remaining == 1
     tables = plan.advance(case.tables, 1)
     assert (plan.remaining, plan.done) == (0, True)
@@ -83,7 +89,8 @@ def test_a_plan_writes_every_matrix_and_the_tables_last(case):
 def test_a_large_matrix_counts_as_its_chunks(case, monkeypatch):
     monkeypatch.setattr(expert_loading, "CHUNK_BYTES", 1024)  # a matrix is 24 * 32 * 4 bytes
     plan = case.room.plan(case.room.allocator.place(case.weights[0]), case.tables)
-    assert plan.remaining == 3 * 5 * 3 + 1
+    assert plan.remaining == len(CHOSEN) + 3 * 5 * 3 + 1
+    plan.advance(case.tables, len(CHOSEN))
     plan.advance(case.tables, 1)  # at least one matrix
     assert plan.remaining == 3 * 5 * 3 + 1 - 3
     plan.advance(case.tables, 5)

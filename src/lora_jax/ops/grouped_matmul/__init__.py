@@ -22,10 +22,10 @@ _PRODUCTS = {
 _FUSED = "lora_jax.ops.grouped_matmul.pallas_gpu"  # addends and activation in the epilogue
 
 
-def _kernels(op: str, around: Callable, likely_groups: int | None) -> dict[str, Callable]:
+def _kernels(op: str, around: Callable, **hints: Array | int | None) -> dict[str, Callable]:
     """Return an op's implementations: around(product, ...) of each, and the fused kernel."""
     kernels = {name: functools.partial(around, product) for name, product in _PRODUCTS.items()}
-    fused = functools.partial(dispatch.late(_FUSED, op), likely_groups=likely_groups)
+    fused = functools.partial(dispatch.late(_FUSED, op), **hints)
     return {**kernels, "pallas_gpu": fused}
 
 
@@ -37,6 +37,7 @@ def grouped_matmul(
     addend: Float[Array, "rows d_out"] | None = None,
     *,
     likely_groups: int | None = None,
+    num_rows: Int[Array, ""] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "rows d_out"]:
     """y[t] = w[g] @ x[t] + bias[g] for rows sorted by group; float32 sums, rounded once.
@@ -44,14 +45,16 @@ def grouped_matmul(
     With an addend, of x's dtype or float32, y[t] + addend[t] is summed in float32 and rounded once
     more: a row whose addend is 0 has the bits that it has without. Rows at or after
     sum(group_sizes) give exactly 0 and cost nothing. `likely_groups` says how many groups tend to
-    have rows, if not all: speed may depend on it, results do not.
+    have rows, if not all, and `num_rows`, at least sum(group_sizes), behind which row no group is
+    to be looked for: speed may depend on them, results do not.
     """
     _check("grouped_matmul", x, group_sizes, w=w)
     dispatch.check_dtypes("grouped_matmul", x=x, bias=bias)
     biases = (dispatch.shape_of(bias), w.shape[:2])
     dispatch.check_shapes("grouped_matmul", bias=biases)
     _check_addends("grouped_matmul", x, w, addend=addend)
-    kernels = _kernels("grouped_matmul", composed.grouped_matmul, likely_groups)
+    hints = {"likely_groups": likely_groups, "num_rows": num_rows}
+    kernels = _kernels("grouped_matmul", composed.grouped_matmul, **hints)
     return dispatch.call(kernels, implementation, x, w, group_sizes, bias, addend)
 
 
@@ -64,6 +67,7 @@ def gated_matmul(
     up_addend: Float[Array, "rows d_out"] | None = None,
     *,
     likely_groups: int | None = None,
+    num_rows: Int[Array, ""] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "rows d_out"]:
     """silu(gate[t]) * up[t], both as grouped_matmul gives them, in float32 and rounded once."""
@@ -72,7 +76,8 @@ def gated_matmul(
     dispatch.check_shapes(op, w_up=(tuple(w_up.shape), tuple(w_gate.shape)))
     _check_addends(op, x, w_gate, gate_addend=gate_addend, up_addend=up_addend)
     arrays = (x, w_gate, w_up, group_sizes, gate_addend, up_addend)
-    kernels = _kernels(op, composed.gated_matmul, likely_groups)
+    hints = {"likely_groups": likely_groups, "num_rows": num_rows}
+    kernels = _kernels(op, composed.gated_matmul, **hints)
     return dispatch.call(kernels, implementation, *arrays)
 
 

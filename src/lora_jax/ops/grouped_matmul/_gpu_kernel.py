@@ -42,13 +42,14 @@ def kernel_body(config: Config, deep: Depths, operands: Operands, ctas: int, int
     works = Works(groups, operands.rows, tile_rows, pl.cdiv(d_out, wide), steps, ctas)
     crowded = matrices * columns * tile_rows >= CROWDED
 
-    def _grouped_matmul_kernel(sizes_ref, x_ref, *refs):
+    def _grouped_matmul_kernel(sizes_ref, num_rows_ref, x_ref, *refs):
         w_refs, refs = refs[:matrices], refs[matrices:]
         bias_refs, refs = refs[: operands.biases], refs[operands.biases :]
         addend_refs, refs = refs[: operands.addends], refs[operands.addends :]
         y_ref, w_smem, x_smem, block_smem, rows_smem, full, empty = refs[:7]
         addend_smem, arrived = refs[-2:]  # they are there if addends are
         warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("cta")
+        num_rows = num_rows_ref[0]
 
         def slot(step):
             return lax.rem(step, jnp.int32(stages))
@@ -76,7 +77,7 @@ def kernel_body(config: Config, deep: Depths, operands: Operands, ctas: int, int
 
                 lax.fori_loop(0, jnp.where(group < groups, steps, 0), stage, None)
 
-            copied = works.for_each(sizes_ref, cta, one)
+            copied = works.for_each(sizes_ref, num_rows, cta, one)
 
             def drain(step, _):
                 plgpu.barrier_wait(empty.at[slot(step)])
@@ -221,7 +222,7 @@ def kernel_body(config: Config, deep: Depths, operands: Operands, ctas: int, int
                     )
                     store(lambda part: zero, tile, row, low, high)
 
-            works.for_each(sizes_ref, cta, one)
+            works.for_each(sizes_ref, num_rows, cta, one)
             plgpu.wait_smem_to_gmem(0)
 
     return _grouped_matmul_kernel

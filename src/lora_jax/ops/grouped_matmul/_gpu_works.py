@@ -33,18 +33,20 @@ class Works:
     steps: int
     ctas: int
 
-    def for_each(self, sizes_ref, cta: Int[Array, ""], do: Callable) -> Int[Array, ""]:
+    def for_each(
+        self, sizes_ref, num_rows: Int[Array, ""], cta: Int[Array, ""], do: Callable
+    ) -> Int[Array, ""]:
         """Call do(group, tile of d_out, first row, low, high, step) for the works of a CTA.
 
         Rows low to high of the tile are the group's. It is called once more with a group beyond
         all, for nothing. Returns the last step. Each warpgroup walks group_sizes to its next work,
         STRIDE at a time, faster over groups without rows, as most adapters' experts are, and no
-        further than to the last row.
+        further than to the row `num_rows`, from which on rows are in no group.
         """
 
         def one(carry):
             index, step, span, _ = carry
-            place, span = self._seek(sizes_ref, index, span)
+            place, span = self._seek(sizes_ref, num_rows, index, span)
             group, start, end, blocks, first, _ = place
             nth, blocks = index - first, lax.max(blocks, jnp.int32(1))
             tile = lax.div(nth, blocks)
@@ -70,7 +72,7 @@ class Works:
         blocks = jnp.where(size > 0, blocks, 0)
         return group, start, start + size, blocks, first, first + blocks * self.tiles
 
-    def _seek(self, sizes_ref, index, span: tuple[_Place, _Place]):
+    def _seek(self, sizes_ref, num_rows, index, span: tuple[_Place, _Place]):
         """Return the place that has this work (group beyond all: none has) and its span.
 
         A span is the first and the last place of the groups that are looked at together.
@@ -78,7 +80,7 @@ class Works:
         stride = min(self.groups, STRIDE)
 
         def next_span(span):
-            first = last = self._behind(sizes_ref, self._skip(sizes_ref, span))
+            first = last = self._behind(sizes_ref, self._skip(sizes_ref, num_rows, span))
             for _ in range(stride - 1):
                 last = self._behind(sizes_ref, last)
             return first, last
@@ -96,13 +98,15 @@ class Works:
         group = jnp.where(index >= found[5], self.groups + 1, found[0])
         return (group, *found[1:]), span
 
-    def _skip(self, sizes_ref, span: tuple[_Place, _Place]) -> _Place:
+    def _skip(self, sizes_ref, num_rows, span: tuple[_Place, _Place]) -> _Place:
         """Return the last place of a span; if it has no rows, the last of those behind it, too.
 
-        A sum of sizes takes a fraction of what their places do.
+        A sum of sizes takes a fraction of what their places do. Behind all rows of groups it is the
+        last group's: a step that is not full would walk over all adapters' experts otherwise.
         """
         group, start, end, blocks, first, last = span[1]
-        found = jnp.where((span[0][1] == end) & (span[0][0] >= 0), group, jnp.int32(self.groups))
+        empty = (span[0][1] == end) & (span[0][0] >= 0) & (end < num_rows)
+        found = jnp.where(empty, group, jnp.int32(self.groups))
         for length in (n for n in SKIPS if n < self.groups):
             found = lax.while_loop(
                 functools.partial(self._is_empty, sizes_ref, length),
@@ -110,6 +114,7 @@ class Works:
                 found,
             )
         group = jnp.where(found < self.groups, found, group)
+        group = jnp.where(end < num_rows, group, jnp.int32(self.groups - 1))
         return group, start, end, blocks, first, last
 
     def _is_empty(self, sizes_ref, length: int, group: Int[Array, ""]) -> Bool[Array, ""]:

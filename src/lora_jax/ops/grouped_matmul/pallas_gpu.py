@@ -38,6 +38,7 @@ def grouped_matmul(
     addend: Float[Array, "rows d_out"] | None = None,
     *,
     likely_groups: int | None = None,
+    num_rows: Int[Array, ""] | None = None,
     config: Config | None = None,
     interpret: hopper.Interpret = None,
 ) -> Float[Array, "rows d_out"]:
@@ -50,7 +51,7 @@ def grouped_matmul(
     _require("grouped_matmul", x, w, interpret)
     addends = () if addend is None else (addend,)
     config = config or _find("grouped_matmul", x, (w,), addends, likely_groups)
-    return _launch(x, (w,), group_sizes, (bias,), addends, config, interpret)
+    return _launch(x, (w,), group_sizes, num_rows, (bias,), addends, config, interpret)
 
 
 def gated_matmul(
@@ -62,6 +63,7 @@ def gated_matmul(
     up_addend: Float[Array, "rows d_out"] | None = None,
     *,
     likely_groups: int | None = None,
+    num_rows: Int[Array, ""] | None = None,
     config: Config | None = None,
     interpret: hopper.Interpret = None,
 ) -> Float[Array, "rows d_out"]:
@@ -74,7 +76,8 @@ def gated_matmul(
         raise NotImplementedError("gated_matmul on Mosaic GPU takes both addends or none")
     addends = () if gate_addend is None or up_addend is None else (gate_addend, up_addend)
     config = config or _find("gated_matmul", x, (w_gate, w_up), addends, likely_groups)
-    return _launch(x, (w_gate, w_up), group_sizes, (None, None), addends, config, interpret)
+    pair, biases = (w_gate, w_up), (None, None)
+    return _launch(x, pair, group_sizes, num_rows, biases, addends, config, interpret)
 
 
 def _find(
@@ -132,6 +135,7 @@ def _launch(
     x: Float[Array, "rows d_in"],
     weights: tuple[Float[Array, "groups d_out d_in"], ...],
     group_sizes: Int[Array, "groups"],
+    num_rows: Int[Array, ""] | None,
     biases: tuple[Float[Array, "groups d_out"] | None, ...],
     addends: tuple[Float[Array, "rows d_out"], ...],
     config: Config,
@@ -177,4 +181,5 @@ def _launch(
         ],
         interpret=interpret or False,
     )
-    return kernel(group_sizes, x, *weights, *given, *added)[:rows]
+    last = jnp.asarray(rows if num_rows is None else num_rows, jnp.int32).reshape(1)
+    return kernel(group_sizes, last, x, *weights, *given, *added)[:rows]
