@@ -97,4 +97,6 @@ def place_heads(
     none = jnp.zeros((0,), q.dtype)
     q_scale, k_scale = (none, none) if scales is None else scales
     angles = cos, sin, q_scale, k_scale
-    return call(q, k, v, *angles, token_to_page_slot, k_pages, v_pages, eps=np.float32(eps))
+    pages = token_to_page_slot, k_pages, v_pages
+    turned, k_pages, v_pages = call(q, k, v, *angles, *pages, eps=np.float32(eps))
+    return turned, k_pages, v_pages

@@ -1,4 +1,4 @@
-"""Norms, the choice of experts and the placing of heads on Hopper: right, and the same in any company."""
+"""Norms, the choice of experts and the placing of heads on Hopper: right, in any company."""
 
 import dataclasses
 

@@ -129,8 +129,7 @@ def place_heads(
     if scales is not None:
         q, k = rms_norm(q, scales[0], eps), rms_norm(k, scales[1], eps)
     q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
-    placed = (write(p, y, token_to_page_slot) for p, y in ((k_pages, k), (v_pages, v)))
-    return q, *placed
+    return q, write(k_pages, k, token_to_page_slot), write(v_pages, v, token_to_page_slot)
 
 
 _PLACES = kernels("place_heads", place_heads)

@@ -38,11 +38,11 @@ int choose_experts(const float* logits, const int* sizes, float scale, float* we
 }
 
 int place_heads(const Bf16* q, const Bf16* k, const Bf16* v, const float* cos, const float* sin, const Bf16* q_scale,
-                const Bf16* k_scale, const int* places, const int* sizes, float eps, Bf16* turned, Bf16* k_pages,
-                Bf16* v_pages) {
-  const PlaceHeadsArgs p{q, k, v, cos, sin, q_scale, k_scale, places, turned, k_pages, v_pages,
-                         sizes[0], sizes[1], sizes[2], sizes[3], eps};
-  return launch_place_heads(p, sizes[4], nullptr);
+                const Bf16* k_scale, const int* token_to_place, const int* sizes, float eps, int places, Bf16* turned,
+                Bf16* k_pages, Bf16* v_pages) {
+  const PlaceHeadsArgs p{q, k, v, cos, sin, q_scale, k_scale, token_to_place, turned, k_pages, v_pages,
+                         sizes[0], sizes[1], sizes[2], places, eps};
+  return launch_place_heads(p, sizes[3], nullptr);
 }
 
 int lora_rows(const void* x, const void* a_pool, const void* b_pool, const int* entries,
