@@ -89,16 +89,19 @@ def make_model(raw: dict[str, Any]) -> tuple[AbstractCausalLM, ModelConfig]:
 
 
 def filled_slots(catalogue: LoraCatalogue) -> AdapterSlots:
-    """Return slots whose adapters have rank rows of their own on every map, and an empty slot."""
+    """Return slots whose adapters have rank rows of their own at every site, and an empty slot."""
     sizes = size_slots(catalogue, ADAPTERS + 1, RANK, 2)
     slots = init_slots(catalogue, sizes, jnp.dtype(jnp.bfloat16))
-    entries = np.zeros(slots.entries.shape, np.int32)
+    entries, used = np.zeros(slots.entries.shape, np.int32), dict.fromkeys(sizes.rows, 0)
     for i, name in enumerate(catalogue.module_names):
-        experts = catalogue.modules[name].num_experts
-        filled = entries[i, :, :ADAPTERS]
-        filled[..., :2] = (np.arange(ADAPTERS) * RANK * max(experts, 1))[:, None]
-        filled[..., 2] = RANK
-        filled[..., 3:] = RANK if experts else 0
+        module = catalogue.modules[name]
+        rows = RANK * max(module.num_experts, 1)  # of an adapter
+        for layer in module.layers:
+            filled = entries[i, layer, :ADAPTERS]
+            for column, width in enumerate((module.d_in, module.d_out)):
+                filled[:, column] = used[width] + np.arange(ADAPTERS) * rows
+                used[width] += ADAPTERS * rows
+            filled[:, 2:] = RANK, *[RANK if module.num_experts else 0] * 2
     pools = {
         width: jax.random.normal(jax.random.key(int(width)), pool.shape, pool.dtype) * 0.02
         for width, pool in slots.pools.items()
