@@ -34,7 +34,8 @@ def rms_norm(
     eps: float,
 ) -> tuple[Float[Array, "rows size"], Float[Array, "rows size"]]:
     """Return x + addend, or x, and its norm; see lora_jax.nn.row_math.add_rms_norm."""
-    check_norm(x.dtype, x.shape[1])
+    for array in (x, weight):
+        check_norm(array.dtype, x.shape[1])
     ffi.require()
     none, whole = jnp.zeros((0,), x.dtype), jax.ShapeDtypeStruct(x.shape, x.dtype)
     shapes = (jax.ShapeDtypeStruct((0,), x.dtype) if addend is None else whole, whole)
@@ -91,6 +92,8 @@ def place_heads(
 ) -> tuple[Array, Array, Array]:
     """Return what lora_jax.nn.attention.place_heads does, the pages written in place."""
     check_heads(q.dtype, k_pages.dtype, q.shape[2])
+    for scale in scales or ():
+        check_norm(scale.dtype, q.shape[2])
     ffi.require()
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (q, k_pages, v_pages)]
     call = jax.ffi.ffi_call("lora_jax_cuda_place_heads", shapes, input_output_aliases={8: 1, 9: 2})
