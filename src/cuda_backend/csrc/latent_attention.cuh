@@ -32,7 +32,6 @@ struct LatentConsumer {
   LatentShared<M>& sm;
   int warp, group_tokens;
   int position;  // of the own row's token
-  int groups;    // of 16 rows that the unit has
   uint32_t q[M][kLatentTiles][4];
   float top, sum[M];  // of the own row; sum is this lane's share
   float before_top[M][2], before_sum[M][2];
@@ -52,7 +51,7 @@ struct LatentConsumer {
 
   __device__ __forceinline__ void begin(const AttentionUnit& u, int) {
     const int lane = threadIdx.x & 31, quarter = warp & 3;
-    position = u.position + token_of(own_row()), groups = (u.num_tokens + group_tokens - 1) / group_tokens;
+    position = u.position + token_of(own_row());
 #pragma unroll
     for (int r = 0; r < M * 2; ++r) {
       const int row = (lane >> 2) + r * 8, token = token_of(row);
@@ -101,7 +100,6 @@ struct LatentConsumer {
         ldmatrix(b, keys[i] + (piece >> 3) * 2048 + (((piece & 7) ^ (key & 7)) << 4));
 #pragma unroll
         for (int m = 0; m < M; ++m) {
-          if (m >= groups) break;
           const uint32_t(&a)[4] = q[m][k];
           mma_bf16(s[m][i * 2], a[0], a[1], a[2], a[3], b[0], b[1]);
           mma_bf16(s[m][i * 2 + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
@@ -187,7 +185,6 @@ struct LatentConsumer {
         ldmatrix_trans(b, at ^ n << 4);
 #pragma unroll
         for (int m = 0; m < M; ++m) {
-          if (m >= groups) break;
           mma_bf16(chunk[m].o[n], a[m][0], a[m][1], a[m][2], a[m][3], b[0], b[1]);
           mma_bf16(chunk[m].o[n + 1], a[m][0], a[m][1], a[m][2], a[m][3], b[2], b[3]);
         }
