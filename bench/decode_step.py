@@ -149,15 +149,18 @@ def start(runner: ModelRunner, plan: StepPlan) -> float:
 
 
 def step_ms(runner: ModelRunner, plan: StepPlan) -> float:
-    """Return the milliseconds of one of many steps; the plan's rows are the runner's already."""
-    again = StepPlan(plan.chunks)
+    """Return the milliseconds from one step's results to the next's, while the next is on its way.
+
+    The plan's rows are the runner's already.
+    """
+    again, ended = StepPlan(plan.chunks), []
     last = runner.dispatch(again)
-    begun = time.perf_counter()
     for _ in range(STEPS):
         last, before = runner.dispatch(again), last
         runner.read(before)
+        ended.append(time.perf_counter())
     runner.read(last)
-    return (time.perf_counter() - begun) * 1e3 / (STEPS + 1)
+    return (time.perf_counter() - ended[0]) * 1e3 / STEPS
 
 
 def take_turns(runner: ModelRunner, plans: dict[str, StepPlan]) -> dict[str, list[float]]:
