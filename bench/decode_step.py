@@ -1,11 +1,11 @@
 """One decode step of a whole model, as the engine runs it, with and without LoRA.
 
 `python -m bench.decode_step --out DIR` makes Qwen3-30B-A3B, or its first layers, of random weights
-on the device and lets the runner dispatch one plan many times, one step behind the other. Every row
-decodes at one position, after a prompt of its own: equal tokens would all go to the same experts.
-Adapters have one rank on every map, experts included; the program with LoRA is timed with adapters
-that change nothing too: what a base row pays next to adapter rows. `--profile` says which kernels a
-step consists of.
+on the device and lets the runner run one plan many times, reading a step when the next is on its
+way. Every row decodes at one position, after a prompt of its own: equal tokens would all go to the
+same experts. Adapters have one rank on every map, experts included; the program with LoRA is timed
+with adapters that change nothing too: what a base row pays next to adapter rows. Batches take
+turns; a figure is the median of a batch's turns. `--profile` says which kernels a step consists of.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import dataclasses
 import datetime
 import functools
 import json
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -33,7 +34,7 @@ from serving.sampling import Sampling
 from serving.steps.model_runner import ModelRunner
 from serving.steps.step import StepSizes
 
-STEPS, SAMPLES_TAKEN, PAGE_SIZE = 50, 3, 16
+TURNS, STEPS, PAGE_SIZE = 7, 20, 16
 ADAPTERS, RANK = 8, 16
 EMPTY = ADAPTERS  # the slot of an adapter that changes nothing
 
@@ -88,16 +89,19 @@ def make_model(raw: dict[str, Any]) -> tuple[AbstractCausalLM, ModelConfig]:
 
 
 def filled_slots(catalogue: LoraCatalogue) -> AdapterSlots:
-    """Return slots whose adapters have rank rows of their own on every map, and an empty slot."""
+    """Return slots whose adapters have rank rows of their own at every site, and an empty slot."""
     sizes = size_slots(catalogue, ADAPTERS + 1, RANK, 2)
     slots = init_slots(catalogue, sizes, jnp.dtype(jnp.bfloat16))
-    entries = np.zeros(slots.entries.shape, np.int32)
+    entries, used = np.zeros(slots.entries.shape, np.int32), dict.fromkeys(sizes.rows, 0)
     for i, name in enumerate(catalogue.module_names):
-        experts = catalogue.modules[name].num_experts
-        filled = entries[i, :, :ADAPTERS]
-        filled[..., :2] = (np.arange(ADAPTERS) * RANK * max(experts, 1))[:, None]
-        filled[..., 2] = RANK
-        filled[..., 3:] = RANK if experts else 0
+        module = catalogue.modules[name]
+        rows = RANK * max(module.num_experts, 1)  # of an adapter
+        for layer in module.layers:
+            filled = entries[i, layer, :ADAPTERS]
+            for column, width in enumerate((module.d_in, module.d_out)):
+                filled[:, column] = used[width] + np.arange(ADAPTERS) * rows
+                used[width] += ADAPTERS * rows
+            filled[:, 2:] = RANK, *[RANK if module.num_experts else 0] * 2
     pools = {
         width: jax.random.normal(jax.random.key(int(width)), pool.shape, pool.dtype) * 0.02
         for width, pool in slots.pools.items()
@@ -137,21 +141,41 @@ def make_plan(case: Case, runner: ModelRunner, vocab: int, rows: int, position: 
     return StepPlan(tuple(chunks), tuple(chunk.sequence for chunk in chunks))
 
 
-def sampled(runner: ModelRunner, plan: StepPlan) -> jax.Array:
-    """Return the tokens of one more step; the plan's rows are the runner's already."""
-    return runner.dispatch(StepPlan(plan.chunks)).sampled.token_ids
+def start(runner: ModelRunner, plan: StepPlan) -> float:
+    """Return the seconds of a plan's first step, which gives its rows to the runner."""
+    begun = time.perf_counter()
+    runner.read(runner.dispatch(plan))
+    return time.perf_counter() - begun
 
 
 def step_ms(runner: ModelRunner, plan: StepPlan) -> float:
-    """Return the best mean milliseconds of many steps."""
-    best = np.inf
-    for _ in range(SAMPLES_TAKEN):
-        start = time.perf_counter()
-        for _ in range(STEPS):
-            last = sampled(runner, plan)
-        jax.block_until_ready(last)
-        best = min(best, (time.perf_counter() - start) * 1e3 / STEPS)
-    return float(best)
+    """Return the milliseconds from one step's results to the next's, while the next is on its way.
+
+    The plan's rows are the runner's already.
+    """
+    again, ended = StepPlan(plan.chunks), []
+    last = runner.dispatch(again)
+    for _ in range(STEPS):
+        last, before = runner.dispatch(again), last
+        runner.read(before)
+        ended.append(time.perf_counter())
+    runner.read(last)
+    return (time.perf_counter() - ended[0]) * 1e3 / STEPS
+
+
+def take_turns(runner: ModelRunner, plans: dict[str, StepPlan]) -> dict[str, list[float]]:
+    """Return the milliseconds of a step in every turn of every plan."""
+    found = {name: [] for name in plans}
+    for _ in range(TURNS):
+        for name, plan in plans.items():
+            start(runner, plan)
+            found[name].append(step_ms(runner, plan))
+    return found
+
+
+def sampled(runner: ModelRunner, plan: StepPlan) -> jax.Array:
+    """Return the tokens of one more step."""
+    return runner.dispatch(StepPlan(plan.chunks)).sampled.token_ids
 
 
 def main() -> None:
@@ -167,17 +191,19 @@ def main() -> None:
     changed = {**QWEN3, **(TINY if args.tiny else {}), "num_hidden_layers": args.layers}
     raw = {**json.loads(SHOWN.read_text()), **changed}
     runner = make_runner(raw, args.rows, args.position)
-    found = {}
-    for case in CASES:
-        plan = make_plan(case, runner, raw["vocab_size"], args.rows, args.position)
-        start = time.perf_counter()
-        runner.read(runner.dispatch(plan))
-        first = time.perf_counter() - start
-        took = found[case.name] = step_ms(runner, plan)
-        rate = args.rows / took * 1e3
-        print(f"{case.name:36} {took:7.3f} ms a step, {rate:7.0f} tokens/s; first {first:.1f} s")
-        if args.profile:
-            print(show_profile(case.name, profile_step(functools.partial(sampled, runner, plan))))
+    sizes = (raw["vocab_size"], args.rows, args.position)
+    plans = {case.name: make_plan(case, runner, *sizes) for case in CASES}
+    for name, plan in plans.items():
+        print(f"{name:36} {start(runner, plan):.1f} s to its first result")
+    turns = take_turns(runner, plans)
+    for name, took in turns.items():
+        median, rate = statistics.median(took), args.rows / statistics.median(took) * 1e3
+        spread = f"{min(took):.3f} to {max(took):.3f}"
+        print(f"{name:36} {median:7.3f} ms a step ({spread}), {rate:7.0f} tokens/s")
+    for name, plan in plans.items() if args.profile else ():
+        start(runner, plan)
+        step = functools.partial(sampled, runner, plan)
+        print(show_profile(name, profile_step(step)))
     device = jax.devices()[0].device_kind
     result = {
         "device": device,
@@ -186,7 +212,8 @@ def main() -> None:
         "rows": args.rows,
         "position": args.position,
         "rank": RANK,
-        "step_ms": found,
+        "step_ms": {name: statistics.median(took) for name, took in turns.items()},
+        "turns_ms": turns,
     }
     args.out.mkdir(parents=True, exist_ok=True)
     name = f"decode_step_{'_'.join(device.lower().split())}.json"

@@ -20,11 +20,13 @@ from serving.steps.sampler import (
     apply_penalties,
     argmax,
     draw_scaled,
+    joined,
     keep_min_p,
     keep_top_k,
     keep_top_p,
     score,
     unscored,
+    weight_halves,
 )
 
 _DIGIT_BITS = 2  # of a threshold, found at a time
@@ -118,21 +120,22 @@ def _scored(
 
 
 def threshold_by_digits(
-    image: UInt32[Array, "vocab"], weights: Array, wanted: Array
+    image: UInt32[Array, "vocab"], weights: UInt32[Array, "vocab"], wanted: Float[Array, ""]
 ) -> UInt32[Array, ""]:
     """Return what sampler.threshold_by_bits does, by a pass over the row for every digit.
 
     Passes have the same instructions, the digit's place being data, so that they are compiled once.
     """
-    zero = jnp.zeros((), weights.dtype)
-    found, unit = jnp.uint32(0), jnp.uint32(1 << (32 - _DIGIT_BITS))
+    zero, found, unit = jnp.uint32(0), jnp.uint32(0), jnp.uint32(1 << (32 - _DIGIT_BITS))
     image, weights = lax.optimization_barrier((image, weights))
     for _ in range(32 // _DIGIT_BITS):
         found, unit = lax.optimization_barrier((found, unit))
         trials = [found + jnp.uint32(i) * unit for i in range(1, 1 << _DIGIT_BITS)]
-        kept = [jnp.where(image >= trial, weights, zero) for trial in trials]
-        sums = lax.reduce(kept, [zero] * len(kept), _add_each, (0,))
-        found = found + sum((each >= wanted).astype(jnp.uint32) for each in sums) * unit
+        kept = [weight_halves(jnp.where(image >= trial, weights, zero)) for trial in trials]
+        halves = [half for pair in kept for half in pair]
+        sums = lax.reduce(halves, [zero] * len(halves), _add_each, (0,))
+        totals = [joined(*pair) for pair in zip(sums[::2], sums[1::2], strict=True)]
+        found = found + sum((total >= wanted).astype(jnp.uint32) for total in totals) * unit
         unit = unit >> jnp.uint32(_DIGIT_BITS)
     return found
 

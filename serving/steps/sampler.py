@@ -204,21 +204,40 @@ def keep_min_p(logits: Float[Array, "vocab"], min_p: Float[Array, ""]) -> Float[
 
 
 # Returns the largest integer t for which weights[image >= t] sum to `wanted` at least.
-Search = Callable[[UInt32[Array, "vocab"], Array, Array], UInt32[Array, ""]]
+Search = Callable[[UInt32[Array, "vocab"], UInt32[Array, "vocab"], Float[Array, ""]], Array]
+
+# Weights are integers up to 2^26 and are added in two halves of 13 bits, exact for vocabularies of
+# less than 2^19 tokens: so no sum depends on its order, which XLA chooses by what is around.
+_WEIGHT_BITS, _HALF_BITS = 26, 13
+
+
+def weight_halves(weights: UInt32[Array, "vocab"]) -> tuple[Array, Array]:
+    """Return the upper and the lower bits of weights, to be added apart."""
+    return weights >> jnp.uint32(_HALF_BITS), weights & jnp.uint32((1 << _HALF_BITS) - 1)
+
+
+def joined(upper: UInt32[Array, ""], lower: UInt32[Array, ""]) -> Float[Array, ""]:
+    """Return the sum of weights whose halves sum to these."""
+    return upper.astype(jnp.float32) * (1 << _HALF_BITS) + lower.astype(jnp.float32)
+
+
+def weight_sum(weights: UInt32[Array, "vocab"]) -> Float[Array, ""]:
+    """Return the sum of weights, rounded once."""
+    return joined(*(jnp.sum(half) for half in weight_halves(weights)))
 
 
 def threshold_by_bits(
-    image: UInt32[Array, "vocab"], weights: Array, wanted: Array
+    image: UInt32[Array, "vocab"], weights: UInt32[Array, "vocab"], wanted: Float[Array, ""]
 ) -> UInt32[Array, ""]:
     """Return what a Search does, bit by bit.
 
     32 passes over the row find the exact threshold, where sorting it would cost 20 times as much.
     """
-    zero = jnp.zeros((), weights.dtype)
 
     def step(place: Int[Array, ""], found: UInt32[Array, ""]) -> UInt32[Array, ""]:
         trial = found | lax.shift_left(jnp.uint32(1), jnp.asarray(31 - place, jnp.uint32))
-        return jnp.where(jnp.sum(jnp.where(image >= trial, weights, zero)) >= wanted, trial, found)
+        kept = jnp.where(image >= trial, weights, jnp.uint32(0))
+        return jnp.where(weight_sum(kept) >= wanted, trial, found)
 
     return lax.fori_loop(0, 32, step, jnp.uint32(0))
 
@@ -228,17 +247,21 @@ def keep_top_k(
 ) -> Float[Array, "vocab"]:
     """Return logits with all but the k most likely tokens at -inf; ties with the k-th stay."""
     image = ordered_image(logits)
-    threshold = search(image, jnp.ones(image.shape, jnp.int32), top_k)
+    threshold = search(image, jnp.ones(image.shape, jnp.uint32), top_k.astype(jnp.float32))
     return jnp.where(image >= threshold, logits, -jnp.inf)
 
 
 def keep_top_p(
     logits: Float[Array, "vocab"], top_p: Float[Array, ""], search: Search = threshold_by_bits
 ) -> Float[Array, "vocab"]:
-    """Return logits with all but the smallest most likely set of probability >= top_p at -inf."""
+    """Return logits with all but the smallest most likely set of probability >= top_p at -inf.
+
+    Probabilities count in steps of 2^-26 of the largest.
+    """
     image = ordered_image(logits)
-    weights = jnp.exp(logits - jnp.max(logits))
-    threshold = search(image, weights, top_p * jnp.sum(weights))
+    shares = jnp.exp(logits - jnp.max(logits)) * (1 << _WEIGHT_BITS)
+    weights = jnp.round(shares).astype(jnp.uint32)
+    threshold = search(image, weights, top_p * weight_sum(weights))
     return jnp.where(image >= threshold, logits, -jnp.inf)
 
 

@@ -16,10 +16,12 @@ def kernels() -> dict[str, Callable]:
     from cuda_backend.merge import merge
     from cuda_backend.paged_attention import paged_attention
     from cuda_backend.reroute import adapter_items, reroute, row_map
+    from cuda_backend.row_math import choose_experts, place_heads, rms_norm
 
     linear = (grouped_matmul, lora_deltas, lora_gemm, lora_gemms)
     others = (adapter_items, merge, paged_attention, reroute, row_map)
-    return {op.__name__: op for op in (*linear, *others)}
+    by_row = (choose_experts, place_heads, rms_norm)
+    return {op.__name__: op for op in (*linear, *others, *by_row)}
 
 
 def transport(device: int = 0) -> "PeerDevice":

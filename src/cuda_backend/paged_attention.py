@@ -24,6 +24,7 @@ MOST_CHUNKS = 64
 SHORT_CHUNK, CHUNK = 256, 512  # the former, for more CTAs, where contexts are SHORT_CONTEXT at most
 SHORT_CONTEXT = 4096
 LATENT_COLUMNS, LATENT_VALUES = 576, 512
+LATENT_GROUPS = 2  # of 16 rows that share latents in a prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +53,7 @@ def cut_work(tokens: int, q_heads: int, kv_heads: int, k_dim: int, context: int)
     part_rows = max(1, min(tokens - 1, PARTS // max_chunks)) if prompts else tokens
     most = 1 if latent else min(2 if prompts else CONSUMERS, COLUMNS // k_dim)
     heads = max(n for n in range(1, most + 1) if kv_heads % n == 0)
-    groups = 1 if latent else CONSUMERS // heads
+    groups = (LATENT_GROUPS if prompts else 1) if latent else CONSUMERS // heads
     unit_tokens = groups * (16 // (q_heads // kv_heads))
     return Cut(chunk, max_chunks, heads, groups, unit_tokens, part_rows)
 

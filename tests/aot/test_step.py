@@ -82,6 +82,8 @@ def test_a_decode_step_is_one_graph_sampling_included(hopper_at_hand, tokens, lo
     print(f"{done.in_graphs} operations, {done.temp_bytes / 1e6:.1f} MB temp, {done.seconds:.1f} s")
     assert done.thunks == ["kCommandBuffer"]
     assert not any(done.spill_bytes.values())
+    for name in ("rms_norm", "choose_experts", "place_heads"):
+        assert done.text.count(f'custom_call_target="lora_jax_cuda_{name}"') >= LAYERS
     # A long sort is a library's call on a GPU, which no graph can hold; a short one is a kernel.
     assert max(sorted_sizes(done.text), default=0) <= LONGEST_SORT
     # The sampler works on all rows of logits at once, in a few arrays of their size.

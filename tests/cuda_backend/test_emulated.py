@@ -114,6 +114,74 @@ def test_grouped_f32_matches_float64(library, sizes, rows, d_out, d_in, biased):
     np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize(("rows", "size"), [(5, 2048), (9, 64), (2, 1032)])
+def test_rms_norm_matches_float64(library, rows, size, added):
+    rng = np.random.default_rng(size)
+    x, addend = (rng.standard_normal((rows, size)).astype(BF16) for _ in range(2))
+    weight, wide = rng.standard_normal(size).astype(BF16), x.astype(np.float32)
+    total, y = np.full((2, rows, size), np.nan, BF16)
+    given = (x, addend if added else None, weight, rows, size, 1e-5)
+    call(library.rms_norm, *given, total if added else None, y)
+    if added:
+        wide = (wide + addend.astype(np.float32)).astype(BF16)
+        np.testing.assert_array_equal(total, wide)
+    wide = wide.astype(np.float64)
+    want = wide / np.sqrt(np.mean(wide**2, axis=1, keepdims=True) + 1e-5) * weight.astype("f8")
+    np.testing.assert_allclose(y.astype(np.float64), want, rtol=4.1e-3)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "k", "softmax_first", "normed"),
+    [(5, 128, 8, True, True), (3, 200, 6, True, False), (9, 8, 2, False, False)],
+)
+def test_experts_are_the_best_with_their_shares(library, tokens, experts, k, softmax_first, normed):
+    logits = np.random.default_rng(k).standard_normal((tokens, experts)).astype(np.float32)
+    logits[:, 3] = logits[:, 7]  # the lower id comes first
+    weights, ids = np.full((tokens, k), np.nan, np.float32), np.full((tokens, k), -7, np.int32)
+    sizes = np.array([tokens, experts, k, softmax_first, normed], np.int32)
+    call(library.choose_experts, logits, sizes, 1.5, weights, ids)
+    order = np.argsort(-logits, axis=1, kind="stable")[:, :k]
+    np.testing.assert_array_equal(ids, order)
+    shares = np.exp(logits.astype(np.float64))
+    best = np.take_along_axis(shares, order, 1)
+    best /= (shares if softmax_first else best).sum(1, keepdims=True)
+    best /= best.sum(1, keepdims=True) if normed else 1
+    np.testing.assert_allclose(weights, best * 1.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(6, 2, 64), (3, 1, 128), (2, 1, 256)])
+def test_heads_are_normed_turned_and_placed(library, q_heads, kv_heads, dim, normed):
+    rng, places = np.random.default_rng(dim), np.array([5, 99, 0], np.int32)  # 99: nowhere
+    q, k, v = (rng.standard_normal((3, h, dim)).astype(BF16) for h in (q_heads, *[kv_heads] * 2))
+    angles = rng.uniform(0, 9, (3, dim // 2))
+    scales = rng.standard_normal((2, dim)).astype(BF16) if normed else [None, None]
+    pages = np.full((2, 7, kv_heads, dim), 7, BF16)
+    turned, sizes = np.full(q.shape, np.nan, BF16), [3, q_heads, kv_heads, dim]
+    turns = [f(angles).astype(np.float32) for f in (np.cos, np.sin)]
+    given = (q, k, v, *turns, *scales, places, np.array(sizes, np.int32), 1e-6)
+    call(library.place_heads, *given, 7, turned, *pages)
+
+    def wanted(x, scale):
+        wide = x.astype(np.float64)
+        if scale is not None:
+            wide /= np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6)
+            wide = (wide * scale.astype(np.float64)).astype(BF16).astype(np.float64)
+        a, b = np.split(wide, 2, axis=-1)
+        cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+    close = {"rtol": 4.1e-3, "atol": 2e-2 if normed else 1e-6}
+    np.testing.assert_allclose(turned.astype("f8"), wanted(q, scales[0]), **close)
+    key = wanted(k, scales[1])
+    for token, place in ((0, 5), (2, 0)):
+        np.testing.assert_allclose(pages[0][place].astype("f8"), key[token], **close)
+        np.testing.assert_array_equal(pages[1][place], v[token])
+    others = np.delete(pages, [0, 5], axis=1)
+    np.testing.assert_array_equal(others, np.full_like(others, 7))
+
+
 @dataclasses.dataclass
 class Sorting:
     """What the row map's kernel takes and gives; -7 where it has not written."""
@@ -269,6 +337,11 @@ def test_attention_has_the_same_bits_cut_into_chunks_or_whole(library, shape):
     cut = emulated_attention(library, few, seed=3, chunk=64)
     np.testing.assert_array_equal(cut[:20], whole[:20])
     assert not cut[20:].any()
+    if shape.startswith("latent"):  # the number of rows of a unit changes no bit either
+        q_heads = SHAPES[shape].q_heads
+        wide = {"token_groups": 2, "unit_tokens": 32 // q_heads}
+        two = emulated_attention(library, case, seed=5, chunk=64, part_rows=1, **wide)
+        np.testing.assert_array_equal(two, whole)
     near = emulated_attention(library, case, seed=4)
     np.testing.assert_allclose(near, whole, **TOLERANCE["bfloat16"])
 

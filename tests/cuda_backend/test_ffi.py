@@ -27,6 +27,9 @@ MOST_REGISTERS = {
     "cut_rows_kernel": 64,
     "attention_units_kernel": 64,
     "grouped_f32_kernel": 128,
+    "rms_norm_kernel": 64,
+    "choose_experts_kernel": 64,
+    "place_heads_kernel": 64,
     "push_kernel": 64,  # 2 CTAs of 512
     "add_kernel": 64,
     "fetch_kernel": 64,

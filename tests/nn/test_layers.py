@@ -51,6 +51,16 @@ def test_norms(size, dtype):
         check_bits(norm, x)
 
 
+@pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
+def test_norm_of_a_sum_is_that_of_the_rounded_sum(kind):
+    norm = kind(16, 1e-5, dtype=BF16)
+    rng = np.random.default_rng(0)
+    x, addend = (jnp.asarray(rng.standard_normal((5, 16)), BF16) for _ in range(2))
+    total, normed = norm.of_sum(x, addend)
+    np.testing.assert_array_equal(total, x + addend)
+    np.testing.assert_array_equal(normed, norm(x + addend))
+
+
 def test_norm_of_heads():
     norm = RMSNorm(4, 1e-5, dtype=F32)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((5, 3, 4)), F32)

@@ -32,7 +32,8 @@ cudaError_t launch_consumers(AttentionArgs& args, int consumers, int slot_boxes,
   const int slot = slot_boxes * (args.k_bytes + args.v_bytes);
   const int room = (kSharedBytes - kAttentionHeader - scratch) / slot;
   args.slot_boxes = slot_boxes, args.slots = room < kMostSlots ? room : kMostSlots;
-  if (args.slots * slot_boxes < 2 * Consumer::kStep || consumers > kMostConsumers) return cudaErrorInvalidValue;
+  // What is worked on, and a slot on its way.
+  if (args.slots * slot_boxes < Consumer::kStep + slot_boxes || consumers > kMostConsumers) return cudaErrorInvalidValue;
   const int shared = kAttentionHeader + args.slots * slot + scratch;
   cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   int device = 0, sms = 0;
@@ -54,8 +55,9 @@ cudaError_t launch_heads(AttentionArgs& args, cudaStream_t stream) {
   const bool whole = args.part_rows < args.tokens;  // units of several chunks, see may_cut
   return whole ? launch_heads<KT, NT, true>(args, stream) : launch_heads<KT, NT, false>(args, stream);
 }
-inline cudaError_t launch_latent(AttentionArgs& args, cudaStream_t stream) {
-  return launch_consumers<LatentConsumer>(args, kMostConsumers, 1, sizeof(LatentShared), stream);
+template <int M>
+cudaError_t launch_latent(AttentionArgs& args, cudaStream_t stream) {
+  return launch_consumers<LatentConsumer<M>>(args, kMostConsumers, 1, sizeof(LatentShared<M>), stream);
 }
 
 inline cudaError_t launch_combine(const AttentionArgs& args, cudaStream_t stream) {
@@ -78,7 +80,7 @@ inline cudaError_t launch_attention(AttentionArgs& args, bool latent, cudaStream
   if (!latent && args.k_dim == 128 && args.v_dim == 128) e = launch_heads<8, 16>(args, stream);
   if (!latent && args.k_dim == 64 && args.v_dim == 64) e = launch_heads<4, 8>(args, stream);
   if (latent && args.k_dim == kLatentTiles * 64 && args.kv_heads == 1 && args.v_dim % 64 == 0 && args.v_dim <= 512) {
-    e = launch_latent(args, stream);
+    e = args.token_groups == 1 ? launch_latent<1>(args, stream) : launch_latent<2>(args, stream);
   }
   return e == cudaSuccess ? launch_combine(args, stream) : e;
 }

@@ -45,10 +45,10 @@ __device__ __forceinline__ void zero_rows(const PairArgs& p, int begin, int end,
   }
 }
 
-// Zeros for rows of no item. Warps share out those behind the last item, which may be many, and the
-// items, before each of which there may be some.
+// Zeros for rows of no item. Warps share out those behind the last item, and the items, before each of
+// which there may be some; or several warps share a gap, since few items leave long ones.
 __device__ __forceinline__ void zero_gaps(const PairArgs& p) {
-  const int lane = threadIdx.x % 32, warps = gridDim.x * blockDim.x / 32, num_items = *p.num_items;
+  const int warps = gridDim.x * blockDim.x / 32, num_items = *p.num_items;
   const int warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
   auto end_of = [&](int i) {
     const int4 v = __ldg(reinterpret_cast<const int4*>(p.items) + max(i, 0));
@@ -56,14 +56,9 @@ __device__ __forceinline__ void zero_gaps(const PairArgs& p) {
   };
   if (p.live) return zero_rows(p, *p.live + warp, p.num_rows, warps);  // rows in tiles are in no item
   zero_rows(p, end_of(num_items - 1) + warp, p.num_rows, warps);
-  for (int i = warp * 32; i < num_items; i += warps * 32) {
-    const int mine = i + lane, begin = mine < num_items ? end_of(mine - 1) : 0;
-    const int end = mine < num_items ? __ldg(&p.items[mine].row_begin) : 0;
-    for (unsigned gaps = __ballot_sync(~0u, begin < end); gaps; gaps &= gaps - 1) {
-      const int from = __ffs(gaps) - 1;
-      zero_rows(p, __shfl_sync(~0u, begin, from), __shfl_sync(~0u, end, from), 1);
-    }
-  }
+  const int sharers = max(1, warps / max(1, num_items));  // of a gap
+  for (int i = warp / sharers; i < num_items; i += warps / sharers)
+    zero_rows(p, end_of(i - 1) + warp % sharers, __ldg(&p.items[i].row_begin), sharers);
 }
 
 // Fills `words` with ones, and rows of no item with zeros where y held nothing; the kernel behind it

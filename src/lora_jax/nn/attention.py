@@ -9,8 +9,10 @@ from lora_jax.kv_cache import LayerCache, write
 from lora_jax.nn import rope
 from lora_jax.nn.layers import Linear, RMSNorm, constant_parameter, linears
 from lora_jax.nn.lora import Rows
+from lora_jax.nn.row_math import kernels, rms_norm
+from lora_jax.ops import dispatch
 from lora_jax.ops.paged_attention import paged_attention
-from lora_jax.typing import Array, Float
+from lora_jax.typing import Array, Float, Int
 
 CosSin = tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]
 
@@ -65,14 +67,9 @@ class Attention(nnx.Module):
         rows: Rows,
     ) -> tuple[Float[Array, "tokens hidden"], LayerCache]:
         """Return the attention's output and the cache with this step's K and V in it."""
-        q = self._heads(self.q_proj(x, rows), self.q_norm)
-        k, v = linears((self.k_proj, self.v_proj), x, rows)
-        k, v = self._heads(k, self.k_norm), self._heads(v, None)
-        q, k = rope.rotate(q, *angles), rope.rotate(k, *angles)
-        cache = LayerCache(
-            k=write(cache.k, k, batch.token_to_page_slot),
-            v=write(cache.v, v, batch.token_to_page_slot),
-        )
+        q = self._heads(self.q_proj(x, rows))
+        k, v = (self._heads(y) for y in linears((self.k_proj, self.v_proj), x, rows))
+        q, cache = self._placed(q, k, v, angles, batch, cache)
         out = paged_attention(
             q,
             cache.k,
@@ -88,12 +85,51 @@ class Attention(nnx.Module):
         )
         return self.o_proj(out.reshape(x.shape[0], -1), rows), cache
 
-    def _heads(
-        self, y: Float[Array, "tokens width"], norm: RMSNorm | None
-    ) -> Float[Array, "tokens heads head_dim"]:
-        """Split into heads after the clip, with the norm over each head."""
+    def _heads(self, y: Float[Array, "tokens width"]) -> Float[Array, "tokens heads head_dim"]:
+        """Split into heads after the clip."""
         if self.config.clip_qkv is not None:
             limit = jnp.asarray(self.config.clip_qkv, y.dtype)
             y = jnp.clip(y, -limit, limit)
-        heads = y.reshape(y.shape[0], -1, self.config.head_dim)
-        return heads if norm is None else norm(heads)
+        return y.reshape(y.shape[0], -1, self.config.head_dim)
+
+    def _placed(
+        self,
+        q: Float[Array, "tokens q_heads head_dim"],
+        k: Float[Array, "tokens kv_heads head_dim"],
+        v: Float[Array, "tokens kv_heads head_dim"],
+        angles: CosSin,
+        batch: ForwardBatch,
+        cache: LayerCache,
+    ) -> tuple[Float[Array, "tokens q_heads head_dim"], LayerCache]:
+        """Return q as attention wants it, and the cache with this step's K and V in it."""
+        scales, eps = None, 0.0
+        if self.q_norm is not None and self.k_norm is not None:
+            scales, eps = (self.q_norm.weight[...], self.k_norm.weight[...]), self.q_norm.eps
+        pages = cache.k, cache.v, batch.token_to_page_slot
+        q, k, v = dispatch.call(_PLACES, None, q, k, v, *angles, scales, eps, *pages)
+        return q, LayerCache(k, v)
+
+
+def place_heads(
+    q: Float[Array, "tokens q_heads head_dim"],
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads head_dim"],
+    cos: Float[Array, "tokens half"],
+    sin: Float[Array, "tokens half"],
+    scales: tuple[Float[Array, "head_dim"], Float[Array, "head_dim"]] | None,
+    eps: float,
+    k_pages: Float[Array, "pages page_size kv_heads head_dim"],
+    v_pages: Float[Array, "pages page_size kv_heads head_dim"],
+    token_to_page_slot: Int[Array, "tokens"],
+) -> tuple[Array, Array, Array]:
+    """Return q turned by its tokens' angles, and the pages with k, turned too, and v in them.
+
+    `scales` are the weights of the norms that each head of q and of k goes through first, if any.
+    """
+    if scales is not None:
+        q, k = rms_norm(q, scales[0], eps), rms_norm(k, scales[1], eps)
+    q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
+    return q, write(k_pages, k, token_to_page_slot), write(v_pages, v, token_to_page_slot)
+
+
+_PLACES = kernels("place_heads", place_heads)

@@ -57,8 +57,8 @@ class DecoderLayer(nnx.Module):
         rows: Rows,
     ) -> tuple[Float[Array, "tokens hidden"], LayerCache]:
         out, cache = self.attn(self.input_norm(x), angles, batch, cache, rows)
-        x = x + out
-        return x + self.mlp(self.post_norm(x), rows), cache
+        x, normed = self.post_norm.of_sum(x, out)
+        return x + self.mlp(normed, rows), cache
 
 
 class AbstractCausalLM(nnx.Module):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lora_jax.nn.lora import Rows
-from lora_jax.nn.row_math import row_sum
+from lora_jax.nn.row_math import add_rms_norm, rms_norm, row_sum, scale_last_axis
 from lora_jax.ops.grouped_matmul import matmul, silu_times
 from lora_jax.typing import Array, Float, Int
 
@@ -74,10 +74,13 @@ class RMSNorm(nnx.Module):
         self.weight = constant_parameter(1.0, (size,), (None,), dtype)
 
     def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
-        wide = x.astype(jnp.float32)
-        mean_square = row_sum(wide * wide) / x.shape[-1]
-        normed = wide * jax.lax.rsqrt(mean_square + self.eps)
-        return scale_last_axis(normed, self.weight[...]).astype(x.dtype)
+        return rms_norm(x, self.weight[...], self.eps)
+
+    def of_sum(
+        self, x: Float[Array, "rows size"], addend: Float[Array, "rows size"]
+    ) -> tuple[Float[Array, "rows size"], Float[Array, "rows size"]]:
+        """Return x + addend and its norm."""
+        return add_rms_norm(x, addend, self.weight[...], self.eps)
 
 
 class LayerNorm(nnx.Module):
@@ -94,12 +97,12 @@ class LayerNorm(nnx.Module):
         normed = centred * jax.lax.rsqrt(variance + self.eps)
         return scale_last_axis(normed, self.weight[...]).astype(x.dtype)
 
-
-def scale_last_axis(
-    x: Float[Array, "*rows size"], weight: Float[Array, "size"]
-) -> Float[Array, "*rows size"]:
-    """x * weight along the last axis, in x's dtype."""
-    return x * weight.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+    def of_sum(
+        self, x: Float[Array, "rows size"], addend: Float[Array, "rows size"]
+    ) -> tuple[Float[Array, "rows size"], Float[Array, "rows size"]]:
+        """Return x + addend and its norm."""
+        total = x + addend
+        return total, self(total)
 
 
 class Embedding(nnx.Module):

@@ -12,7 +12,8 @@ from lora_jax.config import ClampedSwiglu, MoeConfig
 from lora_jax.nn.layers import Mlp, constant_parameter, parameter
 from lora_jax.nn.lora import Rows
 from lora_jax.nn.remote import RemoteExperts
-from lora_jax.nn.row_math import row_sum
+from lora_jax.nn.row_math import kernels, row_sum
+from lora_jax.ops import dispatch
 from lora_jax.ops.grouped_matmul import gated_matmul, grouped_matmul, matmul, plus, silu_times
 from lora_jax.ops.reroute import RowMap, reroute, row_map
 from lora_jax.typing import Array, Float, Int
@@ -43,7 +44,7 @@ class Router(nnx.Module):
 def choose_experts(
     logits: Float[Array, "tokens experts"], moe: MoeConfig
 ) -> tuple[Float[Array, "tokens k"], Int[Array, "tokens k"]]:
-    """Return the weights (float32) and ids of each token's experts, best first.
+    """Return the weights (float32) and ids of each token's experts, best first; differentiable.
 
     The order of the logits is the order of their softmax, so that top-k needs no softmax.
     """
@@ -56,6 +57,9 @@ def choose_experts(
         power = jnp.float32(moe.topk_norm)
         weights = weights / row_sum(weights**power) ** (1 / power)
     return weights * jnp.float32(moe.weight_scale), ids
+
+
+_CHOICES = kernels("choose_experts", choose_experts)
 
 
 def _best_groups_only(
@@ -219,7 +223,7 @@ class MoeBlock(nnx.Module):
     def __call__(
         self, x: Float[Array, "tokens hidden"], rows: Rows
     ) -> Float[Array, "tokens hidden"]:
-        weights, ids = choose_experts(self.router(x, rows), self.moe)
+        weights, ids = dispatch.call(_CHOICES, None, self.router(x, rows), self.moe)
         map = self._group(ids, rows)
         expert_rows = rows.gathered(map.row_to_token, rows.num_rows * self.moe.top_k, map.items)
         out = self.experts(x[map.row_to_token], map, expert_rows)

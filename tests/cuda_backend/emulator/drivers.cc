@@ -1,10 +1,13 @@
 // Host entry points of the emulated kernels, over plain arrays; what csrc/*.cu does for XLA.
 #include "attention_launch.cuh"
+#include "choose_experts.cuh"
 #include "grouped_f32.cuh"
 #include "launch.cuh"
 #include "lora_rows.cuh"
 #include "merge.cuh"
+#include "place_heads.cuh"
 #include "reroute.cuh"
+#include "rms_norm.cuh"
 #include "tiles_launch.cuh"
 
 using namespace lora_jax;
@@ -22,6 +25,24 @@ int merge(Bf16* w, const Bf16* a_pool, const Bf16* b_pool, const int* sites, con
 int grouped_f32(const float* x, const float* w, const int* sizes, const float* bias, int rows, int groups, int d_out,
                 int d_in, float* y) {
   return launch_grouped_f32(GroupedF32Args{x, w, sizes, bias, y, rows, groups, d_out, d_in}, nullptr);
+}
+
+int rms_norm(const Bf16* x, const Bf16* addend, const Bf16* weight, int rows, int size, float eps, Bf16* sum, Bf16* y) {
+  return launch_rms_norm(RmsNormArgs{x, addend, weight, sum, y, rows, size, eps}, nullptr);
+}
+
+int choose_experts(const float* logits, const int* sizes, float scale, float* weights, int* ids) {
+  return launch_choose_experts(
+      ChooseExpertsArgs{logits, weights, ids, sizes[0], sizes[1], sizes[2], sizes[3] != 0, sizes[4] != 0, scale},
+      nullptr);
+}
+
+int place_heads(const Bf16* q, const Bf16* k, const Bf16* v, const float* cos, const float* sin, const Bf16* q_scale,
+                const Bf16* k_scale, const int* token_to_place, const int* sizes, float eps, int places, Bf16* turned,
+                Bf16* k_pages, Bf16* v_pages) {
+  const PlaceHeadsArgs p{q, k, v, cos, sin, q_scale, k_scale, token_to_place, turned, k_pages, v_pages,
+                         sizes[0], sizes[1], sizes[2], places, eps};
+  return launch_place_heads(p, sizes[3], nullptr);
 }
 
 int lora_rows(const void* x, const void* a_pool, const void* b_pool, const int* entries,

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -92,10 +93,25 @@ def test_pieces_have_the_top_as_a_whole_sort_does(k, vocab):
 def test_digits_find_the_threshold_that_bits_do(seed):
     rng = np.random.default_rng(seed)
     image = jnp.asarray(rng.integers(0, 1 << 32, 50, dtype=np.uint32))
-    ones, weights = jnp.ones(50, jnp.int32), jnp.asarray(rng.integers(0, 9, 50).astype(np.float32))
-    for given in ((ones, jnp.int32(7)), (ones, jnp.int32(60)), (weights, jnp.float32(33))):
+    ones = jnp.ones(50, jnp.uint32)
+    weights = jnp.asarray(rng.integers(0, 1 << 26, 50, dtype=np.uint32))
+    for given in ((ones, 7), (ones, 60), (weights, 9e8)):
         got, want = (
-            search(image, *given)
+            search(image, given[0], jnp.float32(given[1]))
             for search in (batch_sampler.threshold_by_digits, sampler.threshold_by_bits)
         )
         assert got == want
+
+
+def test_floats_are_never_summed_by_a_reduction():
+    """XLA orders one by the rows around; integers have no order to choose."""
+    texts = []
+
+    def traced(*args):
+        texts.append(str(jax.make_jaxpr(batch_sampler.sample)(*args)))
+        return batch_sampler.sample(*args)
+
+    run_with(traced, make_logits(2), make_state(ROWS), [1, 2])
+    kinds = re.findall(r":(\w+)\[[\d,]*\] = (?:reduce_sum|reduce)\[", texts[0])
+    assert kinds
+    assert not [kind for kind in kinds if kind.startswith("f")]
