@@ -283,19 +283,13 @@ __device__ __forceinline__ void expand_stage(const PairArgs& p, const Ticket<STE
         const int n = n0 + j * 8 + q * 2 + e;
         if (n >= u.num_rows) continue;
         const int64_t at = static_cast<int64_t>(t.rows[n]) * p.d_out + first + b * 64;
-        if (p.wide_sums) {
-          auto* to = reinterpret_cast<float4*>(reinterpret_cast<float*>(p.modules[u.module].y) + at);
-          __stcs(to, make_float4(acc[0][j][e], acc[0][j][e + 2], acc[1][j][e], acc[1][j][e + 2]));
-          __stcs(to + 1, make_float4(acc[2][j][e], acc[2][j][e + 2], acc[3][j][e], acc[3][j][e + 2]));
-        } else {
-          uint4 o = make_uint4(0, 0, 0, 0);
-          if (p.accumulate) o = lds128(base + rows_at(u) + n * row_stride(width) + b * 128 + g * 16);
-          o.x = add_bf16x2(o.x, acc[0][j][e], acc[0][j][e + 2]);
-          o.y = add_bf16x2(o.y, acc[1][j][e], acc[1][j][e + 2]);
-          o.z = add_bf16x2(o.z, acc[2][j][e], acc[2][j][e + 2]);
-          o.w = add_bf16x2(o.w, acc[3][j][e], acc[3][j][e + 2]);
-          __stcs(reinterpret_cast<uint4*>(p.modules[u.module].y + at), o);
-        }
+        uint4 o = make_uint4(0, 0, 0, 0);
+        if (p.accumulate) o = lds128(base + rows_at(u) + n * row_stride(width) + b * 128 + g * 16);
+        o.x = add_bf16x2(o.x, acc[0][j][e], acc[0][j][e + 2]);
+        o.y = add_bf16x2(o.y, acc[1][j][e], acc[1][j][e + 2]);
+        o.z = add_bf16x2(o.z, acc[2][j][e], acc[2][j][e + 2]);
+        o.w = add_bf16x2(o.w, acc[3][j][e], acc[3][j][e + 2]);
+        __stcs(reinterpret_cast<uint4*>(p.modules[u.module].y + at), o);
       }
   }
 }

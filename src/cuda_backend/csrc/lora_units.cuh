@@ -34,8 +34,6 @@ struct PairArgs {
   bool shrink, expand;
   bool accumulate;            // the expand adds to y; else y holds nothing before
   const int* live;            // null, or how many rows have an adapter: then some are in tiles, not in items
-  bool wide_sums;             // where nothing is added to, y is float32
-  bool leave_gaps;            // and rows of no item stay undefined
 };
 
 constexpr int kMaxRows = 32;   // rows of an item
