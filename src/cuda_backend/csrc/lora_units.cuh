@@ -37,6 +37,7 @@ struct PairArgs {
 };
 
 constexpr int kMaxRows = 32;   // rows of an item
+constexpr int kShrinkRows = 8, kSlices = kMaxRows / kShrinkRows;  // of a shrink unit; so cut, an item has most slices
 constexpr int kMaxRank = 128;
 // Of the pieces of 64 columns in a box, log2: the narrowest, and the wide ones of either pool.
 constexpr int kNarrow = 1, kWideA = 3, kWideB = 2;
@@ -124,11 +125,12 @@ __device__ __forceinline__ void let_go(S& sm, Ring<kTickets>& ring) {
 }
 
 // ---------------------------------------------------------------- the plan of a launch
-struct Share {  // of an item: rank rows [begin, end) of a shrink unit, or blocks of columns
+struct Share {  // of an item: rank rows [begin, end) of a slice, or blocks of columns
   Kind kind;
   int item, begin, end;
+  int slice;
 };
-constexpr Share kNothing{kEnd, 0, 0, 0};
+constexpr Share kNothing{kEnd, 0, 0, 0, 0};
 
 __device__ __forceinline__ unsigned divide(unsigned n, unsigned by) { return n / by; }
 __device__ __forceinline__ unsigned divide_up(unsigned n, unsigned by) { return (n + by - 1) / by; }
@@ -167,7 +169,7 @@ struct Plan {
     const int wide = p.wide[1] + 6, block = (p.max_rank + 7) / 8 * 8 << wide;  // elements
     ranks = 8 << cut, item_units = lora_jax::item_units(p, cut);
     units = p.shrink ? items * item_units : 0;
-    own_units = divide(max(units - cta + ctas - 1, 0), ctas);
+    own_units = divide(max(units * kSlices - cta + ctas - 1, 0), ctas);
     blocks = p.expand ? (p.d_out + (1 << wide) - 1) >> wide : 0;
     const int all = items * blocks, runs = all <= static_cast<int>(divide(kMostOfRun, block)) * ctas ? all : 0;
     const float cost = __fdividef(static_cast<float>(ranks) * p.d_in, block);  // of a shrink unit, in blocks
@@ -197,16 +199,18 @@ struct Plan {
   __device__ __forceinline__ Share own_share(int n) const {
     if (n < own_units) return shrink_share(n * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x));
     const int item = divide(first, blocks) + n - own_units;
-    return Share{kExpand, item, max(first - item * blocks, 0), min(last - item * blocks, blocks)};
+    return Share{kExpand, item, max(first - item * blocks, 0), min(last - item * blocks, blocks), 0};
   }
+  // First slices come first: most items have no other.
   __device__ __forceinline__ Share shrink_share(int unit) const {
-    const int item = divide(unit, item_units), begin = (unit - item * item_units) * ranks;
-    return Share{kShrink, item, begin, begin + ranks};
+    const int slice = divide(unit, units), n = unit - slice * units;
+    const int item = divide(n, item_units), begin = (n - item * item_units) * ranks;
+    return Share{kShrink, item, begin, begin + ranks, slice};
   }
   __device__ __forceinline__ Share drawn_share(int n) const {
     if (n >= draws) return kNothing;
     const int item = divide(n, item_tiles), begin = (n - item * item_tiles) * tile;
-    return Share{kExpand, item, begin, min(begin + tile, blocks)};
+    return Share{kExpand, item, begin, min(begin + tile, blocks), 0};
   }
 };
 

@@ -16,6 +16,11 @@ __device__ __forceinline__ void load_item(const PairArgs& p, Site& site, int ite
   const int4 v = __ldg(reinterpret_cast<const int4*>(p.items) + min(item, p.num_rows - 1));
   site.item = Item{static_cast<int>(min(static_cast<unsigned>(v.x), p.num_slots - 1u)), v.y, v.z, v.w};
 }
+// Leaves of an item the rows of its slice, if it has any.
+__device__ __forceinline__ void cut_rows(Item& item, int slice) {
+  item.row_begin += slice * kShrinkRows;
+  item.num_rows = min(item.num_rows - slice * kShrinkRows, kShrinkRows);
+}
 __device__ __forceinline__ void load_slot(const PairArgs& p, Site& site) {
   const Module& m = p.modules[site.module];
   const int* e = m.entries + site.item.slot * 5;
@@ -36,13 +41,11 @@ __device__ __forceinline__ Unit make_unit(const PairArgs& p, const Share& s, con
   u.rank = min(site.rank, p.max_rank), u.num_rows = site.item.num_rows, u.place = site.item.row_begin;
   u.staged_rows = s.kind == kShrink || p.accumulate ? u.num_rows : 0;
   if (s.kind == kShrink) {
-    const bool twice = u.num_rows > 16 && s.end - s.begin == 8;  // which halves what is read of x
-    const int ranks = twice ? 16 : s.end - s.begin;
-    u.first_rank = twice ? s.begin * 2 : s.begin;
-    u.weight_row = site.a_offset + site.item.expert * site.a_stride + u.first_rank;
-    u.groups = (min(ranks, u.rank - u.first_rank) + 7) / 8;
+    u.first_rank = s.begin;
+    u.weight_row = site.a_offset + site.item.expert * site.a_stride + s.begin;
+    u.groups = (min(s.end, u.rank) - s.begin + 7) / 8;
     u.end = p.d_in;
-    if (u.first_rank < u.rank) u.kind = kShrink;
+    if (u.num_rows > 0 && s.begin < u.rank) u.kind = kShrink;
   } else if (s.kind == kExpand) {
     u.weight_row = site.b_offset + site.item.expert * site.b_stride;
     u.groups = (u.rank + 7) / 8;
@@ -105,9 +108,10 @@ __device__ __forceinline__ bool publish_first(const PairArgs& p, S& sm, Ring<kTi
                                               int& num_items, int& cut) {
   const int lane = threadIdx.x & 31, guess = min(lane, kCuts - 1), units = item_units(p, guess);
   Site site{};
-  Share share{kShrink, static_cast<int>(divide(blockIdx.x, units)), 0, 0};
+  Share share{kShrink, static_cast<int>(divide(blockIdx.x, units)), 0, 0, 0};
   num_items = *count;
   load_item(p, site, share.item);
+  cut_rows(site.item, 0);
   load_slot(p, site);
   int rows[kCuts];
 #pragma unroll
@@ -143,6 +147,7 @@ __device__ __forceinline__ Site find_item(const PairArgs& p, const Plan& plan, c
   Site site{};
   site.module = divide(share.item, plan.num_items);
   load_item(p, site, share.item - site.module * plan.num_items);
+  if (share.kind == kShrink) cut_rows(site.item, share.slice);
   return site;
 }
 
