@@ -88,8 +88,8 @@ cudaError_t launch_stages(const PairArgs& args, cudaStream_t stream) {
     return cudaGetLastError();
   }
   int* words = args.shrink ? reinterpret_cast<int*>(args.h) : args.draws;
-  const int count = static_cast<int>(args.draws + 1 - words), ctas = min((count + 8191) / 8192, sms);
-  fill_kernel<<<args.accumulate ? ctas : sms, 1024, 0, stream>>>(args, words, count);
+  const int count = static_cast<int>(args.draws + 1 - words), ctas = min((count + 2047) / 2048, sms);
+  fill_kernel<<<args.accumulate ? ctas : sms * 2, 256, 0, stream>>>(args, words, count);
   e = cudaGetLastError();
   return e == cudaSuccess ? launch_early(kernel, sms * 2, kThreads, bytes, stream, args) : e;
 }

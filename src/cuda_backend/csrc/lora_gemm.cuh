@@ -42,17 +42,18 @@ __device__ void produce_weights(const PairArgs& p, S& sm) {
   while (true) {
     const Unit& u = take(sm, taken).unit;
     if (u.kind == kEnd) return;
-    const CUtensorMap* map = &p.maps[u.kind - kShrink][u.wide != kNarrow];
+    const CUtensorMap *narrow = p.maps[u.kind - kShrink], *map = narrow + (u.wide != kNarrow);
     const int groups = u.groups, bytes = 1024 << u.wide;
     for (int c = u.begin; c < u.end; c += u.width) {
       mbar_wait(&sm.empty[ring.at()], ring.phase() ^ 1);
-      const int boxes = ((min(u.width, u.end - c) - 1 >> (u.wide + 6)) + 1) * groups;
-      if (lane == 0) mbar_expect(&sm.full[ring.at()], boxes * bytes);
+      const int last = min(u.width, u.end - c) - 1, boxes = ((last >> (u.wide + 6)) + 1) * groups;
+      const int wide = (last & (64 << u.wide) - 1) < kBlock ? boxes - groups : boxes;  // the others need no more
+      if (lane == 0) mbar_expect(&sm.full[ring.at()], wide * bytes + (boxes - wide) * kBlock * 16);
       __syncwarp();
       const uint32_t dst = smem_u32(sm.stages[ring.at()]);
       for (int i = lane; i < boxes; i += 32) {
         const int along = i / groups;
-        box_copy(dst + i * bytes, map, u.weight_row + (i - along * groups) * 8, (c >> 6) + (along << u.wide),
+        box_copy(dst + i * bytes, i < wide ? map : narrow, u.weight_row + (i - along * groups) * 8, (c >> 6) + (along << u.wide),
                  &sm.full[ring.at()]);
       }
       ring.next();

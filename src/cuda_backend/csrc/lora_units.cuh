@@ -41,6 +41,7 @@ constexpr int kShrinkRows = 8, kSlices = kMaxRows / kShrinkRows;  // of a shrink
 constexpr int kMaxRank = 128;
 // Of the pieces of 64 columns in a box, log2: the narrowest, and the wide ones of either pool.
 constexpr int kNarrow = 1, kWideA = 3, kWideB = 2;
+constexpr int kBlock = 64 << kNarrow;  // columns by which the expand is cut
 constexpr int kConsumers = 4;  // warps
 constexpr int kRowWarps = 2;   // one alone issues about a row copy in 60 cycles
 constexpr int kUnitWarp = kConsumers, kWeightWarp = kConsumers + 1, kRowWarp = kConsumers + 2;
@@ -48,6 +49,7 @@ constexpr int kThreads = (kConsumers + 2 + kRowWarps) * 32;
 constexpr int kTickets = 3;    // made out ahead of their use: more would bind late units to busy CTAs
 constexpr int kDraws = 2;      // units drawn at once
 constexpr int kMostOfRun = 1 << 17, kLeastOfDraw = 1 << 14;  // elements of B in a CTA's run, in a drawn unit
+constexpr int kMostOfTile = 8;  // blocks, unless there are many
 
 // ---------------------------------------------------------------- units and stages
 enum Kind : int { kEnd, kShrink, kExpand };
@@ -166,11 +168,11 @@ struct Plan {
   __device__ __forceinline__ Plan(const PairArgs& p, int num_items, int cut)
       : num_items(num_items), items(num_items * p.num_modules) {
     const int ctas = static_cast<int>(gridDim.x), cta = static_cast<int>(blockIdx.x);
-    const int wide = p.wide[1] + 6, block = (p.max_rank + 7) / 8 * 8 << wide;  // elements
+    const int block = (p.max_rank + 7) / 8 * 8 * kBlock;  // elements
     ranks = 8 << cut, item_units = lora_jax::item_units(p, cut);
     units = p.shrink ? items * item_units : 0;
     own_units = divide(max(units * kSlices - cta + ctas - 1, 0), ctas);
-    blocks = p.expand ? (p.d_out + (1 << wide) - 1) >> wide : 0;
+    blocks = p.expand ? divide_up(p.d_out, kBlock) : 0;
     const int all = items * blocks, runs = all <= static_cast<int>(divide(kMostOfRun, block)) * ctas ? all : 0;
     const float cost = __fdividef(static_cast<float>(ranks) * p.d_in, block);  // of a shrink unit, in blocks
     first = run_begin(cta, runs, cost), last = run_begin(cta + 1, runs, cost);
@@ -179,7 +181,7 @@ struct Plan {
   // Units are small enough for each CTA to draw some dozen, but not so small that drawing takes longer.
   __device__ __forceinline__ void cut_draws(int block, int left) {
     const int ctas = static_cast<int>(gridDim.x);
-    tile = max(1, min(4, static_cast<int>(divide(kLeastOfDraw, block))));
+    tile = max(1, min(kMostOfTile, static_cast<int>(divide(kLeastOfDraw, block))));
     while (tile * block <= kLeastOfDraw * 2 && left >= 12 * ctas * tile * 2) tile *= 2;
     item_tiles = divide_up(blocks, tile);
     draws = left ? items * item_tiles : 0;

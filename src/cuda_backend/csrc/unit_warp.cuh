@@ -49,7 +49,7 @@ __device__ __forceinline__ Unit make_unit(const PairArgs& p, const Share& s, con
   } else if (s.kind == kExpand) {
     u.weight_row = site.b_offset + site.item.expert * site.b_stride;
     u.groups = (u.rank + 7) / 8;
-    u.begin = s.begin << (p.wide[1] + 6), u.end = min(s.end << (p.wide[1] + 6), p.d_out);
+    u.begin = s.begin * kBlock, u.end = min(s.end * kBlock, p.d_out);
     if (u.rank > 0 || !p.accumulate) u.kind = kExpand;
   }
   if (u.kind != kEnd) cut_stages(u, stage_bytes, p.wide[u.kind - kShrink]);
