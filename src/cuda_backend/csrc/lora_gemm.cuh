@@ -4,8 +4,9 @@
 //
 // An item is up to kMaxRows rows of one segment (adapter, or adapter x expert) of one module. Its
 // weights are the 16-row operand of mma and its rows the 8-column operand (swap-AB), so a segment of
-// one row costs an n = 8 tile. Units of work are (item, up to 32 rank rows) of the shrink, each over
-// the whole of d_in, and (item, range of columns) of the expand. The grid is persistent; Plan says
+// one row costs an n = 8 tile. Units of work are (8 rows of an item, up to 32 rank rows) of the shrink,
+// each over the whole of d_in, and (item, range of columns) of the expand: the shrink of a long segment
+// would keep others waiting, the expand reads its weights once. The grid is persistent; Plan says
 // which CTA does what. In each CTA one warp makes units out ahead of their use, one streams weights
 // by tensor copies, two copy the item's rows of x or y (any order of rows will do), and the other
 // warps multiply. Weights stream several stages ahead, across the borders of units.

@@ -37,7 +37,7 @@ struct PairArgs {
 };
 
 constexpr int kMaxRows = 32;   // rows of an item
-constexpr int kShrinkRows = 8, kSlices = kMaxRows / kShrinkRows;  // of a shrink unit; so cut, an item has most slices
+constexpr int kShrinkRows = 8, kSlices = kMaxRows / kShrinkRows;  // rows of a shrink unit; slices of an item at most
 constexpr int kMaxRank = 128;
 // Of the pieces of 64 columns in a box, log2: the narrowest, and the wide ones of either pool.
 constexpr int kNarrow = 1, kWideA = 3, kWideB = 2;
