@@ -63,10 +63,12 @@ def check_support(
 def rows_per_item(rows: int, max_rank: int = MAX_RANK) -> int:
     """Return how many rows an item may have; no result depends on it.
 
-    Few rows are spread over more CTAs, many share the loads of their adapter; at rank 8 those are
-    too few to wait for (45.6 us against 79.5 for 1024 rows of 512 adapters on an H200).
+    Few rows are spread over more CTAs, many share the loads of their adapter; at low ranks those
+    are too few to wait for (RANK8 us against RANK8B for 1024 rows of 512 adapters of rank 8 on an H200).
     """
-    return 8 if rows <= 64 or max_rank <= 8 else 32
+    if rows <= 128 or max_rank <= 8:
+        return 8
+    return 16 if max_rank <= 16 else 32
 
 
 def row_items(

@@ -4,7 +4,7 @@
 //
 // An item is up to kMaxRows rows of one segment (adapter, or adapter x expert) of one module. Its
 // weights are the 16-row operand of mma and its rows the 8-column operand (swap-AB), so a segment of
-// one row costs an n = 8 tile. Units of work are (8 rows of an item, up to 32 rank rows) of the shrink,
+// one row costs an n = 8 tile. Units of work are (16 rows of an item, up to 32 rank rows) of the shrink,
 // each over the whole of d_in, and (item, range of columns) of the expand: the shrink of a long segment
 // would keep others waiting, the expand reads its weights once. The grid is persistent; Plan says
 // which CTA does what. In each CTA one warp makes units out ahead of their use, one streams weights
@@ -92,71 +92,57 @@ __device__ void produce_rows(const PairArgs& p, S& sm) {
 
 // ---------------------------------------------------------------- shrink
 // Two chains of sums, by bit 3 of k within a lane's 8, keep the tensor cores' latency apart.
-template <int GROUPS>
-using Sums = float[2][(GROUPS + 1) / 2][4];
+template <int GROUPS, int J>
+using Sums = float[2][(GROUPS + 1) / 2][J][4];
 
-// Where a lane finds its part of a stage: of each group of weights and of its batch row.
-template <int GROUPS>
-struct ShrinkPlaces {
-  uint32_t w[GROUPS], x, box;  // bytes from one box along k to the next
-  int piece, last_piece;       // log2 of the columns of a box; number of the last 128 in one
-};
-
-// Adds STEPS steps, each 32 columns of this warp out of 128. Loads come first: their latency is one.
-template <int GROUPS, int STEPS>
-__device__ __forceinline__ void shrink_steps(const ShrinkPlaces<GROUPS>& from, int k, Sums<GROUPS>& acc) {
-  uint4 x[STEPS], w[STEPS][GROUPS];
-#pragma unroll
-  for (int s = 0; s < STEPS; ++s) {
-    const int at = k + s * 32 * kConsumers;
-    x[s] = lds128(from.x + at * 2);
-#pragma unroll
-    for (int i = 0; i < GROUPS; ++i)
-      w[s][i] = lds128(from.w[i] + (at >> from.piece) * from.box + (at >> 7 & from.last_piece) * 2048);
-  }
-#pragma unroll
-  for (int s = 0; s < STEPS; ++s)
-#pragma unroll
-    for (int i = 0; i < GROUPS; i += 2) {
-      const uint4 a = w[s][i], b = w[s][i + 1 < GROUPS ? i + 1 : i];  // sums of a second half that is none are dropped
-      mma_bf16(acc[0][i / 2], a.x, b.x, a.y, b.y, x[s].x, x[s].y);
-      mma_bf16(acc[1][i / 2], a.z, b.z, a.w, b.w, x[s].z, x[s].w);
-    }
-}
-
-template <int GROUPS>
-__device__ __forceinline__ void shrink_stage(const Unit& u, uint32_t base, int columns, Sums<GROUPS>& acc) {
-  constexpr int kAtOnce = GROUPS == 4 ? 2 : 4;
+// Adds this warp's k of a stage, 32 columns out of 128, for GROUPS groups of 8 rank rows and J of 8 batch rows.
+template <int GROUPS, int J>
+__device__ __forceinline__ void shrink_stage(const Unit& u, uint32_t base, int columns, Sums<GROUPS, J>& acc) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
   const uint32_t mine = base + (warp >> 1) * 1024 + g * 128 + ((((warp & 1) * 4 + q) ^ g) << 4);
-  const uint32_t group = 1024 << u.wide;
-  ShrinkPlaces<GROUPS> from;  // groups and rows past the end read the first: results are not used
+  const uint32_t group = 1024 << u.wide, half = (1 << u.wide >> 1) - 1;  // of a box: bytes, steps of 128 columns less 1
+  const uint32_t rows = base + rows_at(u) + q * 16;
+  uint32_t wa[GROUPS], xa[J];  // groups and rows past the end read the first: results are not used
 #pragma unroll
-  for (int i = 0; i < GROUPS; ++i) from.w[i] = mine + (i < u.groups ? i : 0) * group;
-  from.x = base + rows_at(u) + q * 16 + (g < u.num_rows ? g : 0) * row_stride(u.width);
-  from.box = u.groups * group, from.piece = u.wide + 6, from.last_piece = (1 << u.wide >> 1) - 1;
-  int k = warp * 32;
-#pragma unroll 1
-  for (; k + (kAtOnce - 1) * 32 * kConsumers < columns; k += kAtOnce * 32 * kConsumers)
-    shrink_steps<GROUPS, kAtOnce>(from, k, acc);
-#pragma unroll 1
-  for (; k < columns; k += 32 * kConsumers) shrink_steps<GROUPS, 1>(from, k, acc);
+  for (int i = 0; i < GROUPS; ++i) wa[i] = mine + (i < u.groups ? i : 0) * group;
+#pragma unroll
+  for (int j = 0; j < J; ++j) xa[j] = rows + (j * 8 + g < u.num_rows ? j * 8 + g : 0) * row_stride(u.width);
+#pragma unroll(GROUPS * J <= 2 ? 4 : 2)
+  for (int k = warp * 32; k < columns; k += 32 * kConsumers) {
+    const uint32_t at = (k >> (u.wide + 6)) * u.groups * group + (k >> 7 & half) * 2048;
+    uint4 x[J], w[GROUPS];
+#pragma unroll
+    for (int j = 0; j < J; ++j) x[j] = lds128(xa[j] + k * 2);
+#pragma unroll
+    for (int i = 0; i < GROUPS; ++i) w[i] = lds128(wa[i] + at);
+#pragma unroll
+    for (int i = 0; i < GROUPS; i += 2) {
+      const uint4 &lo = w[i], &hi = w[i + 1 < GROUPS ? i + 1 : i];  // a second half that is none gives sums nobody takes
+#pragma unroll
+      for (int j = 0; j < J; ++j) {
+        mma_bf16(acc[0][i / 2][j], lo.x, hi.x, lo.y, hi.y, x[j].x, x[j].y);
+        mma_bf16(acc[1][i / 2][j], lo.z, hi.z, lo.w, hi.w, x[j].z, x[j].w);
+      }
+    }
+  }
 }
 
 // Sums the chains and the warps' parts in order and hands this unit's columns of h over. `scratch`
 // is the unit's last stage.
-template <int GROUPS>
+template <int GROUPS, int J>
 __device__ __forceinline__ void finish_shrink(const PairArgs& p, const Unit& u, float* scratch, uint64_t* release,
-                                              const Sums<GROUPS>& acc) {
+                                              const Sums<GROUPS, J>& acc) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
-  constexpr int LD = 33;
+  constexpr int N = J * 8, LD = GROUPS * 8 + 1;
 #pragma unroll
   for (int i = 0; i < GROUPS; ++i)
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const int of = i % 2 * 2 + c;
-      scratch[(warp * 8 + q * 2 + c) * LD + i * 8 + g] = acc[0][i / 2][of] + acc[1][i / 2][of];
-    }
+    for (int j = 0; j < J; ++j)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int of = i % 2 * 2 + c;
+        scratch[(warp * N + j * 8 + q * 2 + c) * LD + i * 8 + g] = acc[0][i / 2][j][of] + acc[1][i / 2][j][of];
+      }
   consumer_sync();
   const int r = u.first_rank + lane;
   auto* h = reinterpret_cast<uint32_t*>(p.h + (static_cast<int64_t>(u.module) * p.num_rows + u.place) * p.h_stride + r);
@@ -165,7 +151,7 @@ __device__ __forceinline__ void finish_shrink(const PairArgs& p, const Unit& u, 
     float s = 0.f;
     if (lane < u.groups * 8 && r < u.rank) {
 #pragma unroll
-      for (int w = 0; w < kConsumers; ++w) s += scratch[(w * 8 + n) * LD + lane];
+      for (int w = 0; w < kConsumers; ++w) s += scratch[(w * N + n) * LD + lane];
       s *= u.scaling;
     }
     const uint32_t both = bf16x2(s, __shfl_xor_sync(~0u, s, 1));
@@ -176,13 +162,14 @@ __device__ __forceinline__ void finish_shrink(const PairArgs& p, const Unit& u, 
   if (lane == 0) mbar_arrive(release);
 }
 
-template <int GROUPS, class S>
+template <int GROUPS, int J, class S>
 __device__ __forceinline__ void shrink_unit(const PairArgs& p, S& sm, Ring<S::kStages>& ring, const Unit& u) {
+  static_assert(kConsumers * 8 * J * (GROUPS * 8 + 1) * 4 <= S::kStage, "the warps' parts must fit a stage");
   const int width = u.width, lane = threadIdx.x & 31;
-  Sums<GROUPS> acc = {};
+  Sums<GROUPS, J> acc = {};
   for (int k = 0; k < p.d_in; k += width) {
     mbar_wait(&sm.full[ring.at()], ring.phase());
-    shrink_stage<GROUPS>(u, smem_u32(sm.stages[ring.at()]), min(width, p.d_in - k), acc);
+    shrink_stage<GROUPS, J>(u, smem_u32(sm.stages[ring.at()]), min(width, p.d_in - k), acc);
     if (k + width < p.d_in) {
       __syncwarp();
       if (lane == 0) mbar_arrive(&sm.empty[ring.at()]);
@@ -190,7 +177,7 @@ __device__ __forceinline__ void shrink_unit(const PairArgs& p, S& sm, Ring<S::kS
     }
   }
   consumer_sync();  // all warps have read the last stage
-  finish_shrink<GROUPS>(p, u, reinterpret_cast<float*>(sm.stages[ring.at()]), &sm.empty[ring.at()], acc);
+  finish_shrink<GROUPS, J>(p, u, reinterpret_cast<float*>(sm.stages[ring.at()]), &sm.empty[ring.at()], acc);
   ring.next();
 }
 
@@ -345,9 +332,11 @@ __device__ void consume(const PairArgs& p, S& sm) {
     const Unit& u = t.unit;
     if (u.kind == kEnd) return;
     if (u.kind == kShrink) {
-      if (u.groups == 1) shrink_unit<1>(p, sm, ring, u);
-      else if (u.groups == 2) shrink_unit<2>(p, sm, ring, u);
-      else shrink_unit<4>(p, sm, ring, u);
+      if (u.num_rows <= 8 && u.groups == 1) shrink_unit<1, 1>(p, sm, ring, u);
+      else if (u.num_rows <= 8 && u.groups == 2) shrink_unit<2, 1>(p, sm, ring, u);
+      else if (u.num_rows <= 8) shrink_unit<4, 1>(p, sm, ring, u);
+      else if (u.groups <= 2) shrink_unit<2, 2>(p, sm, ring, u);
+      else shrink_unit<4, 2>(p, sm, ring, u);
     } else {
       if (u.num_rows <= 8) expand_unit<1>(p, sm, ring, t);
       else expand_unit<2>(p, sm, ring, t);

@@ -37,7 +37,7 @@ struct PairArgs {
 };
 
 constexpr int kMaxRows = 32;   // rows of an item
-constexpr int kShrinkRows = 8, kSlices = kMaxRows / kShrinkRows;  // rows of a shrink unit; slices of an item at most
+constexpr int kShrinkRows = 16, kSlices = kMaxRows / kShrinkRows;  // rows of a shrink unit; slices of an item at most
 constexpr int kMaxRank = 128;
 // Of the pieces of 64 columns in a box, log2: the narrowest, and the wide ones of either pool.
 constexpr int kNarrow = 1, kWideA = 3, kWideB = 2;
@@ -142,22 +142,21 @@ constexpr int kCuts = 3;
 __device__ __forceinline__ int item_units(const PairArgs& p, int cut) {
   return ((p.max_rank + 7) / 8 + (1 << cut) - 1) >> cut;
 }
-// Returns the cut by which the CTA with the most units is through first, by lanes 0 to kCuts - 1. What
-// a unit costs besides its weights is about as much as 8 more rank rows.
-__device__ __forceinline__ int best_cut(const PairArgs& p, int items) {
-  const int cut = min(static_cast<int>(threadIdx.x & 31), kCuts - 1);
-  const int longest = divide_up(items * item_units(p, cut), gridDim.x) * ((8 << cut) + 8);
-  int best = 0;
-#pragma unroll
-  for (int c = 1; c < kCuts; ++c)
-    if (__shfl_sync(~0u, longest, c) <= __shfl_sync(~0u, longest, best)) best = c;
-  return best;
+// Returns the way to cut, by what was fastest on an H200: the coarsest that leaves CTAs 1.3 units each,
+// or units of 64 KB; and the finest where that fills no more than the CTAs or evens them out. Fine
+// units of long segments would read their rows of x over and over.
+__device__ __forceinline__ int choose_cut(const PairArgs& p, int num_items) {
+  const int items = num_items * p.num_modules, ctas = static_cast<int>(gridDim.x);
+  auto evens_out = [&](int cut) { return items * item_units(p, cut) * 10 >= ctas * 13; };
+  if (evens_out(2) || p.d_in < 2048) return 2;
+  const bool fine = items * item_units(p, 0) <= ctas || (evens_out(0) && !evens_out(1));
+  return fine && p.num_rows <= 8 * num_items ? 0 : 1;
 }
 
 // Cuts the launch into shrink units, which CTAs have in turn, and blocks of columns of the expand. Of
-// a small launch, which has no time to draw units, each CTA has one run of blocks, as long as evens
-// out what CTAs read. Of a large one CTAs draw units when they are through with their own, because
-// rows and ranks of items differ. No result depends on the plan, so it may follow the number of items.
+// a small launch, which has no time to draw units, each CTA has one run of blocks. Of a large one CTAs
+// draw units when they are through with their own, because rows and ranks of items differ. No result
+// depends on the plan, so it may follow the number of items.
 struct Plan {
   int num_items, items;          // of one module, of all
   int ranks, item_units, units;  // of a shrink unit at least; shrink units of an item, of all
@@ -171,11 +170,10 @@ struct Plan {
     const int block = (p.max_rank + 7) / 8 * 8 * kBlock;  // elements
     ranks = 8 << cut, item_units = lora_jax::item_units(p, cut);
     units = p.shrink ? items * item_units : 0;
-    own_units = divide(max(units * kSlices - cta + ctas - 1, 0), ctas);
+    own_units = divide_up(units, ctas) * kSlices;
     blocks = p.expand ? divide_up(p.d_out, kBlock) : 0;
     const int all = items * blocks, runs = all <= static_cast<int>(divide(kMostOfRun, block)) * ctas ? all : 0;
-    const float cost = __fdividef(static_cast<float>(ranks) * p.d_in, block);  // of a shrink unit, in blocks
-    first = run_begin(cta, runs, cost), last = run_begin(cta + 1, runs, cost);
+    first = divide(runs * cta, ctas), last = divide(runs * (cta + 1), ctas);
     cut_draws(block, all - runs);
   }
   // Units are small enough for each CTA to draw some dozen, but not so small that drawing takes longer.
@@ -184,29 +182,26 @@ struct Plan {
     tile = max(1, min(kMostOfTile, static_cast<int>(divide(kLeastOfDraw, block))));
     while (tile * block <= kLeastOfDraw * 2 && left >= 12 * ctas * tile * 2) tile *= 2;
     item_tiles = divide_up(blocks, tile);
+    tile = divide_up(blocks, max(item_tiles, 1));
     draws = left ? items * item_tiles : 0;
-  }
-  // CTAs below units % ctas have one more shrink unit than the others, and so fewer blocks.
-  __device__ __forceinline__ int run_begin(int cta, int all, float cost) const {
-    const int ctas = static_cast<int>(gridDim.x), more = units % gridDim.x;
-    if (cta == ctas) return all;
-    const float level = __fdividef(all + more * cost, ctas);
-    const float few = max(level - cost, 0.f), many = level > cost ? level : __fdividef(all, ctas - more);
-    return min(all, static_cast<int>(few * min(cta, more) + many * max(cta - more, 0)));
   }
   // Shrink units of this CTA, and with its run: one share an item.
   __device__ __forceinline__ int own() const {
     return own_units + (last > first ? divide(last - 1, blocks) - divide(first, blocks) + 1 : 0);
   }
   __device__ __forceinline__ Share own_share(int n) const {
-    if (n < own_units) return shrink_share(n * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x));
+    if (n < own_units) return shrink_share(n);
     const int item = divide(first, blocks) + n - own_units;
     return Share{kExpand, item, max(first - item * blocks, 0), min(last - item * blocks, blocks), 0};
   }
-  // First slices come first: most items have no other.
-  __device__ __forceinline__ Share shrink_share(int unit) const {
-    const int slice = divide(unit, units), n = unit - slice * units;
-    const int item = divide(n, item_units), begin = (n - item * item_units) * ranks;
+  // CTAs take units in turn, and second slices, if any, half the grid further: so those of a long
+  // segment are with others than the first, but at the same time, while L2 holds its weights.
+  __device__ __forceinline__ Share shrink_share(int n) const {
+    const int ctas = static_cast<int>(gridDim.x), round = divide(n, kSlices), slice = n - round * kSlices;
+    const int place = static_cast<int>(blockIdx.x) + slice * static_cast<int>(divide(ctas, kSlices));
+    const int unit = round * ctas + (place < ctas ? place : place - ctas);
+    if (unit >= units) return kNothing;
+    const int item = divide(unit, item_units), begin = (unit - item * item_units) * ranks;
     return Share{kShrink, item, begin, begin + ranks, slice};
   }
   __device__ __forceinline__ Share drawn_share(int n) const {

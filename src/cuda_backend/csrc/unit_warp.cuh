@@ -117,7 +117,7 @@ __device__ __forceinline__ bool publish_first(const PairArgs& p, S& sm, Ring<kTi
 #pragma unroll
   for (int c = 0; c < kCuts; ++c) rows[c] = load_row(p, site, c);
   share.begin = (blockIdx.x - share.item * units) * (8 << guess), share.end = share.begin + (8 << guess);
-  cut = best_cut(p, num_items * p.num_modules);
+  cut = choose_cut(p, num_items);
   const bool there = p.shrink && __shfl_sync(~0u, share.item, cut) < num_items;
   if (there) {
     const Unit unit = make_unit(p, share, site, S::kStage);
@@ -151,11 +151,14 @@ __device__ __forceinline__ Site find_item(const PairArgs& p, const Plan& plan, c
   return site;
 }
 
-// Brings this CTA's share of the tables into L2 while the number of items is on its way.
+// Brings this CTA's share of the tables into L2 while the number of items is on its way, and of h where
+// that is given.
 __device__ __forceinline__ void prefetch_tables(const PairArgs& p) {
   const int at = blockIdx.x * 128;
   if (at < p.num_rows * 16) prefetch_l2(reinterpret_cast<const char*>(p.items) + at);
   if (at < p.num_rows * 4) prefetch_l2(reinterpret_cast<const char*>(p.row_order) + at);
+  for (int i = at; !p.shrink && i < p.num_rows * p.h_stride * 2; i += gridDim.x * 128)
+    prefetch_l2(reinterpret_cast<const char*>(p.h) + i);
   for (int m = 0; m < p.num_modules; ++m) {
     if (at < p.num_slots * 20) prefetch_l2(reinterpret_cast<const char*>(p.modules[m].entries) + at);
     if (at < p.num_slots * 4) prefetch_l2(reinterpret_cast<const char*>(p.modules[m].scaling) + at);
