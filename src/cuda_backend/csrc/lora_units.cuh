@@ -50,6 +50,7 @@ constexpr int kTickets = 3;    // made out ahead of their use: more would bind l
 constexpr int kDraws = 2;      // units drawn at once
 constexpr int kMostOfRun = 1 << 17, kLeastOfDraw = 1 << 14;  // elements of B in a CTA's run, in a drawn unit
 constexpr int kMostOfTile = 8;  // blocks, unless there are many
+constexpr int kSmallStage = 26 << 10;  // bytes
 
 // ---------------------------------------------------------------- units and stages
 enum Kind : int { kEnd, kShrink, kExpand };
@@ -84,9 +85,12 @@ __device__ __forceinline__ uint32_t rows_at(const Unit& u) { return u.width * u.
 
 // Stages are multiples of 128 columns, so that which warp adds which k never depends on them, and
 // of the boxes, which are wide where that fits.
-__device__ __forceinline__ void cut_stages(Unit& u, int stage_bytes, int wide) {
+__device__ __forceinline__ unsigned columns_in(const Unit& u, int stage_bytes) {
   const unsigned of_column = max(u.groups * 16 + u.staged_rows * 2, 1);  // a rank of 0 without y has no bytes
-  const unsigned fit = (stage_bytes - u.staged_rows * 16) / of_column;
+  return (stage_bytes - u.staged_rows * 16) / of_column;
+}
+__device__ __forceinline__ void cut_stages(Unit& u, int stage_bytes, int wide) {
+  const unsigned fit = columns_in(u, stage_bytes);
   u.wide = fit >> (wide + 6) ? wide : kNarrow;
   const unsigned boxes = (u.end - u.begin + (64 << u.wide) - 1) >> (u.wide + 6), most = fit >> (u.wide + 6);
   const unsigned stages = (boxes + most - 1) / most;
@@ -137,20 +141,24 @@ constexpr Share kNothing{kEnd, 0, 0, 0, 0};
 __device__ __forceinline__ unsigned divide(unsigned n, unsigned by) { return n / by; }
 __device__ __forceinline__ unsigned divide_up(unsigned n, unsigned by) { return (n + by - 1) / by; }
 
+// Of so few units it counts how soon they begin and end.
+__device__ __forceinline__ bool few_units(int units) { return units <= 2 * static_cast<int>(gridDim.x); }
+
 // Ways to cut the shrink of an item: into units of 8, 16 or 32 rank rows.
 constexpr int kCuts = 3;
 __device__ __forceinline__ int item_units(const PairArgs& p, int cut) {
   return ((p.max_rank + 7) / 8 + (1 << cut) - 1) >> cut;
 }
-// Returns the way to cut, by what was fastest on an H200: the coarsest that leaves CTAs 1.3 units each,
-// or units of 64 KB; and the finest where that fills no more than the CTAs or evens them out. Fine
-// units of long segments would read their rows of x over and over.
+// Returns the way to cut, by what was fastest on an H200. Coarse units where there are many or d_in is
+// small; fine ones where CTAs are idle otherwise, or uneven, unless they read long segments' x once more.
 __device__ __forceinline__ int choose_cut(const PairArgs& p, int num_items) {
-  const int items = num_items * p.num_modules, ctas = static_cast<int>(gridDim.x);
-  auto evens_out = [&](int cut) { return items * item_units(p, cut) * 10 >= ctas * 13; };
-  if (evens_out(2) || p.d_in < 2048) return 2;
-  const bool fine = items * item_units(p, 0) <= ctas || (evens_out(0) && !evens_out(1));
-  return fine && p.num_rows <= 8 * num_items ? 0 : 1;
+  auto units_of_cta = [&](int cut) {
+    return __fdividef(static_cast<float>(num_items * p.num_modules * item_units(p, cut)), static_cast<float>(gridDim.x));
+  };
+  if (units_of_cta(2) >= 2.f || p.d_in < 2048) return 2;
+  const float fine = units_of_cta(0);
+  const bool better = fine <= .75f || (fine >= 1.3f && units_of_cta(1) < 1.3f);
+  return better && p.num_rows <= 8 * num_items ? 0 : 1;
 }
 
 // Cuts the launch into shrink units, which CTAs have in turn, and blocks of columns of the expand. Of
@@ -173,7 +181,9 @@ struct Plan {
     own_units = divide_up(units, ctas) * kSlices;
     blocks = p.expand ? divide_up(p.d_out, kBlock) : 0;
     const int all = items * blocks, runs = all <= static_cast<int>(divide(kMostOfRun, block)) * ctas ? all : 0;
-    first = divide(runs * cta, ctas), last = divide(runs * (cta + 1), ctas);
+    const bool apart = items * 4 <= ctas;  // else longer runs are on more items, each of which costs a unit
+    const float cost = apart ? __fdividef(static_cast<float>(ranks) * p.d_in, block) : 0.f;  // of a shrink unit, in blocks
+    first = run_begin(cta, runs, cost), last = run_begin(cta + 1, runs, cost);
     cut_draws(block, all - runs);
   }
   // Units are small enough for each CTA to draw some dozen, but not so small that drawing takes longer.
@@ -181,9 +191,17 @@ struct Plan {
     const int ctas = static_cast<int>(gridDim.x);
     tile = max(1, min(kMostOfTile, static_cast<int>(divide(kLeastOfDraw, block))));
     while (tile * block <= kLeastOfDraw * 2 && left >= 12 * ctas * tile * 2) tile *= 2;
+    if (blocks * block <= kLeastOfDraw * 2) tile = max(blocks, 1);
     item_tiles = divide_up(blocks, tile);
-    tile = divide_up(blocks, max(item_tiles, 1));
     draws = left ? items * item_tiles : 0;
+  }
+  // CTAs below units % ctas have one more shrink unit than the others, and so fewer blocks.
+  __device__ __forceinline__ int run_begin(int cta, int all, float cost) const {
+    const int ctas = static_cast<int>(gridDim.x), more = units % gridDim.x;
+    if (cta == ctas) return all;
+    const float level = __fdividef(all + more * cost, ctas);
+    const float few = max(level - cost, 0.f), many = level > cost ? level : __fdividef(all, ctas - more);
+    return min(all, static_cast<int>(few * min(cta, more) + many * max(cta - more, 0)));
   }
   // Shrink units of this CTA, and with its run: one share an item.
   __device__ __forceinline__ int own() const {
@@ -194,11 +212,11 @@ struct Plan {
     const int item = divide(first, blocks) + n - own_units;
     return Share{kExpand, item, max(first - item * blocks, 0), min(last - item * blocks, blocks), 0};
   }
-  // CTAs take units in turn, and second slices, if any, half the grid further: so those of a long
-  // segment are with others than the first, but at the same time, while L2 holds its weights.
+  // CTAs take units in turn, and second slices, if any, part of the grid further: so those of a long
+  // segment are on other SMs than the first, but at the same time, while L2 holds its weights.
   __device__ __forceinline__ Share shrink_share(int n) const {
     const int ctas = static_cast<int>(gridDim.x), round = divide(n, kSlices), slice = n - round * kSlices;
-    const int place = static_cast<int>(blockIdx.x) + slice * static_cast<int>(divide(ctas, kSlices));
+    const int place = static_cast<int>(blockIdx.x) + slice * static_cast<int>(divide(ctas, 2 * kSlices));
     const int unit = round * ctas + (place < ctas ? place : place - ctas);
     if (unit >= units) return kNothing;
     const int item = divide(unit, item_units), begin = (unit - item * item_units) * ranks;

@@ -35,7 +35,9 @@ __device__ __forceinline__ int load_row(const PairArgs& p, const Site& site, int
 }
 
 // Returns the share as a unit; kEnd when the item has no such part (a smaller rank than the largest).
-__device__ __forceinline__ Unit make_unit(const PairArgs& p, const Share& s, const Site& site, int stage_bytes) {
+// Units of few rows have small stages, which are begun and ended sooner: in the shrink where that counts,
+// `soon`, and in the expand where wide boxes fit them, or even if only narrow ones do where it counts.
+__device__ __forceinline__ Unit make_unit(const PairArgs& p, const Share& s, const Site& site, int stage_bytes, bool soon) {
   Unit u{};
   u.item = s.item, u.module = site.module, u.scaling = site.scaling;
   u.rank = min(site.rank, p.max_rank), u.num_rows = site.item.num_rows, u.place = site.item.row_begin;
@@ -52,7 +54,11 @@ __device__ __forceinline__ Unit make_unit(const PairArgs& p, const Share& s, con
     u.begin = s.begin * kBlock, u.end = min(s.end * kBlock, p.d_out);
     if (u.rank > 0 || !p.accumulate) u.kind = kExpand;
   }
-  if (u.kind != kEnd) cut_stages(u, stage_bytes, p.wide[u.kind - kShrink]);
+  if (u.kind == kEnd) return u;
+  const int wide = p.wide[u.kind - kShrink];
+  const unsigned least = soon && u.kind == kExpand ? kBlock : 64 << wide;
+  const bool small = u.num_rows <= kHeldRows && (soon || u.kind == kExpand) && columns_in(u, kSmallStage) >= least;
+  cut_stages(u, small ? kSmallStage : stage_bytes, wide);
   return u;
 }
 
@@ -120,21 +126,22 @@ __device__ __forceinline__ bool publish_first(const PairArgs& p, S& sm, Ring<kTi
   cut = choose_cut(p, num_items);
   const bool there = p.shrink && __shfl_sync(~0u, share.item, cut) < num_items;
   if (there) {
-    const Unit unit = make_unit(p, share, site, S::kStage);
+    const bool soon = few_units(num_items * p.num_modules * item_units(p, cut));
+    const Unit unit = make_unit(p, share, site, S::kStage, soon);
     publish(sm, ring, unit, cut, cut == 0 ? rows[0] : cut == 1 ? rows[1] : rows[2], no_h<S>());
   }
   return there;
 }
 
 // Makes out the units of `count` lanes at once, so that they cost the latencies of one. `behind`: h may
-// be there already, so tickets bring it.
+// be there already, so tickets bring it. `soon`: see make_unit.
 template <class S>
 __device__ __forceinline__ void publish_all(const PairArgs& p, S& sm, Ring<kTickets>& ring, const Share& share,
-                                            Site& site, int count, bool behind) {
+                                            Site& site, int count, bool behind, bool soon) {
   load_slot(p, site);
   int next_row = load_row(p, site, 0);
   HeldH<S> next_h = behind ? load_held<S>(p, site, 0) : no_h<S>();
-  const Unit unit = make_unit(p, share, site, S::kStage);
+  const Unit unit = make_unit(p, share, site, S::kStage, soon);
   for (int from = 0; from < count; ++from) {
     const int row = next_row;
     const HeldH<S> h = next_h;
@@ -177,7 +184,7 @@ __device__ __forceinline__ void hand_out_draws(const PairArgs& p, S& sm, Ring<kT
     const Share share = plan.drawn_share(drawn);
     Site site = find_item(p, plan, share);
     drawn = draw();
-    publish_all(p, sm, ring, share, site, kDraws, true);
+    publish_all(p, sm, ring, share, site, kDraws, true, false);
   }
 }
 
@@ -194,7 +201,7 @@ __device__ void hand_out(const PairArgs& p, S& sm) {
     for (int n = begun ? 1 : 0; n < own; n += 32) {
       const Share share = n + lane < own ? plan.own_share(n + lane) : kNothing;
       Site site = find_item(p, plan, share);
-      publish_all(p, sm, ring, share, site, min(own - n, 32), false);
+      publish_all(p, sm, ring, share, site, min(own - n, 32), false, share.kind == kExpand || few_units(plan.units));
     }
     if (plan.draws) hand_out_draws(p, sm, ring, plan);
   }
