@@ -31,9 +31,8 @@ import numpy as np
 from bench.ablation.instance import Instance, Setup, Told
 from bench.ablation.workload import Job, Load, jobs, write_adapters
 from serving.cluster.config import ClusterConfig
-from serving.cluster.instance_process import ServerPlace
-from serving.cluster.local import server_spec
 from serving.cluster.router import Router
+from serving.cluster.server_place import ServerPlace, server_spec
 from serving.config import EngineConfig
 from serving.lora_server.calls import serve_leases
 from serving.lora_server.group import ServerGroup

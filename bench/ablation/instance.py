@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from serving import Engine, FinishReason, Sampling
-from serving.cluster.instance_process import ServerPlace, server_access
+from serving.cluster.server_place import ServerPlace, server_access
 from serving.lora_server.calls import Caller
 from serving.role_gpu import use_gpu
 
