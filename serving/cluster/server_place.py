@@ -52,6 +52,7 @@ def server_spec(engine: EngineConfig, cluster: ClusterConfig) -> ServerSpec | No
         num_adapters=adapters,
         max_rank=engine.max_lora_rank,
         max_rows=engine.max_num_batched_tokens * config.moe.top_k,
+        host_bytes=engine.max_total_adapter_bytes,
         layerwise=cluster.layerwise_loading,
         carrier=cluster.lora_server_carrier,
         implementation=None if cluster.lora_kernel == "fast" else cluster.lora_kernel,

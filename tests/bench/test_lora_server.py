@@ -66,6 +66,7 @@ def bench(gpus, tmp_path, monkeypatch):
         "EP1-PP2",
         "EP1-PP1, push in the stream",
         "EP1-PP1, 3 at once",
+        "EP1-PP1, beside 1 other",
         "EP1-PP1, 2 instances",
     ],
 )
@@ -73,8 +74,10 @@ def test_a_plan_has_its_row(bench, name):
     plan = PLANS[name]
     (row,) = rows_of_table(bench, [plan], [4], float("inf"))
     assert "failed" not in row
-    alone = plan.instances == plan.senders == 1
+    alone = plan.instances == 1
+    shared = alone and plan.senders + plan.others > 1
     assert set(row) >= PARTS if alone else not PARTS & set(row)
+    assert ({"overlap_echo", "overlap_refused"} <= set(row)) == shared
     assert row["exposed"] == row["overlap"] - row["base"]
     if alone:
         assert row["error"] < 1e-5

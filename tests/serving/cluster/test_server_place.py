@@ -37,6 +37,7 @@ def test_a_spec_follows_from_engine_and_roles(engine):
     assert (spec.placement, spec.ranks, spec.dtype) == ("ep2-pp1", 2, "float32")
     assert (spec.num_adapters, spec.max_rank) == (2 * engine.max_loras, engine.max_lora_rank)
     assert spec.max_rows == engine.max_num_batched_tokens * cases.SHAPE.top_k
+    assert spec.host_bytes == engine.max_total_adapter_bytes
     assert (spec.layerwise, spec.implementation, spec.carrier) == (True, None, "auto")
     slow = {"layerwise_loading": False, "lora_kernel": "reference", "lora_server_carrier": "nixl"}
     found = server_spec(engine, ClusterConfig(lora_server=2, **slow))
