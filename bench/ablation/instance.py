@@ -108,7 +108,7 @@ class _Answer:
 
 
 def _main(connection: Connection, leases: Connection | None, setup: Setup) -> None:
-    logging.basicConfig(level=logging.WARNING)
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {setup.number} %(message)s")
     use_gpu(setup.number)
     access = None
     if setup.place is not None and leases is not None:

@@ -27,7 +27,6 @@ from bench.lora_server.timeline import shown
 from bench.lora_server.worker import ProcessWorker, Worker, all_of
 
 _STATUS = {LORA: 0, ECHO: 0, REFUSE: 3}  # serving.transport.base.Status, by what servers do
-_SETTLE_S = 0.05  # programs that were enqueued with the last mode end
 
 
 class Bench:
@@ -44,9 +43,8 @@ class Bench:
         all_of([worker.start("set_case", case) for worker in self.workers])
 
     def measure(self, plan: Plan, tokens: int) -> dict:
-        """Return the plan's row: instances on the first GPUs, servers on those behind them."""
-        instances = self.workers[: plan.instances]
-        servers = self.workers[plan.instances : plan.gpus]
+        """Return the plan's row."""
+        instances, servers = self._roles(plan)
         found: dict = {"base": self._base_us(tokens, instances)}
         try:
             self._connect(plan, tokens, instances, servers)
@@ -64,8 +62,7 @@ class Bench:
 
     def trace(self, plan: Plan, tokens: int, out: Path) -> None:
         """Write what ran on the first instance and the first rank, overlapped, as text."""
-        instances = self.workers[: plan.instances]
-        servers = self.workers[plan.instances : plan.gpus]
+        instances, servers = self._roles(plan)
         try:
             self._connect(plan, tokens, instances, servers)
             all_of([worker.start("warm_overlap") for worker in instances])
@@ -82,6 +79,10 @@ class Bench:
         finally:
             for group in (instances, servers):
                 all_of([worker.start("leave") for worker in group])
+
+    def _roles(self, plan: Plan) -> tuple[Sequence[Worker], Sequence[Worker]]:
+        """Return instances, the first workers, and servers, the last."""
+        return self.workers[: plan.instances], self.workers[-plan.servers :]
 
     def _base_us(self, tokens: int, instances: Sequence[Worker]) -> float:
         """Return the slowest instance's base, all at the same time: some may share a GPU."""
@@ -141,7 +142,6 @@ class Bench:
     def _set_mode(self, servers: Sequence[Worker], mode: int) -> None:
         for worker in servers:
             worker.call("set_mode", mode)
-        time.sleep(_SETTLE_S)
 
 
 def rows_of_table(

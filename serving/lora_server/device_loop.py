@@ -10,6 +10,7 @@ its ticket where it was.
 import dataclasses
 import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +66,9 @@ class DeviceLoop:
         self._limits: dict[float, Array] = {}
         self._table: RankTable | None = None
         self._known: tuple[int, int] | None = None  # the rank's changes and the version in it
+        distinct = list(dict.fromkeys(self._programs))
+        with ThreadPoolExecutor(len(distinct)) as pool:  # each takes seconds to compile
+            list(pool.map(self._compile, distinct))
         for _ in range(_AHEAD):
             self.turn(0, 0.0)
         self.drain()
@@ -90,6 +94,11 @@ class DeviceLoop:
         """Return what all programs under way say, when they have ended."""
         said = [self._read((self._turns + place) % _AHEAD) for place in range(_AHEAD)]
         return [outcome for outcome in said if outcome is not None]
+
+    def _compile(self, program: Callable) -> None:
+        """Compile a program by running it on nothing."""
+        ticket, no_time = self._put(np.zeros(8, np.int32)), self._put(np.int32(0))
+        jax.block_until_ready(program(self._rank.slots, self._current(0), ticket, no_time))
 
     def _read(self, place: int) -> Outcome | None:
         """Return what a program under way says when it has ended; None: there is nothing to say."""
