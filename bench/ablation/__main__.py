@@ -2,14 +2,17 @@
 
 Five systems on the same number of devices, one after another, under the same requests. `coupled`:
 every device an instance with its own adapters. `+disagg`: some are a LoRA Server, the base waits
-for each answer, an adapter serves when all of it is loaded, and the server's kernels are plain JAX.
-`+overlap`: exchanges behind the base's computation. `+loading`: a cold adapter serves from its
-first layer on. `+kernel`: the fast kernels, which is the system as it is shipped. Each switch is a
-flag of serving.launch too.
+for each answer, an adapter is asked for when its request could run, serves when all of it is
+loaded, and the server's kernels are plain JAX. `+overlap`: exchanges behind the base's computation.
+`+loading`: a cold adapter is asked for when a request is queued, and serves from its first layer
+on. `+kernel`: the fast kernels, which is the system as it is shipped. Each switch is a flag of
+serving.launch too.
 
 TTFT from arrival to the first token, TPOT the mean time of a request's later tokens, both also
 within their limits for a share of the requests (`slo_attainment`). With `--cold` adapters that
-nobody has used yet are asked one by one, and again: `cold_ttft` and `warm_ttft`.
+nobody has used yet are asked for: one by one and again (`cold_ttft`, `warm_ttft`), then, others, in
+a batch that fills all rows, when `queued_ttft` is over that of a warm one (`queued_warm_ttft`), and
+beside one long answer, whose TPOT is `hit_tpot` alone and `hit_tpot_beside_loads`.
 
 A model may be a config.json alone (`--load-format dummy`): its adapters are random (`--rank`).
 With `--together` all systems start at once, and those that are not measured are stopped.
@@ -32,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from bench.ablation.instance import Told
-from bench.ablation.system import COUPLED, STEPS, System
+from bench.ablation.system import COUPLED, FIGURE_14, STEPS, System
 from bench.ablation.workload import (
     VOCAB,
     Job,
@@ -46,6 +49,9 @@ from bench.ablation.workload import (
 from lora_jax.models.loader import read_config
 
 _COLD_PROMPT, _COLD_TOKENS = 64, 4
+_FULL_TOKENS, _QUEUED_AT = 32, 0.01  # of a batch that fills all rows; when the last one comes
+_LONG_TOKENS = 256
+_PATIENCE_S = 30.0  # for cold adapters
 
 
 def rows_of(options: argparse.Namespace, system: System) -> Iterator[dict[str, Any]]:
@@ -60,14 +66,50 @@ def rows_of(options: argparse.Namespace, system: System) -> Iterator[dict[str, A
 
 
 def cold_row(options: argparse.Namespace, system: System) -> dict[str, Any]:
-    """Return the medians of TTFT when an adapter is asked for the first time, and the second."""
-    rng, times = np.random.default_rng(1), {"cold_ttft": [], "warm_ttft": []}
-    for number in range(options.adapters, options.adapters + options.cold):
-        prompt = rng.integers(4, 200, _COLD_PROMPT).tolist()
-        job = Job(0.0, adapter_name(number), prompt, _COLD_TOKENS)
-        for found in times.values():
-            found.append(system.first_token_s(job))
-    return {name: float(np.median(found)) for name, found in times.items()}
+    """Return medians of TTFT when adapters are asked for the first time, and what hits see of it.
+
+    A third of the cold adapters for each: alone, queued behind full rows, beside a long answer.
+    """
+    rng, cold = np.random.default_rng(1), range(options.adapters, options.adapters + options.cold)
+
+    def job(number: int, at: float = 0.0, tokens: int = _COLD_TOKENS) -> Job:
+        prompt = rng.integers(4, VOCAB, _COLD_PROMPT).tolist()
+        return Job(at, adapter_name(number), prompt, tokens)
+
+    alone, queued, beside = (cold[part::3] for part in range(3))
+    found = {"cold_ttft": [], "warm_ttft": [], "queued_ttft": [], "queued_warm_ttft": []}
+    for number in alone:
+        for name in ("cold_ttft", "warm_ttft"):
+            found[name].append(first_token_s(system, [job(number)]))
+    full = system.num_instances * options.max_num_seqs
+    for number in queued:
+        for name, last in (("queued_ttft", number), ("queued_warm_ttft", 0)):
+            batch = [job(0, tokens=_FULL_TOKENS) for _ in range(full)]
+            found[name].append(first_token_s(system, [*batch, job(last, at=_QUEUED_AT)]))
+    long = job(0, tokens=min(_LONG_TOKENS, options.max_model_len - _COLD_PROMPT))
+    loads = [job(number, at=0.02 * place) for place, number in enumerate(beside)]
+    return {name: float(np.median(times)) if times else None for name, times in found.items()} | {
+        "hit_tpot": tpot_of_first(system, [long]),
+        "hit_tpot_beside_loads": tpot_of_first(system, [long, *loads]),
+    }
+
+
+def first_token_s(system: System, work: list[Job]) -> float:
+    """Return the seconds from the last job's arrival to its first token."""
+    begun, told = system.serve(work, _PATIENCE_S)
+    for one in told:
+        if one.job == len(work) - 1 and one.first is not None:
+            return one.first - begun - work[-1].at
+    raise RuntimeError(f"{system.name} has not answered a job of {work[-1].adapter}: {told}")
+
+
+def tpot_of_first(system: System, work: list[Job]) -> float:
+    """Return the seconds of each later token of the first job."""
+    _, told = system.serve(work, _PATIENCE_S)
+    first = next(one for one in told if one.job == 0)
+    if first.first is None or first.tokens < 2:
+        raise RuntimeError(f"{system.name} has not answered a long job: {first}")
+    return (first.last - first.first) / (first.tokens - 1)
 
 
 def load_of(options: argparse.Namespace, rate: float) -> Load:
@@ -163,7 +205,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sources", type=Path, help="adapters to copy; by default the model's")
     parser.add_argument("--rank", type=int, help="of random adapters, in the place of copies")
     parser.add_argument("--lengths", type=Path, help="trace of Azure's to draw lengths from")
-    parser.add_argument("--systems", nargs="+", default=[COUPLED, *STEPS])
+    parser.add_argument(
+        "--systems", nargs="+", default=[COUPLED, *FIGURE_14], choices=[COUPLED, *STEPS]
+    )
     parser.add_argument("--rates", type=float, nargs="+", default=[10.0], help="requests a second")
     parser.add_argument("--together", action="store_true", help="start all systems at once")
     parser.add_argument("--wait-for", type=Path, help="a file: started together, measured then")

@@ -20,12 +20,20 @@ from serving.lora_server.calls import serve_leases
 from serving.lora_server.group import ServerGroup
 
 COUPLED = "coupled"
+_LOADING = {"layerwise_loading": False, "lora_prefetch": False}
 STEPS: dict[str, dict[str, Any]] = {
-    "+disagg": {"lora_overlap": False, "layerwise_loading": False, "lora_kernel": "reference"},
-    "+overlap": {"layerwise_loading": False, "lora_kernel": "reference"},
+    "+disagg": {"lora_overlap": False, "lora_kernel": "reference"} | _LOADING,
+    "+overlap": {"lora_kernel": "reference"} | _LOADING,
     "+loading": {"lora_kernel": "reference"},
     "+kernel": {},
 }
+# Not of Figure 14: what each of its two kinds of loading brings to the whole system.
+STEPS |= {
+    "no layers": {"layerwise_loading": False},
+    "no prefetch": {"lora_prefetch": False},
+    "neither": _LOADING,
+}
+FIGURE_14 = ("+disagg", "+overlap", "+loading", "+kernel")
 _START_S = 60.0  # for the first request of every adapter
 
 
@@ -47,6 +55,10 @@ class System:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def num_instances(self) -> int:
+        return len(self._instances)
 
     @property
     def device(self) -> str:
@@ -77,13 +89,6 @@ class System:
                 instance.abort()
             self._wait_for(len(work), patience)
         return begun, list(self._told)
-
-    def first_token_s(self, job: Job) -> float:
-        """Return the seconds to the first token of a job that is alone."""
-        begun, told = self.serve([job], _START_S)
-        if not told or told[0].first is None:
-            raise RuntimeError(f"{self.name}: no answer to a job of {job.adapter}: {told}")
-        return told[0].first - begun
 
     def close(self) -> None:
         """End all processes. A second call does nothing."""

@@ -20,6 +20,7 @@ class ClusterConfig:
     # For measuring what each of them brings (InfiniLoRA, section 6.4):
     lora_overlap: bool = True  # exchanges behind the base's computation
     layerwise_loading: bool = True  # a cold adapter serves from its first layer on
+    lora_prefetch: bool = True  # an adapter is asked for when its request is queued
     lora_kernel: str = "fast"  # of the LoRA Server; "reference": plain JAX
 
     def __post_init__(self) -> None:

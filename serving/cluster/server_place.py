@@ -80,4 +80,5 @@ def server_access(place: ServerPlace, caller: Caller, name: str) -> ServerAccess
         place.cluster.lora_server_wait_s,
         place.cluster.local_expert_slots,
         place.cluster.lora_overlap,
+        place.cluster.lora_prefetch,
     )

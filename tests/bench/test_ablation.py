@@ -71,10 +71,43 @@ def test_random_adapters_fit_their_model_and_differ(tmp_path):
     assert first.digest != second.digest
 
 
-def test_every_switch_is_a_flag_and_the_last_system_has_none_off():
+def test_every_switch_is_a_flag_and_one_system_has_none_off():
     for name, switches in STEPS.items():
         made = ClusterConfig(lora_server=1, **switches)
         assert (made == ClusterConfig(lora_server=1)) == (name == "+kernel")
+
+
+class Scripted:
+    """A system whose answers take what the script says: cold adapters longer, the first time."""
+
+    name, num_instances = "scripted", 1
+
+    def __init__(self):
+        self.known, self.sizes = {"adapter-0"}, []
+
+    def serve(self, work, patience):
+        told = []
+        for number, job in enumerate(work):
+            cold = 0.0 if job.adapter in self.known else 0.5
+            self.known.add(job.adapter)
+            first = 50 + job.at + 0.1 + cold + 0.01 * (len(work) > 4)
+            each = 0.002 if len(work) in (2, 3) else 0.001
+            told.append(
+                Told(number, first, first + each * (job.max_tokens - 1), job.max_tokens, None)
+            )
+        self.sizes.append(len(work))
+        return 50.0, told
+
+
+def test_cold_adapters_are_asked_alone_queued_and_beside_a_hit():
+    options = ablation.parse_args(["--adapters", "2", "--cold", "6"])
+    system = Scripted()
+    row = ablation.cold_row(options, system)
+    want = {"cold_ttft": 0.6, "warm_ttft": 0.1, "queued_ttft": 0.61, "queued_warm_ttft": 0.11}
+    want |= {"hit_tpot": 0.001, "hit_tpot_beside_loads": 0.002}
+    assert row == pytest.approx(want)
+    full = options.max_num_seqs + 1
+    assert system.sizes == [1] * 4 + [full] * 4 + [1, 3]
 
 
 def test_figures_and_plot(tmp_path):
