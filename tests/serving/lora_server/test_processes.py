@@ -12,7 +12,11 @@ import lora_server_cases as cases
 import pytest
 from engine_cases import settle
 
+from bench.ablation.instance import Instance, Setup
 from serving import Engine, Sampling
+from serving.cluster.config import ClusterConfig
+from serving.cluster.server_place import ServerPlace
+from serving.lora_server.calls import serve_leases
 from serving.lora_server.group import ServerGroup
 from serving.lora_server.instance import ServerAccess
 from serving.transport import shared_memory
@@ -210,23 +214,39 @@ def test_an_instance_takes_over_while_the_server_is_lost(
     assert stand_in.stats().compilations_after_warmup == 0
 
 
+def open_files(pid):
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def no_more_than(most, pids):
+    return all(open_files(pid) <= count for pid, count in zip(pids, most, strict=True))
+
+
+def until(condition):
+    for _ in range(3000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it did not come true")
+
+
 @pytest.mark.slow
 def test_twenty_kills_in_a_row(engines, group, coupled, monkeypatch):
-    files = len(os.listdir("/proc/self/fd"))
+    files = open_files(os.getpid())
     for turn in range(20):
         victim = group.processes[turn % 2].pid
         seconds = fault_round(
             group, engines, coupled, monkeypatch, lambda v=victim: os.kill(v, signal.SIGKILL)
         )
         assert seconds < 2, f"round {turn}: {seconds:.1f} s"
-    assert len(os.listdir("/proc/self/fd")) <= files + 2
+    assert open_files(os.getpid()) <= files + 2
 
 
 @pytest.mark.slow
 def test_twenty_kills_that_a_request_does_not_notice(stand_in, group, coupled, monkeypatch):
     """Adapters for which there is room lose no token and wait less than two seconds for any."""
     want, places = [list(tokens) for tokens, *_ in coupled[1]], (0, 1, 2, 5, 7, 8)
-    remote, files = stand_in._parts.loader._remote, len(os.listdir("/proc/self/fd"))
+    remote, files = stand_in._parts.loader._remote, open_files(os.getpid())
     for turn in range(20):
         with monkeypatch.context() as patch:
             gate = Gate(group, patch)
@@ -244,4 +264,33 @@ def test_twenty_kills_that_a_request_does_not_notice(stand_in, group, coupled, m
                 break
             time.sleep(0.1)
     settle(stand_in)
-    assert len(os.listdir("/proc/self/fd")) <= files + 2
+    assert open_files(os.getpid()) <= files + 2
+
+
+@pytest.mark.slow
+def test_twenty_instances_that_are_killed_leave_nothing(engines, group, files, coupled):
+    """Under load, while another instance goes on: their leases, slots and descriptors go."""
+    place = ServerPlace(group.spec, tuple(group.paths), ClusterConfig(lora_server=2))
+    leases = functools.partial(serve_leases, group.coordinator)
+    pids, most = [os.getpid(), *(process.pid for process in group.processes)], []
+    want = [list(tokens) for tokens, *_ in coupled[1]]
+
+    def holders():
+        return {name for names in group.coordinator.held().values() for name in names}
+
+    for turn in range(20):
+        victim = Instance(Setup(0, *files, cases.ENGINE, place), leases)
+        victim.wait_ready(lambda told: None)
+        name = f"instance-0 of process {victim.pid}"
+        for number, prompt in enumerate(PROMPTS):
+            victim.send(number, prompt, MIXED[number] or "a0", LONG.max_tokens)
+        until(lambda name=name: name in holders())
+        asked = [ask(engines[0], number, MIXED[number]) for number in range(6)]
+        os.kill(victim.pid, signal.SIGKILL)
+        assert not any(map(cases.check_ended, asked, want)), f"turn {turn}: an error elsewhere"
+        until(lambda name=name: name not in holders())
+        victim.close()
+        most = most or [open_files(pid) + 2 for pid in pids]
+        until(functools.partial(no_more_than, most, pids))
+    settle(engines[0])
+    assert [process.pid for process in group.processes] == pids[1:]
