@@ -39,6 +39,7 @@ from serving.lora_server.instance import (
 from serving.lora_server.shards import local_catalogue
 from serving.memory_budget import make_allocator, size_kv_cache
 from serving.metrics import EngineMetrics, EngineStats
+from serving.program_cache import keep_programs
 from serving.scheduling.scheduler import Scheduler, SchedulerLimits
 from serving.sizing import CacheSize
 from serving.steps.model_runner import ModelRunner
@@ -88,6 +89,7 @@ def build_parts(
     model or an adapter that cannot be served, and ConnectionError when the server cannot be
     reached or does not fit.
     """
+    keep_programs()
     device = jax.devices()[0]
     logger.info(
         "jax %s on %s (%d devices).", jax.__version__, device.device_kind, len(jax.devices())

@@ -17,6 +17,7 @@ from serving.lora_server.calls import Caller, RemoteRank, answer_calls
 from serving.lora_server.rank import ServerRank
 from serving.lora_server.server import RankServer
 from serving.lora_server.spec import ServerSpec, design
+from serving.program_cache import keep_programs
 from serving.role_gpu import use_gpu
 from serving.transport import carriers
 
@@ -72,6 +73,7 @@ def rank_main(
     """Be rank `rank` until the connection's other side has gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started us closes the connection
     use_gpu(gpu)
+    keep_programs()
     server = _make_server(spec, rank, socket_path)
     loop = threading.Thread(target=_run, args=(server,), name="lora-server-loop", daemon=True)
     loop.start()

@@ -9,12 +9,13 @@ copied out of arrays that stay.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.stages import Lowered
 
 from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.kv_cache import PagedKVCache
@@ -37,6 +38,16 @@ _HOLES = 32  # of each size
 # XLA takes the addresses of expert tensors for memory, finds more of it than there is, and would
 # compute many things twice to save some. It still says once that the arguments exceed its limit.
 NO_REMAT = {"xla_disable_hlo_passes": "rematerialization"}
+
+
+class Operands(NamedTuple):
+    """What a step works on beside the model; cache and state are donated to it."""
+
+    cache: PagedKVCache
+    state: RowState
+    slots: AdapterSlots | None
+    reroute_tables: Int[Array, "moe_layers esft_slots experts"] | None
+    remote_table: RemoteTable | None
 
 
 class CompiledStep:
@@ -67,32 +78,40 @@ class CompiledStep:
         new = tables.copy()
         self._pages = _overwrite(self._pages, new) if self._in_place else self._place(new)
 
+    def lower(self, operands: Operands, table: np.ndarray, bucket: int, *, lora: bool) -> Lowered:
+        """Return the program that `run` runs for the same arguments, ready to compile."""
+        arguments = self._arguments(operands, self._table if self._in_place else table, bucket)
+        return self._step.lower(*arguments, bucket=bucket, lora=lora)
+
     def run(
-        self,
-        cache: PagedKVCache,
-        state: RowState,
-        slots: AdapterSlots | None,
-        reroute_tables: Int[Array, "moe_layers esft_slots experts"] | None,
-        remote_table: RemoteTable | None,
-        table: np.ndarray,
-        bucket: int,
-        *,
-        lora: bool,
+        self, operands: Operands, table: np.ndarray, bucket: int, *, lora: bool
     ) -> tuple[PagedKVCache, RowState, Sampled, jax.Array | None]:
         """Return cache and state (both donated) after the step, its samples and servers' status."""
-        step = functools.partial(self._step, self._leaves, bucket=bucket, lora=lora)
-        adapters = (slots, reroute_tables, remote_table)
-        if not self._in_place:
-            return step(cache, state, None, adapters, table, self._pages)
-        self._table = _overwrite(self._table, table)
+        if self._in_place:
+            self._table = _overwrite(self._table, table)
+        arguments = self._arguments(operands, self._table if self._in_place else table, bucket)
+        cache, state, sampled, status = self._step(*arguments, bucket=bucket, lora=lora)
+        if self._in_place:
+            self._results[self._sizes.logit_rows(bucket)] = sampled
+            sampled = _copied(sampled)
+        return cache, state, sampled, status
+
+    def _arguments(
+        self, operands: Operands, table: np.ndarray | jax.Array, bucket: int
+    ) -> tuple[Any, ...]:
+        """Return the step's arguments: leaves of the model, of what is donated, of the rest."""
+        results = self._results_of(bucket) if self._in_place else None
+        donated, donated_tree = jax.tree.flatten((operands.cache, operands.state, results))
+        adapters = (operands.slots, operands.reroute_tables, operands.remote_table)
+        rest, rest_tree = jax.tree.flatten((adapters, table, self._pages))
+        return self._leaves, donated, rest, (donated_tree, rest_tree)
+
+    def _results_of(self, bucket: int) -> Sampled:
+        """Return the arrays whose memory the samples of a bucket are written to."""
         rows = self._sizes.logit_rows(bucket)
         if rows not in self._results:
-            none = no_samples(rows, self._vocab_size)
-            self._results[rows] = jax.tree.map(self._place, none)
-        cache, state, self._results[rows], status = step(
-            cache, state, self._results[rows], adapters, self._table, self._pages
-        )
-        return cache, state, _copied(self._results[rows]), status
+            self._results[rows] = jax.tree.map(self._place, no_samples(rows, self._vocab_size))
+        return self._results[rows]
 
     def _place(self, value: Any) -> jax.Array:
         return jax.device_put(value, self.sharding)
@@ -107,20 +126,23 @@ def _jit_step(
 ) -> tuple[Callable, tuple[jax.Array, ...]]:
     """Return the step over the leaves of the model, and the leaves.
 
-    Of the results that it is given, only the memory is used.
+    Everything goes in as leaves: to lower a program, jax fills its arguments' trees with what is
+    no array, and checked dataclasses refuse that. Of the results only the memory is used.
     """
     graphdef, params = nnx.split(model, graph=False)
     leaves, treedef = jax.tree.flatten(params)
 
     @functools.partial(
         jax.jit,
-        static_argnames=("bucket", "lora"),
-        donate_argnums=(1, 2, 3),
+        static_argnames=("trees", "bucket", "lora"),
+        donate_argnums=1,
         keep_unused=True,
         compiler_options=options,
     )
-    def step(leaves, cache, state, results, adapters, table, pages, *, bucket, lora):
+    def step(leaves, donated, rest, trees, *, bucket, lora):
         merged = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
+        cache, state, _ = jax.tree.unflatten(trees[0], donated)
+        adapters, table, pages = jax.tree.unflatten(trees[1], rest)
         slots, reroute_tables, remote_table = adapters
         remote = None if link is None or not lora else link.start(remote_table)
         batch = (slots, table, pages, bucket, sizes, reroute_tables, remote, lora)

@@ -7,6 +7,7 @@ are read when the next one is on its way.
 
 import dataclasses
 import functools
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from lora_jax.typing import Array, Int
 from serving.lora_server.client import RemoteTable, ServerLink
 from serving.request import ScheduledChunk, Sequence, SequenceResult, StepPlan, TokenLogprobs
 from serving.sampling import Sampling
-from serving.steps.compiled_step import NO_REMAT, CompiledStep
+from serving.steps.compiled_step import NO_REMAT, CompiledStep, Operands
 from serving.steps.device_state import admit, init_row_state, pack_row
 from serving.steps.sampler import Sampled
 from serving.steps.step import (
@@ -34,9 +35,8 @@ from serving.steps.step import (
 )
 
 _SMALLEST_BUCKET = 8
-_BUCKET_FACTOR = (
-    4  # a step runs at most 4 times as many padding tokens as real ones, mostly skipped
-)
+_BUCKET_FACTOR = 4  # at most 4 times as many padding tokens as real ones, mostly skipped
+_COMPILING = 4  # programs at a time: each takes a core or two, and memory
 
 
 def token_buckets(max_tokens: int) -> tuple[int, ...]:
@@ -111,14 +111,27 @@ class ModelRunner:
         self._num_pages = [0] * sizes.max_seqs  # pages of each row that _tables holds
 
     def warm_up(self, *, progress: bool = False) -> None:
-        """Compile every program by running it on nothing; no later step compiles."""
+        """Compile every program and run it on nothing; no later step compiles."""
         if self.slots is not None:
             self.slots = warm_up(self.slots)
         packed = pack_row(Sampling(), (0,), 1, 0, (), self.sizes.max_len, self._vocab_size)
         self._state = admit(self._state, np.int32(0), packed.ints, packed.floats)
         table = np.zeros((TABLE_ROWS, self.sizes.max_seqs), np.int32)
-        for bucket, lora in tqdm(self.programs, "Compile", unit="program", disable=not progress):
+        self._compile(table, progress=progress)
+        for bucket, lora in self.programs:
             jax.block_until_ready(self._run(table, bucket, lora=lora))
+
+    def _compile(self, table: np.ndarray, *, progress: bool) -> None:
+        """Compile every program, several at a time: XLA works outside Python's lock."""
+        bar = tqdm(total=len(self.programs), desc="Compile", unit="program", disable=not progress)
+        with bar, ThreadPoolExecutor(_COMPILING) as pool:
+            jobs = []
+            for bucket, lora in self.programs:
+                lowered = self._step.lower(self._operands(), table, bucket, lora=lora)
+                jobs.append(pool.submit(lowered.compile))
+                jobs[-1].add_done_callback(lambda _: bar.update())
+            for job in jobs:
+                job.result()
 
     @property
     def programs(self) -> tuple[tuple[int, bool], ...]:
@@ -188,17 +201,14 @@ class ModelRunner:
     def _run(
         self, table: np.ndarray, bucket: int, *, lora: bool
     ) -> tuple[Sampled, jax.Array | None]:
-        self._cache, self._state, sampled, status = self._step.run(
-            self._cache,
-            self._state,
-            self.slots,
-            self.reroute_tables,
-            self.remote_table,
-            table,
-            bucket,
-            lora=lora,
-        )
+        done = self._step.run(self._operands(), table, bucket, lora=lora)
+        self._cache, self._state, sampled, status = done
         return sampled, status
+
+    def _operands(self) -> Operands:
+        return Operands(
+            self._cache, self._state, self.slots, self.reroute_tables, self.remote_table
+        )
 
     def _bucket(self, plan: StepPlan) -> int:
         """Return the smallest bucket that the step fits into; ValueError when it fits nowhere."""

@@ -10,7 +10,7 @@ from tiny_checkpoint import TinyShape
 from lora_jax.kv_cache import init_cache
 from lora_jax.models import load
 from serving.sampling import Sampling
-from serving.steps.compiled_step import CompiledStep
+from serving.steps.compiled_step import CompiledStep, Operands
 from serving.steps.device_state import admit, init_row_state, pack_row
 from serving.steps.step import NUM_TOKENS, SAMPLES, SLOT, START, TABLE_ROWS, StepSizes
 
@@ -47,9 +47,8 @@ def decode(loaded, sampling, *, in_place):
         table = np.zeros((TABLE_ROWS, SIZES.max_seqs), np.int32)
         table[START, :2], table[NUM_TOKENS, :2], table[SAMPLES, :2] = start, count, 1
         table[SLOT] = -1
-        cache, state, sampled, status = step.run(
-            cache, state, None, None, None, table, 8, lora=True
-        )
+        operands = Operands(cache, state, None, None, None)
+        cache, state, sampled, status = step.run(operands, table, 8, lora=True)
         assert status is None
         samples.append(sampled)
         stays = (step._table, step._pages, step._results, cache, state)

@@ -1,6 +1,7 @@
 """The runner against a numpy forward pass, and the promises that a step makes."""
 
 import functools
+import threading
 import time
 
 import jax
@@ -155,6 +156,22 @@ def test_chunks_preemption_and_pipelining_change_nothing(checkpoint, runner):
     assert [answers(results) for results in preempted] == want
     unpipelined = drive(runner, mixed_requests(), ahead=0)
     assert [answers(results) for results in unpipelined] == want
+
+
+def test_each_program_is_compiled_once_and_not_in_the_loops_thread(checkpoint):
+    compiled = []
+
+    def listener(event, seconds, *, fun_name="", **_):
+        if event.endswith("backend_compile_duration") and fun_name == "jit(step)":
+            compiled.append(threading.current_thread())
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        runner = make_runner(checkpoint[1], max_tokens=40)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
+    assert len(compiled) == len(runner.programs)
+    assert threading.current_thread() not in compiled
 
 
 def test_nothing_compiles_after_warm_up_and_the_cache_stays_in_place(checkpoint):
