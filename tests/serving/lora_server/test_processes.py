@@ -268,6 +268,7 @@ def test_twenty_kills_that_a_request_does_not_notice(stand_in, group, coupled, m
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # each is started anew
 def test_twenty_instances_that_are_killed_leave_nothing(engines, group, files, coupled):
     """Under load, while another instance goes on: their leases, slots and descriptors go."""
     place = ServerPlace(group.spec, tuple(group.paths), ClusterConfig(lora_server=2))
