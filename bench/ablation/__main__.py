@@ -187,7 +187,7 @@ def _measure_together(
         for name, future in starting.items():
             try:
                 systems.append(stack.enter_context(contextlib.closing(future.result())))
-            except (RuntimeError, OSError, EOFError) as error:
+            except (RuntimeError, ValueError, OSError, EOFError) as error:
                 yield {"name": name, "failed": f"{type(error).__name__}: {error}"[:400]}
         while options.wait_for and not options.wait_for.exists():
             time.sleep(0.05)

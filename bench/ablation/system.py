@@ -155,6 +155,8 @@ def engine_fields(options: argparse.Namespace, name: str) -> dict[str, Any]:
         "max_esft_adapters": 0,
         "enable_prefix_caching": False,
         "kv_cache_memory_bytes": int(options.kv_cache_gb * 2**30) or None,
+        # With room for pages given, every slot has room for an adapter of max_lora_rank.
+        "lora_memory_bytes": 1 << 40 if options.kv_cache_gb else None,
         "max_total_adapter_bytes": 64 << 30,
     }
 

@@ -11,7 +11,8 @@ answers of the full size add to that. `lora`: what the adapters' products add to
 all of it, one after the other. `base`: the experts' three matrices, as batched products of equal
 groups. `overlap`: base and exchange as they are served; of several instances the slowest one's.
 `exposed`: overlap less base. `overlap_echo` and `overlap_refused`: overlap while servers send back
-what nobody computed, or nothing. Plans with some of their ranks leave the rows of the others out.
+what nobody computed, or nothing: what its own pushes and sums cost the instance. Plans with some of
+their ranks leave the rows of the others out.
 """
 
 import argparse
@@ -51,7 +52,7 @@ class Bench:
             if plan.instances == 1:
                 found |= self._parts(instances[0], servers)
             found |= self._overlap(instances)
-            if plan.senders + plan.others > 1:
+            if plan.instances == 1:
                 found |= self._own(instances, servers)
         finally:
             for group in (instances, servers):
@@ -88,6 +89,7 @@ class Bench:
         """Return the slowest instance's base, all at the same time: some may share a GPU."""
         known = self.case, tokens, len(instances)
         if known not in self._base:
+            all_of([worker.start("base", tokens) for worker in instances])  # compiles
             self._base[known] = max(all_of([worker.start("base", tokens) for worker in instances]))
         return self._base[known]
 

@@ -109,15 +109,14 @@ class Gpu:
         """Join the servers."""
         plan = PLANS[plan_name]
         with self._here():
-            self._clients, others = (
-                [self._join(plan, tokens, paths, plan.aside) for _ in range(count)]
-                for count in (plan.senders, plan.others)
-            )
+            self._clients = [
+                self._join(plan, tokens, paths, plan.aside) for _ in range(plan.senders)
+            ]
             # Alone there is nothing to push beside, and the whole program may be one graph.
             alone = [self._join(plan, tokens, paths, aside=False) for _ in range(plan.senders)]
             self._set_batch(plan, tokens, seed)
             self._exchange = programs.program(programs.exchange_layer(alone))
-            self._overlap = programs.program(programs.overlap_layer(self._clients, others))
+            self._overlap = programs.program(programs.overlap_layer(self._clients))
 
     def _join(self, plan: Plan, tokens: int, paths: list[str], aside: bool) -> DeviceClient:
         terms, how = plan.terms(self._case, tokens), {"pull": plan.pull, "aside": aside}

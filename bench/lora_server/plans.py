@@ -48,9 +48,7 @@ class Plan:
     """A placement; how many of its ranks, and how many instances, have a GPU here.
 
     With `senders` above 1 every instance sends each layer's rows so many times, as if so many
-    instances were there and came at the same moment, and waits for all of the answers. `others` are
-    half a layer apart from it: while its rows of gate and up are there, theirs of down are, and
-    their answers wait until its own has come.
+    instances were there and came at the same moment, and waits for all of the answers.
     """
 
     name: str
@@ -59,7 +57,6 @@ class Plan:
     servers: int
     instances: int = 1
     senders: int = 1
-    others: int = 0
     pull: bool = False
     aside: bool = True
     graph: bool = True  # of a server's programs; else the host launches their kernels one by one
@@ -91,9 +88,6 @@ PLANS = {
         Plan("EP1-PP1, push in the stream", 1, 1, 1, aside=False),
         Plan("EP1-PP1, without graphs", 1, 1, 1, graph=False),
         Plan("EP4-PP1, 1 of its ranks, without graphs", 4, 1, 1, graph=False),
-        Plan("EP4-PP1, 1 of its ranks, beside 1 other", 4, 1, 1, others=1),
-        Plan("EP4-PP1, 1 of its ranks, beside 2 others", 4, 1, 1, others=2),
-        Plan("EP1-PP1, beside 1 other", 1, 1, 1, others=1),
         Plan("EP4-PP1, 1 of its ranks, 2 at once", 4, 1, 1, senders=2),
         Plan("EP4-PP1, 1 of its ranks, 3 at once", 4, 1, 1, senders=3),
         Plan("EP1-PP1, 2 at once", 1, 1, 1, senders=2),

@@ -176,32 +176,23 @@ def exchange_layer(clients: Sequence[AbstractClient]) -> OneLayer:
     return layer_step
 
 
-def overlap_layer(
-    clients: Sequence[AbstractClient], others: Sequence[AbstractClient] = ()
-) -> OneLayer:
+def overlap_layer(clients: Sequence[AbstractClient]) -> OneLayer:
     """The base model, with the exchanges of each client behind it.
 
-    Their answers are all added to the same y, so that each waits before any pushes again. What
-    `others` send is half a layer apart, and what comes back is added to nothing of the model.
+    Their answers are all added to the same y, so that each waits before any pushes again.
     """
 
     def layer_step(x, gate, up, w, layer, rows):
-        for other in others:
-            gate = other.push(gate, DOWN, layer, rows)
         for client in clients:
             x = client.push(x, GATE_UP, layer, rows)
         y = experts_matmul(x, w["gate"]), experts_matmul(x, w["up"])
         y, first = _wait_all(clients, y, x, GATE_UP, rows)
-        (x,), second = _wait_all(others, (x,), gate, DOWN, rows)
         inner = jax.nn.silu(y[0]) * y[1]
-        for other in others:
-            x = other.push(x, GATE_UP, layer, rows)
         for client in clients:
             inner = client.push(inner, DOWN, layer, rows)
         y = (experts_matmul(inner, w["down"]),)
-        y, third = _wait_all(clients, y, inner, DOWN, rows)
-        (gate, up), fourth = _wait_all(others, (gate, up), x, GATE_UP, rows)
-        return bounded(y[0]), gate, up, first + second + third + fourth
+        y, second = _wait_all(clients, y, inner, DOWN, rows)
+        return bounded(y[0]), gate, up, first + second
 
     return layer_step
 

@@ -139,9 +139,8 @@ def _program(rank: ServerRank, plan: ServerPlan, server: DeviceServer) -> Callab
             for site in SITES
             for rows in buckets
         ]
-        say = functools.partial(_say, server)
         arguments = (slots, message, layer, row_to_slot, verdict)
-        info = jax.lax.switch(branch, [say, *answers], *arguments)
+        info = jax.lax.switch(branch, [_leave, *answers], *arguments)
         return info.at[_VERDICT].set(verdict)
 
     return serve_one
@@ -150,7 +149,11 @@ def _program(rank: ServerRank, plan: ServerPlan, server: DeviceServer) -> Callab
 def judge(
     rank: ServerRank, table: RankTable, message: Arrived, layer: Int[Array, ""]
 ) -> tuple[Int[Array, ""], Int[Array, "max_rows"]]:
-    """Return the verdict on a message, as RankServer gives it, and the slots of its rows."""
+    """Return whether a message is answered or left to the host, and the slots of its rows.
+
+    Nothing is refused here: the table is that of when the program was enqueued, and an adapter may
+    have come since. The host, which knows, answers or refuses what is left.
+    """
     shard = rank.shard
     real = jnp.arange(message.adapters.shape[0]) < message.rows
     place = jnp.where(real, message.adapters % len(table.numbers), 0)
@@ -159,15 +162,13 @@ def judge(
     here = jnp.isin(layer, jnp.asarray(shard.layers, jnp.int32))
     well = jnp.all(mine | ~real) & here & (message.table_version <= table.version)
     ready = jnp.all((table.num_ready[place] > layer) | ~real)
-    verdict = jnp.where(well, jnp.where(ready, Verdict.ANSWER, Verdict.LEAVE), Verdict.REFUSE)
+    verdict = jnp.where(well & ready, Verdict.ANSWER, Verdict.LEAVE)
     return verdict.astype(jnp.int32), jnp.where(real, table.slots[place], _NOBODY)
 
 
-def _say(server: DeviceServer, slots, message: Arrived, layer, row_to_slot, verdict) -> Array:
-    """Refuse a message or leave it; nothing where there is none."""
-    del slots, layer, row_to_slot
-    for site in SITES:
-        message = server.answer(message, verdict, (), site)
+def _leave(slots, message: Arrived, layer, row_to_slot, verdict) -> Array:
+    """Do nothing: there is no message, or it is the host's."""
+    del slots, layer, row_to_slot, verdict
     return message.info
 
 

@@ -181,7 +181,7 @@ class RankServer:
             self._answer(transport, *under_way.popleft())
 
     def _heed(self, transport: AbstractServer, outcome: Outcome | None) -> None:
-        """Count what a program did; what it left waits for a layer that is still on its way."""
+        """Count what a program did; what it left waits for a layer, or is not to be answered."""
         if outcome is None:
             return
         if outcome.verdict == Verdict.LEAVE:
@@ -190,8 +190,7 @@ class RankServer:
             if request is not None:
                 self._answer(transport, request, self._compute(request))
             return
-        self._answered += outcome.verdict == Verdict.ANSWER
-        self._refused += outcome.verdict == Verdict.REFUSE
+        self._answered += 1
 
     def _answer(
         self, transport: AbstractServer, request: Request, deltas: tuple[Array, ...] | None
