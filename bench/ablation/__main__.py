@@ -9,8 +9,8 @@ on. `+kernel`: the fast kernels, which is the system as it is shipped. Each swit
 serving.launch too.
 
 TTFT from arrival to the first token, TPOT the mean time of a request's later tokens, both also
-within their limits for a share of the requests (`slo_attainment`). With `--cold` adapters that
-nobody has used yet are asked for: one by one and again (`cold_ttft`, `warm_ttft`), then, others, in
+within their limits for a share of the requests (`slo_attainment`). With `--cold` adapters that are
+on no device are asked for: one by one and again (`cold_ttft`, `warm_ttft`), then, others, in
 a batch that fills all rows, when `queued_ttft` is over that of a warm one (`queued_warm_ttft`), and
 beside one long answer, whose TPOT is `hit_tpot` alone and `hit_tpot_beside_loads`.
 
@@ -216,7 +216,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "lora_server": 1,
         "adapters": 24,
         "cold": 0,  # more of them, asked at the end
-        "warm": 0,  # the most popular ones, asked before
+        "warm": 0,  # the first of both, asked before: those that must go wait in host memory
         "coupled_loras": 6,  # on each of instances + lora_server devices
         "max_loras": 24,  # attention parts on an instance
         "server_loras": 24,

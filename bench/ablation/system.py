@@ -51,7 +51,7 @@ class System:
             for instance in self._instances:
                 instance.wait_ready(self._told.append)
             self._router = Router(len(self._instances), adapters)
-            self._warm_up(list(adapters)[: options.adapters], options.warm)
+            self._warm_up(list(adapters), options.warm)
         except BaseException:
             self.close()
             raise
