@@ -193,7 +193,8 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     end, case = time.monotonic() + options.seconds, mixtral(options.adapters[0])
-    workers = [ProcessWorker(case, gpu) for gpu in options.gpus or range(count_gpus())]
+    options.gpus = options.gpus or list(range(count_gpus()))
+    workers = [ProcessWorker(case, gpu) for gpu in options.gpus]
     try:
         for worker in workers:
             worker.wait_ready()
@@ -207,10 +208,10 @@ def main() -> None:
 def _measure_all(bench: Bench, options: argparse.Namespace, end: float) -> None:
     case, plans = bench.case, [PLANS[name] for name in options.plans]
     result: dict = {
-        "device": f"{len(bench.workers)} x {bench.workers[0].call('kind')}",
+        "device": f"{len(set(options.gpus))} x {bench.workers[0].call('kind')}",
         "shape": f"{case.name}, rank {case.rank}, Zipf 1.2, {case.layers} layers",
         "date": time.strftime("%Y-%m-%d"),
-        "gpus": options.gpus,
+        "gpus": options.gpus,  # of the workers: instances first, servers last
         "rows": [],
     }
     for adapters in options.adapters:
