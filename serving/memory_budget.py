@@ -11,7 +11,7 @@ from lora_jax.adapters.slots import SlotsSpec, rows_per_adapter, size_slots
 from lora_jax.config import ModelConfig
 from lora_jax.nn.decoder import AbstractCausalLM
 from serving.config import EngineConfig
-from serving.sizing import CacheSize, adapter_bytes, cache_size, free_bytes
+from serving.sizing import CacheSize, adapter_bytes, cache_size, free_bytes, kv_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,10 @@ def size_kv_cache(
 ) -> CacheSize:
     """Return the KV pages that the budget or the device's memory has room for."""
     per_token = model.kv_shape(model_config).bytes_per_token(dtype)
-    free = _free_bytes(config, model.catalogue(model_config), dtype)
+    free = _free_bytes(config)
+    if free is not None:
+        one = _one_adapter_bytes(config, model.catalogue(model_config), dtype)
+        free = kv_bytes(free, adapter_bytes(config, one, free))
     size = cache_size(config, per_token, model_config.max_positions, free)
     logger.info(
         "KV cache: %d pages of %d tokens, %.1f MB; sequences of up to %d tokens.",
@@ -33,13 +36,12 @@ def size_kv_cache(
     return size
 
 
-def _free_bytes(config: EngineConfig, catalogue: LoraCatalogue, dtype: jnp.dtype) -> int | None:
-    """Return what the loaded weights leave for KV pages, or None where memory has no limit."""
+def _free_bytes(config: EngineConfig) -> int | None:
+    """Return what the loaded weights leave, or None where memory has no limit."""
     said = jax.devices()[0].memory_stats() or {}
     if "bytes_limit" not in said:
         return None
-    slots = adapter_bytes(config, _one_adapter_bytes(config, catalogue, dtype))
-    return free_bytes(config, said["bytes_limit"], said["bytes_in_use"], slots)
+    return free_bytes(config, said["bytes_limit"], said["bytes_in_use"])
 
 
 def _one_adapter_bytes(config: EngineConfig, here: LoraCatalogue, dtype: jnp.dtype) -> int:
@@ -59,7 +61,7 @@ def make_allocator(
 
     `whole` more slots have room for adapters of max_lora_rank on every module of the catalogue.
     """
-    budget = adapter_bytes(config, _one_adapter_bytes(config, here, dtype))
+    budget = adapter_bytes(config, _one_adapter_bytes(config, here, dtype), _free_bytes(config))
     spec = size_slots(here, config.max_loras, config.max_lora_rank, dtype.itemsize, budget)
     if whole:
         more = rows_per_adapter(catalogue, config.max_lora_rank)

@@ -6,6 +6,7 @@ from serving.config import EngineConfig
 
 DEFAULT_KV_BYTES = 256 << 20
 DEFAULT_LORA_BYTES = 512 << 20
+LORA_SHARE = 0.25  # of what weights leave of an accelerator's memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,20 +18,29 @@ class CacheSize:
     max_model_len: int
 
 
-def free_bytes(config: EngineConfig, limit: int, used: int, adapters: int) -> int:
-    """Return what gpu_memory_utilization of `limit` bytes leaves for KV pages.
+def free_bytes(config: EngineConfig, limit: int, used: int) -> int:
+    """Return what gpu_memory_utilization of `limit` bytes leaves for KV pages and adapters.
 
-    `used` is what the weights take, `adapters` the slots' budget; the rest of the limit is for the
-    step's own arrays. Raises ValueError when nothing is left.
+    `used` is what the weights take; the rest of the limit is for the step's own arrays. Raises
+    ValueError when nothing is left.
     """
-    left = int(config.gpu_memory_utilization * limit) - used - adapters
+    left = int(config.gpu_memory_utilization * limit) - used
     if left <= 0:
         raise ValueError(
-            f"Weights ({used} bytes) and adapter slots ({adapters}) leave no room for KV pages in "
-            f"{config.gpu_memory_utilization} of {limit} bytes. Raise gpu_memory_utilization or "
-            "lower lora_memory_bytes."
+            f"Weights ({used} bytes) leave no room for KV pages and adapters in "
+            f"{config.gpu_memory_utilization} of {limit} bytes. Raise gpu_memory_utilization."
         )
     return left
+
+
+def kv_bytes(free: int, adapters: int) -> int:
+    """Return what the adapter slots leave of `free` bytes. Raises ValueError: nothing."""
+    if adapters >= free:
+        raise ValueError(
+            f"Adapter slots of {adapters} bytes leave no room for KV pages: weights leave {free} "
+            "bytes. Lower lora_memory_bytes, max_loras or max_lora_rank."
+        )
+    return free - adapters
 
 
 def cache_size(
@@ -65,13 +75,15 @@ def cache_size(
     return CacheSize(pages, page_size, longest)
 
 
-def adapter_bytes(config: EngineConfig, one_adapter: int) -> int:
+def adapter_bytes(config: EngineConfig, one_adapter: int, free: int | None = None) -> int:
     """Return the byte budget of the adapter slots.
 
     `one_adapter` is what an adapter of max_lora_rank on every module takes. Without
-    lora_memory_bytes there is room for max_loras such adapters, but no more than
-    DEFAULT_LORA_BYTES unless a single one needs more: few adapters are as big as they may be.
+    lora_memory_bytes there is room for max_loras such adapters, but no more than LORA_SHARE of the
+    `free` bytes, on a CPU DEFAULT_LORA_BYTES, unless a single one needs more: few adapters are as
+    big as they may be.
     """
     if config.lora_memory_bytes is not None:
         return config.lora_memory_bytes
-    return max(one_adapter, min(config.max_loras * one_adapter, DEFAULT_LORA_BYTES))
+    most = DEFAULT_LORA_BYTES if free is None else int(LORA_SHARE * free)
+    return max(one_adapter, min(config.max_loras * one_adapter, most))

@@ -8,13 +8,11 @@ import dataclasses
 
 import numpy as np
 
-from lora_jax.adapters.catalogue import LoraCatalogue
+from lora_jax.adapters.catalogue import EXPERT_MODULES, LoraCatalogue
 from lora_jax.adapters.weights import AdapterReport, AdapterWeights, SiteWeights
 from lora_jax.config import ModelConfig
 from lora_jax.placement.ep_pp import Placement, from_text
 from lora_jax.placement.shape import AdapterShape, adapter_shape
-
-EXPERT_MODULES = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +77,7 @@ def has_experts(report: AdapterReport) -> bool:
 
 def local_catalogue(catalogue: LoraCatalogue) -> LoraCatalogue:
     """Return the catalogue of what an instance keeps itself: all modules but the experts'."""
-    kept = {n: module for n, module in catalogue.modules.items() if n not in EXPERT_MODULES}
-    return dataclasses.replace(catalogue, modules=kept)
+    return catalogue.without_experts()
 
 
 def shard_catalogue(catalogue: LoraCatalogue, shard: Shard) -> LoraCatalogue:

@@ -173,6 +173,25 @@ def test_spec_holds_full_adapters_exactly(catalogue):
     }
 
 
+def test_where_memory_is_short_the_experts_rows_shrink_first():
+    catalogue = cases.moe(layers=2)
+    dense = rows_per_adapter(catalogue.without_experts(), 8)
+    one = rows_per_adapter(catalogue, 8)
+
+    def size(rows):
+        return sum(width * count for width, count in rows.items()) * 2
+
+    experts = {width: one[width] - dense.get(width, 0) for width in one}
+    assert size(experts) > size(dense) > 0
+    budget = 10 * size(dense) + 3 * size(experts)
+    rows = size_slots(catalogue, 10, 8, 2, byte_budget=budget).rows
+    assert rows == {width: 10 * dense.get(width, 0) + 3 * experts[width] for width in one}
+    assert size(size_slots(catalogue, 10, 8, 2, byte_budget=budget + 1).rows) <= budget + 1
+    # No room for all adapters' dense rows and one adapter's experts: all shrink evenly.
+    rows = size_slots(catalogue, 1000, 8, 2, byte_budget=2 * size(one)).rows
+    assert rows == {width: 2 * count for width, count in one.items()}
+
+
 def test_byte_budget():
     one = sum(w * n for w, n in rows_per_adapter(CATALOGUE, 8).items()) * 2
     spec = size_slots(CATALOGUE, 100, 8, 2, byte_budget=3 * one)

@@ -6,10 +6,12 @@ from serving.config import EngineConfig
 from serving.sizing import (
     DEFAULT_KV_BYTES,
     DEFAULT_LORA_BYTES,
+    LORA_SHARE,
     CacheSize,
     adapter_bytes,
     cache_size,
     free_bytes,
+    kv_bytes,
 )
 
 
@@ -49,9 +51,19 @@ def test_adapter_slots_fit_the_largest_adapter_and_not_much_more():
 
 def test_an_accelerator_gives_kv_pages_what_weights_and_adapters_leave():
     half = config(gpu_memory_utilization=0.5)
-    assert free_bytes(half, 1000, 300, 50) == 150
+    assert free_bytes(half, 1000, 300) == 200
+    assert kv_bytes(200, 50) == 150
     assert cache_size(half, 1, 1000, 150).num_pages == 150 // 16
     asked = config(kv_cache_memory_bytes=32)
     assert cache_size(asked, 1, 1000, 150).num_pages == 2
-    with pytest.raises(ValueError, match=r"Weights \(460 bytes\) and .* \(50\) leave no"):
-        free_bytes(half, 1000, 460, 50)
+    with pytest.raises(ValueError, match=r"Weights \(500 bytes\) leave no"):
+        free_bytes(half, 1000, 500)
+    with pytest.raises(ValueError, match=r"Adapter slots of 200 bytes leave no room .* 200 bytes"):
+        kv_bytes(200, 200)
+
+
+def test_on_an_accelerator_adapters_get_a_share_of_what_weights_leave():
+    assert adapter_bytes(config(max_loras=3), 1000, 1 << 20) == 3000
+    assert adapter_bytes(config(max_loras=16), 1000, 20_000) == 20_000 * LORA_SHARE
+    assert adapter_bytes(config(max_loras=16), 1000, 2000) == 1000
+    assert adapter_bytes(config(lora_memory_bytes=77), 1000, 2000) == 77

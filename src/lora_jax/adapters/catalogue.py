@@ -7,6 +7,8 @@ layer. Models build a catalogue; the readers of adapter files resolve names agai
 import dataclasses
 import re
 
+EXPERT_MODULES = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
+
 
 @dataclasses.dataclass(frozen=True)
 class LoraModule:
@@ -60,3 +62,8 @@ class LoraCatalogue:
     @property
     def module_names(self) -> tuple[str, ...]:
         return tuple(sorted(self.modules))
+
+    def without_experts(self) -> "LoraCatalogue":
+        """Return the catalogue of all modules but the experts'."""
+        kept = {name: m for name, m in self.modules.items() if name not in EXPERT_MODULES}
+        return dataclasses.replace(self, modules=kept)

@@ -78,13 +78,15 @@ def size_slots(
 ) -> SlotsSpec:
     """Return pools that hold `num_slots` adapters of `max_rank` on every site.
 
-    With a `byte_budget` for all pools the rows shrink to it evenly: smaller adapters still fill
-    every slot. ValueError when not even one adapter of `max_rank` on every site would fit.
+    With a `byte_budget` for all pools there are fewer rows. Where that suffices the experts' alone
+    shrink, so that adapters of attention, which are many times smaller, still fill every slot;
+    else all shrink evenly. ValueError when not even one adapter of `max_rank` on every site would
+    fit.
     """
     if num_slots < 1 or max_rank < 1:
         raise ValueError(f"Need at least 1 slot and rank 1, not {num_slots} and {max_rank}.")
     one = rows_per_adapter(catalogue, max_rank)
-    one_bytes = sum(width * count for width, count in one.items()) * itemsize
+    one_bytes = _row_bytes(one, itemsize)
     if byte_budget is None or byte_budget >= num_slots * one_bytes:
         return SlotsSpec(num_slots, {width: num_slots * count for width, count in one.items()})
     if byte_budget < one_bytes:
@@ -92,7 +94,21 @@ def size_slots(
             f"One adapter of rank {max_rank} on every module takes {one_bytes} bytes; the budget "
             f"for adapters is {byte_budget}."
         )
-    return SlotsSpec(num_slots, {w: count * byte_budget // one_bytes for w, count in one.items()})
+    dense = rows_per_adapter(catalogue.without_experts(), max_rank)
+    experts = {width: count - dense.get(width, 0) for width, count in one.items()}
+    expert_bytes = _row_bytes(experts, itemsize)
+    left = byte_budget - num_slots * _row_bytes(dense, itemsize)
+    if not 0 < expert_bytes <= left:
+        rows = {width: count * byte_budget // one_bytes for width, count in one.items()}
+    else:
+        whole = {width: num_slots * dense.get(width, 0) for width in one}
+        rows = {w: whole[w] + count * left // expert_bytes for w, count in experts.items()}
+    return SlotsSpec(num_slots, rows)
+
+
+def _row_bytes(rows: dict[int, int], itemsize: int) -> int:
+    """Return the bytes of so many rank rows of each width."""
+    return sum(width * count for width, count in rows.items()) * itemsize
 
 
 def init_slots(catalogue: LoraCatalogue, spec: SlotsSpec, dtype: jnp.dtype) -> AdapterSlots:
