@@ -27,8 +27,9 @@ STEPS: dict[str, dict[str, Any]] = {
     "+loading": {"lora_kernel": "reference"},
     "+kernel": {},
 }
-# Not of Figure 14: what each of its two kinds of loading brings to the whole system.
+# Not of Figure 14: the whole system without one thing.
 STEPS |= {
+    "one graph": {"lora_aside": False},
     "no layers": {"layerwise_loading": False},
     "no prefetch": {"lora_prefetch": False},
     "neither": _LOADING,
@@ -155,8 +156,6 @@ def engine_fields(options: argparse.Namespace, name: str) -> dict[str, Any]:
         "max_esft_adapters": 0,
         "enable_prefix_caching": False,
         "kv_cache_memory_bytes": int(options.kv_cache_gb * 2**30) or None,
-        # With room for pages given, every slot has room for an adapter of max_lora_rank.
-        "lora_memory_bytes": 1 << 40 if options.kv_cache_gb else None,
         "max_total_adapter_bytes": 64 << 30,
     }
 

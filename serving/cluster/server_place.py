@@ -15,6 +15,8 @@ from serving.lora_server.calls import Caller, RemoteLeases
 from serving.lora_server.instance import ServerAccess
 from serving.lora_server.spec import ServerSpec, design
 from serving.transport import carriers
+from serving.transport.base import AbstractClient
+from serving.transport.terms import Terms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,11 +74,16 @@ def _dtype(engine: EngineConfig, config: ModelConfig) -> str:
 
 def server_access(place: ServerPlace, caller: Caller, name: str) -> ServerAccess:
     """Return how the instance of this name reaches the server at a place; leases by `caller`."""
+
+    def connect(terms: Terms) -> AbstractClient:
+        how = {"carrier": place.spec.carrier, "aside": place.cluster.lora_aside}
+        return carriers.open_client(place.paths, terms, **how)
+
     return ServerAccess(
         place.spec,
         name,
         RemoteLeases(caller),
-        lambda terms: carriers.open_client(place.paths, terms, place.spec.carrier),
+        connect,
         place.cluster.lora_server_wait_s,
         place.cluster.local_expert_slots,
         place.cluster.lora_overlap,
