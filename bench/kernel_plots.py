@@ -1,5 +1,6 @@
 """Plots of what `python -m bench.kernels` measured."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,55 +10,100 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
 
-OURS, FLOOR, PEER, BAR = "#1f77b4", "#aec7e8", "#9a9a9a", "#d62728"
+OURS, PEER, FLOOR, BAR = "#1f77b4", "#7f7f7f", "#9ecae1", "#d62728"
+SHADES = {1: "#6baed6", 128: "#2171b5", 512: "#08306b"}  # ours, by number of adapters
+STYLE: dict[Any, Any] = {
+    "font.size": 8,
+    "axes.titlesize": 8.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e6e6e6",
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "legend.fontsize": 7.5,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 3.5,
+}
+GROUPS = {  # of the overview, by op
+    "LoRA of a linear map": ("pair", "shrink", "expand"),
+    "LoRA of a layer of experts": ("moe",),
+    "Matrices of experts": ("grouped_matmul", "dense", "experts"),
+    "Merge": ("merge",),
+    "Attention over pages": ("attention",),
+}
+
+PHASES = {  # of the grid, by op
+    "shrink": "shrink, 4096 to 64",
+    "expand": "expand, 64 to 14336",
+    "pair": "both, one launch",
+}
 
 
 def plot_kernels(result: dict[str, Any], path: Path) -> None:
     """Write one PNG of all points to `path`, and beside it those of the grid, if it was measured.
 
-    NAME_phases.png is latency and bandwidth of shrink and expand by tokens (as InfiniLoRA's
-    Figure 19), NAME_tokens.png the time of the pair by tokens (as V-LoRA's Figure 17).
+    NAME_phases.png is latency and bandwidth of shrink, expand and both by tokens (as InfiniLoRA's
+    Figure 19), NAME_tokens.png the time of linear maps and of layers of experts by tokens, for one
+    adapter and for many (as V-LoRA's Figure 17).
     """
-    _plot_points(result, path)
-    grid = [row for row in result["rows"] if row.get("grid")]
-    if grid:
-        _plot_phases(result, grid, path.with_stem(path.stem + "_phases"))
-        _plot_tokens(result, grid, path.with_stem(path.stem + "_tokens"))
+    with plt.rc_context(STYLE):
+        _plot_points(result, path)
+        grid = [row for row in result["rows"] if row.get("grid")]
+        if grid:
+            _plot_phases(result, grid, path.with_stem(path.stem + "_phases"))
+            _plot_tokens(result, grid, path.with_stem(path.stem + "_tokens"))
 
 
 def _plot_points(result: dict[str, Any], path: Path) -> None:
-    """Draw microseconds of every point beside floor, peer and bar, and write a PNG to `path`."""
-    rows = [r for r in result["rows"] if r["us"] > 0 and not r.get("grid")][::-1]
-    fig, ax = plt.subplots(figsize=(8.5, 0.5 * len(rows) + 1.6))
-    for i, row in enumerate(rows):
-        ax.barh(i, row["us"], height=0.55, color="#1f77b4", label="lora-jax")
-        ax.barh(i, row["floor_us"], height=0.55, color="#aec7e8", label="floor (copy bandwidth)")
-        for key, color, label in (
-            ("peer_us", "#9a9a9a", "best peer"),
-            ("bar_us", "#d62728", "bar"),
-        ):
-            if row.get(key):
-                ax.plot([row[key]] * 2, [i - 0.38, i + 0.38], color=color, lw=2, label=label)
-        ax.text(row["us"] * 1.03, i, f"{row['us']:.0f}", va="center", fontsize=8)
-    ax.set_yticks(range(len(rows)))
-    ax.set_yticklabels([row["name"] for row in rows], fontsize=8)
-    ax.set_xscale("log")
-    ax.set_xlabel("microseconds, cold L2")
-    ax.set_title(
-        f"Kernels on {result['device']}, {result['date']}, copy {result['copy_tb_per_s']:.2f} TB/s",
-        fontsize=9,
+    """Draw every point's time over its floor, with peer and bar, and write a PNG to `path`."""
+    lines = list(_overview(result["rows"]))
+    fig, ax = plt.subplots(figsize=(7.4, 0.185 * len(lines) + 1.0))
+    for i, (text, row) in enumerate(lines):
+        if row is None:
+            ax.text(-0.01, i, text, weight="bold", ha="right", va="center", transform=_rows(ax))
+            continue
+        floor = row["floor_us"]
+        ax.text(-0.01, i, text, ha="right", va="center", fontsize=7, transform=_rows(ax))
+        said = f"{row['us']:.0f}" if row["us"] >= 100 else f"{row['us']:.1f}"
+        ax.text(1.07, i, said, ha="right", va="center", fontsize=7, transform=_rows(ax))
+        ax.plot([1, row["us"] / floor], [i, i], color=FLOOR, lw=2.5, solid_capstyle="butt")
+        if row.get("peer_us"):
+            ax.plot(row["peer_us"] / floor, i, "s", color=PEER, label="best peer")
+        if row.get("bar_us"):
+            ax.plot(row["bar_us"] / floor, i, "|", color=BAR, ms=9, mew=1.6, label="bar")
+        ax.plot(row["us"] / floor, i, "o", color=OURS, ms=4.5, label="lora-jax")
+    ax.axvline(1, color="black", lw=0.9)
+    ax.set(xscale="log", ylim=(len(lines) - 0.4, -0.8), yticks=[])
+    _plain_ticks(ax.xaxis, (1, 1.25, 1.5, 2, 3, 4, 6, 8, 12))
+    ax.grid(axis="y", visible=False)
+    ax.spines["left"].set_visible(False)
+    ax.set_xlabel(
+        "time over the floor\n(fewest bytes over copy bandwidth, or FLOPs over the dense rate)"
     )
-    ax.spines[["top", "right"]].set_visible(False)
-    handles, labels = ax.get_legend_handles_labels()
-    unique = dict(zip(labels, handles, strict=True))
-    ax.legend(unique.values(), unique.keys(), fontsize=7, frameon=False, loc="lower right")
-    fig.tight_layout()
-    fig.savefig(path, dpi=150)
-    plt.close(fig)
+    ax.text(1.07, -0.9, "us", ha="right", va="bottom", fontsize=7, transform=_rows(ax))
+    _say(fig, ax, result, f"copy {result['copy_tb_per_s']:.2f} TB/s, cold L2")
+    _save(fig, path)
 
 
-def _by_tokens(grid: list[dict], op: str) -> list[dict]:
+def _overview(rows: list[dict]) -> Iterator[tuple[str, dict | None]]:
+    """Yield the overview's lines: a group's title, then the names and rows of its points."""
+    for title, ops in GROUPS.items():
+        own = [r for r in rows if r["op"] in ops and not r.get("grid") and r["floor_us"] > 0]
+        if own:
+            yield title, None
+            yield from ((row["name"], row) for row in own)
+
+
+def _rows(ax: Axes):
+    """Return coordinates whose x is the part of the axes, and y the row."""
+    return ax.get_yaxis_transform()
+
+
+def _of_phase(grid: list[dict], op: str) -> list[dict]:
     """Return the points of 512 adapters by Zipf, rank 64, in order of tokens."""
     wanted = {"op": op, "popularity": "zipf", "rank": 64, "slots": 512}
     rows = [row for row in grid if all(row.get(k) == v for k, v in wanted.items())]
@@ -65,53 +111,105 @@ def _by_tokens(grid: list[dict], op: str) -> list[dict]:
 
 
 def _plot_phases(result: dict[str, Any], grid: list[dict], path: Path) -> None:
-    """Draw latency (solid) and bandwidth (dashed) of ours and of the best peer."""
-    fig, axes = plt.subplots(1, 2, figsize=(9, 3.6))
-    for ax, op in zip(axes, ("shrink", "expand"), strict=True):
-        rows, right = _by_tokens(grid, op), ax.twinx()
-        moved = {row["rows"]: row["floor_us"] * result["copy_tb_per_s"] for row in rows}
+    """Draw latency (solid) above bandwidth (dashed), ours and the best peer's, and the limit."""
+    copied = result["copy_tb_per_s"]
+    fig, axes = plt.subplots(2, 3, figsize=(7.4, 4.3), sharex=True, sharey="row")
+    for (above, below), (op, title) in zip(axes.T, PHASES.items(), strict=True):
+        rows = _of_phase(grid, op)
         for key, color, label in (("us", OURS, "lora-jax"), ("peer_us", PEER, "best peer")):
-            points = [(row["rows"], row[key]) for row in rows if row.get(key)]
-            tokens, times = zip(*points, strict=True)
-            ax.plot(tokens, times, color=color, marker="o", ms=3, label=f"{label}, us")
-            rates = [moved[n] / time for n, time in points]
-            right.plot(tokens, rates, color=color, ls="--", label=f"{label}, TB/s")
-        ax.plot(
-            [r["rows"] for r in rows], [r["floor_us"] for r in rows], color=FLOOR, label="floor"
+            own = [row for row in rows if row.get(key)]
+            tokens = [row["rows"] for row in own]
+            above.plot(tokens, [row[key] for row in own], "o-", color=color, label=label)
+            rates = [copied * row["floor_us"] / row[key] for row in own]
+            below.plot(tokens, rates, "o--", color=color)
+        tokens, floors = [row["rows"] for row in rows], [row["floor_us"] for row in rows]
+        above.plot(
+            tokens, floors, color="black", lw=0.9, label="limit: fewest bytes at copy bandwidth"
         )
-        right.axhline(result["copy_tb_per_s"], color=BAR, lw=1, ls=":", label="copy bandwidth")
-        right.set_ylim(0, 1.1 * result["copy_tb_per_s"])
-        right.set_ylabel("TB/s (dashed)")
-        ax.set(xscale="log", yscale="log", xlabel="tokens", ylabel="microseconds", title=op)
-        handles, labels = (a + b for a, b in zip(*map(_legend, (ax, right)), strict=True))
-        ax.legend(handles, labels, fontsize=6, frameon=False)
-    _finish(fig, result, "512 adapters, Zipf 1.2, rank 64, 4096 -> 14336", path)
+        below.axhline(copied, color="black", lw=0.9)
+        above.set(title=title, xscale="log", yscale="log")
+        below.set(xlabel="tokens", ylim=(0, 1.08 * copied))
+        _tokens_axis(below, tokens)
+    axes[0, 0].set_ylabel("latency, us")
+    axes[1, 0].set_ylabel("bandwidth, TB/s")
+    _plain_ticks(axes[0, 0].yaxis, (1, 3, 10, 30, 100, 300))
+    what = "512 adapters of rank 64 by Zipf 1.2"
+    _say(fig, axes[0, 0], result, what)
+    _save(fig, path)
 
 
 def _plot_tokens(result: dict[str, Any], grid: list[dict], path: Path) -> None:
-    """Draw the pair's time by tokens beside the best peer's and the floor."""
-    rows = _by_tokens(grid, "pair")
-    fig, ax = plt.subplots(figsize=(5.5, 3.6))
-    series = (
-        ("us", OURS, "lora-jax"),
-        ("peer_us", PEER, "best peer"),
-        ("floor_us", FLOOR, "floor"),
-    )
-    for key, color, label in series:
-        tokens, times = zip(*((r["rows"], r[key]) for r in rows if r.get(key)), strict=True)
-        ax.plot(tokens, times, color=color, marker="o", ms=3, label=label)
-    ax.set(xscale="log", yscale="log", xlabel="tokens", ylabel="microseconds")
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.legend(fontsize=7, frameon=False)
-    _finish(fig, result, "shrink and expand, 512 adapters, Zipf 1.2, rank 64, 4096 -> 14336", path)
+    """Draw time by tokens: of a linear map, and of each model's layer of experts."""
+    layers = [row for row in grid if row["op"] == "moe"]
+    panels = {"linear map, 4096 to 14336, rank 64": _of_phase(grid, "pair")}
+    for row in layers:
+        panels.setdefault(f"experts of {row['model']}, rank {row['rank']}", []).append(row)
+    width = max(7.4, 2.3 * len(panels))
+    fig, axes = plt.subplots(1, len(panels), figsize=(width, 2.8), squeeze=False)
+    for ax, (title, rows) in zip(axes[0], panels.items(), strict=True):
+        for adapters, color in SHADES.items():
+            own = [row for row in rows if _adapters(row) == adapters]
+            _plot_curve(ax, sorted(own, key=_tokens), color)
+        ax.set_title(title, fontsize=7.5)
+        ax.set(xscale="log", yscale="log", xlabel="tokens")
+        _tokens_axis(ax, sorted({_tokens(row) for row in rows}))
+        _plain_ticks(ax.yaxis, (1, 3, 10, 30, 100, 300, 1000))
+    last = axes[0, -1]
+    for adapters, color in SHADES.items():
+        said = f"lora-jax, {adapters} adapter" + "s" * (adapters > 1)
+        last.plot([], [], "o-", color=color, label=said)
+    last.plot([], [], "s", color=PEER, mfc="white", label="best peer")
+    last.plot([], [], ":", color=PEER, lw=1, label="limit: fewest bytes")
+    axes[0, 0].set_ylabel("shrink and expand, us")
+    _say(fig, last, result, "adapters by Zipf 1.2; experts' row map included")
+    _save(fig, path)
 
 
-def _legend(ax: Axes) -> tuple[list, list]:
-    return ax.get_legend_handles_labels()
+def _plot_curve(ax: Axes, rows: list[dict], color: str) -> None:
+    """Draw one curve with its limit, and the peer where it was measured."""
+    tokens = [_tokens(row) for row in rows]
+    ax.plot(tokens, [row["us"] for row in rows], "o-", color=color)
+    ax.plot(tokens, [row["floor_us"] for row in rows], ":", color=color, lw=1)
+    known = [row for row in rows if row.get("peer_us")]
+    peers = [row["peer_us"] for row in known]
+    ax.plot([_tokens(row) for row in known], peers, "s", color=color, mfc="white")
 
 
-def _finish(fig: Figure, result: dict[str, Any], title: str, path: Path) -> None:
-    fig.suptitle(f"{title}; {result['device']}, {result['date']}", fontsize=8)
-    fig.tight_layout()
-    fig.savefig(path, dpi=150)
+def _tokens(row: dict) -> int:
+    """Return the tokens; rows of experts are more than those."""
+    return row["tokens" if "tokens" in row else "rows"]
+
+
+def _adapters(row: dict) -> int:
+    return row["adapters" if "adapters" in row else "slots"]
+
+
+def _tokens_axis(ax: Axes, tokens: list[int]) -> None:
+    """Mark the tokens that were measured, as far as their numbers do not touch."""
+    shown = tokens[:1]
+    for count in tokens:
+        if count / shown[-1] >= 4:
+            shown.append(count)
+    _plain_ticks(ax.xaxis, tuple(shown))
+
+
+def _plain_ticks(axis, ticks: tuple[float, ...]) -> None:
+    """Mark a logarithmic axis at these numbers, within its limits, as they are spoken."""
+    low, high = sorted(axis.get_view_interval())
+    axis.set_ticks([tick for tick in ticks if low <= tick <= high])
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def _say(fig: Figure, ax: Axes, result: dict[str, Any], what: str) -> None:
+    """Say above the axes what is seen, and below them, by one's labels, whose it is."""
+    handles, labels = ax.get_legend_handles_labels()
+    unique = dict(zip(labels, handles, strict=True))
+    fig.suptitle(f"{result['device']}, {result['date']}: {what}", fontsize=8.5)
+    fig.legend(unique.values(), unique.keys(), loc="outside lower center", ncol=len(unique))
+
+
+def _save(fig: Figure, path: Path) -> None:
+    fig.set_layout_engine("constrained")
+    fig.savefig(path, dpi=200)
     plt.close(fig)

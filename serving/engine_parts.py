@@ -134,8 +134,7 @@ def _build(
     catalogue = model.catalogue(model_config)
     here, keep, link, whole = catalogue, None, None, 0
     if remote is not None:
-        here, keep, link = local_catalogue(catalogue), keep_local, remote.link
-        whole = remote.num_local
+        here, link, whole = local_catalogue(catalogue), remote.link, remote.num_local
         keep = keep_both if whole else keep_local
     allocator, spec = make_allocator(config, catalogue, here, dtype, whole)
     registry = _make_registry(config, catalogue, allocator, esft, keep)

@@ -14,6 +14,7 @@ import yaml
 
 from serving.cluster.config import ClusterConfig
 from serving.config import EngineConfig
+from serving.foreign_flags import add_foreign_flags
 
 PREFIX = "SERVING_"
 _ENGINE_HELP = {
@@ -64,10 +65,6 @@ _CLUSTER_HELP = {
     "lora_prefetch": "ask the LoRA Server for an adapter when a request is queued; only to measure",
     "lora_kernel": "kernels of the LoRA Server: fast, or reference (plain JAX); only to measure",
 }
-_NO_REMOTE_CODE = (
-    "code from a model's folder is never run here, so there is no --trust-remote-code; the "
-    "supported models are built in"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,11 +83,6 @@ class ParserWithSource(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         super().error(f"{self.source}{message}")
-
-
-class _Refuse(argparse.Action):
-    def __call__(self, parser, namespace, values, option_string=None) -> None:
-        parser.error(str(self.const))
 
 
 def build_parser() -> ParserWithSource:
@@ -116,7 +108,7 @@ def build_parser() -> ParserWithSource:
     _add_adapter_flags(parser.add_argument_group("adapters"))
     _add_engine_flags(parser.add_argument_group("engine"))
     _add_cluster_flags(parser.add_argument_group("several processes"))
-    _add_compatible_flags(parser)
+    add_foreign_flags(parser)
     return parser
 
 
@@ -166,8 +158,6 @@ def _add_adapter_flags(group) -> None:
     hidden = argparse.SUPPRESS
     group.add_argument("--lora-paths", dest="lora_modules", action="extend", nargs="+", help=hidden)
     group.add_argument("--max-loras-per-batch", type=int, help=hidden)
-    group.add_argument("--lora-eviction-policy", choices=("lru",), help=hidden)
-    group.add_argument("--enable-lora", action="store_true", help=hidden)
 
 
 def _add_engine_flags(group) -> None:
@@ -202,21 +192,6 @@ def _plain_type(annotation: Any) -> type:
     if isinstance(annotation, types.UnionType):
         annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
     return annotation
-
-
-def _add_compatible_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags of vLLM and SGLang that only have one right value here."""
-    parser.add_argument("--trust-remote-code", nargs=0, action=_Refuse, const=_NO_REMOTE_CODE)
-    parser._actions[-1].help = argparse.SUPPRESS
-    hidden = argparse.SUPPRESS
-    for flags in (
-        ("--tensor-parallel-size", "--tp", "--tp-size", "-tp"),
-        ("--pipeline-parallel-size", "--pp-size", "-pp"),
-        ("--data-parallel-size", "--dp-size", "-dp"),
-    ):
-        parser.add_argument(*flags, type=int, choices=(1,), help=hidden)
-    parser.add_argument("--context-length", dest="max_model_len", type=int, help=hidden)
-    parser.add_argument("--max-running-requests", dest="max_num_seqs", type=int, help=hidden)
 
 
 def read_layers(

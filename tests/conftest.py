@@ -1,6 +1,7 @@
 """One set-up for every test: 4 fake CPU devices, strict dtypes and ranks, shapes checked."""
 
 import os
+import platform
 import sys
 from pathlib import Path
 
@@ -8,6 +9,15 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
 )
+# What one process of the suite has compiled, the others load: workers, servers, ranks. jax's key
+# leaves out the CPU's features, so every machine has a folder of its own.
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR",
+    str(Path(__file__).parents[1] / ".cache" / "jax" / platform.node()),
+)
+os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(1 << 30))  # bounded, hence locked
+# Only what is slow: bounded, every write looks at all files, 0.1 ms each.
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -29,6 +39,12 @@ CHECKED = [
     "serving.steps.model_runner",
 ]
 _hook = install_import_hook(CHECKED, "beartype.beartype")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where tests read what the compiler dumps, let it compile: jax's key leaves dumping out."""
+    if config.option.markexpr == "aot":
+        jax.config.update("jax_enable_compilation_cache", False)
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import hashlib
 import re
 import shutil
 import subprocess
@@ -12,8 +13,11 @@ import jax
 import numpy as np
 from server_process import ROOT
 
+from lora_jax.ops import native
+
 CSRC = ROOT / "src" / "cuda_backend" / "csrc"
 EMULATOR = ROOT / "tests" / "cuda_backend" / "emulator"
+BUILT = ROOT / ".cache" / "emulator"
 # What is not C++: arrays in shared memory, and launches.
 REWRITES = (
     (
@@ -48,7 +52,7 @@ def compile_library(
 ) -> ctypes.CDLL:
     """Return the kernels that a driver calls as a library for this CPU; needs g++.
 
-    `headers` are further ones of the kernels.
+    `headers` are further ones of the kernels. Workers of a run share what one has compiled.
     """
     for header in (*CSRC.glob("*.cuh"), *headers):
         text = header.read_text()
@@ -60,14 +64,29 @@ def compile_library(
     library = folder / "emulated.so"
     include = [f"-I{EMULATOR / 'include'}", f"-I{jax.ffi.include_dir()}"]
     command = ["g++", "-std=c++20", "-O2", "-w", "-shared", "-fPIC", *include]
-    done = subprocess.run(
-        [*command, str(folder / driver), "-o", str(library)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[:4000]
+    built = BUILT / f"{_digest(command, folder)}.so"
+    BUILT.mkdir(parents=True, exist_ok=True)
+    with native.locked(built.with_suffix(".lock")):
+        if not built.exists():
+            _compile([*command, str(folder / driver)], built)
+    shutil.copy(built, library)
     return ctypes.CDLL(str(library))
+
+
+def _compile(command: list[str], library: Path) -> None:
+    part = library.with_suffix(".part")
+    command = [*command, "-o", str(part)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:4000]
+    part.replace(library)
+
+
+def _digest(command: list[str], folder: Path) -> str:
+    """Return what names a library: of its command, its sources and the emulator's headers."""
+    digest = hashlib.sha256(f"{jax.__version__} {' '.join(command)}".encode())
+    for file in sorted([*folder.glob("*.cu*"), *folder.glob("*.cc"), *EMULATOR.rglob("*.h")]):
+        digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()[:24]
 
 
 def compile_transport(folder: Path) -> ctypes.CDLL:

@@ -1,20 +1,28 @@
 """A checkpoint folder small enough to train in a test, and text to train it on."""
 
+import functools
 import pathlib
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.config import from_hf
 from lora_jax.finetune import tokenizer, training
+from lora_jax.finetune.documents import Document
 from lora_jax.finetune.esft_export import save_esft
 from lora_jax.finetune.esft_params import chosen_experts
 from lora_jax.finetune.esft_scores import Selection
+from lora_jax.finetune.forward import forward
+from lora_jax.finetune.lora_params import LoraDelta, LoraPair, LoraSpec, init_lora
+from lora_jax.finetune.packing import PackedText
 from lora_jax.finetune.pretrain import save_qwen3_moe
 from lora_jax.finetune.records import Record
 from lora_jax.models import build, load
+from lora_jax.nn.decoder import AbstractCausalLM
 
 VOCAB = 280
 CONFIG = {
@@ -78,3 +86,47 @@ def share_compiled_step(monkeypatch) -> None:
         return made[0]
 
     monkeypatch.setattr(training, "make_step", make)
+
+
+def fit_nothing(monkeypatch, module) -> list[PackedText]:
+    """Let a module's training end at once; return the list that its texts are put into."""
+    texts = []
+
+    def fit(start, frozen, loss, text, *_, **__):
+        texts.append(text)
+        return start
+
+    monkeypatch.setattr(module, "fit", fit)
+    return texts
+
+
+def num_learned(documents: Sequence[Document], answer_only: bool) -> int:
+    """How many tokens training should weigh: those of the answers, or all but the first."""
+    first = [document.num_prompt if answer_only else 1 for document in documents]
+    return sum(len(d.tokens) - f for d, f in zip(documents, first, strict=True))
+
+
+def random_pairs(spec: LoraSpec, catalogue: LoraCatalogue, seed: int = 0) -> dict[str, LoraPair]:
+    """Return pairs whose B is not zero, so that every site does something."""
+    rng = np.random.default_rng(seed)
+    return {
+        name: LoraPair(a=p.a, b=jnp.float32(0.3 * rng.standard_normal(p.b.shape)))
+        for name, p in sorted(init_lora(spec, catalogue, seed).items())
+    }
+
+
+def dense(model: AbstractCausalLM, inputs: tuple[jax.Array, ...], delta: LoraDelta | None = None):
+    """Return what `forward` does, as one program: one by one its operators take seconds to compile.
+
+    `inputs` are tokens, positions and segments.
+    """
+    graphdef, state = nnx.split(model, graph=False)
+    return _program(graphdef)(state, inputs, delta)
+
+
+@functools.cache
+def _program(graphdef: nnx.GraphDef):
+    def run(state, inputs, delta):
+        return forward(nnx.merge(graphdef, state), *inputs, delta)
+
+    return jax.jit(run)

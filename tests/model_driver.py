@@ -17,8 +17,9 @@ from safetensors.numpy import load_file, save_file
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.batch import ForwardBatch
-from lora_jax.config import ModelConfig
+from lora_jax.config import ModelConfig, from_hf
 from lora_jax.kv_cache import init_cache
+from lora_jax.models import build
 from lora_jax.nn.decoder import AbstractCausalLM
 
 TOLERANCE = 1e-4  # of float32 logits against an oracle
@@ -105,6 +106,21 @@ def fuse_experts(tensors: dict[str, np.ndarray], parts: tuple[str, str, str], pa
         kept[f"{at}.gate_up_proj"] = np.concatenate([gate, up], axis=1)
         kept[f"{at}.down_proj"] = down
     return kept
+
+
+def random_model(raw: dict[str, Any]) -> tuple[AbstractCausalLM, ModelConfig]:
+    """Return a float32 model whose every parameter is random, so that no bias or norm is trivial.
+
+    Numpy draws them, and nothing is compiled.
+    """
+    config = from_hf(raw)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: build(config)), graph=False)
+    rng, made = np.random.default_rng(1), []
+    for path, param in nnx.to_flat_state(state):
+        is_norm = path[-1] == "weight" and len(param.shape) == 1
+        value = 0.3 * rng.standard_normal(param.shape) + is_norm
+        made.append((path, param.replace(jnp.asarray(value, param.dtype))))
+    return nnx.merge(graphdef, nnx.from_flat_state(made)), config
 
 
 # --- running ---------------------------------------------------------------------------------

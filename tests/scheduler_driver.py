@@ -144,3 +144,16 @@ def check_answer(driver: Driver, sequence: Sequence) -> None:
     if sequence.request.sampling.prompt_logprobs is not None:
         got = [(score.token_id, score.logprob) for score in driver.scores[sequence]]
         assert got == expected_scores(sequence)
+
+
+def harm(driver: Driver, *adapters: str) -> list[Sequence]:
+    """Make all that steps have written, and will write, of these adapters wrong; start anew."""
+    digests = frozenset(adapters)
+    running = {c.sequence for plan in driver.plans[-3:] for c in plan.chunks}
+    pages = [p for s in running if s.request.adapter_digest in digests for p in s.pages]
+    lost = driver.scheduler.restart_adapters(digests)
+    size = driver.scheduler.limits.page_size
+    for place in (page * size + offset for page in pages for offset in range(size)):
+        driver.device.kv[place] = 12345
+    driver.scheduler.check_integrity()
+    return lost

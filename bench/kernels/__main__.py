@@ -1,18 +1,27 @@
-"""Measure every kernel, print the table, and write it with its plot."""
+"""Measure every kernel, print the table, and write it with its plots.
+
+A run that was cut short, or of which a point failed, goes on where the file of its folder ends: of
+the same day, on the same kind of device.
+"""
 
 import argparse
+import collections
 import datetime
 import importlib
+import importlib.util
 import json
-import statistics
+import os
+import time
 import traceback
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from bench.kernel_plots import plot_kernels
+from bench.kernels.jobs import Job, Machine
+from bench.kernels.summary import say_grid, summarise
 from bench.kernels.timing import copy_bandwidth, dense_rate
 from cuda_backend import ffi
 
@@ -29,61 +38,93 @@ def show(row: dict) -> str:
     )
 
 
-def measure(part: str, bandwidth: float, dense: float) -> Iterator[dict]:
-    """Yield a part's rows; one that fails is said and ends it, so that other parts still count."""
-    try:
-        for row in importlib.import_module(f"bench.kernels.{part}").rows(bandwidth, dense):
-            bar = row.get("bar_us")
-            row["met"] = bar and row["us"] <= bar
-            print(show(row), flush=True)
-            yield row
-    except Exception:
-        print(f"{part} failed:\n{traceback.format_exc()}", flush=True)
+class Results:
+    """The file of a run, written after every row."""
+
+    def __init__(self, file: Path, head: dict[str, Any]):
+        self.file = file
+        self.content = json.loads(file.read_text()) if file.exists() else {**head, "rows": []}
+
+    def names(self, grid: bool) -> set[str]:
+        """Return what has been measured, of the grid or of the other parts."""
+        return {row["name"] for row in self.content["rows"] if row.get("grid", False) == grid}
+
+    def add(self, row: dict) -> None:
+        """Keep and print a row."""
+        bar = row.get("bar_us")
+        row["met"] = bar and row["us"] <= bar
+        print(show(row), flush=True)
+        self.content["rows"].append(row)
+        self.write()
+
+    def write(self) -> None:
+        """Write the file, which is whole at any time."""
+        part = self.file.with_suffix(".part")
+        part.write_text(json.dumps(self.content, indent=1) + "\n")
+        part.replace(self.file)
 
 
-def summary(rows: list[dict]) -> dict | None:
-    """Return how the grid's points compare with the best peer of each, if it was measured."""
-    ratios = {r["name"]: r["peer_us"] / r["us"] for r in rows if r.get("grid") and r["peer_us"]}
-    if not ratios:
-        return None
-    worst = min(ratios, key=lambda name: ratios[name])
-    return {
-        "points": len(ratios),
-        "geometric_mean": statistics.geometric_mean(ratios.values()),
-        "slower_than_peer": sum(ratio < 1 for ratio in ratios.values()),
-        "worst": {"name": worst, "ratio": ratios[worst]},
-    }
+def measure(jobs: list[Job]) -> Iterator[dict]:
+    """Yield the jobs' rows; of one that fails, say so and go on."""
+    for program in (program for job in jobs for program in job.programs):
+        program.exception()  # compiled, or not: nothing runs beside what is timed
+    left = collections.deque(jobs)
+    jobs.clear()
+    while left:
+        job = left.popleft()  # and with the last of them go the arrays that they share
+        try:
+            yield job.measure()
+        except Exception:
+            print(f"{job.name} failed:\n{traceback.format_exc()}", flush=True)
+
+
+def run(part: str, results: Results, machine: Machine) -> None:
+    """Measure what is missing of a part."""
+    start = time.perf_counter()
+    module, known = importlib.import_module(f"bench.kernels.{part}"), results.names(part == "grid")
+    left = [point for point in module.points() if point.name not in known]
+    jobs = module.jobs(left, machine)
+    traced = time.perf_counter() - start
+    for row in measure(jobs):
+        results.add(row)
+    took = time.perf_counter() - start
+    print(f"{part}: {len(left)} points, traced in {traced:.0f} s, all in {took:.0f} s", flush=True)
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Draw the plots, if this machine can: the file is enough for another one to do it."""
+    if importlib.util.find_spec("matplotlib"):
+        importlib.import_module("bench.kernel_plots").plot_kernels(result, path)
+    else:
+        print(f"no matplotlib here: python -m bench.report {path.parent} draws the plots elsewhere")
 
 
 def main() -> None:
     """Run the parts that were asked for, all of them by default."""
     parser = argparse.ArgumentParser(prog="python -m bench.kernels", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder for JSON and plot")
+    parser.add_argument("--out", type=Path, required=True, help="folder for JSON and plots")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     args = parser.parse_args()
+    start = time.perf_counter()
     ffi.require()
     device, today = jax.devices()[0].device_kind, datetime.date.today().isoformat()
-    bandwidth, dense = copy_bandwidth(), dense_rate()
-    print(f"{device}, {today}, copy {bandwidth / 1e12:.2f} TB/s, dense {dense / 1e12:.0f} TFLOP/s")
-    result: dict[str, Any] = {
-        "device": device,
-        "date": today,
-        "jax": jax.__version__,
-        "copy_tb_per_s": bandwidth / 1e12,
-        "dense_tflop_per_s": dense / 1e12,
-        "rows": [],
-    }
     args.out.mkdir(parents=True, exist_ok=True)
     file = args.out / f"kernels_{device.lower().replace(' ', '_')}_{today}.json"
-    for part in args.only:
-        for row in measure(part, bandwidth, dense):
-            result["rows"].append(row)
-            # After every row: whoever cuts the run short keeps what it has measured.
-            file.write_text(json.dumps(result, indent=1) + "\n")
-    result["grid"] = summary(result["rows"])
-    print(f"grid, peer's time over ours: {result['grid']}")
-    file.write_text(json.dumps(result, indent=1) + "\n")
-    plot_kernels(result, file.with_suffix(".png"))
+    results = Results(file, {"device": device, "date": today, "jax": jax.__version__})
+    said = results.content
+    if not said["rows"]:
+        said["copy_tb_per_s"] = copy_bandwidth() / 1e12
+        said["dense_tflop_per_s"] = dense_rate() / 1e12
+    copied, dense = said["copy_tb_per_s"], said["dense_tflop_per_s"]
+    print(f"{device}, {today}, copy {copied:.2f} TB/s, dense {dense:.0f} TFLOP/s", flush=True)
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        for part in args.only:
+            run(part, results, Machine(copied * 1e12, dense * 1e12, threads))
+    said["grid"] = summarise(said["rows"])
+    results.write()
+    print(say_grid(said["rows"]))
+    draw(said, file.with_suffix(".png"))
+    print(f"{len(said['rows'])} rows, {time.perf_counter() - start:.0f} s")
 
 
 if __name__ == "__main__":

@@ -4,18 +4,22 @@ whose floor is its arithmetic at the rate of a dense matmul.
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.kernels.timing import random, repeats_for, time_us
+from bench.kernels.jobs import Job, Machine
+from bench.kernels.numbers import random
+from bench.kernels.timing import repeats_for, time_us
 from cuda_backend.paged_attention import paged_attention
 from lora_jax.ops.cases import MODELS
 from lora_jax.ops.paged_attention import reference
 
 PAGE = 16
+CHECKED = 4  # tokens, against the reference
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,43 +77,71 @@ def floor_of(point: Point, bandwidth: float, dense: float) -> float:
     return max(size / bandwidth, flops / dense if point.new_tokens > 1 else 0.0) * 1e6
 
 
-def measure(point: Point, bandwidth: float, dense: float) -> dict:
-    """Return the point's row of the table."""
+def attend(point: Point, q, pages, batch, op=paged_attention) -> jax.Array:
+    """Return what the op gives for the model's sizes."""
     shape = MODELS[point.model]
-    q, pages, batch = make(point)
-    scale, v_dim = shape.k_dim**-0.5, shape.v_dim
+    sizes = {"scale": shape.k_dim**-0.5, "v_dim": shape.v_dim}
+    return op(q, *pages, **batch, sinks=None, sliding_window=None, **sizes)
 
-    def attend(q, pages, batch, op=paged_attention):
-        return op(q, *pages, **batch, sinks=None, scale=scale, v_dim=v_dim, sliding_window=None)
 
-    some = np.linspace(0, len(q) - 1, 4).astype(int)
-    got = np.asarray(jax.jit(attend)(q, pages, batch)[some], np.float64)
-    few = {name: batch[name][some] for name in ("token_to_seq", "positions")}
-    few |= {"block_tables": batch["block_tables"], "num_tokens": jnp.int32(4)}
-    plain = jax.jit(functools.partial(attend, op=reference.paged_attention))
-    want = np.asarray(plain(q[some], pages, few), np.float64)
-    worst = float(np.linalg.norm(got - want) / np.linalg.norm(want))
-    floor_us = floor_of(point, bandwidth, dense)
-    repeats = repeats_for(floor_us)
+def checked_tokens(tokens: int) -> np.ndarray:
+    """Return the tokens whose results are held against the reference."""
+    return np.linspace(0, tokens - 1, CHECKED).astype(int)
 
-    @functools.partial(jax.jit, donate_argnums=0)
-    def program(q, pages, batch):
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A point with its programs."""
+
+    point: Point
+    floor_us: float
+    repeats: int
+    check: Future
+    chain: Future
+
+    def measure(self) -> dict[str, Any]:
+        """Return the point's row of the table."""
+        point, (q, pages, batch) = self.point, make(self.point)
+        got, want = (np.asarray(v, np.float64) for v in self.check.result()(q, pages, batch))
+        bar, program = point.bar_over_floor, self.chain.result()
+        return {
+            "name": point.name,
+            "op": "attention",
+            "us": time_us(lambda q: program(q, pages, batch), q, self.repeats),
+            "floor_us": self.floor_us,
+            "bar_us": bar and bar * self.floor_us,
+            "error": float(np.linalg.norm(got - want) / np.linalg.norm(want)),
+        }
+
+
+def compiled(point: Point, machine: Machine) -> Measured:
+    """Return the point with its programs: one op and the reference, and many ops in a chain."""
+    floor_us = floor_of(point, machine.bandwidth, machine.dense)
+    repeats, v_dim = repeats_for(floor_us), MODELS[point.model].v_dim
+
+    def check(q, pages, batch):
+        some = checked_tokens(len(q))
+        few = {name: batch[name][some] for name in ("token_to_seq", "positions")}
+        few |= {"block_tables": batch["block_tables"], "num_tokens": jnp.int32(CHECKED)}
+        want = attend(point, q[some], pages, few, reference.paged_attention)
+        return attend(point, q, pages, batch)[some], want
+
+    def chain(q, pages, batch):
         for _ in range(repeats):  # the next layer's queries depend on this one's result
-            q = q.at[..., :v_dim].set(attend(q, pages, batch))
+            q = q.at[..., :v_dim].set(attend(point, q, pages, batch))
         return q
 
-    bar = point.bar_over_floor
-    return {
-        "name": point.name,
-        "op": "attention",
-        "us": time_us(lambda q: program(q, pages, batch), q, repeats),
-        "floor_us": floor_us,
-        "bar_us": bar and bar * floor_us,
-        "error": worst,
-    }
+    shapes = jax.eval_shape(functools.partial(make, point))
+    checked = machine.compile(check, *shapes)
+    return Measured(point, floor_us, repeats, checked, machine.compile(chain, *shapes, donate=(0,)))
 
 
-def rows(bandwidth: float, dense: float) -> Iterator[dict]:
-    """Yield the rows of the table."""
-    for point in POINTS:
-        yield measure(point, bandwidth, dense)
+def points() -> tuple[Point, ...]:
+    """Return the rows of the table, as bench.kernels.jobs says."""
+    return POINTS
+
+
+def jobs(points: list[Point], machine: Machine) -> list[Job]:
+    """Return the points' jobs, as bench.kernels.jobs says."""
+    some = [compiled(point, machine) for point in points]
+    return [Job(done.point.name, (done.check, done.chain), done.measure) for done in some]

@@ -5,9 +5,10 @@ triton_v2), FlashInfer's bgmv_moe and torch's grouped matmul, timed in CUDA grap
 buffers; the best differs from cell to cell. The last two were given sorted rows and add to no y.
 """
 
-from collections.abc import Iterator
+import dataclasses
 
 from bench.kernels import lora, moe
+from bench.kernels.jobs import Job, Machine
 
 WIDE = 14336  # d_out of the expand; d_in is 4096
 
@@ -43,26 +44,41 @@ MOE = {
 }
 
 
-def dense_points() -> Iterator[lora.Point]:
-    """Yield shrink, expand and pair of every dense cell; a pair without a peer has their sum."""
+def dense_points() -> list[lora.Point]:
+    """Return shrink, expand and pair of every dense cell; a pair without a peer has their sum."""
+    found = []
     for (popularity, slots, tokens, rank), (shrink, expand, pair) in DENSE.items():
         name = f"{tokens} tokens, {popularity} over {slots}"
         peers = {"shrink": shrink, "expand": expand, "pair": pair or (shrink and shrink + expand)}
-        for op, peer in peers.items():
-            yield lora.Point(name, op, tokens, WIDE, rank, slots, popularity, peer_us=peer)
+        found += [
+            lora.Point(name, op, tokens, WIDE, rank, slots, popularity, peer_us=peer)
+            for op, peer in peers.items()
+        ]
+    return found
 
 
-def moe_points() -> Iterator[moe.Point]:
-    """Yield the layers of experts."""
-    for (model, rank), lines in MOE.items():
-        for tokens, *peers in lines:
-            for adapters, peer in zip((1, 128, 512), peers, strict=True):
-                yield moe.Point(model, tokens, rank, adapters, peer_us=float(peer))
+def moe_points() -> list[moe.Point]:
+    """Return the layers of experts; those of one model follow one another, and share weights."""
+    return [
+        moe.Point(model, tokens, rank, adapters, peer_us=float(peer))
+        for (model, rank), lines in MOE.items()
+        for tokens, *peers in lines
+        for adapters, peer in zip((1, 128, 512), peers, strict=True)
+    ]
 
 
-def rows(bandwidth: float, dense: float) -> Iterator[dict]:
-    """Yield the rows of the table; they say `grid`, and have no bar but the peer."""
-    for point in dense_points():
-        yield {**lora.measure(point, bandwidth), "grid": True}
-    for point in moe_points():
-        yield {**moe.measure(point, bandwidth), "grid": True}
+def points() -> tuple[lora.Point | moe.Point, ...]:
+    """Return the rows of the table, as bench.kernels.jobs says; they have no bar but the peer."""
+    return (*dense_points(), *moe_points())
+
+
+def jobs(points: list[lora.Point | moe.Point], machine: Machine) -> list[Job]:
+    """Return the points' jobs, as bench.kernels.jobs says; their rows say `grid`."""
+    dense = lora.jobs([p for p in points if isinstance(p, lora.Point)], machine)
+    layers = moe.jobs([p for p in points if isinstance(p, moe.Point)], machine)
+    return [marked(job) for job in (*dense, *layers)]
+
+
+def marked(job: Job) -> Job:
+    """Return the job whose row says that it is one of the grid."""
+    return dataclasses.replace(job, measure=lambda: {**job.measure(), "grid": True})

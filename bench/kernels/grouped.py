@@ -1,22 +1,34 @@
-"""Experts' matrices: decode is bound by the weights' bytes, prefill by a dense matmul's rate."""
+"""Experts' matrices: decode is bound by the weights' bytes, prefill by a dense matmul's rate.
+
+That rate is XLA's with as much work, and both are sampled in turn: long multiplications heat a card
+until its clock falls, by a tenth and more, and so each would depend on what ran before it.
+"""
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from bench.kernels import experts
-from bench.kernels.timing import random, repeats_for, time_us
+from bench.kernels.jobs import Job, Machine
+from bench.kernels.numbers import Numbers
+from bench.kernels.timing import repeats_for, time_us, times_in_turn_us
 from lora_jax.ops.cases import popular
 from lora_jax.ops.grouped_matmul import grouped_matmul
+
+CHECKED = 7  # rows of a result, against float64
+EVERY = 16  # of their columns one is
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    name: str
+    """One row of the table."""
+
+    what: str
     rows: int
     groups: int
     d_out: int
@@ -26,6 +38,16 @@ class Point:
     bar_us: float | None = None
     bar_of_dense: float | None = None
 
+    @property
+    def name(self) -> str:
+        """The row's name in the table."""
+        return f"grouped matmul {self.groups} x {self.d_out} x {self.d_in}, {self.what}"
+
+    @property
+    def flops(self) -> float:
+        """Multiplications and additions."""
+        return 2.0 * self.rows * self.d_out * self.d_in
+
 
 POINTS = (
     Point("decode, qwen3-30b-a3b, 64 tokens", 512, 128, 768, 2048, 2, peer_us=129.8, bar_us=104),
@@ -34,74 +56,109 @@ POINTS = (
 )
 
 
-def error(point: Point, y: jax.Array, x: jax.Array, w: jax.Array, ids: np.ndarray) -> float:
-    """Return the largest relative error of some rows against float64."""
-    worst = 0.0
-    for row in np.linspace(0, point.rows - 1, 7).astype(int):
-        want = np.asarray(w[ids[row]], np.float64) @ np.asarray(x[row], np.float64)
-        mine = np.asarray(y[row], np.float64)
-        worst = max(worst, float(np.linalg.norm(mine - want) / np.linalg.norm(want)))
-    return worst
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A point with its programs; `dense` is of one map with as much work, where that is the bar."""
+
+    point: Point
+    ids: np.ndarray  # group of each row
+    floor_us: float
+    repeats: int
+    grouped: Future
+    dense: Future | None
+
+    @property
+    def x(self) -> Numbers:
+        """The rows' numbers."""
+        return Numbers((self.point.rows, self.point.d_in), 9)
+
+    @property
+    def weights(self) -> list[Numbers]:
+        """Each set's numbers."""
+        p = self.point
+        shape, scale = (p.groups, p.d_out, p.d_in), p.d_in**-0.5
+        return [Numbers(shape, 20 + i, scale) for i in range(p.sets)]
+
+    @property
+    def programs(self) -> tuple[Future, ...]:
+        """What has to be compiled before it is measured."""
+        return (self.grouped, self.dense) if self.dense else (self.grouped,)
+
+    def measure(self) -> dict[str, Any]:
+        """Return the point's row of the table."""
+        point, ops = self.point, self.repeats * self.point.sets
+        x, ws = self.x.on_device(), [w.on_device() for w in self.weights]
+        sizes = jnp.asarray(np.bincount(self.ids, minlength=point.groups).astype(np.int32))
+        xs = [x + jnp.bfloat16(i) for i in range(self.repeats)]  # equal calls would be made once
+        program = self.grouped.result()
+        row = {
+            "name": point.name,
+            "op": "grouped_matmul",
+            "rows": point.rows,
+            "floor_us": self.floor_us,
+            "peer_us": point.peer_us,
+            "bar_us": point.bar_us,
+            "error": self.error(np.asarray(program(xs, ws, sizes)[0])),
+        }
+        if self.dense is None:
+            row["us"] = time_us(lambda _: program(xs, ws, sizes), [], ops)
+        else:
+            row |= self.beside_dense(functools.partial(program, xs, ws, sizes), xs, ops)
+        return row | {"tflop_per_s": point.flops / row["us"] * 1e-6}
+
+    def beside_dense(self, program, xs: list[jax.Array], ops: int) -> dict[str, float]:
+        """Return the time beside that of XLA's dense map of the same rows, which sets the bar."""
+        assert self.dense is not None
+        assert self.point.bar_of_dense is not None
+        w = Numbers((self.point.d_out, self.point.d_in), 8).on_device()
+        dense = functools.partial(self.dense.result(), xs, w)
+        us, dense_us = times_in_turn_us([program, dense], ops)
+        bar = dense_us / self.point.bar_of_dense
+        return {"us": us, "dense_us": dense_us, "bar_us": bar}
+
+    def error(self, y: np.ndarray) -> float:
+        """Return the largest relative error of some columns of some rows against float64."""
+        point, worst = self.point, 0.0
+        for row in np.linspace(0, point.rows - 1, CHECKED).astype(int):
+            first = int(self.ids[row]) * point.d_out
+            w = self.weights[0].rows(np.arange(first, first + point.d_out, EVERY))
+            want = w @ self.x.rows([row])[0]
+            mine = y[row, ::EVERY].astype(np.float64)
+            worst = max(worst, float(np.linalg.norm(mine - want) / np.linalg.norm(want)))
+        return worst
 
 
-def measure(point: Point, bandwidth: float, dense: float) -> dict:
-    """Return the point's row of the table."""
+def compiled(point: Point, machine: Machine) -> Measured:
+    """Return the point with its programs."""
     ids = np.sort(popular("uniform", point.rows, point.groups, np.random.default_rng(0)))
-    sizes = jnp.asarray(np.bincount(ids, minlength=point.groups).astype(np.int32))
-    shape = (point.groups, point.d_out, point.d_in)
-    ws = [random(i, shape, point.d_in**-0.5) for i in range(point.sets)]
-    x = random(9, (point.rows, point.d_in))
-    multiply = functools.partial(grouped_matmul, implementation="pallas_gpu")
-    worst = error(point, jax.jit(multiply)(x, ws[0], sizes), x, ws[0], ids)
     touched = len(set(ids)) * point.d_out * point.d_in + point.rows * (point.d_in + point.d_out)
-    flops = 2.0 * point.rows * point.d_out * point.d_in
-    floor_us = max(2.0 * touched / bandwidth, flops / dense) * 1e6
+    floor_us = max(2.0 * touched / machine.bandwidth, point.flops / machine.dense) * 1e6
     repeats = repeats_for(floor_us, point.sets)
-    xs = [x + jnp.bfloat16(i) for i in range(repeats)]  # equal calls would be made once
+    multiply = functools.partial(grouped_matmul, implementation="pallas_gpu")
+    x = jax.ShapeDtypeStruct((point.rows, point.d_in), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((point.groups, point.d_out, point.d_in), jnp.bfloat16)
+    sizes = jax.ShapeDtypeStruct((point.groups,), jnp.int32)
 
-    @jax.jit
-    def program(xs, ws):
+    def grouped(xs, ws, sizes):
         return [multiply(x, w, sizes) for x in xs for w in ws]
 
-    took = time_us(lambda _: program(xs, ws), [], repeats * point.sets)
-    bar = point.bar_us or (point.bar_of_dense and flops / dense / point.bar_of_dense * 1e6)
-    return {
-        "name": f"grouped matmul {point.groups} x {point.d_out} x {point.d_in}, {point.name}",
-        "op": "grouped_matmul",
-        "rows": point.rows,
-        "us": took,
-        "tflop_per_s": flops / took * 1e-6,
-        "floor_us": floor_us,
-        "peer_us": point.peer_us,
-        "bar_us": bar,
-        "error": worst,
-    }
+    def dense(xs, w):
+        return [x @ w.T for x in xs]
+
+    one = jax.ShapeDtypeStruct(w.shape[1:], jnp.bfloat16)
+    xs = [x] * repeats
+    bar = machine.compile(dense, xs, one) if point.bar_of_dense else None
+    program = machine.compile(grouped, xs, [w] * point.sets, sizes)
+    return Measured(point, ids, floor_us, repeats, program, bar)
 
 
-def measure_dense(point: Point, dense: float) -> dict:
-    """Return the row of XLA's dense matmul with as much work as the point."""
-    x, w = random(9, (point.rows, point.d_in)), random(8, (point.d_in, point.d_out))
-    xs = [x + jnp.bfloat16(i) for i in range(2)]
-    program = jax.jit(lambda xs, w: [x @ w for x in xs])
-    took = time_us(lambda _: program(xs, w), [], len(xs))
-    flops = 2.0 * point.rows * point.d_out * point.d_in
-    return {
-        "name": f"dense matmul of XLA's, {point.rows} x {point.d_in} x {point.d_out}",
-        "op": "dense",
-        "rows": point.rows,
-        "us": took,
-        "tflop_per_s": flops / took * 1e-6,
-        "floor_us": flops / dense * 1e6,
-        "peer_us": None,
-        "bar_us": None,
-        "error": 0.0,
-    }
+def points() -> tuple[Point | experts.Point, ...]:
+    """Return the rows of the table, as bench.kernels.jobs says: products, then whole layers."""
+    return (*POINTS, *experts.POINTS)
 
 
-def rows(bandwidth: float, dense: float) -> Iterator[dict]:
-    """Yield the rows of the table: products, then whole layers of experts."""
-    for point in POINTS:
-        yield measure(point, bandwidth, dense)
-        if point.bar_of_dense:
-            yield measure_dense(point, dense)
-    yield from experts.rows(bandwidth)
+def jobs(points: list[Point | experts.Point], machine: Machine) -> list[Job]:
+    """Return the points' jobs, as bench.kernels.jobs says."""
+    products = [compiled(p, machine) for p in points if isinstance(p, Point)]
+    found = [Job(done.point.name, done.programs, done.measure) for done in products]
+    return found + experts.jobs([p for p in points if isinstance(p, experts.Point)], machine)

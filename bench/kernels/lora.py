@@ -5,27 +5,36 @@ written) over the copy bandwidth of the same run. Peers' times are the best meas
 same way; bars are what this project set itself.
 """
 
+import contextlib
 import dataclasses
 import functools
+import itertools
 import statistics
-from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.kernels.timing import random, repeats_for, time_us
+from bench.kernels.jobs import Job, Machine
+from bench.kernels.numbers import Numbers
+from bench.kernels.timing import repeats_for, time_us
 from cuda_backend import lora_gemm
 from lora_jax.ops.cases import popular
 
 SETS = 4  # of arrays: more than L2 holds in all points that have a bar
+SCALING = 0.5
+CHECKED = 5  # rows of a result, against float64
+MOST_POOL_ROWS = 1 << 17  # sets share blocks of adapters beyond that
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
     """One row of the table."""
 
-    name: str
+    what: str
     op: str  # pair, shrink, expand
     rows: int
     d_out: int
@@ -36,6 +45,16 @@ class Point:
     adds: bool = True  # to y; else the result is the sum alone
     peer_us: float | None = None
     bar_us: float | None = None
+
+    @property
+    def name(self) -> str:
+        """The row's name in the table."""
+        return f"{self.op} {self.d_in} -> {self.d_out}, {self.what}, rank {self.rank}"
+
+    @property
+    def cell(self) -> tuple:
+        """What points share whose inputs are the same."""
+        return self.rows, self.d_in, self.d_out, self.rank, self.slots, self.popularity
 
 
 POINTS = (
@@ -109,10 +128,10 @@ POINTS = (
         )
         for rows in (512, 1024, 2048, 8192)
     ),
-    Point("1024 tokens, rank 8", "pair", 1024, 14336, rank=8),
-    Point("1024 tokens, rank 16", "pair", 1024, 14336, rank=16),
-    Point("1024 tokens, rank 32", "pair", 1024, 14336, rank=32),
-    Point("1024 tokens, rank 128", "pair", 1024, 14336, rank=128),
+    Point("1024 tokens, Zipf 1.2", "pair", 1024, 14336, rank=8),
+    Point("1024 tokens, Zipf 1.2", "pair", 1024, 14336, rank=16),
+    Point("1024 tokens, Zipf 1.2", "pair", 1024, 14336, rank=32),
+    Point("1024 tokens, Zipf 1.2", "pair", 1024, 14336, rank=128),
     Point("1 token", "pair", 1, 14336),
 )
 
@@ -120,78 +139,115 @@ POINTS = (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """One set of a point's arrays, without y."""
+    """One set of a point's arrays, without y and weights."""
 
     x: jax.Array
-    a_pool: jax.Array
-    b_pool: jax.Array
     entries: jax.Array
     scaling: jax.Array
     items: lora_gemm.RowItems
     h: jax.Array
 
 
-def make_inputs(point: Point, seed: int) -> tuple[Inputs, np.ndarray]:
-    """Return one set of arrays and row_to_slot; slot s owns rows s * rank of both pools."""
-    rng = np.random.default_rng(seed)
-    row_to_slot = popular(point.popularity, point.rows, point.slots, rng)
-    entries = np.zeros((point.slots, 5), np.int32)
-    entries[:, 0] = entries[:, 1] = np.arange(point.slots) * point.rank
-    entries[:, 2] = point.rank
-    pool_rows = point.slots * point.rank
-    make_items = jax.jit(lora_gemm.row_items, static_argnums=(2, 3))
-    slots, experts = jnp.asarray(row_to_slot), jnp.zeros(point.rows, jnp.int32)
-    inputs = Inputs(
-        x=random(4 * seed, (point.rows, point.d_in), 1.0),
-        a_pool=random(4 * seed + 1, (pool_rows, point.d_in), point.d_in**-0.5),
-        b_pool=random(4 * seed + 2, (pool_rows, point.d_out), point.rank**-0.5),
-        entries=jnp.asarray(entries),
-        scaling=jnp.full((point.slots,), 0.5, jnp.float32),
-        items=make_items(slots, experts, point.slots, point.rank),
-        h=jnp.zeros((0, 0), jnp.bfloat16),
-    )
-    h = lora_gemm.lora_shrink(
-        inputs.x, inputs.a_pool, inputs.entries, inputs.scaling, inputs.items, point.rank
-    )
-    return dataclasses.replace(inputs, h=h), row_to_slot
+Pools = tuple[jax.Array, jax.Array]  # of all sets and slots: A [pool rows, d_in], B [.., d_out]
 
 
-def apply(point: Point, y: jax.Array, s: Inputs) -> jax.Array:
+class Cell:
+    """The inputs of the points of one cell, made when the first of them asks.
+
+    Each slot owns one block of `rank` rows of both pools; other sets' slots own other blocks.
+    """
+
+    def __init__(self, point: Point, pools: "PoolsBySize", machine: Machine):
+        self.point, self.pools = point, pools
+        rng = np.random.default_rng(1)
+        self.owners = [popular(point.popularity, point.rows, point.slots, rng) for _ in range(SETS)]
+        self.xs = [Numbers((point.rows, point.d_in), 4 * i + 1) for i in range(SETS)]
+        self.ys = [Numbers((point.rows, point.d_out), 4 * i + 2) for i in range(SETS)]
+        rows = jax.ShapeDtypeStruct(self.xs[0].shape, jnp.bfloat16)
+        arguments = ([rows] * SETS, pools.shapes(point)[0])
+        self.shapes = jax.eval_shape(self._make, *arguments)
+        self.made = machine.compile(self._make, *arguments)
+
+    def blocks(self, i: int) -> np.ndarray:
+        """Return which block of the pools each slot of set i owns."""
+        blocks = self.pools.rows(self.point) // self.point.rank
+        return (np.arange(self.point.slots) + i * (blocks // SETS)) % blocks
+
+    def _make(self, xs: list[jax.Array], a_pool: jax.Array) -> list[Inputs]:
+        point, sets = self.point, []
+        scaling = jnp.full((point.slots,), SCALING, jnp.float32)
+        for i, x in enumerate(xs):
+            entries = np.zeros((point.slots, 5), np.int32)
+            entries[:, 0] = entries[:, 1] = self.blocks(i) * point.rank
+            entries[:, 2] = point.rank
+            owners = jnp.asarray(self.owners[i])
+            items = lora_gemm.row_items(owners, jnp.zeros_like(owners), point.slots, point.rank)
+            table = (jnp.asarray(entries), scaling, items)
+            h = lora_gemm.lora_shrink(x, a_pool, *table, point.rank)
+            sets.append(Inputs(x, *table, h))
+        return sets
+
+    @functools.cached_property
+    def inputs(self) -> list[Inputs]:
+        """The arrays of all sets on the device."""
+        xs = [x.on_device() for x in self.xs]
+        return self.made.result()(xs, self.pools.arrays(self.point)[0])
+
+    @property
+    def distinct(self) -> float:
+        """How many adapters a set's rows ask for."""
+        return statistics.mean(len(set(owners)) for owners in self.owners)
+
+
+class PoolsBySize:
+    """Weights that all cells of a size share; the largest rank and number of slots size them."""
+
+    def __init__(self, points: list[Point]):
+        self._rows: dict[tuple[int, int], int] = {}
+        for p in points:
+            rows = max(p.rank * p.slots, min(SETS * p.rank * p.slots, MOST_POOL_ROWS))
+            self._rows[p.d_in, p.d_out] = max(rows, self._rows.get((p.d_in, p.d_out), 0))
+        self._arrays: dict[tuple[int, int], Pools] = {}
+
+    def rows(self, point: Point) -> int:
+        """Return the pools' rows."""
+        return self._rows[point.d_in, point.d_out]
+
+    def numbers(self, point: Point) -> tuple[Numbers, Numbers]:
+        """Return the pools' numbers; those of B are as small as at rank 64 whatever the rank."""
+        rows, scale = self.rows(point), (point.d_in**-0.5, 64**-0.5)
+        widths = (point.d_in, point.d_out)
+        a, b = (Numbers((rows, w), 90 + i, scale[i]) for i, w in enumerate(widths))
+        return a, b
+
+    def shapes(self, point: Point) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Return what stands for the pools in a program that is compiled."""
+        return tuple(jax.ShapeDtypeStruct(n.shape, jnp.bfloat16) for n in self.numbers(point))
+
+    def arrays(self, point: Point) -> Pools:
+        """Return the pools, made at the first call."""
+        key = point.d_in, point.d_out
+        if key not in self._arrays:
+            a, b = self.numbers(point)
+            self._arrays[key] = a.on_device(), b.on_device()
+        return self._arrays[key]
+
+
+def apply(point: Point, y: jax.Array, s: Inputs, pools: Pools) -> jax.Array:
     """Return what the op writes: the new y, or h."""
-    table = (s.entries, s.scaling, s.items)
+    table, (a_pool, b_pool) = (s.entries, s.scaling, s.items), pools
     if point.op == "shrink":
-        return shrink(s)
-    if not point.adds:
-        return expand_alone(s) if point.op == "expand" else pair_alone(point, s)
+        return lora_gemm.lora_shrink(s.x, a_pool, *table, point.rank)
+    old = y if point.adds else None
     if point.op == "expand":
-        return lora_gemm.lora_expand(y, s.h, s.b_pool, *table)
-    return lora_gemm.lora_pair(y, s.x, s.a_pool, s.b_pool, *table, point.rank)
+        return lora_gemm.lora_expand(old, s.h, b_pool, *table)
+    return lora_gemm.lora_pair(old, s.x, a_pool, b_pool, *table, point.rank)
 
 
-def shrink(s: Inputs) -> jax.Array:
-    """Return what lora_shrink does; the side effect keeps XLA from sharing equal calls."""
-    shape = jax.ShapeDtypeStruct(s.h.shape, s.h.dtype)
-    call = jax.ffi.ffi_call("lora_jax_cuda_lora_shrink", shape, has_side_effect=True)
-    return call(s.x, s.a_pool, s.entries, s.scaling, *s.items.arrays)
-
-
-def expand_alone(s: Inputs) -> jax.Array:
-    """Return what lora_expand does without y; see shrink for the side effect."""
-    shapes = [jax.ShapeDtypeStruct((len(s.h), s.b_pool.shape[1]), s.h.dtype)]
-    shapes += [jax.ShapeDtypeStruct((1,), jnp.int32)]
-    call = jax.ffi.ffi_call("lora_jax_cuda_lora_expand", shapes, has_side_effect=True)
-    arrays = (s.h, s.b_pool, s.entries, s.scaling, *s.items.arrays)
-    return call(*arrays, accumulate=False)[0]
-
-
-def pair_alone(point: Point, s: Inputs) -> jax.Array:
-    """Return what lora_pair does without y; see shrink for the side effect."""
-    work = jax.ShapeDtypeStruct((s.h.size // 2 + 1,), jnp.int32)
-    shapes = [work, jax.ShapeDtypeStruct((point.rows, point.d_out), s.x.dtype)]
-    call = jax.ffi.ffi_call("lora_jax_cuda_lora_gemm", shapes, has_side_effect=True)
-    arrays = (s.x, s.a_pool, s.b_pool, *s.items.arrays, s.entries, s.scaling)
-    sites, max_rank = np.zeros(1, np.int64), np.int64(point.rank)
-    return call(*arrays, sites=sites, max_rank=max_rank, accumulate=False, leave_gaps=False)[1]
+def all_run() -> contextlib.AbstractContextManager:
+    """Let no call that is traced within be shared with an equal one, or left out as unused."""
+    call = functools.partial(jax.ffi.ffi_call, has_side_effect=True)
+    return mock.patch.object(jax.ffi, "ffi_call", call)
 
 
 def bytes_moved(point: Point, distinct: float) -> float:
@@ -201,70 +257,100 @@ def bytes_moved(point: Point, distinct: float) -> float:
     return {"shrink": shrink, "expand": expand, "pair": shrink + expand}[point.op]
 
 
-def error(point: Point, y: jax.Array, inputs: Inputs, row_to_slot: np.ndarray) -> float:
-    """Return the largest relative error of some rows against float64."""
-    got = np.asarray(jax.jit(functools.partial(apply, point))(y, inputs).astype(jnp.float32))
-    order = list(np.asarray(inputs.items.order))
-    worst = 0.0
-    for row in np.linspace(0, point.rows - 1, 5).astype(int):
-        own = slice(row_to_slot[row] * point.rank, (row_to_slot[row] + 1) * point.rank)
-        x, a, b = (
-            np.asarray(v, np.float64)
-            for v in (inputs.x[row], inputs.a_pool[own], inputs.b_pool[own])
-        )
-        want, place = 0.5 * (a @ x), row
-        if point.op == "shrink":
-            place = order.index(row)
-        else:
-            want = point.adds * np.asarray(y[row], np.float64) + want @ b
-        mine = got[place][: len(want)].astype(np.float64)
+def error(point: Point, cell: Cell, got: np.ndarray) -> float:
+    """Return the largest relative error of the checked rows of set 0 against float64."""
+    rows, worst = checked_rows(point), 0.0
+    own = cell.blocks(0)[cell.owners[0][rows]] * point.rank
+    numbers = cell.pools.numbers(point)
+    for row, first, mine in zip(rows, own, got, strict=True):
+        a, b = (n.rows(np.arange(first, first + point.rank)) for n in numbers)
+        want = SCALING * (a @ cell.xs[0].rows([row])[0])
+        if point.op != "shrink":
+            want = point.adds * cell.ys[0].rows([row])[0] + want @ b
+        mine = mine[: len(want)].astype(np.float64)
         worst = max(worst, float(np.linalg.norm(mine - want) / np.linalg.norm(want)))
     return worst
 
 
-def measure(point: Point, bandwidth: float) -> dict:
-    """Return the point's row of the table."""
-    sets = [make_inputs(point, seed + 1) for seed in range(SETS)]
-    distinct = statistics.mean(len(set(slots)) for _, slots in sets)
-    floor_us = bytes_moved(point, distinct) / bandwidth * 1e6
-    ys = [random(99 + i, (point.rows, point.d_out), 1.0) for i in range(SETS)]
-    worst = error(point, ys[0], *sets[0])
-    repeats = repeats_for(floor_us, SETS)
-    inputs = [s for s, _ in sets]
-    outs = [s.h for s in inputs] if point.op == "shrink" else ys
+def checked_rows(point: Point) -> np.ndarray:
+    """Return the rows of a result that are held against float64."""
+    return np.linspace(0, point.rows - 1, CHECKED).astype(int)
 
-    @functools.partial(jax.jit, donate_argnums=0)
-    def program(outs, inputs):
-        for i in range(repeats * SETS):
-            outs[i % SETS] = apply(point, outs[i % SETS], inputs[i % SETS])
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A point with its inputs and programs."""
+
+    point: Point
+    cell: Cell
+    floor_us: float
+    repeats: int
+    check: Future
+    chain: Future
+
+    def measure(self) -> dict[str, Any]:
+        """Return the point's row of the table."""
+        point, cell = self.point, self.cell
+        inputs, pools = cell.inputs, cell.pools.arrays(point)
+        rows = checked_rows(point)
+        if point.op == "shrink":  # h is in the order of the items
+            rows = np.argsort(np.asarray(inputs[0].items.order))[rows]
+        ys = [y.on_device() for y in cell.ys]
+        got = np.asarray(self.check.result()(ys[0], inputs[0], pools, rows.astype(np.int32)))
+        outs = [s.h.copy() for s in inputs] if point.op == "shrink" else ys
+        program = self.chain.result()
+        took = time_us(lambda outs: program(outs, inputs, pools), outs, self.repeats * SETS)
+        return {
+            **{k: v for k, v in dataclasses.asdict(point).items() if k != "what"},
+            "name": point.name,
+            "distinct": cell.distinct,
+            "us": took,
+            "floor_us": self.floor_us,
+            "error": error(point, cell, got),
+        }
+
+
+def compiled(point: Point, cell: Cell, machine: Machine) -> Measured:
+    """Return the point with its programs: one op for the check, and many in a chain."""
+    floor_us = bytes_moved(point, cell.distinct) / machine.bandwidth * 1e6
+    repeats = repeats_for(floor_us, SETS)
+
+    def check(y, inputs, pools, rows):
+        return apply(point, y, inputs, pools)[rows]
+
+    def chain(outs, inputs, pools):
+        with all_run():
+            for i in range(repeats * SETS):
+                outs[i % SETS] = apply(point, outs[i % SETS], inputs[i % SETS], pools)
         return outs
 
-    took = time_us(lambda outs: program(outs, inputs), [o.copy() for o in outs], repeats * SETS)
-    return {
-        **dataclasses.asdict(point),
-        "name": f"{point.op} {point.d_in} -> {point.d_out}, {point.name}, rank {point.rank}",
-        "distinct": distinct,
-        "us": took,
-        "floor_us": floor_us,
-        "error": worst,
-    }
+    y = jax.ShapeDtypeStruct(cell.ys[0].shape, jnp.bfloat16)
+    pools, sets = cell.pools.shapes(point), cell.shapes
+    out = sets[0].h if point.op == "shrink" else y
+    rows = jax.ShapeDtypeStruct((CHECKED,), jnp.int32)
+    return Measured(
+        point,
+        cell,
+        floor_us,
+        repeats,
+        machine.compile(check, y, sets[0], pools, rows),
+        machine.compile(chain, [out] * SETS, sets, pools, donate=(0,)),
+    )
 
 
-def rows(bandwidth: float, dense: float) -> Iterator[dict]:
-    """Yield the rows of the table."""
-    for point in POINTS:
-        yield measure(point, bandwidth)
+def points() -> tuple[Point, ...]:
+    """Return the rows of the table, as bench.kernels.jobs says."""
+    return POINTS
 
 
-def metadata_us(rows: int) -> float:
-    """Return microseconds of sorting `rows` rows of 512 slots into items."""
-    slots = jnp.asarray(popular("zipf", rows, 512, np.random.default_rng(0)))
-    program = jax.jit(lambda s: _chain_items(s, 50), donate_argnums=0)
-    return time_us(program, slots, 50)
-
-
-def _chain_items(slots: jax.Array, times: int) -> jax.Array:
-    """Sort `times` times, each time the order of the last (any numbers do as slots)."""
-    for _ in range(times):
-        slots = lora_gemm.row_items(slots, jnp.zeros_like(slots), 512).order
-    return slots
+def jobs(points: list[Point], machine: Machine) -> list[Job]:
+    """Return the points' jobs, as bench.kernels.jobs says."""
+    pools, found = PoolsBySize(points), []
+    for _, own in itertools.groupby(points, key=lambda point: point.cell):
+        some = list(own)
+        cell = Cell(some[0], pools, machine)
+        for point in some:
+            done = compiled(point, cell, machine)
+            programs = (cell.made, done.check, done.chain)
+            found.append(Job(point.name, programs, done.measure))
+    return found

@@ -1,12 +1,16 @@
 """Sorting (token, expert) rows by the matrix they use, and what rerouting and LoRA add to it."""
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bench.kernels.jobs import Job, Machine
 from bench.kernels.timing import time_us
 from cuda_backend import reroute as cuda
 from lora_jax.ops.cases import MODELS, popular
@@ -17,11 +21,30 @@ from lora_jax.typing import Array
 MODEL, SLOTS, SLOT_EXPERTS, ADAPTERS = "deepseek-v2-lite", 20, 13, 128
 CALLS = 160  # of a kernel in one program: less would time the host
 PLAIN_CALLS = 8  # of XLA's sort, which takes ten times longer and is compiled for each
-PEER_US = 2.2  # of the best look-up in a launch of its own
-BAR_US = 1.0  # that rerouting may add to a base-only layer of 16384 tokens
 
 
-def make(tokens: int) -> dict[str, Array]:
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One row of the table."""
+
+    tokens: int
+    peer_us: float | None = None
+    bar_us: float | None = None
+
+    @property
+    def name(self) -> str:
+        """The row's name in the table."""
+        return f"added by rerouting, {self.tokens} tokens of {MODEL}, {SLOTS} adapters"
+
+
+POINTS = (
+    Point(64),
+    # The best look-up in a launch of its own, and what rerouting may add to a base-only layer.
+    Point(16384, peer_us=2.2, bar_us=1.0),
+)
+
+
+def make(tokens: int) -> dict[str, Any]:
     """Return top-k ids, each token's slots, and a table that moves 13 experts of a slot."""
     shape, rng = MODELS[MODEL], np.random.default_rng(0)
     experts = shape.num_experts
@@ -35,7 +58,11 @@ def make(tokens: int) -> dict[str, Array]:
         "table": table,
         "lora": popular("zipf", tokens, ADAPTERS, rng),
     }
-    return {name: jnp.asarray(a.astype(np.int32)) for name, a in arrays.items()}
+    found: dict[str, Any] = {n: jnp.asarray(a.astype(np.int32)) for n, a in arrays.items()}
+    if tokens <= cuda.lora_gemm.MAX_ROWS:  # that grouped LoRA takes at once
+        items = jax.jit(cuda.adapter_items, static_argnums=1)
+        found["adapters"] = items(found["lora"], ADAPTERS)
+    return found
 
 
 def forms() -> dict[str, Callable[[Array, dict], RowMap]]:
@@ -65,14 +92,13 @@ def forms() -> dict[str, Callable[[Array, dict], RowMap]]:
     }
 
 
-def timed(sort: Callable, tokens: int, arrays: dict, calls: int) -> float:
-    """Return microseconds of one sort(num_tokens, arrays).
+def chain(sort: Callable, tokens: int, calls: int) -> Callable:
+    """Return a program of many sort(num_tokens, arrays), each behind the last.
 
-    They form a chain, each link one more tiny launch, the same in every form: equal calls would be
-    made once, and many results would cost the host more than the device.
+    A link is one more tiny launch, the same in every form: equal calls would be made once, and many
+    results would cost the host more than the device.
     """
 
-    @jax.jit
     def program(live, arrays):
         for _ in range(calls):
             found = sort(live, arrays)
@@ -81,38 +107,68 @@ def timed(sort: Callable, tokens: int, arrays: dict, calls: int) -> float:
                 live = jnp.minimum(live, found.items.num_items[0] + tokens)
         return live
 
-    return time_us(lambda live: program(live, arrays), jnp.int32(tokens), calls)
+    return program
 
 
-def wrong_places(tokens: int, arrays: dict) -> int:
-    """Return in how many places fused rerouting differs from the reference."""
-    live, sorts = jnp.int32(tokens), forms()
-    got, want = (jax.jit(sorts[name])(live, arrays) for name in ("fused", "plain"))
-    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-    return sum(int((a != b).sum()) for a, b in pairs)
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A point with its programs."""
 
+    point: Point
+    wrong_places: Future
+    chains: dict[str, tuple[Future, int]]  # by form, and of how many sorts
 
-def rows(bandwidth: float, dense: float) -> Iterator[dict]:
-    """Yield, by number of tokens, what fused rerouting adds, and the time of every form."""
-    for tokens in (64, 16384):
-        arrays = make(tokens)
-        wrong = wrong_places(tokens, arrays)
-        sorts = forms()
-        if tokens <= cuda.lora_gemm.MAX_ROWS:
-            arrays["adapters"] = jax.jit(cuda.adapter_items, static_argnums=1)(
-                arrays["lora"], ADAPTERS
-            )
-        else:
-            del sorts["lora"]  # grouped LoRA takes no more tokens at once
-        calls = {name: PLAIN_CALLS if name == "plain" else CALLS for name in sorts}
-        took = {name: timed(sort, tokens, arrays, calls[name]) for name, sort in sorts.items()}
-        yield {
-            "name": f"added by rerouting, {tokens} tokens of {MODEL}, {SLOTS} adapters",
+    @property
+    def programs(self) -> tuple[Future, ...]:
+        """What has to be compiled before it is measured."""
+        return self.wrong_places, *(program for program, _ in self.chains.values())
+
+    def measure(self) -> dict[str, Any]:
+        """Return what fused rerouting adds, and the time of every form."""
+        live, arrays, took = jnp.int32(self.point.tokens), make(self.point.tokens), {}
+        for name, (future, calls) in self.chains.items():
+            program = future.result()
+            took[name] = time_us(lambda live, p=program: p(live, arrays), live, calls)
+        return {
+            "name": self.point.name,
             "op": "reroute",
             "us": took["fused"] - took["base"],
             **{f"{name}_us": us for name, us in took.items()},
             "floor_us": 0.0,
-            "peer_us": PEER_US if tokens == 16384 else None,
-            "bar_us": BAR_US if tokens == 16384 else None,
-            "error": wrong,
+            "peer_us": self.point.peer_us,
+            "bar_us": self.point.bar_us,
+            "error": int(self.wrong_places.result()(live, arrays)),
         }
+
+
+def compiled(point: Point, machine: Machine) -> Measured:
+    """Return the point with its programs."""
+    tokens, sorts = point.tokens, forms()
+    live = jax.ShapeDtypeStruct((), jnp.int32)
+    arrays = jax.eval_shape(functools.partial(make, tokens))
+
+    def wrong_places(live, arrays):
+        """In how many places fused rerouting differs from the reference."""
+        got, want = (sorts[name](live, arrays) for name in ("fused", "plain"))
+        pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+        return sum((a != b).sum() for a, b in pairs)
+
+    if "adapters" not in arrays:
+        del sorts["lora"]
+    calls = {name: PLAIN_CALLS if name == "plain" else CALLS for name in sorts}
+    chains = {
+        name: (machine.compile(chain(sort, tokens, calls[name]), live, arrays), calls[name])
+        for name, sort in sorts.items()
+    }
+    return Measured(point, machine.compile(wrong_places, live, arrays), chains)
+
+
+def points() -> tuple[Point, ...]:
+    """Return the rows of the table, as bench.kernels.jobs says."""
+    return POINTS
+
+
+def jobs(points: list[Point], machine: Machine) -> list[Job]:
+    """Return the points' jobs, as bench.kernels.jobs says."""
+    some = [compiled(point, machine) for point in points]
+    return [Job(done.point.name, done.programs, done.measure) for done in some]

@@ -6,45 +6,71 @@ One program is one CUDA graph; its arrays rotate or are larger than L2, so that 
 import functools
 import statistics
 import time
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from bench.kernels.numbers import random
+
 PROGRAM_US = 1500  # of device time in one call, so that the host's share is small
-CALLS = 32  # enqueued before the host waits, which costs some 100 us
-SAMPLES = 7
+MOST_OPS = 160  # of one program
+CALLS = 24  # enqueued before the host waits, which costs some 100 us
+SAMPLES = 5
+TURNS = 15  # samples of programs that are compared, each a third as long
 COPY_BYTES = 1 << 31
-
-
-def random(seed: int, shape: tuple[int, ...], scale: float = 1.0) -> jax.Array:
-    """Return normal bfloat16 numbers times `scale`, made on the device."""
-    make = functools.partial(jax.random.normal, shape=shape, dtype=jnp.bfloat16)
-    return jax.jit(lambda key: make(key) * jnp.bfloat16(scale))(jax.random.key(seed))
 
 
 def repeats_for(expected_us: float, ops: int = 1) -> int:
     """Return how often a program should run `ops` ops that take about `expected_us` each."""
-    return max(2, round(PROGRAM_US / (expected_us + 5) / ops))
+    return max(2, min(round(PROGRAM_US / (expected_us + 5) / ops), MOST_OPS // ops))
 
 
-def time_us(program, state, ops: int) -> float:
+def time_us(program: Callable, state: Any, ops: int) -> float:
     """Return median microseconds of one of the `ops` in program(state) -> state (donated)."""
-    for _ in range(3):
-        state = program(state)
-    jax.block_until_ready(state)
+    state = _warm(program, state)
     samples = []
     for _ in range(SAMPLES):
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            state = program(state)
-        jax.block_until_ready(state)
-        samples.append((time.perf_counter() - start) * 1e6 / (CALLS * ops))
+        took, state = _sample(program, state, CALLS)
+        samples.append(took / ops)
     return statistics.median(samples)
+
+
+def times_in_turn_us(programs: list[Callable], ops: int) -> list[float]:
+    """Return what time_us does of programs without arguments, sampled in turn.
+
+    A card that runs hot lowers its clock: in turn all run at the same.
+    """
+    for program in programs:
+        _warm(lambda _, program=program: program(), None)
+    samples = [[] for _ in programs]
+    for _ in range(TURNS):
+        for own, program in zip(samples, programs, strict=True):
+            took, _ = _sample(lambda _, program=program: program(), None, CALLS // 3)
+            own.append(took / ops)
+    return [statistics.median(own) for own in samples]
+
+
+def _warm(program: Callable, state: Any) -> Any:
+    """Run the program twice: graphs are made by then."""
+    for _ in range(2):
+        state = program(state)
+    return jax.block_until_ready(state)
+
+
+def _sample(program: Callable, state: Any, calls: int) -> tuple[float, Any]:
+    """Return microseconds of one of some calls, and the last one's state."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        state = program(state)
+    jax.block_until_ready(state)
+    return (time.perf_counter() - start) * 1e6 / calls, state
 
 
 def copy_bandwidth(num_bytes: int = COPY_BYTES) -> float:
     """Return bytes per second, read plus written, of a large copy: the driver's or XLA's."""
-    values = random(0, (num_bytes // 2,))
+    values = random(0, (num_bytes // 2048, 1024))
     by_driver = functools.partial(jax.device_put, device=jax.devices()[0], may_alias=False)
     took = min(time_us(copy, values, 1) for copy in (by_driver, jax.jit(jnp.copy)))
     return 2 * num_bytes / (took * 1e-6)

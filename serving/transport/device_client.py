@@ -1,12 +1,13 @@
 """A client whose landing slots are in the memory of devices, and whose kernels write and wait."""
 
+import abc
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 
 from lora_jax.typing import Array, Float, Int
-from serving.transport.base import ClientStats, PushRows
+from serving.transport.base import ClientStats, PushRows, TransportError
 from serving.transport.checks import check_outputs, check_push
 from serving.transport.device_ends import Channel, ClientEnd, DeviceEnds
 from serving.transport.joining import AbstractConnector, AbstractJoiningClient
@@ -22,6 +23,33 @@ class Landed:
     channel: Channel
     epoch: int
     joined: Joined | None = None  # by a handshake
+
+
+class AbstractCalledConnector(AbstractConnector[Landed]):
+    """Joins a server of another process by a handshake; a final class finds the channel to it."""
+
+    def __init__(self, caller: AbstractConnector[Joined], shapes: Shapes):
+        self._caller, self._shapes = caller, shapes
+
+    @abc.abstractmethod
+    def channel_of(self, joined: Joined, request_bytes: int, response_bytes: int) -> Channel:
+        """Return the channel, with slots of these sizes. Raises TransportError."""
+
+    def join(self, last_epoch: int) -> Landed:
+        joined, shapes = self._caller.join(last_epoch), self._shapes
+        try:
+            channel = self.channel_of(joined, shapes.request_slot, shapes.response_slot)
+        except TransportError:
+            self._caller.leave()
+            raise
+        return Landed(channel, joined.epoch, joined)
+
+    def watch(self, landed: Landed, lost: Callable[[], None]) -> None:
+        assert landed.joined is not None, "not joined by a handshake"
+        self._caller.watch(landed.joined, lost)
+
+    def leave(self) -> None:
+        self._caller.leave()
 
 
 class DeviceClient(AbstractJoiningClient[Landed]):

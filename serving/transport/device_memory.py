@@ -10,8 +10,8 @@ from pathlib import Path
 
 from serving.transport import handshake
 from serving.transport.base import TransportError
-from serving.transport.device_client import DeviceClient, Landed
-from serving.transport.device_ends import DeviceEnds
+from serving.transport.device_client import AbstractCalledConnector, DeviceClient, Landed
+from serving.transport.device_ends import Channel, DeviceEnds
 from serving.transport.device_server import DeviceServer
 from serving.transport.handshake import AbstractCarrier
 from serving.transport.joining import AbstractConnector
@@ -87,31 +87,21 @@ class _Local(AbstractConnector):
         self._server.leave(self._client)
 
 
-class _Imported(AbstractConnector):
-    """Joins a server of another process by a handshake, and maps what it sends."""
+class _Imported(AbstractCalledConnector):
+    """Maps what a server of another process sends."""
 
     def __init__(self, caller: AbstractConnector, shapes: Shapes, ends: DeviceEnds, pull: bool):
-        self._caller, self._shapes, self._ends, self._pull = caller, shapes, ends, pull
+        super().__init__(caller, shapes)
+        self._ends, self._pull = ends, pull
 
-    def join(self, last_epoch: int) -> Landed:
-        joined, shapes = self._caller.join(last_epoch), self._shapes
+    def channel_of(self, joined: Joined, request_bytes: int, response_bytes: int) -> Channel:
         fds = [joined.channel, joined.bell]
         try:
-            sizes = shapes.request_slot, shapes.response_slot
-            channel = self._ends.import_channel(fds, *sizes, pull=self._pull)
+            return self._ends.import_channel(fds, request_bytes, response_bytes, pull=self._pull)
         except (ValueError, MemoryError) as error:
-            self._caller.leave()
             raise TransportError(f"the server's memory cannot be mapped: {error}") from error
         finally:
             _close(fds)
-        return Landed(channel, joined.epoch, joined)
-
-    def watch(self, landed: Landed, lost: Callable[[], None]) -> None:
-        assert landed.joined is not None, "not joined by a handshake"
-        self._caller.watch(landed.joined, lost)
-
-    def leave(self) -> None:
-        self._caller.leave()
 
 
 class _DeviceMemory(AbstractCarrier[DeviceServer]):

@@ -15,6 +15,7 @@ from serving.transport.rendezvous import (
     Listener,
     Watch,
     call,
+    owned,
     wait_for_listener,
 )
 from serving.transport.slots import Joined, SlotClient, SlotServer
@@ -85,13 +86,10 @@ def let_in[Server: HasGuests](
 ) -> Server:
     """Return the server that `make_server` gives; its clients come as open_server says."""
     devices = terms.placement.devices
-    try:
+    with owned(listening):
         if not 0 <= rank < devices:
             raise ValueError(f"{terms.placement.name} has ranks 0 to {devices - 1}, not {rank}.")
         server = make_server()
-    except BaseException:
-        listening.close()
-        raise
 
     def welcome(said: dict) -> Guest:
         theirs, last_epoch = said.get("facts"), said.get("last_epoch")

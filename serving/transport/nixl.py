@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from serving.transport import handshake, rendezvous, tcp
 from serving.transport.base import TransportError
 from serving.transport.nixl_relay import Landing, Relay
-from serving.transport.rendezvous import unix_listener
+from serving.transport.rendezvous import owned, unix_listener
 from serving.transport.shapes import Shapes
 from serving.transport.slots import Joined, SlotClient, SlotServer
 from serving.transport.tcp import Tcp
@@ -117,11 +117,8 @@ def open_far_server(
     agents: MakeAgent = make_agent,
 ) -> SlotServer:
     """Return a server for clients of other hosts with the same secret; see tcp.open_server."""
-    try:
+    with owned(listening):
         carrier = _carrier(agents, secret)
-    except (ValueError, NotImplementedError):
-        listening.close()
-        raise
     return handshake.open_server(carrier, listening, terms, rank, pull=False)
 
 

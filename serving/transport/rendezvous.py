@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from serving.transport.base import TransportError
@@ -38,6 +38,16 @@ class Guest:
     fds: list[int]
     stay: Callable[[socket.socket], None]
     gone: Callable[[], None]
+
+
+@contextlib.contextmanager
+def owned(listening: socket.socket) -> Iterator[None]:
+    """Close a socket that is the caller's now if the block fails."""
+    try:
+        yield
+    except BaseException:
+        listening.close()
+        raise
 
 
 class Listener:

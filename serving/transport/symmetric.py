@@ -11,12 +11,12 @@ from typing import Protocol
 
 from serving.transport import handshake
 from serving.transport.base import TransportError
-from serving.transport.device_client import DeviceClient, Landed
+from serving.transport.device_client import AbstractCalledConnector, DeviceClient
 from serving.transport.device_ends import Channel, DeviceEnds
 from serving.transport.device_server import DeviceServer
 from serving.transport.handshake import AbstractCarrier
 from serving.transport.joining import AbstractConnector
-from serving.transport.rendezvous import Address, Guest, wait_for_end
+from serving.transport.rendezvous import Address, Guest, owned, wait_for_end
 from serving.transport.shapes import Shapes
 from serving.transport.slots import Joined
 from serving.transport.tcp import NO_SECRET, Tcp
@@ -48,7 +48,8 @@ def open_server(
 
     `secret` as tcp.open_server has it; None for a Unix socket, which only this user may open.
     """
-    carrier = _Symmetric(ends, secret)
+    with owned(listening):
+        carrier = _Symmetric(ends, secret)
 
     def make() -> DeviceServer:
         return DeviceServer(terms.shapes, ends, pull=False)
@@ -74,28 +75,18 @@ def open_client(
     return DeviceClient(terms.shapes, connectors, ends, aside=False)
 
 
-class _Numbered(AbstractConnector):
-    """Joins a server by a handshake, and finds its slots by its number."""
+class _Numbered(AbstractCalledConnector):
+    """Finds a server's slots by its number."""
 
     def __init__(self, caller: AbstractConnector, shapes: Shapes, ends: SymmetricEnds, server: int):
-        self._caller, self._shapes, self._ends, self._server = caller, shapes, ends, server
+        super().__init__(caller, shapes)
+        self._ends, self._server = ends, server
 
-    def join(self, last_epoch: int) -> Landed:
-        joined, shapes = self._caller.join(last_epoch), self._shapes
+    def channel_of(self, joined: Joined, request_bytes: int, response_bytes: int) -> Channel:
         try:
-            sizes = shapes.request_slot, shapes.response_slot
-            channel = self._ends.channel_to(self._server, *sizes)
+            return self._ends.channel_to(self._server, request_bytes, response_bytes)
         except ValueError as error:
-            self._caller.leave()
             raise TransportError(str(error)) from error
-        return Landed(channel, joined.epoch, joined)
-
-    def watch(self, landed: Landed, lost: Callable[[], None]) -> None:
-        assert landed.joined is not None, "not joined by a handshake"
-        self._caller.watch(landed.joined, lost)
-
-    def leave(self) -> None:
-        self._caller.leave()
 
 
 class _Symmetric(AbstractCarrier[DeviceServer]):

@@ -15,7 +15,7 @@ from serving.transport import handshake
 from serving.transport.base import TransportError
 from serving.transport.handshake import AbstractCarrier
 from serving.transport.library import calls, numbers, shared_memory
-from serving.transport.rendezvous import Guest, receive, send
+from serving.transport.rendezvous import Guest, owned, receive, send
 from serving.transport.shapes import PAGE, Shapes
 from serving.transport.slots import Joined, SlotClient, SlotServer
 from serving.transport.terms import Terms
@@ -40,11 +40,8 @@ def open_server(
 
     Raises ValueError for a rank outside the plan and for a short secret.
     """
-    try:
+    with owned(listening):
         carrier = Tcp(secret)
-    except ValueError:
-        listening.close()
-        raise
     return handshake.open_server(carrier, listening, terms, rank, pull=pull)
 
 

@@ -5,12 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from model_driver import merged, random_sites
+from model_driver import merged, random_model, random_sites
 
 from lora_jax.config import from_hf
 from lora_jax.finetune.attention import attend
 from lora_jax.finetune.lora_params import LoraDelta, Site
-from lora_jax.models import build
 from lora_jax.nn import rope
 
 CONFIG = {
@@ -32,18 +31,26 @@ CONFIG = {
 }
 
 
+X = np.random.default_rng(0).standard_normal((10, 32)).astype(np.float32)
+POSITIONS = np.tile(np.arange(5, dtype=np.int32), 2)
+VISIBLE = np.tile(np.tri(5, dtype=bool), (2, 1, 1))
+
+
 def attended(model, lora: LoraDelta | None) -> np.ndarray:
-    x = jax.random.normal(jax.random.key(0), (10, 32))
-    positions = jnp.tile(jnp.arange(5, dtype=jnp.int32), 2)
-    visible = jnp.broadcast_to(jnp.tril(jnp.ones((5, 5), bool))[None], (2, 5, 5))
-    angles = rope.cos_sin(model.config.rope, positions)
-    return np.asarray(attend(model.layers[0].attn, x, angles, visible, lora))
+    graphdef, state = nnx.split(model, graph=False)
+
+    @jax.jit  # operator by operator takes seconds to compile
+    def attention(state, lora):
+        layer = nnx.merge(graphdef, state).layers[0]
+        angles = rope.cos_sin(model.config.rope, jnp.asarray(POSITIONS))
+        return attend(layer.attn, jnp.asarray(X), angles, jnp.asarray(VISIBLE), lora)
+
+    return np.asarray(attention(state, lora))
 
 
 def test_lora_of_every_map_of_latent_attention_equals_merged_weights():
-    graphdef, state = nnx.split(build(from_hf(CONFIG)), graph=False)
-    model = nnx.merge(graphdef, jax.tree.map(lambda p: p * 5, state))
-    catalogue = model.catalogue(model.config)
+    model, config = random_model(CONFIG)
+    catalogue = model.catalogue(config)
     names = [n for n in catalogue.module_names if n.startswith(("q_", "kv_", "o_"))]
     assert len(names) == 6
     sites = random_sites(catalogue, 3, names)
@@ -58,7 +65,6 @@ def test_another_kind_of_attention_is_refused():
         def __call__(self, x, angles, batch, cache, rows):
             return x, cache
 
-    model = build(from_hf(CONFIG))
-    model.layers[0].attn = nnx.data(Strange())
+    angles = rope.cos_sin(from_hf(CONFIG).rope, jnp.asarray(POSITIONS))
     with pytest.raises(ValueError, match="training through Strange is not done"):
-        attended(model, None)
+        attend(Strange(), jnp.asarray(X), angles, jnp.asarray(VISIBLE), None)

@@ -6,7 +6,13 @@ import json
 import jax
 import numpy as np
 import pytest
-from finetune_cases import RECORDS, make_folder, share_compiled_step
+from finetune_cases import (
+    RECORDS,
+    fit_nothing,
+    make_folder,
+    num_learned,
+    share_compiled_step,
+)
 from flax import nnx
 from safetensors.numpy import load_file
 
@@ -104,14 +110,6 @@ def test_the_command_trains_the_chosen_experts_and_no_bit_else(folder, tmp_path)
 def test_answer_only_learns_the_answers_alone(folder, monkeypatch, answer_only):
     model, _ = load(folder, dtype="float32")
     documents = read_format(folder).documents(RECORDS, "chat")
-    texts = []
-
-    def fit(start, state, loss, text, *_, **__):
-        texts.append(text)
-        return start
-
-    monkeypatch.setattr(esft, "fit", fit)
+    fitted = fit_nothing(monkeypatch, esft)
     esft.train_esft(model, documents, 32, SELECTION, SCHEDULE, answer_only=answer_only)
-    first = [d.num_prompt if answer_only else 1 for d in documents]
-    want = sum(len(d.tokens) - f for d, f in zip(documents, first, strict=True))
-    assert texts[0].weights.sum() == want
+    assert fitted[0].weights.sum() == num_learned(documents, answer_only)

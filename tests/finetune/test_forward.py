@@ -4,13 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from finetune_cases import dense
 from flax import nnx
+from model_driver import Driver, random_model
 
-from lora_jax.batch import ForwardBatch
-from lora_jax.config import from_hf
 from lora_jax.finetune.forward import forward
-from lora_jax.kv_cache import init_cache
-from lora_jax.models import build
 
 BASE = {
     "vocab_size": 64,
@@ -52,65 +50,29 @@ CONFIGS["deepseek_v2 low-rank q"] = BASE | EXPERTS | LATENT | {"q_lora_rank": 14
 LENGTH = 13
 
 
-def random_model(name: str):
-    """A float32 model whose every parameter is random, so that no bias or norm is trivial."""
-    config = from_hf(CONFIGS[name])
-    graphdef, state = nnx.split(build(config), graph=False)
-    leaves, tree = jax.tree.flatten(state)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    leaves = [
-        leaf + 0.3 * jax.random.normal(key, leaf.shape, leaf.dtype)
-        for leaf, key in zip(leaves, keys, strict=True)
-    ]
-    return nnx.merge(graphdef, jax.tree.unflatten(tree, leaves)), config
-
-
-def served_logits(model, config, tokens: np.ndarray) -> np.ndarray:
-    """Logits of one sequence through pages, as the engine runs it."""
-    page_size, length = 4, len(tokens)
-    pages = -(-length // page_size)
-    places = jnp.arange(length, dtype=jnp.int32)
-    batch = ForwardBatch(
-        tokens=jnp.asarray(tokens, jnp.int32),
-        positions=places,
-        token_to_seq=jnp.zeros(length, jnp.int32),
-        token_to_slot=jnp.full(length, -1, jnp.int32),
-        token_to_page_slot=places,
-        block_tables=jnp.arange(pages, dtype=jnp.int32)[None],
-        num_tokens=jnp.int32(length),
-    )
-    cache = init_cache(model.kv_shape(config), pages, page_size, jnp.dtype(jnp.float32))
-    hidden, _ = model(batch, cache, None, 1)
-    return np.asarray(model.logits(hidden, batch.num_tokens, batch.token_to_slot, None, 1))
-
-
 def packed(rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Rows of two segments and padding: tokens, positions, segments."""
-    tokens = jax.random.randint(jax.random.key(2), (rows, 2 * LENGTH + 3), 0, 64, jnp.int32)
+    tokens = np.random.default_rng(2).integers(0, 64, (rows, 2 * LENGTH + 3))
     one = np.concatenate([np.arange(LENGTH), np.arange(LENGTH), np.zeros(3)])
     segment = np.repeat([0, 1, -1], [LENGTH, LENGTH, 3])
-    repeat = (rows, 1)
-    return (
-        tokens,
-        jnp.tile(jnp.int32(one)[None], repeat),
-        jnp.tile(jnp.int32(segment)[None], repeat),
-    )
+    columns = (tokens, np.tile(one, (rows, 1)), np.tile(segment, (rows, 1)))
+    return tuple(jnp.asarray(column, jnp.int32) for column in columns)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_each_segment_has_the_logits_it_is_served_with(name):
-    model, config = random_model(name)
-    tokens, positions, segments = packed(2)
-    out = forward(model, tokens, positions, segments)
-    for row, start in ((0, 0), (1, LENGTH)):
-        want = served_logits(model, config, np.asarray(tokens[row, start : start + LENGTH]))
-        got = np.asarray(out.logits[row, start : start + LENGTH])
-        np.testing.assert_allclose(got, want, atol=2e-4 * np.abs(want).max())
+    model, config = random_model(CONFIGS[name])
+    inputs = packed(2)
+    logits = np.asarray(dense(model, inputs).logits)
+    places = [(row, slice(start, start + LENGTH)) for row in (0, 1) for start in (0, LENGTH)]
+    served = Driver(model, config).run([inputs[0][place].tolist() for place in places])
+    for place, want in zip(places, served, strict=True):
+        np.testing.assert_allclose(logits[place], want, atol=2e-4 * np.abs(want).max())
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_the_gradient_is_the_slope(name):
-    model, _ = random_model(name)
+    model, _ = random_model(CONFIGS[name])
     graphdef, state = nnx.split(model, graph=False)
     inputs = packed(1)
 
@@ -130,18 +92,18 @@ def test_the_gradient_is_the_slope(name):
 
 
 def test_even_routing_has_imbalance_one():
-    model, _ = random_model("mixtral")
+    model, _ = random_model(CONFIGS["mixtral"])
     for layer in model.layers:
         layer.mlp.router.weight[...] = jnp.zeros_like(layer.mlp.router.weight[...])
-    assert float(forward(model, *packed(1)).imbalance) == pytest.approx(1.0, abs=1e-5)
+    assert float(dense(model, packed(1)).imbalance) == pytest.approx(1.0, abs=1e-5)
 
 
 def test_dense_models_have_no_imbalance():
-    assert float(forward(random_model("llama")[0], *packed(1)).imbalance) == 0.0
+    assert float(dense(random_model(CONFIGS["llama"])[0], packed(1)).imbalance) == 0.0
 
 
 def test_a_layer_that_is_not_done_is_refused():
-    model, _ = random_model("llama")
+    model, _ = random_model(CONFIGS["llama"])
     model.layers[1].mlp = nnx.Module()
     with pytest.raises(ValueError, match="is not done"):
         forward(model, *packed(1))

@@ -6,7 +6,13 @@ import json
 import jax
 import numpy as np
 import pytest
-from finetune_cases import RECORDS, make_folder, share_compiled_step
+from finetune_cases import (
+    RECORDS,
+    fit_nothing,
+    make_folder,
+    num_learned,
+    share_compiled_step,
+)
 
 from lora_jax.adapters import peft_format
 from lora_jax.finetune import lora
@@ -74,14 +80,6 @@ def test_the_command_writes_an_adapter_that_lowers_perplexity(folder, tmp_path):
 def test_answer_only_learns_the_answers_alone(folder, monkeypatch, answer_only):
     model, _ = load(folder, dtype="float32")
     documents = read_format(folder).documents(RECORDS, "chat")
-    texts = []
-
-    def fit(start, frozen, loss, text, *_, **__):
-        texts.append(text)
-        return start
-
-    monkeypatch.setattr(lora, "fit", fit)
+    fitted = fit_nothing(monkeypatch, lora)
     lora.train_lora(model, documents, 32, SPEC, SCHEDULE, answer_only=answer_only)
-    first = [d.num_prompt if answer_only else 1 for d in documents]
-    want = sum(len(d.tokens) - f for d, f in zip(documents, first, strict=True))
-    assert texts[0].weights.sum() == want
+    assert fitted[0].weights.sum() == num_learned(documents, answer_only)

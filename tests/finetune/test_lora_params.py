@@ -4,22 +4,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from finetune_cases import dense, random_pairs
 from flax import nnx
+from model_driver import random_model
 
 from lora_jax.adapters.weights import AdapterReport, AdapterWeights, SiteWeights
-from lora_jax.config import from_hf
-from lora_jax.finetune.forward import forward
 from lora_jax.finetune.lora_params import (
     FUSED,
     GATE,
     UP,
-    LoraPair,
     LoraSpec,
     init_lora,
     loaded_delta,
     trained_delta,
 )
-from lora_jax.models import build
 
 CONFIG = {
     "model_type": "qwen3_moe",
@@ -42,24 +40,15 @@ ALL = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     *("experts.gate_proj", "experts.up_proj", "experts.down_proj", "router", "lm_head"),
 )
+TOKENS = np.random.default_rng(3).integers(0, 64, (2, 11), dtype=np.int32)
+PLACES = np.tile(np.arange(11, dtype=np.int32), (2, 1))
+INPUTS = tuple(jnp.asarray(x) for x in (TOKENS, PLACES, np.zeros_like(PLACES)))
 REPORT = AdapterReport("lora", "here", "0", {}, 0, 0, {}, 2, 2, None, None)
 
 
 @pytest.fixture(scope="module")
 def model():
-    graphdef, state = nnx.split(build(from_hf(CONFIG)), graph=False)
-    state = jax.tree.map(lambda p: p * 5, state)
-    return nnx.merge(graphdef, state)
-
-
-def random_pairs(spec: LoraSpec, catalogue, seed: int = 0):
-    """Pairs whose B is not zero, so that every site does something."""
-    pairs = init_lora(spec, catalogue, seed)
-    key = jax.random.key(seed)
-    return {
-        name: LoraPair(a=p.a, b=jax.random.normal(jax.random.fold_in(key, i), p.b.shape) * 0.3)
-        for i, (name, p) in enumerate(sorted(pairs.items()))
-    }
+    return random_model(CONFIG)[0]
 
 
 def weight_of(model, module: str, layer: int) -> nnx.Param:
@@ -78,22 +67,16 @@ def weight_of(model, module: str, layer: int) -> nnx.Param:
 def merged(model, delta):
     """The model with W + scaling * B A, multiplied out in float32 by hand."""
     graphdef, state = nnx.split(model, graph=False)
-    copy = nnx.merge(graphdef, jax.tree.map(jnp.copy, state))
+    copy = nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf, state))  # parameters of its own
     for (module, layer), site in delta.sites.items():
         param = weight_of(copy, module, layer)
-        product = jnp.einsum("ero,eri->eoi", site.b, site.a) * site.scaling
-        param[...] = param[...] + product.reshape(param[...].shape)
+        product = np.einsum("ero,eri->eoi", np.asarray(site.b), np.asarray(site.a)) * site.scaling
+        param[...] = jnp.asarray(np.asarray(param[...]) + product.reshape(param[...].shape))
     return copy
 
 
-def inputs():
-    tokens = jax.random.randint(jax.random.key(3), (2, 11), 0, 64, jnp.int32)
-    positions = jnp.tile(jnp.arange(11, dtype=jnp.int32)[None], (2, 1))
-    return tokens, positions, jnp.zeros((2, 11), jnp.int32)
-
-
 def logits(model, delta=None):
-    return forward(model, *inputs(), delta).logits
+    return dense(model, INPUTS, delta).logits
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -2,7 +2,6 @@
 
 import json
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -10,23 +9,19 @@ import peft
 import pytest
 import torch
 import transformers
-from finetune_cases import CONFIG
-from flax import nnx
+from finetune_cases import CONFIG, dense, random_pairs
+from model_driver import random_model
 from safetensors.numpy import load_file
 
 from lora_jax.adapters import peft_format
-from lora_jax.config import from_hf
-from lora_jax.finetune.forward import forward
 from lora_jax.finetune.lora_params import (
-    LoraPair,
     LoraSpec,
-    init_lora,
     loaded_delta,
     trained_delta,
 )
 from lora_jax.finetune.peft_export import save_adapter
 from lora_jax.finetune.pretrain import save_qwen3_moe
-from lora_jax.models import build, load
+from lora_jax.models import load
 
 QWEN = CONFIG | {"vocab_size": 64}
 SHARED = {
@@ -52,29 +47,18 @@ SPECS = {
 }
 
 
-def random_pairs(spec, catalogue):
-    pairs = init_lora(spec, catalogue, 1)
-    keys = jax.random.split(jax.random.key(4), len(pairs))
-    return {
-        name: LoraPair(a=p.a, b=jax.random.normal(key, p.b.shape) * 0.3)
-        for key, (name, p) in zip(keys, sorted(pairs.items()), strict=True)
-    }
-
-
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory):
     """A random Qwen3-MoE on disk, and the same model read back in float32."""
-    graphdef, state = nnx.split(build(from_hf(QWEN)), graph=False)
     folder = tmp_path_factory.mktemp("qwen")
-    save_qwen3_moe(nnx.merge(graphdef, jax.tree.map(lambda p: p * 5, state)), QWEN, folder)
+    save_qwen3_moe(random_model(QWEN)[0], QWEN, folder)
     return folder, load(folder, dtype="float32")[0]
 
 
 def our_logits(model, ids: np.ndarray, delta=None) -> np.ndarray:
-    positions = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
-    return np.asarray(
-        forward(model, jnp.asarray(ids), positions, jnp.zeros_like(ids), delta).logits
-    )
+    places = np.arange(ids.shape[1], dtype=np.int32)[None]
+    inputs = tuple(jnp.asarray(x) for x in (ids, places, np.zeros_like(ids)))
+    return np.asarray(dense(model, inputs, delta).logits)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers, of its own names
@@ -100,8 +84,8 @@ def test_peft_gives_the_logits_of_the_trained_adapter(qwen, tmp_path, name):
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_our_reader_finds_what_was_trained(tmp_path, raw, fused, dtype):
-    model = build(from_hf(raw))
-    catalogue = model.catalogue(model.config)
+    model, config = random_model(raw)
+    catalogue = model.catalogue(config)
     modules = tuple(n for n in catalogue.module_names if n != "router" or not fused)
     spec = LoraSpec(3, 6.0, modules, fused_experts=fused)
     pairs = random_pairs(spec, catalogue)
@@ -116,8 +100,8 @@ def test_our_reader_finds_what_was_trained(tmp_path, raw, fused, dtype):
 
 
 def test_the_config_says_what_the_file_holds(tmp_path):
-    model = build(from_hf(QWEN))
-    catalogue = model.catalogue(model.config)
+    model, config = random_model(QWEN)
+    catalogue = model.catalogue(config)
     spec = SPECS["fused rslora"]
     save_adapter(tmp_path, random_pairs(spec, catalogue), spec, catalogue, base_name="tiny")
     config = json.loads((tmp_path / "adapter_config.json").read_text())
@@ -132,8 +116,8 @@ def test_the_config_says_what_the_file_holds(tmp_path):
 
 
 def test_a_module_without_a_file_name_is_refused(tmp_path):
-    model = build(from_hf(LLAMA))
-    catalogue = model.catalogue(model.config)
+    model, config = random_model(LLAMA)
+    catalogue = model.catalogue(config)
     spec = LoraSpec(2, 4.0, ("q_proj",))
     pairs = random_pairs(spec, catalogue)
     nameless = type(catalogue)(catalogue.model_type, 2, catalogue.modules, rules=())

@@ -10,14 +10,14 @@ from lora_jax.ops.grouped_matmul._gpu_works import Works
 
 
 def listed(sizes: np.ndarray, works: Works) -> list[tuple[int, int, int, int, int]]:
-    """Return (group, tile, row, low, high) of all works, written down."""
+    """Return (group, tile, row, low, high) of all works; every tile begins at another block."""
     found, start = [], 0
     for group, size in enumerate([*sizes.tolist(), works.rows - sizes.sum()]):
         first = start // ALIGN * ALIGN
         blocks = -(-(start % ALIGN + size) // works.tile_rows) if size else 0
         for tile in range(works.tiles):
             for block in range(blocks):
-                row = first + block * works.tile_rows
+                row = first + (tile + block) % blocks * works.tile_rows
                 low, high = max(start - row, 0), min(start + size - row, works.tile_rows)
                 found.append((group, tile, row, low, high))
         start += size
@@ -66,3 +66,9 @@ def test_every_work_is_done_once_by_its_cta(name, groups, padding):
     want = listed(sizes, works)
     for cta in (0, 3):
         assert walked(sizes, works, cta) == want[cta::ctas]
+
+
+def test_a_cta_does_not_come_to_the_same_block_of_every_tile():
+    works = Works(1, 48, 16, 4, 7, ctas=3)  # three blocks, so that a CTA gets one of each tile
+    rows = [row for _, _, row, *_ in walked(np.array([48]), works, 0)]
+    assert rows == [0, 16, 32, 0]

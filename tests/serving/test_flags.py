@@ -97,17 +97,6 @@ def test_mistakes_in_the_environment_say_so(capsys):
     assert "in the environment" in capsys.readouterr().err
 
 
-REFUSED = ["--trust-remote-code", "--tensor-parallel-size=2", "-tp=2"]
-REFUSED += ["--max-lora=1", "--lora-eviction-policy=fifo", "--quantization=awq"]
-
-
-@pytest.mark.parametrize("flag", REFUSED)
-def test_what_is_not_offered_is_refused(flag):
-    with pytest.raises(SystemExit) as stop:
-        read([flag])
-    assert stop.value.code == 2
-
-
 def test_sglang_s_spellings():
     got = read(["--model-path", "m", "--lora-paths", "a=b", "--context-length", "9", "--tp", "1"])
     assert got["model"] == "m"

@@ -87,7 +87,11 @@ def test_unexpected_errors_are_500_without_details(caplog):
 
 
 def test_unknown_routes_and_methods_have_the_same_body(client):
-    for method, path, status in (("GET", "/nope", 404), ("PUT", "/v1/models", 405)):
+    for method, path, status, kind in (
+        ("GET", "/nope", 404, "NotFoundError"),
+        ("PUT", "/v1/models", 405, "MethodNotAllowedError"),
+    ):
         answer = client.request(method, path)
         assert answer.status_code == status
-        assert answer.json()["error"]["code"] == status
+        error = answer.json()["error"]
+        assert (error["code"], error["type"]) == (status, kind)

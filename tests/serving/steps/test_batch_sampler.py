@@ -16,10 +16,11 @@ from serving.steps import batch_sampler, sampler
 at_once = functools.partial(run_with, jax.jit(batch_sampler.sample))
 by_rows = functools.partial(run_with, jax.jit(sampler.sample))
 ROWS = [*MIXED, Sampling(temperature=0.9), Sampling(temperature=0.0, logit_bias={5: 30.0})]
+BUCKET = 8  # one for all tests: each is a program, and seconds to compile
 
 
 def check_same(*args, **kwargs):
-    got, want = at_once(*args, **kwargs), by_rows(*args, **kwargs)
+    got, want = (run(*args, pad_to=BUCKET, **kwargs) for run in (at_once, by_rows))
     for name in ("token_ids", "ranks", "top_ids"):
         np.testing.assert_array_equal(getattr(got, name), getattr(want, name), err_msg=name)
     for name in ("logprobs", "top_logprobs"):
@@ -41,13 +42,13 @@ def test_every_pair_of_requests(seed):
     logits = make_logits(2, seed, ties=False)
     state = make_state(ROWS)
     for rows in itertools.combinations(range(len(ROWS)), 2):
-        check_same(logits, state, list(rows), pad_to=4)
+        check_same(logits, state, list(rows))
 
 
 def test_all_together_with_targets_and_padding():
     count = len(ROWS)
     targets = [-1, 7, -1, 300, -1, -1, -1]
-    got = check_same(make_logits(count), make_state(ROWS), range(count), targets=targets, pad_to=16)
+    got = check_same(make_logits(count), make_state(ROWS), range(count), targets=targets)
     assert got.token_ids[1] == 7
     assert got.logprobs[1] < 0
     assert not got.token_ids[count:].any()
@@ -58,7 +59,7 @@ def test_all_together_with_targets_and_padding():
 def test_bad_logits_give_no_token_in_any_branch(row, bad):
     logits = make_logits(2)
     logits[0, 3] = bad
-    got = at_once(logits, make_state(ROWS), [row, 0])
+    got = at_once(logits, make_state(ROWS), [row, 0], pad_to=BUCKET)
     assert got.token_ids[0] == sampler.INVALID_TOKEN
     assert got.token_ids[1] >= 0
 
@@ -67,7 +68,7 @@ def test_rows_of_an_ended_sequence_ask_for_nothing():
     """Padding rows name row 0 of the state, whose wishes must not count."""
     logits = make_logits(1, ties=False)
     state = make_state([ROWS[2], Sampling(temperature=0.0)])
-    got = check_same(logits, state, [1], pad_to=8)
+    got = check_same(logits, state, [1])
     assert not got.top_logprobs.any()
 
 

@@ -15,6 +15,7 @@ from serving.transport.rendezvous import (
     Listener,
     Watch,
     call,
+    owned,
     unix_listener,
     wait_for_end,
     wait_for_listener,
@@ -177,3 +178,14 @@ def test_over_tcp_a_message_is_the_same():
     assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
     connection.close()
     listener.close()
+
+
+def test_a_socket_that_is_owned_is_closed_when_its_owner_fails():
+    one, other = socket.socketpair()
+    with owned(one):
+        assert one.fileno() >= 0
+    assert one.fileno() >= 0
+    with pytest.raises(ValueError, match="no"), owned(one):
+        raise ValueError("no")
+    assert one.fileno() == -1
+    other.close()

@@ -66,23 +66,11 @@ def worlds(gpus):
 
 
 class TestWorlds(TransportContract):
+    calls_of_a_push = 2  # what is pushed is forwarded
+
     @pytest.fixture(autouse=True)
     def _carrier(self, worlds):
         self.carrier = worlds
-
-    def test_compiled_calls_work_in_place(self, tmp_path):
-        """A launch that forwards stands between the push and the wait."""
-        terms = terms_of()
-        with open_servers(self.carrier, terms, tmp_path) as servers:
-            client = open_client(self.carrier, terms, servers, tmp_path)
-            x, ys, rows = batch(terms, np.random.default_rng(0), 24)
-            text = exchange(client).lower(x, ys, rows).compile().as_text()
-            client.close()
-        calls = [line for line in text.splitlines() if "custom-call(" in line]
-        aliases = [line.split("output_to_operand_aliasing=")[1] for line in calls]
-        assert all(alias.startswith("{{}: (0, {})}") for alias in aliases[:2])
-        assert aliases[2].startswith("{{1}: (3, {}), {2}: (4, {})}")
-        assert len(calls) == 3
 
 
 def test_programs_answer_without_the_host(worlds, tmp_path):
@@ -131,3 +119,10 @@ def test_late_messages_of_an_old_join_land_elsewhere(worlds, tmp_path):
     for server, slot_bytes in ((SIZE, 64), (0, 1 << 30)):
         with pytest.raises(ValueError, match="is not of this world"):
             device.channel_to(server, 64, slot_bytes)
+
+
+def test_a_short_secret_is_refused_and_the_socket_closed(tmp_path):
+    listening = unix_listener(tmp_path / "server")
+    with pytest.raises(ValueError, match="16 bytes or more"):
+        symmetric.open_server(listening, terms_of(ep=1), 0, None, b"short")
+    assert listening.fileno() == -1

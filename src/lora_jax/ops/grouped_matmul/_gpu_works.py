@@ -1,8 +1,10 @@
 """Which group, rows and columns the CTAs of the Mosaic GPU kernel take next: counted as they go.
 
 A group's works are its tiles of d_out times its blocks of rows, blocks first, so that the blocks of
-one tile of weights come after one another and L2 reads it once. CTA c takes works c, c + ctas, ...
-of a list that nobody writes down. Rows in no group are the last group.
+one tile of weights come after one another and L2 reads it once. Each tile begins at another block:
+where every CTA came to the same block of all tiles, as 132 CTAs do where there are six, 8192 rows
+of Mixtral took a tenth longer on an H200. CTA c takes works c, c + ctas, ... of a list that nobody
+writes down. Rows in no group are the last group.
 """
 
 import dataclasses
@@ -44,9 +46,10 @@ class Works:
             index, step, span, _ = carry
             place, span = self._seek(sizes_ref, index, span)
             group, start, end, blocks, first, _ = place
-            tile = lax.div(index - first, lax.max(blocks, jnp.int32(1)))
+            nth, blocks = index - first, lax.max(blocks, jnp.int32(1))
+            tile = lax.div(nth, blocks)
             row = start - lax.rem(start, jnp.int32(ALIGN))
-            row = row + lax.rem(index - first, lax.max(blocks, jnp.int32(1))) * self.tile_rows
+            row = row + lax.rem(nth + tile, blocks) * self.tile_rows
             low = lax.max(start - row, jnp.int32(0))
             high = lax.min(end - row, jnp.int32(self.tile_rows))
             do(group, tile, pl.multiple_of(row, ALIGN), low, high, step)
