@@ -9,6 +9,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
 
 from bench.esft_plots import plot_esft_speed
 from bench.kernel_plots import plot_kernels
@@ -82,32 +83,54 @@ def plot_esft_memory(result: dict[str, Any], path: Path) -> None:
     plt.close(fig)
 
 
+ABLATION_PANELS = (
+    ("ttft_p95", "P95 TTFT, s"),
+    ("tpot_mean", "mean TPOT, s"),
+    ("slo_attainment", "requests within the SLO"),
+)
+
+
 def plot_ablation(result: dict[str, Any], path: Path) -> None:
-    """Draw what each part of disaggregation brings, and write a PNG to `path`."""
-    panels = (
-        ("ttft_p95", "P95 TTFT, s"),
-        ("tpot_mean", "mean TPOT, s"),
-        ("slo_attainment", "requests within the SLO"),
-    )
-    fig, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.2))
-    for ax, (key, label) in zip(axes, panels, strict=True):
-        for i, row in enumerate(result["rows"]):
-            value = row[key] or 0.0
-            ax.bar(i, value, color="#9a9a9a" if i == 0 else "#1f77b4")
-            ax.text(i, value, f"{value:.3g}", ha="center", va="bottom", fontsize=8)
-        ax.set_xticks(range(len(result["rows"])), [row["name"] for row in result["rows"]])
-        ax.tick_params(axis="x", labelsize=8)
+    """Draw what each part of disaggregation brings, and write a PNG to `path`.
+
+    Bars at one rate of requests, lines over several.
+    """
+    rows = [row for row in result["rows"] if "slo_attainment" in row]
+    rates = sorted({row["rate"] for row in rows})
+    fig, axes = plt.subplots(1, len(ABLATION_PANELS), figsize=(4 * len(ABLATION_PANELS), 3.2))
+    for ax, (key, label) in zip(axes, ABLATION_PANELS, strict=True):
+        if len(rates) == 1:
+            _bars_of_systems(ax, rows, key)
+        else:
+            _lines_of_systems(ax, rows, key)
         ax.set_title(label, fontsize=9)
         ax.spines[["top", "right"]].set_visible(False)
-    said = result["options"]
+    said, at = result["options"], " and ".join(f"{rate:g}" for rate in rates)
     fig.suptitle(
         f"{Path(said['model']).name}, {said['instances']} + {said['lora_server']} devices, "
-        f"{said['adapters']} adapters, {said['rate']} requests/s, {result['device']}",
+        f"{said['adapters']} adapters, {at} requests/s, {rows[0]['device']}",
         fontsize=9,
     )
     fig.tight_layout()
     fig.savefig(path, dpi=150)
     plt.close(fig)
+
+
+def _bars_of_systems(ax: Axes, rows: list[dict], key: str) -> None:
+    for i, row in enumerate(rows):
+        value = row[key] or 0.0
+        ax.bar(i, value, color="#9a9a9a" if i == 0 else "#1f77b4")
+        ax.text(i, value, f"{value:.3g}", ha="center", va="bottom", fontsize=8)
+    ax.set_xticks(range(len(rows)), [row["name"] for row in rows])
+    ax.tick_params(axis="x", labelsize=8)
+
+
+def _lines_of_systems(ax: Axes, rows: list[dict], key: str) -> None:
+    for name in dict.fromkeys(row["name"] for row in rows):
+        mine = [row for row in rows if row["name"] == name and row[key] is not None]
+        ax.plot([row["rate"] for row in mine], [row[key] for row in mine], "o-", label=name, ms=3)
+    ax.set_xlabel("requests/s", fontsize=8)
+    ax.legend(fontsize=7, frameon=False)
 
 
 PLOTS = {

@@ -3,7 +3,8 @@
 import contextlib
 import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import tiny_checkpoint
 from peer_double import EmulatedGpus
 from tiny_checkpoint import TinyShape
 
+from serving import Engine, FinishReason, Sampling
 from serving.lora_server.coordinator import Coordinator
 from serving.lora_server.instance import ServerAccess
 from serving.lora_server.rank import ServerRank
@@ -148,3 +150,48 @@ def running(spec: ServerSpec, carrier: str | EmulatedGpus = "in_process") -> Ite
 def prompts_of(count: int, seed: int = 0, low: int = 3, high: int = 20) -> list[list[int]]:
     rng = np.random.default_rng(seed)
     return [rng.integers(4, 260, rng.integers(low, high)).tolist() for _ in range(count)]
+
+
+class Asked:
+    """One request and what came of it; `ended` is set by its last delta."""
+
+    def __init__(self, engine: Engine, prompt: list[int], adapter: str | None, sampling: Sampling):
+        self.deltas, self.started, self.ended = [], threading.Event(), threading.Event()
+        self.times = []  # of the deltas
+        self.adapter = adapter
+        self.id = engine.submit(prompt, adapter, sampling, on_output=self)
+
+    def __call__(self, delta):
+        self.deltas.append(delta)
+        self.times.append(time.monotonic())
+        self.started.set()
+        if delta.finish_reason is not None:
+            self.ended.set()
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for delta in self.deltas for token in delta.token_ids]
+
+    @property
+    def reason(self) -> FinishReason:
+        return self.deltas[-1].finish_reason
+
+
+def check_ended(asked: Asked, want: list[int]) -> bool:
+    """Right tokens to the end, or right tokens and then an error that says to try again (True)."""
+    assert asked.ended.wait(20), f"{asked.adapter} hangs"
+    if asked.reason is FinishReason.ERROR:
+        assert asked.deltas[-1].retryable
+        assert asked.tokens == want[: len(asked.tokens)]
+    else:
+        assert asked.tokens == want
+    return asked.reason is FinishReason.ERROR
+
+
+def answer_again(ask: Callable[[], Asked], want: list[int]) -> None:
+    """Ask until the server is back, as a client would that is told to try again."""
+    for _ in range(600):
+        if not check_ended(ask(), want):
+            return
+        time.sleep(0.2)
+    raise AssertionError("the server did not come back")

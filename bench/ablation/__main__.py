@@ -2,144 +2,131 @@
 
 Five systems on the same number of devices, one after another, under the same requests. `coupled`:
 every device an instance with its own adapters. `+disagg`: some are a LoRA Server, the base waits
-for each answer, an adapter serves when all of it is loaded, and the server's kernels are plain JAX.
-`+overlap`: exchanges behind the base's computation. `+loading`: a cold adapter serves from its
-first layer on. `+kernel`: the fast kernels, which is the system as it is shipped. Each switch is a
-flag of serving.launch too.
+for each answer, an adapter is asked for when its request could run, serves when all of it is
+loaded, and the server's kernels are plain JAX. `+overlap`: exchanges behind the base's computation.
+`+loading`: a cold adapter is asked for when a request is queued, and serves from its first layer
+on. `+kernel`: the fast kernels, which is the system as it is shipped. Each switch is a flag of
+serving.launch too. Others, by `--systems`, are the last one without one thing: `no layers`, `no
+prefetch`, `neither`, and `one graph`, whose rows leave in the step's own stream, on a GPU.
 
-TTFT from arrival to the first token, TPOT the mean time of a request's later tokens.
+TTFT from arrival to the first token, TPOT the mean time of a request's later tokens, both also
+within their limits for a share of the requests (`slo_attainment`). With `--cold` adapters that are
+on no device are asked for: one by one and again (`cold_ttft`, `warm_ttft`), then, others, in
+a batch that fills all rows, when `queued_ttft` is over that of a warm one (`queued_warm_ttft`), and
+beside one long answer, whose TPOT is `hit_tpot` alone and `hit_tpot_beside_loads`.
+
+A model may be a config.json alone (`--load-format dummy`): its adapters are random (`--rank`).
+With `--together` all systems start at once, and those that are not measured are stopped.
 """
 
 import argparse
 import collections
-import functools
+import contextlib
 import json
 import os
-import platform
+import signal
+import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
-from multiprocessing.connection import Connection
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
-from bench.ablation.instance import Instance, Setup, Told
-from bench.ablation.workload import Job, Load, jobs, write_adapters
-from serving.cluster.config import ClusterConfig
-from serving.cluster.instance_process import ServerPlace
-from serving.cluster.local import server_spec
-from serving.cluster.router import Router
-from serving.config import EngineConfig
-from serving.lora_server.calls import serve_leases
-from serving.lora_server.group import ServerGroup
+from bench.ablation.instance import Told
+from bench.ablation.system import COUPLED, FIGURE_14, STEPS, System
+from bench.ablation.workload import (
+    VOCAB,
+    Job,
+    Load,
+    adapter_name,
+    jobs,
+    make_adapters,
+    read_lengths,
+    write_adapters,
+)
+from lora_jax.models.loader import read_config
 
-COUPLED = "coupled"
-STEPS: dict[str, dict[str, Any]] = {
-    "+disagg": {"lora_overlap": False, "layerwise_loading": False, "lora_kernel": "reference"},
-    "+overlap": {"layerwise_loading": False, "lora_kernel": "reference"},
-    "+loading": {"lora_kernel": "reference"},
-    "+kernel": {},
-}
-_PATIENCE_S = 120.0  # for the last answer
-
-
-def run(options: argparse.Namespace, name: str, adapters: dict[str, str]) -> dict[str, Any]:
-    """Return one system's row."""
-    engine = engine_fields(options, name)
-    work = jobs(load_of(options), options.max_model_len)
-    with ExitStack() as stack:
-        told: list[Told] = []
-        instances = start(options, name, adapters, engine, stack, told.append)
-        warm_up(instances, list(adapters), told)
-        router = Router(len(instances), adapters)
-        begun = time.monotonic()
-        for number, job in enumerate(work):
-            time.sleep(max(0.0, begun + job.at - time.monotonic()))
-            chosen = router.choose(job.adapter, len(job.prompt) + job.max_tokens)
-            instances[chosen].send(number, job.prompt, job.adapter, job.max_tokens)
-        wait_for(told, len(work))
-        return {"name": name, "instances": len(instances)} | summary(
-            options, work, begun, list(told)
-        )
+_COLD_PROMPT, _COLD_TOKENS = 64, 4
+_FULL_TOKENS, _QUEUED_AT = 32, 0.01  # of a batch that fills all rows; when the last one comes
+_LONG_TOKENS = 256
+_PATIENCE_S = 30.0  # for cold adapters
 
 
-def engine_fields(options: argparse.Namespace, name: str) -> dict[str, Any]:
-    """Return what every instance of the system is started with."""
-    return {
-        "dtype": options.dtype,
-        "load_format": options.load_format,
-        "max_model_len": options.max_model_len,
-        "max_num_seqs": options.max_num_seqs,
-        "max_num_batched_tokens": options.max_num_batched_tokens,
-        "max_loras": options.coupled_loras if name == COUPLED else options.max_loras,
-        "max_lora_rank": options.max_lora_rank,
-        "max_esft_adapters": 0,
-        "enable_prefix_caching": False,
+def rows_of(options: argparse.Namespace, system: System) -> Iterator[dict[str, Any]]:
+    """Yield one row for each rate, then what cold adapters cost."""
+    for rate in options.rates:
+        work = jobs(load_of(options, rate), options.max_model_len)
+        begun, told = system.serve(work, options.patience)
+        said = {"name": system.name, "device": system.device, "rate": rate}
+        yield said | summary(options, work, begun, told)
+    if options.cold:
+        yield {"name": system.name} | cold_row(options, system)
+
+
+def cold_row(options: argparse.Namespace, system: System) -> dict[str, Any]:
+    """Return medians of TTFT when adapters are asked for the first time, and what hits see of it.
+
+    A third of the cold adapters for each: alone, queued behind full rows, beside a long answer.
+    """
+    rng, cold = np.random.default_rng(1), range(options.adapters, options.adapters + options.cold)
+
+    def job(number: int, at: float = 0.0, tokens: int = _COLD_TOKENS) -> Job:
+        prompt = rng.integers(4, VOCAB, _COLD_PROMPT).tolist()
+        return Job(at, adapter_name(number), prompt, tokens)
+
+    alone, queued, beside = (cold[part::3] for part in range(3))
+    found = {"cold_ttft": [], "warm_ttft": [], "queued_ttft": [], "queued_warm_ttft": []}
+    for number in alone:
+        for name in ("cold_ttft", "warm_ttft"):
+            found[name].append(first_token_s(system, [job(number)]))
+    full = system.num_instances * options.max_num_seqs
+    for number in queued:
+        for name, last in (("queued_ttft", number), ("queued_warm_ttft", 0)):
+            batch = [job(0, tokens=_FULL_TOKENS) for _ in range(full)]
+            found[name].append(first_token_s(system, [*batch, job(last, at=_QUEUED_AT)]))
+    long = job(0, tokens=min(_LONG_TOKENS, options.max_model_len - _COLD_PROMPT))
+    loads = [job(number, at=0.02 * place) for place, number in enumerate(beside)]
+    return {name: float(np.median(times)) if times else None for name, times in found.items()} | {
+        "hit_tpot": tpot_of_first(system, [long]),
+        "hit_tpot_beside_loads": tpot_of_first(system, [long, *loads]),
     }
 
 
-def load_of(options: argparse.Namespace) -> Load:
-    """Return the workload that the command line asks for."""
-    lengths = options.prompt_tokens, options.output_tokens
-    return Load(options.rate, options.seconds, options.adapters, options.zipf, *lengths)
+def first_token_s(system: System, work: list[Job]) -> float:
+    """Return the seconds from the last job's arrival to its first token."""
+    begun, told = system.serve(work, _PATIENCE_S)
+    for one in told:
+        if one.job == len(work) - 1 and one.first is not None:
+            return one.first - begun - work[-1].at
+    raise RuntimeError(f"{system.name} has not answered a job of {work[-1].adapter}: {told}")
 
 
-def start(
-    options: argparse.Namespace,
-    name: str,
-    adapters: dict[str, str],
-    engine: dict[str, Any],
-    stack: ExitStack,
-    on_told: Callable[[Told], None],
-) -> list[Instance]:
-    """Return the instances of a system, ready; `stack` ends it."""
-    number, place = options.instances + options.lora_server, None
-    leases: Callable[[str, Connection], object] | None = None
-    if name != COUPLED:
-        number = options.instances
-        cluster = ClusterConfig(
-            instances=number,
-            lora_server=options.lora_server,
-            lora_server_adapters=options.server_loras,
-            lora_server_wait_s=5.0,
-            **STEPS[name],
-        )
-        spec = server_spec(EngineConfig(model=options.model, **engine), cluster)
-        assert spec is not None, "a server was asked for"
-        group = ServerGroup(spec, number)
-        stack.callback(group.close)
-        place = ServerPlace(group.spec, tuple(group.paths), cluster)
-        leases = functools.partial(serve_leases, group.coordinator)
-
-    setups = [Setup(n, options.model, adapters, engine, place) for n in range(number)]
-    instances = [Instance(setup, leases, on_told) for setup in setups]
-    for instance in instances:
-        stack.callback(instance.close)
-    for instance in instances:
-        instance.wait_ready()
-    return instances
+def tpot_of_first(system: System, work: list[Job]) -> float:
+    """Return the seconds of each later token of the first job."""
+    _, told = system.serve(work, _PATIENCE_S)
+    first = next(one for one in told if one.job == 0)
+    if first.first is None or first.tokens < 2:
+        raise RuntimeError(f"{system.name} has not answered a long job: {first}")
+    return (first.last - first.first) / (first.tokens - 1)
 
 
-def warm_up(instances: list[Instance], adapters: list[str], told: list[Told]) -> None:
-    """Run a request of the least popular adapters, and forget it."""
-    for number, instance in enumerate(instances):
-        instance.send(-1, [5] * 8, adapters[-1 - number % len(adapters)], 8)
-    wait_for(told, len(instances))
-    told.clear()
-
-
-def wait_for(told: list[Told], count: int) -> None:
-    """Return when so many jobs have ended. Raises TimeoutError."""
-    end = time.monotonic() + _PATIENCE_S
-    while len(told) < count:
-        if time.monotonic() > end:
-            raise TimeoutError(f"{count - len(told)} of {count} jobs have not ended")
-        threading.Event().wait(0.01)
+def load_of(options: argparse.Namespace, rate: float) -> Load:
+    """Return the workload that the command line asks for, at a rate."""
+    lengths = read_lengths(options.lengths) if options.lengths else ()
+    vocab = read_config(Path(options.model)).vocab_size if options.rank is not None else VOCAB
+    medians = options.prompt_tokens, options.output_tokens
+    return Load(
+        rate,
+        options.seconds,
+        options.adapters,
+        options.zipf,
+        *medians,
+        lengths=lengths,
+        vocab=vocab,
+    )
 
 
 def summary(
@@ -175,29 +162,75 @@ def _quantile(values: dict[int, float], percent: float) -> float | None:
     return float(np.percentile(list(values.values()), percent)) if values else None
 
 
+def measure_all(options: argparse.Namespace, adapters: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of each system, which then ends."""
+    if options.together:
+        yield from _measure_together(options, adapters)
+        return
+    for name in options.systems:
+        with contextlib.closing(System(options, name, adapters)) as system:
+            yield from rows_of(options, system)
+
+
+def _measure_together(
+    options: argparse.Namespace, adapters: dict[str, str]
+) -> Iterator[dict[str, Any]]:
+    """Start all at once, then let them go on one at a time."""
+
+    def start(name: str) -> System:
+        system = System(options, name, adapters)
+        system.pause()
+        return system
+
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(options.systems)) as pool:
+        starting = {name: pool.submit(start, name) for name in options.systems}
+        systems = []
+        for name, future in starting.items():
+            try:
+                systems.append(stack.enter_context(contextlib.closing(future.result())))
+            except (RuntimeError, ValueError, OSError, EOFError) as error:
+                yield {"name": name, "failed": f"{type(error).__name__}: {error}"[:400]}
+        while options.wait_for and not options.wait_for.exists():
+            time.sleep(0.05)
+        for system in systems:
+            system.go_on()
+            yield from rows_of(options, system)
+            system.close()
+
+
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.ablation", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
     parser.add_argument("--model", default="assets/tiny-moe")
     parser.add_argument("--sources", type=Path, help="adapters to copy; by default the model's")
-    parser.add_argument("--systems", nargs="+", default=[COUPLED, *STEPS])
+    parser.add_argument("--rank", type=int, help="of random adapters, in the place of copies")
+    parser.add_argument("--lengths", type=Path, help="trace of Azure's to draw lengths from")
+    parser.add_argument(
+        "--systems", nargs="+", default=[COUPLED, *FIGURE_14], choices=[COUPLED, *STEPS]
+    )
+    parser.add_argument("--rates", type=float, nargs="+", default=[10.0], help="requests a second")
+    parser.add_argument("--together", action="store_true", help="start all systems at once")
+    parser.add_argument("--wait-for", type=Path, help="a file: started together, measured then")
     numbers: dict[str, int | float] = {
         "instances": 1,
         "lora_server": 1,
         "adapters": 24,
+        "cold": 0,  # more of them, asked at the end
+        "warm": 0,  # the first of both, asked before: those that must go wait in host memory
         "coupled_loras": 6,  # on each of instances + lora_server devices
         "max_loras": 24,  # attention parts on an instance
         "server_loras": 24,
         "max_lora_rank": 16,
-        "rate": 10.0,
         "seconds": 20.0,
+        "patience": 120.0,  # seconds until what is late is aborted
         "zipf": 1.2,
         "prompt_tokens": 24,
         "output_tokens": 24,
         "max_model_len": 256,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
+        "kv_cache_gb": 0.0,  # 0: what the engine takes
         "slo_ttft": 0.25,
         "slo_tpot": 0.1,
     }
@@ -209,29 +242,31 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure every system, write a JSON after each, and at last the plot."""
+    """Measure every system, write a JSON after each row, and at last the plot."""
     options = parse_args()
-    device = jax.devices()[0]
-    kind = "cpu" if device.platform == "cpu" else device.device_kind.lower().replace(" ", "_")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # or stopped processes would stay
     result: dict[str, Any] = {
-        "device": f"{platform.machine()}, {os.cpu_count()} cores" if kind == "cpu" else kind,
+        "date": time.strftime("%Y-%m-%d"),
         "options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
         "load_average_at_start": os.getloadavg()[0],
         "rows": [],
     }
     options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"ablation_{kind}.json"
+    path = options.out / "ablation.json"
     with tempfile.TemporaryDirectory() as folder:
-        sources = options.sources or Path(options.model, "adapters")
-        adapters = write_adapters(sources, Path(folder), options.adapters)
-        for name in options.systems:
-            row = run(options, name, adapters)
+        adapters = adapters_of(options, Path(folder))
+        for row in measure_all(options, adapters):
             result["rows"].append(row)
             print(json.dumps(row), flush=True)
             path.write_text(json.dumps(result, indent=2) + "\n")
-    from bench.report import plot_ablation  # here: a machine that measures may have no matplotlib
 
-    plot_ablation(result, path.with_suffix(".png"))
+
+def adapters_of(options: argparse.Namespace, folder: Path) -> dict[str, str]:
+    """Return the folders of the adapters, written under `folder`."""
+    count = options.adapters + options.cold
+    if options.rank is not None:
+        return make_adapters(read_config(Path(options.model)), folder, count, options.rank)
+    return write_adapters(options.sources or Path(options.model, "adapters"), folder, count)
 
 
 if __name__ == "__main__":

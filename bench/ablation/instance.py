@@ -1,5 +1,6 @@
 """An LLM instance in a process of its own, without HTTP: jobs come in, times go out."""
 
+import contextlib
 import dataclasses
 import logging
 import multiprocessing
@@ -10,12 +11,14 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import jax
+
 from serving import Engine, FinishReason, Sampling
-from serving.cluster.instance_process import ServerPlace, server_access
+from serving.cluster.server_place import ServerPlace, server_access
 from serving.lora_server.calls import Caller
 from serving.role_gpu import use_gpu
 
-_READY = "ready"
+_ABORT = "abort"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,47 +44,48 @@ class Setup:
 
 
 class Instance:
-    """A running instance; `on_told` is called on a thread."""
+    """A running instance."""
 
-    def __init__(
-        self,
-        setup: Setup,
-        serve_leases: Callable[[str, Connection], object] | None,
-        on_told: Callable[[Told], None],
-    ):
+    def __init__(self, setup: Setup, serve_leases: Callable[[str, Connection], object] | None):
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         leases, their_leases = context.Pipe() if setup.place else (None, None)
         process = context.Process(target=_main, args=(theirs, their_leases, setup), daemon=True)
         process.start()
-        self._process, self._on_told = process, on_told
+        self._process, self.pid = process, process.pid or 0
+        self.device = ""  # its kind, when it is ready
         theirs.close()
         if leases is not None and their_leases is not None and serve_leases is not None:
             their_leases.close()
             serve_leases(f"instance-{setup.number} of process {process.pid}", leases)
-        self._thread = threading.Thread(target=self._listen, daemon=True)
 
-    def wait_ready(self) -> None:
-        """Return when jobs may come. Raises EOFError if the process ended instead."""
-        assert self._connection.recv() == _READY
-        self._thread.start()
+    def wait_ready(self, on_told: Callable[[Told], None]) -> None:
+        """Return when jobs may come, of which `on_told` is told on a thread.
+
+        Raises EOFError if the process ended instead.
+        """
+        self.device = self._connection.recv()
+        threading.Thread(target=self._listen, args=(on_told,), daemon=True).start()
 
     def send(self, job: int, prompt: list[int], adapter: str, max_tokens: int) -> None:
         """Queue a job."""
         self._connection.send((job, prompt, adapter, max_tokens))
 
+    def abort(self) -> None:
+        """End the jobs that have not ended."""
+        self._connection.send(_ABORT)
+
     def close(self) -> None:
-        """End the process."""
-        self._connection.send(None)
+        """End the process, which may have ended."""
+        with contextlib.suppress(OSError):
+            self._connection.send(None)
         self._process.join(60)
         self._process.kill()
 
-    def _listen(self) -> None:
-        try:
+    def _listen(self, on_told: Callable[[Told], None]) -> None:
+        with contextlib.suppress(EOFError, OSError):
             while True:
-                self._on_told(self._connection.recv())
-        except (EOFError, OSError):
-            pass
+                on_told(self._connection.recv())
 
 
 class _Answer:
@@ -98,12 +102,13 @@ class _Answer:
             self._first = now
         self._tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
-            error = delta.error if delta.finish_reason is FinishReason.ERROR else None
+            bad = delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)
+            error = (delta.error or str(delta.finish_reason)) if bad else None
             self._tell(Told(self._job, self._first, now, self._tokens, error))
 
 
 def _main(connection: Connection, leases: Connection | None, setup: Setup) -> None:
-    logging.basicConfig(level=logging.WARNING)
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {setup.number} %(message)s")
     use_gpu(setup.number)
     access = None
     if setup.place is not None and leases is not None:
@@ -116,10 +121,15 @@ def _main(connection: Connection, leases: Connection | None, setup: Setup) -> No
             connection.send(told)
 
     with Engine(setup.model, setup.adapters, lora_server=access, **setup.engine) as engine:
-        connection.send(_READY)
+        connection.send(jax.devices()[0].device_kind)
+        asked: list[str] = []
         while (message := connection.recv()) is not None:
+            if message == _ABORT:
+                for request_id in asked:
+                    engine.abort(request_id)
+                continue
             job, prompt, adapter, max_tokens = message
             sampling = Sampling(
                 max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False
             )
-            engine.submit(prompt, adapter, sampling, on_output=_Answer(job, tell))
+            asked.append(engine.submit(prompt, adapter, sampling, on_output=_Answer(job, tell)))

@@ -1,18 +1,29 @@
-"""Requests of an ablation run, and adapters for them: the same for every row."""
+"""Requests of an ablation run, and adapters for them: the same for every system."""
 
+import csv
 import dataclasses
+import gzip
+import json
+import os
 import shutil
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from lora_jax.config import ModelConfig
+
 VOCAB = 200  # token ids of the prompts, which mean nothing
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+
+Lengths = tuple[tuple[int, int], ...]  # (prompt, answer) of real requests
 
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """Poisson arrivals; adapters by Zipf, prompts and answers of lognormal lengths."""
+    """Poisson arrivals; adapters by Zipf, prompts and answers of lognormal or given lengths."""
 
     rate: float  # requests a second
     seconds: float
@@ -21,6 +32,8 @@ class Load:
     prompt_tokens: int = 24  # median
     output_tokens: int = 24
     seed: int = 0
+    lengths: Lengths = ()  # to be drawn from instead
+    vocab: int = VOCAB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,14 +59,28 @@ def jobs(load: Load, longest: int) -> list[Job]:
     popularity /= popularity.sum()
     found = []
     for at in arrivals[arrivals < load.seconds]:
-        lengths = [
-            int(np.clip(rng.lognormal(np.log(median), 0.6), 4, longest // 2))
-            for median in (load.prompt_tokens, load.output_tokens)
-        ]
+        num_prompt, num_output = _lengths(load, longest, rng)
         adapter = adapter_name(int(rng.choice(load.adapters, p=popularity)))
-        prompt = rng.integers(4, VOCAB, lengths[0]).tolist()
-        found.append(Job(float(at), adapter, prompt, lengths[1]))
+        prompt = rng.integers(4, load.vocab, num_prompt).tolist()
+        found.append(Job(float(at), adapter, prompt, num_output))
     return found
+
+
+def _lengths(load: Load, longest: int, rng: np.random.Generator) -> tuple[int, int]:
+    if load.lengths:
+        num_prompt, num_output = load.lengths[rng.integers(len(load.lengths))]
+        num_output = max(1, min(num_output, longest // 2))
+        return max(1, min(num_prompt, longest - num_output)), num_output
+    medians = load.prompt_tokens, load.output_tokens
+    drawn = [int(np.clip(rng.lognormal(np.log(m), 0.6), 4, longest // 2)) for m in medians]
+    return drawn[0], drawn[1]
+
+
+def read_lengths(path: Path) -> Lengths:
+    """Return the lengths in a trace of Azure's (ContextTokens, GeneratedTokens), gzipped CSV."""
+    with gzip.open(path, "rt") as file:
+        rows = csv.DictReader(file)
+        return tuple((int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in rows)
 
 
 def write_adapters(sources: Path, folder: Path, count: int) -> dict[str, str]:
@@ -69,4 +96,55 @@ def write_adapters(sources: Path, folder: Path, count: int) -> dict[str, str]:
         scaled = {k: (v.astype(np.float32) * scale).astype(v.dtype) for k, v in tensors.items()}
         save_file(scaled, target / "adapter_model.safetensors")
         found[target.name] = str(target)
+    return found
+
+
+def make_adapters(config: ModelConfig, folder: Path, count: int, rank: int) -> dict[str, str]:
+    """Write `count` random adapters of attention and experts, bfloat16; return their folders.
+
+    They share one file of matrices, of which each has its own multiple: what is read, hashed and
+    kept of every one is what it would be, but the disk holds it once.
+    """
+    rng = np.random.default_rng(0)
+    tensors = {}
+    for path, (d_out, d_in) in _linears(config).items():
+        for part, shape in (("A", (rank, d_in)), ("B", (d_out, rank))):
+            drawn = rng.standard_normal(shape, np.float32) * np.float32(0.5 * shape[1] ** -0.5)
+            name = f"base_model.model.model.layers.{path}.lora_{part}.weight"
+            tensors[name] = drawn.astype(ml_dtypes.bfloat16)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "matrices.safetensors", metadata={"format": "pt"})
+    found = {}
+    for number in range(count):
+        target = folder / adapter_name(number)
+        target.mkdir()
+        os.link(folder / "matrices.safetensors", target / "adapter_model.safetensors")
+        said = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "r": rank,
+            "lora_alpha": rank * (1 + number / 1024),
+            "target_modules": [*_ATTENTION, *_EXPERTS],
+            "bias": "none",
+        }
+        (target / "adapter_config.json").write_text(json.dumps(said))
+        found[target.name] = str(target)
+    return found
+
+
+def _linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Return (d_out, d_in) of every linear map of attention and experts, by its place."""
+    assert config.moe is not None, "a model with experts"
+    hidden, width = config.hidden_size, config.moe.intermediate_size
+    heads = config.num_heads * config.head_dim
+    kv = config.num_kv_heads * config.head_dim
+    attention = ((heads, hidden), (kv, hidden), (kv, hidden), (hidden, heads))
+    experts = ((width, hidden), (width, hidden), (hidden, width))
+    found = {}
+    for layer in range(config.num_layers):
+        for name, shape in zip(_ATTENTION, attention, strict=True):
+            found[f"{layer}.self_attn.{name}"] = shape
+        for expert in range(config.moe.num_experts):
+            for name, shape in zip(_EXPERTS, experts, strict=True):
+                found[f"{layer}.mlp.experts.{expert}.{name}"] = shape
     return found

@@ -4,13 +4,15 @@ Layers of Mixtral 8x7B's shape with adapters of rank 64 of all three matrices of
 (InfiniLoRA, Table 4): every (token, expert) row goes to the server over NVLink before the base
 computation, and its deltas, in bfloat16, are added behind it. Every GPU has a process of its own
 and is an instance or a rank of the server; both are programs of jax whose exchanges are custom
-calls.
+calls. Processes that share a GPU (`--gpus 0 0 1`) take turns of it, as the driver gives them.
 
 Rows per layer, microseconds. `receive`: both requests of a layer and an empty answer. `send`: what
 answers of the full size add to that. `lora`: what the adapters' products add to that. `exchange`:
 all of it, one after the other. `base`: the experts' three matrices, as batched products of equal
 groups. `overlap`: base and exchange as they are served; of several instances the slowest one's.
-`exposed`: overlap less base. Plans with some of their ranks leave the rows of the others out.
+`exposed`: overlap less base. `overlap_echo` and `overlap_refused`: overlap while servers send back
+what nobody computed, or nothing: what its own pushes and sums cost the instance. Plans with some of
+their ranks leave the rows of the others out.
 """
 
 import argparse
@@ -25,8 +27,7 @@ from bench.lora_server.plans import ECHO, LORA, PLANS, REFUSE, Case, Plan, mixtr
 from bench.lora_server.timeline import shown
 from bench.lora_server.worker import ProcessWorker, Worker, all_of
 
-REFUSED = 3  # serving.transport.base.Status
-_SETTLE_S = 0.05  # programs that were enqueued with the last mode end
+_STATUS = {LORA: 0, ECHO: 0, REFUSE: 3}  # serving.transport.base.Status, by what servers do
 
 
 class Bench:
@@ -35,7 +36,7 @@ class Bench:
     def __init__(self, workers: Sequence[Worker], folder: str, case: Case):
         self.workers, self.case = workers, case
         self._folder, self._meetings = folder, 0
-        self._base: dict[tuple[Case, int], float] = {}
+        self._base: dict[tuple[Case, int, int], float] = {}
 
     def set_case(self, case: Case) -> None:
         """Measure another case from now on."""
@@ -43,15 +44,16 @@ class Bench:
         all_of([worker.start("set_case", case) for worker in self.workers])
 
     def measure(self, plan: Plan, tokens: int) -> dict:
-        """Return the plan's row: instances on the first GPUs, servers on those behind them."""
-        instances = self.workers[: plan.instances]
-        servers = self.workers[plan.instances : plan.gpus]
-        found: dict = {"base": self._base_us(tokens)}
+        """Return the plan's row."""
+        instances, servers = self._roles(plan)
+        found: dict = {"base": self._base_us(tokens, instances)}
         try:
             self._connect(plan, tokens, instances, servers)
-            if plan.instances == plan.senders == 1:
+            if plan.instances == 1:
                 found |= self._parts(instances[0], servers)
             found |= self._overlap(instances)
+            if plan.instances == 1:
+                found |= self._own(instances, servers)
         finally:
             for group in (instances, servers):
                 all_of([worker.start("leave") for worker in group])
@@ -61,8 +63,7 @@ class Bench:
 
     def trace(self, plan: Plan, tokens: int, out: Path) -> None:
         """Write what ran on the first instance and the first rank, overlapped, as text."""
-        instances = self.workers[: plan.instances]
-        servers = self.workers[plan.instances : plan.gpus]
+        instances, servers = self._roles(plan)
         try:
             self._connect(plan, tokens, instances, servers)
             all_of([worker.start("warm_overlap") for worker in instances])
@@ -80,10 +81,17 @@ class Bench:
             for group in (instances, servers):
                 all_of([worker.start("leave") for worker in group])
 
-    def _base_us(self, tokens: int) -> float:
-        if (self.case, tokens) not in self._base:
-            self._base[self.case, tokens] = self.workers[0].call("base", tokens)
-        return self._base[self.case, tokens]
+    def _roles(self, plan: Plan) -> tuple[Sequence[Worker], Sequence[Worker]]:
+        """Return instances, the first workers, and servers, the last."""
+        return self.workers[: plan.instances], self.workers[-plan.servers :]
+
+    def _base_us(self, tokens: int, instances: Sequence[Worker]) -> float:
+        """Return the slowest instance's base, all at the same time: some may share a GPU."""
+        known = self.case, tokens, len(instances)
+        if known not in self._base:
+            all_of([worker.start("base", tokens) for worker in instances])  # compiles
+            self._base[known] = max(all_of([worker.start("base", tokens) for worker in instances]))
+        return self._base[known]
 
     def _connect(
         self, plan: Plan, tokens: int, instances: Sequence[Worker], servers: Sequence[Worker]
@@ -110,25 +118,32 @@ class Bench:
         """Return the rows of Table 4, by what each thing that servers do adds."""
         found: dict = {"error": instance.call("error")}
         took = {}
-        for mode in (LORA, ECHO, REFUSE):
-            for worker in servers:
-                worker.call("set_mode", mode)
-            time.sleep(_SETTLE_S)
+        for mode in (ECHO, REFUSE, LORA):
+            self._set_mode(servers, mode)
             took[mode], status = instance.call("exchange")
-            if status != (REFUSED if mode == REFUSE else 0):
+            if status != _STATUS[mode]:
                 raise RuntimeError(f"status {status} when servers do {mode}")
-        for worker in servers:
-            worker.call("set_mode", LORA)
-        time.sleep(_SETTLE_S)
         found |= {"receive": took[REFUSE], "send": took[ECHO] - took[REFUSE]}
         return found | {"lora": took[LORA] - took[ECHO], "exchange": took[LORA]}
 
-    def _overlap(self, instances: Sequence[Worker]) -> dict:
+    def _overlap(self, instances: Sequence[Worker], mode: int = LORA) -> dict:
         all_of([worker.start("warm_overlap") for worker in instances])
         results = all_of([worker.start("overlap") for worker in instances])
-        if any(status for _, status in results):
+        if any(status != _STATUS[mode] for _, status in results):
             raise RuntimeError(f"statuses {[status for _, status in results]} of overlap")
         return {"overlap": max(took for took, _ in results), "waited": instances[0].call("waited")}
+
+    def _own(self, instances: Sequence[Worker], servers: Sequence[Worker]) -> dict:
+        """Return a layer's time when servers echo, or refuse: what is left is the instance's."""
+        found = {}
+        for name, mode in (("overlap_echo", ECHO), ("overlap_refused", REFUSE)):
+            self._set_mode(servers, mode)
+            found[name] = self._overlap(instances, mode)["overlap"]
+        return found
+
+    def _set_mode(self, servers: Sequence[Worker], mode: int) -> None:
+        for worker in servers:
+            worker.call("set_mode", mode)
 
 
 def rows_of_table(
@@ -173,12 +188,13 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, nargs="+", default=[256, 512])
     parser.add_argument("--plans", nargs="+", default=list(PLANS), help="names, in this order")
     parser.add_argument("--seconds", type=float, default=600.0, help="no new row after that")
-    parser.add_argument("--gpus", type=int, help="how many; all of the host by default")
+    parser.add_argument("--gpus", type=int, nargs="+", help="a process for each of these numbers")
     parser.add_argument("--trace", nargs="+", default=[], help="plans to write down what ran of")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     end, case = time.monotonic() + options.seconds, mixtral(options.adapters[0])
-    workers = [ProcessWorker(case, gpu) for gpu in range(options.gpus or count_gpus())]
+    options.gpus = options.gpus or list(range(count_gpus()))
+    workers = [ProcessWorker(case, gpu) for gpu in options.gpus]
     try:
         for worker in workers:
             worker.wait_ready()
@@ -192,9 +208,10 @@ def main() -> None:
 def _measure_all(bench: Bench, options: argparse.Namespace, end: float) -> None:
     case, plans = bench.case, [PLANS[name] for name in options.plans]
     result: dict = {
-        "device": f"{len(bench.workers)} x {bench.workers[0].call('kind')}",
+        "device": f"{len(set(options.gpus))} x {bench.workers[0].call('kind')}",
         "shape": f"{case.name}, rank {case.rank}, Zipf 1.2, {case.layers} layers",
         "date": time.strftime("%Y-%m-%d"),
+        "gpus": options.gpus,  # of the workers: instances first, servers last
         "rows": [],
     }
     for adapters in options.adapters:

@@ -23,6 +23,7 @@ LIMIT_S = 2.0  # for a wait: a hang ends, and is told by the statuses
 FEW, CALLS, SAMPLES = 8, 25, 5  # calls of a program, and how often they are timed
 _AHEAD = 2  # copies of a server's program: one is enqueued while the other one runs
 _CHECKED = 8  # rows
+_MODE_S = 30.0  # for a server's programs to end
 
 
 class Gpu:
@@ -35,6 +36,7 @@ class Gpu:
         self._closing = contextlib.ExitStack()
         self._clients: list[DeviceClient] = []
         self.mode: Any = None
+        self._turns = 0  # programs that were enqueued
 
     def kind(self) -> str:
         """Return what the GPU is called."""
@@ -81,8 +83,14 @@ class Gpu:
         self._closing.callback(server.close)
 
     def set_mode(self, mode: int) -> None:
-        """Refuse, echo or compute, in programs that are enqueued from now on."""
+        """Refuse, echo or compute, in every message from now on."""
         self.mode = self._put(np.int32(mode))
+        # One more may have been on its way to the queue with the last mode.
+        enough, end = self._turns + _AHEAD + 1, time.monotonic() + _MODE_S
+        while self._turns < enough:
+            if time.monotonic() > end:
+                raise RuntimeError(f"the server's programs have not ended in {_MODE_S} s")
+            time.sleep(0.001)
 
     def _run(self, steps: list[Callable], tickets: list, stopping: threading.Event) -> None:
         """Enqueue the programs in turn, each when its last run has ended."""
@@ -92,6 +100,7 @@ class Gpu:
                 place, turn = turn % len(steps), turn + 1
                 tickets[place].block_until_ready()
                 tickets[place] = steps[place](tickets[place], self._pools, self.mode)
+                self._turns += 1
             jax.block_until_ready(tickets)
 
     # An instance.
@@ -104,7 +113,7 @@ class Gpu:
                 self._join(plan, tokens, paths, plan.aside) for _ in range(plan.senders)
             ]
             # Alone there is nothing to push beside, and the whole program may be one graph.
-            alone = self._join(plan, tokens, paths, aside=False)
+            alone = [self._join(plan, tokens, paths, aside=False) for _ in range(plan.senders)]
             self._set_batch(plan, tokens, seed)
             self._exchange = programs.program(programs.exchange_layer(alone))
             self._overlap = programs.program(programs.overlap_layer(self._clients))

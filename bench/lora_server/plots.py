@@ -9,6 +9,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
+from bench.lora_server.plans import PLANS
+
 PARTS = {"receive": "#aec7e8", "lora": "#1f77b4", "send": "#9ecae1"}
 PAPER_US, BAR_US = 494, 250  # receive + LoRA + send, EP4 and 128 tokens
 EXPOSED_SHARE = 0.1  # of the base's time, at most
@@ -18,7 +20,7 @@ GREY, RED = "#9a9a9a", "#d62728"
 def plot_lora_server(result: dict[str, Any], path: Path) -> None:
     """Write one PNG: the exchange's parts (InfiniLoRA, Table 4), and layers with it behind them."""
     rows = [row for row in result["rows"] if "overlap" in row][::-1]
-    alone = [row for row in rows if "receive" in row]
+    alone = [row for row in rows if "receive" in row and PLANS[row["plan"]].senders == 1]
     height = 0.3 * len(rows) + 1.2
     fig, (left, right) = plt.subplots(1, 2, figsize=(12, height), gridspec_kw={"wspace": 1.0})
     _plot_parts(left, alone)

@@ -161,16 +161,18 @@ def base_layer(x, gate, up, w, layer, rows) -> tuple:
     return bounded(experts_matmul(inner, w["down"])), gate, up, ()
 
 
-def exchange_layer(client: AbstractClient) -> OneLayer:
-    """The two exchanges alone, one after the other."""
+def exchange_layer(clients: Sequence[AbstractClient]) -> OneLayer:
+    """The two exchanges alone, one after the other; those of all clients at the same moment."""
 
     def layer_step(x, gate, up, w, layer, rows):
         del w
-        x = client.push(x, GATE_UP, layer, rows)
-        (gate, up), first = client.wait_add((gate, up), x, GATE_UP, rows)
-        inner = client.push(gate, DOWN, layer, rows)
-        (x,), second = client.wait_add((x,), inner, DOWN, rows)
-        return x, inner, up, (first, second)
+        for client in clients:
+            x = client.push(x, GATE_UP, layer, rows)
+        (gate, up), first = _wait_all(clients, (gate, up), x, GATE_UP, rows)
+        for client in clients:
+            gate = client.push(gate, DOWN, layer, rows)
+        (x,), second = _wait_all(clients, (x,), gate, DOWN, rows)
+        return x, gate, up, first + second
 
     return layer_step
 
@@ -182,23 +184,29 @@ def overlap_layer(clients: Sequence[AbstractClient]) -> OneLayer:
     """
 
     def layer_step(x, gate, up, w, layer, rows):
-        worst = []
         for client in clients:
             x = client.push(x, GATE_UP, layer, rows)
         y = experts_matmul(x, w["gate"]), experts_matmul(x, w["up"])
-        for client in clients:
-            y, status = client.wait_add(y, x, GATE_UP, rows)
-            worst.append(status)
+        y, first = _wait_all(clients, y, x, GATE_UP, rows)
         inner = jax.nn.silu(y[0]) * y[1]
         for client in clients:
             inner = client.push(inner, DOWN, layer, rows)
         y = (experts_matmul(inner, w["down"]),)
-        for client in clients:
-            y, status = client.wait_add(y, inner, DOWN, rows)
-            worst.append(status)
-        return bounded(y[0]), gate, up, worst
+        y, second = _wait_all(clients, y, inner, DOWN, rows)
+        return bounded(y[0]), gate, up, first + second
 
     return layer_step
+
+
+def _wait_all(
+    clients: Sequence[AbstractClient], ys: tuple, keep: jax.Array, site: int, rows: PushRows
+) -> tuple[tuple, list[jax.Array]]:
+    """Return ys with every client's answer added, and the statuses."""
+    statuses = []
+    for client in clients:
+        ys, status = client.wait_add(ys, keep, site, rows)
+        statuses.append(status)
+    return ys, statuses
 
 
 def bounded(x: jax.Array) -> jax.Array:

@@ -6,8 +6,9 @@ import socket
 from contextlib import ExitStack
 
 from serving import logs
-from serving.cluster.local import LocalCluster, server_spec
+from serving.cluster.local import LocalCluster
 from serving.cluster.proxy import Proxy
+from serving.cluster.server_place import server_spec
 from serving.http.uvicorn_server import AnnouncingServer, uvicorn_config
 from serving.lora_server.spec import ServerSpec, design
 from serving.options import Options

@@ -1,7 +1,6 @@
 """One LLM instance as a process of its own, and the handle of who started it."""
 
 import contextlib
-import dataclasses
 import logging
 import multiprocessing
 import os
@@ -14,29 +13,17 @@ from multiprocessing.connection import Connection
 
 from serving import logs
 from serving.child_process import AbstractChild
-from serving.cluster.config import ClusterConfig
-from serving.lora_server.calls import Caller, RemoteLeases
-from serving.lora_server.instance import ServerAccess
-from serving.lora_server.spec import ServerSpec
+from serving.cluster.server_place import ServerPlace, server_access
+from serving.lora_server.calls import Caller
 from serving.options import Options
 from serving.role_gpu import use_gpu
 from serving.serve import StartError, serve
-from serving.transport import carriers
 
 logger = logging.getLogger(__name__)
 
 _START_S = 600.0  # to load a model and compile, on a slow machine
 _END_S = 45.0  # uvicorn lets running requests end
 _READY = b"ready"
-
-
-@dataclasses.dataclass(frozen=True)
-class ServerPlace:
-    """Where the LoRA Server's ranks listen, and how it is used."""
-
-    spec: ServerSpec
-    paths: tuple[str, ...]
-    cluster: ClusterConfig
 
 
 class InstanceProcess(AbstractChild):
@@ -109,19 +96,6 @@ def instance_main(
     except StartError as error:
         logger.error("Instance %d: %s", number, error)
         raise SystemExit(1) from None
-
-
-def server_access(place: ServerPlace, caller: Caller, name: str) -> ServerAccess:
-    """Return how the instance of this name reaches the server at a place; leases by `caller`."""
-    return ServerAccess(
-        place.spec,
-        name,
-        RemoteLeases(caller),
-        lambda terms: carriers.open_client(place.paths, terms, place.spec.carrier),
-        place.cluster.lora_server_wait_s,
-        place.cluster.local_expert_slots,
-        place.cluster.lora_overlap,
-    )
 
 
 def _announce(life: Connection) -> None:

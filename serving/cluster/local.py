@@ -9,58 +9,18 @@ import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from lora_jax.models.checkpoint import Checkpoint
-from lora_jax.models.loader import checkpoint_dtype, read_config
-from lora_jax.placement.chooser import default_placement
-from lora_jax.placement.shape import adapter_shape
-from serving.cluster.config import ClusterConfig
-from serving.cluster.instance_process import InstanceProcess, ServerPlace
+from serving.cluster.instance_process import InstanceProcess
 from serving.cluster.router import Router
-from serving.config import EngineConfig
+from serving.cluster.server_place import ServerPlace
 from serving.lora_server.calls import serve_leases
 from serving.lora_server.group import ServerGroup
-from serving.lora_server.spec import ServerSpec, design
+from serving.lora_server.spec import ServerSpec
 from serving.options import Options
 
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.5  # the watch looks at least so often whether it is to end
 _RESTART_S = 1.0  # after an instance that did not come back
-
-
-def server_spec(engine: EngineConfig, cluster: ClusterConfig) -> ServerSpec | None:
-    """Return the LoRA Server that the options ask for, None without one.
-
-    Raises ValueError for what is impossible, and says what to change.
-    """
-    if not cluster.lora_server:
-        return None
-    folder, ranks = Path(engine.model), cluster.lora_server
-    config, files = read_config(folder), Checkpoint(folder)
-    dtype = engine.dtype if engine.dtype != "auto" else checkpoint_dtype(config, files).name
-    adapters = cluster.lora_server_adapters or engine.max_loras * cluster.instances
-    if adapters < engine.max_loras:
-        raise ValueError(
-            f"The LoRA Server would hold {adapters} adapters, but a batch may use "
-            f"{engine.max_loras}; raise --lora-server-adapters or lower --max-loras."
-        )
-    shape = adapter_shape(config, adapters, engine.max_lora_rank, 4)
-    assert config.moe is not None, "a shape of experts without experts"
-    placement = cluster.placement or default_placement(shape, ranks, ranks).name.lower()
-    spec = ServerSpec(
-        model=engine.model,
-        dtype=dtype,
-        placement=placement,
-        ranks=ranks,
-        num_adapters=adapters,
-        max_rank=engine.max_lora_rank,
-        max_rows=engine.max_num_batched_tokens * config.moe.top_k,
-        layerwise=cluster.layerwise_loading,
-        carrier=cluster.lora_server_carrier,
-        implementation=None if cluster.lora_kernel == "fast" else cluster.lora_kernel,
-    )
-    design(spec)
-    return spec
 
 
 class LocalCluster:

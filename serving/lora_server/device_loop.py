@@ -10,6 +10,7 @@ its ticket where it was.
 import dataclasses
 import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +66,9 @@ class DeviceLoop:
         self._limits: dict[float, Array] = {}
         self._table: RankTable | None = None
         self._known: tuple[int, int] | None = None  # the rank's changes and the version in it
+        distinct = list(dict.fromkeys(self._programs))
+        with ThreadPoolExecutor(len(distinct)) as pool:  # each takes seconds to compile
+            list(pool.map(self._compile, distinct))
         for _ in range(_AHEAD):
             self.turn(0, 0.0)
         self.drain()
@@ -90,6 +94,11 @@ class DeviceLoop:
         """Return what all programs under way say, when they have ended."""
         said = [self._read((self._turns + place) % _AHEAD) for place in range(_AHEAD)]
         return [outcome for outcome in said if outcome is not None]
+
+    def _compile(self, program: Callable) -> None:
+        """Compile a program by running it on nothing."""
+        ticket, no_time = self._put(np.zeros(8, np.int32)), self._put(np.int32(0))
+        jax.block_until_ready(program(self._rank.slots, self._current(0), ticket, no_time))
 
     def _read(self, place: int) -> Outcome | None:
         """Return what a program under way says when it has ended; None: there is nothing to say."""
@@ -130,9 +139,8 @@ def _program(rank: ServerRank, plan: ServerPlan, server: DeviceServer) -> Callab
             for site in SITES
             for rows in buckets
         ]
-        say = functools.partial(_say, server)
         arguments = (slots, message, layer, row_to_slot, verdict)
-        info = jax.lax.switch(branch, [say, *answers], *arguments)
+        info = jax.lax.switch(branch, [_leave, *answers], *arguments)
         return info.at[_VERDICT].set(verdict)
 
     return serve_one
@@ -141,7 +149,11 @@ def _program(rank: ServerRank, plan: ServerPlan, server: DeviceServer) -> Callab
 def judge(
     rank: ServerRank, table: RankTable, message: Arrived, layer: Int[Array, ""]
 ) -> tuple[Int[Array, ""], Int[Array, "max_rows"]]:
-    """Return the verdict on a message, as RankServer gives it, and the slots of its rows."""
+    """Return whether a message is answered or left to the host, and the slots of its rows.
+
+    Nothing is refused here: the table is that of when the program was enqueued, and an adapter may
+    have come since. The host, which knows, answers or refuses what is left.
+    """
     shard = rank.shard
     real = jnp.arange(message.adapters.shape[0]) < message.rows
     place = jnp.where(real, message.adapters % len(table.numbers), 0)
@@ -150,15 +162,13 @@ def judge(
     here = jnp.isin(layer, jnp.asarray(shard.layers, jnp.int32))
     well = jnp.all(mine | ~real) & here & (message.table_version <= table.version)
     ready = jnp.all((table.num_ready[place] > layer) | ~real)
-    verdict = jnp.where(well, jnp.where(ready, Verdict.ANSWER, Verdict.LEAVE), Verdict.REFUSE)
+    verdict = jnp.where(well & ready, Verdict.ANSWER, Verdict.LEAVE)
     return verdict.astype(jnp.int32), jnp.where(real, table.slots[place], _NOBODY)
 
 
-def _say(server: DeviceServer, slots, message: Arrived, layer, row_to_slot, verdict) -> Array:
-    """Refuse a message or leave it; nothing where there is none."""
-    del slots, layer, row_to_slot
-    for site in SITES:
-        message = server.answer(message, verdict, (), site)
+def _leave(slots, message: Arrived, layer, row_to_slot, verdict) -> Array:
+    """Do nothing: there is no message, or it is the host's."""
+    del slots, layer, row_to_slot, verdict
     return message.info
 
 

@@ -40,6 +40,7 @@ class ServerAccess:
     wait_s: float = 0.5  # bound of one exchange
     local_slots: int = 0  # adapters whose experts the instance can take over when it is lost
     overlap: bool = True  # exchanges behind the base's computation
+    prefetch: bool = True  # an adapter is asked for when its request is queued
 
 
 class InstanceSide:
@@ -52,14 +53,16 @@ class InstanceSide:
         instance: str,
         num_slots: int,
         num_local: int = 0,
+        *,
+        prefetch: bool = True,
     ):
         """`instance` is a name of its own, `num_slots` are the engine's own LoRA slots.
 
-        Of these `num_local` are for adapters with their experts.
+        Of these `num_local` are for adapters with their experts. For `prefetch` see Leases.
         """
         self.link, self.num_local = link, num_local
         self.wake: Callable[[], None] = lambda: None  # called when there is news
-        self._leases = Leases(leases, instance, lambda: self.wake())
+        self._leases = Leases(leases, instance, lambda: self.wake(), prefetch=prefetch)
         self._numbers = np.full(num_slots, LOCAL, np.int32)
         self._version = 0
         self._changed = False
@@ -188,7 +191,10 @@ def connect(access: ServerAccess, config: EngineConfig, dtype: str) -> InstanceS
     client.set_limit(access.wait_s)
     local = access.local_slots
     link = ServerLink(made.plan, client, has_local=local > 0, overlap=access.overlap)
-    return InstanceSide(link, access.leases, access.instance, config.max_loras + local, local)
+    slots = config.max_loras + local
+    return InstanceSide(
+        link, access.leases, access.instance, slots, local, prefetch=access.prefetch
+    )
 
 
 def keep_local(weights: AnyWeights) -> AnyWeights:

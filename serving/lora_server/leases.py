@@ -23,6 +23,7 @@ class _Wanted:
 
     folder: str
     requests: int = 0
+    asked: bool = False  # since the last request came
     lease: Lease | None = None
     error: str | None = None
 
@@ -31,10 +32,19 @@ class Leases:
     """Which adapters an instance may send rows of; any thread may call it."""
 
     def __init__(
-        self, source: LeaseSource, instance: str, on_change: Callable[[], None] = lambda: None
+        self,
+        source: LeaseSource,
+        instance: str,
+        on_change: Callable[[], None] = lambda: None,
+        *,
+        prefetch: bool = True,
     ):
-        """`on_change` is called, on the thread, whenever a lease came or was refused."""
+        """`on_change` is called, on the thread, whenever a lease came or was refused.
+
+        Without `prefetch` a lease is asked for when `get` is first called: for comparison only.
+        """
         self._source, self._instance, self._on_change = source, instance, on_change
+        self._prefetch = prefetch
         self._lock = threading.Lock()
         self._wanted: dict[str, _Wanted] = {}
         self._work: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # digests to look at
@@ -47,7 +57,8 @@ class Leases:
         with self._lock:
             wanted = self._wanted.setdefault(digest, _Wanted(folder))
             wanted.requests += 1
-            if wanted.lease is None:
+            wanted.asked = self._prefetch
+            if wanted.lease is None and wanted.asked:
                 self._work.put(digest)
 
     def drop(self, digest: str) -> None:
@@ -62,7 +73,12 @@ class Leases:
         """Return the lease; None while there is none."""
         with self._lock:
             wanted = self._wanted.get(digest)
-            return None if wanted is None else wanted.lease
+            if wanted is None:
+                return None
+            if wanted.lease is None and not wanted.asked:
+                wanted.asked = True
+                self._work.put(digest)
+            return wanted.lease
 
     def take_errors(self) -> list[tuple[str, str]]:
         """Return, once, (digest, why) of the adapters that the server will not lease.

@@ -8,6 +8,8 @@ adapter's deltas.
 
 import dataclasses
 import functools
+import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -223,11 +225,14 @@ class ServerRank:
     def warm_up(self) -> None:
         """Compile everything that loading and requests will run."""
         self.slots = warm_up(self.slots)
-        for site in SITES:
-            for bucket in self.sizes.buckets:
-                x = np.zeros((bucket, self.width_in(site)), self.dtype)
-                nobody = np.full(bucket, -1, np.int32)
-                jax.block_until_ready(self.deltas(site, 0, x, nobody, nobody))
+        cases = list(itertools.product(SITES, self.sizes.buckets))
+        with ThreadPoolExecutor(len(cases)) as pool:  # each takes seconds to compile on a GPU
+            list(pool.map(self._compile, *zip(*cases, strict=True)))
+
+    def _compile(self, site: int, bucket: int) -> None:
+        x = np.zeros((bucket, self.width_in(site)), self.dtype)
+        nobody = np.full(bucket, -1, np.int32)
+        jax.block_until_ready(self.deltas(site, 0, x, nobody, nobody))
 
     def check_integrity(self) -> None:
         """Raise AssertionError when table, slots and allocator disagree."""

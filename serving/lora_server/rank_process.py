@@ -117,4 +117,5 @@ def _make_server(spec: ServerSpec, rank: int, socket_path: str) -> RankServer:
         made.catalogue,
         lambda: carriers.open_server(socket_path, made.terms, rank, spec.carrier),
         ReadLimits(max_rank=spec.max_rank),
+        spec.host_bytes,
     )

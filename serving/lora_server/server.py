@@ -23,6 +23,7 @@ from lora_jax.adapters.weights import AdapterWeights
 from lora_jax.typing import Array
 from serving.compile_counter import CompileCounter
 from serving.lora_server.device_loop import DeviceLoop, Outcome
+from serving.lora_server.host_parts import HostParts
 from serving.lora_server.rank import ServerRank
 from serving.lora_server.shards import ServerPlan, shard_part
 from serving.transport.base import AbstractServer, Request
@@ -53,8 +54,10 @@ class RankServer:
         catalogue: LoraCatalogue,
         make_transport: Callable[[], AbstractServer],
         limits: reader.ReadLimits | None = None,
+        host_bytes: int = 0,
     ):
-        """`catalogue` is the whole base model's, for reading adapters.
+        """`catalogue` is the whole base model's, for reading adapters, of which `host_bytes` are
+        kept in host memory for the next time.
 
         `make_transport` is called by `open`: a rank that has come back loads what it should hold
         before instances find it.
@@ -63,6 +66,7 @@ class RankServer:
         self._transport: AbstractServer | None = None
         self._programs: DeviceLoop | None = None  # where the carrier is the device's
         self._catalogue, self._limits = catalogue, limits
+        self._parts = HostParts(host_bytes)
         self._commands: queue.SimpleQueue[tuple[Callable[[], bool], Future[None]]] = (
             queue.SimpleQueue()
         )
@@ -90,7 +94,10 @@ class RankServer:
         ValueError when the files are refused, are not those of `digest`, or have no room, and
         ConnectionError when the rank has stopped.
         """
-        part = shard_part(self._read(folder, digest), self._rank.shard)
+        part = self._parts.get(digest)
+        if part is None:
+            part = shard_part(self._read(folder, digest), self._rank.shard)
+            self._parts.put(part)
 
         def start() -> bool:
             self._version = max(self._version, version)
@@ -174,7 +181,7 @@ class RankServer:
             self._answer(transport, *under_way.popleft())
 
     def _heed(self, transport: AbstractServer, outcome: Outcome | None) -> None:
-        """Count what a program did; what it left waits for a layer that is still on its way."""
+        """Count what a program did; what it left waits for a layer, or is not to be answered."""
         if outcome is None:
             return
         if outcome.verdict == Verdict.LEAVE:
@@ -183,8 +190,7 @@ class RankServer:
             if request is not None:
                 self._answer(transport, request, self._compute(request))
             return
-        self._answered += outcome.verdict == Verdict.ANSWER
-        self._refused += outcome.verdict == Verdict.REFUSE
+        self._answered += 1
 
     def _answer(
         self, transport: AbstractServer, request: Request, deltas: tuple[Array, ...] | None

@@ -28,6 +28,7 @@ class ServerSpec:
     max_rank: int
     max_rows: int  # (token, expert) rows of one message
     byte_budget: int | None = None  # of rank rows on each rank
+    host_bytes: int = 16 << 30  # of parts that each rank keeps in host memory
     layerwise: bool = True  # a cold adapter may be used from its first layer on
     implementation: str | None = None  # of ops.lora_gemm on the ranks; None: the fastest
     carrier: str = "auto"  # serving.transport.carriers

@@ -30,14 +30,19 @@ def open_server(path: str | Path, terms: Terms, rank: int, carrier: str = AUTO) 
     return device_memory.open_server(path, terms, rank, _ends())
 
 
-def open_client(paths: Sequence[str | Path], terms: Terms, carrier: str = AUTO) -> AbstractClient:
-    """Return a client of the servers at `paths`; see handshake.open_client for the errors."""
+def open_client(
+    paths: Sequence[str | Path], terms: Terms, carrier: str = AUTO, *, aside: bool = True
+) -> AbstractClient:
+    """Return a client of the servers at `paths`; see handshake.open_client for the errors.
+
+    For `aside`, which is for devices' memory, see DeviceClient.
+    """
     if carrier == NIXL:
         _require_host_memory()
         return nixl.open_client(paths, terms)
     if jax.default_backend() == "cpu":
         return shared_memory.open_client(paths, terms)
-    return device_memory.open_client(paths, terms, _ends())
+    return device_memory.open_client(paths, terms, _ends(), aside=aside)
 
 
 def _require_host_memory() -> None:

@@ -1,6 +1,8 @@
 """The ablation's requests are the same for every system, and its figures follow from the times."""
 
+import gzip
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,8 +10,19 @@ from safetensors.numpy import load_file, save_file
 
 from bench.ablation import __main__ as ablation
 from bench.ablation.instance import Told
-from bench.ablation.workload import Job, Load, jobs, write_adapters
+from bench.ablation.system import STEPS
+from bench.ablation.workload import (
+    Job,
+    Load,
+    jobs,
+    make_adapters,
+    read_lengths,
+    write_adapters,
+)
 from bench.report import plot_ablation
+from lora_jax.adapters import reader
+from lora_jax.models import model_class
+from lora_jax.models.loader import read_config
 from serving.cluster.config import ClusterConfig
 
 
@@ -36,10 +49,65 @@ def test_adapters_are_copies_that_differ(tmp_path):
     assert values == [1, 1 + 1 / 1024, 1 + 2 / 1024]
 
 
-def test_every_switch_is_a_flag_and_the_last_system_has_none_off():
-    for name, switches in ablation.STEPS.items():
+def test_lengths_are_those_of_a_trace(tmp_path):
+    with gzip.open(tmp_path / "trace.csv.gz", "wt") as file:
+        file.write("TIMESTAMP,ContextTokens,GeneratedTokens\nx,20,3\ny,900,50\n")
+    lengths = read_lengths(tmp_path / "trace.csv.gz")
+    assert lengths == ((20, 3), (900, 50))
+    work = jobs(Load(rate=20.0, seconds=5.0, adapters=2, lengths=lengths, vocab=9), 64)
+    assert {(len(job.prompt), job.max_tokens) for job in work} == {(20, 3), (32, 32)}
+    assert {token for job in work for token in job.prompt} == set(range(4, 9))
+
+
+def test_random_adapters_fit_their_model_and_differ(tmp_path):
+    config = read_config(Path("assets/tiny-moe"))
+    catalogue = model_class(config.model_type).catalogue(config)
+    made = make_adapters(config, tmp_path, 2, rank=3)
+    first, second = (reader.read(Path(folder), catalogue) for folder in made.values())
+    names = set(catalogue.module_names) - {"router", "lm_head"}
+    layers = range(config.num_layers)
+    assert set(first.sites) == {(name, layer) for name in names for layer in layers}
+    assert first.report.max_rank == 3
+    assert first.digest != second.digest
+
+
+def test_every_switch_is_a_flag_and_one_system_has_none_off():
+    for name, switches in STEPS.items():
         made = ClusterConfig(lora_server=1, **switches)
         assert (made == ClusterConfig(lora_server=1)) == (name == "+kernel")
+
+
+class Scripted:
+    """A system whose answers take what the script says: cold adapters longer, the first time."""
+
+    name, num_instances = "scripted", 1
+
+    def __init__(self):
+        self.known, self.sizes = {"adapter-0"}, []
+
+    def serve(self, work, patience):
+        told = []
+        for number, job in enumerate(work):
+            cold = 0.0 if job.adapter in self.known else 0.5
+            self.known.add(job.adapter)
+            first = 50 + job.at + 0.1 + cold + 0.01 * (len(work) > 4)
+            each = 0.002 if len(work) in (2, 3) else 0.001
+            told.append(
+                Told(number, first, first + each * (job.max_tokens - 1), job.max_tokens, None)
+            )
+        self.sizes.append(len(work))
+        return 50.0, told
+
+
+def test_cold_adapters_are_asked_alone_queued_and_beside_a_hit():
+    options = ablation.parse_args(["--adapters", "2", "--cold", "6"])
+    system = Scripted()
+    row = ablation.cold_row(options, system)
+    want = {"cold_ttft": 0.6, "warm_ttft": 0.1, "queued_ttft": 0.61, "queued_warm_ttft": 0.11}
+    want |= {"hit_tpot": 0.001, "hit_tpot_beside_loads": 0.002}
+    assert row == pytest.approx(want)
+    full = options.max_num_seqs + 1
+    assert system.sizes == [1] * 4 + [full] * 4 + [1, 3]
 
 
 def test_figures_and_plot(tmp_path):
@@ -56,6 +124,9 @@ def test_figures_and_plot(tmp_path):
     assert row["tpot_mean"] == pytest.approx(0.1)
     assert row["slo_attainment"] == pytest.approx(1 / 3)
     assert row["adapters_at_slo"] == 0.0
-    result = {"rows": [{"name": "coupled"} | row], "options": vars(options), "device": "a machine"}
-    plot_ablation(result, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").stat().st_size > 1000
+    rows = [{"name": name, "device": "2 x cpu", "rate": 10.0} | row for name in ("coupled", "+all")]
+    rows.append({"name": "coupled", "cold_ttft": 0.2, "warm_ttft": 0.1})
+    plot_ablation({"rows": rows, "options": vars(options)}, tmp_path / "plot.png")
+    faster = [one | {"rate": 20.0} for one in rows[:2]]
+    plot_ablation({"rows": rows + faster, "options": vars(options)}, tmp_path / "lines.png")
+    assert all((tmp_path / f"{n}.png").stat().st_size > 1000 for n in ("plot", "lines"))

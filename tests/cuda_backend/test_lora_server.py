@@ -1,9 +1,15 @@
 """A LoRA Server on one GPU and an engine on another answer as one engine with all adapters does."""
 
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import lora_server_cases as cases
 import pytest
 import tiny_checkpoint
+from engine_cases import settle
 from tiny_checkpoint import TinyShape
 
 from serving import Engine, Sampling
@@ -13,15 +19,18 @@ from serving.lora_server.spec import ServerSpec
 from serving.transport import carriers
 
 pytestmark = pytest.mark.multigpu
-SHAPE = TinyShape(max_positions=96, experts=4, hidden=256, width=128, layers=2)
+SHAPE = TinyShape(vocab=512, max_positions=96, experts=4, hidden=256, width=128, layers=2)
 RANKS = (2, 3, 8, 1)
 MIXED = ["a0", None, "a1", "a2", None, "a0", "a3", "a1", None, "a2"]
 SCORED = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=2)
-TOKENS = 32
+LONG = Sampling(max_tokens=40, temperature=0.0, ignore_eos=True)
+WAIT_S = 1.0  # one exchange; a killed rank is known at once
+TOKENS = 8  # of a step: one bucket, since every program takes seconds to compile
+PROMPTS = cases.prompts_of(len(MIXED))
 ENGINE = {
     "dtype": "bfloat16",
     "max_model_len": 64,
-    "max_num_seqs": 16,
+    "max_num_seqs": TOKENS,
     "max_num_batched_tokens": TOKENS,
     "kv_cache_memory_bytes": 16 << 20,
     "max_loras": 4,
@@ -30,7 +39,7 @@ ENGINE = {
 }
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _needs_two_gpus():
     if jax.default_backend() != "gpu" or len(jax.devices()) < 2:
         pytest.skip("needs two NVIDIA GPUs")
@@ -45,38 +54,87 @@ def files(tmp_path_factory):
     return str(folder / "model"), {f"a{n}": str(folder / f"a{n}") for n in range(len(RANKS))}
 
 
-def answers(engine, adapters):
-    outputs = engine.generate(cases.prompts_of(len(MIXED)), adapters, SCORED)
-    return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
-
-
-def test_answers_are_those_of_a_coupled_engine(files):
-    model, adapters = files
-    with Engine(model, adapters, **ENGINE) as engine:
-        mixed, base = answers(engine, MIXED), answers(engine, None)
-    for place, adapter in enumerate(MIXED):
-        assert (mixed[place] == base[place]) == (adapter is None)
+@pytest.fixture(scope="module")
+def starting(files):
+    """The server, on the second GPU, which compiles while a coupled engine answers."""
     sizes = {"num_adapters": 4, "max_rank": 8, "max_rows": TOKENS * SHAPE.top_k}
-    spec = ServerSpec(model, "bfloat16", "ep1-pp1", 1, **sizes)
-    group = ServerGroup(spec, first_gpu=1)
-    try:
-        access = ServerAccess(
-            spec,
-            "one",
-            group.coordinator,
-            lambda terms: carriers.open_client(group.paths, terms),
-            wait_s=5.0,
-        )
-        with Engine(model, adapters, lora_server=access, **ENGINE) as engine:
-            assert answers(engine, None) == base
-            client = engine._parts.loader._remote.link.client
-            assert client.stats().pushes == 0
-            assert answers(engine, MIXED) == mixed
-            assert answers(engine, MIXED) == mixed
-            assert client.stats().pushes > 0
-            assert engine.stats().compilations_after_warmup == 0
-        (counts,) = [process.stats() for process in group.processes]
-    finally:
-        group.close()
+    spec = ServerSpec(files[0], "bfloat16", "ep1-pp1", 1, **sizes)
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(ServerGroup, spec, first_gpu=1)
+        yield made
+        made.result().close()
+
+
+@pytest.fixture(scope="module")
+def coupled(files, starting):
+    """Answers to a mixed batch, to the base alone, and the tokens of long ones, of one engine."""
+    with Engine(*files, **ENGINE) as engine:
+        long = engine.generate(PROMPTS[:6], MIXED[:6], LONG)
+        answered = answers(engine, MIXED), answers(engine, None)
+        return *answered, [list(output.outputs[0].token_ids) for output in long]
+
+
+@pytest.fixture(scope="module")
+def group(starting, coupled):
+    return starting.result()
+
+
+@pytest.fixture(scope="module")
+def engine(files, group):
+    def connect(terms):
+        return carriers.open_client(group.paths, terms)
+
+    access = ServerAccess(group.spec, "one", group.coordinator, connect, WAIT_S)
+    with Engine(*files, lora_server=access, **ENGINE) as made:
+        yield made
+
+
+def answers(engine, adapters):
+    outputs = engine.generate(PROMPTS, adapters, SCORED)
+    return [(list(o.outputs[0].token_ids), o.outputs[0].logprobs) for o in outputs]
+
+
+def tokens_of(answered):
+    return [tokens for tokens, _ in answered]
+
+
+def test_a_mixed_batch_has_the_tokens_of_a_coupled_engine(engine, group, coupled):
+    mixed, base, _ = map(list, coupled)
+    for place, adapter in enumerate(MIXED):
+        assert (tokens_of(mixed)[place] == tokens_of(base)[place]) == (adapter is None)
+    client = engine._parts.loader._remote.link.client
+    assert tokens_of(answers(engine, None)) == tokens_of(base)
+    assert client.stats().pushes == 0
+    assert tokens_of(answers(engine, MIXED)) == tokens_of(mixed)
+    assert client.stats().pushes > 0
+    assert engine.stats().compilations_after_warmup == 0
+    (counts,) = [process.stats() for process in group.processes]
     assert counts["answered"] > 0
     assert counts["refused"] == counts["compilations"] == 0
+
+
+def test_log_probabilities_have_the_bits_of_a_coupled_engine(engine, coupled):
+    assert answers(engine, MIXED) == coupled[0]
+
+
+def test_a_killed_server_is_told_of_and_comes_back(engine, group, coupled):
+    want = coupled[2]
+
+    def ask(place):
+        return cases.Asked(engine, PROMPTS[place], MIXED[place], LONG)
+
+    asked = [ask(place) for place in range(6)]
+    assert all(one.started.wait(60) for one in asked)
+    os.kill(group.processes[0].pid, signal.SIGKILL)
+    killed = time.monotonic()
+    for one, tokens in zip([ask(0), *asked], [want[0], *want], strict=True):
+        failed = cases.check_ended(one, tokens)
+        assert not (failed and one.adapter is None), "a request of the base model failed"
+    told = time.monotonic() - killed
+    assert not cases.check_ended(ask(1), want[1])
+    cases.answer_again(lambda: ask(0), want[0])
+    print(f"all told after {told:.2f} s, adapters again after {time.monotonic() - killed:.1f} s")
+    assert told < 2
+    settle(engine)
+    assert tokens_of(answers(engine, MIXED)) == tokens_of(coupled[0])
+    assert engine.stats().compilations_after_warmup == 0

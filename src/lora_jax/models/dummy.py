@@ -32,8 +32,7 @@ def make_dummy(
     `dtype` None is the config's, float32 where it names none. Raises ValueError as `load` does.
     """
     config = read_config(Path(path))
-    said = jnp.bfloat16 if config.dtype == "bfloat16" else jnp.float32
-    wanted = supported_dtype(said if dtype is None else dtype)
+    wanted = supported_dtype(dummy_dtype(config) if dtype is None else dtype)
     kind = model_class(config.model_type)
     graphdef, state = nnx.split(nnx.eval_shape(lambda: kind(config, dtype=wanted)), graph=False)
     made = []
@@ -45,6 +44,11 @@ def make_dummy(
         draw = _drawer(shape, jnp.dtype(param.dtype), sharding)
         made.append((name, param.replace(draw(key, mean, deviation))))
     return nnx.merge(graphdef, nnx.from_flat_state(made)), config
+
+
+def dummy_dtype(config: ModelConfig) -> jnp.dtype:
+    """Return the dtype of a made-up model that nobody gave one."""
+    return jnp.dtype(jnp.bfloat16 if config.dtype == "bfloat16" else jnp.float32)
 
 
 def _moments(name: str, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:

@@ -5,7 +5,8 @@ import os
 import pytest
 
 from serving.cluster.config import ClusterConfig
-from serving.cluster.instance_process import InstanceProcess, ServerPlace
+from serving.cluster.instance_process import InstanceProcess
+from serving.cluster.server_place import ServerPlace
 from serving.config import EngineConfig
 from serving.http.settings import HttpSettings
 from serving.lora_server.spec import ServerSpec

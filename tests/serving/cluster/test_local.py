@@ -1,6 +1,5 @@
 """What a cluster needs before it starts, and who is started anew; the roles here are stand-ins."""
 
-import dataclasses
 import os
 import threading
 
@@ -9,7 +8,8 @@ import pytest
 
 from serving.cluster import local
 from serving.cluster.config import ClusterConfig
-from serving.cluster.local import LocalCluster, server_spec
+from serving.cluster.local import LocalCluster
+from serving.cluster.server_place import server_spec
 from serving.config import EngineConfig
 from serving.flags import LoraModule
 from serving.http.settings import HttpSettings
@@ -20,38 +20,6 @@ from serving.options import Options
 def engine(tmp_path_factory):
     model, _ = cases.write_files(tmp_path_factory.mktemp("local"), 0)
     return EngineConfig(model=model, **cases.ENGINE)
-
-
-def test_without_a_server_there_is_no_spec(engine):
-    assert server_spec(engine, ClusterConfig(instances=2)) is None
-
-
-def test_a_spec_follows_from_engine_and_roles(engine):
-    spec = server_spec(engine, ClusterConfig(instances=2, lora_server=2))
-    assert spec is not None
-    assert (spec.placement, spec.ranks, spec.dtype) == ("ep2-pp1", 2, "float32")
-    assert (spec.num_adapters, spec.max_rank) == (2 * engine.max_loras, engine.max_lora_rank)
-    assert spec.max_rows == engine.max_num_batched_tokens * cases.SHAPE.top_k
-    assert (spec.layerwise, spec.implementation, spec.carrier) == (True, None, "auto")
-    slow = {"layerwise_loading": False, "lora_kernel": "reference", "lora_server_carrier": "nixl"}
-    found = server_spec(engine, ClusterConfig(lora_server=2, **slow))
-    assert (found.layerwise, found.implementation, found.carrier) == (False, "reference", "nixl")
-    changed = dataclasses.replace(engine, dtype="bfloat16")
-    assert server_spec(changed, ClusterConfig(lora_server=1)).dtype == "bfloat16"
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"lora_server": 3}, "3 devices cannot share"),
-        ({"lora_server": 2, "placement": "ep4-pp1"}, "choose from ep1-pp2, ep2-pp1"),
-        ({"lora_server": 2, "placement": "dp2"}, "use epX-ppY"),
-        ({"lora_server": 2, "lora_server_adapters": 3}, "raise --lora-server-adapters"),
-    ],
-)
-def test_what_is_impossible_says_what_to_change(engine, fields, message):
-    with pytest.raises(ValueError, match=message):
-        server_spec(engine, ClusterConfig(**fields))
 
 
 class Role:

@@ -129,3 +129,16 @@ def test_dropped_while_it_was_asked_for(leases, source, news):
     news.until(lambda: leases.get("e") is not None)
     news.until(lambda: set(source.leased) == {"e"})
     assert leases.digests == {"e"}
+
+
+def test_without_prefetch_a_lease_is_asked_for_when_it_is_needed(source, news):
+    leases = Leases(source, "me", news, prefetch=False)
+    leases.retain("d", "folder")
+    leases.retain("other", "folder")
+    assert leases.get("d") is None
+    news.until(lambda: leases.get("d") is not None)
+    leases.drop("d")
+    leases.drop("other")
+    news.until(lambda: not source.leased)
+    assert source.asked == 1
+    leases.close()

@@ -1,6 +1,7 @@
 """Two instances share a LoRA Server of real processes, which are killed and come back."""
 
 import contextlib
+import functools
 import itertools
 import os
 import signal
@@ -11,7 +12,11 @@ import lora_server_cases as cases
 import pytest
 from engine_cases import settle
 
-from serving import Engine, FinishReason, Sampling
+from bench.ablation.instance import Instance, Setup
+from serving import Engine, Sampling
+from serving.cluster.config import ClusterConfig
+from serving.cluster.server_place import ServerPlace
+from serving.lora_server.calls import serve_leases
 from serving.lora_server.group import ServerGroup
 from serving.lora_server.instance import ServerAccess
 from serving.transport import shared_memory
@@ -92,29 +97,8 @@ def test_two_instances_answer_as_a_coupled_engine_does(engines, group, coupled):
         assert engine.stats().compilations_after_warmup == 0
 
 
-class Asked:
-    """One request and what came of it; `ended` is set by its last delta."""
-
-    def __init__(self, engine, place, adapter, sampling=LONG):
-        self.deltas, self.started, self.ended = [], threading.Event(), threading.Event()
-        self.times = []  # of the deltas
-        self.prompt, self.adapter = PROMPTS[place], adapter
-        self.id = engine.submit(PROMPTS[place], adapter, sampling, on_output=self)
-
-    def __call__(self, delta):
-        self.deltas.append(delta)
-        self.times.append(time.monotonic())
-        self.started.set()
-        if delta.finish_reason is not None:
-            self.ended.set()
-
-    @property
-    def tokens(self):
-        return [token for delta in self.deltas for token in delta.token_ids]
-
-    @property
-    def reason(self):
-        return self.deltas[-1].finish_reason
+def ask(engine, place, adapter):
+    return cases.Asked(engine, PROMPTS[place], adapter, LONG)
 
 
 class Gate:
@@ -131,54 +115,33 @@ class Gate:
         monkeypatch.setattr(group, "_replace", gated)
 
 
-def check_ended(asked, want):
-    """Right tokens to the end, or right tokens and then an error that says to try again."""
-    assert asked.ended.wait(20), f"{asked.adapter} hangs"
-    if asked.reason is FinishReason.ERROR:
-        assert asked.deltas[-1].retryable
-        assert asked.tokens == want[: len(asked.tokens)]
-    else:
-        assert asked.tokens == want
-    return asked.reason is FinishReason.ERROR
-
-
-def answer_again(engine, place, adapter, want):
-    """Ask until the server is back, as a client would that is told to try again."""
-    for _ in range(600):
-        asked = Asked(engine, place, adapter)
-        if not check_ended(asked, want):
-            return
-        time.sleep(0.2)
-    raise AssertionError("the server did not come back")
-
-
 def fault_round(group, engines, coupled, monkeypatch, hurt, heal=lambda: None):
     """Hurt a rank under load; return the seconds until the last harmed request had its answer."""
     want = [list(tokens) for tokens, *_ in coupled[1]]
     with monkeypatch.context() as patch:
         gate = Gate(group, patch)
         asked = [
-            [Asked(engine, place, adapter) for place, adapter in enumerate(MIXED[:6])]
+            [ask(engine, place, adapter) for place, adapter in enumerate(MIXED[:6])]
             for engine in engines
         ]
         for row in asked:
             assert all(one.started.wait(60) for one in row)
         hurt()
         begun = time.monotonic()
-        late = [Asked(engine, 0, "a0") for engine in engines]
-        failed = [check_ended(one, want[0]) for one in late]
+        late = [ask(engine, 0, "a0") for engine in engines]
+        failed = [cases.check_ended(one, want[0]) for one in late]
         for row in asked:
             for place, one in enumerate(row):
-                error = check_ended(one, want[place])
+                error = cases.check_ended(one, want[place])
                 assert not (error and one.adapter is None), "a request of the base model failed"
         seconds = time.monotonic() - begun
         assert all(failed), "an adapter was answered without its server"
-        base = [check_ended(Asked(engine, 1, None), want[1]) for engine in engines]
+        base = [cases.check_ended(ask(engine, 1, None), want[1]) for engine in engines]
         assert not any(base)
         heal()
         gate.open.set()
         for engine in engines:
-            answer_again(engine, 0, "a0", want[0])
+            cases.answer_again(functools.partial(ask, engine, 0, "a0"), want[0])
     for engine in engines:
         settle(engine)
         assert engine.stats().compilations_after_warmup == 0
@@ -222,23 +185,23 @@ def test_an_instance_takes_over_while_the_server_is_lost(
     want = [list(tokens) for tokens, *_ in coupled[1]]
     remote = stand_in._parts.loader._remote
 
-    def ask(*places):
-        return [(Asked(stand_in, place, MIXED[place]), want[place]) for place in places]
+    def asked_of(*places):
+        return [(ask(stand_in, place, MIXED[place]), want[place]) for place in places]
 
     def failed(asked):
-        return [check_ended(one, tokens) for one, tokens in asked]
+        return [cases.check_ended(one, tokens) for one, tokens in asked]
 
     assert answers(stand_in, MIXED, SCORED) == coupled[0]
     with monkeypatch.context() as patch:
         gate = Gate(group, patch)
-        asked = ask(0, 1, 2, 7, 8)
+        asked = asked_of(0, 1, 2, 7, 8)
         assert all(one.started.wait(60) for one, _ in asked)
         os.kill(group.processes[0].pid, signal.SIGKILL)
         assert not any(failed(asked))
-        assert not any(failed(ask(0, 5, 7, 1)))
+        assert not any(failed(asked_of(0, 5, 7, 1)))
         assert remote.link.client.lost() == (0,)
         # Of more adapters than there is room for, some are told to try again.
-        assert not all(failed(ask(0, 2, 3, 5, 6, 7)))
+        assert not all(failed(asked_of(0, 2, 3, 5, 6, 7)))
         gate.open.set()
     for _ in range(600):
         if not remote.is_lost:
@@ -251,32 +214,48 @@ def test_an_instance_takes_over_while_the_server_is_lost(
     assert stand_in.stats().compilations_after_warmup == 0
 
 
+def open_files(pid):
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def no_more_than(most, pids):
+    return all(open_files(pid) <= count for pid, count in zip(pids, most, strict=True))
+
+
+def until(condition):
+    for _ in range(3000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it did not come true")
+
+
 @pytest.mark.slow
 def test_twenty_kills_in_a_row(engines, group, coupled, monkeypatch):
-    files = len(os.listdir("/proc/self/fd"))
+    files = open_files(os.getpid())
     for turn in range(20):
         victim = group.processes[turn % 2].pid
         seconds = fault_round(
             group, engines, coupled, monkeypatch, lambda v=victim: os.kill(v, signal.SIGKILL)
         )
         assert seconds < 2, f"round {turn}: {seconds:.1f} s"
-    assert len(os.listdir("/proc/self/fd")) <= files + 2
+    assert open_files(os.getpid()) <= files + 2
 
 
 @pytest.mark.slow
 def test_twenty_kills_that_a_request_does_not_notice(stand_in, group, coupled, monkeypatch):
     """Adapters for which there is room lose no token and wait less than two seconds for any."""
     want, places = [list(tokens) for tokens, *_ in coupled[1]], (0, 1, 2, 5, 7, 8)
-    remote, files = stand_in._parts.loader._remote, len(os.listdir("/proc/self/fd"))
+    remote, files = stand_in._parts.loader._remote, open_files(os.getpid())
     for turn in range(20):
         with monkeypatch.context() as patch:
             gate = Gate(group, patch)
-            asked = [Asked(stand_in, place, MIXED[place]) for place in places]
+            asked = [ask(stand_in, place, MIXED[place]) for place in places]
             assert all(one.started.wait(60) for one in asked)
             os.kill(group.processes[turn % 2].pid, signal.SIGKILL)
-            asked += [Asked(stand_in, place, MIXED[place]) for place in places]
+            asked += [ask(stand_in, place, MIXED[place]) for place in places]
             for one, place in zip(asked, places * 2, strict=True):
-                assert not check_ended(one, want[place])
+                assert not cases.check_ended(one, want[place])
                 gaps = [b - a for a, b in itertools.pairwise(one.times)]
                 assert max(gaps) < 2, f"turn {turn}, {one.adapter}: {max(gaps):.1f} s"
             gate.open.set()
@@ -285,4 +264,34 @@ def test_twenty_kills_that_a_request_does_not_notice(stand_in, group, coupled, m
                 break
             time.sleep(0.1)
     settle(stand_in)
-    assert len(os.listdir("/proc/self/fd")) <= files + 2
+    assert open_files(os.getpid()) <= files + 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)  # each is started anew
+def test_twenty_instances_that_are_killed_leave_nothing(engines, group, files, coupled):
+    """Under load, while another instance goes on: their leases, slots and descriptors go."""
+    place = ServerPlace(group.spec, tuple(group.paths), ClusterConfig(lora_server=2))
+    leases = functools.partial(serve_leases, group.coordinator)
+    pids, most = [os.getpid(), *(process.pid for process in group.processes)], []
+    want = [list(tokens) for tokens, *_ in coupled[1]]
+
+    def holders():
+        return {name for names in group.coordinator.held().values() for name in names}
+
+    for turn in range(20):
+        victim = Instance(Setup(0, *files, cases.ENGINE, place), leases)
+        victim.wait_ready(lambda told: None)
+        name = f"instance-0 of process {victim.pid}"
+        for number, prompt in enumerate(PROMPTS):
+            victim.send(number, prompt, MIXED[number] or "a0", LONG.max_tokens)
+        until(lambda name=name: name in holders())
+        asked = [ask(engines[0], number, MIXED[number]) for number in range(6)]
+        os.kill(victim.pid, signal.SIGKILL)
+        assert not any(map(cases.check_ended, asked, want)), f"turn {turn}: an error elsewhere"
+        until(lambda name=name: name not in holders())
+        victim.close()
+        most = most or [open_files(pid) + 2 for pid in pids]
+        until(functools.partial(no_more_than, most, pids))
+    settle(engines[0])
+    assert [process.pid for process in group.processes] == pids[1:]

@@ -73,7 +73,9 @@ class Running:
 
     def __init__(self, made, rank, adapters):
         self.carrier = Carrier()
-        self.server = RankServer(rank, made.plan, made.catalogue, lambda: self.carrier)
+        self.server = RankServer(
+            rank, made.plan, made.catalogue, lambda: self.carrier, host_bytes=1 << 20
+        )
         self.adapters = adapters
         self.digests = {
             name: reader.read(path, made.catalogue).digest for name, path in adapters.items()
@@ -115,6 +117,16 @@ def test_requests_of_held_adapters_are_answered(running, rank):
     assert gate[:3].any(axis=1).all()
     assert not gate[3:].any()
     assert (running.server.stats().answered, running.server.stats().refused) == (1, 0)
+
+
+def test_an_adapter_that_comes_back_is_not_read_again(running, tmp_path):
+    running.load("a0", 2)
+    first = running.ask([2], [2])
+    running.server.unload(2, 2)
+    running.adapters["a0"] = tmp_path / "nothing"
+    running.load("a0", 4, version=3)
+    again = running.ask([4], [2], version=3)
+    assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
 
 
 def test_requests_of_several_instances_are_answered_in_turn(running):

@@ -42,6 +42,9 @@ def test_on_a_gpu_they_are_in_its_memory(tmp_path, monkeypatch, gpus):
     client = carriers.open_client([path], TERMS)
     assert (type(server), type(client)) == (DeviceServer, DeviceClient)
     assert asked == [("gpu", 2)] * 2
+    in_stream = carriers.open_client([path], TERMS, aside=False)
+    assert (client._aside, in_stream._aside) == (True, False)
+    in_stream.close()
     client.close()
     server.close()
 

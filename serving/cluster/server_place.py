@@ -1,0 +1,91 @@
+"""The LoRA Server that a cluster's options ask for, and how its instances find it. No HTTP."""
+
+import dataclasses
+from pathlib import Path
+
+from lora_jax.config import ModelConfig
+from lora_jax.models.checkpoint import Checkpoint
+from lora_jax.models.dummy import dummy_dtype
+from lora_jax.models.loader import checkpoint_dtype, read_config
+from lora_jax.placement.chooser import default_placement
+from lora_jax.placement.shape import adapter_shape
+from serving.cluster.config import ClusterConfig
+from serving.config import EngineConfig
+from serving.lora_server.calls import Caller, RemoteLeases
+from serving.lora_server.instance import ServerAccess
+from serving.lora_server.spec import ServerSpec, design
+from serving.transport import carriers
+from serving.transport.base import AbstractClient
+from serving.transport.terms import Terms
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerPlace:
+    """Where the LoRA Server's ranks listen, and how it is used."""
+
+    spec: ServerSpec
+    paths: tuple[str, ...]
+    cluster: ClusterConfig
+
+
+def server_spec(engine: EngineConfig, cluster: ClusterConfig) -> ServerSpec | None:
+    """Return the LoRA Server that the options ask for, None without one.
+
+    Raises ValueError for what is impossible, and says what to change.
+    """
+    if not cluster.lora_server:
+        return None
+    folder, ranks = Path(engine.model), cluster.lora_server
+    config = read_config(folder)
+    adapters = cluster.lora_server_adapters or engine.max_loras * cluster.instances
+    if adapters < engine.max_loras:
+        raise ValueError(
+            f"The LoRA Server would hold {adapters} adapters, but a batch may use "
+            f"{engine.max_loras}; raise --lora-server-adapters or lower --max-loras."
+        )
+    shape = adapter_shape(config, adapters, engine.max_lora_rank, 4)
+    assert config.moe is not None, "a shape of experts without experts"
+    placement = cluster.placement or default_placement(shape, ranks, ranks).name.lower()
+    spec = ServerSpec(
+        model=engine.model,
+        dtype=_dtype(engine, config),
+        placement=placement,
+        ranks=ranks,
+        num_adapters=adapters,
+        max_rank=engine.max_lora_rank,
+        max_rows=engine.max_num_batched_tokens * config.moe.top_k,
+        host_bytes=engine.max_total_adapter_bytes,
+        layerwise=cluster.layerwise_loading,
+        carrier=cluster.lora_server_carrier,
+        implementation=None if cluster.lora_kernel == "fast" else cluster.lora_kernel,
+    )
+    design(spec)
+    return spec
+
+
+def _dtype(engine: EngineConfig, config: ModelConfig) -> str:
+    """Return the dtype of the base model as the engine will have it."""
+    if engine.dtype != "auto":
+        return engine.dtype
+    if engine.load_format == "dummy":
+        return dummy_dtype(config).name
+    return checkpoint_dtype(config, Checkpoint(Path(engine.model))).name
+
+
+def server_access(place: ServerPlace, caller: Caller, name: str) -> ServerAccess:
+    """Return how the instance of this name reaches the server at a place; leases by `caller`."""
+
+    def connect(terms: Terms) -> AbstractClient:
+        how = {"carrier": place.spec.carrier, "aside": place.cluster.lora_aside}
+        return carriers.open_client(place.paths, terms, **how)
+
+    return ServerAccess(
+        place.spec,
+        name,
+        RemoteLeases(caller),
+        connect,
+        place.cluster.lora_server_wait_s,
+        place.cluster.local_expert_slots,
+        place.cluster.lora_overlap,
+        place.cluster.lora_prefetch,
+    )

@@ -1,0 +1,41 @@
+"""Parts stay in host memory until others need the room, the least recently used leaving first."""
+
+import numpy as np
+
+from lora_jax.adapters.weights import AdapterReport, AdapterWeights, SiteWeights
+from serving.lora_server.host_parts import HostParts
+
+PART_BYTES = 2 * 6 * 4  # two matrices of six numbers
+
+
+def part(digest):
+    a, b = np.zeros((1, 2, 3), np.float32), np.zeros((1, 2, 3), np.float32)
+    sites = {("q_proj", 0): SiteWeights(a, b, 1.0), ("q_proj", 1): SiteWeights(a, b, 1.0)}
+    return AdapterWeights(sites, AdapterReport("lora", "x", digest, {}, 0, 0, {}, 2, 4, None, None))
+
+
+def test_the_least_recently_used_leaves_for_room():
+    parts = HostParts(2 * PART_BYTES)
+    one, two, three = part("one"), part("two"), part("three")
+    parts.put(one)
+    parts.put(two)
+    assert parts.get("one") is one
+    assert parts.num_bytes == 2 * PART_BYTES
+    parts.put(three)
+    assert parts.get("two") is None
+    assert parts.get("one") is one
+    assert parts.get("three") is three
+
+
+def test_a_part_that_comes_twice_counts_once():
+    parts = HostParts(2 * PART_BYTES)
+    for _ in range(3):
+        parts.put(part("one"))
+    assert parts.num_bytes == PART_BYTES
+
+
+def test_what_is_larger_than_all_is_not_kept():
+    parts = HostParts(PART_BYTES - 1)
+    parts.put(part("one"))
+    assert parts.get("one") is None
+    assert parts.num_bytes == 0
