@@ -15,14 +15,17 @@ template <int STEPS>
 struct ExpandShared {
   static constexpr int kStride = STEPS * 32 + 16;  // bytes of a row of h: rows on distinct banks
   unsigned char h[kTileRows * kStride];
-  int rows[kTileRows];
+  alignas(8) int rows[kTileRows];  // where they begin in y, in 16 bytes
 };
 
-// Rank rows of the warp's 64 columns of B as they lie in memory: see expand_block. Past the rank: zeros.
+// The warp's 64 columns of B as mma operands. A lane reads 8 columns of the rank rows it needs; operands
+// have two of them from four rows. Both are four registers in a row, so the turn is made once, in place:
+// left to the loop over rows, it would cost a move a register there.
 template <int STEPS>
-struct RankRows {
-  uint4 w[STEPS][4];
+struct Columns {
+  uint32_t a[STEPS][4][4];  // of 16 ranks: [2 columns][row of B], while they come [row of B][2 columns]
 
+  // Past the rank: zeros. `turn` waits for what comes.
   __device__ __forceinline__ void fetch(const __nv_bfloat16* b, int d_out, int rank) {
     int k = (threadIdx.x & 3) * 2;
     b += static_cast<int64_t>(k) * d_out;
@@ -32,36 +35,23 @@ struct RankRows {
       for (int i = 0; i < 4; ++i) {
         const int row = i % 2 + i / 2 * 8;
         const auto* from = reinterpret_cast<const uint4*>(b + static_cast<int64_t>(row) * d_out);
-        w[s][i] = k + row < rank ? __ldg(from) : make_uint4(0, 0, 0, 0);
+        const uint4 w = k + row < rank ? __ldg(from) : make_uint4(0, 0, 0, 0);
+        a[s][i][0] = w.x, a[s][i][1] = w.y, a[s][i][2] = w.z, a[s][i][3] = w.w;
       }
   }
-};
-
-// The same as mma operands, neighbouring rows paired.
-template <int STEPS>
-struct Columns {
-  uint32_t a[STEPS][4][4];
-
-  // Only holds what was fetched; `pair` waits for what comes and pairs it.
-  __device__ __forceinline__ void hold(const RankRows<STEPS>& rows) {
+  // Pairs neighbouring rows of each column.
+  __device__ __forceinline__ void turn() {
 #pragma unroll
-    for (int s = 0; s < STEPS; ++s)
+    for (int s = 0; s < STEPS; ++s) {
+      uint32_t t[4][4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const uint4& w = rows.w[s][i];
-        a[s][0][i] = w.x, a[s][1][i] = w.y, a[s][2][i] = w.z, a[s][3][i] = w.w;
+        t[i][0] = __byte_perm(a[s][0][i], a[s][1][i], 0x5410), t[i][1] = __byte_perm(a[s][0][i], a[s][1][i], 0x7632);
+        t[i][2] = __byte_perm(a[s][2][i], a[s][3][i], 0x5410), t[i][3] = __byte_perm(a[s][2][i], a[s][3][i], 0x7632);
       }
-  }
-  __device__ __forceinline__ void pair() {
 #pragma unroll
-    for (int s = 0; s < STEPS; ++s)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) pair(a[s][i], a[s][i][0], a[s][i][1], a[s][i][2], a[s][i][3]);
-  }
-  __device__ __forceinline__ static void pair(uint32_t (&r)[4], uint32_t even, uint32_t odd, uint32_t even8,
-                                              uint32_t odd8) {
-    r[0] = __byte_perm(even, odd, 0x5410), r[1] = __byte_perm(even, odd, 0x7632);
-    r[2] = __byte_perm(even8, odd8, 0x5410), r[3] = __byte_perm(even8, odd8, 0x7632);
+      for (int i = 0; i < 16; ++i) a[s][i / 4][i % 4] = t[i / 4][i % 4];
+    }
   }
 };
 
@@ -129,21 +119,21 @@ __device__ __forceinline__ void load_h(const TileArgs& p, int begin, int rows, i
   copies_commit();
 }
 
-// The warp's share of a piece: y is read AHEAD x 8 rows before it is needed. `begin` runs while the
-// first reads are on their way, and returns when h is there.
-template <int STEPS, int AHEAD, class Begin>
+// The warp's share of a piece. Where y is added to, it is read AHEAD x 8 rows before it is needed.
+// `begin` runs while the first reads are on their way, and returns when h is there.
+template <bool ADDS, int STEPS, int AHEAD, class Begin>
 __device__ __forceinline__ void expand_rows(const TileArgs& p, int rows, int column, const Columns<STEPS>& columns,
                                             ExpandShared<STEPS>& sm, Begin begin) {
   const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
   const bool mine = column < p.d_out;
-  const int readable = mine && p.accumulate ? rows : 0;
-  __nv_bfloat16* y = p.y + column + g * 8;
-  uint4 ahead[AHEAD][2];
-  auto at = [&](int n) { return reinterpret_cast<uint4*>(y + static_cast<int64_t>(sm.rows[n]) * p.d_out); };
+  auto* y = reinterpret_cast<uint4*>(p.y + column + g * 8);
+  uint4 ahead[AHEAD][2] = {};
+  auto each_row = [&](int n0, auto f) {
+    const int2 at = *reinterpret_cast<const int2*>(sm.rows + n0 + q * 2);
+    f(0, y + static_cast<uint32_t>(at.x)), f(1, y + static_cast<uint32_t>(at.y));
+  };
   auto fetch = [&](int n0, uint4(&v)[2]) {
-#pragma unroll
-    for (int e = 0; e < 2; ++e)
-      if (n0 + q * 2 + e < readable) v[e] = __ldcs(at(n0 + q * 2 + e));
+    if (ADDS && n0 < rows) each_row(n0, [&](int e, const uint4* at) { load_last(v[e], at, mine && n0 + q * 2 + e < rows); });
   };
 #pragma unroll
   for (int d = 0; d < AHEAD; ++d) fetch(d * 8, ahead[d]);
@@ -155,11 +145,9 @@ __device__ __forceinline__ void expand_rows(const TileArgs& p, int rows, int col
     for (int d = 0; d < AHEAD; ++d) {
       const int n = n0 + d * 8;
       if (n >= rows) break;
-      if (!p.accumulate) ahead[d][0] = ahead[d][1] = make_uint4(0, 0, 0, 0);
+      if (!ADDS) ahead[d][0] = ahead[d][1] = make_uint4(0, 0, 0, 0);
       update_rows<STEPS>(columns, h + n * ExpandShared<STEPS>::kStride, ahead[d]);
-#pragma unroll
-      for (int e = 0; e < 2; ++e)
-        if (n + q * 2 + e < rows) __stcs(at(n + q * 2 + e), ahead[d][e]);
+      each_row(n, [&](int e, uint4* at) { store_last(at, ahead[d][e], n + q * 2 + e < rows); });
       fetch(n + AHEAD * 8, ahead[d]);
     }
   }
@@ -177,7 +165,7 @@ __global__ void __launch_bounds__(kTileThreads, CTAS) expand_tiles_kernel(const 
   auto look_ahead = [&] {
     if (run.left == 0) return;
     const Piece w = run.piece(p);
-    if (w.begin + threadIdx.x < w.end) row = __ldg(p.row_order + w.tile.row_begin + w.begin + threadIdx.x);
+    if (w.begin + threadIdx.x < w.end) row = __ldg(p.row_order + w.tile.row_begin + w.begin + threadIdx.x) * (p.d_out / 8);
   };
   for (look_ahead(); run.left > 0;) {
     const Piece w = run.piece(p);
@@ -196,13 +184,11 @@ __global__ void __launch_bounds__(kTileThreads, CTAS) expand_tiles_kernel(const 
     const bool fresh = column < p.d_out && !have_columns;
     if (fresh) {
       const int64_t weight_row = __ldg(entry + 1) + w.tile.expert * __ldg(entry + 4);
-      RankRows<STEPS> weights;
-      weights.fetch(p.b_pool + weight_row * p.d_out + column + (threadIdx.x & 31) / 4 * 8, p.d_out, rank);
-      columns.hold(weights);
+      columns.fetch(p.b_pool + weight_row * p.d_out + column + (threadIdx.x & 31) / 4 * 8, p.d_out, rank);
     }
     __syncthreads();
-    expand_rows<STEPS, AHEAD>(p, rows, column, columns, sm, [&] {
-      if (fresh) columns.pair();
+    auto begin_rows = [&] {
+      if (fresh) columns.turn();
       const int columns_before = run.column;
       run.skip(p);
       look_ahead();
@@ -214,7 +200,9 @@ __global__ void __launch_bounds__(kTileThreads, CTAS) expand_tiles_kernel(const 
       h_ready = true;
       copies_wait<0>();
       __syncthreads();
-    });
+    };
+    if (p.accumulate) expand_rows<true, STEPS, AHEAD>(p, rows, column, columns, sm, begin_rows);
+    else expand_rows<false, STEPS, 1>(p, rows, column, columns, sm, begin_rows);
   }
   wait_for_previous();
 }

@@ -6,7 +6,7 @@
 
 namespace lora_jax {
 
-constexpr int kTileRows = 192;  // of a tile, at most
+constexpr int kTileRows = 128;  // of a tile, at most
 
 struct TileArgs {
   CUtensorMap a_parts[2];           // see parts_map: of parts 0 and 1, and of 2 and 3

@@ -14,7 +14,7 @@ inline cudaError_t count_sms(int* sms) {
   return e == cudaSuccess ? cudaDeviceGetAttribute(sms, cudaDevAttrMultiProcessorCount, device) : e;
 }
 
-inline int cluster_ctas(int sms) { return max(sms / kCluster, 1) * kCluster; }
+inline int cluster_ctas(int sms) { return max(sms * 2 / kCluster, 1) * kCluster; }  // two on an SM
 
 inline cudaError_t launch_row_tiles(RowTilesArgs args, cudaStream_t stream) {
   int sms = 0;
@@ -48,7 +48,7 @@ inline cudaError_t launch_expand_tiles(const TileArgs& args, int sms, cudaStream
 template <int RANKS, int STAGES>
 cudaError_t launch_shrink_tiles(const TileArgs& args, int sms, cudaStream_t stream) {
   constexpr int bytes = sizeof(ShrinkShared<RANKS, STAGES>);
-  static_assert(bytes <= 227 * 1024, "a CTA must fit an SM");
+  static_assert(bytes <= 113 * 1024, "two CTAs must fit an SM");
   const auto kernel = shrink_tiles_kernel<RANKS, STAGES>;
   const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   return e == cudaSuccess ? launch_early(kernel, cluster_ctas(sms), kShrinkThreads, bytes, stream, args) : e;
