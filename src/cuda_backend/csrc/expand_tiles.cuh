@@ -153,11 +153,9 @@ __device__ __forceinline__ void expand_rows(const TileArgs& p, int rows, int col
   }
 }
 
-template <int STEPS, int AHEAD, int CTAS>
-__global__ void __launch_bounds__(kTileThreads, CTAS) expand_tiles_kernel(const __grid_constant__ TileArgs p) {
-  extern __shared__ __align__(16) unsigned char expand_raw[];
-  auto& sm = *reinterpret_cast<ExpandShared<STEPS>*>(expand_raw);
-  let_next_begin();
+// The CTA's run; h is read once the kernel before has ended, where it comes from there.
+template <int STEPS, int AHEAD>
+__device__ __forceinline__ void expand_tiles(const TileArgs& p, ExpandShared<STEPS>& sm) {
   Columns<STEPS> columns;
   bool have_columns = false, h_ready = !p.behind;
   Run run(p);
@@ -204,6 +202,13 @@ __global__ void __launch_bounds__(kTileThreads, CTAS) expand_tiles_kernel(const 
     if (p.accumulate) expand_rows<true, STEPS, AHEAD>(p, rows, column, columns, sm, begin_rows);
     else expand_rows<false, STEPS, 1>(p, rows, column, columns, sm, begin_rows);
   }
+}
+
+template <int STEPS, int AHEAD, int CTAS>
+__global__ void __launch_bounds__(kTileThreads, CTAS) expand_tiles_kernel(const __grid_constant__ TileArgs p) {
+  extern __shared__ __align__(16) unsigned char expand_raw[];
+  let_next_begin();
+  expand_tiles<STEPS, AHEAD>(p, *reinterpret_cast<ExpandShared<STEPS>*>(expand_raw));
   wait_for_previous();
 }
 

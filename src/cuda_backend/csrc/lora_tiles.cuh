@@ -24,6 +24,11 @@ constexpr int kStageSteps = 4;                       // of 128 columns of A in a
 static_assert(kMostBlocks * 16 == kTileRows, "a tile's rows must fit its cluster");
 static_assert(kCluster == kConsumers, "sums must have the order of pair_kernel");
 
+struct ShrinkTile {
+  Item tile;
+  int rank, a_row, blocks;
+};
+
 // A stage holds a part of A as [group of 8 ranks][step][8][32].
 template <int RANKS, int STAGES>
 struct ShrinkShared {
@@ -32,11 +37,6 @@ struct ShrinkShared {
   alignas(1024) unsigned char stages[STAGES][kStage];
   float4 parts[kCluster][kMostBlocks][4][kGroups * 2];  // of 4 of each 16 rows: see send_parts
   alignas(8) uint64_t full[STAGES], empty[STAGES], parts_full, parts_empty;
-};
-
-struct ShrinkTile {
-  Item tile;
-  int rank, a_row, blocks;
 };
 
 __device__ __forceinline__ ShrinkTile describe(const TileArgs& p, const Item& tile) {
@@ -93,9 +93,9 @@ using ShrinkSums = float[2][S::kGroups][kWarpBlocks][4];
 template <int BLOCKS, int AHEAD, class S>
 __device__ __forceinline__ void multiply_part(const TileArgs& p, S& sm, Ring<S::kStages>& ring,
                                               const uint32_t (&x)[kWarpBlocks][2], ShrinkSums<S>& acc) {
-  static_assert(AHEAD % kStageSteps == 0, "a round begins where a stage does");
   const int lane = threadIdx.x & 31, steps = part_steps(p);
   const auto* from = reinterpret_cast<const uint4*>(p.x);
+  const uint32_t nothing = p.max_rank >> 16;
   uint4 v[AHEAD][BLOCKS][2] = {};  // else registers would be kept for it all along
   auto fetch = [&](int step, uint4(&to)[BLOCKS][2]) {
 #pragma unroll
@@ -106,26 +106,31 @@ __device__ __forceinline__ void multiply_part(const TileArgs& p, S& sm, Ring<S::
 #pragma unroll
   for (int d = 0; d < AHEAD; ++d) fetch(d, v[d]);
   for (int s0 = 0; s0 < steps; s0 += AHEAD) {
-    uint32_t weights;
 #pragma unroll
     for (int d = 0; d < AHEAD; ++d) {
-      if (s0 + d >= steps) break;
-      if (d % kStageSteps == 0) {
-        mbar_wait(&sm.full[ring.at()], ring.phase());
-        weights = smem_u32(sm.stages[ring.at()]) + lane * 16;
+      const int step = s0 + d, in_stage = step % kStageSteps;
+      if (step >= steps) break;
+      if (in_stage == 0) mbar_wait(&sm.full[ring.at()], ring.phase());
+      const uint32_t weights = smem_u32(sm.stages[ring.at()]) + in_stage * 512 + lane * 16;
+      uint32_t a[BLOCKS][2][4];  // mma operands: the compiler would copy them for each mma, were they copies
+#pragma unroll
+      for (int j = 0; j < BLOCKS; ++j) {
+        const uint4 &lo = v[d][j][0], &hi = v[d][j][1];
+        a[j][0][0] = lo.x ^ nothing, a[j][0][1] = hi.x ^ nothing, a[j][0][2] = lo.y ^ nothing, a[j][0][3] = hi.y ^ nothing;
+        a[j][1][0] = lo.z ^ nothing, a[j][1][1] = hi.z ^ nothing, a[j][1][2] = lo.w ^ nothing, a[j][1][3] = hi.w ^ nothing;
       }
 #pragma unroll
       for (int n = 0; n < S::kGroups; ++n) {
-        const uint4 w = lds128(weights + n * S::kGroup + d % kStageSteps * 512);
+        if (BLOCKS > 1 && n % 4 == 0) __syncwarp();  // else loads are put so far ahead that registers run out
+        const uint4 w = lds128(weights + n * S::kGroup);
 #pragma unroll
         for (int j = 0; j < BLOCKS; ++j) {
-          const uint4 &lo = v[d][j][0], &hi = v[d][j][1];
-          mma_bf16(acc[0][n][j], lo.x, hi.x, lo.y, hi.y, w.x, w.y);
-          mma_bf16(acc[1][n][j], lo.z, hi.z, lo.w, hi.w, w.z, w.w);
+          mma_bf16(acc[0][n][j], a[j][0][0], a[j][0][1], a[j][0][2], a[j][0][3], w.x, w.y);
+          mma_bf16(acc[1][n][j], a[j][1][0], a[j][1][1], a[j][1][2], a[j][1][3], w.z, w.w);
         }
       }
-      fetch(s0 + d + AHEAD, v[d]);
-      if (d % kStageSteps == kStageSteps - 1 || s0 + d + 1 >= steps) {
+      fetch(step + AHEAD, v[d]);
+      if (in_stage == kStageSteps - 1 || step + 1 == steps) {
         __syncwarp();
         if (lane == 0) mbar_arrive(&sm.empty[ring.at()]);
         ring.next();
@@ -147,14 +152,14 @@ __device__ __forceinline__ void pass_by(const TileArgs& p, S& sm, Ring<S::kStage
 // CTA c adds up row c of each 4, so all of a lane's sums go to one. A row lies there as float4s of ranks
 // 16 * i + 2 * q, the next, and both 8 ranks on.
 template <class S>
-__device__ __forceinline__ void send_parts(S& sm, int blocks, const ShrinkSums<S>& acc) {
+__device__ __forceinline__ void send_parts(S& sm, int mine, const ShrinkSums<S>& acc) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
   const uint32_t to = address_in(g & 3, smem_u32(&sm.parts[cluster_rank()][0][g >> 2][q]));
   const uint32_t bar = address_in(g & 3, smem_u32(&sm.parts_full));
 #pragma unroll
   for (int j = 0; j < kWarpBlocks; ++j) {
     const int block = j * kShrinkWarps + warp;
-    if (block >= blocks) break;
+    if (j >= mine) break;
 #pragma unroll
     for (int i = 0; i < S::kGroups / 2; ++i)
 #pragma unroll
@@ -198,11 +203,11 @@ __device__ __forceinline__ void shrink_pass(const TileArgs& p, S& sm, Ring<S::kS
   const int warp = threadIdx.x >> 5, mine = (t.blocks - warp + kShrinkWarps - 1) / kShrinkWarps;
   if (threadIdx.x == 0) mbar_expect(&sm.parts_full, kCluster * t.blocks * 4 * S::kGroups * 2 * 16);
   ShrinkSums<S> acc = {};
-  if (mine == 2) multiply_part<2, 4>(p, sm, ring, x, acc);
+  if (mine == 2) multiply_part<2, 3>(p, sm, ring, x, acc);
   else if (mine == 1) multiply_part<1, 8>(p, sm, ring, x, acc);
   else pass_by(p, sm, ring);
   mbar_wait(&sm.parts_empty, phase ^ 1);
-  send_parts(sm, t.blocks, acc);
+  send_parts(sm, mine, acc);
 }
 
 template <class S>
