@@ -87,10 +87,15 @@ def row_items(
     shapes = [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((rows,), (rows, 4), (1,))]
     call = jax.ffi.ffi_call("lora_jax_cuda_row_items", shapes)
     attributes = {"slots": np.int64(num_slots), "item_rows": np.int64(item_rows)}
-    order, items, num_items = call(row_to_slot, row_to_expert, **attributes)
-    if rows < lora_tiles.FEWEST_ROWS or not tiles:
-        return RowItems(order, items, num_items)
-    return RowItems(order, *lora_tiles.row_tiles(items, num_items))
+    found = RowItems(*call(row_to_slot, row_to_expert, **attributes))
+    return with_tiles(found) if tiles else found
+
+
+def with_tiles(rows: RowItems) -> RowItems:
+    """Return the same rows with long segments as tiles, in calls of enough rows to have some."""
+    if len(rows.order) < lora_tiles.FEWEST_ROWS:
+        return rows
+    return RowItems(rows.order, *lora_tiles.row_tiles(rows.items, rows.num_items))
 
 
 def lora_gemm(
@@ -211,8 +216,8 @@ def lora_pairs(
     accumulate = modules[0][0] is not None
     if any((y is not None) != accumulate for y, _, _ in modules):
         raise ValueError("a launch adds to every module's y or to none: some are None")
-    if isinstance(items, AdapterItems):  # of experts, whose segments are too short for tiles
-        items = RowItems(items.order, items.items, items.num_items)
+    if isinstance(items, AdapterItems):
+        items = items.own or RowItems(items.order, items.items, items.num_items)
     ranks, count = _h_shape(x.shape[0], max_rank), len(modules)
     work = jax.ShapeDtypeStruct((count * math.prod(ranks.shape) // 2 + 1,), jnp.int32)
     out = jax.ShapeDtypeStruct((x.shape[0], b_pool.shape[1]), dtype or x.dtype)

@@ -12,6 +12,7 @@ from tolerance import TOLERANCE
 
 from cuda_backend import lora_gemm as cuda
 from cuda_backend import lora_tiles
+from lora_jax.ops.adapter_items import adapter_items
 from lora_jax.ops.cases import LoraCase, lora_case
 
 
@@ -79,6 +80,19 @@ def test_only_many_rows_become_tiles(counts, tiled):
     slots = np.repeat([*range(len(counts)), -1], [*counts, 200]).astype(np.int32)
     slots = np.random.default_rng(0).permutation(slots)
     assert int(tiled_rows(jnp.asarray(slots))) == tiled
+
+
+@pytest.mark.gpu
+def test_items_made_once_for_many_maps_hold_the_rows_in_tiles():
+    case = some_case(2600, 512, 640, ranks=(64, 8), popularity="uniform")
+
+    @jax.jit
+    def by_step(*arrays):
+        items = adapter_items(arrays[6], 2, max_rank=64, implementation="cuda")
+        return cuda.lora_gemm(*arrays, 64, items).astype(jnp.float32)
+
+    assert int(tiled_rows(case.row_to_slot)) == 2600
+    np.testing.assert_array_equal(np.asarray(by_step(*case.arrays)), run(case))
 
 
 @pytest.mark.gpu
