@@ -203,7 +203,7 @@ __device__ __forceinline__ void shrink_pass(const TileArgs& p, S& sm, Ring<S::kS
   const int warp = threadIdx.x >> 5, mine = (t.blocks - warp + kShrinkWarps - 1) / kShrinkWarps;
   if (threadIdx.x == 0) mbar_expect(&sm.parts_full, kCluster * t.blocks * 4 * S::kGroups * 2 * 16);
   ShrinkSums<S> acc = {};
-  if (mine == 2) multiply_part<2, 3>(p, sm, ring, x, acc);
+  if (mine == 2) multiply_part<2, 2>(p, sm, ring, x, acc);
   else if (mine == 1) multiply_part<1, 8>(p, sm, ring, x, acc);
   else pass_by(p, sm, ring);
   mbar_wait(&sm.parts_empty, phase ^ 1);
