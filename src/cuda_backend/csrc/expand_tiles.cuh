@@ -107,13 +107,13 @@ struct Run {
 };
 
 template <int STEPS>
-__device__ __forceinline__ void load_h(const TileArgs& p, int begin, int rows, int rank, ExpandShared<STEPS>& sm) {
+__device__ __forceinline__ void load_h(const TileArgs& p, const __nv_bfloat16* h, int rows, int rank, ExpandShared<STEPS>& sm) {
   const uint32_t base = smem_u32(sm.h);
   const int groups = (rank + 7) / 8;
 #pragma unroll 1
   for (int i = threadIdx.x; i < rows * STEPS * 2; i += kTileThreads) {
     const int n = i / (STEPS * 2), c = i % (STEPS * 2);  // past the rank: zeros
-    const __nv_bfloat16* from = p.h + static_cast<int64_t>(begin + n) * p.h_stride;
+    const __nv_bfloat16* from = h + n * p.h_stride;
     copy_16(base + n * ExpandShared<STEPS>::kStride + c * 16, c < groups ? from + c * 8 : from, c < groups ? 16 : 0);
   }
   copies_commit();
@@ -122,11 +122,11 @@ __device__ __forceinline__ void load_h(const TileArgs& p, int begin, int rows, i
 // The warp's share of a piece. Where y is added to, it is read AHEAD x 8 rows before it is needed.
 // `begin` runs while the first reads are on their way, and returns when h is there.
 template <bool ADDS, int STEPS, int AHEAD, class Begin>
-__device__ __forceinline__ void expand_rows(const TileArgs& p, int rows, int column, const Columns<STEPS>& columns,
+__device__ __forceinline__ void expand_rows(const TileArgs& p, __nv_bfloat16* out, int rows, int column, const Columns<STEPS>& columns,
                                             ExpandShared<STEPS>& sm, Begin begin) {
   const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
   const bool mine = column < p.d_out;
-  auto* y = reinterpret_cast<uint4*>(p.y + column + g * 8);
+  auto* y = reinterpret_cast<uint4*>(out + column + g * 8);
   uint4 ahead[AHEAD][2] = {};
   auto each_row = [&](int n0, auto f) {
     const int2 at = *reinterpret_cast<const int2*>(sm.rows + n0 + q * 2);
@@ -153,11 +153,11 @@ __device__ __forceinline__ void expand_rows(const TileArgs& p, int rows, int col
   }
 }
 
-// The CTA's run; h is read once the kernel before has ended, where it comes from there.
+// The CTA's run of a module. Where h comes from the kernel before, it is read once that has ended.
 template <int STEPS, int AHEAD>
-__device__ __forceinline__ void expand_tiles(const TileArgs& p, ExpandShared<STEPS>& sm) {
+__device__ __forceinline__ void expand_module(const TileArgs& p, int module, ExpandShared<STEPS>& sm) {
   Columns<STEPS> columns;
-  bool have_columns = false, h_ready = !p.behind;
+  bool have_columns = false;
   Run run(p);
   int row = 0;  // that this thread will tell the others
   auto look_ahead = [&] {
@@ -168,7 +168,8 @@ __device__ __forceinline__ void expand_tiles(const TileArgs& p, ExpandShared<STE
   for (look_ahead(); run.left > 0;) {
     const Piece w = run.piece(p);
     const int column = run.column + (threadIdx.x >> 5) * 64, rows = w.end - w.begin, begin = w.tile.row_begin + w.begin;
-    const int* entry = p.entries + w.tile.slot * 5;
+    const Module& m = p.modules[module];
+    const int* entry = m.entries + w.tile.slot * 5;
     const int rank = min(__ldg(entry + 2), p.max_rank);
     if (rows <= 0 || (rank == 0 && p.accumulate)) {  // smaller than the largest tile, or nothing to add
       run.skip(p);
@@ -178,7 +179,6 @@ __device__ __forceinline__ void expand_tiles(const TileArgs& p, ExpandShared<STE
     }
     __syncthreads();  // the last piece's rows are done with
     if (threadIdx.x < rows) sm.rows[threadIdx.x] = row;
-    if (h_ready) load_h(p, begin, rows, rank, sm);
     const bool fresh = column < p.d_out && !have_columns;
     if (fresh) {
       const int64_t weight_row = __ldg(entry + 1) + w.tile.expert * __ldg(entry + 4);
@@ -186,26 +186,33 @@ __device__ __forceinline__ void expand_tiles(const TileArgs& p, ExpandShared<STE
     }
     __syncthreads();
     auto begin_rows = [&] {
+      if (p.behind) wait_for_previous();
+      load_h(p, h_row(p, module, begin), rows, rank, sm);
       if (fresh) columns.turn();
-      const int columns_before = run.column;
+      const int column_before = run.column;
       run.skip(p);
       look_ahead();
       if (run.left > 0) {
         const Item next = load_tile(p, run.tile);
-        have_columns = next.slot == w.tile.slot && next.expert == w.tile.expert && run.column == columns_before;
+        have_columns = next.slot == w.tile.slot && next.expert == w.tile.expert && run.column == column_before;
       }
-      if (!h_ready) wait_for_previous(), load_h(p, begin, rows, rank, sm);
-      h_ready = true;
       copies_wait<0>();
       __syncthreads();
     };
-    if (p.accumulate) expand_rows<true, STEPS, AHEAD>(p, rows, column, columns, sm, begin_rows);
-    else expand_rows<false, STEPS, 1>(p, rows, column, columns, sm, begin_rows);
+    if (p.accumulate) expand_rows<true, STEPS, AHEAD>(p, m.y, rows, column, columns, sm, begin_rows);
+    else expand_rows<false, STEPS, 1>(p, m.y, rows, column, columns, sm, begin_rows);
   }
 }
 
-template <int STEPS, int AHEAD, int CTAS>
-__global__ void __launch_bounds__(kTileThreads, CTAS) expand_tiles_kernel(const __grid_constant__ TileArgs p) {
+template <int STEPS, int AHEAD>
+__device__ __forceinline__ void expand_tiles(const TileArgs& p, ExpandShared<STEPS>& sm) {
+#pragma unroll 1
+  for (int module = 0; module < p.num_modules; ++module) expand_module<STEPS, AHEAD>(p, module, sm);
+}
+
+// For ranks that leave no registers for a second CTA on an SM; smaller ones are both_kernel's.
+template <int STEPS, int AHEAD>
+__global__ void __launch_bounds__(kTileThreads, 1) expand_tiles_kernel(const __grid_constant__ TileArgs p) {
   extern __shared__ __align__(16) unsigned char expand_raw[];
   let_next_begin();
   expand_tiles<STEPS, AHEAD>(p, *reinterpret_cast<ExpandShared<STEPS>*>(expand_raw));

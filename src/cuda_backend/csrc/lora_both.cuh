@@ -10,11 +10,6 @@ namespace lora_jax {
 
 static_assert(kThreads == kTileThreads, "one CTA serves both");
 
-struct BothArgs {
-  PairArgs items;
-  TileArgs tiles;
-};
-
 template <int NS, int STAGE, int RANKS, int AHEAD>
 __global__ void __launch_bounds__(kThreads, 2) both_kernel(const __grid_constant__ BothArgs p) {
   extern __shared__ __align__(1024) unsigned char both_raw[];

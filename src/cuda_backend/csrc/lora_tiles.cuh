@@ -26,7 +26,7 @@ static_assert(kCluster == kConsumers, "sums must have the order of pair_kernel")
 
 struct ShrinkTile {
   Item tile;
-  int rank, a_row, blocks;
+  int module, rank, a_row, blocks;
 };
 
 // A stage holds a part of A as [group of 8 ranks][step][8][32].
@@ -39,20 +39,23 @@ struct ShrinkShared {
   alignas(8) uint64_t full[STAGES], empty[STAGES], parts_full, parts_empty;
 };
 
-__device__ __forceinline__ ShrinkTile describe(const TileArgs& p, const Item& tile) {
-  const int* entry = p.entries + tile.slot * 5;
+__device__ __forceinline__ ShrinkTile describe(const TileArgs& p, int module, const Item& tile) {
+  const int* entry = p.modules[module].entries + tile.slot * 5;
   const int rank = min(__ldg(entry + 2), p.max_rank);
-  return ShrinkTile{tile, rank, __ldg(entry) + tile.expert * __ldg(entry + 3), (tile.num_rows + 15) / 16};
+  return ShrinkTile{tile, module, rank, __ldg(entry) + tile.expert * __ldg(entry + 3), (tile.num_rows + 15) / 16};
 }
 
-// Calls f with each tile of this CTA's cluster.
+// Calls f with each tile of this CTA's cluster, of one module after the other.
 template <class F>
 __device__ __forceinline__ void each_tile(const TileArgs& p, F f) {
-  int at = static_cast<int>(blockIdx.x) / kCluster;
-  Item tile = load_tile(p, min(at, p.most_tiles - 1));  // before it is known how many there are
-  for (const int tiles = p.cut[0]; at < tiles; tile = load_tile(p, min(at, tiles - 1))) {
-    f(describe(p, tile));
-    at += gridDim.x / kCluster;
+#pragma unroll 1
+  for (int module = 0; module < p.num_modules; ++module) {
+    int at = static_cast<int>(blockIdx.x) / kCluster;
+    Item tile = load_tile(p, min(at, p.most_tiles - 1));  // before it is known how many there are
+    for (const int tiles = p.cut[0]; at < tiles; tile = load_tile(p, min(at, tiles - 1))) {
+      f(describe(p, module, tile));
+      at += gridDim.x / kCluster;
+    }
   }
 }
 
@@ -84,15 +87,16 @@ __device__ void copy_parts(const TileArgs& p, S& sm) {
 
 // Sums of the two chains, for each group of 8 ranks and block of 16 rows: a lane has rows g and g + 8 of
 // ranks 2 * q and the next.
-template <class S>
-using ShrinkSums = float[2][S::kGroups][kWarpBlocks][4];
+template <class S, int BLOCKS>
+using ShrinkSums = float[2][S::kGroups][BLOCKS][4];
 
 // The products of BLOCKS blocks of 16 rows with this CTA's part of all ranks of a pass; those past the
 // adapter's rank multiply what lies there, and are not used. Rows are read AHEAD steps before they are
 // needed.
 template <int BLOCKS, int AHEAD, class S>
 __device__ __forceinline__ void multiply_part(const TileArgs& p, S& sm, Ring<S::kStages>& ring,
-                                              const uint32_t (&x)[kWarpBlocks][2], ShrinkSums<S>& acc) {
+                                              const uint32_t (&x)[kWarpBlocks][2],
+                                              ShrinkSums<S, BLOCKS>& acc) {
   const int lane = threadIdx.x & 31, steps = part_steps(p);
   const auto* from = reinterpret_cast<const uint4*>(p.x);
   const uint32_t nothing = p.max_rank >> 16;
@@ -151,15 +155,14 @@ __device__ __forceinline__ void pass_by(const TileArgs& p, S& sm, Ring<S::kStage
 
 // CTA c adds up row c of each 4, so all of a lane's sums go to one. A row lies there as float4s of ranks
 // 16 * i + 2 * q, the next, and both 8 ranks on.
-template <class S>
-__device__ __forceinline__ void send_parts(S& sm, int mine, const ShrinkSums<S>& acc) {
+template <int BLOCKS, class S>
+__device__ __forceinline__ void send_parts(S& sm, const ShrinkSums<S, BLOCKS>& acc) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
   const uint32_t to = address_in(g & 3, smem_u32(&sm.parts[cluster_rank()][0][g >> 2][q]));
   const uint32_t bar = address_in(g & 3, smem_u32(&sm.parts_full));
 #pragma unroll
-  for (int j = 0; j < kWarpBlocks; ++j) {
+  for (int j = 0; j < BLOCKS; ++j) {
     const int block = j * kShrinkWarps + warp;
-    if (j >= mine) break;
 #pragma unroll
     for (int i = 0; i < S::kGroups / 2; ++i)
 #pragma unroll
@@ -176,7 +179,7 @@ __device__ __forceinline__ void send_parts(S& sm, int mine, const ShrinkSums<S>&
 template <class S>
 __device__ __forceinline__ void add_parts(const TileArgs& p, S& sm, const ShrinkTile& t, int first_rank) {
   constexpr int kRow = S::kGroups * 2;  // float4s
-  const float scaling = __ldg(p.scaling + t.tile.slot);
+  const float scaling = __ldg(p.modules[t.module].scaling + t.tile.slot);
   const int end = (t.rank + 7) / 8 * 8;
   wait_for_previous();  // which may fill h
   for (int n = threadIdx.x; n < t.blocks * 4 * kRow; n += kShrinkWarps * 32) {
@@ -191,10 +194,20 @@ __device__ __forceinline__ void add_parts(const TileArgs& p, S& sm, const Shrink
     s.x = rank < t.rank ? s.x * scaling : 0.f, s.y = rank + 1 < t.rank ? s.y * scaling : 0.f;
     s.z = rank + 8 < t.rank ? s.z * scaling : 0.f, s.w = rank + 9 < t.rank ? s.w * scaling : 0.f;
     if (row >= t.tile.num_rows) continue;
-    auto* h = reinterpret_cast<uint32_t*>(p.h + static_cast<int64_t>(t.tile.row_begin + row) * p.h_stride + rank);
+    auto* h = reinterpret_cast<uint32_t*>(h_row(p, t.module, t.tile.row_begin + row) + rank);
     if (rank < end) h[0] = bf16x2(s.x, s.y);
     if (rank + 8 < end) h[4] = bf16x2(s.z, s.w);
   }
+}
+
+// A warp's share of a pass: BLOCKS blocks of 16 rows.
+template <int BLOCKS, int AHEAD, class S>
+__device__ __forceinline__ void shrink_blocks(const TileArgs& p, S& sm, Ring<S::kStages>& ring, uint32_t phase,
+                                              const uint32_t (&x)[kWarpBlocks][2]) {
+  ShrinkSums<S, BLOCKS> acc = {};
+  multiply_part<BLOCKS, AHEAD>(p, sm, ring, x, acc);
+  mbar_wait(&sm.parts_empty, phase ^ 1);
+  send_parts<BLOCKS>(sm, acc);
 }
 
 template <class S>
@@ -202,12 +215,9 @@ __device__ __forceinline__ void shrink_pass(const TileArgs& p, S& sm, Ring<S::kS
                                             uint32_t phase, const uint32_t (&x)[kWarpBlocks][2]) {
   const int warp = threadIdx.x >> 5, mine = (t.blocks - warp + kShrinkWarps - 1) / kShrinkWarps;
   if (threadIdx.x == 0) mbar_expect(&sm.parts_full, kCluster * t.blocks * 4 * S::kGroups * 2 * 16);
-  ShrinkSums<S> acc = {};
-  if (mine == 2) multiply_part<2, 2>(p, sm, ring, x, acc);
-  else if (mine == 1) multiply_part<1, 8>(p, sm, ring, x, acc);
+  if (mine == 2) shrink_blocks<2, 2>(p, sm, ring, phase, x);
+  else if (mine == 1) shrink_blocks<1, 8>(p, sm, ring, phase, x);
   else pass_by(p, sm, ring);
-  mbar_wait(&sm.parts_empty, phase ^ 1);
-  send_parts(sm, mine, acc);
 }
 
 template <class S>
