@@ -99,7 +99,7 @@ __device__ __forceinline__ void multiply_part(const TileArgs& p, S& sm, Ring<S::
                                               ShrinkSums<S, BLOCKS>& acc) {
   const int lane = threadIdx.x & 31, steps = part_steps(p);
   const auto* from = reinterpret_cast<const uint4*>(p.x);
-  const uint32_t nothing = p.max_rank >> 16;
+  const uint32_t nothing = p.max_rank >> 16;  // 0, which the compiler does not know
   uint4 v[AHEAD][BLOCKS][2] = {};  // else registers would be kept for it all along
   auto fetch = [&](int step, uint4(&to)[BLOCKS][2]) {
 #pragma unroll
@@ -123,10 +123,12 @@ __device__ __forceinline__ void multiply_part(const TileArgs& p, S& sm, Ring<S::
         a[j][0][0] = lo.x ^ nothing, a[j][0][1] = hi.x ^ nothing, a[j][0][2] = lo.y ^ nothing, a[j][0][3] = hi.y ^ nothing;
         a[j][1][0] = lo.z ^ nothing, a[j][1][1] = hi.z ^ nothing, a[j][1][2] = lo.w ^ nothing, a[j][1][3] = hi.w ^ nothing;
       }
+      uint32_t last;
 #pragma unroll
       for (int n = 0; n < S::kGroups; ++n) {
         if (BLOCKS > 1 && n % 4 == 0) __syncwarp();  // else loads are put so far ahead that registers run out
         const uint4 w = lds128(weights + n * S::kGroup);
+        last = w.w;
 #pragma unroll
         for (int j = 0; j < BLOCKS; ++j) {
           mma_bf16(acc[0][n][j], a[j][0][0], a[j][0][1], a[j][0][2], a[j][0][3], w.x, w.y);
@@ -136,7 +138,7 @@ __device__ __forceinline__ void multiply_part(const TileArgs& p, S& sm, Ring<S::
       fetch(step + AHEAD, v[d]);
       if (in_stage == kStageSteps - 1 || step + 1 == steps) {
         __syncwarp();
-        if (lane == 0) mbar_arrive(&sm.empty[ring.at()]);
+        if (lane == 0) mbar_arrive(&sm.empty[ring.at()] + (last & nothing));  // once the last weights are here
         ring.next();
       }
     }
@@ -216,7 +218,7 @@ __device__ __forceinline__ void shrink_pass(const TileArgs& p, S& sm, Ring<S::kS
   const int warp = threadIdx.x >> 5, mine = (t.blocks - warp + kShrinkWarps - 1) / kShrinkWarps;
   if (threadIdx.x == 0) mbar_expect(&sm.parts_full, kCluster * t.blocks * 4 * S::kGroups * 2 * 16);
   if (mine == 2) shrink_blocks<2, 2>(p, sm, ring, phase, x);
-  else if (mine == 1) shrink_blocks<1, 8>(p, sm, ring, phase, x);
+  else if (mine == 1) shrink_blocks<1, 12>(p, sm, ring, phase, x);
   else pass_by(p, sm, ring);
 }
 
