@@ -37,10 +37,9 @@ def adapter_items(
     lora_gemm.check_support(jnp.dtype(jnp.bfloat16), rows, (), num_slots, 1)
     ffi.require()
     rank = max_rank or lora_gemm.MAX_RANK
-    nowhere = jnp.zeros_like(row_to_slot)
-    found = lora_gemm.row_items(row_to_slot, nowhere, num_slots, rank, tiles=False)
-    own = lora_gemm.with_tiles(found)
-    return AdapterItems(row_to_slot, found.order, found.items, found.num_items, own, max_rank)
+    found = lora_gemm.row_items(row_to_slot, jnp.zeros_like(row_to_slot), num_slots, rank)
+    tiles = found.tiles if found.shrinks_tiles else None
+    return AdapterItems(row_to_slot, found.order, found.items, found.num_items, tiles, max_rank)
 
 
 def _shared_out(

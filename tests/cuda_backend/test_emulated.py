@@ -333,7 +333,7 @@ def test_wide_sums_added_later_have_the_bits_of_those_added_at_once(library, row
 
 
 # The batch's ranks as in the case above; 8 rows make a segment that becomes tiles, unless all such
-# segments together have too few. The last three: how many modules there are, whose weights are those of
+# segments together have too few. The last: how many modules there are, whose weights are those of
 # another slot each; is y added to; is the shrink a launch of its own.
 @pytest.mark.parametrize(
     ("rows", "d_out", "d_in", "ranks", "total", "modules", "adds", "apart"),

@@ -28,8 +28,8 @@ class AdapterItems:
     order: Int[Array, "rows"]  # place -> row
     items: Int[Array, "rows 4"]  # slot, expert, first place, number of places
     num_items: Int[Array, "1"]
-    # The same rows as the kernels want them that made this, where they cut them in another way too.
-    own: Any = None
+    # The same rows once more, as a backend's kernels of long runs want them.
+    tiles: Any = None
     # None of the slots has a larger rank, where that is known: small ranks want small items.
     max_rank: int | None = dataclasses.field(default=None, metadata={"static": True})
 
