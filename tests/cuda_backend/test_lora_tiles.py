@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from tolerance import TOLERANCE
 
+from cuda_backend import ffi, lora_tiles, reroute
 from cuda_backend import lora_gemm as cuda
-from cuda_backend import lora_tiles, reroute
 from lora_jax.ops.cases import LoraCase, lora_case
 
 
@@ -41,6 +41,35 @@ def oracle(case: LoraCase) -> np.ndarray:
         h = scaling[slot] * (x[own] @ a_pool[a_row : a_row + rank].T)
         y[own] += h.astype(ml_dtypes.bfloat16).astype(np.float64) @ b_pool[b_row : b_row + rank]
     return y
+
+
+@pytest.mark.parametrize(
+    ("rows", "slots", "shrinks", "expands"),
+    [
+        (255, 1, False, False),
+        (256, 4, True, True),
+        (256, 5, False, True),
+        (1024, 512, False, True),
+        (2048, 512, True, True),
+    ],
+)
+def test_the_shape_of_a_call_says_whether_it_may_have_tiles(
+    monkeypatch, rows, slots, shrinks, expands
+):
+    """A step's items, made once for all its maps, have them too."""
+    monkeypatch.setattr(ffi, "require", lambda: None)
+
+    def may_have(row_to_slot):
+        items = cuda.row_items(row_to_slot, jnp.zeros_like(row_to_slot), slots)
+        of_step = reroute.adapter_items(row_to_slot, slots)
+        steps_tiles = () if of_step.tiles is None else of_step.tiles.tiles
+        return items.arrays[3], items.expand_arrays[3], steps_tiles, of_step.items
+
+    owners = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    pair, expand, steps_tiles, all_items = jax.eval_shape(may_have, owners)
+    assert (len(pair) > 0, len(expand) > 0) == (shrinks, expands)
+    assert steps_tiles == (pair if shrinks else ())
+    assert all_items.shape == (rows, 4)
 
 
 @functools.partial(jax.jit, static_argnames="slots")
