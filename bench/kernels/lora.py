@@ -180,7 +180,7 @@ def expand_alone(s: Inputs) -> jax.Array:
     shapes = [jax.ShapeDtypeStruct((len(s.h), s.b_pool.shape[1]), s.h.dtype)]
     shapes += [jax.ShapeDtypeStruct((1,), jnp.int32)]
     call = jax.ffi.ffi_call("lora_jax_cuda_lora_expand", shapes, has_side_effect=True)
-    arrays = (s.h, s.b_pool, s.entries, s.scaling, *s.items.expand_arrays)
+    arrays = (s.h, s.b_pool, s.entries, s.scaling, *s.items.arrays)
     return call(*arrays, accumulate=False)[0]
 
 
