@@ -37,14 +37,17 @@ class RowItems:
     items: Int[Array, "rows 4"]  # slot, expert, first place, number of rows
     num_items: Int[Array, "1"]
     tiles: lora_tiles.Tiles | None = None  # the same rows once more, where some may be in tiles
-    # Whether a launch that shrinks should take the tiles too: see lora_tiles.shrink_pays.
+    # Whether a launch that does both should take the tiles: see lora_tiles.shrink_pays.
     shrinks_tiles: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def arrays(self) -> tuple[Array, ...]:
-        """What a launch takes of it that shrinks, or does both."""
-        if self.shrinks_tiles:
-            return self.expand_arrays
+        """What a launch takes of it that shrinks and expands."""
+        return self.expand_arrays if self.shrinks_tiles else self.shrink_arrays
+
+    @property
+    def shrink_arrays(self) -> tuple[Array, ...]:
+        """What a launch takes that shrinks alone: all rows as items, with which it is one launch."""
         none = jnp.zeros((0, 4), jnp.int32), jnp.zeros((3,), jnp.int32)
         return self.order, self.items, self.num_items, *none
 
@@ -52,7 +55,7 @@ class RowItems:
     def expand_arrays(self) -> tuple[Array, ...]:
         """What a launch takes that expands alone: it asks for nothing whether there are tiles."""
         if self.tiles is None:
-            return self.arrays
+            return self.shrink_arrays
         return self.order, *(getattr(self.tiles, f.name) for f in dataclasses.fields(self.tiles))
 
 
@@ -253,7 +256,7 @@ def lora_shrink(
     What lies beyond that, or in rows of no item, is undefined.
     """
     call = jax.ffi.ffi_call("lora_jax_cuda_lora_shrink", _h_shape(x.shape[0], max_rank))
-    return call(x, a_pool, entries, scaling, *items.arrays)
+    return call(x, a_pool, entries, scaling, *items.shrink_arrays)
 
 
 def lora_expand(

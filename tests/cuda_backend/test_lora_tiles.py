@@ -99,8 +99,8 @@ def test_many_rows_match_float64_and_few_rows_bits(rank, popularity):
 @pytest.mark.parametrize(
     ("counts", "tiled"),
     [
-        ((2000, 63, 64, 300), 2364),  # a segment of 63 stays
-        ((300, *[60] * 7), 0),  # too few of all rows
+        ((2000, 23, 24, 300), 2324),  # a segment of 23 stays
+        ((300, *[20] * 5, 1, 1), 0),  # too few of all rows
         ((400,), 400),
         ((7900,), 7900),
     ],

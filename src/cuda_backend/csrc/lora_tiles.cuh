@@ -6,9 +6,11 @@
 //
 //   shrink  A cluster of 4 CTAs works through a tile. Each CTA takes one of the four parts of the sums
 //           over k, so that A leaves L2 once a tile: its rows of x go from memory straight to registers,
-//           read steps ahead, A through a ring in shared memory. CTAs send each other the parts of
+//           read steps ahead, A through a ring in shared memory. Rows are the first operand of mma, 16
+//           at a time, which makes that of A what one load brings. CTAs send each other the parts of
 //           their rows, and add them in order.
-//   expand  (expand_tiles.cuh) begins meanwhile: B and y are on their way when h comes.
+//   expand  (expand_tiles.cuh) begins meanwhile, in the kernel that serves the items (lora_both.cuh): B
+//           and y are on their way when h comes.
 #pragma once
 #include "cluster.cuh"
 #include "tile_args.cuh"

@@ -13,7 +13,8 @@ struct RowTilesArgs {
   const int* num_items;
   int rows;              // of the batch
   int least_rows;        // of a segment that becomes tiles
-  int least_total;       // rows of all such segments together: with fewer there are no tiles
+  int least_total;       // rows of all such segments together, with fewer there are no tiles; nor where
+                         // more than a quarter of all rows stays in items: those would wait for tiles
   int clusters;          // that can run at a time
   Item* small;           // [rows] out: the items that stay
   int* num_small;        // [1] out
@@ -66,7 +67,9 @@ __global__ void __launch_bounds__(kScanThreads) row_tiles_kernel(const RowTilesA
     atomicAdd(&sm.small_tiles, (rows - 1) / kSmallTileRows + 1);
   }
   __syncthreads();
-  const bool pays = sm.total >= p.least_total;
+  const Item last = item(max(num_items - 1, 0));
+  const int live = num_items > 0 ? last.row_begin + last.num_rows : 0;  // rows of nobody come last
+  const bool pays = sm.total >= p.least_total && sm.total >= live - live / 4;
   const int most = sm.small_tiles <= p.clusters ? kSmallTileRows : kTileRows;
   auto tiled = [&](int s) { return pays && sm.segments[s] >= p.least_rows; };
   auto tiles_of = [&](int s) { return (sm.segments[s] + most - 1) / most; };
@@ -80,10 +83,7 @@ __global__ void __launch_bounds__(kScanThreads) row_tiles_kernel(const RowTilesA
   int at = cta_scan(kept, sm.warp_sums, 0, plus, &total);
   if (tid == 0) *p.num_small = total;
   int tile = cta_scan(made, sm.warp_sums, 0, plus, &total);
-  if (tid == 0) {
-    const Item last = item(max(num_items - 1, 0));
-    p.cut[0] = total, p.cut[1] = most / 8, p.cut[2] = num_items > 0 ? last.row_begin + last.num_rows : 0;
-  }
+  if (tid == 0) p.cut[0] = total, p.cut[1] = most / 8, p.cut[2] = live;
   for (int i = begin, s = first; i < end; ++i) {
     const Item it = item(i);
     const bool starts = begins(i, it);
