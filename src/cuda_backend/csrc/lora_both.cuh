@@ -17,16 +17,13 @@ __global__ void __launch_bounds__(kThreads, 2) both_kernel(const __grid_constant
   auto& tiled = *reinterpret_cast<ExpandShared<RANKS / 16>*>(both_raw);  // in the first stage
   static_assert(sizeof tiled <= STAGE, "barriers lie behind");
   const int tiles = __ldg(p.tiles.cut);
-  bool items = true;
+  const bool items = __ldg(p.items.num_items) > 0 || tiles == 0;
+  if (threadIdx.x == 0) sm.tiles = tiles;
   let_next_begin();
   make_barriers(p.items, sm);
-  if (tiles > 0) {
-    expand_tiles<RANKS / 16, AHEAD>(p.tiles, tiled);
-    fence_shared_copies();
-    __syncthreads();
-    items = load_word(reinterpret_cast<const uint32_t*>(p.items.num_items)) > 0;
-  }
-  if (items) serve_items(p.items, sm);  // which would look for some before it ends
+  if (items) serve_items(p.items, sm);  // without any it would look for some before it ends
+  __syncthreads();
+  if (sm.tiles > 0) expand_tiles<RANKS / 16, AHEAD>(p.tiles, tiled);
   wait_for_previous();
 }
 
