@@ -17,16 +17,15 @@ __global__ void __launch_bounds__(kThreads, 2) both_kernel(const __grid_constant
   auto& tiled = *reinterpret_cast<ExpandShared<RANKS / 16>*>(both_raw);  // in the first stage
   static_assert(sizeof tiled <= STAGE, "barriers lie behind");
   const int tiles = __ldg(p.tiles.cut);
-  bool items = true;
   let_next_begin();
   make_barriers(p.items, sm);
   if (tiles > 0) {
     expand_tiles<RANKS / 16, AHEAD>(p.tiles, tiled);
     fence_shared_copies();
     __syncthreads();
-    items = load_word(reinterpret_cast<const uint32_t*>(p.items.num_items)) > 0;
+    if (load_word(reinterpret_cast<const uint32_t*>(p.items.num_items)) == 0) return wait_for_previous();
   }
-  if (items) serve_items(p.items, sm);  // which would look for some before it ends
+  serve_items(p.items, sm);
   wait_for_previous();
 }
 
