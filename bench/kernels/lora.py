@@ -191,7 +191,7 @@ def pair_alone(point: Point, s: Inputs) -> jax.Array:
     call = jax.ffi.ffi_call("lora_jax_cuda_lora_gemm", shapes, has_side_effect=True)
     arrays = (s.x, s.a_pool, s.b_pool, *s.items.arrays, s.entries, s.scaling)
     sites, max_rank = np.zeros(1, np.int64), np.int64(point.rank)
-    return call(*arrays, sites=sites, max_rank=max_rank, accumulate=False, leave_gaps=False)[1]
+    return call(*arrays, sites=sites, max_rank=max_rank, accumulate=False)[1]
 
 
 def bytes_moved(point: Point, distinct: float) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 
 from bench.lora_server.plans import ECHO, LORA, SITES, Case, Plan
 from lora_jax.ops.cases import popular
-from lora_jax.ops.lora_gemm import lora_deltas
+from lora_jax.ops.lora_gemm import lora_gemms
 from lora_jax.typing import Array, Int
 from serving.transport.base import AbstractClient, PushRows, push_rows
 from serving.transport.device_server import DeviceServer
@@ -109,7 +109,8 @@ def server_program(case: Case, server: DeviceServer, options: dict[str, str] | N
         message, names = server.accept(ticket, IDLE_US, site), SITES[site]
         x = server.rows_of(message, site, rows)
         d_in, d_out = case.sizes(names[0])
-        deltas = lora_deltas(
+        deltas = lora_gemms(
+            [None] * len(names),
             x,
             pools[str(d_in)],
             pools[str(d_out)],
@@ -119,8 +120,8 @@ def server_program(case: Case, server: DeviceServer, options: dict[str, str] | N
             jnp.where(mode == LORA, message.adapters, -1),
             message.experts,
             max_rank=case.rank,
-            dtype=jnp.dtype(case.dtype),
         )
+        deltas = [delta.astype(server.shapes.result_dtype) for delta in deltas]
         return server.answer(message, mode >= ECHO, deltas, site).info
 
     @functools.partial(jax.jit, compiler_options=options, donate_argnums=0)

@@ -23,7 +23,7 @@ from lora_jax.adapters.slots import (
     warm_up,
 )
 from lora_jax.adapters.weights import AdapterWeights
-from lora_jax.ops.lora_gemm import delta_dtype, lora_deltas
+from lora_jax.ops.lora_gemm import lora_gemms
 from lora_jax.typing import Array, Float, Int
 from serving.lora_server.loading import LayerwiseLoad
 from serving.lora_server.shards import EXPERT_MODULES, Shard, shard_catalogue
@@ -259,12 +259,13 @@ def shard_deltas(
     max_rank: int,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "rows d_out"], ...]:
-    """Return scaling * (x A^T) B of each row for every module; of slot -1 it is undefined.
+    """Return scaling * (x A^T) B of each row for every module; of slot -1 it is zero.
 
     In float32 as they travel, but rounded as a coupled engine's deltas are: the instance's sum has
     the bits of that engine's. The layer is data, so that one program serves them all.
     """
-    deltas = lora_deltas(
+    deltas = lora_gemms(
+        [None] * len(modules),
         x,
         slots.pools[str(x.shape[1])],
         slots.pools[str(width)],
@@ -274,7 +275,6 @@ def shard_deltas(
         row_to_slot,
         row_to_expert - first_expert,
         max_rank=max_rank,
-        dtype=delta_dtype(x.dtype),
         implementation=implementation,
     )
     return tuple(delta.astype(jnp.float32) for delta in deltas)

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 def kernels() -> dict[str, Callable]:
     """Return the ops that this backend has, by name; what the entry point `cuda` leads to."""
     from cuda_backend.grouped_matmul import grouped_matmul
-    from cuda_backend.lora_gemm import lora_deltas, lora_gemm, lora_gemms
+    from cuda_backend.lora_gemm import lora_gemm, lora_gemms
     from cuda_backend.merge import merge
     from cuda_backend.paged_attention import paged_attention
     from cuda_backend.reroute import adapter_items, reroute, row_map
 
-    linear = (grouped_matmul, lora_deltas, lora_gemm, lora_gemms)
+    linear = (grouped_matmul, lora_gemm, lora_gemms)
     others = (adapter_items, merge, paged_attention, reroute, row_map)
     return {op.__name__: op for op in (*linear, *others)}
 

@@ -78,10 +78,13 @@ def check_support(
 def rows_per_item(rows: int, max_rank: int = MAX_RANK) -> int:
     """Return how many rows an item may have; no result depends on it.
 
-    Few rows are spread over more CTAs, many share the loads of their adapter; at rank 8 those are
-    too few to wait for (45.6 us against 79.5 for 1024 rows of 512 adapters on an H200).
+    Few rows are spread over more CTAs, many share the loads of their adapter; at low ranks those
+    are too few to wait for (1024 rows of 512 adapters of rank 16 on an H200: 55.7 us by 16 rows,
+    59.0 by 32).
     """
-    return 8 if rows <= 64 or max_rank <= 8 else 32
+    if rows <= 128 or max_rank <= 8:
+        return 8
+    return 16 if max_rank <= 16 else 32
 
 
 def row_items(
@@ -89,13 +92,10 @@ def row_items(
     row_to_expert: Int[Array, "rows"],
     num_slots: int,
     max_rank: int = MAX_RANK,
-    *,
-    tiles: bool = True,
 ) -> RowItems:
     """Return the rows of each (slot, expert) as items; rows outside 0..num_slots are in none.
 
-    Rows of one slot should come sorted by expert: else the items are right, but smaller. Without
-    `tiles` long segments are items too.
+    Rows of one slot should come sorted by expert: else the items are right, but smaller.
     """
     rows = row_to_slot.shape[0]
     item_rows = rows_per_item(rows, max_rank)
@@ -103,7 +103,7 @@ def row_items(
     call = jax.ffi.ffi_call("lora_jax_cuda_row_items", shapes)
     attributes = {"slots": np.int64(num_slots), "item_rows": np.int64(item_rows)}
     order, found, num_items = call(row_to_slot, row_to_expert, **attributes)
-    if not tiles or rows < lora_tiles.FEWEST_ROWS:
+    if rows < lora_tiles.FEWEST_ROWS:
         return RowItems(order, found, num_items)
     known = lora_tiles.row_tiles(found, num_items)
     return RowItems(order, found, num_items, known, lora_tiles.shrink_pays(rows, num_slots))
@@ -159,31 +159,6 @@ def lora_gemms(
     return tuple(y for ys in done for y in ys)
 
 
-def lora_deltas(
-    entries: Int[Array, "sites slots 5"],
-    scaling: Float[Array, "sites slots"],
-    sites: Sequence[int],
-    x: Float[Array, "rows d_in"],
-    a_pool: Float[Array, "a_rows d_in"],
-    b_pool: Float[Array, "b_rows d_out"],
-    row_to_slot: Int[Array, "rows"],
-    row_to_expert: Int[Array, "rows"],
-    max_rank: int,
-    dtype: jnp.dtype,
-) -> tuple[Float[Array, "rows d_out"], ...]:
-    """Return what lora_gemms adds, of each of the sites, before it is rounded if wanted.
-
-    Rows of no adapter are undefined. Raises NotImplementedError as check_support does.
-    """
-    slots, widths = entries.shape[1], (x.shape[1], b_pool.shape[1])
-    check_support(x.dtype, x.shape[0], widths, slots, max_rank)
-    ffi.require()
-    narrow = dtype == x.dtype  # the kernels of tiles give no float32
-    items = row_items(row_to_slot, row_to_expert, slots, max_rank, tiles=narrow)
-    modules, pools = [(None, entries, scaling)] * len(sites), (x, a_pool, b_pool)
-    return tuple(lora_pairs(modules, *pools, items, max_rank, sites, dtype, leave_gaps=True))
-
-
 def _one_by_one(y: Array | None, x: Array, widths: tuple[int, int], max_rank: int) -> bool:
     """Return whether rows are for lora_rows, which have other dtypes, widths or ranks than here."""
     wide = jnp.float32 in (x.dtype, None if y is None else y.dtype)
@@ -212,15 +187,10 @@ def lora_pairs(
     items: RowItems | AdapterItems,
     max_rank: int,
     sites: Sequence[int] | None = None,
-    dtype: jnp.dtype | None = None,
-    *,
-    leave_gaps: bool = False,
 ) -> Sequence[Float[Array, "rows d_out"]]:
     """lora_pair of several maps of the same x, out of the same pools, in one launch.
 
     `sites` as for lora_gemms: the kernel finds its part of a table, where cutting it out is a copy.
-    Without any y `leave_gaps` leaves rows of no item undefined, and without tiles `dtype` may be
-    float32; it is x's unless it is given.
     """
     if not 1 <= len(modules) <= MAX_MODULES:
         raise ValueError(f"a launch takes 1 to {MAX_MODULES} modules, not {len(modules)}")
@@ -232,15 +202,14 @@ def lora_pairs(
         items = RowItems(*parts, shrinks_tiles=items.tiles is not None)
     ranks, count = _h_shape(x.shape[0], max_rank), len(modules)
     work = jax.ShapeDtypeStruct((count * math.prod(ranks.shape) // 2 + 1,), jnp.int32)
-    out = jax.ShapeDtypeStruct((x.shape[0], b_pool.shape[1]), dtype or x.dtype)
+    out = jax.ShapeDtypeStruct((x.shape[0], b_pool.shape[1]), x.dtype)
     shapes = [work, *[out] * count]
     aliases = {8 + 3 * m: 1 + m for m in range(count if accumulate else 0)}
     call = jax.ffi.ffi_call("lora_jax_cuda_lora_gemm", shapes, input_output_aliases=aliases)
     own = (v for m in modules for v in m if v is not None)
     attributes = {"max_rank": np.int64(max_rank), "accumulate": accumulate}
     places = np.array(sites or [0] * count, np.int64)
-    attributes |= {"sites": places, "leave_gaps": leave_gaps}
-    return call(x, a_pool, b_pool, *items.arrays, *own, **attributes)[1:]
+    return call(x, a_pool, b_pool, *items.arrays, *own, sites=places, **attributes)[1:]
 
 
 def lora_shrink(

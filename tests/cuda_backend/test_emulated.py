@@ -297,7 +297,7 @@ def test_lora_matches_float64(library, rows, d_out, d_in, experts, modules, accu
     sizes = (modules, rows, d_out, d_in, len(case.a_pool), len(case.b_pool), slots, max_rank)
     library.emulate(1, rows)
     cut = 8 if rows <= 64 else 32
-    call(library.lora, y, *pools, entries, scaling, owners, which, *sizes, cut, int(accumulate), 0)
+    call(library.lora, y, *pools, entries, scaling, owners, which, *sizes, cut, int(accumulate))
     want = np.stack([np.asarray(case.y, np.float64) * accumulate] * modules)
     x, a_pool, b_pool = (np.asarray(v, np.float64) for v in (case.x, case.a_pool, case.b_pool))
     for m, (row, slot) in itertools.product(range(modules), enumerate(owners)):
@@ -310,26 +310,6 @@ def test_lora_matches_float64(library, rows, d_out, d_in, experts, modules, accu
     np.testing.assert_allclose(y.astype(np.float64), want, **TOLERANCE["bfloat16"])
     if not accumulate:
         assert not y[:, owners < 0].view(np.uint16).any()
-
-
-@pytest.mark.parametrize(("rows", "d_out", "d_in"), [(5, 64, 192), (37, 320, 64)])
-def test_wide_sums_added_later_have_the_bits_of_those_added_at_once(library, rows, d_out, d_in):
-    """A LoRA Server's deltas travel in float32 and are rounded where they meet y."""
-    case = lora_case(
-        rows, d_out, d_in, ranks=(16, 8, 0, 40, 1, 13), num_experts=3, dtype="bfloat16"
-    )
-    slots, max_rank = len(case.scaling), -(-case.max_rank // 8) * 8
-    owners, which = copied(case.row_to_slot), copied(case.row_to_expert)
-    pools = [copied(a) for a in (case.x, case.a_pool, case.b_pool, case.entries, case.scaling)]
-    sizes = (1, rows, d_out, d_in, len(case.a_pool), len(case.b_pool), slots, max_rank, 8)
-    at_once, wide = copied(case.y), np.full((rows, d_out), np.nan, np.float32)
-    library.emulate(1, rows)
-    call(library.lora, at_once, *pools, owners, which, *sizes, 1, 0)
-    call(library.lora, wide, *pools, owners, which, *sizes, 0, 1)
-    later = (np.asarray(case.y, np.float32) + wide).astype(BF16)
-    np.testing.assert_array_equal(later.view(np.uint16), at_once.view(np.uint16))
-    assert not wide[owners < 0].any()
-    assert wide[owners >= 0].any()
 
 
 # The batch's ranks as in the case above; 8 rows make a segment that becomes tiles, unless all such
@@ -361,7 +341,7 @@ def test_tiles_have_the_bits_of_items(
         want[:], got[:] = np.nan, np.nan
     sizes = (modules, rows, d_out, d_in, len(case.a_pool), len(case.b_pool), slots, max_rank, 8)
     library.emulate(1, rows)
-    call(library.lora, want, *pools, owners, which, *sizes, adds, 0)
+    call(library.lora, want, *pools, owners, which, *sizes, adds)
     library.emulate(2, rows)
     call(library.lora_tiles, got, *pools, owners, which, *sizes, total, adds, apart, left)
     counts = np.bincount(owners[(owners >= 0) & (owners < slots)], minlength=slots)

@@ -144,20 +144,6 @@ def test_shrink_then_expand_is_the_pair():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [3, 90, 2100])
-def test_wide_sums_added_later_have_the_bits_of_those_added_at_once(rows):
-    case = some_case(rows, 1024, 320, popularity="skewed")
-    y, *pools, entries, scaling, row_to_slot, row_to_expert = case.arrays
-    owners = (row_to_slot, jnp.zeros(rows, jnp.int32) if row_to_expert is None else row_to_expert)
-    tables, wanted = (entries[None], scaling[None], (0, 0)), jnp.dtype("float32")
-    wide, again = cuda.lora_deltas(*tables, *pools, *owners, case.max_rank, wanted)
-    there = np.asarray(row_to_slot) >= 0
-    np.testing.assert_array_equal(np.asarray(wide)[there], np.asarray(again)[there])
-    later = (y.astype(jnp.float32) + wide).astype(jnp.bfloat16).astype(jnp.float32)
-    np.testing.assert_array_equal(np.asarray(later)[there], run(case)[there])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [3, 90, 2100])
 def test_without_y_the_sums_alone_come_back(rows):
     """Rows of nobody lie between those of others, and an adapter of rank 0 adds nothing."""
     case = some_case(rows, 1024, 320, ranks=(16, 0, 8), popularity="uniform")

@@ -59,22 +59,15 @@ void module_args(PairArgs* args, int m, S32& entries, F32& scaling, int64_t site
   args->modules[m].entries = entries.typed_data() + site * slots * 5;
   args->modules[m].scaling = scaling.typed_data() + site * slots;
 }
-// `y` is null where nothing is added to it; only then `out` may be float32.
-cudaError_t output_args(PairArgs* args, int m, cudaStream_t stream, const BF16* y, ffi::AnyBuffer& out) {
-  args->modules[m].y = static_cast<__nv_bfloat16*>(out.untyped_data());
-  args->wide_sums = out.element_type() == ffi::F32;
-  if (!y) return cudaSuccess;
-  if (args->wide_sums) return cudaErrorInvalidValue;
-  if (out.untyped_data() == y->untyped_data()) return cudaSuccess;
-  return cudaMemcpyAsync(out.untyped_data(), data(*y), y->size_bytes(), cudaMemcpyDeviceToDevice, stream);
-}
-
 // Takes y, argument `at`, where it is added to.
-cudaError_t add_to(PairArgs* args, int m, cudaStream_t stream, ffi::RemainingArgs& given, size_t at,
-                   ffi::AnyBuffer& out) {
-  if (!args->accumulate) return output_args(args, m, stream, nullptr, out);
+cudaError_t output_args(PairArgs* args, int m, cudaStream_t stream, ffi::RemainingArgs& given, size_t at,
+                        ffi::Result<BF16>& out) {
+  args->modules[m].y = data(out);
+  if (!args->accumulate) return cudaSuccess;
   auto y = given.get<BF16>(at);
-  return y ? output_args(args, m, stream, &*y, out) : cudaErrorInvalidValue;
+  if (!y) return cudaErrorInvalidValue;
+  if (data(out) == data(*y)) return cudaSuccess;
+  return cudaMemcpyAsync(data(out), data(*y), y->size_bytes(), cudaMemcpyDeviceToDevice, stream);
 }
 
 // Launches what the items and the tiles hold. A pool is null where nothing shrinks or expands.
@@ -97,10 +90,9 @@ cudaError_t launch_all(PairArgs args, S32& tiles, S32& cut, const BF16* a_pool, 
 // is added to; `work` is for h and one word more.
 ffi::Error LoraGemm(cudaStream_t stream, BF16 x, BF16 a_pool, BF16 b_pool, S32 order, S32 items, S32 num_items,
                     S32 tiles, S32 cut, ffi::RemainingArgs modules, ffi::Result<S32> work,
-                    ffi::RemainingRets outs, ffi::Span<const int64_t> sites, int64_t max_rank, bool accumulate,
-                    bool leave_gaps) {
+                    ffi::RemainingRets outs, ffi::Span<const int64_t> sites, int64_t max_rank, bool accumulate) {
   PairArgs args = common_args(order, items, num_items, (max_rank + 7) / 8 * 8);
-  args.num_modules = static_cast<int>(outs.size()), args.leave_gaps = leave_gaps;
+  args.num_modules = static_cast<int>(outs.size());
   args.h = reinterpret_cast<__nv_bfloat16*>(work->typed_data());
   if (args.num_modules > kMaxModules || sites.size() != outs.size())
     return ffi::Error::InvalidArgument("too many modules for one launch");
@@ -110,10 +102,10 @@ ffi::Error LoraGemm(cudaStream_t stream, BF16 x, BF16 a_pool, BF16 b_pool, S32 o
   for (int m = 0; m < args.num_modules && e == cudaSuccess; ++m) {
     auto entries = modules.get<S32>(m * of_module + first);
     auto scaling = modules.get<F32>(m * of_module + first + 1);
-    auto out = outs.get<ffi::AnyBuffer>(m);
+    auto out = outs.get<BF16>(m);
     if (!entries || !scaling || !out) return ffi::Error::InvalidArgument("a module's entries or scaling");
     module_args(&args, m, *entries, *scaling, sites[m]);
-    e = add_to(&args, m, stream, modules, m * of_module, **out);
+    e = output_args(&args, m, stream, modules, m * of_module, *out);
   }
   return status(e == cudaSuccess ? launch_all(args, tiles, cut, &a_pool, &b_pool, stream) : e);
 }
@@ -129,13 +121,13 @@ ffi::Error LoraShrink(cudaStream_t stream, BF16 x, BF16 a_pool, S32 entries, F32
 
 // `ys` holds y where that is added to.
 ffi::Error LoraExpand(cudaStream_t stream, BF16 h, BF16 b_pool, S32 entries, F32 scaling, S32 order, S32 items,
-                      S32 num_items, S32 tiles, S32 cut, ffi::RemainingArgs ys, ffi::Result<ffi::AnyBuffer> out,
+                      S32 num_items, S32 tiles, S32 cut, ffi::RemainingArgs ys, ffi::Result<BF16> out,
                       ffi::Result<S32> draws, bool accumulate) {
   PairArgs args = common_args(order, items, num_items, h.dimensions()[1]);
   module_args(&args, 0, entries, scaling);
   args.h = const_cast<__nv_bfloat16*>(data(h));  // only read: nothing shrinks in this launch
   cudaError_t e = expand_args(&args, b_pool, draws->typed_data(), accumulate);
-  if (e == cudaSuccess) e = add_to(&args, 0, stream, ys, 0, *out);
+  if (e == cudaSuccess) e = output_args(&args, 0, stream, ys, 0, out);
   return status(e == cudaSuccess ? launch_all(args, tiles, cut, nullptr, &b_pool, stream) : e);
 }
 
@@ -162,8 +154,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_lora_gemm, lora_jax::LoraGemm,
                                   .RemainingRets()
                                   .Attr<ffi::Span<const int64_t>>("sites")
                                   .Attr<int64_t>("max_rank")
-                                  .Attr<bool>("accumulate")
-                                  .Attr<bool>("leave_gaps"),
+                                  .Attr<bool>("accumulate"),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_lora_shrink, lora_jax::LoraShrink,
                               LORA_JAX_ON_STREAM.Arg<BF16>()
@@ -178,7 +169,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_lora_expand, lora_jax::LoraExpand,
                                   .Arg<S32>()
                                   .Arg<F32>()
                                   .LORA_JAX_ROW_ITEMS.RemainingArgs()
-                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<BF16>()
                                   .Ret<S32>()
                                   .Attr<bool>("accumulate"),
                               {ffi::Traits::kCmdBufferCompatible});

@@ -36,12 +36,11 @@ inline cudaError_t launch_metadata(const MetadataArgs& args, cudaStream_t stream
 
 // By a warp: makes the rows of places [begin, end) zero in all modules, every `step`-th of them.
 __device__ __forceinline__ void zero_rows(const PairArgs& p, int begin, int end, int step) {
-  const int bytes = p.d_out * (p.wide_sums ? 4 : 2);
   for (int place = begin; place < end; place += step) {
     const int64_t row = __ldg(p.row_order + place);
     for (int m = 0; m < p.num_modules; ++m) {
-      auto* y = reinterpret_cast<unsigned char*>(p.modules[m].y) + row * bytes;
-      for (int c = threadIdx.x % 32 * 16; c < bytes; c += 512) *reinterpret_cast<uint4*>(y + c) = make_uint4(0, 0, 0, 0);
+      auto* y = reinterpret_cast<uint4*>(p.modules[m].y + row * p.d_out);
+      for (int c = threadIdx.x % 32; c < p.d_out / 8; c += 32) y[c] = make_uint4(0, 0, 0, 0);
     }
   }
 }
@@ -72,14 +71,14 @@ __device__ __forceinline__ void zero_gaps(const PairArgs& p) {
 __global__ void fill_kernel(const __grid_constant__ PairArgs p, int* words, int count) {
   let_next_begin();
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) words[i] = -1;
-  if (!p.accumulate && !p.leave_gaps) zero_gaps(p);
+  if (!p.accumulate) zero_gaps(p);
 }
 
 // What the kernel of items finds: h missing, the draws at their begin.
 inline cudaError_t launch_fill(const PairArgs& args, int sms, cudaStream_t stream) {
   int* words = args.shrink ? reinterpret_cast<int*>(args.h) : args.draws;
-  const int count = static_cast<int>(args.draws + 1 - words), ctas = min((count + 8191) / 8192, sms);
-  fill_kernel<<<args.accumulate || args.leave_gaps ? ctas : sms, 1024, 0, stream>>>(args, words, count);
+  const int count = static_cast<int>(args.draws + 1 - words), ctas = min((count + 2047) / 2048, sms);
+  fill_kernel<<<args.accumulate ? ctas : sms * 2, 256, 0, stream>>>(args, words, count);
   return cudaGetLastError();
 }
 

@@ -4,8 +4,9 @@
 //
 // An item is up to kMaxRows rows of one segment (adapter, or adapter x expert) of one module. Its
 // weights are the 16-row operand of mma and its rows the 8-column operand (swap-AB), so a segment of
-// one row costs an n = 8 tile. Units of work are (item, up to 32 rank rows) of the shrink, each over
-// the whole of d_in, and (item, range of columns) of the expand. The grid is persistent; Plan says
+// one row costs an n = 8 tile. Units of work are (16 rows of an item, up to 32 rank rows) of the shrink,
+// each over the whole of d_in, and (item, range of columns) of the expand: the shrink of a long segment
+// would keep others waiting, the expand reads its weights once. The grid is persistent; Plan says
 // which CTA does what. In each CTA one warp makes units out ahead of their use, one streams weights
 // by tensor copies, two copy the item's rows of x or y (any order of rows will do), and the other
 // warps multiply. Weights stream several stages ahead, across the borders of units.
@@ -42,17 +43,18 @@ __device__ void produce_weights(const PairArgs& p, S& sm) {
   while (true) {
     const Unit& u = take(sm, taken).unit;
     if (u.kind == kEnd) return;
-    const CUtensorMap* map = &p.maps[u.kind - kShrink][u.wide != kNarrow];
+    const CUtensorMap *narrow = p.maps[u.kind - kShrink], *map = narrow + (u.wide != kNarrow);
     const int groups = u.groups, bytes = 1024 << u.wide;
     for (int c = u.begin; c < u.end; c += u.width) {
       mbar_wait(&sm.empty[ring.at()], ring.phase() ^ 1);
-      const int boxes = ((min(u.width, u.end - c) - 1 >> (u.wide + 6)) + 1) * groups;
-      if (lane == 0) mbar_expect(&sm.full[ring.at()], boxes * bytes);
+      const int last = min(u.width, u.end - c) - 1, boxes = ((last >> (u.wide + 6)) + 1) * groups;
+      const int wide = (last & (64 << u.wide) - 1) < kBlock ? boxes - groups : boxes;  // the others need no more
+      if (lane == 0) mbar_expect(&sm.full[ring.at()], wide * bytes + (boxes - wide) * kBlock * 16);
       __syncwarp();
       const uint32_t dst = smem_u32(sm.stages[ring.at()]);
       for (int i = lane; i < boxes; i += 32) {
         const int along = i / groups;
-        box_copy(dst + i * bytes, map, u.weight_row + (i - along * groups) * 8, (c >> 6) + (along << u.wide),
+        box_copy(dst + i * bytes, i < wide ? map : narrow, u.weight_row + (i - along * groups) * 8, (c >> 6) + (along << u.wide),
                  &sm.full[ring.at()]);
       }
       ring.next();
@@ -90,51 +92,57 @@ __device__ void produce_rows(const PairArgs& p, S& sm) {
 
 // ---------------------------------------------------------------- shrink
 // Two chains of sums, by bit 3 of k within a lane's 8, keep the tensor cores' latency apart.
-template <int MT, int J>
-__device__ __forceinline__ void shrink_stage(const Unit& u, uint32_t base, int width, int columns,
-                                             float (&acc)[2][MT][J][4]) {
+template <int GROUPS, int J>
+using Sums = float[2][(GROUPS + 1) / 2][J][4];
+
+// Adds this warp's k of a stage, 32 columns out of 128, for GROUPS groups of 8 rank rows and J of 8 batch rows.
+template <int GROUPS, int J>
+__device__ __forceinline__ void shrink_stage(const Unit& u, uint32_t base, int columns, Sums<GROUPS, J>& acc) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
   const uint32_t mine = base + (warp >> 1) * 1024 + g * 128 + ((((warp & 1) * 4 + q) ^ g) << 4);
   const uint32_t group = 1024 << u.wide, half = (1 << u.wide >> 1) - 1;  // of a box: bytes, steps of 128 columns less 1
   const uint32_t rows = base + rows_at(u) + q * 16;
-  uint32_t wa[MT * 2], xa[J];  // groups and rows past the end read the first: results are not used
+  uint32_t wa[GROUPS], xa[J];  // groups and rows past the end read the first: results are not used
 #pragma unroll
-  for (int i = 0; i < MT * 2; ++i) wa[i] = mine + (i < u.groups ? i : 0) * group;
+  for (int i = 0; i < GROUPS; ++i) wa[i] = mine + (i < u.groups ? i : 0) * group;
 #pragma unroll
-  for (int j = 0; j < J; ++j) xa[j] = rows + (j * 8 + g < u.num_rows ? j * 8 + g : 0) * row_stride(width);
-#pragma unroll(J == 1 ? 4 : J == 2 ? 2 : 1)
+  for (int j = 0; j < J; ++j) xa[j] = rows + (j * 8 + g < u.num_rows ? j * 8 + g : 0) * row_stride(u.width);
+#pragma unroll(GROUPS * J <= 2 ? 4 : 2)
   for (int k = warp * 32; k < columns; k += 32 * kConsumers) {
     const uint32_t at = (k >> (u.wide + 6)) * u.groups * group + (k >> 7 & half) * 2048;
-    uint4 v[J], w[MT * 2];
+    uint4 x[J], w[GROUPS];
 #pragma unroll
-    for (int j = 0; j < J; ++j) v[j] = lds128(xa[j] + k * 2);
+    for (int j = 0; j < J; ++j) x[j] = lds128(xa[j] + k * 2);
 #pragma unroll
-    for (int i = 0; i < MT * 2; ++i) w[i] = lds128(wa[i] + at);
+    for (int i = 0; i < GROUPS; ++i) w[i] = lds128(wa[i] + at);
 #pragma unroll
-    for (int m = 0; m < MT; ++m)
+    for (int i = 0; i < GROUPS; i += 2) {
+      const uint4 &lo = w[i], &hi = w[i + 1 < GROUPS ? i + 1 : i];  // a second half that is none gives sums nobody takes
 #pragma unroll
       for (int j = 0; j < J; ++j) {
-        mma_bf16(acc[0][m][j], w[m * 2].x, w[m * 2 + 1].x, w[m * 2].y, w[m * 2 + 1].y, v[j].x, v[j].y);
-        mma_bf16(acc[1][m][j], w[m * 2].z, w[m * 2 + 1].z, w[m * 2].w, w[m * 2 + 1].w, v[j].z, v[j].w);
+        mma_bf16(acc[0][i / 2][j], lo.x, hi.x, lo.y, hi.y, x[j].x, x[j].y);
+        mma_bf16(acc[1][i / 2][j], lo.z, hi.z, lo.w, hi.w, x[j].z, x[j].w);
       }
+    }
   }
 }
 
 // Sums the chains and the warps' parts in order and hands this unit's columns of h over. `scratch`
 // is the unit's last stage.
-template <int MT, int J>
+template <int GROUPS, int J>
 __device__ __forceinline__ void finish_shrink(const PairArgs& p, const Unit& u, float* scratch, uint64_t* release,
-                                              const float (&acc)[2][MT][J][4]) {
+                                              const Sums<GROUPS, J>& acc) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
-  constexpr int N = J * 8, LD = MT * 16 + 1;
+  constexpr int N = J * 8, LD = GROUPS * 8 + 1;
 #pragma unroll
-  for (int m = 0; m < MT; ++m)
+  for (int i = 0; i < GROUPS; ++i)
 #pragma unroll
     for (int j = 0; j < J; ++j)
 #pragma unroll
-      for (int c = 0; c < 4; ++c)
-        scratch[(warp * N + j * 8 + q * 2 + (c & 1)) * LD + m * 16 + g + (c >> 1) * 8] =
-            acc[0][m][j][c] + acc[1][m][j][c];
+      for (int c = 0; c < 2; ++c) {
+        const int of = i % 2 * 2 + c;
+        scratch[(warp * N + j * 8 + q * 2 + c) * LD + i * 8 + g] = acc[0][i / 2][j][of] + acc[1][i / 2][j][of];
+      }
   consumer_sync();
   const int r = u.first_rank + lane;
   auto* h = reinterpret_cast<uint32_t*>(p.h + (static_cast<int64_t>(u.module) * p.num_rows + u.place) * p.h_stride + r);
@@ -154,14 +162,14 @@ __device__ __forceinline__ void finish_shrink(const PairArgs& p, const Unit& u, 
   if (lane == 0) mbar_arrive(release);
 }
 
-template <int MT, int J, class S>
+template <int GROUPS, int J, class S>
 __device__ __forceinline__ void shrink_unit(const PairArgs& p, S& sm, Ring<S::kStages>& ring, const Unit& u) {
-  static_assert(kConsumers * 8 * J * (MT * 16 + 1) * 4 <= S::kStage, "the warps' parts must fit a stage");
+  static_assert(kConsumers * 8 * J * (GROUPS * 8 + 1) * 4 <= S::kStage, "the warps' parts must fit a stage");
   const int width = u.width, lane = threadIdx.x & 31;
-  float acc[2][MT][J][4] = {};
+  Sums<GROUPS, J> acc = {};
   for (int k = 0; k < p.d_in; k += width) {
     mbar_wait(&sm.full[ring.at()], ring.phase());
-    shrink_stage<MT, J>(u, smem_u32(sm.stages[ring.at()]), width, min(width, p.d_in - k), acc);
+    shrink_stage<GROUPS, J>(u, smem_u32(sm.stages[ring.at()]), min(width, p.d_in - k), acc);
     if (k + width < p.d_in) {
       __syncwarp();
       if (lane == 0) mbar_arrive(&sm.empty[ring.at()]);
@@ -169,7 +177,7 @@ __device__ __forceinline__ void shrink_unit(const PairArgs& p, S& sm, Ring<S::kS
     }
   }
   consumer_sync();  // all warps have read the last stage
-  finish_shrink<MT, J>(p, u, reinterpret_cast<float*>(sm.stages[ring.at()]), &sm.empty[ring.at()], acc);
+  finish_shrink<GROUPS, J>(p, u, reinterpret_cast<float*>(sm.stages[ring.at()]), &sm.empty[ring.at()], acc);
   ring.next();
 }
 
@@ -283,19 +291,13 @@ __device__ __forceinline__ void expand_stage(const PairArgs& p, const Ticket<STE
         const int n = n0 + j * 8 + q * 2 + e;
         if (n >= u.num_rows) continue;
         const int64_t at = static_cast<int64_t>(t.rows[n]) * p.d_out + first + b * 64;
-        if (p.wide_sums) {
-          auto* to = reinterpret_cast<float4*>(reinterpret_cast<float*>(p.modules[u.module].y) + at);
-          __stcs(to, make_float4(acc[0][j][e], acc[0][j][e + 2], acc[1][j][e], acc[1][j][e + 2]));
-          __stcs(to + 1, make_float4(acc[2][j][e], acc[2][j][e + 2], acc[3][j][e], acc[3][j][e + 2]));
-        } else {
-          uint4 o = make_uint4(0, 0, 0, 0);
-          if (p.accumulate) o = lds128(base + rows_at(u) + n * row_stride(width) + b * 128 + g * 16);
-          o.x = add_bf16x2(o.x, acc[0][j][e], acc[0][j][e + 2]);
-          o.y = add_bf16x2(o.y, acc[1][j][e], acc[1][j][e + 2]);
-          o.z = add_bf16x2(o.z, acc[2][j][e], acc[2][j][e + 2]);
-          o.w = add_bf16x2(o.w, acc[3][j][e], acc[3][j][e + 2]);
-          __stcs(reinterpret_cast<uint4*>(p.modules[u.module].y + at), o);
-        }
+        uint4 o = make_uint4(0, 0, 0, 0);
+        if (p.accumulate) o = lds128(base + rows_at(u) + n * row_stride(width) + b * 128 + g * 16);
+        o.x = add_bf16x2(o.x, acc[0][j][e], acc[0][j][e + 2]);
+        o.y = add_bf16x2(o.y, acc[1][j][e], acc[1][j][e + 2]);
+        o.z = add_bf16x2(o.z, acc[2][j][e], acc[2][j][e + 2]);
+        o.w = add_bf16x2(o.w, acc[3][j][e], acc[3][j][e + 2]);
+        __stcs(reinterpret_cast<uint4*>(p.modules[u.module].y + at), o);
       }
   }
 }
@@ -330,10 +332,11 @@ __device__ void consume(const PairArgs& p, S& sm) {
     const Unit& u = t.unit;
     if (u.kind == kEnd) return;
     if (u.kind == kShrink) {
-      if (u.num_rows <= 8 && u.groups <= 2) shrink_unit<1, 1>(p, sm, ring, u);
-      else if (u.num_rows <= 8) shrink_unit<2, 1>(p, sm, ring, u);
-      else if (u.num_rows <= 16) shrink_unit<2, 2>(p, sm, ring, u);
-      else shrink_unit<2, 4>(p, sm, ring, u);
+      if (u.num_rows <= 8 && u.groups == 1) shrink_unit<1, 1>(p, sm, ring, u);
+      else if (u.num_rows <= 8 && u.groups == 2) shrink_unit<2, 1>(p, sm, ring, u);
+      else if (u.num_rows <= 8) shrink_unit<4, 1>(p, sm, ring, u);
+      else if (u.groups <= 2) shrink_unit<2, 2>(p, sm, ring, u);
+      else shrink_unit<4, 2>(p, sm, ring, u);
     } else {
       if (u.num_rows <= 8) expand_unit<1>(p, sm, ring, t);
       else expand_unit<2>(p, sm, ring, t);

@@ -34,14 +34,14 @@ struct PairArgs {
   bool shrink, expand;
   bool accumulate;            // the expand adds to y; else y holds nothing before
   const int* live;            // null, or how many rows have an adapter: then some are in tiles, not in items
-  bool wide_sums;             // where nothing is added to, y is float32
-  bool leave_gaps;            // and rows of no item stay undefined
 };
 
 constexpr int kMaxRows = 32;   // rows of an item
+constexpr int kShrinkRows = 16, kSlices = kMaxRows / kShrinkRows;  // rows of a shrink unit; slices of an item at most
 constexpr int kMaxRank = 128;
 // Of the pieces of 64 columns in a box, log2: the narrowest, and the wide ones of either pool.
 constexpr int kNarrow = 1, kWideA = 3, kWideB = 2;
+constexpr int kBlock = 64 << kNarrow;  // columns by which the expand is cut
 constexpr int kConsumers = 4;  // warps
 constexpr int kRowWarps = 2;   // one alone issues about a row copy in 60 cycles
 constexpr int kUnitWarp = kConsumers, kWeightWarp = kConsumers + 1, kRowWarp = kConsumers + 2;
@@ -49,6 +49,8 @@ constexpr int kThreads = (kConsumers + 2 + kRowWarps) * 32;
 constexpr int kTickets = 3;    // made out ahead of their use: more would bind late units to busy CTAs
 constexpr int kDraws = 2;      // units drawn at once
 constexpr int kMostOfRun = 1 << 17, kLeastOfDraw = 1 << 14;  // elements of B in a CTA's run, in a drawn unit
+constexpr int kMostOfTile = 8;  // blocks, unless there are many
+constexpr int kSmallStage = 26 << 10;  // bytes
 
 // ---------------------------------------------------------------- units and stages
 enum Kind : int { kEnd, kShrink, kExpand };
@@ -83,9 +85,12 @@ __device__ __forceinline__ uint32_t rows_at(const Unit& u) { return u.width * u.
 
 // Stages are multiples of 128 columns, so that which warp adds which k never depends on them, and
 // of the boxes, which are wide where that fits.
-__device__ __forceinline__ void cut_stages(Unit& u, int stage_bytes, int wide) {
+__device__ __forceinline__ unsigned columns_in(const Unit& u, int stage_bytes) {
   const unsigned of_column = max(u.groups * 16 + u.staged_rows * 2, 1);  // a rank of 0 without y has no bytes
-  const unsigned fit = (stage_bytes - u.staged_rows * 16) / of_column;
+  return (stage_bytes - u.staged_rows * 16) / of_column;
+}
+__device__ __forceinline__ void cut_stages(Unit& u, int stage_bytes, int wide) {
+  const unsigned fit = columns_in(u, stage_bytes);
   u.wide = fit >> (wide + 6) ? wide : kNarrow;
   const unsigned boxes = (u.end - u.begin + (64 << u.wide) - 1) >> (u.wide + 6), most = fit >> (u.wide + 6);
   const unsigned stages = (boxes + most - 1) / most;
@@ -127,36 +132,40 @@ __device__ __forceinline__ void let_go(S& sm, Ring<kTickets>& ring) {
 }
 
 // ---------------------------------------------------------------- the plan of a launch
-struct Share {  // of an item: rank rows [begin, end) of a shrink unit, or blocks of columns
+struct Share {  // of an item: rank rows [begin, end) of a slice, or blocks of columns
   Kind kind;
   int item, begin, end;
+  int slice;
 };
-constexpr Share kNothing{kEnd, 0, 0, 0};
+constexpr Share kNothing{kEnd, 0, 0, 0, 0};
 
 __device__ __forceinline__ unsigned divide(unsigned n, unsigned by) { return n / by; }
 __device__ __forceinline__ unsigned divide_up(unsigned n, unsigned by) { return (n + by - 1) / by; }
+
+// Of so few units it counts how soon they begin and end.
+__device__ __forceinline__ bool few_units(int units) { return units <= 2 * static_cast<int>(gridDim.x); }
 
 // Ways to cut the shrink of an item: into units of 8, 16 or 32 rank rows.
 constexpr int kCuts = 3;
 __device__ __forceinline__ int item_units(const PairArgs& p, int cut) {
   return ((p.max_rank + 7) / 8 + (1 << cut) - 1) >> cut;
 }
-// Returns the cut by which the CTA with the most units is through first, by lanes 0 to kCuts - 1. What
-// a unit costs besides its weights is about as much as 8 more rank rows.
-__device__ __forceinline__ int best_cut(const PairArgs& p, int items) {
-  const int cut = min(static_cast<int>(threadIdx.x & 31), kCuts - 1);
-  const int longest = divide_up(items * item_units(p, cut), gridDim.x) * ((8 << cut) + 8);
-  int best = 0;
-#pragma unroll
-  for (int c = 1; c < kCuts; ++c)
-    if (__shfl_sync(~0u, longest, c) <= __shfl_sync(~0u, longest, best)) best = c;
-  return best;
+// Returns the way to cut, by what was fastest on an H200. Coarse units where there are many or d_in is
+// small; fine ones where CTAs are idle otherwise, or uneven, unless they read long segments' x once more.
+__device__ __forceinline__ int choose_cut(const PairArgs& p, int num_items) {
+  auto units_of_cta = [&](int cut) {
+    return __fdividef(static_cast<float>(num_items * p.num_modules * item_units(p, cut)), static_cast<float>(gridDim.x));
+  };
+  if (units_of_cta(2) >= 2.f || p.d_in < 2048) return 2;
+  const float fine = units_of_cta(0);
+  const bool better = fine <= .75f || (fine >= 1.3f && units_of_cta(1) < 1.3f);
+  return better && p.num_rows <= 8 * num_items ? 0 : 1;
 }
 
 // Cuts the launch into shrink units, which CTAs have in turn, and blocks of columns of the expand. Of
-// a small launch, which has no time to draw units, each CTA has one run of blocks, as long as evens
-// out what CTAs read. Of a large one CTAs draw units when they are through with their own, because
-// rows and ranks of items differ. No result depends on the plan, so it may follow the number of items.
+// a small launch, which has no time to draw units, each CTA has one run of blocks. Of a large one CTAs
+// draw units when they are through with their own, because rows and ranks of items differ. No result
+// depends on the plan, so it may follow the number of items.
 struct Plan {
   int num_items, items;          // of one module, of all
   int ranks, item_units, units;  // of a shrink unit at least; shrink units of an item, of all
@@ -167,21 +176,23 @@ struct Plan {
   __device__ __forceinline__ Plan(const PairArgs& p, int num_items, int cut)
       : num_items(num_items), items(num_items * p.num_modules) {
     const int ctas = static_cast<int>(gridDim.x), cta = static_cast<int>(blockIdx.x);
-    const int wide = p.wide[1] + 6, block = (p.max_rank + 7) / 8 * 8 << wide;  // elements
+    const int block = (p.max_rank + 7) / 8 * 8 * kBlock;  // elements
     ranks = 8 << cut, item_units = lora_jax::item_units(p, cut);
     units = p.shrink ? items * item_units : 0;
-    own_units = divide(max(units - cta + ctas - 1, 0), ctas);
-    blocks = p.expand ? (p.d_out + (1 << wide) - 1) >> wide : 0;
+    own_units = divide_up(units, ctas) * kSlices;
+    blocks = p.expand ? divide_up(p.d_out, kBlock) : 0;
     const int all = items * blocks, runs = all <= static_cast<int>(divide(kMostOfRun, block)) * ctas ? all : 0;
-    const float cost = __fdividef(static_cast<float>(ranks) * p.d_in, block);  // of a shrink unit, in blocks
+    const bool apart = items * 4 <= ctas;  // else longer runs are on more items, each of which costs a unit
+    const float cost = apart ? __fdividef(static_cast<float>(ranks) * p.d_in, block) : 0.f;  // of a shrink unit, in blocks
     first = run_begin(cta, runs, cost), last = run_begin(cta + 1, runs, cost);
     cut_draws(block, all - runs);
   }
   // Units are small enough for each CTA to draw some dozen, but not so small that drawing takes longer.
   __device__ __forceinline__ void cut_draws(int block, int left) {
     const int ctas = static_cast<int>(gridDim.x);
-    tile = max(1, min(4, static_cast<int>(divide(kLeastOfDraw, block))));
+    tile = max(1, min(kMostOfTile, static_cast<int>(divide(kLeastOfDraw, block))));
     while (tile * block <= kLeastOfDraw * 2 && left >= 12 * ctas * tile * 2) tile *= 2;
+    if (blocks * block <= kLeastOfDraw * 2) tile = max(blocks, 1);
     item_tiles = divide_up(blocks, tile);
     draws = left ? items * item_tiles : 0;
   }
@@ -198,18 +209,24 @@ struct Plan {
     return own_units + (last > first ? divide(last - 1, blocks) - divide(first, blocks) + 1 : 0);
   }
   __device__ __forceinline__ Share own_share(int n) const {
-    if (n < own_units) return shrink_share(n * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x));
+    if (n < own_units) return shrink_share(n);
     const int item = divide(first, blocks) + n - own_units;
-    return Share{kExpand, item, max(first - item * blocks, 0), min(last - item * blocks, blocks)};
+    return Share{kExpand, item, max(first - item * blocks, 0), min(last - item * blocks, blocks), 0};
   }
-  __device__ __forceinline__ Share shrink_share(int unit) const {
+  // CTAs take units in turn, and second slices, if any, part of the grid further: so those of a long
+  // segment are on other SMs than the first, but at the same time, while L2 holds its weights.
+  __device__ __forceinline__ Share shrink_share(int n) const {
+    const int ctas = static_cast<int>(gridDim.x), round = divide(n, kSlices), slice = n - round * kSlices;
+    const int place = static_cast<int>(blockIdx.x) + slice * static_cast<int>(divide(ctas, 2 * kSlices));
+    const int unit = round * ctas + (place < ctas ? place : place - ctas);
+    if (unit >= units) return kNothing;
     const int item = divide(unit, item_units), begin = (unit - item * item_units) * ranks;
-    return Share{kShrink, item, begin, begin + ranks};
+    return Share{kShrink, item, begin, begin + ranks, slice};
   }
   __device__ __forceinline__ Share drawn_share(int n) const {
     if (n >= draws) return kNothing;
     const int item = divide(n, item_tiles), begin = (n - item * item_tiles) * tile;
-    return Share{kExpand, item, begin, min(begin + tile, blocks)};
+    return Share{kExpand, item, begin, min(begin + tile, blocks), 0};
   }
 };
 

@@ -16,6 +16,11 @@ __device__ __forceinline__ void load_item(const PairArgs& p, Site& site, int ite
   const int4 v = __ldg(reinterpret_cast<const int4*>(p.items) + min(item, p.num_rows - 1));
   site.item = Item{static_cast<int>(min(static_cast<unsigned>(v.x), p.num_slots - 1u)), v.y, v.z, v.w};
 }
+// Leaves of an item the rows of its slice, if it has any.
+__device__ __forceinline__ void cut_rows(Item& item, int slice) {
+  item.row_begin += slice * kShrinkRows;
+  item.num_rows = min(item.num_rows - slice * kShrinkRows, kShrinkRows);
+}
 __device__ __forceinline__ void load_slot(const PairArgs& p, Site& site) {
   const Module& m = p.modules[site.module];
   const int* e = m.entries + site.item.slot * 5;
@@ -30,26 +35,30 @@ __device__ __forceinline__ int load_row(const PairArgs& p, const Site& site, int
 }
 
 // Returns the share as a unit; kEnd when the item has no such part (a smaller rank than the largest).
-__device__ __forceinline__ Unit make_unit(const PairArgs& p, const Share& s, const Site& site, int stage_bytes) {
+// Units of few rows have small stages, which are begun and ended sooner: in the shrink where that counts,
+// `soon`, and in the expand where wide boxes fit them, or even if only narrow ones do where it counts.
+__device__ __forceinline__ Unit make_unit(const PairArgs& p, const Share& s, const Site& site, int stage_bytes, bool soon) {
   Unit u{};
   u.item = s.item, u.module = site.module, u.scaling = site.scaling;
   u.rank = min(site.rank, p.max_rank), u.num_rows = site.item.num_rows, u.place = site.item.row_begin;
   u.staged_rows = s.kind == kShrink || p.accumulate ? u.num_rows : 0;
   if (s.kind == kShrink) {
-    const bool twice = u.num_rows > 16 && s.end - s.begin == 8;  // which halves what is read of x
-    const int ranks = twice ? 16 : s.end - s.begin;
-    u.first_rank = twice ? s.begin * 2 : s.begin;
-    u.weight_row = site.a_offset + site.item.expert * site.a_stride + u.first_rank;
-    u.groups = (min(ranks, u.rank - u.first_rank) + 7) / 8;
+    u.first_rank = s.begin;
+    u.weight_row = site.a_offset + site.item.expert * site.a_stride + s.begin;
+    u.groups = (min(s.end, u.rank) - s.begin + 7) / 8;
     u.end = p.d_in;
-    if (u.first_rank < u.rank) u.kind = kShrink;
+    if (u.num_rows > 0 && s.begin < u.rank) u.kind = kShrink;
   } else if (s.kind == kExpand) {
     u.weight_row = site.b_offset + site.item.expert * site.b_stride;
     u.groups = (u.rank + 7) / 8;
-    u.begin = s.begin << (p.wide[1] + 6), u.end = min(s.end << (p.wide[1] + 6), p.d_out);
+    u.begin = s.begin * kBlock, u.end = min(s.end * kBlock, p.d_out);
     if (u.rank > 0 || !p.accumulate) u.kind = kExpand;
   }
-  if (u.kind != kEnd) cut_stages(u, stage_bytes, p.wide[u.kind - kShrink]);
+  if (u.kind == kEnd) return u;
+  const int wide = p.wide[u.kind - kShrink];
+  const unsigned least = soon && u.kind == kExpand ? kBlock : 64 << wide;
+  const bool small = u.num_rows <= kHeldRows && (soon || u.kind == kExpand) && columns_in(u, kSmallStage) >= least;
+  cut_stages(u, small ? kSmallStage : stage_bytes, wide);
   return u;
 }
 
@@ -105,32 +114,34 @@ __device__ __forceinline__ bool publish_first(const PairArgs& p, S& sm, Ring<kTi
                                               int& num_items, int& cut) {
   const int lane = threadIdx.x & 31, guess = min(lane, kCuts - 1), units = item_units(p, guess);
   Site site{};
-  Share share{kShrink, static_cast<int>(divide(blockIdx.x, units)), 0, 0};
+  Share share{kShrink, static_cast<int>(divide(blockIdx.x, units)), 0, 0, 0};
   num_items = *count;
   load_item(p, site, share.item);
+  cut_rows(site.item, 0);
   load_slot(p, site);
   int rows[kCuts];
 #pragma unroll
   for (int c = 0; c < kCuts; ++c) rows[c] = load_row(p, site, c);
   share.begin = (blockIdx.x - share.item * units) * (8 << guess), share.end = share.begin + (8 << guess);
-  cut = best_cut(p, num_items * p.num_modules);
+  cut = choose_cut(p, num_items);
   const bool there = p.shrink && __shfl_sync(~0u, share.item, cut) < num_items;
   if (there) {
-    const Unit unit = make_unit(p, share, site, S::kStage);
+    const bool soon = few_units(num_items * p.num_modules * item_units(p, cut));
+    const Unit unit = make_unit(p, share, site, S::kStage, soon);
     publish(sm, ring, unit, cut, cut == 0 ? rows[0] : cut == 1 ? rows[1] : rows[2], no_h<S>());
   }
   return there;
 }
 
 // Makes out the units of `count` lanes at once, so that they cost the latencies of one. `behind`: h may
-// be there already, so tickets bring it.
+// be there already, so tickets bring it. `soon`: see make_unit.
 template <class S>
 __device__ __forceinline__ void publish_all(const PairArgs& p, S& sm, Ring<kTickets>& ring, const Share& share,
-                                            Site& site, int count, bool behind) {
+                                            Site& site, int count, bool behind, bool soon) {
   load_slot(p, site);
   int next_row = load_row(p, site, 0);
   HeldH<S> next_h = behind ? load_held<S>(p, site, 0) : no_h<S>();
-  const Unit unit = make_unit(p, share, site, S::kStage);
+  const Unit unit = make_unit(p, share, site, S::kStage, soon);
   for (int from = 0; from < count; ++from) {
     const int row = next_row;
     const HeldH<S> h = next_h;
@@ -143,14 +154,18 @@ __device__ __forceinline__ Site find_item(const PairArgs& p, const Plan& plan, c
   Site site{};
   site.module = divide(share.item, plan.num_items);
   load_item(p, site, share.item - site.module * plan.num_items);
+  if (share.kind == kShrink) cut_rows(site.item, share.slice);
   return site;
 }
 
-// Brings this CTA's share of the tables into L2 while the number of items is on its way.
+// Brings this CTA's share of the tables into L2 while the number of items is on its way, and of h where
+// that is given.
 __device__ __forceinline__ void prefetch_tables(const PairArgs& p) {
   const int at = blockIdx.x * 128;
   if (at < p.num_rows * 16) prefetch_l2(reinterpret_cast<const char*>(p.items) + at);
   if (at < p.num_rows * 4) prefetch_l2(reinterpret_cast<const char*>(p.row_order) + at);
+  for (int i = at; !p.shrink && i < p.num_rows * p.h_stride * 2; i += gridDim.x * 128)
+    prefetch_l2(reinterpret_cast<const char*>(p.h) + i);
   for (int m = 0; m < p.num_modules; ++m) {
     if (at < p.num_slots * 20) prefetch_l2(reinterpret_cast<const char*>(p.modules[m].entries) + at);
     if (at < p.num_slots * 4) prefetch_l2(reinterpret_cast<const char*>(p.modules[m].scaling) + at);
@@ -169,7 +184,7 @@ __device__ __forceinline__ void hand_out_draws(const PairArgs& p, S& sm, Ring<kT
     const Share share = plan.drawn_share(drawn);
     Site site = find_item(p, plan, share);
     drawn = draw();
-    publish_all(p, sm, ring, share, site, kDraws, true);
+    publish_all(p, sm, ring, share, site, kDraws, true, false);
   }
 }
 
@@ -186,7 +201,7 @@ __device__ void hand_out(const PairArgs& p, S& sm) {
     for (int n = begun ? 1 : 0; n < own; n += 32) {
       const Share share = n + lane < own ? plan.own_share(n + lane) : kNothing;
       Site site = find_item(p, plan, share);
-      publish_all(p, sm, ring, share, site, min(own - n, 32), false);
+      publish_all(p, sm, ring, share, site, min(own - n, 32), false, share.kind == kExpand || few_units(plan.units));
     }
     if (plan.draws) hand_out_draws(p, sm, ring, plan);
   }

@@ -44,7 +44,7 @@ def apply_loras(
 ) -> tuple[Float[Array, "rows d_out"], ...]:
     """Return apply_lora of several sites of the same x and one width.
 
-    Without ys, what would be added to them, in x's dtype; `width` is theirs.
+    Without ys, what would be added to them, in ops.lora_gemm.delta_dtype; `width` is theirs.
     """
     d_out = ys[0].shape[1] if width is None and ys[0] is not None else width
     if isinstance(layer, int):  # the whole table, so that nothing is cut out of it
@@ -154,10 +154,8 @@ class Rows:
         """
         if self.adapters is None or not {*modules} & {*self.module_names}:
             return (None,) * len(modules)
-        dtype = delta_dtype(x.dtype)
-        zero = jnp.zeros((x.shape[0], width), dtype)
-        ys = [None if dtype == x.dtype else zero] * len(modules)
-        found = self._applied(ys, x, modules, width, layer, row_to_expert)
+        found = self._applied([None] * len(modules), x, modules, width, layer, row_to_expert)
+        zero = jnp.zeros((x.shape[0], width), delta_dtype(x.dtype))
         return tuple(zero if delta is None else delta for delta in found)
 
     def gathered(

@@ -82,7 +82,7 @@ int attention(const Bf16* q, const Bf16* k, const Bf16* v, const int* tables, co
 
 int lora(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, const int* entries, const float* scaling,
          const int* row_to_slot, const int* row_to_expert, int modules, int rows, int d_out, int d_in, int a_rows,
-         int b_rows, int slots, int max_rank, int item_rows, int accumulate, int wide_sums) {
+         int b_rows, int slots, int max_rank, int item_rows, int accumulate) {
   std::vector<int> order(rows);
   std::vector<Item> items(rows);
   int num_items = -1;
@@ -92,10 +92,10 @@ int lora(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, const i
   std::vector<int> work(modules * rows * h_stride / 2 + 1);
   PairArgs p{};
   for (int m = 0; m < modules; ++m)
-    p.modules[m] = Module{entries + m * slots * 5, scaling + m * slots, y + static_cast<size_t>(m) * rows * d_out * (wide_sums ? 2 : 1)};
+    p.modules[m] = Module{entries + m * slots * 5, scaling + m * slots, y + static_cast<size_t>(m) * rows * d_out};
   p.items = items.data(), p.num_items = &num_items, p.row_order = order.data(), p.x = x, p.h = reinterpret_cast<Bf16*>(work.data());
   p.draws = &work.back(), p.num_modules = modules, p.num_rows = rows, p.num_slots = slots;
-  p.d_in = d_in, p.d_out = d_out, p.h_stride = p.max_rank = h_stride, p.shrink = p.expand = true, p.accumulate = accumulate, p.wide_sums = wide_sums;
+  p.d_in = d_in, p.d_out = d_out, p.h_stride = p.max_rank = h_stride, p.shrink = p.expand = true, p.accumulate = accumulate;
   cudaError_t e = pool_maps(&p, 0, a_pool, a_rows, d_in, kWideA);
   if (e == cudaSuccess) e = pool_maps(&p, 1, b_pool, b_rows, d_out, kWideB);
   return e == cudaSuccess ? launch_pair(p, nullptr) : e;

@@ -10,7 +10,7 @@ from lora_jax.ops.adapter_items import AdapterItems
 from lora_jax.ops.lora_gemm import cpu, reference, xla
 from lora_jax.typing import Array, Float, Int
 
-__all__ = ["delta_dtype", "lora_deltas", "lora_gemm", "lora_gemms"]
+__all__ = ["delta_dtype", "lora_gemm", "lora_gemms"]
 
 _KERNELS = {
     "cuda": dispatch.backend("cuda", "lora_gemm"),
@@ -43,11 +43,12 @@ def lora_gemm(
     offset + e * stride of its pool. No rank exceeds `max_rank`. Rows of slot -1 come back
     unchanged, bit for bit, and cost nothing. The kernel works in place if y is a temporary. y may
     be float32 with rows and pools in bfloat16, for a sum that is rounded elsewhere. Without y the
-    sums alone come back, in x's dtype: rows of slot -1 are exact zeros, and no kernel reads a y.
+    sums alone come back, in delta_dtype: rows of slot -1 are exact zeros.
     `items` are the rows', if they are known already: a kernel that wants them need not make them.
     """
     if row_to_expert is None:
         row_to_expert = jnp.zeros(x.shape[:1], jnp.int32)
+    (y,) = _or_wide_zeros([y], x, b_pool, implementation)
     arrays = (y, x, a_pool, b_pool, entries, scaling, row_to_slot, row_to_expert)
     _check(*arrays, max_rank)
     kernels = {n: kernel if n == "cuda" else _with_y(kernel) for n, kernel in _KERNELS.items()}
@@ -87,6 +88,7 @@ def lora_gemms(
     if row_to_expert is None:
         row_to_expert = jnp.zeros(x.shape[:1], jnp.int32)
     pools, owners = (x, a_pool, b_pool), (row_to_slot, row_to_expert)
+    ys = _or_wide_zeros(ys, x, b_pool, implementation)
     for y in ys:
         _check(y, *pools, entries[0], scaling[0], *owners, max_rank)
     cuda = functools.partial(dispatch.backend("cuda", "lora_gemms"), items=items, sites=sites)
@@ -98,58 +100,24 @@ def lora_gemms(
     )
 
 
-def delta_dtype(dtype: jnp.dtype) -> jnp.dtype:
-    """Return what deltas of rows of a dtype are added in on this platform.
+def delta_dtype(dtype: jnp.dtype, implementation: str | None = None) -> jnp.dtype:
+    """Return what deltas of rows of a dtype are added in on this platform, or by what is named.
 
     Whoever computes them, an engine or a LoRA Server, gives these, so that sums have the same bits:
     float32 where the kernels give that for nothing, so that one rounding is left to the sum; else
     the rows' own.
     """
-    wide = dispatch.candidates()[0] in ("ffi", "xla", "reference")
+    wide = dispatch.candidates(implementation)[0] in ("ffi", "xla", "reference")
     return jnp.dtype(jnp.float32) if wide else jnp.dtype(dtype)
-
-
-def lora_deltas(
-    x: Float[Array, "rows d_in"],
-    a_pool: Float[Array, "a_rows d_in"],
-    b_pool: Float[Array, "b_rows d_out"],
-    entries: Int[Array, "sites slots 5"],
-    scaling: Float[Array, "sites slots"],
-    sites: Sequence[int],
-    row_to_slot: Int[Array, "rows"],
-    row_to_expert: Int[Array, "rows"],
-    *,
-    max_rank: int,
-    dtype: jnp.dtype,
-    implementation: str | None = None,
-) -> tuple[Float[Array, "rows d_out"], ...]:
-    """Return s * sum_j (x[t] . A[j]) B[j] of each site alone; rows of slot -1 are undefined.
-
-    `dtype` is x's or float32. Float32 sums of bfloat16 rows, added to a y and rounded, have the
-    bits of lora_gemm on that y. One launch on Hopper, as lora_gemms.
-    """
-    pools, owners = (x, a_pool, b_pool), (row_to_slot, row_to_expert)
-
-    def cuda(*arguments):
-        kernel = dispatch.backend("cuda", "lora_deltas")
-        return kernel(entries, scaling, sites, *arguments, max_rank, jnp.dtype(dtype))
-
-    def others(name: str, *arguments):
-        ys = [jnp.zeros((x.shape[0], b_pool.shape[1]), dtype)] * len(sites)
-        options = {"max_rank": max_rank, "implementation": name}
-        return lora_gemms(ys, *pools, entries, scaling, sites, *owners, **options)
-
-    kernels: dict[str, Callable] = {n: functools.partial(others, n) for n in _KERNELS}
-    return dispatch.call(kernels | {"cuda": cuda}, implementation, *pools, *owners)
 
 
 def _one_by_one(
     sites, implementation: str, modules, x, a_pool, b_pool, row_to_slot, row_to_expert, max_rank
 ):
     options = {"max_rank": max_rank, "implementation": implementation}
-    owners = (row_to_slot, row_to_expert)
+    owners, pools = (row_to_slot, row_to_expert), (x, a_pool, b_pool)
     return tuple(
-        lora_gemm(y, x, a_pool, b_pool, entries[site], scaling[site], *owners, **options)
+        lora_gemm(_or_zeros(y, x, b_pool), *pools, entries[site], scaling[site], *owners, **options)
         for (y, entries, scaling), site in zip(modules, sites, strict=True)
     )
 
@@ -158,11 +126,19 @@ def _with_y(kernel: Callable) -> Callable:
     """Return the kernel that adds to zeros where there is no y."""
 
     def added(y, x, a_pool, b_pool, *others):
-        if y is None:
-            y = jnp.zeros((x.shape[0], b_pool.shape[1]), x.dtype)
-        return kernel(y, x, a_pool, b_pool, *others)
+        return kernel(_or_zeros(y, x, b_pool), x, a_pool, b_pool, *others)
 
     return added
+
+
+def _or_zeros(y: Array | None, x: Array, b_pool: Array, dtype: jnp.dtype | None = None) -> Array:
+    return jnp.zeros((x.shape[0], b_pool.shape[1]), dtype or x.dtype) if y is None else y
+
+
+def _or_wide_zeros(ys, x: Array, b_pool: Array, implementation: str | None) -> list[Array | None]:
+    """Return the ys, zeros in place of None where deltas are wider than x."""
+    dtype = delta_dtype(x.dtype, implementation)
+    return [y if dtype == x.dtype else _or_zeros(y, x, b_pool, dtype) for y in ys]
 
 
 def _check(y, x, a_pool, b_pool, entries, scaling, row_to_slot, row_to_expert, max_rank) -> None:
