@@ -47,7 +47,7 @@ class RowItems:
 
     @property
     def shrink_arrays(self) -> tuple[Array, ...]:
-        """What a launch takes that shrinks alone: all rows as items, with which it is one launch."""
+        """What a launch takes that shrinks alone: all rows as items, so that it is one."""
         none = jnp.zeros((0, 4), jnp.int32), jnp.zeros((3,), jnp.int32)
         return self.order, self.items, self.num_items, *none
 
