@@ -36,12 +36,27 @@ class RowItems:
     order: Int[Array, "rows"]  # sorted place -> row
     items: Int[Array, "rows 4"]  # slot, expert, first place, number of rows
     num_items: Int[Array, "1"]
-    tiles: lora_tiles.Tiles = dataclasses.field(default_factory=lora_tiles.no_tiles)
+    tiles: lora_tiles.Tiles | None = None  # the same rows once more, where some may be in tiles
+    # Whether a launch that does both should take the tiles: see lora_tiles.shrink_pays.
+    shrinks_tiles: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def arrays(self) -> tuple[Array, ...]:
-        """What the kernels take of it."""
-        return self.order, self.items, self.num_items, self.tiles.tiles, self.tiles.cut
+        """What a launch takes of it that shrinks and expands."""
+        return self.expand_arrays if self.shrinks_tiles else self.shrink_arrays
+
+    @property
+    def shrink_arrays(self) -> tuple[Array, ...]:
+        """What a launch takes that shrinks alone: all rows as items, so that it is one."""
+        none = jnp.zeros((0, 4), jnp.int32), jnp.zeros((3,), jnp.int32)
+        return self.order, self.items, self.num_items, *none
+
+    @property
+    def expand_arrays(self) -> tuple[Array, ...]:
+        """What a launch takes that expands alone: it asks for nothing whether there are tiles."""
+        if self.tiles is None:
+            return self.shrink_arrays
+        return self.order, *(getattr(self.tiles, f.name) for f in dataclasses.fields(self.tiles))
 
 
 def check_support(
@@ -87,10 +102,11 @@ def row_items(
     shapes = [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((rows,), (rows, 4), (1,))]
     call = jax.ffi.ffi_call("lora_jax_cuda_row_items", shapes)
     attributes = {"slots": np.int64(num_slots), "item_rows": np.int64(item_rows)}
-    order, items, num_items = call(row_to_slot, row_to_expert, **attributes)
+    order, found, num_items = call(row_to_slot, row_to_expert, **attributes)
     if rows < lora_tiles.FEWEST_ROWS:
-        return RowItems(order, items, num_items)
-    return RowItems(order, *lora_tiles.row_tiles(items, num_items))
+        return RowItems(order, found, num_items)
+    known = lora_tiles.row_tiles(found, num_items)
+    return RowItems(order, found, num_items, known, lora_tiles.shrink_pays(rows, num_slots))
 
 
 def lora_gemm(
@@ -181,8 +197,9 @@ def lora_pairs(
     accumulate = modules[0][0] is not None
     if any((y is not None) != accumulate for y, _, _ in modules):
         raise ValueError("a launch adds to every module's y or to none: some are None")
-    if isinstance(items, AdapterItems):  # of experts, whose segments are too short for tiles
-        items = RowItems(items.order, items.items, items.num_items)
+    if isinstance(items, AdapterItems):
+        parts = items.order, items.items, items.num_items, items.tiles
+        items = RowItems(*parts, shrinks_tiles=items.tiles is not None)
     ranks, count = _h_shape(x.shape[0], max_rank), len(modules)
     work = jax.ShapeDtypeStruct((count * math.prod(ranks.shape) // 2 + 1,), jnp.int32)
     out = jax.ShapeDtypeStruct((x.shape[0], b_pool.shape[1]), x.dtype)
@@ -208,7 +225,7 @@ def lora_shrink(
     What lies beyond that, or in rows of no item, is undefined.
     """
     call = jax.ffi.ffi_call("lora_jax_cuda_lora_shrink", _h_shape(x.shape[0], max_rank))
-    return call(x, a_pool, entries, scaling, *items.arrays)
+    return call(x, a_pool, entries, scaling, *items.shrink_arrays)
 
 
 def lora_expand(
@@ -228,7 +245,7 @@ def lora_expand(
     shapes += [jax.ShapeDtypeStruct((1,), jnp.int32)]
     aliases = {9: 0} if ys else {}
     call = jax.ffi.ffi_call("lora_jax_cuda_lora_expand", shapes, input_output_aliases=aliases)
-    return call(h, b_pool, entries, scaling, *items.arrays, *ys, accumulate=bool(ys))[0]
+    return call(h, b_pool, entries, scaling, *items.expand_arrays, *ys, accumulate=bool(ys))[0]
 
 
 def _h_shape(rows: int, max_rank: int) -> jax.ShapeDtypeStruct:

@@ -38,7 +38,8 @@ def adapter_items(
     ffi.require()
     rank = max_rank or lora_gemm.MAX_RANK
     found = lora_gemm.row_items(row_to_slot, jnp.zeros_like(row_to_slot), num_slots, rank)
-    return AdapterItems(row_to_slot, found.order, found.items, found.num_items, max_rank)
+    tiles = found.tiles if found.shrinks_tiles else None
+    return AdapterItems(row_to_slot, found.order, found.items, found.num_items, tiles, max_rank)
 
 
 def _shared_out(
@@ -48,11 +49,11 @@ def _shared_out(
     rows = row_to_slot.shape[0]
     nothing = jnp.zeros((rows, 4), jnp.int32)
     place = jnp.arange(rows, dtype=jnp.int32)
-    as_they_come = AdapterItems(row_to_slot, place, nothing, nothing[0, :1], max_rank)
+    as_they_come = AdapterItems(row_to_slot, place, nothing, nothing[0, :1], max_rank=max_rank)
     map = row_map(row_to_slot[:, None], jnp.int32(rows), num_slots, as_they_come)
     assert map.items is not None
     items = map.items.items.at[:, 1].set(0)  # no experts here
-    return AdapterItems(row_to_slot, map.order, items, map.items.num_items, max_rank)
+    return AdapterItems(row_to_slot, map.order, items, map.items.num_items, max_rank=max_rank)
 
 
 def row_map(
@@ -107,5 +108,5 @@ def _mapped(
     if adapters is not None:
         place = jnp.arange(rows, dtype=jnp.int32)  # they are in order
         slots = jnp.where(place < jnp.sum(sizes), adapters.row_to_slot[token], -1)
-        items = AdapterItems(slots, place, out[6], out[7], adapters.max_rank)
+        items = AdapterItems(slots, place, out[6], out[7], max_rank=adapters.max_rank)
     return RowMap(order, inverse, sizes, token, expert, items)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from tolerance import TOLERANCE
 
+from cuda_backend import ffi, lora_tiles, reroute
 from cuda_backend import lora_gemm as cuda
-from cuda_backend import lora_tiles
 from lora_jax.ops.cases import LoraCase, lora_case
 
 
@@ -43,12 +43,42 @@ def oracle(case: LoraCase) -> np.ndarray:
     return y
 
 
-@jax.jit
-def tiled_rows(row_to_slot: jax.Array) -> jax.Array:
-    """Return how many rows of 8 slots are in tiles."""
-    items = cuda.row_items(row_to_slot, jnp.zeros_like(row_to_slot), 8)
-    live = jnp.arange(len(items.tiles.tiles)) < items.tiles.cut[0]
-    return jnp.sum(jnp.where(live, items.tiles.tiles[:, 3], 0))
+@pytest.mark.parametrize(
+    ("rows", "slots", "shrinks", "expands"),
+    [
+        (255, 1, False, False),
+        (256, 4, True, True),
+        (256, 5, False, True),
+        (1024, 512, False, True),
+        (2048, 512, True, True),
+    ],
+)
+def test_the_shape_of_a_call_says_whether_it_may_have_tiles(
+    monkeypatch, rows, slots, shrinks, expands
+):
+    """A step's items, made once for all its maps, have them too."""
+    monkeypatch.setattr(ffi, "require", lambda: None)
+
+    def may_have(row_to_slot):
+        items = cuda.row_items(row_to_slot, jnp.zeros_like(row_to_slot), slots)
+        of_step = reroute.adapter_items(row_to_slot, slots)
+        steps_tiles = () if of_step.tiles is None else of_step.tiles.tiles
+        return items.arrays[3], items.expand_arrays[3], steps_tiles, of_step.items
+
+    owners = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    pair, expand, steps_tiles, all_items = jax.eval_shape(may_have, owners)
+    assert (len(pair) > 0, len(expand) > 0) == (shrinks, expands)
+    assert steps_tiles == (pair if shrinks else ())
+    assert all_items.shape == (rows, 4)
+
+
+@functools.partial(jax.jit, static_argnames="slots")
+def tiled_rows(row_to_slot: jax.Array, slots: int = 8) -> jax.Array:
+    """Return how many rows are in tiles."""
+    tiles = cuda.row_items(row_to_slot, jnp.zeros_like(row_to_slot), slots).tiles
+    assert tiles is not None
+    live = jnp.arange(len(tiles.tiles)) < tiles.cut[0]
+    return jnp.sum(jnp.where(live, tiles.tiles[:, 3], 0))
 
 
 @pytest.mark.gpu
@@ -58,7 +88,7 @@ def test_many_rows_match_float64_and_few_rows_bits(rank, popularity):
     case = some_case(2600, 1408, 832, ranks=(rank, rank - 3, 1), popularity=popularity)
     got = run(case)
     np.testing.assert_allclose(got, oracle(case), **TOLERANCE["bfloat16"])
-    for rows in (1, 60, lora_tiles.FEWEST_ROWS - 1):
+    for rows in (1, 60, lora_tiles.FEWEST_ROWS - 1, lora_tiles.FEWEST_ROWS):
         some = np.random.default_rng(rows).permutation(2600)[:rows]
         names = ("y", "x", "row_to_slot", "row_to_expert")
         few = dataclasses.replace(case, **{n: getattr(case, n)[some] for n in names})
@@ -69,16 +99,39 @@ def test_many_rows_match_float64_and_few_rows_bits(rank, popularity):
 @pytest.mark.parametrize(
     ("counts", "tiled"),
     [
-        ((2000, 255, 256, 300), 2556),  # a segment of 255 stays
-        ((1200, 100, 900), 2100),
-        ((1900, 200), 0),  # too few together
+        ((2000, 23, 24, 300), 2324),  # a segment of 23 stays
+        ((300, *[20] * 5, 1, 1), 0),  # too few of all rows
+        ((400,), 400),
         ((7900,), 7900),
     ],
 )
 def test_only_many_rows_become_tiles(counts, tiled):
-    slots = np.repeat([*range(len(counts)), -1], [*counts, 200]).astype(np.int32)
+    slots = np.repeat([*range(len(counts)), -1], [*counts, 150]).astype(np.int32)
     slots = np.random.default_rng(0).permutation(slots)
     assert int(tiled_rows(jnp.asarray(slots))) == tiled
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("popularity", ["identical", "uniform"])
+def test_many_rows_have_the_same_bits_each_time(popularity):
+    """Stages of A come and go while other kernels begin: what came late would differ."""
+    case = some_case(2100, 2048, 4096, ranks=(64, 64, 40), popularity=popularity)
+    want = run(case)
+    for _ in range(20):
+        np.testing.assert_array_equal(run(case), want)
+
+
+@pytest.mark.gpu
+def test_items_made_once_for_many_maps_hold_the_rows_in_tiles():
+    case = some_case(2600, 512, 640, ranks=(64, 8), popularity="uniform")
+
+    @jax.jit
+    def by_step(*arrays):
+        items = reroute.adapter_items(arrays[6], 2, 64)
+        return cuda.lora_gemm(*arrays, 64, items).astype(jnp.float32)
+
+    assert int(tiled_rows(case.row_to_slot, 2)) == 2600
+    np.testing.assert_array_equal(np.asarray(by_step(*case.arrays)), run(case))
 
 
 @pytest.mark.gpu

@@ -15,14 +15,17 @@ template <int STEPS>
 struct ExpandShared {
   static constexpr int kStride = STEPS * 32 + 16;  // bytes of a row of h: rows on distinct banks
   unsigned char h[kTileRows * kStride];
-  int rows[kTileRows];
+  alignas(8) int rows[kTileRows];  // where they begin in y, in 16 bytes
 };
 
-// Rank rows of the warp's 64 columns of B as they lie in memory: see expand_block. Past the rank: zeros.
+// The warp's 64 columns of B as mma operands. A lane reads 8 columns of the rank rows it needs; operands
+// have two of them from four rows. Both are four registers in a row, so the turn is made once, in place:
+// left to the loop over rows, it would cost a move a register there.
 template <int STEPS>
-struct RankRows {
-  uint4 w[STEPS][4];
+struct Columns {
+  uint32_t a[STEPS][4][4];  // of 16 ranks: [2 columns][row of B], while they come [row of B][2 columns]
 
+  // Past the rank: zeros. `turn` waits for what comes.
   __device__ __forceinline__ void fetch(const __nv_bfloat16* b, int d_out, int rank) {
     int k = (threadIdx.x & 3) * 2;
     b += static_cast<int64_t>(k) * d_out;
@@ -32,36 +35,23 @@ struct RankRows {
       for (int i = 0; i < 4; ++i) {
         const int row = i % 2 + i / 2 * 8;
         const auto* from = reinterpret_cast<const uint4*>(b + static_cast<int64_t>(row) * d_out);
-        w[s][i] = k + row < rank ? __ldg(from) : make_uint4(0, 0, 0, 0);
+        const uint4 w = k + row < rank ? __ldg(from) : make_uint4(0, 0, 0, 0);
+        a[s][i][0] = w.x, a[s][i][1] = w.y, a[s][i][2] = w.z, a[s][i][3] = w.w;
       }
   }
-};
-
-// The same as mma operands, neighbouring rows paired.
-template <int STEPS>
-struct Columns {
-  uint32_t a[STEPS][4][4];
-
-  // Only holds what was fetched; `pair` waits for what comes and pairs it.
-  __device__ __forceinline__ void hold(const RankRows<STEPS>& rows) {
+  // Pairs neighbouring rows of each column.
+  __device__ __forceinline__ void turn() {
 #pragma unroll
-    for (int s = 0; s < STEPS; ++s)
+    for (int s = 0; s < STEPS; ++s) {
+      uint32_t t[4][4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const uint4& w = rows.w[s][i];
-        a[s][0][i] = w.x, a[s][1][i] = w.y, a[s][2][i] = w.z, a[s][3][i] = w.w;
+        t[i][0] = __byte_perm(a[s][0][i], a[s][1][i], 0x5410), t[i][1] = __byte_perm(a[s][0][i], a[s][1][i], 0x7632);
+        t[i][2] = __byte_perm(a[s][2][i], a[s][3][i], 0x5410), t[i][3] = __byte_perm(a[s][2][i], a[s][3][i], 0x7632);
       }
-  }
-  __device__ __forceinline__ void pair() {
 #pragma unroll
-    for (int s = 0; s < STEPS; ++s)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) pair(a[s][i], a[s][i][0], a[s][i][1], a[s][i][2], a[s][i][3]);
-  }
-  __device__ __forceinline__ static void pair(uint32_t (&r)[4], uint32_t even, uint32_t odd, uint32_t even8,
-                                              uint32_t odd8) {
-    r[0] = __byte_perm(even, odd, 0x5410), r[1] = __byte_perm(even, odd, 0x7632);
-    r[2] = __byte_perm(even8, odd8, 0x5410), r[3] = __byte_perm(even8, odd8, 0x7632);
+      for (int i = 0; i < 16; ++i) a[s][i / 4][i % 4] = t[i / 4][i % 4];
+    }
   }
 };
 
@@ -117,33 +107,33 @@ struct Run {
 };
 
 template <int STEPS>
-__device__ __forceinline__ void load_h(const TileArgs& p, int begin, int rows, int rank, ExpandShared<STEPS>& sm) {
+__device__ __forceinline__ void load_h(const TileArgs& p, const __nv_bfloat16* h, int rows, int rank, ExpandShared<STEPS>& sm) {
   const uint32_t base = smem_u32(sm.h);
   const int groups = (rank + 7) / 8;
 #pragma unroll 1
   for (int i = threadIdx.x; i < rows * STEPS * 2; i += kTileThreads) {
     const int n = i / (STEPS * 2), c = i % (STEPS * 2);  // past the rank: zeros
-    const __nv_bfloat16* from = p.h + static_cast<int64_t>(begin + n) * p.h_stride;
+    const __nv_bfloat16* from = h + n * p.h_stride;
     copy_16(base + n * ExpandShared<STEPS>::kStride + c * 16, c < groups ? from + c * 8 : from, c < groups ? 16 : 0);
   }
   copies_commit();
 }
 
-// The warp's share of a piece: y is read AHEAD x 8 rows before it is needed. `begin` runs while the
-// first reads are on their way, and returns when h is there.
-template <int STEPS, int AHEAD, class Begin>
-__device__ __forceinline__ void expand_rows(const TileArgs& p, int rows, int column, const Columns<STEPS>& columns,
+// The warp's share of a piece. Where y is added to, it is read AHEAD x 8 rows before it is needed.
+// `begin` runs while the first reads are on their way, and returns when h is there.
+template <bool ADDS, int STEPS, int AHEAD, class Begin>
+__device__ __forceinline__ void expand_rows(const TileArgs& p, __nv_bfloat16* out, int rows, int column, const Columns<STEPS>& columns,
                                             ExpandShared<STEPS>& sm, Begin begin) {
   const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
   const bool mine = column < p.d_out;
-  const int readable = mine && p.accumulate ? rows : 0;
-  __nv_bfloat16* y = p.y + column + g * 8;
-  uint4 ahead[AHEAD][2];
-  auto at = [&](int n) { return reinterpret_cast<uint4*>(y + static_cast<int64_t>(sm.rows[n]) * p.d_out); };
+  auto* y = reinterpret_cast<uint4*>(out + column + g * 8);
+  uint4 ahead[AHEAD][2] = {};
+  auto each_row = [&](int n0, auto f) {
+    const int2 at = *reinterpret_cast<const int2*>(sm.rows + n0 + q * 2);
+    f(0, y + static_cast<uint32_t>(at.x)), f(1, y + static_cast<uint32_t>(at.y));
+  };
   auto fetch = [&](int n0, uint4(&v)[2]) {
-#pragma unroll
-    for (int e = 0; e < 2; ++e)
-      if (n0 + q * 2 + e < readable) v[e] = __ldcs(at(n0 + q * 2 + e));
+    if (ADDS && n0 < rows) each_row(n0, [&](int e, const uint4* at) { load_last(v[e], at, mine && n0 + q * 2 + e < rows); });
   };
 #pragma unroll
   for (int d = 0; d < AHEAD; ++d) fetch(d * 8, ahead[d]);
@@ -155,34 +145,31 @@ __device__ __forceinline__ void expand_rows(const TileArgs& p, int rows, int col
     for (int d = 0; d < AHEAD; ++d) {
       const int n = n0 + d * 8;
       if (n >= rows) break;
-      if (!p.accumulate) ahead[d][0] = ahead[d][1] = make_uint4(0, 0, 0, 0);
+      if (!ADDS) ahead[d][0] = ahead[d][1] = make_uint4(0, 0, 0, 0);
       update_rows<STEPS>(columns, h + n * ExpandShared<STEPS>::kStride, ahead[d]);
-#pragma unroll
-      for (int e = 0; e < 2; ++e)
-        if (n + q * 2 + e < rows) __stcs(at(n + q * 2 + e), ahead[d][e]);
+      each_row(n, [&](int e, uint4* at) { store_last(at, ahead[d][e], n + q * 2 + e < rows); });
       fetch(n + AHEAD * 8, ahead[d]);
     }
   }
 }
 
-template <int STEPS, int AHEAD, int CTAS>
-__global__ void __launch_bounds__(kTileThreads, CTAS) expand_tiles_kernel(const __grid_constant__ TileArgs p) {
-  extern __shared__ __align__(16) unsigned char expand_raw[];
-  auto& sm = *reinterpret_cast<ExpandShared<STEPS>*>(expand_raw);
-  let_next_begin();
+// The CTA's run of a module. Where h comes from the kernel before, it is read once that has ended.
+template <int STEPS, int AHEAD>
+__device__ __forceinline__ void expand_module(const TileArgs& p, int module, ExpandShared<STEPS>& sm) {
   Columns<STEPS> columns;
-  bool have_columns = false, h_ready = !p.behind;
+  bool have_columns = false;
   Run run(p);
   int row = 0;  // that this thread will tell the others
   auto look_ahead = [&] {
     if (run.left == 0) return;
     const Piece w = run.piece(p);
-    if (w.begin + threadIdx.x < w.end) row = __ldg(p.row_order + w.tile.row_begin + w.begin + threadIdx.x);
+    if (w.begin + threadIdx.x < w.end) row = __ldg(p.row_order + w.tile.row_begin + w.begin + threadIdx.x) * (p.d_out / 8);
   };
   for (look_ahead(); run.left > 0;) {
     const Piece w = run.piece(p);
     const int column = run.column + (threadIdx.x >> 5) * 64, rows = w.end - w.begin, begin = w.tile.row_begin + w.begin;
-    const int* entry = p.entries + w.tile.slot * 5;
+    const Module& m = p.modules[module];
+    const int* entry = m.entries + w.tile.slot * 5;
     const int rank = min(__ldg(entry + 2), p.max_rank);
     if (rows <= 0 || (rank == 0 && p.accumulate)) {  // smaller than the largest tile, or nothing to add
       run.skip(p);
@@ -192,30 +179,43 @@ __global__ void __launch_bounds__(kTileThreads, CTAS) expand_tiles_kernel(const 
     }
     __syncthreads();  // the last piece's rows are done with
     if (threadIdx.x < rows) sm.rows[threadIdx.x] = row;
-    if (h_ready) load_h(p, begin, rows, rank, sm);
     const bool fresh = column < p.d_out && !have_columns;
     if (fresh) {
       const int64_t weight_row = __ldg(entry + 1) + w.tile.expert * __ldg(entry + 4);
-      RankRows<STEPS> weights;
-      weights.fetch(p.b_pool + weight_row * p.d_out + column + (threadIdx.x & 31) / 4 * 8, p.d_out, rank);
-      columns.hold(weights);
+      columns.fetch(p.b_pool + weight_row * p.d_out + column + (threadIdx.x & 31) / 4 * 8, p.d_out, rank);
     }
     __syncthreads();
-    expand_rows<STEPS, AHEAD>(p, rows, column, columns, sm, [&] {
-      if (fresh) columns.pair();
-      const int columns_before = run.column;
+    auto begin_rows = [&] {
+      if (p.behind) wait_for_previous();
+      load_h(p, h_row(p, module, begin), rows, rank, sm);
+      if (fresh) columns.turn();
+      const int column_before = run.column;
       run.skip(p);
       look_ahead();
       if (run.left > 0) {
         const Item next = load_tile(p, run.tile);
-        have_columns = next.slot == w.tile.slot && next.expert == w.tile.expert && run.column == columns_before;
+        have_columns = next.slot == w.tile.slot && next.expert == w.tile.expert && run.column == column_before;
       }
-      if (!h_ready) wait_for_previous(), load_h(p, begin, rows, rank, sm);
-      h_ready = true;
       copies_wait<0>();
       __syncthreads();
-    });
+    };
+    if (p.accumulate) expand_rows<true, STEPS, AHEAD>(p, m.y, rows, column, columns, sm, begin_rows);
+    else expand_rows<false, STEPS, 1>(p, m.y, rows, column, columns, sm, begin_rows);
   }
+}
+
+template <int STEPS, int AHEAD>
+__device__ __forceinline__ void expand_tiles(const TileArgs& p, ExpandShared<STEPS>& sm) {
+#pragma unroll 1
+  for (int module = 0; module < p.num_modules; ++module) expand_module<STEPS, AHEAD>(p, module, sm);
+}
+
+// For ranks that leave no registers for a second CTA on an SM; smaller ones are both_kernel's.
+template <int STEPS, int AHEAD>
+__global__ void __launch_bounds__(kTileThreads, 1) expand_tiles_kernel(const __grid_constant__ TileArgs p) {
+  extern __shared__ __align__(16) unsigned char expand_raw[];
+  let_next_begin();
+  expand_tiles<STEPS, AHEAD>(p, *reinterpret_cast<ExpandShared<STEPS>*>(expand_raw));
   wait_for_previous();
 }
 

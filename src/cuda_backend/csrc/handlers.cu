@@ -1,7 +1,9 @@
 // XLA FFI entry points of the CUDA kernels: unpack buffers, launch, report errors. All of them only
 // enqueue work of a fixed shape, so XLA may put them into CUDA graphs.
+#include <algorithm>
+#include <iterator>
+
 #include "launch.cuh"
-#include "tile_args.cuh"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -68,25 +70,20 @@ cudaError_t output_args(PairArgs* args, int m, cudaStream_t stream, ffi::Remaini
   return cudaMemcpyAsync(data(out), data(*y), y->size_bytes(), cudaMemcpyDeviceToDevice, stream);
 }
 
-// Launches what the items hold, then what the tiles hold: their rows differ. A pool is null where
-// nothing shrinks or expands.
+// Launches what the items and the tiles hold. A pool is null where nothing shrinks or expands.
 cudaError_t launch_all(PairArgs args, S32& tiles, S32& cut, const BF16* a_pool, const BF16* b_pool, cudaStream_t stream) {
-  const bool tiled = tiles.element_count() > 0;
-  if (tiled) args.live = cut.typed_data() + 2;
-  cudaError_t e = launch_pair(args, stream);
-  if (!tiled) return e;
+  if (tiles.element_count() == 0) return launch_pair(args, stream);
+  args.live = cut.typed_data() + 2;
   TileArgs t{};
   t.tiles = reinterpret_cast<const Item*>(tiles.typed_data()), t.cut = cut.typed_data();
-  t.most_tiles = static_cast<int>(tiles.dimensions()[0]), t.row_order = args.row_order, t.x = args.x;
-  t.b_pool = b_pool ? data(*b_pool) : nullptr, t.d_in = args.d_in, t.d_out = args.d_out, t.h_stride = args.h_stride;
-  t.max_rank = args.max_rank, t.shrink = args.shrink, t.expand = args.expand, t.accumulate = args.accumulate;
-  if (a_pool && e == cudaSuccess) e = parts_maps(t.a_parts, data(*a_pool), a_pool->dimensions()[0], args.d_in);
-  for (int m = 0; m < args.num_modules && e == cudaSuccess; ++m) {
-    t.h = args.h + static_cast<int64_t>(m) * args.num_rows * args.h_stride;
-    t.entries = args.modules[m].entries, t.scaling = args.modules[m].scaling, t.y = args.modules[m].y;
-    e = launch_tiles(t, stream);
-  }
-  return e;
+  t.most_tiles = static_cast<int>(tiles.dimensions()[0]), t.row_order = args.row_order, t.x = args.x, t.h = args.h;
+  std::copy(std::begin(args.modules), std::end(args.modules), t.modules);
+  t.num_modules = args.num_modules, t.num_rows = args.num_rows, t.b_pool = b_pool ? data(*b_pool) : nullptr;
+  t.d_in = args.d_in, t.d_out = args.d_out, t.h_stride = args.h_stride, t.max_rank = args.max_rank;
+  t.shrink = args.shrink, t.expand = args.expand, t.accumulate = args.accumulate;
+  cudaError_t e = cudaSuccess;
+  if (a_pool) e = parts_maps(t.a_parts, data(*a_pool), a_pool->dimensions()[0], args.d_in);
+  return e == cudaSuccess ? launch_with_tiles(args, t, stream) : e;
 }
 
 // `modules` holds entries and scaling of each one, which is one of their `sites`, behind its y where that

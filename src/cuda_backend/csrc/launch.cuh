@@ -5,6 +5,7 @@
 #include "lora_gemm.cuh"
 #include "row_metadata.cuh"
 #include "swizzled_map.cuh"
+#include "tile_args.cuh"
 
 namespace lora_jax {
 
@@ -68,29 +69,47 @@ __global__ void fill_kernel(const __grid_constant__ PairArgs p, int* words, int 
   if (!p.accumulate) zero_gaps(p);
 }
 
+// What the kernel of items finds: h missing, the draws at their begin.
+inline cudaError_t launch_fill(const PairArgs& args, int sms, cudaStream_t stream) {
+  int* words = args.shrink ? reinterpret_cast<int*>(args.h) : args.draws;
+  const int count = static_cast<int>(args.draws + 1 - words), ctas = min((count + 2047) / 2048, sms);
+  fill_kernel<<<args.accumulate ? ctas : sms * 2, 256, 0, stream>>>(args, words, count);
+  return cudaGetLastError();
+}
+
 template <int NS, int STAGE, int RANKS>
 cudaError_t launch_stages(const PairArgs& args, cudaStream_t stream) {
   constexpr int bytes = sizeof(Shared<NS, STAGE, RANKS>);
   static_assert(bytes <= 113 * 1024, "two CTAs must fit an SM");
   const auto kernel = pair_kernel<NS, STAGE, RANKS>;
   cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  int device = 0, sms = 0;
-  if (e == cudaSuccess) e = cudaGetDevice(&device);
-  if (e == cudaSuccess) e = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+  int sms = 0;
+  if (e == cudaSuccess) e = count_sms(&sms);
   if (e != cudaSuccess) return e;
   if (!args.expand) {  // nobody waits
     kernel<<<sms * 2, kThreads, bytes, stream>>>(args);
     return cudaGetLastError();
   }
-  int* words = args.shrink ? reinterpret_cast<int*>(args.h) : args.draws;
-  const int count = static_cast<int>(args.draws + 1 - words), ctas = min((count + 2047) / 2048, sms);
-  fill_kernel<<<args.accumulate ? ctas : sms * 2, 256, 0, stream>>>(args, words, count);
-  e = cudaGetLastError();
+  e = launch_fill(args, sms, stream);
   return e == cudaSuccess ? launch_early(kernel, sms * 2, kThreads, bytes, stream, args) : e;
 }
 
 inline cudaError_t launch_pair(const PairArgs& args, cudaStream_t stream) {
   return args.max_rank <= 64 ? launch_stages<3, 37888, 64>(args, stream) : launch_stages<2, 56320, 128>(args, stream);
+}
+
+// What the items hold and what the tiles hold, whose rows differ. Where both are one kernel, the tiles'
+// rows have been shrunk before it.
+inline cudaError_t launch_with_tiles(const PairArgs& items, const TileArgs& tiles, cudaStream_t stream) {
+  int sms = 0;
+  cudaError_t e = count_sms(&sms);
+  if (e != cudaSuccess) return e;
+  if (items.expand && items.max_rank <= kMostRankOfBoth) {
+    e = launch_fill(items, sms, stream);
+    return e == cudaSuccess ? launch_both(BothArgs{items, tiles}, stream) : e;
+  }
+  e = launch_pair(items, stream);
+  return e == cudaSuccess ? launch_tiles(tiles, stream) : e;
 }
 
 }  // namespace lora_jax

@@ -1,8 +1,14 @@
-// Launches that overlap the kernel before: see let_next_begin and wait_for_previous.
+// How kernels are launched: as many CTAs as SMs hold, to overlap the kernel before: see let_next_begin and wait_for_previous.
 #pragma once
 #include <cuda_runtime.h>
 
 namespace lora_jax {
+
+inline cudaError_t count_sms(int* sms) {
+  int device = 0;
+  const cudaError_t e = cudaGetDevice(&device);
+  return e == cudaSuccess ? cudaDeviceGetAttribute(sms, cudaDevAttrMultiProcessorCount, device) : e;
+}
 
 // Launches a kernel that may begin while the one before it runs, and waits for it where it has to.
 template <class Args>

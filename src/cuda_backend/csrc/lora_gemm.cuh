@@ -345,12 +345,11 @@ __device__ void consume(const PairArgs& p, S& sm) {
   }
 }
 
-template <int NS, int STAGE, int RANKS>
-__global__ void __launch_bounds__(kThreads, 2) pair_kernel(const __grid_constant__ PairArgs p) {
-  extern __shared__ __align__(1024) unsigned char raw[];
-  auto& sm = *reinterpret_cast<Shared<NS, STAGE, RANKS>*>(raw);
+// ---------------------------------------------------------------- a CTA
+template <class S>
+__device__ __forceinline__ void make_barriers(const PairArgs& p, S& sm) {
   if (threadIdx.x == 0) {
-    for (int i = 0; i < NS; ++i) {
+    for (int i = 0; i < S::kStages; ++i) {
       mbar_init(&sm.full[i], 1 + kRowWarps);
       mbar_init(&sm.empty[i], kConsumers);
     }
@@ -365,8 +364,11 @@ __global__ void __launch_bounds__(kThreads, 2) pair_kernel(const __grid_constant
       if (p.expand) prefetch_map(&p.maps[1][wide]);
     }
   }
-  let_next_begin();
   __syncthreads();
+}
+
+template <class S>
+__device__ __forceinline__ void serve_items(const PairArgs& p, S& sm) {
   const int warp = threadIdx.x >> 5;
   if (warp < kConsumers) {
     consume(p, sm);
@@ -377,6 +379,15 @@ __global__ void __launch_bounds__(kThreads, 2) pair_kernel(const __grid_constant
   } else {
     produce_rows(p, sm);
   }
+}
+
+template <int NS, int STAGE, int RANKS>
+__global__ void __launch_bounds__(kThreads, 2) pair_kernel(const __grid_constant__ PairArgs p) {
+  extern __shared__ __align__(1024) unsigned char raw[];
+  auto& sm = *reinterpret_cast<Shared<NS, STAGE, RANKS>*>(raw);
+  let_next_begin();
+  make_barriers(p, sm);
+  serve_items(p, sm);
   wait_for_previous();  // so that who waits for this kernel has waited for that one
 }
 

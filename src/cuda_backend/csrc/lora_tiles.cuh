@@ -1,57 +1,63 @@
 // Grouped LoRA on Hopper for adapters with many rows: h = scaling * x A^T, then y += h B, two kernels.
 //
-// A tile is up to 192 rows of one segment, in any order of rows. Both kernels give a row the very bits
+// A tile is up to 128 rows of one segment, in any order of rows. Both kernels give a row the very bits
 // that pair_kernel (lora_gemm.cuh) gives it: the same products in each mma, the same order of sums. So
 // which of them serves a segment may follow from the batch, and no result shows it.
 //
 //   shrink  A cluster of 4 CTAs works through a tile. Each CTA takes one of the four parts of the sums
 //           over k, so that A leaves L2 once a tile: its rows of x go from memory straight to registers,
-//           read steps ahead, A through a ring in shared memory. CTAs send each other the parts of
+//           read steps ahead, A through a ring in shared memory. Rows are the first operand of mma, 16
+//           at a time, which makes that of A what one load brings. CTAs send each other the parts of
 //           their rows, and add them in order.
-//   expand  (expand_tiles.cuh) begins meanwhile: B and y are on their way when h comes.
+//   expand  (expand_tiles.cuh) begins meanwhile, in the kernel that serves the items (lora_both.cuh): B
+//           and y are on their way when h comes.
 #pragma once
 #include "cluster.cuh"
 #include "tile_args.cuh"
 
 namespace lora_jax {
 
-constexpr int kCluster = 4;                                          // CTAs, and parts of a sum over k
-constexpr int kShrinkWarps = 8, kShrinkThreads = (kShrinkWarps + 4) * 32;  // one of the last copies A
-constexpr int kWarpBlocks = 3;                                       // of 8 rows that a warp shrinks
+constexpr int kCluster = 4;                          // CTAs, and parts of a sum over k
+constexpr int kShrinkWarps = 4;                      // that multiply
+constexpr int kShrinkThreads = (kShrinkWarps + 4) * 32;  // one of the last copies A
+constexpr int kWarpBlocks = 2;                       // of 16 rows that a warp shrinks, at most
 constexpr int kMostBlocks = kShrinkWarps * kWarpBlocks;
-constexpr int kStageSteps = 8;                                       // of 128 columns of A in a stage
-static_assert(kMostBlocks * 8 == kTileRows, "a tile's rows must fit its cluster");
+constexpr int kStageSteps = 4;                       // of 128 columns of A in a stage
+static_assert(kMostBlocks * 16 == kTileRows, "a tile's rows must fit its cluster");
 static_assert(kCluster == kConsumers, "sums must have the order of pair_kernel");
+
+struct ShrinkTile {
+  Item tile;
+  int module, rank, a_row, blocks;
+};
 
 // A stage holds a part of A as [group of 8 ranks][step][8][32].
 template <int RANKS, int STAGES>
 struct ShrinkShared {
-  static constexpr int kStages = STAGES, kRanks16 = RANKS / 16;  // of a pass
-  static constexpr int kGroup = kStageSteps * 512, kStage = kRanks16 * 2 * kGroup;
+  static constexpr int kStages = STAGES, kGroups = RANKS / 8;  // of a pass
+  static constexpr int kGroup = kStageSteps * 512, kStage = kGroups * kGroup;
   alignas(1024) unsigned char stages[STAGES][kStage];
-  float4 parts[kCluster][kMostBlocks][kRanks16 * 8];  // sums of 2 of each 8 rows, 2 ranks
+  float4 parts[kCluster][kMostBlocks][4][kGroups * 2];  // of 4 of each 16 rows: see send_parts
   alignas(8) uint64_t full[STAGES], empty[STAGES], parts_full, parts_empty;
 };
 
-struct ShrinkTile {
-  Item tile;
-  int rank, a_row, blocks;
-};
-
-__device__ __forceinline__ ShrinkTile describe(const TileArgs& p, const Item& tile) {
-  const int* entry = p.entries + tile.slot * 5;
+__device__ __forceinline__ ShrinkTile describe(const TileArgs& p, int module, const Item& tile) {
+  const int* entry = p.modules[module].entries + tile.slot * 5;
   const int rank = min(__ldg(entry + 2), p.max_rank);
-  return ShrinkTile{tile, rank, __ldg(entry) + tile.expert * __ldg(entry + 3), (tile.num_rows + 7) / 8};
+  return ShrinkTile{tile, module, rank, __ldg(entry) + tile.expert * __ldg(entry + 3), (tile.num_rows + 15) / 16};
 }
 
-// Calls f with each tile of this CTA's cluster.
+// Calls f with each tile of this CTA's cluster, of one module after the other.
 template <class F>
 __device__ __forceinline__ void each_tile(const TileArgs& p, F f) {
-  int at = static_cast<int>(blockIdx.x) / kCluster;
-  Item tile = load_tile(p, min(at, p.most_tiles - 1));  // before it is known how many there are
-  for (const int tiles = p.cut[0]; at < tiles; tile = load_tile(p, min(at, tiles - 1))) {
-    f(describe(p, tile));
-    at += gridDim.x / kCluster;
+#pragma unroll 1
+  for (int module = 0; module < p.num_modules; ++module) {
+    int at = static_cast<int>(blockIdx.x) / kCluster;
+    Item tile = load_tile(p, min(at, p.most_tiles - 1));  // before it is known how many there are
+    for (const int tiles = p.cut[0]; at < tiles; tile = load_tile(p, min(at, tiles - 1))) {
+      f(describe(p, module, tile));
+      at += gridDim.x / kCluster;
+    }
   }
 }
 
@@ -66,8 +72,8 @@ __device__ void copy_parts(const TileArgs& p, S& sm) {
   const CUtensorMap* map = &p.a_parts[part / 2];
   Ring<S::kStages> ring;
   each_tile(p, [&](const ShrinkTile& t) {
-    for (int first = 0; first < t.rank; first += S::kRanks16 * 16) {
-      const int groups = (min(t.rank - first, S::kRanks16 * 16) + 7) / 8;
+    for (int first = 0; first < t.rank; first += S::kGroups * 8) {
+      const int groups = (min(t.rank - first, S::kGroups * 8) + 7) / 8;
       for (int step = 0; step < steps; step += kStageSteps) {
         mbar_wait(&sm.empty[ring.at()], ring.phase() ^ 1);
         if (lane == 0) mbar_expect(&sm.full[ring.at()], groups * S::kGroup);
@@ -81,45 +87,62 @@ __device__ void copy_parts(const TileArgs& p, S& sm) {
   });
 }
 
-// The products of BLOCKS blocks of 8 rows with this CTA's part of all ranks of a pass; those past the
+// Sums of the two chains, for each group of 8 ranks and block of 16 rows: a lane has rows g and g + 8 of
+// ranks 2 * q and the next.
+template <class S, int BLOCKS>
+using ShrinkSums = float[2][S::kGroups][BLOCKS][4];
+
+// The products of BLOCKS blocks of 16 rows with this CTA's part of all ranks of a pass; those past the
 // adapter's rank multiply what lies there, and are not used. Rows are read AHEAD steps before they are
 // needed.
 template <int BLOCKS, int AHEAD, class S>
 __device__ __forceinline__ void multiply_part(const TileArgs& p, S& sm, Ring<S::kStages>& ring,
-                                              const __nv_bfloat16* const (&x)[kWarpBlocks],
-                                              float (&acc)[2][S::kRanks16][kWarpBlocks][4]) {
-  static_assert(kStageSteps % AHEAD == 0, "a stage begins where a round does");
+                                              const uint32_t (&x)[kWarpBlocks][2],
+                                              ShrinkSums<S, BLOCKS>& acc) {
   const int lane = threadIdx.x & 31, steps = part_steps(p);
-  uint4 v[AHEAD][BLOCKS] = {};  // else registers would be kept for it all along
-#pragma unroll
-  for (int d = 0; d < AHEAD; ++d)
+  const auto* from = reinterpret_cast<const uint4*>(p.x);
+  const uint32_t nothing = p.max_rank >> 16;  // 0, which the compiler does not know
+  uint4 v[AHEAD][BLOCKS][2] = {};  // else registers would be kept for it all along
+  auto fetch = [&](int step, uint4(&to)[BLOCKS][2]) {
 #pragma unroll
     for (int j = 0; j < BLOCKS; ++j)
-      load_once(v[d][j], x[j] + d * 128, d < steps);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) load_once(to[j][e], from + (x[j][e] + step * 16), step < steps);
+  };
+#pragma unroll
+  for (int d = 0; d < AHEAD; ++d) fetch(d, v[d]);
   for (int s0 = 0; s0 < steps; s0 += AHEAD) {
-    if (s0 % kStageSteps == 0) mbar_wait(&sm.full[ring.at()], ring.phase());
-    const uint32_t weights = smem_u32(sm.stages[ring.at()]) + s0 % kStageSteps * 512 + lane * 16;
 #pragma unroll
     for (int d = 0; d < AHEAD; ++d) {
-      if (s0 + d >= steps) break;
+      const int step = s0 + d, in_stage = step % kStageSteps;
+      if (step >= steps) break;
+      if (in_stage == 0) mbar_wait(&sm.full[ring.at()], ring.phase());
+      const uint32_t weights = smem_u32(sm.stages[ring.at()]) + in_stage * 512 + lane * 16;
+      uint32_t a[BLOCKS][2][4];  // mma operands: the compiler would copy them for each mma, were they copies
 #pragma unroll
-      for (int m = 0; m < S::kRanks16; ++m) {
-        const uint32_t at = weights + m * 2 * S::kGroup + d * 512;
-        const uint4 lo = lds128(at), hi = lds128(at + S::kGroup);
+      for (int j = 0; j < BLOCKS; ++j) {
+        const uint4 &lo = v[d][j][0], &hi = v[d][j][1];
+        a[j][0][0] = lo.x ^ nothing, a[j][0][1] = hi.x ^ nothing, a[j][0][2] = lo.y ^ nothing, a[j][0][3] = hi.y ^ nothing;
+        a[j][1][0] = lo.z ^ nothing, a[j][1][1] = hi.z ^ nothing, a[j][1][2] = lo.w ^ nothing, a[j][1][3] = hi.w ^ nothing;
+      }
+      uint32_t last;
+#pragma unroll
+      for (int n = 0; n < S::kGroups; ++n) {
+        if (BLOCKS > 1 && n % 4 == 0) __syncwarp();  // else loads are put so far ahead that registers run out
+        const uint4 w = lds128(weights + n * S::kGroup);
+        last = w.w;
 #pragma unroll
         for (int j = 0; j < BLOCKS; ++j) {
-          mma_bf16(acc[0][m][j], lo.x, hi.x, lo.y, hi.y, v[d][j].x, v[d][j].y);
-          mma_bf16(acc[1][m][j], lo.z, hi.z, lo.w, hi.w, v[d][j].z, v[d][j].w);
+          mma_bf16(acc[0][n][j], a[j][0][0], a[j][0][1], a[j][0][2], a[j][0][3], w.x, w.y);
+          mma_bf16(acc[1][n][j], a[j][1][0], a[j][1][1], a[j][1][2], a[j][1][3], w.z, w.w);
         }
       }
-#pragma unroll
-      for (int j = 0; j < BLOCKS; ++j)
-        load_once(v[d][j], x[j] + (s0 + d + AHEAD) * 128, s0 + d + AHEAD < steps);
-    }
-    if ((s0 + AHEAD) % kStageSteps == 0 || s0 + AHEAD >= steps) {
-      __syncwarp();
-      if (lane == 0) mbar_arrive(&sm.empty[ring.at()]);
-      ring.next();
+      fetch(step + AHEAD, v[d]);
+      if (in_stage == kStageSteps - 1 || step + 1 == steps) {
+        __syncwarp();
+        if (lane == 0) mbar_arrive(&sm.empty[ring.at()] + (last & nothing));  // once the last weights are here
+        ring.next();
+      }
     }
   }
 }
@@ -134,64 +157,71 @@ __device__ __forceinline__ void pass_by(const TileArgs& p, S& sm, Ring<S::kStage
   }
 }
 
-// Rows 2 * q and the next of each block are CTA q's to add up; so all of a lane's sums go to one CTA.
-template <class S>
-__device__ __forceinline__ void send_parts(S& sm, int blocks, const float (&acc)[2][S::kRanks16][kWarpBlocks][4]) {
+// CTA c adds up row c of each 4, so all of a lane's sums go to one. A row lies there as float4s of ranks
+// 16 * i + 2 * q, the next, and both 8 ranks on.
+template <int BLOCKS, class S>
+__device__ __forceinline__ void send_parts(S& sm, const ShrinkSums<S, BLOCKS>& acc) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
-  const uint32_t to = address_in(q, smem_u32(&sm.parts[cluster_rank()][warp][g]));
-  const uint32_t bar = address_in(q, smem_u32(&sm.parts_full));
+  const uint32_t to = address_in(g & 3, smem_u32(&sm.parts[cluster_rank()][0][g >> 2][q]));
+  const uint32_t bar = address_in(g & 3, smem_u32(&sm.parts_full));
 #pragma unroll
-  for (int j = 0; j < kWarpBlocks; ++j) {
-    if (j * kShrinkWarps + warp >= blocks) break;
+  for (int j = 0; j < BLOCKS; ++j) {
+    const int block = j * kShrinkWarps + warp;
 #pragma unroll
-    for (int m = 0; m < S::kRanks16; ++m) {
-      const auto &a = acc[0][m][j], &b = acc[1][m][j];
-      cluster_store(to + (j * kShrinkWarps * S::kRanks16 + m) * 128,
-                    make_float4(a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]), bar);
-    }
+    for (int i = 0; i < S::kGroups / 2; ++i)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {  // row g, or g + 8
+        const auto &a = acc[0][i * 2][j], &b = acc[1][i * 2][j], &a8 = acc[0][i * 2 + 1][j], &b8 = acc[1][i * 2 + 1][j];
+        const int c = e * 2;
+        cluster_store(to + (((block * 4 + e * 2) * S::kGroups * 2) + i * 4) * 16,
+                      make_float4(a[c] + b[c], a[c + 1] + b[c + 1], a8[c] + b8[c], a8[c + 1] + b8[c + 1]), bar);
+      }
   }
 }
 
 // Adds the parts of this CTA's rows in order and writes their h.
 template <class S>
 __device__ __forceinline__ void add_parts(const TileArgs& p, S& sm, const ShrinkTile& t, int first_rank) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane & 7, m = lane >> 3;
-  const float scaling = __ldg(p.scaling + t.tile.slot);
-  const int rank = first_rank + m * 16 + g, end = (t.rank + 7) / 8 * 8;
+  constexpr int kRow = S::kGroups * 2;  // float4s
+  const float scaling = __ldg(p.modules[t.module].scaling + t.tile.slot);
+  const int end = (t.rank + 7) / 8 * 8;
   wait_for_previous();  // which may fill h
-  for (int b = warp; b < t.blocks; b += kShrinkWarps) {
+  for (int n = threadIdx.x; n < t.blocks * 4 * kRow; n += kShrinkWarps * 32) {
+    const int b = n / (4 * kRow), r = n / kRow % 4, i = n % kRow;
+    const int row = b * 16 + r * 4 + cluster_rank(), rank = first_rank + i / 4 * 16 + i % 4 * 2;
     float4 s = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (m < S::kRanks16) {
 #pragma unroll
-      for (int w = 0; w < kCluster; ++w) {
-        const float4 v = sm.parts[w][b][lane];
-        s.x += v.x, s.y += v.y, s.z += v.z, s.w += v.w;
-      }
+    for (int w = 0; w < kCluster; ++w) {
+      const float4 v = sm.parts[w][b][r][i];
+      s.x += v.x, s.y += v.y, s.z += v.z, s.w += v.w;
     }
-    s.x = rank < t.rank ? s.x * scaling : 0.f, s.y = rank < t.rank ? s.y * scaling : 0.f;
-    s.z = rank + 8 < t.rank ? s.z * scaling : 0.f, s.w = rank + 8 < t.rank ? s.w * scaling : 0.f;
-    const bool odd = g & 1;  // this lane packs two ranks of row 2 * cta, or of the next
-    const float xy = __shfl_xor_sync(~0u, odd ? s.x : s.y, 1), zw = __shfl_xor_sync(~0u, odd ? s.z : s.w, 1);
-    const int row = b * 8 + cluster_rank() * 2 + odd, column = first_rank + m * 16 + (g & ~1);
-    if (m >= S::kRanks16 || row >= t.tile.num_rows) continue;
-    auto* h = reinterpret_cast<uint32_t*>(p.h + static_cast<int64_t>(t.tile.row_begin + row) * p.h_stride + column);
-    if (column < end) h[0] = odd ? bf16x2(xy, s.y) : bf16x2(s.x, xy);
-    if (column + 8 < end) h[4] = odd ? bf16x2(zw, s.w) : bf16x2(s.z, zw);
+    s.x = rank < t.rank ? s.x * scaling : 0.f, s.y = rank + 1 < t.rank ? s.y * scaling : 0.f;
+    s.z = rank + 8 < t.rank ? s.z * scaling : 0.f, s.w = rank + 9 < t.rank ? s.w * scaling : 0.f;
+    if (row >= t.tile.num_rows) continue;
+    auto* h = reinterpret_cast<uint32_t*>(h_row(p, t.module, t.tile.row_begin + row) + rank);
+    if (rank < end) h[0] = bf16x2(s.x, s.y);
+    if (rank + 8 < end) h[4] = bf16x2(s.z, s.w);
   }
+}
+
+// A warp's share of a pass: BLOCKS blocks of 16 rows.
+template <int BLOCKS, int AHEAD, class S>
+__device__ __forceinline__ void shrink_blocks(const TileArgs& p, S& sm, Ring<S::kStages>& ring, uint32_t phase,
+                                              const uint32_t (&x)[kWarpBlocks][2]) {
+  ShrinkSums<S, BLOCKS> acc = {};
+  multiply_part<BLOCKS, AHEAD>(p, sm, ring, x, acc);
+  mbar_wait(&sm.parts_empty, phase ^ 1);
+  send_parts<BLOCKS>(sm, acc);
 }
 
 template <class S>
 __device__ __forceinline__ void shrink_pass(const TileArgs& p, S& sm, Ring<S::kStages>& ring, const ShrinkTile& t,
-                                            uint32_t phase, const __nv_bfloat16* const (&x)[kWarpBlocks]) {
+                                            uint32_t phase, const uint32_t (&x)[kWarpBlocks][2]) {
   const int warp = threadIdx.x >> 5, mine = (t.blocks - warp + kShrinkWarps - 1) / kShrinkWarps;
-  if (threadIdx.x == 0) mbar_expect(&sm.parts_full, kCluster * t.blocks * S::kRanks16 * 128);
-  float acc[2][S::kRanks16][kWarpBlocks][4] = {};
-  if (mine == 3) multiply_part<3, 4>(p, sm, ring, x, acc);
-  else if (mine == 2) multiply_part<2, 4>(p, sm, ring, x, acc);
-  else if (mine == 1) multiply_part<1, 8>(p, sm, ring, x, acc);
+  if (threadIdx.x == 0) mbar_expect(&sm.parts_full, kCluster * t.blocks * 4 * S::kGroups * 2 * 16);
+  if (mine == 2) shrink_blocks<2, 2>(p, sm, ring, phase, x);
+  else if (mine == 1) shrink_blocks<1, 12>(p, sm, ring, phase, x);
   else pass_by(p, sm, ring);
-  mbar_wait(&sm.parts_empty, phase ^ 1);
-  send_parts(sm, t.blocks, acc);
 }
 
 template <class S>
@@ -201,13 +231,15 @@ __device__ void shrink_tiles(const TileArgs& p, S& sm) {
   Ring<S::kStages> ring;
   uint32_t phase = 0;
   each_tile(p, [&](const ShrinkTile& t) {
-    const __nv_bfloat16* x[kWarpBlocks];
+    uint32_t x[kWarpBlocks][2];  // where the rows' parts begin, in 16 bytes
 #pragma unroll
-    for (int j = 0; j < kWarpBlocks; ++j) {
-      const int n = min((j * kShrinkWarps + warp) * 8 + g, t.tile.num_rows - 1);
-      x[j] = p.x + static_cast<int64_t>(__ldg(p.row_order + t.tile.row_begin + n)) * p.d_in + part_column + q * 8;
-    }
-    for (int first_rank = 0; first_rank < t.rank; first_rank += S::kRanks16 * 16) {
+    for (int j = 0; j < kWarpBlocks; ++j)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int n = min((j * kShrinkWarps + warp) * 16 + e * 8 + g, t.tile.num_rows - 1);
+        x[j][e] = __ldg(p.row_order + t.tile.row_begin + n) * (p.d_in / 8) + part_column / 8 + q;
+      }
+    for (int first_rank = 0; first_rank < t.rank; first_rank += S::kGroups * 8) {
       shrink_pass(p, sm, ring, t, phase, x);
       mbar_wait(&sm.parts_full, phase);
       add_parts(p, sm, t, first_rank);
@@ -219,7 +251,7 @@ __device__ void shrink_tiles(const TileArgs& p, S& sm) {
 }
 
 template <int RANKS, int STAGES>
-__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kShrinkThreads, 1)
+__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kShrinkThreads, 2)
     shrink_tiles_kernel(const __grid_constant__ TileArgs p) {
   using S = ShrinkShared<RANKS, STAGES>;
   extern __shared__ __align__(1024) unsigned char shrink_raw[];
@@ -236,10 +268,10 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kShrinkThread
   let_next_begin();
   cluster_sync();
   if (threadIdx.x < kShrinkWarps * 32) {
-    more_registers<232>();
+    more_registers<224>();
     shrink_tiles(p, sm);
   } else {
-    fewer_registers<40>();
+    fewer_registers<32>();
     if (threadIdx.x < (kShrinkWarps + 1) * 32) copy_parts(p, sm);
   }
   cluster_sync();  // nobody may end while others still write to its memory

@@ -115,6 +115,7 @@ struct Shared {
   using Ticket = lora_jax::Ticket<RANKS>;
   Ticket tickets[kTickets];
   alignas(8) uint64_t full[NS], empty[NS], ticket_full[kTickets], ticket_empty[kTickets];
+  int tiles;  // how many there are, for lora_both.cuh: the items leave no register
 };
 
 // Every warp but the unit warp learns a unit here, and lets the slot go when it is done.

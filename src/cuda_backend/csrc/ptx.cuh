@@ -144,6 +144,19 @@ __device__ __forceinline__ void load_once(uint4& v, const void* p, bool wanted) 
       : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
       : "l"(p), "r"(static_cast<int>(wanted)));
 }
+// The same of what this thread alone reads, and stores it back: nobody wants it soon.
+__device__ __forceinline__ void load_last(uint4& v, const void* p, bool wanted) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.s32 p, %5, 0;\n@p ld.global.cs.v4.u32 {%0,%1,%2,%3}, [%4];\n}"
+      : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+      : "l"(p), "r"(static_cast<int>(wanted)));
+}
+__device__ __forceinline__ void store_last(void* p, uint4 v, bool wanted) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.s32 p, %5, 0;\n@p st.global.cs.v4.u32 [%4], {%0,%1,%2,%3};\n}" ::"r"(v.x), "r"(v.y),
+      "r"(v.z), "r"(v.w), "l"(p), "r"(static_cast<int>(wanted))
+      : "memory");
+}
 __device__ __forceinline__ uint4 lds128(uint32_t addr) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(addr));

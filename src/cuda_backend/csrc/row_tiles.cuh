@@ -13,7 +13,8 @@ struct RowTilesArgs {
   const int* num_items;
   int rows;              // of the batch
   int least_rows;        // of a segment that becomes tiles
-  int least_total;       // rows of all such segments together: with fewer there are no tiles
+  int least_total;       // rows of all such segments together, with fewer there are no tiles; nor where
+                         // more than a quarter of all rows stays in items: those would wait for tiles
   int clusters;          // that can run at a time
   Item* small;           // [rows] out: the items that stay
   int* num_small;        // [1] out
@@ -21,24 +22,16 @@ struct RowTilesArgs {
   int* cut;              // [3] out, see TileArgs
 };
 
-constexpr int kLeastTileRows = 32, kTileStep = 8;  // of a tile, unless its segment has fewer
-constexpr int kTileSizes = (kTileRows - kLeastTileRows) / kTileStep + 1;
-__device__ __forceinline__ int tile_size(int i) { return kLeastTileRows + i * kTileStep; }
+// Of a tile, unless that makes more tiles than clusters, and one waits for the other. So each warp of
+// a cluster shrinks one block of 16 rows, or each two: between them some would wait for others.
+constexpr int kSmallTileRows = kTileRows / 2;
 
 struct RowTilesShared {
   int warp_sums[kScanThreads / 32];
   int total;             // rows of segments that may become tiles
-  int tiles[kTileSizes]; // made of them, by size
+  int small_tiles;       // made of them, were tiles small
   int segments[];        // [items]: rows of each segment
 };
-
-// Rows of a tile: the fewest that leave no cluster more than one, for tiles of a cluster wait for
-// each other.
-__device__ __forceinline__ int tile_rows(const RowTilesShared& sm, int clusters) {
-  int size = 0;
-  while (size < kTileSizes - 1 && sm.tiles[size] > clusters) ++size;
-  return tile_size(size);
-}
 
 __global__ void __launch_bounds__(kScanThreads) row_tiles_kernel(const RowTilesArgs p) {
   extern __shared__ __align__(16) unsigned char row_tiles_raw[];
@@ -59,7 +52,7 @@ __global__ void __launch_bounds__(kScanThreads) row_tiles_kernel(const RowTilesA
   for (int i = begin; i < end; ++i) count += begins(i, item(i));
   const int first = cta_scan(count, sm.warp_sums, 0, plus, &segments) - 1;  // of the item before mine
   for (int s = tid; s < segments; s += kScanThreads) sm.segments[s] = 0;
-  if (tid <= kTileSizes) (tid < kTileSizes ? sm.tiles[tid] : sm.total) = 0;
+  if (tid == 0) sm.total = sm.small_tiles = 0;
   __syncthreads();
   for (int i = begin, s = first; i < end; ++i) {
     const Item it = item(i);
@@ -71,11 +64,13 @@ __global__ void __launch_bounds__(kScanThreads) row_tiles_kernel(const RowTilesA
     const int rows = sm.segments[s];
     if (rows < p.least_rows) continue;
     atomicAdd(&sm.total, rows);
-    for (int i = 0; i < kTileSizes; ++i) atomicAdd(&sm.tiles[i], (rows - 1) / tile_size(i) + 1);
+    atomicAdd(&sm.small_tiles, (rows - 1) / kSmallTileRows + 1);
   }
   __syncthreads();
-  const bool pays = sm.total >= p.least_total;
-  const int most = tile_rows(sm, p.clusters);
+  const Item last = item(max(num_items - 1, 0));
+  const int live = num_items > 0 ? last.row_begin + last.num_rows : 0;  // rows of nobody come last
+  const bool pays = sm.total >= p.least_total && sm.total >= live - live / 4;
+  const int most = sm.small_tiles <= p.clusters ? kSmallTileRows : kTileRows;
   auto tiled = [&](int s) { return pays && sm.segments[s] >= p.least_rows; };
   auto tiles_of = [&](int s) { return (sm.segments[s] + most - 1) / most; };
   int kept = 0, made = 0, total;
@@ -88,10 +83,7 @@ __global__ void __launch_bounds__(kScanThreads) row_tiles_kernel(const RowTilesA
   int at = cta_scan(kept, sm.warp_sums, 0, plus, &total);
   if (tid == 0) *p.num_small = total;
   int tile = cta_scan(made, sm.warp_sums, 0, plus, &total);
-  if (tid == 0) {
-    const Item last = item(max(num_items - 1, 0));
-    p.cut[0] = total, p.cut[1] = most / 8, p.cut[2] = num_items > 0 ? last.row_begin + last.num_rows : 0;
-  }
+  if (tid == 0) p.cut[0] = total, p.cut[1] = most / 8, p.cut[2] = live;
   for (int i = begin, s = first; i < end; ++i) {
     const Item it = item(i);
     const bool starts = begins(i, it);

@@ -6,19 +6,18 @@
 
 namespace lora_jax {
 
-constexpr int kTileRows = 192;  // of a tile, at most
+constexpr int kTileRows = 128;  // of a tile, at most
 
 struct TileArgs {
   CUtensorMap a_parts[2];           // see parts_map: of parts 0 and 1, and of 2 and 3
   const Item* tiles;
   const int* cut;                   // [3]: number of tiles; blocks of 8 rows in the largest; rows with an adapter
   const int* row_order;             // sorted place -> row of x and y
-  const int* entries;               // [slots, 5]: a_offset, b_offset, rank, a_stride, b_stride
-  const float* scaling;             // [slots]
+  Module modules[kMaxModules];
   const __nv_bfloat16* x;           // [rows, d_in]
   const __nv_bfloat16* b_pool;      // [pool rows, d_out]
-  __nv_bfloat16* y;                 // [rows, d_out]
-  __nv_bfloat16* h;                 // [sorted rows, h_stride]
+  __nv_bfloat16* h;                 // [modules, sorted rows, h_stride]
+  int num_modules, num_rows;
   int d_in, d_out, h_stride, max_rank, most_tiles;
   bool shrink, expand;              // what of it, h being the result or given where it is one alone
   bool accumulate;                  // the expand adds to y; else y holds nothing before
@@ -28,12 +27,25 @@ struct TileArgs {
 // Shrinks, expands or both: the rows of all tiles. May begin while the kernel before it in the stream
 // runs, for it only touches rows in tiles, and ends after it.
 cudaError_t launch_tiles(TileArgs args, cudaStream_t stream);
+// Shrinks the tiles, if they are to be; then one kernel serves the items and expands the tiles. The fill
+// that items need is the launch before.
+struct BothArgs {
+  PairArgs items;
+  TileArgs tiles;
+};
+constexpr int kMostRankOfBoth = 64;  // else the tiles need more registers than the items leave
+cudaError_t launch_both(BothArgs args, cudaStream_t stream);
 // Sets the maps of A, [rows, width].
 cudaError_t parts_maps(CUtensorMap (&maps)[2], const void* a_pool, int64_t rows, int64_t width);
 
 __device__ __forceinline__ Item load_tile(const TileArgs& p, int tile) {
   const int4 v = __ldg(reinterpret_cast<const int4*>(p.tiles) + tile);
   return Item{v.x, v.y, v.z, v.w};
+}
+
+// Of a place of the sorted order.
+__device__ __forceinline__ __nv_bfloat16* h_row(const TileArgs& p, int module, int place) {
+  return p.h + (static_cast<int64_t>(module) * p.num_rows + place) * p.h_stride;
 }
 
 }  // namespace lora_jax

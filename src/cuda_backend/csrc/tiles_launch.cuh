@@ -1,20 +1,14 @@
 // Host side of the tile kernels, for one translation unit. Nothing here allocates or waits.
 #pragma once
-#include "expand_tiles.cuh"
 #include "launch_early.cuh"
+#include "lora_both.cuh"
 #include "lora_tiles.cuh"
 #include "row_tiles.cuh"
 #include "swizzled_map.cuh"
 
 namespace lora_jax {
 
-inline cudaError_t count_sms(int* sms) {
-  int device = 0;
-  const cudaError_t e = cudaGetDevice(&device);
-  return e == cudaSuccess ? cudaDeviceGetAttribute(sms, cudaDevAttrMultiProcessorCount, device) : e;
-}
-
-inline int cluster_ctas(int sms) { return max(sms / kCluster, 1) * kCluster; }
+inline int cluster_ctas(int sms) { return max(sms * 2 / kCluster, 1) * kCluster; }  // two on an SM
 
 inline cudaError_t launch_row_tiles(RowTilesArgs args, cudaStream_t stream) {
   int sms = 0;
@@ -30,25 +24,18 @@ inline cudaError_t launch_row_tiles(RowTilesArgs args, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-template <int STEPS, int AHEAD, int CTAS>
+template <int STEPS, int AHEAD>
 cudaError_t launch_expand_tiles(const TileArgs& args, int sms, cudaStream_t stream) {
   constexpr int bytes = sizeof(ExpandShared<STEPS>);
-  const auto kernel = expand_tiles_kernel<STEPS, AHEAD, CTAS>;
+  const auto kernel = expand_tiles_kernel<STEPS, AHEAD>;
   const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (e != cudaSuccess) return e;
-  return launch_early(kernel, sms * CTAS, kTileThreads, bytes, stream, args);
-}
-
-inline cudaError_t launch_expand_tiles(const TileArgs& args, int sms, cudaStream_t stream) {
-  if (args.max_rank <= 32) return launch_expand_tiles<2, 3, 2>(args, sms, stream);
-  if (args.max_rank <= 64) return launch_expand_tiles<4, 2, 2>(args, sms, stream);
-  return launch_expand_tiles<8, 6, 1>(args, sms, stream);
+  return e == cudaSuccess ? launch_early(kernel, sms, kTileThreads, bytes, stream, args) : e;
 }
 
 template <int RANKS, int STAGES>
 cudaError_t launch_shrink_tiles(const TileArgs& args, int sms, cudaStream_t stream) {
   constexpr int bytes = sizeof(ShrinkShared<RANKS, STAGES>);
-  static_assert(bytes <= 227 * 1024, "a CTA must fit an SM");
+  static_assert(bytes <= 113 * 1024, "two CTAs must fit an SM");
   const auto kernel = shrink_tiles_kernel<RANKS, STAGES>;
   const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   return e == cudaSuccess ? launch_early(kernel, cluster_ctas(sms), kShrinkThreads, bytes, stream, args) : e;
@@ -64,8 +51,19 @@ cudaError_t launch_tiles(TileArgs args, cudaStream_t stream) {
   cudaError_t e = count_sms(&sms);
   args.behind = args.shrink;
   if (e == cudaSuccess && args.shrink) e = launch_shrink_tiles(args, sms, stream);
-  if (e == cudaSuccess && args.expand) e = launch_expand_tiles(args, sms, stream);
+  if (e == cudaSuccess && args.expand) e = launch_expand_tiles<8, 6>(args, sms, stream);
   return e;
+}
+
+cudaError_t launch_both(BothArgs args, cudaStream_t stream) {
+  using S = Shared<3, 37888, kMostRankOfBoth>;
+  const auto kernel = both_kernel<3, 37888, kMostRankOfBoth, 2>;
+  int sms = 0;
+  cudaError_t e = count_sms(&sms);
+  args.tiles.behind = args.tiles.shrink;
+  if (e == cudaSuccess && args.tiles.shrink) e = launch_shrink_tiles(args.tiles, sms, stream);
+  if (e == cudaSuccess) e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(S));
+  return e == cudaSuccess ? launch_early(kernel, sms * 2, kThreads, sizeof(S), stream, args) : e;
 }
 
 // Views a pool [rows, width] as [part][step of 128 columns][row][32]: a box is one part of 8 rank rows.

@@ -5,6 +5,7 @@ that no linear map sorts again.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,8 @@ class AdapterItems:
     order: Int[Array, "rows"]  # place -> row
     items: Int[Array, "rows 4"]  # slot, expert, first place, number of places
     num_items: Int[Array, "1"]
+    # The same rows once more, as a backend's kernels of long runs want them.
+    tiles: Any = None
     # None of the slots has a larger rank, where that is known: small ranks want small items.
     max_rank: int | None = dataclasses.field(default=None, metadata={"static": True})
 
@@ -37,7 +40,7 @@ def reference(
     """Return the rows in the stable order of their slots, those without one last."""
     slots = _known(row_to_slot, num_slots)
     order = jnp.argsort(jnp.where(slots < 0, num_slots, slots), stable=True).astype(jnp.int32)
-    return AdapterItems(slots, order, *cut(slots[order], jnp.zeros_like(slots)), max_rank)
+    return AdapterItems(slots, order, *cut(slots[order], jnp.zeros_like(slots)), max_rank=max_rank)
 
 
 def cut(

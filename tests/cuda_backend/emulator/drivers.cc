@@ -125,7 +125,7 @@ int lora(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, const i
 // Segments of `least_rows` rows become tiles, the others stay in items; how many rows those have comes
 // back in `left`. In one launch of each, or the shrink before the expand.
 int lora_tiles(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, const int* entries, const float* scaling,
-               const int* row_to_slot, const int* row_to_expert, int rows, int d_out, int d_in, int a_rows, int b_rows,
+               const int* row_to_slot, const int* row_to_expert, int modules, int rows, int d_out, int d_in, int a_rows, int b_rows,
                int slots, int max_rank, int least_rows, int least_total, int accumulate, int apart, int* left) {
   std::vector<int> order(rows), cut(3, -1);
   std::vector<Item> items(rows), small(rows), tiles(rows);
@@ -137,23 +137,24 @@ int lora_tiles(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, c
   *left = 0;
   for (int i = 0; i < num_small; ++i) *left += small[i].num_rows;
   const int h_stride = (max_rank + 7) / 8 * 8;
-  std::vector<int> work(rows * h_stride / 2 + 1, -1);
+  std::vector<int> work(modules * rows * h_stride / 2 + 1, -1);
   PairArgs p{};
-  p.modules[0] = Module{entries, scaling, y}, p.items = small.data(), p.num_items = &num_small, p.row_order = order.data();
+  for (int m = 0; m < modules; ++m)
+    p.modules[m] = Module{entries + m * slots * 5, scaling + m * slots, y + static_cast<size_t>(m) * rows * d_out};
+  p.items = small.data(), p.num_items = &num_small, p.row_order = order.data();
   p.x = x, p.h = reinterpret_cast<Bf16*>(work.data()), p.draws = &work.back(), p.live = &cut[2];
-  p.num_modules = 1, p.num_rows = rows, p.num_slots = slots, p.accumulate = accumulate;
+  p.num_modules = modules, p.num_rows = rows, p.num_slots = slots, p.accumulate = accumulate;
   p.d_in = d_in, p.d_out = d_out, p.h_stride = p.max_rank = h_stride;
   TileArgs t{};
-  t.tiles = tiles.data(), t.cut = cut.data(), t.most_tiles = rows, t.row_order = order.data(), t.entries = entries;
-  t.scaling = scaling, t.x = x, t.b_pool = b_pool, t.y = y, t.h = p.h, t.d_in = d_in, t.d_out = d_out;
-  t.h_stride = t.max_rank = h_stride, t.accumulate = accumulate;
+  t.tiles = tiles.data(), t.cut = cut.data(), t.most_tiles = rows, t.row_order = order.data();
+  std::copy(p.modules, p.modules + modules, t.modules), t.x = x, t.b_pool = b_pool, t.h = p.h, t.d_in = d_in, t.d_out = d_out;
+  t.num_modules = modules, t.num_rows = rows, t.h_stride = t.max_rank = h_stride, t.accumulate = accumulate;
   cudaError_t e = pool_maps(&p, 0, a_pool, a_rows, d_in, kWideA);
   if (e == cudaSuccess) e = pool_maps(&p, 1, b_pool, b_rows, d_out, kWideB);
   if (e == cudaSuccess) e = parts_maps(t.a_parts, a_pool, a_rows, d_in);
   for (int step = 0; step <= apart; ++step) {
     p.shrink = t.shrink = step == 0, p.expand = t.expand = step == apart;
-    if (e == cudaSuccess) e = launch_pair(p, nullptr);
-    if (e == cudaSuccess) e = launch_tiles(t, nullptr);
+    if (e == cudaSuccess) e = launch_with_tiles(p, t, nullptr);
   }
   return e;
 }

@@ -87,6 +87,11 @@ inline void load_once(uint4& v, const void* p, bool wanted) {
   if (wanted && reinterpret_cast<uintptr_t>(p) % 16) emu::fail("a load of 16 bytes off its boundary");
   if (wanted) v = *static_cast<const uint4*>(p);
 }
+inline void load_last(uint4& v, const void* p, bool wanted) { load_once(v, p, wanted); }
+inline void store_last(void* p, uint4 v, bool wanted) {
+  if (wanted && reinterpret_cast<uintptr_t>(p) % 16) emu::fail("a store of 16 bytes off its boundary");
+  if (wanted) *static_cast<uint4*>(p) = v;
+}
 inline uint4 lds128(uint32_t address) {
   if (address % 16) emu::fail("a load of 16 bytes off its boundary");
   uint4 v;
