@@ -385,6 +385,26 @@ def test_lora_matches_float64(library, rows, d_out, d_in, experts, modules, accu
         assert not y[:, owners < 0].view(np.uint16).any()
 
 
+@pytest.mark.parametrize(
+    ("rows", "gaps"), [(1, (1,)), (7, (0,)), (90, (0, 3, 40)), (90, (31,)), (4000, (0, 0, 0, 1, 2))]
+)
+def test_rows_of_no_item_become_zero_wherever_they_stand(library, rows, gaps):
+    """Items of up to 3 rows, a gap before each, the gaps in turn; warps share the places."""
+    rng, items, owned, begin = np.random.default_rng(rows), [], np.zeros(rows, bool), gaps[0]
+    while begin < rows:
+        count = min(len(items) % 3 + 1, rows - begin)
+        items.append((0, 0, begin, count))
+        owned[begin : begin + count] = True
+        begin += count + gaps[len(items) % len(gaps)]
+    order, y = rng.permutation(rows).astype(np.int32), np.full((rows, 264), np.nan, BF16)
+    listed = np.array([*items, (0, 0, 0, rows)], np.int32)  # what lies behind them does not count
+    library.emulate(1, rows)
+    call(library.lora_zeros, y, listed, np.array([len(items)], np.int32), order, *y.shape, 3)
+    found = np.array(["zero" if not row.view(np.uint16).any() else "left" for row in y[order]])
+    np.testing.assert_array_equal(found, np.where(owned, "left", "zero"))
+    assert np.isnan(y[order][owned].astype(np.float32)).all()
+
+
 # The batch's ranks as in the case above; 8 rows make a segment that becomes tiles, unless all such
 # segments together have too few. The last: how many modules there are, whose weights are those of
 # another slot each; is y added to; is the shrink a launch of its own.

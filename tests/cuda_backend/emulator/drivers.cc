@@ -122,6 +122,15 @@ int lora(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, const i
   return e == cudaSuccess ? launch_pair(p, nullptr) : e;
 }
 
+// Makes rows of y zero whose places are in none of the items, given as the kernels keep them.
+int lora_zeros(Bf16* y, const Item* items, const int* num_items, const int* order, int rows, int d_out, int sms) {
+  PairArgs p{};
+  int draws = 0;
+  p.modules[0].y = y, p.items = items, p.num_items = num_items, p.row_order = order, p.draws = &draws;
+  p.num_modules = 1, p.num_rows = rows, p.d_out = d_out, p.expand = true;
+  return launch_fill(p, sms, nullptr);
+}
+
 // Segments of `least_rows` rows become tiles, the others stay in items; how many rows those have comes
 // back in `left`. In one launch of each, or the shrink before the expand.
 int lora_tiles(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, const int* entries, const float* scaling,
