@@ -23,7 +23,7 @@ from serving.loading.adapter_loader import LoadFailed
 
 logger = logging.getLogger(__name__)
 
-# Of a matrix count as one chunk of a load. That is more than for LoRA: threads copy while steps run.
+# One chunk of a load. That is more than for LoRA: threads copy while steps run.
 CHUNK_BYTES = 4 << 20
 FREED_AT_ONCE = 12  # experts, of which each takes a GPU's driver some 0.3 ms
 _TROUBLE = (MemoryError, ValueError, OSError, RuntimeError)  # what a virtual memory may raise

@@ -180,14 +180,24 @@ def kernel_body(config: Config, deep: Depths, operands: Operands, ctas: int, int
                     out.transpose((1, 0))[...] = flipped
                     plgpu.commit_smem()
 
-                    def put_rows(width):
-                        def put(r, _):
-                            target = y_ref.at[row + r, pl.ds(tile * wide + side, width)]
-                            source = out.at[r - first, pl.ds(0, width)]
-                            plgpu.copy_smem_to_gmem(source, target, commit_group=False)
+                    begin = lax.max(low, jnp.int32(first))
+                    end = lax.min(high, jnp.int32(first + stored))
+                    count = lax.max(end - begin, jnp.int32(0))
 
-                        begin = lax.max(low, jnp.int32(first))
-                        lax.fori_loop(begin, lax.min(high, jnp.int32(first + stored)), put, None)
+                    def put_rows(width):
+                        # 1, 2, 4, ... rows at a time: a copy a row takes longer than is hidden.
+                        for size in (1 << n for n in range(stored.bit_length() - 1)):
+
+                            @pl.when((count & size) != 0)
+                            def _(size=size):
+                                r = begin + (count & (size - 1))
+                                if size == 1:
+                                    source = out.at[r - first, pl.ds(0, width)]
+                                    target = y_ref.at[row + r, pl.ds(tile * wide + side, width)]
+                                else:
+                                    source = out.at[pl.ds(r - first, size)]
+                                    target = y_ref.at[pl.ds(row + r, size), place]
+                                plgpu.copy_smem_to_gmem(source, target, commit_group=False)
 
                     hopper.at_own_width(put_rows, d_out, columns, warpgroups, tile, warpgroup)
 
