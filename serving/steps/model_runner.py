@@ -7,6 +7,7 @@ are read when the next one is on its way.
 
 import dataclasses
 import functools
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -36,7 +37,7 @@ from serving.steps.step import (
 
 _SMALLEST_BUCKET = 8
 _BUCKET_FACTOR = 4  # at most 4 times as many padding tokens as real ones, mostly skipped
-_COMPILING = 4  # programs at a time: each takes a core or two, and memory
+_COMPILING = 4  # programs at a time at most: each takes two cores, and memory
 
 
 def token_buckets(max_tokens: int) -> tuple[int, ...]:
@@ -123,8 +124,9 @@ class ModelRunner:
 
     def _compile(self, table: np.ndarray, *, progress: bool) -> None:
         """Compile every program, several at a time: XLA works outside Python's lock."""
+        workers = max(1, min(_COMPILING, (os.cpu_count() or 1) // 2))
         bar = tqdm(total=len(self.programs), desc="Compile", unit="program", disable=not progress)
-        with bar, ThreadPoolExecutor(_COMPILING) as pool:
+        with bar, ThreadPoolExecutor(workers) as pool:
             jobs = []
             for bucket, lora in self.programs:
                 lowered = self._step.lower(self._operands(), table, bucket, lora=lora)
