@@ -26,7 +26,7 @@ serve: .venv/.serve  ## start the embedded default on this machine's CPU
 	$(BIN)/python -m serving.launch $(MODEL) $(addprefix --lora-dir ,$(wildcard $(MODEL)/adapters)) $(if $(strip $(ESFT_FOLDERS)),--lora-modules $(ESFT_FOLDERS)) --port $(PORT) $(ARGS)
 
 test: .venv/.dev .cache/vllm-rs  ## the whole CPU suite, notebooks included
-	$(BIN)/python -m pytest -n 2 --dist loadfile --nbmake -m "not gpu and not multigpu and not slow and not aot and not ascend" notebooks tests
+	$(BIN)/python -m pytest -n 3 --dist loadfile --nbmake -m "not gpu and not multigpu and not slow and not aot and not ascend" notebooks tests
 
 test-slow: .venv/.dev .cache/vllm-rs
 	$(BIN)/python -m pytest -m slow

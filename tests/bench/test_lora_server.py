@@ -63,8 +63,8 @@ def bench(gpus, tmp_path, monkeypatch):
     [
         "EP1-PP1",
         "EP4-PP1, 1 of its ranks, pull",
-        "EP1-PP2",
-        "EP1-PP1, push in the stream",
+        pytest.param("EP1-PP2", marks=pytest.mark.slow),
+        pytest.param("EP1-PP1, push in the stream", marks=pytest.mark.slow),
         "EP1-PP1, 3 at once",
         "EP1-PP1, 2 instances",
     ],

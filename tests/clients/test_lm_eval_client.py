@@ -46,7 +46,8 @@ def run_lm_eval(server: str, model: str, tokenizer: Path, folder: Path) -> list[
     return [json.loads(line) for line in samples.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("which", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("which", [0, 1])
 def test_loglikelihoods_equal_single_requests(
     server, adapters, model_folder, tmp_path, which, monkeypatch
 ):

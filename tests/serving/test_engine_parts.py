@@ -70,6 +70,7 @@ def test_what_cannot_be_served_is_refused(model, tmp_path):
         build_parts(config(model, max_lora_rank=1), {"sql": path})
 
 
+@pytest.mark.slow  # ahead-of-time compiling shows the programs; this compiles them all
 def test_decode_without_lora_has_its_own_programs_on_accelerators(tmp_path, monkeypatch):
     """The same tokens, whether a batch's adapters' kernels are in the program or not."""
     used = []

@@ -80,6 +80,7 @@ def check_answers(placement, carrier, files, prompts, coupled):
     assert not any(ranks.coordinator.held().values()), "leases are left"
 
 
+@pytest.mark.slow
 def test_in_bfloat16_the_bits_are_the_same_too(files, prompts):
     model, adapters = files
     sizes = cases.ENGINE | {"dtype": "bfloat16"}
