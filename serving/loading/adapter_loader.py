@@ -180,9 +180,8 @@ class AdapterLoader[P: Placement, S]:
         """
         # A copy, made in one go: other threads may `retain` meanwhile.
         all_known = tuple(self._known.values())
-        if any(known.lacked_memory and known.wanted for known in all_known):
-            return
-        named = [known for known in all_known if known.named]
+        waiting = [known for known in all_known if known.lacked_memory and known.wanted]
+        named = [known for known in waiting or all_known if known.named]
         for known in sorted(named, key=lambda known: not known.pinned):
             self._prefetch(known)
 
@@ -245,8 +244,7 @@ class AdapterLoader[P: Placement, S]:
     def _prefetch(self, known: _Known) -> None:
         digest = known.weights.digest
         self._allocator.restore(digest)
-        placed = self._allocator.is_loading(digest) or self._allocator.slot_of(digest) is not None
-        if placed:
+        if self.is_placed(digest):
             self._allocator.pin(digest, known.pinned)
             return
         free = self.snapshot.slots_used < self.snapshot.slots_total

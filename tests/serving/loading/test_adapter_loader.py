@@ -325,3 +325,19 @@ def test_a_failed_load_that_nobody_needs_any_more_is_forgotten():
     assert case.loader.take_failures() == []
     assert not case.loader.knows(one.digest)
     case.loader.check_integrity()
+
+
+def test_a_pinned_adapter_that_lacked_memory_comes_when_there_is_some():
+    case, used, pinned = FaultyCase(), entry("a"), entry("b", pinned=True)
+    case.broken = False
+    case.bring(used)
+    case.broken = True
+    case.loader.reconcile([pinned])
+    case.advance()
+    assert pinned.digest not in case.loader.snapshot.resident
+    case.broken = False
+    case.now += RETRY_S
+    case.loader.look_again()
+    case.advance()
+    assert pinned.digest in case.loader.snapshot.resident
+    case.leave(used)
