@@ -109,13 +109,21 @@ def build_parts(
         if esft is not None:
             undo.callback(esft.room.close)
         # KV pages may lie where the experts were.
-        size = size_kv_cache(config, model, model_config, dtype)
+        here, whole = _held_here(model.catalogue(model_config), remote)
+        size = size_kv_cache(config, model, model_config, here, dtype, whole)
         info = _model_info(config, weights, model_config, size, dtype)
         parts = _build(
             config, adapters, model, model_config, tokenizer, size, info, esft, remote, dtype
         )
         undo.pop_all()
         return parts
+
+
+def _held_here(catalogue: LoraCatalogue, remote: InstanceSide | None) -> tuple[LoraCatalogue, int]:
+    """Return the modules of which all adapters are here, and how many may be here as a whole."""
+    if remote is None:
+        return catalogue, 0
+    return local_catalogue(catalogue), remote.num_local
 
 
 def _build(
@@ -132,10 +140,10 @@ def _build(
 ) -> EngineParts:
     """Return the parts around a model that is loaded."""
     catalogue = model.catalogue(model_config)
-    here, keep, link, whole = catalogue, None, None, 0
+    here, whole = _held_here(catalogue, remote)
+    keep, link = None, None
     if remote is not None:
-        here, link, whole = local_catalogue(catalogue), remote.link, remote.num_local
-        keep = keep_both if whole else keep_local
+        keep, link = keep_both if whole else keep_local, remote.link
     allocator, spec = make_allocator(config, catalogue, here, dtype, whole)
     registry = _make_registry(config, catalogue, allocator, esft, keep)
     _load_adapters(registry, adapters)

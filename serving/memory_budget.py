@@ -17,14 +17,24 @@ logger = logging.getLogger(__name__)
 
 
 def size_kv_cache(
-    config: EngineConfig, model: AbstractCausalLM, model_config: ModelConfig, dtype: jnp.dtype
+    config: EngineConfig,
+    model: AbstractCausalLM,
+    model_config: ModelConfig,
+    here: LoraCatalogue,
+    dtype: jnp.dtype,
+    whole: int = 0,
 ) -> CacheSize:
-    """Return the KV pages that the budget or the device's memory has room for."""
+    """Return the KV pages that the budget or the device's memory has room for.
+
+    Adapters take of it what `make_allocator` gives them for the same `here` and `whole`.
+    """
     per_token = model.kv_shape(model_config).bytes_per_token(dtype)
     free = _free_bytes(config)
     if free is not None:
-        one = _one_adapter_bytes(config, model.catalogue(model_config), dtype)
-        free = kv_bytes(free, adapter_bytes(config, one, free))
+        slots = adapter_bytes(config, _one_adapter_bytes(config, here, dtype), free)
+        if whole:
+            slots += whole * _one_adapter_bytes(config, model.catalogue(model_config), dtype)
+        free = kv_bytes(free, slots)
     size = cache_size(config, per_token, model_config.max_positions, free)
     logger.info(
         "KV cache: %d pages of %d tokens, %.1f MB; sequences of up to %d tokens.",
