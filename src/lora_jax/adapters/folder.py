@@ -4,7 +4,7 @@ Each file is read once, whole, into memory; what is hashed is what is parsed. Me
 by their name in the folder, never by their path.
 
 A file's hash is its sha256, or from one piece of 16 MiB on `pieces-` and the sha256 of the sha256
-of its pieces: several threads read and hash those, where one sha256 takes 0.8 s for a GB.
+of its pieces: several threads read and hash those, where one sha256 takes 0.6 s for a GB.
 """
 
 import hashlib
