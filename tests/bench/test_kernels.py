@@ -179,7 +179,7 @@ def test_what_cannot_be_traced_fails_when_it_is_measured(machine):
 
 def test_the_grid_is_every_measured_point_once():
     names = [point.name for point in grid.points()]
-    assert len(set(names)) == len(names) == 65 + 27
+    assert len(set(names)) == len(names) == 63 + 27
 
 
 def test_the_summary_names_what_is_slower():
