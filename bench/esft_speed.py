@@ -11,7 +11,6 @@ import dataclasses
 import datetime
 import functools
 import json
-import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -182,9 +181,6 @@ class Measurement:
 
 def _row(name: str, took: Took, base: Took, adapters: int) -> Row:
     more = {**took.over(base), "dispatch us": took.dispatch_us}
-    if took.device:
-        device = {"device us": took.device, "base device us": base.device}
-        more |= {of: statistics.median(us) for of, us in device.items()}
     return Row(name, took.us, base_us=base.us, adapters=adapters, more=more)
 
 
