@@ -4,7 +4,7 @@ import bisect
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
@@ -30,7 +30,9 @@ def profile_step(step: Callable[[], object]) -> Kernels:
     return profile_in_turn({"step": step}, 1)["step"][0]
 
 
-def profile_in_turn(steps: dict[str, Callable[[], object]], turns: int) -> dict[str, list[Kernels]]:
+def profile_in_turn(
+    steps: Mapping[str, Callable[[], object]], turns: int
+) -> dict[str, list[Kernels]]:
     """Return the kernels of each step in every turn, all profiled in one session.
 
     While it profiles, XLA launches kernels one by one and not as a CUDA graph: what lies between
