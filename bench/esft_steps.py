@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import functools
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -22,8 +23,9 @@ from serving.steps.device_state import init_row_state
 from serving.steps.step import NUM_TOKENS, SAMPLES, SLOT, START, TABLE_ROWS, StepSizes
 
 WORKERS = 10  # programs that are compiled at a time
-SAMPLE_S = 0.15  # of steps one after another
-SAMPLES_TAKEN = 7
+SAMPLE_S = 0.06  # of steps one after another: short, so that few samples see a late host
+SAMPLES_TAKEN, FEWEST = 21, 5
+TURNS_S = 1.5  # that the samples of one step may take, unless they are the fewest
 PROFILES = 2
 _UNCOUNTED = 2  # steps at the start of a sample
 
@@ -119,16 +121,19 @@ def _over(mine: list[float], its: list[float]) -> list[float]:
 def in_turn(
     steps: dict[str, Step], samples: int = SAMPLES_TAKEN, profiles: int = PROFILES
 ) -> dict[str, Took]:
-    """Return what each step takes, a sample of each in turn, so that drift counts for all alike."""
-    experts, calls = {}, {}
+    """Return what each step takes, a sample of each in turn, so that drift counts for all alike.
+
+    At most so many samples, fewer of long steps.
+    """
+    experts, calls, seconds = {}, {}, 0.0
     for name, step in steps.items():
         sizes = jax.block_until_ready(step())
         experts[name] = float(sum(np.count_nonzero(np.asarray(s)) for s in sizes))
-        calls[name] = max(4, round(SAMPLE_S / _sample(step, 4)[0] * 1e6))
-    clock = {name: [] for name in steps}
-    for turn in range(samples):
-        for name in list(steps)[:: -1 if turn % 2 else 1]:
-            clock[name].append(_sample(steps[name], calls[name]))
+        one = _sample(step, 2)[0] / 1e6
+        calls[name] = max(2, round(SAMPLE_S / one))
+        seconds = max(seconds, (calls[name] + _UNCOUNTED + 1) * one)
+    turns = min(samples, max(FEWEST, round(TURNS_S / seconds)))
+    clock = _by_clock(steps, calls, turns)
     profiled = profile_in_turn(steps, profiles) if profiles else {}
     took = {}
     for name in steps:
@@ -137,6 +142,25 @@ def in_turn(
         kernels = sums if all(sums) else []
         took[name] = Took(list(by_clock), kernels, experts[name], statistics.median(sent))
     return took
+
+
+def _by_clock(
+    steps: dict[str, Step], calls: dict[str, int], turns: int
+) -> dict[str, list[tuple[float, float]]]:
+    """Return the samples of each step, every second turn backwards.
+
+    Python collects no garbage meanwhile: that stops the host for longer than a step takes.
+    """
+    found = {name: [] for name in steps}
+    gc.collect()
+    gc.disable()
+    try:
+        for turn in range(turns):
+            for name in list(steps)[:: -1 if turn % 2 else 1]:
+                found[name].append(_sample(steps[name], calls[name]))
+    finally:
+        gc.enable()
+    return found
 
 
 def _sample(step: Step, steps: int) -> tuple[float, float]:

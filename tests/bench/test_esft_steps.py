@@ -1,5 +1,7 @@
 """Steps beside one another: what a pair differs by, and what a sample counts."""
 
+import gc
+
 import jax.numpy as jnp
 import pytest
 
@@ -41,23 +43,42 @@ def test_the_first_steps_of_a_sample_do_not_count(monkeypatch):
     assert calls[0] == 1 + esft_steps._UNCOUNTED + 10 + 1
 
 
-def test_steps_take_turns_and_their_experts_are_counted(monkeypatch):
-    ran = []
+class Step:
+    def __init__(self, name, *sizes):
+        self.name, self.sizes = name, sizes
+
+    def __call__(self):
+        return [jnp.asarray(size, jnp.int32) for size in self.sizes]
+
+
+def sampled(monkeypatch, us):
+    """Let every sample say that a step takes so long; return what is asked for."""
+    asked = []
 
     def sample(step, steps):
-        ran.append((step.name, steps))
-        return (1e4, 1.0) if steps == 4 else (float(len(ran)), 7.0)
-
-    class Step:
-        def __init__(self, name, sizes):
-            self.name, self.sizes = name, sizes
-
-        def __call__(self):
-            return [jnp.asarray(size, jnp.int32) for size in self.sizes]
+        asked.append((step.name, steps, gc.isenabled()))
+        return us, float(len(asked))
 
     monkeypatch.setattr(esft_steps, "_sample", sample)
-    steps = {"a": Step("a", ([0, 2, 1], [1, 0, 0])), "b": Step("b", ([1, 1, 1], [1, 1, 0]))}
+    return asked
+
+
+def test_steps_take_turns_and_their_experts_are_counted(monkeypatch):
+    asked = sampled(monkeypatch, 1e4)
+    steps = {
+        "a": Step("a", [0, 2, 1], [1, 0, 0]),
+        "b": Step("b", [1, 1, 1], [1, 1, 0]),
+    }
     took = in_turn(steps, samples=3, profiles=0)
-    assert ran == [("a", 4), ("b", 4), *((name, 15) for name in "abbaab")]
-    assert took["a"] == Took([3.0, 6.0, 7.0], [], 3.0, 7.0)
-    assert took["b"] == Took([4.0, 5.0, 8.0], [], 5.0, 7.0)
+    first, turns = asked[:2], asked[2:]
+    assert first == [("a", 2, True), ("b", 2, True)]
+    assert turns == [(name, 6, False) for name in "abbaab"]
+    assert gc.isenabled()
+    assert took["a"] == Took([1e4] * 3, [], 3.0, 6.0)
+    assert took["b"] == Took([1e4] * 3, [], 5.0, 5.0)
+
+
+@pytest.mark.parametrize(("us", "samples"), [(1e3, 21), (2e4, 12), (1e5, 5)])
+def test_long_steps_are_sampled_less(monkeypatch, us, samples):
+    sampled(monkeypatch, us)
+    assert len(in_turn({"a": Step("a", [1])}, profiles=0)["a"].clock) == samples
