@@ -33,6 +33,7 @@ from bench.esft_steps import (
     in_turn,
     prefill_batch,
 )
+from bench.esft_table import tables
 from bench.kernels.timing import copy_bandwidth
 from bench.step_profile import profile_step, show_profile
 from serving.steps.step import SLOT
@@ -250,6 +251,10 @@ class Results:
         self._rows[row.name] = row.as_json()
         self._write()
 
+    def tables(self) -> str:
+        """Return the rows as tables in Markdown."""
+        return tables(list(self._rows.values()))
+
     def _write(self) -> None:
         result = {**self._about, "rows": list(self._rows.values())}
         self._file.write_text(json.dumps(result, indent=1) + "\n")
@@ -304,6 +309,7 @@ def main() -> None:
     }
     results = Results(args.out / f"esft_speed_{device.lower().replace(' ', '_')}.json", about)
     measure(measurement, args.only, args.seconds, results.keep)
+    print(results.tables())
     results.say("beside_bytes", beside := programs.beside_bytes())
     say(f"measured; beside weights and KV {sum(beside.values())} bytes: {beside}")
     woven.close()

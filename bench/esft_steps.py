@@ -100,10 +100,11 @@ class Took:
     def over(self, base: "Took") -> dict[str, float]:
         """Return by how many percent it takes longer by the clock and by kernels.
 
-        Medians over pairs, and the range of the clock's.
+        Medians over pairs, and the middle half of the clock's.
         """
         clock = _over(self.clock, base.clock)
-        found = {"over %": statistics.median(clock), "low %": min(clock), "high %": max(clock)}
+        low, middle, high = np.percentile(clock, (25, 50, 75)).tolist()
+        found = {"over %": middle, "low %": low, "high %": high}
         if self.kernels and base.kernels:
             kernels = _over(self.kernels, base.kernels)
             found |= {

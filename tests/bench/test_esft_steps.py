@@ -16,8 +16,8 @@ def test_a_difference_is_the_median_of_pairs():
     assert mine.over(base) == pytest.approx(
         {
             "over %": 3.0,
-            "low %": 1.0,
-            "high %": 5.0,
+            "low %": 2.0,
+            "high %": 4.0,
             "kernels over %": 0.0,
             "kernels us": 181.8,
             "base kernels us": 180.0,
