@@ -1,9 +1,10 @@
 """What ESFT adapters cost in a step: TPOT and TTFT against the base alone (ExpertWeave, 5.2-5.3).
 
-`python -m bench.esft_speed --out DIR` times the compiled step itself, many of them enqueued behind
-one another, on DeepSeek-V2-Lite with random weights (`--model tiny` on a CPU). "same experts" sends
-rows of adapters through rerouting to the base's own experts: what the mechanism costs. "own
-experts" reads what the adapters replace: more distinct experts, more bytes, beside their floor.
+`python -m bench.esft_speed --out DIR` times the compiled step itself by the clock, from one's end to
+the next's, and sums up its kernels, on DeepSeek-V2-Lite with random weights (`--model tiny` on a
+CPU). "same experts" sends rows of adapters through rerouting to the base's own experts: what the
+mechanism costs. "own experts" reads what the adapters replace: more distinct experts, more bytes,
+beside their floor.
 """
 
 import argparse
@@ -270,7 +271,7 @@ def main() -> None:
     text = "prompts' tokens; none leaves prefill out everywhere"
     parser.add_argument("--prefill-tokens", type=int, nargs="*", default=PREFILL, help=text)
     parser.add_argument("--decode-rows", type=int, nargs="+", default=DECODE)
-    text = "of every step: by the clock, and by the profiler"
+    text = "of every step: by the clock, fewer where it is long, and by the profiler"
     parser.add_argument("--samples", type=int, nargs=2, default=SAMPLES, help=text)
     text = "folder of programs that bench.esft_programs has compiled before"
     parser.add_argument("--programs", type=Path, help=text)
