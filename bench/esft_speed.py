@@ -1,10 +1,10 @@
 """What ESFT adapters cost in a step: TPOT and TTFT against the base alone (ExpertWeave, 5.2-5.3).
 
-`python -m bench.esft_speed --out DIR` times the compiled step itself by the clock, from one's end to
-the next's, and sums up its kernels, on DeepSeek-V2-Lite with random weights (`--model tiny` on a
-CPU). "same experts" sends rows of adapters through rerouting to the base's own experts: what the
-mechanism costs. "own experts" reads what the adapters replace: more distinct experts, more bytes,
-beside their floor.
+`python -m bench.esft_speed --out DIR` times the compiled step itself by the clock, from the end of
+one to the end of the next, and sums up its kernels, on DeepSeek-V2-Lite with random weights
+(`--model tiny` on a CPU). "same experts" sends rows of adapters through rerouting to the base's own
+experts: what the mechanism costs. "own experts" reads what the adapters replace: more distinct
+experts, more bytes, beside their floor.
 """
 
 import argparse
