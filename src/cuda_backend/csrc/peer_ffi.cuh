@@ -18,7 +18,7 @@ struct PeerEnd {  // of a client or a server rank
   PeerShapes shapes;
   int servers;  // a client's
   cudaStream_t side;       // a client's: pushes beside the base computation
-  cudaEvent_t fork, join;  // where it begins, and ends
+  cudaEvent_t fork, begun, join;  // where it may begin, has begun, and ends
 };
 
 // Compiled programs know an end by number, so none is ever forgotten: a few hundred bytes each.
@@ -87,7 +87,9 @@ ffi::Error PeerPush(cudaStream_t stream, ffi::AnyBuffer x, S32 num_rows, S32 lay
   args.rows = {num_rows.typed_data(), layer.typed_data(), version.typed_data(), to_server.typed_data(),
                to_adapter.typed_data(), to_expert.typed_data(), static_cast<int>(x.dimensions()[0]), end.servers};
   args.x = static_cast<const unsigned char*>(out->untyped_data()), args.site = static_cast<int>(site);
-  return peer_status(ASIDE ? launch_push(args, kAsideCtas, end.side) : launch_push(args, kPeerCtas, stream));
+  if (!ASIDE) return peer_status(launch_push(args, stream));
+  e = launch_push_aside(args, end.side, end.begun);
+  return peer_status(e == cudaSuccess ? cudaStreamWaitEvent(stream, end.begun, 0) : e);
 }
 
 template <bool ASIDE>
@@ -96,10 +98,10 @@ ffi::Error PeerWaitAdd(cudaStream_t stream, S32 num_rows, S32 to_server, ffi::An
                               int64_t site) {
   PeerEnd end;
   if (!peer_ends.find(number, &end)) return no_end();
-  AddArgs add{end.state, end.shapes};
-  add.site = static_cast<int>(site);
-  add.rows.num_rows = num_rows.typed_data(), add.rows.to_server = to_server.typed_data();
-  add.rows.rows = static_cast<int>(keep.dimensions()[0]), add.rows.servers = end.servers;
+  WaitArgs wait{end.state, end.shapes};
+  wait.site = static_cast<int>(site), wait.status = status->typed_data();
+  wait.rows.num_rows = num_rows.typed_data(), wait.rows.to_server = to_server.typed_data();
+  wait.rows.rows = static_cast<int>(keep.dimensions()[0]), wait.rows.servers = end.servers;
   bool wide_y = true;
   for (size_t i = 0; i < rets.size(); ++i) {  // what comes behind the ys is only kept
     auto y = args.get<ffi::AnyBuffer>(i);
@@ -108,12 +110,10 @@ ffi::Error PeerWaitAdd(cudaStream_t stream, S32 num_rows, S32 to_server, ffi::An
     wide_y = y->element_type() == ffi::F32;
     const cudaError_t e = keep_in_place((*out)->untyped_data(), y->untyped_data(), y->size_bytes(), stream);
     if (e != cudaSuccess) return peer_status(e);
-    add.ys[i] = static_cast<unsigned char*>((*out)->untyped_data());
+    wait.ys[i] = static_cast<unsigned char*>((*out)->untyped_data());
   }
-  const WaitArgs wait{end.state, end.shapes, add.rows, add.site, status->typed_data()};
-  cudaError_t e = ASIDE ? follow(stream, end.side, end.join) : cudaSuccess;
-  if (e == cudaSuccess) e = launch_wait(wait, stream);
-  return peer_status(e == cudaSuccess ? launch_add(add, wide_y, stream) : e);
+  const cudaError_t e = ASIDE ? follow(stream, end.side, end.join) : cudaSuccess;
+  return peer_status(e == cudaSuccess ? launch_wait_add(wait, wide_y, stream) : e);
 }
 
 inline ffi::Error PeerReceive(cudaStream_t stream, S32 after, S32 limit_us, ffi::Result<S32> info, ffi::Result<S32> adapters,
@@ -180,6 +180,7 @@ int64_t lora_jax_cuda_peer_new(const int64_t* numbers, int64_t servers, uint64_t
   const bool made = cudaDeviceGetStreamPriorityRange(&least, &greatest) == cudaSuccess &&
                     cudaStreamCreateWithPriority(&end.side, cudaStreamNonBlocking, greatest) == cudaSuccess &&
                     cudaEventCreateWithFlags(&end.fork, cudaEventDisableTiming) == cudaSuccess &&
+                    cudaEventCreateWithFlags(&end.begun, cudaEventDisableTiming) == cudaSuccess &&
                     cudaEventCreateWithFlags(&end.join, cudaEventDisableTiming) == cudaSuccess;
   return made ? peer_ends.add(end) : 0;
 }
@@ -196,11 +197,10 @@ void lora_jax_cuda_peer_layout(int64_t* out) {
 // Loads every kernel on the current device: later, beside one that spins, that might wait for it.
 int32_t lora_jax_cuda_peer_load() {
   const void* kernels[] = {reinterpret_cast<const void*>(push_kernel),
-                           reinterpret_cast<const void*>(wait_kernel),
-                           reinterpret_cast<const void*>(add_kernel<float, float>),
-                           reinterpret_cast<const void*>(add_kernel<float, uint16_t>),
-                           reinterpret_cast<const void*>(add_kernel<uint16_t, float>),
-                           reinterpret_cast<const void*>(add_kernel<uint16_t, uint16_t>),
+                           reinterpret_cast<const void*>(wait_add_kernel<float, float>),
+                           reinterpret_cast<const void*>(wait_add_kernel<float, uint16_t>),
+                           reinterpret_cast<const void*>(wait_add_kernel<uint16_t, float>),
+                           reinterpret_cast<const void*>(wait_add_kernel<uint16_t, uint16_t>),
                            reinterpret_cast<const void*>(receive_kernel),
                            reinterpret_cast<const void*>(fetch_kernel),
                            reinterpret_cast<const void*>(respond_kernel)};

@@ -22,6 +22,8 @@ enum PeerCount : int {
   kPushes, kBytesSent, kWaits, kCountTimedOut, kCountAborted, kCountRefused, kDropped, kWaitNanos, kLongestWait
 };
 
+enum PeerDecision : uint64_t { kUndecided, kAdd, kLeaveAlone };
+
 struct PeerHeader {  // as serving/transport/header.py packs it
   uint32_t magic, checksum;
   uint64_t epoch, sequence;
@@ -74,8 +76,9 @@ struct PeerState {  // of one client or one server rank, in its device's memory
   const unsigned char* answers[kMostServers];  // client: the slots to add, found by the wait
   PeerLink* current;                           // server: whose message was received last, or none
   unsigned long long counts[kCounts + kLengths];
-  int32_t written[kMostServers];  // client: pieces of the push under way
-  int32_t ticket, decision, served;
+  uint64_t decision;              // client: of the wait under way, for all of its CTAs
+  int32_t written[kMostServers];  // client: bytes of the push under way, modulo 2^32
+  int32_t ticket, knowing, served;
   int32_t host_ticket;  // server: of answers that the host sends, beside a program that waits
 };
 static_assert(kMostServers == kMostClients);
