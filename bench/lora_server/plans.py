@@ -47,8 +47,9 @@ def mixtral(adapters: int) -> Case:
 class Plan:
     """A placement; how many of its ranks, and how many instances, have a GPU here.
 
-    With `senders` above 1 every instance sends each layer's rows so many times, as if so many
-    instances were there and came at the same moment, and waits for all of the answers.
+    With `senders` above 1 every instance sends so many messages for each layer, of other experts and
+    adapters each, as if so many instances were there and came at the same moment, and waits for all
+    of the answers.
     """
 
     name: str
@@ -86,6 +87,9 @@ PLANS = {
         Plan("EP1-PP1, pull", 1, 1, 1, pull=True),
         Plan("EP4-PP1, 1 of its ranks, pull", 4, 1, 1, pull=True),
         Plan("EP1-PP1, push in the stream", 1, 1, 1, aside=False),
+        Plan("EP4-PP1, 1 of its ranks, push in the stream", 4, 1, 1, aside=False),
+        Plan("EP4-PP1, 1 of its ranks, 2 at once, push in the stream", 4, 1, 1, 1, 2, aside=False),
+        Plan("EP4-PP1, 1 of its ranks, 3 at once, push in the stream", 4, 1, 1, 1, 3, aside=False),
         Plan("EP1-PP1, without graphs", 1, 1, 1, graph=False),
         Plan("EP4-PP1, 1 of its ranks, without graphs", 4, 1, 1, graph=False),
         Plan("EP4-PP1, 1 of its ranks, 2 at once", 4, 1, 1, senders=2),

@@ -315,6 +315,10 @@ class NvshmemServerEnd(ServerEnd):
         self._forwarding.now(self._stream)
 
     def answer(
-        self, info: Int[Array, "8"], verdict: Int[Array, ""], deltas: Sequence[Array], site: int
-    ) -> Int[Array, "8"]:
-        return self._forwarding.after(super().answer(info, verdict, deltas, site))
+        self,
+        info: Int[Array, "messages 8"],
+        verdicts: Int[Array, "messages"],
+        deltas: Sequence[Array],
+        site: int,
+    ) -> Int[Array, "messages 8"]:
+        return self._forwarding.after(super().answer(info, verdicts, deltas, site))

@@ -24,7 +24,7 @@ from lora_jax.ops import dispatch
 from lora_jax.typing import Array, Int
 
 PAGE = 4096  # a counter's page, in front of a slot
-INFO_WORDS = 8  # client, site, layer, rows, table version; see csrc/peer_server.cuh
+INFO_WORDS = 8  # of a message: client, site, layer, rows, table version; see csrc/peer_server.cuh
 _PREFIX = "lora_jax_cuda_peer_"
 _LINK = struct.Struct("<QQQQQ88x")  # two slots and counters, and the epoch; csrc/peer_state.cuh
 _RECORDS = 4  # of each peer, used in turn
@@ -375,30 +375,38 @@ class ServerEnd(_End):
         self._device.copy_out(array.ctypes.data, address, array.nbytes)
 
     def accept(
-        self, after: Int[Array, "8"], rows: int, limit_us: Int[Array, ""], site: int
-    ) -> tuple[Array, Array, Array]:
-        """Return (info, adapters, experts) of the next message of any client.
+        self, after: Int[Array, "messages 8"], rows: int, limit_us: Int[Array, ""], site: int
+    ) -> tuple[Array, Array, Array, Array]:
+        """Return (info, adapters, experts, row_to_message) of messages of one site, by clients.
 
-        `after` is what the call before gave. Behind the real rows adapters are -1. Client -1: no
-        message came within `limit_us`, or one waits that is of another site; site -1: of any.
+        `after` is what the call before gave. As many messages as that has lines, of at most `rows`
+        rows together: behind the real rows adapters and messages are -1, behind the messages
+        clients are. None came within `limit_us`, or one waits that is of another site than `site`:
+        then all are; site -1: of any.
         """
         ids = jax.ShapeDtypeStruct((rows,), jnp.int32)
-        info = jax.ShapeDtypeStruct((INFO_WORDS,), jnp.int32)
-        call = jax.ffi.ffi_call(_PREFIX + "accept", [info, ids, ids], has_side_effect=True)
-        info, adapters, experts = call(
+        info = jax.ShapeDtypeStruct(after.shape, jnp.int32)
+        call = jax.ffi.ffi_call(_PREFIX + "accept", [info, ids, ids, ids], has_side_effect=True)
+        info, adapters, experts, row_to_message = call(
             after, limit_us, end=np.int64(self.number), site=np.int64(site)
         )
-        return info, adapters, experts
+        return info, adapters, experts, row_to_message
 
-    def fetch_rows(self, info: Int[Array, "8"], site: int, shape: jax.ShapeDtypeStruct) -> Array:
-        """Return the message's rows, as many as fit the shape, if it is of this site."""
+    def fetch_rows(
+        self, info: Int[Array, "messages 8"], site: int, shape: jax.ShapeDtypeStruct
+    ) -> Array:
+        """Return the messages' rows, as many as fit the shape, if they are of this site."""
         call = jax.ffi.ffi_call(_PREFIX + "fetch", shape, has_side_effect=True)
         return call(info, end=np.int64(self.number), site=np.int64(site))
 
     def answer(
-        self, info: Int[Array, "8"], verdict: Int[Array, ""], deltas: Sequence[Array], site: int
-    ) -> Int[Array, "8"]:
-        """Return info, when the message's client has its results, if it is of this site.
+        self,
+        info: Int[Array, "messages 8"],
+        verdicts: Int[Array, "messages"],
+        deltas: Sequence[Array],
+        site: int,
+    ) -> Int[Array, "messages 8"]:
+        """Return info, when the messages' clients have their results, if they are of this site.
 
         Verdict 0 refuses and needs no deltas, 1 answers, 2 leaves the message for later.
         """
@@ -407,7 +415,7 @@ class ServerEnd(_End):
             _PREFIX + "answer", out, has_side_effect=True, input_output_aliases={0: 0}
         )
         which = {"end": np.int64(self.number), "site": np.int64(site)}
-        return call(info, verdict, *deltas, **which)
+        return call(info, verdicts, *deltas, **which)
 
     def _stage(self, deltas: Sequence[np.ndarray]) -> list[int]:
         """Copy results to the device; return where they lie."""

@@ -298,17 +298,9 @@ __global__ void __launch_bounds__(kPeerThreads) wait_add_kernel(const WaitArgs p
   }
 }
 
-inline cudaError_t launch_push(const PushArgs& args, cudaStream_t stream) {
-  push_kernel<<<kPeerCtas, kPeerThreads, 0, stream>>>(args);
+inline cudaError_t launch_push(const PushArgs& args, int ctas, cudaStream_t stream) {
+  push_kernel<<<ctas, kPeerThreads, 0, stream>>>(args);
   return cudaGetLastError();
-}
-// Beside a computation; the event says that it has begun, so that it is not kept out by one that takes all SMs.
-inline cudaError_t launch_push_aside(const PushArgs& args, cudaStream_t stream, cudaEvent_t begun) {
-  cudaLaunchAttribute said[1];
-  said[0].id = cudaLaunchAttributeLaunchCompletionEvent;
-  said[0].val.launchCompletionEvent.event = begun, said[0].val.launchCompletionEvent.flags = 0;
-  const cudaLaunchConfig_t config{dim3(kAsideCtas), dim3(kPeerThreads), 0, stream, said, 1};
-  return cudaLaunchKernelEx(&config, push_kernel, args);
 }
 template <class Y, class D>
 cudaError_t launch_wait_add_of(const WaitArgs& args, cudaStream_t stream) {

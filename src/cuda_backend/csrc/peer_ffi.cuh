@@ -18,7 +18,7 @@ struct PeerEnd {  // of a client or a server rank
   PeerShapes shapes;
   int servers;  // a client's
   cudaStream_t side;       // a client's: pushes beside the base computation
-  cudaEvent_t fork, begun, join;  // where it may begin, has begun, and ends
+  cudaEvent_t fork, join;  // where it begins, and ends
 };
 
 // Compiled programs know an end by number, so none is ever forgotten: a few hundred bytes each.
@@ -87,9 +87,7 @@ ffi::Error PeerPush(cudaStream_t stream, ffi::AnyBuffer x, S32 num_rows, S32 lay
   args.rows = {num_rows.typed_data(), layer.typed_data(), version.typed_data(), to_server.typed_data(),
                to_adapter.typed_data(), to_expert.typed_data(), static_cast<int>(x.dimensions()[0]), end.servers};
   args.x = static_cast<const unsigned char*>(out->untyped_data()), args.site = static_cast<int>(site);
-  if (!ASIDE) return peer_status(launch_push(args, stream));
-  e = launch_push_aside(args, end.side, end.begun);
-  return peer_status(e == cudaSuccess ? cudaStreamWaitEvent(stream, end.begun, 0) : e);
+  return peer_status(ASIDE ? launch_push(args, kAsideCtas, end.side) : launch_push(args, kPeerCtas, stream));
 }
 
 template <bool ASIDE>
@@ -117,12 +115,15 @@ ffi::Error PeerWaitAdd(cudaStream_t stream, S32 num_rows, S32 to_server, ffi::An
 }
 
 inline ffi::Error PeerReceive(cudaStream_t stream, S32 after, S32 limit_us, ffi::Result<S32> info, ffi::Result<S32> adapters,
-                              ffi::Result<S32> experts, int64_t number, int64_t site) {
+                              ffi::Result<S32> experts, ffi::Result<S32> messages, int64_t number, int64_t site) {
   (void)after;  // only says what comes before
   PeerEnd end;
   if (!peer_ends.find(number, &end)) return no_end();
-  const ReceiveArgs args{end.state,           end.shapes, info->typed_data(), adapters->typed_data(),
-                         experts->typed_data(), 0,          limit_us.typed_data(), static_cast<int>(site)};
+  const int most = static_cast<int>(info->dimensions()[0]);
+  if (most > kMostTogether) return ffi::Error::InvalidArgument("accept: too many messages at once");
+  ReceiveArgs args{end.state, end.shapes, info->typed_data(), most, static_cast<int>(adapters->dimensions()[0])};
+  args.adapters = adapters->typed_data(), args.experts = experts->typed_data(), args.messages = messages->typed_data();
+  args.limit_us = limit_us.typed_data(), args.site = static_cast<int>(site);
   return peer_status(launch_receive(args, stream));
 }
 
@@ -136,11 +137,11 @@ inline ffi::Error PeerFetch(cudaStream_t stream, S32 info, ffi::Result<ffi::AnyB
   return peer_status(launch_fetch(args, stream));
 }
 
-inline ffi::Error PeerRespond(cudaStream_t stream, S32 info, S32 verdict, ffi::RemainingArgs deltas, ffi::Result<S32> out,
+inline ffi::Error PeerRespond(cudaStream_t stream, S32 info, S32 verdicts, ffi::RemainingArgs deltas, ffi::Result<S32> out,
                               int64_t number, int64_t site) {
   PeerEnd end;
   if (!peer_ends.find(number, &end)) return no_end();
-  RespondArgs args{end.state, end.shapes, nullptr, verdict.typed_data()};
+  RespondArgs args{end.state, end.shapes, nullptr, verdicts.typed_data()};
   args.site = static_cast<int>(site);
   for (size_t i = 0; i < deltas.size(); ++i) {
     auto delta = deltas.get<ffi::AnyBuffer>(i);
@@ -158,7 +159,7 @@ inline ffi::Error PeerRespond(cudaStream_t stream, S32 info, S32 verdict, ffi::R
   Arg<S32>().Arg<S32>().Arg<ffi::AnyBuffer>().RemainingArgs().Ret<S32>().RemainingRets()                   \
       .Attr<int64_t>("end").Attr<int64_t>("site")
 #define LORA_JAX_PEER_RECEIVE_BINDING \
-  Arg<S32>().Arg<S32>().Ret<S32>().Ret<S32>().Ret<S32>().Attr<int64_t>("end").Attr<int64_t>("site")
+  Arg<S32>().Arg<S32>().Ret<S32>().Ret<S32>().Ret<S32>().Ret<S32>().Attr<int64_t>("end").Attr<int64_t>("site")
 #define LORA_JAX_PEER_FETCH_BINDING Arg<S32>().Ret<ffi::AnyBuffer>().Attr<int64_t>("end").Attr<int64_t>("site")
 #define LORA_JAX_PEER_RESPOND_BINDING \
   Arg<S32>().Arg<S32>().RemainingArgs().Ret<S32>().Attr<int64_t>("end").Attr<int64_t>("site")
@@ -180,7 +181,6 @@ int64_t lora_jax_cuda_peer_new(const int64_t* numbers, int64_t servers, uint64_t
   const bool made = cudaDeviceGetStreamPriorityRange(&least, &greatest) == cudaSuccess &&
                     cudaStreamCreateWithPriority(&end.side, cudaStreamNonBlocking, greatest) == cudaSuccess &&
                     cudaEventCreateWithFlags(&end.fork, cudaEventDisableTiming) == cudaSuccess &&
-                    cudaEventCreateWithFlags(&end.begun, cudaEventDisableTiming) == cudaSuccess &&
                     cudaEventCreateWithFlags(&end.join, cudaEventDisableTiming) == cudaSuccess;
   return made ? peer_ends.add(end) : 0;
 }
@@ -214,7 +214,9 @@ int32_t lora_jax_cuda_peer_load() {
 int32_t lora_jax_cuda_peer_receive(int64_t number, uint64_t nanos, int32_t* info, cudaStream_t stream) {
   PeerEnd end;
   if (!peer_ends.find(number, &end)) return cudaErrorInvalidValue;
-  return launch_receive(ReceiveArgs{end.state, end.shapes, info, nullptr, nullptr, nanos, nullptr, kAnySite}, stream);
+  ReceiveArgs args{end.state, end.shapes, info, 1, static_cast<int>(end.shapes.max_rows)};
+  args.limit = nanos, args.site = kAnySite;
+  return launch_receive(args, stream);
 }
 
 int32_t lora_jax_cuda_peer_respond(int64_t number, uint64_t link, const int32_t* verdict, const uint64_t* deltas,

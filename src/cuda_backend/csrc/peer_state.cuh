@@ -14,6 +14,7 @@
 namespace lora_jax {
 
 constexpr int kMostServers = 32, kMostClients = 32, kMostSites = 4, kMostOuts = 4;
+constexpr int kMostTogether = 8;  // messages that a server takes in one launch
 constexpr int kCounts = 9, kLengths = 64;
 
 enum PeerStatus : int { kArrived = 0, kTimedOut = 1, kAborted = 2, kRefused = 3 };
@@ -67,6 +68,20 @@ struct PeerControl {
   uint64_t lost[kMostServers];  // by the kernels: so it has for them
 };
 
+// The messages that a server took last, all of one site: their rows lie one behind the other.
+struct PeerBatch {
+  PeerLink* links[kMostTogether];
+  const unsigned char* slots[kMostTogether];
+  int32_t starts[kMostTogether + 1];  // rows of message m are those from starts[m] on
+  int32_t count, site;
+  __device__ int rows() const { return starts[count]; }
+  __device__ int message_of(int row) const {
+    int m = 0;
+    while (row >= starts[m + 1]) ++m;
+    return m;
+  }
+};
+
 struct PeerState {  // of one client or one server rank, in its device's memory
   PeerControl* control;
   uint64_t stopped;  // as control->abort, for kernels that have not begun to spin
@@ -74,7 +89,7 @@ struct PeerState {  // of one client or one server rank, in its device's memory
   // `written` or by what a kernel of one CTA found.
   PeerLink* links[kMostServers];
   const unsigned char* answers[kMostServers];  // client: the slots to add, found by the wait
-  PeerLink* current;                           // server: whose message was received last, or none
+  PeerBatch batch;  // server: count 0: there is none
   unsigned long long counts[kCounts + kLengths];
   uint64_t decision;              // client: of the wait under way, for all of its CTAs
   int32_t written[kMostServers];  // client: bytes of the push under way, modulo 2^32

@@ -373,11 +373,9 @@ struct cudaLaunchAttribute {
   struct {
     int programmaticStreamSerializationAllowed;
     struct { unsigned x, y, z; } clusterDim;
-    struct { cudaEvent_t event; int flags; } launchCompletionEvent;
   } val;
 };
-constexpr int cudaLaunchAttributeProgrammaticStreamSerialization = 0, cudaLaunchAttributeClusterDimension = 1,
-              cudaLaunchAttributeLaunchCompletionEvent = 2;
+constexpr int cudaLaunchAttributeProgrammaticStreamSerialization = 0, cudaLaunchAttributeClusterDimension = 1;
 constexpr int cudaFuncAttributeNonPortableClusterSizeAllowed = 1;
 struct cudaLaunchConfig_t {
   dim3 grid, block;
