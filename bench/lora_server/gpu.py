@@ -66,9 +66,7 @@ class Gpu:
                 programs.server_program(case, server, options if on_gpu else None)
                 for _ in range(_AHEAD)
             ]
-            tickets = [
-                step(self._put(no_ticket()), self._pools, self.mode) for step in steps
-            ]
+            tickets = [step(self._put(no_ticket()), self._pools, self.mode) for step in steps]
             jax.block_until_ready(tickets)
         stopping = threading.Event()
         thread = threading.Thread(target=self._run, args=(steps, tickets, stopping), daemon=True)

@@ -99,9 +99,9 @@ def make_rows(case: Case, plan: Plan, tokens: int, seed: Sequence[int]) -> list[
 def server_program(case: Case, server: DeviceServer, options: dict[str, str] | None) -> Callable:
     """Return (ticket, pools, mode) -> ticket: messages of both sites in turn, without the host.
 
-    Those of one site that wait are taken together. The ticket is donated: a graph whose addresses change is written anew, node by node.
-    A program has no branches: those of a CUDA graph take longer than kernels that find nothing to
-    do. So what a mode leaves out still costs its launches.
+    Those of one site that wait are taken together. The ticket is donated: a graph whose addresses
+    change is written anew, node by node. A program has no branches: those of a CUDA graph take
+    longer than kernels that find nothing to do. So what a mode leaves out still costs its launches.
     """
     rows = server.shapes.max_rows
 

@@ -2,10 +2,10 @@
 
 The host enqueues a program before there is a message, and reads later what became of it. A program
 takes all that wait of one site, so that instances which come at the same moment share its launches;
-the bits of a row do not depend on its neighbours. It picks its branch by that site and the number of
-rows, so it is compiled once for all of the rank's buckets; but on a GPU there are as many copies of it as are under way, because a
-CUDA graph holds addresses and is written anew, node by node, where one has changed: each copy finds
-its ticket where it was.
+the bits of a row do not depend on its neighbours. It picks its branch by the site and the number of
+rows, so it is compiled once for all of the rank's buckets; but on a GPU there are as many copies of
+it as are under way, because a CUDA graph holds addresses and is written anew, node by node, where
+one has changed: each copy finds its ticket where it was.
 """
 
 import dataclasses

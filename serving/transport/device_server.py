@@ -38,7 +38,7 @@ class _Seat:
 
 
 def no_ticket(messages: int = MOST_MESSAGES) -> np.ndarray:
-    """Return what the first `accept` of a loop of programs, each with so many messages, is behind."""
+    """Return what the first `accept` of programs with so many messages each is behind."""
     return np.zeros((messages, _INFO_WORDS), np.int32)
 
 
