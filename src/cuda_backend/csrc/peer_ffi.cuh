@@ -42,23 +42,6 @@ class PeerEnds {
 };
 inline PeerEnds peer_ends;
 
-// The numbers of serving.transport.library.numbers().
-inline bool read_shapes(const int64_t* numbers, PeerShapes* s) {
-  int64_t *fields[] = {&s->layers, &s->max_rows, &s->itemsize, &s->delta_itemsize, &s->adapters_offset,
-                       &s->experts_offset, &s->rows_offset};
-  for (int64_t* field : fields) *field = *numbers++;
-  numbers += 2;  // bytes of the slots
-  s->num_sites = *numbers++;
-  if (s->num_sites > kMostSites) return false;
-  for (int64_t i = 0; i < s->num_sites; ++i) {
-    PeerSite& site = s->sites[i];
-    site.d_in = *numbers++, site.num_outs = *numbers++;
-    if (site.num_outs > kMostOuts) return false;
-    for (int64_t k = 0; k < site.num_outs; ++k) site.widths[k] = *numbers++, site.offsets[k] = *numbers++;
-  }
-  return true;
-}
-
 inline ffi::Error peer_status(cudaError_t e) {
   return e == cudaSuccess ? ffi::Error::Success() : ffi::Error::Internal(cudaGetErrorString(e));
 }
@@ -185,7 +168,7 @@ int64_t lora_jax_cuda_peer_new(const int64_t* numbers, int64_t servers, uint64_t
   return made ? peer_ends.add(end) : 0;
 }
 
-// Where things lie, for the host to write and read: see cuda_backend/peer.py.
+// Where things lie, for the host to write and read: see cuda_backend/peer_ends.py.
 void lora_jax_cuda_peer_layout(int64_t* out) {
   const size_t found[] = {sizeof(PeerState),         offsetof(PeerState, control), offsetof(PeerState, stopped),
                           offsetof(PeerState, links), offsetof(PeerState, counts),  sizeof(PeerLink),

@@ -46,6 +46,23 @@ struct PeerShapes {  // as serving/transport/shapes.py counts them
   PeerSite sites[kMostSites];
 };
 
+// The numbers of serving.transport.library.numbers().
+inline bool read_shapes(const int64_t* numbers, PeerShapes* s) {
+  int64_t *fields[] = {&s->layers, &s->max_rows, &s->itemsize, &s->delta_itemsize, &s->adapters_offset,
+                       &s->experts_offset, &s->rows_offset};
+  for (int64_t* field : fields) *field = *numbers++;
+  numbers += 2;  // bytes of the slots
+  s->num_sites = *numbers++;
+  if (s->num_sites > kMostSites) return false;
+  for (int64_t i = 0; i < s->num_sites; ++i) {
+    PeerSite& site = s->sites[i];
+    site.d_in = *numbers++, site.num_outs = *numbers++;
+    if (site.num_outs > kMostOuts) return false;
+    for (int64_t k = 0; k < site.num_outs; ++k) site.widths[k] = *numbers++, site.offsets[k] = *numbers++;
+  }
+  return true;
+}
+
 // One join of a client to a server, in the device memory of either of them. Pushing, `out` is the
 // peer's memory and `in` the own; where messages are pulled the slots, not the counters, change places.
 struct PeerLink {

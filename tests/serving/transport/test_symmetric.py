@@ -23,7 +23,7 @@ from transport_cases import (
 )
 from transport_contract import TransportContract, wait_for
 
-from cuda_backend.nvshmem import Calls, NvshmemDevice
+from cuda_backend.nvshmem import NvshmemDevice, calls_of
 from serving.transport import symmetric
 from serving.transport.base import Status, TransportError
 from serving.transport.device_server import no_ticket
@@ -63,7 +63,7 @@ class Worlds:
 
 @pytest.fixture(scope="module")
 def worlds(gpus):
-    return Worlds(gpus, Calls(compile_forward()))
+    return Worlds(gpus, calls_of(compile_forward()))
 
 
 class TestWorlds(TransportContract):
