@@ -18,8 +18,6 @@ _ONE_VALUE = (
     (("--data-parallel-size", "--dp-size", "-dp"), 1),
     (("--lora-dtype",), "auto"),
     (("--kv-cache-dtype",), "auto"),
-    # Sampling starts from the API's defaults, not from those of generation_config.json.
-    (("--generation-config",), "vllm"),
     (("--lora-eviction-policy",), "lru"),
 )
 _REFUSED_SWITCHES = {

@@ -16,7 +16,6 @@ MEANS_NOTHING = [
     "-dp=1",
     "--lora-dtype=auto",
     "--kv-cache-dtype=auto",
-    "--generation-config=vllm",
     "--lora-eviction-policy=lru",
 ]
 
@@ -39,7 +38,6 @@ def test_what_is_so_anyway_changes_nothing(flag):
         (["--tensor-parallel-size=2"], "choose from 1"),
         (["-tp=2"], "choose from 1"),
         (["--lora-dtype=float16"], "choose from"),
-        (["--generation-config=auto"], "choose from"),
         (["--lora-eviction-policy=fifo"], "choose from"),
         (["--max-lora=1"], "unrecognized"),
     ],
