@@ -80,12 +80,14 @@ def _server(
     from serving.http.model_names import folder_adapters
 
     app = create_app(engine, options.http)
-    url = url_of(options, sock)
+    url, in_folder = url_of(options, sock), folder_adapters(options.engine.lora_dir)
     logs.log_all(logs.adapter_table(engine.registry.entries()))
-    logs.log_all(logs.folder_lines(folder_adapters(options.engine.lora_dir)))
+    logs.log_all(logs.folder_lines(in_folder))
     logs.log_all(logs.route_lines(app))
     logger.info("Starting vLLM-compatible server on %s", url)
-    lines = logs.ready_lines(url, app.state.server.names.base, options.http.has_api_keys)
+    adapters = [*(entry.name for entry in engine.registry.entries()), *sorted(in_folder)]
+    base = app.state.server.names.base
+    lines = logs.ready_lines(url, base, options.http.has_api_keys, adapters)
     config = uvicorn_config(
         guarded(app, options, sock), access_log=options.access_log, **options.uvicorn
     )

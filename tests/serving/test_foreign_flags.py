@@ -17,6 +17,9 @@ MEANS_NOTHING = [
     "--lora-dtype=auto",
     "--kv-cache-dtype=auto",
     "--lora-eviction-policy=lru",
+    "--async-scheduling",
+    "--tokenizer-mode=auto",
+    "--runner=generate",
 ]
 
 
@@ -35,6 +38,11 @@ def test_what_is_so_anyway_changes_nothing(flag):
         (["--max-cpu-loras=8"], "--max-total-adapter-bytes"),
         (["--quantization=awq"], "bfloat16 or float32"),
         (["--tokenizer", "other"], "the model's folder"),
+        (["--enable-expert-parallel"], "--lora-server"),
+        (["--lora-target-modules", "q_proj", "v_proj"], "any module"),
+        (["--lora-backend=triton"], "chosen by device"),
+        (["--mem-fraction-static=0.8"], "--gpu-memory-utilization"),
+        (["--speculative-config", "{}"], "by the model that is served"),
         (["--tensor-parallel-size=2"], "choose from 1"),
         (["-tp=2"], "choose from 1"),
         (["--lora-dtype=float16"], "choose from"),
