@@ -84,11 +84,8 @@ def build_parts(
         "jax %s on %s (%d devices).", jax.__version__, device.device_kind, len(jax.devices())
     )
     model, model_config, dtype = _load_model(config)
-    tokenizer = Tokenizer(
-        config.model,
-        chat_template=config.chat_template,
-        made_up=model_config.vocab_size if config.load_format == "dummy" else None,
-    )
+    made_up = model_config.vocab_size if config.load_format == "dummy" else None
+    tokenizer = Tokenizer(config.model, chat_template=config.chat_template, made_up=made_up)
     weights = [(leaf.size, leaf.nbytes) for leaf in jax.tree.leaves(nnx.state(model))]
     with ExitStack() as undo:
         remote = None if access is None else connect(access, config, dtype.name)
@@ -130,14 +127,12 @@ def _build(
     """Return the parts around a model that is loaded."""
     catalogue = model.catalogue(model_config)
     here, whole = _held_here(catalogue, remote)
-    keep, link = None, None
-    if remote is not None:
-        keep, link = keep_both if whole else keep_local, remote.link
+    link = None if remote is None else remote.link
+    keep = None if remote is None else keep_both if whole else keep_local
     allocator, spec = make_allocator(config, catalogue, here, dtype, whole)
     registry = _make_registry(config, catalogue, allocator, esft, keep)
     _load_adapters(registry, adapters)
-    end_ids = info.end_token_ids
-    tables = None if esft is None else esft.tables
+    end_ids, tables = info.end_token_ids, None if esft is None else esft.tables
     runner = _make_runner(config, model, model_config, size, spec, dtype, end_ids, tables, link)
     compilations = CompileCounter()
     metrics = _make_metrics(config, info)
