@@ -127,8 +127,9 @@ def _build(
     """Return the parts around a model that is loaded."""
     catalogue = model.catalogue(model_config)
     here, whole = _held_here(catalogue, remote)
-    link = None if remote is None else remote.link
-    keep = None if remote is None else keep_both if whole else keep_local
+    keep, link = None, None
+    if remote is not None:
+        keep, link = keep_both if whole else keep_local, remote.link
     allocator, spec = make_allocator(config, catalogue, here, dtype, whole)
     registry = _make_registry(config, catalogue, allocator, esft, keep)
     _load_adapters(registry, adapters)
