@@ -385,6 +385,47 @@ def test_lora_matches_float64(library, rows, d_out, d_in, experts, modules, accu
         assert not y[:, owners < 0].view(np.uint16).any()
 
 
+@pytest.mark.parametrize("modules", [1, 2])
+def test_lora_has_the_same_bits_however_it_is_shared_out(library, modules):
+    """Two CTAs take two modules' units in turn; else each has a run of the shrink, which ends elsewhere."""
+    rows, d_out, d_in, ranks = 75, 64, 192, (17, 8, 24, 1)
+    case = lora_case(rows, d_out, d_in, ranks=ranks, num_experts=0, dtype="bfloat16")
+    owners = np.maximum(np.arange(rows) % 9 - 5, 0).astype(np.int32)  # slot 0 has 51
+    entries, scaling = (np.stack([copied(v)] * modules) for v in (case.entries, case.scaling))
+    pools = [copied(a) for a in (case.x, case.a_pool, case.b_pool)]
+    sizes = (
+        modules,
+        rows,
+        d_out,
+        d_in,
+        len(case.a_pool),
+        len(case.b_pool),
+        len(ranks),
+        case.max_rank,
+    )
+
+    def shared_by(sms, item_rows):
+        y = np.stack([copied(case.y)] * modules)
+        library.emulate(sms, sms)
+        call(
+            library.lora,
+            y,
+            *pools,
+            entries,
+            scaling,
+            owners,
+            np.zeros(rows, np.int32),
+            *sizes,
+            item_rows,
+            1,
+        )
+        return y.view(np.uint16)
+
+    want = shared_by(1, 8)
+    for sms, item_rows in itertools.product((1, 2), (8, 16, 32)):
+        np.testing.assert_array_equal(shared_by(sms, item_rows), want)
+
+
 @pytest.mark.parametrize(
     ("rows", "gaps"), [(1, (1,)), (7, (0,)), (90, (0, 3, 40)), (90, (31,)), (4000, (0, 0, 0, 1, 2))]
 )
