@@ -50,7 +50,8 @@ constexpr int kTickets = 3;    // made out ahead of their use: more would bind l
 constexpr int kDraws = 2;      // units drawn at once
 constexpr int kMostOfRun = 1 << 17, kLeastOfDraw = 1 << 14;  // elements of B in a CTA's run, in a drawn unit
 constexpr int kMostOfTile = 8;  // blocks, unless there are many
-constexpr int kStreams = 4;     // of drawn units, where there are many
+constexpr int kStreams = 4;     // runs of items that units are drawn from in turn, where segments are long
+constexpr int kWideItem = 64;   // blocks from which on that helps
 constexpr int kSmallStage = 26 << 10;  // bytes
 
 // ---------------------------------------------------------------- units and stages
@@ -173,32 +174,34 @@ struct Plan {
   int own_units;                 // of this CTA
   int blocks, first, last;       // of an item; this CTA's run, counted through all items
   int tile, item_tiles, draws;   // blocks of a drawn unit; drawn units of an item, of all
-  int streams, stream_items;     // in turn units are drawn from so many runs of items
+  int streams, stream_items;     // runs of items that units are drawn from in turn; items of a run
 
-  __device__ __forceinline__ Plan(const PairArgs& p, int num_items, int cut, bool shrunk)
+  __device__ __forceinline__ Plan(const PairArgs& p, int num_items, int cut)
       : num_items(num_items), items(num_items * p.num_modules) {
     const int ctas = static_cast<int>(gridDim.x), cta = static_cast<int>(blockIdx.x);
     const int block = (p.max_rank + 7) / 8 * 8 * kBlock;  // elements
     ranks = 8 << cut, item_units = lora_jax::item_units(p, cut);
     units = p.shrink ? items * item_units : 0;
-    own_units = shrunk ? 0 : divide_up(units, ctas) * kSlices;
+    own_units = divide_up(units, ctas) * kSlices;
     blocks = p.expand ? divide_up(p.d_out, kBlock) : 0;
     const int all = items * blocks, runs = all <= static_cast<int>(divide(kMostOfRun, block)) * ctas ? all : 0;
-    const bool apart = items * 4 <= ctas && !shrunk;  // else longer runs are on more items, each of which costs a unit
+    const bool apart = items * 4 <= ctas;  // else longer runs are on more items, each of which costs a unit
     const float cost = apart ? __fdividef(static_cast<float>(ranks) * p.d_in, block) : 0.f;  // of a shrink unit, in blocks
     first = run_begin(cta, runs, cost), last = run_begin(cta + 1, runs, cost);
-    cut_draws(block, all - runs);
+    const bool long_segments = p.num_rows >= 3 * num_items && p.max_rank > 16 && blocks >= kWideItem;
+    cut_draws(block, all - runs, long_segments ? kStreams : 1);
   }
-  // Units of long segments, which stand side by side, ask more of a CTA and less of memory than others: so
-  // they are drawn between those of other items (1024 rows of 199 adapters of rank 64, Zipf, on an H200: 108.0
-  // us, 111.3 in one stream, 111.4 in eight). Units are small enough for each CTA to draw some dozen, but not so small that drawing takes longer.
-  __device__ __forceinline__ void cut_draws(int block, int left) {
+  // Units are small enough for each CTA to draw some dozen, but not so small that drawing takes longer.
+  // Those of long segments, which stand side by side, ask more of a CTA and less of memory than others: so
+  // they are drawn in turn with others (1024 rows of 194 adapters of rank 64, Zipf, on an H200: 109.1 us,
+  // from one run of items 111.8). Where segments are short or d_out is small that costs up to a microsecond.
+  __device__ __forceinline__ void cut_draws(int block, int left, int runs) {
     const int ctas = static_cast<int>(gridDim.x);
     tile = max(1, min(kMostOfTile, static_cast<int>(divide(kLeastOfDraw, block))));
     while (tile * block <= kLeastOfDraw * 2 && left >= 12 * ctas * tile * 2) tile *= 2;
     if (blocks * block <= kLeastOfDraw * 2) tile = max(blocks, 1);
     item_tiles = divide_up(blocks, tile);
-    streams = tile * block >= kLeastOfDraw * 2 ? kStreams : 1, stream_items = divide_up(items, streams);
+    streams = runs, stream_items = divide_up(items, streams);
     draws = left ? stream_items * streams * item_tiles : 0;
   }
   // CTAs below units % ctas have one more shrink unit than the others, and so fewer blocks.

@@ -1,6 +1,6 @@
 // The warp that makes out units of grouped LoRA, ahead of their use. See lora_gemm.cuh for the whole.
 #pragma once
-#include "shrink_runs.cuh"
+#include "lora_units.cuh"
 
 namespace lora_jax {
 
@@ -124,7 +124,7 @@ __device__ __forceinline__ bool publish_first(const PairArgs& p, S& sm, Ring<kTi
   for (int c = 0; c < kCuts; ++c) rows[c] = load_row(p, site, c);
   share.begin = (blockIdx.x - share.item * units) * (8 << guess), share.end = share.begin + (8 << guess);
   cut = choose_cut(p, num_items);
-  const bool there = p.shrink && !takes_runs(p, num_items) && __shfl_sync(~0u, share.item, cut) < num_items;
+  const bool there = p.shrink && __shfl_sync(~0u, share.item, cut) < num_items;
   if (there) {
     const bool soon = few_units(num_items * p.num_modules * item_units(p, cut));
     const Unit unit = make_unit(p, share, site, S::kStage, soon);
@@ -194,16 +194,9 @@ __device__ void hand_out(const PairArgs& p, S& sm) {
   if (lane == 0) prefetch_tables(p);
   Ring<kTickets> ring;
   int num_items, cut;
-  const RunRows rows(p);
   const bool begun = publish_first(p, sm, ring, p.num_items, num_items, cut);
   if (num_items > 0) {
-    const bool runs = takes_runs(p, num_items);
-    const Plan plan(p, num_items, cut, runs);
-    if (runs) {
-      const ShrinkRun run(p, rows, num_items);
-      Site site = find_item(p, plan, run.share);
-      publish_all(p, sm, ring, run.share, site, run.count, false, few_units(plan.units));
-    }
+    const Plan plan(p, num_items, cut);
     const int own = plan.own();
     for (int n = begun ? 1 : 0; n < own; n += 32) {
       const Share share = n + lane < own ? plan.own_share(n + lane) : kNothing;
