@@ -40,6 +40,12 @@ class ClusterConfig:
             raise ValueError(
                 f"local_expert_slots must be in [0, 4096], got {self.local_expert_slots}."
             )
+        if self.lora_server_carrier == "nvshmem":
+            raise ValueError(
+                "NVSHMEM is for GPUs of several hosts, and this command starts the roles of one, "
+                "whose GPUs need --lora-server-carrier auto; between hosts, start Engine in Python "
+                "with a client of serving.transport.symmetric."
+            )
         for name, known in (("lora_kernel", LORA_KERNELS), ("lora_server_carrier", CARRIERS)):
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}.")

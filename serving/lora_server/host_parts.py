@@ -16,6 +16,7 @@ class HostParts:
         self._byte_budget = byte_budget
         self._lock = threading.Lock()
         self._parts: collections.OrderedDict[str, AdapterWeights] = collections.OrderedDict()
+        self._num_bytes = 0
 
     def get(self, digest: str) -> AdapterWeights | None:
         """Return the part if it is here."""
@@ -27,11 +28,18 @@ class HostParts:
     def put(self, part: AdapterWeights) -> None:
         """Keep a part, unless it is larger than all that may be kept."""
         with self._lock:
+            if (before := self._parts.pop(part.digest, None)) is not None:
+                self._num_bytes -= _part_bytes(before)
             self._parts[part.digest] = part
-            while self._parts and self.num_bytes > self._byte_budget:
-                self._parts.popitem(last=False)
+            self._num_bytes += _part_bytes(part)
+            while self._num_bytes > self._byte_budget:
+                self._num_bytes -= _part_bytes(self._parts.popitem(last=False)[1])
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all parts; their matrices are copies, so nothing else is kept by them."""
-        return sum(matrix.nbytes for part in self._parts.values() for matrix in part.matrices())
+        return self._num_bytes
+
+
+def _part_bytes(part: AdapterWeights) -> int:
+    return sum(matrix.nbytes for matrix in part.matrices())

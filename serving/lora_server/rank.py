@@ -29,11 +29,13 @@ from lora_jax.ops.lora_gemm import lora_gemms
 from lora_jax.typing import Array, Float, Int
 from serving.lora_server.loading import LayerwiseLoad
 from serving.lora_server.shards import EXPERT_MODULES, Shard, shard_catalogue
+from serving.transport.device_server import MOST_MESSAGES
 from serving.transport.shapes import DOWN, GATE_UP
 
 SITES = {GATE_UP: EXPERT_MODULES[:2], DOWN: EXPERT_MODULES[2:]}
 _SMALLEST_BUCKET, _BUCKET_FACTOR = 8, 4
 _FREE = -1
+_MOST_SLOTS = 65535  # of one table: what the kernels of ops.lora_gemm take
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +89,12 @@ class ServerRank:
         self._slots_of = np.full(sizes.num_adapters, _FREE, np.int32)  # by place
         self._num_ready = np.zeros(sizes.num_adapters, np.int32)  # layers, by place
         self.changes = 0  # of what `table` returns
+
+    @property
+    def most_messages(self) -> int:
+        """Return how many messages, each of a layer of its own, `traced_deltas` takes at once."""
+        _, layers, slots, _ = self.slots.entries.shape
+        return MOST_MESSAGES if layers * slots <= _MOST_SLOTS else 1
 
     @property
     def is_loading(self) -> bool:
@@ -203,12 +211,15 @@ class ServerRank:
         self,
         slots: AdapterSlots,
         site: int,
-        layer: Int[Array, ""] | np.int32,
+        layer: Int[Array, ""] | Int[Array, "rows"] | np.int32,
         x: Array | np.ndarray,
         row_to_slot: Array | np.ndarray,
         row_to_expert: Array | np.ndarray,
     ) -> tuple[Float[Array, "rows d_out"], ...]:
-        """Return `deltas` with the adapters in `slots`; in a program too."""
+        """Return `deltas` with the adapters in `slots`; in a program too.
+
+        Rows may be of different layers, where `most_messages` is more than one.
+        """
         return shard_deltas(
             slots,
             layer,
@@ -253,7 +264,7 @@ class ServerRank:
 )
 def shard_deltas(
     slots: AdapterSlots,
-    layer: Int[Array, ""],
+    layer: Int[Array, ""] | Int[Array, "rows"],
     x: Float[Array, "rows d_in"],
     row_to_slot: Int[Array, "rows"],
     row_to_expert: Int[Array, "rows"],
@@ -267,15 +278,22 @@ def shard_deltas(
     """Return scaling * (x A^T) B of each row for every module; of slot -1 it is zero.
 
     In float32 as they travel, but rounded as a coupled engine's deltas are: the instance's sum has
-    the bits of that engine's. The layer is data, so that one program serves them all.
+    the bits of that engine's. The layer is data, so that one program serves them all; with one for
+    each row, all layers' slots are one table.
     """
+    entries, scaling = slots.entries, slots.scaling
+    if layer.ndim:
+        row_to_slot = jnp.where(row_to_slot < 0, -1, layer * entries.shape[2] + row_to_slot)
+        entries, scaling = (t.reshape(len(t), -1, *t.shape[3:]) for t in (entries, scaling))
+    else:
+        entries, scaling = entries[:, layer], scaling[:, layer]
     deltas = lora_gemms(
         [None] * len(modules),
         x,
         slots.pools[str(x.shape[1])],
         slots.pools[str(width)],
-        slots.entries[:, layer],
-        slots.scaling[:, layer],
+        entries,
+        scaling,
         modules,
         row_to_slot,
         row_to_expert - first_expert,

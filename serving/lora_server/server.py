@@ -1,7 +1,8 @@
 """One rank of a LoRA Server at work: requests one by one, adapters written in between.
 
 While the device computes for one instance the next one's rows are received and the results of the
-one before are sent (InfiniLoRA, section 5.1).
+one before are sent (InfiniLoRA, section 5.1); a device that takes them itself computes for all that
+wait at once.
 
 The loop owns the device. Other threads bring adapters (`load`, `unload`): they read and cut the
 files themselves and leave the loop only the writes, a few between two requests.
@@ -170,7 +171,8 @@ class RankServer:
             self._stopping.wait(idle_s)
             return
         if self._programs is not None:
-            self._heed(transport, self._programs.turn(self._version, idle_s))
+            for outcome in self._programs.turn(self._version, idle_s):
+                self._heed(transport, outcome)
             return
         request, under_way = None, self._under_way
         if len(under_way) < _DEPTH:
@@ -180,10 +182,8 @@ class RankServer:
         elif under_way:
             self._answer(transport, *under_way.popleft())
 
-    def _heed(self, transport: AbstractServer, outcome: Outcome | None) -> None:
+    def _heed(self, transport: AbstractServer, outcome: Outcome) -> None:
         """Count what a program did; what it left waits for a layer, or is not to be answered."""
-        if outcome is None:
-            return
         if outcome.verdict == Verdict.LEAVE:
             assert isinstance(transport, DeviceServer), "a program without its server"
             request = transport.left(outcome.info)

@@ -385,6 +385,30 @@ def test_lora_matches_float64(library, rows, d_out, d_in, experts, modules, accu
         assert not y[:, owners < 0].view(np.uint16).any()
 
 
+@pytest.mark.parametrize("modules", [1, 2])
+def test_lora_has_the_same_bits_however_it_is_shared_out(library, modules):
+    """Second slices go to the other end of the grid; columns are drawn of four runs of items."""
+    rows, d_out, d_in, ranks = 75, 8192, 64, (17, 8, 24, 1)
+    case = lora_case(rows, d_out, d_in, ranks=ranks, num_experts=0, dtype="bfloat16")
+    owners = np.maximum(np.arange(rows) % 9 - 5, 0).astype(np.int32)  # slot 0 has 51
+    entries, scaling = (np.stack([copied(v)] * modules) for v in (case.entries, case.scaling))
+    x, *pools = (copied(a) for a in (case.x, case.a_pool, case.b_pool))
+    heights = len(case.a_pool), len(case.b_pool), len(ranks), case.max_rank
+
+    def added(which, sms, item_rows):
+        y = np.stack([copied(case.y)[which]] * modules)
+        whose, experts = owners[which], np.zeros(len(which), np.int32)
+        sizes = (modules, len(which), d_out, d_in, *heights, item_rows, 1)
+        library.emulate(sms, item_rows)
+        call(library.lora, y, x[which], *pools, entries, scaling, whose, experts, *sizes)
+        return y.view(np.uint16)
+
+    some = np.arange(0, rows, 10)
+    want = np.concatenate([added(np.array([row]), 1, 8) for row in some], 1)
+    for sms, item_rows in ((1, 32), (2, 16)):
+        np.testing.assert_array_equal(added(np.arange(rows), sms, item_rows)[:, some], want)
+
+
 @pytest.mark.parametrize(
     ("rows", "gaps"), [(1, (1,)), (7, (0,)), (90, (0, 3, 40)), (90, (31,)), (4000, (0, 0, 0, 1, 2))]
 )
