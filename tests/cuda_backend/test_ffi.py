@@ -15,6 +15,7 @@ needs_nvcc = pytest.mark.skipif(ffi.find_compiler() is None, reason="no nvcc on 
 # So many that the CTAs that each kernel counts on fit the 65536 registers of an SM.
 MOST_REGISTERS = {
     "pair_kernel": 128,  # 2 CTAs of 256 threads
+    "few_kernel": 128,
     "metadata_kernel": 64,  # 1 CTA of 1024
     "merge_kernel": 240,  # 1 CTA of 256
     "row_tiles_kernel": 64,
