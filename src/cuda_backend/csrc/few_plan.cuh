@@ -7,6 +7,7 @@ namespace lora_jax {
 
 constexpr int kFewRows = 128;    // of a launch
 constexpr int kFewItemRows = 8;  // of an item: see rows_per_item in lora_gemm.py
+constexpr int kFewCuts = 2;      // the shrink is cut into units of 8 or 16 rank rows
 
 __device__ __forceinline__ float reciprocal(int n) { return __fdividef(1.f, static_cast<float>(n)); }
 // n / d of numbers that a float holds, given 1 / d: a division would take its time.
@@ -26,7 +27,7 @@ struct AskedTables {
   int4 items[kFewRows / 32];
   int order[kFewRows / 32];
 };
-__device__ __forceinline__ int guessed_cut() { return min(static_cast<int>(threadIdx.x & 31), kCuts - 1); }
+__device__ __forceinline__ int guessed_cut() { return min(static_cast<int>(threadIdx.x & 31), kFewCuts - 1); }
 __device__ __forceinline__ AskedTables ask_tables(const PairArgs& p) {
   const auto* items = reinterpret_cast<const int4*>(p.items);
   AskedTables t{};

@@ -219,8 +219,7 @@ __device__ void consume_few(const PairArgs& p, S& sm) {
     if (u.kind == kEnd) return;
     if (u.kind == kExpand) few_expand_unit(p, sm, ring, t, taken);
     else if (u.groups == 1) few_shrink_unit<1>(p, sm, ring, u);
-    else if (u.groups == 2) few_shrink_unit<2>(p, sm, ring, u);
-    else few_shrink_unit<4>(p, sm, ring, u);
+    else few_shrink_unit<2>(p, sm, ring, u);
     let_go(sm, taken);
   }
 }
