@@ -78,6 +78,7 @@ def check_support(
 def rows_per_item(rows: int, max_rank: int = MAX_RANK) -> int:
     """Return how many rows an item may have; no result depends on it.
 
+    Up to 128 rows are for csrc/lora_few.cuh, which wants items of at most 8.
     Few rows are spread over more CTAs, many share the loads of their adapter; at low ranks those
     are too few to wait for (1024 rows of 512 adapters of rank 16 on an H200: 55.7 us by 16 rows,
     59.0 by 32).

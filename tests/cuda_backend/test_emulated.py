@@ -348,7 +348,9 @@ def test_attention_has_the_same_bits_cut_into_chunks_or_whole(library, shape):
 
 @pytest.mark.parametrize("modules", [1, 2])
 @pytest.mark.parametrize("experts", [0, 3])
-@pytest.mark.parametrize(("rows", "d_out", "d_in"), [(1, 64, 1408), (37, 192, 320), (70, 3008, 64)])
+@pytest.mark.parametrize(
+    ("rows", "d_out", "d_in"), [(1, 64, 1408), (37, 192, 320), (70, 3008, 64), (150, 192, 64)]
+)
 @pytest.mark.parametrize("accumulate", [True, False])
 def test_lora_matches_float64(library, rows, d_out, d_in, experts, modules, accumulate):
     """Modules differ in y and in where the slots' weights are, here turned by one slot.
@@ -369,7 +371,7 @@ def test_lora_matches_float64(library, rows, d_out, d_in, experts, modules, accu
     pools = [copied(a) for a in (case.x, case.a_pool, case.b_pool)]
     sizes = (modules, rows, d_out, d_in, len(case.a_pool), len(case.b_pool), slots, max_rank)
     library.emulate(1, rows)
-    cut = 8 if rows <= 64 else 32
+    cut = 8 if rows <= 128 else 32
     call(library.lora, y, *pools, entries, scaling, owners, which, *sizes, cut, int(accumulate))
     want = np.stack([np.asarray(case.y, np.float64) * accumulate] * modules)
     x, a_pool, b_pool = (np.asarray(v, np.float64) for v in (case.x, case.a_pool, case.b_pool))
@@ -407,6 +409,26 @@ def test_lora_has_the_same_bits_however_it_is_shared_out(library, modules):
     want = np.concatenate([added(np.array([row]), 1, 8) for row in some], 1)
     for sms, item_rows in ((1, 32), (2, 16)):
         np.testing.assert_array_equal(added(np.arange(rows), sms, item_rows)[:, some], want)
+
+
+@pytest.mark.parametrize(("d_out", "d_in", "ranks"), [(192, 320, (16, 0, 40)), (64, 1408, (64,))])
+@pytest.mark.parametrize("rows", [1, 9, 128])
+def test_few_rows_have_the_bits_that_they_have_among_many(library, rows, d_out, d_in, ranks):
+    case = lora_case(200, d_out, d_in, ranks=ranks, dtype="bfloat16")
+    tables = [copied(a) for a in (case.a_pool, case.b_pool, case.entries, case.scaling)]
+    some = np.random.default_rng(rows).permutation(200)[:rows]
+
+    def added(which: np.ndarray, item_rows: int) -> np.ndarray:
+        y, x, owners = (copied(v)[which] for v in (case.y, case.x, case.row_to_slot))
+        sizes = (1, len(which), d_out, d_in, len(tables[0]), len(tables[1]), len(ranks))
+        experts = np.zeros(len(which), np.int32)
+        more = (*sizes, case.max_rank, item_rows, 1)
+        call(library.lora, y, x, *tables, owners, experts, *more)
+        return y
+
+    library.emulate(2, rows)
+    many, few = added(np.arange(200), 32), added(some, 8)
+    np.testing.assert_array_equal(few.view(np.uint16), many[some].view(np.uint16))
 
 
 @pytest.mark.parametrize(

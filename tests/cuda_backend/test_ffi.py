@@ -17,6 +17,7 @@ MOST_REGISTERS = {
     "pair_kernel": 128,  # 2 CTAs of 256 threads
     "both_kernel": 128,
     "shrink_kernel": 128,
+    "few_kernel": 128,
     "metadata_kernel": 64,  # 1 CTA of 1024
     "merge_kernel": 240,  # 1 CTA of 256
     "row_tiles_kernel": 64,

@@ -2,7 +2,7 @@
 // it may run while a stream is being captured.
 #pragma once
 #include "launch_early.cuh"
-#include "lora_gemm.cuh"
+#include "lora_few.cuh"
 #include "row_metadata.cuh"
 #include "swizzled_map.cuh"
 #include "tile_args.cuh"
@@ -34,17 +34,6 @@ inline cudaError_t launch_metadata(const MetadataArgs& args, cudaStream_t stream
   return cudaGetLastError();
 }
 
-// By a warp: makes the rows of places [begin, end) zero in all modules, every `step`-th of them.
-__device__ __forceinline__ void zero_rows(const PairArgs& p, int begin, int end, int step) {
-  for (int place = begin; place < end; place += step) {
-    const int64_t row = __ldg(p.row_order + place);
-    for (int m = 0; m < p.num_modules; ++m) {
-      auto* y = reinterpret_cast<uint4*>(p.modules[m].y + row * p.d_out);
-      for (int c = threadIdx.x % 32; c < p.d_out / 8; c += 32) y[c] = make_uint4(0, 0, 0, 0);
-    }
-  }
-}
-
 // Zeros for rows of no item. Warps share out those behind the last item, and the items, before each of
 // which there may be some; or several warps share a gap, since few items leave long ones.
 __device__ __forceinline__ void zero_gaps(const PairArgs& p) {
@@ -63,39 +52,55 @@ __device__ __forceinline__ void zero_gaps(const PairArgs& p) {
 
 // Fills `words` with ones, and rows of no item with zeros where y held nothing; the kernel behind it
 // starts meanwhile.
-__global__ void fill_kernel(const __grid_constant__ PairArgs p, int* words, int count) {
+__global__ void fill_kernel(const __grid_constant__ PairArgs p, int* words, int count, bool zeros) {
   let_next_begin();
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) words[i] = -1;
-  if (!p.accumulate) zero_gaps(p);
+  if (zeros) zero_gaps(p);
 }
 
-// What the kernel of items finds: h missing, the draws at their begin.
-inline cudaError_t launch_fill(const PairArgs& args, int sms, cudaStream_t stream) {
+// What the kernel of items finds: h missing, the draws at their begin, and `zeros` in rows of no item.
+inline cudaError_t launch_fill(const PairArgs& args, bool zeros, int sms, cudaStream_t stream) {
   int* words = args.shrink ? reinterpret_cast<int*>(args.h) : args.draws;
   const int count = static_cast<int>(args.draws + 1 - words), ctas = min((count + 2047) / 2048, sms);
-  fill_kernel<<<args.accumulate ? ctas : sms * 2, 256, 0, stream>>>(args, words, count);
+  fill_kernel<<<zeros ? sms * 2 : ctas, 256, 0, stream>>>(args, words, count, zeros);
   return cudaGetLastError();
 }
 
-template <int NS, int STAGE, int RANKS>
-cudaError_t launch_stages(const PairArgs& args, cudaStream_t stream) {
-  constexpr int bytes = sizeof(Shared<NS, STAGE, RANKS>);
-  static_assert(bytes <= 113 * 1024, "two CTAs must fit an SM");
-  const auto kernel = pair_kernel<NS, STAGE, RANKS>;
-  cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+// Launches a kernel of items whose shared memory is an S, behind the fill if it needs that.
+template <class S>
+cudaError_t launch_items(void (*kernel)(PairArgs), const PairArgs& args, bool filled, bool zeros, cudaStream_t stream) {
+  static_assert(sizeof(S) <= 113 * 1024, "two CTAs must fit an SM");
+  cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(S));
   int sms = 0;
   if (e == cudaSuccess) e = count_sms(&sms);
   if (e != cudaSuccess) return e;
-  if (!args.expand) {  // nobody waits
-    kernel<<<sms * 2, kThreads, bytes, stream>>>(args);
+  if (!filled) {
+    kernel<<<sms * 2, kThreads, sizeof(S), stream>>>(args);
     return cudaGetLastError();
   }
-  e = launch_fill(args, sms, stream);
-  return e == cudaSuccess ? launch_early(kernel, sms * 2, kThreads, bytes, stream, args) : e;
+  e = launch_fill(args, zeros, sms, stream);
+  return e == cudaSuccess ? launch_early(kernel, sms * 2, kThreads, sizeof(S), stream, args) : e;
+}
+template <int NS, int STAGE, int RANKS>
+cudaError_t launch_many(const PairArgs& args, cudaStream_t stream) {
+  return launch_items<Shared<NS, STAGE, RANKS>>(pair_kernel<NS, STAGE, RANKS>, args, args.expand, !args.accumulate, stream);
+}
+// Draws nothing and makes zeros itself: of a fill it only needs that h is missing.
+template <int NS, int STAGE, int RANKS>
+cudaError_t launch_few(const PairArgs& args, cudaStream_t stream) {
+  return launch_items<FewShared<NS, STAGE, RANKS>>(few_kernel<NS, STAGE, RANKS>, args, args.shrink, false, stream);
+}
+// Whether few_kernel is the faster one, by what was timed on an H200: not of a shrink alone, and of both
+// phases not where CTAs would have so much to do that drawing it pays.
+inline bool are_few(const PairArgs& args) {
+  if (args.num_rows > kFewRows || args.live || !args.expand) return false;
+  const int64_t most = int64_t{1} * args.num_rows * args.num_modules * args.max_rank * (args.d_in + args.d_out);
+  return !args.shrink || most <= int64_t{1} << 25 || (args.num_modules == 1 && args.num_rows <= 64);
 }
 
 inline cudaError_t launch_pair(const PairArgs& args, cudaStream_t stream) {
-  return args.max_rank <= 64 ? launch_stages<3, 37888, 64>(args, stream) : launch_stages<2, 56320, 128>(args, stream);
+  if (args.max_rank > 64) return launch_many<2, 56320, 128>(args, stream);
+  return are_few(args) ? launch_few<3, 34816, 64>(args, stream) : launch_many<3, 37888, 64>(args, stream);
 }
 
 // What the items hold and what the tiles hold, whose rows differ. Where both are one kernel, the tiles'
@@ -106,7 +111,7 @@ inline cudaError_t launch_with_tiles(const PairArgs& items, const TileArgs& tile
   cudaError_t e = count_sms(&sms);
   if (e != cudaSuccess) return e;
   if (items.max_rank <= kMostRankOfBoth) {
-    e = launch_fill(items, sms, stream);
+    e = launch_fill(items, !items.accumulate, sms, stream);
     return e == cudaSuccess ? launch_both(BothArgs{items, tiles}, stream) : e;
   }
   e = launch_pair(items, stream);

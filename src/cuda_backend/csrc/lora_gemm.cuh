@@ -39,7 +39,7 @@ template <class S>
 __device__ void produce_weights(const PairArgs& p, S& sm) {
   const int lane = threadIdx.x & 31;
   Ring<S::kStages> ring;
-  Ring<kTickets> taken;
+  Ring<S::kTickets> taken;
   while (true) {
     const Unit& u = take(sm, taken).unit;
     if (u.kind == kEnd) return;
@@ -66,9 +66,10 @@ __device__ void produce_weights(const PairArgs& p, S& sm) {
 // The row warps take turns by row.
 template <class S>
 __device__ void produce_rows(const PairArgs& p, S& sm) {
-  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) - kRowWarp, row = lane * kRowWarps + warp;
+  constexpr int kWarps = S::kRowWarps;
+  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) - kRowWarp, row = lane * kWarps + warp;
   Ring<S::kStages> ring;
-  Ring<kTickets> taken;
+  Ring<S::kTickets> taken;
   while (true) {
     const auto& t = take(sm, taken);
     const Unit& u = t.unit;
@@ -76,7 +77,7 @@ __device__ void produce_rows(const PairArgs& p, S& sm) {
     const bool mine = row < u.staged_rows;
     const __nv_bfloat16* from = u.kind == kExpand ? p.modules[u.module].y : p.x;
     if (mine) from += t.rows[row] * static_cast<int64_t>(u.kind == kExpand ? p.d_out : p.d_in);
-    const int width = u.width, my_rows = (u.staged_rows + kRowWarps - 1 - warp) / kRowWarps;
+    const int width = u.width, my_rows = (u.staged_rows + kWarps - 1 - warp) / kWarps;
     for (int c = u.begin; c < u.end; c += width) {
       mbar_wait(&sm.empty[ring.at()], ring.phase() ^ 1);
       const int bytes = min(width, u.end - c) * 2;
@@ -274,8 +275,8 @@ __device__ __forceinline__ void expand_block(const Unit& u, uint32_t weights, co
 }
 
 // Warps share out blocks of 64 columns x 8 * J rows; the rows of a warp are the same throughout.
-template <int STEPS, int J>
-__device__ __forceinline__ void expand_stage(const PairArgs& p, const Ticket<STEPS * 16>& t, uint32_t base, int width, int col,
+template <int STEPS, int J, class Ticket>
+__device__ __forceinline__ void expand_stage(const PairArgs& p, const Ticket& t, uint32_t base, int width, int col,
                                              int columns, int n0, int row_blocks, const Factors<STEPS, J>& h) {
   const Unit& u = t.unit;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
@@ -326,7 +327,7 @@ __device__ __forceinline__ void expand_unit(const PairArgs& p, S& sm, Ring<S::kS
 template <bool EXPANDS, class S>
 __device__ void consume(const PairArgs& p, S& sm) {
   Ring<S::kStages> ring;
-  Ring<kTickets> taken;
+  Ring<S::kTickets> taken;
   while (true) {
     const auto& t = take(sm, taken);
     const Unit& u = t.unit;

@@ -111,6 +111,7 @@ struct Ring {
 template <int NS, int STAGE, int RANKS>
 struct Shared {
   static constexpr int kStages = NS, kStage = STAGE, kSteps = RANKS / 16;
+  static constexpr int kTickets = lora_jax::kTickets, kRowWarps = lora_jax::kRowWarps;
   static_assert(STAGE % 1024 == 0, "the copy engine's swizzle repeats every 1024 bytes");
   static_assert(RANKS * 256 + kMaxRows * 272 <= STAGE, "128 columns of everything must fit a stage");
   alignas(1024) unsigned char stages[NS][STAGE];
@@ -122,15 +123,26 @@ struct Shared {
 
 // Every warp but the unit warp learns a unit here, and lets the slot go when it is done.
 template <class S>
-__device__ __forceinline__ const typename S::Ticket& take(S& sm, const Ring<kTickets>& ring) {
+__device__ __forceinline__ const typename S::Ticket& take(S& sm, const Ring<S::kTickets>& ring) {
   mbar_wait(&sm.ticket_full[ring.at()], ring.phase());
   return sm.tickets[ring.at()];
 }
 template <class S>
-__device__ __forceinline__ void let_go(S& sm, Ring<kTickets>& ring) {
+__device__ __forceinline__ void let_go(S& sm, Ring<S::kTickets>& ring) {
   __syncwarp();
   if ((threadIdx.x & 31) == 0) mbar_arrive(&sm.ticket_empty[ring.at()]);
   ring.next();
+}
+
+// By a warp: makes the rows of places [begin, end) zero in all modules, every `step`-th of them.
+__device__ __forceinline__ void zero_rows(const PairArgs& p, int begin, int end, int step) {
+  for (int place = begin; place < end; place += step) {
+    const int64_t row = __ldg(p.row_order + place);
+    for (int m = 0; m < p.num_modules; ++m) {
+      auto* y = reinterpret_cast<uint4*>(p.modules[m].y + row * p.d_out);
+      for (int c = threadIdx.x % 32; c < p.d_out / 8; c += 32) y[c] = make_uint4(0, 0, 0, 0);
+    }
+  }
 }
 
 // ---------------------------------------------------------------- the plan of a launch

@@ -34,10 +34,9 @@ __device__ __forceinline__ int load_row(const PairArgs& p, const Site& site, int
   return __ldg(p.row_order + min(static_cast<unsigned>(place), p.num_rows - 1u));
 }
 
-// Returns the share as a unit; kEnd when the item has no such part (a smaller rank than the largest).
-// Units of few rows have small stages, which are begun and ended sooner: in the shrink where that counts,
-// `soon`, and in the expand where wide boxes fit them, or even if only narrow ones do where it counts.
-__device__ __forceinline__ Unit make_unit(const PairArgs& p, const Share& s, const Site& site, int stage_bytes, bool soon) {
+// Returns the share as a unit without stages; kEnd when the item has no such part (a smaller rank than the
+// largest).
+__device__ __forceinline__ Unit describe_unit(const PairArgs& p, const Share& s, const Site& site) {
   Unit u{};
   u.item = s.item, u.module = site.module, u.scaling = site.scaling;
   u.rank = min(site.rank, p.max_rank), u.num_rows = site.item.num_rows, u.place = site.item.row_begin;
@@ -54,6 +53,14 @@ __device__ __forceinline__ Unit make_unit(const PairArgs& p, const Share& s, con
     u.begin = s.begin * kBlock, u.end = min(s.end * kBlock, p.d_out);
     if (u.rank > 0 || !p.accumulate) u.kind = kExpand;
   }
+  return u;
+}
+
+// Returns the share as a unit. Units of few rows have small stages, which are begun and ended sooner: in the
+// shrink where that counts, `soon`, and in the expand where wide boxes fit them, or even if only narrow ones
+// do where it counts.
+__device__ __forceinline__ Unit make_unit(const PairArgs& p, const Share& s, const Site& site, int stage_bytes, bool soon) {
+  Unit u = describe_unit(p, s, site);
   if (u.kind == kEnd) return u;
   const int wide = p.wide[u.kind - kShrink];
   const unsigned least = soon && u.kind == kExpand ? kBlock : 64 << wide;

@@ -128,7 +128,7 @@ int lora_zeros(Bf16* y, const Item* items, const int* num_items, const int* orde
   int draws = 0;
   p.modules[0].y = y, p.items = items, p.num_items = num_items, p.row_order = order, p.draws = &draws;
   p.num_modules = 1, p.num_rows = rows, p.d_out = d_out, p.expand = true;
-  return launch_fill(p, sms, nullptr);
+  return launch_fill(p, true, sms, nullptr);
 }
 
 // Segments of `least_rows` rows become tiles, the others stay in items; how many rows those have comes

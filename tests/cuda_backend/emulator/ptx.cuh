@@ -71,6 +71,10 @@ inline uint32_t load_word(const uint32_t* p) {
   emu::yield();
   return *p;
 }
+inline uint4 load_words(const uint4* p) {
+  emu::yield();
+  return *p;
+}
 inline void store_word(uint32_t* p, uint32_t v) { *p = v, ++emu::machine.progress; }
 inline void let_next_begin() {}
 inline void wait_for_previous() {}
