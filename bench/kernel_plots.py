@@ -140,7 +140,7 @@ def _plot_phases(result: dict[str, Any], grid: list[dict], path: Path) -> None:
 
 def _plot_tokens(result: dict[str, Any], grid: list[dict], path: Path) -> None:
     """Draw time by tokens: of a linear map, and of each model's layer of experts."""
-    layers = [row for row in grid if row["op"] == "moe" and row.get("adds", True)]
+    layers = [row for row in grid if row["op"] == "moe"]
     panels = {"linear map, 4096 to 14336, rank 64": _of_phase(grid, "pair")}
     for row in layers:
         panels.setdefault(f"experts of {row['model']}, rank {row['rank']}", []).append(row)
@@ -161,7 +161,7 @@ def _plot_tokens(result: dict[str, Any], grid: list[dict], path: Path) -> None:
     last.plot([], [], "s", color=PEER, mfc="white", label="best peer")
     last.plot([], [], ":", color=PEER, lw=1, label="limit: fewest bytes")
     axes[0, 0].set_ylabel("shrink and expand, us")
-    _say(fig, last, result, "adapters by Zipf 1.2; experts without the base's row map")
+    _say(fig, last, result, "adapters by Zipf 1.2; experts' row map included")
     _save(fig, path)
 
 

@@ -25,7 +25,6 @@ from lora_jax.ops.grouped_matmul import gated_matmul, grouped_matmul, silu_times
 
 LAYERS = (moe.Point("qwen3-30b-a3b", 64, 16, 16), moe.Point("mixtral-8x7b", 64, 16, 16))
 FORMS = ("apart", "fused")
-SETS = 2  # of weights, each of which L2 cannot hold
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +64,7 @@ class Layer:
     """One layer of random weights, with rank rows for every adapter."""
 
     def __init__(self, point: moe.Point, pools: moe.Pools, part: int):
-        self.point, self.rows = point, moe.Layer(point, pools, part, SETS)
+        self.point, self.rows = point, moe.Layer(point, pools, part)
         m = point.shape
         shapes = {"gate": (m.intermediate, m.hidden), "up": (m.intermediate, m.hidden)}
         shapes["down"] = (m.hidden, m.intermediate)
@@ -202,8 +201,8 @@ def jobs(points: list[Point], machine: Machine) -> list[Job]:
     for point in points:
         layer = point.layer
         if layer not in known:
-            pools = moe.Pools(layer.model, layer.rank, SETS * layer.adapters)
-            known[layer] = [Layer(layer, pools, part) for part in range(SETS)]
+            pools = moe.Pools(layer.model, layer.rank, moe.SETS * layer.adapters)
+            known[layer] = [Layer(layer, pools, part) for part in range(moe.SETS)]
         done = compiled(point, known[layer], machine)
         found.append(Job(point.name, (done.program,), done.measure))
     return found

@@ -3,12 +3,11 @@
 Peers are the best of vLLM 0.33 (as shipped, with active grids, tuned), SGLang 0.5.23 (csgmv, sgemm,
 triton_v2), FlashInfer's bgmv_moe and torch's grouped matmul, timed in CUDA graphs with cold
 buffers; the best differs from cell to cell. The last two were given sorted rows and add to no y:
-where one of them is the best, our sums without y stand beside it, and those with y beside the best
-of the others.
+where one of them is the best at a linear map, our sums without y stand beside it, and those with
+y beside the best of the others. Ours of a layer of experts always add to y, and sort the rows.
 """
 
 import dataclasses
-import functools
 
 from bench.kernels import lora, moe
 from bench.kernels.jobs import Job, Machine
@@ -44,13 +43,8 @@ DENSE_SUMS = {("uniform", 4, 4096, 64): {"expand": 51.1, "pair": 18.9 + 51.1}}
 # model and rank: (tokens, best peer's microseconds with 1, 128 and 512 adapters)
 MOE = {
     ("mixtral-8x7b", 64): ((16, 94, 120, 126), (256, 208, 517, 588), (1024, 562, 1412, 1780)),
-    ("qwen3-30b-a3b", 32): ((16, 32, 55, 103), (256, 60, 232, 300), (1024, 138, 627, 717)),
-    ("deepseek-v2-lite", 32): ((16, 33, 49, 75), (256, 64, 203, 241), (1024, 163, 556, 622)),
-}
-# model, rank, tokens: the same of a peer that adds to no y, where it is the best, by adapters
-MOE_SUMS = {
-    ("qwen3-30b-a3b", 32, 16): {128: 45, 512: 45},
-    ("deepseek-v2-lite", 32, 16): {128: 43, 512: 43},
+    ("qwen3-30b-a3b", 32): ((16, 32, 45, 45), (256, 60, 232, 300), (1024, 138, 627, 717)),
+    ("deepseek-v2-lite", 32): ((16, 33, 43, 43), (256, 64, 203, 241), (1024, 163, 556, 622)),
 }
 
 
@@ -73,15 +67,12 @@ def _dense_point(cell: tuple, op: str, peer: float | None, *, adds: bool = True)
 
 def moe_points() -> list[moe.Point]:
     """Return the layers of experts; those of one model follow one another, and share weights."""
-    found = []
-    for (model, rank), lines in MOE.items():
-        for tokens, *peers in lines:
-            layer = functools.partial(moe.Point, model, tokens, rank)
-            known = zip((1, 128, 512), peers, strict=True)
-            found += [layer(adapters, peer_us=float(peer)) for adapters, peer in known]
-            sums = MOE_SUMS.get((model, rank, tokens), {})
-            found += [layer(n, adds=False, peer_us=float(peer)) for n, peer in sums.items()]
-    return found
+    return [
+        moe.Point(model, tokens, rank, adapters, peer_us=float(peer))
+        for (model, rank), lines in MOE.items()
+        for tokens, *peers in lines
+        for adapters, peer in zip((1, 128, 512), peers, strict=True)
+    ]
 
 
 def points() -> tuple[lora.Point | moe.Point, ...]:

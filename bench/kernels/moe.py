@@ -1,11 +1,8 @@
 """LoRA of one whole layer of experts: gate, up and down of every (token, expert) row.
 
-The time is what LoRA adds to a layer: all three pairs, gate and up in one launch, and what the
-adapters' items add to the row map. The map itself, which the base needs as well, is timed alone
-and taken off; the tokens' items are made once, as in a step. A step on one GPU takes the sums
-without y, as addends of the experts' products. The floor counts each weight of each pair of an
-adapter and an expert once. A peer that adds to y stands beside our sums with y, one that does not
-beside those without.
+The time holds the layer's row map, which the base needs as well, and all three pairs, gate and up
+in one launch; the tokens' items are made once, as in a step. The floor counts each weight of each
+(adapter, expert) pair once.
 """
 
 import dataclasses
@@ -20,15 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.kernels.jobs import Job, Machine
-from bench.kernels.lora import all_run
 from bench.kernels.numbers import Numbers
-from bench.kernels.timing import cold_sets, repeats_for, time_us
+from bench.kernels.timing import repeats_for, time_us
 from cuda_backend import reroute
 from cuda_backend.lora_gemm import lora_gemms
 from lora_jax.ops.adapter_items import AdapterItems
 from lora_jax.ops.cases import MODELS, ModelShape, popular
 
-SETS = (2, 8)  # of arrays, at least and at most: as many as keep L2 cold
+SETS = 2
 SCALING = 0.5
 CHECKED = 5  # rows of each result, against float64
 MOST_ADAPTERS = 512  # in pools: sets of more than half as many share some
@@ -44,7 +40,6 @@ class Point:
     tokens: int
     rank: int
     adapters: int = 128
-    adds: bool = True  # to y; else the results are the sums alone
     peer_us: float | None = None
     bar_us: float | None = None
 
@@ -52,7 +47,7 @@ class Point:
     def name(self) -> str:
         """The row's name in the table."""
         size = f"{self.tokens} tokens, {self.adapters} adapters, rank {self.rank}"
-        return f"MoE LoRA {self.model}, {size}" + ("" if self.adds else ", without y")
+        return f"MoE LoRA {self.model}, {size}"
 
     @property
     def shape(self) -> ModelShape:
@@ -67,11 +62,8 @@ class Point:
 
 POINTS = (
     Point("qwen3-30b-a3b", 256, 32, peer_us=232, bar_us=205),
-    Point("qwen3-30b-a3b", 256, 32, adds=False, peer_us=414, bar_us=205),
-    Point("mixtral-8x7b", 256, 64, peer_us=517, bar_us=420),
-    Point("mixtral-8x7b", 256, 64, adds=False, peer_us=1048, bar_us=420),
-    Point("deepseek-v2-lite", 16, 32, peer_us=49, bar_us=28),
-    Point("deepseek-v2-lite", 16, 32, adds=False, peer_us=43, bar_us=28),
+    Point("mixtral-8x7b", 256, 64, peer_us=516, bar_us=420),
+    Point("deepseek-v2-lite", 16, 32, peer_us=43, bar_us=28),
 )
 
 
@@ -107,10 +99,9 @@ class Pools:
             for name, numbers in self.numbers.items()
         }
 
-    def entries(self, adapters: int, part: int, parts: int) -> dict[str, np.ndarray]:
+    def entries(self, adapters: int, part: int) -> dict[str, np.ndarray]:
         """Return each matrix's table of slots, of the part of the pools that a set takes."""
-        first = part * max(1, self.adapters // parts)
-        blocks = (first + np.arange(adapters)) % self.adapters
+        blocks = (np.arange(adapters) + part * (self.adapters // SETS)) % self.adapters
         table = np.zeros((adapters, 5), np.int32)
         table[:, 0] = table[:, 1] = blocks * self.shape.num_experts * self.rank
         table[:, 2:] = self.rank
@@ -122,7 +113,7 @@ class Pools:
 class Layer:
     """The host's side of one set: whose rows stand where, sorted by expert and adapter."""
 
-    def __init__(self, point: Point, pools: Pools, part: int, parts: int):
+    def __init__(self, point: Point, pools: Pools, part: int):
         self.point, self.pools, rng = point, pools, np.random.default_rng(part + 1)
         experts, k = point.shape.num_experts, point.shape.top_k
         self.owners = popular("zipf", point.tokens, point.adapters, rng)
@@ -131,7 +122,7 @@ class Layer:
         self.chosen = chosen.astype(np.int32)
         self.row_to_slot = np.repeat(self.owners, k)[order]
         self.row_to_expert = chosen.reshape(-1)[order].astype(np.int32)
-        self.entries = pools.entries(point.adapters, part, parts)
+        self.entries = pools.entries(point.adapters, part)
         widths = {"wide": point.shape.hidden, "back": point.shape.intermediate}
         self.xs = {
             pool: Numbers((point.rows, width), 10 * part + i)
@@ -176,13 +167,12 @@ class Layer:
 def apply(
     point: Point, ys: dict, s: dict, pools: dict, chosen: jax.Array, adapters: AdapterItems
 ) -> dict:
-    """Return each y, or nothing, plus its rows' adapters; `chosen` are each token's experts."""
+    """Return each y plus its rows' adapters; `chosen` are the layer's experts of each token."""
     live, experts = jnp.int32(point.tokens), point.shape.num_experts
     items = reroute.row_map(chosen, live, experts, adapters).items
     owners, done = (s["row_to_slot"], s["row_to_expert"], point.rank, items), {}
     for pool, names in MATRICES.items():
-        olds = [ys[name] if point.adds else None for name in names]
-        modules = [(y, s[f"{n}_entries"], s["scaling"]) for y, n in zip(olds, names, strict=True)]
+        modules = [(ys[name], s[f"{name}_entries"], s["scaling"]) for name in names]
         matrices = (pools[f"{pool}_a"], pools[f"{pool}_b"])
         added = lora_gemms(modules, s[f"{pool}_x"], *matrices, *owners)
         done |= dict(zip(names, added, strict=True))
@@ -195,7 +185,7 @@ def error(layer: Layer, got: dict[str, np.ndarray]) -> float:
     for name, y in layer.ys.items():
         for row, mine in zip(layer.checked_rows(), got[name].astype(np.float64), strict=True):
             x, old = layer.xs[POOL_OF[name]].rows([row])[0], y.rows([row])[0]
-            want = layer.point.adds * old + layer.deltas(name, row, x)
+            want = old + layer.deltas(name, row, x)
             worst = max(worst, float(np.linalg.norm(mine - want) / np.linalg.norm(want)))
     return worst
 
@@ -211,12 +201,11 @@ class Measured:
     items: Future
     check: Future
     chain: Future
-    maps: Future
 
     @property
     def programs(self) -> tuple[Future, ...]:
         """What has to be compiled before it is measured."""
-        return self.items, self.check, self.chain, self.maps
+        return self.items, self.check, self.chain
 
     def measure(self) -> dict[str, Any]:
         """Return the point's row of the table."""
@@ -230,36 +219,26 @@ class Measured:
         got = self.check.result()(ys[0], sets[0], pools, chosen[0][0], adapters[0], rows)
         worst = error(self.layers[0], {name: np.asarray(y) for name, y in got.items()})
         program, others = self.chain.result(), (sets, pools, chosen, adapters)
-        ops, maps = self.repeats * len(sets), self.maps.result()
-        row_map_us = time_us(lambda _: maps(chosen), None, ops)
-        took = time_us(lambda ys: program(ys, *others), ys, ops)
         return {
             **dataclasses.asdict(point),
             "name": point.name,
             "op": "moe",
             "rows": point.rows,
             "distinct": statistics.mean(layer.distinct for layer in self.layers),
-            "us": took - row_map_us,
-            "with_row_map_us": took,
+            "us": time_us(lambda ys: program(ys, *others), ys, self.repeats * SETS),
             "floor_us": self.floor_us,
             "error": worst,
         }
 
 
-def bytes_moved(point: Point, distinct: float) -> float:
-    """Return the fewest bytes: weights of the pairs in the batch, each x read, each y written."""
-    m = point.shape
-    weights = distinct * point.rank * 3 * (m.hidden + m.intermediate)
-    return 2.0 * (weights + point.rows * (2 * m.hidden + 3 * m.intermediate))
-
-
 def compiled(point: Point, pools: Pools, machine: Machine) -> Measured:
-    """Return the point with its programs: one layer for the check, many in a chain, their maps."""
-    sets = cold_sets(bytes_moved(point, Layer(point, pools, 0, 1).distinct), *SETS)
-    layers = [Layer(point, pools, part, sets) for part in range(sets)]
-    distinct = statistics.mean(layer.distinct for layer in layers)
-    floor_us = bytes_moved(point, distinct) / machine.bandwidth * 1e6
-    repeats, experts = repeats_for(floor_us + 15, sets), point.shape.num_experts
+    """Return the point with its programs: one layer for the check, and many in a chain."""
+    layers = [Layer(point, pools, part) for part in range(SETS)]
+    m, distinct = point.shape, statistics.mean(layer.distinct for layer in layers)
+    weights = distinct * point.rank * 3 * (m.hidden + m.intermediate)
+    moved = weights + point.rows * (2 * m.hidden + 3 * m.intermediate)
+    floor_us = 2.0 * moved / machine.bandwidth * 1e6
+    repeats = repeats_for(floor_us + 15, SETS)
 
     def items(owners):
         return reroute.adapter_items(owners, point.adapters)
@@ -269,23 +248,16 @@ def compiled(point: Point, pools: Pools, machine: Machine) -> Measured:
         return {name: y[rows] for name, y in done.items()}
 
     def chain(ys, sets, pools, chosen, adapters):
-        with all_run():
-            for layer in chosen:
-                for i, s in enumerate(sets):
-                    ys[i] = apply(point, ys[i], s, pools, layer[i], adapters[i])
+        for layer in chosen:
+            for i in range(SETS):
+                ys[i] = apply(point, ys[i], sets[i], pools, layer[i], adapters[i])
         return ys
-
-    def maps(chosen):
-        with all_run():
-            for one in itertools.chain(*chosen):
-                reroute.row_map(one, jnp.int32(point.tokens), experts)
 
     s, y = jax.eval_shape(layers[0].arrays), jax.eval_shape(layers[0].results)
     chosen = jax.ShapeDtypeStruct(layers[0].chosen.shape, jnp.int32)
     rows = jax.ShapeDtypeStruct((CHECKED,), jnp.int32)
     known = jax.eval_shape(items, s["owners"])
-    choices = [[chosen] * sets] * repeats
-    many = ([y] * sets, [s] * sets, pools.shapes, choices, [known] * sets)
+    many = ([y] * SETS, [s] * SETS, pools.shapes, [[chosen] * SETS] * repeats, [known] * SETS)
     return Measured(
         point,
         layers,
@@ -294,7 +266,6 @@ def compiled(point: Point, pools: Pools, machine: Machine) -> Measured:
         machine.compile(items, s["owners"]),
         machine.compile(check, y, s, pools.shapes, chosen, known, rows),
         machine.compile(chain, *many, donate=(0,)),
-        machine.compile(maps, choices),
     )
 
 
@@ -309,7 +280,7 @@ def jobs(points: list[Point], machine: Machine) -> list[Job]:
     for (model, rank), own in itertools.groupby(points, key=lambda p: (p.model, p.rank)):
         some = list(own)
         most = max(p.adapters for p in some)
-        pools = Pools(model, rank, max(most, min(SETS[0] * most, MOST_ADAPTERS)))
+        pools = Pools(model, rank, max(most, min(SETS * most, MOST_ADAPTERS)))
         for point in some:
             done = compiled(point, pools, machine)
             found.append(Job(point.name, done.programs, done.measure))

@@ -39,7 +39,7 @@ def quick(monkeypatch):
     for part in (lora, moe):
         monkeypatch.setattr(part, "time_us", once)
         monkeypatch.setattr(part, "repeats_for", lambda expected_us, ops: 1)
-        monkeypatch.setattr(part, "cold_sets", lambda num_bytes, least, most: least)
+    monkeypatch.setattr(lora, "cold_sets", lambda num_bytes, least, most: least)
 
 
 def test_the_host_knows_every_row_on_the_device():
@@ -120,7 +120,7 @@ def test_sets_take_adapters_of_their_own():
 
 
 def test_small_points_rotate_more_sets_than_large_ones():
-    sizes = {1: 128, 64: 128, 1024: 17, 16384: 4}
+    sizes = {1: 8, 64: 8, 4096: 5, 16384: 4}
     for rows, sets in sizes.items():
         point = lora.Point("", "expand", rows, 14336, popularity="identical")
         assert len(point.owners) == sets
@@ -132,24 +132,18 @@ def test_small_points_rotate_more_sets_than_large_ones():
 def test_layers_of_experts_are_checked(machine, quick, monkeypatch):
     def lora_gemms(modules, x, a_pool, b_pool, slots, experts, rank, items):
         pools, owners = (x, a_pool, b_pool), (slots, experts, rank)
-        olds = [
-            jnp.zeros((len(x), b_pool.shape[1]), x.dtype) if m[0] is None else m[0] for m in modules
-        ]
-        tables = [table for _, *table in modules]
-        return tuple(plain(y, *pools, *t, *owners) for y, t in zip(olds, tables, strict=True))
+        return tuple(plain(y, *pools, *table, *owners) for y, *table in modules)
 
     no_items = lambda *_: types.SimpleNamespace(items=None)  # noqa: E731
     monkeypatch.setattr(reroute, "adapter_items", lambda owners, slots: owners)
     monkeypatch.setattr(reroute, "row_map", no_items)
     monkeypatch.setattr(moe, "lora_gemms", lora_gemms)
     points = [moe.Point("tiny", 3, 8, adapters) for adapters in (1, 4)]
-    points.append(moe.Point("tiny", 3, 8, 4, adds=False))
-    rows = [job.measure() for job in moe.jobs(points, machine)]
-    assert all(row["error"] < 1e-2 for row in rows)
-    assert all(row["us"] == row["with_row_map_us"] - 7.0 for row in rows)
+    jobs = moe.jobs(points, machine)
+    assert all(job.measure()["error"] < 1e-2 for job in jobs)
     wrong = lambda *arguments: lora_gemms(*arguments[:4], arguments[4] * 0, *arguments[5:])  # noqa: E731
     monkeypatch.setattr(moe, "lora_gemms", wrong)
-    (job,) = moe.jobs(points[1:2], machine)
+    (job,) = moe.jobs(points[1:], machine)
     assert job.measure()["error"] > 0.1
 
 
@@ -199,7 +193,7 @@ def test_what_cannot_be_traced_fails_when_it_is_measured(machine):
 
 def test_the_grid_is_every_measured_point_once():
     names = [point.name for point in grid.points()]
-    assert len(set(names)) == len(names) == 63 + 2 + 27 + 4
+    assert len(set(names)) == len(names) == 63 + 2 + 27
 
 
 def test_the_summary_names_what_is_slower():
