@@ -1,11 +1,13 @@
 """Experts' matrices: decode is bound by the weights' bytes, prefill by a dense matmul's rate.
 
-That rate is XLA's with as much work, and both are sampled in turn: long multiplications heat a card
-until its clock falls, by a tenth and more, and so each would depend on what ran before it.
+That rate is XLA's with as much work. Both are sampled in turn, and with them torch's grouped matmul
+where torch is: long multiplications heat a card until its clock falls, by a tenth and more, and so
+each would depend on what ran before it, or on the day.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -16,6 +18,7 @@ import numpy as np
 from bench.kernels import experts
 from bench.kernels.jobs import Job, Machine
 from bench.kernels.numbers import Numbers
+from bench.kernels.peers import torch_grouped_matmul
 from bench.kernels.timing import repeats_for, time_us, times_in_turn_us
 from lora_jax.ops.cases import popular
 from lora_jax.ops.grouped_matmul import grouped_matmul
@@ -103,18 +106,24 @@ class Measured:
         if self.dense is None:
             row["us"] = time_us(lambda _: program(xs, ws, sizes), [], ops)
         else:
-            row |= self.beside_dense(functools.partial(program, xs, ws, sizes), xs, ops)
+            row |= self.in_turn(functools.partial(program, xs, ws, sizes), xs, ws[0], sizes)
         return row | {"tflop_per_s": point.flops / row["us"] * 1e-6}
 
-    def beside_dense(self, program, xs: list[jax.Array], ops: int) -> dict[str, float]:
-        """Return the time beside that of XLA's dense map of the same rows, which sets the bar."""
+    def in_turn(
+        self, program: Callable, xs: list[jax.Array], w: jax.Array, sizes: jax.Array
+    ) -> dict[str, float]:
+        """Return the time beside that of XLA's dense map of the same rows, which sets the bar.
+
+        And beside torch's, if it is here: the peer's time of another day is no measure then.
+        """
         assert self.dense is not None
         assert self.point.bar_of_dense is not None
-        w = Numbers((self.point.d_out, self.point.d_in), 8).on_device()
-        dense = functools.partial(self.dense.result(), xs, w)
-        us, dense_us = times_in_turn_us([program, dense], ops)
-        bar = dense_us / self.point.bar_of_dense
-        return {"us": us, "dense_us": dense_us, "bar_us": bar}
+        one = Numbers((self.point.d_out, self.point.d_in), 8, self.point.d_in**-0.5).on_device()
+        programs = [program, functools.partial(self.dense.result(), xs, one)]
+        peer = torch_grouped_matmul(xs, w, sizes)
+        us, dense_us, *peer_us = times_in_turn_us(programs + ([peer] if peer else []), len(xs))
+        row = {"us": us, "dense_us": dense_us, "bar_us": dense_us / self.point.bar_of_dense}
+        return row | ({"peer_us": peer_us[0]} if peer_us else {})
 
     def error(self, y: np.ndarray) -> float:
         """Return the largest relative error of some columns of some rows against float64."""

@@ -4,6 +4,7 @@ One program is one CUDA graph; its arrays rotate or are larger than L2, so that 
 """
 
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from bench.kernels.numbers import random
 
 PROGRAM_US = 1500  # of device time in one call, so that the host's share is small
 MOST_OPS = 160  # of one program
+COLD_BYTES = 150e6  # of arrays that rotate: two and a half times what L2 holds
 CALLS = 24  # enqueued before the host waits, which costs some 100 us
 SAMPLES = 5
 TURNS = 15  # samples of programs that are compared, each a third as long
@@ -24,7 +26,13 @@ COPY_BYTES = 1 << 31
 
 def repeats_for(expected_us: float, ops: int = 1) -> int:
     """Return how often a program should run `ops` ops that take about `expected_us` each."""
-    return max(2, min(round(PROGRAM_US / (expected_us + 5) / ops), MOST_OPS // ops))
+    wanted = max(2, round(PROGRAM_US / (expected_us + 5) / ops))
+    return max(1, min(wanted, MOST_OPS // ops))
+
+
+def cold_sets(num_bytes: float, least: int, most: int) -> int:
+    """Return how many sets of arrays, of so many bytes each, L2 keeps nothing of."""
+    return max(least, min(math.ceil(COLD_BYTES / num_bytes), most))
 
 
 def time_us(program: Callable, state: Any, ops: int) -> float:

@@ -15,7 +15,9 @@ from bench.kernels import __main__ as bench
 from bench.kernels import grid, lora, moe
 from bench.kernels.jobs import Job, Machine
 from bench.kernels.numbers import Numbers
+from bench.kernels.peers import torch_grouped_matmul
 from bench.kernels.summary import say_grid, summarise
+from bench.kernels.timing import MOST_OPS, cold_sets, repeats_for
 from cuda_backend import lora_gemm, reroute
 from lora_jax.ops.lora_gemm.reference import lora_gemm as plain
 
@@ -37,6 +39,7 @@ def quick(monkeypatch):
     for part in (lora, moe):
         monkeypatch.setattr(part, "time_us", once)
         monkeypatch.setattr(part, "repeats_for", lambda expected_us, ops: 1)
+    monkeypatch.setattr(lora, "cold_sets", lambda num_bytes, least, most: least)
 
 
 def test_the_host_knows_every_row_on_the_device():
@@ -108,11 +111,22 @@ def test_a_wrong_kernel_is_found(machine, quick, plain_kernels, monkeypatch):
 def test_sets_take_adapters_of_their_own():
     points = lora_points(rows=64)
     pools = lora.PoolsBySize(points)
-    assert pools.rows(points[0]) == lora.SETS * 6 * 8
+    sets = len(points[0].owners)
+    assert pools.rows(points[0]) == sets * 6 * 8
     cell = lora.Cell.__new__(lora.Cell)
-    cell.point, cell.pools = points[0], pools
-    taken = np.concatenate([cell.blocks(i) for i in range(lora.SETS)])
-    assert sorted(taken) == list(range(lora.SETS * 6))
+    cell.point, cell.pools, cell.sets = points[0], pools, sets
+    taken = np.concatenate([cell.blocks(i) for i in range(sets)])
+    assert sorted(taken) == list(range(sets * 6))
+
+
+def test_small_points_rotate_more_sets_than_large_ones():
+    sizes = {1: 8, 64: 8, 4096: 5, 16384: 4}
+    for rows, sets in sizes.items():
+        point = lora.Point("", "expand", rows, 14336, popularity="identical")
+        assert len(point.owners) == sets
+    assert cold_sets(1e6, 2, 8) == 8
+    assert cold_sets(1e9, 2, 8) == 2
+    assert repeats_for(1.0, 128) * 128 <= MOST_OPS
 
 
 def test_layers_of_experts_are_checked(machine, quick, monkeypatch):
@@ -179,7 +193,7 @@ def test_what_cannot_be_traced_fails_when_it_is_measured(machine):
 
 def test_the_grid_is_every_measured_point_once():
     names = [point.name for point in grid.points()]
-    assert len(set(names)) == len(names) == 63 + 27
+    assert len(set(names)) == len(names) == 63 + 2 + 27
 
 
 def test_the_summary_names_what_is_slower():
@@ -215,3 +229,21 @@ def test_plots_of_whatever_was_measured_lie_beside_the_file(tmp_path):
     rows += [measured("moe", 8 * n, tokens=n, peer_us=9.0, **layer) for n in (4, 16)]
     plot_kernels(result, tmp_path / "all.png")
     assert {"all.png", "all_phases.png", "all_tokens.png"} < {p.name for p in tmp_path.iterdir()}
+
+
+def test_torch_multiplies_the_same_rows_where_it_is(monkeypatch):
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in ((8, 16), (3, 32, 16)))
+    sizes = jnp.asarray([3, 0, 5], jnp.int32)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert torch_grouped_matmul([x], w, sizes) is None
+    waited = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(True))
+    peer = torch_grouped_matmul([x], w, sizes)
+    assert peer is not None
+    (y,) = jax.block_until_ready(peer()).value
+    assert waited
+    want = jnp.einsum("td,tod->to", x, w[jnp.repeat(jnp.arange(3), sizes)])
+    np.testing.assert_allclose(y.float().numpy(), np.asarray(want, np.float32), rtol=0.05, atol=0.1)

@@ -218,15 +218,16 @@ def test_tiles_leave_room_for_addends(chosen, dtype, monkeypatch):
 
 def test_more_rows_per_group_take_wider_tiles():
     tiles = [find_config(rows, 128, 768).rows for rows in (64, 512, 1024, 4096, 16384, 131072)]
-    assert tiles == [8, 16, 32, 64, 128, 176]
-    # Six tiles of 176 hold 1024 rows and a bit, where 192 would be empty by an eighth.
-    assert [find_config(8 * mean, 8, 14336).rows for mean in (720, 1024, 1120)] == [192, 176, 176]
+    assert tiles == [8, 16, 32, 64, 144, 176]
+    # Six tiles of 176 hold 1024 rows and a bit, where 192 would be empty by an eighth; four of 192
+    # hold as many of 720 as six of 128, which have more stages.
+    assert [find_config(8 * mean, 8, 14336).rows for mean in (720, 1024, 1120)] == [128, 176, 176]
 
 
 def test_a_dense_layer_takes_long_tiles_only_if_they_fill_the_device():
     shapes = ((8, 5120), (33, 2048), (64, 151936), (512, 5120), (4096, 5120))
     tiles = [find_config(rows, 1, d_out) for rows, d_out in shapes]
-    assert [tile.rows for tile in tiles] == [8, 64, 64, 64, 160]
+    assert [tile.rows for tile in tiles] == [8, 64, 64, 64, 128]
     assert [tile.ctas for tile in tiles] == [2, 2, 2, 2, 1]
 
 

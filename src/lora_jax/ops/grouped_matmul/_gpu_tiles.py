@@ -12,7 +12,8 @@ FEW_STAGES = 4  # hide the copies' latency
 STRIDE = 8  # groups that a warpgroup looks at together when it seeks its next work
 SKIPS = (32, 8)  # groups without rows that it passes together
 LONG_GROUP = 48  # rows per group from which weights are read more than once
-VERY_LONG_GROUP = 512  # rows per group of which a tile of 160 or more wastes few
+LONG_TILES = (128, 144, 160, 176, 192)  # rows
+MOST_GATED = 144  # of them: two products of more leave registers for neither
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +60,9 @@ def find_config(rows: int, groups: int, d_out: int, matrices: int = 1) -> Config
     Few rows: two CTAs per SM stream weights through tiles of 8 to 64 rows. Many: one CTA per SM
     multiplies tiles of 256 x 128 or more, unless there are too few of them for all SMs.
     """
-    mean = rows / groups
-    tile_rows = _long_tile(mean) if matrices == 1 else 128
-    long_tiles = groups * math.ceil(mean / tile_rows) * (d_out // (256 // matrices))
+    mean, wide = rows / groups, d_out // (256 // matrices)
+    tile_rows = _long_tile(mean, groups, wide, LONG_TILES[-1] if matrices == 1 else MOST_GATED)
+    long_tiles = groups * math.ceil(mean / tile_rows) * wide
     # The rows of a single group are known, those of one among many only in the mean.
     if mean > (LONG_GROUP if groups > 1 else 64) and long_tiles >= hopper.NUM_SMS:
         config = Config(128 // matrices, 2, tile_rows, 1, 1)
@@ -73,15 +74,18 @@ def find_config(rows: int, groups: int, d_out: int, matrices: int = 1) -> Config
     return with_stages(config, matrices)
 
 
-def _long_tile(mean: float) -> int:
-    """Return the rows of a tile that leaves the fewest of its last tile empty.
+def _long_tile(mean: float, groups: int, wide: int, most: int) -> int:
+    """Return the rows, up to `most`, of tiles that all SMs are done with first; `wide` make d_out.
 
-    For a group one standard deviation above the mean: the last tile costs as much as a full one.
+    For groups one standard deviation above the mean: the last tile of a group costs as much as a
+    full one, and the last round of the SMs as one in which none is idle.
     """
-    if mean < VERY_LONG_GROUP:
-        return 128
-    longer = mean + math.sqrt(mean)
-    return min((192, 176, 160), key=lambda tile: math.ceil(longer / tile) * tile)
+    longer = mean + (math.sqrt(mean) if groups > 1 else 0)
+
+    def rows_in_turn(tile: int) -> int:
+        return math.ceil(groups * math.ceil(longer / tile) * wide / hopper.NUM_SMS) * tile
+
+    return min((tile for tile in LONG_TILES if tile <= most), key=rows_in_turn)
 
 
 def with_stages(config: Config, matrices: int, addend_size: int = 0) -> Config:

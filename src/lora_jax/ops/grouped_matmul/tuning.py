@@ -63,7 +63,7 @@ def candidates(shape: Shape, matrices: int) -> Iterator[Config]:
     if mean > _gpu_tiles.LONG_GROUP / 2:
         some += [Config(wide, 2, n, 1, 1) for n in (64, 128)]
     if mean > 128:
-        some += [Config(wide, 2, n, 1, 1) for n in (160, 176, 192)]
+        some += [Config(wide, 2, n, 1, 1) for n in (144, 160, 176, 192)]
         some += [Config(wide, 2, n, 1, 1, 32) for n in (128, 160, 192)]
     some += FIXED if matrices == 1 else [gated_as(c) for c in FIXED]
     first = _gpu_tiles.find_config(shape["rows"], shape["groups"], shape["d_out"], matrices)
