@@ -264,8 +264,9 @@ def _make_registry(
 def _load_adapters(
     registry: AdapterRegistry, adapters: Mapping[str, str | os.PathLike[str]]
 ) -> None:
-    for name, path in adapters.items():
-        report = registry.load(name, path, confined=False).report
+    registry.load_all(adapters)
+    for name in adapters:
+        report = registry.get(name).report
         logger.info(
             "Adapter %s: %s, %s, %.2f MB, sha256 %s.",
             name,
