@@ -29,13 +29,7 @@ from serving.loading.adapter_loaders import AdapterLoaders
 from serving.loading.esft_parts import EsftParts, make_esft
 from serving.loading.local_experts import LocalExperts
 from serving.lora_server.client import ServerLink
-from serving.lora_server.instance import (
-    InstanceSide,
-    ServerAccess,
-    connect,
-    keep_both,
-    keep_local,
-)
+from serving.lora_server.instance import InstanceSide, ServerAccess, connect
 from serving.lora_server.shards import local_catalogue
 from serving.memory_budget import make_allocator, size_kv_cache
 from serving.metrics import EngineMetrics, EngineStats
@@ -123,7 +117,7 @@ def _held_here(catalogue: LoraCatalogue, remote: InstanceSide | None) -> tuple[L
     """Return the modules of which all adapters are here, and how many may be here as a whole."""
     if remote is None:
         return catalogue, 0
-    return local_catalogue(catalogue), remote.num_local
+    return local_catalogue(catalogue, remote.link.plan), remote.num_local
 
 
 def _build(
@@ -141,9 +135,7 @@ def _build(
     """Return the parts around a model that is loaded."""
     catalogue = model.catalogue(model_config)
     here, whole = _held_here(catalogue, remote)
-    keep, link = None, None
-    if remote is not None:
-        keep, link = keep_both if whole else keep_local, remote.link
+    keep, link = (None, None) if remote is None else (remote.keep, remote.link)
     allocator, spec = make_allocator(config, catalogue, here, dtype, whole)
     registry = _make_registry(config, catalogue, allocator, esft, keep)
     _load_adapters(registry, adapters)

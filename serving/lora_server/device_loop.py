@@ -18,7 +18,7 @@ import numpy as np
 
 from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.typing import Array, Int
-from serving.lora_server.rank import SITES, ServerRank
+from serving.lora_server.rank import ServerRank
 from serving.lora_server.shards import ServerPlan
 from serving.transport.device_server import Arrived, DeviceServer, Verdict
 
@@ -136,7 +136,7 @@ def _program(rank: ServerRank, plan: ServerPlan, server: DeviceServer) -> Callab
         branch = jnp.where(verdict == Verdict.ANSWER, 1 + message.site * len(buckets) + bucket, 0)
         answers = [
             functools.partial(_answer, rank, server, site, rows)
-            for site in SITES
+            for site in rank.sites
             for rows in buckets
         ]
         arguments = (slots, message, layer, row_to_slot, verdict)

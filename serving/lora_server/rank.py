@@ -25,13 +25,12 @@ from lora_jax.adapters.slots import (
     warm_up,
 )
 from lora_jax.adapters.weights import AdapterWeights
+from lora_jax.ops.adapter_items import adapter_items
 from lora_jax.ops.lora_gemm import lora_gemms
 from lora_jax.typing import Array, Float, Int
 from serving.lora_server.loading import LayerwiseLoad
-from serving.lora_server.shards import EXPERT_MODULES, Shard, shard_catalogue
-from serving.transport.shapes import DOWN, GATE_UP
+from serving.lora_server.shards import SITES, Shard, shard_catalogue
 
-SITES = {GATE_UP: EXPERT_MODULES[:2], DOWN: EXPERT_MODULES[2:]}
 _SMALLEST_BUCKET, _BUCKET_FACTOR = 8, 4
 _FREE = -1
 
@@ -102,13 +101,18 @@ class ServerRank:
         """Return copies of the numbers held, their slots and their layers here, by place."""
         return self._numbers.copy(), self._slots_of.copy(), self._num_ready.copy()
 
+    @property
+    def sites(self) -> tuple[int, ...]:
+        """What requests may be of."""
+        return tuple(site for site, names in SITES.items() if set(names) <= set(self.shard.modules))
+
     def width_in(self, site: int) -> int:
         """Return the width of a row that comes in."""
         return self._catalogue.modules[SITES[site][0]].d_in
 
-    def width_out(self, site: int) -> int:
+    def widths_out(self, site: int) -> tuple[int, ...]:
         """Return the width of each of a row's deltas."""
-        return self._catalogue.modules[SITES[site][0]].d_out
+        return tuple(self._catalogue.modules[name].d_out for name in SITES[site])
 
     def start_load(self, number: int, part: AdapterWeights) -> None:
         """Give this rank's part of an adapter (`shard_part`) room under `number`.
@@ -191,7 +195,7 @@ class ServerRank:
         x: np.ndarray,
         row_to_slot: np.ndarray,
         row_to_expert: np.ndarray,
-    ) -> tuple[Float[Array, "rows d_out"], ...]:
+    ) -> tuple[Float[Array, "rows _"], ...]:
         """Return what the adapters add to each output of the site, on its way on the device.
 
         `x` [rows, d_in] and the int32 vectors have as many rows as one of the buckets. `layer` and
@@ -207,7 +211,7 @@ class ServerRank:
         x: Array | np.ndarray,
         row_to_slot: Array | np.ndarray,
         row_to_expert: Array | np.ndarray,
-    ) -> tuple[Float[Array, "rows d_out"], ...]:
+    ) -> tuple[Float[Array, "rows _"], ...]:
         """Return `deltas` with the adapters in `slots`; in a program too."""
         return shard_deltas(
             slots,
@@ -216,16 +220,19 @@ class ServerRank:
             row_to_slot,
             row_to_expert,
             modules=tuple(self._catalogue.module_names.index(name) for name in SITES[site]),
-            width=self.width_out(site),
-            first_expert=self.shard.first_expert,
+            widths=self.widths_out(site),
+            first_expert=self.shard.first_expert if self._of_experts(site) else None,
             max_rank=self.sizes.max_rank,
             implementation=self._implementation,
         )
 
+    def _of_experts(self, site: int) -> bool:
+        return self._catalogue.modules[SITES[site][0]].num_experts > 0
+
     def warm_up(self) -> None:
         """Compile everything that loading and requests will run."""
         self.slots = warm_up(self.slots)
-        cases = list(itertools.product(SITES, self.sizes.buckets))
+        cases = list(itertools.product(self.sites, self.sizes.buckets))
         with ThreadPoolExecutor(len(cases)) as pool:  # each takes seconds to compile on a GPU
             list(pool.map(self._compile, *zip(*cases, strict=True)))
 
@@ -249,7 +256,7 @@ class ServerRank:
 
 @functools.partial(
     jax.jit,
-    static_argnames=("modules", "width", "first_expert", "max_rank", "implementation"),
+    static_argnames=("modules", "widths", "first_expert", "max_rank", "implementation"),
 )
 def shard_deltas(
     slots: AdapterSlots,
@@ -259,27 +266,27 @@ def shard_deltas(
     row_to_expert: Int[Array, "rows"],
     *,
     modules: tuple[int, ...],
-    width: int,
-    first_expert: int,
+    widths: tuple[int, ...],
+    first_expert: int | None,
     max_rank: int,
     implementation: str | None = None,
-) -> tuple[Float[Array, "rows d_out"], ...]:
+) -> tuple[Float[Array, "rows _"], ...]:
     """Return scaling * (x A^T) B of each row for every module; of slot -1 it is zero.
 
     In float32 as they travel, but rounded as a coupled engine's deltas are: the instance's sum has
-    the bits of that engine's. The layer is data, so that one program serves them all.
+    the bits of that engine's. The layer is data, so that one program serves them all. Without
+    `first_expert` the modules are of no expert.
     """
-    deltas = lora_gemms(
-        [None] * len(modules),
-        x,
-        slots.pools[str(x.shape[1])],
-        slots.pools[str(width)],
-        slots.entries[:, layer],
-        slots.scaling[:, layer],
-        modules,
-        row_to_slot,
-        row_to_expert - first_expert,
-        max_rank=max_rank,
-        implementation=implementation,
-    )
+    entries, scaling = slots.entries[:, layer], slots.scaling[:, layer]
+    options = {"max_rank": max_rank, "implementation": implementation}
+    experts = None if first_expert is None else row_to_expert - first_expert
+    if experts is None:
+        options["items"] = adapter_items(row_to_slot, slots.num_slots, max_rank=max_rank)
+    deltas = []
+    for width, group in itertools.groupby(zip(modules, widths, strict=True), lambda one: one[1]):
+        sites = [module for module, _ in group]
+        pools = slots.pools[str(x.shape[1])], slots.pools[str(width)]
+        owners = row_to_slot, experts
+        nothing = [None] * len(sites)
+        deltas += lora_gemms(nothing, x, *pools, entries, scaling, sites, *owners, **options)
     return tuple(delta.astype(jnp.float32) for delta in deltas)

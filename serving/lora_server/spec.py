@@ -32,6 +32,7 @@ class ServerSpec:
     layerwise: bool = True  # a cold adapter may be used from its first layer on
     implementation: str | None = None  # of ops.lora_gemm on the ranks; None: the fastest
     carrier: str = "auto"  # serving.transport.carriers
+    attention: bool = False  # adapters' attention is on the server too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,9 +81,8 @@ def design(spec: ServerSpec) -> ServerDesign:
     config = read_config(Path(spec.model))
     catalogue = model_class(config.model_type).catalogue(config)
     itemsize = {"float32": 4, "bfloat16": 2}[spec.dtype]
-    plan = server_plan(
-        config, spec.placement, spec.ranks, spec.num_adapters, spec.max_rank, itemsize
-    )
+    sizes = spec.num_adapters, spec.max_rank, itemsize, spec.attention
+    plan = server_plan(config, spec.placement, spec.ranks, *sizes)
     shard_catalogue(catalogue, plan.shard(0))
     assert config.moe is not None, "a plan without experts"
     shapes = moe_shapes(
@@ -91,9 +91,15 @@ def design(spec: ServerSpec) -> ServerDesign:
         config.hidden_size,
         config.moe.intermediate_size,
         spec.dtype,
+        attention=_attention_widths(catalogue) if spec.attention else None,
     )
     terms = Terms(base_digest(spec.model), plan.placement, shapes)
     return ServerDesign(spec, config, catalogue, plan, terms)
+
+
+def _attention_widths(catalogue: LoraCatalogue) -> tuple[int, int]:
+    """Return the widths of q and of k and v."""
+    return catalogue.modules["q_proj"].d_out, catalogue.modules["k_proj"].d_out
 
 
 def base_digest(model: str) -> str:
