@@ -1,6 +1,7 @@
 """From a config to the parts of a running engine, with a log line for each."""
 
 import dataclasses
+import functools
 import logging
 import os
 import time
@@ -16,7 +17,8 @@ from flax import nnx
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.registry import AdapterRegistry, RegistryLimits
 from lora_jax.adapters.residency import SlotAllocator
-from lora_jax.adapters.slots import SlotsSpec, init_slots
+from lora_jax.adapters.row_copies import CopyingPlan
+from lora_jax.adapters.slots import LoadingPlan, SlotsSpec, init_slots
 from lora_jax.adapters.weights import AnyWeights, ExpertWeights
 from lora_jax.config import ModelConfig
 from lora_jax.models import load, make_dummy
@@ -26,6 +28,7 @@ from serving.config import EngineConfig
 from serving.engine_loop import EngineLoop, LoopParts
 from serving.loading.adapter_loader import AdapterLoader
 from serving.loading.adapter_loaders import AdapterLoaders
+from serving.loading.copier import copier_here
 from serving.loading.esft_parts import EsftParts, make_esft
 from serving.loading.local_experts import LocalExperts
 from serving.lora_server.client import ServerLink
@@ -322,8 +325,9 @@ def _make_loaders(
     remote: InstanceSide | None,
     metrics: EngineMetrics,
 ) -> AdapterLoaders:
-    told = metrics.adapter_loaded_on_device
-    lora = AdapterLoader(allocator, on_loaded=told)
+    told, copier = metrics.adapter_loaded_on_device, copier_here()
+    make_plan = LoadingPlan if copier is None else functools.partial(CopyingPlan, copier=copier)
+    lora = AdapterLoader(allocator, make_plan, on_loaded=told)
     local = LocalExperts(lora) if remote is not None and remote.num_local else None
     if esft is None:
         return AdapterLoaders(lora, allocator.num_slots, remote=remote, local=local)

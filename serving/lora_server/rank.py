@@ -17,6 +17,7 @@ import numpy as np
 
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.residency import SlotAllocator
+from lora_jax.adapters.row_copies import Copier
 from lora_jax.adapters.slots import (
     AdapterSlots,
     clear_slots,
@@ -66,11 +67,13 @@ class ServerRank:
         dtype: jnp.dtype,
         *,
         implementation: str | None = None,
+        copier: Copier | None = None,
     ):
         """`catalogue` is the whole base model's, `implementation` that of ops.lora_gemm, None the
-        fastest. Raises ValueError when no adapter would fit.
+        fastest. With a `copier` the host copies rows to the device. Raises ValueError when no
+        adapter would fit.
         """
-        self._implementation = implementation
+        self._implementation, self._copier = implementation, copier
         self.shard, self.sizes, self.dtype = shard, sizes, jnp.dtype(dtype)
         self._catalogue = mine = shard_catalogue(catalogue, shard)
         spec = size_slots(
@@ -126,7 +129,7 @@ class ServerRank:
             raise ValueError(f"The place of adapter number {number} is taken.")
         self._allocator.check_fits(part)
         placement = self._allocator.place(part, pinned=True)
-        self._loads[number] = LayerwiseLoad(placement, part, self.slots)
+        self._loads[number] = LayerwiseLoad(placement, part, self.slots, self._copier)
 
     def advance(self, max_chunks: int) -> int | None:
         """Write up to `max_chunks` of the oldest load; return its number if that made it known.
