@@ -25,10 +25,10 @@ from lora_jax.models import load, make_dummy
 from lora_jax.nn.decoder import AbstractCausalLM
 from serving.compile_counter import CompileCounter
 from serving.config import EngineConfig
+from serving.copier import copier_here
 from serving.engine_loop import EngineLoop, LoopParts
 from serving.loading.adapter_loader import AdapterLoader
 from serving.loading.adapter_loaders import AdapterLoaders
-from serving.loading.copier import copier_here
 from serving.loading.esft_parts import EsftParts, make_esft
 from serving.loading.local_experts import LocalExperts
 from serving.lora_server.client import ServerLink

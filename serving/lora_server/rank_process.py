@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from lora_jax.adapters.reader import ReadLimits
 from serving.child_process import AbstractChild
-from serving.loading.copier import copier_here
+from serving.copier import copier_here
 from serving.lora_server.calls import Caller, RemoteRank, answer_calls
 from serving.lora_server.rank import ServerRank
 from serving.lora_server.server import RankServer
