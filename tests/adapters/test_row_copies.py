@@ -1,6 +1,5 @@
 """Rows that the host copies are those that programs write, and nobody sees half of them."""
 
-import ctypes
 import dataclasses
 
 import adapter_cases as cases
@@ -8,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from late_copier import LateCopier
 
 from lora_jax.adapters import row_copies
 from lora_jax.adapters.residency import SlotAllocator
@@ -15,26 +15,6 @@ from lora_jax.adapters.row_copies import CopyingPlan
 from lora_jax.adapters.slots import LoadingPlan, init_slots, size_slots
 
 CATALOGUE = cases.moe(layers=2)
-
-
-class LateCopier:
-    """Copies into arrays of the CPU when it is waited for, and says what it did."""
-
-    def __init__(self):
-        self.begun, self.log = [], []
-
-    def begin_write_into(self, array, offset, data):
-        assert data.flags.c_contiguous
-        assert 0 <= offset <= array.nbytes - data.nbytes
-        assert array.dtype == data.dtype
-        self.begun.append((array.unsafe_buffer_pointer() + offset, data))
-        self.log.append("begin")
-
-    def finish_writes(self):
-        for address, data in self.begun:
-            ctypes.memmove(address, data.ctypes.data, data.nbytes)
-        self.begun.clear()
-        self.log.append("finish")
 
 
 def make(dtype):

@@ -1,4 +1,4 @@
-"""Rows are copied by whoever the device's memory belongs to, and by programs where it is nobody's."""
+"""The device's own memory copies rows; where it is nobody's, programs write them."""
 
 from types import SimpleNamespace
 
