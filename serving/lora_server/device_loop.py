@@ -1,10 +1,11 @@
 """A rank's requests as programs of its device: taken, computed and answered without the host.
 
-The host enqueues a program for each message before there is one, and reads later what became of
-it. A program picks its branch by the message's site and number of rows, so it is compiled once for
-all of the rank's buckets; but on a GPU there are as many copies of it as are under way, because a
-CUDA graph holds addresses and is written anew, node by node, where one has changed: each copy finds
-its ticket where it was.
+The host enqueues programs before there is a message, and reads later what became of it. A program
+takes one message of each site in turn, as a layer sends them, and has no branches: those of a CUDA
+graph cost more than kernels that find nothing to do (ten of them took a message a millisecond on an
+H200). On a GPU there are as many copies of a program as are under way, because a graph holds
+addresses and is written anew, node by node, where one has changed: each copy finds its tickets
+where they were.
 """
 
 import dataclasses
@@ -25,8 +26,7 @@ from serving.transport.device_server import Arrived, DeviceServer, Verdict
 _AHEAD = 3  # programs under way, of which the host reads the oldest before it enqueues one more
 _VERDICT = 5  # its place in what a program says
 _NOBODY = -1
-# However short, a program is one CUDA graph on a GPU, branches included: where XLA does not make it
-# one, the host waits for every message to pick the branch, and then launches kernel by kernel.
+# However short, a program is one CUDA graph on a GPU.
 ONE_GRAPH = {"xla_gpu_graph_min_graph_size": "1"}
 
 
@@ -60,7 +60,7 @@ class DeviceLoop:
         else:
             self._programs = [_program(rank, plan, server)] * _AHEAD
         self._device = jax.local_devices()[0]
-        self._tickets = [self._put(np.zeros(8, np.int32)) for _ in range(_AHEAD)]
+        self._tickets = [self._new_tickets() for _ in range(_AHEAD)]
         self._sent = [False] * _AHEAD
         self._turns = 0
         self._limits: dict[float, Array] = {}
@@ -73,14 +73,14 @@ class DeviceLoop:
             self.turn(0, 0.0)
         self.drain()
 
-    def turn(self, version: int, seconds: float) -> Outcome | None:
-        """Enqueue one more program; return what the oldest one says, None if no message came.
+    def turn(self, version: int, seconds: float) -> list[Outcome]:
+        """Enqueue one more program; return what the oldest one says of the messages it took.
 
-        `version` is that of the server's table now; a program waits as many seconds for a message,
-        of which there are few different values.
+        `version` is that of the server's table now; a program waits as many seconds for a message
+        of each site, of which there are few different values.
         """
         place = self._turns % _AHEAD
-        outcome = self._read(place)
+        outcomes = self._read(place)
         if seconds not in self._limits:
             self._limits[seconds] = self._put(np.int32(seconds * 1e6))
         self._tickets[place] = self._programs[place](
@@ -88,25 +88,30 @@ class DeviceLoop:
         )
         self._sent[place] = True
         self._turns += 1
-        return outcome
+        return outcomes
 
     def drain(self) -> list[Outcome]:
         """Return what all programs under way say, when they have ended."""
-        said = [self._read((self._turns + place) % _AHEAD) for place in range(_AHEAD)]
-        return [outcome for outcome in said if outcome is not None]
+        places = [(self._turns + place) % _AHEAD for place in range(_AHEAD)]
+        return [outcome for place in places for outcome in self._read(place)]
+
+    def _new_tickets(self) -> Array:
+        return self._put(np.zeros((len(self._rank.sites), 8), np.int32))
 
     def _compile(self, program: Callable) -> None:
         """Compile a program by running it on nothing."""
-        ticket, no_time = self._put(np.zeros(8, np.int32)), self._put(np.int32(0))
-        jax.block_until_ready(program(self._rank.slots, self._current(0), ticket, no_time))
+        tickets, no_time = self._new_tickets(), self._put(np.int32(0))
+        jax.block_until_ready(program(self._rank.slots, self._current(0), tickets, no_time))
 
-    def _read(self, place: int) -> Outcome | None:
-        """Return what a program under way says when it has ended; None: there is nothing to say."""
+    def _read(self, place: int) -> list[Outcome]:
+        """Return what a program under way says of each message when it has ended."""
         if not self._sent[place]:
-            return None
+            return []
         self._sent[place] = False
-        info = tuple(np.asarray(self._tickets[place]).tolist())
-        return None if info[0] == _NOBODY else Outcome(Verdict(info[_VERDICT]), info)
+        said = np.asarray(self._tickets[place]).tolist()
+        return [
+            Outcome(Verdict(info[_VERDICT]), tuple(info)) for info in said if info[0] != _NOBODY
+        ]
 
     def _current(self, version: int) -> RankTable:
         known = (self._rank.changes, version)
@@ -121,29 +126,27 @@ class DeviceLoop:
 
 
 def _program(rank: ServerRank, plan: ServerPlan, server: DeviceServer) -> Callable:
-    """Return (slots, table, ticket, limit in us) -> ticket, in its place: one message or none."""
-    buckets, moe_layers = rank.sizes.buckets, np.asarray(plan.moe_layers, np.int32)
+    """Return (slots, table, tickets, limit in us) -> tickets, in their place: one for each site."""
+    moe_layers = np.asarray(plan.moe_layers, np.int32)
     options = ONE_GRAPH if jax.default_backend() == "gpu" else None
 
     @functools.partial(jax.jit, compiler_options=options, donate_argnums=2)
-    def serve_one(
-        slots: AdapterSlots, table: RankTable, ticket: Int[Array, "8"], limit: Int[Array, ""]
-    ) -> Int[Array, "8"]:
-        message = server.accept(ticket, limit)
-        layer = jnp.asarray(moe_layers)[message.layer]
-        verdict, row_to_slot = judge(rank, table, message, layer)
-        bucket = jnp.sum(message.rows > jnp.asarray(buckets[:-1], jnp.int32), dtype=jnp.int32)
-        branch = jnp.where(verdict == Verdict.ANSWER, 1 + message.site * len(buckets) + bucket, 0)
-        answers = [
-            functools.partial(_answer, rank, server, site, rows)
-            for site in rank.sites
-            for rows in buckets
-        ]
-        arguments = (slots, message, layer, row_to_slot, verdict)
-        info = jax.lax.switch(branch, [_leave, *answers], *arguments)
-        return info.at[_VERDICT].set(verdict)
+    def serve(
+        slots: AdapterSlots,
+        table: RankTable,
+        tickets: Int[Array, "sites 8"],
+        limit: Int[Array, ""],
+    ) -> Int[Array, "sites 8"]:
+        ticket = tickets[-1]
+        for place, site in enumerate(rank.sites):
+            message = server.accept(ticket, limit, site)
+            layer = jnp.asarray(moe_layers)[message.layer]
+            verdict, row_to_slot = judge(rank, table, message, layer)
+            ticket = _answer(rank, server, site, slots, message, layer, row_to_slot, verdict)
+            tickets = tickets.at[place].set(ticket.at[_VERDICT].set(verdict))
+        return tickets
 
-    return serve_one
+    return serve
 
 
 def judge(
@@ -163,29 +166,22 @@ def judge(
     well = jnp.all(mine | ~real) & here & (message.table_version <= table.version)
     ready = jnp.all((table.num_ready[place] > layer) | ~real)
     verdict = jnp.where(well & ready, Verdict.ANSWER, Verdict.LEAVE)
-    return verdict.astype(jnp.int32), jnp.where(real, table.slots[place], _NOBODY)
-
-
-def _leave(slots, message: Arrived, layer, row_to_slot, verdict) -> Array:
-    """Do nothing: there is no message, or it is the host's."""
-    del slots, layer, row_to_slot, verdict
-    return message.info
+    row_to_slot = jnp.where(real & (verdict == Verdict.ANSWER), table.slots[place], _NOBODY)
+    return verdict.astype(jnp.int32), row_to_slot
 
 
 def _answer(
     rank: ServerRank,
     server: DeviceServer,
     site: int,
-    rows: int,
     slots: AdapterSlots,
     message: Arrived,
     layer: Int[Array, ""],
     row_to_slot: Int[Array, "max_rows"],
     verdict: Int[Array, ""],
 ) -> Array:
-    """Compute at most `rows` rows of a site and push them back."""
-    x = server.rows_of(message, site, rows)
-    owners = row_to_slot[:rows], message.experts[:rows]
-    deltas = rank.traced_deltas(slots, site, layer, x, *owners)
+    """Compute a message's rows and push them back, if it is of this site and to be answered."""
+    x = server.rows_of(message, site, server.shapes.max_rows)
+    deltas = rank.traced_deltas(slots, site, layer, x, row_to_slot, message.experts)
     dtype = server.shapes.result_dtype
     return server.answer(message, verdict, [d.astype(dtype) for d in deltas], site).info

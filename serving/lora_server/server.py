@@ -178,7 +178,8 @@ class RankServer:
             self._stopping.wait(idle_s)
             return
         if self._programs is not None:
-            self._heed(transport, self._programs.turn(self._version, idle_s))
+            for outcome in self._programs.turn(self._version, idle_s):
+                self._heed(transport, outcome)
             return
         request, under_way = None, self._under_way
         if len(under_way) < _DEPTH:
@@ -188,10 +189,8 @@ class RankServer:
         elif under_way:
             self._answer(transport, *under_way.popleft())
 
-    def _heed(self, transport: AbstractServer, outcome: Outcome | None) -> None:
+    def _heed(self, transport: AbstractServer, outcome: Outcome) -> None:
         """Count what a program did; what it left waits for a layer, or is not to be answered."""
-        if outcome is None:
-            return
         if outcome.verdict == Verdict.LEAVE:
             assert isinstance(transport, DeviceServer), "a program without its server"
             request = transport.left(outcome.info)

@@ -67,8 +67,7 @@ class Exchanges:
 
     def served(self, version=0, seconds=0.02):
         """Return what the loop says of one message."""
-        said = [self.loop.turn(version, seconds), *self.loop.drain()]
-        return [outcome for outcome in said if outcome is not None]
+        return [*self.loop.turn(version, seconds), *self.loop.drain()]
 
     def wait(self):
         widths = self._shapes.sites[self.site].d_outs
