@@ -183,5 +183,4 @@ def _answer(
     """Compute a message's rows and push them back, if it is of this site and to be answered."""
     x = server.rows_of(message, site, server.shapes.max_rows)
     deltas = rank.traced_deltas(slots, site, layer, x, row_to_slot, message.experts)
-    dtype = server.shapes.result_dtype
-    return server.answer(message, verdict, [d.astype(dtype) for d in deltas], site).info
+    return server.answer(message, verdict, deltas, site).info
