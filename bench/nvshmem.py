@@ -26,7 +26,7 @@ from lora_jax.placement.shape import AdapterShape
 from serving.role_gpu import use_gpu
 from serving.transport import device_ends, device_memory, symmetric
 from serving.transport.base import AbstractClient, PushRows, Status
-from serving.transport.device_server import DeviceServer, Verdict
+from serving.transport.device_server import DeviceServer, Verdict, no_ticket
 from serving.transport.rendezvous import unix_listener
 from serving.transport.shapes import GATE_UP, Shapes, moe_shapes
 from serving.transport.terms import Terms
@@ -82,12 +82,12 @@ def answer_until(server: DeviceServer, done: Path) -> None:
 
     @jax.jit
     def serve_one(ticket):
-        message = server.accept(ticket, 20_000)
-        verdict = jnp.where(message.rows > 0, Verdict.ANSWER, Verdict.LEAVE).astype(jnp.int32)
-        x = server.rows_of(message, GATE_UP, MOST_ROWS).astype(jnp.float32)
-        return server.answer(message, verdict, [x * 2, x * -3], GATE_UP).info
+        messages = server.accept(ticket, 20_000)
+        x = server.rows_of(messages, GATE_UP, MOST_ROWS).astype(jnp.float32)
+        verdicts = jnp.full(len(ticket), Verdict.ANSWER, jnp.int32)
+        return server.answer(messages, verdicts, [x * 2, x * -3], GATE_UP).info
 
-    ticket = jnp.zeros(8, jnp.int32)
+    ticket = jnp.asarray(no_ticket())
     flying = []
     while not done.exists():
         ticket = serve_one(ticket)

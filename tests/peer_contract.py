@@ -24,19 +24,20 @@ from transport_contract import TransportContract, wait_for
 
 from serving.transport import device_memory
 from serving.transport.base import Status
+from serving.transport.device_server import no_ticket
 from serving.transport.shapes import DOWN, GATE_UP
 
 REFUSED_LAYER = LAYERS - 1
 _IDLE_US = 20_000  # of a round without a message
 
 
-def traced_deltas(shapes, site, layer, x, adapters, experts):
+def traced_deltas(shapes, site, row_to_layer, x, adapters, experts):
     """What transport_cases.deltas_of computes, as a program."""
     wide = x.astype(jnp.float32)
     per_row = (
         adapters.astype(jnp.float32) * jnp.float32(0.5)
         + experts.astype(jnp.float32) * jnp.float32(0.25)
-        + layer.astype(jnp.float32)
+        + row_to_layer.astype(jnp.float32)
     )[:, None]
     return tuple(
         (jnp.resize(wide.T, (d_out, len(wide))).T * jnp.float32(k + 1) + per_row).astype(
@@ -47,20 +48,21 @@ def traced_deltas(shapes, site, layer, x, adapters, experts):
 
 
 def server_program(server):
-    """Return a program that takes and answers two messages; those of one layer are refused."""
+    """Return a program that takes and answers messages twice; those of one layer are refused."""
     shapes = server.shapes
 
     @jax.jit
     def program(ticket):
         for _ in range(2):
-            message = server.accept(ticket, _IDLE_US)
-            ok = message.layer != REFUSED_LAYER
+            messages = server.accept(ticket, _IDLE_US)
+            ok = messages.layers != REFUSED_LAYER
+            row_to_layer = messages.layers[messages.row_to_message]
             for site in (GATE_UP, DOWN):
-                x = server.rows_of(message, site, MAX_ROWS)
-                owners = (message.adapters, message.experts)
-                deltas = traced_deltas(shapes, site, message.layer, x, *owners)
-                message = server.answer(message, ok, deltas, site)
-            ticket = message.info
+                x = server.rows_of(messages, site, MAX_ROWS)
+                owners = (messages.adapters, messages.experts)
+                deltas = traced_deltas(shapes, site, row_to_layer, x, *owners)
+                messages = server.answer(messages, ok, deltas, site)
+            ticket = messages.info
         return ticket
 
     return program
@@ -70,7 +72,7 @@ def server_program(server):
 def serving_on(server, device):
     """Run a server's programs on a thread, and end it."""
     program, stopping = server_program(server), threading.Event()
-    ticket = jax.block_until_ready(program(jax.device_put(jnp.zeros(8, jnp.int32), device)))
+    ticket = jax.block_until_ready(program(jax.device_put(no_ticket(), device)))
 
     def run():
         found = ticket

@@ -12,7 +12,8 @@ from cuda_emulator import compile_transport
 from driver_double import compile_double
 from server_process import ROOT
 
-from cuda_backend.peer import Calls, PeerDevice
+from cuda_backend.peer import PeerDevice
+from cuda_backend.peer_ends import calls_of
 from cuda_backend.peer_memory import Device
 from serving.transport import device_memory
 from serving.transport.device_server import DeviceServer
@@ -26,7 +27,7 @@ class EmulatedGpus:
     def __init__(self, folder: Path):
         self.folder = str(folder)
         self.driver = compile_double(_DOUBLE, folder)
-        self.calls = Calls(compile_transport(folder))
+        self.calls = calls_of(compile_transport(folder))
 
     def device(self, number: int) -> PeerDevice:
         """Return one of them."""
@@ -39,7 +40,7 @@ class CompiledGpus(EmulatedGpus):
     def __init__(self, folder: Path):
         self.folder = str(folder)
         self.driver = str(folder / "libcuda_double.so")
-        self.calls = Calls(ctypes.CDLL(str(folder / "emulated.so")))
+        self.calls = calls_of(ctypes.CDLL(str(folder / "emulated.so")))
 
 
 class RealGpus:

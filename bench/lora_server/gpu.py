@@ -18,6 +18,7 @@ from serving.lora_server.device_loop import ONE_GRAPH
 from serving.transport import device_memory
 from serving.transport.device_client import DeviceClient
 from serving.transport.device_ends import DeviceEnds
+from serving.transport.device_server import no_ticket
 
 LIMIT_S = 2.0  # for a wait: a hang ends, and is told by the statuses
 FEW, CALLS, SAMPLES = 8, 25, 5  # calls of a program, and how often they are timed
@@ -65,9 +66,7 @@ class Gpu:
                 programs.server_program(case, server, options if on_gpu else None)
                 for _ in range(_AHEAD)
             ]
-            tickets = [
-                step(self._put(np.zeros(8, np.int32)), self._pools, self.mode) for step in steps
-            ]
+            tickets = [step(self._put(no_ticket()), self._pools, self.mode) for step in steps]
             jax.block_until_ready(tickets)
         stopping = threading.Event()
         thread = threading.Thread(target=self._run, args=(steps, tickets, stopping), daemon=True)
@@ -153,7 +152,7 @@ class Gpu:
 
     def error(self) -> float:
         """Return the largest relative error of some rows' gate deltas against float64."""
-        case, rows = self._case, self._rows[0]
+        case, rows = self._case, self._rows[0][0]
         with self._here():
             x = self._state()[0]
             sent = np.flatnonzero(np.asarray(rows.row_to_server) >= 0)
@@ -168,7 +167,7 @@ class Gpu:
 
     def _wanted(self, x: np.ndarray, some: np.ndarray) -> np.ndarray:
         """Return the gate deltas of these rows, in float64."""
-        case, rows = self._case, self._rows[0]
+        case, rows = self._case, self._rows[0][0]
         owners = np.asarray(rows.row_to_adapter)[some] * case.experts
         owners = owners + np.asarray(rows.row_to_expert)[some]
         places = jnp.asarray((owners[:, None] * case.rank + np.arange(case.rank)).reshape(-1))
@@ -203,7 +202,11 @@ class Gpu:
 
     def _set_batch(self, plan: Plan, tokens: int, seed: int) -> None:
         self._tokens = tokens
-        self._rows = self._put(programs.make_rows(self._case, plan, tokens, seed))
+        each = [
+            programs.make_rows(self._case, plan, tokens, (seed, sender))
+            for sender in range(plan.senders)
+        ]
+        self._rows = self._put(list(zip(*each, strict=True)))  # of a layer: every sender's
 
     def _base_weights(self) -> dict:
         if not self._weights:

@@ -47,8 +47,9 @@ def mixtral(adapters: int) -> Case:
 class Plan:
     """A placement; how many of its ranks, and how many instances, have a GPU here.
 
-    With `senders` above 1 every instance sends each layer's rows so many times, as if so many
-    instances were there and came at the same moment, and waits for all of the answers.
+    With `senders` above 1 every instance sends so many messages for each layer, of other experts
+    and adapters each, as if so many instances were there and came at the same moment, and waits
+    for all of the answers.
     """
 
     name: str

@@ -78,7 +78,7 @@ def make_weights(case: Case) -> dict:
     return found
 
 
-def make_rows(case: Case, plan: Plan, tokens: int, seed: int) -> list[PushRows]:
+def make_rows(case: Case, plan: Plan, tokens: int, seed: Sequence[int]) -> list[PushRows]:
     """Return where the rows of each layer go: the best experts at random, adapters by Zipf."""
     rng, placement = np.random.default_rng(seed), plan.placement(case)
     owners = popular("zipf", tokens, case.adapters, rng)
@@ -99,15 +99,15 @@ def make_rows(case: Case, plan: Plan, tokens: int, seed: int) -> list[PushRows]:
 def server_program(case: Case, server: DeviceServer, options: dict[str, str] | None) -> Callable:
     """Return (ticket, pools, mode) -> ticket: messages of both sites in turn, without the host.
 
-    The ticket is donated: a graph whose addresses change is written anew, node by node.
-    A program has no branches: those of a CUDA graph take longer than kernels that find nothing to
-    do. So what a mode leaves out still costs its launches.
+    Those of one site that wait are taken together. The ticket is donated: a graph whose addresses
+    change is written anew, node by node. A program has no branches: those of a CUDA graph take
+    longer than kernels that find nothing to do. So what a mode leaves out still costs its launches.
     """
     rows = server.shapes.max_rows
 
     def take(ticket, site, pools, mode):
-        message, names = server.accept(ticket, IDLE_US, site), SITES[site]
-        x = server.rows_of(message, site, rows)
+        messages, names = server.accept(ticket, IDLE_US, site), SITES[site]
+        x = server.rows_of(messages, site, rows)
         d_in, d_out = case.sizes(names[0])
         deltas = lora_gemms(
             [None] * len(names),
@@ -117,12 +117,13 @@ def server_program(case: Case, server: DeviceServer, options: dict[str, str] | N
             pools["entries"],
             pools["scaling"],
             [MATRICES.index(name) for name in names],
-            jnp.where(mode == LORA, message.adapters, -1),
-            message.experts,
+            jnp.where(mode == LORA, messages.adapters, -1),
+            messages.experts,
             max_rank=case.rank,
         )
         deltas = [delta.astype(server.shapes.result_dtype) for delta in deltas]
-        return server.answer(message, mode >= ECHO, deltas, site).info
+        verdicts = jnp.broadcast_to(mode >= ECHO, (len(ticket),))
+        return server.answer(messages, verdicts, deltas, site).info
 
     @functools.partial(jax.jit, compiler_options=options, donate_argnums=0)
     def step(ticket, pools, mode):
@@ -145,11 +146,11 @@ def program(one_layer: OneLayer) -> Callable:
 
     def step(state, w, all_rows):
         x, gate, up, worst = state
+        seen = [worst[None]]  # looked at together: a look at each would be a launch of its own
         for layer, rows in enumerate(all_rows):
             x, gate, up, statuses = one_layer(x, gate, up, w, layer, rows)
-            for status in statuses:
-                worst = jnp.maximum(worst, jnp.max(status))
-        return x, gate, up, worst
+            seen += statuses
+        return x, gate, up, jnp.max(jnp.concatenate(seen))
 
     return jax.jit(step, donate_argnums=0)
 
@@ -166,11 +167,11 @@ def exchange_layer(clients: Sequence[AbstractClient]) -> OneLayer:
 
     def layer_step(x, gate, up, w, layer, rows):
         del w
-        for client in clients:
-            x = client.push(x, GATE_UP, layer, rows)
+        for client, own in zip(clients, rows, strict=True):
+            x = client.push(x, GATE_UP, layer, own)
         (gate, up), first = _wait_all(clients, (gate, up), x, GATE_UP, rows)
-        for client in clients:
-            gate = client.push(gate, DOWN, layer, rows)
+        for client, own in zip(clients, rows, strict=True):
+            gate = client.push(gate, DOWN, layer, own)
         (x,), second = _wait_all(clients, (x,), gate, DOWN, rows)
         return x, gate, up, first + second
 
@@ -184,13 +185,13 @@ def overlap_layer(clients: Sequence[AbstractClient]) -> OneLayer:
     """
 
     def layer_step(x, gate, up, w, layer, rows):
-        for client in clients:
-            x = client.push(x, GATE_UP, layer, rows)
+        for client, own in zip(clients, rows, strict=True):
+            x = client.push(x, GATE_UP, layer, own)
         y = experts_matmul(x, w["gate"]), experts_matmul(x, w["up"])
         y, first = _wait_all(clients, y, x, GATE_UP, rows)
         inner = jax.nn.silu(y[0]) * y[1]
-        for client in clients:
-            inner = client.push(inner, DOWN, layer, rows)
+        for client, own in zip(clients, rows, strict=True):
+            inner = client.push(inner, DOWN, layer, own)
         y = (experts_matmul(inner, w["down"]),)
         y, second = _wait_all(clients, y, inner, DOWN, rows)
         return bounded(y[0]), gate, up, first + second
@@ -199,12 +200,16 @@ def overlap_layer(clients: Sequence[AbstractClient]) -> OneLayer:
 
 
 def _wait_all(
-    clients: Sequence[AbstractClient], ys: tuple, keep: jax.Array, site: int, rows: PushRows
+    clients: Sequence[AbstractClient],
+    ys: tuple,
+    keep: jax.Array,
+    site: int,
+    rows: Sequence[PushRows],
 ) -> tuple[tuple, list[jax.Array]]:
     """Return ys with every client's answer added, and the statuses."""
     statuses = []
-    for client in clients:
-        ys, status = client.wait_add(ys, keep, site, rows)
+    for client, own in zip(clients, rows, strict=True):
+        ys, status = client.wait_add(ys, keep, site, own)
         statuses.append(status)
     return ys, statuses
 

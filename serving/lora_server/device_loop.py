@@ -1,11 +1,12 @@
 """A rank's requests as programs of its device: taken, computed and answered without the host.
 
 The host enqueues programs before there is a message, and reads later what became of it. A program
-takes one message of each site in turn, as a layer sends them, and has no branches: those of a CUDA
-graph cost more than kernels that find nothing to do (ten of them took a message a millisecond on an
-H200). On a GPU there are as many copies of a program as are under way, because a graph holds
-addresses and is written anew, node by node, where one has changed: each copy finds its tickets
-where they were.
+takes, of each site in turn, as layers send them, all messages that wait, so that instances which
+come at the same moment share its launches; the bits of a row do not depend on its neighbours. It
+has no branches: those of a CUDA graph cost more than kernels that find nothing to do (ten of them
+took a message a millisecond on an H200). On a GPU there are as many copies of a program as are
+under way, because a graph holds addresses and is written anew, node by node, where one has changed:
+each copy finds its tickets where they were.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.typing import Array, Int
 from serving.lora_server.rank import ServerRank
 from serving.lora_server.shards import ServerPlan
-from serving.transport.device_server import Arrived, DeviceServer, Verdict
+from serving.transport.device_server import Arrived, DeviceServer, Verdict, no_ticket
 
 _AHEAD = 3  # programs under way, of which the host reads the oldest before it enqueues one more
 _VERDICT = 5  # its place in what a program says
@@ -96,7 +97,8 @@ class DeviceLoop:
         return [outcome for place in places for outcome in self._read(place)]
 
     def _new_tickets(self) -> Array:
-        return self._put(np.zeros((len(self._rank.sites), 8), np.int32))
+        one = no_ticket(self._rank.most_messages)
+        return self._put(np.tile(one, (len(self._rank.sites), 1, 1)))
 
     def _compile(self, program: Callable) -> None:
         """Compile a program by running it on nothing."""
@@ -108,10 +110,9 @@ class DeviceLoop:
         if not self._sent[place]:
             return []
         self._sent[place] = False
-        said = np.asarray(self._tickets[place]).tolist()
-        return [
-            Outcome(Verdict(info[_VERDICT]), tuple(info)) for info in said if info[0] != _NOBODY
-        ]
+        said = np.concatenate(np.asarray(self._tickets[place])).tolist()
+        taken = [info for info in said if info[0] != _NOBODY]
+        return [Outcome(Verdict(info[_VERDICT]), tuple(info)) for info in taken]
 
     def _current(self, version: int) -> RankTable:
         known = (self._rank.changes, version)
@@ -126,7 +127,7 @@ class DeviceLoop:
 
 
 def _program(rank: ServerRank, plan: ServerPlan, server: DeviceServer) -> Callable:
-    """Return (slots, table, tickets, limit in us) -> tickets, in their place: one for each site."""
+    """Return (slots, table, tickets, limit in us) -> tickets, in their place: a row for a site."""
     moe_layers = np.asarray(plan.moe_layers, np.int32)
     options = ONE_GRAPH if jax.default_backend() == "gpu" else None
 
@@ -134,40 +135,41 @@ def _program(rank: ServerRank, plan: ServerPlan, server: DeviceServer) -> Callab
     def serve(
         slots: AdapterSlots,
         table: RankTable,
-        tickets: Int[Array, "sites 8"],
+        tickets: Int[Array, "sites messages 8"],
         limit: Int[Array, ""],
-    ) -> Int[Array, "sites 8"]:
+    ) -> Int[Array, "sites messages 8"]:
         ticket = tickets[-1]
         for place, site in enumerate(rank.sites):
-            message = server.accept(ticket, limit, site)
-            layer = jnp.asarray(moe_layers)[message.layer]
-            verdict, row_to_slot = judge(rank, table, message, layer)
-            ticket = _answer(rank, server, site, slots, message, layer, row_to_slot, verdict)
-            tickets = tickets.at[place].set(ticket.at[_VERDICT].set(verdict))
+            messages = server.accept(ticket, limit, site)
+            layers = jnp.asarray(moe_layers)[messages.layers]
+            verdicts, row_to_slot = judge(rank, table, messages, layers)
+            ticket = _answer(rank, server, site, slots, messages, layers, row_to_slot, verdicts)
+            tickets = tickets.at[place].set(ticket.at[:, _VERDICT].set(verdicts))
         return tickets
 
     return serve
 
 
 def judge(
-    rank: ServerRank, table: RankTable, message: Arrived, layer: Int[Array, ""]
-) -> tuple[Int[Array, ""], Int[Array, "max_rows"]]:
-    """Return whether a message is answered or left to the host, and the slots of its rows.
+    rank: ServerRank, table: RankTable, messages: Arrived, layers: Int[Array, "messages"]
+) -> tuple[Int[Array, "messages"], Int[Array, "max_rows"]]:
+    """Return whether each message is answered or left to the host, and the slots of their rows.
 
     Nothing is refused here: the table is that of when the program was enqueued, and an adapter may
     have come since. The host, which knows, answers or refuses what is left.
     """
-    shard = rank.shard
-    real = jnp.arange(message.adapters.shape[0]) < message.rows
-    place = jnp.where(real, message.adapters % len(table.numbers), 0)
-    expert = message.experts - shard.first_expert
-    mine = (table.numbers[place] == message.adapters) & (expert >= 0) & (expert < shard.num_experts)
-    here = jnp.isin(layer, jnp.asarray(shard.layers, jnp.int32))
-    well = jnp.all(mine | ~real) & here & (message.table_version <= table.version)
-    ready = jnp.all((table.num_ready[place] > layer) | ~real)
-    verdict = jnp.where(well & ready, Verdict.ANSWER, Verdict.LEAVE)
-    row_to_slot = jnp.where(real & (verdict == Verdict.ANSWER), table.slots[place], _NOBODY)
-    return verdict.astype(jnp.int32), row_to_slot
+    shard, owner = rank.shard, messages.row_to_message
+    real = owner >= 0
+    place = jnp.where(real, messages.adapters % len(table.numbers), 0)
+    expert = messages.experts - shard.first_expert
+    mine = (table.numbers[place] == messages.adapters) & (expert >= 0)
+    mine &= (expert < shard.num_experts) & (table.num_ready[place] > layers[owner])
+    here = jnp.isin(layers, jnp.asarray(shard.layers, jnp.int32))
+    known = here & (messages.table_versions <= table.version) & (messages.clients != _NOBODY)
+    foreign = (owner[None] == jnp.arange(len(layers))[:, None]) & ~mine[None]
+    well = known & ~jnp.any(foreign, axis=1)
+    verdicts = jnp.where(well, Verdict.ANSWER, Verdict.LEAVE).astype(jnp.int32)
+    return verdicts, jnp.where(real & well[owner], table.slots[place], _NOBODY)
 
 
 def _answer(
@@ -175,12 +177,13 @@ def _answer(
     server: DeviceServer,
     site: int,
     slots: AdapterSlots,
-    message: Arrived,
-    layer: Int[Array, ""],
+    messages: Arrived,
+    layers: Int[Array, "messages"],
     row_to_slot: Int[Array, "max_rows"],
-    verdict: Int[Array, ""],
+    verdicts: Int[Array, "messages"],
 ) -> Array:
-    """Compute a message's rows and push them back, if it is of this site and to be answered."""
-    x = server.rows_of(message, site, server.shapes.max_rows)
-    deltas = rank.traced_deltas(slots, site, layer, x, row_to_slot, message.experts)
-    return server.answer(message, verdict, deltas, site).info
+    """Compute the messages' rows and push them back, those of this site that are to be answered."""
+    x = server.rows_of(messages, site, server.shapes.max_rows)
+    row_to_layer = layers[messages.row_to_message] if len(layers) > 1 else layers[0]
+    deltas = rank.traced_deltas(slots, site, row_to_layer, x, row_to_slot, messages.experts)
+    return server.answer(messages, verdicts, deltas, site).info

@@ -31,9 +31,11 @@ from lora_jax.ops.lora_gemm import delta_dtype, lora_gemms
 from lora_jax.typing import Array, Float, Int
 from serving.lora_server.loading import LayerwiseLoad
 from serving.lora_server.shards import SITES, Shard, shard_catalogue
+from serving.transport.device_server import MOST_MESSAGES
 
 _SMALLEST_BUCKET, _BUCKET_FACTOR = 8, 4
 _FREE = -1
+_MOST_SLOTS = 65535  # of one table: what the kernels of ops.lora_gemm take
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +91,12 @@ class ServerRank:
         self._slots_of = np.full(sizes.num_adapters, _FREE, np.int32)  # by place
         self._num_ready = np.zeros(sizes.num_adapters, np.int32)  # layers, by place
         self.changes = 0  # of what `table` returns
+
+    @property
+    def most_messages(self) -> int:
+        """Return how many messages, each of a layer of its own, `traced_deltas` takes at once."""
+        _, layers, slots, _ = self.slots.entries.shape
+        return MOST_MESSAGES if layers * slots <= _MOST_SLOTS else 1
 
     @property
     def is_loading(self) -> bool:
@@ -210,12 +218,15 @@ class ServerRank:
         self,
         slots: AdapterSlots,
         site: int,
-        layer: Int[Array, ""] | np.int32,
+        layer: Int[Array, ""] | Int[Array, "rows"] | np.int32,
         x: Array | np.ndarray,
         row_to_slot: Array | np.ndarray,
         row_to_expert: Array | np.ndarray,
     ) -> tuple[Float[Array, "rows _"], ...]:
-        """Return `deltas` with the adapters in `slots`; in a program too."""
+        """Return `deltas` with the adapters in `slots`; in a program too.
+
+        Rows may be of different layers, where `most_messages` is more than one.
+        """
         return shard_deltas(
             slots,
             layer,
@@ -263,7 +274,7 @@ class ServerRank:
 )
 def shard_deltas(
     slots: AdapterSlots,
-    layer: Int[Array, ""],
+    layer: Int[Array, ""] | Int[Array, "rows"],
     x: Float[Array, "rows d_in"],
     row_to_slot: Int[Array, "rows"],
     row_to_expert: Int[Array, "rows"],
@@ -277,14 +288,19 @@ def shard_deltas(
     """Return scaling * (x A^T) B of each row for every module; of slot -1 it is zero.
 
     They are a coupled engine's deltas, in ops.lora_gemm.delta_dtype: the instance's sum has the
-    bits of that engine's. The layer is data, so that one program serves them all. Without
-    `first_expert` the modules are of no expert.
+    bits of that engine's. The layer is data, so that one program serves them all; with one for each
+    row, all layers' slots are one table. Without `first_expert` the modules are of no expert.
     """
-    entries, scaling = slots.entries[:, layer], slots.scaling[:, layer]
+    entries, scaling = slots.entries, slots.scaling
+    if layer.ndim:
+        row_to_slot = jnp.where(row_to_slot < 0, -1, layer * entries.shape[2] + row_to_slot)
+        entries, scaling = (t.reshape(len(t), -1, *t.shape[3:]) for t in (entries, scaling))
+    else:
+        entries, scaling = entries[:, layer], scaling[:, layer]
     options = {"max_rank": max_rank, "implementation": implementation}
     experts = None if first_expert is None else row_to_expert - first_expert
     if experts is None:
-        options["items"] = adapter_items(row_to_slot, slots.num_slots, max_rank=max_rank)
+        options["items"] = adapter_items(row_to_slot, scaling.shape[1], max_rank=max_rank)
     deltas = []
     for width, group in itertools.groupby(zip(modules, widths, strict=True), lambda one: one[1]):
         sites = [module for module, _ in group]

@@ -1,7 +1,8 @@
 """One rank of a LoRA Server at work: requests one by one, adapters written in between.
 
 While the device computes for one instance the next one's rows are received and the results of the
-one before are sent (InfiniLoRA, section 5.1).
+one before are sent (InfiniLoRA, section 5.1); a device that takes them itself computes for all that
+wait at once.
 
 The loop owns the device. Other threads bring adapters (`load`, `unload`): they read and cut the
 files themselves and leave the loop only the writes, a few between two requests.

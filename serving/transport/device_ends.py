@@ -114,19 +114,25 @@ class ServerEnd(Protocol):
         ...
 
     def accept(
-        self, after: Int[Array, "8"], rows: int, limit_us: Int[Array, ""], site: int
-    ) -> tuple[Array, Array, Array]:
-        """Traced: (info, adapters, experts) of the next message."""
+        self, after: Int[Array, "messages 8"], rows: int, limit_us: Int[Array, ""], site: int
+    ) -> tuple[Array, Array, Array, Array]:
+        """Traced: (info, adapters, experts, row_to_message) of the next messages."""
         ...
 
-    def fetch_rows(self, info: Int[Array, "8"], site: int, shape: jax.ShapeDtypeStruct) -> Array:
-        """Traced: the rows of the message, if it is of this site."""
+    def fetch_rows(
+        self, info: Int[Array, "messages 8"], site: int, shape: jax.ShapeDtypeStruct
+    ) -> Array:
+        """Traced: the rows of the messages, if they are of this site."""
         ...
 
     def answer(
-        self, info: Int[Array, "8"], verdict: Int[Array, ""], deltas: Sequence[Array], site: int
-    ) -> Int[Array, "8"]:
-        """Traced: push results to the client of the message, if it is of this site."""
+        self,
+        info: Int[Array, "messages 8"],
+        verdicts: Int[Array, "messages"],
+        deltas: Sequence[Array],
+        site: int,
+    ) -> Int[Array, "messages 8"]:
+        """Traced: push results to the clients of the messages, if they are of this site."""
         ...
 
     def stop(self, on: bool) -> None:

@@ -1,7 +1,7 @@
 """A server whose landing slots are in the memory of devices.
 
 It is used in two ways: as any AbstractServer, rows travelling over the host's memory, or inside
-programs of its device (`accept`, `rows_of`, `answer`), where a message is taken, computed and
+programs of its device (`accept`, `rows_of`, `answer`), where messages are taken, computed and
 answered without the host. No program may be under way during `receive`; what programs leave, the
 host answers.
 """
@@ -22,6 +22,8 @@ from serving.transport.seating import AbstractSeatingServer
 from serving.transport.shapes import Shapes
 
 ANY_SITE = -1
+MOST_MESSAGES = 8  # that a program takes at once
+_INFO_WORDS = 8  # that it says of each
 _DROPPED = 6  # its place among the counts
 
 
@@ -35,6 +37,11 @@ class _Seat:
     link: int
 
 
+def no_ticket(messages: int = MOST_MESSAGES) -> np.ndarray:
+    """Return what the first `accept` of programs with so many messages each is behind."""
+    return np.zeros((messages, _INFO_WORDS), np.int32)
+
+
 class Verdict(enum.IntEnum):
     """What a program does with a message."""
 
@@ -46,31 +53,36 @@ class Verdict(enum.IntEnum):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Arrived:
-    """A message inside a program of the server's device; client -1: none came in time."""
+    """Messages of one site inside a program of the server's device, from a client each.
 
-    info: Int[Array, "8"]
+    Their rows lie one behind the other. Client and site -1: no more messages came in time.
+    """
+
+    info: Int[Array, "messages 8"]
     adapters: Int[Array, "max_rows"]  # -1 behind the real rows
     experts: Int[Array, "max_rows"]
+    row_to_message: Int[Array, "max_rows"]  # -1 there too
 
     @property
-    def client(self) -> Int[Array, ""]:
-        return self.info[0]
+    def clients(self) -> Int[Array, "messages"]:
+        return self.info[:, 0]
 
     @property
     def site(self) -> Int[Array, ""]:
-        return self.info[1]
+        return self.info[0, 1]
 
     @property
-    def layer(self) -> Int[Array, ""]:
-        return self.info[2]
+    def layers(self) -> Int[Array, "messages"]:
+        return self.info[:, 2]
 
     @property
     def rows(self) -> Int[Array, ""]:
-        return self.info[3]
+        """Return how many there are of all messages."""
+        return jnp.sum(self.info[:, 3])
 
     @property
-    def table_version(self) -> Int[Array, ""]:
-        return self.info[4]
+    def table_versions(self) -> Int[Array, "messages"]:
+        return self.info[:, 4]
 
 
 class DeviceServer(AbstractSeatingServer[_Seat]):
@@ -121,40 +133,49 @@ class DeviceServer(AbstractSeatingServer[_Seat]):
                 self._end.detach(seat.index)
 
     def accept(
-        self, after: Int[Array, "8"], limit_us: Int[Array, ""] | int, site: int = ANY_SITE
+        self,
+        after: Int[Array, "messages 8"],
+        limit_us: Int[Array, ""] | int,
+        site: int = ANY_SITE,
     ) -> Arrived:
-        """Traced: the next message of any client, in turn, behind what gave `after`.
+        """Traced: the next messages of any clients, in turn, behind what gave `after`.
 
-        Waits as many microseconds, which are data. With a site, for messages of that one, and no
-        longer than until one of another site waits: for programs that take sites in turns.
+        What waits of one site, in as many messages as `after` has lines and as fit `max_rows`; or
+        the first one to come within as many microseconds, which are data. With a site, those of
+        that one, waiting no longer than until one of another site is there: for programs that take
+        sites in turns.
         """
         limit = jnp.asarray(limit_us, jnp.int32)
         return Arrived(*self._end.accept(after, self.shapes.max_rows, limit, site))
 
-    def rows_of(self, message: Arrived, site: int, rows: int) -> Float[Array, "rows d_in"]:
-        """Traced: the message's rows, at most `rows`; undefined if it is of another site."""
+    def rows_of(self, messages: Arrived, site: int, rows: int) -> Float[Array, "rows d_in"]:
+        """Traced: the messages' rows, at most `rows`; undefined if they are of another site."""
         shape = jax.ShapeDtypeStruct((rows, self.shapes.sites[site].d_in), self.shapes.row_dtype)
-        return self._end.fetch_rows(message.info, site, shape)
+        return self._end.fetch_rows(messages.info, site, shape)
 
     def answer(
-        self, message: Arrived, verdict: Int[Array, ""], deltas: Sequence[Array], site: int
+        self,
+        messages: Arrived,
+        verdicts: Int[Array, "messages"],
+        deltas: Sequence[Array],
+        site: int,
     ) -> Arrived:
-        """Traced: push [rows or more, d_out] for each output of a site, or as the verdict says.
+        """Traced: push [rows or more, d_out] for each output of a site, or as the verdicts say.
 
-        A message of another site is left alone. Raises ValueError for deltas that do not fit; none
-        at all will do for a message that is not answered.
+        Messages of another site are left alone. Raises ValueError for deltas that do not fit; none
+        at all will do where no message is answered.
         """
         spec, dtype = self.shapes.sites[site], self.shapes.result_dtype
         got = [(d.shape[1:], d.dtype) for d in deltas]
         if deltas and got != [((width,), dtype) for width in spec.d_outs]:
             raise ValueError(f"{spec.name} answers in {dtype} of widths {spec.d_outs}, got {got}.")
-        info = self._end.answer(message.info, verdict.astype(jnp.int32), deltas, site)
-        return dataclasses.replace(message, info=info)
+        info = self._end.answer(messages.info, verdicts.astype(jnp.int32), deltas, site)
+        return dataclasses.replace(messages, info=info)
 
     def left(self, info: Sequence[int]) -> Request | None:
         """Return a message that a program left, for `respond` or `refuse`; None: its client went.
 
-        `info` is what the program's `Arrived` says.
+        `info` is the message's line of the program's `Arrived`.
         """
         index, site, layer, rows, version = info[:5]
         with self._lock:

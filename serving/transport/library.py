@@ -42,21 +42,8 @@ _CALLS = {  # name -> result, arguments; see csrc/handlers.cc
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-class Calls:
-    """The library's C calls by their short names; each lets go of Python's lock."""
-
-    def __init__(self, library: ctypes.CDLL):
-        for name, (result, *arguments) in _CALLS.items():
-            call = getattr(library, _PREFIX + name)
-            call.restype, call.argtypes = result, arguments
-            setattr(self, name, call)
-
-    def __getattr__(self, name: str):
-        raise AttributeError(f"the transport library has no call {name!r}")
-
-
 @functools.cache
-def calls() -> Calls:
+def calls() -> native.Calls:
     """Return the library's calls; its custom calls are registered with XLA.
 
     Raises:
@@ -69,7 +56,7 @@ def calls() -> Calls:
         )
     folder = Path(__file__).parent / "csrc"
     library = native.cpp_library("transport", "transport", folder, TARGETS)
-    return Calls(library.load(dispatch.cache_folder()))
+    return native.Calls(library.load(dispatch.cache_folder()), _PREFIX, _CALLS)
 
 
 def numbers(shapes: Shapes) -> ctypes.Array:

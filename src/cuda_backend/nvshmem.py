@@ -20,7 +20,9 @@ import jax
 import numpy as np
 
 from cuda_backend import ffi
-from cuda_backend.peer import PAGE, Channel, ClientEnd, PeerDevice, ServerEnd
+from cuda_backend.peer import PeerDevice
+from cuda_backend.peer_channel import PAGE, Channel
+from cuda_backend.peer_ends import ClientEnd, ServerEnd
 from lora_jax.ops import dispatch, native
 from lora_jax.typing import Array, Int
 
@@ -45,17 +47,9 @@ ONE_HOST = {"NVSHMEM_REMOTE_TRANSPORT": "none", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNA
 SEVERAL_HOSTS = {"NVSHMEM_REMOTE_TRANSPORT": "ibrc", "NVSHMEM_IB_ENABLE_IBGDA": "1"}
 
 
-class Calls:
-    """The library's C calls by their short names."""
-
-    def __init__(self, library: ctypes.CDLL):
-        for name, (result, *arguments) in _CALLS.items():
-            call = getattr(library, _PREFIX + name)
-            call.restype, call.argtypes = result, arguments
-            setattr(self, name, call)
-
-    def __getattr__(self, name: str):
-        raise AttributeError(f"the NVSHMEM library has no call {name!r}")
+def calls_of(made: ctypes.CDLL) -> native.Calls:
+    """Return the C calls of the library of csrc_nvshmem."""
+    return native.Calls(made, _PREFIX, _CALLS)
 
 
 def package() -> Path:
@@ -104,13 +98,13 @@ def library(folder: Path) -> native.Library:
 
 
 @functools.cache
-def _calls() -> Calls:
+def _calls() -> native.Calls:
     ffi.require()
     folder = package()
     # Before the kernels, which name it, and for the plugins that it loads itself.
     ctypes.CDLL(str(folder / "lib" / _HOST_LIBRARY), mode=ctypes.RTLD_GLOBAL)
     try:
-        return Calls(library(folder).load(dispatch.cache_folder()))
+        return calls_of(library(folder).load(dispatch.cache_folder()))
     except native.BuildError as error:
         raise NotImplementedError(str(error)) from error
 
@@ -158,7 +152,7 @@ class NvshmemDevice(PeerDevice):
         world: bytes,
         slot_bytes: int,
         *,
-        calls: Calls | None = None,
+        calls: native.Calls | None = None,
         peer: PeerDevice | None = None,
     ):
         """Join the world `world` (`new_id`) of `size` PEs as PE `rank`; all of them must come.
@@ -270,7 +264,7 @@ class NvshmemClientEnd(ClientEnd):
     """See peer.ClientEnd. Rows leave in the order of the step: never aside of it."""
 
     def __init__(self, device: NvshmemDevice, numbers: ctypes.Array, servers: int):
-        super().__init__(device, numbers, servers)
+        super().__init__(device.calls, device.device, numbers, servers)
         self._forwarding = _Forwarding(device, numbers)
 
     def push(
@@ -302,7 +296,7 @@ class NvshmemServerEnd(ServerEnd):
     """See peer.ServerEnd."""
 
     def __init__(self, device: NvshmemDevice, numbers: ctypes.Array):
-        super().__init__(device, numbers)
+        super().__init__(device.calls, device.device, numbers)
         self._forwarding = _Forwarding(device, numbers)
 
     def attach(self, client: int, channel: Channel, epoch: int) -> int:
@@ -315,6 +309,10 @@ class NvshmemServerEnd(ServerEnd):
         self._forwarding.now(self._stream)
 
     def answer(
-        self, info: Int[Array, "8"], verdict: Int[Array, ""], deltas: Sequence[Array], site: int
-    ) -> Int[Array, "8"]:
-        return self._forwarding.after(super().answer(info, verdict, deltas, site))
+        self,
+        info: Int[Array, "messages 8"],
+        verdicts: Int[Array, "messages"],
+        deltas: Sequence[Array],
+        site: int,
+    ) -> Int[Array, "messages 8"]:
+        return self._forwarding.after(super().answer(info, verdicts, deltas, site))

@@ -1,120 +1,33 @@
-"""Both ends of the transport between GPUs: channels in shared device memory, and the custom calls.
+"""A GPU as an end of the transport between GPUs: channels in shared device memory.
 
-The kernels (csrc/peer_client.cuh, csrc/peer_server.cuh) read and step all state on the device; here
-the host brings channels, takes them away, and looks at counts. `serving.transport.device_memory`
-drives this through the entry point `lora_jax.transport`.
+`serving.transport.device_memory` drives this through the entry point `lora_jax.transport`.
 """
 
 import ctypes
-import dataclasses
 import functools
 import os
-import struct
-import threading
-import time
-from collections.abc import Callable, Sequence
-
-import jax
-import jax.numpy as jnp
-import numpy as np
+from collections.abc import Sequence
 
 from cuda_backend import ffi
+from cuda_backend.peer_channel import PAGE, Channel
+from cuda_backend.peer_ends import ClientEnd, ServerEnd, calls_of
 from cuda_backend.peer_memory import Device, Landing, create_landing, import_landing
-from lora_jax.ops import dispatch
-from lora_jax.typing import Array, Int
-
-PAGE = 4096  # a counter's page, in front of a slot
-INFO_WORDS = 8  # client, site, layer, rows, table version; see csrc/peer_server.cuh
-_PREFIX = "lora_jax_cuda_peer_"
-_LINK = struct.Struct("<QQQQQ88x")  # two slots and counters, and the epoch; csrc/peer_state.cuh
-_RECORDS = 4  # of each peer, used in turn
-_RESPONSE_SLOT = 8  # where its bytes stand in serving.transport.library.numbers()
-_MOST_OUTS = 4  # csrc/peer_state.cuh
-# A kernel that was enqueued before its link was taken away may still read it: no unmapping sooner.
-_RETIRE_S = 5.0
-_I32, _I64, _U64, _P = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p
-_CALLS = {
-    "new": (_I64, _P, _I64, _U64),
-    "layout": (None, _P),
-    "load": (_I32,),
-    "receive": (_I32, _I64, _U64, _P, _P),
-    "respond": (_I32, _I64, _U64, _P, _P, _I64, _P),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """Bytes and offsets of what kernels and host share, as the compiler laid it out."""
-
-    state_bytes: int
-    control: int
-    stopped: int
-    links: int
-    counts: int
-    link_bytes: int
-    control_bytes: int
-    most_peers: int
-    num_counts: int
-    num_lengths: int
-
-
-class Calls:
-    """The library's C calls by their short names."""
-
-    def __init__(self, library: ctypes.CDLL):
-        for name, (result, *arguments) in _CALLS.items():
-            call = getattr(library, _PREFIX + name)
-            call.restype, call.argtypes = result, arguments
-            setattr(self, name, call)
-        numbers = (_I64 * len(dataclasses.fields(Layout)))()
-        self.layout(numbers)
-        self.laid_out = Layout(*numbers)
-
-    def __getattr__(self, name: str) -> Callable:
-        raise AttributeError(f"the CUDA kernels have no call {name!r}")
+from lora_jax.ops import dispatch, native
 
 
 @functools.cache
-def _calls() -> Calls:
+def _calls() -> native.Calls:
     ffi.require()
     path = ffi.library().build(dispatch.cache_folder())
-    return Calls(ctypes.CDLL(str(path)))  # the one that XLA has: the same path, loaded once
-
-
-class Channel:
-    """The slots and counters between a client and a server, as this process has mapped them.
-
-    Pushing, a message lies in its receiver's memory; pulling, in its sender's. Counters are always
-    the receiver's.
-    """
-
-    def __init__(self, beside_server: Landing, beside_client: Landing, pull: bool):
-        self._landings, self._holders = (beside_server, beside_client), 1
-        self.request_counter, self.response_counter = beside_server.address, beside_client.address
-        slots = beside_server.address + PAGE, beside_client.address + PAGE
-        self.request_slot, self.response_slot = slots[::-1] if pull else slots
-        self._lock = threading.Lock()
-
-    def share(self) -> "Channel":
-        """Return this channel, to be closed once more: the other end is in this process."""
-        with self._lock:
-            self._holders += 1
-        return self
-
-    def close(self) -> None:
-        """Unmap it when everybody has closed it; no kernel may be able to touch it then."""
-        with self._lock:
-            self._holders -= 1
-            if self._holders:
-                return
-        for landing in self._landings:
-            landing.close()
+    return calls_of(ctypes.CDLL(str(path)))  # the one that XLA has: the same path, loaded once
 
 
 class PeerDevice:
     """One GPU as an end of transports."""
 
-    def __init__(self, number: int, calls: Calls | None = None, device: Device | None = None):
+    def __init__(
+        self, number: int, calls: native.Calls | None = None, device: Device | None = None
+    ):
         """`number` counts the GPUs that this process sees.
 
         Raises NotImplementedError where there is no such GPU, or no kernels for it.
@@ -176,11 +89,11 @@ class PeerDevice:
         `numbers` are those of serving.transport.library.numbers. Raises ValueError for more than
         the kernels take.
         """
-        return ClientEnd(self, numbers, servers)
+        return ClientEnd(self.calls, self.device, numbers, servers)
 
     def new_server(self, numbers: ctypes.Array) -> "ServerEnd":
         """Return an end without clients; errors as new_client."""
-        return ServerEnd(self, numbers)
+        return ServerEnd(self.calls, self.device, numbers)
 
 
 def _drop(landings: Sequence[Landing], fds: Sequence[int]) -> None:
@@ -188,242 +101,3 @@ def _drop(landings: Sequence[Landing], fds: Sequence[int]) -> None:
         landing.close()
     for fd in fds:
         os.close(fd)
-
-
-class _End:
-    """State on the device, and the links in it. The host's calls come from any thread."""
-
-    def __init__(self, peer: PeerDevice, numbers: ctypes.Array, servers: int):
-        calls, layout = peer.calls, peer.calls.laid_out
-        self.peer, self._calls, self._layout = peer, calls, layout
-        device = self._device = peer.device
-        self.most_peers = layout.most_peers
-        if servers > self.most_peers:
-            raise ValueError(f"The kernels take {self.most_peers} servers, not {servers}.")
-        # Compiled programs may name this state as long as the process lives, so it stays.
-        records = layout.most_peers * _RECORDS * layout.link_bytes
-        self._state = device.allocate(layout.state_bytes + records)
-        self._control = device.allocate_host(layout.control_bytes)
-        device.write(self._state + layout.control, struct.pack("<Q", self._control))
-        with device.current():
-            self.number = calls.new(numbers, servers, self._state)
-        if not self.number:
-            raise ValueError("The kernels take fewer sites, or fewer outputs of a site.")
-        self._turns = [0] * layout.most_peers
-        self._channels: dict[int, Channel] = {}
-        self._retired: list[tuple[float, Channel]] = []
-        self._lock = threading.Lock()
-
-    def stop(self, on: bool) -> None:
-        """End waits under way and those to come, until stop(False)."""
-        self._word(0).value = int(on)  # for kernels that spin
-        self._device.write(self._state + self._layout.stopped, struct.pack("<Q", int(on)))
-
-    def counts(self) -> list[int]:
-        """Return the kernels' counts, in the order of csrc/peer_state.cuh."""
-        size = self._layout.num_counts + self._layout.num_lengths
-        data = self._device.read(self._state + self._layout.counts, 8 * size)
-        return list(struct.unpack(f"<{size}Q", data))
-
-    def close(self) -> None:
-        """Let nobody in, and unmap everything when what runs on the device has ended."""
-        self.stop(True)
-        for peer in list(self._channels):
-            self.detach(peer)
-        self._sweep(wait=True)
-
-    def detach(self, peer: int) -> None:
-        """Let the kernels find no link to this peer any more."""
-        with self._lock:
-            self._write_link(peer, 0)
-            channel = self._channels.pop(peer, None)
-            if channel is not None:
-                self._retired.append((time.monotonic(), channel))
-
-    def _attach(self, peer: int, channel: Channel, slots: Sequence[int], epoch: int) -> int:
-        """Give the kernels a link, whose channel belongs to this end now; return its address."""
-        self.detach(peer)
-        self._sweep(wait=False)
-        with self._lock:
-            turn = self._turns[peer] = (self._turns[peer] + 1) % _RECORDS
-            record = self._state + self._layout.state_bytes
-            record += (peer * _RECORDS + turn) * self._layout.link_bytes
-            self._device.write(record, _LINK.pack(*slots, epoch))
-            self._write_link(peer, record)
-            self._channels[peer] = channel
-        return record
-
-    def _sweep(self, *, wait: bool) -> None:
-        """Unmap what no kernel can touch any more."""
-        now = time.monotonic()
-        with self._lock:
-            due = [c for at, c in self._retired if wait or now - at > _RETIRE_S]
-            self._retired = [(at, c) for at, c in self._retired if c not in due]
-        if due:
-            self._device.settle()
-        for channel in due:
-            channel.close()
-
-    def _write_link(self, peer: int, record: int) -> None:
-        self._device.write(self._state + self._layout.links + 8 * peer, struct.pack("<Q", record))
-
-    def _word(self, index: int) -> ctypes.c_uint64:
-        """Return a word of the memory that spinning kernels look at: see PeerControl."""
-        return ctypes.c_uint64.from_address(self._control + 8 * index)
-
-
-_LIMIT_WORD, _GONE_WORDS = 1, 2
-
-
-class ClientEnd(_End):
-    """What an instance's rank has on its GPU. `push` and `wait_add` are traced."""
-
-    def push(
-        self, x: Array, layer: Array, rows: Sequence[Array], site: int, *, aside: bool
-    ) -> Array:
-        """Return x; `rows` are num_rows, table_version, row_to_server, ..._adapter, ..._expert.
-
-        With `aside` it goes from a stream of its own: all arrays are then read until the wait.
-        """
-        out = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        name = _PREFIX + ("push_aside" if aside else "push")
-        call = jax.ffi.ffi_call(name, out, has_side_effect=True, input_output_aliases={0: 0})
-        num_rows, version, *routes = rows
-        which = {"end": np.int64(self.number), "site": np.int64(site)}
-        return call(x, num_rows, layer, version, *routes, **which)
-
-    def wait_add(
-        self,
-        ys: Sequence[Array],
-        keep: Array,
-        rows: Sequence[Array],
-        servers: int,
-        site: int,
-        *,
-        aside: bool,
-    ) -> tuple[tuple[Array, ...], Array]:
-        """Return ys plus what came back, and int32 [servers]; `rows` and `aside` as for push."""
-        outs = [jax.ShapeDtypeStruct((servers,), jnp.int32)]
-        outs += [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in ys]
-        aliases = {3 + index: 1 + index for index in range(len(ys))}
-        name = _PREFIX + ("wait_add_aside" if aside else "wait_add")
-        call = jax.ffi.ffi_call(name, outs, has_side_effect=True, input_output_aliases=aliases)
-        num_rows, version, row_to_server, *owners = rows
-        kept = (version, *owners) if aside else ()
-        which = {"end": np.int64(self.number), "site": np.int64(site)}
-        status, *added = call(num_rows, row_to_server, keep, *ys, *kept, **which)
-        return tuple(added), status
-
-    def attach(self, server: int, channel: Channel, epoch: int) -> None:
-        """Push to this server from now on; the channel belongs to this end."""
-        slots = (channel.request_slot, channel.request_counter)
-        self._attach(
-            server, channel, (*slots, channel.response_slot, channel.response_counter), epoch
-        )
-
-    def end(self, server: int, epoch: int) -> None:
-        """The server of this epoch has gone: a wait for it ends at once."""
-        word = self._word(_GONE_WORDS + server)
-        word.value = max(word.value, epoch)
-
-    def ended(self, server: int, epoch: int) -> bool:
-        """Whether the server of this epoch has gone, or was lost by a wait."""
-        kernels = self._word(_GONE_WORDS + self.most_peers + server).value
-        return max(self._word(_GONE_WORDS + server).value, kernels) >= epoch
-
-    def limit(self, nanos: int) -> None:
-        """Bound every later wait."""
-        self._word(_LIMIT_WORD).value = nanos
-
-
-class ServerEnd(_End):
-    """What a server's rank has on its GPU: two ways to take messages, of which it uses one.
-
-    `receive` and `respond` move rows over the host; `accept` and `answer` are traced, for a program
-    that takes a message, computes and answers without the host.
-    """
-
-    def __init__(self, peer: PeerDevice, numbers: ctypes.Array):
-        super().__init__(peer, numbers, 0)
-        self._info = self._device.allocate_host(4 * INFO_WORDS + 4)  # and whether to answer
-        self._stream = self._device.new_stream()  # of kernels that spin: copies have another
-        self._num_staged = numbers[_RESPONSE_SLOT]
-        self._staging = 0  # made when first needed
-
-    def attach(self, client: int, channel: Channel, epoch: int) -> int:
-        """Take this client's messages from now on; return what `respond` knows it by."""
-        slots = (channel.response_slot, channel.response_counter)
-        return self._attach(
-            client, channel, (*slots, channel.request_slot, channel.request_counter), epoch
-        )
-
-    def receive(self, nanos: int) -> tuple[int, ...] | None:
-        """Return (client, site, layer, rows, table version) of the next message, or None."""
-        self._launch("receive", nanos, self._info)
-        found = tuple((_I32 * 5).from_address(self._info))
-        return None if found[0] < 0 else found
-
-    def respond(self, link: int, site: int, deltas: Sequence[np.ndarray] | None) -> None:
-        """Push results, C-contiguous arrays, to the client of a link; None refuses."""
-        ok = _I32.from_address(self._info + 4 * INFO_WORDS)
-        ok.value = deltas is not None
-        pointers = (_U64 * _MOST_OUTS)(*self._stage(deltas or []))
-        self._launch("respond", link, ctypes.addressof(ok), pointers, site)
-
-    def fetch(self, address: int, array: np.ndarray) -> None:
-        """Fill an array from a slot."""
-        self._device.copy_out(array.ctypes.data, address, array.nbytes)
-
-    def accept(
-        self, after: Int[Array, "8"], rows: int, limit_us: Int[Array, ""], site: int
-    ) -> tuple[Array, Array, Array]:
-        """Return (info, adapters, experts) of the next message of any client.
-
-        `after` is what the call before gave. Behind the real rows adapters are -1. Client -1: no
-        message came within `limit_us`, or one waits that is of another site; site -1: of any.
-        """
-        ids = jax.ShapeDtypeStruct((rows,), jnp.int32)
-        info = jax.ShapeDtypeStruct((INFO_WORDS,), jnp.int32)
-        call = jax.ffi.ffi_call(_PREFIX + "accept", [info, ids, ids], has_side_effect=True)
-        info, adapters, experts = call(
-            after, limit_us, end=np.int64(self.number), site=np.int64(site)
-        )
-        return info, adapters, experts
-
-    def fetch_rows(self, info: Int[Array, "8"], site: int, shape: jax.ShapeDtypeStruct) -> Array:
-        """Return the message's rows, as many as fit the shape, if it is of this site."""
-        call = jax.ffi.ffi_call(_PREFIX + "fetch", shape, has_side_effect=True)
-        return call(info, end=np.int64(self.number), site=np.int64(site))
-
-    def answer(
-        self, info: Int[Array, "8"], verdict: Int[Array, ""], deltas: Sequence[Array], site: int
-    ) -> Int[Array, "8"]:
-        """Return info, when the message's client has its results, if it is of this site.
-
-        Verdict 0 refuses and needs no deltas, 1 answers, 2 leaves the message for later.
-        """
-        out = jax.ShapeDtypeStruct(info.shape, info.dtype)
-        call = jax.ffi.ffi_call(
-            _PREFIX + "answer", out, has_side_effect=True, input_output_aliases={0: 0}
-        )
-        which = {"end": np.int64(self.number), "site": np.int64(site)}
-        return call(info, verdict, *deltas, **which)
-
-    def _stage(self, deltas: Sequence[np.ndarray]) -> list[int]:
-        """Copy results to the device; return where they lie."""
-        if not self._staging:
-            self._staging = self._device.allocate(self._num_staged)
-        places, at = [], self._staging
-        for delta in deltas:
-            if delta.nbytes:
-                self._device.copy_in(at, delta.ctypes.data, delta.nbytes)
-            places.append(at)
-            at += -(-delta.nbytes // 64) * 64
-        return places
-
-    def _launch(self, name: str, *arguments) -> None:
-        """Launch a kernel of the library on this end's stream, and wait for it."""
-        with self._device.current():
-            if code := getattr(self._calls, name)(self.number, *arguments, self._stream):
-                raise RuntimeError(f"the kernel {name} cannot be launched: CUDA error {code}")
-            self._device.cuda.call("cuStreamSynchronize", self._stream)

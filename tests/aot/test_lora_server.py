@@ -4,6 +4,7 @@ import importlib.util
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import tiny_checkpoint
 from aot.compile_gpu import H200
@@ -15,7 +16,7 @@ from lora_jax.ops import dispatch
 from serving.lora_server import device_loop
 from serving.lora_server.rank import ServerRank
 from serving.lora_server.spec import ServerSpec, design
-from serving.transport.device_server import DeviceServer
+from serving.transport.device_server import DeviceServer, no_ticket
 
 pytestmark = pytest.mark.aot
 SHAPE = TinyShape(max_positions=96, experts=4, hidden=256, width=128, layers=2)
@@ -25,7 +26,7 @@ SHAPE = TinyShape(max_positions=96, experts=4, hidden=256, width=128, layers=2)
 def server(monkeypatch):
     """A server whose custom calls can be traced; skip without the compilers for an H200."""
     from cuda_backend import ffi
-    from cuda_backend.peer import ServerEnd
+    from cuda_backend.peer_ends import ServerEnd
 
     if importlib.util.find_spec("jax_plugins.xla_cuda13") is None or ffi.find_compiler() is None:
         pytest.skip("the CUDA plugin or nvcc is missing: make test-aot")
@@ -55,7 +56,8 @@ def test_a_ranks_program_is_one_graph_without_branches(server, tmp_path, monkeyp
         table = device_loop.RankTable(places, places, places, version)
         return program.__wrapped__(tree.unflatten(leaves), table, tickets, version)
 
-    arguments = (described(h200, leaves), places, number, h200.array((2, 8), jnp.int32))
+    no_tickets = np.tile(no_ticket(rank.most_messages), (len(rank.sites), 1, 1))
+    arguments = (described(h200, leaves), places, number, described(h200, no_tickets))
     done = h200.compile(serve, *arguments, options=device_loop.ONE_GRAPH)
     assert done.thunks == ["kCommandBuffer"]
     assert "conditional(" not in done.text
@@ -68,7 +70,7 @@ def test_the_benchs_program_is_one_graph(server, monkeypatch):
     server.shapes, h200 = PLANS["EP1-PP1"].terms(case, 16).shapes, H200()
     pools = described(h200, jax.eval_shape(lambda: programs.make_pools(case)))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    arguments = (h200.array((8,), jnp.int32), pools, h200.array((), jnp.int32))
+    arguments = (described(h200, no_ticket()), pools, h200.array((), jnp.int32))
     program = programs.server_program(case, server, None)
     done = h200.compile(program, *arguments, options=device_loop.ONE_GRAPH)
     assert done.thunks == ["kCommandBuffer"]

@@ -51,7 +51,7 @@ __device__ __forceinline__ void push_row(const PushArgs& p, const Pieces& pieces
   const auto found = __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(load_link(&p.state->links[server])), 0);
   const auto* link = reinterpret_cast<const PeerLink*>(found);
   if (!takes_rows(link)) return;
-  if ((threadIdx.x & 31) == 0) atomicAdd(&wrote[server], 1);
+  if ((threadIdx.x & 31) == 0) atomicAdd(&wrote[server], static_cast<int>(pieces.length(index)));
   const int place = place_of(p.rows.to_server, row, server);
   unsigned char* slot = link->out_slot;
   if (index == 0 && (threadIdx.x & 31) == 0) {
@@ -80,24 +80,29 @@ __device__ __forceinline__ void push_header(const PushArgs& p, int server, int r
 }
 
 __global__ void __launch_bounds__(kPeerThreads) push_kernel(const PushArgs p) {
-  __shared__ int counts[kMostServers + 1];
+  __shared__ int wrote[kMostServers + 1];
+  __shared__ int sent[kPeerThreads];
   __shared__ int crc[kCrcWords];
   if (!may_push(p)) return;
   bring_crc(crc);
   const int rows = p.rows.live(), server = threadIdx.x;
-  if (server < p.rows.servers) counts[server] = 0;
+  const int64_t row_bytes = p.shapes.sites[p.site].d_in * p.shapes.itemsize;
+  if (server < p.rows.servers) wrote[server] = 0;
+  for (int begin = 0; begin < rows; begin += blockDim.x) {
+    const int count = find_sent(p.rows.to_server, begin, rows, sent);
+    const Pieces pieces(row_bytes, count);
+    for (int unit = grid_warp(); unit < count * pieces.per_row; unit += grid_warps())
+      push_row(p, pieces, sent[unit / pieces.per_row], unit % pieces.per_row, wrote);
+  }
   __syncthreads();
-  const Pieces pieces(p.shapes.sites[p.site].d_in * p.shapes.itemsize, rows);
-  for (int unit = grid_warp(); unit < rows * pieces.per_row; unit += grid_warps())
-    push_row(p, pieces, unit / pieces.per_row, unit % pieces.per_row, counts);
-  __syncthreads();
-  if (server < p.rows.servers && counts[server]) atomicAdd(&p.state->written[server], counts[server]);
+  if (server < p.rows.servers && wrote[server]) atomicAdd(&p.state->written[server], wrote[server]);
   if (!last_cta(&p.state->ticket)) return;
+  int* counts = wrote;
   count_rows(p.rows, counts);
   if (server >= p.rows.servers) return;
   const int written = atomicExch(&p.state->written[server], 0);
   PeerLink* link = load_link(&p.state->links[server]);
-  const bool whole = written == counts[server] * pieces.per_row;
+  const bool whole = written == static_cast<int>(counts[server] * row_bytes);
   if (counts[server] && link && !link->lost && (whole || link->under_way)) push_header(p, server, counts[server], link, crc);
 }
 
@@ -107,6 +112,7 @@ struct WaitArgs {
   PeerRows rows;
   int site;
   int* status;  // [servers] out
+  unsigned char* ys[kMostOuts];
 };
 
 __device__ __forceinline__ bool accept_answer(const PeerShapes& shapes, const PeerLink& link, int rows,
@@ -119,11 +125,11 @@ __device__ __forceinline__ bool accept_answer(const PeerShapes& shapes, const Pe
          header->num_bytes == response_bytes(shapes, link.site, rows);
 }
 
-// Spins until the counter reaches `want`: kArrived; or until time is up or the host says so. The
-// host's memory is far away, so it is looked at once in a while.
+// Spins until the counter reaches `want`: kArrived, and what it is; or until time is up or the host
+// says so. The host's memory is far away, so it is looked at once in a while.
 __device__ __forceinline__ int spin(const PeerState* state, int server, const PeerLink& link, uint64_t want,
-                                    uint64_t start) {
-  for (unsigned polls = 1; poll_acquire_sys(link.in_counter) < want; ++polls) {
+                                    uint64_t start, uint64_t* arrivals) {
+  for (unsigned polls = 1; (*arrivals = poll_acquire_sys(link.in_counter)) < want; ++polls) {
     if (polls % 64) continue;
     const PeerControl* control = state->control;
     if (load_acquire_sys(&control->abort) || load_acquire_sys(&control->gone[server]) >= link.epoch) return kAborted;
@@ -142,22 +148,23 @@ __device__ __forceinline__ int fail(PeerState* state, int server, PeerLink* link
 __device__ __forceinline__ int wait_for(const WaitArgs& p, int server, int rows, bool nowhere, uint64_t start,
                                         const int* crc) {
   PeerState* state = p.state;
-  PeerLink* link = load_link(&state->links[server]);
+  const bool stopped = state->stopped;
+  PeerLink* place = load_link(&state->links[server]);
+  const PeerLink link = place ? *place : PeerLink{};  // read once: an acquire sends every later read far away
   add_count(state, kWaits, 1);
-  if (nowhere || !link || link->lost || link->under_way != rows || link->site != p.site) {
-    if (link && link->under_way) lose(state, server, link);  // not if it joined between push and wait
+  if (nowhere || !place || link.lost || link.under_way != rows || link.site != p.site) {
+    if (link.under_way) lose(state, server, place);  // not if it joined between push and wait
     add_count(state, kCountAborted, 1);
     return kAborted;
   }
-  if (state->stopped) return fail(state, server, link, kAborted);
-  for (uint64_t want = link->sequence;;) {
-    const int status = spin(state, server, *link, want, start);
-    if (status != kArrived) return fail(state, server, link, status);
-    want = load_acquire_sys(link->in_counter) + 1;
+  if (stopped) return fail(state, server, place, kAborted);
+  for (uint64_t want = link.sequence, arrivals;; want = arrivals + 1) {
+    const int status = spin(state, server, link, want, start, &arrivals);
+    if (status != kArrived) return fail(state, server, place, status);
     PeerHeader header;
-    if (accept_answer(p.shapes, *link, rows, &header, crc)) {
-      link->under_way = 0;
-      state->answers[server] = link->in_slot;
+    if (accept_answer(p.shapes, link, rows, &header, crc)) {
+      place->under_way = 0;
+      state->answers[server] = link.in_slot;
       if (header.kind == kResponse) return kArrived;
       add_count(state, kCountRefused, 1);
       return kRefused;
@@ -174,13 +181,13 @@ __device__ __forceinline__ void count_wait(PeerState* state, uint64_t nanos, boo
   if (nanos > state->counts[kLongestWait]) state->counts[kLongestWait] = nanos;
 }
 
-// One CTA decides for all: unless every server answered, the sum that follows leaves all y alone.
-__global__ void __launch_bounds__(kPeerThreads) wait_kernel(const WaitArgs p) {
+// One CTA decides for all: unless every server answered, the sum leaves all y alone.
+__device__ __forceinline__ void decide(const WaitArgs& p) {
   __shared__ int counts[kMostServers + 1];
   __shared__ int failed[1];
   __shared__ int crc[kCrcWords];
-  bring_crc(crc);
   const uint64_t start = now_nanos();
+  bring_crc(crc);
   if (threadIdx.x == 0) failed[0] = 0;
   count_rows(p.rows, counts);
   const bool nowhere = counts[p.rows.servers] > 0;
@@ -196,17 +203,22 @@ __global__ void __launch_bounds__(kPeerThreads) wait_kernel(const WaitArgs p) {
   }
   __syncthreads();
   if (threadIdx.x) return;
-  p.state->decision = any && !failed[0];
+  store_release_sys(&p.state->decision, any && !failed[0] ? kAdd : kLeaveAlone);
   if (any) count_wait(p.state, now_nanos() - start, !failed[0]);
 }
 
-struct AddArgs {
-  const PeerState* state;
-  PeerShapes shapes;
-  PeerRows rows;
-  unsigned char* ys[kMostOuts];
-  int site;
-};
+// Whether to add, when that is decided. The whole CTA; the last one of the grid to know forgets it.
+__device__ __forceinline__ bool decided_to_add(PeerState* state) {
+  __shared__ int adds[1];
+  if (threadIdx.x == 0) {
+    uint64_t decision = kUndecided;
+    while (decision == kUndecided) decision = poll_acquire_sys(&state->decision);
+    adds[0] = decision == kAdd;
+    if (atomicAdd(&state->knowing, 1) == static_cast<int>(gridDim.x) - 1) state->knowing = 0, state->decision = kUndecided;
+  }
+  __syncthreads();
+  return adds[0] != 0;
+}
 
 __device__ __forceinline__ float wide(float x) { return x; }
 __device__ __forceinline__ float wide(uint16_t x) { return __int_as_float(static_cast<int>(static_cast<uint32_t>(x) << 16)); }
@@ -247,12 +259,13 @@ __device__ __forceinline__ void add_columns(Y* y, const D* delta, int64_t column
 }
 
 template <class Y, class D>
-__device__ __forceinline__ void add_row(const AddArgs& p, int k, int row, int place, const unsigned char* slot,
-                                        const Pieces& pieces, int index) {
+__device__ __forceinline__ void add_row(const WaitArgs& p, int k, int row, const Pieces& pieces, int index) {
   const PeerSite& site = p.shapes.sites[p.site];
+  const int server = p.rows.to_server[row];
+  const int place = place_of(p.rows.to_server, row, server);
   const int64_t width = site.widths[k], first = pieces.begin(index) / sizeof(Y);
   Y* y = reinterpret_cast<Y*>(p.ys[k]) + row * width + first;
-  const D* delta = reinterpret_cast<const D*>(slot + site.offsets[k]) + place * width + first;
+  const D* delta = reinterpret_cast<const D*>(p.state->answers[server] + site.offsets[k]) + place * width + first;
   const int64_t columns = pieces.length(index) / sizeof(Y);
   const uint64_t off = reinterpret_cast<uint64_t>(y) % (8 * sizeof(Y)) + reinterpret_cast<uint64_t>(delta) % (8 * sizeof(D));
   if (off == 0 && columns % 8 == 0) {
@@ -262,18 +275,26 @@ __device__ __forceinline__ void add_row(const AddArgs& p, int k, int row, int pl
   }
 }
 
+// The first CTA waits; the others have found their rows when it is through.
 template <class Y, class D>
-__global__ void __launch_bounds__(kPeerThreads) add_kernel(const AddArgs p) {
-  if (!p.state->decision) return;
-  const int rows = p.rows.live();
-  for (int k = 0; k < p.shapes.sites[p.site].num_outs; ++k) {
-    const Pieces pieces(p.shapes.sites[p.site].widths[k] * sizeof(Y), rows);
-    for (int unit = grid_warp(); unit < rows * pieces.per_row; unit += grid_warps()) {
-      const int row = unit / pieces.per_row, server = p.rows.to_server[row];
-      if (server < 0) continue;
-      const int place = place_of(p.rows.to_server, row, server);
-      add_row<Y, D>(p, k, row, place, p.state->answers[server], pieces, unit % pieces.per_row);
+__global__ void __launch_bounds__(kPeerThreads) wait_add_kernel(const WaitArgs p) {
+  __shared__ int sent[kPeerThreads];
+  if (blockIdx.x == 0) decide(p);
+  const PeerSite& site = p.shapes.sites[p.site];
+  const int rows = p.rows.live(), outs = static_cast<int>(site.num_outs);
+  int count = find_sent(p.rows.to_server, 0, rows, sent);
+  if (!decided_to_add(p.state)) return;
+  for (int begin = 0; begin < rows;) {
+    int unit = grid_warp();  // of all outputs, one behind the other
+    for (int k = 0; k < outs; ++k) {
+      const Pieces pieces(site.widths[k] * sizeof(Y), count * outs);
+      const int units = count * pieces.per_row;
+      for (; unit < units; unit += grid_warps())
+        add_row<Y, D>(p, k, sent[unit / pieces.per_row], pieces, unit % pieces.per_row);
+      unit -= units;
     }
+    begin += blockDim.x;
+    if (begin < rows) count = find_sent(p.rows.to_server, begin, rows, sent);
   }
 }
 
@@ -281,20 +302,18 @@ inline cudaError_t launch_push(const PushArgs& args, int ctas, cudaStream_t stre
   push_kernel<<<ctas, kPeerThreads, 0, stream>>>(args);
   return cudaGetLastError();
 }
-inline cudaError_t launch_wait(const WaitArgs& args, cudaStream_t stream) {
-  wait_kernel<<<1, kPeerThreads, 0, stream>>>(args);
-  return cudaGetLastError();
-}
 template <class Y, class D>
-cudaError_t launch_add_of(const AddArgs& args, cudaStream_t stream) {
-  const auto kernel = add_kernel<Y, D>;
+cudaError_t launch_wait_add_of(const WaitArgs& args, cudaStream_t stream) {
+  const auto kernel = wait_add_kernel<Y, D>;
   kernel<<<2 * kPeerCtas, kPeerThreads, 0, stream>>>(args);
   return cudaGetLastError();
 }
-inline cudaError_t launch_add(const AddArgs& args, bool wide_y, cudaStream_t stream) {
+inline cudaError_t launch_wait_add(const WaitArgs& args, bool wide_y, cudaStream_t stream) {
   const bool wide_delta = args.shapes.delta_itemsize == 4;
-  if (wide_y) return wide_delta ? launch_add_of<float, float>(args, stream) : launch_add_of<float, uint16_t>(args, stream);
-  return wide_delta ? launch_add_of<uint16_t, float>(args, stream) : launch_add_of<uint16_t, uint16_t>(args, stream);
+  if (wide_y)
+    return wide_delta ? launch_wait_add_of<float, float>(args, stream) : launch_wait_add_of<float, uint16_t>(args, stream);
+  return wide_delta ? launch_wait_add_of<uint16_t, float>(args, stream)
+                    : launch_wait_add_of<uint16_t, uint16_t>(args, stream);
 }
 
 }  // namespace lora_jax

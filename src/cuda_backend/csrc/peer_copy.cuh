@@ -58,6 +58,23 @@ __device__ __forceinline__ int place_of(const int* row_to_server, int row, int s
   return before;
 }
 
+// The rows that go to a server at all, of those from `begin` on, as many as the CTA has threads: their
+// number, and in `sent` the rows in order. The whole CTA.
+__device__ __forceinline__ int find_sent(const int* row_to_server, int begin, int rows, int* sent) {
+  __shared__ int counts[kPeerWarps];
+  const int row = begin + threadIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+  const bool goes = row < rows && row_to_server[row] >= 0;
+  const unsigned going = __ballot_sync(0xffffffffu, goes);
+  __syncthreads();  // the rows before have been read
+  if (lane == 0) counts[warp] = __popc(going);
+  __syncthreads();
+  int before = 0, all = 0;
+  for (int i = 0; i < kPeerWarps; ++i) before += i < warp ? counts[i] : 0, all += counts[i];
+  if (goes) sent[before + __popc(going & ((1u << lane) - 1))] = row;
+  __syncthreads();
+  return all;
+}
+
 // Says to one CTA, the last one of the grid, that all others have written what they had to.
 __device__ __forceinline__ bool last_cta(int* ticket) {
   __shared__ int last[1];

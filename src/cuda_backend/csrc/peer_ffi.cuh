@@ -42,23 +42,6 @@ class PeerEnds {
 };
 inline PeerEnds peer_ends;
 
-// The numbers of serving.transport.library.numbers().
-inline bool read_shapes(const int64_t* numbers, PeerShapes* s) {
-  int64_t *fields[] = {&s->layers, &s->max_rows, &s->itemsize, &s->delta_itemsize, &s->adapters_offset,
-                       &s->experts_offset, &s->rows_offset};
-  for (int64_t* field : fields) *field = *numbers++;
-  numbers += 2;  // bytes of the slots
-  s->num_sites = *numbers++;
-  if (s->num_sites > kMostSites) return false;
-  for (int64_t i = 0; i < s->num_sites; ++i) {
-    PeerSite& site = s->sites[i];
-    site.d_in = *numbers++, site.num_outs = *numbers++;
-    if (site.num_outs > kMostOuts) return false;
-    for (int64_t k = 0; k < site.num_outs; ++k) site.widths[k] = *numbers++, site.offsets[k] = *numbers++;
-  }
-  return true;
-}
-
 inline ffi::Error peer_status(cudaError_t e) {
   return e == cudaSuccess ? ffi::Error::Success() : ffi::Error::Internal(cudaGetErrorString(e));
 }
@@ -96,10 +79,10 @@ ffi::Error PeerWaitAdd(cudaStream_t stream, S32 num_rows, S32 to_server, ffi::An
                               int64_t site) {
   PeerEnd end;
   if (!peer_ends.find(number, &end)) return no_end();
-  AddArgs add{end.state, end.shapes};
-  add.site = static_cast<int>(site);
-  add.rows.num_rows = num_rows.typed_data(), add.rows.to_server = to_server.typed_data();
-  add.rows.rows = static_cast<int>(keep.dimensions()[0]), add.rows.servers = end.servers;
+  WaitArgs wait{end.state, end.shapes};
+  wait.site = static_cast<int>(site), wait.status = status->typed_data();
+  wait.rows.num_rows = num_rows.typed_data(), wait.rows.to_server = to_server.typed_data();
+  wait.rows.rows = static_cast<int>(keep.dimensions()[0]), wait.rows.servers = end.servers;
   bool wide_y = true;
   for (size_t i = 0; i < rets.size(); ++i) {  // what comes behind the ys is only kept
     auto y = args.get<ffi::AnyBuffer>(i);
@@ -108,21 +91,22 @@ ffi::Error PeerWaitAdd(cudaStream_t stream, S32 num_rows, S32 to_server, ffi::An
     wide_y = y->element_type() == ffi::F32;
     const cudaError_t e = keep_in_place((*out)->untyped_data(), y->untyped_data(), y->size_bytes(), stream);
     if (e != cudaSuccess) return peer_status(e);
-    add.ys[i] = static_cast<unsigned char*>((*out)->untyped_data());
+    wait.ys[i] = static_cast<unsigned char*>((*out)->untyped_data());
   }
-  const WaitArgs wait{end.state, end.shapes, add.rows, add.site, status->typed_data()};
-  cudaError_t e = ASIDE ? follow(stream, end.side, end.join) : cudaSuccess;
-  if (e == cudaSuccess) e = launch_wait(wait, stream);
-  return peer_status(e == cudaSuccess ? launch_add(add, wide_y, stream) : e);
+  const cudaError_t e = ASIDE ? follow(stream, end.side, end.join) : cudaSuccess;
+  return peer_status(e == cudaSuccess ? launch_wait_add(wait, wide_y, stream) : e);
 }
 
 inline ffi::Error PeerReceive(cudaStream_t stream, S32 after, S32 limit_us, ffi::Result<S32> info, ffi::Result<S32> adapters,
-                              ffi::Result<S32> experts, int64_t number, int64_t site) {
+                              ffi::Result<S32> experts, ffi::Result<S32> messages, int64_t number, int64_t site) {
   (void)after;  // only says what comes before
   PeerEnd end;
   if (!peer_ends.find(number, &end)) return no_end();
-  const ReceiveArgs args{end.state,           end.shapes, info->typed_data(), adapters->typed_data(),
-                         experts->typed_data(), 0,          limit_us.typed_data(), static_cast<int>(site)};
+  const int most = static_cast<int>(info->dimensions()[0]);
+  if (most > kMostTogether) return ffi::Error::InvalidArgument("accept: too many messages at once");
+  ReceiveArgs args{end.state, end.shapes, info->typed_data(), most, static_cast<int>(adapters->dimensions()[0])};
+  args.adapters = adapters->typed_data(), args.experts = experts->typed_data(), args.messages = messages->typed_data();
+  args.limit_us = limit_us.typed_data(), args.site = static_cast<int>(site);
   return peer_status(launch_receive(args, stream));
 }
 
@@ -136,11 +120,11 @@ inline ffi::Error PeerFetch(cudaStream_t stream, S32 info, ffi::Result<ffi::AnyB
   return peer_status(launch_fetch(args, stream));
 }
 
-inline ffi::Error PeerRespond(cudaStream_t stream, S32 info, S32 verdict, ffi::RemainingArgs deltas, ffi::Result<S32> out,
+inline ffi::Error PeerRespond(cudaStream_t stream, S32 info, S32 verdicts, ffi::RemainingArgs deltas, ffi::Result<S32> out,
                               int64_t number, int64_t site) {
   PeerEnd end;
   if (!peer_ends.find(number, &end)) return no_end();
-  RespondArgs args{end.state, end.shapes, nullptr, verdict.typed_data()};
+  RespondArgs args{end.state, end.shapes, nullptr, verdicts.typed_data()};
   args.site = static_cast<int>(site);
   for (size_t i = 0; i < deltas.size(); ++i) {
     auto delta = deltas.get<ffi::AnyBuffer>(i);
@@ -158,7 +142,7 @@ inline ffi::Error PeerRespond(cudaStream_t stream, S32 info, S32 verdict, ffi::R
   Arg<S32>().Arg<S32>().Arg<ffi::AnyBuffer>().RemainingArgs().Ret<S32>().RemainingRets()                   \
       .Attr<int64_t>("end").Attr<int64_t>("site")
 #define LORA_JAX_PEER_RECEIVE_BINDING \
-  Arg<S32>().Arg<S32>().Ret<S32>().Ret<S32>().Ret<S32>().Attr<int64_t>("end").Attr<int64_t>("site")
+  Arg<S32>().Arg<S32>().Ret<S32>().Ret<S32>().Ret<S32>().Ret<S32>().Attr<int64_t>("end").Attr<int64_t>("site")
 #define LORA_JAX_PEER_FETCH_BINDING Arg<S32>().Ret<ffi::AnyBuffer>().Attr<int64_t>("end").Attr<int64_t>("site")
 #define LORA_JAX_PEER_RESPOND_BINDING \
   Arg<S32>().Arg<S32>().RemainingArgs().Ret<S32>().Attr<int64_t>("end").Attr<int64_t>("site")
@@ -184,7 +168,7 @@ int64_t lora_jax_cuda_peer_new(const int64_t* numbers, int64_t servers, uint64_t
   return made ? peer_ends.add(end) : 0;
 }
 
-// Where things lie, for the host to write and read: see cuda_backend/peer.py.
+// Where things lie, for the host to write and read: see cuda_backend/peer_ends.py.
 void lora_jax_cuda_peer_layout(int64_t* out) {
   const size_t found[] = {sizeof(PeerState),         offsetof(PeerState, control), offsetof(PeerState, stopped),
                           offsetof(PeerState, links), offsetof(PeerState, counts),  sizeof(PeerLink),
@@ -196,11 +180,10 @@ void lora_jax_cuda_peer_layout(int64_t* out) {
 // Loads every kernel on the current device: later, beside one that spins, that might wait for it.
 int32_t lora_jax_cuda_peer_load() {
   const void* kernels[] = {reinterpret_cast<const void*>(push_kernel),
-                           reinterpret_cast<const void*>(wait_kernel),
-                           reinterpret_cast<const void*>(add_kernel<float, float>),
-                           reinterpret_cast<const void*>(add_kernel<float, uint16_t>),
-                           reinterpret_cast<const void*>(add_kernel<uint16_t, float>),
-                           reinterpret_cast<const void*>(add_kernel<uint16_t, uint16_t>),
+                           reinterpret_cast<const void*>(wait_add_kernel<float, float>),
+                           reinterpret_cast<const void*>(wait_add_kernel<float, uint16_t>),
+                           reinterpret_cast<const void*>(wait_add_kernel<uint16_t, float>),
+                           reinterpret_cast<const void*>(wait_add_kernel<uint16_t, uint16_t>),
                            reinterpret_cast<const void*>(receive_kernel),
                            reinterpret_cast<const void*>(fetch_kernel),
                            reinterpret_cast<const void*>(respond_kernel)};
@@ -214,7 +197,9 @@ int32_t lora_jax_cuda_peer_load() {
 int32_t lora_jax_cuda_peer_receive(int64_t number, uint64_t nanos, int32_t* info, cudaStream_t stream) {
   PeerEnd end;
   if (!peer_ends.find(number, &end)) return cudaErrorInvalidValue;
-  return launch_receive(ReceiveArgs{end.state, end.shapes, info, nullptr, nullptr, nanos, nullptr, kAnySite}, stream);
+  ReceiveArgs args{end.state, end.shapes, info, 1, static_cast<int>(end.shapes.max_rows)};
+  args.limit = nanos, args.site = kAnySite;
+  return launch_receive(args, stream);
 }
 
 int32_t lora_jax_cuda_peer_respond(int64_t number, uint64_t link, const int32_t* verdict, const uint64_t* deltas,

@@ -14,6 +14,7 @@
 namespace lora_jax {
 
 constexpr int kMostServers = 32, kMostClients = 32, kMostSites = 4, kMostOuts = 4;
+constexpr int kMostTogether = 8;  // messages that a server takes in one launch
 constexpr int kCounts = 9, kLengths = 64;
 
 enum PeerStatus : int { kArrived = 0, kTimedOut = 1, kAborted = 2, kRefused = 3 };
@@ -21,6 +22,8 @@ enum PeerKind : int { kRequest = 1, kResponse = 2, kRefusal = 3 };
 enum PeerCount : int {
   kPushes, kBytesSent, kWaits, kCountTimedOut, kCountAborted, kCountRefused, kDropped, kWaitNanos, kLongestWait
 };
+
+enum PeerDecision : uint64_t { kUndecided, kAdd, kLeaveAlone };
 
 struct PeerHeader {  // as serving/transport/header.py packs it
   uint32_t magic, checksum;
@@ -42,6 +45,23 @@ struct PeerShapes {  // as serving/transport/shapes.py counts them
   int64_t num_sites;
   PeerSite sites[kMostSites];
 };
+
+// The numbers of serving.transport.library.numbers().
+inline bool read_shapes(const int64_t* numbers, PeerShapes* s) {
+  int64_t *fields[] = {&s->layers, &s->max_rows, &s->itemsize, &s->delta_itemsize, &s->adapters_offset,
+                       &s->experts_offset, &s->rows_offset};
+  for (int64_t* field : fields) *field = *numbers++;
+  numbers += 2;  // bytes of the slots
+  s->num_sites = *numbers++;
+  if (s->num_sites > kMostSites) return false;
+  for (int64_t i = 0; i < s->num_sites; ++i) {
+    PeerSite& site = s->sites[i];
+    site.d_in = *numbers++, site.num_outs = *numbers++;
+    if (site.num_outs > kMostOuts) return false;
+    for (int64_t k = 0; k < site.num_outs; ++k) site.widths[k] = *numbers++, site.offsets[k] = *numbers++;
+  }
+  return true;
+}
 
 // One join of a client to a server, in the device memory of either of them. Pushing, `out` is the
 // peer's memory and `in` the own; where messages are pulled the slots, not the counters, change places.
@@ -65,6 +85,20 @@ struct PeerControl {
   uint64_t lost[kMostServers];  // by the kernels: so it has for them
 };
 
+// The messages that a server took last, all of one site: their rows lie one behind the other.
+struct PeerBatch {
+  PeerLink* links[kMostTogether];
+  const unsigned char* slots[kMostTogether];
+  int32_t starts[kMostTogether + 1];  // rows of message m are those from starts[m] on
+  int32_t count, site;
+  __device__ int rows() const { return starts[count]; }
+  __device__ int message_of(int row) const {
+    int m = 0;
+    while (row >= starts[m + 1]) ++m;
+    return m;
+  }
+};
+
 struct PeerState {  // of one client or one server rank, in its device's memory
   PeerControl* control;
   uint64_t stopped;  // as control->abort, for kernels that have not begun to spin
@@ -72,10 +106,11 @@ struct PeerState {  // of one client or one server rank, in its device's memory
   // `written` or by what a kernel of one CTA found.
   PeerLink* links[kMostServers];
   const unsigned char* answers[kMostServers];  // client: the slots to add, found by the wait
-  PeerLink* current;                           // server: whose message was received last, or none
+  PeerBatch batch;  // server: count 0: there is none
   unsigned long long counts[kCounts + kLengths];
-  int32_t written[kMostServers];  // client: pieces of the push under way
-  int32_t ticket, decision, served;
+  uint64_t decision;              // client: of the wait under way, for all of its CTAs
+  int32_t written[kMostServers];  // client: bytes of the push under way, modulo 2^32
+  int32_t ticket, knowing, served;
   int32_t host_ticket;  // server: of answers that the host sends, beside a program that waits
 };
 static_assert(kMostServers == kMostClients);

@@ -153,19 +153,7 @@ uint64_t lora_jax_cuda_nvshmem_heap(uint64_t bytes) {
 // A number for an end whose routes lie at `routes`; `numbers` are those of library.numbers().
 int64_t lora_jax_cuda_nvshmem_new(const int64_t* numbers, uint64_t routes, int32_t count) {
   Forward forward{reinterpret_cast<Route*>(routes), count, {}};
-  PeerShapes& s = forward.shapes;
-  int64_t* fields[] = {&s.layers,          &s.max_rows,       &s.itemsize,   &s.delta_itemsize,
-                       &s.adapters_offset, &s.experts_offset, &s.rows_offset};
-  for (int64_t* field : fields) *field = *numbers++;
-  numbers += 2;  // bytes of the slots
-  s.num_sites = *numbers++;
-  if (s.num_sites > kMostSites) return 0;
-  for (int64_t i = 0; i < s.num_sites; ++i) {
-    PeerSite& site = s.sites[i];
-    site.d_in = *numbers++, site.num_outs = *numbers++;
-    if (site.num_outs > kMostOuts) return 0;
-    for (int64_t k = 0; k < site.num_outs; ++k) site.widths[k] = *numbers++, site.offsets[k] = *numbers++;
-  }
+  if (!read_shapes(numbers, &forward.shapes)) return 0;
   std::lock_guard<std::mutex> hold(forwards_mutex);
   forwards.push_back(forward);
   return static_cast<int64_t>(forwards.size());

@@ -11,7 +11,7 @@ import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -100,6 +100,21 @@ class Library:
             log.warning("%s are off, ops run as plain JAX (slower): %s", self.title, error)
             return False
         return True
+
+
+class Calls:
+    """A library's C calls by their short names; each lets go of Python's lock."""
+
+    def __init__(self, library: ctypes.CDLL, prefix: str, signatures: dict[str, tuple]):
+        """`signatures` are results and arguments by name; in the library, `prefix` goes before."""
+        self._prefix = prefix
+        for name, (result, *arguments) in signatures.items():
+            call = getattr(library, prefix + name)
+            call.restype, call.argtypes = result, arguments
+            setattr(self, name, call)
+
+    def __getattr__(self, name: str) -> Callable:
+        raise AttributeError(f"the library has no call {self._prefix + name!r}")
 
 
 def compile_library(what: Library, compiler: str, library: Path) -> None:

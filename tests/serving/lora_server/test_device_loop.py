@@ -1,5 +1,6 @@
 """A rank's programs answer as its host does, over emulated GPUs."""
 
+import copy
 import itertools
 import shutil
 from pathlib import Path
@@ -149,6 +150,45 @@ def test_a_layer_on_its_way_is_left_to_the_host(exchanges, rank, made):
     got, status = exchanges.wait()
     assert status == Status.ARRIVED
     assert all(delta.any(axis=1).all() for delta in got)
+
+
+def test_instances_at_other_layers_share_a_launch(exchanges, rank, gpus):
+    """Rows of each have the bits that they have alone; what one may not ask harms no other."""
+    others = [copy.copy(exchanges) for _ in range(2)]
+    for other in others:
+        other.client = device_memory.open_local_client(
+            [exchanges.server], gpus.device(0), aside=False
+        )
+        other.client.set_limit(60.0)
+    pushed = [(exchanges, 0, [2] * 3, [2, 3, 3]), (others[0], 1, [2, 2], [2, 3])]
+    for one, *asked in pushed:
+        one.push(GATE_UP, *asked)
+    others[1].push(GATE_UP, 1, [2, 3], [2, 3])  # nobody holds 3
+    outcomes = exchanges.served()
+    assert [o.verdict for o in outcomes] == [Verdict.ANSWER, Verdict.ANSWER, Verdict.LEAVE]
+    assert [o.info[2:4] for o in outcomes] == [(0, 3), (1, 2), (1, 2)]
+    for one, layer, numbers, experts in pushed:
+        got, status = one.wait()
+        assert status == Status.ARRIVED
+        x = np.zeros((8, rank.width_in(GATE_UP)), np.float32)
+        x[: len(numbers)] = one.x
+        slots = rank.slots_of(np.asarray(numbers), 8)
+        wanted = rank.deltas(GATE_UP, layer, x, slots, np.resize(np.int32(experts), 8))
+        assert [bits(delta) for delta in got] == [bits(w[: len(numbers)]) for w in wanted]
+    assert exchanges.server.refuse(exchanges.server.left(outcomes[2].info))
+    assert others[1].wait()[1] == Status.REFUSED
+    for other in others:
+        other.client.close()
+
+
+def test_a_table_of_too_many_slots_takes_one_message_at_a_time(exchanges, rank, made, monkeypatch):
+    assert rank.most_messages > 1
+    monkeypatch.setattr("serving.lora_server.rank._MOST_SLOTS", 1)
+    assert rank.most_messages == 1
+    exchanges.loop = DeviceLoop(rank, made[0].plan, exchanges.server)
+    exchanges.push(DOWN, 1, [2, 2], [2, 3])
+    (outcome,) = exchanges.served()
+    assert (outcome.verdict, exchanges.wait()[1]) == (Verdict.ANSWER, Status.ARRIVED)
 
 
 def test_nothing_comes_of_no_message(exchanges):

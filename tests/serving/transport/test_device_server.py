@@ -5,13 +5,15 @@ import dataclasses
 import os
 import shutil
 
+import jax
 import numpy as np
 import pytest
-from transport_cases import terms_of
+from transport_cases import MAX_ROWS, terms_of
 
 from serving.transport.base import TransportError
-from serving.transport.device_server import DeviceServer
+from serving.transport.device_server import DeviceServer, no_ticket
 from serving.transport.header import Header, Kind
+from serving.transport.shapes import DOWN, GATE_UP
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 
@@ -29,6 +31,12 @@ class RawClient:
     def push(self, header: bytes, count: int) -> None:
         ctypes.memmove(self.channel.request_slot, header, len(header))
         ctypes.c_uint64.from_address(self.channel.request_counter).value = count
+
+    def name_rows(self, shapes, adapters) -> None:
+        ids = np.asarray(adapters, np.int32)
+        ctypes.memmove(
+            self.channel.request_slot + shapes.adapters_offset, ids.ctypes.data, ids.nbytes
+        )
 
     @property
     def answers(self) -> int:
@@ -87,6 +95,33 @@ def test_clients_are_served_in_turn(server, gpus):
         assert [r.client for r in served if r] == [client.number for client in clients]
     for client in clients:
         server.leave(client.number)
+        client.channel.close()
+
+
+def test_a_program_takes_what_waits_of_one_site_and_fits(server, gpus):
+    """The first in turn has its way: everybody is the first some time."""
+    clients = [RawClient(server, gpus) for _ in range(4)]
+    asked = [(GATE_UP, 0, 3, 5), (DOWN, 1, 2, 0), (GATE_UP, 2, 5, 7), (GATE_UP, 3, 17, 9)]
+    for client, (site, layer, rows, version) in zip(clients, asked, strict=True):
+        num_bytes = rows * (8 + 4 * server.shapes.sites[site].d_in)
+        header = Header(client.epoch, 1, layer, site, rows, Kind.REQUEST, version, num_bytes)
+        client.name_rows(server.shapes, range(10 * rows, 11 * rows))
+        client.push(header.pack(), 1)
+    accept = jax.jit(lambda ticket: server.accept(ticket, 0))
+    ticket = no_ticket(3)
+    for wanted in ([0, 2], [1], [3], []):
+        messages = accept(ticket)
+        rows = [asked[place][2] for place in wanted]
+        behind = MAX_ROWS - sum(rows)
+        lines = [[place, *asked[place]] for place in wanted] + [[-1, -1, 0, 0, 0]]
+        got = np.asarray(messages.info)[: len(lines), [0, 1, 2, 3, 4]].tolist()
+        assert got == lines
+        owners = [m for m, count in enumerate(rows) for _ in range(count)]
+        assert messages.row_to_message.tolist() == owners + [-1] * behind
+        names = [name for count in rows for name in range(10 * count, 11 * count)]
+        assert messages.adapters.tolist() == names + [-1] * behind
+        ticket = messages.info
+    for client in clients:
         client.channel.close()
 
 

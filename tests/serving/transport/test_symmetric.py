@@ -23,9 +23,10 @@ from transport_cases import (
 )
 from transport_contract import TransportContract, wait_for
 
-from cuda_backend.nvshmem import Calls, NvshmemDevice
+from cuda_backend.nvshmem import NvshmemDevice, calls_of
 from serving.transport import symmetric
 from serving.transport.base import Status, TransportError
+from serving.transport.device_server import no_ticket
 from serving.transport.rendezvous import unix_listener
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
@@ -62,7 +63,7 @@ class Worlds:
 
 @pytest.fixture(scope="module")
 def worlds(gpus):
-    return Worlds(gpus, Calls(compile_forward()))
+    return Worlds(gpus, calls_of(compile_forward()))
 
 
 class TestWorlds(TransportContract):
@@ -79,7 +80,7 @@ def test_programs_answer_without_the_host(worlds, tmp_path):
         program, ended = server_program(servers[0]), threading.Event()
 
         def serve():
-            ticket = jax.numpy.zeros(8, jax.numpy.int32)
+            ticket = jax.numpy.asarray(no_ticket())
             while not ended.is_set():
                 ticket = jax.block_until_ready(program(ticket))
 
