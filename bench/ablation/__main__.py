@@ -93,22 +93,23 @@ def cold_row(options: argparse.Namespace, system: System) -> dict[str, Any]:
     """
     rng, cold = np.random.default_rng(1), range(options.adapters, options.adapters + options.cold)
 
-    def job(number: int, at: float = 0.0, tokens: int = _COLD_TOKENS) -> Job:
+    def job(adapter: str, at: float = 0.0, tokens: int = _COLD_TOKENS) -> Job:
         prompt = rng.integers(4, VOCAB, _COLD_PROMPT).tolist()
-        return Job(at, adapter_name(number), prompt, tokens)
+        return Job(at, adapter, prompt, tokens)
 
-    alone, queued, beside = (cold[part::3] for part in range(3))
+    alone, queued, beside = ([adapter_name(n) for n in cold[part::3]] for part in range(3))
     found = {"cold_ttft": [], "warm_ttft": [], "queued_ttft": [], "queued_warm_ttft": []}
-    for number in alone:
+    for adapter in alone:
         for name in ("cold_ttft", "warm_ttft"):
-            found[name].append(first_token_s(system, [job(number)]))
-    full = system.num_instances * options.max_num_seqs
-    for number in queued:
-        for name, last in (("queued_ttft", number), ("queued_warm_ttft", 0)):
-            batch = [job(0, tokens=_FULL_TOKENS) for _ in range(full)]
+            found[name].append(first_token_s(system, [job(adapter)]))
+    for adapter in queued:
+        hit = system.warm_neighbour(adapter)
+        for name, last in (("queued_ttft", adapter), ("queued_warm_ttft", hit)):
+            batch = [job(hit, tokens=_FULL_TOKENS) for _ in range(options.max_num_seqs)]
             found[name].append(first_token_s(system, [*batch, job(last, at=_QUEUED_AT)]))
-    long = job(0, tokens=min(_LONG_TOKENS, options.max_model_len - _COLD_PROMPT))
-    loads = [job(number, at=0.02 * place) for place, number in enumerate(beside)]
+    tokens = min(_LONG_TOKENS, options.max_model_len - _COLD_PROMPT)
+    long = job(system.warm_neighbour(beside[0] if beside else adapter_name(0)), tokens=tokens)
+    loads = [job(adapter, at=0.02 * place) for place, adapter in enumerate(beside)]
     return {name: float(np.median(times)) if times else None for name, times in found.items()} | {
         "hit_tpot": tpot_of_first(system, [long]),
         "hit_tpot_beside_loads": tpot_of_first(system, [long, *loads]),

@@ -61,9 +61,9 @@ class System:
             self.close()
             raise
 
-    @property
-    def num_instances(self) -> int:
-        return len(self._instances)
+    def warm_neighbour(self, adapter: str) -> str:
+        """Return the most popular adapter of the same instance."""
+        return next(name for name, home in self._home.items() if home == self._home[adapter])
 
     @property
     def device(self) -> str:

@@ -119,7 +119,7 @@ def test_rates_rise_until_one_is_not_served():
     class Slow:
         """A system that takes as long for the first token as there are requests."""
 
-        name, device, num_instances = "slow", "1 x cpu", 1
+        name, device = "slow", "1 x cpu"
 
         def serve(self, work, patience):
             first = [job.at + len(work) / 100 for job in work]
@@ -134,10 +134,13 @@ def test_rates_rise_until_one_is_not_served():
 class Scripted:
     """A system whose answers take what the script says: cold adapters longer, the first time."""
 
-    name, num_instances = "scripted", 1
+    name = "scripted"
 
     def __init__(self):
         self.known, self.sizes = {"adapter-0"}, []
+
+    def warm_neighbour(self, adapter):
+        return "adapter-0"
 
     def serve(self, work, patience):
         told = []
