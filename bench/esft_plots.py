@@ -1,7 +1,5 @@
 """Plot of what `python -m bench.esft_speed` measured."""
 
-import re
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +9,18 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
+from bench.esft_table import rows_by_batch
+
 BAR_PERCENT = 2  # that the same experts may cost more with adapters
-_NAME = re.compile(r"(?P<batch>.+), (?P<adapters>\d+) adapters, (?P<kind>same|own) experts")
 OURS, FLOOR, BAR = "#1f77b4", "#aec7e8", "#d62728"
 
 
 def plot_esft_speed(result: dict[str, Any], path: Path) -> None:
     """Draw steps over the base's, their parts, steps over their bytes, loads; to a PNG `path`."""
     fig, axes = plt.subplots(1, 4, figsize=(15, 3.8))
-    _plot_same(axes[0], _by_batch(result["rows"], "same"))
+    _plot_same(axes[0], rows_by_batch(result["rows"], "same"))
     _plot_parts(axes[1], result["rows"])
-    _plot_own(axes[2], _by_batch(result["rows"], "own"))
+    _plot_own(axes[2], rows_by_batch(result["rows"], "own"))
     _plot_loads(axes[3], result["rows"])
     for ax in axes:
         ax.spines[["top", "right"]].set_visible(False)
@@ -37,16 +36,6 @@ def plot_esft_speed(result: dict[str, Any], path: Path) -> None:
     fig.tight_layout()
     fig.savefig(path, dpi=150)
     plt.close(fig)
-
-
-def _by_batch(rows: list[dict], kind: str) -> dict[str, list[tuple[int, dict]]]:
-    """Return (adapters, row) of every batch, in order."""
-    found = defaultdict(list)
-    for row in rows:
-        named = _NAME.fullmatch(row["name"])
-        if named and named["kind"] == kind:
-            found[named["batch"]].append((int(named["adapters"]), row))
-    return {batch: sorted(points, key=lambda point: point[0]) for batch, points in found.items()}
 
 
 def _plot_same(ax: Axes, batches: dict[str, list[tuple[int, dict]]]) -> None:

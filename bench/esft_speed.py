@@ -1,9 +1,10 @@
 """What ESFT adapters cost in a step: TPOT and TTFT against the base alone (ExpertWeave, 5.2-5.3).
 
-`python -m bench.esft_speed --out DIR` times the compiled step itself, many of them enqueued behind
-one another, on DeepSeek-V2-Lite with random weights (`--model tiny` on a CPU). "same experts" sends
-rows of adapters through rerouting to the base's own experts: what the mechanism costs. "own
-experts" reads what the adapters replace: more distinct experts, more bytes, beside their floor.
+`python -m bench.esft_speed --out DIR` times the compiled step itself by the clock, from the end of
+one to the end of the next, and sums up its kernels, on DeepSeek-V2-Lite with random weights
+(`--model tiny` on a CPU). "same experts" sends rows of adapters through rerouting to the base's own
+experts: what the mechanism costs. "own experts" reads what the adapters replace: more distinct
+experts, more bytes, beside their floor.
 """
 
 import argparse
@@ -11,7 +12,6 @@ import dataclasses
 import datetime
 import functools
 import json
-import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -34,6 +34,7 @@ from bench.esft_steps import (
     in_turn,
     prefill_batch,
 )
+from bench.esft_table import tables
 from bench.kernels.timing import copy_bandwidth
 from bench.step_profile import profile_step, show_profile
 from serving.steps.step import SLOT
@@ -182,9 +183,6 @@ class Measurement:
 
 def _row(name: str, took: Took, base: Took, adapters: int) -> Row:
     more = {**took.over(base), "dispatch us": took.dispatch_us}
-    if took.device:
-        device = {"device us": took.device, "base device us": base.device}
-        more |= {of: statistics.median(us) for of, us in device.items()}
     return Row(name, took.us, base_us=base.us, adapters=adapters, more=more)
 
 
@@ -254,6 +252,10 @@ class Results:
         self._rows[row.name] = row.as_json()
         self._write()
 
+    def tables(self) -> str:
+        """Return the rows as tables in Markdown."""
+        return tables(list(self._rows.values()))
+
     def _write(self) -> None:
         result = {**self._about, "rows": list(self._rows.values())}
         self._file.write_text(json.dumps(result, indent=1) + "\n")
@@ -269,7 +271,7 @@ def main() -> None:
     text = "prompts' tokens; none leaves prefill out everywhere"
     parser.add_argument("--prefill-tokens", type=int, nargs="*", default=PREFILL, help=text)
     parser.add_argument("--decode-rows", type=int, nargs="+", default=DECODE)
-    text = "of every step: by the clock, and by the profiler"
+    text = "of every step: by the clock, fewer where it is long, and by the profiler"
     parser.add_argument("--samples", type=int, nargs=2, default=SAMPLES, help=text)
     text = "folder of programs that bench.esft_programs has compiled before"
     parser.add_argument("--programs", type=Path, help=text)
@@ -308,6 +310,7 @@ def main() -> None:
     }
     results = Results(args.out / f"esft_speed_{device.lower().replace(' ', '_')}.json", about)
     measure(measurement, args.only, args.seconds, results.keep)
+    print(results.tables())
     results.say("beside_bytes", beside := programs.beside_bytes())
     say(f"measured; beside weights and KV {sum(beside.values())} bytes: {beside}")
     woven.close()

@@ -3,9 +3,10 @@
 import concurrent.futures
 import dataclasses
 import functools
+import gc
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,18 @@ import numpy as np
 
 from bench.esft_model import Shape, Woven
 from bench.esft_programs import PAGE, StepProgram, compile_apart, register_kernels
-from bench.step_profile import profile_step
+from bench.step_profile import profile_in_turn
 from lora_jax.config import from_hf
 from lora_jax.kv_cache import init_cache
 from serving.steps.device_state import init_row_state
 from serving.steps.step import NUM_TOKENS, SAMPLES, SLOT, START, TABLE_ROWS, StepSizes
 
 WORKERS = 10  # programs that are compiled at a time
-SAMPLE_S = 0.15  # of steps behind one another
-SAMPLES_TAKEN = 7
-PROFILES = 3
+SAMPLE_S = 0.06  # of steps one after another: short, so that few samples see a late host
+SAMPLES_TAKEN, FEWEST = 21, 5
+TURNS_S = 1.5  # that the samples of one step may take, unless they are the fewest
+PROFILES = 2
+_UNCOUNTED = 2  # steps at the start of a sample
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,72 +81,113 @@ Step = Callable[..., list[jax.Array]]  # enqueues one; the sizes of its groups, 
 
 @dataclasses.dataclass(frozen=True)
 class Took:
-    """Microseconds of one step, sample by sample, and the distinct experts it touched.
+    """Microseconds of one step, turn by turn, and the distinct experts it touched.
 
-    `samples` are by the clock, so that a host that is late shows; `device` is what the kernels of a
-    step take, by the profiler, and differs by 0.1% or so from sample to sample. Empty on a CPU.
+    `clock` is from the end of one step to the end of the next, which was on its way by then: what a
+    token takes. `kernels` is the sum of its kernels by the profiler, empty on a CPU: it differs by
+    0.1% or so from turn to turn, and says nothing of what lies between kernels.
     """
 
-    samples: list[float]
-    device: list[float]
+    clock: list[float]
+    kernels: list[float]
     experts: float  # in all layers together
     dispatch_us: float  # of the host, for one step
 
     @property
     def us(self) -> float:
-        return statistics.median(self.samples)
+        return statistics.median(self.clock)
 
     def over(self, base: "Took") -> dict[str, float]:
-        """Return by how many percent it takes longer, the median over pairs, and their range.
+        """Return by how many percent it takes longer by the clock and by kernels.
 
-        By the device's own time where that is known, else by the clock.
+        Medians over pairs, and the middle half of the clock's.
         """
-        pairs = zip(self.device or self.samples, base.device or base.samples, strict=True)
-        over = [100 * (mine / its - 1) for mine, its in pairs]
-        return {"over %": statistics.median(over), "low %": min(over), "high %": max(over)}
+        clock = _over(self.clock, base.clock)
+        low, middle, high = np.percentile(clock, (25, 50, 75)).tolist()
+        found = {"over %": middle, "low %": low, "high %": high}
+        if self.kernels and base.kernels:
+            kernels = _over(self.kernels, base.kernels)
+            found |= {
+                "kernels over %": statistics.median(kernels),
+                "kernels us": statistics.median(self.kernels),
+                "base kernels us": statistics.median(base.kernels),
+            }
+        return found
+
+
+def _over(mine: list[float], its: list[float]) -> list[float]:
+    return [100 * (one / other - 1) for one, other in zip(mine, its, strict=True)]
 
 
 def in_turn(
     steps: dict[str, Step], samples: int = SAMPLES_TAKEN, profiles: int = PROFILES
 ) -> dict[str, Took]:
-    """Return what each step takes, a sample of each in turn, so that drift counts for all alike."""
-    experts, calls = {}, {}
+    """Return what each step takes, a sample of each in turn, so that drift counts for all alike.
+
+    At most so many samples, fewer of long steps.
+    """
+    experts, calls, seconds = {}, {}, 0.0
     for name, step in steps.items():
         sizes = jax.block_until_ready(step())
         experts[name] = float(sum(np.count_nonzero(np.asarray(s)) for s in sizes))
-        calls[name] = max(1, round(SAMPLE_S / _sample(step, 3)[0] * 1e6))
-    clock = _turns(steps, samples, lambda name: _sample(steps[name], calls[name]))
-    device = _turns(steps, profiles, lambda name: device_us(steps[name]))
+        one = _sample(step, 2)[0] / 1e6
+        calls[name] = max(2, round(SAMPLE_S / one))
+        seconds = max(seconds, (calls[name] + _UNCOUNTED + 1) * one)
+    turns = min(samples, max(FEWEST, round(TURNS_S / seconds)))
+    clock = _by_clock(steps, calls, turns)
+    profiled = profile_in_turn(steps, profiles) if profiles else {}
     took = {}
     for name in steps:
         by_clock, sent = zip(*clock[name], strict=True)
-        known = device[name] if all(device[name]) else []
-        took[name] = Took(list(by_clock), known, experts[name], statistics.median(sent))
+        sums = [sum(us for _, us in kernels.values()) for kernels in profiled.get(name, [])]
+        kernels = sums if all(sums) else []
+        took[name] = Took(list(by_clock), kernels, experts[name], statistics.median(sent))
     return took
 
 
-def _turns[T](names: Iterable[str], turns: int, of: Callable[[str], T]) -> dict[str, list[T]]:
-    """Return what `of` gives for each name in every turn; each second turn goes backwards."""
-    names, found = list(names), {name: [] for name in names}
-    for turn in range(turns):
-        for name in names[:: -1 if turn % 2 else 1]:
-            found[name].append(of(name))
+def _by_clock(
+    steps: dict[str, Step], calls: dict[str, int], turns: int
+) -> dict[str, list[tuple[float, float]]]:
+    """Return the samples of each step, every second turn backwards.
+
+    Python collects no garbage meanwhile: that stops the host for longer than a step takes.
+    """
+    found = {name: [] for name in steps}
+    gc.collect()
+    gc.disable()
+    try:
+        for turn in range(turns):
+            for name in list(steps)[:: -1 if turn % 2 else 1]:
+                found[name].append(_sample(steps[name], calls[name]))
+    finally:
+        gc.enable()
     return found
 
 
-def _sample(step: Step, calls: int) -> tuple[float, float]:
-    """Return microseconds of a step among so many behind one another, and of the host for one."""
-    start = time.perf_counter()
-    for _ in range(calls):
-        sizes = step()
-    sent = time.perf_counter() - start
-    jax.block_until_ready(sizes)
-    return (time.perf_counter() - start) / calls * 1e6, sent / calls * 1e6
+def _sample(step: Step, steps: int) -> tuple[float, float]:
+    """Return microseconds from a step's end to the next's, and of the host to send one.
+
+    As in an engine, the next one is sent before the host waits for the last. The first ones do not
+    count: XLA writes a CUDA graph anew when its arguments lie elsewhere than in the run before, as
+    those of two steps of one program do.
+    """
+    ends, sent = [], 0.0
+    coming = step()[0]
+    watched = [_overwrite(jnp.zeros_like(coming), coming) for _ in range(2)]
+    for n in range(_UNCOUNTED + steps + 1):
+        begun = time.perf_counter()
+        watched[n % 2] = _overwrite(watched[n % 2], step()[0])
+        sent += time.perf_counter() - begun
+        watched[(n + 1) % 2].block_until_ready()
+        ends.append(time.perf_counter())
+    counted = ends[-1] - ends[_UNCOUNTED]
+    return counted / steps * 1e6, sent / len(ends) * 1e6
 
 
-def device_us(step: Step) -> float:
-    """Return what a step's kernels take together, by the profiler; 0 where it sees none."""
-    return sum(us for _, us in profile_step(step).values())
+@functools.partial(jax.jit, donate_argnums=0)
+def _overwrite(old: jax.Array, new: jax.Array) -> jax.Array:
+    """Return `new` in the memory of `old`: it can be waited for when the next step has taken it."""
+    return old.at[...].set(new)
 
 
 def decode_batch(rows: int, context: int, adapters: int, sizes: StepSizes) -> Batch:

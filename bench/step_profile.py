@@ -1,15 +1,17 @@
 """Which kernels one step consists of: device time by kind of kernel, from jax's profiler."""
 
+import bisect
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
 
 STEPS = 3
 TOP = 14
+_TURN = "turn of a step "
 KINDS = {  # the first that matches a kernel's name
     "experts": r"grouped_matmul",
     "rerouting": r"reroute|row_map|sort_rows",
@@ -20,27 +22,61 @@ KINDS = {  # the first that matches a kernel's name
 }
 
 
-def profile_step(step: Callable[[], object]) -> dict[str, tuple[float, float]]:
-    """Return (launches, microseconds) per step of every kernel on the device."""
-    jax.block_until_ready(step())
+Kernels = dict[str, tuple[float, float]]  # name -> launches and microseconds of one step
+
+
+def profile_step(step: Callable[[], object]) -> Kernels:
+    """Return the kernels of a step on the device; empty where the profiler sees none."""
+    return profile_in_turn({"step": step}, 1)["step"][0]
+
+
+def profile_in_turn(
+    steps: Mapping[str, Callable[[], object]], turns: int
+) -> dict[str, list[Kernels]]:
+    """Return the kernels of each step in every turn, all profiled in one session.
+
+    While it profiles, XLA launches kernels one by one and not as a CUDA graph: what lies between
+    them is none of the step's.
+    """
+    for step in steps.values():
+        jax.block_until_ready(step())
+    order = [name for turn in range(turns) for name in list(steps)[:: -1 if turn % 2 else 1]]
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            for _ in range(STEPS):
-                last = step()
-            jax.block_until_ready(last)
-        found: dict[str, list[float]] = defaultdict(list)
-        for file in Path(folder).rglob("*.xplane.pb"):
-            for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
-                if not plane.name.startswith("/device:"):
-                    continue
-                for line in plane.lines:
+            for place, name in enumerate(order):
+                with jax.profiler.TraceAnnotation(f"{_TURN}{place}"):
+                    for _ in range(STEPS):
+                        last = steps[name]()
+                    jax.block_until_ready(last)
+        kernels = _kernels(Path(folder), len(order))
+    return {
+        name: [kernels[place] for place, its in enumerate(order) if its == name] for name in steps
+    }
+
+
+def _kernels(folder: Path, turns: int) -> list[Kernels]:
+    """Return the kernels of a step in each turn of a session whose files lie in a folder."""
+    begun, events = [0.0] * turns, []
+    for file in folder.rglob("*.xplane.pb"):
+        for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
+            for line in plane.lines:
+                if plane.name.startswith("/device:"):
                     if line.name.startswith("Stream"):
-                        for event in line.events:
-                            found[event.name].append(event.duration_ns / 1e3)
-    return {name: (len(took) / STEPS, sum(took) / STEPS) for name, took in found.items()}
+                        events += [(e.start_ns, e.name, e.duration_ns / 1e3) for e in line.events]
+                    continue
+                for event in line.events:
+                    if event.name.startswith(_TURN):
+                        begun[int(event.name.removeprefix(_TURN))] = event.start_ns
+    found: list[dict[str, list[float]]] = [defaultdict(list) for _ in range(turns)]
+    for start, name, us in events:
+        found[max(bisect.bisect_right(begun, start) - 1, 0)][name].append(us)
+    return [
+        {name: (len(took) / STEPS, sum(took) / STEPS) for name, took in turn.items()}
+        for turn in found
+    ]
 
 
-def show_profile(title: str, kernels: dict[str, tuple[float, float]]) -> str:
+def show_profile(title: str, kernels: Kernels) -> str:
     """Return a table: the kinds, then the kernels that take longest."""
     kinds: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for name, (launches, took) in kernels.items():

@@ -52,6 +52,7 @@ class FaultyMemory(AbstractVirtualMemory):
         return self._memory.create_page(num_bytes)
 
     def destroy_page(self, handle: int) -> None:
+        self._pass("destroy_page")
         self._memory.destroy_page(handle)
 
     def map_run(self, address: int, handles: Sequence[int], num_bytes: int) -> None:

@@ -21,7 +21,7 @@ class ClusterConfig:
     local_expert_slots: int = 0  # adapters that an instance takes over while the server is lost
     # For measuring what each of them brings (InfiniLoRA, section 6.4):
     lora_overlap: bool = True  # exchanges behind the base's computation
-    lora_aside: bool = True  # rows leave a GPU from a stream of their own
+    lora_aside: bool = False  # rows leave a GPU from a stream of their own, not in the step's graph
     layerwise_loading: bool = True  # a cold adapter serves from its first layer on
     lora_prefetch: bool = True  # an adapter is asked for when its request is queued
     lora_kernel: str = "fast"  # of the LoRA Server; "reference": plain JAX
@@ -41,6 +41,12 @@ class ClusterConfig:
         if not 0 <= self.local_expert_slots <= 4096:
             raise ValueError(
                 f"local_expert_slots must be in [0, 4096], got {self.local_expert_slots}."
+            )
+        if self.lora_server_carrier == "nvshmem":
+            raise ValueError(
+                "NVSHMEM is for GPUs of several hosts, and this command starts the roles of one, "
+                "whose GPUs need --lora-server-carrier auto; between hosts, start Engine in Python "
+                "with a client of serving.transport.symmetric."
             )
         for name, known in _CHOICES:
             if (value := getattr(self, name)) not in known:

@@ -25,6 +25,7 @@ from serving.lora_server.shards import ServerPlan
 from serving.transport.device_server import Arrived, DeviceServer, Verdict, no_ticket
 
 _AHEAD = 3  # programs under way, of which the host reads the oldest before it enqueues one more
+_ROUNDS = 4  # of all sites in one program: to enqueue one takes the host as long as several layers
 _VERDICT = 5  # its place in what a program says
 _NOBODY = -1
 # However short, a program is one CUDA graph on a GPU.
@@ -87,6 +88,7 @@ class DeviceLoop:
         self._tickets[place] = self._programs[place](
             self._rank.slots, self._current(version), self._tickets[place], self._limits[seconds]
         )
+        self._tickets[place].copy_to_host_async()
         self._sent[place] = True
         self._turns += 1
         return outcomes
@@ -98,7 +100,7 @@ class DeviceLoop:
 
     def _new_tickets(self) -> Array:
         one = no_ticket(self._rank.most_messages)
-        return self._put(np.tile(one, (len(self._rank.sites), 1, 1)))
+        return self._put(np.tile(one, (_ROUNDS * len(self._rank.sites), 1, 1)))
 
     def _compile(self, program: Callable) -> None:
         """Compile a program by running it on nothing."""
@@ -127,7 +129,10 @@ class DeviceLoop:
 
 
 def _program(rank: ServerRank, plan: ServerPlan, server: DeviceServer) -> Callable:
-    """Return (slots, table, tickets, limit in us) -> tickets, in their place: a row for a site."""
+    """Return (slots, table, tickets, limit in us) -> tickets, in their place: one for each look.
+
+    Once nobody has come within the limit, the program looks once for the rest and ends.
+    """
     moe_layers = np.asarray(plan.moe_layers, np.int32)
     options = ONE_GRAPH if jax.default_backend() == "gpu" else None
 
@@ -135,16 +140,19 @@ def _program(rank: ServerRank, plan: ServerPlan, server: DeviceServer) -> Callab
     def serve(
         slots: AdapterSlots,
         table: RankTable,
-        tickets: Int[Array, "sites messages 8"],
+        tickets: Int[Array, "looks messages 8"],
         limit: Int[Array, ""],
-    ) -> Int[Array, "sites messages 8"]:
-        ticket = tickets[-1]
-        for place, site in enumerate(rank.sites):
+    ) -> Int[Array, "looks messages 8"]:
+        ticket, idle = tickets[-1], jnp.int32(0)
+        for place, site in enumerate(rank.sites * _ROUNDS):
             messages = server.accept(ticket, limit, site)
             layers = jnp.asarray(moe_layers)[messages.layers]
             verdicts, row_to_slot = judge(rank, table, messages, layers)
             ticket = _answer(rank, server, site, slots, messages, layers, row_to_slot, verdicts)
             tickets = tickets.at[place].set(ticket.at[:, _VERDICT].set(verdicts))
+            # A look may find nobody because another site's message waits.
+            idle = jnp.where(jnp.any(messages.clients != _NOBODY), 0, idle + 1)
+            limit = jnp.where(idle < len(rank.sites), limit, 0)
         return tickets
 
     return serve

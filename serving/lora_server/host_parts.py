@@ -18,6 +18,7 @@ class HostParts:
         self._reading: dict[str, threading.Lock] = {}  # by digest
         self._lock = threading.Lock()
         self._parts: collections.OrderedDict[str, AdapterWeights] = collections.OrderedDict()
+        self._num_bytes = 0
 
     def get(self, digest: str) -> AdapterWeights | None:
         """Return the part if it is here."""
@@ -29,9 +30,12 @@ class HostParts:
     def put(self, part: AdapterWeights) -> None:
         """Keep a part, unless it is larger than all that may be kept."""
         with self._lock:
+            if (before := self._parts.pop(part.digest, None)) is not None:
+                self._num_bytes -= _part_bytes(before)
             self._parts[part.digest] = part
-            while self._parts and self.num_bytes > self._byte_budget:
-                self._parts.popitem(last=False)
+            self._num_bytes += _part_bytes(part)
+            while self._num_bytes > self._byte_budget:
+                self._num_bytes -= _part_bytes(self._parts.popitem(last=False)[1])
 
     def fetch(self, digest: str, read: Callable[[], AdapterWeights]) -> AdapterWeights:
         """Return the part, what `read` gives if it is not here; one thread reads it at a time."""
@@ -54,4 +58,8 @@ class HostParts:
     @property
     def num_bytes(self) -> int:
         """Bytes of all parts; their matrices are copies, so nothing else is kept by them."""
-        return sum(matrix.nbytes for part in self._parts.values() for matrix in part.matrices())
+        return self._num_bytes
+
+
+def _part_bytes(part: AdapterWeights) -> int:
+    return sum(matrix.nbytes for matrix in part.matrices())

@@ -147,10 +147,10 @@ class ServerRank:
         """
         if not self._loads:
             return None
-        self.changes += 1
         number, load = next(iter(self._loads.items()))
         place = number % self.sizes.num_adapters
         self.slots = load.advance(self.slots, max_chunks)
+        self.changes += int(self._num_ready[place] != load.num_ready or load.done)
         self._num_ready[place] = load.num_ready
         if load.done:
             del self._loads[number]

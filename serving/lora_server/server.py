@@ -31,6 +31,7 @@ from serving.transport.base import AbstractServer, Request
 from serving.transport.device_server import DeviceServer, Verdict
 
 _IDLE_S = 0.01  # how long a command waits at most while no request comes
+_LOOK_S = 0.002  # how long a program waits for one; some are under way before a command is heeded
 _CHUNKS = 2  # writes between two requests
 _READERS = 8  # adapters that are read ahead at the same time
 _DEPTH = 2  # requests under way; an instance has one at most
@@ -175,11 +176,12 @@ class RankServer:
         if busy:
             self._advance()
         idle_s, transport = 0.0 if busy else _IDLE_S, self._transport
+        look_s = min(idle_s, _LOOK_S)
         if transport is None:
             self._stopping.wait(idle_s)
             return
         if self._programs is not None:
-            for outcome in self._programs.turn(self._version, idle_s):
+            for outcome in self._programs.turn(self._version, look_s):
                 self._heed(transport, outcome)
             return
         request, under_way = None, self._under_way

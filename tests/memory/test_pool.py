@@ -1,12 +1,14 @@
 """The page pool: all or nothing, reuse, budget, and threads."""
 
+import sys
 import threading
+from collections.abc import Callable
 
 import pytest
 from faulty_memory import FaultyMemory, counting_memory
 
 from lora_jax.memory.pool import Block, PagePool
-from lora_jax.memory.virtual import OutOfPages
+from lora_jax.memory.virtual import MappingError, OutOfPages
 
 
 def make_pool(pages: int, prefill: int = 0) -> tuple[PagePool, FaultyMemory]:
@@ -126,6 +128,46 @@ def test_trim_gives_free_pages_back_to_the_memory():
     assert pool.trim() == 0
     pool.release(kept[0])
     assert pool.trim() == 32
+
+
+def lines_of(call: Callable[[], object]) -> int:
+    """Return how many lines of Python a call runs, each round of a loop counted."""
+    lines = 0
+
+    def trace(frame, event, _):
+        nonlocal lines
+        lines += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return lines
+
+
+def test_many_free_pages_make_no_load_slower():
+    took = []
+    for free in (10, 1000):
+        pool, _ = make_pool(2000, prefill=free)
+        pool.release(pool.acquire([7])[0])
+        found = [lines_of(lambda pool=pool, size=size: pool.acquire([size])) for size in (1, 7, 3)]
+        took.append(found)
+    assert took[0] == took[1]
+    assert min(took[0]) > 0
+
+
+def test_a_block_that_the_memory_keeps_stays_free():
+    pool, memory = make_pool(5, prefill=3)
+    memory.fail("destroy_page", 1)
+    with pytest.raises(MappingError, match="injected"):
+        pool.trim()
+    assert counts(pool)[:3] == (2, 0, 2)
+    pool.check_integrity()
+    memory.heal()
+    assert pool.trim() == 2 * 32
 
 
 def test_bad_sizes_are_refused():

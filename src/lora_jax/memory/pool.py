@@ -5,10 +5,9 @@ pool, which serves the next adapters from them. Pages that come and go together 
 for a driver takes as long for a handle of many pages as for one of a single page.
 """
 
-import collections
 import dataclasses
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from lora_jax.memory.virtual import AbstractVirtualMemory, OutOfPages
 
@@ -31,6 +30,39 @@ class PoolStats:
     peak: int
     budget: int
     page_bytes: int
+
+
+class _FreeBlocks:
+    """Blocks that nobody uses, by their size: what a load asks for is found at once among many."""
+
+    def __init__(self):
+        self._by_size: dict[int, list[Block]] = {}  # no list is empty
+        self.num_pages = 0
+
+    def __iter__(self) -> Iterator[Block]:
+        return (block for blocks in self._by_size.values() for block in blocks)
+
+    def put_all(self, blocks: Iterable[Block]) -> None:
+        """Add blocks."""
+        for block in blocks:
+            self._by_size.setdefault(block.num_pages, []).append(block)
+            self.num_pages += block.num_pages
+
+    def take(self, size: int) -> Block | None:
+        """Take out the block of so many pages that was added last; None if there is none."""
+        return self._pop(size) if size in self._by_size else None
+
+    def take_any(self) -> Block:
+        """Take out a block; there must be one."""
+        return self._pop(next(reversed(self._by_size)))
+
+    def _pop(self, size: int) -> Block:
+        blocks = self._by_size[size]
+        block = blocks.pop()
+        if not blocks:
+            del self._by_size[size]
+        self.num_pages -= size
+        return block
 
 
 class PagePool:
@@ -63,10 +95,10 @@ class PagePool:
         self.page_bytes = page_bytes
         self._budget = budget_bytes // page_bytes
         self._lock = threading.Lock()
-        self._free: list[Block] = []
+        self._free = _FreeBlocks()
         self._counts: dict[Block, int] = {}  # block in use -> references
         self._created = self._in_use = self._peak = 0  # pages
-        self._free += self._create([1] * prefill_pages)
+        self._free.put_all(self._create([1] * prefill_pages))
 
     def acquire(self, sizes: Sequence[int]) -> list[Block]:
         """Return blocks of so many pages with one reference each: all of them, or none.
@@ -80,12 +112,12 @@ class PagePool:
         if min(sizes, default=1) < 1:
             raise ValueError(f"cannot acquire blocks of {list(sizes)} pages")
         with self._lock:
-            self._free, reused = self._match(sizes)
+            reused = [self._free.take(size) for size in sizes]
             missing = [size for size, found in zip(sizes, reused, strict=True) if found is None]
             try:
                 fresh = iter(self._create(missing))
             except BaseException:
-                self._free += filter(None, reused)
+                self._free.put_all(filter(None, reused))
                 raise
             blocks = [found or next(fresh) for found in reused]
             self._counts.update(dict.fromkeys(blocks, 1))
@@ -107,7 +139,7 @@ class PagePool:
             if not self._counts[block]:
                 del self._counts[block]
                 self._in_use -= block.num_pages
-                self._free.append(block)
+                self._free.put_all([block])
 
     def trim(self) -> int:
         """Destroy all free blocks; return the bytes given back to the device."""
@@ -123,8 +155,10 @@ class PagePool:
     def check_integrity(self) -> None:
         """Assert that a block is either free or in use, once, and that the budget holds."""
         with self._lock:
-            free = set(self._free)
-            assert len(free) == len(self._free), "a block is free twice"
+            listed = list(self._free)
+            free = set(listed)
+            assert len(free) == len(listed), "a block is free twice"
+            assert _pages(free) == self._free.num_pages, "free pages are not so many"
             assert not free & self._counts.keys(), "a block is free and in use"
             assert all(count > 0 for count in self._counts.values()), "a block without a reference"
             assert _pages(self._counts) == self._in_use <= self._peak, (
@@ -133,18 +167,10 @@ class PagePool:
             assert _pages(free) + self._in_use == self._created, "pages that are not accounted for"
             assert self._created <= self._budget, "more pages than the budget"
 
-    def _match(self, sizes: Sequence[int]) -> tuple[list[Block], list[Block | None]]:
-        """Return the free blocks that are not wanted, and one for each size that has any."""
-        by_size: dict[int, list[Block]] = collections.defaultdict(list)
-        for block in self._free:
-            by_size[block.num_pages].append(block)
-        found = [by_size[size].pop() if by_size[size] else None for size in sizes]
-        return [block for blocks in by_size.values() for block in blocks], found
-
     def _create(self, sizes: Sequence[int]) -> list[Block]:
         """Return new blocks; where one cannot be had, destroy the others again."""
         too_many = self._created + sum(sizes) - self._budget
-        if too_many > 0 and too_many > (free := _pages(self._free)):
+        if too_many > 0 and too_many > (free := self._free.num_pages):
             raise OutOfPages(
                 f"{sum(sizes)} more pages of {self.page_bytes} bytes are {too_many - free} too "
                 f"many; the budget is {self._budget}, {self._in_use} are in use"
@@ -173,9 +199,14 @@ class PagePool:
     def _destroy_free(self, count: int) -> int:
         """Destroy free blocks until so many pages are gone, or all; return how many are."""
         gone = 0
-        while self._free and gone < count:
-            self._destroy(self._free[-1])
-            gone += self._free.pop().num_pages
+        while self._free.num_pages and gone < count:
+            block = self._free.take_any()
+            try:
+                self._destroy(block)
+            except BaseException:
+                self._free.put_all([block])
+                raise
+            gone += block.num_pages
         return gone
 
     def _destroy(self, block: Block) -> None:

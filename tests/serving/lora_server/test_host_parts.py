@@ -62,6 +62,15 @@ def test_there_is_room_while_one_more_of_the_mean_size_fits():
     assert not HostParts(0).is_full
 
 
+def test_a_part_that_comes_again_is_the_last_to_leave():
+    parts = HostParts(2 * PART_BYTES)
+    for digest in ("one", "two", "one", "three"):
+        parts.put(part(digest))
+    assert parts.get("two") is None
+    assert parts.get("one") is not None
+    assert parts.num_bytes == 2 * PART_BYTES
+
+
 def test_what_is_larger_than_all_is_not_kept():
     parts = HostParts(PART_BYTES - 1)
     parts.put(part("one"))

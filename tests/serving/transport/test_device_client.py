@@ -48,6 +48,28 @@ def test_an_answer_to_an_epoch_given_up_is_not_heard(server, gpus):
     client.close()
 
 
+@pytest.mark.parametrize("num_rows", [64, 65, 200])
+def test_more_rows_than_a_cta_has_threads_arrive_in_place(gpus, num_rows):
+    """A CTA, here of 64 threads, lists the rows that go as many at a time."""
+    terms = terms_of(ep=2, max_rows=num_rows)
+    servers = [DeviceServer(terms.shapes, gpus.device(1), pull=False) for _ in range(2)]
+    client = device_memory.open_local_client(servers, gpus.device(0))
+    client.set_limit(60.0)
+    x, ys, rows = batch(terms, np.random.default_rng(0), num_rows)
+    jax.block_until_ready(client.push(x, GATE_UP, 1, rows))
+    for server in servers:
+        request = server.receive(1.0)
+        assert request is not None
+        assert server.respond(request, exact_deltas(request, terms.shapes))
+    got, status = client.wait_add(ys, x, GATE_UP, rows)
+    assert np.asarray(status).tolist() == [Status.ARRIVED] * 2
+    wanted = want_ys(terms.shapes, GATE_UP, 1, x, ys, rows)
+    assert [bits(y) for y in got] == [bits(y) for y in wanted]
+    client.close()
+    for server in servers:
+        server.close()
+
+
 def test_a_client_joins_all_servers_or_none(gpus):
     """Nobody is kept waiting by a client that did not come to be."""
     terms = terms_of(ep=2)
