@@ -12,6 +12,9 @@ ARGS ?=
 # The load generator inside this release's wheel drives the server in the tests.
 VLLM_RS_VERSION := 0.33.0
 
+# The suite starts some sixty processes: they share what one of them has compiled to bytecode.
+TEST_ENV := PYTHONDONTWRITEBYTECODE=
+
 # jax as pyproject.toml pins it: the plugins that compile for other devices must be of the same one.
 JAX_VERSION := $(shell sed -n 's/.*"jax==\([0-9.]*\)".*/\1/p' pyproject.toml)
 # The compiler for TPUs that goes with it.
@@ -26,7 +29,7 @@ serve: .venv/.serve  ## start the embedded default on this machine's CPU
 	$(BIN)/python -m serving.launch $(MODEL) $(addprefix --lora-dir ,$(wildcard $(MODEL)/adapters)) $(if $(strip $(ESFT_FOLDERS)),--lora-modules $(ESFT_FOLDERS)) --port $(PORT) $(ARGS)
 
 test: .venv/.dev .cache/vllm-rs  ## the whole CPU suite, notebooks included
-	$(BIN)/python -m pytest -n 3 --dist loadfile --nbmake -m "not gpu and not multigpu and not slow and not aot and not ascend" notebooks tests
+	$(TEST_ENV) $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --nbmake -m "not gpu and not multigpu and not slow and not aot and not ascend" notebooks tests
 
 test-slow: .venv/.dev .cache/vllm-rs
 	$(BIN)/python -m pytest -m slow

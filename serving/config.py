@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+from serving.generation_config import FROM_MODEL, check_fields
 from serving.sampling import MAX_LOGPROBS
 
 DTYPES = ("auto", "float32", "bfloat16")
@@ -34,6 +35,8 @@ class EngineConfig:
     seed: int = 0  # from which requests without a seed get theirs
     max_logprobs: int = MAX_LOGPROBS
     chat_template: str | None = None  # a Jinja file that replaces the model's template
+    generation_config: str = FROM_MODEL  # where sampling's defaults are; "vllm": nowhere
+    override_generation_config: dict = dataclasses.field(default_factory=dict, hash=False)
     # Adapters.
     max_loras: int = 16  # resident LoRA adapters
     max_lora_rank: int = 64
@@ -63,6 +66,9 @@ class EngineConfig:
             raise ValueError(
                 f"enable_prefix_caching must be true or false, got {self.enable_prefix_caching!r}."
             )
+        if not isinstance(self.override_generation_config, dict):
+            raise ValueError("override_generation_config must map names to values.")
+        check_fields(self.override_generation_config, "override_generation_config")
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {share!r}.")

@@ -19,10 +19,11 @@ from serving.batch import Batch
 from serving.compile_counter import CompileCounter
 from serving.config import EngineConfig
 from serving.engine_loop import EngineLoop
-from serving.engine_parts import EngineParts, ModelInfo, build_parts, engine_stats
+from serving.engine_parts import EngineParts, build_parts, engine_stats
 from serving.live_request import LiveRequest
 from serving.lora_server.instance import ServerAccess
 from serving.metrics import EngineStats
+from serving.model_info import ModelInfo
 from serving.outputs import RequestFailed, RequestOutput
 from serving.request import FinishReason, OutputDelta, QueueFull, Request
 from serving.sampling import Sampling
@@ -101,15 +102,15 @@ class Engine:
         """Return one answer per prompt, in order.
 
         A prompt is a string or a list of token ids. One adapter name (None: the base model) or
-        sampling stands for all prompts. Raises KeyError for an unknown adapter, ValueError for bad
-        input, RequestFailed when the engine could not finish a request.
+        sampling (None: `default_sampling`) stands for all prompts. Raises KeyError for an unknown
+        adapter, ValueError for bad input, RequestFailed when the engine could not finish a request.
         """
         ids = [self._prompt_ids(prompt) for prompt in _as_list(prompts)]
         batch = Batch(
             self.submit,
             ids,
             _broadcast("adapter", adapter, len(ids), (str, type(None))),
-            _broadcast("sampling", sampling or Sampling(), len(ids), (Sampling,)),
+            _broadcast("sampling", sampling or self.default_sampling(), len(ids), (Sampling,)),
             use_tqdm=use_tqdm,
         )
         try:
@@ -118,6 +119,10 @@ class Engine:
             for request_id in batch.live.values():
                 self.abort(request_id)
 
+    def default_sampling(self) -> Sampling:
+        """Return what the model's generation_config.json asks for, and `Sampling()` beyond it."""
+        return Sampling(**self.model_info.sampling_defaults)
+
     def stream(
         self, prompt: Prompt, adapter: str | None = None, sampling: Sampling | None = None
     ) -> Iterator[Piece]:
@@ -125,7 +130,7 @@ class Engine:
 
         The request is handed in before this returns; giving up the iteration aborts it.
         """
-        wanted = sampling or Sampling()
+        wanted = sampling or self.default_sampling()
         deltas: queue.SimpleQueue[OutputDelta] = queue.SimpleQueue()
         ids = self._prompt_ids(prompt)
         request_id = self.submit(ids, adapter, wanted, on_output=deltas.put)

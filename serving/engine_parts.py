@@ -27,6 +27,7 @@ from serving.compile_counter import CompileCounter
 from serving.config import EngineConfig
 from serving.copier import copier_here
 from serving.engine_loop import EngineLoop, LoopParts
+from serving.generation_config import read_generation_config
 from serving.loading.adapter_loader import AdapterLoader
 from serving.loading.adapter_loaders import AdapterLoaders
 from serving.loading.esft_parts import EsftParts, make_esft
@@ -36,6 +37,7 @@ from serving.lora_server.instance import InstanceSide, ServerAccess, connect
 from serving.lora_server.shards import local_catalogue
 from serving.memory_budget import make_allocator, size_kv_cache
 from serving.metrics import EngineMetrics, EngineStats
+from serving.model_info import ModelInfo, model_info
 from serving.program_cache import keep_programs
 from serving.scheduling.scheduler import Scheduler, SchedulerLimits
 from serving.sizing import CacheSize
@@ -44,22 +46,6 @@ from serving.steps.step import StepSizes
 from serving.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelInfo:
-    """The base model as it is served."""
-
-    name: str
-    model_type: str
-    vocab_size: int
-    max_model_len: int
-    num_layers: int
-    num_parameters: int
-    weight_bytes: int
-    dtype: str
-    kv_pages: int
-    page_size: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,17 +72,17 @@ def build_parts(
     model or an adapter that cannot be served, and ConnectionError when the server cannot be
     reached or does not fit.
     """
+    generation = read_generation_config(
+        config.model, config.generation_config, config.override_generation_config
+    )
     keep_programs()
     device = jax.devices()[0]
     logger.info(
         "jax %s on %s (%d devices).", jax.__version__, device.device_kind, len(jax.devices())
     )
     model, model_config, dtype = _load_model(config)
-    tokenizer = Tokenizer(
-        config.model,
-        chat_template=config.chat_template,
-        made_up=model_config.vocab_size if config.load_format == "dummy" else None,
-    )
+    made_up = model_config.vocab_size if config.load_format == "dummy" else None
+    tokenizer = Tokenizer(config.model, chat_template=config.chat_template, made_up=made_up)
     weights = [(leaf.size, leaf.nbytes) for leaf in jax.tree.leaves(nnx.state(model))]
     with ExitStack() as undo:
         remote = None if access is None else connect(access, config, dtype.name)
@@ -108,7 +94,7 @@ def build_parts(
         # KV pages may lie where the experts were.
         here, whole = _held_here(model.catalogue(model_config), remote)
         size = size_kv_cache(config, model, model_config, here, dtype, whole)
-        info = _model_info(config, weights, model_config, size, dtype)
+        info = model_info(config, weights, model_config, size, dtype, tokenizer, generation)
         parts = _build(
             config, adapters, model, model_config, tokenizer, size, info, esft, remote, dtype
         )
@@ -142,8 +128,7 @@ def _build(
     allocator, spec = make_allocator(config, catalogue, here, dtype, whole)
     registry = _make_registry(config, catalogue, allocator, esft, keep)
     _load_adapters(registry, adapters)
-    end_ids = tuple(sorted({*model_config.eos_token_ids, *tokenizer.eos_token_ids}))
-    tables = None if esft is None else esft.tables
+    end_ids, tables = info.end_token_ids, None if esft is None else esft.tables
     runner = _make_runner(config, model, model_config, size, spec, dtype, end_ids, tables, link)
     compilations = CompileCounter()
     metrics = _make_metrics(config, info)
@@ -361,25 +346,3 @@ def _make_metrics(config: EngineConfig, info: ModelInfo) -> EngineMetrics:
         "enable_prefix_caching": str(config.enable_prefix_caching),
     }
     return EngineMetrics(info.name, info.max_model_len, cache, config.max_loras)
-
-
-def _model_info(
-    config: EngineConfig,
-    weights: list[tuple[int, int]],
-    model_config: ModelConfig,
-    size: CacheSize,
-    dtype: jnp.dtype,
-) -> ModelInfo:
-    """Return what to say of the base; `weights` are the sizes and bytes of all its arrays."""
-    return ModelInfo(
-        name=config.model_name,
-        model_type=model_config.model_type,
-        vocab_size=model_config.vocab_size,
-        max_model_len=size.max_model_len,
-        num_layers=model_config.num_layers,
-        num_parameters=sum(size for size, _ in weights),
-        weight_bytes=sum(num_bytes for _, num_bytes in weights),
-        dtype=dtype.name,
-        kv_pages=size.num_pages,
-        page_size=size.page_size,
-    )

@@ -34,6 +34,11 @@ _ENGINE_HELP = {
     "seed": "from which requests without a seed get theirs",
     "max_logprobs": "most log-probabilities a request may ask for per token",
     "chat_template": "a Jinja file that replaces the model's chat template",
+    "generation_config": "where requests that set no temperature, top_p, top_k, min_p, "
+    "repetition_penalty or (in a chat) max_tokens get them: auto is the model's "
+    "generation_config.json, vllm nowhere, anything else a folder with such a file",
+    "override_generation_config": "the same values as JSON, over those of the file; max_new_tokens "
+    "is a default, not a limit",
     "max_loras": "LoRA adapters on the device at a time; any number may be loaded",
     "max_lora_rank": "largest rank of an adapter",
     "lora_dir": "folder of adapters: model=SUBFOLDER is loaded on first use",
@@ -173,6 +178,9 @@ def _add_engine_flags(group) -> None:
             action = argparse.BooleanOptionalAction
             group.add_argument(flag, action=action, help=f"{text} ({field.default})")
             continue
+        if kind is dict:
+            group.add_argument(flag, type=_json_object, metavar="JSON", help=text)
+            continue
         default = "" if field.default is None else f" ({field.default})"
         group.add_argument(flag, type=kind, metavar=kind.__name__.upper(), help=text + default)
 
@@ -194,6 +202,17 @@ def _plain_type(annotation: Any) -> type:
     if isinstance(annotation, types.UnionType):
         annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
     return annotation
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    """Return the object, or raise what argparse turns into its message."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a JSON object.")
+    return value
 
 
 def read_layers(
@@ -241,8 +260,10 @@ def _file_argv(parser: ParserWithSource, path: str) -> list[str]:
         action = flags.get(str(key).replace("-", "_"))
         if action is None:
             parser.error(f"unknown flag {key!r}")
-        if isinstance(value, dict):
+        if isinstance(value, dict) and _is_list(action):
             value = [f"{name}={place}" for name, place in value.items()]
+        elif isinstance(value, dict):
+            value = json.dumps(value)
         argv += _flag_argv(parser, action, value)
     return argv
 

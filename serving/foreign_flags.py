@@ -11,6 +11,7 @@ _ALWAYS_SO = (
     "--enable-chunked-prefill",
     "--no-enable-log-requests",
     "--disable-log-requests",
+    "--async-scheduling",
 )
 _ONE_VALUE = (
     (("--tensor-parallel-size", "--tp", "--tp-size", "-tp"), 1),
@@ -18,20 +19,35 @@ _ONE_VALUE = (
     (("--data-parallel-size", "--dp-size", "-dp"), 1),
     (("--lora-dtype",), "auto"),
     (("--kv-cache-dtype",), "auto"),
-    # Sampling starts from the API's defaults, not from those of generation_config.json.
-    (("--generation-config",), "vllm"),
     (("--lora-eviction-policy",), "lru"),
+    (("--tokenizer-mode",), "auto"),
+    (("--runner",), "generate"),
 )
 _REFUSED_SWITCHES = {
     "--trust-remote-code": "code from a model's folder is never run here; the supported models "
     "are built in",
     "--enforce-eager": "a step is always one compiled program",
     "--fully-sharded-loras": "one process serves on one device, so there is nothing to shard",
+    "--enable-expert-parallel": "one process serves on one device; adapters' experts can be on "
+    "others: --lora-server",
+    "--enable-tower-connector-lora": "the supported models read text only",
+    "--enable-auto-tool-choice": "tools are not supported",
 }
 _REFUSED_VALUES = {
     "--max-cpu-loras": "host memory for adapters is bounded in bytes: --max-total-adapter-bytes",
     "--quantization": "weights are served in bfloat16 or float32; MXFP4 files are unpacked",
     "--tokenizer": "the tokenizer is the one in the model's folder",
+    "--revision": "the model is a folder of this machine",
+    "--download-dir": "the model is a folder of this machine",
+    "--lora-extra-vocab-size": "adapters that change embeddings are refused",
+    "--lora-target-modules": "adapters may change any module that the model has",
+    "--lora-backend": "kernels are chosen by device and batch",
+    "--default-mm-loras": "the supported models read text only",
+    "--tool-call-parser": "tools are not supported",
+    "--reasoning-parser": "an answer is one text",
+    "--speculative-config": "every token is computed by the model that is served",
+    "--swap-space": "a preempted request is computed anew, its prefix from the cache",
+    "--mem-fraction-static": "the share of the device's memory is --gpu-memory-utilization",
 }
 
 
@@ -47,7 +63,7 @@ def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag, action="store_true", help=hidden)
     for flags, value in _ONE_VALUE:
         parser.add_argument(*flags, type=type(value), choices=(value,), help=hidden)
-    for table, nargs in ((_REFUSED_SWITCHES, 0), (_REFUSED_VALUES, "?")):
+    for table, nargs in ((_REFUSED_SWITCHES, 0), (_REFUSED_VALUES, "*")):
         for flag, why in table.items():
             parser.add_argument(flag, nargs=nargs, action=_Refuse, const=why, help=hidden)
     parser.add_argument("--context-length", dest="max_model_len", type=int, help=hidden)

@@ -80,14 +80,15 @@ def route_lines(app: FastAPI) -> list[str]:
     ]
 
 
-def ready_lines(url: str, model: str, needs_key: bool) -> list[str]:
-    """Return the lines that say where the server is and how to try it."""
+def ready_lines(url: str, model: str, needs_key: bool, adapters: Sequence[str] = ()) -> list[str]:
+    """Return the lines that say where the server is and how to try it, with the first adapter."""
     body = {"model": model, "prompt": "Once upon a time", "max_tokens": 48, "temperature": 0}
     key = ' -H "Authorization: Bearer $SERVING_API_KEY"' if needs_key else ""
     return [
         f"Ready: {url} serves {model}. Try:",
         f"curl {url}/v1/completions{key} -H 'Content-Type: application/json' "
         f"-d {shlex.quote(json.dumps(body))}",
+        *(f'An adapter answers to its name: "model": {json.dumps(name)}.' for name in adapters[:1]),
     ]
 
 

@@ -8,7 +8,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+from starlette.types import ASGIApp
+
 from serving import logs
+from serving.http.local_names import LocalNames
 from serving.http.uvicorn_server import AnnouncingServer, uvicorn_config
 from serving.options import Options
 
@@ -77,19 +80,29 @@ def _server(
     from serving.http.model_names import folder_adapters
 
     app = create_app(engine, options.http)
-    url = url_of(options, sock)
+    url, in_folder = url_of(options, sock), folder_adapters(options.engine.lora_dir)
     logs.log_all(logs.adapter_table(engine.registry.entries()))
-    logs.log_all(logs.folder_lines(folder_adapters(options.engine.lora_dir)))
+    logs.log_all(logs.folder_lines(in_folder))
     logs.log_all(logs.route_lines(app))
     logger.info("Starting vLLM-compatible server on %s", url)
-    lines = logs.ready_lines(url, app.state.server.names.base, options.http.has_api_keys)
-    config = uvicorn_config(app, access_log=options.access_log, **options.uvicorn)
+    adapters = [*(entry.name for entry in engine.registry.entries()), *sorted(in_folder)]
+    base = app.state.server.names.base
+    lines = logs.ready_lines(url, base, options.http.has_api_keys, adapters)
+    config = uvicorn_config(
+        guarded(app, options, sock), access_log=options.access_log, **options.uvicorn
+    )
 
     def ready() -> None:
         logs.log_all(lines)
         announce()
 
     return AnnouncingServer(config, ready)
+
+
+def guarded(app: ASGIApp, options: Options, sock: socket.socket) -> ASGIApp:
+    """Return the application, which answers to local names only where nothing else protects it."""
+    is_open = options.insecure or options.http.has_api_keys or sock.family == socket.AF_UNIX
+    return app if is_open else LocalNames(app)
 
 
 def url_of(options: Options, sock: socket.socket) -> str:

@@ -117,7 +117,9 @@ class FakeEngine:
     def __init__(self, lora_dir: Path | None = None, max_model_len: int = 64):
         root = None if lora_dir is None else str(lora_dir)
         self.config = EngineConfig(model="some/where/fake-base", lora_dir=root)
-        self.model_info = SimpleNamespace(vocab_size=VOCAB, max_model_len=max_model_len)
+        self.model_info = SimpleNamespace(
+            vocab_size=VOCAB, max_model_len=max_model_len, sampling_defaults={}
+        )
         self.metrics = SimpleNamespace(registry=CollectorRegistry())
         self.tokenizer = FakeTokenizer()
         self.registry = FakeRegistry(lora_dir)

@@ -12,7 +12,7 @@ from serving.cluster.server_place import server_spec
 from serving.http.uvicorn_server import AnnouncingServer, uvicorn_config
 from serving.lora_server.spec import ServerSpec, design
 from serving.options import Options
-from serving.serve import StartError, run_server, url_of
+from serving.serve import StartError, guarded, run_server, url_of
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,9 @@ def serve_cluster(options: Options, sock: socket.socket) -> None:
         base = options.engine.model_name
         proxy = Proxy(cluster.paths, cluster.router, (base, *options.http.served_names))
         lines = logs.ready_lines(url_of(options, sock), base, options.http.has_api_keys)
-        config = uvicorn_config(proxy, access_log=options.access_log, **options.uvicorn)
+        config = uvicorn_config(
+            guarded(proxy, options, sock), access_log=options.access_log, **options.uvicorn
+        )
         run_server(AnnouncingServer(config, lambda: logs.log_all(lines)), sock)
 
 

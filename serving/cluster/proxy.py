@@ -27,6 +27,7 @@ _TO_ALL = {
     ("POST", "/v1/loras"),
 }
 _MOST_BYTES = 16 << 20  # of a body; the instances have their own limit
+_BODY_S = 30.0  # for a whole body to arrive
 _RETRY_S = "1"
 _DEFAULT_TOKENS = 16.0
 
@@ -51,7 +52,7 @@ class Proxy:
             await error.response()(scope, receive, send_)
 
     async def _answer(self, scope: Scope, receive: Receive, send_: Send) -> None:
-        body = await _read(receive)
+        body = await _body(receive)
         path, method = scope["path"], scope["method"]
         if path == "/metrics" and method == "GET":
             await self._metrics(scope, send_)
@@ -141,6 +142,16 @@ def _parts(scope: Scope) -> tuple[str, bytes, Headers]:
     query = scope.get("query_string", b"")
     target = scope.get("raw_path") or scope["path"].encode()
     return scope["method"], target + (b"?" + query if query else b""), scope["headers"]
+
+
+async def _body(receive: Receive) -> bytes:
+    """Return the whole body; ApiError when it is too long or does not come."""
+    try:
+        async with asyncio.timeout(_BODY_S):
+            return await _read(receive)
+    except TimeoutError:
+        close = {"Connection": "close"}
+        raise ApiError(408, "The body took too long to arrive.", headers=close) from None
 
 
 async def _read(receive: Receive) -> bytes:

@@ -25,7 +25,8 @@ async def create_chat_completion(request: Request) -> Response:
     server, caller = server_of(request), caller_of(request)
     body = await read_body(request, ChatBody)
     target = await server.names.resolve(body.model, body.lora_path, caller)
-    chat_sampling(body, 1)  # refuse bad parameters before any work on the messages
+    defaults = server.engine.model_info.sampling_defaults
+    chat_sampling(body, 1, defaults)  # refuse bad parameters before any work on the messages
     prompt = await chat_prompt(
         server.engine,
         body.messages,
@@ -33,7 +34,7 @@ async def create_chat_completion(request: Request) -> Response:
         bool(body.add_special_tokens),  # templates write their own special tokens
     )
     limit, length = server.max_model_len, len(prompt.ids)
-    sampling = fit_context(chat_sampling(body, limit - length), body, length, limit)
+    sampling = fit_context(chat_sampling(body, limit - length, defaults), body, length, limit)
     generation = Generation(server.engine, server.mailbox, [prompt])
     generation.submit(target.adapter, [sampling], cache_salt(caller.salt, body.cache_salt))
     answer = ChatAnswer(body, generation, target.name, server.engine.tokenizer)

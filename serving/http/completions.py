@@ -25,7 +25,7 @@ async def create_completion(request: Request) -> Response:
     server, caller = server_of(request), caller_of(request)
     body = await read_body(request, CompletionBody)
     target = await server.names.resolve(body.model, body.lora_path, caller)
-    sampling = completion_sampling(body)
+    sampling = completion_sampling(body, server.engine.model_info.sampling_defaults)
     special = True if body.add_special_tokens is None else body.add_special_tokens
     prompts = await read_prompts(server.engine, body.prompt, special)
     limit = server.max_model_len

@@ -1,6 +1,7 @@
 """From a body to `Sampling`, with the body's own field names in the errors."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from serving.http.errors import ApiError, scrub
@@ -28,9 +29,12 @@ _COPIED = (
 DEFAULT_COMPLETION_TOKENS = 16
 
 
-def completion_sampling(body: CompletionBody) -> Sampling:
-    """Return how a completion's tokens are chosen; max_tokens still without the context's limit."""
-    values = _common(body)
+def completion_sampling(body: CompletionBody, defaults: Mapping[str, Any]) -> Sampling:
+    """Return how a completion's tokens are chosen; max_tokens still without the context's limit.
+
+    What the body does not set is as in `defaults`, but for max_tokens: the API says 16.
+    """
+    values = _common(body, defaults)
     values["logprobs"] = body.logprobs
     values["echo"] = bool(body.echo)
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
@@ -39,15 +43,20 @@ def completion_sampling(body: CompletionBody) -> Sampling:
     return _build(body, values, {})
 
 
-def chat_sampling(body: ChatBody, room: int) -> Sampling:
-    """Return how a chat answer's tokens are chosen; without max_tokens it may fill the context."""
-    values = _common(body)
+def chat_sampling(body: ChatBody, room: int, defaults: Mapping[str, Any]) -> Sampling:
+    """Return how a chat answer's tokens are chosen.
+
+    What the body does not set is as in `defaults`; without max_tokens there either, it may fill
+    the context.
+    """
+    values = _common(body, defaults)
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(
             400, "When top_logprobs is set, logprobs must be true.", param="top_logprobs"
         )
     values["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
-    values["max_tokens"] = max(room, 1) if _asked(body) is None else _asked(body)
+    default = defaults.get("max_tokens", max(room, 1))
+    values["max_tokens"] = default if _asked(body) is None else _asked(body)
     return _build(body, values, {"logprobs": "top_logprobs"})
 
 
@@ -57,13 +66,14 @@ def _asked(body: GenerationBody) -> int | None:
     return body.max_tokens if newer is None else newer
 
 
-def _common(body: GenerationBody) -> dict[str, Any]:
+def _common(body: GenerationBody, defaults: Mapping[str, Any]) -> dict[str, Any]:
     name = unsupported(body)
     if name:
         raise ApiError(400, f"{name} is not supported.", param=name)
     if body.best_of is not None and body.best_of not in (1, body.n or 1):
         raise ApiError(400, "best_of is not supported other than equal to n.", param="best_of")
-    values = {f: getattr(body, f) for f in _COPIED if getattr(body, f) is not None}
+    given = {f: getattr(body, f) for f in _COPIED if getattr(body, f) is not None}
+    values = {**defaults, **given}
     if body.logit_bias is not None:
         values["logit_bias"] = _logit_bias(body.logit_bias)
     return values

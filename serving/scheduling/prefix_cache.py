@@ -126,14 +126,6 @@ class PageCache:
         self._page_to_key[page] = key
         self._key_to_page[key] = page
 
-    def forget(self) -> None:
-        """Forget all keys: what the pages hold is no longer to be trusted."""
-        for page in self._key_to_page.values():
-            self._page_to_key[page] = None
-        self._key_to_page.clear()
-        self._blank.extend(self._cached)
-        self._cached.clear()
-
     def check_integrity(self, holders: Iterable[Sequence[int]] | None = None) -> None:
         """Raise AssertionError when the books disagree, or disagree with the holders' pages."""
         free = [*self._blank, *self._cached]

@@ -179,16 +179,6 @@ class Scheduler:
             result.chunk.sequence.num_void -= result.chunk.sequence.num_void > 0
         return [self._take_in(result, now) for result in good]
 
-    def fail_running(self) -> list[Sequence]:
-        """End and return all sequences that a failed step may have harmed; forget all prefixes.
-
-        Plans that are not complete yet must not be completed any more.
-        """
-        harmed = [*self._running, *(s for s in self._waiting if s.num_in_flight)]
-        self._finish_all(harmed, FinishReason.ERROR)
-        self._pages.forget_prefixes()
-        return harmed
-
     def fail_adapters(self, digests: frozenset[str]) -> list[Sequence]:
         """End and return the sequences of these adapters that a bad step may have harmed.
 

@@ -107,12 +107,6 @@ class SequencePages:
         """Whether all prompt pages of a running sequence can serve another one."""
         return self._registered[sequence] >= (sequence.num_prompt - 1) // self._cache.page_size
 
-    def forget_prefixes(self) -> None:
-        """Forget what pages hold. Nobody may hold a page now."""
-        if self._registered:
-            raise ValueError(f"{len(self._registered)} sequences still hold pages.")
-        self._cache.forget()
-
     def forget_adapters(self, digests: Collection[str]) -> None:
         """Never find a page of these adapters again. None of their sequences may hold any."""
         for digest in digests:

@@ -43,19 +43,19 @@ class RowItems:
     @property
     def arrays(self) -> tuple[Array, ...]:
         """What a launch takes of it that shrinks and expands."""
-        return self.expand_arrays if self.shrinks_tiles else self.shrink_arrays
+        return self.tiled_arrays if self.shrinks_tiles else self.untiled_arrays
 
     @property
-    def shrink_arrays(self) -> tuple[Array, ...]:
-        """What a launch takes that shrinks alone: all rows as items, so that it is one."""
+    def untiled_arrays(self) -> tuple[Array, ...]:
+        """What a launch takes that should see all rows as items."""
         none = jnp.zeros((0, 4), jnp.int32), jnp.zeros((3,), jnp.int32)
         return self.order, self.items, self.num_items, *none
 
     @property
-    def expand_arrays(self) -> tuple[Array, ...]:
-        """What a launch takes that expands alone: it asks for nothing whether there are tiles."""
+    def tiled_arrays(self) -> tuple[Array, ...]:
+        """What a launch takes that shrinks or expands alone: one kernel has items and tiles."""
         if self.tiles is None:
-            return self.shrink_arrays
+            return self.untiled_arrays
         return self.order, *(getattr(self.tiles, f.name) for f in dataclasses.fields(self.tiles))
 
 
@@ -224,8 +224,10 @@ def lora_shrink(
 
     What lies beyond that, or in rows of no item, is undefined.
     """
+    by_items = max_rank <= lora_tiles.ITEMS_RANK
+    arrays = items.untiled_arrays if by_items else items.tiled_arrays
     call = jax.ffi.ffi_call("lora_jax_cuda_lora_shrink", _h_shape(x.shape[0], max_rank))
-    return call(x, a_pool, entries, scaling, *items.shrink_arrays)
+    return call(x, a_pool, entries, scaling, *arrays)
 
 
 def lora_expand(
@@ -245,7 +247,7 @@ def lora_expand(
     shapes += [jax.ShapeDtypeStruct((1,), jnp.int32)]
     aliases = {9: 0} if ys else {}
     call = jax.ffi.ffi_call("lora_jax_cuda_lora_expand", shapes, input_output_aliases=aliases)
-    return call(h, b_pool, entries, scaling, *items.expand_arrays, *ys, accumulate=bool(ys))[0]
+    return call(h, b_pool, entries, scaling, *items.tiled_arrays, *ys, accumulate=bool(ys))[0]
 
 
 def _h_shape(rows: int, max_rank: int) -> jax.ShapeDtypeStruct:

@@ -385,6 +385,30 @@ def test_lora_matches_float64(library, rows, d_out, d_in, experts, modules, accu
         assert not y[:, owners < 0].view(np.uint16).any()
 
 
+@pytest.mark.parametrize("modules", [1, 2])
+def test_lora_has_the_same_bits_however_it_is_shared_out(library, modules):
+    """Second slices go to the other end of the grid; columns are drawn of four runs of items."""
+    rows, d_out, d_in, ranks = 75, 8192, 64, (17, 8, 24, 1)
+    case = lora_case(rows, d_out, d_in, ranks=ranks, num_experts=0, dtype="bfloat16")
+    owners = np.maximum(np.arange(rows) % 9 - 5, 0).astype(np.int32)  # slot 0 has 51
+    entries, scaling = (np.stack([copied(v)] * modules) for v in (case.entries, case.scaling))
+    x, *pools = (copied(a) for a in (case.x, case.a_pool, case.b_pool))
+    heights = len(case.a_pool), len(case.b_pool), len(ranks), case.max_rank
+
+    def added(which, sms, item_rows):
+        y = np.stack([copied(case.y)[which]] * modules)
+        whose, experts = owners[which], np.zeros(len(which), np.int32)
+        sizes = (modules, len(which), d_out, d_in, *heights, item_rows, 1)
+        library.emulate(sms, item_rows)
+        call(library.lora, y, x[which], *pools, entries, scaling, whose, experts, *sizes)
+        return y.view(np.uint16)
+
+    some = np.arange(0, rows, 10)
+    want = np.concatenate([added(np.array([row]), 1, 8) for row in some], 1)
+    for sms, item_rows in ((1, 32), (2, 16)):
+        np.testing.assert_array_equal(added(np.arange(rows), sms, item_rows)[:, some], want)
+
+
 @pytest.mark.parametrize(
     ("rows", "gaps"), [(1, (1,)), (7, (0,)), (90, (0, 3, 40)), (90, (31,)), (4000, (0, 0, 0, 1, 2))]
 )
@@ -406,22 +430,24 @@ def test_rows_of_no_item_become_zero_wherever_they_stand(library, rows, gaps):
 
 
 # The batch's ranks as in the case above; 8 rows make a segment that becomes tiles, unless all such
-# segments together have too few. The last: how many modules there are, whose weights are those of
-# another slot each; is y added to; is the shrink a launch of its own.
+# segments together have too few, and shorter ones become some where clusters, 3 an SM, can have a
+# tile each. The last: how many modules there are, whose weights are those of another slot each; is
+# y added to; is the shrink a launch of its own.
 @pytest.mark.parametrize(
-    ("rows", "d_out", "d_in", "ranks", "total", "modules", "adds", "apart"),
+    ("rows", "d_out", "d_in", "ranks", "total", "sms", "modules", "adds", "apart"),
     [
-        (70, 128, 64, (16, 8, 0, 40, 1, 13), 8, 2, True, False),
-        (70, 128, 64, (16, 8, 0, 40, 1, 13), 8, 1, False, True),
-        (300, 640, 320, (64, 33), 8, 1, True, False),
-        (90, 64, 192, (7, 100, 128), 8, 2, False, False),
-        (60, 192, 192, (128, 100, 7), 8, 1, True, True),
-        (40, 64, 4224, (30,), 8, 1, True, False),
-        (40, 64, 128, (8,), 41, 1, False, False),
+        (70, 128, 64, (16, 8, 0, 40, 1, 13), 8, 1, 2, True, False),
+        (70, 128, 64, (16, 8, 0, 40, 1, 13), 8, 1, 1, False, True),
+        (50, 128, 64, (16, 8, 0, 40, 1, 13), 8, 2, 1, False, True),
+        (300, 640, 320, (64, 33), 8, 2, 1, True, False),
+        (90, 64, 192, (7, 100, 128), 8, 2, 2, False, False),
+        (60, 192, 192, (128, 100, 7), 8, 2, 1, True, True),
+        (40, 64, 4224, (30,), 8, 2, 1, True, False),
+        (40, 64, 128, (8,), 41, 2, 1, False, False),
     ],
 )
 def test_tiles_have_the_bits_of_items(
-    library, rows, d_out, d_in, ranks, total, modules, adds, apart
+    library, rows, d_out, d_in, ranks, total, sms, modules, adds, apart
 ):
     case = lora_case(rows, d_out, d_in, ranks=ranks, dtype="bfloat16")
     slots, max_rank = len(case.scaling), case.max_rank
@@ -435,10 +461,11 @@ def test_tiles_have_the_bits_of_items(
     sizes = (modules, rows, d_out, d_in, len(case.a_pool), len(case.b_pool), slots, max_rank, 8)
     library.emulate(1, rows)
     call(library.lora, want, *pools, owners, which, *sizes, adds)
-    library.emulate(2, rows)
+    library.emulate(sms, rows)
     call(library.lora_tiles, got, *pools, owners, which, *sizes, total, adds, apart, left)
     counts = np.bincount(owners[(owners >= 0) & (owners < slots)], minlength=slots)
     long = counts[counts >= 8].sum()
-    tiled = (counts >= 8) & (long >= total) & (long >= counts.sum() * 3 / 4)
+    fit = np.sum(-(-counts // 64)) <= 3 * sms
+    tiled = ((counts >= 8) | fit) & (long >= total) & (long >= counts.sum() * 3 / 4)
     assert left[0] == counts[~tiled].sum()
     np.testing.assert_array_equal(got.view(np.uint16), want.view(np.uint16))

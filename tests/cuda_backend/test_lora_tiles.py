@@ -63,7 +63,7 @@ def test_the_shape_of_a_call_says_whether_it_may_have_tiles(
         items = cuda.row_items(row_to_slot, jnp.zeros_like(row_to_slot), slots)
         of_step = reroute.adapter_items(row_to_slot, slots)
         steps_tiles = () if of_step.tiles is None else of_step.tiles.tiles
-        return items.arrays[3], items.expand_arrays[3], steps_tiles, of_step.items
+        return items.arrays[3], items.tiled_arrays[3], steps_tiles, of_step.items
 
     owners = jax.ShapeDtypeStruct((rows,), jnp.int32)
     pair, expand, steps_tiles, all_items = jax.eval_shape(may_have, owners)
@@ -99,7 +99,8 @@ def test_many_rows_match_float64_and_few_rows_bits(rank, popularity):
 @pytest.mark.parametrize(
     ("counts", "tiled"),
     [
-        ((2000, 23, 24, 300), 2324),  # a segment of 23 stays
+        ((2000, 23, 24, 300), 2347),  # few segments: all of them
+        ((2000, 23, 24, *[1] * 60), 2024),  # a segment of 23 stays
         ((300, *[20] * 5, 1, 1), 0),  # too few of all rows
         ((400,), 400),
         ((7900,), 7900),
@@ -108,7 +109,7 @@ def test_many_rows_match_float64_and_few_rows_bits(rank, popularity):
 def test_only_many_rows_become_tiles(counts, tiled):
     slots = np.repeat([*range(len(counts)), -1], [*counts, 150]).astype(np.int32)
     slots = np.random.default_rng(0).permutation(slots)
-    assert int(tiled_rows(jnp.asarray(slots))) == tiled
+    assert int(tiled_rows(jnp.asarray(slots), 64)) == tiled
 
 
 @pytest.mark.gpu
@@ -119,6 +120,32 @@ def test_many_rows_have_the_same_bits_each_time(popularity):
     want = run(case)
     for _ in range(20):
         np.testing.assert_array_equal(run(case), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rank", [17, 64, 100])
+@pytest.mark.parametrize(
+    "counts", [(1000,), (500, 260, 130, 60, 30, 16, 9, 4, 1), (900, *[1] * 80), (2500, 500, 40)]
+)
+def test_a_shrink_alone_has_the_bits_of_items_each_time(rank, counts):
+    case = some_case(sum(counts) + 7, 64, 4096, ranks=(rank,) * len(counts))
+    slots = np.repeat([*range(len(counts)), -1], [*counts, 7]).astype(np.int32)
+    case = dataclasses.replace(
+        case, row_to_slot=jnp.asarray(np.random.default_rng(1).permutation(slots))
+    )
+
+    @functools.partial(jax.jit, static_argnames="tiled")
+    def shrink(x, a_pool, entries, scaling, row_to_slot, tiled):
+        items = cuda.row_items(row_to_slot, jnp.zeros_like(row_to_slot), len(counts), rank)
+        items = items if tiled else dataclasses.replace(items, tiles=None)
+        h = cuda.lora_shrink(x, a_pool, entries, scaling, items, rank)
+        return h[: sum(counts)].astype(jnp.float32)
+
+    arrays = (case.x, case.a_pool, case.entries, case.scaling, case.row_to_slot)
+    want = np.asarray(shrink(*arrays, tiled=False))
+    assert np.any(want)
+    for _ in range(40):
+        np.testing.assert_array_equal(np.asarray(shrink(*arrays, tiled=True)), want)
 
 
 @pytest.mark.gpu

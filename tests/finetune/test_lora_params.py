@@ -79,8 +79,16 @@ def logits(model, delta=None):
     return dense(model, INPUTS, delta).logits
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("modules", [ALL, ("q_proj",), ("experts.down_proj",), ("lm_head",)])
+@pytest.mark.parametrize(
+    ("modules", "fused"),
+    [
+        (ALL, True),
+        (ALL, False),
+        (("q_proj",), True),
+        (("experts.down_proj",), False),
+        (("lm_head",), True),
+    ],
+)
 def test_the_delta_is_the_merged_model(model, modules, fused):
     spec = LoraSpec(3, 6.0, modules, use_rslora=fused, fused_experts=fused)
     catalogue = model.catalogue(model.config)

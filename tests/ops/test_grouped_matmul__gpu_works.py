@@ -24,25 +24,31 @@ def listed(sizes: np.ndarray, works: Works) -> list[tuple[int, int, int, int, in
     return found
 
 
-def walked(
-    sizes: np.ndarray, works: Works, cta: int, num_rows: int | None = None
-) -> list[tuple[int, int, int, int, int]]:
-    """Return what a CTA is told to do; from `num_rows` on, if that is known, no row has a group."""
-    told, last = [], jnp.int32(works.rows if num_rows is None else num_rows)
+class Walk:
+    """The works of one shape, compiled once, as any CTA is told to do them."""
 
-    def do(*work):
-        jax.debug.callback(lambda *w: told.append(tuple(map(int, w))), *work, ordered=True)
+    def __init__(self, works: Works):
+        self.works, self.told = works, []
+        self.run = jax.jit(lambda sizes, last, cta: works.for_each(sizes, last, cta, self.do))
 
-    run = jax.jit(lambda given: works.for_each(given, last, jnp.int32(cta), do))
-    steps = int(jax.block_until_ready(run(jnp.asarray(sizes, jnp.int32))))
-    jax.effects_barrier()
-    *real, nothing = told
-    assert nothing[0] > works.groups, "called once more, for nothing"
-    counts = [w[-1] for w in real]
-    inside = [w[0] < works.groups for w in real]
-    assert counts == [works.steps * sum(inside[:i]) for i in range(len(real))]
-    assert steps == works.steps * sum(inside)
-    return [w[:-1] for w in real]
+    def do(self, *work):
+        jax.debug.callback(lambda *w: self.told.append(tuple(map(int, w))), *work, ordered=True)
+
+    def __call__(
+        self, sizes: np.ndarray, cta: int, num_rows: int | None = None
+    ) -> list[tuple[int, int, int, int, int]]:
+        """Return a CTA's works; from `num_rows` on, if that is known, no row has a group."""
+        self.told.clear()
+        last = self.works.rows if num_rows is None else num_rows
+        steps = int(self.run(jnp.asarray(sizes, jnp.int32), jnp.int32(last), jnp.int32(cta)))
+        jax.effects_barrier()
+        *real, nothing = self.told
+        assert nothing[0] > self.works.groups, "called once more, for nothing"
+        counts = [w[-1] for w in real]
+        inside = [w[0] < self.works.groups for w in real]
+        assert counts == [self.works.steps * sum(inside[:i]) for i in range(len(real))]
+        assert steps == self.works.steps * sum(inside)
+        return [w[:-1] for w in real]
 
 
 def drawn(name: str, groups: int) -> np.ndarray:
@@ -64,7 +70,7 @@ def test_the_number_of_rows_changes_nothing(name, more):
     """Exact, or more than groups have."""
     sizes = drawn(name, 150)
     works = Works(150, int(sizes.sum()) + 13, 16, 3, 7, 5)
-    assert walked(sizes, works, 3, int(sizes.sum()) + more) == listed(sizes, works)[3::5]
+    assert Walk(works)(sizes, 3, int(sizes.sum()) + more) == listed(sizes, works)[3::5]
 
 
 def test_behind_the_last_row_of_a_group_no_group_is_looked_at():
@@ -72,8 +78,9 @@ def test_behind_the_last_row_of_a_group_no_group_is_looked_at():
     works = Works(150, int(sizes.sum()) + 13, 16, 3, 7, 1)
     wrong = sizes.copy()
     wrong[-9:] = 7
-    assert walked(wrong, works, 0, int(sizes.sum())) == listed(sizes, works)
-    assert walked(wrong, works, 0, int(sizes.sum()) + 1) != listed(sizes, works)
+    walk = Walk(works)
+    assert walk(wrong, 0, int(sizes.sum())) == listed(sizes, works)
+    assert walk(wrong, 0, int(sizes.sum()) + 1) != listed(sizes, works)
 
 
 @pytest.mark.parametrize("groups", [3, 9, 150])
@@ -83,12 +90,12 @@ def test_every_work_is_done_once_by_its_cta(name, groups, padding):
     sizes = drawn(name, groups)
     rows, ctas = int(sizes.sum()) + padding, 5
     works = Works(groups, rows, 16, 3, 7, ctas)
-    want = listed(sizes, works)
+    want, walk = listed(sizes, works), Walk(works)
     for cta in (0, 3):
-        assert walked(sizes, works, cta) == want[cta::ctas]
+        assert walk(sizes, cta) == want[cta::ctas]
 
 
 def test_a_cta_does_not_come_to_the_same_block_of_every_tile():
     works = Works(1, 48, 16, 4, 7, ctas=3)  # three blocks, so that a CTA gets one of each tile
-    rows = [row for _, _, row, *_ in walked(np.array([48]), works, 0)]
+    rows = [row for _, _, row, *_ in Walk(works)(np.array([48]), 0)]
     assert rows == [0, 16, 32, 0]

@@ -29,6 +29,9 @@ from serving.config import EngineConfig
         ({"max_esft_experts": 0}, "max_esft_experts"),
         ({"esft_memory_bytes": 0}, "esft_memory_bytes"),
         ({"seed": 2**63}, "seed"),
+        ({"override_generation_config": "top_k"}, "override_generation_config must map"),
+        ({"override_generation_config": {"beams": 2}}, "override_generation_config: beams is not"),
+        ({"override_generation_config": {"top_p": 2}}, r"config: top_p must be in \(0, 1\], got 2"),
     ],
 )
 def test_wrong_values_are_named(fields, message):

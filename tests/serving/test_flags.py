@@ -25,6 +25,8 @@ def test_every_engine_field_is_a_flag_with_help():
         assert _ENGINE_HELP[field.name]
         if isinstance(field.default, bool):
             assert read([f"--no-{flag}"]) == {field.name: False}
+        elif field.type is dict:
+            assert read([f"--{flag}", '{"top_k": 3}']) == {field.name: {"top_k": 3}}
         elif field.type is str or field.type == str | None:
             assert read([f"--{flag}", "x"]) == {field.name: "x"}
         else:
@@ -67,6 +69,22 @@ def test_adapters_as_a_mapping_in_the_file(tmp_path):
     assert got["lora_modules"] == ["a=x/a", "b=x/b"]
     assert got["model"] == "m"
     assert got["enable_prefix_caching"] is False
+
+
+def test_an_object_is_json_or_a_mapping_in_the_file(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("override-generation-config: {top_p: 0.9, eos_token_id: [1, 2]}\n")
+    want = {"override_generation_config": {"top_p": 0.9, "eos_token_id": [1, 2]}}
+    assert {k: v for k, v in read(["--config", str(path)]).items() if k != "config"} == want
+    environ = {"SERVING_OVERRIDE_GENERATION_CONFIG": json.dumps({"top_p": 0.9})}
+    assert read([], environ)["override_generation_config"] == {"top_p": 0.9}
+
+
+@pytest.mark.parametrize("text", ["", "top_k", "[1]", "{"])
+def test_what_is_no_object_is_refused(capsys, text):
+    with pytest.raises(SystemExit):
+        read([f"--override-generation-config={text}"])
+    assert "JSON" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

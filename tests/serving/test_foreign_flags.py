@@ -16,8 +16,10 @@ MEANS_NOTHING = [
     "-dp=1",
     "--lora-dtype=auto",
     "--kv-cache-dtype=auto",
-    "--generation-config=vllm",
     "--lora-eviction-policy=lru",
+    "--async-scheduling",
+    "--tokenizer-mode=auto",
+    "--runner=generate",
 ]
 
 
@@ -36,10 +38,14 @@ def test_what_is_so_anyway_changes_nothing(flag):
         (["--max-cpu-loras=8"], "--max-total-adapter-bytes"),
         (["--quantization=awq"], "bfloat16 or float32"),
         (["--tokenizer", "other"], "the model's folder"),
+        (["--enable-expert-parallel"], "--lora-server"),
+        (["--lora-target-modules", "q_proj", "v_proj"], "any module"),
+        (["--lora-backend=triton"], "chosen by device"),
+        (["--mem-fraction-static=0.8"], "--gpu-memory-utilization"),
+        (["--speculative-config", "{}"], "by the model that is served"),
         (["--tensor-parallel-size=2"], "choose from 1"),
         (["-tp=2"], "choose from 1"),
         (["--lora-dtype=float16"], "choose from"),
-        (["--generation-config=auto"], "choose from"),
         (["--lora-eviction-policy=fifo"], "choose from"),
         (["--max-lora=1"], "unrecognized"),
     ],

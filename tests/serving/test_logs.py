@@ -96,6 +96,11 @@ def test_the_printed_command_is_a_valid_request(needs_key):
     assert ("Authorization: Bearer $SERVING_API_KEY" in words) == needs_key
 
 
+def test_ready_names_an_adapter_to_ask_for():
+    *_, last = ready_lines("http://127.0.0.1:8000", "base", False, ["law", "sql"])
+    assert last == 'An adapter answers to its name: "model": "law".'
+
+
 class Numbers:
     def __init__(self, *stats: EngineStats):
         self._stats = list(stats)

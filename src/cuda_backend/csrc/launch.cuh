@@ -101,10 +101,11 @@ inline cudaError_t launch_pair(const PairArgs& args, cudaStream_t stream) {
 // What the items hold and what the tiles hold, whose rows differ. Where both are one kernel, the tiles'
 // rows have been shrunk before it.
 inline cudaError_t launch_with_tiles(const PairArgs& items, const TileArgs& tiles, cudaStream_t stream) {
+  if (!items.expand) return launch_shrinks(BothArgs{items, tiles}, stream);
   int sms = 0;
   cudaError_t e = count_sms(&sms);
   if (e != cudaSuccess) return e;
-  if (items.expand && items.max_rank <= kMostRankOfBoth) {
+  if (items.max_rank <= kMostRankOfBoth) {
     e = launch_fill(items, sms, stream);
     return e == cudaSuccess ? launch_both(BothArgs{items, tiles}, stream) : e;
   }

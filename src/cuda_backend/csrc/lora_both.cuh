@@ -1,10 +1,12 @@
-// pair_kernel (lora_gemm.cuh) and the expand of tiles (expand_tiles.cuh) as one kernel.
+// Items (lora_gemm.cuh) and tiles (lora_tiles.cuh, expand_tiles.cuh) in one kernel: their expand with
+// the shrink of items if there is one, and their shrink where that is all.
 //
-// How many tiles there are only the device knows. Where there are none, this is pair_kernel, and the
+// How many tiles there are only the device knows. Where there are none, these are pair_kernel, and the
 // question has cost nothing: a kernel of their own, launched to return at once, would take a microsecond.
 #pragma once
 #include "expand_tiles.cuh"
 #include "lora_gemm.cuh"
+#include "lora_tiles.cuh"
 
 namespace lora_jax {
 
@@ -25,6 +27,23 @@ __global__ void __launch_bounds__(kThreads, 2) both_kernel(const __grid_constant
   __syncthreads();
   if (sm.tiles > 0) expand_tiles<RANKS / 16, AHEAD>(p.tiles, tiled);
   wait_for_previous();
+}
+
+// The items come first, and so nobody waits to hear how many tiles there are. CTAs come in clusters, which
+// do not wait for one another: no matter how many of them run at a time.
+template <int NS, int STAGE, int RANKS>
+__global__ void __launch_bounds__(kThreads, 2) shrink_kernel(const __grid_constant__ BothArgs p) {
+  extern __shared__ __align__(1024) unsigned char shrink_both_raw[];
+  using Tiled = ShrinkShared<kMostRankOfPass, 4>;
+  auto& sm = *reinterpret_cast<Shared<NS, STAGE, RANKS>*>(shrink_both_raw);
+  static_assert(kThreads == kShrinkThreads && sizeof(Tiled) <= sizeof sm.stages, "barriers lie behind");
+  if (threadIdx.x == kThreads - 1) sm.tiles = __ldg(p.tiles.cut);
+  make_barriers(p.items, sm);
+  serve_items<false>(p.items, sm);
+  fence_shared_copies();  // which brought what tiles write over
+  __syncthreads();
+  if (static_cast<int>(blockIdx.x) / kCluster < sm.tiles)
+    shrink_cluster(p.tiles, *reinterpret_cast<Tiled*>(shrink_both_raw));
 }
 
 }  // namespace lora_jax

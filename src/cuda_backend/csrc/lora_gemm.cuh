@@ -323,7 +323,7 @@ __device__ __forceinline__ void expand_unit(const PairArgs& p, S& sm, Ring<S::kS
   }
 }
 
-template <class S>
+template <bool EXPANDS, class S>
 __device__ void consume(const PairArgs& p, S& sm) {
   Ring<S::kStages> ring;
   Ring<kTickets> taken;
@@ -337,7 +337,7 @@ __device__ void consume(const PairArgs& p, S& sm) {
       else if (u.num_rows <= 8) shrink_unit<4, 1>(p, sm, ring, u);
       else if (u.groups <= 2) shrink_unit<2, 2>(p, sm, ring, u);
       else shrink_unit<4, 2>(p, sm, ring, u);
-    } else {
+    } else if constexpr (EXPANDS) {
       if (u.num_rows <= 8) expand_unit<1>(p, sm, ring, t);
       else expand_unit<2>(p, sm, ring, t);
     }
@@ -367,11 +367,12 @@ __device__ __forceinline__ void make_barriers(const PairArgs& p, S& sm) {
   __syncthreads();
 }
 
-template <class S>
+// Without EXPANDS, of a launch that shrinks alone.
+template <bool EXPANDS = true, class S>
 __device__ __forceinline__ void serve_items(const PairArgs& p, S& sm) {
   const int warp = threadIdx.x >> 5;
   if (warp < kConsumers) {
-    consume(p, sm);
+    consume<EXPANDS>(p, sm);
   } else if (warp == kUnitWarp) {
     hand_out(p, sm);
   } else if (warp == kWeightWarp) {

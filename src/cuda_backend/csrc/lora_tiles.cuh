@@ -11,6 +11,8 @@
 //           their rows, and add them in order.
 //   expand  (expand_tiles.cuh) begins meanwhile, in the kernel that serves the items (lora_both.cuh): B
 //           and y are on their way when h comes.
+//
+// A shrink alone is one kernel for items and tiles (lora_both.cuh).
 #pragma once
 #include "cluster.cuh"
 #include "tile_args.cuh"
@@ -19,9 +21,11 @@ namespace lora_jax {
 
 constexpr int kCluster = 4;                          // CTAs, and parts of a sum over k
 constexpr int kShrinkWarps = 4;                      // that multiply
-constexpr int kShrinkThreads = (kShrinkWarps + 4) * 32;  // one of the last copies A
+constexpr int kCopyWarps = 4;                        // that bring A: each box takes its warp a hundred cycles
+constexpr int kShrinkThreads = (kShrinkWarps + kCopyWarps) * 32;
 constexpr int kWarpBlocks = 2;                       // of 16 rows that a warp shrinks, at most
 constexpr int kMostBlocks = kShrinkWarps * kWarpBlocks;
+constexpr int kMostRankOfPass = 64;                  // of higher ranks x is read once more
 constexpr int kStageSteps = 4;                       // of 128 columns of A in a stage
 static_assert(kMostBlocks * 16 == kTileRows, "a tile's rows must fit its cluster");
 static_assert(kCluster == kConsumers, "sums must have the order of pair_kernel");
@@ -69,16 +73,18 @@ __device__ __forceinline__ int part_steps(const TileArgs& p) {
 template <class S>
 __device__ void copy_parts(const TileArgs& p, S& sm) {
   const int lane = threadIdx.x & 31, part = cluster_rank(), steps = part_steps(p);
+  const int before = ((threadIdx.x >> 5) - kShrinkWarps) * (S::kGroups / kCopyWarps);  // groups of other warps
   const CUtensorMap* map = &p.a_parts[part / 2];
   Ring<S::kStages> ring;
   each_tile(p, [&](const ShrinkTile& t) {
     for (int first = 0; first < t.rank; first += S::kGroups * 8) {
       const int groups = (min(t.rank - first, S::kGroups * 8) + 7) / 8;
+      const int own = min(max(groups - before, 0), S::kGroups / kCopyWarps);
       for (int step = 0; step < steps; step += kStageSteps) {
         mbar_wait(&sm.empty[ring.at()], ring.phase() ^ 1);
-        if (lane == 0) mbar_expect(&sm.full[ring.at()], groups * S::kGroup);
+        if (lane == 0) mbar_expect(&sm.full[ring.at()], own * S::kGroup);
         __syncwarp();
-        if (lane < groups)
+        if (lane >= before && lane < before + own)
           tile_copy(smem_u32(sm.stages[ring.at()]) + lane * S::kGroup, map, 0, t.a_row + first + lane * 8, step, part,
                     &sm.full[ring.at()]);
         ring.next();
@@ -129,7 +135,7 @@ __device__ __forceinline__ void multiply_part(const TileArgs& p, S& sm, Ring<S::
 #pragma unroll
       for (int n = 0; n < S::kGroups; ++n) {
         if (BLOCKS > 1 && n % 4 == 0) __syncwarp();  // else loads are put so far ahead that registers run out
-        const uint4 w = lds128(weights + n * S::kGroup);
+        const uint4 w = lds128_in_order(weights + n * S::kGroup);
         last = w.w;
 #pragma unroll
         for (int j = 0; j < BLOCKS; ++j) {
@@ -250,31 +256,34 @@ __device__ void shrink_tiles(const TileArgs& p, S& sm) {
   });
 }
 
-template <int RANKS, int STAGES>
-__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kShrinkThreads, 2)
-    shrink_tiles_kernel(const __grid_constant__ TileArgs p) {
-  using S = ShrinkShared<RANKS, STAGES>;
-  extern __shared__ __align__(1024) unsigned char shrink_raw[];
-  auto& sm = *reinterpret_cast<S*>(shrink_raw);
+// Shrinks the tiles of this CTA's cluster. Warps that multiply have the registers of those that do not.
+template <class S>
+__device__ __forceinline__ void shrink_cluster(const TileArgs& p, S& sm) {
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; ++i) {
-      mbar_init(&sm.full[i], 1);
+    for (int i = 0; i < S::kStages; ++i) {
+      mbar_init(&sm.full[i], kCopyWarps);
       mbar_init(&sm.empty[i], kShrinkWarps);
     }
     mbar_init(&sm.parts_full, 1);
     mbar_init(&sm.parts_empty, kShrinkWarps * kCluster);
     fence_barriers();
   }
-  let_next_begin();
   cluster_sync();
   if (threadIdx.x < kShrinkWarps * 32) {
     more_registers<224>();
     shrink_tiles(p, sm);
   } else {
     fewer_registers<32>();
-    if (threadIdx.x < (kShrinkWarps + 1) * 32) copy_parts(p, sm);
+    copy_parts(p, sm);
   }
   cluster_sync();  // nobody may end while others still write to its memory
+}
+
+template <int RANKS, int STAGES>
+__global__ void __launch_bounds__(kShrinkThreads, 2) shrink_tiles_kernel(const __grid_constant__ TileArgs p) {
+  extern __shared__ __align__(1024) unsigned char shrink_raw[];
+  let_next_begin();
+  shrink_cluster(p, *reinterpret_cast<ShrinkShared<RANKS, STAGES>*>(shrink_raw));
   wait_for_previous();
 }
 

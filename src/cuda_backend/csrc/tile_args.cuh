@@ -35,6 +35,8 @@ struct BothArgs {
 };
 constexpr int kMostRankOfBoth = 64;  // else the tiles need more registers than the items leave
 cudaError_t launch_both(BothArgs args, cudaStream_t stream);
+// Shrinks the items and the tiles in one kernel, which waits for the one before.
+cudaError_t launch_shrinks(const BothArgs& args, cudaStream_t stream);
 // Sets the maps of A, [rows, width].
 cudaError_t parts_maps(CUtensorMap (&maps)[2], const void* a_pool, int64_t rows, int64_t width);
 

@@ -15,6 +15,7 @@ ffi::Error RowTiles(cudaStream_t stream, S32 items, S32 num_items, ffi::Result<S
   args.least_rows = static_cast<int>(least_rows), args.least_total = static_cast<int>(least_total);
   args.small = reinterpret_cast<Item*>(small->typed_data()), args.num_small = num_small->typed_data();
   args.tiles = reinterpret_cast<Item*>(tiles->typed_data()), args.cut = cut->typed_data();
+  args.most_tiles = static_cast<int>(tiles->dimensions()[0]);
   const cudaError_t e = launch_row_tiles(args, stream);
   return e == cudaSuccess ? ffi::Error::Success() : ffi::Error::Internal(cudaGetErrorString(e));
 }

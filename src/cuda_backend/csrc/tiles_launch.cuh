@@ -16,7 +16,7 @@ inline cudaError_t launch_row_tiles(RowTilesArgs args, cudaStream_t stream) {
   constexpr auto shrink = shrink_tiles_kernel<64, 4>;
   constexpr int most = sizeof(ShrinkShared<64, 4>);
   if (e == cudaSuccess) e = cudaFuncSetAttribute(shrink, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
-  if (e == cudaSuccess) e = count_clusters(&args.clusters, shrink, cluster_ctas(sms), kShrinkThreads, most);
+  if (e == cudaSuccess) e = count_clusters(&args.clusters, shrink, kCluster, cluster_ctas(sms), kShrinkThreads, most);
   const int bytes = static_cast<int>(sizeof(RowTilesShared)) + args.rows * 4;
   if (e == cudaSuccess) e = cudaFuncSetAttribute(row_tiles_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (e != cudaSuccess) return e;
@@ -32,13 +32,27 @@ cudaError_t launch_expand_tiles(const TileArgs& args, int sms, cudaStream_t stre
   return e == cudaSuccess ? launch_early(kernel, sms, kTileThreads, bytes, stream, args) : e;
 }
 
+// Of kCluster CTAs each, early or not: see launch_early.
+template <class Args>
+cudaError_t launch_clusters(void (*kernel)(Args), int ctas, int threads, int shared, cudaStream_t stream, const Args& args,
+                            bool early) {
+  cudaLaunchAttribute attributes[3];
+  unsigned count = cluster_attributes(attributes, kCluster);
+  if (early) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  const cudaLaunchConfig_t config{dim3(ctas), dim3(threads), static_cast<size_t>(shared), stream, attributes, count};
+  return cudaLaunchKernelEx(&config, kernel, args);
+}
+
 template <int RANKS, int STAGES>
 cudaError_t launch_shrink_tiles(const TileArgs& args, int sms, cudaStream_t stream) {
   constexpr int bytes = sizeof(ShrinkShared<RANKS, STAGES>);
   static_assert(bytes <= 113 * 1024, "two CTAs must fit an SM");
   const auto kernel = shrink_tiles_kernel<RANKS, STAGES>;
   const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  return e == cudaSuccess ? launch_early(kernel, cluster_ctas(sms), kShrinkThreads, bytes, stream, args) : e;
+  return e == cudaSuccess ? launch_clusters(kernel, cluster_ctas(sms), kShrinkThreads, bytes, stream, args, true) : e;
 }
 
 inline cudaError_t launch_shrink_tiles(const TileArgs& args, int sms, cudaStream_t stream) {
@@ -64,6 +78,20 @@ cudaError_t launch_both(BothArgs args, cudaStream_t stream) {
   if (e == cudaSuccess && args.tiles.shrink) e = launch_shrink_tiles(args.tiles, sms, stream);
   if (e == cudaSuccess) e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(S));
   return e == cudaSuccess ? launch_early(kernel, sms * 2, kThreads, sizeof(S), stream, args) : e;
+}
+
+template <int NS, int STAGE, int RANKS>
+cudaError_t launch_shrinks(const BothArgs& args, cudaStream_t stream) {
+  constexpr int bytes = sizeof(Shared<NS, STAGE, RANKS>);
+  const auto kernel = shrink_kernel<NS, STAGE, RANKS>;
+  int sms = 0;
+  cudaError_t e = count_sms(&sms);
+  if (e == cudaSuccess) e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  return e == cudaSuccess ? launch_clusters(kernel, cluster_ctas(sms), kThreads, bytes, stream, args, false) : e;
+}
+cudaError_t launch_shrinks(const BothArgs& args, cudaStream_t stream) {
+  return args.items.max_rank <= 64 ? launch_shrinks<3, 37888, 64>(args, stream)
+                                   : launch_shrinks<2, 56320, kMaxRank>(args, stream);
 }
 
 // Views a pool [rows, width] as [part][step of 128 columns][row][32]: a box is one part of 8 rank rows.

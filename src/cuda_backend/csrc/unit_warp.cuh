@@ -117,6 +117,7 @@ __device__ __forceinline__ bool publish_first(const PairArgs& p, S& sm, Ring<kTi
   Share share{kShrink, static_cast<int>(divide(blockIdx.x, units)), 0, 0, 0};
   num_items = *count;
   load_item(p, site, share.item);
+  if (num_items == 0) return false;  // tiles wait for this
   cut_rows(site.item, 0);
   load_slot(p, site);
   int rows[kCuts];

@@ -192,16 +192,6 @@ class AdapterRegistry:
                 self._failures[name] = self._clock(), str(error)
                 raise
 
-    def is_current(self, entry: AdapterEntry) -> bool:
-        """Return whether the entry is still what its name stands for."""
-        with self._lock:
-            return self._entries.get(entry.name) is entry
-
-    def digest_in_use(self, digest: str) -> bool:
-        """Return whether any loaded name stands for these weights."""
-        with self._lock:
-            return any(entry.digest == digest for entry in self._entries.values())
-
     def entries(self) -> tuple[AdapterEntry, ...]:
         """Return all loaded entries in order of name."""
         with self._lock:

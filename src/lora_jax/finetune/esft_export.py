@@ -4,7 +4,6 @@ An ESFT folder (github.com/deepseek-ai/ESFT, esft.py) is expert_cfg.json and saf
 whole matrices of the chosen experts, under their names in a checkpoint, and nothing else.
 """
 
-import json
 import pathlib
 import shutil
 
@@ -13,7 +12,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from lora_jax.finetune.esft_params import PROJECTIONS, EsftParams
-from lora_jax.finetune.esft_scores import CONFIG_FILE, Selection, write_config
+from lora_jax.finetune.esft_scores import Selection, write_config
 from lora_jax.models.checkpoint import Checkpoint, checkpoint_files
 
 WEIGHTS_FILE = "model.safetensors"
@@ -39,12 +38,6 @@ def tensor_name(layer: int, expert: int, projection: str) -> str:
 def read_tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
     """Return the tensors of a folder that `save_esft` wrote."""
     return load_file(folder / WEIGHTS_FILE)
-
-
-def read_selection(folder: pathlib.Path) -> Selection:
-    """Return the chosen experts of a folder that `save_esft` wrote."""
-    config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    return {int(layer): tuple(experts) for layer, experts in config["experts"].items()}
 
 
 def merge_checkpoint(base: pathlib.Path, adapter: pathlib.Path, out: pathlib.Path) -> None:

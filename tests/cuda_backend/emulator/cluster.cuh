@@ -36,8 +36,13 @@ template <class T> void cluster_store(uint32_t there, T v, uint32_t bar) {
     emu::copy_later(move, there & 0xffffff, sizeof v, reinterpret_cast<uint64_t*>(emu::at_shared(bar & 0xffffff)));
   });
 }
-template <class Kernel> cudaError_t count_clusters(int* clusters, Kernel, int, int, int) {
-  return *clusters = 2, cudaSuccess;
+inline int cluster_attributes(cudaLaunchAttribute* attributes, int ctas) {
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim.x = ctas;
+  return 1;
+}
+template <class Kernel> cudaError_t count_clusters(int* clusters, Kernel, int, int, int, int) {
+  return *clusters = 3 * emu::machine.sms, cudaSuccess;
 }
 
 }  // namespace lora_jax

@@ -98,6 +98,7 @@ inline uint4 lds128(uint32_t address) {
   std::memcpy(&v, emu::at_shared(address), 16);
   return v;
 }
+inline uint4 lds128_in_order(uint32_t addr) { return lds128(addr); }
 inline void sts128(uint32_t address, uint4 v) {
   if (address % 16) emu::fail("a store of 16 bytes off its boundary");
   std::memcpy(emu::at_shared(address), &v, 16);

@@ -12,6 +12,7 @@ import pytest
 import uvicorn
 from http_server import serve_app
 
+from serving.cluster import proxy
 from serving.cluster.proxy import Proxy
 from serving.cluster.router import Router
 from serving.http.uvicorn_server import uvicorn_config
@@ -157,6 +158,16 @@ def test_a_client_that_goes_ends_its_request_at_the_instance(client, router, ins
 def test_a_body_that_is_too_long_is_refused(client, instances):
     assert client.post("/v1/completions", content=b"x" * (17 << 20)).status_code == 413
     assert not instances[0].asked
+
+
+def test_a_body_that_does_not_come_is_408(monkeypatch, client, instances):
+    monkeypatch.setattr(proxy, "_BODY_S", 0.2)
+    asked = sum(len(instance.asked) for instance in instances)
+    with socket.create_connection((client.base_url.host, client.base_url.port), 30) as sock:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"
+        sock.sendall(head)
+        assert sock.recv(1 << 16).startswith(b"HTTP/1.1 408 ")
+    assert sum(len(instance.asked) for instance in instances) == asked
 
 
 def test_another_instance_answers_for_one_that_is_down(instances, tmp_path):

@@ -5,6 +5,8 @@ import json
 import pytest
 from fake_engine import letters
 
+from serving.sampling import Sampling
+
 USER = {"role": "user", "content": "yo"}
 PROMPT = b"[user]yo[assistant]"  # what the fake template makes of USER
 
@@ -32,6 +34,16 @@ def test_answer_has_openai_s_shape(client):
 
 def test_without_max_tokens_the_context_is_the_limit(client):
     assert chat(client)["usage"]["total_tokens"] == 64
+
+
+def test_what_a_request_does_not_set_is_the_model_s_default(client, engine):
+    engine.model_info.sampling_defaults.update(temperature=0.5, max_tokens=7)
+    assert chat(client)["usage"]["completion_tokens"] == 7
+    assert engine.submitted[-1].sampling.temperature == 0.5
+    assert chat(client, temperature=0, max_tokens=9)["usage"]["completion_tokens"] == 9
+    assert engine.submitted[-1].sampling.temperature == 0
+    client.post("/v1/completions", json={"prompt": "x"})
+    assert engine.submitted[-1].sampling == Sampling(temperature=0.5, max_tokens=16)
 
 
 def test_text_parts_are_text(client):

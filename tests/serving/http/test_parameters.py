@@ -17,8 +17,23 @@ def chat(**values) -> ChatBody:
 
 
 def test_defaults_are_the_engine_s():
-    assert completion_sampling(completion()) == Sampling()
-    assert chat_sampling(chat(), 40) == Sampling(max_tokens=40)
+    assert completion_sampling(completion(), {}) == Sampling()
+    assert chat_sampling(chat(), 40, {}) == Sampling(max_tokens=40)
+
+
+def test_what_a_body_does_not_set_is_the_server_s_default():
+    defaults = {"temperature": 0.6, "top_k": 20, "max_tokens": 30}
+    want = Sampling(temperature=0.6, top_k=20, max_tokens=30)
+    assert chat_sampling(chat(), 40, defaults) == want
+    assert chat_sampling(chat(temperature=0.0, max_tokens=50), 40, defaults) == Sampling(
+        temperature=0.0, top_k=20, max_tokens=50
+    )
+    assert completion_sampling(completion(top_k=0), defaults) == Sampling(temperature=0.6)
+
+
+def test_a_default_that_is_too_long_is_cut_to_the_context():
+    sampling = chat_sampling(chat(), 4, {"max_tokens": 30})
+    assert fit_context(sampling, chat(), 60, 64).max_tokens == 4
 
 
 def test_every_field_arrives():
@@ -39,7 +54,8 @@ def test_every_field_arrives():
         "include_stop_str_in_output": True,
         "max_tokens": 9,
     }
-    got = completion_sampling(completion(**values, stop="x", logit_bias={"3": -1.0}, logprobs=2))
+    body = completion(**values, stop="x", logit_bias={"3": -1.0}, logprobs=2)
+    got = completion_sampling(body, {"top_k": 3, "max_tokens": 4})
     for field, value in values.items():
         assert getattr(got, field) == (tuple(value) if isinstance(value, list) else value)
     assert got.stop == ("x",)
@@ -49,19 +65,19 @@ def test_every_field_arrives():
 
 def test_max_completion_tokens_wins():
     body = completion(max_tokens=3, max_completion_tokens=5)
-    assert completion_sampling(body).max_tokens == 5
+    assert completion_sampling(body, {}).max_tokens == 5
 
 
 def test_echo_with_logprobs_asks_for_the_prompt_s():
-    assert completion_sampling(completion(echo=True, logprobs=3)).prompt_logprobs == 3
-    assert completion_sampling(completion(echo=True)).prompt_logprobs is None
-    assert completion_sampling(completion(logprobs=3)).prompt_logprobs is None
+    assert completion_sampling(completion(echo=True, logprobs=3), {}).prompt_logprobs == 3
+    assert completion_sampling(completion(echo=True), {}).prompt_logprobs is None
+    assert completion_sampling(completion(logprobs=3), {}).prompt_logprobs is None
 
 
 def test_chat_logprobs_are_a_switch_and_a_number():
-    assert chat_sampling(chat(logprobs=True), 9).logprobs == 0
-    assert chat_sampling(chat(logprobs=True, top_logprobs=4), 9).logprobs == 4
-    assert chat_sampling(chat(logprobs=False), 9).logprobs is None
+    assert chat_sampling(chat(logprobs=True), 9, {}).logprobs == 0
+    assert chat_sampling(chat(logprobs=True, top_logprobs=4), 9, {}).logprobs == 4
+    assert chat_sampling(chat(logprobs=False), 9, {}).logprobs is None
 
 
 @pytest.mark.parametrize(
@@ -85,7 +101,7 @@ def test_chat_logprobs_are_a_switch_and_a_number():
 def test_errors_use_the_body_s_names(make, values, param):
     body = make(**values)
     with pytest.raises(ApiError, match=param) as error:
-        chat_sampling(body, 9) if isinstance(body, ChatBody) else completion_sampling(body)
+        chat_sampling(body, 9, {}) if isinstance(body, ChatBody) else completion_sampling(body, {})
     assert error.value.status == 400
     assert error.value.param == param
 
@@ -106,7 +122,7 @@ def test_errors_use_the_body_s_names(make, values, param):
 )
 def test_fit_context(values, length, fits):
     body = completion(**values)
-    sampling = completion_sampling(body)
+    sampling = completion_sampling(body, {})
     if fits is None:
         with pytest.raises(ApiError, match="maximum context length"):
             fit_context(sampling, body, length, 64)

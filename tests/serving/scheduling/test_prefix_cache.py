@@ -99,15 +99,6 @@ def test_without_prefix_caching_nothing_is_found_and_all_pages_are_usable():
     assert cache.match(keys([1] * 8)) == []
 
 
-def test_forgetting_keeps_holders_and_loses_all_prefixes():
-    cache = PageCache(4, SIZE)
-    held, idle = filled(cache, [1] * 8), filled(cache, [2] * 8)
-    cache.free(idle)
-    cache.forget()
-    assert cache.match(keys([1] * 8)) == cache.match(keys([2] * 8)) == []
-    cache.check_integrity([held])
-
-
 def test_usage_counts_held_pages_only():
     cache = PageCache(4, SIZE)
     pages = filled(cache, [1] * 8)
@@ -163,11 +154,6 @@ class PageMachine(RuleBasedStateMachine):
     @rule()
     def everything_is_free_when_nobody_holds(self):
         assert self.cache.num_free == 7
-
-    @rule()
-    def forget(self):
-        if not self.holders:
-            self.cache.forget()
 
     @invariant()
     def books_agree(self):

@@ -68,21 +68,6 @@ def test_sequences_that_wait_for_an_adapter_can_be_failed():
     assert driver.scheduler.waiting_for("b") == [waiter]
 
 
-def test_after_a_failed_step_the_waiting_go_on_and_no_old_page_is_used():
-    driver = Driver(limits(max_num_seqs=2))
-    prompt = [1, 2, 3, 4, 5]
-    running = [driver.add(prompt, max_tokens=9)[0] for _ in range(2)]
-    (waiting,) = driver.add(prompt, max_tokens=9)
-    driver.step()
-    driver.step()
-    assert driver.scheduler.fail_running() == running
-    driver.in_flight.clear()
-    driver.device.kv = [None] * len(driver.device.kv)
-    driver.run()
-    assert waiting.num_cached_tokens == 0
-    check_answer(driver, waiting)
-
-
 def test_a_bad_step_of_some_adapters_ends_them_alone_and_no_page_of_theirs_is_used():
     driver = Driver(limits(max_num_seqs=4))
     prompt = list(range(1, 10))

@@ -93,21 +93,6 @@ def test_no_match_without_caching_or_with_prompt_scores(caching, scores):
     assert second.num_cached_tokens == 0
 
 
-def test_prefixes_are_forgotten_only_when_nobody_holds_pages():
-    pages = SequencePages(8, 4, enable_prefix_caching=True)
-    first, second = make([1] * 9), make([1] * 9)
-    give(pages, first)
-    first.num_computed = 9
-    with pytest.raises(ValueError, match="1 sequences still hold pages"):
-        pages.forget_prefixes()
-    pages.take_back(first)
-    pages.close(first)
-    pages.forget_prefixes()
-    give(pages, second)
-    assert second.num_cached_tokens == 0
-    pages.check_integrity([second], [second])
-
-
 def test_pages_of_an_adapter_can_be_forgotten_while_others_run():
     pages = SequencePages(12, 4, enable_prefix_caching=True)
     tokens = list(range(9))
