@@ -1,11 +1,11 @@
 """What generation_config.json says of sampling, for requests that do not say it. No jax."""
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from serving.json_file import read_object
 from serving.sampling import Sampling
 
 FILE = "generation_config.json"
@@ -48,7 +48,9 @@ def read_generation_config(
     """
     folder = Path(model if source == FROM_MODEL else source)
     names = {*_TO_SAMPLING} if source == FROM_MODEL else {*_TO_SAMPLING, _EOS}
-    content = {} if source == NONE else _read(folder, required=source != FROM_MODEL)
+    if source not in (FROM_MODEL, NONE) and not (folder / FILE).is_file():
+        raise ValueError(f"{folder} has no {FILE}.")
+    content = {} if source == NONE else read_object(folder / FILE)
     given = {name: value for name, value in content.items() if name in names}
     check_fields(given, f"{folder.name}/{FILE} (--generation-config {NONE} leaves it out)")
     given = {k: v for k, v in (given | dict(override)).items() if v is not None}
@@ -79,18 +81,3 @@ def _ids(value: Any) -> tuple[int, ...]:
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
             raise ValueError(f"{_EOS} must be a token id or a list of them, got {value!r:.60}.")
     return tuple(ids)
-
-
-def _read(folder: Path, *, required: bool) -> dict[str, Any]:
-    path = folder / FILE
-    if not path.is_file():
-        if required:
-            raise ValueError(f"{folder} has no {FILE}.")
-        return {}
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{folder.name}/{FILE} is not JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"{folder.name}/{FILE} must hold an object.")
-    return data

@@ -1,9 +1,10 @@
 """What the small JSON files beside a tokenizer say, in all their dialects. No jax."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
+
+from serving.json_file import read_object
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
@@ -96,16 +97,7 @@ class TokenizerFiles:
         return found
 
     def _read(self, name: str) -> dict[str, Any]:
-        path = self.folder / name
-        if not path.is_file():
-            return {}
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{self.folder.name}/{name} is not JSON: {error}") from error
-        if not isinstance(data, dict):
-            raise ValueError(f"{self.folder.name}/{name} must hold an object.")
-        return data
+        return read_object(self.folder / name)
 
 
 def _content(token: Any) -> str | None:

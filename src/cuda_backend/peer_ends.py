@@ -215,7 +215,7 @@ class ServerEnd(_End):
     """What a server's rank has on its GPU: two ways to take messages, of which it uses one.
 
     `receive` and `respond` move rows over the host; `accept` and `answer` are traced, for a program
-    that takes a message, computes and answers without the host.
+    that takes messages, computes and answers without the host.
     """
 
     def __init__(self, calls: native.Calls, device: Device, numbers: ctypes.Array):
