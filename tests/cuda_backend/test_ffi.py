@@ -34,13 +34,12 @@ MOST_REGISTERS = {
     "choose_experts_kernel": 64,
     "place_heads_kernel": 64,
     "push_kernel": 64,  # 2 CTAs of 512
-    "add_kernel": 64,
     "fetch_kernel": 64,
     "respond_kernel": 72,  # one CTA an SM: there are as many as SMs
-    "wait_kernel": 64,
+    "wait_add_kernel": 64,
     "receive_kernel": 128,
 }
-SPILLED = {"shrink_kernel": 64}  # bytes at most, where a tile begins
+SPILLED = {"shrink_kernel": 64, "receive_kernel": 16}  # bytes at most: where a tile begins, in one CTA
 REPORT = re.compile(
     r"entry function '\w*?("
     + "|".join(sorted(MOST_REGISTERS, key=len, reverse=True))
