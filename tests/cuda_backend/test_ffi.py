@@ -39,7 +39,8 @@ MOST_REGISTERS = {
     "wait_add_kernel": 64,
     "receive_kernel": 128,
 }
-SPILLED = {"shrink_kernel": 64, "receive_kernel": 16}  # bytes at most: where a tile begins, in one CTA
+# Bytes at most: where a tile begins, and in a kernel of one CTA.
+SPILLED = {"shrink_kernel": 64, "receive_kernel": 16}
 REPORT = re.compile(
     r"entry function '\w*?("
     + "|".join(sorted(MOST_REGISTERS, key=len, reverse=True))
