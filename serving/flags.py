@@ -62,10 +62,12 @@ _CLUSTER_HELP = {
     "lora_server_wait_s": "longest wait of a layer for the LoRA Server",
     "lora_server_carrier": "what carries rows: auto (by the device's memory), or nixl, over UCX, "
     "which comes with lora-jax[nixl]",
+    "lora_attention": "where adapters' attention is: local, on the instances, or remote, on the "
+    "LoRA Server too",
     "local_expert_slots": "adapters whose experts an instance computes itself while the LoRA "
     "Server is lost; 0: their requests end with status 503",
     "lora_overlap": "exchange with the LoRA Server behind the base's computation; only to measure",
-    "lora_aside": "send rows from a GPU stream of their own, else in the step's; only to measure",
+    "lora_aside": "send rows from a GPU stream of their own, not in the step's; only to measure",
     "layerwise_loading": "let a cold adapter serve from its first layer on; only to measure",
     "lora_prefetch": "ask the LoRA Server for an adapter when a request is queued; only to measure",
     "lora_kernel": "kernels of the LoRA Server: fast, or reference (plain JAX); only to measure",
