@@ -32,7 +32,7 @@ STEPS: dict[str, dict[str, Any]] = {
 }
 # Not of Figure 14: the whole system without one thing.
 STEPS |= {
-    "aside": {"lora_aside": True},
+    "one graph": {"lora_aside": False},
     "no layers": {"layerwise_loading": False},
     "no prefetch": {"lora_prefetch": False},
     "neither": _LOADING,

@@ -119,8 +119,6 @@ class AdapterLoaders:
         entries = list(entries)
         for loader in self._loaders:
             loader.reconcile(entry for entry in entries if self._loader_for(entry) is loader)
-        if self._remote is not None:
-            self._remote.read_ahead(entries)
 
     def advance(
         self, device: DeviceTables, max_chunks: int, dispatched: int, read: int

@@ -80,12 +80,7 @@ def serve_leases(source: LeaseSource, instance: str, connection: Connection) -> 
         found = source.lease(name, digest, folder)
         return [found.number, found.version]
 
-    functions = {
-        "lease": lease,
-        "read_ahead": source.read_ahead,
-        "release": source.release,
-        "leave": source.leave,
-    }
+    functions = {"lease": lease, "release": source.release, "leave": source.leave}
 
     def run() -> None:
         try:
@@ -108,10 +103,6 @@ class RemoteRank:
         """See server.RankServer.load."""
         self._caller.call("load", number, folder, digest, version)
 
-    def read_ahead(self, folder: str, digest: str) -> None:
-        """See server.RankServer.read_ahead."""
-        self._caller.call("read_ahead", folder, digest)
-
     def unload(self, number: int, version: int) -> None:
         """See server.RankServer.unload."""
         self._caller.call("unload", number, version)
@@ -126,10 +117,6 @@ class RemoteLeases:
     def lease(self, instance: str, digest: str, folder: str) -> Lease:
         """See coordinator.Coordinator.lease."""
         return Lease(*self._caller.call("lease", instance, digest, folder))
-
-    def read_ahead(self, digest: str, folder: str) -> None:
-        """See coordinator.Coordinator.read_ahead."""
-        self._caller.call("read_ahead", digest, folder)
 
     def release(self, instance: str, digest: str) -> None:
         """See coordinator.Coordinator.release."""

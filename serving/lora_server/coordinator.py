@@ -23,8 +23,6 @@ class RankControl(Protocol):
 
     def load(self, number: int, folder: str, digest: str, version: int) -> None: ...
 
-    def read_ahead(self, folder: str, digest: str) -> None: ...
-
     def unload(self, number: int, version: int) -> None: ...
 
 
@@ -40,8 +38,6 @@ class LeaseSource(Protocol):
     """What an instance asks for; `instance` is a name of its own."""
 
     def lease(self, instance: str, digest: str, folder: str) -> Lease: ...
-
-    def read_ahead(self, digest: str, folder: str) -> None: ...
 
     def release(self, instance: str, digest: str) -> None: ...
 
@@ -84,11 +80,6 @@ class Coordinator:
             self._held.move_to_end(digest)
             self._held[digest].leases.add(instance)
             return Lease(self._held[digest].number, self._version)
-
-    def read_ahead(self, digest: str, folder: str) -> None:
-        """Let all ranks bring an adapter that may be leased into host memory."""
-        with self._lock:
-            self._everywhere(operator.methodcaller("read_ahead", folder, digest))
 
     def release(self, instance: str, digest: str) -> None:
         """Give a lease back; the adapter stays while there is room. Unknown ones are ignored."""

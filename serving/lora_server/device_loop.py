@@ -1,12 +1,11 @@
 """A rank's requests as programs of its device: taken, computed and answered without the host.
 
-The host enqueues programs before there is a message, and reads later what became of it. A program
-takes, of each site in turn, as layers send them, all messages that wait, so that instances which
-come at the same moment share its launches; the bits of a row do not depend on its neighbours. It
-has no branches: those of a CUDA graph cost more than kernels that find nothing to do (ten of them
-took a message a millisecond on an H200). On a GPU there are as many copies of a program as are
-under way, because a graph holds addresses and is written anew, node by node, where one has changed:
-each copy finds its tickets where they were.
+The host enqueues a program before there is a message, and reads later what became of it. A program
+takes all that wait of one site, so that instances which come at the same moment share its launches;
+the bits of a row do not depend on its neighbours. It picks its branch by the site and the number of
+rows, so it is compiled once for all of the rank's buckets; but on a GPU there are as many copies of
+it as are under way, because a CUDA graph holds addresses and is written anew, node by node, where
+one has changed: each copy finds its ticket where it was.
 """
 
 import dataclasses
@@ -25,10 +24,10 @@ from serving.lora_server.shards import ServerPlan
 from serving.transport.device_server import Arrived, DeviceServer, Verdict, no_ticket
 
 _AHEAD = 3  # programs under way, of which the host reads the oldest before it enqueues one more
-_ROUNDS = 4  # of all sites in one program: to enqueue one takes the host as long as several layers
 _VERDICT = 5  # its place in what a program says
 _NOBODY = -1
-# However short, a program is one CUDA graph on a GPU.
+# However short, a program is one CUDA graph on a GPU, branches included: where XLA does not make it
+# one, the host waits for every message to pick the branch, and then launches kernel by kernel.
 ONE_GRAPH = {"xla_gpu_graph_min_graph_size": "1"}
 
 
@@ -62,7 +61,7 @@ class DeviceLoop:
         else:
             self._programs = [_program(rank, plan, server)] * _AHEAD
         self._device = jax.local_devices()[0]
-        self._tickets = [self._new_tickets() for _ in range(_AHEAD)]
+        self._tickets = [self._new_ticket() for _ in range(_AHEAD)]
         self._sent = [False] * _AHEAD
         self._turns = 0
         self._limits: dict[float, Array] = {}
@@ -76,10 +75,10 @@ class DeviceLoop:
         self.drain()
 
     def turn(self, version: int, seconds: float) -> list[Outcome]:
-        """Enqueue one more program; return what the oldest one says of the messages it took.
+        """Enqueue one more program; return what the oldest one says of its messages.
 
-        `version` is that of the server's table now; a program waits as many seconds for a message
-        of each site, of which there are few different values.
+        `version` is that of the server's table now; a program waits as many seconds for a message,
+        of which there are few different values.
         """
         place = self._turns % _AHEAD
         outcomes = self._read(place)
@@ -88,33 +87,29 @@ class DeviceLoop:
         self._tickets[place] = self._programs[place](
             self._rank.slots, self._current(version), self._tickets[place], self._limits[seconds]
         )
-        self._tickets[place].copy_to_host_async()
         self._sent[place] = True
         self._turns += 1
         return outcomes
 
     def drain(self) -> list[Outcome]:
         """Return what all programs under way say, when they have ended."""
-        places = [(self._turns + place) % _AHEAD for place in range(_AHEAD)]
-        return [outcome for place in places for outcome in self._read(place)]
+        return [o for place in range(_AHEAD) for o in self._read((self._turns + place) % _AHEAD)]
 
-    def _new_tickets(self) -> Array:
-        one = no_ticket(self._rank.most_messages)
-        return self._put(np.tile(one, (_ROUNDS * len(self._rank.sites), 1, 1)))
+    def _new_ticket(self) -> Array:
+        return self._put(no_ticket(self._rank.most_messages))
 
     def _compile(self, program: Callable) -> None:
         """Compile a program by running it on nothing."""
-        tickets, no_time = self._new_tickets(), self._put(np.int32(0))
-        jax.block_until_ready(program(self._rank.slots, self._current(0), tickets, no_time))
+        ticket, no_time = self._new_ticket(), self._put(np.int32(0))
+        jax.block_until_ready(program(self._rank.slots, self._current(0), ticket, no_time))
 
     def _read(self, place: int) -> list[Outcome]:
-        """Return what a program under way says of each message when it has ended."""
+        """Return what a program under way says when it has ended, of each message."""
         if not self._sent[place]:
             return []
         self._sent[place] = False
-        said = np.concatenate(np.asarray(self._tickets[place])).tolist()
-        taken = [info for info in said if info[0] != _NOBODY]
-        return [Outcome(Verdict(info[_VERDICT]), tuple(info)) for info in taken]
+        lines = np.asarray(self._tickets[place]).tolist()
+        return [Outcome(Verdict(i[_VERDICT]), tuple(i)) for i in lines if i[0] != _NOBODY]
 
     def _current(self, version: int) -> RankTable:
         known = (self._rank.changes, version)
@@ -129,31 +124,31 @@ class DeviceLoop:
 
 
 def _program(rank: ServerRank, plan: ServerPlan, server: DeviceServer) -> Callable:
-    """Return (slots, table, tickets, limit in us) -> tickets, in their place: one for each look.
-
-    Once nobody has come within the limit, the program looks once for the rest and ends.
-    """
-    moe_layers = np.asarray(plan.moe_layers, np.int32)
+    """Return (slots, table, ticket, limit in us) -> ticket, in its place: messages or none."""
+    buckets, moe_layers = rank.sizes.buckets, np.asarray(plan.moe_layers, np.int32)
     options = ONE_GRAPH if jax.default_backend() == "gpu" else None
 
     @functools.partial(jax.jit, compiler_options=options, donate_argnums=2)
     def serve(
         slots: AdapterSlots,
         table: RankTable,
-        tickets: Int[Array, "looks messages 8"],
+        ticket: Int[Array, "messages 8"],
         limit: Int[Array, ""],
-    ) -> Int[Array, "looks messages 8"]:
-        ticket, idle = tickets[-1], jnp.int32(0)
-        for place, site in enumerate(rank.sites * _ROUNDS):
-            messages = server.accept(ticket, limit, site)
-            layers = jnp.asarray(moe_layers)[messages.layers]
-            verdicts, row_to_slot = judge(rank, table, messages, layers)
-            ticket = _answer(rank, server, site, slots, messages, layers, row_to_slot, verdicts)
-            tickets = tickets.at[place].set(ticket.at[:, _VERDICT].set(verdicts))
-            # A look may find nobody because another site's message waits.
-            idle = jnp.where(jnp.any(messages.clients != _NOBODY), 0, idle + 1)
-            limit = jnp.where(idle < len(rank.sites), limit, 0)
-        return tickets
+    ) -> Int[Array, "messages 8"]:
+        messages = server.accept(ticket, limit)
+        layers = jnp.asarray(moe_layers)[messages.layers]
+        verdicts, row_to_slot = judge(rank, table, messages, layers)
+        smaller = messages.rows > jnp.asarray(buckets[:-1], jnp.int32)
+        branch = 1 + messages.site * len(buckets) + jnp.sum(smaller, dtype=jnp.int32)
+        branch = jnp.where(jnp.any(verdicts == Verdict.ANSWER), branch, 0)
+        answers = [
+            functools.partial(_answer, rank, server, site, rows)
+            for site in rank.sites
+            for rows in buckets
+        ]
+        arguments = (slots, messages, layers, row_to_slot, verdicts)
+        info = jax.lax.switch(branch, [_leave, *answers], *arguments)
+        return info.at[:, _VERDICT].set(verdicts)
 
     return serve
 
@@ -180,18 +175,27 @@ def judge(
     return verdicts, jnp.where(real & well[owner], table.slots[place], _NOBODY)
 
 
+def _leave(slots, messages: Arrived, layers, row_to_slot, verdicts) -> Array:
+    """Do nothing: there is no message, or all are the host's."""
+    del slots, layers, row_to_slot, verdicts
+    return messages.info
+
+
 def _answer(
     rank: ServerRank,
     server: DeviceServer,
     site: int,
+    rows: int,
     slots: AdapterSlots,
     messages: Arrived,
     layers: Int[Array, "messages"],
     row_to_slot: Int[Array, "max_rows"],
     verdicts: Int[Array, "messages"],
 ) -> Array:
-    """Compute the messages' rows and push them back, those of this site that are to be answered."""
-    x = server.rows_of(messages, site, server.shapes.max_rows)
-    row_to_layer = layers[messages.row_to_message] if len(layers) > 1 else layers[0]
-    deltas = rank.traced_deltas(slots, site, row_to_layer, x, row_to_slot, messages.experts)
-    return server.answer(messages, verdicts, deltas, site).info
+    """Compute at most `rows` rows of a site and push them back."""
+    x = server.rows_of(messages, site, rows)
+    owners = row_to_slot[:rows], messages.experts[:rows]
+    row_to_layer = layers[messages.row_to_message[:rows]] if len(layers) > 1 else layers[0]
+    deltas = rank.traced_deltas(slots, site, row_to_layer, x, *owners)
+    dtype = server.shapes.result_dtype
+    return server.answer(messages, verdicts, [d.astype(dtype) for d in deltas], site).info

@@ -5,7 +5,6 @@ The least recently used ones leave when there are too many bytes.
 
 import collections
 import threading
-from collections.abc import Callable
 
 from lora_jax.adapters.weights import AdapterWeights
 
@@ -15,7 +14,6 @@ class HostParts:
 
     def __init__(self, byte_budget: int):
         self._byte_budget = byte_budget
-        self._reading: dict[str, threading.Lock] = {}  # by digest
         self._lock = threading.Lock()
         self._parts: collections.OrderedDict[str, AdapterWeights] = collections.OrderedDict()
         self._num_bytes = 0
@@ -36,24 +34,6 @@ class HostParts:
             self._num_bytes += _part_bytes(part)
             while self._num_bytes > self._byte_budget:
                 self._num_bytes -= _part_bytes(self._parts.popitem(last=False)[1])
-
-    def fetch(self, digest: str, read: Callable[[], AdapterWeights]) -> AdapterWeights:
-        """Return the part, what `read` gives if it is not here; one thread reads it at a time."""
-        with self._lock:
-            reading = self._reading.setdefault(digest, threading.Lock())
-        with reading:
-            part = self.get(digest)
-            if part is None:
-                part = read()
-                self.put(part)
-            return part
-
-    @property
-    def is_full(self) -> bool:
-        """Whether one more part of the mean size would drive another one out."""
-        with self._lock:
-            count, taken = len(self._parts), self.num_bytes
-        return count > 0 and taken * (count + 1) > self._byte_budget * count
 
     @property
     def num_bytes(self) -> int:

@@ -8,7 +8,7 @@ ranks anew while base requests go on.
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 
@@ -68,7 +68,6 @@ class InstanceSide:
         self._changed = False
         self._dropped: list[tuple[int, str]] = []  # (steps sent by then, digest)
         self._remote: dict[str, int] = {}  # live requests by digest of adapters with experts
-        self._told: set[str] = set()  # digests of which the server was told
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._rejoin, name="lora-server-rejoin", daemon=True)
@@ -103,14 +102,6 @@ class InstanceSide:
         with self._lock:
             remote = digest in self._remote
         return not remote or self._leases.get(digest) is not None
-
-    def read_ahead(self, entries: Iterable[AdapterEntry]) -> None:
-        """Requests may name these adapters: let the server have them in host memory."""
-        for entry in entries:
-            if entry.digest not in self._told and entry.kind == "lora":
-                self._told.add(entry.digest)
-                if self.link.plan.has_any(entry.report):
-                    self._leases.read_ahead(entry.digest, entry.folder)
 
     def keep(self, weights: AnyWeights) -> AnyWeights:
         """Return what of an adapter stays here: what the server does not hold, or that and all."""

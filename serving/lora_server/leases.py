@@ -4,7 +4,6 @@ So the server loads a cold adapter while the request still waits (InfiniLoRA, se
 scheduler's out-of-band signal), and no step waits for a lease.
 """
 
-import collections
 import dataclasses
 import logging
 import queue
@@ -49,7 +48,6 @@ class Leases:
         self._lock = threading.Lock()
         self._wanted: dict[str, _Wanted] = {}
         self._work: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # digests to look at
-        self._ahead: collections.deque[tuple[str, str]] = collections.deque()  # digests and folders
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lora-server-leases", daemon=True)
         self._thread.start()
@@ -62,12 +60,6 @@ class Leases:
             wanted.asked = self._prefetch
             if wanted.lease is None and wanted.asked:
                 self._work.put(digest)
-
-    def read_ahead(self, digest: str, folder: str) -> None:
-        """Tell the server of an adapter that requests may name, if adapters are asked for early."""
-        if self._prefetch:
-            self._ahead.append((digest, folder))
-            self._work.put(None)
 
     def drop(self, digest: str) -> None:
         """A request that needed the adapter has ended, and no step has rows of it any more."""
@@ -126,9 +118,6 @@ class Leases:
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            if self._ahead and self._work.empty():
-                self._tell_of(*self._ahead.popleft())
-                continue
             digest = self._work.get()
             if digest is not None:
                 self._look_at(digest)
@@ -136,12 +125,6 @@ class Leases:
             self._source.leave(self._instance)
         except ConnectionError:
             logger.info("The LoRA Server has gone before this instance.")
-
-    def _tell_of(self, digest: str, folder: str) -> None:
-        try:
-            self._source.read_ahead(digest, folder)
-        except ConnectionError as error:
-            logger.info("The LoRA Server reads no adapter ahead: %s", error)
 
     def _look_at(self, digest: str) -> None:
         """Make what is leased agree with what is wanted."""

@@ -27,7 +27,7 @@ from lora_jax.adapters.slots import (
 )
 from lora_jax.adapters.weights import AdapterWeights
 from lora_jax.ops.adapter_items import adapter_items
-from lora_jax.ops.lora_gemm import delta_dtype, lora_gemms
+from lora_jax.ops.lora_gemm import lora_gemms
 from lora_jax.typing import Array, Float, Int
 from serving.lora_server.loading import LayerwiseLoad
 from serving.lora_server.shards import SITES, Shard, shard_catalogue
@@ -287,9 +287,9 @@ def shard_deltas(
 ) -> tuple[Float[Array, "rows _"], ...]:
     """Return scaling * (x A^T) B of each row for every module; of slot -1 it is zero.
 
-    They are a coupled engine's deltas, in ops.lora_gemm.delta_dtype: the instance's sum has the
-    bits of that engine's. The layer is data, so that one program serves them all; with one for each
-    row, all layers' slots are one table. Without `first_expert` the modules are of no expert.
+    In float32 as they travel, but rounded as a coupled engine's deltas are: the instance's sum has
+    the bits of that engine's. The layer is data, so that one program serves them all; with one for
+    each row, all layers' slots are one table. Without `first_expert` the modules are of no expert.
     """
     entries, scaling = slots.entries, slots.scaling
     if layer.ndim:
@@ -308,5 +308,4 @@ def shard_deltas(
         owners = row_to_slot, experts
         nothing = [None] * len(sites)
         deltas += lora_gemms(nothing, x, *pools, entries, scaling, sites, *owners, **options)
-    dtype = delta_dtype(x.dtype, implementation)
-    return tuple(delta.astype(dtype) for delta in deltas)
+    return tuple(delta.astype(jnp.float32) for delta in deltas)

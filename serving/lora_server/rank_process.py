@@ -81,7 +81,6 @@ def rank_main(
     functions = {
         "ready": lambda: None,
         "load": server.load,
-        "read_ahead": server.read_ahead,
         "unload": server.unload,
         "open": server.open,
         "stats": lambda: dataclasses.asdict(server.stats()),

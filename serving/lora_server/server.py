@@ -13,7 +13,7 @@ import dataclasses
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -31,9 +31,7 @@ from serving.transport.base import AbstractServer, Request
 from serving.transport.device_server import DeviceServer, Verdict
 
 _IDLE_S = 0.01  # how long a command waits at most while no request comes
-_LOOK_S = 0.002  # how long a program waits for one; some are under way before a command is heeded
 _CHUNKS = 2  # writes between two requests
-_READERS = 8  # adapters that are read ahead at the same time
 _DEPTH = 2  # requests under way; an instance has one at most
 _GONE = "The rank of the LoRA Server has stopped."
 
@@ -70,7 +68,6 @@ class RankServer:
         self._programs: DeviceLoop | None = None  # where the carrier is the device's
         self._catalogue, self._limits = catalogue, limits
         self._parts = HostParts(host_bytes)
-        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="lora-server-read")
         self._commands: queue.SimpleQueue[tuple[Callable[[], bool], Future[None]]] = (
             queue.SimpleQueue()
         )
@@ -98,7 +95,10 @@ class RankServer:
         ValueError when the files are refused, are not those of `digest`, or have no room, and
         ConnectionError when the rank has stopped.
         """
-        part = self._part(folder, digest)
+        part = self._parts.get(digest)
+        if part is None:
+            part = shard_part(self._read(folder, digest), self._rank.shard)
+            self._parts.put(part)
 
         def start() -> bool:
             self._version = max(self._version, version)
@@ -108,14 +108,6 @@ class RankServer:
 
         done = self._submit(start)
         done.result()
-
-    def read_ahead(self, folder: str, digest: str) -> None:
-        """Bring an adapter's part into host memory soon, while there is room for it there.
-
-        What is wrong with the files is said by `load`.
-        """
-        if not self._stopped and not self._parts.is_full:
-            self._readers.submit(self._part, folder, digest)
 
     def unload(self, number: int, version: int) -> None:
         """Hold nothing under `number` from now on. Raises ConnectionError as `load` does."""
@@ -165,7 +157,6 @@ class RankServer:
             self._compilations.ignore_this_thread()
             self._compilations.close()
             self._stopped = True
-            self._readers.shutdown(wait=False, cancel_futures=True)
             if self._transport is not None:
                 self._transport.close()
             self._fail_commands()
@@ -176,12 +167,11 @@ class RankServer:
         if busy:
             self._advance()
         idle_s, transport = 0.0 if busy else _IDLE_S, self._transport
-        look_s = min(idle_s, _LOOK_S)
         if transport is None:
             self._stopping.wait(idle_s)
             return
         if self._programs is not None:
-            for outcome in self._programs.turn(self._version, look_s):
+            for outcome in self._programs.turn(self._version, idle_s):
                 self._heed(transport, outcome)
             return
         request, under_way = None, self._under_way
@@ -262,14 +252,6 @@ class RankServer:
         if self._stopped:
             self._fail_commands()
         return done
-
-    def _part(self, folder: str, digest: str) -> AdapterWeights:
-        """Return this rank's part of an adapter, read if it is not in host memory."""
-
-        def read() -> AdapterWeights:
-            return shard_part(self._read(folder, digest), self._rank.shard)
-
-        return self._parts.fetch(digest, read)
 
     def _read(self, folder: str, digest: str) -> AdapterWeights:
         try:

@@ -5,13 +5,10 @@ import functools
 import hashlib
 from pathlib import Path
 
-import jax.numpy as jnp
-
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.config import ModelConfig
 from lora_jax.models import model_class
 from lora_jax.models.loader import read_config
-from lora_jax.ops.lora_gemm import delta_dtype
 from serving.lora_server.rank import RankSizes
 from serving.lora_server.shards import ServerPlan, server_plan, shard_catalogue
 from serving.transport.shapes import moe_shapes
@@ -50,17 +47,13 @@ class ServerDesign:
 
     @functools.cached_property
     def terms(self) -> Terms:
-        """What a rank and an instance must agree on, both on devices of one kind.
-
-        Deltas travel in the dtype that kernels give here: nothing would be won by a wider one.
-        """
+        """What a rank and an instance must agree on."""
         spec, moe = self.spec, self.config.moe
         assert moe is not None, "a plan without experts"
-        deltas = delta_dtype(jnp.dtype(spec.dtype), spec.implementation).name
         widths = self.config.hidden_size, moe.intermediate_size
         attention = _attention_widths(self.catalogue) if spec.attention else None
         sizes = len(self.plan.moe_layers), spec.max_rows, *widths
-        shapes = moe_shapes(*sizes, spec.dtype, deltas, attention)
+        shapes = moe_shapes(*sizes, spec.dtype, attention=attention)
         return Terms(base_digest(spec.model), self.plan.placement, shapes)
 
     @property

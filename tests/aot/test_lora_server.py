@@ -4,7 +4,6 @@ import importlib.util
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 import tiny_checkpoint
 from aot.compile_gpu import H200
@@ -41,30 +40,26 @@ def described(h200, tree):
     return jax.tree.map(lambda array: h200.array(array.shape, array.dtype), tree)
 
 
-def test_a_ranks_program_is_one_graph_without_branches(server, tmp_path, monkeypatch):
+def test_a_ranks_program_is_one_graph_with_its_branches(server, tmp_path, monkeypatch):
     tiny_checkpoint.write_model(tmp_path, SHAPE)
     sizes = {"num_adapters": 4, "max_rank": 8, "max_rows": 64}
     made = design(ServerSpec(str(tmp_path), "bfloat16", "ep1-pp1", 1, **sizes))
     rank = ServerRank(made.catalogue, made.plan.shard(0), made.sizes, jnp.dtype("bfloat16"))
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     server.shapes, h200 = made.terms.shapes, H200()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     leaves, tree = jax.tree.flatten(rank.slots)
     number, places = h200.array((), jnp.int32), h200.array((4,), jnp.int32)
     program = device_loop._program(rank, made.plan, server)
 
-    def serve(leaves, places, version, tickets):
+    def serve_one(leaves, places, version, ticket):
         table = device_loop.RankTable(places, places, places, version)
-        return program.__wrapped__(tree.unflatten(leaves), table, tickets, version)
+        return program.__wrapped__(tree.unflatten(leaves), table, ticket, version)
 
-    no_tickets = np.tile(
-        no_ticket(rank.most_messages), (device_loop._ROUNDS * len(rank.sites), 1, 1)
-    )
-    arguments = (described(h200, leaves), places, number, described(h200, no_tickets))
-    done = h200.compile(serve, *arguments, options=device_loop.ONE_GRAPH)
+    ticket = described(h200, no_ticket(rank.most_messages))
+    arguments = (described(h200, leaves), places, number, ticket)
+    done = h200.compile(serve_one, *arguments, options=device_loop.ONE_GRAPH)
     assert done.thunks == ["kCommandBuffer"]
-    assert "conditional(" not in done.text
-    print(f"{done.in_graphs} operations, {done.temp_bytes / 1e6:.1f} MB temp")
-    assert done.in_graphs < 80 * device_loop._ROUNDS  # of a message of each site
+    assert done.in_graphs > 40  # a branch for each site and bucket
 
 
 def test_the_benchs_program_is_one_graph(server, monkeypatch):

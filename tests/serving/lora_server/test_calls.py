@@ -103,9 +103,6 @@ class Source:
             raise NoRoom("full")
         return Lease(7, 9)
 
-    def read_ahead(self, digest, folder):
-        self.told.append((digest, folder))
-
     def release(self, instance, digest):
         self.told.append((instance, digest))
 
@@ -123,12 +120,11 @@ def test_leases_far_away_end_with_the_connection(pipe):
     with pytest.raises(NoRoom):
         leases.lease("me", "none", "f")
     leases.release("me", "d")
-    leases.read_ahead("e", "f")
-    assert source.told == [("me", "d"), ("e", "f")]
+    assert source.told == [("me", "d")]
     caller.close()
     assert source.left.wait(30)
     thread.join(30)
-    assert source.told == [("me", "d"), ("e", "f"), "me"]
+    assert source.told == [("me", "d"), "me"]
 
 
 def test_leaving_is_a_call_too(pipe):

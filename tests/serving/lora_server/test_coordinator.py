@@ -12,7 +12,6 @@ class Rank:
 
     def __init__(self, room: int = 100):
         self.room, self.held, self.versions, self.fault = room, {}, [], None
-        self.ahead = []
 
     def load(self, number, folder, digest, version):
         self.versions.append(version)
@@ -23,9 +22,6 @@ class Rank:
             raise ValueError("There is no room for the adapter now.")
         assert number not in self.held
         self.held[number] = (digest, folder)
-
-    def read_ahead(self, folder, digest):
-        self.ahead.append((folder, digest))
 
     def unload(self, number, version):
         self.versions.append(version)
@@ -54,12 +50,6 @@ def test_an_adapter_is_loaded_once_for_all_instances(coordinator, ranks):
     assert ranks[0].held == {one.number: ("d", "folder")}
     assert len(ranks[0].versions) == 1
     assert coordinator.held() == {"d": {"one", "two"}}
-
-
-def test_what_may_be_leased_is_read_ahead_by_all_ranks(coordinator, ranks):
-    coordinator.read_ahead("d", "folder")
-    assert [rank.ahead for rank in ranks] == [[("folder", "d")]] * 2
-    assert not coordinator.held()
 
 
 def test_what_is_leased_stays_and_the_longest_idle_goes(coordinator, ranks):

@@ -1,8 +1,5 @@
 """Parts stay in host memory until others need the room, the least recently used leaving first."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 
 from lora_jax.adapters.weights import AdapterReport, AdapterWeights, SiteWeights
@@ -35,31 +32,6 @@ def test_a_part_that_comes_twice_counts_once():
     for _ in range(3):
         parts.put(part("one"))
     assert parts.num_bytes == PART_BYTES
-
-
-def test_several_who_want_a_part_wait_for_one_who_reads_it():
-    parts, read, begun = HostParts(2 * PART_BYTES), [], threading.Event()
-
-    def reading():
-        begun.set()
-        read.append(part("one"))
-        return read[-1]
-
-    with ThreadPoolExecutor(4) as pool:
-        found = [pool.submit(parts.fetch, "one", reading) for _ in range(4)]
-        assert begun.wait(30)
-    assert len(read) == 1
-    assert all(one.result() is read[0] for one in found)
-
-
-def test_there_is_room_while_one_more_of_the_mean_size_fits():
-    parts = HostParts(2 * PART_BYTES)
-    full = [parts.is_full]
-    for digest in ("one", "two"):
-        parts.put(part(digest))
-        full.append(parts.is_full)
-    assert full == [False, False, True]
-    assert not HostParts(0).is_full
 
 
 def test_a_part_that_comes_again_is_the_last_to_leave():

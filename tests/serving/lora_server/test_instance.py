@@ -38,16 +38,13 @@ class Carrier:
 
 class Source:
     def __init__(self):
-        self.asked, self.released, self.left, self.ahead = [], [], False, []
+        self.asked, self.released, self.left = [], [], False
 
     def lease(self, name, digest, folder):
         self.asked.append((name, digest, folder))
         if digest == "bad":
             raise ValueError("broken files")
         return Lease(10 + len(self.asked), len(self.asked))
-
-    def read_ahead(self, digest, folder):
-        self.ahead.append((digest, folder))
 
     def release(self, name, digest):
         self.released.append(digest)
@@ -180,14 +177,6 @@ def test_refused_files_end_the_requests(side):
     assert side.take_failures() == [("bad", "broken files")]
     side.drop("bad", 0)
     side.collect(0)
-
-
-def test_the_server_is_told_once_of_adapters_that_need_it(side, source):
-    entries = [entry("d"), entry("small", "q_proj"), entry("e", kind="esft")]
-    side.read_ahead(entries)
-    side.read_ahead([*entries, entry("more")])
-    wait_for(lambda: len(source.ahead) == 2)
-    assert source.ahead == [("d", "folder of d"), ("more", "folder of more")]
 
 
 def test_an_instance_keeps_what_the_server_does_not_hold(side):

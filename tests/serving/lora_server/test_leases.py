@@ -13,7 +13,6 @@ class Source:
 
     def __init__(self):
         self.leased, self.left, self.faults, self.asked = {}, [], [], 0
-        self.ahead = []
         self.gate = threading.Event()
         self.gate.set()
 
@@ -24,11 +23,6 @@ class Source:
             raise self.faults.pop(0)
         self.leased[digest] = folder
         return Lease(self.asked, self.asked)
-
-    def read_ahead(self, digest, folder):
-        self.ahead.append((digest, folder, self.asked))
-        if digest == "far":
-            raise ConnectionError("gone")
 
     def release(self, instance, digest):
         self.leased.pop(digest, None)
@@ -148,23 +142,3 @@ def test_without_prefetch_a_lease_is_asked_for_when_it_is_needed(source, news):
     news.until(lambda: not source.leased)
     assert source.asked == 1
     leases.close()
-
-
-def test_what_may_be_asked_for_is_told_after_what_is(leases, source, news):
-    source.gate.clear()
-    for digest in ("a", "b"):
-        leases.retain(digest, "F")
-    for digest in ("far", "c"):
-        leases.read_ahead(digest, "G")
-    source.gate.set()
-    news.until(lambda: len(source.ahead) == 2)
-    assert source.ahead == [("far", "G", 2), ("c", "G", 2)]
-    for digest in ("a", "b"):
-        leases.drop(digest)
-
-
-def test_without_prefetch_nothing_is_told_ahead(source, news):
-    made = Leases(source, "me", news, prefetch=False)
-    made.read_ahead("a", "F")
-    made.close()
-    assert not source.ahead

@@ -2,7 +2,6 @@
 
 import queue
 import threading
-import time
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -128,20 +127,6 @@ def test_an_adapter_that_comes_back_is_not_read_again(running, tmp_path):
     running.load("a0", 4, version=3)
     again = running.ask([4], [2], version=3)
     assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
-
-
-def test_an_adapter_that_was_read_ahead_needs_its_files_no_more(running, tmp_path):
-    folder = running.adapters["a1"]
-    digest = running.digests["a1"]
-    running.server.read_ahead(str(tmp_path / "nothing"), digest)  # said by nobody
-    running.server.read_ahead(str(folder), digest)
-    for _ in range(3000):
-        if running.server._parts.get(digest) is not None:
-            break
-        time.sleep(0.01)
-    running.adapters["a1"] = tmp_path / "nothing"
-    running.load("a1", 3, version=2)
-    assert all(delta[:1].any() for delta in running.ask([3], [2], version=2))
 
 
 def test_requests_of_several_instances_are_answered_in_turn(running):
