@@ -81,16 +81,19 @@ class CompiledStep:
         new = tables.copy()
         self._pages = _overwrite(self._pages, new) if self._in_place else self._place(new)
 
-    def replace[T](self, old: T | None, new: T) -> T:
-        """Return arrays with the host's values of `new`, where the `old` ones (donated) lie."""
+    def replace(self, old: Any, new: Any) -> Any:
+        """Return a tree of arrays with the host's values of `new`, where those of `old` lie.
+
+        The old ones are donated; None: there are none yet.
+        """
         if old is None or not self._in_place:
             return jax.tree.map(self._place, new)
         return jax.tree.map(_overwrite, old, new)
 
     def lower(self, operands: Operands, table: np.ndarray, bucket: int, *, lora: bool) -> Lowered:
         """Return the program that `run` runs for the same arguments, ready to compile."""
-        table = self._table if self._in_place else table
-        arguments = self._arguments(operands, table, bucket, lora=lora)
+        source = self._table if self._in_place else table
+        arguments = self._arguments(operands, source, bucket, lora=lora)
         return self._step.lower(*arguments, bucket=bucket, lora=lora)
 
     def run(
@@ -99,8 +102,8 @@ class CompiledStep:
         """Return cache and state (both donated) after the step, its samples and servers' status."""
         if self._in_place:
             self._table = _overwrite(self._table, table)
-        table = self._table if self._in_place else table
-        arguments = self._arguments(operands, table, bucket, lora=lora)
+        source = self._table if self._in_place else table
+        arguments = self._arguments(operands, source, bucket, lora=lora)
         cache, state, sampled, status = self._step(*arguments, bucket=bucket, lora=lora)
         if self._in_place:
             self._results[self._sizes.logit_rows(bucket)] = sampled
