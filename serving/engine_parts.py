@@ -1,6 +1,7 @@
 """From a config to the parts of a running engine, with a log line for each."""
 
 import dataclasses
+import functools
 import logging
 import os
 import time
@@ -16,13 +17,15 @@ from flax import nnx
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.registry import AdapterRegistry, RegistryLimits
 from lora_jax.adapters.residency import SlotAllocator
-from lora_jax.adapters.slots import SlotsSpec, init_slots
+from lora_jax.adapters.row_copies import CopyingPlan
+from lora_jax.adapters.slots import LoadingPlan, SlotsSpec, init_slots
 from lora_jax.adapters.weights import AnyWeights, ExpertWeights
 from lora_jax.config import ModelConfig
 from lora_jax.models import load, make_dummy
 from lora_jax.nn.decoder import AbstractCausalLM
 from serving.compile_counter import CompileCounter
 from serving.config import EngineConfig
+from serving.copier import copier_here
 from serving.engine_loop import EngineLoop, LoopParts
 from serving.generation_config import read_generation_config
 from serving.loading.adapter_loader import AdapterLoader
@@ -30,13 +33,7 @@ from serving.loading.adapter_loaders import AdapterLoaders
 from serving.loading.esft_parts import EsftParts, make_esft
 from serving.loading.local_experts import LocalExperts
 from serving.lora_server.client import ServerLink
-from serving.lora_server.instance import (
-    InstanceSide,
-    ServerAccess,
-    connect,
-    keep_both,
-    keep_local,
-)
+from serving.lora_server.instance import InstanceSide, ServerAccess, connect
 from serving.lora_server.shards import local_catalogue
 from serving.memory_budget import make_allocator, size_kv_cache
 from serving.metrics import EngineMetrics, EngineStats
@@ -109,7 +106,7 @@ def _held_here(catalogue: LoraCatalogue, remote: InstanceSide | None) -> tuple[L
     """Return the modules of which all adapters are here, and how many may be here as a whole."""
     if remote is None:
         return catalogue, 0
-    return local_catalogue(catalogue), remote.num_local
+    return local_catalogue(catalogue, remote.link.plan), remote.num_local
 
 
 def _build(
@@ -127,9 +124,7 @@ def _build(
     """Return the parts around a model that is loaded."""
     catalogue = model.catalogue(model_config)
     here, whole = _held_here(catalogue, remote)
-    keep, link = None, None
-    if remote is not None:
-        keep, link = keep_both if whole else keep_local, remote.link
+    keep, link = (None, None) if remote is None else (remote.keep, remote.link)
     allocator, spec = make_allocator(config, catalogue, here, dtype, whole)
     registry = _make_registry(config, catalogue, allocator, esft, keep)
     _load_adapters(registry, adapters)
@@ -249,8 +244,9 @@ def _make_registry(
 def _load_adapters(
     registry: AdapterRegistry, adapters: Mapping[str, str | os.PathLike[str]]
 ) -> None:
-    for name, path in adapters.items():
-        report = registry.load(name, path, confined=False).report
+    registry.load_all(adapters)
+    for name in adapters:
+        report = registry.get(name).report
         logger.info(
             "Adapter %s: %s, %s, %.2f MB, sha256 %s.",
             name,
@@ -314,8 +310,9 @@ def _make_loaders(
     remote: InstanceSide | None,
     metrics: EngineMetrics,
 ) -> AdapterLoaders:
-    told = metrics.adapter_loaded_on_device
-    lora = AdapterLoader(allocator, on_loaded=told)
+    told, copier = metrics.adapter_loaded_on_device, copier_here()
+    make_plan = LoadingPlan if copier is None else functools.partial(CopyingPlan, copier=copier)
+    lora = AdapterLoader(allocator, make_plan, on_loaded=told)
     local = LocalExperts(lora) if remote is not None and remote.num_local else None
     if esft is None:
         return AdapterLoaders(lora, allocator.num_slots, remote=remote, local=local)

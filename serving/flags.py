@@ -62,6 +62,8 @@ _CLUSTER_HELP = {
     "lora_server_wait_s": "longest wait of a layer for the LoRA Server",
     "lora_server_carrier": "what carries rows: auto (by the device's memory), or nixl, over UCX, "
     "which comes with lora-jax[nixl]",
+    "lora_attention": "where adapters' attention is: local, on the instances, or remote, on the "
+    "LoRA Server too",
     "local_expert_slots": "adapters whose experts an instance computes itself while the LoRA "
     "Server is lost; 0: their requests end with status 503",
     "lora_overlap": "exchange with the LoRA Server behind the base's computation; only to measure",

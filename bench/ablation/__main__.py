@@ -10,10 +10,14 @@ serving.launch too. Others, by `--systems`, are the last one without one thing: 
 prefetch`, `neither`, and `one graph`, whose rows leave in the step's own stream, on a GPU.
 
 TTFT from arrival to the first token, TPOT the mean time of a request's later tokens, both also
-within their limits for a share of the requests (`slo_attainment`). With `--cold` adapters that are
-on no device are asked for: one by one and again (`cold_ttft`, `warm_ttft`), then, others, in
-a batch that fills all rows, when `queued_ttft` is over that of a warm one (`queued_warm_ttft`), and
-beside one long answer, whose TPOT is `hit_tpot` alone and `hit_tpot_beside_loads`.
+within their limits for a share of the requests (`slo_attainment`), and for nine of ten requests of
+a share of the adapters (`adapters_at_slo`). `serviceable_rate` is the highest of the rates at which
+P95 TTFT and mean TPOT are within their limits. With `--prefilled` prompts are beginnings of their
+adapter's text, whose KV pages are there: TTFT is then the time in the queue and of the first decode
+token, as in the paper, where prompts are computed elsewhere. With `--cold` adapters that are on no
+device are asked for: one by one and again (`cold_ttft`, `warm_ttft`), then, others, in a batch that
+fills all rows, when `queued_ttft` is over that of a warm one (`queued_warm_ttft`), and beside one
+long answer, whose TPOT is `hit_tpot` alone and `hit_tpot_beside_loads`.
 
 A model may be a config.json alone (`--load-format dummy`): its adapters are random (`--rank`).
 With `--together` all systems start at once, and those that are not measured are stopped.
@@ -36,7 +40,7 @@ from typing import Any
 import numpy as np
 
 from bench.ablation.instance import Told
-from bench.ablation.system import COUPLED, FIGURE_14, STEPS, System
+from bench.ablation.system import COUPLED, FIGURE_14, STEPS, System, require_gpus
 from bench.ablation.workload import (
     VOCAB,
     Job,
@@ -56,14 +60,30 @@ _PATIENCE_S = 30.0  # for cold adapters
 
 
 def rows_of(options: argparse.Namespace, system: System) -> Iterator[dict[str, Any]]:
-    """Yield one row for each rate, then what cold adapters cost."""
-    for rate in options.rates:
+    """Yield one row for each rate, what cold adapters cost, and the rate that is served well.
+
+    Rates rise until one is not: the next would only be later.
+    """
+    if options.cold:
+        yield {"name": system.name} | cold_row(options, system)
+    best = 0.0
+    for rate in sorted(options.rates):
         work = jobs(load_of(options, rate), options.max_model_len)
         begun, told = system.serve(work, options.patience)
         said = {"name": system.name, "device": system.device, "rate": rate}
-        yield said | summary(options, work, begun, told)
-    if options.cold:
-        yield {"name": system.name} | cold_row(options, system)
+        row = summary(options, work, begun, told)
+        yield said | row
+        if not is_served(options, row):
+            break
+        best = rate
+    yield {"name": system.name, "serviceable_rate": best}
+
+
+def is_served(options: argparse.Namespace, row: dict[str, Any]) -> bool:
+    """Return whether P95 TTFT and mean TPOT are within the SLO, and no request failed."""
+    ttft, tpot = row["ttft_p95"], row["tpot_mean"]
+    well = not row["failed"] and ttft is not None and ttft <= options.slo_ttft
+    return well and (tpot is None or tpot <= options.slo_tpot)
 
 
 def cold_row(options: argparse.Namespace, system: System) -> dict[str, Any]:
@@ -73,22 +93,23 @@ def cold_row(options: argparse.Namespace, system: System) -> dict[str, Any]:
     """
     rng, cold = np.random.default_rng(1), range(options.adapters, options.adapters + options.cold)
 
-    def job(number: int, at: float = 0.0, tokens: int = _COLD_TOKENS) -> Job:
+    def job(adapter: str, at: float = 0.0, tokens: int = _COLD_TOKENS) -> Job:
         prompt = rng.integers(4, VOCAB, _COLD_PROMPT).tolist()
-        return Job(at, adapter_name(number), prompt, tokens)
+        return Job(at, adapter, prompt, tokens)
 
-    alone, queued, beside = (cold[part::3] for part in range(3))
+    alone, queued, beside = ([adapter_name(n) for n in cold[part::3]] for part in range(3))
     found = {"cold_ttft": [], "warm_ttft": [], "queued_ttft": [], "queued_warm_ttft": []}
-    for number in alone:
+    for adapter in alone:
         for name in ("cold_ttft", "warm_ttft"):
-            found[name].append(first_token_s(system, [job(number)]))
-    full = system.num_instances * options.max_num_seqs
-    for number in queued:
-        for name, last in (("queued_ttft", number), ("queued_warm_ttft", 0)):
-            batch = [job(0, tokens=_FULL_TOKENS) for _ in range(full)]
+            found[name].append(first_token_s(system, [job(adapter)]))
+    for adapter in queued:
+        hit = system.warm_neighbour(adapter)
+        for name, last in (("queued_ttft", adapter), ("queued_warm_ttft", hit)):
+            batch = [job(hit, tokens=_FULL_TOKENS) for _ in range(options.max_num_seqs)]
             found[name].append(first_token_s(system, [*batch, job(last, at=_QUEUED_AT)]))
-    long = job(0, tokens=min(_LONG_TOKENS, options.max_model_len - _COLD_PROMPT))
-    loads = [job(number, at=0.02 * place) for place, number in enumerate(beside)]
+    tokens = min(_LONG_TOKENS, options.max_model_len - _COLD_PROMPT)
+    long = job(system.warm_neighbour(beside[0] if beside else adapter_name(0)), tokens=tokens)
+    loads = [job(adapter, at=0.02 * place) for place, adapter in enumerate(beside)]
     return {name: float(np.median(times)) if times else None for name, times in found.items()} | {
         "hit_tpot": tpot_of_first(system, [long]),
         "hit_tpot_beside_loads": tpot_of_first(system, [long, *loads]),
@@ -126,6 +147,7 @@ def load_of(options: argparse.Namespace, rate: float) -> Load:
         *medians,
         lengths=lengths,
         vocab=vocab,
+        prefilled=options.prefilled,
     )
 
 
@@ -210,6 +232,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--systems", nargs="+", default=[COUPLED, *FIGURE_14], choices=[COUPLED, *STEPS]
     )
     parser.add_argument("--rates", type=float, nargs="+", default=[10.0], help="requests a second")
+    parser.add_argument("--prefilled", action="store_true", help="prompts come from the cache")
     parser.add_argument("--together", action="store_true", help="start all systems at once")
     parser.add_argument("--wait-for", type=Path, help="a file: started together, measured then")
     numbers: dict[str, int | float] = {
@@ -244,6 +267,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Measure every system, write a JSON after each row, and at last the plot."""
     options = parse_args()
+    try:
+        require_gpus(options, os.environ)
+    except ValueError as error:
+        sys.exit(str(error))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # or stopped processes would stay
     result: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"),

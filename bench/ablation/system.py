@@ -3,17 +3,20 @@
 import argparse
 import contextlib
 import functools
+import glob
 import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from bench.ablation.instance import Instance, Setup, Told
-from bench.ablation.workload import Job
+from bench.ablation.workload import VOCAB, Job, adapter_name, popularity, text_of
+from lora_jax.models.loader import read_config
+from lora_jax.placement.assign import assign
 from serving.cluster.config import ClusterConfig
-from serving.cluster.router import Router
 from serving.cluster.server_place import ServerPlace, server_spec
 from serving.config import EngineConfig
 from serving.lora_server.calls import serve_leases
@@ -47,19 +50,20 @@ class System:
         self._closing = contextlib.ExitStack()
         self._group: ServerGroup | None = None
         self._instances: list[Instance] = []
+        number = options.instances + (options.lora_server if name == COUPLED else 0)
+        self._home = homes(options, number)
         try:
             self._start(options, adapters)
             for instance in self._instances:
                 instance.wait_ready(self._told.append)
-            self._router = Router(len(self._instances), adapters)
-            self._warm_up(list(adapters), options.warm)
+            self._warm_up(options, list(adapters))
         except BaseException:
             self.close()
             raise
 
-    @property
-    def num_instances(self) -> int:
-        return len(self._instances)
+    def warm_neighbour(self, adapter: str) -> str:
+        """Return the most popular adapter of the same instance."""
+        return next(name for name, home in self._home.items() if home == self._home[adapter])
 
     @property
     def device(self) -> str:
@@ -111,22 +115,28 @@ class System:
             place = ServerPlace(spec, tuple(self._group.paths), cluster)
             leases = functools.partial(serve_leases, self._group.coordinator)
         for n in range(number):
-            setup = Setup(n, options.model, adapters, engine, place)
+            mine = {name: folder for name, folder in adapters.items() if self._home[name] == n}
+            setup = Setup(n, options.model, mine, engine, place)
             self._instances.append(Instance(setup, leases))
             self._closing.callback(self._instances[-1].close)
 
     def _send(self, number: int, job: Job) -> None:
-        chosen = self._router.choose(job.adapter, len(job.prompt) + job.max_tokens)
-        self._instances[chosen].send(number, job.prompt, job.adapter, job.max_tokens)
+        home = self._instances[self._home[job.adapter]]
+        home.send(number, job.prompt, job.adapter, job.max_tokens)
 
-    def _warm_up(self, adapters: list[str], count: int) -> None:
-        """Run a request of each of the most popular adapters, the least popular first."""
-        for instance, adapter in zip(self._instances, reversed(adapters), strict=False):
-            instance.send(-1, [5] * 8, adapter, 8)
-        warm = adapters[:count][::-1]
-        for number, adapter in enumerate(warm):
-            self._send(number, Job(0.0, adapter, [5] * 8, 2))
-        if not self._wait_for(len(self._instances) + len(warm), _START_S):
+    def _warm_up(self, options: argparse.Namespace, adapters: list[str]) -> None:
+        """Run a request of each of the most popular adapters, the least popular first.
+
+        With `prefilled` of its whole text, so that what begins as that does is in the cache.
+        """
+        jobs = [Job(0.0, adapter, [5] * 8, 8) for adapter in adapters[-len(self._instances) :]]
+        count = len(adapters) if options.prefilled else options.warm
+        for number in reversed(range(min(count, len(adapters)))):
+            prompt = warm_prompt(options, number)
+            jobs.append(Job(0.0, adapter_name(number), prompt, 2))
+        for number, job in enumerate(jobs):
+            self._send(number, job)
+        if not self._wait_for(len(jobs), _START_S):
             raise TimeoutError(f"{self.name} does not answer")
 
     def _wait_for(self, count: int, seconds: float) -> bool:
@@ -143,6 +153,37 @@ class System:
                 os.kill(process.pid, number)
 
 
+def homes(options: argparse.Namespace, instances: int) -> dict[str, int]:
+    """Return the instance of every adapter: disjoint parts, by load (InfiniLoRA, section 6.1)."""
+    shares = popularity(options.adapters, options.zipf).tolist() + [0.0] * options.cold
+    load_of = {adapter_name(number): share for number, share in enumerate(shares)}
+    return assign(load_of, instances)
+
+
+def warm_prompt(options: argparse.Namespace, number: int) -> list[int]:
+    """Return what an adapter is warmed with: two tokens less than fits, or a few."""
+    if not options.prefilled:
+        return [5] * 8
+    vocab = read_config(Path(options.model)).vocab_size if options.rank is not None else VOCAB
+    return text_of(number, options.max_model_len, vocab)[:-2]
+
+
+def require_gpus(options: argparse.Namespace, environment: Mapping[str, str]) -> None:
+    """Raise ValueError where there are GPUs, but not one for each instance and each rank."""
+    wanted = options.instances + options.lora_server
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    there = len(glob.glob("/dev/nvidia[0-9]*")) if visible is None else _count(visible)
+    if there < wanted and (there or "cuda" in environment.get("JAX_PLATFORMS", "")):
+        raise ValueError(
+            f"{options.instances} instances and {options.lora_server} ranks of a LoRA Server need "
+            f"{wanted} GPUs; {there} are there. Lower --instances or --lora-server."
+        )
+
+
+def _count(visible: str) -> int:
+    return sum(bool(name.strip()) for name in visible.split(","))
+
+
 def engine_fields(options: argparse.Namespace, name: str) -> dict[str, Any]:
     """Return what every instance of the system is started with."""
     return {
@@ -154,7 +195,7 @@ def engine_fields(options: argparse.Namespace, name: str) -> dict[str, Any]:
         "max_loras": options.coupled_loras if name == COUPLED else options.max_loras,
         "max_lora_rank": options.max_lora_rank,
         "max_esft_adapters": 0,
-        "enable_prefix_caching": False,
+        "enable_prefix_caching": options.prefilled,
         "kv_cache_memory_bytes": int(options.kv_cache_gb * 2**30) or None,
         "max_total_adapter_bytes": 64 << 30,
     }

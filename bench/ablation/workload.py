@@ -16,7 +16,6 @@ from lora_jax.config import ModelConfig
 
 VOCAB = 200  # token ids of the prompts, which mean nothing
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 Lengths = tuple[tuple[int, int], ...]  # (prompt, answer) of real requests
 
@@ -34,6 +33,7 @@ class Load:
     seed: int = 0
     lengths: Lengths = ()  # to be drawn from instead
     vocab: int = VOCAB
+    prefilled: bool = False  # prompts are beginnings of their adapter's text, which may be cached
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,15 +55,28 @@ def jobs(load: Load, longest: int) -> list[Job]:
     """Return the requests in order of arrival; none is longer than `longest` tokens."""
     rng = np.random.default_rng(load.seed)
     arrivals = np.cumsum(rng.exponential(1 / load.rate, int(2 * load.rate * load.seconds) + 16))
-    popularity = np.arange(1, load.adapters + 1) ** -load.zipf
-    popularity /= popularity.sum()
+    shares = popularity(load.adapters, load.zipf)
     found = []
     for at in arrivals[arrivals < load.seconds]:
         num_prompt, num_output = _lengths(load, longest, rng)
-        adapter = adapter_name(int(rng.choice(load.adapters, p=popularity)))
-        prompt = rng.integers(4, load.vocab, num_prompt).tolist()
-        found.append(Job(float(at), adapter, prompt, num_output))
+        number = int(rng.choice(load.adapters, p=shares))
+        if load.prefilled:
+            prompt = text_of(number, longest, load.vocab)[:num_prompt]
+        else:
+            prompt = rng.integers(4, load.vocab, num_prompt).tolist()
+        found.append(Job(float(at), adapter_name(number), prompt, num_output))
     return found
+
+
+def popularity(adapters: int, zipf: float) -> np.ndarray:
+    """Return the share of the requests that each adapter gets, the first one's the largest."""
+    weights = np.arange(1, adapters + 1) ** -zipf
+    return weights / weights.sum()
+
+
+def text_of(adapter: int, length: int, vocab: int) -> list[int]:
+    """Return the first tokens of an adapter's own text."""
+    return np.random.default_rng([7, adapter]).integers(4, vocab, length).tolist()
 
 
 def _lengths(load: Load, longest: int, rng: np.random.Generator) -> tuple[int, int]:
@@ -102,13 +115,14 @@ def write_adapters(sources: Path, folder: Path, count: int) -> dict[str, str]:
 def make_adapters(config: ModelConfig, folder: Path, count: int, rank: int) -> dict[str, str]:
     """Write `count` random adapters of attention and experts, bfloat16; return their folders.
 
-    They share one file of matrices, of which each has its own multiple: what is read, hashed and
-    kept of every one is what it would be, but the disk holds it once.
+    In PEFT's layout of stacked experts, in which gate and up share A. They share one file of
+    matrices, of which each has its own multiple: what is read, hashed and kept of every one is what
+    it would be, but the disk holds it once.
     """
     rng = np.random.default_rng(0)
     tensors = {}
-    for path, (d_out, d_in) in _linears(config).items():
-        for part, shape in (("A", (rank, d_in)), ("B", (d_out, rank))):
+    for path, shapes in _matrices(config, rank).items():
+        for part, shape in zip("AB", shapes, strict=True):
             drawn = rng.standard_normal(shape, np.float32) * np.float32(0.5 * shape[1] ** -0.5)
             name = f"base_model.model.model.layers.{path}.lora_{part}.weight"
             tensors[name] = drawn.astype(ml_dtypes.bfloat16)
@@ -124,7 +138,8 @@ def make_adapters(config: ModelConfig, folder: Path, count: int, rank: int) -> d
             "task_type": "CAUSAL_LM",
             "r": rank,
             "lora_alpha": rank * (1 + number / 1024),
-            "target_modules": [*_ATTENTION, *_EXPERTS],
+            "target_modules": [*_ATTENTION],
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
             "bias": "none",
         }
         (target / "adapter_config.json").write_text(json.dumps(said))
@@ -132,19 +147,19 @@ def make_adapters(config: ModelConfig, folder: Path, count: int, rank: int) -> d
     return found
 
 
-def _linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Return (d_out, d_in) of every linear map of attention and experts, by its place."""
+def _matrices(config: ModelConfig, rank: int) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
+    """Return the shapes of A and B of attention's maps and of a layer's stacked experts."""
     assert config.moe is not None, "a model with experts"
     hidden, width = config.hidden_size, config.moe.intermediate_size
     heads = config.num_heads * config.head_dim
     kv = config.num_kv_heads * config.head_dim
     attention = ((heads, hidden), (kv, hidden), (kv, hidden), (hidden, heads))
-    experts = ((width, hidden), (width, hidden), (hidden, width))
+    experts = (("mlp.experts.base_layer", 2 * width, hidden), ("mlp.experts", hidden, width))
+    rows = rank * config.moe.num_experts
     found = {}
     for layer in range(config.num_layers):
-        for name, shape in zip(_ATTENTION, attention, strict=True):
-            found[f"{layer}.self_attn.{name}"] = shape
-        for expert in range(config.moe.num_experts):
-            for name, shape in zip(_EXPERTS, experts, strict=True):
-                found[f"{layer}.mlp.experts.{expert}.{name}"] = shape
+        for name, (d_out, d_in) in zip(_ATTENTION, attention, strict=True):
+            found[f"{layer}.self_attn.{name}"] = (rank, d_in), (d_out, rank)
+        for path, d_out, d_in in experts:
+            found[f"{layer}.{path}"] = (rows, d_in), (d_out, rows)
     return found

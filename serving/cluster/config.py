@@ -4,6 +4,7 @@ import dataclasses
 
 LORA_KERNELS = ("fast", "reference")
 CARRIERS = ("auto", "nixl")  # serving.transport.carriers
+PLACES = ("local", "remote")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,6 +17,7 @@ class ClusterConfig:
     lora_server_adapters: int | None = None  # held at a time; None: max_loras of each instance
     lora_server_wait_s: float = 0.5  # bound of one exchange of a layer
     lora_server_carrier: str = "auto"  # of the rows: by the device, or "nixl"
+    lora_attention: str = "local"  # where adapters' attention is: "remote", on the LoRA Server too
     local_expert_slots: int = 0  # adapters that an instance takes over while the server is lost
     # For measuring what each of them brings (InfiniLoRA, section 6.4):
     lora_overlap: bool = True  # exchanges behind the base's computation
@@ -46,9 +48,14 @@ class ClusterConfig:
                 "whose GPUs need --lora-server-carrier auto; between hosts, start Engine in Python "
                 "with a client of serving.transport.symmetric."
             )
-        for name, known in (("lora_kernel", LORA_KERNELS), ("lora_server_carrier", CARRIERS)):
+        for name, known in _CHOICES:
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}.")
+        if not self.lora_server and self.lora_attention == "remote":
+            raise ValueError(
+                "--lora-attention remote is attention on a LoRA Server; add --lora-server with its "
+                "number of ranks."
+            )
         if not self.lora_server and self.local_expert_slots:
             raise ValueError(
                 "--local-expert-slots are for when a LoRA Server is lost; add --lora-server with "
@@ -64,3 +71,10 @@ class ClusterConfig:
     def is_single(self) -> bool:
         """Whether one process does it all."""
         return self.instances == 1 and self.lora_server == 0
+
+
+_CHOICES = (
+    ("lora_kernel", LORA_KERNELS),
+    ("lora_server_carrier", CARRIERS),
+    ("lora_attention", PLACES),
+)

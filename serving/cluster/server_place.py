@@ -57,6 +57,7 @@ def server_spec(engine: EngineConfig, cluster: ClusterConfig) -> ServerSpec | No
         host_bytes=engine.max_total_adapter_bytes,
         layerwise=cluster.layerwise_loading,
         carrier=cluster.lora_server_carrier,
+        attention=cluster.lora_attention == "remote",
         implementation=None if cluster.lora_kernel == "fast" else cluster.lora_kernel,
     )
     design(spec)

@@ -2,7 +2,7 @@
 
 `ServerLink` is what the host keeps; `start` makes of it, while a step is traced, what the layers
 push to (`RemoteExperts`). Twice per layer rows leave before the base's grouped matmul, and their
-deltas are added after it.
+deltas are added after it; twice more if attention's adapters are on the server too.
 """
 
 import dataclasses
@@ -11,11 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from lora_jax.typing import Array, Float, Int
-from serving.lora_server.shards import ServerPlan
+from serving.lora_server.shards import SITES, ServerPlan
 from serving.transport.base import AbstractClient, PushRows, push_rows
-from serving.transport.shapes import DOWN, GATE_UP
 
-_SITE_OF = {("gate_proj", "up_proj"): GATE_UP, ("down_proj",): DOWN}
+_SITE_OF = {modules: site for site, modules in SITES.items()}
 LOCAL = -1  # the number of a slot whose adapter has no part on the server
 
 
@@ -65,21 +64,27 @@ class StepExperts:
         self.has_local, self._overlap = link.has_local, link.overlap
         self.statuses: list[jax.Array] = []
 
+    def has(self, module: str, layer: int) -> bool:
+        """Whether ranks hold this module of the layer."""
+        return self._plan.has(module, layer)
+
     def exchange(
         self,
-        names: tuple[str, ...],
+        modules: tuple[str, ...],
         layer: int,
         row_to_slot: Int[Array, "rows"],
-        row_to_expert: Int[Array, "rows"],
+        row_to_expert: Int[Array, "rows"] | None,
         num_rows: Int[Array, ""],
     ) -> "LayerExchange | SerialExchange":
         """Return the exchange of one site; see nn.remote."""
+        if row_to_expert is None:  # who has the first expert of a layer has what is of no expert
+            row_to_expert = jnp.zeros_like(row_to_slot)
         numbers = self._table.slot_to_number[jnp.maximum(row_to_slot, 0)]
         numbers = jnp.where(row_to_slot >= 0, numbers, LOCAL)
         index = self._plan.moe_layers.index(layer)
         version = self._table.version
         rows = push_rows(self._plan.placement, index, numbers, row_to_expert, num_rows, version)
-        made = LayerExchange(self, _SITE_OF[names], index, rows)
+        made = LayerExchange(self, _SITE_OF[modules], index, rows)
         return made if self._overlap else SerialExchange(made)
 
     def status(self) -> Int[Array, "servers"]:
@@ -104,8 +109,8 @@ class LayerExchange:
         return self.step.client.push(x, self.site, self.index, self.rows)
 
     def wait_add(
-        self, ys: tuple[Float[Array, "rows d_out"], ...], x: Float[Array, "rows d_in"]
-    ) -> tuple[Float[Array, "rows d_out"], ...]:
+        self, ys: tuple[Float[Array, "rows _"], ...], x: Float[Array, "rows d_in"]
+    ) -> tuple[Float[Array, "rows _"], ...]:
         """Return ys plus the deltas that came back."""
         ys, status = self.step.client.wait_add(ys, x, self.site, self.rows)
         self.step.statuses.append(status)
@@ -133,8 +138,8 @@ class SerialExchange:
         return jnp.where(jnp.min(exchange.step.statuses[-1]) < 0, jnp.zeros_like(x), x)
 
     def wait_add(
-        self, ys: tuple[Float[Array, "rows d_out"], ...], x: Float[Array, "rows d_in"]
-    ) -> tuple[Float[Array, "rows d_out"], ...]:
+        self, ys: tuple[Float[Array, "rows _"], ...], x: Float[Array, "rows d_in"]
+    ) -> tuple[Float[Array, "rows _"], ...]:
         """Return ys plus the deltas that `push` waited for."""
         del x
         added = zip(ys, self._deltas, strict=True)

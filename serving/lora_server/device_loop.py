@@ -19,7 +19,7 @@ import numpy as np
 
 from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.typing import Array, Int
-from serving.lora_server.rank import SITES, ServerRank
+from serving.lora_server.rank import ServerRank
 from serving.lora_server.shards import ServerPlan
 from serving.transport.device_server import Arrived, DeviceServer, Verdict, no_ticket
 
@@ -143,7 +143,7 @@ def _program(rank: ServerRank, plan: ServerPlan, server: DeviceServer) -> Callab
         branch = jnp.where(jnp.any(verdicts == Verdict.ANSWER), branch, 0)
         answers = [
             functools.partial(_answer, rank, server, site, rows)
-            for site in SITES
+            for site in rank.sites
             for rows in buckets
         ]
         arguments = (slots, messages, layers, row_to_slot, verdicts)

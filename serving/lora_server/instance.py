@@ -18,7 +18,7 @@ from serving.config import EngineConfig
 from serving.lora_server.client import LOCAL, ServerLink
 from serving.lora_server.coordinator import LeaseSource
 from serving.lora_server.leases import Leases
-from serving.lora_server.shards import has_experts, local_part, split
+from serving.lora_server.shards import local_part, split
 from serving.lora_server.spec import ServerSpec, design
 from serving.transport.base import AbstractClient, Status
 from serving.transport.terms import Terms
@@ -77,7 +77,7 @@ class InstanceSide:
 
     def retain(self, entry: AdapterEntry) -> None:
         """A request that needs the adapter is queued: lease it, so that it loads meanwhile."""
-        if entry.kind == "lora" and has_experts(entry.report):
+        if entry.kind == "lora" and self.link.plan.has_any(entry.report):
             with self._lock:
                 self._remote[entry.digest] = self._remote.get(entry.digest, 0) + 1
             self._leases.retain(entry.digest, entry.folder)
@@ -102,6 +102,12 @@ class InstanceSide:
         with self._lock:
             remote = digest in self._remote
         return not remote or self._leases.get(digest) is not None
+
+    def keep(self, weights: AnyWeights) -> AnyWeights:
+        """Return what of an adapter stays here: what the server does not hold, or that and all."""
+        if not isinstance(weights, AdapterWeights):
+            return weights
+        return (split if self.num_local else local_part)(weights, self.link.plan)
 
     def bind(self, slot: int, digest: str) -> None:
         """The adapter, which is ready, is in this slot of the engine's own."""
@@ -195,13 +201,3 @@ def connect(access: ServerAccess, config: EngineConfig, dtype: str) -> InstanceS
     return InstanceSide(
         link, access.leases, access.instance, slots, local, prefetch=access.prefetch
     )
-
-
-def keep_local(weights: AnyWeights) -> AnyWeights:
-    """Return what of an adapter an instance keeps: a LoRA adapter without its experts."""
-    return local_part(weights) if isinstance(weights, AdapterWeights) else weights
-
-
-def keep_both(weights: AnyWeights) -> AnyWeights:
-    """Return that, with the whole adapter beside it in host memory."""
-    return split(weights) if isinstance(weights, AdapterWeights) else weights

@@ -10,6 +10,7 @@ import dataclasses
 import numpy as np
 
 from lora_jax.adapters.residency import Placement, RowWrite
+from lora_jax.adapters.row_copies import Copier, CopyingPlan
 from lora_jax.adapters.slots import AdapterSlots, LoadingPlan
 from lora_jax.adapters.weights import AdapterWeights
 
@@ -17,16 +18,28 @@ from lora_jax.adapters.weights import AdapterWeights
 class LayerwiseLoad:
     """The writes of one placed adapter, lowest layer first."""
 
-    def __init__(self, placement: Placement, part: AdapterWeights, slots: AdapterSlots):
-        """`part` is what was placed; `slots` tells the shapes only."""
+    def __init__(
+        self,
+        placement: Placement,
+        part: AdapterWeights,
+        slots: AdapterSlots,
+        copier: Copier | None = None,
+    ):
+        """`part` is what was placed; `slots` tells the shapes only. With a `copier` the host copies
+        the rows beside the device's programs.
+        """
         self.digest, self.slot = placement.digest, placement.slot
         self._num_layers = placement.entries.shape[1]
         layers = sorted({layer for _, layer in part.sites}) or [0]
         writes = _writes_by_layer(placement, part)
-        self._plans = collections.deque(
-            LoadingPlan(_up_to(placement, layer, writes.get(layer, {}), place == 0), slots)
-            for place, layer in enumerate(layers)
-        )
+
+        def plan(place: int, layer: int) -> LoadingPlan | CopyingPlan:
+            one = _up_to(placement, layer, writes.get(layer, {}), place == 0)
+            if copier is None:
+                return LoadingPlan(one, slots)
+            return CopyingPlan(one, slots, copier, is_first=place == 0)
+
+        self._plans = collections.deque(plan(*one) for one in enumerate(layers))
         self._next = collections.deque(
             [*layers, self._num_layers]
         )  # layer of each plan, and the end

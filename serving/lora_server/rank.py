@@ -17,6 +17,7 @@ import numpy as np
 
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.residency import SlotAllocator
+from lora_jax.adapters.row_copies import Copier
 from lora_jax.adapters.slots import (
     AdapterSlots,
     clear_slots,
@@ -25,14 +26,13 @@ from lora_jax.adapters.slots import (
     warm_up,
 )
 from lora_jax.adapters.weights import AdapterWeights
+from lora_jax.ops.adapter_items import adapter_items
 from lora_jax.ops.lora_gemm import lora_gemms
 from lora_jax.typing import Array, Float, Int
 from serving.lora_server.loading import LayerwiseLoad
-from serving.lora_server.shards import EXPERT_MODULES, Shard, shard_catalogue
+from serving.lora_server.shards import SITES, Shard, shard_catalogue
 from serving.transport.device_server import MOST_MESSAGES
-from serving.transport.shapes import DOWN, GATE_UP
 
-SITES = {GATE_UP: EXPERT_MODULES[:2], DOWN: EXPERT_MODULES[2:]}
 _SMALLEST_BUCKET, _BUCKET_FACTOR = 8, 4
 _FREE = -1
 _MOST_SLOTS = 65535  # of one table: what the kernels of ops.lora_gemm take
@@ -69,11 +69,13 @@ class ServerRank:
         dtype: jnp.dtype,
         *,
         implementation: str | None = None,
+        copier: Copier | None = None,
     ):
         """`catalogue` is the whole base model's, `implementation` that of ops.lora_gemm, None the
-        fastest. Raises ValueError when no adapter would fit.
+        fastest. With a `copier` the host copies rows to the device. Raises ValueError when no
+        adapter would fit.
         """
-        self._implementation = implementation
+        self._implementation, self._copier = implementation, copier
         self.shard, self.sizes, self.dtype = shard, sizes, jnp.dtype(dtype)
         self._catalogue = mine = shard_catalogue(catalogue, shard)
         spec = size_slots(
@@ -110,13 +112,18 @@ class ServerRank:
         """Return copies of the numbers held, their slots and their layers here, by place."""
         return self._numbers.copy(), self._slots_of.copy(), self._num_ready.copy()
 
+    @property
+    def sites(self) -> tuple[int, ...]:
+        """What requests may be of."""
+        return tuple(site for site, names in SITES.items() if set(names) <= set(self.shard.modules))
+
     def width_in(self, site: int) -> int:
         """Return the width of a row that comes in."""
         return self._catalogue.modules[SITES[site][0]].d_in
 
-    def width_out(self, site: int) -> int:
+    def widths_out(self, site: int) -> tuple[int, ...]:
         """Return the width of each of a row's deltas."""
-        return self._catalogue.modules[SITES[site][0]].d_out
+        return tuple(self._catalogue.modules[name].d_out for name in SITES[site])
 
     def start_load(self, number: int, part: AdapterWeights) -> None:
         """Give this rank's part of an adapter (`shard_part`) room under `number`.
@@ -130,7 +137,7 @@ class ServerRank:
             raise ValueError(f"The place of adapter number {number} is taken.")
         self._allocator.check_fits(part)
         placement = self._allocator.place(part, pinned=True)
-        self._loads[number] = LayerwiseLoad(placement, part, self.slots)
+        self._loads[number] = LayerwiseLoad(placement, part, self.slots, self._copier)
 
     def advance(self, max_chunks: int) -> int | None:
         """Write up to `max_chunks` of the oldest load; return its number if that made it known.
@@ -140,10 +147,10 @@ class ServerRank:
         """
         if not self._loads:
             return None
-        self.changes += 1
         number, load = next(iter(self._loads.items()))
         place = number % self.sizes.num_adapters
         self.slots = load.advance(self.slots, max_chunks)
+        self.changes += int(self._num_ready[place] != load.num_ready or load.done)
         self._num_ready[place] = load.num_ready
         if load.done:
             del self._loads[number]
@@ -199,7 +206,7 @@ class ServerRank:
         x: np.ndarray,
         row_to_slot: np.ndarray,
         row_to_expert: np.ndarray,
-    ) -> tuple[Float[Array, "rows d_out"], ...]:
+    ) -> tuple[Float[Array, "rows _"], ...]:
         """Return what the adapters add to each output of the site, on its way on the device.
 
         `x` [rows, d_in] and the int32 vectors have as many rows as one of the buckets. `layer` and
@@ -215,7 +222,7 @@ class ServerRank:
         x: Array | np.ndarray,
         row_to_slot: Array | np.ndarray,
         row_to_expert: Array | np.ndarray,
-    ) -> tuple[Float[Array, "rows d_out"], ...]:
+    ) -> tuple[Float[Array, "rows _"], ...]:
         """Return `deltas` with the adapters in `slots`; in a program too.
 
         Rows may be of different layers, where `most_messages` is more than one.
@@ -227,16 +234,19 @@ class ServerRank:
             row_to_slot,
             row_to_expert,
             modules=tuple(self._catalogue.module_names.index(name) for name in SITES[site]),
-            width=self.width_out(site),
-            first_expert=self.shard.first_expert,
+            widths=self.widths_out(site),
+            first_expert=self.shard.first_expert if self._of_experts(site) else None,
             max_rank=self.sizes.max_rank,
             implementation=self._implementation,
         )
 
+    def _of_experts(self, site: int) -> bool:
+        return self._catalogue.modules[SITES[site][0]].num_experts > 0
+
     def warm_up(self) -> None:
         """Compile everything that loading and requests will run."""
         self.slots = warm_up(self.slots)
-        cases = list(itertools.product(SITES, self.sizes.buckets))
+        cases = list(itertools.product(self.sites, self.sizes.buckets))
         with ThreadPoolExecutor(len(cases)) as pool:  # each takes seconds to compile on a GPU
             list(pool.map(self._compile, *zip(*cases, strict=True)))
 
@@ -260,7 +270,7 @@ class ServerRank:
 
 @functools.partial(
     jax.jit,
-    static_argnames=("modules", "width", "first_expert", "max_rank", "implementation"),
+    static_argnames=("modules", "widths", "first_expert", "max_rank", "implementation"),
 )
 def shard_deltas(
     slots: AdapterSlots,
@@ -270,16 +280,16 @@ def shard_deltas(
     row_to_expert: Int[Array, "rows"],
     *,
     modules: tuple[int, ...],
-    width: int,
-    first_expert: int,
+    widths: tuple[int, ...],
+    first_expert: int | None,
     max_rank: int,
     implementation: str | None = None,
-) -> tuple[Float[Array, "rows d_out"], ...]:
+) -> tuple[Float[Array, "rows _"], ...]:
     """Return scaling * (x A^T) B of each row for every module; of slot -1 it is zero.
 
     In float32 as they travel, but rounded as a coupled engine's deltas are: the instance's sum has
     the bits of that engine's. The layer is data, so that one program serves them all; with one for
-    each row, all layers' slots are one table.
+    each row, all layers' slots are one table. Without `first_expert` the modules are of no expert.
     """
     entries, scaling = slots.entries, slots.scaling
     if layer.ndim:
@@ -287,17 +297,15 @@ def shard_deltas(
         entries, scaling = (t.reshape(len(t), -1, *t.shape[3:]) for t in (entries, scaling))
     else:
         entries, scaling = entries[:, layer], scaling[:, layer]
-    deltas = lora_gemms(
-        [None] * len(modules),
-        x,
-        slots.pools[str(x.shape[1])],
-        slots.pools[str(width)],
-        entries,
-        scaling,
-        modules,
-        row_to_slot,
-        row_to_expert - first_expert,
-        max_rank=max_rank,
-        implementation=implementation,
-    )
+    options = {"max_rank": max_rank, "implementation": implementation}
+    experts = None if first_expert is None else row_to_expert - first_expert
+    if experts is None:
+        options["items"] = adapter_items(row_to_slot, scaling.shape[1], max_rank=max_rank)
+    deltas = []
+    for width, group in itertools.groupby(zip(modules, widths, strict=True), lambda one: one[1]):
+        sites = [module for module, _ in group]
+        pools = slots.pools[str(x.shape[1])], slots.pools[str(width)]
+        owners = row_to_slot, experts
+        nothing = [None] * len(sites)
+        deltas += lora_gemms(nothing, x, *pools, entries, scaling, sites, *owners, **options)
     return tuple(delta.astype(jnp.float32) for delta in deltas)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from lora_jax.adapters.reader import ReadLimits
 from serving.child_process import AbstractChild
+from serving.copier import copier_here
 from serving.lora_server.calls import Caller, RemoteRank, answer_calls
 from serving.lora_server.rank import ServerRank
 from serving.lora_server.server import RankServer
@@ -109,6 +110,7 @@ def _make_server(spec: ServerSpec, rank: int, socket_path: str) -> RankServer:
         made.sizes,
         jnp.dtype(spec.dtype),
         implementation=spec.implementation,
+        copier=copier_here(),
     )
     held.warm_up()
     return RankServer(

@@ -1,7 +1,8 @@
 """What of an adapter lies where: experts on the ranks of a LoRA Server, the rest on the instance.
 
 A rank holds the gate, up and down matrices of its layers and experts (a placement plan says which);
-attention, router, shared experts and head stay in the instance's own slots. No jax.
+attention, router, shared experts and head stay in the instance's own slots. If attention is asked
+for, the rank of a layer's first expert holds that layer's q, k, v and o too. No jax.
 """
 
 import dataclasses
@@ -13,6 +14,15 @@ from lora_jax.adapters.weights import AdapterReport, AdapterWeights, SiteWeights
 from lora_jax.config import ModelConfig
 from lora_jax.placement.ep_pp import Placement, from_text
 from lora_jax.placement.shape import AdapterShape, adapter_shape
+from serving.transport.shapes import DOWN, GATE_UP, OUT, QKV
+
+ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
+SITES = {  # the modules of each exchange of a layer
+    GATE_UP: EXPERT_MODULES[:2],
+    DOWN: EXPERT_MODULES[2:],
+    QKV: ATTENTION_MODULES[:3],
+    OUT: ATTENTION_MODULES[3:],
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +33,12 @@ class Shard:
     layers: tuple[int, ...]
     first_expert: int
     num_experts: int
+    attention: bool = False  # of its layers too
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """What it holds of an adapter."""
+        return EXPERT_MODULES + ATTENTION_MODULES if self.attention else EXPERT_MODULES
 
     @property
     def expert_slice(self) -> slice:
@@ -35,16 +51,29 @@ class ServerPlan:
 
     placement: Placement
     moe_layers: tuple[int, ...]  # layer numbers of the model, in order
+    attention: bool = False  # of these layers too
 
     @property
     def num_ranks(self) -> int:
         return self.placement.devices
 
+    def has(self, module: str, layer: int) -> bool:
+        """Whether the server holds this module of the layer."""
+        if module in EXPERT_MODULES:
+            return True
+        return self.attention and module in ATTENTION_MODULES and layer in self.moe_layers
+
+    def has_any(self, report: AdapterReport) -> bool:
+        """Whether the server holds a part of an adapter, which needs it then."""
+        found = report.modules.items()
+        return any(self.has(module, layer) for module, said in found for layer in said.layers)
+
     def shard(self, rank: int) -> Shard:
         """Return what rank `rank` holds."""
         experts = self.placement.experts_of(rank)
         layers = tuple(self.moe_layers[index] for index in self.placement.layers_of(rank))
-        return Shard(rank, layers, experts.start, len(experts))
+        attention = self.attention and experts.start == 0
+        return Shard(rank, layers, experts.start, len(experts), attention)
 
     def ranks_of(self, layer: int) -> range:
         """Return the ranks that share a layer of the model, in order of their experts."""
@@ -52,7 +81,13 @@ class ServerPlan:
 
 
 def server_plan(
-    config: ModelConfig, placement: str, ranks: int, adapters: int, rank: int, itemsize: int
+    config: ModelConfig,
+    placement: str,
+    ranks: int,
+    adapters: int,
+    rank: int,
+    itemsize: int,
+    attention: bool = False,
 ) -> ServerPlan:
     """Return the plan that `placement` ("ep2-pp1") names for `adapters` adapters of `rank`.
 
@@ -67,44 +102,48 @@ def server_plan(
             f"not do; use epX-ppY with X * Y = {ranks}."
         )
     assert config.moe is not None, "a shape of experts without experts"
-    return ServerPlan(plan, tuple(config.moe.layers))
+    return ServerPlan(plan, tuple(config.moe.layers), attention)
 
 
-def has_experts(report: AdapterReport) -> bool:
-    """Return whether the adapter changes any expert, and so needs the LoRA Server."""
-    return any(module in EXPERT_MODULES for module in report.modules)
-
-
-def local_catalogue(catalogue: LoraCatalogue) -> LoraCatalogue:
-    """Return the catalogue of what an instance keeps itself: all modules but the experts'."""
-    return catalogue.without_experts()
+def local_catalogue(catalogue: LoraCatalogue, plan: ServerPlan) -> LoraCatalogue:
+    """Return the catalogue of what an instance keeps itself."""
+    kept = {}
+    for name, module in catalogue.modules.items():
+        layers = tuple(layer for layer in module.layers if not plan.has(name, layer))
+        if layers:
+            kept[name] = dataclasses.replace(module, layers=layers)
+    return dataclasses.replace(catalogue, modules=kept)
 
 
 def shard_catalogue(catalogue: LoraCatalogue, shard: Shard) -> LoraCatalogue:
     """Return the catalogue of one rank: the experts' modules, its layers and experts only.
 
-    Raises ValueError for a model whose experts no adapter can change.
+    Raises ValueError for a model whose experts no adapter can change, and for attention of another
+    kind.
     """
+    if shard.attention and any(name not in catalogue.modules for name in ATTENTION_MODULES):
+        raise ValueError(
+            f"Attention of {catalogue.model_type} is not made of q_proj, k_proj, v_proj and "
+            "o_proj; its adapters stay on the instances: --lora-attention local."
+        )
     if any(name not in catalogue.modules for name in EXPERT_MODULES):
         raise ValueError(
             f"Adapters cannot change the experts of {catalogue.model_type}, so that there is "
             "nothing for a LoRA Server to hold; serve this model without one."
         )
-    mine = {
-        name: dataclasses.replace(
-            catalogue.modules[name], layers=shard.layers, num_experts=shard.num_experts
-        )
-        for name in EXPERT_MODULES
-    }
+    mine = {name: catalogue.modules[name] for name in shard.modules}
+    for name, module in mine.items():
+        experts = shard.num_experts if module.num_experts else 0
+        mine[name] = dataclasses.replace(module, layers=shard.layers, num_experts=experts)
     return dataclasses.replace(catalogue, modules=mine)
 
 
-def local_part(weights: AdapterWeights) -> AdapterWeights:
-    """Return the adapter without its experts; the digest stays that of the files.
+def local_part(weights: AdapterWeights, plan: ServerPlan) -> AdapterWeights:
+    """Return the adapter without what the server holds; the digest stays that of the files.
 
     The report still names all modules, but counts the bytes of what is kept.
     """
-    kept = {key: site for key, site in weights.sites.items() if key[0] not in EXPERT_MODULES}
+    kept = {site: matrices for site, matrices in weights.sites.items() if not plan.has(*site)}
     part = AdapterWeights(kept, weights.report)
     num_bytes = sum(matrix.nbytes for matrix in part.matrices())
     return AdapterWeights(kept, dataclasses.replace(weights.report, weight_bytes=num_bytes))
@@ -112,18 +151,18 @@ def local_part(weights: AdapterWeights) -> AdapterWeights:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SplitWeights(AdapterWeights):
-    """The part without experts, and beside it the whole adapter, under a digest of its own."""
+    """The local part, and beside it the whole adapter, under a digest of its own."""
 
     whole: AdapterWeights
 
 
-def split(weights: AdapterWeights) -> AdapterWeights:
-    """Return the adapter without its experts, and with it the whole if it has any.
+def split(weights: AdapterWeights, plan: ServerPlan) -> AdapterWeights:
+    """Return the local part, and with it the whole if that is more.
 
     The report counts the bytes of the whole.
     """
-    part, report = local_part(weights), weights.report
-    if not has_experts(report):
+    part, report = local_part(weights, plan), weights.report
+    if not plan.has_any(report):
         return part
     digest = f"{report.digest} with experts"
     whole = AdapterWeights(weights.sites, dataclasses.replace(report, digest=digest))
@@ -131,7 +170,7 @@ def split(weights: AdapterWeights) -> AdapterWeights:
 
 
 def shard_part(weights: AdapterWeights, shard: Shard) -> AdapterWeights:
-    """Return the experts of one rank, each matrix [num_experts or 1, rank, width].
+    """Return one rank's part, each matrix [num_experts or 1, rank, width].
 
     A matrix that sites or experts share stays one array, so that it is stored once. The arrays are
     copies: those of the whole adapter may go.
@@ -140,13 +179,13 @@ def shard_part(weights: AdapterWeights, shard: Shard) -> AdapterWeights:
 
     def mine(matrix: np.ndarray) -> np.ndarray:
         if id(matrix) not in cut:
-            whole = matrix.shape[0] == 1
+            whole = matrix.shape[0] == 1  # of all experts, or of none
             cut[id(matrix)] = np.array(matrix if whole else matrix[shard.expert_slice])
         return cut[id(matrix)]
 
     sites = {
         (module, layer): SiteWeights(mine(site.a), mine(site.b), site.scaling)
         for (module, layer), site in weights.sites.items()
-        if module in EXPERT_MODULES and layer in shard.layers
+        if module in shard.modules and layer in shard.layers
     }
     return AdapterWeights(sites, weights.report)

@@ -1,6 +1,7 @@
 """What the roles of a disaggregated system agree on before they start."""
 
 import dataclasses
+import functools
 import hashlib
 from pathlib import Path
 
@@ -32,6 +33,7 @@ class ServerSpec:
     layerwise: bool = True  # a cold adapter may be used from its first layer on
     implementation: str | None = None  # of ops.lora_gemm on the ranks; None: the fastest
     carrier: str = "auto"  # serving.transport.carriers
+    attention: bool = False  # adapters' attention is on the server too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +44,17 @@ class ServerDesign:
     config: ModelConfig
     catalogue: LoraCatalogue
     plan: ServerPlan
-    terms: Terms
+
+    @functools.cached_property
+    def terms(self) -> Terms:
+        """What a rank and an instance must agree on."""
+        spec, moe = self.spec, self.config.moe
+        assert moe is not None, "a plan without experts"
+        widths = self.config.hidden_size, moe.intermediate_size
+        attention = _attention_widths(self.catalogue) if spec.attention else None
+        sizes = len(self.plan.moe_layers), spec.max_rows, *widths
+        shapes = moe_shapes(*sizes, spec.dtype, attention=attention)
+        return Terms(base_digest(spec.model), self.plan.placement, shapes)
 
     @property
     def sizes(self) -> RankSizes:
@@ -80,20 +92,15 @@ def design(spec: ServerSpec) -> ServerDesign:
     config = read_config(Path(spec.model))
     catalogue = model_class(config.model_type).catalogue(config)
     itemsize = {"float32": 4, "bfloat16": 2}[spec.dtype]
-    plan = server_plan(
-        config, spec.placement, spec.ranks, spec.num_adapters, spec.max_rank, itemsize
-    )
+    sizes = spec.num_adapters, spec.max_rank, itemsize, spec.attention
+    plan = server_plan(config, spec.placement, spec.ranks, *sizes)
     shard_catalogue(catalogue, plan.shard(0))
-    assert config.moe is not None, "a plan without experts"
-    shapes = moe_shapes(
-        len(plan.moe_layers),
-        spec.max_rows,
-        config.hidden_size,
-        config.moe.intermediate_size,
-        spec.dtype,
-    )
-    terms = Terms(base_digest(spec.model), plan.placement, shapes)
-    return ServerDesign(spec, config, catalogue, plan, terms)
+    return ServerDesign(spec, config, catalogue, plan)
+
+
+def _attention_widths(catalogue: LoraCatalogue) -> tuple[int, int]:
+    """Return the widths of q and of k and v."""
+    return catalogue.modules["q_proj"].d_out, catalogue.modules["k_proj"].d_out
 
 
 def base_digest(model: str) -> str:

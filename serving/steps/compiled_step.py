@@ -72,15 +72,28 @@ class CompiledStep:
         self._pages = self._place(np.zeros((sizes.max_seqs, sizes.max_pages), np.int32))
         self._spacers = _make_holes(self._place) if in_place else []
         self._results: dict[int, Sampled] = {}  # by number of logit rows
+        self._status: jax.Array | None = None  # of a LoRA Server's ranks
+        if in_place and link is not None:
+            self._status = self._place(np.zeros(link.client.servers, np.int32))
 
     def set_pages(self, tables: np.ndarray) -> None:
         """Use these block tables, int32 [seqs, max_pages], from the next step on."""
         new = tables.copy()
         self._pages = _overwrite(self._pages, new) if self._in_place else self._place(new)
 
+    def replace(self, old: Any, new: Any) -> Any:
+        """Return a tree of arrays with the host's values of `new`, where those of `old` lie.
+
+        The old ones are donated; None: there are none yet.
+        """
+        if old is None or not self._in_place:
+            return jax.tree.map(self._place, new)
+        return jax.tree.map(_overwrite, old, new)
+
     def lower(self, operands: Operands, table: np.ndarray, bucket: int, *, lora: bool) -> Lowered:
         """Return the program that `run` runs for the same arguments, ready to compile."""
-        arguments = self._arguments(operands, self._table if self._in_place else table, bucket)
+        source = self._table if self._in_place else table
+        arguments = self._arguments(operands, source, bucket, lora=lora)
         return self._step.lower(*arguments, bucket=bucket, lora=lora)
 
     def run(
@@ -89,19 +102,22 @@ class CompiledStep:
         """Return cache and state (both donated) after the step, its samples and servers' status."""
         if self._in_place:
             self._table = _overwrite(self._table, table)
-        arguments = self._arguments(operands, self._table if self._in_place else table, bucket)
+        source = self._table if self._in_place else table
+        arguments = self._arguments(operands, source, bucket, lora=lora)
         cache, state, sampled, status = self._step(*arguments, bucket=bucket, lora=lora)
         if self._in_place:
             self._results[self._sizes.logit_rows(bucket)] = sampled
-            sampled = _copied(sampled)
+            self._status = self._status if status is None else status
+            sampled, status = _copied((sampled, status))
         return cache, state, sampled, status
 
     def _arguments(
-        self, operands: Operands, table: np.ndarray | jax.Array, bucket: int
+        self, operands: Operands, table: np.ndarray | jax.Array, bucket: int, *, lora: bool
     ) -> tuple[Any, ...]:
         """Return the step's arguments: leaves of the model, of what is donated, of the rest."""
         results = self._results_of(bucket) if self._in_place else None
-        donated, donated_tree = jax.tree.flatten((operands.cache, operands.state, results))
+        status = self._status if lora else None
+        donated, donated_tree = jax.tree.flatten((operands.cache, operands.state, results, status))
         adapters = (operands.slots, operands.reroute_tables, operands.remote_table)
         rest, rest_tree = jax.tree.flatten((adapters, table, self._pages))
         return self._leaves, donated, rest, (donated_tree, rest_tree)
@@ -141,7 +157,7 @@ def _jit_step(
     )
     def step(leaves, donated, rest, trees, *, bucket, lora):
         merged = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
-        cache, state, _ = jax.tree.unflatten(trees[0], donated)
+        cache, state, *_ = jax.tree.unflatten(trees[0], donated)
         adapters, table, pages = jax.tree.unflatten(trees[1], rest)
         slots, reroute_tables, remote_table = adapters
         remote = None if link is None or not lora else link.start(remote_table)
@@ -172,5 +188,5 @@ def _overwrite(old: Int[Array, "*shape"], new: Int[Array, "*shape"]) -> Int[Arra
 
 
 @jax.jit
-def _copied(values: Sampled) -> Sampled:
+def _copied[T](values: T) -> T:
     return jax.tree.map(jnp.copy, values)

@@ -115,6 +115,8 @@ class ModelRunner:
         """Compile every program and run it on nothing; no later step compiles."""
         if self.slots is not None:
             self.slots = warm_up(self.slots)
+            if self.remote_table is not None:
+                self.set_remote(np.full(self.slots.num_slots, -1), 0)
         packed = pack_row(Sampling(), (0,), 1, 0, (), self.sizes.max_len, self._vocab_size)
         self._state = admit(self._state, np.int32(0), packed.ints, packed.floats)
         table = np.zeros((TABLE_ROWS, self.sizes.max_seqs), np.int32)
@@ -191,8 +193,9 @@ class ModelRunner:
 
     def set_remote(self, slot_to_number: np.ndarray, version: int) -> None:
         """Say under which number the LoRA Server knows the adapter of each slot, from now on."""
-        numbers = slot_to_number.astype(np.int32)
-        self.remote_table = RemoteTable(self._place(numbers), self._place(np.int32(version)))
+        old, new = self.remote_table, (slot_to_number.astype(np.int32), np.int32(version))
+        before = None if old is None else (old.slot_to_number, old.version)
+        self.remote_table = RemoteTable(*self._step.replace(before, new))
 
     def _needs_lora(self, plan: StepPlan, bucket: int) -> bool:
         if not self._can_specialize(bucket) or self.slots is None:

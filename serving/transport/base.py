@@ -138,11 +138,11 @@ class AbstractClient(abc.ABC):
     @abc.abstractmethod
     def wait_add(
         self,
-        ys: Sequence[Float[Array, "rows d_out"]],
+        ys: Sequence[Float[Array, "rows _"]],
         keep: Float[Array, "rows d_in"],
         site: int,
         rows: PushRows,
-    ) -> tuple[tuple[Float[Array, "rows d_out"], ...], Int[Array, "servers"]]:
+    ) -> tuple[tuple[Float[Array, "rows _"], ...], Int[Array, "servers"]]:
         """Return ys plus what came back, y[row] = round(y[row] + delta[row]), and the statuses.
 
         Sums are in float32. In place where ys are temporaries. Waits for all servers of the

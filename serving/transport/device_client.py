@@ -83,11 +83,11 @@ class DeviceClient(AbstractJoiningClient[Landed]):
 
     def wait_add(
         self,
-        ys: Sequence[Float[Array, "rows d_out"]],
+        ys: Sequence[Float[Array, "rows _"]],
         keep: Float[Array, "rows d_in"],
         site: int,
         rows: PushRows,
-    ) -> tuple[tuple[Float[Array, "rows d_out"], ...], Int[Array, "servers"]]:
+    ) -> tuple[tuple[Float[Array, "rows _"], ...], Int[Array, "servers"]]:
         check_push(self.shapes, site, keep, rows)
         check_outputs(self.shapes, site, keep, ys)
         wait = self._end.wait_add

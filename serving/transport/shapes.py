@@ -7,7 +7,7 @@ import numpy as np
 
 from serving.transport.header import HEADER_BYTES
 
-GATE_UP, DOWN = 0, 1  # the sites of a mixture-of-experts layer
+GATE_UP, DOWN, QKV, OUT = range(4)  # the sites of a layer, the last two if attention's are remote
 PAGE = 4096
 _LINE = 64  # what XLA wants of an address that it uses without a copy
 _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -115,14 +115,24 @@ class Shapes:
 
 
 def moe_shapes(
-    layers: int, max_rows: int, hidden: int, width: int, dtype: str, delta_dtype: str = "float32"
+    layers: int,
+    max_rows: int,
+    hidden: int,
+    width: int,
+    dtype: str,
+    delta_dtype: str = "float32",
+    attention: tuple[int, int] | None = None,
 ) -> Shapes:
     """Return the shapes of a model whose expert LoRA is remote: sites GATE_UP and DOWN.
 
     GATE_UP sends [rows, hidden] and brings gate and up, [rows, width] each; DOWN sends
-    [rows, width] and brings [rows, hidden].
+    [rows, width] and brings [rows, hidden]. With the widths of q and of k and v in `attention`, so
+    is that of attention: QKV brings q, k and v of [rows, hidden], OUT [rows, hidden] of [rows, q].
     """
     sites = (Site("gate_up", hidden, (width, width)), Site("down", width, (hidden,)))
+    if attention is not None:
+        q, kv = attention
+        sites += (Site("qkv", hidden, (q, kv, kv)), Site("out", q, (hidden,)))
     return Shapes(layers, max_rows, dtype, delta_dtype, sites)
 
 

@@ -66,11 +66,11 @@ class SlotClient(AbstractJoiningClient[Joined]):
 
     def wait_add(
         self,
-        ys: Sequence[Float[Array, "rows d_out"]],
+        ys: Sequence[Float[Array, "rows _"]],
         keep: Float[Array, "rows d_in"],
         site: int,
         rows: PushRows,
-    ) -> tuple[tuple[Float[Array, "rows d_out"], ...], Int[Array, "servers"]]:
+    ) -> tuple[tuple[Float[Array, "rows _"], ...], Int[Array, "servers"]]:
         self._check(site, keep, rows)
         check_outputs(self.shapes, site, keep, ys)
         outs = [jax.ShapeDtypeStruct((self.servers,), jnp.int32)]

@@ -189,6 +189,30 @@ def test_a_refused_folder_is_not_read_again_at_once(root):
     assert names.resolve("broken").report.max_rank == 2
 
 
+def test_the_operators_folders_are_published_in_their_order(root):
+    names = registry(root, loads_per_minute=1)
+    names.load_all({f"a{n}": root / ("sql", "law")[n % 2] for n in range(20)})
+    entries = names.entries()
+    assert {entry.name for entry in entries} == {f"a{n}" for n in range(20)}
+    assert [names.get(f"a{n}").generation for n in range(20)] == list(range(1, 21))
+    assert {entry.path for entry in entries} == {"sql", "law"}
+    assert names.get("a2").digest == names.get("a0").digest != names.get("a1").digest
+    assert names.get("a1").folder == str((root / "law").resolve())
+
+
+def test_a_bad_folder_among_the_operators_is_named_and_those_before_it_stay(root):
+    names = registry(root, max_adapters=3)
+    with pytest.raises(AdapterRejected, match="broken"):
+        names.load_all({"a": root / "sql", "broken": root / "broken", "b": root / "law"})
+    assert [entry.name for entry in names.entries()] == ["a"]
+    for more, error in (({"base": root / "sql"}, "the base model's"), ({"a": root / "sql"}, "'a'")):
+        with pytest.raises((AdapterRejected, AdapterExists), match=error):
+            names.load_all(more)
+    with pytest.raises(AdapterRejected, match="the limit is 3"):
+        names.load_all({f"b{n}": root / "sql" for n in range(5)})
+    assert len(names.entries()) == 3
+
+
 def test_loads_per_minute(root):
     clock = Clock()
     names = AdapterRegistry(

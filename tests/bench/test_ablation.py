@@ -10,13 +10,16 @@ from safetensors.numpy import load_file, save_file
 
 from bench.ablation import __main__ as ablation
 from bench.ablation.instance import Told
-from bench.ablation.system import STEPS
+from bench.ablation.system import STEPS, homes, require_gpus, warm_prompt
 from bench.ablation.workload import (
     Job,
     Load,
+    adapter_name,
     jobs,
     make_adapters,
+    popularity,
     read_lengths,
+    text_of,
     write_adapters,
 )
 from bench.report import plot_ablation
@@ -59,6 +62,41 @@ def test_lengths_are_those_of_a_trace(tmp_path):
     assert {token for job in work for token in job.prompt} == set(range(4, 9))
 
 
+def test_prompts_that_are_prefilled_begin_as_their_adapters_text():
+    load = Load(rate=40.0, seconds=5.0, adapters=3, vocab=90, prefilled=True)
+    work = jobs(load, 64)
+    for job in work:
+        text = text_of(int(job.adapter.removeprefix("adapter-")), 64, 90)
+        assert job.prompt == text[: len(job.prompt)]
+    assert len({len(job.prompt) for job in work}) > 3
+    assert text_of(0, 64, 90) != text_of(1, 64, 90)
+    words = ["--prefilled", "--max-model-len", "64", "--model", "assets/tiny-moe"]
+    warm = warm_prompt(ablation.parse_args(words), 1)
+    assert warm == text_of(1, 62, 200)
+    assert warm_prompt(ablation.parse_args([]), 1) == [5] * 8
+
+
+def test_adapters_are_dealt_out_by_their_share_of_the_requests():
+    options = ablation.parse_args(["--adapters", "20", "--cold", "2", "--zipf", "1.0"])
+    home = homes(options, 2)
+    assert set(home) == {adapter_name(number) for number in range(22)}
+    shares = popularity(20, 1.0)
+    assert sum(shares) == pytest.approx(1)
+    loads = [sum(shares[n] for n in range(20) if home[adapter_name(n)] == i) for i in (0, 1)]
+    assert loads == pytest.approx([0.5, 0.5], abs=0.01)
+    assert set(homes(options, 1).values()) == {0}
+
+
+@pytest.mark.parametrize("said", [{"CUDA_VISIBLE_DEVICES": "0,1"}, {"JAX_PLATFORMS": "cuda"}])
+def test_too_few_gpus_are_refused(said, monkeypatch):
+    monkeypatch.setattr("glob.glob", lambda pattern: [])
+    options = ablation.parse_args(["--instances", "2", "--lora-server", "2"])
+    with pytest.raises(ValueError, match=r"2 instances and 2 ranks .* need 4 GPUs; [02] are there"):
+        require_gpus(options, said)
+    require_gpus(options, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
+    require_gpus(options, {})  # a machine without any, on its CPU
+
+
 def test_random_adapters_fit_their_model_and_differ(tmp_path):
     config = read_config(Path("assets/tiny-moe"))
     catalogue = model_class(config.model_type).catalogue(config)
@@ -77,13 +115,32 @@ def test_every_switch_is_a_flag_and_one_system_has_none_off():
         assert (made == ClusterConfig(lora_server=1)) == (name == "+kernel")
 
 
+def test_rates_rise_until_one_is_not_served():
+    class Slow:
+        """A system that takes as long for the first token as there are requests."""
+
+        name, device = "slow", "1 x cpu"
+
+        def serve(self, work, patience):
+            first = [job.at + len(work) / 100 for job in work]
+            return 0.0, [Told(n, at, at, 1, None) for n, at in enumerate(first)]
+
+    options = ablation.parse_args(["--rates", "40", "1", "5", "80", "--seconds", "2"])
+    *rows, last = ablation.rows_of(options, Slow())
+    assert [row["rate"] for row in rows] == [1, 5, 40]
+    assert last == {"name": "slow", "serviceable_rate": 5}
+
+
 class Scripted:
     """A system whose answers take what the script says: cold adapters longer, the first time."""
 
-    name, num_instances = "scripted", 1
+    name = "scripted"
 
     def __init__(self):
         self.known, self.sizes = {"adapter-0"}, []
+
+    def warm_neighbour(self, adapter):
+        return "adapter-0"
 
     def serve(self, work, patience):
         told = []

@@ -1,5 +1,7 @@
 """Books and undo around a driver: which calls it gets, and in which order."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from faulty_memory import counting_memory
@@ -58,3 +60,16 @@ def test_what_the_books_refuse_never_reaches_the_driver():
         with pytest.raises(MappingError):
             call()
     assert calls == []
+
+
+def test_arrays_of_others_are_written_within_their_bounds():
+    memory, calls = counting_memory(PAGE)
+    array = SimpleNamespace(nbytes=48, unsafe_buffer_pointer=lambda: 4096)
+    data = np.arange(8, dtype=np.uint32)
+    memory.begin_write_into(array, 16, data)
+    memory.finish_writes()
+    assert calls[-1] == ("copy_in", 4096 + 16, data.nbytes)
+    for offset in (-1, 17):
+        with pytest.raises(MappingError, match=f"Bytes {offset} to {offset + 32} are not in an"):
+            memory.begin_write_into(array, offset, data)
+    assert len(calls) == 1

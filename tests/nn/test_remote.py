@@ -30,6 +30,9 @@ class Elsewhere:
     def __init__(self, slots: AdapterSlots, has_local: bool = False):
         self.slots, self.log, self.has_local = slots, [], has_local
 
+    def has(self, module, layer):
+        return module.startswith("experts.")
+
     def exchange(self, names, layer, row_to_slot, row_to_expert, num_rows):
         assert num_rows.shape == ()
         return ElsewhereOnce(self, names, layer, row_to_slot, row_to_expert)
@@ -42,13 +45,13 @@ class ElsewhereOnce:
 
     def push(self, x):
         self.parent.log.append((self.names, self.layer))
-        widths = {"gate_proj": 24, "up_proj": 24, "down_proj": HIDDEN}
+        widths = dict.fromkeys(NAMES[1:3], 24) | {NAMES[0]: HIDDEN}
         self.deltas = tuple(
             apply_lora(
                 jnp.zeros((x.shape[0], widths[name]), x.dtype),
                 x,
                 self.parent.slots,
-                NAMES.index(f"experts.{name}"),
+                NAMES.index(name),
                 self.layer,
                 *self.rows,
                 max_rank=RANK,
@@ -109,7 +112,7 @@ def test_bits_are_those_of_a_layer_with_its_own_adapters(kind, layer):
     want = jax.jit(lambda x: block(x, plain))(x)
     got = jax.jit(lambda x: block(x, remote))(x)
     np.testing.assert_array_equal(got, want)
-    assert elsewhere.log == [(("gate_proj", "up_proj"), layer), (("down_proj",), layer)]
+    assert elsewhere.log == [((NAMES[1], NAMES[2]), layer), ((NAMES[0],), layer)]
 
     base = jax.jit(lambda x: block(x, dataclasses.replace(plain, adapters=None)))(x)
     np.testing.assert_array_equal(got[row_to_slot < 0], base[row_to_slot < 0])
@@ -135,7 +138,7 @@ def test_adapters_whose_experts_are_here_are_computed_here():
 
 def test_rows_keep_the_way_to_the_server_when_they_are_gathered():
     elsewhere = Elsewhere(make_slots(np.random.default_rng(0)))
-    exchange = elsewhere.exchange(("down_proj",), 0, jnp.zeros(2), jnp.zeros(2), jnp.int32(2))
+    exchange = elsewhere.exchange((NAMES[0],), 0, jnp.zeros(2), jnp.zeros(2), jnp.int32(2))
     assert isinstance(exchange, Exchange)
     rows = Rows(jnp.int32(2), jnp.zeros(2, jnp.int32), None, NAMES, RANK, remote=elsewhere)
     assert rows.gathered(jnp.asarray([1, 0, 1]), jnp.int32(3)).remote is elsewhere

@@ -153,12 +153,14 @@ def chunk_rows(width: int, itemsize: int) -> int:
 
 def warm_up(slots: AdapterSlots) -> AdapterSlots:
     """Return `slots` unchanged (donated) after compiling every write that loading will make."""
-    pools = {}
-    for key, pool in slots.pools.items():
-        indices, values = _empty_chunk(pool)
-        pools[key] = write_rows(pool, indices, values)
-    slots = dataclasses.replace(slots, pools=pools)
-    return _set_slot(slots, slots.num_slots)  # out of range: written nowhere
+    slots = write_nothing(slots)
+    return set_slot(slots, slots.num_slots)  # out of range: written nowhere
+
+
+def write_nothing(slots: AdapterSlots) -> AdapterSlots:
+    """Return `slots` unchanged (donated), in the order of what else the device does with them."""
+    pools = {key: write_rows(pool, *_empty_chunk(pool)) for key, pool in slots.pools.items()}
+    return dataclasses.replace(slots, pools=pools)
 
 
 class LoadingPlan:
@@ -210,23 +212,24 @@ class LoadingPlan:
         slots = dataclasses.replace(slots, pools=pools)
         self._remaining = max(0, self._remaining - max_chunks)
         if self._remaining == 0:
-            slots = _set_slot(slots, self.slot, self._placement.entries, self._placement.scaling)
+            slots = set_slot(slots, self.slot, self._placement.entries, self._placement.scaling)
         return slots
 
 
 def clear_slots(slots: AdapterSlots, cleared: tuple[int, ...]) -> AdapterSlots:
     """Return `slots` (donated) with the table entries of these slots zeroed."""
     for slot in cleared:
-        slots = _set_slot(slots, slot)
+        slots = set_slot(slots, slot)
     return slots
 
 
-def _set_slot(
+def set_slot(
     slots: AdapterSlots,
     slot: int,
     slot_entries: np.ndarray | None = None,
     slot_scaling: np.ndarray | None = None,
 ) -> AdapterSlots:
+    """Return `slots` (donated) with a slot's entries of the table, which by default are empty."""
     modules, layers = slots.entries.shape[:2]
     if slot_entries is None or slot_scaling is None:
         slot_entries = np.zeros((modules, layers, 5), np.int32)

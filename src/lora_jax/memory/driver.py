@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lora_jax.memory.ledger import AddressLedger
-from lora_jax.memory.virtual import AbstractVirtualMemory, Access, Usage
+from lora_jax.memory.virtual import AbstractVirtualMemory, Access, MappingError, Usage
 
 
 def load_library(path: str, signatures: Mapping[str, tuple[type, ...]], what: str) -> ctypes.CDLL:
@@ -205,6 +205,15 @@ class DriverMemory(AbstractVirtualMemory):
         data = np.ascontiguousarray(data)
         with self._lock:
             self._ledger.check_access("write", address, data.nbytes, Access.READ_WRITE)
+        self._driver.begin_copy_in(address, data.ctypes.data, data.nbytes, data)
+
+    def begin_write_into(self, array: Any, offset: int, data: np.ndarray) -> None:
+        data = np.ascontiguousarray(data)
+        if offset < 0 or offset + data.nbytes > array.nbytes:
+            raise MappingError(
+                f"Bytes {offset} to {offset + data.nbytes} are not in an array of {array.nbytes}."
+            )
+        address = array.unsafe_buffer_pointer() + offset
         self._driver.begin_copy_in(address, data.ctypes.data, data.nbytes, data)
 
     def finish_writes(self) -> None:

@@ -119,6 +119,16 @@ class AbstractVirtualMemory(abc.ABC):
         """
         self.write(address, data)
 
+    def begin_write_into(self, array: Any, offset: int, data: np.ndarray) -> None:
+        """As `begin_write`, from byte `offset` of a jax.Array of this device, whoever made it.
+
+        No program may write the array, or read the place, before the bytes are there.
+
+        Raises:
+            MappingError: the data ends behind the array.
+        """
+        raise NotImplementedError(f"{type(self).__name__} writes into no array of others")
+
     def finish_writes(self) -> None:  # noqa: B027  where begin_write has written everything
         """Return when all that was begun is there; raises the first error of what failed."""
 

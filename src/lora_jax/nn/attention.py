@@ -67,8 +67,8 @@ class Attention(nnx.Module):
         rows: Rows,
     ) -> tuple[Float[Array, "tokens hidden"], LayerCache]:
         """Return the attention's output and the cache with this step's K and V in it."""
-        q = self._heads(self.q_proj(x, rows))
-        k, v = (self._heads(y) for y in linears((self.k_proj, self.v_proj), x, rows))
+        maps = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (self._heads(y) for y in linears(maps, x, rows))
         q, cache = self._placed(q, k, v, angles, batch, cache)
         out = paged_attention(
             q,

@@ -58,12 +58,20 @@ class Linear(nnx.Module):
 
 def linears(
     maps: Sequence[Linear], x: Float[Array, "rows d_in"], rows: Rows
-) -> tuple[Float[Array, "rows d_out"], ...]:
-    """Return each map of x: they are of one layer and width, and share the adapters' launches."""
+) -> tuple[Float[Array, "rows _"], ...]:
+    """Return each map of x: they are of one layer, and share the adapters' launches or exchange."""
+    modules, layer = [m.module for m in maps], maps[0].layer
+    exchange = rows.exchange(modules, layer)
+    if exchange is not None:
+        x = exchange.push(x)
     biases = (None if m.bias is None else m.bias[...] for m in maps)
     pairs = zip(maps, biases, strict=True)
-    ys = [matmul(x, m.weight[...], rows.num_rows, bias) for m, bias in pairs]
-    return rows.add_loras(ys, x, [m.module for m in maps], maps[0].layer)
+    ys = tuple(matmul(x, m.weight[...], rows.num_rows, bias) for m, bias in pairs)
+    if exchange is not None:
+        ys = exchange.wait_add(ys, x)
+        if not rows.has_local:
+            return ys
+    return rows.add_loras(ys, x, modules, layer)
 
 
 class RMSNorm(nnx.Module):

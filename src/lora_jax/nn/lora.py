@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from lora_jax.adapters.slots import AdapterSlots
-from lora_jax.nn.remote import RemoteExperts
+from lora_jax.nn.remote import Exchange, RemoteExperts
 from lora_jax.ops.adapter_items import AdapterItems, adapter_items
 from lora_jax.ops.lora_gemm import delta_dtype, lora_gemms
 from lora_jax.typing import Array, Float, Int
@@ -86,7 +86,7 @@ class Rows:
     max_rank: int
     row_to_esft_slot: Int[Array, "rows"] | None = None
     reroute_tables: Int[Array, "moe_layers esft_slots experts"] | None = None
-    remote: RemoteExperts | None = None  # computes the experts' part of every adapter
+    remote: RemoteExperts | None = None  # computes a part of every adapter
     items: AdapterItems | None = None  # of these rows, by row_to_slot, if a kernel wants them
 
     def with_items(self) -> "Rows":
@@ -110,14 +110,34 @@ class Rows:
 
     def add_loras(
         self,
-        ys: Sequence[Float[Array, "rows d_out"]],
+        ys: Sequence[Float[Array, "rows _"]],
         x: Float[Array, "rows d_in"],
         modules: Sequence[str | None],
         layer: int,
         row_to_expert: Int[Array, "rows"] | None = None,
-    ) -> tuple[Float[Array, "rows d_out"], ...]:
-        """Return add_lora of each module; all are maps of the same x to one width."""
-        return self._applied(ys, x, modules, ys[0].shape[1], layer, row_to_expert)
+    ) -> tuple[Float[Array, "rows _"], ...]:
+        """Return add_lora of each module; all are maps of the same x. One width is one launch."""
+        added = list(ys)
+        for width in dict.fromkeys(y.shape[1] for y in ys):
+            which = [i for i, y in enumerate(ys) if y.shape[1] == width]
+            some = [ys[i] for i in which], x, [modules[i] for i in which]
+            for i, y in zip(which, self._applied(*some, width, layer, row_to_expert), strict=True):
+                added[i] = y
+        return tuple(added)
+
+    @property
+    def has_local(self) -> bool:
+        """Whether adapters may be here of which a part is computed elsewhere for others."""
+        return self.remote is None or self.remote.has_local
+
+    def exchange(self, modules: Sequence[str | None], layer: int) -> Exchange | None:
+        """Return the exchange of these modules of one x; None where nobody else computes them."""
+        names = tuple(module for module in modules if module is not None)
+        if self.adapters is None or self.remote is None:
+            return None
+        if len(names) < len(modules) or not all(self.remote.has(name, layer) for name in names):
+            return None
+        return self.remote.exchange(names, layer, self.row_to_slot, None, self.num_rows)
 
     def _applied(self, ys, x, modules, width: int, layer: int, row_to_expert) -> tuple:
         """Return each y, or nothing where there is none, plus what its module adds to it."""

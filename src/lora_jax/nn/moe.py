@@ -130,8 +130,9 @@ class Experts(nnx.Module):
         """
 
         def linears(x, *names):
+            modules = tuple(f"experts.{name}" for name in names)
             exchange = server.exchange(
-                names, self.layer, rows.row_to_slot, map.row_to_expert, rows.num_rows
+                modules, self.layer, rows.row_to_slot, map.row_to_expert, rows.num_rows
             )
             x = exchange.push(x)
             ys = exchange.wait_add(tuple(self._product(x, name, map, rows) for name in names), x)

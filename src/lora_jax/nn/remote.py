@@ -1,8 +1,8 @@
-"""What a mixture-of-experts layer asks of adapters that somebody else computes.
+"""What a layer asks of adapters that somebody else computes.
 
-With a LoRA Server (InfiniLoRA, section 3) the experts' adapters are not on this device: the layer
-pushes the rows of each site, runs its own grouped matmul meanwhile and adds what comes back. Who
-carries the rows is not known here.
+With a LoRA Server (InfiniLoRA, section 3) the experts' adapters, and attention's too if that was
+asked for, are not on this device: the layer pushes the rows of each site, runs its own matmul
+meanwhile and adds what comes back. Who carries the rows is not known here.
 """
 
 from typing import Protocol, runtime_checkable
@@ -19,8 +19,8 @@ class Exchange(Protocol):
         ...
 
     def wait_add(
-        self, ys: tuple[Float[Array, "rows d_out"], ...], x: Float[Array, "rows d_in"]
-    ) -> tuple[Float[Array, "rows d_out"], ...]:
+        self, ys: tuple[Float[Array, "rows _"], ...], x: Float[Array, "rows d_in"]
+    ) -> tuple[Float[Array, "rows _"], ...]:
         """Return ys plus what the adapters of the rows add to each; x is what `push` returned.
 
         Rows without an adapter come back unchanged, bit for bit, and so do all rows when the
@@ -31,22 +31,26 @@ class Exchange(Protocol):
 
 @runtime_checkable
 class RemoteExperts(Protocol):
-    """The experts' part of all adapters, somewhere else; lives while a step is traced.
+    """A part of all adapters, somewhere else; lives while a step is traced.
 
     With `has_local` that of some adapters is on this device: an exchange leaves their rows alone.
     """
 
     has_local: bool
 
+    def has(self, module: str, layer: int) -> bool:
+        """Whether what adapters add to this module of the layer is computed there."""
+        ...
+
     def exchange(
         self,
-        names: tuple[str, ...],
+        modules: tuple[str, ...],
         layer: int,
         row_to_slot: Int[Array, "rows"],
-        row_to_expert: Int[Array, "rows"],
+        row_to_expert: Int[Array, "rows"] | None,
         num_rows: Int[Array, ""],
     ) -> Exchange:
-        """Return the exchange of these projections, which share one x, for rows sorted by expert.
+        """Return the exchange of these modules, which share one x; of experts for sorted rows.
 
         `row_to_slot` names this device's own adapter slots, -1 for the base model. Rows at or
         after `num_rows` are padding.

@@ -39,6 +39,8 @@ def test_a_spec_follows_from_engine_and_roles(engine):
     assert spec.max_rows == engine.max_num_batched_tokens * cases.SHAPE.top_k
     assert spec.host_bytes == engine.max_total_adapter_bytes
     assert (spec.layerwise, spec.implementation, spec.carrier) == (True, None, "auto")
+    assert not spec.attention
+    assert server_spec(engine, ClusterConfig(lora_server=1, lora_attention="remote")).attention
     slow = {"layerwise_loading": False, "lora_kernel": "reference", "lora_server_carrier": "nixl"}
     found = server_spec(engine, ClusterConfig(lora_server=2, **slow))
     assert (found.layerwise, found.implementation, found.carrier) == (False, "reference", "nixl")

@@ -1,5 +1,7 @@
 """What a traced step sends where, and what it says when an answer does not come."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,9 +13,9 @@ from lora_jax.placement.shape import AdapterShape
 from serving.lora_server.client import LOCAL, RemoteTable, ServerLink
 from serving.lora_server.shards import ServerPlan
 from serving.transport.base import Status
-from serving.transport.shapes import DOWN, GATE_UP, moe_shapes
+from serving.transport.shapes import DOWN, GATE_UP, OUT, QKV, moe_shapes
 
-GATE_AND_UP, ONLY_DOWN = ("gate_proj", "up_proj"), ("down_proj",)
+GATE_AND_UP, ONLY_DOWN = ("experts.gate_proj", "experts.up_proj"), ("experts.down_proj",)
 MOE_LAYERS = (1, 3)
 
 
@@ -67,6 +69,23 @@ def test_rows_go_to_the_rank_of_their_layer_and_expert_under_the_servers_number(
         assert (int(rows.num_rows), int(rows.table_version)) == (5, 7)
     np.testing.assert_array_equal(y[:, 0], [1, 0, 1, 0, 1])
     assert not status.any()
+
+
+def test_attention_goes_to_the_rank_of_its_layers_first_expert():
+    link = make_link()
+    plan = dataclasses.replace(link.plan, attention=True)
+    link.plan = plan
+    step = link.start(RemoteTable(jnp.asarray([12], jnp.int32), jnp.int32(7)))
+    assert step.has("q_proj", 1)
+    assert not step.has("q_proj", 0)
+    assert not step.has("router", 1)
+    x, rows = jnp.zeros((3, 8), jnp.float32), jnp.asarray([0, -1, 0], jnp.int32)
+    for modules in (("q_proj", "k_proj", "v_proj"), ("o_proj",)):
+        step.exchange(modules, 3, rows, None, jnp.int32(3)).push(x)
+    assert [(site, layer) for site, layer, _ in link.client.sent] == [(QKV, 1), (OUT, 1)]
+    for _, _, sent in link.client.sent:
+        np.testing.assert_array_equal(sent.row_to_server, [2, -1, 2])
+        np.testing.assert_array_equal(sent.row_to_expert, [0, 0, 0])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -6,6 +6,7 @@ import shutil
 import lora_server_cases as cases
 import pytest
 
+from lora_jax.adapters.catalogue import EXPERT_MODULES
 from serving import Engine, Sampling
 
 SCORED = Sampling(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=2, prompt_logprobs=1)
@@ -56,9 +57,14 @@ def test_so_are_those_over_gpus_whose_programs_serve(files, prompts, coupled, gp
     check_answers("ep2-pp1", gpus, files, prompts, coupled)
 
 
-def check_answers(placement, carrier, files, prompts, coupled):
+@pytest.mark.parametrize("placement", ["ep2-pp1", pytest.param("ep2-pp2", marks=pytest.mark.slow)])
+def test_so_are_those_whose_attention_is_on_the_server_too(placement, files, prompts, coupled):
+    check_answers(placement, "shared_memory", files, prompts, coupled, attention=True)
+
+
+def check_answers(placement, carrier, files, prompts, coupled, **changes):
     model, adapters = files
-    spec = cases.make_spec(model, placement)
+    spec = cases.make_spec(model, placement, **changes)
     with (
         cases.running(spec, carrier) as ranks,
         Engine(model, adapters, lora_server=ranks.access(), **cases.ENGINE) as engine,
@@ -66,6 +72,9 @@ def check_answers(placement, carrier, files, prompts, coupled):
         mixed, base = coupled
         assert answers(engine, prompts, None) == base
         client = engine._parts.loader._remote.link.client
+        kept = {name for entry in engine.registry.entries() for name, _ in entry.weights.sites}
+        assert ("q_proj" in kept) == (len(client.shapes.sites) == 2)
+        assert not kept & set(EXPERT_MODULES)
         assert client.stats().pushes == 0  # base-only batches send nothing
         assert not ranks.coordinator.held()
         assert answers(engine, prompts, MIXED) == mixed

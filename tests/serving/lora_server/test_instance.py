@@ -8,11 +8,14 @@ import lora_server_cases as cases
 import numpy as np
 import pytest
 
-from lora_jax.adapters.weights import AdapterReport, AdapterWeights, SiteWeights
+from lora_jax.adapters.weights import AdapterReport, AdapterWeights, ModuleReport, SiteWeights
+from lora_jax.placement.ep_pp import Placement
+from lora_jax.placement.shape import AdapterShape
 from serving.config import EngineConfig
-from serving.lora_server.client import LOCAL
+from serving.lora_server.client import LOCAL, ServerLink
 from serving.lora_server.coordinator import Lease
-from serving.lora_server.instance import LOST, InstanceSide, ServerAccess, connect, keep_local
+from serving.lora_server.instance import LOST, InstanceSide, ServerAccess, connect
+from serving.lora_server.shards import ServerPlan
 
 
 class Carrier:
@@ -51,7 +54,8 @@ class Source:
 
 
 def entry(digest, *modules, kind="lora"):
-    report = SimpleNamespace(modules=dict.fromkeys(modules or ("experts.up_proj",)))
+    one = ModuleReport((0,), (2,), (1.0,))
+    report = SimpleNamespace(modules=dict.fromkeys(modules or ("experts.up_proj",), one))
     return SimpleNamespace(digest=digest, kind=kind, report=report, folder=f"folder of {digest}")
 
 
@@ -70,7 +74,8 @@ def source():
 
 @pytest.fixture
 def side(source):
-    link = SimpleNamespace(client=Carrier())
+    plan = ServerPlan(Placement(AdapterShape(1, 1, 2, 1), 2, 1), (0,))
+    link = ServerLink(plan, Carrier())
     made = InstanceSide(link, source, "me", num_slots=3)
     yield made
     made.check_integrity()
@@ -174,13 +179,19 @@ def test_refused_files_end_the_requests(side):
     side.collect(0)
 
 
-def test_an_instance_keeps_no_experts():
+def test_an_instance_keeps_what_the_server_does_not_hold(side):
     other = SimpleNamespace()
-    assert keep_local(other) is other
-    report = AdapterReport("lora", "f", "d", {}, 0, 99, {}, 2, 0, None, None)
+    assert side.keep(other) is other
+    modules = {"experts.up_proj": ModuleReport((0,), (2,), (1.0,))}
+    report = AdapterReport("lora", "f", "d", {}, 0, 99, modules, 2, 0, None, None)
     site = SiteWeights(np.zeros((1, 2, 3), np.float32), np.zeros((1, 2, 5), np.float32), 1.0)
     weights = AdapterWeights({("q_proj", 0): site, ("experts.up_proj", 0): site}, report)
-    assert set(keep_local(weights).sites) == {("q_proj", 0)}
+    kept = side.keep(weights)
+    assert set(kept.sites) == {("q_proj", 0)}
+    side.num_local = 1
+    both = side.keep(weights)
+    assert set(both.sites) == {("q_proj", 0)}
+    assert set(both.whole.sites) == set(weights.sites)
 
 
 @pytest.mark.parametrize(

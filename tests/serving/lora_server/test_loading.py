@@ -4,6 +4,7 @@ import adapter_cases
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from late_copier import LateCopier
 
 from lora_jax.adapters.residency import SlotAllocator
 from lora_jax.adapters.slots import init_slots, size_slots
@@ -25,10 +26,10 @@ def site(rng, d_in=16, d_out=12, a=None) -> SiteWeights:
     return SiteWeights(a, rng.standard_normal((EXPERTS, 3, d_out)).astype("f4"), 2.0)
 
 
-def placed(weights):
+def placed(weights, copier=None):
     allocator = SlotAllocator(CATALOGUE, SPEC.num_slots, SPEC.rows)
     slots = init_slots(CATALOGUE, SPEC, jnp.dtype("float32"))
-    return LayerwiseLoad(allocator.place(weights), weights, slots), slots
+    return LayerwiseLoad(allocator.place(weights), weights, slots, copier), slots
 
 
 def check_layer(slots, weights, layer):
@@ -47,8 +48,9 @@ def check_layer(slots, weights, layer):
             np.testing.assert_array_equal(pool[row : row + len(flat)], flat)
 
 
+@pytest.mark.parametrize("copier", [None, LateCopier()])
 @pytest.mark.parametrize("shared", [False, True])
-def test_layers_come_whole_and_in_order(shared):
+def test_layers_come_whole_and_in_order(shared, copier):
     rng = np.random.default_rng(0)
     one = rng.standard_normal((1, 3, 16)).astype("f4") if shared else None
     weights = weights_of(
@@ -59,7 +61,7 @@ def test_layers_come_whole_and_in_order(shared):
             ("experts.up_proj", 3): site(rng, a=one),
         }
     )
-    load, slots = placed(weights)
+    load, slots = placed(weights, copier)
     assert load.num_ready == 0
     seen = []
     while not load.done:

@@ -11,9 +11,15 @@ from lora_jax.adapters.weights import AdapterReport, AdapterWeights, SiteWeights
 from lora_jax.placement.ep_pp import Placement
 from lora_jax.placement.shape import AdapterShape
 from serving.compile_counter import CompileCounter
-from serving.lora_server.rank import SITES, RankSizes, ServerRank
-from serving.lora_server.shards import EXPERT_MODULES, ServerPlan, shard_part
-from serving.transport.shapes import DOWN, GATE_UP
+from serving.lora_server.rank import RankSizes, ServerRank
+from serving.lora_server.shards import (
+    ATTENTION_MODULES,
+    EXPERT_MODULES,
+    SITES,
+    ServerPlan,
+    shard_part,
+)
+from serving.transport.shapes import DOWN, GATE_UP, OUT, QKV
 
 EXPERTS, LAYERS = 4, 2
 CATALOGUE = adapter_cases.moe(experts=EXPERTS, layers=LAYERS)
@@ -24,11 +30,11 @@ SIZES = RankSizes(num_adapters=2, max_rank=3, max_rows=20)
 
 def adapter(seed: int, rank: int = 3, layers: int = LAYERS) -> AdapterWeights:
     rng, sites = np.random.default_rng(seed), {}
-    for name in EXPERT_MODULES:
+    for name in EXPERT_MODULES + ATTENTION_MODULES:
         module = CATALOGUE.modules[name]
         for layer in range(layers):
             a, b = (
-                rng.standard_normal((EXPERTS, rank, w)).astype(np.float32)
+                rng.standard_normal((module.num_experts or 1, rank, w)).astype(np.float32)
                 for w in (module.d_in, module.d_out)
             )
             sites[name, layer] = SiteWeights(a, b, 0.5)
@@ -85,6 +91,22 @@ def test_deltas_are_those_of_the_merged_matrices(rank, site, layer):
         for row, (number, expert) in enumerate(zip(numbers, experts, strict=True)):
             delta = adapter_cases.site_delta(held[number].sites[name, layer])[expert]
             np.testing.assert_allclose(got[row], delta @ x[row], rtol=2e-5, atol=2e-5)
+
+
+def test_attention_is_where_a_layers_first_expert_is():
+    plan = dataclasses.replace(PLAN, attention=True)
+    first, second = (ServerRank(CATALOGUE, plan.shard(r), SIZES, jnp.float32) for r in range(2))
+    assert (first.sites, second.sites) == ((GATE_UP, DOWN, QKV, OUT), (GATE_UP, DOWN))
+    weights = adapter(4)
+    first.start_load(1, shard_part(weights, plan.shard(0)))
+    while first.is_loading:
+        first.advance(8)
+    for site in (QKV, OUT):
+        x, found = deltas(first, site, 1, [1, 1], [0, 0])
+        assert first.widths_out(site) == tuple(delta.shape[1] for delta in found)
+        for name, got in zip(SITES[site], found, strict=True):
+            (delta,) = adapter_cases.site_delta(weights.sites[name, 1])
+            np.testing.assert_allclose(got, x[:2] @ delta.T, rtol=2e-5, atol=2e-5)
 
 
 def test_an_adapter_without_the_layer_adds_nothing(rank):
@@ -183,7 +205,7 @@ def test_nothing_compiles_after_warm_up(rank):
     counter.watch_this_thread()
     load(rank, 0, adapter(1))
     for rows in (1, 8, 9, 20):
-        for site in SITES:
+        for site in rank.sites:
             deltas(rank, site, 1, [0] * rows, [2] * rows)
     rank.unload(0)
     counter.close()

@@ -65,7 +65,7 @@ def test_parts_are_the_adapter(ep, pp, shared):
                 np.concatenate([f.a for f in found]), weights.sites[key].a
             )
         np.testing.assert_array_equal(np.concatenate([f.b for f in found]), weights.sites[key].b)
-    local = shards.local_part(weights)
+    local = shards.local_part(weights, plan)
     assert local.sites.keys() | whole.keys() == weights.sites.keys()
     assert not local.sites.keys() & whole.keys()
     assert local.digest == weights.digest
@@ -103,8 +103,9 @@ def test_every_unit_lies_on_the_rank_that_is_asked(ep, pp):
 
 
 def test_catalogues_split_the_modules():
-    whole, shard = catalogue(), make_plan(2, 3).shard(3)
-    local, mine = shards.local_catalogue(whole), shards.shard_catalogue(whole, shard)
+    whole, plan = catalogue(), make_plan(2, 3)
+    shard = plan.shard(3)
+    local, mine = shards.local_catalogue(whole, plan), shards.shard_catalogue(whole, shard)
     assert set(local.modules) | set(mine.modules) == set(whole.modules)
     assert set(mine.modules) == set(EXPERT_MODULES)
     assert not set(local.modules) & set(mine.modules)
@@ -113,15 +114,51 @@ def test_catalogues_split_the_modules():
         assert module.num_experts == EXPERTS // 2
 
 
-def test_has_experts():
-    report, one = adapter().report, ModuleReport((0,), (3,), (2.0,))
-    for names, want in ((("q_proj",), False), (("q_proj", "experts.up_proj"), True)):
-        modules = dict.fromkeys(names, one)
-        assert shards.has_experts(dataclasses.replace(report, modules=modules)) is want
+def test_attention_may_be_on_the_rank_of_a_layers_first_expert():
+    whole, plan = catalogue(), dataclasses.replace(make_plan(2, 3), attention=True)
+    local = shards.local_catalogue(whole, plan)
+    dense = tuple(layer for layer in range(LAYERS) if layer not in MOE_LAYERS)
+    for name in shards.ATTENTION_MODULES:
+        assert local.modules[name].layers == dense
+    assert not set(local.modules) & set(EXPERT_MODULES)
+    both = [shards.shard_catalogue(whole, plan.shard(rank)).modules for rank in (2, 3)]
+    assert set(both[0]) == {*EXPERT_MODULES, *shards.ATTENTION_MODULES}
+    assert set(both[1]) == set(EXPERT_MODULES)
+    assert (both[0]["q_proj"].layers, both[0]["q_proj"].num_experts) == ((MOE_LAYERS[1],), 0)
+    weights = adapter()
+    parts = [shards.shard_part(weights, plan.shard(rank)) for rank in (2, 3)]
+    q = weights.sites["q_proj", MOE_LAYERS[1]]
+    np.testing.assert_array_equal(parts[0].sites["q_proj", MOE_LAYERS[1]].a, q.a)
+    assert not any(module == "q_proj" for module, _ in parts[1].sites)
+    kept = shards.local_part(weights, plan).sites
+    assert set(kept) == {("q_proj", layer) for layer in dense}
+
+
+def test_attention_of_another_kind_is_refused():
+    plan = dataclasses.replace(make_plan(1, 1), attention=True)
+    modules = {name: m for name, m in catalogue().modules.items() if name != "k_proj"}
+    latent = dataclasses.replace(catalogue(), modules=modules)
+    with pytest.raises(ValueError, match=r"not made of q_proj, k_proj.* --lora-attention local"):
+        shards.shard_catalogue(latent, plan.shard(0))
+
+
+def test_which_adapters_need_the_server():
+    report = adapter().report
+    for names, layer, experts, attention in (
+        (("q_proj",), 1, False, True),
+        (("q_proj",), 0, False, False),
+        (("q_proj", "experts.up_proj"), 1, True, True),
+        (("router",), 1, False, False),
+    ):
+        modules = dict.fromkeys(names, ModuleReport((layer,), (3,), (2.0,)))
+        some = dataclasses.replace(report, modules=modules)
+        assert make_plan(1, 1).has_any(some) is experts
+        assert dataclasses.replace(make_plan(1, 1), attention=True).has_any(some) is attention
 
 
 def test_the_local_part_counts_its_own_bytes():
-    assert shards.local_part(adapter()).report.weight_bytes == LAYERS * 2 * 2 * 16 * 4
+    part = shards.local_part(adapter(), make_plan(1, 1))
+    assert part.report.weight_bytes == LAYERS * 2 * 2 * 16 * 4
 
 
 def test_experts_that_no_adapter_changes_are_refused():

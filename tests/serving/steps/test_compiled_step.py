@@ -1,5 +1,7 @@
 """Steps whose memory stays where it is give what others do."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from tiny_checkpoint import TinyShape
 
 from lora_jax.kv_cache import init_cache
 from lora_jax.models import load
+from serving.lora_server.client import RemoteTable
 from serving.sampling import Sampling
 from serving.steps.compiled_step import CompiledStep, Operands
 from serving.steps.device_state import admit, init_row_state, pack_row
@@ -72,3 +75,43 @@ def test_a_step_in_place_gives_what_another_does_at_the_same_addresses(loaded, s
             np.testing.assert_allclose(mine, other, rtol=1e-6)
     # Results of earlier steps are copies: later steps leave them alone.
     assert len({tuple(np.asarray(s.token_ids)[:2].tolist()) for s in samples}) > 1
+
+
+class Link:
+    """A way to two ranks whose status is what their table says; nothing is ever sent."""
+
+    client, has_local = SimpleNamespace(servers=2), False
+
+    def start(self, table):
+        self.table = table
+        return self
+
+    def has(self, module, layer):
+        return False
+
+    def exchange(self, modules, layer, row_to_slot, row_to_expert, num_rows):
+        raise AssertionError("a dense model has no experts")
+
+    def status(self):
+        return self.table.slot_to_number[:2] + self.table.version
+
+
+def test_a_servers_status_and_numbers_stay_at_their_addresses(loaded):
+    model, config = loaded
+    step = CompiledStep(model, SIZES, Link(), SHAPE.vocab, in_place=True)
+    wide = jnp.dtype(jnp.float32)
+    cache = init_cache(type(model).kv_shape(config), SIZES.num_pages, SIZES.page_size, wide)
+    state, table = init_row_state(SIZES.max_seqs, SIZES.max_len), None
+    found, seen = [], set()
+    for version in range(3):
+        new = np.arange(4, dtype=np.int32), np.int32(10 * version)
+        table = step.replace(table, new)
+        operands = Operands(cache, state, None, None, RemoteTable(*table))
+        plan = np.zeros((TABLE_ROWS, SIZES.max_seqs), np.int32)
+        cache, state, _, status = step.run(operands, plan, 8, lora=True)
+        found.append(status)
+        seen.add(tuple(pointers((table, step._status))))
+    np.testing.assert_array_equal(found, [[0, 1], [10, 11], [20, 21]])
+    assert len(seen) == 1
+    *_, status = step.run(operands._replace(cache=cache, state=state), plan, 8, lora=False)
+    assert status is None

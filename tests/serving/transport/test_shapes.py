@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.transport.shapes import DOWN, GATE_UP, PAGE, Shapes, Site, moe_shapes
+from serving.transport.shapes import DOWN, GATE_UP, OUT, PAGE, QKV, Shapes, Site, moe_shapes
 
 SITES = st.lists(
     st.builds(
@@ -55,7 +55,11 @@ def test_sites_of_experts():
     shapes = moe_shapes(3, 8, hidden=32, width=48, dtype="bfloat16")
     assert shapes.sites[GATE_UP] == Site("gate_up", 32, (48, 48))
     assert shapes.sites[DOWN] == Site("down", 48, (32,))
-    assert (shapes.layers, shapes.delta_dtype) == (3, "float32")
+    assert (shapes.layers, shapes.delta_dtype, len(shapes.sites)) == (3, "float32", 2)
+    more = moe_shapes(3, 8, hidden=32, width=48, dtype="bfloat16", attention=(64, 16))
+    assert more.sites[:2] == shapes.sites
+    assert more.sites[QKV] == Site("qkv", 32, (64, 16, 16))
+    assert more.sites[OUT] == Site("out", 64, (32,))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,94 @@
+"""Rank rows written by the host straight into the pools, beside the device's programs.
+
+A write through a program (`slots.write_rows`) carries a mebibyte and waits for its turn between two
+steps. Where the host can copy into a device's arrays, whole matrices go there at the rate of its
+bus instead, and only the table, which names them, is written by a program.
+"""
+
+import collections
+from typing import Protocol, runtime_checkable
+
+import jax
+import numpy as np
+
+from lora_jax.adapters.residency import Placement, RowWrite
+from lora_jax.adapters.slots import AdapterSlots, clear_slots, set_slot, write_nothing
+
+CHUNK_BYTES = 8 << 20  # what counts as one chunk; threads copy while steps run
+
+
+@runtime_checkable
+class Copier(Protocol):
+    """What of memory.virtual.AbstractVirtualMemory is needed here."""
+
+    def begin_write_into(self, array: jax.Array, offset: int, data: np.ndarray, /) -> None: ...
+
+    def finish_writes(self) -> None: ...
+
+
+class CopyingPlan:
+    """As slots.LoadingPlan, of which it has the methods, with rows that the host copies.
+
+    Copies keep no order with programs. So none begins before every program that was enqueued before
+    has ended, which may read rows that were another adapter's, and the table is written when all
+    of them have arrived.
+    """
+
+    def __init__(
+        self, placement: Placement, slots: AdapterSlots, copier: Copier, *, is_first: bool = True
+    ):
+        """`slots` tells the shapes only. A later part of one placement is not the first."""
+        self._placement, self._copier = placement, copier
+        self._writes = collections.deque(
+            (str(width), write)
+            for width, writes in sorted(placement.writes.items())
+            for write in writes
+        )
+        self._itemsizes = {key: pool.dtype.itemsize for key, pool in slots.pools.items()}
+        self._waits, self._published = is_first, False
+
+    @property
+    def digest(self) -> str:
+        return self._placement.digest
+
+    @property
+    def slot(self) -> int:
+        return self._placement.slot
+
+    @property
+    def remaining(self) -> int:
+        """Chunks still to write, the table entry counted as one; 0 when the adapter is usable."""
+        begun = sum(self._chunks_of(key, write) for key, write in self._writes)
+        return begun + (not self._published)
+
+    @property
+    def done(self) -> bool:
+        return self._published
+
+    def advance(self, slots: AdapterSlots, max_chunks: int) -> AdapterSlots:
+        """Return `slots` (donated) with up to `max_chunks` more chunks begun, or at least one."""
+        if self.done or max_chunks < 1:
+            return slots
+        if self._waits:
+            slots, self._waits = self._wait(slots), False
+        while self._writes and max_chunks > 0:
+            key, write = self._writes.popleft()
+            pool = slots.pools[key]
+            offset = write.offset * pool.shape[1] * pool.dtype.itemsize
+            self._copier.begin_write_into(pool, offset, write.rows.astype(pool.dtype, copy=False))
+            max_chunks -= self._chunks_of(key, write)
+        if self._writes or max_chunks < 1:
+            return slots
+        self._copier.finish_writes()
+        self._published = True
+        return set_slot(slots, self.slot, self._placement.entries, self._placement.scaling)
+
+    def _wait(self, slots: AdapterSlots) -> AdapterSlots:
+        """Return `slots` when nothing that was begun before uses rows that are free now."""
+        self._copier.finish_writes()  # of a load that was given up
+        slots = write_nothing(clear_slots(slots, self._placement.cleared_slots))
+        jax.block_until_ready(slots)
+        return slots
+
+    def _chunks_of(self, key: str, write: RowWrite) -> int:
+        return -(-write.rows.size * self._itemsizes[key] // CHUNK_BYTES)
