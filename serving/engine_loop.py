@@ -23,6 +23,7 @@ from serving.steps.sampler import INVALID_TOKEN
 logger = logging.getLogger(__name__)
 
 STALL_S = 60.0  # a loop that has not turned for so long is not alive
+_LOADING_WAIT_S = 0.0002  # the threads that copy need Python's lock
 _IDLE_WAIT_S = 1.0  # the registry is looked at so often while nothing runs
 _BLOCKED_WAIT_S = 0.02  # while sequences wait for something that no step of ours will bring
 _DEAD = "The engine has stopped; the request was not finished."
@@ -198,15 +199,15 @@ class EngineLoop:
     def _sleep(self) -> None:
         """Wait until something is to be done."""
         loader = self._parts.loader
-        if loader is not None and loader.is_busy:
-            return
-        if loader is not None and not self._parts.scheduler.has_work:
+        loading = loader is not None and loader.is_busy
+        if loader is not None and not loading and not self._parts.scheduler.has_work:
             loader.rest()
         with self._lock:
             if self._woken or self._closing:
                 return
             blocked = self._parts.scheduler.has_work
-            self._wake.wait(_BLOCKED_WAIT_S if blocked else _IDLE_WAIT_S)
+            waits = _LOADING_WAIT_S if loading else _BLOCKED_WAIT_S if blocked else _IDLE_WAIT_S
+            self._wake.wait(waits)
 
     def _take_in(self, step: InFlightStep) -> None:
         """Read a step's results and hand out what they mean."""

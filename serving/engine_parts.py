@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from lora_jax.adapters import reader
 from lora_jax.adapters.catalogue import LoraCatalogue
+from lora_jax.adapters.dummy import DummyAdapters
 from lora_jax.adapters.registry import AdapterRegistry, RegistryLimits
 from lora_jax.adapters.residency import SlotAllocator
 from lora_jax.adapters.row_copies import CopyingPlan
@@ -238,6 +240,7 @@ def _make_registry(
         limits=limits,
         check=check_fits,
         keep=keep,
+        read=DummyAdapters().read if config.load_format == "dummy" else reader.read,
     )
 
 

@@ -58,6 +58,7 @@ def server_spec(engine: EngineConfig, cluster: ClusterConfig) -> ServerSpec | No
         layerwise=cluster.layerwise_loading,
         carrier=cluster.lora_server_carrier,
         attention=cluster.lora_attention == "remote",
+        load_format=engine.load_format,
         implementation=None if cluster.lora_kernel == "fast" else cluster.lora_kernel,
     )
     design(spec)

@@ -198,7 +198,8 @@ class AdapterLoader[P: Placement, S]:
             except LoadFailed as error:
                 self._give_up(self._loads.popleft(), error)
                 return state
-            max_chunks -= before - load.plan.remaining
+            begun = before - load.plan.remaining
+            max_chunks -= begun
             if load.plan.done:
                 self._loads.popleft()
                 self._allocator.finish_loading(load.placement.digest)
@@ -207,6 +208,8 @@ class AdapterLoader[P: Placement, S]:
                 self._swaps += 1
                 self._on_loaded(self._clock() - load.started_s)
                 self._publish()
+            elif not begun:
+                break  # its bytes are on their way
         return state
 
     def take_failures(self) -> list[tuple[str, str]]:

@@ -65,11 +65,14 @@ class LayerwiseLoad:
             plan = self._plans[0]
             before = plan.remaining
             slots = plan.advance(slots, max_chunks)
-            max_chunks -= before - plan.remaining
+            begun = before - plan.remaining
+            max_chunks -= begun
             if plan.done:
                 self._plans.popleft()
                 self._next.popleft()
                 self._started = True
+            elif not begun:
+                break  # its bytes are on their way
         return slots
 
 

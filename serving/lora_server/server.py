@@ -20,6 +20,7 @@ import numpy as np
 
 from lora_jax.adapters import reader
 from lora_jax.adapters.catalogue import LoraCatalogue
+from lora_jax.adapters.dummy import DummyAdapters
 from lora_jax.adapters.weights import AdapterWeights
 from lora_jax.typing import Array
 from serving.compile_counter import CompileCounter
@@ -33,6 +34,7 @@ from serving.transport.device_server import DeviceServer, Verdict
 _IDLE_S = 0.01  # how long a command waits at most while no request comes
 _CHUNKS = 2  # writes between two requests
 _DEPTH = 2  # requests under way; an instance has one at most
+_COPYING_S = 0.0002  # between two looks whether a layer has come: copies need Python's lock
 _GONE = "The rank of the LoRA Server has stopped."
 
 
@@ -56,9 +58,10 @@ class RankServer:
         make_transport: Callable[[], AbstractServer],
         limits: reader.ReadLimits | None = None,
         host_bytes: int = 0,
+        dummy: bool = False,
     ):
         """`catalogue` is the whole base model's, for reading adapters, of which `host_bytes` are
-        kept in host memory for the next time.
+        kept in host memory for the next time. `dummy`: those of a config alone are made up.
 
         `make_transport` is called by `open`: a rank that has come back loads what it should hold
         before instances find it.
@@ -68,6 +71,7 @@ class RankServer:
         self._programs: DeviceLoop | None = None  # where the carrier is the device's
         self._catalogue, self._limits = catalogue, limits
         self._parts = HostParts(host_bytes)
+        self._dummies = DummyAdapters() if dummy else None
         self._commands: queue.SimpleQueue[tuple[Callable[[], bool], Future[None]]] = (
             queue.SimpleQueue()
         )
@@ -97,7 +101,8 @@ class RankServer:
         """
         part = self._parts.get(digest)
         if part is None:
-            part = shard_part(self._read(folder, digest), self._rank.shard)
+            weights = self._read(folder, digest)
+            part = shard_part(weights, self._rank.shard, copy=self._dummies is None)
             self._parts.put(part)
 
         def start() -> bool:
@@ -216,6 +221,7 @@ class RankServer:
             return None
         while rank.must_wait(request.adapters, layer):
             self._advance()
+            self._stopping.wait(_COPYING_S)
         x, _, experts = request.padded(bucket)
         return rank.deltas(request.site, layer, x, slots, experts)
 
@@ -255,7 +261,8 @@ class RankServer:
 
     def _read(self, folder: str, digest: str) -> AdapterWeights:
         try:
-            weights = reader.read(Path(folder), self._catalogue, limits=self._limits)
+            read = reader.read if self._dummies is None else self._dummies.read
+            weights = read(Path(folder), self._catalogue, limits=self._limits)
         except OSError as error:
             raise ValueError(
                 f"The LoRA Server cannot read the adapter's folder: {error.strerror or error}."

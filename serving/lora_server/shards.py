@@ -169,22 +169,23 @@ def split(weights: AdapterWeights, plan: ServerPlan) -> AdapterWeights:
     return SplitWeights(part.sites, report, whole)
 
 
-def shard_part(weights: AdapterWeights, shard: Shard) -> AdapterWeights:
+def shard_part(weights: AdapterWeights, shard: Shard, *, copy: bool = True) -> AdapterWeights:
     """Return one rank's part, each matrix [num_experts or 1, rank, width].
 
     A matrix that sites or experts share stays one array, so that it is stored once. The arrays are
-    copies: those of the whole adapter may go.
+    copies, so that those of the whole adapter may go; without `copy` views.
     """
     cut: dict[int, np.ndarray] = {}
 
-    def mine(matrix: np.ndarray) -> np.ndarray:
+    def part(matrix: np.ndarray) -> np.ndarray:
         if id(matrix) not in cut:
             whole = matrix.shape[0] == 1  # of all experts, or of none
-            cut[id(matrix)] = np.array(matrix if whole else matrix[shard.expert_slice])
+            mine = matrix if whole else matrix[shard.expert_slice]
+            cut[id(matrix)] = mine.copy() if copy else mine
         return cut[id(matrix)]
 
     sites = {
-        (module, layer): SiteWeights(mine(site.a), mine(site.b), site.scaling)
+        (module, layer): SiteWeights(part(site.a), part(site.b), site.scaling)
         for (module, layer), site in weights.sites.items()
         if module in shard.modules and layer in shard.layers
     }

@@ -34,6 +34,7 @@ class ServerSpec:
     implementation: str | None = None  # of ops.lora_gemm on the ranks; None: the fastest
     carrier: str = "auto"  # serving.transport.carriers
     attention: bool = False  # adapters' attention is on the server too
+    load_format: str = "auto"  # as EngineConfig's
 
 
 @dataclasses.dataclass(frozen=True)

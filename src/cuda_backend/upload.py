@@ -2,7 +2,7 @@
 
 The driver's own copy from pageable memory goes through one small pinned buffer and one thread. Here
 several threads fill pinned buffers of their own, each on a stream of its own, while the pages under
-later bytes are still being mapped.
+later bytes are still being mapped: some threads copy while the bytes of others are on the bus.
 """
 
 import contextlib
@@ -15,9 +15,9 @@ from ctypes import byref, c_void_p
 
 from cuda_backend import driver as cuda
 
-THREADS = 8
+THREADS = 16
 BUFFER_BYTES = 8 << 20
-BUFFERS = 2 * THREADS  # one is filled while the other's copy runs
+BUFFERS = THREADS
 
 
 class Uploader:
@@ -30,13 +30,11 @@ class Uploader:
         """
         self._call, self._context = call, context
         self._buffers: queue.SimpleQueue[tuple[int, c_void_p]] = queue.SimpleQueue()
-        self._streams: list[c_void_p] = []
         self._lock = threading.Lock()
         self._under_way: dict[Future, object] = {}  # copies, and who owns their bytes
         with self._current():
             for _ in range(BUFFERS):
-                self._streams.append(self._stream())
-                self._buffers.put((self._pinned(), self._streams[-1]))
+                self._buffers.put((self._pinned(), self._stream()))
         self._threads = ThreadPoolExecutor(THREADS, "upload", initializer=self._enter)
 
     def begin(self, address: int, host_address: int, num_bytes: int, owner: object) -> None:
@@ -47,17 +45,16 @@ class Uploader:
             with self._lock:
                 self._under_way[task] = owner
 
+    def is_done(self) -> bool:
+        """Whether `finish` would return at once."""
+        with self._lock:
+            return all(task.done() for task in self._under_way)
+
     def finish(self) -> None:
         """Return when all bytes are there, whoever began their copies; raise the first error."""
         with self._lock:
             tasks = list(self._under_way)
         errors = [error for task in tasks if (error := task.exception())]
-        with self._current():
-            for stream in self._streams:
-                try:
-                    self._call("cuStreamSynchronize", stream)
-                except Exception as error:
-                    errors.append(error)
         with self._lock:  # only now: who else waits has to wait for them, too
             for task in tasks:
                 self._under_way.pop(task, None)
@@ -67,9 +64,9 @@ class Uploader:
     def _copy(self, address: int, host_address: int, num_bytes: int) -> None:
         buffer, stream = self._buffers.get()
         try:
-            self._call("cuStreamSynchronize", stream)  # what was in the buffer has left it
             ctypes.memmove(buffer, host_address, num_bytes)
             self._call("cuMemcpyHtoDAsync_v2", address, buffer, num_bytes, stream)
+            self._call("cuStreamSynchronize", stream)
         finally:
             self._buffers.put((buffer, stream))
 

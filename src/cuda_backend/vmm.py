@@ -103,6 +103,9 @@ class CudaDriver(AbstractDriver):
                 self._uploader = Uploader(self._cuda.call, self._context)
         self._uploader.begin(address, host_address, num_bytes, owner)
 
+    def copies_done(self) -> bool:
+        return self._uploader is None or self._uploader.is_done()
+
     def finish_copies(self) -> None:
         if self._uploader is not None:
             self._uploader.finish()

@@ -73,3 +73,16 @@ def test_only_the_first_part_of_a_placement_waits():
     assert plan.remaining == 0
     assert plan.advance(slots, 8) is slots
     assert copier.log.count("finish") == 1
+
+
+def test_an_adapter_shows_when_all_its_copies_have_arrived():
+    slots, allocator = make(jnp.dtype("float32"))
+    placement, copier = allocator.place(cases.weights(CATALOGUE, 4)), LateCopier(late=2)
+    plan = CopyingPlan(placement, slots, copier)
+    for _ in range(2):
+        slots = plan.advance(slots, 1000)
+        assert plan.remaining == 1
+        assert not np.asarray(slots.entries).any()
+    slots = plan.advance(slots, 1000)
+    assert plan.done
+    assert np.asarray(slots.entries).any()

@@ -59,7 +59,7 @@ def read(
     with _naming(WEIGHTS_FILE):
         sites = read_sites(pair_up(tensors), config, catalogue)
         _check_ranks(sites, limits.max_rank)
-    report = _report(folder, sites, config, len(tensors), _warnings(config, base_names))
+    report = make_report(folder, sites, config, len(tensors), _warnings(config, base_names))
     return AdapterWeights(sites, report)
 
 
@@ -197,13 +197,14 @@ def _warnings(config: PeftConfig, base_names: tuple[str, ...]) -> tuple[str, ...
     return (f"made for the base model {config.base_model!r}, served on {base_names[0]!r}.",)
 
 
-def _report(
+def make_report(
     folder: AdapterFolder,
     sites: _SITES,
     config: PeftConfig,
     num_tensors: int,
     warnings: tuple[str, ...],
 ) -> AdapterReport:
+    """Return what is told of an adapter whose sites these are."""
     by_module: dict[str, list[tuple[int, SiteWeights]]] = {}
     for (name, layer), site in sorted(sites.items(), key=lambda item: item[0]):
         by_module.setdefault(name, []).append((layer, site))

@@ -87,13 +87,14 @@ class AdapterRegistry:
         limits: RegistryLimits | None = None,
         check: Callable[[AnyWeights], None] | None = None,
         keep: Callable[[AnyWeights], AnyWeights] | None = None,
+        read: Callable[..., AnyWeights] = reader.read,
         clock: Callable[[], float] = time.monotonic,
     ):
         """`base_names` are reserved (the served base model); `lora_dir` is the root for clients.
 
         `check` raises ValueError for adapters that can never run, such as one too big for the
         device (AbstractAllocator.check_fits). `keep` returns what of an adapter stays here, and
-        what `check` and the limits are asked about.
+        what `check` and the limits are asked about. `read` is reader.read or another of its kind.
         """
         self._catalogue = catalogue
         self._base_names = base_names
@@ -101,6 +102,7 @@ class AdapterRegistry:
         self._limits = limits or RegistryLimits()
         self._check = check or (lambda weights: None)
         self._keep = keep or (lambda weights: weights)
+        self._read_folder = read
         self._clock = clock
         self._lock = threading.Lock()  # guards the fields below, held for moments
         self._loading = threading.RLock()  # one load at a time, held while files are read
@@ -250,7 +252,7 @@ class AdapterRegistry:
             max_file_bytes=self._limits.max_file_bytes, max_rank=self._limits.max_rank
         )
         try:
-            weights = reader.read(
+            weights = self._read_folder(
                 folder, self._catalogue, base_names=self._base_names, limits=limits, root=root
             )
             weights = self._keep(weights)

@@ -14,7 +14,7 @@ import numpy as np
 from lora_jax.adapters.residency import Placement, RowWrite
 from lora_jax.adapters.slots import AdapterSlots, clear_slots, set_slot, write_nothing
 
-CHUNK_BYTES = 8 << 20  # what counts as one chunk; threads copy while steps run
+CHUNK_BYTES = 32 << 20  # what counts as one chunk: to begin a copy costs next to nothing
 
 
 @runtime_checkable
@@ -22,6 +22,8 @@ class Copier(Protocol):
     """What of memory.virtual.AbstractVirtualMemory is needed here."""
 
     def begin_write_into(self, array: jax.Array, offset: int, data: np.ndarray, /) -> None: ...
+
+    def writes_done(self) -> bool: ...
 
     def finish_writes(self) -> None: ...
 
@@ -31,7 +33,7 @@ class CopyingPlan:
 
     Copies keep no order with programs. So none begins before every program that was enqueued before
     has ended, which may read rows that were another adapter's, and the table is written when all
-    of them have arrived.
+    of them have arrived. Nobody waits for that: `advance` is to be called again.
     """
 
     def __init__(
@@ -66,7 +68,10 @@ class CopyingPlan:
         return self._published
 
     def advance(self, slots: AdapterSlots, max_chunks: int) -> AdapterSlots:
-        """Return `slots` (donated) with up to `max_chunks` more chunks begun, or at least one."""
+        """Return `slots` (donated) with up to `max_chunks` more chunks begun, or at least one.
+
+        `remaining` stays as it is while copies that were begun are on their way.
+        """
         if self.done or max_chunks < 1:
             return slots
         if self._waits:
@@ -77,7 +82,7 @@ class CopyingPlan:
             offset = write.offset * pool.shape[1] * pool.dtype.itemsize
             self._copier.begin_write_into(pool, offset, write.rows.astype(pool.dtype, copy=False))
             max_chunks -= self._chunks_of(key, write)
-        if self._writes or max_chunks < 1:
+        if self._writes or max_chunks < 1 or not self._copier.writes_done():
             return slots
         self._copier.finish_writes()
         self._published = True

@@ -129,6 +129,10 @@ class AbstractVirtualMemory(abc.ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} writes into no array of others")
 
+    def writes_done(self) -> bool:
+        """Whether `finish_writes` would return, or raise, at once."""
+        return True
+
     def finish_writes(self) -> None:  # noqa: B027  where begin_write has written everything
         """Return when all that was begun is there; raises the first error of what failed."""
 

@@ -93,3 +93,17 @@ def test_one_call_may_write_it_all():
     assert load.done
     for layer in range(LAYERS):
         check_layer(slots, weights, layer)
+
+
+def test_a_layer_waits_for_its_copies_and_the_next_for_it():
+    rng = np.random.default_rng(0)
+    weights = weights_of({("experts.up_proj", layer): site(rng) for layer in range(LAYERS)})
+    load, slots = placed(weights, LateCopier(late=4))
+    seen = []
+    while not load.done:
+        slots = load.advance(slots, 1000)
+        seen.append(load.num_ready)
+        for layer in range(load.num_ready):
+            check_layer(slots, weights, layer)
+    assert seen == sorted(seen)
+    assert {*seen} == {0, 1, 2, 3, 4}

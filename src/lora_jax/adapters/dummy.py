@@ -1,0 +1,94 @@
+"""Adapters of random weights, made from adapter_config.json alone, to measure speed with. No jax.
+
+The counterpart of models.dummy. What is placed, copied and computed is what it would be with files;
+but all adapters of a process take their matrices from one bank of random bytes, so that hundreds of
+them need no more host memory than one, and nothing is read or hashed but their configs.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from lora_jax.adapters import peft_config, peft_format, reader
+from lora_jax.adapters.catalogue import LoraCatalogue, LoraModule
+from lora_jax.adapters.folder import AdapterFolder
+from lora_jax.adapters.reader import ReadLimits
+from lora_jax.adapters.weights import AdapterWeights, AnyWeights, SiteWeights
+
+_BANK_VALUES = 1 << 28  # half a gigabyte: more than a CPU's caches hold
+_SIGN_AND_MANTISSA, _EXPONENT = 0x807F, 121 << 7  # bfloat16: 2^-6 to 2^-5, either sign
+_MAX_CONFIG_BYTES = 4 << 20
+
+
+class DummyAdapters:
+    """Reads adapter folders as `reader.read` does, and makes up the weights that are not there."""
+
+    def __init__(self, bank_values: int = _BANK_VALUES):
+        self._bank_values = bank_values
+        self._bank: np.ndarray | None = None
+
+    def read(
+        self,
+        path: Path,
+        catalogue: LoraCatalogue,
+        *,
+        base_names: tuple[str, ...] = (),
+        limits: ReadLimits | None = None,
+        root: Path | None = None,
+    ) -> AnyWeights:
+        """Return the adapter in a folder; one of a config alone has matrices of bfloat16.
+
+        It changes every site whose module's last name is among its target_modules. Raises as
+        `reader.read` does.
+        """
+        folder = AdapterFolder(path, root)
+        if folder.files() != (peft_format.CONFIG_FILE,):
+            return reader.read(path, catalogue, base_names=base_names, limits=limits, root=root)
+        text = folder.read(peft_format.CONFIG_FILE, _MAX_CONFIG_BYTES)
+        config, targets = peft_config.parse(text), json.loads(text).get("target_modules") or ()
+        matrices = _Matrices(self._random())
+        scaling = config.alpha / config.rank
+        sites = {
+            (module.name, layer): matrices.site(module, config.rank, scaling)
+            for module in catalogue.modules.values()
+            for layer in module.layers
+            if module.name.rpartition(".")[2] in targets
+        }
+        if not sites:
+            raise ValueError(f"{peft_format.CONFIG_FILE}: no target module is one of the model's.")
+        report = peft_format.make_report(folder, sites, config, 2 * len(sites), ())
+        return AdapterWeights(sites, report)
+
+    def _random(self) -> np.ndarray:
+        """Return the bank, bfloat16 [values], made at its first use."""
+        if self._bank is None:
+            raw = np.random.default_rng(0).integers(0, 1 << 16, self._bank_values, np.uint16)
+            np.bitwise_and(raw, _SIGN_AND_MANTISSA, out=raw)
+            np.bitwise_or(raw, _EXPONENT, out=raw)
+            self._bank = raw.view(ml_dtypes.bfloat16)
+        return self._bank
+
+
+@dataclasses.dataclass
+class _Matrices:
+    """Cuts an adapter's matrices out of the bank, one behind the other and then from its start."""
+
+    bank: np.ndarray
+    used: int = 0
+
+    def site(self, module: LoraModule, rank: int, scaling: float) -> SiteWeights:
+        count = max(module.num_experts, 1)
+        a, b = (self._next((count, rank, width)) for width in (module.d_in, module.d_out))
+        return SiteWeights(a, b, scaling)
+
+    def _next(self, shape: tuple[int, int, int]) -> np.ndarray:
+        size = int(np.prod(shape))
+        if size > len(self.bank):
+            raise ValueError(f"A matrix {shape} is larger than the bank of random values.")
+        if self.used + size > len(self.bank):
+            self.used = 0
+        self.used += size
+        return self.bank[self.used - size : self.used].reshape(shape)
