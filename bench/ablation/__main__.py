@@ -12,14 +12,14 @@ prefetch`, `neither`, and `one graph`, whose rows leave in the step's own stream
 TTFT from arrival to the first token, TPOT the mean time of a request's later tokens, both also
 within their limits for a share of the requests (`slo_attainment`), and for nine of ten requests of
 a share of the adapters (`adapters_at_slo`). `serviceable_rate` is the highest of the rates at which
-P95 TTFT and mean TPOT are within their limits. With `--prefilled` prompts are beginnings of their
-adapter's text, whose KV pages are there: TTFT is then the time in the queue and of the first decode
-token, as in the paper, where prompts are computed elsewhere. With `--cold` adapters that are on no
-device are asked for: one by one and again (`cold_ttft`, `warm_ttft`), then, others, in a batch that
-fills all rows, when `queued_ttft` is over that of a warm one (`queued_warm_ttft`), and beside one
-long answer, whose TPOT is `hit_tpot` alone and `hit_tpot_beside_loads`.
+P95 TTFT and mean TPOT are within their limits. With `--prefilled` prompts come with their KV pages:
+TTFT is then the time in the queue and of the first decode token, as in the paper, where prompts are
+computed elsewhere. With `--cold` adapters that are on no device are asked for: one by one and again
+(`cold_ttft`, `warm_ttft`), then, others, in a batch that fills all rows, when `queued_ttft` is over
+that of a warm one (`queued_warm_ttft`), and beside one long answer, whose TPOT is `hit_tpot` alone
+and `hit_tpot_beside_loads`.
 
-A model may be a config.json alone (`--load-format dummy`): its adapters are random (`--rank`).
+A model may be a config.json alone (`--load-format dummy`), and so may its adapters (`--rank`).
 With `--together` all systems start at once, and those that are not measured are stopped.
 """
 
@@ -147,7 +147,6 @@ def load_of(options: argparse.Namespace, rate: float) -> Load:
         *medians,
         lengths=lengths,
         vocab=vocab,
-        prefilled=options.prefilled,
     )
 
 
@@ -226,13 +225,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
     parser.add_argument("--model", default="assets/tiny-moe")
     parser.add_argument("--sources", type=Path, help="adapters to copy; by default the model's")
-    parser.add_argument("--rank", type=int, help="of random adapters, in the place of copies")
+    parser.add_argument("--rank", type=int, help="of random adapters, in place of copies")
     parser.add_argument("--lengths", type=Path, help="trace of Azure's to draw lengths from")
     parser.add_argument(
         "--systems", nargs="+", default=[COUPLED, *FIGURE_14], choices=[COUPLED, *STEPS]
     )
     parser.add_argument("--rates", type=float, nargs="+", default=[10.0], help="requests a second")
-    parser.add_argument("--prefilled", action="store_true", help="prompts come from the cache")
+    parser.add_argument("--prefilled", action="store_true", help="prompts come with their KV pages")
     parser.add_argument("--together", action="store_true", help="start all systems at once")
     parser.add_argument("--wait-for", type=Path, help="a file: started together, measured then")
     numbers: dict[str, int | float] = {
@@ -240,7 +239,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "lora_server": 1,
         "adapters": 24,
         "cold": 0,  # more of them, asked at the end
-        "warm": 0,  # the first of both, asked before: those that must go wait in host memory
+        "warm": 0,  # the most popular ones, asked before
         "coupled_loras": 6,  # on each of instances + lora_server devices
         "max_loras": 24,  # attention parts on an instance
         "server_loras": 24,
@@ -254,6 +253,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
         "kv_cache_gb": 0.0,  # 0: what the engine takes
+        "lora_gb": 0.0,  # of an instance's slots; 0: what the engine takes
         "slo_ttft": 0.25,
         "slo_tpot": 0.1,
     }
@@ -292,7 +292,7 @@ def adapters_of(options: argparse.Namespace, folder: Path) -> dict[str, str]:
     """Return the folders of the adapters, written under `folder`."""
     count = options.adapters + options.cold
     if options.rank is not None:
-        return make_adapters(read_config(Path(options.model)), folder, count, options.rank)
+        return make_adapters(folder, count, options.rank)
     return write_adapters(options.sources or Path(options.model, "adapters"), folder, count)
 
 

@@ -7,16 +7,21 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 import jax
 
+from bench.ablation.prefilled import take_prompts_as_prefilled
 from serving import Engine, FinishReason, Sampling
 from serving.cluster.server_place import ServerPlace, server_access
-from serving.lora_server.calls import Caller
+from serving.lora_server.calls import Caller, serve_leases
+from serving.lora_server.coordinator import Coordinator
+from serving.lora_server.instance import ServerAccess
 from serving.role_gpu import use_gpu
+from serving.transport.base import AbstractClient
+from serving.transport.terms import Terms
 
 _ABORT = "abort"
 
@@ -41,23 +46,28 @@ class Setup:
     adapters: dict[str, str]
     engine: dict[str, Any]  # fields of EngineConfig
     place: ServerPlace | None
+    prefilled: bool = False  # prompts come with their KV pages
 
 
 class Instance:
     """A running instance."""
 
-    def __init__(self, setup: Setup, serve_leases: Callable[[str, Connection], object] | None):
+    def __init__(self, setup: Setup):
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        leases, their_leases = context.Pipe() if setup.place else (None, None)
+        self._leases, their_leases = context.Pipe()
         process = context.Process(target=_main, args=(theirs, their_leases, setup), daemon=True)
         process.start()
         self._process, self.pid = process, process.pid or 0
+        self._name = _name(setup, self.pid)
         self.device = ""  # its kind, when it is ready
         theirs.close()
-        if leases is not None and their_leases is not None and serve_leases is not None:
-            their_leases.close()
-            serve_leases(f"instance-{setup.number} of process {process.pid}", leases)
+        their_leases.close()
+
+    def join(self, paths: Sequence[str], coordinator: Coordinator) -> None:
+        """Tell it where the ranks of its LoRA Server listen, for which its start waits."""
+        serve_leases(coordinator, self._name, self._leases)
+        self._connection.send(tuple(paths))
 
     def wait_ready(self, on_told: Callable[[Told], None]) -> None:
         """Return when jobs may come, of which `on_told` is told on a thread.
@@ -102,18 +112,34 @@ class _Answer:
             self._first = now
         self._tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
-            bad = delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)
+            # One that was cut short has told how fast it was, if it had begun.
+            cut = delta.finish_reason is FinishReason.ABORT and self._first is None
+            bad = cut or delta.finish_reason is FinishReason.ERROR
             error = (delta.error or str(delta.finish_reason)) if bad else None
             self._tell(Told(self._job, self._first, now, self._tokens, error))
 
 
-def _main(connection: Connection, leases: Connection | None, setup: Setup) -> None:
+def _name(setup: Setup, pid: int) -> str:
+    return f"instance-{setup.number} of process {pid}"
+
+
+def _access(
+    place: ServerPlace, setup: Setup, connection: Connection, leases: Connection
+) -> ServerAccess:
+    """Return the way to a server that starts meanwhile: it is waited for when it is needed."""
+
+    def connect(terms: Terms) -> AbstractClient:
+        there = dataclasses.replace(place, paths=connection.recv())
+        return server_access(there, caller, name).connect(terms)
+
+    caller, name = Caller(leases), _name(setup, os.getpid())
+    return dataclasses.replace(server_access(place, caller, name), connect=connect)
+
+
+def _main(connection: Connection, leases: Connection, setup: Setup) -> None:
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {setup.number} %(message)s")
     use_gpu(setup.number)
-    access = None
-    if setup.place is not None and leases is not None:
-        name = f"instance-{setup.number} of process {os.getpid()}"
-        access = server_access(setup.place, Caller(leases), name)
+    access = None if setup.place is None else _access(setup.place, setup, connection, leases)
     lock = threading.Lock()
 
     def tell(told: Told) -> None:
@@ -121,6 +147,8 @@ def _main(connection: Connection, leases: Connection | None, setup: Setup) -> No
             connection.send(told)
 
     with Engine(setup.model, setup.adapters, lora_server=access, **setup.engine) as engine:
+        if setup.prefilled:
+            take_prompts_as_prefilled(engine)
         connection.send(jax.devices()[0].device_kind)
         asked: list[str] = []
         while (message := connection.recv()) is not None:

@@ -2,24 +2,20 @@
 
 import argparse
 import contextlib
-import functools
 import glob
 import os
 import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from bench.ablation.instance import Instance, Setup, Told
-from bench.ablation.workload import VOCAB, Job, adapter_name, popularity, text_of
-from lora_jax.models.loader import read_config
+from bench.ablation.workload import Job, adapter_name, popularity
 from lora_jax.placement.assign import assign
 from serving.cluster.config import ClusterConfig
 from serving.cluster.server_place import ServerPlace, server_spec
 from serving.config import EngineConfig
-from serving.lora_server.calls import serve_leases
 from serving.lora_server.group import ServerGroup
 
 COUPLED = "coupled"
@@ -103,37 +99,34 @@ class System:
         self._group = None
 
     def _start(self, options: argparse.Namespace, adapters: dict[str, str]) -> None:
-        """Start the server, if there is one, then as many instances as there are GPUs left."""
+        """Start instances, and the server, if there is one, while they make their models."""
         engine, number = engine_fields(options, self.name), options.instances + options.lora_server
-        place, leases = None, None
+        place = None
         if self.name != COUPLED:
             number, cluster = options.instances, _cluster(options, self.name)
             spec = server_spec(EngineConfig(model=options.model, **engine), cluster)
             assert spec is not None, "a server was asked for"
-            self._group = ServerGroup(spec, number)
-            self._closing.callback(self._group.close)
-            place = ServerPlace(spec, tuple(self._group.paths), cluster)
-            leases = functools.partial(serve_leases, self._group.coordinator)
+            place = ServerPlace(spec, (), cluster)
         for n in range(number):
             mine = {name: folder for name, folder in adapters.items() if self._home[name] == n}
-            setup = Setup(n, options.model, mine, engine, place)
-            self._instances.append(Instance(setup, leases))
+            setup = Setup(n, options.model, mine, engine, place, options.prefilled)
+            self._instances.append(Instance(setup))
             self._closing.callback(self._instances[-1].close)
+        if place is not None:
+            self._group = ServerGroup(place.spec, number)
+            self._closing.callback(self._group.close)
+            for instance in self._instances:
+                instance.join(self._group.paths, self._group.coordinator)
 
     def _send(self, number: int, job: Job) -> None:
         home = self._instances[self._home[job.adapter]]
         home.send(number, job.prompt, job.adapter, job.max_tokens)
 
     def _warm_up(self, options: argparse.Namespace, adapters: list[str]) -> None:
-        """Run a request of each of the most popular adapters, the least popular first.
-
-        With `prefilled` of its whole text, so that what begins as that does is in the cache.
-        """
+        """Run a request of each of the most popular adapters, the least popular first."""
         jobs = [Job(0.0, adapter, [5] * 8, 8) for adapter in adapters[-len(self._instances) :]]
-        count = len(adapters) if options.prefilled else options.warm
-        for number in reversed(range(min(count, len(adapters)))):
-            prompt = warm_prompt(options, number)
-            jobs.append(Job(0.0, adapter_name(number), prompt, 2))
+        for number in reversed(range(min(options.warm, options.adapters))):
+            jobs.append(Job(0.0, adapter_name(number), [5] * 8, 2))
         for number, job in enumerate(jobs):
             self._send(number, job)
         if not self._wait_for(len(jobs), _START_S):
@@ -158,14 +151,6 @@ def homes(options: argparse.Namespace, instances: int) -> dict[str, int]:
     shares = popularity(options.adapters, options.zipf).tolist() + [0.0] * options.cold
     load_of = {adapter_name(number): share for number, share in enumerate(shares)}
     return assign(load_of, instances)
-
-
-def warm_prompt(options: argparse.Namespace, number: int) -> list[int]:
-    """Return what an adapter is warmed with: two tokens less than fits, or a few."""
-    if not options.prefilled:
-        return [5] * 8
-    vocab = read_config(Path(options.model)).vocab_size if options.rank is not None else VOCAB
-    return text_of(number, options.max_model_len, vocab)[:-2]
 
 
 def require_gpus(options: argparse.Namespace, environment: Mapping[str, str]) -> None:
@@ -195,9 +180,10 @@ def engine_fields(options: argparse.Namespace, name: str) -> dict[str, Any]:
         "max_loras": options.coupled_loras if name == COUPLED else options.max_loras,
         "max_lora_rank": options.max_lora_rank,
         "max_esft_adapters": 0,
-        "enable_prefix_caching": options.prefilled,
+        "enable_prefix_caching": False,
         "kv_cache_memory_bytes": int(options.kv_cache_gb * 2**30) or None,
-        "max_total_adapter_bytes": 64 << 30,
+        "lora_memory_bytes": int(options.lora_gb * 2**30) or None,
+        "max_total_adapter_bytes": 1 << 50,  # they share their bytes
     }
 
 

@@ -4,18 +4,14 @@ import csv
 import dataclasses
 import gzip
 import json
-import os
 import shutil
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from lora_jax.config import ModelConfig
-
 VOCAB = 200  # token ids of the prompts, which mean nothing
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 Lengths = tuple[tuple[int, int], ...]  # (prompt, answer) of real requests
 
@@ -33,7 +29,6 @@ class Load:
     seed: int = 0
     lengths: Lengths = ()  # to be drawn from instead
     vocab: int = VOCAB
-    prefilled: bool = False  # prompts are beginnings of their adapter's text, which may be cached
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +55,7 @@ def jobs(load: Load, longest: int) -> list[Job]:
     for at in arrivals[arrivals < load.seconds]:
         num_prompt, num_output = _lengths(load, longest, rng)
         number = int(rng.choice(load.adapters, p=shares))
-        if load.prefilled:
-            prompt = text_of(number, longest, load.vocab)[:num_prompt]
-        else:
-            prompt = rng.integers(4, load.vocab, num_prompt).tolist()
+        prompt = rng.integers(4, load.vocab, num_prompt).tolist()
         found.append(Job(float(at), adapter_name(number), prompt, num_output))
     return found
 
@@ -72,11 +64,6 @@ def popularity(adapters: int, zipf: float) -> np.ndarray:
     """Return the share of the requests that each adapter gets, the first one's the largest."""
     weights = np.arange(1, adapters + 1) ** -zipf
     return weights / weights.sum()
-
-
-def text_of(adapter: int, length: int, vocab: int) -> list[int]:
-    """Return the first tokens of an adapter's own text."""
-    return np.random.default_rng([7, adapter]).integers(4, vocab, length).tolist()
 
 
 def _lengths(load: Load, longest: int, rng: np.random.Generator) -> tuple[int, int]:
@@ -112,54 +99,17 @@ def write_adapters(sources: Path, folder: Path, count: int) -> dict[str, str]:
     return found
 
 
-def make_adapters(config: ModelConfig, folder: Path, count: int, rank: int) -> dict[str, str]:
-    """Write `count` random adapters of attention and experts, bfloat16; return their folders.
+def make_adapters(folder: Path, count: int, rank: int) -> dict[str, str]:
+    """Write the configs of `count` adapters on attention and experts; return their folders.
 
-    In PEFT's layout of stacked experts, in which gate and up share A. They share one file of
-    matrices, of which each has its own multiple: what is read, hashed and kept of every one is what
-    it would be, but the disk holds it once.
+    Under load_format "dummy" their matrices are random (lora_jax.adapters.dummy).
     """
-    rng = np.random.default_rng(0)
-    tensors = {}
-    for path, shapes in _matrices(config, rank).items():
-        for part, shape in zip("AB", shapes, strict=True):
-            drawn = rng.standard_normal(shape, np.float32) * np.float32(0.5 * shape[1] ** -0.5)
-            name = f"base_model.model.model.layers.{path}.lora_{part}.weight"
-            tensors[name] = drawn.astype(ml_dtypes.bfloat16)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "matrices.safetensors", metadata={"format": "pt"})
     found = {}
     for number in range(count):
         target = folder / adapter_name(number)
-        target.mkdir()
-        os.link(folder / "matrices.safetensors", target / "adapter_model.safetensors")
-        said = {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "r": rank,
-            "lora_alpha": rank * (1 + number / 1024),
-            "target_modules": [*_ATTENTION],
-            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-            "bias": "none",
-        }
+        target.mkdir(parents=True)
+        alpha = rank * (1 + number / 1024)  # or all would be one adapter
+        said = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": _TARGETS}
         (target / "adapter_config.json").write_text(json.dumps(said))
         found[target.name] = str(target)
-    return found
-
-
-def _matrices(config: ModelConfig, rank: int) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
-    """Return the shapes of A and B of attention's maps and of a layer's stacked experts."""
-    assert config.moe is not None, "a model with experts"
-    hidden, width = config.hidden_size, config.moe.intermediate_size
-    heads = config.num_heads * config.head_dim
-    kv = config.num_kv_heads * config.head_dim
-    attention = ((heads, hidden), (kv, hidden), (kv, hidden), (hidden, heads))
-    experts = (("mlp.experts.base_layer", 2 * width, hidden), ("mlp.experts", hidden, width))
-    rows = rank * config.moe.num_experts
-    found = {}
-    for layer in range(config.num_layers):
-        for name, (d_out, d_in) in zip(_ATTENTION, attention, strict=True):
-            found[f"{layer}.self_attn.{name}"] = (rank, d_in), (d_out, rank)
-        for path, d_out, d_in in experts:
-            found[f"{layer}.{path}"] = (rows, d_in), (d_out, rows)
     return found

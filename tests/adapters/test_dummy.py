@@ -22,7 +22,9 @@ def write(folder, **changes):
 
 def test_every_site_of_the_target_modules_has_matrices_of_its_own(tmp_path):
     made = DummyAdapters(1 << 16).read(write(tmp_path / "a"), CATALOGUE)
-    wanted = {n: m for n, m in CATALOGUE.modules.items() if n.split(".")[-1] in ("q_proj", "up_proj")}
+    wanted = {
+        n: m for n, m in CATALOGUE.modules.items() if n.split(".")[-1] in ("q_proj", "up_proj")
+    }
     assert set(made.sites) == {(n, layer) for n, m in wanted.items() for layer in m.layers}
     for (name, _), site in made.sites.items():
         module, experts = wanted[name], max(wanted[name].num_experts, 1)

@@ -1,16 +1,19 @@
 """The ablation's requests are the same for every system, and its figures follow from the times."""
 
+import contextlib
 import gzip
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from engine_cases import settle
 from safetensors.numpy import load_file, save_file
 
 from bench.ablation import __main__ as ablation
 from bench.ablation.instance import Told
-from bench.ablation.system import STEPS, homes, require_gpus, warm_prompt
+from bench.ablation.prefilled import take_prompts_as_prefilled
+from bench.ablation.system import STEPS, System, homes, require_gpus
 from bench.ablation.workload import (
     Job,
     Load,
@@ -19,13 +22,13 @@ from bench.ablation.workload import (
     make_adapters,
     popularity,
     read_lengths,
-    text_of,
     write_adapters,
 )
 from bench.report import plot_ablation
-from lora_jax.adapters import reader
+from lora_jax.adapters.dummy import DummyAdapters
 from lora_jax.models import model_class
 from lora_jax.models.loader import read_config
+from serving import Engine, Sampling
 from serving.cluster.config import ClusterConfig
 
 
@@ -62,18 +65,23 @@ def test_lengths_are_those_of_a_trace(tmp_path):
     assert {token for job in work for token in job.prompt} == set(range(4, 9))
 
 
-def test_prompts_that_are_prefilled_begin_as_their_adapters_text():
-    load = Load(rate=40.0, seconds=5.0, adapters=3, vocab=90, prefilled=True)
-    work = jobs(load, 64)
-    for job in work:
-        text = text_of(int(job.adapter.removeprefix("adapter-")), 64, 90)
-        assert job.prompt == text[: len(job.prompt)]
-    assert len({len(job.prompt) for job in work}) > 3
-    assert text_of(0, 64, 90) != text_of(1, 64, 90)
-    words = ["--prefilled", "--max-model-len", "64", "--model", "assets/tiny-moe"]
-    warm = warm_prompt(ablation.parse_args(words), 1)
-    assert warm == text_of(1, 62, 200)
-    assert warm_prompt(ablation.parse_args([]), 1) == [5] * 8
+def test_prefilled_prompts_take_one_step_to_their_first_token():
+    sizes = {"max_model_len": 64, "max_num_batched_tokens": 8, "max_num_seqs": 8, "max_loras": 1}
+    with Engine("assets/tiny-moe", {}, enable_prefix_caching=False, **sizes) as engine:
+        steps = []
+        for _ in range(2):
+            before = engine.stats().steps
+            engine.generate([[5] * 40], None, Sampling(max_tokens=3, ignore_eos=True))
+            settle(engine)
+            steps.append(engine.stats().steps - before)
+            take_prompts_as_prefilled(engine)
+        assert steps == [40 // 8 + 2, 3]
+        engine.check_integrity()
+    with (
+        Engine("assets/tiny-moe", {}, **sizes) as caching,
+        pytest.raises(ValueError, match="prefix"),
+    ):
+        take_prompts_as_prefilled(caching)
 
 
 def test_adapters_are_dealt_out_by_their_share_of_the_requests():
@@ -100,13 +108,28 @@ def test_too_few_gpus_are_refused(said, monkeypatch):
 def test_random_adapters_fit_their_model_and_differ(tmp_path):
     config = read_config(Path("assets/tiny-moe"))
     catalogue = model_class(config.model_type).catalogue(config)
-    made = make_adapters(config, tmp_path, 2, rank=3)
-    first, second = (reader.read(Path(folder), catalogue) for folder in made.values())
+    made = make_adapters(tmp_path, 2, rank=3)
+    dummies = DummyAdapters(1 << 18)
+    first, second = (dummies.read(Path(folder), catalogue) for folder in made.values())
     names = set(catalogue.module_names) - {"router", "lm_head"}
     layers = range(config.num_layers)
     assert set(first.sites) == {(name, layer) for name in names for layer in layers}
     assert first.report.max_rank == 3
     assert first.digest != second.digest
+
+
+@pytest.mark.slow
+def test_a_system_starts_serves_and_ends(tmp_path):
+    words = "--model assets/tiny-moe --load-format dummy --rank 4 --prefilled --cold 3"
+    words += " --adapters 4 --warm 2 --max-loras 4 --server-loras 4 --rates 8 --seconds 1"
+    options = ablation.parse_args([*words.split(), "--max-model-len", "128", "--max-num-seqs", "8"])
+    adapters = ablation.adapters_of(options, tmp_path)
+    with contextlib.closing(System(options, "+kernel", adapters)) as system:
+        cold, *rows, best = ablation.rows_of(options, system)
+    assert cold["cold_ttft"] > 0
+    assert [row["failed"] for row in rows] == [0]
+    assert rows[0]["requests"] > 2
+    assert best["serviceable_rate"] in (0, 8)
 
 
 def test_every_switch_is_a_flag_and_one_system_has_none_off():
