@@ -7,7 +7,9 @@ them need no more host memory than one, and nothing is read or hashed but their 
 
 import dataclasses
 import json
+import threading
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -28,7 +30,8 @@ class DummyAdapters:
 
     def __init__(self, bank_values: int = _BANK_VALUES):
         self._bank_values = bank_values
-        self._bank: np.ndarray | None = None
+        self._bank: Any = None
+        self._lock = threading.Lock()
 
     def read(
         self,
@@ -64,12 +67,13 @@ class DummyAdapters:
 
     def _random(self) -> np.ndarray:
         """Return the bank, bfloat16 [values], made at its first use."""
-        if self._bank is None:
-            raw = np.random.default_rng(0).integers(0, 1 << 16, self._bank_values, np.uint16)
-            np.bitwise_and(raw, _SIGN_AND_MANTISSA, out=raw)
-            np.bitwise_or(raw, _EXPONENT, out=raw)
-            self._bank = raw.view(ml_dtypes.bfloat16)
-        return self._bank
+        with self._lock:
+            if self._bank is None:
+                raw = np.random.default_rng(0).integers(0, 1 << 16, self._bank_values, np.uint16)
+                np.bitwise_and(raw, _SIGN_AND_MANTISSA, out=raw)
+                np.bitwise_or(raw, _EXPONENT, out=raw)
+                self._bank = raw.view(ml_dtypes.bfloat16)
+            return self._bank
 
 
 @dataclasses.dataclass
