@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
-from serving.lora_server.coordinator import Lease, LeaseSource, NoRoom
+from serving.lora_server.coordinator import Coordinator, Lease, NoRoom
 
 _ERRORS = {error.__name__: error for error in (ValueError, NoRoom, ConnectionError)}
 _LIMIT_S = 60.0  # for an answer: an adapter's files may have to be read first
@@ -70,15 +70,15 @@ def _answer(
         return {"error": kinds[0] if kinds else "RuntimeError", "text": str(error)}
 
 
-def serve_leases(source: LeaseSource, instance: str, connection: Connection) -> threading.Thread:
+def serve_leases(source: Coordinator, instance: str, connection: Connection) -> threading.Thread:
     """Answer an instance's calls for leases on a thread, until its connection ends.
 
-    Then all of its leases are given back.
+    Then all of its leases are given back. None is waited for: others may be asked for meanwhile.
     """
 
-    def lease(name: str, digest: str, folder: str) -> list[int]:
-        found = source.lease(name, digest, folder)
-        return [found.number, found.version]
+    def lease(name: str, digest: str, folder: str) -> list[int] | None:
+        found = source.request(name, digest, folder)
+        return None if found is None else [found.number, found.version]
 
     functions = {"lease": lease, "release": source.release, "leave": source.leave}
 
@@ -115,8 +115,11 @@ class RemoteLeases:
         self._caller = caller
 
     def lease(self, instance: str, digest: str, folder: str) -> Lease:
-        """See coordinator.Coordinator.lease."""
-        return Lease(*self._caller.call("lease", instance, digest, folder))
+        """See coordinator.Coordinator.lease; NoRoom also while the adapter is on its way."""
+        found = self._caller.call("lease", instance, digest, folder)
+        if found is None:
+            raise NoRoom("The adapter is on its way to the LoRA Server.")
+        return Lease(*found)
 
     def release(self, instance: str, digest: str) -> None:
         """See coordinator.Coordinator.release."""

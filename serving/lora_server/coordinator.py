@@ -2,7 +2,8 @@
 
 An instance leases an adapter before it sends a row of it, so that what is in use stays. Of the
 others the least recently leased goes when a place is needed. All ranks hold the same adapters under
-the same numbers; a number is never given twice.
+the same numbers; a number is never given twice. Loads come one after another, and nobody waits for
+them but who asked: leases of what is held are given meanwhile.
 """
 
 import collections
@@ -10,7 +11,7 @@ import dataclasses
 import operator
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Protocol
 
 
@@ -49,22 +50,26 @@ class _Held:
     """An adapter on all ranks that are there."""
 
     number: int
+    version: int  # of the table, in which it stands since
     folder: str
     leases: set[str] = dataclasses.field(default_factory=set)  # instances
 
 
 class Coordinator:
-    """The server's table; any thread may call it. Changes happen one at a time."""
+    """The server's table; any thread may call it."""
 
     def __init__(self, ranks: Sequence[RankControl], num_adapters: int):
         """`num_adapters` is that of every rank."""
         self._ranks: list[RankControl | None] = list(ranks)
         self._num_adapters = num_adapters
-        self._lock = threading.Lock()
+        self._changing = threading.Lock()  # what the ranks hold; taken before the other
+        self._lock = threading.Lock()  # the fields below, held for moments
+        self._requested: dict[tuple[str, str], Future[Lease]] = {}  # by instance and digest
         self._held: collections.OrderedDict[str, _Held] = collections.OrderedDict()
         self._generations = [0] * num_adapters  # by place
         self._version = 0
         self._pool = ThreadPoolExecutor(len(self._ranks), thread_name_prefix="lora-server-load")
+        self._requests = ThreadPoolExecutor(1, thread_name_prefix="lora-server-request")
 
     def lease(self, instance: str, digest: str, folder: str) -> Lease:
         """Return the adapter's number, having loaded it from `folder` if it was not held.
@@ -72,26 +77,45 @@ class Coordinator:
         Raises NoRoom, ValueError when a rank refuses the files, and ConnectionError when a rank is
         not there; then nothing is leased. An instance holds one lease per adapter at most.
         """
-        with self._lock:
-            if any(rank is None for rank in self._ranks):
-                raise ConnectionError("A rank of the LoRA Server is not there.")
-            if digest not in self._held:
+        found = self._give(instance, digest)
+        if found is not None:
+            return found
+        with self._changing:
+            if not self.holds(digest):  # another may have loaded it meanwhile
                 self._load(digest, folder)
-            self._held.move_to_end(digest)
-            self._held[digest].leases.add(instance)
-            return Lease(self._held[digest].number, self._version)
+            found = self._give(instance, digest)
+        assert found is not None, "an adapter has gone while nothing could change"
+        return found
+
+    def request(self, instance: str, digest: str, folder: str) -> Lease | None:
+        """Return what `lease` does, or raise it, if that is known; else find out on a thread."""
+        found = self._give(instance, digest)
+        with self._lock:
+            key = instance, digest
+            if found is None and key not in self._requested:
+                self._requested[key] = self._requests.submit(self.lease, *key, folder)
+            future = self._requested.get(key)
+            if future is None or not (found or future.done()):
+                return found
+            del self._requested[key]
+        return found or future.result()
 
     def release(self, instance: str, digest: str) -> None:
         """Give a lease back; the adapter stays while there is room. Unknown ones are ignored."""
         with self._lock:
+            requested = self._requested.pop((instance, digest), None)
             if digest in self._held:
                 self._held[digest].leases.discard(instance)
+        if requested is not None and not requested.cancel():
+            requested.add_done_callback(lambda _: self.release(instance, digest))
 
     def leave(self, instance: str) -> None:
         """Give all leases of an instance back, which is gone."""
         with self._lock:
-            for held in self._held.values():
-                held.leases.discard(instance)
+            digests = [digest for name, digest in self._requested if name == instance]
+            digests += [digest for digest, held in self._held.items() if instance in held.leases]
+        for digest in digests:
+            self.release(instance, digest)
 
     def lose(self, rank: int) -> None:
         """A rank is gone; nothing is leased until `restore`."""
@@ -103,10 +127,11 @@ class Coordinator:
 
         Raises ConnectionError or ValueError when that fails; it then is still lost.
         """
-        with self._lock:
-            for digest, held in self._held.items():
+        with self._changing:
+            for digest, held in list(self._held.items()):
                 control.load(held.number, held.folder, digest, self._version)
-            self._ranks[rank] = control
+            with self._lock:
+                self._ranks[rank] = control
 
     def held(self) -> dict[str, frozenset[str]]:
         """Return who leases what, by digest."""
@@ -115,7 +140,24 @@ class Coordinator:
 
     def close(self) -> None:
         """End the threads that load."""
+        self._requests.shutdown(wait=False, cancel_futures=True)
         self._pool.shutdown(wait=False)
+
+    def holds(self, digest: str) -> bool:
+        """Whether the adapter is on all ranks that are there."""
+        with self._lock:
+            return digest in self._held
+
+    def _give(self, instance: str, digest: str) -> Lease | None:
+        """Return a lease of an adapter that is held."""
+        with self._lock:
+            if any(rank is None for rank in self._ranks):
+                raise ConnectionError("A rank of the LoRA Server is not there.")
+            if digest not in self._held:
+                return None
+            self._held.move_to_end(digest)
+            self._held[digest].leases.add(instance)
+            return Lease(self._held[digest].number, self._held[digest].version)
 
     def _load(self, digest: str, folder: str) -> None:
         """Bring the adapter onto all ranks, evicting idle ones until it fits."""
@@ -127,7 +169,8 @@ class Coordinator:
             load = operator.methodcaller("load", number, folder, digest, self._version)
             errors = self._everywhere(load)
             if not errors:
-                self._held[digest] = _Held(number, folder)
+                with self._lock:
+                    self._held[digest] = _Held(number, self._version, folder)
                 return
             self._unload(number)
             if not all(isinstance(error, ValueError) for error in errors):
@@ -137,10 +180,12 @@ class Coordinator:
             self._evict()
 
     def _evict(self) -> None:
-        idle = next((d for d, held in self._held.items() if not held.leases), None)
-        if idle is None:
-            raise NoRoom(f"All {len(self._held)} adapters on the LoRA Server are in use.")
-        self._unload(self._held.pop(idle).number)
+        with self._lock:
+            idle = next((d for d, held in self._held.items() if not held.leases), None)
+            if idle is None:
+                raise NoRoom(f"All {len(self._held)} adapters on the LoRA Server are in use.")
+            gone = self._held.pop(idle)
+        self._unload(gone.number)
 
     def _unload(self, number: int) -> None:
         self._version += 1

@@ -14,7 +14,7 @@ from serving.lora_server.coordinator import Lease, LeaseSource, NoRoom
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S = 0.05  # while the server has no room
+_RETRY_S = 0.003  # while an adapter is on its way, or the server has no room
 
 
 @dataclasses.dataclass(eq=False)

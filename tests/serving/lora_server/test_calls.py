@@ -98,10 +98,10 @@ class Source:
     def __init__(self):
         self.told, self.left = [], threading.Event()
 
-    def lease(self, instance, digest, folder):
+    def request(self, instance, digest, folder):
         if digest == "none":
             raise NoRoom("full")
-        return Lease(7, 9)
+        return None if digest == "later" else Lease(7, 9)
 
     def release(self, instance, digest):
         self.told.append((instance, digest))
@@ -117,8 +117,10 @@ def test_leases_far_away_end_with_the_connection(pipe):
     caller = Caller(pipe[0])
     leases = RemoteLeases(caller)
     assert leases.lease("me", "d", "f") == Lease(7, 9)
-    with pytest.raises(NoRoom):
+    with pytest.raises(NoRoom, match="full"):
         leases.lease("me", "none", "f")
+    with pytest.raises(NoRoom, match="on its way"):
+        leases.lease("me", "later", "f")
     leases.release("me", "d")
     assert source.told == [("me", "d")]
     caller.close()

@@ -1,6 +1,7 @@
 """Who may evict whom, over ranks that only note what they are told."""
 
 import threading
+import time
 
 import pytest
 
@@ -126,6 +127,80 @@ def test_a_fault_nobody_expects_is_not_hidden(coordinator, ranks):
     with pytest.raises(KeyError):
         coordinator.lease("one", "a", "")
     ranks[1].held.clear()
+
+
+class SlowRank(Rank):
+    """Loads when it is let."""
+
+    def __init__(self):
+        super().__init__()
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def load(self, *arguments):
+        self.begun.set()
+        assert self.go.wait(60)
+        super().load(*arguments)
+
+
+@pytest.fixture
+def slow():
+    rank = SlowRank()
+    made = Coordinator([rank], num_adapters=2)
+    rank.go.set()
+    made.lease("one", "a", "A")
+    rank.go.clear(), rank.begun.clear()
+    yield made, rank
+    rank.go.set()
+    made.close()
+
+
+def wait_until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_what_is_held_is_leased_while_another_loads(slow):
+    coordinator, rank = slow
+    before = coordinator.lease("one", "a", "A")
+    assert coordinator.request("two", "b", "B") is None
+    assert rank.begun.wait(60)
+    assert coordinator.request("two", "a", "A") == before  # of a table that all ranks know
+    assert coordinator.request("two", "b", "B") is None
+    rank.go.set()
+    wait_until(lambda: coordinator.holds("b"))
+    later = coordinator.request("two", "b", "B")
+    assert later.version > before.version
+    wait_until(lambda: coordinator.request("two", "b", "B") == later)
+    assert coordinator.held() == {"a": {"one", "two"}, "b": {"two"}}
+
+
+@pytest.mark.parametrize("end", ["release", "leave"])
+def test_who_gives_up_while_it_loads_has_no_lease(slow, end):
+    coordinator, rank = slow
+    assert coordinator.request("two", "b", "B") is None
+    assert rank.begun.wait(60)
+    coordinator.release("two", "b") if end == "release" else coordinator.leave("two")
+    rank.go.set()
+    wait_until(lambda: coordinator.held().get("b") == set())
+
+
+def test_a_request_that_fails_says_why_once(slow):
+    coordinator, rank = slow
+    rank.fault = ValueError("tensor x is missing")
+    assert coordinator.request("two", "b", "B") is None
+    rank.go.set()
+
+    def refused():
+        try:
+            return coordinator.request("two", "b", "B")
+        except ValueError as error:
+            return "tensor x" in str(error)
+
+    wait_until(lambda: refused() is True)
+    assert coordinator.request("two", "b", "B") is None
+    wait_until(lambda: coordinator.request("two", "b", "B"))
 
 
 def test_leases_from_many_threads(coordinator, ranks):
