@@ -19,7 +19,7 @@ from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.dummy import DummyAdapters
 from lora_jax.adapters.registry import AdapterRegistry, RegistryLimits
 from lora_jax.adapters.residency import SlotAllocator
-from lora_jax.adapters.row_copies import CopyingPlan
+from lora_jax.adapters.row_copies import Copier, CopyingPlan, pin_matrices
 from lora_jax.adapters.slots import LoadingPlan, SlotsSpec, init_slots
 from lora_jax.adapters.weights import AnyWeights, ExpertWeights
 from lora_jax.config import ModelConfig
@@ -128,13 +128,14 @@ def _build(
     here, whole = _held_here(catalogue, remote)
     keep, link = (None, None) if remote is None else (remote.keep, remote.link)
     allocator, spec = make_allocator(config, catalogue, here, dtype, whole)
-    registry = _make_registry(config, catalogue, allocator, esft, keep)
+    copier = copier_here()
+    registry = _make_registry(config, catalogue, allocator, esft, keep, copier)
     _load_adapters(registry, adapters)
     end_ids, tables = info.end_token_ids, None if esft is None else esft.tables
     runner = _make_runner(config, model, model_config, size, spec, dtype, end_ids, tables, link)
     compilations = CompileCounter()
     metrics = _make_metrics(config, info)
-    loader = _make_loaders(allocator, esft, remote, metrics)
+    loader = _make_loaders(allocator, esft, remote, metrics, copier)
     scheduler = _make_scheduler(config, size, loader, end_ids)
     loop = EngineLoop(
         LoopParts(
@@ -216,6 +217,7 @@ def _make_registry(
     allocator: SlotAllocator,
     esft: EsftParts | None,
     keep: Callable[[AnyWeights], AnyWeights] | None,
+    copier: Copier | None,
 ) -> AdapterRegistry:
     def check_fits(weights: AnyWeights) -> None:
         if not isinstance(weights, ExpertWeights):
@@ -226,6 +228,9 @@ def _make_registry(
             )
         else:
             esft.room.allocator.check_fits(weights)
+
+    def kept(weights: AnyWeights) -> AnyWeights:
+        return pin_matrices(weights if keep is None else keep(weights), copier)
 
     limits = RegistryLimits(
         max_total_bytes=config.max_total_adapter_bytes,
@@ -239,7 +244,7 @@ def _make_registry(
         lora_dir=config.lora_dir,
         limits=limits,
         check=check_fits,
-        keep=keep,
+        keep=kept,
         read=DummyAdapters().read if config.load_format == "dummy" else reader.read,
     )
 
@@ -312,8 +317,9 @@ def _make_loaders(
     esft: EsftParts | None,
     remote: InstanceSide | None,
     metrics: EngineMetrics,
+    copier: Copier | None,
 ) -> AdapterLoaders:
-    told, copier = metrics.adapter_loaded_on_device, copier_here()
+    told = metrics.adapter_loaded_on_device
     make_plan = LoadingPlan if copier is None else functools.partial(CopyingPlan, copier=copier)
     lora = AdapterLoader(allocator, make_plan, on_loaded=told)
     local = LocalExperts(lora) if remote is not None and remote.num_local else None

@@ -17,7 +17,7 @@ import numpy as np
 
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.residency import SlotAllocator
-from lora_jax.adapters.row_copies import Copier
+from lora_jax.adapters.row_copies import Copier, pin_matrices
 from lora_jax.adapters.slots import (
     AdapterSlots,
     clear_slots,
@@ -124,6 +124,10 @@ class ServerRank:
     def widths_out(self, site: int) -> tuple[int, ...]:
         """Return the width of each of a row's deltas."""
         return tuple(self._catalogue.modules[name].d_out for name in SITES[site])
+
+    def pin(self, part: AdapterWeights) -> AdapterWeights:
+        """Return a part, whose matrices load at the rate of the host's bus; any thread may ask."""
+        return pin_matrices(part, self._copier)
 
     def start_load(self, number: int, part: AdapterWeights) -> None:
         """Give this rank's part of an adapter (`shard_part`) room under `number`.

@@ -102,7 +102,7 @@ class RankServer:
         part = self._parts.get(digest)
         if part is None:
             weights = self._read(folder, digest)
-            part = shard_part(weights, self._rank.shard, copy=self._dummies is None)
+            part = self._rank.pin(shard_part(weights, self._rank.shard, copy=self._dummies is None))
             self._parts.put(part)
 
         def start() -> bool:

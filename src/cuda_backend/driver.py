@@ -11,6 +11,7 @@ from lora_jax.memory.virtual import MappingError, OutOfPages
 
 LIBRARY = "libcuda.so.1"
 OUT_OF_MEMORY = 2
+NOT_READY = 600
 NOT_SUPPORTED = 801
 PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
 ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
@@ -72,6 +73,7 @@ _SIGNATURES = {  # a CUdeviceptr and a generic allocation handle are 64-bit inte
     "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
     "cuCtxSynchronize": (),
     "cuStreamCreate": (POINTER(c_void_p), ctypes.c_uint),
+    "cuStreamQuery": (c_void_p,),
     "cuStreamSynchronize": (c_void_p,),
     "cuMemGetInfo_v2": (POINTER(c_size_t), POINTER(c_size_t)),
     "cuMemGetAllocationGranularity": (POINTER(c_size_t), POINTER(AllocationProp), c_int),
@@ -92,6 +94,8 @@ _SIGNATURES = {  # a CUdeviceptr and a generic allocation handle are 64-bit inte
     "cuMemAlloc_v2": (POINTER(c_uint64), c_size_t),
     "cuMemsetD8Async": (c_uint64, ctypes.c_ubyte, c_size_t, c_void_p),
     "cuMemHostAlloc": (POINTER(c_void_p), c_size_t, ctypes.c_uint),
+    "cuMemHostRegister_v2": (c_void_p, c_size_t, ctypes.c_uint),
+    "cuMemHostUnregister": (c_void_p,),
 }
 
 
@@ -119,6 +123,10 @@ class Driver:
         if code == OUT_OF_MEMORY:
             raise OutOfPages(said)
         raise NotImplementedError(said) if code == NOT_SUPPORTED else MappingError(said)
+
+    def is_idle(self, stream: c_void_p) -> bool:
+        """Whether all that was sent to a stream has ended, or has failed."""
+        return self._library.cuStreamQuery(stream) != NOT_READY
 
     def _name(self, code: int) -> str:
         text = c_char_p()

@@ -98,10 +98,16 @@ class CudaDriver(AbstractDriver):
             self._cuda.call("cuStreamSynchronize", None)
 
     def begin_copy_in(self, address: int, host_address: int, num_bytes: int, owner: object) -> None:
+        self._make_uploader().begin(address, host_address, num_bytes, owner)
+
+    def pin(self, array: np.ndarray) -> None:
+        self._make_uploader().pin(array)
+
+    def _make_uploader(self) -> Uploader:
         with self._upload_lock:
             if self._uploader is None:
-                self._uploader = Uploader(self._cuda.call, self._context)
-        self._uploader.begin(address, host_address, num_bytes, owner)
+                self._uploader = Uploader(self._cuda, self._context)
+            return self._uploader
 
     def copies_done(self) -> bool:
         return self._uploader is None or self._uploader.is_done()

@@ -160,6 +160,8 @@ int cuStreamSynchronize(void *stream) {
   return (stream && stream != &used) || !contexts ? INVALID_CONTEXT : 0;
 }
 
+int cuStreamQuery(void *stream) { return cuStreamSynchronize(stream); }
+
 int cuCtxSynchronize(void) { return contexts ? 0 : INVALID_CONTEXT; }
 
 int cuMemGetInfo_v2(size_t *unused, size_t *total) {
@@ -353,6 +355,20 @@ int cuMemHostAlloc(void **out, size_t size, unsigned flags) {
   if (flags != 3) return INVALID_VALUE;
   *out = aligned_alloc(256, (size + 255) / 256 * 256);
   return *out ? 0 : OUT_OF_MEMORY;
+}
+
+static uintptr_t pinned[2];  // one range at a time
+
+int cuMemHostRegister_v2(void *start, size_t size, unsigned flags) {
+  if (flags != 3 || pinned[1] || !contexts) return INVALID_VALUE;
+  pinned[0] = (uintptr_t)start, pinned[1] = size;
+  return 0;
+}
+
+int cuMemHostUnregister(void *start) {
+  if (pinned[0] != (uintptr_t)start || !pinned[1] || !contexts) return INVALID_VALUE;
+  pinned[1] = 0;
+  return 0;
 }
 
 // The next call of `operation` after `after` more of them answers `code`, once.

@@ -27,7 +27,7 @@ def double(tmp_path_factory):
 @pytest.fixture
 def uploader(double):
     device = CudaDriver(0, double.path)
-    return Uploader(device._cuda.call, device._context)
+    return Uploader(device._cuda, device._context)
 
 
 def arrays(number: int, num_bytes: int) -> list[np.ndarray]:
@@ -77,3 +77,13 @@ def test_threads_may_begin_and_finish_at_the_same_time(uploader):
     for thread in threads:
         thread.join(60)
     assert found == [True] * 8
+
+
+def test_pinned_memory_is_copied_by_the_driver_alone(uploader, monkeypatch):
+    values = np.random.default_rng(0).integers(0, 256, 3 << 20, np.uint8)
+    uploader.pin(values[1 << 20 :])
+    monkeypatch.setattr(uploader, "_copy", None)  # the way through buffers
+    target = begin(uploader, values[5:])
+    uploader.finish()
+    assert uploader.is_done()
+    assert np.array_equal(target, values[5:])

@@ -13,6 +13,7 @@ import numpy as np
 
 from lora_jax.adapters.residency import Placement, RowWrite
 from lora_jax.adapters.slots import AdapterSlots, clear_slots, set_slot, write_nothing
+from lora_jax.adapters.weights import AdapterWeights, AnyWeights
 
 CHUNK_BYTES = 32 << 20  # what counts as one chunk: to begin a copy costs next to nothing
 
@@ -23,9 +24,19 @@ class Copier(Protocol):
 
     def begin_write_into(self, array: jax.Array, offset: int, data: np.ndarray, /) -> None: ...
 
+    def pin(self, data: np.ndarray, /) -> None: ...
+
     def writes_done(self) -> bool: ...
 
     def finish_writes(self) -> None: ...
+
+
+def pin_matrices[W: AnyWeights](weights: W, copier: Copier | None) -> W:
+    """Return the weights, whose matrices the host then copies at the rate of its bus."""
+    if copier is not None and isinstance(weights, AdapterWeights):
+        for matrix in weights.matrices():
+            copier.pin(matrix)
+    return weights
 
 
 class CopyingPlan:

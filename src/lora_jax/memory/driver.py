@@ -91,6 +91,9 @@ class AbstractDriver(abc.ABC):
         del owner
         self.copy_in(address, host_address, num_bytes)
 
+    def pin(self, array: np.ndarray) -> None:  # noqa: B027  where it makes no difference
+        """Make copies out of the memory under an array fast; it is left as it is while it lives."""
+
     def copies_done(self) -> bool:
         """Whether finish_copies would return at once."""
         return True
@@ -219,6 +222,9 @@ class DriverMemory(AbstractVirtualMemory):
             )
         address = array.unsafe_buffer_pointer() + offset
         self._driver.begin_copy_in(address, data.ctypes.data, data.nbytes, data)
+
+    def pin(self, data: np.ndarray) -> None:
+        self._driver.pin(data)
 
     def writes_done(self) -> bool:
         return self._driver.copies_done()

@@ -129,6 +129,12 @@ class AbstractVirtualMemory(abc.ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} writes into no array of others")
 
+    def pin(self, data: np.ndarray) -> None:  # noqa: B027  where it makes no difference
+        """Make writes of this array, or of views of its memory, fast. Nobody changes it any more.
+
+        It stays pinned while it lives.
+        """
+
     def writes_done(self) -> bool:
         """Whether `finish_writes` would return, or raise, at once."""
         return True
