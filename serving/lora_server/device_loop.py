@@ -1,15 +1,21 @@
 """A rank's requests as programs of its device: taken, computed and answered without the host.
 
-The host enqueues a program before there is a message, and reads later what became of it. A program
-takes all that wait of one site, so that instances which come at the same moment share its launches;
-the bits of a row do not depend on its neighbours. It picks its branch by the site and the number of
-rows, so it is compiled once for all of the rank's buckets; but on a GPU there are as many copies of
-it as are under way, because a CUDA graph holds addresses and is written anew, node by node, where
-one has changed: each copy finds its ticket where it was.
+A program is a loop on the device. It looks for messages, takes all that wait of one site, so that
+instances which come at the same moment share its launches (the bits of a row do not depend on its
+neighbours), answers them and looks again: a message costs the host nothing. It ends when nothing
+has come for a while, when it has looked as often as it may, and when there is a message that only
+the host can answer. The host enqueues the next one while it runs, with the table of what the rank
+holds by then.
+
+On a GPU there are as many copies of the program as are under way, because a CUDA graph holds
+addresses and is written anew, node by node, where one has changed: each finds its arrays where they
+were.
 """
 
+import collections
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -23,12 +29,15 @@ from serving.lora_server.rank import ServerRank
 from serving.lora_server.shards import ServerPlan
 from serving.transport.device_server import Arrived, DeviceServer, Verdict, no_ticket
 
-_AHEAD = 3  # programs under way, of which the host reads the oldest before it enqueues one more
-_VERDICT = 5  # its place in what a program says
+_AHEAD = 2  # programs under way: one runs, one is behind it
+_VERDICT = 5  # its place in what a look says of a message
 _NOBODY = -1
-# However short, a program is one CUDA graph on a GPU, branches included: where XLA does not make it
-# one, the host waits for every message to pick the branch, and then launches kernel by kernel.
-ONE_GRAPH = {"xla_gpu_graph_min_graph_size": "1"}
+# A program is one CUDA graph on a GPU, its loop included, and that only where it is asked for: else
+# the host waits for every look to decide whether there is one more.
+ONE_GRAPH = {
+    "xla_gpu_graph_min_graph_size": "1",
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE",
+}
 
 
 @jax.tree_util.register_dataclass
@@ -42,74 +51,111 @@ class RankTable:
     version: Int[Array, ""]
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Outcome:
-    """What became of a message; `info` says which one."""
+class _Said:
+    """What a program says: the lines of its last look, and how many messages it answered."""
 
-    verdict: Verdict
-    info: tuple[int, ...]
+    lines: tuple[Int[Array, "messages 8"], ...]  # of each site
+    answered: Int[Array, ""]
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What became of messages: how many were answered, and lines of those left to the host."""
+
+    answered: int
+    left: tuple[tuple[int, ...], ...] = ()
+
+    def __add__(self, later: "Report") -> "Report":
+        return Report(self.answered + later.answered, self.left + later.left)
 
 
 class DeviceLoop:
-    """The programs of one rank and its server; one thread uses it."""
+    """The programs of one rank and its server; one thread uses it, `interrupt` is for any."""
 
     def __init__(self, rank: ServerRank, plan: ServerPlan, server: DeviceServer):
         """Compile, so that no request waits for that."""
         self._rank, self._server = rank, server
-        if jax.default_backend() == "gpu":
-            self._programs = [_program(rank, plan, server) for _ in range(_AHEAD)]
-        else:
-            self._programs = [_program(rank, plan, server)] * _AHEAD
         self._device = jax.local_devices()[0]
-        self._tickets = [self._new_ticket() for _ in range(_AHEAD)]
-        self._sent = [False] * _AHEAD
+        copies = _AHEAD if jax.default_backend() == "gpu" else 1
+        self._programs = [_program(rank, plan, server) for _ in range(copies)]
+        self._lines = self._new_lines()
+        self._said = [_Said(self._new_lines(), self._put(np.int32(0))) for _ in range(_AHEAD)]
+        self._under_way: collections.deque[int] = collections.deque()  # places, oldest first
         self._turns = 0
-        self._limits: dict[float, Array] = {}
+        self._limits: dict[tuple[float, int], Array] = {}
         self._table: RankTable | None = None
         self._known: tuple[int, int] | None = None  # the rank's changes and the version in it
-        distinct = list(dict.fromkeys(self._programs))
-        with ThreadPoolExecutor(len(distinct)) as pool:  # each takes seconds to compile
-            list(pool.map(self._compile, distinct))
-        for _ in range(_AHEAD):
-            self.turn(0, 0.0)
+        self._interrupted, self._lock = False, threading.Lock()
+        with ThreadPoolExecutor(_AHEAD) as pool:  # each takes seconds to compile
+            list(pool.map(self._compile, self._programs))
+        self.turn(0, 0.0, 0)
         self.drain()
 
-    def turn(self, version: int, seconds: float) -> list[Outcome]:
-        """Enqueue one more program; return what the oldest one says of its messages.
+    def turn(self, version: int, seconds: float, looks: int) -> Report:
+        """Have enough programs under way; return what the oldest one says when it has ended.
 
-        `version` is that of the server's table now; a program waits as many seconds for a message,
-        of which there are few different values.
+        `version` is that of the server's table now. A program looks at most `looks` times and ends
+        when it has waited as many seconds for a message; of both there are few different values.
+        After `interrupt`, and where a message is left to the host, no program is under way then.
         """
-        place = self._turns % _AHEAD
-        outcomes = self._read(place)
-        if seconds not in self._limits:
-            self._limits[seconds] = self._put(np.int32(seconds * 1e6))
-        self._tickets[place] = self._programs[place](
-            self._rank.slots, self._current(version), self._tickets[place], self._limits[seconds]
-        )
-        self._sent[place] = True
-        self._turns += 1
-        return outcomes
+        while len(self._under_way) < _AHEAD:
+            self._enqueue(version, seconds, looks)
+        report = self._read()
+        return report + self.drain() if report.left or self._interrupted else report
 
-    def drain(self) -> list[Outcome]:
+    def drain(self) -> Report:
         """Return what all programs under way say, when they have ended."""
-        return [o for place in range(_AHEAD) for o in self._read((self._turns + place) % _AHEAD)]
+        report = Report(0)
+        while self._under_way:
+            report += self._read()
+        self._lines = _forget(self._lines)
+        return report
 
-    def _new_ticket(self) -> Array:
-        return self._put(no_ticket(self._rank.most_messages))
+    def interrupt(self) -> None:
+        """Let all programs end at their next look, until `resume`."""
+        with self._lock:
+            self._interrupted = True
+            self._server.pause(True)
+
+    def resume(self) -> None:
+        """Let programs look again."""
+        with self._lock:
+            if self._interrupted:
+                self._interrupted = False
+                self._server.pause(False)
+
+    def _enqueue(self, version: int, seconds: float, looks: int) -> None:
+        place, self._turns = self._turns % _AHEAD, self._turns + 1
+        if (seconds, looks) not in self._limits:
+            self._limits[seconds, looks] = self._put(np.int32([seconds * 1e6, looks]))
+        self._lines, self._said[place] = self._programs[place % len(self._programs)](
+            self._rank.slots,
+            self._current(version),
+            self._lines,
+            self._said[place],
+            self._limits[seconds, looks],
+        )
+        for array in jax.tree.leaves(self._said[place]):
+            array.copy_to_host_async()
+        self._under_way.append(place)
+
+    def _read(self) -> Report:
+        said = self._said[self._under_way.popleft()]
+        lines = np.concatenate(said.lines)
+        left = lines[(lines[:, 0] != _NOBODY) & (lines[:, _VERDICT] == Verdict.LEAVE)]
+        return Report(int(said.answered), tuple(map(tuple, left.tolist())))
 
     def _compile(self, program: Callable) -> None:
         """Compile a program by running it on nothing."""
-        ticket, no_time = self._new_ticket(), self._put(np.int32(0))
-        jax.block_until_ready(program(self._rank.slots, self._current(0), ticket, no_time))
+        said = _Said(self._new_lines(), self._put(np.int32(0)))
+        arguments = self._rank.slots, self._current(0), self._new_lines(), said
+        jax.block_until_ready(program(*arguments, self._put(np.zeros(2, np.int32))))
 
-    def _read(self, place: int) -> list[Outcome]:
-        """Return what a program under way says when it has ended, of each message."""
-        if not self._sent[place]:
-            return []
-        self._sent[place] = False
-        lines = np.asarray(self._tickets[place]).tolist()
-        return [Outcome(Verdict(i[_VERDICT]), tuple(i)) for i in lines if i[0] != _NOBODY]
+    def _new_lines(self) -> tuple[Array, ...]:
+        nothing = no_ticket(self._rank.most_messages)
+        return tuple(self._put(nothing) for _ in self._rank.sites)
 
     def _current(self, version: int) -> RankTable:
         known = (self._rank.changes, version)
@@ -123,34 +169,79 @@ class DeviceLoop:
         return jax.device_put(array, self._device)
 
 
+@functools.partial(jax.jit, donate_argnums=0)
+def _forget(lines: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Return lines, in their place, of which none is left to the host."""
+    return tuple(jnp.full_like(line, _NOBODY) for line in lines)
+
+
 def _program(rank: ServerRank, plan: ServerPlan, server: DeviceServer) -> Callable:
-    """Return (slots, table, ticket, limit in us) -> ticket, in its place: messages or none."""
-    buckets, moe_layers = rank.sizes.buckets, np.asarray(plan.moe_layers, np.int32)
+    """Return (slots, table, lines, said, limits) -> (lines, said), both in their place.
+
+    `lines` are those of the last look of the program before. Where one of them is left to the host
+    there is no look until the host has dealt with it. `limits` are microseconds and looks.
+    """
     options = ONE_GRAPH if jax.default_backend() == "gpu" else None
 
-    @functools.partial(jax.jit, compiler_options=options, donate_argnums=2)
+    @functools.partial(jax.jit, compiler_options=options, donate_argnums=(2, 3))
     def serve(
         slots: AdapterSlots,
         table: RankTable,
-        ticket: Int[Array, "messages 8"],
-        limit: Int[Array, ""],
-    ) -> Int[Array, "messages 8"]:
-        messages = server.accept(ticket, limit)
-        layers = jnp.asarray(moe_layers)[messages.layers]
-        verdicts, row_to_slot = judge(rank, table, messages, layers)
-        smaller = messages.rows > jnp.asarray(buckets[:-1], jnp.int32)
-        branch = 1 + messages.site * len(buckets) + jnp.sum(smaller, dtype=jnp.int32)
-        branch = jnp.where(jnp.any(verdicts == Verdict.ANSWER), branch, 0)
-        answers = [
-            functools.partial(_answer, rank, server, site, rows)
-            for site in rank.sites
-            for rows in buckets
-        ]
-        arguments = (slots, messages, layers, row_to_slot, verdicts)
-        info = jax.lax.switch(branch, [_leave, *answers], *arguments)
-        return info.at[:, _VERDICT].set(verdicts)
+        lines: tuple[Int[Array, "messages 8"], ...],
+        said: _Said,
+        limits: Int[Array, "2"],
+    ) -> tuple[tuple[Array, ...], _Said]:
+        def goes_on(carry):
+            looks, goes, *_ = carry
+            return goes & (looks < limits[1])
+
+        def look(carry):
+            looks, _, lines, answered = carry
+            lines = tuple(_look(rank, plan, server, slots, table, lines[-1], limits[0]))
+            answers = _count(lines, Verdict.ANSWER)
+            goes = (answers > 0) & (_count(lines, Verdict.LEAVE) == 0)
+            return looks + 1, goes, lines, answered + answers
+
+        goes = _count(lines, Verdict.LEAVE) == 0
+        carry = jnp.int32(0), goes, lines, jnp.zeros_like(said.answered)
+        looks, _, lines, answered = jax.lax.while_loop(goes_on, look, carry)
+        # Of what the program before has left, it has told itself.
+        return lines, _Said(tuple(jnp.where(looks > 0, one, _NOBODY) for one in lines), answered)
 
     return serve
+
+
+def _count(lines: tuple[Int[Array, "messages 8"], ...], verdict: Verdict) -> Int[Array, ""]:
+    """Return of how many messages this became."""
+    are = ((one[:, 0] != _NOBODY) & (one[:, _VERDICT] == verdict) for one in lines)
+    return jnp.sum(sum(one.astype(jnp.int32) for one in are))
+
+
+def _look(
+    rank: ServerRank,
+    plan: ServerPlan,
+    server: DeviceServer,
+    slots: AdapterSlots,
+    table: RankTable,
+    after: Int[Array, "messages 8"],
+    limit: Int[Array, ""],
+) -> list[Array]:
+    """Take and answer what waits of each site in turn; return the lines of each.
+
+    Without branches: those of a CUDA graph take longer than kernels that find nothing to do.
+    """
+    found, rows = [], rank.sizes.max_rows
+    for site in rank.sites:
+        messages = server.accept(after, limit, site)
+        layers = jnp.asarray(np.asarray(plan.moe_layers, np.int32))[messages.layers]
+        verdicts, row_to_slot = judge(rank, table, messages, layers)
+        x = server.rows_of(messages, site, rows)
+        row_to_layer = layers[messages.row_to_message] if len(layers) > 1 else layers[0]
+        deltas = rank.traced_deltas(slots, site, row_to_layer, x, row_to_slot, messages.experts)
+        deltas = [delta.astype(server.shapes.result_dtype) for delta in deltas]
+        after = server.answer(messages, verdicts, deltas, site).info.at[:, _VERDICT].set(verdicts)
+        found.append(after)
+    return found
 
 
 def judge(
@@ -173,29 +264,3 @@ def judge(
     well = known & ~jnp.any(foreign, axis=1)
     verdicts = jnp.where(well, Verdict.ANSWER, Verdict.LEAVE).astype(jnp.int32)
     return verdicts, jnp.where(real & well[owner], table.slots[place], _NOBODY)
-
-
-def _leave(slots, messages: Arrived, layers, row_to_slot, verdicts) -> Array:
-    """Do nothing: there is no message, or all are the host's."""
-    del slots, layers, row_to_slot, verdicts
-    return messages.info
-
-
-def _answer(
-    rank: ServerRank,
-    server: DeviceServer,
-    site: int,
-    rows: int,
-    slots: AdapterSlots,
-    messages: Arrived,
-    layers: Int[Array, "messages"],
-    row_to_slot: Int[Array, "max_rows"],
-    verdicts: Int[Array, "messages"],
-) -> Array:
-    """Compute at most `rows` rows of a site and push them back."""
-    x = server.rows_of(messages, site, rows)
-    owners = row_to_slot[:rows], messages.experts[:rows]
-    row_to_layer = layers[messages.row_to_message[:rows]] if len(layers) > 1 else layers[0]
-    deltas = rank.traced_deltas(slots, site, row_to_layer, x, *owners)
-    dtype = server.shapes.result_dtype
-    return server.answer(messages, verdicts, [d.astype(dtype) for d in deltas], site).info

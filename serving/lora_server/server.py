@@ -24,17 +24,20 @@ from lora_jax.adapters.dummy import DummyAdapters
 from lora_jax.adapters.weights import AdapterWeights
 from lora_jax.typing import Array
 from serving.compile_counter import CompileCounter
-from serving.lora_server.device_loop import DeviceLoop, Outcome
+from serving.lora_server.device_loop import DeviceLoop
 from serving.lora_server.host_parts import HostParts
 from serving.lora_server.rank import ServerRank
 from serving.lora_server.shards import ServerPlan, shard_part
 from serving.transport.base import AbstractServer, Request
-from serving.transport.device_server import DeviceServer, Verdict
+from serving.transport.device_server import DeviceServer
 
 _IDLE_S = 0.01  # how long a command waits at most while no request comes
-_CHUNKS = 2  # writes between two requests
+_CHUNKS = 8  # writes between two requests
 _DEPTH = 2  # requests under way; an instance has one at most
 _COPYING_S = 0.0002  # between two looks whether a layer has come: copies need Python's lock
+# Of a program that takes messages itself, by whether an adapter is being written between programs:
+# seconds that it waits for one, and how often it looks. An idle one ends for a command at once.
+_LOOKS = {False: (0.1, 4096), True: (0.001, 8)}
 _GONE = "The rank of the LoRA Server has stopped."
 
 
@@ -167,6 +170,8 @@ class RankServer:
             self._fail_commands()
 
     def _turn(self) -> None:
+        if self._programs is not None:
+            self._programs.resume()  # whoever brings a command from now on interrupts them
         self._run_commands()
         busy = self._rank.is_loading
         if busy:
@@ -175,9 +180,8 @@ class RankServer:
         if transport is None:
             self._stopping.wait(idle_s)
             return
-        if self._programs is not None:
-            for outcome in self._programs.turn(self._version, idle_s):
-                self._heed(transport, outcome)
+        if isinstance(transport, DeviceServer):
+            self._turn_of_programs(transport, busy)
             return
         request, under_way = None, self._under_way
         if len(under_way) < _DEPTH:
@@ -187,15 +191,14 @@ class RankServer:
         elif under_way:
             self._answer(transport, *under_way.popleft())
 
-    def _heed(self, transport: AbstractServer, outcome: Outcome) -> None:
-        """Count what a program did; what it left waits for a layer, or is not to be answered."""
-        if outcome.verdict == Verdict.LEAVE:
-            assert isinstance(transport, DeviceServer), "a program without its server"
-            request = transport.left(outcome.info)
-            if request is not None:
+    def _turn_of_programs(self, transport: DeviceServer, busy: bool) -> None:
+        """Let programs take messages; what they leave waits for a layer, or is refused."""
+        assert self._programs is not None, "a server of a device without programs"
+        report = self._programs.turn(self._version, *_LOOKS[busy])
+        self._answered += report.answered
+        for line in report.left:
+            if (request := transport.left(line)) is not None:
                 self._answer(transport, request, self._compute(request))
-            return
-        self._answered += 1
 
     def _answer(
         self, transport: AbstractServer, request: Request, deltas: tuple[Array, ...] | None
@@ -255,6 +258,8 @@ class RankServer:
         """Queue a command for the loop; it returns whether that was all there was to do."""
         done: Future[None] = Future()
         self._commands.put((command, done))
+        if self._programs is not None:
+            self._programs.interrupt()
         if self._stopped:
             self._fail_commands()
         return done

@@ -199,6 +199,12 @@ class DeviceServer(AbstractSeatingServer[_Seat]):
             if not self._closed:
                 self._end.stop(True)
 
+    def pause(self, on: bool) -> None:
+        """Let programs find no message, and wait for none, until pause(False); from any thread."""
+        with self._lock:
+            if not (self._closed or self._aborted):
+                self._end.stop(on)
+
     def dropped(self) -> int:
         return self._end.counts()[_DROPPED]
 

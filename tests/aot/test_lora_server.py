@@ -40,7 +40,7 @@ def described(h200, tree):
     return jax.tree.map(lambda array: h200.array(array.shape, array.dtype), tree)
 
 
-def test_a_ranks_program_is_one_graph_with_its_branches(server, tmp_path, monkeypatch):
+def test_a_ranks_program_is_one_graph_with_its_loop(server, tmp_path, monkeypatch):
     tiny_checkpoint.write_model(tmp_path, SHAPE)
     sizes = {"num_adapters": 4, "max_rank": 8, "max_rows": 64}
     made = design(ServerSpec(str(tmp_path), "bfloat16", "ep1-pp1", 1, **sizes))
@@ -51,15 +51,19 @@ def test_a_ranks_program_is_one_graph_with_its_branches(server, tmp_path, monkey
     number, places = h200.array((), jnp.int32), h200.array((4,), jnp.int32)
     program = device_loop._program(rank, made.plan, server)
 
-    def serve_one(leaves, places, version, ticket):
+    def serve(leaves, places, version, lines, said, limits):
         table = device_loop.RankTable(places, places, places, version)
-        return program.__wrapped__(tree.unflatten(leaves), table, ticket, version)
+        said = device_loop._Said(*said)
+        return program.__wrapped__(tree.unflatten(leaves), table, lines, said, limits)
 
-    ticket = described(h200, no_ticket(rank.most_messages))
-    arguments = (described(h200, leaves), places, number, ticket)
-    done = h200.compile(serve_one, *arguments, options=device_loop.ONE_GRAPH)
+    lines = described(h200, (no_ticket(rank.most_messages),) * len(rank.sites))
+    kept = lines, (lines, number), h200.array((2,), jnp.int32)
+    arguments = (described(h200, leaves), places, number, *kept)
+    done = h200.compile(serve, *arguments, donate=(3, 4), options=device_loop.ONE_GRAPH)
     assert done.thunks == ["kCommandBuffer"]
-    assert done.in_graphs > 40  # a branch for each site and bucket
+    assert done.in_graphs > 20  # accept, judge, compute and answer, for each site
+    pools = sum(leaf.size * leaf.dtype.itemsize for leaf in rank.slots.pools.values())
+    assert done.temp_bytes < pools  # the loop carries no copy of them
 
 
 def test_the_benchs_program_is_one_graph(server, monkeypatch):

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -13,13 +14,13 @@ import pytest
 from transport_cases import bits
 
 from lora_jax.adapters import reader
-from serving.lora_server.device_loop import DeviceLoop
+from serving.lora_server.device_loop import DeviceLoop, Report
 from serving.lora_server.rank import ServerRank
 from serving.lora_server.shards import shard_part
 from serving.lora_server.spec import design
 from serving.transport import device_memory
 from serving.transport.base import PushRows, Status
-from serving.transport.device_server import DeviceServer, Verdict
+from serving.transport.device_server import DeviceServer
 from serving.transport.shapes import DOWN, GATE_UP
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
@@ -66,9 +67,9 @@ class Exchanges:
         )
         self.site = site
 
-    def served(self, version=0, seconds=0.02):
-        """Return what the loop says of one message."""
-        return [*self.loop.turn(version, seconds), *self.loop.drain()]
+    def served(self, version=0, seconds=0.02, looks=8):
+        """Return what the loop says of the messages that are there, when it has ended."""
+        return self.loop.turn(version, seconds, looks) + self.loop.drain()
 
     def wait(self):
         widths = self._shapes.sites[self.site].d_outs
@@ -93,8 +94,7 @@ def test_answers_have_the_bits_of_the_hosts(exchanges, rank, site, layer):
     for count in (1, 8, NUM_ROWS):
         numbers, experts = [2] * count, sorted([2, 3] * count)[:count]
         exchanges.push(site, layer, numbers, experts)
-        (outcome,) = exchanges.served()
-        assert (outcome.verdict, outcome.info[1:4]) == (Verdict.ANSWER, (site, layer, count))
+        assert exchanges.served() == Report(1)
         got, status = exchanges.wait()
         assert status == Status.ARRIVED
         bucket = rank.bucket(count)
@@ -113,16 +113,16 @@ def test_answers_have_the_bits_of_the_hosts(exchanges, rank, site, layer):
 def test_what_is_not_the_ranks_to_give_is_left_to_the_host(exchanges, numbers, experts, version):
     """A program's table may be older than what the host knows by now."""
     exchanges.push(GATE_UP, 0, numbers, experts, version)
-    (outcome,) = exchanges.served(version=8)
-    assert outcome.verdict == Verdict.LEAVE
-    request = exchanges.server.left(outcome.info)
+    report = exchanges.served(version=8)
+    assert (report.answered, len(report.left)) == (0, 1)
+    request = exchanges.server.left(report.left[0])
     assert (request.adapters.tolist(), request.table_version) == (numbers, version)
     assert exchanges.server.refuse(request)
     deltas, status = exchanges.wait()
     assert status == Status.REFUSED
     assert not any(delta.any() for delta in deltas)
     exchanges.push(DOWN, 1, [2, 2], [2, 3], 8)
-    assert exchanges.served(version=8)[0].verdict == Verdict.ANSWER
+    assert exchanges.served(version=8) == Report(1)
     assert exchanges.wait()[1] == Status.ARRIVED
 
 
@@ -133,12 +133,12 @@ def test_a_layer_on_its_way_is_left_to_the_host(exchanges, rank, made):
         pass
     assert rank.is_loading
     exchanges.push(GATE_UP, 0, [3, 2], [2, 3])
-    assert exchanges.served()[0].verdict == Verdict.ANSWER
+    assert exchanges.served() == Report(1)
     assert exchanges.wait()[1] == Status.ARRIVED
     exchanges.push(GATE_UP, 1, [3, 2], [2, 3])
-    (outcome,) = exchanges.served()
-    assert outcome.verdict == Verdict.LEAVE
-    request = exchanges.server.left(outcome.info)
+    report = exchanges.served()
+    assert (report.answered, len(report.left)) == (0, 1)
+    request = exchanges.server.left(report.left[0])
     assert request is not None
     assert bits(request.x) == bits(exchanges.x)
     assert request.adapters.tolist() == [3, 2]
@@ -164,9 +164,8 @@ def test_instances_at_other_layers_share_a_launch(exchanges, rank, gpus):
     for one, *asked in pushed:
         one.push(GATE_UP, *asked)
     others[1].push(GATE_UP, 1, [2, 3], [2, 3])  # nobody holds 3
-    outcomes = exchanges.served()
-    assert [o.verdict for o in outcomes] == [Verdict.ANSWER, Verdict.ANSWER, Verdict.LEAVE]
-    assert [o.info[2:4] for o in outcomes] == [(0, 3), (1, 2), (1, 2)]
+    report = exchanges.served()
+    assert (report.answered, [line[1:4] for line in report.left]) == (2, [(GATE_UP, 1, 2)])
     for one, layer, numbers, experts in pushed:
         got, status = one.wait()
         assert status == Status.ARRIVED
@@ -175,10 +174,58 @@ def test_instances_at_other_layers_share_a_launch(exchanges, rank, gpus):
         slots = rank.slots_of(np.asarray(numbers), 8)
         wanted = rank.deltas(GATE_UP, layer, x, slots, np.resize(np.int32(experts), 8))
         assert [bits(delta) for delta in got] == [bits(w[: len(numbers)]) for w in wanted]
-    assert exchanges.server.refuse(exchanges.server.left(outcomes[2].info))
+    assert exchanges.server.refuse(exchanges.server.left(report.left[0]))
     assert others[1].wait()[1] == Status.REFUSED
     for other in others:
         other.client.close()
+
+
+@pytest.mark.parametrize("looks", [1, 64])
+def test_instances_that_come_at_any_moment_are_all_answered(exchanges, rank, gpus, looks):
+    """Each has the bits that it has alone, whatever the sites and layers of the others."""
+    others = [copy.copy(exchanges) for _ in range(3)]
+    sent = [(site, layer) for layer in range(2) for site in (GATE_UP, DOWN)] * 2
+
+    def ask(number):
+        other, experts = others[number], sorted([2, 3] * 4)[: 3 + number]
+        ends, got = gpus.device(0), []
+        other.client = device_memory.open_local_client([exchanges.server], ends, aside=False)
+        other.client.set_limit(60.0)
+        with jax.default_device(jax.devices()[1 + number]):
+            for site, layer in sent:
+                other.push(site, layer, [2] * len(experts), experts)
+                got.append((other.x, *other.wait()))
+        other.client.close()
+        return experts, got
+
+    with ThreadPoolExecutor(3) as pool:
+        asked = [pool.submit(ask, number) for number in range(3)]
+        report = Report(0)
+        while not all(one.done() for one in asked):
+            report += exchanges.loop.turn(0, 0.005, looks)
+    assert report + exchanges.loop.drain() == Report(3 * len(sent))
+    for experts, got in (one.result() for one in asked):
+        for (site, layer), (sent_x, deltas, status) in zip(sent, got, strict=True):
+            assert status == Status.ARRIVED
+            x = np.zeros((8, rank.width_in(site)), np.float32)
+            x[: len(experts)] = sent_x
+            slots = rank.slots_of(np.full(len(experts), 2), 8)
+            wanted = rank.deltas(site, layer, x, slots, np.resize(np.int32(experts), 8))
+            assert [bits(delta) for delta in deltas] == [bits(w[: len(experts)]) for w in wanted]
+
+
+def test_an_interrupted_program_ends_without_a_message(exchanges):
+    """However long it might wait, and no look is taken until programs may go on."""
+    loop = exchanges.loop
+    with ThreadPoolExecutor(1) as pool:
+        turn = pool.submit(loop.turn, 0, 600.0, 8)
+        loop.interrupt()
+        assert turn.result() == Report(0)
+    exchanges.push(GATE_UP, 0, [2], [2])
+    assert exchanges.served(seconds=600.0) == Report(0)
+    loop.resume()
+    assert exchanges.served() == Report(1)
+    assert exchanges.wait()[1] == Status.ARRIVED
 
 
 def test_a_table_of_too_many_slots_takes_one_message_at_a_time(exchanges, rank, made, monkeypatch):
@@ -187,9 +234,9 @@ def test_a_table_of_too_many_slots_takes_one_message_at_a_time(exchanges, rank, 
     assert rank.most_messages == 1
     exchanges.loop = DeviceLoop(rank, made[0].plan, exchanges.server)
     exchanges.push(DOWN, 1, [2, 2], [2, 3])
-    (outcome,) = exchanges.served()
-    assert (outcome.verdict, exchanges.wait()[1]) == (Verdict.ANSWER, Status.ARRIVED)
+    assert exchanges.served() == Report(1)
+    assert exchanges.wait()[1] == Status.ARRIVED
 
 
 def test_nothing_comes_of_no_message(exchanges):
-    assert exchanges.served(seconds=0.0) == []
+    assert exchanges.served(seconds=0.0) == Report(0)
