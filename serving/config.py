@@ -50,6 +50,7 @@ class EngineConfig:
     max_adapter_loads_per_minute: int = 600
     adapter_wait_s: float = 60.0  # longest wait of a request for an adapter slot
     adapter_load_chunks_per_step: int = 8  # writes to the slots between two steps
+    specialize_lora: bool = True  # decode steps without an adapter have programs of their own
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -62,10 +63,9 @@ class EngineConfig:
         for field, low, high in _OPTIONAL_INT_BOUNDS:
             if getattr(self, field) is not None:
                 _check_int(field, getattr(self, field), low, high)
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise ValueError(
-                f"enable_prefix_caching must be true or false, got {self.enable_prefix_caching!r}."
-            )
+        for field in ("enable_prefix_caching", "specialize_lora"):
+            if not isinstance(value := getattr(self, field), bool):
+                raise ValueError(f"{field} must be true or false, got {value!r}.")
         if not isinstance(self.override_generation_config, dict):
             raise ValueError("override_generation_config must map names to values.")
         check_fields(self.override_generation_config, "override_generation_config")

@@ -300,7 +300,8 @@ def _make_runner(
         link=link,
         # On a CPU the adapters' kernels return at once where no row has an adapter, but exchanges
         # that nobody needs take a third of a small model's step.
-        specialize_lora=jax.default_backend() != "cpu" or link is not None,
+        specialize_lora=config.specialize_lora
+        and (jax.default_backend() != "cpu" or link is not None),
     )
     runner.warm_up(progress=True)
     logger.info(

@@ -55,7 +55,7 @@ from lora_jax.models.loader import read_config
 
 _COLD_PROMPT, _COLD_TOKENS = 64, 4
 _FULL_TOKENS, _QUEUED_AT = 32, 0.01  # of a batch that fills all rows; when the last one comes
-_LONG_TOKENS = 256
+_LONG_TOKENS = 96
 _PATIENCE_S = 30.0  # for cold adapters
 
 
@@ -169,6 +169,7 @@ def summary(
     return {
         "requests": len(work),
         "failed": len(work) - len(good),
+        "errors": sorted({one.error for one in told if one.error is not None})[:3],
         "ttft_p50": _quantile(ttft, 50),
         "ttft_p95": _quantile(ttft, 95),
         "tpot_mean": float(np.mean(list(tpot.values()))) if tpot else None,
@@ -265,7 +266,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure every system, write a JSON after each row, and at last the plot."""
+    """Measure every system, and write a JSON after each row."""
     options = parse_args()
     try:
         require_gpus(options, os.environ)

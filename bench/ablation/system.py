@@ -181,6 +181,7 @@ def engine_fields(options: argparse.Namespace, name: str) -> dict[str, Any]:
         "max_lora_rank": options.max_lora_rank,
         "max_esft_adapters": 0,
         "enable_prefix_caching": False,
+        "specialize_lora": False,  # every request has an adapter
         "kv_cache_memory_bytes": int(options.kv_cache_gb * 2**30) or None,
         "lora_memory_bytes": int(options.lora_gb * 2**30) or None,
         "max_total_adapter_bytes": 1 << 50,  # they share their bytes
