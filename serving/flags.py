@@ -53,8 +53,8 @@ _ENGINE_HELP = {
     "max_adapter_loads_per_minute": "adapter loads before requests for more are refused",
     "adapter_wait_s": "longest wait of a request for an adapter slot",
     "adapter_load_chunks_per_step": "pieces of an adapter written to the device between two steps",
-    "specialize_lora": "compile decode steps once more for batches without adapters; off halves the "
-    "time that a start takes",
+    "specialize_lora": "compile decode steps once more for batches without adapters; off halves a "
+    "start's time",
 }
 _CLUSTER_HELP = {
     "instances": "LLM instances, each a process with the whole base model",
