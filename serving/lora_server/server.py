@@ -159,6 +159,8 @@ class RankServer:
         try:
             while not self._stopping.is_set():
                 self._turn()
+            if self._programs is not None:
+                self._programs.drain()
         finally:
             self._compilations.ignore_this_thread()
             self._compilations.close()
