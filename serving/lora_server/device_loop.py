@@ -171,8 +171,11 @@ class DeviceLoop:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _forget(lines: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Return lines, in their place, of which none is left to the host."""
-    return tuple(jnp.full_like(line, _NOBODY) for line in lines)
+    """Return lines, in their place, of which none is left to the host: no number is below -1.
+
+    They have to come of what was there, or they are not in its place.
+    """
+    return tuple(jnp.minimum(line, _NOBODY) for line in lines)
 
 
 def _program(rank: ServerRank, plan: ServerPlan, server: DeviceServer) -> Callable:

@@ -9,6 +9,7 @@ files themselves and leave the loop only the writes, a few between two requests.
 """
 
 import collections
+import contextlib
 import dataclasses
 import queue
 import threading
@@ -145,6 +146,8 @@ class RankServer:
 
     def stats(self) -> RankStats:
         """Return the counts so far."""
+        with contextlib.suppress(ConnectionError):  # it has stopped: the counts are the last ones
+            self._submit(lambda: True).result()  # programs tell what they did when they end
         return RankStats(self._answered, self._refused, self._compilations.count)
 
     def stop(self) -> None:
@@ -161,6 +164,8 @@ class RankServer:
         try:
             while not self._stopping.is_set():
                 self._turn()
+            if self._programs is not None:
+                self._programs.drain()
         finally:
             self._compilations.ignore_this_thread()
             self._compilations.close()

@@ -14,6 +14,7 @@ import pytest
 from transport_cases import bits
 
 from lora_jax.adapters import reader
+from serving.compile_counter import CompileCounter
 from serving.lora_server.device_loop import DeviceLoop, Report
 from serving.lora_server.rank import ServerRank
 from serving.lora_server.shards import shard_part
@@ -226,6 +227,20 @@ def test_an_interrupted_program_ends_without_a_message(exchanges):
     loop.resume()
     assert exchanges.served() == Report(1)
     assert exchanges.wait()[1] == Status.ARRIVED
+
+
+def test_nothing_is_compiled_once_it_serves(exchanges):
+    """Whatever became of the program before."""
+    counter, loop = CompileCounter(), exchanges.loop
+    counter.watch_this_thread()
+    loop.interrupt()
+    loop.turn(0, 0.001, 8)
+    loop.resume()
+    loop.turn(0, 0.001, 8)
+    loop.turn(1, 0.001, 8)  # with another table
+    assert loop.drain() == Report(0)
+    counter.close()
+    assert counter.count == 0
 
 
 def test_a_table_of_too_many_slots_takes_one_message_at_a_time(exchanges, rank, made, monkeypatch):
