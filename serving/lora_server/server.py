@@ -33,7 +33,7 @@ from serving.transport.base import AbstractServer, Request
 from serving.transport.device_server import DeviceServer
 
 _IDLE_S = 0.01  # how long a command waits at most while no request comes
-_CHUNKS = 8  # writes between two requests
+_CHUNKS = 2  # writes between two requests
 _DEPTH = 2  # requests under way; an instance has one at most
 _COPYING_S = 0.0002  # between two looks whether a layer has come: copies need Python's lock
 # Of a program that takes messages itself, by whether an adapter is being written between programs:

@@ -11,11 +11,11 @@ from typing import Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from lora_jax.adapters.residency import Placement, RowWrite
+from lora_jax.adapters.residency import Placement
 from lora_jax.adapters.slots import AdapterSlots, clear_slots, set_slot, write_nothing
 from lora_jax.adapters.weights import AdapterWeights, AnyWeights
 
-CHUNK_BYTES = 32 << 20  # what counts as one chunk: to begin a copy costs next to nothing
+CHUNK_BYTES = 128 << 20  # what counts as one chunk: to begin a copy costs next to nothing
 
 
 @runtime_checkable
@@ -57,7 +57,8 @@ class CopyingPlan:
             for width, writes in sorted(placement.writes.items())
             for write in writes
         )
-        self._itemsizes = {key: pool.dtype.itemsize for key, pool in slots.pools.items()}
+        sizes = {key: pool.dtype.itemsize for key, pool in slots.pools.items()}
+        self._bytes_left = sum(write.rows.size * sizes[key] for key, write in self._writes)
         self._waits, self._published = is_first, False
 
     @property
@@ -71,15 +72,14 @@ class CopyingPlan:
     @property
     def remaining(self) -> int:
         """Chunks still to write, the table entry counted as one; 0 when the adapter is usable."""
-        begun = sum(self._chunks_of(key, write) for key, write in self._writes)
-        return begun + (not self._published)
+        return self._chunks_left + (not self._published)
 
     @property
     def done(self) -> bool:
         return self._published
 
     def advance(self, slots: AdapterSlots, max_chunks: int) -> AdapterSlots:
-        """Return `slots` (donated) with up to `max_chunks` more chunks begun, or at least one.
+        """Return `slots` (donated) with up to `max_chunks` more chunks begun.
 
         `remaining` stays as it is while copies that were begun are on their way.
         """
@@ -87,13 +87,15 @@ class CopyingPlan:
             return slots
         if self._waits:
             slots, self._waits = self._wait(slots), False
-        while self._writes and max_chunks > 0:
+        before = self._chunks_left
+        while self._writes and before - self._chunks_left < max_chunks:
             key, write = self._writes.popleft()
             pool = slots.pools[key]
             offset = write.offset * pool.shape[1] * pool.dtype.itemsize
-            self._copier.begin_write_into(pool, offset, write.rows.astype(pool.dtype, copy=False))
-            max_chunks -= self._chunks_of(key, write)
-        if self._writes or max_chunks < 1 or not self._copier.writes_done():
+            rows = write.rows.astype(pool.dtype, copy=False)
+            self._copier.begin_write_into(pool, offset, rows)
+            self._bytes_left -= rows.nbytes
+        if before - self._chunks_left >= max_chunks or not self._copier.writes_done():
             return slots
         self._copier.finish_writes()
         self._published = True
@@ -106,5 +108,6 @@ class CopyingPlan:
         jax.block_until_ready(slots)
         return slots
 
-    def _chunks_of(self, key: str, write: RowWrite) -> int:
-        return -(-write.rows.size * self._itemsizes[key] // CHUNK_BYTES)
+    @property
+    def _chunks_left(self) -> int:
+        return -(-self._bytes_left // CHUNK_BYTES)
