@@ -83,6 +83,7 @@ class RankServer:
         self._under_way: collections.deque[tuple[Request, tuple[Array, ...] | None]] = (
             collections.deque()
         )
+        self._waiting: list[Request] = []  # left by programs
         self._version = 0
         self._answered = self._refused = 0
         self._compilations = CompileCounter()
@@ -197,12 +198,19 @@ class RankServer:
             self._answer(transport, *under_way.popleft())
 
     def _turn_of_programs(self, transport: DeviceServer, busy: bool) -> None:
-        """Let programs take messages; what they leave waits for a layer, or is refused."""
+        """Let programs take messages; answer what they left when its layers are here, or refuse it.
+
+        Whoever waits for a layer holds nobody up: programs go on meanwhile.
+        """
         assert self._programs is not None, "a server of a device without programs"
         report = self._programs.turn(self._version, *_LOOKS[busy])
         self._answered += report.answered
-        for line in report.left:
-            if (request := transport.left(line)) is not None:
+        left = (transport.left(line) for line in report.left)
+        asked = [*self._waiting, *(request for request in left if request is not None)]
+        waits = [self._must_wait(request) for request in asked]
+        self._waiting = [request for request, wait in zip(asked, waits, strict=True) if wait]
+        for request, wait in zip(asked, waits, strict=True):
+            if not wait:
                 self._answer(transport, request, self._compute(request))
 
     def _answer(
@@ -215,23 +223,33 @@ class RankServer:
             self._answered += 1
             transport.respond(request, [np.asarray(delta) for delta in deltas])
 
-    def _compute(self, request: Request) -> tuple[Array, ...] | None:
-        """Return the request's deltas; None when they are not this rank's to give."""
+    def _slots_of(self, request: Request) -> np.ndarray | None:
+        """Return the slots of a request's padded rows; None if they are not this rank's to give."""
         shard, rank = self._rank.shard, self._rank
-        layer = self._plan.moe_layers[request.layer]
         local = request.experts - shard.first_expert
-        mine = layer in shard.layers and np.all((local >= 0) & (local < shard.num_experts))
-        if not mine or request.table_version > self._version:
+        mine = np.all((local >= 0) & (local < shard.num_experts))
+        here = self._plan.moe_layers[request.layer] in shard.layers
+        if not (mine and here) or request.table_version > self._version:
             return None
-        bucket = rank.bucket(request.rows)
-        slots = rank.slots_of(request.adapters, bucket)
+        return rank.slots_of(request.adapters, rank.bucket(request.rows))
+
+    def _must_wait(self, request: Request) -> bool:
+        """Whether a request can be answered, but not before a layer is here."""
+        layer = self._plan.moe_layers[request.layer]
+        known = self._slots_of(request) is not None
+        return known and self._rank.must_wait(request.adapters, layer)
+
+    def _compute(self, request: Request) -> tuple[Array, ...] | None:
+        """Return the request's deltas, when their layer is here; None as `_slots_of`."""
+        slots = self._slots_of(request)
         if slots is None:
             return None
-        while rank.must_wait(request.adapters, layer):
+        layer = self._plan.moe_layers[request.layer]
+        while self._rank.must_wait(request.adapters, layer):
             self._advance()
             self._stopping.wait(_COPYING_S)
-        x, _, experts = request.padded(bucket)
-        return rank.deltas(request.site, layer, x, slots, experts)
+        x, _, experts = request.padded(len(slots))
+        return self._rank.deltas(request.site, layer, x, slots, experts)
 
     def _advance(self) -> None:
         number = self._rank.advance(_CHUNKS)

@@ -1,9 +1,12 @@
 """A rank's loop over a carrier that hands it requests, and adapters from other threads."""
 
 import queue
+import shutil
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import lora_server_cases as cases
 import numpy as np
@@ -13,7 +16,9 @@ from lora_jax.adapters import reader
 from serving.lora_server.rank import ServerRank
 from serving.lora_server.server import RankServer
 from serving.lora_server.spec import design
-from serving.transport.base import Request
+from serving.transport import device_memory
+from serving.transport.base import PushRows, Request, Status
+from serving.transport.device_server import DeviceServer
 from serving.transport.shapes import GATE_UP
 
 REFUSED = "refused"
@@ -71,8 +76,8 @@ def rank(made):
 class Running:
     """The loop in a thread, with an adapter's digest by name."""
 
-    def __init__(self, made, rank, adapters):
-        self.carrier = Carrier()
+    def __init__(self, made, rank, adapters, carrier=None):
+        self.carrier = carrier or Carrier()
         self.server = RankServer(
             rank, made.plan, made.catalogue, lambda: self.carrier, host_bytes=1 << 20
         )
@@ -224,6 +229,52 @@ def test_a_layer_on_its_way_is_waited_for_and_those_before_it_are_not(files, mon
         slots[0] = rank.slots_of(np.zeros(1, np.int32), 8)[0]
         found = rank.deltas(GATE_UP, layer, x, slots, np.ones(8, np.int32))
         np.testing.assert_array_equal(np.asarray(found[0])[0], want[0][0])
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_a_layer_on_its_way_holds_no_other_instance_up(files, gpus, monkeypatch):
+    """Programs go on answering while the host keeps the message that waits."""
+    made = design(cases.make_spec(files[0], "ep2-pp1", num_adapters=2))
+    rank = ServerRank(made.catalogue, made.plan.shard(1), made.sizes, jnp.dtype("float32"))
+    rank.warm_up()
+    goes_on, advance = threading.Event(), rank.advance
+
+    def slow(max_chunks):
+        """One chunk, and of a1 no more than its first layer for now."""
+        return None if 1 in rank.held and not goes_on.is_set() else advance(1)
+
+    monkeypatch.setattr(rank, "advance", slow)
+    carrier = DeviceServer(made.terms.shapes, gpus.device(1), pull=False)
+    loop = Running(made, rank, {name: Path(path) for name, path in files[1].items()}, carrier)
+    loop.load("a0", 0)
+    loop.load("a1", 1)
+    assert rank.is_loading
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(ask_over_device, carrier, gpus, 1, [(1, 0), (1, 1)])
+        others = ask_over_device(carrier, gpus, 2, [(0, 0), (0, 1), (0, 1)])
+        assert not late.done()
+        goes_on.set()
+        assert (late.result(), others) == ([Status.ARRIVED] * 2, [Status.ARRIVED] * 3)
+    stats = loop.server.stats()
+    assert (stats.answered, stats.refused, stats.compilations) == (5, 0, 0)
+    loop.server.stop()
+    loop.thread.join(30)
+
+
+def ask_over_device(carrier, gpus, device, asked):
+    """Return the statuses of exchanges of an instance, each of one row of (adapter, layer)."""
+    client = device_memory.open_local_client([carrier], gpus.device(0), aside=False)
+    client.set_limit(60.0)
+    spec, statuses = carrier.shapes.sites[GATE_UP], []
+    with jax.default_device(jax.devices()[device]):
+        for number, layer in asked:
+            ids = [jnp.asarray([one], jnp.int32) for one in (0, number, 2)]
+            rows = PushRows(jnp.int32(1), jnp.int32(0), *ids)
+            x = client.push(jnp.ones((1, spec.d_in)), GATE_UP, layer, rows)
+            ys = tuple(jnp.zeros((1, width)) for width in spec.d_outs)
+            statuses.append(int(client.wait_add(ys, x, GATE_UP, rows)[1][0]))
+    client.close()
+    return statuses
 
 
 def test_commands_after_the_end_are_told_so(made, rank, files):
