@@ -105,9 +105,9 @@ def plot_ablation(result: dict[str, Any], path: Path) -> None:
             _lines_of_systems(ax, rows, key)
         ax.set_title(label, fontsize=9)
         ax.spines[["top", "right"]].set_visible(False)
-    said, at = result["options"], " and ".join(f"{rate:g}" for rate in rates)
+    said, at = result["options"], ", ".join(f"{rate:g}" for rate in rates)
     fig.suptitle(
-        f"{Path(said['model']).name}, {said['instances']} + {said['lora_server']} devices, "
+        f"{Path(said['model']).name}, {', '.join(map(str, said['splits']))} devices, "
         f"{said['adapters']} adapters, {at} requests/s, {rows[0]['device']}",
         fontsize=9,
     )

@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 
 from bench.ablation.instance import Told
-from bench.ablation.system import COUPLED, FIGURE_14, STEPS, System, require_gpus
+from bench.ablation.system import COUPLED, FIGURE_14, STEPS, Split, System, require_gpus
 from bench.ablation.workload import (
     VOCAB,
     Job,
@@ -189,9 +189,16 @@ def measure_all(options: argparse.Namespace, adapters: dict[str, str]) -> Iterat
     if options.together:
         yield from _measure_together(options, adapters)
         return
-    for name in options.systems:
-        with contextlib.closing(System(options, name, adapters)) as system:
+    for name, split in systems_of(options):
+        with contextlib.closing(System(options, name, split, adapters)) as system:
             yield from rows_of(options, system)
+
+
+def systems_of(options: argparse.Namespace) -> list[tuple[str, Split]]:
+    """Return each system with each split; the coupled one has none, and all devices."""
+    first, *_ = options.splits
+    named = ((name, [first] if name == COUPLED else options.splits) for name in options.systems)
+    return [(name, split) for name, splits in named for split in splits]
 
 
 def _measure_together(
@@ -199,13 +206,14 @@ def _measure_together(
 ) -> Iterator[dict[str, Any]]:
     """Start all at once, then let them go on one at a time."""
 
-    def start(name: str) -> System:
-        system = System(options, name, adapters)
+    def start(name: str, split: Split) -> System:
+        system = System(options, name, split, adapters)
         system.pause()
         return system
 
-    with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(options.systems)) as pool:
-        starting = {name: pool.submit(start, name) for name in options.systems}
+    wanted = systems_of(options)
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(wanted)) as pool:
+        starting = {f"{name} {split}": pool.submit(start, name, split) for name, split in wanted}
         systems = []
         for name, future in starting.items():
             try:
@@ -231,19 +239,19 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--systems", nargs="+", default=[COUPLED, *FIGURE_14], choices=[COUPLED, *STEPS]
     )
+    parser.add_argument(
+        "--splits", type=Split.parse, nargs="+", default=[Split(1, 1)], help="instances+ranks"
+    )
     parser.add_argument("--rates", type=float, nargs="+", default=[10.0], help="requests a second")
     parser.add_argument("--prefilled", action="store_true", help="prompts come with their KV pages")
     parser.add_argument("--together", action="store_true", help="start all systems at once")
     parser.add_argument("--wait-for", type=Path, help="a file: started together, measured then")
     numbers: dict[str, int | float] = {
-        "instances": 1,
-        "lora_server": 1,
         "adapters": 24,
-        "cold": 0,  # more of them, asked at the end
+        "cold": 0,  # more of them, asked before the others
         "warm": 0,  # the most popular ones, asked before
-        "coupled_loras": 6,  # on each of instances + lora_server devices
-        "max_loras": 24,  # attention parts on an instance
-        "server_loras": 24,
+        "coupled_loras": 6,  # that a device holds beside the base
+        "server_loras": 24,  # that a device holds alone; so many times the ranks are on the server
         "max_lora_rank": 16,
         "seconds": 20.0,
         "patience": 120.0,  # seconds until what is late is aborted
@@ -254,7 +262,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
         "kv_cache_gb": 0.0,  # 0: what the engine takes
-        "lora_gb": 0.0,  # of an instance's slots; 0: what the engine takes
         "slo_ttft": 0.25,
         "slo_tpot": 0.1,
     }
@@ -275,7 +282,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # or stopped processes would stay
     result: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"),
-        "options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
+        "options": {k: _said(v) for k, v in vars(options).items()},
         "load_average_at_start": os.getloadavg()[0],
         "rows": [],
     }
@@ -287,6 +294,13 @@ def main() -> None:
             result["rows"].append(row)
             print(json.dumps(row), flush=True)
             path.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def _said(value: Any) -> Any:
+    """Return an option as JSON has it."""
+    if isinstance(value, list):
+        return [_said(one) for one in value]
+    return str(value) if isinstance(value, Path | Split) else value
 
 
 def adapters_of(options: argparse.Namespace, folder: Path) -> dict[str, str]:

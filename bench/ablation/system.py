@@ -2,16 +2,21 @@
 
 import argparse
 import contextlib
+import dataclasses
 import glob
 import os
 import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from bench.ablation.instance import Instance, Setup, Told
 from bench.ablation.workload import Job, adapter_name, popularity
+from lora_jax.adapters.slots import rows_per_adapter
+from lora_jax.models import model_class
+from lora_jax.models.loader import read_config
 from lora_jax.placement.assign import assign
 from serving.cluster.config import ClusterConfig
 from serving.cluster.server_place import ServerPlace, server_spec
@@ -37,19 +42,45 @@ FIGURE_14 = ("+disagg", "+overlap", "+loading", "+kernel")
 _START_S = 60.0  # for the first request of every adapter
 
 
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """How devices are shared out between instances and the ranks of their LoRA Server."""
+
+    instances: int
+    ranks: int
+
+    @property
+    def devices(self) -> int:
+        return self.instances + self.ranks
+
+    @classmethod
+    def parse(cls, text: str) -> "Split":
+        """Return the split that "3+1" names. Raises ValueError for what is none."""
+        instances, ranks = (int(part) for part in text.split("+"))
+        if instances < 1 or ranks < 1:
+            raise ValueError(f"{text}: a split has an instance and a rank at least.")
+        return cls(instances, ranks)
+
+    def __str__(self) -> str:
+        return f"{self.instances}+{self.ranks}"
+
+
 class System:
     """Instances, and their LoRA Server if there is one; `close` ends them."""
 
-    def __init__(self, options: argparse.Namespace, name: str, adapters: dict[str, str]):
+    def __init__(
+        self, options: argparse.Namespace, name: str, split: Split, adapters: dict[str, str]
+    ):
         """Return when all of it serves, and the adapters that are to be warm are."""
-        self.name, self._told = name, list[Told]()
+        several = len(options.splits) > 1 and name != COUPLED
+        self.name = f"{name} {split}" if several else name
+        self._told = list[Told]()
         self._closing = contextlib.ExitStack()
         self._group: ServerGroup | None = None
         self._instances: list[Instance] = []
-        number = options.instances + (options.lora_server if name == COUPLED else 0)
-        self._home = homes(options, number)
+        self._home = homes(options, split.devices if name == COUPLED else split.instances)
         try:
-            self._start(options, adapters)
+            self._start(options, name, split, adapters)
             for instance in self._instances:
                 instance.wait_ready(self._told.append)
             self._warm_up(options, list(adapters))
@@ -98,12 +129,13 @@ class System:
         self._instances.clear()
         self._group = None
 
-    def _start(self, options: argparse.Namespace, adapters: dict[str, str]) -> None:
+    def _start(
+        self, options: argparse.Namespace, name: str, split: Split, adapters: dict[str, str]
+    ) -> None:
         """Start instances, and the server, if there is one, while they make their models."""
-        engine, number = engine_fields(options, self.name), options.instances + options.lora_server
-        place = None
-        if self.name != COUPLED:
-            number, cluster = options.instances, _cluster(options, self.name)
+        engine, number, place = engine_fields(options, name, split), split.devices, None
+        if name != COUPLED:
+            number, cluster = split.instances, _cluster(options, name, split)
             spec = server_spec(EngineConfig(model=options.model, **engine), cluster)
             assert spec is not None, "a server was asked for"
             place = ServerPlace(spec, (), cluster)
@@ -155,13 +187,13 @@ def homes(options: argparse.Namespace, instances: int) -> dict[str, int]:
 
 def require_gpus(options: argparse.Namespace, environment: Mapping[str, str]) -> None:
     """Raise ValueError where there are GPUs, but not one for each instance and each rank."""
-    wanted = options.instances + options.lora_server
+    wanted = max(split.devices for split in options.splits)
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     there = len(glob.glob("/dev/nvidia[0-9]*")) if visible is None else _count(visible)
     if there < wanted and (there or "cuda" in environment.get("JAX_PLATFORMS", "")):
         raise ValueError(
-            f"{options.instances} instances and {options.lora_server} ranks of a LoRA Server need "
-            f"{wanted} GPUs; {there} are there. Lower --instances or --lora-server."
+            f"Instances and ranks of a LoRA Server, {' or '.join(map(str, options.splits))}, need "
+            f"{wanted} GPUs; {there} are there. Ask for smaller --splits."
         )
 
 
@@ -169,30 +201,41 @@ def _count(visible: str) -> int:
     return sum(bool(name.strip()) for name in visible.split(","))
 
 
-def engine_fields(options: argparse.Namespace, name: str) -> dict[str, Any]:
+def engine_fields(options: argparse.Namespace, name: str, split: Split) -> dict[str, Any]:
     """Return what every instance of the system is started with."""
+    slots = options.coupled_loras if name == COUPLED else options.server_loras * split.ranks
     return {
         "dtype": options.dtype,
         "load_format": options.load_format,
         "max_model_len": options.max_model_len,
         "max_num_seqs": options.max_num_seqs,
         "max_num_batched_tokens": options.max_num_batched_tokens,
-        "max_loras": options.coupled_loras if name == COUPLED else options.max_loras,
+        "max_loras": slots,
         "max_lora_rank": options.max_lora_rank,
         "max_esft_adapters": 0,
         "enable_prefix_caching": False,
         "specialize_lora": False,  # every request has an adapter
         "kv_cache_memory_bytes": int(options.kv_cache_gb * 2**30) or None,
-        "lora_memory_bytes": int(options.lora_gb * 2**30) or None,
+        "lora_memory_bytes": slots * _adapter_bytes(options, name),
         "max_total_adapter_bytes": 1 << 50,  # they share their bytes
     }
 
 
-def _cluster(options: argparse.Namespace, name: str) -> ClusterConfig:
+def _adapter_bytes(options: argparse.Namespace, name: str) -> int:
+    """Return what an adapter takes on an instance."""
+    config = read_config(Path(options.model))
+    catalogue = model_class(config.model_type).catalogue(config)
+    kept = catalogue if name == COUPLED else catalogue.without_experts()
+    itemsize = 2 if config.dtype == "bfloat16" and options.dtype != "float32" else 4
+    rows = rows_per_adapter(kept, options.max_lora_rank)
+    return sum(width * count for width, count in rows.items()) * itemsize
+
+
+def _cluster(options: argparse.Namespace, name: str, split: Split) -> ClusterConfig:
     return ClusterConfig(
-        instances=options.instances,
-        lora_server=options.lora_server,
-        lora_server_adapters=options.server_loras,
+        instances=split.instances,
+        lora_server=split.ranks,
+        lora_server_adapters=options.server_loras * split.ranks,
         lora_server_wait_s=5.0,
         **STEPS[name],
     )

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from bench.ablation import __main__ as ablation
 from bench.ablation.instance import Told
 from bench.ablation.prefilled import take_prompts_as_prefilled
-from bench.ablation.system import STEPS, System, homes, require_gpus
+from bench.ablation.system import STEPS, Split, System, homes, require_gpus
 from bench.ablation.workload import (
     Job,
     Load,
@@ -98,8 +98,8 @@ def test_adapters_are_dealt_out_by_their_share_of_the_requests():
 @pytest.mark.parametrize("said", [{"CUDA_VISIBLE_DEVICES": "0,1"}, {"JAX_PLATFORMS": "cuda"}])
 def test_too_few_gpus_are_refused(said, monkeypatch):
     monkeypatch.setattr("glob.glob", lambda pattern: [])
-    options = ablation.parse_args(["--instances", "2", "--lora-server", "2"])
-    with pytest.raises(ValueError, match=r"2 instances and 2 ranks .* need 4 GPUs; [02] are there"):
+    options = ablation.parse_args(["--splits", "2+2", "3+1"])
+    with pytest.raises(ValueError, match=r"2\+2 or 3\+1, need 4 GPUs; [02] are there"):
         require_gpus(options, said)
     require_gpus(options, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
     require_gpus(options, {})  # a machine without any, on its CPU
@@ -121,15 +121,24 @@ def test_random_adapters_fit_their_model_and_differ(tmp_path):
 @pytest.mark.slow
 def test_a_system_starts_serves_and_ends(tmp_path):
     words = "--model assets/tiny-moe --load-format dummy --rank 4 --prefilled --cold 3"
-    words += " --adapters 4 --warm 2 --max-loras 4 --server-loras 4 --rates 8 --seconds 1"
+    words += " --adapters 4 --warm 2 --server-loras 4 --rates 8 --seconds 1"
     options = ablation.parse_args([*words.split(), "--max-model-len", "128", "--max-num-seqs", "8"])
     adapters = ablation.adapters_of(options, tmp_path)
-    with contextlib.closing(System(options, "+kernel", adapters)) as system:
+    with contextlib.closing(System(options, "+kernel", *options.splits, adapters)) as system:
         cold, *rows, best = ablation.rows_of(options, system)
     assert cold["cold_ttft"] > 0
     assert [row["failed"] for row in rows] == [0]
     assert rows[0]["requests"] > 2
     assert best["serviceable_rate"] in (0, 8)
+
+
+def test_every_system_is_measured_with_every_split_but_the_coupled_one():
+    words = ["--systems", "coupled", "+kernel", "--splits", "3+1", "2+2"]
+    found = ablation.systems_of(ablation.parse_args(words))
+    assert found == [("coupled", Split(3, 1)), ("+kernel", Split(3, 1)), ("+kernel", Split(2, 2))]
+    for wrong in ("4", "4+0", "0+1", "a+b", "1+1+1"):
+        with pytest.raises(SystemExit):
+            ablation.parse_args(["--splits", wrong])
 
 
 def test_every_switch_is_a_flag_and_one_system_has_none_off():
