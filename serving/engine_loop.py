@@ -158,7 +158,7 @@ class EngineLoop:
             parts.loader.prepare(parts.runner, self._num_dispatched)
         step = None if plan is None else parts.runner.dispatch(plan)
         self._num_dispatched += step is not None
-        self._advance_loads()
+        loaded = self._advance_loads()
         for sequence in ended:
             self._end(sequence, FinishReason.ABORT)
         for sequence in expired:
@@ -167,7 +167,7 @@ class EngineLoop:
         finished, self._flying = self._flying, step
         if finished is not None:
             self._take_in(finished)
-        elif step is None:
+        elif step is None and not loaded:
             self._sleep()
 
     def _follow_registry(self) -> None:
@@ -182,10 +182,11 @@ class EngineLoop:
         if self._parts.loader is not None:
             self._parts.loader.reconcile(entries)
 
-    def _advance_loads(self) -> None:
+    def _advance_loads(self) -> bool:
+        """Return whether the last load under way has ended, for which a sequence may wait."""
         loader, runner = self._parts.loader, self._parts.runner
         if loader is None or not loader.is_busy:
-            return
+            return False
         steps = self._num_dispatched, self.num_steps
         for digest, why in loader.advance(runner, self._parts.chunks_per_step, *steps):
             with self._lock:
@@ -195,6 +196,7 @@ class EngineLoop:
             for sequence in waiting:
                 message = _ADAPTER_LOAD.format(name=sequence.request.adapter, why=why)
                 self._end(sequence, FinishReason.ERROR, message, retryable=True)
+        return not loader.is_busy
 
     def _sleep(self) -> None:
         """Wait until something is to be done."""

@@ -54,7 +54,7 @@ from bench.ablation.workload import (
 from lora_jax.models.loader import read_config
 
 _COLD_PROMPT, _COLD_TOKENS = 64, 4
-_FULL_TOKENS, _QUEUED_AT = 32, 0.01  # of a batch that fills all rows; when the last one comes
+_FULL_TOKENS, _QUEUED_AT = 16, 0.01  # of a batch that fills all rows; when the last one comes
 _LONG_TOKENS = 96
 _PATIENCE_S = 30.0  # for cold adapters
 
