@@ -241,7 +241,6 @@ def _look(
         x = server.rows_of(messages, site, rows)
         row_to_layer = layers[messages.row_to_message] if len(layers) > 1 else layers[0]
         deltas = rank.traced_deltas(slots, site, row_to_layer, x, row_to_slot, messages.experts)
-        deltas = [delta.astype(server.shapes.result_dtype) for delta in deltas]
         after = server.answer(messages, verdicts, deltas, site).info.at[:, _VERDICT].set(verdicts)
         found.append(after)
     return found

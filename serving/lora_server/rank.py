@@ -287,9 +287,9 @@ def shard_deltas(
 ) -> tuple[Float[Array, "rows _"], ...]:
     """Return scaling * (x A^T) B of each row for every module; of slot -1 it is zero.
 
-    In float32 as they travel, but rounded as a coupled engine's deltas are: the instance's sum has
-    the bits of that engine's. The layer is data, so that one program serves them all; with one for
-    each row, all layers' slots are one table. Without `first_expert` the modules are of no expert.
+    In ops.lora_gemm.delta_dtype, as a coupled engine's deltas are: the instance's sum has the bits
+    of that engine's. The layer is data, so that one program serves them all; with one for each row,
+    all layers' slots are one table. Without `first_expert` the modules are of no expert.
     """
     entries, scaling = slots.entries, slots.scaling
     if layer.ndim:
@@ -308,4 +308,4 @@ def shard_deltas(
         owners = row_to_slot, experts
         nothing = [None] * len(sites)
         deltas += lora_gemms(nothing, x, *pools, entries, scaling, sites, *owners, **options)
-    return tuple(delta.astype(jnp.float32) for delta in deltas)
+    return tuple(deltas)

@@ -45,8 +45,9 @@ def test_a_ranks_program_is_one_graph_with_its_loop(server, tmp_path, monkeypatc
     sizes = {"num_adapters": 4, "max_rank": 8, "max_rows": 64}
     made = design(ServerSpec(str(tmp_path), "bfloat16", "ep1-pp1", 1, **sizes))
     rank = ServerRank(made.catalogue, made.plan.shard(0), made.sizes, jnp.dtype("bfloat16"))
-    server.shapes, h200 = made.terms.shapes, H200()
+    h200 = H200()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    server.shapes = made.terms.shapes
     leaves, tree = jax.tree.flatten(rank.slots)
     number, places = h200.array((), jnp.int32), h200.array((4,), jnp.int32)
     program = device_loop._program(rank, made.plan, server)
