@@ -42,6 +42,7 @@ TRANSPORT_CALLS = (
     "wait_add",
     "wait_add_aside",
     "accept",
+    "judge",
     "fetch",
     "answer",
 )

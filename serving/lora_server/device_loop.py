@@ -24,13 +24,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from lora_jax.adapters.slots import AdapterSlots
-from lora_jax.typing import Array, Int
+from lora_jax.typing import Array, Bool, Int
 from serving.lora_server.rank import ServerRank
 from serving.lora_server.shards import ServerPlan
-from serving.transport.device_server import Arrived, DeviceServer, Verdict, no_ticket
+from serving.transport.device_server import (
+    DeviceServer,
+    Found,
+    RankTable,
+    Verdict,
+    Word,
+    no_ticket,
+)
 
 _AHEAD = 2  # programs under way: one runs, one is behind it
-_VERDICT = 5  # its place in what a look says of a message
 _NOBODY = -1
 # A program is one CUDA graph on a GPU, its loop included, and that only where it is asked for: else
 # the host waits for every look to decide whether there is one more.
@@ -38,17 +44,6 @@ ONE_GRAPH = {
     "xla_gpu_graph_min_graph_size": "1",
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE",
 }
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class RankTable:
-    """What a rank holds, by place: number modulo the number of places."""
-
-    numbers: Int[Array, "places"]
-    slots: Int[Array, "places"]
-    num_ready: Int[Array, "places"]  # layers that are here
-    version: Int[Array, ""]
 
 
 @jax.tree_util.register_dataclass
@@ -77,9 +72,11 @@ class DeviceLoop:
     def __init__(self, rank: ServerRank, plan: ServerPlan, server: DeviceServer):
         """Compile, so that no request waits for that."""
         self._rank, self._server = rank, server
+        here = [layer if layer in rank.shard.layers else _NOBODY for layer in plan.moe_layers]
+        self._layers = np.asarray(here, np.int32)
         self._device = jax.local_devices()[0]
         copies = _AHEAD if jax.default_backend() == "gpu" else 1
-        self._programs = [_program(rank, plan, server) for _ in range(copies)]
+        self._programs = [_program(rank, server) for _ in range(copies)]
         self._lines = self._new_lines()
         self._said = [_Said(self._new_lines(), self._put(np.int32(0))) for _ in range(_AHEAD)]
         self._under_way: collections.deque[int] = collections.deque()  # places, oldest first
@@ -144,7 +141,7 @@ class DeviceLoop:
     def _read(self) -> Report:
         said = self._said[self._under_way.popleft()]
         lines = np.concatenate(said.lines)
-        left = lines[(lines[:, 0] != _NOBODY) & (lines[:, _VERDICT] == Verdict.LEAVE)]
+        left = lines[(lines[:, 0] != _NOBODY) & (lines[:, Word.VERDICT] == Verdict.LEAVE)]
         return Report(int(said.answered), tuple(map(tuple, left.tolist())))
 
     def _compile(self, program: Callable) -> None:
@@ -161,7 +158,8 @@ class DeviceLoop:
         known = (self._rank.changes, version)
         if self._table is None or known != self._known:
             arrays = (array.astype(np.int32) for array in self._rank.table())
-            self._table = RankTable(*map(self._put, (*arrays, np.int32(version))))
+            table = *arrays, np.int32(version), self._layers
+            self._table = RankTable(*map(self._put, table))
             self._known = known
         return self._table
 
@@ -171,14 +169,14 @@ class DeviceLoop:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _forget(lines: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Return lines, in their place, of which none is left to the host: no number is below -1.
+    """Return lines, in their place, of nothing: no number of theirs is below -1.
 
     They have to come of what was there, or they are not in its place.
     """
     return tuple(jnp.minimum(line, _NOBODY) for line in lines)
 
 
-def _program(rank: ServerRank, plan: ServerPlan, server: DeviceServer) -> Callable:
+def _program(rank: ServerRank, server: DeviceServer) -> Callable:
     """Return (slots, table, lines, said, limits) -> (lines, said), both in their place.
 
     `lines` are those of the last look of the program before. Where one of them is left to the host
@@ -195,75 +193,50 @@ def _program(rank: ServerRank, plan: ServerPlan, server: DeviceServer) -> Callab
         limits: Int[Array, "2"],
     ) -> tuple[tuple[Array, ...], _Said]:
         def goes_on(carry):
-            looks, goes, *_ = carry
-            return goes & (looks < limits[1])
+            looks, lines = carry
+            some = (looks == 0) | _any_found(lines, Found.ALL_WELL)
+            return some & ~_any_found(lines, Found.LEFT) & (looks < limits[1])
 
         def look(carry):
-            looks, _, lines, answered = carry
-            lines = tuple(_look(rank, plan, server, slots, table, lines[-1], limits[0]))
-            answers = _count(lines, Verdict.ANSWER)
-            goes = (answers > 0) & (_count(lines, Verdict.LEAVE) == 0)
-            return looks + 1, goes, lines, answered + answers
+            looks, lines = carry
+            return looks + 1, _look(rank, server, slots, table, lines[-1], limits[0])
 
-        goes = _count(lines, Verdict.LEAVE) == 0
-        carry = jnp.int32(0), goes, lines, jnp.zeros_like(said.answered)
-        looks, _, lines, answered = jax.lax.while_loop(goes_on, look, carry)
+        lines = (*lines[:-1], lines[-1].at[0, Word.ANSWERS].set(0))
+        looks, lines = jax.lax.while_loop(goes_on, look, (jnp.int32(0), lines))
         # Of what the program before has left, it has told itself.
-        return lines, _Said(tuple(jnp.where(looks > 0, one, _NOBODY) for one in lines), answered)
+        told = tuple(jnp.where(looks > 0, one, _NOBODY) for one in lines)
+        return lines, _Said(told, lines[-1][0, Word.ANSWERS])
 
     return serve
 
 
-def _count(lines: tuple[Int[Array, "messages 8"], ...], verdict: Verdict) -> Int[Array, ""]:
-    """Return of how many messages this became."""
-    are = ((one[:, 0] != _NOBODY) & (one[:, _VERDICT] == verdict) for one in lines)
-    return jnp.sum(sum(one.astype(jnp.int32) for one in are))
+def _any_found(lines: tuple[Int[Array, "messages 8"], ...], what: Found) -> Bool[Array, ""]:
+    """Return whether a look for messages of one of the sites has come to this."""
+    found = [one[0, Word.FOUND] == what for one in lines]
+    return functools.reduce(jnp.logical_or, found)
 
 
 def _look(
     rank: ServerRank,
-    plan: ServerPlan,
     server: DeviceServer,
     slots: AdapterSlots,
     table: RankTable,
-    after: Int[Array, "messages 8"],
+    last: Int[Array, "messages 8"],
     limit: Int[Array, ""],
-) -> list[Array]:
+) -> tuple[Array, ...]:
     """Take and answer what waits of each site in turn; return the lines of each.
 
     Without branches: those of a CUDA graph take longer than kernels that find nothing to do.
     """
-    found, rows = [], rank.sizes.max_rows
+    lines, rows = [], rank.sizes.max_rows
     for site in rank.sites:
-        messages = server.accept(after, limit, site)
-        layers = jnp.asarray(np.asarray(plan.moe_layers, np.int32))[messages.layers]
-        verdicts, row_to_slot = judge(rank, table, messages, layers)
+        messages = server.accept(last, limit, site)
+        judged = server.judge(messages, last, table, rank.share)
+        messages = judged.messages
         x = server.rows_of(messages, site, rows)
-        row_to_layer = layers[messages.row_to_message] if len(layers) > 1 else layers[0]
-        deltas = rank.traced_deltas(slots, site, row_to_layer, x, row_to_slot, messages.experts)
-        deltas = [delta.astype(server.shapes.result_dtype) for delta in deltas]
-        after = server.answer(messages, verdicts, deltas, site).info.at[:, _VERDICT].set(verdicts)
-        found.append(after)
-    return found
-
-
-def judge(
-    rank: ServerRank, table: RankTable, messages: Arrived, layers: Int[Array, "messages"]
-) -> tuple[Int[Array, "messages"], Int[Array, "max_rows"]]:
-    """Return whether each message is answered or left to the host, and the slots of their rows.
-
-    Nothing is refused here: the table is that of when the program was enqueued, and an adapter may
-    have come since. The host, which knows, answers or refuses what is left.
-    """
-    shard, owner = rank.shard, messages.row_to_message
-    real = owner >= 0
-    place = jnp.where(real, messages.adapters % len(table.numbers), 0)
-    expert = messages.experts - shard.first_expert
-    mine = (table.numbers[place] == messages.adapters) & (expert >= 0)
-    mine &= (expert < shard.num_experts) & (table.num_ready[place] > layers[owner])
-    here = jnp.isin(layers, jnp.asarray(shard.layers, jnp.int32))
-    known = here & (messages.table_versions <= table.version) & (messages.clients != _NOBODY)
-    foreign = (owner[None] == jnp.arange(len(layers))[:, None]) & ~mine[None]
-    well = known & ~jnp.any(foreign, axis=1)
-    verdicts = jnp.where(well, Verdict.ANSWER, Verdict.LEAVE).astype(jnp.int32)
-    return verdicts, jnp.where(real & well[owner], table.slots[place], _NOBODY)
+        layer = None if rank.share.slots_per_layer else table.layers[messages.layers[0]]
+        owners = judged.row_to_slot, messages.experts
+        deltas = rank.traced_deltas(slots, site, layer, x, *owners)
+        last = server.answer(messages, judged.verdicts, deltas, site).info
+        lines.append(last)
+    return tuple(lines)

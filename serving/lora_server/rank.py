@@ -31,7 +31,7 @@ from lora_jax.ops.lora_gemm import lora_gemms
 from lora_jax.typing import Array, Float, Int
 from serving.lora_server.loading import LayerwiseLoad
 from serving.lora_server.shards import SITES, Shard, shard_catalogue
-from serving.transport.device_server import MOST_MESSAGES
+from serving.transport.device_server import MOST_MESSAGES, Share
 
 _SMALLEST_BUCKET, _BUCKET_FACTOR = 8, 4
 _FREE = -1
@@ -97,6 +97,12 @@ class ServerRank:
         """Return how many messages, each of a layer of its own, `traced_deltas` takes at once."""
         _, layers, slots, _ = self.slots.entries.shape
         return MOST_MESSAGES if layers * slots <= _MOST_SLOTS else 1
+
+    @property
+    def share(self) -> Share:
+        """Return what programs have to know of the rank besides its table."""
+        per_layer = self.slots.entries.shape[2] if self.most_messages > 1 else 0
+        return Share(self.shard.first_expert, self.shard.num_experts, per_layer)
 
     @property
     def is_loading(self) -> bool:
@@ -222,14 +228,14 @@ class ServerRank:
         self,
         slots: AdapterSlots,
         site: int,
-        layer: Int[Array, ""] | Int[Array, "rows"] | np.int32,
+        layer: Int[Array, ""] | np.int32 | None,
         x: Array | np.ndarray,
         row_to_slot: Array | np.ndarray,
         row_to_expert: Array | np.ndarray,
     ) -> tuple[Float[Array, "rows _"], ...]:
         """Return `deltas` with the adapters in `slots`; in a program too.
 
-        Rows may be of different layers, where `most_messages` is more than one.
+        Without a layer the slots of all layers are one table, and rows may be of different ones.
         """
         return shard_deltas(
             slots,
@@ -278,7 +284,7 @@ class ServerRank:
 )
 def shard_deltas(
     slots: AdapterSlots,
-    layer: Int[Array, ""] | Int[Array, "rows"],
+    layer: Int[Array, ""] | None,
     x: Float[Array, "rows d_in"],
     row_to_slot: Int[Array, "rows"],
     row_to_expert: Int[Array, "rows"],
@@ -291,13 +297,12 @@ def shard_deltas(
 ) -> tuple[Float[Array, "rows _"], ...]:
     """Return scaling * (x A^T) B of each row for every module; of slot -1 it is zero.
 
-    In float32 as they travel, but rounded as a coupled engine's deltas are: the instance's sum has
-    the bits of that engine's. The layer is data, so that one program serves them all; with one for
-    each row, all layers' slots are one table. Without `first_expert` the modules are of no expert.
+    In ops.lora_gemm.delta_dtype, as a coupled engine's deltas are: the instance's sum has the bits
+    of that engine's. The layer is data, so that one program serves them all; without it all layers'
+    slots are one table. Without `first_expert` the modules are of no expert.
     """
     entries, scaling = slots.entries, slots.scaling
-    if layer.ndim:
-        row_to_slot = jnp.where(row_to_slot < 0, -1, layer * entries.shape[2] + row_to_slot)
+    if layer is None:
         entries, scaling = (t.reshape(len(t), -1, *t.shape[3:]) for t in (entries, scaling))
     else:
         entries, scaling = entries[:, layer], scaling[:, layer]
@@ -312,4 +317,4 @@ def shard_deltas(
         owners = row_to_slot, experts
         nothing = [None] * len(sites)
         deltas += lora_gemms(nothing, x, *pools, entries, scaling, sites, *owners, **options)
-    return tuple(delta.astype(jnp.float32) for delta in deltas)
+    return tuple(deltas)

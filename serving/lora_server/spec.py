@@ -5,10 +5,13 @@ import functools
 import hashlib
 from pathlib import Path
 
+import jax.numpy as jnp
+
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.config import ModelConfig
 from lora_jax.models import model_class
 from lora_jax.models.loader import read_config
+from lora_jax.ops.lora_gemm import delta_dtype
 from serving.lora_server.rank import RankSizes
 from serving.lora_server.shards import ServerPlan, server_plan, shard_catalogue
 from serving.transport.shapes import moe_shapes
@@ -54,7 +57,8 @@ class ServerDesign:
         widths = self.config.hidden_size, moe.intermediate_size
         attention = _attention_widths(self.catalogue) if spec.attention else None
         sizes = len(self.plan.moe_layers), spec.max_rows, *widths
-        shapes = moe_shapes(*sizes, spec.dtype, attention=attention)
+        deltas = delta_dtype(jnp.dtype(spec.dtype), spec.implementation).name
+        shapes = moe_shapes(*sizes, spec.dtype, deltas, attention=attention)
         return Terms(base_digest(spec.model), self.plan.placement, shapes)
 
     @property

@@ -119,6 +119,19 @@ class ServerEnd(Protocol):
         """Traced: (info, adapters, experts, row_to_message) of the next messages."""
         ...
 
+    def judge(
+        self,
+        before: Int[Array, "messages 8"],
+        arrived: Sequence[Array],
+        table: Sequence[Array],
+        *,
+        first_expert: int,
+        num_experts: int,
+        slots_per_layer: int,
+    ) -> tuple[Array, Array, Array]:
+        """Traced: (info, row_to_slot, verdicts) of what `accept` gave; see DeviceServer.judge."""
+        ...
+
     def fetch_rows(
         self, info: Int[Array, "messages 8"], site: int, shape: jax.ShapeDtypeStruct
     ) -> Array:

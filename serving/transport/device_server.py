@@ -85,6 +85,53 @@ class Arrived:
         return self.info[:, 4]
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RankTable:
+    """What a rank holds, by place: an adapter's number modulo the number of places."""
+
+    numbers: Int[Array, "places"]
+    slots: Int[Array, "places"]
+    num_ready: Int[Array, "places"]  # layers of the model that are here, from the lowest
+    version: Int[Array, ""]
+    layers: Int[Array, "layers"]  # of the plan, as the model numbers them; -1: of another rank
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """Which experts a rank has, and how it counts the slots of a row's layer."""
+
+    first_expert: int
+    num_experts: int
+    slots_per_layer: int  # in one table of all layers; 0: each layer's begin at 0
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """What becomes of messages, and slots of their rows: -1 where nothing is to be added."""
+
+    messages: Arrived
+    row_to_slot: Int[Array, "max_rows"]
+    verdicts: Int[Array, "messages"]
+
+
+class Found(enum.IntEnum):
+    """What a look for messages has come to."""
+
+    ALL_WELL = 0  # there were some, and all are answered
+    NOTHING = 1
+    LEFT = 2  # one or more of them to the host
+
+
+class Word(enum.IntEnum):
+    """Places of numbers in the info of judged messages; the last two are in its first line."""
+
+    VERDICT = 5
+    ANSWERS = 6  # so far, of this look and those before
+    FOUND = 7
+
+
 class DeviceServer(AbstractSeatingServer[_Seat]):
     """A rank of the LoRA Server whose kernels read and write the slots. See AbstractServer."""
 
@@ -147,6 +194,19 @@ class DeviceServer(AbstractSeatingServer[_Seat]):
         """
         limit = jnp.asarray(limit_us, jnp.int32)
         return Arrived(*self._end.accept(after, self.shapes.max_rows, limit, site))
+
+    def judge(
+        self, messages: Arrived, before: Int[Array, "messages 8"], table: RankTable, share: Share
+    ) -> Judged:
+        """Traced: what of messages is answered, by the table of the rank that has this share.
+
+        A message is answered where the rank has all that its rows want, and else left to the host,
+        which may know a newer table. `before` is the info of the messages before: the counts go on.
+        """
+        arrived = messages.info, messages.adapters, messages.experts, messages.row_to_message
+        tables = table.numbers, table.slots, table.num_ready, table.version, table.layers
+        info, *others = self._end.judge(before, arrived, tables, **dataclasses.asdict(share))
+        return Judged(dataclasses.replace(messages, info=info), *others)
 
     def rows_of(self, messages: Arrived, site: int, rows: int) -> Float[Array, "rows d_in"]:
         """Traced: the messages' rows, at most `rows`; undefined if they are of another site."""

@@ -267,6 +267,32 @@ class ServerEnd(_End):
         )
         return info, adapters, experts, row_to_message
 
+    def judge(
+        self,
+        before: Int[Array, "messages 8"],
+        arrived: Sequence[Array],
+        table: Sequence[Array],
+        *,
+        first_expert: int,
+        num_experts: int,
+        slots_per_layer: int,
+    ) -> tuple[Array, Array, Array]:
+        """Return (info, row_to_slot, verdicts) of what `accept` gave: see csrc/peer_judge.cuh.
+
+        `before` is the info of the messages before; `table` is numbers, slots and ready layers by
+        place, the version, and the layers of the plan.
+        """
+        info, adapters, *others = arrived
+        verdicts = jax.ShapeDtypeStruct(info.shape[:1], jnp.int32)
+        outs = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (info, adapters)]
+        call = jax.ffi.ffi_call(
+            _PREFIX + "judge", [*outs, verdicts], input_output_aliases={1: 0, 2: 1}
+        )
+        which = {"first_expert": first_expert, "num_experts": num_experts}
+        which |= {"slots_per_layer": slots_per_layer}
+        numbers = {name: np.int64(value) for name, value in which.items()}
+        return tuple(call(before, info, adapters, *others, *table, **numbers))
+
     def fetch_rows(
         self, info: Int[Array, "messages 8"], site: int, shape: jax.ShapeDtypeStruct
     ) -> Array:

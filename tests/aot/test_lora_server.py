@@ -15,7 +15,7 @@ from lora_jax.ops import dispatch
 from serving.lora_server import device_loop
 from serving.lora_server.rank import ServerRank
 from serving.lora_server.spec import ServerSpec, design
-from serving.transport.device_server import DeviceServer, no_ticket
+from serving.transport.device_server import DeviceServer, RankTable, no_ticket
 
 pytestmark = pytest.mark.aot
 SHAPE = TinyShape(max_positions=96, experts=4, hidden=256, width=128, layers=2)
@@ -45,14 +45,15 @@ def test_a_ranks_program_is_one_graph_with_its_loop(server, tmp_path, monkeypatc
     sizes = {"num_adapters": 4, "max_rank": 8, "max_rows": 64}
     made = design(ServerSpec(str(tmp_path), "bfloat16", "ep1-pp1", 1, **sizes))
     rank = ServerRank(made.catalogue, made.plan.shard(0), made.sizes, jnp.dtype("bfloat16"))
-    server.shapes, h200 = made.terms.shapes, H200()
+    h200 = H200()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    server.shapes = made.terms.shapes
     leaves, tree = jax.tree.flatten(rank.slots)
     number, places = h200.array((), jnp.int32), h200.array((4,), jnp.int32)
-    program = device_loop._program(rank, made.plan, server)
+    program = device_loop._program(rank, server)
 
     def serve(leaves, places, version, lines, said, limits):
-        table = device_loop.RankTable(places, places, places, version)
+        table = RankTable(places, places, places, version, places)
         said = device_loop._Said(*said)
         return program.__wrapped__(tree.unflatten(leaves), table, lines, said, limits)
 

@@ -38,6 +38,7 @@ MOST_REGISTERS = {
     "respond_kernel": 72,  # one CTA an SM: there are as many as SMs
     "wait_add_kernel": 64,
     "receive_kernel": 128,
+    "judge_kernel": 64,
 }
 # Bytes at most: where a tile begins, and in a kernel of one CTA.
 SPILLED = {"shrink_kernel": 64, "receive_kernel": 16}

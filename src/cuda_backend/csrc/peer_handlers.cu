@@ -1,6 +1,6 @@
 // XLA FFI entry points of the transport between GPUs. All of them only enqueue work of a fixed shape
 // whose sequence numbers are in device memory, so XLA may put them into CUDA graphs.
-#include "peer_ffi.cuh"
+#include "peer_judge.cuh"
 
 #define LORA_JAX_ON_STREAM ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()
 
@@ -16,6 +16,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_peer_wait_add_aside, lora_jax::PeerW
                               LORA_JAX_ON_STREAM.LORA_JAX_PEER_WAIT_ADD_BINDING);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_peer_accept, lora_jax::PeerReceive,
                               LORA_JAX_ON_STREAM.LORA_JAX_PEER_RECEIVE_BINDING, {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_peer_judge, lora_jax::PeerJudge,
+                              LORA_JAX_ON_STREAM.LORA_JAX_PEER_JUDGE_BINDING, {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_peer_fetch, lora_jax::PeerFetch,
                               LORA_JAX_ON_STREAM.LORA_JAX_PEER_FETCH_BINDING, {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_peer_answer, lora_jax::PeerRespond,
