@@ -86,7 +86,8 @@ def plot_esft_memory(result: dict[str, Any], path: Path) -> None:
 ABLATION_PANELS = (
     ("ttft_p95", "P95 TTFT, s"),
     ("tpot_mean", "mean TPOT, s"),
-    ("slo_attainment", "requests within the SLO"),
+    ("adapters_at_slo", "adapters that meet the SLO"),
+    ("output_tokens_per_s", "output tokens per second"),
 )
 
 

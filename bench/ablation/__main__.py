@@ -26,6 +26,7 @@ With `--together` all systems start at once, and those that are not measured are
 import argparse
 import collections
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -273,7 +274,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure every system, and write a JSON after each row."""
+    """Measure every system, write a JSON after each row, and at last the plot."""
     options = parse_args()
     try:
         require_gpus(options, os.environ)
@@ -294,6 +295,8 @@ def main() -> None:
             result["rows"].append(row)
             print(json.dumps(row), flush=True)
             path.write_text(json.dumps(result, indent=2) + "\n")
+    if any("rate" in row for row in result["rows"]) and importlib.util.find_spec("matplotlib"):
+        importlib.import_module("bench.report").plot_ablation(result, path.with_suffix(".png"))
 
 
 def _said(value: Any) -> Any:
