@@ -228,12 +228,11 @@ def _look(
 
     Without branches: those of a CUDA graph take longer than kernels that find nothing to do.
     """
-    lines, rows = [], rank.sizes.max_rows
+    lines = []
     for site in rank.sites:
-        messages = server.accept(last, limit, site)
+        messages, x = server.take(last, limit, site)
         judged = server.judge(messages, last, table, rank.share)
         messages = judged.messages
-        x = server.rows_of(messages, site, rows)
         layer = None if rank.share.slots_per_layer else table.layers[messages.layers[0]]
         owners = judged.row_to_slot, messages.experts
         deltas = rank.traced_deltas(slots, site, layer, x, *owners)
