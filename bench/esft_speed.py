@@ -261,8 +261,8 @@ class Results:
         self._file.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def main() -> None:
-    """Make the model, load the adapters, run the parts, and write what came out."""
+def parse_args() -> argparse.Namespace:
+    """Return what to measure, of which model, and where to write it."""
     parser = argparse.ArgumentParser(prog="python -m bench.esft_speed", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for the JSON")
     parser.add_argument("--model", choices=tuple(SHAPES), default="deepseek-v2-lite")
@@ -277,19 +277,29 @@ def main() -> None:
     parser.add_argument("--programs", type=Path, help=text)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--seconds", type=float, default=60, help="for each part")
-    args = parser.parse_args()
-    start = time.monotonic()
-    say = lambda text: print(f"[{time.monotonic() - start:5.1f} s] {text}", flush=True)  # noqa: E731
-    layers = {} if args.layers is None else {"layers": args.layers}
-    shape = SHAPES[args.model](args.adapters, **layers)
+    return parser.parse_args()
+
+
+def sizes_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return rows, tokens and samples of the steps; a tiny model has small ones."""
     small = args.model == "tiny"
-    sizes = {
+    return {
         "decode": (1, 8) if small else tuple(args.decode_rows),
         "samples": args.samples,
         "prefill": tuple(min(tokens, 32) if small else tokens for tokens in args.prefill_tokens),
         "context": 32 if small else CONTEXT,
         "longest": 32 if small else max(*PREFILL, *args.prefill_tokens),
     }
+
+
+def main() -> None:
+    """Make the model, load the adapters, run the parts, and write what came out."""
+    args = parse_args()
+    start = time.monotonic()
+    say = lambda text: print(f"[{time.monotonic() - start:5.1f} s] {text}", flush=True)  # noqa: E731
+    layers = {} if args.layers is None else {"layers": args.layers}
+    shape = SHAPES[args.model](args.adapters, **layers)
+    sizes = sizes_of(args)
     programs = Programs(shape, sizes, args.programs)
     begin(programs, shape, args.only, sizes)
     woven = Woven(shape)
@@ -298,7 +308,8 @@ def main() -> None:
     for adapter in range(len(shape.counts)):
         woven.load(adapter)
     say(f"{len(shape.counts)} adapters in {woven.tensors.pages()}")
-    measurement = Measurement(woven, programs, copy_bandwidth(1 << 20 if small else 1 << 31), sizes)
+    bandwidth = copy_bandwidth(1 << 20 if args.model == "tiny" else 1 << 31)
+    measurement = Measurement(woven, programs, bandwidth, sizes)
     say(f"copies {measurement.bandwidth / 1e12:.2f} TB/s")
     device = jax.devices()[0].device_kind
     about = {

@@ -25,12 +25,13 @@ REWRITES = (
         r"auto* \2 = static_cast<\1*>(emu::dynamic_shared());",
     ),
     (
-        r"__shared__ (unsigned char|int) (\w+)\[([^\]]+)\];",
+        r"__shared__ ((?:const |unsigned )*\w+\*?) (\w+)\[([^\]]+)\];",
         r"auto& \2 = emu::static_shared<\1[\3]>(__LINE__);",
     ),
     (r"(\w+)<<<(.*?), stream>>>\((.*?)\);", r"emu::launch(\1, \2, \3);"),
     # A fiber a thread: grids that fill a GPU's SMs with copies would take seconds.
     (r"kPeerThreads = 512,", "kPeerThreads = 64,"),
+    (r"kReceiveThreads = 256;", "kReceiveThreads = 64;"),
     (r"kPeerCtas = 64;", "kPeerCtas = 2;"),
     (r"kAsideCtas = 24;", "kAsideCtas = 1;"),
     (r"kForwardThreads = 512;", "kForwardThreads = 32;"),
@@ -42,6 +43,7 @@ TRANSPORT_CALLS = (
     "wait_add",
     "wait_add_aside",
     "accept",
+    "take",
     "judge",
     "fetch",
     "answer",

@@ -19,6 +19,7 @@ WITHOUT_MODULE = {
     "tests/serving/lora_server/test_processes.py",
     "tests/serving/http/test_bad_input.py",
     "tests/serving/test_esft_serving.py",
+    "tests/serving/test_families.py",
     "tests/serving/http/test_end_to_end.py",
     "tests/serving/http/test_security.py",
 }

@@ -11,11 +11,18 @@ answers of the full size add to that. `lora`: what the adapters' products add to
 all of it, one after the other. `base`: the experts' three matrices, as batched products of equal
 groups. `overlap`: base and exchange as they are served; of several instances the slowest one's.
 `exposed`: overlap less base. `overlap_echo` and `overlap_refused`: overlap while servers send back
-what nobody computed, or nothing: what its own pushes and sums cost the instance. Plans with some of
-their ranks leave the rows of the others out.
+what nobody computed, or nothing: what its own pushes and sums cost the instance.
+
+An instance and all ranks of EP4 want five GPUs. A rank on the instance's GPU would take its SMs and
+memory, and as a process of its own turns of milliseconds. So plans with some of their ranks leave
+the rows of the others out, which says too little of what the instance sends and adds; with `all
+rows` its batch is so much larger that it sends as many as to all ranks, each of which then has more
+than its share. What all ranks would take lies between the two. Of several stages those whose ranks
+are all there have their layers measured.
 """
 
 import argparse
+import itertools
 import json
 import subprocess
 import tempfile
@@ -23,7 +30,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bench.lora_server.plans import ECHO, LORA, PLANS, REFUSE, Case, Plan, mixtral
+from bench.lora_server.plans import ECHO, LORA, PLANS, REFUSE, TABLE, Case, Plan, mixtral
 from bench.lora_server.timeline import shown
 from bench.lora_server.worker import ProcessWorker, Worker, all_of
 
@@ -44,9 +51,10 @@ class Bench:
         all_of([worker.start("set_case", case) for worker in self.workers])
 
     def measure(self, plan: Plan, tokens: int) -> dict:
-        """Return the plan's row."""
+        """Return the plan's row; `tokens` are the batch's that it stands for."""
         instances, servers = self._roles(plan)
-        found: dict = {"base": self._base_us(tokens, instances)}
+        tokens = plan.tokens(self.case, tokens)
+        found: dict = {"tokens": tokens, "base": self._base_us(tokens, instances)}
         try:
             self._connect(plan, tokens, instances, servers)
             if plan.instances == 1:
@@ -64,6 +72,7 @@ class Bench:
     def trace(self, plan: Plan, tokens: int, out: Path) -> None:
         """Write what ran on the first instance and the first rank, overlapped, as text."""
         instances, servers = self._roles(plan)
+        tokens = plan.tokens(self.case, tokens)
         try:
             self._connect(plan, tokens, instances, servers)
             all_of([worker.start("warm_overlap") for worker in instances])
@@ -146,24 +155,21 @@ class Bench:
             worker.call("set_mode", mode)
 
 
-def rows_of_table(
-    bench: Bench, plans: Sequence[Plan], batches: Sequence[int], end: float
-) -> Iterator[dict]:
-    """Yield what was measured, until the time is over; what fails says so in its row."""
-    for plan in plans:
-        for tokens in batches:
-            name = {"plan": plan.name, "batch": tokens, "adapters": bench.case.adapters}
-            if plan.gpus > len(bench.workers):
-                yield name | {"left_out": f"needs {plan.gpus} GPUs"}
-            elif time.monotonic() > end:
-                yield name | {"left_out": "no time left"}
-            else:
-                start = time.monotonic()
-                try:
-                    found = bench.measure(plan, tokens)
-                except RuntimeError as error:
-                    found = {"failed": str(error)[:400]}
-                yield name | found | {"took_s": time.monotonic() - start}
+def rows_of_table(bench: Bench, wanted: Sequence[tuple[Plan, int]], end: float) -> Iterator[dict]:
+    """Yield each plan's row of a batch, until the time is over; what fails says so in its row."""
+    for plan, tokens in wanted:
+        name = {"plan": plan.name, "batch": tokens, "adapters": bench.case.adapters}
+        if plan.gpus > len(bench.workers):
+            yield name | {"left_out": f"needs {plan.gpus} GPUs"}
+        elif time.monotonic() > end:
+            yield name | {"left_out": "no time left"}
+        else:
+            start = time.monotonic()
+            try:
+                found = bench.measure(plan, tokens)
+            except RuntimeError as error:
+                found = {"failed": str(error)[:400]}
+            yield name | found | {"took_s": time.monotonic() - start}
 
 
 def line_of(row: dict) -> str:
@@ -186,27 +192,33 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--batches", type=int, nargs="+", default=[128, 256])
     parser.add_argument("--adapters", type=int, nargs="+", default=[256, 512])
-    parser.add_argument("--plans", nargs="+", default=list(PLANS), help="names, in this order")
+    parser.add_argument("--plans", nargs="+", help="names, in this order; else for four GPUs")
     parser.add_argument("--seconds", type=float, default=600.0, help="no new row after that")
     parser.add_argument("--gpus", type=int, nargs="+", help="a process for each of these numbers")
     parser.add_argument("--trace", nargs="+", default=[], help="plans to write down what ran of")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    end, case = time.monotonic() + options.seconds, mixtral(options.adapters[0])
+    if options.plans:
+        wanted = list(itertools.product(options.adapters, options.plans, options.batches))
+    else:
+        wanted = list(TABLE)
+    end, case = time.monotonic() + options.seconds, mixtral(wanted[0][0])
     options.gpus = options.gpus or list(range(count_gpus()))
     workers = [ProcessWorker(case, gpu) for gpu in options.gpus]
     try:
         for worker in workers:
             worker.wait_ready()
         with tempfile.TemporaryDirectory() as folder:
-            _measure_all(Bench(workers, folder, case), options, end)
+            _measure_all(Bench(workers, folder, case), wanted, options, end)
     finally:
         for worker in workers:
             worker.close()
 
 
-def _measure_all(bench: Bench, options: argparse.Namespace, end: float) -> None:
-    case, plans = bench.case, [PLANS[name] for name in options.plans]
+def _measure_all(
+    bench: Bench, wanted: list[tuple[int, str, int]], options: argparse.Namespace, end: float
+) -> None:
+    case = bench.case
     result: dict = {
         "device": f"{len(set(options.gpus))} x {bench.workers[0].call('kind')}",
         "shape": f"{case.name}, rank {case.rank}, Zipf 1.2, {case.layers} layers",
@@ -214,9 +226,9 @@ def _measure_all(bench: Bench, options: argparse.Namespace, end: float) -> None:
         "gpus": options.gpus,  # of the workers: instances first, servers last
         "rows": [],
     }
-    for adapters in options.adapters:
+    for adapters, rows in itertools.groupby(wanted, lambda row: row[0]):
         bench.set_case(mixtral(adapters))
-        for row in rows_of_table(bench, plans, options.batches, end):
+        for row in rows_of_table(bench, [(PLANS[plan], tokens) for _, plan, tokens in rows], end):
             print(line_of(row), flush=True)
             result["rows"].append(row)
             (options.out / "lora_server.json").write_text(json.dumps(result, indent=2) + "\n")

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.lora_server import programs
-from bench.lora_server.plans import LORA, PLANS, Case, Plan
+from bench.lora_server.plans import LORA, PLANS, SITES, Case, Plan
 from bench.lora_server.timeline import timeline
 from serving.lora_server.device_loop import ONE_GRAPH
 from serving.transport import device_memory
@@ -36,6 +36,7 @@ class Gpu:
         self._weights: dict = {}  # of an instance
         self._closing = contextlib.ExitStack()
         self._clients: list[DeviceClient] = []
+        self._num_statuses = 1  # of a program
         self.mode: Any = None
         self._turns = 0  # programs that were enqueued
 
@@ -114,6 +115,8 @@ class Gpu:
             # Alone there is nothing to push beside, and the whole program may be one graph.
             alone = [self._join(plan, tokens, paths, aside=False) for _ in range(plan.senders)]
             self._set_batch(plan, tokens, seed)
+            servers = sum(client.servers for client in self._clients)
+            self._num_statuses = len(self._rows) * len(SITES) * servers
             self._exchange = programs.program(programs.exchange_layer(alone))
             self._overlap = programs.program(programs.overlap_layer(self._clients))
 
@@ -206,7 +209,8 @@ class Gpu:
             programs.make_rows(self._case, plan, tokens, (seed, sender))
             for sender in range(plan.senders)
         ]
-        self._rows = self._put(list(zip(*each, strict=True)))  # of a layer: every sender's
+        rows = {layer: [own[layer] for own in each] for layer in plan.layers(self._case)}
+        self._rows = self._put(rows)  # of a layer: every sender's
 
     def _base_weights(self) -> dict:
         if not self._weights:
@@ -218,7 +222,7 @@ class Gpu:
         widths = (case.hidden, case.width, case.width)
         return (
             *self._put([programs.matrix(3, rows, width, 1.0, case.dtype) for width in widths]),
-            self._put(np.int32(0)),
+            self._put(np.zeros(self._num_statuses, np.int32)),
         )
 
     def _time(self, step: Callable, weights: dict) -> tuple[float, int]:
@@ -240,5 +244,5 @@ class Gpu:
         for _ in range(SAMPLES):
             state, few = took(state, FEW)
             state, many = took(state, FEW + CALLS)
-            samples.append((many - few) * 1e6 / (CALLS * self._case.layers))
-        return statistics.median(samples), int(state[3])
+            samples.append((many - few) * 1e6 / (CALLS * len(self._rows)))
+        return statistics.median(samples), int(np.max(state[3]))

@@ -1,6 +1,7 @@
 """What is measured: one layer's shape and its adapters, and placements that fit few GPUs."""
 
 import dataclasses
+import math
 
 from lora_jax.ops.cases import MODELS
 from lora_jax.placement.ep_pp import Placement
@@ -47,9 +48,12 @@ def mixtral(adapters: int) -> Case:
 class Plan:
     """A placement; how many of its ranks, and how many instances, have a GPU here.
 
-    With `senders` above 1 every instance sends so many messages for each layer, of other experts
-    and adapters each, as if so many instances were there and came at the same moment, and waits
-    for all of the answers.
+    A stage of which a rank has no GPU has its rows left out, or, where another stage is whole, its
+    layers. With `all_rows` the batch is so much larger that the ranks that are there get as many
+    rows as all would: the instance sends and adds up what it would with all of them, and each rank
+    computes more. With `senders` above 1 every instance sends so many messages for each layer, of
+    other experts and adapters each, as if so many instances were there and came at the same moment,
+    and waits for all of the answers.
     """
 
     name: str
@@ -58,6 +62,7 @@ class Plan:
     servers: int
     instances: int = 1
     senders: int = 1
+    all_rows: bool = False
     pull: bool = False
     aside: bool = True
     graph: bool = True  # of a server's programs; else the host launches their kernels one by one
@@ -65,6 +70,18 @@ class Plan:
     @property
     def gpus(self) -> int:
         return self.servers + self.instances
+
+    def tokens(self, case: Case, tokens: int) -> int:
+        """Return the tokens of a batch: those, or more, of which every expert gets as many rows."""
+        if not self.all_rows:
+            return tokens
+        step = case.experts // math.gcd(case.experts, case.top_k)
+        return -(-tokens * self.ep // (self.servers * step)) * step
+
+    def layers(self, case: Case) -> list[int]:
+        """Return the layers of a program."""
+        whole = self.servers // self.ep  # stages
+        return [n for n in range(case.layers) if n % self.pp < whole or not whole]
 
     def placement(self, case: Case) -> Placement:
         """Return where the case's adapters lie."""
@@ -95,7 +112,10 @@ PLANS = {
         Plan("EP1-PP1, 3 at once", 1, 1, 1, senders=3),
         # Up to four.
         Plan("EP4-PP1, 3 of its ranks", 4, 1, 3),
+        Plan("EP4-PP1, 3 of its ranks, all rows", 4, 1, 3, all_rows=True),
         Plan("EP2-PP1", 2, 1, 2),
+        Plan("EP2-PP2, 1 of its stages", 2, 2, 2),
+        Plan("EP1-PP4, 3 of its ranks", 1, 4, 3),
         Plan("EP1-PP2", 1, 2, 2),
         Plan("EP2-PP1, pull", 2, 1, 2, pull=True),
         Plan("EP4-PP1, 1 of its ranks, 2 instances", 4, 1, 1, 2),
@@ -114,3 +134,18 @@ PLANS = {
         Plan("EP4-PP2, 6 of its ranks, 2 instances", 4, 2, 6, 2),
     )
 }
+
+_ALONE = "EP4-PP1, 1 of its ranks"
+_MOST = "EP4-PP1, 3 of its ranks"
+# (adapters, plan, tokens) that are measured where nothing else is asked for: what fits four GPUs.
+TABLE = (
+    *((256, name, 128) for name in (_MOST, f"{_MOST}, all rows", "EP2-PP2, 1 of its stages")),
+    *((256, name, 128) for name in ("EP1-PP4, 3 of its ranks", "EP2-PP1", "EP2-PP1, pull")),
+    *((256, f"{_ALONE}{more}", 128) for more in ("", ", 2 instances", ", 3 instances")),
+    (256, "EP2-PP1, 2 instances", 128),
+    *((256, name, 256) for name in (_MOST, f"{_MOST}, all rows", "EP2-PP1", "EP2-PP1, pull")),
+    (256, "EP1-PP4, 3 of its ranks", 256),
+    *((256, f"{_ALONE}{more}", 256) for more in ("", ", 2 instances", ", 3 instances")),
+    *((512, name, 128) for name in (_MOST, f"{_MOST}, all rows", "EP2-PP1")),
+    (512, "EP1-PP4, 3 of its ranks", 128),
+)

@@ -78,12 +78,12 @@ def make_weights(case: Case) -> dict:
     return found
 
 
-def make_rows(case: Case, plan: Plan, tokens: int, seed: Sequence[int]) -> list[PushRows]:
-    """Return where the rows of each layer go: the best experts at random, adapters by Zipf."""
+def make_rows(case: Case, plan: Plan, tokens: int, seed: Sequence[int]) -> dict[int, PushRows]:
+    """Return where the rows of layers go: the best experts at random, adapters by Zipf."""
     rng, placement = np.random.default_rng(seed), plan.placement(case)
     owners = popular("zipf", tokens, case.adapters, rng)
-    found = []
-    for layer in range(case.layers):
+    found = {}
+    for layer in plan.layers(case):
         chosen = np.argsort(rng.random((tokens, case.experts)), axis=1)[:, : case.top_k]
         chosen = chosen.reshape(-1)
         order = np.argsort(chosen, kind="stable")
@@ -92,7 +92,7 @@ def make_rows(case: Case, plan: Plan, tokens: int, seed: Sequence[int]) -> list[
         sizes = (jnp.int32(len(order)), jnp.int32(0))
         rows = push_rows(placement, layer, adapters, experts, *sizes)
         here = jnp.where(rows.row_to_server < plan.servers, rows.row_to_server, -1)
-        found.append(dataclasses.replace(rows, row_to_server=here.astype(jnp.int32)))
+        found[layer] = dataclasses.replace(rows, row_to_server=here.astype(jnp.int32))
     return found
 
 
@@ -103,11 +103,10 @@ def server_program(case: Case, server: DeviceServer, options: dict[str, str] | N
     change is written anew, node by node. A program has no branches: those of a CUDA graph take
     longer than kernels that find nothing to do. So what a mode leaves out still costs its launches.
     """
-    rows = server.shapes.max_rows
 
     def take(ticket, site, pools, mode):
-        messages, names = server.accept(ticket, IDLE_US, site), SITES[site]
-        x = server.rows_of(messages, site, rows)
+        messages, x = server.take(ticket, IDLE_US, site)
+        names = SITES[site]
         d_in, d_out = case.sizes(names[0])
         deltas = lora_gemms(
             [None] * len(names),
@@ -142,15 +141,15 @@ def experts_matmul(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def program(one_layer: OneLayer) -> Callable:
-    """Return a program (state, weights, rows) -> state; state is (x, gate, up, worst status)."""
+    """Return a program (state, weights, rows) -> state; state is (x, gate, up, worst statuses)."""
 
     def step(state, w, all_rows):
         x, gate, up, worst = state
-        seen = [worst[None]]  # looked at together: a look at each would be a launch of its own
-        for layer, rows in enumerate(all_rows):
+        seen = []  # looked at together, element by element: a look at each would be a launch
+        for layer, rows in all_rows.items():
             x, gate, up, statuses = one_layer(x, gate, up, w, layer, rows)
             seen += statuses
-        return x, gate, up, jnp.max(jnp.concatenate(seen))
+        return x, gate, up, jnp.maximum(worst, jnp.concatenate(seen)) if seen else worst
 
     return jax.jit(step, donate_argnums=0)
 

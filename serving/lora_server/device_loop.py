@@ -3,9 +3,9 @@
 A program is a loop on the device. It looks for messages, takes all that wait of one site, so that
 instances which come at the same moment share its launches (the bits of a row do not depend on its
 neighbours), answers them and looks again: a message costs the host nothing. It ends when nothing
-has come for a while, when it has looked as often as it may, and when there is a message that only
-the host can answer. The host enqueues the next one while it runs, with the table of what the rank
-holds by then.
+has come for a while, when it has given as many answers as it may, and when there is a message that
+only the host can answer. The host enqueues the next one while it runs, with the table of what the
+rank holds by then.
 
 On a GPU there are as many copies of the program as are under way, because a CUDA graph holds
 addresses and is written anew, node by node, where one has changed: each finds its arrays where they
@@ -90,15 +90,15 @@ class DeviceLoop:
         self.turn(0, 0.0, 0)
         self.drain()
 
-    def turn(self, version: int, seconds: float, looks: int) -> Report:
+    def turn(self, version: int, seconds: float, answers: int) -> Report:
         """Have enough programs under way; return what the oldest one says when it has ended.
 
-        `version` is that of the server's table now. A program looks at most `looks` times and ends
-        when it has waited as many seconds for a message; of both there are few different values.
-        After `interrupt`, and where a message is left to the host, no program is under way then.
+        `version` is that of the server's table now. A program ends when it has given so many
+        answers, or has waited as many seconds for a message; of both there are few different
+        values. After `interrupt`, and where a message is left to the host, none is under way then.
         """
         while len(self._under_way) < _AHEAD:
-            self._enqueue(version, seconds, looks)
+            self._enqueue(version, seconds, answers)
         report = self._read()
         return report + self.drain() if report.left or self._interrupted else report
 
@@ -123,16 +123,16 @@ class DeviceLoop:
                 self._interrupted = False
                 self._server.pause(False)
 
-    def _enqueue(self, version: int, seconds: float, looks: int) -> None:
+    def _enqueue(self, version: int, seconds: float, answers: int) -> None:
         place, self._turns = self._turns % _AHEAD, self._turns + 1
-        if (seconds, looks) not in self._limits:
-            self._limits[seconds, looks] = self._put(np.int32([seconds * 1e6, looks]))
+        if (seconds, answers) not in self._limits:
+            self._limits[seconds, answers] = self._put(np.int32([seconds * 1e6, answers]))
         self._lines, self._said[place] = self._programs[place % len(self._programs)](
             self._rank.slots,
             self._current(version),
             self._lines,
             self._said[place],
-            self._limits[seconds, looks],
+            self._limits[seconds, answers],
         )
         for array in jax.tree.leaves(self._said[place]):
             array.copy_to_host_async()
@@ -180,7 +180,7 @@ def _program(rank: ServerRank, server: DeviceServer) -> Callable:
     """Return (slots, table, lines, said, limits) -> (lines, said), both in their place.
 
     `lines` are those of the last look of the program before. Where one of them is left to the host
-    there is no look until the host has dealt with it. `limits` are microseconds and looks.
+    there is no look until the host has dealt with it. `limits` are microseconds and answers.
     """
     options = ONE_GRAPH if jax.default_backend() == "gpu" else None
 
@@ -192,19 +192,19 @@ def _program(rank: ServerRank, server: DeviceServer) -> Callable:
         said: _Said,
         limits: Int[Array, "2"],
     ) -> tuple[tuple[Array, ...], _Said]:
-        def goes_on(carry):
-            looks, lines = carry
-            some = (looks == 0) | _any_found(lines, Found.ALL_WELL)
-            return some & ~_any_found(lines, Found.LEFT) & (looks < limits[1])
+        def goes_on(lines):
+            some, left = (_any_found(lines, what) for what in (Found.ALL_WELL, Found.LEFT))
+            return some & ~left & (lines[-1][0, Word.ANSWERS] < limits[1])
 
-        def look(carry):
-            looks, lines = carry
-            return looks + 1, _look(rank, server, slots, table, lines[-1], limits[0])
+        def look(lines):
+            return _look(rank, server, slots, table, lines[-1], limits[0])
 
-        lines = (*lines[:-1], lines[-1].at[0, Word.ANSWERS].set(0))
-        looks, lines = jax.lax.while_loop(goes_on, look, (jnp.int32(0), lines))
+        waits = _any_found(lines, Found.LEFT)
+        begin = lines[-1].at[0, Word.ANSWERS].set(0)
+        begin = begin.at[0, Word.FOUND].set(jnp.where(waits, Found.LEFT, Found.ALL_WELL))
+        lines = jax.lax.while_loop(goes_on, look, (*lines[:-1], begin))
         # Of what the program before has left, it has told itself.
-        told = tuple(jnp.where(looks > 0, one, _NOBODY) for one in lines)
+        told = tuple(jnp.where(waits, _NOBODY, one) for one in lines)
         return lines, _Said(told, lines[-1][0, Word.ANSWERS])
 
     return serve
@@ -228,12 +228,11 @@ def _look(
 
     Without branches: those of a CUDA graph take longer than kernels that find nothing to do.
     """
-    lines, rows = [], rank.sizes.max_rows
+    lines = []
     for site in rank.sites:
-        messages = server.accept(last, limit, site)
+        messages, x = server.take(last, limit, site)
         judged = server.judge(messages, last, table, rank.share)
         messages = judged.messages
-        x = server.rows_of(messages, site, rows)
         layer = None if rank.share.slots_per_layer else table.layers[messages.layers[0]]
         owners = judged.row_to_slot, messages.experts
         deltas = rank.traced_deltas(slots, site, layer, x, *owners)

@@ -37,8 +37,8 @@ _CHUNKS = 2  # writes between two requests
 _DEPTH = 2  # requests under way; an instance has one at most
 _COPYING_S = 0.0002  # between two looks whether a layer has come: copies need Python's lock
 # Of a program that takes messages itself, by whether an adapter is being written between programs:
-# seconds that it waits for one, and how often it looks. An idle one ends for a command at once.
-_LOOKS = {False: (0.1, 4096), True: (0.001, 8)}
+# seconds that it waits for one, and answers that it gives at most. A command ends it at once.
+_PROGRAM = {False: (0.1, 4096), True: (0.001, 8)}
 _GONE = "The rank of the LoRA Server has stopped."
 
 
@@ -203,7 +203,7 @@ class RankServer:
         Whoever waits for a layer holds nobody up: programs go on meanwhile.
         """
         assert self._programs is not None, "a server of a device without programs"
-        report = self._programs.turn(self._version, *_LOOKS[busy])
+        report = self._programs.turn(self._version, *_PROGRAM[busy])
         self._answered += report.answered
         left = (transport.left(line) for line in report.left)
         asked = [*self._waiting, *(request for request in left if request is not None)]

@@ -119,6 +119,16 @@ class ServerEnd(Protocol):
         """Traced: (info, adapters, experts, row_to_message) of the next messages."""
         ...
 
+    def take(
+        self,
+        after: Int[Array, "messages 8"],
+        limit_us: Int[Array, ""],
+        site: int,
+        shape: jax.ShapeDtypeStruct,
+    ) -> tuple[Array, Array, Array, Array, Array]:
+        """Traced: what `accept` gives of messages of a site, and their rows."""
+        ...
+
     def judge(
         self,
         before: Int[Array, "messages 8"],

@@ -195,6 +195,14 @@ class DeviceServer(AbstractSeatingServer[_Seat]):
         limit = jnp.asarray(limit_us, jnp.int32)
         return Arrived(*self._end.accept(after, self.shapes.max_rows, limit, site))
 
+    def take(
+        self, after: Int[Array, "messages 8"], limit_us: Int[Array, ""] | int, site: int
+    ) -> tuple[Arrived, Float[Array, "max_rows d_in"]]:
+        """Traced: `accept` of a site and `rows_of` all that it takes, in one launch."""
+        shape = self._rows_shape(site, self.shapes.max_rows)
+        *found, x = self._end.take(after, jnp.asarray(limit_us, jnp.int32), site, shape)
+        return Arrived(*found), x
+
     def judge(
         self, messages: Arrived, before: Int[Array, "messages 8"], table: RankTable, share: Share
     ) -> Judged:
@@ -210,8 +218,7 @@ class DeviceServer(AbstractSeatingServer[_Seat]):
 
     def rows_of(self, messages: Arrived, site: int, rows: int) -> Float[Array, "rows d_in"]:
         """Traced: the messages' rows, at most `rows`; undefined if they are of another site."""
-        shape = jax.ShapeDtypeStruct((rows, self.shapes.sites[site].d_in), self.shapes.row_dtype)
-        return self._end.fetch_rows(messages.info, site, shape)
+        return self._end.fetch_rows(messages.info, site, self._rows_shape(site, rows))
 
     def answer(
         self,
@@ -267,6 +274,9 @@ class DeviceServer(AbstractSeatingServer[_Seat]):
 
     def dropped(self) -> int:
         return self._end.counts()[_DROPPED]
+
+    def _rows_shape(self, site: int, rows: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, self.shapes.sites[site].d_in), self.shapes.row_dtype)
 
     def _free(self) -> None:
         self._end.close()

@@ -41,6 +41,7 @@ TARGETS = (
     "lora_jax_cuda_peer_push_aside",
     "lora_jax_cuda_peer_wait_add_aside",
     "lora_jax_cuda_peer_accept",
+    "lora_jax_cuda_peer_take",
     "lora_jax_cuda_peer_judge",
     "lora_jax_cuda_peer_fetch",
     "lora_jax_cuda_peer_answer",

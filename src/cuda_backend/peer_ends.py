@@ -259,13 +259,17 @@ class ServerEnd(_End):
         clients are. None came within `limit_us`, or one waits that is of another site than `site`:
         then all are; site -1: of any.
         """
-        ids = jax.ShapeDtypeStruct((rows,), jnp.int32)
-        info = jax.ShapeDtypeStruct(after.shape, jnp.int32)
-        call = jax.ffi.ffi_call(_PREFIX + "accept", [info, ids, ids, ids], has_side_effect=True)
-        info, adapters, experts, row_to_message = call(
-            after, limit_us, end=np.int64(self.number), site=np.int64(site)
-        )
-        return info, adapters, experts, row_to_message
+        return self._receive("accept", after, rows, limit_us, site)
+
+    def take(
+        self,
+        after: Int[Array, "messages 8"],
+        limit_us: Int[Array, ""],
+        site: int,
+        shape: jax.ShapeDtypeStruct,
+    ) -> tuple[Array, Array, Array, Array, Array]:
+        """Return what `accept` does of a site, and its messages' rows, as one launch."""
+        return self._receive("take", after, shape.shape[0], limit_us, site, shape)
 
     def judge(
         self,
@@ -317,6 +321,20 @@ class ServerEnd(_End):
         )
         which = {"end": np.int64(self.number), "site": np.int64(site)}
         return call(info, verdicts, *deltas, **which)
+
+    def _receive(
+        self,
+        name: str,
+        after: Array,
+        rows: int,
+        limit_us: Array,
+        site: int,
+        *more: jax.ShapeDtypeStruct,
+    ) -> tuple:
+        ids = jax.ShapeDtypeStruct((rows,), jnp.int32)
+        outs = [jax.ShapeDtypeStruct(after.shape, jnp.int32), ids, ids, ids, *more]
+        call = jax.ffi.ffi_call(_PREFIX + name, outs, has_side_effect=True)
+        return tuple(call(after, limit_us, end=np.int64(self.number), site=np.int64(site)))
 
     def _stage(self, deltas: Sequence[np.ndarray]) -> list[int]:
         """Copy results to the device; return where they lie."""

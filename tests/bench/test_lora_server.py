@@ -10,7 +10,8 @@ from peer_double import EmulatedGpus
 
 from bench.lora_server import gpu
 from bench.lora_server.__main__ import Bench, line_of, rows_of_table
-from bench.lora_server.plans import PLANS, Case
+from bench.lora_server.plans import PLANS, TABLE, Case, mixtral
+from bench.lora_server.programs import make_rows
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 TINY = Case("tiny", 32, 48, 4, 2, rank=4, adapters=6, layers=2, dtype="float32")
@@ -66,12 +67,13 @@ def bench(gpus, tmp_path, monkeypatch):
         pytest.param("EP1-PP2", marks=pytest.mark.slow),
         pytest.param("EP1-PP1, push in the stream", marks=pytest.mark.slow),
         "EP1-PP1, 3 at once",
+        "EP2-PP2, 1 of its stages",
         "EP1-PP1, 2 instances",
     ],
 )
 def test_a_plan_has_its_row(bench, name):
     plan = PLANS[name]
-    (row,) = rows_of_table(bench, [plan], [4], float("inf"))
+    (row,) = rows_of_table(bench, [(plan, 4)], float("inf"))
     assert "failed" not in row
     alone = plan.instances == 1
     assert set(row) >= PARTS if alone else not PARTS & set(row)
@@ -83,7 +85,34 @@ def test_a_plan_has_its_row(bench, name):
     assert line_of(row).startswith(name)
 
 
+def test_three_ranks_get_the_rows_of_four():
+    case, some = mixtral(8), PLANS["EP4-PP1, 3 of its ranks"]
+    every = PLANS["EP4-PP1, 3 of its ranks, all rows"]
+    assert (some.tokens(case, 128), every.tokens(case, 128)) == (128, 172)
+    sent = {
+        plan: sum(int((rows.row_to_server >= 0).sum()) for rows in made.values()) / len(made)
+        for plan, batch in ((some, 128), (every, 172), (PLANS["EP4-PP1"], 128))
+        for made in [make_rows(case, plan, batch, (0, 0))]
+    }
+    whole = sent[PLANS["EP4-PP1"]]
+    assert whole == case.rows(128)
+    assert sent[some] < 0.85 * whole
+    assert sent[every] == pytest.approx(whole, rel=0.1)
+
+
+def test_a_stage_that_is_not_whole_has_its_layers_left_out():
+    case = mixtral(8)
+    assert PLANS["EP1-PP4, 3 of its ranks"].layers(case) == [0, 1, 2]
+    assert PLANS["EP2-PP2, 1 of its stages"].layers(case) == [0, 2]
+    assert PLANS["EP4-PP1, 3 of its ranks"].layers(case) == [0, 1, 2, 3]
+
+
+def test_the_table_fits_four_gpus():
+    assert len(set(TABLE)) == len(TABLE)
+    assert all(PLANS[name].gpus <= 4 for _, name, _ in TABLE)
+
+
 def test_what_does_not_fit_says_so(bench):
     plans = [PLANS["EP4-PP1"], PLANS["EP1-PP1"]]
-    rows = list(rows_of_table(bench, plans, [4], 0.0))
+    rows = list(rows_of_table(bench, [(plan, 4) for plan in plans], 0.0))
     assert [row["left_out"] for row in rows] == ["needs 5 GPUs", "no time left"]

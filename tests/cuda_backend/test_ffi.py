@@ -35,13 +35,13 @@ MOST_REGISTERS = {
     "place_heads_kernel": 64,
     "push_kernel": 64,  # 2 CTAs of 512
     "fetch_kernel": 64,
-    "respond_kernel": 72,  # one CTA an SM: there are as many as SMs
-    "wait_add_kernel": 64,
-    "receive_kernel": 128,
+    "respond_kernel": 128,  # one CTA an SM: there are as many as SMs
+    "wait_add_kernel": 128,  # one CTA an SM, too
+    "receive_kernel": 128,  # 2 CTAs of 256
     "judge_kernel": 64,
 }
-# Bytes at most: where a tile begins, and in a kernel of one CTA.
-SPILLED = {"shrink_kernel": 64, "receive_kernel": 16}
+# Bytes at most: where a tile begins.
+SPILLED = {"shrink_kernel": 64}
 REPORT = re.compile(
     r"entry function '\w*?("
     + "|".join(sorted(MOST_REGISTERS, key=len, reverse=True))

@@ -5,13 +5,6 @@
 
 namespace lora_jax {
 
-struct PeerRows {  // serving.transport.base.PushRows
-  const int *num_rows, *layer, *version;
-  const int *to_server, *to_adapter, *to_expert;
-  int rows, servers;
-  __device__ int live() const { return max(0, min(*num_rows, rows)); }
-};
-
 struct PushArgs {
   PeerState* state;
   PeerShapes shapes;
@@ -24,9 +17,9 @@ struct PushArgs {
 __device__ __forceinline__ void count_rows(const PeerRows& rows, int* counts) {
   for (int i = threadIdx.x; i <= rows.servers; i += blockDim.x) counts[i] = 0;
   __syncthreads();
-  for (int row = threadIdx.x; row < rows.live(); row += blockDim.x) {
+  for (int row = threadIdx.x; row < rows.rows; row += blockDim.x) {
     const int server = rows.to_server[row];
-    if (server >= 0) atomicAdd(&counts[min(server, rows.servers)], 1);
+    if (server >= 0 && row < rows.live()) atomicAdd(&counts[min(server, rows.servers)], 1);
   }
   __syncthreads();
 }
@@ -42,18 +35,34 @@ __device__ __forceinline__ void lose(PeerState* state, int server, PeerLink* lin
 __device__ __forceinline__ bool may_push(const PushArgs& p) {
   return *p.rows.layer >= 0 && *p.rows.layer < p.shapes.layers;
 }
-__device__ __forceinline__ bool takes_rows(const PeerLink* link) { return link && !link->lost && !link->under_way; }
 
-__device__ __forceinline__ void push_row(const PushArgs& p, const Pieces& pieces, int row, int index, int* wrote) {
+// A link as a CTA has seen it: the host may write meanwhile, and the next CTA see another one.
+struct Going {
+  PeerLink* link;
+  unsigned char* slot;  // none: nothing goes
+  uint64_t* counter;
+  uint64_t epoch, sequence;
+  bool stuck;  // nobody waited: the server may still read the slot
+};
+__device__ __forceinline__ Going find_link(PeerLink* const* place) {
+  PeerLink* link = load_link(place);
+  if (!link || link->lost) return {};
+  const bool stuck = link->under_way != 0;
+  return {link, stuck ? nullptr : link->out_slot, link->out_counter, link->epoch, link->sequence, stuck};
+}
+// A byte counts for the epoch in which it went: CTAs that saw different links do not add up to a message.
+__device__ __forceinline__ int weigh(uint64_t bytes, uint64_t epoch) {
+  return static_cast<int>(static_cast<uint32_t>(bytes * (2 * epoch + 1)));
+}
+
+__device__ __forceinline__ void push_row(const PushArgs& p, const Going* going, const Pieces& pieces, int row, int index,
+                                         int* wrote) {
   const int server = p.rows.to_server[row];
   if (server < 0 || server >= p.rows.servers) return;
-  // The host may write here meanwhile: one lane reads for all.
-  const auto found = __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(load_link(&p.state->links[server])), 0);
-  const auto* link = reinterpret_cast<const PeerLink*>(found);
-  if (!takes_rows(link)) return;
-  if ((threadIdx.x & 31) == 0) atomicAdd(&wrote[server], static_cast<int>(pieces.length(index)));
+  unsigned char* slot = going[server].slot;
+  if (!slot) return;
+  if ((threadIdx.x & 31) == 0) atomicAdd(&wrote[server], weigh(pieces.length(index), going[server].epoch));
   const int place = place_of(p.rows.to_server, row, server);
-  unsigned char* slot = link->out_slot;
   if (index == 0 && (threadIdx.x & 31) == 0) {
     reinterpret_cast<int*>(slot + p.shapes.adapters_offset)[place] = p.rows.to_adapter[row];
     reinterpret_cast<int*>(slot + p.shapes.experts_offset)[place] = p.rows.to_expert[row];
@@ -63,47 +72,55 @@ __device__ __forceinline__ void push_row(const PushArgs& p, const Pieces& pieces
             pieces.length(index));
 }
 
-// One thread a server: the header, when all of the payload is there. Where the host brought the link
-// while some CTAs were through already, it is not, and nothing goes.
-__device__ __forceinline__ void push_header(const PushArgs& p, int server, int rows, PeerLink* link, const int* crc) {
-  if (link->under_way) {  // nobody waited: the server may still read the slot
+__device__ __forceinline__ PeerHeader header_of(const PushArgs& p, const Going& going, int rows) {
+  return {0, 0, going.epoch, going.sequence + 1, *p.rows.layer, p.site, rows, kRequest, *p.rows.version,
+          request_bytes(p.shapes, p.site, rows), 0};
+}
+// One thread a server, when all of the payload is there. Where the host brought the link while some
+// CTAs were through already, it is not, and nothing goes.
+__device__ __forceinline__ void push_header(const PushArgs& p, int server, const Going& going, const HeaderWords& sealed) {
+  PeerLink* link = going.link;
+  if (going.stuck) {
     lose(p.state, server, link);
     return;
   }
-  link->under_way = rows, link->site = p.site, link->layer = *p.rows.layer;
-  const uint64_t bytes = request_bytes(p.shapes, p.site, rows);
-  post(link->out_slot, link->out_counter,
-       PeerHeader{0, 0, link->epoch, ++link->sequence, link->layer, p.site, rows, kRequest, *p.rows.version, bytes, 0},
-       crc);
+  const PeerHeader& header = sealed.header;
+  link->under_way = header.rows, link->site = header.site, link->layer = header.layer, link->sequence = header.sequence;
+  post(going.slot, going.counter, sealed);
   add_count(p.state, kPushes, 1);
-  add_count(p.state, kBytesSent, bytes);
+  add_count(p.state, kBytesSent, header.num_bytes);
 }
 
 __global__ void __launch_bounds__(kPeerThreads) push_kernel(const PushArgs p) {
-  __shared__ int wrote[kMostServers + 1];
+  __shared__ Going going[kMostServers];
+  __shared__ HeaderWords sealed[kMostServers];
+  __shared__ int wrote[kMostServers];
+  __shared__ int counts[kMostServers + 1];
   __shared__ int sent[kPeerThreads];
   __shared__ int crc[kCrcWords];
+  const int server = threadIdx.x;
+  if (server < p.rows.servers) wrote[server] = 0, going[server] = find_link(&p.state->links[server]);
   if (!may_push(p)) return;
   bring_crc(crc);
-  const int rows = p.rows.live(), server = threadIdx.x;
+  count_rows(p.rows, counts);
   const int64_t row_bytes = p.shapes.sites[p.site].d_in * p.shapes.itemsize;
-  if (server < p.rows.servers) wrote[server] = 0;
-  for (int begin = 0; begin < rows; begin += blockDim.x) {
-    const int count = find_sent(p.rows.to_server, begin, rows, sent);
-    const Pieces pieces(row_bytes, count);
+  for (int begin = 0; begin < p.rows.live(); begin += blockDim.x) {
+    const int count = find_sent(p.rows, begin, sent);
+    const Pieces pieces(row_bytes, count, grid_warps());
     for (int unit = grid_warp(); unit < count * pieces.per_row; unit += grid_warps())
-      push_row(p, pieces, sent[unit / pieces.per_row], unit % pieces.per_row, wrote);
+      push_row(p, going, pieces, sent[unit / pieces.per_row], unit % pieces.per_row, wrote);
   }
   __syncthreads();
   if (server < p.rows.servers && wrote[server]) atomicAdd(&p.state->written[server], wrote[server]);
-  if (!last_cta(&p.state->ticket)) return;
-  int* counts = wrote;
-  count_rows(p.rows, counts);
-  if (server >= p.rows.servers) return;
+  const auto prepare = [&] {
+    for (int i = 0; i < p.rows.servers; ++i)
+      if (counts[i] && going[i].slot) seal(header_of(p, going[i], counts[i]), &sealed[i], crc);
+  };
+  if (!last_cta(&p.state->ticket, prepare) || server >= p.rows.servers) return;
   const int written = atomicExch(&p.state->written[server], 0);
-  PeerLink* link = load_link(&p.state->links[server]);
-  const bool whole = written == static_cast<int>(counts[server] * row_bytes);
-  if (counts[server] && link && !link->lost && (whole || link->under_way)) push_header(p, server, counts[server], link, crc);
+  const Going& mine = going[server];
+  const bool whole = mine.slot && written == weigh(counts[server] * row_bytes, mine.epoch);
+  if (counts[server] && (whole || mine.stuck)) push_header(p, server, mine, sealed[server]);
 }
 
 struct WaitArgs {
@@ -144,33 +161,35 @@ __device__ __forceinline__ int fail(PeerState* state, int server, PeerLink* link
   return status;
 }
 
-// One thread a server with rows. Returns how the wait for it ended.
+// One warp a server with rows. Returns how the wait for it ended.
 __device__ __forceinline__ int wait_for(const WaitArgs& p, int server, int rows, bool nowhere, uint64_t start,
                                         const int* crc) {
   PeerState* state = p.state;
-  const bool stopped = state->stopped;
-  PeerLink* place = load_link(&state->links[server]);
+  const bool stopped = state->stopped, first = (threadIdx.x & 31) == 0;
+  const auto found = __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(load_link(&state->links[server])), 0);
+  auto* place = reinterpret_cast<PeerLink*>(found);
   const PeerLink link = place ? *place : PeerLink{};  // read once: an acquire sends every later read far away
-  add_count(state, kWaits, 1);
+  if (first) add_count(state, kWaits, 1);
   if (nowhere || !place || link.lost || link.under_way != rows || link.site != p.site) {
+    if (!first) return kAborted;
     if (link.under_way) lose(state, server, place);  // not if it joined between push and wait
     add_count(state, kCountAborted, 1);
     return kAborted;
   }
-  if (stopped) return fail(state, server, place, kAborted);
-  for (uint64_t want = link.sequence, arrivals;; want = arrivals + 1) {
-    const int status = spin(state, server, link, want, start, &arrivals);
-    if (status != kArrived) return fail(state, server, place, status);
-    PeerHeader header;
-    if (accept_answer(p.shapes, link, rows, &header, crc)) {
-      place->under_way = 0;
-      state->answers[server] = link.in_slot;
-      if (header.kind == kResponse) return kArrived;
-      add_count(state, kCountRefused, 1);
-      return kRefused;
-    }
-    add_count(state, kDropped, 1);
+  int status = stopped ? kAborted : kArrived;
+  PeerHeader header{};
+  for (uint64_t want = link.sequence, arrivals; status == kArrived; want = arrivals + 1) {
+    status = __shfl_sync(0xffffffffu, first ? spin(state, server, link, want, start, &arrivals) : 0, 0);
+    if (status != kArrived || accept_answer(p.shapes, link, rows, &header, crc)) break;
+    if (first) add_count(state, kDropped, 1);
   }
+  if (first && status != kArrived) return fail(state, server, place, status);
+  if (!first || status != kArrived) return status;
+  place->under_way = 0;
+  state->answers[server] = link.in_slot;
+  if (header.kind == kResponse) return kArrived;
+  add_count(state, kCountRefused, 1);
+  return kRefused;
 }
 
 __device__ __forceinline__ void count_wait(PeerState* state, uint64_t nanos, bool well) {
@@ -182,7 +201,7 @@ __device__ __forceinline__ void count_wait(PeerState* state, uint64_t nanos, boo
 }
 
 // One CTA decides for all: unless every server answered, the sum leaves all y alone.
-__device__ __forceinline__ void decide(const WaitArgs& p) {
+__device__ __forceinline__ bool decide(const WaitArgs& p) {
   __shared__ int counts[kMostServers + 1];
   __shared__ int failed[1];
   __shared__ int crc[kCrcWords];
@@ -192,32 +211,22 @@ __device__ __forceinline__ void decide(const WaitArgs& p) {
   count_rows(p.rows, counts);
   const bool nowhere = counts[p.rows.servers] > 0;
   int any = nowhere;
-  for (int server = 0; server < p.rows.servers; ++server) any |= counts[server];
-  const int server = threadIdx.x;
-  if (server < p.rows.servers) {
+  for (int i = 0; i < p.rows.servers; ++i) any |= counts[i];
+  for (int server = threadIdx.x / 32; server < p.rows.servers; server += kPeerWarps) {
     int status = kArrived;
     if (counts[server]) status = wait_for(p, server, counts[server], nowhere, start, crc);
     if (nowhere) status = kAborted;
+    if (threadIdx.x & 31) continue;
     p.status[server] = status;
     if (status != kArrived) atomicAdd(&failed[0], 1);
   }
   __syncthreads();
-  if (threadIdx.x) return;
-  store_release_sys(&p.state->decision, any && !failed[0] ? kAdd : kLeaveAlone);
-  if (any) count_wait(p.state, now_nanos() - start, !failed[0]);
-}
-
-// Whether to add, when that is decided. The whole CTA; the last one of the grid to know forgets it.
-__device__ __forceinline__ bool decided_to_add(PeerState* state) {
-  __shared__ int adds[1];
+  const bool go = any && !failed[0];
   if (threadIdx.x == 0) {
-    uint64_t decision = kUndecided;
-    while (decision == kUndecided) decision = poll_acquire_sys(&state->decision);
-    adds[0] = decision == kAdd;
-    if (atomicAdd(&state->knowing, 1) == static_cast<int>(gridDim.x) - 1) state->knowing = 0, state->decision = kUndecided;
+    store_release(&p.state->decision, go ? kGo : kLeaveAlone);
+    if (any) count_wait(p.state, now_nanos() - start, !failed[0]);
   }
-  __syncthreads();
-  return adds[0] != 0;
+  return go;
 }
 
 __device__ __forceinline__ float wide(float x) { return x; }
@@ -258,44 +267,86 @@ __device__ __forceinline__ void add_columns(Y* y, const D* delta, int64_t column
   }
 }
 
+// Some columns of a row of an output, and what is to be added to them.
 template <class Y, class D>
-__device__ __forceinline__ void add_row(const WaitArgs& p, int k, int row, const Pieces& pieces, int index) {
+struct Part {
+  Y* y;
+  int64_t at, columns;  // of the answer's output
+  int server;
+  __device__ Part(const WaitArgs& p, int k, int row, const Pieces& pieces, int index) {
+    const int64_t width = p.shapes.sites[p.site].widths[k], first = pieces.begin(index) / sizeof(Y);
+    server = p.rows.to_server[row], columns = pieces.length(index) / sizeof(Y);
+    y = reinterpret_cast<Y*>(p.ys[k]) + row * width + first;
+    at = place_of(p.rows.to_server, row, server) * width + first;
+  }
+  __device__ const D* delta(const WaitArgs& p, int k, const unsigned char* slot) const {
+    return reinterpret_cast<const D*>(slot + p.shapes.sites[p.site].offsets[k]) + at;
+  }
+};
+
+// Calls `use(k, row, pieces, index)` with this warp's parts of the rows of all outputs.
+template <class Y, class Use>
+__device__ __forceinline__ void for_parts(const WaitArgs& p, const int* sent, int count, const Use& use) {
   const PeerSite& site = p.shapes.sites[p.site];
-  const int server = p.rows.to_server[row];
-  const int place = place_of(p.rows.to_server, row, server);
-  const int64_t width = site.widths[k], first = pieces.begin(index) / sizeof(Y);
-  Y* y = reinterpret_cast<Y*>(p.ys[k]) + row * width + first;
-  const D* delta = reinterpret_cast<const D*>(p.state->answers[server] + site.offsets[k]) + place * width + first;
-  const int64_t columns = pieces.length(index) / sizeof(Y);
-  const uint64_t off = reinterpret_cast<uint64_t>(y) % (8 * sizeof(Y)) + reinterpret_cast<uint64_t>(delta) % (8 * sizeof(D));
-  if (off == 0 && columns % 8 == 0) {
-    add_columns<Y, D, 8>(y, delta, columns);
+  const int outs = static_cast<int>(site.num_outs);
+  int unit = grid_warp();  // of all outputs, one behind the other
+  for (int k = 0; k < outs; ++k) {
+    const Pieces pieces(site.widths[k] * sizeof(Y), count * outs, grid_warps());
+    const int units = count * pieces.per_row;
+    for (; unit < units; unit += grid_warps()) use(k, sent[unit / pieces.per_row], pieces, unit % pieces.per_row);
+    unit -= units;
+  }
+}
+
+// Has what is to be read come as near as L2 while it is decided. The answers may not be there yet.
+template <class Y, class D>
+__device__ __forceinline__ void fetch_near(const WaitArgs& p, const int* sent, int count) {
+  __shared__ const unsigned char* slots[kMostServers];
+  if (threadIdx.x < p.rows.servers) {
+    const PeerLink* link = load_link(&p.state->links[threadIdx.x]);
+    slots[threadIdx.x] = link ? link->in_slot : nullptr;
+  }
+  __syncthreads();
+  for_parts<Y>(p, sent, count, [&](int k, int row, const Pieces& pieces, int index) {
+    const Part<Y, D> part(p, k, row, pieces, index);
+    if (threadIdx.x & 31) return;
+    prefetch_l2_bytes(part.y, part.columns * sizeof(Y));
+    if (part.server < p.rows.servers && slots[part.server])
+      prefetch_l2_bytes(part.delta(p, k, slots[part.server]), part.columns * sizeof(D));
+  });
+}
+
+template <class Y, class D>
+__device__ __forceinline__ void add_part(const WaitArgs& p, int k, int row, const Pieces& pieces, int index) {
+  const Part<Y, D> part(p, k, row, pieces, index);
+  const D* delta = part.delta(p, k, p.state->answers[part.server]);
+  const uint64_t off = reinterpret_cast<uint64_t>(part.y) % (8 * sizeof(Y)) + reinterpret_cast<uint64_t>(delta) % (8 * sizeof(D));
+  if (off == 0 && part.columns % 8 == 0) {
+    add_columns<Y, D, 8>(part.y, delta, part.columns);
   } else {
-    add_columns<Y, D, 1>(y, delta, columns);
+    add_columns<Y, D, 1>(part.y, delta, part.columns);
   }
 }
 
 // The first CTA waits; the others have found their rows when it is through.
 template <class Y, class D>
-__global__ void __launch_bounds__(kPeerThreads) wait_add_kernel(const WaitArgs p) {
+__global__ void __launch_bounds__(kPeerThreads, 1) wait_add_kernel(const WaitArgs p) {
   __shared__ int sent[kPeerThreads];
-  if (blockIdx.x == 0) decide(p);
-  const PeerSite& site = p.shapes.sites[p.site];
-  const int rows = p.rows.live(), outs = static_cast<int>(site.num_outs);
-  int count = find_sent(p.rows.to_server, 0, rows, sent);
-  if (!decided_to_add(p.state)) return;
-  for (int begin = 0; begin < rows;) {
-    int unit = grid_warp();  // of all outputs, one behind the other
-    for (int k = 0; k < outs; ++k) {
-      const Pieces pieces(site.widths[k] * sizeof(Y), count * outs);
-      const int units = count * pieces.per_row;
-      for (; unit < units; unit += grid_warps())
-        add_row<Y, D>(p, k, sent[unit / pieces.per_row], pieces, unit % pieces.per_row);
-      unit -= units;
-    }
-    begin += blockDim.x;
-    if (begin < rows) count = find_sent(p.rows.to_server, begin, rows, sent);
+  Told told{blockIdx.x == 0 && decide(p), 0};
+  const int rows = p.rows.live();
+  int count = find_sent(p.rows, 0, sent);
+  if (blockIdx.x) {
+    fetch_near<Y, D>(p, sent, count);
+    told = await_decision(p.state);
   }
+  for (int begin = 0; told.go && begin < rows;) {
+    for_parts<Y>(p, sent, count, [&](int k, int row, const Pieces& pieces, int index) {
+      add_part<Y, D>(p, k, row, pieces, index);
+    });
+    begin += blockDim.x;
+    if (begin < rows) count = find_sent(p.rows, begin, sent);
+  }
+  if (blockIdx.x) forget(p.state, told);
 }
 
 inline cudaError_t launch_push(const PushArgs& args, int ctas, cudaStream_t stream) {

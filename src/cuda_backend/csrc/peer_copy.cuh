@@ -1,5 +1,6 @@
 // Copies by warps, and which row of a batch goes where: shared by all kernels of the transport.
 #pragma once
+#include "peer_state.cuh"
 #include "ptx.cuh"
 
 namespace lora_jax {
@@ -38,8 +39,7 @@ __device__ __forceinline__ void warp_copy(unsigned char* to, const unsigned char
 struct Pieces {
   int64_t bytes, piece;  // of a row; of a piece, a multiple of 32: 8 columns of float32
   int per_row;
-  __device__ Pieces(int64_t row_bytes, int rows) : bytes(row_bytes) {
-    const int warps = gridDim.x * (blockDim.x / 32);
+  __device__ Pieces(int64_t row_bytes, int rows, int warps) : bytes(row_bytes) {
     const int most = static_cast<int>((row_bytes + kPieceBytes - 1) / kPieceBytes);
     per_row = max(1, min(most, warps / max(rows, 1)));
     piece = ((row_bytes + per_row - 1) / per_row + 31) / 32 * 32;
@@ -49,6 +49,13 @@ struct Pieces {
 };
 __device__ __forceinline__ int grid_warp() { return blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32; }
 __device__ __forceinline__ int grid_warps() { return gridDim.x * (blockDim.x / 32); }
+
+struct PeerRows {  // serving.transport.base.PushRows
+  const int *num_rows, *layer, *version;
+  const int *to_server, *to_adapter, *to_expert;
+  int rows, servers;
+  __device__ int live() const { return max(0, min(*num_rows, rows)); }
+};
 
 // How many of the first `row` rows go to the server of `row`: its place in the message. One warp.
 __device__ __forceinline__ int place_of(const int* row_to_server, int row, int server) {
@@ -60,10 +67,11 @@ __device__ __forceinline__ int place_of(const int* row_to_server, int row, int s
 
 // The rows that go to a server at all, of those from `begin` on, as many as the CTA has threads: their
 // number, and in `sent` the rows in order. The whole CTA.
-__device__ __forceinline__ int find_sent(const int* row_to_server, int begin, int rows, int* sent) {
+__device__ __forceinline__ int find_sent(const PeerRows& rows, int begin, int* sent) {
   __shared__ int counts[kPeerWarps];
   const int row = begin + threadIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-  const bool goes = row < rows && row_to_server[row] >= 0;
+  const int server = row < rows.rows ? rows.to_server[row] : -1;
+  const bool goes = row < rows.live() && server >= 0;
   const unsigned going = __ballot_sync(0xffffffffu, goes);
   __syncthreads();  // the rows before have been read
   if (lane == 0) counts[warp] = __popc(going);
@@ -75,18 +83,39 @@ __device__ __forceinline__ int find_sent(const int* row_to_server, int begin, in
   return all;
 }
 
-// Says to one CTA, the last one of the grid, that all others have written what they had to.
-__device__ __forceinline__ bool last_cta(int* ticket) {
+// Says to one CTA, the last one of the grid, that all others have written what they had to. That takes
+// a way to the peer and back, in which the CTA's second warp does what only the last one will want.
+template <class Meanwhile>
+__device__ __forceinline__ bool last_cta(int* ticket, const Meanwhile& meanwhile) {
   __shared__ int last[1];
   __syncthreads();
   if (threadIdx.x == 0) {
-    fence_sys();
-    last[0] = atomicAdd(ticket, 1) == static_cast<int>(gridDim.x) - 1;
+    last[0] = take_ticket_sys(ticket) == static_cast<int>(gridDim.x) - 1;
     if (last[0]) *ticket = 0;
-    fence_sys();
   }
+  if (threadIdx.x / 32 == 1) meanwhile();
   __syncthreads();
   return last[0] != 0;
+}
+
+// What the first CTA of a launch has decided for the others.
+struct Told {
+  bool go;
+  int order;  // thread 0's: of the others, how many knew before; comes while the CTA works
+};
+__device__ __forceinline__ Told await_decision(PeerState* state) {
+  __shared__ int goes[1];
+  if (threadIdx.x == 0) {
+    uint64_t decision = kUndecided;
+    while (decision == kUndecided) decision = poll_acquire(&state->decision);
+    goes[0] = decision == kGo;
+  }
+  __syncthreads();
+  return {goes[0] != 0, threadIdx.x ? 0 : atomicAdd(&state->knowing, 1)};
+}
+// The last one to know, at its end, makes room for the next launch's decision.
+__device__ __forceinline__ void forget(PeerState* state, const Told& told) {
+  if (threadIdx.x == 0 && told.order == static_cast<int>(gridDim.x) - 2) state->knowing = 0, state->decision = kUndecided;
 }
 
 }  // namespace lora_jax

@@ -16,6 +16,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_peer_wait_add_aside, lora_jax::PeerW
                               LORA_JAX_ON_STREAM.LORA_JAX_PEER_WAIT_ADD_BINDING);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_peer_accept, lora_jax::PeerReceive,
                               LORA_JAX_ON_STREAM.LORA_JAX_PEER_RECEIVE_BINDING, {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_peer_take, lora_jax::PeerTake,
+                              LORA_JAX_ON_STREAM.LORA_JAX_PEER_TAKE_BINDING, {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_peer_judge, lora_jax::PeerJudge,
                               LORA_JAX_ON_STREAM.LORA_JAX_PEER_JUDGE_BINDING, {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_peer_fetch, lora_jax::PeerFetch,

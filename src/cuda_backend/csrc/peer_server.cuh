@@ -19,16 +19,17 @@ struct ReceiveArgs {
   uint64_t limit;           // nanoseconds; 0: look once
   const int* limit_us;      // or microseconds, as data
   int site;                 // messages of this one only, until one of another waits; kAnySite
+  unsigned char* x;         // [most_rows, d_in] of the site out, or none
 };
 constexpr int kAnySite = -1;
+constexpr int kReceiveThreads = 256;  // as many as may keep what a lane knows of a client in registers
 
 __device__ __forceinline__ bool accept_request(const PeerShapes& s, const PeerLink& link, uint64_t arrivals,
-                                               PeerHeader* header, const int* crc) {
-  if (arrivals <= link.sequence || !read_header(link.in_slot, header, crc)) return false;
-  return header->epoch == link.epoch && header->sequence == arrivals && header->kind == kRequest &&
-         header->layer >= 0 && header->layer < s.layers && header->site >= 0 && header->site < s.num_sites &&
-         header->rows >= 1 && header->rows <= s.max_rows &&
-         header->num_bytes == request_bytes(s, header->site, header->rows);
+                                               const PeerHeader& header) {
+  return arrivals > link.sequence && header.epoch == link.epoch && header.sequence == arrivals &&
+         header.kind == kRequest && header.layer >= 0 && header.layer < s.layers && header.site >= 0 &&
+         header.site < s.num_sites && header.rows >= 1 && header.rows <= s.max_rows &&
+         header.num_bytes == request_bytes(s, header.site, header.rows);
 }
 
 // One client's message becomes the next one of the batch, behind `rows` rows.
@@ -67,9 +68,17 @@ __device__ __forceinline__ bool take_messages(const ReceiveArgs& p, Watched* wat
   PeerLink* link = watched->link;
   const uint64_t arrivals = link ? poll_acquire_sys(watched->counter) : 0;
   const bool arrived = link && arrivals != watched->sequence;
-  if (!__ballot_sync(0xffffffffu, arrived)) return false;
+  const unsigned waiting = __ballot_sync(0xffffffffu, arrived);
+  if (!waiting) return false;
   PeerHeader header{};
-  const bool good = arrived && accept_request(p.shapes, *link, arrivals, &header, crc);
+  bool good = false;
+  for (unsigned left = waiting; left; left &= left - 1) {  // the whole warp reads each
+    const int client = __ffs(left) - 1;
+    const auto slot = __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(arrived ? link->in_slot : nullptr), client);
+    PeerHeader found;
+    const bool whole = read_header(reinterpret_cast<const unsigned char*>(slot), &found, crc);
+    if (lane == client) header = found, good = whole && accept_request(p.shapes, *link, arrivals, found);
+  }
   if (arrived && !good) {
     link->sequence = watched->sequence = arrivals;
     atomicAdd(&p.state->counts[kDropped], 1ull);
@@ -102,7 +111,8 @@ __device__ __forceinline__ void find_messages(const ReceiveArgs& p, const int* c
   }
 }
 
-__global__ void __launch_bounds__(kPeerThreads) receive_kernel(const ReceiveArgs p) {
+// Finds messages for all CTAs of the launch.
+__device__ __forceinline__ void receive(const ReceiveArgs& p) {
   __shared__ int crc[kCrcWords];
   bring_crc(crc);
   for (int i = threadIdx.x; i < p.most * kInfoWords; i += blockDim.x)
@@ -112,7 +122,29 @@ __global__ void __launch_bounds__(kPeerThreads) receive_kernel(const ReceiveArgs
   __syncthreads();
   if (threadIdx.x < 32) find_messages(p, crc);
   __syncthreads();
-  if (!p.adapters) return;
+  if (p.x && threadIdx.x == 0) store_release(&p.state->decision, batch.count ? kGo : kLeaveAlone);
+}
+
+// The batch as one CTA reads it, together.
+struct NearBatch {
+  const unsigned char* slots[kMostTogether];
+  int starts[kMostTogether + 1], count, site;
+  __device__ int rows() const { return starts[count]; }
+  __device__ int message_of(int row) const {
+    int m = 0;
+    while (row >= starts[m + 1]) ++m;
+    return m;
+  }
+};
+__device__ __forceinline__ void bring_batch(const PeerBatch& batch, NearBatch* near) {
+  const int i = threadIdx.x;
+  if (i < kMostTogether) near->slots[i] = batch.slots[i];
+  if (i <= kMostTogether) near->starts[i] = batch.starts[i];
+  if (i == 0) near->count = batch.count, near->site = batch.site;
+  __syncthreads();
+}
+
+__device__ __forceinline__ void list_rows(const ReceiveArgs& p, const NearBatch& batch) {
   for (int i = threadIdx.x; i < p.most_rows; i += blockDim.x) {
     const int message = i < batch.rows() ? batch.message_of(i) : -1;
     const unsigned char* slot = message < 0 ? nullptr : batch.slots[message];
@@ -123,6 +155,37 @@ __global__ void __launch_bounds__(kPeerThreads) receive_kernel(const ReceiveArgs
   }
 }
 
+// The rows as an array of the device, for ops that are compiled for a shape; by the warps from `warp` on.
+__device__ __forceinline__ void copy_rows(const PeerShapes& shapes, const NearBatch& batch, int site, int most_rows,
+                                          unsigned char* x, int warp, int warps) {
+  const int rows = min(batch.rows(), most_rows);
+  const Pieces pieces(shapes.sites[site].d_in * shapes.itemsize, rows, warps);
+  for (int unit = warp; unit < rows * pieces.per_row; unit += warps) {
+    const int row = unit / pieces.per_row, index = unit % pieces.per_row, message = batch.message_of(row);
+    const unsigned char* from = batch.slots[message] + shapes.rows_offset + (row - batch.starts[message]) * pieces.bytes;
+    warp_copy(x + row * pieces.bytes + pieces.begin(index), from + pieces.begin(index), pieces.length(index));
+  }
+}
+
+// The first CTA finds the messages, and says of whom their rows are; the others bring the rows, if asked to.
+__global__ void __launch_bounds__(kReceiveThreads) receive_kernel(const ReceiveArgs p) {
+  __shared__ NearBatch near[1];
+  const NearBatch& batch = near[0];
+  constexpr int kWarps = kReceiveThreads / 32;
+  if (blockIdx.x == 0) {
+    receive(p);
+    bring_batch(p.state->batch, near);
+    if (p.adapters) list_rows(p, batch);
+    return;
+  }
+  const Told told = await_decision(p.state);
+  if (told.go) {
+    bring_batch(p.state->batch, near);
+    copy_rows(p.shapes, batch, p.site, p.most_rows, p.x, grid_warp() - kWarps, grid_warps() - kWarps);
+  }
+  forget(p.state, told);
+}
+
 struct FetchArgs {
   const PeerState* state;
   PeerShapes shapes;
@@ -130,17 +193,12 @@ struct FetchArgs {
   int rows, site;
 };
 
-// The rows as an array of the device, for ops that are compiled for a shape; of another site: none.
+// The rows of messages that were received before, if they are of this site.
 __global__ void __launch_bounds__(kPeerThreads) fetch_kernel(const FetchArgs p) {
-  const PeerBatch& batch = p.state->batch;
-  if (batch.site != p.site) return;
-  const int rows = min(batch.rows(), p.rows);
-  const Pieces pieces(p.shapes.sites[p.site].d_in * p.shapes.itemsize, rows);
-  for (int unit = grid_warp(); unit < rows * pieces.per_row; unit += grid_warps()) {
-    const int row = unit / pieces.per_row, index = unit % pieces.per_row, message = batch.message_of(row);
-    const unsigned char* from = batch.slots[message] + p.shapes.rows_offset + (row - batch.starts[message]) * pieces.bytes;
-    warp_copy(p.x + row * pieces.bytes + pieces.begin(index), from + pieces.begin(index), pieces.length(index));
-  }
+  __shared__ NearBatch near[1];
+  const NearBatch& batch = near[0];
+  bring_batch(p.state->batch, near);
+  if (batch.site == p.site) copy_rows(p.shapes, batch, p.site, p.rows, p.x, grid_warp(), grid_warps());
 }
 
 // What to do with a message.
@@ -155,55 +213,74 @@ struct RespondArgs {
   int site;  // messages of other sites are none of this launch's business
 };
 
-// The messages to answer: the batch, or the one that the host names.
-struct Answered {
-  const RespondArgs& p;
-  const PeerBatch& batch;
-  __device__ explicit Answered(const RespondArgs& args) : p(args), batch(args.state->batch) {}
-  __device__ int count() const { return p.link ? 1 : batch.count; }
-  __device__ int site() const { return p.link ? p.link->request.site : batch.site; }
-  __device__ int rows() const { return p.link ? p.link->request.rows : batch.rows(); }
-  __device__ int message_of(int row) const { return p.link ? 0 : batch.message_of(row); }
-  __device__ int start(int message) const { return p.link ? 0 : batch.starts[message]; }
-  __device__ PeerLink* link(int message) const { return p.link ? p.link : batch.links[message]; }
-  __device__ bool well(int message) const { return p.verdicts[message] == kAnswer; }
-  __device__ bool due(int message) const { return link(message)->under_way && p.verdicts[message] != kLeave; }
+// A message to answer, as a CTA has read it: of the batch, or the one that the host names.
+struct Answer {
+  PeerLink* link;
+  unsigned char* slot;
+  uint64_t* counter;
+  int start;
+  bool due, well;
 };
+// All of them, a thread each. Returns how many; their rows end where the next one's begin.
+__device__ __forceinline__ int find_answers(const RespondArgs& p, Answer* answers) {
+  const PeerBatch& batch = p.state->batch;
+  const int m = threadIdx.x, count = p.link ? 1 : batch.count, site = p.link ? p.link->request.site : batch.site;
+  if (m <= kMostTogether) answers[m].start = p.link ? m * p.link->request.rows : batch.starts[m];
+  if (m < count) {
+    Answer& answer = answers[m];
+    PeerLink* link = answer.link = p.link ? p.link : batch.links[m];
+    const int verdict = p.verdicts[m];
+    answer.slot = link->out_slot, answer.counter = link->out_counter;
+    answer.due = link->under_way && verdict != kLeave, answer.well = verdict == kAnswer;
+  }
+  __syncthreads();
+  return site == p.site ? count : 0;
+}
+__device__ __forceinline__ PeerHeader header_of(const RespondArgs& p, const Answer& answer) {
+  PeerHeader header = answer.link->request;
+  header.kind = answer.well ? kResponse : kRefusal;
+  if (!answer.well) header.rows = 0;
+  header.num_bytes = response_bytes(p.shapes, p.site, header.rows);
+  return header;
+}
 
 __global__ void __launch_bounds__(kPeerThreads, 1) respond_kernel(const RespondArgs p) {
+  __shared__ Answer answers[kMostTogether + 1];
+  __shared__ HeaderWords sealed[kMostTogether];
   __shared__ int crc[kCrcWords];
-  const Answered answered(p);
-  if (answered.site() != p.site) return;
+  const int count = find_answers(p, answers);
+  if (!count) return;
   bring_crc(crc);
   const PeerSite& site = p.shapes.sites[p.site];
-  const int rows = answered.rows(), outs = static_cast<int>(site.num_outs);
+  const int rows = answers[count].start, outs = static_cast<int>(site.num_outs);
   int unit = grid_warp();  // of all outputs, one behind the other
   for (int k = 0; k < outs; ++k) {
-    const Pieces pieces(site.widths[k] * p.shapes.delta_itemsize, rows * outs);
+    const Pieces pieces(site.widths[k] * p.shapes.delta_itemsize, rows * outs, grid_warps());
     const int units = rows * pieces.per_row;
     for (; unit < units; unit += grid_warps()) {
-      const int row = unit / pieces.per_row, index = unit % pieces.per_row, message = answered.message_of(row);
-      if (!answered.well(message) || !answered.due(message)) continue;
-      unsigned char* to = answered.link(message)->out_slot + site.offsets[k];
-      to += (row - answered.start(message)) * pieces.bytes;
+      const int row = unit / pieces.per_row, index = unit % pieces.per_row;
+      int m = 0;
+      while (row >= answers[m + 1].start) ++m;
+      const Answer& answer = answers[m];
+      if (!answer.well || !answer.due) continue;
+      unsigned char* to = answer.slot + site.offsets[k] + (row - answer.start) * pieces.bytes;
       warp_copy(to + pieces.begin(index), p.deltas[k] + row * pieces.bytes + pieces.begin(index), pieces.length(index));
     }
     unit -= units;
   }
-  if (!last_cta(p.link ? &p.state->host_ticket : &p.state->ticket)) return;
+  const auto prepare = [&] {
+    for (int m = 0; m < count; ++m)
+      if (answers[m].due) seal(header_of(p, answers[m]), &sealed[m], crc);
+  };
   const int message = threadIdx.x;
-  if (message >= answered.count() || !answered.due(message)) return;
-  PeerLink* link = answered.link(message);
-  PeerHeader answer = link->request;
-  answer.kind = answered.well(message) ? kResponse : kRefusal;
-  if (answer.kind == kRefusal) answer.rows = 0;
-  answer.num_bytes = response_bytes(p.shapes, p.site, answer.rows);
-  link->under_way = 0;
-  post(link->out_slot, link->out_counter, answer, crc);
+  if (!last_cta(p.link ? &p.state->host_ticket : &p.state->ticket, prepare)) return;
+  if (message >= count || !answers[message].due) return;
+  answers[message].link->under_way = 0;
+  post(answers[message].slot, answers[message].counter, sealed[message]);
 }
 
 inline cudaError_t launch_receive(const ReceiveArgs& args, cudaStream_t stream) {
-  receive_kernel<<<1, kPeerThreads, 0, stream>>>(args);
+  receive_kernel<<<args.x ? 2 * kPeerCtas : 1, kReceiveThreads, 0, stream>>>(args);
   return cudaGetLastError();
 }
 inline cudaError_t launch_fetch(const FetchArgs& args, cudaStream_t stream) {

@@ -23,7 +23,7 @@ enum PeerCount : int {
   kPushes, kBytesSent, kWaits, kCountTimedOut, kCountAborted, kCountRefused, kDropped, kWaitNanos, kLongestWait
 };
 
-enum PeerDecision : uint64_t { kUndecided, kAdd, kLeaveAlone };
+enum PeerDecision : uint64_t { kUndecided, kGo, kLeaveAlone };
 
 struct PeerHeader {  // as serving/transport/header.py packs it
   uint32_t magic, checksum;
@@ -108,8 +108,8 @@ struct PeerState {  // of one client or one server rank, in its device's memory
   const unsigned char* answers[kMostServers];  // client: the slots to add, found by the wait
   PeerBatch batch;  // server: count 0: there is none
   unsigned long long counts[kCounts + kLengths];
-  uint64_t decision;              // client: of the wait under way, for all of its CTAs
-  int32_t written[kMostServers];  // client: bytes of the push under way, modulo 2^32
+  uint64_t decision;               // of the wait under way, for all CTAs of its launch
+  int32_t written[kMostServers];   // client: of the push under way, bytes as their epoch weighs them
   int32_t ticket, knowing, served;
   int32_t host_ticket;  // server: of answers that the host sends, beside a program that waits
 };

@@ -105,6 +105,12 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 __device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+// The same of whole units of 16 bytes of a range.
+__device__ __forceinline__ void prefetch_l2_bytes(const void* p, int64_t bytes) {
+  const uint64_t begin = reinterpret_cast<uint64_t>(p) + 15 & ~15ull, end = reinterpret_cast<uint64_t>(p) + bytes & ~15ull;
+  if (begin < end)
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(begin), "r"(static_cast<uint32_t>(end - begin)) : "memory");
+}
 // Words that threads of other CTAs write or read meanwhile.
 __device__ __forceinline__ uint32_t load_word(const uint32_t* p) {
   uint32_t v;
@@ -137,7 +143,21 @@ __device__ __forceinline__ void store_release_sys(uint64_t* p, uint64_t v) {
 }
 // A load that waits for somebody else: in a loop whose end is in other hands.
 __device__ __forceinline__ uint64_t poll_acquire_sys(const uint64_t* p) { return load_acquire_sys(p); }
-__device__ __forceinline__ void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+// Of memory of this device alone; what others wrote and this thread has acquired comes along.
+__device__ __forceinline__ uint64_t poll_acquire(const uint64_t* p) {
+  uint64_t v;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_release(uint64_t* p, uint64_t v) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+// Takes a number, behind all that the CTA has written anywhere, before all that it reads from now on.
+__device__ __forceinline__ int take_ticket_sys(int* p) {
+  int v;
+  asm volatile("atom.acq_rel.sys.global.add.s32 %0, [%1], 1;" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
 __device__ __forceinline__ uint64_t now_nanos() {  // not cycles: clocks change
   uint64_t t;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));

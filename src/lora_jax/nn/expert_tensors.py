@@ -57,25 +57,19 @@ class ExpertTensors:
             ValueError: the model has no experts, or experts with biases.
             OutOfPages: there is no memory for them; the model is then unusable.
         """
-        blocks = expert_blocks(model)
-        if not blocks:
-            raise ValueError("The model has no experts.")
-        if any(experts.gate_bias is not None for experts in blocks.values()):
-            raise ValueError("Experts with biases cannot be replaced by adapters.")
+        blocks = _replaceable(expert_blocks(model))
         self.layers = tuple(blocks)
         self.num_experts, self.extra = next(iter(blocks.values())).moe.num_experts, extra
         self._memory = memory
         params = [getattr(e, name) for e in blocks.values() for name in PROJECTIONS]
         sizes = [param[...].nbytes for param in params]
         page = page_bytes or page_size(min(sizes), memory.granularity)
-        budget = sum(-(-size // page) for size in sizes)
-        self._base_bytes = budget * page
+        self._base_bytes = _whole_pages(sizes, page)
+        budget = self._base_bytes + (extra_bytes or 0) // page * page
         if extra_bytes is None:
             whole = [size // self.num_experts * (self.num_experts + extra) for size in sizes]
-            budget = sum(-(-size // page) for size in whole)
-        else:
-            budget += extra_bytes // page
-        self.pool = PagePool(memory, page_bytes=page, budget_bytes=budget * page)
+            budget = _whole_pages(whole, page)
+        self.pool = PagePool(memory, page_bytes=page, budget_bytes=budget)
         self._tensors: dict[tuple[int, str], WeightTensor] = {}
         self._mapped: set[tuple[int, int]] = set()  # (layer, index) of adapters' experts
         self._failed: Exception | None = None  # of a write
@@ -218,6 +212,15 @@ def expert_blocks(model: AbstractCausalLM) -> dict[int, Experts]:
     return {n: mlp.experts for n, mlp in found if isinstance(mlp, MoeBlock)}
 
 
+def _replaceable(blocks: dict[int, Experts]) -> dict[int, Experts]:
+    """Return experts that adapters can replace. Raises ValueError for others."""
+    if not blocks:
+        raise ValueError("The model has no experts.")
+    if any(experts.gate_bias is not None for experts in blocks.values()):
+        raise ValueError("Experts with biases cannot be replaced by adapters.")
+    return blocks
+
+
 def runs(indices: Sequence[int]) -> Iterator[range]:
     """Yield the runs of consecutive indices of a sorted list."""
     start = 0
@@ -237,3 +240,8 @@ def page_size(tensor_bytes: int, granularity: int) -> int:
     while 2 * size <= min(LARGEST_PAGE, tensor_bytes // _PAGES_PER_TENSOR):
         size *= 2
     return size
+
+
+def _whole_pages(sizes: Sequence[int], page_bytes: int) -> int:
+    """Return the bytes of the pages under tensors that share none."""
+    return sum(-(-size // page_bytes) for size in sizes) * page_bytes

@@ -9,6 +9,7 @@ constexpr auto on_cpu_push_aside = [](auto... args) { return PeerPush<true>(null
 constexpr auto on_cpu_wait_add = [](auto... args) { return PeerWaitAdd<false>(nullptr, args...); };
 constexpr auto on_cpu_wait_add_aside = [](auto... args) { return PeerWaitAdd<true>(nullptr, args...); };
 constexpr auto on_cpu_accept = [](auto... args) { return PeerReceive(nullptr, args...); };
+constexpr auto on_cpu_take = [](auto... args) { return PeerTake(nullptr, args...); };
 constexpr auto on_cpu_judge = [](auto... args) { return PeerJudge(nullptr, args...); };
 constexpr auto on_cpu_fetch = [](auto... args) { return PeerFetch(nullptr, args...); };
 constexpr auto on_cpu_answer = [](auto... args) { return PeerRespond(nullptr, args...); };
@@ -25,6 +26,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_peer_wait_add_aside, lora_jax::on_cp
                               ffi::Ffi::Bind().LORA_JAX_PEER_WAIT_ADD_BINDING);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_peer_accept, lora_jax::on_cpu_accept,
                               ffi::Ffi::Bind().LORA_JAX_PEER_RECEIVE_BINDING);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_peer_take, lora_jax::on_cpu_take,
+                              ffi::Ffi::Bind().LORA_JAX_PEER_TAKE_BINDING);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_peer_judge, lora_jax::on_cpu_judge,
                               ffi::Ffi::Bind().LORA_JAX_PEER_JUDGE_BINDING);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_peer_fetch, lora_jax::on_cpu_fetch,

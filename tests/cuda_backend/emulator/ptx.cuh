@@ -67,6 +67,7 @@ inline void fence_copies() {}
 inline void fence_shared_copies() {}
 inline void prefetch_map(const CUtensorMap*) {}
 inline void prefetch_l2(const void*) {}
+inline void prefetch_l2_bytes(const void*, int64_t) {}
 inline uint32_t load_word(const uint32_t* p) {
   emu::yield();
   return *p;
@@ -81,7 +82,9 @@ inline void wait_for_previous() {}
 inline uint64_t load_acquire_sys(const uint64_t* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 inline void store_release_sys(uint64_t* p, uint64_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 inline uint64_t poll_acquire_sys(const uint64_t* p) { return emu::let_others_in(), load_acquire_sys(p); }
-inline void fence_sys() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline uint64_t poll_acquire(const uint64_t* p) { return emu::yield(), load_acquire_sys(p); }
+inline void store_release(uint64_t* p, uint64_t v) { store_release_sys(p, v); }
+inline int take_ticket_sys(int* p) { return __atomic_fetch_add(p, 1, __ATOMIC_ACQ_REL); }
 inline uint64_t now_nanos() {
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);

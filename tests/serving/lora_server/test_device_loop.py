@@ -68,9 +68,9 @@ class Exchanges:
         )
         self.site = site
 
-    def served(self, version=0, seconds=0.02, looks=8):
+    def served(self, version=0, seconds=0.02, answers=8):
         """Return what the loop says of the messages that are there, when it has ended."""
-        return self.loop.turn(version, seconds, looks) + self.loop.drain()
+        return self.loop.turn(version, seconds, answers) + self.loop.drain()
 
     def wait(self):
         widths = self._shapes.sites[self.site].d_outs
@@ -181,8 +181,8 @@ def test_instances_at_other_layers_share_a_launch(exchanges, rank, gpus):
         other.client.close()
 
 
-@pytest.mark.parametrize("looks", [1, 64])
-def test_instances_that_come_at_any_moment_are_all_answered(exchanges, rank, gpus, looks):
+@pytest.mark.parametrize("answers", [1, 64])
+def test_instances_that_come_at_any_moment_are_all_answered(exchanges, rank, gpus, answers):
     """Each has the bits that it has alone, whatever the sites and layers of the others."""
     others = [copy.copy(exchanges) for _ in range(3)]
     sent = [(site, layer) for layer in range(2) for site in (GATE_UP, DOWN)] * 2
@@ -203,7 +203,7 @@ def test_instances_that_come_at_any_moment_are_all_answered(exchanges, rank, gpu
         asked = [pool.submit(ask, number) for number in range(3)]
         report = Report(0)
         while not all(one.done() for one in asked):
-            report += exchanges.loop.turn(0, 0.005, looks)
+            report += exchanges.loop.turn(0, 0.005, answers)
     assert report + exchanges.loop.drain() == Report(3 * len(sent))
     for experts, got in (one.result() for one in asked):
         for (site, layer), (sent_x, deltas, status) in zip(sent, got, strict=True):

@@ -38,6 +38,9 @@ class RawClient:
             self.channel.request_slot + shapes.adapters_offset, ids.ctypes.data, ids.nbytes
         )
 
+    def bring_rows(self, shapes, x) -> None:
+        ctypes.memmove(self.channel.request_slot + shapes.rows_offset, x.ctypes.data, x.nbytes)
+
     @property
     def answers(self) -> int:
         return ctypes.c_uint64.from_address(self.channel.response_counter).value
@@ -121,6 +124,35 @@ def test_a_program_takes_what_waits_of_one_site_and_fits(server, gpus):
         names = [name for count in rows for name in range(10 * count, 11 * count)]
         assert messages.adapters.tolist() == names + [-1] * behind
         ticket = messages.info
+    for client in clients:
+        client.channel.close()
+
+
+def test_a_program_takes_messages_with_their_rows(server, gpus):
+    shapes, rng = server.shapes, np.random.default_rng(0)
+    clients = [RawClient(server, gpus) for _ in range(3)]
+    sent = []
+    for place, (client, site) in enumerate(zip(clients, (DOWN, GATE_UP, DOWN), strict=True)):
+        x = rng.standard_normal((3 + place, shapes.sites[site].d_in)).astype(shapes.row_dtype)
+        num_bytes = len(x) * (8 + x.itemsize * x.shape[1])
+        client.name_rows(shapes, range(len(x)))
+        client.bring_rows(shapes, x)
+        header = Header(client.epoch, 1, 0, site, len(x), Kind.REQUEST, 0, num_bytes)
+        client.push(header.pack(), 1)
+        sent.append(x)
+    take = jax.jit(server.take, static_argnums=(1, 2))
+    both, x = take(no_ticket(), 0, DOWN)
+    assert both.clients.tolist()[:3] == [0, 2, -1]
+    rows = len(sent[0]) + len(sent[2])
+    np.testing.assert_array_equal(x[:rows], np.concatenate([sent[0], sent[2]]))
+    names = [*range(len(sent[0])), *range(len(sent[2]))]
+    assert both.adapters.tolist() == names + [-1] * (MAX_ROWS - rows)
+    other, _ = take(both.info, 0, DOWN)  # one of another site waits: nothing, and at once
+    assert other.clients.tolist() == [-1] * len(no_ticket())
+    assert other.adapters.tolist() == [-1] * MAX_ROWS
+    last, x = take(other.info, 0, GATE_UP)
+    assert last.clients.tolist()[:2] == [1, -1]
+    np.testing.assert_array_equal(x[: len(sent[1])], sent[1])
     for client in clients:
         client.channel.close()
 
