@@ -37,7 +37,7 @@ class Gpu:
         self._closing = contextlib.ExitStack()
         self._clients: list[DeviceClient] = []
         self._num_statuses = 1  # of a program
-        self.mode: Any = None
+        self._orders: Any = None  # of the server's programs
         self._turns = 0  # programs that were enqueued
 
     def kind(self) -> str:
@@ -62,12 +62,12 @@ class Gpu:
             self._closing.callback(server.close)
             options = ONE_GRAPH if plan.graph else programs.NO_GRAPH
             on_gpu = self._device.platform == "gpu"
-            self.mode = self._put(np.int32(LORA))
+            self._orders = self._put(programs.orders(LORA))
             steps = [
                 programs.server_program(case, server, options if on_gpu else None)
                 for _ in range(_AHEAD)
             ]
-            tickets = [step(self._put(no_ticket()), self._pools, self.mode) for step in steps]
+            tickets = [step(self._put(no_ticket()), self._pools, self._orders) for step in steps]
             jax.block_until_ready(tickets)
         stopping = threading.Event()
         thread = threading.Thread(target=self._run, args=(steps, tickets, stopping), daemon=True)
@@ -84,7 +84,7 @@ class Gpu:
 
     def set_mode(self, mode: int) -> None:
         """Refuse, echo or compute, in every message from now on."""
-        self.mode = self._put(np.int32(mode))
+        self._orders = self._put(programs.orders(mode))
         # One more may have been on its way to the queue with the last mode.
         enough, end = self._turns + _AHEAD + 1, time.monotonic() + _MODE_S
         while self._turns < enough:
@@ -99,7 +99,7 @@ class Gpu:
             while not stopping.is_set():
                 place, turn = turn % len(steps), turn + 1
                 tickets[place].block_until_ready()
-                tickets[place] = steps[place](tickets[place], self._pools, self.mode)
+                tickets[place] = steps[place](tickets[place], self._pools, self._orders)
                 self._turns += 1
             jax.block_until_ready(tickets)
 

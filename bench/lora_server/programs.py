@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.lora_server.plans import ECHO, LORA, SITES, Case, Plan
+from bench.lora_server.plans import LORA, REFUSE, SITES, Case, Plan
 from lora_jax.ops.cases import popular
 from lora_jax.ops.lora_gemm import lora_gemms
 from lora_jax.typing import Array, Int
 from serving.transport.base import AbstractClient, PushRows, push_rows
-from serving.transport.device_server import DeviceServer
+from serving.transport.device_server import MOST_MESSAGES, DeviceServer, Verdict
 from serving.transport.shapes import DOWN, GATE_UP
 
 ROUNDS = 4  # of both sites, in one program of a server
@@ -96,16 +96,26 @@ def make_rows(case: Case, plan: Plan, tokens: int, seed: Sequence[int]) -> dict[
     return found
 
 
+def orders(mode: int) -> dict:
+    """Return what a server's program is told of a mode, as data: a constant would be a launch."""
+    verdict = Verdict.REFUSE if mode == REFUSE else Verdict.ANSWER
+    return {
+        "idle_us": np.int32(IDLE_US),
+        "computes": np.bool_(mode == LORA),
+        "verdicts": np.full(MOST_MESSAGES, verdict, np.int32),
+    }
+
+
 def server_program(case: Case, server: DeviceServer, options: dict[str, str] | None) -> Callable:
-    """Return (ticket, pools, mode) -> ticket: messages of both sites in turn, without the host.
+    """Return (ticket, pools, orders) -> ticket: messages of both sites in turn, without the host.
 
     Those of one site that wait are taken together. The ticket is donated: a graph whose addresses
     change is written anew, node by node. A program has no branches: those of a CUDA graph take
     longer than kernels that find nothing to do. So what a mode leaves out still costs its launches.
     """
 
-    def take(ticket, site, pools, mode):
-        messages, x = server.take(ticket, IDLE_US, site)
+    def take(ticket, site, pools, orders):
+        messages, x = server.take(ticket, orders["idle_us"], site)
         names = SITES[site]
         d_in, d_out = case.sizes(names[0])
         deltas = lora_gemms(
@@ -116,19 +126,18 @@ def server_program(case: Case, server: DeviceServer, options: dict[str, str] | N
             pools["entries"],
             pools["scaling"],
             [MATRICES.index(name) for name in names],
-            jnp.where(mode == LORA, messages.adapters, -1),
+            jnp.where(orders["computes"], messages.adapters, -1),
             messages.experts,
             max_rank=case.rank,
         )
         deltas = [delta.astype(server.shapes.result_dtype) for delta in deltas]
-        verdicts = jnp.broadcast_to(mode >= ECHO, (len(ticket),))
-        return server.answer(messages, verdicts, deltas, site).info
+        return server.answer(messages, orders["verdicts"], deltas, site).info
 
     @functools.partial(jax.jit, compiler_options=options, donate_argnums=0)
-    def step(ticket, pools, mode):
+    def step(ticket, pools, orders):
         for _ in range(ROUNDS):
             for site in SITES:
-                ticket = take(ticket, site, pools, mode)
+                ticket = take(ticket, site, pools, orders)
         return ticket
 
     return step

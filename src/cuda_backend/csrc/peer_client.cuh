@@ -161,14 +161,26 @@ __device__ __forceinline__ int fail(PeerState* state, int server, PeerLink* link
   return status;
 }
 
+// A link as a warp has read it, once: an acquire sends every later read far away.
+struct Awaited {
+  PeerLink* place;
+  PeerLink link;
+};
+__device__ __forceinline__ Awaited find_awaited(PeerState* state, int server) {
+  auto found = reinterpret_cast<unsigned long long>(load_link(&state->links[server]));
+  auto* place = reinterpret_cast<PeerLink*>(__shfl_sync(0xffffffffu, found, 0));
+  if (!place) return {};
+  prefetch_l2(place->in_slot);  // the header, which may be there by now
+  return {place, *place};
+}
+
 // One warp a server with rows. Returns how the wait for it ended.
-__device__ __forceinline__ int wait_for(const WaitArgs& p, int server, int rows, bool nowhere, uint64_t start,
-                                        const int* crc) {
+__device__ __forceinline__ int wait_for(const WaitArgs& p, int server, const Awaited& awaited, int rows, bool nowhere,
+                                        bool stopped, uint64_t start, const int* crc) {
   PeerState* state = p.state;
-  const bool stopped = state->stopped, first = (threadIdx.x & 31) == 0;
-  const auto found = __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(load_link(&state->links[server])), 0);
-  auto* place = reinterpret_cast<PeerLink*>(found);
-  const PeerLink link = place ? *place : PeerLink{};  // read once: an acquire sends every later read far away
+  PeerLink* place = awaited.place;
+  const PeerLink& link = awaited.link;
+  const bool first = (threadIdx.x & 31) == 0;
   if (first) add_count(state, kWaits, 1);
   if (nowhere || !place || link.lost || link.under_way != rows || link.site != p.site) {
     if (!first) return kAborted;
@@ -206,15 +218,19 @@ __device__ __forceinline__ bool decide(const WaitArgs& p) {
   __shared__ int failed[1];
   __shared__ int crc[kCrcWords];
   const uint64_t start = now_nanos();
+  const int warp = threadIdx.x / 32;
+  const bool stopped = p.state->stopped;
+  Awaited awaited = warp < p.rows.servers ? find_awaited(p.state, warp) : Awaited{};
   bring_crc(crc);
   if (threadIdx.x == 0) failed[0] = 0;
   count_rows(p.rows, counts);
   const bool nowhere = counts[p.rows.servers] > 0;
   int any = nowhere;
   for (int i = 0; i < p.rows.servers; ++i) any |= counts[i];
-  for (int server = threadIdx.x / 32; server < p.rows.servers; server += kPeerWarps) {
+  for (int server = warp; server < p.rows.servers; server += kPeerWarps) {
+    if (server > warp) awaited = find_awaited(p.state, server);
     int status = kArrived;
-    if (counts[server]) status = wait_for(p, server, counts[server], nowhere, start, crc);
+    if (counts[server]) status = wait_for(p, server, awaited, counts[server], nowhere, stopped, start, crc);
     if (nowhere) status = kAborted;
     if (threadIdx.x & 31) continue;
     p.status[server] = status;
@@ -298,13 +314,14 @@ __device__ __forceinline__ void for_parts(const WaitArgs& p, const int* sent, in
   }
 }
 
-// Has what is to be read come as near as L2 while it is decided. The answers may not be there yet.
+// Has what is to be read come as near as L2 while it is decided: answers if they are there.
 template <class Y, class D>
 __device__ __forceinline__ void fetch_near(const WaitArgs& p, const int* sent, int count) {
   __shared__ const unsigned char* slots[kMostServers];
   if (threadIdx.x < p.rows.servers) {
     const PeerLink* link = load_link(&p.state->links[threadIdx.x]);
-    slots[threadIdx.x] = link ? link->in_slot : nullptr;
+    const bool there = link && load_acquire_sys(link->in_counter) >= link->sequence;
+    slots[threadIdx.x] = there ? link->in_slot : nullptr;
   }
   __syncthreads();
   for_parts<Y>(p, sent, count, [&](int k, int row, const Pieces& pieces, int index) {

@@ -191,6 +191,7 @@ inline void* dynamic_shared() { return machine.current->block->shared.data(); }
 template <class T> T& static_shared(int line) {
   auto& bytes = machine.current->block->fixed[line];
   if (bytes.empty()) bytes.resize(sizeof(T), 0xff);
+  if (bytes.size() != sizeof(T)) fail("shared arrays of two sizes on lines of the same number");
   return *reinterpret_cast<T*>(bytes.data());
 }
 inline unsigned char* at_shared(uint32_t address) { return machine.current->block->shared.data() + address; }
