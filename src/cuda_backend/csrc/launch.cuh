@@ -105,7 +105,8 @@ cudaError_t launch_few_shrink(const PairArgs& args, cudaStream_t stream) {
   const cudaLaunchConfig_t config{dim3(clusters * kRelayParts), dim3(kThreads), bytes, stream, attributes, count};
   return cudaLaunchKernelEx(&config, kernel, args);
 }
-// Whether few_kernel is the faster one, by what was timed on an H200: of both phases not where CTAs would have so much to do that drawing it pays.
+// Whether few_kernel is the faster one, by what was timed on an H200: of both phases not where CTAs would
+// have so much to do that drawing it pays.
 inline bool are_few(const PairArgs& args) {
   if (args.num_rows > kFewRows || args.live || !args.expand) return false;
   const int64_t most = int64_t{1} * args.num_rows * args.num_modules * args.max_rank * (args.d_in + args.d_out);
