@@ -22,6 +22,7 @@ constexpr uint32_t kMissing = ~0u;  // no two bfloat16 numbers that arithmetic g
 struct PairArgs {
   CUtensorMap maps[2][2];     // of A and B: with narrow boxes and with wide ones, see pool_map
   int wide[2];                // log2 of the pieces of 64 columns in the wide ones
+  const __nv_bfloat16* pools[2];  // A and B
   Module modules[kMaxModules];
   const Item* items;
   const int* num_items;

@@ -101,9 +101,10 @@ int attention(const Bf16* q, const Bf16* k, const Bf16* v, const int* tables, co
   return e == cudaSuccess ? launch_attention(p, v == nullptr, nullptr) : e;
 }
 
+// In one launch, or the shrink before the expand.
 int lora(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, const int* entries, const float* scaling,
          const int* row_to_slot, const int* row_to_expert, int modules, int rows, int d_out, int d_in, int a_rows,
-         int b_rows, int slots, int max_rank, int item_rows, int accumulate) {
+         int b_rows, int slots, int max_rank, int item_rows, int accumulate, int apart) {
   std::vector<int> order(rows);
   std::vector<Item> items(rows);
   int num_items = -1;
@@ -119,6 +120,11 @@ int lora(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, const i
   p.d_in = d_in, p.d_out = d_out, p.h_stride = p.max_rank = h_stride, p.shrink = p.expand = true, p.accumulate = accumulate;
   cudaError_t e = pool_maps(&p, 0, a_pool, a_rows, d_in, kWideA);
   if (e == cudaSuccess) e = pool_maps(&p, 1, b_pool, b_rows, d_out, kWideB);
+  if (e == cudaSuccess && apart) {
+    p.expand = false;
+    e = launch_pair(p, nullptr);
+    p.expand = true, p.shrink = false;
+  }
   return e == cudaSuccess ? launch_pair(p, nullptr) : e;
 }
 
