@@ -126,7 +126,9 @@ class DeviceLoop:
     def _enqueue(self, version: int, seconds: float, answers: int) -> None:
         place, self._turns = self._turns % _AHEAD, self._turns + 1
         if (seconds, answers) not in self._limits:
-            self._limits[seconds, answers] = self._put(np.int32([seconds * 1e6, answers]))
+            self._limits[seconds, answers] = self._put(
+                np.asarray([seconds * 1e6, answers], np.int32)
+            )
         self._lines, self._said[place] = self._programs[place % len(self._programs)](
             self._rank.slots,
             self._current(version),

@@ -295,7 +295,8 @@ class ServerEnd(_End):
         which = {"first_expert": first_expert, "num_experts": num_experts}
         which |= {"slots_per_layer": slots_per_layer}
         numbers = {name: np.int64(value) for name, value in which.items()}
-        return tuple(call(before, info, adapters, *others, *table, **numbers))
+        lines, row_to_slot, verdicts = call(before, info, adapters, *others, *table, **numbers)
+        return lines, row_to_slot, verdicts
 
     def fetch_rows(
         self, info: Int[Array, "messages 8"], site: int, shape: jax.ShapeDtypeStruct
