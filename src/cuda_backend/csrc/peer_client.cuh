@@ -169,9 +169,7 @@ struct Awaited {
 __device__ __forceinline__ Awaited find_awaited(PeerState* state, int server) {
   auto found = reinterpret_cast<unsigned long long>(load_link(&state->links[server]));
   auto* place = reinterpret_cast<PeerLink*>(__shfl_sync(0xffffffffu, found, 0));
-  if (!place) return {};
-  prefetch_l2(place->in_slot);  // the header, which may be there by now
-  return {place, *place};
+  return {place, place ? *place : PeerLink{}};
 }
 
 // One warp a server with rows. Returns how the wait for it ended.
@@ -314,25 +312,6 @@ __device__ __forceinline__ void for_parts(const WaitArgs& p, const int* sent, in
   }
 }
 
-// Has what is to be read come as near as L2 while it is decided: answers if they are there.
-template <class Y, class D>
-__device__ __forceinline__ void fetch_near(const WaitArgs& p, const int* sent, int count) {
-  __shared__ const unsigned char* slots[kMostServers];
-  if (threadIdx.x < p.rows.servers) {
-    const PeerLink* link = load_link(&p.state->links[threadIdx.x]);
-    const bool there = link && load_acquire_sys(link->in_counter) >= link->sequence;
-    slots[threadIdx.x] = there ? link->in_slot : nullptr;
-  }
-  __syncthreads();
-  for_parts<Y>(p, sent, count, [&](int k, int row, const Pieces& pieces, int index) {
-    const Part<Y, D> part(p, k, row, pieces, index);
-    if (threadIdx.x & 31) return;
-    prefetch_l2_bytes(part.y, part.columns * sizeof(Y));
-    if (part.server < p.rows.servers && slots[part.server])
-      prefetch_l2_bytes(part.delta(p, k, slots[part.server]), part.columns * sizeof(D));
-  });
-}
-
 template <class Y, class D>
 __device__ __forceinline__ void add_part(const WaitArgs& p, int k, int row, const Pieces& pieces, int index) {
   const Part<Y, D> part(p, k, row, pieces, index);
@@ -352,10 +331,7 @@ __global__ void __launch_bounds__(kPeerThreads, 1) wait_add_kernel(const WaitArg
   Told told{blockIdx.x == 0 && decide(p), 0};
   const int rows = p.rows.live();
   int count = find_sent(p.rows, 0, sent);
-  if (blockIdx.x) {
-    fetch_near<Y, D>(p, sent, count);
-    told = await_decision(p.state);
-  }
+  if (blockIdx.x) told = await_decision(p.state);
   for (int begin = 0; told.go && begin < rows;) {
     for_parts<Y>(p, sent, count, [&](int k, int row, const Pieces& pieces, int index) {
       add_part<Y, D>(p, k, row, pieces, index);

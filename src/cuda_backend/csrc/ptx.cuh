@@ -105,12 +105,6 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 __device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-// The same of whole units of 16 bytes of a range.
-__device__ __forceinline__ void prefetch_l2_bytes(const void* p, int64_t bytes) {
-  const uint64_t begin = reinterpret_cast<uint64_t>(p) + 15 & ~15ull, end = reinterpret_cast<uint64_t>(p) + bytes & ~15ull;
-  if (begin < end)
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(begin), "r"(static_cast<uint32_t>(end - begin)) : "memory");
-}
 // Words that threads of other CTAs write or read meanwhile.
 __device__ __forceinline__ uint32_t load_word(const uint32_t* p) {
   uint32_t v;

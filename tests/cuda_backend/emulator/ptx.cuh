@@ -67,7 +67,6 @@ inline void fence_copies() {}
 inline void fence_shared_copies() {}
 inline void prefetch_map(const CUtensorMap*) {}
 inline void prefetch_l2(const void*) {}
-inline void prefetch_l2_bytes(const void*, int64_t) {}
 inline uint32_t load_word(const uint32_t* p) {
   emu::yield();
   return *p;
