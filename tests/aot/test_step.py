@@ -1,5 +1,6 @@
 """A step of the engine compiled for an H200: one CUDA graph, nothing decided by the host."""
 
+import functools
 import importlib.util
 import json
 import re
@@ -8,7 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from aot.compile_gpu import H200
+from aot.compile_gpu import H200, KIND
 from flax import nnx
 
 from bench import decode_step
@@ -16,12 +17,12 @@ from lora_jax.adapters.slots import init_slots, size_slots
 from lora_jax.config import from_hf
 from lora_jax.kv_cache import init_cache
 from lora_jax.models.registry import model_class
-from lora_jax.ops import dispatch, hopper
+from lora_jax.ops import dispatch, hopper, tuning_table
 from serving.steps import batch_sampler
 from serving.steps.device_state import init_row_state
 from serving.steps.step import StepSizes, forward_step, sample_step
 
-pytestmark = pytest.mark.aot
+pytestmark = [pytest.mark.aot, pytest.mark.timeout(900)]  # the kernels are built, too
 LAYERS, BF16 = 4, jnp.dtype(jnp.bfloat16)
 LONGEST_SORT = 4096
 SIZES = StepSizes(
@@ -41,6 +42,7 @@ def hopper_at_hand(monkeypatch):
     monkeypatch.setattr(ffi, "require", lambda: None)
     monkeypatch.setattr(hopper, "require", lambda op, dtype, interpret: None)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(tuning_table, "find", functools.partial(tuning_table.find, device=KIND))
 
 
 @pytest.mark.parametrize(("tokens", "lora"), [(8, True), (64, True), (64, False)])
