@@ -1,8 +1,8 @@
 // Attention by multiply-adds in float32: for float32 models, and for heads that no tiles of the tensor
 // cores fit. Tensor cores have no full float32; at decode this is bound by the pages' bytes as well.
 //
-// A CTA takes a unit and a kv head: ROWS rows (tokens x query heads of the kv head) against kPlainBox
-// positions at a time, copied ahead into stages. Logits: every warp takes each fourth four columns of
+// A CTA takes a unit and a kv head: ROWS rows (tokens x query heads of the kv head) against some boxes
+// of positions at a time, copied ahead into stages. Logits: every warp takes each fourth four columns of
 // k_dim, and the warps' sums are added in order. Sums: a thread owns columns of v_dim. Chunks join as
 // in attention_stages.cuh. So a token's result depends on nothing but its own sequence.
 #pragma once
@@ -18,11 +18,10 @@ struct PlainArgs {
 };
 
 constexpr int kPlainWarps = 4, kPlainThreads = kPlainWarps * 32;
-constexpr int kPlainBox = 16;           // positions
 constexpr int kPlainPad = 16;           // bytes behind a row in shared memory, against bank conflicts
 constexpr int kPlainSharedSm = 228 << 10;  // of an SM; a CTA takes a KiB for itself
 // CTAs that an SM has registers for: their sums, twice, and what they work on.
-constexpr int plain_ctas(int rows, int columns) { return (rows < 16 ? 4 : 3) - (columns > 2); }
+constexpr int plain_ctas(int rows, int columns) { return (rows < 16 ? 4 : 3) - (columns > 1); }
 
 __device__ __forceinline__ float4 four(const float* from) { return *reinterpret_cast<const float4*>(from); }
 __device__ __forceinline__ float4 four(const __nv_bfloat16* from) {
@@ -35,27 +34,31 @@ __device__ __forceinline__ float one(__nv_bfloat16 v) { return __bfloat162float(
 __device__ __forceinline__ void put(float* to, float v) { *to = v; }
 __device__ __forceinline__ void put(__nv_bfloat16* to, float v) { *to = __float2bfloat16(v); }
 
+// Positions of a stage, for a thread's columns of v_dim: another CTA hides more than wide stages do.
+constexpr int plain_positions(int columns) { return columns == 1 ? 2 * kBox : kBox; }
+
 // Where things lie in shared memory, in bytes.
-template <class T, int ROWS>
+template <class T, int ROWS, int POSITIONS>
 struct PlainPlaces {
   int q_stride, q, parts, factors, stage, k_row, v_row, total;
   __host__ __device__ PlainPlaces(int k_dim, int v_dim, bool latent, int stages) {
     q_stride = k_dim * 4 + kPlainPad, k_row = k_dim * sizeof(T) + kPlainPad;
     v_row = latent ? 0 : v_dim * sizeof(T) + kPlainPad;
     q = 0, parts = ROWS * q_stride;  // of logits; the first warp's become the exponentials
-    factors = parts + kPlainWarps * ROWS * kPlainBox * 4, stage = factors + 2 * ROWS * 4;
+    factors = parts + kPlainWarps * ROWS * POSITIONS * 4, stage = factors + 2 * ROWS * 4;
     total = stage + stages * stage_bytes();
   }
-  __host__ __device__ int stage_bytes() const { return kPlainBox * (k_row + v_row); }
+  __host__ __device__ int stage_bytes() const { return POSITIONS * (k_row + v_row); }
 };
 
 // The rows of a CTA. C: columns of v_dim that a thread owns.
 template <class T, int ROWS, int C>
 struct PlainRows {
-  static constexpr int kRowTile = ROWS / 4, kPositionTile = kPlainBox / 8;  // of logits, of a thread
+  static constexpr int kPositions = plain_positions(C), kStep = kPositions / kBox;  // of a stage; its boxes
+  static constexpr int kRowTile = ROWS / 4, kPositionTile = kPositions / 8;  // of logits, of a thread
   const PlainArgs& a;
   const AttentionArgs& p;
-  const PlainPlaces<T, ROWS> at;
+  const PlainPlaces<T, ROWS, kPositions> at;
   unsigned char* shared;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int heads_per_kv, heads;  // query heads of a kv head; of those, how many are rows of one token
@@ -101,17 +104,22 @@ struct PlainRows {
       for (int c = 0; c < C; ++c) o[r][c] = 0;
   }
 
-  // Asks for the positions of a box; what no token sees may hold anything, and becomes zero.
+  // Asks for a stage's positions; what no token sees may hold anything, and becomes zero.
   __device__ __forceinline__ void fetch(const AttentionUnit& u, const Sight& sight, int box) const {
-    const int* table = p.block_tables + static_cast<int64_t>(u.sequence) * p.max_pages;
-    const uint32_t to = smem_u32(stage(box % a.stages));
-    for (int i = warp; i < kPlainBox; i += kPlainWarps) {
-      const int place = box * kPlainBox + i;
-      const bool seen = sight.has(place);
-      const int page = seen ? __ldg(table + place / p.page_size) : 0;
-      const int64_t row = (static_cast<int64_t>(page) * p.page_size + (seen ? place % p.page_size : 0)) * p.kv_heads + kv_head;
-      copy_row(to + i * at.k_row, a.k_pages, row * p.k_dim, p.k_dim, seen);
-      if (a.v_pages) copy_row(to + kPlainBox * at.k_row + i * at.v_row, a.v_pages, row * p.v_dim, p.v_dim, seen);
+    const int mine = box * kBox + lane % kPositions;
+    int row = -1;  // of the pages' positions, that of this lane
+    if (sight.has(mine)) {
+      const int page = __ldg(p.block_tables + static_cast<int64_t>(u.sequence) * p.max_pages + mine / p.page_size);
+      row = page * p.page_size + mine % p.page_size;
+    }
+    const uint32_t to = smem_u32(stage(box / kStep % a.stages));
+#pragma unroll 2
+    for (int i = 0; i < kPositions / kPlainWarps; ++i) {
+      const int at_row = warp + i * kPlainWarps, from = __shfl_sync(~0u, row, at_row);
+      const int64_t head = static_cast<int64_t>(max(from, 0)) * p.kv_heads + kv_head;
+      copy_row(to + at_row * at.k_row, a.k_pages, head * p.k_dim, p.k_dim, from >= 0);
+      if (a.v_pages)
+        copy_row(to + kPositions * at.k_row + at_row * at.v_row, a.v_pages, head * p.v_dim, p.v_dim, from >= 0);
     }
   }
   __device__ __forceinline__ void copy_row(uint32_t to, const void* pages, int64_t from, int columns, bool seen) const {
@@ -140,11 +148,11 @@ struct PlainRows {
           acc[r][j] = fmaf(x[r].z, y[j].z, acc[r][j]), acc[r][j] = fmaf(x[r].w, y[j].w, acc[r][j]);
         }
     }
-    float* parts = floats(at.parts) + (warp * ROWS + lane / 8 * kRowTile) * kPlainBox + lane % 8;
+    float* parts = floats(at.parts) + (warp * ROWS + lane / 8 * kRowTile) * kPositions + lane % 8;
 #pragma unroll
     for (int r = 0; r < kRowTile; ++r)
 #pragma unroll
-      for (int j = 0; j < kPositionTile; ++j) parts[r * kPlainBox + j * 8] = acc[r][j];
+      for (int j = 0; j < kPositionTile; ++j) parts[r * kPositions + j * 8] = acc[r][j];
   }
 
   // Exponentials against the running maximum, and the factors that the sums shrink by.
@@ -154,10 +162,10 @@ struct PlainRows {
 #pragma unroll
     for (int j = 0; j < kPositionTile; ++j) {
       const int place = lane % 8 + j * 8;
-      const float* parts = floats(at.parts) + row * kPlainBox + place;
+      const float* parts = floats(at.parts) + row * kPositions + place;
       s[j] = parts[0];
 #pragma unroll
-      for (int w = 1; w < kPlainWarps; ++w) s[j] += parts[w * ROWS * kPlainBox];
+      for (int w = 1; w < kPlainWarps; ++w) s[j] += parts[w * ROWS * kPositions];
       const bool hidden = first + place > position || (p.window > 0 && first + place <= position - p.window);
       s[j] = hidden ? kNone : s[j] * p.scale_log2;
       most = fmaxf(most, s[j]);
@@ -169,7 +177,7 @@ struct PlainRows {
 #pragma unroll
     for (int j = 0; j < kPositionTile; ++j) {
       added += s[j] = exp2_approx(s[j] - base);
-      floats(at.parts)[row * kPlainBox + lane % 8 + j * 8] = s[j];
+      floats(at.parts)[row * kPositions + lane % 8 + j * 8] = s[j];
     }
     top = most, sum = __fmaf_rn(sum, shrink, added);
     if (lane % 8 == 0) floats(at.factors)[row] = shrink;
@@ -185,7 +193,7 @@ struct PlainRows {
       for (int c = 0; c < C; ++c) o[r][c] *= shrink;
     }
 #pragma unroll 1
-    for (int i = 0; i < kPlainBox; i += 4) {
+    for (int i = 0; i < kPositions; i += 4) {
       float v[4][C];
 #pragma unroll
       for (int j = 0; j < 4; ++j)
@@ -193,7 +201,7 @@ struct PlainRows {
         for (int c = 0; c < C; ++c) v[j][c] = one(values[(i + j) * stride + column(c)]);
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
-        const float4 w = four(floats(at.parts) + r * kPlainBox + i);
+        const float4 w = four(floats(at.parts) + r * kPositions + i);
 #pragma unroll
         for (int c = 0; c < C; ++c) {
           o[r][c] = fmaf(w.x, v[0][c], o[r][c]), o[r][c] = fmaf(w.y, v[1][c], o[r][c]);
@@ -206,23 +214,23 @@ struct PlainRows {
   // All boxes of a chunk; as many are on their way as there are stages, less one that is worked on.
   __device__ __forceinline__ void chunk(const AttentionUnit& u, const Sight& sight, const Boxes& boxes) {
     const int ahead = a.stages - 1;
-    for (int box = boxes.begin; box < boxes.begin + ahead; ++box) {
+    for (int box = boxes.begin; box < boxes.begin + ahead * kStep; box += kStep) {
       if (box < boxes.end) fetch(u, sight, box);
       copies_commit();
     }
-    for (int box = boxes.begin; box < boxes.end; ++box) {
-      if (box + ahead < boxes.end) fetch(u, sight, box + ahead);
+    for (int box = boxes.begin; box < boxes.end; box += kStep) {
+      if (box + ahead * kStep < boxes.end) fetch(u, sight, box + ahead * kStep);
       copies_commit();
       if (ahead) copies_wait<1>();
       else copies_wait<0>();
       __syncthreads();
-      const T* keys = stage(box % a.stages);
+      const T* keys = stage(box / kStep % a.stages);
       multiply(keys);
       __syncthreads();
-      if (softens()) soften(box * kPlainBox);
+      if (softens()) soften(box * kBox);
       __syncthreads();
       const int row = (a.v_pages ? at.v_row : at.k_row) / static_cast<int>(sizeof(T));
-      add_values(a.v_pages ? keys + kPlainBox * (at.k_row / static_cast<int>(sizeof(T))) : keys, row);
+      add_values(a.v_pages ? keys + kPositions * (at.k_row / static_cast<int>(sizeof(T))) : keys, row);
       __syncthreads();
     }
   }
@@ -312,7 +320,7 @@ __global__ void __launch_bounds__(kPlainThreads, plain_ctas(ROWS, C))
     rows.begin(unit, share);
     for (int chunk = unit.chunk; chunk < unit.chunk + unit.num_chunks; ++chunk) {
       rows.begin_chunk();
-      rows.chunk(unit, sight, Boxes(p, unit, chunk, 1, 1));
+      rows.chunk(unit, sight, Boxes(p, unit, chunk, 1, rows.kStep));
       rows.end_chunk(unit, chunk);
     }
   }
@@ -320,11 +328,12 @@ __global__ void __launch_bounds__(kPlainThreads, plain_ctas(ROWS, C))
 
 template <class T, int ROWS, int C>
 cudaError_t launch_plain_rows(PlainArgs& a, cudaStream_t stream) {
+  using Places = PlainPlaces<T, ROWS, plain_positions(C)>;
   const auto kernel = plain_attention_kernel<T, ROWS, C>;
   const bool latent = a.v_pages == nullptr;
   // Another CTA on the SM hides more than a second stage does.
-  a.stages = 2 * (PlainPlaces<T, ROWS>(a.p.k_dim, a.p.v_dim, latent, 2).total + 1024) <= kPlainSharedSm ? 2 : 1;
-  const int shared = PlainPlaces<T, ROWS>(a.p.k_dim, a.p.v_dim, latent, a.stages).total;
+  a.stages = 2 * (Places(a.p.k_dim, a.p.v_dim, latent, 2).total + 1024) <= kPlainSharedSm ? 2 : 1;
+  const int shared = Places(a.p.k_dim, a.p.v_dim, latent, a.stages).total;
   if (shared > kSharedBytes) return cudaErrorInvalidValue;
   cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   int device = 0, sms = 0;
