@@ -23,6 +23,7 @@ from cuda_backend.lora_gemm import lora_gemms
 from lora_jax.ops.adapter_items import AdapterItems
 from lora_jax.ops.grouped_matmul import gated_matmul, grouped_matmul, silu_times
 
+SETS = 2  # of layers: each one's weights are more than L2 keeps
 LAYERS = (moe.Point("qwen3-30b-a3b", 64, 16, 16), moe.Point("mixtral-8x7b", 64, 16, 16))
 FORMS = ("apart", "fused")
 
@@ -64,7 +65,7 @@ class Layer:
     """One layer of random weights, with rank rows for every adapter."""
 
     def __init__(self, point: moe.Point, pools: moe.Pools, part: int):
-        self.point, self.rows = point, moe.Layer(point, pools, part)
+        self.point, self.rows = point, moe.Layer(point, pools, part, SETS)
         m = point.shape
         shapes = {"gate": (m.intermediate, m.hidden), "up": (m.intermediate, m.hidden)}
         shapes["down"] = (m.hidden, m.intermediate)
@@ -201,8 +202,8 @@ def jobs(points: list[Point], machine: Machine) -> list[Job]:
     for point in points:
         layer = point.layer
         if layer not in known:
-            pools = moe.Pools(layer.model, layer.rank, moe.SETS * layer.adapters)
-            known[layer] = [Layer(layer, pools, part) for part in range(moe.SETS)]
+            pools = moe.Pools(layer.model, layer.rank, SETS * layer.adapters)
+            known[layer] = [Layer(layer, pools, part) for part in range(SETS)]
         done = compiled(point, known[layer], machine)
         found.append(Job(point.name, (done.program,), done.measure))
     return found

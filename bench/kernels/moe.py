@@ -18,13 +18,13 @@ import numpy as np
 
 from bench.kernels.jobs import Job, Machine
 from bench.kernels.numbers import Numbers
-from bench.kernels.timing import repeats_for, time_us
+from bench.kernels.timing import cold_sets, repeats_for, time_us
 from cuda_backend import reroute
 from cuda_backend.lora_gemm import lora_gemms
 from lora_jax.ops.adapter_items import AdapterItems
 from lora_jax.ops.cases import MODELS, ModelShape, popular
 
-SETS = 2
+SETS = (2, 4)  # of arrays, at least and at most: as many as keep L2 cold
 SCALING = 0.5
 CHECKED = 5  # rows of each result, against float64
 MOST_ADAPTERS = 512  # in pools: sets of more than half as many share some
@@ -70,7 +70,7 @@ POINTS = (
 class Pools:
     """Rank rows of one model's adapters, A and B by the width of x; gate's lie before up's.
 
-    They have room for `adapters` of every expert; a set with fewer takes the block of its own.
+    They have room for `adapters` of every expert; sets with fewer take blocks of their own.
     """
 
     def __init__(self, model: str, rank: int, adapters: int):
@@ -99,9 +99,9 @@ class Pools:
             for name, numbers in self.numbers.items()
         }
 
-    def entries(self, adapters: int, part: int) -> dict[str, np.ndarray]:
+    def entries(self, adapters: int, part: int, parts: int) -> dict[str, np.ndarray]:
         """Return each matrix's table of slots, of the part of the pools that a set takes."""
-        blocks = (np.arange(adapters) + part * (self.adapters // SETS)) % self.adapters
+        blocks = (np.arange(adapters) + part * (self.adapters // parts)) % self.adapters
         table = np.zeros((adapters, 5), np.int32)
         table[:, 0] = table[:, 1] = blocks * self.shape.num_experts * self.rank
         table[:, 2:] = self.rank
@@ -111,9 +111,9 @@ class Pools:
 
 
 class Layer:
-    """The host's side of one set: whose rows stand where, sorted by expert and adapter."""
+    """The host's side of one of some sets: whose rows stand where, sorted by expert and adapter."""
 
-    def __init__(self, point: Point, pools: Pools, part: int):
+    def __init__(self, point: Point, pools: Pools, part: int, sets: int):
         self.point, self.pools, rng = point, pools, np.random.default_rng(part + 1)
         experts, k = point.shape.num_experts, point.shape.top_k
         self.owners = popular("zipf", point.tokens, point.adapters, rng)
@@ -122,7 +122,7 @@ class Layer:
         self.chosen = chosen.astype(np.int32)
         self.row_to_slot = np.repeat(self.owners, k)[order]
         self.row_to_expert = chosen.reshape(-1)[order].astype(np.int32)
-        self.entries = pools.entries(point.adapters, part)
+        self.entries = pools.entries(point.adapters, part, sets)
         widths = {"wide": point.shape.hidden, "back": point.shape.intermediate}
         self.xs = {
             pool: Numbers((point.rows, width), 10 * part + i)
@@ -133,6 +133,12 @@ class Layer:
             name: Numbers((point.rows, width), 10 * part + 5 + i)
             for i, (name, width) in enumerate(outs.items())
         }
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of the adapters that the rows ask for."""
+        m = self.point.shape
+        return 2.0 * self.distinct * self.point.rank * 3 * (m.hidden + m.intermediate)
 
     @property
     def distinct(self) -> int:
@@ -225,20 +231,26 @@ class Measured:
             "op": "moe",
             "rows": point.rows,
             "distinct": statistics.mean(layer.distinct for layer in self.layers),
-            "us": time_us(lambda ys: program(ys, *others), ys, self.repeats * SETS),
+            "us": time_us(lambda ys: program(ys, *others), ys, self.repeats * len(self.layers)),
             "floor_us": self.floor_us,
             "error": worst,
         }
 
 
+def layers_of(point: Point, pools: Pools) -> list[Layer]:
+    """Return as many layers as keep L2 cold; the first is the same however many there are."""
+    sets = cold_sets(Layer(point, pools, 0, 1).weight_bytes, *SETS)
+    return [Layer(point, pools, part, sets) for part in range(sets)]
+
+
 def compiled(point: Point, pools: Pools, machine: Machine) -> Measured:
     """Return the point with its programs: one layer for the check, and many in a chain."""
-    layers = [Layer(point, pools, part) for part in range(SETS)]
-    m, distinct = point.shape, statistics.mean(layer.distinct for layer in layers)
-    weights = distinct * point.rank * 3 * (m.hidden + m.intermediate)
-    moved = weights + point.rows * (2 * m.hidden + 3 * m.intermediate)
-    floor_us = 2.0 * moved / machine.bandwidth * 1e6
-    repeats = repeats_for(floor_us + 15, SETS)
+    layers, m = layers_of(point, pools), point.shape
+    weights = statistics.mean(layer.weight_bytes for layer in layers)
+    moved = weights + 2.0 * point.rows * (2 * m.hidden + 3 * m.intermediate)
+    floor_us = moved / machine.bandwidth * 1e6
+    count = len(layers)
+    repeats = repeats_for(floor_us + 15, count)
 
     def items(owners):
         return reroute.adapter_items(owners, point.adapters)
@@ -249,7 +261,7 @@ def compiled(point: Point, pools: Pools, machine: Machine) -> Measured:
 
     def chain(ys, sets, pools, chosen, adapters):
         for layer in chosen:
-            for i in range(SETS):
+            for i in range(count):
                 ys[i] = apply(point, ys[i], sets[i], pools, layer[i], adapters[i])
         return ys
 
@@ -257,7 +269,7 @@ def compiled(point: Point, pools: Pools, machine: Machine) -> Measured:
     chosen = jax.ShapeDtypeStruct(layers[0].chosen.shape, jnp.int32)
     rows = jax.ShapeDtypeStruct((CHECKED,), jnp.int32)
     known = jax.eval_shape(items, s["owners"])
-    many = ([y] * SETS, [s] * SETS, pools.shapes, [[chosen] * SETS] * repeats, [known] * SETS)
+    many = ([y] * count, [s] * count, pools.shapes, [[chosen] * count] * repeats, [known] * count)
     return Measured(
         point,
         layers,
@@ -280,7 +292,7 @@ def jobs(points: list[Point], machine: Machine) -> list[Job]:
     for (model, rank), own in itertools.groupby(points, key=lambda p: (p.model, p.rank)):
         some = list(own)
         most = max(p.adapters for p in some)
-        pools = Pools(model, rank, max(most, min(SETS * most, MOST_ADAPTERS)))
+        pools = Pools(model, rank, max(most, min(SETS[1] * most, MOST_ADAPTERS)))
         for point in some:
             done = compiled(point, pools, machine)
             found.append(Job(point.name, done.programs, done.measure))

@@ -18,9 +18,11 @@ from bench.kernels.numbers import random
 PROGRAM_US = 1500  # of device time in one call, so that the host's share is small
 MOST_OPS = 160  # of one program
 COLD_BYTES = 150e6  # of arrays that rotate: two and a half times what L2 holds
-CALLS = 24  # enqueued before the host waits, which costs some 100 us
-SAMPLES = 5
-TURNS = 15  # samples of programs that are compared, each a third as long
+# Enqueued before the host waits. A wait takes some 300 us, 1 % of 20 calls: what CALLS more of them
+# take is the time, not what one row of calls does.
+FEW, CALLS = 4, 16
+SAMPLES = 7
+TURNS = 9  # samples of programs that are compared
 COPY_BYTES = 1 << 31
 
 
@@ -36,28 +38,32 @@ def cold_sets(num_bytes: float, least: int, most: int) -> int:
 
 
 def time_us(program: Callable, state: Any, ops: int) -> float:
-    """Return median microseconds of one of the `ops` in program(state) -> state (donated)."""
+    """Return microseconds of one of the `ops` in program(state) -> state (donated).
+
+    Of the quarter of the samples that took least: what else the host does only makes them longer.
+    """
     state = _warm(program, state)
-    samples = []
+    rows = []
     for _ in range(SAMPLES):
-        took, state = _sample(program, state, CALLS)
-        samples.append(took / ops)
-    return statistics.median(samples)
+        row, state = _sample(program, state)
+        rows.append(row)
+    few, many = (statistics.quantiles(took, n=4)[0] for took in zip(*rows, strict=True))
+    return (many - few) / (CALLS * ops)
 
 
 def times_in_turn_us(programs: list[Callable], ops: int) -> list[float]:
-    """Return what time_us does of programs without arguments, sampled in turn.
+    """Return medians of the same of programs without arguments, sampled in turn.
 
     A card that runs hot lowers its clock: in turn all run at the same.
     """
-    for program in programs:
-        _warm(lambda _, program=program: program(), None)
-    samples = [[] for _ in programs]
+    alone = [lambda _, program=program: program() for program in programs]
+    for program in alone:
+        _warm(program, None)
+    rows = [[] for _ in programs]
     for _ in range(TURNS):
-        for own, program in zip(samples, programs, strict=True):
-            took, _ = _sample(lambda _, program=program: program(), None, CALLS // 3)
-            own.append(took / ops)
-    return [statistics.median(own) for own in samples]
+        for own, program in zip(rows, alone, strict=True):
+            own.append(_sample(program, None)[0])
+    return [statistics.median((many - few) / (CALLS * ops) for few, many in own) for own in rows]
 
 
 def _warm(program: Callable, state: Any) -> Any:
@@ -67,13 +73,16 @@ def _warm(program: Callable, state: Any) -> Any:
     return jax.block_until_ready(state)
 
 
-def _sample(program: Callable, state: Any, calls: int) -> tuple[float, Any]:
-    """Return microseconds of one of some calls, and the last one's state."""
-    start = time.perf_counter()
-    for _ in range(calls):
-        state = program(state)
-    jax.block_until_ready(state)
-    return (time.perf_counter() - start) * 1e6 / calls, state
+def _sample(program: Callable, state: Any) -> tuple[tuple[float, float], Any]:
+    """Return microseconds of FEW calls and of CALLS more than those, and the last one's state."""
+    took = []
+    for calls in (FEW, FEW + CALLS):
+        start = time.perf_counter()
+        for _ in range(calls):
+            state = program(state)
+        jax.block_until_ready(state)
+        took.append((time.perf_counter() - start) * 1e6)
+    return (took[0], took[1]), state
 
 
 def copy_bandwidth(num_bytes: int = COPY_BYTES) -> float:

@@ -1,7 +1,9 @@
-"""Attention over block tables by the Hopper kernels of csrc/attention_stages.cuh.
+"""Attention over block tables by the Hopper kernels of csrc.
 
-A sequence is cut into chunks of positions whose size depends on the block tables' width alone, so
-a token's result depends on nothing but its own sequence.
+bfloat16 heads of 64 or 128 columns and latents go through tensor cores (attention_stages.cuh);
+float32 and other heads through multiply-adds (plain_attention.cuh). A sequence is cut into chunks
+of positions whose size depends on the block tables' width alone, so a token's result depends on
+nothing but its own sequence.
 """
 
 import dataclasses
@@ -25,6 +27,8 @@ SHORT_CHUNK, CHUNK = 256, 512  # the former, for more CTAs, where contexts are S
 SHORT_CONTEXT = 4096
 LATENT_COLUMNS, LATENT_VALUES = 576, 512
 LATENT_GROUPS = 2  # of 16 rows that share latents in a prompt
+PLAIN_ROWS = (4, 8, 16)  # of a unit without tensor cores: as few as suffice
+PLAIN_COLUMNS, PLAIN_VALUES = 576, 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,58 +37,85 @@ class Cut:
 
     chunk: int  # positions that are summed up by themselves
     max_chunks: int
+    part_rows: int  # tokens that may be cut into chunks; the others' chunks follow each other
     cta_heads: int  # kv heads that one CTA works on
     token_groups: int  # of 16 rows
     unit_tokens: int  # that share pages
-    part_rows: int  # tokens that may be cut into chunks; the others' chunks follow each other
 
 
 def cut_work(tokens: int, q_heads: int, kv_heads: int, k_dim: int, context: int) -> Cut:
-    """Return how to cut attention of `tokens` over up to `context` positions.
+    """Return how to cut attention of `tokens` over up to `context` positions, for tensor cores.
 
     In a prompt many tokens share the pages of few heads, in a decode step one token takes whole
     pages.
     """
-    latent = k_dim == LATENT_COLUMNS
-    smallest = SHORT_CHUNK if context <= SHORT_CONTEXT and not latent else CHUNK
-    chunk = -(-context // (MOST_CHUNKS * smallest)) * smallest
-    max_chunks = -(-context // chunk)
-    prompts = tokens >= PROMPT_TOKENS or tokens * max_chunks > PARTS
-    part_rows = max(1, min(tokens - 1, PARTS // max_chunks)) if prompts else tokens
+    chunks, latent = _chunks(tokens, k_dim, context), k_dim == LATENT_COLUMNS
+    prompts = _has_prompts(tokens, chunks[1])
     most = 1 if latent else min(2 if prompts else CONSUMERS, COLUMNS // k_dim)
     heads = max(n for n in range(1, most + 1) if kv_heads % n == 0)
     groups = (LATENT_GROUPS if prompts else 1) if latent else CONSUMERS // heads
     unit_tokens = groups * (16 // (q_heads // kv_heads))
-    return Cut(chunk, max_chunks, heads, groups, unit_tokens, part_rows)
+    return Cut(*chunks, heads, groups, unit_tokens)
 
 
-def check_support(
+def cut_plain_work(tokens: int, q_heads: int, kv_heads: int, k_dim: int, context: int) -> Cut:
+    """Return the same for the kernel without them, a CTA of which works on one kv head."""
+    chunks, heads = _chunks(tokens, k_dim, context), q_heads // kv_heads
+    wanted = PLAIN_ROWS[-1] if _has_prompts(tokens, chunks[1]) else heads
+    return Cut(*chunks, 1, 1, max(1, _rows_for(wanted) // heads))
+
+
+def _has_prompts(tokens: int, max_chunks: int) -> bool:
+    """Return whether a step of so many tokens has prompts among them, or parts for too many."""
+    return tokens >= PROMPT_TOKENS or tokens * max_chunks > PARTS
+
+
+def _chunks(tokens: int, k_dim: int, context: int) -> tuple[int, int, int]:
+    """Return the positions of a chunk, how many chunks there are, and the tokens that are cut."""
+    smallest = SHORT_CHUNK if context <= SHORT_CONTEXT and k_dim != LATENT_COLUMNS else CHUNK
+    chunk = -(-context // (MOST_CHUNKS * smallest)) * smallest
+    max_chunks = -(-context // chunk)
+    cut = max(1, min(tokens - 1, PARTS // max_chunks))
+    return chunk, max_chunks, cut if _has_prompts(tokens, max_chunks) else tokens
+
+
+def plain_rows(cut: Cut, q_heads: int, kv_heads: int) -> int:
+    """Return the rows that a unit of this cut has room for."""
+    return _rows_for(cut.unit_tokens * (q_heads // kv_heads))
+
+
+def _rows_for(wanted: int) -> int:
+    return next((rows for rows in PLAIN_ROWS if wanted <= rows), PLAIN_ROWS[-1])
+
+
+def fits_tiles(
     dtype: jnp.dtype,
-    tokens: int,
     q_heads: int,
     kv_heads: int,
     k_dim: int,
     v_dim: int,
     page_size: int,
     latent: bool,
-) -> None:
-    """Raise NotImplementedError, saying why, for what these kernels do not serve."""
-    op = "cuda paged_attention takes"
-    if dtype != jnp.bfloat16:
-        raise NotImplementedError(f"{op} bfloat16, not {dtype}")
+) -> bool:
+    """Return whether the kernels of the tensor cores serve these sizes."""
+    if dtype != jnp.bfloat16 or q_heads // kv_heads > 16 or page_size % BOX:
+        return False
+    if latent:
+        known = kv_heads == 1 and k_dim == LATENT_COLUMNS
+        return known and v_dim % 64 == 0 and v_dim <= LATENT_VALUES
+    return k_dim in (64, 128) and v_dim == k_dim
+
+
+def check_support(dtype: jnp.dtype, tokens: int, k_dim: int, v_dim: int) -> None:
+    """Raise NotImplementedError, saying why, for what no kernel serves."""
+    op, step = "cuda paged_attention takes", 16 // dtype.itemsize
     if not 1 <= tokens <= MAX_TOKENS:
         raise NotImplementedError(f"{op} 1 to {MAX_TOKENS} tokens, not {tokens}")
-    if q_heads // kv_heads > 16:
-        raise NotImplementedError(f"{op} up to 16 q heads per kv head, not {q_heads // kv_heads}")
-    if latent and (kv_heads > 1 or k_dim != LATENT_COLUMNS or v_dim % 64 or v_dim > LATENT_VALUES):
+    if k_dim % step or v_dim % step or k_dim > PLAIN_COLUMNS or v_dim > PLAIN_VALUES:
         raise NotImplementedError(
-            f"{op} one latent of {LATENT_COLUMNS} with V in steps of 64 up to {LATENT_VALUES}, "
-            f"not {kv_heads} of {k_dim} with {v_dim}"
+            f"{op} heads in steps of {step} columns, up to {PLAIN_COLUMNS} of K and "
+            f"{PLAIN_VALUES} of V, not {k_dim} and {v_dim}"
         )
-    if not latent and (k_dim not in (64, 128) or v_dim != k_dim):
-        raise NotImplementedError(f"{op} heads of 64 or 128 columns, not {k_dim} and {v_dim}")
-    if page_size % BOX:
-        raise NotImplementedError(f"{op} pages in steps of {BOX} positions, not {page_size}")
 
 
 def paged_attention(
@@ -100,38 +131,48 @@ def paged_attention(
     v_dim: int,
     sliding_window: int | None,
 ) -> Float[Array, "tokens q_heads v_dim"]:
-    """What lora_jax.ops.paged_attention says; exponentials are rounded to bfloat16 before V."""
+    """What lora_jax.ops.paged_attention says.
+
+    Tensor cores take exponentials rounded to bfloat16 to V; without them all is float32.
+    """
     tokens, q_heads, k_dim = q.shape
     page_size, kv_heads = k_pages.shape[1:3]
     latent = v_pages is None
-    check_support(q.dtype, tokens, q_heads, kv_heads, k_dim, v_dim, page_size, latent)
-    context = block_tables.shape[1] * page_size
-    cut = cut_work(tokens, q_heads, kv_heads, k_dim, context)
+    check_support(q.dtype, tokens, k_dim, v_dim)
     ffi.require()
-    window = sliding_window or 0
-    units = _units(token_to_seq, positions, num_tokens, cut, window)
-    parts = (cut.part_rows, cut.max_chunks, q_heads)
-    shapes = [
-        jax.ShapeDtypeStruct((tokens, q_heads, v_dim), q.dtype),
-        jax.ShapeDtypeStruct((*parts, v_dim), jnp.float32),
-        jax.ShapeDtypeStruct((*parts, 2), jnp.float32),
-    ]
+    sizes = (tokens, q_heads, kv_heads, k_dim, block_tables.shape[1] * page_size)
     none = jnp.zeros((0,), q.dtype)
-    call = jax.ffi.ffi_call("lora_jax_cuda_paged_attention", shapes)
-    return call(
+    arrays = (
         q,
         k_pages,
         none if latent else v_pages,
         block_tables,
         num_tokens,
         none.astype(jnp.float32) if sinks is None else sinks.astype(jnp.float32),
-        *units,
-        scale=np.float32(scale),
-        chunk=np.int64(cut.chunk),
-        window=np.int64(window),
-        cta_heads=np.int64(cut.cta_heads),
-        token_groups=np.int64(cut.token_groups),
-    )[0]
+    )
+    if fits_tiles(q.dtype, q_heads, kv_heads, k_dim, v_dim, page_size, latent):
+        name, cut = "lora_jax_cuda_paged_attention", cut_work(*sizes)
+        own = {"cta_heads": cut.cta_heads, "token_groups": cut.token_groups}
+    else:
+        name, cut = "lora_jax_cuda_plain_attention", cut_plain_work(*sizes)
+        own = {"rows": plain_rows(cut, q_heads, kv_heads)}
+    window = sliding_window or 0
+    units = _units(token_to_seq, positions, num_tokens, cut, window)
+    attributes = {"chunk": cut.chunk, "window": window, **own}
+    call = jax.ffi.ffi_call(name, _results(q, v_dim, cut))
+    whole = {key: np.int64(value) for key, value in attributes.items()}
+    return call(*arrays, *units, scale=np.float32(scale), **whole)[0]
+
+
+def _results(q: Array, v_dim: int, cut: Cut) -> list[jax.ShapeDtypeStruct]:
+    """Return the result, and the parts of tokens that are cut into chunks."""
+    tokens, q_heads, _ = q.shape
+    parts = (cut.part_rows, cut.max_chunks, q_heads)
+    return [
+        jax.ShapeDtypeStruct((tokens, q_heads, v_dim), q.dtype),
+        jax.ShapeDtypeStruct((*parts, v_dim), jnp.float32),
+        jax.ShapeDtypeStruct((*parts, 2), jnp.float32),
+    ]
 
 
 def _units(

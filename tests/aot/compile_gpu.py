@@ -5,19 +5,20 @@ device is described by h200_target_config.txtpb. Nothing runs.
 """
 
 import dataclasses
-import os
 import re
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
 
 import jax
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
+from lora_jax.ops.ptxas import read_reports, reports_in
+
 TARGET = Path(__file__).with_name("h200_target_config.txtpb")
+KIND = "NVIDIA H200"  # as jax names it, and the tables of tuned tilings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,35 +62,24 @@ class H200:
     ) -> Compiled:
         """Return the report on `jit(function)` of these arguments, compiled to the end."""
         with tempfile.TemporaryDirectory() as folder:
-            dump = {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_TO": folder}
             start = time.perf_counter()
-            with mock.patch.dict(os.environ, dump), jax.set_mesh(self.mesh):
+            with reports_in(Path(folder)), jax.set_mesh(self.mesh):
                 lowered = jax.jit(function, donate_argnums=donate).lower(*args)
                 dumped = {"xla_dump_to": folder, "xla_enable_dumping": True}
                 compiled = lowered.compile(compiler_options=dumped | (options or {}))
             seconds = time.perf_counter() - start
-            registers, spills = _ptxas(Path(folder))
+            said = read_reports(Path(folder))
             thunks, inside = _thunks(Path(folder))
         memory = compiled.memory_analysis()
         return Compiled(
-            registers,
-            spills,
+            {name: report.registers for name, report in said.items()},
+            {name: report.spill_bytes for name, report in said.items()},
             memory.temp_size_in_bytes,
             thunks,
             inside,
             compiled.as_text(),
             seconds,
         )
-
-
-def _ptxas(folder: Path) -> tuple[dict[str, int], dict[str, int]]:
-    """Return registers and spilled bytes of each Mosaic kernel whose ptxas report lies here."""
-    registers, spills = {}, {}
-    for report in sorted(folder.glob("*.ptxas")):
-        said = report.read_text()
-        registers[report.stem] = max(int(n) for n in re.findall(r"Used (\d+) registers", said))
-        spills[report.stem] = sum(int(n) for n in re.findall(r"(\d+) bytes spill", said))
-    return registers, spills
 
 
 def _thunks(folder: Path) -> tuple[list[str], int]:

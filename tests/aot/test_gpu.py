@@ -7,9 +7,10 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from aot.compile_gpu import H200, Compiled
+from aot.compile_gpu import H200, KIND, Compiled
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from lora_jax.ops import tuning_table
 from lora_jax.ops.grouped_matmul import pallas_gpu as grouped_matmul_gpu
 from lora_jax.ops.grouped_matmul import xla as grouped_matmul_xla
 from lora_jax.ops.lora_gemm import pallas_gpu as lora_gemm_gpu
@@ -23,6 +24,12 @@ def h200() -> H200:
     if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
         pytest.skip("the CUDA plugin is not on the path: make test-aot")
     return H200()
+
+
+@pytest.fixture(autouse=True)
+def tuned(monkeypatch):
+    """Take the tilings of the device that is compiled for."""
+    monkeypatch.setattr(tuning_table, "find", functools.partial(tuning_table.find, device=KIND))
 
 
 @pytest.fixture
@@ -78,12 +85,10 @@ def test_spills_are_seen(h200):
 # rows, groups, d_out, d_in
 GROUPED = {
     "decode, 128 experts": (512, 128, 768, 2048),
-    "decode, down": (512, 128, 2048, 768),
     "decode, one token": (8, 128, 768, 2048),
     "decode, biased": (64, 32, 2880, 2880),
-    "decode, 8 experts": (128, 8, 14336, 4096),
     "prefill, 8 experts": (8192, 8, 14336, 4096),
-    "prefill, 64 experts": (8192, 64, 1408, 2048),
+    "prefill, biased": (8192, 32, 2880, 2880),
 }
 
 
@@ -106,7 +111,7 @@ def test_grouped_matmul(h200, report, sizes, gated, added):
     report(done)
     assert not any(done.spill_bytes.values())
     # A bias is padded to whole tiles.
-    assert done.temp_bytes <= (groups * (d_out + 128) * 2 + 1024 if groups == 32 else 0)
+    assert done.temp_bytes <= (groups * (d_out + 256) * 2 + 1024 if groups == 32 else 0)
     assert done.thunks.count("kCustomCall") == 1
     assert len(done.thunks) <= 2
 

@@ -1,5 +1,6 @@
 """A step of the engine compiled for an H200: one CUDA graph, nothing decided by the host."""
 
+import functools
 import importlib.util
 import json
 import re
@@ -8,7 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from aot.compile_gpu import H200
+from aot.compile_gpu import H200, KIND
 from flax import nnx
 
 from bench import decode_step
@@ -16,13 +17,13 @@ from lora_jax.adapters.slots import init_slots, size_slots
 from lora_jax.config import from_hf
 from lora_jax.kv_cache import init_cache
 from lora_jax.models.registry import model_class
-from lora_jax.ops import dispatch, hopper
+from lora_jax.ops import dispatch, hopper, tuning_table
 from serving.steps import batch_sampler
 from serving.steps.device_state import init_row_state
 from serving.steps.step import StepSizes, forward_step, sample_step
 
-pytestmark = pytest.mark.aot
-LAYERS, BF16 = 4, jnp.dtype(jnp.bfloat16)
+pytestmark = [pytest.mark.aot, pytest.mark.timeout(900)]  # the kernels are built, too
+LAYERS, BF16, F32 = 4, jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 LONGEST_SORT = 4096
 SIZES = StepSizes(
     max_seqs=64, max_len=4096, page_size=16, num_pages=8192, max_logit_rows=64, max_rank=32
@@ -41,10 +42,15 @@ def hopper_at_hand(monkeypatch):
     monkeypatch.setattr(ffi, "require", lambda: None)
     monkeypatch.setattr(hopper, "require", lambda op, dtype, interpret: None)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(tuning_table, "find", functools.partial(tuning_table.find, device=KIND))
 
 
-@pytest.mark.parametrize(("tokens", "lora"), [(8, True), (64, True), (64, False)])
-def test_a_decode_step_is_one_graph_sampling_included(hopper_at_hand, tokens, lora):
+@pytest.mark.parametrize(
+    ("tokens", "lora", "dtype"),
+    [(8, True, BF16), (64, True, BF16), (64, False, BF16), (8, True, F32)],
+    ids=["8", "64", "64 without adapters", "8 in float32"],
+)
+def test_a_decode_step_is_one_graph_sampling_included(hopper_at_hand, tokens, lora, dtype):
     shown = Path(__file__).parents[2] / "assets" / "tiny-moe" / "config.json"
     config = from_hf({**json.loads(shown.read_text()), **QWEN3})
     kind, h200 = model_class(config.model_type), H200()
@@ -64,10 +70,10 @@ def test_a_decode_step_is_one_graph_sampling_included(hopper_at_hand, tokens, lo
     spec = size_slots(catalogue, 16, SIZES.max_rank, 2)
     shape = kind.kv_shape(config)
     leaves, model_of = described(
-        lambda: nnx.split(kind(config, dtype=BF16, rngs=nnx.Rngs(0)), graph=False)
+        lambda: nnx.split(kind(config, dtype=dtype, rngs=nnx.Rngs(0)), graph=False)
     )
-    cache, cache_of = described(lambda: init_cache(shape, SIZES.num_pages, SIZES.page_size, BF16))
-    slots, slots_of = described(lambda: init_slots(catalogue, spec, BF16))
+    cache, cache_of = described(lambda: init_cache(shape, SIZES.num_pages, SIZES.page_size, dtype))
+    slots, slots_of = described(lambda: init_slots(catalogue, spec, dtype))
     state, state_of = described(lambda: init_row_state(SIZES.max_seqs, SIZES.max_len))
 
     def step(leaves, cache, state, slots, table, pages):
@@ -82,7 +88,8 @@ def test_a_decode_step_is_one_graph_sampling_included(hopper_at_hand, tokens, lo
     print(f"{done.in_graphs} operations, {done.temp_bytes / 1e6:.1f} MB temp, {done.seconds:.1f} s")
     assert done.thunks == ["kCommandBuffer"]
     assert not any(done.spill_bytes.values())
-    for name in ("rms_norm", "choose_experts", "place_heads"):
+    own = ("rms_norm", "choose_experts", "place_heads", "paged_attention")
+    for name in own if dtype == BF16 else ("plain_attention", "grouped_f32"):
         assert done.text.count(f'custom_call_target="lora_jax_cuda_{name}"') >= LAYERS
     # A long sort is a library's call on a GPU, which no graph can hold; a short one is a kernel.
     assert max(sorted_sizes(done.text), default=0) <= LONGEST_SORT

@@ -12,7 +12,7 @@ import pytest
 
 from bench.kernel_plots import plot_kernels
 from bench.kernels import __main__ as bench
-from bench.kernels import grid, lora, moe
+from bench.kernels import grid, lora, moe, timing
 from bench.kernels.jobs import Job, Machine
 from bench.kernels.numbers import Numbers
 from bench.kernels.peers import torch_grouped_matmul
@@ -39,7 +39,7 @@ def quick(monkeypatch):
     for part in (lora, moe):
         monkeypatch.setattr(part, "time_us", once)
         monkeypatch.setattr(part, "repeats_for", lambda expected_us, ops: 1)
-    monkeypatch.setattr(lora, "cold_sets", lambda num_bytes, least, most: least)
+        monkeypatch.setattr(part, "cold_sets", lambda num_bytes, least, most: least)
 
 
 def test_the_host_knows_every_row_on_the_device():
@@ -127,6 +127,42 @@ def test_small_points_rotate_more_sets_than_large_ones():
     assert cold_sets(1e6, 2, 8) == 8
     assert cold_sets(1e9, 2, 8) == 2
     assert repeats_for(1.0, 128) * 128 <= MOST_OPS
+
+
+def test_a_layer_of_few_bytes_rotates_more_sets_than_a_large_one(machine):
+    counts = {("deepseek-v2-lite", 1): 4, ("deepseek-v2-lite", 128): 3, ("mixtral-8x7b", 128): 2}
+    for (model, adapters), sets in counts.items():
+        point = moe.Point(model, 16, 32, adapters)
+        layers = moe.layers_of(point, moe.Pools(model, point.rank, 4 * adapters))
+        assert len(layers) == sets
+        starts = [layer.entries["gate"][0, 0] for layer in layers]
+        assert len({*starts}) == sets
+
+
+class Device:
+    """Time as a device and its host spend it: a call takes 1500 us, a wait 300, at times more."""
+
+    def __init__(self, hindered: float):
+        self.now, self.chance, self.rng = 0.0, hindered, np.random.default_rng(0)
+
+    def run(self, state):
+        self.now += 1.5e-3
+        return state
+
+    def wait(self, state):
+        self.now += 3e-4 + 5e-3 * (self.rng.random() < self.chance)
+        return state
+
+
+@pytest.mark.parametrize("hindered", [0.0, 0.4])
+def test_a_time_is_the_device_s_and_not_the_host_s(monkeypatch, hindered):
+    device = Device(hindered)
+    monkeypatch.setattr(timing, "time", types.SimpleNamespace(perf_counter=lambda: device.now))
+    monkeypatch.setattr(jax, "block_until_ready", device.wait)
+    assert timing.time_us(device.run, None, 30) == pytest.approx(50)
+    if not hindered:
+        programs = [lambda: device.run(None), lambda: device.run(device.run(None))]
+        assert timing.times_in_turn_us(programs, 30) == pytest.approx([50, 100])
 
 
 def test_layers_of_experts_are_checked(machine, quick, monkeypatch):

@@ -1,6 +1,8 @@
 """Programs are made once, by a process of its own, and found again in their folder."""
 
 import dataclasses
+import os
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +10,21 @@ import numpy as np
 import pytest
 
 from lora_jax.ops import tuning_programs
-from lora_jax.ops.tuning_programs import OPS, Programs, Tunable, file_name, make
+from lora_jax.ops.tuning_programs import OPS, Programs, Spills, Tunable, file_name, make
+
+SAID = "    {} bytes stack frame, {} bytes spill stores, {} bytes spill loads\nUsed 168 registers\n"
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     times: int
+    spilled: int = 0  # bytes, stored and loaded
+
+    def run(self, x, n):
+        """Scale x; leave what an assembler would."""
+        said = SAID.format(8, self.spilled, self.spilled)
+        Path(os.environ["MOSAIC_GPU_DUMP_TO"], f"kernel_{self.times}.ptxas").write_text(said)
+        return [x * self.times + n]
 
 
 def tunable(op: str) -> Tunable:
@@ -22,7 +33,7 @@ def tunable(op: str) -> Tunable:
         op,
         shapes=({"rows": 3},),
         candidates=lambda shape: [Config(2), Config(4)],
-        program=lambda shape, config: lambda x, n: [x * config.times + n],
+        program=lambda shape, config: config.run,
         arguments=lambda shape: (
             jax.ShapeDtypeStruct((shape["rows"],), jnp.float32),
             np.ones(1, np.float32),
@@ -46,6 +57,13 @@ def test_a_program_of_a_file_is_loaded_and_not_made_again(op, tmp_path, monkeypa
         program = programs.compile(op, shape, config).result()
     (got,) = program(jnp.arange(3, dtype=jnp.float32), jnp.ones(1, jnp.float32))
     np.testing.assert_array_equal(got, [1, 5, 9])
+
+
+def test_a_tiling_whose_registers_spill_is_no_program(op, tmp_path):
+    shape, config = {"rows": 3}, Config(4, spilled=16)
+    with pytest.raises(Spills, match=r"scaled at .* spills 32 bytes"):
+        make(op, shape, config, tmp_path / "file")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_what_no_compiler_takes_fails_when_it_is_asked_for(tmp_path):

@@ -60,12 +60,14 @@ cudaError_t launch_latent(AttentionArgs& args, cudaStream_t stream) {
   return launch_consumers<LatentConsumer<M>>(args, kMostConsumers, 1, sizeof(LatentShared<M>), stream);
 }
 
-inline cudaError_t launch_combine(const AttentionArgs& args, cudaStream_t stream) {
+// `T`: of the results.
+template <class T>
+cudaError_t launch_combine(const AttentionArgs& args, cudaStream_t stream) {
   if (args.max_chunks == 1) return cudaSuccess;
   const int64_t warps = static_cast<int64_t>(args.part_rows) * args.q_heads *
                         ((args.v_dim + kCombineColumns - 1) / kCombineColumns);
   const int blocks = static_cast<int>((warps * 32 + kCombineThreads - 1) / kCombineThreads);
-  const auto kernel = args.max_chunks > 8 ? combine_kernel<16> : combine_kernel<8>;
+  const auto kernel = args.max_chunks > 8 ? combine_kernel<16, T> : combine_kernel<8, T>;
   kernel<<<blocks, kCombineThreads, 0, stream>>>(args);
   return cudaGetLastError();
 }
@@ -82,7 +84,7 @@ inline cudaError_t launch_attention(AttentionArgs& args, bool latent, cudaStream
   if (latent && args.k_dim == kLatentTiles * 64 && args.kv_heads == 1 && args.v_dim % 64 == 0 && args.v_dim <= 512) {
     e = args.token_groups == 1 ? launch_latent<1>(args, stream) : launch_latent<2>(args, stream);
   }
-  return e == cudaSuccess ? launch_combine(args, stream) : e;
+  return e == cudaSuccess ? launch_combine<__nv_bfloat16>(args, stream) : e;
 }
 
 }  // namespace lora_jax

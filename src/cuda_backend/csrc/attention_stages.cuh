@@ -274,9 +274,13 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
 }
 
 // Puts the chunks of cut tokens together, in order; a warp takes 128 columns of a head of a token, and
-// has BATCH chunks on their way together.
+// has BATCH chunks on their way together. `out` is of type T, as the queries are.
 constexpr int kCombineThreads = 128, kCombineColumns = 128;
-template <int BATCH>
+__device__ __forceinline__ void put_four(float* to, float4 v) { *reinterpret_cast<float4*>(to) = v; }
+__device__ __forceinline__ void put_four(__nv_bfloat16* to, float4 v) {
+  *reinterpret_cast<uint2*>(to) = make_uint2(bf16x2(v.x, v.y), bf16x2(v.z, v.w));
+}
+template <int BATCH, class T>
 __global__ void __launch_bounds__(kCombineThreads, 4) combine_kernel(const __grid_constant__ AttentionArgs p) {
   const int blocks = (p.v_dim + kCombineColumns - 1) / kCombineColumns, lane = threadIdx.x & 31;
   const int warp = (blockIdx.x * kCombineThreads + threadIdx.x) / 32;
@@ -319,9 +323,8 @@ __global__ void __launch_bounds__(kCombineThreads, 4) combine_kernel(const __gri
   }
   const float inverse = inverse_sum(p, head, top, sum);
   if (column >= p.v_dim) return;
-  __nv_bfloat16* to = p.out + (static_cast<int64_t>(cut.x) * p.q_heads + head) * p.v_dim + column;
-  *reinterpret_cast<uint2*>(to) =
-      make_uint2(bf16x2(o.x * inverse, o.y * inverse), bf16x2(o.z * inverse, o.w * inverse));
+  T* to = reinterpret_cast<T*>(p.out) + (static_cast<int64_t>(cut.x) * p.q_heads + head) * p.v_dim + column;
+  put_four(to, make_float4(o.x * inverse, o.y * inverse, o.z * inverse, o.w * inverse));
 }
 
 }  // namespace lora_jax

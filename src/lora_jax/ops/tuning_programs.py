@@ -10,6 +10,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -20,6 +21,8 @@ from unittest import mock
 import jax
 from jax.experimental import serialize_executable
 
+from lora_jax.ops.ptxas import read_reports, reports_in
+
 # Each has, in the module named, a function `tunable(op)`.
 OPS = {
     "gated_matmul": "lora_jax.ops.grouped_matmul.tuning",
@@ -28,6 +31,10 @@ OPS = {
 LOADERS = 4  # threads: a program comes from its file while others run
 
 Shape = Mapping[str, int]
+
+
+class Spills(RuntimeError):
+    """A tiling needs more registers than a thread has."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,13 +118,21 @@ def _source_of(op: str) -> int:
 
 
 def make(op: str, shape: Shape, config: Any, file: Path) -> None:
-    """Compile a program for the first device of this process, and write it."""
+    """Compile a program for the first device of this process, and write it.
+
+    Raises:
+        Spills: a kernel needs more registers than there are.
+    """
     tunable = find_tunable(op)
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     arguments = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), tunable.arguments(shape)
     )
-    compiled = jax.jit(tunable.program(shape, config)).lower(*arguments).compile()
+    with tempfile.TemporaryDirectory() as folder, reports_in(Path(folder)):
+        compiled = jax.jit(tunable.program(shape, config)).lower(*arguments).compile()
+        spilled = sum(report.spill_bytes for report in read_reports(Path(folder)).values())
+    if spilled:
+        raise Spills(f"{op} at {dict(shape)} spills {spilled} bytes")
     part = file.with_suffix(f".{os.getpid()}.part")
     part.write_bytes(serialize_executable.serialize(compiled)[0])
     part.replace(file)

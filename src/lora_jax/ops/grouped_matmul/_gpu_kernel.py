@@ -16,6 +16,8 @@ from lora_jax.ops.grouped_matmul._gpu_tiles import STEP, Config, Depths
 from lora_jax.ops.grouped_matmul._gpu_works import Works
 
 CROWDED = 128 * 128  # sums of a warpgroup: half the registers
+# Of a thread then, in multiples of 8: together what three warpgroups start with, 3 x 168.
+COPY_REGISTERS, MULTIPLY_REGISTERS = 24, 240
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +59,7 @@ def kernel_body(config: Config, deep: Depths, operands: Operands, ctas: int, int
         @pl.when(warpgroup == warpgroups)
         def _copy():
             if crowded:
-                plgpu.set_max_registers(40, action="decrease")
+                plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
 
             def one(group, tile, row, low, high, begin):
                 del low, high
@@ -87,7 +89,7 @@ def kernel_body(config: Config, deep: Depths, operands: Operands, ctas: int, int
         @pl.when(warpgroup < warpgroups)
         def _multiply():
             if crowded:
-                plgpu.set_max_registers(232, action="increase")
+                plgpu.set_max_registers(MULTIPLY_REGISTERS, action="increase")
             side = warpgroup * columns
 
             def product(begin):
@@ -124,10 +126,16 @@ def kernel_body(config: Config, deep: Depths, operands: Operands, ctas: int, int
                         barrier = arrived.at[ahead * warpgroup + at]
                         plgpu.copy_gmem_to_smem(ref.at[rows, place], target, barrier)
 
-            def finished(z, part):
+            def finished(z, biases, part):
                 """Return a part of the tile as it is stored."""
                 some = slice(part * stored, (part + 1) * stored)
-                values = [v[:, some].astype(dtype) for v in z]
+                values = [v[:, some] for v in z]
+                # By parts: of the whole tile, both the products and the sums would be in registers.
+                if biases:
+                    shape = (columns, stored)
+                    wide_biases = [lax.broadcast_in_dim(b, shape, (0,)) for b in biases]
+                    values = [v + b for v, b in zip(values, wide_biases, strict=True)]
+                values = [v.astype(dtype) for v in values]
                 if addend_refs:
                     at = part % ahead
                     plgpu.barrier_wait(arrived.at[ahead * warpgroup + at])
@@ -206,8 +214,7 @@ def kernel_body(config: Config, deep: Depths, operands: Operands, ctas: int, int
             def bias(ref, group, tile):
                 source = ref.at[group, pl.ds(tile * wide + side, columns)]
                 layout = plgpu.Layout.WGMMA.reduce(1)
-                b = plgpu.load(source, layout=layout, optimized=False).astype(jnp.float32)
-                return lax.broadcast_in_dim(b, (columns, tile_rows), (0,))
+                return plgpu.load(source, layout=layout, optimized=False).astype(jnp.float32)
 
             def one(group, tile, row, low, high, begin):
                 def fetch_next(part):
@@ -219,11 +226,8 @@ def kernel_body(config: Config, deep: Depths, operands: Operands, ctas: int, int
                     for part in range(ahead):
                         fetch(tile, row, high, part)
                     z = product(begin)
-                    if bias_refs:
-                        z = tuple(
-                            v + bias(ref, group, tile) for v, ref in zip(z, bias_refs, strict=True)
-                        )
-                    store(lambda part: finished(z, part), tile, row, low, high, fetch_next)
+                    biases = [bias(ref, group, tile) for ref in bias_refs]
+                    store(lambda part: finished(z, biases, part), tile, row, low, high, fetch_next)
 
                 @pl.when(group == groups)
                 def _():

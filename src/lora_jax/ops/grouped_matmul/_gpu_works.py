@@ -18,6 +18,9 @@ from jax.experimental import pallas as pl
 from lora_jax.ops.grouped_matmul._gpu_tiles import ALIGN, SKIPS, STRIDE
 from lora_jax.typing import Array, Bool, Int
 
+# The first of some groups, the row where it begins, and its first work: all that is kept from one
+# work to the next, where sums take nearly every register.
+_Cursor = tuple[Array, ...]
 # group, first row, end of rows, blocks, first work, end of works
 _Place = tuple[Array, ...]
 
@@ -45,8 +48,8 @@ class Works:
         """
 
         def one(carry):
-            index, step, span, _ = carry
-            place, span = self._seek(sizes_ref, num_rows, index, span)
+            index, step, cursor, _ = carry
+            place, cursor = self._seek(sizes_ref, num_rows, index, cursor)
             group, start, end, blocks, first, _ = place
             nth, blocks = index - first, lax.max(blocks, jnp.int32(1))
             tile = lax.div(nth, blocks)
@@ -56,69 +59,77 @@ class Works:
             high = lax.min(end - row, jnp.int32(self.tile_rows))
             do(group, tile, pl.multiple_of(row, ALIGN), low, high, step)
             step = step + jnp.where(group < self.groups, self.steps, 0)
-            return index + self.ctas, step, span, group <= self.groups
+            return index + self.ctas, step, cursor, group <= self.groups
 
         zero = jnp.int32(0)
-        before = (jnp.int32(-1), *(zero,) * 5)
-        begin = (cta, zero, (before, before), jnp.bool_(True))
+        begin = (cta, zero, (zero,) * 3, jnp.bool_(True))
         return lax.while_loop(lambda c: c[3], one, begin)[1]
 
-    def _behind(self, sizes_ref, place: _Place) -> _Place:
-        """Return the place of the next group."""
-        group, start, first = place[0] + 1, place[2], place[5]
+    def _place(self, sizes_ref, cursor: _Cursor) -> _Place:
+        """Return the place of the group at a cursor."""
+        group, start, first = cursor
         listed = sizes_ref[lax.min(group, jnp.int32(self.groups - 1))]
         size = jnp.where(group < self.groups, listed, self.rows - start)
         blocks = lax.div((start & (ALIGN - 1)) + size + self.tile_rows - 1, self.tile_rows)
         blocks = jnp.where(size > 0, blocks, 0)
         return group, start, start + size, blocks, first, first + blocks * self.tiles
 
-    def _seek(self, sizes_ref, num_rows, index, span: tuple[_Place, _Place]):
-        """Return the place that has this work (group beyond all: none has) and its span.
+    def _look(self, sizes_ref, index, cursor: _Cursor) -> tuple[_Place, _Cursor]:
+        """Return the place that has this work, of the span at a cursor, and the cursor behind it.
 
-        A span is the first and the last place of the groups that are looked at together.
+        A span are the groups that are looked at together; the last place is returned if none has.
         """
-        stride = min(self.groups, STRIDE)
-
-        def next_span(span):
-            first = last = self._behind(sizes_ref, self._skip(sizes_ref, num_rows, span))
-            for _ in range(stride - 1):
-                last = self._behind(sizes_ref, last)
-            return first, last
-
-        span = lax.while_loop(
-            lambda s: (index >= s[1][5]) & (s[1][0] < self.groups) & (s[1][2] < self.rows),
-            next_span,
-            span,
-        )
-        place = found = span[0]
-        for _ in range(stride - 1):
-            place = self._behind(sizes_ref, place)
+        place = found = self._place(sizes_ref, cursor)
+        for _ in range(min(self.groups, STRIDE) - 1):
+            place = self._place(sizes_ref, _behind(place))
             late = index >= found[5]
             found = tuple(jnp.where(late, a, b) for a, b in zip(place, found, strict=True))
-        group = jnp.where(index >= found[5], self.groups + 1, found[0])
-        return (group, *found[1:]), span
+        return found, _behind(place)
 
-    def _skip(self, sizes_ref, num_rows, span: tuple[_Place, _Place]) -> _Place:
-        """Return the last place of a span; if it has no rows, the last of those behind it, too.
+    def _seek(self, sizes_ref, num_rows, index, cursor: _Cursor) -> tuple[_Place, _Cursor]:
+        """Return the place that has this work (group beyond all: none has), its span's cursor."""
 
-        A sum of sizes takes a fraction of what their places do. Behind all rows of groups it is the
-        last group's: a step that is not full would walk over all adapters' experts otherwise.
+        def further(carry):
+            cursor, _, behind = carry
+            cursor = self._skip(sizes_ref, num_rows, cursor, behind)
+            return cursor, *self._look(sizes_ref, index, cursor)
+
+        def is_behind(carry):
+            group, row, work = carry[2]
+            return (index >= work) & (group <= self.groups) & (row < self.rows)
+
+        first = (cursor, *self._look(sizes_ref, index, cursor))
+        cursor, place, behind = lax.while_loop(is_behind, further, first)
+        group = jnp.where(index >= behind[2], self.groups + 1, place[0])
+        return (group, *place[1:]), cursor
+
+    def _skip(self, sizes_ref, num_rows, cursor: _Cursor, behind: _Cursor) -> _Cursor:
+        """Return the cursor behind a span; if that has no rows, behind those after it, too.
+
+        A sum of sizes takes a fraction of what their places do. Behind all rows of groups it is
+        that of the rows in none: a step that is not full would walk over all adapters' experts
+        otherwise.
         """
-        group, start, end, blocks, first, last = span[1]
-        empty = (span[0][1] == end) & (span[0][0] >= 0) & (end < num_rows)
-        found = jnp.where(empty, group, jnp.int32(self.groups))
+        group, row, work = behind
+        empty = (cursor[1] == row) & (row < num_rows)
+        found = jnp.where(empty, group, jnp.int32(self.groups + 1))
         for length in (n for n in SKIPS if n < self.groups):
             found = lax.while_loop(
                 functools.partial(self._is_empty, sizes_ref, length),
                 lambda g, length=length: g + length,
                 found,
             )
-        group = jnp.where(found < self.groups, found, group)
-        group = jnp.where(end < num_rows, group, jnp.int32(self.groups - 1))
-        return group, start, end, blocks, first, last
+        group = jnp.where(found <= self.groups, found, group)
+        return jnp.where(row < num_rows, group, jnp.int32(self.groups)), row, work
 
     def _is_empty(self, sizes_ref, length: int, group: Int[Array, ""]) -> Bool[Array, ""]:
-        """Return whether there are so many groups behind this one, and no row in them."""
-        there = group < self.groups - length
-        begin = jnp.where(there, group + 1, 0)
+        """Return whether there are so many groups from this one on, and no row in them."""
+        there = group <= self.groups - length
+        begin = jnp.where(there, group, 0)
         return there & (sum(sizes_ref[begin + i] for i in range(length)) == 0)
+
+
+def _behind(place: _Place) -> _Cursor:
+    """Return the cursor of the groups behind a place."""
+    group, _, end, _, _, last = place
+    return group + 1, end, last

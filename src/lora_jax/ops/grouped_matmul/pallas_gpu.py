@@ -27,7 +27,7 @@ from lora_jax.ops.grouped_matmul._gpu_tiles import (
 )
 from lora_jax.typing import Array, Float, Int
 
-MOST_SUMS = 160  # of a thread that addends are added to
+MOST_SUMS = 160  # of a thread that a bias or addends are added to
 
 
 def grouped_matmul(
@@ -50,7 +50,8 @@ def grouped_matmul(
     """
     _require("grouped_matmul", x, w, interpret)
     addends = () if addend is None else (addend,)
-    config = config or _find("grouped_matmul", x, (w,), addends, likely_groups)
+    biased = bias is not None
+    config = config or _find("grouped_matmul", x, (w,), addends, likely_groups, biased=biased)
     return _launch(x, (w,), group_sizes, num_rows, (bias,), addends, config, interpret)
 
 
@@ -86,6 +87,8 @@ def _find(
     weights: tuple[Float[Array, "groups d_out d_in"], ...],
     addends: tuple[Float[Array, "rows d_out"], ...],
     likely_groups: int | None,
+    *,
+    biased: bool = False,
 ) -> Config:
     """Return the tiles that were found best on this device at about this shape, or a guess."""
     rows, (groups, d_out, d_in), matrices = x.shape[0], weights[0].shape, len(weights)
@@ -93,16 +96,16 @@ def _find(
     shape = {"rows": rows, "groups": groups, "d_out": d_out, "d_in": d_in}
     guess = find_config(rows, groups, d_out, matrices)
     config = tuning_table.find(op, shape, Config) or guess
-    if not addends:
+    if not addends and not biased:
         return config
     return _beside(addends, config, matrices) or _beside(addends, guess, matrices) or guess
 
 
 def _beside(addends: tuple[Array, ...], config: Config, matrices: int) -> Config | None:
-    """Return the tiles with registers and shared memory left for addends, if there are any."""
+    """Return the tiles with registers and shared memory left to add to them, if there are any."""
     most = MOST_SUMS * 128 // (matrices * config.columns)
     config = dataclasses.replace(config, rows=min(config.rows, most), part=STORED)
-    config = with_stages(config, matrices, addends[0].dtype.itemsize)
+    config = with_stages(config, matrices, addends[0].dtype.itemsize if addends else 0)
     return config if config.stages >= 2 else None
 
 

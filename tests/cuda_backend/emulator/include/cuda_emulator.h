@@ -4,6 +4,7 @@
 // order (by a seed), so that a missing wait, a barrier that not all threads reach and two lanes in
 // different operations are found out. What it cannot show: time, registers, memory order.
 #pragma once
+#include <bit>
 #include <sched.h>
 #include <time.h>
 #include <ucontext.h>
@@ -57,6 +58,7 @@ inline __nv_bfloat16 __float2bfloat16(float f) {
   if ((bits & 0x7fffffff) > 0x7f800000) return {static_cast<uint16_t>(bits >> 16 | 64)};
   return {static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
+inline float __uint_as_float(uint32_t bits) { return std::bit_cast<float>(bits); }
 inline float __bfloat162float(__nv_bfloat16 v) { return emulated_float(v.bits); }
 inline __nv_bfloat162 __floats2bfloat162_rn(float a, float b) { return {__float2bfloat16(a), __float2bfloat16(b)}; }
 inline float2 __bfloat1622float2(__nv_bfloat162 v) { return {emulated_float(v.x.bits), emulated_float(v.y.bits)}; }

@@ -1,0 +1,42 @@
+"""What NVIDIA's assembler says of Mosaic GPU kernels while a program of them is compiled.
+
+Registers that do not suffice are spilled to memory: no error, but slower than other tiles.
+"""
+
+import contextlib
+import dataclasses
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+# Of a function's properties: a warning may say the same besides.
+SPILLED = r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Of one kernel."""
+
+    registers: int  # per thread
+    spill_bytes: int  # stores and loads
+
+
+@contextlib.contextmanager
+def reports_in(folder: Path) -> Iterator[None]:
+    """Let every kernel that this process compiles within leave what is said of it in `folder`."""
+    dump = {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_TO": str(folder)}
+    with mock.patch.dict(os.environ, dump):
+        yield
+
+
+def read_reports(folder: Path) -> dict[str, Report]:
+    """Return the reports that lie in `folder`, by the kernels' names; none where none compiled."""
+    found = {}
+    for file in sorted(folder.glob("*.ptxas")):
+        said = file.read_text()
+        registers = max(int(n) for n in re.findall(r"Used (\d+) registers", said))
+        spilled = [pair for one in re.findall(SPILLED, said) for pair in one]
+        found[file.stem] = Report(registers, sum(map(int, spilled)))
+    return found
