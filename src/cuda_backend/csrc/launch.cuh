@@ -1,7 +1,6 @@
 // Host side of the LoRA kernels: tensor maps and launches. Nothing here allocates or waits, so all of
 // it may run while a stream is being captured.
 #pragma once
-#include "few_shrink.cuh"
 #include "launch_early.cuh"
 #include "lora_few.cuh"
 #include "row_metadata.cuh"
@@ -91,22 +90,8 @@ template <int NS, int STAGE, int RANKS>
 cudaError_t launch_few(const PairArgs& args, cudaStream_t stream) {
   return launch_items<FewShared<NS, STAGE, RANKS>>(few_kernel<NS, STAGE, RANKS>, args, args.shrink, false, stream);
 }
-template <int NS, int STAGE, int RANKS>
-cudaError_t launch_few_shrink(const PairArgs& args, cudaStream_t stream) {
-  constexpr int bytes = sizeof(Shared<NS, STAGE, RANKS>);
-  const auto kernel = few_shrink_kernel<NS, STAGE, RANKS>;
-  int sms = 0;
-  cudaError_t e = count_sms(&sms);
-  if (e == cudaSuccess) e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (e != cudaSuccess) return e;
-  const int clusters = max(sms * 2 / kRelayParts, min(kMostRelays, relay_units(args, args.num_rows)));
-  cudaLaunchAttribute attributes[2];
-  const unsigned count = cluster_attributes(attributes, kRelayParts);
-  const cudaLaunchConfig_t config{dim3(clusters * kRelayParts), dim3(kThreads), bytes, stream, attributes, count};
-  return cudaLaunchKernelEx(&config, kernel, args);
-}
-// Whether few_kernel is the faster one, by what was timed on an H200: of both phases not where CTAs would
-// have so much to do that drawing it pays.
+// Whether few_kernel is the faster one, by what was timed on an H200: not of a shrink alone, and of both
+// phases not where CTAs would have so much to do that drawing it pays.
 inline bool are_few(const PairArgs& args) {
   if (args.num_rows > kFewRows || args.live || !args.expand) return false;
   const int64_t most = int64_t{1} * args.num_rows * args.num_modules * args.max_rank * (args.d_in + args.d_out);
@@ -115,8 +100,6 @@ inline bool are_few(const PairArgs& args) {
 
 inline cudaError_t launch_pair(const PairArgs& args, cudaStream_t stream) {
   if (args.max_rank > 64) return launch_many<2, 56320, 128>(args, stream);
-  const bool few_shrink = args.num_rows <= kFewRows && !args.live && !args.expand;
-  if (few_shrink) return launch_few_shrink<3, 37888, 64>(args, stream);
   return are_few(args) ? launch_few<3, 34816, 64>(args, stream) : launch_many<3, 37888, 64>(args, stream);
 }
 

@@ -166,19 +166,6 @@ __device__ __forceinline__ void load_once(uint4& v, const void* p, bool wanted) 
       : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
       : "l"(p), "r"(static_cast<int>(wanted)));
 }
-// The same, always.
-__device__ __forceinline__ uint4 load_weights(const void* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p));
-  return v;
-}
-// Brings 16 bytes as near as L1, for a load that comes later.
-__device__ __forceinline__ void touch(const void* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-}
 // The same of what this thread alone reads, and stores it back: nobody wants it soon.
 __device__ __forceinline__ void load_last(uint4& v, const void* p, bool wanted) {
   asm volatile(
