@@ -111,7 +111,7 @@ inline cudaError_t launch_with_tiles(const PairArgs& items, const TileArgs& tile
   cudaError_t e = count_sms(&sms);
   if (e != cudaSuccess) return e;
   if (items.max_rank <= kMostRankOfBoth) {
-    e = launch_fill(items, !items.accumulate, sms, stream);
+    e = launch_fill(items, false, sms, stream);
     return e == cudaSuccess ? launch_both(BothArgs{items, tiles}, stream) : e;
   }
   e = launch_pair(items, stream);
