@@ -24,6 +24,7 @@ __global__ void __launch_bounds__(kThreads, 2) both_kernel(const __grid_constant
   let_next_begin();
   make_barriers(p.items, sm);
   if (items) serve_items(p.items, sm);  // without any it would look for some before it ends
+  else if (!p.items.accumulate && static_cast<int>(threadIdx.x) / 32 >= kRowWarp) zero_gaps(p.items);
   __syncthreads();
   if (sm.tiles > 0) expand_tiles<RANKS / 16, AHEAD>(p.tiles, tiled);
   wait_for_previous();

@@ -1,6 +1,6 @@
 // Grouped LoRA on Hopper in one launch: h = scaling * x A^T, then y += h B, for rows of many adapters.
 //
-// Or y = h B, which reads no y: then fill_kernel makes the rows of no item zero.
+// Or y = h B, which reads no y: then rows of no item become zero.
 //
 // An item is up to kMaxRows rows of one segment (adapter, or adapter x expert) of one module. Its
 // weights are the 16-row operand of mma and its rows the 8-column operand (swap-AB), so a segment of
@@ -20,10 +20,11 @@
 // Sums have one fixed order: k mod 128 picks the warp, which adds its k in order; then warps in
 // order. So a row's result depends on nothing but the row and its adapter.
 //
-// From shrink to expand h goes through memory, and its words are their own flags: fill_kernel, under
-// which this kernel starts, makes them kMissing; a shrink unit stores them; an expand unit reads
-// until none is missing. That needs no fence, no counter and no second load. All CTAs fit the GPU
-// at once, and each does its shrink units before it waits for h, so the wait always ends.
+// From shrink to expand h goes through memory, and its words are their own flags: all CTAs make them
+// kMissing while the first weights are on their way, and know of each other that they have before the
+// first of h is there; a shrink unit stores them; an expand unit reads until none is missing. That needs
+// no fence, no counter and no second load. All CTAs fit the GPU at once, and each does its shrink units
+// before it waits for h, so the wait always ends.
 //
 // The last 8-row box of a rank that is no multiple of 8 also reads rows of the next adapter. Shrink
 // drops their sums and expand their weights, whatever the values.
@@ -132,7 +133,7 @@ __device__ __forceinline__ void shrink_stage(const Unit& u, uint32_t base, int c
 // is the unit's last stage.
 template <int GROUPS, int J>
 __device__ __forceinline__ void finish_shrink(const PairArgs& p, const Unit& u, float* scratch, uint64_t* release,
-                                              const Sums<GROUPS, J>& acc) {
+                                              uint64_t* cleared, const Sums<GROUPS, J>& acc) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
   constexpr int N = J * 8, LD = GROUPS * 8 + 1;
 #pragma unroll
@@ -147,7 +148,7 @@ __device__ __forceinline__ void finish_shrink(const PairArgs& p, const Unit& u, 
   consumer_sync();
   const int r = u.first_rank + lane;
   auto* h = reinterpret_cast<uint32_t*>(p.h + (static_cast<int64_t>(u.module) * p.num_rows + u.place) * p.h_stride + r);
-  if (p.expand) wait_for_previous();
+  if (p.expand) mbar_wait(cleared, 0);
   for (int n = warp; n < u.num_rows; n += kConsumers) {
     float s = 0.f;
     if (lane < u.groups * 8 && r < u.rank) {
@@ -178,7 +179,7 @@ __device__ __forceinline__ void shrink_unit(const PairArgs& p, S& sm, Ring<S::kS
     }
   }
   consumer_sync();  // all warps have read the last stage
-  finish_shrink<GROUPS, J>(p, u, reinterpret_cast<float*>(sm.stages[ring.at()]), &sm.empty[ring.at()], acc);
+  finish_shrink<GROUPS, J>(p, u, reinterpret_cast<float*>(sm.stages[ring.at()]), &sm.empty[ring.at()], &sm.cleared, acc);
   ring.next();
 }
 
@@ -310,7 +311,7 @@ __device__ __forceinline__ void expand_unit(const PairArgs& p, S& sm, Ring<S::kS
   const int width = u.width, row_blocks = u.num_rows > J * 8 ? 2 : 1;
   const int n0 = (threadIdx.x >> 5) % row_blocks * J * 8;
   Factors<S::kSteps, J> h;
-  if (p.shrink) wait_for_previous();
+  if (p.shrink) mbar_wait(&sm.cleared, 0);
   bool held = false;
   if constexpr (J == 1) held = u.num_rows <= kHeldRows && held_h(t, h);
   if (!held) load_h<S::kSteps, J>(p, u, n0, h);
@@ -358,6 +359,7 @@ __device__ __forceinline__ void make_barriers(const PairArgs& p, S& sm) {
       mbar_init(&sm.ticket_full[i], 1);
       mbar_init(&sm.ticket_empty[i], kConsumers + 1 + kRowWarps);
     }
+    mbar_init(&sm.cleared, 1);
     fence_barriers();
   } else if (threadIdx.x == kWeightWarp * 32) {
     for (int wide = 0; wide < 2; ++wide) {
@@ -373,6 +375,7 @@ template <bool EXPANDS = true, class S>
 __device__ __forceinline__ void serve_items(const PairArgs& p, S& sm) {
   const int warp = threadIdx.x >> 5;
   if (warp < kConsumers) {
+    if (EXPANDS && warp == 0 && p.shrink && p.expand) clear_h(p);
     consume<EXPANDS>(p, sm);
   } else if (warp == kUnitWarp) {
     hand_out(p, sm);
@@ -380,6 +383,7 @@ __device__ __forceinline__ void serve_items(const PairArgs& p, S& sm) {
     produce_weights(p, sm);
   } else {
     produce_rows(p, sm);
+    if (EXPANDS && p.expand && !p.accumulate) zero_gaps(p);
   }
 }
 
@@ -390,7 +394,6 @@ __global__ void __launch_bounds__(kThreads, 2) pair_kernel(const __grid_constant
   let_next_begin();
   make_barriers(p, sm);
   serve_items(p, sm);
-  wait_for_previous();  // so that who waits for this kernel has waited for that one
 }
 
 }  // namespace lora_jax

@@ -19,6 +19,15 @@ struct Module {
 constexpr int kMaxModules = 4;
 constexpr uint32_t kMissing = ~0u;  // no two bfloat16 numbers that arithmetic gives
 
+// What one launch of a call leaves to the next one on a device; zeros before the first. So nothing has to be
+// reset between them: two kernels less a layer of experts, a microsecond each. They must not overlap, and all
+// have the same number of CTAs: each adds it to both counts, which run to twice that and then from zero.
+struct alignas(16) CallState {
+  uint32_t begun;    // CTAs that have begun
+  uint32_t cleared;  // CTAs that have made their part of h missing
+  int draws[2];      // units drawn, of every second launch; the others make it zero
+};
+
 struct PairArgs {
   CUtensorMap maps[2][2];     // of A and B: with narrow boxes and with wide ones, see pool_map
   int wide[2];                // log2 of the pieces of 64 columns in the wide ones
@@ -27,8 +36,8 @@ struct PairArgs {
   const int* num_items;
   const int* row_order;       // sorted place -> row of x and y, see row_metadata.cuh
   const __nv_bfloat16* x;     // [rows, d_in]
-  __nv_bfloat16* h;           // [modules, sorted rows, h_stride], of kMissing where the shrink is to come
-  int* draws;                 // behind h, -1: number of the last unit drawn
+  __nv_bfloat16* h;           // [modules, sorted rows, h_stride]
+  CallState* state;           // of launches that expand
   int num_modules, num_rows, num_slots;
   int d_in, d_out, h_stride, max_rank;
   bool shrink, expand;
@@ -118,6 +127,7 @@ struct Shared {
   using Ticket = lora_jax::Ticket<RANKS>;
   Ticket tickets[kTickets];
   alignas(8) uint64_t full[NS], empty[NS], ticket_full[kTickets], ticket_empty[kTickets];
+  uint64_t cleared;  // h by all CTAs
   int tiles;  // how many there are, for lora_both.cuh: the items leave no register
 };
 
@@ -143,6 +153,46 @@ __device__ __forceinline__ void zero_rows(const PairArgs& p, int begin, int end,
       for (int c = threadIdx.x % 32; c < p.d_out / 8; c += 32) y[c] = make_uint4(0, 0, 0, 0);
     }
   }
+}
+
+// Zeros for rows of no item, by the row warps of all CTAs, which share out those behind the last item, and
+// the items, before each of which there may be some; or several warps share a gap, since few items leave
+// long ones.
+__device__ __forceinline__ void zero_gaps(const PairArgs& p) {
+  const int warps = gridDim.x * kRowWarps, num_items = *p.num_items;
+  const int warp = blockIdx.x * kRowWarps + (threadIdx.x / 32 - kRowWarp);
+  auto end_of = [&](int i) {
+    const int4 v = __ldg(reinterpret_cast<const int4*>(p.items) + max(i, 0));
+    return i < 0 ? 0 : v.z + v.w;
+  };
+  if (p.live) return zero_rows(p, *p.live + warp, p.num_rows, warps);  // rows in tiles are in no item
+  zero_rows(p, end_of(num_items - 1) + warp, p.num_rows, warps);
+  const int sharers = max(1, warps / max(1, num_items));  // of a gap
+  for (int i = warp / sharers; i < num_items; i += warps / sharers)
+    zero_rows(p, end_of(i - 1) + warp % sharers, __ldg(&p.items[i].row_begin), sharers);
+}
+
+// ---------------------------------------------------------------- launches of one call
+// By a thread of each CTA: how many have begun in this launch, and before that in the one before if this one
+// is a second one, `odd`.
+__device__ __forceinline__ uint32_t count_begun(const PairArgs& p) {
+  return atomicInc(&p.state->begun, 2 * gridDim.x - 1);
+}
+__device__ __forceinline__ bool is_odd(uint32_t begun) { return begun >= gridDim.x; }
+
+// By a warp: makes this CTA's part of h missing, and then says so.
+__device__ __forceinline__ void clear_h(const PairArgs& p) {
+  const int lane = threadIdx.x & 31, words = p.num_modules * p.num_rows * (p.h_stride / 8);  // of 16 bytes
+  const uint4 missing = make_uint4(kMissing, kMissing, kMissing, kMissing);
+  for (int i = blockIdx.x * 32 + lane; i < words; i += gridDim.x * 32) reinterpret_cast<uint4*>(p.h)[i] = missing;
+  __syncwarp();
+  if (lane == 0) release_count(&p.state->cleared, 2 * gridDim.x - 1);
+}
+// By a warp: waits until all CTAs have done that, and tells the others of its own, who wait for `cleared`.
+__device__ __forceinline__ void await_clear(const PairArgs& p, bool odd, uint64_t* cleared) {
+  while ((acquire_word(&p.state->cleared) >= gridDim.x) == odd) {}
+  __syncwarp();
+  if ((threadIdx.x & 31) == 0) mbar_arrive(cleared);
 }
 
 // ---------------------------------------------------------------- the plan of a launch

@@ -47,24 +47,24 @@ cudaError_t launch_clusters(void (*kernel)(Args), int ctas, int threads, int sha
 }
 
 template <int RANKS, int STAGES>
-cudaError_t launch_shrink_tiles(const TileArgs& args, int sms, cudaStream_t stream) {
+cudaError_t launch_shrink_tiles(const TileArgs& args, int sms, cudaStream_t stream, bool early) {
   constexpr int bytes = sizeof(ShrinkShared<RANKS, STAGES>);
   static_assert(bytes <= 113 * 1024, "two CTAs must fit an SM");
   const auto kernel = shrink_tiles_kernel<RANKS, STAGES>;
   const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  return e == cudaSuccess ? launch_clusters(kernel, cluster_ctas(sms), kShrinkThreads, bytes, stream, args, true) : e;
+  return e == cudaSuccess ? launch_clusters(kernel, cluster_ctas(sms), kShrinkThreads, bytes, stream, args, early) : e;
 }
 
-inline cudaError_t launch_shrink_tiles(const TileArgs& args, int sms, cudaStream_t stream) {
-  return args.max_rank <= 32 ? launch_shrink_tiles<32, 4>(args, sms, stream)
-                             : launch_shrink_tiles<64, 4>(args, sms, stream);
+inline cudaError_t launch_shrink_tiles(const TileArgs& args, int sms, cudaStream_t stream, bool early) {
+  return args.max_rank <= 32 ? launch_shrink_tiles<32, 4>(args, sms, stream, early)
+                             : launch_shrink_tiles<64, 4>(args, sms, stream, early);
 }
 
 cudaError_t launch_tiles(TileArgs args, cudaStream_t stream) {
   int sms = 0;
   cudaError_t e = count_sms(&sms);
   args.behind = args.shrink;
-  if (e == cudaSuccess && args.shrink) e = launch_shrink_tiles(args, sms, stream);
+  if (e == cudaSuccess && args.shrink) e = launch_shrink_tiles(args, sms, stream, true);
   if (e == cudaSuccess && args.expand) e = launch_expand_tiles<8, 6>(args, sms, stream);
   return e;
 }
@@ -75,9 +75,12 @@ cudaError_t launch_both(BothArgs args, cudaStream_t stream) {
   int sms = 0;
   cudaError_t e = count_sms(&sms);
   args.tiles.behind = args.tiles.shrink;
-  if (e == cudaSuccess && args.tiles.shrink) e = launch_shrink_tiles(args.tiles, sms, stream);
+  if (e == cudaSuccess && args.tiles.shrink) e = launch_shrink_tiles(args.tiles, sms, stream, false);
   if (e == cudaSuccess) e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(S));
-  return e == cudaSuccess ? launch_early(kernel, sms * 2, kThreads, sizeof(S), stream, args) : e;
+  if (e != cudaSuccess) return e;
+  if (args.tiles.shrink) return launch_early(kernel, sms * 2, kThreads, sizeof(S), stream, args);
+  kernel<<<sms * 2, kThreads, sizeof(S), stream>>>(args);
+  return cudaGetLastError();
 }
 
 template <int NS, int STAGE, int RANKS>
