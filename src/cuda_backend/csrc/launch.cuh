@@ -61,9 +61,11 @@ inline bool are_few(const PairArgs& args) {
   return !args.shrink || most <= int64_t{1} << 25 || (args.num_modules == 1 && args.num_rows <= 64);
 }
 
+// Stages are as large as two CTAs on an SM leave room for.
 inline cudaError_t launch_pair(const PairArgs& args, cudaStream_t stream) {
   if (args.max_rank > 64) return launch_many<2, 56320, 128>(args, stream);
-  return are_few(args) ? launch_few<3, 34816, 64>(args, stream) : launch_many<3, 37888, 64>(args, stream);
+  if (are_few(args)) return launch_few<3, 34816, 64>(args, stream);
+  return args.max_rank > 32 ? launch_many<3, 35840, 64>(args, stream) : launch_many<3, 36864, 32>(args, stream);
 }
 
 // What the items hold and what the tiles hold, whose rows differ. Where both are one kernel, the tiles'

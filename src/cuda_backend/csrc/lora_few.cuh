@@ -22,6 +22,7 @@ struct FewTicket {
 template <int NS, int STAGE, int RANKS>
 struct FewShared {
   static constexpr int kStages = NS, kStage = STAGE, kSteps = RANKS / 16, kTickets = kFewTickets, kRowWarps = 1;
+  static constexpr bool kBringsH = false;  // row warps: see fetch_h
   using Ticket = FewTicket;
   static constexpr int kHStride = RANKS / 2 + 4;  // words of a row of h, so that lanes meet distinct banks
   static_assert(STAGE % 1024 == 0, "the copy engine's swizzle repeats every 1024 bytes");

@@ -191,6 +191,7 @@ __device__ __forceinline__ void add_parts(const TileArgs& p, S& sm, const Shrink
   constexpr int kRow = S::kGroups * 2;  // float4s
   const float scaling = __ldg(p.modules[t.module].scaling + t.tile.slot);
   const int end = (t.rank + 7) / 8 * 8;
+  wait_for_previous();  // which may fill h
   for (int n = threadIdx.x; n < t.blocks * 4 * kRow; n += kShrinkWarps * 32) {
     const int b = n / (4 * kRow), r = n / kRow % 4, i = n % kRow;
     const int row = b * 16 + r * 4 + cluster_rank(), rank = first_rank + i / 4 * 16 + i % 4 * 2;

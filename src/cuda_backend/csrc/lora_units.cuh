@@ -83,10 +83,21 @@ struct Unit {
 constexpr int kHeldRows = 3;   // at most of an item whose h comes with the ticket
 template <int RANKS>
 struct Ticket {
-  static constexpr int kWords = RANKS / 2, kLaneWords = kHeldRows * kWords / 32;
+  static constexpr int kWords = RANKS / 2, kLaneWords = (kHeldRows * kWords + 31) / 32;
   Unit unit;
   int rows[kMaxRows];
-  uint32_t h[kHeldRows * kWords];  // kMissing where it was not there yet, or not asked for
+  uint32_t h[kLaneWords * 32];  // kMissing where it was not there yet, or not asked for
+};
+
+// The h of a unit of more rows, in pieces of 16 bytes, whose order differs by row so that lanes meet distinct
+// banks.
+template <int RANKS, int ROWS>
+struct HeldRows {
+  static constexpr int kChunks = RANKS / 8;  // of a row
+  uint4 chunks[ROWS > 0 ? ROWS * kChunks : 1];
+  static __device__ __forceinline__ int at(int row, int chunk) {
+    return row * kChunks + (chunk ^ row * kChunks / 8 % kChunks);
+  }
 };
 
 // A stage holds weights [boxes along columns][group][pieces of 64 columns][8][64], then batch rows,
@@ -121,13 +132,17 @@ template <int NS, int STAGE, int RANKS>
 struct Shared {
   static constexpr int kStages = NS, kStage = STAGE, kSteps = RANKS / 16;
   static constexpr int kTickets = lora_jax::kTickets, kRowWarps = lora_jax::kRowWarps;
+  static constexpr bool kBringsH = RANKS <= 64;  // else it takes room that stages need
   static_assert(STAGE % 1024 == 0, "the copy engine's swizzle repeats every 1024 bytes");
   static_assert(RANKS * 256 + kMaxRows * 272 <= STAGE, "128 columns of everything must fit a stage");
   alignas(1024) unsigned char stages[NS][STAGE];
   using Ticket = lora_jax::Ticket<RANKS>;
   Ticket tickets[kTickets];
+  using Held = HeldRows<RANKS, kBringsH ? kMaxRows : 0>;
+  Held held;
   alignas(8) uint64_t full[NS], empty[NS], ticket_full[kTickets], ticket_empty[kTickets];
   uint64_t cleared;  // h by all CTAs
+  uint64_t h_full, h_empty;  // what is held
   int tiles;  // how many there are, for lora_both.cuh: the items leave no register
 };
 
@@ -237,6 +252,7 @@ struct Plan {
   int blocks, first, last;       // of an item; this CTA's run, counted through all items
   int tile, item_tiles, draws;   // blocks of a drawn unit; drawn units of an item, of all
   int streams, stream_items;     // runs of items that units are drawn from in turn; items of a run
+  int first_item;                // of a run, to be drawn
 
   __device__ __forceinline__ Plan(const PairArgs& p, int num_items, int cut)
       : num_items(num_items), items(num_items * p.num_modules) {
@@ -252,6 +268,9 @@ struct Plan {
     first = run_begin(cta, runs, cost), last = run_begin(cta + 1, runs, cost);
     const bool long_segments = p.num_rows >= 3 * num_items && p.max_rank > 16 && blocks >= kWideItem;
     cut_draws(block, all - runs, long_segments ? kStreams : 1);
+    // Long segments stand at an end where slots are in the order of their use. Their h is the last to come,
+    // and they take a CTA the longest: so after a shrink, runs begin with their last quarter.
+    first_item = p.shrink ? stream_items * 3 / 4 : 0;
   }
   // Units are small enough for each CTA to draw some dozen, but not so small that drawing takes longer.
   // Those of long segments, which stand side by side, ask more of a CTA and less of memory than others: so
@@ -294,8 +313,9 @@ struct Plan {
   }
   __device__ __forceinline__ Share drawn_share(int n) const {
     if (n >= draws) return kNothing;
-    const int turn = divide(n, streams), at = divide(turn, item_tiles), begin = (turn - at * item_tiles) * tile;
-    const int item = (n - turn * streams) * stream_items + at;
+    const int turn = divide(n, streams), nth = divide(turn, item_tiles), begin = (turn - nth * item_tiles) * tile;
+    const int at = first_item + nth, wraps = at >= stream_items ? stream_items : 0;
+    const int item = (n - turn * streams) * stream_items + at - wraps;
     return item < items ? Share{kExpand, item, begin, min(begin + tile, blocks), 0} : kNothing;
   }
 };

@@ -70,8 +70,8 @@ cudaError_t launch_tiles(TileArgs args, cudaStream_t stream) {
 }
 
 cudaError_t launch_both(BothArgs args, cudaStream_t stream) {
-  using S = Shared<3, 37888, kMostRankOfBoth>;
-  const auto kernel = both_kernel<3, 37888, kMostRankOfBoth, 2>;
+  using S = Shared<3, 35840, kMostRankOfBoth>;
+  const auto kernel = both_kernel<3, 35840, kMostRankOfBoth, 2>;
   int sms = 0;
   cudaError_t e = count_sms(&sms);
   args.tiles.behind = args.tiles.shrink;
@@ -93,7 +93,7 @@ cudaError_t launch_shrinks(const BothArgs& args, cudaStream_t stream) {
   return e == cudaSuccess ? launch_clusters(kernel, cluster_ctas(sms), kThreads, bytes, stream, args, false) : e;
 }
 cudaError_t launch_shrinks(const BothArgs& args, cudaStream_t stream) {
-  return args.items.max_rank <= 64 ? launch_shrinks<3, 37888, 64>(args, stream)
+  return args.items.max_rank <= 64 ? launch_shrinks<3, 35840, 64>(args, stream)
                                    : launch_shrinks<2, 56320, kMaxRank>(args, stream);
 }
 

@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jaxlib.version
@@ -101,12 +102,15 @@ class Library:
 
     def _register_state(self, library: ctypes.CDLL) -> None:
         """Tell XLA the type of the state: before the calls, which name it."""
-        parts = {}
-        for part in ("id", "info"):
-            find = getattr(library, f"{self.state}_{part}")
+
+        def part(name: str) -> Any:
+            find = getattr(library, f"{self.state}_{name}")
             find.restype = ctypes.c_void_p
-            parts[f"type_{part}"] = jax.ffi.pycapsule(find())
-        jax.ffi.register_ffi_type(self.state, parts, platform=self.platform)
+            return jax.ffi.pycapsule(find())
+
+        jax.ffi.register_ffi_type(
+            self.state, {"type_id": part("id"), "type_info": part("info")}, platform=self.platform
+        )
 
     def load_or_warn(self, folder: Path, log: logging.Logger) -> bool:
         """Return whether `load` succeeds; where not, `log` warns that ops run as portable JAX."""
