@@ -371,7 +371,7 @@ def test_lora_matches_float64(library, rows, d_out, d_in, experts, modules, accu
     pools = [copied(a) for a in (case.x, case.a_pool, case.b_pool)]
     sizes = (modules, rows, d_out, d_in, len(case.a_pool), len(case.b_pool), slots, max_rank)
     library.emulate(1, rows)
-    more = 8 if rows <= 128 else 32, int(accumulate), modules  # as many launches before
+    more = 8 if rows <= 128 else 32, int(accumulate), modules, 0  # as many launches before
     call(library.lora, y, *pools, entries, scaling, owners, which, *sizes, *more)
     want = np.stack([np.asarray(case.y, np.float64) * accumulate] * modules)
     x, a_pool, b_pool = (np.asarray(v, np.float64) for v in (case.x, case.a_pool, case.b_pool))
@@ -405,7 +405,7 @@ def test_lora_has_the_same_bits_however_it_is_shared_out(library, modules):
     def added(which, sms, item_rows):
         y = np.stack([copied(case.y)[which]] * modules)
         whose, experts = owners[which], np.zeros(len(which), np.int32)
-        sizes = (modules, len(which), d_out, d_in, *heights, item_rows, 1, 0)
+        sizes = (modules, len(which), d_out, d_in, *heights, item_rows, 1, 0, 0)
         library.emulate(sms, item_rows)
         call(library.lora, y, x[which], *pools, entries, scaling, whose, experts, *sizes)
         return y.view(np.uint16)
@@ -416,23 +416,26 @@ def test_lora_has_the_same_bits_however_it_is_shared_out(library, modules):
         np.testing.assert_array_equal(added(np.arange(rows), sms, item_rows)[:, some], want)
 
 
-@pytest.mark.parametrize(("d_out", "d_in", "ranks"), [(192, 320, (16, 0, 40)), (64, 1408, (64,))])
+@pytest.mark.parametrize(
+    ("d_out", "d_in", "ranks"), [(192, 320, (16, 0, 40)), (64, 1408, (64,)), (192, 64, (13,))]
+)
 @pytest.mark.parametrize("rows", [1, 9, 128])
-def test_few_rows_have_the_bits_that_they_have_among_many(library, rows, d_out, d_in, ranks):
+@pytest.mark.parametrize("apart", [False, True])
+def test_few_rows_have_the_bits_that_they_have_among_many(library, rows, d_out, d_in, ranks, apart):
     case = lora_case(200, d_out, d_in, ranks=ranks, dtype="bfloat16")
     tables = [copied(a) for a in (case.a_pool, case.b_pool, case.entries, case.scaling)]
     some = np.random.default_rng(rows).permutation(200)[:rows]
 
-    def added(which: np.ndarray, item_rows: int) -> np.ndarray:
+    def added(which: np.ndarray, item_rows: int, apart: bool) -> np.ndarray:
         y, x, owners = (copied(v)[which] for v in (case.y, case.x, case.row_to_slot))
         sizes = (1, len(which), d_out, d_in, len(tables[0]), len(tables[1]), len(ranks))
         experts = np.zeros(len(which), np.int32)
-        more = (*sizes, case.max_rank, item_rows, 1, 1)
+        more = (*sizes, case.max_rank, item_rows, 1, 1, int(apart))
         call(library.lora, y, x, *tables, owners, experts, *more)
         return y
 
     library.emulate(2, rows)
-    many, few = added(np.arange(200), 32), added(some, 8)
+    many, few = added(np.arange(200), 32, apart=False), added(some, 8, apart)
     np.testing.assert_array_equal(few.view(np.uint16), many[some].view(np.uint16))
 
 
@@ -486,7 +489,7 @@ def test_tiles_have_the_bits_of_items(
         want[:], got[:] = np.nan, np.nan
     sizes = (modules, rows, d_out, d_in, len(case.a_pool), len(case.b_pool), slots, max_rank, 8)
     library.emulate(1, rows)
-    call(library.lora, want, *pools, owners, which, *sizes, adds, 0)
+    call(library.lora, want, *pools, owners, which, *sizes, adds, 0, 0)
     library.emulate(sms, rows)
     call(library.lora_tiles, got, *pools, owners, which, *sizes, total, adds, apart, left)
     counts = np.bincount(owners[(owners >= 0) & (owners < slots)], minlength=slots)

@@ -21,7 +21,7 @@ inline cudaError_t pool_map(CUtensorMap* map, const void* pool, int64_t rows, in
 // Sets the maps of pool A (0) or B (1). Each copy costs its warp about a hundred cycles, so boxes are
 // as wide as stages allow; what a box reads past the end of a unit of B is lost.
 inline cudaError_t pool_maps(PairArgs* args, int which, const void* pool, int64_t rows, int64_t width, int wide) {
-  args->wide[which] = wide;
+  args->wide[which] = wide, args->pools[which] = static_cast<const __nv_bfloat16*>(pool);
   const cudaError_t e = pool_map(&args->maps[which][0], pool, rows, width, kNarrow);
   return e == cudaSuccess ? pool_map(&args->maps[which][1], pool, rows, width, wide) : e;
 }

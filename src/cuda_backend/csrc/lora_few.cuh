@@ -4,9 +4,9 @@
 // What a small launch takes is mostly latency, so here every CTA holds all items, which come by loads that
 // do not wait for one another, and the plan is made of them without a draw. One warp fetches h for the
 // others, ahead of its use, and polls where it is still missing. Rows of no item become zeros here where y
-// held nothing.
+// held nothing. An expand alone of few segments is served by few_groups.cuh.
 #pragma once
-#include "few_plan.cuh"
+#include "few_groups.cuh"
 #include "lora_gemm.cuh"
 
 namespace lora_jax {
@@ -29,6 +29,7 @@ struct FewShared {
   static_assert(RANKS * 256 + kFewItemRows * 272 <= STAGE, "128 columns of everything must fit a stage");
   alignas(1024) unsigned char stages[NS][STAGE];
   FewTables tables;
+  FewGroups groups;
   alignas(16) uint32_t h[kFewTickets][kFewItemRows * kHStride];  // of the tickets
   FewTicket tickets[kFewTickets];
   alignas(8) uint64_t full[NS], empty[NS], ticket_full[kFewTickets], ticket_empty[kFewTickets], h_full[kFewTickets];
@@ -263,6 +264,11 @@ __global__ void __launch_bounds__(kThreads, 2) few_kernel(const __grid_constant_
   FewPlan plan(p);
   if (warp == kUnitWarp) asked = ask_tables(p);
   make_few_barriers(p, sm);
+  if (!p.shrink && have_groups(p, sm, asked)) {
+    expand_groups(p, sm);
+    if (!p.accumulate && warp == kHWarp) zero_gaps(p, sm);
+    return;
+  }
   if (warp < kConsumers) {
     consume_few(p, sm);
   } else if (warp == kUnitWarp) {

@@ -31,6 +31,7 @@ struct alignas(16) CallState {
 struct PairArgs {
   CUtensorMap maps[2][2];     // of A and B: with narrow boxes and with wide ones, see pool_map
   int wide[2];                // log2 of the pieces of 64 columns in the wide ones
+  const __nv_bfloat16* pools[2];  // A and B
   Module modules[kMaxModules];
   const Item* items;
   const int* num_items;

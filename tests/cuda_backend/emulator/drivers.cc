@@ -101,10 +101,10 @@ int attention(const Bf16* q, const Bf16* k, const Bf16* v, const int* tables, co
   return e == cudaSuccess ? launch_attention(p, v == nullptr, nullptr) : e;
 }
 
+// In one launch, or the shrink before the expand.
 int lora(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, const int* entries, const float* scaling,
          const int* row_to_slot, const int* row_to_expert, int modules, int rows, int d_out, int d_in, int a_rows,
-         int b_rows, int slots, int max_rank, int item_rows, int accumulate,
-         int launches_before) {
+         int b_rows, int slots, int max_rank, int item_rows, int accumulate, int launches_before, int apart) {
   std::vector<int> order(rows);
   std::vector<Item> items(rows);
   int num_items = -1;
@@ -122,11 +122,16 @@ int lora(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, const i
   cudaError_t e = pool_maps(&p, 0, a_pool, a_rows, d_in, kWideA);
   if (e == cudaSuccess) e = pool_maps(&p, 1, b_pool, b_rows, d_out, kWideB);
   // The call's launches before, of other rows, leave it a state and their h.
-  const PairArgs last = p;
+  PairArgs last = p;
   std::vector<Bf16> others(static_cast<size_t>(modules) * rows * d_out), other_x(static_cast<size_t>(rows) * d_in);
   p.x = other_x.data();
   for (int m = 0; m < modules; ++m) p.modules[m].y = others.data() + static_cast<size_t>(m) * rows * d_out;
   for (int n = 0; n < launches_before && e == cudaSuccess; ++n) e = launch_pair(p, nullptr);
+  if (e == cudaSuccess && apart) {
+    last.expand = false;
+    e = launch_pair(last, nullptr);
+    last.expand = true, last.shrink = false;
+  }
   return e == cudaSuccess ? launch_pair(last, nullptr) : e;
 }
 
