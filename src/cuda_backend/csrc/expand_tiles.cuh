@@ -1,43 +1,71 @@
 // The expand of adapters with many rows, y += h B: see lora_tiles.cuh.
 //
-// A warp keeps its 64 columns of B in registers and streams rows past them: y is read ahead into
-// registers, updated and written back, nothing of it sees shared memory. CTAs take equal runs of
-// (512 columns, tile, 8 rows).
+// A unit is 16 rows of a tile, for 256 columns. CTAs take equal runs of units. What a unit needs comes
+// units ahead: its rows of y one copy each, its h in one, into a ring of stages in shared memory; B, which
+// many units share, ahead of its first one. Two teams of warps take units in turn; a warp keeps 64 columns
+// of B in registers.
 #pragma once
 #include "tile_args.cuh"
 
 namespace lora_jax {
 
 constexpr int kTileWarps = 8, kTileThreads = kTileWarps * 32;
-constexpr int kColumnGroup = kTileWarps * 64;  // a warp has 64 columns, a lane 8 of them
+constexpr int kUnitRows = 16, kUnitColumns = 256;
+constexpr int kPieces = kUnitColumns / 64;    // of columns, each a warp's
+constexpr int kTeams = kTileWarps / kPieces;  // of warps, which take units in turn
+static_assert(kUnitColumns == 64 << kWideB, "one box brings 8 rank rows of a unit");
+constexpr int kBatchUnits = kTileThreads / 4;      // looked up at a time
 
-template <int STEPS>
-struct ExpandShared {
-  static constexpr int kStride = STEPS * 32 + 16;  // bytes of a row of h: rows on distinct banks
-  unsigned char h[kTileRows * kStride];
-  alignas(8) int rows[kTileRows];  // where they begin in y, in 16 bytes
+struct alignas(16) ExpandUnit {
+  int place, rows_rank;  // of its first row in the sorted order; rows, 0 if there is nothing to do, and rank << 8
+  int weight_row, column;
+  __device__ __forceinline__ int rows() const { return rows_rank & 255; }
+  __device__ __forceinline__ int rank() const { return rows_rank >> 8; }
 };
 
-// The warp's 64 columns of B as mma operands. A lane reads 8 columns of the rank rows it needs; operands
+template <int STEPS, int STAGES>
+struct ExpandShared {
+  static_assert(STAGES <= kTileWarps, "each warp begins one");
+  static_assert(STAGES % kTeams == 0, "a stage is the same team's each time: it may not mistake the parity of the other's");
+  static constexpr int kStages = STAGES, kHalves = (STEPS + 3) / 4;  // of 64 ranks
+  static constexpr int kHalf = kUnitRows * 128, kRow = kUnitColumns * 2 + 16;  // rows of y on distinct banks
+  static constexpr int kGroup = kUnitColumns * 16;  // bytes of 8 rank rows of B
+  alignas(1024) unsigned char b[STEPS * 2][kGroup];
+  unsigned char h[STAGES][kHalves][kHalf];
+  unsigned char y[STAGES][kUnitRows][kRow];
+  ExpandUnit units[kBatchUnits];
+  int rows[kBatchUnits][kUnitRows];  // where they begin in y, with the unit's column, in 16 bytes
+  alignas(8) uint64_t full[STAGES], empty[STAGES], b_full, b_empty;
+};
+
+// A warp's 64 columns of B as mma operands. A lane reads 8 columns of the rank rows it needs; operands
 // have two of them from four rows. Both are four registers in a row, so the turn is made once, in place:
 // left to the loop over rows, it would cost a move a register there.
 template <int STEPS>
 struct Columns {
   uint32_t a[STEPS][4][4];  // of 16 ranks: [2 columns][row of B], while they come [row of B][2 columns]
 
-  // Past the rank: zeros. `turn` waits for what comes.
-  __device__ __forceinline__ void fetch(const __nv_bfloat16* b, int d_out, int rank) {
-    int k = (threadIdx.x & 3) * 2;
-    b += static_cast<int64_t>(k) * d_out;
+  // From 8-row groups in shared memory; past the rank: zeros. Returns a word that is there once all are.
+  __device__ __forceinline__ uint32_t take(uint32_t b, int group, int rank) {
+    const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
+    const uint32_t even = b + q * 256 + ((g ^ (q * 2)) << 4), odd = (even ^ 16) + 128;  // rows q * 2 and the next
 #pragma unroll
-    for (int s = 0; s < STEPS; ++s, k += 16, b += static_cast<int64_t>(d_out) * 16)
+    for (int s = 0; s < STEPS; ++s)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int row = i % 2 + i / 2 * 8;
-        const auto* from = reinterpret_cast<const uint4*>(b + static_cast<int64_t>(row) * d_out);
-        const uint4 w = k + row < rank ? __ldg(from) : make_uint4(0, 0, 0, 0);
+        const uint4 w = lds128_in_order((i % 2 ? odd : even) + (s * 2 + i / 2) * group);
         a[s][i][0] = w.x, a[s][i][1] = w.y, a[s][i][2] = w.z, a[s][i][3] = w.w;
       }
+    const uint32_t last = a[STEPS - 1][3][3];
+    if (rank < STEPS * 16) {
+#pragma unroll
+      for (int s = 0; s < STEPS; ++s)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (s * 16 + i / 2 * 8 + q * 2 + i % 2 >= rank) a[s][i][0] = a[s][i][1] = a[s][i][2] = a[s][i][3] = 0;
+    }
+    turn();
+    return last;
   }
   // Pairs neighbouring rows of each column.
   __device__ __forceinline__ void turn() {
@@ -55,20 +83,36 @@ struct Columns {
   }
 };
 
-// Adds h B to 8 rows x 64 columns of y: a lane has 8 columns from 8 * g on, of rows 2 * q and the next.
-template <int STEPS>
-__device__ __forceinline__ void update_rows(const Columns<STEPS>& columns, uint32_t h, uint4 (&y)[2]) {
-  uint32_t v[STEPS / 2][4];
+// Adds lo and hi to two bfloat16.
+__device__ __forceinline__ uint32_t add_pair(uint32_t y, float lo, float hi) {
+  return bf16x2(__int_as_float(y << 16) + lo, __int_as_float(y & 0xffff0000u) + hi);
+}
+
+// Adds h B to 8 rows x 64 columns of y, by the first USED steps: a lane has 8 columns from 8 * g on, of rows
+// 2 * q and the next. `h` are 8 rows of swizzled pieces of 64 ranks; what lies there past the rank may be
+// anything.
+template <class S, int USED, int STEPS>
+__device__ __forceinline__ void update_rows(const Columns<STEPS>& columns, uint32_t h, int rank, uint4 (&y)[2]) {
+  const int lane = threadIdx.x & 31;
+  const uint32_t first = (lane & 7) * 128 + (((lane >> 3) ^ (lane & 7)) << 4);
+  uint32_t v[USED / 2][4];
 #pragma unroll
-  for (int s = 0; s < STEPS / 2; ++s) ldmatrix(v[s], h + s * 64);
-  auto two_columns = [&](int i, uint32_t& first, uint32_t& second) {
-    float acc[4] = {};
+  for (int s = 0; s < USED / 2; ++s) ldmatrix(v[s], h + s / 2 * S::kHalf + (s % 2 ? first ^ 64 : first));
+  if (rank <= USED * 16 - 8) {
 #pragma unroll
-    for (int s = 0; s < STEPS; ++s) {
+    for (int s = 0; s < USED * 2; ++s)
+      if (s * 8 >= rank) v[s / 4][s % 4] = 0;
+  }
+  float acc[4][4] = {};
+#pragma unroll
+  for (int s = 0; s < USED; ++s)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
       const uint32_t(&a)[4] = columns.a[s][i];
-      mma_bf16(acc, a[0], a[1], a[2], a[3], v[s / 2][s % 2 * 2], v[s / 2][s % 2 * 2 + 1]);
+      mma_bf16(acc[i], a[0], a[1], a[2], a[3], v[s / 2][s % 2 * 2], v[s / 2][s % 2 * 2 + 1]);
     }
-    first = add_bf16x2(first, acc[0], acc[2]), second = add_bf16x2(second, acc[1], acc[3]);
+  auto two_columns = [&](int i, uint32_t& first, uint32_t& second) {
+    first = add_pair(first, acc[i][0], acc[i][2]), second = add_pair(second, acc[i][1], acc[i][3]);
   };
   two_columns(0, y[0].x, y[1].x);
   two_columns(1, y[0].y, y[1].y);
@@ -76,146 +120,190 @@ __device__ __forceinline__ void update_rows(const Columns<STEPS>& columns, uint3
   two_columns(3, y[0].w, y[1].w);
 }
 
-// Some of a CTA's work: rows [begin, end) of a tile, for 512 columns.
-struct Piece {
-  Item tile;
-  int begin, end;
-};
+// Of a tile of so many blocks of 8 rows, for each group of columns.
+__device__ __forceinline__ int units_of(int blocks) { return (blocks * 8 + kUnitRows - 1) / kUnitRows; }
 
-// The CTA's run of units (512 columns, tile, 8 rows), one piece after the other; equal runs balance.
-// Holds next to nothing, for registers are short: pieces are looked up anew.
-struct Run {
-  int left, column, tile, block;  // units to do; where the next one is
+// By all threads, four a unit: looks up `count` units from `first` on, counted through (columns, tile, rows).
+// Units of tiles smaller than the largest may be empty.
+template <class S>
+__device__ __forceinline__ void look_up(const TileArgs& p, const Module& m, int first, int count, S& sm) {
+  const int n = threadIdx.x >> 2, q = threadIdx.x & 3;
+  if (n >= count) return;
+  const int tile_units = units_of(__ldg(p.cut + 1)), tiles = __ldg(p.cut), of_all = (first + n) / tile_units;
+  const int group = of_all / tiles, begin = (first + n - of_all * tile_units) * kUnitRows, column = group * kUnitColumns;
+  const Item t = load_tile(p, of_all - group * tiles);
+  const int* entry = m.entries + t.slot * 5;
+  const int rank = min(__ldg(entry + 2), p.max_rank);
+  const int weight_row = __ldg(entry + 1) + t.expert * __ldg(entry + 4);
+  const int place = t.row_begin + min(begin, t.num_rows - 1);
+  const int rows = rank == 0 && p.accumulate ? 0 : min(max(t.num_rows - begin, 0), kUnitRows);
+#pragma unroll
+  for (int i = q * (kUnitRows / 4); i < (q + 1) * (kUnitRows / 4); ++i)
+    sm.rows[n][i] = i < rows ? __ldg(p.row_order + place + i) * (p.d_out / 8) + column / 8 : 0;
+  if (q == 0) sm.units[n] = ExpandUnit{place, rows | rank << 8, weight_row, column};
+}
 
-  __device__ explicit Run(const TileArgs& p) {
-    const int tiles = p.cut[0], tile_blocks = p.cut[1], units = (p.d_out + kColumnGroup - 1) / kColumnGroup * tiles;
-    const int64_t total = static_cast<int64_t>(units) * tile_blocks;
-    const int first = static_cast<int>(total * blockIdx.x / gridDim.x);
-    left = static_cast<int>(total * (blockIdx.x + 1) / gridDim.x) - first;
-    if (left == 0) return;
-    block = first % tile_blocks, tile = first / tile_blocks % tiles;
-    column = first / tile_blocks / tiles * kColumnGroup;
-  }
-  __device__ __forceinline__ Piece piece(const TileArgs& p) const {
-    const Item t = load_tile(p, tile);
-    return Piece{t, block * 8, min(min(block + left, __ldg(p.cut + 1)) * 8, t.num_rows)};
-  }
-  __device__ __forceinline__ void skip(const TileArgs& p) {
-    left = max(left - (__ldg(p.cut + 1) - block), 0), block = 0;
-    if (++tile == __ldg(p.cut)) tile = 0, column += kColumnGroup;
-  }
-};
+// What the warps of a CTA do with a batch of units. A team takes one in turn with the others; when all its
+// warps are through with it, one of them brings another in its stead.
+template <bool ADDS, int STEPS, class S>
+struct BatchExpand {
+  const TileArgs& p;
+  S& sm;
+  const Module& m;
+  const int module, count;
 
-template <int STEPS>
-__device__ __forceinline__ void load_h(const TileArgs& p, const __nv_bfloat16* h, int rows, int rank, ExpandShared<STEPS>& sm) {
-  const uint32_t base = smem_u32(sm.h);
-  const int groups = (rank + 7) / 8;
+  __device__ __forceinline__ ExpandUnit unit(int n) const {
+    const int4 v = *reinterpret_cast<const int4*>(sm.units + n);
+    return ExpandUnit{v.x, v.y, v.z, v.w};
+  }
+  __device__ __forceinline__ int bytes_of_row(const ExpandUnit& u) const { return min(p.d_out - u.column, kUnitColumns) * 2; }
+  __device__ __forceinline__ int halves(const ExpandUnit& u) const { return u.rows() == 0 ? 0 : u.rank() > 64 ? 2 : 1; }
+  __device__ __forceinline__ void expect(const ExpandUnit& u, int at) const {
+    if ((threadIdx.x & 31) == 0) mbar_expect(&sm.full[at], halves(u) * S::kHalf + (ADDS ? u.rows() * bytes_of_row(u) : 0));
+  }
+  // A lane brings row `row` of y.
+  __device__ __forceinline__ void fetch_y(int n, const ExpandUnit& u, int at, int row) const {
+    if (!ADDS || row >= u.rows()) return;
+    const auto* from = m.y + static_cast<int64_t>(static_cast<uint32_t>(sm.rows[n][row])) * 8;
+    bulk_copy(smem_u32(sm.y[at][row]), from, bytes_of_row(u), &sm.full[at]);
+  }
+  __device__ __forceinline__ void fetch_h(const ExpandUnit& u, int at) const {
+    const int lane = threadIdx.x & 31;
+    if (lane < halves(u))
+      tile_copy(smem_u32(sm.h[at][lane]), &p.h_rows, lane * 64, module * p.num_rows + u.place, 0, 0, &sm.full[at]);
+  }
+  // By a warp, one of some `sharers`: its part of the weights of the first unit from `n` on that needs other ones.
+  __device__ __forceinline__ void fetch_b(int n, int2 have, int sharer, int sharers) const {
+    const int lane = threadIdx.x & 31;
+    for (; n < count; n += 32) {
+      const ExpandUnit u = unit(min(n + lane, count - 1));
+      const unsigned other = __ballot_sync(~0u, n + lane < count && u.rows() > 0 && (u.weight_row != have.x || u.column != have.y));
+      if (other == 0) continue;
+      const ExpandUnit next = unit(n + __ffs(other) - 1);
+      const int groups = (next.rank() + 7) / 8, group = sharer + lane * sharers;
+      if (group == 0) mbar_expect(&sm.b_full, groups * S::kGroup);
+      __syncwarp();
+      if (group < groups) box_copy(smem_u32(sm.b[group]), &p.b_boxes, next.weight_row + group * 8, next.column / 64, &sm.b_full);
+      return;
+    }
+  }
+  // What the first units need, in the order in which it is needed.
+  __device__ __forceinline__ void begin(const Ring<S::kStages>& ring, int2 have) const {
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, filled = min(S::kStages, count);
+    fetch_b(0, have, warp, kTileWarps);
+    Ring<S::kStages> at = ring;  // all stages are free
+    for (int n = 0; n < warp; ++n) at.next();
+    const bool one = warp < filled;
+    if (one) expect(unit(warp), at.at());
+    __syncwarp();
+    if (one && !p.behind) fetch_h(unit(warp), at.at());
+    Ring<S::kStages> to = ring;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < rows * STEPS * 2; i += kTileThreads) {
-    const int n = i / (STEPS * 2), c = i % (STEPS * 2);  // past the rank: zeros
-    const __nv_bfloat16* from = h + n * p.h_stride;
-    copy_16(base + n * ExpandShared<STEPS>::kStride + c * 16, c < groups ? from + c * 8 : from, c < groups ? 16 : 0);
+    for (int n = 0; n < filled; ++n, to.next())
+      if (lane < kUnitRows / kTileWarps) fetch_y(n, unit(n), to.at(), warp * (kUnitRows / kTileWarps) + lane);
+    if (!p.behind) return;
+    wait_for_previous();
+    if (one) fetch_h(unit(warp), at.at());
   }
-  copies_commit();
-}
-
-// The warp's share of a piece. Where y is added to, it is read AHEAD x 8 rows before it is needed.
-// `begin` runs while the first reads are on their way, and returns when h is there.
-template <bool ADDS, int STEPS, int AHEAD, class Begin>
-__device__ __forceinline__ void expand_rows(const TileArgs& p, __nv_bfloat16* out, int rows, int column, const Columns<STEPS>& columns,
-                                            ExpandShared<STEPS>& sm, Begin begin) {
-  const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
-  const bool mine = column < p.d_out;
-  auto* y = reinterpret_cast<uint4*>(out + column + g * 8);
-  uint4 ahead[AHEAD][2] = {};
-  auto each_row = [&](int n0, auto f) {
-    const int2 at = *reinterpret_cast<const int2*>(sm.rows + n0 + q * 2);
-    f(0, y + static_cast<uint32_t>(at.x)), f(1, y + static_cast<uint32_t>(at.y));
-  };
-  auto fetch = [&](int n0, uint4(&v)[2]) {
-    if (ADDS && n0 < rows) each_row(n0, [&](int e, const uint4* at) { load_last(v[e], at, mine && n0 + q * 2 + e < rows); });
-  };
-#pragma unroll
-  for (int d = 0; d < AHEAD; ++d) fetch(d * 8, ahead[d]);
-  begin();
-  if (!mine) return;
-  const uint32_t h = smem_u32(sm.h) + (lane & 7) * ExpandShared<STEPS>::kStride + (lane >> 3) * 16;
-  for (int n0 = 0; n0 < rows; n0 += AHEAD * 8) {
-#pragma unroll
-    for (int d = 0; d < AHEAD; ++d) {
-      const int n = n0 + d * 8;
-      if (n >= rows) break;
-      if (!ADDS) ahead[d][0] = ahead[d][1] = make_uint4(0, 0, 0, 0);
-      update_rows<STEPS>(columns, h + n * ExpandShared<STEPS>::kStride, ahead[d]);
-      each_row(n, [&](int e, uint4* at) { store_last(at, ahead[d][e], n + q * 2 + e < rows); });
-      fetch(n + AHEAD * 8, ahead[d]);
+  template <int USED>
+  __device__ __forceinline__ void update(const Columns<STEPS>& columns, int n, const ExpandUnit& u, int at, int piece) const {
+    const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
+    auto* y = reinterpret_cast<uint4*>(m.y) + piece * 8 + g;
+#pragma unroll 1
+    for (int part = 0; part < kUnitRows / 8; ++part) {
+      if (part * 8 >= u.rows()) break;
+      const int row = part * 8 + q * 2;
+      const uint32_t from = smem_u32(sm.y[at][row]) + piece * 128 + g * 16;
+      uint4 v[2] = {};
+      if (ADDS) v[0] = lds128(from), v[1] = lds128(from + S::kRow);
+      update_rows<S, USED>(columns, smem_u32(sm.h[at]) + part * 1024, u.rank(), v);
+      const int2 to = *reinterpret_cast<const int2*>(&sm.rows[n][row]);
+      store_last(y + static_cast<uint32_t>(to.x), v[0], row < u.rows());
+      store_last(y + static_cast<uint32_t>(to.y), v[1], row + 1 < u.rows());
     }
   }
-}
-
-// The CTA's run of a module. Where h comes from the kernel before, it is read once that has ended.
-template <int STEPS, int AHEAD>
-__device__ __forceinline__ void expand_module(const TileArgs& p, int module, ExpandShared<STEPS>& sm) {
-  Columns<STEPS> columns;
-  bool have_columns = false;
-  Run run(p);
-  int row = 0;  // that this thread will tell the others
-  auto look_ahead = [&] {
-    if (run.left == 0) return;
-    const Piece w = run.piece(p);
-    if (w.begin + threadIdx.x < w.end) row = __ldg(p.row_order + w.tile.row_begin + w.begin + threadIdx.x) * (p.d_out / 8);
-  };
-  for (look_ahead(); run.left > 0;) {
-    const Piece w = run.piece(p);
-    const int column = run.column + (threadIdx.x >> 5) * 64, rows = w.end - w.begin, begin = w.tile.row_begin + w.begin;
-    const Module& m = p.modules[module];
-    const int* entry = m.entries + w.tile.slot * 5;
-    const int rank = min(__ldg(entry + 2), p.max_rank);
-    if (rows <= 0 || (rank == 0 && p.accumulate)) {  // smaller than the largest tile, or nothing to add
-      run.skip(p);
-      look_ahead();
-      have_columns = false;
-      continue;
-    }
-    __syncthreads();  // the last piece's rows are done with
-    if (threadIdx.x < rows) sm.rows[threadIdx.x] = row;
-    const bool fresh = column < p.d_out && !have_columns;
-    if (fresh) {
-      const int64_t weight_row = __ldg(entry + 1) + w.tile.expert * __ldg(entry + 4);
-      columns.fetch(p.b_pool + weight_row * p.d_out + column + (threadIdx.x & 31) / 4 * 8, p.d_out, rank);
-    }
-    __syncthreads();
-    auto begin_rows = [&] {
-      if (p.behind) wait_for_previous();
-      load_h(p, h_row(p, module, begin), rows, rank, sm);
-      if (fresh) columns.turn();
-      const int column_before = run.column;
-      run.skip(p);
-      look_ahead();
-      if (run.left > 0) {
-        const Item next = load_tile(p, run.tile);
-        have_columns = next.slot == w.tile.slot && next.expert == w.tile.expert && run.column == column_before;
+  __device__ __forceinline__ void run(Columns<STEPS>& columns, Ring<S::kStages>& ring, int2& have, uint32_t& b_phase) const {
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, piece = warp % kPieces, team = warp / kPieces;
+    begin(ring, have);
+#pragma unroll 1
+    for (int n = 0; n < count; ++n, ring.next()) {
+      const ExpandUnit u = unit(n);
+      if (u.rows() > 0 && (u.weight_row != have.x || u.column != have.y)) {
+        have = make_int2(u.weight_row, u.column);
+        mbar_wait(&sm.b_full, b_phase);
+        const uint32_t last = columns.take(smem_u32(sm.b[0]) + piece * 1024, S::kGroup, u.rank());
+        __syncwarp();
+        if (lane == 0) mbar_arrive(&sm.b_empty + (last & p.max_rank >> 16));  // once the last of them is here
+        if (warp == kTileWarps - 1) {
+          mbar_wait(&sm.b_empty, b_phase);
+          fetch_b(n + 1, have, 0, 1);
+        }
+        b_phase ^= 1;
       }
-      copies_wait<0>();
-      __syncthreads();
-    };
-    if (p.accumulate) expand_rows<true, STEPS, AHEAD>(p, m.y, rows, column, columns, sm, begin_rows);
-    else expand_rows<false, STEPS, 1>(p, m.y, rows, column, columns, sm, begin_rows);
+      if (n % kTeams != team) continue;
+      const int at = ring.at();
+      mbar_wait(&sm.full[at], ring.phase());
+      if (u.column + piece * 64 < p.d_out) {
+        if (u.rank() <= STEPS * 8) update<STEPS / 2>(columns, n, u, at, piece);
+        else update<STEPS>(columns, n, u, at, piece);
+      }
+      __syncwarp();
+      if (lane == 0) mbar_arrive(&sm.empty[at]);
+      if (n / kTeams % kPieces == piece && n + S::kStages < count) {
+        mbar_wait(&sm.empty[at], ring.phase());
+        const ExpandUnit later = unit(n + S::kStages);
+        expect(later, at);
+        __syncwarp();
+        fetch_h(later, at);
+        fetch_y(n + S::kStages, later, at, lane);
+      }
+    }
+  }
+};
+
+// The CTA's run of a module; equal runs balance. Where h comes from the kernel before, it is read once
+// that has ended.
+template <int STEPS, class S>
+__device__ __forceinline__ void expand_module(const TileArgs& p, int module, S& sm, Ring<S::kStages>& ring, uint32_t& b_phase) {
+  const Module& m = p.modules[module];
+  const int groups = (p.d_out + kUnitColumns - 1) / kUnitColumns;
+  const int64_t total = static_cast<int64_t>(groups) * __ldg(p.cut) * units_of(__ldg(p.cut + 1));
+  const int end = static_cast<int>(total * (blockIdx.x + 1) / gridDim.x);
+  Columns<STEPS> columns;
+  int2 have = make_int2(-1, -1);
+  for (int first = static_cast<int>(total * blockIdx.x / gridDim.x); first < end; first += kBatchUnits) {
+    const int count = min(end - first, kBatchUnits);
+    __syncthreads();  // the last batch is done with
+    look_up(p, m, first, count, sm);
+    __syncthreads();
+    if (p.accumulate) BatchExpand<true, STEPS, S>{p, sm, m, module, count}.run(columns, ring, have, b_phase);
+    else BatchExpand<false, STEPS, S>{p, sm, m, module, count}.run(columns, ring, have, b_phase);
   }
 }
 
-template <int STEPS, int AHEAD>
-__device__ __forceinline__ void expand_tiles(const TileArgs& p, ExpandShared<STEPS>& sm) {
+template <int STEPS, int STAGES>
+__device__ __forceinline__ void expand_tiles(const TileArgs& p, ExpandShared<STEPS, STAGES>& sm) {
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) {
+      mbar_init(&sm.full[i], 1);
+      mbar_init(&sm.empty[i], kPieces);
+    }
+    mbar_init(&sm.b_full, 1);
+    mbar_init(&sm.b_empty, kTileWarps);
+    fence_barriers();
+  }
+  Ring<STAGES> ring;
+  uint32_t b_phase = 0;
 #pragma unroll 1
-  for (int module = 0; module < p.num_modules; ++module) expand_module<STEPS, AHEAD>(p, module, sm);
+  for (int module = 0; module < p.num_modules; ++module) expand_module<STEPS>(p, module, sm, ring, b_phase);
 }
 
 // For ranks that leave no registers for a second CTA on an SM; smaller ones are both_kernel's.
-template <int STEPS, int AHEAD>
+template <int STEPS, int STAGES>
 __global__ void __launch_bounds__(kTileThreads, 1) expand_tiles_kernel(const __grid_constant__ TileArgs p) {
-  extern __shared__ __align__(16) unsigned char expand_raw[];
+  extern __shared__ __align__(1024) unsigned char expand_raw[];
   let_next_begin();
-  expand_tiles<STEPS, AHEAD>(p, *reinterpret_cast<ExpandShared<STEPS>*>(expand_raw));
+  expand_tiles<STEPS, STAGES>(p, *reinterpret_cast<ExpandShared<STEPS, STAGES>*>(expand_raw));
   wait_for_previous();
 }
 

@@ -72,8 +72,8 @@ cudaError_t output_args(PairArgs* args, int m, cudaStream_t stream, ffi::Remaini
   return cudaMemcpyAsync(data(out), data(*y), y->size_bytes(), cudaMemcpyDeviceToDevice, stream);
 }
 
-// Launches what the items and the tiles hold. A pool is null where nothing shrinks or expands.
-cudaError_t launch_all(PairArgs args, S32& tiles, S32& cut, const BF16* a_pool, const BF16* b_pool, cudaStream_t stream) {
+// Launches what the items and the tiles hold. The pool is null where nothing shrinks.
+cudaError_t launch_all(PairArgs args, S32& tiles, S32& cut, const BF16* a_pool, cudaStream_t stream) {
   if (tiles.element_count() == 0) return launch_pair(args, stream);
   args.live = cut.typed_data() + 2;
   TileArgs t{};
@@ -81,7 +81,7 @@ cudaError_t launch_all(PairArgs args, S32& tiles, S32& cut, const BF16* a_pool, 
   t.most_tiles = static_cast<int>(tiles.dimensions()[0]), t.row_order = args.row_order, t.x = args.x, t.h = args.h;
   if (a_pool && b_pool) t.h += int64_t{1} * args.num_modules * args.num_rows * args.h_stride;  // behind the items' h
   std::copy(std::begin(args.modules), std::end(args.modules), t.modules);
-  t.num_modules = args.num_modules, t.num_rows = args.num_rows, t.b_pool = b_pool ? data(*b_pool) : nullptr;
+  t.num_modules = args.num_modules, t.num_rows = args.num_rows, t.b_boxes = args.maps[1][1];
   t.d_in = args.d_in, t.d_out = args.d_out, t.h_stride = args.h_stride, t.max_rank = args.max_rank;
   t.shrink = args.shrink, t.expand = args.expand, t.accumulate = args.accumulate;
   cudaError_t e = cudaSuccess;
@@ -110,7 +110,7 @@ ffi::Error LoraGemm(cudaStream_t stream, CallStateOwner* owner, BF16 x, BF16 a_p
     module_args(&args, m, *entries, *scaling, sites[m]);
     e = output_args(&args, m, stream, modules, m * of_module, *out);
   }
-  return status(e == cudaSuccess ? launch_all(args, tiles, cut, &a_pool, &b_pool, stream) : e);
+  return status(e == cudaSuccess ? launch_all(args, tiles, cut, &a_pool, stream) : e);
 }
 
 ffi::Error LoraShrink(cudaStream_t stream, BF16 x, BF16 a_pool, S32 entries, F32 scaling, S32 order, S32 items,
@@ -119,7 +119,7 @@ ffi::Error LoraShrink(cudaStream_t stream, BF16 x, BF16 a_pool, S32 entries, F32
   module_args(&args, 0, entries, scaling);
   args.h = data(h);
   const cudaError_t e = shrink_args(&args, x, a_pool);
-  return status(e == cudaSuccess ? launch_all(args, tiles, cut, &a_pool, nullptr, stream) : e);
+  return status(e == cudaSuccess ? launch_all(args, tiles, cut, &a_pool, stream) : e);
 }
 
 // `ys` holds y where that is added to.
@@ -131,7 +131,7 @@ ffi::Error LoraExpand(cudaStream_t stream, CallStateOwner* owner, BF16 h, BF16 b
   args.h = const_cast<__nv_bfloat16*>(data(h));  // only read: nothing shrinks in this launch
   cudaError_t e = expand_args(&args, b_pool, owner, accumulate);
   if (e == cudaSuccess) e = output_args(&args, 0, stream, ys, 0, out);
-  return status(e == cudaSuccess ? launch_all(args, tiles, cut, nullptr, &b_pool, stream) : e);
+  return status(e == cudaSuccess ? launch_all(args, tiles, cut, nullptr, stream) : e);
 }
 
 }  // namespace lora_jax

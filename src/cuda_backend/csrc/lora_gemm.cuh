@@ -333,7 +333,6 @@ __device__ __forceinline__ void serve_items(const PairArgs& p, S& sm) {
     produce_weights(p, sm);
   } else {
     produce_rows(p, sm);
-    if (EXPANDS && p.expand && !p.accumulate) zero_gaps(p);
   }
 }
 
@@ -344,6 +343,7 @@ __global__ void __launch_bounds__(kThreads, 2) pair_kernel(const __grid_constant
   let_next_begin();
   make_barriers(p, sm);
   serve_items(p, sm);
+  if (p.expand && !p.accumulate && threadIdx.x >= kRowWarp * 32) zero_gaps(p);
 }
 
 }  // namespace lora_jax

@@ -10,12 +10,13 @@ constexpr int kTileRows = 128;  // of a tile, at most
 
 struct TileArgs {
   CUtensorMap a_parts[2];           // see parts_map: of parts 0 and 1, and of 2 and 3
+  CUtensorMap b_boxes;              // of B: see pool_map, with wide boxes
+  CUtensorMap h_rows;               // see h_map
   const Item* tiles;
   const int* cut;                   // [3]: number of tiles; blocks of 8 rows in the largest; rows with an adapter
   const int* row_order;             // sorted place -> row of x and y
   Module modules[kMaxModules];
   const __nv_bfloat16* x;           // [rows, d_in]
-  const __nv_bfloat16* b_pool;      // [pool rows, d_out]
   __nv_bfloat16* h;                 // [modules, sorted rows, h_stride]
   int num_modules, num_rows;
   int d_in, d_out, h_stride, max_rank, most_tiles;

@@ -24,10 +24,19 @@ inline cudaError_t launch_row_tiles(RowTilesArgs args, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-template <int STEPS, int AHEAD>
+// Views h of all modules as rows: a box is 64 ranks of a unit's. Past its end there are zeros.
+inline cudaError_t h_map(TileArgs* args) {
+  const cuuint64_t rows = static_cast<cuuint64_t>(args->num_modules) * args->num_rows, bytes = args->h_stride * 2;
+  const cuuint64_t dims[] = {static_cast<cuuint64_t>(args->h_stride), rows, 1, 1};
+  const cuuint64_t strides[] = {bytes, bytes * rows, bytes * rows};
+  const cuuint32_t box[] = {64, kUnitRows, 1, 1};
+  return swizzled_map<4>(&args->h_rows, args->h, dims, strides, box, CU_TENSOR_MAP_L2_PROMOTION_NONE);
+}
+
+template <int STEPS, int STAGES>
 cudaError_t launch_expand_tiles(const TileArgs& args, int sms, cudaStream_t stream) {
-  constexpr int bytes = sizeof(ExpandShared<STEPS>);
-  const auto kernel = expand_tiles_kernel<STEPS, AHEAD>;
+  constexpr int bytes = sizeof(ExpandShared<STEPS, STAGES>);
+  const auto kernel = expand_tiles_kernel<STEPS, STAGES>;
   const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   return e == cudaSuccess ? launch_early(kernel, sms, kTileThreads, bytes, stream, args) : e;
 }
@@ -65,17 +74,19 @@ cudaError_t launch_tiles(TileArgs args, cudaStream_t stream) {
   cudaError_t e = count_sms(&sms);
   args.behind = args.shrink;
   if (e == cudaSuccess && args.shrink) e = launch_shrink_tiles(args, sms, stream, true);
-  if (e == cudaSuccess && args.expand) e = launch_expand_tiles<8, 6>(args, sms, stream);
+  if (e == cudaSuccess && args.expand) e = h_map(&args);
+  if (e == cudaSuccess && args.expand) e = launch_expand_tiles<8, 8>(args, sms, stream);
   return e;
 }
 
 cudaError_t launch_both(BothArgs args, cudaStream_t stream) {
   using S = Shared<3, 35840, kMostRankOfBoth>;
-  const auto kernel = both_kernel<3, 35840, kMostRankOfBoth, 2>;
+  const auto kernel = both_kernel<3, 35840, kMostRankOfBoth, 6>;
   int sms = 0;
   cudaError_t e = count_sms(&sms);
   args.tiles.behind = args.tiles.shrink;
   if (e == cudaSuccess && args.tiles.shrink) e = launch_shrink_tiles(args.tiles, sms, stream, false);
+  if (e == cudaSuccess) e = h_map(&args.tiles);
   if (e == cudaSuccess) e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(S));
   if (e != cudaSuccess) return e;
   if (args.tiles.shrink) return launch_early(kernel, sms * 2, kThreads, sizeof(S), stream, args);

@@ -177,12 +177,13 @@ int lora_tiles(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, c
   p.d_in = d_in, p.d_out = d_out, p.h_stride = p.max_rank = h_stride;
   TileArgs t{};
   t.tiles = tiles.data(), t.cut = cut.data(), t.most_tiles = rows, t.row_order = order.data();
-  std::copy(p.modules, p.modules + modules, t.modules), t.x = x, t.b_pool = b_pool, t.d_in = d_in, t.d_out = d_out;
+  std::copy(p.modules, p.modules + modules, t.modules), t.x = x, t.d_in = d_in, t.d_out = d_out;
   t.num_modules = modules, t.num_rows = rows, t.h_stride = t.max_rank = h_stride, t.accumulate = accumulate;
   t.h = p.h + (apart ? 0 : work.size() / 2);
   cudaError_t e = pool_maps(&p, 0, a_pool, a_rows, d_in, kWideA);
   if (e == cudaSuccess) e = pool_maps(&p, 1, b_pool, b_rows, d_out, kWideB);
   if (e == cudaSuccess) e = parts_maps(t.a_parts, a_pool, a_rows, d_in);
+  t.b_boxes = p.maps[1][1];
   for (int step = 0; step <= apart; ++step) {
     p.shrink = t.shrink = step == 0, p.expand = t.expand = step == apart;
     if (e == cudaSuccess) e = launch_with_tiles(p, t, nullptr);
