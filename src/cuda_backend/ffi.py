@@ -47,6 +47,7 @@ TARGETS = (
     "lora_jax_cuda_peer_fetch",
     "lora_jax_cuda_peer_answer",
 )
+STATEFUL = ("lora_jax_cuda_lora_gemm", "lora_jax_cuda_lora_expand")
 
 
 def find_compiler() -> str | None:
@@ -66,6 +67,8 @@ def library() -> native.Library:
         unit=".cu",
         targets=TARGETS,
         platform="CUDA",
+        stateful=STATEFUL,
+        state="lora_jax_cuda_call_state",
     )
 
 

@@ -6,7 +6,6 @@ csrc/lora_tiles.cuh, which give the same bits.
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import jax
@@ -199,10 +198,10 @@ def lora_pairs(
     if any((y is not None) != accumulate for y, _, _ in modules):
         raise ValueError("a launch adds to every module's y or to none: some are None")
     if isinstance(items, AdapterItems):
-        parts = items.order, items.items, items.num_items, items.tiles
-        items = RowItems(*parts, shrinks_tiles=items.tiles is not None)
-    ranks, count = _h_shape(x.shape[0], max_rank), len(modules)
-    work = jax.ShapeDtypeStruct((count * math.prod(ranks.shape) // 2 + 1,), jnp.int32)
+        known = items.order, items.items, items.num_items, items.tiles
+        items = RowItems(*known, shrinks_tiles=items.tiles is not None)
+    count, parts = len(modules), 2 if items.arrays[3].size else 1  # of items, and of tiles
+    work = jax.ShapeDtypeStruct((parts * count, *_h_shape(x.shape[0], max_rank).shape), x.dtype)
     out = jax.ShapeDtypeStruct((x.shape[0], b_pool.shape[1]), x.dtype)
     shapes = [work, *[out] * count]
     aliases = {8 + 3 * m: 1 + m for m in range(count if accumulate else 0)}
@@ -244,11 +243,10 @@ def lora_expand(
     Without y the sum alone, whose rows are read from nowhere: zero where there is no adapter.
     """
     ys = () if y is None else (y,)
-    shapes = [jax.ShapeDtypeStruct((h.shape[0], b_pool.shape[1]), h.dtype)]
-    shapes += [jax.ShapeDtypeStruct((1,), jnp.int32)]
+    out = jax.ShapeDtypeStruct((h.shape[0], b_pool.shape[1]), h.dtype)
     aliases = {9: 0} if ys else {}
-    call = jax.ffi.ffi_call("lora_jax_cuda_lora_expand", shapes, input_output_aliases=aliases)
-    return call(h, b_pool, entries, scaling, *items.tiled_arrays, *ys, accumulate=bool(ys))[0]
+    call = jax.ffi.ffi_call("lora_jax_cuda_lora_expand", out, input_output_aliases=aliases)
+    return call(h, b_pool, entries, scaling, *items.tiled_arrays, *ys, accumulate=bool(ys))
 
 
 def _h_shape(rows: int, max_rank: int) -> jax.ShapeDtypeStruct:

@@ -411,8 +411,8 @@ def test_lora_matches_float64(library, rows, d_out, d_in, experts, modules, accu
     pools = [copied(a) for a in (case.x, case.a_pool, case.b_pool)]
     sizes = (modules, rows, d_out, d_in, len(case.a_pool), len(case.b_pool), slots, max_rank)
     library.emulate(1, rows)
-    cut = 8 if rows <= 128 else 32
-    call(library.lora, y, *pools, entries, scaling, owners, which, *sizes, cut, int(accumulate), 0)
+    more = 8 if rows <= 128 else 32, int(accumulate), modules, 0  # as many launches before
+    call(library.lora, y, *pools, entries, scaling, owners, which, *sizes, *more)
     want = np.stack([np.asarray(case.y, np.float64) * accumulate] * modules)
     x, a_pool, b_pool = (np.asarray(v, np.float64) for v in (case.x, case.a_pool, case.b_pool))
     for m, (row, slot) in itertools.product(range(modules), enumerate(owners)):
@@ -445,7 +445,7 @@ def test_lora_has_the_same_bits_however_it_is_shared_out(library, modules):
     def added(which, sms, item_rows):
         y = np.stack([copied(case.y)[which]] * modules)
         whose, experts = owners[which], np.zeros(len(which), np.int32)
-        sizes = (modules, len(which), d_out, d_in, *heights, item_rows, 1, 0)
+        sizes = (modules, len(which), d_out, d_in, *heights, item_rows, 1, 0, 0)
         library.emulate(sms, item_rows)
         call(library.lora, y, x[which], *pools, entries, scaling, whose, experts, *sizes)
         return y.view(np.uint16)
@@ -470,7 +470,7 @@ def test_few_rows_have_the_bits_that_they_have_among_many(library, rows, d_out, 
         y, x, owners = (copied(v)[which] for v in (case.y, case.x, case.row_to_slot))
         sizes = (1, len(which), d_out, d_in, len(tables[0]), len(tables[1]), len(ranks))
         experts = np.zeros(len(which), np.int32)
-        more = (*sizes, case.max_rank, item_rows, 1, int(apart))
+        more = (*sizes, case.max_rank, item_rows, 1, 1, int(apart))
         call(library.lora, y, x, *tables, owners, experts, *more)
         return y
 
@@ -490,13 +490,12 @@ def test_rows_of_no_item_become_zero_wherever_they_stand(library, rows, gaps):
         items.append((0, 0, begin, count))
         owned[begin : begin + count] = True
         begin += count + gaps[len(items) % len(gaps)]
-    order, y = rng.permutation(rows).astype(np.int32), np.full((rows, 264), np.nan, BF16)
+    order, y = rng.permutation(rows).astype(np.int32), np.full((rows, 192), np.nan, BF16)
     listed = np.array([*items, (0, 0, 0, rows)], np.int32)  # what lies behind them does not count
     library.emulate(1, rows)
-    call(library.lora_zeros, y, listed, np.array([len(items)], np.int32), order, *y.shape, 3)
-    found = np.array(["zero" if not row.view(np.uint16).any() else "left" for row in y[order]])
-    np.testing.assert_array_equal(found, np.where(owned, "left", "zero"))
-    assert np.isnan(y[order][owned].astype(np.float32)).all()
+    call(library.lora_ones, y, listed, np.array([len(items)], np.int32), order, *y.shape)
+    want = np.where(owned, 8, 0).astype(BF16)  # ones of rank 8
+    np.testing.assert_array_equal(y[order].view(np.uint16), np.tile(want, (192, 1)).T.view("u2"))
 
 
 # The batch's ranks as in the case above; 8 rows make a segment that becomes tiles, unless all such
@@ -530,7 +529,7 @@ def test_tiles_have_the_bits_of_items(
         want[:], got[:] = np.nan, np.nan
     sizes = (modules, rows, d_out, d_in, len(case.a_pool), len(case.b_pool), slots, max_rank, 8)
     library.emulate(1, rows)
-    call(library.lora, want, *pools, owners, which, *sizes, adds, 0)
+    call(library.lora, want, *pools, owners, which, *sizes, adds, 0, 0)
     library.emulate(sms, rows)
     call(library.lora_tiles, got, *pools, owners, which, *sizes, total, adds, apart, left)
     counts = np.bincount(owners[(owners >= 0) & (owners < slots)], minlength=slots)

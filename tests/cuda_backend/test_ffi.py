@@ -73,6 +73,7 @@ def test_kernels_compile_for_hopper_without_spills(tmp_path):
 def test_one_library_of_all_files_goes_to_xlas_gpu_platform():
     library = ffi.library()
     assert (library.platform, library.targets) == ("CUDA", ffi.TARGETS)
+    assert set(library.stateful) < set(library.targets)
     command = library.command("nvcc", Path("out.so"))
     units = {Path(part).name for part in command if part.endswith(".cu")}
     assert units >= {"handlers.cu", "merge_handlers.cu", "attention_handlers.cu"}

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from tolerance import TOLERANCE
 
 from cuda_backend import lora_gemm as cuda
@@ -180,6 +181,61 @@ def test_several_modules_in_one_launch_have_the_bits_of_each_alone(rows):
     for (y, entries, scaling), got in zip(turned, together(turned), strict=True):
         alone = kernel(y, x, a_pool, b_pool, entries, scaling, *owners, max_rank=case.max_rank)
         np.testing.assert_array_equal(np.asarray(got.view(jnp.int16)), alone.view(jnp.int16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [60, 300])
+def test_programs_run_again_and_again_and_in_turn_give_the_same_bits(rows):
+    """What a call's launches leave to each other is its own; a loop's turns are launches too."""
+    case = some_case(rows, 1024, 2048)
+    turned = dataclasses.replace(case, x=-case.x[::-1], row_to_slot=case.row_to_slot[::-1])
+    y, *others = case.arrays
+
+    @functools.partial(jax.jit, static_argnames="turns")
+    def looped(y, *arrays, turns):
+        once = functools.partial(cuda.lora_gemm, max_rank=case.max_rank)
+        return jax.lax.fori_loop(0, turns, lambda _, y: once(once(y, *arrays), *arrays), y)
+
+    want = [run(case), run(turned)]
+    for _ in range(5):
+        np.testing.assert_array_equal(run(turned), want[1])
+        step = functools.partial(kernel, max_rank=case.max_rank)
+        stepped = functools.reduce(lambda y, _: step(y, *others), range(6), y)
+        around = looped(y, *others, turns=3)
+        np.testing.assert_array_equal(around.view(jnp.int16), stepped.view(jnp.int16))
+        np.testing.assert_array_equal(run(case), want[0])
+
+
+@pytest.fixture
+def kept_programs(tmp_path):
+    """A folder in which programs are kept; jax's settings as they were afterwards."""
+    mine = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    before = {name: getattr(jax.config, name) for name in mine}
+
+    def set_all(settings):
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        jax.clear_caches()
+
+    set_all(mine)
+    yield tmp_path
+    set_all(before)
+
+
+@pytest.mark.gpu
+def test_a_program_read_from_disk_keeps_its_own_state(kept_programs):
+    case = some_case(200, 1024, 256)
+    want = run(case)
+    files = set(kept_programs.glob("*-cache"))
+    assert files
+    jax.clear_caches()
+    for _ in range(3):
+        np.testing.assert_array_equal(run(case), want)
+    assert set(kept_programs.glob("*-cache")) == files  # nothing was compiled again
 
 
 @pytest.mark.gpu

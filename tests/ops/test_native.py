@@ -4,10 +4,33 @@ import concurrent.futures
 import dataclasses
 import time
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from lora_jax.ops import native
-from lora_jax.ops.native import BuildError
+from lora_jax.ops.native import CPP_FLAGS, BuildError
+
+RUNS = """
+#include <memory>
+#include "xla/ffi/api/ffi.h"
+namespace ffi = xla::ffi;
+using S32 = ffi::Buffer<ffi::S32>;
+struct Runs { inline static ffi::TypeId id = {}; int count = 0; };
+ffi::ErrorOr<std::unique_ptr<Runs>> make() { return std::make_unique<Runs>(); }
+ffi::Error count(Runs* runs, S32 first, ffi::Result<S32> out) {
+  *out->typed_data() = *first.typed_data() + runs->count++;
+  return ffi::Error::Success();
+}
+XLA_FFI_DEFINE_HANDLER_SYMBOL(test_runs, make, ffi::Ffi::BindInstantiate());
+extern "C" XLA_FFI_TypeId* test_runs_id() { return &Runs::id; }
+extern "C" const XLA_FFI_TypeInfo* test_runs_info() {
+  static const XLA_FFI_TypeInfo info = ffi::MakeTypeInfo<Runs>();
+  return &info;
+}
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    test_count, count, ffi::Ffi::Bind().Ctx<ffi::State<Runs>>().Arg<S32>().Ret<S32>());
+"""
 
 
 @pytest.fixture
@@ -39,6 +62,19 @@ def test_what_was_compiled_is_loaded(library, tmp_path):
     assert library.load(tmp_path / "cache").one() == 1
     files = list((tmp_path / "cache").iterdir())
     assert sorted(p.suffix for p in files) == [".lock", ".so"]
+
+
+def test_each_call_of_each_program_keeps_its_own_state(tmp_path):
+    (tmp_path / "runs.cc").write_text(RUNS)
+    named = native.cpp_library("runs", "test library", tmp_path, ("test_count",))
+    stateful = {"stateful": ("test_count",), "state": "test_runs", "flags": ("-O0", *CPP_FLAGS[1:])}
+    jax.devices()  # who comes before gives XLA's CPU client calls ahead of types
+    dataclasses.replace(named, **stateful).load(tmp_path / "cache")
+    count = jax.ffi.ffi_call("test_count", jax.ShapeDtypeStruct((), jnp.int32))
+    both = jax.jit(lambda first: (count(first), count(first + 10)))
+    runs = [[int(n) for n in both(jnp.int32(0))] for _ in range(3)]
+    assert runs == [[0, 10], [1, 11], [2, 12]]
+    assert int(jax.jit(count)(jnp.int32(5))) == 5
 
 
 def test_a_missing_symbol_is_told(library, tmp_path):

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <iterator>
 
+#include "call_states.cuh"
 #include "launch.cuh"
 #include "xla/ffi/api/ffi.h"
 
@@ -47,10 +48,11 @@ cudaError_t shrink_args(PairArgs* args, BF16& x, BF16& a_pool) {
   args->shrink = true, args->x = data(x), args->d_in = static_cast<int>(d[1]);
   return pool_maps(args, 0, data(a_pool), d[0], d[1], kWideA);
 }
-cudaError_t expand_args(PairArgs* args, BF16& b_pool, int* draws, bool accumulate) {
+cudaError_t expand_args(PairArgs* args, BF16& b_pool, CallStateOwner* owner, bool accumulate) {
   const auto d = b_pool.dimensions();
-  args->expand = true, args->draws = draws, args->d_out = static_cast<int>(d[1]), args->accumulate = accumulate;
-  return pool_maps(args, 1, data(b_pool), d[0], d[1], kWideB);
+  args->expand = true, args->d_out = static_cast<int>(d[1]), args->accumulate = accumulate;
+  const cudaError_t e = owner->find(&args->state);
+  return e == cudaSuccess ? pool_maps(args, 1, data(b_pool), d[0], d[1], kWideB) : e;
 }
 // Of one site of a table [sites, slots, 5] and [sites, slots], or [slots, 5] and [slots].
 void module_args(PairArgs* args, int m, S32& entries, F32& scaling, int64_t site = 0) {
@@ -77,6 +79,7 @@ cudaError_t launch_all(PairArgs args, S32& tiles, S32& cut, const BF16* a_pool, 
   TileArgs t{};
   t.tiles = reinterpret_cast<const Item*>(tiles.typed_data()), t.cut = cut.typed_data();
   t.most_tiles = static_cast<int>(tiles.dimensions()[0]), t.row_order = args.row_order, t.x = args.x, t.h = args.h;
+  if (args.shrink && args.expand) t.h += int64_t{1} * args.num_modules * args.num_rows * args.h_stride;  // behind the items' h
   std::copy(std::begin(args.modules), std::end(args.modules), t.modules);
   t.num_modules = args.num_modules, t.num_rows = args.num_rows, t.b_boxes = args.maps[1][1];
   t.d_in = args.d_in, t.d_out = args.d_out, t.h_stride = args.h_stride, t.max_rank = args.max_rank;
@@ -87,17 +90,17 @@ cudaError_t launch_all(PairArgs args, S32& tiles, S32& cut, const BF16* a_pool, 
 }
 
 // `modules` holds entries and scaling of each one, which is one of their `sites`, behind its y where that
-// is added to; `work` is for h and one word more.
-ffi::Error LoraGemm(cudaStream_t stream, BF16 x, BF16 a_pool, BF16 b_pool, S32 order, S32 items, S32 num_items,
-                    S32 tiles, S32 cut, ffi::RemainingArgs modules, ffi::Result<S32> work,
+// is added to; `work` is for h of the items, and of the tiles if there are any.
+ffi::Error LoraGemm(cudaStream_t stream, CallStateOwner* owner, BF16 x, BF16 a_pool, BF16 b_pool, S32 order,
+                    S32 items, S32 num_items, S32 tiles, S32 cut, ffi::RemainingArgs modules, ffi::Result<BF16> work,
                     ffi::RemainingRets outs, ffi::Span<const int64_t> sites, int64_t max_rank, bool accumulate) {
   PairArgs args = common_args(order, items, num_items, (max_rank + 7) / 8 * 8);
   args.num_modules = static_cast<int>(outs.size());
-  args.h = reinterpret_cast<__nv_bfloat16*>(work->typed_data());
+  args.h = data(work);
   if (args.num_modules > kMaxModules || sites.size() != outs.size())
     return ffi::Error::InvalidArgument("too many modules for one launch");
   cudaError_t e = shrink_args(&args, x, a_pool);
-  if (e == cudaSuccess) e = expand_args(&args, b_pool, work->typed_data() + work->element_count() - 1, accumulate);
+  if (e == cudaSuccess) e = expand_args(&args, b_pool, owner, accumulate);
   const int first = accumulate ? 1 : 0, of_module = first + 2;
   for (int m = 0; m < args.num_modules && e == cudaSuccess; ++m) {
     auto entries = modules.get<S32>(m * of_module + first);
@@ -120,13 +123,13 @@ ffi::Error LoraShrink(cudaStream_t stream, BF16 x, BF16 a_pool, S32 entries, F32
 }
 
 // `ys` holds y where that is added to.
-ffi::Error LoraExpand(cudaStream_t stream, BF16 h, BF16 b_pool, S32 entries, F32 scaling, S32 order, S32 items,
-                      S32 num_items, S32 tiles, S32 cut, ffi::RemainingArgs ys, ffi::Result<BF16> out,
-                      ffi::Result<S32> draws, bool accumulate) {
+ffi::Error LoraExpand(cudaStream_t stream, CallStateOwner* owner, BF16 h, BF16 b_pool, S32 entries, F32 scaling,
+                      S32 order, S32 items, S32 num_items, S32 tiles, S32 cut, ffi::RemainingArgs ys,
+                      ffi::Result<BF16> out, bool accumulate) {
   PairArgs args = common_args(order, items, num_items, h.dimensions()[1]);
   module_args(&args, 0, entries, scaling);
   args.h = const_cast<__nv_bfloat16*>(data(h));  // only read: nothing shrinks in this launch
-  cudaError_t e = expand_args(&args, b_pool, draws->typed_data(), accumulate);
+  cudaError_t e = expand_args(&args, b_pool, owner, accumulate);
   if (e == cudaSuccess) e = output_args(&args, 0, stream, ys, 0, out);
   return status(e == cudaSuccess ? launch_all(args, tiles, cut, nullptr, stream) : e);
 }
@@ -134,6 +137,7 @@ ffi::Error LoraExpand(cudaStream_t stream, BF16 h, BF16 b_pool, S32 entries, F32
 }  // namespace lora_jax
 
 #define LORA_JAX_ON_STREAM ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()
+#define LORA_JAX_CALL_STATE Ctx<ffi::State<lora_jax::CallStateOwner>>()
 #define LORA_JAX_ROW_ITEMS Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>()
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_row_items, lora_jax::RowItems,
@@ -145,12 +149,19 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_row_items, lora_jax::RowItems,
                                   .Attr<int64_t>("slots")
                                   .Attr<int64_t>("item_rows"),
                               {ffi::Traits::kCmdBufferCompatible});
+// Makes the owner of a call's state; and what XLA has to know of its type.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_call_state, lora_jax::own_call_state, ffi::Ffi::BindInstantiate());
+extern "C" XLA_FFI_TypeId* lora_jax_cuda_call_state_id() { return &lora_jax::CallStateOwner::id; }
+extern "C" const XLA_FFI_TypeInfo* lora_jax_cuda_call_state_info() {
+  static const XLA_FFI_TypeInfo info = ffi::MakeTypeInfo<lora_jax::CallStateOwner>();
+  return &info;
+}
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_lora_gemm, lora_jax::LoraGemm,
-                              LORA_JAX_ON_STREAM.Arg<BF16>()
+                              LORA_JAX_ON_STREAM.LORA_JAX_CALL_STATE.Arg<BF16>()
                                   .Arg<BF16>()
                                   .Arg<BF16>()
                                   .LORA_JAX_ROW_ITEMS.RemainingArgs()
-                                  .Ret<S32>()
+                                  .Ret<BF16>()
                                   .RemainingRets()
                                   .Attr<ffi::Span<const int64_t>>("sites")
                                   .Attr<int64_t>("max_rank")
@@ -164,12 +175,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_lora_shrink, lora_jax::LoraShrink,
                                   .LORA_JAX_ROW_ITEMS.Ret<BF16>(),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_lora_expand, lora_jax::LoraExpand,
-                              LORA_JAX_ON_STREAM.Arg<BF16>()
+                              LORA_JAX_ON_STREAM.LORA_JAX_CALL_STATE.Arg<BF16>()
                                   .Arg<BF16>()
                                   .Arg<S32>()
                                   .Arg<F32>()
                                   .LORA_JAX_ROW_ITEMS.RemainingArgs()
                                   .Ret<BF16>()
-                                  .Ret<S32>()
                                   .Attr<bool>("accumulate"),
                               {ffi::Traits::kCmdBufferCompatible});

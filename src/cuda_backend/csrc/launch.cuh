@@ -34,61 +34,24 @@ inline cudaError_t launch_metadata(const MetadataArgs& args, cudaStream_t stream
   return cudaGetLastError();
 }
 
-// Zeros for rows of no item. Warps share out those behind the last item, and the items, before each of
-// which there may be some; or several warps share a gap, since few items leave long ones.
-__device__ __forceinline__ void zero_gaps(const PairArgs& p) {
-  const int warps = gridDim.x * blockDim.x / 32, num_items = *p.num_items;
-  const int warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
-  auto end_of = [&](int i) {
-    const int4 v = __ldg(reinterpret_cast<const int4*>(p.items) + max(i, 0));
-    return i < 0 ? 0 : v.z + v.w;
-  };
-  if (p.live) return zero_rows(p, *p.live + warp, p.num_rows, warps);  // rows in tiles are in no item
-  zero_rows(p, end_of(num_items - 1) + warp, p.num_rows, warps);
-  const int sharers = max(1, warps / max(1, num_items));  // of a gap
-  for (int i = warp / sharers; i < num_items; i += warps / sharers)
-    zero_rows(p, end_of(i - 1) + warp % sharers, __ldg(&p.items[i].row_begin), sharers);
-}
-
-// Fills `words` with ones, and rows of no item with zeros where y held nothing; the kernel behind it
-// starts meanwhile.
-__global__ void fill_kernel(const __grid_constant__ PairArgs p, int* words, int count, bool zeros) {
-  let_next_begin();
-  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) words[i] = -1;
-  if (zeros) zero_gaps(p);
-}
-
-// What the kernel of items finds: h missing, the draws at their begin, and `zeros` in rows of no item.
-inline cudaError_t launch_fill(const PairArgs& args, bool zeros, int sms, cudaStream_t stream) {
-  int* words = args.shrink ? reinterpret_cast<int*>(args.h) : args.draws;
-  const int count = static_cast<int>(args.draws + 1 - words), ctas = min((count + 2047) / 2048, sms);
-  fill_kernel<<<zeros ? sms * 2 : ctas, 256, 0, stream>>>(args, words, count, zeros);
-  return cudaGetLastError();
-}
-
-// Launches a kernel of items whose shared memory is an S, behind the fill if it needs that.
+// Launches a kernel of items whose shared memory is an S.
 template <class S>
-cudaError_t launch_items(void (*kernel)(PairArgs), const PairArgs& args, bool filled, bool zeros, cudaStream_t stream) {
+cudaError_t launch_items(void (*kernel)(PairArgs), const PairArgs& args, cudaStream_t stream) {
   static_assert(sizeof(S) <= 113 * 1024, "two CTAs must fit an SM");
   cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(S));
   int sms = 0;
   if (e == cudaSuccess) e = count_sms(&sms);
   if (e != cudaSuccess) return e;
-  if (!filled) {
-    kernel<<<sms * 2, kThreads, sizeof(S), stream>>>(args);
-    return cudaGetLastError();
-  }
-  e = launch_fill(args, zeros, sms, stream);
-  return e == cudaSuccess ? launch_early(kernel, sms * 2, kThreads, sizeof(S), stream, args) : e;
+  kernel<<<sms * 2, kThreads, sizeof(S), stream>>>(args);
+  return cudaGetLastError();
 }
 template <int NS, int STAGE, int RANKS>
 cudaError_t launch_many(const PairArgs& args, cudaStream_t stream) {
-  return launch_items<Shared<NS, STAGE, RANKS>>(pair_kernel<NS, STAGE, RANKS>, args, args.expand, !args.accumulate, stream);
+  return launch_items<Shared<NS, STAGE, RANKS>>(pair_kernel<NS, STAGE, RANKS>, args, stream);
 }
-// Draws nothing and makes zeros itself: of a fill it only needs that h is missing.
 template <int NS, int STAGE, int RANKS>
 cudaError_t launch_few(const PairArgs& args, cudaStream_t stream) {
-  return launch_items<FewShared<NS, STAGE, RANKS>>(few_kernel<NS, STAGE, RANKS>, args, args.shrink, false, stream);
+  return launch_items<FewShared<NS, STAGE, RANKS>>(few_kernel<NS, STAGE, RANKS>, args, stream);
 }
 // Whether few_kernel is the faster one, by what was timed on an H200: not of a shrink alone, and of both
 // phases not where CTAs would have so much to do that drawing it pays.
@@ -98,23 +61,20 @@ inline bool are_few(const PairArgs& args) {
   return !args.shrink || most <= int64_t{1} << 25 || (args.num_modules == 1 && args.num_rows <= 64);
 }
 
+// Stages are as large as two CTAs on an SM leave room for.
 inline cudaError_t launch_pair(const PairArgs& args, cudaStream_t stream) {
   if (args.max_rank > 64) return launch_many<2, 56320, 128>(args, stream);
-  return are_few(args) ? launch_few<3, 34816, 64>(args, stream) : launch_many<3, 37888, 64>(args, stream);
+  if (are_few(args)) return launch_few<3, 34816, 64>(args, stream);
+  return args.max_rank > 32 ? launch_many<3, 35840, 64>(args, stream) : launch_many<3, 36864, 32>(args, stream);
 }
 
 // What the items hold and what the tiles hold, whose rows differ. Where both are one kernel, the tiles'
 // rows have been shrunk before it.
 inline cudaError_t launch_with_tiles(const PairArgs& items, const TileArgs& tiles, cudaStream_t stream) {
-  if (!items.expand) return launch_shrinks(BothArgs{items, tiles}, stream);
-  int sms = 0;
-  cudaError_t e = count_sms(&sms);
-  if (e != cudaSuccess) return e;
-  if (items.max_rank <= kMostRankOfBoth) {
-    e = launch_fill(items, false, sms, stream);
-    return e == cudaSuccess ? launch_both(BothArgs{items, tiles}, stream) : e;
-  }
-  e = launch_pair(items, stream);
+  const BothArgs both{items, tiles};
+  if (!items.expand) return launch_shrinks(both, stream);
+  if (items.max_rank <= kMostRankOfBoth) return launch_both(both, stream);
+  const cudaError_t e = launch_pair(items, stream);
   return e == cudaSuccess ? launch_tiles(tiles, stream) : e;
 }
 

@@ -3,9 +3,8 @@
 //
 // What a small launch takes is mostly latency, so here every CTA holds all items, which come by loads that
 // do not wait for one another, and the plan is made of them without a draw. One warp fetches h for the
-// others, ahead of its use, and polls where it is still missing. An expand alone needs nothing filled
-// before it, and is one launch: rows of no item become zeros here where y held nothing. Of few segments it is
-// served by few_groups.cuh.
+// others, ahead of its use, and polls where it is still missing. Rows of no item become zeros here where y
+// held nothing. An expand alone of few segments is served by few_groups.cuh.
 #pragma once
 #include "few_groups.cuh"
 #include "lora_gemm.cuh"
@@ -23,6 +22,7 @@ struct FewTicket {
 template <int NS, int STAGE, int RANKS>
 struct FewShared {
   static constexpr int kStages = NS, kStage = STAGE, kSteps = RANKS / 16, kTickets = kFewTickets, kRowWarps = 1;
+  static constexpr bool kBringsH = false;  // row warps: see fetch_h
   using Ticket = FewTicket;
   static constexpr int kHStride = RANKS / 2 + 4;  // words of a row of h, so that lanes meet distinct banks
   static_assert(STAGE % 1024 == 0, "the copy engine's swizzle repeats every 1024 bytes");
@@ -33,6 +33,7 @@ struct FewShared {
   alignas(16) uint32_t h[kFewTickets][kFewItemRows * kHStride];  // of the tickets
   FewTicket tickets[kFewTickets];
   alignas(8) uint64_t full[NS], empty[NS], ticket_full[kFewTickets], ticket_empty[kFewTickets], h_full[kFewTickets];
+  uint64_t cleared;  // h by all CTAs
 };
 
 // ---------------------------------------------------------------- units
@@ -73,7 +74,6 @@ __device__ void hand_out_few(const PairArgs& p, S& sm, FewPlan& plan, const Aske
       for (int from = 0; from < min(own - n, 32); ++from) publish(sm, ring, unit, from);
     }
   }
-  wait_for_previous();  // even without a unit: what runs after this kernel must not meet the one before
   mbar_wait(&sm.ticket_empty[ring.at()], ring.phase() ^ 1);
   if (lane == 0) {
     sm.tickets[ring.at()].unit.kind = kEnd;
@@ -88,7 +88,11 @@ __device__ void fetch_h(const PairArgs& p, S& sm) {
   const int lane = threadIdx.x & 31;
   constexpr int kLoads = S::kSteps / 2;  // of 8 ranks of a row, by each lane
   Ring<kFewTickets> taken;
-  if (p.shrink) wait_for_previous();
+  if (p.shrink) {
+    const uint32_t before = lane == 0 ? count_begun(p) : 0;
+    clear_h(p);
+    await_clear(p, is_odd(__shfl_sync(~0u, before, 0)), &sm.cleared);
+  }
   while (true) {
     const Unit& u = take(sm, taken).unit;
     if (u.kind == kEnd) return;
@@ -187,7 +191,7 @@ __device__ __forceinline__ void few_shrink_unit(const PairArgs& p, S& sm, Ring<S
     if (k + u.width < p.d_in) leave_stage(sm, ring);
   }
   consumer_sync();  // all warps have read the last stage
-  finish_shrink<GROUPS, 1>(p, u, reinterpret_cast<float*>(sm.stages[ring.at()]), &sm.empty[ring.at()], acc);
+  finish_shrink<GROUPS, 1>(p, u, reinterpret_cast<float*>(sm.stages[ring.at()]), &sm.empty[ring.at()], &sm.cleared, acc);
   ring.next();
 }
 
@@ -240,6 +244,7 @@ __device__ __forceinline__ void make_few_barriers(const PairArgs& p, S& sm) {
       mbar_init(&sm.ticket_empty[i], kConsumers + 3);
       mbar_init(&sm.h_full[i], 1);
     }
+    mbar_init(&sm.cleared, 1);
     fence_barriers();
   } else if (warp == kWeightWarp && threadIdx.x % 32 < 2) {
     if (p.shrink) prefetch_map(&p.maps[0][threadIdx.x % 32]);
@@ -258,7 +263,6 @@ __global__ void __launch_bounds__(kThreads, 2) few_kernel(const __grid_constant_
   AskedTables asked{};
   FewPlan plan(p);
   if (warp == kUnitWarp) asked = ask_tables(p);
-  let_next_begin();
   make_few_barriers(p, sm);
   if (!p.shrink && have_groups(p, sm, asked)) {
     expand_groups(p, sm);
@@ -277,7 +281,6 @@ __global__ void __launch_bounds__(kThreads, 2) few_kernel(const __grid_constant_
     fetch_h(p, sm);
     if (!p.accumulate) zero_gaps(p, sm);
   }
-  wait_for_previous();  // so that who waits for this kernel has waited for that one
 }
 
 }  // namespace lora_jax

@@ -1,6 +1,6 @@
 // Grouped LoRA on Hopper in one launch: h = scaling * x A^T, then y += h B, for rows of many adapters.
 //
-// Or y = h B, which reads no y: then fill_kernel makes the rows of no item zero.
+// Or y = h B, which reads no y: then rows of no item become zero.
 //
 // An item is up to kMaxRows rows of one segment (adapter, or adapter x expert) of one module. Its
 // weights are the 16-row operand of mma and its rows the 8-column operand (swap-AB), so a segment of
@@ -20,14 +20,16 @@
 // Sums have one fixed order: k mod 128 picks the warp, which adds its k in order; then warps in
 // order. So a row's result depends on nothing but the row and its adapter.
 //
-// From shrink to expand h goes through memory, and its words are their own flags: fill_kernel, under
-// which this kernel starts, makes them kMissing; a shrink unit stores them; an expand unit reads
-// until none is missing. That needs no fence, no counter and no second load. All CTAs fit the GPU
-// at once, and each does its shrink units before it waits for h, so the wait always ends.
+// From shrink to expand h goes through memory, and its words are their own flags: all CTAs make them
+// kMissing while the first weights are on their way, and know of each other that they have before the
+// first of h is there; a shrink unit stores them; an expand unit reads until none is missing. That needs
+// no fence, no counter and no second load. All CTAs fit the GPU at once, and each does its shrink units
+// before it waits for h, so the wait always ends.
 //
 // The last 8-row box of a rank that is no multiple of 8 also reads rows of the next adapter. Shrink
 // drops their sums and expand their weights, whatever the values.
 #pragma once
+#include "unit_h.cuh"
 #include "unit_warp.cuh"
 
 namespace lora_jax {
@@ -63,17 +65,21 @@ __device__ void produce_weights(const PairArgs& p, S& sm) {
   }
 }
 
-// The row warps take turns by row.
+// The row warps take turns by row; the last one brings h too.
 template <class S>
 __device__ void produce_rows(const PairArgs& p, S& sm) {
   constexpr int kWarps = S::kRowWarps;
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) - kRowWarp, row = lane * kWarps + warp;
   Ring<S::kStages> ring;
   Ring<S::kTickets> taken;
+  uint32_t phase = 0;
   while (true) {
     const auto& t = take(sm, taken);
     const Unit& u = t.unit;
     if (u.kind == kEnd) return;
+    if constexpr (S::kBringsH) {
+      if (warp == kWarps - 1 && u.kind == kExpand && u.num_rows > kHeldRows) bring_h(p, sm, u, phase);
+    }
     const bool mine = row < u.staged_rows;
     const __nv_bfloat16* from = u.kind == kExpand ? p.modules[u.module].y : p.x;
     if (mine) from += t.rows[row] * static_cast<int64_t>(u.kind == kExpand ? p.d_out : p.d_in);
@@ -132,7 +138,7 @@ __device__ __forceinline__ void shrink_stage(const Unit& u, uint32_t base, int c
 // is the unit's last stage.
 template <int GROUPS, int J>
 __device__ __forceinline__ void finish_shrink(const PairArgs& p, const Unit& u, float* scratch, uint64_t* release,
-                                              const Sums<GROUPS, J>& acc) {
+                                              uint64_t* cleared, const Sums<GROUPS, J>& acc) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
   constexpr int N = J * 8, LD = GROUPS * 8 + 1;
 #pragma unroll
@@ -147,7 +153,7 @@ __device__ __forceinline__ void finish_shrink(const PairArgs& p, const Unit& u, 
   consumer_sync();
   const int r = u.first_rank + lane;
   auto* h = reinterpret_cast<uint32_t*>(p.h + (static_cast<int64_t>(u.module) * p.num_rows + u.place) * p.h_stride + r);
-  if (p.expand) wait_for_previous();
+  if (p.expand) mbar_wait(cleared, 0);
   for (int n = warp; n < u.num_rows; n += kConsumers) {
     float s = 0.f;
     if (lane < u.groups * 8 && r < u.rank) {
@@ -178,67 +184,11 @@ __device__ __forceinline__ void shrink_unit(const PairArgs& p, S& sm, Ring<S::kS
     }
   }
   consumer_sync();  // all warps have read the last stage
-  finish_shrink<GROUPS, J>(p, u, reinterpret_cast<float*>(sm.stages[ring.at()]), &sm.empty[ring.at()], acc);
+  finish_shrink<GROUPS, J>(p, u, reinterpret_cast<float*>(sm.stages[ring.at()]), &sm.empty[ring.at()], &sm.cleared, acc);
   ring.next();
 }
 
 // ---------------------------------------------------------------- expand
-// What one lane multiplies weights by: h of 16 rank rows a step, of rows n0 + 8 * j + (lane / 4).
-template <int STEPS, int J>
-using Factors = uint32_t[STEPS][J][2];
-
-// Takes h from the ticket; returns false where some of it was missing.
-template <int STEPS>
-__device__ __forceinline__ bool held_h(const Ticket<STEPS * 16>& t, Factors<STEPS, 1>& h) {
-  const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
-  const uint32_t* from = t.h + (g < t.unit.num_rows ? g : 0) * t.kWords + q;
-  bool missing = false;
-#pragma unroll
-  for (int s = 0; s < STEPS; ++s) {
-    h[s][0][0] = s * 2 < t.unit.groups ? from[s * 8] : 0u;
-    h[s][0][1] = s * 2 + 1 < t.unit.groups ? from[s * 8 + 4] : 0u;
-    missing = missing || h[s][0][0] == kMissing || h[s][0][1] == kMissing;
-  }
-  return !__any_sync(~0u, missing);
-}
-
-// Waits until the h of the unit's last row is there: so much less is asked for than by those who want
-// all of it that the many who wait do not keep memory from those who write.
-__device__ __forceinline__ void wait_for_last_row(const PairArgs& p, const Unit& u) {
-  const int64_t row = static_cast<int64_t>(u.module) * p.num_rows + u.place + u.num_rows - 1;
-  const auto* words = reinterpret_cast<const uint32_t*>(p.h + row * p.h_stride);
-  bool missing;
-  do {
-    __nanosleep(64);
-    missing = false;
-    for (int i = threadIdx.x & 31; i < u.groups * 4; i += 32) missing = missing || load_word(words + i) == kMissing;
-  } while (__any_sync(~0u, missing));
-}
-
-// Loads h, which other CTAs are writing, until all of it is there. Rows and ranks past the end are
-// not used.
-template <int STEPS, int J>
-__device__ __forceinline__ void load_h(const PairArgs& p, const Unit& u, int n0, Factors<STEPS, J>& h) {
-  const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
-  while (true) {
-    bool missing = false;
-#pragma unroll
-    for (int j = 0; j < J; ++j) {
-      const int n = n0 + j * 8 + g < u.num_rows ? n0 + j * 8 + g : 0;
-      const int64_t row = static_cast<int64_t>(u.module) * p.num_rows + u.place + n;
-      const auto* from = reinterpret_cast<const uint32_t*>(p.h + row * p.h_stride) + q;
-#pragma unroll
-      for (int s = 0; s < STEPS; ++s) {
-        h[s][j][0] = s * 2 < u.groups ? load_word(from + s * 8) : 0u;
-        h[s][j][1] = s * 2 + 1 < u.groups ? load_word(from + s * 8 + 4) : 0u;
-        missing = missing || h[s][j][0] == kMissing || h[s][j][1] == kMissing;
-      }
-    }
-    if (!__any_sync(~0u, p.shrink && missing)) return;
-    wait_for_last_row(p, u);
-  }
-}
-
 // acc[i] += h B for 64 columns: columns 8 * g + 2 * i and the next, rows of the item by lane.
 template <int STEPS, int J>
 __device__ __forceinline__ void expand_block(const Unit& u, uint32_t weights, const Factors<STEPS, J>& h,
@@ -304,16 +254,14 @@ __device__ __forceinline__ void expand_stage(const PairArgs& p, const Ticket& t,
 }
 
 template <int J, class S>
-__device__ __forceinline__ void expand_unit(const PairArgs& p, S& sm, Ring<S::kStages>& ring, const typename S::Ticket& t) {
+__device__ __forceinline__ void expand_unit(const PairArgs& p, S& sm, Ring<S::kStages>& ring, const typename S::Ticket& t,
+                                            uint32_t& phase) {
   static_assert(kConsumers % 2 == 0, "a warp has either block of rows");
   const Unit& u = t.unit;
   const int width = u.width, row_blocks = u.num_rows > J * 8 ? 2 : 1;
   const int n0 = (threadIdx.x >> 5) % row_blocks * J * 8;
   Factors<S::kSteps, J> h;
-  if (p.shrink) wait_for_previous();
-  bool held = false;
-  if constexpr (J == 1) held = u.num_rows <= kHeldRows && held_h(t, h);
-  if (!held) load_h<S::kSteps, J>(p, u, n0, h);
+  get_h<S::kSteps, J>(p, sm, t, n0, phase, h);
   for (int c = u.begin; c < u.end; c += width) {
     mbar_wait(&sm.full[ring.at()], ring.phase());
     const uint32_t stage = smem_u32(sm.stages[ring.at()]);
@@ -328,6 +276,7 @@ template <bool EXPANDS, class S>
 __device__ void consume(const PairArgs& p, S& sm) {
   Ring<S::kStages> ring;
   Ring<S::kTickets> taken;
+  uint32_t phase = 0;
   while (true) {
     const auto& t = take(sm, taken);
     const Unit& u = t.unit;
@@ -339,8 +288,8 @@ __device__ void consume(const PairArgs& p, S& sm) {
       else if (u.groups <= 2) shrink_unit<2, 2>(p, sm, ring, u);
       else shrink_unit<4, 2>(p, sm, ring, u);
     } else if constexpr (EXPANDS) {
-      if (u.num_rows <= 8) expand_unit<1>(p, sm, ring, t);
-      else expand_unit<2>(p, sm, ring, t);
+      if (u.num_rows <= 8) expand_unit<1>(p, sm, ring, t, phase);
+      else expand_unit<2>(p, sm, ring, t, phase);
     }
     let_go(sm, taken);
   }
@@ -358,6 +307,9 @@ __device__ __forceinline__ void make_barriers(const PairArgs& p, S& sm) {
       mbar_init(&sm.ticket_full[i], 1);
       mbar_init(&sm.ticket_empty[i], kConsumers + 1 + kRowWarps);
     }
+    mbar_init(&sm.cleared, 1);
+    mbar_init(&sm.h_full, 1);
+    mbar_init(&sm.h_empty, kConsumers);
     fence_barriers();
   } else if (threadIdx.x == kWeightWarp * 32) {
     for (int wide = 0; wide < 2; ++wide) {
@@ -373,6 +325,7 @@ template <bool EXPANDS = true, class S>
 __device__ __forceinline__ void serve_items(const PairArgs& p, S& sm) {
   const int warp = threadIdx.x >> 5;
   if (warp < kConsumers) {
+    if (EXPANDS && warp == 0 && p.shrink && p.expand) clear_h(p);
     consume<EXPANDS>(p, sm);
   } else if (warp == kUnitWarp) {
     hand_out(p, sm);
@@ -390,7 +343,7 @@ __global__ void __launch_bounds__(kThreads, 2) pair_kernel(const __grid_constant
   let_next_begin();
   make_barriers(p, sm);
   serve_items(p, sm);
-  wait_for_previous();  // so that who waits for this kernel has waited for that one
+  if (p.expand && !p.accumulate && threadIdx.x >= kRowWarp * 32) zero_gaps(p);
 }
 
 }  // namespace lora_jax

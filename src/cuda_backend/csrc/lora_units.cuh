@@ -19,6 +19,15 @@ struct Module {
 constexpr int kMaxModules = 4;
 constexpr uint32_t kMissing = ~0u;  // no two bfloat16 numbers that arithmetic gives
 
+// What one launch of a call leaves to the next one on a device; zeros before the first. So nothing has to be
+// reset between them: two kernels less a layer of experts, a microsecond each. They must not overlap, and all
+// have the same number of CTAs: each adds it to both counts, which run to twice that and then from zero.
+struct alignas(16) CallState {
+  uint32_t begun;    // CTAs that have begun
+  uint32_t cleared;  // CTAs that have made their part of h missing
+  int draws[2];      // units drawn, of every second launch; the others make it zero
+};
+
 struct PairArgs {
   CUtensorMap maps[2][2];     // of A and B: with narrow boxes and with wide ones, see pool_map
   int wide[2];                // log2 of the pieces of 64 columns in the wide ones
@@ -28,8 +37,8 @@ struct PairArgs {
   const int* num_items;
   const int* row_order;       // sorted place -> row of x and y, see row_metadata.cuh
   const __nv_bfloat16* x;     // [rows, d_in]
-  __nv_bfloat16* h;           // [modules, sorted rows, h_stride], of kMissing where the shrink is to come
-  int* draws;                 // behind h, -1: number of the last unit drawn
+  __nv_bfloat16* h;           // [modules, sorted rows, h_stride]
+  CallState* state;           // of launches that expand
   int num_modules, num_rows, num_slots;
   int d_in, d_out, h_stride, max_rank;
   bool shrink, expand;
@@ -75,10 +84,21 @@ struct Unit {
 constexpr int kHeldRows = 3;   // at most of an item whose h comes with the ticket
 template <int RANKS>
 struct Ticket {
-  static constexpr int kWords = RANKS / 2, kLaneWords = kHeldRows * kWords / 32;
+  static constexpr int kWords = RANKS / 2, kLaneWords = (kHeldRows * kWords + 31) / 32;
   Unit unit;
   int rows[kMaxRows];
-  uint32_t h[kHeldRows * kWords];  // kMissing where it was not there yet, or not asked for
+  uint32_t h[kLaneWords * 32];  // kMissing where it was not there yet, or not asked for
+};
+
+// The h of a unit of more rows, in pieces of 16 bytes, whose order differs by row so that lanes meet distinct
+// banks.
+template <int RANKS, int ROWS>
+struct HeldRows {
+  static constexpr int kChunks = RANKS / 8;  // of a row
+  uint4 chunks[ROWS > 0 ? ROWS * kChunks : 1];
+  static __device__ __forceinline__ int at(int row, int chunk) {
+    return row * kChunks + (chunk ^ row * kChunks / 8 % kChunks);
+  }
 };
 
 // A stage holds weights [boxes along columns][group][pieces of 64 columns][8][64], then batch rows,
@@ -113,12 +133,17 @@ template <int NS, int STAGE, int RANKS>
 struct Shared {
   static constexpr int kStages = NS, kStage = STAGE, kSteps = RANKS / 16;
   static constexpr int kTickets = lora_jax::kTickets, kRowWarps = lora_jax::kRowWarps;
+  static constexpr bool kBringsH = RANKS <= 64;  // else it takes room that stages need
   static_assert(STAGE % 1024 == 0, "the copy engine's swizzle repeats every 1024 bytes");
   static_assert(RANKS * 256 + kMaxRows * 272 <= STAGE, "128 columns of everything must fit a stage");
   alignas(1024) unsigned char stages[NS][STAGE];
   using Ticket = lora_jax::Ticket<RANKS>;
   Ticket tickets[kTickets];
+  using Held = HeldRows<RANKS, kBringsH ? kMaxRows : 0>;
+  Held held;
   alignas(8) uint64_t full[NS], empty[NS], ticket_full[kTickets], ticket_empty[kTickets];
+  uint64_t cleared;  // h by all CTAs
+  uint64_t h_full, h_empty;  // what is held
   int tiles;  // how many there are, for lora_both.cuh: the items leave no register
 };
 
@@ -144,6 +169,46 @@ __device__ __forceinline__ void zero_rows(const PairArgs& p, int begin, int end,
       for (int c = threadIdx.x % 32; c < p.d_out / 8; c += 32) y[c] = make_uint4(0, 0, 0, 0);
     }
   }
+}
+
+// Zeros for rows of no item, by the row warps of all CTAs, which share out those behind the last item, and
+// the items, before each of which there may be some; or several warps share a gap, since few items leave
+// long ones.
+__device__ __forceinline__ void zero_gaps(const PairArgs& p) {
+  const int warps = gridDim.x * kRowWarps, num_items = *p.num_items;
+  const int warp = blockIdx.x * kRowWarps + (threadIdx.x / 32 - kRowWarp);
+  auto end_of = [&](int i) {
+    const int4 v = __ldg(reinterpret_cast<const int4*>(p.items) + max(i, 0));
+    return i < 0 ? 0 : v.z + v.w;
+  };
+  if (p.live) return zero_rows(p, *p.live + warp, p.num_rows, warps);  // rows in tiles are in no item
+  zero_rows(p, end_of(num_items - 1) + warp, p.num_rows, warps);
+  const int sharers = max(1, warps / max(1, num_items));  // of a gap
+  for (int i = warp / sharers; i < num_items; i += warps / sharers)
+    zero_rows(p, end_of(i - 1) + warp % sharers, __ldg(&p.items[i].row_begin), sharers);
+}
+
+// ---------------------------------------------------------------- launches of one call
+// By a thread of each CTA: how many have begun in this launch, and before that in the one before if this one
+// is a second one, `odd`.
+__device__ __forceinline__ uint32_t count_begun(const PairArgs& p) {
+  return atomicInc(&p.state->begun, 2 * gridDim.x - 1);
+}
+__device__ __forceinline__ bool is_odd(uint32_t begun) { return begun >= gridDim.x; }
+
+// By a warp: makes this CTA's part of h missing, and then says so.
+__device__ __forceinline__ void clear_h(const PairArgs& p) {
+  const int lane = threadIdx.x & 31, words = p.num_modules * p.num_rows * (p.h_stride / 8);  // of 16 bytes
+  const uint4 missing = make_uint4(kMissing, kMissing, kMissing, kMissing);
+  for (int i = blockIdx.x * 32 + lane; i < words; i += gridDim.x * 32) reinterpret_cast<uint4*>(p.h)[i] = missing;
+  __syncwarp();
+  if (lane == 0) release_count(&p.state->cleared, 2 * gridDim.x - 1);
+}
+// By a warp: waits until all CTAs have done that, and tells the others of its own, who wait for `cleared`.
+__device__ __forceinline__ void await_clear(const PairArgs& p, bool odd, uint64_t* cleared) {
+  while ((acquire_word(&p.state->cleared) >= gridDim.x) == odd) {}
+  __syncwarp();
+  if ((threadIdx.x & 31) == 0) mbar_arrive(cleared);
 }
 
 // ---------------------------------------------------------------- the plan of a launch
@@ -188,6 +253,7 @@ struct Plan {
   int blocks, first, last;       // of an item; this CTA's run, counted through all items
   int tile, item_tiles, draws;   // blocks of a drawn unit; drawn units of an item, of all
   int streams, stream_items;     // runs of items that units are drawn from in turn; items of a run
+  int first_item;                // of a run, to be drawn
 
   __device__ __forceinline__ Plan(const PairArgs& p, int num_items, int cut)
       : num_items(num_items), items(num_items * p.num_modules) {
@@ -203,6 +269,9 @@ struct Plan {
     first = run_begin(cta, runs, cost), last = run_begin(cta + 1, runs, cost);
     const bool long_segments = p.num_rows >= 3 * num_items && p.max_rank > 16 && blocks >= kWideItem;
     cut_draws(block, all - runs, long_segments ? kStreams : 1);
+    // Long segments stand at an end where slots are in the order of their use. Their h is the last to come,
+    // and they take a CTA the longest: so after a shrink, runs begin with their last quarter.
+    first_item = p.shrink ? stream_items * 3 / 4 : 0;
   }
   // Units are small enough for each CTA to draw some dozen, but not so small that drawing takes longer.
   // Those of long segments, which stand side by side, ask more of a CTA and less of memory than others: so
@@ -245,8 +314,9 @@ struct Plan {
   }
   __device__ __forceinline__ Share drawn_share(int n) const {
     if (n >= draws) return kNothing;
-    const int turn = divide(n, streams), at = divide(turn, item_tiles), begin = (turn - at * item_tiles) * tile;
-    const int item = (n - turn * streams) * stream_items + at;
+    const int turn = divide(n, streams), nth = divide(turn, item_tiles), begin = (turn - nth * item_tiles) * tile;
+    const int at = first_item + nth, wraps = at >= stream_items ? stream_items : 0;
+    const int item = (n - turn * streams) * stream_items + at - wraps;
     return item < items ? Share{kExpand, item, begin, min(begin + tile, blocks), 0} : kNothing;
   }
 };

@@ -119,6 +119,15 @@ __device__ __forceinline__ uint4 load_words(const uint4* p) {
                : "memory");
   return v;
 }
+__device__ __forceinline__ uint32_t acquire_word(const uint32_t* p) {
+  uint32_t v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+// Counts one up behind all that this thread has written or seen, and from `last` on to zero.
+__device__ __forceinline__ void release_count(uint32_t* p, uint32_t last) {
+  asm volatile("red.release.gpu.global.inc.u32 [%0], %1;" ::"l"(p), "r"(last) : "memory");
+}
 __device__ __forceinline__ void store_word(uint32_t* p, uint32_t v) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }

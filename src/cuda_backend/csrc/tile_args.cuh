@@ -26,10 +26,10 @@ struct TileArgs {
 };
 
 // Shrinks, expands or both: the rows of all tiles. May begin while the kernel before it in the stream
-// runs, for it only touches rows in tiles, and ends after it.
+// runs, that of the items, for it only touches rows in tiles, and ends after it.
 cudaError_t launch_tiles(TileArgs args, cudaStream_t stream);
-// Shrinks the tiles, if they are to be; then one kernel serves the items and expands the tiles. The fill
-// that items need is the launch before.
+// Shrinks the tiles, if they are to be; then one kernel serves the items and expands the tiles. Their h are
+// apart.
 struct BothArgs {
   PairArgs items;
   TileArgs tiles;

@@ -56,39 +56,42 @@ cudaError_t launch_clusters(void (*kernel)(Args), int ctas, int threads, int sha
 }
 
 template <int RANKS, int STAGES>
-cudaError_t launch_shrink_tiles(const TileArgs& args, int sms, cudaStream_t stream) {
+cudaError_t launch_shrink_tiles(const TileArgs& args, int sms, cudaStream_t stream, bool early) {
   constexpr int bytes = sizeof(ShrinkShared<RANKS, STAGES>);
   static_assert(bytes <= 113 * 1024, "two CTAs must fit an SM");
   const auto kernel = shrink_tiles_kernel<RANKS, STAGES>;
   const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  return e == cudaSuccess ? launch_clusters(kernel, cluster_ctas(sms), kShrinkThreads, bytes, stream, args, true) : e;
+  return e == cudaSuccess ? launch_clusters(kernel, cluster_ctas(sms), kShrinkThreads, bytes, stream, args, early) : e;
 }
 
-inline cudaError_t launch_shrink_tiles(const TileArgs& args, int sms, cudaStream_t stream) {
-  return args.max_rank <= 32 ? launch_shrink_tiles<32, 4>(args, sms, stream)
-                             : launch_shrink_tiles<64, 4>(args, sms, stream);
+inline cudaError_t launch_shrink_tiles(const TileArgs& args, int sms, cudaStream_t stream, bool early) {
+  return args.max_rank <= 32 ? launch_shrink_tiles<32, 4>(args, sms, stream, early)
+                             : launch_shrink_tiles<64, 4>(args, sms, stream, early);
 }
 
 cudaError_t launch_tiles(TileArgs args, cudaStream_t stream) {
   int sms = 0;
   cudaError_t e = count_sms(&sms);
   args.behind = args.shrink;
-  if (e == cudaSuccess && args.shrink) e = launch_shrink_tiles(args, sms, stream);
+  if (e == cudaSuccess && args.shrink) e = launch_shrink_tiles(args, sms, stream, true);
   if (e == cudaSuccess && args.expand) e = h_map(&args);
   if (e == cudaSuccess && args.expand) e = launch_expand_tiles<8, 8>(args, sms, stream);
   return e;
 }
 
 cudaError_t launch_both(BothArgs args, cudaStream_t stream) {
-  using S = Shared<3, 37888, kMostRankOfBoth>;
-  const auto kernel = both_kernel<3, 37888, kMostRankOfBoth, 6>;
+  using S = Shared<3, 35840, kMostRankOfBoth>;
+  const auto kernel = both_kernel<3, 35840, kMostRankOfBoth, 6>;
   int sms = 0;
   cudaError_t e = count_sms(&sms);
   args.tiles.behind = args.tiles.shrink;
-  if (e == cudaSuccess && args.tiles.shrink) e = launch_shrink_tiles(args.tiles, sms, stream);
+  if (e == cudaSuccess && args.tiles.shrink) e = launch_shrink_tiles(args.tiles, sms, stream, false);
   if (e == cudaSuccess) e = h_map(&args.tiles);
   if (e == cudaSuccess) e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(S));
-  return e == cudaSuccess ? launch_early(kernel, sms * 2, kThreads, sizeof(S), stream, args) : e;
+  if (e != cudaSuccess) return e;
+  if (args.tiles.shrink) return launch_early(kernel, sms * 2, kThreads, sizeof(S), stream, args);
+  kernel<<<sms * 2, kThreads, sizeof(S), stream>>>(args);
+  return cudaGetLastError();
 }
 
 template <int NS, int STAGE, int RANKS>
@@ -101,7 +104,7 @@ cudaError_t launch_shrinks(const BothArgs& args, cudaStream_t stream) {
   return e == cudaSuccess ? launch_clusters(kernel, cluster_ctas(sms), kThreads, bytes, stream, args, false) : e;
 }
 cudaError_t launch_shrinks(const BothArgs& args, cudaStream_t stream) {
-  return args.items.max_rank <= 64 ? launch_shrinks<3, 37888, 64>(args, stream)
+  return args.items.max_rank <= 64 ? launch_shrinks<3, 35840, 64>(args, stream)
                                    : launch_shrinks<2, 56320, kMaxRank>(args, stream);
 }
 

@@ -183,10 +183,9 @@ __device__ __forceinline__ void prefetch_tables(const PairArgs& p) {
 // Draws units ahead of their use: while two are waiting to be taken, the numbers of the next two are
 // on their way.
 template <class S>
-__device__ __forceinline__ void hand_out_draws(const PairArgs& p, S& sm, Ring<kTickets>& ring, const Plan& plan) {
+__device__ __forceinline__ void hand_out_draws(const PairArgs& p, S& sm, Ring<kTickets>& ring, const Plan& plan, bool odd) {
   const int lane = threadIdx.x & 31;
-  auto draw = [&] { return lane < kDraws ? atomicAdd(p.draws, 1) + 1 : plan.draws; };
-  wait_for_previous();
+  auto draw = [&] { return lane < kDraws ? atomicAdd(&p.state->draws[odd], 1) : plan.draws; };
   int drawn = draw();
   while (__shfl_sync(~0u, drawn, 0) < plan.draws) {
     const Share share = plan.drawn_share(drawn);
@@ -199,21 +198,27 @@ __device__ __forceinline__ void hand_out_draws(const PairArgs& p, S& sm, Ring<kT
 template <class S>
 __device__ void hand_out(const PairArgs& p, S& sm) {
   const int lane = threadIdx.x & 31;
+  const uint32_t before = p.expand && lane == 0 ? count_begun(p) : 0;
   if (lane == 0) prefetch_tables(p);
   Ring<kTickets> ring;
   int num_items, cut;
   const bool begun = publish_first(p, sm, ring, p.num_items, num_items, cut);
+  const bool odd = is_odd(__shfl_sync(~0u, before, 0));
+  if (p.expand && lane == 0 && before % gridDim.x == 0) p.state->draws[!odd] = 0;  // for the next launch
   if (num_items > 0) {
     const Plan plan(p, num_items, cut);
     const int own = plan.own();
+    bool waits = p.shrink && p.expand;
     for (int n = begun ? 1 : 0; n < own; n += 32) {
       const Share share = n + lane < own ? plan.own_share(n + lane) : kNothing;
       Site site = find_item(p, plan, share);
+      if (waits) await_clear(p, odd, &sm.cleared);  // while the items are on their way
+      waits = false;
       publish_all(p, sm, ring, share, site, min(own - n, 32), false, share.kind == kExpand || few_units(plan.units));
     }
-    if (plan.draws) hand_out_draws(p, sm, ring, plan);
+    if (waits) await_clear(p, odd, &sm.cleared);
+    if (plan.draws) hand_out_draws(p, sm, ring, plan, odd);
   }
-  wait_for_previous();  // even without a unit: what runs after this kernel must not meet the one before
   mbar_wait(&sm.ticket_empty[ring.at()], ring.phase() ^ 1);
   if (lane == 0) {
     sm.tickets[ring.at()].unit.kind = kEnd;

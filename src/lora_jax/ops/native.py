@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jaxlib.version
@@ -41,6 +42,8 @@ class Library:
     targets: tuple[str, ...]  # custom calls, by the names of their symbols
     platform: str  # of XLA
     machine: str = ""  # what else the result depends on
+    stateful: tuple[str, ...] = ()  # of the custom calls: each place in a program keeps a state
+    state: str = ""  # the symbol that makes one; its type's have _id and _info behind that name
 
     def key(self, compiler: str) -> str:
         """Return a digest of everything that the compiled library depends on."""
@@ -86,11 +89,28 @@ class Library:
         try:
             library = ctypes.CDLL(str(self.build(folder)))
             handlers = {name: jax.ffi.pycapsule(getattr(library, name)) for name in self.targets}
+            if self.stateful:
+                self._register_state(library)
+                make = jax.ffi.pycapsule(getattr(library, self.state))
+                for name in self.stateful:
+                    handlers[name] = {"instantiate": make, "execute": handlers[name]}
         except (OSError, AttributeError) as error:
             raise BuildError(f"the {self.title} cannot be loaded: {error}") from error
         for name, handler in handlers.items():
             jax.ffi.register_ffi_target(name, handler, platform=self.platform)
         return library
+
+    def _register_state(self, library: ctypes.CDLL) -> None:
+        """Tell XLA the type of the state: before the calls, which name it."""
+
+        def part(name: str) -> Any:
+            find = getattr(library, f"{self.state}_{name}")
+            find.restype = ctypes.c_void_p
+            return jax.ffi.pycapsule(find())
+
+        jax.ffi.register_ffi_type(
+            self.state, {"type_id": part("id"), "type_info": part("info")}, platform=self.platform
+        )
 
     def load_or_warn(self, folder: Path, log: logging.Logger) -> bool:
         """Return whether `load` succeeds; where not, `log` warns that ops run as portable JAX."""
