@@ -103,15 +103,16 @@ def test_a_servers_status_and_numbers_stay_at_their_addresses(loaded):
     cache = init_cache(type(model).kv_shape(config), SIZES.num_pages, SIZES.page_size, wide)
     state, table = init_row_state(SIZES.max_seqs, SIZES.max_len), None
     found, seen = [], set()
-    for version in range(3):
+    for version in range(4):
         new = np.arange(4, dtype=np.int32), np.int32(10 * version)
         table = step.replace(table, new)
         operands = Operands(cache, state, None, None, RemoteTable(*table))
         plan = np.zeros((TABLE_ROWS, SIZES.max_seqs), np.int32)
         cache, state, _, status = step.run(operands, plan, 8, lora=True)
-        found.append(status)
-        seen.add(tuple(pointers((table, step._status))))
-    np.testing.assert_array_equal(found, [[0, 1], [10, 11], [20, 21]])
+        found.append(np.asarray(status))
+        if version:  # on a CPU the first values may lie where the host has them
+            seen.add(tuple(pointers((table, step._status))))
+    np.testing.assert_array_equal(found, [[0, 1], [10, 11], [20, 21], [30, 31]])
     assert len(seen) == 1
     *_, status = step.run(operands._replace(cache=cache, state=state), plan, 8, lora=False)
     assert status is None
