@@ -62,7 +62,7 @@ def bench(gpus, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "name",
     [
-        "EP1-PP1",
+        pytest.param("EP1-PP1", marks=pytest.mark.slow),
         "EP4-PP1, 1 of its ranks, pull",
         pytest.param("EP1-PP2", marks=pytest.mark.slow),
         pytest.param("EP1-PP1, push in the stream", marks=pytest.mark.slow),
