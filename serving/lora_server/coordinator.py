@@ -63,8 +63,9 @@ class Coordinator:
         self._ranks: list[RankControl | None] = list(ranks)
         self._num_adapters = num_adapters
         self._changing = threading.Lock()  # what the ranks hold; taken before the other
-        self._lock = threading.Lock()  # the fields below, held for moments
+        self._lock = threading.RLock()  # the fields below, held for moments
         self._requested: dict[tuple[str, str], Future[Lease]] = {}  # by instance and digest
+        self._unwanted: set[tuple[str, str]] = set()  # of those, given back while they load
         self._held: collections.OrderedDict[str, _Held] = collections.OrderedDict()
         self._generations = [0] * num_adapters  # by place
         self._version = 0
@@ -89,25 +90,32 @@ class Coordinator:
 
     def request(self, instance: str, digest: str, folder: str) -> Lease | None:
         """Return what `lease` does, or raise it, if that is known; else find out on a thread."""
-        found = self._give(instance, digest)
+        key = instance, digest
         with self._lock:
-            key = instance, digest
+            found = self._give(instance, digest)
+            self._unwanted.discard(key)
             if found is None and key not in self._requested:
-                self._requested[key] = self._requests.submit(self.lease, *key, folder)
+                self._requested[key] = future = self._requests.submit(self.lease, *key, folder)
+                future.add_done_callback(lambda _: self._drop_unwanted(key))
             future = self._requested.get(key)
-            if future is None or not (found or future.done()):
+            if future is None or not future.done():
                 return found
             del self._requested[key]
         return found or future.result()
 
     def release(self, instance: str, digest: str) -> None:
         """Give a lease back; the adapter stays while there is room. Unknown ones are ignored."""
+        key = instance, digest
         with self._lock:
-            requested = self._requested.pop((instance, digest), None)
             if digest in self._held:
                 self._held[digest].leases.discard(instance)
-        if requested is not None and not requested.cancel():
-            requested.add_done_callback(lambda _: self.release(instance, digest))
+            future = self._requested.get(key)
+            if future is None:
+                return
+            if future.done() or future.cancel():
+                del self._requested[key]
+            else:
+                self._unwanted.add(key)
 
     def leave(self, instance: str) -> None:
         """Give all leases of an instance back, which is gone."""
@@ -147,6 +155,13 @@ class Coordinator:
         """Whether the adapter is on all ranks that are there."""
         with self._lock:
             return digest in self._held
+
+    def _drop_unwanted(self, key: tuple[str, str]) -> None:
+        """A request has ended: give back what it brought, if that was given back meanwhile."""
+        with self._lock:
+            if key in self._unwanted:
+                self._unwanted.remove(key)
+                self.release(*key)
 
     def _give(self, instance: str, digest: str) -> Lease | None:
         """Return a lease of an adapter that is held."""

@@ -186,6 +186,18 @@ def test_who_gives_up_while_it_loads_has_no_lease(slow, end):
     wait_until(lambda: coordinator.held().get("b") == set())
 
 
+def test_who_gives_up_and_asks_again_while_it_loads_keeps_the_lease(slow):
+    coordinator, rank = slow
+    assert coordinator.request("two", "b", "B") is None
+    assert rank.begun.wait(60)
+    coordinator.release("two", "b")
+    assert coordinator.request("two", "b", "B") is None
+    rank.go.set()
+    wait_until(lambda: coordinator.request("two", "b", "B"))
+    assert coordinator.held()["b"] == {"two"}
+    assert not coordinator._unwanted
+
+
 def test_a_request_that_fails_says_why_once(slow):
     coordinator, rank = slow
     rank.fault = ValueError("tensor x is missing")

@@ -16,7 +16,6 @@ from bench.ablation.instance import Instance, Setup
 from serving import Engine, Sampling
 from serving.cluster.config import ClusterConfig
 from serving.cluster.server_place import ServerPlace
-from serving.lora_server.calls import serve_leases
 from serving.lora_server.group import ServerGroup
 from serving.lora_server.instance import ServerAccess
 from serving.transport import shared_memory
@@ -272,7 +271,6 @@ def test_twenty_kills_that_a_request_does_not_notice(stand_in, group, coupled, m
 def test_twenty_instances_that_are_killed_leave_nothing(engines, group, files, coupled):
     """Under load, while another instance goes on: their leases, slots and descriptors go."""
     place = ServerPlace(group.spec, tuple(group.paths), ClusterConfig(lora_server=2))
-    leases = functools.partial(serve_leases, group.coordinator)
     pids, most = [os.getpid(), *(process.pid for process in group.processes)], []
     want = [list(tokens) for tokens, *_ in coupled[1]]
 
@@ -280,7 +278,8 @@ def test_twenty_instances_that_are_killed_leave_nothing(engines, group, files, c
         return {name for names in group.coordinator.held().values() for name in names}
 
     for turn in range(20):
-        victim = Instance(Setup(0, *files, cases.ENGINE, place), leases)
+        victim = Instance(Setup(0, *files, cases.ENGINE, place))
+        victim.join(group.paths, group.coordinator)
         victim.wait_ready(lambda told: None)
         name = f"instance-0 of process {victim.pid}"
         for number, prompt in enumerate(PROMPTS):
