@@ -6,7 +6,6 @@ them need no more host memory than one, and nothing is read or hashed but their 
 """
 
 import dataclasses
-import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from lora_jax.adapters import peft_config, peft_format, reader
+from lora_jax.adapters import peft_format, reader
 from lora_jax.adapters.catalogue import LoraCatalogue, LoraModule
 from lora_jax.adapters.folder import AdapterFolder
+from lora_jax.adapters.peft_config import PeftConfig
 from lora_jax.adapters.reader import ReadLimits
 from lora_jax.adapters.weights import AdapterWeights, AnyWeights, SiteWeights
 
 _BANK_VALUES = 1 << 28  # half a gigabyte: more than a CPU's caches hold
 _SIGN_AND_MANTISSA, _EXPONENT = 0x807F, 121 << 7  # bfloat16: 2^-6 to 2^-5, either sign
-_MAX_CONFIG_BYTES = 4 << 20
 
 
 class DummyAdapters:
@@ -50,18 +49,16 @@ class DummyAdapters:
         folder = AdapterFolder(path, root)
         if folder.files() != (peft_format.CONFIG_FILE,):
             return reader.read(path, catalogue, base_names=base_names, limits=limits, root=root)
-        text = folder.read(peft_format.CONFIG_FILE, _MAX_CONFIG_BYTES)
-        config, targets = peft_config.parse(text), json.loads(text).get("target_modules") or ()
-        matrices = _Matrices(self._random())
-        scaling = config.alpha / config.rank
+        config, matrices = peft_format.read_config(folder), _Matrices(self._random())
         sites = {
-            (module.name, layer): matrices.site(module, config.rank, scaling)
+            (module.name, layer): matrices.site(module, config)
             for module in catalogue.modules.values()
             for layer in module.layers
-            if module.name.rpartition(".")[2] in targets
+            if module.name.rpartition(".")[2] in config.target_modules
         }
         if not sites:
             raise ValueError(f"{peft_format.CONFIG_FILE}: no target module is one of the model's.")
+        peft_format.check_ranks(sites, (limits or ReadLimits()).max_rank)
         report = peft_format.make_report(folder, sites, config, 2 * len(sites), ())
         return AdapterWeights(sites, report)
 
@@ -83,10 +80,10 @@ class _Matrices:
     bank: np.ndarray
     used: int = 0
 
-    def site(self, module: LoraModule, rank: int, scaling: float) -> SiteWeights:
-        count = max(module.num_experts, 1)
+    def site(self, module: LoraModule, config: PeftConfig) -> SiteWeights:
+        rank, count = config.rank_of(module.name), max(module.num_experts, 1)
         a, b = (self._next((count, rank, width)) for width in (module.d_in, module.d_out))
-        return SiteWeights(a, b, scaling)
+        return SiteWeights(a, b, config.scaling_of(module.name, rank))
 
     def _next(self, shape: tuple[int, int, int]) -> np.ndarray:
         size = int(np.prod(shape))

@@ -64,6 +64,7 @@ class PeftConfig:
     use_rslora: bool
     rank_pattern: tuple[tuple[re.Pattern[str], int], ...]
     alpha_pattern: tuple[tuple[re.Pattern[str], float], ...]
+    target_modules: tuple[str, ...]  # where they are a list; tensors say what they are of
     target_parameters: tuple[str, ...]
     base_model: str | None
     peft_version: str | None
@@ -99,10 +100,16 @@ def parse(data: bytes) -> PeftConfig:
         use_rslora=_bool(config, "use_rslora"),
         rank_pattern=_patterns(config, "rank_pattern", _rank),
         alpha_pattern=_patterns(config, "alpha_pattern", _number),
+        target_modules=_target_modules(config),
         target_parameters=_strings(config, "target_parameters"),
         base_model=_base_model(config),
         peft_version=_text(config, "peft_version"),
     )
+
+
+def _target_modules(config: dict[str, Any]) -> tuple[str, ...]:
+    found = config.get("target_modules")
+    return tuple(name for name in found if isinstance(name, str)) if isinstance(found, list) else ()
 
 
 def _json(data: bytes) -> dict[str, Any]:

@@ -52,15 +52,20 @@ def read(
     limits = limits or ReadLimits()
     folder = AdapterFolder(path, root)
     _check_files(folder)
-    with _naming(CONFIG_FILE):
-        config = peft_config.parse(folder.read(CONFIG_FILE, _MAX_CONFIG_BYTES))
+    config = read_config(folder)
     data = folder.view(WEIGHTS_FILE, limits.max_file_bytes)
     tensors = safetensors_file.parse(data, WEIGHTS_FILE, limits.file)
     with _naming(WEIGHTS_FILE):
         sites = read_sites(pair_up(tensors), config, catalogue)
-        _check_ranks(sites, limits.max_rank)
+        check_ranks(sites, limits.max_rank)
     report = make_report(folder, sites, config, len(tensors), _warnings(config, base_names))
     return AdapterWeights(sites, report)
+
+
+def read_config(folder: AdapterFolder) -> peft_config.PeftConfig:
+    """Return the folder's config. Raises ValueError naming the file and the key."""
+    with _naming(CONFIG_FILE):
+        return peft_config.parse(folder.read(CONFIG_FILE, _MAX_CONFIG_BYTES))
 
 
 @contextlib.contextmanager
@@ -179,7 +184,8 @@ def _absorb(
     }
 
 
-def _check_ranks(sites: _SITES, max_rank: int) -> None:
+def check_ranks(sites: _SITES, max_rank: int) -> None:
+    """Raise ValueError naming the first site whose rank is above the limit."""
     for (name, layer), site in sites.items():
         if site.rank > max_rank:
             raise ValueError(
