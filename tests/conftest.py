@@ -44,7 +44,8 @@ _hook = install_import_hook(CHECKED, "beartype.beartype")
 # A worker takes a file at a time: were a long one the last, the others would wait for it.
 LONGEST = (
     "1_quick_start.ipynb",
-    "test_emulated.py",
+    "test_emulated_lora.py",
+    "test_emulated_attention.py",
     "test_front.py",
     "test_esft_serving.py",
     "test_esft.py",

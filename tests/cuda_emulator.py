@@ -134,3 +134,8 @@ def call(function, *args) -> None:
         return ctypes.c_float(value) if isinstance(value, float) else value
 
     assert function(*(passed(value) for value in args)) == 0
+
+
+def copied(array: np.ndarray | jax.Array, dtype: object = None) -> np.ndarray:
+    """Return a copy that a kernel may write to."""
+    return np.array(array, dtype, copy=True, order="C")

@@ -111,11 +111,6 @@ inline void sts128(uint32_t address, uint4 v) {
   if (address % 16) emu::fail("a store of 16 bytes off its boundary");
   std::memcpy(emu::at_shared(address), &v, 16);
 }
-inline uint32_t lds32(uint32_t address) {
-  uint32_t v;
-  std::memcpy(&v, emu::at_shared(address), 4);
-  return v;
-}
 
 inline float emulated_half(uint32_t pair, int which) { return emulated_float(static_cast<uint16_t>(pair >> 16 * which)); }
 
