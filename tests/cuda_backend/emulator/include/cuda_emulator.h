@@ -5,7 +5,6 @@
 // different operations are found out. What it cannot show: time, registers, memory order.
 #pragma once
 #include <bit>
-#include <sched.h>
 #include <setjmp.h>
 #include <time.h>
 #include <ucontext.h>
@@ -293,13 +292,11 @@ inline void run_blocks(unsigned first, unsigned last, unsigned threads, size_t s
 inline std::atomic<unsigned> next_turn{0}, turn{0};
 inline void take_turn() {
   const unsigned mine = next_turn++;
-  while (turn != mine) sched_yield();
+  for (unsigned now; (now = turn) != mine;) turn.wait(now);
 }
-inline void end_turn() { ++turn; }
+inline void end_turn() { ++turn, turn.notify_all(); }
 inline void let_others_in() {
-  static thread_local unsigned polls = 0;
   ++machine.progress;
-  if (next_turn == turn + 1 && ++polls % 64) return;  // nobody waits
   Machine mine = std::move(machine);
   std::function<void()>* own_entry = entry;
   end_turn();
