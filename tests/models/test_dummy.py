@@ -48,9 +48,9 @@ def test_weights_are_shaped_as_loaded_ones_and_of_their_scale(folders):
     assert (gates[0] != gates[1]).any()
 
 
-def test_dtype_is_the_config_s_or_the_caller_s(folders, tmp_path):
-    _, bare = folders
-    raw = json.loads((bare / "config.json").read_text()) | {"torch_dtype": "bfloat16"}
+def test_dtype_is_the_config_s_or_the_caller_s(tmp_path):
+    base = tiny_esft.write_moe(tmp_path / "base", "qwen3_moe")
+    raw = json.loads((base / "config.json").read_text()) | {"torch_dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     assert named(make_dummy(tmp_path)[0])["embed.weight"].dtype == jnp.bfloat16
     assert named(make_dummy(tmp_path, dtype="float32")[0])["embed.weight"].dtype == jnp.float32
