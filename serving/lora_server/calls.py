@@ -4,7 +4,10 @@ Nothing that comes in is executed or unpickled: a call names one of a few functi
 and text as arguments.
 """
 
+import contextlib
 import json
+import os
+import socket
 import threading
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
@@ -23,6 +26,7 @@ class Caller:
         """`limit_s` bounds the wait for an answer; the connection is closed when it is over."""
         self._connection, self._limit_s = connection, limit_s
         self._lock = threading.Lock()
+        self._closing = threading.Lock()  # a descriptor closed twice is another's the second time
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Return what the other side's function returns, or raise what it raises.
@@ -36,15 +40,33 @@ class Caller:
                     raise EOFError(f"no answer to {name} within {self._limit_s} s")
                 answer = json.loads(self._connection.recv_bytes())
             except (EOFError, OSError, ValueError) as error:
-                self._connection.close()
+                self._close()
                 raise ConnectionError(f"The other process has gone: {error}") from error
         if "error" in answer:
             raise _ERRORS.get(answer["error"], RuntimeError)(answer["text"])
         return answer["value"]
 
     def close(self) -> None:
-        """Close the connection, which ends the other side's `answer_calls`."""
-        self._connection.close()
+        """Close the connection, which ends the other side's `answer_calls` and a call under way.
+
+        That one is waited for: behind a descriptor that is closed the next process may be found,
+        for whose answer it would wait.
+        """
+        with self._closing:
+            if not self._connection.closed:
+                _shut_down(self._connection.fileno())
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        with self._closing:
+            self._connection.close()
+
+
+def _shut_down(descriptor: int) -> None:
+    """Let both sides of a connection read its end, and leave the descriptor open."""
+    with socket.socket(fileno=os.dup(descriptor)) as end, contextlib.suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)  # fails where the other side was faster
 
 
 def answer_calls(connection: Connection, functions: Mapping[str, Callable[..., Any]]) -> None:

@@ -1,7 +1,9 @@
 """Calls over a pipe: values, errors by their kinds, and an end on either side."""
 
 import multiprocessing
+import multiprocessing.connection
 import threading
+import time
 
 import pytest
 
@@ -45,6 +47,45 @@ def test_values_come_back_and_the_end_of_one_side_is_the_end_of_the_other(pipe):
     assert not thread.is_alive()
     with pytest.raises(ConnectionError):
         caller.call("double", 4)
+
+
+class ClosedMeanwhile:
+    """A connection whose caller is closed when a call is about to wait, before others are made."""
+
+    def __init__(self, connection):
+        self._connection, self.fileno = connection, connection.fileno
+        self.send_bytes, self.recv_bytes = connection.send_bytes, connection.recv_bytes
+        self.others = []
+
+    @property
+    def closed(self):
+        return self._connection.closed
+
+    def close(self):
+        self._connection.close()
+
+    def poll(self, limit):
+        descriptor = self.fileno()
+        self.closer = threading.Thread(target=self.caller.close, daemon=True)
+        self.closer.start()
+        while not (self.closed or self._connection.poll(0)):
+            time.sleep(0.001)
+        self.others = multiprocessing.Pipe()
+        return bool(multiprocessing.connection.wait([descriptor], limit))
+
+
+def test_a_call_under_way_ends_with_its_side_and_waits_for_no_other(pipe):
+    """A descriptor that is closed under it would be the next connection's, where nothing comes."""
+    connection = ClosedMeanwhile(pipe[0])
+    connection.caller = Caller(connection, limit_s=1.0)
+    with pytest.raises(ConnectionError) as caught:
+        connection.caller.call("load")
+    assert "no answer" not in str(caught.value)
+    connection.closer.join(30)
+    assert connection.closed
+    connection.caller.close()  # once more changes nothing
+    for other in connection.others:
+        other.close()
 
 
 @pytest.mark.parametrize(
