@@ -8,6 +8,8 @@ inline int cluster_rank() { return blockIdx.x % emu::machine.blocks.size(); }
 inline void cluster_sync() {
   emu::meet(emu::machine.cluster, emu::machine.current->block->threads * emu::machine.blocks.size());
 }
+inline void cluster_begin() {}
+inline void cluster_await() { cluster_sync(); }
 inline int lds32_of(int cta, uint32_t address) {
   if (emu::machine.blocks.at(cta)->ended) emu::fail("a CTA of the cluster has ended and is read");
   int v;
