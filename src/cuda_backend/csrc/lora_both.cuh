@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kThreads, 2) shrink_kernel(const __grid_consta
   static_assert(offsetof(S, tiles) + 4 <= kShrinkBytes - sizeof end.bars, "barriers lie behind");
   if (threadIdx.x == kThreads - 1) make_shrink_barriers(end.bars);
   make_barriers(p.items, sm);
-  cluster_begin();
+  cluster_begun();
   const int warp = threadIdx.x >> 5;
   if (warp == kWeightWarp) {
     const ComingSite site(p.tiles, 0, blockIdx.x / kCluster);

@@ -240,7 +240,7 @@ struct TileShrink {
   __device__ __forceinline__ void run(const Weights& w, int blocks) {
     float acc[2][BLOCKS][4] = {};
     multiply<BLOCKS>(w, acc);
-    if (pass == 0) cluster_await();
+    if (pass == 0) cluster_all_begun();
     mbar_wait(&end.bars.parts_empty, (pass & 1) ^ 1);
     send_parts<BLOCKS>(blocks, acc);
   }
@@ -282,7 +282,7 @@ struct TileShrink {
       }
       tile(at + clusters >= total);
     }
-    if (pass == 0) cluster_await();
+    if (pass == 0) cluster_all_begun();
   }
 };
 
@@ -293,7 +293,7 @@ __global__ void __launch_bounds__(kShrinkThreads, 2) shrink_tiles_kernel(const _
   ShrinkEnd& end = shrink_end(shrink_raw);
   if (threadIdx.x < 32) ComingSite(p, 0, blockIdx.x / kCluster).tell(p, end.site);
   if (threadIdx.x == 32) make_shrink_barriers(end.bars);
-  cluster_begin();
+  cluster_begun();
   __syncthreads();
   TileShrink<RANKS>(p, shrink_raw).all();
   wait_for_previous();
