@@ -283,6 +283,7 @@ struct TileShrink {
       tile(at + clusters >= total);
     }
     if (pass == 0) cluster_all_begun();
+    else if (end.site.rank == 0) cluster_sync();  // nobody has waited for the others' last arrivals
   }
 };
 
