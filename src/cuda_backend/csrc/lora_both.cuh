@@ -39,10 +39,10 @@ __global__ void __launch_bounds__(kThreads, 2) shrink_kernel(const __grid_consta
   auto& sm = *reinterpret_cast<S*>(shrink_both_raw);
   ShrinkEnd& end = shrink_end(shrink_both_raw);
   static_assert(kThreads == kShrinkThreads && sizeof sm <= kShrinkBytes);
-  static_assert(offsetof(S, tiles) + 4 <= kShrinkBytes - sizeof end.bars, "barriers lie behind");
+  static_assert(offsetof(S, full) >= kShrinkRoom + sizeof end.site && offsetof(S, tiles) + 4 <= kShrinkBytes - sizeof end.bars,
+                "barriers lie between and behind");
   if (threadIdx.x == kThreads - 1) make_shrink_barriers(end.bars);
   make_barriers(p.items, sm);
-  cluster_begun();
   const int warp = threadIdx.x >> 5;
   if (warp == kWeightWarp) {
     const ComingSite site(p.tiles, 0, blockIdx.x / kCluster);
@@ -54,6 +54,7 @@ __global__ void __launch_bounds__(kThreads, 2) shrink_kernel(const __grid_consta
     __syncthreads();
   }
   fence_shared_copies();  // which brought what tiles write over
+  cluster_begun();        // with tiles: others' parts would write over this CTA's items
   __syncthreads();
   TileShrink<kMostRankOfPass>(p.tiles, shrink_both_raw).all();
 }

@@ -375,7 +375,7 @@ __device__ __forceinline__ void serve_items(const PairArgs& p, S& sm) {
   if (warp < kConsumers) {
     consume<EXPANDS>(p, sm);
   } else if (warp == kUnitWarp) {
-    hand_out<EXPANDS>(p, sm);
+    hand_out(p, sm);
   } else if (warp == kWeightWarp) {
     produce_weights(p, sm);
   } else {

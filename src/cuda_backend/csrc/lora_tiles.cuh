@@ -37,15 +37,17 @@ struct alignas(16) ShrinkSite {
   float scaling;
   alignas(16) uint32_t rows[kTileRows / 2];
 };
-// Stages come first, then the parts that the cluster's CTAs send, as long as they are; then this.
+// Stages come first, then the parts that the cluster's CTAs send, as long as they are; then this. Between lie
+// the barriers of the items, if a kernel has such.
+constexpr int kShrinkEnd = 1024, kShrinkRoom = kShrinkBytes - kShrinkEnd;
 struct ShrinkEnd {
   ShrinkSite site;
-  alignas(8) ShrinkBarriers bars;
+  unsigned char between[kShrinkEnd - sizeof(ShrinkSite) - sizeof(ShrinkBarriers)];
+  ShrinkBarriers bars;
 };
-constexpr int kShrinkRoom = kShrinkBytes - 1024;
-static_assert(sizeof(ShrinkEnd) <= 1024);
+static_assert(sizeof(ShrinkEnd) == kShrinkEnd);
 __device__ __forceinline__ ShrinkEnd& shrink_end(unsigned char* shared) {
-  return *reinterpret_cast<ShrinkEnd*>(shared + kShrinkBytes - sizeof(ShrinkEnd));
+  return *reinterpret_cast<ShrinkEnd*>(shared + kShrinkRoom);
 }
 
 // By one thread.

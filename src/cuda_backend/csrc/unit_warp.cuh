@@ -1,6 +1,6 @@
 // The warp that makes out units of grouped LoRA, ahead of their use. See lora_gemm.cuh for the whole.
 #pragma once
-#include "shrink_shares.cuh"
+#include "lora_units.cuh"
 
 namespace lora_jax {
 
@@ -196,21 +196,7 @@ __device__ __forceinline__ void hand_out_draws(const PairArgs& p, S& sm, Ring<kT
   }
 }
 
-// The units beside the first of a launch that shrinks alone, if it pays to share them out by what they cost.
 template <class S>
-__device__ __forceinline__ bool hand_out_evenly(const PairArgs& p, S& sm, Ring<kTickets>& ring, const Plan& plan) {
-  if (!shares_differ(plan, plan.num_items)) return false;
-  const ShrinkShares shares(plan, LongItems(p, plan.num_items));
-  for (int n = 0; n < shares.own; n += 32) {
-    const Share share = shares.share(n + static_cast<int>(threadIdx.x & 31));
-    Site site = find_item(p, plan, share);
-    publish_all(p, sm, ring, share, site, min(shares.own - n, 32), false, few_units(plan.units));
-  }
-  return shares.fit;
-}
-
-// Without EXPANDS, of a launch that shrinks alone.
-template <bool EXPANDS, class S>
 __device__ void hand_out(const PairArgs& p, S& sm) {
   const int lane = threadIdx.x & 31;
   if (lane == 0) prefetch_tables(p);
@@ -219,7 +205,7 @@ __device__ void hand_out(const PairArgs& p, S& sm) {
   const bool begun = publish_first(p, sm, ring, p.num_items, num_items, cut);
   if (num_items > 0) {
     const Plan plan(p, num_items, cut);
-    const int own = !EXPANDS && begun && hand_out_evenly(p, sm, ring, plan) ? 0 : plan.own();
+    const int own = plan.own();
     for (int n = begun ? 1 : 0; n < own; n += 32) {
       const Share share = n + lane < own ? plan.own_share(n + lane) : kNothing;
       Site site = find_item(p, plan, share);
