@@ -39,21 +39,35 @@ __global__ void __launch_bounds__(kThreads, 2) both_kernel(const __grid_constant
   wait_for_previous();
 }
 
-// The items come first, and so nobody waits to hear how many tiles there are. CTAs come in clusters, which
-// do not wait for one another: no matter how many of them run at a time.
+// The items come first, and so nobody waits to hear how many tiles there are; what the first tile needs is on
+// its way meanwhile. CTAs come in clusters, which do not wait for one another: no matter how many of them run
+// at a time.
 template <int NS, int STAGE, int RANKS>
 __global__ void __launch_bounds__(kThreads, 2) shrink_kernel(const __grid_constant__ BothArgs p) {
   extern __shared__ __align__(1024) unsigned char shrink_both_raw[];
-  using Tiled = ShrinkShared<kMostRankOfPass, 4>;
-  auto& sm = *reinterpret_cast<Shared<NS, STAGE, RANKS>*>(shrink_both_raw);
-  static_assert(kThreads == kShrinkThreads && sizeof(Tiled) <= sizeof sm.stages, "barriers lie behind");
-  if (threadIdx.x == kThreads - 1) sm.tiles = __ldg(p.tiles.cut);
+  using S = Shared<NS, STAGE, RANKS>;
+  auto& sm = *reinterpret_cast<S*>(shrink_both_raw);
+  ShrinkEnd& end = shrink_end(shrink_both_raw);
+  static_assert(kThreads == kShrinkThreads && sizeof sm <= kShrinkBytes);
+  constexpr bool behind = sizeof sm <= kShrinkRoom;
+  static_assert(behind || (offsetof(S, full) >= kShrinkRoom + sizeof end.site && offsetof(S, tiles) <= kShrinkBytes - sizeof end.bars),
+                "the items' barriers lie before the tile's site and barriers, or between");
+  if (threadIdx.x == kThreads - 1) make_shrink_barriers(end.bars);
   make_barriers(p.items, sm);
-  serve_items<false>(p.items, sm);
+  const int warp = threadIdx.x >> 5;
+  if (warp == kWeightWarp) {
+    const ComingSite site(p.tiles, 0, blockIdx.x / kCluster);
+    produce_weights(p.items, sm);
+    __syncthreads();
+    site.tell(p.tiles, end.site);
+  } else {
+    serve_items<false>(p.items, sm);
+    __syncthreads();
+  }
   fence_shared_copies();  // which brought what tiles write over
+  cluster_begun();        // with tiles: others' parts would write over this CTA's items
   __syncthreads();
-  if (static_cast<int>(blockIdx.x) / kCluster < sm.tiles)
-    shrink_cluster(p.tiles, *reinterpret_cast<Tiled*>(shrink_both_raw));
+  TileShrink<kMostRankOfPass>(p.tiles, shrink_both_raw).all();
 }
 
 }  // namespace lora_jax

@@ -56,6 +56,7 @@ inline void copy_4(uint32_t dst, const void* src) {
   unsigned char* to = emu::at_shared(dst);
   emu::machine.current->groups.back().push_back([=] { std::memcpy(to, src, 4); });
 }
+inline void copy_ahead(uint32_t dst, const void* src, int bytes) { copy_16(dst, src, bytes); }
 inline void copies_commit() { emu::machine.current->groups.emplace_back(); }
 template <int PENDING>
 inline void copies_wait() {
@@ -149,6 +150,7 @@ inline void ldmatrix_any(uint32_t (&r)[4], uint32_t address, bool transposed) {
 inline void ldmatrix(uint32_t (&r)[4], uint32_t address) { ldmatrix_any(r, address, false); }
 inline void ldmatrix_trans(uint32_t (&r)[4], uint32_t address) { ldmatrix_any(r, address, true); }
 
+inline int thread_anew() { return threadIdx.x; }
 template <int COUNT>
 inline void fewer_registers() {}
 template <int COUNT>
