@@ -39,9 +39,8 @@ __global__ void __launch_bounds__(kThreads, 2) both_kernel(const __grid_constant
   wait_for_previous();
 }
 
-// The items come first, and so nobody waits to hear how many tiles there are; what the first tile needs is on
-// its way meanwhile. CTAs come in clusters, which do not wait for one another: no matter how many of them run
-// at a time.
+// Items come first, if there are any; what the first tile needs is on its way meanwhile. CTAs come in clusters,
+// which do not wait for one another: no matter how many of them run at a time.
 template <int NS, int STAGE, int RANKS>
 __global__ void __launch_bounds__(kThreads, 2) shrink_kernel(const __grid_constant__ BothArgs p) {
   extern __shared__ __align__(1024) unsigned char shrink_both_raw[];
@@ -49,25 +48,30 @@ __global__ void __launch_bounds__(kThreads, 2) shrink_kernel(const __grid_consta
   auto& sm = *reinterpret_cast<S*>(shrink_both_raw);
   ShrinkEnd& end = shrink_end(shrink_both_raw);
   static_assert(kThreads == kShrinkThreads && sizeof sm <= kShrinkBytes);
-  constexpr bool behind = sizeof sm <= kShrinkRoom;
-  static_assert(behind || (offsetof(S, full) >= kShrinkRoom + sizeof end.site && offsetof(S, tiles) <= kShrinkBytes - sizeof end.bars),
-                "the items' barriers lie before the tile's site and barriers, or between");
-  if (threadIdx.x == kThreads - 1) make_shrink_barriers(end.bars);
+  constexpr bool apart = sizeof sm <= kShrinkRoom;  // else what the tiles begin with lies in what items need
+  const int warp = threadIdx.x >> 5, cluster = static_cast<int>(blockIdx.x) / kCluster;
+  auto begin_tile = [&] {
+    if (warp == kWeightBoxWarp) fetch_site(p.tiles, cluster, end.site), copies_commit();
+    if (threadIdx.x == kThreads - 1) make_shrink_barriers(end.bars);
+  };
+  const bool items = __ldg(p.items.num_items) > 0 || __ldg(p.tiles.cut + 3) == 0;
+  if (apart) begin_tile();
+  if (threadIdx.x == 0) prefetch_entries(p.tiles);
+  if (threadIdx.x == 32) prefetch_map(&p.tiles.a_parts[cluster_rank() / 2][1]);
   make_barriers(p.items, sm);
-  const int warp = threadIdx.x >> 5;
-  if (warp == kWeightWarp) {
-    const ComingSite site(p.tiles, 0, blockIdx.x / kCluster);
-    produce_weights(p.items, sm);
-    __syncthreads();
-    site.tell(p.tiles, end.site);
-  } else {
+  if (items) {
     serve_items<false>(p.items, sm);
+    fence_shared_copies();  // which brought what tiles write over
     __syncthreads();
   }
-  fence_shared_copies();  // which brought what tiles write over
-  cluster_begun();        // with tiles: others' parts would write over this CTA's items
+  const bool copies = warp == kWeightBoxWarp;
+  if (apart && copies) copies_wait<0>();
+  if (static_cast<int>(blockIdx.x) / kCluster >= __ldg(p.tiles.cut + 3) * p.tiles.num_modules) return;
+  if (!apart) begin_tile();
+  if (!apart && copies) copies_wait<0>();
+  cluster_begun();  // behind the items, which others' parts would write over
   __syncthreads();
-  TileShrink<kMostRankOfPass>(p.tiles, shrink_both_raw).all();
+  shrink_cluster<kMostRankOfPass>(p.tiles, shrink_both_raw);
 }
 
 }  // namespace lora_jax

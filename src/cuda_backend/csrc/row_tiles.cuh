@@ -3,8 +3,10 @@
 // No result depends on which segments these are (see lora_tiles.cuh), so the choice may follow what
 // the batch holds: tiles only pay where together they have enough rows.
 #pragma once
+#include <climits>
+
 #include "cta_sort.cuh"
-#include "tile_args.cuh"
+#include "lora_tiles.cuh"
 
 namespace lora_jax {
 
@@ -16,7 +18,7 @@ struct RowTilesArgs {
   int least_rows;        // of a segment that becomes tiles, where there are too many for all to
   int least_total;       // rows of all such segments together, with fewer there are no tiles; nor where
                          // more than a quarter of all rows stays in items: those would wait for tiles
-  int clusters;          // that can run at a time
+  int clusters, apart;   // that can run at a time; so that no two share an SM
   int most_tiles;        // that there is room for
   Item* small;           // [rows] out: the items that stay
   int* num_small;        // [1] out
@@ -26,15 +28,14 @@ struct RowTilesArgs {
 
 // Of a tile of the expand, unless that makes many more tiles than clusters.
 constexpr int kSmallTileRows = kTileRows / 2;
-// Tiles of the shrink have at most as many rows as let all of them be worked through at a time, if 128 do.
-constexpr int kLeastHeight = 32, kHeightStep = 8, kHeights = kTileRows / kHeightStep;
+constexpr int kHeightStep = 16, kHeights = kTileRows / kHeightStep;  // of tiles of the shrink
 
 struct RowTilesShared {
   int warp_sums[kScanThreads / 32];
   int total;             // rows of segments that may become tiles
   int small_tiles;       // made of them, were tiles small
   int all_tiles;         // made of all segments, were tiles small
-  int by_height[kHeights];  // tiles of the shrink, did they have 8 rows, 16, and so on
+  int by_height[kHeights];  // tiles of the shrink, did they have 16 rows, 32, and so on
   int segments[];        // [items]: rows of each segment
 };
 
@@ -43,6 +44,20 @@ template <class F>
 __device__ __forceinline__ void cut_evenly(const Item& whole, int most, F f) {
   const int rows = whole.num_rows, even = divide_up(divide_up(rows, divide_up(rows, most)), 8) * 8;
   for (int n = 0; n < rows; n += even) f(Item{whole.slot, whole.expert, whole.row_begin + n, min(even, rows - n)});
+}
+
+// Of tiles of the shrink, by what was fastest on an H200. Shared memory is what binds: a step of a tile moves
+// as much as it has rows and ranks. Two tiles on an SM share it; what does not run at once comes behind.
+__device__ __forceinline__ int choose_height(const RowTilesArgs& p, const int (&tiles)[kHeights]) {
+  int best = kTileRows, least = INT_MAX;
+  for (int h = kHeights; h > 0; --h) {
+    const int rows = h * kHeightStep, count = tiles[h - 1];
+    if (count > p.most_tiles) break;
+    const int turns = count <= p.apart ? 10 : count <= p.clusters ? 20 : 20 * count / p.clusters + 6;
+    const int cost = (rows + kMostRankOfPass) * turns;
+    if (cost < least) least = cost, best = rows;
+  }
+  return best;
 }
 
 // By a warp: writes the rows of the shrink's tile.
@@ -92,11 +107,9 @@ __global__ void __launch_bounds__(kScanThreads) row_tiles_kernel(const RowTilesA
   const int most = sm.small_tiles <= p.clusters + p.clusters / 2 ? kSmallTileRows : kTileRows;
   auto tiled = [&](int s) { return pays && (all || sm.segments[s] >= p.least_rows); };
   for (int s = tid; s < segments; s += kScanThreads)
-    for (int h = kLeastHeight / kHeightStep; tiled(s) && h <= kHeights; ++h)
-      atomicAdd(&sm.by_height[h - 1], divide_up(sm.segments[s], h * kHeightStep));
+    for (int h = 0; tiled(s) && h < kHeights; ++h) atomicAdd(&sm.by_height[h], divide_up(sm.segments[s], (h + 1) * kHeightStep));
   __syncthreads();
-  int height = kLeastHeight;  // so many rows that all tiles of the shrink are worked through at a time
-  while (height < kTileRows && sm.by_height[height / kHeightStep - 1] > min(p.clusters, p.most_tiles)) height += kHeightStep;
+  const int height = choose_height(p, sm.by_height);
   int kept = 0, made = 0, shrunk = 0, total, shrink_tiles;
   for (int i = begin, s = first; i < end; ++i) {
     const bool starts = begins(i, item(i));

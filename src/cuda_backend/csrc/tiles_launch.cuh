@@ -14,8 +14,10 @@ inline cudaError_t launch_row_tiles(RowTilesArgs args, cudaStream_t stream) {
   int sms = 0;
   cudaError_t e = count_sms(&sms);
   constexpr auto shrink = shrink_tiles_kernel<kMostRankOfPass>;
-  if (e == cudaSuccess) e = cudaFuncSetAttribute(shrink, cudaFuncAttributeMaxDynamicSharedMemorySize, kShrinkBytes);
+  constexpr int more_than_half = kShrinkBytes + 4096;  // of an SM's
+  if (e == cudaSuccess) e = cudaFuncSetAttribute(shrink, cudaFuncAttributeMaxDynamicSharedMemorySize, more_than_half);
   if (e == cudaSuccess) e = count_clusters(&args.clusters, shrink, kCluster, cluster_ctas(sms), kShrinkThreads, kShrinkBytes);
+  if (e == cudaSuccess) e = count_clusters(&args.apart, shrink, kCluster, cluster_ctas(sms), kShrinkThreads, more_than_half);
   const int bytes = static_cast<int>(sizeof(RowTilesShared)) + args.rows * 4;
   if (e == cudaSuccess) e = cudaFuncSetAttribute(row_tiles_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (e != cudaSuccess) return e;

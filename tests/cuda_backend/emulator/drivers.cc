@@ -167,7 +167,7 @@ int lora_tiles(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, c
   std::vector<TileRecord> tiles(rows);
   int num_items = -1, num_small = -1;
   launch_metadata(MetadataArgs{row_to_slot, row_to_expert, rows, slots, 32, order.data(), items.data(), &num_items}, nullptr);
-  launch_row_tiles(RowTilesArgs{items.data(), &num_items, order.data(), rows, least_rows, least_total, 0, rows, small.data(), &num_small,
+  launch_row_tiles(RowTilesArgs{items.data(), &num_items, order.data(), rows, least_rows, least_total, 0, 0, rows, small.data(), &num_small,
                                 tiles.data(), cut.data()},
                    nullptr);
   *left = 0;
