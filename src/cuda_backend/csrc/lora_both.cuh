@@ -48,7 +48,8 @@ __global__ void __launch_bounds__(kThreads, 2) shrink_kernel(const __grid_consta
   auto& sm = *reinterpret_cast<S*>(shrink_both_raw);
   ShrinkEnd& end = shrink_end(shrink_both_raw);
   static_assert(kThreads == kShrinkThreads && sizeof sm <= kShrinkBytes);
-  constexpr bool apart = sizeof sm <= kShrinkRoom;  // else what the tiles begin with lies in what items need
+  constexpr bool apart = sizeof sm <= kShrinkEnd;  // else what the tiles begin with lies in what items need
+  static_assert(offsetof(S, full) >= kShrinkRoom && (apart || offsetof(S, full) >= kShrinkEnd + sizeof end), "see ShrinkEnd");
   const int warp = threadIdx.x >> 5, cluster = static_cast<int>(blockIdx.x) / kCluster;
   auto begin_tile = [&] {
     if (warp == kWeightBoxWarp) fetch_site(p.tiles, cluster, end.site), copies_commit();

@@ -44,15 +44,16 @@ struct alignas(16) ShrinkSite {
   }
 };
 static_assert(sizeof(ShrinkSite) == sizeof(TileRecord) - offsetof(TileRecord, shrink));
-// Stages come first, then the parts that the cluster's CTAs send, then this.
+// Stages come first, then the parts that the cluster's CTAs send, then this. What barriers of items lie in must
+// not be written over: parts that came to lie there were wrong now and then, where two such CTAs shared an SM.
 struct ShrinkEnd {
   ShrinkSite site;
   ShrinkBarriers bars;
 };
-constexpr int kShrinkRoom = kShrinkBytes - 1024;
-static_assert(sizeof(ShrinkEnd) <= kShrinkBytes - kShrinkRoom);
+constexpr int kShrinkRoom = 110 * 1024, kShrinkEnd = 111 * 1024;
+static_assert(kShrinkEnd + sizeof(ShrinkEnd) <= kShrinkBytes);
 __device__ __forceinline__ ShrinkEnd& shrink_end(unsigned char* shared) {
-  return *reinterpret_cast<ShrinkEnd*>(shared + kShrinkRoom);
+  return *reinterpret_cast<ShrinkEnd*>(shared + kShrinkEnd);
 }
 
 // By one thread.
@@ -83,7 +84,7 @@ __device__ __forceinline__ void prefetch_entries(const TileArgs& p) {
 template <int RANKS, int BLOCKS>
 struct ShrinkStages {
   static constexpr int kRowParts = kShrinkWarps * kWarpRanks / RANKS, kRows = BLOCKS * 8 * kRowParts;
-  static constexpr int kSteps = kRows <= 64 ? 4 : 2;                    // of 128 columns
+  static constexpr int kSteps = kRows <= 48 ? 4 : 2;                    // of 128 columns
   static constexpr int kBoxes = RANKS * 64 * kBoxSteps;                 // bytes of all boxes of the same steps
   static constexpr int kWeights = kBoxes / kBoxSteps * kSteps, kBytes = kWeights + kRows * 64 * kSteps;
   static constexpr int kFit = (kShrinkRoom - kRows * RANKS * 4) / kBytes, kDepth = kFit < kMostStages ? kFit : kMostStages;
@@ -123,7 +124,7 @@ struct TileShrink {
   template <int BLOCKS>
   __device__ __forceinline__ void bring_weights(const ShrinkPass& w) {
     using S = ShrinkStages<RANKS, BLOCKS>;
-    const int lane = threadIdx.x & 31, count = divide_up(steps, S::kSteps), half = lane / w.boxes, box = lane - half * w.boxes;
+    const int lane = thread_anew() & 31, count = divide_up(steps, S::kSteps), half = lane / w.boxes, box = lane - half * w.boxes;
     const uint32_t to = smem_u32(shared) + half * S::kBoxes + box * w.box_groups * 512 * kBoxSteps;
     const CUtensorMap* map = &p.a_parts[part / 2][w.box_groups > 1];
     int slot = 0;
@@ -142,7 +143,7 @@ struct TileShrink {
   __device__ __forceinline__ void bring_rows() {
     using S = ShrinkStages<RANKS, BLOCKS>;
     constexpr int kAtOnce = kCopyWarps * 8, kTimes = (S::kRows + kAtOnce - 1) / kAtOnce;  // rows
-    const int thread = threadIdx.x - kFirstCopyWarp * 32, first = thread >> 2, count = divide_up(steps, S::kSteps);
+    const int thread = thread_anew() - kFirstCopyWarp * 32, first = thread >> 2, count = divide_up(steps, S::kSteps);
     const uint32_t to = smem_u32(shared) + S::kWeights + first * 64 + (thread & 3) * 16;
     const auto* from = reinterpret_cast<const uint4*>(p.x);
     uint32_t x[kTimes];  // where their parts begin, in 16 bytes
@@ -175,7 +176,7 @@ struct TileShrink {
   template <int BLOCKS>
   __device__ __forceinline__ void multiply(const ShrinkPass& w, Sums<BLOCKS>& acc) {
     using S = ShrinkStages<RANKS, BLOCKS>;
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, ranks = warp % kRankParts;
+    const int thread = thread_anew(), warp = thread >> 5, lane = thread & 31, ranks = warp % kRankParts;
     const int count = divide_up(steps, S::kSteps);
     const bool tall = w.box_groups > 1;
     const uint32_t nothing = p.max_rank >> 16;  // 0, which the compiler does not know
@@ -219,7 +220,7 @@ struct TileShrink {
   // CTA c adds up rows 2 * c and the next of each 8, so all of a lane's sums go to one.
   template <int BLOCKS>
   __device__ __forceinline__ void send_parts(int blocks, const Sums<BLOCKS>& acc) {
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
+    const int thread = thread_anew(), warp = thread >> 5, lane = thread & 31, g = lane >> 2, q = lane & 3;
     const int ranks = warp % kRankParts * (kWarpRanks / 16), first = warp / kRankParts * BLOCKS;
     const uint32_t to = address_in(q, smem_u32(parts(blocks) + (part * blocks + first) * kRow + ranks * 8 + g));
     const uint32_t bar = address_in(q, smem_u32(&end.bars.parts_full));

@@ -217,6 +217,13 @@ __device__ __forceinline__ void mma_bf16(float (&c)[4], uint32_t a0, uint32_t a1
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+// The number of this thread. What is made of it is made here, where the compiler would make it ahead of a
+// branch that does not need it, and run out of registers.
+__device__ __forceinline__ int thread_anew() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
 // Moves registers from warpgroups that need few to those that need many.
 template <int COUNT>
 __device__ __forceinline__ void fewer_registers() {

@@ -155,6 +155,7 @@ inline void ldmatrix_any(uint32_t (&r)[4], uint32_t address, bool transposed) {
 inline void ldmatrix(uint32_t (&r)[4], uint32_t address) { ldmatrix_any(r, address, false); }
 inline void ldmatrix_trans(uint32_t (&r)[4], uint32_t address) { ldmatrix_any(r, address, true); }
 
+inline int thread_anew() { return threadIdx.x; }
 template <int COUNT>
 inline void fewer_registers() {}
 template <int COUNT>
