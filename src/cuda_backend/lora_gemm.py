@@ -47,7 +47,7 @@ class RowItems:
     @property
     def untiled_arrays(self) -> tuple[Array, ...]:
         """What a launch takes that should see all rows as items."""
-        none = jnp.zeros((0, 4), jnp.int32), jnp.zeros((3,), jnp.int32)
+        none = jnp.zeros((0, lora_tiles.RECORD), jnp.int32), jnp.zeros((4,), jnp.int32)
         return self.order, self.items, self.num_items, *none
 
     @property
@@ -105,7 +105,7 @@ def row_items(
     order, found, num_items = call(row_to_slot, row_to_expert, **attributes)
     if rows < lora_tiles.FEWEST_ROWS:
         return RowItems(order, found, num_items)
-    known = lora_tiles.row_tiles(found, num_items)
+    known = lora_tiles.row_tiles(found, num_items, order)
     return RowItems(order, found, num_items, known, lora_tiles.shrink_pays(rows, num_slots))
 
 

@@ -15,11 +15,12 @@ from lora_jax.typing import Array, Int
 FEWEST_ROWS = 256  # of a call in which to look for such segments
 SEGMENT_ROWS = 24  # of a segment that becomes tiles; shorter ones do if all fit the GPU at a time
 TOTAL_ROWS = 128  # of all these segments, or else there are no tiles
+RECORD = 72  # words that say what a tile is
 # Before an expand, a shrink of tiles is a launch more, 3 us on an H200 that a batch of many
 # adapters has for nothing: only for calls this long, or so long for their slots that segments are
 # bound to be.
 LONG_CALL, ROWS_OF_SLOT = 2048, 64
-# Up to this rank a shrink alone is by items: 17.9 us for 4096 rows of 4 adapters on an H200, 21.8
+# Up to this rank a shrink alone is by items: 15.4 us for 4096 rows of 4 adapters on an H200, 19.0
 # by tiles.
 ITEMS_RANK = 16
 
@@ -31,11 +32,13 @@ class Tiles:
 
     items: Int[Array, "rows 4"]
     num_items: Int[Array, "1"]
-    tiles: Int[Array, "tiles 4"]  # slot, expert, first place, number of rows
-    cut: Int[Array, "3"]  # how many; blocks of 8 rows in the largest; rows with an adapter at all
+    tiles: Int[Array, "tiles words"]  # TileRecord in csrc/tile_args.cuh
+    cut: Int[Array, "4"]  # as TileArgs says there
 
 
-def row_tiles(items: Int[Array, "rows 4"], num_items: Int[Array, "1"]) -> Tiles:
+def row_tiles(
+    items: Int[Array, "rows 4"], num_items: Int[Array, "1"], order: Int[Array, "rows"]
+) -> Tiles:
     """Return the tiles of rows of which these are all items.
 
     There are none where long segments have less than three quarters of the rows with an adapter:
@@ -44,10 +47,10 @@ def row_tiles(items: Int[Array, "rows 4"], num_items: Int[Array, "1"]) -> Tiles:
     """
     rows = len(items)
     most = 2 * (rows // SEGMENT_ROWS) + 1
-    shapes = [jax.ShapeDtypeStruct(s, jnp.int32) for s in (items.shape, (1,), (most, 4), (3,))]
+    shapes = [jax.ShapeDtypeStruct(s, jnp.int32) for s in (items.shape, (1,), (most, RECORD), (4,))]
     call = jax.ffi.ffi_call("lora_jax_cuda_row_tiles", shapes)
     limits = {"least_rows": np.int64(SEGMENT_ROWS), "least_total": np.int64(TOTAL_ROWS)}
-    return Tiles(*call(items, num_items, **limits))
+    return Tiles(*call(items, num_items, order, **limits))
 
 
 def shrink_pays(rows: int, slots: int) -> bool:

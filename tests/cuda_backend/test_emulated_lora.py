@@ -174,3 +174,28 @@ def test_tiles_have_the_bits_of_items(
     tiled = ((counts >= 8) | fit) & (long >= total) & (long >= counts.sum() * 3 / 4)
     assert left[0] == counts[~tiled].sum()
     np.testing.assert_array_equal(got.view(np.uint16), want.view(np.uint16))
+
+
+@pytest.mark.parametrize(
+    ("long", "rank", "sms"),
+    [((0,), 8, 4), ((3, 11, 29), 9, 16), ((7,), 8, 2), ((0, 1, 2, 3), 8, 4)],
+)
+def test_a_shrink_alone_serves_every_slice_of_long_items(library, long, rank, sms):
+    """Of items with more than 16 rows, two slices a unit; 8, 32, 4 and 8 CTAs have them and others.
+
+    The last has too many for the CTAs that could have fewer others.
+    """
+    counts = np.where(np.isin(np.arange(44), long), 37, 1)
+    rows, d_in, slots = int(counts.sum()), 64, len(counts)
+    case = lora_case(rows, 64, d_in, ranks=(rank,) * slots, dtype="bfloat16")
+    owners, which = np.repeat(np.arange(slots), counts).astype(np.int32), np.zeros(rows, np.int32)
+    pools = [copied(a) for a in (case.x, case.a_pool, case.b_pool, case.entries, case.scaling)]
+    sizes = (1, rows, 64, d_in, len(case.a_pool), len(case.b_pool), slots, rank)
+    want, got, left = copied(case.y), copied(case.y), np.zeros(1, np.int32)
+    library.emulate(1, rows)
+    call(library.lora, want, *pools, owners, which, *sizes, 8, True, 0, 0)
+    library.emulate(sms, rows)
+    no_tiles = rows + 1
+    call(library.lora_tiles, got, *pools, owners, which, *sizes, 8, no_tiles, True, True, left)
+    assert left[0] == rows
+    np.testing.assert_array_equal(got.view(np.uint16), want.view(np.uint16))

@@ -77,11 +77,11 @@ cudaError_t launch_all(PairArgs args, S32& tiles, S32& cut, const BF16* a_pool, 
   if (tiles.element_count() == 0) return launch_pair(args, stream);
   args.live = cut.typed_data() + 2;
   TileArgs t{};
-  t.tiles = reinterpret_cast<const Item*>(tiles.typed_data()), t.cut = cut.typed_data();
+  t.tiles = reinterpret_cast<const TileRecord*>(tiles.typed_data()), t.cut = cut.typed_data();
   t.most_tiles = static_cast<int>(tiles.dimensions()[0]), t.row_order = args.row_order, t.x = args.x, t.h = args.h;
   if (args.shrink && args.expand) t.h += int64_t{1} * args.num_modules * args.num_rows * args.h_stride;  // behind the items' h
   std::copy(std::begin(args.modules), std::end(args.modules), t.modules);
-  t.num_modules = args.num_modules, t.num_rows = args.num_rows, t.b_boxes = args.maps[1][1];
+  t.num_modules = args.num_modules, t.num_rows = args.num_rows, t.num_slots = args.num_slots, t.b_boxes = args.maps[1][1];
   t.d_in = args.d_in, t.d_out = args.d_out, t.h_stride = args.h_stride, t.max_rank = args.max_rank;
   t.shrink = args.shrink, t.expand = args.expand, t.accumulate = args.accumulate;
   cudaError_t e = cudaSuccess;

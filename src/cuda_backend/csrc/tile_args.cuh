@@ -8,17 +8,25 @@ namespace lora_jax {
 
 constexpr int kTileRows = 128;  // of a tile, at most
 
+// The n-th tile of the expand and the n-th of the shrink, which cut the same segments to other sizes.
+struct alignas(16) TileRecord {
+  Item expand, shrink;
+  uint32_t rows[kTileRows / 2];     // of the shrink's, so that nobody waits for row_order: the n-th in the lower
+                                    // half of word n, the n-th behind the middle in the upper one
+};
+
 struct TileArgs {
-  CUtensorMap a_parts[2];           // see parts_map: of parts 0 and 1, and of 2 and 3
+  CUtensorMap a_parts[2][2];        // of parts 0 and 1, and of 2 and 3; with boxes of 8 ranks, and of kTallBox * 8
   CUtensorMap b_boxes;              // of B: see pool_map, with wide boxes
   CUtensorMap h_rows;               // see h_map
-  const Item* tiles;
-  const int* cut;                   // [3]: number of tiles; blocks of 8 rows in the largest; rows with an adapter
+  const TileRecord* tiles;
+  const int* cut;                   // [4]: number of tiles of the expand; blocks of 8 rows in the largest; rows
+                                    // with an adapter; number of tiles of the shrink
   const int* row_order;             // sorted place -> row of x and y
   Module modules[kMaxModules];
   const __nv_bfloat16* x;           // [rows, d_in]
   __nv_bfloat16* h;                 // [modules, sorted rows, h_stride]
-  int num_modules, num_rows;
+  int num_modules, num_rows, num_slots;
   int d_in, d_out, h_stride, max_rank, most_tiles;
   bool shrink, expand;              // what of it, h being the result or given where it is one alone
   bool accumulate;                  // the expand adds to y; else y holds nothing before
@@ -39,12 +47,13 @@ cudaError_t launch_both(BothArgs args, cudaStream_t stream);
 // Shrinks the items and the tiles in one kernel, which waits for the one before.
 cudaError_t launch_shrinks(const BothArgs& args, cudaStream_t stream);
 // Sets the maps of A, [rows, width].
-cudaError_t parts_maps(CUtensorMap (&maps)[2], const void* a_pool, int64_t rows, int64_t width);
+cudaError_t parts_maps(CUtensorMap (&maps)[2][2], const void* a_pool, int64_t rows, int64_t width);
 
-__device__ __forceinline__ Item load_tile(const TileArgs& p, int tile) {
-  const int4 v = __ldg(reinterpret_cast<const int4*>(p.tiles) + tile);
+__device__ __forceinline__ Item load_item(const Item* item) {
+  const int4 v = __ldg(reinterpret_cast<const int4*>(item));
   return Item{v.x, v.y, v.z, v.w};
 }
+__device__ __forceinline__ Item load_tile(const TileArgs& p, int tile) { return load_item(&p.tiles[tile].expand); }
 
 // Of a place of the sorted order.
 __device__ __forceinline__ __nv_bfloat16* h_row(const TileArgs& p, int module, int place) {

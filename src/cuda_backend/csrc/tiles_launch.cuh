@@ -13,10 +13,11 @@ inline int cluster_ctas(int sms) { return max(sms * 2 / kCluster, 1) * kCluster;
 inline cudaError_t launch_row_tiles(RowTilesArgs args, cudaStream_t stream) {
   int sms = 0;
   cudaError_t e = count_sms(&sms);
-  constexpr auto shrink = shrink_tiles_kernel<64, 4>;
-  constexpr int most = sizeof(ShrinkShared<64, 4>);
-  if (e == cudaSuccess) e = cudaFuncSetAttribute(shrink, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
-  if (e == cudaSuccess) e = count_clusters(&args.clusters, shrink, kCluster, cluster_ctas(sms), kShrinkThreads, most);
+  constexpr auto shrink = shrink_tiles_kernel<kMostRankOfPass>;
+  constexpr int more_than_half = kShrinkBytes + 4096;  // of an SM's
+  if (e == cudaSuccess) e = cudaFuncSetAttribute(shrink, cudaFuncAttributeMaxDynamicSharedMemorySize, more_than_half);
+  if (e == cudaSuccess) e = count_clusters(&args.clusters, shrink, kCluster, cluster_ctas(sms), kShrinkThreads, kShrinkBytes);
+  if (e == cudaSuccess) e = count_clusters(&args.apart, shrink, kCluster, cluster_ctas(sms), kShrinkThreads, more_than_half);
   const int bytes = static_cast<int>(sizeof(RowTilesShared)) + args.rows * 4;
   if (e == cudaSuccess) e = cudaFuncSetAttribute(row_tiles_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (e != cudaSuccess) return e;
@@ -55,18 +56,16 @@ cudaError_t launch_clusters(void (*kernel)(Args), int ctas, int threads, int sha
   return cudaLaunchKernelEx(&config, kernel, args);
 }
 
-template <int RANKS, int STAGES>
+template <int RANKS>
 cudaError_t launch_shrink_tiles(const TileArgs& args, int sms, cudaStream_t stream, bool early) {
-  constexpr int bytes = sizeof(ShrinkShared<RANKS, STAGES>);
-  static_assert(bytes <= 113 * 1024, "two CTAs must fit an SM");
-  const auto kernel = shrink_tiles_kernel<RANKS, STAGES>;
-  const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  return e == cudaSuccess ? launch_clusters(kernel, cluster_ctas(sms), kShrinkThreads, bytes, stream, args, early) : e;
+  const auto kernel = shrink_tiles_kernel<RANKS>;
+  const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShrinkBytes);
+  return e == cudaSuccess ? launch_clusters(kernel, cluster_ctas(sms), kShrinkThreads, kShrinkBytes, stream, args, early) : e;
 }
 
 inline cudaError_t launch_shrink_tiles(const TileArgs& args, int sms, cudaStream_t stream, bool early) {
-  return args.max_rank <= 32 ? launch_shrink_tiles<32, 4>(args, sms, stream, early)
-                             : launch_shrink_tiles<64, 4>(args, sms, stream, early);
+  return args.max_rank <= 32 ? launch_shrink_tiles<32>(args, sms, stream, early)
+                             : launch_shrink_tiles<kMostRankOfPass>(args, sms, stream, early);
 }
 
 cudaError_t launch_tiles(TileArgs args, cudaStream_t stream) {
@@ -96,29 +95,30 @@ cudaError_t launch_both(BothArgs args, cudaStream_t stream) {
 
 template <int NS, int STAGE, int RANKS>
 cudaError_t launch_shrinks(const BothArgs& args, cudaStream_t stream) {
-  constexpr int bytes = sizeof(Shared<NS, STAGE, RANKS>);
   const auto kernel = shrink_kernel<NS, STAGE, RANKS>;
   int sms = 0;
   cudaError_t e = count_sms(&sms);
-  if (e == cudaSuccess) e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  return e == cudaSuccess ? launch_clusters(kernel, cluster_ctas(sms), kThreads, bytes, stream, args, false) : e;
+  if (e == cudaSuccess) e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShrinkBytes);
+  return e == cudaSuccess ? launch_clusters(kernel, cluster_ctas(sms), kThreads, kShrinkBytes, stream, args, false) : e;
 }
 cudaError_t launch_shrinks(const BothArgs& args, cudaStream_t stream) {
   return args.items.max_rank <= 64 ? launch_shrinks<3, 35840, 64>(args, stream)
                                    : launch_shrinks<2, 56320, kMaxRank>(args, stream);
 }
 
-// Views a pool [rows, width] as [part][step of 128 columns][row][32]: a box is one part of 8 rank rows.
+// Views a pool [rows, width] as [part][step of 128 columns][row][32]: a box is one part of `groups` x 8 rank rows.
 // Where the last step is a half one, it has no parts 2 and 3, and `steps` must leave it out for them.
-inline cudaError_t parts_map(CUtensorMap* map, const void* pool, int64_t rows, int64_t width, int64_t steps) {
+inline cudaError_t parts_map(CUtensorMap* map, const void* pool, int64_t rows, int64_t width, int64_t steps, int groups) {
   const cuuint64_t dims[] = {32, static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(max(steps, int64_t{1})), 4};
   const cuuint64_t strides[] = {static_cast<cuuint64_t>(width) * 2, 256, 64};
-  const cuuint32_t box[] = {32, 8, kStageSteps, 1};
+  const cuuint32_t box[] = {32, static_cast<cuuint32_t>(groups * 8), kBoxSteps, 1};
   return swizzled_map<4>(map, pool, dims, strides, box, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_SWIZZLE_NONE);
 }
-cudaError_t parts_maps(CUtensorMap (&maps)[2], const void* pool, int64_t rows, int64_t width) {
-  const cudaError_t e = parts_map(&maps[0], pool, rows, width, (width + 127) / 128);
-  return e == cudaSuccess ? parts_map(&maps[1], pool, rows, width, width / 128) : e;
+cudaError_t parts_maps(CUtensorMap (&maps)[2][2], const void* pool, int64_t rows, int64_t width) {
+  cudaError_t e = cudaSuccess;
+  for (int i = 0; i < 4 && e == cudaSuccess; ++i)
+    e = parts_map(&maps[i / 2][i % 2], pool, rows, width, (i < 2 ? width + 127 : width) / 128, i % 2 ? kTallBox : 1);
+  return e;
 }
 
 }  // namespace lora_jax

@@ -62,11 +62,12 @@ int lora_ones(Bf16* y, const Item* items, const int* num_items, const int* order
 int lora_tiles(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, const int* entries, const float* scaling,
                const int* row_to_slot, const int* row_to_expert, int modules, int rows, int d_out, int d_in, int a_rows, int b_rows,
                int slots, int max_rank, int least_rows, int least_total, int accumulate, int apart, int* left) {
-  std::vector<int> order(rows), cut(3, -1);
-  std::vector<Item> items(rows), small(rows), tiles(rows);
+  std::vector<int> order(rows), cut(4, -1);
+  std::vector<Item> items(rows), small(rows);
+  std::vector<TileRecord> tiles(rows);
   int num_items = -1, num_small = -1;
-  launch_metadata(MetadataArgs{row_to_slot, row_to_expert, rows, slots, 8, order.data(), items.data(), &num_items}, nullptr);
-  launch_row_tiles(RowTilesArgs{items.data(), &num_items, rows, least_rows, least_total, 0, rows, small.data(), &num_small,
+  launch_metadata(MetadataArgs{row_to_slot, row_to_expert, rows, slots, 32, order.data(), items.data(), &num_items}, nullptr);
+  launch_row_tiles(RowTilesArgs{items.data(), &num_items, order.data(), rows, least_rows, least_total, 0, 0, rows, small.data(), &num_small,
                                 tiles.data(), cut.data()},
                    nullptr);
   *left = 0;
@@ -84,7 +85,7 @@ int lora_tiles(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, c
   TileArgs t{};
   t.tiles = tiles.data(), t.cut = cut.data(), t.most_tiles = rows, t.row_order = order.data();
   std::copy(p.modules, p.modules + modules, t.modules), t.x = x, t.d_in = d_in, t.d_out = d_out;
-  t.num_modules = modules, t.num_rows = rows, t.h_stride = t.max_rank = h_stride, t.accumulate = accumulate;
+  t.num_modules = modules, t.num_rows = rows, t.num_slots = slots, t.h_stride = t.max_rank = h_stride, t.accumulate = accumulate;
   t.h = p.h + (apart ? 0 : work.size() / 2);
   cudaError_t e = pool_maps(&p, 0, a_pool, a_rows, d_in, kWideA);
   if (e == cudaSuccess) e = pool_maps(&p, 1, b_pool, b_rows, d_out, kWideB);

@@ -56,10 +56,16 @@ inline void copy_4(uint32_t dst, const void* src) {
   unsigned char* to = emu::at_shared(dst);
   emu::machine.current->groups.back().push_back([=] { std::memcpy(to, src, 4); });
 }
+inline void copy_ahead(uint32_t dst, const void* src, int bytes) { copy_16(dst, src, bytes); }
 inline void copies_commit() { emu::machine.current->groups.emplace_back(); }
 template <int PENDING>
 inline void copies_wait() {
   emu::finish_groups(emu::machine.current->groups, PENDING);
+}
+inline void copies_arrive(uint64_t* bar) {
+  copies_commit();
+  emu::finish_groups(emu::machine.current->groups, 0);
+  mbar_arrive(bar);
 }
 inline void consumer_barrier(int threads) { emu::meet(emu::machine.current->block->consumers, threads); }
 inline void fence_barriers() {}
@@ -149,6 +155,7 @@ inline void ldmatrix_any(uint32_t (&r)[4], uint32_t address, bool transposed) {
 inline void ldmatrix(uint32_t (&r)[4], uint32_t address) { ldmatrix_any(r, address, false); }
 inline void ldmatrix_trans(uint32_t (&r)[4], uint32_t address) { ldmatrix_any(r, address, true); }
 
+inline int thread_anew() { return threadIdx.x; }
 template <int COUNT>
 inline void fewer_registers() {}
 template <int COUNT>
