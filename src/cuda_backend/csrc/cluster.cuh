@@ -15,6 +15,9 @@ __device__ __forceinline__ int cluster_rank() {
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
+// The same in two, without what they wrote: nobody waits in the first.
+__device__ __forceinline__ void cluster_begun() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_all_begun() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 // Reads what lies at an address in another CTA of the cluster.
 __device__ __forceinline__ int lds32_of(int cta, uint32_t addr) {
   int v;

@@ -22,6 +22,9 @@ struct GroupUnit {
   const __nv_bfloat16* weights;
 };
 
+__device__ __forceinline__ bool is_missing(const uint4& v) {
+  return v.x == kMissing || v.y == kMissing || v.z == kMissing || v.w == kMissing;
+}
 __device__ __forceinline__ int group_blocks(const PairArgs& p) { return p.d_out / kGroupColumns; }
 
 // By the unit warp, whose lanes hold the items: those of a segment are neighbours.
@@ -81,19 +84,43 @@ __device__ __forceinline__ void fetch_block(const PairArgs& p, const GroupUnit& 
   copies_commit();
 }
 
+// By a warp: waits until the last row of each of the unit's items is there, which is seldom long before the
+// others. So one warp of a CTA asks, and for little, while those who write need memory too.
+__device__ __forceinline__ void await_h(const PairArgs& p, const FewTables& tables, const GroupUnit& u) {
+  const int groups = (u.rank + 7) / 8, words = u.items * groups;  // of 16 bytes
+  bool missing;
+  do {
+    missing = false;
+    for (int at = threadIdx.x & 31; at < words; at += 32) {
+      const int i = at / groups;
+      const int4 item = tables.items[u.item + i];
+      const __nv_bfloat16* row = p.h + (static_cast<int64_t>(u.module) * p.num_rows + item.z + item.w - 1) * p.h_stride;
+      missing = missing || is_missing(load_words(reinterpret_cast<const uint4*>(row) + at - i * groups));
+    }
+#ifdef GSLEEP
+    if (missing) __nanosleep(GSLEEP);
+#endif
+  } while (__any_sync(~0u, missing));
+}
+
 // Brings h of an item to where its warp has room for it, by 16 bytes: so many warps want the same few lines
 // that L2 would be busy with finer loads.
 template <class S>
 __device__ __forceinline__ void bring_h(const PairArgs& p, int module, const int4& item, int rank, uint32_t* to) {
   const int lane = threadIdx.x & 31, groups = (rank + 7) / 8, words = item.w * groups;  // of 16 bytes
   const __nv_bfloat16* from = p.h + (static_cast<int64_t>(module) * p.num_rows + item.z) * p.h_stride;
+  bool missing;
+  do {
+    missing = false;
 #pragma unroll
-  for (int i = 0; i < S::kSteps / 2; ++i) {
-    const int at = i * 32 + lane, n = at / max(groups, 1);
-    if (at < words)
-      *reinterpret_cast<uint4*>(to + n * S::kHStride + (at - n * groups) * 4) =
-          load_words(reinterpret_cast<const uint4*>(from + n * p.h_stride) + at - n * groups);
-  }
+    for (int i = 0; i < S::kSteps / 2; ++i) {
+      const int at = i * 32 + lane, n = at / max(groups, 1);
+      if (at >= words) continue;
+      const uint4 v = load_words(reinterpret_cast<const uint4*>(from + n * p.h_stride) + at - n * groups);
+      missing = missing || is_missing(v);
+      *reinterpret_cast<uint4*>(to + n * S::kHStride + (at - n * groups) * 4) = v;
+    }
+  } while (__any_sync(~0u, p.shrink && missing));
   __syncwarp();
 }
 
@@ -143,9 +170,13 @@ __device__ void expand_groups(const PairArgs& p, S& sm) {
       y[e] = make_uint4(0, 0, 0, 0);
       load_last(y[e], out[e], mine && p.accumulate && q * 2 + e < item.w);
     }
-    if (mine) bring_h<S>(p, u.module, item, u.rank, h);
     const bool more = unit + static_cast<int>(gridDim.x) < total;
     if (more) next = group_unit(p, sm, unit + gridDim.x), fetch_block(p, next, blocks + (at ^ 1) * kBlockBytes);
+    if (p.shrink) {
+      if (warp == kUnitWarp + 3) await_h(p, sm.tables, u);  // h's warp: it has seen that all of h was cleared
+      __syncthreads();
+    }
+    if (mine) bring_h<S>(p, u.module, item, u.rank, h);
     if (more) copies_wait<1>();
     else copies_wait<0>();
     __syncthreads();

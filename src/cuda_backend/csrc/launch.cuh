@@ -2,6 +2,7 @@
 // it may run while a stream is being captured.
 #pragma once
 #include "launch_early.cuh"
+#include "few_shrink.cuh"
 #include "lora_few.cuh"
 #include "row_metadata.cuh"
 #include "swizzled_map.cuh"
@@ -53,6 +54,21 @@ template <int NS, int STAGE, int RANKS>
 cudaError_t launch_few(const PairArgs& args, cudaStream_t stream) {
   return launch_items<FewShared<NS, STAGE, RANKS>>(few_kernel<NS, STAGE, RANKS>, args, stream);
 }
+template <int NS, int STAGE, int RANKS>
+cudaError_t launch_few_shrink(const PairArgs& args, cudaStream_t stream) {
+  using S = FewShrinkShared<NS, STAGE, RANKS>;
+  static_assert(sizeof(S) <= 113 * 1024, "two CTAs must fit an SM");
+  const auto kernel = few_shrink_kernel<NS, STAGE, RANKS>;
+  cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(S));
+  int sms = 0;
+  if (e == cudaSuccess) e = count_sms(&sms);
+  if (e != cudaSuccess) return e;
+  cudaLaunchAttribute attributes[2];
+  const unsigned count = cluster_attributes(attributes, kShrinkParts);
+  const int clusters = max(sms * 2 / kShrinkParts, min(kMostAtOnce, at_once_units(args, args.num_rows)));
+  const cudaLaunchConfig_t config{dim3(clusters * kShrinkParts), dim3(kThreads), sizeof(S), stream, attributes, count};
+  return cudaLaunchKernelEx(&config, kernel, args);
+}
 // Whether few_kernel is the faster one, by what was timed on an H200: not of a shrink alone, and of both
 // phases not where CTAs would have so much to do that drawing it pays.
 inline bool are_few(const PairArgs& args) {
@@ -64,6 +80,7 @@ inline bool are_few(const PairArgs& args) {
 // Stages are as large as two CTAs on an SM leave room for.
 inline cudaError_t launch_pair(const PairArgs& args, cudaStream_t stream) {
   if (args.max_rank > 64) return launch_many<2, 56320, 128>(args, stream);
+  if (args.num_rows <= kFewRows && !args.live && !args.expand) return launch_few_shrink<3, 35840, 64>(args, stream);
   if (are_few(args)) return launch_few<3, 34816, 64>(args, stream);
   return args.max_rank > 32 ? launch_many<3, 35840, 64>(args, stream) : launch_many<3, 36864, 32>(args, stream);
 }

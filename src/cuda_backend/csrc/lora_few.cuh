@@ -59,12 +59,15 @@ __device__ void hand_out_few(const PairArgs& p, S& sm, FewPlan& plan, const Aske
   Site guessed{};
   if (p.shrink) guessed = find_site(p, 0, asked.guessed);
   keep_tables(sm.tables, asked);
+  if (lane == 0) sm.groups.count = 0;
   if (asked.num_items > 0) {
     plan.cut_shrink(p, asked.num_items);
     const Share first = plan.shrink_share(0);
     const bool begun = p.shrink && first.item < plan.num_items;
     if (begun) publish(sm, ring, few_unit<S>(p, first, guessed), plan.cut);
-    plan.cut_expand(p);
+    if (p.shrink) find_groups(p, sm.groups, asked);
+    __syncwarp();
+    plan.cut_expand(p, sm.groups.count > 0);
     const int own = plan.own();
     for (int n = begun ? 1 : 0; n < own; n += 32) {
       const Share share = n + lane < own ? plan.share(n + lane) : kNothing;
@@ -281,6 +284,9 @@ __global__ void __launch_bounds__(kThreads, 2) few_kernel(const __grid_constant_
     fetch_h(p, sm);
     if (!p.accumulate) zero_gaps(p, sm);
   }
+  if (sm.groups.count == 0) return;
+  __syncthreads();  // stages are of use no more
+  expand_groups(p, sm);
 }
 
 }  // namespace lora_jax

@@ -8,6 +8,14 @@ inline int cluster_rank() { return blockIdx.x % emu::machine.blocks.size(); }
 inline void cluster_sync() {
   emu::meet(emu::machine.cluster, emu::machine.current->block->threads * emu::machine.blocks.size());
 }
+inline void cluster_begun() {
+  emu::Rendezvous& r = emu::machine.cluster;
+  if (++r.arrived == static_cast<int>(emu::machine.current->block->threads * emu::machine.blocks.size()))
+    r.arrived = 0, ++r.generation, ++emu::machine.progress;
+}
+inline void cluster_all_begun() {
+  emu::wait_until([] { return emu::machine.cluster.generation > 0; });
+}
 inline int lds32_of(int cta, uint32_t address) {
   if (emu::machine.blocks.at(cta)->ended) emu::fail("a CTA of the cluster has ended and is read");
   int v;

@@ -95,6 +95,12 @@ inline void load_once(uint4& v, const void* p, bool wanted) {
   if (wanted && reinterpret_cast<uintptr_t>(p) % 16) emu::fail("a load of 16 bytes off its boundary");
   if (wanted) v = *static_cast<const uint4*>(p);
 }
+inline uint4 load_weights(const void* p) {
+  uint4 v;
+  load_once(v, p, true);
+  return v;
+}
+inline void prefetch_l1(const void*) {}
 inline void load_last(uint4& v, const void* p, bool wanted) { load_once(v, p, wanted); }
 inline void store_last(void* p, uint4 v, bool wanted) {
   if (wanted && reinterpret_cast<uintptr_t>(p) % 16) emu::fail("a store of 16 bytes off its boundary");
