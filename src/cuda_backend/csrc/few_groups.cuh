@@ -4,10 +4,11 @@
 // Items of one segment are served together, one by each warp of a CTA, since they multiply the same weights:
 // 64 rows of one adapter would read them eight times from L2, which takes longer than from memory once.
 #pragma once
-#include "few_plan.cuh"
+#include "few_shrink.cuh"
 
 namespace lora_jax {
 
+constexpr int kHWarp = kRowWarp + 1;  // instead of a second row warp: items have few rows
 constexpr int kGroupItems = kThreads / 32;    // of a segment, at most
 constexpr int kMostRounds = 2;                // blocks of columns that a CTA has, at most
 constexpr int kGroupColumns = 64;             // of a block
@@ -103,6 +104,15 @@ __device__ __forceinline__ void await_h(const PairArgs& p, const FewTables& tabl
   } while (__any_sync(~0u, missing));
 }
 
+// As clear_h, by the last CTAs, which have no shrink to do.
+__device__ __forceinline__ void clear_last(const PairArgs& p) {
+  const int lane = threadIdx.x & 31, words = p.num_modules * p.num_rows * (p.h_stride / 8);  // of 16 bytes
+  const uint4 missing = make_uint4(kMissing, kMissing, kMissing, kMissing);
+  for (int i = (gridDim.x - 1 - blockIdx.x) * 32 + lane; i < words; i += gridDim.x * 32) reinterpret_cast<uint4*>(p.h)[i] = missing;
+  __syncwarp();
+  if (lane == 0) release_count(&p.state->cleared, 2 * gridDim.x - 1);
+}
+
 // Brings h of an item to where its warp has room for it, by 16 bytes: so many warps want the same few lines
 // that L2 would be busy with finer loads.
 template <class S>
@@ -153,7 +163,7 @@ __device__ void expand_groups(const PairArgs& p, S& sm) {
   const int total = sm.groups.count * p.num_modules * group_blocks(p);
   const uint32_t blocks = smem_u32(sm.stages);
   uint32_t* h = reinterpret_cast<uint32_t*>(&sm.stages[0][0] + 2 * kBlockBytes) + warp * kHWords;
-  int unit = blockIdx.x, at = 0;
+  int unit = gridDim.x - 1 - blockIdx.x, at = 0;  // the first CTAs have a shrink behind them
   if (unit >= total) return;
   GroupUnit next = group_unit(p, sm, unit);
   fetch_block(p, next, blocks);
@@ -173,7 +183,7 @@ __device__ void expand_groups(const PairArgs& p, S& sm) {
     const bool more = unit + static_cast<int>(gridDim.x) < total;
     if (more) next = group_unit(p, sm, unit + gridDim.x), fetch_block(p, next, blocks + (at ^ 1) * kBlockBytes);
     if (p.shrink) {
-      if (warp == kUnitWarp + 3) await_h(p, sm.tables, u);  // h's warp: it has seen that all of h was cleared
+      if (warp == kHWarp) await_h(p, sm.tables, u);  // it has seen that all of h was cleared
       __syncthreads();
     }
     if (mine) bring_h<S>(p, u.module, item, u.rank, h);
@@ -194,6 +204,27 @@ __device__ void expand_groups(const PairArgs& p, S& sm) {
     }
     __syncthreads();  // the block that comes next but one may overwrite this one
   }
+}
+
+// Both phases, or the expand alone.
+template <class S>
+__device__ void serve_groups(const PairArgs& p, S& sm, int num_items) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  if (p.shrink) {
+    uint32_t before = 0;
+    if (warp == kHWarp) {
+      before = lane == 0 ? count_begun(p) : 0;
+      clear_last(p);
+    }
+    const bool shrinks = in_unit(p, num_items);
+    if (shrinks) {
+      const AtOnceUnit unit = at_once_unit(p);
+      shrink_at_once(p, *reinterpret_cast<AtOnceShared*>(sm.stages), sm.at_once, unit, sm.tables.items[unit.index], &sm.cleared);
+    }
+    if (warp == kHWarp) await_clear(p, is_odd(__shfl_sync(~0u, before, 0)), &sm.cleared);
+    if (shrinks) __syncthreads();  // what it used is free
+  }
+  expand_groups(p, sm);
 }
 
 }  // namespace lora_jax

@@ -94,8 +94,8 @@ struct FewPlan {
   }
   // A CTA with one more shrink unit than others has fewer blocks, where items are few: else its neighbours'
   // longer runs are on more items, each of which costs them a unit.
-  __device__ __forceinline__ void cut_expand(const PairArgs& p, bool by_groups) {
-    const int ctas = static_cast<int>(gridDim.x), all = by_groups ? 0 : items * blocks;
+  __device__ __forceinline__ void cut_expand(const PairArgs& p) {
+    const int ctas = static_cast<int>(gridDim.x), all = items * blocks;
     const int block = (p.max_rank + 7) / 8 * 8 * kBlock;  // elements
     const float cost = items * 4 <= ctas ? __fdividef(static_cast<float>(8 << cut) * p.d_in, block) : 0.f;
     const float level = (all + more * cost) * by_ctas, few = max(level - cost, 0.f);

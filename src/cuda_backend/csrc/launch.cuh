@@ -50,24 +50,28 @@ template <int NS, int STAGE, int RANKS>
 cudaError_t launch_many(const PairArgs& args, cudaStream_t stream) {
   return launch_items<Shared<NS, STAGE, RANKS>>(pair_kernel<NS, STAGE, RANKS>, args, stream);
 }
-template <int NS, int STAGE, int RANKS>
-cudaError_t launch_few(const PairArgs& args, cudaStream_t stream) {
-  return launch_items<FewShared<NS, STAGE, RANKS>>(few_kernel<NS, STAGE, RANKS>, args, stream);
-}
-template <int NS, int STAGE, int RANKS>
-cudaError_t launch_few_shrink(const PairArgs& args, cudaStream_t stream) {
-  using S = FewShrinkShared<NS, STAGE, RANKS>;
+// In clusters that shrink_at_once counts on.
+template <class S>
+cudaError_t launch_clusters(void (*kernel)(PairArgs), const PairArgs& args, cudaStream_t stream) {
   static_assert(sizeof(S) <= 113 * 1024, "two CTAs must fit an SM");
-  const auto kernel = few_shrink_kernel<NS, STAGE, RANKS>;
   cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(S));
   int sms = 0;
   if (e == cudaSuccess) e = count_sms(&sms);
   if (e != cudaSuccess) return e;
   cudaLaunchAttribute attributes[2];
   const unsigned count = cluster_attributes(attributes, kShrinkParts);
-  const int clusters = max(sms * 2 / kShrinkParts, min(kMostAtOnce, at_once_units(args, args.num_rows)));
-  const cudaLaunchConfig_t config{dim3(clusters * kShrinkParts), dim3(kThreads), sizeof(S), stream, attributes, count};
+  const int ctas = sms * 2 / kShrinkParts * kShrinkParts;
+  const cudaLaunchConfig_t config{dim3(ctas), dim3(kThreads), sizeof(S), stream, attributes, count};
   return cudaLaunchKernelEx(&config, kernel, args);
+}
+template <int NS, int STAGE, int RANKS>
+cudaError_t launch_few(const PairArgs& args, cudaStream_t stream) {
+  if (!args.shrink) return launch_items<FewShared<NS, STAGE, RANKS>>(few_kernel<NS, STAGE, RANKS>, args, stream);
+  return launch_clusters<FewShared<NS, STAGE, RANKS>>(few_kernel<NS, STAGE, RANKS>, args, stream);
+}
+template <int NS, int STAGE, int RANKS>
+cudaError_t launch_few_shrink(const PairArgs& args, cudaStream_t stream) {
+  return launch_clusters<FewShrinkShared<NS, STAGE, RANKS>>(few_shrink_kernel<NS, STAGE, RANKS>, args, stream);
 }
 // Whether few_kernel is the faster one, by what was timed on an H200: not of a shrink alone, and of both
 // phases not where CTAs would have so much to do that drawing it pays.

@@ -106,6 +106,17 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
 }
 __device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 __device__ __forceinline__ void prefetch_l1(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
+// Asks for a word at once, though it may turn out not to be needed.
+__device__ __forceinline__ int load_now(const int* p) {
+  int v;
+  asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ float load_now(const float* p) {
+  float v;
+  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(v) : "l"(p));
+  return v;
+}
 // Words that threads of other CTAs write or read meanwhile.
 __device__ __forceinline__ uint32_t load_word(const uint32_t* p) {
   uint32_t v;
@@ -175,14 +186,6 @@ __device__ __forceinline__ void load_once(uint4& v, const void* p, bool wanted) 
       "@p ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];\n}"
       : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
       : "l"(p), "r"(static_cast<int>(wanted)));
-}
-// The same, always.
-__device__ __forceinline__ uint4 load_weights(const void* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p));
-  return v;
 }
 // The same of what this thread alone reads, and stores it back: nobody wants it soon.
 __device__ __forceinline__ void load_last(uint4& v, const void* p, bool wanted) {

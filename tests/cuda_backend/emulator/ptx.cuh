@@ -66,7 +66,9 @@ inline void fence_barriers() {}
 inline void fence_copies() {}
 inline void fence_shared_copies() {}
 inline void prefetch_map(const CUtensorMap*) {}
+inline void prefetch_l1(const void*) {}
 inline void prefetch_l2(const void*) {}
+template <class T> inline T load_now(const T* p) { return *p; }
 inline uint32_t load_word(const uint32_t* p) {
   emu::yield();
   return *p;
@@ -95,12 +97,6 @@ inline void load_once(uint4& v, const void* p, bool wanted) {
   if (wanted && reinterpret_cast<uintptr_t>(p) % 16) emu::fail("a load of 16 bytes off its boundary");
   if (wanted) v = *static_cast<const uint4*>(p);
 }
-inline uint4 load_weights(const void* p) {
-  uint4 v;
-  load_once(v, p, true);
-  return v;
-}
-inline void prefetch_l1(const void*) {}
 inline void load_last(uint4& v, const void* p, bool wanted) { load_once(v, p, wanted); }
 inline void store_last(void* p, uint4 v, bool wanted) {
   if (wanted && reinterpret_cast<uintptr_t>(p) % 16) emu::fail("a store of 16 bytes off its boundary");
