@@ -45,7 +45,7 @@ def test_lora_matches_float64(library, rows, d_out, d_in, experts, modules, accu
     which = np.zeros(rows, np.int32) if case.row_to_expert is None else copied(case.row_to_expert)
     pools = [copied(a) for a in (case.x, case.a_pool, case.b_pool)]
     sizes = (modules, rows, d_out, d_in, len(case.a_pool), len(case.b_pool), slots, max_rank)
-    library.emulate(2, rows)
+    library.emulate(1, rows)
     more = 8 if rows <= 128 else 32, int(accumulate), modules, 0  # as many launches before
     call(library.lora, y, *pools, entries, scaling, owners, which, *sizes, *more)
     want = np.stack([np.asarray(case.y, np.float64) * accumulate] * modules)
@@ -129,7 +129,7 @@ def test_rows_of_no_item_become_zero_wherever_they_stand(library, rows, gaps):
         begin += count + gaps[len(items) % len(gaps)]
     order, y = rng.permutation(rows).astype(np.int32), np.full((rows, 192), np.nan, BF16)
     listed = np.array([*items, (0, 0, 0, rows)], np.int32)  # what lies behind them does not count
-    library.emulate(2, rows)
+    library.emulate(1, rows)
     call(library.lora_ones, y, listed, np.array([len(items)], np.int32), order, *y.shape)
     want = np.where(owned, 8, 0).astype(BF16)  # ones of rank 8
     np.testing.assert_array_equal(y[order].view(np.uint16), np.tile(want, (192, 1)).T.view("u2"))
@@ -165,7 +165,7 @@ def test_tiles_have_the_bits_of_items(
     if not adds:
         want[:], got[:] = np.nan, np.nan
     sizes = (modules, rows, d_out, d_in, len(case.a_pool), len(case.b_pool), slots, max_rank, 8)
-    library.emulate(2, rows)
+    library.emulate(1, rows)
     call(library.lora, want, *pools, owners, which, *sizes, adds, 0, 0)
     library.emulate(sms, rows)
     call(library.lora_tiles, got, *pools, owners, which, *sizes, total, adds, apart, left)

@@ -60,8 +60,8 @@ cudaError_t launch_clusters(void (*kernel)(PairArgs), const PairArgs& args, cuda
   if (e != cudaSuccess) return e;
   cudaLaunchAttribute attributes[2];
   const unsigned count = cluster_attributes(attributes, kShrinkParts);
-  const int ctas = sms * 2 / kShrinkParts * kShrinkParts;
-  const cudaLaunchConfig_t config{dim3(ctas), dim3(kThreads), sizeof(S), stream, attributes, count};
+  const int clusters = max(1, sms * 2 / kShrinkParts);
+  const cudaLaunchConfig_t config{dim3(clusters * kShrinkParts), dim3(kThreads), sizeof(S), stream, attributes, count};
   return cudaLaunchKernelEx(&config, kernel, args);
 }
 template <int NS, int STAGE, int RANKS>
