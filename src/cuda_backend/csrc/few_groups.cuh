@@ -27,29 +27,34 @@ __device__ __forceinline__ bool is_missing(const uint4& v) {
   return v.x == kMissing || v.y == kMissing || v.z == kMissing || v.w == kMissing;
 }
 __device__ __forceinline__ int group_blocks(const PairArgs& p) { return p.d_out / kGroupColumns; }
+__device__ __forceinline__ int most_groups(const PairArgs& p) {
+  return quotient(kMostRounds * gridDim.x, reciprocal(group_blocks(p) * p.num_modules));
+}
+// Whether so few segments may have so many items: all items of a segment but one are full.
+__device__ __forceinline__ bool may_be_groups(const PairArgs& p, int num_items) {
+  const int most = most_groups(p);
+  return num_items <= most * kGroupItems && num_items * kFewItemRows - p.num_rows <= most * (kFewItemRows - 1);
+}
 
 // By the unit warp, whose lanes hold the items: those of a segment are neighbours.
 __device__ __forceinline__ void find_groups(const PairArgs& p, FewGroups& groups, const AskedTables& asked) {
   const int lane = threadIdx.x & 31, num_items = asked.num_items;
-  const int most = kMostRounds * static_cast<int>(gridDim.x) / (group_blocks(p) * p.num_modules);
   int count = 0, begin = 0;  // begin: of the segment at the end of the window before
-  if (num_items <= most * kGroupItems) {
 #pragma unroll
-    for (int w = 0; w < kFewRows / 32; ++w) {
-      const int4 item = asked.items[w], last = asked.items[w > 0 ? w - 1 : 0];
-      int slot = __shfl_up_sync(~0u, item.x, 1), expert = __shfl_up_sync(~0u, item.y, 1);
-      const int last_slot = __shfl_sync(~0u, last.x, 31), last_expert = __shfl_sync(~0u, last.y, 31);
-      if (lane == 0) slot = last_slot, expert = last_expert;
-      const int i = w * 32 + lane;
-      const uint32_t heads = __ballot_sync(~0u, i == 0 || item.x != slot || item.y != expert) & (~0u >> (31 - lane));
-      const int start = heads ? w * 32 + 31 - __clz(heads) : begin;
-      const bool opens = i < num_items && (i - start) % kGroupItems == 0;
-      const uint32_t opening = __ballot_sync(~0u, opens);
-      if (opens) groups.starts[count + __popc(opening & ((1u << lane) - 1))] = i;
-      count += __popc(opening), begin = __shfl_sync(~0u, start, 31);
-    }
+  for (int w = 0; w < kFewRows / 32; ++w) {
+    const int4 item = asked.items[w], last = asked.items[w > 0 ? w - 1 : 0];
+    int slot = __shfl_up_sync(~0u, item.x, 1), expert = __shfl_up_sync(~0u, item.y, 1);
+    const int last_slot = __shfl_sync(~0u, last.x, 31), last_expert = __shfl_sync(~0u, last.y, 31);
+    if (lane == 0) slot = last_slot, expert = last_expert;
+    const int i = w * 32 + lane;
+    const uint32_t heads = __ballot_sync(~0u, i == 0 || item.x != slot || item.y != expert) & (~0u >> (31 - lane));
+    const int start = heads ? w * 32 + 31 - __clz(heads) : begin;
+    const bool opens = i < num_items && (i - start) % kGroupItems == 0;
+    const uint32_t opening = __ballot_sync(~0u, opens);
+    if (opens) groups.starts[count + __popc(opening & ((1u << lane) - 1))] = i;
+    count += __popc(opening), begin = __shfl_sync(~0u, start, 31);
   }
-  if (lane == 0) groups.count = count <= most ? count : 0, groups.starts[count] = num_items;
+  if (lane == 0) groups.count = count <= most_groups(p) ? count : 0, groups.starts[count] = num_items;
 }
 
 // Whether the launch is served by groups; then all warps have the tables.
@@ -104,13 +109,16 @@ __device__ __forceinline__ void await_h(const PairArgs& p, const FewTables& tabl
   } while (__any_sync(~0u, missing));
 }
 
-// As clear_h, by the last CTAs, which have no shrink to do.
+// As clear_h, by the last CTAs: who has a shrink to do should wait for nothing before.
 __device__ __forceinline__ void clear_last(const PairArgs& p) {
   const int lane = threadIdx.x & 31, words = p.num_modules * p.num_rows * (p.h_stride / 8);  // of 16 bytes
+  const int first = static_cast<int>(gridDim.x - 1 - blockIdx.x) * 32;
   const uint4 missing = make_uint4(kMissing, kMissing, kMissing, kMissing);
-  for (int i = (gridDim.x - 1 - blockIdx.x) * 32 + lane; i < words; i += gridDim.x * 32) reinterpret_cast<uint4*>(p.h)[i] = missing;
+  for (int i = first + lane; i < words; i += gridDim.x * 32) reinterpret_cast<uint4*>(p.h)[i] = missing;
   __syncwarp();
-  if (lane == 0) release_count(&p.state->cleared, 2 * gridDim.x - 1);
+  if (lane > 0) return;
+  if (first < words) release_count(&p.state->cleared, 2 * gridDim.x - 1);
+  else relaxed_count(&p.state->cleared, 2 * gridDim.x - 1);
 }
 
 // Brings h of an item to where its warp has room for it, by 16 bytes: so many warps want the same few lines

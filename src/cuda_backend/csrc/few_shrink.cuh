@@ -16,7 +16,7 @@ constexpr int kShrinkParts = kConsumers;  // CTAs of a cluster
 constexpr int kLoaders = kThreads / 32, kChunkSteps = 4;  // steps of 128 columns that a warp asks for at once
 constexpr int kMostChunks = 2 * kLoaders;
 constexpr int kAtOnceRanks = 16;  // of a unit
-constexpr int kMostAtOnce = 64; // units: all of them run at a time
+constexpr int kMostAtOnce = 64;  // units: all of them run at a time
 
 // What the lanes of a warp multiply in a step: rank rows g and g + 8 by either half of a lane's 8 k, batch row g.
 struct Step {

@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(kThreads, 2) few_kernel(const __grid_constant_
   if (warp == kUnitWarp) asked = ask_tables(p);
   const int num_items = *p.num_items;
   make_few_barriers(p, sm);
-  if ((!p.shrink || at_once(p, num_items)) && have_groups(p, sm, asked)) {
+  if ((!p.shrink || at_once(p, num_items)) && may_be_groups(p, num_items) && have_groups(p, sm, asked)) {
     serve_groups(p, sm, num_items);
     if (!p.accumulate && warp == kHWarp) zero_gaps(p, sm);
     return;

@@ -140,6 +140,10 @@ __device__ __forceinline__ uint32_t acquire_word(const uint32_t* p) {
 __device__ __forceinline__ void release_count(uint32_t* p, uint32_t last) {
   asm volatile("red.release.gpu.global.inc.u32 [%0], %1;" ::"l"(p), "r"(last) : "memory");
 }
+// The same of who has written nothing, which takes no wait.
+__device__ __forceinline__ void relaxed_count(uint32_t* p, uint32_t last) {
+  asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(p), "r"(last) : "memory");
+}
 __device__ __forceinline__ void store_word(uint32_t* p, uint32_t v) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }

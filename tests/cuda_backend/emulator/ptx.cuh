@@ -79,6 +79,7 @@ inline uint4 load_words(const uint4* p) {
 }
 inline uint32_t acquire_word(const uint32_t* p) { return load_word(p); }
 inline void release_count(uint32_t* p, uint32_t last) { *p = *p < last ? *p + 1 : 0, ++emu::machine.progress; }
+inline void relaxed_count(uint32_t* p, uint32_t last) { release_count(p, last); }
 inline void store_word(uint32_t* p, uint32_t v) { *p = v, ++emu::machine.progress; }
 inline void let_next_begin() {}
 inline void wait_for_previous() {}
