@@ -64,7 +64,7 @@ __device__ void hand_out_few(const PairArgs& p, S& sm, FewPlan& plan, const Aske
     const Share first = plan.shrink_share(0);
     const bool begun = p.shrink && first.item < plan.num_items;
     if (begun) publish(sm, ring, few_unit<S>(p, first, guessed), plan.cut);
-    plan.cut_expand(p);
+    plan.cut_expand(p, asked);
     const int own = plan.own();
     for (int n = begun ? 1 : 0; n < own; n += 32) {
       const Share share = n + lane < own ? plan.share(n + lane) : kNothing;
