@@ -1,5 +1,5 @@
-// The expand alone of so few segments that each CTA has a block of columns, or two. See lora_few.cuh for
-// the whole.
+// So few segments that each CTA has a block of the expand's columns, or two; behind a shrink at once (few_shrink.cuh)
+// where there is one. See lora_few.cuh for the whole.
 //
 // Items of one segment are served together, one by each warp of a CTA, since they multiply the same weights:
 // 64 rows of one adapter would read them eight times from L2, which takes longer than from memory once.
@@ -103,9 +103,6 @@ __device__ __forceinline__ void await_h(const PairArgs& p, const FewTables& tabl
       const __nv_bfloat16* row = p.h + (static_cast<int64_t>(u.module) * p.num_rows + item.z + item.w - 1) * p.h_stride;
       missing = missing || is_missing(load_words(reinterpret_cast<const uint4*>(row) + at - i * groups));
     }
-#ifdef GSLEEP
-    if (missing) __nanosleep(GSLEEP);
-#endif
   } while (__any_sync(~0u, missing));
 }
 

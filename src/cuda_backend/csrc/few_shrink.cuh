@@ -15,8 +15,7 @@ namespace lora_jax {
 constexpr int kShrinkParts = kConsumers;  // CTAs of a cluster
 constexpr int kLoaders = kThreads / 32, kChunkSteps = 4;  // steps of 128 columns that a warp asks for at once
 constexpr int kMostChunks = 2 * kLoaders;
-constexpr int kAtOnceRanks = 16;  // of a unit
-constexpr int kMostAtOnce = 64;  // units: all of them run at a time
+constexpr int kAtOnceRanks = 16, kMostAtOnce = 64;  // rank rows of a unit; units, which all run at a time
 
 // What the lanes of a warp multiply in a step: rank rows g and g + 8 by either half of a lane's 8 k, batch row g.
 struct Step {
@@ -120,6 +119,39 @@ __device__ __forceinline__ void finish_at_once(const PairArgs& p, AtOnceShared& 
   }
 }
 
+// This lane's part of x and of rank rows g and g + 8, from this warp's first chunk on.
+struct AtOnceSource {
+  const __nv_bfloat16 *x, *lo, *hi;
+};
+// Brings this warp's chunks of the CTA's k. Of steps that are not there come zeros: sums stay as they are.
+__device__ __forceinline__ void bring_chunks(AtOnceShared& sm, AtOnceBarriers& bars, AtOnceSource from, int steps, int chunks) {
+  constexpr int kColumns = kLoaders * kChunkSteps * 128;  // until this warp's next chunk
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  uint32_t to = smem_u32(&sm.chunks[warp][0].low[lane]);
+#pragma unroll 1
+  for (int i = warp; i < chunks; i += kLoaders) {
+    uint4 x[kChunkSteps], lo[kChunkSteps], hi[kChunkSteps];
+#pragma unroll
+    for (int d = 0; d < kChunkSteps; ++d) {
+      const bool there = i * kChunkSteps + d < steps;
+      lo[d] = hi[d] = x[d] = make_uint4(0, 0, 0, 0);
+      load_once(lo[d], from.lo + d * 128, there), load_once(hi[d], from.hi + d * 128, there);
+      load_once(x[d], from.x + d * 128, there);
+    }
+#pragma unroll
+    for (int d = 0; d < kChunkSteps; ++d) {
+      const uint32_t step = to + d * sizeof(Step);
+      sts128(step, make_uint4(lo[d].x, hi[d].x, lo[d].y, hi[d].y));
+      sts128(step + 512, make_uint4(lo[d].z, hi[d].z, lo[d].w, hi[d].w));
+      sts128(step + 1024, x[d]);
+    }
+    __syncwarp();
+    if (lane == 0) mbar_arrive(&bars.full[i]);
+    from.lo += kColumns, from.hi += kColumns, from.x += kColumns, to += kLoaders * kChunkSteps * sizeof(Step);
+  }
+}
+
+// `cleared`: of h, where others read it in this launch.
 __device__ __forceinline__ void shrink_at_once(const PairArgs& p, AtOnceShared& sm, AtOnceBarriers& bars, const AtOnceUnit& u,
                                                const int4& item, uint64_t* cleared = nullptr) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3, part = cluster_rank();
@@ -135,31 +167,9 @@ __device__ __forceinline__ void shrink_at_once(const PairArgs& p, AtOnceShared& 
   const int steps = (p.d_in - part * 32 + 127) >> 7, chunks = (steps + kChunkSteps - 1) / kChunkSteps;
   const int column = part * 32 + q * 8 + warp * kChunkSteps * 128;
   const int a_row = a_offset + item.y * a_stride + u.first_rank, last = rank - 1 - u.first_rank;
-  const __nv_bfloat16* x = p.x + static_cast<int64_t>(row) * p.d_in + column;
-  const __nv_bfloat16* lo = p.pools[0] + static_cast<int64_t>(a_row + min(g, last)) * p.d_in + column;
-  const __nv_bfloat16* hi = p.pools[0] + static_cast<int64_t>(a_row + min(g + 8, last)) * p.d_in + column;
-  uint32_t to = smem_u32(&sm.chunks[warp][0].low[lane]);
-#pragma unroll 1
-  for (int i = warp; i < chunks; i += kLoaders) {
-    const uint4 none = make_uint4(0, 0, 0, 0);  // of steps that are not there: sums stay as they are
-    uint4 vx[kChunkSteps], vlo[kChunkSteps], vhi[kChunkSteps];
-#pragma unroll
-    for (int d = 0; d < kChunkSteps; ++d) {
-      const bool there = i * kChunkSteps + d < steps;
-      vlo[d] = vhi[d] = vx[d] = none;
-      load_once(vlo[d], lo + d * 128, there), load_once(vhi[d], hi + d * 128, there), load_once(vx[d], x + d * 128, there);
-    }
-#pragma unroll
-    for (int d = 0; d < kChunkSteps; ++d) {
-      sts128(to + d * sizeof(Step), make_uint4(vlo[d].x, vhi[d].x, vlo[d].y, vhi[d].y));
-      sts128(to + d * sizeof(Step) + 512, make_uint4(vlo[d].z, vhi[d].z, vlo[d].w, vhi[d].w));
-      sts128(to + d * sizeof(Step) + 1024, vx[d]);
-    }
-    __syncwarp();
-    if (lane == 0) mbar_arrive(&bars.full[i]);
-    lo += kLoaders * kChunkSteps * 128, hi += kLoaders * kChunkSteps * 128, x += kLoaders * kChunkSteps * 128;
-    to += kLoaders * kChunkSteps * sizeof(Step);
-  }
+  auto weights = [&](int r) { return p.pools[0] + static_cast<int64_t>(a_row + min(r, last)) * p.d_in + column; };
+  const AtOnceSource from{p.x + static_cast<int64_t>(row) * p.d_in + column, weights(g), weights(g + 8)};
+  bring_chunks(sm, bars, from, steps, chunks);
   AtOnceSums acc = {};
   if (warp == 0) {
     if (part == 0 && lane == 0) mbar_expect(&bars.summed, sizeof(sm.parts));

@@ -4,7 +4,7 @@
 // What a small launch takes is mostly latency, so here every CTA holds all items, which come by loads that
 // do not wait for one another, and the plan is made of them without a draw. One warp fetches h for the
 // others, ahead of its use, and polls where it is still missing. Rows of no item become zeros here where y
-// held nothing. An expand alone of few segments is served by few_groups.cuh.
+// held nothing. Few segments are served by few_groups.cuh.
 #pragma once
 #include "few_groups.cuh"
 #include "lora_gemm.cuh"
