@@ -129,12 +129,16 @@ struct FewPlan {
   // A CTA with one more shrink unit than others has fewer blocks, where items are few: else its neighbours'
   // longer runs are on more items, each of which costs them a unit.
   __device__ __forceinline__ void cut_expand(const PairArgs& p, const AskedTables& asked) {
-    if (p.shrink && p.accumulate) return cut_by_costs(p, ItemCosts(asked));
+    if (costs_differ(p)) return cut_by_costs(p, ItemCosts(asked));
     const int all = items * blocks;
     cut_run([&](int cta) { return min(all, static_cast<int>(run_begin(p, cta, all))); });
   }
-  // Where y comes with the weights: 64 rows of 30 adapters, Zipf, on an H200 take 26.6 us by blocks, 26.2 by
-  // costs; 32 rows of 19 adapters 18.9 and 17.3.
+  // Where y comes with large weights and items are few: 64 rows of 32 adapters, Zipf, rank 64, on an H200 take
+  // 26.3 us by blocks and 25.8 by costs, 32 rows of 19 adapters 18.8 and 17.1. Else it costs up to a microsecond.
+  __device__ __forceinline__ bool costs_differ(const PairArgs& p) const {
+    const bool large = p.shrink && p.accumulate && p.max_rank > 32;
+    return large && items * 4 <= static_cast<int>(gridDim.x) && p.num_rows > num_items + kLightRows;
+  }
   __device__ __forceinline__ void cut_by_costs(const PairArgs& p, const ItemCosts& costs) {
     const float module_cost = costs.before(num_items);
     cut_run([&](int cta) {
