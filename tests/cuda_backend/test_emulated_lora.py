@@ -95,7 +95,7 @@ def test_lora_has_the_same_bits_however_it_is_shared_out(library, modules):
 @pytest.mark.parametrize(
     ("d_out", "d_in", "ranks"), [(192, 320, (16, 0, 40)), (64, 1408, (64,)), (192, 64, (13,))]
 )
-@pytest.mark.parametrize("rows", [1, 9, 128])
+@pytest.mark.parametrize("rows", [1, 9, 30, 128])
 @pytest.mark.parametrize("apart", [False, True])
 def test_few_rows_have_the_bits_that_they_have_among_many(library, rows, d_out, d_in, ranks, apart):
     case = lora_case(200, d_out, d_in, ranks=ranks, dtype="bfloat16")
