@@ -1,13 +1,14 @@
-// The expand alone of so few segments that each CTA has a block of columns, or two. See lora_few.cuh for
-// the whole.
+// So few segments that each CTA has a block of the expand's columns, or two; behind a shrink at once (few_shrink.cuh)
+// where there is one. See lora_few.cuh for the whole.
 //
 // Items of one segment are served together, one by each warp of a CTA, since they multiply the same weights:
 // 64 rows of one adapter would read them eight times from L2, which takes longer than from memory once.
 #pragma once
-#include "few_plan.cuh"
+#include "few_shrink.cuh"
 
 namespace lora_jax {
 
+constexpr int kHWarp = kRowWarp + 1;  // instead of a second row warp: items have few rows
 constexpr int kGroupItems = kThreads / 32;    // of a segment, at most
 constexpr int kMostRounds = 2;                // blocks of columns that a CTA has, at most
 constexpr int kGroupColumns = 64;             // of a block
@@ -22,30 +23,38 @@ struct GroupUnit {
   const __nv_bfloat16* weights;
 };
 
+__device__ __forceinline__ bool is_missing(const uint4& v) {
+  return v.x == kMissing || v.y == kMissing || v.z == kMissing || v.w == kMissing;
+}
 __device__ __forceinline__ int group_blocks(const PairArgs& p) { return p.d_out / kGroupColumns; }
+__device__ __forceinline__ int most_groups(const PairArgs& p) {
+  return quotient(kMostRounds * gridDim.x, reciprocal(group_blocks(p) * p.num_modules));
+}
+// Whether so few segments may have so many items: all items of a segment but one are full.
+__device__ __forceinline__ bool may_be_groups(const PairArgs& p, int num_items) {
+  const int most = most_groups(p);
+  return num_items <= most * kGroupItems && num_items * kFewItemRows - p.num_rows <= most * (kFewItemRows - 1);
+}
 
 // By the unit warp, whose lanes hold the items: those of a segment are neighbours.
 __device__ __forceinline__ void find_groups(const PairArgs& p, FewGroups& groups, const AskedTables& asked) {
   const int lane = threadIdx.x & 31, num_items = asked.num_items;
-  const int most = kMostRounds * static_cast<int>(gridDim.x) / (group_blocks(p) * p.num_modules);
   int count = 0, begin = 0;  // begin: of the segment at the end of the window before
-  if (num_items <= most * kGroupItems) {
 #pragma unroll
-    for (int w = 0; w < kFewRows / 32; ++w) {
-      const int4 item = asked.items[w], last = asked.items[w > 0 ? w - 1 : 0];
-      int slot = __shfl_up_sync(~0u, item.x, 1), expert = __shfl_up_sync(~0u, item.y, 1);
-      const int last_slot = __shfl_sync(~0u, last.x, 31), last_expert = __shfl_sync(~0u, last.y, 31);
-      if (lane == 0) slot = last_slot, expert = last_expert;
-      const int i = w * 32 + lane;
-      const uint32_t heads = __ballot_sync(~0u, i == 0 || item.x != slot || item.y != expert) & (~0u >> (31 - lane));
-      const int start = heads ? w * 32 + 31 - __clz(heads) : begin;
-      const bool opens = i < num_items && (i - start) % kGroupItems == 0;
-      const uint32_t opening = __ballot_sync(~0u, opens);
-      if (opens) groups.starts[count + __popc(opening & ((1u << lane) - 1))] = i;
-      count += __popc(opening), begin = __shfl_sync(~0u, start, 31);
-    }
+  for (int w = 0; w < kFewRows / 32; ++w) {
+    const int4 item = asked.items[w], last = asked.items[w > 0 ? w - 1 : 0];
+    int slot = __shfl_up_sync(~0u, item.x, 1), expert = __shfl_up_sync(~0u, item.y, 1);
+    const int last_slot = __shfl_sync(~0u, last.x, 31), last_expert = __shfl_sync(~0u, last.y, 31);
+    if (lane == 0) slot = last_slot, expert = last_expert;
+    const int i = w * 32 + lane;
+    const uint32_t heads = __ballot_sync(~0u, i == 0 || item.x != slot || item.y != expert) & (~0u >> (31 - lane));
+    const int start = heads ? w * 32 + 31 - __clz(heads) : begin;
+    const bool opens = i < num_items && (i - start) % kGroupItems == 0;
+    const uint32_t opening = __ballot_sync(~0u, opens);
+    if (opens) groups.starts[count + __popc(opening & ((1u << lane) - 1))] = i;
+    count += __popc(opening), begin = __shfl_sync(~0u, start, 31);
   }
-  if (lane == 0) groups.count = count <= most ? count : 0, groups.starts[count] = num_items;
+  if (lane == 0) groups.count = count <= most_groups(p) ? count : 0, groups.starts[count] = num_items;
 }
 
 // Whether the launch is served by groups; then all warps have the tables.
@@ -81,19 +90,52 @@ __device__ __forceinline__ void fetch_block(const PairArgs& p, const GroupUnit& 
   copies_commit();
 }
 
+// By a warp: waits until the last row of each of the unit's items is there, which is seldom long before the
+// others. So one warp of a CTA asks, and for little, while those who write need memory too.
+__device__ __forceinline__ void await_h(const PairArgs& p, const FewTables& tables, const GroupUnit& u) {
+  const int groups = (u.rank + 7) / 8, words = u.items * groups;  // of 16 bytes
+  bool missing;
+  do {
+    missing = false;
+    for (int at = threadIdx.x & 31; at < words; at += 32) {
+      const int i = at / groups;
+      const int4 item = tables.items[u.item + i];
+      const __nv_bfloat16* row = p.h + (static_cast<int64_t>(u.module) * p.num_rows + item.z + item.w - 1) * p.h_stride;
+      missing = missing || is_missing(load_words(reinterpret_cast<const uint4*>(row) + at - i * groups));
+    }
+  } while (__any_sync(~0u, missing));
+}
+
+// As clear_h, by the last CTAs: who has a shrink to do should wait for nothing before.
+__device__ __forceinline__ void clear_last(const PairArgs& p) {
+  const int lane = threadIdx.x & 31, words = p.num_modules * p.num_rows * (p.h_stride / 8);  // of 16 bytes
+  const int first = static_cast<int>(gridDim.x - 1 - blockIdx.x) * 32;
+  const uint4 missing = make_uint4(kMissing, kMissing, kMissing, kMissing);
+  for (int i = first + lane; i < words; i += gridDim.x * 32) reinterpret_cast<uint4*>(p.h)[i] = missing;
+  __syncwarp();
+  if (lane > 0) return;
+  if (first < words) release_count(&p.state->cleared, 2 * gridDim.x - 1);
+  else relaxed_count(&p.state->cleared, 2 * gridDim.x - 1);
+}
+
 // Brings h of an item to where its warp has room for it, by 16 bytes: so many warps want the same few lines
 // that L2 would be busy with finer loads.
 template <class S>
 __device__ __forceinline__ void bring_h(const PairArgs& p, int module, const int4& item, int rank, uint32_t* to) {
   const int lane = threadIdx.x & 31, groups = (rank + 7) / 8, words = item.w * groups;  // of 16 bytes
   const __nv_bfloat16* from = p.h + (static_cast<int64_t>(module) * p.num_rows + item.z) * p.h_stride;
+  bool missing;
+  do {
+    missing = false;
 #pragma unroll
-  for (int i = 0; i < S::kSteps / 2; ++i) {
-    const int at = i * 32 + lane, n = at / max(groups, 1);
-    if (at < words)
-      *reinterpret_cast<uint4*>(to + n * S::kHStride + (at - n * groups) * 4) =
-          load_words(reinterpret_cast<const uint4*>(from + n * p.h_stride) + at - n * groups);
-  }
+    for (int i = 0; i < S::kSteps / 2; ++i) {
+      const int at = i * 32 + lane, n = at / max(groups, 1);
+      if (at >= words) continue;
+      const uint4 v = load_words(reinterpret_cast<const uint4*>(from + n * p.h_stride) + at - n * groups);
+      missing = missing || is_missing(v);
+      *reinterpret_cast<uint4*>(to + n * S::kHStride + (at - n * groups) * 4) = v;
+    }
+  } while (__any_sync(~0u, p.shrink && missing));
   __syncwarp();
 }
 
@@ -126,7 +168,7 @@ __device__ void expand_groups(const PairArgs& p, S& sm) {
   const int total = sm.groups.count * p.num_modules * group_blocks(p);
   const uint32_t blocks = smem_u32(sm.stages);
   uint32_t* h = reinterpret_cast<uint32_t*>(&sm.stages[0][0] + 2 * kBlockBytes) + warp * kHWords;
-  int unit = blockIdx.x, at = 0;
+  int unit = gridDim.x - 1 - blockIdx.x, at = 0;  // the first CTAs have a shrink behind them
   if (unit >= total) return;
   GroupUnit next = group_unit(p, sm, unit);
   fetch_block(p, next, blocks);
@@ -143,9 +185,13 @@ __device__ void expand_groups(const PairArgs& p, S& sm) {
       y[e] = make_uint4(0, 0, 0, 0);
       load_last(y[e], out[e], mine && p.accumulate && q * 2 + e < item.w);
     }
-    if (mine) bring_h<S>(p, u.module, item, u.rank, h);
     const bool more = unit + static_cast<int>(gridDim.x) < total;
     if (more) next = group_unit(p, sm, unit + gridDim.x), fetch_block(p, next, blocks + (at ^ 1) * kBlockBytes);
+    if (p.shrink) {
+      if (warp == kHWarp) await_h(p, sm.tables, u);  // it has seen that all of h was cleared
+      __syncthreads();
+    }
+    if (mine) bring_h<S>(p, u.module, item, u.rank, h);
     if (more) copies_wait<1>();
     else copies_wait<0>();
     __syncthreads();
@@ -163,6 +209,27 @@ __device__ void expand_groups(const PairArgs& p, S& sm) {
     }
     __syncthreads();  // the block that comes next but one may overwrite this one
   }
+}
+
+// Both phases, or the expand alone.
+template <class S>
+__device__ void serve_groups(const PairArgs& p, S& sm, int num_items) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  if (p.shrink) {
+    uint32_t before = 0;
+    if (warp == kHWarp) {
+      before = lane == 0 ? count_begun(p) : 0;
+      clear_last(p);
+    }
+    const bool shrinks = in_unit(p, num_items);
+    if (shrinks) {
+      const AtOnceUnit unit = at_once_unit(p);
+      shrink_at_once(p, *reinterpret_cast<AtOnceShared*>(sm.stages), sm.at_once, unit, sm.tables.items[unit.index], &sm.cleared);
+    }
+    if (warp == kHWarp) await_clear(p, is_odd(__shfl_sync(~0u, before, 0)), &sm.cleared);
+    if (shrinks) __syncthreads();  // what it used is free
+  }
+  expand_groups(p, sm);
 }
 
 }  // namespace lora_jax

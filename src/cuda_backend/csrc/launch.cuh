@@ -2,6 +2,7 @@
 // it may run while a stream is being captured.
 #pragma once
 #include "launch_early.cuh"
+#include "few_shrink.cuh"
 #include "lora_few.cuh"
 #include "row_metadata.cuh"
 #include "swizzled_map.cuh"
@@ -49,9 +50,28 @@ template <int NS, int STAGE, int RANKS>
 cudaError_t launch_many(const PairArgs& args, cudaStream_t stream) {
   return launch_items<Shared<NS, STAGE, RANKS>>(pair_kernel<NS, STAGE, RANKS>, args, stream);
 }
+// In clusters that shrink_at_once counts on.
+template <class S>
+cudaError_t launch_clusters(void (*kernel)(PairArgs), const PairArgs& args, cudaStream_t stream) {
+  static_assert(sizeof(S) <= 113 * 1024, "two CTAs must fit an SM");
+  cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(S));
+  int sms = 0;
+  if (e == cudaSuccess) e = count_sms(&sms);
+  if (e != cudaSuccess) return e;
+  cudaLaunchAttribute attributes[2];
+  const unsigned count = cluster_attributes(attributes, kShrinkParts);
+  const int clusters = max(1, sms * 2 / kShrinkParts);
+  const cudaLaunchConfig_t config{dim3(clusters * kShrinkParts), dim3(kThreads), sizeof(S), stream, attributes, count};
+  return cudaLaunchKernelEx(&config, kernel, args);
+}
 template <int NS, int STAGE, int RANKS>
 cudaError_t launch_few(const PairArgs& args, cudaStream_t stream) {
-  return launch_items<FewShared<NS, STAGE, RANKS>>(few_kernel<NS, STAGE, RANKS>, args, stream);
+  if (!args.shrink) return launch_items<FewShared<NS, STAGE, RANKS>>(few_kernel<NS, STAGE, RANKS>, args, stream);
+  return launch_clusters<FewShared<NS, STAGE, RANKS>>(few_kernel<NS, STAGE, RANKS>, args, stream);
+}
+template <int NS, int STAGE, int RANKS>
+cudaError_t launch_few_shrink(const PairArgs& args, cudaStream_t stream) {
+  return launch_clusters<FewShrinkShared<NS, STAGE, RANKS>>(few_shrink_kernel<NS, STAGE, RANKS>, args, stream);
 }
 // Whether few_kernel is the faster one, by what was timed on an H200: not of a shrink alone, and of both
 // phases not where CTAs would have so much to do that drawing it pays.
@@ -64,6 +84,7 @@ inline bool are_few(const PairArgs& args) {
 // Stages are as large as two CTAs on an SM leave room for.
 inline cudaError_t launch_pair(const PairArgs& args, cudaStream_t stream) {
   if (args.max_rank > 64) return launch_many<2, 56320, 128>(args, stream);
+  if (args.num_rows <= kFewRows && !args.live && !args.expand) return launch_few_shrink<3, 35840, 64>(args, stream);
   if (are_few(args)) return launch_few<3, 34816, 64>(args, stream);
   return args.max_rank > 32 ? launch_many<3, 35840, 64>(args, stream) : launch_many<3, 36864, 32>(args, stream);
 }

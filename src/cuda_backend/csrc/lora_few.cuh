@@ -4,7 +4,7 @@
 // What a small launch takes is mostly latency, so here every CTA holds all items, which come by loads that
 // do not wait for one another, and the plan is made of them without a draw. One warp fetches h for the
 // others, ahead of its use, and polls where it is still missing. Rows of no item become zeros here where y
-// held nothing. An expand alone of few segments is served by few_groups.cuh.
+// held nothing. Few segments are served by few_groups.cuh.
 #pragma once
 #include "few_groups.cuh"
 #include "lora_gemm.cuh"
@@ -12,7 +12,6 @@
 namespace lora_jax {
 
 constexpr int kFewTickets = 4;
-constexpr int kHWarp = kRowWarp + 1;  // instead of a second row warp: items have few rows
 
 struct FewTicket {
   Unit unit;
@@ -34,6 +33,7 @@ struct FewShared {
   FewTicket tickets[kFewTickets];
   alignas(8) uint64_t full[NS], empty[NS], ticket_full[kFewTickets], ticket_empty[kFewTickets], h_full[kFewTickets];
   uint64_t cleared;  // h by all CTAs
+  AtOnceBarriers at_once;
 };
 
 // ---------------------------------------------------------------- units
@@ -64,7 +64,7 @@ __device__ void hand_out_few(const PairArgs& p, S& sm, FewPlan& plan, const Aske
     const Share first = plan.shrink_share(0);
     const bool begun = p.shrink && first.item < plan.num_items;
     if (begun) publish(sm, ring, few_unit<S>(p, first, guessed), plan.cut);
-    plan.cut_expand(p);
+    plan.cut_expand(p, asked);
     const int own = plan.own();
     for (int n = begun ? 1 : 0; n < own; n += 32) {
       const Share share = n + lane < own ? plan.share(n + lane) : kNothing;
@@ -245,6 +245,7 @@ __device__ __forceinline__ void make_few_barriers(const PairArgs& p, S& sm) {
       mbar_init(&sm.h_full[i], 1);
     }
     mbar_init(&sm.cleared, 1);
+    if (p.shrink) make_at_once_barriers(sm.at_once);
     fence_barriers();
   } else if (warp == kWeightWarp && threadIdx.x % 32 < 2) {
     if (p.shrink) prefetch_map(&p.maps[0][threadIdx.x % 32]);
@@ -263,9 +264,10 @@ __global__ void __launch_bounds__(kThreads, 2) few_kernel(const __grid_constant_
   AskedTables asked{};
   FewPlan plan(p);
   if (warp == kUnitWarp) asked = ask_tables(p);
+  const int num_items = *p.num_items;
   make_few_barriers(p, sm);
-  if (!p.shrink && have_groups(p, sm, asked)) {
-    expand_groups(p, sm);
+  if ((!p.shrink || at_once(p, num_items)) && may_be_groups(p, num_items) && have_groups(p, sm, asked)) {
+    serve_groups(p, sm, num_items);
     if (!p.accumulate && warp == kHWarp) zero_gaps(p, sm);
     return;
   }

@@ -113,6 +113,18 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 __device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+__device__ __forceinline__ void prefetch_l1(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
+// Asks for a word at once, though it may turn out not to be needed.
+__device__ __forceinline__ int load_now(const int* p) {
+  int v;
+  asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ float load_now(const float* p) {
+  float v;
+  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(v) : "l"(p));
+  return v;
+}
 // Words that threads of other CTAs write or read meanwhile.
 __device__ __forceinline__ uint32_t load_word(const uint32_t* p) {
   uint32_t v;
@@ -135,6 +147,10 @@ __device__ __forceinline__ uint32_t acquire_word(const uint32_t* p) {
 // Counts one up behind all that this thread has written or seen, and from `last` on to zero.
 __device__ __forceinline__ void release_count(uint32_t* p, uint32_t last) {
   asm volatile("red.release.gpu.global.inc.u32 [%0], %1;" ::"l"(p), "r"(last) : "memory");
+}
+// The same of who has written nothing, which takes no wait.
+__device__ __forceinline__ void relaxed_count(uint32_t* p, uint32_t last) {
+  asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(p), "r"(last) : "memory");
 }
 __device__ __forceinline__ void store_word(uint32_t* p, uint32_t v) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");

@@ -1,12 +1,23 @@
-// csrc/cluster.cuh for the emulator: a cluster is the CTAs that run side by side.
+// csrc/cluster.cuh for the emulator: some clusters run side by side.
 #pragma once
 #include "ptx.cuh"
 
 namespace lora_jax {
 
-inline int cluster_rank() { return blockIdx.x % emu::machine.blocks.size(); }
-inline void cluster_sync() {
-  emu::meet(emu::machine.cluster, emu::machine.current->block->threads * emu::machine.blocks.size());
+inline int cluster_rank() { return blockIdx.x % emu::machine.cluster_ctas; }
+inline emu::Block& cta_of_cluster(int rank) {
+  return *emu::machine.blocks.at(blockIdx.x - emu::machine.blocks[0]->index.x - cluster_rank() + rank);
+}
+inline emu::Rendezvous& this_cluster() { return cta_of_cluster(0).cluster; }
+inline int cluster_threads() { return emu::machine.current->block->threads * emu::machine.cluster_ctas; }
+inline void cluster_sync() { emu::meet(this_cluster(), cluster_threads()); }
+inline void cluster_begun() {
+  emu::Rendezvous& r = this_cluster();
+  if (++r.arrived == cluster_threads()) r.arrived = 0, ++r.generation, ++emu::machine.progress;
+}
+inline void cluster_all_begun() {
+  const emu::Rendezvous& r = this_cluster();
+  emu::wait_until([&] { return r.generation > 0; });
 }
 inline void cluster_begun() {
   emu::Rendezvous& r = emu::machine.cluster;
@@ -17,16 +28,16 @@ inline void cluster_all_begun() {
   emu::wait_until([] { return emu::machine.cluster.generation > 0; });
 }
 inline int lds32_of(int cta, uint32_t address) {
-  if (emu::machine.blocks.at(cta)->ended) emu::fail("a CTA of the cluster has ended and is read");
+  if (cta_of_cluster(cta).ended) emu::fail("a CTA of the cluster has ended and is read");
   int v;
-  std::memcpy(&v, emu::machine.blocks[cta]->shared.data() + address, 4);
+  std::memcpy(&v, cta_of_cluster(cta).shared.data() + address, 4);
   return v;
 }
 // Does something as if the cluster's CTA `rank` did.
 template <class Do> void in_cta(int rank, Do what) {
   emu::Block*& block = emu::machine.current->block;
   emu::Block* mine = block;
-  block = emu::machine.blocks[rank].get();
+  block = &cta_of_cluster(rank);
   what(block->shared.data() - mine->shared.data());
   block = mine;
 }

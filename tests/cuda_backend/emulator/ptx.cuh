@@ -72,7 +72,9 @@ inline void fence_barriers() {}
 inline void fence_copies() {}
 inline void fence_shared_copies() {}
 inline void prefetch_map(const CUtensorMap*) {}
+inline void prefetch_l1(const void*) {}
 inline void prefetch_l2(const void*) {}
+template <class T> inline T load_now(const T* p) { return *p; }
 inline uint32_t load_word(const uint32_t* p) {
   emu::yield();
   return *p;
@@ -83,6 +85,7 @@ inline uint4 load_words(const uint4* p) {
 }
 inline uint32_t acquire_word(const uint32_t* p) { return load_word(p); }
 inline void release_count(uint32_t* p, uint32_t last) { *p = *p < last ? *p + 1 : 0, ++emu::machine.progress; }
+inline void relaxed_count(uint32_t* p, uint32_t last) { release_count(p, last); }
 inline void store_word(uint32_t* p, uint32_t v) { *p = v, ++emu::machine.progress; }
 inline void let_next_begin() {}
 inline void wait_for_previous() {}

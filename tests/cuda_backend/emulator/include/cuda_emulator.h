@@ -120,7 +120,7 @@ struct Block {
   std::vector<unsigned char> shared;
   std::map<int, std::vector<unsigned char>> fixed;  // static shared arrays, by line
   std::vector<Warp> warps;
-  Rendezvous all, consumers;
+  Rendezvous all, consumers, cluster;  // the last one in the first CTA of a cluster
   std::map<const uint64_t*, Barrier> barriers;
 };
 constexpr size_t kStackBytes = 128 << 10;
@@ -149,7 +149,7 @@ struct Machine {
   uint32_t seed = 1;
   int sms = 1;
   std::vector<std::unique_ptr<Block>> blocks;  // that run side by side
-  Rendezvous cluster;
+  unsigned cluster_ctas = 1;
   uint32_t random() { return seed = seed * 1664525u + 1013904223u, seed >> 8; }
 };
 inline Machine machine;
@@ -264,7 +264,6 @@ inline void run_blocks(unsigned first, unsigned last, unsigned threads, size_t s
       makecontext(&f.start, reinterpret_cast<void (*)()>(enter), 0);
     }
   }
-  machine.cluster = {};
   size_t alive = fibers.size();
   uint64_t seen = ~0ull;
   for (int idle = 0; alive;) {
@@ -305,14 +304,15 @@ inline void let_others_in() {
   machine = std::move(mine), entry = own_entry;
 }
 
-constexpr unsigned kTogether = 4;  // CTAs; a persistent grid is smaller
+constexpr unsigned kTogether = 4, kClustersTogether = 8;  // CTAs, clusters; a persistent grid is smaller
 
 template <class Kernel, class... Args>
-void launch_with(unsigned together, Kernel kernel, unsigned grid, unsigned threads, size_t shared, const Args&... args) {
+void launch_with(unsigned cluster_ctas, Kernel kernel, unsigned grid, unsigned threads, size_t shared, const Args&... args) {
   if (threads % 32 || threads > 1024) fail("a CTA of no whole warps, or too large");
   if (shared > 232448) fail("more shared memory than a CTA of Hopper can have");
   take_turn();
-  machine.grid.x = grid, machine.block_dim.x = threads;
+  machine.grid.x = grid, machine.block_dim.x = threads, machine.cluster_ctas = cluster_ctas;
+  const unsigned together = cluster_ctas > 1 ? kClustersTogether * cluster_ctas : kTogether;
   std::function<void()> body = [&] { kernel(args...); };
   entry = &body;
   for (unsigned b = 0; b < grid; b += together) run_blocks(b, min(grid, b + together), threads, shared);
@@ -320,7 +320,7 @@ void launch_with(unsigned together, Kernel kernel, unsigned grid, unsigned threa
 }
 template <class Kernel, class... Args>
 void launch(Kernel kernel, unsigned grid, unsigned threads, size_t shared, const Args&... args) {
-  launch_with(kTogether, kernel, grid, threads, shared, args...);
+  launch_with(1, kernel, grid, threads, shared, args...);
 }
 
 }  // namespace emu
@@ -405,10 +405,10 @@ struct cudaLaunchConfig_t {
 };
 template <class... Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* c, void (*kernel)(Args...), const Args&... args) {
-  unsigned together = emu::kTogether;
+  unsigned cluster_ctas = 1;
   for (unsigned i = 0; i < c->numAttrs; ++i)
-    if (c->attrs[i].id == cudaLaunchAttributeClusterDimension) together = c->attrs[i].val.clusterDim.x;
-  emu::launch_with(together, kernel, c->grid.x, c->block.x, c->shared, args...);
+    if (c->attrs[i].id == cudaLaunchAttributeClusterDimension) cluster_ctas = c->attrs[i].val.clusterDim.x;
+  emu::launch_with(cluster_ctas, kernel, c->grid.x, c->block.x, c->shared, args...);
   return cudaSuccess;
 }
 
