@@ -32,6 +32,8 @@ class AdapterItems:
     tiles: Any = None
     # None of the slots has a larger rank, where that is known: small ranks want small items.
     max_rank: int | None = dataclasses.field(default=None, metadata={"static": True})
+    # How many slots there are, where that is known: many rows of few slots are long runs.
+    num_slots: int | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 def reference(
