@@ -96,11 +96,12 @@ def test_items_of_tokens_are_of_one_adapter_each(rows):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [5, 300, 3000])
-def test_a_row_has_the_same_bits_by_the_maps_items_as_by_its_own(tokens):
+@pytest.mark.parametrize("most_rank", [32, 64])  # up to which segments have a kernel, or not
+@pytest.mark.parametrize("tokens", [5, 300, 2000, 3000])  # those of 2000 are in tiles
+def test_a_row_has_the_same_bits_by_the_maps_items_as_by_its_own(tokens, most_rank):
     rng = np.random.default_rng(2)
     k, experts = 4, 8
-    ranks = (16, 8, 0, 64)  # none so small that its share could be lost in rounding
+    ranks = (16, 8, 0, most_rank)  # none so small that its share could be lost in rounding
     case = lora_case(tokens * k, 256, 128, ranks=ranks, num_experts=experts, dtype="bfloat16")
     num_slots = len(case.scaling)
     slots = jnp.asarray(rng.integers(-1, num_slots, tokens).astype(np.int32))

@@ -16,6 +16,7 @@
 #include "cluster.cuh"
 #include "count_rows.cuh"
 #include "row_cluster.cuh"
+#include "row_short.cuh"
 
 namespace lora_jax {
 
@@ -137,10 +138,10 @@ inline bool in_cluster(const RerouteArgs& a) { return a.tokens * a.k <= kCluster
 
 inline bool plan_sort(SortPlan* p) {
   const RerouteArgs& a = p->args;
-  p->rows = a.tokens * a.k, p->block_bits = BLOCK_BITS;
+  p->rows = a.tokens * a.k;
   p->k_inverse = (1u << 31) / a.k + 1, p->group_bits = 1;
   while (a.groups >> p->group_bits) ++p->group_bits;
-  const int block = in_cluster(a) ? min(p->rows, 1 << p->block_bits) : kBlockRows, windows = (block + 31) / 32;
+  const int block = in_cluster(a) ? min(p->rows, kClusterBlock) : kBlockRows, windows = (block + 31) / 32;
   p->warps = min(windows, kScanThreads / 32);
   p->keep_table = a.token_to_slot && a.slots <= kMostTable / a.experts;
   auto bytes = [&] { return in_cluster(a) ? cluster_bytes(*p) : sort_bytes(*p); };
@@ -173,18 +174,23 @@ cudaError_t launch_part(void (*kernel)(Args...), int ctas, int bytes, bool clust
 }
 
 inline cudaError_t launch_cluster(const SortPlan& p, cudaStream_t stream) {
-  const int ctas = (p.rows + (1 << p.block_bits) - 1) >> p.block_bits;
+  const int ctas = (p.rows + kClusterBlock - 1) / kClusterBlock;
   const auto kernel = p.args.token_to_adapter ? cluster_rows_kernel<true> : cluster_rows_kernel<false>;
   return launch_part(kernel, ctas, cluster_bytes(p), ctas > 1, false, stream, p);
 }
 
-// One launch of a cluster, or three, the last one only for items.
+// One launch, of a CTA or a cluster, or three, the last one only for items.
 inline cudaError_t launch_reroute(const RerouteArgs& args, cudaStream_t stream) {
   SortPlan p{args};
   if (!plan_sort(&p)) return cudaErrorInvalidValue;
+  const bool items = args.token_to_adapter;
+  if (p.rows <= kShortRows && args.groups <= kClusterGroups) {
+    const auto kernel = items ? short_rows_kernel<true> : short_rows_kernel<false>;
+    kernel<<<1, kShortRows, sizeof(ShortShared), stream>>>(p);
+    return cudaGetLastError();
+  }
   if (in_cluster(args)) return launch_cluster(p, stream);
   const int counting = (kCountWords * even_groups(p) + table_size(p)) * 4, blocks = (p.rows + kBlockRows - 1) / kBlockRows;
-  const bool items = args.token_to_adapter;
   cudaError_t e = launch_part(count_rows_kernel, count_ctas(p), counting, false, false, stream, p);
   if (e == cudaSuccess)
     e = launch_part(items ? sort_rows_kernel<true> : sort_rows_kernel<false>, blocks, sort_bytes(p), false, true, stream, p);

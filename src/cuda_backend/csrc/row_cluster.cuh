@@ -9,11 +9,8 @@
 
 namespace lora_jax {
 
-constexpr int kClusterBlock = 2048, kThreadRows = kClusterBlock / kScanThreads;  // rows of a CTA, at most
-constexpr int kClusterRows = 8 * kClusterBlock, kClusterGroups = kScanThreads - 1;  // and one thread for rows in none
-#ifndef BLOCK_BITS
-#define BLOCK_BITS 11
-#endif
+constexpr int kClusterBits = 11, kClusterBlock = 1 << kClusterBits, kThreadRows = kClusterBlock / kScanThreads;  // rows of a CTA, at most
+constexpr int kClusterRows = 8 * kClusterBlock;
 
 struct ClusterShared {
   CutShared cut;
@@ -64,8 +61,9 @@ __device__ __forceinline__ int place_group(const SortPlan& p, ClusterShared& sm,
       all += c != cta ? n : 0, before += c < cta ? n : 0;
     }
   }
+  static_assert(kClusterGroups < kScanThreads, "a thread is for rows in no group");
   // One scan for both: a block's rows take the low bits, those of all blocks the others.
-  constexpr int kBits = 12;
+  constexpr int kBits = kClusterBits + 1;
   static_assert(kClusterRows << kBits > 0, "both fit a number");
   const int at = cta_scan(all << kBits | own, sm.cut.warp_sums, 0, plus), here = at & ((1 << kBits) - 1);
   sm.starts[g] = here, sm.shift[g] = (at >> kBits) + before - here;
@@ -73,13 +71,13 @@ __device__ __forceinline__ int place_group(const SortPlan& p, ClusterShared& sm,
 }
 
 template <bool ITEMS>
-__global__ void __launch_bounds__(kScanThreads) cluster_rows_kernel(const SortPlan p) {
+__global__ void __launch_bounds__(kScanThreads, 1) cluster_rows_kernel(const SortPlan p) {
   extern __shared__ __align__(16) unsigned char cluster_raw[];
   auto& sm = *reinterpret_cast<ClusterShared*>(cluster_raw);
   const RerouteArgs& a = p.args;
   int* table = reinterpret_cast<int*>(cluster_raw + sizeof(ClusterShared));
   auto* all_counts = reinterpret_cast<uint16_t*>(table + table_size(p));
-  const int cta = blockIdx.x, ctas = gridDim.x, first = cta << p.block_bits, rows = min(1 << p.block_bits, p.rows - first);
+  const int cta = blockIdx.x, ctas = gridDim.x, first = cta * kClusterBlock, rows = min(kClusterBlock, p.rows - first);
   const int warp = threadIdx.x >> 5, mine = warp * p.run + static_cast<int>(threadIdx.x & 31);
   const int held = warp < p.warps ? (min(p.run, rows - warp * p.run) - static_cast<int>(threadIdx.x & 31) + 31) / 32 : 0;
   uint16_t* counts = all_counts + min(warp, p.warps - 1) * (a.groups + 1);
@@ -111,7 +109,7 @@ __global__ void __launch_bounds__(kScanThreads) cluster_rows_kernel(const SortPl
     if (ITEMS) {
       const uint32_t owner = grouped && own[j].slot >= 0 ? owner_of(own[j].slot, own[j].expert) : kNobody;
       if (ctas == 1) sm.owners[place] = owner;
-      else sts32_in(place >> p.block_bits, smem_u32(&sm.owners[place & ((1 << p.block_bits) - 1)]), owner);
+      else sts32_in(place / kClusterBlock, smem_u32(&sm.owners[place % kClusterBlock]), owner);
     }
   }
   if (ITEMS && ctas > 1) cluster_sync();  // before anything is stored for good, which it would wait for

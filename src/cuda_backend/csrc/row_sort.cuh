@@ -29,6 +29,7 @@ struct RerouteArgs {
 constexpr int kBlockRows = kScanThreads;  // that a CTA sorts
 constexpr int kRowBits = 11, kRowMask = (1 << kRowBits) - 1;
 constexpr int kMostGroups = 16384, kMostRows = 1 << 18, kMostTable = 8192;
+constexpr int kClusterGroups = kScanThreads - 1;  // of one launch
 constexpr int kMostCutCtas = 16, kCutRows = 2048;  // of a cluster; rows that each cuts at least
 constexpr int kSortShared = 232448 - 1024;
 constexpr uint32_t kLookUp = 1u << 31, kNoGroup = kLookUp - 1;
@@ -36,7 +37,6 @@ constexpr uint32_t kLookUp = 1u << 31, kNoGroup = kLookUp - 1;
 struct SortPlan {
   RerouteArgs args;
   int rows, warps, run;          // a warp's run of rows
-  int block_bits;                // log2 of a CTA's rows, in a cluster
   int group_bits;                // of a group's number
   bool keep_table;               // in shared memory
   uint32_t k_inverse;            // 2^31 / k, rounded up
@@ -86,13 +86,16 @@ __device__ __forceinline__ int visited(const SortPlan& p, int n) {
   return __ldg(p.args.token_order + t) * p.args.k + n - t * p.args.k;
 }
 
-// A row's group, or where in the table it stands; `id` becomes what the router chose.
-__device__ __forceinline__ uint32_t pick(const SortPlan& p, int row, int live_rows, int* id_out) {
+// A row's group, or where in the table it stands; `id` is what the router chose, `slot` its token's in the table.
+__device__ __forceinline__ uint32_t picked(const SortPlan& p, int row, int live_rows, int id, int slot) {
   const RerouteArgs& a = p.args;
-  const int id = *id_out = __ldg(a.ids + row);
-  const int slot = a.token_to_slot ? __ldg(a.token_to_slot + token_of(p, row)) : -1;
   if (row >= live_rows || id < 0 || id >= a.experts) return kNoGroup;
   return slot >= 0 && slot < a.slots ? kLookUp | (slot * a.experts + id) : id;
+}
+__device__ __forceinline__ uint32_t pick(const SortPlan& p, int row, int live_rows, int* id) {
+  const RerouteArgs& a = p.args;
+  *id = __ldg(a.ids + row);
+  return picked(p, row, live_rows, *id, a.token_to_slot ? __ldg(a.token_to_slot + token_of(p, row)) : -1);
 }
 __device__ __forceinline__ int group_of(const SortPlan& p, const int* table, uint32_t picked) {
   const int group = picked & kLookUp ? table[picked & ~kLookUp] : picked;
