@@ -126,11 +126,11 @@ def _tiles_of(
 ) -> lora_tiles.Tiles | None:
     """Return the rows of experts as tiles where some runs of one adapter are bound to be long.
 
-    Not at ranks of which segments have a kernel of their own.
+    Not at ranks of which segments have a kernel of their own, nor at lower ones.
     """
     rows = len(items)
-    if most_runs is None or rows < LONG_RUN * most_runs:
+    if most_runs is None or rows < LONG_RUN * most_runs or rows > lora_gemm.MAX_ROWS:
         return None
-    if rows > lora_gemm.MAX_ROWS or lora_gemm.are_segments(rows, max_rank, most_runs):
+    if max_rank <= max(lora_gemm.SEGMENT_RANKS):
         return None
     return lora_tiles.row_tiles(items, num_items)

@@ -3,8 +3,9 @@
 //
 // A unit is an item (up to 32 rows of a segment) of one module, and all of its columns, or half of them where
 // items are few. One CTA shrinks it and expands it: h stays in shared memory, and nobody waits for anybody
-// else. That reads an item's A twice where its columns are halved, and B again for each item of a segment, so
-// it is for segments of about an item. 256 tokens of Qwen3-30B by one adapter of rank 32, 16 rows an expert.
+// else. That reads an item's A twice where its columns are halved, and a segment's A and B again for each of its
+// items, so it is for segments of a few items at most. One adapter of rank 32 on an H200, gate and up, against
+// pair_kernel: 128 experts of 16 rows 24.7 us, 31.1; of 64 rows 48.5, 63.5; 64 experts of 96 rows 43.2, 60.5.
 //
 // Rows that stand in order come as boxes of 8 rows x 128 columns, as weights do: a stage holds some 128 columns
 // of both, [128 columns][group of 8 rank rows or rows][64 columns][8][64]. Rows past the item's last are others'

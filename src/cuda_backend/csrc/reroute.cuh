@@ -3,9 +3,10 @@
 //
 // A warp counts its run of rows by group and remembers each row's rank among its equals; scans over
 // warps and groups turn counts into places. Rows are put in order in shared memory first, so that what
-// leaves it leaves in runs. One CTA does all of it for a block of rows. More rows take a launch before,
-// in which every block counts, and one after, if there are items. Rerouting is a look-up in a table
-// that is fetched while the ids are on their way: it adds no launch and no round trip.
+// leaves it leaves in runs. That is one launch of up to 128 rows (row_short.cuh) or of up to 16,384, by a
+// cluster (row_cluster.cuh). More rows take a launch before, in which every block counts, and one after, if
+// there are items. Rerouting is a look-up in a table that is fetched while the ids are on their way: it adds
+// no launch and no round trip.
 //
 // Rows of a group that use one adapter stand together if tokens are visited in the order of their
 // adapters, which is the same for all layers: it is no key of this sort.

@@ -9,8 +9,8 @@
 
 namespace lora_jax {
 
-constexpr int kClusterBits = 11, kClusterBlock = 1 << kClusterBits, kThreadRows = kClusterBlock / kScanThreads;  // rows of a CTA, at most
-constexpr int kClusterRows = 8 * kClusterBlock;
+constexpr int kClusterBits = 11, kClusterBlock = 1 << kClusterBits;  // rows of a CTA, at most
+constexpr int kClusterRows = 8 * kClusterBlock, kThreadRows = kClusterBlock / kScanThreads;
 
 struct ClusterShared {
   CutShared cut;
@@ -79,7 +79,8 @@ __global__ void __launch_bounds__(kScanThreads, 1) cluster_rows_kernel(const Sor
   auto* all_counts = reinterpret_cast<uint16_t*>(table + table_size(p));
   const int cta = blockIdx.x, ctas = gridDim.x, first = cta * kClusterBlock, rows = min(kClusterBlock, p.rows - first);
   const int warp = threadIdx.x >> 5, mine = warp * p.run + static_cast<int>(threadIdx.x & 31);
-  const int held = warp < p.warps ? (min(p.run, rows - warp * p.run) - static_cast<int>(threadIdx.x & 31) + 31) / 32 : 0;
+  const int left = min(p.run, rows - warp * p.run) - static_cast<int>(threadIdx.x & 31);  // from its first row on
+  const int held = warp < p.warps ? (left + 31) / 32 : 0;
   uint16_t* counts = all_counts + min(warp, p.warps - 1) * (a.groups + 1);
   fetch_table(p, table);
   const int live = live_rows(p);
@@ -92,7 +93,8 @@ __global__ void __launch_bounds__(kScanThreads, 1) cluster_rows_kernel(const Sor
     own[j].slot = ITEMS ? __ldg(a.token_to_adapter + token_of(p, own[j].row)) : -1;
   }
 #pragma unroll 1
-  for (int i = threadIdx.x; i < p.warps * even_groups(p) / 2; i += kScanThreads) reinterpret_cast<uint32_t*>(all_counts)[i] = 0;
+  for (int i = threadIdx.x; i < p.warps * even_groups(p) / 2; i += kScanThreads)
+    reinterpret_cast<uint32_t*>(all_counts)[i] = 0;
   copies_wait<0>();
   __syncthreads();
   rank_own(p, p.keep_table ? table : a.table, counts, held, own);

@@ -66,7 +66,8 @@ __global__ void __launch_bounds__(kShortRows) short_rows_kernel(const SortPlan p
   for (int g = n; g < a.groups; g += kShortRows) sm.sizes[g] = 0;
   __syncthreads();
   const bool live = n < p.rows;
-  const int visit = token_of(p, min(n, p.rows - 1)), own = sm.tokens[visit], row = own * a.k + min(n, p.rows - 1) - visit * a.k;
+  const int nth = min(n, p.rows - 1), visit = token_of(p, nth), own = sm.tokens[visit];
+  const int row = own * a.k + nth - visit * a.k;
   const int id = sm.ids[row], slot = a.token_to_slot ? __ldg(a.token_to_slot + own) : -1;
   const int group = group_of(p, a.table, picked(p, row, live_end, id, slot));
   const bool grouped = group < a.groups;
