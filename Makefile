@@ -48,6 +48,7 @@ lint: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+	$(BIN)/python tests/lint_calls.py
 	$(BIN)/lint-imports
 
 bench-cpu: .venv/.dev  ## this server against transformers + PEFT, in one run

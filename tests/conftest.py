@@ -6,9 +6,6 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
-)
 # What one process of the suite has compiled, the others load: workers, servers, ranks. jax's key
 # leaves out the CPU's features, so every machine has a folder of its own.
 os.environ.setdefault(
@@ -28,6 +25,8 @@ from jaxtyping import install_import_hook
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))  # for the shared modules beside this file
 
+# Of this process alone: servers and ranks of tests have one, and share their programs.
+jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 

@@ -50,9 +50,7 @@ TRANSPORT_CALLS = (
 )
 
 
-def compile_library(
-    folder: Path, driver: str = "drivers.cc", headers: tuple[Path, ...] = ()
-) -> ctypes.CDLL:
+def compile_library(folder: Path, driver: str, headers: tuple[Path, ...] = ()) -> ctypes.CDLL:
     """Return the kernels that a driver calls as a library for this CPU; needs g++.
 
     `headers` are further ones of the kernels. Workers of a run share what one has compiled.
@@ -62,11 +60,11 @@ def compile_library(
         for pattern, replacement in REWRITES:
             text = re.sub(pattern, replacement, text, flags=re.DOTALL)
         (folder / header.name).write_text(text)
-    for file in ("ptx.cuh", "tensor_map.cuh", "cluster.cuh", driver):
+    for file in ("ptx.cuh", "tensor_map.cuh", "cluster.cuh", "driver.cuh", driver):
         shutil.copy(EMULATOR / file, folder)
     library = folder / "emulated.so"
     include = [f"-I{EMULATOR / 'include'}", f"-I{jax.ffi.include_dir()}"]
-    command = ["g++", "-std=c++20", "-O2", "-w", "-shared", "-fPIC", *include]
+    command = ["g++", "-std=c++20", "-O1", "-U_FORTIFY_SOURCE", "-w", "-shared", "-fPIC", *include]
     built = BUILT / f"{_digest(command, folder)}.so"
     BUILT.mkdir(parents=True, exist_ok=True)
     with native.locked(built.with_suffix(".lock")):

@@ -27,7 +27,7 @@ def free_port() -> int:
 def serve(*args: str, log: Path) -> Iterator[str]:
     """Start `python -m serving.launch ARGS`, wait until it is healthy, yield its base URL."""
     port = free_port()
-    env = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "serving.launch", *args, "--port", str(port)]
     with log.open("w") as out:
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=out)

@@ -4,7 +4,9 @@ Cases are scaled to results of order one. float32: sums of some thousand product
 roundings to 8 bits, one of an input sum and one of the result.
 """
 
-TOLERANCE = {
+from typing import Any
+
+TOLERANCE: dict[str, dict[str, Any]] = {
     "float32": {"rtol": 2e-5, "atol": 2e-5},
     "bfloat16": {"rtol": 1.6e-2, "atol": 1.6e-2},
 }

@@ -229,6 +229,28 @@ def _measure_together(
             system.close()
 
 
+# Flags that take a number, and their defaults.
+_NUMBERS: dict[str, int | float] = {
+    "adapters": 24,
+    "cold": 0,  # more of them, asked before the others
+    "warm": 0,  # the most popular ones, asked before
+    "coupled_loras": 6,  # that a device holds beside the base
+    "server_loras": 24,  # that a device holds alone; so many times the ranks are on the server
+    "max_lora_rank": 16,
+    "seconds": 20.0,
+    "patience": 120.0,  # seconds until what is late is aborted
+    "zipf": 1.2,
+    "prompt_tokens": 24,
+    "output_tokens": 24,
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "kv_cache_gb": 0.0,  # 0: what the engine takes
+    "slo_ttft": 0.25,
+    "slo_tpot": 0.1,
+}
+
+
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.ablation", description=__doc__)
@@ -247,26 +269,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prefilled", action="store_true", help="prompts come with their KV pages")
     parser.add_argument("--together", action="store_true", help="start all systems at once")
     parser.add_argument("--wait-for", type=Path, help="a file: started together, measured then")
-    numbers: dict[str, int | float] = {
-        "adapters": 24,
-        "cold": 0,  # more of them, asked before the others
-        "warm": 0,  # the most popular ones, asked before
-        "coupled_loras": 6,  # that a device holds beside the base
-        "server_loras": 24,  # that a device holds alone; so many times the ranks are on the server
-        "max_lora_rank": 16,
-        "seconds": 20.0,
-        "patience": 120.0,  # seconds until what is late is aborted
-        "zipf": 1.2,
-        "prompt_tokens": 24,
-        "output_tokens": 24,
-        "max_model_len": 256,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 64,
-        "kv_cache_gb": 0.0,  # 0: what the engine takes
-        "slo_ttft": 0.25,
-        "slo_tpot": 0.1,
-    }
-    for name, default in numbers.items():
+    for name, default in _NUMBERS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--load-format", default="auto")

@@ -63,11 +63,6 @@ class Tokenizer:
         if source is not None:
             self._template = ChatTemplate(source, files.special_tokens())
 
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether messages can be turned into a prompt."""
-        return self._template is not None
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, with BOS (and EOS) where the model wants them.
 

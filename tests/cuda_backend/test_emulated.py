@@ -7,6 +7,7 @@ time, registers and memory order only show on a GPU.
 import dataclasses
 import shutil
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -23,7 +24,12 @@ from lora_jax.ops.cases import (
 from lora_jax.ops.reroute import reference as reroute_reference
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+DRIVER = "layers.cc"
 BF16 = ml_dtypes.bfloat16
+# One program each: op by op they are fifty.
+row_map = jax.jit(reroute_reference.row_map, static_argnums=2)
+reroute = jax.jit(reroute_reference.reroute, static_argnums=4)
+items_of = jax.jit(adapter_items.reference, static_argnums=1)
 
 
 @pytest.mark.parametrize(
@@ -224,9 +230,9 @@ def test_reroute_is_the_references(library, tokens, k, experts, slots):
     ids, live = jnp.asarray(case.ids), jnp.int32(case.num_tokens)
     if slots:
         table = (jnp.asarray(case.owners), jnp.asarray(case.table))
-        want = reroute_reference.reroute(ids, *table, live, case.groups)
+        want = reroute(ids, *table, live, case.groups)
     else:
-        want = reroute_reference.row_map(ids, live, case.groups)
+        want = row_map(ids, live, case.groups)
     for name in SORTED:
         np.testing.assert_array_equal(got[name], getattr(want, name), err_msg=name)
     assert got["num_items"] == -7
@@ -241,11 +247,11 @@ def test_row_map_cuts_items_of_adapters(library, tokens, k, experts, slots, lora
     library.emulate(1, tokens)
     got = case.run(library)
     ids, live = jnp.asarray(case.ids), jnp.int32(case.num_tokens)
-    adapters = adapter_items.reference(jnp.asarray(case.adapters), lora_slots)
+    adapters = items_of(jnp.asarray(case.adapters), lora_slots)
     table = np.arange(experts)[None] if case.table is None else case.table
     owners = np.full(tokens, -1) if case.owners is None else case.owners
     given = (jnp.asarray(owners.astype(np.int32)), jnp.asarray(table.astype(np.int32)))
-    want = reroute_reference.reroute(ids, *given, live, case.groups, adapters)
+    want = reroute(ids, *given, live, case.groups, adapters)
     for name in SORTED:
         np.testing.assert_array_equal(got[name], getattr(want, name), err_msg=name)
     check_items(got["items"][: got["num_items"][0]], want, most=8)

@@ -25,6 +25,7 @@ from lora_jax.ops.cases import (
 from lora_jax.ops.paged_attention import reference as attention_reference
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+DRIVER = "attention.cc"
 BF16 = ml_dtypes.bfloat16
 
 

@@ -18,6 +18,7 @@ from lora_jax.ops.cases import (
 )
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+DRIVER = "drivers.cc"
 BF16 = ml_dtypes.bfloat16
 
 

@@ -120,9 +120,9 @@ def test_against_dense_attention(name):
     batch = make_batch(padding=2)
     rows = Rows(batch.num_tokens, batch.token_to_slot, adapters=None, module_names=(), max_rank=0)
     marked = LayerCache(*(jnp.full((4, PAGE, 2, 8), 77.0) for _ in range(2)))
-    out, cache = attention(
-        jnp.asarray(x), cos_sin(config.rope, batch.positions), batch, marked, rows
-    )
+    turns = cos_sin(config.rope, batch.positions)
+    run = jax.jit(lambda x, cache: attention(x, turns, batch, cache, rows))
+    out, cache = run(jnp.asarray(x), marked)
     want = dense(attention, config, x[:LENGTH].astype(float))
     np.testing.assert_allclose(out[:LENGTH], want, atol=2e-5)
     written = np.asarray(cache.k)[[3, 1]].reshape(8, -1)

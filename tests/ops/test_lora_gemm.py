@@ -1,7 +1,6 @@
 """LoRA GEMM: every implementation against float64; no neighbour changes a bit; works in place."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +33,9 @@ def oracle(case: LoraCase) -> np.ndarray:
     return y
 
 
-jitted = functools.partial(jax.jit, static_argnames=("max_rank", "implementation"))(lora_gemm)
+STATIC = ("max_rank", "implementation")
+jitted = jax.jit(lora_gemm, static_argnames=STATIC)
+jitted_maps = jax.jit(lora_gemms, static_argnames=(*STATIC, "sites"))
 
 
 def run(case: LoraCase, implementation: str = "ffi") -> np.ndarray:
@@ -45,10 +46,9 @@ def run(case: LoraCase, implementation: str = "ffi") -> np.ndarray:
 
 def rows_of(case: LoraCase, rows: np.ndarray) -> LoraCase:
     """Return the case with only these rows, in this order."""
-    per_row = {"y": case.y[rows], "x": case.x[rows], "row_to_slot": case.row_to_slot[rows]}
-    if case.row_to_expert is not None:
-        per_row["row_to_expert"] = case.row_to_expert[rows]
-    return dataclasses.replace(case, **per_row)
+    arrays = {name: getattr(case, name) for name in ("y", "x", "row_to_slot", "row_to_expert")}
+    cut = {n: jnp.asarray(np.asarray(a)[rows]) for n, a in arrays.items() if a is not None}
+    return dataclasses.replace(case, **cut)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -192,9 +192,9 @@ def test_several_maps_have_the_bits_of_each_alone(implementation):
     pools, options = (case.x, case.a_pool, case.b_pool), {"implementation": implementation}
     options["max_rank"] = case.max_rank
     tables = (jnp.stack([v[m] for m in (2, 0, 1)]) for v in (entries, scaling))
-    together = lora_gemms(ys, *pools, *tables, (1, 2, 0), *owners, **options)
+    together = jitted_maps(ys, *pools, *tables, (1, 2, 0), *owners, **options)
     for (y, e, s), got in zip(maps, together, strict=True):
-        alone = lora_gemm(y, *pools, e, s, *owners, **options)
+        alone = jitted(y, *pools, e, s, *owners, **options)
         np.testing.assert_array_equal(np.asarray(got), np.asarray(alone))
 
 
@@ -218,9 +218,9 @@ def test_wide_deltas_added_later_have_the_bits_of_those_added_at_once(dtype, imp
     options = {"max_rank": case.max_rank, "implementation": implementation}
     owners = (row_to_slot, row_to_expert)
     tables = jnp.stack([entries] * 2), jnp.stack([scaling, -scaling]), (0, 1)
-    wide, turned = lora_gemms([None] * 2, *pools, *tables, *owners, **options)
+    wide, turned = jitted_maps([None] * 2, *pools, *tables, *owners, **options)
     assert wide.dtype == delta_dtype(y.dtype, implementation) == jnp.float32
-    at_once = lora_gemm(y.astype(jnp.float32), *pools, entries, scaling, *owners, **options)
+    at_once = jitted(y.astype(jnp.float32), *pools, entries, scaling, *owners, **options)
     later = (y.astype(jnp.float32) + wide).astype(y.dtype)
     np.testing.assert_array_equal(turned, -wide)
     np.testing.assert_array_equal(later, at_once.astype(y.dtype))

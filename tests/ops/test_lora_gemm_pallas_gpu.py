@@ -139,7 +139,7 @@ def test_items_are_the_rows_of_one_adapter_within_one_tile():
     entries = jnp.array([[5, 6, 8, 0, 0], [0, 0, 0, 0, 0], [21, 40, 2, 2, 3]], jnp.int32)
     slot = jnp.array([2, 0, 2, -1, 1, 0, 2, 0, 0, 0, 0, 0, 0, 0], jnp.int32)
     expert = jnp.array([1, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0], jnp.int32)
-    plan = make_plan(entries, jnp.arange(3.0), slot, expert, 8)
+    plan = jax.jit(make_plan, static_argnums=4)(entries, jnp.arange(3.0), slot, expert, 8)
     assert plan.num_items.tolist() == [4]
     assert plan.order.tolist() == [1, 5, 7, 8, 9, 10, 11, 12, 13, 2, 0, 6, 3, 4, 0, 0]
     assert plan.items[:4].tolist() == [

@@ -6,11 +6,15 @@ import numpy as np
 import pytest
 from item_cases import check_items
 
-from lora_jax.ops.adapter_items import adapter_items
+from lora_jax.ops import adapter_items
 from lora_jax.ops.cases import POPULARITIES, popular
 from lora_jax.ops.reroute import reroute, row_map
 
 IMPLEMENTATIONS = ["ffi", "xla"]
+# One program each: op by op they are thirty to fifty.
+items_of = jax.jit(adapter_items.reference, static_argnums=1)
+jitted_map = jax.jit(row_map, static_argnames=("num_experts", "implementation"))
+jitted_reroute = jax.jit(reroute, static_argnames=("num_groups", "implementation"))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -33,7 +37,7 @@ def test_matches_numpy(tokens, k, experts, real, popularity, implementation):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_ids_that_are_no_expert_are_in_no_group(implementation):
     ids = jnp.array([[3, -1], [0, 99], [1, 0]], jnp.int32)
-    got = row_map(ids, jnp.int32(3), 3, implementation=implementation)
+    got = jitted_map(ids, jnp.int32(3), 3, implementation=implementation)
     assert got.group_sizes.tolist() == [2, 1, 0]
     assert got.order.tolist() == [2, 5, 4, 0, 1, 3]
 
@@ -83,8 +87,8 @@ def test_without_adapters_reroute_is_row_map(implementation):
     ids = jnp.asarray(rng.integers(-1, 6, (20, 3)), jnp.int32)
     table = jnp.full((2, 5), 9, jnp.int32)
     slots = jnp.asarray(rng.choice([-1, -7, 2, 99], 20), jnp.int32)  # none is the table's
-    got = reroute(ids, slots, table, jnp.int32(18), 12, implementation=implementation)
-    want = row_map(ids, jnp.int32(18), 5, implementation=implementation)
+    got = jitted_reroute(ids, slots, table, jnp.int32(18), 12, implementation=implementation)
+    want = jitted_map(ids, jnp.int32(18), 5, implementation=implementation)
     for name in ("order", "inverse", "row_to_token", "row_to_expert"):
         np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
     np.testing.assert_array_equal(got.group_sizes[:5], want.group_sizes)
@@ -97,7 +101,7 @@ def test_rows_of_an_adapter_stand_together_within_a_group(popularity, esft):
     tokens, k, experts, groups = 23, 3, 4, 9
     ids = jnp.asarray(rng.integers(-1, experts, (tokens, k)), jnp.int32)
     slots = jnp.asarray(popular(popularity, tokens, 5, rng))
-    adapters = adapter_items(slots, 5, implementation="reference")
+    adapters = items_of(slots, 5)
     table = jnp.asarray(rng.integers(0, groups, (2, experts)), jnp.int32)
     owners = jnp.asarray(rng.integers(-1, 2, tokens) if esft else np.full(tokens, -1), jnp.int32)
     call = jax.jit(
@@ -123,17 +127,17 @@ def test_rows_of_an_adapter_stand_together_within_a_group(popularity, esft):
 
 def test_where_no_kernel_wants_items_the_map_has_none():
     ids, slots = jnp.asarray([[0], [1], [0]], jnp.int32), jnp.asarray([1, 0, 0], jnp.int32)
-    adapters = adapter_items(slots, 2, implementation="reference")
+    adapters = items_of(slots, 2)
     got = row_map(ids, jnp.int32(3), 2, adapters=adapters, implementation="ffi")
     assert got.items is None
     assert got.order.tolist() == [0, 2, 1]
-    with_items = row_map(ids, jnp.int32(3), 2, adapters=adapters, implementation="reference")
+    with_items = jitted_map(ids, jnp.int32(3), 2, adapters=adapters, implementation="reference")
     assert with_items.order.tolist() == [2, 0, 1]
 
 
 @pytest.mark.usefixtures("shapes_unchecked")
 def test_row_map_refuses_adapters_of_other_tokens():
-    adapters = adapter_items(jnp.zeros(4, jnp.int32), 2, implementation="reference")
+    adapters = items_of(jnp.zeros(4, jnp.int32), 2)
     with pytest.raises(ValueError, match=r"adapters has shape \(4,\), expected \(3,\)"):
         row_map(jnp.zeros((3, 1), jnp.int32), jnp.int32(3), 2, adapters=adapters)
 

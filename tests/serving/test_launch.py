@@ -253,7 +253,7 @@ def command(tiny, *argv: str) -> list[str]:
 
 
 def start(tiny, *argv: str) -> subprocess.Popen[str]:
-    env = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     return subprocess.Popen(command(tiny, *argv), cwd=ROOT, env=env, text=True, **both)
 

@@ -14,6 +14,7 @@ import json
 import pathlib
 import struct
 import sys
+from collections.abc import Container
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -157,8 +158,6 @@ def tokenizer_json(pieces: list[tuple[bytes, float]]) -> dict:
     if len(vocab) != len(names):
         raise ValueError(f"{len(names)} tokens have only {len(vocab)} distinct pieces")
     learned = sorted(range(FIRST_BYTE + 256, len(pieces)), key=lambda i: -pieces[i][1])
-    cuts = ((names[i][:k], names[i][k:]) for i in learned for k in range(1, len(names[i])))
-    merges = [[left, right] for left, right in cuts if left in vocab and right in vocab]
     return {
         "version": "1.0",
         "truncation": None,
@@ -185,9 +184,15 @@ def tokenizer_json(pieces: list[tuple[bytes, float]]) -> dict:
             "byte_fallback": True,
             "ignore_merges": False,
             "vocab": vocab,
-            "merges": merges,
+            "merges": merges_of([names[i] for i in learned], vocab),
         },
     }
+
+
+def merges_of(names: list[str], vocab: Container[str]) -> list[list[str]]:
+    """Return each way to cut these tokens into two of the vocabulary, in the tokens' order."""
+    cuts = ((name[:k], name[k:]) for name in names for k in range(1, len(name)))
+    return [[left, right] for left, right in cuts if left in vocab and right in vocab]
 
 
 def special_token(token_id: int, content: str) -> dict:

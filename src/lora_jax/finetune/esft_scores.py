@@ -86,24 +86,6 @@ def summary(totals: Mapping[int, RoutingTotals]) -> dict[str, Any]:
     }
 
 
-def parse_summary(data: Mapping[str, Any], kind: str) -> Scores:
-    """Return one score of a summary.json, layers in its order.
-
-    Raises ValueError when it lacks that score or a layer does not count its experts from 0.
-    """
-    if f"{kind}_scores" not in data:
-        raise ValueError(f"the summary has {sorted(data)}, not {kind}_scores")
-    scores = {}
-    for layer, row in data[f"{kind}_scores"].items():
-        missing = {str(e) for e in range(len(row))} - set(row)
-        if missing:
-            raise ValueError(
-                f"layer {layer}: of {len(row)} experts {sorted(missing)} have no score"
-            )
-        scores[int(layer)] = np.array([row[str(e)] for e in range(len(row))], np.float64)
-    return scores
-
-
 def expert_config(selection: Selection) -> dict[str, Any]:
     """Return expert_cfg.json of an adapter that replaces these experts and nothing else."""
     return {

@@ -7,7 +7,7 @@ from lora_jax.batch import ForwardBatch
 from lora_jax.config import ModelConfig
 from lora_jax.kv_cache import LayerCache, write
 from lora_jax.nn import rope
-from lora_jax.nn.layers import Linear, RMSNorm, constant_parameter, linears
+from lora_jax.nn.layers import RMSNorm, constant_parameter, linear_maker, linears
 from lora_jax.nn.lora import Rows
 from lora_jax.nn.row_math import kernels, rms_norm
 from lora_jax.ops import dispatch
@@ -36,19 +36,7 @@ class Attention(nnx.Module):
         self.window = config.sliding_windows[layer]
         hidden, head = config.hidden_size, config.head_dim
         q_size, kv_size = config.num_heads * head, config.num_kv_heads * head
-
-        def linear(module: str, d_in: int, d_out: int, axes: tuple[str, str], bias: bool) -> Linear:
-            return Linear(
-                d_in,
-                d_out,
-                module=module,
-                layer=layer,
-                axes=axes,
-                bias=bias,
-                dtype=dtype,
-                rngs=rngs,
-            )
-
+        linear = linear_maker(layer, dtype=dtype, rngs=rngs)
         self.q_proj = linear("q_proj", hidden, q_size, ("heads", "embed"), config.qkv_bias)
         self.k_proj = linear("k_proj", hidden, kv_size, ("kv_heads", "embed"), config.qkv_bias)
         self.v_proj = linear("v_proj", hidden, kv_size, ("kv_heads", "embed"), config.qkv_bias)

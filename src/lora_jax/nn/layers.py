@@ -4,7 +4,7 @@ Every result of a row depends on that row alone, so that batching, padding and c
 nothing. Weights keep torch's orientation [d_out, d_in].
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,18 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "rows d_in"], rows: Rows) -> Float[Array, "rows d_out"]:
         return linears((self,), x, rows)[0]
+
+
+def linear_maker(layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> Callable[..., Linear]:
+    """Return what makes the maps of a layer: (module, d_in, d_out, axes, bias=False) -> Linear."""
+
+    def linear(
+        module: str, d_in: int, d_out: int, axes: tuple[str, str], bias: bool = False
+    ) -> Linear:
+        own = {"module": module, "axes": axes, "bias": bias}
+        return Linear(d_in, d_out, **own, layer=layer, dtype=dtype, rngs=rngs)
+
+    return linear
 
 
 def linears(
@@ -142,22 +154,10 @@ class Mlp(nnx.Module):
         dtype: jnp.dtype,
         rngs: nnx.Rngs,
     ):
-        def linear(name: str, d_in: int, d_out: int, axes: tuple[str, str]) -> Linear:
-            module = prefix + name
-            return Linear(
-                d_in,
-                d_out,
-                module=module,
-                layer=layer,
-                axes=axes,
-                bias=bias,
-                dtype=dtype,
-                rngs=rngs,
-            )
-
-        self.gate_proj = linear("gate_proj", hidden, width, ("mlp", "embed"))
-        self.up_proj = linear("up_proj", hidden, width, ("mlp", "embed"))
-        self.down_proj = linear("down_proj", width, hidden, ("embed", "mlp"))
+        linear = linear_maker(layer, dtype=dtype, rngs=rngs)
+        self.gate_proj = linear(f"{prefix}gate_proj", hidden, width, ("mlp", "embed"), bias)
+        self.up_proj = linear(f"{prefix}up_proj", hidden, width, ("mlp", "embed"), bias)
+        self.down_proj = linear(f"{prefix}down_proj", width, hidden, ("embed", "mlp"), bias)
 
     def __call__(self, x: Float[Array, "rows hidden"], rows: Rows) -> Float[Array, "rows hidden"]:
         gate, up = linears((self.gate_proj, self.up_proj), x, rows)

@@ -14,7 +14,7 @@ from lora_jax.config import ModelConfig
 from lora_jax.kv_cache import KVShape, LayerCache, write
 from lora_jax.nn import rope
 from lora_jax.nn.attention import CosSin
-from lora_jax.nn.layers import Linear, RMSNorm, parameter
+from lora_jax.nn.layers import RMSNorm, linear_maker, parameter
 from lora_jax.nn.lora import Rows
 from lora_jax.ops.grouped_matmul import grouped_matmul
 from lora_jax.ops.paged_attention import paged_attention
@@ -71,18 +71,7 @@ class LatentAttention(nnx.Module):
         self.config, self.mla = config, config.latent
         mla, hidden, heads = config.latent, config.hidden_size, config.num_heads
         latent = mla.kv_lora_rank
-
-        def linear(module: str, d_in: int, d_out: int, axes: tuple, bias: bool = False) -> Linear:
-            return Linear(
-                d_in,
-                d_out,
-                module=module,
-                layer=layer,
-                axes=axes,
-                bias=bias,
-                dtype=dtype,
-                rngs=rngs,
-            )
+        linear = linear_maker(layer, dtype=dtype, rngs=rngs)
 
         def per_head(module: str, d_in: int, d_out: int) -> PerHead:
             return PerHead(heads, d_in, d_out, module=module, layer=layer, dtype=dtype, rngs=rngs)

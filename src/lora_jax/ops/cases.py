@@ -72,7 +72,8 @@ def popular(popularity: str, num_rows: int, num_ids: int, rng: np.random.Generat
 
 def normal(rng: np.random.Generator, *shape: int, dtype: str, scale: float = 1.0) -> Array:
     """Return random normal numbers times `scale`, rounded to `dtype`."""
-    return jnp.asarray(rng.standard_normal(shape, np.float32) * np.float32(scale)).astype(dtype)
+    values = rng.standard_normal(shape, np.float32) * np.float32(scale)
+    return jnp.asarray(values.astype(jnp.dtype(dtype)))  # rounded here: no program for each shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,15 +210,12 @@ def attention_case(
     that looks there is found out.
     """
     rng = np.random.default_rng(seed)
-    lengths = np.zeros(max(seq for seq, _, _ in chunks) + 1, int)
-    for seq, start, count in chunks:
-        lengths[seq] = max(lengths[seq], start + count)
-    tables, written = _scattered_pages(lengths, page_size, rng)
-    unwritten = jnp.asarray(~written)[:, :, None, None]
+    tables, written = _scattered_pages(_lengths(chunks), page_size, rng)
+    unwritten = ~written[:, :, None, None]
 
     def filled(dim: int) -> Array:
-        values = normal(rng, *written.shape, model.kv_heads, dim, dtype=dtype)
-        return jnp.where(unwritten, jnp.asarray(np.nan, values.dtype), values)
+        values = np.asarray(normal(rng, *written.shape, model.kv_heads, dim, dtype=dtype))
+        return jnp.asarray(np.where(unwritten, np.array(np.nan, values.dtype), values))
 
     token_to_seq = [seq for seq, _, count in chunks for _ in range(count)]
     positions = [start + i for _, start, count in chunks for i in range(count)]
@@ -235,6 +233,14 @@ def attention_case(
         v_dim=model.v_dim,
         chunks=chunks,
     )
+
+
+def _lengths(chunks: tuple[tuple[int, int, int], ...]) -> np.ndarray:
+    """Return i64 [seqs]: the positions that each sequence has in the end."""
+    lengths = np.zeros(max(seq for seq, _, _ in chunks) + 1, int)
+    for seq, start, count in chunks:
+        lengths[seq] = max(lengths[seq], start + count)
+    return lengths
 
 
 def _scattered_pages(

@@ -5,11 +5,11 @@ Registers that do not suffice are spilled to memory: no error, but slower than o
 
 import contextlib
 import dataclasses
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
+
+from lora_jax.ops.environment import environment
 
 # Of a function's properties: a warning may say the same besides.
 SPILLED = r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
@@ -27,7 +27,7 @@ class Report:
 def reports_in(folder: Path) -> Iterator[None]:
     """Let every kernel that this process compiles within leave what is said of it in `folder`."""
     dump = {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_TO": str(folder)}
-    with mock.patch.dict(os.environ, dump):
+    with environment(dump):
         yield
 
 

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
-from unittest import mock
 
 import jax
 from jax.experimental import serialize_executable
 
+from lora_jax.ops.environment import environment
 from lora_jax.ops.ptxas import read_reports, reports_in
 
 # Each has, in the module named, a function `tunable(op)`.
@@ -84,7 +84,7 @@ class Programs:
     def __enter__(self) -> "Programs":
         # A process that shares the device may not take most of its memory.
         small = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        self._stack.enter_context(mock.patch.dict(os.environ, small))
+        self._stack.enter_context(environment(small))
         importlib.import_module("jax.experimental.pallas.mosaic_gpu")  # knows kernels of a file
         return self
 

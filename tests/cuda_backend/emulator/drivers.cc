@@ -1,112 +1,12 @@
-// Host entry points of the emulated kernels, over plain arrays; what csrc/*.cu does for XLA.
-#include "choose_experts.cuh"
-#include "grouped_f32.cuh"
+// Host entry points of grouped LoRA's emulated kernels, over plain arrays; what csrc/*.cu does for XLA.
 #include "launch.cuh"
-#include "lora_rows.cuh"
-#include "merge.cuh"
-#include "place_heads.cuh"
-#include "plain_attention.cuh"
 #include "reroute.cuh"
-#include "rms_norm.cuh"
 #include "segments_launch.cuh"
 #include "tiles_launch.cuh"
 
-using namespace lora_jax;
-using Bf16 = __nv_bfloat16;
+#include "driver.cuh"
 
 extern "C" {
-
-void emulate(int sms, unsigned seed) { emu::machine.sms = sms, emu::machine.seed = seed; }
-
-int merge(Bf16* w, const Bf16* a_pool, const Bf16* b_pool, const int* sites, const float* scaling, int matrices,
-          int d_out, int d_in, int max_rank, int b_rows) {
-  return launch_merge(MergeArgs{w, a_pool, b_pool, sites, scaling, matrices, d_out, d_in, max_rank, b_rows}, nullptr);
-}
-
-int grouped_f32(const float* x, const float* w, const int* sizes, const float* bias, int rows, int groups, int d_out,
-                int d_in, float* y) {
-  return launch_grouped_f32(GroupedF32Args{x, w, sizes, bias, y, rows, groups, d_out, d_in}, nullptr);
-}
-
-int rms_norm(const Bf16* x, const Bf16* addend, const Bf16* weight, int rows, int size, float eps, Bf16* sum, Bf16* y) {
-  return launch_rms_norm(RmsNormArgs{x, addend, weight, sum, y, rows, size, eps}, nullptr);
-}
-
-int choose_experts(const float* logits, const int* sizes, float scale, float* weights, int* ids) {
-  return launch_choose_experts(
-      ChooseExpertsArgs{logits, weights, ids, sizes[0], sizes[1], sizes[2], sizes[3] != 0, sizes[4] != 0, scale},
-      nullptr);
-}
-
-int place_heads(const Bf16* q, const Bf16* k, const Bf16* v, const float* cos, const float* sin, const Bf16* q_scale,
-                const Bf16* k_scale, const int* token_to_place, const int* sizes, float eps, int places, Bf16* turned,
-                Bf16* k_pages, Bf16* v_pages) {
-  const PlaceHeadsArgs p{q, k, v, cos, sin, q_scale, k_scale, token_to_place, turned, k_pages, v_pages,
-                         sizes[0], sizes[1], sizes[2], places, eps};
-  return launch_place_heads(p, sizes[3], nullptr);
-}
-
-int lora_rows(const void* x, const void* a_pool, const void* b_pool, const int* entries,
-              const float* scaling, const int* row_to_slot, const int* row_to_expert, const int* sizes, void* y) {
-  const LoraRowsArgs p{x, a_pool, b_pool, y, entries, scaling, row_to_slot, row_to_expert, sizes[0], sizes[1],
-                       sizes[2], sizes[3], sizes[4]};
-  if (sizes[5] == 0) return launch_lora_rows<float, float>(p, nullptr);
-  if (sizes[5] == 1) return launch_lora_rows<Bf16, float>(p, nullptr);
-  return launch_lora_rows<Bf16, Bf16>(p, nullptr);
-}
-
-struct SortSizes {
-  int num_tokens, tokens, k, slots, experts, groups, item_rows;
-};
-
-int reroute(const int* ids, const int* token_to_slot, const int* table, const int* token_order,
-            const int* token_to_adapter, const SortSizes* s, int* order, int* inverse, int* sizes, int* row_to_token,
-            int* row_to_expert, Item* items, int* num_items) {
-  const int rows = s->tokens * s->k;
-  const int ctas = (rows + kCountRows - 1) / kCountRows;
-  std::vector<uint16_t> counts(ctas * (1 + kCountBlocks) * ((s->groups + 2) / 2 * 2));
-  std::vector<uint32_t> owners(rows);
-  return launch_reroute(RerouteArgs{ids, &s->num_tokens, token_to_slot, table, token_order, token_to_adapter, s->tokens,
-                                    s->k, s->slots, s->experts, s->groups, s->item_rows, order, inverse, sizes,
-                                    row_to_token, row_to_expert, items, num_items, counts.data(), owners.data()},
-                        nullptr);
-}
-
-struct Sizes {
-  int tokens, num_tokens, q_heads, kv_heads, k_dim, v_dim, pages, page_size, max_pages;
-  int chunk, max_chunks, window, cta_heads, token_groups, unit_tokens, part_rows;
-};
-
-// `dtype`: 0 the tensor cores' kernels, 1 the plain one of bfloat16, 2 of float32; `token_groups` are its rows.
-int attention(const void* q, const void* k, const void* v, const int* tables, const int* token_to_seq,
-              const int* positions, const float* sinks, void* out, const Sizes* s, float scale, int dtype) {
-  std::vector<AttentionUnit> units(s->tokens + s->part_rows * s->max_chunks);
-  std::vector<int2> part_tokens(s->part_rows, int2{-7, -7});
-  int num_units = -1;
-  launch_attention_units(
-      AttentionUnitsArgs{token_to_seq, positions, &s->num_tokens, s->tokens, s->unit_tokens, s->chunk, s->window,
-                         s->part_rows, units.data(), part_tokens.data(), &num_units},
-      nullptr);
-  const size_t parts = static_cast<size_t>(s->part_rows) * s->max_chunks * s->q_heads;
-  std::vector<float> part_o(parts * s->v_dim, NAN);
-  std::vector<float2> part_ml(parts, float2{NAN, NAN});
-  PlainArgs a{};
-  AttentionArgs& p = a.p;
-  p.q = static_cast<const Bf16*>(q), p.block_tables = tables, p.num_tokens = &s->num_tokens, p.sinks = sinks;
-  p.units = units.data(), p.part_tokens = part_tokens.data(), p.num_units = &num_units;
-  p.out = static_cast<Bf16*>(out);
-  p.part_o = part_o.data(), p.part_ml = part_ml.data(), p.tokens = s->tokens, p.q_heads = s->q_heads;
-  p.kv_heads = s->kv_heads, p.k_dim = s->k_dim, p.v_dim = s->v_dim, p.page_size = s->page_size;
-  p.max_pages = s->max_pages, p.chunk = s->chunk, p.max_chunks = s->max_chunks, p.part_rows = s->part_rows;
-  p.window = s->window, p.cta_heads = s->cta_heads, p.token_groups = s->token_groups;
-  p.scale_log2 = scale * 1.4426950408889634f;
-  a.k_pages = k, a.v_pages = v;
-  if (dtype == 1) return launch_plain_attention<Bf16>(a, s->token_groups, nullptr);
-  if (dtype == 2) return launch_plain_attention<float>(a, s->token_groups, nullptr);
-  cudaError_t e = page_map(&p.k_map, k, s->pages, s->page_size, s->kv_heads, s->k_dim, s->cta_heads);
-  if (e == cudaSuccess && v) e = page_map(&p.v_map, v, s->pages, s->page_size, s->kv_heads, s->v_dim, s->cta_heads);
-  return e == cudaSuccess ? launch_attention(p, v == nullptr, nullptr) : e;
-}
 
 // In one launch, or the shrink before the expand.
 int lora(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, const int* entries, const float* scaling,

@@ -118,19 +118,19 @@ inline void mma_bf16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint3
   struct Fragments { uint32_t a[4], b[2]; };
   const auto* slots = emu::exchange("mma", Fragments{{a0, a1, a2, a3}, {b0, b1}});
   const int g = emu::lane() >> 2, q = emu::lane() & 3;
-  Fragments rows[4], columns[2][4];
-  for (int k = 0; k < 4; ++k) {
-    rows[k] = emu::shown<Fragments>(slots, g * 4 + k);
-    for (int e = 0; e < 2; ++e) columns[e][k] = emu::shown<Fragments>(slots, (q * 2 + e) * 4 + k);
-  }
-  for (int i = 0; i < 4; ++i) {
-    float sum = 0;
-    for (int k = 0; k < 16; ++k) {
-      const uint32_t a = rows[k % 8 / 2].a[(i >> 1) + k / 8 * 2], b = columns[i & 1][k % 8 / 2].b[k / 8];
-      sum += emulated_half(a, k & 1) * emulated_half(b, k & 1);
+  float rows[2][16], columns[2][16];
+  for (int k = 0; k < 16; ++k) {
+    const int lane = k % 8 / 2, half = k / 8;
+    const Fragments& of_rows = emu::shown<Fragments>(slots, g * 4 + lane);
+    for (int e = 0; e < 2; ++e) {
+      rows[e][k] = emulated_half(of_rows.a[e + half * 2], k & 1);
+      columns[e][k] = emulated_half(emu::shown<Fragments>(slots, (q * 2 + e) * 4 + lane).b[half], k & 1);
     }
-    c[i] += sum;
   }
+  float sums[4] = {};
+  for (int k = 0; k < 16; ++k)
+    for (int i = 0; i < 4; ++i) sums[i] += rows[i >> 1][k] * columns[i & 1][k];
+  for (int i = 0; i < 4; ++i) c[i] += sums[i];
 }
 
 inline void ldmatrix_any(uint32_t (&r)[4], uint32_t address, bool transposed) {

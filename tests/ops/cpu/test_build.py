@@ -2,6 +2,7 @@
 
 import logging
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -28,8 +29,13 @@ def test_without_kernels_the_ops_run_as_plain_jax(monkeypatch):
 
     def results():
         arrays = (case.x, case.w, case.group_sizes, case.bias)
-        sorted_rows = row_map(ids, jnp.int32(2), 2)
-        return grouped_matmul(*arrays), lora_gemm(*lora.arrays, max_rank=64), sorted_rows.order
+
+        @jax.jit
+        def run(arrays, adapters, ids):
+            sorted_rows = row_map(ids, jnp.int32(2), 2)
+            return grouped_matmul(*arrays), lora_gemm(*adapters, max_rank=64), sorted_rows.order
+
+        return run(arrays, lora.arrays, ids)
 
     want = results()
     monkeypatch.setattr(build, "available", lambda: False)

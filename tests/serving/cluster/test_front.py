@@ -116,7 +116,7 @@ def test_every_role_may_be_killed(files, coupled, tmp_path):
     command = [sys.executable, "-m", "serving.launch", model, "--port", str(port), *flags()]
     command += ["--instances", "2", "--lora-server", "2", "--lora-modules"]
     command += [f"{name}={path}" for name, path in adapters.items()]
-    env = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
     with (tmp_path / "log").open("w") as log:
         top = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
     url = f"http://127.0.0.1:{port}"
@@ -150,7 +150,7 @@ def test_every_role_may_be_killed(files, coupled, tmp_path):
 def test_roles_end_with_a_supervisor_that_is_killed(files, tmp_path):
     command = [sys.executable, "-m", "serving.launch", files[0], "--port", str(free_port())]
     command += [*flags(), "--instances", "1", "--lora-server", "1"]
-    env = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
     env["TMPDIR"] = folder = tempfile.mkdtemp()  # short: sockets lie in it
     with (tmp_path / "log").open("w") as log:
         top = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)

@@ -32,13 +32,18 @@ def pointers(tree):
     return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)]
 
 
+def new_memory(model, config, sharding):
+    """Return cache and state as a runner has them: committed, or steps compile twice."""
+    shape, wide = type(model).kv_shape(config), jnp.dtype(jnp.float32)
+    cache = init_cache(shape, SIZES.num_pages, SIZES.page_size, wide)
+    return jax.device_put((cache, init_row_state(SIZES.max_seqs, SIZES.max_len)), sharding)
+
+
 def decode(loaded, sampling, *, in_place):
     """Return the samples of two sequences over a prompt of 3 and then 5 steps, and addresses."""
     model, config = loaded
     step = CompiledStep(model, SIZES, None, SHAPE.vocab, in_place=in_place)
-    wide = jnp.dtype(jnp.float32)
-    cache = init_cache(type(model).kv_shape(config), SIZES.num_pages, SIZES.page_size, wide)
-    state = init_row_state(SIZES.max_seqs, SIZES.max_len)
+    cache, state = new_memory(model, config, step.sharding)
     for row in (0, 1):
         packed = pack_row(sampling, (5 + row, 6, 7), 3, row, (), SIZES.max_len, SHAPE.vocab)
         state = admit(state, np.int32(row), packed.ints, packed.floats)
@@ -99,9 +104,8 @@ class Link:
 def test_a_servers_status_and_numbers_stay_at_their_addresses(loaded):
     model, config = loaded
     step = CompiledStep(model, SIZES, Link(), SHAPE.vocab, in_place=True)
-    wide = jnp.dtype(jnp.float32)
-    cache = init_cache(type(model).kv_shape(config), SIZES.num_pages, SIZES.page_size, wide)
-    state, table = init_row_state(SIZES.max_seqs, SIZES.max_len), None
+    cache, state = new_memory(model, config, step.sharding)
+    table = None
     found, seen = [], set()
     for version in range(4):
         new = np.arange(4, dtype=np.int32), np.int32(10 * version)
@@ -114,5 +118,6 @@ def test_a_servers_status_and_numbers_stay_at_their_addresses(loaded):
             seen.add(tuple(pointers((table, step._status))))
     np.testing.assert_array_equal(found, [[0, 1], [10, 11], [20, 21], [30, 31]])
     assert len(seen) == 1
-    *_, status = step.run(operands._replace(cache=cache, state=state), plan, 8, lora=False)
-    assert status is None
+    operands = operands._replace(cache=cache, state=state)
+    *_, status = step.lower(operands, plan, 8, lora=False).out_tree.children()
+    assert status == jax.tree.structure(None)

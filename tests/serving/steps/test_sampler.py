@@ -1,6 +1,6 @@
 """Every processor against numpy, and the promise that a row knows nothing of its neighbours."""
 
-import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,14 @@ from sampler_cases import MIXED, VOCAB, make_logits, make_state, one_row, run_wi
 from serving.sampling import Sampling
 from serving.steps import sampler
 
-run = functools.partial(run_with, jax.jit(sampler.sample))
+sample = jax.jit(sampler.sample)
+BUCKET = 8  # of most tests: each is a program, and seconds to compile
+
+
+def run(logits, state, rows, *, pad_to=BUCKET, **options):
+    """Return what the sampler gives for logits[i] with row rows[i], in a bucket of `pad_to`."""
+    whole = run_with(sample, logits, state, rows, pad_to=pad_to, **options)
+    return types.SimpleNamespace(**{name: got[: len(rows)] for name, got in vars(whole).items()})
 
 
 def log_softmax(logits):
@@ -145,7 +152,9 @@ def test_draws_follow_the_distribution():
     logits = make_logits(1, seed=8, ties=False)
     count = 4000
     state = make_state([sampling])
-    result = run(np.repeat(logits, count, 0), state, [0] * count, positions=np.arange(count))
+    result = run(
+        np.repeat(logits, count, 0), state, [0] * count, positions=np.arange(count), pad_to=count
+    )
     order = np.argsort(-logits[0])[:5]
     probs = np.exp(log_softmax(logits[0, order] / 1.5))
     drawn = np.array([(result.token_ids == token).sum() for token in order])
@@ -159,7 +168,7 @@ def test_a_row_is_the_same_bits_in_any_company():
     state = make_state(MIXED)
     together = run(logits, state, range(len(MIXED)), pad_to=64)
     for place in range(len(MIXED)):
-        alone = run(logits[place : place + 1], state, [place], pad_to=8)
+        alone = run(logits[place : place + 1], state, [place])
         for name, got in vars(together).items():
             np.testing.assert_array_equal(got[place], getattr(alone, name)[0])
 

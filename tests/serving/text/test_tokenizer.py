@@ -91,7 +91,6 @@ def test_chat_template_of_the_model_and_its_replacement(tmp_path):
     byte_fallback(tmp_path, chat_template=template)
     messages = [{"role": "user", "content": "hi"}]
     tokenizer = Tokenizer(tmp_path)
-    assert tokenizer.has_chat_template
     assert tokenizer.apply_chat_template(messages) == "<s>hi>"
     assert tokenizer.apply_chat_template(messages, add_generation_prompt=False) == "<s>hi"
     (tmp_path / "other.jinja").write_text("other")
@@ -101,7 +100,6 @@ def test_chat_template_of_the_model_and_its_replacement(tmp_path):
 
 def test_without_a_chat_template_chat_is_refused(tmp_path):
     tokenizer = Tokenizer(byte_level(tmp_path))
-    assert not tokenizer.has_chat_template
     with pytest.raises(ValueError, match="no chat template"):
         tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
 

@@ -6,6 +6,7 @@
 #pragma once
 #include <bit>
 #include <sched.h>
+#include <setjmp.h>
 #include <time.h>
 #include <ucontext.h>
 #include <unistd.h>
@@ -125,9 +126,13 @@ struct Block {
 };
 constexpr size_t kStackBytes = 128 << 10;
 
+using Stack = std::unique_ptr<char[]>;
+
 struct Fiber {
-  ucontext_t context;
-  std::unique_ptr<char[]> stack{new char[kStackBytes]};  // not touched before it is used
+  Stack stack;
+  ucontext_t start;  // where it begins
+  jmp_buf here;      // where it goes on: a switch by ucontext would be two system calls
+  bool begun = false;
   Block* block;
   Dim thread;
   bool done = false;
@@ -139,7 +144,7 @@ struct Fiber {
 struct Machine {
   Dim grid{1, 1, 1}, block_dim{1, 1, 1};
   Fiber* current = nullptr;
-  ucontext_t scheduler;
+  jmp_buf scheduler;
   std::vector<std::function<void()>> copies;  // asynchronous ones on their way
   uint64_t progress = 0;
   uint32_t seed = 1;
@@ -150,7 +155,16 @@ struct Machine {
 };
 inline Machine machine;
 
-inline void yield() { swapcontext(&machine.current->context, &machine.scheduler); }
+inline void yield() {
+  if (!_setjmp(machine.current->here)) _longjmp(machine.scheduler, 1);
+}
+inline void resume(Fiber& f) {
+  machine.current = &f;
+  if (_setjmp(machine.scheduler)) return;
+  if (f.begun) _longjmp(f.here, 1);
+  f.begun = true;
+  setcontext(&f.start);
+}
 // The scheduler looks at the condition, so that a thread which waits costs no switch.
 template <class Condition> void wait_until(Condition condition) {
   if (!condition()) {
@@ -232,6 +246,7 @@ inline void enter() {
 inline void run_blocks(unsigned first, unsigned last, unsigned threads, size_t shared) {
   std::vector<std::unique_ptr<Block>>& blocks = machine.blocks;
   std::vector<std::unique_ptr<Fiber>> fibers;
+  static std::vector<Stack> stacks;  // of fibers before: their memory is there already
   blocks.clear();
   for (unsigned b = first; b < last; ++b) {
     blocks.push_back(std::make_unique<Block>());
@@ -243,9 +258,11 @@ inline void run_blocks(unsigned first, unsigned last, unsigned threads, size_t s
       fibers.push_back(std::make_unique<Fiber>());
       Fiber& f = *fibers.back();
       f.block = &block, f.thread = {t, 0, 0};
-      getcontext(&f.context);
-      f.context.uc_stack.ss_sp = f.stack.get(), f.context.uc_stack.ss_size = kStackBytes, f.context.uc_link = nullptr;
-      makecontext(&f.context, reinterpret_cast<void (*)()>(enter), 0);
+      f.stack = stacks.empty() ? Stack(new char[kStackBytes]) : std::move(stacks.back());
+      if (!stacks.empty()) stacks.pop_back();
+      getcontext(&f.start);
+      f.start.uc_stack.ss_sp = f.stack.get(), f.start.uc_stack.ss_size = kStackBytes, f.start.uc_link = nullptr;
+      makecontext(&f.start, reinterpret_cast<void (*)()>(enter), 0);
     }
   }
   machine.cluster = {};
@@ -254,8 +271,7 @@ inline void run_blocks(unsigned first, unsigned last, unsigned threads, size_t s
   for (int idle = 0; alive;) {
     for (auto& f : fibers) {
       if (f->done || (f->condition && !f->holds(f->condition))) continue;
-      machine.current = f.get();
-      swapcontext(&machine.scheduler, &f->context);
+      resume(*f);
       if (f->done) --alive, f->block->ended = true;
       if (!machine.copies.empty() && machine.random() % 16 == 0) run_a_copy();
     }
@@ -263,10 +279,12 @@ inline void run_blocks(unsigned first, unsigned last, unsigned threads, size_t s
     if (idle && !machine.copies.empty()) run_a_copy();
     if (idle > 1000) fail("deadlock: every thread waits");
   }
-  for (auto& f : fibers)
+  for (auto& f : fibers) {
     for (auto* groups : {&f->groups, &f->stores})
       for (auto& group : *groups)
         if (!group.empty()) fail("a thread ended with copies it had not waited for");
+    stacks.push_back(std::move(f->stack));
+  }
   if (!machine.copies.empty()) fail("a CTA ended with copies on their way");
 }
 

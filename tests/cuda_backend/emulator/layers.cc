@@ -1,0 +1,68 @@
+// Host entry points of the emulated kernels around grouped LoRA and attention, over plain arrays; what csrc/*.cu does for XLA.
+#include "choose_experts.cuh"
+#include "grouped_f32.cuh"
+#include "lora_rows.cuh"
+#include "merge.cuh"
+#include "place_heads.cuh"
+#include "reroute.cuh"
+#include "rms_norm.cuh"
+
+#include "driver.cuh"
+
+extern "C" {
+
+int merge(Bf16* w, const Bf16* a_pool, const Bf16* b_pool, const int* sites, const float* scaling, int matrices,
+          int d_out, int d_in, int max_rank, int b_rows) {
+  return launch_merge(MergeArgs{w, a_pool, b_pool, sites, scaling, matrices, d_out, d_in, max_rank, b_rows}, nullptr);
+}
+
+int grouped_f32(const float* x, const float* w, const int* sizes, const float* bias, int rows, int groups, int d_out,
+                int d_in, float* y) {
+  return launch_grouped_f32(GroupedF32Args{x, w, sizes, bias, y, rows, groups, d_out, d_in}, nullptr);
+}
+
+int rms_norm(const Bf16* x, const Bf16* addend, const Bf16* weight, int rows, int size, float eps, Bf16* sum, Bf16* y) {
+  return launch_rms_norm(RmsNormArgs{x, addend, weight, sum, y, rows, size, eps}, nullptr);
+}
+
+int choose_experts(const float* logits, const int* sizes, float scale, float* weights, int* ids) {
+  return launch_choose_experts(
+      ChooseExpertsArgs{logits, weights, ids, sizes[0], sizes[1], sizes[2], sizes[3] != 0, sizes[4] != 0, scale},
+      nullptr);
+}
+
+int place_heads(const Bf16* q, const Bf16* k, const Bf16* v, const float* cos, const float* sin, const Bf16* q_scale,
+                const Bf16* k_scale, const int* token_to_place, const int* sizes, float eps, int places, Bf16* turned,
+                Bf16* k_pages, Bf16* v_pages) {
+  const PlaceHeadsArgs p{q, k, v, cos, sin, q_scale, k_scale, token_to_place, turned, k_pages, v_pages,
+                         sizes[0], sizes[1], sizes[2], places, eps};
+  return launch_place_heads(p, sizes[3], nullptr);
+}
+
+int lora_rows(const void* x, const void* a_pool, const void* b_pool, const int* entries,
+              const float* scaling, const int* row_to_slot, const int* row_to_expert, const int* sizes, void* y) {
+  const LoraRowsArgs p{x, a_pool, b_pool, y, entries, scaling, row_to_slot, row_to_expert, sizes[0], sizes[1],
+                       sizes[2], sizes[3], sizes[4]};
+  if (sizes[5] == 0) return launch_lora_rows<float, float>(p, nullptr);
+  if (sizes[5] == 1) return launch_lora_rows<Bf16, float>(p, nullptr);
+  return launch_lora_rows<Bf16, Bf16>(p, nullptr);
+}
+
+struct SortSizes {
+  int num_tokens, tokens, k, slots, experts, groups, item_rows;
+};
+
+int reroute(const int* ids, const int* token_to_slot, const int* table, const int* token_order,
+            const int* token_to_adapter, const SortSizes* s, int* order, int* inverse, int* sizes, int* row_to_token,
+            int* row_to_expert, Item* items, int* num_items) {
+  const int rows = s->tokens * s->k;
+  const int ctas = (rows + kCountRows - 1) / kCountRows;
+  std::vector<uint16_t> counts(ctas * (1 + kCountBlocks) * ((s->groups + 2) / 2 * 2));
+  std::vector<uint32_t> owners(rows);
+  return launch_reroute(RerouteArgs{ids, &s->num_tokens, token_to_slot, table, token_order, token_to_adapter, s->tokens,
+                                    s->k, s->slots, s->experts, s->groups, s->item_rows, order, inverse, sizes,
+                                    row_to_token, row_to_expert, items, num_items, counts.data(), owners.data()},
+                        nullptr);
+}
+
+}  // extern "C"
