@@ -253,7 +253,7 @@ def compiled(point: Point, pools: Pools, machine: Machine) -> Measured:
     repeats = repeats_for(floor_us + 15, count)
 
     def items(owners):
-        return reroute.adapter_items(owners, point.adapters)
+        return reroute.adapter_items(owners, point.adapters, point.rank)
 
     def check(ys, s, pools, chosen, adapters, rows):
         done = apply(point, ys, s, pools, chosen, adapters)

@@ -4,13 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cuda_backend import ffi, lora_gemm
+from cuda_backend import ffi, lora_gemm, lora_tiles
 from lora_jax.ops.adapter_items import AdapterItems
 from lora_jax.ops.reroute.maps import RowMap
 from lora_jax.typing import Array, Int
 
-ALONE_ROWS = 2048  # that one CTA sorts; more are shared out
+CLUSTER_ROWS, CLUSTER_GROUPS = 16384, 1023  # that one launch sorts; more are shared out
 COUNT_ROWS = 2048  # that one CTA counts, in two blocks
+# From so many rows of a slot and expert on tiles pay: gate and up of 6144 rows of 64 experts, rank
+# 64, take 73 us on an H200, by items 87; 512 rows of 8 experts 52 and 51.
+LONG_RUN = 96
 MAX_GROUPS = 16384  # whose counts fit its shared memory
 MAX_ROWS = 1 << 18
 MAX_K = 8192
@@ -39,7 +42,8 @@ def adapter_items(
     rank = max_rank or lora_gemm.MAX_RANK
     found = lora_gemm.row_items(row_to_slot, jnp.zeros_like(row_to_slot), num_slots, rank)
     tiles = found.tiles if found.shrinks_tiles else None
-    return AdapterItems(row_to_slot, found.order, found.items, found.num_items, tiles, max_rank)
+    known = found.order, found.items, found.num_items, tiles
+    return AdapterItems(row_to_slot, *known, max_rank=max_rank, most_runs=num_slots)
 
 
 def _shared_out(
@@ -89,15 +93,18 @@ def _mapped(
     check_support(tokens, k, groups)
     ffi.require()
     rows = tokens * k
-    shared = rows > ALONE_ROWS
+    shared = rows > CLUSTER_ROWS or groups > CLUSTER_GROUPS
     # What one launch leaves to the next: owners, and pairs of counts by CTA and part (counts_of)
     between = rows if shared else 1
     counts = -(-rows // COUNT_ROWS) * 3 * (groups // 2 + 1) if shared else 1
     shapes: list[tuple[int, ...]] = [(rows,), (rows,), (groups,), (rows,), (rows,), (counts,)]
-    owners, item_rows = (), 0
+    owners, item_rows, runs, rank = (), 0, None, lora_gemm.MAX_RANK
     if adapters is not None:
         owners = (adapters.row_to_slot, adapters.order)
-        item_rows = lora_gemm.rows_per_item(rows, adapters.max_rank or lora_gemm.MAX_RANK)
+        experts = table[1].shape[1] if table else groups
+        runs = None if adapters.most_runs is None else adapters.most_runs * experts
+        rank = adapters.max_rank or rank
+        item_rows = lora_gemm.rows_per_item(rows, rank, runs)
         shapes += [(rows, 4), (1,), (between,)]
     outputs = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
     call = jax.ffi.ffi_call("lora_jax_cuda_row_map", outputs)
@@ -108,5 +115,22 @@ def _mapped(
     if adapters is not None:
         place = jnp.arange(rows, dtype=jnp.int32)  # they are in order
         slots = jnp.where(place < jnp.sum(sizes), adapters.row_to_slot[token], -1)
-        items = AdapterItems(slots, place, out[6], out[7], max_rank=adapters.max_rank)
+        tiles = _tiles_of(out[6], out[7], runs, rank)
+        known = place, out[6], out[7], tiles, adapters.max_rank
+        items = AdapterItems(slots, *known, most_runs=runs, in_order=True)
     return RowMap(order, inverse, sizes, token, expert, items)
+
+
+def _tiles_of(
+    items: Int[Array, "rows 4"], num_items: Int[Array, "1"], most_runs: int | None, max_rank: int
+) -> lora_tiles.Tiles | None:
+    """Return the rows of experts as tiles where some runs of one adapter are bound to be long.
+
+    Not at ranks of which segments have a kernel of their own, nor at lower ones.
+    """
+    rows = len(items)
+    if most_runs is None or rows < LONG_RUN * most_runs or rows > lora_gemm.MAX_ROWS:
+        return None
+    if max_rank <= max(lora_gemm.SEGMENT_RANKS):
+        return None
+    return lora_tiles.row_tiles(items, num_items)

@@ -117,6 +117,37 @@ def test_few_rows_have_the_bits_that_they_have_among_many(library, rows, d_out, 
     np.testing.assert_array_equal(few.view(np.uint16), many[some].view(np.uint16))
 
 
+# The last: on how many SMs, of two CTAs each. Items of one CTA are up to 70, and so two batches.
+@pytest.mark.parametrize(
+    ("rows", "d_out", "d_in", "ranks", "experts", "modules", "sms"),
+    [
+        (70, 192, 320, (16, 8, 0, 32, 1, 13), 0, 2, 1),
+        (150, 448, 128, (32, 20), 3, 1, 2),
+        (20, 64, 192, (9,), 0, 1, 3),
+        (90, 128, 64, (7, 8), 40, 2, 1),
+    ],
+)
+def test_segments_in_order_have_the_bits_of_items(
+    library, rows, d_out, d_in, ranks, experts, modules, sms
+):
+    case = lora_case(rows, d_out, d_in, ranks=ranks, num_experts=experts, dtype="bfloat16")
+    slots, max_rank = len(case.scaling), case.max_rank
+    entries = np.stack([np.roll(case.entries, m, 0) for m in range(modules)])
+    scaling = np.stack([copied(case.scaling) + m for m in range(modules)])
+    pools = [*(copied(a) for a in (case.x, case.a_pool, case.b_pool)), entries, scaling]
+    owners = copied(case.row_to_slot)
+    which = np.zeros(rows, np.int32) if experts == 0 else copied(case.row_to_expert)
+    order = np.lexsort((which, np.where(owners < 0, slots, owners)))
+    owners, which = owners[order], which[order]
+    want, got = (np.stack([copied(case.y)] * modules) for _ in range(2))
+    sizes = (modules, rows, d_out, d_in, len(case.a_pool), len(case.b_pool), slots, max_rank)
+    library.emulate(1, rows)
+    call(library.lora, want, *pools, owners, which, *sizes, 8, 1, 0, 0)
+    library.emulate(sms, rows)
+    call(library.lora_segments, got, *pools, owners, which, *sizes)
+    np.testing.assert_array_equal(got.view(np.uint16), want.view(np.uint16))
+
+
 @pytest.mark.parametrize(
     ("rows", "gaps"), [(1, (1,)), (7, (0,)), (90, (0, 3, 40)), (90, (31,)), (4000, (0, 0, 0, 1, 2))]
 )

@@ -96,11 +96,12 @@ def test_items_of_tokens_are_of_one_adapter_each(rows):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [5, 300, 3000])
-def test_a_row_has_the_same_bits_by_the_maps_items_as_by_its_own(tokens):
+@pytest.mark.parametrize("most_rank", [32, 64])  # up to which segments have a kernel, or not
+@pytest.mark.parametrize("tokens", [5, 300, 2000, 3000])  # those of 2000 are in tiles
+def test_a_row_has_the_same_bits_by_the_maps_items_as_by_its_own(tokens, most_rank):
     rng = np.random.default_rng(2)
     k, experts = 4, 8
-    ranks = (16, 8, 0, 64)  # none so small that its share could be lost in rounding
+    ranks = (16, 8, 0, most_rank)  # none so small that its share could be lost in rounding
     case = lora_case(tokens * k, 256, 128, ranks=ranks, num_experts=experts, dtype="bfloat16")
     num_slots = len(case.scaling)
     slots = jnp.asarray(rng.integers(-1, num_slots, tokens).astype(np.int32))
@@ -138,6 +139,40 @@ def test_declines_what_it_cannot_serve(tokens, k, groups, why):
     cuda.check_support(8, 1, 8)
     with pytest.raises(NotImplementedError, match=why):
         cuda.check_support(tokens, k, groups)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "slots", "max_rank", "kind"),
+    [
+        (200, 1, 32, "segments"),
+        (200, 1, 16, "items"),
+        (200, 1, 64, "items"),
+        (200, 4, 32, "items"),  # 32 runs, 16 rows each would be 512
+        (60, 1, 32, "items"),  # 120 rows are few
+        (400, 1, 32, "segments"),
+        (400, 1, 64, "tiles"),
+        (400, 1, None, "tiles"),  # of ranks that nobody has told
+        (5000, 1, 64, "items"),  # more rows than one CTA looks at
+    ],
+)
+def test_rows_of_few_adapters_go_to_the_kernels_of_long_runs(
+    monkeypatch, tokens, slots, max_rank, kind
+):
+    monkeypatch.setattr(ffi, "require", lambda: None)
+    k, experts, width, bf16 = 2, 8, 64, jnp.bfloat16
+    ids, owners = jnp.zeros((tokens, k), jnp.int32), jnp.zeros((tokens,), jnp.int32)
+    x, pool = jnp.zeros((tokens * k, width), bf16), jnp.zeros((64 * experts, width), bf16)
+    module = x, jnp.zeros((slots, 5), jnp.int32), jnp.ones((slots,), jnp.float32)
+
+    def layer():
+        adapters = cuda.adapter_items(owners, slots, max_rank)
+        items = cuda.row_map(ids, jnp.int32(tokens), experts, adapters).items
+        return lora_gemm.lora_pairs([module], x, pool, pool, items, max_rank or 64)
+
+    text = str(jax.make_jaxpr(layer)())
+    behind = text[text.index("target_name=lora_jax_cuda_row_map") :]
+    found = "tiles" if "lora_jax_cuda_row_tiles" in behind else "items"
+    assert ("segments" if "('segments', True)" in behind else found) == kind
 
 
 def test_a_step_sorts_tokens_once_and_rows_once_a_layer(monkeypatch):

@@ -27,6 +27,12 @@ __device__ __forceinline__ int lds32_of(int cta, uint32_t addr) {
                : "memory");
   return v;
 }
+// Writes there.
+__device__ __forceinline__ void sts32_in(int cta, uint32_t addr, uint32_t v) {
+  asm volatile("{\n.reg .u32 there;\nmapa.shared::cluster.u32 there, %1, %2;\nst.shared::cluster.u32 [there], %0;\n}" ::"r"(v),
+               "r"(addr), "r"(cta)
+               : "memory");
+}
 // Arrives at the barrier that lies where `bar` does in the cluster's CTA `rank`. Orders nothing but what
 // this thread has read: a release by the whole cluster would take a microsecond.
 __device__ __forceinline__ void cluster_arrive(uint64_t* bar, int rank) {

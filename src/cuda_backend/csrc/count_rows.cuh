@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kScanThreads) count_rows_kernel(const SortPlan
   for (int j = 0; j < kCountLoads; ++j) {
     const int row = j * kScanThreads + threadIdx.x;
     int expert;
-    picked[j] = row < rows ? pick(p, first + row, live, &expert) : kNoGroup;
+    picked[j] = row < rows ? pick(p, visited(p, first + row), live, &expert) : kNoGroup;
   }
 #pragma unroll 1
   for (int g = threadIdx.x; g < kCountWords * groups; g += kScanThreads) counts[g] = 0;

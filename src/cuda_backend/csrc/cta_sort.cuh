@@ -14,26 +14,38 @@ struct SortShared {
   int warp_sums[kScanThreads / 32];
 };
 
+// The scan of a warp by `op`.
+template <class Op>
+__device__ __forceinline__ int warp_scan(int v, Op op) {
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const int other = __shfl_up_sync(~0u, v, d);
+    if (static_cast<int>(threadIdx.x & 31) >= d) v = op(other, v);
+  }
+  return v;
+}
+
+// Scans a number of each warp: by every warp for itself, which costs less than to wait for one of them.
+// Returns what those of the warps before this one come to; `total` becomes what all do.
+template <class Op>
+__device__ __forceinline__ int scan_warps(const int* of_warps, int zero, Op op, int* total) {
+  const int warp = threadIdx.x >> 5, all = warp_scan(of_warps[threadIdx.x & 31], op);
+  *total = __shfl_sync(~0u, all, 31);
+  const int before = __shfl_sync(~0u, all, max(warp - 1, 0));
+  return warp > 0 ? before : zero;
+}
+
 // Exclusive scan over the CTA by `op`, whose neutral element is `zero`; all threads take part.
 // `total` becomes the scan of everything.
 template <class Op>
 __device__ __forceinline__ int cta_scan(int v, int* warp_sums, int zero, Op op, int* total = nullptr) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  auto warp_scan = [&](int x) {
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const int other = __shfl_up_sync(~0u, x, d);
-      if (lane >= d) x = op(other, x);
-    }
-    return x;
-  };
-  const int inclusive = warp_scan(v), shifted = __shfl_up_sync(~0u, inclusive, 1);
+  const int inclusive = warp_scan(v, op), shifted = __shfl_up_sync(~0u, inclusive, 1);
   if (lane == 31) warp_sums[warp] = inclusive;
   __syncthreads();
-  if (warp == 0) warp_sums[lane] = warp_scan(warp_sums[lane]);
-  __syncthreads();
-  if (total) *total = warp_sums[kScanThreads / 32 - 1];
-  const int prefix = warp > 0 ? warp_sums[warp - 1] : zero;
+  int all;
+  const int prefix = scan_warps(warp_sums, zero, op, &all);
+  if (total) *total = all;
   __syncthreads();
   return lane > 0 ? op(prefix, shifted) : prefix;
 }

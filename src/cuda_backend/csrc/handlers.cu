@@ -4,7 +4,7 @@
 #include <iterator>
 
 #include "call_states.cuh"
-#include "launch.cuh"
+#include "segments_launch.cuh"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -90,10 +90,11 @@ cudaError_t launch_all(PairArgs args, S32& tiles, S32& cut, const BF16* a_pool, 
 }
 
 // `modules` holds entries and scaling of each one, which is one of their `sites`, behind its y where that
-// is added to; `work` is for h of the items, and of the tiles if there are any.
+// is added to; `work` is for h of the items, and of the tiles if there are any. `segments`: see launch_segments.
 ffi::Error LoraGemm(cudaStream_t stream, CallStateOwner* owner, BF16 x, BF16 a_pool, BF16 b_pool, S32 order,
                     S32 items, S32 num_items, S32 tiles, S32 cut, ffi::RemainingArgs modules, ffi::Result<BF16> work,
-                    ffi::RemainingRets outs, ffi::Span<const int64_t> sites, int64_t max_rank, bool accumulate) {
+                    ffi::RemainingRets outs, ffi::Span<const int64_t> sites, int64_t max_rank, bool accumulate,
+                    bool segments) {
   PairArgs args = common_args(order, items, num_items, (max_rank + 7) / 8 * 8);
   args.num_modules = static_cast<int>(outs.size());
   args.h = data(work);
@@ -110,7 +111,8 @@ ffi::Error LoraGemm(cudaStream_t stream, CallStateOwner* owner, BF16 x, BF16 a_p
     module_args(&args, m, *entries, *scaling, sites[m]);
     e = output_args(&args, m, stream, modules, m * of_module, *out);
   }
-  return status(e == cudaSuccess ? launch_all(args, tiles, cut, &a_pool, stream) : e);
+  if (e == cudaSuccess) e = segments ? launch_segments(args, stream) : launch_all(args, tiles, cut, &a_pool, stream);
+  return status(e);
 }
 
 ffi::Error LoraShrink(cudaStream_t stream, BF16 x, BF16 a_pool, S32 entries, F32 scaling, S32 order, S32 items,
@@ -165,7 +167,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_lora_gemm, lora_jax::LoraGemm,
                                   .RemainingRets()
                                   .Attr<ffi::Span<const int64_t>>("sites")
                                   .Attr<int64_t>("max_rank")
-                                  .Attr<bool>("accumulate"),
+                                  .Attr<bool>("accumulate")
+                                  .Attr<bool>("segments"),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_lora_shrink, lora_jax::LoraShrink,
                               LORA_JAX_ON_STREAM.Arg<BF16>()

@@ -26,16 +26,17 @@ struct RerouteArgs {
   uint32_t* owners;  // [rows] by sorted place
 };
 
-constexpr int kRowBits = 11, kAloneRows = 1 << kRowBits, kRowMask = kAloneRows - 1;
-constexpr int kBlockRows = kScanThreads;  // where there are several
+constexpr int kBlockRows = kScanThreads;  // that a CTA sorts
+constexpr int kRowBits = 11, kRowMask = (1 << kRowBits) - 1;
 constexpr int kMostGroups = 16384, kMostRows = 1 << 18, kMostTable = 8192;
-constexpr int kMostCutCtas = 16;  // of a cluster
+constexpr int kClusterGroups = kScanThreads - 1;  // of one launch
+constexpr int kMostCutCtas = 16, kCutRows = 2048;  // of a cluster; rows that each cuts at least
 constexpr int kSortShared = 232448 - 1024;
 constexpr uint32_t kLookUp = 1u << 31, kNoGroup = kLookUp - 1;
 
 struct SortPlan {
   RerouteArgs args;
-  int rows, blocks, warps, run;  // a warp's run of rows
+  int rows, warps, run;          // a warp's run of rows
   int group_bits;                // of a group's number
   bool keep_table;               // in shared memory
   uint32_t k_inverse;            // 2^31 / k, rounded up
@@ -43,8 +44,8 @@ struct SortPlan {
 
 // Shared memory of a block that sorts. `all` and `shift` are sums over blocks, in slices at first.
 struct SortArrays {
-  CutShared* cut;
-  uint32_t *keys, *sorted;     // [rows]: a row's group and rank, later whose it is; rows by group
+  int* warp_sums;
+  uint32_t *keys, *sorted;     // [rows]: a row's group and rank; rows by group
   int* experts;                // [rows] as the router chose
   int *table, *all, *shift;    // shift: what makes a place here one of the whole
   uint16_t *starts, *counts;   // [groups + 1], [warps, groups + 1]
@@ -54,22 +55,21 @@ struct SortArrays {
 __host__ __device__ inline int even_groups(const SortPlan& p) { return (p.args.groups + 2) / 2 * 2; }
 __host__ __device__ inline int sort_slices(const SortPlan& p) {
   const int slices = kScanThreads / (even_groups(p) / 2);
-  return p.blocks > 1 ? (slices > 1 ? slices : 1) : 0;
+  return slices > 1 ? slices : 1;
 }
 __host__ __device__ inline int table_size(const SortPlan& p) {
   return p.keep_table ? p.args.slots * p.args.experts : 0;
 }
-__host__ __device__ inline int sort_rows(const SortPlan& p) { return p.blocks > 1 ? kBlockRows : kAloneRows; }
 inline int sort_bytes(const SortPlan& p) {
-  const int words = 3 * sort_rows(p) + table_size(p) + 2 * sort_slices(p) * even_groups(p);
-  return static_cast<int>(sizeof(CutShared)) + words * 4 + (1 + p.warps) * even_groups(p) * 2;
+  const int words = 3 * kBlockRows + table_size(p) + 2 * sort_slices(p) * even_groups(p);
+  return kScanThreads / 32 * 4 + words * 4 + (1 + p.warps) * even_groups(p) * 2;
 }
 __device__ __forceinline__ SortArrays sort_arrays(unsigned char* raw, const SortPlan& p) {
-  const int sums = sort_slices(p) * even_groups(p), rows = sort_rows(p);
+  const int sums = sort_slices(p) * even_groups(p);
   SortArrays s;
-  s.cut = reinterpret_cast<CutShared*>(raw);
-  s.keys = reinterpret_cast<uint32_t*>(raw + sizeof(CutShared)), s.sorted = s.keys + rows;
-  s.experts = reinterpret_cast<int*>(s.sorted + rows), s.table = s.experts + rows;
+  s.warp_sums = reinterpret_cast<int*>(raw);
+  s.keys = reinterpret_cast<uint32_t*>(s.warp_sums + kScanThreads / 32), s.sorted = s.keys + kBlockRows;
+  s.experts = reinterpret_cast<int*>(s.sorted + kBlockRows), s.table = s.experts + kBlockRows;
   s.all = s.table + table_size(p), s.shift = s.all + sums;
   s.starts = reinterpret_cast<uint16_t*>(s.shift + sums), s.counts = s.starts + even_groups(p);
   return s;
@@ -86,13 +86,16 @@ __device__ __forceinline__ int visited(const SortPlan& p, int n) {
   return __ldg(p.args.token_order + t) * p.args.k + n - t * p.args.k;
 }
 
-// A group, or where in the table it stands; `id` becomes what the router chose.
-__device__ __forceinline__ uint32_t pick(const SortPlan& p, int n, int live_rows, int* id_out) {
+// A row's group, or where in the table it stands; `id` is what the router chose, `slot` its token's in the table.
+__device__ __forceinline__ uint32_t picked(const SortPlan& p, int row, int live_rows, int id, int slot) {
   const RerouteArgs& a = p.args;
-  const int row = visited(p, n), id = *id_out = __ldg(a.ids + row);
-  const int slot = a.token_to_slot ? __ldg(a.token_to_slot + token_of(p, row)) : -1;
   if (row >= live_rows || id < 0 || id >= a.experts) return kNoGroup;
   return slot >= 0 && slot < a.slots ? kLookUp | (slot * a.experts + id) : id;
+}
+__device__ __forceinline__ uint32_t pick(const SortPlan& p, int row, int live_rows, int* id) {
+  const RerouteArgs& a = p.args;
+  *id = __ldg(a.ids + row);
+  return picked(p, row, live_rows, *id, a.token_to_slot ? __ldg(a.token_to_slot + token_of(p, row)) : -1);
 }
 __device__ __forceinline__ int group_of(const SortPlan& p, const int* table, uint32_t picked) {
   const int group = picked & kLookUp ? table[picked & ~kLookUp] : picked;

@@ -32,6 +32,11 @@ class AdapterItems:
     tiles: Any = None
     # None of the slots has a larger rank, where that is known: small ranks want small items.
     max_rank: int | None = dataclasses.field(default=None, metadata={"static": True})
+    # How many runs of one adapter and expert there are at most, where that is known: many rows in
+    # few runs are for other kernels than few rows in many.
+    most_runs: int | None = dataclasses.field(default=None, metadata={"static": True})
+    # Whether a place is its own row, as after a sort by expert.
+    in_order: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 def reference(

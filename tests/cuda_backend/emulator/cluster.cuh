@@ -33,6 +33,10 @@ inline int lds32_of(int cta, uint32_t address) {
   std::memcpy(&v, cta_of_cluster(cta).shared.data() + address, 4);
   return v;
 }
+inline void sts32_in(int cta, uint32_t address, uint32_t v) {
+  if (emu::machine.blocks.at(cta)->ended) emu::fail("a CTA of the cluster has ended and is written to");
+  std::memcpy(emu::machine.blocks[cta]->shared.data() + address, &v, 4);
+}
 // Does something as if the cluster's CTA `rank` did.
 template <class Do> void in_cta(int rank, Do what) {
   emu::Block*& block = emu::machine.current->block;

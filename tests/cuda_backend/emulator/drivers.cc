@@ -1,6 +1,7 @@
 // Host entry points of grouped LoRA's emulated kernels, over plain arrays; what csrc/*.cu does for XLA.
 #include "launch.cuh"
 #include "reroute.cuh"
+#include "segments_launch.cuh"
 #include "tiles_launch.cuh"
 
 #include "driver.cuh"
@@ -39,6 +40,26 @@ int lora(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, const i
     last.expand = true, last.shrink = false;
   }
   return e == cudaSuccess ? launch_pair(last, nullptr) : e;
+}
+
+// Of rows that stand by slot, with items of up to 32 rows.
+int lora_segments(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, const int* entries, const float* scaling,
+                  const int* row_to_slot, const int* row_to_expert, int modules, int rows, int d_out, int d_in, int a_rows,
+                  int b_rows, int slots, int max_rank) {
+  std::vector<int> order(rows);
+  std::vector<Item> items(rows);
+  int num_items = -1;
+  launch_metadata(MetadataArgs{row_to_slot, row_to_expert, rows, slots, kMaxRows, order.data(), items.data(), &num_items},
+                  nullptr);
+  PairArgs p{};
+  for (int m = 0; m < modules; ++m)
+    p.modules[m] = Module{entries + m * slots * 5, scaling + m * slots, y + static_cast<size_t>(m) * rows * d_out};
+  p.items = items.data(), p.num_items = &num_items, p.x = x;
+  p.num_modules = modules, p.num_rows = rows, p.num_slots = slots, p.accumulate = true;
+  p.d_in = d_in, p.d_out = d_out, p.max_rank = max_rank;
+  cudaError_t e = pool_maps(&p, 0, a_pool, a_rows, d_in, kWideA);
+  if (e == cudaSuccess) e = pool_maps(&p, 1, b_pool, b_rows, d_out, kWideB);
+  return e == cudaSuccess ? launch_segments(p, nullptr) : e;
 }
 
 // Expands ones by a B of ones, so that rows of items become their rank; the items are given as the kernels
