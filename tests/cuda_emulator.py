@@ -42,10 +42,8 @@ TRANSPORT_CALLS = (
     "push_aside",
     "wait_add",
     "wait_add_aside",
-    "accept",
     "take",
     "judge",
-    "fetch",
     "answer",
 )
 

@@ -48,21 +48,18 @@ def traced_deltas(shapes, site, row_to_layer, x, adapters, experts):
 
 
 def server_program(server):
-    """Return a program that takes and answers messages twice; those of one layer are refused."""
+    """Return a program that takes and answers each site's twice; those of one layer are refused."""
     shapes = server.shapes
 
     @jax.jit
     def program(ticket):
-        for _ in range(2):
-            messages = server.accept(ticket, _IDLE_US)
+        for site in (GATE_UP, DOWN) * 2:
+            messages, x = server.take(ticket, _IDLE_US, site)
             ok = messages.layers != REFUSED_LAYER
             row_to_layer = messages.layers[messages.row_to_message]
-            for site in (GATE_UP, DOWN):
-                x = server.rows_of(messages, site, MAX_ROWS)
-                owners = (messages.adapters, messages.experts)
-                deltas = traced_deltas(shapes, site, row_to_layer, x, *owners)
-                messages = server.answer(messages, ok, deltas, site)
-            ticket = messages.info
+            owners = (messages.adapters, messages.experts)
+            deltas = traced_deltas(shapes, site, row_to_layer, x, *owners)
+            ticket = server.answer(messages, ok, deltas, site).info
         return ticket
 
     return program

@@ -54,11 +54,11 @@ def files(tmp_path_factory):
     return str(folder / "model"), {f"a{n}": str(folder / f"a{n}") for n in range(len(RANKS))}
 
 
-@pytest.fixture(scope="module")
-def starting(files):
+@pytest.fixture(scope="module", params=[False, True], ids=["experts", "attention too"])
+def starting(files, request):
     """The server, on the second GPU, which compiles while a coupled engine answers."""
     sizes = {"num_adapters": 4, "max_rank": 8, "max_rows": TOKENS * SHAPE.top_k}
-    spec = ServerSpec(files[0], "bfloat16", "ep1-pp1", 1, **sizes)
+    spec = ServerSpec(files[0], "bfloat16", "ep1-pp1", 1, attention=request.param, **sizes)
     with ThreadPoolExecutor(1) as pool:
         made = pool.submit(ServerGroup, spec, first_gpu=1)
         yield made
@@ -66,7 +66,7 @@ def starting(files):
 
 
 @pytest.fixture(scope="module")
-def coupled(files, starting):
+def coupled(files):
     """Answers to a mixed batch, to the base alone, and the tokens of long ones, of one engine."""
     with Engine(*files, **ENGINE) as engine:
         long = engine.generate(PROMPTS[:6], MIXED[:6], LONG)
@@ -105,6 +105,8 @@ def test_a_mixed_batch_has_the_tokens_of_a_coupled_engine(engine, group, coupled
     client = engine._parts.loader._remote.link.client
     assert tokens_of(answers(engine, None)) == tokens_of(base)
     assert client.stats().pushes == 0
+    kept = {name for entry in engine.registry.entries() for name, _ in entry.weights.sites}
+    assert ("q_proj" in kept) == (not group.spec.attention)
     assert tokens_of(answers(engine, MIXED)) == tokens_of(mixed)
     assert client.stats().pushes > 0
     assert engine.stats().compilations_after_warmup == 0

@@ -97,41 +97,20 @@ ffi::Error PeerWaitAdd(cudaStream_t stream, S32 num_rows, S32 to_server, ffi::An
   return peer_status(e == cudaSuccess ? launch_wait_add(wait, wide_y, stream) : e);
 }
 
-inline ffi::Error receive_rows(cudaStream_t stream, S32 after, S32 limit_us, ffi::Result<S32> info,
-                               ffi::Result<S32> adapters, ffi::Result<S32> experts, ffi::Result<S32> messages, void* x,
-                               int64_t number, int64_t site) {
+// x is [rows that are taken at most, d_in] of the site.
+inline ffi::Error PeerTake(cudaStream_t stream, S32 after, S32 limit_us, ffi::Result<S32> info, ffi::Result<S32> adapters,
+                           ffi::Result<S32> experts, ffi::Result<S32> messages, ffi::Result<ffi::AnyBuffer> x,
+                           int64_t number, int64_t site) {
   (void)after;  // only says what comes before
   PeerEnd end;
   if (!peer_ends.find(number, &end)) return no_end();
   const int most = static_cast<int>(info->dimensions()[0]);
-  if (most > kMostTogether) return ffi::Error::InvalidArgument("accept: too many messages at once");
+  if (most > kMostTogether) return ffi::Error::InvalidArgument("take: too many messages at once");
   ReceiveArgs args{end.state, end.shapes, info->typed_data(), most, static_cast<int>(adapters->dimensions()[0])};
   args.adapters = adapters->typed_data(), args.experts = experts->typed_data(), args.messages = messages->typed_data();
   args.limit_us = limit_us.typed_data(), args.site = static_cast<int>(site);
-  args.x = static_cast<unsigned char*>(x);
+  args.x = static_cast<unsigned char*>(x->untyped_data());
   return peer_status(launch_receive(args, stream));
-}
-
-inline ffi::Error PeerReceive(cudaStream_t stream, S32 after, S32 limit_us, ffi::Result<S32> info, ffi::Result<S32> adapters,
-                              ffi::Result<S32> experts, ffi::Result<S32> messages, int64_t number, int64_t site) {
-  return receive_rows(stream, after, limit_us, info, adapters, experts, messages, nullptr, number, site);
-}
-
-// With the rows in the same launch: x is [rows that are taken at most, d_in] of the site.
-inline ffi::Error PeerTake(cudaStream_t stream, S32 after, S32 limit_us, ffi::Result<S32> info, ffi::Result<S32> adapters,
-                           ffi::Result<S32> experts, ffi::Result<S32> messages, ffi::Result<ffi::AnyBuffer> x,
-                           int64_t number, int64_t site) {
-  return receive_rows(stream, after, limit_us, info, adapters, experts, messages, x->untyped_data(), number, site);
-}
-
-inline ffi::Error PeerFetch(cudaStream_t stream, S32 info, ffi::Result<ffi::AnyBuffer> x, int64_t number,
-                            int64_t site) {
-  (void)info;
-  PeerEnd end;
-  if (!peer_ends.find(number, &end)) return no_end();
-  const FetchArgs args{end.state, end.shapes, static_cast<unsigned char*>(x->untyped_data()),
-                       static_cast<int>(x->dimensions()[0]), static_cast<int>(site)};
-  return peer_status(launch_fetch(args, stream));
 }
 
 inline ffi::Error PeerRespond(cudaStream_t stream, S32 info, S32 verdicts, ffi::RemainingArgs deltas, ffi::Result<S32> out,
@@ -155,12 +134,9 @@ inline ffi::Error PeerRespond(cudaStream_t stream, S32 info, S32 verdicts, ffi::
 #define LORA_JAX_PEER_WAIT_ADD_BINDING                                                                    \
   Arg<S32>().Arg<S32>().Arg<ffi::AnyBuffer>().RemainingArgs().Ret<S32>().RemainingRets()                   \
       .Attr<int64_t>("end").Attr<int64_t>("site")
-#define LORA_JAX_PEER_RECEIVE_BINDING \
-  Arg<S32>().Arg<S32>().Ret<S32>().Ret<S32>().Ret<S32>().Ret<S32>().Attr<int64_t>("end").Attr<int64_t>("site")
 #define LORA_JAX_PEER_TAKE_BINDING                                                                        \
   Arg<S32>().Arg<S32>().Ret<S32>().Ret<S32>().Ret<S32>().Ret<S32>().Ret<ffi::AnyBuffer>()                  \
       .Attr<int64_t>("end").Attr<int64_t>("site")
-#define LORA_JAX_PEER_FETCH_BINDING Arg<S32>().Ret<ffi::AnyBuffer>().Attr<int64_t>("end").Attr<int64_t>("site")
 #define LORA_JAX_PEER_RESPOND_BINDING \
   Arg<S32>().Arg<S32>().RemainingArgs().Ret<S32>().Attr<int64_t>("end").Attr<int64_t>("site")
 
@@ -202,7 +178,6 @@ int32_t lora_jax_cuda_peer_load() {
                            reinterpret_cast<const void*>(wait_add_kernel<uint16_t, float>),
                            reinterpret_cast<const void*>(wait_add_kernel<uint16_t, uint16_t>),
                            reinterpret_cast<const void*>(receive_kernel),
-                           reinterpret_cast<const void*>(fetch_kernel),
                            reinterpret_cast<const void*>(respond_kernel)};
   for (const void* kernel : kernels) {
     cudaFuncAttributes attributes;

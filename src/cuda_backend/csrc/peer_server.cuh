@@ -156,14 +156,13 @@ __device__ __forceinline__ void list_rows(const ReceiveArgs& p, const NearBatch&
 }
 
 // The rows as an array of the device, for ops that are compiled for a shape; by the warps from `warp` on.
-__device__ __forceinline__ void copy_rows(const PeerShapes& shapes, const NearBatch& batch, int site, int most_rows,
-                                          unsigned char* x, int warp, int warps) {
-  const int rows = min(batch.rows(), most_rows);
-  const Pieces pieces(shapes.sites[site].d_in * shapes.itemsize, rows, warps);
+__device__ __forceinline__ void copy_rows(const ReceiveArgs& p, const NearBatch& batch, int warp, int warps) {
+  const int rows = min(batch.rows(), p.most_rows);
+  const Pieces pieces(p.shapes.sites[p.site].d_in * p.shapes.itemsize, rows, warps);
   for (int unit = warp; unit < rows * pieces.per_row; unit += warps) {
     const int row = unit / pieces.per_row, index = unit % pieces.per_row, message = batch.message_of(row);
-    const unsigned char* from = batch.slots[message] + shapes.rows_offset + (row - batch.starts[message]) * pieces.bytes;
-    warp_copy(x + row * pieces.bytes + pieces.begin(index), from + pieces.begin(index), pieces.length(index));
+    const unsigned char* from = batch.slots[message] + p.shapes.rows_offset + (row - batch.starts[message]) * pieces.bytes;
+    warp_copy(p.x + row * pieces.bytes + pieces.begin(index), from + pieces.begin(index), pieces.length(index));
   }
 }
 
@@ -181,24 +180,9 @@ __global__ void __launch_bounds__(kReceiveThreads) receive_kernel(const ReceiveA
   const Told told = await_decision(p.state);
   if (told.go) {
     bring_batch(p.state->batch, near);
-    copy_rows(p.shapes, batch, p.site, p.most_rows, p.x, grid_warp() - kWarps, grid_warps() - kWarps);
+    copy_rows(p, batch, grid_warp() - kWarps, grid_warps() - kWarps);
   }
   forget(p.state, told);
-}
-
-struct FetchArgs {
-  const PeerState* state;
-  PeerShapes shapes;
-  unsigned char* x;  // [rows, d_in] of the site
-  int rows, site;
-};
-
-// The rows of messages that were received before, if they are of this site.
-__global__ void __launch_bounds__(kPeerThreads) fetch_kernel(const FetchArgs p) {
-  __shared__ NearBatch near[1];
-  const NearBatch& batch = near[0];
-  bring_batch(p.state->batch, near);
-  if (batch.site == p.site) copy_rows(p.shapes, batch, p.site, p.rows, p.x, grid_warp(), grid_warps());
 }
 
 // What to do with a message.
@@ -281,10 +265,6 @@ __global__ void __launch_bounds__(kPeerThreads, 1) respond_kernel(const RespondA
 
 inline cudaError_t launch_receive(const ReceiveArgs& args, cudaStream_t stream) {
   receive_kernel<<<args.x ? 2 * kPeerCtas : 1, kReceiveThreads, 0, stream>>>(args);
-  return cudaGetLastError();
-}
-inline cudaError_t launch_fetch(const FetchArgs& args, cudaStream_t stream) {
-  fetch_kernel<<<kPeerCtas, kPeerThreads, 0, stream>>>(args);
   return cudaGetLastError();
 }
 inline cudaError_t launch_respond(const RespondArgs& args, cudaStream_t stream) {

@@ -8,10 +8,8 @@ constexpr auto on_cpu_push = [](auto... args) { return PeerPush<false>(nullptr, 
 constexpr auto on_cpu_push_aside = [](auto... args) { return PeerPush<true>(nullptr, args...); };
 constexpr auto on_cpu_wait_add = [](auto... args) { return PeerWaitAdd<false>(nullptr, args...); };
 constexpr auto on_cpu_wait_add_aside = [](auto... args) { return PeerWaitAdd<true>(nullptr, args...); };
-constexpr auto on_cpu_accept = [](auto... args) { return PeerReceive(nullptr, args...); };
 constexpr auto on_cpu_take = [](auto... args) { return PeerTake(nullptr, args...); };
 constexpr auto on_cpu_judge = [](auto... args) { return PeerJudge(nullptr, args...); };
-constexpr auto on_cpu_fetch = [](auto... args) { return PeerFetch(nullptr, args...); };
 constexpr auto on_cpu_answer = [](auto... args) { return PeerRespond(nullptr, args...); };
 
 }  // namespace lora_jax
@@ -24,13 +22,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_peer_push_aside, lora_jax::on_cpu_pu
                               ffi::Ffi::Bind().LORA_JAX_PEER_PUSH_BINDING);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_peer_wait_add_aside, lora_jax::on_cpu_wait_add_aside,
                               ffi::Ffi::Bind().LORA_JAX_PEER_WAIT_ADD_BINDING);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_peer_accept, lora_jax::on_cpu_accept,
-                              ffi::Ffi::Bind().LORA_JAX_PEER_RECEIVE_BINDING);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_peer_take, lora_jax::on_cpu_take,
                               ffi::Ffi::Bind().LORA_JAX_PEER_TAKE_BINDING);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_peer_judge, lora_jax::on_cpu_judge,
                               ffi::Ffi::Bind().LORA_JAX_PEER_JUDGE_BINDING);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_peer_fetch, lora_jax::on_cpu_fetch,
-                              ffi::Ffi::Bind().LORA_JAX_PEER_FETCH_BINDING);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_peer_answer, lora_jax::on_cpu_answer,
                               ffi::Ffi::Bind().LORA_JAX_PEER_RESPOND_BINDING);
