@@ -14,6 +14,7 @@ from transport_cases import (
     MAX_ROWS,
     batch,
     bits,
+    connected,
     exchange,
     open_client,
     open_servers,
@@ -88,6 +89,7 @@ def serving_on(server, device):
 
 class PeerContract(TransportContract):
     carrier: Sockets  # type: ignore[assignment]
+    waits_beside = 1
 
     def test_a_program_serves_without_the_host(self, tmp_path):
         terms = terms_of("bfloat16", ep=2)
@@ -110,6 +112,22 @@ class PeerContract(TransportContract):
                         wanted = ys
                     assert [bits(y) for y in got] == [bits(y) for y in wanted]
             assert client.lost() == ()
+
+    def test_a_layer_may_be_computed_by_the_program(self, tmp_path):
+        terms = terms_of(ep=1)
+        with connected(self.carrier, terms, tmp_path) as (client, _):
+
+            @jax.jit
+            def step(before, x, ys, rows):
+                x = client.push(x, GATE_UP, before + 1, rows)
+                return client.wait_add(ys, x, GATE_UP, rows)
+
+            x, ys, rows = batch(terms, np.random.default_rng(0), MAX_ROWS, base_share=0.2)
+            for layer in range(LAYERS):
+                got, status = step(jnp.int32(layer - 1), x, ys, rows)
+                wanted = want_ys(terms.shapes, GATE_UP, layer, x, ys, rows)
+                assert np.asarray(status).tolist() == [Status.ARRIVED]
+                assert [bits(y) for y in got] == [bits(y) for y in wanted]
 
     def test_a_killed_server_ends_the_wait_and_its_successor_joins(self, tmp_path):
         if isinstance(self.carrier, OneProcess):

@@ -37,9 +37,19 @@ class ClientEnd(Protocol):
     """A client on its device. The host's calls come from any thread."""
 
     def push(
-        self, x: Array, layer: Array, rows: Sequence[Array], site: int, *, aside: bool
+        self,
+        x: Array,
+        layer: Array,
+        rows: Sequence[Array],
+        site: int,
+        *,
+        aside: bool,
+        lasting: bool = True,
     ) -> Array:
-        """Traced. See AbstractClient.push; `rows` are the fields of PushRows."""
+        """Traced. See AbstractClient.push; `rows` are the fields of PushRows.
+
+        `lasting`: the layer is there until wait_add, so that a push aside may read it late.
+        """
         ...
 
     def wait_add(

@@ -154,17 +154,26 @@ class ClientEnd(_End):
     """What an instance's rank has on its GPU. `push` and `wait_add` are traced."""
 
     def push(
-        self, x: Array, layer: Array, rows: Sequence[Array], site: int, *, aside: bool
+        self,
+        x: Array,
+        layer: Array,
+        rows: Sequence[Array],
+        site: int,
+        *,
+        aside: bool,
+        lasting: bool = True,
     ) -> Array:
         """Return x; `rows` are num_rows, table_version, row_to_server, ..._adapter, ..._expert.
 
-        With `aside` it goes from a stream of its own: all arrays are then read until the wait.
+        With `aside` it goes from a stream of its own, where answers are waited for too: all arrays
+        are then read until the sum. Unless the layer is `lasting` only the wait is there.
         """
         out = jax.ShapeDtypeStruct(x.shape, x.dtype)
         name = _PREFIX + ("push_aside" if aside else "push")
         call = jax.ffi.ffi_call(name, out, has_side_effect=True, input_output_aliases={0: 0})
         num_rows, version, *routes = rows
         which = {"end": np.int64(self.number), "site": np.int64(site)}
+        which |= {"lasting": np.int64(lasting)} if aside else {}
         return call(x, num_rows, layer, version, *routes, **which)
 
     def wait_add(

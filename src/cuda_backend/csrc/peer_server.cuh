@@ -63,7 +63,7 @@ __device__ __forceinline__ Watched watch(PeerState* state, int client) {
 
 // A lane a client: takes what is there of one site and fits, beginning behind the client that was the first
 // one last time. Says whether to look no longer.
-__device__ __forceinline__ bool take_messages(const ReceiveArgs& p, Watched* watched, int first, const int* crc) {
+__device__ __forceinline__ bool take_messages(const ReceiveArgs& p, Watched* watched, int first, uint32_t crc) {
   const int lane = threadIdx.x;
   PeerLink* link = watched->link;
   const uint64_t arrivals = link ? poll_acquire_sys(watched->counter) : 0;
@@ -96,7 +96,7 @@ __device__ __forceinline__ bool take_messages(const ReceiveArgs& p, Watched* wat
   return lowest(turn) < kMostClients;  // if of another site only, that is all
 }
 
-__device__ __forceinline__ void find_messages(const ReceiveArgs& p, const int* crc) {
+__device__ __forceinline__ void find_messages(const ReceiveArgs& p, uint32_t crc) {
   const uint64_t start = now_nanos(), limit = p.limit_us ? max(*p.limit_us, 0) * 1000ull : p.limit;
   const int first = p.state->served;
   // What the host changes, one lane reads for all.
@@ -113,8 +113,7 @@ __device__ __forceinline__ void find_messages(const ReceiveArgs& p, const int* c
 
 // Finds messages for all CTAs of the launch.
 __device__ __forceinline__ void receive(const ReceiveArgs& p) {
-  __shared__ int crc[kCrcWords];
-  bring_crc(crc);
+  const uint32_t crc = crc_part();
   for (int i = threadIdx.x; i < p.most * kInfoWords; i += blockDim.x)
     p.info[i] = i % kInfoWords == kClient || i % kInfoWords == kSite ? kNobody : 0;
   PeerBatch& batch = p.state->batch;
@@ -182,7 +181,7 @@ __global__ void __launch_bounds__(kReceiveThreads) receive_kernel(const ReceiveA
     bring_batch(p.state->batch, near);
     copy_rows(p, batch, grid_warp() - kWarps, grid_warps() - kWarps);
   }
-  forget(p.state, told);
+  forget(p.state, told, gridDim.x - 1);
 }
 
 // What to do with a message.
@@ -231,10 +230,9 @@ __device__ __forceinline__ PeerHeader header_of(const RespondArgs& p, const Answ
 __global__ void __launch_bounds__(kPeerThreads, 1) respond_kernel(const RespondArgs p) {
   __shared__ Answer answers[kMostTogether + 1];
   __shared__ HeaderWords sealed[kMostTogether];
-  __shared__ int crc[kCrcWords];
   const int count = find_answers(p, answers);
   if (!count) return;
-  bring_crc(crc);
+  const uint32_t crc = crc_part();
   const PeerSite& site = p.shapes.sites[p.site];
   const int rows = answers[count].start, outs = static_cast<int>(site.num_outs);
   int unit = grid_warp();  // of all outputs, one behind the other
