@@ -82,8 +82,8 @@ def answer_until(server: DeviceServer, done: Path) -> None:
 
     @jax.jit
     def serve_one(ticket):
-        messages = server.accept(ticket, 20_000)
-        x = server.rows_of(messages, GATE_UP, MOST_ROWS).astype(jnp.float32)
+        messages, x = server.take(ticket, 20_000, GATE_UP)
+        x = x.astype(jnp.float32)
         verdicts = jnp.full(len(ticket), Verdict.ANSWER, jnp.int32)
         return server.answer(messages, verdicts, [x * 2, x * -3], GATE_UP).info
 

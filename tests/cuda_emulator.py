@@ -33,7 +33,7 @@ REWRITES = (
     (r"kPeerThreads = 512,", "kPeerThreads = 64,"),
     (r"kReceiveThreads = 256;", "kReceiveThreads = 64;"),
     (r"kPeerCtas = 64;", "kPeerCtas = 2;"),
-    (r"kAsideCtas = 24;", "kAsideCtas = 1;"),
+    (r"kAsideThreads = 128, kAsideCtas = 48;", "kAsideThreads = 64, kAsideCtas = 1;"),
     (r"kForwardThreads = 512;", "kForwardThreads = 32;"),
     (r"kForwardCtas = 16;", "kForwardCtas = 2;"),
 )
@@ -42,10 +42,8 @@ TRANSPORT_CALLS = (
     "push_aside",
     "wait_add",
     "wait_add_aside",
-    "accept",
     "take",
     "judge",
-    "fetch",
     "answer",
 )
 

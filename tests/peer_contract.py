@@ -14,6 +14,7 @@ from transport_cases import (
     MAX_ROWS,
     batch,
     bits,
+    connected,
     exchange,
     open_client,
     open_servers,
@@ -48,21 +49,18 @@ def traced_deltas(shapes, site, row_to_layer, x, adapters, experts):
 
 
 def server_program(server):
-    """Return a program that takes and answers messages twice; those of one layer are refused."""
+    """Return a program that takes and answers each site's twice; those of one layer are refused."""
     shapes = server.shapes
 
     @jax.jit
     def program(ticket):
-        for _ in range(2):
-            messages = server.accept(ticket, _IDLE_US)
+        for site in (GATE_UP, DOWN) * 2:
+            messages, x = server.take(ticket, _IDLE_US, site)
             ok = messages.layers != REFUSED_LAYER
             row_to_layer = messages.layers[messages.row_to_message]
-            for site in (GATE_UP, DOWN):
-                x = server.rows_of(messages, site, MAX_ROWS)
-                owners = (messages.adapters, messages.experts)
-                deltas = traced_deltas(shapes, site, row_to_layer, x, *owners)
-                messages = server.answer(messages, ok, deltas, site)
-            ticket = messages.info
+            owners = (messages.adapters, messages.experts)
+            deltas = traced_deltas(shapes, site, row_to_layer, x, *owners)
+            ticket = server.answer(messages, ok, deltas, site).info
         return ticket
 
     return program
@@ -91,6 +89,7 @@ def serving_on(server, device):
 
 class PeerContract(TransportContract):
     carrier: Sockets  # type: ignore[assignment]
+    waits_beside = 1
 
     def test_a_program_serves_without_the_host(self, tmp_path):
         terms = terms_of("bfloat16", ep=2)
@@ -113,6 +112,22 @@ class PeerContract(TransportContract):
                         wanted = ys
                     assert [bits(y) for y in got] == [bits(y) for y in wanted]
             assert client.lost() == ()
+
+    def test_a_layer_may_be_computed_by_the_program(self, tmp_path):
+        terms = terms_of(ep=1)
+        with connected(self.carrier, terms, tmp_path) as (client, _):
+
+            @jax.jit
+            def step(before, x, ys, rows):
+                x = client.push(x, GATE_UP, before + 1, rows)
+                return client.wait_add(ys, x, GATE_UP, rows)
+
+            x, ys, rows = batch(terms, np.random.default_rng(0), MAX_ROWS, base_share=0.2)
+            for layer in range(LAYERS):
+                got, status = step(jnp.int32(layer - 1), x, ys, rows)
+                wanted = want_ys(terms.shapes, GATE_UP, layer, x, ys, rows)
+                assert np.asarray(status).tolist() == [Status.ARRIVED]
+                assert [bits(y) for y in got] == [bits(y) for y in wanted]
 
     def test_a_killed_server_ends_the_wait_and_its_successor_joins(self, tmp_path):
         if isinstance(self.carrier, OneProcess):

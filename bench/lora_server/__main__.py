@@ -13,12 +13,13 @@ groups. `overlap`: base and exchange as they are served; of several instances th
 `exposed`: overlap less base. `overlap_echo` and `overlap_refused`: overlap while servers send back
 what nobody computed, or nothing: what its own pushes and sums cost the instance.
 
-An instance and all ranks of EP4 want five GPUs. A rank on the instance's GPU would take its SMs and
-memory, and as a process of its own turns of milliseconds. So plans with some of their ranks leave
-the rows of the others out, which says too little of what the instance sends and adds; with `all
-rows` its batch is so much larger that it sends as many as to all ranks, each of which then has more
-than its share. What all ranks would take lies between the two. Of several stages those whose ranks
-are all there have their layers measured.
+An instance and all ranks of EP4 want five GPUs, of EP4-PP2 nine. A rank on the instance's GPU would
+take its SMs and memory, and as a process of its own turns of milliseconds. So plans with some of
+their ranks leave the rows of the others out, which says too little of what the instance sends and
+adds; with `all rows` its batch is so much larger that it sends as many as to all ranks, each of
+which then has more than its share. What all ranks would take lies between the two. Of several
+stages those whose ranks are all there have their layers measured; with two instances all layers
+are, those of the other stage with the rows of its ranks that are there.
 """
 
 import argparse
@@ -30,7 +31,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bench.lora_server.plans import ECHO, LORA, PLANS, REFUSE, TABLE, Case, Plan, mixtral
+from bench.lora_server.plans import ECHO, LORA, PLANS, REFUSE, Case, Plan, mixtral, table_for
 from bench.lora_server.timeline import shown
 from bench.lora_server.worker import ProcessWorker, Worker, all_of
 
@@ -192,18 +193,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--batches", type=int, nargs="+", default=[128, 256])
     parser.add_argument("--adapters", type=int, nargs="+", default=[256, 512])
-    parser.add_argument("--plans", nargs="+", help="names, in this order; else for four GPUs")
+    parser.add_argument("--plans", nargs="+", help="names, in this order; else by the GPUs")
     parser.add_argument("--seconds", type=float, default=600.0, help="no new row after that")
     parser.add_argument("--gpus", type=int, nargs="+", help="a process for each of these numbers")
     parser.add_argument("--trace", nargs="+", default=[], help="plans to write down what ran of")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
+    options.gpus = options.gpus or list(range(count_gpus()))
     if options.plans:
         wanted = list(itertools.product(options.adapters, options.plans, options.batches))
     else:
-        wanted = list(TABLE)
+        wanted = list(table_for(len(options.gpus)))
     end, case = time.monotonic() + options.seconds, mixtral(wanted[0][0])
-    options.gpus = options.gpus or list(range(count_gpus()))
     workers = [ProcessWorker(case, gpu) for gpu in options.gpus]
     try:
         for worker in workers:

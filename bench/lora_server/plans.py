@@ -49,11 +49,12 @@ class Plan:
     """A placement; how many of its ranks, and how many instances, have a GPU here.
 
     A stage of which a rank has no GPU has its rows left out, or, where another stage is whole, its
-    layers. With `all_rows` the batch is so much larger that the ranks that are there get as many
-    rows as all would: the instance sends and adds up what it would with all of them, and each rank
-    computes more. With `senders` above 1 every instance sends so many messages for each layer, of
-    other experts and adapters each, as if so many instances were there and came at the same moment,
-    and waits for all of the answers.
+    layers, unless `all_layers` are wanted: instances that meet at one stage more often than they
+    would at two say nothing of what two are good for. With `all_rows` the batch is so much larger
+    that the ranks that are there get as many rows as all would: the instance sends and adds up what
+    it would with all of them, and each rank computes more. With `senders` above 1 every instance
+    sends so many messages for each layer, of other experts and adapters each, as if so many
+    instances were there and came at the same moment, and waits for all of the answers.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Plan:
     instances: int = 1
     senders: int = 1
     all_rows: bool = False
+    all_layers: bool = False
     pull: bool = False
     aside: bool = True
     graph: bool = True  # of a server's programs; else the host launches their kernels one by one
@@ -81,7 +83,8 @@ class Plan:
     def layers(self, case: Case) -> list[int]:
         """Return the layers of a program."""
         whole = self.servers // self.ep  # stages
-        return [n for n in range(case.layers) if n % self.pp < whole or not whole]
+        every = self.all_layers or not whole
+        return [n for n in range(case.layers) if every or n % self.pp < whole]
 
     def placement(self, case: Case) -> Placement:
         """Return where the case's adapters lie."""
@@ -130,22 +133,48 @@ PLANS = {
         Plan("EP1-PP4", 1, 4, 4),
         Plan("EP4-PP1, 2 instances", 4, 1, 4, 2),
         Plan("EP4-PP1, 3 instances", 4, 1, 4, 3),
+        Plan("EP4-PP1, 4 instances", 4, 1, 4, 4),
+        Plan("EP2-PP2, 2 instances", 2, 2, 4, 2),
+        Plan("EP2-PP2, 3 instances", 2, 2, 4, 3),
+        Plan("EP1-PP4, 3 instances", 1, 4, 4, 3),
+        # A ninth GPU is what an instance beside all ranks of EP4-PP2 wants.
         Plan("EP4-PP2, 7 of its ranks", 4, 2, 7),
-        Plan("EP4-PP2, 6 of its ranks, 2 instances", 4, 2, 6, 2),
+        Plan("EP4-PP2, 6 of its ranks, 2 instances", 4, 2, 6, 2, all_layers=True),
     )
 }
 
 _ALONE = "EP4-PP1, 1 of its ranks"
 _MOST = "EP4-PP1, 3 of its ranks"
-# (adapters, plan, tokens) that are measured where nothing else is asked for: what fits four GPUs.
-TABLE = (
-    *((256, name, 128) for name in (_MOST, f"{_MOST}, all rows", "EP2-PP2, 1 of its stages")),
-    *((256, name, 128) for name in ("EP1-PP4, 3 of its ranks", "EP2-PP1", "EP2-PP1, pull")),
-    *((256, f"{_ALONE}{more}", 128) for more in ("", ", 2 instances", ", 3 instances")),
-    (256, "EP2-PP1, 2 instances", 128),
-    *((256, name, 256) for name in (_MOST, f"{_MOST}, all rows", "EP2-PP1", "EP2-PP1, pull")),
-    (256, "EP1-PP4, 3 of its ranks", 256),
-    *((256, f"{_ALONE}{more}", 256) for more in ("", ", 2 instances", ", 3 instances")),
-    *((512, name, 128) for name in (_MOST, f"{_MOST}, all rows", "EP2-PP1")),
-    (512, "EP1-PP4, 3 of its ranks", 128),
-)
+_MANY = ("", ", 2 instances", ", 3 instances")
+# (adapters, plan, tokens) that are measured where nothing else is asked for, by the GPUs they want;
+# in an order in which the first ones say most.
+TABLES = {
+    4: (
+        *((256, name, 128) for name in (_MOST, f"{_MOST}, all rows", "EP2-PP2, 1 of its stages")),
+        *((256, name, 128) for name in ("EP1-PP4, 3 of its ranks", "EP2-PP1", "EP2-PP1, pull")),
+        *((256, f"{_ALONE}{more}", 128) for more in _MANY),
+        (256, "EP2-PP1, 2 instances", 128),
+        *((256, name, 256) for name in (_MOST, f"{_MOST}, all rows", "EP2-PP1", "EP2-PP1, pull")),
+        (256, "EP1-PP4, 3 of its ranks", 256),
+        *((256, f"{_ALONE}{more}", 256) for more in _MANY),
+        *((512, name, 128) for name in (_MOST, f"{_MOST}, all rows", "EP2-PP1")),
+        (512, "EP1-PP4, 3 of its ranks", 128),
+    ),
+    8: (
+        *((256, f"EP4-PP1{more}", 128) for more in (*_MANY, ", pull")),
+        *((256, name, 128) for name in ("EP2-PP2", "EP1-PP4", "EP4-PP2, 7 of its ranks")),
+        (256, "EP4-PP2, 6 of its ranks, 2 instances", 128),
+        *((256, f"EP4-PP1{more}", 256) for more in (*_MANY, ", pull")),
+        *((256, name, 256) for name in ("EP2-PP2", "EP1-PP4")),
+        *((512, name, 128) for name in ("EP4-PP1", "EP2-PP2", "EP1-PP4")),
+        (512, "EP4-PP1", 256),
+        *((256, f"EP2-PP2{more}", 128) for more in _MANY[1:]),
+        (256, "EP4-PP2, 7 of its ranks", 256),
+        (512, "EP4-PP1, 3 instances", 128),
+    ),
+}
+
+
+def table_for(gpus: int) -> tuple[tuple[int, str, int], ...]:
+    """Return the rows for a host of so many GPUs: those of the largest table that they fill."""
+    return TABLES[max((n for n in TABLES if n <= gpus), default=min(TABLES))]

@@ -101,7 +101,7 @@ class ClientStats:
     aborted: int
     refused: int
     dropped: int  # arrivals whose header was not accepted
-    wait_seconds: float  # spent in waits
+    wait_seconds: float  # of waits, which may go on beside the base computation
     longest_wait: float  # seconds
     waits_by_length: tuple[int, ...]  # of [2^i, 2^(i+1)) ns, of exchanges that ended well
 

@@ -65,8 +65,8 @@ class DeviceClient(AbstractJoiningClient[Landed]):
     ):
         """Join every server. Raises TransportError, with nothing kept, if one is not there.
 
-        With `aside` rows leave on a stream of their own while the base computes, and without they
-        may be part of a CUDA graph.
+        With `aside` rows leave, and answers are waited for, on a stream of their own while the base
+        computes; without they may be part of a CUDA graph.
         """
         super().__init__(shapes, connectors)
         self._aside = aside
@@ -77,9 +77,9 @@ class DeviceClient(AbstractJoiningClient[Landed]):
         self, x: Float[Array, "rows d_in"], site: int, layer: Int[Array, ""] | int, rows: PushRows
     ) -> Float[Array, "rows d_in"]:
         check_push(self.shapes, site, x, rows)
-        # A layer that a program computes may be gone while the push still reads it.
-        aside = self._aside and isinstance(layer, int)
-        return self._end.push(x, jnp.asarray(layer, jnp.int32), _fields(rows), site, aside=aside)
+        # A layer that a program computes may be gone while a push aside still reads it.
+        how = {"aside": self._aside, "lasting": isinstance(layer, int)}
+        return self._end.push(x, jnp.asarray(layer, jnp.int32), _fields(rows), site, **how)
 
     def wait_add(
         self,

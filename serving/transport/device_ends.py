@@ -37,9 +37,19 @@ class ClientEnd(Protocol):
     """A client on its device. The host's calls come from any thread."""
 
     def push(
-        self, x: Array, layer: Array, rows: Sequence[Array], site: int, *, aside: bool
+        self,
+        x: Array,
+        layer: Array,
+        rows: Sequence[Array],
+        site: int,
+        *,
+        aside: bool,
+        lasting: bool = True,
     ) -> Array:
-        """Traced. See AbstractClient.push; `rows` are the fields of PushRows."""
+        """Traced. See AbstractClient.push; `rows` are the fields of PushRows.
+
+        `lasting`: the layer is there until wait_add, so that a push aside may read it late.
+        """
         ...
 
     def wait_add(
@@ -113,12 +123,6 @@ class ServerEnd(Protocol):
         """Push results to the client of a link; None refuses."""
         ...
 
-    def accept(
-        self, after: Int[Array, "messages 8"], rows: int, limit_us: Int[Array, ""], site: int
-    ) -> tuple[Array, Array, Array, Array]:
-        """Traced: (info, adapters, experts, row_to_message) of the next messages."""
-        ...
-
     def take(
         self,
         after: Int[Array, "messages 8"],
@@ -126,7 +130,7 @@ class ServerEnd(Protocol):
         site: int,
         shape: jax.ShapeDtypeStruct,
     ) -> tuple[Array, Array, Array, Array, Array]:
-        """Traced: what `accept` gives of messages of a site, and their rows."""
+        """Traced: (info, adapters, experts, row_to_message, rows) of a site's next messages."""
         ...
 
     def judge(
@@ -139,13 +143,7 @@ class ServerEnd(Protocol):
         num_experts: int,
         slots_per_layer: int,
     ) -> tuple[Array, Array, Array]:
-        """Traced: (info, row_to_slot, verdicts) of what `accept` gave; see DeviceServer.judge."""
-        ...
-
-    def fetch_rows(
-        self, info: Int[Array, "messages 8"], site: int, shape: jax.ShapeDtypeStruct
-    ) -> Array:
-        """Traced: the rows of the messages, if they are of this site."""
+        """Traced: (info, row_to_slot, verdicts) of what `take` gave; see DeviceServer.judge."""
         ...
 
     def answer(

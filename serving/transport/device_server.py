@@ -1,9 +1,8 @@
 """A server whose landing slots are in the memory of devices.
 
 It is used in two ways: as any AbstractServer, rows travelling over the host's memory, or inside
-programs of its device (`accept`, `rows_of`, `answer`), where messages are taken, computed and
-answered without the host. No program may be under way during `receive`; what programs leave, the
-host answers.
+programs of its device (`take`, `answer`), where messages are taken, computed and answered without
+the host. No program may be under way during `receive`; what programs leave, the host answers.
 """
 
 import dataclasses
@@ -21,7 +20,6 @@ from serving.transport.library import numbers
 from serving.transport.seating import AbstractSeatingServer
 from serving.transport.shapes import Shapes
 
-ANY_SITE = -1
 MOST_MESSAGES = 8  # that a program takes at once
 _INFO_WORDS = 8  # that it says of each
 _DROPPED = 6  # its place among the counts
@@ -38,7 +36,7 @@ class _Seat:
 
 
 def no_ticket(messages: int = MOST_MESSAGES) -> np.ndarray:
-    """Return what the first `accept` of programs with so many messages each is behind."""
+    """Return what the first `take` of programs with so many messages each is behind."""
     return np.zeros((messages, _INFO_WORDS), np.int32)
 
 
@@ -179,27 +177,17 @@ class DeviceServer(AbstractSeatingServer[_Seat]):
             if seat is not None and not self._closed:
                 self._end.detach(seat.index)
 
-    def accept(
-        self,
-        after: Int[Array, "messages 8"],
-        limit_us: Int[Array, ""] | int,
-        site: int = ANY_SITE,
-    ) -> Arrived:
-        """Traced: the next messages of any clients, in turn, behind what gave `after`.
-
-        What waits of one site, in as many messages as `after` has lines and as fit `max_rows`; or
-        the first one to come within as many microseconds, which are data. With a site, those of
-        that one, waiting no longer than until one of another site is there: for programs that take
-        sites in turns.
-        """
-        limit = jnp.asarray(limit_us, jnp.int32)
-        return Arrived(*self._end.accept(after, self.shapes.max_rows, limit, site))
-
     def take(
         self, after: Int[Array, "messages 8"], limit_us: Int[Array, ""] | int, site: int
     ) -> tuple[Arrived, Float[Array, "max_rows d_in"]]:
-        """Traced: `accept` of a site and `rows_of` all that it takes, in one launch."""
-        shape = self._rows_shape(site, self.shapes.max_rows)
+        """Traced: a site's next messages of any clients, in turn, and their rows.
+
+        Behind what gave `after`: in as many messages as that has lines and as fit `max_rows` what
+        waits, or the first one to come within as many microseconds, which are data; no longer than
+        until one of another site is there, for programs that take sites in turns.
+        """
+        spec = self.shapes.sites[site]
+        shape = jax.ShapeDtypeStruct((self.shapes.max_rows, spec.d_in), self.shapes.row_dtype)
         *found, x = self._end.take(after, jnp.asarray(limit_us, jnp.int32), site, shape)
         return Arrived(*found), x
 
@@ -215,10 +203,6 @@ class DeviceServer(AbstractSeatingServer[_Seat]):
         tables = table.numbers, table.slots, table.num_ready, table.version, table.layers
         info, *others = self._end.judge(before, arrived, tables, **dataclasses.asdict(share))
         return Judged(dataclasses.replace(messages, info=info), *others)
-
-    def rows_of(self, messages: Arrived, site: int, rows: int) -> Float[Array, "rows d_in"]:
-        """Traced: the messages' rows, at most `rows`; undefined if they are of another site."""
-        return self._end.fetch_rows(messages.info, site, self._rows_shape(site, rows))
 
     def answer(
         self,
@@ -274,9 +258,6 @@ class DeviceServer(AbstractSeatingServer[_Seat]):
 
     def dropped(self) -> int:
         return self._end.counts()[_DROPPED]
-
-    def _rows_shape(self, site: int, rows: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows, self.shapes.sites[site].d_in), self.shapes.row_dtype)
 
     def _free(self) -> None:
         self._end.close()

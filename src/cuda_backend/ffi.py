@@ -41,10 +41,8 @@ TARGETS = (
     "lora_jax_cuda_peer_wait_add",
     "lora_jax_cuda_peer_push_aside",
     "lora_jax_cuda_peer_wait_add_aside",
-    "lora_jax_cuda_peer_accept",
     "lora_jax_cuda_peer_take",
     "lora_jax_cuda_peer_judge",
-    "lora_jax_cuda_peer_fetch",
     "lora_jax_cuda_peer_answer",
 )
 STATEFUL = ("lora_jax_cuda_lora_gemm", "lora_jax_cuda_lora_expand")

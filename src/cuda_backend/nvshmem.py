@@ -268,9 +268,16 @@ class NvshmemClientEnd(ClientEnd):
         self._forwarding = _Forwarding(device, numbers)
 
     def push(
-        self, x: Array, layer: Array, rows: Sequence[Array], site: int, *, aside: bool
+        self,
+        x: Array,
+        layer: Array,
+        rows: Sequence[Array],
+        site: int,
+        *,
+        aside: bool,
+        lasting: bool = True,
     ) -> Array:
-        del aside
+        del aside, lasting
         return self._forwarding.after(super().push(x, layer, rows, site, aside=False))
 
     def wait_add(

@@ -154,17 +154,26 @@ class ClientEnd(_End):
     """What an instance's rank has on its GPU. `push` and `wait_add` are traced."""
 
     def push(
-        self, x: Array, layer: Array, rows: Sequence[Array], site: int, *, aside: bool
+        self,
+        x: Array,
+        layer: Array,
+        rows: Sequence[Array],
+        site: int,
+        *,
+        aside: bool,
+        lasting: bool = True,
     ) -> Array:
         """Return x; `rows` are num_rows, table_version, row_to_server, ..._adapter, ..._expert.
 
-        With `aside` it goes from a stream of its own: all arrays are then read until the wait.
+        With `aside` it goes from a stream of its own, where answers are waited for too: all arrays
+        are then read until the sum. Unless the layer is `lasting` only the wait is there.
         """
         out = jax.ShapeDtypeStruct(x.shape, x.dtype)
         name = _PREFIX + ("push_aside" if aside else "push")
         call = jax.ffi.ffi_call(name, out, has_side_effect=True, input_output_aliases={0: 0})
         num_rows, version, *routes = rows
         which = {"end": np.int64(self.number), "site": np.int64(site)}
+        which |= {"lasting": np.int64(lasting)} if aside else {}
         return call(x, num_rows, layer, version, *routes, **which)
 
     def wait_add(
@@ -214,7 +223,7 @@ class ClientEnd(_End):
 class ServerEnd(_End):
     """What a server's rank has on its GPU: two ways to take messages, of which it uses one.
 
-    `receive` and `respond` move rows over the host; `accept` and `answer` are traced, for a program
+    `receive` and `respond` move rows over the host; `take` and `answer` are traced, for a program
     that takes messages, computes and answers without the host.
     """
 
@@ -249,18 +258,6 @@ class ServerEnd(_End):
         """Fill an array from a slot."""
         self._device.copy_out(array.ctypes.data, address, array.nbytes)
 
-    def accept(
-        self, after: Int[Array, "messages 8"], rows: int, limit_us: Int[Array, ""], site: int
-    ) -> tuple[Array, Array, Array, Array]:
-        """Return (info, adapters, experts, row_to_message) of messages of one site, by clients.
-
-        `after` is what the call before gave. As many messages as that has lines, of at most `rows`
-        rows together: behind the real rows adapters and messages are -1, behind the messages
-        clients are. None came within `limit_us`, or one waits that is of another site than `site`:
-        then all are; site -1: of any.
-        """
-        return self._receive("accept", after, rows, limit_us, site)
-
     def take(
         self,
         after: Int[Array, "messages 8"],
@@ -268,8 +265,19 @@ class ServerEnd(_End):
         site: int,
         shape: jax.ShapeDtypeStruct,
     ) -> tuple[Array, Array, Array, Array, Array]:
-        """Return what `accept` does of a site, and its messages' rows, as one launch."""
-        return self._receive("take", after, shape.shape[0], limit_us, site, shape)
+        """Return (info, adapters, experts, row_to_message, rows) of a site's messages, by clients.
+
+        `after` is what the call before gave. As many messages as that has lines, of at most as many
+        rows together as `shape`, [rows, d_in], has: behind the real rows adapters and messages are
+        -1, behind the messages clients are. None came within `limit_us`, or one waits that is of
+        another site: then all are.
+        """
+        ids = jax.ShapeDtypeStruct(shape.shape[:1], jnp.int32)
+        outs = [jax.ShapeDtypeStruct(after.shape, jnp.int32), ids, ids, ids, shape]
+        call = jax.ffi.ffi_call(_PREFIX + "take", outs, has_side_effect=True)
+        info, *found = call(after, limit_us, end=np.int64(self.number), site=np.int64(site))
+        adapters, experts, messages, x = found
+        return info, adapters, experts, messages, x
 
     def judge(
         self,
@@ -281,7 +289,7 @@ class ServerEnd(_End):
         num_experts: int,
         slots_per_layer: int,
     ) -> tuple[Array, Array, Array]:
-        """Return (info, row_to_slot, verdicts) of what `accept` gave: see csrc/peer_judge.cuh.
+        """Return (info, row_to_slot, verdicts) of what `take` gave: see csrc/peer_judge.cuh.
 
         `before` is the info of the messages before; `table` is numbers, slots and ready layers by
         place, the version, and the layers of the plan.
@@ -297,13 +305,6 @@ class ServerEnd(_End):
         numbers = {name: np.int64(value) for name, value in which.items()}
         lines, row_to_slot, verdicts = call(before, info, adapters, *others, *table, **numbers)
         return lines, row_to_slot, verdicts
-
-    def fetch_rows(
-        self, info: Int[Array, "messages 8"], site: int, shape: jax.ShapeDtypeStruct
-    ) -> Array:
-        """Return the messages' rows, as many as fit the shape, if they are of this site."""
-        call = jax.ffi.ffi_call(_PREFIX + "fetch", shape, has_side_effect=True)
-        return call(info, end=np.int64(self.number), site=np.int64(site))
 
     def answer(
         self,
@@ -322,20 +323,6 @@ class ServerEnd(_End):
         )
         which = {"end": np.int64(self.number), "site": np.int64(site)}
         return call(info, verdicts, *deltas, **which)
-
-    def _receive(
-        self,
-        name: str,
-        after: Array,
-        rows: int,
-        limit_us: Array,
-        site: int,
-        *more: jax.ShapeDtypeStruct,
-    ) -> tuple:
-        ids = jax.ShapeDtypeStruct((rows,), jnp.int32)
-        outs = [jax.ShapeDtypeStruct(after.shape, jnp.int32), ids, ids, ids, *more]
-        call = jax.ffi.ffi_call(_PREFIX + name, outs, has_side_effect=True)
-        return tuple(call(after, limit_us, end=np.int64(self.number), site=np.int64(site)))
 
     def _stage(self, deltas: Sequence[np.ndarray]) -> list[int]:
         """Copy results to the device; return where they lie."""

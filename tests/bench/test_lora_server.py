@@ -5,12 +5,13 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
+import numpy as np
 import pytest
 from peer_double import EmulatedGpus
 
 from bench.lora_server import gpu
 from bench.lora_server.__main__ import Bench, line_of, rows_of_table
-from bench.lora_server.plans import PLANS, TABLE, Case, mixtral
+from bench.lora_server.plans import PLANS, TABLES, Case, mixtral, table_for
 from bench.lora_server.programs import make_rows
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
@@ -105,11 +106,27 @@ def test_a_stage_that_is_not_whole_has_its_layers_left_out():
     assert PLANS["EP1-PP4, 3 of its ranks"].layers(case) == [0, 1, 2]
     assert PLANS["EP2-PP2, 1 of its stages"].layers(case) == [0, 2]
     assert PLANS["EP4-PP1, 3 of its ranks"].layers(case) == [0, 1, 2, 3]
+    assert PLANS["EP4-PP2, 7 of its ranks"].layers(case) == [0, 2]
 
 
-def test_the_table_fits_four_gpus():
-    assert len(set(TABLE)) == len(TABLE)
-    assert all(PLANS[name].gpus <= 4 for _, name, _ in TABLE)
+def test_two_instances_use_both_stages_though_one_is_not_whole():
+    case, plan = mixtral(8), PLANS["EP4-PP2, 6 of its ranks, 2 instances"]
+    sent = {
+        layer: np.unique(np.asarray(rows.row_to_server))
+        for layer, rows in make_rows(case, plan, 128, (0, 0)).items()
+    }
+    assert [sent[layer].tolist() for layer in range(4)] == [[0, 1, 2, 3], [-1, 4, 5]] * 2
+
+
+@pytest.mark.parametrize("gpus", TABLES)
+def test_a_table_fits_its_gpus(gpus):
+    table = TABLES[gpus]
+    assert len(set(table)) == len(table)
+    assert all(PLANS[name].gpus <= gpus for _, name, _ in table)
+
+
+def test_the_largest_table_that_the_gpus_fill_is_measured():
+    assert [table_for(n) for n in (2, 4, 7, 8, 9)] == [TABLES[n] for n in (4, 4, 4, 8, 8)]
 
 
 def test_what_does_not_fit_says_so(bench):

@@ -34,8 +34,8 @@ MOST_REGISTERS = {
     "rms_norm_kernel": 64,
     "choose_experts_kernel": 64,
     "place_heads_kernel": 64,
-    "push_kernel": 64,  # 2 CTAs of 512
-    "fetch_kernel": 64,
+    "push_kernel": 64,  # few, so that it fits beside others
+    "await_kernel": 64,
     "respond_kernel": 128,  # one CTA an SM: there are as many as SMs
     "wait_add_kernel": 128,  # one CTA an SM, too
     "receive_kernel": 128,  # 2 CTAs of 256

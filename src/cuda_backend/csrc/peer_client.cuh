@@ -1,5 +1,6 @@
 // A client's kernels: rows to the servers' slots, a bounded wait, and the sum of what came back.
 #pragma once
+#include "launch_early.cuh"
 #include "peer_copy.cuh"
 #include "peer_header.cuh"
 
@@ -17,8 +18,9 @@ struct PushArgs {
 __device__ __forceinline__ void count_rows(const PeerRows& rows, int* counts) {
   for (int i = threadIdx.x; i <= rows.servers; i += blockDim.x) counts[i] = 0;
   __syncthreads();
+#pragma unroll 4
   for (int row = threadIdx.x; row < rows.rows; row += blockDim.x) {
-    const int server = rows.to_server[row];
+    const int server = __ldg(rows.to_server + row);
     if (server >= 0 && row < rows.live()) atomicAdd(&counts[min(server, rows.servers)], 1);
   }
   __syncthreads();
@@ -91,21 +93,21 @@ __device__ __forceinline__ void push_header(const PushArgs& p, int server, const
   add_count(p.state, kBytesSent, header.num_bytes);
 }
 
-__global__ void __launch_bounds__(kPeerThreads) push_kernel(const PushArgs p) {
+template <int THREADS>
+__global__ void __launch_bounds__(THREADS, 1024 / THREADS) push_kernel(const PushArgs p) {
   __shared__ Going going[kMostServers];
   __shared__ HeaderWords sealed[kMostServers];
   __shared__ int wrote[kMostServers];
   __shared__ int counts[kMostServers + 1];
-  __shared__ int sent[kPeerThreads];
-  __shared__ int crc[kCrcWords];
+  __shared__ int sent[kSentRows];
   const int server = threadIdx.x;
   if (server < p.rows.servers) wrote[server] = 0, going[server] = find_link(&p.state->links[server]);
   if (!may_push(p)) return;
-  bring_crc(crc);
+  const uint32_t crc = crc_part();
   count_rows(p.rows, counts);
   const int64_t row_bytes = p.shapes.sites[p.site].d_in * p.shapes.itemsize;
-  for (int begin = 0; begin < p.rows.live(); begin += blockDim.x) {
-    const int count = find_sent(p.rows, begin, sent);
+  for (int begin = 0; begin < p.rows.live(); begin += kSentRows) {
+    const int count = find_sent<THREADS>(p.rows, begin, sent);
     const Pieces pieces(row_bytes, count, grid_warps());
     for (int unit = grid_warp(); unit < count * pieces.per_row; unit += grid_warps())
       push_row(p, going, pieces, sent[unit / pieces.per_row], unit % pieces.per_row, wrote);
@@ -129,11 +131,12 @@ struct WaitArgs {
   PeerRows rows;
   int site;
   int* status;  // [servers] out
+  bool beside;  // a launch beside the base waits, behind the push
   unsigned char* ys[kMostOuts];
 };
 
 __device__ __forceinline__ bool accept_answer(const PeerShapes& shapes, const PeerLink& link, int rows,
-                                              PeerHeader* header, const int* crc) {
+                                              PeerHeader* header, uint32_t crc) {
   if (!read_header(link.in_slot, header, crc)) return false;
   if (header->epoch != link.epoch || header->sequence != link.sequence) return false;
   if (header->layer != link.layer || header->site != link.site) return false;
@@ -174,7 +177,7 @@ __device__ __forceinline__ Awaited find_awaited(PeerState* state, int server) {
 
 // One warp a server with rows. Returns how the wait for it ended.
 __device__ __forceinline__ int wait_for(const WaitArgs& p, int server, const Awaited& awaited, int rows, bool nowhere,
-                                        bool stopped, uint64_t start, const int* crc) {
+                                        bool stopped, uint64_t start, uint32_t crc) {
   PeerState* state = p.state;
   PeerLink* place = awaited.place;
   const PeerLink& link = awaited.link;
@@ -214,18 +217,17 @@ __device__ __forceinline__ void count_wait(PeerState* state, uint64_t nanos, boo
 __device__ __forceinline__ bool decide(const WaitArgs& p) {
   __shared__ int counts[kMostServers + 1];
   __shared__ int failed[1];
-  __shared__ int crc[kCrcWords];
   const uint64_t start = now_nanos();
   const int warp = threadIdx.x / 32;
   const bool stopped = p.state->stopped;
   Awaited awaited = warp < p.rows.servers ? find_awaited(p.state, warp) : Awaited{};
-  bring_crc(crc);
+  const uint32_t crc = crc_part();
   if (threadIdx.x == 0) failed[0] = 0;
   count_rows(p.rows, counts);
   const bool nowhere = counts[p.rows.servers] > 0;
   int any = nowhere;
   for (int i = 0; i < p.rows.servers; ++i) any |= counts[i];
-  for (int server = warp; server < p.rows.servers; server += kPeerWarps) {
+  for (int server = warp; server < p.rows.servers; server += blockDim.x / 32) {
     if (server > warp) awaited = find_awaited(p.state, server);
     int status = kArrived;
     if (counts[server]) status = wait_for(p, server, awaited, counts[server], nowhere, stopped, start, crc);
@@ -324,31 +326,53 @@ __device__ __forceinline__ void add_part(const WaitArgs& p, int k, int row, cons
   }
 }
 
-// The first CTA waits; the others have found their rows when it is through.
+// Waits beside the base, so that all is known when that ends.
+__global__ void __launch_bounds__(kAwaitThreads) await_kernel(const WaitArgs p) { decide(p); }
+
+// The first CTA waits; the others have found their rows when it is through. Where another launch waits,
+// nothing is read before it is: it was behind the push, and what that read is there.
 template <class Y, class D>
 __global__ void __launch_bounds__(kPeerThreads, 1) wait_add_kernel(const WaitArgs p) {
-  __shared__ int sent[kPeerThreads];
-  Told told{blockIdx.x == 0 && decide(p), 0};
+  __shared__ int sent[kSentRows];
+  const bool decides = !p.beside && blockIdx.x == 0;
+  Told told{};
+  if (p.beside) told = await_decision(p.state);
+  if (decides) told.go = decide(p);
   const int rows = p.rows.live();
-  int count = find_sent(p.rows, 0, sent);
-  if (blockIdx.x) told = await_decision(p.state);
+  int count = find_sent<kPeerThreads>(p.rows, 0, sent);
+  if (p.beside) wait_for_previous();
+  if (!p.beside && !decides) told = await_decision(p.state);
   for (int begin = 0; told.go && begin < rows;) {
     for_parts<Y>(p, sent, count, [&](int k, int row, const Pieces& pieces, int index) {
       add_part<Y, D>(p, k, row, pieces, index);
     });
-    begin += blockDim.x;
-    if (begin < rows) count = find_sent(p.rows, begin, sent);
+    begin += kSentRows;
+    if (begin < rows) count = find_sent<kPeerThreads>(p.rows, begin, sent);
   }
-  if (blockIdx.x) forget(p.state, told);
+  if (p.beside && blockIdx.x == 0 && threadIdx.x < p.rows.servers) p.status[threadIdx.x] = p.state->statuses[threadIdx.x];
+  if (!decides) forget(p.state, told, p.beside ? gridDim.x : gridDim.x - 1);
 }
 
-inline cudaError_t launch_push(const PushArgs& args, int ctas, cudaStream_t stream) {
-  push_kernel<<<ctas, kPeerThreads, 0, stream>>>(args);
+inline cudaError_t launch_push(const PushArgs& args, cudaStream_t stream) {
+  const auto kernel = push_kernel<kPeerThreads>;
+  kernel<<<kPeerCtas, kPeerThreads, 0, stream>>>(args);
+  return cudaGetLastError();
+}
+inline cudaError_t launch_push_aside(const PushArgs& args, cudaStream_t stream) {
+  const auto kernel = push_kernel<kAsideThreads>;
+  kernel<<<kAsideCtas, kAsideThreads, 0, stream>>>(args);
+  return cudaGetLastError();
+}
+// The wait that a launch of wait_add with `beside` relies on.
+inline cudaError_t launch_await(WaitArgs args, cudaStream_t stream) {
+  args.status = args.state->statuses;
+  await_kernel<<<1, kAwaitThreads, 0, stream>>>(args);
   return cudaGetLastError();
 }
 template <class Y, class D>
 cudaError_t launch_wait_add_of(const WaitArgs& args, cudaStream_t stream) {
   const auto kernel = wait_add_kernel<Y, D>;
+  if (args.beside) return launch_early(kernel, 2 * kPeerCtas, kPeerThreads, 0, stream, args);
   kernel<<<2 * kPeerCtas, kPeerThreads, 0, stream>>>(args);
   return cudaGetLastError();
 }

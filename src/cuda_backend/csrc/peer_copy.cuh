@@ -7,7 +7,10 @@ namespace lora_jax {
 
 constexpr int kPeerThreads = 512, kPeerWarps = kPeerThreads / 32;
 constexpr int kPeerCtas = 64;  // from 16 on the rate over NVLink is flat; more hide local reads
-constexpr int kAsideCtas = 24;  // beside a computation that wants the SMs
+// Beside a computation a CTA begins where that one's leave registers: few do for a large one.
+constexpr int kAsideThreads = 128, kAsideCtas = 48;
+// One waits there, with a warp for each server.
+constexpr int kAwaitThreads = 128;
 constexpr int kPieceBytes = 2048;  // four 16-byte accesses a lane: what a warp keeps in flight
 
 // Both sides and the length are multiples of T; all lanes of the warp come here.
@@ -65,20 +68,30 @@ __device__ __forceinline__ int place_of(const int* row_to_server, int row, int s
   return before;
 }
 
-// The rows that go to a server at all, of those from `begin` on, as many as the CTA has threads: their
-// number, and in `sent` the rows in order. The whole CTA.
+// The rows that go to a server at all, of the kSentRows from `begin` on: their number, and in `sent` the
+// rows in order. The whole CTA, of THREADS.
+constexpr int kSentRows = 512;
+template <int THREADS>
 __device__ __forceinline__ int find_sent(const PeerRows& rows, int begin, int* sent) {
-  __shared__ int counts[kPeerWarps];
-  const int row = begin + threadIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-  const int server = row < rows.rows ? rows.to_server[row] : -1;
-  const bool goes = row < rows.live() && server >= 0;
-  const unsigned going = __ballot_sync(0xffffffffu, goes);
+  __shared__ unsigned going[kSentRows / 32];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+  const int live = rows.live(), chunks = min(kSentRows, rows.rows - begin + 31) / 32;
   __syncthreads();  // the rows before have been read
-  if (lane == 0) counts[warp] = __popc(going);
+#pragma unroll 4
+  for (int chunk = warp; chunk < chunks; chunk += THREADS / 32) {
+    const int row = begin + chunk * 32 + lane;
+    const int server = row < rows.rows ? __ldg(rows.to_server + row) : -1;
+    const unsigned some = __ballot_sync(0xffffffffu, row < live && server >= 0);
+    if (lane == 0) going[chunk] = some;
+  }
   __syncthreads();
-  int before = 0, all = 0;
-  for (int i = 0; i < kPeerWarps; ++i) before += i < warp ? counts[i] : 0, all += counts[i];
-  if (goes) sent[before + __popc(going & ((1u << lane) - 1))] = row;
+  int all = 0;
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    const unsigned some = going[chunk];
+    if (chunk % (THREADS / 32) == warp && some >> lane & 1)
+      sent[all + __popc(some & ((1u << lane) - 1))] = begin + chunk * 32 + lane;
+    all += __popc(some);
+  }
   __syncthreads();
   return all;
 }
@@ -98,7 +111,7 @@ __device__ __forceinline__ bool last_cta(int* ticket, const Meanwhile& meanwhile
   return last[0] != 0;
 }
 
-// What the first CTA of a launch has decided for the others.
+// What one CTA has decided for others.
 struct Told {
   bool go;
   int order;  // thread 0's: of the others, how many knew before; comes while the CTA works
@@ -113,9 +126,9 @@ __device__ __forceinline__ Told await_decision(PeerState* state) {
   __syncthreads();
   return {goes[0] != 0, threadIdx.x ? 0 : atomicAdd(&state->knowing, 1)};
 }
-// The last one to know, at its end, makes room for the next launch's decision.
-__device__ __forceinline__ void forget(PeerState* state, const Told& told) {
-  if (threadIdx.x == 0 && told.order == static_cast<int>(gridDim.x) - 2) state->knowing = 0, state->decision = kUndecided;
+// The last of those who were told, at its end, makes room for the next decision.
+__device__ __forceinline__ void forget(PeerState* state, const Told& told, int all) {
+  if (threadIdx.x == 0 && told.order == all - 1) state->knowing = 0, state->decision = kUndecided;
 }
 
 }  // namespace lora_jax

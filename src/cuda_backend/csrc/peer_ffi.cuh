@@ -18,7 +18,7 @@ struct PeerEnd {  // of a client or a server rank
   PeerShapes shapes;
   int servers;  // a client's
   cudaStream_t side;       // a client's: pushes beside the base computation
-  cudaEvent_t fork, join;  // where it begins, and ends
+  cudaEvent_t fork;        // where it begins
 };
 
 // Compiled programs know an end by number, so none is ever forgotten: a few hundred bytes each.
@@ -56,33 +56,57 @@ inline cudaError_t follow(cudaStream_t behind, cudaStream_t ahead, cudaEvent_t e
   return e == cudaSuccess ? cudaStreamWaitEvent(behind, event, 0) : e;
 }
 
-// With ASIDE it goes from a stream of its own and the base computation runs meanwhile: what it reads
-// stays alive by being an operand of the wait, which joins.
-template <bool ASIDE>
-ffi::Error PeerPush(cudaStream_t stream, ffi::AnyBuffer x, S32 num_rows, S32 layer, S32 version, S32 to_server,
-                    S32 to_adapter, S32 to_expert, ffi::Result<ffi::AnyBuffer> out, int64_t number, int64_t site) {
-  PeerEnd end;
-  if (!peer_ends.find(number, &end)) return no_end();
-  cudaError_t e = keep_in_place(out->untyped_data(), x.untyped_data(), x.size_bytes(), stream);
-  if (ASIDE && e == cudaSuccess) e = follow(end.side, stream, end.fork);
-  if (e != cudaSuccess) return peer_status(e);
+inline PushArgs push_args(const PeerEnd& end, const void* x, int64_t rows, S32 num_rows, S32 layer, S32 version,
+                          S32 to_server, S32 to_adapter, S32 to_expert, int64_t site) {
   PushArgs args{end.state, end.shapes};
   args.rows = {num_rows.typed_data(), layer.typed_data(), version.typed_data(), to_server.typed_data(),
-               to_adapter.typed_data(), to_expert.typed_data(), static_cast<int>(x.dimensions()[0]), end.servers};
-  args.x = static_cast<const unsigned char*>(out->untyped_data()), args.site = static_cast<int>(site);
-  return peer_status(ASIDE ? launch_push(args, kAsideCtas, end.side) : launch_push(args, kPeerCtas, stream));
+               to_adapter.typed_data(), to_expert.typed_data(), static_cast<int>(rows), end.servers};
+  args.x = static_cast<const unsigned char*>(x), args.site = static_cast<int>(site);
+  return args;
+}
+inline WaitArgs wait_args(const PeerEnd& end, int64_t rows, S32 num_rows, S32 to_server, int64_t site) {
+  WaitArgs args{end.state, end.shapes};
+  args.rows.num_rows = num_rows.typed_data(), args.rows.to_server = to_server.typed_data();
+  args.rows.rows = static_cast<int>(rows), args.rows.servers = end.servers, args.site = static_cast<int>(site);
+  return args;
 }
 
-template <bool ASIDE>
-ffi::Error PeerWaitAdd(cudaStream_t stream, S32 num_rows, S32 to_server, ffi::AnyBuffer keep,
-                              ffi::RemainingArgs args, ffi::Result<S32> status, ffi::RemainingRets rets, int64_t number,
-                              int64_t site) {
+inline ffi::Error PeerPush(cudaStream_t stream, ffi::AnyBuffer x, S32 num_rows, S32 layer, S32 version, S32 to_server,
+                           S32 to_adapter, S32 to_expert, ffi::Result<ffi::AnyBuffer> out, int64_t number, int64_t site) {
   PeerEnd end;
   if (!peer_ends.find(number, &end)) return no_end();
-  WaitArgs wait{end.state, end.shapes};
-  wait.site = static_cast<int>(site), wait.status = status->typed_data();
-  wait.rows.num_rows = num_rows.typed_data(), wait.rows.to_server = to_server.typed_data();
-  wait.rows.rows = static_cast<int>(keep.dimensions()[0]), wait.rows.servers = end.servers;
+  const cudaError_t e = keep_in_place(out->untyped_data(), x.untyped_data(), x.size_bytes(), stream);
+  const PushArgs args = push_args(end, out->untyped_data(), x.dimensions()[0], num_rows, layer, version, to_server,
+                                  to_adapter, to_expert, site);
+  return peer_status(e == cudaSuccess ? launch_push(args, stream) : e);
+}
+
+// From a stream of its own, while the base computes; behind it goes the wait for the answers. What is
+// read stays alive by being an operand of wait_add, which goes on when all answers are there. But for
+// the layer, if it does not last: then the rows leave in the stream.
+inline ffi::Error PeerPushAside(cudaStream_t stream, ffi::AnyBuffer x, S32 num_rows, S32 layer, S32 version,
+                                S32 to_server, S32 to_adapter, S32 to_expert, ffi::Result<ffi::AnyBuffer> out,
+                                int64_t number, int64_t site, int64_t lasting) {
+  PeerEnd end;
+  if (!peer_ends.find(number, &end)) return no_end();
+  const PushArgs args = push_args(end, out->untyped_data(), x.dimensions()[0], num_rows, layer, version, to_server,
+                                  to_adapter, to_expert, site);
+  cudaError_t e = keep_in_place(out->untyped_data(), x.untyped_data(), x.size_bytes(), stream);
+  if (!lasting && e == cudaSuccess) e = launch_push(args, stream);
+  if (e == cudaSuccess) e = follow(end.side, stream, end.fork);
+  if (lasting && e == cudaSuccess) e = launch_push_aside(args, end.side);
+  const WaitArgs wait = wait_args(end, x.dimensions()[0], num_rows, to_server, site);
+  return peer_status(e == cudaSuccess ? launch_await(wait, end.side) : e);
+}
+
+// With BESIDE a push aside has begun to wait already.
+template <bool BESIDE>
+ffi::Error PeerWaitAdd(cudaStream_t stream, S32 num_rows, S32 to_server, ffi::AnyBuffer keep, ffi::RemainingArgs args,
+                       ffi::Result<S32> status, ffi::RemainingRets rets, int64_t number, int64_t site) {
+  PeerEnd end;
+  if (!peer_ends.find(number, &end)) return no_end();
+  WaitArgs wait = wait_args(end, keep.dimensions()[0], num_rows, to_server, site);
+  wait.status = status->typed_data(), wait.beside = BESIDE;
   bool wide_y = true;
   for (size_t i = 0; i < rets.size(); ++i) {  // what comes behind the ys is only kept
     auto y = args.get<ffi::AnyBuffer>(i);
@@ -93,45 +117,23 @@ ffi::Error PeerWaitAdd(cudaStream_t stream, S32 num_rows, S32 to_server, ffi::An
     if (e != cudaSuccess) return peer_status(e);
     wait.ys[i] = static_cast<unsigned char*>((*out)->untyped_data());
   }
-  const cudaError_t e = ASIDE ? follow(stream, end.side, end.join) : cudaSuccess;
-  return peer_status(e == cudaSuccess ? launch_wait_add(wait, wide_y, stream) : e);
+  return peer_status(launch_wait_add(wait, wide_y, stream));
 }
 
-inline ffi::Error receive_rows(cudaStream_t stream, S32 after, S32 limit_us, ffi::Result<S32> info,
-                               ffi::Result<S32> adapters, ffi::Result<S32> experts, ffi::Result<S32> messages, void* x,
-                               int64_t number, int64_t site) {
+// x is [rows that are taken at most, d_in] of the site.
+inline ffi::Error PeerTake(cudaStream_t stream, S32 after, S32 limit_us, ffi::Result<S32> info, ffi::Result<S32> adapters,
+                           ffi::Result<S32> experts, ffi::Result<S32> messages, ffi::Result<ffi::AnyBuffer> x,
+                           int64_t number, int64_t site) {
   (void)after;  // only says what comes before
   PeerEnd end;
   if (!peer_ends.find(number, &end)) return no_end();
   const int most = static_cast<int>(info->dimensions()[0]);
-  if (most > kMostTogether) return ffi::Error::InvalidArgument("accept: too many messages at once");
+  if (most > kMostTogether) return ffi::Error::InvalidArgument("take: too many messages at once");
   ReceiveArgs args{end.state, end.shapes, info->typed_data(), most, static_cast<int>(adapters->dimensions()[0])};
   args.adapters = adapters->typed_data(), args.experts = experts->typed_data(), args.messages = messages->typed_data();
   args.limit_us = limit_us.typed_data(), args.site = static_cast<int>(site);
-  args.x = static_cast<unsigned char*>(x);
+  args.x = static_cast<unsigned char*>(x->untyped_data());
   return peer_status(launch_receive(args, stream));
-}
-
-inline ffi::Error PeerReceive(cudaStream_t stream, S32 after, S32 limit_us, ffi::Result<S32> info, ffi::Result<S32> adapters,
-                              ffi::Result<S32> experts, ffi::Result<S32> messages, int64_t number, int64_t site) {
-  return receive_rows(stream, after, limit_us, info, adapters, experts, messages, nullptr, number, site);
-}
-
-// With the rows in the same launch: x is [rows that are taken at most, d_in] of the site.
-inline ffi::Error PeerTake(cudaStream_t stream, S32 after, S32 limit_us, ffi::Result<S32> info, ffi::Result<S32> adapters,
-                           ffi::Result<S32> experts, ffi::Result<S32> messages, ffi::Result<ffi::AnyBuffer> x,
-                           int64_t number, int64_t site) {
-  return receive_rows(stream, after, limit_us, info, adapters, experts, messages, x->untyped_data(), number, site);
-}
-
-inline ffi::Error PeerFetch(cudaStream_t stream, S32 info, ffi::Result<ffi::AnyBuffer> x, int64_t number,
-                            int64_t site) {
-  (void)info;
-  PeerEnd end;
-  if (!peer_ends.find(number, &end)) return no_end();
-  const FetchArgs args{end.state, end.shapes, static_cast<unsigned char*>(x->untyped_data()),
-                       static_cast<int>(x->dimensions()[0]), static_cast<int>(site)};
-  return peer_status(launch_fetch(args, stream));
 }
 
 inline ffi::Error PeerRespond(cudaStream_t stream, S32 info, S32 verdicts, ffi::RemainingArgs deltas, ffi::Result<S32> out,
@@ -152,15 +154,13 @@ inline ffi::Error PeerRespond(cudaStream_t stream, S32 info, S32 verdicts, ffi::
 #define LORA_JAX_PEER_PUSH_BINDING                                                                        \
   Arg<ffi::AnyBuffer>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>()                  \
       .Ret<ffi::AnyBuffer>().Attr<int64_t>("end").Attr<int64_t>("site")
+#define LORA_JAX_PEER_PUSH_ASIDE_BINDING LORA_JAX_PEER_PUSH_BINDING.Attr<int64_t>("lasting")
 #define LORA_JAX_PEER_WAIT_ADD_BINDING                                                                    \
   Arg<S32>().Arg<S32>().Arg<ffi::AnyBuffer>().RemainingArgs().Ret<S32>().RemainingRets()                   \
       .Attr<int64_t>("end").Attr<int64_t>("site")
-#define LORA_JAX_PEER_RECEIVE_BINDING \
-  Arg<S32>().Arg<S32>().Ret<S32>().Ret<S32>().Ret<S32>().Ret<S32>().Attr<int64_t>("end").Attr<int64_t>("site")
 #define LORA_JAX_PEER_TAKE_BINDING                                                                        \
   Arg<S32>().Arg<S32>().Ret<S32>().Ret<S32>().Ret<S32>().Ret<S32>().Ret<ffi::AnyBuffer>()                  \
       .Attr<int64_t>("end").Attr<int64_t>("site")
-#define LORA_JAX_PEER_FETCH_BINDING Arg<S32>().Ret<ffi::AnyBuffer>().Attr<int64_t>("end").Attr<int64_t>("site")
 #define LORA_JAX_PEER_RESPOND_BINDING \
   Arg<S32>().Arg<S32>().RemainingArgs().Ret<S32>().Attr<int64_t>("end").Attr<int64_t>("site")
 
@@ -180,8 +180,7 @@ int64_t lora_jax_cuda_peer_new(const int64_t* numbers, int64_t servers, uint64_t
   int least = 0, greatest = 0;  // before the base computation takes all SMs
   const bool made = cudaDeviceGetStreamPriorityRange(&least, &greatest) == cudaSuccess &&
                     cudaStreamCreateWithPriority(&end.side, cudaStreamNonBlocking, greatest) == cudaSuccess &&
-                    cudaEventCreateWithFlags(&end.fork, cudaEventDisableTiming) == cudaSuccess &&
-                    cudaEventCreateWithFlags(&end.join, cudaEventDisableTiming) == cudaSuccess;
+                    cudaEventCreateWithFlags(&end.fork, cudaEventDisableTiming) == cudaSuccess;
   return made ? peer_ends.add(end) : 0;
 }
 
@@ -196,13 +195,14 @@ void lora_jax_cuda_peer_layout(int64_t* out) {
 
 // Loads every kernel on the current device: later, beside one that spins, that might wait for it.
 int32_t lora_jax_cuda_peer_load() {
-  const void* kernels[] = {reinterpret_cast<const void*>(push_kernel),
+  const void* kernels[] = {reinterpret_cast<const void*>(push_kernel<kPeerThreads>),
+                           reinterpret_cast<const void*>(push_kernel<kAsideThreads>),
+                           reinterpret_cast<const void*>(await_kernel),
                            reinterpret_cast<const void*>(wait_add_kernel<float, float>),
                            reinterpret_cast<const void*>(wait_add_kernel<float, uint16_t>),
                            reinterpret_cast<const void*>(wait_add_kernel<uint16_t, float>),
                            reinterpret_cast<const void*>(wait_add_kernel<uint16_t, uint16_t>),
                            reinterpret_cast<const void*>(receive_kernel),
-                           reinterpret_cast<const void*>(fetch_kernel),
                            reinterpret_cast<const void*>(respond_kernel)};
   for (const void* kernel : kernels) {
     cudaFuncAttributes attributes;

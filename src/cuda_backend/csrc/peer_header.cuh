@@ -9,45 +9,33 @@ constexpr uint32_t kPeerMagic = 0x4C4A5401;
 constexpr int kHeaderWords = sizeof(PeerHeader) / 4, kChecksumWord = 1;
 static_assert(kHeaderWords == 16);  // half a warp
 
-// What each half byte of a header adds to its CRC-32, which is linear: [half byte of a word][value][word],
-// so that lanes with a word each find theirs in different banks.
-struct CrcTables {
-  uint32_t values[8][16][kHeaderWords];
+// A lane's part of a CRC-32, which is linear: it has 16 bits of a header, and this is what the last one
+// of them adds; each bit before adds one step more.
+struct CrcParts {
+  uint32_t values[2 * kHeaderWords];
 };
-constexpr uint32_t crc_step(uint32_t crc) {  // a byte of zeros
-  for (int k = 0; k < 8; ++k) crc = crc & 1 ? 0xEDB88320u ^ (crc >> 1) : crc >> 1;
-  return crc;
+__host__ __device__ constexpr uint32_t crc_step(uint32_t crc) {  // a bit of zero
+  return crc & 1 ? 0xEDB88320u ^ (crc >> 1) : crc >> 1;
 }
-constexpr CrcTables crc_tables() {
-  CrcTables t{};
-  uint32_t bits[8]{};  // what each bit of a byte adds, from the last byte to the first
-  for (int k = 0; k < 8; ++k) bits[k] = crc_step(1u << k);
-  for (int byte = 4 * kHeaderWords - 1; byte >= 0; --byte) {
-    for (int value = 0; value < 16; ++value)
-      for (int k = 0; k < 4; ++k) {
-        if (!(value >> k & 1)) continue;
-        t.values[byte % 4 * 2][value][byte / 4] ^= bits[k];
-        t.values[byte % 4 * 2 + 1][value][byte / 4] ^= bits[4 + k];
-      }
-    for (uint32_t& bit : bits) bit = crc_step(bit);
+constexpr CrcParts crc_parts() {
+  CrcParts parts{};
+  uint32_t bit = 1;
+  for (int t = 32 * kHeaderWords - 1; t >= 0; --t) {
+    bit = crc_step(bit);
+    if (t % 16 == 15) parts.values[t / 16 % 2 * kHeaderWords + t / 32] = bit;
   }
-  return t;
+  return parts;
 }
 constexpr uint32_t crc_of_zeros() {
   uint32_t crc = ~0u;
-  for (int byte = 0; byte < 4 * kHeaderWords; ++byte) crc = crc_step(crc);
+  for (int bit = 0; bit < 32 * kHeaderWords; ++bit) crc = crc_step(crc);
   return ~crc;
 }
-static __device__ const CrcTables kCrc = crc_tables();
+static __device__ const CrcParts kCrc = crc_parts();
 constexpr uint32_t kCrcOfZeros = crc_of_zeros();
-constexpr int kCrcWords = sizeof(CrcTables) / 4;
 
-// Brings the tables near, by the whole CTA and before they are needed. They are there after the CTA's
-// next barrier.
-__device__ __forceinline__ void bring_crc(int* tables) {
-  const int* from = reinterpret_cast<const int*>(&kCrc);
-  for (int i = threadIdx.x; i < kCrcWords; i += blockDim.x) tables[i] = __ldg(from + i);
-}
+// What this lane's bits are weighed by: to be asked for before it is needed.
+__device__ __forceinline__ uint32_t crc_part() { return __ldg(&kCrc.values[threadIdx.x & 31]); }
 
 union HeaderWords {
   PeerHeader header;
@@ -56,14 +44,15 @@ union HeaderWords {
 };
 
 // Of a header whose words the lanes of a warp have, twice over.
-__device__ __forceinline__ uint32_t checksum(uint32_t word, const int* tables) {
-  const int lane = threadIdx.x & 31, place = lane % kHeaderWords, half = lane / kHeaderWords;
-  if (place == kChecksumWord) word = 0;
+__device__ __forceinline__ uint32_t checksum(uint32_t word, uint32_t part) {
+  const int lane = threadIdx.x & 31;
+  if (lane % kHeaderWords == kChecksumWord) word = 0;
+  const uint32_t bits = lane / kHeaderWords ? word >> 16 : word;
   uint32_t crc = 0;
 #pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    const int digit = 4 * half + k;
-    crc ^= tables[(digit * 16 + (word >> 4 * digit & 15)) * kHeaderWords + place];
+  for (int bit = 15; bit >= 0; --bit) {
+    crc ^= bits >> bit & 1 ? part : 0;
+    part = crc_step(part);
   }
   for (int step = 16; step; step /= 2) crc ^= __shfl_xor_sync(0xffffffffu, crc, step);
   return crc ^ kCrcOfZeros;
@@ -74,7 +63,7 @@ __device__ __forceinline__ PeerLink* load_link(PeerLink* const* place) {  // ane
 }
 
 // One warp; `sealed` is shared memory.
-__device__ __forceinline__ void seal(PeerHeader header, HeaderWords* sealed, const int* crc) {
+__device__ __forceinline__ void seal(PeerHeader header, HeaderWords* sealed, uint32_t crc) {
   const int lane = threadIdx.x & 31;
   header.magic = kPeerMagic, header.reserved = 0;
   if (lane == 0) sealed->header = header;
@@ -92,7 +81,7 @@ __device__ __forceinline__ void post(unsigned char* slot, uint64_t* counter, con
 
 // One warp reads the header once from memory that the peer may write: all of it for every lane. Says
 // whether it is whole.
-__device__ __forceinline__ bool read_header(const unsigned char* slot, PeerHeader* header, const int* crc) {
+__device__ __forceinline__ bool read_header(const unsigned char* slot, PeerHeader* header, uint32_t crc) {
   const uint32_t word = __ldcv(reinterpret_cast<const uint32_t*>(slot) + threadIdx.x % kHeaderWords);
   const uint32_t sum = checksum(word, crc);
   HeaderWords h;

@@ -63,7 +63,7 @@ __device__ __forceinline__ Watched watch(PeerState* state, int client) {
 
 // A lane a client: takes what is there of one site and fits, beginning behind the client that was the first
 // one last time. Says whether to look no longer.
-__device__ __forceinline__ bool take_messages(const ReceiveArgs& p, Watched* watched, int first, const int* crc) {
+__device__ __forceinline__ bool take_messages(const ReceiveArgs& p, Watched* watched, int first, uint32_t crc) {
   const int lane = threadIdx.x;
   PeerLink* link = watched->link;
   const uint64_t arrivals = link ? poll_acquire_sys(watched->counter) : 0;
@@ -96,7 +96,7 @@ __device__ __forceinline__ bool take_messages(const ReceiveArgs& p, Watched* wat
   return lowest(turn) < kMostClients;  // if of another site only, that is all
 }
 
-__device__ __forceinline__ void find_messages(const ReceiveArgs& p, const int* crc) {
+__device__ __forceinline__ void find_messages(const ReceiveArgs& p, uint32_t crc) {
   const uint64_t start = now_nanos(), limit = p.limit_us ? max(*p.limit_us, 0) * 1000ull : p.limit;
   const int first = p.state->served;
   // What the host changes, one lane reads for all.
@@ -113,8 +113,7 @@ __device__ __forceinline__ void find_messages(const ReceiveArgs& p, const int* c
 
 // Finds messages for all CTAs of the launch.
 __device__ __forceinline__ void receive(const ReceiveArgs& p) {
-  __shared__ int crc[kCrcWords];
-  bring_crc(crc);
+  const uint32_t crc = crc_part();
   for (int i = threadIdx.x; i < p.most * kInfoWords; i += blockDim.x)
     p.info[i] = i % kInfoWords == kClient || i % kInfoWords == kSite ? kNobody : 0;
   PeerBatch& batch = p.state->batch;
@@ -156,14 +155,13 @@ __device__ __forceinline__ void list_rows(const ReceiveArgs& p, const NearBatch&
 }
 
 // The rows as an array of the device, for ops that are compiled for a shape; by the warps from `warp` on.
-__device__ __forceinline__ void copy_rows(const PeerShapes& shapes, const NearBatch& batch, int site, int most_rows,
-                                          unsigned char* x, int warp, int warps) {
-  const int rows = min(batch.rows(), most_rows);
-  const Pieces pieces(shapes.sites[site].d_in * shapes.itemsize, rows, warps);
+__device__ __forceinline__ void copy_rows(const ReceiveArgs& p, const NearBatch& batch, int warp, int warps) {
+  const int rows = min(batch.rows(), p.most_rows);
+  const Pieces pieces(p.shapes.sites[p.site].d_in * p.shapes.itemsize, rows, warps);
   for (int unit = warp; unit < rows * pieces.per_row; unit += warps) {
     const int row = unit / pieces.per_row, index = unit % pieces.per_row, message = batch.message_of(row);
-    const unsigned char* from = batch.slots[message] + shapes.rows_offset + (row - batch.starts[message]) * pieces.bytes;
-    warp_copy(x + row * pieces.bytes + pieces.begin(index), from + pieces.begin(index), pieces.length(index));
+    const unsigned char* from = batch.slots[message] + p.shapes.rows_offset + (row - batch.starts[message]) * pieces.bytes;
+    warp_copy(p.x + row * pieces.bytes + pieces.begin(index), from + pieces.begin(index), pieces.length(index));
   }
 }
 
@@ -181,24 +179,9 @@ __global__ void __launch_bounds__(kReceiveThreads) receive_kernel(const ReceiveA
   const Told told = await_decision(p.state);
   if (told.go) {
     bring_batch(p.state->batch, near);
-    copy_rows(p.shapes, batch, p.site, p.most_rows, p.x, grid_warp() - kWarps, grid_warps() - kWarps);
+    copy_rows(p, batch, grid_warp() - kWarps, grid_warps() - kWarps);
   }
-  forget(p.state, told);
-}
-
-struct FetchArgs {
-  const PeerState* state;
-  PeerShapes shapes;
-  unsigned char* x;  // [rows, d_in] of the site
-  int rows, site;
-};
-
-// The rows of messages that were received before, if they are of this site.
-__global__ void __launch_bounds__(kPeerThreads) fetch_kernel(const FetchArgs p) {
-  __shared__ NearBatch near[1];
-  const NearBatch& batch = near[0];
-  bring_batch(p.state->batch, near);
-  if (batch.site == p.site) copy_rows(p.shapes, batch, p.site, p.rows, p.x, grid_warp(), grid_warps());
+  forget(p.state, told, gridDim.x - 1);
 }
 
 // What to do with a message.
@@ -247,10 +230,9 @@ __device__ __forceinline__ PeerHeader header_of(const RespondArgs& p, const Answ
 __global__ void __launch_bounds__(kPeerThreads, 1) respond_kernel(const RespondArgs p) {
   __shared__ Answer answers[kMostTogether + 1];
   __shared__ HeaderWords sealed[kMostTogether];
-  __shared__ int crc[kCrcWords];
   const int count = find_answers(p, answers);
   if (!count) return;
-  bring_crc(crc);
+  const uint32_t crc = crc_part();
   const PeerSite& site = p.shapes.sites[p.site];
   const int rows = answers[count].start, outs = static_cast<int>(site.num_outs);
   int unit = grid_warp();  // of all outputs, one behind the other
@@ -281,10 +263,6 @@ __global__ void __launch_bounds__(kPeerThreads, 1) respond_kernel(const RespondA
 
 inline cudaError_t launch_receive(const ReceiveArgs& args, cudaStream_t stream) {
   receive_kernel<<<args.x ? 2 * kPeerCtas : 1, kReceiveThreads, 0, stream>>>(args);
-  return cudaGetLastError();
-}
-inline cudaError_t launch_fetch(const FetchArgs& args, cudaStream_t stream) {
-  fetch_kernel<<<kPeerCtas, kPeerThreads, 0, stream>>>(args);
   return cudaGetLastError();
 }
 inline cudaError_t launch_respond(const RespondArgs& args, cudaStream_t stream) {

@@ -108,7 +108,8 @@ struct PeerState {  // of one client or one server rank, in its device's memory
   const unsigned char* answers[kMostServers];  // client: the slots to add, found by the wait
   PeerBatch batch;  // server: count 0: there is none
   unsigned long long counts[kCounts + kLengths];
-  uint64_t decision;               // of the wait under way, for all CTAs of its launch
+  uint64_t decision;               // of the wait under way, for all CTAs that add
+  int32_t statuses[kMostServers];  // client: of a wait beside the base
   int32_t written[kMostServers];   // client: of the push under way, bytes as their epoch weighs them
   int32_t ticket, knowing, served;
   int32_t host_ticket;  // server: of answers that the host sends, beside a program that waits

@@ -110,10 +110,10 @@ def test_a_program_takes_what_waits_of_one_site_and_fits(server, gpus):
         header = Header(client.epoch, 1, layer, site, rows, Kind.REQUEST, version, num_bytes)
         client.name_rows(server.shapes, range(10 * rows, 11 * rows))
         client.push(header.pack(), 1)
-    accept = jax.jit(lambda ticket: server.accept(ticket, 0))
+    take = jax.jit(server.take, static_argnums=(1, 2))
     ticket = no_ticket(3)
-    for wanted in ([0, 2], [1], [3], []):
-        messages = accept(ticket)
+    for site, wanted in ((GATE_UP, [0, 2]), (DOWN, [1]), (GATE_UP, [3]), (GATE_UP, [])):
+        messages, _ = take(ticket, 0, site)
         rows = [asked[place][2] for place in wanted]
         behind = MAX_ROWS - sum(rows)
         lines = [[place, *asked[place]] for place in wanted] + [[-1, -1, 0, 0, 0]]
