@@ -15,6 +15,7 @@
 #pragma once
 #include "cluster.cuh"
 #include "count_rows.cuh"
+#include "few_row_map.cuh"
 
 namespace lora_jax {
 
@@ -84,6 +85,7 @@ __global__ void __launch_bounds__(kScanThreads) sort_rows_kernel(const SortPlan 
   const SortArrays s = sort_arrays(sort_raw, p);
   const int first = blockIdx.x * kBlockRows, rows = ALONE ? p.rows : min(kBlockRows, p.rows - first);
   let_next_begin();
+  if (ALONE) prefetch_rows(p);
   fetch_table(p, s.table);
   const int live = live_rows(p);
   each_row<2>(p, rows, [&](int i) {
@@ -189,6 +191,11 @@ inline cudaError_t launch_reroute(const RerouteArgs& args, cudaStream_t stream) 
   if (!plan_sort(&p)) return cudaErrorInvalidValue;
   const int counting = (kCountWords * even_groups(p) + table_size(p)) * 4;
   const bool items = args.token_to_adapter;
+  if (p.rows <= kFewMapRows && args.groups <= kFewMapGroups) {
+    const auto kernel = items ? few_row_map_kernel<true> : few_row_map_kernel<false>;
+    kernel<<<1, kFewMapRows, 0, stream>>>(p);
+    return cudaGetLastError();
+  }
   if (p.blocks == 1)
     return launch_part(items ? sort_rows_kernel<true, true> : sort_rows_kernel<true, false>, 1, sort_bytes(p), false,
                        false, stream, p);

@@ -107,6 +107,15 @@ __device__ __forceinline__ int live_rows(const SortPlan& p) {
   return min(__ldg(p.args.num_tokens), p.args.tokens) * p.args.k;
 }
 
+// Brings what is looked up by row or by token into L2 while the order of the tokens is on its way.
+__device__ __forceinline__ void prefetch_rows(const SortPlan& p) {
+  auto fetch = [&](const int* from, int count) {
+    const int at = threadIdx.x * 32;
+    if (from && at < count) prefetch_l2(from + at);
+  };
+  fetch(p.args.ids, p.rows), fetch(p.args.token_to_slot, p.args.tokens), fetch(p.args.token_to_adapter, p.args.tokens);
+}
+
 // f(place in the block) for a warp's rows, 32 at a time; lanes past the end are given `rows`.
 template <int UNROLL, class F>
 __device__ __forceinline__ void each_row(const SortPlan& p, int rows, F f) {
