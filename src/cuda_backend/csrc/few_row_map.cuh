@@ -1,7 +1,8 @@
 // The row map (reroute.cuh) of so few rows that each can be held against all the others.
 //
 // All that it needs lies in memory that nobody has read for a layer, a microsecond away. So it is asked for at
-// once, by row, and who visits whom before whom is put together afterwards; a table costs a second round trip.
+// once, by row, and put into the order of visits afterwards; a table costs a second round trip. Cold, 96 rows of
+// 64 experts take 2.9 us on an H200, by the sort of more rows 5.8.
 #pragma once
 #include "row_sort.cuh"
 

@@ -38,7 +38,7 @@ struct PairArgs {
   const int* row_order;       // sorted place -> row of x and y, see row_metadata.cuh
   const __nv_bfloat16* x;     // [rows, d_in]
   __nv_bfloat16* h;           // [modules, sorted rows, h_stride]
-  CallState* state;
+  CallState* state;           // of the call
   int num_modules, num_rows, num_slots;
   int d_in, d_out, h_stride, max_rank;
   bool shrink, expand;
@@ -62,7 +62,7 @@ constexpr int kMostOfRun = 1 << 17, kLeastOfDraw = 1 << 14;  // elements of B in
 constexpr int kMostOfTile = 8;  // blocks, unless there are many
 constexpr int kStreams = 4;     // runs of items that units are drawn from in turn, where segments are long
 constexpr int kWideItem = 64;   // blocks from which on that helps
-constexpr int kDrawnRounds = 2;  // units of a CTA from which on a shrink draws them
+constexpr int kDrawnRounds = 2;  // shrink units of a CTA from which on they are drawn
 constexpr int kSmallStage = 26 << 10;  // bytes
 
 // ---------------------------------------------------------------- units and stages
@@ -248,10 +248,10 @@ __device__ __forceinline__ int choose_cut(const PairArgs& p, int num_items) {
   return units_of_cta(0) <= .75f && p.num_rows <= 8 * num_items ? 0 : 1;
 }
 
-// Cuts the launch into shrink units, which CTAs have in turn, and blocks of columns of the expand. Of
-// a small launch, which has no time to draw units, each CTA has one run of blocks. Of a large one CTAs
-// draw units when they are through with their own, because rows and ranks of items differ. No result
-// depends on the plan, so it may follow the number of items.
+// Cuts the launch into shrink units, which CTAs have in turn, or draw where they are many and all there is to
+// do, and blocks of columns of the expand. Of a small launch, which has no time to draw units, each CTA has
+// one run of blocks. Of a large one CTAs draw units when they are through with their own, because rows and
+// ranks of items differ. No result depends on the plan, so it may follow the number of items.
 struct Plan {
   int num_items, items;          // of one module, of all
   int ranks, item_units, units;  // of a shrink unit at least; shrink units of an item, of all

@@ -5,7 +5,8 @@
 // warps and groups turn counts into places. Rows are put in order in shared memory first, so that what
 // leaves it leaves in runs. One CTA does all of it for a block of rows. More rows take a launch before,
 // in which every block counts, and one after, if there are items. Rerouting is a look-up in a table
-// that is fetched while the ids are on their way: it adds no launch and no round trip.
+// that is fetched while the ids are on their way: it adds no launch and no round trip. The rows of a few
+// tokens have a kernel of their own, few_row_map.cuh.
 //
 // Rows of a group that use one adapter stand together if tokens are visited in the order of their
 // adapters, which is the same for all layers: it is no key of this sort.
