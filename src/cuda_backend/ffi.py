@@ -45,7 +45,11 @@ TARGETS = (
     "lora_jax_cuda_peer_judge",
     "lora_jax_cuda_peer_answer",
 )
-STATEFUL = ("lora_jax_cuda_lora_gemm", "lora_jax_cuda_lora_expand")
+STATEFUL = (
+    "lora_jax_cuda_lora_gemm",
+    "lora_jax_cuda_lora_shrink",
+    "lora_jax_cuda_lora_expand",
+)
 
 
 def find_compiler() -> str | None:

@@ -240,7 +240,14 @@ def test_reroute_is_the_references(library, tokens, k, experts, slots):
 
 @pytest.mark.parametrize(
     ("tokens", "k", "experts", "slots", "lora_slots"),
-    [(1, 1, 1, 0, 1), (9, 4, 16, 3, 5), (9, 4, 16, 90, 5), (40, 8, 8, 0, 2), (700, 6, 16, 2, 4)],
+    [
+        (1, 1, 1, 0, 1),
+        (9, 4, 16, 3, 5),
+        (9, 4, 16, 90, 5),
+        (16, 8, 4, 0, 2),
+        (40, 8, 8, 0, 2),
+        (700, 6, 16, 2, 4),
+    ],
 )
 def test_row_map_cuts_items_of_adapters(library, tokens, k, experts, slots, lora_slots):
     case = sorting(tokens, k, experts, slots, lora_slots)

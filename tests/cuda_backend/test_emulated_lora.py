@@ -63,9 +63,12 @@ def test_lora_matches_float64(library, rows, d_out, d_in, experts, modules, accu
         assert not y[:, owners < 0].view(np.uint16).any()
 
 
-@pytest.mark.parametrize("modules", [1, 2])
-def test_lora_has_the_same_bits_however_it_is_shared_out(library, modules):
-    """Second slices go to the other end of the grid; columns are drawn of four runs of items."""
+@pytest.mark.parametrize(("modules", "apart"), [(1, False), (2, False), (1, True)])
+def test_lora_has_the_same_bits_however_it_is_shared_out(library, modules, apart):
+    """Second slices go to the other end of the grid; columns are drawn of four runs of items.
+
+    Where the shrink is a launch of its own, its units are drawn too.
+    """
     rows, d_out, d_in, ranks = (
         135,
         8192,
@@ -81,7 +84,7 @@ def test_lora_has_the_same_bits_however_it_is_shared_out(library, modules):
     def added(which, sms, item_rows):
         y = np.stack([copied(case.y)[which]] * modules)
         whose, experts = owners[which], np.zeros(len(which), np.int32)
-        sizes = (modules, len(which), d_out, d_in, *heights, item_rows, 1, 0, 0)
+        sizes = (modules, len(which), d_out, d_in, *heights, item_rows, 1, 0, int(apart))
         library.emulate(sms, item_rows)
         call(library.lora, y, x[which], *pools, entries, scaling, whose, experts, *sizes)
         return y.view(np.uint16)

@@ -48,11 +48,10 @@ cudaError_t shrink_args(PairArgs* args, BF16& x, BF16& a_pool) {
   args->shrink = true, args->x = data(x), args->d_in = static_cast<int>(d[1]);
   return pool_maps(args, 0, data(a_pool), d[0], d[1], kWideA);
 }
-cudaError_t expand_args(PairArgs* args, BF16& b_pool, CallStateOwner* owner, bool accumulate) {
+cudaError_t expand_args(PairArgs* args, BF16& b_pool, bool accumulate) {
   const auto d = b_pool.dimensions();
   args->expand = true, args->d_out = static_cast<int>(d[1]), args->accumulate = accumulate;
-  const cudaError_t e = owner->find(&args->state);
-  return e == cudaSuccess ? pool_maps(args, 1, data(b_pool), d[0], d[1], kWideB) : e;
+  return pool_maps(args, 1, data(b_pool), d[0], d[1], kWideB);
 }
 // Of one site of a table [sites, slots, 5] and [sites, slots], or [slots, 5] and [slots].
 void module_args(PairArgs* args, int m, S32& entries, F32& scaling, int64_t site = 0) {
@@ -100,8 +99,9 @@ ffi::Error LoraGemm(cudaStream_t stream, CallStateOwner* owner, BF16 x, BF16 a_p
   args.h = data(work);
   if (args.num_modules > kMaxModules || sites.size() != outs.size())
     return ffi::Error::InvalidArgument("too many modules for one launch");
-  cudaError_t e = shrink_args(&args, x, a_pool);
-  if (e == cudaSuccess) e = expand_args(&args, b_pool, owner, accumulate);
+  cudaError_t e = owner->find(&args.state);
+  if (e == cudaSuccess) e = shrink_args(&args, x, a_pool);
+  if (e == cudaSuccess) e = expand_args(&args, b_pool, accumulate);
   const int first = accumulate ? 1 : 0, of_module = first + 2;
   for (int m = 0; m < args.num_modules && e == cudaSuccess; ++m) {
     auto entries = modules.get<S32>(m * of_module + first);
@@ -115,12 +115,13 @@ ffi::Error LoraGemm(cudaStream_t stream, CallStateOwner* owner, BF16 x, BF16 a_p
   return status(e);
 }
 
-ffi::Error LoraShrink(cudaStream_t stream, BF16 x, BF16 a_pool, S32 entries, F32 scaling, S32 order, S32 items,
+ffi::Error LoraShrink(cudaStream_t stream, CallStateOwner* owner, BF16 x, BF16 a_pool, S32 entries, F32 scaling, S32 order, S32 items,
                       S32 num_items, S32 tiles, S32 cut, ffi::Result<BF16> h) {
   PairArgs args = common_args(order, items, num_items, h->dimensions()[1]);
   module_args(&args, 0, entries, scaling);
   args.h = data(h);
-  const cudaError_t e = shrink_args(&args, x, a_pool);
+  cudaError_t e = owner->find(&args.state);
+  if (e == cudaSuccess) e = shrink_args(&args, x, a_pool);
   return status(e == cudaSuccess ? launch_all(args, tiles, cut, &a_pool, stream) : e);
 }
 
@@ -131,7 +132,8 @@ ffi::Error LoraExpand(cudaStream_t stream, CallStateOwner* owner, BF16 h, BF16 b
   PairArgs args = common_args(order, items, num_items, h.dimensions()[1]);
   module_args(&args, 0, entries, scaling);
   args.h = const_cast<__nv_bfloat16*>(data(h));  // only read: nothing shrinks in this launch
-  cudaError_t e = expand_args(&args, b_pool, owner, accumulate);
+  cudaError_t e = owner->find(&args.state);
+  if (e == cudaSuccess) e = expand_args(&args, b_pool, accumulate);
   if (e == cudaSuccess) e = output_args(&args, 0, stream, ys, 0, out);
   return status(e == cudaSuccess ? launch_all(args, tiles, cut, nullptr, stream) : e);
 }
@@ -171,7 +173,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_lora_gemm, lora_jax::LoraGemm,
                                   .Attr<bool>("segments"),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_lora_shrink, lora_jax::LoraShrink,
-                              LORA_JAX_ON_STREAM.Arg<BF16>()
+                              LORA_JAX_ON_STREAM.LORA_JAX_CALL_STATE.Arg<BF16>()
                                   .Arg<BF16>()
                                   .Arg<S32>()
                                   .Arg<F32>()

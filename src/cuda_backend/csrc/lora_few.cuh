@@ -21,6 +21,7 @@ struct FewTicket {
 template <int NS, int STAGE, int RANKS>
 struct FewShared {
   static constexpr int kStages = NS, kStage = STAGE, kSteps = RANKS / 16, kTickets = kFewTickets, kRowWarps = 1;
+  static constexpr bool kTellsAsked = false;
   static constexpr bool kBringsH = false;  // row warps: see fetch_h
   using Ticket = FewTicket;
   static constexpr int kHStride = RANKS / 2 + 4;  // words of a row of h, so that lanes meet distinct banks
@@ -152,7 +153,7 @@ __device__ __forceinline__ void leave_stage(S& sm, Ring<S::kStages>& ring) {
 // As shrink_stage, with as many loads at once as registers hold: so few warps wait for each of them.
 template <int GROUPS>
 __device__ __forceinline__ void few_shrink_stage(const Unit& u, uint32_t base, int columns, Sums<GROUPS, 1>& acc) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = row_of_quad(lane >> 2), q = lane & 3;
   constexpr int kSteps = 8 / GROUPS;
   const uint32_t mine = base + (warp >> 1) * 1024 + g * 128 + ((((warp & 1) * 4 + q) ^ g) << 4);
   const uint32_t group = 1024 << u.wide, half = (1 << u.wide >> 1) - 1;  // of a box: bytes, steps of 128 columns less 1

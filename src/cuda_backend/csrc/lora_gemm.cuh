@@ -48,6 +48,10 @@ __device__ void produce_weights(const PairArgs& p, S& sm) {
     const CUtensorMap *narrow = p.maps[u.kind - kShrink], *map = narrow + (u.wide != kNarrow);
     const int groups = u.groups, bytes = 1024 << u.wide;
     for (int c = u.begin; c < u.end; c += u.width) {
+      if constexpr (S::kTellsAsked) {  // of the unit: all but two stages
+        const int left = u.end - c;
+        if (lane == 0 && left <= 2 * u.width && (left > u.width || c == u.begin)) mbar_arrive(&sm.asked[taken.at()]);
+      }
       mbar_wait(&sm.empty[ring.at()], ring.phase() ^ 1);
       const int last = min(u.width, u.end - c) - 1, boxes = ((last >> (u.wide + 6)) + 1) * groups;
       const int wide = (last & (64 << u.wide) - 1) < kBlock ? boxes - groups : boxes;  // the others need no more
@@ -102,26 +106,40 @@ __device__ void produce_rows(const PairArgs& p, S& sm) {
 template <int GROUPS, int J>
 using Sums = float[2][(GROUPS + 1) / 2][J][4];
 
+// Which row of 8 the lanes of quad g read, of either operand: quads 2 i and 2 i + 1, which read at a time, have
+// rows that lie in other banks.
+__device__ __forceinline__ int row_of_quad(int g) { return g >> 1 | (g & 1) << 2; }
+
+// Where in a stage a lane reads, and how the stage is laid out.
+template <int GROUPS, int J>
+struct ShrinkReads {
+  uint32_t w[GROUPS], x[J];
+  uint32_t box, half;  // bytes of all boxes of as many columns; steps of 128 columns in one, less 1
+  int log;             // of the columns of a box
+  __device__ __forceinline__ explicit ShrinkReads(const Unit& u) {
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, row = row_of_quad(lane >> 2), q = lane & 3;
+    const uint32_t group = 1024 << u.wide, mine = (warp >> 1) * 1024 + row * 128 + ((((warp & 1) * 4 + q) ^ row) << 4);
+    box = u.groups * group, half = (1 << u.wide >> 1) - 1, log = u.wide + 6;
+    // Groups and rows past the end read the first: results are not used.
+#pragma unroll
+    for (int i = 0; i < GROUPS; ++i) w[i] = mine + (i < u.groups ? i : 0) * group;
+#pragma unroll
+    for (int j = 0; j < J; ++j) x[j] = rows_at(u) + (j * 8 + row < u.num_rows ? j * 8 + row : 0) * row_stride(u.width) + q * 16;
+  }
+};
+
 // Adds this warp's k of a stage, 32 columns out of 128, for GROUPS groups of 8 rank rows and J of 8 batch rows.
 template <int GROUPS, int J>
-__device__ __forceinline__ void shrink_stage(const Unit& u, uint32_t base, int columns, Sums<GROUPS, J>& acc) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
-  const uint32_t mine = base + (warp >> 1) * 1024 + g * 128 + ((((warp & 1) * 4 + q) ^ g) << 4);
-  const uint32_t group = 1024 << u.wide, half = (1 << u.wide >> 1) - 1;  // of a box: bytes, steps of 128 columns less 1
-  const uint32_t rows = base + rows_at(u) + q * 16;
-  uint32_t wa[GROUPS], xa[J];  // groups and rows past the end read the first: results are not used
-#pragma unroll
-  for (int i = 0; i < GROUPS; ++i) wa[i] = mine + (i < u.groups ? i : 0) * group;
-#pragma unroll
-  for (int j = 0; j < J; ++j) xa[j] = rows + (j * 8 + g < u.num_rows ? j * 8 + g : 0) * row_stride(u.width);
+__device__ __forceinline__ void shrink_stage(const ShrinkReads<GROUPS, J>& from, uint32_t base, int columns,
+                                             Sums<GROUPS, J>& acc) {
 #pragma unroll(GROUPS * J <= 2 ? 4 : 2)
-  for (int k = warp * 32; k < columns; k += 32 * kConsumers) {
-    const uint32_t at = (k >> (u.wide + 6)) * u.groups * group + (k >> 7 & half) * 2048;
+  for (int k = (threadIdx.x >> 5) * 32; k < columns; k += 32 * kConsumers) {
+    const uint32_t at = base + (k >> from.log) * from.box + (k >> 7 & from.half) * 2048;
     uint4 x[J], w[GROUPS];
 #pragma unroll
-    for (int j = 0; j < J; ++j) x[j] = lds128(xa[j] + k * 2);
+    for (int j = 0; j < J; ++j) x[j] = lds128(base + from.x[j] + k * 2);
 #pragma unroll
-    for (int i = 0; i < GROUPS; ++i) w[i] = lds128(wa[i] + at);
+    for (int i = 0; i < GROUPS; ++i) w[i] = lds128(at + from.w[i]);
 #pragma unroll
     for (int i = 0; i < GROUPS; i += 2) {
       const uint4 &lo = w[i], &hi = w[i + 1 < GROUPS ? i + 1 : i];  // a second half that is none gives sums nobody takes
@@ -140,7 +158,7 @@ template <int GROUPS, int J>
 __device__ __forceinline__ void finish_shrink(const PairArgs& p, const Unit& u, float* scratch, uint64_t* release,
                                               uint64_t* cleared, const Sums<GROUPS, J>& acc) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
-  constexpr int N = J * 8, LD = GROUPS * 8 + 1;
+  constexpr int N = J * 8, LD = GROUPS * 8 | 8;
 #pragma unroll
   for (int i = 0; i < GROUPS; ++i)
 #pragma unroll
@@ -148,7 +166,8 @@ __device__ __forceinline__ void finish_shrink(const PairArgs& p, const Unit& u, 
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const int of = i % 2 * 2 + c;
-        scratch[(warp * N + j * 8 + q * 2 + c) * LD + i * 8 + g] = acc[0][i / 2][j][of] + acc[1][i / 2][j][of];
+        const int n = j * 8 + row_of_quad(q * 2 + c), rank = i * 8 + row_of_quad(g);
+        scratch[(warp * N + n) * LD + rank] = acc[0][i / 2][j][of] + acc[1][i / 2][j][of];
       }
   consumer_sync();
   const int r = u.first_rank + lane;
@@ -171,12 +190,13 @@ __device__ __forceinline__ void finish_shrink(const PairArgs& p, const Unit& u, 
 
 template <int GROUPS, int J, class S>
 __device__ __forceinline__ void shrink_unit(const PairArgs& p, S& sm, Ring<S::kStages>& ring, const Unit& u) {
-  static_assert(kConsumers * 8 * J * (GROUPS * 8 + 1) * 4 <= S::kStage, "the warps' parts must fit a stage");
+  static_assert(kConsumers * 8 * J * (GROUPS * 8 | 8) * 4 <= S::kStage, "the warps' parts must fit a stage");
   const int width = u.width, lane = threadIdx.x & 31;
+  const ShrinkReads<GROUPS, J> from(u);
   Sums<GROUPS, J> acc = {};
   for (int k = 0; k < p.d_in; k += width) {
     mbar_wait(&sm.full[ring.at()], ring.phase());
-    shrink_stage<GROUPS, J>(u, smem_u32(sm.stages[ring.at()]), min(width, p.d_in - k), acc);
+    shrink_stage<GROUPS, J>(from, smem_u32(sm.stages[ring.at()]), min(width, p.d_in - k), acc);
     if (k + width < p.d_in) {
       __syncwarp();
       if (lane == 0) mbar_arrive(&sm.empty[ring.at()]);
@@ -304,6 +324,7 @@ __device__ __forceinline__ void make_barriers(const PairArgs& p, S& sm) {
       mbar_init(&sm.empty[i], kConsumers);
     }
     for (int i = 0; i < kTickets; ++i) {
+      mbar_init(&sm.asked[i], 1);
       mbar_init(&sm.ticket_full[i], 1);
       mbar_init(&sm.ticket_empty[i], kConsumers + 1 + kRowWarps);
     }

@@ -38,7 +38,7 @@ struct PairArgs {
   const int* row_order;       // sorted place -> row of x and y, see row_metadata.cuh
   const __nv_bfloat16* x;     // [rows, d_in]
   __nv_bfloat16* h;           // [modules, sorted rows, h_stride]
-  CallState* state;           // of launches that expand
+  CallState* state;           // of the call
   int num_modules, num_rows, num_slots;
   int d_in, d_out, h_stride, max_rank;
   bool shrink, expand;
@@ -62,6 +62,7 @@ constexpr int kMostOfRun = 1 << 17, kLeastOfDraw = 1 << 14;  // elements of B in
 constexpr int kMostOfTile = 8;  // blocks, unless there are many
 constexpr int kStreams = 4;     // runs of items that units are drawn from in turn, where segments are long
 constexpr int kWideItem = 64;   // blocks from which on that helps
+constexpr int kDrawnRounds = 2;  // shrink units of a CTA from which on they are drawn
 constexpr int kSmallStage = 26 << 10;  // bytes
 
 // ---------------------------------------------------------------- units and stages
@@ -126,6 +127,11 @@ struct Ring {
   uint32_t state = 0;
   __device__ __forceinline__ int at() const { return state & 15; }
   __device__ __forceinline__ uint32_t phase() const { return state >> 4; }
+  __device__ __forceinline__ Ring before() const {
+    Ring last;
+    last.state = at() ? state - 1 : ((state & 16) ^ 16) + NS - 1;
+    return last;
+  }
   __device__ __forceinline__ void next() { state = at() + 1 == NS ? (state & 16) ^ 16 : state + 1; }
 };
 
@@ -133,6 +139,7 @@ template <int NS, int STAGE, int RANKS>
 struct Shared {
   static constexpr int kStages = NS, kStage = STAGE, kSteps = RANKS / 16;
   static constexpr int kTickets = lora_jax::kTickets, kRowWarps = lora_jax::kRowWarps;
+  static constexpr bool kTellsAsked = true;
   static constexpr bool kBringsH = RANKS <= 64;  // else it takes room that stages need
   static_assert(STAGE % 1024 == 0, "the copy engine's swizzle repeats every 1024 bytes");
   static_assert(RANKS * 256 + kMaxRows * 272 <= STAGE, "128 columns of everything must fit a stage");
@@ -142,6 +149,7 @@ struct Shared {
   using Held = HeldRows<RANKS, kBringsH ? kMaxRows : 0>;
   Held held;
   alignas(8) uint64_t full[NS], empty[NS], ticket_full[kTickets], ticket_empty[kTickets];
+  uint64_t asked[kTickets];  // for almost all of a unit's weights
   uint64_t cleared;  // h by all CTAs
   uint64_t h_full, h_empty;  // what is held
   int tiles;  // how many there are, for lora_both.cuh: the items leave no register
@@ -231,25 +239,24 @@ __device__ __forceinline__ int item_units(const PairArgs& p, int cut) {
   return ((p.max_rank + 7) / 8 + (1 << cut) - 1) >> cut;
 }
 // Returns the way to cut, by what was fastest on an H200. Coarse units where there are many or d_in is
-// small; fine ones where CTAs are idle otherwise, or uneven, unless they read long segments' x once more.
+// small; fine ones where CTAs are idle otherwise, unless they read long segments' x once more.
 __device__ __forceinline__ int choose_cut(const PairArgs& p, int num_items) {
   auto units_of_cta = [&](int cut) {
     return __fdividef(static_cast<float>(num_items * p.num_modules * item_units(p, cut)), static_cast<float>(gridDim.x));
   };
   if (units_of_cta(2) >= 2.f || p.d_in < 2048) return 2;
-  const float fine = units_of_cta(0);
-  const bool better = fine <= .75f || (fine >= 1.3f && units_of_cta(1) < 1.3f);
-  return better && p.num_rows <= 8 * num_items ? 0 : 1;
+  return units_of_cta(0) <= .75f && p.num_rows <= 8 * num_items ? 0 : 1;
 }
 
-// Cuts the launch into shrink units, which CTAs have in turn, and blocks of columns of the expand. Of
-// a small launch, which has no time to draw units, each CTA has one run of blocks. Of a large one CTAs
-// draw units when they are through with their own, because rows and ranks of items differ. No result
-// depends on the plan, so it may follow the number of items.
+// Cuts the launch into shrink units, which CTAs have in turn, or draw where they are many and all there is to
+// do, and blocks of columns of the expand. Of a small launch, which has no time to draw units, each CTA has
+// one run of blocks. Of a large one CTAs draw units when they are through with their own, because rows and
+// ranks of items differ. No result depends on the plan, so it may follow the number of items.
 struct Plan {
   int num_items, items;          // of one module, of all
   int ranks, item_units, units;  // of a shrink unit at least; shrink units of an item, of all
   int own_units;                 // of this CTA
+  int shrink_draws;              // units of a shrink that are drawn
   int blocks, first, last;       // of an item; this CTA's run, counted through all items
   int tile, item_tiles, draws;   // blocks of a drawn unit; drawn units of an item, of all
   int streams, stream_items;     // runs of items that units are drawn from in turn; items of a run
@@ -262,6 +269,10 @@ struct Plan {
     ranks = 8 << cut, item_units = lora_jax::item_units(p, cut);
     units = p.shrink ? items * item_units : 0;
     own_units = divide_up(units, ctas) * kSlices;
+    // Of a shrink alone CTAs have their first unit and second slices, and draw the others: what an SM gets of the
+    // memory's bandwidth differs by a third, and long segments' units take longer.
+    shrink_draws = !p.expand && units >= kDrawnRounds * ctas ? units - ctas : 0;
+    if (shrink_draws) own_units = 1 + divide_up(units, ctas);
     blocks = p.expand ? divide_up(p.d_out, kBlock) : 0;
     const int all = items * blocks, runs = all <= static_cast<int>(divide(kMostOfRun, block)) * ctas ? all : 0;
     const bool apart = items * 4 <= ctas;  // else longer runs are on more items, each of which costs a unit
@@ -306,8 +317,11 @@ struct Plan {
   // CTAs take units in turn, and second slices, if any, from the other end of the grid: so those of a long
   // segment meet no first ones of such, but come at the same time, while L2 holds its weights.
   __device__ __forceinline__ Share shrink_share(int n) const {
-    const int ctas = static_cast<int>(gridDim.x), round = divide(n, kSlices), slice = n - round * kSlices;
-    const int unit = round * ctas + (slice ? ctas - 1 - static_cast<int>(blockIdx.x) : static_cast<int>(blockIdx.x));
+    const int ctas = static_cast<int>(gridDim.x);
+    const int slice = shrink_draws ? n > 0 : n % kSlices, round = shrink_draws ? max(n - 1, 0) : divide(n, kSlices);
+    return shrink_of(round * ctas + (slice ? ctas - 1 - static_cast<int>(blockIdx.x) : static_cast<int>(blockIdx.x)), slice);
+  }
+  __device__ __forceinline__ Share shrink_of(int unit, int slice) const {
     if (unit >= units) return kNothing;
     const int item = divide(unit, item_units), begin = (unit - item * item_units) * ranks;
     return Share{kShrink, item, begin, begin + ranks, slice};

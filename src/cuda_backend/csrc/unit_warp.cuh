@@ -195,16 +195,32 @@ __device__ __forceinline__ void hand_out_draws(const PairArgs& p, S& sm, Ring<kT
   }
 }
 
+// The same of a shrink, one by one: a unit is drawn when most of the weights of the one before have been asked for.
+// It takes a CTA several microseconds, so whoever drew further ahead would still have units when others end.
+template <class S>
+__device__ __forceinline__ void hand_out_shrinks(const PairArgs& p, S& sm, Ring<kTickets>& ring, const Plan& plan, bool odd) {
+  const int lane = threadIdx.x & 31;
+  while (true) {
+    const Ring<kTickets> last = ring.before();
+    mbar_wait(&sm.asked[last.at()], last.phase());
+    const int drawn = __shfl_sync(~0u, lane == 0 ? atomicAdd(&p.state->draws[odd], 1) : 0, 0);
+    if (drawn >= plan.shrink_draws) return;
+    const Share share = lane == 0 ? plan.shrink_of(drawn + static_cast<int>(gridDim.x), 0) : kNothing;
+    Site site = find_item(p, plan, share);
+    publish_all(p, sm, ring, share, site, 1, false, false);
+  }
+}
+
 template <class S>
 __device__ void hand_out(const PairArgs& p, S& sm) {
   const int lane = threadIdx.x & 31;
-  const uint32_t before = p.expand && lane == 0 ? count_begun(p) : 0;
+  const uint32_t before = lane == 0 ? count_begun(p) : 0;
   if (lane == 0) prefetch_tables(p);
   Ring<kTickets> ring;
   int num_items, cut;
   const bool begun = publish_first(p, sm, ring, p.num_items, num_items, cut);
   const bool odd = is_odd(__shfl_sync(~0u, before, 0));
-  if (p.expand && lane == 0 && before % gridDim.x == 0) p.state->draws[!odd] = 0;  // for the next launch
+  if (lane == 0 && before % gridDim.x == 0) p.state->draws[!odd] = 0;  // for the next launch
   if (num_items > 0) {
     const Plan plan(p, num_items, cut);
     const int own = plan.own();
@@ -217,6 +233,7 @@ __device__ void hand_out(const PairArgs& p, S& sm) {
       publish_all(p, sm, ring, share, site, min(own - n, 32), false, share.kind == kExpand || few_units(plan.units));
     }
     if (waits) await_clear(p, odd, &sm.cleared);
+    if (plan.shrink_draws) hand_out_shrinks(p, sm, ring, plan, odd);
     if (plan.draws) hand_out_draws(p, sm, ring, plan, odd);
   }
   mbar_wait(&sm.ticket_empty[ring.at()], ring.phase() ^ 1);
