@@ -25,7 +25,7 @@ constexpr int kSegmentRank = 32;      // at most
 constexpr int kSegmentWarps = 8;      // that multiply: a part of the sums over k each, of every second 8 rows
 constexpr int kSegmentCopyWarps = 2;  // each box takes its warp a hundred cycles
 constexpr int kSegmentThreads = (kSegmentWarps + kSegmentCopyWarps) * 32;
-constexpr int kSegmentStage = 32 << 10, kSegmentStages = 3, kMostChunks = 4;
+constexpr int kSegmentStage = 32 << 10, kSegmentStages = 3, kMostSegmentChunks = 4;
 constexpr int kSegmentUnits = 64;     // looked up at a time
 constexpr int kChunk = 128, kBoxBytes = kChunk * 16;  // columns; of 8 rows of a chunk
 
@@ -49,7 +49,7 @@ struct SegmentShared {
 struct SegmentCut {
   int groups, blocks, most;  // of 8 rank rows; of 8 rows; chunks in a stage
   __device__ __forceinline__ explicit SegmentCut(const SegmentUnit& u) : groups((u.rank + 7) / 8), blocks((u.rows + 7) / 8) {
-    most = min(kMostChunks, kSegmentStage / (boxes() * kBoxBytes));
+    most = min(kMostSegmentChunks, kSegmentStage / (boxes() * kBoxBytes));
   }
   __device__ __forceinline__ int boxes() const { return groups + blocks; }  // of a chunk
 };
