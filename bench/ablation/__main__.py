@@ -241,7 +241,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--systems", nargs="+", default=[COUPLED, *FIGURE_14], choices=[COUPLED, *STEPS]
     )
     parser.add_argument(
-        "--splits", type=Split.parse, nargs="+", default=[Split(1, 1)], help="instances+ranks"
+        "--splits",
+        type=Split.parse,
+        nargs="+",
+        default=[Split(1, 1)],
+        help="instances+ranks, or instances+ranks:placement",
     )
     parser.add_argument("--rates", type=float, nargs="+", default=[10.0], help="requests a second")
     parser.add_argument("--prefilled", action="store_true", help="prompts come with their KV pages")

@@ -48,6 +48,7 @@ class Split:
 
     instances: int
     ranks: int
+    placement: str | None = None  # on the ranks; None: experts over all of them
 
     @property
     def devices(self) -> int:
@@ -55,14 +56,16 @@ class Split:
 
     @classmethod
     def parse(cls, text: str) -> "Split":
-        """Return the split that "3+1" names. Raises ValueError for what is none."""
-        instances, ranks = (int(part) for part in text.split("+"))
+        """Return the split that "3+1" or "2+2:ep1-pp2" names. Raises ValueError for what is none."""
+        devices, *placement = text.split(":", 1)
+        instances, ranks = (int(part) for part in devices.split("+"))
         if instances < 1 or ranks < 1:
             raise ValueError(f"{text}: a split has an instance and a rank at least.")
-        return cls(instances, ranks)
+        return cls(instances, ranks, *placement)
 
     def __str__(self) -> str:
-        return f"{self.instances}+{self.ranks}"
+        placement = "" if self.placement is None else f":{self.placement}"
+        return f"{self.instances}+{self.ranks}{placement}"
 
 
 class System:
@@ -235,6 +238,7 @@ def _cluster(options: argparse.Namespace, name: str, split: Split) -> ClusterCon
     return ClusterConfig(
         instances=split.instances,
         lora_server=split.ranks,
+        placement=split.placement,
         lora_server_adapters=options.server_loras * split.ranks,
         lora_server_wait_s=5.0,
         **STEPS[name],
