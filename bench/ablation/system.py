@@ -56,7 +56,7 @@ class Split:
 
     @classmethod
     def parse(cls, text: str) -> "Split":
-        """Return the split that "3+1" or "2+2:ep1-pp2" names. Raises ValueError for what is none."""
+        """Return the split of "3+1" or "2+2:ep1-pp2". Raises ValueError for what is none."""
         devices, *placement = text.split(":", 1)
         instances, ranks = (int(part) for part in devices.split("+"))
         if instances < 1 or ranks < 1:
@@ -158,8 +158,12 @@ class System:
         home.send(number, job.prompt, job.adapter, job.max_tokens)
 
     def _warm_up(self, options: argparse.Namespace, adapters: list[str]) -> None:
-        """Run a request of each of the most popular adapters, the least popular first."""
-        jobs = [Job(0.0, adapter, [5] * 8, 8) for adapter in adapters[-len(self._instances) :]]
+        """Run a request on each instance, then one of each of the most popular adapters.
+
+        The least popular come first; none is of the cold ones.
+        """
+        least = {self._home[adapter]: adapter for adapter in adapters[: options.adapters]}
+        jobs = [Job(0.0, adapter, [5] * 8, 8) for adapter in least.values()]
         for number in reversed(range(min(options.warm, options.adapters))):
             jobs.append(Job(0.0, adapter_name(number), [5] * 8, 2))
         for number, job in enumerate(jobs):
