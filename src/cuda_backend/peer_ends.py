@@ -18,6 +18,7 @@ import numpy as np
 from cuda_backend.peer_channel import Channel
 from cuda_backend.peer_memory import Device
 from lora_jax.ops import native
+from lora_jax.ops.acting_call import acting_call
 from lora_jax.typing import Array, Int
 
 INFO_WORDS = 8  # of a message: client, site, layer, rows, table version; see csrc/peer_server.cuh
@@ -162,7 +163,7 @@ class ClientEnd(_End):
         """
         out = jax.ShapeDtypeStruct(x.shape, x.dtype)
         name = _PREFIX + ("push_aside" if aside else "push")
-        call = jax.ffi.ffi_call(name, out, has_side_effect=True, input_output_aliases={0: 0})
+        call = acting_call(name, out, input_output_aliases={0: 0})
         num_rows, version, *routes = rows
         which = {"end": np.int64(self.number), "site": np.int64(site)}
         return call(x, num_rows, layer, version, *routes, **which)
@@ -182,7 +183,7 @@ class ClientEnd(_End):
         outs += [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in ys]
         aliases = {3 + index: 1 + index for index in range(len(ys))}
         name = _PREFIX + ("wait_add_aside" if aside else "wait_add")
-        call = jax.ffi.ffi_call(name, outs, has_side_effect=True, input_output_aliases=aliases)
+        call = acting_call(name, outs, input_output_aliases=aliases)
         num_rows, version, row_to_server, *owners = rows
         kept = (version, *owners) if aside else ()
         which = {"end": np.int64(self.number), "site": np.int64(site)}
@@ -302,7 +303,7 @@ class ServerEnd(_End):
         self, info: Int[Array, "messages 8"], site: int, shape: jax.ShapeDtypeStruct
     ) -> Array:
         """Return the messages' rows, as many as fit the shape, if they are of this site."""
-        call = jax.ffi.ffi_call(_PREFIX + "fetch", shape, has_side_effect=True)
+        call = acting_call(_PREFIX + "fetch", shape)
         return call(info, end=np.int64(self.number), site=np.int64(site))
 
     def answer(
@@ -317,9 +318,7 @@ class ServerEnd(_End):
         Verdict 0 refuses and needs no deltas, 1 answers, 2 leaves the message for later.
         """
         out = jax.ShapeDtypeStruct(info.shape, info.dtype)
-        call = jax.ffi.ffi_call(
-            _PREFIX + "answer", out, has_side_effect=True, input_output_aliases={0: 0}
-        )
+        call = acting_call(_PREFIX + "answer", out, input_output_aliases={0: 0})
         which = {"end": np.int64(self.number), "site": np.int64(site)}
         return call(info, verdicts, *deltas, **which)
 
@@ -334,7 +333,7 @@ class ServerEnd(_End):
     ) -> tuple:
         ids = jax.ShapeDtypeStruct((rows,), jnp.int32)
         outs = [jax.ShapeDtypeStruct(after.shape, jnp.int32), ids, ids, ids, *more]
-        call = jax.ffi.ffi_call(_PREFIX + name, outs, has_side_effect=True)
+        call = acting_call(_PREFIX + name, outs)
         return tuple(call(after, limit_us, end=np.int64(self.number), site=np.int64(site)))
 
     def _stage(self, deltas: Sequence[np.ndarray]) -> list[int]:
