@@ -31,9 +31,9 @@ STEPS: dict[str, dict[str, Any]] = {
     "+loading": {"lora_kernel": "reference"},
     "+kernel": {},
 }
-# Not of Figure 14: the whole system without one thing.
+# Not of Figure 14: the whole system without one thing, or with rows in a stream of their own.
 STEPS |= {
-    "one graph": {"lora_aside": False},
+    "aside": {"lora_aside": True},
     "no layers": {"layerwise_loading": False},
     "no prefetch": {"lora_prefetch": False},
     "neither": _LOADING,
