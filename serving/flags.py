@@ -69,7 +69,7 @@ _CLUSTER_HELP = {
     "local_expert_slots": "adapters whose experts an instance computes itself while the LoRA "
     "Server is lost; 0: their requests end with status 503",
     "lora_overlap": "exchange with the LoRA Server behind the base's computation; only to measure",
-    "lora_aside": "send rows from a GPU stream of their own, else in the step's; only to measure",
+    "lora_aside": "send rows from a GPU stream of their own, not the step's; only to measure",
     "layerwise_loading": "let a cold adapter serve from its first layer on; only to measure",
     "lora_prefetch": "ask the LoRA Server for an adapter when a request is queued; only to measure",
     "lora_kernel": "kernels of the LoRA Server: fast, or reference (plain JAX); only to measure",

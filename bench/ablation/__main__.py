@@ -7,7 +7,7 @@ loaded, and the server's kernels are plain JAX. `+overlap`: exchanges behind the
 `+loading`: a cold adapter is asked for when a request is queued, and serves from its first layer
 on. `+kernel`: the fast kernels, which is the system as it is shipped. Each switch is a flag of
 serving.launch too. Others, by `--systems`, are the last one without one thing: `no layers`, `no
-prefetch`, `neither`, and `one graph`, whose rows leave in the step's own stream, on a GPU.
+prefetch`, `neither`, and `aside`, whose rows leave in a stream of their own, on a GPU.
 
 TTFT from arrival to the first token, TPOT the mean time of a request's later tokens, both also
 within their limits for a share of the requests (`slo_attainment`), and for nine of ten requests of
@@ -263,7 +263,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--systems", nargs="+", default=[COUPLED, *FIGURE_14], choices=[COUPLED, *STEPS]
     )
     parser.add_argument(
-        "--splits", type=Split.parse, nargs="+", default=[Split(1, 1)], help="instances+ranks"
+        "--splits",
+        type=Split.parse,
+        nargs="+",
+        default=[Split(1, 1)],
+        help="instances+ranks, or instances+ranks:placement",
     )
     parser.add_argument("--rates", type=float, nargs="+", default=[10.0], help="requests a second")
     parser.add_argument("--prefilled", action="store_true", help="prompts come with their KV pages")

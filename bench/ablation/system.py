@@ -31,9 +31,9 @@ STEPS: dict[str, dict[str, Any]] = {
     "+loading": {"lora_kernel": "reference"},
     "+kernel": {},
 }
-# Not of Figure 14: the whole system without one thing.
+# Not of Figure 14: the whole system without one thing, or with rows in a stream of their own.
 STEPS |= {
-    "one graph": {"lora_aside": False},
+    "aside": {"lora_aside": True},
     "no layers": {"layerwise_loading": False},
     "no prefetch": {"lora_prefetch": False},
     "neither": _LOADING,
@@ -48,6 +48,7 @@ class Split:
 
     instances: int
     ranks: int
+    placement: str | None = None  # on the ranks; None: experts over all of them
 
     @property
     def devices(self) -> int:
@@ -55,14 +56,16 @@ class Split:
 
     @classmethod
     def parse(cls, text: str) -> "Split":
-        """Return the split that "3+1" names. Raises ValueError for what is none."""
-        instances, ranks = (int(part) for part in text.split("+"))
+        """Return the split of "3+1" or "2+2:ep1-pp2". Raises ValueError for what is none."""
+        devices, *placement = text.split(":", 1)
+        instances, ranks = (int(part) for part in devices.split("+"))
         if instances < 1 or ranks < 1:
             raise ValueError(f"{text}: a split has an instance and a rank at least.")
-        return cls(instances, ranks)
+        return cls(instances, ranks, *placement)
 
     def __str__(self) -> str:
-        return f"{self.instances}+{self.ranks}"
+        placement = "" if self.placement is None else f":{self.placement}"
+        return f"{self.instances}+{self.ranks}{placement}"
 
 
 class System:
@@ -155,8 +158,12 @@ class System:
         home.send(number, job.prompt, job.adapter, job.max_tokens)
 
     def _warm_up(self, options: argparse.Namespace, adapters: list[str]) -> None:
-        """Run a request of each of the most popular adapters, the least popular first."""
-        jobs = [Job(0.0, adapter, [5] * 8, 8) for adapter in adapters[-len(self._instances) :]]
+        """Run a request on each instance, then one of each of the most popular adapters.
+
+        The least popular come first; none is of the cold ones.
+        """
+        least = {self._home[adapter]: adapter for adapter in adapters[: options.adapters]}
+        jobs = [Job(0.0, adapter, [5] * 8, 8) for adapter in least.values()]
         for number in reversed(range(min(options.warm, options.adapters))):
             jobs.append(Job(0.0, adapter_name(number), [5] * 8, 2))
         for number, job in enumerate(jobs):
@@ -235,6 +242,7 @@ def _cluster(options: argparse.Namespace, name: str, split: Split) -> ClusterCon
     return ClusterConfig(
         instances=split.instances,
         lora_server=split.ranks,
+        placement=split.placement,
         lora_server_adapters=options.server_loras * split.ranks,
         lora_server_wait_s=5.0,
         **STEPS[name],

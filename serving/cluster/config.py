@@ -21,7 +21,7 @@ class ClusterConfig:
     local_expert_slots: int = 0  # adapters that an instance takes over while the server is lost
     # For measuring what each of them brings (InfiniLoRA, section 6.4):
     lora_overlap: bool = True  # exchanges behind the base's computation
-    lora_aside: bool = True  # rows leave a GPU from a stream of their own
+    lora_aside: bool = False  # rows leave a GPU from a stream of their own, not the step's
     layerwise_loading: bool = True  # a cold adapter serves from its first layer on
     lora_prefetch: bool = True  # an adapter is asked for when its request is queued
     lora_kernel: str = "fast"  # of the LoRA Server; "reference": plain JAX

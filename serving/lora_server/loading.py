@@ -1,7 +1,8 @@
 """An adapter comes onto a rank layer by layer (InfiniLoRA, section 5.3).
 
 A layer may be computed as soon as its own matrices are there, while the later ones are still on
-their way: their entries in the table are written when they have come.
+their way: their entries in the table are written when they have come. Where the host copies them,
+faster than requests could ask for one layer after the other, later layers come several at a time.
 """
 
 import collections
@@ -13,6 +14,10 @@ from lora_jax.adapters.residency import Placement, RowWrite
 from lora_jax.adapters.row_copies import Copier, CopyingPlan
 from lora_jax.adapters.slots import AdapterSlots, LoadingPlan
 from lora_jax.adapters.weights import AdapterWeights
+
+# Each group costs a turn of the rank's loop, and each request that has caught up with the load an
+# answer by the host.
+_MOST_TOGETHER = 8
 
 
 class LayerwiseLoad:
@@ -31,18 +36,18 @@ class LayerwiseLoad:
         self.digest, self.slot = placement.digest, placement.slot
         self._num_layers = placement.entries.shape[1]
         layers = sorted({layer for _, layer in part.sites}) or [0]
+        groups = _groups(layers, 1 if copier is None else _MOST_TOGETHER)
         writes = _writes_by_layer(placement, part)
 
-        def plan(place: int, layer: int) -> LoadingPlan | CopyingPlan:
-            one = _up_to(placement, layer, writes.get(layer, {}), place == 0)
+        def plan(place: int, group: list[int]) -> LoadingPlan | CopyingPlan:
+            one = _up_to(placement, group[-1], _joined(writes, group), place == 0)
             if copier is None:
                 return LoadingPlan(one, slots)
             return CopyingPlan(one, slots, copier, is_first=place == 0)
 
-        self._plans = collections.deque(plan(*one) for one in enumerate(layers))
-        self._next = collections.deque(
-            [*layers, self._num_layers]
-        )  # layer of each plan, and the end
+        self._plans = collections.deque(plan(*one) for one in enumerate(groups))
+        # The first layer of each plan, and the end.
+        self._next = collections.deque([*(group[0] for group in groups), self._num_layers])
         self._started = False
 
     @property
@@ -74,6 +79,27 @@ class LayerwiseLoad:
             elif not begun:
                 break  # its bytes are on their way
         return slots
+
+
+def _groups(layers: list[int], most: int) -> list[list[int]]:
+    """Return the layers in groups of 1, 1, 2, 4, ..., at most `most`."""
+    groups, begin = [], 0
+    while begin < len(layers):
+        size = min(max(begin, 1), most)
+        groups.append(layers[begin : begin + size])
+        begin += size
+    return groups
+
+
+def _joined(
+    writes: dict[int, dict[int, list[RowWrite]]], layers: list[int]
+) -> dict[int, list[RowWrite]]:
+    """Return the writes of several layers by width, lowest layer first."""
+    found: dict[int, list[RowWrite]] = {}
+    for layer in layers:
+        for width, rows in writes.get(layer, {}).items():
+            found.setdefault(width, []).extend(rows)
+    return found
 
 
 def _writes_by_layer(

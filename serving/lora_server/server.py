@@ -37,8 +37,9 @@ _CHUNKS = 2  # writes between two requests
 _DEPTH = 2  # requests under way; an instance has one at most
 _COPYING_S = 0.0002  # between two looks whether a layer has come: copies need Python's lock
 # Of a program that takes messages itself, by whether an adapter is being written between programs:
-# seconds that it waits for one, and answers that it gives at most. A command ends it at once.
-_PROGRAM = {False: (0.1, 4096), True: (0.001, 8)}
+# seconds that it waits for one, and answers that it gives at most. A command ends it at once. While
+# one is written, who has caught up with it waits for programs to end.
+_PROGRAM = {False: (0.1, 4096), True: (0.0002, 8)}
 _GONE = "The rank of the LoRA Server has stopped."
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lora_jax.ops.acting_call import acting_call
 from lora_jax.typing import Array, Float, Int
 from serving.transport.base import ClientStats, PushRows, Request, TransportError
 from serving.transport.checks import check_outputs, check_push
@@ -51,7 +52,7 @@ class SlotClient(AbstractJoiningClient[Joined]):
     ) -> Float[Array, "rows d_in"]:
         self._check(site, x, rows)
         out = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        call = jax.ffi.ffi_call(PUSH, out, has_side_effect=True, input_output_aliases={0: 0})
+        call = acting_call(PUSH, out, input_output_aliases={0: 0})
         return call(
             x,
             rows.num_rows,
@@ -76,7 +77,7 @@ class SlotClient(AbstractJoiningClient[Joined]):
         outs = [jax.ShapeDtypeStruct((self.servers,), jnp.int32)]
         outs += [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in ys]
         aliases = {3 + index: 1 + index for index in range(len(ys))}
-        call = jax.ffi.ffi_call(WAIT_ADD, outs, has_side_effect=True, input_output_aliases=aliases)
+        call = acting_call(WAIT_ADD, outs, input_output_aliases=aliases)
         status, *added = call(
             rows.num_rows,
             rows.row_to_server,

@@ -24,6 +24,7 @@ from cuda_backend.peer import PeerDevice
 from cuda_backend.peer_channel import PAGE, Channel
 from cuda_backend.peer_ends import ClientEnd, ServerEnd
 from lora_jax.ops import dispatch, native
+from lora_jax.ops.acting_call import acting_call
 from lora_jax.typing import Array, Int
 
 ID_BYTES = 128
@@ -247,9 +248,7 @@ class _Forwarding:
     def after(self, x: Array) -> Array:
         """Traced: return x, behind the launch."""
         out = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        call = jax.ffi.ffi_call(
-            FORWARD_AFTER, out, has_side_effect=True, input_output_aliases={0: 0}
-        )
+        call = acting_call(FORWARD_AFTER, out, input_output_aliases={0: 0})
         return call(x, end=np.int64(self.number))
 
     def now(self, stream: ctypes.c_void_p) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 from cuda_backend.peer_channel import Channel
 from cuda_backend.peer_memory import Device
 from lora_jax.ops import native
+from lora_jax.ops.acting_call import acting_call
 from lora_jax.typing import Array, Int
 
 INFO_WORDS = 8  # of a message: client, site, layer, rows, table version; see csrc/peer_server.cuh
@@ -170,7 +171,7 @@ class ClientEnd(_End):
         """
         out = jax.ShapeDtypeStruct(x.shape, x.dtype)
         name = _PREFIX + ("push_aside" if aside else "push")
-        call = jax.ffi.ffi_call(name, out, has_side_effect=True, input_output_aliases={0: 0})
+        call = acting_call(name, out, input_output_aliases={0: 0})
         num_rows, version, *routes = rows
         which = {"end": np.int64(self.number), "site": np.int64(site)}
         which |= {"lasting": np.int64(lasting)} if aside else {}
@@ -191,7 +192,7 @@ class ClientEnd(_End):
         outs += [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in ys]
         aliases = {3 + index: 1 + index for index in range(len(ys))}
         name = _PREFIX + ("wait_add_aside" if aside else "wait_add")
-        call = jax.ffi.ffi_call(name, outs, has_side_effect=True, input_output_aliases=aliases)
+        call = acting_call(name, outs, input_output_aliases=aliases)
         num_rows, version, row_to_server, *owners = rows
         kept = (version, *owners) if aside else ()
         which = {"end": np.int64(self.number), "site": np.int64(site)}
@@ -274,7 +275,7 @@ class ServerEnd(_End):
         """
         ids = jax.ShapeDtypeStruct(shape.shape[:1], jnp.int32)
         outs = [jax.ShapeDtypeStruct(after.shape, jnp.int32), ids, ids, ids, shape]
-        call = jax.ffi.ffi_call(_PREFIX + "take", outs, has_side_effect=True)
+        call = acting_call(_PREFIX + "take", outs)
         info, *found = call(after, limit_us, end=np.int64(self.number), site=np.int64(site))
         adapters, experts, messages, x = found
         return info, adapters, experts, messages, x
@@ -318,9 +319,7 @@ class ServerEnd(_End):
         Verdict 0 refuses and needs no deltas, 1 answers, 2 leaves the message for later.
         """
         out = jax.ShapeDtypeStruct(info.shape, info.dtype)
-        call = jax.ffi.ffi_call(
-            _PREFIX + "answer", out, has_side_effect=True, input_output_aliases={0: 0}
-        )
+        call = acting_call(_PREFIX + "answer", out, input_output_aliases={0: 0})
         which = {"end": np.int64(self.number), "site": np.int64(site)}
         return call(info, verdicts, *deltas, **which)
 

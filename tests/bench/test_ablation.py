@@ -133,9 +133,11 @@ def test_a_system_starts_serves_and_ends(tmp_path):
 
 
 def test_every_system_is_measured_with_every_split_but_the_coupled_one():
-    words = ["--systems", "coupled", "+kernel", "--splits", "3+1", "2+2"]
+    words = ["--systems", "coupled", "+kernel", "--splits", "3+1", "2+2:ep1-pp2"]
     found = ablation.systems_of(ablation.parse_args(words))
-    assert found == [("coupled", Split(3, 1)), ("+kernel", Split(3, 1)), ("+kernel", Split(2, 2))]
+    staged = Split(2, 2, "ep1-pp2")
+    assert found == [("coupled", Split(3, 1)), ("+kernel", Split(3, 1)), ("+kernel", staged)]
+    assert str(staged) == words[-1]
     for wrong in ("4", "4+0", "0+1", "a+b", "1+1+1"):
         with pytest.raises(SystemExit):
             ablation.parse_args(["--splits", wrong])

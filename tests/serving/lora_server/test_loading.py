@@ -106,4 +106,4 @@ def test_a_layer_waits_for_its_copies_and_the_next_for_it():
         for layer in range(load.num_ready):
             check_layer(slots, weights, layer)
     assert seen == sorted(seen)
-    assert {*seen} == {0, 1, 2, 3, 4}
+    assert {*seen} == {0, 1, 2, 4}  # later ones several at a time
