@@ -116,8 +116,8 @@ def _mapped(
         place = jnp.arange(rows, dtype=jnp.int32)  # they are in order
         slots = jnp.where(place < jnp.sum(sizes), adapters.row_to_slot[token], -1)
         tiles = _tiles_of(out[6], out[7], runs, rank)
-        known = place, out[6], out[7], tiles, adapters.max_rank
-        items = AdapterItems(slots, *known, most_runs=runs, in_order=True)
+        known = {"tiles": tiles, "max_rank": adapters.max_rank, "most_runs": runs}
+        items = AdapterItems(slots, place, out[6], out[7], **known, in_order=True)
     return RowMap(order, inverse, sizes, token, expert, items)
 
 
