@@ -115,14 +115,18 @@ def _mapped(
     if adapters is not None:
         place = jnp.arange(rows, dtype=jnp.int32)  # they are in order
         slots = jnp.where(place < jnp.sum(sizes), adapters.row_to_slot[token], -1)
-        tiles = _tiles_of(out[6], out[7], runs, rank)
+        tiles = _tiles_of(out[6], out[7], place, runs, rank)
         known = {"tiles": tiles, "max_rank": adapters.max_rank, "most_runs": runs}
         items = AdapterItems(slots, place, out[6], out[7], **known, in_order=True)
     return RowMap(order, inverse, sizes, token, expert, items)
 
 
 def _tiles_of(
-    items: Int[Array, "rows 4"], num_items: Int[Array, "1"], most_runs: int | None, max_rank: int
+    items: Int[Array, "rows 4"],
+    num_items: Int[Array, "1"],
+    order: Int[Array, "rows"],
+    most_runs: int | None,
+    max_rank: int,
 ) -> lora_tiles.Tiles | None:
     """Return the rows of experts as tiles where some runs of one adapter are bound to be long.
 
@@ -133,4 +137,4 @@ def _tiles_of(
         return None
     if max_rank <= max(lora_gemm.SEGMENT_RANKS):
         return None
-    return lora_tiles.row_tiles(items, num_items)
+    return lora_tiles.row_tiles(items, num_items, order)
