@@ -19,14 +19,6 @@ inline void cluster_all_begun() {
   const emu::Rendezvous& r = this_cluster();
   emu::wait_until([&] { return r.generation > 0; });
 }
-inline void cluster_begun() {
-  emu::Rendezvous& r = emu::machine.cluster;
-  if (++r.arrived == static_cast<int>(emu::machine.current->block->threads * emu::machine.blocks.size()))
-    r.arrived = 0, ++r.generation, ++emu::machine.progress;
-}
-inline void cluster_all_begun() {
-  emu::wait_until([] { return emu::machine.cluster.generation > 0; });
-}
 inline int lds32_of(int cta, uint32_t address) {
   if (cta_of_cluster(cta).ended) emu::fail("a CTA of the cluster has ended and is read");
   int v;
@@ -34,8 +26,8 @@ inline int lds32_of(int cta, uint32_t address) {
   return v;
 }
 inline void sts32_in(int cta, uint32_t address, uint32_t v) {
-  if (emu::machine.blocks.at(cta)->ended) emu::fail("a CTA of the cluster has ended and is written to");
-  std::memcpy(emu::machine.blocks[cta]->shared.data() + address, &v, 4);
+  if (cta_of_cluster(cta).ended) emu::fail("a CTA of the cluster has ended and is written to");
+  std::memcpy(cta_of_cluster(cta).shared.data() + address, &v, 4);
 }
 // Does something as if the cluster's CTA `rank` did.
 template <class Do> void in_cta(int rank, Do what) {
