@@ -185,6 +185,17 @@ def test_rows_of_no_item_become_zero_wherever_they_stand(library, rows, gaps):
         (60, 192, 192, (128, 100, 7), 8, 2, 1, True, True),
         (40, 64, 4224, (30,), 8, 2, 1, True, False),
         (40, 64, 128, (8,), 41, 2, 1, False, False),
+        (
+            40,
+            64,
+            128,
+            (8,),
+            8,
+            16,
+            2,
+            True,
+            False,
+        ),  # fewer tiles than clusters, which have both modules'
     ],
 )
 def test_tiles_have_the_bits_of_items(

@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kThreads, 2) both_kernel(const __grid_constant
   wait_for_previous();
 }
 
-// Items come first, if there are any; what the first tile needs is on its way meanwhile. CTAs come in clusters,
+// Of one module. Items come first, if there are any; what the first tile needs is on its way meanwhile. CTAs come in clusters,
 // which do not wait for one another: no matter how many of them run at a time.
 template <int NS, int STAGE, int RANKS>
 __global__ void __launch_bounds__(kThreads, 2) shrink_kernel(const __grid_constant__ BothArgs p) {

@@ -351,7 +351,9 @@ __global__ void __launch_bounds__(kShrinkThreads, 2) shrink_tiles_kernel(const _
   let_next_begin();
   ShrinkEnd& end = shrink_end(shrink_raw);
   const int warp = threadIdx.x >> 5, cluster = blockIdx.x / kCluster, tiles = __ldg(p.cut + 3);
-  if (warp == kWeightBoxWarp) fetch_site(p, cluster, end.site), copies_commit();
+  // Of one module it is the cluster's own, asked for before it is known how many there are.
+  const int first = p.num_modules == 1 ? cluster : cluster % max(tiles, 1);
+  if (warp == kWeightBoxWarp) fetch_site(p, first, end.site), copies_commit();
   if (threadIdx.x == 0) prefetch_entries(p);
   if (threadIdx.x == 32) make_shrink_barriers(end.bars);
   if (warp == kWeightBoxWarp) copies_wait<0>();
