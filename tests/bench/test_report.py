@@ -1,0 +1,18 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import report
+
+RESULTS = sorted((Path(report.__file__).parent / "results").glob("*.json"))
+
+
+@pytest.mark.parametrize("prefix", report.PLOTS)
+def test_what_was_measured_can_be_drawn_again(prefix, tmp_path):
+    results = [file for file in RESULTS if file.name.startswith(prefix)]
+    assert results
+    for file in results:
+        drawn = tmp_path / f"{file.stem}.png"
+        report.PLOTS[prefix](json.loads(file.read_text()), drawn)
+        assert drawn.stat().st_size > 10_000
