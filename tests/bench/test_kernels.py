@@ -171,7 +171,7 @@ def test_layers_of_experts_are_checked(machine, quick, monkeypatch):
         return tuple(plain(y, *pools, *table, *owners) for y, *table in modules)
 
     no_items = lambda *_: types.SimpleNamespace(items=None)  # noqa: E731
-    monkeypatch.setattr(reroute, "adapter_items", lambda owners, slots: owners)
+    monkeypatch.setattr(reroute, "adapter_items", lambda owners, *_: owners)
     monkeypatch.setattr(reroute, "row_map", no_items)
     monkeypatch.setattr(moe, "lora_gemms", lora_gemms)
     points = [moe.Point("tiny", 3, 8, adapters) for adapters in (1, 4)]
