@@ -122,6 +122,24 @@ def test_many_rows_have_the_same_bits_each_time(popularity):
         np.testing.assert_array_equal(run(case), want)
 
 
+@functools.partial(jax.jit, static_argnames=("modules", "max_rank"))
+def several(y, x, a_pool, b_pool, entries, scaling, *owners, modules: int, max_rank: int):
+    maps = [(y, entries, scaling * (number + 1)) for number in range(modules)]
+    return cuda.lora_gemms(maps, x, a_pool, b_pool, *owners, max_rank)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("modules", [2, 3])
+@pytest.mark.parametrize("rows", [300, 2600])
+def test_maps_of_the_same_rows_have_the_bits_of_each_alone(rows, modules):
+    """In fewer tiles than clusters, of which some begin with the second map."""
+    case = some_case(rows, 1024, 832, ranks=(64,), popularity="identical")
+    together = several(*case.arrays, modules=modules, max_rank=case.max_rank)
+    for number, got in enumerate(together):
+        alone = dataclasses.replace(case, scaling=case.scaling * (number + 1))
+        np.testing.assert_array_equal(np.asarray(got.astype(jnp.float32)), run(alone))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rank", [17, 64, 100])
 @pytest.mark.parametrize(
