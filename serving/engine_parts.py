@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lora_jax.adapters import reader
 from lora_jax.adapters.catalogue import LoraCatalogue
-from lora_jax.adapters.dummy import DummyAdapters
+from lora_jax.adapters.dummy import reader_of
 from lora_jax.adapters.registry import AdapterRegistry, RegistryLimits
 from lora_jax.adapters.residency import SlotAllocator
 from lora_jax.adapters.row_copies import Copier, CopyingPlan, pin_matrices
@@ -245,7 +244,7 @@ def _make_registry(
         limits=limits,
         check=check_fits,
         keep=kept,
-        read=DummyAdapters().read if config.load_format == "dummy" else reader.read,
+        read=reader_of(config.load_format),
     )
 
 

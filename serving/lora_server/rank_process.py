@@ -120,5 +120,5 @@ def _make_server(spec: ServerSpec, rank: int, socket_path: str) -> RankServer:
         lambda: carriers.open_server(socket_path, made.terms, rank, spec.carrier),
         ReadLimits(max_rank=spec.max_rank),
         spec.host_bytes,
-        dummy=spec.load_format == "dummy",
+        load_format=spec.load_format,
     )

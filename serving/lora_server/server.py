@@ -21,7 +21,7 @@ import numpy as np
 
 from lora_jax.adapters import reader
 from lora_jax.adapters.catalogue import LoraCatalogue
-from lora_jax.adapters.dummy import DummyAdapters
+from lora_jax.adapters.dummy import reader_of
 from lora_jax.adapters.weights import AdapterWeights
 from lora_jax.typing import Array
 from serving.compile_counter import CompileCounter
@@ -63,10 +63,10 @@ class RankServer:
         make_transport: Callable[[], AbstractServer],
         limits: reader.ReadLimits | None = None,
         host_bytes: int = 0,
-        dummy: bool = False,
+        load_format: str = "auto",
     ):
         """`catalogue` is the whole base model's, for reading adapters, of which `host_bytes` are
-        kept in host memory for the next time. `dummy`: those of a config alone are made up.
+        kept in host memory for the next time; `load_format` as for adapters.dummy.reader_of.
 
         `make_transport` is called by `open`: a rank that has come back loads what it should hold
         before instances find it.
@@ -76,7 +76,8 @@ class RankServer:
         self._programs: DeviceLoop | None = None  # where the carrier is the device's
         self._catalogue, self._limits = catalogue, limits
         self._parts = HostParts(host_bytes)
-        self._dummies = DummyAdapters() if dummy else None
+        self._read_folder = reader_of(load_format)
+        self._share_bytes = load_format == "dummy"
         self._commands: queue.SimpleQueue[tuple[Callable[[], bool], Future[None]]] = (
             queue.SimpleQueue()
         )
@@ -108,7 +109,7 @@ class RankServer:
         part = self._parts.get(digest)
         if part is None:
             weights = self._read(folder, digest)
-            part = self._rank.pin(shard_part(weights, self._rank.shard, copy=self._dummies is None))
+            part = self._rank.pin(shard_part(weights, self._rank.shard, copy=not self._share_bytes))
             self._parts.put(part)
 
         def start() -> bool:
@@ -290,8 +291,7 @@ class RankServer:
 
     def _read(self, folder: str, digest: str) -> AdapterWeights:
         try:
-            read = reader.read if self._dummies is None else self._dummies.read
-            weights = read(Path(folder), self._catalogue, limits=self._limits)
+            weights = self._read_folder(Path(folder), self._catalogue, limits=self._limits)
         except OSError as error:
             raise ValueError(
                 f"The LoRA Server cannot read the adapter's folder: {error.strerror or error}."

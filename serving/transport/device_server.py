@@ -78,10 +78,6 @@ class Arrived:
         """Return how many there are of all messages."""
         return jnp.sum(self.info[:, 3])
 
-    @property
-    def table_versions(self) -> Int[Array, "messages"]:
-        return self.info[:, 4]
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
