@@ -63,7 +63,23 @@ def merge(
     a_start, a_shift = _window(sites[:, 0], a_pool, sizes)
     b_start, b_shift = _window(sites[:, 1], b_pool, sizes)
     table = (a_start, a_shift, b_start, b_shift, sites[:, 2], scaling)
-    matrices, d_out, d_in = w.shape
+    return pl.pallas_call(
+        _merge_kernel,
+        out_shape=jax.ShapeDtypeStruct(w.shape, w.dtype),
+        grid_spec=_grid_spec(w.shape, sizes, len(table)),
+        input_output_aliases={len(table): 0},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",) * 3,
+            vmem_limit_bytes=sizes.vmem_bytes + (16 << 20),
+        ),
+        interpret=interpret or False,
+        name="merge",
+    )(*table, w, a_pool, b_pool)
+
+
+def _grid_spec(shape: tuple[int, ...], sizes: _Sizes, tables: int) -> pltpu.PrefetchScalarGridSpec:
+    """Return which block of which matrix is worked on when, and with which windows."""
+    matrices, d_out, d_in = shape
     block = pl.BlockSpec((None, sizes.rows, sizes.columns), lambda m, o, i, *_: (m, o, i))
     a_window = pl.BlockSpec(
         (pl.Element(sizes.window), pl.Element(sizes.columns)),
@@ -73,23 +89,12 @@ def merge(
         (pl.Element(sizes.window), pl.Element(sizes.rows)),
         lambda m, o, i, a, s, b_start, *_: (pl.multiple_of(b_start[m], ALIGN), o * sizes.rows),
     )
-    return pl.pallas_call(
-        _merge_kernel,
-        out_shape=jax.ShapeDtypeStruct(w.shape, w.dtype),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(table),
-            grid=(matrices, d_out // sizes.rows, d_in // sizes.columns),
-            in_specs=[block, a_window, b_window],
-            out_specs=block,
-        ),
-        input_output_aliases={len(table): 0},
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",) * 3,
-            vmem_limit_bytes=sizes.vmem_bytes + (16 << 20),
-        ),
-        interpret=interpret or False,
-        name="merge",
-    )(*table, w, a_pool, b_pool)
+    return pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=tables,
+        grid=(matrices, d_out // sizes.rows, d_in // sizes.columns),
+        in_specs=[block, a_window, b_window],
+        out_specs=block,
+    )
 
 
 def _sizes(w: Array, a_pool: Array, b_pool: Array, max_rank: int) -> _Sizes:
