@@ -184,7 +184,7 @@ def line_of(row: dict) -> str:
 
 def main() -> None:
     """Measure every plan that fits the GPUs, and write one JSON after each."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.lora_server", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--batches", type=int, nargs="+", default=[128, 256])
     parser.add_argument("--adapters", type=int, nargs="+", default=[256, 512])

@@ -103,7 +103,8 @@ def call(kernels: Mapping[str, Callable], implementation: str | None, *args, **k
         except NotImplementedError:
             if len(names) == 1:
                 raise
-    raise NotImplementedError(f"none of {', '.join(names)} takes these arguments")
+    wanted, there = ", ".join(names), ", ".join(kernels)
+    raise NotImplementedError(f"none of {wanted} takes these arguments; there are {there}")
 
 
 def check_dtypes(op: str, **arrays: Array | None) -> None:
