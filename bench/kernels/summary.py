@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from typing import Any
 
 HEAD = ("kernel", "floor", "ours", "over floor", "bar", "best peer", "peer over ours", "error")
+OTHER = ("other forms",)  # of the points: what was timed in turn with them
+SHOWN = ("floor_us", "bar_us", "peer_us")
 
 
 def compared(rows: list[dict]) -> dict[str, float]:
@@ -52,26 +54,34 @@ def table(result: dict[str, Any]) -> str:
     ]
     for title, some in zip(("Points", "Grid"), rows, strict=True):
         if some:
-            lines = [_line(HEAD), _line(["---"] * len(HEAD)), *map(_row, some)]
+            head = HEAD + OTHER * any(map(_other_forms, some))
+            lines = [_line(head), _line(["---"] * len(head))]
+            lines += [_line(_cells(row)[: len(head)]) for row in some]
             said += [f"## {title}", "\n".join(lines)]
     return "\n\n".join([*said, say_grid(result["rows"]).replace("\n  ", "\n- ")]) + "\n"
 
 
-def _row(row: dict[str, Any]) -> str:
+def _cells(row: dict[str, Any]) -> list[str]:
     peer, us, floor = row.get("peer_us"), row["us"], row["floor_us"]
     name = row["name"] + (f", in a run {row['run']}" if "run" in row else "")
-    return _line(
-        [
-            name,
-            f"{floor:.1f}" if floor else "-",
-            f"{us:.1f}",
-            f"{us / floor:.2f}" if floor else "-",
-            f"{row['bar_us']:.1f}" if row.get("bar_us") else "-",
-            f"{peer:.1f}" if peer else "-",
-            f"{peer / us:.2f}" if peer else "-",
-            f"{row['error']:.1e}",
-        ]
-    )
+    return [
+        name,
+        f"{floor:.1f}" if floor else "-",
+        f"{us:.1f}",
+        f"{us / floor:.2f}" if floor else "-",
+        f"{row['bar_us']:.1f}" if row.get("bar_us") else "-",
+        f"{peer:.1f}" if peer else "-",
+        f"{peer / us:.2f}" if peer else "-",
+        f"{row['error']:.1e}",
+        _other_forms(row),
+    ]
+
+
+def _other_forms(row: dict[str, Any]) -> str:
+    """Return what else was timed, such as XLA's dense map or rerouting by plain operators."""
+    others = {name: us for name, us in row.items() if name.endswith("_us") and name not in SHOWN}
+    said = (f"{name[:-3].replace('_', ' ')} {us:.1f}" for name, us in others.items())
+    return ", ".join(said)
 
 
 def _line(cells: Iterable[str]) -> str:

@@ -265,6 +265,8 @@ def test_the_table_has_every_row_and_what_is_missing():
     assert "| reroute 1 | - | 3.0 | - | - | - | - | 0.0e+00 |" in points
     assert "| shrink 8 | 2.0 | 3.0 | 1.50 | - | 1.5 | 0.50 | 2.0e-03 |" in cells
     assert "- 0.50 shrink 8" in cells
+    rows[1]["plain_us"] = 9.0
+    assert "| - | 0.0e+00 | plain 9.0 |" in table({**said, "rows": rows})
 
 
 def test_plots_of_whatever_was_measured_lie_beside_the_file(tmp_path):
