@@ -211,24 +211,46 @@ __device__ void expand_groups(const PairArgs& p, S& sm) {
   }
 }
 
+// Asks L2 for what this CTA's first block takes, by a warp.
+template <class S>
+__device__ __forceinline__ void ask_for_block(const PairArgs& p, const S& sm) {
+  const int lane = threadIdx.x & 31, unit = gridDim.x - 1 - blockIdx.x;
+  if (unit >= sm.groups.count * p.num_modules * group_blocks(p)) return;
+  const GroupUnit u = group_unit(p, sm, unit);
+  for (int r = lane; r < u.rank; r += 32) prefetch_l2(u.weights + static_cast<int64_t>(r) * p.d_out);
+  if (!p.accumulate) return;
+  const int4 last = sm.tables.items[u.item + u.items - 1];
+  const __nv_bfloat16* y = p.modules[u.module].y + u.col;
+  for (int i = sm.tables.items[u.item].z + lane; i < last.z + last.w; i += 32)
+    prefetch_l2(y + static_cast<int64_t>(sm.tables.order[i]) * p.d_out);
+}
+
+// A shrink at once, before the CTA expands: all warps have the tables. The unit warp does `meanwhile` where there is
+// a unit; h has been cleared by all when the warp of h is through.
+template <class S, class Meanwhile>
+__device__ __forceinline__ void shrink_first(const PairArgs& p, S& sm, int num_items, Meanwhile meanwhile) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  uint32_t before = 0;
+  if (warp == kHWarp) {
+    before = lane == 0 ? count_begun(p) : 0;
+    clear_last(p);
+  }
+  const bool shrinks = in_unit(p, num_items);
+  if (shrinks) {
+    const AtOnceUnit unit = at_once_unit(p);
+    auto& room = *reinterpret_cast<AtOnceShared*>(sm.stages);
+    shrink_at_once(p, room, sm.at_once, unit, sm.tables.items[unit.index], &sm.cleared, meanwhile);
+  }
+  if (warp == kHWarp) await_clear(p, is_odd(__shfl_sync(~0u, before, 0)), &sm.cleared);
+  if (!shrinks) return;
+  fence_shared_copies();  // which may write where it was
+  __syncthreads();
+}
+
 // Both phases, or the expand alone.
 template <class S>
 __device__ void serve_groups(const PairArgs& p, S& sm, int num_items) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  if (p.shrink) {
-    uint32_t before = 0;
-    if (warp == kHWarp) {
-      before = lane == 0 ? count_begun(p) : 0;
-      clear_last(p);
-    }
-    const bool shrinks = in_unit(p, num_items);
-    if (shrinks) {
-      const AtOnceUnit unit = at_once_unit(p);
-      shrink_at_once(p, *reinterpret_cast<AtOnceShared*>(sm.stages), sm.at_once, unit, sm.tables.items[unit.index], &sm.cleared);
-    }
-    if (warp == kHWarp) await_clear(p, is_odd(__shfl_sync(~0u, before, 0)), &sm.cleared);
-    if (shrinks) __syncthreads();  // what it used is free
-  }
+  if (p.shrink) shrink_first(p, sm, num_items, [&] { ask_for_block(p, sm); });
   expand_groups(p, sm);
 }
 

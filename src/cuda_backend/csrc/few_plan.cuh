@@ -126,6 +126,11 @@ struct FewPlan {
     units = p.shrink ? items * item_units : 0;
     rounds = quotient(units, by_ctas), more = units - rounds * static_cast<int>(gridDim.x);
   }
+  // Of an expand alone.
+  __device__ __forceinline__ void cut_no_shrink(const PairArgs& p, int count) {
+    num_items = count, items = count * p.num_modules;
+    cut = 0, item_units = 1, units = rounds = more = 0;
+  }
   // A CTA with one more shrink unit than others has fewer blocks, where items are few: else its neighbours'
   // longer runs are on more items, each of which costs them a unit.
   __device__ __forceinline__ void cut_expand(const PairArgs& p, const AskedTables& asked) {

@@ -123,13 +123,15 @@ __device__ __forceinline__ void finish_at_once(const PairArgs& p, AtOnceShared& 
 struct AtOnceSource {
   const __nv_bfloat16 *x, *lo, *hi;
 };
+// The first chunk of a warp: the last of them is the unit warp's, which may have something else to do before.
+__device__ __forceinline__ int first_chunk() { return ((threadIdx.x >> 5) + kLoaders - 1 - kUnitWarp) % kLoaders; }
 // Brings this warp's chunks of the CTA's k. Of steps that are not there come zeros: sums stay as they are.
 __device__ __forceinline__ void bring_chunks(AtOnceShared& sm, AtOnceBarriers& bars, AtOnceSource from, int steps, int chunks) {
   constexpr int kColumns = kLoaders * kChunkSteps * 128;  // until this warp's next chunk
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  uint32_t to = smem_u32(&sm.chunks[warp][0].low[lane]);
+  const int lane = threadIdx.x & 31, first = first_chunk();
+  uint32_t to = smem_u32(&sm.chunks[first][0].low[lane]);
 #pragma unroll 1
-  for (int i = warp; i < chunks; i += kLoaders) {
+  for (int i = first; i < chunks; i += kLoaders) {
     uint4 x[kChunkSteps], lo[kChunkSteps], hi[kChunkSteps];
 #pragma unroll
     for (int d = 0; d < kChunkSteps; ++d) {
@@ -151,9 +153,10 @@ __device__ __forceinline__ void bring_chunks(AtOnceShared& sm, AtOnceBarriers& b
   }
 }
 
-// `cleared`: of h, where others read it in this launch.
+// `cleared`: of h, where others read it in this launch. The unit warp does `meanwhile` before anything comes.
+template <class Meanwhile>
 __device__ __forceinline__ void shrink_at_once(const PairArgs& p, AtOnceShared& sm, AtOnceBarriers& bars, const AtOnceUnit& u,
-                                               const int4& item, uint64_t* cleared = nullptr) {
+                                               const int4& item, uint64_t* cleared, Meanwhile meanwhile) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3, part = cluster_rank();
   const int slot = static_cast<int>(min(static_cast<unsigned>(item.x), p.num_slots - 1u));
   const Module& m = p.modules[u.module];
@@ -165,10 +168,11 @@ __device__ __forceinline__ void shrink_at_once(const PairArgs& p, AtOnceShared& 
   if (u.first_rank >= rank) return;  // and so the whole cluster
   cluster_begun();
   const int steps = (p.d_in - part * 32 + 127) >> 7, chunks = (steps + kChunkSteps - 1) / kChunkSteps;
-  const int column = part * 32 + q * 8 + warp * kChunkSteps * 128;
+  const int column = part * 32 + q * 8 + first_chunk() * kChunkSteps * 128;
   const int a_row = a_offset + item.y * a_stride + u.first_rank, last = rank - 1 - u.first_rank;
   auto weights = [&](int r) { return p.pools[0] + static_cast<int64_t>(a_row + min(r, last)) * p.d_in + column; };
   const AtOnceSource from{p.x + static_cast<int64_t>(row) * p.d_in + column, weights(g), weights(g + 8)};
+  if (warp == kUnitWarp) meanwhile();
   bring_chunks(sm, bars, from, steps, chunks);
   AtOnceSums acc = {};
   if (warp == 0) {
@@ -196,7 +200,8 @@ __global__ void __launch_bounds__(kThreads, 2) few_shrink_kernel(const __grid_co
   if (threadIdx.x == kThreads - 32) make_at_once_barriers(sm.barriers);
   make_barriers(p, sm.items);
   if (!at_once(p, num_items)) return serve_items<false>(p, sm.items);
-  if (in_unit(p, num_items)) shrink_at_once(p, *reinterpret_cast<AtOnceShared*>(sm.items.stages), sm.barriers, u, item);
+  auto& room = *reinterpret_cast<AtOnceShared*>(sm.items.stages);
+  if (in_unit(p, num_items)) shrink_at_once(p, room, sm.barriers, u, item, nullptr, [] {});
 }
 
 }  // namespace lora_jax

@@ -51,29 +51,39 @@ __device__ __forceinline__ void publish(S& sm, Ring<kFewTickets>& ring, const Un
   ring.next();
 }
 
-// Makes out this CTA's units. The first one of the shrink does not wait for the plan: each lane knows its
-// site for one way to cut.
+// This lane's unit of this CTA's, from the n-th on; kEnd behind the last.
 template <class S>
-__device__ void hand_out_few(const PairArgs& p, S& sm, FewPlan& plan, const AskedTables& asked) {
+__device__ __forceinline__ Unit own_unit(const PairArgs& p, const S& sm, const FewPlan& plan, int n) {
+  const int mine = n + static_cast<int>(threadIdx.x & 31);
+  const Share share = mine < plan.own() ? plan.share(mine) : kNothing;
+  const int module = quotient(share.item, reciprocal(plan.num_items));
+  const Site site = find_site(p, module, sm.tables.items[share.item - module * plan.num_items]);
+  return few_unit<S>(p, share, site);
+}
+
+// Makes out this CTA's units. The first one of the shrink does not wait for the plan: each lane knows its
+// site for one way to cut. `shrunk`: the shrink is behind, and the plan is there.
+template <class S>
+__device__ void hand_out_few(const PairArgs& p, S& sm, FewPlan& plan, const AskedTables& asked, bool shrunk) {
   const int lane = threadIdx.x & 31;
   Ring<kFewTickets> ring;
-  Site guessed{};
-  if (p.shrink) guessed = find_site(p, 0, asked.guessed);
-  keep_tables(sm.tables, asked);
-  if (asked.num_items > 0) {
-    plan.cut_shrink(p, asked.num_items);
-    const Share first = plan.shrink_share(0);
-    const bool begun = p.shrink && first.item < plan.num_items;
-    if (begun) publish(sm, ring, few_unit<S>(p, first, guessed), plan.cut);
-    plan.cut_expand(p, asked);
-    const int own = plan.own();
-    for (int n = begun ? 1 : 0; n < own; n += 32) {
-      const Share share = n + lane < own ? plan.share(n + lane) : kNothing;
-      const int module = quotient(share.item, reciprocal(plan.num_items));
-      const Site site = find_site(p, module, sm.tables.items[share.item - module * plan.num_items]);
-      const Unit unit = few_unit<S>(p, share, site);
-      for (int from = 0; from < min(own - n, 32); ++from) publish(sm, ring, unit, from);
+  bool begun = false;
+  if (!shrunk) {
+    Site guessed{};
+    if (p.shrink) guessed = find_site(p, 0, asked.guessed);
+    keep_tables(sm.tables, asked);
+    if (asked.num_items > 0) {
+      plan.cut_shrink(p, asked.num_items);
+      const Share first = plan.shrink_share(0);
+      begun = p.shrink && first.item < plan.num_items;
+      if (begun) publish(sm, ring, few_unit<S>(p, first, guessed), plan.cut);
+      plan.cut_expand(p, asked);
     }
+  }
+  const int own = asked.num_items > 0 ? plan.own() : 0;
+  for (int n = begun ? 1 : 0; n < own; n += 32) {
+    const Unit unit = own_unit(p, sm, plan, n);
+    for (int from = 0; from < min(own - n, 32); ++from) publish(sm, ring, unit, from);
   }
   mbar_wait(&sm.ticket_empty[ring.at()], ring.phase() ^ 1);
   if (lane == 0) {
@@ -84,12 +94,13 @@ __device__ void hand_out_few(const PairArgs& p, S& sm, FewPlan& plan, const Aske
 
 // ---------------------------------------------------------------- h
 // Fetches the h of each expand unit as soon as its ticket is there, and asks again while some is missing.
+// `shrunk`: all have cleared it.
 template <class S>
-__device__ void fetch_h(const PairArgs& p, S& sm) {
+__device__ void fetch_h(const PairArgs& p, S& sm, bool shrunk) {
   const int lane = threadIdx.x & 31;
   constexpr int kLoads = S::kSteps / 2;  // of 8 ranks of a row, by each lane
   Ring<kFewTickets> taken;
-  if (p.shrink) {
+  if (p.shrink && !shrunk) {
     const uint32_t before = lane == 0 ? count_begun(p) : 0;
     clear_h(p);
     await_clear(p, is_odd(__shfl_sync(~0u, before, 0)), &sm.cleared);
@@ -231,6 +242,33 @@ __device__ void consume_few(const PairArgs& p, S& sm) {
   }
 }
 
+// ---------------------------------------------------------------- a shrink at once before the units
+// Asks L2 for what this CTA's run of the expand takes, by the unit warp: memory has little to do meanwhile.
+template <class S>
+__device__ void ask_for_run(const PairArgs& p, const S& sm, const FewPlan& plan) {
+  const int lane = threadIdx.x & 31, own = plan.own();
+  const Unit mine = own_unit(p, sm, plan, 0);
+  for (int from = 0; from < min(own, 32); ++from) {
+    auto of = [&](int value) { return __shfl_sync(~0u, value, from); };
+    const int begin = of(mine.begin), bytes = (of(mine.end) - begin) * 2, row = of(mine.weight_row), rank = of(mine.rank);
+    const int place = of(mine.place), staged = of(mine.staged_rows), module = of(mine.module);
+    for (int r = lane; r < rank; r += 32)
+      prefetch_l2_bytes(p.pools[1] + static_cast<int64_t>(row + r) * p.d_out + begin, bytes);
+    if (lane < staged)
+      prefetch_l2_bytes(p.modules[module].y + static_cast<int64_t>(sm.tables.order[place + lane]) * p.d_out + begin, bytes);
+  }
+}
+template <class S>
+__device__ __forceinline__ void shrink_ahead(const PairArgs& p, S& sm, FewPlan& plan, const AskedTables& asked, int num_items) {
+  if (threadIdx.x >> 5 == kUnitWarp) {
+    keep_tables(sm.tables, asked);
+    plan.cut_no_shrink(p, num_items);
+    plan.cut_expand(p, asked);
+  }
+  __syncthreads();
+  shrink_first(p, sm, num_items, [&] { ask_for_run(p, sm, plan); });
+}
+
 // ---------------------------------------------------------------- a CTA
 template <class S>
 __device__ __forceinline__ void make_few_barriers(const PairArgs& p, S& sm) {
@@ -267,21 +305,23 @@ __global__ void __launch_bounds__(kThreads, 2) few_kernel(const __grid_constant_
   if (warp == kUnitWarp) asked = ask_tables(p);
   const int num_items = *p.num_items;
   make_few_barriers(p, sm);
-  if ((!p.shrink || at_once(p, num_items)) && may_be_groups(p, num_items) && have_groups(p, sm, asked)) {
+  const bool ahead = p.shrink && num_items > 0 && at_once(p, num_items);
+  if ((!p.shrink || ahead) && may_be_groups(p, num_items) && have_groups(p, sm, asked)) {
     serve_groups(p, sm, num_items);
     if (!p.accumulate && warp == kHWarp) zero_gaps(p, sm);
     return;
   }
+  if (ahead) shrink_ahead(p, sm, plan, asked, num_items);
   if (warp < kConsumers) {
     consume_few(p, sm);
   } else if (warp == kUnitWarp) {
-    hand_out_few(p, sm, plan, asked);
+    hand_out_few(p, sm, plan, asked, ahead);
   } else if (warp == kWeightWarp) {
     produce_weights(p, sm);
   } else if (warp == kRowWarp) {
     produce_rows(p, sm);
   } else {
-    fetch_h(p, sm);
+    fetch_h(p, sm, ahead);
     if (!p.accumulate) zero_gaps(p, sm);
   }
 }
