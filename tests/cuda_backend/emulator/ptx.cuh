@@ -74,7 +74,6 @@ inline void fence_shared_copies() {}
 inline void prefetch_map(const CUtensorMap*) {}
 inline void prefetch_l1(const void*) {}
 inline void prefetch_l2(const void*) {}
-inline void prefetch_l2_bytes(const void*, int) {}
 template <class T> inline T load_now(const T* p) { return *p; }
 inline uint32_t load_word(const uint32_t* p) {
   emu::yield();
