@@ -25,8 +25,8 @@ from bench.kernels.timing import cold_sets, repeats_for, time_us
 from cuda_backend import lora_gemm
 from lora_jax.ops.cases import popular
 
-# Of arrays, at least and at most: as many as keep L2 cold, but of the least points, which peers were
-# timed at with as many.
+# Of arrays, at least and at most: as many as keep L2 cold; of a row or two 128 leave a part of it
+# warm, as they did when peers were timed.
 SETS = (4, 128)
 SCALING = 0.5
 CHECKED = 5  # rows of a result, against float64
@@ -338,7 +338,7 @@ def compiled(point: Point, cell: Cell, machine: Machine) -> Measured:
                 outs[i % count] = apply(point, outs[i % count], inputs[i % count], pools)
                 # Else XLA runs all calls of a set before those of the next, and L2 keeps its y.
                 outs = list(jax.lax.optimization_barrier(tuple(outs)))
-        # What a shrink returned would lie elsewhere at each call, for which XLA would make the graph anew.
+        # What a shrink returned would lie elsewhere at each call: XLA would make the graph anew.
         return given if point.op == "shrink" else outs
 
     y = jax.ShapeDtypeStruct(cell.ys[0].shape, jnp.bfloat16)

@@ -1,7 +1,7 @@
 """How every kernel is timed here: programs of many ops, enqueued one behind the other.
 
-One program is one CUDA graph; its arrays rotate or are larger than L2, so that weights are cold. The
-device is busy until all calls have been enqueued: it is timed alone.
+One program is one CUDA graph; its arrays rotate or are larger than L2, so that weights are cold.
+The device is busy until all calls have been enqueued: it is timed alone.
 """
 
 import functools
@@ -19,7 +19,7 @@ from bench.kernels.numbers import random
 PROGRAM_US = 1500  # of device time in one call, so that the host's share is small
 MOST_OPS = 160  # of one program
 COLD_BYTES = 150e6  # of arrays that rotate: two and a half times what L2 holds
-# Enqueued before the host waits, whose wait takes a while itself: what CALLS more of them take is the
+# Enqueued before the host waits, which takes a while itself: what CALLS more of them take is the
 # time, not what one row of calls does.
 FEW, CALLS = 2, 8
 BUSY_BYTES = 1 << 31  # 4 ms of four passes
