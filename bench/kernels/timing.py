@@ -83,7 +83,7 @@ class Busy:
     """
 
     def __init__(self):
-        self.values = jnp.zeros(BUSY_BYTES // 2, jnp.bfloat16)
+        self.values: Any = jnp.zeros(BUSY_BYTES // 2, jnp.bfloat16)
         self.rounds = 1
 
     def begin(self) -> None:
