@@ -76,14 +76,46 @@ __device__ __forceinline__ uint32_t count_launch(const PairArgs& p) {
 }
 
 // ---------------------------------------------------------------- the plan of a launch
-#ifndef OWN_EXPAND
-#define OWN_EXPAND .8f
-#define OWN_PAIR .8f
-#endif
+constexpr int kLightRows = 3;       // of an item whose stages are as wide as may be
+constexpr float kHeavyCost = 1.6f;  // of an item of more rows: it has half as much on its way, and comes later
 // What is left of the expand is drawn, block by block, by those who are through with their runs first: what an SM
-// gets of the memory's bandwidth differs by a third.
-constexpr float kOwnOfExpand = OWN_EXPAND, kOwnOfPair = OWN_PAIR;
-constexpr int kLeastRun = 2;  // blocks, where some are drawn
+// gets of the memory's bandwidth differs by a third, and by runs alone the last of 264 CTAs end 2 us after the mean
+// one. 64 distinct rows, rank 64, on an H200: 33.5 us for 34.1, 128 by Zipf 29.7 for 30.7, the pair of the former
+// 40.0 for 41.2. Pairs of shorter runs lose as much by the draws.
+constexpr float kOwnOfExpand = .9f, kOwnOfPair = .8f;
+constexpr int kLeastRun = 2, kLeastOfPair = 12;  // blocks of a CTA, where some are drawn
+constexpr float kFirstBytes = 3000.f;         // of A a nanosecond: see wait_for_shrinks
+
+// What the expand of the items before each one costs, that of one of few rows being 1; by a warp.
+struct ItemCosts {
+  uint32_t heavy[kFewRows / 32];  // items of more rows
+  int num_items;
+  __device__ __forceinline__ explicit ItemCosts(const AskedTables& asked) : num_items(asked.num_items) {
+#pragma unroll
+    for (int w = 0; w < kFewRows / 32; ++w)
+      heavy[w] = __ballot_sync(~0u, w * 32 + static_cast<int>(threadIdx.x & 31) < num_items && asked.items[w].w > kLightRows);
+  }
+  __device__ __forceinline__ float before(int item) const {
+    int count = 0;
+#pragma unroll
+    for (int w = 0; w < kFewRows / 32; ++w) {
+      const int in = item - w * 32;  // of this window, items before
+      count += __popc(in >= 32 ? heavy[w] : in > 0 ? heavy[w] & ((1u << in) - 1) : 0u);
+    }
+    return item + (kHeavyCost - 1.f) * count;
+  }
+  // Returns how many of all items' blocks lie before `cost`.
+  __device__ __forceinline__ int blocks_before(float cost, int blocks) const {
+    int item = -1;
+#pragma unroll
+    for (int w = 0; w < kFewRows / 32; ++w) {
+      const int i = w * 32 + static_cast<int>(threadIdx.x & 31);
+      item += __popc(__ballot_sync(~0u, i < num_items && before(i) <= cost));
+    }
+    const float start = before(item), part = __fdividef(cost - start, before(item + 1) - start);
+    return item * blocks + min(static_cast<int>(part * blocks), blocks);
+  }
+};
 
 // Shrink units, which CTAs have in turn, one run of blocks of columns a CTA, and blocks that are drawn. No result
 // depends on the plan. Its divisions are multiplications: a CTA waits for each of them.
@@ -109,16 +141,40 @@ struct FewPlan {
     units = p.shrink ? items * item_units : 0;
     rounds = quotient(units, by_ctas), more = units - rounds * static_cast<int>(gridDim.x);
   }
-  __device__ __forceinline__ void cut_expand(const PairArgs& p) {
-    const int all = items * blocks, ctas = static_cast<int>(gridDim.x);
+  // Of an expand alone.
+  __device__ __forceinline__ void cut_no_shrink(const PairArgs& p, int count) {
+    num_items = count, items = count * p.num_modules;
+    cut = 0, item_units = 1, units = rounds = more = 0;
+  }
+  __device__ __forceinline__ void cut_expand(const PairArgs& p, const AskedTables& asked) {
+    const int all = items * blocks;
     const float mean = all * by_ctas;
-    if (p.shrink) {
-      drawn = mean >= kLeastRun + 1 ? static_cast<int>(all * (1.f - kOwnOfPair)) : 0;
-      return cut_run([&](int cta) { return min(all - drawn, static_cast<int>(run_begin(p, cta, all - drawn))); }, all - drawn);
+    drawn = 0;
+    if (!p.shrink) {
+      const int run = static_cast<int>(mean * kOwnOfExpand);
+      if (run < kLeastRun) return cut_run([&](int cta) { return static_cast<int>(__fmul_rn(mean, cta)); }, all);
+      first = blockIdx.x * run, last = first + run, drawn = all - static_cast<int>(gridDim.x) * run;
+      return;
     }
-    const int run = static_cast<int>(mean * kOwnOfExpand);
-    if (run < kLeastRun) return drawn = 0, cut_run([&](int cta) { return static_cast<int>(__fmul_rn(mean, cta)); }, all);
-    first = blockIdx.x * run, last = first + run, drawn = all - ctas * run;
+    if (mean >= kLeastOfPair) drawn = static_cast<int>(all * (1.f - kOwnOfPair));
+    else if (costs_differ(p)) return cut_by_costs(p, ItemCosts(asked));
+    const int own = all - drawn;
+    cut_run([&](int cta) { return min(own, static_cast<int>(run_begin(p, cta, own))); }, own);
+  }
+  // Where y comes with large weights and items are few: 64 rows of 32 adapters, Zipf, rank 64, on an H200 take
+  // 26.3 us by blocks and 25.8 by costs, 32 rows of 19 adapters 18.8 and 17.1. Else it costs up to a microsecond.
+  __device__ __forceinline__ bool costs_differ(const PairArgs& p) const {
+    const bool large = p.shrink && p.accumulate && p.max_rank > 32;
+    return large && items * 4 <= static_cast<int>(gridDim.x) && p.num_rows > num_items + kLightRows;
+  }
+  __device__ __forceinline__ void cut_by_costs(const PairArgs& p, const ItemCosts& costs) {
+    const float module_cost = costs.before(num_items);
+    cut_run([&](int cta) {
+      const float cost = run_begin(p, cta, module_cost * p.num_modules * blocks) * by_blocks;
+      const int module = static_cast<int>(__fdividef(cost, module_cost));
+      if (module >= p.num_modules) return items * blocks;
+      return module * num_items * blocks + costs.blocks_before(cost - module * module_cost, blocks);
+    }, items * blocks);
   }
   // A CTA's run ends where the next one's begins, to the bit: so both come out of the same instructions.
   template <class Begin>

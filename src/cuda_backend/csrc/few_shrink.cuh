@@ -59,11 +59,12 @@ __device__ __forceinline__ AtOnceUnit at_once_unit(const PairArgs& p) {
   const int module = quotient(rest, reciprocal(rank_units(p)));
   return AtOnceUnit{item, module, (rest - module * rank_units(p)) * kAtOnceRanks};
 }
-// Has the items here soon that hand_out asks for first, by its warp.
+// Has the items here soon that hand_out asks for first, and the rows' order, by its warp.
 __device__ __forceinline__ void touch_first(const PairArgs& p) {
   const int guess = min(static_cast<int>(threadIdx.x & 31), kCuts - 1);
   const int item = min(quotient(blockIdx.x, reciprocal(item_units(p, guess))), p.num_rows - 1);
   prefetch_l1(p.items + item);
+  prefetch_l2(p.row_order + min(static_cast<int>(threadIdx.x & 31) * 32, p.num_rows - 1));
 }
 
 // Sums of a lane: of 16 rank rows by 8 batch rows, in two chains by bit 2 of k.
@@ -202,6 +203,7 @@ __global__ void __launch_bounds__(kThreads, 2) few_shrink_kernel(const __grid_co
   const int num_items = *p.num_items;
   const int4 item = __ldg(reinterpret_cast<const int4*>(p.items) + min(u.index, p.num_rows - 1));
   if (threadIdx.x >> 5 == kUnitWarp) touch_first(p);
+  if (threadIdx.x >> 5 == kRowWarp) prefetch_slots(p);
   if (threadIdx.x == kThreads - 32) make_at_once_barriers(sm.barriers);
   make_barriers(p, sm.items);
   if (!at_once(p, num_items)) return serve_items<false>(p, sm.items);
