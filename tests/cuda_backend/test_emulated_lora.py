@@ -96,7 +96,8 @@ def test_lora_has_the_same_bits_however_it_is_shared_out(library, modules, apart
 
 
 @pytest.mark.parametrize(
-    ("d_out", "d_in", "ranks"), [(192, 320, (16, 0, 40)), (64, 1408, (64,)), (192, 64, (13,))]
+    ("d_out", "d_in", "ranks"),
+    [(192, 320, (16, 0, 40)), (64, 1408, (64,)), (192, 64, (13,)), (3008, 320, (16, 9, 0))],
 )
 @pytest.mark.parametrize("rows", [1, 9, 30, 128])
 @pytest.mark.parametrize("apart", [False, True])

@@ -68,9 +68,23 @@ __device__ __forceinline__ Site find_site(const PairArgs& p, int module, const i
   return site;
 }
 
+// By a thread of each CTA: as count_begun; the next launch's draws become zero.
+__device__ __forceinline__ uint32_t count_launch(const PairArgs& p) {
+  const uint32_t before = count_begun(p);
+  if (before == 0 || before == gridDim.x) p.state->draws[!is_odd(before)] = 0;
+  return before;
+}
+
 // ---------------------------------------------------------------- the plan of a launch
 constexpr int kLightRows = 3;       // of an item whose stages are as wide as may be
 constexpr float kHeavyCost = 1.6f;  // of an item of more rows: it has half as much on its way, and comes later
+// What is left of the expand is drawn, block by block, by those who are through with their runs first: what an SM
+// gets of the memory's bandwidth differs by a third, and by runs alone the last of 264 CTAs end 2 us after the mean
+// one. 64 distinct rows, rank 64, on an H200: 33.5 us for 34.1, 128 by Zipf 29.7 for 30.7, the pair of the former
+// 40.0 for 41.2. Pairs of shorter runs lose as much by the draws.
+constexpr float kOwnOfExpand = .9f, kOwnOfPair = .8f;
+constexpr int kLeastRun = 2, kLeastOfPair = 12;  // blocks of a CTA, where some are drawn
+constexpr float kFirstBytes = 3000.f;         // of A a nanosecond: see wait_for_shrinks
 
 // What the expand of the items before each one costs, that of one of few rows being 1; by a warp.
 struct ItemCosts {
@@ -103,7 +117,7 @@ struct ItemCosts {
   }
 };
 
-// Shrink units, which CTAs have in turn, and one run of blocks of columns a CTA: nothing is drawn. No result
+// Shrink units, which CTAs have in turn, one run of blocks of columns a CTA, and blocks that are drawn. No result
 // depends on the plan. Its divisions are multiplications: a CTA waits for each of them.
 struct FewPlan {
   float by_ctas, by_blocks;
@@ -112,6 +126,7 @@ struct FewPlan {
   int cut, item_units, units;          // shrink units of an item, of all
   int rounds, more;                    // units of each CTA; of so many one more
   int first, last;                     // this CTA's run, counted through all items
+  int drawn;                           // blocks behind all runs
 
   // What does not depend on the number of items is known before it has come.
   __device__ __forceinline__ explicit FewPlan(const PairArgs& p)
@@ -126,12 +141,25 @@ struct FewPlan {
     units = p.shrink ? items * item_units : 0;
     rounds = quotient(units, by_ctas), more = units - rounds * static_cast<int>(gridDim.x);
   }
-  // A CTA with one more shrink unit than others has fewer blocks, where items are few: else its neighbours'
-  // longer runs are on more items, each of which costs them a unit.
+  // Of an expand alone.
+  __device__ __forceinline__ void cut_no_shrink(const PairArgs& p, int count) {
+    num_items = count, items = count * p.num_modules;
+    cut = 0, item_units = 1, units = rounds = more = 0;
+  }
   __device__ __forceinline__ void cut_expand(const PairArgs& p, const AskedTables& asked) {
-    if (costs_differ(p)) return cut_by_costs(p, ItemCosts(asked));
     const int all = items * blocks;
-    cut_run([&](int cta) { return min(all, static_cast<int>(run_begin(p, cta, all))); });
+    const float mean = all * by_ctas;
+    drawn = 0;
+    if (!p.shrink) {
+      const int run = static_cast<int>(mean * kOwnOfExpand);
+      if (run < kLeastRun) return cut_run([&](int cta) { return static_cast<int>(__fmul_rn(mean, cta)); }, all);
+      first = blockIdx.x * run, last = first + run, drawn = all - static_cast<int>(gridDim.x) * run;
+      return;
+    }
+    if (mean >= kLeastOfPair) drawn = static_cast<int>(all * (1.f - kOwnOfPair));
+    else if (costs_differ(p)) return cut_by_costs(p, ItemCosts(asked));
+    const int own = all - drawn;
+    cut_run([&](int cta) { return min(own, static_cast<int>(run_begin(p, cta, own))); }, own);
   }
   // Where y comes with large weights and items are few: 64 rows of 32 adapters, Zipf, rank 64, on an H200 take
   // 26.3 us by blocks and 25.8 by costs, 32 rows of 19 adapters 18.8 and 17.1. Else it costs up to a microsecond.
@@ -146,15 +174,17 @@ struct FewPlan {
       const int module = static_cast<int>(__fdividef(cost, module_cost));
       if (module >= p.num_modules) return items * blocks;
       return module * num_items * blocks + costs.blocks_before(cost - module * module_cost, blocks);
-    });
+    }, items * blocks);
   }
   // A CTA's run ends where the next one's begins, to the bit: so both come out of the same instructions.
   template <class Begin>
-  __device__ __forceinline__ void cut_run(Begin begin) {
+  __device__ __forceinline__ void cut_run(Begin begin, int all) {
 #pragma unroll 1
     for (int cta = blockIdx.x; cta <= static_cast<int>(blockIdx.x) + 1; ++cta)
-      first = last, last = cta == static_cast<int>(gridDim.x) ? items * blocks : begin(cta);
+      first = last, last = cta == static_cast<int>(gridDim.x) ? all : begin(cta);
   }
+  // A CTA with one more shrink unit than others has fewer blocks, where items are few: else its neighbours'
+  // longer runs are on more items, each of which costs them a unit.
   __device__ __forceinline__ float run_begin(const PairArgs& p, int cta, float all) const {
     const int ctas = static_cast<int>(gridDim.x);
     const int block = (p.max_rank + 7) / 8 * 8 * kBlock;  // elements
@@ -179,17 +209,24 @@ struct FewPlan {
     const int item = quotient(first, by_blocks) + n - own_units();
     return Share{kExpand, item, max(first - item * blocks, 0), min(last - item * blocks, blocks), 0};
   }
+  __device__ __forceinline__ Share drawn_share(int n) const {
+    const int block = items * blocks - drawn + n, item = quotient(block, by_blocks), begin = block - item * blocks;
+    return Share{kExpand, item, begin, begin + 1, 0};
+  }
 };
 
-// Returns the share as a unit. What waits for h has stages as large as they may be: so much comes meanwhile.
-// Those of a shrink unit are even, and all of them on their way at once where they can.
+// Returns the share as a unit. Of an expand alone units of few rows have small stages, which are begun and ended sooner;
+// what waits for h has stages as large as they may be: so much comes meanwhile. Those of a shrink unit are even, and all
+// of them on their way at once where they can.
 template <class S>
 __device__ __forceinline__ Unit few_unit(const PairArgs& p, const Share& s, const Site& site) {
-  if (!p.shrink) return make_unit(p, s, site, S::kStage, true);
   Unit u = describe_unit(p, s, site);
   if (u.kind == kEnd) return u;
-  const int wide = p.wide[u.kind - kShrink], of_column = max(u.groups * 16 + u.staged_rows * 2, 1);
-  const int fit = static_cast<int>(.99999f * (S::kStage - u.staged_rows * 16) * reciprocal(of_column));
+  const int wide = p.wide[u.kind - kShrink];
+  const float by_column = reciprocal(max(u.groups * 16 + u.staged_rows * 2, 1));
+  auto fit_in = [&](int bytes) { return static_cast<int>(.99999f * (bytes - u.staged_rows * 16) * by_column); };
+  const bool small = !p.shrink && u.num_rows <= kHeldRows && fit_in(kSmallStage) >= kBlock;
+  const int fit = fit_in(small ? kSmallStage : S::kStage);
   u.wide = fit >> (wide + 6) ? wide : kNarrow;
   const int boxes = (u.end - u.begin + (64 << u.wide) - 1) >> (u.wide + 6), most = fit >> (u.wide + 6);
   const int even = u.kind == kShrink ? (boxes + S::kStages - 1) / S::kStages : most;

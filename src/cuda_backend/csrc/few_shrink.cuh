@@ -59,11 +59,12 @@ __device__ __forceinline__ AtOnceUnit at_once_unit(const PairArgs& p) {
   const int module = quotient(rest, reciprocal(rank_units(p)));
   return AtOnceUnit{item, module, (rest - module * rank_units(p)) * kAtOnceRanks};
 }
-// Has the items here soon that hand_out asks for first, by its warp.
+// Has the items here soon that hand_out asks for first, and the rows' order, by its warp.
 __device__ __forceinline__ void touch_first(const PairArgs& p) {
   const int guess = min(static_cast<int>(threadIdx.x & 31), kCuts - 1);
   const int item = min(quotient(blockIdx.x, reciprocal(item_units(p, guess))), p.num_rows - 1);
   prefetch_l1(p.items + item);
+  prefetch_l2(p.row_order + min(static_cast<int>(threadIdx.x & 31) * 32, p.num_rows - 1));
 }
 
 // Sums of a lane: of 16 rank rows by 8 batch rows, in two chains by bit 2 of k.
@@ -151,24 +152,33 @@ __device__ __forceinline__ void bring_chunks(AtOnceShared& sm, AtOnceBarriers& b
   }
 }
 
-// `cleared`: of h, where others read it in this launch.
-__device__ __forceinline__ void shrink_at_once(const PairArgs& p, AtOnceShared& sm, AtOnceBarriers& bars, const AtOnceUnit& u,
-                                               const int4& item, uint64_t* cleared = nullptr) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3, part = cluster_rank();
+// What a unit waits for before it can ask for weights.
+struct AtOnceSite {
+  int4 item;
+  int row;  // of this lane: those of no row have the last one's, and what they sum nobody takes
+  int a_offset, rank, a_stride;
+  float scaling;
+};
+__device__ __forceinline__ AtOnceSite ask_at_once(const PairArgs& p, const AtOnceUnit& u, const int4& item) {
   const int slot = static_cast<int>(min(static_cast<unsigned>(item.x), p.num_slots - 1u));
   const Module& m = p.modules[u.module];
   const int* e = m.entries + slot * 5;
-  // Lanes of no row read the last one's: what they sum nobody takes.
-  const int row = load_now(p.row_order + item.z + min(g, item.w - 1));
-  const int a_offset = load_now(e), rank = min(load_now(e + 2), p.max_rank), a_stride = load_now(e + 3);
-  const float scaling = load_now(m.scaling + slot);
+  const int row = load_now(p.row_order + item.z + min(static_cast<int>(threadIdx.x & 31) >> 2, item.w - 1));
+  return AtOnceSite{item, row, load_now(e), load_now(e + 2), load_now(e + 3), load_now(m.scaling + slot)};
+}
+
+// `cleared`: of h, where others read it in this launch.
+__device__ __forceinline__ void shrink_at_once(const PairArgs& p, AtOnceShared& sm, AtOnceBarriers& bars, const AtOnceUnit& u,
+                                               const AtOnceSite& site, uint64_t* cleared = nullptr) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3, part = cluster_rank();
+  const int rank = min(site.rank, p.max_rank);
   if (u.first_rank >= rank) return;  // and so the whole cluster
   cluster_begun();
   const int steps = (p.d_in - part * 32 + 127) >> 7, chunks = (steps + kChunkSteps - 1) / kChunkSteps;
   const int column = part * 32 + q * 8 + warp * kChunkSteps * 128;
-  const int a_row = a_offset + item.y * a_stride + u.first_rank, last = rank - 1 - u.first_rank;
+  const int a_row = site.a_offset + site.item.y * site.a_stride + u.first_rank, last = rank - 1 - u.first_rank;
   auto weights = [&](int r) { return p.pools[0] + static_cast<int64_t>(a_row + min(r, last)) * p.d_in + column; };
-  const AtOnceSource from{p.x + static_cast<int64_t>(row) * p.d_in + column, weights(g), weights(g + 8)};
+  const AtOnceSource from{p.x + static_cast<int64_t>(site.row) * p.d_in + column, weights(g), weights(g + 8)};
   bring_chunks(sm, bars, from, steps, chunks);
   AtOnceSums acc = {};
   if (warp == 0) {
@@ -178,7 +188,7 @@ __device__ __forceinline__ void shrink_at_once(const PairArgs& p, AtOnceShared& 
   cluster_all_begun();  // who has arrived must wait before it ends
   if (warp > 0) return;
   const float4 own = make_float4(acc[0][0] + acc[1][0], acc[0][1] + acc[1][1], acc[0][2] + acc[1][2], acc[0][3] + acc[1][3]);
-  if (part == 0) return finish_at_once(p, sm, bars, u, item, rank, scaling, own, cleared);
+  if (part == 0) return finish_at_once(p, sm, bars, u, site.item, rank, site.scaling, own, cleared);
   cluster_store(address_in(0, smem_u32(&sm.parts[part - 1][lane])), own, address_in(0, smem_u32(&bars.summed)));
 }
 
@@ -193,10 +203,12 @@ __global__ void __launch_bounds__(kThreads, 2) few_shrink_kernel(const __grid_co
   const int num_items = *p.num_items;
   const int4 item = __ldg(reinterpret_cast<const int4*>(p.items) + min(u.index, p.num_rows - 1));
   if (threadIdx.x >> 5 == kUnitWarp) touch_first(p);
+  if (threadIdx.x >> 5 == kRowWarp) prefetch_slots(p);
   if (threadIdx.x == kThreads - 32) make_at_once_barriers(sm.barriers);
   make_barriers(p, sm.items);
   if (!at_once(p, num_items)) return serve_items<false>(p, sm.items);
-  if (in_unit(p, num_items)) shrink_at_once(p, *reinterpret_cast<AtOnceShared*>(sm.items.stages), sm.barriers, u, item);
+  if (!in_unit(p, num_items)) return;
+  shrink_at_once(p, *reinterpret_cast<AtOnceShared*>(sm.items.stages), sm.barriers, u, ask_at_once(p, u, item));
 }
 
 }  // namespace lora_jax

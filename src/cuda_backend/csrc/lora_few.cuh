@@ -2,7 +2,7 @@
 // so with its bits.
 //
 // What a small launch takes is mostly latency, so here every CTA holds all items, which come by loads that
-// do not wait for one another, and the plan is made of them without a draw. One warp fetches h for the
+// do not wait for one another, and what a CTA begins with takes no draw. One warp fetches h for the
 // others, ahead of its use, and polls where it is still missing. Rows of no item become zeros here where y
 // held nothing. Few segments are served by few_groups.cuh.
 #pragma once
@@ -21,7 +21,7 @@ struct FewTicket {
 template <int NS, int STAGE, int RANKS>
 struct FewShared {
   static constexpr int kStages = NS, kStage = STAGE, kSteps = RANKS / 16, kTickets = kFewTickets, kRowWarps = 1;
-  static constexpr bool kTellsAsked = false;
+  static constexpr bool kTellsAsked = true;
   static constexpr bool kBringsH = false;  // row warps: see fetch_h
   using Ticket = FewTicket;
   static constexpr int kHStride = RANKS / 2 + 4;  // words of a row of h, so that lanes meet distinct banks
@@ -33,6 +33,9 @@ struct FewShared {
   alignas(16) uint32_t h[kFewTickets][kFewItemRows * kHStride];  // of the tickets
   FewTicket tickets[kFewTickets];
   alignas(8) uint64_t full[NS], empty[NS], ticket_full[kFewTickets], ticket_empty[kFewTickets], h_full[kFewTickets];
+  uint64_t asked[kFewTickets];  // for almost all of a unit's weights
+  uint64_t counted;      // this CTA, in the launch
+  bool odd;              // launch
   uint64_t cleared;  // h by all CTAs
   AtOnceBarriers at_once;
 };
@@ -51,29 +54,66 @@ __device__ __forceinline__ void publish(S& sm, Ring<kFewTickets>& ring, const Un
   ring.next();
 }
 
+template <class S>
+__device__ __forceinline__ Unit unit_of(const PairArgs& p, const S& sm, const FewPlan& plan, const Share& share) {
+  const int module = p.num_modules == 1 ? 0 : quotient(share.item, reciprocal(plan.num_items));
+  return few_unit<S>(p, share, find_site(p, module, sm.tables.items[share.item - module * plan.num_items]));
+}
+
+// Draws blocks one by one, each when almost all of what came before has been asked for: whoever drew further ahead
+// would still have some when others end.
+template <class S>
+__device__ __forceinline__ void hand_out_drawn(const PairArgs& p, S& sm, Ring<kFewTickets>& ring, const FewPlan& plan) {
+  const int lane = threadIdx.x & 31;
+  mbar_wait(&sm.counted, 0);
+  int* draws = &p.state->draws[sm.odd];
+  while (true) {
+    const Ring<kFewTickets> last = ring.before();
+    mbar_wait(&sm.asked[last.at()], last.phase());
+    const int drawn = __shfl_sync(~0u, lane == 0 ? atomicAdd(draws, 1) : 0, 0);
+    if (drawn >= plan.drawn) return;
+    const Unit unit = unit_of(p, sm, plan, plan.drawn_share(drawn));
+    publish(sm, ring, unit, 0);
+  }
+}
+
+// Who has no shrink unit lets the others' weights come first: all wait for h, and B comes meanwhile. Else A and B share
+// memory's bandwidth, and it idles when B has filled all stages and h is still to come (64 rows of 34 adapters, Zipf,
+// rank 64, on an H200: 24.4 us for 25.0).
+__device__ __forceinline__ void wait_for_shrinks(const PairArgs& p, const FewPlan& plan, uint64_t start) {
+  const float bytes = 2.f * plan.items * p.max_rank * p.d_in;
+  const uint64_t until = start + static_cast<uint64_t>(__fdividef(bytes, kFirstBytes));
+  while (now_nanos() < until) __nanosleep(100);
+}
+
 // Makes out this CTA's units. The first one of the shrink does not wait for the plan: each lane knows its
 // site for one way to cut.
 template <class S>
 __device__ void hand_out_few(const PairArgs& p, S& sm, FewPlan& plan, const AskedTables& asked) {
   const int lane = threadIdx.x & 31;
+  const uint64_t start = now_nanos();
   Ring<kFewTickets> ring;
   Site guessed{};
   if (p.shrink) guessed = find_site(p, 0, asked.guessed);
   keep_tables(sm.tables, asked);
   if (asked.num_items > 0) {
-    plan.cut_shrink(p, asked.num_items);
-    const Share first = plan.shrink_share(0);
-    const bool begun = p.shrink && first.item < plan.num_items;
-    if (begun) publish(sm, ring, few_unit<S>(p, first, guessed), plan.cut);
+    bool begun = false;
+    if (p.shrink) {
+      plan.cut_shrink(p, asked.num_items);
+      const Share first = plan.shrink_share(0);
+      begun = first.item < plan.num_items;
+      if (begun) publish(sm, ring, few_unit<S>(p, first, guessed), plan.cut);
+    } else {
+      plan.cut_no_shrink(p, asked.num_items);
+    }
     plan.cut_expand(p, asked);
+    if (p.shrink && !begun && plan.drawn > 0) wait_for_shrinks(p, plan, start);
     const int own = plan.own();
     for (int n = begun ? 1 : 0; n < own; n += 32) {
-      const Share share = n + lane < own ? plan.share(n + lane) : kNothing;
-      const int module = quotient(share.item, reciprocal(plan.num_items));
-      const Site site = find_site(p, module, sm.tables.items[share.item - module * plan.num_items]);
-      const Unit unit = few_unit<S>(p, share, site);
+      const Unit unit = unit_of(p, sm, plan, n + lane < own ? plan.share(n + lane) : kNothing);
       for (int from = 0; from < min(own - n, 32); ++from) publish(sm, ring, unit, from);
     }
+    if (plan.drawn > 0) hand_out_drawn(p, sm, ring, plan);
   }
   mbar_wait(&sm.ticket_empty[ring.at()], ring.phase() ^ 1);
   if (lane == 0) {
@@ -89,11 +129,11 @@ __device__ void fetch_h(const PairArgs& p, S& sm) {
   const int lane = threadIdx.x & 31;
   constexpr int kLoads = S::kSteps / 2;  // of 8 ranks of a row, by each lane
   Ring<kFewTickets> taken;
-  if (p.shrink) {
-    const uint32_t before = lane == 0 ? count_begun(p) : 0;
-    clear_h(p);
-    await_clear(p, is_odd(__shfl_sync(~0u, before, 0)), &sm.cleared);
-  }
+  const uint32_t before = lane == 0 ? count_launch(p) : 0;
+  if (p.shrink) clear_h(p);
+  const bool odd = is_odd(__shfl_sync(~0u, before, 0));
+  if (lane == 0) sm.odd = odd, mbar_arrive(&sm.counted);
+  if (p.shrink) await_clear(p, odd, &sm.cleared);
   while (true) {
     const Unit& u = take(sm, taken).unit;
     if (u.kind == kEnd) return;
@@ -244,7 +284,9 @@ __device__ __forceinline__ void make_few_barriers(const PairArgs& p, S& sm) {
       mbar_init(&sm.ticket_full[i], 1);
       mbar_init(&sm.ticket_empty[i], kConsumers + 3);
       mbar_init(&sm.h_full[i], 1);
+      mbar_init(&sm.asked[i], 1);
     }
+    mbar_init(&sm.counted, 1);
     mbar_init(&sm.cleared, 1);
     if (p.shrink) make_at_once_barriers(sm.at_once);
     fence_barriers();
@@ -266,9 +308,15 @@ __global__ void __launch_bounds__(kThreads, 2) few_kernel(const __grid_constant_
   FewPlan plan(p);
   if (warp == kUnitWarp) asked = ask_tables(p);
   const int num_items = *p.num_items;
+  const AtOnceUnit unit = at_once_unit(p);
+  int4 item{};
+  if (p.shrink) item = __ldg(reinterpret_cast<const int4*>(p.items) + min(unit.index, p.num_rows - 1));
   make_few_barriers(p, sm);
-  if ((!p.shrink || at_once(p, num_items)) && may_be_groups(p, num_items) && have_groups(p, sm, asked)) {
-    serve_groups(p, sm, num_items);
+  const bool ahead = p.shrink && at_once(p, num_items);
+  AtOnceSite site{};
+  if (ahead && in_unit(p, num_items)) site = ask_at_once(p, unit, item);
+  if ((!p.shrink || ahead) && may_be_groups(p, num_items) && have_groups(p, sm, asked)) {
+    serve_groups(p, sm, num_items, unit, site);
     if (!p.accumulate && warp == kHWarp) zero_gaps(p, sm);
     return;
   }
