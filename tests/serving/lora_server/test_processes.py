@@ -96,6 +96,18 @@ def test_two_instances_answer_as_a_coupled_engine_does(engines, group, coupled):
         assert engine.stats().compilations_after_warmup == 0
 
 
+@pytest.mark.slow
+def test_so_they_do_over_four_ranks(files, coupled):
+    group = ServerGroup(cases.make_spec(files[0], "ep2-pp2"))
+    with contextlib.ExitStack() as stack:
+        stack.callback(group.close)
+        for name in ("one", "two"):
+            options = {"lora_server": access(group, name), **cases.ENGINE}
+            engine = stack.enter_context(Engine(*files, **options))
+            assert answers(engine, MIXED, SCORED) == coupled[0]
+        assert all(process.stats()["answered"] > 0 for process in group.processes)
+
+
 def ask(engine, place, adapter):
     return cases.Asked(engine, PROMPTS[place], adapter, LONG)
 
