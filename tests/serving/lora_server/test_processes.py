@@ -167,6 +167,17 @@ def test_a_rank_is_killed_and_comes_back(turn, engines, group, coupled, monkeypa
     assert group.processes[turn % 2].pid != victim
 
 
+def test_all_ranks_are_killed_and_come_back(engines, group, coupled, monkeypatch):
+    victims = [process.pid for process in group.processes]
+
+    def kill():
+        for victim in victims:
+            os.kill(victim, signal.SIGKILL)
+
+    fault_round(group, engines, coupled, monkeypatch, kill)
+    assert not {process.pid for process in group.processes} & set(victims)
+
+
 def test_a_rank_hangs_and_goes_on(engines, group, coupled, monkeypatch):
     rank = group.processes[1].pid
     fault_round(
