@@ -53,16 +53,19 @@ class RankProcess(AbstractChild):
 
     def wait_ready(self) -> None:
         """Return when the rank has compiled. Raises ConnectionError if it ended instead."""
-        try:
-            self._caller.call("ready")
-        except ConnectionError:
-            said = f"Rank {self.rank} of the LoRA Server did not start; its log says why."
-            raise ConnectionError(said) from None
+        self._begin("ready")
         self.is_ready = True
 
     def open(self) -> None:
-        """Let instances connect to the rank."""
-        self._caller.call("open")
+        """Let instances connect to the rank. Raises ConnectionError if it cannot."""
+        self._begin("open")
+
+    def _begin(self, call: str) -> None:
+        try:
+            self._caller.call(call)
+        except ConnectionError:
+            said = f"Rank {self.rank} of the LoRA Server did not start; its log says why."
+            raise ConnectionError(said) from None
 
     def stats(self) -> dict[str, int]:
         """Return the fields of server.RankStats."""
@@ -105,6 +108,9 @@ def _run(server: RankServer) -> None:
     """Serve; a loop that breaks takes the process with it, so that nobody waits for it."""
     try:
         server.run()
+    except NotImplementedError as error:  # a carrier that is not here
+        logger.error("Rank %d of the LoRA Server cannot start: %s", server.rank, error)
+        os._exit(1)
     except BaseException:
         logger.exception("Rank %d of the LoRA Server has failed.", server.rank)
         os._exit(1)
