@@ -61,6 +61,8 @@ _CLUSTER_HELP = {
     "lora_server": "ranks of the LoRA Server that holds the adapters' experts for all instances",
     "placement": "how the LoRA Server is laid out, e.g. ep2-pp1; by default experts over all ranks",
     "lora_server_adapters": "adapters on the LoRA Server; by default max_loras of each instance",
+    "lora_server_memory_bytes": "bytes for adapters on the device of each of its ranks; by default "
+    "lora_server_adapters of max_lora_rank",
     "lora_server_wait_s": "longest wait of a layer for the LoRA Server",
     "lora_server_carrier": "what carries rows: auto (by the device's memory), or nixl, over UCX, "
     "which comes with lora-jax[nixl]",

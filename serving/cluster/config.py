@@ -15,6 +15,7 @@ class ClusterConfig:
     lora_server: int = 0  # ranks of the LoRA Server; 0: every instance has its own adapters
     placement: str | None = None  # of the LoRA Server; None: experts over all of its ranks
     lora_server_adapters: int | None = None  # held at a time; None: max_loras of each instance
+    lora_server_memory_bytes: int | None = None  # of each rank for them; None: as many as they take
     lora_server_wait_s: float = 0.5  # bound of one exchange of a layer
     lora_server_carrier: str = "auto"  # of the rows: by the device, or "nixl"
     lora_attention: str = "local"  # where adapters' attention is: "remote", on the LoRA Server too
@@ -38,6 +39,9 @@ class ClusterConfig:
         adapters = self.lora_server_adapters
         if adapters is not None and not 1 <= adapters <= 65536:
             raise ValueError(f"lora_server_adapters must be in [1, 65536], got {adapters}.")
+        memory = self.lora_server_memory_bytes
+        if memory is not None and memory < 1:
+            raise ValueError(f"lora_server_memory_bytes must be at least 1, got {memory}.")
         if not 0 <= self.local_expert_slots <= 4096:
             raise ValueError(
                 f"local_expert_slots must be in [0, 4096], got {self.local_expert_slots}."
@@ -61,10 +65,11 @@ class ClusterConfig:
                 "--local-expert-slots are for when a LoRA Server is lost; add --lora-server with "
                 "its number of ranks."
             )
-        if not self.lora_server and (self.placement is not None or adapters is not None):
+        laid_out = (self.placement, adapters, memory)
+        if not self.lora_server and any(said is not None for said in laid_out):
             raise ValueError(
-                "--placement and --lora-server-adapters say how a LoRA Server is laid out; add "
-                "--lora-server with its number of ranks."
+                "--placement, --lora-server-adapters and --lora-server-memory-bytes say how a LoRA "
+                "Server is laid out; add --lora-server with its number of ranks."
             )
 
     @property

@@ -9,6 +9,7 @@ import signal
 import threading
 from multiprocessing.connection import Connection
 
+import jax
 import jax.numpy as jnp
 
 from lora_jax.adapters.reader import ReadLimits
@@ -17,7 +18,7 @@ from serving.copier import copier_here
 from serving.lora_server.calls import Caller, RemoteRank, answer_calls
 from serving.lora_server.rank import ServerRank
 from serving.lora_server.server import RankServer
-from serving.lora_server.spec import ServerSpec, design
+from serving.lora_server.spec import ServerDesign, ServerSpec, design
 from serving.program_cache import keep_programs
 from serving.role_gpu import use_gpu
 from serving.transport import carriers
@@ -52,12 +53,19 @@ class RankProcess(AbstractChild):
 
     def wait_ready(self) -> None:
         """Return when the rank has compiled. Raises ConnectionError if it ended instead."""
-        self._caller.call("ready")
+        self._begin("ready")
         self.is_ready = True
 
     def open(self) -> None:
-        """Let instances connect to the rank."""
-        self._caller.call("open")
+        """Let instances connect to the rank. Raises ConnectionError if it cannot."""
+        self._begin("open")
+
+    def _begin(self, call: str) -> None:
+        try:
+            self._caller.call(call)
+        except ConnectionError:
+            said = f"Rank {self.rank} of the LoRA Server did not start; its log says why."
+            raise ConnectionError(said) from None
 
     def stats(self) -> dict[str, int]:
         """Return the fields of server.RankStats."""
@@ -71,11 +79,15 @@ class RankProcess(AbstractChild):
 def rank_main(
     connection: Connection, spec: ServerSpec, rank: int, socket_path: str, gpu: int
 ) -> None:
-    """Be rank `rank` until the connection's other side has gone."""
+    """Be rank `rank` until the connection's other side has gone; status 1: it cannot start."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started us closes the connection
-    use_gpu(gpu)
-    keep_programs()
-    server = _make_server(spec, rank, socket_path)
+    try:
+        use_gpu(gpu)
+        keep_programs()
+        server = _make_server(spec, rank, socket_path)
+    except (ValueError, NotImplementedError, OSError) as error:  # what the user can change
+        logger.error("Rank %d of the LoRA Server cannot start: %s", rank, error)
+        raise SystemExit(1) from None
     loop = threading.Thread(target=_run, args=(server,), name="lora-server-loop", daemon=True)
     loop.start()
     functions = {
@@ -96,14 +108,31 @@ def _run(server: RankServer) -> None:
     """Serve; a loop that breaks takes the process with it, so that nobody waits for it."""
     try:
         server.run()
+    except NotImplementedError as error:  # a carrier that is not here
+        logger.error("Rank %d of the LoRA Server cannot start: %s", server.rank, error)
+        os._exit(1)
     except BaseException:
         logger.exception("Rank %d of the LoRA Server has failed.", server.rank)
         os._exit(1)
 
 
+def _require_memory(made: ServerDesign, rank: int) -> None:
+    """Raise ValueError where the rank's adapters do not fit its device, as far as that is known."""
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    need = made.slot_bytes(rank)
+    if limit is not None and need > limit:
+        spec, name = made.spec, made.plan.placement.name
+        raise ValueError(
+            f"{spec.num_adapters} adapters of rank {spec.max_rank} take {need:,} bytes of a device "
+            f"of {name}, which has {limit:,}; hold fewer (--lora-server-adapters), give them less "
+            "(--lora-server-memory-bytes), or use more ranks."
+        )
+
+
 def _make_server(spec: ServerSpec, rank: int, socket_path: str) -> RankServer:
     """Return the rank's server, compiled."""
     made = design(spec)
+    _require_memory(made, rank)
     held = ServerRank(
         made.catalogue,
         made.plan.shard(rank),

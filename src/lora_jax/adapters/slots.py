@@ -92,7 +92,7 @@ def size_slots(
     if byte_budget < one_bytes:
         raise ValueError(
             f"One adapter of rank {max_rank} on every module takes {one_bytes} bytes; the budget "
-            f"for adapters is {byte_budget}."
+            f"for adapters is {byte_budget}. Give them more, or lower the largest rank."
         )
     dense = rows_per_adapter(catalogue.without_experts(), max_rank)
     experts = {width: count - dense.get(width, 0) for width, count in one.items()}

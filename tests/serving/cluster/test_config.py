@@ -27,6 +27,8 @@ def test_by_default_one_process_does_it_all():
         ({"local_expert_slots": 2}, "add --lora-server"),
         ({"placement": "ep2-pp1"}, "add --lora-server"),
         ({"lora_server_adapters": 4}, "add --lora-server"),
+        ({"lora_server_memory_bytes": 4}, "add --lora-server"),
+        ({"lora_server": 1, "lora_server_memory_bytes": 0}, "lora_server_memory_bytes must be"),
     ],
 )
 def test_contradictions(fields, message):

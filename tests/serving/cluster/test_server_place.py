@@ -44,6 +44,9 @@ def test_a_spec_follows_from_engine_and_roles(engine):
     slow = {"layerwise_loading": False, "lora_kernel": "reference", "lora_server_carrier": "nixl"}
     found = server_spec(engine, ClusterConfig(lora_server=2, **slow))
     assert (found.layerwise, found.implementation, found.carrier) == (False, "reference", "nixl")
+    assert spec.byte_budget is None
+    room = ClusterConfig(lora_server=2, lora_server_memory_bytes=1 << 20)
+    assert server_spec(engine, room).byte_budget == 1 << 20
     changed = dataclasses.replace(engine, dtype="bfloat16")
     assert server_spec(changed, ClusterConfig(lora_server=1)).dtype == "bfloat16"
 
@@ -55,6 +58,7 @@ def test_a_spec_follows_from_engine_and_roles(engine):
         ({"lora_server": 2, "placement": "ep4-pp1"}, "choose from ep1-pp2, ep2-pp1"),
         ({"lora_server": 2, "placement": "dp2"}, "use epX-ppY"),
         ({"lora_server": 2, "lora_server_adapters": 3}, "raise --lora-server-adapters"),
+        ({"lora_server": 2, "lora_server_memory_bytes": 9}, "EP2-PP1, .* more devices or a lower"),
     ],
 )
 def test_what_is_impossible_says_what_to_change(engine, fields, message):

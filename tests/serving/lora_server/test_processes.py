@@ -96,6 +96,18 @@ def test_two_instances_answer_as_a_coupled_engine_does(engines, group, coupled):
         assert engine.stats().compilations_after_warmup == 0
 
 
+@pytest.mark.slow
+def test_so_they_do_over_four_ranks(files, coupled):
+    group = ServerGroup(cases.make_spec(files[0], "ep2-pp2"))
+    with contextlib.ExitStack() as stack:
+        stack.callback(group.close)
+        for name in ("one", "two"):
+            options = {"lora_server": access(group, name), **cases.ENGINE}
+            engine = stack.enter_context(Engine(*files, **options))
+            assert answers(engine, MIXED, SCORED) == coupled[0]
+        assert all(process.stats()["answered"] > 0 for process in group.processes)
+
+
 def ask(engine, place, adapter):
     return cases.Asked(engine, PROMPTS[place], adapter, LONG)
 
@@ -153,6 +165,17 @@ def test_a_rank_is_killed_and_comes_back(turn, engines, group, coupled, monkeypa
     victim = group.processes[turn % 2].pid
     fault_round(group, engines, coupled, monkeypatch, lambda: os.kill(victim, signal.SIGKILL))
     assert group.processes[turn % 2].pid != victim
+
+
+def test_all_ranks_are_killed_and_come_back(engines, group, coupled, monkeypatch):
+    victims = [process.pid for process in group.processes]
+
+    def kill():
+        for victim in victims:
+            os.kill(victim, signal.SIGKILL)
+
+    fault_round(group, engines, coupled, monkeypatch, kill)
+    assert not {process.pid for process in group.processes} & set(victims)
 
 
 def test_a_rank_hangs_and_goes_on(engines, group, coupled, monkeypatch):

@@ -1,8 +1,10 @@
 """A rank's main function over a pipe, here and in a process that cannot start."""
 
+import dataclasses
 import multiprocessing
 import signal
 import threading
+import types
 
 import lora_server_cases as cases
 import pytest
@@ -59,8 +61,21 @@ def test_main_answers_until_its_connection_ends(files, tmp_path, monkeypatch):
 
 def test_a_rank_that_cannot_start_is_told_of(tmp_path, capfd):
     process = RankProcess(cases.make_spec(str(tmp_path), "ep1-pp1"), 0, str(tmp_path / "rank"))
-    with pytest.raises(ConnectionError):
+    with pytest.raises(ConnectionError, match=r"Rank 0 .* did not start; its log says why"):
         process.wait_ready()
     process.stop()
     process.stop()
-    assert "config.json" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "cannot start" in said
+    assert "config.json" in said
+    assert "Traceback" not in said
+
+
+def test_adapters_must_fit_the_device(files, monkeypatch):
+    made = design(cases.make_spec(files[0], "ep2-pp1"))
+    device = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": made.slot_bytes(0)})
+    monkeypatch.setattr(rank_process.jax, "local_devices", lambda: [device])
+    rank_process._require_memory(made, 0)
+    larger = dataclasses.replace(made.spec, num_adapters=made.spec.num_adapters + 1)
+    with pytest.raises(ValueError, match=r"EP2-PP1.*--lora-server-adapters.*or use more ranks"):
+        rank_process._require_memory(design(larger), 0)
