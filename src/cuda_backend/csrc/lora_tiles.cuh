@@ -11,7 +11,7 @@
 // each other the parts of their rows, and add them in order.
 //
 // Where a tile is, whose it is and which rows it has stands in one record (row_tiles.cuh), which is asked for
-// as soon as the kernel begins. A shrink alone is one kernel for items and tiles (lora_both.cuh).
+// as soon as the kernel begins. A shrink alone is one kernel for items and tiles (lora_shrink.cuh).
 #pragma once
 #include "cluster.cuh"
 #include "tile_args.cuh"
