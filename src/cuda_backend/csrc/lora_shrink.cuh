@@ -10,10 +10,9 @@ namespace lora_jax {
 // which do not wait for one another: no matter how many of them run at a time.
 template <int NS, int STAGE, int RANKS>
 __global__ void __launch_bounds__(kThreads, 2) shrink_kernel(const __grid_constant__ BothArgs p) {
-  extern __shared__ __align__(1024) unsigned char shrink_both_raw[];
   using S = Shared<NS, STAGE, RANKS>;
-  auto& sm = *reinterpret_cast<S*>(shrink_both_raw);
-  ShrinkEnd& end = shrink_end(shrink_both_raw);
+  auto& sm = *reinterpret_cast<S*>(shrink_memory());
+  ShrinkEnd& end = shrink_end();
   static_assert(kThreads == kShrinkThreads && sizeof sm <= kShrinkBytes);
   constexpr bool apart = sizeof sm <= kShrinkEnd;  // else what the tiles begin with lies in what items need
   static_assert(offsetof(S, full) >= kShrinkRoom && (apart || offsetof(S, full) >= kShrinkEnd + sizeof end), "see ShrinkEnd");
@@ -39,7 +38,7 @@ __global__ void __launch_bounds__(kThreads, 2) shrink_kernel(const __grid_consta
   if (!apart && copies) copies_wait<0>();
   cluster_begun();  // behind the items, which others' parts would write over
   __syncthreads();
-  shrink_cluster<kMostRankOfPass>(p.tiles, shrink_both_raw);
+  shrink_cluster<kMostRankOfPass>(p.tiles);
 }
 
 }  // namespace lora_jax

@@ -52,9 +52,11 @@ struct ShrinkEnd {
 };
 constexpr int kShrinkRoom = 110 * 1024, kShrinkEnd = 111 * 1024;
 static_assert(kShrinkEnd + sizeof(ShrinkEnd) <= kShrinkBytes);
-__device__ __forceinline__ ShrinkEnd& shrink_end(unsigned char* shared) {
-  return *reinterpret_cast<ShrinkEnd*>(shared + kShrinkEnd);
+__device__ __forceinline__ unsigned char* shrink_memory() {
+  extern __shared__ __align__(1024) unsigned char shrink_raw[];
+  return shrink_raw;
 }
+__device__ __forceinline__ ShrinkEnd& shrink_end() { return *reinterpret_cast<ShrinkEnd*>(shrink_memory() + kShrinkEnd); }
 
 // By one thread.
 __device__ __forceinline__ void make_shrink_barriers(ShrinkBarriers& bars) {
@@ -91,13 +93,8 @@ struct ShrinkStages {
   static_assert(kDepth >= 3);
 };
 
-// A pass over a tile: some of its adapter's ranks.
-struct ShrinkPass {
-  int module, rank, first_rank, blocks;  // of 8 rows
-  int a_row, boxes, box_groups;          // its rows of A, in boxes of so many groups of 8
-};
-
-// Of a CTA, for the tiles of its cluster, one after the other.
+// Of a CTA, for the tiles of its cluster, one after the other, and for some of an adapter's ranks at a time. What a tile
+// is gets read anew wherever it is wanted: the sums of those that multiply leave no register for it.
 template <int RANKS>
 struct TileShrink {
   static constexpr int kRankParts = RANKS / kWarpRanks, kRowParts = kShrinkWarps / kRankParts;
@@ -105,15 +102,24 @@ struct TileShrink {
   static constexpr int kRow = RANKS / 16 * 8;                    // float4s of 2 rows' parts
 
   const TileArgs& p;
-  unsigned char* const shared;
-  ShrinkEnd& end;
-  const int part, steps;   // of 128 columns that have some of this CTA's part
-  uint32_t phases = 0;     // of the stages, a bit each, as this thread has seen them
-  uint32_t pass = 0;       // passes done
+  uint32_t phases = 0;  // of the stages, a bit each, as this thread has seen them
+  uint32_t pass = 0;    // passes done
+  int at = 0;           // the tile among those of all modules
+  int first_rank = 0;   // of the pass
 
-  __device__ __forceinline__ TileShrink(const TileArgs& p, unsigned char* shared)
-      : p(p), shared(shared), end(shrink_end(shared)), part(cluster_rank()),
-        steps(max(p.d_in - cluster_rank() * 32 + 127, 0) / 128) {}
+  __device__ __forceinline__ explicit TileShrink(const TileArgs& p) : p(p) {}
+
+  __device__ __forceinline__ uint32_t memory() const { return smem_u32(shrink_memory()); }
+  __device__ __forceinline__ ShrinkBarriers& bars() const { return shrink_end().bars; }
+  __device__ __forceinline__ const Item& site() const { return shrink_end().site.tile; }
+  __device__ __forceinline__ int blocks() const { return divide_up(site().num_rows, 8); }  // of 8 rows
+  __device__ __forceinline__ int tiles() const { return load_now(p.cut + 3); }
+  __device__ __forceinline__ const Module& module() const { return p.modules[p.num_modules == 1 ? 0 : at / tiles()]; }
+  __device__ __forceinline__ int rank() const { return min(load_now(module().entries + site().slot * 5 + 2), p.max_rank); }
+  // Of the pass, of 8 ranks. Where they are as many as may be, boxes are tall ones.
+  __device__ __forceinline__ int groups() const { return divide_up(min(rank() - first_rank, RANKS), 8); }
+  // Of 128 columns that have some of this CTA's part.
+  __device__ __forceinline__ int steps() const { return max(p.d_in - cluster_rank() * 32 + 127, 0) / 128; }
 
   __device__ __forceinline__ void wait(uint64_t* bars, int slot) {
     mbar_wait(&bars[slot], phases >> slot & 1);
@@ -122,20 +128,24 @@ struct TileShrink {
 
   // By one warp: boxes of A, lane by lane.
   template <int BLOCKS>
-  __device__ __forceinline__ void bring_weights(const ShrinkPass& w) {
+  __device__ __forceinline__ void bring_weights() {
     using S = ShrinkStages<RANKS, BLOCKS>;
-    const int lane = thread_anew() & 31, count = divide_up(steps, S::kSteps), half = lane / w.boxes, box = lane - half * w.boxes;
-    const uint32_t to = smem_u32(shared) + half * S::kBoxes + box * w.box_groups * 512 * kBoxSteps;
-    const CUtensorMap* map = &p.a_parts[part / 2][w.box_groups > 1];
+    const int part = cluster_rank(), groups = this->groups(), count = divide_up(steps(), S::kSteps);
+    const bool tall = groups * 8 == RANKS;
+    const int boxes = tall ? kRankParts : groups, of_box = tall ? kTallBox : 1;
+    const int lane = thread_anew() & 31, half = lane / boxes, box = lane - half * boxes;
+    const int* entry = module().entries + site().slot * 5;
+    const int a_row = load_now(entry) + site().expert * load_now(entry + 3) + first_rank + box * of_box * 8;
+    const uint32_t to = memory() + half * S::kBoxes + box * of_box * 512 * kBoxSteps;
+    const CUtensorMap* map = &p.a_parts[part / 2][tall];
     int slot = 0;
 #pragma unroll 1
     for (int n = 0; n < count; ++n, slot = slot + 1 == S::kDepth ? 0 : slot + 1) {
-      if (n >= S::kDepth) wait(end.bars.empty, slot);
-      if (lane == 0) mbar_expect(&end.bars.full[slot], w.boxes * w.box_groups * 512 * S::kSteps);
+      if (n >= S::kDepth) wait(bars().empty, slot);
+      if (lane == 0) mbar_expect(&bars().full[slot], groups * 512 * S::kSteps);
       __syncwarp();
       if (half < S::kSteps / kBoxSteps)
-        tile_copy(to + slot * S::kBytes, map, 0, w.a_row + box * w.box_groups * 8, n * S::kSteps + half * kBoxSteps, part,
-                  &end.bars.full[slot]);
+        tile_copy(to + slot * S::kBytes, map, 0, a_row, n * S::kSteps + half * kBoxSteps, part, &bars().full[slot]);
     }
   }
   // By the copy warps: four threads bring 64 bytes of a row. Of rows and steps that there are not: zeros.
@@ -143,18 +153,18 @@ struct TileShrink {
   __device__ __forceinline__ void bring_rows() {
     using S = ShrinkStages<RANKS, BLOCKS>;
     constexpr int kAtOnce = kCopyWarps * 8, kTimes = (S::kRows + kAtOnce - 1) / kAtOnce;  // rows
-    const int thread = thread_anew() - kFirstCopyWarp * 32, first = thread >> 2, count = divide_up(steps, S::kSteps);
-    const uint32_t to = smem_u32(shared) + S::kWeights + first * 64 + (thread & 3) * 16;
+    const int thread = thread_anew() - kFirstCopyWarp * 32, first = thread >> 2, steps = this->steps(), count = divide_up(steps, S::kSteps);
+    const uint32_t to = memory() + S::kWeights + first * 64 + (thread & 3) * 16;
     const auto* from = reinterpret_cast<const uint4*>(p.x);
     uint32_t x[kTimes];  // where their parts begin, in 16 bytes
 #pragma unroll
     for (int i = 0; i < kTimes; ++i)
-      x[i] = end.site.row(min(first + i * kAtOnce, kTileRows - 1)) * (p.d_in / 8) + part * 4 + (thread & 3);
-    const int rows = end.site.tile.num_rows;
+      x[i] = shrink_end().site.row(min(first + i * kAtOnce, kTileRows - 1)) * (p.d_in / 8) + cluster_rank() * 4 + (thread & 3);
+    const int rows = site().num_rows;
     int slot = 0;
 #pragma unroll 1
     for (int n = 0; n < count; ++n, slot = slot + 1 == S::kDepth ? 0 : slot + 1) {
-      if (n >= S::kDepth) wait(end.bars.empty, slot);
+      if (n >= S::kDepth) wait(bars().empty, slot);
 #pragma unroll
       for (int i = 0; i < kTimes; ++i)
         if (first + i * kAtOnce < S::kRows)
@@ -165,7 +175,7 @@ struct TileShrink {
             copy_ahead(to + slot * S::kBytes + (j * S::kRows + i * kAtOnce) * 64, from + (there ? x[i] + step * 16 : 0),
                        there ? 16 : 0);
           }
-      copies_arrive(&end.bars.full[slot]);
+      copies_arrive(&bars().full[slot]);
     }
   }
 
@@ -174,19 +184,19 @@ struct TileShrink {
   using Sums = float[2][kWarpRanks / 16][BLOCKS][4];
 
   template <int BLOCKS>
-  __device__ __forceinline__ void multiply(const ShrinkPass& w, Sums<BLOCKS>& acc) {
+  __device__ __forceinline__ void multiply(Sums<BLOCKS>& acc) {
     using S = ShrinkStages<RANKS, BLOCKS>;
     const int thread = thread_anew(), warp = thread >> 5, lane = thread & 31, ranks = warp % kRankParts;
-    const int count = divide_up(steps, S::kSteps);
-    const bool tall = w.box_groups > 1;
+    const int count = divide_up(steps(), S::kSteps);
+    const bool tall = groups() * 8 == RANKS;
     const uint32_t nothing = p.max_rank >> 16;  // 0, which the compiler does not know
-    const uint32_t weights = smem_u32(shared) + ranks * kTallBox * 512 * kBoxSteps + lane * 16;
-    const uint32_t rows = smem_u32(shared) + S::kWeights + warp / kRankParts * BLOCKS * 512 + lane * 16;
+    const uint32_t weights = memory() + ranks * kTallBox * 512 * kBoxSteps + lane * 16;
+    const uint32_t rows = memory() + S::kWeights + warp / kRankParts * BLOCKS * 512 + lane * 16;
     const uint32_t next_group = tall ? 512 : 512 * kBoxSteps, next_step = tall ? kTallBox * 512 : 512;
     int slot = 0;
 #pragma unroll 1
     for (int n = 0; n < count; ++n, slot = slot + 1 == S::kDepth ? 0 : slot + 1) {
-      wait(end.bars.full, slot);
+      wait(bars().full, slot);
       const uint32_t stage = slot * S::kBytes;
       uint32_t last = 0;
 #pragma unroll
@@ -209,21 +219,21 @@ struct TileShrink {
       }
       if (n + S::kDepth >= count) continue;
       __syncwarp();
-      if (lane == 0) mbar_arrive(&end.bars.empty[slot] + (last & nothing));  // once the last word is here
+      if (lane == 0) mbar_arrive(&bars().empty[slot] + (last & nothing));  // once the last word is here
     }
   }
 
   // Where in shared memory the parts lie: float4s by [part][block][16 ranks][8].
   __device__ __forceinline__ float4* parts(int blocks) const {
-    return reinterpret_cast<float4*>(shared + kShrinkRoom - blocks * RANKS * 32);
+    return reinterpret_cast<float4*>(shrink_memory() + kShrinkRoom - blocks * RANKS * 32);
   }
   // CTA c adds up rows 2 * c and the next of each 8, so all of a lane's sums go to one.
   template <int BLOCKS>
-  __device__ __forceinline__ void send_parts(int blocks, const Sums<BLOCKS>& acc) {
-    const int thread = thread_anew(), warp = thread >> 5, lane = thread & 31, g = lane >> 2, q = lane & 3;
+  __device__ __forceinline__ void send_parts(const Sums<BLOCKS>& acc) {
+    const int thread = thread_anew(), warp = thread >> 5, lane = thread & 31, g = lane >> 2, q = lane & 3, blocks = this->blocks();
     const int ranks = warp % kRankParts * (kWarpRanks / 16), first = warp / kRankParts * BLOCKS;
-    const uint32_t to = address_in(q, smem_u32(parts(blocks) + (part * blocks + first) * kRow + ranks * 8 + g));
-    const uint32_t bar = address_in(q, smem_u32(&end.bars.parts_full));
+    const uint32_t to = address_in(q, smem_u32(parts(blocks) + (cluster_rank() * blocks + first) * kRow + ranks * 8 + g));
+    const uint32_t bar = address_in(q, smem_u32(&bars().parts_full));
 #pragma unroll
     for (int j = 0; j < BLOCKS; ++j)
       if (first + j < blocks)
@@ -234,14 +244,14 @@ struct TileShrink {
         }
   }
   // By all threads: adds the parts of this CTA's rows in order and writes their h.
-  __device__ __forceinline__ void add_parts(const ShrinkPass& w) {
-    const Item tile = end.site.tile;
-    const float scaling = __ldg(p.modules[w.module].scaling + tile.slot);
-    const int past = (w.rank + 7) / 8 * 8, total = w.blocks * kRow;
-    const float4* from = parts(w.blocks);
-    mbar_wait(&end.bars.parts_full, pass & 1);
+  __device__ __forceinline__ void add_parts() {
+    const Item tile = site();
+    const float scaling = load_now(module().scaling + tile.slot);
+    const int rank = this->rank(), past = (rank + 7) / 8 * 8, total = blocks() * kRow, module = static_cast<int>(&this->module() - p.modules);
+    const float4* from = parts(blocks());
+    mbar_wait(&bars().parts_full, pass & 1);
     for (int n = threadIdx.x; n < (total + 31) / 32 * 32; n += kShrinkThreads) {
-      const int at = min(n, total - 1), g = at & 7, rank = w.first_rank + at / 8 % (RANKS / 16) * 16 + g;
+      const int at = min(n, total - 1), g = at & 7, own = first_rank + at / 8 % (RANKS / 16) * 16 + g;
       float s[4] = {};  // ranks of the first row, the second; and those 8 on
 #pragma unroll
       for (int k = 0; k < kCluster; ++k) {
@@ -249,64 +259,61 @@ struct TileShrink {
         s[0] += v.x, s[1] += v.y, s[2] += v.z, s[3] += v.w;
       }
 #pragma unroll
-      for (int i = 0; i < 4; ++i) s[i] = rank + i / 2 * 8 < w.rank ? s[i] * scaling : 0.f;
+      for (int i = 0; i < 4; ++i) s[i] = own + i / 2 * 8 < rank ? s[i] * scaling : 0.f;
       const int odd = g & 1;  // that lane has the second row of both
       const float low = __shfl_xor_sync(~0u, odd ? s[0] : s[1], 1), high = __shfl_xor_sync(~0u, odd ? s[2] : s[3], 1);
-      const int row = at / kRow * 8 + part * 2 + odd, pair = rank - odd;
+      const int row = at / kRow * 8 + cluster_rank() * 2 + odd, pair = own - odd;
       if (n >= total || row >= tile.num_rows) continue;
-      auto* h = reinterpret_cast<uint32_t*>(h_row(p, w.module, tile.row_begin + row) + pair);
+      auto* h = reinterpret_cast<uint32_t*>(h_row(p, module, tile.row_begin + row) + pair);
       if (pair < past) h[0] = odd ? bf16x2(low, s[1]) : bf16x2(s[0], low);
       if (pair + 8 < past) h[4] = odd ? bf16x2(high, s[3]) : bf16x2(s[2], high);
     }
   }
 
-  // What a thread that multiplies does for a pass; and one that copies.
-  template <int BLOCKS>
-  __device__ __forceinline__ void multiply_and_send(const ShrinkPass& w) {
-    Sums<BLOCKS> acc = {};
-    multiply<BLOCKS>(w, acc);
-    if (pass == 0) cluster_all_begun();
-    mbar_wait(&end.bars.parts_empty, (pass & 1) ^ 1);
-    send_parts<BLOCKS>(w.blocks, acc);
-  }
-  template <int BLOCKS>
-  __device__ __forceinline__ void bring(const ShrinkPass& w) {
-    if (threadIdx.x / 32 == kWeightBoxWarp) bring_weights<BLOCKS>(w);
-    else bring_rows<BLOCKS>();
-    if (pass == 0) cluster_all_begun();
-  }
+  // A pass, by a thread that multiplies or by one that copies.
   template <bool MULTIPLIES, int BLOCKS>
-  __device__ __forceinline__ void run(const ShrinkPass& w) {
-    if constexpr (MULTIPLIES) multiply_and_send<BLOCKS>(w);
-    else bring<BLOCKS>(w);
+  __device__ __forceinline__ void run() {
+    if constexpr (MULTIPLIES) {
+      Sums<BLOCKS> acc = {};
+      multiply<BLOCKS>(acc);
+      if (pass == 0) cluster_all_begun();
+      mbar_wait(&bars().parts_empty, (pass & 1) ^ 1);
+      send_parts<BLOCKS>(acc);
+    } else {
+      if (threadIdx.x / 32 == kWeightBoxWarp) bring_weights<BLOCKS>();
+      else bring_rows<BLOCKS>();
+      if (pass == 0) cluster_all_begun();
+    }
+  }
+  template <bool MULTIPLIES>
+  __device__ __forceinline__ void run() {
+    const int share = divide_up(blocks(), kRowParts);
+    if (share == 1) run<MULTIPLIES, 1>();
+    else if (share == 2) run<MULTIPLIES, 2>();
+    else if (share == 3) run<MULTIPLIES, 3>();
+    else if (share == 4 || kMostBlocks == 4) run<MULTIPLIES, 4>();
+    else if (share == 5) run<MULTIPLIES, kMostBlocks < 5 ? 4 : 5>();
+    else if (share == 6) run<MULTIPLIES, kMostBlocks < 6 ? 4 : 6>();
+    else run<MULTIPLIES, kMostBlocks>();
   }
 
-  // `last`: nobody waits to hear that the parts have been added up.
+  __device__ __forceinline__ bool is_last() const {
+    return at + static_cast<int>(gridDim.x / kCluster) >= tiles() * p.num_modules;
+  }
+  // After the last one nobody waits to hear that the parts have been added up.
   template <bool MULTIPLIES>
-  __device__ __forceinline__ void tile(int module, bool last) {
-    const Item t = end.site.tile;
-    const int* entry = p.modules[module].entries + t.slot * 5;
-    const int rank = min(__ldg(entry + 2), p.max_rank), a_row = __ldg(entry) + t.expert * __ldg(entry + 3);
-    const int blocks = divide_up(t.num_rows, 8), share = divide_up(blocks, kRowParts);
-    for (int first = 0; first < rank; first += RANKS) {
-      const int groups = divide_up(min(rank - first, RANKS), 8);
-      const bool tall = groups * 8 == RANKS;
-      const ShrinkPass w{module, rank, first, blocks, a_row + first, tall ? kRankParts : groups, tall ? kTallBox : 1};
-      if (threadIdx.x == 0) mbar_expect(&end.bars.parts_full, blocks * RANKS * 32);
-      if (share == 1) run<MULTIPLIES, 1>(w);
-      else if (share == 2) run<MULTIPLIES, 2>(w);
-      else if (share == 3) run<MULTIPLIES, 3>(w);
-      else if (share == 4 || kMostBlocks == 4) run<MULTIPLIES, 4>(w);
-      else if (share == 5) run<MULTIPLIES, kMostBlocks < 5 ? 4 : 5>(w);
-      else if (share == 6) run<MULTIPLIES, kMostBlocks < 6 ? 4 : 6>(w);
-      else run<MULTIPLIES, kMostBlocks>(w);
-      add_parts(w);
+  __device__ __forceinline__ void tile() {
+#pragma unroll 1
+    for (first_rank = 0; first_rank < rank(); first_rank += RANKS) {
+      if (threadIdx.x == 0) mbar_expect(&bars().parts_full, blocks() * RANKS * 32);
+      run<MULTIPLIES>();
+      add_parts();
       ++pass;
-      if (last && first + RANKS >= rank) return;
+      if (first_rank + RANKS >= rank() && is_last()) return;
       __syncwarp();
-      if ((threadIdx.x & 31) < kCluster) cluster_arrive(&end.bars.parts_empty, threadIdx.x & 31);
+      if ((threadIdx.x & 31) < kCluster) cluster_arrive(&bars().parts_empty, threadIdx.x & 31);
     }
-    if (!last) return;
+    if (!is_last()) return;
     if (pass == 0) cluster_all_begun();
     else cluster_sync();  // of rank 0: nobody has waited for the others' last arrivals
   }
@@ -314,20 +321,17 @@ struct TileShrink {
   // The tiles of this CTA's cluster; the first one's site is there.
   template <bool MULTIPLIES>
   __device__ __forceinline__ void all() {
-    const int clusters = gridDim.x / kCluster, tiles = __ldg(p.cut + 3), total = tiles * p.num_modules;
-    const int first = blockIdx.x / kCluster;
 #pragma unroll 1
-    for (int at = first; at < total; at += clusters) {
-      if (at != first) {
-        __syncthreads();
-        if (threadIdx.x / 32 == kWeightBoxWarp) {
-          fetch_site(p, at % tiles, end.site);
-          copies_commit();
-          copies_wait<0>();
-        }
-        __syncthreads();
+    for (at = blockIdx.x / kCluster;; at += gridDim.x / kCluster) {
+      tile<MULTIPLIES>();
+      if (is_last()) return;
+      __syncthreads();
+      if (threadIdx.x / 32 == kWeightBoxWarp) {
+        fetch_site(p, (at + static_cast<int>(gridDim.x / kCluster)) % tiles(), shrink_end().site);
+        copies_commit();
+        copies_wait<0>();
       }
-      tile<MULTIPLIES>(at / tiles, at + clusters >= total);
+      __syncthreads();
     }
   }
 };
@@ -335,21 +339,20 @@ struct TileShrink {
 // By all threads of a cluster that has tiles; its CTAs have begun to meet, and the site of the first is there.
 // Warps that multiply have the registers of those that do not.
 template <int RANKS>
-__device__ __forceinline__ void shrink_cluster(const TileArgs& p, unsigned char* shared) {
+__device__ __forceinline__ void shrink_cluster(const TileArgs& p) {
   if (threadIdx.x < kShrinkWarps * 32) {
-    more_registers<192>();
-    TileShrink<RANKS>(p, shared).template all<true>();
+    more_registers<200>();
+    TileShrink<RANKS>(p).template all<true>();
   } else {
-    fewer_registers<64>();
-    TileShrink<RANKS>(p, shared).template all<false>();
+    fewer_registers<56>();
+    TileShrink<RANKS>(p).template all<false>();
   }
 }
 
 template <int RANKS>
 __global__ void __launch_bounds__(kShrinkThreads, 2) shrink_tiles_kernel(const __grid_constant__ TileArgs p) {
-  extern __shared__ __align__(1024) unsigned char shrink_raw[];
   let_next_begin();
-  ShrinkEnd& end = shrink_end(shrink_raw);
+  ShrinkEnd& end = shrink_end();
   const int warp = threadIdx.x >> 5, cluster = blockIdx.x / kCluster, tiles = __ldg(p.cut + 3);
   // Of one module it is the cluster's own, asked for before it is known how many there are.
   const int first = p.num_modules == 1 ? cluster : cluster % max(tiles, 1);
@@ -360,7 +363,7 @@ __global__ void __launch_bounds__(kShrinkThreads, 2) shrink_tiles_kernel(const _
   if (cluster < tiles * p.num_modules) {
     cluster_begun();
     __syncthreads();
-    shrink_cluster<RANKS>(p, shrink_raw);
+    shrink_cluster<RANKS>(p);
   }
   wait_for_previous();
 }
