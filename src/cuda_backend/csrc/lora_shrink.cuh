@@ -12,33 +12,30 @@ template <int NS, int STAGE, int RANKS>
 __global__ void __launch_bounds__(kThreads, 2) shrink_kernel(const __grid_constant__ BothArgs p) {
   using S = Shared<NS, STAGE, RANKS>;
   auto& sm = *reinterpret_cast<S*>(shrink_memory());
-  ShrinkEnd& end = shrink_end();
   static_assert(kThreads == kShrinkThreads && sizeof sm <= kShrinkBytes);
   constexpr bool apart = sizeof sm <= kShrinkEnd;  // else what the tiles begin with lies in what items need
-  static_assert(offsetof(S, full) >= kShrinkRoom && (apart || offsetof(S, full) >= kShrinkEnd + sizeof end), "see ShrinkEnd");
-  const int warp = threadIdx.x >> 5, cluster = static_cast<int>(blockIdx.x) / kCluster;
-  auto begin_tile = [&] {
-    if (warp == kWeightBoxWarp) fetch_site(p.tiles, cluster, end.site), copies_commit();
-    if (threadIdx.x == kThreads - 1) make_shrink_barriers(end.bars);
-  };
-  const bool items = __ldg(p.items.num_items) > 0 || __ldg(p.tiles.cut + 3) == 0;
-  if (apart) begin_tile();
+  static_assert(offsetof(S, full) >= kShrinkRoom && (apart || offsetof(S, full) >= kShrinkEnd + sizeof(ShrinkBarriers)), "see kShrinkEnd");
+  const int cluster = static_cast<int>(blockIdx.x) / kCluster;
+  const int tiles = load_now(p.tiles.cut + 3), few = load_now(p.items.num_items);  // both at once
+  if (threadIdx.x / 32 == kFirstCopyWarp) prefetch_record(p.tiles, cluster);
   if (threadIdx.x == 0) prefetch_entries(p.tiles);
   if (threadIdx.x == 32) prefetch_map(&p.tiles.a_parts[cluster_rank() / 2][1]);
+  if (apart && threadIdx.x == 64) make_shrink_barriers();
   make_barriers(p.items, sm);
-  if (items) {
+  if (few > 0 || tiles == 0) {
     serve_items<false>(p.items, sm);
     fence_shared_copies();  // which brought what tiles write over
     __syncthreads();
   }
-  const bool copies = warp == kWeightBoxWarp;
-  if (apart && copies) copies_wait<0>();
-  if (static_cast<int>(blockIdx.x) / kCluster >= __ldg(p.tiles.cut + 3) * p.tiles.num_modules) return;
-  if (!apart) begin_tile();
-  if (!apart && copies) copies_wait<0>();
+  ShrinkRows rows;
+  if (threadIdx.x >= kFirstCopyWarp * 32) rows.ask(p.tiles, cluster);
+  if (cluster >= load_now(p.tiles.cut + 3)) return;
+  if (!apart) {
+    if (threadIdx.x == 64) make_shrink_barriers();
+    __syncthreads();
+  }
   cluster_begun();  // behind the items, which others' parts would write over
-  __syncthreads();
-  shrink_cluster<kMostRankOfPass>(p.tiles);
+  shrink_cluster<kMostRankOfPass>(p.tiles, rows);
 }
 
 }  // namespace lora_jax

@@ -7,12 +7,13 @@
 namespace lora_jax {
 
 constexpr int kTileRows = 128;  // of a tile, at most
+constexpr int kListedRows = 72;  // three of each eighth of a warp of three that copy: see ShrinkRows
 
 // The n-th tile of the expand and the n-th of the shrink, which cut the same segments to other sizes.
 struct alignas(16) TileRecord {
   Item expand, shrink;
-  uint32_t rows[kTileRows / 2];     // of the shrink's, so that nobody waits for row_order: the n-th in the lower
-                                    // half of word n, the n-th behind the middle in the upper one
+  uint32_t rows[kListedRows];       // of the shrink's, so that nobody waits for row_order: the n-th in the lower
+                                    // half of word n, the n-th behind kListedRows in the upper one
 };
 
 struct TileArgs {
@@ -51,6 +52,10 @@ cudaError_t parts_maps(CUtensorMap (&maps)[2][2], const void* a_pool, int64_t ro
 
 __device__ __forceinline__ Item load_item(const Item* item) {
   const int4 v = __ldg(reinterpret_cast<const int4*>(item));
+  return Item{v.x, v.y, v.z, v.w};
+}
+__device__ __forceinline__ Item load_item_now(const Item* item) {
+  const int4 v = load_now(reinterpret_cast<const int4*>(item));
   return Item{v.x, v.y, v.z, v.w};
 }
 __device__ __forceinline__ Item load_tile(const TileArgs& p, int tile) { return load_item(&p.tiles[tile].expand); }
