@@ -124,6 +124,7 @@ struct TileShrink {
 
   __device__ __forceinline__ uint32_t memory() const { return smem_u32(shrink_memory()); }
   __device__ __forceinline__ ShrinkBarriers& bars() const { return shrink_barriers(); }
+  static __device__ __forceinline__ int clusters() { return gridDim.x / kCluster; }
   __device__ __forceinline__ int tiles() const { return load_now(p.cut + 3); }
   __device__ __forceinline__ int of_module(int n) const { return p.num_modules == 1 ? n : n % tiles(); }
   __device__ __forceinline__ int module() const { return p.num_modules == 1 ? 0 : at / tiles(); }
@@ -208,6 +209,7 @@ struct TileShrink {
     const int count = divide_up(steps(), s.steps);
     const bool tall = groups(tile().slot) * 8 == RANKS;
     const uint32_t nothing = p.max_rank >> 16;  // 0, which the compiler does not know
+    const uint32_t turn = BLOCKS > 5 ? 0 : nothing;  // above, registers run out
     const uint32_t weights = memory() + ranks * kTallBox * 512 * kBoxSteps + lane * 16;
     const uint32_t rows = memory() + s.weights + warp / kRankParts * BLOCKS * 512 + lane * 16;
     const uint32_t next_group = tall ? 512 : 512 * kBoxSteps, next_step = tall ? kTallBox * 512 : 512;
@@ -220,18 +222,23 @@ struct TileShrink {
 #pragma unroll
       for (int step = 0; step < s.steps; ++step) {
         const uint32_t of_step = weights + stage + step / kBoxSteps * Stages::kBoxes + step % kBoxSteps * next_step;
-        uint4 a[kTallBox];
+        // Words of two rows in the order in which mma takes four registers. By xor: moves the compiler would make
+        // anew for each mma, four of them.
+        uint32_t a[kWarpRanks / 16][2][4];
 #pragma unroll
-        for (int i = 0; i < kTallBox; ++i) a[i] = lds128_in_order(of_step + i * next_group);
+        for (int i = 0; i < kTallBox; ++i) {
+          const uint4 v = lds128_in_order(of_step + i * next_group);
+          a[i / 2][0][i % 2] = v.x ^ turn, a[i / 2][0][i % 2 + 2] = v.y ^ turn;
+          a[i / 2][1][i % 2] = v.z ^ turn, a[i / 2][1][i % 2 + 2] = v.w ^ turn;
+        }
 #pragma unroll
         for (int j = 0; j < BLOCKS; ++j) {
           const uint4 x = lds128_in_order(rows + stage + (step * s.rows + j * 8) * 64);
           last = x.w;
 #pragma unroll
           for (int i = 0; i < kWarpRanks / 16; ++i) {
-            const uint4 &lo = a[i * 2], &hi = a[i * 2 + 1];
-            mma_bf16(acc[0][i][j], lo.x, hi.x, lo.y, hi.y, x.x, x.y);
-            mma_bf16(acc[1][i][j], lo.z, hi.z, lo.w, hi.w, x.z, x.w);
+            mma_bf16(acc[0][i][j], a[i][0][0], a[i][0][1], a[i][0][2], a[i][0][3], x.x, x.y);
+            mma_bf16(acc[1][i][j], a[i][1][0], a[i][1][1], a[i][1][2], a[i][1][3], x.z, x.w);
           }
         }
       }
@@ -320,7 +327,6 @@ struct TileShrink {
   // The tiles of this CTA's cluster; `rows` are the first one's.
   template <bool MULTIPLIES>
   __device__ __forceinline__ void all(ShrinkRows& rows) {
-    const int clusters = gridDim.x / kCluster;
     at = blockIdx.x / kCluster;
 #pragma unroll 1
     while (true) {
@@ -328,11 +334,11 @@ struct TileShrink {
       add_parts();
       ++pass, first_rank += RANKS;
       const bool whole = first_rank >= rank(tile().slot);
-      if (whole && at + clusters >= tiles() * p.num_modules) return;  // nobody waits to hear that parts have been added up
+      if (whole && at + clusters() >= tiles() * p.num_modules) return;  // nobody waits to hear that parts have been added up
       __syncwarp();
       if ((threadIdx.x & 31) < kCluster) cluster_arrive(&bars().parts_empty, threadIdx.x & 31);
       if (!whole) continue;
-      first_rank = 0, at += clusters;
+      first_rank = 0, at += clusters();
       if (!MULTIPLIES && threadIdx.x >= kFirstCopyWarp * 32) rows.ask(p, of_module(at));
       __syncthreads();  // the next tile's stages may be where parts were
     }

@@ -7,7 +7,7 @@
 namespace lora_jax {
 
 constexpr int kTileRows = 128;  // of a tile, at most
-constexpr int kListedRows = 72;  // three of each eighth of a warp of three that copy: see ShrinkRows
+constexpr int kListedRows = 72;  // so that a thread that copies finds its rows in three words: see ShrinkRows
 
 // The n-th tile of the expand and the n-th of the shrink, which cut the same segments to other sizes.
 struct alignas(16) TileRecord {
@@ -15,6 +15,7 @@ struct alignas(16) TileRecord {
   uint32_t rows[kListedRows];       // of the shrink's, so that nobody waits for row_order: the n-th in the lower
                                     // half of word n, the n-th behind kListedRows in the upper one
 };
+static_assert(sizeof(TileRecord) == 80 * 4, "lora_tiles.RECORD");
 
 struct TileArgs {
   CUtensorMap a_parts[2][2];        // of parts 0 and 1, and of 2 and 3; with boxes of 8 ranks, and of kTallBox * 8
