@@ -6,15 +6,16 @@
 
 namespace lora_jax {
 
-// Of one module. Items come first, if there are any; what the first tile needs is on its way meanwhile. CTAs come in clusters,
-// which do not wait for one another: no matter how many of them run at a time.
+// Of one module. Items come first, if there are any; what the first tile needs is on its way meanwhile. CTAs come
+// in clusters, which do not wait for one another: no matter how many of them run at a time.
 template <int NS, int STAGE, int RANKS>
 __global__ void __launch_bounds__(kThreads, 2) shrink_kernel(const __grid_constant__ BothArgs p) {
   using S = Shared<NS, STAGE, RANKS>;
   auto& sm = *reinterpret_cast<S*>(shrink_memory());
   static_assert(kThreads == kShrinkThreads && sizeof sm <= kShrinkBytes);
   constexpr bool apart = sizeof sm <= kShrinkEnd;  // else what the tiles begin with lies in what items need
-  static_assert(offsetof(S, full) >= kShrinkRoom && (apart || offsetof(S, full) >= kShrinkEnd + sizeof(ShrinkBarriers)), "see kShrinkEnd");
+  constexpr int before = apart ? kShrinkRoom : kShrinkEnd + sizeof(ShrinkBarriers);
+  static_assert(offsetof(S, full) >= before, "see kShrinkEnd");
   const int cluster = static_cast<int>(blockIdx.x) / kCluster;
   const int tiles = load_now(p.tiles.cut + 3), few = load_now(p.items.num_items);  // both at once
   if (threadIdx.x / 32 == kFirstCopyWarp) prefetch_record(p.tiles, cluster);

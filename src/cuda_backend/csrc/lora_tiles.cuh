@@ -10,8 +10,9 @@
 // pair_kernel has them: a warp has 32 ranks of a share of the rows, for shared memory is what binds. CTAs send
 // each other the parts of their rows, and add them in order.
 //
-// Where a tile is, whose it is and which rows it has stands in one record (row_tiles.cuh), which every warp asks
-// for as soon as the kernel begins: so rows of x are on their way before it is known whose they are. A shrink alone is one kernel for items and tiles (lora_shrink.cuh).
+// Where a tile is, whose it is and which rows it has stands in one record (row_tiles.cuh). Threads that copy read
+// it themselves, as soon as the kernel begins: rows of x are on their way before it is known whose they are. A
+// shrink alone is one kernel for items and tiles (lora_shrink.cuh).
 #pragma once
 #include "cluster.cuh"
 #include "tile_args.cuh"
@@ -191,7 +192,8 @@ struct TileShrink {
         const uint32_t to_step = to + slot * s.bytes + j * s.rows * 64;
 #pragma unroll
         for (int i = 0; i < kRowTimes; ++i)
-          if (first + i * kRowsAtOnce < rows.count) copy_ahead(to_step + i * kRowsAtOnce * 64, from + (bytes ? x[i] + step * 16 : 0), bytes);
+          if (first + i * kRowsAtOnce < rows.count)
+            copy_ahead(to_step + i * kRowsAtOnce * 64, from + (bytes ? x[i] + step * 16 : 0), bytes);
       }
       copies_arrive(&bars().full[slot]);
     }
@@ -255,8 +257,8 @@ struct TileShrink {
   // CTA c adds up rows 2 * c and the next of each 8, so all of a lane's sums go to one.
   template <int BLOCKS>
   __device__ __forceinline__ void send_parts(const Sums<BLOCKS>& acc) {
-    const int thread = thread_anew(), warp = thread >> 5, lane = thread & 31, g = lane >> 2, q = lane & 3, blocks = divide_up(rows(), 8);
-    const int ranks = warp % kRankParts * (kWarpRanks / 16), first = warp / kRankParts * BLOCKS;
+    const int thread = thread_anew(), warp = thread >> 5, lane = thread & 31, g = lane >> 2, q = lane & 3;
+    const int blocks = divide_up(rows(), 8), ranks = warp % kRankParts * (kWarpRanks / 16), first = warp / kRankParts * BLOCKS;
     const uint32_t to = address_in(q, smem_u32(parts(blocks) + (cluster_rank() * blocks + first) * kRow + ranks * 8 + g));
     const uint32_t bar = address_in(q, smem_u32(&bars().parts_full));
 #pragma unroll
