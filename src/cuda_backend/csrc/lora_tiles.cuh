@@ -172,31 +172,48 @@ struct TileShrink {
       if (brings) tile_copy(to + slot * s.bytes, map, 0, a_row, n * s.steps + half * kBoxSteps, part, &bars().full[slot]);
     }
   }
-  // By the copy warps: four threads bring 64 bytes of a row. Of steps that there are not: zeros. Rows that there are
-  // not have sums that nobody takes.
-  __device__ __forceinline__ void bring_rows(const ShrinkRows& rows) {
-    const Stages s(share(rows.count));
-    const int first = ShrinkRows::first(), q = threadIdx.x & 3, steps = this->steps(), count = divide_up(steps, s.steps);
-    const uint32_t to = memory() + s.weights + first * 64 + q * 16;
-    const auto* from = reinterpret_cast<const uint4*>(p.x) + cluster_rank() * 4 + q;
-    uint32_t x[kRowTimes];  // where their parts begin, in 16 bytes
+  // By the copy warps: four threads bring 64 bytes of a row, by as few instructions as may be: what one warp issues
+  // alone is slow. Rows that there are not have sums that nobody takes.
+  template <int STEPS>
+  __device__ __forceinline__ void bring_rows(const ShrinkRows& rows, const Stages& s) {
+    const int first = ShrinkRows::first(), q = threadIdx.x & 3, steps = this->steps(), count = divide_up(steps, STEPS);
+    const uint32_t to = memory() + s.weights + first * 64 + q * 16, of_step = s.rows * 64;
+    const __nv_bfloat16* from[kRowTimes];  // the next stage's part of each row
 #pragma unroll
-    for (int i = 0; i < kRowTimes; ++i) x[i] = rows.row(i) * (p.d_in / 8);
+    for (int i = 0; i < kRowTimes; ++i) from[i] = p.x + int64_t{rows.row(i)} * p.d_in + cluster_rank() * 32 + q * 8;
     int slot = 0;
 #pragma unroll 1
     for (int n = 0; n < count; ++n, slot = slot + 1 == s.depth ? 0 : slot + 1) {
       if (n >= s.depth) wait(bars().empty, slot);
-#pragma unroll 1
-      for (int j = 0; j < s.steps; ++j) {
-        const int step = n * s.steps + j, bytes = step < steps ? 16 : 0;
-        const uint32_t to_step = to + slot * s.bytes + j * s.rows * 64;
+      const uint32_t stage = to + slot * s.bytes;
+      if ((n + 1) * STEPS <= steps) {
 #pragma unroll
         for (int i = 0; i < kRowTimes; ++i)
           if (first + i * kRowsAtOnce < rows.count)
-            copy_ahead(to_step + i * kRowsAtOnce * 64, from + (bytes ? x[i] + step * 16 : 0), bytes);
+#pragma unroll
+            for (int j = 0; j < STEPS; ++j) copy_ahead(stage + j * of_step + i * kRowsAtOnce * 64, from[i] + j * 128, 16);
+      } else {
+        bring_rest(rows.count, steps - n * STEPS, STEPS, stage, of_step, from);
       }
       copies_arrive(&bars().full[slot]);
+#pragma unroll
+      for (int i = 0; i < kRowTimes; ++i) from[i] += STEPS * 128;
     }
+  }
+  // Of a stage that has fewer steps than others: zeros for those that there are not.
+  __device__ __forceinline__ void bring_rest(int rows, int there, int steps, uint32_t to, uint32_t of_step,
+                                             const __nv_bfloat16* (&from)[kRowTimes]) {
+#pragma unroll 1
+    for (int j = 0; j < steps; ++j)
+#pragma unroll
+      for (int i = 0; i < kRowTimes; ++i)
+        if (ShrinkRows::first() + i * kRowsAtOnce < rows)
+          copy_ahead(to + j * of_step + i * kRowsAtOnce * 64, from[i] + (j < there ? j * 128 : 0), j < there ? 16 : 0);
+  }
+  __device__ __forceinline__ void bring_rows(const ShrinkRows& rows) {
+    const Stages s(share(rows.count));
+    if (s.steps == 4) bring_rows<4>(rows, s);
+    else bring_rows<2>(rows, s);
   }
 
   // Sums of the two chains, of 16 ranks and 8 rows each: a lane has ranks g and g + 8 of rows 2 * q and the next.
