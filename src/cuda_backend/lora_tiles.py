@@ -15,7 +15,7 @@ from lora_jax.typing import Array, Int
 FEWEST_ROWS = 256  # of a call in which to look for such segments
 SEGMENT_ROWS = 24  # of a segment that becomes tiles; shorter ones do if all fit the GPU at a time
 TOTAL_ROWS = 128  # of all these segments, or else there are no tiles
-RECORD = 72  # words that say what a tile is
+RECORD = 80  # words that say what a tile is
 # Before an expand, a shrink of tiles is a launch more, 3 us on an H200 that a batch of many
 # adapters has for nothing: only for calls this long, or so long for their slots that segments are
 # bound to be.

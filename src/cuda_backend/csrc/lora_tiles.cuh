@@ -10,8 +10,9 @@
 // pair_kernel has them: a warp has 32 ranks of a share of the rows, for shared memory is what binds. CTAs send
 // each other the parts of their rows, and add them in order.
 //
-// Where a tile is, whose it is and which rows it has stands in one record (row_tiles.cuh), which is asked for
-// as soon as the kernel begins. A shrink alone is one kernel for items and tiles (lora_both.cuh).
+// Where a tile is, whose it is and which rows it has stands in one record (row_tiles.cuh). Threads that copy read
+// it themselves, as soon as the kernel begins: rows of x are on their way before it is known whose they are. A
+// shrink alone is one kernel for items and tiles (lora_shrink.cuh).
 #pragma once
 #include "cluster.cuh"
 #include "tile_args.cuh"
@@ -34,30 +35,21 @@ static_assert(kCluster == kConsumers, "sums must have the order of pair_kernel")
 struct ShrinkBarriers {
   uint64_t full[kMostStages], empty[kMostStages], parts_full, parts_empty;
 };
-// A tile and its rows, as they stand in its record.
-struct alignas(16) ShrinkSite {
-  Item tile;
-  uint32_t rows[kTileRows / 2];
-  __device__ __forceinline__ int row(int n) const {
-    const uint32_t both = rows[n % (kTileRows / 2)];
-    return n < kTileRows / 2 ? both & 0xffff : both >> 16;
-  }
-};
-static_assert(sizeof(ShrinkSite) == sizeof(TileRecord) - offsetof(TileRecord, shrink));
 // Stages come first, then the parts that the cluster's CTAs send, then this. What barriers of items lie in must
 // not be written over: parts that came to lie there were wrong now and then, where two such CTAs shared an SM.
-struct ShrinkEnd {
-  ShrinkSite site;
-  ShrinkBarriers bars;
-};
 constexpr int kShrinkRoom = 110 * 1024, kShrinkEnd = 111 * 1024;
-static_assert(kShrinkEnd + sizeof(ShrinkEnd) <= kShrinkBytes);
-__device__ __forceinline__ ShrinkEnd& shrink_end(unsigned char* shared) {
-  return *reinterpret_cast<ShrinkEnd*>(shared + kShrinkEnd);
+static_assert(kShrinkEnd + sizeof(ShrinkBarriers) <= kShrinkBytes);
+__device__ __forceinline__ unsigned char* shrink_memory() {
+  extern __shared__ __align__(1024) unsigned char shrink_raw[];
+  return shrink_raw;
+}
+__device__ __forceinline__ ShrinkBarriers& shrink_barriers() {
+  return *reinterpret_cast<ShrinkBarriers*>(shrink_memory() + kShrinkEnd);
 }
 
 // By one thread.
-__device__ __forceinline__ void make_shrink_barriers(ShrinkBarriers& bars) {
+__device__ __forceinline__ void make_shrink_barriers() {
+  ShrinkBarriers& bars = shrink_barriers();
   for (int i = 0; i < kMostStages; ++i) {
     mbar_init(&bars.full[i], 1 + kCopyWarps * 32);
     mbar_init(&bars.empty[i], kShrinkWarps);
@@ -67,11 +59,29 @@ __device__ __forceinline__ void make_shrink_barriers(ShrinkBarriers& bars) {
   fence_barriers();
 }
 
-// By a warp, which then waits for its copies: asks for a tile, whether there is one or not.
-__device__ __forceinline__ void fetch_site(const TileArgs& p, int tile, ShrinkSite& site) {
-  const int lane = threadIdx.x & 31;
-  const auto* from = reinterpret_cast<const int4*>(&p.tiles[min(tile, p.most_tiles - 1)].shrink);
-  if (lane < static_cast<int>(sizeof site / 16)) copy_16(smem_u32(&site) + lane * 16, from + lane, 16);
+// What a thread that copies asks of a tile's record, whether there is such a tile or not: how many rows it has, and
+// those that this thread brings a part of.
+constexpr int kRowsAtOnce = kCopyWarps * 8, kRowTimes = (kTileRows + kRowsAtOnce - 1) / kRowsAtOnce;
+struct ShrinkRows {
+  static constexpr int kPairs = kListedRows / kRowsAtOnce;
+  static_assert(kRowTimes == 2 * kPairs && kListedRows % kRowsAtOnce == 0, "a thread's rows make whole words");
+  int count, pairs[kPairs];
+  static __device__ __forceinline__ int first() { return static_cast<int>(threadIdx.x) / 4 - kFirstCopyWarp * 8; }
+  __device__ __forceinline__ void ask(const TileArgs& p, int tile) {
+    const TileRecord& record = p.tiles[min(tile, p.most_tiles - 1)];
+    count = load_now(&record.shrink.num_rows);
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) pairs[i] = load_now(reinterpret_cast<const int*>(record.rows) + first() + i * kRowsAtOnce);
+  }
+  __device__ __forceinline__ uint32_t row(int i) const {
+    return static_cast<uint32_t>(pairs[i % kPairs]) >> (i / kPairs * 16) & 0xffff;
+  }
+};
+// By a warp: brings a tile's record near.
+__device__ __forceinline__ void prefetch_record(const TileArgs& p, int tile) {
+  const int at = (threadIdx.x & 31) * 128;
+  const auto* record = reinterpret_cast<const char*>(p.tiles + min(tile, p.most_tiles - 1));
+  if (at < static_cast<int>(sizeof(TileRecord))) prefetch_l1(record + at);
 }
 // By a CTA's first thread: the grid's first ones bring all entries near, which are wanted as soon as a tile
 // is known.
@@ -80,40 +90,59 @@ __device__ __forceinline__ void prefetch_entries(const TileArgs& p) {
   if (at < int64_t{20} * p.num_slots) prefetch_l2(reinterpret_cast<const char*>(p.modules[0].entries) + at);
 }
 
-// Of a CTA that shrinks up to 8 * BLOCKS rows a warp: what a stage holds, and how many there are.
-template <int RANKS, int BLOCKS>
+// Of a CTA whose warps shrink up to 8 * blocks rows each: what a stage holds, and how many there are.
+template <int RANKS>
 struct ShrinkStages {
-  static constexpr int kRowParts = kShrinkWarps * kWarpRanks / RANKS, kRows = BLOCKS * 8 * kRowParts;
-  static constexpr int kSteps = kRows <= 48 ? 4 : 2;                    // of 128 columns
-  static constexpr int kBoxes = RANKS * 64 * kBoxSteps;                 // bytes of all boxes of the same steps
-  static constexpr int kWeights = kBoxes / kBoxSteps * kSteps, kBytes = kWeights + kRows * 64 * kSteps;
-  static constexpr int kFit = (kShrinkRoom - kRows * RANKS * 4) / kBytes, kDepth = kFit < kMostStages ? kFit : kMostStages;
-  static_assert(kDepth >= 3);
+  static constexpr int kRowParts = kShrinkWarps * kWarpRanks / RANKS;
+  static constexpr int kBoxes = RANKS * 64 * kBoxSteps;  // bytes of all boxes of the same steps
+  int rows, steps, weights, bytes, depth;                // steps of 128 columns; bytes of weights, of all
+  __device__ constexpr explicit ShrinkStages(int blocks)
+      : rows(blocks * 8 * kRowParts),
+        steps(rows <= 48 ? 4 : 2),
+        weights(kBoxes / kBoxSteps * steps),
+        bytes(weights + rows * 64 * steps),
+        depth((kShrinkRoom - rows * RANKS * 4) / bytes) {
+    if (depth > kMostStages) depth = kMostStages;
+  }
 };
 
-// A pass over a tile: some of its adapter's ranks.
-struct ShrinkPass {
-  int module, rank, first_rank, blocks;  // of 8 rows
-  int a_row, boxes, box_groups;          // its rows of A, in boxes of so many groups of 8
-};
-
-// Of a CTA, for the tiles of its cluster, one after the other.
+// Of a CTA, for the tiles of its cluster, one after the other, and for some of an adapter's ranks at a time. What a tile
+// is gets read anew wherever it is wanted: the sums of those that multiply leave no register for it.
 template <int RANKS>
 struct TileShrink {
   static constexpr int kRankParts = RANKS / kWarpRanks, kRowParts = kShrinkWarps / kRankParts;
   static constexpr int kMostBlocks = kTileRows / 8 / kRowParts;  // of 8 rows, of a warp
   static constexpr int kRow = RANKS / 16 * 8;                    // float4s of 2 rows' parts
+  using Stages = ShrinkStages<RANKS>;
 
   const TileArgs& p;
-  unsigned char* const shared;
-  ShrinkEnd& end;
-  const int part, steps;   // of 128 columns that have some of this CTA's part
-  uint32_t phases = 0;     // of the stages, a bit each, as this thread has seen them
-  uint32_t pass = 0;       // passes done
+  uint32_t phases = 0;  // of the stages, a bit each, as this thread has seen them
+  uint32_t pass = 0;    // passes done
+  int at = 0;           // the tile among those of all modules
+  int first_rank = 0;   // of the pass
 
-  __device__ __forceinline__ TileShrink(const TileArgs& p, unsigned char* shared)
-      : p(p), shared(shared), end(shrink_end(shared)), part(cluster_rank()),
-        steps(max(p.d_in - cluster_rank() * 32 + 127, 0) / 128) {}
+  __device__ __forceinline__ explicit TileShrink(const TileArgs& p) : p(p) {}
+
+  __device__ __forceinline__ uint32_t memory() const { return smem_u32(shrink_memory()); }
+  __device__ __forceinline__ ShrinkBarriers& bars() const { return shrink_barriers(); }
+  static __device__ __forceinline__ int clusters() { return gridDim.x / kCluster; }
+  __device__ __forceinline__ int tiles() const { return load_now(p.cut + 3); }
+  __device__ __forceinline__ int of_module(int n) const { return p.num_modules == 1 ? n : n % tiles(); }
+  __device__ __forceinline__ int module() const { return p.num_modules == 1 ? 0 : at / tiles(); }
+  __device__ __forceinline__ Item tile() const { return load_item_now(&p.tiles[of_module(at)].shrink); }
+  __device__ __forceinline__ int rows() const { return load_now(&p.tiles[of_module(at)].shrink.num_rows); }
+  __device__ __forceinline__ int rank(int slot) const {
+    return min(load_now(p.modules[module()].entries + slot * 5 + 2), p.max_rank);
+  }
+  // Of the pass, of 8 ranks. Where they are as many as may be, boxes are tall ones.
+  __device__ __forceinline__ int groups(int slot) const { return divide_up(max(min(rank(slot) - first_rank, RANKS), 0), 8); }
+  // Of 128 columns that have some of this CTA's part.
+  __device__ __forceinline__ int steps() const { return max(p.d_in - cluster_rank() * 32 + 127, 0) / 128; }
+  // Blocks of 8 rows of a warp, for as many as there is code for.
+  static __device__ __forceinline__ int share(int rows) {
+    const int blocks = divide_up(divide_up(rows, 8), kRowParts);
+    return blocks > 6 ? kMostBlocks : blocks;
+  }
 
   __device__ __forceinline__ void wait(uint64_t* bars, int slot) {
     mbar_wait(&bars[slot], phases >> slot & 1);
@@ -121,52 +150,70 @@ struct TileShrink {
   }
 
   // By one warp: boxes of A, lane by lane.
-  template <int BLOCKS>
-  __device__ __forceinline__ void bring_weights(const ShrinkPass& w) {
-    using S = ShrinkStages<RANKS, BLOCKS>;
-    const int lane = thread_anew() & 31, count = divide_up(steps, S::kSteps), half = lane / w.boxes, box = lane - half * w.boxes;
-    const uint32_t to = smem_u32(shared) + half * S::kBoxes + box * w.box_groups * 512 * kBoxSteps;
-    const CUtensorMap* map = &p.a_parts[part / 2][w.box_groups > 1];
+  __device__ __forceinline__ void bring_weights() {
+    const Item t = tile();
+    const int* entry = p.modules[module()].entries + t.slot * 5;
+    const int a_begin = load_now(entry), of_expert = load_now(entry + 3), groups = this->groups(t.slot);
+    const Stages s(share(t.num_rows));
+    const int part = cluster_rank(), count = divide_up(steps(), s.steps);
+    const bool tall = groups * 8 == RANKS;
+    const int boxes = tall ? kRankParts : max(groups, 1), of_box = tall ? kTallBox : 1;
+    const int lane = threadIdx.x & 31, half = lane / boxes, box = lane - half * boxes;
+    const bool brings = groups > 0 && half < s.steps / kBoxSteps;
+    const int a_row = a_begin + t.expert * of_expert + first_rank + box * of_box * 8;
+    const uint32_t to = memory() + half * Stages::kBoxes + box * of_box * 512 * kBoxSteps;
+    const CUtensorMap* map = &p.a_parts[part / 2][tall];
     int slot = 0;
 #pragma unroll 1
-    for (int n = 0; n < count; ++n, slot = slot + 1 == S::kDepth ? 0 : slot + 1) {
-      if (n >= S::kDepth) wait(end.bars.empty, slot);
-      if (lane == 0) mbar_expect(&end.bars.full[slot], w.boxes * w.box_groups * 512 * S::kSteps);
+    for (int n = 0; n < count; ++n, slot = slot + 1 == s.depth ? 0 : slot + 1) {
+      if (n >= s.depth) wait(bars().empty, slot);
+      if (lane == 0) mbar_expect(&bars().full[slot], groups * 512 * s.steps);
       __syncwarp();
-      if (half < S::kSteps / kBoxSteps)
-        tile_copy(to + slot * S::kBytes, map, 0, w.a_row + box * w.box_groups * 8, n * S::kSteps + half * kBoxSteps, part,
-                  &end.bars.full[slot]);
+      if (brings) tile_copy(to + slot * s.bytes, map, 0, a_row, n * s.steps + half * kBoxSteps, part, &bars().full[slot]);
     }
   }
-  // By the copy warps: four threads bring 64 bytes of a row. Of rows and steps that there are not: zeros.
-  template <int BLOCKS>
-  __device__ __forceinline__ void bring_rows() {
-    using S = ShrinkStages<RANKS, BLOCKS>;
-    constexpr int kAtOnce = kCopyWarps * 8, kTimes = (S::kRows + kAtOnce - 1) / kAtOnce;  // rows
-    const int thread = thread_anew() - kFirstCopyWarp * 32, first = thread >> 2, count = divide_up(steps, S::kSteps);
-    const uint32_t to = smem_u32(shared) + S::kWeights + first * 64 + (thread & 3) * 16;
-    const auto* from = reinterpret_cast<const uint4*>(p.x);
-    uint32_t x[kTimes];  // where their parts begin, in 16 bytes
+  // By the copy warps: four threads bring 64 bytes of a row, by as few instructions as may be: what one warp issues
+  // alone is slow. Rows that there are not have sums that nobody takes.
+  template <int STEPS>
+  __device__ __forceinline__ void bring_rows(const ShrinkRows& rows, const Stages& s) {
+    const int first = ShrinkRows::first(), q = threadIdx.x & 3, steps = this->steps(), count = divide_up(steps, STEPS);
+    const uint32_t to = memory() + s.weights + first * 64 + q * 16, of_step = s.rows * 64;
+    const __nv_bfloat16* from[kRowTimes];  // the next stage's part of each row
 #pragma unroll
-    for (int i = 0; i < kTimes; ++i)
-      x[i] = end.site.row(min(first + i * kAtOnce, kTileRows - 1)) * (p.d_in / 8) + part * 4 + (thread & 3);
-    const int rows = end.site.tile.num_rows;
+    for (int i = 0; i < kRowTimes; ++i) from[i] = p.x + int64_t{rows.row(i)} * p.d_in + cluster_rank() * 32 + q * 8;
     int slot = 0;
 #pragma unroll 1
-    for (int n = 0; n < count; ++n, slot = slot + 1 == S::kDepth ? 0 : slot + 1) {
-      if (n >= S::kDepth) wait(end.bars.empty, slot);
+    for (int n = 0; n < count; ++n, slot = slot + 1 == s.depth ? 0 : slot + 1) {
+      if (n >= s.depth) wait(bars().empty, slot);
+      const uint32_t stage = to + slot * s.bytes;
+      if ((n + 1) * STEPS <= steps) {
 #pragma unroll
-      for (int i = 0; i < kTimes; ++i)
-        if (first + i * kAtOnce < S::kRows)
+        for (int i = 0; i < kRowTimes; ++i)
+          if (first + i * kRowsAtOnce < rows.count)
 #pragma unroll
-          for (int j = 0; j < S::kSteps; ++j) {
-            const int step = n * S::kSteps + j;
-            const bool there = step < steps && first + i * kAtOnce < rows;
-            copy_ahead(to + slot * S::kBytes + (j * S::kRows + i * kAtOnce) * 64, from + (there ? x[i] + step * 16 : 0),
-                       there ? 16 : 0);
-          }
-      copies_arrive(&end.bars.full[slot]);
+            for (int j = 0; j < STEPS; ++j) copy_ahead(stage + j * of_step + i * kRowsAtOnce * 64, from[i] + j * 128, 16);
+      } else {
+        bring_rest(rows.count, steps - n * STEPS, STEPS, stage, of_step, from);
+      }
+      copies_arrive(&bars().full[slot]);
+#pragma unroll
+      for (int i = 0; i < kRowTimes; ++i) from[i] += STEPS * 128;
     }
+  }
+  // Of a stage that has fewer steps than others: zeros for those that there are not.
+  __device__ __forceinline__ void bring_rest(int rows, int there, int steps, uint32_t to, uint32_t of_step,
+                                             const __nv_bfloat16* (&from)[kRowTimes]) {
+#pragma unroll 1
+    for (int j = 0; j < steps; ++j)
+#pragma unroll
+      for (int i = 0; i < kRowTimes; ++i)
+        if (ShrinkRows::first() + i * kRowsAtOnce < rows)
+          copy_ahead(to + j * of_step + i * kRowsAtOnce * 64, from[i] + (j < there ? j * 128 : 0), j < there ? 16 : 0);
+  }
+  __device__ __forceinline__ void bring_rows(const ShrinkRows& rows) {
+    const Stages s(share(rows.count));
+    if (s.steps == 4) bring_rows<4>(rows, s);
+    else bring_rows<2>(rows, s);
   }
 
   // Sums of the two chains, of 16 ranks and 8 rows each: a lane has ranks g and g + 8 of rows 2 * q and the next.
@@ -174,56 +221,63 @@ struct TileShrink {
   using Sums = float[2][kWarpRanks / 16][BLOCKS][4];
 
   template <int BLOCKS>
-  __device__ __forceinline__ void multiply(const ShrinkPass& w, Sums<BLOCKS>& acc) {
-    using S = ShrinkStages<RANKS, BLOCKS>;
+  __device__ __forceinline__ void multiply(Sums<BLOCKS>& acc) {
+    constexpr Stages s(BLOCKS);
+    static_assert(s.depth >= 3);
     const int thread = thread_anew(), warp = thread >> 5, lane = thread & 31, ranks = warp % kRankParts;
-    const int count = divide_up(steps, S::kSteps);
-    const bool tall = w.box_groups > 1;
+    const int count = divide_up(steps(), s.steps);
+    const bool tall = groups(tile().slot) * 8 == RANKS;
     const uint32_t nothing = p.max_rank >> 16;  // 0, which the compiler does not know
-    const uint32_t weights = smem_u32(shared) + ranks * kTallBox * 512 * kBoxSteps + lane * 16;
-    const uint32_t rows = smem_u32(shared) + S::kWeights + warp / kRankParts * BLOCKS * 512 + lane * 16;
+    const uint32_t turn = BLOCKS > 5 ? 0 : nothing;  // above, registers run out
+    const uint32_t weights = memory() + ranks * kTallBox * 512 * kBoxSteps + lane * 16;
+    const uint32_t rows = memory() + s.weights + warp / kRankParts * BLOCKS * 512 + lane * 16;
     const uint32_t next_group = tall ? 512 : 512 * kBoxSteps, next_step = tall ? kTallBox * 512 : 512;
     int slot = 0;
 #pragma unroll 1
-    for (int n = 0; n < count; ++n, slot = slot + 1 == S::kDepth ? 0 : slot + 1) {
-      wait(end.bars.full, slot);
-      const uint32_t stage = slot * S::kBytes;
+    for (int n = 0; n < count; ++n, slot = slot + 1 == s.depth ? 0 : slot + 1) {
+      wait(bars().full, slot);
+      const uint32_t stage = slot * s.bytes;
       uint32_t last = 0;
 #pragma unroll
-      for (int step = 0; step < S::kSteps; ++step) {
-        const uint32_t of_step = weights + stage + step / kBoxSteps * S::kBoxes + step % kBoxSteps * next_step;
-        uint4 a[kTallBox];
+      for (int step = 0; step < s.steps; ++step) {
+        const uint32_t of_step = weights + stage + step / kBoxSteps * Stages::kBoxes + step % kBoxSteps * next_step;
+        // Words of two rows in the order in which mma takes four registers. By xor: moves the compiler would make
+        // anew for each mma, four of them.
+        uint32_t a[kWarpRanks / 16][2][4];
 #pragma unroll
-        for (int i = 0; i < kTallBox; ++i) a[i] = lds128_in_order(of_step + i * next_group);
+        for (int i = 0; i < kTallBox; ++i) {
+          const uint4 v = lds128_in_order(of_step + i * next_group);
+          a[i / 2][0][i % 2] = v.x ^ turn, a[i / 2][0][i % 2 + 2] = v.y ^ turn;
+          a[i / 2][1][i % 2] = v.z ^ turn, a[i / 2][1][i % 2 + 2] = v.w ^ turn;
+        }
 #pragma unroll
         for (int j = 0; j < BLOCKS; ++j) {
-          const uint4 x = lds128_in_order(rows + stage + (step * S::kRows + j * 8) * 64);
+          const uint4 x = lds128_in_order(rows + stage + (step * s.rows + j * 8) * 64);
           last = x.w;
 #pragma unroll
           for (int i = 0; i < kWarpRanks / 16; ++i) {
-            const uint4 &lo = a[i * 2], &hi = a[i * 2 + 1];
-            mma_bf16(acc[0][i][j], lo.x, hi.x, lo.y, hi.y, x.x, x.y);
-            mma_bf16(acc[1][i][j], lo.z, hi.z, lo.w, hi.w, x.z, x.w);
+            mma_bf16(acc[0][i][j], a[i][0][0], a[i][0][1], a[i][0][2], a[i][0][3], x.x, x.y);
+            mma_bf16(acc[1][i][j], a[i][1][0], a[i][1][1], a[i][1][2], a[i][1][3], x.z, x.w);
           }
         }
       }
-      if (n + S::kDepth >= count) continue;
+      if (n + s.depth >= count) continue;
       __syncwarp();
-      if (lane == 0) mbar_arrive(&end.bars.empty[slot] + (last & nothing));  // once the last word is here
+      if (lane == 0) mbar_arrive(&bars().empty[slot] + (last & nothing));  // once the last word is here
     }
   }
 
   // Where in shared memory the parts lie: float4s by [part][block][16 ranks][8].
   __device__ __forceinline__ float4* parts(int blocks) const {
-    return reinterpret_cast<float4*>(shared + kShrinkRoom - blocks * RANKS * 32);
+    return reinterpret_cast<float4*>(shrink_memory() + kShrinkRoom - blocks * RANKS * 32);
   }
   // CTA c adds up rows 2 * c and the next of each 8, so all of a lane's sums go to one.
   template <int BLOCKS>
-  __device__ __forceinline__ void send_parts(int blocks, const Sums<BLOCKS>& acc) {
+  __device__ __forceinline__ void send_parts(const Sums<BLOCKS>& acc) {
     const int thread = thread_anew(), warp = thread >> 5, lane = thread & 31, g = lane >> 2, q = lane & 3;
-    const int ranks = warp % kRankParts * (kWarpRanks / 16), first = warp / kRankParts * BLOCKS;
-    const uint32_t to = address_in(q, smem_u32(parts(blocks) + (part * blocks + first) * kRow + ranks * 8 + g));
-    const uint32_t bar = address_in(q, smem_u32(&end.bars.parts_full));
+    const int blocks = divide_up(rows(), 8), ranks = warp % kRankParts * (kWarpRanks / 16), first = warp / kRankParts * BLOCKS;
+    const uint32_t to = address_in(q, smem_u32(parts(blocks) + (cluster_rank() * blocks + first) * kRow + ranks * 8 + g));
+    const uint32_t bar = address_in(q, smem_u32(&bars().parts_full));
 #pragma unroll
     for (int j = 0; j < BLOCKS; ++j)
       if (first + j < blocks)
@@ -234,14 +288,15 @@ struct TileShrink {
         }
   }
   // By all threads: adds the parts of this CTA's rows in order and writes their h.
-  __device__ __forceinline__ void add_parts(const ShrinkPass& w) {
-    const Item tile = end.site.tile;
-    const float scaling = __ldg(p.modules[w.module].scaling + tile.slot);
-    const int past = (w.rank + 7) / 8 * 8, total = w.blocks * kRow;
-    const float4* from = parts(w.blocks);
-    mbar_wait(&end.bars.parts_full, pass & 1);
+  __device__ __forceinline__ void add_parts() {
+    const Item t = tile();
+    const int module = this->module(), rank = this->rank(t.slot), past = (rank + 7) / 8 * 8;
+    const float scaling = load_now(p.modules[module].scaling + t.slot);
+    const int blocks = divide_up(t.num_rows, 8), total = blocks * kRow;
+    const float4* from = parts(blocks);
+    mbar_wait(&bars().parts_full, pass & 1);
     for (int n = threadIdx.x; n < (total + 31) / 32 * 32; n += kShrinkThreads) {
-      const int at = min(n, total - 1), g = at & 7, rank = w.first_rank + at / 8 % (RANKS / 16) * 16 + g;
+      const int at = min(n, total - 1), g = at & 7, own = first_rank + at / 8 % (RANKS / 16) * 16 + g;
       float s[4] = {};  // ranks of the first row, the second; and those 8 on
 #pragma unroll
       for (int k = 0; k < kCluster; ++k) {
@@ -249,118 +304,94 @@ struct TileShrink {
         s[0] += v.x, s[1] += v.y, s[2] += v.z, s[3] += v.w;
       }
 #pragma unroll
-      for (int i = 0; i < 4; ++i) s[i] = rank + i / 2 * 8 < w.rank ? s[i] * scaling : 0.f;
+      for (int i = 0; i < 4; ++i) s[i] = own + i / 2 * 8 < rank ? s[i] * scaling : 0.f;
       const int odd = g & 1;  // that lane has the second row of both
       const float low = __shfl_xor_sync(~0u, odd ? s[0] : s[1], 1), high = __shfl_xor_sync(~0u, odd ? s[2] : s[3], 1);
-      const int row = at / kRow * 8 + part * 2 + odd, pair = rank - odd;
-      if (n >= total || row >= tile.num_rows) continue;
-      auto* h = reinterpret_cast<uint32_t*>(h_row(p, w.module, tile.row_begin + row) + pair);
+      const int row = at / kRow * 8 + cluster_rank() * 2 + odd, pair = own - odd;
+      if (n >= total || row >= t.num_rows) continue;
+      auto* h = reinterpret_cast<uint32_t*>(h_row(p, module, t.row_begin + row) + pair);
       if (pair < past) h[0] = odd ? bf16x2(low, s[1]) : bf16x2(s[0], low);
       if (pair + 8 < past) h[4] = odd ? bf16x2(high, s[3]) : bf16x2(s[2], high);
     }
   }
 
-  // What a thread that multiplies does for a pass; and one that copies.
   template <int BLOCKS>
-  __device__ __forceinline__ void multiply_and_send(const ShrinkPass& w) {
+  __device__ __forceinline__ void multiply_and_send() {
     Sums<BLOCKS> acc = {};
-    multiply<BLOCKS>(w, acc);
+    multiply<BLOCKS>(acc);
     if (pass == 0) cluster_all_begun();
-    mbar_wait(&end.bars.parts_empty, (pass & 1) ^ 1);
-    send_parts<BLOCKS>(w.blocks, acc);
+    mbar_wait(&bars().parts_empty, (pass & 1) ^ 1);
+    send_parts<BLOCKS>(acc);
   }
-  template <int BLOCKS>
-  __device__ __forceinline__ void bring(const ShrinkPass& w) {
-    if (threadIdx.x / 32 == kWeightBoxWarp) bring_weights<BLOCKS>(w);
-    else bring_rows<BLOCKS>();
-    if (pass == 0) cluster_all_begun();
-  }
-  template <bool MULTIPLIES, int BLOCKS>
-  __device__ __forceinline__ void run(const ShrinkPass& w) {
-    if constexpr (MULTIPLIES) multiply_and_send<BLOCKS>(w);
-    else bring<BLOCKS>(w);
-  }
-
-  // `last`: nobody waits to hear that the parts have been added up.
+  // Of the pass, by a warp that multiplies or by one that copies.
   template <bool MULTIPLIES>
-  __device__ __forceinline__ void tile(int module, bool last) {
-    const Item t = end.site.tile;
-    const int* entry = p.modules[module].entries + t.slot * 5;
-    const int rank = min(__ldg(entry + 2), p.max_rank), a_row = __ldg(entry) + t.expert * __ldg(entry + 3);
-    const int blocks = divide_up(t.num_rows, 8), share = divide_up(blocks, kRowParts);
-    for (int first = 0; first < rank; first += RANKS) {
-      const int groups = divide_up(min(rank - first, RANKS), 8);
-      const bool tall = groups * 8 == RANKS;
-      const ShrinkPass w{module, rank, first, blocks, a_row + first, tall ? kRankParts : groups, tall ? kTallBox : 1};
-      if (threadIdx.x == 0) mbar_expect(&end.bars.parts_full, blocks * RANKS * 32);
-      if (share == 1) run<MULTIPLIES, 1>(w);
-      else if (share == 2) run<MULTIPLIES, 2>(w);
-      else if (share == 3) run<MULTIPLIES, 3>(w);
-      else if (share == 4 || kMostBlocks == 4) run<MULTIPLIES, 4>(w);
-      else if (share == 5) run<MULTIPLIES, kMostBlocks < 5 ? 4 : 5>(w);
-      else if (share == 6) run<MULTIPLIES, kMostBlocks < 6 ? 4 : 6>(w);
-      else run<MULTIPLIES, kMostBlocks>(w);
-      add_parts(w);
-      ++pass;
-      if (last && first + RANKS >= rank) return;
-      __syncwarp();
-      if ((threadIdx.x & 31) < kCluster) cluster_arrive(&end.bars.parts_empty, threadIdx.x & 31);
+  __device__ __forceinline__ void run(const ShrinkRows& rows) {
+    if constexpr (MULTIPLIES) {
+      if (threadIdx.x == 0) mbar_expect(&bars().parts_full, divide_up(this->rows(), 8) * RANKS * 32);
+      const int share = this->share(this->rows());
+      if (share == 1) multiply_and_send<1>();
+      else if (share == 2) multiply_and_send<2>();
+      else if (share == 3) multiply_and_send<3>();
+      else if (share == 4 || kMostBlocks == 4) multiply_and_send<4>();
+      else if (share == 5) multiply_and_send<kMostBlocks < 5 ? 4 : 5>();
+      else if (share == 6) multiply_and_send<kMostBlocks < 6 ? 4 : 6>();
+      else multiply_and_send<kMostBlocks>();
+    } else {
+      if (threadIdx.x / 32 == kWeightBoxWarp) bring_weights();
+      else bring_rows(rows);
+      if (pass == 0) cluster_all_begun();
     }
-    if (!last) return;
-    if (pass == 0) cluster_all_begun();
-    else cluster_sync();  // of rank 0: nobody has waited for the others' last arrivals
   }
 
-  // The tiles of this CTA's cluster; the first one's site is there.
+  // The tiles of this CTA's cluster; `rows` are the first one's.
   template <bool MULTIPLIES>
-  __device__ __forceinline__ void all() {
-    const int clusters = gridDim.x / kCluster, tiles = __ldg(p.cut + 3), total = tiles * p.num_modules;
-    const int first = blockIdx.x / kCluster;
+  __device__ __forceinline__ void all(ShrinkRows& rows) {
+    at = blockIdx.x / kCluster;
 #pragma unroll 1
-    for (int at = first; at < total; at += clusters) {
-      if (at != first) {
-        __syncthreads();
-        if (threadIdx.x / 32 == kWeightBoxWarp) {
-          fetch_site(p, at % tiles, end.site);
-          copies_commit();
-          copies_wait<0>();
-        }
-        __syncthreads();
-      }
-      tile<MULTIPLIES>(at / tiles, at + clusters >= total);
+    while (true) {
+      run<MULTIPLIES>(rows);
+      add_parts();
+      ++pass, first_rank += RANKS;
+      const bool whole = first_rank >= rank(tile().slot);
+      if (whole && at + clusters() >= tiles() * p.num_modules) return;  // nobody waits to hear that parts have been added up
+      __syncwarp();
+      if ((threadIdx.x & 31) < kCluster) cluster_arrive(&bars().parts_empty, threadIdx.x & 31);
+      if (!whole) continue;
+      first_rank = 0, at += clusters();
+      if (!MULTIPLIES && threadIdx.x >= kFirstCopyWarp * 32) rows.ask(p, of_module(at));
+      __syncthreads();  // the next tile's stages may be where parts were
     }
   }
 };
 
-// By all threads of a cluster that has tiles; its CTAs have begun to meet, and the site of the first is there.
-// Warps that multiply have the registers of those that do not.
+// By all threads of a cluster that has tiles; its CTAs have begun to meet, and threads that copy have asked for the
+// first one's rows. Warps that multiply have the registers of those that do not.
 template <int RANKS>
-__device__ __forceinline__ void shrink_cluster(const TileArgs& p, unsigned char* shared) {
+__device__ __forceinline__ void shrink_cluster(const TileArgs& p, ShrinkRows& rows) {
   if (threadIdx.x < kShrinkWarps * 32) {
-    more_registers<192>();
-    TileShrink<RANKS>(p, shared).template all<true>();
+    more_registers<200>();
+    TileShrink<RANKS>(p).template all<true>(rows);
   } else {
-    fewer_registers<64>();
-    TileShrink<RANKS>(p, shared).template all<false>();
+    fewer_registers<56>();
+    TileShrink<RANKS>(p).template all<false>(rows);
   }
 }
 
 template <int RANKS>
 __global__ void __launch_bounds__(kShrinkThreads, 2) shrink_tiles_kernel(const __grid_constant__ TileArgs p) {
-  extern __shared__ __align__(1024) unsigned char shrink_raw[];
   let_next_begin();
-  ShrinkEnd& end = shrink_end(shrink_raw);
-  const int warp = threadIdx.x >> 5, cluster = blockIdx.x / kCluster, tiles = __ldg(p.cut + 3);
-  // Of one module it is the cluster's own, asked for before it is known how many there are.
-  const int first = p.num_modules == 1 ? cluster : cluster % max(tiles, 1);
-  if (warp == kWeightBoxWarp) fetch_site(p, first, end.site), copies_commit();
+  const int cluster = blockIdx.x / kCluster;
+  const int tiles = load_now(p.cut + 3);
+  // Of one module the first tile is the cluster's own, asked for before it is known how many there are.
+  ShrinkRows rows;
+  if (threadIdx.x >= kFirstCopyWarp * 32) rows.ask(p, p.num_modules == 1 ? cluster : cluster % max(tiles, 1));
   if (threadIdx.x == 0) prefetch_entries(p);
-  if (threadIdx.x == 32) make_shrink_barriers(end.bars);
-  if (warp == kWeightBoxWarp) copies_wait<0>();
+  if (threadIdx.x == 32) make_shrink_barriers();
+  if (threadIdx.x == kWeightBoxWarp * 32) prefetch_map(&p.a_parts[cluster_rank() / 2][1]);
+  __syncthreads();
   if (cluster < tiles * p.num_modules) {
     cluster_begun();
-    __syncthreads();
-    shrink_cluster<RANKS>(p, shrink_raw);
+    shrink_cluster<RANKS>(p, rows);
   }
   wait_for_previous();
 }

@@ -63,7 +63,7 @@ __device__ __forceinline__ int choose_height(const RowTilesArgs& p, const int (&
 // By a warp: writes the rows of the shrink's tile.
 __device__ __forceinline__ void list_rows(const RowTilesArgs& p, TileRecord& t) {
   auto row = [&](int n) { return static_cast<uint32_t>(p.row_order[t.shrink.row_begin + min(n, t.shrink.num_rows - 1)]); };
-  for (int n = threadIdx.x & 31; n < kTileRows / 2; n += 32) t.rows[n] = row(n) | row(n + kTileRows / 2) << 16;
+  for (int n = threadIdx.x & 31; n < kListedRows; n += 32) t.rows[n] = row(n) | row(n + kListedRows) << 16;
 }
 
 __global__ void __launch_bounds__(kScanThreads) row_tiles_kernel(const RowTilesArgs p) {

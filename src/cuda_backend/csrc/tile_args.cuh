@@ -7,13 +7,15 @@
 namespace lora_jax {
 
 constexpr int kTileRows = 128;  // of a tile, at most
+constexpr int kListedRows = 72;  // so that a thread that copies finds its rows in three words: see ShrinkRows
 
 // The n-th tile of the expand and the n-th of the shrink, which cut the same segments to other sizes.
 struct alignas(16) TileRecord {
   Item expand, shrink;
-  uint32_t rows[kTileRows / 2];     // of the shrink's, so that nobody waits for row_order: the n-th in the lower
-                                    // half of word n, the n-th behind the middle in the upper one
+  uint32_t rows[kListedRows];       // of the shrink's, so that nobody waits for row_order: the n-th in the lower
+                                    // half of word n, the n-th behind kListedRows in the upper one
 };
+static_assert(sizeof(TileRecord) == 80 * 4, "lora_tiles.RECORD");
 
 struct TileArgs {
   CUtensorMap a_parts[2][2];        // of parts 0 and 1, and of 2 and 3; with boxes of 8 ranks, and of kTallBox * 8
@@ -51,6 +53,10 @@ cudaError_t parts_maps(CUtensorMap (&maps)[2][2], const void* a_pool, int64_t ro
 
 __device__ __forceinline__ Item load_item(const Item* item) {
   const int4 v = __ldg(reinterpret_cast<const int4*>(item));
+  return Item{v.x, v.y, v.z, v.w};
+}
+__device__ __forceinline__ Item load_item_now(const Item* item) {
+  const int4 v = load_now(reinterpret_cast<const int4*>(item));
   return Item{v.x, v.y, v.z, v.w};
 }
 __device__ __forceinline__ Item load_tile(const TileArgs& p, int tile) { return load_item(&p.tiles[tile].expand); }

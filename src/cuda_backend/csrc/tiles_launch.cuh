@@ -2,6 +2,7 @@
 #pragma once
 #include "launch_early.cuh"
 #include "lora_both.cuh"
+#include "lora_shrink.cuh"
 #include "lora_tiles.cuh"
 #include "row_tiles.cuh"
 #include "swizzled_map.cuh"
