@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kThreads, 2) shrink_kernel(const __grid_consta
   if (threadIdx.x == 32) prefetch_map(&p.tiles.a_parts[cluster_rank() / 2][1]);
   make_barriers(p.items, sm);
   if (items) {
-    serve_items<false>(p.items, sm);
+    serve_items<false, kMaxRows>(p.items, sm);
     fence_shared_copies();  // which brought what tiles write over
     __syncthreads();
   }
