@@ -63,18 +63,22 @@ def test_lora_matches_float64(library, rows, d_out, d_in, experts, modules, accu
         assert not y[:, owners < 0].view(np.uint16).any()
 
 
-@pytest.mark.parametrize(("modules", "apart"), [(1, False), (2, False), (1, True)])
-def test_lora_has_the_same_bits_however_it_is_shared_out(library, modules, apart):
+@pytest.mark.parametrize(
+    ("modules", "apart", "ranks"),
+    [
+        *(
+            (modules, apart, (17, 8, 24, 1))
+            for modules, apart in ((1, False), (2, False), (1, True))
+        ),
+        (1, True, (8, 3, 8, 1)),
+    ],
+)
+def test_lora_has_the_same_bits_however_it_is_shared_out(library, modules, apart, ranks):
     """Second slices go to the other end of the grid; columns are drawn of four runs of items.
 
     Where the shrink is a launch of its own, its units are drawn too.
     """
-    rows, d_out, d_in, ranks = (
-        135,
-        8192,
-        64,
-        (17, 8, 24, 1),
-    )  # 128 and fewer have a kernel of their own
+    rows, d_out, d_in = 135, 8192, 64  # 128 and fewer rows have a kernel of their own
     case = lora_case(rows, d_out, d_in, ranks=ranks, num_experts=0, dtype="bfloat16")
     owners = np.maximum(np.arange(rows) % 9 - 5, 0).astype(np.int32)  # slot 0 has 90
     entries, scaling = (np.stack([copied(v)] * modules) for v in (case.entries, case.scaling))
@@ -226,12 +230,12 @@ def test_tiles_have_the_bits_of_items(
 
 @pytest.mark.parametrize(
     ("long", "rank", "sms"),
-    [((0,), 8, 4), ((3, 11, 29), 9, 16), ((7,), 8, 2), ((0, 1, 2, 3), 8, 4)],
+    [((0,), 8, 4), ((3, 11, 29), 9, 16), ((7,), 8, 2), ((0, 1, 2, 3), 8, 4), ((0, 30), 24, 4)],
 )
 def test_a_shrink_alone_serves_every_slice_of_long_items(library, long, rank, sms):
-    """Of items with more than 16 rows, two slices a unit; 8, 32, 4 and 8 CTAs have them and others.
+    """Of items with more than 16 rows, two slices a unit, or all at once where units are drawn.
 
-    The last has too many for the CTAs that could have fewer others.
+    They are drawn by all but 32 CTAs; those of rank 24 are smaller at last.
     """
     counts = np.where(np.isin(np.arange(44), long), 37, 1)
     rows, d_in, slots = int(counts.sum()), 64, len(counts)

@@ -86,6 +86,8 @@ inline cudaError_t launch_pair(const PairArgs& args, cudaStream_t stream) {
   if (args.max_rank > 64) return launch_many<2, 56320, 128>(args, stream);
   if (args.num_rows <= kFewRows && !args.live && !args.expand) return launch_few_shrink<3, 35840, 64>(args, stream);
   if (are_few(args)) return launch_few<3, 34816, 64>(args, stream);
+  // All of a unit is on its way at once: 11.0 us for 11.9 (1024 rows of 194 adapters, Zipf, on an H200).
+  if (args.max_rank <= 8 && !args.expand) return launch_many<5, 21504, 32>(args, stream);
   return args.max_rank > 32 ? launch_many<3, 35840, 64>(args, stream) : launch_many<3, 36864, 32>(args, stream);
 }
 

@@ -4,7 +4,7 @@
 //
 // An item is up to kMaxRows rows of one segment (adapter, or adapter x expert) of one module. Its
 // weights are the 16-row operand of mma and its rows the 8-column operand (swap-AB), so a segment of
-// one row costs an n = 8 tile. Units of work are (16 rows of an item, up to 32 rank rows) of the shrink,
+// one row costs an n = 8 tile. Units of work are (16 rows of an item or all, up to 32 rank rows) of the shrink,
 // each over the whole of d_in, and (item, range of columns) of the expand: the shrink of a long segment
 // would keep others waiting, the expand reads its weights once. The grid is persistent; Plan says
 // which CTA does what. In each CTA one warp makes units out ahead of their use, one streams weights
@@ -132,7 +132,7 @@ struct ShrinkReads {
 template <int GROUPS, int J>
 __device__ __forceinline__ void shrink_stage(const ShrinkReads<GROUPS, J>& from, uint32_t base, int columns,
                                              Sums<GROUPS, J>& acc) {
-#pragma unroll(GROUPS * J <= 2 ? 4 : 2)
+#pragma unroll(GROUPS * J <= 2 ? 4 : J > 2 ? 1 : 2)
   for (int k = (threadIdx.x >> 5) * 32; k < columns; k += 32 * kConsumers) {
     const uint32_t at = base + (k >> from.log) * from.box + (k >> 7 & from.half) * 2048;
     uint4 x[J], w[GROUPS];
@@ -292,7 +292,7 @@ __device__ __forceinline__ void expand_unit(const PairArgs& p, S& sm, Ring<S::kS
   }
 }
 
-template <bool EXPANDS, class S>
+template <bool EXPANDS, int MOST_ROWS, class S>
 __device__ void consume(const PairArgs& p, S& sm) {
   Ring<S::kStages> ring;
   Ring<S::kTickets> taken;
@@ -305,6 +305,8 @@ __device__ void consume(const PairArgs& p, S& sm) {
       if (u.num_rows <= 8 && u.groups == 1) shrink_unit<1, 1>(p, sm, ring, u);
       else if (u.num_rows <= 8 && u.groups == 2) shrink_unit<2, 1>(p, sm, ring, u);
       else if (u.num_rows <= 8) shrink_unit<4, 1>(p, sm, ring, u);
+      else if (MOST_ROWS > 16 && u.num_rows > 16 && u.groups <= 2) shrink_unit<2, MOST_ROWS / 8>(p, sm, ring, u);
+      else if (MOST_ROWS > 16 && u.num_rows > 16) shrink_unit<4, MOST_ROWS / 8>(p, sm, ring, u);
       else if (u.groups <= 2) shrink_unit<2, 2>(p, sm, ring, u);
       else shrink_unit<4, 2>(p, sm, ring, u);
     } else if constexpr (EXPANDS) {
@@ -341,15 +343,15 @@ __device__ __forceinline__ void make_barriers(const PairArgs& p, S& sm) {
   __syncthreads();
 }
 
-// Without EXPANDS, of a launch that shrinks alone.
-template <bool EXPANDS = true, class S>
+// Without EXPANDS, of a launch that shrinks alone, whose units may have up to MOST_ROWS rows.
+template <bool EXPANDS = true, int MOST_ROWS = kShrinkRows, class S>
 __device__ __forceinline__ void serve_items(const PairArgs& p, S& sm) {
   const int warp = threadIdx.x >> 5;
   if (warp < kConsumers) {
     if (EXPANDS && warp == 0 && p.shrink && p.expand) clear_h(p);
-    consume<EXPANDS>(p, sm);
+    consume<EXPANDS, MOST_ROWS>(p, sm);
   } else if (warp == kUnitWarp) {
-    hand_out(p, sm);
+    hand_out<MOST_ROWS>(p, sm);
   } else if (warp == kWeightWarp) {
     produce_weights(p, sm);
   } else {

@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kThreads, 2) shrink_kernel(const __grid_consta
   if (apart && threadIdx.x == 64) make_shrink_barriers();
   make_barriers(p.items, sm);
   if (few > 0 || tiles == 0) {
-    serve_items<false>(p.items, sm);
+    serve_items<false, kMaxRows>(p.items, sm);
     fence_shared_copies();  // which brought what tiles write over
     __syncthreads();
   }

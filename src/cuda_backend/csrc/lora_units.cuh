@@ -47,7 +47,7 @@ struct PairArgs {
 };
 
 constexpr int kMaxRows = 32;   // rows of an item
-constexpr int kShrinkRows = 16, kSlices = kMaxRows / kShrinkRows;  // rows of a shrink unit; slices of an item at most
+constexpr int kShrinkRows = 16;  // of a shrink unit, unless it has all of its item's: see shrink_rows
 constexpr int kMaxRank = 128;
 // Of the pieces of 64 columns in a box, log2: the narrowest, and the wide ones of either pool.
 constexpr int kNarrow = 1, kWideA = 3, kWideB = 2;
@@ -63,6 +63,7 @@ constexpr int kMostOfTile = 8;  // blocks, unless there are many
 constexpr int kStreams = 4;     // runs of items that units are drawn from in turn, where segments are long
 constexpr int kWideItem = 64;   // blocks from which on that helps
 constexpr int kDrawnRounds = 2;  // shrink units of a CTA from which on they are drawn
+constexpr int kFineRounds = 1;   // of them: smaller ones of a CTA, behind all others
 constexpr int kSmallStage = 26 << 10;  // bytes
 
 // ---------------------------------------------------------------- units and stages
@@ -248,13 +249,25 @@ __device__ __forceinline__ int choose_cut(const PairArgs& p, int num_items) {
   return units_of_cta(0) <= .75f && p.num_rows <= 8 * num_items ? 0 : 1;
 }
 
+// Returns how many rows a shrink unit may have, of kernels whose units have MOST where they are drawn: then SMs read
+// long segments' weights once for all of an item, and L2 gives them no more than it can (1024 rows of 194 adapters
+// of rank 64, Zipf, on an H200: 30.9 us, by 16 rows 33.0). Fewer units would leave CTAs waiting for such ones.
+template <int MOST>
+__device__ __forceinline__ int shrink_rows(const PairArgs& p, int units) {
+  return !p.expand && units >= kDrawnRounds * static_cast<int>(gridDim.x) ? MOST : kShrinkRows;
+}
+
 // Cuts the launch into shrink units, which CTAs have in turn, or draw where they are many and all there is to
 // do, and blocks of columns of the expand. Of a small launch, which has no time to draw units, each CTA has
 // one run of blocks. Of a large one CTAs draw units when they are through with their own, because rows and
 // ranks of items differ. No result depends on the plan, so it may follow the number of items.
+template <int MOST_ROWS>
 struct Plan {
+  static constexpr bool kFine = MOST_ROWS > kShrinkRows;  // units that are drawn are smaller at last
   int num_items, items;          // of one module, of all
   int ranks, item_units, units;  // of a shrink unit at least; shrink units of an item, of all
+  int unit_rows;                 // of a shrink unit at most
+  int coarse, fine_ranks, fine_units;  // items cut like that; of those behind them: ranks of a unit, units of an item
   int own_units;                 // of this CTA
   int shrink_draws;              // units of a shrink that are drawn
   int blocks, first, last;       // of an item; this CTA's run, counted through all items
@@ -268,11 +281,13 @@ struct Plan {
     const int block = (p.max_rank + 7) / 8 * 8 * kBlock;  // elements
     ranks = 8 << cut, item_units = lora_jax::item_units(p, cut);
     units = p.shrink ? items * item_units : 0;
-    own_units = divide_up(units, ctas) * kSlices;
+    unit_rows = shrink_rows<MOST_ROWS>(p, units);
+    own_units = divide_up(units, ctas) * slices();
     // Of a shrink alone CTAs have their first unit and second slices, and draw the others: what an SM gets of the
     // memory's bandwidth differs by a third, and long segments' units take longer.
     shrink_draws = !p.expand && units >= kDrawnRounds * ctas ? units - ctas : 0;
-    if (shrink_draws) own_units = 1 + divide_up(units, ctas);
+    if constexpr (kFine) cut_fine(p, cut);
+    if (shrink_draws) own_units = 1 + (slices() - 1) * divide_up(units, ctas);
     blocks = p.expand ? divide_up(p.d_out, kBlock) : 0;
     const int all = items * blocks, runs = all <= static_cast<int>(divide(kMostOfRun, block)) * ctas ? all : 0;
     const bool apart = items * 4 <= ctas;  // else longer runs are on more items, each of which costs a unit
@@ -284,6 +299,16 @@ struct Plan {
     // and they take a CTA the longest: so after a shrink, runs begin with their last quarter.
     first_item = p.shrink ? stream_items * 3 / 4 : 0;
   }
+  // The last units are half as large, so that CTAs end at about the same time (as above: 30.9 us, else 31.6).
+  __device__ __forceinline__ void cut_fine(const PairArgs& p, int cut) {
+    const int ctas = static_cast<int>(gridDim.x), finer = max(cut - 1, 0);
+    coarse = items, fine_ranks = 8 << finer, fine_units = lora_jax::item_units(p, finer);
+    if (shrink_draws == 0) return;
+    const int behind = items - divide_up(ctas, item_units), wanted = divide(kFineRounds * ctas, fine_units);
+    coarse -= min(behind, wanted), units += (items - coarse) * (fine_units - item_units), shrink_draws = units - ctas;
+  }
+  // Of an item, at most.
+  __device__ __forceinline__ int slices() const { return kFine && unit_rows == kMaxRows ? 1 : kMaxRows / kShrinkRows; }
   // Units are small enough for each CTA to draw some dozen, but not so small that drawing takes longer.
   // Those of long segments, which stand side by side, ask more of a CTA and less of memory than others: so
   // they are drawn in turn with others (1024 rows of 194 adapters of rank 64, Zipf, on an H200: 109.1 us,
@@ -318,11 +343,17 @@ struct Plan {
   // segment meet no first ones of such, but come at the same time, while L2 holds its weights.
   __device__ __forceinline__ Share shrink_share(int n) const {
     const int ctas = static_cast<int>(gridDim.x);
-    const int slice = shrink_draws ? n > 0 : n % kSlices, round = shrink_draws ? max(n - 1, 0) : divide(n, kSlices);
+    const int slice = shrink_draws ? n > 0 : n % slices(), round = shrink_draws ? max(n - 1, 0) : divide(n, slices());
     return shrink_of(round * ctas + (slice ? ctas - 1 - static_cast<int>(blockIdx.x) : static_cast<int>(blockIdx.x)), slice);
   }
   __device__ __forceinline__ Share shrink_of(int unit, int slice) const {
     if (unit >= units) return kNothing;
+    if constexpr (kFine) {
+      if (const int past = unit - coarse * item_units; past >= 0) {
+        const int nth = divide(past, fine_units), begin = (past - nth * fine_units) * fine_ranks;
+        return Share{kShrink, coarse + nth, begin, begin + fine_ranks, slice};
+      }
+    }
     const int item = divide(unit, item_units), begin = (unit - item * item_units) * ranks;
     return Share{kShrink, item, begin, begin + ranks, slice};
   }
