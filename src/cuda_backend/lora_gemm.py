@@ -120,7 +120,7 @@ def row_items(
     if rows < lora_tiles.FEWEST_ROWS:
         return RowItems(order, found, num_items)
     known = lora_tiles.row_tiles(found, num_items, order)
-    return RowItems(order, found, num_items, known, lora_tiles.shrink_pays(rows, num_slots))
+    return RowItems(order, found, num_items, known, lora_tiles.shrink_pays(rows, num_slots, max_rank))
 
 
 def lora_gemm(

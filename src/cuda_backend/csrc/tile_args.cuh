@@ -19,6 +19,7 @@ struct TileArgs {
   CUtensorMap a_parts[2][2];        // of parts 0 and 1, and of 2 and 3; with boxes of 8 ranks, and of kTallBox * 8
   CUtensorMap b_boxes;              // of B: see pool_map, with wide boxes
   CUtensorMap h_rows;               // see h_map
+  CUtensorMap y_boxes[kMaxModules];  // see y_map
   const TileRecord* tiles;
   const int* cut;                   // [4]: number of tiles of the expand; blocks of 8 rows in the largest; rows
                                     // with an adapter; number of tiles of the shrink
@@ -31,6 +32,7 @@ struct TileArgs {
   bool shrink, expand;              // what of it, h being the result or given where it is one alone
   bool accumulate;                  // the expand adds to y; else y holds nothing before
   bool behind;                      // expand: h comes from the kernel before
+  uint32_t* shrunk;                 // of the call's state, where one kernel shrinks and expands; else null
 };
 
 // Shrinks, expands or both: the rows of all tiles. May begin while the kernel before it in the stream

@@ -34,6 +34,21 @@ inline cudaError_t h_map(TileArgs* args) {
   return swizzled_map<4>(&args->h_rows, args->h, dims, strides, box, CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }
 
+// Views each y as [pieces of 64 columns][row][64]: a box is a unit whose rows are neighbours.
+inline cudaError_t y_maps(TileArgs* args) {
+  const cuuint64_t dims[] = {64, static_cast<cuuint64_t>(args->num_rows), static_cast<cuuint64_t>(args->d_out / 64)};
+  const cuuint64_t strides[] = {static_cast<cuuint64_t>(args->d_out) * 2, 128};
+  const cuuint32_t box[] = {64, kUnitRows, kPieces};
+  cudaError_t e = cudaSuccess;
+  for (int m = 0; m < args->num_modules && e == cudaSuccess; ++m)
+    e = swizzled_map<3>(&args->y_boxes[m], args->modules[m].y, dims, strides, box, CU_TENSOR_MAP_L2_PROMOTION_NONE);
+  return e;
+}
+inline cudaError_t expand_maps(TileArgs* args) {
+  const cudaError_t e = h_map(args);
+  return e == cudaSuccess && args->accumulate ? y_maps(args) : e;
+}
+
 template <int STEPS, int STAGES>
 cudaError_t launch_expand_tiles(const TileArgs& args, int sms, cudaStream_t stream) {
   constexpr int bytes = sizeof(ExpandShared<STEPS, STAGES>);
@@ -73,7 +88,7 @@ cudaError_t launch_tiles(TileArgs args, cudaStream_t stream) {
   cudaError_t e = count_sms(&sms);
   args.behind = args.shrink;
   if (e == cudaSuccess && args.shrink) e = launch_shrink_tiles(args, sms, stream, true);
-  if (e == cudaSuccess && args.expand) e = h_map(&args);
+  if (e == cudaSuccess && args.expand) e = expand_maps(&args);
   if (e == cudaSuccess && args.expand) e = launch_expand_tiles<8, 8>(args, sms, stream);
   return e;
 }
@@ -84,12 +99,12 @@ cudaError_t launch_both(BothArgs args, cudaStream_t stream) {
   int sms = 0;
   cudaError_t e = count_sms(&sms);
   args.tiles.behind = args.tiles.shrink;
-  if (e == cudaSuccess && args.tiles.shrink) e = launch_shrink_tiles(args.tiles, sms, stream, false);
-  if (e == cudaSuccess) e = h_map(&args.tiles);
-  if (e == cudaSuccess) e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(S));
+  args.tiles.shrunk = args.tiles.shrink ? &args.items.state->shrunk : nullptr;
+  if (e == cudaSuccess) e = expand_maps(&args.tiles);
+  if (e == cudaSuccess) e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShrinkBytes);
   if (e != cudaSuccess) return e;
-  if (args.tiles.shrink) return launch_early(kernel, sms * 2, kThreads, sizeof(S), stream, args);
-  kernel<<<sms * 2, kThreads, sizeof(S), stream>>>(args);
+  if (args.tiles.shrink) return launch_clusters(kernel, cluster_ctas(sms), kThreads, kShrinkBytes, stream, args, false);
+  kernel<<<sms * 2, kThreads, kShrinkBytes, stream>>>(args);
   return cudaGetLastError();
 }
 
