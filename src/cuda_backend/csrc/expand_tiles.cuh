@@ -15,6 +15,7 @@ constexpr int kPieces = kUnitColumns / 64;    // of columns, each a warp's
 constexpr int kTeams = kTileWarps / kPieces;  // of warps, which take units in turn
 static_assert(kUnitColumns == 64 << kWideB, "one box brings 8 rank rows of a unit");
 constexpr int kBatchUnits = kTileThreads / 4;      // looked up at a time
+constexpr int kAheadUnits = 16;  // whose y is brought near while h is to come
 
 struct alignas(16) ExpandUnit {
   int place, row;  // of its first row, in the sorted order and in y
@@ -200,6 +201,15 @@ struct BatchExpand {
     const auto* from = m.y + static_cast<int64_t>(static_cast<uint32_t>(sm.rows[n][row])) * 8;
     bulk_copy(smem_u32(sm.y[at]) + row * S::kRow, from, bytes_of_row(u), &sm.full[at]);
   }
+  // By a warp: brings a unit's rows of y as near as L2, by loads: the copy engine has enough to do.
+  __device__ __forceinline__ void prefetch_y(int n) const {
+    const ExpandUnit u = unit(n);
+    const int row = (threadIdx.x & 31) / 2, first = (threadIdx.x & 1) * 64;
+    const auto* from = m.y + static_cast<int64_t>(static_cast<uint32_t>(sm.rows[n][row])) * 8;
+#pragma unroll
+    for (int c = first; c < kUnitColumns; c += 128)
+      if (row < u.rows() && u.column() + c < p.d_out) prefetch_l2(from + c);
+  }
   __device__ __forceinline__ void fetch_h(const ExpandUnit& u, int at) const {
     const int lane = threadIdx.x & 31;
     if (lane < halves(u))
@@ -220,13 +230,17 @@ struct BatchExpand {
       return;
     }
   }
-  // Until all CTAs have shrunk their tiles: one warp asks.
+  // Until all CTAs have shrunk their tiles: one warp asks, while the others bring later units' y as near as L2:
+  // the shrink leaves memory time for it.
   __device__ __forceinline__ void await_h() const {
     if (threadIdx.x == kTileThreads - 32) {
       while ((acquire_word(p.shrunk) >= gridDim.x) == odd) {}
       mbar_arrive(&sm.h_there);
     }
     __syncwarp();
+    if (ADDS && threadIdx.x < kTileThreads - 32)
+      for (int n = S::kStages + (threadIdx.x >> 5); n < min(count, S::kStages + kAheadUnits); n += kTileWarps - 1) prefetch_y(n);
+
     mbar_wait(&sm.h_there, 0);
     fence_copies();  // which read what others wrote
   }
