@@ -1,5 +1,5 @@
-// Items (lora_gemm.cuh) and tiles (lora_tiles.cuh, expand_tiles.cuh) in one kernel: their expand with
-// the shrink of items if there is one, and their shrink where that is all.
+// Items (lora_gemm.cuh) and tiles (lora_tiles.cuh, expand_tiles.cuh) in one kernel: their shrink and expand, or
+// one of them where that is all.
 //
 // How many tiles there are only the device knows. Where there are none, these are pair_kernel, and the
 // question has cost nothing: a kernel of their own, launched to return at once, would take a microsecond.

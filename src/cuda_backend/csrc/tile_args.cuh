@@ -31,15 +31,14 @@ struct TileArgs {
   int d_in, d_out, h_stride, max_rank, most_tiles;
   bool shrink, expand;              // what of it, h being the result or given where it is one alone
   bool accumulate;                  // the expand adds to y; else y holds nothing before
-  bool behind;                      // expand: h comes from the kernel before
+  bool behind;                      // expand: h comes from the kernel before, or from this one
   uint32_t* shrunk;                 // of the call's state, where one kernel shrinks and expands; else null
 };
 
 // Shrinks, expands or both: the rows of all tiles. May begin while the kernel before it in the stream
 // runs, that of the items, for it only touches rows in tiles, and ends after it.
 cudaError_t launch_tiles(TileArgs args, cudaStream_t stream);
-// Shrinks the tiles, if they are to be; then one kernel serves the items and expands the tiles. Their h are
-// apart.
+// One kernel shrinks the tiles, if they are to be, serves the items and expands the tiles. Their h are apart.
 struct BothArgs {
   PairArgs items;
   TileArgs tiles;
