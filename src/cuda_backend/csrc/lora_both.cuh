@@ -20,6 +20,13 @@ __device__ __forceinline__ void zero_rows_behind(const PairArgs& p) {
   zero_rows(p, __ldg(p.live) + warp, p.num_rows, warps);
 }
 
+struct PrefetchRun {
+  const TileArgs& p;
+  __device__ __forceinline__ void operator()() const {
+    if (p.accumulate) prefetch_run(p, thread_anew() - kFirstCopyWarp * 32, kCopyWarps * 32);
+  }
+};
+
 // By all threads: shrinks the tiles of this CTA's cluster, if it has some, and counts the CTA as one that has.
 __device__ __forceinline__ void shrink_before(const TileArgs& p, unsigned char* shared) {
   const int tiles = __ldg(p.cut + 3);
@@ -33,7 +40,7 @@ __device__ __forceinline__ void shrink_before(const TileArgs& p, unsigned char* 
       fewer_registers<128>();
     } else {
       fewer_registers<64>();
-      TileShrink<kMostRankOfPass>(p, shared).template all<false>();
+      TileShrink<kMostRankOfPass, PrefetchRun>(p, shared, PrefetchRun{p}).template all<false>();
       more_registers<128>();
     }
     fence_shared_copies();  // which write over what this has written
