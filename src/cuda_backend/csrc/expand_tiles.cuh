@@ -129,15 +129,32 @@ __device__ __forceinline__ void update_rows(const Columns<STEPS>& columns, uint3
 // Of a tile of so many blocks of 8 rows, for each group of columns.
 __device__ __forceinline__ int units_of(int blocks) { return (blocks * 8 + kUnitRows - 1) / kUnitRows; }
 
-// By all threads, four a unit: looks up `count` units from `first` on, counted through (columns, tile, rows).
-// Units of tiles smaller than the largest may be empty.
+// The CTA's units of a module, counted through (columns, tile, rows): equal runs balance. Each is gone through from
+// where a multiple of its length lies before in its columns, and then from its start: so CTAs are at the same rows
+// at a time, or most of them, and what they ask of memory lies side by side.
+struct ExpandRun {
+  int tiles, tile_units;     // of the module; of a tile, for each group of columns
+  int begin, units, turned;
+  __device__ __forceinline__ explicit ExpandRun(const TileArgs& p) : tiles(__ldg(p.cut)), tile_units(units_of(__ldg(p.cut + 1))) {
+    const int column_units = tiles * tile_units, ctas = static_cast<int>(gridDim.x), cta = static_cast<int>(blockIdx.x);
+    const int64_t total = static_cast<int64_t>((p.d_out + kUnitColumns - 1) / kUnitColumns) * column_units;
+    begin = static_cast<int>(total * cta / ctas), units = static_cast<int>(total * (cta + 1) / ctas) - begin;
+    const int length = max(static_cast<int>(total / ctas), 1), before = begin % max(column_units, 1);
+    const int next = min((before + length - 1) / length * length, column_units) - before;
+    turned = next < units ? next : 0;
+  }
+  __device__ __forceinline__ int at(int n) const { return begin + n + turned - (n + turned < units ? 0 : units); }
+};
+
+// By all threads, four a unit: looks up `count` units of the run from its `first` on. Units of tiles smaller than the
+// largest may be empty.
 template <class S>
-__device__ __forceinline__ void look_up(const TileArgs& p, const Module& m, int first, int count, S& sm) {
+__device__ __forceinline__ void look_up(const TileArgs& p, const Module& m, const ExpandRun& run, int first, int count, S& sm) {
   constexpr int kEach = kUnitRows / 4;
   const int slot = threadIdx.x >> 2, q = threadIdx.x & 3, n = min(slot, count - 1);
-  const int tile_units = units_of(__ldg(p.cut + 1)), tiles = __ldg(p.cut), of_all = (first + n) / tile_units;
-  const int group = of_all / tiles, begin = (first + n - of_all * tile_units) * kUnitRows;
-  const Item t = load_tile(p, of_all - group * tiles);
+  const int unit = run.at(first + n), of_all = unit / run.tile_units, group = of_all / run.tiles;
+  const int begin = (unit - of_all * run.tile_units) * kUnitRows;
+  const Item t = load_tile(p, of_all - group * run.tiles);
   const int* entry = m.entries + t.slot * 5;
   const int rank = min(__ldg(entry + 2), p.max_rank);
   const int weight_row = __ldg(entry + 1) + t.expert * __ldg(entry + 4);
@@ -174,14 +191,12 @@ __device__ __forceinline__ void prefetch_units(const TileArgs& p) {
 
 // By some threads: brings the first rows of y of the CTA's run as near as L2.
 __device__ __forceinline__ void prefetch_run(const TileArgs& p, int thread, int threads) {
-  const int tiles = __ldg(p.cut), tile_units = units_of(__ldg(p.cut + 1));
-  const int64_t total = static_cast<int64_t>((p.d_out + kUnitColumns - 1) / kUnitColumns) * tiles * tile_units;
-  const int begin = static_cast<int>(total * blockIdx.x / gridDim.x), end = static_cast<int>(total * (blockIdx.x + 1) / gridDim.x);
+  const ExpandRun run(p);
 #pragma unroll 1
-  for (int i = thread; i < min(end - begin, kAheadUnits) * kUnitRows; i += threads) {
-    const int unit = begin + i / kUnitRows, of_all = unit / tile_units, group = of_all / tiles;
-    const int row = (unit - of_all * tile_units) * kUnitRows + i % kUnitRows;
-    const Item t = load_tile(p, of_all - group * tiles);
+  for (int i = thread; i < min(run.units, kAheadUnits) * kUnitRows; i += threads) {
+    const int unit = run.at(i / kUnitRows), of_all = unit / run.tile_units, group = of_all / run.tiles;
+    const int row = (unit - of_all * run.tile_units) * kUnitRows + i % kUnitRows;
+    const Item t = load_tile(p, of_all - group * run.tiles);
     if (row >= t.num_rows) continue;
     const auto* from = p.modules[0].y + int64_t{1} * __ldg(p.row_order + t.row_begin + row) * p.d_out;
 #pragma unroll
@@ -338,21 +353,19 @@ struct BatchExpand {
   }
 };
 
-// The CTA's run of a module; equal runs balance. Where h comes from the kernel before, it is read once
+// The CTA's run of a module. Where h comes from the kernel before, it is read once
 // that has ended; where from this one, once all CTAs have shrunk.
 template <int STEPS, class S>
 __device__ __forceinline__ void expand_module(const TileArgs& p, int module, S& sm, Ring<S::kStages>& ring, uint32_t& b_phase,
                                               bool& waits, bool odd) {
   const Module& m = p.modules[module];
-  const int groups = (p.d_out + kUnitColumns - 1) / kUnitColumns;
-  const int64_t total = static_cast<int64_t>(groups) * __ldg(p.cut) * units_of(__ldg(p.cut + 1));
-  const int end = static_cast<int>(total * (blockIdx.x + 1) / gridDim.x);
+  const ExpandRun run(p);
   Columns<STEPS> columns;
   int2 have = make_int2(-1, -1);
-  for (int first = static_cast<int>(total * blockIdx.x / gridDim.x); first < end; first += kBatchUnits) {
-    const int count = min(end - first, kBatchUnits);
+  for (int first = 0; first < run.units; first += kBatchUnits) {
+    const int count = min(run.units - first, kBatchUnits);
     __syncthreads();  // the last batch is done with
-    look_up(p, m, first, count, sm);
+    look_up(p, m, run, first, count, sm);
     __syncthreads();
     if (p.accumulate) BatchExpand<true, STEPS, S>{p, sm, m, module, count, waits, odd}.run(columns, ring, have, b_phase);
     else BatchExpand<false, STEPS, S>{p, sm, m, module, count, waits, odd}.run(columns, ring, have, b_phase);
