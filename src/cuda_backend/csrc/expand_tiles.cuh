@@ -15,17 +15,15 @@ constexpr int kPieces = kUnitColumns / 64;    // of columns, each a warp's
 constexpr int kTeams = kTileWarps / kPieces;  // of warps, which take units in turn
 static_assert(kUnitColumns == 64 << kWideB, "one box brings 8 rank rows of a unit");
 constexpr int kBatchUnits = kTileThreads / 4;      // looked up at a time
-constexpr int kAheadUnits = 16;  // whose y is brought near while h is to come
+constexpr int kAskingThread = kTileThreads - 32;   // that asks whether h is there
 
 struct alignas(16) ExpandUnit {
-  int place, row;  // of its first row, in the sorted order and in y
-  int weight_row;
-  uint32_t shape;  // rows, 0 if there is nothing to do, whether they are neighbours in y, rank and columns before
-  static constexpr uint32_t kTogether = 128;
-  __device__ __forceinline__ int rows() const { return shape & 127; }
-  __device__ __forceinline__ bool together() const { return shape & kTogether; }
-  __device__ __forceinline__ int rank() const { return shape >> 8 & 255; }
-  __device__ __forceinline__ int column() const { return (shape >> 16) * kUnitColumns; }
+  int place, rows_rank;  // of its first row in the sorted order; rows, 0 if there is nothing to do, and rank << 8
+  int weight_row, column;
+  static constexpr int kTogether = 128;  // rows are neighbours in y
+  __device__ __forceinline__ int rows() const { return rows_rank & 127; }
+  __device__ __forceinline__ bool together() const { return rows_rank & kTogether; }
+  __device__ __forceinline__ int rank() const { return rows_rank >> 8; }
 };
 
 template <int STEPS, int STAGES>
@@ -40,8 +38,10 @@ struct ExpandShared {
   unsigned char h[STAGES][kHalves][kHalf];
   unsigned char y[STAGES][kRows];
   ExpandUnit units[kBatchUnits];
+  int first_rows[kBatchUnits];
   int rows[kBatchUnits][kUnitRows];  // where they begin in y, with the unit's column, in 16 bytes
   alignas(8) uint64_t full[STAGES], empty[STAGES], b_full, b_empty, h_there;
+  bool odd, there;  // whether this is every second launch of the call, see CallState; whether h is there
 };
 
 // A warp's 64 columns of B as mma operands. A lane reads 8 columns of the rank rows it needs; operands
@@ -129,32 +129,15 @@ __device__ __forceinline__ void update_rows(const Columns<STEPS>& columns, uint3
 // Of a tile of so many blocks of 8 rows, for each group of columns.
 __device__ __forceinline__ int units_of(int blocks) { return (blocks * 8 + kUnitRows - 1) / kUnitRows; }
 
-// The CTA's units of a module, counted through (columns, tile, rows): equal runs balance. Each is gone through from
-// where a multiple of its length lies before in its columns, and then from its start: so CTAs are at the same rows
-// at a time, or most of them, and what they ask of memory lies side by side.
-struct ExpandRun {
-  int tiles, tile_units;     // of the module; of a tile, for each group of columns
-  int begin, units, turned;
-  __device__ __forceinline__ explicit ExpandRun(const TileArgs& p) : tiles(__ldg(p.cut)), tile_units(units_of(__ldg(p.cut + 1))) {
-    const int column_units = tiles * tile_units, ctas = static_cast<int>(gridDim.x), cta = static_cast<int>(blockIdx.x);
-    const int64_t total = static_cast<int64_t>((p.d_out + kUnitColumns - 1) / kUnitColumns) * column_units;
-    begin = static_cast<int>(total * cta / ctas), units = static_cast<int>(total * (cta + 1) / ctas) - begin;
-    const int length = max(static_cast<int>(total / ctas), 1), before = begin % max(column_units, 1);
-    const int next = min((before + length - 1) / length * length, column_units) - before;
-    turned = next < units ? next : 0;
-  }
-  __device__ __forceinline__ int at(int n) const { return begin + n + turned - (n + turned < units ? 0 : units); }
-};
-
-// By all threads, four a unit: looks up `count` units of the run from its `first` on. Units of tiles smaller than the
-// largest may be empty.
+// By all threads, four a unit: looks up `count` units from `first` on, counted through (columns, tile, rows).
+// Units of tiles smaller than the largest may be empty.
 template <class S>
-__device__ __forceinline__ void look_up(const TileArgs& p, const Module& m, const ExpandRun& run, int first, int count, S& sm) {
+__device__ __forceinline__ void look_up(const TileArgs& p, const Module& m, int first, int count, S& sm) {
   constexpr int kEach = kUnitRows / 4;
   const int slot = threadIdx.x >> 2, q = threadIdx.x & 3, n = min(slot, count - 1);
-  const int unit = run.at(first + n), of_all = unit / run.tile_units, group = of_all / run.tiles;
-  const int begin = (unit - of_all * run.tile_units) * kUnitRows;
-  const Item t = load_tile(p, of_all - group * run.tiles);
+  const int tile_units = units_of(__ldg(p.cut + 1)), tiles = __ldg(p.cut), of_all = (first + n) / tile_units;
+  const int group = of_all / tiles, begin = (first + n - of_all * tile_units) * kUnitRows, column = group * kUnitColumns;
+  const Item t = load_tile(p, of_all - group * tiles);
   const int* entry = m.entries + t.slot * 5;
   const int rank = min(__ldg(entry + 2), p.max_rank);
   const int weight_row = __ldg(entry + 1) + t.expert * __ldg(entry + 4);
@@ -164,16 +147,15 @@ __device__ __forceinline__ void look_up(const TileArgs& p, const Module& m, cons
 #pragma unroll
   for (int i = 0; i < kEach; ++i) row[i] = q * kEach + i < rows ? __ldg(p.row_order + place + q * kEach + i) : 0;
   const int first_row = __shfl_sync(~0u, row[0], threadIdx.x & 28);
-  bool together = rows == kUnitRows;
+  bool together = rows == kUnitRows && p.accumulate;
 #pragma unroll
   for (int i = 0; i < kEach; ++i) together = together && row[i] == first_row + q * kEach + i;
   const unsigned alike = __ballot_sync(~0u, together) >> (threadIdx.x & 28) & 15;
   if (slot >= count) return;
 #pragma unroll
-  for (int i = 0; i < kEach; ++i)
-    sm.rows[n][q * kEach + i] = q * kEach + i < rows ? row[i] * (p.d_out / 8) + group * (kUnitColumns / 8) : 0;
-  const uint32_t shape = rows | (alike == 15 ? ExpandUnit::kTogether : 0) | rank << 8 | group << 16;
-  if (q == 0) sm.units[n] = ExpandUnit{place, first_row, weight_row, shape};
+  for (int i = 0; i < kEach; ++i) sm.rows[n][q * kEach + i] = q * kEach + i < rows ? row[i] * (p.d_out / 8) + column / 8 : 0;
+  if (q == 0) sm.units[n] = ExpandUnit{place, rows | (alike == 15 ? ExpandUnit::kTogether : 0) | rank << 8, weight_row, column};
+  if (q == 0) sm.first_rows[n] = first_row;
 }
 
 // By a warp: brings near what is wanted as soon as it is known how many tiles there are.
@@ -186,42 +168,25 @@ __device__ __forceinline__ void prefetch_units(const TileArgs& p) {
   };
   near(p.tiles, p.most_tiles * sizeof(TileRecord));
   near(p.row_order, int64_t{4} * p.num_rows);
-  for (int m = 0; m < p.num_modules; ++m) near(p.modules[m].entries, int64_t{20} * p.num_slots);
-}
-
-// By some threads: brings the first rows of y of the CTA's run as near as L2.
-__device__ __forceinline__ void prefetch_run(const TileArgs& p, int thread, int threads) {
-  const ExpandRun run(p);
-#pragma unroll 1
-  for (int i = thread; i < min(run.units, kAheadUnits) * kUnitRows; i += threads) {
-    const int unit = run.at(i / kUnitRows), of_all = unit / run.tile_units, group = of_all / run.tiles;
-    const int row = (unit - of_all * run.tile_units) * kUnitRows + i % kUnitRows;
-    const Item t = load_tile(p, of_all - group * run.tiles);
-    if (row >= t.num_rows) continue;
-    const auto* from = p.modules[0].y + int64_t{1} * __ldg(p.row_order + t.row_begin + row) * p.d_out;
-#pragma unroll
-    for (int c = 0; c < kUnitColumns; c += 64)
-      if (group * kUnitColumns + c < p.d_out) prefetch_l2(from + group * kUnitColumns + c);
-  }
+  near(p.modules[0].entries, int64_t{20} * p.num_slots);
 }
 
 // What the warps of a CTA do with a batch of units. A team takes one in turn with the others; when all its
 // warps are through with it, one of them brings another in its stead.
-template <bool ADDS, int STEPS, class S>
+template <bool SHRINKS, bool ADDS, int STEPS, class S>
 struct BatchExpand {
   const TileArgs& p;
   S& sm;
   const Module& m;
   const int module, count;
-  const bool waits, odd;  // for h; see CallState
 
   __device__ __forceinline__ ExpandUnit unit(int n) const {
     const int4 v = *reinterpret_cast<const int4*>(sm.units + n);
-    return ExpandUnit{v.x, v.y, v.z, static_cast<uint32_t>(v.w)};
+    return ExpandUnit{v.x, v.y, v.z, v.w};
   }
   // A box has all columns, where there are fewer too.
   __device__ __forceinline__ int bytes_of_row(const ExpandUnit& u) const {
-    return u.together() ? kUnitColumns * 2 : min(p.d_out - u.column(), kUnitColumns) * 2;
+    return u.together() ? kUnitColumns * 2 : min(p.d_out - u.column, kUnitColumns) * 2;
   }
   __device__ __forceinline__ int halves(const ExpandUnit& u) const { return u.rows() == 0 ? 0 : u.rank() > 64 ? 2 : 1; }
   __device__ __forceinline__ void expect(const ExpandUnit& u, int at) const {
@@ -230,18 +195,9 @@ struct BatchExpand {
   // A lane brings row `row` of y; the first one all that are neighbours.
   __device__ __forceinline__ void fetch_y(int n, const ExpandUnit& u, int at, int row) const {
     if (!ADDS || row >= (u.together() ? 1 : u.rows())) return;
-    if (u.together()) return box_copy(smem_u32(sm.y[at]), &p.y_boxes[module], u.row, u.column() / 64, &sm.full[at]);
+    if (u.together()) return box_copy(smem_u32(sm.y[at]), &p.y_boxes[module], sm.first_rows[n], u.column / 64, &sm.full[at]);
     const auto* from = m.y + static_cast<int64_t>(static_cast<uint32_t>(sm.rows[n][row])) * 8;
     bulk_copy(smem_u32(sm.y[at]) + row * S::kRow, from, bytes_of_row(u), &sm.full[at]);
-  }
-  // By a warp: brings a unit's rows of y as near as L2, by loads: the copy engine has enough to do.
-  __device__ __forceinline__ void prefetch_y(int n) const {
-    const ExpandUnit u = unit(n);
-    const int row = (threadIdx.x & 31) / 2, first = (threadIdx.x & 1) * 64;
-    const auto* from = m.y + static_cast<int64_t>(static_cast<uint32_t>(sm.rows[n][row])) * 8;
-#pragma unroll
-    for (int c = first; c < kUnitColumns; c += 128)
-      if (row < u.rows() && u.column() + c < p.d_out) prefetch_l2(from + c);
   }
   __device__ __forceinline__ void fetch_h(const ExpandUnit& u, int at) const {
     const int lane = threadIdx.x & 31;
@@ -253,27 +209,23 @@ struct BatchExpand {
     const int lane = threadIdx.x & 31;
     for (; n < count; n += 32) {
       const ExpandUnit u = unit(min(n + lane, count - 1));
-      const unsigned other = __ballot_sync(~0u, n + lane < count && u.rows() > 0 && (u.weight_row != have.x || u.column() != have.y));
+      const unsigned other = __ballot_sync(~0u, n + lane < count && u.rows() > 0 && (u.weight_row != have.x || u.column != have.y));
       if (other == 0) continue;
       const ExpandUnit next = unit(n + __ffs(other) - 1);
       const int groups = (next.rank() + 7) / 8, group = sharer + lane * sharers;
       if (group == 0) mbar_expect(&sm.b_full, groups * S::kGroup);
       __syncwarp();
-      if (group < groups) box_copy(smem_u32(sm.b[group]), &p.b_boxes, next.weight_row + group * 8, next.column() / 64, &sm.b_full);
+      if (group < groups) box_copy(smem_u32(sm.b[group]), &p.b_boxes, next.weight_row + group * 8, next.column / 64, &sm.b_full);
       return;
     }
   }
-  // Until all CTAs have shrunk their tiles: one warp asks, while the others bring later units' y as near as L2:
-  // the shrink leaves memory time for it.
+  // Until all CTAs have shrunk their tiles: one thread asks, once.
   __device__ __forceinline__ void await_h() const {
-    if (threadIdx.x == kTileThreads - 32) {
-      while ((acquire_word(p.shrunk) >= gridDim.x) == odd) {}
-      mbar_arrive(&sm.h_there);
+    if (threadIdx.x == kAskingThread && !sm.there) {
+      while ((acquire_word(p.shrunk) >= gridDim.x) == sm.odd) {}
+      mbar_arrive(&sm.h_there), sm.there = true;
     }
     __syncwarp();
-    if (ADDS && threadIdx.x < kTileThreads - 32)
-      for (int n = S::kStages + (threadIdx.x >> 5); n < min(count, S::kStages + kAheadUnits); n += kTileWarps - 1) prefetch_y(n);
-
     mbar_wait(&sm.h_there, 0);
     fence_copies();  // which read what others wrote
   }
@@ -292,8 +244,8 @@ struct BatchExpand {
     for (int n = 0; n < filled; ++n, to.next())
       if (lane < kUnitRows / kTileWarps) fetch_y(n, unit(n), to.at(), warp * (kUnitRows / kTileWarps) + lane);
     if (!p.behind) return;
-    if (!p.shrunk) wait_for_previous();
-    else if (waits) await_h();
+    if constexpr (SHRINKS) await_h();
+    else wait_for_previous();
     if (one) fetch_h(unit(warp), at.at());
   }
   template <int USED>
@@ -320,8 +272,8 @@ struct BatchExpand {
 #pragma unroll 1
     for (int n = 0; n < count; ++n, ring.next()) {
       const ExpandUnit u = unit(n);
-      if (u.rows() > 0 && (u.weight_row != have.x || u.column() != have.y)) {
-        have = make_int2(u.weight_row, u.column());
+      if (u.rows() > 0 && (u.weight_row != have.x || u.column != have.y)) {
+        have = make_int2(u.weight_row, u.column);
         mbar_wait(&sm.b_full, b_phase);
         const uint32_t last = columns.take(smem_u32(sm.b[0]) + piece * 1024, S::kGroup, u.rank());
         __syncwarp();
@@ -335,7 +287,7 @@ struct BatchExpand {
       if (n % kTeams != team) continue;
       const int at = ring.at();
       mbar_wait(&sm.full[at], ring.phase());
-      if (u.column() + piece * 64 < p.d_out) {
+      if (u.column + piece * 64 < p.d_out) {
         if (u.rank() <= STEPS * 8) update<STEPS / 2>(columns, n, u, at, piece);
         else update<STEPS>(columns, n, u, at, piece);
       }
@@ -353,29 +305,28 @@ struct BatchExpand {
   }
 };
 
-// The CTA's run of a module. Where h comes from the kernel before, it is read once
-// that has ended; where from this one, once all CTAs have shrunk.
-template <int STEPS, class S>
-__device__ __forceinline__ void expand_module(const TileArgs& p, int module, S& sm, Ring<S::kStages>& ring, uint32_t& b_phase,
-                                              bool& waits, bool odd) {
+// The CTA's run of a module; equal runs balance. Where h comes from the kernel before, it is read once
+// that has ended.
+template <bool SHRINKS, int STEPS, class S>
+__device__ __forceinline__ void expand_module(const TileArgs& p, int module, S& sm, Ring<S::kStages>& ring, uint32_t& b_phase) {
   const Module& m = p.modules[module];
-  const ExpandRun run(p);
+  const int groups = (p.d_out + kUnitColumns - 1) / kUnitColumns;
+  const int64_t total = static_cast<int64_t>(groups) * __ldg(p.cut) * units_of(__ldg(p.cut + 1));
+  const int end = static_cast<int>(total * (blockIdx.x + 1) / gridDim.x);
   Columns<STEPS> columns;
   int2 have = make_int2(-1, -1);
-  for (int first = 0; first < run.units; first += kBatchUnits) {
-    const int count = min(run.units - first, kBatchUnits);
+  for (int first = static_cast<int>(total * blockIdx.x / gridDim.x); first < end; first += kBatchUnits) {
+    const int count = min(end - first, kBatchUnits);
     __syncthreads();  // the last batch is done with
-    look_up(p, m, run, first, count, sm);
+    look_up(p, m, first, count, sm);
     __syncthreads();
-    if (p.accumulate) BatchExpand<true, STEPS, S>{p, sm, m, module, count, waits, odd}.run(columns, ring, have, b_phase);
-    else BatchExpand<false, STEPS, S>{p, sm, m, module, count, waits, odd}.run(columns, ring, have, b_phase);
-    waits = false;
+    if (p.accumulate) BatchExpand<SHRINKS, true, STEPS, S>{p, sm, m, module, count}.run(columns, ring, have, b_phase);
+    else BatchExpand<SHRINKS, false, STEPS, S>{p, sm, m, module, count}.run(columns, ring, have, b_phase);
   }
 }
 
-// `odd`: whether this is every second launch of the call, see CallState.
-template <int STEPS, int STAGES>
-__device__ __forceinline__ void expand_tiles(const TileArgs& p, ExpandShared<STEPS, STAGES>& sm, bool odd) {
+template <bool SHRINKS, int STEPS, int STAGES>
+__device__ __forceinline__ void expand_tiles(const TileArgs& p, ExpandShared<STEPS, STAGES>& sm) {
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
       mbar_init(&sm.full[i], 1);
@@ -383,14 +334,13 @@ __device__ __forceinline__ void expand_tiles(const TileArgs& p, ExpandShared<STE
     }
     mbar_init(&sm.b_full, 1);
     mbar_init(&sm.b_empty, kTileWarps);
-    mbar_init(&sm.h_there, 1);
+    if (SHRINKS) mbar_init(&sm.h_there, 1);
     fence_barriers();
   }
   Ring<STAGES> ring;
   uint32_t b_phase = 0;
-  bool waits = p.shrunk != nullptr;
 #pragma unroll 1
-  for (int module = 0; module < p.num_modules; ++module) expand_module<STEPS>(p, module, sm, ring, b_phase, waits, odd);
+  for (int module = 0; module < p.num_modules; ++module) expand_module<SHRINKS, STEPS>(p, module, sm, ring, b_phase);
 }
 
 // For ranks that leave no registers for a second CTA on an SM; smaller ones are both_kernel's.
@@ -398,7 +348,7 @@ template <int STEPS, int STAGES>
 __global__ void __launch_bounds__(kTileThreads, 1) expand_tiles_kernel(const __grid_constant__ TileArgs p) {
   extern __shared__ __align__(1024) unsigned char expand_raw[];
   let_next_begin();
-  expand_tiles<STEPS, STAGES>(p, *reinterpret_cast<ExpandShared<STEPS, STAGES>*>(expand_raw), false);
+  expand_tiles<false, STEPS, STAGES>(p, *reinterpret_cast<ExpandShared<STEPS, STAGES>*>(expand_raw));
   wait_for_previous();
 }
 

@@ -89,14 +89,16 @@ inline cudaError_t launch_pair(const PairArgs& args, cudaStream_t stream) {
   return args.max_rank > 32 ? launch_many<3, 35840, 64>(args, stream) : launch_many<3, 36864, 32>(args, stream);
 }
 
-// What the items hold and what the tiles hold, whose rows differ. Where both are one kernel, the tiles'
-// rows have been shrunk before it.
+// What the items hold and what the tiles hold, whose rows differ. Of both phases the items come first: where there
+// are no tiles, theirs then end with them.
 inline cudaError_t launch_with_tiles(const PairArgs& items, const TileArgs& tiles, cudaStream_t stream) {
   const BothArgs both{items, tiles};
   if (!items.expand) return launch_shrinks(both, stream);
-  if (items.max_rank <= kMostRankOfBoth) return launch_both(both, stream);
+  const bool one = items.max_rank <= kMostRankOfBoth;  // kernel for both phases of tiles, or for their expand and the items'
+  if (one && !items.shrink) return launch_both(both, stream);
   const cudaError_t e = launch_pair(items, stream);
-  return e == cudaSuccess ? launch_tiles(tiles, stream) : e;
+  if (e != cudaSuccess) return e;
+  return one ? launch_pair_tiles(tiles, items.state, stream) : launch_tiles(tiles, stream);
 }
 
 }  // namespace lora_jax

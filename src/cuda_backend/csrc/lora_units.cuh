@@ -154,7 +154,6 @@ struct Shared {
   uint64_t cleared;  // h by all CTAs
   uint64_t h_full, h_empty;  // what is held
   int tiles;  // how many there are, for lora_both.cuh: the items leave no register
-  bool odd;   // whether this is every second launch of a call that has tiles
 };
 
 // Every warp but the unit warp learns a unit here, and lets the slot go when it is done.

@@ -38,13 +38,16 @@ struct TileArgs {
 // Shrinks, expands or both: the rows of all tiles. May begin while the kernel before it in the stream
 // runs, that of the items, for it only touches rows in tiles, and ends after it.
 cudaError_t launch_tiles(TileArgs args, cudaStream_t stream);
-// One kernel shrinks the tiles, if they are to be, serves the items and expands the tiles. Their h are apart.
+// Shrinks the tiles, if they are to be; then one kernel serves the items and expands the tiles. Their h are
+// apart.
 struct BothArgs {
   PairArgs items;
   TileArgs tiles;
 };
 constexpr int kMostRankOfBoth = 64;  // else the tiles need more registers than the items leave
 cudaError_t launch_both(BothArgs args, cudaStream_t stream);
+// Shrinks and expands tiles, of ranks of at most that. May begin while the kernel before it in the stream runs.
+cudaError_t launch_pair_tiles(TileArgs args, CallState* state, cudaStream_t stream);
 // Shrinks the items and the tiles in one kernel, which waits for the one before.
 cudaError_t launch_shrinks(const BothArgs& args, cudaStream_t stream);
 // Sets the maps of A, [rows, width].

@@ -3,6 +3,7 @@
 #include "launch_early.cuh"
 #include "lora_both.cuh"
 #include "lora_tiles.cuh"
+#include "pair_tiles.cuh"
 #include "row_tiles.cuh"
 #include "swizzled_map.cuh"
 
@@ -93,18 +94,28 @@ cudaError_t launch_tiles(TileArgs args, cudaStream_t stream) {
   return e;
 }
 
+cudaError_t launch_pair_tiles(TileArgs args, CallState* state, cudaStream_t stream) {
+  const auto kernel = pair_tiles_kernel<kMostRankOfBoth, 6>;
+  int sms = 0;
+  cudaError_t e = count_sms(&sms);
+  args.behind = args.shrink, args.shrunk = &state->shrunk;
+  if (e == cudaSuccess) e = expand_maps(&args);
+  if (e == cudaSuccess) e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShrinkBytes);
+  return e == cudaSuccess ? launch_clusters(kernel, cluster_ctas(sms), kTileThreads, kShrinkBytes, stream, args, true) : e;
+}
+
 cudaError_t launch_both(BothArgs args, cudaStream_t stream) {
   using S = Shared<3, 35840, kMostRankOfBoth>;
   const auto kernel = both_kernel<3, 35840, kMostRankOfBoth, 6>;
   int sms = 0;
   cudaError_t e = count_sms(&sms);
-  args.tiles.behind = args.tiles.shrink;
-  args.tiles.shrunk = args.tiles.shrink ? &args.items.state->shrunk : nullptr;
+  args.tiles.behind = args.tiles.shrink, args.tiles.shrunk = nullptr;
+  if (e == cudaSuccess && args.tiles.shrink) e = launch_shrink_tiles(args.tiles, sms, stream, false);
   if (e == cudaSuccess) e = expand_maps(&args.tiles);
-  if (e == cudaSuccess) e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShrinkBytes);
+  if (e == cudaSuccess) e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(S));
   if (e != cudaSuccess) return e;
-  if (args.tiles.shrink) return launch_clusters(kernel, cluster_ctas(sms), kThreads, kShrinkBytes, stream, args, false);
-  kernel<<<sms * 2, kThreads, kShrinkBytes, stream>>>(args);
+  if (args.tiles.shrink) return launch_early(kernel, sms * 2, kThreads, sizeof(S), stream, args);
+  kernel<<<sms * 2, kThreads, sizeof(S), stream>>>(args);
   return cudaGetLastError();
 }
 
