@@ -97,13 +97,8 @@ struct ShrinkPass {
   int a_row, boxes, box_groups;          // its rows of A, in boxes of so many groups of 8
 };
 
-struct Nothing {
-  __device__ __forceinline__ void operator()() const {}
-};
-
-// Of a CTA, for the tiles of its cluster, one after the other. The warps that bring x do `Meanwhile` when they have
-// asked for the last of a pass.
-template <int RANKS, class Meanwhile = Nothing>
+// Of a CTA, for the tiles of its cluster, one after the other.
+template <int RANKS>
 struct TileShrink {
   static constexpr int kRankParts = RANKS / kWarpRanks, kRowParts = kShrinkWarps / kRankParts;
   static constexpr int kMostBlocks = kTileRows / 8 / kRowParts;  // of 8 rows, of a warp
@@ -111,14 +106,13 @@ struct TileShrink {
 
   const TileArgs& p;
   unsigned char* const shared;
-  const Meanwhile meanwhile;
   ShrinkEnd& end;
   const int part, steps;   // of 128 columns that have some of this CTA's part
   uint32_t phases = 0;     // of the stages, a bit each, as this thread has seen them
   uint32_t pass = 0;       // passes done
 
-  __device__ __forceinline__ TileShrink(const TileArgs& p, unsigned char* shared, Meanwhile meanwhile = {})
-      : p(p), shared(shared), meanwhile(meanwhile), end(shrink_end(shared)), part(cluster_rank()),
+  __device__ __forceinline__ TileShrink(const TileArgs& p, unsigned char* shared)
+      : p(p), shared(shared), end(shrink_end(shared)), part(cluster_rank()),
         steps(max(p.d_in - cluster_rank() * 32 + 127, 0) / 128) {}
 
   __device__ __forceinline__ void wait(uint64_t* bars, int slot) {
@@ -278,7 +272,7 @@ struct TileShrink {
   template <int BLOCKS>
   __device__ __forceinline__ void bring(const ShrinkPass& w) {
     if (threadIdx.x / 32 == kWeightBoxWarp) bring_weights<BLOCKS>(w);
-    else bring_rows<BLOCKS>(), meanwhile();
+    else bring_rows<BLOCKS>();
     if (pass == 0) cluster_all_begun();
   }
   template <bool MULTIPLIES, int BLOCKS>
