@@ -16,11 +16,13 @@ FEWEST_ROWS = 256  # of a call in which to look for such segments
 SEGMENT_ROWS = 24  # of a segment that becomes tiles; shorter ones do if all fit the GPU at a time
 TOTAL_ROWS = 128  # of all these segments, or else there are no tiles
 RECORD = 72  # words that say what a tile is
-MOST_RANK_OF_BOTH = 64  # of a kernel that serves items and tiles, see csrc/lora_both.cuh
-# Of higher ranks a shrink of tiles is a launch more before an expand, 3 us on an H200 that a batch of
-# many adapters has for nothing: only for calls this long, or so long for their slots that segments
-# are bound to be.
+# Before an expand, a shrink of tiles is a launch more, 3 us on an H200 that a batch of many
+# adapters has for nothing: only for calls this long, or so long for their slots that segments are
+# bound to be (both in csrc/tile_args.cuh, too).
 LONG_CALL, ROWS_OF_SLOT = 2048, 64
+# Of these ranks tiles may come behind the items, see csrc/pair_tiles.cuh: that costs 2 us of calls
+# this long, which have 10 of one adapter back, and up to 5 of shorter ones.
+ROWS_BEHIND, RANKS_BEHIND = 1024, range(33, 65)
 # Up to this rank a shrink alone is by items: 15.4 us for 4096 rows of 4 adapters on an H200, 19.0
 # by tiles.
 ITEMS_RANK = 16
@@ -56,6 +58,6 @@ def row_tiles(
 
 def shrink_pays(rows: int, slots: int, max_rank: int) -> bool:
     """Return whether a call that expands too, of so many rows and slots, should shrink tiles."""
-    if max_rank <= MOST_RANK_OF_BOTH:
-        return rows >= FEWEST_ROWS
-    return rows >= LONG_CALL or rows >= max(FEWEST_ROWS, ROWS_OF_SLOT * slots)
+    if rows >= LONG_CALL or rows >= max(FEWEST_ROWS, ROWS_OF_SLOT * slots):
+        return True
+    return rows >= ROWS_BEHIND and max_rank in RANKS_BEHIND

@@ -16,6 +16,7 @@ needs_nvcc = pytest.mark.skipif(ffi.find_compiler() is None, reason="no nvcc on 
 MOST_REGISTERS = {
     "pair_kernel": 128,  # 2 CTAs of 256 threads
     "both_kernel": 128,
+    "pair_tiles_kernel": 128,
     "shrink_kernel": 128,
     "few_kernel": 128,
     "metadata_kernel": 64,  # 1 CTA of 1024
@@ -42,7 +43,12 @@ MOST_REGISTERS = {
     "judge_kernel": 64,
 }
 # Bytes at most: what stands ready where a tile begins.
-SPILLED = {"shrink_kernel": 128, "shrink_tiles_kernel": 32}
+SPILLED = {
+    "shrink_kernel": 128,
+    "shrink_tiles_kernel": 32,
+    "both_kernel": 16,
+    "pair_tiles_kernel": 96,
+}
 REPORT = re.compile(
     r"entry function '\w*?("
     + "|".join(sorted(MOST_REGISTERS, key=len, reverse=True))

@@ -47,7 +47,8 @@ def oracle(case: LoraCase) -> np.ndarray:
     ("rows", "slots", "rank", "shrinks", "expands"),
     [
         (255, 1, 64, False, False),
-        (256, 512, 64, True, True),
+        (1023, 512, 64, False, True),
+        (1024, 512, 64, True, True),
         (256, 4, 128, True, True),
         (256, 5, 65, False, True),
         (1024, 512, 128, False, True),

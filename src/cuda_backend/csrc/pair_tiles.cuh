@@ -30,7 +30,7 @@ __device__ __forceinline__ void shrink_first(const TileArgs& p, unsigned char* s
 template <int RANKS, int STAGES>
 __global__ void __launch_bounds__(kTileThreads, 2) pair_tiles_kernel(const __grid_constant__ TileArgs p) {
   extern __shared__ __align__(1024) unsigned char pair_raw[];
-  using S = ExpandShared<RANKS / 16, STAGES, true>;
+  using S = ExpandShared<RANKS / 16, STAGES>;
   static_assert(sizeof(S) <= kShrinkBytes && kTileThreads == kShrinkThreads, "one CTA does both");
   ShrinkEnd& end = shrink_end(pair_raw);
   const int warp = threadIdx.x >> 5, cluster = blockIdx.x / kCluster, tiles = __ldg(p.cut + 3);
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kTileThreads, 2) pair_tiles_kernel(const __gri
     if (p.shrink && threadIdx.x == kAskingThread) release_count(p.shrunk, 2 * gridDim.x - 1);
     S& sm = *reinterpret_cast<S*>(pair_raw);
     if (threadIdx.x == kAskingThread) sm.odd = odd, sm.there = false;
-    expand_tiles(p, sm);
+    expand_tiles<true, RANKS / 16, STAGES>(p, sm);
   }
   wait_for_previous();
 }

@@ -7,6 +7,7 @@
 namespace lora_jax {
 
 constexpr int kTileRows = 128;  // of a tile, at most
+constexpr int kLongCall = 2048, kRowsOfSlot = 64;  // of a call that expects tiles
 
 // The n-th tile of the expand and the n-th of the shrink, which cut the same segments to other sizes.
 struct alignas(16) TileRecord {
