@@ -3,6 +3,7 @@
 `python -m bench.esft_programs JSON FILE` compiles one; the JSON is a StepProgram's.
 """
 
+import argparse
 import dataclasses
 import functools
 import importlib
@@ -164,10 +165,14 @@ def _step(graphdef, trees, program, leaves, cache, state, old_sizes, tables, tab
 
 def main() -> None:
     """Compile one program and write it to a file."""
-    said = json.loads(sys.argv[1])
+    parser = argparse.ArgumentParser(prog="python -m bench.esft_programs", description=__doc__)
+    parser.add_argument("json", type=json.loads, help="the fields of a StepProgram")
+    parser.add_argument("file", type=Path, help="where the program goes")
+    options = parser.parse_args()
+    said = options.json
     program = StepProgram(**said | {"sizes": StepSizes(**said["sizes"])})
     compiled = compile_here(program)
-    Path(sys.argv[2]).write_bytes(pickle.dumps(serialize_executable.serialize(compiled)))
+    options.file.write_bytes(pickle.dumps(serialize_executable.serialize(compiled)))
 
 
 if __name__ == "__main__":

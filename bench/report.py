@@ -1,4 +1,4 @@
-"""Plots from result files; every figure is drawn from a JSON that lies beside it."""
+"""Plots and tables from result files; each is made from a JSON that lies beside it."""
 
 import argparse
 import json
@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 
 from bench.esft_plots import plot_esft_speed
 from bench.kernel_plots import plot_kernels
+from bench.kernels import summary
 from bench.lora_server.plots import plot_lora_server
 
 BARS = {
@@ -145,14 +146,17 @@ PLOTS = {
 
 
 def main() -> None:
-    """Draw the plot of every result file in a folder again."""
+    """Draw the plot of every result file in a folder again, and write the kernels' table."""
     parser = argparse.ArgumentParser(prog="python -m bench.report", description=main.__doc__)
     parser.add_argument("folder", type=Path, nargs="?", default=Path(__file__).parent / "results")
     for file in sorted(parser.parse_args().folder.glob("*.json")):
         for prefix, plot in PLOTS.items():
             if file.name.startswith(prefix):
-                plot(json.loads(file.read_text()), file.with_suffix(".png"))
+                result = json.loads(file.read_text())
+                plot(result, file.with_suffix(".png"))
                 print(file.with_suffix(".png"))
+                if plot is plot_kernels:
+                    file.with_suffix(".md").write_text(summary.table(result))
 
 
 if __name__ == "__main__":

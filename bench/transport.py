@@ -247,7 +247,7 @@ def cpu_name() -> str:
 
 def main() -> None:
     """Time every carrier and write one JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.transport", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--repeats", type=int, default=300)
     parser.add_argument("--carriers", nargs="+", choices=CARRIERS, default=CARRIERS[:-1])

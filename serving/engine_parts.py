@@ -5,35 +5,32 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from lora_jax.adapters.catalogue import LoraCatalogue
-from lora_jax.adapters.dummy import reader_of
 from lora_jax.adapters.registry import AdapterRegistry, RegistryLimits
 from lora_jax.adapters.residency import SlotAllocator
 from lora_jax.adapters.row_copies import Copier, CopyingPlan, pin_matrices
 from lora_jax.adapters.slots import LoadingPlan, SlotsSpec, init_slots
 from lora_jax.adapters.weights import AnyWeights, ExpertWeights
 from lora_jax.config import ModelConfig
-from lora_jax.models import load, make_dummy
 from lora_jax.nn.decoder import AbstractCausalLM
 from serving.compile_counter import CompileCounter
 from serving.config import EngineConfig
 from serving.copier import copier_here
 from serving.engine_loop import EngineLoop, LoopParts
 from serving.generation_config import read_generation_config
+from serving.load_format import WeightSource, weight_source
 from serving.loading.adapter_loader import AdapterLoader
 from serving.loading.adapter_loaders import AdapterLoaders
 from serving.loading.esft_parts import EsftParts, make_esft
 from serving.loading.local_experts import LocalExperts
-from serving.lora_server.client import ServerLink
 from serving.lora_server.instance import InstanceSide, ServerAccess, connect
 from serving.lora_server.shards import local_catalogue
 from serving.memory_budget import make_allocator, size_kv_cache
@@ -81,8 +78,9 @@ def build_parts(
     logger.info(
         "jax %s on %s (%d devices).", jax.__version__, device.device_kind, len(jax.devices())
     )
-    model, model_config, dtype = _load_model(config)
-    made_up = model_config.vocab_size if config.load_format == "dummy" else None
+    source = weight_source(config.load_format)
+    model, model_config, dtype = _load_model(config, source)
+    made_up = model_config.vocab_size if source.made_up else None
     tokenizer = Tokenizer(config.model, chat_template=config.chat_template, made_up=made_up)
     weights = [(leaf.size, leaf.nbytes) for leaf in jax.tree.leaves(nnx.state(model))]
     with ExitStack() as undo:
@@ -96,11 +94,27 @@ def build_parts(
         here, whole = _held_here(model.catalogue(model_config), remote)
         size = size_kv_cache(config, model, model_config, here, dtype, whole)
         info = model_info(config, weights, model_config, size, dtype, tokenizer, generation)
-        parts = _build(
-            config, adapters, model, model_config, tokenizer, size, info, esft, remote, dtype
-        )
+        base = _Base(model, model_config, dtype, size, esft, remote)
+        parts = _build(config, adapters, base, tokenizer, info)
         undo.pop_all()
         return parts
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Base:
+    """A model that is loaded, and what was set up around it."""
+
+    model: AbstractCausalLM
+    config: ModelConfig
+    dtype: jnp.dtype
+    size: CacheSize
+    esft: EsftParts | None
+    remote: InstanceSide | None
+
+    @property
+    def catalogue(self) -> LoraCatalogue:
+        """All modules that adapters may be on."""
+        return self.model.catalogue(self.config)
 
 
 def _held_here(catalogue: LoraCatalogue, remote: InstanceSide | None) -> tuple[LoraCatalogue, int]:
@@ -113,42 +127,30 @@ def _held_here(catalogue: LoraCatalogue, remote: InstanceSide | None) -> tuple[L
 def _build(
     config: EngineConfig,
     adapters: Mapping[str, str | os.PathLike[str]],
-    model: AbstractCausalLM,
-    model_config: ModelConfig,
+    base: _Base,
     tokenizer: Tokenizer,
-    size: CacheSize,
     info: ModelInfo,
-    esft: EsftParts | None,
-    remote: InstanceSide | None,
-    dtype: jnp.dtype,
 ) -> EngineParts:
     """Return the parts around a model that is loaded."""
-    catalogue = model.catalogue(model_config)
-    here, whole = _held_here(catalogue, remote)
-    keep, link = (None, None) if remote is None else (remote.keep, remote.link)
-    allocator, spec = make_allocator(config, catalogue, here, dtype, whole)
+    here, whole = _held_here(base.catalogue, base.remote)
+    allocator, spec = make_allocator(config, base.catalogue, here, base.dtype, whole)
     copier = copier_here()
-    registry = _make_registry(config, catalogue, allocator, esft, keep, copier)
+    registry = _make_registry(config, base, allocator, copier)
     _load_adapters(registry, adapters)
-    end_ids, tables = info.end_token_ids, None if esft is None else esft.tables
-    runner = _make_runner(config, model, model_config, size, spec, dtype, end_ids, tables, link)
+    end_ids = info.end_token_ids
+    runner = _make_runner(config, base, spec, end_ids)
     compilations = CompileCounter()
     metrics = _make_metrics(config, info)
-    loader = _make_loaders(allocator, esft, remote, metrics, copier)
-    scheduler = _make_scheduler(config, size, loader, end_ids)
+    loader = _make_loaders(allocator, base, metrics, copier)
+    scheduler = _make_scheduler(config, base.size, loader, end_ids)
+    chunks = config.adapter_load_chunks_per_step
     loop = EngineLoop(
         LoopParts(
-            runner=runner,
-            scheduler=scheduler,
-            registry=registry,
-            loader=loader,
-            metrics=metrics,
-            compilations=compilations,
-            chunks_per_step=config.adapter_load_chunks_per_step,
+            runner, scheduler, registry, loader, metrics, compilations, chunks_per_step=chunks
         )
     )
-    if remote is not None:
-        remote.wake = loop.wake
+    if base.remote is not None:
+        base.remote.wake = loop.wake
     metrics.set_source(lambda: engine_stats(loop, registry, loader, metrics, compilations))
     return EngineParts(tokenizer, registry, loader, metrics, compilations, loop, info)
 
@@ -190,11 +192,12 @@ def engine_stats(
     )
 
 
-def _load_model(config: EngineConfig) -> tuple[AbstractCausalLM, ModelConfig, jnp.dtype]:
+def _load_model(
+    config: EngineConfig, source: WeightSource
+) -> tuple[AbstractCausalLM, ModelConfig, jnp.dtype]:
     start = time.monotonic()
     wanted = None if config.dtype == "auto" else jnp.dtype(config.dtype)
-    make = make_dummy if config.load_format == "dummy" else load
-    model, model_config = make(config.model, dtype=wanted)
+    model, model_config = source.load_model(config.model, dtype=wanted)
     leaves = jax.tree.leaves(nnx.state(model))
     dtype = jax.tree.leaves(nnx.state(model.embed))[0].dtype
     logger.info(
@@ -211,25 +214,20 @@ def _load_model(config: EngineConfig) -> tuple[AbstractCausalLM, ModelConfig, jn
 
 
 def _make_registry(
-    config: EngineConfig,
-    catalogue: LoraCatalogue,
-    allocator: SlotAllocator,
-    esft: EsftParts | None,
-    keep: Callable[[AnyWeights], AnyWeights] | None,
-    copier: Copier | None,
+    config: EngineConfig, base: _Base, allocator: SlotAllocator, copier: Copier | None
 ) -> AdapterRegistry:
     def check_fits(weights: AnyWeights) -> None:
         if not isinstance(weights, ExpertWeights):
             allocator.check_fits(weights)
-        elif esft is None:
+        elif base.esft is None:
             raise ValueError(
                 "an ESFT adapter; this server has no room for any (max_esft_adapters)."
             )
         else:
-            esft.room.allocator.check_fits(weights)
+            base.esft.room.allocator.check_fits(weights)
 
     def kept(weights: AnyWeights) -> AnyWeights:
-        return pin_matrices(weights if keep is None else keep(weights), copier)
+        return pin_matrices(weights if base.remote is None else base.remote.keep(weights), copier)
 
     limits = RegistryLimits(
         max_total_bytes=config.max_total_adapter_bytes,
@@ -238,13 +236,13 @@ def _make_registry(
         loads_per_minute=config.max_adapter_loads_per_minute,
     )
     return AdapterRegistry(
-        catalogue,
+        base.catalogue,
         base_names=(config.model_name,),
         lora_dir=config.lora_dir,
         limits=limits,
         check=check_fits,
         keep=kept,
-        read=reader_of(config.load_format),
+        read=weight_source(config.load_format).read_adapter,
     )
 
 
@@ -267,35 +265,20 @@ def _load_adapters(
 
 
 def _make_runner(
-    config: EngineConfig,
-    model: AbstractCausalLM,
-    model_config: ModelConfig,
-    size: CacheSize,
-    spec: SlotsSpec,
-    dtype: jnp.dtype,
-    end_ids: tuple[int, ...],
-    tables: np.ndarray | None,
-    link: ServerLink | None,
+    config: EngineConfig, base: _Base, spec: SlotsSpec, end_ids: tuple[int, ...]
 ) -> ModelRunner:
     start = time.monotonic()
-    sizes = StepSizes(
-        max_seqs=config.max_num_seqs,
-        max_len=size.max_model_len,
-        page_size=size.page_size,
-        num_pages=size.num_pages,
-        max_logit_rows=config.max_logit_rows,
-        max_rank=config.max_lora_rank,
-    )
+    link = None if base.remote is None else base.remote.link
     runner = ModelRunner(
-        model,
-        model.kv_shape(model_config),
-        sizes,
+        base.model,
+        base.model.kv_shape(base.config),
+        _step_sizes(config, base.size),
         max_tokens=config.max_num_batched_tokens,
-        vocab_size=model_config.vocab_size,
-        dtype=dtype,
+        vocab_size=base.config.vocab_size,
+        dtype=base.dtype,
         end_ids=end_ids,
-        slots=init_slots(model.catalogue(model_config), spec, dtype),
-        reroute_tables=tables,
+        slots=init_slots(base.catalogue, spec, base.dtype),
+        reroute_tables=None if base.esft is None else base.esft.tables,
         link=link,
         # On a CPU the adapters' kernels return at once where no row has an adapter, but exchanges
         # that nobody needs take a third of a small model's step.
@@ -312,14 +295,21 @@ def _make_runner(
     return runner
 
 
+def _step_sizes(config: EngineConfig, size: CacheSize) -> StepSizes:
+    return StepSizes(
+        max_seqs=config.max_num_seqs,
+        max_len=size.max_model_len,
+        page_size=size.page_size,
+        num_pages=size.num_pages,
+        max_logit_rows=config.max_logit_rows,
+        max_rank=config.max_lora_rank,
+    )
+
+
 def _make_loaders(
-    allocator: SlotAllocator,
-    esft: EsftParts | None,
-    remote: InstanceSide | None,
-    metrics: EngineMetrics,
-    copier: Copier | None,
+    allocator: SlotAllocator, base: _Base, metrics: EngineMetrics, copier: Copier | None
 ) -> AdapterLoaders:
-    told = metrics.adapter_loaded_on_device
+    told, remote, esft = metrics.adapter_loaded_on_device, base.remote, base.esft
     make_plan = LoadingPlan if copier is None else functools.partial(CopyingPlan, copier=copier)
     lora = AdapterLoader(allocator, make_plan, on_loaded=told)
     local = LocalExperts(lora) if remote is not None and remote.num_local else None

@@ -13,15 +13,16 @@ _ALWAYS_SO = (
     "--disable-log-requests",
     "--async-scheduling",
 )
-_ONE_VALUE = (
-    (("--tensor-parallel-size", "--tp", "--tp-size", "-tp"), 1),
-    (("--pipeline-parallel-size", "--pp-size", "-pp"), 1),
-    (("--data-parallel-size", "--dp-size", "-dp"), 1),
-    (("--lora-dtype",), "auto"),
-    (("--kv-cache-dtype",), "auto"),
-    (("--lora-eviction-policy",), "lru"),
-    (("--tokenizer-mode",), "auto"),
-    (("--runner",), "generate"),
+_ONE_DEVICE = "one process serves on one device; --instances starts several"
+_ONE_VALUE = (  # and why no other
+    (("--tensor-parallel-size", "--tp", "--tp-size", "-tp"), "1", _ONE_DEVICE),
+    (("--pipeline-parallel-size", "--pp-size", "-pp"), "1", _ONE_DEVICE),
+    (("--data-parallel-size", "--dp-size", "-dp"), "1", _ONE_DEVICE),
+    (("--lora-dtype",), "auto", "adapters are computed in the dtype of the model"),
+    (("--kv-cache-dtype",), "auto", "KV pages have the dtype of the model"),
+    (("--lora-eviction-policy",), "lru", "idle adapters go in the order of their last use"),
+    (("--tokenizer-mode",), "auto", "the tokenizer is the one in the model's folder"),
+    (("--runner",), "generate", "models generate text here"),
 )
 _REFUSED_SWITCHES = {
     "--trust-remote-code": "code from a model's folder is never run here; the supported models "
@@ -56,13 +57,20 @@ class _Refuse(argparse.Action):
         parser.error(f"{option_string}: {self.const}")
 
 
+class _OnlyOne(argparse.Action):
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        only, why = self.const
+        if values != only:
+            parser.error(f"{option_string} {values}: only {only} is offered; {why}")
+
+
 def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags; --help does not show them."""
     hidden = argparse.SUPPRESS
     for flag in _ALWAYS_SO:
         parser.add_argument(flag, action="store_true", help=hidden)
-    for flags, value in _ONE_VALUE:
-        parser.add_argument(*flags, type=type(value), choices=(value,), help=hidden)
+    for flags, value, why in _ONE_VALUE:
+        parser.add_argument(*flags, action=_OnlyOne, const=(value, why), help=hidden)
     for table, nargs in ((_REFUSED_SWITCHES, 0), (_REFUSED_VALUES, "*")):
         for flag, why in table.items():
             parser.add_argument(flag, nargs=nargs, action=_Refuse, const=why, help=hidden)

@@ -81,7 +81,12 @@ def route_lines(app: FastAPI) -> list[str]:
 
 
 def ready_lines(url: str, model: str, needs_key: bool, adapters: Sequence[str] = ()) -> list[str]:
-    """Return the lines that say where the server is and how to try it, with the first adapter."""
+    """Return the lines that say where the server is and how to try it, with the first adapter.
+
+    On a Unix socket that is an instance behind a router, which says how.
+    """
+    if url.startswith("unix:"):
+        return [f"Ready: {url} serves {model}."]
     body = {"model": model, "prompt": "Once upon a time", "max_tokens": 48, "temperature": 0}
     key = ' -H "Authorization: Bearer $SERVING_API_KEY"' if needs_key else ""
     return [

@@ -1,9 +1,12 @@
 """The tree stays a house: a test file per module, short files, imports that point down."""
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from server_process import ROOT
 
 # Nothing to run in them: names of types, and a dataclass that every model test fills.
@@ -82,3 +85,72 @@ def test_imports_point_down():
     linter = Path(sys.executable).with_name("lint-imports")
     done = subprocess.run([linter], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+LINK = re.compile(r"\]\(([^)\s]+)\)|<img [^>]*src=\"([^\"]+)\"")
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+def pages() -> list[Path]:
+    """Every page of the repository, and the notebooks; not what tools have written beside them."""
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md", "*.ipynb"]
+    done = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:  # an archive without its history
+        return [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "bench").glob("*.md")]
+    return [ROOT / name for name in done.stdout.splitlines() if (ROOT / name).exists()]
+
+
+def text_of(page: Path) -> str:
+    if page.suffix == ".md":
+        return page.read_text()
+    cells = json.loads(page.read_text())["cells"]
+    return "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+
+
+def anchors(page: Path) -> set[str]:
+    """What a page's headings are called in links, as GitHub has it."""
+    heads = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+def test_links_of_pages_lead_somewhere():
+    lost = []
+    for page in pages():
+        for found in LINK.findall(FENCE.sub("", text_of(page))):
+            link = found[0] or found[1]
+            if re.match(r"[a-z]+:", link):
+                continue
+            name, _, anchor = link.partition("#")
+            target = page.parent / name if name else page
+            known = not anchor or target.suffix != ".md" or anchor in anchors(target)
+            if not target.exists() or not known:
+                lost.append(f"{page.relative_to(ROOT)}: {link}")
+    assert not lost, "\n".join(lost)
+
+
+FILE = re.compile(r"`([\w./-]+/[\w.-]+|[\w-]+\.(?:py|cuh|cu|cc|h|md|json|ipynb))`")
+ELSEWHERE = {"config.json", "adapter_config.json", "expert_cfg.json", "DIR/X"}  # the user's
+
+
+def test_files_that_pages_name_are_there():
+    """By a path's end, its suffix left out or not.
+
+    A CHANGELOG may name what was there once, and the assets say from where others' files come.
+    """
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a checkout")
+    there = {f"/{name}" for name in listed.stdout.splitlines()}
+    there |= {f"/{parent}" for name in listed.stdout.splitlines() for parent in Path(name).parents}
+    ends = {end[i:] for end in there for i, c in enumerate(end) if c == "/"}
+    ends |= {end.removesuffix(".py") for end in ends}
+    named = {
+        (page.name, path)
+        for page in pages()
+        if page.name != "CHANGELOG.md" and page.relative_to(ROOT).parts[0] != "assets"
+        for path in FILE.findall(text_of(page))
+        if path not in ELSEWHERE and not path.startswith("/")
+    }
+    lost = sorted(f"{page}: {path}" for page, path in named if f"/{path.rstrip('/')}" not in ends)
+    assert named
+    assert not lost, "\n".join(lost)

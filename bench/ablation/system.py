@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import dataclasses
-import glob
 import os
 import signal
 import threading
@@ -14,6 +13,7 @@ from typing import Any
 
 from bench.ablation.instance import Instance, Setup, Told
 from bench.ablation.workload import Job, adapter_name, popularity
+from bench.gpus import count_gpus
 from lora_jax.adapters.slots import rows_per_adapter
 from lora_jax.models import model_class
 from lora_jax.models.loader import read_config
@@ -195,17 +195,12 @@ def homes(options: argparse.Namespace, instances: int) -> dict[str, int]:
 def require_gpus(options: argparse.Namespace, environment: Mapping[str, str]) -> None:
     """Raise ValueError where there are GPUs, but not one for each instance and each rank."""
     wanted = max(split.devices for split in options.splits)
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    there = len(glob.glob("/dev/nvidia[0-9]*")) if visible is None else _count(visible)
+    there = count_gpus(environment)
     if there < wanted and (there or "cuda" in environment.get("JAX_PLATFORMS", "")):
         raise ValueError(
             f"Instances and ranks of a LoRA Server, {' or '.join(map(str, options.splits))}, need "
             f"{wanted} GPUs; {there} are there. Ask for smaller --splits."
         )
-
-
-def _count(visible: str) -> int:
-    return sum(bool(name.strip()) for name in visible.split(","))
 
 
 def engine_fields(options: argparse.Namespace, name: str, split: Split) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from bench.kernels.jobs import Job, Machine
-from bench.kernels.summary import say_grid, summarise
+from bench.kernels.summary import say_grid, summarise, table
 from bench.kernels.timing import copy_bandwidth, dense_rate
 from cuda_backend import ffi
 
@@ -92,7 +92,8 @@ def run(part: str, results: Results, machine: Machine) -> None:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Draw the plots, if this machine can: the file is enough for another one to do it."""
+    """Write the table, and the plots if this machine can: the file is enough for another one."""
+    path.with_suffix(".md").write_text(table(result))
     if importlib.util.find_spec("matplotlib"):
         importlib.import_module("bench.kernel_plots").plot_kernels(result, path)
     else:

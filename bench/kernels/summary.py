@@ -1,6 +1,12 @@
-"""How the grid's points compare with the best peer that was measured at each."""
+"""What was measured, as a table, and how the grid's points compare with the best peer of each."""
 
 import statistics
+from collections.abc import Iterable
+from typing import Any
+
+HEAD = ("kernel", "floor", "ours", "over floor", "bar", "best peer", "peer over ours", "error")
+OTHER = ("other forms",)  # of the points: what was timed in turn with them
+SHOWN = ("floor_us", "bar_us", "peer_us")
 
 
 def compared(rows: list[dict]) -> dict[str, float]:
@@ -32,3 +38,51 @@ def say_grid(rows: list[dict]) -> str:
         f"mean of {found['points']} points; {len(slower)} are slower than it:"
     ]
     return "\n".join([*lines, *(f"  {ratio:.2f} {name}" for name, ratio in slower.items())])
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return all rows in Markdown, those of the grid behind the others; times in us."""
+    rows = [[row for row in result["rows"] if row.get("grid", False) == grid] for grid in (0, 1)]
+    copied, dense = result["copy_tb_per_s"], result["dense_tflop_per_s"]
+    said = [
+        f"# Kernels on one {result['device']}, {result['date']}",
+        "Microseconds, cold L2. Floor: fewest bytes at the copy bandwidth of the run "
+        f"({copied:.2f} TB/s), or FLOPs at the rate of XLA's dense matmul ({dense:.0f} TFLOP/s). "
+        "Peer: the best that was measured. Error: the largest of the checked rows', relative to "
+        "float64. `python -m bench.kernels`.",
+        *([f"Note: {result['note']}."] if "note" in result else []),
+    ]
+    for title, some in zip(("Points", "Grid"), rows, strict=True):
+        if some:
+            head = HEAD + OTHER * any(map(_other_forms, some))
+            lines = [_line(head), _line(["---"] * len(head))]
+            lines += [_line(_cells(row)[: len(head)]) for row in some]
+            said += [f"## {title}", "\n".join(lines)]
+    return "\n\n".join([*said, say_grid(result["rows"]).replace("\n  ", "\n- ")]) + "\n"
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    peer, us, floor = row.get("peer_us"), row["us"], row["floor_us"]
+    name = row["name"] + (f", in a run {row['run']}" if "run" in row else "")
+    return [
+        name,
+        f"{floor:.1f}" if floor else "-",
+        f"{us:.1f}",
+        f"{us / floor:.2f}" if floor else "-",
+        f"{row['bar_us']:.1f}" if row.get("bar_us") else "-",
+        f"{peer:.1f}" if peer else "-",
+        f"{peer / us:.2f}" if peer else "-",
+        f"{row['error']:.1e}",
+        _other_forms(row),
+    ]
+
+
+def _other_forms(row: dict[str, Any]) -> str:
+    """Return what else was timed, such as XLA's dense map or rerouting by plain operators."""
+    others = {name: us for name, us in row.items() if name.endswith("_us") and name not in SHOWN}
+    said = (f"{name[:-3].replace('_', ' ')} {us:.1f}" for name, us in others.items())
+    return ", ".join(said)
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -25,12 +25,13 @@ are, those of the other stage with the rows of its ranks that are there.
 import argparse
 import itertools
 import json
-import subprocess
+import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from bench.gpus import count_gpus
 from bench.lora_server.plans import ECHO, LORA, PLANS, REFUSE, Case, Plan, mixtral, table_for
 from bench.lora_server.timeline import shown
 from bench.lora_server.worker import ProcessWorker, Worker, all_of
@@ -181,15 +182,9 @@ def line_of(row: dict) -> str:
     return ", ".join(rest) + ": " + ", ".join(values)
 
 
-def count_gpus() -> int:
-    """Return how many GPUs the driver lists."""
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True)
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
-
-
 def main() -> None:
     """Measure every plan that fits the GPUs, and write one JSON after each."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.lora_server", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--batches", type=int, nargs="+", default=[128, 256])
     parser.add_argument("--adapters", type=int, nargs="+", default=[256, 512])
@@ -199,7 +194,7 @@ def main() -> None:
     parser.add_argument("--trace", nargs="+", default=[], help="plans to write down what ran of")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    options.gpus = options.gpus or list(range(count_gpus()))
+    options.gpus = options.gpus or list(range(count_gpus(os.environ)))
     if options.plans:
         wanted = list(itertools.product(options.adapters, options.plans, options.batches))
     else:

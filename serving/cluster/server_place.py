@@ -4,13 +4,12 @@ import dataclasses
 from pathlib import Path
 
 from lora_jax.config import ModelConfig
-from lora_jax.models.checkpoint import Checkpoint
-from lora_jax.models.dummy import dummy_dtype
-from lora_jax.models.loader import checkpoint_dtype, read_config
+from lora_jax.models.loader import read_config
 from lora_jax.placement.chooser import default_placement
 from lora_jax.placement.shape import adapter_shape
 from serving.cluster.config import ClusterConfig
 from serving.config import EngineConfig
+from serving.load_format import weight_source
 from serving.lora_server.calls import Caller, RemoteLeases
 from serving.lora_server.instance import ServerAccess
 from serving.lora_server.spec import ServerSpec, design
@@ -69,9 +68,7 @@ def _dtype(engine: EngineConfig, config: ModelConfig) -> str:
     """Return the dtype of the base model as the engine will have it."""
     if engine.dtype != "auto":
         return engine.dtype
-    if engine.load_format == "dummy":
-        return dummy_dtype(config).name
-    return checkpoint_dtype(config, Checkpoint(Path(engine.model))).name
+    return weight_source(engine.load_format).model_dtype(config, Path(engine.model)).name
 
 
 def server_access(place: ServerPlace, caller: Caller, name: str) -> ServerAccess:

@@ -21,10 +21,10 @@ import numpy as np
 
 from lora_jax.adapters import reader
 from lora_jax.adapters.catalogue import LoraCatalogue
-from lora_jax.adapters.dummy import reader_of
 from lora_jax.adapters.weights import AdapterWeights
 from lora_jax.typing import Array
 from serving.compile_counter import CompileCounter
+from serving.load_format import weight_source
 from serving.lora_server.device_loop import DeviceLoop
 from serving.lora_server.host_parts import HostParts
 from serving.lora_server.rank import ServerRank
@@ -66,7 +66,7 @@ class RankServer:
         load_format: str = "auto",
     ):
         """`catalogue` is the whole base model's, for reading adapters, of which `host_bytes` are
-        kept in host memory for the next time; `load_format` as for adapters.dummy.reader_of.
+        kept in host memory for the next time; `load_format` as for weight_source.
 
         `make_transport` is called by `open`: a rank that has come back loads what it should hold
         before instances find it.
@@ -76,8 +76,7 @@ class RankServer:
         self._programs: DeviceLoop | None = None  # where the carrier is the device's
         self._catalogue, self._limits = catalogue, limits
         self._parts = HostParts(host_bytes)
-        self._read_folder = reader_of(load_format)
-        self._share_bytes = load_format == "dummy"
+        self._source = weight_source(load_format)
         self._commands: queue.SimpleQueue[tuple[Callable[[], bool], Future[None]]] = (
             queue.SimpleQueue()
         )
@@ -109,7 +108,9 @@ class RankServer:
         part = self._parts.get(digest)
         if part is None:
             weights = self._read(folder, digest)
-            part = self._rank.pin(shard_part(weights, self._rank.shard, copy=not self._share_bytes))
+            part = self._rank.pin(
+                shard_part(weights, self._rank.shard, copy=not self._source.made_up)
+            )
             self._parts.put(part)
 
         def start() -> bool:
@@ -291,7 +292,7 @@ class RankServer:
 
     def _read(self, folder: str, digest: str) -> AdapterWeights:
         try:
-            weights = self._read_folder(Path(folder), self._catalogue, limits=self._limits)
+            weights = self._source.read_adapter(Path(folder), self._catalogue, limits=self._limits)
         except OSError as error:
             raise ValueError(
                 f"The LoRA Server cannot read the adapter's folder: {error.strerror or error}."

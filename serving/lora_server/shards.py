@@ -75,10 +75,6 @@ class ServerPlan:
         attention = self.attention and experts.start == 0
         return Shard(rank, layers, experts.start, len(experts), attention)
 
-    def ranks_of(self, layer: int) -> range:
-        """Return the ranks that share a layer of the model, in order of their experts."""
-        return self.placement.group_of(self.moe_layers.index(layer))
-
 
 def server_plan(
     config: ModelConfig,

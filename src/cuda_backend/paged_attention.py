@@ -135,12 +135,10 @@ def paged_attention(
 
     Tensor cores take exponentials rounded to bfloat16 to V; without them all is float32.
     """
-    tokens, q_heads, k_dim = q.shape
-    page_size, kv_heads = k_pages.shape[1:3]
-    latent = v_pages is None
-    check_support(q.dtype, tokens, k_dim, v_dim)
+    check_support(q.dtype, q.shape[0], q.shape[2], v_dim)
     ffi.require()
-    sizes = (tokens, q_heads, kv_heads, k_dim, block_tables.shape[1] * page_size)
+    latent = v_pages is None
+    name, cut, own = _kernel(q, k_pages, block_tables.shape[1], v_dim, latent)
     none = jnp.zeros((0,), q.dtype)
     arrays = (
         q,
@@ -150,18 +148,30 @@ def paged_attention(
         num_tokens,
         none.astype(jnp.float32) if sinks is None else sinks.astype(jnp.float32),
     )
-    if fits_tiles(q.dtype, q_heads, kv_heads, k_dim, v_dim, page_size, latent):
-        name, cut = "lora_jax_cuda_paged_attention", cut_work(*sizes)
-        own = {"cta_heads": cut.cta_heads, "token_groups": cut.token_groups}
-    else:
-        name, cut = "lora_jax_cuda_plain_attention", cut_plain_work(*sizes)
-        own = {"rows": plain_rows(cut, q_heads, kv_heads)}
     window = sliding_window or 0
     units = _units(token_to_seq, positions, num_tokens, cut, window)
     attributes = {"chunk": cut.chunk, "window": window, **own}
     call = jax.ffi.ffi_call(name, _results(q, v_dim, cut))
     whole = {key: np.int64(value) for key, value in attributes.items()}
     return call(*arrays, *units, scale=np.float32(scale), **whole)[0]
+
+
+def _kernel(
+    q: Float[Array, "tokens q_heads k_dim"],
+    k_pages: Float[Array, "pages page_size kv_heads k_dim"],
+    max_pages: int,
+    v_dim: int,
+    latent: bool,
+) -> tuple[str, Cut, dict[str, int]]:
+    """Return the call that serves these sizes, its cut, and the attributes that it alone has."""
+    (tokens, q_heads, k_dim), (page_size, kv_heads) = q.shape, k_pages.shape[1:3]
+    sizes = (tokens, q_heads, kv_heads, k_dim, max_pages * page_size)
+    if fits_tiles(q.dtype, q_heads, kv_heads, k_dim, v_dim, page_size, latent):
+        cut = cut_work(*sizes)
+        own = {"cta_heads": cut.cta_heads, "token_groups": cut.token_groups}
+        return "lora_jax_cuda_paged_attention", cut, own
+    cut = cut_plain_work(*sizes)
+    return "lora_jax_cuda_plain_attention", cut, {"rows": plain_rows(cut, q_heads, kv_heads)}
 
 
 def _results(q: Array, v_dim: int, cut: Cut) -> list[jax.ShapeDtypeStruct]:

@@ -15,7 +15,7 @@ from lora_jax.ops.grouped_matmul import pallas_gpu as grouped_matmul_gpu
 from lora_jax.ops.grouped_matmul import xla as grouped_matmul_xla
 from lora_jax.ops.lora_gemm import pallas_gpu as lora_gemm_gpu
 
-pytestmark = pytest.mark.aot
+pytestmark = [pytest.mark.aot, pytest.mark.timeout(900)]  # of tilings that take ptxas minutes
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from lora_jax.ops.cases import MODELS, ModelShape
 from lora_jax.ops.grouped_matmul import pallas_tpu as grouped_matmul
 from lora_jax.ops.lora_gemm import pallas_tpu as lora_gemm
+from lora_jax.ops.merge import pallas_tpu as merge
 from lora_jax.ops.paged_attention import pallas_tpu as paged_attention
 
 pytestmark = pytest.mark.aot
@@ -103,6 +104,27 @@ def test_grouped_matmul(tpu, sizes):
     run = functools.partial(grouped_matmul.grouped_matmul, interpret=False)
     done = tpu.compile(run, *arrays)
     assert_fits(done, 1, 2 * MIB)
+
+
+# matrices, d_out, d_in, greatest rank, dtype
+MERGE = {
+    "llama q": (32, 4096, 4096, 64, bf16),
+    "mixtral down": (32, MIXTRAL.hidden, MIXTRAL.intermediate, 128, bf16),
+    "qwen3 q, float32": (48, 4096, QWEN3.hidden, 8, f32),
+}
+
+
+@pytest.mark.parametrize("sizes", MERGE.values(), ids=MERGE)
+def test_merge(tpu, sizes):
+    """Works in place; nothing is kept."""
+    matrices, d_out, d_in, rank, dtype = sizes
+    arrays = [tpu.array((matrices, d_out, d_in), dtype)]
+    arrays += [tpu.array((POOL_ROWS // 8, width), dtype) for width in (d_in, d_out)]
+    arrays += [tpu.array((matrices, 3), i32), tpu.array((matrices,), f32)]
+    run = functools.partial(merge.merge, max_rank=rank, interpret=False)
+    done = tpu.compile(run, *arrays, donate=(0,))
+    assert_fits(done, 1, MIB)
+    assert done.aliased_bytes == matrices * d_out * d_in * dtype.dtype.itemsize
 
 
 def attention(tpu: Tpu, model: ModelShape, tokens: int, dtype, order=None, page_size=16):

@@ -16,7 +16,7 @@ from bench.kernels import grid, lora, moe, timing
 from bench.kernels.jobs import Job, Machine
 from bench.kernels.numbers import Numbers
 from bench.kernels.peers import torch_grouped_matmul
-from bench.kernels.summary import say_grid, summarise
+from bench.kernels.summary import say_grid, summarise, table
 from bench.kernels.timing import MOST_OPS, cold_sets, repeats_for
 from cuda_backend import lora_gemm, reroute
 from lora_jax.ops.lora_gemm.reference import lora_gemm as plain
@@ -252,6 +252,21 @@ def test_the_summary_names_what_is_slower():
 
 def measured(op: str, rows: int, **said) -> dict:
     return {"name": f"{op} {rows}", "op": op, "rows": rows, "us": 3.0, "floor_us": 2.0, **said}
+
+
+def test_the_table_has_every_row_and_what_is_missing():
+    rows = [measured("pair", 64, bar_us=4.0, peer_us=6.0, error=1e-3)]
+    rows.append(measured("reroute", 1, floor_us=0.0, error=0.0))
+    rows.append(measured("shrink", 8, peer_us=1.5, error=2e-3, grid=True))
+    said = {"device": "a card", "date": "today", "copy_tb_per_s": 4.0, "dense_tflop_per_s": 700.0}
+    points, cells = table({**said, "rows": rows}).split("## Grid")
+    assert "a card, today" in points
+    assert "| pair 64 | 2.0 | 3.0 | 1.50 | 4.0 | 6.0 | 2.00 | 1.0e-03 |" in points
+    assert "| reroute 1 | - | 3.0 | - | - | - | - | 0.0e+00 |" in points
+    assert "| shrink 8 | 2.0 | 3.0 | 1.50 | - | 1.5 | 0.50 | 2.0e-03 |" in cells
+    assert "- 0.50 shrink 8" in cells
+    rows[1]["plain_us"] = 9.0
+    assert "| - | 0.0e+00 | plain 9.0 |" in table({**said, "rows": rows})
 
 
 def test_plots_of_whatever_was_measured_lie_beside_the_file(tmp_path):

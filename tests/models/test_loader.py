@@ -170,6 +170,8 @@ def test_no_config(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
         load(tmp_path)
+    with pytest.raises(ValueError, match=r"no folder meta-llama/Llama-3; models are folders"):
+        load("meta-llama/Llama-3")
 
 
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"ep": 4}, {"ep": 2, "tp": 2}])

@@ -198,6 +198,10 @@ def test_refuses_sizes_that_do_not_fit():
         grouped_matmul(case.x, case.w, case.group_sizes[:1])
     with pytest.raises(ValueError, match="x float32, w bfloat16"):
         grouped_matmul(case.x, case.w.astype(jnp.bfloat16), case.group_sizes)
+    with pytest.raises(ValueError, match=r"group_sizes \(2,\) is float32, expected int32"):
+        grouped_matmul(case.x, case.w, case.group_sizes.astype(jnp.float32))
+    with pytest.raises(ValueError, match=r"num_rows \(2,\) 0"):
+        matmul(case.x, case.w[0], case.group_sizes)
 
 
 def test_the_kernels_are_there():

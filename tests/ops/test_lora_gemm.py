@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tolerance import TOLERANCE
 
+from lora_jax.ops.adapter_items import reference as reference_items
 from lora_jax.ops.cases import POPULARITIES, LoraCase, lora_case
 from lora_jax.ops.grouped_matmul import matmul
 from lora_jax.ops.lora_gemm import delta_dtype, lora_gemm, lora_gemms
@@ -251,3 +252,26 @@ def test_refuses_sizes_that_do_not_fit():
         lora_gemm(y, x, b, b, *rest, max_rank=64)
     with pytest.raises(ValueError, match="max_rank 0"):
         lora_gemm(y, x, a, b, *rest, max_rank=0)
+    with pytest.raises(ValueError, match=r"lora_gemm: x \(1, 4, 12\) must be rank 2"):
+        lora_gemm(y, x[None], a, b, *rest, max_rank=64)
+    items = reference_items(rest[2][:3], 5)
+    with pytest.raises(ValueError, match=r"items has shape \(3,\), expected \(4,\)"):
+        lora_gemm(y, x, a, b, *rest, max_rank=64, items=items)
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize(
+    ("name", "dtype", "said"),
+    [
+        ("entries", "int16", r"entries \(5, 5\) is int16, expected int32"),
+        ("scaling", "bfloat16", r"scaling \(5,\) is bfloat16, expected float32"),
+        ("row_to_slot", "uint32", r"row_to_slot \(4,\) is uint32, expected int32"),
+        ("row_to_expert", "float32", r"row_to_expert \(4,\) is float32, expected int32"),
+        ("a_pool", "bfloat16", "x float32, a_pool bfloat16"),
+    ],
+)
+def test_refuses_other_dtypes(name, dtype, said):
+    case = lora_case(4, 8, 12, num_experts=2)
+    wrong = dataclasses.replace(case, **{name: getattr(case, name).astype(dtype)})
+    with pytest.raises(ValueError, match=said):
+        lora_gemm(*wrong.arrays, max_rank=64)

@@ -105,3 +105,8 @@ def test_bad_input_names_the_sizes():
         )
     with pytest.raises(ValueError, match="max_rank 0 must be at least 1"):
         merge(*case.arrays, max_rank=0)
+    with pytest.raises(ValueError, match=r"w \(16, 8\) must be rank 3"):
+        merge(case.w[0], *case.arrays[1:], max_rank=8)
+    wrong = dataclasses.replace(case, sites=case.sites.astype(jnp.float32))
+    with pytest.raises(ValueError, match=r"sites \(2, 3\) is float32, expected int32"):
+        merge(*wrong.arrays, max_rank=8)

@@ -175,6 +175,8 @@ def test_refuses_sizes_that_do_not_fit():
     q, k, v, tables, seqs, positions, num_tokens = case.arrays
     with pytest.raises(ValueError, match=r"positions has shape \(3,\), expected \(4,\)"):
         paged_attention(q, k, v, tables, seqs, positions[:3], num_tokens, **options)
+    with pytest.raises(ValueError, match=r"block_tables \(1, 2\) is float32, expected int32"):
+        paged_attention(q, k, v, tables.astype("float32"), seqs, positions, num_tokens, **options)
     with pytest.raises(ValueError, match="sliding_window 0"):
         paged_attention(*case.arrays, **{**options, "sliding_window": 0})
     latent = (q, k, None, tables, seqs, positions, num_tokens)

@@ -47,6 +47,8 @@ def test_refuses_shapes_that_do_not_fit():
     ids = jnp.zeros((3, 2), jnp.int32)
     with pytest.raises(ValueError, match="num_experts 0"):
         row_map(ids, jnp.int32(3), 0)
+    with pytest.raises(ValueError, match=r"topk_ids \(3, 2\) is float32, expected int32"):
+        row_map(ids.astype(jnp.float32), jnp.int32(3), 4)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -152,3 +154,5 @@ def test_reroute_refuses_shapes_that_do_not_fit():
         reroute(ids, slots[:2], table, n, 8)
     with pytest.raises(ValueError, match="3 groups do not hold 4 experts"):
         reroute(ids, slots, table, n, 3)
+    with pytest.raises(ValueError, match=r"table \(2, 4\) is float32, expected int32"):
+        reroute(ids, slots, table.astype(jnp.float32), n, 8)

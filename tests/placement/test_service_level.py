@@ -7,7 +7,6 @@ from lora_jax.placement.service_level import (
     LayerTimes,
     Measurement,
     Profile,
-    largest_number_of_instances,
     layer_budget,
     meets_latency,
     meets_throughput,
@@ -31,8 +30,6 @@ def test_equation_6_is_the_slowest_times_the_instances():
     assert AT_128.slowest == 207 * US
     assert meets_throughput(AT_128, 4, budget)
     assert not meets_throughput(AT_128, 5, budget)
-    assert largest_number_of_instances(AT_128, budget) == 4
-    assert largest_number_of_instances(LayerTimes(0.0, 0.0, 0.0), budget) is None
 
 
 def test_the_budget_is_what_attention_leaves():

@@ -97,6 +97,9 @@ def test_the_printed_command_is_a_valid_request(needs_key):
 
 
 def test_ready_names_an_adapter_to_ask_for():
+    assert ready_lines("unix:///tmp/one", "base", True, ["law"]) == [
+        "Ready: unix:///tmp/one serves base."
+    ]
     *_, last = ready_lines("http://127.0.0.1:8000", "base", False, ["law", "sql"])
     assert last == 'An adapter answers to its name: "model": "law".'
 

@@ -7,7 +7,6 @@ them need no more host memory than one, and nothing is read or hashed but their 
 
 import dataclasses
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,6 @@ from lora_jax.adapters.weights import AdapterWeights, AnyWeights, SiteWeights
 
 _BANK_VALUES = 1 << 28  # half a gigabyte: more than a CPU's caches hold
 _SIGN_AND_MANTISSA, _EXPONENT = 0x807F, 121 << 7  # bfloat16: 2^-6 to 2^-5, either sign
-
-
-def reader_of(load_format: str) -> Callable[..., AnyWeights]:
-    """Return what reads adapters where the base is loaded so: "dummy" makes up their weights."""
-    return DummyAdapters().read if load_format == "dummy" else reader.read
 
 
 class DummyAdapters:

@@ -61,6 +61,8 @@ def read_config(folder: Path) -> ModelConfig:
     Raises:
         ValueError: there is none, it is not JSON, or it is not supported.
     """
+    if not folder.is_dir():
+        raise ValueError(f"There is no folder {folder}; models are folders, nothing is downloaded.")
     file = folder / "config.json"
     if not file.is_file():
         raise ValueError(f"{folder.name} holds no config.json.")

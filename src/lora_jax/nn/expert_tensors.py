@@ -65,10 +65,7 @@ class ExpertTensors:
         sizes = [param[...].nbytes for param in params]
         page = page_bytes or page_size(min(sizes), memory.granularity)
         self._base_bytes = _whole_pages(sizes, page)
-        budget = self._base_bytes + (extra_bytes or 0) // page * page
-        if extra_bytes is None:
-            whole = [size // self.num_experts * (self.num_experts + extra) for size in sizes]
-            budget = _whole_pages(whole, page)
+        budget = self._budget(sizes, page, extra_bytes)
         self.pool = PagePool(memory, page_bytes=page, budget_bytes=budget)
         self._tensors: dict[tuple[int, str], WeightTensor] = {}
         self._mapped: set[tuple[int, int]] = set()  # (layer, index) of adapters' experts
@@ -80,6 +77,13 @@ class ExpertTensors:
         except BaseException:
             self.close()
             raise
+
+    def _budget(self, sizes: list[int], page: int, extra_bytes: int | None) -> int:
+        """Return the bytes of all pages, where the base's tensors have these sizes."""
+        if extra_bytes is not None:
+            return self._base_bytes + extra_bytes // page * page
+        experts = self.num_experts + self.extra
+        return _whole_pages([size // self.num_experts * experts for size in sizes], page)
 
     @property
     def expert_bytes(self) -> int:

@@ -91,6 +91,7 @@ def adapter_items(
             f"adapter_items: row_to_slot {row_to_slot.shape} must be rank 1, num_slots {num_slots} "
             "at least 1"
         )
+    dispatch.check_dtype("adapter_items", jnp.int32, row_to_slot=row_to_slot)
     known = _known(row_to_slot, num_slots)
     return dispatch.call(_KERNELS, implementation, known, num_slots, max_rank)
 

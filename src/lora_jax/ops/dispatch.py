@@ -16,6 +16,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from lora_jax.typing import Array
 
@@ -102,7 +103,8 @@ def call(kernels: Mapping[str, Callable], implementation: str | None, *args, **k
         except NotImplementedError:
             if len(names) == 1:
                 raise
-    raise NotImplementedError(f"none of {', '.join(names)} takes these arguments")
+    wanted, there = ", ".join(names), ", ".join(kernels)
+    raise NotImplementedError(f"none of {wanted} takes these arguments; there are {there}")
 
 
 def check_dtypes(op: str, **arrays: Array | None) -> None:
@@ -112,6 +114,13 @@ def check_dtypes(op: str, **arrays: Array | None) -> None:
     if first not in DTYPES or any(dtype != first for dtype in found.values()):
         said = ", ".join(f"{name} {dtype}" for name, dtype in found.items())
         raise ValueError(f"{op}: dtypes must be equal and float32 or bfloat16, got {said}")
+
+
+def check_dtype(op: str, dtype: DTypeLike, **arrays: Array) -> None:
+    """Raise ValueError naming each array that is of another dtype: ids, sizes and factors."""
+    for name, a in arrays.items():
+        if a.dtype != dtype:
+            raise ValueError(f"{op}: {name} {a.shape} is {a.dtype}, expected {jnp.dtype(dtype)}")
 
 
 def check_shapes(op: str, **shapes: tuple[tuple[int, ...] | None, tuple[int, ...]]) -> None:

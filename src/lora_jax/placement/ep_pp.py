@@ -78,11 +78,6 @@ class Placement:
             return adapter % self.dp
         return layer % self.pp * self.ep + expert // self.experts_per_device
 
-    def local_index(self, adapter: int, layer: int, expert: int) -> tuple[int, int, int]:
-        """Return where a unit lies in its device's own block of adapters x layers x experts."""
-        self.device_of(adapter, layer, expert)
-        return adapter // self.dp, layer // self.pp, expert % self.experts_per_device
-
     def devices_of_layer(self, layer: int) -> np.ndarray:
         """Return int64 [adapters, experts]: the device of every unit of one layer (read-only)."""
         _check_index("layer", layer, self.shape.layers)

@@ -116,8 +116,3 @@ def meets_throughput(times: LayerTimes, instances: int, budget: LayerBudget) -> 
     times as many (appendix A.2.1 says why deep pipelines do not reach that).
     """
     return times.slowest * instances <= budget.layer
-
-
-def largest_number_of_instances(times: LayerTimes, budget: LayerBudget) -> int | None:
-    """Return the largest L that Eq. 6 allows, or None where nothing limits it."""
-    return int(budget.layer / times.slowest) if times.slowest > 0 else None

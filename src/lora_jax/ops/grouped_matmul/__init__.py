@@ -90,8 +90,8 @@ def matmul(
     implementation: str | None = None,
 ) -> Float[Array, "rows d_out"]:
     """y[t] = w @ x[t] + bias for t < num_rows, exactly 0 for the rest, which cost nothing."""
-    if w.ndim != 2:
-        raise ValueError(f"matmul: w {w.shape} must be rank 2")
+    if w.ndim != 2 or num_rows.ndim != 0:
+        raise ValueError(f"matmul: w {w.shape} must be rank 2, num_rows {num_rows.shape} 0")
     return grouped_matmul(
         x,
         w[None],
@@ -112,6 +112,7 @@ def _check(op: str, x: Array, group_sizes: Array, **weights: Array) -> None:
             group_sizes=(tuple(group_sizes.shape), (w.shape[0],)),
         )
     dispatch.check_dtypes(op, x=x, **weights)
+    dispatch.check_dtype(op, jnp.int32, group_sizes=group_sizes)
 
 
 def _check_addends(op: str, x: Array, w: Array, **addends: Array | None) -> None:

@@ -50,7 +50,7 @@ def lora_gemm(
         row_to_expert = jnp.zeros(x.shape[:1], jnp.int32)
     (y,) = _or_wide_zeros([y], x, b_pool, implementation)
     arrays = (y, x, a_pool, b_pool, entries, scaling, row_to_slot, row_to_expert)
-    _check(*arrays, max_rank)
+    _check(*arrays, max_rank, items)
     kernels = {n: kernel if n == "cuda" else _with_y(kernel) for n, kernel in _KERNELS.items()}
     if y is not None and y.dtype != x.dtype:
         kernels = {n: kernels[n] for n in _NARROW_ROWS}
@@ -90,7 +90,7 @@ def lora_gemms(
     pools, owners = (x, a_pool, b_pool), (row_to_slot, row_to_expert)
     ys = _or_wide_zeros(ys, x, b_pool, implementation)
     for y in ys:
-        _check(y, *pools, entries[0], scaling[0], *owners, max_rank)
+        _check(y, *pools, entries[0], scaling[0], *owners, max_rank, items)
     cuda = functools.partial(dispatch.backend("cuda", "lora_gemms"), items=items, sites=sites)
     one_by_one = functools.partial(_one_by_one, sites)
     kernels: dict[str, Callable] = {n: functools.partial(one_by_one, n) for n in _KERNELS}
@@ -141,11 +141,14 @@ def _or_wide_zeros(ys, x: Array, b_pool: Array, implementation: str | None) -> l
     return [y if dtype == x.dtype else _or_zeros(y, x, b_pool, dtype) for y in ys]
 
 
-def _check(y, x, a_pool, b_pool, entries, scaling, row_to_slot, row_to_expert, max_rank) -> None:
+def _check(
+    y, x, a_pool, b_pool, entries, scaling, row_to_slot, row_to_expert, max_rank, items
+) -> None:
     """Raise ValueError naming what has a wrong shape or dtype."""
-    given = (x, a_pool, b_pool, entries) if y is None else (y, x, a_pool, b_pool, entries)
-    if any(v.ndim != 2 for v in given):
-        raise ValueError("lora_gemm: y, x, a_pool, b_pool and entries must be rank 2")
+    given = {"y": y, "x": x, "a_pool": a_pool, "b_pool": b_pool, "entries": entries}
+    wrong = [f"{n} {v.shape}" for n, v in given.items() if v is not None and v.ndim != 2]
+    if wrong:
+        raise ValueError(f"lora_gemm: {', '.join(wrong)} must be rank 2")
     if max_rank < 1:
         raise ValueError(f"lora_gemm: max_rank {max_rank} must be at least 1")
     rows, d_in, slots = *x.shape, entries.shape[0]
@@ -161,4 +164,8 @@ def _check(y, x, a_pool, b_pool, entries, scaling, row_to_slot, row_to_expert, m
         scaling=(tuple(scaling.shape), (slots,)),
         row_to_slot=(tuple(row_to_slot.shape), (rows,)),
         row_to_expert=(tuple(row_to_expert.shape), (rows,)),
+        items=(None if items is None else tuple(items.order.shape), (rows,)),
     )
+    owners = {"row_to_slot": row_to_slot, "row_to_expert": row_to_expert}
+    dispatch.check_dtype("lora_gemm", jnp.int32, entries=entries, **owners)
+    dispatch.check_dtype("lora_gemm", jnp.float32, scaling=scaling)

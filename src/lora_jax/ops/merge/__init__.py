@@ -10,6 +10,7 @@ __all__ = ["merge", "mixture_slots"]
 
 _KERNELS = {
     "cuda": dispatch.backend("cuda", "merge"),
+    "pallas_tpu": dispatch.late("lora_jax.ops.merge.pallas_tpu", "merge"),
     "xla": xla.merge,
     "reference": reference.merge,
 }
@@ -36,7 +37,8 @@ def merge(
         ValueError: shapes or dtypes do not fit each other.
     """
     if w.ndim != 3 or a_pool.ndim != 2 or b_pool.ndim != 2:
-        raise ValueError("merge: w must be rank 3, a_pool and b_pool rank 2")
+        said = f"a_pool {a_pool.shape} and b_pool {b_pool.shape} rank 2"
+        raise ValueError(f"merge: w {w.shape} must be rank 3, {said}")
     if max_rank < 1:
         raise ValueError(f"merge: max_rank {max_rank} must be at least 1")
     matrices, d_out, d_in = w.shape
@@ -48,6 +50,8 @@ def merge(
         sites=(tuple(sites.shape), (matrices, 3)),
         scaling=(tuple(scaling.shape), (matrices,)),
     )
+    dispatch.check_dtype("merge", jnp.int32, sites=sites)
+    dispatch.check_dtype("merge", jnp.float32, scaling=scaling)
     return dispatch.call(_KERNELS, implementation, w, a_pool, b_pool, sites, scaling, max_rank)
 
 

@@ -1,5 +1,7 @@
 """Attention of a flat list of tokens over the pages of their own sequences."""
 
+import jax.numpy as jnp
+
 from lora_jax.ops import dispatch
 from lora_jax.ops.paged_attention import cpu, reference, xla
 from lora_jax.typing import Array, Float, Int
@@ -48,6 +50,8 @@ def paged_attention(
         num_tokens=(tuple(num_tokens.shape), ()),
         sinks=(dispatch.shape_of(sinks), (q_heads,)),
     )
+    places = {"token_to_seq": token_to_seq, "positions": positions, "num_tokens": num_tokens}
+    dispatch.check_dtype("paged_attention", jnp.int32, block_tables=block_tables, **places)
     arrays = (q, k_pages, v_pages, block_tables, token_to_seq, positions, num_tokens, sinks)
     return dispatch.call(_KERNELS, implementation, *arrays, scale, v_dim, sliding_window)
 

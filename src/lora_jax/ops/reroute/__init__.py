@@ -4,6 +4,8 @@ With ESFT adapters the experts of a token may be its adapter's own: `reroute` lo
 LoRA the rows of an expert come adapter by adapter, and the same pass cuts them into items.
 """
 
+import jax.numpy as jnp
+
 from lora_jax.ops import dispatch
 from lora_jax.ops.adapter_items import AdapterItems
 from lora_jax.ops.reroute import cpu, reference
@@ -47,6 +49,7 @@ def row_map(
         )
     if num_experts < 1:
         raise ValueError(f"row_map: num_experts {num_experts} must be at least 1")
+    dispatch.check_dtype("row_map", jnp.int32, topk_ids=topk_ids, num_tokens=num_tokens)
     _check_adapters("row_map", topk_ids, adapters)
     return dispatch.call(_KERNELS, implementation, topk_ids, num_tokens, num_experts, adapters)
 
@@ -77,6 +80,8 @@ def reroute(
         token_to_slot=(tuple(token_to_slot.shape), topk_ids.shape[:1]),
         num_tokens=(tuple(num_tokens.shape), ()),
     )
+    ids = {"topk_ids": topk_ids, "token_to_slot": token_to_slot, "table": table}
+    dispatch.check_dtype("reroute", jnp.int32, **ids, num_tokens=num_tokens)
     if num_groups < table.shape[1]:
         raise ValueError(f"reroute: {num_groups} groups do not hold {table.shape[1]} experts")
     _check_adapters("reroute", topk_ids, adapters)
