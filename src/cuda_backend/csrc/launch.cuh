@@ -89,10 +89,6 @@ inline cudaError_t launch_pair(const PairArgs& args, cudaStream_t stream) {
   return args.max_rank > 32 ? launch_many<3, 35840, 64>(args, stream) : launch_many<3, 36864, 32>(args, stream);
 }
 
-// Whether so many rows of so few slots are bound to be in tiles: see lora_tiles.shrink_pays.
-inline bool expects_tiles(const PairArgs& p) {
-  return p.num_rows >= kLongCall || p.num_rows >= kRowsOfSlot * p.num_slots;
-}
 // What the items hold and what the tiles hold, whose rows differ. Where their expand is one kernel, the tiles' rows
 // have been shrunk before it. Where there may well be no tiles, they come behind the items, who then wait for
 // nothing: a pair of 1024 rows of 512 adapters of rank 64, Zipf, on an H200 takes 1.8 us more than without the
@@ -101,7 +97,7 @@ inline cudaError_t launch_with_tiles(const PairArgs& items, const TileArgs& tile
   const BothArgs both{items, tiles};
   if (!items.expand) return launch_shrinks(both, stream);
   const bool low = items.max_rank <= kMostRankOfBoth;
-  if (low && (!items.shrink || expects_tiles(items))) return launch_both(both, stream);
+  if (low && !(items.shrink && tiles.last)) return launch_both(both, stream);
   const cudaError_t e = launch_pair(items, stream);
   if (e != cudaSuccess) return e;
   return low ? launch_pair_tiles(tiles, items.state, stream) : launch_tiles(tiles, stream);

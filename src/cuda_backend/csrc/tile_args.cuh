@@ -7,7 +7,6 @@
 namespace lora_jax {
 
 constexpr int kTileRows = 128;  // of a tile, at most
-constexpr int kLongCall = 2048, kRowsOfSlot = 64;  // of a call that expects tiles
 
 // The n-th tile of the expand and the n-th of the shrink, which cut the same segments to other sizes.
 struct alignas(16) TileRecord {
@@ -32,6 +31,7 @@ struct TileArgs {
   int d_in, d_out, h_stride, max_rank, most_tiles;
   bool shrink, expand;              // what of it, h being the result or given where it is one alone
   bool accumulate;                  // the expand adds to y; else y holds nothing before
+  bool last;                        // of both phases: there may well be none, so they come behind the items
   bool behind;                      // expand: h comes from the kernel before, or from this one
   uint32_t* shrunk;                 // of the call's state, where one kernel shrinks and expands; else null
 };

@@ -79,7 +79,7 @@ int lora_ones(Bf16* y, const Item* items, const int* num_items, const int* order
 }
 
 // Segments of `least_rows` rows become tiles, the others stay in items; how many rows those have comes
-// back in `left`. In one launch, behind others of the call, or the shrink before the expand.
+// back in `left`. In one call, with the tiles last where it is not its first, or the shrink before the expand.
 int lora_tiles(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, const int* entries, const float* scaling,
                const int* row_to_slot, const int* row_to_expert, int modules, int rows, int d_out, int d_in, int a_rows, int b_rows,
                int slots, int max_rank, int least_rows, int least_total, int accumulate, int launches_before, int apart,
@@ -112,7 +112,7 @@ int lora_tiles(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, c
   cudaError_t e = pool_maps(&p, 0, a_pool, a_rows, d_in, kWideA);
   if (e == cudaSuccess) e = pool_maps(&p, 1, b_pool, b_rows, d_out, kWideB);
   if (e == cudaSuccess) e = parts_maps(t.a_parts, a_pool, a_rows, d_in);
-  t.b_boxes = p.maps[1][1];
+  t.b_boxes = p.maps[1][1], t.last = launches_before > 0;
   std::vector<Bf16> others(static_cast<size_t>(modules) * rows * d_out), other_x(static_cast<size_t>(rows) * d_in);
   for (int n = 0; n < launches_before && e == cudaSuccess; ++n) {
     PairArgs q = p;
