@@ -12,8 +12,9 @@ from lora_jax.typing import Array, Int
 CLUSTER_ROWS, CLUSTER_GROUPS = 16384, 1023  # that one launch sorts; more are shared out
 COUNT_ROWS = 2048  # that one CTA counts, in two blocks
 # From so many rows of a slot and expert on tiles pay: gate and up of 6144 rows of 64 experts, rank
-# 64, take 73 us on an H200, by items 87; 512 rows of 8 experts 52 and 51.
-LONG_RUN = 96
+# 64, take 73 us on an H200, by items 87. A layer of 512 rows of 8 experts, Mixtral's shape, takes
+# 75.5 with the tiles' own launch, by items 87.6: gate and up 40.8 and 49.9, down 22.0 and 32.0.
+LONG_RUN = 64
 MAX_GROUPS = 16384  # whose counts fit its shared memory
 MAX_ROWS = 1 << 18
 MAX_K = 8192

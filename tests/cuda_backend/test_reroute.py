@@ -149,6 +149,8 @@ def test_declines_what_it_cannot_serve(tokens, k, groups, why):
         (200, 1, 64, "items"),
         (200, 4, 32, "items"),  # 32 runs, 16 rows each would be 512
         (60, 1, 32, "items"),  # 120 rows are few
+        (255, 1, 64, "items"),
+        (256, 1, 64, "tiles"),  # 8 runs of 64 rows
         (400, 1, 32, "segments"),
         (400, 1, 64, "tiles"),
         (400, 1, None, "tiles"),  # of ranks that nobody has told
