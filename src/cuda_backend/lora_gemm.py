@@ -120,7 +120,8 @@ def row_items(
     if rows < lora_tiles.FEWEST_ROWS:
         return RowItems(order, found, num_items)
     known = lora_tiles.row_tiles(found, num_items, order)
-    return RowItems(order, found, num_items, known, lora_tiles.shrink_pays(rows, num_slots))
+    pays = lora_tiles.shrink_pays(rows, num_slots, max_rank)
+    return RowItems(order, found, num_items, known, pays)
 
 
 def lora_gemm(
@@ -211,8 +212,9 @@ def lora_pairs(
     accumulate = modules[0][0] is not None
     if any((y is not None) != accumulate for y, _, _ in modules):
         raise ValueError("a launch adds to every module's y or to none: some are None")
-    segments = False
+    segments, last = False, not lora_tiles.expects_tiles(len(x), modules[0][1].shape[-2])
     if isinstance(items, AdapterItems):
+        last = last and not items.in_order  # else they are experts' rows, for which tiles pay
         runs = items.most_runs if items.in_order and items.tiles is None else None
         segments = accumulate and are_segments(len(items.items), max_rank, runs)
         known = items.order, items.items, items.num_items, items.tiles
@@ -224,7 +226,7 @@ def lora_pairs(
     aliases = {8 + 3 * m: 1 + m for m in range(count if accumulate else 0)}
     call = jax.ffi.ffi_call("lora_jax_cuda_lora_gemm", shapes, input_output_aliases=aliases)
     own = (v for m in modules for v in m if v is not None)
-    kind = {"accumulate": accumulate, "segments": segments}
+    kind = {"accumulate": accumulate, "segments": segments, "tiles_last": last}
     attributes = {"max_rank": np.int64(max_rank), **kind}
     places = np.array(sites or [0] * count, np.int64)
     return call(x, a_pool, b_pool, *items.arrays, *own, sites=places, **attributes)[1:]

@@ -20,6 +20,9 @@ RECORD = 80  # words that say what a tile is
 # adapters has for nothing: only for calls this long, or so long for their slots that segments are
 # bound to be.
 LONG_CALL, ROWS_OF_SLOT = 2048, 64
+# Of these ranks they may come behind the items, see csrc/pair_tiles.cuh: that costs calls this long
+# 2 us where there are none, shorter ones 4 to 5, and one adapter has 8 of 41 us back.
+ROWS_BEHIND, RANKS_BEHIND = 1024, range(33, 65)
 # Up to this rank a shrink alone is by items: 15.4 us for 4096 rows of 4 adapters on an H200, 19.0
 # by tiles.
 ITEMS_RANK = 16
@@ -53,6 +56,12 @@ def row_tiles(
     return Tiles(*call(items, num_items, order, **limits))
 
 
-def shrink_pays(rows: int, slots: int) -> bool:
-    """Return whether a call that expands too, of so many rows and slots, should shrink tiles."""
+def expects_tiles(rows: int, slots: int) -> bool:
+    """Return whether so many rows of so few slots are bound to be in tiles."""
     return rows >= LONG_CALL or rows >= max(FEWEST_ROWS, ROWS_OF_SLOT * slots)
+
+
+def shrink_pays(rows: int, slots: int, max_rank: int) -> bool:
+    """Return whether a call that expands too, of so many rows and slots, should shrink tiles."""
+    behind = rows >= ROWS_BEHIND and max_rank in RANKS_BEHIND
+    return behind or expects_tiles(rows, slots)

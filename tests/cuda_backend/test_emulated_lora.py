@@ -207,11 +207,47 @@ def test_tiles_have_the_bits_of_items(
     library, rows, d_out, d_in, ranks, total, sms, modules, adds, apart
 ):
     case = lora_case(rows, d_out, d_in, ranks=ranks, dtype="bfloat16")
+    owners, slots = copied(case.row_to_slot), len(ranks)
+    left = check_tiles(library, case, owners, total, sms, modules, adds, 0, apart)
+    counts = np.bincount(owners[(owners >= 0) & (owners < slots)], minlength=slots)
+    long = counts[counts >= 8].sum()
+    fit = np.sum(-(-counts // 64)) <= 3 * sms
+    tiled = ((counts >= 8) | fit) & (long >= total) & (long >= counts.sum() * 3 / 4)
+    assert left == counts[~tiled].sum()
+
+
+# The last: how many launches of the call came before; then tiles come behind the items.
+@pytest.mark.parametrize(
+    ("rows", "d_out", "d_in", "ranks", "sms", "modules", "launches"),
+    [
+        (300, 704, 320, (64, 33), 2, 1, 1),
+        (110, 704, 320, (64, 33), 2, 1, 0),
+        (120, 320, 64, (16, 8), 2, 2, 2),
+        (150, 256, 64, (100,), 2, 1, 0),
+    ],
+)
+def test_neighbours_in_tiles_have_the_bits_of_items(
+    library, rows, d_out, d_in, ranks, sms, modules, launches
+):
+    """Units of y come by one copy where rows stand in order, some in the middle of them."""
+    case = lora_case(rows, d_out, d_in, ranks=ranks, dtype="bfloat16")
+    owners = np.sort(copied(case.row_to_slot))
+    owners[100], owners[-40:] = owners[101], owners[-40:][::-1]
+    owners[rows // 2 :: 61] = -1
+    assert check_tiles(library, case, owners, 8, sms, modules, True, launches, False) == 0
+
+
+def check_tiles(library, case, owners, total, sms, modules, adds, launches, apart) -> int:
+    """Return how many rows stay in items where segments of 8 rows become tiles.
+
+    The bits of the result must be those of items alone.
+    """
+    rows, d_out, d_in = len(owners), case.y.shape[1], case.x.shape[1]
     slots, max_rank = len(case.scaling), case.max_rank
     entries = np.stack([np.roll(case.entries, m, 0) for m in range(modules)])
     scaling = np.stack([copied(case.scaling) + m for m in range(modules)])
     pools = [*(copied(a) for a in (case.x, case.a_pool, case.b_pool)), entries, scaling]
-    owners, which, left = copied(case.row_to_slot), np.zeros(rows, np.int32), np.zeros(1, np.int32)
+    which, left = np.zeros(rows, np.int32), np.zeros(1, np.int32)
     want, got = (np.stack([copied(case.y)] * modules) for _ in range(2))
     if not adds:
         want[:], got[:] = np.nan, np.nan
@@ -219,13 +255,10 @@ def test_tiles_have_the_bits_of_items(
     library.emulate(1, rows)
     call(library.lora, want, *pools, owners, which, *sizes, adds, 0, 0)
     library.emulate(sms, rows)
-    call(library.lora_tiles, got, *pools, owners, which, *sizes, total, adds, apart, left)
-    counts = np.bincount(owners[(owners >= 0) & (owners < slots)], minlength=slots)
-    long = counts[counts >= 8].sum()
-    fit = np.sum(-(-counts // 64)) <= 3 * sms
-    tiled = ((counts >= 8) | fit) & (long >= total) & (long >= counts.sum() * 3 / 4)
-    assert left[0] == counts[~tiled].sum()
+    more = total, adds, launches, apart, left
+    call(library.lora_tiles, got, *pools, owners, which, *sizes, *more)
     np.testing.assert_array_equal(got.view(np.uint16), want.view(np.uint16))
+    return left[0]
 
 
 @pytest.mark.parametrize(
@@ -248,6 +281,6 @@ def test_a_shrink_alone_serves_every_slice_of_long_items(library, long, rank, sm
     call(library.lora, want, *pools, owners, which, *sizes, 8, True, 0, 0)
     library.emulate(sms, rows)
     no_tiles = rows + 1
-    call(library.lora_tiles, got, *pools, owners, which, *sizes, 8, no_tiles, True, True, left)
+    call(library.lora_tiles, got, *pools, owners, which, *sizes, 8, no_tiles, True, 0, True, left)
     assert left[0] == rows
     np.testing.assert_array_equal(got.view(np.uint16), want.view(np.uint16))

@@ -16,6 +16,7 @@ needs_nvcc = pytest.mark.skipif(ffi.find_compiler() is None, reason="no nvcc on 
 MOST_REGISTERS = {
     "pair_kernel": 128,  # 2 CTAs of 256 threads
     "both_kernel": 128,
+    "pair_tiles_kernel": 128,
     "shrink_kernel": 128,
     "few_kernel": 128,
     "metadata_kernel": 64,  # 1 CTA of 1024
@@ -41,6 +42,8 @@ MOST_REGISTERS = {
     "receive_kernel": 128,  # 2 CTAs of 256
     "judge_kernel": 64,
 }
+# Bytes at most.
+SPILLED = {"both_kernel": 16, "pair_tiles_kernel": 96}
 REPORT = re.compile(
     r"entry function '\w*?("
     + "|".join(sorted(MOST_REGISTERS, key=len, reverse=True))

@@ -44,24 +44,26 @@ def oracle(case: LoraCase) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("rows", "slots", "shrinks", "expands"),
+    ("rows", "slots", "rank", "shrinks", "expands"),
     [
-        (255, 1, False, False),
-        (256, 4, True, True),
-        (256, 5, False, True),
-        (1024, 512, False, True),
-        (2048, 512, True, True),
+        (255, 1, 64, False, False),
+        (1023, 512, 64, False, True),
+        (1024, 512, 64, True, True),
+        (256, 4, 128, True, True),
+        (256, 5, 65, False, True),
+        (1024, 512, 128, False, True),
+        (2048, 512, 128, True, True),
     ],
 )
 def test_the_shape_of_a_call_says_whether_it_may_have_tiles(
-    monkeypatch, rows, slots, shrinks, expands
+    monkeypatch, rows, slots, rank, shrinks, expands
 ):
     """A step's items, made once for all its maps, have them too."""
     monkeypatch.setattr(ffi, "require", lambda: None)
 
     def may_have(row_to_slot):
-        items = cuda.row_items(row_to_slot, jnp.zeros_like(row_to_slot), slots)
-        of_step = reroute.adapter_items(row_to_slot, slots)
+        items = cuda.row_items(row_to_slot, jnp.zeros_like(row_to_slot), slots, rank)
+        of_step = reroute.adapter_items(row_to_slot, slots, rank)
         steps_tiles = () if of_step.tiles is None else of_step.tiles.tiles
         return items.arrays[3], items.tiled_arrays[3], steps_tiles, of_step.items
 

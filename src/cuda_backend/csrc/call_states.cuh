@@ -28,7 +28,7 @@ inline cudaError_t allocate_zeros(void** memory, size_t bytes) {
   return e;
 }
 
-// Gives out states of each device, which nobody gives back: they are 16 bytes, and a program that has been
+// Gives out states of each device, which nobody gives back: they are 32 bytes, and a program that has been
 // dropped may still run.
 class CallStates {
  public:

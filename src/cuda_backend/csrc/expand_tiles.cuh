@@ -15,11 +15,14 @@ constexpr int kPieces = kUnitColumns / 64;    // of columns, each a warp's
 constexpr int kTeams = kTileWarps / kPieces;  // of warps, which take units in turn
 static_assert(kUnitColumns == 64 << kWideB, "one box brings 8 rank rows of a unit");
 constexpr int kBatchUnits = kTileThreads / 4;      // looked up at a time
+constexpr int kAskingThread = kTileThreads - 32;   // that asks whether h is there
 
 struct alignas(16) ExpandUnit {
   int place, rows_rank;  // of its first row in the sorted order; rows, 0 if there is nothing to do, and rank << 8
   int weight_row, column;
-  __device__ __forceinline__ int rows() const { return rows_rank & 255; }
+  static constexpr int kTogether = 128;  // rows are neighbours in y
+  __device__ __forceinline__ int rows() const { return rows_rank & 127; }
+  __device__ __forceinline__ bool together() const { return rows_rank & kTogether; }
   __device__ __forceinline__ int rank() const { return rows_rank >> 8; }
 };
 
@@ -29,13 +32,17 @@ struct ExpandShared {
   static_assert(STAGES % kTeams == 0, "a stage is the same team's each time: it may not mistake the parity of the other's");
   static constexpr int kStages = STAGES, kHalves = (STEPS + 3) / 4;  // of 64 ranks
   static constexpr int kHalf = kUnitRows * 128, kRow = kUnitColumns * 2 + 16;  // rows of y on distinct banks
+  static constexpr int kRows = (kUnitRows * kRow + 1023) / 1024 * 1024;  // or swizzled pieces of 64 columns
+  static constexpr bool kBoxes = STEPS <= 4;  // bring neighbouring rows of y; at higher ranks that was not timed
   static constexpr int kGroup = kUnitColumns * 16;  // bytes of 8 rank rows of B
   alignas(1024) unsigned char b[STEPS * 2][kGroup];
   unsigned char h[STAGES][kHalves][kHalf];
-  unsigned char y[STAGES][kUnitRows][kRow];
+  unsigned char y[STAGES][kRows];
   ExpandUnit units[kBatchUnits];
+  int first_rows[kBatchUnits];
   int rows[kBatchUnits][kUnitRows];  // where they begin in y, with the unit's column, in 16 bytes
-  alignas(8) uint64_t full[STAGES], empty[STAGES], b_full, b_empty;
+  alignas(8) uint64_t full[STAGES], empty[STAGES], b_full, b_empty, h_there;
+  bool odd, there;  // whether this is every second launch of the call, see CallState; whether h is there
 };
 
 // A warp's 64 columns of B as mma operands. A lane reads 8 columns of the rank rows it needs; operands
@@ -127,8 +134,8 @@ __device__ __forceinline__ int units_of(int blocks) { return (blocks * 8 + kUnit
 // Units of tiles smaller than the largest may be empty.
 template <class S>
 __device__ __forceinline__ void look_up(const TileArgs& p, const Module& m, int first, int count, S& sm) {
-  const int n = threadIdx.x >> 2, q = threadIdx.x & 3;
-  if (n >= count) return;
+  constexpr int kEach = kUnitRows / 4;
+  const int slot = threadIdx.x >> 2, q = threadIdx.x & 3, n = min(slot, count - 1);
   const int tile_units = units_of(__ldg(p.cut + 1)), tiles = __ldg(p.cut), of_all = (first + n) / tile_units;
   const int group = of_all / tiles, begin = (first + n - of_all * tile_units) * kUnitRows, column = group * kUnitColumns;
   const Item t = load_tile(p, of_all - group * tiles);
@@ -137,15 +144,37 @@ __device__ __forceinline__ void look_up(const TileArgs& p, const Module& m, int 
   const int weight_row = __ldg(entry + 1) + t.expert * __ldg(entry + 4);
   const int place = t.row_begin + min(begin, t.num_rows - 1);
   const int rows = rank == 0 && p.accumulate ? 0 : min(max(t.num_rows - begin, 0), kUnitRows);
+  int row[kEach];
 #pragma unroll
-  for (int i = q * (kUnitRows / 4); i < (q + 1) * (kUnitRows / 4); ++i)
-    sm.rows[n][i] = i < rows ? __ldg(p.row_order + place + i) * (p.d_out / 8) + column / 8 : 0;
-  if (q == 0) sm.units[n] = ExpandUnit{place, rows | rank << 8, weight_row, column};
+  for (int i = 0; i < kEach; ++i) row[i] = q * kEach + i < rows ? __ldg(p.row_order + place + q * kEach + i) : 0;
+  const int first_row = __shfl_sync(~0u, row[0], threadIdx.x & 28);
+  bool together = S::kBoxes && rows == kUnitRows && p.accumulate;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) together = together && row[i] == first_row + q * kEach + i;
+  const unsigned alike = __ballot_sync(~0u, together) >> (threadIdx.x & 28) & 15;
+  if (slot >= count) return;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) sm.rows[n][q * kEach + i] = q * kEach + i < rows ? row[i] * (p.d_out / 8) + column / 8 : 0;
+  if (q == 0) sm.units[n] = ExpandUnit{place, rows | (alike == 15 ? ExpandUnit::kTogether : 0) | rank << 8, weight_row, column};
+  if (q == 0) sm.first_rows[n] = first_row;
+}
+
+// By a warp: brings near what is wanted as soon as it is known how many tiles there are.
+__device__ __forceinline__ void prefetch_units(const TileArgs& p) {
+  constexpr int kLines = 4;  // of a table, of each CTA: enough for all but the entries of thousands of slots
+  const int lane = threadIdx.x & 31;
+  auto near = [&](const void* table, int64_t bytes) {
+    const int64_t at = (int64_t{gridDim.x} * lane + blockIdx.x) * 128;
+    if (lane < kLines && at < bytes) prefetch_l2(static_cast<const char*>(table) + at);
+  };
+  near(p.tiles, p.most_tiles * sizeof(TileRecord));
+  near(p.row_order, int64_t{4} * p.num_rows);
+  near(p.modules[0].entries, int64_t{20} * p.num_slots);
 }
 
 // What the warps of a CTA do with a batch of units. A team takes one in turn with the others; when all its
 // warps are through with it, one of them brings another in its stead.
-template <bool ADDS, int STEPS, class S>
+template <bool SHRINKS, bool ADDS, int STEPS, class S>
 struct BatchExpand {
   const TileArgs& p;
   S& sm;
@@ -156,16 +185,20 @@ struct BatchExpand {
     const int4 v = *reinterpret_cast<const int4*>(sm.units + n);
     return ExpandUnit{v.x, v.y, v.z, v.w};
   }
-  __device__ __forceinline__ int bytes_of_row(const ExpandUnit& u) const { return min(p.d_out - u.column, kUnitColumns) * 2; }
+  // A box has all columns, where there are fewer too.
+  __device__ __forceinline__ int bytes_of_row(const ExpandUnit& u) const {
+    return u.together() ? kUnitColumns * 2 : min(p.d_out - u.column, kUnitColumns) * 2;
+  }
   __device__ __forceinline__ int halves(const ExpandUnit& u) const { return u.rows() == 0 ? 0 : u.rank() > 64 ? 2 : 1; }
   __device__ __forceinline__ void expect(const ExpandUnit& u, int at) const {
     if ((threadIdx.x & 31) == 0) mbar_expect(&sm.full[at], halves(u) * S::kHalf + (ADDS ? u.rows() * bytes_of_row(u) : 0));
   }
-  // A lane brings row `row` of y.
+  // A lane brings row `row` of y; the first one all that are neighbours.
   __device__ __forceinline__ void fetch_y(int n, const ExpandUnit& u, int at, int row) const {
-    if (!ADDS || row >= u.rows()) return;
+    if (!ADDS || row >= (u.together() ? 1 : u.rows())) return;
+    if (u.together()) return box_copy(smem_u32(sm.y[at]), &p.y_boxes[module], sm.first_rows[n], u.column / 64, &sm.full[at]);
     const auto* from = m.y + static_cast<int64_t>(static_cast<uint32_t>(sm.rows[n][row])) * 8;
-    bulk_copy(smem_u32(sm.y[at][row]), from, bytes_of_row(u), &sm.full[at]);
+    bulk_copy(smem_u32(sm.y[at]) + row * S::kRow, from, bytes_of_row(u), &sm.full[at]);
   }
   __device__ __forceinline__ void fetch_h(const ExpandUnit& u, int at) const {
     const int lane = threadIdx.x & 31;
@@ -187,6 +220,16 @@ struct BatchExpand {
       return;
     }
   }
+  // Until all CTAs have shrunk their tiles: one thread asks, once.
+  __device__ __forceinline__ void await_h() const {
+    if (threadIdx.x == kAskingThread && !sm.there) {
+      while ((acquire_word(p.shrunk) >= gridDim.x) == sm.odd) {}
+      mbar_arrive(&sm.h_there), sm.there = true;
+    }
+    __syncwarp();
+    mbar_wait(&sm.h_there, 0);
+    fence_copies();  // which read what others wrote
+  }
   // What the first units need, in the order in which it is needed.
   __device__ __forceinline__ void begin(const Ring<S::kStages>& ring, int2 have) const {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, filled = min(S::kStages, count);
@@ -202,7 +245,8 @@ struct BatchExpand {
     for (int n = 0; n < filled; ++n, to.next())
       if (lane < kUnitRows / kTileWarps) fetch_y(n, unit(n), to.at(), warp * (kUnitRows / kTileWarps) + lane);
     if (!p.behind) return;
-    wait_for_previous();
+    if constexpr (SHRINKS) await_h();
+    else wait_for_previous();
     if (one) fetch_h(unit(warp), at.at());
   }
   template <int USED>
@@ -213,9 +257,10 @@ struct BatchExpand {
     for (int part = 0; part < kUnitRows / 8; ++part) {
       if (part * 8 >= u.rows()) break;
       const int row = part * 8 + q * 2;
-      const uint32_t from = smem_u32(sm.y[at][row]) + piece * 128 + g * 16;
+      const uint32_t in_box = piece * (kUnitRows * 128) + row * 128 + ((g ^ q * 2) << 4);
+      const uint32_t from = smem_u32(sm.y[at]) + (u.together() ? in_box : row * S::kRow + piece * 128 + g * 16);
       uint4 v[2] = {};
-      if (ADDS) v[0] = lds128(from), v[1] = lds128(from + S::kRow);
+      if (ADDS) v[0] = lds128(from), v[1] = lds128(u.together() ? (from ^ 16) + 128 : from + S::kRow);
       update_rows<S, USED>(columns, smem_u32(sm.h[at]) + part * 1024, u.rank(), v);
       const int2 to = *reinterpret_cast<const int2*>(&sm.rows[n][row]);
       store_last(y + static_cast<uint32_t>(to.x), v[0], row < u.rows());
@@ -263,7 +308,7 @@ struct BatchExpand {
 
 // The CTA's run of a module; equal runs balance. Where h comes from the kernel before, it is read once
 // that has ended.
-template <int STEPS, class S>
+template <bool SHRINKS, int STEPS, class S>
 __device__ __forceinline__ void expand_module(const TileArgs& p, int module, S& sm, Ring<S::kStages>& ring, uint32_t& b_phase) {
   const Module& m = p.modules[module];
   const int groups = (p.d_out + kUnitColumns - 1) / kUnitColumns;
@@ -276,12 +321,12 @@ __device__ __forceinline__ void expand_module(const TileArgs& p, int module, S& 
     __syncthreads();  // the last batch is done with
     look_up(p, m, first, count, sm);
     __syncthreads();
-    if (p.accumulate) BatchExpand<true, STEPS, S>{p, sm, m, module, count}.run(columns, ring, have, b_phase);
-    else BatchExpand<false, STEPS, S>{p, sm, m, module, count}.run(columns, ring, have, b_phase);
+    if (p.accumulate) BatchExpand<SHRINKS, true, STEPS, S>{p, sm, m, module, count}.run(columns, ring, have, b_phase);
+    else BatchExpand<SHRINKS, false, STEPS, S>{p, sm, m, module, count}.run(columns, ring, have, b_phase);
   }
 }
 
-template <int STEPS, int STAGES>
+template <bool SHRINKS, int STEPS, int STAGES>
 __device__ __forceinline__ void expand_tiles(const TileArgs& p, ExpandShared<STEPS, STAGES>& sm) {
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
@@ -290,12 +335,13 @@ __device__ __forceinline__ void expand_tiles(const TileArgs& p, ExpandShared<STE
     }
     mbar_init(&sm.b_full, 1);
     mbar_init(&sm.b_empty, kTileWarps);
+    if (SHRINKS) mbar_init(&sm.h_there, 1);
     fence_barriers();
   }
   Ring<STAGES> ring;
   uint32_t b_phase = 0;
 #pragma unroll 1
-  for (int module = 0; module < p.num_modules; ++module) expand_module<STEPS>(p, module, sm, ring, b_phase);
+  for (int module = 0; module < p.num_modules; ++module) expand_module<SHRINKS, STEPS>(p, module, sm, ring, b_phase);
 }
 
 // For ranks that leave no registers for a second CTA on an SM; smaller ones are both_kernel's.
@@ -303,7 +349,7 @@ template <int STEPS, int STAGES>
 __global__ void __launch_bounds__(kTileThreads, 1) expand_tiles_kernel(const __grid_constant__ TileArgs p) {
   extern __shared__ __align__(1024) unsigned char expand_raw[];
   let_next_begin();
-  expand_tiles<STEPS, STAGES>(p, *reinterpret_cast<ExpandShared<STEPS, STAGES>*>(expand_raw));
+  expand_tiles<false, STEPS, STAGES>(p, *reinterpret_cast<ExpandShared<STEPS, STAGES>*>(expand_raw));
   wait_for_previous();
 }
 

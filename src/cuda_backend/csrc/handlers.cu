@@ -72,7 +72,7 @@ cudaError_t output_args(PairArgs* args, int m, cudaStream_t stream, ffi::Remaini
 }
 
 // Launches what the items and the tiles hold. The pool is null where nothing shrinks.
-cudaError_t launch_all(PairArgs args, S32& tiles, S32& cut, const BF16* a_pool, cudaStream_t stream) {
+cudaError_t launch_all(PairArgs args, S32& tiles, S32& cut, const BF16* a_pool, cudaStream_t stream, bool last = false) {
   if (tiles.element_count() == 0) return launch_pair(args, stream);
   args.live = cut.typed_data() + 2;
   TileArgs t{};
@@ -82,18 +82,18 @@ cudaError_t launch_all(PairArgs args, S32& tiles, S32& cut, const BF16* a_pool, 
   std::copy(std::begin(args.modules), std::end(args.modules), t.modules);
   t.num_modules = args.num_modules, t.num_rows = args.num_rows, t.num_slots = args.num_slots, t.b_boxes = args.maps[1][1];
   t.d_in = args.d_in, t.d_out = args.d_out, t.h_stride = args.h_stride, t.max_rank = args.max_rank;
-  t.shrink = args.shrink, t.expand = args.expand, t.accumulate = args.accumulate;
+  t.shrink = args.shrink, t.expand = args.expand, t.accumulate = args.accumulate, t.last = last;
   cudaError_t e = cudaSuccess;
   if (a_pool) e = parts_maps(t.a_parts, data(*a_pool), a_pool->dimensions()[0], args.d_in);
   return e == cudaSuccess ? launch_with_tiles(args, t, stream) : e;
 }
 
 // `modules` holds entries and scaling of each one, which is one of their `sites`, behind its y where that
-// is added to; `work` is for h of the items, and of the tiles if there are any. `segments`: see launch_segments.
+// is added to; `work` is for h of the items, and of the tiles if there are any. `segments`: see launch_segments; `tiles_last`: see TileArgs.
 ffi::Error LoraGemm(cudaStream_t stream, CallStateOwner* owner, BF16 x, BF16 a_pool, BF16 b_pool, S32 order,
                     S32 items, S32 num_items, S32 tiles, S32 cut, ffi::RemainingArgs modules, ffi::Result<BF16> work,
                     ffi::RemainingRets outs, ffi::Span<const int64_t> sites, int64_t max_rank, bool accumulate,
-                    bool segments) {
+                    bool segments, bool tiles_last) {
   PairArgs args = common_args(order, items, num_items, (max_rank + 7) / 8 * 8);
   args.num_modules = static_cast<int>(outs.size());
   args.h = data(work);
@@ -111,7 +111,7 @@ ffi::Error LoraGemm(cudaStream_t stream, CallStateOwner* owner, BF16 x, BF16 a_p
     module_args(&args, m, *entries, *scaling, sites[m]);
     e = output_args(&args, m, stream, modules, m * of_module, *out);
   }
-  if (e == cudaSuccess) e = segments ? launch_segments(args, stream) : launch_all(args, tiles, cut, &a_pool, stream);
+  if (e == cudaSuccess) e = segments ? launch_segments(args, stream) : launch_all(args, tiles, cut, &a_pool, stream, tiles_last);
   return status(e);
 }
 
@@ -170,7 +170,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_lora_gemm, lora_jax::LoraGemm,
                                   .Attr<ffi::Span<const int64_t>>("sites")
                                   .Attr<int64_t>("max_rank")
                                   .Attr<bool>("accumulate")
-                                  .Attr<bool>("segments"),
+                                  .Attr<bool>("segments")
+                                  .Attr<bool>("tiles_last"),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_lora_shrink, lora_jax::LoraShrink,
                               LORA_JAX_ON_STREAM.LORA_JAX_CALL_STATE.Arg<BF16>()

@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kThreads, 2) both_kernel(const __grid_constant
   make_barriers(p.items, sm);
   if (items) serve_items(p.items, sm);  // without any it would look for some before it ends
   __syncthreads();
-  if (sm.tiles > 0) expand_tiles<RANKS / 16, EXPAND_STAGES>(p.tiles, tiled);
+  if (sm.tiles > 0) expand_tiles<false, RANKS / 16, EXPAND_STAGES>(p.tiles, tiled);
   if (!p.items.accumulate) zero_rows_behind(p.items);
   wait_for_previous();
 }

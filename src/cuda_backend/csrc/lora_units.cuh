@@ -21,11 +21,12 @@ constexpr uint32_t kMissing = ~0u;  // no two bfloat16 numbers that arithmetic g
 
 // What one launch of a call leaves to the next one on a device; zeros before the first. So nothing has to be
 // reset between them: two kernels less a layer of experts, a microsecond each. They must not overlap, and all
-// have the same number of CTAs: each adds it to both counts, which run to twice that and then from zero.
+// have the same number of CTAs: each adds it to a count, if to any, which runs to twice that and then from zero.
 struct alignas(16) CallState {
   uint32_t begun;    // CTAs that have begun
   uint32_t cleared;  // CTAs that have made their part of h missing
   int draws[2];      // units drawn, of every second launch; the others make it zero
+  uint32_t shrunk;   // CTAs that have shrunk their tiles
 };
 
 struct PairArgs {

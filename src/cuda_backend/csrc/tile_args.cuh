@@ -21,6 +21,7 @@ struct TileArgs {
   CUtensorMap a_parts[2][2];        // of parts 0 and 1, and of 2 and 3; with boxes of 8 ranks, and of kTallBox * 8
   CUtensorMap b_boxes;              // of B: see pool_map, with wide boxes
   CUtensorMap h_rows;               // see h_map
+  CUtensorMap y_boxes[kMaxModules];  // see y_map
   const TileRecord* tiles;
   const int* cut;                   // [4]: number of tiles of the expand; blocks of 8 rows in the largest; rows
                                     // with an adapter; number of tiles of the shrink
@@ -32,7 +33,9 @@ struct TileArgs {
   int d_in, d_out, h_stride, max_rank, most_tiles;
   bool shrink, expand;              // what of it, h being the result or given where it is one alone
   bool accumulate;                  // the expand adds to y; else y holds nothing before
-  bool behind;                      // expand: h comes from the kernel before
+  bool last;                        // of both phases: there may well be none, so they come behind the items
+  bool behind;                      // expand: h comes from the kernel before, or from this one
+  uint32_t* shrunk;                 // of the call's state, where one kernel shrinks and expands; else null
 };
 
 // Shrinks, expands or both: the rows of all tiles. May begin while the kernel before it in the stream
@@ -46,6 +49,8 @@ struct BothArgs {
 };
 constexpr int kMostRankOfBoth = 64;  // else the tiles need more registers than the items leave
 cudaError_t launch_both(BothArgs args, cudaStream_t stream);
+// Shrinks and expands tiles, of ranks of at most that. May begin while the kernel before it in the stream runs.
+cudaError_t launch_pair_tiles(TileArgs args, CallState* state, cudaStream_t stream);
 // Shrinks the items and the tiles in one kernel, which waits for the one before.
 cudaError_t launch_shrinks(const BothArgs& args, cudaStream_t stream);
 // Sets the maps of A, [rows, width].

@@ -4,6 +4,7 @@
 #include "lora_both.cuh"
 #include "lora_shrink.cuh"
 #include "lora_tiles.cuh"
+#include "pair_tiles.cuh"
 #include "row_tiles.cuh"
 #include "swizzled_map.cuh"
 
@@ -33,6 +34,21 @@ inline cudaError_t h_map(TileArgs* args) {
   const cuuint64_t strides[] = {bytes, bytes * rows, bytes * rows};
   const cuuint32_t box[] = {64, kUnitRows, 1, 1};
   return swizzled_map<4>(&args->h_rows, args->h, dims, strides, box, CU_TENSOR_MAP_L2_PROMOTION_NONE);
+}
+
+// Views each y as [pieces of 64 columns][row][64]: a box is a unit whose rows are neighbours.
+inline cudaError_t y_maps(TileArgs* args) {
+  const cuuint64_t dims[] = {64, static_cast<cuuint64_t>(args->num_rows), static_cast<cuuint64_t>(args->d_out / 64)};
+  const cuuint64_t strides[] = {static_cast<cuuint64_t>(args->d_out) * 2, 128};
+  const cuuint32_t box[] = {64, kUnitRows, kPieces};
+  cudaError_t e = cudaSuccess;
+  for (int m = 0; m < args->num_modules && e == cudaSuccess; ++m)
+    e = swizzled_map<3>(&args->y_boxes[m], args->modules[m].y, dims, strides, box, CU_TENSOR_MAP_L2_PROMOTION_NONE);
+  return e;
+}
+inline cudaError_t expand_maps(TileArgs* args) {
+  const cudaError_t e = h_map(args);
+  return e == cudaSuccess && args->accumulate ? y_maps(args) : e;
 }
 
 template <int STEPS, int STAGES>
@@ -74,9 +90,19 @@ cudaError_t launch_tiles(TileArgs args, cudaStream_t stream) {
   cudaError_t e = count_sms(&sms);
   args.behind = args.shrink;
   if (e == cudaSuccess && args.shrink) e = launch_shrink_tiles(args, sms, stream, true);
-  if (e == cudaSuccess && args.expand) e = h_map(&args);
+  if (e == cudaSuccess && args.expand) e = expand_maps(&args);
   if (e == cudaSuccess && args.expand) e = launch_expand_tiles<8, 8>(args, sms, stream);
   return e;
+}
+
+cudaError_t launch_pair_tiles(TileArgs args, CallState* state, cudaStream_t stream) {
+  const auto kernel = pair_tiles_kernel<kMostRankOfBoth, 6>;
+  int sms = 0;
+  cudaError_t e = count_sms(&sms);
+  args.behind = args.shrink, args.shrunk = &state->shrunk;
+  if (e == cudaSuccess) e = expand_maps(&args);
+  if (e == cudaSuccess) e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShrinkBytes);
+  return e == cudaSuccess ? launch_clusters(kernel, cluster_ctas(sms), kTileThreads, kShrinkBytes, stream, args, true) : e;
 }
 
 cudaError_t launch_both(BothArgs args, cudaStream_t stream) {
@@ -84,9 +110,9 @@ cudaError_t launch_both(BothArgs args, cudaStream_t stream) {
   const auto kernel = both_kernel<3, 35840, kMostRankOfBoth, 6>;
   int sms = 0;
   cudaError_t e = count_sms(&sms);
-  args.tiles.behind = args.tiles.shrink;
+  args.tiles.behind = args.tiles.shrink, args.tiles.shrunk = nullptr;
   if (e == cudaSuccess && args.tiles.shrink) e = launch_shrink_tiles(args.tiles, sms, stream, false);
-  if (e == cudaSuccess) e = h_map(&args.tiles);
+  if (e == cudaSuccess) e = expand_maps(&args.tiles);
   if (e == cudaSuccess) e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(S));
   if (e != cudaSuccess) return e;
   if (args.tiles.shrink) return launch_early(kernel, sms * 2, kThreads, sizeof(S), stream, args);

@@ -200,10 +200,11 @@ __device__ __forceinline__ void publish_drawn(const PairArgs& p, S& sm, Ring<kTi
 template <class P, class S>
 __device__ __forceinline__ void hand_out_draws(const PairArgs& p, S& sm, Ring<kTickets>& ring, const P& plan, bool odd) {
   const int lane = threadIdx.x & 31;
-  auto draw = [&] { return lane < kDraws ? atomicAdd(&p.state->draws[odd], 1) : plan.draws; };
+  // All at once: drawn one by one, the last unit could be another lane's than the one that is asked whether to end.
+  auto draw = [&] { return lane == 0 ? atomicAdd(&p.state->draws[odd], kDraws) : 0; };
   int drawn = draw();
-  while (__shfl_sync(~0u, drawn, 0) < plan.draws) {
-    const Share share = plan.drawn_share(drawn);
+  for (int first; (first = __shfl_sync(~0u, drawn, 0)) < plan.draws;) {
+    const Share share = plan.drawn_share(lane < kDraws ? first + lane : plan.draws);
     Site site = find_item(p, plan, share);
     drawn = draw();
     if (p.shrink) publish_all(p, sm, ring, share, site, kDraws, true, false);

@@ -79,10 +79,11 @@ int lora_ones(Bf16* y, const Item* items, const int* num_items, const int* order
 }
 
 // Segments of `least_rows` rows become tiles, the others stay in items; how many rows those have comes
-// back in `left`. In one launch of each, or the shrink before the expand.
+// back in `left`. In one call, with the tiles last where it is not its first, or the shrink before the expand.
 int lora_tiles(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, const int* entries, const float* scaling,
                const int* row_to_slot, const int* row_to_expert, int modules, int rows, int d_out, int d_in, int a_rows, int b_rows,
-               int slots, int max_rank, int least_rows, int least_total, int accumulate, int apart, int* left) {
+               int slots, int max_rank, int least_rows, int least_total, int accumulate, int launches_before, int apart,
+               int* left) {
   std::vector<int> order(rows), cut(4, -1);
   std::vector<Item> items(rows), small(rows);
   std::vector<TileRecord> tiles(rows);
@@ -111,7 +112,15 @@ int lora_tiles(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, c
   cudaError_t e = pool_maps(&p, 0, a_pool, a_rows, d_in, kWideA);
   if (e == cudaSuccess) e = pool_maps(&p, 1, b_pool, b_rows, d_out, kWideB);
   if (e == cudaSuccess) e = parts_maps(t.a_parts, a_pool, a_rows, d_in);
-  t.b_boxes = p.maps[1][1];
+  t.b_boxes = p.maps[1][1], t.last = launches_before > 0;
+  std::vector<Bf16> others(static_cast<size_t>(modules) * rows * d_out), other_x(static_cast<size_t>(rows) * d_in);
+  for (int n = 0; n < launches_before && e == cudaSuccess; ++n) {
+    PairArgs q = p;
+    TileArgs u = t;
+    q.x = u.x = other_x.data(), q.shrink = u.shrink = q.expand = u.expand = true;
+    for (int m = 0; m < modules; ++m) q.modules[m].y = u.modules[m].y = others.data() + static_cast<size_t>(m) * rows * d_out;
+    e = launch_with_tiles(q, u, nullptr);
+  }
   for (int step = 0; step <= apart; ++step) {
     p.shrink = t.shrink = step == 0, p.expand = t.expand = step == apart;
     if (e == cudaSuccess) e = launch_with_tiles(p, t, nullptr);
