@@ -43,7 +43,7 @@ MOST_REGISTERS = {
     "judge_kernel": 64,
 }
 # Bytes at most.
-SPILLED = {"both_kernel": 16, "pair_tiles_kernel": 96}
+SPILLED = {"both_kernel": 16}
 REPORT = re.compile(
     r"entry function '\w*?("
     + "|".join(sorted(MOST_REGISTERS, key=len, reverse=True))
