@@ -1,7 +1,6 @@
 """How every kernel is timed here: programs of many ops, enqueued one behind the other.
 
 One program is one CUDA graph; its arrays rotate or are larger than L2, so that weights are cold.
-The device is busy until all calls have been enqueued: it is timed alone.
 """
 
 import functools
@@ -19,10 +18,9 @@ from bench.kernels.numbers import random
 PROGRAM_US = 1500  # of device time in one call, so that the host's share is small
 MOST_OPS = 160  # of one program
 COLD_BYTES = 150e6  # of arrays that rotate: two and a half times what L2 holds
-# Enqueued before the host waits, which takes a while itself: what CALLS more of them take is the
-# time, not what one row of calls does.
-FEW, CALLS = 2, 8
-BUSY_BYTES = 1 << 31  # 4 ms of four passes
+# Enqueued before the host waits. A wait takes some 300 us, 1 % of 20 calls: what CALLS more of them
+# take is the time, not what one row of calls does.
+FEW, CALLS = 4, 16
 SAMPLES = 7
 TURNS = 9  # samples of programs that are compared
 COPY_BYTES = 1 << 31
@@ -42,14 +40,14 @@ def cold_sets(num_bytes: float, least: int, most: int) -> int:
 def time_us(program: Callable, state: Any, ops: int) -> float:
     """Return microseconds of one of the `ops` in program(state) -> state (donated).
 
-    Medians of samples: what else the host does makes it see the begin or the end late.
+    Of the quarter of the samples that took least: what else the host does only makes them longer.
     """
-    state, busy = _warm(program, state), Busy()
+    state = _warm(program, state)
     rows = []
     for _ in range(SAMPLES):
-        row, state = _sample(program, state, busy)
+        row, state = _sample(program, state)
         rows.append(row)
-    few, many = (statistics.median(took) for took in zip(*rows, strict=True))
+    few, many = (statistics.quantiles(took, n=4)[0] for took in zip(*rows, strict=True))
     return (many - few) / (CALLS * ops)
 
 
@@ -58,13 +56,13 @@ def times_in_turn_us(programs: list[Callable], ops: int) -> list[float]:
 
     A card that runs hot lowers its clock: in turn all run at the same.
     """
-    alone, busy = [lambda _, program=program: program() for program in programs], Busy()
+    alone = [lambda _, program=program: program() for program in programs]
     for program in alone:
         _warm(program, None)
     rows = [[] for _ in programs]
     for _ in range(TURNS):
         for own, program in zip(rows, alone, strict=True):
-            own.append(_sample(program, None, busy)[0])
+            own.append(_sample(program, None)[0])
     return [statistics.median((many - few) / (CALLS * ops) for few, many in own) for own in rows]
 
 
@@ -75,51 +73,15 @@ def _warm(program: Callable, state: Any) -> Any:
     return jax.block_until_ready(state)
 
 
-class Busy:
-    """What the device does until the host has enqueued all that is timed.
-
-    So the host takes no part in a time: programs of many arguments, or whose results lie elsewhere
-    at each call, cost it more than small ops the device.
-    """
-
-    def __init__(self):
-        self.values: Any = jnp.zeros(BUSY_BYTES // 2, jnp.bfloat16)
-        self.rounds = 1
-
-    def begin(self) -> None:
-        """Enqueue some milliseconds."""
-        for _ in range(self.rounds):
-            self.values = _pass_over(self.values)
-
-    def lasted(self) -> bool:
-        """Return, once it has ended, whether it had not when this was called; else have more."""
-        in_time = not self.values.is_ready()
-        jax.block_until_ready(self.values)
-        self.rounds *= 1 if in_time else 2
-        return in_time
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _pass_over(values: jax.Array) -> jax.Array:
-    for _ in range(4):
-        values = jax.lax.optimization_barrier(values + 1)
-    return values
-
-
-def _sample(program: Callable, state: Any, busy: Busy) -> tuple[tuple[float, float], Any]:
+def _sample(program: Callable, state: Any) -> tuple[tuple[float, float], Any]:
     """Return microseconds of FEW calls and of CALLS more than those, and the last one's state."""
     took = []
     for calls in (FEW, FEW + CALLS):
-        in_time = False
-        while not in_time:
-            busy.begin()
-            for _ in range(calls):
-                state = program(state)
-            in_time = busy.lasted()
-            start = time.perf_counter()
-            jax.block_until_ready(state)
-            last = (time.perf_counter() - start) * 1e6
-        took.append(last)
+        start = time.perf_counter()
+        for _ in range(calls):
+            state = program(state)
+        jax.block_until_ready(state)
+        took.append((time.perf_counter() - start) * 1e6)
     return (took[0], took[1]), state
 
 
