@@ -1,0 +1,173 @@
+"""What the Mosaic kernels of paged attention work through: tiles of queries over blocks of positions.
+
+A sequence is cut into chunks of positions that depend on the block tables' width alone, and a
+token's result is the sum of its chunks in their order. Few tokens are cut: an item is a token and a
+chunk, and `_gpu_combine` adds the parts up. The many tokens of prompts fill the GPU by themselves:
+an item is some neighbours of one sequence and all of their chunks. The sums are the same.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from lora_jax.ops import hopper
+from lora_jax.ops.row_items import row_items
+from lora_jax.typing import Array, Float, Int
+
+ALIGN = 8  # rows: of a copied tile, and of a query's first row
+QUERIES = 32  # of an item of several tokens
+MOST_PARTS = 8192  # tokens times chunks that are cut
+MOST_CHUNKS = 64
+PROMPT_TOKENS = 256  # from here on a step holds prompts
+LOWEST = -1e30  # stands for minus infinity where a difference of two must not be NaN
+LOG2_E = 1 / math.log(2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a call is cut into CTAs; nothing of it changes a result but `block` and `chunk`."""
+
+    block: int  # positions of a step
+    chunk: int  # positions that are summed up by themselves, in whole blocks
+    tokens: int  # of an item at most
+    cut: bool  # an item is one chunk
+    stages: int  # blocks of positions on their way
+    ctas: int  # per SM
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What the kernels' code depends on."""
+
+    q_heads: int
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+    page_size: int
+    max_pages: int
+    window: int | None
+    scale: float
+    latent: bool  # V is the first v_dim of K
+
+    @property
+    def group(self) -> int:
+        """Return the query heads of one kv head."""
+        return self.q_heads // self.kv_heads
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of a token's tile of queries, which begins at a multiple of 8."""
+        offset = ALIGN - math.gcd(ALIGN, self.group)
+        return -(-(offset + self.group) // ALIGN) * ALIGN
+
+    def max_chunks(self, chunk: int) -> int:
+        """Return into how many chunks the longest sequence is cut."""
+        return -(-self.max_pages * self.page_size // chunk)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Items: first token, tokens, sequence, position of the first token, first and end block of
+    positions, and the number of its part if it is cut.
+    """
+
+    items: Int[Array, "items 7"]
+    num_items: Int[Array, "1"]
+    num_parts: Int[Array, "tokens"]  # of each token
+
+
+def find_config(tokens: int, sizes: Sizes) -> Config:
+    """Return the cut for so many tokens."""
+    chunk = _chunk(sizes)
+    chunks = sizes.max_chunks(chunk)
+    prompts = tokens >= PROMPT_TOKENS or tokens * chunks > MOST_PARTS
+    together = max(1, QUERIES // sizes.rows) if prompts and not sizes.latent else 1
+    width = sizes.k_dim + (0 if sizes.latent else sizes.v_dim)
+    rows = sizes.rows * together
+    config = Config(64, chunk, together, not prompts, 0, 2)
+    fixed = 2 * rows * (2 * sizes.k_dim + config.block + sizes.v_dim) + 4096
+    for ctas in (2, 1):
+        room = hopper.SHARED_BYTES // ctas - fixed
+        stages = min(6, room // (2 * config.block * width))
+        if stages >= 2:
+            break
+    return dataclasses.replace(config, stages=stages, ctas=ctas)
+
+
+def _chunk(sizes: Sizes) -> int:
+    """Return the positions of a chunk."""
+    context, smallest = sizes.max_pages * sizes.page_size, 512
+    return -(-context // (MOST_CHUNKS * smallest)) * smallest
+
+
+def make_plan(
+    token_to_seq: Int[Array, "tokens"],
+    positions: Int[Array, "tokens"],
+    num_tokens: Int[Array, ""],
+    sizes: Sizes,
+    config: Config,
+) -> Plan:
+    """Return the items of a step; all layers of one ask for the same, and XLA makes it once."""
+    tokens = positions.shape[0]
+    if config.cut:
+        return _cut_plan(token_to_seq, positions, num_tokens, sizes, config)
+    place = jnp.arange(tokens, dtype=jnp.int32)
+    after = (token_to_seq[1:] == token_to_seq[:-1]) & (positions[1:] == positions[:-1] + 1)
+    begins = jnp.pad(~after, (1, 0), constant_values=True) | (place == num_tokens)
+    found = row_items(begins, jnp.int32(tokens), config.tokens)
+    token = jnp.minimum(found.start, tokens - 1)
+    count = found.end - found.start
+    position = positions[token]
+    first = _first_block(position, sizes, config.block)
+    end = jnp.where(token < num_tokens, (position + count - 1) // config.block + 1, first)
+    columns = (token, count, token_to_seq[token], position, first, end, jnp.zeros_like(token))
+    return Plan(jnp.stack(columns, axis=1), found.num_items.reshape(1), jnp.zeros_like(positions))
+
+
+def _cut_plan(token_to_seq, positions, num_tokens, sizes: Sizes, config: Config) -> Plan:
+    """Return an item for each chunk of each token."""
+    tokens, per_chunk = positions.shape[0], config.chunk // config.block
+    place = jnp.arange(tokens, dtype=jnp.int32)
+    first, end = _first_block(positions, sizes, config.block), positions // config.block + 1
+    first_chunk = first // per_chunk
+    parts = jnp.where(place < num_tokens, (end - 1) // per_chunk + 1 - first_chunk, 0)
+    ends = jnp.cumsum(parts, dtype=jnp.int32)
+    item = jnp.arange(tokens * sizes.max_chunks(config.chunk), dtype=jnp.int32)
+    token = jnp.sum(ends[None, :] <= item[:, None], axis=1, dtype=jnp.int32)
+    token = jnp.minimum(token, tokens - 1)
+    part = item - (ends - parts)[token]
+    begin = (first_chunk[token] + part) * per_chunk
+    columns = (
+        token,
+        jnp.ones_like(token),
+        token_to_seq[token],
+        positions[token],
+        jnp.maximum(begin, first[token]),
+        jnp.minimum(begin + per_chunk, end[token]),
+        part,
+    )
+    return Plan(jnp.stack(columns, axis=1), ends[-1:], parts)
+
+
+def _first_block(position: Int[Array, "n"], sizes: Sizes, block: int) -> Int[Array, "n"]:
+    """Return the block of the first position that a token sees."""
+    if sizes.window is None:
+        return jnp.zeros_like(position)
+    return jnp.maximum(position - sizes.window + 1, 0) // block
+
+
+def sink_tiles(
+    sinks: Float[Array, "q_heads"] | None, sizes: Sizes, tokens: int
+) -> Float[Array, "kv_heads rows"]:
+    """Return the logit that each row of a tile of queries adds to its sum, in powers of two."""
+    shape = (sizes.kv_heads, sizes.rows * tokens)
+    if sinks is None:
+        return jnp.full(shape, LOWEST, jnp.float32)
+    first = jnp.arange(sizes.kv_heads, dtype=jnp.int32) * sizes.group // ALIGN * ALIGN
+    row = first[:, None] + jnp.arange(sizes.rows, dtype=jnp.int32)[None, :]
+    logit = sinks.astype(jnp.float32) * jnp.float32(LOG2_E)
+    tile = logit[jnp.minimum(row, sizes.q_heads - 1)]
+    return jnp.tile(jnp.maximum(tile, jnp.float32(LOWEST)), (1, tokens))
