@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from lora_jax.ops import hopper
-from lora_jax.ops.row_items import row_items
 from lora_jax.typing import Array, Float, Int
 
 ALIGN = 8  # rows: of a copied tile, and of a query's first row
@@ -111,45 +110,57 @@ def make_plan(
     config: Config,
 ) -> Plan:
     """Return the items of a step; all layers of one ask for the same, and XLA makes it once."""
-    tokens = positions.shape[0]
-    if config.cut:
-        return _cut_plan(token_to_seq, positions, num_tokens, sizes, config)
-    place = jnp.arange(tokens, dtype=jnp.int32)
-    after = (token_to_seq[1:] == token_to_seq[:-1]) & (positions[1:] == positions[:-1] + 1)
-    begins = jnp.pad(~after, (1, 0), constant_values=True) | (place == num_tokens)
-    found = row_items(begins, jnp.int32(tokens), config.tokens)
-    token = jnp.minimum(found.start, tokens - 1)
-    count = found.end - found.start
-    position = positions[token]
-    first = _first_block(position, sizes, config.block)
-    end = jnp.where(token < num_tokens, (position + count - 1) // config.block + 1, first)
-    columns = (token, count, token_to_seq[token], position, first, end, jnp.zeros_like(token))
-    return Plan(jnp.stack(columns, axis=1), found.num_items.reshape(1), jnp.zeros_like(positions))
-
-
-def _cut_plan(token_to_seq, positions, num_tokens, sizes: Sizes, config: Config) -> Plan:
-    """Return an item for each chunk of each token."""
     tokens, per_chunk = positions.shape[0], config.chunk // config.block
     place = jnp.arange(tokens, dtype=jnp.int32)
+    live = place < num_tokens
     first, end = _first_block(positions, sizes, config.block), positions // config.block + 1
     first_chunk = first // per_chunk
-    parts = jnp.where(place < num_tokens, (end - 1) // per_chunk + 1 - first_chunk, 0)
-    ends = jnp.cumsum(parts, dtype=jnp.int32)
-    item = jnp.arange(tokens * sizes.max_chunks(config.chunk), dtype=jnp.int32)
+    parts = jnp.where(live, (end - 1) // per_chunk + 1 - first_chunk, 0)
+    count = _neighbours(token_to_seq, positions, num_tokens, config.tokens)
+    # Tokens that are none have an item too where no second launch writes their zeros.
+    items_of = parts if config.cut else (count > 0).astype(jnp.int32)
+    ends = _running_sum(items_of)
+    most = tokens * (sizes.max_chunks(config.chunk) if config.cut else 1)
+    item = jnp.arange(most, dtype=jnp.int32)
     token = jnp.sum(ends[None, :] <= item[:, None], axis=1, dtype=jnp.int32)
     token = jnp.minimum(token, tokens - 1)
-    part = item - (ends - parts)[token]
-    begin = (first_chunk[token] + part) * per_chunk
-    columns = (
-        token,
-        jnp.ones_like(token),
-        token_to_seq[token],
-        positions[token],
-        jnp.maximum(begin, first[token]),
-        jnp.minimum(begin + per_chunk, end[token]),
-        part,
-    )
+    part = item - (ends - items_of)[token]
+    begin, last = first[token], (positions[token] + count[token] - 1) // config.block + 1
+    if config.cut:
+        chunk = (first_chunk[token] + part) * per_chunk
+        begin, last = jnp.maximum(begin, chunk), jnp.minimum(last, chunk + per_chunk)
+    last = jnp.where(live[token], last, begin)
+    columns = (token, count[token], token_to_seq[token], positions[token], begin, last, part)
     return Plan(jnp.stack(columns, axis=1), ends[-1:], parts)
+
+
+def _neighbours(
+    token_to_seq: Int[Array, "tokens"],
+    positions: Int[Array, "tokens"],
+    num_tokens: Int[Array, ""],
+    most: int,
+) -> Int[Array, "tokens"]:
+    """Return how many tokens share an item that begins at this one; 0 where none begins.
+
+    They are neighbours of one sequence at consecutive positions, and do not reach over a multiple
+    of `most` tokens.
+    """
+    place = jnp.arange(token_to_seq.shape[0], dtype=jnp.int32)
+    follows = (token_to_seq[1:] == token_to_seq[:-1]) & (positions[1:] == positions[:-1] + 1)
+    begins = jnp.pad(~follows, (1, 0), constant_values=True) | (place == num_tokens)
+    begins = begins | (place % most == 0)
+    count, joined = jnp.ones_like(place), jnp.ones_like(begins)
+    for n in range(1, min(most, len(place))):
+        joined = joined & jnp.pad(~begins[n:], (0, n))
+        count = count + joined.astype(jnp.int32)
+    return jnp.where(begins, count, 0)
+
+
+def _running_sum(values: Int[Array, "n"]) -> Int[Array, "n"]:
+    """Return the sums up to each place, of all pairs: XLA takes a minute to compile a scan."""
+    place = jnp.arange(values.shape[0], dtype=jnp.int32)
+    before = place[None, :] <= place[:, None]
+    return jnp.sum(jnp.where(before, values[None, :], 0), axis=1, dtype=jnp.int32)
 
 
 def _first_block(position: Int[Array, "n"], sizes: Sizes, block: int) -> Int[Array, "n"]:
