@@ -238,3 +238,45 @@ def test_declines_on_a_machine_without_a_gpu(monkeypatch):
     case = small_case("gqa")
     with pytest.raises(NotImplementedError, match="cannot run on cpu"):
         paged_attention(*case.arrays, **case.options, implementation="pallas_gpu")
+
+
+# (sequence, first position, tokens): decode steps, and one with prompts among them.
+DECODE = ((2, 130, 1), (1, 1900, 1), (3, 0, 1), (4, 700, 3), (0, 511, 1), (5, 512, 1))
+PROMPTS = ((2, 130, 1), (1, 300, 41), (3, 0, 257), (4, 700, 1), (0, 1500, 1))
+
+
+@functools.cache
+def on_gpu(v_dim: int, sliding_window: int | None, scale: float):
+    options = {"v_dim": v_dim, "sliding_window": sliding_window, "scale": scale}
+    call = jax.jit(functools.partial(pallas_gpu.paged_attention, **options))
+    return lambda *arrays: as_numbers(call(*arrays))
+
+
+def run_on_gpu(case: AttentionCase) -> np.ndarray:
+    options = case.options
+    sinks = options.pop("sinks")
+    return on_gpu(**options)(*case.arrays, sinks)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunks", [DECODE, PROMPTS], ids=["decode", "prompts"])
+@pytest.mark.parametrize("shape", REAL.values(), ids=REAL)
+def test_on_a_gpu_matches_the_reference(shape: ModelShape, chunks):
+    case = attention_case(shape, chunks, page_size=16, dtype="bfloat16", padding=3)
+    got = run_on_gpu(case)
+    np.testing.assert_allclose(got, meaning(case), **TOLERANCE["bfloat16"])
+    assert not got[int(case.num_tokens) :].any()
+    np.testing.assert_array_equal(run_on_gpu(case), got)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", REAL.values(), ids=REAL)
+def test_on_a_gpu_a_token_has_the_same_bits_in_any_company(shape: ModelShape):
+    """In a step of prompts, in decode steps of any size and order, and alone."""
+    case = attention_case(shape, PROMPTS, page_size=128, dtype="bfloat16")
+    want = run_on_gpu(case)
+    for some in (np.array([300]), np.arange(40, 50), np.random.default_rng(3).permutation(301)):
+        names = ("q", "token_to_seq", "positions")
+        few = dataclasses.replace(case, **{name: getattr(case, name)[some] for name in names})
+        few = dataclasses.replace(few, num_tokens=jnp.int32(len(some)))
+        np.testing.assert_array_equal(run_on_gpu(few), want[some])

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lora_jax.ops import hopper
@@ -12,6 +13,7 @@ from lora_jax.ops.paged_attention import _gpu_kernel as attention
 from lora_jax.ops.paged_attention._gpu_plan import Config, Plan, Sizes
 from lora_jax.typing import Array, Float
 
+WIDE = 128  # columns of V that a CTA puts together
 
 # Equal launches of a program's layers are traced, lowered and compiled once.
 @functools.partial(jax.jit, static_argnames=("dtype", "sizes", "config", "interpret"))
@@ -30,33 +32,33 @@ def combine(
     tokens, rows = plan.num_parts.shape[0], sizes.rows
     max_chunks = sizes.max_chunks(config.chunk)
 
+    width = WIDE if sizes.v_dim % WIDE == 0 else hopper.COLUMNS
+
     def _combine_kernel(num_ref, parts_ref, tops_ref, totals_ref, sinks_ref, out_ref, o_smem):
         token, head = lax.axis_index("token"), lax.axis_index("head")
+        columns = pl.ds(lax.axis_index("piece") * width, width)
 
         def part(i, sums):
             at = token * max_chunks + i
             load = functools.partial(plgpu.load, optimized=False)
             top = load(tops_ref.at[at, head], layout=attention.OF_QUERY)
             total = load(totals_ref.at[at, head], layout=attention.OF_QUERY)
-            more = [
-                load(parts_ref.at[at, head, columns], layout=attention.WGMMA)
-                for columns in attention.columns_of(sizes.v_dim)
-            ]
-            return attention.add(sums, (top, total, more))
+            more = load(parts_ref.at[at, head, columns], layout=attention.WGMMA)
+            return attention.add(sums, (top, total, [more]))
 
-        sums = attention.nothing(rows, sizes.v_dim)
+        sums = attention.nothing(rows, width)
         sums = lax.fori_loop(0, num_ref[token], part, sums)
         attention.store_rows(o_smem, attention.finished(sums, sinks_ref.at[head]))
-        attention.put_token(o_smem, out_ref, sizes, token, head, 0)
+        attention.put_token(o_smem, out_ref.at[:, columns], sizes, token, head, 0)
         plgpu.commit_smem_to_gmem_group()
         plgpu.wait_smem_to_gmem(0)
 
     kernel = plgpu.kernel(
         _combine_kernel,
         out_type=jax.ShapeDtypeStruct((tokens * sizes.q_heads, sizes.v_dim), dtype),
-        grid=(tokens, sizes.kv_heads),
-        grid_names=("token", "head"),
-        scratch_types=[plgpu.SMEM((rows, sizes.v_dim), dtype)],
+        grid=(tokens, sizes.kv_heads, sizes.v_dim // width),
+        grid_names=("token", "head", "piece"),
+        scratch_types=[plgpu.SMEM((rows, width), dtype)],
         interpret=interpret or False,
     )
     return kernel(plan.num_parts, parts, tops, totals, sinks)

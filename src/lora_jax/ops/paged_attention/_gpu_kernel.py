@@ -114,7 +114,7 @@ def _attend_body(sizes: Sizes, config: Config, query_rows: int, ctas: int, inter
             """Call do(j, item, kv head, step); return the last step."""
 
             def one(j, step):
-                index = j * ctas + cta
+                index = works - 1 - (j * ctas + cta)  # a prompt's last tokens take longest
                 item, head = lax.div(index, jnp.int32(kv_heads)), lax.rem(index, jnp.int32(kv_heads))
                 do(j, item, head, step)
                 return step + items_ref[item, 5] - items_ref[item, 4]
@@ -188,7 +188,7 @@ def _attend_body(sizes: Sizes, config: Config, query_rows: int, ctas: int, inter
 
         @pl.when(lax.axis_index("warpgroup") == 0)
         def _attend():
-            def chunk_sums(q_tile, item, first_block, end_block, begin):
+            def chunk_sums(q_slot, item, first_block, end_block, begin):
                 """Return maxima, weights' sums and the sums of V of some blocks."""
                 position = items_ref[item, 3]
                 first, last = seen_by_item(item)
@@ -199,8 +199,11 @@ def _attend_body(sizes: Sizes, config: Config, query_rows: int, ctas: int, inter
                     plgpu.barrier_wait(full.at[here])
                     keys = page_smems[0].at[here]
 
+                    # Else their addresses are kept over the loop, in more registers than there are.
+                    queries = q_smem.at[lax.optimization_barrier(q_slot)]
+
                     def logits(acc_ref):
-                        plgpu.wgmma(acc_ref, keys, q_tile.transpose((1, 0)))
+                        plgpu.wgmma(acc_ref, keys, queries.transpose((1, 0)))
                         return acc_ref[...]
 
                     one = plgpu.WGMMAAccumulatorRef((block_size, rows), jnp.float32)
@@ -246,10 +249,9 @@ def _attend_body(sizes: Sizes, config: Config, query_rows: int, ctas: int, inter
             def one(j, item, head, begin):
                 at = lax.rem(j, jnp.int32(SLOTS))
                 plgpu.barrier_wait(q_full.at[at])
-                q_tile = q_smem.at[at]
                 first_block, end_block = items_ref[item, 4], items_ref[item, 5]
                 if config.cut:
-                    sums = chunk_sums(q_tile, item, first_block, end_block, begin)
+                    sums = chunk_sums(at, item, first_block, end_block, begin)
                     plgpu.barrier_arrive(q_empty.at[at])
                     part = items_ref[item, 0] * max_chunks + items_ref[item, 6]
                     for columns, value in zip(columns_of(sizes.v_dim), sums[2], strict=True):
@@ -261,7 +263,7 @@ def _attend_body(sizes: Sizes, config: Config, query_rows: int, ctas: int, inter
                 def chunk(c, carry):
                     low = lax.max(c * per_chunk, first_block)
                     high = lax.min((c + 1) * per_chunk, end_block)
-                    return add(carry, chunk_sums(q_tile, item, low, high, begin + low - first_block))
+                    return add(carry, chunk_sums(at, item, low, high, begin + low - first_block))
 
                 begin_chunk = lax.div(first_block, jnp.int32(per_chunk))
                 end_chunk = lax.div(end_block + (per_chunk - 1), jnp.int32(per_chunk))
