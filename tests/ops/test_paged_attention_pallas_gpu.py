@@ -1,4 +1,4 @@
-"""Paged attention in Mosaic GPU: interpreted on a CPU, lowered for CUDA, and run where there is one.
+"""Paged attention in Mosaic GPU: interpreted on a CPU, lowered for CUDA, run where there is one.
 
 On a GPU: JAX_PLATFORMS=cuda PYTHONPATH=src:tests:. python3 -m pytest --noconftest -m gpu FILE
 """
@@ -94,7 +94,7 @@ def test_interpreted_matches_the_reference(name: str, config: Config):
 
 
 def test_interpreted_tokens_have_the_same_bits_in_any_company():
-    """In another order among fewer tokens, by chunks or by neighbours that go through all chunks."""
+    """In another order, among fewer tokens, by chunks or by neighbours through all chunks."""
     case = small_case("gqa")
     some = np.array([6, 2, 3, 0])
     with interpreted() as params:
@@ -108,9 +108,7 @@ def sizes_of(case: AttentionCase) -> Sizes:
     (_, q_heads, k_dim), (_, page_size, kv_heads, _) = case.q.shape, case.k_pages.shape
     widths = q_heads, kv_heads, k_dim, case.v_dim
     places = page_size, case.block_tables.shape[1]
-    return Sizes(
-        *widths, *places, case.sliding_window, case.options["scale"], case.v_pages is None
-    )
+    return Sizes(*widths, *places, case.sliding_window, case.options["scale"], case.v_pages is None)
 
 
 def test_items_are_chunks_of_a_token_or_neighbours_with_all_their_chunks():

@@ -9,11 +9,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lora_jax.ops import hopper
-from lora_jax.ops.paged_attention import _gpu_kernel as attention
+from lora_jax.ops.paged_attention import _gpu_sums as sums_of
 from lora_jax.ops.paged_attention._gpu_plan import Config, Plan, Sizes
 from lora_jax.typing import Array, Float
 
 WIDE = 128  # columns of V that a CTA puts together
+
 
 # Equal launches of a program's layers are traced, lowered and compiled once.
 @functools.partial(jax.jit, static_argnames=("dtype", "sizes", "config", "interpret"))
@@ -31,7 +32,6 @@ def combine(
     """Return the result of a cut call; 0 for tokens without parts."""
     tokens, rows = plan.num_parts.shape[0], sizes.rows
     max_chunks = sizes.max_chunks(config.chunk)
-
     width = WIDE if sizes.v_dim % WIDE == 0 else hopper.COLUMNS
 
     def _combine_kernel(num_ref, parts_ref, tops_ref, totals_ref, sinks_ref, out_ref, o_smem):
@@ -41,15 +41,15 @@ def combine(
         def part(i, sums):
             at = token * max_chunks + i
             load = functools.partial(plgpu.load, optimized=False)
-            top = load(tops_ref.at[at, head], layout=attention.OF_QUERY)
-            total = load(totals_ref.at[at, head], layout=attention.OF_QUERY)
-            more = load(parts_ref.at[at, head, columns], layout=attention.WGMMA)
-            return attention.add(sums, (top, total, [more]))
+            top = load(tops_ref.at[at, head], layout=sums_of.OF_QUERY)
+            total = load(totals_ref.at[at, head], layout=sums_of.OF_QUERY)
+            more = load(parts_ref.at[at, head, columns], layout=sums_of.WGMMA)
+            return sums_of.add(sums, (top, total, [more]))
 
-        sums = attention.nothing(rows, width)
+        sums = sums_of.nothing(rows, width)
         sums = lax.fori_loop(0, num_ref[token], part, sums)
-        attention.store_rows(o_smem, attention.finished(sums, sinks_ref.at[head]))
-        attention.put_token(o_smem, out_ref.at[:, columns], sizes, token, head, 0)
+        sums_of.store_rows(o_smem, sums_of.finished(sums, sinks_ref.at[head]))
+        sums_of.put_token(o_smem, out_ref.at[:, columns], sizes, token, head, 0)
         plgpu.commit_smem_to_gmem_group()
         plgpu.wait_smem_to_gmem(0)
 

@@ -14,20 +14,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lora_jax.ops import hopper
-from lora_jax.ops.paged_attention._gpu_plan import (
-    ALIGN,
-    LOG2_E,
-    LOWEST,
-    Config,
-    Plan,
-    Sizes,
+from lora_jax.ops.paged_attention._gpu_plan import ALIGN, LOG2_E, LOWEST, Config, Plan, Sizes
+from lora_jax.ops.paged_attention._gpu_sums import (
+    WGMMA,
+    add,
+    columns_of,
+    finished,
+    iota,
+    nothing,
+    put_token,
+    store_rows,
+    wide,
+    zeros,
 )
 from lora_jax.typing import Array, Float, Int
 
-WGMMA = plgpu.Layout.WGMMA
-OF_QUERY = WGMMA.reduce(0)
-FLIPPED = plgpu.Layout.WGMMA_TRANSPOSED
-PART = 256  # columns of V
 SLOTS = 2  # tiles of queries, the next item's is on its way
 
 
@@ -56,8 +57,8 @@ def attend(
         parts = plan.num_parts.shape[0] * sizes.max_chunks(config.chunk)
         shape = (parts, sizes.kv_heads, rows)
         small = jax.ShapeDtypeStruct(shape, f32)
-        wide = jax.ShapeDtypeStruct((parts, sizes.kv_heads, sizes.v_dim, rows), f32)
-        out_type = (wide, small, small)
+        sums = jax.ShapeDtypeStruct((parts, sizes.kv_heads, sizes.v_dim, rows), f32)
+        out_type = (sums, small, small)
         out_smem = ()
     else:
         out_type = (jax.ShapeDtypeStruct((q.shape[0], sizes.v_dim), q.dtype),)
@@ -66,7 +67,7 @@ def attend(
     pages = [k] if v is None else [k, v]
     widths = [sizes.k_dim] if v is None else [sizes.k_dim, sizes.v_dim]
     kernel = plgpu.kernel(
-        _attend_body(sizes, config, q.shape[0], ctas, bool(interpret)),
+        _attend_body(sizes, config, q.shape[0], ctas),
         out_type=out_type,
         grid=(ctas,),
         grid_names=("cta",),
@@ -87,14 +88,13 @@ def attend(
     return tuple(kernel(plan.items, plan.num_items, block_tables, sinks, q, *pages))
 
 
-def _attend_body(sizes: Sizes, config: Config, query_rows: int, ctas: int, interpreted: bool):
+def _attend_body(sizes: Sizes, config: Config, query_rows: int, ctas: int):
     """Return the kernel: works are items times kv heads."""
     stages, rows, window = config.stages, sizes.rows * config.tokens, sizes.window
     kv_heads, group, page_size = sizes.kv_heads, sizes.group, sizes.page_size
     block_size, max_chunks = config.block, sizes.max_chunks(config.chunk)
     per_chunk, copied_rows = config.chunk // block_size, min(block_size, page_size)
     block_pages = block_size // copied_rows
-    del interpreted
 
     def _attend_kernel(items_ref, num_ref, tables_ref, sinks_ref, q_ref, *refs):
         num_pages = 1 if sizes.latent else 2
@@ -115,7 +115,8 @@ def _attend_body(sizes: Sizes, config: Config, query_rows: int, ctas: int, inter
 
             def one(j, step):
                 index = works - 1 - (j * ctas + cta)  # a prompt's last tokens take longest
-                item, head = lax.div(index, jnp.int32(kv_heads)), lax.rem(index, jnp.int32(kv_heads))
+                item = lax.div(index, jnp.int32(kv_heads))
+                head = lax.rem(index, jnp.int32(kv_heads))
                 do(j, item, head, step)
                 return step + items_ref[item, 5] - items_ref[item, 4]
 
@@ -214,14 +215,14 @@ def _attend_body(sizes: Sizes, config: Config, query_rows: int, ctas: int, inter
                     def _():
                         _erase(values, first - b * block_size, last - b * block_size)
 
-                    place = _iota((block_size, rows), 0) + b * block_size
-                    own = position + lax.div(_iota((block_size, rows), 1), jnp.int32(sizes.rows))
+                    place = iota((block_size, rows), 0) + b * block_size
+                    own = position + lax.div(iota((block_size, rows), 1), jnp.int32(sizes.rows))
                     seen = place <= own
                     if window is not None:
                         seen = seen & (place > own - window)
                     s = jnp.where(seen, s, jnp.float32(LOWEST))
                     new_top = jnp.maximum(top, jnp.round(jnp.max(s, axis=0)))
-                    p = jnp.where(seen, jnp.exp2(s - _wide(new_top, block_size)), jnp.float32(0))
+                    p = jnp.where(seen, jnp.exp2(s - wide(new_top, block_size)), jnp.float32(0))
                     decay = jnp.exp2(top - new_top)
                     p_t = p_smem.transpose((1, 0))
                     p_t[...] = p.astype(p_smem.dtype)
@@ -236,13 +237,13 @@ def _attend_body(sizes: Sizes, config: Config, query_rows: int, ctas: int, inter
 
                         one = plgpu.WGMMAAccumulatorRef(before.shape, jnp.float32)
                         more = pl.run_scoped(weighted, one)
-                        sums.append(before * _wide(decay, len(before)) + more)
+                        sums.append(before * wide(decay, len(before)) + more)
                     plgpu.barrier_arrive(empty.at[here])
-                    total = total * _wide(decay, block_size) + p
+                    total = total * wide(decay, block_size) + p
                     return new_top, total, tuple(sums)
 
                 top, _, acc = nothing(rows, sizes.v_dim)
-                start = top, _zeros(block_size, rows), acc
+                start = top, zeros(block_size, rows), acc
                 top, total, acc = lax.fori_loop(first_block, end_block, block, start)
                 return top, jnp.sum(total, axis=0), acc
 
@@ -274,7 +275,8 @@ def _attend_body(sizes: Sizes, config: Config, query_rows: int, ctas: int, inter
                 store_rows(o_smem, o)
 
                 def put(i, _):
-                    put_token(o_smem, out_refs[0], sizes, items_ref[item, 0] + i, head, i * sizes.rows)
+                    token, first = items_ref[item, 0] + i, i * sizes.rows
+                    put_token(o_smem, out_refs[0], sizes, token, head, first)
 
                 lax.fori_loop(0, items_ref[item, 1], put, None)
                 plgpu.commit_smem_to_gmem_group()
@@ -288,23 +290,6 @@ def _attend_body(sizes: Sizes, config: Config, query_rows: int, ctas: int, inter
     return _attend_kernel
 
 
-def _iota(shape: tuple[int, int], axis: int):
-    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA)
-
-
-def _full(shape: tuple[int, ...], value: float, layout):
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-
-def _zeros(height: int, rows: int):
-    return _full((height, rows), 0.0, WGMMA)
-
-
-def _wide(of_query, height: int):
-    """Return [rows] as [height, rows]."""
-    return lax.broadcast_in_dim(of_query, (height, *of_query.shape), (1,))
-
-
 def _erase(values, first, last) -> None:
     """Make V zero before place `first` and after `last`: what no token sees may hold anything."""
 
@@ -312,60 +297,8 @@ def _erase(values, first, last) -> None:
         column = pl.multiple_of(i * hopper.COLUMNS, hopper.COLUMNS)
         some = values.at[:, pl.ds(column, hopper.COLUMNS)]
         v = plgpu.load(some, layout=WGMMA)
-        place = _iota(v.shape, 0)
+        place = iota(v.shape, 0)
         some[...] = jnp.where((place >= first) & (place <= last), v, jnp.zeros_like(v))
 
     lax.fori_loop(0, values.shape[1] // hopper.COLUMNS, erase, None)
     plgpu.commit_smem()
-
-
-def columns_of(v_dim: int) -> list:
-    """Return the columns of V that are multiplied at a time: all sums would fill the registers."""
-    return [pl.ds(c, min(PART, v_dim - c)) for c in range(0, v_dim, PART)]
-
-
-def nothing(rows: int, v_dim: int):
-    """Return what chunks are added to: maxima, weights' sums, sums of V by parts of its columns."""
-    acc = tuple(_zeros(columns.size, rows) for columns in columns_of(v_dim))
-    return _full((rows,), LOWEST, OF_QUERY), _full((rows,), 0.0, OF_QUERY), acc
-
-
-def add(before, more):
-    """Return the sums of two runs of positions; scaled by powers of two, which rounds nothing."""
-    top = jnp.maximum(before[0], more[0])
-    old, new = jnp.exp2(before[0] - top), jnp.exp2(more[0] - top)
-    total = before[1] * old + more[1] * new
-    acc = (
-        a * _wide(old, len(a)) + b * _wide(new, len(a))
-        for a, b in zip(before[2], more[2], strict=True)
-    )
-    return top, total, tuple(acc)
-
-
-def finished(sums, sinks_ref):
-    """Return the result of all chunks' sums, [v_dim, rows] by parts."""
-    sink = plgpu.load(sinks_ref, layout=OF_QUERY, optimized=False)
-    top = jnp.maximum(sums[0], jnp.round(sink))
-    old = jnp.exp2(sums[0] - top)
-    total = sums[1] * old + jnp.exp2(sink - top)
-    return [a * _wide(old, len(a)) / _wide(total, len(a)) for a in sums[2]]
-
-
-def store_rows(o_smem, o) -> None:
-    """Write o^T, when what was copied from there before has left."""
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    for columns, part in zip(columns_of(o_smem.shape[1]), o, strict=True):
-        part = plgpu.layout_cast(part, FLIPPED).astype(o_smem.dtype)
-        o_smem.at[:, columns].transpose((1, 0))[...] = part
-    plgpu.commit_smem()
-
-
-def put_token(o_smem, out_ref, sizes: Sizes, token, head, first) -> None:
-    """Copy a token's rows of one kv head from its tile, which begins at row `first`."""
-    low = first + lax.rem(head * sizes.group, jnp.int32(ALIGN))
-    row = token * sizes.q_heads + head * sizes.group
-
-    def put(i, _):
-        plgpu.copy_smem_to_gmem(o_smem.at[low + i], out_ref.at[row + i], commit_group=False)
-
-    lax.fori_loop(0, sizes.group, put, None)

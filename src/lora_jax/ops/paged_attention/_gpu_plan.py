@@ -1,4 +1,4 @@
-"""What the Mosaic kernels of paged attention work through: tiles of queries over blocks of positions.
+"""What the Mosaic kernels of paged attention work through: queries over blocks of positions.
 
 A sequence is cut into chunks of positions that depend on the block tables' width alone, and a
 token's result is the sum of its chunks in their order. Few tokens are cut: an item is a token and a

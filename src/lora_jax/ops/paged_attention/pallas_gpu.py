@@ -7,8 +7,6 @@ of one sequence through all chunks instead.
 A token's result depends on its own sequence and the block tables' width alone.
 """
 
-import jax.numpy as jnp
-
 from lora_jax.ops import hopper
 from lora_jax.ops.paged_attention._gpu_combine import combine
 from lora_jax.ops.paged_attention._gpu_kernel import attend
