@@ -29,6 +29,7 @@ from lora_jax.ops.paged_attention._gpu_sums import (
 )
 from lora_jax.typing import Array, Float, Int
 
+WARPS = 4  # of the warpgroup that copies
 SLOTS = 2  # tiles of queries, the next item's is on its way
 
 
@@ -151,28 +152,33 @@ def _attend_body(sizes: Sizes, config: Config, query_rows: int, ctas: int):
                 def block(b, _):
                     step = begin + b - first_block
                     here = slot(step)
-                    places = []
-                    for i in range(block_pages):
-                        place = b * block_size + i * page_size
-                        page = lax.div(place, jnp.int32(page_size))
-                        # Pages that no token sees need not be there.
-                        page = lax.max(lax.min(page, last_page), first_page)
-                        row = tables_ref[seq, page] * page_size
-                        if page_size > block_size:
-                            row = row + lax.rem(place, jnp.int32(page_size))
-                        places.append(pl.multiple_of(row, ALIGN))
 
                     @pl.when(step >= stages)
                     def _():
                         plgpu.barrier_wait(empty.at[here])
 
-                    for ref, smem in zip(page_refs, page_smems, strict=True):
-                        width = smem.shape[-1]
-                        columns = pl.ds(pl.multiple_of(head * width, hopper.COLUMNS), width)
-                        for i, row in enumerate(places):
-                            source = ref.at[pl.ds(row, copied_rows), columns]
-                            target = smem.at[here, pl.ds(i * copied_rows, copied_rows)]
-                            plgpu.copy_gmem_to_smem(source, target, full.at[here])
+                    def copy(i):
+                        """Ask for the i-th page of the block, if it is a page."""
+                        place = b * block_size + i * page_size
+                        page = lax.div(place, jnp.int32(page_size))
+                        # Pages that no token sees need not be there.
+                        page = lax.max(lax.min(page, last_page), first_page)
+                        piece = tables_ref[seq, page]
+                        if page_size > block_size:  # a page of several blocks
+                            piece = piece * (page_size // block_size)
+                            piece = piece + lax.rem(b, jnp.int32(page_size // block_size))
+                        rows = pl.ds(piece * copied_rows, copied_rows)
+                        own = pl.ds(i * copied_rows, copied_rows)
+                        for ref, smem in zip(page_refs, page_smems, strict=True):
+                            width = smem.shape[-1]
+                            columns = pl.ds(head * width, width)
+                            target = smem.at[here, own]
+                            plgpu.copy_gmem_to_smem(ref.at[rows, columns], target, full.at[here])
+
+                    @plgpu.warp_map
+                    def _(warp):
+                        for first in range(0, block_pages, WARPS):
+                            pl.when(first + warp < block_pages)(lambda f=first: copy(f + warp))
 
                 lax.fori_loop(first_block, end_block, block, None)
 
