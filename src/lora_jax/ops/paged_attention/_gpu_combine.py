@@ -10,10 +10,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lora_jax.ops import hopper
 from lora_jax.ops.paged_attention import _gpu_sums as sums_of
-from lora_jax.ops.paged_attention._gpu_plan import Config, Plan, Sizes
+from lora_jax.ops.paged_attention._gpu_plan import LOWEST, Config, Plan, Sizes
 from lora_jax.typing import Array, Float
 
 WIDE = 128  # columns of V that a CTA puts together
+TOGETHER = 4  # parts that are read side by side
 
 
 # Equal launches of a program's layers are traced, lowered and compiled once.
@@ -38,16 +39,24 @@ def combine(
         token, head = lax.axis_index("token"), lax.axis_index("head")
         columns = pl.ds(lax.axis_index("piece") * width, width)
 
-        def part(i, sums):
-            at = token * max_chunks + i
-            load = functools.partial(plgpu.load, optimized=False)
+        num, load = num_ref[token], functools.partial(plgpu.load, optimized=False)
+
+        def read(i):
+            """Return a part; after the last one of nothing, which changes no sum."""
+            at = token * max_chunks + lax.min(i, num - 1)
             top = load(tops_ref.at[at, head], layout=sums_of.OF_QUERY)
             total = load(totals_ref.at[at, head], layout=sums_of.OF_QUERY)
             more = load(parts_ref.at[at, head, columns], layout=sums_of.WGMMA)
-            return sums_of.add(sums, (top, total, [more]))
+            return top + jnp.where(i < num, jnp.float32(0), jnp.float32(LOWEST)), total, [more]
 
-        sums = sums_of.nothing(rows, width)
-        sums = lax.fori_loop(0, num_ref[token], part, sums)
+        def some(i, sums):
+            # All are asked for before any is awaited.
+            for part in [read(i * TOGETHER + n) for n in range(TOGETHER)]:
+                sums = sums_of.add(sums, part)
+            return sums
+
+        rounds = lax.div(num + (TOGETHER - 1), jnp.int32(TOGETHER))
+        sums = lax.fori_loop(0, rounds, some, sums_of.nothing(rows, width))
         sums_of.store_rows(o_smem, sums_of.finished(sums, sinks_ref.at[head]))
         sums_of.put_token(o_smem, out_ref.at[:, columns], sizes, token, head, 0)
         plgpu.commit_smem_to_gmem_group()

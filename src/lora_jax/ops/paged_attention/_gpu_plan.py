@@ -16,7 +16,7 @@ from lora_jax.ops import hopper
 from lora_jax.typing import Array, Float, Int
 
 ALIGN = 8  # rows: of a copied tile, and of a query's first row
-QUERIES = 32  # of an item of several tokens
+QUERIES = 16  # of an item of several tokens
 MOST_PARTS = 8192  # tokens times chunks that are cut
 MOST_CHUNKS = 64
 PROMPT_TOKENS = 256  # from here on a step holds prompts
@@ -157,7 +157,7 @@ def _neighbours(
 
 
 def _running_sum(values: Int[Array, "n"]) -> Int[Array, "n"]:
-    """Return the sums up to each place, of all pairs: XLA takes a minute to compile a scan."""
+    """Return the sums up to each place, of all pairs: XLA compiled cumsum of 2048 for 50 s."""
     place = jnp.arange(values.shape[0], dtype=jnp.int32)
     before = place[None, :] <= place[:, None]
     return jnp.sum(jnp.where(before, values[None, :], 0), axis=1, dtype=jnp.int32)
