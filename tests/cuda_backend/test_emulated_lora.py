@@ -178,7 +178,8 @@ def test_rows_of_no_item_become_zero_wherever_they_stand(library, rows, gaps):
 # The batch's ranks as in the case above; 8 rows make a segment that becomes tiles, unless all such
 # segments together have too few, and shorter ones become some where clusters, 3 an SM, can have a
 # tile each. The last: how many modules there are, whose weights are those of another slot each; is
-# y added to; is the shrink a launch of its own.
+# y added to; is the shrink a launch of its own. Of the last case, tiles are fewer than clusters,
+# which have both modules'.
 @pytest.mark.parametrize(
     ("rows", "d_out", "d_in", "ranks", "total", "sms", "modules", "adds", "apart"),
     [
@@ -190,17 +191,7 @@ def test_rows_of_no_item_become_zero_wherever_they_stand(library, rows, gaps):
         (60, 192, 192, (128, 100, 7), 8, 2, 1, True, True),
         (40, 64, 4224, (30,), 8, 2, 1, True, False),
         (40, 64, 128, (8,), 41, 2, 1, False, False),
-        (
-            40,
-            64,
-            128,
-            (8,),
-            8,
-            16,
-            2,
-            True,
-            False,
-        ),  # fewer tiles than clusters, which have both modules'
+        (40, 64, 128, (8,), 8, 16, 2, True, False),
     ],
 )
 def test_tiles_have_the_bits_of_items(

@@ -159,19 +159,6 @@ __device__ __forceinline__ void look_up(const TileArgs& p, const Module& m, int 
   if (q == 0) sm.first_rows[n] = first_row;
 }
 
-// By a warp: brings near what is wanted as soon as it is known how many tiles there are.
-__device__ __forceinline__ void prefetch_units(const TileArgs& p) {
-  constexpr int kLines = 4;  // of a table, of each CTA: enough for all but the entries of thousands of slots
-  const int lane = threadIdx.x & 31;
-  auto near = [&](const void* table, int64_t bytes) {
-    const int64_t at = (int64_t{gridDim.x} * lane + blockIdx.x) * 128;
-    if (lane < kLines && at < bytes) prefetch_l2(static_cast<const char*>(table) + at);
-  };
-  near(p.tiles, p.most_tiles * sizeof(TileRecord));
-  near(p.row_order, int64_t{4} * p.num_rows);
-  near(p.modules[0].entries, int64_t{20} * p.num_slots);
-}
-
 // What the warps of a CTA do with a batch of units. A team takes one in turn with the others; when all its
 // warps are through with it, one of them brings another in its stead.
 template <bool SHRINKS, bool ADDS, int STEPS, class S>
@@ -239,12 +226,12 @@ struct BatchExpand {
     const bool one = warp < filled;
     if (one) expect(unit(warp), at.at());
     __syncwarp();
-    if (one && !p.behind) fetch_h(unit(warp), at.at());
+    if (one && !p.shrink) fetch_h(unit(warp), at.at());
     Ring<S::kStages> to = ring;
 #pragma unroll 1
     for (int n = 0; n < filled; ++n, to.next())
       if (lane < kUnitRows / kTileWarps) fetch_y(n, unit(n), to.at(), warp * (kUnitRows / kTileWarps) + lane);
-    if (!p.behind) return;
+    if (!p.shrink) return;
     if constexpr (SHRINKS) await_h();
     else wait_for_previous();
     if (one) fetch_h(unit(warp), at.at());

@@ -72,7 +72,8 @@ cudaError_t output_args(PairArgs* args, int m, cudaStream_t stream, ffi::Remaini
 }
 
 // Launches what the items and the tiles hold. The pool is null where nothing shrinks.
-cudaError_t launch_all(PairArgs args, S32& tiles, S32& cut, const BF16* a_pool, cudaStream_t stream, bool last = false) {
+cudaError_t launch_all(PairArgs args, S32& tiles, S32& cut, const BF16* a_pool, cudaStream_t stream,
+                       bool tiles_last = false) {
   if (tiles.element_count() == 0) return launch_pair(args, stream);
   args.live = cut.typed_data() + 2;
   TileArgs t{};
@@ -82,14 +83,15 @@ cudaError_t launch_all(PairArgs args, S32& tiles, S32& cut, const BF16* a_pool, 
   std::copy(std::begin(args.modules), std::end(args.modules), t.modules);
   t.num_modules = args.num_modules, t.num_rows = args.num_rows, t.num_slots = args.num_slots, t.b_boxes = args.maps[1][1];
   t.d_in = args.d_in, t.d_out = args.d_out, t.h_stride = args.h_stride, t.max_rank = args.max_rank;
-  t.shrink = args.shrink, t.expand = args.expand, t.accumulate = args.accumulate, t.last = last;
+  t.shrink = args.shrink, t.expand = args.expand, t.accumulate = args.accumulate;
   cudaError_t e = cudaSuccess;
   if (a_pool) e = parts_maps(t.a_parts, data(*a_pool), a_pool->dimensions()[0], args.d_in);
-  return e == cudaSuccess ? launch_with_tiles(args, t, stream) : e;
+  return e == cudaSuccess ? launch_with_tiles(args, t, tiles_last, stream) : e;
 }
 
 // `modules` holds entries and scaling of each one, which is one of their `sites`, behind its y where that
-// is added to; `work` is for h of the items, and of the tiles if there are any. `segments`: see launch_segments; `tiles_last`: see TileArgs.
+// is added to; `work` is for h of the items, and of the tiles if there are any. `segments`: see launch_segments;
+// `tiles_last`: see launch_with_tiles.
 ffi::Error LoraGemm(cudaStream_t stream, CallStateOwner* owner, BF16 x, BF16 a_pool, BF16 b_pool, S32 order,
                     S32 items, S32 num_items, S32 tiles, S32 cut, ffi::RemainingArgs modules, ffi::Result<BF16> work,
                     ffi::RemainingRets outs, ffi::Span<const int64_t> sites, int64_t max_rank, bool accumulate,

@@ -92,14 +92,15 @@ inline cudaError_t launch_pair(const PairArgs& args, cudaStream_t stream) {
 }
 
 // What the items hold and what the tiles hold, whose rows differ. Where their expand is one kernel, the tiles' rows
-// have been shrunk before it. Where there may well be no tiles, they come behind the items, who then wait for
+// have been shrunk before it. `tiles_last`: where there may well be none, they come behind the items, who then wait for
 // nothing: a pair of 1024 rows of 512 adapters of rank 64, Zipf, on an H200 takes 1.8 us more than without the
 // question, of one adapter 33.2 us, by items 41.1.
-inline cudaError_t launch_with_tiles(const PairArgs& items, const TileArgs& tiles, cudaStream_t stream) {
+inline cudaError_t launch_with_tiles(const PairArgs& items, const TileArgs& tiles, bool tiles_last,
+                                     cudaStream_t stream) {
   const BothArgs both{items, tiles};
   if (!items.expand) return launch_shrinks(both, stream);
   const bool low = items.max_rank <= kMostRankOfBoth;
-  if (low && !(items.shrink && tiles.last)) return launch_both(both, stream);
+  if (low && !(items.shrink && tiles_last)) return launch_both(both, stream);
   const cudaError_t e = launch_pair(items, stream);
   if (e != cudaSuccess) return e;
   return low ? launch_pair_tiles(tiles, items.state, stream) : launch_tiles(tiles, stream);

@@ -8,6 +8,7 @@
 #pragma once
 #include "few_groups.cuh"
 #include "lora_gemm.cuh"
+#include "warp_sums.cuh"
 
 namespace lora_jax {
 
@@ -80,8 +81,13 @@ __device__ __forceinline__ void hand_out_drawn(const PairArgs& p, S& sm, Ring<kF
 // Who has no shrink unit lets the others' weights come first: all wait for h, and B comes meanwhile. Else A and B share
 // memory's bandwidth, and it idles when B has filled all stages and h is still to come (64 rows of 34 adapters, Zipf,
 // rank 64, on an H200: 24.4 us for 25.0).
-__device__ __forceinline__ void wait_for_shrinks(const PairArgs& p, const FewPlan& plan, uint64_t start) {
-  const float bytes = 2.f * plan.items * p.max_rank * p.d_in;
+__device__ __forceinline__ void wait_for_shrinks(const PairArgs& p, const FewTables& tables, int num_items,
+                                                 uint64_t start) {
+  float boxes = 0.f;  // of 8 rank rows
+  for (int i = threadIdx.x & 31; i < num_items; i += 32)
+    for (int m = 0; m < p.num_modules; ++m)
+      boxes += divide_up(min(find_site(p, m, tables.items[i]).rank, p.max_rank), 8);
+  const float bytes = 16.f * p.d_in * warp_sum(boxes);
   const uint64_t until = start + static_cast<uint64_t>(__fdividef(bytes, kFirstBytes));
   while (now_nanos() < until) __nanosleep(100);
 }
@@ -107,7 +113,7 @@ __device__ void hand_out_few(const PairArgs& p, S& sm, FewPlan& plan, const Aske
       plan.cut_no_shrink(p, asked.num_items);
     }
     plan.cut_expand(p, asked);
-    if (p.shrink && !begun && plan.drawn > 0) wait_for_shrinks(p, plan, start);
+    if (p.shrink && !begun && plan.drawn > 0) wait_for_shrinks(p, sm.tables, plan.num_items, start);
     const int own = plan.own();
     for (int n = begun ? 1 : 0; n < own; n += 32) {
       const Unit unit = unit_of(p, sm, plan, n + lane < own ? plan.share(n + lane) : kNothing);

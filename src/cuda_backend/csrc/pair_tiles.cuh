@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kTileThreads, 2) pair_tiles_kernel(const __gri
   // Of one module it is the cluster's own, asked for before it is known how many there are.
   ShrinkRows rows;
   if (threadIdx.x >= kFirstCopyWarp * 32) rows.ask(p, p.num_modules == 1 ? cluster : cluster % max(tiles, 1));
-  if (threadIdx.x / 32 == kWeightBoxWarp + 1) prefetch_units(p);
+  if (threadIdx.x == 0) prefetch_entries(p);
   if (threadIdx.x == 32) make_shrink_barriers();
   if (threadIdx.x == kWeightBoxWarp * 32) prefetch_map(&p.a_parts[cluster_rank() / 2][1]);
   if (tiles > 0) {

@@ -31,10 +31,9 @@ struct TileArgs {
   __nv_bfloat16* h;                 // [modules, sorted rows, h_stride]
   int num_modules, num_rows, num_slots;
   int d_in, d_out, h_stride, max_rank, most_tiles;
-  bool shrink, expand;              // what of it, h being the result or given where it is one alone
+  bool shrink, expand;              // what of it, h being the result or given where it is one alone; else the expand's
+                                    // h comes from the kernel before, or from this one
   bool accumulate;                  // the expand adds to y; else y holds nothing before
-  bool last;                        // of both phases: there may well be none, so they come behind the items
-  bool behind;                      // expand: h comes from the kernel before, or from this one
   uint32_t* shrunk;                 // of the call's state, where one kernel shrinks and expands; else null
 };
 

@@ -88,7 +88,6 @@ inline cudaError_t launch_shrink_tiles(const TileArgs& args, int sms, cudaStream
 cudaError_t launch_tiles(TileArgs args, cudaStream_t stream) {
   int sms = 0;
   cudaError_t e = count_sms(&sms);
-  args.behind = args.shrink;
   if (e == cudaSuccess && args.shrink) e = launch_shrink_tiles(args, sms, stream, true);
   if (e == cudaSuccess && args.expand) e = expand_maps(&args);
   if (e == cudaSuccess && args.expand) e = launch_expand_tiles<8, 8>(args, sms, stream);
@@ -99,7 +98,7 @@ cudaError_t launch_pair_tiles(TileArgs args, CallState* state, cudaStream_t stre
   const auto kernel = pair_tiles_kernel<kMostRankOfBoth, 6>;
   int sms = 0;
   cudaError_t e = count_sms(&sms);
-  args.behind = args.shrink, args.shrunk = &state->shrunk;
+  args.shrunk = &state->shrunk;
   if (e == cudaSuccess) e = expand_maps(&args);
   if (e == cudaSuccess) e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShrinkBytes);
   return e == cudaSuccess ? launch_clusters(kernel, cluster_ctas(sms), kTileThreads, kShrinkBytes, stream, args, true) : e;
@@ -110,7 +109,6 @@ cudaError_t launch_both(BothArgs args, cudaStream_t stream) {
   const auto kernel = both_kernel<3, 35840, kMostRankOfBoth, 6>;
   int sms = 0;
   cudaError_t e = count_sms(&sms);
-  args.tiles.behind = args.tiles.shrink, args.tiles.shrunk = nullptr;
   if (e == cudaSuccess && args.tiles.shrink) e = launch_shrink_tiles(args.tiles, sms, stream, false);
   if (e == cudaSuccess) e = expand_maps(&args.tiles);
   if (e == cudaSuccess) e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(S));

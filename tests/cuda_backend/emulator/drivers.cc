@@ -112,18 +112,18 @@ int lora_tiles(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, c
   cudaError_t e = pool_maps(&p, 0, a_pool, a_rows, d_in, kWideA);
   if (e == cudaSuccess) e = pool_maps(&p, 1, b_pool, b_rows, d_out, kWideB);
   if (e == cudaSuccess) e = parts_maps(t.a_parts, a_pool, a_rows, d_in);
-  t.b_boxes = p.maps[1][1], t.last = launches_before > 0;
+  t.b_boxes = p.maps[1][1];
   std::vector<Bf16> others(static_cast<size_t>(modules) * rows * d_out), other_x(static_cast<size_t>(rows) * d_in);
   for (int n = 0; n < launches_before && e == cudaSuccess; ++n) {
     PairArgs q = p;
     TileArgs u = t;
     q.x = u.x = other_x.data(), q.shrink = u.shrink = q.expand = u.expand = true;
     for (int m = 0; m < modules; ++m) q.modules[m].y = u.modules[m].y = others.data() + static_cast<size_t>(m) * rows * d_out;
-    e = launch_with_tiles(q, u, nullptr);
+    e = launch_with_tiles(q, u, true, nullptr);
   }
   for (int step = 0; step <= apart; ++step) {
     p.shrink = t.shrink = step == 0, p.expand = t.expand = step == apart;
-    if (e == cudaSuccess) e = launch_with_tiles(p, t, nullptr);
+    if (e == cudaSuccess) e = launch_with_tiles(p, t, launches_before > 0, nullptr);
   }
   return e;
 }
