@@ -19,6 +19,7 @@ ALIGN = 8  # rows: of a copied tile, and of a query's first row
 QUERIES = 16  # of an item of several tokens
 MOST_PARTS = 8192  # tokens times chunks that are cut
 MOST_CHUNKS = 64
+CHUNK = 512  # positions, of which a chunk is a multiple
 PROMPT_TOKENS = 256  # from here on a step holds prompts
 LOWEST = -1e30  # stands for minus infinity where a difference of two must not be NaN
 LOG2_E = 1 / math.log(2)
@@ -79,7 +80,12 @@ class Plan:
 
 
 def find_config(tokens: int, sizes: Sizes) -> Config:
-    """Return the cut for so many tokens."""
+    """Return the cut for so many tokens.
+
+    Two CTAs an SM where they find room. On an H200, 64 x 2048 positions of Qwen3-30B: 71.9 us, of
+    one CTA of twice the stages 76.9, of three 71.8; a prompt of 2048: 290 us, of one CTA and tiles
+    of 32 queries 337.
+    """
     chunk = _chunk(sizes)
     chunks = sizes.max_chunks(chunk)
     prompts = tokens >= PROMPT_TOKENS or tokens * chunks > MOST_PARTS
@@ -97,9 +103,13 @@ def find_config(tokens: int, sizes: Sizes) -> Config:
 
 
 def _chunk(sizes: Sizes) -> int:
-    """Return the positions of a chunk."""
-    context, smallest = sizes.max_pages * sizes.page_size, 512
-    return -(-context // (MOST_CHUNKS * smallest)) * smallest
+    """Return the positions of a chunk.
+
+    On an H200 a smallest chunk of 1024 takes 3 to 6% less for 64 x 2048 and 8 x 8192 positions of
+    Qwen3-30B, and half as much more for 4 x 2048 and 1 x 8192 of it.
+    """
+    context = sizes.max_pages * sizes.page_size
+    return -(-context // (MOST_CHUNKS * CHUNK)) * CHUNK
 
 
 def make_plan(
