@@ -82,9 +82,9 @@ class Plan:
 def find_config(tokens: int, sizes: Sizes) -> Config:
     """Return the cut for so many tokens.
 
-    Two CTAs an SM where they find room. On an H200, 64 x 2048 positions of Qwen3-30B: 71.9 us, of
-    one CTA of twice the stages 76.9, of three 71.8; a prompt of 2048: 290 us, of one CTA and tiles
-    of 32 queries 337.
+    Two CTAs an SM where they find room. On an H200, 64 x 2048 positions of Qwen3-30B: 72.8 us, of
+    one CTA of twice the stages 76.9, of three of two stages 72.9; a prompt of 2048: 290 us, of one
+    CTA and tiles of 32 queries 337.
     """
     chunk = _chunk(sizes)
     chunks = sizes.max_chunks(chunk)
@@ -106,7 +106,7 @@ def _chunk(sizes: Sizes) -> int:
     """Return the positions of a chunk.
 
     On an H200 a smallest chunk of 1024 takes 3 to 6% less for 64 x 2048 and 8 x 8192 positions of
-    Qwen3-30B, and half as much more for 4 x 2048 and 1 x 8192 of it.
+    Qwen3-30B, and 40 to 50% more for 4 x 2048 and 1 x 8192 of it.
     """
     context = sizes.max_pages * sizes.page_size
     return -(-context // (MOST_CHUNKS * CHUNK)) * CHUNK
