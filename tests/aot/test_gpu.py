@@ -15,7 +15,9 @@ from lora_jax.ops.cases import MODELS
 from lora_jax.ops.grouped_matmul import pallas_gpu as grouped_matmul_gpu
 from lora_jax.ops.grouped_matmul import xla as grouped_matmul_xla
 from lora_jax.ops.lora_gemm import pallas_gpu as lora_gemm_gpu
+from lora_jax.ops.merge import pallas_gpu as merge_gpu
 from lora_jax.ops.paged_attention import pallas_gpu as paged_attention_gpu
+from lora_jax.ops.reroute import pallas_gpu as reroute_gpu
 
 pytestmark = [pytest.mark.aot, pytest.mark.timeout(900)]  # of tilings that take ptxas minutes
 
@@ -210,6 +212,36 @@ def test_paged_attention(h200, report, sizes):
     parts = 4 * tokens * heads * (shape.v_dim + 2) * 4 if cut else 0
     assert done.temp_bytes <= parts + 256 * 4 * tokens
     assert done.thunks == ["kCommandBuffer"]
+
+
+@pytest.mark.parametrize("rank", [8, 64, 128])
+def test_merge(h200, report, rank):
+    """Works in place, in one launch; takes nothing beside the weights."""
+    bf16, width = jnp.bfloat16, 4096
+    shapes = [((32, width, width), bf16), ((99, width), bf16), ((99, width), bf16)]
+    shapes += [((32, 3), jnp.int32), ((32,), jnp.float32)]
+    call = functools.partial(merge_gpu.merge, max_rank=rank, interpret=False)
+    done = h200.compile(call, *(h200.array(*shape) for shape in shapes), donate=(0,))
+    report(done)
+    assert not any(done.spill_bytes.values())
+    assert done.temp_bytes == 0
+    assert done.thunks == ["kCustomCall"]
+
+
+@pytest.mark.parametrize("rerouted", [False, True])
+@pytest.mark.parametrize(("tokens", "groups"), [(64, 128), (1024, 388), (16384, 1023)])
+def test_row_map(h200, report, tokens, groups, rerouted):
+    """Takes counts of groups by CTA, where there are several, and no launch of XLA's."""
+    some = functools.partial(h200.array, dtype=jnp.int32)
+    ids, num_tokens, owners = some((tokens, 8)), some(()), (some((tokens,)), some((20, 128)))
+    op = reroute_gpu.reroute if rerouted else reroute_gpu.row_map
+    call = lambda *args: op(*args, groups, interpret=False)  # noqa: E731
+    done = h200.compile(call, ids, *(owners if rerouted else ()), num_tokens)
+    report(done)
+    assert not any(done.spill_bytes.values())
+    launches = 1 if tokens == 64 else 2
+    assert done.thunks == ["kCustomCall"] * launches
+    assert done.temp_bytes <= (launches - 1) * 128 * 4 * (groups + 64)
 
 
 def decode_layer(x, kv, weights, lora, row_to_slot, group_sizes):

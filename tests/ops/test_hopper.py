@@ -28,6 +28,9 @@ def test_a_hopper_gpu_is_asked_for_only_to_run(monkeypatch):
     pretend(monkeypatch, "tpu")
     with pytest.raises(NotImplementedError, match="cannot run on tpu"):
         hopper.require("op", BF16, None)
+    with pytest.raises(NotImplementedError, match="op on Mosaic GPU cannot run on tpu"):
+        hopper.require_device("op", None)
+    hopper.require_device("op", False)
 
 
 def test_other_dtypes_decline():

@@ -24,6 +24,11 @@ def require(op: str, dtype: jnp.dtype, interpret: Interpret) -> None:
     """
     if dtype != jnp.bfloat16:
         raise NotImplementedError(f"{op} on Mosaic GPU takes bfloat16, not {dtype}")
+    require_device(op, interpret)
+
+
+def require_device(op: str, interpret: Interpret) -> None:
+    """Raise NotImplementedError unless there is a Hopper GPU, or none is needed."""
     if interpret is not None:
         return
     if jax.default_backend() != "gpu":

@@ -10,6 +10,7 @@ __all__ = ["merge", "mixture_slots"]
 
 _KERNELS = {
     "cuda": dispatch.backend("cuda", "merge"),
+    "pallas_gpu": dispatch.late("lora_jax.ops.merge.pallas_gpu", "merge"),
     "pallas_tpu": dispatch.late("lora_jax.ops.merge.pallas_tpu", "merge"),
     "xla": xla.merge,
     "reference": reference.merge,

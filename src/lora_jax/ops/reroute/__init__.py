@@ -14,10 +14,12 @@ from lora_jax.typing import Array, Int
 
 __all__ = ["RowMap", "reroute", "row_map"]
 
+_GPU = "lora_jax.ops.reroute.pallas_gpu"
 _TPU = "lora_jax.ops.reroute.pallas_tpu"
 # A sort is portable as it stands: the reference is also the XLA implementation.
 _KERNELS = {
     "cuda": dispatch.backend("cuda", "row_map"),
+    "pallas_gpu": dispatch.late(_GPU, "row_map"),
     "pallas_tpu": dispatch.late(_TPU, "row_map"),
     "ffi": cpu.row_map,
     "xla": reference.row_map,
@@ -25,6 +27,7 @@ _KERNELS = {
 }
 _REROUTE = {
     "cuda": dispatch.backend("cuda", "reroute"),
+    "pallas_gpu": dispatch.late(_GPU, "reroute"),
     "pallas_tpu": dispatch.late(_TPU, "reroute"),
     "ffi": cpu.reroute,
     "xla": reference.reroute,
