@@ -1,5 +1,6 @@
 """Plots of what `python -m bench.kernels` measured."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
+
+from bench.kernels.summary import SECTIONS, section
 
 OURS, PEER, FLOOR, BAR = "#1f77b4", "#7f7f7f", "#9ecae1", "#d62728"
 SHADES = {1: "#6baed6", 128: "#2171b5", 512: "#08306b"}  # ours, by number of adapters
@@ -48,11 +51,15 @@ def plot_kernels(result: dict[str, Any], path: Path) -> None:
 
     NAME_phases.png is latency and bandwidth of shrink, expand and both by tokens (as InfiniLoRA's
     Figure 19), NAME_tokens.png the time of linear maps and of layers of experts by tokens, for one
-    adapter and for many (as V-LoRA's Figure 17).
+    adapter and for many (as V-LoRA's Figure 17), NAME_popularities.png that of linear maps by
+    tokens for every rank and popularity.
     """
     with plt.rc_context(STYLE):
         _plot_points(result, path)
-        grid = [row for row in result["rows"] if row.get("grid")]
+        grid = [row for row in result["rows"] if row["part"] == "grid"]
+        everywhere = [row for row in result["rows"] if row["part"] == "popularities"]
+        if everywhere:
+            _plot_popularities(result, everywhere, path.with_stem(path.stem + "_popularities"))
         if grid:
             _plot_phases(result, grid, path.with_stem(path.stem + "_phases"))
             _plot_tokens(result, grid, path.with_stem(path.stem + "_tokens"))
@@ -60,7 +67,7 @@ def plot_kernels(result: dict[str, Any], path: Path) -> None:
 
 def _plot_points(result: dict[str, Any], path: Path) -> None:
     """Draw every point's time over its floor, with peer and bar, and write a PNG to `path`."""
-    lines = list(_overview(result["rows"]))
+    lines = list(_overview([row for row in result["rows"] if section(row) == SECTIONS[0]]))
     fig, ax = plt.subplots(figsize=(7.4, 0.185 * len(lines) + 1.0))
     for i, (text, row) in enumerate(lines):
         if row is None:
@@ -92,7 +99,7 @@ def _plot_points(result: dict[str, Any], path: Path) -> None:
 def _overview(rows: list[dict]) -> Iterator[tuple[str, dict | None]]:
     """Yield the overview's lines: a group's title, then the names and rows of its points."""
     for title, ops in GROUPS.items():
-        own = [r for r in rows if r["op"] in ops and not r.get("grid") and r["floor_us"] > 0]
+        own = [row for row in rows if row["op"] in ops and row["floor_us"] > 0]
         if own:
             yield title, None
             yield from ((row["name"], row) for row in own)
@@ -165,11 +172,43 @@ def _plot_tokens(result: dict[str, Any], grid: list[dict], path: Path) -> None:
     _save(fig, path)
 
 
-def _plot_curve(ax: Axes, rows: list[dict], color: str) -> None:
+def _plot_popularities(result: dict[str, Any], rows: list[dict], path: Path) -> None:
+    """Draw time by tokens, a panel for each popularity and a curve with its limit for each rank."""
+    popularities = list(dict.fromkeys(row["popularity"] for row in rows))
+    ranks = sorted({row["rank"] for row in rows})
+    colors = plt.get_cmap("Blues")([0.35 + 0.6 * i / len(ranks) for i in range(len(ranks))])
+    height = 2.1 * -(-len(popularities) // 3)
+    fig, axes = plt.subplots(
+        -(-len(popularities) // 3),
+        3,
+        figsize=(7.4, height),
+        sharex=True,
+        sharey=True,
+        squeeze=False,
+    )
+    for ax, popularity in zip(axes.flat, popularities, strict=False):
+        for rank, color in zip(ranks, colors, strict=True):
+            own = [r for r in rows if (r["popularity"], r["rank"]) == (popularity, rank)]
+            _plot_curve(ax, sorted(own, key=_tokens), color)
+        ax.set(title=popularity, xscale="log", yscale="log")
+    for rank, color in zip(ranks, colors, strict=True):
+        axes[0, 0].plot([], [], "o-", color=color, label=f"rank {rank}")
+    axes[0, 0].plot([], [], ":", color=PEER, lw=1, label="limit: fewest bytes")
+    for ax in axes[-1]:
+        ax.set_xlabel("tokens")
+        _tokens_axis(ax, sorted({_tokens(row) for row in rows}))
+    for ax in axes[:, 0]:
+        ax.set_ylabel("shrink and expand, us")
+    _plain_ticks(axes[0, 0].yaxis, (3, 10, 30, 100, 300, 1000))
+    _say(fig, axes[0, 0], result, "linear map, 4096 to 14336, whose rows ask for adapters so")
+    _save(fig, path)
+
+
+def _plot_curve(ax: Axes, rows: list[dict], color: Any) -> None:
     """Draw one curve with its limit, and the peer where it was measured."""
     tokens = [_tokens(row) for row in rows]
     ax.plot(tokens, [row["us"] for row in rows], "o-", color=color)
-    ax.plot(tokens, [row["floor_us"] for row in rows], ":", color=color, lw=1)
+    ax.plot(tokens, [row["floor_us"] or math.nan for row in rows], ":", color=color, lw=1)
     known = [row for row in rows if row.get("peer_us")]
     peers = [row["peer_us"] for row in known]
     ax.plot([_tokens(row) for row in known], peers, "s", color=color, mfc="white")

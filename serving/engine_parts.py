@@ -91,10 +91,11 @@ def build_parts(
         if esft is not None:
             undo.callback(esft.room.close)
         # KV pages may lie where the experts were.
-        here, whole = _held_here(model.catalogue(model_config), remote)
+        catalogue = model.catalogue(model_config)
+        here, whole = _held_here(catalogue, remote)
         size = size_kv_cache(config, model, model_config, here, dtype, whole)
         info = model_info(config, weights, model_config, size, dtype, tokenizer, generation)
-        base = _Base(model, model_config, dtype, size, esft, remote)
+        base = _Base(model, model_config, source, catalogue, dtype, size, esft, remote)
         parts = _build(config, adapters, base, tokenizer, info)
         undo.pop_all()
         return parts
@@ -106,15 +107,12 @@ class _Base:
 
     model: AbstractCausalLM
     config: ModelConfig
+    source: WeightSource
+    catalogue: LoraCatalogue  # all modules that adapters may be on
     dtype: jnp.dtype
     size: CacheSize
     esft: EsftParts | None
     remote: InstanceSide | None
-
-    @property
-    def catalogue(self) -> LoraCatalogue:
-        """All modules that adapters may be on."""
-        return self.model.catalogue(self.config)
 
 
 def _held_here(catalogue: LoraCatalogue, remote: InstanceSide | None) -> tuple[LoraCatalogue, int]:
@@ -242,7 +240,7 @@ def _make_registry(
         limits=limits,
         check=check_fits,
         keep=kept,
-        read=weight_source(config.load_format).read_adapter,
+        read=base.source.read_adapter,
     )
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.residency import SlotAllocator
-from lora_jax.adapters.slots import SlotsSpec, rows_per_adapter, size_slots
+from lora_jax.adapters.slots import SlotsSpec, row_bytes, rows_per_adapter, size_slots
 from lora_jax.config import ModelConfig
 from lora_jax.nn.decoder import AbstractCausalLM
 from serving.config import EngineConfig
@@ -56,8 +56,7 @@ def _free_bytes(config: EngineConfig) -> int | None:
 
 def _one_adapter_bytes(config: EngineConfig, here: LoraCatalogue, dtype: jnp.dtype) -> int:
     """Return what an adapter of max_lora_rank on every module takes."""
-    rows = rows_per_adapter(here, config.max_lora_rank)
-    return sum(width * count for width, count in rows.items()) * dtype.itemsize
+    return row_bytes(rows_per_adapter(here, config.max_lora_rank), dtype.itemsize)
 
 
 def make_allocator(
@@ -77,6 +76,6 @@ def make_allocator(
         more = rows_per_adapter(catalogue, config.max_lora_rank)
         rows = {width: spec.rows.get(width, 0) + whole * count for width, count in more.items()}
         spec = SlotsSpec(spec.num_slots + whole, rows)
-        budget = sum(width * count for width, count in rows.items()) * dtype.itemsize
+        budget = row_bytes(rows, dtype.itemsize)
     logger.info("LoRA slots: %d, rank rows of up to %.1f MB.", spec.num_slots, budget / 1e6)
     return SlotAllocator(catalogue, spec.num_slots, spec.rows, dtype.itemsize), spec

@@ -25,7 +25,7 @@ from bench.kernels.summary import say_grid, summarise, table
 from bench.kernels.timing import copy_bandwidth, dense_rate
 from cuda_backend import ffi
 
-PARTS = ("lora", "moe", "grouped", "merge", "attention", "sorting", "grid")
+PARTS = ("lora", "moe", "grouped", "merge", "attention", "sorting", "grid", "popularities")
 
 
 def show(row: dict) -> str:
@@ -45,9 +45,9 @@ class Results:
         self.file = file
         self.content = json.loads(file.read_text()) if file.exists() else {**head, "rows": []}
 
-    def names(self, grid: bool) -> set[str]:
-        """Return what has been measured, of the grid or of the other parts."""
-        return {row["name"] for row in self.content["rows"] if row.get("grid", False) == grid}
+    def names(self, part: str) -> set[str]:
+        """Return what has been measured of a part."""
+        return {row["name"] for row in self.content["rows"] if row["part"] == part}
 
     def add(self, row: dict) -> None:
         """Keep and print a row."""
@@ -81,12 +81,12 @@ def measure(jobs: list[Job]) -> Iterator[dict]:
 def run(part: str, results: Results, machine: Machine) -> None:
     """Measure what is missing of a part."""
     start = time.perf_counter()
-    module, known = importlib.import_module(f"bench.kernels.{part}"), results.names(part == "grid")
+    module, known = importlib.import_module(f"bench.kernels.{part}"), results.names(part)
     left = [point for point in module.points() if point.name not in known]
     jobs = module.jobs(left, machine)
     traced = time.perf_counter() - start
     for row in measure(jobs):
-        results.add(row)
+        results.add({**row, "part": part})
     took = time.perf_counter() - start
     print(f"{part}: {len(left)} points, traced in {traced:.0f} s, all in {took:.0f} s", flush=True)
 

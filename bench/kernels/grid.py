@@ -7,8 +7,6 @@ where one of them is the best at a linear map, our sums without y stand beside i
 y beside the best of the others. Ours of a layer of experts always add to y, and sort the rows.
 """
 
-import dataclasses
-
 from bench.kernels import lora, moe
 from bench.kernels.jobs import Job, Machine
 
@@ -81,12 +79,6 @@ def points() -> tuple[lora.Point | moe.Point, ...]:
 
 
 def jobs(points: list[lora.Point | moe.Point], machine: Machine) -> list[Job]:
-    """Return the points' jobs, as bench.kernels.jobs says; their rows say `grid`."""
+    """Return the points' jobs, as bench.kernels.jobs says."""
     dense = lora.jobs([p for p in points if isinstance(p, lora.Point)], machine)
-    layers = moe.jobs([p for p in points if isinstance(p, moe.Point)], machine)
-    return [marked(job) for job in (*dense, *layers)]
-
-
-def marked(job: Job) -> Job:
-    """Return the job whose row says that it is one of the grid."""
-    return dataclasses.replace(job, measure=lambda: {**job.measure(), "grid": True})
+    return [*dense, *moe.jobs([p for p in points if isinstance(p, moe.Point)], machine)]

@@ -67,7 +67,7 @@ class Point:
         draw = functools.partial(popular, self.popularity, self.rows, self.slots, rng)
         first = draw()
         shrink = dataclasses.replace(self, op="shrink")
-        sets = cold_sets(bytes_moved(shrink, len(set(first))), *SETS)
+        sets = cold_sets(bytes_moved(shrink, [first]), *SETS)
         return [first, *(draw() for _ in range(sets - 1))]
 
 
@@ -206,11 +206,6 @@ class Cell:
         xs = [x.on_device() for x in self.xs]
         return self.made.result()(xs, self.pools.arrays(self.point)[0])
 
-    @property
-    def distinct(self) -> float:
-        """How many adapters a set's rows ask for."""
-        return statistics.mean(len(set(owners)) for owners in self.owners)
-
 
 class PoolsBySize:
     """Weights that all cells of a size share; the largest rank and number of slots size them."""
@@ -263,26 +258,42 @@ def all_run() -> contextlib.AbstractContextManager:
     return mock.patch.object(jax.ffi, "ffi_call", call)
 
 
-def bytes_moved(point: Point, distinct: float) -> float:
-    """Return the fewest bytes: weights of the adapters in the batch, x read, y written."""
-    shrink = 2.0 * point.d_in * (distinct * point.rank + point.rows)
-    expand = 2.0 * point.d_out * (distinct * point.rank + point.rows)
+def asked_for(owners: list[np.ndarray]) -> float:
+    """Return how many adapters the rows of a set ask for."""
+    return statistics.mean(len(np.unique(of[of >= 0])) for of in owners)
+
+
+def bytes_moved(point: Point, owners: list[np.ndarray]) -> float:
+    """Return the fewest bytes: weights of the adapters in a batch, x read, y written.
+
+    Rows that ask for no adapter take none.
+    """
+    rows = asked_for(owners) * point.rank + statistics.mean((of >= 0).sum() for of in owners)
+    shrink, expand = 2.0 * point.d_in * rows, 2.0 * point.d_out * rows
     return {"shrink": shrink, "expand": expand, "pair": shrink + expand}[point.op]
 
 
 def error(point: Point, cell: Cell, got: np.ndarray) -> float:
     """Return the largest relative error of the checked rows of set 0 against float64."""
-    rows, worst = checked_rows(point), 0.0
-    own = cell.blocks(0)[cell.owners[0][rows]] * point.rank
-    numbers = cell.pools.numbers(point)
-    for row, first, mine in zip(rows, own, got, strict=True):
-        a, b = (n.rows(np.arange(first, first + point.rank)) for n in numbers)
-        want = SCALING * (a @ cell.xs[0].rows([row])[0])
-        if point.op != "shrink":
-            want = point.adds * cell.ys[0].rows([row])[0] + want @ b
+    worst = 0.0
+    for row, mine in zip(checked_rows(point), got, strict=True):
+        want = wanted(point, cell, row)
         mine = mine[: len(want)].astype(np.float64)
         worst = max(worst, float(np.linalg.norm(mine - want) / np.linalg.norm(want)))
     return worst
+
+
+def wanted(point: Point, cell: Cell, row: int) -> np.ndarray:
+    """Return a row of set 0's result, in float64."""
+    slot, old = cell.owners[0][row], 0.0
+    if point.op != "shrink":
+        old = point.adds * cell.ys[0].rows([row])[0]
+        if slot < 0:
+            return old
+    rank_rows = cell.blocks(0)[slot] * point.rank + np.arange(point.rank)
+    a, b = (n.rows(rank_rows) for n in cell.pools.numbers(point))
+    h = SCALING * (a @ cell.xs[0].rows([row])[0])
+    return h if point.op == "shrink" else old + h @ b
 
 
 def checked_rows(point: Point) -> np.ndarray:
@@ -316,7 +327,7 @@ class Measured:
         return {
             **{k: v for k, v in dataclasses.asdict(point).items() if k != "what"},
             "name": point.name,
-            "distinct": cell.distinct,
+            "distinct": asked_for(cell.owners),
             "us": took,
             "floor_us": self.floor_us,
             "error": error(point, cell, got),
@@ -325,7 +336,7 @@ class Measured:
 
 def compiled(point: Point, cell: Cell, machine: Machine) -> Measured:
     """Return the point with its programs: one op for the check, and many in a chain."""
-    floor_us = bytes_moved(point, cell.distinct) / machine.bandwidth * 1e6
+    floor_us = bytes_moved(point, cell.owners) / machine.bandwidth * 1e6
     count = cell.sets
     repeats = repeats_for(floor_us, count)
 

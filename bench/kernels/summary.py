@@ -5,13 +5,21 @@ from collections.abc import Iterable
 from typing import Any
 
 HEAD = ("kernel", "floor", "ours", "over floor", "bar", "best peer", "peer over ours", "error")
+SECTIONS = ("Points", "Grid", "Popularities")
 OTHER = ("other forms",)  # of the points: what was timed in turn with them
 SHOWN = ("floor_us", "bar_us", "peer_us")
 
 
+def section(row: dict) -> str:
+    """Return the heading that a row of the table stands under."""
+    title = row["part"].capitalize()
+    return title if title in SECTIONS else SECTIONS[0]
+
+
 def compared(rows: list[dict]) -> dict[str, float]:
     """Return the peer's time over ours, by name, of the grid's points that have a peer."""
-    return {r["name"]: r["peer_us"] / r["us"] for r in rows if r.get("grid") and r.get("peer_us")}
+    with_peer = [row for row in rows if row["part"] == "grid" and row.get("peer_us")]
+    return {row["name"]: row["peer_us"] / row["us"] for row in with_peer}
 
 
 def summarise(rows: list[dict]) -> dict | None:
@@ -42,7 +50,7 @@ def say_grid(rows: list[dict]) -> str:
 
 def table(result: dict[str, Any]) -> str:
     """Return all rows in Markdown, those of the grid behind the others; times in us."""
-    rows = [[row for row in result["rows"] if row.get("grid", False) == grid] for grid in (0, 1)]
+    rows = [[row for row in result["rows"] if section(row) == title] for title in SECTIONS]
     copied, dense = result["copy_tb_per_s"], result["dense_tflop_per_s"]
     said = [
         f"# Kernels on one {result['device']}, {result['date']}",
@@ -52,7 +60,7 @@ def table(result: dict[str, Any]) -> str:
         "float64. `python -m bench.kernels`.",
         *([f"Note: {result['note']}."] if "note" in result else []),
     ]
-    for title, some in zip(("Points", "Grid"), rows, strict=True):
+    for title, some in zip(SECTIONS, rows, strict=True):
         if some:
             head = HEAD + OTHER * any(map(_other_forms, some))
             lines = [_line(head), _line(["---"] * len(head))]

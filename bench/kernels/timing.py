@@ -34,7 +34,7 @@ def repeats_for(expected_us: float, ops: int = 1) -> int:
 
 def cold_sets(num_bytes: float, least: int, most: int) -> int:
     """Return how many sets of arrays, of so many bytes each, L2 keeps nothing of."""
-    return max(least, min(math.ceil(COLD_BYTES / num_bytes), most))
+    return max(least, min(math.ceil(COLD_BYTES / max(num_bytes, 1)), most))
 
 
 def time_us(program: Callable, state: Any, ops: int) -> float:

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax.numpy as jnp
 
 from lora_jax.adapters.catalogue import LoraCatalogue
-from lora_jax.adapters.slots import size_slots
+from lora_jax.adapters.slots import row_bytes, size_slots
 from lora_jax.config import ModelConfig
 from lora_jax.models import model_class
 from lora_jax.models.loader import read_config
@@ -18,7 +18,6 @@ from serving.lora_server.shards import ServerPlan, server_plan, shard_catalogue
 from serving.transport.shapes import moe_shapes
 from serving.transport.terms import Terms
 
-_ITEMSIZE = {"float32": 4, "bfloat16": 2}
 _HEADER_BYTES = 8  # of a safetensors file: how long the JSON behind them is
 
 
@@ -40,6 +39,11 @@ class ServerSpec:
     carrier: str = "auto"  # serving.transport.carriers
     attention: bool = False  # adapters' attention is on the server too
     load_format: str = "auto"  # as EngineConfig's
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a value of the adapters' pools."""
+        return jnp.dtype(self.dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,9 +78,8 @@ class ServerDesign:
         """Return the bytes that a rank sets aside on its device for adapters."""
         spec = self.spec
         mine = shard_catalogue(self.catalogue, self.plan.shard(rank))
-        sizes = spec.num_adapters, spec.max_rank, _ITEMSIZE[spec.dtype], spec.byte_budget
-        rows = size_slots(mine, *sizes).rows
-        return sum(width * count for width, count in rows.items()) * _ITEMSIZE[spec.dtype]
+        slots = size_slots(mine, spec.num_adapters, spec.max_rank, spec.itemsize, spec.byte_budget)
+        return row_bytes(slots.rows, spec.itemsize)
 
     def require_rows(self, max_tokens: int) -> None:
         """Raise ValueError unless a step of `max_tokens` tokens fits into one message."""
@@ -106,11 +109,11 @@ def design(spec: ServerSpec) -> ServerDesign:
     """
     config = read_config(Path(spec.model))
     catalogue = model_class(config.model_type).catalogue(config)
-    sizes = spec.num_adapters, spec.max_rank, _ITEMSIZE[spec.dtype], spec.attention
+    sizes = spec.num_adapters, spec.max_rank, spec.itemsize, spec.attention
     plan = server_plan(config, spec.placement, spec.ranks, *sizes)
     shard_catalogue(catalogue, plan.shard(0))
-    if spec.byte_budget is not None and not plan.placement.capacity(spec.byte_budget):
-        plan.placement.require_memory(spec.byte_budget)  # raises
+    if spec.byte_budget is not None:
+        plan.placement.require_one(spec.byte_budget)
     return ServerDesign(spec, config, catalogue, plan)
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import re
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from lora_jax.ops.grouped_matmul import pallas_tpu as grouped_matmul
 from lora_jax.ops.lora_gemm import pallas_tpu as lora_gemm
 from lora_jax.ops.merge import pallas_tpu as merge
 from lora_jax.ops.paged_attention import pallas_tpu as paged_attention
+from lora_jax.ops.reroute import pallas_tpu as reroute
 
 pytestmark = pytest.mark.aot
 
@@ -89,6 +91,7 @@ GROUPED = {
     "qwen3 head": (64, 1, 151936, QWEN3.hidden, bf16, False),
     "mixtral up, 4096 tokens": (8192, 8, MIXTRAL.intermediate, MIXTRAL.hidden, bf16, False),
     "mixtral down, decode": (16, 8, MIXTRAL.hidden, MIXTRAL.intermediate, bf16, True),
+    "mixtral up, float32": (8192, 8, MIXTRAL.intermediate, MIXTRAL.hidden, f32, False),
     "deepseek gate, decode": (96, 64, DEEPSEEK.intermediate, DEEPSEEK.hidden, bf16, False),
     "deepseek dense, float32": (32, 1, 10944, DEEPSEEK.hidden, f32, False),
     "a map to one number": (5, 1, 1, QWEN3.hidden, f32, False),
@@ -104,6 +107,60 @@ def test_grouped_matmul(tpu, sizes):
     run = functools.partial(grouped_matmul.grouped_matmul, interpret=False)
     done = tpu.compile(run, *arrays)
     assert_fits(done, 1, 2 * MIB)
+
+
+# rows, groups, d_out, d_in, dtype, dtype of the addends
+GATED = {
+    "qwen3, decode": (512, 128, QWEN3.intermediate, QWEN3.hidden, bf16, f32),
+    "qwen3, 4096 tokens": (32768, 128, QWEN3.intermediate, QWEN3.hidden, bf16, None),
+    "mixtral, 4096 tokens": (8192, 8, MIXTRAL.intermediate, MIXTRAL.hidden, bf16, f32),
+    "qwen3, 4096 tokens, float32": (32768, 128, QWEN3.intermediate, QWEN3.hidden, f32, f32),
+    "deepseek, decode": (96, 64, DEEPSEEK.intermediate, DEEPSEEK.hidden, bf16, bf16),
+}
+
+
+@pytest.mark.parametrize("sizes", GATED.values(), ids=GATED)
+def test_gated_matmul(tpu, sizes):
+    """One kernel for both products, addends and activation; neither product is kept."""
+    rows, groups, d_out, d_in, dtype, added = sizes
+    arrays = [tpu.array((rows, d_in), dtype)] + [tpu.array((groups, d_out, d_in), dtype)] * 2
+    arrays += [tpu.array((groups,), i32)]
+    arrays += [tpu.array((rows, d_out), added)] * 2 if added else []
+    run = functools.partial(grouped_matmul.gated_matmul, interpret=False)
+    assert_fits(tpu.compile(run, *arrays), 1, 2 * MIB)
+
+
+def test_an_addend_is_added_in_the_kernel(tpu):
+    rows, wide, narrow = 32768, QWEN3.hidden, QWEN3.intermediate
+    arrays = [tpu.array((rows, narrow), bf16), tpu.array((128, wide, narrow), bf16)]
+    arrays += [tpu.array((128,), i32), None, tpu.array((rows, wide), f32)]
+    run = functools.partial(grouped_matmul.grouped_matmul, interpret=False)
+    assert_fits(tpu.compile(run, *arrays), 1, 2 * MIB)
+
+
+# tokens, k, experts, slots and groups of ESFT
+ROWS = {
+    "mixtral, one token": (1, MIXTRAL.top_k, MIXTRAL.num_experts, 0, 0),
+    "qwen3, 64 tokens": (64, QWEN3.top_k, QWEN3.num_experts, 0, 0),
+    "qwen3, 16384 tokens": (16384, QWEN3.top_k, QWEN3.num_experts, 0, 0),
+    "deepseek with ESFT, 64 tokens": (64, DEEPSEEK.top_k, DEEPSEEK.num_experts, 10, 192),
+    "deepseek with ESFT, 4096 tokens": (4096, DEEPSEEK.top_k, DEEPSEEK.num_experts, 300, 512),
+}
+
+
+@pytest.mark.parametrize("sizes", ROWS.values(), ids=ROWS)
+def test_row_map(tpu, sizes):
+    """Nothing is sorted or scattered, and little is kept."""
+    tokens, k, experts, slots, groups = sizes
+    arrays = [tpu.array((tokens, k), i32)]
+    if slots:
+        arrays += [tpu.array((tokens,), i32), tpu.array((slots, experts), i32)]
+    op, groups = (reroute.reroute, groups) if slots else (reroute.row_map, experts)
+    done = tpu.compile(
+        lambda *arrays: op(*arrays, groups, interpret=False), *arrays, tpu.array((), i32)
+    )
+    assert_fits(done, 1, MIB)
+    assert not re.search(r" (sort|scatter)\(", done.text)
 
 
 # matrices, d_out, d_in, greatest rank, dtype

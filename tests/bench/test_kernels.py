@@ -1,6 +1,7 @@
 """The kernels' bench: its numbers are known on the host, it finds wrong kernels, and goes on."""
 
 import json
+import re
 import sys
 import types
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,13 +13,14 @@ import pytest
 
 from bench.kernel_plots import plot_kernels
 from bench.kernels import __main__ as bench
-from bench.kernels import grid, lora, moe, timing
+from bench.kernels import grid, lora, moe, popularities, timing
 from bench.kernels.jobs import Job, Machine
 from bench.kernels.numbers import Numbers
 from bench.kernels.peers import torch_grouped_matmul
 from bench.kernels.summary import say_grid, summarise, table
 from bench.kernels.timing import MOST_OPS, cold_sets, repeats_for
 from cuda_backend import lora_gemm, reroute
+from lora_jax.ops.cases import POPULARITIES
 from lora_jax.ops.lora_gemm.reference import lora_gemm as plain
 
 
@@ -98,7 +100,7 @@ def test_points_of_a_cell_share_inputs_and_are_checked(machine, quick, plain_ker
     for job, point in zip(jobs, points, strict=True):
         row = job.measure()
         assert row["error"] < 1e-2
-        assert row["floor_us"] == pytest.approx(lora.bytes_moved(point, row["distinct"]) / 1e6)
+        assert row["floor_us"] == pytest.approx(lora.bytes_moved(point, point.owners) / 1e6)
 
 
 def test_a_wrong_kernel_is_found(machine, quick, plain_kernels, monkeypatch):
@@ -232,12 +234,27 @@ def test_the_grid_is_every_measured_point_once():
     assert len(set(names)) == len(names) == 63 + 2 + 27
 
 
+def test_every_popularity_is_timed_at_every_rank_and_number_of_tokens():
+    points = popularities.points()
+    assert len({point.name for point in points}) == len(points) == (5 * 5 + 1) * 6
+    assert {point.popularity for point in points} == set(POPULARITIES)
+
+
+def test_rows_without_an_adapter_cost_nothing_and_are_checked(machine, quick, plain_kernels):
+    (point,) = lora_points(popularity="none", rows=4)[2:]
+    assert lora.bytes_moved(point, point.owners) == 0
+    (job,) = lora.jobs([point], machine)
+    row = job.measure()
+    assert (row["floor_us"], row["distinct"]) == (0, 0)
+    assert row["error"] == 0
+
+
 def test_the_summary_names_what_is_slower():
     rows = [
-        {"name": "fast", "us": 1.0, "peer_us": 4.0, "grid": True},
-        {"name": "slow", "us": 2.0, "peer_us": 1.0, "grid": True},
-        {"name": "without peer", "us": 2.0, "peer_us": None, "grid": True},
-        {"name": "not of the grid", "us": 2.0, "peer_us": 1.0},
+        {"name": "fast", "us": 1.0, "peer_us": 4.0, "part": "grid"},
+        {"name": "slow", "us": 2.0, "peer_us": 1.0, "part": "grid"},
+        {"name": "without peer", "us": 2.0, "peer_us": None, "part": "grid"},
+        {"name": "not of the grid", "us": 2.0, "peer_us": 1.0, "part": "lora"},
     ]
     found = summarise(rows)
     assert found == {
@@ -251,35 +268,50 @@ def test_the_summary_names_what_is_slower():
 
 
 def measured(op: str, rows: int, **said) -> dict:
-    return {"name": f"{op} {rows}", "op": op, "rows": rows, "us": 3.0, "floor_us": 2.0, **said}
+    return {
+        "name": f"{op} {rows}",
+        "op": op,
+        "rows": rows,
+        "us": 3.0,
+        "floor_us": 2.0,
+        "part": "lora",
+    } | said
 
 
 def test_the_table_has_every_row_and_what_is_missing():
     rows = [measured("pair", 64, bar_us=4.0, peer_us=6.0, error=1e-3)]
     rows.append(measured("reroute", 1, floor_us=0.0, error=0.0))
-    rows.append(measured("shrink", 8, peer_us=1.5, error=2e-3, grid=True))
+    rows.append(measured("shrink", 8, peer_us=1.5, error=2e-3, part="grid"))
+    rows.append(measured("pair", 1, floor_us=0.0, error=0.0, part="popularities"))
     said = {"device": "a card", "date": "today", "copy_tb_per_s": 4.0, "dense_tflop_per_s": 700.0}
-    points, cells = table({**said, "rows": rows}).split("## Grid")
+    points, cells, everywhere = re.split("## Grid|## Popularities", table({**said, "rows": rows}))
     assert "a card, today" in points
     assert "| pair 64 | 2.0 | 3.0 | 1.50 | 4.0 | 6.0 | 2.00 | 1.0e-03 |" in points
     assert "| reroute 1 | - | 3.0 | - | - | - | - | 0.0e+00 |" in points
     assert "| shrink 8 | 2.0 | 3.0 | 1.50 | - | 1.5 | 0.50 | 2.0e-03 |" in cells
-    assert "- 0.50 shrink 8" in cells
+    assert "| pair 1 | - | 3.0 |" in everywhere
+    assert "- 0.50 shrink 8" in everywhere  # the summary, last of all
     rows[1]["plain_us"] = 9.0
     assert "| - | 0.0e+00 | plain 9.0 |" in table({**said, "rows": rows})
 
 
 def test_plots_of_whatever_was_measured_lie_beside_the_file(tmp_path):
-    zipf = {"popularity": "zipf", "rank": 64, "slots": 512, "grid": True}
-    layer = {"model": "tiny", "rank": 8, "adapters": 1, "grid": True}
+    zipf = {"popularity": "zipf", "rank": 64, "slots": 512, "part": "grid"}
+    layer = {"model": "tiny", "rank": 8, "adapters": 1, "part": "grid"}
     rows = [measured("pair", 64, bar_us=3.0), measured("reroute", 1, floor_us=0.0)]
     result = {"device": "none", "date": "today", "copy_tb_per_s": 1.0, "rows": rows}
     plot_kernels(result, tmp_path / "some.png")
     assert [path.name for path in tmp_path.iterdir()] == ["some.png"]
     rows += [measured(op, n, peer_us=4.0, **zipf) for op in ("shrink", "pair") for n in (1, 64)]
     rows += [measured("moe", 8 * n, tokens=n, peer_us=9.0, **layer) for n in (4, 16)]
+    spread = [(popularity, n) for popularity in ("zipf", "none") for n in (1, 64)]
+    rows += [
+        measured("pair", n, popularity=p, rank=8, floor_us=float(p != "none"), part="popularities")
+        for p, n in spread
+    ]
     plot_kernels(result, tmp_path / "all.png")
-    assert {"all.png", "all_phases.png", "all_tokens.png"} < {p.name for p in tmp_path.iterdir()}
+    names = {f"all{kind}.png" for kind in ("", "_phases", "_tokens", "_popularities")}
+    assert names < {path.name for path in tmp_path.iterdir()}
 
 
 def test_torch_multiplies_the_same_rows_where_it_is(monkeypatch):

@@ -61,9 +61,12 @@ def test_a_backend_is_found_by_its_entry_point_and_imported_late(tmp_path, monke
         other(3)
 
 
-def test_a_backend_that_is_not_installed_declines():
-    with pytest.raises(NotImplementedError, match="no backend 'absent' with lora_gemm"):
-        dispatch.backend("absent", "lora_gemm")()
+def test_a_backend_that_is_not_installed_declines_and_is_named_once(caplog):
+    for op in ("lora_gemm", "merge"):
+        with pytest.raises(NotImplementedError, match=f"no backend 'absent' with {op}"):
+            dispatch.backend("absent", op)()
+    (said,) = caplog.messages
+    assert "No backend 'absent' is installed" in said
 
 
 def test_dtypes_must_be_equal_and_known():

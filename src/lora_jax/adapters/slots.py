@@ -86,7 +86,7 @@ def size_slots(
     if num_slots < 1 or max_rank < 1:
         raise ValueError(f"Need at least 1 slot and rank 1, not {num_slots} and {max_rank}.")
     one = rows_per_adapter(catalogue, max_rank)
-    one_bytes = _row_bytes(one, itemsize)
+    one_bytes = row_bytes(one, itemsize)
     if byte_budget is None or byte_budget >= num_slots * one_bytes:
         return SlotsSpec(num_slots, {width: num_slots * count for width, count in one.items()})
     if byte_budget < one_bytes:
@@ -96,8 +96,8 @@ def size_slots(
         )
     dense = rows_per_adapter(catalogue.without_experts(), max_rank)
     experts = {width: count - dense.get(width, 0) for width, count in one.items()}
-    expert_bytes = _row_bytes(experts, itemsize)
-    left = byte_budget - num_slots * _row_bytes(dense, itemsize)
+    expert_bytes = row_bytes(experts, itemsize)
+    left = byte_budget - num_slots * row_bytes(dense, itemsize)
     if not 0 < expert_bytes <= left:
         rows = {width: count * byte_budget // one_bytes for width, count in one.items()}
     else:
@@ -106,7 +106,7 @@ def size_slots(
     return SlotsSpec(num_slots, rows)
 
 
-def _row_bytes(rows: dict[int, int], itemsize: int) -> int:
+def row_bytes(rows: dict[int, int], itemsize: int) -> int:
     """Return the bytes of so many rank rows of each width."""
     return sum(width * count for width, count in rows.items()) * itemsize
 

@@ -10,6 +10,7 @@ kernels. No other module of ops reads the environment.
 import functools
 import importlib
 import importlib.metadata
+import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,6 +20,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from lora_jax.typing import Array
+
+log = logging.getLogger(__name__)
 
 ENV = "LORA_JAX_OPS"
 CACHE_ENV = "LORA_JAX_CACHE"
@@ -77,6 +80,13 @@ def late(module: str, name: str) -> Callable:
 @functools.cache
 def _backend_ops(name: str) -> Mapping[str, Callable]:
     entries = importlib.metadata.entry_points(group=BACKENDS, name=name)
+    if not entries:
+        log.warning(
+            "No backend %r is installed (entry points of %s): other kernels stand in. "
+            "A checkout has them once it is installed: pip install --editable .",
+            name,
+            BACKENDS,
+        )
     return {op: kernel for entry in entries for op, kernel in entry.load()().items()}
 
 

@@ -124,18 +124,25 @@ class Placement:
 
     def capacity(self, device_bytes: int) -> int:
         """Return how many adapters fit when each device has `device_bytes` for them (M)."""
-        worst = max(map(self._units_per_adapter, range(self.devices))) * self.shape.unit_bytes
-        return device_bytes // worst * self.dp
+        return device_bytes // self._adapter_bytes * self.dp
+
+    @property
+    def _adapter_bytes(self) -> int:
+        """Bytes of one adapter on the device that holds most of it."""
+        return max(map(self._units_per_adapter, range(self.devices))) * self.shape.unit_bytes
+
+    def require_one(self, device_bytes: int) -> None:
+        """Raise ValueError unless one adapter fits into `device_bytes` per device."""
+        if self._adapter_bytes > device_bytes:
+            raise ValueError(
+                f"One adapter needs {self._adapter_bytes:,} bytes on a device of {self.name}, "
+                f"which has {device_bytes:,} for adapters; use more devices or a lower rank."
+            )
 
     def require_memory(self, device_bytes: int) -> None:
         """Raise ValueError unless all adapters of the shape fit into `device_bytes` per device."""
+        self.require_one(device_bytes)
         fits = self.capacity(device_bytes)
-        share = max(map(self._units_per_adapter, range(self.devices))) * self.shape.unit_bytes
-        if fits == 0:
-            raise ValueError(
-                f"One adapter needs {share:,} bytes on a device of {self.name}, which has "
-                f"{device_bytes:,} for adapters; use more devices or a lower rank."
-            )
         if fits < self.shape.adapters:
             raise ValueError(
                 f"{self.shape.adapters} adapters need {max(self.bytes_per_device):,} bytes on a "

@@ -14,19 +14,20 @@ __all__ = ["gated_matmul", "grouped_matmul", "matmul", "plus", "silu_times"]
 
 _PRODUCTS = {
     "cuda": dispatch.backend("cuda", "grouped_matmul"),
-    "pallas_tpu": dispatch.late("lora_jax.ops.grouped_matmul.pallas_tpu", "grouped_matmul"),
     "ffi": cpu.grouped_matmul,
     "xla": xla.grouped_matmul,
     "reference": reference.grouped_matmul,
 }
-_FUSED = "lora_jax.ops.grouped_matmul.pallas_gpu"  # addends and activation in the epilogue
+# Addends and activation in the epilogue.
+_FUSED_GPU = "lora_jax.ops.grouped_matmul.pallas_gpu"
+_FUSED_TPU = "lora_jax.ops.grouped_matmul.pallas_tpu"
 
 
 def _kernels(op: str, around: Callable, **hints: Array | int | None) -> dict[str, Callable]:
-    """Return an op's implementations: around(product, ...) of each, and the fused kernel."""
+    """Return an op's implementations: around(product, ...) of each, and the fused kernels."""
     kernels = {name: functools.partial(around, product) for name, product in _PRODUCTS.items()}
-    fused = functools.partial(dispatch.late(_FUSED, op), **hints)
-    return {**kernels, "pallas_gpu": fused}
+    on_gpu = functools.partial(dispatch.late(_FUSED_GPU, op), **hints)
+    return {**kernels, "pallas_gpu": on_gpu, "pallas_tpu": dispatch.late(_FUSED_TPU, op)}
 
 
 def grouped_matmul(

@@ -4,6 +4,9 @@ The grid walks blocks of columns, then items (the rows of one group in one tile 
 blocks of d_in. Which tile and which matrix an item takes is read by scalar prefetch, so matrices of
 empty groups are never read, and one that serves several tiles of rows is read once where a block
 holds all of d_in. Sums over d_in run in an order that depends on the widths alone.
+
+A gated product takes a block of x to the blocks of two matrices at once; addends and activation are
+applied to the sums in VMEM, by composed's own functions, so that neither product is written.
 """
 
 import dataclasses
@@ -14,6 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from lora_jax.ops.grouped_matmul.composed import plus, silu_times
 from lora_jax.ops.row_items import places, row_items
 from lora_jax.typing import Array, Float, Int
 
@@ -22,6 +26,18 @@ MAX_K_BLOCK = 4096  # columns of x in VMEM
 WEIGHT_BYTES = 4 << 20  # of one block of a matrix: its transfer hides a step's fixed cost
 MAX_TILE = 512  # rows of a tile: more than enough work per byte of a matrix
 MAX_ROWS = 1 << 16  # their items must fit into SMEM
+ROW_BLOCK = 16  # rows whose sums become results at once: a tile of either dtype
+VMEM_BYTES = 80 << 20  # of 128 MiB on v5e and v6e, without what the compiler takes for itself
+
+
+@dataclasses.dataclass(frozen=True)
+class _Operands:
+    """What a call works on besides x, as far as it is static."""
+
+    itemsize: int
+    matrices: int  # 1, or gate and up
+    biased: bool
+    addends: tuple[int, ...]  # bytes of an element of each matrix's addend; 0: none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,10 +50,13 @@ class _Blocks:
     column_blocks: int
     depth_blocks: int
 
-    def vmem_bytes(self, itemsize: int) -> int:
-        """Bytes of the blocks of x, w and y, twice each, and of the sum."""
-        blocks = self.tile * self.depth + self.columns * (self.depth + self.tile)
-        return 2 * blocks * itemsize + self.tile * self.columns * 4
+    def vmem_bytes(self, operands: _Operands) -> int:
+        """Bytes of all blocks, twice each, of the sums, and of the factors' parts if float32."""
+        n, itemsize, area = operands.matrices, operands.itemsize, self.tile * self.columns
+        factors = self.depth * (self.tile + n * self.columns) * itemsize
+        results = area * (itemsize + sum(operands.addends))
+        # The highest precision multiplies factors in three parts of bfloat16, put together again.
+        return 2 * (factors + results) + n * area * 4 + (2 * factors if itemsize == 4 else 0)
 
 
 def grouped_matmul(
@@ -45,10 +64,11 @@ def grouped_matmul(
     w: Float[Array, "groups d_out d_in"],
     group_sizes: Int[Array, "groups"],
     bias: Float[Array, "groups d_out"] | None,
+    addend: Float[Array, "rows d_out"] | None = None,
     *,
     interpret: pltpu.InterpretParams | bool | None = None,
 ) -> Float[Array, "rows d_out"]:
-    """What the reference says; reads the matrices of groups that have rows, and only those.
+    """What composed says of the reference; reads the matrices of groups that have rows, no others.
 
     `interpret` None runs on a TPU only; parameters run the kernel interpreted on any device, and
     False compiles it for the target at hand.
@@ -56,30 +76,66 @@ def grouped_matmul(
     Raises:
         NotImplementedError: not on a TPU; d_in is no multiple of 128; no rows or too many.
     """
-    rows, (groups, d_out, d_in) = x.shape[0], w.shape
+    return _launch("grouped_matmul", x, (w,), group_sizes, bias, (addend,), interpret)
+
+
+def gated_matmul(
+    x: Float[Array, "rows d_in"],
+    w_gate: Float[Array, "groups d_out d_in"],
+    w_up: Float[Array, "groups d_out d_in"],
+    group_sizes: Int[Array, "groups"],
+    gate_addend: Float[Array, "rows d_out"] | None = None,
+    up_addend: Float[Array, "rows d_out"] | None = None,
+    *,
+    interpret: pltpu.InterpretParams | bool | None = None,
+) -> Float[Array, "rows d_out"]:
+    """What composed says, in one launch that reads x once for both; else as grouped_matmul."""
+    weights, addends = (w_gate, w_up), (gate_addend, up_addend)
+    return _launch("gated_matmul", x, weights, group_sizes, None, addends, interpret)
+
+
+def _launch(
+    op: str,
+    x: Float[Array, "rows d_in"],
+    weights: tuple[Float[Array, "groups d_out d_in"], ...],
+    group_sizes: Int[Array, "groups"],
+    bias: Float[Array, "groups d_out"] | None,
+    addends: tuple[Float[Array, "rows d_out"] | None, ...],
+    interpret: pltpu.InterpretParams | bool | None,
+) -> Float[Array, "rows d_out"]:
+    """Return the op's result, or decline it."""
+    rows, (groups, d_out, d_in) = x.shape[0], weights[0].shape
     if interpret is None and jax.default_backend() != "tpu":
-        raise NotImplementedError("grouped_matmul: the TPU kernel runs on a TPU only")
+        raise NotImplementedError(f"{op}: the TPU kernel runs on a TPU only")
     if d_in % LANES or not 0 < rows <= MAX_ROWS:
         raise NotImplementedError(
-            f"grouped_matmul: {rows} rows of width {d_in}; the TPU kernel takes 1 to {MAX_ROWS} "
-            f"rows of a multiple of {LANES}"
+            f"{op}: {rows} rows of width {d_in}; the TPU kernel takes 1 to {MAX_ROWS} rows of a "
+            f"multiple of {LANES}"
         )
-    blocks = _blocks(rows, groups, d_out, d_in, x.dtype.itemsize)
+    added = tuple(0 if a is None else a.dtype.itemsize for a in addends)
+    operands = _Operands(x.dtype.itemsize, len(weights), bias is not None, added)
+    blocks = _blocks(rows, groups, d_out, d_in, operands)
     table = _items(group_sizes, rows, blocks.tile)
-    bias = jnp.zeros((groups, 0), x.dtype) if bias is None else bias
-    return _call(x, w, bias[:, None], table, blocks, interpret or False)
+    given = [a for a in addends if a is not None]
+    biases = [] if bias is None else [bias[:, None]]
+    return _call(op, x, weights, biases, given, table, blocks, operands, interpret or False)
 
 
-def _blocks(rows: int, groups: int, d_out: int, d_in: int, itemsize: int) -> _Blocks:
+def _blocks(rows: int, groups: int, d_out: int, d_in: int, operands: _Operands) -> _Blocks:
     """Return block sizes: tiles as long as groups are on average, matrices in a few MiB."""
     per_group = max(1, rows // groups)
-    tile = min(MAX_TILE, max(16, 1 << (per_group - 1).bit_length()))
+    tile = min(MAX_TILE, max(ROW_BLOCK, 1 << (per_group - 1).bit_length()))
     lanes = d_in // LANES
     depth = max(n for n in range(1, MAX_K_BLOCK // LANES + 1) if lanes % n == 0) * LANES
-    columns = d_out
-    if d_out * depth * itemsize > WEIGHT_BYTES:
-        columns = min(d_out, max(LANES, WEIGHT_BYTES // (depth * itemsize) // LANES * LANES))
-    return _Blocks(tile, columns, depth, pl.cdiv(d_out, columns), d_in // depth)
+
+    def cut(most: int) -> _Blocks:
+        columns = d_out if d_out <= most else max(LANES, most // LANES * LANES)
+        return _Blocks(tile, columns, depth, pl.cdiv(d_out, columns), d_in // depth)
+
+    blocks = cut(WEIGHT_BYTES // (depth * operands.itemsize))
+    while blocks.vmem_bytes(operands) > VMEM_BYTES and blocks.columns > LANES:
+        blocks = cut(blocks.columns // 2)
+    return blocks
 
 
 def _items(group_sizes: Int[Array, "groups"], rows: int, tile: int) -> tuple[Array, ...]:
@@ -100,46 +156,57 @@ def _items(group_sizes: Int[Array, "groups"], rows: int, tile: int) -> tuple[Arr
 
 
 def _call(
+    op: str,
     x: Float[Array, "rows d_in"],
-    w: Float[Array, "groups d_out d_in"],
-    bias: Float[Array, "groups 1 width"],
+    weights: tuple[Float[Array, "groups d_out d_in"], ...],
+    biases: list[Float[Array, "groups 1 d_out"]],
+    addends: list[Float[Array, "rows d_out"]],
     table: tuple[Array, ...],
     blocks: _Blocks,
+    operands: _Operands,
     interpret: pltpu.InterpretParams | bool,
 ) -> Float[Array, "rows d_out"]:
-    """Return the products of all items; a bias of width 0 is none."""
+    """Return the results of all items; biases are one or none, addends those that are given."""
     tile, columns, depth = blocks.tile, blocks.columns, blocks.depth
-    with_bias = bias.shape[2] > 0
     x_map = lambda n, i, k, counts, start, *_: (start[i] // tile, k)  # noqa: E731
+    y_map = lambda n, i, k, counts, start, *_: (start[i] // tile, n)  # noqa: E731
     w_map = lambda n, i, k, counts, start, end, group: (group[i], n, k)  # noqa: E731
     bias_map = lambda n, i, k, counts, start, end, group: (group[i], 0, n)  # noqa: E731
-    in_specs = [pl.BlockSpec((tile, depth), x_map), pl.BlockSpec((1, columns, depth), w_map)]
+    y_block = pl.BlockSpec((tile, columns), y_map)
+    in_specs = [
+        pl.BlockSpec((tile, depth), x_map),
+        *[pl.BlockSpec((1, columns, depth), w_map)] * len(weights),
+        *[pl.BlockSpec((1, 1, columns), bias_map)] * len(biases),
+        *[y_block] * len(addends),
+    ]
     return pl.pallas_call(
-        functools.partial(_grouped_matmul_kernel, blocks, with_bias),
-        out_shape=jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype),
+        functools.partial(_grouped_matmul_kernel, blocks, operands),
+        out_shape=jax.ShapeDtypeStruct((x.shape[0], weights[0].shape[1]), x.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(table),
             grid=(blocks.column_blocks, table[0][0], blocks.depth_blocks),
-            in_specs=[*in_specs, *[pl.BlockSpec((1, 1, columns), bias_map)] * with_bias],
-            out_specs=pl.BlockSpec(
-                (tile, columns), lambda n, i, k, counts, start, *_: (start[i] // tile, n)
-            ),
-            scratch_shapes=[pltpu.VMEM((tile, columns), jnp.float32)],
+            in_specs=in_specs,
+            out_specs=y_block,
+            scratch_shapes=[pltpu.VMEM((tile, columns), jnp.float32)] * len(weights),
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",) * 3,
-            vmem_limit_bytes=blocks.vmem_bytes(x.dtype.itemsize) + (16 << 20),
+            vmem_limit_bytes=blocks.vmem_bytes(operands) + (16 << 20),
         ),
         interpret=interpret,
-        name="grouped_matmul",
-    )(*table, x, w, *[bias] * with_bias)
+        name=op,
+    )(*table, x, *weights, *biases, *addends)
 
 
 def _grouped_matmul_kernel(
-    blocks: _Blocks, with_bias: bool, counts_ref, start_ref, end_ref, group_ref, x_ref, w_ref, *refs
+    blocks: _Blocks, operands: _Operands, counts_ref, start_ref, end_ref, group_ref, x_ref, *refs
 ):
     del group_ref  # the matrices' blocks are chosen by it
-    bias_ref, (out_ref, sum_ref) = (refs[0] if with_bias else None), refs[-2:]
+    matrices, given = operands.matrices, iter(refs)
+    w_refs = [next(given) for _ in range(matrices)]
+    bias_ref = next(given) if operands.biased else None
+    addend_refs = [next(given) if size else None for size in operands.addends]
+    out_ref, *sum_refs = given
     i, k = pl.program_id(1), pl.program_id(2)
     start, end = start_ref[i], end_ref[i]
     tile_start = start // blocks.tile * blocks.tile
@@ -151,21 +218,35 @@ def _grouped_matmul_kernel(
 
     @pl.when((k == 0) & in_group)
     def _():
-        sum_ref[...] = jnp.zeros_like(sum_ref)
+        for sum_ref in sum_refs:
+            sum_ref[...] = jnp.zeros_like(sum_ref)
 
     @pl.when(in_group)
     def _():
         precision = jax.lax.Precision.HIGHEST if x_ref.dtype == jnp.float32 else None
         dims = (((1,), (1,)), ((), ()))
-        sum_ref[...] += jax.lax.dot_general(
-            x_ref[...], w_ref[0], dims, precision, preferred_element_type=jnp.float32
-        )
+        for w_ref, sum_ref in zip(w_refs, sum_refs, strict=True):
+            sum_ref[...] += jax.lax.dot_general(
+                x_ref[...], w_ref[0], dims, precision, preferred_element_type=jnp.float32
+            )
+
+    def linear(sum_ref, addend_ref, at):
+        z = sum_ref[at, :]
+        if bias_ref is not None:
+            z = z + bias_ref[0].astype(jnp.float32)
+        z = z.astype(out_ref.dtype)
+        return z if addend_ref is None else plus(z, addend_ref[at, :])
 
     @pl.when((k == blocks.depth_blocks - 1) & in_group)
     def _():
-        z = sum_ref[...]
-        if bias_ref is not None:
-            z = z + bias_ref[0].astype(jnp.float32)
-        row = jax.lax.broadcasted_iota(jnp.int32, (blocks.tile, 1), 0) + tile_start
-        mine = (row >= start) & (row < end)
-        out_ref[...] = jnp.where(mine, z.astype(out_ref.dtype), out_ref[...])
+        first, last = (start - tile_start) // ROW_BLOCK, pl.cdiv(end - tile_start, ROW_BLOCK)
+
+        @pl.loop(first, last)
+        def _(r):
+            at = pl.ds(pl.multiple_of(r * ROW_BLOCK, ROW_BLOCK), ROW_BLOCK)
+            ys = [linear(*refs, at) for refs in zip(sum_refs, addend_refs, strict=True)]
+            y = silu_times(*ys) if len(ys) == 2 else ys[0]
+            row = (
+                jax.lax.broadcasted_iota(jnp.int32, (ROW_BLOCK, 1), 0) + r * ROW_BLOCK + tile_start
+            )
+            out_ref[at, :] = jnp.where((row >= start) & (row < end), y, out_ref[at, :])

@@ -14,15 +14,18 @@ from lora_jax.typing import Array, Int
 
 __all__ = ["RowMap", "reroute", "row_map"]
 
+_TPU = "lora_jax.ops.reroute.pallas_tpu"
 # A sort is portable as it stands: the reference is also the XLA implementation.
 _KERNELS = {
     "cuda": dispatch.backend("cuda", "row_map"),
+    "pallas_tpu": dispatch.late(_TPU, "row_map"),
     "ffi": cpu.row_map,
     "xla": reference.row_map,
     "reference": reference.row_map,
 }
 _REROUTE = {
     "cuda": dispatch.backend("cuda", "reroute"),
+    "pallas_tpu": dispatch.late(_TPU, "reroute"),
     "ffi": cpu.reroute,
     "xla": reference.reroute,
     "reference": reference.reroute,
