@@ -135,7 +135,7 @@ __device__ __forceinline__ int units_of(int blocks) { return (blocks * 8 + kUnit
 template <class S>
 __device__ __forceinline__ void look_up(const TileArgs& p, const Module& m, int first, int count, S& sm) {
   constexpr int kEach = kUnitRows / 4;
-  const int slot = threadIdx.x >> 2, q = threadIdx.x & 3, n = min(slot, count - 1);
+  const int thread = thread_anew(), slot = thread >> 2, q = thread & 3, n = min(slot, count - 1);
   const int tile_units = units_of(__ldg(p.cut + 1)), tiles = __ldg(p.cut), of_all = (first + n) / tile_units;
   const int group = of_all / tiles, begin = (first + n - of_all * tile_units) * kUnitRows, column = group * kUnitColumns;
   const Item t = load_tile(p, of_all - group * tiles);
@@ -219,7 +219,7 @@ struct BatchExpand {
   }
   // What the first units need, in the order in which it is needed.
   __device__ __forceinline__ void begin(const Ring<S::kStages>& ring, int2 have) const {
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, filled = min(S::kStages, count);
+    const int thread = thread_anew(), warp = thread >> 5, lane = thread & 31, filled = min(S::kStages, count);
     fetch_b(0, have, warp, kTileWarps);
     Ring<S::kStages> at = ring;  // all stages are free
     for (int n = 0; n < warp; ++n) at.next();

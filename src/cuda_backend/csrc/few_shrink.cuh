@@ -77,25 +77,26 @@ __device__ __forceinline__ void add_step(const Operands& o, AtOnceSums& acc) {
   mma_bf16(acc[0], o.low.x, o.low.y, o.low.z, o.low.w, o.x.x, o.x.y);
   mma_bf16(acc[1], o.high.x, o.high.y, o.high.z, o.high.w, o.x.z, o.x.w);
 }
-// Adds the chunks in order; a step is read while three are added.
+// Adds the chunks in order. A step is read while three are added, and before the next of them: behind it, what is read
+// would wait for registers that the sum leaves late.
 __device__ __forceinline__ void add_chunks(const AtOnceShared& sm, AtOnceBarriers& bars, int chunks, AtOnceSums& acc) {
+  static_assert(kChunkSteps == 4);
   uint32_t at = smem_u32(&sm.chunks[0][0].low[threadIdx.x & 31]);
-  Operands o[kChunkSteps];
+  Operands o[4];
+  auto read = [&](int d) { o[d] = read_step(at + d * sizeof(Step)); };
   mbar_wait(&bars.full[0], 0);
-#pragma unroll
-  for (int d = 0; d < kChunkSteps; ++d) o[d] = read_step(at + d * sizeof(Step));
+  read(0), read(1), read(2);
 #pragma unroll 1
-  for (int i = 1; i < chunks; ++i) {
+  for (int i = 1;; ++i) {
+    read(3), add_step(o[0], acc);
+    if (i == chunks) break;
     at += kChunkSteps * sizeof(Step);
     mbar_wait(&bars.full[i], 0);
-#pragma unroll
-    for (int d = 0; d < kChunkSteps; ++d) {
-      add_step(o[d], acc);
-      o[d] = read_step(at + d * sizeof(Step));
-    }
+    read(0), add_step(o[1], acc);
+    read(1), add_step(o[2], acc);
+    read(2), add_step(o[3], acc);
   }
-#pragma unroll
-  for (int d = 0; d < kChunkSteps; ++d) add_step(o[d], acc);
+  add_step(o[1], acc), add_step(o[2], acc), add_step(o[3], acc);
 }
 
 // By one warp of the cluster's first CTA: adds the parts in order and stores this unit's h.
@@ -152,33 +153,36 @@ __device__ __forceinline__ void bring_chunks(AtOnceShared& sm, AtOnceBarriers& b
   }
 }
 
-// What a unit waits for before it can ask for weights.
+// What a unit waits for before it can ask for weights, by one load of each lane: of two, one behind a branch that
+// the other decides, the second would be asked for when the first is there.
 struct AtOnceSite {
   int4 item;
-  int row;  // of this lane: those of no row have the last one's, and what they sum nobody takes
-  int a_offset, rank, a_stride;
-  float scaling;
+  int word;  // of lanes 0 to 4 the slot's entry, of lane 5 its scaling, of lanes 8 to 15 a row each
+  __device__ __forceinline__ int shown(int lane) const { return __shfl_sync(~0u, word, lane); }
 };
 __device__ __forceinline__ AtOnceSite ask_at_once(const PairArgs& p, const AtOnceUnit& u, const int4& item) {
-  const int slot = static_cast<int>(min(static_cast<unsigned>(item.x), p.num_slots - 1u));
+  const int slot = static_cast<int>(min(static_cast<unsigned>(item.x), p.num_slots - 1u)), lane = threadIdx.x & 31;
   const Module& m = p.modules[u.module];
-  const int* e = m.entries + slot * 5;
-  const int row = load_now(p.row_order + item.z + min(static_cast<int>(threadIdx.x & 31) >> 2, item.w - 1));
-  return AtOnceSite{item, row, load_now(e), load_now(e + 2), load_now(e + 3), load_now(m.scaling + slot)};
+  // Lanes of no row have the last one's, and what they sum nobody takes.
+  const int* from = p.row_order + item.z + min(lane & 7, item.w - 1);
+  if (lane < 5) from = m.entries + slot * 5 + lane;
+  if (lane == 5) from = reinterpret_cast<const int*>(m.scaling + slot);
+  return AtOnceSite{item, load_now(from)};
 }
 
 // `cleared`: of h, where others read it in this launch.
 __device__ __forceinline__ void shrink_at_once(const PairArgs& p, AtOnceShared& sm, AtOnceBarriers& bars, const AtOnceUnit& u,
                                                const AtOnceSite& site, uint64_t* cleared = nullptr) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3, part = cluster_rank();
-  const int rank = min(site.rank, p.max_rank);
+  const int rank = min(site.shown(2), p.max_rank);
   if (u.first_rank >= rank) return;  // and so the whole cluster
   cluster_begun();
   const int steps = (p.d_in - part * 32 + 127) >> 7, chunks = (steps + kChunkSteps - 1) / kChunkSteps;
   const int column = part * 32 + q * 8 + warp * kChunkSteps * 128;
-  const int a_row = site.a_offset + site.item.y * site.a_stride + u.first_rank, last = rank - 1 - u.first_rank;
+  const int a_row = site.shown(0) + site.item.y * site.shown(3) + u.first_rank, row = site.shown(8 + g), last = rank - 1 - u.first_rank;
   auto weights = [&](int r) { return p.pools[0] + static_cast<int64_t>(a_row + min(r, last)) * p.d_in + column; };
-  const AtOnceSource from{p.x + static_cast<int64_t>(site.row) * p.d_in + column, weights(g), weights(g + 8)};
+  const AtOnceSource from{p.x + static_cast<int64_t>(row) * p.d_in + column, weights(g), weights(g + 8)};
+  const float scaling = __int_as_float(site.shown(5));
   bring_chunks(sm, bars, from, steps, chunks);
   AtOnceSums acc = {};
   if (warp == 0) {
@@ -188,7 +192,7 @@ __device__ __forceinline__ void shrink_at_once(const PairArgs& p, AtOnceShared& 
   cluster_all_begun();  // who has arrived must wait before it ends
   if (warp > 0) return;
   const float4 own = make_float4(acc[0][0] + acc[1][0], acc[0][1] + acc[1][1], acc[0][2] + acc[1][2], acc[0][3] + acc[1][3]);
-  if (part == 0) return finish_at_once(p, sm, bars, u, site.item, rank, site.scaling, own, cleared);
+  if (part == 0) return finish_at_once(p, sm, bars, u, site.item, rank, scaling, own, cleared);
   cluster_store(address_in(0, smem_u32(&sm.parts[part - 1][lane])), own, address_in(0, smem_u32(&bars.summed)));
 }
 
