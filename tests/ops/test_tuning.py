@@ -2,9 +2,9 @@
 
 import dataclasses
 import json
-from concurrent.futures import Future
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -22,10 +22,12 @@ class Config:
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
-    """A clock that only the made-up kernels move."""
+    """A clock that only the made-up kernels move; the device is never busy before them."""
     now = SimpleNamespace(s=0.0)
+    monkeypatch.setattr(tuning, "_occupy", lambda: jnp.zeros(()))
     monkeypatch.setattr(tuning, "time", SimpleNamespace(perf_counter=lambda: now.s))
     monkeypatch.setattr(Fake, "clock", now, raising=False)
+    return now
 
 
 class Fake:
@@ -35,6 +37,7 @@ class Fake:
 
     def __init__(self, shapes, tiles=(1, 2, 3, 4)):
         self.ran: list[tuple[int, int]] = []
+        self.waited = False
         self.tunable = Tunable(
             op="fake",
             shapes=tuple({"rows": rows} for rows in shapes),
@@ -47,20 +50,25 @@ class Fake:
     def compile(self, op, shape, config):
         def program(rows):
             assert rows.shape == (shape["rows"],)
+            assert self.waited
             self.ran.append((shape["rows"], config.tile))
             self.clock.s += 1e-6 * (1 + 4 * abs(shape["rows"] - config.tile))
             return rows
 
+        def load():
+            if config.tile == 3:
+                raise ValueError("too many registers")
+            return program
+
         assert op == "fake"
-        future = Future()
-        if config.tile == 3:
-            future.set_exception(ValueError("too many registers"))
-        else:
-            future.set_result(program)
-        return future
+        assert not self.ran  # all are made before one is timed
+        return load
+
+    def wait(self, *, progress):
+        self.waited = not progress
 
 
-def test_the_fastest_that_runs_wins_and_the_hopeless_get_one_sample(capsys):
+def test_the_fastest_that_runs_wins_and_the_hopeless_get_two_samples(capsys):
     fake = Fake([2, 4])
     entries = list(search(fake.tunable, [], fake, progress=False))
     assert [e["config"]["tile"] for e in entries] == [2, 4]
@@ -68,8 +76,50 @@ def test_the_fastest_that_runs_wins_and_the_hopeless_get_one_sample(capsys):
     assert [len(e["times"]) for e in entries] == [3, 3]
     # And once before, to warm up.
     assert fake.ran.count((2, 2)) == 1 + tuning.SAMPLES * tuning.CALLS
-    assert fake.ran.count((2, 4)) == 1 + tuning.CALLS
+    assert fake.ran.count((2, 4)) == 1 + 2 * tuning.CALLS
     assert "too many registers" in capsys.readouterr().err
+
+
+def test_a_moment_in_which_all_is_slow_costs_no_tiling_its_place(monkeypatch):
+    """While the first tiling's first sample is taken, the host does something else."""
+    fake, samples = Fake([2], tiles=(2, 1)), []
+
+    def elapsed(call):
+        samples.append(call)
+        return taken(call) + (100.0 if len(samples) == 2 else 0.0)
+
+    taken = tuning._elapsed
+    monkeypatch.setattr(tuning, "_elapsed", elapsed)
+    (entry,) = search(fake.tunable, [], fake, progress=False)
+    assert entry["config"]["tile"] == 2
+    assert entry["us"] == pytest.approx(1)
+    turn = [2] * tuning.CALLS + [1] * tuning.CALLS
+    assert [tile for _, tile in fake.ran[2:]][: 2 * len(turn)] == turn * 2
+
+
+@pytest.mark.parametrize("busy_s", [1.0, 1e-3], ids=["enqueued in time", "late"])
+def test_the_host_counts_only_while_the_device_waits(clock, monkeypatch, busy_s):
+    """A device runs what it has in order, 2 ms a call; the host takes 3 ms to enqueue one."""
+    free = SimpleNamespace(s=0.0)
+
+    class Result:
+        """What is ready when the device has run all that was enqueued before it."""
+
+        def __init__(self, took_s):
+            free.s = max(free.s, clock.s) + took_s
+            self.at = free.s
+
+        def block_until_ready(self):
+            clock.s = max(clock.s, self.at)
+
+    def program():
+        clock.s += 3e-3
+        return Result(2e-3)
+
+    monkeypatch.setattr(tuning, "_occupy", lambda: Result(busy_s))
+    took = tuning._elapsed(program) - tuning._elapsed(lambda: None)
+    enqueued = tuning.CALLS * 3e-3 + 2e-3 - busy_s
+    assert took == pytest.approx(tuning.CALLS * 2e-3 if busy_s == 1.0 else enqueued)
 
 
 def test_goes_on_where_it_stopped(tmp_path):
