@@ -29,7 +29,7 @@ from lora_jax.ops.tuning_programs import OPS, Compilers, Programs, Shape, Tunabl
 from lora_jax.ops.tuning_table import TABLES, device_folder
 
 SAMPLES = 6
-HOPELESS, HOPELESS_SAMPLES = 2.0, 2  # times the best so far: not worth more than two samples
+HOPELESS, HOPELESS_SAMPLES = 2.0, 3  # times the best so far: not worth more than three samples
 NUMBERS = 1 << 22
 CALLS = 8  # of a program, enqueued before the host waits
 READS, READ_ROWS = 14, 2048  # of a million numbers each: 4 GB, a millisecond of an H200

@@ -28,6 +28,7 @@ from lora_jax.ops.ptxas import read_reports, reports_in
 OPS = {
     "gated_matmul": "lora_jax.ops.grouped_matmul.tuning",
     "grouped_matmul": "lora_jax.ops.grouped_matmul.tuning",
+    "lora_gemm": "lora_jax.ops.lora_gemm.tuning",
 }
 
 Shape = Mapping[str, int]
