@@ -11,9 +11,11 @@ from aot.compile_gpu import H200, KIND, Compiled
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lora_jax.ops import tuning_table
+from lora_jax.ops.cases import MODELS
 from lora_jax.ops.grouped_matmul import pallas_gpu as grouped_matmul_gpu
 from lora_jax.ops.grouped_matmul import xla as grouped_matmul_xla
 from lora_jax.ops.lora_gemm import pallas_gpu as lora_gemm_gpu
+from lora_jax.ops.paged_attention import pallas_gpu as paged_attention_gpu
 
 pytestmark = [pytest.mark.aot, pytest.mark.timeout(900)]  # of tilings that take ptxas minutes
 
@@ -171,6 +173,43 @@ def test_lora_gemm(h200, report, sizes):
     assert done.temp_bytes <= (rows + 7) * (2 * d_in + parts + 2048)
     assert done.thunks == ["kCommandBuffer"]
     assert f"bf16[{rows},{d_out}]{{1,0}} copy(" not in done.text
+
+
+# model, sequences, tokens of each
+ATTENTION = {
+    "decode, Qwen3-30B": ("qwen3-30b-a3b", 64, 1),
+    "decode, Llama-8B": ("llama-8b", 64, 1),
+    "decode, GPT-OSS": ("gpt-oss-20b", 64, 1),
+    "decode, DeepSeek-V2-Lite": ("deepseek-v2-lite", 64, 1),
+    "prompt, Qwen3-30B": ("qwen3-30b-a3b", 1, 2048),
+    "prompt, GPT-OSS": ("gpt-oss-20b", 1, 2048),
+    "prompt, DeepSeek-V2-Lite": ("deepseek-v2-lite", 1, 2048),
+}
+
+
+@pytest.mark.parametrize("sizes", ATTENTION.values(), ids=ATTENTION)
+def test_paged_attention(h200, report, sizes):
+    """One graph, which reads pages where they lie; takes the parts of chunks, 256 bytes an item."""
+    model, sequences, per_sequence = sizes
+    shape, bf16, i32 = MODELS[model], jnp.bfloat16, jnp.int32
+    tokens, page = sequences * per_sequence, (4096, 16, shape.kv_heads)
+    integers = [((sequences, 128), i32), ((tokens,), i32), ((tokens,), i32), ((), i32)]
+    k, v = (h200.array((*page, dim), bf16) for dim in (shape.k_dim, shape.v_dim))
+    args = [h200.array((tokens, shape.q_heads, shape.k_dim), bf16), k]
+    args += [None if shape.latent else v, *(h200.array(*a) for a in integers)]
+    args += [h200.array((shape.q_heads,), jnp.float32) if shape.sinks else None]
+    options = {"scale": 0.1, "v_dim": shape.v_dim, "sliding_window": shape.sliding_window}
+    call = functools.partial(paged_attention_gpu.paged_attention, **options, interpret=False)
+    done = h200.compile(call, *args)
+    report(done)
+    assert not any(done.spill_bytes.values())
+    cut = per_sequence == 1
+    assert len(done.registers) == 1 + cut
+    # Four chunks of 512 positions; queries in tiles of 8 or 16.
+    heads = shape.kv_heads * max(8, shape.q_heads // shape.kv_heads)
+    parts = 4 * tokens * heads * (shape.v_dim + 2) * 4 if cut else 0
+    assert done.temp_bytes <= parts + 256 * 4 * tokens
+    assert done.thunks == ["kCommandBuffer"]
 
 
 def decode_layer(x, kv, weights, lora, row_to_slot, group_sizes):

@@ -10,6 +10,7 @@ __all__ = ["paged_attention"]
 
 _KERNELS = {
     "cuda": dispatch.backend("cuda", "paged_attention"),
+    "pallas_gpu": dispatch.late("lora_jax.ops.paged_attention.pallas_gpu", "paged_attention"),
     "pallas_tpu": dispatch.late("lora_jax.ops.paged_attention.pallas_tpu", "paged_attention"),
     "ffi": cpu.paged_attention,
     "xla": xla.paged_attention,
