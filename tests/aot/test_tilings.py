@@ -18,11 +18,17 @@ from lora_jax.ops import tuning_table
 from lora_jax.ops.grouped_matmul import pallas_gpu
 from lora_jax.ops.grouped_matmul._gpu_kernel import CROWDED
 from lora_jax.ops.grouped_matmul._gpu_tiles import Config, find_config
+from lora_jax.ops.lora_gemm import _gpu_plan
+from lora_jax.ops.lora_gemm import pallas_gpu as lora_gpu
 
 pytestmark = [pytest.mark.aot, pytest.mark.timeout(900)]
 
 MATRICES = {"grouped_matmul": 1, "gated_matmul": 2}
 ROWS, WIDTH, GROUPS, FEW_GROUPS = 8192, 2880, 64, 8
+
+
+SLOTS, RANKS = 64, (16, 64, 128)
+REGISTERS = 65536  # of an SM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +42,15 @@ class Form:
 
 def tuned(op: str) -> set[Config]:
     """Return the tilings of the table."""
+    return {Config(**entry["config"]) for entry in tuned_entries(op)}
+
+
+def tuned_entries(op: str) -> tuple[dict, ...]:
+    """Return the entries of the table."""
     folder = tuning_table.TABLES / tuning_table.device_folder(KIND)
     entries = tuning_table.read(folder / f"{op}.json")
     assert entries
-    return {Config(**entry["config"]) for entry in entries}
+    return entries
 
 
 def guessed(matrices: int) -> set[Config]:
@@ -111,3 +122,38 @@ def test_no_register_spills(h200, name):
     done = h200.compile(call, x, *weights, *addends)
     print(f"{name}: {done.registers}, {done.spill_bytes}, {done.seconds:.1f} s")
     assert [*done.spill_bytes.values()] == [0]
+
+
+def lora_launches() -> dict[str, tuple[_gpu_plan.Config, int]]:
+    """Return every distinct tiling of lora_gemm, with its largest rank, by a name."""
+    found = set()
+    for entry in tuned_entries("lora_gemm"):
+        config = _gpu_plan.Config(**entry["config"])
+        found |= {(_gpu_plan.fitted(config, rank), rank) for rank in RANKS}
+    for rows, rank in itertools.product((1 << n for n in range(17)), RANKS):
+        found.add((_gpu_plan.find_config(rows, SLOTS, rank), rank))
+    return {
+        f"{c.warpgroups} x {c.columns} x {c.rows}, {c.shrink_stages} and {c.expand_stages} stages, "
+        f"{c.slots} works, rank {rank}": (c, rank)
+        for c, rank in found
+    }
+
+
+LORA_LAUNCHES = lora_launches()
+
+
+@pytest.mark.parametrize("name", sorted(LORA_LAUNCHES))
+def test_lora_spills_no_register_and_two_ctas_share_an_sm(h200, name):
+    config, rank = LORA_LAUNCHES[name]
+    rows, pool = h200.array((ROWS, WIDTH), jnp.bfloat16), SLOTS * rank
+    pools = [h200.array((pool, WIDTH), jnp.bfloat16)] * 2
+    table = (h200.array((SLOTS, 5), jnp.int32), h200.array((SLOTS,), jnp.float32))
+    owners = [h200.array((ROWS,), jnp.int32)] * 2
+    call = functools.partial(lora_gpu.lora_gemm, max_rank=rank, config=config, interpret=False)
+    done = h200.compile(call, rows, rows, *pools, *table, *owners)
+    print(f"{name}: {done.registers}, {done.spill_bytes}, {done.seconds:.1f} s")
+    assert [*done.spill_bytes.values()] == [0, 0]
+    for kernel, registers in done.registers.items():
+        threads = 128 * (2 if "shrink" in kernel else config.warpgroups + 1)
+        given = 8 * -(-registers // 8)
+        assert _gpu_plan.CTAS * threads * given <= REGISTERS, kernel

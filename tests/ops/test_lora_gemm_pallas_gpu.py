@@ -5,6 +5,7 @@ On a GPU: JAX_PLATFORMS=cuda PYTHONPATH=src:tests:. python3 -m pytest --noconfte
 
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +16,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mosaic import interpreted
 from tolerance import TOLERANCE
 
+from lora_jax.ops import tuning_table
 from lora_jax.ops.cases import LoraCase, lora_case
 from lora_jax.ops.lora_gemm import pallas_gpu
-from lora_jax.ops.lora_gemm._gpu_plan import Config, find_config, make_plan, sorted_order
+from lora_jax.ops.lora_gemm._gpu_plan import Config, find_config, fitted, make_plan, sorted_order
 
 ONE = Config(rows=8, columns=64, warpgroups=1, shrink_stages=2, expand_stages=2, slots=2)
 TWO = Config(rows=16, columns=64, warpgroups=2, shrink_stages=3, expand_stages=3, slots=3)
+WIDE = Config(rows=32, columns=128, warpgroups=2, shrink_stages=4, expand_stages=4, slots=2)
 # experts, ranks, popularity: borders off the grid of 8 in both pools, a rank over two tiles.
 INTERPRETED = [
     (0, (16, 8, 0, 40, 1), "uniform"),
@@ -126,6 +129,16 @@ def test_interpreted_rows_have_the_same_bits_in_any_company():
     np.testing.assert_array_equal(wide(some)[1::2], wide(whole)[order][1::2])
 
 
+def test_interpreted_rows_have_the_same_bits_by_any_tiling():
+    """Tiles of other rows, columns, warpgroups and stages; d_out is no whole number of them."""
+    case = small_case(2, (16, 70), "skewed")
+    with interpreted() as interpret:
+        tilings = [interpreted_kernel(config, interpret) for config in (ONE, TWO, WIDE)]
+        one, *others = (wide(tiling(*case.arrays)) for tiling in tilings)
+    for other in others:
+        np.testing.assert_array_equal(other, one)
+
+
 @pytest.mark.parametrize("rows", [1, 300, 3000])
 def test_rows_are_sorted_by_adapter_and_expert(rows):
     rng = np.random.default_rng(rows)
@@ -178,8 +191,42 @@ def test_tiles_fit_the_shared_memory(rows, slots, max_rank):
     # Fewer slots than two and the copies of a work would wait for the work itself.
     assert config.slots >= 2
     assert config.shrink_stages >= 3
-    wanted = find_config(rows, slots, 8)
-    assert config.rows <= wanted.rows
+
+
+def test_tiles_grow_with_the_rows_of_an_adapter():
+    means = (1, 16, 17, 64, 65, 4096)
+    assert [find_config(8 * n, 8, 16).rows for n in means] == [8, 8, 16, 16, 32, 32]
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """The tiles of every launch, which are not made."""
+    found = []
+
+    def launch(y, *others):
+        found.append(others[-2])
+        return y
+
+    monkeypatch.setattr(pallas_gpu, "_launch", launch)
+    return found
+
+
+def test_the_table_of_this_device_decides_while_tracing(chosen, tmp_path, monkeypatch):
+    """At the shape nearest to those that were tuned; the formula does where none is near."""
+    kind = tuning_table.device_folder(jax.devices()[0].device_kind)
+    tuned = fitted(Config(32, columns=128, warpgroups=2), 64)
+    shape = {"rows": 20, "slots": 2, "rank": 64, "d_out": 128, "d_in": 64}
+    entry = {"shape": shape, "config": dataclasses.asdict(tuned)}
+    (tmp_path / kind).mkdir()
+    (tmp_path / kind / "lora_gemm.json").write_text(json.dumps({"entries": [entry]}))
+    monkeypatch.setattr(tuning_table, "TABLES", tmp_path)
+    case = some_case(30, 128, 64, 0, (8, 8), "uniform")
+    for max_rank in (64, 128, 16):
+        pallas_gpu.lora_gemm(*case.arrays, max_rank, interpret=False)
+    tuning_table.read.cache_clear()
+    # More rank rows leave shared memory for fewer works of the expand.
+    larger = dataclasses.replace(tuned, slots=tuned.slots - 1)
+    assert chosen == [tuned, larger, find_config(30, 2, 16)]
 
 
 @pytest.mark.parametrize(

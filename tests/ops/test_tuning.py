@@ -2,17 +2,21 @@
 
 import dataclasses
 import json
-from concurrent.futures import Future
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from lora_jax.ops import tuning
 from lora_jax.ops.grouped_matmul import _gpu_tiles
 from lora_jax.ops.grouped_matmul import tuning as grouped
+from lora_jax.ops.lora_gemm import _gpu_plan
+from lora_jax.ops.lora_gemm import tuning as lora
 from lora_jax.ops.tuning import gain_over_fixed, search, tune
-from lora_jax.ops.tuning_programs import OPS, Tunable, find_tunable
+from lora_jax.ops.tuning_programs import OPS, Shape, Tunable, find_tunable
+
+MATRICES = {"grouped_matmul": 1, "gated_matmul": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,10 +26,12 @@ class Config:
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
-    """A clock that only the made-up kernels move."""
+    """A clock that only the made-up kernels move; the device is never busy before them."""
     now = SimpleNamespace(s=0.0)
+    monkeypatch.setattr(tuning, "_occupy", lambda: jnp.zeros(()))
     monkeypatch.setattr(tuning, "time", SimpleNamespace(perf_counter=lambda: now.s))
     monkeypatch.setattr(Fake, "clock", now, raising=False)
+    return now
 
 
 class Fake:
@@ -35,6 +41,7 @@ class Fake:
 
     def __init__(self, shapes, tiles=(1, 2, 3, 4)):
         self.ran: list[tuple[int, int]] = []
+        self.waited = False
         self.tunable = Tunable(
             op="fake",
             shapes=tuple({"rows": rows} for rows in shapes),
@@ -47,20 +54,25 @@ class Fake:
     def compile(self, op, shape, config):
         def program(rows):
             assert rows.shape == (shape["rows"],)
+            assert self.waited
             self.ran.append((shape["rows"], config.tile))
             self.clock.s += 1e-6 * (1 + 4 * abs(shape["rows"] - config.tile))
             return rows
 
+        def load():
+            if config.tile == 3:
+                raise ValueError("too many registers")
+            return program
+
         assert op == "fake"
-        future = Future()
-        if config.tile == 3:
-            future.set_exception(ValueError("too many registers"))
-        else:
-            future.set_result(program)
-        return future
+        assert not self.ran  # all are made before one is timed
+        return load
+
+    def wait(self, *, progress):
+        self.waited = not progress
 
 
-def test_the_fastest_that_runs_wins_and_the_hopeless_get_one_sample(capsys):
+def test_the_fastest_that_runs_wins_and_the_hopeless_get_three_samples(capsys):
     fake = Fake([2, 4])
     entries = list(search(fake.tunable, [], fake, progress=False))
     assert [e["config"]["tile"] for e in entries] == [2, 4]
@@ -68,8 +80,50 @@ def test_the_fastest_that_runs_wins_and_the_hopeless_get_one_sample(capsys):
     assert [len(e["times"]) for e in entries] == [3, 3]
     # And once before, to warm up.
     assert fake.ran.count((2, 2)) == 1 + tuning.SAMPLES * tuning.CALLS
-    assert fake.ran.count((2, 4)) == 1 + tuning.CALLS
+    assert fake.ran.count((2, 4)) == 1 + 3 * tuning.CALLS
     assert "too many registers" in capsys.readouterr().err
+
+
+def test_a_moment_in_which_all_is_slow_costs_no_tiling_its_place(monkeypatch):
+    """While the first tiling's first two samples are taken, the host does something else."""
+    fake, samples = Fake([2], tiles=(2, 1)), []
+
+    def elapsed(call):
+        samples.append(call)
+        return taken(call) + (100.0 if len(samples) in (2, 5) else 0.0)
+
+    taken = tuning._elapsed
+    monkeypatch.setattr(tuning, "_elapsed", elapsed)
+    (entry,) = search(fake.tunable, [], fake, progress=False)
+    assert entry["config"]["tile"] == 2
+    assert entry["us"] == pytest.approx(1)
+    turn = [2] * tuning.CALLS + [1] * tuning.CALLS
+    assert [tile for _, tile in fake.ran[2:]][: 2 * len(turn)] == turn * 2
+
+
+@pytest.mark.parametrize("busy_s", [1.0, 1e-3], ids=["enqueued in time", "late"])
+def test_the_host_counts_only_while_the_device_waits(clock, monkeypatch, busy_s):
+    """A device runs what it has in order, 2 ms a call; the host takes 3 ms to enqueue one."""
+    free = SimpleNamespace(s=0.0)
+
+    class Result:
+        """What is ready when the device has run all that was enqueued before it."""
+
+        def __init__(self, took_s):
+            free.s = max(free.s, clock.s) + took_s
+            self.at = free.s
+
+        def block_until_ready(self):
+            clock.s = max(clock.s, self.at)
+
+    def program():
+        clock.s += 3e-3
+        return Result(2e-3)
+
+    monkeypatch.setattr(tuning, "_occupy", lambda: Result(busy_s))
+    took = tuning._elapsed(program) - tuning._elapsed(lambda: None)
+    enqueued = tuning.CALLS * 3e-3 + 2e-3 - busy_s
+    assert took == pytest.approx(tuning.CALLS * 2e-3 if busy_s == 1.0 else enqueued)
 
 
 def test_goes_on_where_it_stopped(tmp_path):
@@ -104,22 +158,47 @@ def test_gain_is_over_the_best_tiling_for_all_shapes():
     assert gain_over_fixed([])["gain"] == 1.0
 
 
+def formula(op: str, shape: Shape) -> object:
+    """Return the tiling that is taken at a shape which no table has."""
+    if op == "lora_gemm":
+        return _gpu_plan.find_config(shape["rows"], shape["slots"], shape["rank"])
+    sizes = (shape["rows"], shape["groups"], shape["d_out"])
+    return _gpu_tiles.find_config(*sizes, MATRICES[op])
+
+
 @pytest.mark.parametrize("op", OPS)
-def test_candidates_fit_and_start_with_the_formula(op):
+def test_candidates_start_with_the_formula(op):
     tunable = find_tunable(op)
-    matrices = {"grouped_matmul": 1, "gated_matmul": 2}[op]
     everywhere = set.intersection(*(set(tunable.candidates(shape)) for shape in tunable.shapes))
     assert len(everywhere) >= 2  # so that there is a best single tiling
     for shape in tunable.shapes:
         found = list(tunable.candidates(shape))
-        sizes = (shape["rows"], shape["groups"], shape["d_out"])
-        assert found[0] == _gpu_tiles.find_config(*sizes, matrices)
+        assert found[0] == formula(op, shape)
         assert len(found) == len(set(found)) >= 4
-        assert all(c.stages >= 2 for c in found)
-        assert all(matrices * c.columns * c.rows // 128 <= grouped.MOST_REGISTERS for c in found)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", MATRICES)
+def test_candidates_of_products_fit(op):
+    tunable, matrices = find_tunable(op), MATRICES[op]
+    for config in {c for shape in tunable.shapes for c in tunable.candidates(shape)}:
+        assert config.stages >= 2
+        assert matrices * config.columns * config.rows // 128 <= grouped.MOST_REGISTERS
+
+
+def test_candidates_of_lora_are_taken_as_they_are():
+    """At their own shape they are fitted already; at the largest rank they still fit.
+
+    Fewer slots than two and the copies of a work would wait for the work itself.
+    """
+    for shape in lora.shapes():
+        for config in lora.candidates(shape):
+            assert config == _gpu_plan.fitted(config, shape["rank"])
+            largest = _gpu_plan.fitted(config, _gpu_plan.MAX_RANK)
+            assert min(config.slots, largest.slots) >= 2
+            assert config.shrink_stages == largest.shrink_stages >= 3
+
+
+@pytest.mark.parametrize("op", MATRICES)
 def test_programs_read_more_weights_than_a_cache_holds(op):
     tunable = find_tunable(op)
     for shape in tunable.shapes:
@@ -129,3 +208,19 @@ def test_programs_read_more_weights_than_a_cache_holds(op):
         layer = sum(w.size // shape["groups"] * used * 2 for w in sets[0])
         assert layer * len(sets) >= grouped.COLD_BYTES
         assert sizes.sum() == shape["rows"]
+
+
+def test_launches_of_lora_read_rank_rows_of_their_own():
+    """Each slot that is asked for its own, all within the pools; every launch other pools."""
+    for shape in lora.shapes():
+        xs, sets, (entries, scaling, slot, expert) = lora.arguments(shape)
+        assert len(xs) == lora.launches(shape) >= len(sets)
+        rank_rows, wide = shape["rank"] * len(np.unique(slot)), shape["d_out"] + shape["d_in"]
+        moved = 2 * wide * (rank_rows + shape["rows"]) * len(sets)
+        assert len(sets) == lora.MOST_LAUNCHES or moved >= lora.COLD_BYTES
+        assert slot.shape == expert.shape == (shape["rows"],)
+        assert scaling.shape == (shape["slots"],) == entries[:, 0].shape
+        asked = entries[np.unique(slot)]
+        assert (asked[:, 2] == shape["rank"]).all()
+        assert (np.diff(np.sort(asked[:, 0])) >= shape["rank"]).all()
+        assert entries[:, :2].max() + shape["rank"] <= min(pool.shape[0] for pool in sets[0])

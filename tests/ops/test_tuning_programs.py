@@ -54,7 +54,7 @@ def test_a_program_of_a_file_is_loaded_and_not_made_again(op, tmp_path, monkeypa
     assert [f.name for f in tmp_path.iterdir()] == [file_name(op, shape, config)]
     monkeypatch.setattr(tuning_programs, "make", None)
     with Programs(tmp_path, 1) as programs:
-        program = programs.compile(op, shape, config).result()
+        program = programs.compile(op, shape, config)()
     (got,) = program(jnp.arange(3, dtype=jnp.float32), jnp.ones(1, jnp.float32))
     np.testing.assert_array_equal(got, [1, 5, 9])
 
@@ -69,9 +69,10 @@ def test_a_tiling_whose_registers_spill_is_no_program(op, tmp_path):
 def test_what_no_compiler_takes_fails_when_it_is_asked_for(tmp_path):
     """The other process knows nothing of this test's op."""
     with Programs(tmp_path, 1) as programs:
-        future = programs.compile("gated_matmul", {"rows": 3}, Config(4))
+        load = programs.compile("gated_matmul", {"rows": 3}, Config(4))
+        programs.wait(progress=False)
         with pytest.raises(KeyError, match="groups"):
-            future.result()
+            load()
     assert not [*tmp_path.iterdir()]
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from lora_jax.ops import hopper, tuning_table
 from lora_jax.ops.grouped_matmul import _gpu_tiles
-from lora_jax.ops.grouped_matmul.tuning import candidates
+from lora_jax.ops.lora_gemm import _gpu_plan
+from lora_jax.ops.tuning_programs import OPS, find_tunable
 from lora_jax.ops.tuning_table import TABLES, device_folder
 
 
@@ -64,40 +65,63 @@ COMMITTED = sorted(TABLES.glob("*/*.json"))
 
 
 def test_there_are_tables():
-    assert {path.parent.name for path in COMMITTED} >= {"nvidia_h200"}
+    assert {path.stem for path in COMMITTED if path.parent.name == "nvidia_h200"} == {*OPS}
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
 def test_a_committed_table_gives_its_own_shapes_and_those_near_them(path):
-    table = json.loads(path.read_text())
+    table, kind = json.loads(path.read_text()), config_of(path.stem)
     assert device_folder(table["device"]) == path.parent.name
     look_up = functools.partial(tuning_table.find, path.stem, device=table["device"])
     for entry in table["entries"]:
         assert entry["us"] == min(t["us"] for t in entry["times"])
-        found = look_up(entry["shape"], _gpu_tiles.Config)
-        assert found == _gpu_tiles.Config(**entry["config"])
+        found = look_up(entry["shape"], kind)
+        assert found == kind(**entry["config"])
         near = {**entry["shape"], "rows": entry["shape"]["rows"] * 5 // 4}
-        assert look_up(near, _gpu_tiles.Config) == found
+        assert look_up(near, kind) == found
         far = {**entry["shape"], "d_in": entry["shape"]["d_in"] * 1000}
-        assert look_up(far, _gpu_tiles.Config) is None
+        assert look_up(far, kind) is None
+
+
+def config_of(op: str) -> type:
+    """Return the class of an op's tilings."""
+    tunable = find_tunable(op)
+    return type(next(iter(tunable.candidates(tunable.shapes[0]))))
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
 def test_committed_tilings_fit_the_device(path):
-    matrices = 2 if path.stem == "gated_matmul" else 1
+    kind = config_of(path.stem)
     for entry in json.loads(path.read_text())["entries"]:
-        config = _gpu_tiles.Config(**entry["config"])
-        deep = _gpu_tiles.depths(config, matrices)
-        took = config.stages * config.stage_bytes(matrices)
-        took += (deep.results + 1) * config.part_bytes()
-        assert config.ctas * (took + 1024) <= hopper.SHARED_BYTES
-        assert matrices * config.columns * config.rows // 128 <= 192
+        config = kind(**entry["config"])
+        if path.stem == "lora_gemm":
+            for took in lora_bytes(config, entry["shape"]["rank"]):
+                assert _gpu_plan.CTAS * (took + 1024) <= hopper.SHARED_BYTES
+        else:
+            matrices = 2 if path.stem == "gated_matmul" else 1
+            assert config.ctas * (product_bytes(config, matrices) + 1024) <= hopper.SHARED_BYTES
+            assert matrices * config.columns * config.rows // 128 <= 192
+
+
+def product_bytes(config: _gpu_tiles.Config, matrices: int) -> int:
+    """Return the shared memory that a CTA of a product takes."""
+    deep = _gpu_tiles.depths(config, matrices)
+    return config.stages * config.stage_bytes(matrices) + (deep.results + 1) * config.part_bytes()
+
+
+def lora_bytes(config: _gpu_plan.Config, rank: int) -> tuple[int, int]:
+    """Return the shared memory that a CTA takes of the shrink and of the expand."""
+    stage = (_gpu_plan.TALL + config.rows) * _gpu_plan.DEPTH * 2
+    wide = config.columns * config.warpgroups
+    work = config.rows * (wide + _gpu_plan.rank_steps(rank) * _gpu_plan.STEP) * 2
+    shrink = config.shrink_stages * stage + config.rows * _gpu_plan.TALL * 4
+    return shrink, config.expand_stages * _gpu_plan.STEP * wide * 2 + config.slots * work
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
 def test_committed_tilings_are_still_searched(path):
     """What the kernel no longer has, or has with other stages, was measured of another kernel."""
-    matrices = 2 if path.stem == "gated_matmul" else 1
+    tunable, kind = find_tunable(path.stem), config_of(path.stem)
     for entry in json.loads(path.read_text())["entries"]:
-        known = [*candidates(entry["shape"], matrices)]
-        assert _gpu_tiles.Config(**entry["config"]) in known, entry["shape"]
+        known = [*tunable.candidates(entry["shape"])]
+        assert kind(**entry["config"]) in known, entry["shape"]

@@ -1,8 +1,8 @@
 """Searches tilings of kernels on this device: `python -m lora_jax.ops.tuning --out DIR`.
 
 Adaptive tiling (ATMM; V-LoRA, section 4.3 and appendix B): for every shape the candidates that the
-device can hold are timed, and the fastest is written down. Processes of their own compile ahead of
-the device, and keep what they compiled. A search that was interrupted goes on where it stopped.
+device can hold are timed, and the fastest is written down. Processes of their own compile first,
+side by side, and keep what they compiled. A search that was interrupted goes on where it stopped.
 """
 
 import argparse
@@ -15,8 +15,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,11 @@ from lora_jax.ops import dispatch
 from lora_jax.ops.tuning_programs import OPS, Compilers, Programs, Shape, Tunable, find_tunable
 from lora_jax.ops.tuning_table import TABLES, device_folder
 
-HOPELESS = 2.0  # times the best so far: not worth more than one sample
-SAMPLES = 5
+SAMPLES = 6
+HOPELESS, HOPELESS_SAMPLES = 2.0, 3  # times the best so far: not worth more than three samples
 NUMBERS = 1 << 22
-CALLS = 4  # of a program, enqueued before the host waits
+CALLS = 8  # of a program, enqueued before the host waits
+READS, READ_ROWS = 14, 2048  # of a million numbers each: 4 GB, a millisecond of an H200
 
 
 def search(
@@ -50,11 +50,13 @@ def search(
         [compilers.compile(tunable.op, shape, config) for config in some]
         for shape, some in zip(left, configs, strict=True)
     ]
+    # Not beside what is timed: other processes on the device made small launches twice as long.
+    compilers.wait(progress=progress)
     with tqdm(
         total=sum(map(len, configs)), desc=tunable.op, unit="tiling", disable=not progress
     ) as bar:
-        for shape, some, futures in zip(left, configs, jobs, strict=True):
-            times = list(_measured(tunable, shape, some, futures, bar))
+        for shape, some, loads in zip(left, configs, jobs, strict=True):
+            times = _measured(tunable, shape, some, loads, bar)
             if not times:
                 raise RuntimeError(f"{tunable.op}: no configuration runs at {shape}")
             best = min(times, key=lambda t: t["us"])
@@ -62,17 +64,30 @@ def search(
 
 
 def _measured(
-    tunable: Tunable, shape: Shape, configs: list, futures: list[Future], bar: tqdm
-) -> Iterator[dict]:
-    """Yield the time of each configuration of a shape that runs."""
-    arrays, best = random_arrays(tunable, shape), math.inf
-    for config, future in zip(configs, futures, strict=True):
-        took = _measure(config, future, arrays, tunable.launches(shape), best)
+    tunable: Tunable, shape: Shape, configs: list, loads: list[Callable], bar: tqdm
+) -> list[dict]:
+    """Return the time of each configuration of a shape that runs.
+
+    They take turns, so that what else the host does for a while makes no one of them slow.
+    """
+    arrays, programs = random_arrays(tunable, shape), []
+    for config, load in zip(configs, loads, strict=True):
+        programs.append(_warm(config, load, arrays))
         bar.update()
-        if took is not None:
-            best = min(best, took)
-            bar.set_postfix(best_us=f"{best:.1f}")
-            yield {"config": dataclasses.asdict(config), "us": round(took, 2)}
+    left = [i for i, program in enumerate(programs) if program is not None]
+    took, alone = dict.fromkeys(left, math.inf), math.inf
+    for turn in range(SAMPLES):
+        alone = min(alone, _elapsed(lambda: None))
+        for i in left:
+            took[i] = min(took[i], _elapsed(functools.partial(programs[i], *arrays)))
+        if turn + 1 == HOPELESS_SAMPLES:
+            best = min(took.values(), default=math.inf) - alone
+            left = [i for i in left if took[i] - alone <= HOPELESS * best]
+    each = 1e6 / (CALLS * tunable.launches(shape))
+    return [
+        {"config": dataclasses.asdict(configs[i]), "us": round((s - alone) * each, 2)}
+        for i, s in took.items()
+    ]
 
 
 def random_arrays(tunable: Tunable, shape: Shape) -> Any:
@@ -92,29 +107,44 @@ def _random_numbers(dtype: jnp.dtype) -> jax.Array:
     return jax.random.normal(jax.random.key(0), (NUMBERS,), dtype)
 
 
-def _measure(
-    config: Any, compiled: Future, arrays: Any, launches: int, best_us: float
-) -> float | None:
-    """Return the least microseconds of a launch, from one sample if hopeless; None: it fails.
-
-    Samples are a few milliseconds of work: what else the host does only ever makes them longer.
-    """
+def _warm(config: Any, load: Callable[[], Callable], arrays: Any) -> Callable | None:
+    """Return a program that has run once; None: it fails."""
     try:
-        program = compiled.result()
+        program = load()
         jax.block_until_ready(program(*arrays))
     except Exception as error:  # a compiler refuses what no formula foresaw; the search goes on
         print(f"{config}: {(str(error) or repr(error)).splitlines()[0][:200]}", file=sys.stderr)
         return None
-    samples = []
-    while len(samples) < SAMPLES:
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            result = program(*arrays)
-        jax.block_until_ready(result)
-        samples.append((time.perf_counter() - start) * 1e6 / (CALLS * launches))
-        if samples[0] > HOPELESS * best_us:
-            break
-    return min(samples)
+    return program
+
+
+def _elapsed(call: Callable[[], Any]) -> float:
+    """Return the seconds of some calls behind what occupies the device.
+
+    The host enqueues them meanwhile, so that one which is slower than the device does not count.
+    What else it does only ever makes this longer.
+    """
+    start, last = time.perf_counter(), None
+    before = _occupy()
+    for _ in range(CALLS):
+        last = call()
+    jax.block_until_ready((before, last))
+    return time.perf_counter() - start
+
+
+def _occupy() -> jax.Array:
+    """Return what is ready when the device was busy for some milliseconds; it empties the L2."""
+    return [_read(_much_to_read()) for _ in range(READS)][-1]
+
+
+@functools.cache
+def _much_to_read() -> jax.Array:
+    return jnp.zeros((READ_ROWS, 1 << 20), jnp.bfloat16)
+
+
+@jax.jit
+def _read(much: jax.Array) -> jax.Array:
+    return jnp.max(much)
 
 
 def gain_over_fixed(entries: list[dict]) -> dict:

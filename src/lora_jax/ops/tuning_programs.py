@@ -13,12 +13,13 @@ import os
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 from jax.experimental import serialize_executable
+from tqdm import tqdm
 
 from lora_jax.ops.environment import environment
 from lora_jax.ops.ptxas import read_reports, reports_in
@@ -27,8 +28,8 @@ from lora_jax.ops.ptxas import read_reports, reports_in
 OPS = {
     "gated_matmul": "lora_jax.ops.grouped_matmul.tuning",
     "grouped_matmul": "lora_jax.ops.grouped_matmul.tuning",
+    "lora_gemm": "lora_jax.ops.lora_gemm.tuning",
 }
-LOADERS = 4  # threads: a program comes from its file while others run
 
 Shape = Mapping[str, int]
 
@@ -65,8 +66,15 @@ def find_tunable(op: str) -> Tunable:
 class Compilers(Protocol):
     """Whoever makes the programs of a search."""
 
-    def compile(self, op: str, shape: Shape, config: Any) -> Future[Callable]:
-        """Return the future of the program that runs this op at this shape by this tiling."""
+    def compile(self, op: str, shape: Shape, config: Any) -> Callable[[], Callable]:
+        """Begin to make the program that runs this op at this shape by this tiling.
+
+        Return a function that loads it and returns it, or raises what went wrong.
+        """
+        ...
+
+    def wait(self, *, progress: bool) -> None:
+        """Return when all that was begun is made, or has failed."""
         ...
 
 
@@ -79,7 +87,7 @@ class Programs:
         self._stack = contextlib.ExitStack()
         spawn = multiprocessing.get_context("spawn")
         self._makers = ProcessPoolExecutor(processes, mp_context=spawn)
-        self._loaders = ThreadPoolExecutor(LOADERS)
+        self._made: list[Future[None]] = []
 
     def __enter__(self) -> "Programs":
         # A process that shares the device may not take most of its memory.
@@ -90,14 +98,21 @@ class Programs:
 
     def __exit__(self, *_) -> None:
         self._makers.shutdown(cancel_futures=True)
-        self._loaders.shutdown(cancel_futures=True)
         self._stack.close()
 
-    def compile(self, op: str, shape: Shape, config: Any) -> Future[Callable]:
-        """Return the future of the program that runs this op at this shape by this tiling."""
-        file = self.folder / file_name(op, shape, config)
-        made = None if file.exists() else self._makers.submit(make, op, shape, config, file)
-        return self._loaders.submit(_load, op, shape, file, made)
+    def compile(self, op: str, shape: Shape, config: Any) -> Callable[[], Callable]:
+        """Begin to make a program, unless there is its file; return what loads it."""
+        file, made = self.folder / file_name(op, shape, config), None
+        if not file.exists():
+            made = self._makers.submit(make, op, shape, config, file)
+            self._made.append(made)
+        return functools.partial(_load, op, shape, file, made)
+
+    def wait(self, *, progress: bool) -> None:
+        """Return when all that was begun is made, or has failed."""
+        total, off = len(self._made), not progress
+        for _ in tqdm(as_completed(self._made), "compiling", total, unit="program", disable=off):
+            pass
 
 
 def file_name(op: str, shape: Shape, config: Any) -> str:

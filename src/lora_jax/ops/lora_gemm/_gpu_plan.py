@@ -15,6 +15,7 @@ DEPTH = 2 * hopper.COLUMNS  # of d_in in one stage of the shrink
 TALL = 64  # rank rows in one tile of the shrink
 STEP = 16  # rank rows in one stage of the expand
 CTAS = 2  # per SM
+MAX_RANK = 128
 MAX_PAIRED = 2048  # rows that are sorted by comparing all pairs
 
 
@@ -49,18 +50,18 @@ class Plan:
 
 
 def find_config(rows: int, slots: int, max_rank: int) -> Config:
-    """Return tiles for so many rows of at most so many adapters.
+    """Return tiles for so many rows of at most so many adapters, up to MAX_RANK.
 
-    Many rows of few adapters share one read of the weights in a tile of up to 48 rows; what shared
-    memory is left over holds y.
+    Many rows of few adapters share one read of the weights in a tile of up to 32 rows, at which two
+    CTAs of three warpgroups still find registers on an SM: tiles of 48 rows took a sixth longer.
+    Every row of a tile costs, its own or not: tiles of 8 are best up to 16 rows in the mean.
     """
-    mean = rows / slots
-    wanted = next((n for most, n in ((2, 8), (16, 16), (64, 32)) if mean <= most), 48)
-    fitting = (_fitted(Config(n), max_rank) for n in (48, 32, 16, 8) if n <= wanted)
-    return next(c for c in fitting if c.slots >= 2 and c.shrink_stages >= 3)
+    tiles = ((16, 8), (64, 16))
+    tile = next((tile for most, tile in tiles if rows <= most * slots), 32)
+    return fitted(Config(tile), max_rank)
 
 
-def _fitted(config: Config, max_rank: int) -> Config:
+def fitted(config: Config, max_rank: int) -> Config:
     """Return the config with as many stages and slots as two CTAs per SM have memory for."""
     room = hopper.SHARED_BYTES // CTAS - 2048
     stage = (TALL + config.rows) * DEPTH * 2

@@ -6,26 +6,31 @@ rounds to bfloat16; `expand` adds the product with B to the rows of y where they
 wgmma's M operand in one and its K in the other, rows of x its N: an item of one row costs a tile of
 8. Adapters read their own rank rows, in steps of 8 to 64 rows of A and of 16 rows of B.
 
-A row's result is made of sums whose order depends on the widths and its own adapter alone.
+A row's result is made of sums whose order depends on the widths and its own adapter alone, so tiles
+come from a table of this device, or from a formula, and change no bit.
 """
 
+import functools
+from collections.abc import Mapping
+
+import jax
 import jax.numpy as jnp
 
-from lora_jax.ops import hopper
+from lora_jax.ops import hopper, tuning_table
 from lora_jax.ops.lora_gemm._gpu_expand import expand
 from lora_jax.ops.lora_gemm._gpu_plan import (
     ALIGN,
+    MAX_RANK,
     STEP,
     Config,
     Plan,
     find_config,
+    fitted,
     make_plan,
     rank_steps,
 )
 from lora_jax.ops.lora_gemm._gpu_shrink import shrink
 from lora_jax.typing import Array, Float, Int
-
-MAX_RANK = 128
 
 
 def lora_gemm(
@@ -48,11 +53,40 @@ def lora_gemm(
     that are no multiples of 64, pools that are no multiples of 8 rows, and ranks above 128.
     """
     _require(y, x, a_pool, b_pool, max_rank, interpret)
-    config = config or find_config(x.shape[0], entries.shape[0], max_rank)
+    sizes = {"rank": max_rank, "d_out": y.shape[1], "d_in": x.shape[1]}
+    config = config or _find({"rows": x.shape[0], "slots": entries.shape[0], **sizes})
+    table, owners = (entries, scaling), (row_to_slot, row_to_expert)
+    return _launch(y, x, a_pool, b_pool, *table, *owners, max_rank, config, interpret)
+
+
+# Equal launches of a program's layers are traced and lowered once; XLA plans equal rows once.
+@functools.partial(jax.jit, static_argnames=("max_rank", "config", "interpret"))
+def _launch(
+    y: Float[Array, "rows d_out"],
+    x: Float[Array, "rows d_in"],
+    a_pool: Float[Array, "a_rows d_in"],
+    b_pool: Float[Array, "b_rows d_out"],
+    entries: Int[Array, "slots 5"],
+    scaling: Float[Array, "slots"],
+    row_to_slot: Int[Array, "rows"],
+    row_to_expert: Int[Array, "rows"],
+    max_rank: int,
+    config: Config,
+    interpret: hopper.Interpret,
+) -> Float[Array, "rows d_out"]:
+    """Return what lora_gemm says, by these tiles."""
     plan = make_plan(entries, scaling, row_to_slot, row_to_expert, config.rows)
     parts = shrink(x[plan.order], a_pool, plan, max_rank, config, interpret)
     h = _sum_parts(parts, plan, max_rank)
     return expand(y, h, b_pool, plan, config, interpret)
+
+
+def _find(shape: Mapping[str, int]) -> Config:
+    """Return the tiles that were found best on this device at about this shape, or a guess."""
+    found = tuning_table.find("lora_gemm", shape, Config)
+    if found is None:
+        return find_config(shape["rows"], shape["slots"], shape["rank"])
+    return fitted(found, shape["rank"])
 
 
 def _require(y, x, a_pool, b_pool, max_rank: int, interpret: hopper.Interpret) -> None:
