@@ -18,7 +18,8 @@ __global__ void __launch_bounds__(kThreads, 2) shrink_kernel(const __grid_consta
   static_assert(offsetof(S, full) >= before, "see kShrinkEnd");
   const int cluster = static_cast<int>(blockIdx.x) / kCluster;
   const int tiles = load_now(p.tiles.cut + 3), few = load_now(p.items.num_items);  // both at once
-  if (threadIdx.x / 32 == kFirstCopyWarp) prefetch_record(p.tiles, cluster);
+  ShrinkRows rows;
+  if (threadIdx.x >= kWeightBoxWarp * 32) rows.ask(p.tiles, cluster);
   if (threadIdx.x == 0) prefetch_entries(p.tiles);
   if (threadIdx.x == 32) prefetch_map(&p.tiles.a_parts[cluster_rank() / 2][1]);
   if (apart && threadIdx.x == 64) make_shrink_barriers();
@@ -27,9 +28,9 @@ __global__ void __launch_bounds__(kThreads, 2) shrink_kernel(const __grid_consta
     serve_items<false, kMaxRows>(p.items, sm);
     fence_shared_copies();  // which brought what tiles write over
     __syncthreads();
+    rows = ShrinkRows{};  // no register holds them meanwhile
+    if (threadIdx.x >= kWeightBoxWarp * 32) rows.ask(p.tiles, cluster);
   }
-  ShrinkRows rows;
-  if (threadIdx.x >= kFirstCopyWarp * 32) rows.ask(p.tiles, cluster);
   if (cluster >= load_now(p.tiles.cut + 3)) return;
   if (!apart) {
     if (threadIdx.x == 64) make_shrink_barriers();

@@ -14,97 +14,9 @@
 // it themselves, as soon as the kernel begins: rows of x are on their way before it is known whose they are. A
 // shrink alone is one kernel for items and tiles (lora_shrink.cuh).
 #pragma once
-#include "cluster.cuh"
-#include "tile_args.cuh"
+#include "shrink_stages.cuh"
 
 namespace lora_jax {
-
-constexpr int kCluster = 4;                                // CTAs, and parts of a sum over k
-constexpr int kShrinkWarps = 4;                            // that multiply
-constexpr int kWeightBoxWarp = kShrinkWarps;               // that brings A
-constexpr int kFirstCopyWarp = kWeightBoxWarp + 1, kCopyWarps = 3;  // that bring x
-constexpr int kShrinkThreads = (kFirstCopyWarp + kCopyWarps) * 32;
-constexpr int kMostRankOfPass = 64;  // of higher ranks x is read once more
-constexpr int kWarpRanks = 32;       // of a warp that multiplies
-constexpr int kBoxSteps = 2;         // of 128 columns, of which a CTA has 32, that one copy of A brings
-constexpr int kTallBox = kWarpRanks / 8;  // groups of 8 ranks that it brings where the adapter has them; else one
-constexpr int kMostStages = 6;
-constexpr int kShrinkBytes = 113 * 1024;  // of shared memory: two CTAs fit an SM
-static_assert(kCluster == kConsumers, "sums must have the order of pair_kernel");
-
-struct ShrinkBarriers {
-  uint64_t full[kMostStages], empty[kMostStages], parts_full, parts_empty;
-};
-// Stages come first, then the parts that the cluster's CTAs send, then this. What barriers of items lie in must
-// not be written over: parts that came to lie there were wrong now and then, where two such CTAs shared an SM.
-constexpr int kShrinkRoom = 110 * 1024, kShrinkEnd = 111 * 1024;
-static_assert(kShrinkEnd + sizeof(ShrinkBarriers) <= kShrinkBytes);
-__device__ __forceinline__ unsigned char* shrink_memory() {
-  extern __shared__ __align__(1024) unsigned char shrink_raw[];
-  return shrink_raw;
-}
-__device__ __forceinline__ ShrinkBarriers& shrink_barriers() {
-  return *reinterpret_cast<ShrinkBarriers*>(shrink_memory() + kShrinkEnd);
-}
-
-// By one thread.
-__device__ __forceinline__ void make_shrink_barriers() {
-  ShrinkBarriers& bars = shrink_barriers();
-  for (int i = 0; i < kMostStages; ++i) {
-    mbar_init(&bars.full[i], 1 + kCopyWarps * 32);
-    mbar_init(&bars.empty[i], kShrinkWarps);
-  }
-  mbar_init(&bars.parts_full, 1);
-  mbar_init(&bars.parts_empty, kShrinkThreads / 32 * kCluster);
-  fence_barriers();
-}
-
-// What a thread that copies asks of a tile's record, whether there is such a tile or not: how many rows it has, and
-// those that this thread brings a part of.
-constexpr int kRowsAtOnce = kCopyWarps * 8, kRowTimes = (kTileRows + kRowsAtOnce - 1) / kRowsAtOnce;
-struct ShrinkRows {
-  static constexpr int kPairs = kListedRows / kRowsAtOnce;
-  static_assert(kRowTimes == 2 * kPairs && kListedRows % kRowsAtOnce == 0, "a thread's rows make whole words");
-  int count, pairs[kPairs];
-  static __device__ __forceinline__ int first() { return static_cast<int>(threadIdx.x) / 4 - kFirstCopyWarp * 8; }
-  __device__ __forceinline__ void ask(const TileArgs& p, int tile) {
-    const TileRecord& record = p.tiles[min(tile, p.most_tiles - 1)];
-    count = load_now(&record.shrink.num_rows);
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) pairs[i] = load_now(reinterpret_cast<const int*>(record.rows) + first() + i * kRowsAtOnce);
-  }
-  __device__ __forceinline__ uint32_t row(int i) const {
-    return static_cast<uint32_t>(pairs[i % kPairs]) >> (i / kPairs * 16) & 0xffff;
-  }
-};
-// By a warp: brings a tile's record near.
-__device__ __forceinline__ void prefetch_record(const TileArgs& p, int tile) {
-  const int at = (threadIdx.x & 31) * 128;
-  const auto* record = reinterpret_cast<const char*>(p.tiles + min(tile, p.most_tiles - 1));
-  if (at < static_cast<int>(sizeof(TileRecord))) prefetch_l1(record + at);
-}
-// By a CTA's first thread: the grid's first ones bring all entries near, which are wanted as soon as a tile
-// is known.
-__device__ __forceinline__ void prefetch_entries(const TileArgs& p) {
-  const int64_t at = int64_t{128} * blockIdx.x;
-  if (at < int64_t{20} * p.num_slots) prefetch_l2(reinterpret_cast<const char*>(p.modules[0].entries) + at);
-}
-
-// Of a CTA whose warps shrink up to 8 * blocks rows each: what a stage holds, and how many there are.
-template <int RANKS>
-struct ShrinkStages {
-  static constexpr int kRowParts = kShrinkWarps * kWarpRanks / RANKS;
-  static constexpr int kBoxes = RANKS * 64 * kBoxSteps;  // bytes of all boxes of the same steps
-  int rows, steps, weights, bytes, depth;                // steps of 128 columns; bytes of weights, of all
-  __device__ constexpr explicit ShrinkStages(int blocks)
-      : rows(blocks * 8 * kRowParts),
-        steps(rows <= 48 ? 4 : 2),
-        weights(kBoxes / kBoxSteps * steps),
-        bytes(weights + rows * 64 * steps),
-        depth((kShrinkRoom - rows * RANKS * 4) / bytes) {
-    if (depth > kMostStages) depth = kMostStages;
-  }
-};
 
 // Of a CTA, for the tiles of its cluster, one after the other, and for some of an adapter's ranks at a time. What a tile
 // is gets read anew wherever it is wanted: the sums of those that multiply leave no register for it.
@@ -149,18 +61,19 @@ struct TileShrink {
     phases ^= 1u << slot;
   }
 
-  // By one warp: boxes of A, lane by lane.
-  __device__ __forceinline__ void bring_weights() {
-    const Item t = tile();
-    const int* entry = p.modules[module()].entries + t.slot * 5;
-    const int a_begin = load_now(entry), of_expert = load_now(entry + 3), groups = this->groups(t.slot);
-    const Stages s(share(t.num_rows));
-    const int part = cluster_rank(), count = divide_up(steps(), s.steps);
+  // By one warp: boxes of A, lane by lane. Its adapter's entry comes by one load, and no division is waited for.
+  __device__ __forceinline__ void bring_weights(const ShrinkRows& tile) {
+    const int part = cluster_rank(), lane = threadIdx.x & 31;
+    const int word = load_now(p.modules[module()].entries + tile.slot() * 5 + min(lane, 4));
+    const Stages s(share(tile.count));
+    const int count = divide_up(steps(), s.steps);
+    const int a_begin = __shfl_sync(~0u, word, 0), rank = __shfl_sync(~0u, word, 2), of_expert = __shfl_sync(~0u, word, 3);
+    const int groups = divide_up(max(min(min(rank, p.max_rank) - first_rank, RANKS), 0), 8);
     const bool tall = groups * 8 == RANKS;
     const int boxes = tall ? kRankParts : max(groups, 1), of_box = tall ? kTallBox : 1;
-    const int lane = threadIdx.x & 31, half = lane / boxes, box = lane - half * boxes;
+    const int half = lane >= boxes * 2 ? 2 : lane >= boxes, box = lane - half * boxes;
     const bool brings = groups > 0 && half < s.steps / kBoxSteps;
-    const int a_row = a_begin + t.expert * of_expert + first_rank + box * of_box * 8;
+    const int a_row = a_begin + tile.expert() * of_expert + first_rank + box * of_box * 8;
     const uint32_t to = memory() + half * Stages::kBoxes + box * of_box * 512 * kBoxSteps;
     const CUtensorMap* map = &p.a_parts[part / 2][tall];
     int slot = 0;
@@ -337,7 +250,7 @@ struct TileShrink {
       else if (share == 6) multiply_and_send<kMostBlocks < 6 ? 4 : 6>();
       else multiply_and_send<kMostBlocks>();
     } else {
-      if (threadIdx.x / 32 == kWeightBoxWarp) bring_weights();
+      if (threadIdx.x / 32 == kWeightBoxWarp) bring_weights(rows);
       else bring_rows(rows);
       if (pass == 0) cluster_all_begun();
     }
@@ -358,7 +271,7 @@ struct TileShrink {
       if ((threadIdx.x & 31) < kCluster) cluster_arrive(&bars().parts_empty, threadIdx.x & 31);
       if (!whole) continue;
       first_rank = 0, at += clusters();
-      if (!MULTIPLIES && threadIdx.x >= kFirstCopyWarp * 32) rows.ask(p, of_module(at));
+      if (!MULTIPLIES) rows.ask(p, of_module(at));
       __syncthreads();  // the next tile's stages may be where parts were
     }
   }
@@ -384,7 +297,7 @@ __global__ void __launch_bounds__(kShrinkThreads, 2) shrink_tiles_kernel(const _
   const int tiles = load_now(p.cut + 3);
   // Of one module the first tile is the cluster's own, asked for before it is known how many there are.
   ShrinkRows rows;
-  if (threadIdx.x >= kFirstCopyWarp * 32) rows.ask(p, p.num_modules == 1 ? cluster : cluster % max(tiles, 1));
+  if (threadIdx.x >= kWeightBoxWarp * 32) rows.ask(p, p.num_modules == 1 ? cluster : cluster % max(tiles, 1));
   if (threadIdx.x == 0) prefetch_entries(p);
   if (threadIdx.x == 32) make_shrink_barriers();
   if (threadIdx.x == kWeightBoxWarp * 32) prefetch_map(&p.a_parts[cluster_rank() / 2][1]);

@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kTileThreads, 2) pair_tiles_kernel(const __gri
   const int cluster = blockIdx.x / kCluster, tiles = load_now(p.cut + 3);
   // Of one module it is the cluster's own, asked for before it is known how many there are.
   ShrinkRows rows;
-  if (threadIdx.x >= kFirstCopyWarp * 32) rows.ask(p, p.num_modules == 1 ? cluster : cluster % max(tiles, 1));
+  if (threadIdx.x >= kWeightBoxWarp * 32) rows.ask(p, p.num_modules == 1 ? cluster : cluster % max(tiles, 1));
   if (threadIdx.x == 0) prefetch_entries(p);
   if (threadIdx.x == 32) make_shrink_barriers();
   if (threadIdx.x == kWeightBoxWarp * 32) prefetch_map(&p.a_parts[cluster_rank() / 2][1]);
