@@ -268,7 +268,7 @@ def bytes_moved(point: Point, owners: list[np.ndarray]) -> float:
 
     Rows that ask for no adapter take none.
     """
-    rows = asked_for(owners) * point.rank + statistics.mean((of >= 0).sum() for of in owners)
+    rows = asked_for(owners) * point.rank + statistics.mean(int((of >= 0).sum()) for of in owners)
     shrink, expand = 2.0 * point.d_in * rows, 2.0 * point.d_out * rows
     return {"shrink": shrink, "expand": expand, "pair": shrink + expand}[point.op]
 
