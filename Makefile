@@ -23,13 +23,16 @@ LIBTPU_VERSION := 0.0.48.1
 # triton-ascend has wheels for Python 3.9 to 3.11 only.
 ASCEND_PYTHON ?= python3.11
 
-.PHONY: serve test test-slow test-gpu test-aot test-ascend lint bench-cpu bench-report notebooks clean
+.PHONY: serve test test-avx2 test-slow test-gpu test-aot test-ascend lint bench-cpu bench-report notebooks clean
 
 serve: .venv/.serve  ## start the embedded default on this machine's CPU
 	$(BIN)/python -m serving.launch $(MODEL) $(addprefix --lora-dir ,$(wildcard $(MODEL)/adapters)) $(if $(strip $(ESFT_FOLDERS)),--lora-modules $(ESFT_FOLDERS)) --port $(PORT) $(ARGS)
 
 test: .venv/.dev .cache/vllm-rs  ## the whole CPU suite, notebooks included
 	$(TEST_ENV) $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --nbmake -m "not gpu and not multigpu and not slow and not aot and not ascend" notebooks tests
+
+test-avx2:  ## the same suite as if the CPU had no AVX-512: programs of XLA and C++ kernels
+	XLA_FLAGS="$$XLA_FLAGS --xla_cpu_max_isa=AVX2" LORA_JAX_MARCH=x86-64-v3 $(MAKE) test
 
 test-slow: .venv/.dev .cache/vllm-rs
 	$(BIN)/python -m pytest -m slow

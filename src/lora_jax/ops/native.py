@@ -18,10 +18,12 @@ from typing import Any
 import jax
 import jaxlib.version
 
+from lora_jax.ops import dispatch
+
 log = logging.getLogger(__name__)
 
 CPP_COMPILERS = ("g++", "clang++", "c++")
-CPP_FLAGS = ("-O3", "-std=c++17", "-march=native", "-shared", "-fPIC", "-DNDEBUG", "-w")
+CPP_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-DNDEBUG", "-w")  # and -march
 
 
 class BuildError(RuntimeError):
@@ -187,7 +189,7 @@ def cpp_library(name: str, title: str, folder: Path, targets: tuple[str, ...]) -
         title=title,
         compiler=cpp_compiler(),
         wanted=f"C++ compiler ({', '.join(CPP_COMPILERS)})",
-        flags=CPP_FLAGS,
+        flags=(*CPP_FLAGS, f"-march={dispatch.march()}"),
         sources=cpp_sources(folder),
         unit=".cc",
         targets=targets,
