@@ -4,8 +4,8 @@
 are kernels written in JAX; "ffi" is C++ on a CPU, built at first use; "xla" is portable JAX whose
 cost follows the rows; "reference" states the meaning.
 `LORA_JAX_OPS` names one of them for the whole process; `LORA_JAX_CACHE` is the folder of compiled
-kernels; `LORA_JAX_MARCH` is the CPU that the C++ kernels are compiled for, as `g++ -march` takes it.
-No other module of ops reads the environment.
+kernels; `LORA_JAX_MARCH` is the CPU that C++ kernels are compiled for, as `g++ -march` takes it. No
+other module of ops reads the environment.
 """
 
 import functools
