@@ -7,6 +7,8 @@ Format (deepseek-ai/ESFT, `to_esft` of esft.py): {"experts": {"<layer>": [expert
 import json
 from typing import Any
 
+from lora_jax import strict_json
+
 _REFUSED = {
     "shared_experts": "the adapter replaces the shared experts",
     "non_expert_modules": "the adapter replaces attention, embeddings, router and norms",
@@ -20,7 +22,7 @@ def parse(data: bytes) -> dict[int, tuple[int, ...]]:
     adapters that replace more than routed experts, which all adapters of one base share.
     """
     try:
-        raw = json.loads(data.decode(), object_pairs_hook=_unique)
+        raw = strict_json.loads(data.decode())
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
         raise ValueError("not valid JSON.") from None
     if not isinstance(raw, dict):
@@ -54,9 +56,3 @@ def _experts(layer: str, ids: Any) -> tuple[int, ...]:
     if len(set(ids)) < len(ids):
         raise ValueError(f"experts of layer {layer} has an expert twice: {sorted(ids)}.")
     return tuple(sorted(ids))
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len({name for name, _ in pairs}) != len(pairs):
-        raise ValueError("a key stands twice.")
-    return dict(pairs)

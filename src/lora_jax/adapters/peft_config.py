@@ -11,6 +11,8 @@ import re
 from pathlib import PurePosixPath
 from typing import Any
 
+from lora_jax import strict_json
+
 # Says nothing about what the tensors do: training, bookkeeping, or which tensors exist.
 _METADATA = frozenset(
     (
@@ -114,7 +116,7 @@ def _target_modules(config: dict[str, Any]) -> tuple[str, ...]:
 
 def _json(data: bytes) -> dict[str, Any]:
     try:
-        config = json.loads(data.decode())
+        config = strict_json.loads(data.decode())
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
         raise ValueError("not valid JSON.") from None
     if not isinstance(config, dict):
