@@ -1,5 +1,6 @@
 """Compiles a library of XLA custom calls at first use and keeps it in the user's cache."""
 
+import atexit
 import contextlib
 import ctypes
 import dataclasses
@@ -82,7 +83,7 @@ class Library:
         except OSError as error:
             log.warning("The %s are compiled anew at each start: %s", self.title, error)
         try:
-            private = own_files.own_folder(Path(_private_folder().name))
+            private = own_files.own_folder(_private_folder())
             return self._built_in(private / name, self.compiler)
         except OSError as error:
             raise BuildError(f"cannot write the kernel cache: {error}") from error
@@ -184,9 +185,11 @@ def locked(path: Path) -> Iterator[None]:
 
 
 @functools.cache
-def _private_folder() -> tempfile.TemporaryDirectory:
+def _private_folder() -> Path:
     """Return a folder of mode 0700 that ends with this process."""
-    return tempfile.TemporaryDirectory(prefix="lora-jax-")
+    folder = Path(tempfile.mkdtemp(prefix="lora-jax-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def cpp_compiler() -> str | None:
