@@ -148,8 +148,9 @@ def test_other_methods_are_refused(kind):
         ("alpha_pattern", {"q_proj": "x"}),
         ("rank_pattern", {"(": 3}),
         ("rank_pattern", {"[a": 3}),
-        ("rank_pattern", {"(a+)+b": 3}),
-        ("rank_pattern", {".*.*.*.*": 3}),
+        ("rank_pattern", {"(?=a)b": 3}),
+        ("rank_pattern", {r"(a)\1": 3}),
+        ("rank_pattern", {f"layer{i}": 1 for i in range(1001)}),
         ("rank_pattern", {"a" * 600: 3}),
         ("target_parameters", "experts.gate_up_proj"),
         ("target_parameters", [1]),
@@ -214,7 +215,7 @@ def test_parameters_match_by_suffix_as_in_peft():
 
 
 def test_too_many_patterns_for_too_many_modules():
-    config = parse(rank_pattern={f"layer{i}": 1 for i in range(3000)})
+    config = parse(rank_pattern={f"layer{i}": 1 for i in range(1000)})
     config.check_size(1000)
-    with pytest.raises(ValueError, match="3000 patterns for 2000 modules"):
+    with pytest.raises(ValueError, match="1000 patterns for 2000 modules"):
         config.check_size(2000)

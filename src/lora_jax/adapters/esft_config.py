@@ -8,7 +8,10 @@ import json
 from typing import Any
 
 from lora_jax import strict_json
+from lora_jax.json_structure import too_many_values
 
+_MAX_VALUES = 1 << 17
+_LISTED = 16
 _REFUSED = {
     "shared_experts": "the adapter replaces the shared experts",
     "non_expert_modules": "the adapter replaces attention, embeddings, router and norms",
@@ -21,6 +24,8 @@ def parse(data: bytes) -> dict[int, tuple[int, ...]]:
     Raises ValueError naming the key: for what is not this format, for keys nobody knows, and for
     adapters that replace more than routed experts, which all adapters of one base share.
     """
+    if too_many_values(data, _MAX_VALUES):
+        raise ValueError(f"it holds more than {_MAX_VALUES} JSON values.")
     try:
         raw = strict_json.loads(data.decode())
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
@@ -54,5 +59,6 @@ def _experts(layer: str, ids: Any) -> tuple[int, ...]:
     if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
         raise ValueError(f"experts of layer {layer} must be a list of numbers.")
     if len(set(ids)) < len(ids):
-        raise ValueError(f"experts of layer {layer} has an expert twice: {sorted(ids)}.")
+        shown = ", ".join(map(str, sorted(ids)[:_LISTED]))
+        raise ValueError(f"experts of layer {layer} has an expert twice: {shown}, ...")
     return tuple(sorted(ids))
