@@ -20,8 +20,11 @@ TIME = "%m-%d %H:%M:%S"
 PROBES = ("/health", "/metrics", "/load", "/ping", "/version")
 
 
-def configure(level: str = "info") -> None:
-    """Send every logger's lines to stdout in one format; probes are left out of the access log."""
+def configure(level: str = "info", quiet_paths: Collection[str] = ()) -> None:
+    """Send every logger's lines to stdout in one format.
+
+    Probes and the quiet paths are left out of the access log.
+    """
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter(LINE, TIME))
     root = logging.getLogger()
@@ -29,13 +32,19 @@ def configure(level: str = "info") -> None:
     root.setLevel(logging.WARNING)
     for name in ("serving", "lora_jax", "uvicorn"):
         logging.getLogger(name).setLevel(level.upper())
-    logging.getLogger("uvicorn.access").addFilter(is_not_a_probe)
+    logging.getLogger("uvicorn.access").addFilter(LeaveOut((*PROBES, *quiet_paths)))
 
 
-def is_not_a_probe(record: logging.LogRecord) -> bool:
-    """Return whether an access log record is about more than a probe."""
-    args = record.args if isinstance(record.args, tuple) else ()
-    return not (len(args) >= 3 and str(args[2]).partition("?")[0] in PROBES)
+class LeaveOut(logging.Filter):
+    """Leaves requests for some paths out of the access log."""
+
+    def __init__(self, paths: Collection[str] = PROBES):
+        super().__init__()
+        self._paths = frozenset(paths)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        args = record.args if isinstance(record.args, tuple) else ()
+        return not (len(args) >= 3 and str(args[2]).partition("?")[0] in self._paths)
 
 
 def version_line() -> str:

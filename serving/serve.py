@@ -11,6 +11,7 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from serving import logs
+from serving.http.edge import at_the_edge
 from serving.http.local_names import LocalNames
 from serving.http.uvicorn_server import AnnouncingServer, uvicorn_config
 from serving.options import Options
@@ -36,7 +37,8 @@ def serve(
     with ExitStack() as stack:
         engine = stack.enter_context(_engine(options, access))
         server = _server(options, engine, sock, announce)
-        stack.enter_context(logs.PeriodicStats(engine))
+        if options.log_stats:
+            stack.enter_context(logs.PeriodicStats(engine))
         run_server(server, sock)
 
 
@@ -100,7 +102,8 @@ def _server(
 
 
 def guarded(app: ASGIApp, options: Options, sock: socket.socket) -> ASGIApp:
-    """Return the application, which answers to local names only where nothing else protects it."""
+    """Return the application behind the edge, with local names only where it has no other guard."""
+    app = at_the_edge(app, options.http)
     is_open = options.insecure or options.http.has_api_keys or sock.family == socket.AF_UNIX
     return app if is_open else LocalNames(app)
 

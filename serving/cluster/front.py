@@ -30,7 +30,8 @@ def serve_cluster(options: Options, sock: socket.socket) -> None:
     _log_plan(options, spec)
     with ExitStack() as stack:
         try:
-            inner = dataclasses.replace(options, uvicorn={}, access_log=False)
+            http = dataclasses.replace(options.http, cors=None, root_path="")  # both are here
+            inner = dataclasses.replace(options, http=http, uds=None, uvicorn={}, access_log=False)
             cluster = LocalCluster(inner, spec)
         except (ConnectionError, RuntimeError) as error:
             raise StartError(str(error)) from error

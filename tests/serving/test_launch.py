@@ -20,7 +20,7 @@ from tiny_checkpoint import TinyShape, write_adapter, write_model
 
 import serving
 from serving import launch
-from serving.flags import LoraModule
+from serving.flag_values import LoraModule
 from serving.launch import is_loopback, main, read_options
 
 BODY = {"prompt": "x", "max_tokens": 4}
