@@ -10,11 +10,11 @@ from fake_engine import FakeEngine, write_fake_adapters
 
 from serving.http.app import create_app
 from serving.logs import (
+    LeaveOut,
     PeriodicStats,
     adapter_table,
     configure,
     folder_lines,
-    is_not_a_probe,
     ready_lines,
     route_lines,
 )
@@ -30,7 +30,9 @@ def _restore_logging():
     root.handlers[:], _ = before[0], root.setLevel(before[1])
     for name, level in zip(names, before[2], strict=True):
         logging.getLogger(name).setLevel(level)
-    logging.getLogger("uvicorn.access").removeFilter(is_not_a_probe)
+    access = logging.getLogger("uvicorn.access")
+    for leave_out in [f for f in access.filters if isinstance(f, LeaveOut)]:
+        access.removeFilter(leave_out)
 
 
 @pytest.mark.usefixtures("_restore_logging")
@@ -50,14 +52,15 @@ def test_lines_have_level_time_and_place(capsys):
 
 @pytest.mark.usefixtures("_restore_logging")
 def test_probes_are_not_in_the_access_log(capsys):
-    configure("info")
+    configure("info", ("/quiet",))
     access = logging.getLogger("uvicorn.access")
-    for path in ("/health", "/metrics?x=1", "/v1/models"):
+    for path in ("/health", "/metrics?x=1", "/quiet?y", "/v1/models"):
         access.info('%s - "%s %s HTTP/%s" %d', "127.0.0.1:1", "GET", path, "1.1", 200)
     out = capsys.readouterr().out
     assert "/v1/models" in out
     assert "/health" not in out
     assert "/metrics" not in out
+    assert "/quiet" not in out
 
 
 def test_adapter_table_has_a_row_per_adapter(tmp_path):
