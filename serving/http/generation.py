@@ -36,10 +36,12 @@ class Generation:
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Piece | None] = asyncio.Queue()  # None: the client is gone
         self._running: dict[str, int] = {}  # request id -> choices not finished
+        self.samplings: tuple[Sampling, ...] = ()
         self.num_choices = 0
 
     def submit(self, adapter: str | None, samplings: Sequence[Sampling], cache_salt: str) -> None:
         """Hand one request per prompt to the engine; when one is refused, none goes on."""
+        self.samplings = tuple(samplings)
         try:
             for prompt, sampling in zip(self.prompts, samplings, strict=True):
                 request_id = self._engine.submit(

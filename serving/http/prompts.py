@@ -7,6 +7,7 @@ from typing import Any
 from serving.http.errors import ApiError
 from serving.http.interface import AbstractEngine
 from serving.http.protocol import MAX_PROMPTS, ChatMessage
+from serving.http.template_options import TemplateOptions
 
 _SHORT = 2048  # characters that are encoded without leaving the event loop
 
@@ -65,20 +66,25 @@ def check_ids(engine: AbstractEngine, ids: list[int], field: str) -> None:
 async def chat_prompt(
     engine: AbstractEngine,
     messages: list[ChatMessage],
-    add_generation_prompt: bool,
+    options: TemplateOptions,
     add_special_tokens: bool,
 ) -> Prompt:
     """Return the prompt that the server's own template makes of the messages."""
     if not messages:
         raise ApiError(400, "messages must not be empty.", param="messages")
-    plain = [_plain(i, message) for i, message in enumerate(messages)]
+    plain = plain_messages(messages)
     text = await asyncio.to_thread(
-        engine.tokenizer.apply_chat_template, plain, add_generation_prompt=add_generation_prompt
+        engine.tokenizer.apply_chat_template, plain, **options.as_arguments()
     )
     ids = await encode(engine, text, add_special_tokens)
     if not ids:
         raise ApiError(400, "messages must not be empty.", param="messages")
     return Prompt(ids, text)
+
+
+def plain_messages(messages: list[ChatMessage]) -> list[dict[str, str]]:
+    """Return role and text of each message; what is not text is ApiError 400."""
+    return [_plain(i, message) for i, message in enumerate(messages)]
 
 
 def _plain(place: int, message: ChatMessage) -> dict[str, str]:

@@ -10,6 +10,7 @@ from serving.http.errors import ApiError
 from serving.http.prompts import chat_prompt, check_ids, encode
 from serving.http.protocol import DetokenizeBody, TokenizeBody
 from serving.http.server import server_of
+from serving.http.template_options import template_options
 
 router = APIRouter()
 
@@ -24,8 +25,8 @@ async def tokenize(request: Request) -> dict[str, Any]:
         raise ApiError(400, "Give either prompt or messages.", param="prompt")
     special = body.add_special_tokens
     if body.messages is not None:
-        generation = body.add_generation_prompt is not False
-        prompt = await chat_prompt(server.engine, body.messages, generation, bool(special))
+        options = template_options(body, server.settings.default_template_kwargs)
+        prompt = await chat_prompt(server.engine, body.messages, options, bool(special))
         ids = prompt.ids
     else:
         ids = await encode(server.engine, body.prompt or "", special is not False)
