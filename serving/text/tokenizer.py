@@ -58,7 +58,7 @@ class Tokenizer:
         self.eos_token_ids: tuple[int, ...] = self._find_eos(files)
         source = files.chat_template()
         if chat_template is not None:
-            source = Path(chat_template).read_text(encoding="utf-8")
+            source = _read_template(Path(chat_template))
         self._template = None
         if source is not None:
             self._template = ChatTemplate(source, files.special_tokens())
@@ -137,6 +137,15 @@ class Tokenizer:
         if spelled is not None and (own := self._backend.token_id(spelled)) is not None:
             ids.add(own)
         return tuple(sorted(token_id for token_id in ids if 0 <= token_id < self.vocab_size))
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"The chat template {path.absolute()} cannot be read: {error.strerror}."
+        ) from None
 
 
 def shown_token(backend: AbstractBackend, token_id: int, skip_special_tokens: bool) -> str | None:

@@ -163,8 +163,8 @@ def prompt_of(engine, client, **body) -> str:
 def test_the_template_gets_what_the_request_says(engine, client):
     got = prompt_of(engine, client, chat_template_kwargs={"enable_thinking": False})
     assert got == "{enable_thinking=False}[user]yo[end][assistant]"
-    got = prompt_of(engine, client, reasoning_effort="low")
-    assert got == "{reasoning_effort=low}{enable_thinking=True}[user]yo[end][assistant]"
+    got = prompt_of(engine, client, reasoning_effort="low", add_generation_prompt=False)
+    assert got.startswith("{reasoning_effort=low}{enable_thinking=True}[user]yo")
 
 
 def test_the_last_message_can_be_continued(engine, client):

@@ -169,6 +169,6 @@ def test_the_last_message_is_continued_where_its_text_ends():
             template.render(
                 [{"role": "assistant", "content": content}], continue_final_message=True
             )
-    silent = ChatTemplate("nothing", {})
+    silent = ChatTemplate("-", {})
     with pytest.raises(ValueError, match="does not show the last message"):
         silent.render(TALK[:1], continue_final_message=True)
