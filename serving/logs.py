@@ -13,6 +13,7 @@ from typing import Protocol
 from fastapi import FastAPI
 
 from lora_jax.adapters.registry import AdapterEntry
+from serving.examples import Examples
 from serving.metrics import EngineStats
 
 LINE = "%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
@@ -89,20 +90,36 @@ def route_lines(app: FastAPI) -> list[str]:
     ]
 
 
-def ready_lines(url: str, model: str, needs_key: bool, adapters: Sequence[str] = ()) -> list[str]:
-    """Return the lines that say where the server is and how to try it, with the first adapter.
+def ready_lines(
+    url: str,
+    model: str,
+    needs_key: bool,
+    adapters: Sequence[str] = (),
+    examples: Examples | None = None,
+    chats: bool = False,
+) -> list[str]:
+    """Return the lines that say where the server is and how to try it.
 
-    On a Unix socket that is an instance behind a router, which says how.
+    The prompt is the example of the first adapter that has one, else the base's; with `chats` it
+    is a message. On a Unix socket that is an instance behind a router, which says how.
     """
     if url.startswith("unix:"):
         return [f"Ready: {url} serves {model}."]
-    body = {"model": model, "prompt": "Once upon a time", "max_tokens": 48, "temperature": 0}
+    examples = examples or Examples()
+    asked = next((name for name in adapters if name in examples.adapters), None)
+    prompt = examples.adapters[asked] if asked else examples.base or "Once upon a time"
+    body = {"model": asked or model, "max_tokens": 48, "temperature": 0}
+    if chats:
+        path, body = "chat/completions", body | {"messages": [{"role": "user", "content": prompt}]}
+    else:
+        path, body = "completions", body | {"prompt": prompt}
     key = ' -H "Authorization: Bearer $SERVING_API_KEY"' if needs_key else ""
+    others = [name for name in (model, *adapters) if name != body["model"]]
     return [
         f"Ready: {url} serves {model}. Try:",
-        f"curl {url}/v1/completions{key} -H 'Content-Type: application/json' "
-        f"-d {shlex.quote(json.dumps(body))}",
-        *(f'An adapter answers to its name: "model": {json.dumps(name)}.' for name in adapters[:1]),
+        f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' "
+        f"-d {shlex.quote(json.dumps(body, ensure_ascii=False))}",
+        *(f'Another model answers to its name: "model": {json.dumps(n)}.' for n in others[:1]),
     ]
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from serving.examples import Examples
 from serving.http import adapters, chat, completions, demo, docs, health, models, tokenize
 from serving.http.auth import Authenticate
 from serving.http.body import OneLength
@@ -16,9 +17,14 @@ from serving.http.server import Server
 from serving.http.settings import HttpSettings
 
 
-def create_app(engine: AbstractEngine, settings: HttpSettings | None = None) -> FastAPI:
+def create_app(
+    engine: AbstractEngine,
+    settings: HttpSettings | None = None,
+    examples: Examples | None = None,
+) -> FastAPI:
     """Return the application; it neither starts nor closes the engine.
 
+    `examples` are what the demo page suggests to ask.
     A request passes, in this order: its id and counters, unexpected errors, its length, the key,
     the route.
     """
@@ -38,6 +44,7 @@ def create_app(engine: AbstractEngine, settings: HttpSettings | None = None) -> 
     if settings.docs:
         app.include_router(docs.router)
     if settings.demo:
+        app.state.examples = examples or Examples()
         app.include_router(demo.router)
     app.openapi = functools.partial(_describe, app)
     install(app)

@@ -34,6 +34,7 @@ class RootPath:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")
         if path == self._root or path.startswith(self._root + "/"):
-            path = path.removeprefix(self._root) or "/"
-            scope = {**scope, "path": path, "raw_path": path.encode("utf-8", "surrogateescape")}
+            raw = scope.get("raw_path") or path.encode("utf-8", "surrogateescape")
+            scope = {**scope, "path": path.removeprefix(self._root) or "/"}
+            scope["raw_path"] = raw.removeprefix(self._root.encode()) or b"/"
         await self.app(scope, receive, send)
