@@ -30,7 +30,7 @@ def plain_words(argv: Sequence[str]) -> list[str]:
 
 
 def _is_flag(word: str) -> bool:
-    return word.startswith("-") and word[1:2].isalpha() or word.startswith("--")
+    return (word.startswith("-") and word[1:2].isalpha()) or word.startswith("--")
 
 
 def _dashes(flag: str) -> str:

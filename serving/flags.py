@@ -1,4 +1,4 @@
-"""The command line's flags: vLLM's names, one per field of a configuration, and what else serves."""
+"""The command line's flags: vLLM's names, one per field of a configuration, and some of HTTP."""
 
 import argparse
 import dataclasses
@@ -29,7 +29,7 @@ _TYPES: dict[str, Callable[[str], Any]] = {  # of fields that take more words th
     "max_model_len": length_or_auto,
     "scheduling_policy": policy,
 }
-_CHOICES = {name: known for name, known in (*config.CHOICES, *cluster_config.CHOICES)}
+_CHOICES = dict((*config.CHOICES, *cluster_config.CHOICES))
 
 
 def build_parser() -> ParserWithSource:
@@ -38,7 +38,7 @@ def build_parser() -> ParserWithSource:
         prog="python -m serving.launch",
         usage="%(prog)s [serve] MODEL [flags]; --help lists them",
         description="Serve one base model with many LoRA adapters over the OpenAI API.",
-        epilog="Every other flag of vLLM is refused with the reason; docs/vllm_flags.md lists them.",
+        epilog="Every other flag of vLLM is refused with the reason: docs/vllm_flags.md",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
@@ -75,7 +75,9 @@ def _add_server_flags(group) -> None:
         choices=(0, 1, 2),
         help="whether clients need a certificate: 0 no, 1 if they have one, 2 always (0)",
     )
-    group.add_argument("--ssl-ciphers", metavar="CIPHERS", help="TLS ciphers, as OpenSSL lists them")
+    group.add_argument(
+        "--ssl-ciphers", metavar="CIPHERS", help="TLS ciphers, as OpenSSL lists them"
+    )
     group.add_argument(
         "--h11-max-incomplete-event-size",
         type=whole_number,
@@ -114,7 +116,9 @@ def _add_http_flags(group) -> None:
         help="what the chat template gets beside the messages, under a request's "
         "chat_template_kwargs",
     )
-    text = "log-probabilities name tokens as token_id:NUMBER unless a request says otherwise (False)"
+    text = (
+        "log-probabilities name tokens as token_id:NUMBER unless a request says otherwise (False)"
+    )
     group.add_argument("--return-tokens-as-token-ids", action=pair, help=text)
     text = "every stream ends with its usage (False)"
     group.add_argument("--enable-force-include-usage", action=pair, help=text)
@@ -197,7 +201,11 @@ def _add_cluster_flags(group) -> None:
 
 def _add_field(group, field: dataclasses.Field, texts: Mapping[str, str]) -> None:
     """Add the flag of one field, with its default in the help."""
-    flag, kind, text = f"--{field.name.replace('_', '-')}", _plain_type(field.type), texts[field.name]
+    flag, kind, text = (
+        f"--{field.name.replace('_', '-')}",
+        _plain_type(field.type),
+        texts[field.name],
+    )
     if kind is dict:
         group.add_argument(flag, type=json_object, metavar="JSON", help=text)
         return

@@ -1,4 +1,4 @@
-"""Flags of vLLM and SGLang that are not flags here: already true, or refused with the reason. No jax.
+"""Flags of vLLM and SGLang that are none here: already true, or refused with the reason. No jax.
 
 A command line that serves elsewhere either means the same here, or is refused with the reason.
 """
@@ -49,9 +49,9 @@ class Verdict:
 @functools.cache
 def vllm_facts() -> tuple[Fact, ...]:
     """Return the flags of vLLM's parser in its own order."""
-    rows = json.loads(FACTS.read_text(encoding="utf-8"))["flags"]
-    lists = {"aliases", "negative"}
-    return tuple(Fact(**{k: tuple(v) if k in lists else v for k, v in r.items()}) for r in rows)
+    rows: list[dict[str, Any]] = json.loads(FACTS.read_text(encoding="utf-8"))["flags"]
+    lists = ("aliases", "negative")
+    return tuple(Fact(**row | {k: tuple(row.get(k, ())) for k in lists}) for row in rows)
 
 
 @functools.cache

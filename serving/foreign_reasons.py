@@ -193,8 +193,8 @@ REFUSED = {
         "--max-cudagraph-capture-size"
     ),
     "kernels are chosen by device and batch": (
-        "--attention-backend --attention-config --kernel-config --ir-op-priority --monokernel --moe-backend "
-        "--linear-backend --sparse-indexer-topk-backend --use-fp64-gumbel"
+        "--attention-backend --attention-config --kernel-config --ir-op-priority --monokernel "
+        "--moe-backend --linear-backend --sparse-indexer-topk-backend --use-fp64-gumbel"
     ),
     "a model's sliding window is part of it": "--disable-sliding-window",
     "every token is computed by the model that is served": (

@@ -100,9 +100,7 @@ def _http_settings(given: Mapping[str, Any]) -> HttpSettings:
     if origins := given.get("allowed_origins"):
         parts = {"methods": "allowed_methods", "headers": "allowed_headers"}
         more = {name: given[flag] for name, flag in parts.items() if flag in given}
-        values["cors"] = Cors(
-            origins, credentials=given.get("allow_credentials", False), **more
-        )
+        values["cors"] = Cors(origins, credentials=given.get("allow_credentials", False), **more)
     if "sse_keep_alive_interval" in given:
         values["keep_alive_s"] = given["sse_keep_alive_interval"] or _NEVER_S
     return HttpSettings(

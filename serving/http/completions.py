@@ -33,7 +33,9 @@ async def create_completion(request: Request) -> Response:
     samplings = [fit_context(sampling, body, len(p.ids), limit) for p in prompts]
     generation = Generation(server.engine, server.mailbox, prompts)
     generation.submit(target.adapter, samplings, cache_salt(caller.salt, body.cache_salt))
-    answer = CompletionAnswer(body, generation, target.name, server.engine.tokenizer, server.settings)
+    answer = CompletionAnswer(
+        body, generation, target.name, server.engine.tokenizer, server.settings
+    )
     return await respond(request, server, answer, body.stream)
 
 

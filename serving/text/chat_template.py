@@ -17,8 +17,10 @@ from serving.text.template_sandbox import BoundedEnvironment, Meter
 MAX_TEMPLATE = 1 << 18  # characters
 # What the server fills in; everything else a request may give its template.
 OWN_VARIABLES = frozenset(
-    ("messages", "add_generation_prompt", "continue_final_message", "tools", "documents")
-    + ("bos_token", "eos_token", "unk_token", "pad_token", "raise_exception", "strftime_now")
+    (
+        *("messages", "add_generation_prompt", "continue_final_message", "tools", "documents"),
+        *("bos_token", "eos_token", "unk_token", "pad_token", "raise_exception", "strftime_now"),
+    )
 )
 _MAX_MESSAGE = 300
 
@@ -65,7 +67,11 @@ class ChatTemplate:
         except (Exception, RecursionError) as error:  # whatever a template can do wrong
             what = f"{type(error).__name__}: {error}"
             raise ValueError(f"The chat template failed: {what}"[:_MAX_MESSAGE]) from error
-        return _up_to(prompt, plain[-1]["content"] if plain else "") if continue_final_message else prompt
+        return (
+            _up_to(prompt, plain[-1]["content"] if plain else "")
+            if continue_final_message
+            else prompt
+        )
 
 
 def _up_to(prompt: str, text: str) -> str:

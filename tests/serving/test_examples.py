@@ -28,8 +28,10 @@ def test_an_adapter_s_own_file_wins(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[]", "{", "3", '{"prompt": 3}', '{"prompt": ""}', '{"adapters": []}', "[" * 70_000]
-    + [json.dumps({"prompt": "x" * (MAX_LENGTH + 1)}), '{"adapters": {"a": ["x"]}}'],
+    [
+        *["", "[]", "{", "3", '{"prompt": 3}', '{"prompt": ""}', '{"adapters": []}', "[" * 70_000],
+        *[json.dumps({"prompt": "x" * (MAX_LENGTH + 1)}), '{"adapters": {"a": ["x"]}}'],
+    ],
 )
 def test_what_is_not_as_described_gives_none(tmp_path, content):
     write(tmp_path / "m", content)

@@ -39,11 +39,13 @@ def test_what_is_no_number(text):
 
 
 def test_powers_of_two_take_no_fraction():
-    with pytest.raises(argparse.ArgumentTypeError, match="1.5k|powers of ten"):
+    with pytest.raises(argparse.ArgumentTypeError, match="powers of ten"):
         whole_number("1.5K")
 
 
-@pytest.mark.parametrize(("text", "length"), [("auto", None), ("-1", None), ("AUTO", None), ("9", 9)])
+@pytest.mark.parametrize(
+    ("text", "length"), [("auto", None), ("-1", None), ("AUTO", None), ("9", 9)]
+)
 def test_a_length_may_be_left_to_the_model(text, length):
     assert length_or_auto(text) == length
 

@@ -35,9 +35,7 @@ def test_every_engine_field_is_a_flag_with_help():
 
 
 def test_sglang_s_spellings():
-    got = read(
-        *["--model-path", "m", "--lora-paths", "a=b", "--context-length", "9", "--tp", "1"]
-    )
+    got = read(*["--model-path", "m", "--lora-paths", "a=b", "--context-length", "9", "--tp", "1"])
     assert got["model"] == "m"
     assert got["lora_modules"] == ["a=b"]
     assert got["max_model_len"] == 9

@@ -6,7 +6,7 @@ import io
 import pytest
 
 from serving.flags import build_parser
-from serving.foreign_flags import Fact, vllm_facts, vllm_source, verdict
+from serving.foreign_flags import Fact, verdict, vllm_facts, vllm_source
 from serving.launch import read_options
 
 MEANS_NOTHING = [
@@ -112,7 +112,9 @@ def test_a_switch_has_one_form_that_is_taken(parser):
     for fact in vllm_facts():
         told = verdict(fact)
         if fact.kind == "pair" and told is not None:
-            taken = {form for form in (*fact.positive, *fact.negative) if not said_of(parser, [form])}
+            taken = {
+                form for form in (*fact.positive, *fact.negative) if not said_of(parser, [form])
+            }
             assert taken in (set(fact.positive), set(fact.negative)), fact.flag
             assert taken == set(told.accepted)
 

@@ -180,7 +180,9 @@ def test_echo_puts_the_last_message_in_front_of_its_continuation(client):
     plain, echoed = chat(client, **body), chat(client, **body, echo=True)
     texts = [a["choices"][0]["message"]["content"] for a in (plain, echoed)]
     assert texts[1] == "so " + texts[0]
-    with client.stream("POST", "/v1/chat/completions", json={**body, "echo": True, "stream": True}) as s:
+    with client.stream(
+        "POST", "/v1/chat/completions", json={**body, "echo": True, "stream": True}
+    ) as s:
         chunks = [json.loads(line[6:]) for line in s.iter_lines() if line.startswith("data: {")]
     assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == texts[1]
     # A message of another role than the answer's is not its beginning.

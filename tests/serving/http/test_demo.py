@@ -61,9 +61,9 @@ def test_facts_need_the_key_and_name_only_what_it_may_use(lora_dir):
 BROWSER = """
 const named = {};
 class Element {
-  constructor(tag) { Object.assign(this, { tag, value: "", textContent: "", children: [] }); this.listeners = {}; }
-  get type() { return this.kind; }
-  set type(kind) { this.kind = kind; }
+  constructor(tag) {
+    Object.assign(this, { tag, value: "", textContent: "", children: [], listeners: {} });
+  }
   addEventListener(name, f) { this.listeners[name] = f; }
   setAttribute(name, value) { this[name] = value; }
   replaceChildren() { this.children = []; }

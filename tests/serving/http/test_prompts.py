@@ -7,8 +7,8 @@ from fake_engine import BOS, FakeEngine
 
 from serving.http.errors import ApiError
 from serving.http.prompts import Prompt, chat_prompt, check_ids, read_prompts
-from serving.http.template_options import TemplateOptions
 from serving.http.protocol import ChatMessage
+from serving.http.template_options import TemplateOptions
 
 
 def read(given, special: bool = True) -> list[Prompt]:
