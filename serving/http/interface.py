@@ -17,6 +17,9 @@ class AbstractTokenizer(Protocol):
 
     def token_text(self, token_id: int) -> str: ...
 
+    @property
+    def has_chat_template(self) -> bool: ...
+
     def token_strs(self, ids: list[int]) -> list[str]: ...
 
     def apply_chat_template(
