@@ -12,6 +12,7 @@ import threading
 import time
 import urllib.request
 
+import httpx
 import pytest
 from bad_adapters import missing_b
 from fake_engine import FakeEngine, write_fake_adapters
@@ -331,3 +332,21 @@ def test_a_real_bad_adapter_ends_with_status_1(tiny):
     assert "'evil'" in last
     assert "lora_B" in last
     assert "Traceback" not in text
+
+
+def test_a_unix_socket_instead_of_a_port(fake, caplog, tmp_path):
+    answers, path = [], str(tmp_path / "socket")
+
+    def client() -> None:
+        while "Ready: unix://" not in caplog.text:
+            time.sleep(0.01)
+        transport = httpx.HTTPTransport(uds=path)
+        with httpx.Client(transport=transport, base_url="http://x") as one:
+            answers.append(one.get("/health").status_code)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=client)
+    thread.start()
+    assert main(["serve", "m", "--uds", path, "--disable-log-stats"]) == 0
+    thread.join()
+    assert answers == [200]
