@@ -172,6 +172,5 @@ def _add_spellings(parser: argparse.ArgumentParser, own: argparse.Action, fact: 
     if off is not None:
         for form in fact.negative:
             if form not in known:
-                known[form] = parser.add_argument(
-                    form, dest=own.dest, action="store_false", help=argparse.SUPPRESS
-                )
+                hidden = argparse.SUPPRESS
+                parser.add_argument(form, dest=own.dest, action="store_false", help=hidden)

@@ -58,6 +58,11 @@ class HttpSettings:
     def __post_init__(self) -> None:
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ValueError(f"--root-path must be like /llm, got {self.root_path!r}.")
+        if not self.keep_alive_s > 0:
+            raise ValueError(
+                f"--sse-keep-alive-interval must be positive, or 0 for never, got "
+                f"{self.keep_alive_s:g}."
+            )
         keys = [*self.api_keys, *self.admin_keys, *self.metrics_keys]
         keys += [tenant.key for tenant in self.tenants]
         if any(not key or key != key.strip() for key in keys):

@@ -138,6 +138,7 @@ def test_the_network_needs_a_key(capsys, tmp_path, host, safe):
         (["--keys-file", "/no/such/file"], "No such file"),
         (["--api-key", "a", "a"], "twice"),
         (["--port", "70000"], "a port is in [0, 65535]"),
+        (["--sse-keep-alive-interval", "-1"], "must be positive, or 0 for never"),
         (["--root-path", "llm"], "--root-path must be like /llm"),
         (["--allowed-origins", '["*"]', "--allow-credentials"], "by name in --allowed-origins"),
         (["--lora-modules", "a=x", "a=y"], "the name 'a' twice"),
