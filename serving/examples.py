@@ -3,8 +3,8 @@
     {"prompt": "a text that the base model can go on with",
      "adapters": {"sql": "a question for the adapter sql"}}
 
-An adapter's own folder may have one too: {"prompt": "..."}. The ready line and the demo page show
-them; without the file there are none.
+An adapter's own folder may have one too: {"prompt": "..."}. The demo page shows them in this order,
+the ready line the first of an adapter that is served; without the file there are none.
 """
 
 import dataclasses

@@ -100,13 +100,13 @@ def ready_lines(
 ) -> list[str]:
     """Return the lines that say where the server is and how to try it.
 
-    The prompt is the example of the first adapter that has one, else the base's; with `chats` it
+    The prompt is the first example of an adapter that is served, else the base's; with `chats` it
     is a message. On a Unix socket that is an instance behind a router, which says how.
     """
     if url.startswith("unix:"):
         return [f"Ready: {url} serves {model}."]
     examples = examples or Examples()
-    asked = next((name for name in adapters if name in examples.adapters), None)
+    asked = next((name for name in examples.adapters if name in adapters), None)
     prompt = examples.adapters[asked] if asked else examples.base or "Once upon a time"
     body = {"model": asked or model, "max_tokens": 48, "temperature": 0}
     if chats:

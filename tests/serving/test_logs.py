@@ -108,14 +108,14 @@ def test_the_printed_command_is_a_valid_request(needs_key):
 
 def test_ready_asks_what_the_model_can_answer():
     url, names = "http://127.0.0.1:8000", ["law", "sql"]
-    examples = Examples("go on", {"sql": "how many?"})
+    examples = Examples("go on", {"gone": "x", "sql": "how many?", "law": "a case"})
     lines = ready_lines(url, "base", False, names, examples, chats=True)
     place, body = tried(*lines)
     assert place.endswith("/v1/chat/completions")
     assert body["model"] == "sql"
     assert body["messages"] == [{"role": "user", "content": "how many?"}]
     assert lines[-1] == 'Another model answers to its name: "model": "base".'
-    assert tried(*ready_lines(url, "base", False, ["law"], examples))[1]["prompt"] == "go on"
+    assert tried(*ready_lines(url, "base", False, ["x"], examples))[1]["prompt"] == "go on"
 
 
 def test_ready_names_an_adapter_to_ask_for():

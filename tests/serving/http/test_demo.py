@@ -110,7 +110,7 @@ def answer_of(prompt: bytes, adapter: str | None) -> str:
 @pytest.mark.parametrize("key", ["k", "wrong"])
 def test_the_page_chats_with_base_and_adapter_by_a_fitting_example(lora_dir, tmp_path, key):
     settings = HttpSettings(demo=True, api_keys=("k",))
-    examples = Examples("once", {"sql": "hi"})
+    examples = Examples("once", {"gone": "x", "sql": "hi", "law": "a case"})
     with serve_app(create_app(FakeEngine(lora_dir), settings, examples)) as url:
         got = use_page(tmp_path, url, key)
     if key == "wrong":
@@ -118,7 +118,7 @@ def test_the_page_chats_with_base_and_adapter_by_a_fitting_example(lora_dir, tmp
         assert got["answers"] == []
         return
     assert got["adapters"] == ["law", "sql"]
-    assert (got["prompt"], got["examples"]) == ("hi", ["Examples:", "sql"])
+    assert (got["prompt"], got["examples"]) == ("hi", ["Examples:", "sql", "law"])
     assert got["links"] == ["docs", "v1/models", "metrics"]
     asked = b"[user]hi[assistant]"
     (base, rate, text), (name, _, other) = got["answers"]
