@@ -85,6 +85,12 @@ def _add_server_flags(group) -> None:
         help="largest request line with headers (65536)",
     )
     group.add_argument(
+        "--max-body-bytes",
+        type=whole_number,
+        metavar="BYTES",
+        help="largest body of a request (1024 times the context, in [1 MiB, 16 MiB])",
+    )
+    group.add_argument(
         "--shutdown-timeout",
         type=int,
         metavar="SECONDS",

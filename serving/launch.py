@@ -91,6 +91,7 @@ _HTTP_FLAGS = {  # by the setting that each of them is
     "tokens_as_ids": "return_tokens_as_token_ids",
     "force_include_usage": "enable_force_include_usage",
     "log_requests": "enable_log_requests",
+    "max_body_bytes": "max_body_bytes",
 }
 _NEVER_S = 1e9
 

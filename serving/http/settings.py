@@ -51,7 +51,7 @@ class HttpSettings:
     tokens_as_ids: bool = False  # log-probabilities name tokens as token_id:NUMBER
     force_include_usage: bool = False  # every stream ends with its usage
     log_requests: bool = False  # a line per request for text, without its words
-    max_body_bytes: int = 16 << 20
+    max_body_bytes: int | None = None  # None: what follows from the model
     body_timeout_s: float = 30.0  # for the whole body to arrive
     keep_alive_s: float = 15.0  # silence of a stream before a comment is sent
 
@@ -63,6 +63,8 @@ class HttpSettings:
                 f"--sse-keep-alive-interval must be positive, or 0 for never, got "
                 f"{self.keep_alive_s:g}."
             )
+        if self.max_body_bytes is not None and self.max_body_bytes < 1:
+            raise ValueError(f"--max-body-bytes must be at least 1, got {self.max_body_bytes}.")
         keys = [*self.api_keys, *self.admin_keys, *self.metrics_keys]
         keys += [tenant.key for tenant in self.tenants]
         if any(not key or key != key.strip() for key in keys):
