@@ -50,8 +50,12 @@ class Verdict:
 def vllm_facts() -> tuple[Fact, ...]:
     """Return the flags of vLLM's parser in its own order."""
     rows: list[dict[str, Any]] = json.loads(FACTS.read_text(encoding="utf-8"))["flags"]
-    lists = ("aliases", "negative")
-    return tuple(Fact(**row | {k: tuple(row.get(k, ())) for k in lists}) for row in rows)
+    return tuple(_fact(row) for row in rows)
+
+
+def _fact(row: dict[str, Any]) -> Fact:
+    aliases, negative = (tuple(row.get(key, ())) for key in ("aliases", "negative"))
+    return Fact(row["flag"], row["kind"], aliases, negative, row.get("default"))
 
 
 @functools.cache
