@@ -2,11 +2,11 @@
 
 import functools
 import logging
-import shutil
 from pathlib import Path
 
 import jax
 
+from cuda_backend import toolkit
 from lora_jax.ops import dispatch, native
 
 log = logging.getLogger(__name__)
@@ -52,18 +52,13 @@ STATEFUL = (
 )
 
 
-def find_compiler() -> str | None:
-    """Return the path of nvcc, or None; the toolkit's usual place counts as well as the path."""
-    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
-
-
 def library() -> native.Library:
     """Return the kernels as sources of one library."""
     return native.Library(
         name="cuda",
         title="CUDA kernels",
-        compiler=find_compiler(),
-        wanted="nvcc",
+        compilers=toolkit.find_compilers(),
+        wanted=toolkit.WANTED,
         flags=FLAGS,
         sources=tuple(sorted((Path(__file__).parent / "csrc").glob("*.cu*"))),
         unit=".cu",

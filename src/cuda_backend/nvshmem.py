@@ -19,7 +19,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from cuda_backend import ffi
+from cuda_backend import ffi, toolkit
 from cuda_backend.peer import PeerDevice
 from cuda_backend.peer_channel import PAGE, Channel
 from cuda_backend.peer_ends import ClientEnd, ServerEnd
@@ -75,8 +75,8 @@ def library(folder: Path) -> native.Library:
     return native.Library(
         name="nvshmem",
         title="NVSHMEM kernels",
-        compiler=ffi.find_compiler(),
-        wanted="nvcc",
+        compilers=toolkit.find_compilers(),
+        wanted=toolkit.WANTED,
         flags=(
             *ffi.FLAGS,
             "-rdc=true",
