@@ -16,7 +16,6 @@ from bench.kernels.numbers import random
 from bench.kernels.timing import repeats_for, time_us
 from cuda_backend.paged_attention import paged_attention
 from lora_jax.ops.cases import MODELS
-from lora_jax.ops.paged_attention import reference
 
 PAGE = 16
 CHECKED = 4  # tokens, against the reference
@@ -77,6 +76,9 @@ def floor_of(point: Point, bandwidth: float, dense: float) -> float:
     return max(size / bandwidth, flops / dense if point.new_tokens > 1 else 0.0) * 1e6
 
 
+MEANING = functools.partial(paged_attention, implementation="reference")
+
+
 def attend(point: Point, q, pages, batch, op=paged_attention) -> jax.Array:
     """Return what the op gives for the model's sizes."""
     shape = MODELS[point.model]
@@ -123,7 +125,7 @@ def compiled(point: Point, machine: Machine) -> Measured:
         some = checked_tokens(len(q))
         few = {name: batch[name][some] for name in ("token_to_seq", "positions")}
         few |= {"block_tables": batch["block_tables"], "num_tokens": jnp.int32(CHECKED)}
-        want = attend(point, q[some], pages, few, reference.paged_attention)
+        want = attend(point, q[some], pages, few, MEANING)
         return attend(point, q, pages, batch)[some], want
 
     def chain(q, pages, batch):

@@ -8,6 +8,7 @@ import jax
 
 from cuda_backend import toolkit
 from lora_jax.ops import dispatch, native
+from lora_jax.ops.dispatch import Declined
 
 log = logging.getLogger(__name__)
 
@@ -79,11 +80,11 @@ def available() -> bool:
 
 
 def require() -> None:
-    """Raise NotImplementedError unless there is a Hopper GPU and the kernels are there."""
+    """Raise Declined unless there is a Hopper GPU and the kernels are there."""
     if jax.default_backend() != "gpu":
-        raise NotImplementedError(f"CUDA kernels cannot run on {jax.default_backend()}")
+        raise Declined(f"CUDA kernels cannot run on {jax.default_backend()}")
     capability = getattr(jax.devices()[0], "compute_capability", "unknown")
     if capability != "9.0":
-        raise NotImplementedError(f"CUDA kernels are built for capability 9.0, not {capability}")
+        raise Declined(f"CUDA kernels are built for capability 9.0, not {capability}")
     if not available():
-        raise NotImplementedError("the CUDA kernels could not be built")
+        raise Declined("the CUDA kernels could not be built")

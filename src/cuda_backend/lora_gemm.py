@@ -14,6 +14,8 @@ import numpy as np
 
 from cuda_backend import ffi, lora_rows, lora_tiles
 from lora_jax.ops.adapter_items import AdapterItems
+from lora_jax.ops.dispatch import Declined
+from lora_jax.ops.lora_gemm.batch import LoraBatch
 from lora_jax.typing import Array, Float, Int
 
 MAX_ROWS = 8192  # one CTA sorts them in its shared memory
@@ -65,17 +67,17 @@ class RowItems:
 def check_support(
     dtype: jnp.dtype, rows: int, widths: tuple[int, ...], slots: int, max_rank: int
 ) -> None:
-    """Raise NotImplementedError, saying why, for what these kernels do not serve."""
+    """Raise Declined, saying why, for what these kernels do not serve."""
     if dtype != jnp.bfloat16:
-        raise NotImplementedError(f"cuda lora_gemm takes bfloat16, not {dtype}")
+        raise Declined(f"cuda lora_gemm takes bfloat16, not {dtype}")
     if not 1 <= rows <= MAX_ROWS:
-        raise NotImplementedError(f"cuda lora_gemm takes 1 to {MAX_ROWS} rows, not {rows}")
+        raise Declined(f"cuda lora_gemm takes 1 to {MAX_ROWS} rows, not {rows}")
     if bad := [w for w in widths if w % COLUMNS]:
-        raise NotImplementedError(f"cuda lora_gemm takes widths in steps of {COLUMNS}, not {bad}")
+        raise Declined(f"cuda lora_gemm takes widths in steps of {COLUMNS}, not {bad}")
     if not 1 <= max_rank <= MAX_RANK:
-        raise NotImplementedError(f"cuda lora_gemm takes ranks to {MAX_RANK}, not {max_rank}")
+        raise Declined(f"cuda lora_gemm takes ranks to {MAX_RANK}, not {max_rank}")
     if not 1 <= slots <= MAX_SLOTS:
-        raise NotImplementedError(f"cuda lora_gemm takes 1 to {MAX_SLOTS} slots, not {slots}")
+        raise Declined(f"cuda lora_gemm takes 1 to {MAX_SLOTS} slots, not {slots}")
 
 
 def rows_per_item(rows: int, max_rank: int = MAX_RANK, most_runs: int | None = None) -> int:
@@ -125,20 +127,16 @@ def row_items(
 
 
 def lora_gemm(
-    y: Float[Array, "rows d_out"] | None,
-    x: Float[Array, "rows d_in"],
-    a_pool: Float[Array, "a_rows d_in"],
-    b_pool: Float[Array, "b_rows d_out"],
-    entries: Int[Array, "slots 5"],
-    scaling: Float[Array, "slots"],
-    row_to_slot: Int[Array, "rows"],
-    row_to_expert: Int[Array, "rows"],
-    max_rank: int,
-    items: AdapterItems | None = None,
-) -> Float[Array, "rows d_out"]:
+    ys: Sequence[Float[Array, "rows d_out"] | None],
+    batch: LoraBatch,
+    sites: Sequence[int | None] = (None,),
+) -> tuple[Float[Array, "rows d_out"], ...]:
     """y[t] + s * sum_j (x[t] . A[j]) B[j], as lora_jax.ops.lora_gemm says; h is in bfloat16."""
-    pools, owners = (x, a_pool, b_pool), (row_to_slot, row_to_expert)
-    return lora_gemms([(y, entries, scaling)], *pools, *owners, max_rank, items)[0]
+    modules = [(y, batch.entries, batch.scaling) for y in ys]
+    owners = (batch.row_to_slot, batch.row_to_expert)
+    options = {"items": batch.items, "sites": [site or 0 for site in sites]}
+    arrays = (batch.x, batch.a_pool, batch.b_pool, *owners)
+    return lora_gemms(modules, *arrays, batch.max_rank, **options)
 
 
 def lora_gemms(

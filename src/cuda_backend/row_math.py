@@ -9,6 +9,8 @@ import numpy as np
 
 from cuda_backend import ffi
 from lora_jax.config import MoeConfig
+from lora_jax.ops.dispatch import Declined
+from lora_jax.ops.place_heads import PlaceHeadsArgs
 from lora_jax.typing import Array, Float, Int
 
 VECTOR = 8  # values that are read at once
@@ -18,11 +20,11 @@ HEAD_DIMS = (64, 128, 256)
 
 
 def check_norm(dtype: jnp.dtype, size: int) -> None:
-    """Raise NotImplementedError, saying why, for rows that the norm does not serve."""
+    """Raise Declined, saying why, for rows that the norm does not serve."""
     if dtype != jnp.bfloat16:
-        raise NotImplementedError(f"cuda rms_norm takes bfloat16, not {dtype}")
+        raise Declined(f"cuda rms_norm takes bfloat16, not {dtype}")
     if size % VECTOR or not 0 < size <= WIDEST_NORM:
-        raise NotImplementedError(
+        raise Declined(
             f"cuda rms_norm takes rows in steps of {VECTOR} up to {WIDEST_NORM}, not {size}"
         )
 
@@ -33,7 +35,7 @@ def rms_norm(
     weight: Float[Array, "size"],
     eps: float,
 ) -> tuple[Float[Array, "rows size"], Float[Array, "rows size"]]:
-    """Return x + addend, or x, and its norm; see lora_jax.nn.row_math.add_rms_norm."""
+    """Return x + addend, or x, and its norm; see lora_jax.ops.rms_norm."""
     for array in (x, weight):
         check_norm(array.dtype, x.shape[1])
     ffi.require()
@@ -45,21 +47,19 @@ def rms_norm(
 
 
 def check_choice(moe: MoeConfig) -> None:
-    """Raise NotImplementedError, saying why, for a choice that the kernel does not make."""
+    """Raise Declined, saying why, for a choice that the kernel does not make."""
     op, experts, k = "cuda choose_experts takes", moe.num_experts, moe.top_k
     if experts > MOST_EXPERTS or k > min(experts, MOST_CHOSEN):
-        raise NotImplementedError(
-            f"{op} {MOST_CHOSEN} of {MOST_EXPERTS} at most, not {k}, {experts}"
-        )
+        raise Declined(f"{op} {MOST_CHOSEN} of {MOST_EXPERTS} at most, not {k}, {experts}")
     if moe.topk_norm not in (None, 1) or moe.num_groups > 1:
         wrong = f"norm {moe.topk_norm}, {moe.num_groups} groups"
-        raise NotImplementedError(f"{op} no norm or 1, one group of experts, not {wrong}")
+        raise Declined(f"{op} no norm or 1, one group of experts, not {wrong}")
 
 
 def choose_experts(
     logits: Float[Array, "tokens experts"], moe: MoeConfig
 ) -> tuple[Float[Array, "tokens k"], Int[Array, "tokens k"]]:
-    """Return what lora_jax.nn.moe.choose_experts does; no derivative."""
+    """Return what lora_jax.ops.choose_experts does; no derivative."""
     check_choice(moe)
     ffi.require()
     shape = (logits.shape[0], moe.top_k)
@@ -71,35 +71,25 @@ def choose_experts(
 
 
 def check_heads(dtype: jnp.dtype, page_dtype: jnp.dtype, head_dim: int) -> None:
-    """Raise NotImplementedError, saying why, for heads that the kernel does not serve."""
+    """Raise Declined, saying why, for heads that the kernel does not serve."""
     if dtype != jnp.bfloat16 or page_dtype != jnp.bfloat16:
-        raise NotImplementedError(f"cuda place_heads takes bfloat16, not {dtype}, {page_dtype}")
+        raise Declined(f"cuda place_heads takes bfloat16, not {dtype}, {page_dtype}")
     if head_dim not in HEAD_DIMS:
-        raise NotImplementedError(f"cuda place_heads takes heads of {HEAD_DIMS}, not {head_dim}")
+        raise Declined(f"cuda place_heads takes heads of {HEAD_DIMS}, not {head_dim}")
 
 
-def place_heads(
-    q: Float[Array, "tokens q_heads head_dim"],
-    k: Float[Array, "tokens kv_heads head_dim"],
-    v: Float[Array, "tokens kv_heads head_dim"],
-    cos: Float[Array, "tokens half"],
-    sin: Float[Array, "tokens half"],
-    scales: tuple[Float[Array, "head_dim"], Float[Array, "head_dim"]] | None,
-    eps: float,
-    k_pages: Float[Array, "pages page_size kv_heads head_dim"],
-    v_pages: Float[Array, "pages page_size kv_heads head_dim"],
-    token_to_page_slot: Int[Array, "tokens"],
-) -> tuple[Array, Array, Array]:
-    """Return what lora_jax.nn.attention.place_heads does, the pages written in place."""
+def place_heads(args: PlaceHeadsArgs) -> tuple[Array, Array, Array]:
+    """Return what lora_jax.ops.place_heads does, the pages written in place."""
+    q, k_pages, v_pages = args.q, args.k_pages, args.v_pages
     check_heads(q.dtype, k_pages.dtype, q.shape[2])
-    for scale in scales or ():
+    for scale in args.scales or ():
         check_norm(scale.dtype, q.shape[2])
     ffi.require()
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (q, k_pages, v_pages)]
     call = jax.ffi.ffi_call("lora_jax_cuda_place_heads", shapes, input_output_aliases={8: 1, 9: 2})
     none = jnp.zeros((0,), q.dtype)
-    q_scale, k_scale = (none, none) if scales is None else scales
-    angles = cos, sin, q_scale, k_scale
-    pages = token_to_page_slot, k_pages, v_pages
-    turned, k_pages, v_pages = call(q, k, v, *angles, *pages, eps=np.float32(eps))
-    return turned, k_pages, v_pages
+    scales = (none, none) if args.scales is None else args.scales
+    pages = args.token_to_page_slot, k_pages, v_pages
+    heads = (q, args.k, args.v)
+    turned, *pages = call(*heads, args.cos, args.sin, *scales, *pages, eps=np.float32(args.eps))
+    return turned, *pages
