@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lora_jax.config import RopeConfig
 from lora_jax.nn.rope import cos_sin
 from lora_jax.ops.rotary import rotate
 
