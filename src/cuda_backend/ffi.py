@@ -12,6 +12,7 @@ from lora_jax.ops.dispatch import Declined
 
 log = logging.getLogger(__name__)
 
+CSRC = Path(__file__).parent / "csrc"  # a folder per op; includes are relative to this one
 FLAGS = (
     "-O3",
     "-std=c++17",
@@ -60,8 +61,8 @@ def library() -> native.Library:
         title="CUDA kernels",
         compilers=toolkit.find_compilers(),
         wanted=toolkit.WANTED,
-        flags=FLAGS,
-        sources=tuple(sorted((Path(__file__).parent / "csrc").glob("*.cu*"))),
+        flags=(*FLAGS, f"-I{CSRC}"),
+        sources=tuple(sorted(CSRC.rglob("*.cu*"))),
         unit=".cu",
         targets=TARGETS,
         platform="CUDA",

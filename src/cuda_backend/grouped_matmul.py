@@ -1,4 +1,4 @@
-"""Linear maps in float32 by the kernel of csrc/grouped_f32.cuh; bfloat16 is Mosaic's.
+"""Linear maps in float32 by the kernel of csrc/grouped_matmul; bfloat16 is Mosaic's.
 
 A row's result depends on nothing but its own x and matrix.
 """

@@ -1,8 +1,8 @@
-"""Adds adapters to rows by the Hopper kernels of csrc/lora_gemm.cuh, in place if there is a y.
+"""Adds adapters to rows by the Hopper kernels of csrc/lora_gemm, in place if there is a y.
 
 A row's result depends on nothing but its own x, y and adapter: neither on its neighbours nor on
 how many rows there are. Calls of many rows serve long segments by the kernels of
-csrc/lora_tiles.cuh, which give the same bits.
+csrc/lora_gemm/prefill_shrink.cuh, which give the same bits.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ from lora_jax.typing import Array, Float, Int
 
 MAX_ROWS = 8192  # one CTA sorts them in its shared memory
 MAX_SLOTS = 65534
-FEW_ROWS = 128  # up to these are for csrc/lora_few.cuh, which wants items of at most 8
+FEW_ROWS = 128  # up to these are for csrc/lora_gemm/decode.cuh, which wants items of at most 8
 MAX_RANK = 128
 COLUMNS = 64  # widths are copied in pieces of so many columns
 MAX_MODULES = 4  # of one launch
-# csrc/lora_segments.cuh takes ranks to 32, and pays (timed above 16) from so many rows of a run of
-# one adapter and expert on. So few items leave CTAs idle, even by two modules in a launch.
+# csrc/lora_gemm/segments.cuh takes ranks to 32, and pays (timed above 16) from so many rows of a
+# run of one adapter and expert on. So few items leave CTAs idle, even by two modules in a launch.
 SEGMENT_RANKS, SEGMENT_ROWS, FEW_ITEMS = range(17, 33), 16, 66
 
 # One linear map of a launch: y, and the entries and scaling of its slots, or of all sites. No y of

@@ -1,4 +1,4 @@
-"""Adds adapters to rows by csrc/lora_rows.cuh: what the tensor cores' kernels do not take.
+"""Adds adapters to rows by csrc/lora_gemm/rows.cuh: what the tensor cores' kernels do not take.
 
 A row's result depends on nothing but its own x, y and adapter. Each row reads its adapter's rows
 itself, which many rows of one adapter make slow; a loop of XLA's would make the host wait as well.

@@ -1,4 +1,4 @@
-"""Merges adapters into weights by the Hopper kernel of csrc/merge.cuh, in place on w."""
+"""Merges adapters into weights by the Hopper kernel of csrc/merge/merge.cuh, in place on w."""
 
 import jax
 import jax.numpy as jnp

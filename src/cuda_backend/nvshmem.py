@@ -71,7 +71,7 @@ def package() -> Path:
 def library(folder: Path) -> native.Library:
     """Return the kernel, to be built against the package in `folder`."""
     here = Path(__file__).parent
-    headers = [here / "csrc" / name for name in ("peer_state.cuh", "ptx.cuh")]
+    headers = [here / "csrc" / name for name in ("peer/state.cuh", "device/ptx.cuh")]
     return native.Library(
         name="nvshmem",
         title="NVSHMEM kernels",

@@ -1,4 +1,4 @@
-"""Sorts (token, expert) rows by the matrix they use and cuts adapters' items: csrc/reroute.cuh."""
+"""Sorts (token, expert) rows by the matrix they use and cuts adapters' items: csrc/reroute."""
 
 import jax
 import jax.numpy as jnp

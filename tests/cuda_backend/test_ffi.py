@@ -74,8 +74,8 @@ def test_one_library_of_all_files_goes_to_xlas_gpu_platform():
     assert (library.platform, library.targets) == ("CUDA", ffi.TARGETS)
     assert set(library.stateful) < set(library.targets)
     command = library.command(Compiler("nvcc"), Path("out.so"))
-    units = {Path(part).name for part in command if part.endswith(".cu")}
-    assert units >= {"handlers.cu", "merge_handlers.cu", "attention_handlers.cu"}
+    units = {str(Path(part).relative_to(ffi.CSRC)) for part in command if part.endswith(".cu")}
+    assert units >= {f"{op}/handlers.cu" for op in ("lora_gemm", "merge", "paged_attention")}
     assert {path.suffix for path in library.sources} == {".cu", ".cuh"}
 
 

@@ -281,7 +281,7 @@ def test_declines_what_it_cannot_serve(change, why):
 
 @pytest.mark.parametrize("max_rank", [8, 64, 128])
 def test_few_rows_come_in_items_that_their_kernel_holds(max_rank):
-    plan = (Path(cuda.__file__).parent / "csrc" / "few_plan.cuh").read_text()
+    plan = (Path(cuda.__file__).parent / "csrc" / "lora_gemm" / "decode_plan.cuh").read_text()
     limits = dict(re.findall(r"constexpr int (\w+) = (\d+);", plan))
     rows, of_item = int(limits["kFewRows"]), int(limits["kFewItemRows"])
     assert all(cuda.rows_per_item(n, max_rank) <= of_item for n in range(1, rows + 1))
