@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from faulty_memory import counting_memory
 
+from bench import expert_cases as cases
 from bench.esft_memory import Woven
 from lora_jax.adapters.expert_residency import ExpertAllocator, ExpertSizes
 from lora_jax.adapters.weights import AdapterReport, ExpertWeights
-from lora_jax.memory import cases
 
 LAYERS, EXPERTS, MOST, SLOTS, BYTES = (1, 2, 5), 6, 3, 4, 10
 SIZES = ExpertSizes(LAYERS, EXPERTS, MOST, BYTES)

@@ -43,7 +43,7 @@ class Router(nnx.Module):
 class Experts(nnx.Module):
     """One gated MLP per expert; gate and up are [experts, width, hidden], down the other way.
 
-    Room for adapters' experts may follow those of the base (nn.expert_tensors).
+    Room for adapters' experts may follow those of the base (models.expert_tensors).
     """
 
     def __init__(

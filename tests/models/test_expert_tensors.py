@@ -11,7 +11,7 @@ from lora_jax.adapters.weights import PROJECTIONS
 from lora_jax.memory.host import HostMemory
 from lora_jax.memory.virtual import OutOfPages
 from lora_jax.models import load
-from lora_jax.nn.expert_tensors import ExpertTensors, expert_blocks, page_size
+from lora_jax.models.expert_tensors import ExpertTensors, expert_blocks, page_size
 
 PROMPTS = [[5, 3, 60, 17, 17, 41, 2], [9, 9, 12, 40], [63, 1, 0, 7, 55, 23, 23, 11], [8, 8, 30]]
 EXTRA = 8

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lora_jax.memory.counting import CountingDriver
+from bench.counting_memory import CountingDriver
 from lora_jax.memory.driver import DriverMemory
 from lora_jax.memory.pool import PagePool
 from lora_jax.memory.weight_tensor import WeightTensor

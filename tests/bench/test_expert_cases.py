@@ -1,6 +1,6 @@
 """The drawn adapters have what Table 1 prints of them."""
 
-from lora_jax.memory import cases
+from bench import expert_cases as cases
 
 
 def test_counts_are_those_of_the_table():
