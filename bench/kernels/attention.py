@@ -16,6 +16,7 @@ from bench.kernels.numbers import random
 from bench.kernels.timing import repeats_for, time_us
 from cuda_backend.paged_attention import paged_attention
 from lora_jax.ops.cases import MODELS
+from lora_jax.ops.paged_attention import PagedAttentionArgs, reference
 
 PAGE = 16
 CHECKED = 4  # tokens, against the reference
@@ -76,14 +77,12 @@ def floor_of(point: Point, bandwidth: float, dense: float) -> float:
     return max(size / bandwidth, flops / dense if point.new_tokens > 1 else 0.0) * 1e6
 
 
-MEANING = functools.partial(paged_attention, implementation="reference")
-
-
 def attend(point: Point, q, pages, batch, op=paged_attention) -> jax.Array:
     """Return what the op gives for the model's sizes."""
     shape = MODELS[point.model]
     sizes = {"scale": shape.k_dim**-0.5, "v_dim": shape.v_dim}
-    return op(q, *pages, **batch, sinks=None, sliding_window=None, **sizes)
+    named = {**batch, **sizes, "sinks": None, "sliding_window": None}
+    return op(PagedAttentionArgs(q, *pages, **named))
 
 
 def checked_tokens(tokens: int) -> np.ndarray:
@@ -125,7 +124,7 @@ def compiled(point: Point, machine: Machine) -> Measured:
         some = checked_tokens(len(q))
         few = {name: batch[name][some] for name in ("token_to_seq", "positions")}
         few |= {"block_tables": batch["block_tables"], "num_tokens": jnp.int32(CHECKED)}
-        want = attend(point, q[some], pages, few, MEANING)
+        want = attend(point, q[some], pages, few, reference.paged_attention)
         return attend(point, q, pages, batch)[some], want
 
     def chain(q, pages, batch):

@@ -1,8 +1,8 @@
 """How many adapters a LoRA Server must hold for a tail TTFT (InfiniLoRA, section 4.2.1). No jax.
 
-tests/algorithm_1.py says what is computed and how the paper's gaps are filled; this is the same for all
-capacities at once, to 1e-9, in milliseconds. Two steps make it fast: the threshold moves through
-whole numbers once while M falls, and sum_i p_i (1 - q_i) P_free(i) is one transform, not N.
+tests/algorithm_1.py says what is computed and how the paper's gaps are filled; this is the same for
+all capacities at once, to 1e-9, in milliseconds. Two steps make it fast: the threshold moves
+through whole numbers once while M falls, and sum_i p_i (1 - q_i) P_free(i) is one transform, not N.
 """
 
 import dataclasses
