@@ -20,7 +20,7 @@ from tqdm import tqdm
 from bench import expert_cases as cases
 from bench.counting_memory import CountingDriver
 from bench.report import plot_esft_memory
-from lora_jax.adapters.expert_residency import ExpertAllocator, ExpertSizes
+from lora_jax.adapters.esft_allocator import ExpertAllocator, ExpertSizes
 from lora_jax.adapters.weights import AdapterReport, ExpertWeights
 from lora_jax.memory.driver import DriverMemory
 from lora_jax.memory.platforms import for_platform

@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 
 from bench import expert_cases as cases
-from lora_jax.adapters.expert_residency import ExpertAllocator, ExpertPlacement, ExpertSizes
+from lora_jax.adapters.esft_allocator import ExpertAllocator, ExpertPlacement, ExpertSizes
 from lora_jax.adapters.weights import PROJECTIONS, AdapterReport, ExpertWeights
 from lora_jax.memory.platforms import for_platform
 from lora_jax.models import make_dummy

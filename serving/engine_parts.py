@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lora_jax.adapters.catalogue import LoraCatalogue
+from lora_jax.adapters.lora_allocator import SlotAllocator
 from lora_jax.adapters.registry import AdapterRegistry, RegistryLimits
-from lora_jax.adapters.residency import SlotAllocator
 from lora_jax.adapters.row_copies import Copier, CopyingPlan, pin_matrices
 from lora_jax.adapters.slots import LoadingPlan, SlotsSpec, init_slots
 from lora_jax.adapters.weights import AnyWeights, ExpertWeights

@@ -7,7 +7,7 @@ import time
 import jax
 import numpy as np
 
-from lora_jax.adapters.expert_residency import ExpertAllocator, ExpertSizes
+from lora_jax.adapters.esft_allocator import ExpertAllocator, ExpertSizes
 from lora_jax.adapters.weights import PROJECTIONS
 from lora_jax.config import ModelConfig
 from lora_jax.memory.platforms import for_platform

@@ -13,7 +13,7 @@ from collections import deque
 import jax
 import numpy as np
 
-from lora_jax.adapters.expert_residency import ExpertAllocator, ExpertPlacement
+from lora_jax.adapters.esft_allocator import ExpertAllocator, ExpertPlacement
 from lora_jax.adapters.weights import PROJECTIONS
 from lora_jax.memory.retirement import Retirement
 from lora_jax.memory.virtual import OutOfPages

@@ -35,7 +35,7 @@ Module = tuple[Array | None, Array, Array]
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class RowItems:
+class CudaWorkList:
     """Rows sorted by slot and cut into items and tiles: what the kernels work through."""
 
     order: Int[Array, "rows"]  # sorted place -> row
@@ -108,7 +108,7 @@ def row_items(
     row_to_expert: Int[Array, "rows"],
     num_slots: int,
     max_rank: int = MAX_RANK,
-) -> RowItems:
+) -> CudaWorkList:
     """Return the rows of each (slot, expert) as items; rows outside 0..num_slots are in none.
 
     Rows of one slot should come sorted by expert: else the items are right, but smaller.
@@ -120,10 +120,10 @@ def row_items(
     attributes = {"slots": np.int64(num_slots), "item_rows": np.int64(item_rows)}
     order, found, num_items = call(row_to_slot, row_to_expert, **attributes)
     if rows < lora_tiles.FEWEST_ROWS:
-        return RowItems(order, found, num_items)
+        return CudaWorkList(order, found, num_items)
     known = lora_tiles.row_tiles(found, num_items, order)
     pays = lora_tiles.shrink_pays(rows, num_slots, max_rank)
-    return RowItems(order, found, num_items, known, pays)
+    return CudaWorkList(order, found, num_items, known, pays)
 
 
 def lora_gemm(
@@ -185,7 +185,7 @@ def lora_pair(
     b_pool: Float[Array, "b_rows d_out"],
     entries: Int[Array, "slots 5"],
     scaling: Float[Array, "slots"],
-    items: RowItems | AdapterItems,
+    items: CudaWorkList | AdapterItems,
     max_rank: int,
 ) -> Float[Array, "rows d_out"]:
     """Shrink and expand, in one launch but for tiles, for rows whose items are known."""
@@ -197,7 +197,7 @@ def lora_pairs(
     x: Float[Array, "rows d_in"],
     a_pool: Float[Array, "a_rows d_in"],
     b_pool: Float[Array, "b_rows d_out"],
-    items: RowItems | AdapterItems,
+    items: CudaWorkList | AdapterItems,
     max_rank: int,
     sites: Sequence[int] | None = None,
 ) -> Sequence[Float[Array, "rows d_out"]]:
@@ -216,7 +216,7 @@ def lora_pairs(
         runs = items.most_runs if items.in_order and items.tiles is None else None
         segments = accumulate and are_segments(len(items.items), max_rank, runs)
         known = items.order, items.items, items.num_items, items.tiles
-        items = RowItems(*known, shrinks_tiles=items.tiles is not None)
+        items = CudaWorkList(*known, shrinks_tiles=items.tiles is not None)
     count, parts = len(modules), 2 if items.arrays[3].size else 1  # of items, and of tiles
     work = jax.ShapeDtypeStruct((parts * count, *_h_shape(x.shape[0], max_rank).shape), x.dtype)
     out = jax.ShapeDtypeStruct((x.shape[0], b_pool.shape[1]), x.dtype)
@@ -235,7 +235,7 @@ def lora_shrink(
     a_pool: Float[Array, "a_rows d_in"],
     entries: Int[Array, "slots 5"],
     scaling: Float[Array, "slots"],
-    items: RowItems,
+    items: CudaWorkList,
     max_rank: int,
 ) -> Float[Array, "rows h_columns"]:
     """h[i, j] = s * x[order[i]] . A[j], zero for j from the rank up to the next multiple of 8.
@@ -254,7 +254,7 @@ def lora_expand(
     b_pool: Float[Array, "b_rows d_out"],
     entries: Int[Array, "slots 5"],
     scaling: Float[Array, "slots"],
-    items: RowItems,
+    items: CudaWorkList,
 ) -> Float[Array, "rows d_out"]:
     """y[order[i]] + sum_j h[i, j] B[j] for h as lora_shrink gives it.
 

@@ -34,5 +34,7 @@ def place_heads(args: PlaceHeadsArgs) -> tuple[Array, Array, Array]:
     scales = (none, none) if args.scales is None else args.scales
     pages = args.token_to_page_slot, k_pages, v_pages
     heads = (q, args.k, args.v)
-    turned, k_pages, v_pages = call(*heads, args.cos, args.sin, *scales, *pages, eps=np.float32(args.eps))
+    turned, k_pages, v_pages = call(
+        *heads, args.cos, args.sin, *scales, *pages, eps=np.float32(args.eps)
+    )
     return turned, k_pages, v_pages

@@ -80,7 +80,7 @@ def plain_kernels(monkeypatch):
 
     def row_items(owners, experts, slots, rank):
         none = jnp.zeros((len(owners), 4), jnp.int32)
-        return lora_gemm.RowItems(owners, none, none[0, :1])
+        return lora_gemm.CudaWorkList(owners, none, none[0, :1])
 
     def shrink(x, a_pool, entries, scaling, items, rank):
         return plain_h(x, a_pool, entries, scaling, items.order, rank)

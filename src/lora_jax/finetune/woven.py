@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from lora_jax.adapters.expert_residency import ExpertAllocator, ExpertPlacement, ExpertSizes
+from lora_jax.adapters.esft_allocator import ExpertAllocator, ExpertPlacement, ExpertSizes
 from lora_jax.adapters.weights import PROJECTIONS, ExpertWeights
 from lora_jax.memory.platforms import for_platform
 from lora_jax.models.expert_tensors import ExpertTensors

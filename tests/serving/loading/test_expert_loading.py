@@ -7,7 +7,7 @@ import pytest
 import tiny_esft
 
 from lora_jax.adapters import esft_format
-from lora_jax.adapters.expert_residency import ExpertAllocator, ExpertSizes
+from lora_jax.adapters.esft_allocator import ExpertAllocator, ExpertSizes
 from lora_jax.adapters.weights import PROJECTIONS
 from lora_jax.memory.host import HostMemory
 from lora_jax.memory.virtual import MappingError, OutOfPages

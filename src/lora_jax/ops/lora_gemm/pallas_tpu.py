@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from lora_jax.ops.dispatch import Declined
 from lora_jax.ops.lora_gemm.batch import LoraBatch
-from lora_jax.ops.row_items import RowItems, row_items
+from lora_jax.ops.row_items import TileList, row_items
 from lora_jax.typing import Array, Float, Int
 
 LANES = 128
@@ -149,7 +149,7 @@ def _segments(
     """
     changed = (slot[1:] != slot[:-1]) | (expert[1:] != expert[:-1])
     begins = jnp.pad(changed, (1, 0), constant_values=True)
-    items: RowItems = row_items(begins, jnp.sum(slot >= 0, dtype=jnp.int32), tile)
+    items: TileList = row_items(begins, jnp.sum(slot >= 0, dtype=jnp.int32), tile)
     of = jnp.minimum(items.segment_start, slot.shape[0] - 1)
     slot, expert = jnp.maximum(slot[of], 0), expert[of]
     a_row, b_row, rank, a_stride, b_stride = entries[slot].T

@@ -22,7 +22,7 @@ class RowWrite:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Placement:
+class LoraPlacement:
     """Where an adapter goes, and everything to write for it.
 
     `entries` is int32 [modules, layers, 5] with the columns of `AdapterSlots.entries`, `scaling`
@@ -41,7 +41,7 @@ class Placement:
 _Rows = tuple[tuple[int, int, int], ...]  # (width, start, length) of each matrix
 
 
-class SlotAllocator(AbstractAllocator[AdapterWeights, Placement, _Rows]):
+class SlotAllocator(AbstractAllocator[AdapterWeights, LoraPlacement, _Rows]):
     """Host bookkeeping of LoRA slots and rank rows; one thread (the engine's) uses it."""
 
     def __init__(
@@ -68,7 +68,7 @@ class SlotAllocator(AbstractAllocator[AdapterWeights, Placement, _Rows]):
         """Return whether `place` would succeed now. Changes nothing."""
         return weights.digest not in self._placed and self._victims(weights) is not None
 
-    def place(self, weights: AdapterWeights, *, pinned: bool = False) -> Placement:
+    def place(self, weights: AdapterWeights, *, pinned: bool = False) -> LoraPlacement:
         """Give the adapter a slot and rows, evicting idle ones as needed; it is then loading.
 
         Raises ValueError when it is already placed or cannot be placed now (see can_place), and
@@ -88,7 +88,7 @@ class SlotAllocator(AbstractAllocator[AdapterWeights, Placement, _Rows]):
         self._cleared_slots.discard(slot)
         self._placed[digest] = Placed(slot, ranges, pinned)
         entries, scaling = self._table(weights, starts)
-        return Placement(
+        return LoraPlacement(
             digest=digest,
             slot=slot,
             entries=entries,

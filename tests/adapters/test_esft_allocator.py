@@ -9,7 +9,7 @@ from faulty_memory import counting_memory
 
 from bench import expert_cases as cases
 from bench.esft_memory import Woven
-from lora_jax.adapters.expert_residency import ExpertAllocator, ExpertSizes
+from lora_jax.adapters.esft_allocator import ExpertAllocator, ExpertSizes
 from lora_jax.adapters.weights import AdapterReport, ExpertWeights
 
 LAYERS, EXPERTS, MOST, SLOTS, BYTES = (1, 2, 5), 6, 3, 4, 10

@@ -6,7 +6,7 @@ from flax import nnx
 from lora_jax.config import MoeConfig, from_hf
 from lora_jax.models import build, model_class
 from lora_jax.models.sources import WeightRule
-from lora_jax.models.spelling import expert_weights, frame_weights, mlp_weights
+from lora_jax.models.weight_names import expert_weights, frame_weights, mlp_weights
 
 SIZES = {
     "vocab_size": 50,

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from lora_jax.config import MoeConfig
-from lora_jax.nn import sites
+from lora_jax.nn import adapter_sites
 
 
 def groups(rule, path: str) -> dict[str, str] | None:
@@ -14,7 +14,7 @@ def groups(rule, path: str) -> dict[str, str] | None:
 
 
 def test_rule_has_numbers_and_literal_dots():
-    rule = sites.rule(
+    rule = adapter_sites.rule(
         "model.layers.{layer}.mlp.experts.{expert}.(?:gate_proj|w1)", "experts.gate_proj"
     )
     path = "model.layers.12.mlp.experts.3.w1"
@@ -25,13 +25,13 @@ def test_rule_has_numbers_and_literal_dots():
 
 
 def test_fused_rule_names_its_parts_in_order():
-    rule = sites.rule("h.{layer}.Wqkv", "q_proj", "k_proj", "v_proj")
+    rule = adapter_sites.rule("h.{layer}.Wqkv", "q_proj", "k_proj", "v_proj")
     assert rule.module is None
     assert rule.split == ("q_proj", "k_proj", "v_proj")
 
 
 def test_embedding_is_refused_with_a_reason():
-    head, embedding = sites.head_rules()
+    head, embedding = adapter_sites.head_rules()
     assert head.module == "lm_head"
     assert embedding.pattern.fullmatch("model.embed_tokens")
     assert embedding.module is None
@@ -41,7 +41,7 @@ def test_embedding_is_refused_with_a_reason():
 @pytest.mark.parametrize("shared", [0, 40])
 def test_modules_of_a_mixture(shared):
     moe = MoeConfig(8, 2, 24, layers=(1, 2), shared_size=shared)
-    modules = sites.by_name(sites.moe_modules(32, moe))
+    modules = adapter_sites.by_name(adapter_sites.moe_modules(32, moe))
     assert (modules["router"].d_in, modules["router"].d_out) == (32, 8)
     down = modules["experts.down_proj"]
     assert (down.d_in, down.d_out, down.num_experts, down.layers) == (24, 32, 8, (1, 2))
@@ -51,12 +51,12 @@ def test_modules_of_a_mixture(shared):
 
 
 def test_no_modules_without_layers():
-    assert sites.moe_modules(32, MoeConfig(8, 2, 24, layers=())) == []
-    assert sites.mlp_modules(32, 24, ()) == []
+    assert adapter_sites.moe_modules(32, MoeConfig(8, 2, 24, layers=())) == []
+    assert adapter_sites.mlp_modules(32, 24, ()) == []
 
 
 def test_mixture_rules_cover_both_block_names():
-    rules = sites.moe_rules("(?:block_sparse_moe|mlp)")
+    rules = adapter_sites.moe_rules("(?:block_sparse_moe|mlp)")
     paths = {
         "model.layers.0.block_sparse_moe.gate": "router",
         "model.layers.0.mlp.gate": "router",

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lora_jax.adapters.residency import SlotAllocator
+from lora_jax.adapters.lora_allocator import SlotAllocator
 
 CATALOGUE = cases.llama(hidden=8, inner=6, vocab=10)
 SLOTS = 3
