@@ -1,15 +1,18 @@
 """Compiles a library of XLA custom calls at first use and keeps it in the user's cache."""
 
+import atexit
 import contextlib
 import ctypes
 import dataclasses
 import fcntl
+import functools
 import hashlib
 import logging
 import os
 import platform
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,10 +21,13 @@ from typing import Any
 import jax
 import jaxlib.version
 
+from lora_jax import own_files
+from lora_jax.ops import dispatch
+
 log = logging.getLogger(__name__)
 
 CPP_COMPILERS = ("g++", "clang++", "c++")
-CPP_FLAGS = ("-O3", "-std=c++17", "-march=native", "-shared", "-fPIC", "-DNDEBUG", "-w")
+CPP_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-DNDEBUG", "-w")  # and -march
 
 
 class BuildError(RuntimeError):
@@ -71,31 +77,39 @@ class Library:
         return [compiler.path, *flags, include, *units, "-o", str(library)]
 
     def build(self, folder: Path) -> Path:
-        """Return the compiled library in `folder`, compiling it if it is not there yet.
+        """Return the compiled library in `folder`, compiling it if it is not there, or damaged.
+
+        Where the folder cannot be used, or other users may write it, a warning says so and the
+        library is compiled in a folder of this process.
 
         The first compiler that compiles the library serves: wheels of unequal versions may not.
 
         Raises:
-            BuildError: there is no compiler, each fails, or the folder cannot be written.
+            BuildError: there is no compiler, each fails, or nothing can be written.
         """
         if not self.compilers:
             raise BuildError(f"no {self.wanted} found")
-        files = [folder / f"{self.name}-{self.key(c)}.so" for c in self.compilers]
-        if (kept := next((file for file in files if file.exists()), None)) is not None:
-            return kept
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            return self._compile_with_first_that_works(files)
+            return self._built_in(own_files.own_folder(folder))
+        except OSError as error:
+            log.warning("The %s are compiled anew at each start: %s", self.title, error)
+        try:
+            return self._built_in(own_files.own_folder(_private_folder()))
         except OSError as error:
             raise BuildError(f"cannot write the kernel cache: {error}") from error
 
-    def _compile_with_first_that_works(self, files: list[Path]) -> Path:
-        """Return the file of the first compiler that succeeds; `files` are in their order."""
+    def _built_in(self, folder: Path) -> Path:
+        """Return the library in a folder that is this user's, by the first compiler that works."""
+        files = [folder / f"{self.name}-{self.key(c)}.so" for c in self.compilers]
+        if (kept := next((file for file in files if own_files.is_whole(file)), None)) is not None:
+            return kept
         failures = []
         for compiler, file in zip(self.compilers, files, strict=True):
             try:
                 with locked(file.with_suffix(".lock")):
-                    if not file.exists():
+                    if not own_files.is_whole(file):
+                        if file.exists():
+                            log.warning("%s is damaged, it is compiled again", file)
                         compile_library(self, compiler, file)
                 return file
             except BuildError as error:
@@ -162,26 +176,39 @@ class Calls:
 
 
 def compile_library(what: Library, compiler: Compiler, library: Path) -> None:
-    """Compile into a temporary name and rename, so that no process loads half a library."""
+    """Compile into a temporary name, then publish: a process loads a whole library or none."""
     log.info("compiling the %s with %s, once for this machine", what.title, compiler.path)
     start = time.perf_counter()
     part = library.with_suffix(f".{os.getpid()}.part")
     command = what.command(compiler, part)
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode:
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode:
+            said = (result.stderr or result.stdout).strip()[:2000]
+            raise BuildError(f"{compiler.path} failed: {said}")
+        own_files.publish(part, library)
+    finally:
         part.unlink(missing_ok=True)
-        said = (result.stderr or result.stdout).strip()[:2000]
-        raise BuildError(f"{compiler.path} failed: {said}")
-    part.replace(library)
     log.info("compiled the %s in %.1f s: %s", what.title, time.perf_counter() - start, library)
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock between processes while the block runs."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(handle)
+
+
+@functools.cache
+def _private_folder() -> Path:
+    """Return a folder of mode 0700 that ends with this process."""
+    folder = Path(tempfile.mkdtemp(prefix="lora-jax-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def cpp_compilers() -> tuple[Compiler, ...]:
@@ -211,7 +238,7 @@ def cpp_library(name: str, title: str, folder: Path, targets: tuple[str, ...]) -
         title=title,
         compilers=cpp_compilers(),
         wanted=f"C++ compiler ({', '.join(CPP_COMPILERS)})",
-        flags=CPP_FLAGS,
+        flags=(*CPP_FLAGS, f"-march={dispatch.march()}"),
         sources=cpp_sources(folder),
         unit=".cc",
         targets=targets,
