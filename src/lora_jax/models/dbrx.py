@@ -15,7 +15,7 @@ from flax import nnx
 
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.config import ModelConfig
-from lora_jax.models.sources import Part, Tensor, Transpose, Unflatten, WeightRule, weight
+from lora_jax.models.sources import Slice, Tensor, Transpose, Unflatten, WeightRule, weight
 from lora_jax.models.weight_names import LAYER
 from lora_jax.nn import adapter_sites
 from lora_jax.nn.attention import Attention
@@ -79,7 +79,7 @@ class Dbrx(AbstractCausalLM):
             weight(f"{LAYER}.input_norm.weight", f"{attention}.norm_1.weight"),
             weight(f"{LAYER}.post_norm.weight", f"{attention}.norm_2.weight"),
             *(
-                weight(f"{LAYER}.attn.{name}_proj.weight", Part(fused, 0, *rows))
+                weight(f"{LAYER}.attn.{name}_proj.weight", Slice(fused, 0, *rows))
                 for name, rows in ends.items()
             ),
             weight(f"{LAYER}.attn.o_proj.weight", f"{attention}.attn.out_proj.weight"),

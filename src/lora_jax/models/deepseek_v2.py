@@ -10,7 +10,7 @@ from flax import nnx
 from lora_jax.adapters.catalogue import LoraCatalogue, LoraModule
 from lora_jax.config import MlaConfig, ModelConfig
 from lora_jax.kv_cache import KVShape
-from lora_jax.models.sources import Part, Tensor, Transpose, Unflatten, WeightRule, weight
+from lora_jax.models.sources import Slice, Tensor, Transpose, Unflatten, WeightRule, weight
 from lora_jax.models.weight_names import (
     FILE_LAYER,
     LAYER,
@@ -123,8 +123,8 @@ def _kv_b_weights(config: ModelConfig) -> tuple[WeightRule, ...]:
     mla = config.latent
     stored = Tensor(f"{FILE_LAYER}.self_attn.kv_b_proj.weight")
     by_head = Unflatten(stored, config.num_heads)
-    keys = Part(by_head, 1, 0, mla.nope_dim)
-    values = Part(by_head, 1, mla.nope_dim, mla.nope_dim + mla.v_dim)
+    keys = Slice(by_head, 1, 0, mla.nope_dim)
+    values = Slice(by_head, 1, mla.nope_dim, mla.nope_dim + mla.v_dim)
     return (
         weight(f"{LAYER}.attn.absorb_k.weight", Transpose(keys)),
         weight(f"{LAYER}.attn.absorb_v.weight", values),

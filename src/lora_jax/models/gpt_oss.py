@@ -10,7 +10,7 @@ from flax import nnx
 
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.config import ModelConfig, MoeConfig
-from lora_jax.models.sources import Mxfp4, Part, Tensor, Transpose, WeightRule, weight
+from lora_jax.models.sources import Mxfp4, Slice, Tensor, Transpose, WeightRule, weight
 from lora_jax.models.weight_names import FILE_LAYER, LAYER, frame_weights
 from lora_jax.nn import adapter_sites
 from lora_jax.nn.attention import Attention
@@ -73,7 +73,7 @@ def _expert_weights(moe: MoeConfig) -> tuple[WeightRule, ...]:
     ]
     for start, name in enumerate(("gate", "up")):
         stored = Transpose(Tensor(both)), Mxfp4(both)
-        matrices = (Part(source, 1, start, end, step=2) for source in stored)
+        matrices = (Slice(source, 1, start, end, step=2) for source in stored)
         rules.append(weight(f"{here}.{name}_proj", *matrices))
-        rules.append(weight(f"{here}.{name}_bias", Part(Tensor(f"{both}_bias"), 1, start, end, 2)))
+        rules.append(weight(f"{here}.{name}_bias", Slice(Tensor(f"{both}_bias"), 1, start, end, 2)))
     return tuple(rules)

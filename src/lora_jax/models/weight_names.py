@@ -1,7 +1,7 @@
 """Weight rules that several models share, in the words of transformers' checkpoints."""
 
 from lora_jax.config import MoeConfig
-from lora_jax.models.sources import Part, Source, Stack, Tensor, WeightRule, weight
+from lora_jax.models.sources import Slice, Source, Stack, Tensor, WeightRule, weight
 
 LAYER = "layers.{layer}"  # of our parameters
 FILE_LAYER = "model.layers.{layer}"  # of the files
@@ -41,7 +41,7 @@ def expert_weights(
 
     here = f"{LAYER}.mlp.experts"
     return (
-        weight(f"{here}.gate_proj", each(gate), Part(gate_up, 1, 0, width)),
-        weight(f"{here}.up_proj", each(up), Part(gate_up, 1, width, 2 * width)),
+        weight(f"{here}.gate_proj", each(gate), Slice(gate_up, 1, 0, width)),
+        weight(f"{here}.up_proj", each(up), Slice(gate_up, 1, width, 2 * width)),
         weight(f"{here}.down_proj", each(down), Tensor(f"{fused}.down_proj")),
     )
