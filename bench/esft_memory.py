@@ -17,17 +17,17 @@ import ml_dtypes
 import numpy as np
 from tqdm import tqdm
 
+from bench import expert_cases as cases
+from bench.counting_memory import CountingDriver
 from bench.report import plot_esft_memory
-from lora_jax.adapters.expert_residency import ExpertAllocator, ExpertSizes
+from lora_jax.adapters.esft_allocator import ExpertAllocator, ExpertSizes
 from lora_jax.adapters.weights import AdapterReport, ExpertWeights
-from lora_jax.memory import cases
-from lora_jax.memory.counting import CountingDriver
 from lora_jax.memory.driver import DriverMemory
 from lora_jax.memory.platforms import for_platform
 from lora_jax.memory.pool import PagePool
 from lora_jax.memory.virtual import AbstractVirtualMemory
 from lora_jax.memory.weight_tensor import WeightTensor
-from lora_jax.nn.expert_tensors import runs
+from lora_jax.models.expert_tensors import runs
 
 NUM_ADAPTERS = (1, 2, 3, 10, 20)
 MOST = max(NUM_ADAPTERS)

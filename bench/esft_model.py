@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lora_jax.adapters.expert_residency import ExpertAllocator, ExpertPlacement, ExpertSizes
+from bench import expert_cases as cases
+from lora_jax.adapters.esft_allocator import ExpertAllocator, ExpertPlacement, ExpertSizes
 from lora_jax.adapters.weights import PROJECTIONS, AdapterReport, ExpertWeights
-from lora_jax.memory import cases
 from lora_jax.memory.platforms import for_platform
 from lora_jax.models import make_dummy
-from lora_jax.nn.expert_tensors import ExpertTensors
+from lora_jax.models.expert_tensors import ExpertTensors
 from serving.loading.expert_loading import identity_tables
 
 LITE = {

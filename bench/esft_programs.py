@@ -28,8 +28,8 @@ from lora_jax.adapters.weights import PROJECTIONS
 from lora_jax.config import from_hf
 from lora_jax.kv_cache import init_cache
 from lora_jax.models import model_class
+from lora_jax.models.expert_tensors import expert_blocks
 from lora_jax.nn import moe
-from lora_jax.nn.expert_tensors import expert_blocks
 from lora_jax.ops.reroute import row_map
 from serving.steps import batch_sampler
 from serving.steps.compiled_step import NO_REMAT

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lora_jax.placement.ep_pp import Placement
+from lora_jax.placement.ep_pp import ServerLayout
 from lora_jax.placement.shape import AdapterShape
 from serving.role_gpu import use_gpu
 from serving.transport import device_ends, device_memory, symmetric
@@ -40,7 +40,7 @@ _SECONDS = 120.0
 def terms() -> Terms:
     """Rows in bfloat16, results in float32, both of one width."""
     shapes = moe_shapes(LAYERS, MOST_ROWS, HIDDEN, HIDDEN, "bfloat16")
-    return Terms("bench", Placement(AdapterShape(1, LAYERS, 1, 1)), shapes)
+    return Terms("bench", ServerLayout(AdapterShape(1, LAYERS, 1, 1)), shapes)
 
 
 def slot_bytes(shapes: Shapes) -> int:

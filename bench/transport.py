@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lora_jax.placement.ep_pp import Placement
+from lora_jax.placement.ep_pp import ServerLayout
 from lora_jax.placement.shape import AdapterShape
 from serving.transport import in_process, nixl, shared_memory, tcp
 from serving.transport.base import AbstractClient, AbstractServer, PushRows
@@ -46,7 +46,7 @@ CARRIERS = ("in_process", "shared_memory", "shared_memory_pull", "tcp", "nixl")
 def terms() -> Terms:
     """One site whose results are as wide as its rows."""
     shapes = Shapes(LAYERS, max(SIZES_KB), "float32", "float32", (Site("echo", WIDTH, (WIDTH,)),))
-    return Terms("bench", Placement(AdapterShape(1, LAYERS, 1, 1)), shapes)
+    return Terms("bench", ServerLayout(AdapterShape(1, LAYERS, 1, 1)), shapes)
 
 
 def echo(server: AbstractServer) -> None:

@@ -14,13 +14,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lora_jax.adapters.catalogue import LoraCatalogue
+from lora_jax.adapters.lora_allocator import SlotAllocator
 from lora_jax.adapters.registry import AdapterRegistry, RegistryLimits
-from lora_jax.adapters.residency import SlotAllocator
 from lora_jax.adapters.row_copies import Copier, CopyingPlan, pin_matrices
 from lora_jax.adapters.slots import LoadingPlan, SlotsSpec, init_slots
 from lora_jax.adapters.weights import AnyWeights, ExpertWeights
 from lora_jax.config import ModelConfig
 from lora_jax.nn.decoder import AbstractCausalLM
+from lora_jax.ops import dispatch
 from serving.compile_counter import CompileCounter
 from serving.config import EngineConfig
 from serving.copier import copier_here
@@ -187,6 +188,7 @@ def engine_stats(
         waiting_adapters=scheduler.waiting_adapters,
         compilations_after_warmup=compilations.count,
         steps=loop.num_steps,
+        implementations=dispatch.table(),
     )
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from lora_jax.adapters.catalogue import LoraCatalogue
-from lora_jax.adapters.residency import SlotAllocator
+from lora_jax.adapters.lora_allocator import SlotAllocator
 from lora_jax.adapters.slots import SlotsSpec, row_bytes, rows_per_adapter, size_slots
 from lora_jax.config import ModelConfig
 from lora_jax.nn.decoder import AbstractCausalLM

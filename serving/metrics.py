@@ -7,6 +7,7 @@ engine's thread. Labels are only ever names that the operator or the registry ch
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -48,6 +49,8 @@ class EngineStats:
     waiting_adapters: tuple[str, ...] = ()  # names that requests wait for, sorted
     compilations_after_warmup: int = 0
     steps: int = 0
+    # Of each op that was traced: [{implementation, declined: {name: reason}}], of this process.
+    implementations: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def prefix_hit_rate(self) -> float:

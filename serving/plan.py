@@ -27,7 +27,7 @@ from lora_jax import strict_json
 from lora_jax.config import ModelConfig, from_hf
 from lora_jax.placement.assign import assign, loads
 from lora_jax.placement.devices import Instances, minimum_devices
-from lora_jax.placement.ep_pp import Placement
+from lora_jax.placement.ep_pp import ServerLayout
 from lora_jax.placement.picture import picture, spell_bytes
 from lora_jax.placement.provision import admission_curve, first_capacity, of_rates
 from lora_jax.placement.service_level import (
@@ -125,7 +125,7 @@ def _workload_text(request: PlanRequest, in_flight: float, parts: Sequence[float
     )
 
 
-def _devices_text(plan: Placement, device_bytes: int, curve: np.ndarray) -> str:
+def _devices_text(plan: ServerLayout, device_bytes: int, curve: np.ndarray) -> str:
     room = min(plan.capacity(device_bytes), len(curve))
     return (
         f"{plan.devices} for the LoRA Server, {spell_bytes(max(plan.bytes_per_device))} of "

@@ -56,12 +56,16 @@ def compile_library(folder: Path, driver: str, headers: tuple[Path, ...] = ()) -
 
     `headers` are further ones of the kernels. Workers of a run share what one has compiled.
     """
-    for header in (*CSRC.glob("*.cuh"), *headers):
+    for header in (*CSRC.rglob("*.cuh"), *headers):
         text = header.read_text()
         for pattern, replacement in REWRITES:
             text = re.sub(pattern, replacement, text, flags=re.DOTALL)
-        (folder / header.name).write_text(text)
-    for file in ("ptx.cuh", "tensor_map.cuh", "cluster.cuh", "driver.cuh", driver):
+        inside = header.relative_to(CSRC) if header.is_relative_to(CSRC) else header.name
+        (folder / inside).parent.mkdir(parents=True, exist_ok=True)
+        (folder / inside).write_text(text)
+    for file in ("ptx.cuh", "tensor_map.cuh", "cluster.cuh"):
+        shutil.copy(EMULATOR / file, folder / "device")
+    for file in ("driver.cuh", driver):
         shutil.copy(EMULATOR / file, folder)
     library = folder / "emulated.so"
     include = [f"-I{EMULATOR / 'include'}", f"-I{jax.ffi.include_dir()}"]
@@ -70,7 +74,7 @@ def compile_library(folder: Path, driver: str, headers: tuple[Path, ...] = ()) -
     BUILT.mkdir(parents=True, exist_ok=True)
     with native.locked(built.with_suffix(".lock")):
         if not built.exists():
-            _compile([*command, str(folder / driver)], built)
+            _compile([*command, f"-I{folder}", str(folder / driver)], built)
     shutil.copy(built, library)
     return ctypes.CDLL(str(library))
 
@@ -86,8 +90,10 @@ def _compile(command: list[str], library: Path) -> None:
 def _digest(command: list[str], folder: Path) -> str:
     """Return what names a library: of its command, its sources and the emulator's headers."""
     digest = hashlib.sha256(f"{jax.__version__} {' '.join(command)}".encode())
-    for file in sorted([*folder.glob("*.cu*"), *folder.glob("*.cc"), *EMULATOR.rglob("*.h")]):
-        digest.update(file.name.encode() + file.read_bytes())
+    sources = [*folder.rglob("*.cu*"), *folder.glob("*.cc"), *EMULATOR.rglob("*.h")]
+    for file in sorted(sources):
+        name = file.relative_to(folder) if file.is_relative_to(folder) else file.name
+        digest.update(str(name).encode() + file.read_bytes())
     return digest.hexdigest()[:24]
 
 

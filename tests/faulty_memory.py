@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lora_jax.memory.counting import CountingDriver
+from bench.counting_memory import CountingDriver
 from lora_jax.memory.driver import DriverMemory
 from lora_jax.memory.virtual import AbstractVirtualMemory, Access, MappingError, OutOfPages, Usage
 

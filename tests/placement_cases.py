@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 from hypothesis import strategies as st
 
-from lora_jax.placement.ep_pp import Placement
+from lora_jax.placement.ep_pp import ServerLayout
 from lora_jax.placement.shape import AdapterShape
 
 
@@ -51,13 +51,13 @@ def shapes(draw) -> AdapterShape:
 
 
 @st.composite
-def plans(draw) -> Placement:
+def plans(draw) -> ServerLayout:
     """Placements of small blocks."""
     shape = draw(shapes())
     if draw(st.booleans()):
-        return Placement(shape, dp=draw(st.integers(1, shape.adapters)))
+        return ServerLayout(shape, dp=draw(st.integers(1, shape.adapters)))
     ep = draw(st.sampled_from([x for x in range(1, 13) if shape.experts % x == 0]))
-    return Placement(shape, ep=ep, pp=draw(st.integers(1, shape.layers)))
+    return ServerLayout(shape, ep=ep, pp=draw(st.integers(1, shape.layers)))
 
 
 @st.composite

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lora_jax.placement.ep_pp import Placement
+from lora_jax.placement.ep_pp import ServerLayout
 from lora_jax.placement.shape import AdapterShape
 from serving.transport import in_process, shared_memory, tcp
 from serving.transport.base import PushRows, push_rows
@@ -22,7 +22,7 @@ DTYPES = (("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat1
 
 
 def terms_of(dtype="float32", delta="float32", ep=2, pp=1, dp=1, base="tiny", max_rows=MAX_ROWS):
-    placement = Placement(AdapterShape(8, LAYERS, EXPERTS, 1), ep=ep, pp=pp, dp=dp)
+    placement = ServerLayout(AdapterShape(8, LAYERS, EXPERTS, 1), ep=ep, pp=pp, dp=dp)
     return Terms(base, placement, moe_shapes(LAYERS, max_rows, HIDDEN, WIDTH, dtype, delta))
 
 

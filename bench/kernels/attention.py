@@ -16,7 +16,7 @@ from bench.kernels.numbers import random
 from bench.kernels.timing import repeats_for, time_us
 from cuda_backend.paged_attention import paged_attention
 from lora_jax.ops.cases import MODELS
-from lora_jax.ops.paged_attention import reference
+from lora_jax.ops.paged_attention import PagedAttentionArgs, reference
 
 PAGE = 16
 CHECKED = 4  # tokens, against the reference
@@ -81,7 +81,8 @@ def attend(point: Point, q, pages, batch, op=paged_attention) -> jax.Array:
     """Return what the op gives for the model's sizes."""
     shape = MODELS[point.model]
     sizes = {"scale": shape.k_dim**-0.5, "v_dim": shape.v_dim}
-    return op(q, *pages, **batch, sinks=None, sliding_window=None, **sizes)
+    named = {**batch, **sizes, "sinks": None, "sliding_window": None}
+    return op(PagedAttentionArgs(q, *pages, **named))
 
 
 def checked_tokens(tokens: int) -> np.ndarray:

@@ -157,7 +157,7 @@ class Inputs:
     x: jax.Array
     entries: jax.Array
     scaling: jax.Array
-    items: lora_gemm.RowItems
+    items: lora_gemm.CudaWorkList
     h: jax.Array
 
 

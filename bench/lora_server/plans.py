@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from lora_jax.ops.cases import MODELS
-from lora_jax.placement.ep_pp import Placement
+from lora_jax.placement.ep_pp import ServerLayout
 from lora_jax.placement.shape import AdapterShape
 from serving.transport.shapes import DOWN, GATE_UP, moe_shapes
 from serving.transport.terms import Terms
@@ -86,10 +86,10 @@ class Plan:
         every = self.all_layers or not whole
         return [n for n in range(case.layers) if every or n % self.pp < whole]
 
-    def placement(self, case: Case) -> Placement:
+    def placement(self, case: Case) -> ServerLayout:
         """Return where the case's adapters lie."""
         shape = AdapterShape(case.adapters, case.layers, case.experts, 1)
-        return Placement(shape, ep=self.ep, pp=self.pp)
+        return ServerLayout(shape, ep=self.ep, pp=self.pp)
 
     def terms(self, case: Case, tokens: int) -> Terms:
         """Return what both sides of a batch of so many tokens agree on."""

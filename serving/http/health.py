@@ -45,11 +45,12 @@ async def version() -> dict[str, str]:
 
 @router.get("/server_info")
 async def server_info(request: Request) -> dict[str, Any]:
-    """Return the model's name and the engine's sizes; no path, no key."""
+    """Return the model's name, sizes, and which implementation serves each op; no path, no key."""
     server = server_of(request)
     config = dataclasses.asdict(server.engine.config)
     sizes = {k: v for k, v in config.items() if isinstance(v, int | float)}
     sizes |= {"dtype": config["dtype"], "max_model_len": server.max_model_len}
     stats = server.engine.stats()
     state = {"running": stats.running, "waiting": stats.waiting}
-    return {**await version(), "model": server.names.base, "config": sizes, "state": state}
+    about = {"config": sizes, "state": state, "implementations": stats.implementations}
+    return {**await version(), "model": server.names.base, **about}

@@ -7,13 +7,13 @@ import time
 import jax
 import numpy as np
 
-from lora_jax.adapters.expert_residency import ExpertAllocator, ExpertSizes
+from lora_jax.adapters.esft_allocator import ExpertAllocator, ExpertSizes
 from lora_jax.adapters.weights import PROJECTIONS
 from lora_jax.config import ModelConfig
 from lora_jax.memory.platforms import for_platform
 from lora_jax.memory.virtual import AbstractVirtualMemory, OutOfPages
+from lora_jax.models.expert_tensors import ExpertTensors, expert_blocks
 from lora_jax.nn.decoder import AbstractCausalLM
-from lora_jax.nn.expert_tensors import ExpertTensors, expert_blocks
 from serving.config import EngineConfig
 from serving.loading.expert_loading import ExpertRoom, identity_tables
 

@@ -10,7 +10,7 @@ import dataclasses
 
 import numpy as np
 
-from lora_jax.adapters.residency import Placement, RowWrite
+from lora_jax.adapters.lora_allocator import LoraPlacement, RowWrite
 from lora_jax.adapters.row_copies import Copier, CopyingPlan
 from lora_jax.adapters.slots import AdapterSlots, LoadingPlan
 from lora_jax.adapters.weights import AdapterWeights
@@ -25,7 +25,7 @@ class LayerwiseLoad:
 
     def __init__(
         self,
-        placement: Placement,
+        placement: LoraPlacement,
         part: AdapterWeights,
         slots: AdapterSlots,
         copier: Copier | None = None,
@@ -103,7 +103,7 @@ def _joined(
 
 
 def _writes_by_layer(
-    placement: Placement, part: AdapterWeights
+    placement: LoraPlacement, part: AdapterWeights
 ) -> dict[int, dict[int, list[RowWrite]]]:
     """Return the row writes by layer and width; a matrix is with the lowest layer that uses it."""
     first: dict[int, int] = {}
@@ -119,8 +119,8 @@ def _writes_by_layer(
 
 
 def _up_to(
-    placement: Placement, layer: int, writes: dict[int, list[RowWrite]], is_first: bool
-) -> Placement:
+    placement: LoraPlacement, layer: int, writes: dict[int, list[RowWrite]], is_first: bool
+) -> LoraPlacement:
     """Return the placement of one layer, whose table entries hold for all layers so far."""
     there = np.arange(placement.entries.shape[1]) <= layer
     return dataclasses.replace(

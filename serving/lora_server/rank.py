@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lora_jax.adapters.catalogue import LoraCatalogue
-from lora_jax.adapters.residency import SlotAllocator
+from lora_jax.adapters.lora_allocator import SlotAllocator
 from lora_jax.adapters.row_copies import Copier, pin_matrices
 from lora_jax.adapters.slots import (
     AdapterSlots,

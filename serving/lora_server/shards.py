@@ -12,7 +12,7 @@ import numpy as np
 from lora_jax.adapters.catalogue import EXPERT_MODULES, LoraCatalogue
 from lora_jax.adapters.weights import AdapterReport, AdapterWeights, SiteWeights
 from lora_jax.config import ModelConfig
-from lora_jax.placement.ep_pp import Placement, from_text
+from lora_jax.placement.ep_pp import ServerLayout, from_text
 from lora_jax.placement.shape import AdapterShape, adapter_shape
 from serving.transport.shapes import DOWN, GATE_UP, OUT, QKV
 
@@ -49,7 +49,7 @@ class Shard:
 class ServerPlan:
     """A placement over the layers of one model that have experts."""
 
-    placement: Placement
+    placement: ServerLayout
     moe_layers: tuple[int, ...]  # layer numbers of the model, in order
     attention: bool = False  # of these layers too
 

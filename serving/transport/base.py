@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lora_jax.placement.ep_pp import Placement
+from lora_jax.placement.ep_pp import ServerLayout
 from lora_jax.typing import Array, Float, Int
 from serving.transport.shapes import Shapes
 
@@ -70,7 +70,7 @@ class PushRows:
 
 
 def push_rows(
-    placement: Placement,
+    placement: ServerLayout,
     layer: int,
     row_to_adapter: Int[Array, "rows"],
     row_to_expert: Int[Array, "rows"],

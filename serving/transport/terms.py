@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from lora_jax.placement.ep_pp import Placement
+from lora_jax.placement.ep_pp import ServerLayout
 from serving.transport.header import MAGIC
 from serving.transport.shapes import Shapes
 
@@ -24,7 +24,7 @@ class Terms:
     """
 
     base: str
-    placement: Placement
+    placement: ServerLayout
     shapes: Shapes
 
     def __post_init__(self) -> None:

@@ -12,14 +12,16 @@ if TYPE_CHECKING:
 def kernels() -> dict[str, Callable]:
     """Return the ops that this backend has, by name; what the entry point `cuda` leads to."""
     from cuda_backend.all_gather import all_gather
+    from cuda_backend.choose_experts import choose_experts
     from cuda_backend.grouped_matmul import grouped_matmul
-    from cuda_backend.lora_gemm import lora_gemm, lora_gemms
+    from cuda_backend.lora_gemm import lora_gemm
     from cuda_backend.merge import merge
     from cuda_backend.paged_attention import paged_attention
+    from cuda_backend.place_heads import place_heads
     from cuda_backend.reroute import adapter_items, reroute, row_map
-    from cuda_backend.row_math import choose_experts, place_heads, rms_norm
+    from cuda_backend.rms_norm import rms_norm
 
-    linear = (grouped_matmul, lora_gemm, lora_gemms)
+    linear = (grouped_matmul, lora_gemm)
     others = (adapter_items, all_gather, merge, paged_attention, reroute, row_map)
     by_row = (choose_experts, place_heads, rms_norm)
     return {op.__name__: op for op in (*linear, *others, *by_row)}

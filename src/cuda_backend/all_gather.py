@@ -1,4 +1,4 @@
-"""All-gather between the GPUs of one process by peer pointers (csrc/all_gather.cuh).
+"""All-gather between the GPUs of one process by peer pointers (csrc/all_gather).
 
 A `GatherGroup` owns a memory on each GPU that the other GPUs write into. Programs name the group by
 its number, so a group stays until the process ends.
@@ -15,9 +15,10 @@ import numpy as np
 from cuda_backend import ffi
 from cuda_backend.peer_memory import Device, Landing, create_landing
 from lora_jax.ops import dispatch, native
+from lora_jax.ops.dispatch import Declined
 from lora_jax.typing import Array, Float
 
-MOST_DEVICES = 8  # csrc/all_gather.cuh
+MOST_DEVICES = 8  # csrc/all_gather
 UNIT = 16  # bytes that a kernel moves at once
 PATIENCE_NS = 10_000_000_000  # a peer that takes longer is lost
 _PREFIX = "lora_jax_cuda_gather_"
@@ -91,9 +92,9 @@ def all_gather(
 ) -> Float[Array, "rows all_columns"]:
     """Return the columns of all devices; see lora_jax.ops.all_gather."""
     if not group:
-        raise NotImplementedError("cuda all_gather needs a GatherGroup, not group 0")
+        raise Declined("cuda all_gather needs a GatherGroup, not group 0")
     if x.shape[1] * x.dtype.itemsize % UNIT:
-        raise NotImplementedError(
+        raise Declined(
             f"cuda all_gather takes rows in units of {UNIT} bytes, not {x.shape[1]} x {x.dtype}"
         )
     ffi.require()

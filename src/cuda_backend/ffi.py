@@ -2,15 +2,17 @@
 
 import functools
 import logging
-import shutil
 from pathlib import Path
 
 import jax
 
+from cuda_backend import toolkit
 from lora_jax.ops import dispatch, native
+from lora_jax.ops.dispatch import Declined
 
 log = logging.getLogger(__name__)
 
+CSRC = Path(__file__).parent / "csrc"  # a folder per op; includes are relative to this one
 FLAGS = (
     "-O3",
     "-std=c++17",
@@ -53,20 +55,15 @@ STATEFUL = (
 )
 
 
-def find_compiler() -> str | None:
-    """Return the path of nvcc, or None; the toolkit's usual place counts as well as the path."""
-    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
-
-
 def library() -> native.Library:
     """Return the kernels as sources of one library."""
     return native.Library(
         name="cuda",
         title="CUDA kernels",
-        compiler=find_compiler(),
-        wanted="nvcc",
-        flags=FLAGS,
-        sources=tuple(sorted((Path(__file__).parent / "csrc").glob("*.cu*"))),
+        compilers=toolkit.find_compilers(),
+        wanted=toolkit.WANTED,
+        flags=(*FLAGS, f"-I{CSRC}"),
+        sources=tuple(sorted(CSRC.rglob("*.cu*"))),
         unit=".cu",
         targets=TARGETS,
         platform="CUDA",
@@ -85,11 +82,11 @@ def available() -> bool:
 
 
 def require() -> None:
-    """Raise NotImplementedError unless there is a Hopper GPU and the kernels are there."""
+    """Raise Declined unless there is a Hopper GPU and the kernels are there."""
     if jax.default_backend() != "gpu":
-        raise NotImplementedError(f"CUDA kernels cannot run on {jax.default_backend()}")
+        raise Declined(f"CUDA kernels cannot run on {jax.default_backend()}")
     capability = getattr(jax.devices()[0], "compute_capability", "unknown")
     if capability != "9.0":
-        raise NotImplementedError(f"CUDA kernels are built for capability 9.0, not {capability}")
+        raise Declined(f"CUDA kernels are built for capability 9.0, not {capability}")
     if not available():
-        raise NotImplementedError("the CUDA kernels could not be built")
+        raise Declined("the CUDA kernels could not be built")

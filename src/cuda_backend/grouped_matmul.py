@@ -1,4 +1,4 @@
-"""Linear maps in float32 by the kernel of csrc/grouped_f32.cuh; bfloat16 is Mosaic's.
+"""Linear maps in float32 by the kernel of csrc/grouped_matmul; bfloat16 is Mosaic's.
 
 A row's result depends on nothing but its own x and matrix.
 """
@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from cuda_backend import ffi
+from lora_jax.ops.dispatch import Declined
 from lora_jax.typing import Array, Float, Int
 
 VECTOR = 4  # values of d_in that are read at once
@@ -14,15 +15,13 @@ MAX_TILES = 2**31 - 1  # of 4 rows x 4 columns, in a launch
 
 
 def check_support(dtype: jnp.dtype, rows: int, d_out: int, d_in: int) -> None:
-    """Raise NotImplementedError, saying why, for what the kernel does not serve."""
+    """Raise Declined, saying why, for what the kernel does not serve."""
     if dtype != jnp.float32:
-        raise NotImplementedError(f"cuda grouped_matmul takes float32, not {dtype}")
+        raise Declined(f"cuda grouped_matmul takes float32, not {dtype}")
     if rows < 1 or d_out < 1 or -(-rows // 4) * -(-d_out // 4) > MAX_TILES:
-        raise NotImplementedError(f"cuda grouped_matmul: {rows} rows, d_out {d_out}")
+        raise Declined(f"cuda grouped_matmul: {rows} rows, d_out {d_out}")
     if d_in % VECTOR or d_in == 0:
-        raise NotImplementedError(
-            f"cuda grouped_matmul takes d_in in steps of {VECTOR}, not {d_in}"
-        )
+        raise Declined(f"cuda grouped_matmul takes d_in in steps of {VECTOR}, not {d_in}")
 
 
 def grouped_matmul(

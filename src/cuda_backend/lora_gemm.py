@@ -1,8 +1,8 @@
-"""Adds adapters to rows by the Hopper kernels of csrc/lora_gemm.cuh, in place if there is a y.
+"""Adds adapters to rows by the Hopper kernels of csrc/lora_gemm, in place if there is a y.
 
 A row's result depends on nothing but its own x, y and adapter: neither on its neighbours nor on
 how many rows there are. Calls of many rows serve long segments by the kernels of
-csrc/lora_tiles.cuh, which give the same bits.
+csrc/lora_gemm/prefill_shrink.cuh, which give the same bits.
 """
 
 import dataclasses
@@ -14,16 +14,18 @@ import numpy as np
 
 from cuda_backend import ffi, lora_rows, lora_tiles
 from lora_jax.ops.adapter_items import AdapterItems
+from lora_jax.ops.dispatch import Declined
+from lora_jax.ops.lora_gemm.batch import LoraBatch
 from lora_jax.typing import Array, Float, Int
 
 MAX_ROWS = 8192  # one CTA sorts them in its shared memory
 MAX_SLOTS = 65534
-FEW_ROWS = 128  # up to these are for csrc/lora_few.cuh, which wants items of at most 8
+FEW_ROWS = 128  # up to these are for csrc/lora_gemm/decode.cuh, which wants items of at most 8
 MAX_RANK = 128
 COLUMNS = 64  # widths are copied in pieces of so many columns
 MAX_MODULES = 4  # of one launch
-# csrc/lora_segments.cuh takes ranks to 32, and pays (timed above 16) from so many rows of a run of
-# one adapter and expert on. So few items leave CTAs idle, even by two modules in a launch.
+# csrc/lora_gemm/segments.cuh takes ranks to 32, and pays (timed above 16) from so many rows of a
+# run of one adapter and expert on. So few items leave CTAs idle, even by two modules in a launch.
 SEGMENT_RANKS, SEGMENT_ROWS, FEW_ITEMS = range(17, 33), 16, 66
 
 # One linear map of a launch: y, and the entries and scaling of its slots, or of all sites. No y of
@@ -33,7 +35,7 @@ Module = tuple[Array | None, Array, Array]
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class RowItems:
+class CudaWorkList:
     """Rows sorted by slot and cut into items and tiles: what the kernels work through."""
 
     order: Int[Array, "rows"]  # sorted place -> row
@@ -65,17 +67,17 @@ class RowItems:
 def check_support(
     dtype: jnp.dtype, rows: int, widths: tuple[int, ...], slots: int, max_rank: int
 ) -> None:
-    """Raise NotImplementedError, saying why, for what these kernels do not serve."""
+    """Raise Declined, saying why, for what these kernels do not serve."""
     if dtype != jnp.bfloat16:
-        raise NotImplementedError(f"cuda lora_gemm takes bfloat16, not {dtype}")
+        raise Declined(f"cuda lora_gemm takes bfloat16, not {dtype}")
     if not 1 <= rows <= MAX_ROWS:
-        raise NotImplementedError(f"cuda lora_gemm takes 1 to {MAX_ROWS} rows, not {rows}")
+        raise Declined(f"cuda lora_gemm takes 1 to {MAX_ROWS} rows, not {rows}")
     if bad := [w for w in widths if w % COLUMNS]:
-        raise NotImplementedError(f"cuda lora_gemm takes widths in steps of {COLUMNS}, not {bad}")
+        raise Declined(f"cuda lora_gemm takes widths in steps of {COLUMNS}, not {bad}")
     if not 1 <= max_rank <= MAX_RANK:
-        raise NotImplementedError(f"cuda lora_gemm takes ranks to {MAX_RANK}, not {max_rank}")
+        raise Declined(f"cuda lora_gemm takes ranks to {MAX_RANK}, not {max_rank}")
     if not 1 <= slots <= MAX_SLOTS:
-        raise NotImplementedError(f"cuda lora_gemm takes 1 to {MAX_SLOTS} slots, not {slots}")
+        raise Declined(f"cuda lora_gemm takes 1 to {MAX_SLOTS} slots, not {slots}")
 
 
 def rows_per_item(rows: int, max_rank: int = MAX_RANK, most_runs: int | None = None) -> int:
@@ -106,7 +108,7 @@ def row_items(
     row_to_expert: Int[Array, "rows"],
     num_slots: int,
     max_rank: int = MAX_RANK,
-) -> RowItems:
+) -> CudaWorkList:
     """Return the rows of each (slot, expert) as items; rows outside 0..num_slots are in none.
 
     Rows of one slot should come sorted by expert: else the items are right, but smaller.
@@ -118,27 +120,23 @@ def row_items(
     attributes = {"slots": np.int64(num_slots), "item_rows": np.int64(item_rows)}
     order, found, num_items = call(row_to_slot, row_to_expert, **attributes)
     if rows < lora_tiles.FEWEST_ROWS:
-        return RowItems(order, found, num_items)
+        return CudaWorkList(order, found, num_items)
     known = lora_tiles.row_tiles(found, num_items, order)
     pays = lora_tiles.shrink_pays(rows, num_slots, max_rank)
-    return RowItems(order, found, num_items, known, pays)
+    return CudaWorkList(order, found, num_items, known, pays)
 
 
 def lora_gemm(
-    y: Float[Array, "rows d_out"] | None,
-    x: Float[Array, "rows d_in"],
-    a_pool: Float[Array, "a_rows d_in"],
-    b_pool: Float[Array, "b_rows d_out"],
-    entries: Int[Array, "slots 5"],
-    scaling: Float[Array, "slots"],
-    row_to_slot: Int[Array, "rows"],
-    row_to_expert: Int[Array, "rows"],
-    max_rank: int,
-    items: AdapterItems | None = None,
-) -> Float[Array, "rows d_out"]:
+    ys: Sequence[Float[Array, "rows d_out"] | None],
+    batch: LoraBatch,
+    sites: Sequence[int | None] = (None,),
+) -> tuple[Float[Array, "rows d_out"], ...]:
     """y[t] + s * sum_j (x[t] . A[j]) B[j], as lora_jax.ops.lora_gemm says; h is in bfloat16."""
-    pools, owners = (x, a_pool, b_pool), (row_to_slot, row_to_expert)
-    return lora_gemms([(y, entries, scaling)], *pools, *owners, max_rank, items)[0]
+    modules = [(y, batch.entries, batch.scaling) for y in ys]
+    owners = (batch.row_to_slot, batch.row_to_expert)
+    options = {"items": batch.items, "sites": [site or 0 for site in sites]}
+    arrays = (batch.x, batch.a_pool, batch.b_pool, *owners)
+    return lora_gemms(modules, *arrays, batch.max_rank, **options)
 
 
 def lora_gemms(
@@ -187,7 +185,7 @@ def lora_pair(
     b_pool: Float[Array, "b_rows d_out"],
     entries: Int[Array, "slots 5"],
     scaling: Float[Array, "slots"],
-    items: RowItems | AdapterItems,
+    items: CudaWorkList | AdapterItems,
     max_rank: int,
 ) -> Float[Array, "rows d_out"]:
     """Shrink and expand, in one launch but for tiles, for rows whose items are known."""
@@ -199,7 +197,7 @@ def lora_pairs(
     x: Float[Array, "rows d_in"],
     a_pool: Float[Array, "a_rows d_in"],
     b_pool: Float[Array, "b_rows d_out"],
-    items: RowItems | AdapterItems,
+    items: CudaWorkList | AdapterItems,
     max_rank: int,
     sites: Sequence[int] | None = None,
 ) -> Sequence[Float[Array, "rows d_out"]]:
@@ -218,7 +216,7 @@ def lora_pairs(
         runs = items.most_runs if items.in_order and items.tiles is None else None
         segments = accumulate and are_segments(len(items.items), max_rank, runs)
         known = items.order, items.items, items.num_items, items.tiles
-        items = RowItems(*known, shrinks_tiles=items.tiles is not None)
+        items = CudaWorkList(*known, shrinks_tiles=items.tiles is not None)
     count, parts = len(modules), 2 if items.arrays[3].size else 1  # of items, and of tiles
     work = jax.ShapeDtypeStruct((parts * count, *_h_shape(x.shape[0], max_rank).shape), x.dtype)
     out = jax.ShapeDtypeStruct((x.shape[0], b_pool.shape[1]), x.dtype)
@@ -237,7 +235,7 @@ def lora_shrink(
     a_pool: Float[Array, "a_rows d_in"],
     entries: Int[Array, "slots 5"],
     scaling: Float[Array, "slots"],
-    items: RowItems,
+    items: CudaWorkList,
     max_rank: int,
 ) -> Float[Array, "rows h_columns"]:
     """h[i, j] = s * x[order[i]] . A[j], zero for j from the rank up to the next multiple of 8.
@@ -256,7 +254,7 @@ def lora_expand(
     b_pool: Float[Array, "b_rows d_out"],
     entries: Int[Array, "slots 5"],
     scaling: Float[Array, "slots"],
-    items: RowItems,
+    items: CudaWorkList,
 ) -> Float[Array, "rows d_out"]:
     """y[order[i]] + sum_j h[i, j] B[j] for h as lora_shrink gives it.
 

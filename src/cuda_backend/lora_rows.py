@@ -1,4 +1,4 @@
-"""Adds adapters to rows by csrc/lora_rows.cuh: what the tensor cores' kernels do not take.
+"""Adds adapters to rows by csrc/lora_gemm/rows.cuh: what the tensor cores' kernels do not take.
 
 A row's result depends on nothing but its own x, y and adapter. Each row reads its adapter's rows
 itself, which many rows of one adapter make slow; a loop of XLA's would make the host wait as well.
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cuda_backend import ffi
+from lora_jax.ops.dispatch import Declined
 from lora_jax.typing import Array, Float, Int
 
 MAX_RANK = 8192  # h lies in shared memory
@@ -19,12 +20,12 @@ WIDE = jnp.dtype(jnp.float32)
 
 
 def check_support(y: jax.ShapeDtypeStruct | Array, x: Array, max_rank: int) -> None:
-    """Raise NotImplementedError, saying why, for what the kernel does not serve."""
+    """Raise Declined, saying why, for what the kernel does not serve."""
     if x.dtype not in (WIDE, jnp.bfloat16) or y.dtype not in (WIDE, x.dtype):
-        raise NotImplementedError(f"cuda lora_rows takes no {x.dtype} to {y.dtype}")
+        raise Declined(f"cuda lora_rows takes no {x.dtype} to {y.dtype}")
     if x.shape[0] < 1 or y.shape[1] > MAX_WIDTH or not 1 <= max_rank <= MAX_RANK:
         said = f"{x.shape[0]} rows of {x.shape[1]} to {y.shape[1]} by rank {max_rank}"
-        raise NotImplementedError(f"cuda lora_rows does not take {said}")
+        raise Declined(f"cuda lora_rows does not take {said}")
 
 
 def lora_rows(

@@ -1,7 +1,8 @@
-"""Finds the segments with many rows, which the kernels of csrc/lora_tiles.cuh serve.
+"""Finds the segments with many rows, which csrc/lora_gemm/prefill_*.cuh serve.
 
-Those give a row the bits that the kernel of items (csrc/lora_gemm.cuh) gives it, so which of them
-serves a segment may follow from the batch. Where a call may have such segments the device decides.
+Those give a row the bits that the kernel of items (csrc/lora_gemm/items.cuh) gives it, so which of
+them serves a segment may follow from the batch. Where a call may have such segments the device
+decides.
 """
 
 import dataclasses
@@ -20,8 +21,9 @@ RECORD = 80  # words that say what a tile is
 # adapters has for nothing: only for calls this long, or so long for their slots that segments are
 # bound to be.
 LONG_CALL, ROWS_OF_SLOT = 2048, 64
-# Of these ranks they may come behind the items, see csrc/pair_tiles.cuh: that costs calls this long
-# 2 us where there are none, shorter ones 4 to 5, and one adapter has 8 of 41 us back.
+# Of these ranks they may come behind the items, see csrc/lora_gemm/prefill_pair.cuh: that costs
+# calls this long 2 us where there are none, shorter ones 4 to 5, and one adapter has 8 of 41 us
+# back.
 ROWS_BEHIND, RANKS_BEHIND = 1024, range(33, 65)
 # Up to this rank a shrink alone is by items: 15.4 us for 4096 rows of 4 adapters on an H200, 19.0
 # by tiles.
@@ -35,7 +37,7 @@ class Tiles:
 
     items: Int[Array, "rows 4"]
     num_items: Int[Array, "1"]
-    tiles: Int[Array, "tiles words"]  # TileRecord in csrc/tile_args.cuh
+    tiles: Int[Array, "tiles words"]  # TileRecord in csrc/lora_gemm/prefill_args.cuh
     cut: Int[Array, "4"]  # as TileArgs says there
 
 

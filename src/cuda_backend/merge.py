@@ -1,10 +1,11 @@
-"""Merges adapters into weights by the Hopper kernel of csrc/merge.cuh, in place on w."""
+"""Merges adapters into weights by the Hopper kernel of csrc/merge/merge.cuh, in place on w."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from cuda_backend import ffi
+from lora_jax.ops.dispatch import Declined
 from lora_jax.typing import Array, Float, Int
 
 MAX_RANK = 128
@@ -13,15 +14,15 @@ ROWS = 8  # of w; the copy engine steps through B's part of them in pieces of 16
 
 
 def check_support(dtype: jnp.dtype, d_out: int, d_in: int, max_rank: int) -> None:
-    """Raise NotImplementedError, saying why, for what the kernel does not serve."""
+    """Raise Declined, saying why, for what the kernel does not serve."""
     if dtype != jnp.bfloat16:
-        raise NotImplementedError(f"cuda merge takes bfloat16, not {dtype}")
+        raise Declined(f"cuda merge takes bfloat16, not {dtype}")
     if d_in % COLUMNS:
-        raise NotImplementedError(f"cuda merge takes d_in in steps of {COLUMNS}, not {d_in}")
+        raise Declined(f"cuda merge takes d_in in steps of {COLUMNS}, not {d_in}")
     if d_out % ROWS:
-        raise NotImplementedError(f"cuda merge takes d_out in steps of {ROWS}, not {d_out}")
+        raise Declined(f"cuda merge takes d_out in steps of {ROWS}, not {d_out}")
     if not 1 <= max_rank <= MAX_RANK:
-        raise NotImplementedError(f"cuda merge takes ranks to {MAX_RANK}, not {max_rank}")
+        raise Declined(f"cuda merge takes ranks to {MAX_RANK}, not {max_rank}")
 
 
 def merge(

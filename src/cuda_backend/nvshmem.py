@@ -19,7 +19,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from cuda_backend import ffi
+from cuda_backend import ffi, toolkit
 from cuda_backend.peer import PeerDevice
 from cuda_backend.peer_channel import PAGE, Channel
 from cuda_backend.peer_ends import ClientEnd, ServerEnd
@@ -71,12 +71,12 @@ def package() -> Path:
 def library(folder: Path) -> native.Library:
     """Return the kernel, to be built against the package in `folder`."""
     here = Path(__file__).parent
-    headers = [here / "csrc" / name for name in ("peer_state.cuh", "ptx.cuh")]
+    headers = [here / "csrc" / name for name in ("peer/state.cuh", "device/ptx.cuh")]
     return native.Library(
         name="nvshmem",
         title="NVSHMEM kernels",
-        compiler=ffi.find_compiler(),
-        wanted="nvcc",
+        compilers=toolkit.find_compilers(),
+        wanted=toolkit.WANTED,
         flags=(
             *ffi.FLAGS,
             "-rdc=true",

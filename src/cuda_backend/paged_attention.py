@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from cuda_backend import ffi
+from lora_jax.ops.dispatch import Declined
+from lora_jax.ops.paged_attention.args import PagedAttentionArgs
 from lora_jax.typing import Array, Float, Int
 
 MAX_TOKENS = 8192  # one CTA lists their units
@@ -107,53 +109,44 @@ def fits_tiles(
 
 
 def check_support(dtype: jnp.dtype, tokens: int, k_dim: int, v_dim: int) -> None:
-    """Raise NotImplementedError, saying why, for what no kernel serves."""
+    """Raise Declined, saying why, for what no kernel serves."""
     op, step = "cuda paged_attention takes", 16 // dtype.itemsize
     if not 1 <= tokens <= MAX_TOKENS:
-        raise NotImplementedError(f"{op} 1 to {MAX_TOKENS} tokens, not {tokens}")
+        raise Declined(f"{op} 1 to {MAX_TOKENS} tokens, not {tokens}")
     if k_dim % step or v_dim % step or k_dim > PLAIN_COLUMNS or v_dim > PLAIN_VALUES:
-        raise NotImplementedError(
+        raise Declined(
             f"{op} heads in steps of {step} columns, up to {PLAIN_COLUMNS} of K and "
             f"{PLAIN_VALUES} of V, not {k_dim} and {v_dim}"
         )
 
 
 def paged_attention(
-    q: Float[Array, "tokens q_heads k_dim"],
-    k_pages: Float[Array, "pages page_size kv_heads k_dim"],
-    v_pages: Float[Array, "pages page_size kv_heads v_dim"] | None,
-    block_tables: Int[Array, "seqs max_pages"],
-    token_to_seq: Int[Array, "tokens"],
-    positions: Int[Array, "tokens"],
-    num_tokens: Int[Array, ""],
-    sinks: Float[Array, "q_heads"] | None,
-    scale: float,
-    v_dim: int,
-    sliding_window: int | None,
+    args: PagedAttentionArgs,
 ) -> Float[Array, "tokens q_heads v_dim"]:
     """What lora_jax.ops.paged_attention says.
 
     Tensor cores take exponentials rounded to bfloat16 to V; without them all is float32.
     """
-    check_support(q.dtype, q.shape[0], q.shape[2], v_dim)
+    q, v_pages, sinks = args.q, args.v_pages, args.sinks
+    check_support(q.dtype, q.shape[0], q.shape[2], args.v_dim)
     ffi.require()
-    latent = v_pages is None
-    name, cut, own = _kernel(q, k_pages, block_tables.shape[1], v_dim, latent)
+    latent, max_pages = v_pages is None, args.block_tables.shape[1]
+    name, cut, own = _kernel(q, args.k_pages, max_pages, args.v_dim, latent)
     none = jnp.zeros((0,), q.dtype)
     arrays = (
         q,
-        k_pages,
+        args.k_pages,
         none if latent else v_pages,
-        block_tables,
-        num_tokens,
+        args.block_tables,
+        args.num_tokens,
         none.astype(jnp.float32) if sinks is None else sinks.astype(jnp.float32),
     )
-    window = sliding_window or 0
-    units = _units(token_to_seq, positions, num_tokens, cut, window)
+    window = args.sliding_window or 0
+    units = _units(args.token_to_seq, args.positions, args.num_tokens, cut, window)
     attributes = {"chunk": cut.chunk, "window": window, **own}
-    call = jax.ffi.ffi_call(name, _results(q, v_dim, cut))
+    call = jax.ffi.ffi_call(name, _results(q, args.v_dim, cut))
     whole = {key: np.int64(value) for key, value in attributes.items()}
-    return call(*arrays, *units, scale=np.float32(scale), **whole)[0]
+    return call(*arrays, *units, scale=np.float32(args.scale), **whole)[0]
 
 
 def _kernel(

@@ -1,6 +1,6 @@
 """A client and a server of the transport on a GPU: its custom calls, and its links.
 
-The kernels (csrc/peer_client.cuh, csrc/peer_server.cuh) read and step all state on the device; here
+The kernels (csrc/peer/client.cuh, csrc/peer/server.cuh) read and step all state on the device; here
 the host attaches channels, takes them away, and looks at counts.
 """
 
@@ -21,12 +21,12 @@ from lora_jax.ops import native
 from lora_jax.ops.acting_call import acting_call
 from lora_jax.typing import Array, Int
 
-INFO_WORDS = 8  # of a message: client, site, layer, rows, table version; see csrc/peer_server.cuh
+INFO_WORDS = 8  # of a message: client, site, layer, rows, table version; see csrc/peer/server.cuh
 _PREFIX = "lora_jax_cuda_peer_"
-_LINK = struct.Struct("<QQQQQ88x")  # two slots and counters, and the epoch; csrc/peer_state.cuh
+_LINK = struct.Struct("<QQQQQ88x")  # two slots and counters, and the epoch; csrc/peer/state.cuh
 _RECORDS = 4  # of each peer, used in turn
 _RESPONSE_SLOT = 8  # where its bytes stand in serving.transport.library.numbers()
-_MOST_OUTS = 4  # csrc/peer_state.cuh
+_MOST_OUTS = 4  # csrc/peer/state.cuh
 # A kernel that was enqueued before its link was taken away may still read it: no unmapping sooner.
 _RETIRE_S = 5.0
 _I32, _I64, _U64, _P = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p
@@ -96,7 +96,7 @@ class _End:
         self._device.write(self._state + self._layout.stopped, struct.pack("<Q", int(on)))
 
     def counts(self) -> list[int]:
-        """Return the kernels' counts, in the order of csrc/peer_state.cuh."""
+        """Return the kernels' counts, in the order of csrc/peer/state.cuh."""
         size = self._layout.num_counts + self._layout.num_lengths
         data = self._device.read(self._state + self._layout.counts, 8 * size)
         return list(struct.unpack(f"<{size}Q", data))
@@ -290,7 +290,7 @@ class ServerEnd(_End):
         num_experts: int,
         slots_per_layer: int,
     ) -> tuple[Array, Array, Array]:
-        """Return (info, row_to_slot, verdicts) of what `take` gave: see csrc/peer_judge.cuh.
+        """Return (info, row_to_slot, verdicts) of what `take` gave: see csrc/peer/judge.cuh.
 
         `before` is the info of the messages before; `table` is numbers, slots and ready layers by
         place, the version, and the layers of the plan.

@@ -1,4 +1,4 @@
-"""Sorts (token, expert) rows by the matrix they use and cuts adapters' items: csrc/reroute.cuh."""
+"""Sorts (token, expert) rows by the matrix they use and cuts adapters' items: csrc/reroute."""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +6,7 @@ import numpy as np
 
 from cuda_backend import ffi, lora_gemm, lora_tiles
 from lora_jax.ops.adapter_items import AdapterItems
+from lora_jax.ops.dispatch import Declined
 from lora_jax.ops.reroute.maps import RowMap
 from lora_jax.typing import Array, Int
 
@@ -21,14 +22,14 @@ MAX_K = 8192
 
 
 def check_support(tokens: int, k: int, groups: int) -> None:
-    """Raise NotImplementedError, saying why, for what the kernels do not serve."""
+    """Raise Declined, saying why, for what the kernels do not serve."""
     rows = tokens * k
     if not 1 <= rows <= MAX_ROWS:
-        raise NotImplementedError(f"cuda reroute takes 1 to {MAX_ROWS} rows, not {rows}")
+        raise Declined(f"cuda reroute takes 1 to {MAX_ROWS} rows, not {rows}")
     if k > MAX_K:
-        raise NotImplementedError(f"cuda reroute takes {MAX_K} experts of a token, not {k}")
+        raise Declined(f"cuda reroute takes {MAX_K} experts of a token, not {k}")
     if not 1 <= groups <= MAX_GROUPS:
-        raise NotImplementedError(f"cuda reroute takes 1 to {MAX_GROUPS} groups, not {groups}")
+        raise Declined(f"cuda reroute takes 1 to {MAX_GROUPS} groups, not {groups}")
 
 
 def adapter_items(

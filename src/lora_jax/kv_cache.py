@@ -9,7 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from lora_jax.typing import Array, Float, Int
+from lora_jax.typing import Array, Float
 
 
 @jax.tree_util.register_dataclass
@@ -48,14 +48,3 @@ def init_cache(shape: KVShape, num_pages: int, page_size: int, dtype: jnp.dtype)
         )
 
     return tuple(layer() for _ in range(shape.num_layers))
-
-
-def write(
-    pages: Float[Array, "pages page_size kv_heads dim"],
-    new: Float[Array, "tokens kv_heads dim"],
-    token_to_page_slot: Int[Array, "tokens"],
-) -> Float[Array, "pages page_size kv_heads dim"]:
-    """Return `pages` with new[t] at flat slot token_to_page_slot[t]; out of range is dropped."""
-    flat = pages.reshape(-1, *pages.shape[2:])
-    flat = flat.at[token_to_page_slot].set(new, mode="drop", unique_indices=True)
-    return flat.reshape(pages.shape)

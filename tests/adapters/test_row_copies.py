@@ -10,7 +10,7 @@ import pytest
 from late_copier import LateCopier
 
 from lora_jax.adapters import row_copies
-from lora_jax.adapters.residency import SlotAllocator
+from lora_jax.adapters.lora_allocator import SlotAllocator
 from lora_jax.adapters.row_copies import CopyingPlan
 from lora_jax.adapters.slots import LoadingPlan, init_slots, size_slots
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lora_jax.adapters import peft_format
-from lora_jax.adapters.residency import SlotAllocator
+from lora_jax.adapters.lora_allocator import SlotAllocator
 from lora_jax.adapters.slots import (
     LoadingPlan,
     chunk_rows,

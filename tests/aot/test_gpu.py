@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from aot.compile_gpu import H200, KIND, Compiled
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from kernel_calls import attention_kernel, lora_kernel
 
 from lora_jax.ops import tuning_table
 from lora_jax.ops.cases import MODELS
@@ -167,7 +168,7 @@ LORA = {
 def test_lora_gemm(h200, report, sizes):
     """Works in place; takes x in order, the parts of x A^T and 2 KiB a row for everything else."""
     rows, d_out, d_in, rank, slots = sizes
-    call = functools.partial(lora_gemm_gpu.lora_gemm, max_rank=rank, interpret=False)
+    call = functools.partial(lora_kernel(lora_gemm_gpu.lora_gemm), max_rank=rank, interpret=False)
     done = h200.compile(call, *lora_arrays(h200, rows, d_out, d_in, rank, slots), donate=(0,))
     report(done)
     assert not any(done.spill_bytes.values())
@@ -201,7 +202,9 @@ def test_paged_attention(h200, report, sizes):
     args += [None if shape.latent else v, *(h200.array(*a) for a in integers)]
     args += [h200.array((shape.q_heads,), jnp.float32) if shape.sinks else None]
     options = {"scale": 0.1, "v_dim": shape.v_dim, "sliding_window": shape.sliding_window}
-    call = functools.partial(paged_attention_gpu.paged_attention, **options, interpret=False)
+    call = functools.partial(
+        attention_kernel(paged_attention_gpu.paged_attention), **options, interpret=False
+    )
     done = h200.compile(call, *args)
     report(done)
     assert not any(done.spill_bytes.values())
@@ -246,7 +249,7 @@ def test_row_map(h200, report, tokens, groups, rerouted):
 
 def decode_layer(x, kv, weights, lora, row_to_slot, group_sizes):
     """Return x after something like attention and something like experts, adapters on both."""
-    adapters = functools.partial(lora_gemm_gpu.lora_gemm, max_rank=32, interpret=False)
+    adapters = functools.partial(lora_kernel(lora_gemm_gpu.lora_gemm), max_rank=32, interpret=False)
     experts = functools.partial(grouped_matmul_gpu.grouped_matmul, interpret=False)
     none = jnp.zeros_like(row_to_slot)
     q = adapters(x @ weights["q"], x, *lora, row_to_slot, none)

@@ -26,8 +26,9 @@ def server(monkeypatch):
     """A server whose custom calls can be traced; skip without the compilers for an H200."""
     from cuda_backend import ffi
     from cuda_backend.peer_ends import ServerEnd
+    from cuda_backend.toolkit import find_compilers
 
-    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None or ffi.find_compiler() is None:
+    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None or not find_compilers():
         pytest.skip("the CUDA plugin or nvcc is missing: make test-aot")
     ffi.library().load(dispatch.cache_folder())
     monkeypatch.setattr(ffi, "require", lambda: None)

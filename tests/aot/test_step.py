@@ -35,8 +35,9 @@ QWEN3 = {**decode_step.QWEN3, "num_hidden_layers": LAYERS}
 def hopper_at_hand(monkeypatch):
     """Let dispatch choose as it does on an H200; skip without the compilers for one."""
     from cuda_backend import ffi
+    from cuda_backend.toolkit import find_compilers
 
-    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None or ffi.find_compiler() is None:
+    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None or not find_compilers():
         pytest.skip("the CUDA plugin or nvcc is missing: make test-aot")
     ffi.library().load(dispatch.cache_folder())
     monkeypatch.setattr(ffi, "require", lambda: None)

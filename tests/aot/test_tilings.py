@@ -13,6 +13,7 @@ import itertools
 import jax.numpy as jnp
 import pytest
 from aot.compile_gpu import H200, KIND
+from kernel_calls import lora_kernel
 
 from lora_jax.ops import tuning_table
 from lora_jax.ops.grouped_matmul import pallas_gpu
@@ -149,7 +150,9 @@ def test_lora_spills_no_register_and_two_ctas_share_an_sm(h200, name):
     pools = [h200.array((pool, WIDTH), jnp.bfloat16)] * 2
     table = (h200.array((SLOTS, 5), jnp.int32), h200.array((SLOTS,), jnp.float32))
     owners = [h200.array((ROWS,), jnp.int32)] * 2
-    call = functools.partial(lora_gpu.lora_gemm, max_rank=rank, config=config, interpret=False)
+    call = functools.partial(
+        lora_kernel(lora_gpu.lora_gemm), max_rank=rank, config=config, interpret=False
+    )
     done = h200.compile(call, rows, rows, *pools, *table, *owners)
     print(f"{name}: {done.registers}, {done.spill_bytes}, {done.seconds:.1f} s")
     assert [*done.spill_bytes.values()] == [0, 0]

@@ -10,6 +10,7 @@ import pytest
 from aot.compile_tpu import Compiled, Tpu
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from kernel_calls import attention_kernel, lora_kernel
 
 from lora_jax.ops.cases import MODELS, ModelShape
 from lora_jax.ops.grouped_matmul import pallas_tpu as grouped_matmul
@@ -74,7 +75,7 @@ def test_lora_gemm(tpu, sizes):
     arrays += [tpu.array((pool_rows, width), dtype) for width in (d_in, d_out)]
     arrays += [tpu.array((128, 5), i32), tpu.array((128,), f32)]
     arrays += [tpu.array((rows,), i32)] * 2
-    run = functools.partial(lora_gemm.lora_gemm, max_rank=rank, interpret=False)
+    run = functools.partial(lora_kernel(lora_gemm.lora_gemm), max_rank=rank, interpret=False)
     done = tpu.compile(run, *arrays, donate=(0,))
     bound = max(rows, 16) * (d_in + d_out) * dtype.dtype.itemsize + MIB
     if rows <= 2048:
@@ -193,7 +194,7 @@ def attention(tpu: Tpu, model: ModelShape, tokens: int, dtype, order=None, page_
     arrays += [tpu.array((64, 256), i32), tpu.array((tokens,), i32), tpu.array((tokens,), i32)]
     arrays += [tpu.array((), i32), tpu.array((model.q_heads,), f32) if model.sinks else None]
     run = functools.partial(
-        paged_attention.paged_attention,
+        attention_kernel(paged_attention.paged_attention),
         scale=0.1,
         v_dim=model.v_dim,
         sliding_window=model.sliding_window,

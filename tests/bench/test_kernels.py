@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_calls import lora_kernel
 
 from bench.kernel_plots import plot_kernels
 from bench.kernels import __main__ as bench
@@ -21,7 +22,9 @@ from bench.kernels.summary import say_grid, summarise, table
 from bench.kernels.timing import MOST_OPS, cold_sets, repeats_for
 from cuda_backend import lora_gemm, reroute
 from lora_jax.ops.cases import POPULARITIES
-from lora_jax.ops.lora_gemm.reference import lora_gemm as plain
+from lora_jax.ops.lora_gemm import reference
+
+plain = lora_kernel(reference.lora_gemm)
 
 
 @pytest.fixture
@@ -77,7 +80,7 @@ def plain_kernels(monkeypatch):
 
     def row_items(owners, experts, slots, rank):
         none = jnp.zeros((len(owners), 4), jnp.int32)
-        return lora_gemm.RowItems(owners, none, none[0, :1])
+        return lora_gemm.CudaWorkList(owners, none, none[0, :1])
 
     def shrink(x, a_pool, entries, scaling, items, rank):
         return plain_h(x, a_pool, entries, scaling, items.order, rank)

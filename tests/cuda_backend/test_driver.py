@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from abi_check import assertions, compile_errors
 
-from cuda_backend import driver, ffi
+from cuda_backend import driver
+from cuda_backend.toolkit import find_compilers
 from lora_jax.memory.virtual import Access
 
 
@@ -32,8 +33,8 @@ def test_a_library_without_the_calls_is_said():
 def cuda_include() -> Path | None:
     """The folder of an installed cuda.h: beside nvcc, or in the toolkit's usual places."""
     folders = sorted(Path("/usr/local").glob("cuda*/include"))
-    if compiler := ffi.find_compiler():
-        folders.insert(0, Path(compiler).resolve().parents[1] / "include")
+    found = [Path(c.path).resolve().parents[1] / "include" for c in find_compilers()]
+    folders = [*found, *folders]
     return next((folder for folder in folders if (folder / "cuda.h").exists()), None)
 
 

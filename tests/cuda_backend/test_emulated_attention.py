@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cuda_emulator import call, copied
+from kernel_calls import attention_kernel
 from tolerance import TOLERANCE
 
 from cuda_backend import paged_attention
@@ -95,7 +96,9 @@ def test_attention_matches_the_reference(library, shape, batch):
     case = attention_case(sizes, BATCHES[batch], page_size=page_size, dtype=dtype, padding=2)
     got = emulated_attention(library, case, seed=3)
     o = case.options
-    plain = jax.jit(attention_reference.paged_attention, static_argnums=(8, 9, 10))
+    plain = jax.jit(
+        attention_kernel(attention_reference.paged_attention), static_argnums=(8, 9, 10)
+    )
     want = plain(*case.arrays, o["sinks"], o["scale"], o["v_dim"], o["sliding_window"])
     np.testing.assert_allclose(got, np.asarray(want, np.float32), **TOLERANCE[dtype])
 

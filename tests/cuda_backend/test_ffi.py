@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from cuda_backend import ffi
-from lora_jax.ops.native import BuildError
+from cuda_backend.toolkit import find_compilers
+from lora_jax.ops.native import BuildError, Compiler
 
-needs_nvcc = pytest.mark.skipif(ffi.find_compiler() is None, reason="no nvcc on this machine")
+needs_nvcc = pytest.mark.skipif(not find_compilers(), reason="no nvcc on this machine")
 
 # So many that the CTAs that each kernel counts on fit the 65536 registers of an SM.
 MOST_REGISTERS = {
@@ -55,8 +56,7 @@ REPORT = re.compile(
 @pytest.mark.aot  # a minute of compiling: make test-aot
 @pytest.mark.timeout(900)
 def test_kernels_compile_for_hopper_without_spills(tmp_path):
-    compiler = ffi.find_compiler()
-    assert compiler is not None
+    compiler = find_compilers()[0]
     command = ffi.library().command(compiler, tmp_path / "kernels.so", "-Xptxas=-v")
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -73,20 +73,20 @@ def test_one_library_of_all_files_goes_to_xlas_gpu_platform():
     library = ffi.library()
     assert (library.platform, library.targets) == ("CUDA", ffi.TARGETS)
     assert set(library.stateful) < set(library.targets)
-    command = library.command("nvcc", Path("out.so"))
-    units = {Path(part).name for part in command if part.endswith(".cu")}
-    assert units >= {"handlers.cu", "merge_handlers.cu", "attention_handlers.cu"}
+    command = library.command(Compiler("nvcc"), Path("out.so"))
+    units = {str(Path(part).relative_to(ffi.CSRC)) for part in command if part.endswith(".cu")}
+    assert units >= {f"{op}/handlers.cu" for op in ("lora_gemm", "merge", "paged_attention")}
     assert {path.suffix for path in library.sources} == {".cu", ".cuh"}
 
 
 def test_no_compiler_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(ffi, "find_compiler", lambda: None)
+    monkeypatch.setattr(ffi.toolkit, "find_compilers", lambda: ())
     with pytest.raises(BuildError, match="no nvcc"):
         ffi.library().build(tmp_path)
 
 
 def test_without_a_compiler_the_kernels_are_off(monkeypatch, caplog):
-    monkeypatch.setattr(ffi, "find_compiler", lambda: None)
+    monkeypatch.setattr(ffi.toolkit, "find_compilers", lambda: ())
     with caplog.at_level(logging.WARNING):
         assert not ffi.available.__wrapped__()
     assert "no nvcc" in caplog.text

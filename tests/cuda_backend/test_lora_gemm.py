@@ -11,11 +11,19 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from kernel_calls import lora_kernel
 from tolerance import TOLERANCE
 
 from cuda_backend import lora_gemm as cuda
 from lora_jax.ops.cases import POPULARITIES, LoraCase, lora_case
 from lora_jax.ops.lora_gemm import lora_gemm, reference
+
+
+@lora_kernel
+def cuda_lora(y, batch):
+    """The kernel of one linear map."""
+    return cuda.lora_gemm((y,), batch)[0]
+
 
 # x and y wider than one stage, narrower than one box, and a last box that is half outside.
 SHAPES = [(1, 64, 128), (37, 4096, 192), (300, 192, 4096), (64, 1408, 2048)]
@@ -32,7 +40,7 @@ def some_case(rows: int, d_out: int, d_in: int, **options) -> LoraCase:
 
 @functools.partial(jax.jit, static_argnames="max_rank")
 def kernel(*arrays, max_rank: int):
-    return cuda.lora_gemm(*arrays, max_rank)
+    return cuda_lora(*arrays, max_rank)
 
 
 def run(case: LoraCase) -> np.ndarray:
@@ -76,7 +84,7 @@ def rows_of(case: LoraCase, rows: np.ndarray) -> LoraCase:
 def test_matches_float64_and_the_reference(rows, d_out, d_in, experts):
     case = some_case(rows, d_out, d_in, num_experts=experts)
     check(case)
-    want = reference.lora_gemm(*case.arrays, case.max_rank).astype(jnp.float32)
+    want = lora_kernel(reference.lora_gemm)(*case.arrays, case.max_rank).astype(jnp.float32)
     np.testing.assert_allclose(run(case), np.asarray(want), **TOLERANCE["bfloat16"])
 
 
@@ -193,7 +201,7 @@ def test_programs_run_again_and_again_and_in_turn_give_the_same_bits(rows):
 
     @functools.partial(jax.jit, static_argnames="turns")
     def looped(y, *arrays, turns):
-        once = functools.partial(cuda.lora_gemm, max_rank=case.max_rank)
+        once = functools.partial(cuda_lora, max_rank=case.max_rank)
         return jax.lax.fori_loop(0, turns, lambda _, y: once(once(y, *arrays), *arrays), y)
 
     want = [run(case), run(turned)]
@@ -273,7 +281,7 @@ def test_declines_what_it_cannot_serve(change, why):
 
 @pytest.mark.parametrize("max_rank", [8, 64, 128])
 def test_few_rows_come_in_items_that_their_kernel_holds(max_rank):
-    plan = (Path(cuda.__file__).parent / "csrc" / "few_plan.cuh").read_text()
+    plan = (Path(cuda.__file__).parent / "csrc" / "lora_gemm" / "decode_plan.cuh").read_text()
     limits = dict(re.findall(r"constexpr int (\w+) = (\d+);", plan))
     rows, of_item = int(limits["kFewRows"]), int(limits["kFewItemRows"])
     assert all(cuda.rows_per_item(n, max_rank) <= of_item for n in range(1, rows + 1))
@@ -282,7 +290,7 @@ def test_few_rows_come_in_items_that_their_kernel_holds(max_rank):
 def test_declines_on_a_machine_without_a_gpu(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     with pytest.raises(NotImplementedError, match="cannot run on cpu"):
-        cuda.lora_gemm(*some_case(4, 64, 64).arrays, 64)
+        cuda_lora(*some_case(4, 64, 64).arrays, 64)
 
 
 def test_nothing_of_the_product_loads_it_on_a_cpu(monkeypatch):

@@ -6,17 +6,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_calls import lora_kernel
 from tolerance import TOLERANCE
 
 from cuda_backend import ffi, lora_gemm, lora_rows
 from lora_jax.ops.cases import lora_case
 from lora_jax.ops.lora_gemm import reference
 
+
+@lora_kernel
+def cuda_lora(y, batch):
+    """The kernel of one linear map."""
+    return lora_gemm.lora_gemm((y,), batch)[0]
+
+
 KINDS = [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")]
 
 
 def kernel(*arrays, max_rank):
-    return jax.jit(lora_gemm.lora_gemm, static_argnums=8)(*arrays, max_rank)
+    return jax.jit(cuda_lora, static_argnums=8)(*arrays, max_rank)
 
 
 def arguments(rows, d_out, d_in, dtype, y_dtype, **options):
@@ -35,7 +43,7 @@ def test_rows_are_the_references(rows, d_out, d_in, experts, dtype, y_dtype):
     arrays, max_rank = arguments(rows, d_out, d_in, dtype, y_dtype, num_experts=experts)
     got = np.asarray(kernel(*arrays, max_rank=max_rank), np.float64)
     wide = (a.astype(jnp.float32) for a in arrays[:4])
-    want = reference.lora_gemm(*wide, *arrays[4:], max_rank)
+    want = lora_kernel(reference.lora_gemm)(*wide, *arrays[4:], max_rank)
     np.testing.assert_allclose(got, np.asarray(want, np.float64), **TOLERANCE[y_dtype])
 
 
@@ -63,7 +71,7 @@ def test_a_row_alone_has_the_bits_it_has_in_a_batch():
 def test_rows_take_what_tensor_cores_do_not(monkeypatch, dtype, y_dtype, d_out, max_rank, target):
     monkeypatch.setattr(ffi, "require", lambda: None)
     arrays, _ = arguments(3, d_out, 64, dtype, y_dtype)
-    text = str(jax.make_jaxpr(lora_gemm.lora_gemm, static_argnums=8)(*arrays, max_rank))
+    text = str(jax.make_jaxpr(cuda_lora, static_argnums=8)(*arrays, max_rank))
     called = re.findall("target_name=lora_jax_cuda_lora_([a-z]+)", text)
     assert called == [target]
 

@@ -8,11 +8,18 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from kernel_calls import lora_kernel
 from tolerance import TOLERANCE
 
 from cuda_backend import ffi, lora_tiles, reroute
 from cuda_backend import lora_gemm as cuda
 from lora_jax.ops.cases import LoraCase, lora_case
+
+
+@lora_kernel
+def cuda_lora(y, batch):
+    """The kernel of one linear map."""
+    return cuda.lora_gemm((y,), batch)[0]
 
 
 def some_case(rows: int, d_out: int, d_in: int, **options) -> LoraCase:
@@ -22,7 +29,7 @@ def some_case(rows: int, d_out: int, d_in: int, **options) -> LoraCase:
 
 @functools.partial(jax.jit, static_argnames="max_rank")
 def kernel(*arrays, max_rank: int):
-    return cuda.lora_gemm(*arrays, max_rank)
+    return cuda_lora(*arrays, max_rank)
 
 
 def run(case: LoraCase) -> np.ndarray:
@@ -175,7 +182,7 @@ def test_items_made_once_for_many_maps_hold_the_rows_in_tiles():
     @jax.jit
     def by_step(*arrays):
         items = reroute.adapter_items(arrays[6], 2, 64)
-        return cuda.lora_gemm(*arrays, 64, items).astype(jnp.float32)
+        return cuda_lora(*arrays, 64, items).astype(jnp.float32)
 
     assert int(tiled_rows(case.row_to_slot, 2)) == 2600
     np.testing.assert_array_equal(np.asarray(by_step(*case.arrays)), run(case))

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_calls import attention_kernel
 from tolerance import TOLERANCE
 
 from cuda_backend import paged_attention as cuda
@@ -47,7 +48,7 @@ def plain_case(name: str, chunks, padding: int = 3) -> AttentionCase:
 
 @functools.partial(jax.jit, static_argnames=("scale", "v_dim", "sliding_window"))
 def kernel(*arrays, sinks, scale, v_dim, sliding_window):
-    return cuda.paged_attention(*arrays, sinks, scale, v_dim, sliding_window)
+    return attention_kernel(cuda.paged_attention)(*arrays, sinks, scale, v_dim, sliding_window)
 
 
 def run(case: AttentionCase) -> np.ndarray:
@@ -60,7 +61,7 @@ def oracle(case: AttentionCase) -> np.ndarray:
     o = case.options
     arrays = (*case.arrays, o["sinks"], o["scale"], o["v_dim"], o["sliding_window"])
     return np.asarray(
-        jax.jit(reference.paged_attention, static_argnums=(8, 9, 10))(*arrays)
+        jax.jit(attention_kernel(reference.paged_attention), static_argnums=(8, 9, 10))(*arrays)
     ).astype(np.float32)
 
 

@@ -11,18 +11,25 @@ import numpy as np
 import pytest
 from flax import nnx
 from item_cases import check_items
+from kernel_calls import lora_kernel
 
 import cuda_backend
 from cuda_backend import ffi, lora_gemm
 from cuda_backend import reroute as cuda
 from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.config import MoeConfig
-from lora_jax.nn.lora import Rows
+from lora_jax.nn.lora import AdapterRouting
 from lora_jax.nn.moe import MoeBlock
 from lora_jax.ops import adapter_items, dispatch
 from lora_jax.ops.cases import POPULARITIES, lora_case, popular
 from lora_jax.ops.reroute import reference
 from lora_jax.ops.reroute.maps import RowMap
+
+
+@lora_kernel
+def cuda_lora(y, batch):
+    """The kernel of one linear map."""
+    return lora_gemm.lora_gemm((y,), batch)[0]
 
 
 def same(got: RowMap, want: RowMap) -> None:
@@ -112,7 +119,7 @@ def test_a_row_has_the_same_bits_by_the_maps_items_as_by_its_own(tokens, most_ra
         map = cuda.row_map(ids, jnp.int32(tokens - 1), experts, adapters)
         y, x, *pools = (v[map.order] if v.shape[0] == tokens * k else v for v in case.arrays[:6])
         owners = (slots[map.row_to_token], map.row_to_expert)
-        done = lora_gemm.lora_gemm(y, x, *pools, *owners, case.max_rank, items=map.items)
+        done = cuda_lora(y, x, *pools, *owners, case.max_rank, items=map.items)
         return done[map.inverse].astype(jnp.float32)
 
     want = np.asarray(by_row(None)) if tokens * k <= lora_gemm.MAX_ROWS else None
@@ -181,7 +188,7 @@ def test_a_step_sorts_tokens_once_and_rows_once_a_layer(monkeypatch):
     """Traced as on a GPU: what calls there are, before XLA has shared any."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(ffi, "require", lambda: None)
-    ops = {"lora_gemms": lora_gemm.lora_gemms, "row_map": cuda.row_map}
+    ops = {"lora_gemm": lora_gemm.lora_gemm, "row_map": cuda.row_map}
     ops["adapter_items"] = cuda.adapter_items
     monkeypatch.setattr(dispatch, "_backend_ops", lambda name: ops)
     moe = MoeConfig(num_experts=64, top_k=2, intermediate_size=128, layers=(0, 1))
@@ -193,7 +200,7 @@ def test_a_step_sorts_tokens_once_and_rows_once_a_layer(monkeypatch):
     slots = AdapterSlots(pools, entries, scaling)
 
     def step(x, row_to_slot):
-        rows = Rows(jnp.int32(5), row_to_slot, slots, names, max_rank=8).with_items()
+        rows = AdapterRouting(jnp.int32(5), row_to_slot, slots, names, max_rank=8).with_items()
         for block in blocks:
             x = block(x, rows)
         return x
@@ -204,5 +211,5 @@ def test_a_step_sorts_tokens_once_and_rows_once_a_layer(monkeypatch):
 
 
 def test_dispatch_is_offered_what_has_run_on_a_gpu():
-    offered = {"lora_gemm", "lora_gemms", "merge", "adapter_items", "reroute", "row_map"}
+    offered = {"lora_gemm", "merge", "adapter_items", "reroute", "row_map"}
     assert set(cuda_backend.kernels()) >= offered

@@ -11,7 +11,7 @@ from lora_jax.config import from_hf
 from lora_jax.finetune.documents import Document, read_format
 from lora_jax.finetune.routing import collect_routing, first_tokens
 from lora_jax.models import build, load
-from lora_jax.nn.moe import choose_experts
+from lora_jax.ops.choose_experts import choose_experts
 
 LENGTH = 16
 

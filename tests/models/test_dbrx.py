@@ -14,7 +14,7 @@ from model_driver import TOLERANCE, fill_slots, oracle_logits
 from transformers.models.dbrx.modeling_dbrx import DbrxFFN
 
 from lora_jax.config import MoeConfig, from_hf
-from lora_jax.nn.moe import choose_experts
+from lora_jax.ops.choose_experts import choose_experts
 
 HIDDEN, WIDTH, EXPERTS, CLIP, THETA = 32, 24, 5, 1.5, 3000.0
 

@@ -6,7 +6,7 @@ from safetensors.numpy import save_file
 
 from lora_jax.models import mxfp4
 from lora_jax.models.checkpoint import SINGLE, Checkpoint
-from lora_jax.models.sources import Mxfp4, Part, Stack, Tensor, Transpose, Unflatten, weight
+from lora_jax.models.sources import Mxfp4, Slice, Stack, Tensor, Transpose, Unflatten, weight
 
 RNG = np.random.default_rng(0)
 FUSED = RNG.standard_normal((4, 6, 10)).astype(np.float32)
@@ -19,22 +19,22 @@ DENSE = mxfp4.dequantize(BLOCKS, SCALES, np.dtype(np.float32))
 CASES = {
     "tensor": (Tensor("fused"), FUSED),
     "stack": (Stack("e.{expert}.w", 4), np.stack(SINGLES)),
-    "part": (Part(Tensor("fused"), 1, 2, 5), FUSED[:, 2:5]),
-    "last axis from the end": (Part(Tensor("fused"), -1, 0, 4), FUSED[..., :4]),
-    "every second": (Part(Tensor("fused"), 2, 1, 10, 2), FUSED[..., 1::2]),
-    "part of a part": (Part(Part(Tensor("fused"), 2, 1, 10, 2), 2, 1, 4), FUSED[..., 3:9:2]),
+    "part": (Slice(Tensor("fused"), 1, 2, 5), FUSED[:, 2:5]),
+    "last axis from the end": (Slice(Tensor("fused"), -1, 0, 4), FUSED[..., :4]),
+    "every second": (Slice(Tensor("fused"), 2, 1, 10, 2), FUSED[..., 1::2]),
+    "part of a part": (Slice(Slice(Tensor("fused"), 2, 1, 10, 2), 2, 1, 4), FUSED[..., 3:9:2]),
     "transpose": (Transpose(Tensor("fused")), FUSED.transpose(0, 2, 1)),
     "transposed halves": (
-        Transpose(Part(Tensor("fused"), 2, 0, 10, 2)),
+        Transpose(Slice(Tensor("fused"), 2, 0, 10, 2)),
         FUSED[..., ::2].transpose(0, 2, 1),
     ),
     "unflatten": (Unflatten(Tensor("flat"), 3), FLAT.reshape(3, 4, 5)),
     "part of each group": (
-        Part(Unflatten(Tensor("flat"), 3), 1, 1, 3),
+        Slice(Unflatten(Tensor("flat"), 3), 1, 1, 3),
         FLAT.reshape(3, 4, 5)[:, 1:3],
     ),
     "mxfp4": (Mxfp4("packed"), DENSE),
-    "every second row of mxfp4": (Part(Mxfp4("packed"), 1, 1, 8, 2), DENSE[:, 1::2]),
+    "every second row of mxfp4": (Slice(Mxfp4("packed"), 1, 1, 8, 2), DENSE[:, 1::2]),
     "one mxfp4 matrix": (Mxfp4("matrix"), DENSE[0]),
 }
 
@@ -73,7 +73,7 @@ def test_experts_of_several_shapes(tmp_path):
 
 def test_part_beyond_the_end(files):
     with pytest.raises(ValueError, match=r"fused has shape \(4, 6, 10\): axis 1 ends before 7"):
-        Part(Tensor("fused"), 1, 0, 7).shape(files)
+        Slice(Tensor("fused"), 1, 0, 7).shape(files)
 
 
 def test_rows_that_do_not_divide(files):

@@ -12,7 +12,7 @@ from lora_jax.batch import ForwardBatch
 from lora_jax.config import ModelConfig, from_hf
 from lora_jax.kv_cache import LayerCache
 from lora_jax.nn.attention import Attention
-from lora_jax.nn.lora import Rows
+from lora_jax.nn.lora import AdapterRouting
 from lora_jax.nn.rope import cos_sin
 
 CONFIG = from_hf(
@@ -118,7 +118,9 @@ def test_against_dense_attention(name):
     attention, config = make_attention(KINDS[name])
     x = np.random.default_rng(0).standard_normal((LENGTH + 2, 24)).astype(np.float32)
     batch = make_batch(padding=2)
-    rows = Rows(batch.num_tokens, batch.token_to_slot, adapters=None, module_names=(), max_rank=0)
+    rows = AdapterRouting(
+        batch.num_tokens, batch.token_to_slot, adapters=None, module_names=(), max_rank=0
+    )
     marked = LayerCache(*(jnp.full((4, PAGE, 2, 8), 77.0) for _ in range(2)))
     turns = cos_sin(config.rope, batch.positions)
     run = jax.jit(lambda x, cache: attention(x, turns, batch, cache, rows))

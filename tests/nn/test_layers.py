@@ -10,14 +10,14 @@ import pytest
 from flax import nnx
 
 from lora_jax.nn.layers import Embedding, LayerNorm, Linear, Mlp, RMSNorm, silu_times
-from lora_jax.nn.lora import Rows
+from lora_jax.nn.lora import AdapterRouting
 
 F32, BF16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
 
 
-def base_rows(num_rows: int, total: int) -> Rows:
+def base_rows(num_rows: int, total: int) -> AdapterRouting:
     slots = jnp.full((total,), -1, jnp.int32)
-    return Rows(jnp.int32(num_rows), slots, adapters=None, module_names=(), max_rank=0)
+    return AdapterRouting(jnp.int32(num_rows), slots, adapters=None, module_names=(), max_rank=0)
 
 
 def check_bits(step: Callable, *arrays: np.ndarray) -> None:

@@ -13,7 +13,7 @@ from lora_jax.batch import ForwardBatch
 from lora_jax.config import ModelConfig, from_hf
 from lora_jax.kv_cache import LayerCache
 from lora_jax.nn import rope
-from lora_jax.nn.lora import Rows
+from lora_jax.nn.lora import AdapterRouting
 from lora_jax.nn.mla import LATENT_NORM_EPS, LatentAttention, PerHead, head_rows, latent_kv_shape
 
 HIDDEN, HEADS, NOPE, ROPE, V_DIM, LATENT = 16, 3, 5, 4, 7, 10
@@ -74,7 +74,7 @@ def run(config: ModelConfig, x: np.ndarray, bucket: int) -> tuple[np.ndarray, La
 
     @jax.jit
     def step(x, batch, cache):
-        rows = Rows(batch.num_tokens, batch.token_to_slot, None, (), 0)
+        rows = AdapterRouting(batch.num_tokens, batch.token_to_slot, None, (), 0)
         return attention(x, rope.cos_sin(config.rope, batch.positions), batch, cache, rows)
 
     out, cache = step(jnp.asarray(np.pad(x, (pad, (0, 0)))), batch, cache)
@@ -149,7 +149,9 @@ def test_per_head_map_with_a_matrix_shared_by_all_heads():
     pools = {str(NOPE): jnp.asarray(a.reshape(-1, NOPE)), str(LATENT): jnp.asarray(b)}
     entries = jnp.asarray([0, 0, rank, rank, 0], jnp.int32).reshape(1, 1, 1, 5)
     slots = AdapterSlots(pools, entries, jnp.full((1, 1, 1), 0.5))
-    of_token = Rows(jnp.asarray(real, jnp.int32), jnp.asarray([0, -1, 0, -1]), slots, ("m",), rank)
+    of_token = AdapterRouting(
+        jnp.asarray(real, jnp.int32), jnp.asarray([0, -1, 0, -1]), slots, ("m",), rank
+    )
     by_head = head_rows(tokens, HEADS, of_token.num_rows)
     rows = of_token.gathered(by_head.row_to_token, of_token.num_rows * HEADS)
     layer = PerHead(

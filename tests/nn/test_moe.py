@@ -10,67 +10,13 @@ from flax import nnx
 
 from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.config import ClampedSwiglu, MoeConfig
-from lora_jax.nn.lora import Rows
-from lora_jax.nn.moe import MoeBlock, Router, choose_experts, clamped_swiglu, combine
+from lora_jax.nn.lora import AdapterRouting
+from lora_jax.nn.moe import MoeBlock, Router, clamped_swiglu, combine
 from lora_jax.ops import dispatch
+from lora_jax.ops.choose_experts import reference
 from lora_jax.ops.reroute import row_map
 
 BASE = MoeConfig(num_experts=12, top_k=3, intermediate_size=20, layers=(0,))
-KINDS = {
-    "plain": BASE,
-    "normalised": dataclasses.replace(BASE, topk_norm=1.0),
-    "normalised by the 2-norm": dataclasses.replace(BASE, topk_norm=2.0),
-    "scaled": dataclasses.replace(BASE, weight_scale=16.0),
-    "softmax over the chosen": dataclasses.replace(BASE, softmax_first=False),
-    "grouped": dataclasses.replace(BASE, num_groups=4, topk_groups=2),
-    "one expert": dataclasses.replace(BASE, top_k=1, topk_norm=1.0),
-}
-
-
-def softmax(x: np.ndarray) -> np.ndarray:
-    e = np.exp(x - x.max(-1, keepdims=True))
-    return e / e.sum(-1, keepdims=True)
-
-
-def numpy_choice(logits: np.ndarray, moe: MoeConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Return the weights and ids of one token's experts, as the models' own code has it."""
-    scores = softmax(logits.astype(float))
-    allowed = scores.copy()
-    if moe.num_groups > 1:
-        groups = scores.reshape(moe.num_groups, -1)
-        worst = np.argsort(-groups.max(-1))[moe.topk_groups :]
-        allowed.reshape(moe.num_groups, -1)[worst] = 0
-    ids = np.argsort(-allowed)[: moe.top_k]
-    weights = scores[ids]
-    if not moe.softmax_first:
-        weights = softmax(logits[ids].astype(float))
-    if moe.topk_norm is not None:
-        weights = weights / np.linalg.norm(weights, moe.topk_norm)
-    return weights * moe.weight_scale, ids
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_choice(name):
-    logits = 3 * np.random.default_rng(0).standard_normal((64, 12)).astype(np.float32)
-    choose = jax.jit(lambda x: choose_experts(x, KINDS[name]))
-    weights, ids = choose(logits)
-    for token, row in enumerate(logits):
-        want, want_ids = numpy_choice(row, KINDS[name])
-        np.testing.assert_array_equal(ids[token], want_ids)
-        np.testing.assert_allclose(weights[token], want, rtol=1e-5)
-    for rows in (1, 8):
-        parts = [choose(logits[s : s + rows])[0] for s in range(0, 64, rows)]
-        np.testing.assert_array_equal(np.concatenate(parts), weights)
-
-
-@pytest.mark.parametrize("experts", [64, 128])
-def test_bits_of_the_choice_among_many_experts(experts):
-    """64 x 64 is where XLA begins to hand reductions to a library."""
-    moe = dataclasses.replace(BASE, num_experts=experts, top_k=8, topk_norm=1.0)
-    logits = 3 * np.random.default_rng(0).standard_normal((64, experts)).astype(np.float32)
-    choose = jax.jit(lambda x: choose_experts(x, moe)[0])
-    parts = [choose(logits[s : s + 8]) for s in range(0, 64, 8)]
-    np.testing.assert_array_equal(np.concatenate(parts), choose(logits))
 
 
 def test_clamped_swiglu():
@@ -118,11 +64,12 @@ def test_block_is_the_weighted_sum_of_its_experts(dtype):
         )
     ]
     slots = jnp.full((8,), -1, jnp.int32)
-    rows = Rows(jnp.int32(6), slots, adapters=None, module_names=(), max_rank=0)
+    rows = AdapterRouting(jnp.int32(6), slots, adapters=None, module_names=(), max_rank=0)
     run = jax.jit(lambda x: block(x, rows).astype(jnp.float32))
     got = np.asarray(run(jnp.asarray(x, dtype)))
     for token in range(6):
-        weights, ids = numpy_choice(np.asarray(block.router.weight[...]) @ x[token], moe)
+        logits = jnp.asarray(np.asarray(block.router.weight[...]) @ x[token])[None]
+        weights, ids = (np.asarray(a)[0] for a in reference.choose_experts(logits, moe))
         want = mlp(x[token], *shared)
         for weight, expert in zip(weights, ids, strict=True):
             want = want + weight * mlp(x[token], gate[expert], up[expert], down[expert])
@@ -134,7 +81,7 @@ def test_router_is_float32_in_a_bfloat16_model():
     router = Router(32, BASE, 0, rngs=nnx.Rngs(0))
     x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 32)), jnp.bfloat16)
     slots = jnp.full((4,), -1, jnp.int32)
-    rows = Rows(jnp.int32(4), slots, adapters=None, module_names=(), max_rank=0)
+    rows = AdapterRouting(jnp.int32(4), slots, adapters=None, module_names=(), max_rank=0)
     want = np.asarray(x.astype(jnp.float32)) @ np.asarray(router.weight[...]).T
     np.testing.assert_allclose(router(x, rows), want, atol=1e-6)
 
@@ -150,7 +97,7 @@ def test_router_takes_adapters_in_a_bfloat16_model():
     entries = jnp.asarray([[[[1, 0, 2, 0, 0]]]], jnp.int32)  # A rows 1, 2 and B rows 0, 1
     adapters = AdapterSlots(pools, entries, jnp.full((1, 1, 1), 0.25, jnp.float32))
     slots = jnp.asarray([0, -1, 0, -1], jnp.int32)
-    rows = Rows(jnp.int32(4), slots, adapters, module_names=("router",), max_rank=2)
+    rows = AdapterRouting(jnp.int32(4), slots, adapters, module_names=("router",), max_rank=2)
     base = np.asarray(router(x, dataclasses.replace(rows, adapters=None)))
     got = np.asarray(router(x, rows))
     wide = [np.asarray(a.astype(jnp.float32)) for a in (x, pools["32"][1:3], pools["12"][:2])]
@@ -173,7 +120,7 @@ def test_experts_give_the_same_bits_whether_rows_come_by_adapter_or_not(monkeypa
     adapters = AdapterSlots(pools, entries, scaling)
     names = tuple(f"experts.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
     slots = jnp.asarray([1, -1, 0, 1, 0, 0, 1, -1], jnp.int32)
-    rows = Rows(jnp.int32(7), slots, adapters, names, max_rank=2)
+    rows = AdapterRouting(jnp.int32(7), slots, adapters, names, max_rank=2)
     x = jnp.asarray(rng.standard_normal((8, 32)), jnp.float32)
     plain = np.asarray(jax.jit(lambda x: block(x, rows))(x))
     sorted_too = np.asarray(jax.jit(lambda x: block(x, rows.with_items()))(x))
@@ -191,7 +138,7 @@ def test_esft_rows_use_their_own_experts_and_others_keep_their_bits():
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((8, 32)), jnp.float32)
     slots = jnp.full((8,), -1, jnp.int32)
-    rows = Rows(jnp.int32(7), slots, adapters=None, module_names=(), max_rank=0)
+    rows = AdapterRouting(jnp.int32(7), slots, adapters=None, module_names=(), max_rank=0)
     base = np.asarray(plain(x, rows))
     merged = [nnx.clone(plain, graph=False) for _ in range(2)]
     tables = np.tile(np.arange(12, dtype=np.int32), (1, 2, 1))

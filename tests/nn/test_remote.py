@@ -10,7 +10,7 @@ from flax import nnx
 
 from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.config import ClampedSwiglu, MoeConfig
-from lora_jax.nn.lora import Rows, apply_lora
+from lora_jax.nn.lora import AdapterRouting, add_lora
 from lora_jax.nn.moe import MoeBlock
 from lora_jax.nn.remote import Exchange, RemoteExperts
 
@@ -46,18 +46,10 @@ class ElsewhereOnce:
     def push(self, x):
         self.parent.log.append((self.names, self.layer))
         widths = dict.fromkeys(NAMES[1:3], 24) | {NAMES[0]: HIDDEN}
-        self.deltas = tuple(
-            apply_lora(
-                jnp.zeros((x.shape[0], widths[name]), x.dtype),
-                x,
-                self.parent.slots,
-                NAMES.index(name),
-                self.layer,
-                *self.rows,
-                max_rank=RANK,
-            )
-            for name in self.names
-        )
+        zeros = [jnp.zeros((x.shape[0], widths[name]), x.dtype) for name in self.names]
+        row_to_slot, row_to_expert = self.rows
+        routing = AdapterRouting(jnp.int32(x.shape[0]), row_to_slot, self.parent.slots, NAMES, RANK)
+        self.deltas = add_lora(zeros, x, routing, self.names, self.layer, row_to_expert)
         return x
 
     def wait_add(self, ys, x):
@@ -104,7 +96,7 @@ def test_bits_are_those_of_a_layer_with_its_own_adapters(kind, layer):
     slots = make_slots(rng)
     x = jnp.asarray(rng.standard_normal((TOKENS, HIDDEN)), jnp.float32)
     row_to_slot = jnp.asarray([-1, 0, 1, 0, -1, 1, 1, 0, 0, -1, -1, -1], jnp.int32)
-    plain = Rows(jnp.int32(REAL), row_to_slot, slots, NAMES, RANK)
+    plain = AdapterRouting(jnp.int32(REAL), row_to_slot, slots, NAMES, RANK)
     elsewhere = Elsewhere(slots)
     assert isinstance(elsewhere, RemoteExperts)
     remote = dataclasses.replace(plain, adapters=without_experts(slots), remote=elsewhere)
@@ -126,7 +118,7 @@ def test_adapters_whose_experts_are_here_are_computed_here():
     slots = make_slots(rng)
     x = jnp.asarray(rng.standard_normal((TOKENS, HIDDEN)), jnp.float32)
     row_to_slot = jnp.asarray([-1, 0, 1, 0, -1, 1, 1, 0, 0, -1, -1, -1], jnp.int32)
-    plain = Rows(jnp.int32(REAL), row_to_slot, slots, NAMES, RANK)
+    plain = AdapterRouting(jnp.int32(REAL), row_to_slot, slots, NAMES, RANK)
     server = dataclasses.replace(slots, entries=slots.entries.at[:3, :, 1].set(0))
     own = dataclasses.replace(slots, entries=slots.entries.at[:3, :, 0].set(0))
     rows = dataclasses.replace(plain, adapters=own, remote=Elsewhere(server, has_local=True))
@@ -140,5 +132,7 @@ def test_rows_keep_the_way_to_the_server_when_they_are_gathered():
     elsewhere = Elsewhere(make_slots(np.random.default_rng(0)))
     exchange = elsewhere.exchange((NAMES[0],), 0, jnp.zeros(2), jnp.zeros(2), jnp.int32(2))
     assert isinstance(exchange, Exchange)
-    rows = Rows(jnp.int32(2), jnp.zeros(2, jnp.int32), None, NAMES, RANK, remote=elsewhere)
+    rows = AdapterRouting(
+        jnp.int32(2), jnp.zeros(2, jnp.int32), None, NAMES, RANK, remote=elsewhere
+    )
     assert rows.gathered(jnp.asarray([1, 0, 1]), jnp.int32(3)).remote is elsewhere

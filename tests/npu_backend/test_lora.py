@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from kernel_calls import lora_kernel
 
 from lora_jax.ops.lora_gemm import reference
 from npu_backend import lora
@@ -61,7 +62,7 @@ def test_adapters_of_different_ranks_are_added_as_the_reference_says(torch_npu):
     entries = np.array([(o, o, r, 0, 0) for o, r in zip(offsets, ranks, strict=True)], np.int32)
     pool_a = torch.cat([a[i, :rank] for i, rank in enumerate(ranks)])
     pool_b = torch.cat([b[i, :, :rank].T for i, rank in enumerate(ranks)])
-    want = reference.lora_gemm(
+    want = lora_kernel(reference.lora_gemm)(
         *(jnp.asarray(array.float().numpy()) for array in (before, x, pool_a, pool_b)),
         jnp.asarray(entries),
         jnp.asarray(scaling.numpy()),

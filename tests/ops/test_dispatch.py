@@ -1,46 +1,132 @@
-"""Dispatch: who runs, who may decline, what the environment forces."""
+"""Dispatch: which implementation runs, which may decline, what the environment forces."""
 
 import subprocess
 import sys
 
-import jax.numpy as jnp
 import pytest
 
 from lora_jax.ops import dispatch
+from lora_jax.ops.choices import Choices
+from lora_jax.ops.dispatch import ANY, GPU, Declined, Implementation, Op
+from lora_jax.ops.lora_gemm import LORA_GEMM
 
 
-def declines():
-    raise NotImplementedError("not these sizes")
+def declines(*_):
+    raise Declined("not these sizes")
 
 
-def test_the_first_willing_kernel_runs():
-    kernels = {"ffi": declines, "xla": lambda: "xla", "reference": lambda: "reference"}
-    assert dispatch.call(kernels, None) == "xla"
+def op_of(**kernels) -> Op:
+    """Return an op whose implementations are tried everywhere, in this order."""
+    return Op("made_up", tuple(Implementation(n, ANY, k) for n, k in kernels.items()))
 
 
-def test_a_named_kernel_may_not_decline():
-    kernels = {"ffi": declines, "reference": lambda: "reference"}
-    with pytest.raises(NotImplementedError, match="not these sizes"):
-        dispatch.call(kernels, "ffi")
-    assert dispatch.call(kernels, "reference") == "reference"
-    with pytest.raises(NotImplementedError, match=r"none of xla .* there are ffi, reference"):
-        dispatch.call(kernels, "xla")
+@pytest.fixture(autouse=True)
+def choices(monkeypatch):
+    """A record of choices of this test alone."""
+    monkeypatch.setattr(dispatch, "_CHOICES", Choices())
+
+
+def test_the_first_accepting_implementation_runs():
+    op = op_of(ffi=declines, xla=lambda: "xla", reference=lambda: "reference")
+    assert op.call(None) == "xla"
+    assert dispatch.table() == {
+        "made_up": [{"implementation": "xla", "declined": {"ffi": "not these sizes"}}]
+    }
+
+
+def test_a_named_implementation_may_not_decline():
+    op = op_of(ffi=declines, reference=lambda: "reference")
+    with pytest.raises(Declined, match="ffi: not these sizes"):
+        op.call("ffi")
+    assert op.call("reference") == "reference"
+    with pytest.raises(Declined, match=r"no implementation 'xla'; .* declares ffi, reference"):
+        op.call("xla")
+
+
+def test_when_all_decline_every_reason_is_told():
+    def too_wide():
+        raise Declined("widths to 64, not 96")
+
+    with pytest.raises(Declined, match=r"ffi: not these sizes; xla: widths to 64, not 96"):
+        op_of(ffi=declines, xla=too_wide).call(None)
+
+
+def test_an_error_of_jax_is_no_decline():
+    def cannot_trace():
+        raise NotImplementedError("no lowering for this primitive")
+
+    with pytest.raises(NotImplementedError, match="no lowering") as raised:
+        op_of(cuda=cannot_trace, xla=lambda: "xla").call(None)
+    assert not isinstance(raised.value, Declined)
+    assert dispatch.table() == {}
+
+
+def test_a_declared_condition_declines_before_the_kernel_is_called():
+    def no_kernel(x):
+        raise AssertionError("called")
+
+    def small(x):
+        return None if x < 8 else f"takes numbers below 8, not {x}"
+
+    kernels = (
+        Implementation("cuda", ANY, no_kernel, accepts=(small,)),
+        Implementation("xla", ANY, lambda x: x),
+    )
+    assert Op("made_up", kernels).call(None, 9) == 9
+    (choice,) = dispatch.table()["made_up"]
+    assert choice["declined"] == {"cuda": "takes numbers below 8, not 9"}
+
+
+def test_only_the_hints_that_a_kernel_takes_reach_it():
+    kernels = (Implementation("xla", ANY, lambda **hints: hints, hints=("rows",)),)
+    assert Op("made_up", kernels).call(None, rows=3, groups=4) == {"rows": 3}
+
+
+def test_what_stands_in_serves_names_that_are_not_declared():
+    kernels = (
+        Implementation("cuda", GPU, declines),
+        Implementation("xla", ANY, lambda: "xla", stands_in=True),
+    )
+    op = Op("made_up", kernels)
+    assert op.call("pallas_gpu") == "xla"
+    with pytest.raises(Declined, match="not these sizes"):
+        op.call("cuda")
+
+
+def test_each_outcome_is_logged_once(caplog):
+    op = op_of(ffi=declines, xla=lambda: "xla")
+    with caplog.at_level("INFO"):
+        for _ in range(3):
+            op.call(None)
+        op.call("xla")
+    assert caplog.messages == [
+        "made_up runs as xla (ffi declined: not these sizes)",
+        "made_up runs as xla",
+    ]
 
 
 def test_the_environment_names_one_for_all(monkeypatch):
+    op = op_of(ffi=declines, xla=lambda: "xla", reference=lambda: "reference")
     monkeypatch.setenv(dispatch.ENV, "reference")
-    assert dispatch.candidates() == ("reference",)
-    assert dispatch.candidates("xla") == ("xla",)
+    assert op.call(None) == "reference"
+    assert op.call("xla") == "xla"
     monkeypatch.setenv(dispatch.ENV, "fast")
     with pytest.raises(ValueError, match="'fast' is not one of cuda, pallas_gpu, pallas_tpu"):
-        dispatch.candidates()
+        op.call(None)
 
 
-def test_cpu_kernels_are_not_tried_elsewhere(monkeypatch):
-    monkeypatch.setattr(dispatch.jax, "default_backend", lambda: "gpu")
-    assert dispatch.candidates() == ("cuda", "pallas_gpu", "xla", "reference")
-    monkeypatch.setattr(dispatch.jax, "default_backend", lambda: "tpu")
-    assert dispatch.candidates() == ("pallas_tpu", "xla", "reference")
+@pytest.mark.parametrize(
+    ("platform", "names"),
+    [
+        ("cpu", ["ffi", "xla", "reference"]),
+        ("gpu", ["cuda", "pallas_gpu", "xla", "reference"]),
+        ("tpu", ["pallas_tpu", "xla", "reference"]),
+        ("another", ["xla", "reference"]),
+    ],
+)
+def test_kernels_of_other_platforms_are_not_tried(monkeypatch, platform, names):
+    monkeypatch.setattr(dispatch.jax, "default_backend", lambda: platform)
+    assert [i.name for i in LORA_GEMM.candidates()] == names
 
 
 def test_a_backend_is_found_by_its_entry_point_and_imported_late(tmp_path, monkeypatch):
@@ -54,7 +140,10 @@ def test_a_backend_is_found_by_its_entry_point_and_imported_late(tmp_path, monke
         "def ops():\n    return {'double': lambda x: 2 * x}\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    double, other = dispatch.backend("made_up", "double"), dispatch.backend("made_up", "other")
+    double, other = (
+        dispatch.backend_kernel("made_up", "double"),
+        dispatch.backend_kernel("made_up", "other"),
+    )
     assert "made_up_backend" not in sys.modules
     assert double(3) == 6
     with pytest.raises(NotImplementedError, match="no backend 'made_up' with other"):
@@ -64,18 +153,9 @@ def test_a_backend_is_found_by_its_entry_point_and_imported_late(tmp_path, monke
 def test_a_backend_that_is_not_installed_declines_and_is_named_once(caplog):
     for op in ("lora_gemm", "merge"):
         with pytest.raises(NotImplementedError, match=f"no backend 'absent' with {op}"):
-            dispatch.backend("absent", op)()
+            dispatch.backend_kernel("absent", op)()
     (said,) = caplog.messages
     assert "No backend 'absent' is installed" in said
-
-
-def test_dtypes_must_be_equal_and_known():
-    x, half = jnp.zeros(2), jnp.zeros(2, jnp.float16)
-    dispatch.check_dtypes("op", x=x, bias=None)
-    with pytest.raises(ValueError, match="x float16"):
-        dispatch.check_dtypes("op", x=half)
-    with pytest.raises(ValueError, match="x float32, y float16"):
-        dispatch.check_dtypes("op", x=x, y=half)
 
 
 def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from kernel_calls import lora_kernel
 from mosaic import interpreted
 from tolerance import TOLERANCE
 
@@ -91,7 +92,7 @@ def check(case: LoraCase, got: jax.Array) -> None:
 def interpreted_kernel(config: Config, interpret: plgpu.InterpretGPUParams):
     """Return the op, compiled once for each config: that takes longer than running it."""
     options = {"max_rank": MAX_RANK, "config": config, "interpret": interpret}
-    call = jax.jit(functools.partial(pallas_gpu.lora_gemm, **options))
+    call = jax.jit(functools.partial(lora_kernel(pallas_gpu.lora_gemm), **options))
     return lambda *arrays: jax.block_until_ready(call(*arrays))
 
 
@@ -178,7 +179,9 @@ def arguments(rows: int, d_out: int, d_in: int, rank: int, slots: int) -> tuple:
     [(1024, 14336, 4096, 64, 512), (4096, 4096, 4096, 128, 4), (21, 768, 2048, 13, 128)],
 )
 def test_lowers_for_cuda_at_real_sizes(rows, d_out, d_in, rank, slots):
-    call = jax.jit(functools.partial(pallas_gpu.lora_gemm, max_rank=rank, interpret=False))
+    call = jax.jit(
+        functools.partial(lora_kernel(pallas_gpu.lora_gemm), max_rank=rank, interpret=False)
+    )
     args = arguments(rows, d_out, d_in, 8 * -(-rank // 8), slots)
     text = call.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("mosaic_gpu_v2") == 2
@@ -222,7 +225,7 @@ def test_the_table_of_this_device_decides_while_tracing(chosen, tmp_path, monkey
     monkeypatch.setattr(tuning_table, "TABLES", tmp_path)
     case = some_case(30, 128, 64, 0, (8, 8), "uniform")
     for max_rank in (64, 128, 16):
-        pallas_gpu.lora_gemm(*case.arrays, max_rank, interpret=False)
+        lora_kernel(pallas_gpu.lora_gemm)(*case.arrays, max_rank, interpret=False)
     tuning_table.read.cache_clear()
     # More rank rows leave shared memory for fewer works of the expand.
     larger = dataclasses.replace(tuned, slots=tuned.slots - 1)
@@ -248,7 +251,7 @@ def test_declines_what_it_cannot_serve(change, why):
         functools.partial(jnp.zeros, dtype="i4"),
     )
     with pytest.raises(NotImplementedError, match=why):
-        pallas_gpu.lora_gemm(
+        lora_kernel(pallas_gpu.lora_gemm)(
             pair((s["rows"], s["d_out"])),
             pair((s["rows"], s["d_in"])),
             pair((s["pool"], s["d_in"])),
@@ -266,7 +269,7 @@ def test_declines_on_a_machine_without_a_gpu(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     case = some_case(4, 64, 64, 0, (8,), "identical")
     with pytest.raises(NotImplementedError, match="cannot run on cpu"):
-        pallas_gpu.lora_gemm(*case.arrays, case.max_rank)
+        lora_kernel(pallas_gpu.lora_gemm)(*case.arrays, case.max_rank)
 
 
 # rows, d_out, d_in, experts, ranks, popularity
@@ -283,7 +286,7 @@ REAL = [
 
 @functools.partial(jax.jit, static_argnames="max_rank")
 def on_gpu(*arrays, max_rank: int):
-    return pallas_gpu.lora_gemm(*arrays, max_rank)
+    return lora_kernel(pallas_gpu.lora_gemm)(*arrays, max_rank)
 
 
 @pytest.mark.gpu

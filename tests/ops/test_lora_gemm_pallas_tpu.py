@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from kernel_calls import lora_kernel
 from tolerance import TOLERANCE
 from tpu_interpreter import RaceError, interpreted
 
@@ -16,8 +17,10 @@ from lora_jax.ops.cases import POPULARITIES, LoraCase, lora_case
 from lora_jax.ops.lora_gemm import lora_gemm, pallas_tpu, reference
 
 ROWS, D_OUT, D_IN = 20, 384, 640  # a block or two of 256 columns, and a part of one
-meaning = jax.jit(reference.lora_gemm, static_argnums=8)
-on_tpu = functools.cache(lambda max_rank: interpreted(pallas_tpu.lora_gemm, max_rank=max_rank))
+meaning = jax.jit(lora_kernel(reference.lora_gemm), static_argnums=8)
+on_tpu = functools.cache(
+    lambda max_rank: interpreted(lora_kernel(pallas_tpu.lora_gemm), max_rank=max_rank)
+)
 
 
 @pytest.fixture(autouse=True)
@@ -125,7 +128,7 @@ def test_wide_results_and_many_rows_are_cut_into_parts(limits, monkeypatch):
     want = run(case)
     for name, value in limits.items():
         monkeypatch.setattr(pallas_tpu, name, value)
-    cut = interpreted(pallas_tpu.lora_gemm, max_rank=case.max_rank)
+    cut = interpreted(lora_kernel(pallas_tpu.lora_gemm), max_rank=case.max_rank)
     np.testing.assert_array_equal(cut(*arguments(case)), want)
 
 

@@ -141,8 +141,7 @@ def test_a_missing_symbol_is_told(library, tmp_path):
 
 
 def test_the_key_follows_flags_machine_and_sources(library, monkeypatch):
-    compiler = library.compiler
-    assert compiler is not None
+    compiler = library.compilers[0]
     keys = {library.key(compiler)}
     keys.add(dataclasses.replace(library, flags=(*library.flags, "-O1")).key(compiler))
     keys.add(dataclasses.replace(library, machine="another cpu").key(compiler))
@@ -182,6 +181,31 @@ def test_nowhere_to_write_is_an_error(library, tmp_path, monkeypatch):
 
 
 def test_without_a_compiler_it_is_told(library, tmp_path):
-    none = dataclasses.replace(library, compiler=None)
+    none = dataclasses.replace(library, compilers=())
     with pytest.raises(BuildError, match=r"no C\+\+ compiler"):
         none.build(tmp_path)
+
+
+@pytest.fixture
+def broken(tmp_path):
+    """A compiler that fails, as one does whose wheels are of unequal versions."""
+    path = tmp_path / "broken"
+    path.write_text("#!/bin/sh\necho no headers >&2\nexit 1\n")
+    path.chmod(0o755)
+    return native.Compiler(str(path))
+
+
+def test_the_next_compiler_builds_where_one_fails(library, broken, tmp_path, caplog):
+    both = dataclasses.replace(library, compilers=(broken, *library.compilers))
+    with caplog.at_level("INFO"):
+        made = both.build(tmp_path / "cache")
+    assert "broken failed: no headers" in caplog.text
+    assert f"with {library.compilers[0].path}" in caplog.text
+    caplog.clear()
+    assert both.build(tmp_path / "cache") == made == library.build(tmp_path / "cache")
+    assert not caplog.records  # kept: the broken one is not tried again
+
+
+def test_every_compiler_that_failed_is_told(library, broken, tmp_path):
+    with pytest.raises(BuildError, match=r"no headers; .*no headers"):
+        dataclasses.replace(library, compilers=(broken, broken)).build(tmp_path / "cache")

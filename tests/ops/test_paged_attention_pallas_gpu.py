@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from kernel_calls import attention_kernel
 from mosaic import interpreted
 from tolerance import TOLERANCE
 
@@ -39,7 +40,7 @@ def as_numbers(array: jax.Array) -> np.ndarray:
 
 def meaning(case: AttentionCase) -> np.ndarray:
     rest = (case.options["scale"], case.v_dim, case.sliding_window)
-    of = jax.jit(reference.paged_attention, static_argnums=(8, 9, 10))
+    of = jax.jit(attention_kernel(reference.paged_attention), static_argnums=(8, 9, 10))
     return as_numbers(of(*case.arrays, case.sinks, *rest))
 
 
@@ -47,7 +48,7 @@ def meaning(case: AttentionCase) -> np.ndarray:
 def interpreted_kernel(v_dim: int, sliding_window: int | None, scale: float, **options):
     """Return the op, compiled once for each shape: that takes longer than running it."""
     options |= {"v_dim": v_dim, "sliding_window": sliding_window, "scale": scale}
-    call = jax.jit(functools.partial(pallas_gpu.paged_attention, **options))
+    call = jax.jit(functools.partial(attention_kernel(pallas_gpu.paged_attention), **options))
     return lambda *arrays: as_numbers(jax.block_until_ready(call(*arrays)))
 
 
@@ -191,7 +192,9 @@ def arguments(shape: ModelShape, tokens: int, page_size: int) -> tuple:
 @pytest.mark.parametrize("shape", REAL.values(), ids=REAL)
 def test_lowers_for_cuda_at_real_sizes(shape: ModelShape, tokens: int, page_size: int):
     options = {"scale": 0.1, "v_dim": shape.v_dim, "sliding_window": shape.sliding_window}
-    call = jax.jit(functools.partial(pallas_gpu.paged_attention, **options, interpret=False))
+    call = jax.jit(
+        functools.partial(attention_kernel(pallas_gpu.paged_attention), **options, interpret=False)
+    )
     lowered = call.trace(*arguments(shape, tokens, page_size)).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("mosaic_gpu_v2") == (2 if tokens == 64 else 1)
 
@@ -215,7 +218,7 @@ def test_declines_what_it_cannot_serve(change, why):
     ints = functools.partial(jnp.zeros, dtype="i4")
     pages = (3, s["page_size"], 2)
     with pytest.raises(NotImplementedError, match=why):
-        pallas_gpu.paged_attention(
+        attention_kernel(pallas_gpu.paged_attention)(
             numbers((s["tokens"], s["q_heads"], s["k_dim"])),
             numbers((*pages, s["k_dim"])),
             numbers((*pages, 64)),
@@ -246,7 +249,7 @@ PROMPTS = ((2, 130, 1), (1, 300, 41), (3, 0, 257), (4, 700, 1), (0, 1500, 1))
 @functools.cache
 def on_gpu(v_dim: int, sliding_window: int | None, scale: float):
     options = {"v_dim": v_dim, "sliding_window": sliding_window, "scale": scale}
-    call = jax.jit(functools.partial(pallas_gpu.paged_attention, **options))
+    call = jax.jit(functools.partial(attention_kernel(pallas_gpu.paged_attention), **options))
     return lambda *arrays: as_numbers(call(*arrays))
 
 

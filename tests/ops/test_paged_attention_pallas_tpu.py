@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_calls import attention_kernel
 from tolerance import TOLERANCE
 from tpu_interpreter import interpreted
 
@@ -25,13 +26,13 @@ SHAPES = {
 }
 
 
-meaning = jax.jit(reference.paged_attention, static_argnums=(8, 9, 10))
+meaning = jax.jit(attention_kernel(reference.paged_attention), static_argnums=(8, 9, 10))
 
 
 @functools.cache
 def kernel(scale: float, v_dim: int, sliding_window: int | None):
     return interpreted(
-        functools.partial(pallas_tpu.paged_attention, scale=scale, v_dim=v_dim),
+        functools.partial(attention_kernel(pallas_tpu.paged_attention), scale=scale, v_dim=v_dim),
         sliding_window=sliding_window,
     )
 

@@ -4,12 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from placement_cases import enumerated_rate, popularities, rate_by_sums, zipf
-from scipy.special import gammainc
-
-from lora_jax.placement.algorithm_1 import (
+from algorithm_1 import (
     admission_threshold,
     exceeds,
     free_slot_probability,
@@ -17,6 +12,10 @@ from lora_jax.placement.algorithm_1 import (
     minimum_capacity,
     residencies,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from placement_cases import enumerated_rate, popularities, rate_by_sums, zipf
+from scipy.special import gammainc
 
 
 @pytest.mark.parametrize("mean", [0.0, 1e-9, 0.3, 4.0, 60.0])

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_jax.placement.devices import Instances, minimum_devices
-from lora_jax.placement.ep_pp import Placement, possible_degrees
+from lora_jax.placement.ep_pp import ServerLayout, possible_degrees
 from lora_jax.placement.service_level import LayerBudget, LayerTimes, Measurement, Profile
 from lora_jax.placement.shape import AdapterShape
 
@@ -59,13 +59,13 @@ def test_only_shards_that_line_up_with_the_instances():
     count=st.integers(1, 4),
 )
 def test_no_smaller_number_would_do(device_bytes, times, ffn, layer, count):
-    def works(plan: Placement) -> bool:
+    def works(plan: ServerLayout) -> bool:
         time = times.get(plan.ep, 1e9)
         quick = 3 * time <= ffn + 1e-6 and time * count <= layer + 1e-6
         return quick and max(plan.bytes_per_device) <= device_bytes
 
     everything = [
-        Placement(SHAPE, ep=x, pp=y) for m in range(1, 17) for x, y in possible_degrees(SHAPE, m)
+        ServerLayout(SHAPE, ep=x, pp=y) for m in range(1, 17) for x, y in possible_degrees(SHAPE, m)
     ]
     good = [plan for plan in everything if works(plan)]
     measured = profile(**{f"ep{x}": float(time) for x, time in times.items()})

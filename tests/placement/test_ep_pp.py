@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from placement_cases import plans
 
 from lora_jax.placement.ep_pp import (
-    Placement,
+    ServerLayout,
     data_parallel,
     expert_parallel,
     from_text,
@@ -67,7 +67,7 @@ def test_capacity_is_the_most_adapters_that_fit(plan, room):
 
     def heaviest(adapters: int) -> int:
         shape = AdapterShape(adapters, plan.shape.layers, plan.shape.experts, plan.shape.unit_bytes)
-        return max(Placement(shape, plan.ep, plan.pp, plan.dp).bytes_per_device)
+        return max(ServerLayout(shape, plan.ep, plan.pp, plan.dp).bytes_per_device)
 
     if fits >= max(plan.dp, 1):
         assert heaviest(fits) <= room < heaviest(fits + 1)
@@ -156,18 +156,18 @@ def test_other_names_are_refused(text):
     [
         (lambda: hybrid(SHAPE, 3, 2, 8), r"needs 6 devices and there are 8.*ep2-pp4"),
         (lambda: from_text("dp3", SHAPE, 2), "use dp2"),
-        (lambda: Placement(SHAPE, ep=3), "choose ep from 1, 2, 4, 8"),
-        (lambda: Placement(SHAPE, pp=5), "at most 4 stages"),
-        (lambda: Placement(SHAPE, dp=4), "use at most 3"),
-        (lambda: Placement(SHAPE, dp=2, ep=2), "use ep=1, pp=1"),
-        (lambda: Placement(SHAPE, ep=0), "ep must be"),
+        (lambda: ServerLayout(SHAPE, ep=3), "choose ep from 1, 2, 4, 8"),
+        (lambda: ServerLayout(SHAPE, pp=5), "at most 4 stages"),
+        (lambda: ServerLayout(SHAPE, dp=4), "use at most 3"),
+        (lambda: ServerLayout(SHAPE, dp=2, ep=2), "use ep=1, pp=1"),
+        (lambda: ServerLayout(SHAPE, ep=0), "ep must be"),
         (lambda: from_text("ep0-pp0", SHAPE, 0), "pp must be|ep must be"),
         (lambda: hybrid(SHAPE, 4, 2, 8).require_memory(39), r"needs 40 bytes.*lower rank"),
         (lambda: hybrid(SHAPE, 4, 2, 8).require_memory(119), "hold at most 2"),
-        (lambda: Placement(SHAPE).device_of(3, 0, 0), r"adapter must be in \[0, 3\)"),
-        (lambda: Placement(SHAPE).device_of(0, 0, -1), r"expert must be in \[0, 8\)"),
-        (lambda: Placement(SHAPE).group_of(4), r"layer must be in \[0, 4\)"),
-        (lambda: Placement(SHAPE, ep=2).layers_of(2), r"device must be in \[0, 2\)"),
+        (lambda: ServerLayout(SHAPE).device_of(3, 0, 0), r"adapter must be in \[0, 3\)"),
+        (lambda: ServerLayout(SHAPE).device_of(0, 0, -1), r"expert must be in \[0, 8\)"),
+        (lambda: ServerLayout(SHAPE).group_of(4), r"layer must be in \[0, 4\)"),
+        (lambda: ServerLayout(SHAPE, ep=2).layers_of(2), r"device must be in \[0, 2\)"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_to_change(make, says):

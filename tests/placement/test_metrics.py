@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lora_jax.placement.ep_pp import Placement, data_parallel, expert_parallel, pipeline_parallel
+from lora_jax.placement.ep_pp import ServerLayout, data_parallel, expert_parallel, pipeline_parallel
 from lora_jax.placement.metrics import LayerCost, layer_cost, traffic
 from lora_jax.placement.shape import AdapterShape
 
@@ -34,12 +34,12 @@ def test_table_1_simple_strategies(m, p):
 def test_table_1_hybrid(x, y, p):
     bk = float(BATCH * TOP_K)
     want = LayerCost(bk / max(p, x), max(x // p, 1), max(p // x, 1), bk / x, x)
-    assert layer_cost(Placement(SHAPE, ep=x, pp=y), BATCH, TOP_K, p) == want
+    assert layer_cost(ServerLayout(SHAPE, ep=x, pp=y), BATCH, TOP_K, p) == want
 
 
 @pytest.mark.parametrize("layer", range(8))
 def test_only_the_layers_group_gets_activations(layer):
-    plan = Placement(SHAPE, ep=2, pp=3)
+    plan = ServerLayout(SHAPE, ep=2, pp=3)
     sent = traffic(plan, BATCH, TOP_K, 2, layer)
     assert sent.sum() == BATCH * TOP_K
     assert np.flatnonzero(sent.sum(axis=0)).tolist() == list(plan.group_of(layer))
@@ -56,7 +56,7 @@ def test_uneven_adapters_keep_the_means_of_table_1():
 def test_where_cuts_do_not_line_up_there_are_more_pairs_than_the_table_says():
     """4 ranks and 6 shards of 12 experts overlap in 4 + 6 - 2 pairs; max(p, x) would be 6."""
     shape = AdapterShape(adapters=1, layers=1, experts=12, unit_bytes=1)
-    plan = Placement(shape, ep=6)
+    plan = ServerLayout(shape, ep=6)
     assert (traffic(plan, 12, 1, 4) > 0).sum() == 8
     with pytest.raises(ValueError, match="line up"):
         plan.require_aligned(4)
@@ -65,4 +65,4 @@ def test_where_cuts_do_not_line_up_there_are_more_pairs_than_the_table_says():
 @pytest.mark.parametrize("ranks", [0, 3])
 def test_ranks_that_do_not_split_the_experts_are_refused(ranks):
     with pytest.raises(ValueError, match="16 experts"):
-        layer_cost(Placement(SHAPE), BATCH, TOP_K, ranks)
+        layer_cost(ServerLayout(SHAPE), BATCH, TOP_K, ranks)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from placement_cases import plans
 
-from lora_jax.placement.ep_pp import Placement
+from lora_jax.placement.ep_pp import ServerLayout
 from lora_jax.placement.picture import picture, spell_bytes, spell_range
 from lora_jax.placement.shape import AdapterShape
 
@@ -12,7 +12,7 @@ SHAPE = AdapterShape(adapters=3, layers=9, experts=8, unit_bytes=500_000)
 
 
 def test_hybrid():
-    assert picture(Placement(SHAPE, ep=2, pp=2)).splitlines() == [
+    assert picture(ServerLayout(SHAPE, ep=2, pp=2)).splitlines() == [
         "EP2-PP2 on 4 devices: 3 adapters x 9 layers x 8 experts, 36 MB per adapter",
         "                  | experts 0-3      | experts 4-7",
         "  layers 0,2,..,8 | device 0 (30 MB) | device 1 (30 MB)",
@@ -21,7 +21,7 @@ def test_hybrid():
 
 
 def test_data_parallel():
-    assert picture(Placement(SHAPE, dp=2)).splitlines() == [
+    assert picture(ServerLayout(SHAPE, dp=2)).splitlines() == [
         "DP2 on 2 devices: 3 adapters x 9 layers x 8 experts, 36 MB per adapter",
         "               | all layers, all experts",
         "  adapters 0,2 | device 0 (72 MB)",

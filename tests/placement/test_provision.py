@@ -2,6 +2,7 @@
 
 import time
 
+import algorithm_1
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,7 +10,6 @@ from hypothesis import strategies as st
 from placement_cases import popularities, rate_by_sums, zipf
 from scipy.special import gammainc
 
-from lora_jax.placement import algorithm_1
 from lora_jax.placement.provision import (
     Workload,
     admission_curve,

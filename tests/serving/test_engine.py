@@ -300,6 +300,8 @@ def test_abort_frees_everything(engine):
         assert sorted(delta.index for delta in last) == [0, 1]
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.kv_usage) == (0, 0, 0.0)
+    assert {"lora_gemm", "paged_attention", "rms_norm"} <= stats.implementations.keys()
+    assert all(choice["implementation"] for choice in stats.implementations["lora_gemm"])
 
 
 def test_the_stream_gives_the_same_text_and_can_be_given_up(engine):

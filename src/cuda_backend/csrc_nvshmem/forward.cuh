@@ -13,8 +13,8 @@
 #include <mutex>
 #include <vector>
 
-#include "peer_state.cuh"
-#include "ptx.cuh"
+#include "peer/state.cuh"
+#include "device/ptx.cuh"
 #include "xla/ffi/api/ffi.h"
 
 namespace lora_jax {

@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from lora_jax.adapters.residency import Placement
+from lora_jax.adapters.lora_allocator import LoraPlacement
 from lora_jax.adapters.slots import AdapterSlots, clear_slots, set_slot, write_nothing
 from lora_jax.adapters.weights import AdapterWeights, AnyWeights
 
@@ -48,7 +48,12 @@ class CopyingPlan:
     """
 
     def __init__(
-        self, placement: Placement, slots: AdapterSlots, copier: Copier, *, is_first: bool = True
+        self,
+        placement: LoraPlacement,
+        slots: AdapterSlots,
+        copier: Copier,
+        *,
+        is_first: bool = True,
     ):
         """`slots` tells the shapes only. A later part of one placement is not the first."""
         self._placement, self._copier = placement, copier

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lora_jax.adapters.catalogue import LoraCatalogue
-from lora_jax.adapters.residency import Placement, RowWrite
+from lora_jax.adapters.lora_allocator import LoraPlacement, RowWrite
 from lora_jax.typing import Array, Float, Int
 
 # Columns of AdapterSlots.entries.
@@ -170,7 +170,7 @@ class LoadingPlan:
     the entries of the placement's cleared slots become zero with the first.
     """
 
-    def __init__(self, placement: Placement, slots: AdapterSlots):
+    def __init__(self, placement: LoraPlacement, slots: AdapterSlots):
         """`slots` tells the shapes only."""
         self._placement = placement
         self._pending = _chunks(placement, slots)
@@ -252,7 +252,7 @@ def _empty_chunk(pool: jax.Array) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _chunks(
-    placement: Placement, slots: AdapterSlots
+    placement: LoraPlacement, slots: AdapterSlots
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
     """Yield (pool key, indices, values) of every chunk, values in the pool's dtype."""
     for width, writes in sorted(placement.writes.items()):

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 
 from lora_jax.finetune.lora_params import LoraDelta, for_each
-from lora_jax.nn import rope
 from lora_jax.nn.attention import Attention, CosSin
 from lora_jax.nn.decoder import AttentionLike
 from lora_jax.nn.layers import Linear
 from lora_jax.nn.mla import LatentAttention, PerHead
+from lora_jax.ops.rotary import rotate
 from lora_jax.typing import Array, Bool, Float
 
 
@@ -59,8 +59,8 @@ def grouped_attention(
         y = y.reshape(rows * length, -1, head_dim)
         return y if norm is None else norm(y)
 
-    q = rope.rotate(heads(attn.q_proj, attn.q_norm), *angles)
-    k = rope.rotate(heads(attn.k_proj, attn.k_norm), *angles)
+    q = rotate(heads(attn.q_proj, attn.q_norm), *angles)
+    k = rotate(heads(attn.k_proj, attn.k_norm), *angles)
     q = q.reshape(rows, length, kv_heads, -1, head_dim)
     k = k.reshape(rows, length, kv_heads, head_dim)
     v = heads(attn.v_proj, None).reshape(rows, length, kv_heads, head_dim)
@@ -89,11 +89,11 @@ def latent_attention(
         query = linear(attn.q_b_proj, attn.q_a_layernorm(linear(attn.q_a_proj, x, lora)), lora)
     query = query.reshape(rows * length, attn.config.num_heads, -1)
     nope, turned = jnp.split(query, [mla.nope_dim], axis=-1)
-    turned = rope.rotate(turned, *angles, interleaved=True)
+    turned = rotate(turned, *angles, interleaved=True)
     q = jnp.concatenate([per_head(attn.absorb_k, nope, lora), turned], axis=-1)
     latent, key = jnp.split(linear(attn.kv_a_proj_with_mqa, x, lora), [mla.kv_lora_rank], axis=-1)
     latent = attn.kv_a_layernorm(latent)
-    key = rope.rotate(key[:, None], *angles, interleaved=True)[:, 0]
+    key = rotate(key[:, None], *angles, interleaved=True)[:, 0]
     k = jnp.concatenate([latent, key], axis=-1).reshape(rows, length, -1)
     q, v = q.reshape(rows, length, -1, q.shape[-1]), latent.reshape(rows, length, -1)
     logits = jnp.einsum("bthd,bsd->bhts", q, k) * attn.config.attention_scale

@@ -15,7 +15,8 @@ from lora_jax.finetune.lora_params import LoraDelta
 from lora_jax.nn import rope
 from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.nn.layers import Mlp, silu_times
-from lora_jax.nn.moe import Experts, MoeBlock, Router, choose_experts, clamped_swiglu
+from lora_jax.nn.moe import Experts, MoeBlock, Router, clamped_swiglu
+from lora_jax.ops.choose_experts import choose_experts
 from lora_jax.typing import Array, Float, Int
 
 
@@ -103,7 +104,7 @@ def mixture(
     mean the mean probability of each expert (Switch Transformer's balancing loss).
     """
     scores = router_logits(block.router, x, lora)
-    weights, ids = choose_experts(scores, block.moe)
+    weights, ids = choose_experts(scores, block.moe, implementation="xla")
     chosen = jax.nn.one_hot(ids, block.moe.num_experts, dtype=jnp.float32)
     gates = jnp.einsum("tk,tke->te", weights, chosen)
     load = jnp.mean(chosen, axis=(0, 1))

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from lora_jax.adapters.expert_residency import ExpertAllocator, ExpertPlacement, ExpertSizes
+from lora_jax.adapters.esft_allocator import ExpertAllocator, ExpertPlacement, ExpertSizes
 from lora_jax.adapters.weights import PROJECTIONS, ExpertWeights
 from lora_jax.memory.platforms import for_platform
+from lora_jax.models.expert_tensors import ExpertTensors
 from lora_jax.nn.decoder import AbstractCausalLM
-from lora_jax.nn.expert_tensors import ExpertTensors
 from lora_jax.typing import Int
 
 

@@ -15,9 +15,9 @@ from flax import nnx
 
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.config import ModelConfig
-from lora_jax.models.sources import Part, Tensor, Transpose, Unflatten, WeightRule, weight
-from lora_jax.models.spelling import LAYER
-from lora_jax.nn import sites
+from lora_jax.models.sources import Slice, Tensor, Transpose, Unflatten, WeightRule, weight
+from lora_jax.models.weight_names import LAYER
+from lora_jax.nn import adapter_sites
 from lora_jax.nn.attention import Attention
 from lora_jax.nn.decoder import AbstractCausalLM, DecoderLayer
 from lora_jax.nn.layers import LayerNorm
@@ -45,18 +45,20 @@ class Dbrx(AbstractCausalLM):
     @staticmethod
     def catalogue(config: ModelConfig) -> LoraCatalogue:
         at = "transformer.blocks.{layer}"
-        modules = sites.attention_modules(config) + sites.head_modules(config)
-        modules += sites.moe_modules(config.hidden_size, config.experts)
+        modules = adapter_sites.attention_modules(config) + adapter_sites.head_modules(config)
+        modules += adapter_sites.moe_modules(config.hidden_size, config.experts)
         rules = (
-            sites.rule(f"{at}.norm_attn_norm.attn.Wqkv", "q_proj", "k_proj", "v_proj"),
-            sites.rule(f"{at}.norm_attn_norm.attn.out_proj", "o_proj"),
-            sites.rule(f"{at}.ffn.router.layer", "router"),
-            sites.rule(f"{at}.ffn.experts.{{expert}}.w1", "experts.gate_proj"),
-            sites.rule(f"{at}.ffn.experts.{{expert}}.v1", "experts.up_proj"),
-            sites.rule(f"{at}.ffn.experts.{{expert}}.w2", "experts.down_proj"),
-            *sites.head_rules("transformer.wte"),
+            adapter_sites.rule(f"{at}.norm_attn_norm.attn.Wqkv", "q_proj", "k_proj", "v_proj"),
+            adapter_sites.rule(f"{at}.norm_attn_norm.attn.out_proj", "o_proj"),
+            adapter_sites.rule(f"{at}.ffn.router.layer", "router"),
+            adapter_sites.rule(f"{at}.ffn.experts.{{expert}}.w1", "experts.gate_proj"),
+            adapter_sites.rule(f"{at}.ffn.experts.{{expert}}.v1", "experts.up_proj"),
+            adapter_sites.rule(f"{at}.ffn.experts.{{expert}}.w2", "experts.down_proj"),
+            *adapter_sites.head_rules("transformer.wte"),
         )
-        return LoraCatalogue(config.model_type, config.num_layers, sites.by_name(modules), rules)
+        return LoraCatalogue(
+            config.model_type, config.num_layers, adapter_sites.by_name(modules), rules
+        )
 
     @staticmethod
     def weight_rules(config: ModelConfig) -> tuple[WeightRule, ...]:
@@ -77,7 +79,7 @@ class Dbrx(AbstractCausalLM):
             weight(f"{LAYER}.input_norm.weight", f"{attention}.norm_1.weight"),
             weight(f"{LAYER}.post_norm.weight", f"{attention}.norm_2.weight"),
             *(
-                weight(f"{LAYER}.attn.{name}_proj.weight", Part(fused, 0, *rows))
+                weight(f"{LAYER}.attn.{name}_proj.weight", Slice(fused, 0, *rows))
                 for name, rows in ends.items()
             ),
             weight(f"{LAYER}.attn.o_proj.weight", f"{attention}.attn.out_proj.weight"),

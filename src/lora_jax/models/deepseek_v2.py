@@ -10,15 +10,15 @@ from flax import nnx
 from lora_jax.adapters.catalogue import LoraCatalogue, LoraModule
 from lora_jax.config import MlaConfig, ModelConfig
 from lora_jax.kv_cache import KVShape
-from lora_jax.models.sources import Part, Tensor, Transpose, Unflatten, WeightRule, weight
-from lora_jax.models.spelling import (
+from lora_jax.models.sources import Slice, Tensor, Transpose, Unflatten, WeightRule, weight
+from lora_jax.models.weight_names import (
     FILE_LAYER,
     LAYER,
     expert_weights,
     frame_weights,
     mlp_weights,
 )
-from lora_jax.nn import sites
+from lora_jax.nn import adapter_sites
 from lora_jax.nn.decoder import AbstractCausalLM, DecoderLayer, MlpLike
 from lora_jax.nn.layers import Mlp, RMSNorm
 from lora_jax.nn.mla import LatentAttention, latent_kv_shape
@@ -49,18 +49,20 @@ class DeepseekV2(AbstractCausalLM):
         mla, hidden, moe = config.latent, config.hidden_size, config.moe
         sparse = moe.layers if moe else ()
         dense = tuple(n for n in range(config.num_layers) if n not in sparse)
-        modules = _attention_modules(config, mla) + sites.head_modules(config)
-        modules += sites.mlp_modules(hidden, config.intermediate_size, dense)
-        modules += sites.moe_modules(hidden, moe) if moe else []
+        modules = _attention_modules(config, mla) + adapter_sites.head_modules(config)
+        modules += adapter_sites.mlp_modules(hidden, config.intermediate_size, dense)
+        modules += adapter_sites.moe_modules(hidden, moe) if moe else []
         names = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")
-        known = sites.by_name(modules)
+        known = adapter_sites.by_name(modules)
         rules = (
-            *sites.attention_rules(name for name in names if name in known),
-            sites.rule("model.layers.{layer}.self_attn.kv_b_proj", "kv_b_proj.k", "kv_b_proj.v"),
-            *(sites.mlp_rules() if dense else ()),
-            *(sites.mlp_rules("shared_experts.") if moe and moe.shared_size else ()),
-            *(sites.moe_rules("mlp") if moe else ()),
-            *sites.head_rules(),
+            *adapter_sites.attention_rules(name for name in names if name in known),
+            adapter_sites.rule(
+                "model.layers.{layer}.self_attn.kv_b_proj", "kv_b_proj.k", "kv_b_proj.v"
+            ),
+            *(adapter_sites.mlp_rules() if dense else ()),
+            *(adapter_sites.mlp_rules("shared_experts.") if moe and moe.shared_size else ()),
+            *(adapter_sites.moe_rules("mlp") if moe else ()),
+            *adapter_sites.head_rules(),
         )
         return LoraCatalogue(
             config.model_type,
@@ -121,8 +123,8 @@ def _kv_b_weights(config: ModelConfig) -> tuple[WeightRule, ...]:
     mla = config.latent
     stored = Tensor(f"{FILE_LAYER}.self_attn.kv_b_proj.weight")
     by_head = Unflatten(stored, config.num_heads)
-    keys = Part(by_head, 1, 0, mla.nope_dim)
-    values = Part(by_head, 1, mla.nope_dim, mla.nope_dim + mla.v_dim)
+    keys = Slice(by_head, 1, 0, mla.nope_dim)
+    values = Slice(by_head, 1, mla.nope_dim, mla.nope_dim + mla.v_dim)
     return (
         weight(f"{LAYER}.attn.absorb_k.weight", Transpose(keys)),
         weight(f"{LAYER}.attn.absorb_v.weight", values),

@@ -10,9 +10,9 @@ from flax import nnx
 
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.config import ModelConfig, MoeConfig
-from lora_jax.models.sources import Mxfp4, Part, Tensor, Transpose, WeightRule, weight
-from lora_jax.models.spelling import FILE_LAYER, LAYER, frame_weights
-from lora_jax.nn import sites
+from lora_jax.models.sources import Mxfp4, Slice, Tensor, Transpose, WeightRule, weight
+from lora_jax.models.weight_names import FILE_LAYER, LAYER, frame_weights
+from lora_jax.nn import adapter_sites
 from lora_jax.nn.attention import Attention
 from lora_jax.nn.decoder import AbstractCausalLM, DecoderLayer
 from lora_jax.nn.layers import RMSNorm
@@ -36,17 +36,17 @@ class GptOss(AbstractCausalLM):
 
     @staticmethod
     def catalogue(config: ModelConfig) -> LoraCatalogue:
-        modules = sites.attention_modules(config) + sites.head_modules(config)
-        modules += sites.moe_modules(config.hidden_size, config.experts)
+        modules = adapter_sites.attention_modules(config) + adapter_sites.head_modules(config)
+        modules += adapter_sites.moe_modules(config.hidden_size, config.experts)
         rules = (
-            *sites.attention_rules(),
-            *sites.moe_rules("mlp", router="router"),
-            *sites.head_rules(),
+            *adapter_sites.attention_rules(),
+            *adapter_sites.moe_rules("mlp", router="router"),
+            *adapter_sites.head_rules(),
         )
         return LoraCatalogue(
             config.model_type,
             config.num_layers,
-            sites.by_name(modules),
+            adapter_sites.by_name(modules),
             rules,
             interleaved_gate_up=True,
         )
@@ -73,7 +73,7 @@ def _expert_weights(moe: MoeConfig) -> tuple[WeightRule, ...]:
     ]
     for start, name in enumerate(("gate", "up")):
         stored = Transpose(Tensor(both)), Mxfp4(both)
-        matrices = (Part(source, 1, start, end, step=2) for source in stored)
+        matrices = (Slice(source, 1, start, end, step=2) for source in stored)
         rules.append(weight(f"{here}.{name}_proj", *matrices))
-        rules.append(weight(f"{here}.{name}_bias", Part(Tensor(f"{both}_bias"), 1, start, end, 2)))
+        rules.append(weight(f"{here}.{name}_bias", Slice(Tensor(f"{both}_bias"), 1, start, end, 2)))
     return tuple(rules)

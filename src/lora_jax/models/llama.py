@@ -6,8 +6,8 @@ from flax import nnx
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.config import ModelConfig
 from lora_jax.models.sources import WeightRule
-from lora_jax.models.spelling import frame_weights, mlp_weights
-from lora_jax.nn import sites
+from lora_jax.models.weight_names import frame_weights, mlp_weights
+from lora_jax.nn import adapter_sites
 from lora_jax.nn.attention import Attention
 from lora_jax.nn.decoder import AbstractCausalLM, DecoderLayer
 from lora_jax.nn.layers import Mlp, RMSNorm
@@ -38,10 +38,16 @@ class Llama(AbstractCausalLM):
     @staticmethod
     def catalogue(config: ModelConfig) -> LoraCatalogue:
         layers = tuple(range(config.num_layers))
-        modules = sites.attention_modules(config) + sites.head_modules(config)
-        modules += sites.mlp_modules(config.hidden_size, config.intermediate_size, layers)
-        rules = (*sites.attention_rules(), *sites.mlp_rules(), *sites.head_rules())
-        return LoraCatalogue(config.model_type, config.num_layers, sites.by_name(modules), rules)
+        modules = adapter_sites.attention_modules(config) + adapter_sites.head_modules(config)
+        modules += adapter_sites.mlp_modules(config.hidden_size, config.intermediate_size, layers)
+        rules = (
+            *adapter_sites.attention_rules(),
+            *adapter_sites.mlp_rules(),
+            *adapter_sites.head_rules(),
+        )
+        return LoraCatalogue(
+            config.model_type, config.num_layers, adapter_sites.by_name(modules), rules
+        )
 
     @staticmethod
     def weight_rules(config: ModelConfig) -> tuple[WeightRule, ...]:

@@ -6,8 +6,8 @@ from flax import nnx
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.config import ModelConfig
 from lora_jax.models.sources import WeightRule, weight
-from lora_jax.models.spelling import FILE_LAYER, LAYER, expert_weights, frame_weights
-from lora_jax.nn import sites
+from lora_jax.models.weight_names import FILE_LAYER, LAYER, expert_weights, frame_weights
+from lora_jax.nn import adapter_sites
 from lora_jax.nn.attention import Attention
 from lora_jax.nn.decoder import AbstractCausalLM, DecoderLayer
 from lora_jax.nn.layers import RMSNorm
@@ -31,11 +31,13 @@ class Mixtral(AbstractCausalLM):
 
     @staticmethod
     def catalogue(config: ModelConfig) -> LoraCatalogue:
-        modules = sites.attention_modules(config) + sites.head_modules(config)
-        modules += sites.moe_modules(config.hidden_size, config.experts)
-        experts = sites.moe_rules("(?:block_sparse_moe|mlp)")
-        rules = (*sites.attention_rules(), *experts, *sites.head_rules())
-        return LoraCatalogue(config.model_type, config.num_layers, sites.by_name(modules), rules)
+        modules = adapter_sites.attention_modules(config) + adapter_sites.head_modules(config)
+        modules += adapter_sites.moe_modules(config.hidden_size, config.experts)
+        experts = adapter_sites.moe_rules("(?:block_sparse_moe|mlp)")
+        rules = (*adapter_sites.attention_rules(), *experts, *adapter_sites.head_rules())
+        return LoraCatalogue(
+            config.model_type, config.num_layers, adapter_sites.by_name(modules), rules
+        )
 
     @staticmethod
     def weight_rules(config: ModelConfig) -> tuple[WeightRule, ...]:

@@ -6,8 +6,14 @@ from flax import nnx
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.config import ModelConfig
 from lora_jax.models.sources import WeightRule, weight
-from lora_jax.models.spelling import FILE_LAYER, LAYER, expert_weights, frame_weights, mlp_weights
-from lora_jax.nn import sites
+from lora_jax.models.weight_names import (
+    FILE_LAYER,
+    LAYER,
+    expert_weights,
+    frame_weights,
+    mlp_weights,
+)
+from lora_jax.nn import adapter_sites
 from lora_jax.nn.attention import Attention
 from lora_jax.nn.decoder import AbstractCausalLM, DecoderLayer
 from lora_jax.nn.layers import Mlp, RMSNorm
@@ -37,13 +43,19 @@ class Qwen3Moe(AbstractCausalLM):
     def catalogue(config: ModelConfig) -> LoraCatalogue:
         hidden, moe = config.hidden_size, config.experts
         dense = tuple(n for n in range(config.num_layers) if n not in moe.layers)
-        modules = sites.attention_modules(config) + sites.head_modules(config)
-        modules += sites.moe_modules(hidden, moe)
-        modules += sites.mlp_modules(hidden, config.intermediate_size, dense)
-        rules = (*sites.attention_rules(), *sites.moe_rules("mlp"), *sites.head_rules())
+        modules = adapter_sites.attention_modules(config) + adapter_sites.head_modules(config)
+        modules += adapter_sites.moe_modules(hidden, moe)
+        modules += adapter_sites.mlp_modules(hidden, config.intermediate_size, dense)
+        rules = (
+            *adapter_sites.attention_rules(),
+            *adapter_sites.moe_rules("mlp"),
+            *adapter_sites.head_rules(),
+        )
         if dense:
-            rules += sites.mlp_rules()
-        return LoraCatalogue(config.model_type, config.num_layers, sites.by_name(modules), rules)
+            rules += adapter_sites.mlp_rules()
+        return LoraCatalogue(
+            config.model_type, config.num_layers, adapter_sites.by_name(modules), rules
+        )
 
     @staticmethod
     def weight_rules(config: ModelConfig) -> tuple[WeightRule, ...]:

@@ -1,6 +1,6 @@
 """From which tensors of a checkpoint a parameter is made: small frozen rules, read by slices.
 
-A source is an array that is not read yet. Sources nest: `Part(Tensor(...), 1, 0, 24)` is the
+A source is an array that is not read yet. Sources nest: `Slice(Tensor(...), 1, 0, 24)` is the
 first 24 columns. Any box of a source can be read alone, into memory that the caller gives, so
 that a sharded parameter never needs its whole self on the host.
 """
@@ -20,7 +20,7 @@ from lora_jax.models.checkpoint import Checkpoint, Index
 class Source(Protocol):
     """An array made of checkpoint tensors. Names may hold placeholders until `at` fills them."""
 
-    def at(self, places: dict[str, str]) -> "Source":
+    def fill(self, places: dict[str, str]) -> "Source":
         """Return this source with {layer}, ... in its names replaced."""
         ...
 
@@ -41,7 +41,7 @@ class Tensor:
 
     name: str
 
-    def at(self, places: dict[str, str]) -> "Tensor":
+    def fill(self, places: dict[str, str]) -> "Tensor":
         return Tensor(_fill(self.name, places))
 
     def names(self) -> Iterator[str]:
@@ -61,28 +61,28 @@ class Stack:
     name: str
     count: int
 
-    def at(self, places: dict[str, str]) -> "Stack":
+    def fill(self, places: dict[str, str]) -> "Stack":
         return Stack(_fill(self.name, places), self.count)
 
-    def one(self, expert: int) -> Tensor:
+    def member(self, expert: int) -> Tensor:
         return Tensor(self.name.replace("{expert}", str(expert)))
 
     def names(self) -> Iterator[str]:
-        return (self.one(expert).name for expert in range(self.count))
+        return (self.member(expert).name for expert in range(self.count))
 
     def shape(self, files: Checkpoint) -> tuple[int, ...]:
-        shapes = {self.one(expert).shape(files) for expert in range(self.count)}
+        shapes = {self.member(expert).shape(files) for expert in range(self.count)}
         if len(shapes) > 1:
             raise ValueError(f"{self.name} has several shapes: {sorted(shapes)}.")
         return (self.count, *shapes.pop())
 
     def read(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
         for place, expert in enumerate(index[0]):
-            self.one(expert).read(files, index[1:], out[place])
+            self.member(expert).read(files, index[1:], out[place])
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class Slice:
     """Elements start, start + step, ... below stop of one axis (-1 is the last)."""
 
     of: Source
@@ -91,8 +91,8 @@ class Part:
     stop: int
     step: int = 1
 
-    def at(self, places: dict[str, str]) -> "Part":
-        return dataclasses.replace(self, of=self.of.at(places))
+    def fill(self, places: dict[str, str]) -> "Slice":
+        return dataclasses.replace(self, of=self.of.fill(places))
 
     def names(self) -> Iterator[str]:
         return self.of.names()
@@ -120,8 +120,8 @@ class Transpose:
 
     of: Source
 
-    def at(self, places: dict[str, str]) -> "Transpose":
-        return Transpose(self.of.at(places))
+    def fill(self, places: dict[str, str]) -> "Transpose":
+        return Transpose(self.of.fill(places))
 
     def names(self) -> Iterator[str]:
         return self.of.names()
@@ -142,8 +142,8 @@ class Unflatten:
     of: Source
     count: int
 
-    def at(self, places: dict[str, str]) -> "Unflatten":
-        return Unflatten(self.of.at(places), self.count)
+    def fill(self, places: dict[str, str]) -> "Unflatten":
+        return Unflatten(self.of.fill(places), self.count)
 
     def names(self) -> Iterator[str]:
         return self.of.names()
@@ -169,7 +169,7 @@ class Mxfp4:
 
     name: str
 
-    def at(self, places: dict[str, str]) -> "Mxfp4":
+    def fill(self, places: dict[str, str]) -> "Mxfp4":
         return Mxfp4(_fill(self.name, places))
 
     def names(self) -> Iterator[str]:
@@ -221,7 +221,7 @@ class WeightRule:
             re.escape(self.parameter),
         )
         found = re.fullmatch(pattern, path)
-        return tuple(s.at(found.groupdict()) for s in self.sources) if found else ()
+        return tuple(s.fill(found.groupdict()) for s in self.sources) if found else ()
 
 
 def weight(parameter: str, *sources: str | Source) -> WeightRule:

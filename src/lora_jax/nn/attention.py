@@ -5,14 +5,12 @@ from flax import nnx
 
 from lora_jax.batch import ForwardBatch
 from lora_jax.config import ModelConfig
-from lora_jax.kv_cache import LayerCache, write
-from lora_jax.nn import rope
-from lora_jax.nn.layers import RMSNorm, constant_parameter, linear_maker, linears
-from lora_jax.nn.lora import Rows
-from lora_jax.nn.row_math import kernels, rms_norm
-from lora_jax.ops import dispatch
+from lora_jax.kv_cache import LayerCache
+from lora_jax.nn.layers import RMSNorm, apply_linears, constant_parameter, make_linear
+from lora_jax.nn.lora import AdapterRouting
 from lora_jax.ops.paged_attention import paged_attention
-from lora_jax.typing import Array, Float, Int
+from lora_jax.ops.place_heads import PlaceHeadsArgs, place_heads
+from lora_jax.typing import Array, Float
 
 CosSin = tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]
 
@@ -36,7 +34,7 @@ class Attention(nnx.Module):
         self.window = config.sliding_windows[layer]
         hidden, head = config.hidden_size, config.head_dim
         q_size, kv_size = config.num_heads * head, config.num_kv_heads * head
-        linear = linear_maker(layer, dtype=dtype, rngs=rngs)
+        linear = make_linear(layer, dtype=dtype, rngs=rngs)
         self.q_proj = linear("q_proj", hidden, q_size, ("heads", "embed"), config.qkv_bias)
         self.k_proj = linear("k_proj", hidden, kv_size, ("kv_heads", "embed"), config.qkv_bias)
         self.v_proj = linear("v_proj", hidden, kv_size, ("kv_heads", "embed"), config.qkv_bias)
@@ -52,11 +50,11 @@ class Attention(nnx.Module):
         angles: CosSin,
         batch: ForwardBatch,
         cache: LayerCache,
-        rows: Rows,
+        routing: AdapterRouting,
     ) -> tuple[Float[Array, "tokens hidden"], LayerCache]:
         """Return the attention's output and the cache with this step's K and V in it."""
         maps = (self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (self._heads(y) for y in linears(maps, x, rows))
+        q, k, v = (self._heads(y) for y in apply_linears(maps, x, routing))
         q, cache = self._placed(q, k, v, angles, batch, cache)
         out = paged_attention(
             q,
@@ -71,7 +69,7 @@ class Attention(nnx.Module):
             sliding_window=self.window,
             sinks=None if self.sinks is None else self.sinks[...],
         )
-        return self.o_proj(out.reshape(x.shape[0], -1), rows), cache
+        return self.o_proj(out.reshape(x.shape[0], -1), routing), cache
 
     def _heads(self, y: Float[Array, "tokens width"]) -> Float[Array, "tokens heads head_dim"]:
         """Split into heads after the clip."""
@@ -94,30 +92,5 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             scales, eps = (self.q_norm.weight[...], self.k_norm.weight[...]), self.q_norm.eps
         pages = cache.k, cache.v, batch.token_to_page_slot
-        q, k, v = dispatch.call(_PLACES, None, q, k, v, *angles, scales, eps, *pages)
+        q, k, v = place_heads(PlaceHeadsArgs(q, k, v, *angles, scales, *pages, eps))
         return q, LayerCache(k, v)
-
-
-def place_heads(
-    q: Float[Array, "tokens q_heads head_dim"],
-    k: Float[Array, "tokens kv_heads head_dim"],
-    v: Float[Array, "tokens kv_heads head_dim"],
-    cos: Float[Array, "tokens half"],
-    sin: Float[Array, "tokens half"],
-    scales: tuple[Float[Array, "head_dim"], Float[Array, "head_dim"]] | None,
-    eps: float,
-    k_pages: Float[Array, "pages page_size kv_heads head_dim"],
-    v_pages: Float[Array, "pages page_size kv_heads head_dim"],
-    token_to_page_slot: Int[Array, "tokens"],
-) -> tuple[Array, Array, Array]:
-    """Return q turned by its tokens' angles, and the pages with k, turned too, and v in them.
-
-    `scales` are the weights of the norms that each head of q and of k goes through first, if any.
-    """
-    if scales is not None:
-        q, k = rms_norm(q, scales[0], eps), rms_norm(k, scales[1], eps)
-    q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
-    return q, write(k_pages, k, token_to_page_slot), write(v_pages, v, token_to_page_slot)
-
-
-_PLACES = kernels("place_heads", place_heads)

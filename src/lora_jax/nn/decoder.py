@@ -14,7 +14,7 @@ from lora_jax.kv_cache import KVShape, LayerCache, PagedKVCache
 from lora_jax.nn import rope
 from lora_jax.nn.attention import CosSin
 from lora_jax.nn.layers import Embedding, Linear, RMSNorm
-from lora_jax.nn.lora import Rows
+from lora_jax.nn.lora import AdapterRouting
 from lora_jax.nn.remote import RemoteExperts
 from lora_jax.typing import Array, Float, Int
 
@@ -29,7 +29,7 @@ class AttentionLike(Protocol):
         angles: CosSin,
         batch: ForwardBatch,
         cache: LayerCache,
-        rows: Rows,
+        routing: AdapterRouting,
     ) -> tuple[Float[Array, "tokens hidden"], LayerCache]: ...
 
 
@@ -38,7 +38,7 @@ class MlpLike(Protocol):
     """What a decoder layer asks of an MLP or a mixture of experts."""
 
     def __call__(
-        self, x: Float[Array, "tokens hidden"], rows: Rows
+        self, x: Float[Array, "tokens hidden"], routing: AdapterRouting
     ) -> Float[Array, "tokens hidden"]: ...
 
 
@@ -54,11 +54,11 @@ class DecoderLayer(nnx.Module):
         angles: CosSin,
         batch: ForwardBatch,
         cache: LayerCache,
-        rows: Rows,
+        routing: AdapterRouting,
     ) -> tuple[Float[Array, "tokens hidden"], LayerCache]:
-        out, cache = self.attn(self.input_norm(x), angles, batch, cache, rows)
+        out, cache = self.attn(self.input_norm(x), angles, batch, cache, routing)
         x, normed = self.post_norm.of_sum(x, out)
-        return x + self.mlp(normed, rows), cache
+        return x + self.mlp(normed, routing), cache
 
 
 class AbstractCausalLM(nnx.Module):
@@ -120,7 +120,7 @@ class AbstractCausalLM(nnx.Module):
 
         With `remote` the experts' part of the adapters comes from there.
         """
-        rows = Rows(
+        routing = AdapterRouting(
             batch.num_tokens,
             batch.token_to_slot,
             adapters,
@@ -134,7 +134,7 @@ class AbstractCausalLM(nnx.Module):
         x = self.embed(batch.tokens)
         new_cache = []
         for layer, layer_cache in zip(self.layers, cache, strict=True):
-            x, layer_cache = layer(x, angles, batch, layer_cache, rows)
+            x, layer_cache = layer(x, angles, batch, layer_cache, routing)
             new_cache.append(layer_cache)
         return self.norm(x), tuple(new_cache)
 
@@ -147,9 +147,9 @@ class AbstractCausalLM(nnx.Module):
         max_rank: int,
     ) -> Float[Array, "rows vocab"]:
         """Return float32 logits of the first num_rows hidden states; other rows are 0."""
-        rows = Rows(num_rows, row_to_slot, adapters, self.module_names, max_rank)
+        routing = AdapterRouting(num_rows, row_to_slot, adapters, self.module_names, max_rank)
         head = self.embed.attend if self.lm_head is None else self.lm_head
-        return head(hidden, rows).astype(jnp.float32)
+        return head(hidden, routing).astype(jnp.float32)
 
 
 def _head(config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> Linear:

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lora_jax.nn.lora import Rows
-from lora_jax.nn.row_math import add_rms_norm, rms_norm, row_sum, scale_last_axis
+from lora_jax.nn.lora import AdapterRouting, add_lora
 from lora_jax.ops.grouped_matmul import matmul, silu_times
+from lora_jax.ops.rms_norm import add_rms_norm, rms_norm
+from lora_jax.ops.row_sum import row_sum, scale_last_axis
 from lora_jax.typing import Array, Float, Int
 
 INIT_STD = 0.02
@@ -52,11 +53,13 @@ class Linear(nnx.Module):
         self.weight = parameter(rngs, (d_out, d_in), axes, dtype)
         self.bias = constant_parameter(0.0, (d_out,), axes[:1], dtype) if bias else None
 
-    def __call__(self, x: Float[Array, "rows d_in"], rows: Rows) -> Float[Array, "rows d_out"]:
-        return linears((self,), x, rows)[0]
+    def __call__(
+        self, x: Float[Array, "rows d_in"], routing: AdapterRouting
+    ) -> Float[Array, "rows d_out"]:
+        return apply_linears((self,), x, routing)[0]
 
 
-def linear_maker(layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> Callable[..., Linear]:
+def make_linear(layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> Callable[..., Linear]:
     """Return what makes the maps of a layer: (module, d_in, d_out, axes, bias=False) -> Linear."""
 
     def linear(
@@ -68,22 +71,22 @@ def linear_maker(layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> Callable[..
     return linear
 
 
-def linears(
-    maps: Sequence[Linear], x: Float[Array, "rows d_in"], rows: Rows
+def apply_linears(
+    maps: Sequence[Linear], x: Float[Array, "rows d_in"], routing: AdapterRouting
 ) -> tuple[Float[Array, "rows _"], ...]:
     """Return each map of x: they are of one layer, and share the adapters' launches or exchange."""
     modules, layer = [m.module for m in maps], maps[0].layer
-    exchange = rows.exchange(modules, layer)
+    exchange = routing.exchange(modules, layer)
     if exchange is not None:
         x = exchange.push(x)
     biases = (None if m.bias is None else m.bias[...] for m in maps)
     pairs = zip(maps, biases, strict=True)
-    ys = tuple(matmul(x, m.weight[...], rows.num_rows, bias) for m, bias in pairs)
+    ys = tuple(matmul(x, m.weight[...], routing.num_rows, bias) for m, bias in pairs)
     if exchange is not None:
         ys = exchange.wait_add(ys, x)
-        if not rows.has_local:
+        if not routing.has_local:
             return ys
-    return rows.add_loras(ys, x, modules, layer)
+    return add_lora(ys, x, routing, modules, layer)
 
 
 class RMSNorm(nnx.Module):
@@ -134,10 +137,12 @@ class Embedding(nnx.Module):
     def __call__(self, tokens: Int[Array, "tokens"]) -> Float[Array, "tokens size"]:
         return jnp.take(self.weight[...], tokens, axis=0, mode="clip")
 
-    def attend(self, x: Float[Array, "rows size"], rows: Rows) -> Float[Array, "rows vocab"]:
+    def attend(
+        self, x: Float[Array, "rows size"], routing: AdapterRouting
+    ) -> Float[Array, "rows vocab"]:
         """Return logits of a tied head, with each row's adapter of lm_head."""
-        y = matmul(x, self.weight[...], rows.num_rows)
-        return rows.add_lora(y, x, "lm_head", 0)
+        y = matmul(x, self.weight[...], routing.num_rows)
+        return add_lora((y,), x, routing, ("lm_head",), 0)[0]
 
 
 class Mlp(nnx.Module):
@@ -154,11 +159,13 @@ class Mlp(nnx.Module):
         dtype: jnp.dtype,
         rngs: nnx.Rngs,
     ):
-        linear = linear_maker(layer, dtype=dtype, rngs=rngs)
+        linear = make_linear(layer, dtype=dtype, rngs=rngs)
         self.gate_proj = linear(f"{prefix}gate_proj", hidden, width, ("mlp", "embed"), bias)
         self.up_proj = linear(f"{prefix}up_proj", hidden, width, ("mlp", "embed"), bias)
         self.down_proj = linear(f"{prefix}down_proj", width, hidden, ("embed", "mlp"), bias)
 
-    def __call__(self, x: Float[Array, "rows hidden"], rows: Rows) -> Float[Array, "rows hidden"]:
-        gate, up = linears((self.gate_proj, self.up_proj), x, rows)
-        return self.down_proj(silu_times(gate, up), rows)
+    def __call__(
+        self, x: Float[Array, "rows hidden"], routing: AdapterRouting
+    ) -> Float[Array, "rows hidden"]:
+        gate, up = apply_linears((self.gate_proj, self.up_proj), x, routing)
+        return self.down_proj(silu_times(gate, up), routing)

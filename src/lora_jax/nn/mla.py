@@ -11,14 +11,15 @@ from flax import nnx
 
 from lora_jax.batch import ForwardBatch
 from lora_jax.config import ModelConfig
-from lora_jax.kv_cache import KVShape, LayerCache, write
-from lora_jax.nn import rope
+from lora_jax.kv_cache import KVShape, LayerCache
 from lora_jax.nn.attention import CosSin
-from lora_jax.nn.layers import RMSNorm, linear_maker, parameter
-from lora_jax.nn.lora import Rows
+from lora_jax.nn.layers import RMSNorm, make_linear, parameter
+from lora_jax.nn.lora import AdapterRouting, add_lora
 from lora_jax.ops.grouped_matmul import grouped_matmul
 from lora_jax.ops.paged_attention import paged_attention
+from lora_jax.ops.pages import write
 from lora_jax.ops.reroute import RowMap, row_map
+from lora_jax.ops.rotary import rotate
 from lora_jax.typing import Array, Float, Int
 
 LATENT_NORM_EPS = 1e-6  # of the norms over latents; the config's eps is for the hidden states
@@ -48,13 +49,14 @@ class PerHead(nnx.Module):
         self.weight = parameter(rngs, (heads, d_out, d_in), ("heads", None, None), dtype)
 
     def __call__(
-        self, x: Float[Array, "tokens heads d_in"], by_head: RowMap, rows: Rows
+        self, x: Float[Array, "tokens heads d_in"], by_head: RowMap, routing: AdapterRouting
     ) -> Float[Array, "tokens heads d_out"]:
-        """Return every head's map; `rows` are the rows sorted by head."""
+        """Return every head's map; `routing` is that of the rows sorted by head."""
         tokens, heads, d_in = x.shape
         flat = x.reshape(tokens * heads, d_in)[by_head.order]
         y = grouped_matmul(flat, self.weight[...], by_head.group_sizes)
-        y = rows.add_lora(y, flat, self.module, self.layer, by_head.row_to_expert)
+        site = ((self.module,), self.layer, by_head.row_to_expert)
+        (y,) = add_lora((y,), flat, routing, *site)
         return y[by_head.inverse].reshape(tokens, heads, -1)
 
 
@@ -71,7 +73,7 @@ class LatentAttention(nnx.Module):
         self.config, self.mla = config, config.latent
         mla, hidden, heads = config.latent, config.hidden_size, config.num_heads
         latent = mla.kv_lora_rank
-        linear = linear_maker(layer, dtype=dtype, rngs=rngs)
+        linear = make_linear(layer, dtype=dtype, rngs=rngs)
 
         def per_head(module: str, d_in: int, d_out: int) -> PerHead:
             return PerHead(heads, d_in, d_out, module=module, layer=layer, dtype=dtype, rngs=rngs)
@@ -98,16 +100,16 @@ class LatentAttention(nnx.Module):
         angles: CosSin,
         batch: ForwardBatch,
         cache: LayerCache,
-        rows: Rows,
+        routing: AdapterRouting,
     ) -> tuple[Float[Array, "tokens hidden"], LayerCache]:
         """Return the attention's output and the cache with this step's latents in it."""
         heads = self.config.num_heads
-        by_head = head_rows(x.shape[0], heads, rows.num_rows)
-        sorted_rows = rows.gathered(by_head.row_to_token, rows.num_rows * heads)
-        q_nope, q_rope = jnp.split(self._query(x, rows), [self.mla.nope_dim], axis=-1)
-        q_rope = rope.rotate(q_rope, *angles, interleaved=True)
-        q = jnp.concatenate([self.absorb_k(q_nope, by_head, sorted_rows), q_rope], axis=-1)
-        latent = self._latent(x, angles, rows)
+        by_head = head_rows(x.shape[0], heads, routing.num_rows)
+        sorted_routing = routing.gathered(by_head.row_to_token, routing.num_rows * heads)
+        q_nope, q_rope = jnp.split(self._query(x, routing), [self.mla.nope_dim], axis=-1)
+        q_rope = rotate(q_rope, *angles, interleaved=True)
+        q = jnp.concatenate([self.absorb_k(q_nope, by_head, sorted_routing), q_rope], axis=-1)
+        latent = self._latent(x, angles, routing)
         cache = LayerCache(k=write(cache.k, latent, batch.token_to_page_slot), v=cache.v)
         attended = paged_attention(
             q,
@@ -120,23 +122,23 @@ class LatentAttention(nnx.Module):
             scale=self.config.attention_scale,
             v_dim=self.mla.kv_lora_rank,
         )
-        out = self.absorb_v(attended, by_head, sorted_rows)
-        return self.o_proj(out.reshape(x.shape[0], -1), rows), cache
+        out = self.absorb_v(attended, by_head, sorted_routing)
+        return self.o_proj(out.reshape(x.shape[0], -1), routing), cache
 
     def _query(
-        self, x: Float[Array, "tokens hidden"], rows: Rows
+        self, x: Float[Array, "tokens hidden"], routing: AdapterRouting
     ) -> Float[Array, "tokens heads head_dim"]:
         if self.q_proj is not None:
-            q = self.q_proj(x, rows)
+            q = self.q_proj(x, routing)
         else:
-            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x, rows)), rows)
+            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x, routing)), routing)
         return q.reshape(x.shape[0], self.config.num_heads, -1)
 
     def _latent(
-        self, x: Float[Array, "tokens hidden"], angles: CosSin, rows: Rows
+        self, x: Float[Array, "tokens hidden"], angles: CosSin, routing: AdapterRouting
     ) -> Float[Array, "tokens 1 width"]:
         """Return the normed latent followed by the rotated key that all heads share."""
-        compressed = self.kv_a_proj_with_mqa(x, rows)[:, None]
+        compressed = self.kv_a_proj_with_mqa(x, routing)[:, None]
         latent, key = jnp.split(compressed, [self.mla.kv_lora_rank], axis=-1)
-        key = rope.rotate(key, *angles, interleaved=True)
+        key = rotate(key, *angles, interleaved=True)
         return jnp.concatenate([self.kv_a_layernorm(latent), key], axis=-1)

@@ -10,10 +10,9 @@ from flax import nnx
 
 from lora_jax.config import ClampedSwiglu, MoeConfig
 from lora_jax.nn.layers import Mlp, constant_parameter, parameter
-from lora_jax.nn.lora import Rows
+from lora_jax.nn.lora import AdapterRouting, add_lora, lora_deltas
 from lora_jax.nn.remote import RemoteExperts
-from lora_jax.nn.row_math import kernels, row_sum
-from lora_jax.ops import dispatch
+from lora_jax.ops.choose_experts import choose_experts
 from lora_jax.ops.grouped_matmul import gated_matmul, grouped_matmul, matmul, plus, silu_times
 from lora_jax.ops.reroute import RowMap, reroute, row_map
 from lora_jax.typing import Array, Float, Int
@@ -29,55 +28,22 @@ class Router(nnx.Module):
         self.bias = constant_parameter(0.0, shape[:1], (None,), wide) if moe.bias else None
 
     def __call__(
-        self, x: Float[Array, "tokens hidden"], rows: Rows
+        self, x: Float[Array, "tokens hidden"], routing: AdapterRouting
     ) -> Float[Array, "tokens experts"]:
         bias = None if self.bias is None else self.bias[...]
-        logits = matmul(x.astype(jnp.float32), self.weight[...], rows.num_rows, bias)
+        logits = matmul(x.astype(jnp.float32), self.weight[...], routing.num_rows, bias)
         if x.dtype == jnp.float32:
-            return rows.add_lora(logits, x, "router", self.layer)
+            return add_lora((logits,), x, routing, ("router",), self.layer)[0]
         # The slots hold rank rows in the model's dtype: only the adapter's share is rounded to it.
         nothing = jnp.zeros(logits.shape, x.dtype)
-        delta = rows.add_lora(nothing, x, "router", self.layer)
+        (delta,) = add_lora((nothing,), x, routing, ("router",), self.layer)
         return logits if delta is nothing else logits + delta.astype(jnp.float32)
-
-
-def choose_experts(
-    logits: Float[Array, "tokens experts"], moe: MoeConfig
-) -> tuple[Float[Array, "tokens k"], Int[Array, "tokens k"]]:
-    """Return the weights (float32) and ids of each token's experts, best first; differentiable.
-
-    The order of the logits is the order of their softmax, so that top-k needs no softmax.
-    """
-    allowed = _best_groups_only(logits, moe) if moe.num_groups > 1 else logits
-    best, ids = jax.lax.top_k(allowed, moe.top_k)
-    highest, _ = jax.lax.top_k(logits, 1)
-    weights = jnp.exp(best - highest)
-    weights = weights / row_sum(jnp.exp(logits - highest) if moe.softmax_first else weights)
-    if moe.topk_norm is not None:
-        power = jnp.float32(moe.topk_norm)
-        weights = weights / row_sum(weights**power) ** (1 / power)
-    return weights * jnp.float32(moe.weight_scale), ids
-
-
-_CHOICES = kernels("choose_experts", choose_experts)
-
-
-def _best_groups_only(
-    logits: Float[Array, "tokens experts"], moe: MoeConfig
-) -> Float[Array, "tokens experts"]:
-    """Return logits with -inf outside the groups whose best expert is among the best."""
-    grouped = logits.reshape(logits.shape[0], moe.num_groups, -1)
-    best_of_group = jax.lax.top_k(grouped, 1)[0][..., 0]
-    _, best = jax.lax.top_k(best_of_group, moe.topk_groups)
-    groups = jnp.arange(moe.num_groups, dtype=best.dtype)
-    chosen = jnp.any(best[:, :, None] == groups[None, None, :], axis=1)
-    return jnp.where(chosen[:, :, None], grouped, -jnp.inf).reshape(logits.shape)
 
 
 class Experts(nnx.Module):
     """One gated MLP per expert; gate and up are [experts, width, hidden], down the other way.
 
-    Room for adapters' experts may follow those of the base (nn.expert_tensors).
+    Room for adapters' experts may follow those of the base (models.expert_tensors).
     """
 
     def __init__(
@@ -104,24 +70,28 @@ class Experts(nnx.Module):
         return self.gate_proj.shape[0]
 
     def __call__(
-        self, x: Float[Array, "rows hidden"], map: RowMap, rows: Rows
+        self, x: Float[Array, "rows hidden"], map: RowMap, routing: AdapterRouting
     ) -> Float[Array, "rows hidden"]:
-        """Return each sorted row's expert output; `rows` are the sorted rows."""
-        if rows.remote is not None:
-            return self._with_server(x, map, rows, rows.remote)
+        """Return each sorted row's expert output; `routing` is that of the sorted rows."""
+        if routing.remote is not None:
+            return self._with_server(x, map, routing, routing.remote)
         up_names, gate, up = ("gate_proj", "up_proj"), self.gate_proj[...], self.up_proj[...]
-        deltas = self._deltas(x, up_names, map, rows)
+        deltas = self._deltas(x, up_names, map, routing)
         if self.moe.swiglu is None and self.gate_bias is None:
-            inner = gated_matmul(x, gate, up, map.group_sizes, *deltas, **self._hints(rows))
+            inner = gated_matmul(x, gate, up, map.group_sizes, *deltas, **self._hints(routing))
         else:
             pairs = zip(up_names, deltas, strict=True)
-            gate, up = (self._product(x, name, map, rows, delta) for name, delta in pairs)
+            gate, up = (self._product(x, name, map, routing, delta) for name, delta in pairs)
             inner = self._activation(gate, up)
-        (delta,) = self._deltas(inner, ("down_proj",), map, rows)
-        return self._product(inner, "down_proj", map, rows, delta)
+        (delta,) = self._deltas(inner, ("down_proj",), map, routing)
+        return self._product(inner, "down_proj", map, routing, delta)
 
     def _with_server(
-        self, x: Float[Array, "rows hidden"], map: RowMap, rows: Rows, server: RemoteExperts
+        self,
+        x: Float[Array, "rows hidden"],
+        map: RowMap,
+        routing: AdapterRouting,
+        server: RemoteExperts,
     ) -> Float[Array, "rows hidden"]:
         """Return the output whose adapters' part a LoRA Server computes while the base's runs.
 
@@ -129,17 +99,17 @@ class Experts(nnx.Module):
         the same bits.
         """
 
-        def linears(x, *names):
+        def products(x, *names):
             modules = tuple(f"experts.{name}" for name in names)
             exchange = server.exchange(
-                modules, self.layer, rows.row_to_slot, map.row_to_expert, rows.num_rows
+                modules, self.layer, routing.row_to_slot, map.row_to_expert, routing.num_rows
             )
             x = exchange.push(x)
-            ys = exchange.wait_add(tuple(self._product(x, name, map, rows) for name in names), x)
-            return self._add_local(ys, x, names, map, rows) if server.has_local else ys
+            ys = exchange.wait_add(tuple(self._product(x, name, map, routing) for name in names), x)
+            return self._add_local(ys, x, names, map, routing) if server.has_local else ys
 
-        inner = self._activation(*linears(x, "gate_proj", "up_proj"))
-        return linears(inner, "down_proj")[0]
+        inner = self._activation(*products(x, "gate_proj", "up_proj"))
+        return products(inner, "down_proj")[0]
 
     def _add_local(
         self,
@@ -147,10 +117,10 @@ class Experts(nnx.Module):
         x: Float[Array, "rows d_in"],
         names: tuple[str, ...],
         map: RowMap,
-        rows: Rows,
+        routing: AdapterRouting,
     ) -> tuple[Float[Array, "rows d_out"], ...]:
         """Return ys plus what adapters add whose experts are here while their server is lost."""
-        deltas = self._deltas(x, names, map, rows)
+        deltas = self._deltas(x, names, map, routing)
         return tuple(y if d is None else plus(y, d) for y, d in zip(ys, deltas, strict=True))
 
     def _activation(
@@ -161,32 +131,36 @@ class Experts(nnx.Module):
         return clamped_swiglu(gate, up, self.moe.swiglu)
 
     def _deltas(
-        self, x: Float[Array, "rows d_in"], names: tuple[str, ...], map: RowMap, rows: Rows
+        self,
+        x: Float[Array, "rows d_in"],
+        names: tuple[str, ...],
+        map: RowMap,
+        routing: AdapterRouting,
     ) -> tuple[Float[Array, "rows d_out"] | None, ...]:
         """Return what the rows' adapters add to the projections of x, or None for each."""
         width = getattr(self, names[0]).shape[1]
         modules = [f"experts.{name}" for name in names]
-        return rows.deltas(x, modules, width, self.layer, map.row_to_expert)
+        return lora_deltas(x, routing, modules, width, self.layer, map.row_to_expert)
 
     def _product(
         self,
         x: Float[Array, "rows d_in"],
         name: str,
         map: RowMap,
-        rows: Rows,
+        routing: AdapterRouting,
         addend: Float[Array, "rows d_out"] | None = None,
     ) -> Float[Array, "rows d_out"]:
         bias = getattr(self, name.replace("proj", "bias"))
         bias = None if bias is None else bias[...]
         w = getattr(self, name)[...]
-        return grouped_matmul(x, w, map.group_sizes, bias, addend, **self._hints(rows))
+        return grouped_matmul(x, w, map.group_sizes, bias, addend, **self._hints(routing))
 
-    def _hints(self, rows: Rows) -> dict:
+    def _hints(self, routing: AdapterRouting) -> dict:
         """Return what a kernel may know of sorted rows: how many groups they are in, at most where.
 
         Adapters' experts are few, or take the place of the base's.
         """
-        return {"likely_groups": self.moe.num_experts, "num_rows": rows.num_rows}
+        return {"likely_groups": self.moe.num_experts, "num_rows": routing.num_rows}
 
 
 def clamped_swiglu(
@@ -222,23 +196,25 @@ class MoeBlock(nnx.Module):
         )
 
     def __call__(
-        self, x: Float[Array, "tokens hidden"], rows: Rows
+        self, x: Float[Array, "tokens hidden"], routing: AdapterRouting
     ) -> Float[Array, "tokens hidden"]:
-        weights, ids = dispatch.call(_CHOICES, None, self.router(x, rows), self.moe)
-        map = self._group(ids, rows)
-        expert_rows = rows.gathered(map.row_to_token, rows.num_rows * self.moe.top_k, map.items)
-        out = self.experts(x[map.row_to_token], map, expert_rows)
+        weights, ids = choose_experts(self.router(x, routing), self.moe)
+        map = self._group(ids, routing)
+        num_rows = routing.num_rows * self.moe.top_k
+        expert_routing = routing.gathered(map.row_to_token, num_rows, map.items)
+        out = self.experts(x[map.row_to_token], map, expert_routing)
         y = combine(out, weights, map)
-        return y if self.shared_experts is None else y + self.shared_experts(x, rows)
+        return y if self.shared_experts is None else y + self.shared_experts(x, routing)
 
-    def _group(self, ids: Int[Array, "tokens k"], rows: Rows) -> RowMap:
+    def _group(self, ids: Int[Array, "tokens k"], routing: AdapterRouting) -> RowMap:
         """Bring the (token, expert) rows of every matrix together."""
-        groups, adapters = self.experts.num_groups, rows.items if rows.remote is None else None
-        if rows.reroute_tables is None or rows.row_to_esft_slot is None:
-            return row_map(ids, rows.num_rows, groups, adapters=adapters)
-        table = rows.reroute_tables[self.moe.layers.index(self.experts.layer)]
-        slots = rows.row_to_esft_slot
-        return reroute(ids, slots, table, rows.num_rows, groups, adapters=adapters)
+        groups = self.experts.num_groups
+        adapters = routing.items if routing.remote is None else None
+        if routing.reroute_tables is None or routing.row_to_esft_slot is None:
+            return row_map(ids, routing.num_rows, groups, adapters=adapters)
+        table = routing.reroute_tables[self.moe.layers.index(self.experts.layer)]
+        slots = routing.row_to_esft_slot
+        return reroute(ids, slots, table, routing.num_rows, groups, adapters=adapters)
 
 
 def combine(

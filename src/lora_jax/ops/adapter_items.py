@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lora_jax.ops import dispatch
+from lora_jax.ops import checks
+from lora_jax.ops.dispatch import ANY, GPU, Implementation, Op, backend_kernel
 from lora_jax.ops.row_items import places
 from lora_jax.typing import Array, Int
 
@@ -66,13 +67,17 @@ def cut(
 
 
 def _none(row_to_slot: Int[Array, "rows"], num_slots: int, max_rank: int | None) -> None:
-    """Say that this platform's kernels want no items."""
+    """Return no items: the other implementations of lora_gemm want none."""
 
 
-_KERNELS = dict.fromkeys(dispatch.IMPLEMENTATIONS, _none) | {
-    "cuda": dispatch.backend("cuda", "adapter_items"),
-    "reference": reference,
-}
+ADAPTER_ITEMS = Op(
+    "adapter_items",
+    (
+        Implementation("cuda", GPU, backend_kernel("cuda", "adapter_items")),
+        Implementation("xla", ANY, _none, stands_in=True),
+        Implementation("reference", ANY, reference),
+    ),
+)
 
 
 def adapter_items(
@@ -91,9 +96,9 @@ def adapter_items(
             f"adapter_items: row_to_slot {row_to_slot.shape} must be rank 1, num_slots {num_slots} "
             "at least 1"
         )
-    dispatch.check_dtype("adapter_items", jnp.int32, row_to_slot=row_to_slot)
+    checks.check_dtype("adapter_items", jnp.int32, row_to_slot=row_to_slot)
     known = _known(row_to_slot, num_slots)
-    return dispatch.call(_KERNELS, implementation, known, num_slots, max_rank)
+    return ADAPTER_ITEMS.call(implementation, known, num_slots, max_rank)
 
 
 def _known(row_to_slot: Int[Array, "rows"], num_slots: int) -> Int[Array, "rows"]:

@@ -1,4 +1,9 @@
-"""Which implementation of an op runs: chosen while tracing, by platform and by what is at hand.
+"""Chooses the implementation of an op while a program is traced, and keeps the reasons.
+
+An op declares its implementations in order of preference (`Op`, `Implementation`): on which
+platforms each is tried, what it accepts, and where its code is, which is imported when it is first
+called. An implementation declines by raising `Declined`; the next one is tried. `table()` tells
+which implementation serves each op and why those before it declined.
 
 "cuda" is the backend of that name, found by its entry point; "pallas_gpu" (Mosaic) and "pallas_tpu"
 are kernels written in JAX; "ffi" is C++ on a CPU, built at first use; "xla" is portable JAX whose
@@ -8,6 +13,7 @@ kernels; `LORA_JAX_MARCH` is the CPU that C++ kernels are compiled for, as `g++ 
 other module of ops reads the environment.
 """
 
+import dataclasses
 import functools
 import importlib
 import importlib.metadata
@@ -16,12 +22,11 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.typing import DTypeLike
 
-from lora_jax.typing import Array
+from lora_jax.ops.choices import Choice, Choices
 
 log = logging.getLogger(__name__)
 
@@ -30,45 +35,145 @@ CACHE_ENV = "LORA_JAX_CACHE"
 MARCH_ENV = "LORA_JAX_MARCH"
 BACKENDS = "lora_jax.backends"  # entry points: a function that returns {op: kernel}
 IMPLEMENTATIONS = ("cuda", "pallas_gpu", "pallas_tpu", "ffi", "xla", "reference")
-_TRIED = {
-    "cpu": ("ffi", "xla", "reference"),
-    "gpu": ("cuda", "pallas_gpu", "xla", "reference"),
-    "tpu": ("pallas_tpu", "xla", "reference"),
-}
-DTYPES = (jnp.float32, jnp.bfloat16)
+# Platforms of jax on which an implementation is tried unasked.
+GPU, TPU, CPU, ANY = ("gpu",), ("tpu",), ("cpu",), ("any",)
 
 
-def candidates(implementation: str | None = None) -> tuple[str, ...]:
-    """Return names to try in order; exactly one if the caller or the environment names it.
+class Declined(NotImplementedError):
+    """An implementation refuses these arguments or this machine; the text is the reason.
+
+    A NotImplementedError of any other class is an error of the kernel or of jax, and is raised.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """One way to compute an op.
+
+    `accepts` are conditions that need no kernel code: each gets the op's arguments and returns the
+    reason to decline, or None. `hints` are the optional keyword arguments that the kernel takes.
+    """
+
+    name: str
+    platforms: tuple[str, ...]
+    kernel: Callable
+    accepts: tuple[Callable[..., str | None], ...] = ()
+    hints: tuple[str, ...] = ()
+    # Serves also where a name is asked for that the op does not declare.
+    stands_in: bool = False
+    # Gives float32 results of bfloat16 arguments at no cost.
+    wide_sums: bool = False
+
+    def is_tried_on(self, platform: str) -> bool:
+        """Return whether this implementation is tried unasked on a platform of jax."""
+        return self.platforms == ANY or platform in self.platforms
+
+    def __call__(self, *args, **hints):
+        """Return the op's result, or raise Declined."""
+        for condition in self.accepts:
+            if (reason := condition(*args)) is not None:
+                raise Declined(reason)
+        return self.kernel(*args, **{k: v for k, v in hints.items() if k in self.hints})
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """An op by its name, with its implementations in the order in which they are tried."""
+
+    name: str
+    implementations: tuple[Implementation, ...]
+
+    def candidates(self, implementation: str | None = None) -> tuple[Implementation, ...]:
+        """Return what is tried: the named one, else those of the platform.
+
+        The name comes from the caller or from the environment.
+
+        Raises:
+            ValueError: the name is not an implementation.
+        """
+        name = requested(implementation)
+        if name is None:
+            platform = jax.default_backend()
+            return tuple(i for i in self.implementations if i.is_tried_on(platform))
+        found = tuple(i for i in self.implementations if i.name == name)
+        return found or tuple(i for i in self.implementations if i.stands_in)
+
+    def call(self, implementation: str | None, *args, **hints) -> Any:
+        """Return what the first accepting implementation gives.
+
+        Raises:
+            Declined: every candidate declines; the text has the reason of each.
+        """
+        declined: dict[str, str] = {}
+        for candidate in self.candidates(implementation):
+            try:
+                result = candidate(*args, **hints)
+            except Declined as reason:
+                declined[candidate.name] = str(reason)
+                continue
+            if _CHOICES.add(self.name, Choice(candidate.name, declined)):
+                _log_choice(self.name, candidate.name, declined)
+            return result
+        raise Declined(self._all_declined(implementation, declined))
+
+    def _all_declined(self, implementation: str | None, declined: Mapping[str, str]) -> str:
+        declares = f"{self.name} declares {', '.join(i.name for i in self.implementations)}"
+        if not declined:
+            return f"{self.name}: no implementation {requested(implementation)!r}; {declares}"
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in declined.items())
+        return f"{self.name}: no implementation accepts these arguments: {reasons} ({declares})"
+
+
+def requested(implementation: str | None = None) -> str | None:
+    """Return the implementation that the caller or else the environment names, or None.
 
     Raises:
-        ValueError: the name is not an implementation.
+        ValueError: there is none of that name.
     """
     name = implementation or os.environ.get(ENV)
-    if name:
-        if name not in IMPLEMENTATIONS:
-            raise ValueError(f"implementation {name!r} is not one of {', '.join(IMPLEMENTATIONS)}")
-        return (name,)
-    return _TRIED.get(jax.default_backend(), ("xla", "reference"))
+    if name and name not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation {name!r} is not one of {', '.join(IMPLEMENTATIONS)}")
+    return name or None
 
 
-def backend(name: str, op: str) -> Callable:
-    """Return a kernel that finds itself in a backend when it is first called.
+# Which implementation serves an op is a fact of the process, as its devices are.
+_CHOICES = Choices()
 
-    It declines, by NotImplementedError, where the backend is not installed or lacks the op. So a
-    backend's code is imported only on machines that ask for it.
+
+def table() -> dict[str, list[dict[str, Any]]]:
+    """Return for each op that was traced its choices: {implementation, declined: {name: reason}}.
+
+    An op has several where dtypes or shapes decide: float32 by one kernel, bfloat16 by another.
+    """
+    return _CHOICES.table()
+
+
+def _log_choice(op: str, chosen: str, declined: Mapping[str, str]) -> None:
+    """Log once per op and outcome which implementation serves it, and why none before it does."""
+    if not declined:
+        log.info("%s runs as %s", op, chosen)
+        return
+    reasons = "; ".join(f"{name} declined: {reason}" for name, reason in declined.items())
+    log.info("%s runs as %s (%s)", op, chosen, reasons)
+
+
+def backend_kernel(name: str, op: str) -> Callable:
+    """Return a kernel that is looked up in a backend when it is first called.
+
+    It declines where the backend is not installed or lacks the op. So a backend's code is imported
+    only on machines that ask for it.
     """
 
     def kernel(*args, **kwargs):
         found = _backend_ops(name)
         if op not in found:
-            raise NotImplementedError(f"no backend {name!r} with {op} is installed")
+            raise Declined(f"no backend {name!r} with {op} is installed")
         return found[op](*args, **kwargs)
 
     return kernel
 
 
-def late(module: str, name: str) -> Callable:
+def lazy_kernel(module: str, name: str) -> Callable:
     """Return a kernel whose module is imported when it is first called.
 
     The Pallas kernels bring compilers with them that most processes never need.
@@ -113,53 +218,3 @@ def march() -> str:
             f"{MARCH_ENV}={name!r} is not a name of g++ -march: native, x86-64-v3, armv8.2-a, ..."
         )
     return name
-
-
-def call(kernels: Mapping[str, Callable], implementation: str | None, *args, **kwargs):
-    """Return what the first willing kernel gives; a kernel declines by NotImplementedError.
-
-    Raises:
-        NotImplementedError: the one implementation that was named declines, or all do.
-    """
-    names = candidates(implementation)
-    for name in names:
-        if name not in kernels:
-            continue
-        try:
-            return kernels[name](*args, **kwargs)
-        except NotImplementedError:
-            if len(names) == 1:
-                raise
-    wanted, there = ", ".join(names), ", ".join(kernels)
-    raise NotImplementedError(f"none of {wanted} takes these arguments; there are {there}")
-
-
-def check_dtypes(op: str, **arrays: Array | None) -> None:
-    """Raise ValueError unless all arrays share one of the dtypes that every op supports."""
-    found = {name: a.dtype for name, a in arrays.items() if a is not None}
-    first = next(iter(found.values()))
-    if first not in DTYPES or any(dtype != first for dtype in found.values()):
-        said = ", ".join(f"{name} {dtype}" for name, dtype in found.items())
-        raise ValueError(f"{op}: dtypes must be equal and float32 or bfloat16, got {said}")
-
-
-def check_dtype(op: str, dtype: DTypeLike, **arrays: Array) -> None:
-    """Raise ValueError naming each array that is of another dtype: ids, sizes and factors."""
-    for name, a in arrays.items():
-        if a.dtype != dtype:
-            raise ValueError(f"{op}: {name} {a.shape} is {a.dtype}, expected {jnp.dtype(dtype)}")
-
-
-def check_shapes(op: str, **shapes: tuple[tuple[int, ...] | None, tuple[int, ...]]) -> None:
-    """Raise ValueError naming each argument whose shape is not the one wanted.
-
-    Each keyword is (shape or None if absent, wanted shape).
-    """
-    for name, (got, want) in shapes.items():
-        if got is not None and got != want:
-            raise ValueError(f"{op}: {name} has shape {got}, expected {want}")
-
-
-def shape_of(array: Array | None) -> tuple[int, ...] | None:
-    """Return the shape of an optional array."""
-    return None if array is None else tuple(array.shape)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from lora_jax.ops.dispatch import Declined
 from lora_jax.typing import Array, Int
 
 Interpret = plgpu.InterpretGPUParams | bool | None
@@ -18,24 +19,24 @@ COLUMNS = 64  # bfloat16 in a row of 128 bytes, which is how shared memory is sw
 
 
 def require(op: str, dtype: jnp.dtype, interpret: Interpret) -> None:
-    """Raise NotImplementedError unless the kernel can run: bfloat16, on a Hopper GPU.
+    """Raise Declined unless the kernel can run: bfloat16, on a Hopper GPU.
 
     `interpret` parameters run it on any device; False only compiles it, for the target at hand.
     """
     if dtype != jnp.bfloat16:
-        raise NotImplementedError(f"{op} on Mosaic GPU takes bfloat16, not {dtype}")
+        raise Declined(f"{op} on Mosaic GPU takes bfloat16, not {dtype}")
     require_device(op, interpret)
 
 
 def require_device(op: str, interpret: Interpret) -> None:
-    """Raise NotImplementedError unless there is a Hopper GPU, or none is needed."""
+    """Raise Declined unless there is a Hopper GPU, or none is needed."""
     if interpret is not None:
         return
     if jax.default_backend() != "gpu":
-        raise NotImplementedError(f"{op} on Mosaic GPU cannot run on {jax.default_backend()}")
+        raise Declined(f"{op} on Mosaic GPU cannot run on {jax.default_backend()}")
     capability = getattr(jax.devices()[0], "compute_capability", "unknown")
     if capability != CAPABILITY:
-        raise NotImplementedError(
+        raise Declined(
             f"{op} on Mosaic GPU is written for capability {CAPABILITY}, not {capability}"
         )
 

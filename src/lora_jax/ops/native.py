@@ -35,12 +35,20 @@ class BuildError(RuntimeError):
 
 
 @dataclasses.dataclass(frozen=True)
+class Compiler:
+    """A compiler of this machine, and the flags that its own files need."""
+
+    path: str
+    flags: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class Library:
     """Sources that become one shared library, and the custom calls in it."""
 
     name: str  # of the file in the cache
     title: str  # in messages
-    compiler: str | None  # None where the machine has none
+    compilers: tuple[Compiler, ...]  # the preferred one first; empty where the machine has none
     wanted: str  # what to install then
     flags: tuple[str, ...]
     sources: tuple[Path, ...]  # headers too, in a fixed order
@@ -51,20 +59,22 @@ class Library:
     stateful: tuple[str, ...] = ()  # of the custom calls: each place in a program keeps a state
     state: str = ""  # the symbol that makes one; its type's have _id and _info behind that name
 
-    def key(self, compiler: str) -> str:
+    def key(self, compiler: Compiler) -> str:
         """Return a digest of everything that the compiled library depends on."""
-        version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+        asked = [compiler.path, "--version"]
+        version = subprocess.run(asked, capture_output=True, check=False).stdout
         digest = hashlib.sha256()
         said = (jax.__version__, jaxlib.version.__version__, *self.flags, self.machine)
         for part in (*(s.encode() for s in said), version, *(p.read_bytes() for p in self.sources)):
             digest.update(len(part).to_bytes(8, "little") + part)
         return digest.hexdigest()[:24]
 
-    def command(self, compiler: str, library: Path, *more: str) -> list[str]:
+    def command(self, compiler: Compiler, library: Path, *more: str) -> list[str]:
         """Return the command that compiles everything into `library`."""
         units = [str(p) for p in self.sources if p.suffix == self.unit]
         include = f"-I{jax.ffi.include_dir()}"
-        return [compiler, *self.flags, *more, include, *units, "-o", str(library)]
+        flags = (*self.flags, *compiler.flags, *more)
+        return [compiler.path, *flags, include, *units, "-o", str(library)]
 
     def build(self, folder: Path) -> Path:
         """Return the compiled library in `folder`, compiling it if it is not there, or damaged.
@@ -72,32 +82,41 @@ class Library:
         Where the folder cannot be used, or other users may write it, a warning says so and the
         library is compiled in a folder of this process.
 
+        The first compiler that compiles the library serves: wheels of unequal versions may not.
+
         Raises:
-            BuildError: there is no compiler, it fails, or nothing can be written.
+            BuildError: there is no compiler, each fails, or nothing can be written.
         """
-        if self.compiler is None:
-            raise BuildError(f"no {self.wanted} on the path")
-        name = f"{self.name}-{self.key(self.compiler)}.so"
+        if not self.compilers:
+            raise BuildError(f"no {self.wanted} found")
         try:
-            return self._built_in(own_files.own_folder(folder) / name, self.compiler)
+            return self._built_in(own_files.own_folder(folder))
         except OSError as error:
             log.warning("The %s are compiled anew at each start: %s", self.title, error)
         try:
-            private = own_files.own_folder(_private_folder())
-            return self._built_in(private / name, self.compiler)
+            return self._built_in(own_files.own_folder(_private_folder()))
         except OSError as error:
             raise BuildError(f"cannot write the kernel cache: {error}") from error
 
-    def _built_in(self, library: Path, compiler: str) -> Path:
-        """Return `library`, compiled if need be, in a folder that is this user's."""
-        if own_files.is_whole(library):
-            return library
-        with locked(library.with_suffix(".lock")):
-            if not own_files.is_whole(library):
-                if library.exists():
-                    log.warning("%s is damaged, it is compiled again", library)
-                compile_library(self, compiler, library)
-        return library
+    def _built_in(self, folder: Path) -> Path:
+        """Return the library in a folder that is this user's, by the first compiler that works."""
+        files = [folder / f"{self.name}-{self.key(c)}.so" for c in self.compilers]
+        if (kept := next((file for file in files if own_files.is_whole(file)), None)) is not None:
+            return kept
+        failures = []
+        for compiler, file in zip(self.compilers, files, strict=True):
+            try:
+                with locked(file.with_suffix(".lock")):
+                    if not own_files.is_whole(file):
+                        if file.exists():
+                            log.warning("%s is damaged, it is compiled again", file)
+                        compile_library(self, compiler, file)
+                return file
+            except BuildError as error:
+                failures.append(str(error))
+                if len(failures) < len(self.compilers):
+                    log.warning("trying the next compiler: %s", error)
+        raise BuildError("; ".join(failures))
 
     def load(self, folder: Path) -> ctypes.CDLL:
         """Return the library, built if need be, with its custom calls given to XLA.
@@ -156,9 +175,9 @@ class Calls:
         raise AttributeError(f"the library has no call {self._prefix + name!r}")
 
 
-def compile_library(what: Library, compiler: str, library: Path) -> None:
+def compile_library(what: Library, compiler: Compiler, library: Path) -> None:
     """Compile into a temporary name, then publish: a process loads a whole library or none."""
-    log.info("compiling the %s with %s, once for this machine", what.title, Path(compiler).name)
+    log.info("compiling the %s with %s, once for this machine", what.title, compiler.path)
     start = time.perf_counter()
     part = library.with_suffix(f".{os.getpid()}.part")
     command = what.command(compiler, part)
@@ -166,7 +185,7 @@ def compile_library(what: Library, compiler: str, library: Path) -> None:
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode:
             said = (result.stderr or result.stdout).strip()[:2000]
-            raise BuildError(f"{Path(compiler).name} failed: {said}")
+            raise BuildError(f"{compiler.path} failed: {said}")
         own_files.publish(part, library)
     finally:
         part.unlink(missing_ok=True)
@@ -192,9 +211,9 @@ def _private_folder() -> Path:
     return folder
 
 
-def cpp_compiler() -> str | None:
-    """Return the path of a C++ compiler, or None."""
-    return next((path for name in CPP_COMPILERS if (path := shutil.which(name))), None)
+def cpp_compilers() -> tuple[Compiler, ...]:
+    """Return the C++ compilers on the path, the preferred one first."""
+    return tuple(Compiler(path) for name in CPP_COMPILERS if (path := shutil.which(name)))
 
 
 def cpp_sources(folder: Path) -> tuple[Path, ...]:
@@ -217,7 +236,7 @@ def cpp_library(name: str, title: str, folder: Path, targets: tuple[str, ...]) -
     return Library(
         name=name,
         title=title,
-        compiler=cpp_compiler(),
+        compilers=cpp_compilers(),
         wanted=f"C++ compiler ({', '.join(CPP_COMPILERS)})",
         flags=(*CPP_FLAGS, f"-march={dispatch.march()}"),
         sources=cpp_sources(folder),

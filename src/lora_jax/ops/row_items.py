@@ -14,7 +14,7 @@ from lora_jax.typing import Array, Bool, Int
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class RowItems:
+class TileList:
     """Items in the order of their rows; entries from `num_items` (`num_segments`) on mean nothing,
     but `segment` is an index everywhere.
 
@@ -30,7 +30,7 @@ class RowItems:
     num_segments: Int[Array, ""]
 
 
-def row_items(begins_segment: Bool[Array, "rows"], num_rows: Int[Array, ""], tile: int) -> RowItems:
+def row_items(begins_segment: Bool[Array, "rows"], num_rows: Int[Array, ""], tile: int) -> TileList:
     """Return the items of the first num_rows rows, where each segment begins as marked.
 
     An item begins where a segment or a tile of `tile` rows does. Row 0 begins a segment always.
@@ -41,7 +41,7 @@ def row_items(begins_segment: Bool[Array, "rows"], num_rows: Int[Array, ""], til
     begins_item = (begins_segment | (place % tile == 0)) & (place < num_rows)
     start = places(begins_item, num_rows)
     segment_of_row = jnp.cumsum(begins_segment, dtype=jnp.int32) - 1
-    return RowItems(
+    return TileList(
         start=start,
         end=jnp.append(start[1:], num_rows),
         segment=jnp.maximum(segment_of_row[jnp.minimum(start, rows - 1)], 0),

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
-from lora_jax.placement.ep_pp import Placement, hybrid, possible_degrees
+from lora_jax.placement.ep_pp import ServerLayout, hybrid, possible_degrees
 from lora_jax.placement.shape import AdapterShape
 
 
-def default_placement(shape: AdapterShape, devices: int, devices_per_host: int) -> Placement:
+def default_placement(shape: AdapterShape, devices: int, devices_per_host: int) -> ServerLayout:
     """Return EPx-PPy with x as near below the devices of one host as the sizes allow.
 
     The paper's default is x = devices in a host, so that a layer's group talks over NVLink only.
@@ -25,7 +25,7 @@ def default_placement(shape: AdapterShape, devices: int, devices_per_host: int) 
 
 def cheapest_placement(
     shape: AdapterShape, devices: int, seconds_per_layer: Mapping[int, float]
-) -> Placement:
+) -> ServerLayout:
     """Return the EPx-PPy whose measured time per layer is least; the larger x of equal ones.
 
     `seconds_per_layer` maps x to receive + LoRA + send of one layer, which depends on x alone:

@@ -3,7 +3,7 @@
 import dataclasses
 
 from lora_jax.placement.chooser import cheapest_placement
-from lora_jax.placement.ep_pp import Placement, divisors, possible_degrees
+from lora_jax.placement.ep_pp import ServerLayout, divisors, possible_degrees
 from lora_jax.placement.service_level import (
     LayerBudget,
     Profile,
@@ -36,7 +36,7 @@ def minimum_devices(
     profile: Profile,
     budget: LayerBudget,
     most: int,
-) -> Placement:
+) -> ServerLayout:
     """Return the plan with the fewest devices that holds the adapters and meets Eq. 5 and 6.
 
     `shape.adapters` is the M* of Algorithm 1. Of several EPx-PPy on that number of devices the
@@ -51,7 +51,7 @@ def minimum_devices(
         )
     fast = _fast_enough(instances, profile, budget)
     for devices in range(1, most + 1):
-        plans = [Placement(shape, ep=x, pp=y) for x, y in possible_degrees(shape, devices)]
+        plans = [ServerLayout(shape, ep=x, pp=y) for x, y in possible_degrees(shape, devices)]
         large = [plan.ep for plan in plans if plan.capacity(device_bytes) >= shape.adapters]
         fitting = {x: fast[x] for x in large if x in fast}
         if fitting:

@@ -13,7 +13,7 @@ from lora_jax.placement.shape import AdapterShape
 
 
 @dataclasses.dataclass(frozen=True)
-class Placement:
+class ServerLayout:
     """A plan: every (adapter, layer, expert) lies on exactly one device.
 
     Layers are dealt to the `pp` stages in turn (layer 0 to stage 0, layer 1 to stage 1, ...), so
@@ -192,29 +192,29 @@ class Placement:
         return len(self.layers_of(device)) * len(self.experts_of(device))
 
 
-def hybrid(shape: AdapterShape, ep: int, pp: int, devices: int) -> Placement:
+def hybrid(shape: AdapterShape, ep: int, pp: int, devices: int) -> ServerLayout:
     """Return EPx-PPy with x = `ep`, y = `pp`. Raises ValueError unless x * y is `devices`."""
     if ep * pp != devices:
         pairs = _listed(f"ep{x}-pp{devices // x}" for x in divisors(devices))
         raise ValueError(
             f"ep{ep}-pp{pp} needs {ep * pp} devices and there are {devices}; choose from {pairs}."
         )
-    return Placement(shape, ep=ep, pp=pp)
+    return ServerLayout(shape, ep=ep, pp=pp)
 
 
-def data_parallel(shape: AdapterShape, devices: int) -> Placement:
+def data_parallel(shape: AdapterShape, devices: int) -> ServerLayout:
     """Return DP: whole adapters are dealt to the devices in turn."""
-    return Placement(shape, dp=devices)
+    return ServerLayout(shape, dp=devices)
 
 
-def expert_parallel(shape: AdapterShape, devices: int) -> Placement:
+def expert_parallel(shape: AdapterShape, devices: int) -> ServerLayout:
     """Return EP: each device has its share of the experts in all layers."""
-    return Placement(shape, ep=devices)
+    return ServerLayout(shape, ep=devices)
 
 
 def pipeline_parallel(
     shape: AdapterShape, devices: int, device_bytes: int | None = None
-) -> Placement:
+) -> ServerLayout:
     """Return PP: each layer on one device, or on as few as can hold it.
 
     Where one device of `device_bytes` cannot hold its layers, devices are grouped (footnote 2 of
@@ -223,19 +223,19 @@ def pipeline_parallel(
     ValueError if none fits.
     """
     if device_bytes is None:
-        return Placement(shape, pp=devices)
+        return ServerLayout(shape, pp=devices)
     plan = None
     for x, y in possible_degrees(shape, devices):
-        plan = Placement(shape, ep=x, pp=y)
+        plan = ServerLayout(shape, ep=x, pp=y)
         if plan.capacity(device_bytes) >= shape.adapters:
             return plan
     if plan is None:
-        return Placement(shape, pp=devices)  # raises: there are fewer layers than stages
+        return ServerLayout(shape, pp=devices)  # raises: there are fewer layers than stages
     plan.require_memory(device_bytes)  # raises: the widest group is too small
     return plan
 
 
-def from_text(text: str, shape: AdapterShape, devices: int) -> Placement:
+def from_text(text: str, shape: AdapterShape, devices: int) -> ServerLayout:
     """Return the plan that "ep4-pp2", "ep8", "pp8" or "dp8" names, on `devices` devices.
 
     Raises ValueError for other text, and where the degrees do not multiply to `devices`.

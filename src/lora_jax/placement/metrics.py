@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from lora_jax.placement.ep_pp import Placement
+from lora_jax.placement.ep_pp import ServerLayout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,7 @@ class LayerCost:
 
 
 def traffic(
-    plan: Placement, batch: int, top_k: int, instance_ranks: int, layer: int = 0
+    plan: ServerLayout, batch: int, top_k: int, instance_ranks: int, layer: int = 0
 ) -> np.ndarray:
     """Return float64 [instance_ranks, devices]: activations sent for one layer.
 
@@ -41,7 +41,7 @@ def traffic(
     return counts.reshape(instance_ranks, plan.devices) * share
 
 
-def layer_cost(plan: Placement, batch: int, top_k: int, instance_ranks: int) -> LayerCost:
+def layer_cost(plan: ServerLayout, batch: int, top_k: int, instance_ranks: int) -> LayerCost:
     """Return the metrics of Table 1, counted on the plan.
 
     They equal the table's formulas wherever the cuts line up (one of p and x divides the other).

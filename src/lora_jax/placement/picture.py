@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from lora_jax.placement.ep_pp import Placement
+from lora_jax.placement.ep_pp import ServerLayout
 
 
-def picture(plan: Placement) -> str:
+def picture(plan: ServerLayout) -> str:
     """Return lines that show every device with the layers, experts or adapters it holds."""
     shape = plan.shape
     head = (
@@ -49,7 +49,7 @@ def spell_bytes(number: float | int) -> str:
     return f"{number:.4g} TB"
 
 
-def _cell(plan: Placement, device: int) -> str:
+def _cell(plan: ServerLayout, device: int) -> str:
     return f"device {device} ({spell_bytes(plan.bytes_on(device))})"
 
 

@@ -1,6 +1,6 @@
 // Host entry points of attention's emulated kernels, over plain arrays; what csrc/*.cu does for XLA.
-#include "launch.cuh"
-#include "plain_attention.cuh"
+#include "lora_gemm/launch.cuh"
+#include "paged_attention/plain.cuh"
 
 #include "driver.cuh"
 

@@ -1,6 +1,6 @@
-// csrc/cluster.cuh for the emulator: some clusters run side by side.
+// csrc/device/cluster.cuh for the emulator: some clusters run side by side.
 #pragma once
-#include "ptx.cuh"
+#include "device/ptx.cuh"
 
 namespace lora_jax {
 

@@ -1,8 +1,8 @@
 // Host entry points of grouped LoRA's emulated kernels, over plain arrays; what csrc/*.cu does for XLA.
-#include "launch.cuh"
-#include "reroute.cuh"
-#include "segments_launch.cuh"
-#include "tiles_launch.cuh"
+#include "lora_gemm/launch.cuh"
+#include "reroute/reroute.cuh"
+#include "lora_gemm/segments_launch.cuh"
+#include "lora_gemm/prefill_launch.cuh"
 
 #include "driver.cuh"
 

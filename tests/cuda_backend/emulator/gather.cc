@@ -1,5 +1,5 @@
 // Host entry points of the emulated all-gather, over plain arrays: one call a device, side by side.
-#include "all_gather.cuh"
+#include "all_gather/all_gather.cuh"
 
 #include "driver.cuh"
 

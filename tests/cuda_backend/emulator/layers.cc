@@ -1,11 +1,11 @@
 // Host entry points of the emulated kernels around grouped LoRA and attention, over plain arrays; what csrc/*.cu does for XLA.
-#include "choose_experts.cuh"
-#include "grouped_f32.cuh"
-#include "lora_rows.cuh"
-#include "merge.cuh"
-#include "place_heads.cuh"
-#include "reroute.cuh"
-#include "rms_norm.cuh"
+#include "choose_experts/choose_experts.cuh"
+#include "grouped_matmul/grouped_f32.cuh"
+#include "lora_gemm/rows.cuh"
+#include "merge/merge.cuh"
+#include "place_heads/place_heads.cuh"
+#include "reroute/reroute.cuh"
+#include "rms_norm/rms_norm.cuh"
 
 #include "driver.cuh"
 

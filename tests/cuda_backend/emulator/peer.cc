@@ -1,6 +1,6 @@
 // The transport's custom calls for XLA's CPU platform, over the emulated kernels; what
-// csrc/peer_handlers.cu is for a GPU.
-#include "peer_judge.cuh"
+// csrc/peer/handlers.cu is for a GPU.
+#include "peer/judge.cuh"
 
 namespace lora_jax {
 

@@ -1,4 +1,4 @@
-// The instructions of csrc/ptx.cuh, for the emulator.
+// The instructions of csrc/device/ptx.cuh, for the emulator.
 #pragma once
 #include "cuda_emulator.h"
 

@@ -15,7 +15,7 @@ from lora_jax.ops.reroute import row_map
 
 
 def test_without_a_compiler_one_warning_is_logged(monkeypatch, tmp_path, caplog):
-    monkeypatch.setattr(build.native, "cpp_compiler", lambda: None)
+    monkeypatch.setattr(build.native, "cpp_compilers", lambda: ())
     monkeypatch.setattr(build.dispatch, "cache_folder", lambda: tmp_path)
     with caplog.at_level(logging.WARNING):
         assert not build.available.__wrapped__()

@@ -45,6 +45,7 @@ def test_version_and_server_info_name_no_path(client):
     assert info["model"] == "fake-base"
     assert info["config"]["max_model_len"] == 64
     assert info["state"] == {"running": 0, "waiting": 0}
+    assert info["implementations"] == {}  # a fake engine has traced no op
     assert "/" not in answer.text
 
 

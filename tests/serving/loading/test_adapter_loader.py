@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lora_jax.adapters.lora_allocator import SlotAllocator
 from lora_jax.adapters.registry import AdapterEntry
-from lora_jax.adapters.residency import SlotAllocator
 from lora_jax.adapters.slots import init_slots, size_slots
 from serving.loading.adapter_loader import RETRY_S, AdapterLoader, LoadFailed
 

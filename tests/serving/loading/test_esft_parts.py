@@ -10,7 +10,7 @@ import tiny_esft
 from lora_jax.memory.host import HostMemory
 from lora_jax.memory.virtual import OutOfPages
 from lora_jax.models import load
-from lora_jax.nn.expert_tensors import expert_blocks
+from lora_jax.models.expert_tensors import expert_blocks
 from serving.config import EngineConfig
 from serving.engine_parts import build_parts
 from serving.loading import esft_parts

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lora_jax.nn.remote import Exchange, RemoteExperts
-from lora_jax.placement.ep_pp import Placement
+from lora_jax.placement.ep_pp import ServerLayout
 from lora_jax.placement.shape import AdapterShape
 from serving.lora_server.client import LOCAL, RemoteTable, ServerLink
 from serving.lora_server.shards import ServerPlan
@@ -41,7 +41,7 @@ class Carrier:
 
 
 def make_link(carrier=None, **options):
-    placement = Placement(AdapterShape(4, len(MOE_LAYERS), 4, 1), ep=2, pp=2)
+    placement = ServerLayout(AdapterShape(4, len(MOE_LAYERS), 4, 1), ep=2, pp=2)
     return ServerLink(ServerPlan(placement, MOE_LAYERS), carrier or Carrier(), **options)
 
 

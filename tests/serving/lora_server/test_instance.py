@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lora_jax.adapters.weights import AdapterReport, AdapterWeights, ModuleReport, SiteWeights
-from lora_jax.placement.ep_pp import Placement
+from lora_jax.placement.ep_pp import ServerLayout
 from lora_jax.placement.shape import AdapterShape
 from serving.config import EngineConfig
 from serving.lora_server.client import LOCAL, ServerLink
@@ -74,7 +74,7 @@ def source():
 
 @pytest.fixture
 def side(source):
-    plan = ServerPlan(Placement(AdapterShape(1, 1, 2, 1), 2, 1), (0,))
+    plan = ServerPlan(ServerLayout(AdapterShape(1, 1, 2, 1), 2, 1), (0,))
     link = ServerLink(plan, Carrier())
     made = InstanceSide(link, source, "me", num_slots=3)
     yield made

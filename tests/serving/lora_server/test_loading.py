@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from late_copier import LateCopier
 
-from lora_jax.adapters.residency import SlotAllocator
+from lora_jax.adapters.lora_allocator import SlotAllocator
 from lora_jax.adapters.slots import init_slots, size_slots
 from lora_jax.adapters.weights import AdapterReport, AdapterWeights, SiteWeights
 from serving.lora_server.loading import LayerwiseLoad

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lora_jax.adapters.weights import AdapterReport, AdapterWeights, SiteWeights
-from lora_jax.placement.ep_pp import Placement
+from lora_jax.placement.ep_pp import ServerLayout
 from lora_jax.placement.shape import AdapterShape
 from serving.compile_counter import CompileCounter
 from serving.lora_server.rank import RankSizes, ServerRank
@@ -23,7 +23,9 @@ from serving.transport.shapes import DOWN, GATE_UP, OUT, QKV
 
 EXPERTS, LAYERS = 4, 2
 CATALOGUE = adapter_cases.moe(experts=EXPERTS, layers=LAYERS)
-PLAN = ServerPlan(Placement(AdapterShape(2, LAYERS, EXPERTS, 1), ep=2, pp=1), tuple(range(LAYERS)))
+PLAN = ServerPlan(
+    ServerLayout(AdapterShape(2, LAYERS, EXPERTS, 1), ep=2, pp=1), tuple(range(LAYERS))
+)
 SHARD = PLAN.shard(1)  # experts 2 and 3 of both layers
 SIZES = RankSizes(num_adapters=2, max_rank=3, max_rows=20)
 

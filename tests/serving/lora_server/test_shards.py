@@ -9,7 +9,7 @@ import pytest
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.weights import AdapterReport, AdapterWeights, ModuleReport, SiteWeights
 from lora_jax.config import from_hf
-from lora_jax.placement.ep_pp import Placement
+from lora_jax.placement.ep_pp import ServerLayout
 from lora_jax.placement.shape import AdapterShape
 from serving.lora_server import shards
 from serving.lora_server.shards import EXPERT_MODULES, ServerPlan
@@ -20,7 +20,9 @@ RNG = np.random.default_rng(0)
 
 
 def make_plan(ep: int, pp: int) -> ServerPlan:
-    return ServerPlan(Placement(AdapterShape(4, len(MOE_LAYERS), EXPERTS, 1), ep, pp), MOE_LAYERS)
+    return ServerPlan(
+        ServerLayout(AdapterShape(4, len(MOE_LAYERS), EXPERTS, 1), ep, pp), MOE_LAYERS
+    )
 
 
 def catalogue() -> LoraCatalogue:

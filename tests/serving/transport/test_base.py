@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_jax.placement.ep_pp import Placement
+from lora_jax.placement.ep_pp import ServerLayout
 from lora_jax.placement.shape import AdapterShape
 from serving.transport.base import ClientStats, Request, push_rows
 
 PLANS = [
-    Placement(AdapterShape(6, 5, 8, 1), **degrees)
+    ServerLayout(AdapterShape(6, 5, 8, 1), **degrees)
     for degrees in ({}, {"ep": 4}, {"pp": 3}, {"ep": 2, "pp": 2}, {"dp": 4})
 ]
 

@@ -1,16 +1,20 @@
 """Joins the columns that the devices of a mesh axis hold, inside a `shard_map`."""
 
-from lora_jax.ops import dispatch
+from lora_jax.ops import checks
 from lora_jax.ops.all_gather import reference
+from lora_jax.ops.dispatch import ANY, GPU, Implementation, Op, backend_kernel
 from lora_jax.typing import Array, Float
 
 __all__ = ["all_gather"]
 
-_KERNELS = {
-    "cuda": dispatch.backend("cuda", "all_gather"),
-    "xla": reference.all_gather,
-    "reference": reference.all_gather,
-}
+ALL_GATHER = Op(
+    "all_gather",
+    (
+        Implementation("cuda", GPU, backend_kernel("cuda", "all_gather")),
+        Implementation("xla", ANY, reference.all_gather),
+        Implementation("reference", ANY, reference.all_gather),
+    ),
+)
 
 
 def all_gather(
@@ -36,5 +40,5 @@ def all_gather(
     """
     if x.ndim != 2 or not x.shape[0]:
         raise ValueError(f"all_gather: x has shape {x.shape}, expected [rows >= 1, columns]")
-    dispatch.check_dtypes("all_gather", x=x)
-    return dispatch.call(_KERNELS, implementation, x, axis_name, group)
+    checks.check_dtypes("all_gather", x=x)
+    return ALL_GATHER.call(implementation, x, axis_name, group)

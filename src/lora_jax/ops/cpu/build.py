@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 
 from lora_jax.ops import dispatch, native
+from lora_jax.ops.dispatch import Declined
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +39,8 @@ def available() -> bool:
 
 
 def require() -> None:
-    """Raise NotImplementedError unless the kernels are there and the platform is a CPU."""
+    """Raise Declined unless the kernels are there and the platform is a CPU."""
     if jax.default_backend() != "cpu":
-        raise NotImplementedError(f"CPU kernels cannot run on {jax.default_backend()}")
+        raise Declined(f"CPU kernels cannot run on {jax.default_backend()}")
     if not available():
-        raise NotImplementedError("the CPU kernels could not be built")
+        raise Declined("the CPU kernels could not be built")

@@ -5,29 +5,46 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
-from lora_jax.ops import dispatch
+from lora_jax.ops import checks
+from lora_jax.ops.dispatch import (
+    ANY,
+    CPU,
+    GPU,
+    TPU,
+    Implementation,
+    Op,
+    backend_kernel,
+    lazy_kernel,
+)
 from lora_jax.ops.grouped_matmul import composed, cpu, reference, xla
 from lora_jax.ops.grouped_matmul.composed import plus, silu_times
 from lora_jax.typing import Array, Float, Int
 
 __all__ = ["gated_matmul", "grouped_matmul", "matmul", "plus", "silu_times"]
 
-_PRODUCTS = {
-    "cuda": dispatch.backend("cuda", "grouped_matmul"),
-    "ffi": cpu.grouped_matmul,
-    "xla": xla.grouped_matmul,
-    "reference": reference.grouped_matmul,
-}
-# Addends and activation in the epilogue.
-_FUSED_GPU = "lora_jax.ops.grouped_matmul.pallas_gpu"
-_FUSED_TPU = "lora_jax.ops.grouped_matmul.pallas_tpu"
+
+def _op(name: str, around: Callable) -> Op:
+    """Return the op that is around(product, ...) of plain products; Pallas kernels fuse it."""
+
+    def composed_of(product: Callable) -> Callable:
+        return functools.partial(around, product)
+
+    fused_gpu = lazy_kernel(f"{__name__}.pallas_gpu", name)
+    return Op(
+        name,
+        (
+            Implementation("cuda", GPU, composed_of(backend_kernel("cuda", "grouped_matmul"))),
+            Implementation("pallas_gpu", GPU, fused_gpu, hints=("likely_groups", "num_rows")),
+            Implementation("pallas_tpu", TPU, lazy_kernel(f"{__name__}.pallas_tpu", name)),
+            Implementation("ffi", CPU, composed_of(cpu.grouped_matmul)),
+            Implementation("xla", ANY, composed_of(xla.grouped_matmul)),
+            Implementation("reference", ANY, composed_of(reference.grouped_matmul)),
+        ),
+    )
 
 
-def _kernels(op: str, around: Callable, **hints: Array | int | None) -> dict[str, Callable]:
-    """Return an op's implementations: around(product, ...) of each, and the fused kernels."""
-    kernels = {name: functools.partial(around, product) for name, product in _PRODUCTS.items()}
-    on_gpu = functools.partial(dispatch.late(_FUSED_GPU, op), **hints)
-    return {**kernels, "pallas_gpu": on_gpu, "pallas_tpu": dispatch.late(_FUSED_TPU, op)}
+GROUPED_MATMUL = _op("grouped_matmul", composed.grouped_matmul)
+GATED_MATMUL = _op("gated_matmul", composed.gated_matmul)
 
 
 def grouped_matmul(
@@ -50,13 +67,12 @@ def grouped_matmul(
     to be looked for: speed may depend on them, results do not.
     """
     _check("grouped_matmul", x, group_sizes, w=w)
-    dispatch.check_dtypes("grouped_matmul", x=x, bias=bias)
-    biases = (dispatch.shape_of(bias), w.shape[:2])
-    dispatch.check_shapes("grouped_matmul", bias=biases)
+    checks.check_dtypes("grouped_matmul", x=x, bias=bias)
+    biases = (checks.shape_of(bias), w.shape[:2])
+    checks.check_shapes("grouped_matmul", bias=biases)
     _check_addends("grouped_matmul", x, w, addend=addend)
     hints = {"likely_groups": likely_groups, "num_rows": num_rows}
-    kernels = _kernels("grouped_matmul", composed.grouped_matmul, **hints)
-    return dispatch.call(kernels, implementation, x, w, group_sizes, bias, addend)
+    return GROUPED_MATMUL.call(implementation, x, w, group_sizes, bias, addend, **hints)
 
 
 def gated_matmul(
@@ -74,12 +90,11 @@ def gated_matmul(
     """silu(gate[t]) * up[t], both as grouped_matmul gives them, in float32 and rounded once."""
     op = "gated_matmul"
     _check(op, x, group_sizes, w_gate=w_gate, w_up=w_up)
-    dispatch.check_shapes(op, w_up=(tuple(w_up.shape), tuple(w_gate.shape)))
+    checks.check_shapes(op, w_up=(tuple(w_up.shape), tuple(w_gate.shape)))
     _check_addends(op, x, w_gate, gate_addend=gate_addend, up_addend=up_addend)
     arrays = (x, w_gate, w_up, group_sizes, gate_addend, up_addend)
     hints = {"likely_groups": likely_groups, "num_rows": num_rows}
-    kernels = _kernels(op, composed.gated_matmul, **hints)
-    return dispatch.call(kernels, implementation, *arrays)
+    return GATED_MATMUL.call(implementation, *arrays, **hints)
 
 
 def matmul(
@@ -107,20 +122,20 @@ def _check(op: str, x: Array, group_sizes: Array, **weights: Array) -> None:
     for name, w in weights.items():
         if x.ndim != 2 or w.ndim != 3:
             raise ValueError(f"{op}: x {x.shape} must be rank 2 and {name} {w.shape} rank 3")
-        dispatch.check_shapes(
+        checks.check_shapes(
             op,
             x=(tuple(x.shape), (x.shape[0], w.shape[2])),
             group_sizes=(tuple(group_sizes.shape), (w.shape[0],)),
         )
-    dispatch.check_dtypes(op, x=x, **weights)
-    dispatch.check_dtype(op, jnp.int32, group_sizes=group_sizes)
+    checks.check_dtypes(op, x=x, **weights)
+    checks.check_dtype(op, jnp.int32, group_sizes=group_sizes)
 
 
 def _check_addends(op: str, x: Array, w: Array, **addends: Array | None) -> None:
     """Raise ValueError naming an addend that has a wrong shape or dtype."""
     given = {name: a for name, a in addends.items() if a is not None}
     shape = (x.shape[0], w.shape[1])
-    dispatch.check_shapes(op, **{name: (tuple(a.shape), shape) for name, a in given.items()})
+    checks.check_shapes(op, **{name: (tuple(a.shape), shape) for name, a in given.items()})
     dtypes = {name: a.dtype for name, a in given.items()}
     if len({*dtypes.values()}) > 1 or any(d not in (x.dtype, jnp.float32) for d in dtypes.values()):
         said = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())

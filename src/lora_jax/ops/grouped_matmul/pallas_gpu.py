@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lora_jax.ops import hopper, tuning_table
+from lora_jax.ops.dispatch import Declined
 from lora_jax.ops.grouped_matmul._gpu_kernel import Operands, kernel_body
 from lora_jax.ops.grouped_matmul._gpu_tiles import (
     ALIGN,
@@ -44,7 +45,7 @@ def grouped_matmul(
 ) -> Float[Array, "rows d_out"]:
     """What the reference says; reads the matrices of groups that have rows, and only those.
 
-    `interpret`: see hopper.require. Raises NotImplementedError for another machine or dtype, and
+    `interpret`: see hopper.require. Raises Declined for another machine or dtype, and
     for sizes that do not fill tiles. A single group is a dense layer: XLA's own matmul is faster at
     some sizes, but picks the order of a row's sums by the number of rows.
     """
@@ -70,11 +71,11 @@ def gated_matmul(
 ) -> Float[Array, "rows d_out"]:
     """What the reference says in one launch: neither of the two products is written to memory.
 
-    Raises NotImplementedError as grouped_matmul does, and for one addend without the other.
+    Raises Declined as grouped_matmul does, and for one addend without the other.
     """
     _require("gated_matmul", x, w_gate, interpret)
     if (gate_addend is None) != (up_addend is None):
-        raise NotImplementedError("gated_matmul on Mosaic GPU takes both addends or none")
+        raise Declined("gated_matmul on Mosaic GPU takes both addends or none")
     addends = () if gate_addend is None or up_addend is None else (gate_addend, up_addend)
     config = config or _find("gated_matmul", x, (w_gate, w_up), addends, likely_groups)
     pair, biases = (w_gate, w_up), (None, None)
@@ -115,19 +116,19 @@ def _require(
     w: Float[Array, "groups d_out d_in"],
     interpret: hopper.Interpret,
 ) -> None:
-    """Raise NotImplementedError, saying why, for what the kernel does not serve."""
+    """Raise Declined, saying why, for what the kernel does not serve."""
     hopper.require(op, x.dtype, interpret)
     rows, (groups, d_out, d_in) = x.shape[0], w.shape
     if rows < 1 or groups < 1:
-        raise NotImplementedError(f"{op} on Mosaic GPU: {rows} rows in {groups} groups")
+        raise Declined(f"{op} on Mosaic GPU: {rows} rows in {groups} groups")
     if d_in % STEP or d_in == 0 or d_out % ALIGN or d_out == 0:
-        raise NotImplementedError(
+        raise Declined(
             f"{op} on Mosaic GPU takes d_in in steps of {STEP} and d_out in steps of {ALIGN}, "
             f"not {d_in} and {d_out}"
         )
     # Results leave in swizzled blocks, of which the compiler wants whole ones.
     if not interpret and d_out > hopper.COLUMNS and d_out % hopper.COLUMNS:
-        raise NotImplementedError(
+        raise Declined(
             f"{op} on Mosaic GPU takes d_out above {hopper.COLUMNS} in steps of it, not {d_out}"
         )
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from lora_jax.ops.dispatch import Declined
 from lora_jax.ops.grouped_matmul.composed import plus, silu_times
 from lora_jax.ops.row_items import places, row_items
 from lora_jax.typing import Array, Float, Int
@@ -74,7 +75,7 @@ def grouped_matmul(
     False compiles it for the target at hand.
 
     Raises:
-        NotImplementedError: not on a TPU; d_in is no multiple of 128; no rows or too many.
+        Declined: not on a TPU; d_in is no multiple of 128; no rows or too many.
     """
     return _launch("grouped_matmul", x, (w,), group_sizes, bias, (addend,), interpret)
 
@@ -106,9 +107,9 @@ def _launch(
     """Return the op's result, or decline it."""
     rows, (groups, d_out, d_in) = x.shape[0], weights[0].shape
     if interpret is None and jax.default_backend() != "tpu":
-        raise NotImplementedError(f"{op}: the TPU kernel runs on a TPU only")
+        raise Declined(f"{op}: the TPU kernel runs on a TPU only")
     if d_in % LANES or not 0 < rows <= MAX_ROWS:
-        raise NotImplementedError(
+        raise Declined(
             f"{op}: {rows} rows of width {d_in}; the TPU kernel takes 1 to {MAX_ROWS} rows of a "
             f"multiple of {LANES}"
         )

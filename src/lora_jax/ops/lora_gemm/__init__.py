@@ -1,26 +1,63 @@
 """Adds every row's own adapter to the base result of a linear map."""
 
-import functools
 from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 
-from lora_jax.ops import dispatch
+from lora_jax.ops import checks
 from lora_jax.ops.adapter_items import AdapterItems
+from lora_jax.ops.dispatch import (
+    ANY,
+    CPU,
+    GPU,
+    TPU,
+    Implementation,
+    Op,
+    backend_kernel,
+    lazy_kernel,
+)
 from lora_jax.ops.lora_gemm import cpu, reference, xla
+from lora_jax.ops.lora_gemm.batch import LoraBatch
 from lora_jax.typing import Array, Float, Int
 
-__all__ = ["delta_dtype", "lora_gemm", "lora_gemms"]
+__all__ = ["LoraBatch", "delta_dtype", "lora_gemm", "lora_gemms"]
 
-_KERNELS = {
-    "cuda": dispatch.backend("cuda", "lora_gemm"),
-    "pallas_gpu": dispatch.late("lora_jax.ops.lora_gemm.pallas_gpu", "lora_gemm"),
-    "pallas_tpu": dispatch.late("lora_jax.ops.lora_gemm.pallas_tpu", "lora_gemm"),
-    "ffi": cpu.lora_gemm,
-    "xla": xla.lora_gemm,
-    "reference": reference.lora_gemm,
-}
-_NARROW_ROWS = ("cuda", "ffi", "xla", "reference")  # take bfloat16 rows to float32 results
+_Ys = Sequence[Array | None]
+_Sites = Sequence[int | None]
+
+
+def _site_by_site(kernel: Callable) -> Callable:
+    """Return a kernel of several sites made of one that adds to the y of a single site."""
+
+    def added(ys: _Ys, batch: LoraBatch, sites: _Sites):
+        pairs = zip(ys, sites, strict=True)
+        return tuple(kernel(batch.zeros() if y is None else y, batch.at(s)) for y, s in pairs)
+
+    return added
+
+
+def _sums_of_the_rows_dtype(ys: _Ys, batch: LoraBatch, sites: _Sites) -> str | None:
+    del sites
+    wide = {str(y.dtype) for y in ys if y is not None and y.dtype != batch.x.dtype}
+    return f"takes y of x's dtype, {batch.x.dtype}, not {', '.join(wide)}" if wide else None
+
+
+def _pallas(name: str) -> Callable:
+    return _site_by_site(lazy_kernel(f"{__name__}.{name}", "lora_gemm"))
+
+
+_NARROW = (_sums_of_the_rows_dtype,)
+LORA_GEMM = Op(
+    "lora_gemm",
+    (
+        Implementation("cuda", GPU, backend_kernel("cuda", "lora_gemm")),
+        Implementation("pallas_gpu", GPU, _pallas("pallas_gpu"), accepts=_NARROW),
+        Implementation("pallas_tpu", TPU, _pallas("pallas_tpu"), accepts=_NARROW),
+        Implementation("ffi", CPU, _site_by_site(cpu.lora_gemm), wide_sums=True),
+        Implementation("xla", ANY, _site_by_site(xla.lora_gemm), wide_sums=True),
+        Implementation("reference", ANY, _site_by_site(reference.lora_gemm), wide_sums=True),
+    ),
+)
 
 
 def lora_gemm(
@@ -39,24 +76,18 @@ def lora_gemm(
 ) -> Float[Array, "rows d_out"]:
     """y[t] + s * sum_j (x[t] . A[j]) B[j] over the rank rows of slot row_to_slot[t].
 
-    Columns of `entries`: a_offset, b_offset, rank, a_stride, b_stride; expert e's rows start at
-    offset + e * stride of its pool. No rank exceeds `max_rank`. Rows of slot -1 come back
-    unchanged, bit for bit, and cost nothing. The kernel works in place if y is a temporary. y may
-    be float32 with rows and pools in bfloat16, for a sum that is rounded elsewhere. Without y the
-    sums alone come back, in delta_dtype: rows of slot -1 are exact zeros.
-    `items` are the rows', if they are known already: a kernel that wants them need not make them.
+    LoraBatch describes the tables. Rows of slot -1 come back unchanged, bit for bit, and cost
+    nothing. The kernel works in place if y is a temporary. y may be float32 with rows and pools in
+    bfloat16, for a sum that is rounded elsewhere. Without y the sums alone come back, in
+    delta_dtype: rows of slot -1 are exact zeros.
     """
     if row_to_expert is None:
         row_to_expert = jnp.zeros(x.shape[:1], jnp.int32)
-    (y,) = _or_wide_zeros([y], x, b_pool, implementation)
-    arrays = (y, x, a_pool, b_pool, entries, scaling, row_to_slot, row_to_expert)
-    _check(*arrays, max_rank, items)
-    kernels = {n: kernel if n == "cuda" else _with_y(kernel) for n, kernel in _KERNELS.items()}
-    if y is not None and y.dtype != x.dtype:
-        kernels = {n: kernels[n] for n in _NARROW_ROWS}
-    if items is not None and "cuda" in kernels:
-        kernels = kernels | {"cuda": functools.partial(kernels["cuda"], items=items)}
-    return dispatch.call(kernels, implementation, *arrays, max_rank)
+    owners = (row_to_slot, row_to_expert)
+    batch = LoraBatch(x, a_pool, b_pool, entries, scaling, *owners, max_rank, items)
+    ys = _or_wide_zeros([y], batch, implementation)
+    _check(ys[0], batch)
+    return LORA_GEMM.call(implementation, ys, batch, (None,))[0]
 
 
 def lora_gemms(
@@ -87,85 +118,59 @@ def lora_gemms(
         raise ValueError("lora_gemms: some y are None, others not: a launch adds to all or to none")
     if row_to_expert is None:
         row_to_expert = jnp.zeros(x.shape[:1], jnp.int32)
-    pools, owners = (x, a_pool, b_pool), (row_to_slot, row_to_expert)
-    ys = _or_wide_zeros(ys, x, b_pool, implementation)
+    owners = (row_to_slot, row_to_expert)
+    batch = LoraBatch(x, a_pool, b_pool, entries, scaling, *owners, max_rank, items)
+    ys = _or_wide_zeros(ys, batch, implementation)
     for y in ys:
-        _check(y, *pools, entries[0], scaling[0], *owners, max_rank, items)
-    cuda = functools.partial(dispatch.backend("cuda", "lora_gemms"), items=items, sites=sites)
-    one_by_one = functools.partial(_one_by_one, sites)
-    kernels: dict[str, Callable] = {n: functools.partial(one_by_one, n) for n in _KERNELS}
-    modules = tuple((y, entries, scaling) for y in ys)
-    return dispatch.call(
-        kernels | {"cuda": cuda}, implementation, modules, *pools, *owners, max_rank
-    )
+        _check(y, batch)
+    return LORA_GEMM.call(implementation, ys, batch, tuple(sites))
 
 
 def delta_dtype(dtype: jnp.dtype, implementation: str | None = None) -> jnp.dtype:
-    """Return what deltas of rows of a dtype are added in on this platform, or by what is named.
+    """Return the dtype of deltas of rows of a dtype on this platform, or by the named one.
 
-    Whoever computes them, an engine or a LoRA Server, gives these, so that sums have the same bits:
-    float32 where the kernels give that for nothing, so that one rounding is left to the sum; else
+    Engines and LoRA Servers give this dtype, so that sums have the same bits: float32 where the
+    preferred implementation gives that for nothing, so that one rounding is left to the sum; else
     the rows' own.
     """
-    wide = dispatch.candidates(implementation)[0] in ("ffi", "xla", "reference")
+    wide = LORA_GEMM.candidates(implementation)[0].wide_sums
     return jnp.dtype(jnp.float32) if wide else jnp.dtype(dtype)
 
 
-def _one_by_one(
-    sites, implementation: str, modules, x, a_pool, b_pool, row_to_slot, row_to_expert, max_rank
-):
-    options = {"max_rank": max_rank, "implementation": implementation}
-    owners, pools = (row_to_slot, row_to_expert), (x, a_pool, b_pool)
-    return tuple(
-        lora_gemm(_or_zeros(y, x, b_pool), *pools, entries[site], scaling[site], *owners, **options)
-        for (y, entries, scaling), site in zip(modules, sites, strict=True)
-    )
-
-
-def _with_y(kernel: Callable) -> Callable:
-    """Return the kernel that adds to zeros where there is no y."""
-
-    def added(y, x, a_pool, b_pool, *others):
-        return kernel(_or_zeros(y, x, b_pool), x, a_pool, b_pool, *others)
-
-    return added
-
-
-def _or_zeros(y: Array | None, x: Array, b_pool: Array, dtype: jnp.dtype | None = None) -> Array:
-    return jnp.zeros((x.shape[0], b_pool.shape[1]), dtype or x.dtype) if y is None else y
-
-
-def _or_wide_zeros(ys, x: Array, b_pool: Array, implementation: str | None) -> list[Array | None]:
+def _or_wide_zeros(ys: _Ys, batch: LoraBatch, implementation: str | None) -> list[Array | None]:
     """Return the ys, zeros in place of None where deltas are wider than x."""
-    dtype = delta_dtype(x.dtype, implementation)
-    return [y if dtype == x.dtype else _or_zeros(y, x, b_pool, dtype) for y in ys]
+    dtype = delta_dtype(batch.x.dtype, implementation)
+    if dtype == batch.x.dtype:
+        return list(ys)
+    return [batch.zeros(dtype) if y is None else y for y in ys]
 
 
-def _check(
-    y, x, a_pool, b_pool, entries, scaling, row_to_slot, row_to_expert, max_rank, items
-) -> None:
+def _check(y: Array | None, batch: LoraBatch) -> None:
     """Raise ValueError naming what has a wrong shape or dtype."""
-    given = {"y": y, "x": x, "a_pool": a_pool, "b_pool": b_pool, "entries": entries}
+    x, a_pool, b_pool, max_rank = batch.x, batch.a_pool, batch.b_pool, batch.max_rank
+    lead = batch.entries.shape[:-2]  # of all sites, or none
+    given = {"y": y, "x": x, "a_pool": a_pool, "b_pool": b_pool}
     wrong = [f"{n} {v.shape}" for n, v in given.items() if v is not None and v.ndim != 2]
+    if batch.entries.ndim not in (2, 3):
+        wrong.append(f"entries {batch.entries.shape} of one site")
     if wrong:
         raise ValueError(f"lora_gemm: {', '.join(wrong)} must be rank 2")
     if max_rank < 1:
         raise ValueError(f"lora_gemm: max_rank {max_rank} must be at least 1")
-    rows, d_in, slots = *x.shape, entries.shape[0]
+    rows, d_in, slots = *x.shape, batch.entries.shape[-2]
     d_out = b_pool.shape[1] if y is None else y.shape[1]
     narrow = None if y is None or y.dtype == jnp.float32 else y
-    dispatch.check_dtypes("lora_gemm", y=narrow, x=x, a_pool=a_pool, b_pool=b_pool)
-    dispatch.check_shapes(
+    checks.check_dtypes("lora_gemm", y=narrow, x=x, a_pool=a_pool, b_pool=b_pool)
+    owners = {"row_to_slot": batch.row_to_slot, "row_to_expert": batch.row_to_expert}
+    checks.check_shapes(
         "lora_gemm",
         y=((rows, d_out) if y is None else tuple(y.shape), (rows, d_out)),
         a_pool=(tuple(a_pool.shape), (a_pool.shape[0], d_in)),
         b_pool=(tuple(b_pool.shape), (b_pool.shape[0], d_out)),
-        entries=(tuple(entries.shape), (slots, 5)),
-        scaling=(tuple(scaling.shape), (slots,)),
-        row_to_slot=(tuple(row_to_slot.shape), (rows,)),
-        row_to_expert=(tuple(row_to_expert.shape), (rows,)),
-        items=(None if items is None else tuple(items.order.shape), (rows,)),
+        entries=(tuple(batch.entries.shape), (*lead, slots, 5)),
+        scaling=(tuple(batch.scaling.shape), (*lead, slots)),
+        **{name: (tuple(owner.shape), (rows,)) for name, owner in owners.items()},
+        items=(None if batch.items is None else tuple(batch.items.order.shape), (rows,)),
     )
-    owners = {"row_to_slot": row_to_slot, "row_to_expert": row_to_expert}
-    dispatch.check_dtype("lora_gemm", jnp.int32, entries=entries, **owners)
-    dispatch.check_dtype("lora_gemm", jnp.float32, scaling=scaling)
+    checks.check_dtype("lora_gemm", jnp.int32, entries=batch.entries, **owners)
+    checks.check_dtype("lora_gemm", jnp.float32, scaling=batch.scaling)

@@ -4,25 +4,20 @@ import jax
 import numpy as np
 
 from lora_jax.ops.cpu import build
-from lora_jax.typing import Array, Float, Int
+from lora_jax.ops.lora_gemm.batch import LoraBatch
+from lora_jax.typing import Array, Float
 
 
 def lora_gemm(
     y: Float[Array, "rows d_out"],
-    x: Float[Array, "rows d_in"],
-    a_pool: Float[Array, "a_rows d_in"],
-    b_pool: Float[Array, "b_rows d_out"],
-    entries: Int[Array, "slots 5"],
-    scaling: Float[Array, "slots"],
-    row_to_slot: Int[Array, "rows"],
-    row_to_expert: Int[Array, "rows"],
-    max_rank: int,
+    batch: LoraBatch,
 ) -> Float[Array, "rows d_out"]:
     """What the reference says; a row's result depends on nothing but its own x, y and adapter."""
     build.require()
     out = jax.ShapeDtypeStruct(y.shape, y.dtype)
-    name = f"lora_jax_lora_{x.dtype.name}"
-    name += "" if y.dtype == x.dtype else f"_to_{y.dtype.name}"
+    name = f"lora_jax_lora_{batch.x.dtype.name}"
+    name += "" if y.dtype == batch.x.dtype else f"_to_{y.dtype.name}"
     call = jax.ffi.ffi_call(name, out, input_output_aliases={0: 0})
-    arrays = (y, x, a_pool, b_pool, entries, scaling, row_to_slot, row_to_expert)
-    return call(*arrays, max_rank=np.int64(max_rank))
+    tables = (batch.a_pool, batch.b_pool, batch.entries, batch.scaling)
+    owners = (batch.row_to_slot, batch.row_to_expert)
+    return call(y, batch.x, *tables, *owners, max_rank=np.int64(batch.max_rank))

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from lora_jax.ops import hopper, tuning_table
+from lora_jax.ops.dispatch import Declined
 from lora_jax.ops.lora_gemm._gpu_expand import expand
 from lora_jax.ops.lora_gemm._gpu_plan import (
     ALIGN,
@@ -30,28 +31,25 @@ from lora_jax.ops.lora_gemm._gpu_plan import (
     rank_steps,
 )
 from lora_jax.ops.lora_gemm._gpu_shrink import shrink
+from lora_jax.ops.lora_gemm.batch import LoraBatch
 from lora_jax.typing import Array, Float, Int
 
 
 def lora_gemm(
     y: Float[Array, "rows d_out"],
-    x: Float[Array, "rows d_in"],
-    a_pool: Float[Array, "a_rows d_in"],
-    b_pool: Float[Array, "b_rows d_out"],
-    entries: Int[Array, "slots 5"],
-    scaling: Float[Array, "slots"],
-    row_to_slot: Int[Array, "rows"],
-    row_to_expert: Int[Array, "rows"],
-    max_rank: int,
+    batch: LoraBatch,
     *,
     config: Config | None = None,
     interpret: hopper.Interpret = None,
 ) -> Float[Array, "rows d_out"]:
     """What the reference says, s (x A^T) rounded to bfloat16; rows without adapter cost nothing.
 
-    `interpret`: see hopper.require. Raises NotImplementedError for another machine or dtype, widths
+    `interpret`: see hopper.require. Raises Declined for another machine or dtype, widths
     that are no multiples of 64, pools that are no multiples of 8 rows, and ranks above 128.
     """
+    x, a_pool, b_pool = batch.x, batch.a_pool, batch.b_pool
+    entries, scaling, max_rank = batch.entries, batch.scaling, batch.max_rank
+    row_to_slot, row_to_expert = batch.row_to_slot, batch.row_to_expert
     _require(y, x, a_pool, b_pool, max_rank, interpret)
     sizes = {"rank": max_rank, "d_out": y.shape[1], "d_in": x.shape[1]}
     config = config or _find({"rows": x.shape[0], "slots": entries.shape[0], **sizes})
@@ -90,23 +88,19 @@ def _find(shape: Mapping[str, int]) -> Config:
 
 
 def _require(y, x, a_pool, b_pool, max_rank: int, interpret: hopper.Interpret) -> None:
-    """Raise NotImplementedError, saying why, for what the kernels do not serve."""
+    """Raise Declined, saying why, for what the kernels do not serve."""
     hopper.require("lora_gemm", x.dtype, interpret)
     rows, widths = x.shape[0], (x.shape[1], y.shape[1])
     pools = (a_pool.shape[0], b_pool.shape[0])
     if rows < 1 or any(w % hopper.COLUMNS or w == 0 for w in widths):
-        raise NotImplementedError(
+        raise Declined(
             f"lora_gemm on Mosaic GPU takes widths in steps of {hopper.COLUMNS}, not {widths}, "
             f"and at least one row, not {rows}"
         )
     if any(n % ALIGN or n == 0 for n in pools):
-        raise NotImplementedError(
-            f"lora_gemm on Mosaic GPU takes pools in steps of {ALIGN} rows, not {pools}"
-        )
+        raise Declined(f"lora_gemm on Mosaic GPU takes pools in steps of {ALIGN} rows, not {pools}")
     if max_rank > MAX_RANK:
-        raise NotImplementedError(
-            f"lora_gemm on Mosaic GPU takes ranks to {MAX_RANK}, not {max_rank}"
-        )
+        raise Declined(f"lora_gemm on Mosaic GPU takes ranks to {MAX_RANK}, not {max_rank}")
 
 
 def _sum_parts(

@@ -16,7 +16,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from lora_jax.ops.row_items import RowItems, row_items
+from lora_jax.ops.dispatch import Declined
+from lora_jax.ops.lora_gemm.batch import LoraBatch
+from lora_jax.ops.row_items import TileList, row_items
 from lora_jax.typing import Array, Float, Int
 
 LANES = 128
@@ -61,14 +63,7 @@ class _Sizes:
 
 def lora_gemm(
     y: Float[Array, "rows d_out"],
-    x: Float[Array, "rows d_in"],
-    a_pool: Float[Array, "a_rows d_in"],
-    b_pool: Float[Array, "b_rows d_out"],
-    entries: Int[Array, "slots 5"],
-    scaling: Float[Array, "slots"],
-    row_to_slot: Int[Array, "rows"],
-    row_to_expert: Int[Array, "rows"],
-    max_rank: int,
+    batch: LoraBatch,
     *,
     interpret: pltpu.InterpretParams | bool | None = None,
 ) -> Float[Array, "rows d_out"]:
@@ -78,11 +73,14 @@ def lora_gemm(
     False compiles it for the target at hand.
 
     Raises:
-        NotImplementedError: not on a TPU; widths that are no multiple of 128; pools whose rows are
+        Declined: not on a TPU; widths that are no multiple of 128; pools whose rows are
             no multiple of 8; or more than VMEM holds.
     """
     if interpret is None and jax.default_backend() != "tpu":
-        raise NotImplementedError("lora_gemm: the TPU kernel runs on a TPU only")
+        raise Declined("lora_gemm: the TPU kernel runs on a TPU only")
+    x, a_pool, b_pool = batch.x, batch.a_pool, batch.b_pool
+    entries, scaling, max_rank = batch.entries, batch.scaling, batch.max_rank
+    row_to_slot, row_to_expert = batch.row_to_slot, batch.row_to_expert
     sizes = _sizes(y, x, a_pool, b_pool, max_rank)
     rows = x.shape[0]
     order = jnp.lexsort((row_to_expert, jnp.where(row_to_slot < 0, jnp.int32(2**30), row_to_slot)))
@@ -106,12 +104,12 @@ def _sizes(y, x, a_pool, b_pool, max_rank: int) -> _Sizes:
     """Return the sizes of a call, or decline it."""
     rows, d_in, d_out, itemsize = x.shape[0], x.shape[1], y.shape[1], x.dtype.itemsize
     if rows == 0 or d_in % LANES or d_out % LANES:
-        raise NotImplementedError(
+        raise Declined(
             f"lora_gemm: {rows} rows of widths {d_in} and {d_out}; the TPU kernel takes some rows "
             f"of multiples of {LANES}"
         )
     if a_pool.shape[0] % ALIGN or b_pool.shape[0] % ALIGN:
-        raise NotImplementedError(
+        raise Declined(
             f"lora_gemm: pools of {a_pool.shape[0]} and {b_pool.shape[0]} rows; the TPU kernel "
             f"takes multiples of {ALIGN}"
         )
@@ -127,7 +125,7 @@ def _sizes(y, x, a_pool, b_pool, max_rank: int) -> _Sizes:
         itemsize=itemsize,
     )
     if sizes.vmem_bytes > VMEM_BYTES:
-        raise NotImplementedError(
+        raise Declined(
             f"lora_gemm: rank {max_rank} of widths {d_in} and {d_out} takes {sizes.vmem_bytes} "
             f"bytes of VMEM, more than {VMEM_BYTES}"
         )
@@ -151,7 +149,7 @@ def _segments(
     """
     changed = (slot[1:] != slot[:-1]) | (expert[1:] != expert[:-1])
     begins = jnp.pad(changed, (1, 0), constant_values=True)
-    items: RowItems = row_items(begins, jnp.sum(slot >= 0, dtype=jnp.int32), tile)
+    items: TileList = row_items(begins, jnp.sum(slot >= 0, dtype=jnp.int32), tile)
     of = jnp.minimum(items.segment_start, slot.shape[0] - 1)
     slot, expert = jnp.maximum(slot[of], 0), expert[of]
     a_row, b_row, rank, a_stride, b_stride = entries[slot].T

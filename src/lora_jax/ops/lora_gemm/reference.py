@@ -3,27 +3,24 @@
 import jax
 import jax.numpy as jnp
 
-from lora_jax.typing import Array, Float, Int
+from lora_jax.ops.lora_gemm.batch import LoraBatch
+from lora_jax.typing import Array, Float
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
 
 def lora_gemm(
     y: Float[Array, "rows d_out"],
-    x: Float[Array, "rows d_in"],
-    a_pool: Float[Array, "a_rows d_in"],
-    b_pool: Float[Array, "b_rows d_out"],
-    entries: Int[Array, "slots 5"],
-    scaling: Float[Array, "slots"],
-    row_to_slot: Int[Array, "rows"],
-    row_to_expert: Int[Array, "rows"],
-    max_rank: int,
+    batch: LoraBatch,
 ) -> Float[Array, "rows d_out"]:
     """y[t] + s * sum_j (x[t] . A[j]) B[j], j < rank of slot row_to_slot[t]; slot -1 adds nothing.
 
     A[j] = a_pool[a_offset + e * a_stride + j], B[j] = b_pool[b_offset + e * b_stride + j],
     e = row_to_expert[t]. Sums are in float32.
     """
+    x, a_pool, b_pool = batch.x, batch.a_pool, batch.b_pool
+    entries, scaling, max_rank = batch.entries, batch.scaling, batch.max_rank
+    row_to_slot, row_to_expert = batch.row_to_slot, batch.row_to_expert
     slot = jnp.maximum(row_to_slot, 0)
     a_off, b_off, rank, a_stride, b_stride = (entries[slot, c] for c in range(5))
     j = jnp.arange(max_rank, dtype=jnp.int32)

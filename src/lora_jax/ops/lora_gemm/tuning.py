@@ -13,6 +13,7 @@ import numpy as np
 from lora_jax.ops.cases import MODELS, popular
 from lora_jax.ops.lora_gemm import pallas_gpu
 from lora_jax.ops.lora_gemm._gpu_plan import Config, find_config, fitted
+from lora_jax.ops.lora_gemm.batch import LoraBatch
 from lora_jax.ops.tuning_programs import Shape, Tunable
 
 # In order of what serving meets most; a shape serves those of half and twice its sizes.
@@ -101,7 +102,8 @@ def program(shape: Shape, config: Config) -> Callable:
     def one(x, pools, table):
         # Written before it is added to, as a layer's is, and not one buffer for all launches.
         y = jnp.broadcast_to(x[:, :1], (shape["rows"], shape["d_out"]))
-        return pallas_gpu.lora_gemm(y, x, *pools, *table, max_rank=shape["rank"], config=config)
+        batch = LoraBatch(x, *pools, *table, max_rank=shape["rank"])
+        return pallas_gpu.lora_gemm(y, batch, config=config)
 
     def run(xs, pools, table):
         return [one(x, pools[i % len(pools)], table) for i, x in enumerate(xs)]

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from lora_jax.ops.lora_gemm.batch import LoraBatch
 from lora_jax.typing import Array, Float, Int
 
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -11,16 +12,12 @@ BLOCK = 8
 
 def lora_gemm(
     y: Float[Array, "rows d_out"],
-    x: Float[Array, "rows d_in"],
-    a_pool: Float[Array, "a_rows d_in"],
-    b_pool: Float[Array, "b_rows d_out"],
-    entries: Int[Array, "slots 5"],
-    scaling: Float[Array, "slots"],
-    row_to_slot: Int[Array, "rows"],
-    row_to_expert: Int[Array, "rows"],
-    max_rank: int,
+    batch: LoraBatch,
 ) -> Float[Array, "rows d_out"]:
     """What the reference says; rows without an adapter cost nothing."""
+    x, a_pool, b_pool = batch.x, batch.a_pool, batch.b_pool
+    entries, scaling, max_rank = batch.entries, batch.scaling, batch.max_rank
+    row_to_slot, row_to_expert = batch.row_to_slot, batch.row_to_expert
     rows = y.shape[0]
     f32 = jnp.float32
     order, starts, counts, num_blocks = _blocks(entries, row_to_slot, row_to_expert)

@@ -2,19 +2,23 @@
 
 import jax.numpy as jnp
 
-from lora_jax.ops import dispatch
+from lora_jax.ops import checks
+from lora_jax.ops.dispatch import ANY, GPU, TPU, Implementation, Op, backend_kernel, lazy_kernel
 from lora_jax.ops.merge import reference, xla
 from lora_jax.typing import Array, Float, Int
 
 __all__ = ["merge", "mixture_slots"]
 
-_KERNELS = {
-    "cuda": dispatch.backend("cuda", "merge"),
-    "pallas_gpu": dispatch.late("lora_jax.ops.merge.pallas_gpu", "merge"),
-    "pallas_tpu": dispatch.late("lora_jax.ops.merge.pallas_tpu", "merge"),
-    "xla": xla.merge,
-    "reference": reference.merge,
-}
+MERGE = Op(
+    "merge",
+    (
+        Implementation("cuda", GPU, backend_kernel("cuda", "merge")),
+        Implementation("pallas_gpu", GPU, lazy_kernel(f"{__name__}.pallas_gpu", "merge")),
+        Implementation("pallas_tpu", TPU, lazy_kernel(f"{__name__}.pallas_tpu", "merge")),
+        Implementation("xla", ANY, xla.merge),
+        Implementation("reference", ANY, reference.merge),
+    ),
+)
 
 
 def merge(
@@ -43,17 +47,17 @@ def merge(
     if max_rank < 1:
         raise ValueError(f"merge: max_rank {max_rank} must be at least 1")
     matrices, d_out, d_in = w.shape
-    dispatch.check_dtypes("merge", w=w, a_pool=a_pool, b_pool=b_pool)
-    dispatch.check_shapes(
+    checks.check_dtypes("merge", w=w, a_pool=a_pool, b_pool=b_pool)
+    checks.check_shapes(
         "merge",
         a_pool=(tuple(a_pool.shape), (a_pool.shape[0], d_in)),
         b_pool=(tuple(b_pool.shape), (b_pool.shape[0], d_out)),
         sites=(tuple(sites.shape), (matrices, 3)),
         scaling=(tuple(scaling.shape), (matrices,)),
     )
-    dispatch.check_dtype("merge", jnp.int32, sites=sites)
-    dispatch.check_dtype("merge", jnp.float32, scaling=scaling)
-    return dispatch.call(_KERNELS, implementation, w, a_pool, b_pool, sites, scaling, max_rank)
+    checks.check_dtype("merge", jnp.int32, sites=sites)
+    checks.check_dtype("merge", jnp.float32, scaling=scaling)
+    return MERGE.call(implementation, w, a_pool, b_pool, sites, scaling, max_rank)
 
 
 def mixture_slots(

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lora_jax.ops import hopper
+from lora_jax.ops.dispatch import Declined
 from lora_jax.typing import Array, Float, Int
 
 MAX_RANK = 128
@@ -52,7 +53,7 @@ def merge(
 ) -> Float[Array, "matrices d_out d_in"]:
     """What the reference says; products of bfloat16, sums in float32, one rounding.
 
-    `interpret`: see hopper.require. Raises NotImplementedError for another machine or dtype, no
+    `interpret`: see hopper.require. Raises Declined for another machine or dtype, no
     matrices, a d_out that is no multiple of 8, a d_in that is none of 64, and ranks above 128.
     """
     _require(w, max_rank, interpret)
@@ -66,16 +67,16 @@ def find_config(max_rank: int) -> Config:
 
 
 def _require(w: Array, max_rank: int, interpret: hopper.Interpret) -> None:
-    """Raise NotImplementedError, saying why, for what the kernel does not serve."""
+    """Raise Declined, saying why, for what the kernel does not serve."""
     hopper.require("merge", w.dtype, interpret)
     matrices, d_out, d_in = w.shape
     if 0 in w.shape or d_out % ALIGN or d_in % hopper.COLUMNS:
-        raise NotImplementedError(
+        raise Declined(
             f"merge on Mosaic GPU takes matrices in steps of {ALIGN} x {hopper.COLUMNS}, not "
             f"{matrices} of {d_out} x {d_in}"
         )
     if max_rank > MAX_RANK:
-        raise NotImplementedError(f"merge on Mosaic GPU takes ranks to {MAX_RANK}, not {max_rank}")
+        raise Declined(f"merge on Mosaic GPU takes ranks to {MAX_RANK}, not {max_rank}")
 
 
 def _padded(max_rank: int) -> int:

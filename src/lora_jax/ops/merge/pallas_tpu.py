@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from lora_jax.ops.dispatch import Declined
 from lora_jax.typing import Array, Float, Int
 
 LANES = 128
@@ -54,11 +55,11 @@ def merge(
     False compiles it for the target at hand.
 
     Raises:
-        NotImplementedError: not on a TPU; no matrices; widths that are no multiple of 128; pools
+        Declined: not on a TPU; no matrices; widths that are no multiple of 128; pools
             of other than whole eights of rows, or of less than a window; or more than VMEM holds.
     """
     if interpret is None and jax.default_backend() != "tpu":
-        raise NotImplementedError("merge: the TPU kernel runs on a TPU only")
+        raise Declined("merge: the TPU kernel runs on a TPU only")
     sizes = _sizes(w, a_pool, b_pool, max_rank)
     a_start, a_shift = _window(sites[:, 0], a_pool, sizes)
     b_start, b_shift = _window(sites[:, 1], b_pool, sizes)
@@ -101,21 +102,21 @@ def _sizes(w: Array, a_pool: Array, b_pool: Array, max_rank: int) -> _Sizes:
     """Return the sizes of a call, or decline it."""
     matrices, d_out, d_in = w.shape
     if matrices == 0 or d_in % LANES or d_out % LANES or 0 in (d_in, d_out):
-        raise NotImplementedError(
+        raise Declined(
             f"merge: {matrices} matrices of {d_out} x {d_in}; the TPU kernel takes some of "
             f"multiples of {LANES}"
         )
     window = -(-(max_rank + ALIGN - 1) // TILE) * TILE
     rows = [len(a_pool), len(b_pool)]
     if min(rows) < window or any(n % ALIGN for n in rows):
-        raise NotImplementedError(
+        raise Declined(
             f"merge: pools of {rows[0]} and {rows[1]} rows; for ranks to {max_rank} the TPU kernel "
             f"takes multiples of {ALIGN} from {window} on"
         )
     blocks = (_largest_block(d_out, ROW_BLOCK), _largest_block(d_in, COLUMN_BLOCK))
     sizes = _Sizes(window, *blocks, w.dtype.itemsize)
     if sizes.vmem_bytes > VMEM_BYTES:
-        raise NotImplementedError(
+        raise Declined(
             f"merge: rank {max_rank} takes {sizes.vmem_bytes} bytes of VMEM, more than {VMEM_BYTES}"
         )
     return sizes

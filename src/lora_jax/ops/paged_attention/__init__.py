@@ -2,20 +2,36 @@
 
 import jax.numpy as jnp
 
-from lora_jax.ops import dispatch
+from lora_jax.ops import checks
+from lora_jax.ops.dispatch import (
+    ANY,
+    CPU,
+    GPU,
+    TPU,
+    Implementation,
+    Op,
+    backend_kernel,
+    lazy_kernel,
+)
 from lora_jax.ops.paged_attention import cpu, reference, xla
+from lora_jax.ops.paged_attention.args import PagedAttentionArgs
 from lora_jax.typing import Array, Float, Int
 
-__all__ = ["paged_attention"]
+__all__ = ["PagedAttentionArgs", "paged_attention"]
 
-_KERNELS = {
-    "cuda": dispatch.backend("cuda", "paged_attention"),
-    "pallas_gpu": dispatch.late("lora_jax.ops.paged_attention.pallas_gpu", "paged_attention"),
-    "pallas_tpu": dispatch.late("lora_jax.ops.paged_attention.pallas_tpu", "paged_attention"),
-    "ffi": cpu.paged_attention,
-    "xla": xla.paged_attention,
-    "reference": reference.paged_attention,
-}
+_GPU = lazy_kernel(f"{__name__}.pallas_gpu", "paged_attention")
+_TPU = lazy_kernel(f"{__name__}.pallas_tpu", "paged_attention")
+PAGED_ATTENTION = Op(
+    "paged_attention",
+    (
+        Implementation("cuda", GPU, backend_kernel("cuda", "paged_attention")),
+        Implementation("pallas_gpu", GPU, _GPU),
+        Implementation("pallas_tpu", TPU, _TPU),
+        Implementation("ffi", CPU, cpu.paged_attention),
+        Implementation("xla", ANY, xla.paged_attention),
+        Implementation("reference", ANY, reference.paged_attention),
+    ),
+)
 
 
 def paged_attention(
@@ -42,19 +58,20 @@ def paged_attention(
     _check(q, k_pages, v_pages, block_tables, v_dim, sliding_window)
     tokens, q_heads, k_dim = q.shape
     pages, page_size, kv_heads, _ = k_pages.shape
-    dispatch.check_shapes(
+    checks.check_shapes(
         "paged_attention",
         k_pages=(tuple(k_pages.shape), (pages, page_size, kv_heads, k_dim)),
-        v_pages=(dispatch.shape_of(v_pages), (pages, page_size, kv_heads, v_dim)),
+        v_pages=(checks.shape_of(v_pages), (pages, page_size, kv_heads, v_dim)),
         token_to_seq=(tuple(token_to_seq.shape), (tokens,)),
         positions=(tuple(positions.shape), (tokens,)),
         num_tokens=(tuple(num_tokens.shape), ()),
-        sinks=(dispatch.shape_of(sinks), (q_heads,)),
+        sinks=(checks.shape_of(sinks), (q_heads,)),
     )
     places = {"token_to_seq": token_to_seq, "positions": positions, "num_tokens": num_tokens}
-    dispatch.check_dtype("paged_attention", jnp.int32, block_tables=block_tables, **places)
+    checks.check_dtype("paged_attention", jnp.int32, block_tables=block_tables, **places)
     arrays = (q, k_pages, v_pages, block_tables, token_to_seq, positions, num_tokens, sinks)
-    return dispatch.call(_KERNELS, implementation, *arrays, scale, v_dim, sliding_window)
+    args = PagedAttentionArgs(*arrays, scale, v_dim, sliding_window)
+    return PAGED_ATTENTION.call(implementation, args)
 
 
 def _check(q, k_pages, v_pages, block_tables, v_dim, sliding_window) -> None:
@@ -64,7 +81,7 @@ def _check(q, k_pages, v_pages, block_tables, v_dim, sliding_window) -> None:
             f"paged_attention: q {q.shape} must be rank 3, k_pages {k_pages.shape} rank 4, "
             f"block_tables {block_tables.shape} rank 2"
         )
-    dispatch.check_dtypes("paged_attention", q=q, k_pages=k_pages, v_pages=v_pages)
+    checks.check_dtypes("paged_attention", q=q, k_pages=k_pages, v_pages=v_pages)
     q_heads, kv_heads = q.shape[1], k_pages.shape[2]
     if kv_heads == 0 or q_heads % kv_heads:
         raise ValueError(f"paged_attention: {q_heads} q heads over {kv_heads} kv heads")

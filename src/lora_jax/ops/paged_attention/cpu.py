@@ -5,27 +5,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from lora_jax.ops.cpu import build
-from lora_jax.typing import Array, Float, Int
+from lora_jax.ops.paged_attention.args import PagedAttentionArgs
+from lora_jax.typing import Array, Float
 
 
 def paged_attention(
-    q: Float[Array, "tokens q_heads k_dim"],
-    k_pages: Float[Array, "pages page_size kv_heads k_dim"],
-    v_pages: Float[Array, "pages page_size kv_heads v_dim"] | None,
-    block_tables: Int[Array, "seqs max_pages"],
-    token_to_seq: Int[Array, "tokens"],
-    positions: Int[Array, "tokens"],
-    num_tokens: Int[Array, ""],
-    sinks: Float[Array, "q_heads"] | None,
-    scale: float,
-    v_dim: int,
-    sliding_window: int | None,
+    args: PagedAttentionArgs,
 ) -> Float[Array, "tokens q_heads v_dim"]:
     """What the reference says; a token's result does not depend on how its sequence is chunked."""
     build.require()
-    v = jnp.zeros((0, 0, 0, 0), q.dtype) if v_pages is None else v_pages
+    q, sinks = args.q, args.sinks
+    v = jnp.zeros((0, 0, 0, 0), q.dtype) if args.v_pages is None else args.v_pages
     sinks = jnp.zeros((0,), jnp.float32) if sinks is None else sinks.astype(jnp.float32)
-    out = jax.ShapeDtypeStruct((*q.shape[:2], v_dim), q.dtype)
+    out = jax.ShapeDtypeStruct((*q.shape[:2], args.v_dim), q.dtype)
     call = jax.ffi.ffi_call(f"lora_jax_attention_{q.dtype.name}", out)
-    arrays = (q, k_pages, v, block_tables, token_to_seq, positions, num_tokens, sinks)
-    return call(*arrays, scale=np.float32(scale), window=np.int64(sliding_window or 0))
+    places = (args.block_tables, args.token_to_seq, args.positions, args.num_tokens)
+    options = {"scale": np.float32(args.scale), "window": np.int64(args.sliding_window or 0)}
+    return call(q, args.k_pages, v, *places, sinks, **options)

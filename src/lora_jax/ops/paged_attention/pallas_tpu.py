@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from lora_jax.ops.dispatch import Declined
+from lora_jax.ops.paged_attention.args import PagedAttentionArgs
 from lora_jax.ops.row_items import row_items
 from lora_jax.typing import Array, Float, Int
 
@@ -61,17 +63,7 @@ class _Sizes:
 
 
 def paged_attention(
-    q: Float[Array, "tokens q_heads k_dim"],
-    k_pages: Float[Array, "pages page_size kv_heads k_dim"],
-    v_pages: Float[Array, "pages page_size kv_heads v_dim"] | None,
-    block_tables: Int[Array, "seqs max_pages"],
-    token_to_seq: Int[Array, "tokens"],
-    positions: Int[Array, "tokens"],
-    num_tokens: Int[Array, ""],
-    sinks: Float[Array, "q_heads"] | None,
-    scale: float,
-    v_dim: int,
-    sliding_window: int | None,
+    args: PagedAttentionArgs,
     *,
     interpret: pltpu.InterpretParams | bool | None = None,
 ) -> Float[Array, "tokens q_heads v_dim"]:
@@ -83,13 +75,16 @@ def paged_attention(
     it, and copies all pages at every call otherwise.
 
     Raises:
-        NotImplementedError: not on a TPU; head sizes or a page size that do not fill tiles; block
+        Declined: not on a TPU; head sizes or a page size that do not fill tiles; block
             tables or tokens that SMEM does not hold.
     """
     if interpret is None and jax.default_backend() != "tpu":
-        raise NotImplementedError("paged_attention: the TPU kernel runs on a TPU only")
+        raise Declined("paged_attention: the TPU kernel runs on a TPU only")
+    q, k_pages, v_pages, v_dim = args.q, args.k_pages, args.v_pages, args.v_dim
+    block_tables, sinks = args.block_tables, args.sinks
     _decline(q, k_pages, block_tables, v_dim)
-    sizes = _sizes(q, k_pages, block_tables, scale, v_dim, sliding_window, v_pages is None)
+    softmax = (args.scale, v_dim, args.sliding_window)
+    sizes = _sizes(q, k_pages, block_tables, *softmax, v_pages is None)
     num, q_heads, k_dim = q.shape
     heads = q_heads // sizes.kv_heads
     room = ((0, 0), (0, 0), (0, sizes.group - heads), (0, 0))
@@ -98,7 +93,7 @@ def paged_attention(
     if sinks is not None:
         sinks = jnp.pad(sinks.astype(jnp.float32).reshape(1, sizes.kv_heads, heads, 1), room)[0]
         sinks = jnp.tile(sinks, (1, sizes.tokens, 1))
-    table = _items(block_tables, token_to_seq, positions, num_tokens, sizes.tokens)
+    table = _items(block_tables, args.token_to_seq, args.positions, args.num_tokens, sizes.tokens)
     pages = [p[:, :, 0] if sizes.one_head else p for p in (k_pages, v_pages) if p is not None]
     out = _call(table, split, sinks, pages, sizes, interpret or False)
     return out[:, :, :heads].reshape(num, q_heads, v_dim).astype(q.dtype)
@@ -135,20 +130,20 @@ def _lies_without_heads(pages: Float[Array, "pages page_size kv_heads dim"]) -> 
 
 
 def _decline(q, k_pages, block_tables, v_dim: int) -> None:
-    """Raise NotImplementedError for what the kernel cannot serve."""
+    """Raise Declined for what the kernel cannot serve."""
     page_size, kv_heads, k_dim = k_pages.shape[1:]
     if (k_dim % LANES and kv_heads > 1) or v_dim % LANES:
-        raise NotImplementedError(
+        raise Declined(
             f"paged_attention: {kv_heads} kv heads of {k_dim} and {v_dim}; the TPU kernel takes "
             f"multiples of {LANES}, and any k_dim of one head"
         )
     if max(BLOCK_POSITIONS, page_size) % min(BLOCK_POSITIONS, page_size) or page_size % SUBLANES:
-        raise NotImplementedError(
+        raise Declined(
             f"paged_attention: pages of {page_size} positions; the TPU kernel takes divisors and "
             f"multiples of {BLOCK_POSITIONS} from {SUBLANES} on"
         )
     if block_tables.size > MAX_TABLE or not 0 < q.shape[0] <= MAX_STEP:
-        raise NotImplementedError(
+        raise Declined(
             f"paged_attention: {q.shape[0]} tokens and {block_tables.size} pages in block tables; "
             f"the TPU kernel takes 1 to {MAX_STEP} and up to {MAX_TABLE}"
         )

@@ -3,35 +3,29 @@
 import jax
 import jax.numpy as jnp
 
-from lora_jax.typing import Array, Float, Int
+from lora_jax.ops.paged_attention.args import PagedAttentionArgs
+from lora_jax.typing import Array, Float
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
 
 def paged_attention(
-    q: Float[Array, "tokens q_heads k_dim"],
-    k_pages: Float[Array, "pages page_size kv_heads k_dim"],
-    v_pages: Float[Array, "pages page_size kv_heads v_dim"] | None,
-    block_tables: Int[Array, "seqs max_pages"],
-    token_to_seq: Int[Array, "tokens"],
-    positions: Int[Array, "tokens"],
-    num_tokens: Int[Array, ""],
-    sinks: Float[Array, "q_heads"] | None,
-    scale: float,
-    v_dim: int,
-    sliding_window: int | None,
+    args: PagedAttentionArgs,
 ) -> Float[Array, "tokens q_heads v_dim"]:
     """o[t, h] = sum_s p[s] v[s, g], p = softmax over s of scale * q[t, h] . k[s, g], g = h's group.
 
     s runs over positions max(0, p - window + 1)..p of the token's sequence, p = positions[t].
     A sink adds exp(sinks[h]) to the softmax's denominator. float32 throughout, rounded once.
     """
+    q, k_pages, v_pages, block_tables = args.q, args.k_pages, args.v_pages, args.block_tables
+    positions, num_tokens, sinks = args.positions, args.num_tokens, args.sinks
+    v_dim, sliding_window = args.v_dim, args.sliding_window
     q_heads, kv_heads, f32 = q.shape[1], k_pages.shape[2], jnp.float32
     context = block_tables.shape[1] * k_pages.shape[1]
     places = jnp.arange(context, dtype=jnp.int32)
 
-    def one_token(args):
-        q_t, seq, position, t = args
+    def one_token(token):
+        q_t, seq, position, t = token
         table = block_tables[seq]
         k = k_pages[table].reshape(context, kv_heads, -1).astype(f32)
         v = k[..., :v_dim]
@@ -40,14 +34,14 @@ def paged_attention(
         first = 0 if sliding_window is None else position - sliding_window + 1
         seen = (places <= position) & (places >= first) & (t < num_tokens)
         q_g = q_t.reshape(kv_heads, q_heads // kv_heads, -1).astype(f32)
-        logits = jnp.einsum("gqd,sgd->gqs", q_g, k, precision=HIGHEST) * f32(scale)
+        logits = jnp.einsum("gqd,sgd->gqs", q_g, k, precision=HIGHEST) * f32(args.scale)
         logits = jnp.where(seen[None, None], logits, -jnp.inf)
         v = jnp.where(seen[:, None, None], v, f32(0))
         o = jnp.einsum("gqs,sgd->gqd", _softmax(logits, sinks), v, precision=HIGHEST)
         return o.reshape(q_heads, v_dim)
 
     index = jnp.arange(q.shape[0], dtype=jnp.int32)
-    return jax.lax.map(one_token, (q, token_to_seq, positions, index)).astype(q.dtype)
+    return jax.lax.map(one_token, (q, args.token_to_seq, positions, index)).astype(q.dtype)
 
 
 def _softmax(

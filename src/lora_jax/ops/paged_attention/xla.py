@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from lora_jax.ops.paged_attention.args import PagedAttentionArgs
 from lora_jax.typing import Array, Float, Int
 
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -43,21 +44,13 @@ class _Pages:
 
 
 def paged_attention(
-    q: Float[Array, "tokens q_heads k_dim"],
-    k_pages: Float[Array, "pages page_size kv_heads k_dim"],
-    v_pages: Float[Array, "pages page_size kv_heads v_dim"] | None,
-    block_tables: Int[Array, "seqs max_pages"],
-    token_to_seq: Int[Array, "tokens"],
-    positions: Int[Array, "tokens"],
-    num_tokens: Int[Array, ""],
-    sinks: Float[Array, "q_heads"] | None,
-    scale: float,
-    v_dim: int,
-    sliding_window: int | None,
+    args: PagedAttentionArgs,
 ) -> Float[Array, "tokens q_heads v_dim"]:
     """What the reference says; time follows the tokens and their contexts."""
-    tokens, q_heads, _ = q.shape
-    pages = _Pages(k_pages, v_pages, block_tables, scale, v_dim, sliding_window)
+    q, token_to_seq, positions, sinks = args.q, args.token_to_seq, args.positions, args.sinks
+    (tokens, q_heads, _), num_tokens, v_dim = q.shape, args.num_tokens, args.v_dim
+    softmax = (args.scale, v_dim, args.sliding_window)
+    pages = _Pages(args.k_pages, args.v_pages, args.block_tables, *softmax)
     size = min(BLOCK_TOKENS, tokens)
     starts, counts, num_blocks = _token_blocks(token_to_seq, num_tokens, size)
     lane = jnp.arange(size, dtype=jnp.int32)

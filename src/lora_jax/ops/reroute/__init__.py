@@ -6,33 +6,45 @@ LoRA the rows of an expert come adapter by adapter, and the same pass cuts them 
 
 import jax.numpy as jnp
 
-from lora_jax.ops import dispatch
+from lora_jax.ops import checks
 from lora_jax.ops.adapter_items import AdapterItems
+from lora_jax.ops.dispatch import (
+    ANY,
+    CPU,
+    GPU,
+    TPU,
+    Implementation,
+    Op,
+    backend_kernel,
+    lazy_kernel,
+)
 from lora_jax.ops.reroute import cpu, reference
 from lora_jax.ops.reroute.maps import RowMap
 from lora_jax.typing import Array, Int
 
 __all__ = ["RowMap", "reroute", "row_map"]
 
-_GPU = "lora_jax.ops.reroute.pallas_gpu"
-_TPU = "lora_jax.ops.reroute.pallas_tpu"
-# A sort is portable as it stands: the reference is also the XLA implementation.
-_KERNELS = {
-    "cuda": dispatch.backend("cuda", "row_map"),
-    "pallas_gpu": dispatch.late(_GPU, "row_map"),
-    "pallas_tpu": dispatch.late(_TPU, "row_map"),
-    "ffi": cpu.row_map,
-    "xla": reference.row_map,
-    "reference": reference.row_map,
-}
-_REROUTE = {
-    "cuda": dispatch.backend("cuda", "reroute"),
-    "pallas_gpu": dispatch.late(_GPU, "reroute"),
-    "pallas_tpu": dispatch.late(_TPU, "reroute"),
-    "ffi": cpu.reroute,
-    "xla": reference.reroute,
-    "reference": reference.reroute,
-}
+
+def _op(name: str) -> Op:
+    """Return row_map or reroute, whose implementations lie side by side.
+
+    A sort is portable as it stands: the reference is also the XLA implementation.
+    """
+    meaning = getattr(reference, name)
+    return Op(
+        name,
+        (
+            Implementation("cuda", GPU, backend_kernel("cuda", name)),
+            Implementation("pallas_gpu", GPU, lazy_kernel(f"{__name__}.pallas_gpu", name)),
+            Implementation("pallas_tpu", TPU, lazy_kernel(f"{__name__}.pallas_tpu", name)),
+            Implementation("ffi", CPU, getattr(cpu, name)),
+            Implementation("xla", ANY, meaning),
+            Implementation("reference", ANY, meaning),
+        ),
+    )
+
+
+ROW_MAP, REROUTE = _op("row_map"), _op("reroute")
 
 
 def row_map(
@@ -55,9 +67,9 @@ def row_map(
         )
     if num_experts < 1:
         raise ValueError(f"row_map: num_experts {num_experts} must be at least 1")
-    dispatch.check_dtype("row_map", jnp.int32, topk_ids=topk_ids, num_tokens=num_tokens)
+    checks.check_dtype("row_map", jnp.int32, topk_ids=topk_ids, num_tokens=num_tokens)
     _check_adapters("row_map", topk_ids, adapters)
-    return dispatch.call(_KERNELS, implementation, topk_ids, num_tokens, num_experts, adapters)
+    return ROW_MAP.call(implementation, topk_ids, num_tokens, num_experts, adapters)
 
 
 def reroute(
@@ -81,18 +93,18 @@ def reroute(
             f"reroute: topk_ids {topk_ids.shape} and table {table.shape} must be rank 2, the table "
             "not empty"
         )
-    dispatch.check_shapes(
+    checks.check_shapes(
         "reroute",
         token_to_slot=(tuple(token_to_slot.shape), topk_ids.shape[:1]),
         num_tokens=(tuple(num_tokens.shape), ()),
     )
     ids = {"topk_ids": topk_ids, "token_to_slot": token_to_slot, "table": table}
-    dispatch.check_dtype("reroute", jnp.int32, **ids, num_tokens=num_tokens)
+    checks.check_dtype("reroute", jnp.int32, **ids, num_tokens=num_tokens)
     if num_groups < table.shape[1]:
         raise ValueError(f"reroute: {num_groups} groups do not hold {table.shape[1]} experts")
     _check_adapters("reroute", topk_ids, adapters)
     arrays = (topk_ids, token_to_slot, table, num_tokens)
-    return dispatch.call(_REROUTE, implementation, *arrays, num_groups, adapters)
+    return REROUTE.call(implementation, *arrays, num_groups, adapters)
 
 
 def _check_adapters(
@@ -100,4 +112,4 @@ def _check_adapters(
 ) -> None:
     if adapters is not None:
         tokens = topk_ids.shape[:1]
-        dispatch.check_shapes(op, adapters=(tuple(adapters.row_to_slot.shape), tokens))
+        checks.check_shapes(op, adapters=(tuple(adapters.row_to_slot.shape), tokens))

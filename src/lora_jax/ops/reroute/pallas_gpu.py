@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from lora_jax.ops import hopper
 from lora_jax.ops.adapter_items import AdapterItems
+from lora_jax.ops.dispatch import Declined
 from lora_jax.ops.reroute._gpu_kernels import PIECE, Config, Sizes, count_rows, place_rows
 from lora_jax.ops.reroute.maps import RowMap
 from lora_jax.typing import Array, Int
@@ -32,7 +33,7 @@ def row_map(
 ) -> RowMap:
     """What the reference says of rows without adapters.
 
-    `interpret`: see hopper.require. Raises NotImplementedError for another machine, adapters, no
+    `interpret`: see hopper.require. Raises Declined for another machine, adapters, no
     rows or more than 2^18, and more than 1023 groups.
     """
     return _mapped(topk_ids, (), num_tokens, num_experts, adapters, config, interpret)
@@ -79,13 +80,11 @@ def _mapped(topk_ids, owners, num_tokens, groups, adapters, config, interpret) -
 
 
 def _require(rows: int, groups: int, adapters, interpret: hopper.Interpret) -> None:
-    """Raise NotImplementedError, saying why, for what the kernels do not serve."""
+    """Raise Declined, saying why, for what the kernels do not serve."""
     hopper.require_device("reroute", interpret)
     if adapters is not None:
-        raise NotImplementedError("reroute on Mosaic GPU makes no items of adapters")
+        raise Declined("reroute on Mosaic GPU makes no items of adapters")
     if not 1 <= rows <= MAX_ROWS:
-        raise NotImplementedError(f"reroute on Mosaic GPU takes 1 to {MAX_ROWS} rows, not {rows}")
+        raise Declined(f"reroute on Mosaic GPU takes 1 to {MAX_ROWS} rows, not {rows}")
     if not 1 <= groups <= MAX_GROUPS:
-        raise NotImplementedError(
-            f"reroute on Mosaic GPU takes 1 to {MAX_GROUPS} groups, not {groups}"
-        )
+        raise Declined(f"reroute on Mosaic GPU takes 1 to {MAX_GROUPS} groups, not {groups}")

@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from lora_jax.ops.adapter_items import AdapterItems
+from lora_jax.ops.dispatch import Declined
 from lora_jax.ops.reroute.maps import RowMap, with_owners
 from lora_jax.typing import Array, Float, Int
 
@@ -81,7 +82,7 @@ def row_map(
     False compiles it for the target at hand.
 
     Raises:
-        NotImplementedError: not on a TPU; adapters, of which no TPU kernel wants items; no rows,
+        Declined: not on a TPU; adapters, of which no TPU kernel wants items; no rows,
             or more rows or groups than the kernel takes.
     """
     sizes = _Sizes(topk_ids.size, num_experts, num_experts, slots=0)
@@ -117,18 +118,18 @@ def _require(
     adapters: AdapterItems | None,
     interpret: pltpu.InterpretParams | bool | None,
 ) -> None:
-    """Raise NotImplementedError, saying why, for what the kernel does not serve."""
+    """Raise Declined, saying why, for what the kernel does not serve."""
     if interpret is None and jax.default_backend() != "tpu":
-        raise NotImplementedError(f"{op}: the TPU kernel runs on a TPU only")
+        raise Declined(f"{op}: the TPU kernel runs on a TPU only")
     if adapters is not None:
-        raise NotImplementedError(f"{op}: the TPU kernel makes no items of adapters")
+        raise Declined(f"{op}: the TPU kernel makes no items of adapters")
     if not 0 < sizes.rows <= MAX_ROWS or sizes.groups > MAX_GROUPS:
-        raise NotImplementedError(
+        raise Declined(
             f"{op}: {sizes.rows} rows in {sizes.groups} groups; the TPU kernel takes 1 to "
             f"{MAX_ROWS} rows in up to {MAX_GROUPS} groups"
         )
     if sizes.table[0] * sizes.table[1] > MAX_TABLE:
-        raise NotImplementedError(
+        raise Declined(
             f"{op}: a table of {sizes.slots} slots and {sizes.experts} experts; in tiles the TPU "
             f"kernel takes {MAX_TABLE} entries"
         )

@@ -1,0 +1,214 @@
+// So few segments that each CTA has a block of the expand's columns, or two; behind a shrink at once (lora_gemm/decode_shrink.cuh)
+// where there is one. See lora_gemm/decode.cuh for the whole.
+//
+// Items of one segment are served together, one by each warp of a CTA, since they multiply the same weights:
+// 64 rows of one adapter would read them eight times from L2, which takes longer than from memory once.
+#pragma once
+#include "lora_gemm/decode_shrink.cuh"
+
+namespace lora_jax {
+
+constexpr int kHWarp = kRowWarp + 1;  // instead of a second row warp: items have few rows
+constexpr int kGroupItems = kThreads / 32;    // of a segment, at most
+constexpr int kMostRounds = 2;                // blocks of columns that a CTA has, at most
+constexpr int kGroupColumns = 64;             // of a block
+
+struct FewGroups {
+  int count;  // of one module; 0 where they are not what serves the launch
+  int starts[kFewRows + 1];  // first items, and the number of items
+};
+struct GroupUnit {
+  int module, col, rank;
+  int item, items;  // the first one, how many
+  const __nv_bfloat16* weights;
+};
+
+__device__ __forceinline__ bool is_missing(const uint4& v) {
+  return v.x == kMissing || v.y == kMissing || v.z == kMissing || v.w == kMissing;
+}
+__device__ __forceinline__ int group_blocks(const PairArgs& p) { return p.d_out / kGroupColumns; }
+__device__ __forceinline__ int most_groups(const PairArgs& p) {
+  return quotient(kMostRounds * gridDim.x, reciprocal(group_blocks(p) * p.num_modules));
+}
+// Whether so few segments may have so many items: all items of a segment but one are full.
+__device__ __forceinline__ bool may_be_groups(const PairArgs& p, int num_items) {
+  const int most = most_groups(p);
+  return num_items <= most * kGroupItems && num_items * kFewItemRows - p.num_rows <= most * (kFewItemRows - 1);
+}
+
+// By the unit warp, whose lanes hold the items: those of a segment are neighbours.
+__device__ __forceinline__ void find_groups(const PairArgs& p, FewGroups& groups, const AskedTables& asked) {
+  const int lane = threadIdx.x & 31, num_items = asked.num_items;
+  int count = 0, begin = 0;  // begin: of the segment at the end of the window before
+#pragma unroll
+  for (int w = 0; w < kFewRows / 32; ++w) {
+    if (w * 32 >= num_items) break;
+    const int4 item = asked.items[w], last = asked.items[w > 0 ? w - 1 : 0];
+    int slot = __shfl_up_sync(~0u, item.x, 1), expert = __shfl_up_sync(~0u, item.y, 1);
+    const int last_slot = __shfl_sync(~0u, last.x, 31), last_expert = __shfl_sync(~0u, last.y, 31);
+    if (lane == 0) slot = last_slot, expert = last_expert;
+    const int i = w * 32 + lane;
+    const uint32_t heads = __ballot_sync(~0u, i == 0 || item.x != slot || item.y != expert) & (~0u >> (31 - lane));
+    const int start = heads ? w * 32 + 31 - __clz(heads) : begin;
+    const bool opens = i < num_items && (i - start) % kGroupItems == 0;
+    const uint32_t opening = __ballot_sync(~0u, opens);
+    if (opens) groups.starts[count + __popc(opening & ((1u << lane) - 1))] = i;
+    count += __popc(opening), begin = __shfl_sync(~0u, start, 31);
+  }
+  if (lane == 0) groups.count = count <= most_groups(p) ? count : 0, groups.starts[count] = num_items;
+}
+
+// Whether the launch is served by groups; then all warps have the tables.
+template <class S>
+__device__ __forceinline__ bool have_groups(const PairArgs& p, S& sm, const AskedTables& asked) {
+  if (threadIdx.x >> 5 == kUnitWarp) {
+    find_groups(p, sm.groups, asked);
+    keep_tables(sm.tables, asked);
+  }
+  __syncthreads();
+  return sm.groups.count > 0;
+}
+
+template <class S>
+__device__ __forceinline__ GroupUnit group_unit(const PairArgs& p, const S& sm, int unit) {
+  const int blocks = group_blocks(p), group = unit / blocks, module = group / sm.groups.count;
+  const int* starts = sm.groups.starts + group - module * sm.groups.count;
+  const int4 item = sm.tables.items[starts[0]];
+  const int* e = p.modules[module].entries + min(static_cast<unsigned>(item.x), p.num_slots - 1u) * 5;
+  const int col = (unit - group * blocks) * kGroupColumns, rank = min(__ldg(e + 2), p.max_rank);
+  const int64_t row = __ldg(e + 1) + static_cast<int64_t>(item.y) * __ldg(e + 4);
+  return GroupUnit{module, col, rank, starts[0], starts[1] - starts[0], p.pools[1] + row * p.d_out + col};
+}
+
+// Asks for the block's weights, by all threads: [rank row][64 columns], zeros up to a step of 16 rows, 16
+// bytes of a row in the order of the copy engine's swizzle.
+__device__ __forceinline__ void fetch_block(const PairArgs& p, const GroupUnit& u, uint32_t to) {
+  const int c = threadIdx.x % 8;
+  for (int r = threadIdx.x / 8; r < (u.rank + 15) / 16 * 16; r += kThreads / 8) {
+    const bool there = r < u.rank;
+    copy_16(to + r * 128 + ((c ^ (r & 7)) << 4), u.weights + static_cast<int64_t>(there ? r : 0) * p.d_out + c * 8, there ? 16 : 0);
+  }
+  copies_commit();
+}
+
+// As clear_h, by the last CTAs: who has a shrink to do should wait for nothing before.
+__device__ __forceinline__ void clear_last(const PairArgs& p) {
+  const int lane = threadIdx.x & 31, words = p.num_modules * p.num_rows * (p.h_stride / 8);  // of 16 bytes
+  const int first = static_cast<int>(gridDim.x - 1 - blockIdx.x) * 32;
+  const uint4 missing = make_uint4(kMissing, kMissing, kMissing, kMissing);
+  for (int i = first + lane; i < words; i += gridDim.x * 32) reinterpret_cast<uint4*>(p.h)[i] = missing;
+  __syncwarp();
+  if (lane > 0) return;
+  if (first < words) release_count(&p.state->cleared, 2 * gridDim.x - 1);
+  else relaxed_count(&p.state->cleared, 2 * gridDim.x - 1);
+}
+
+// Brings h of an item to where its warp has room for it, by 16 bytes: so many warps want the same few lines
+// that L2 would be busy with finer loads. Each warp asks for its own until it is there: were one to wait for all,
+// the others' loads would come after, 0.7 us of a pair on an H200.
+template <class S>
+__device__ __forceinline__ void bring_h(const PairArgs& p, int module, const int4& item, int rank, uint32_t* to) {
+  const int lane = threadIdx.x & 31, groups = (rank + 7) / 8, words = item.w * groups;  // of 16 bytes
+  const __nv_bfloat16* from = p.h + (static_cast<int64_t>(module) * p.num_rows + item.z) * p.h_stride;
+  bool missing;
+  do {
+    missing = false;
+#pragma unroll
+    for (int i = 0; i < S::kSteps / 2; ++i) {
+      const int at = i * 32 + lane, n = at / max(groups, 1);
+      if (at >= words) continue;
+      const uint4 v = load_words(reinterpret_cast<const uint4*>(from + n * p.h_stride) + at - n * groups);
+      missing = missing || is_missing(v);
+      *reinterpret_cast<uint4*>(to + n * S::kHStride + (at - n * groups) * 4) = v;
+    }
+  } while (__any_sync(~0u, p.shrink && missing));
+  __syncwarp();
+}
+
+// acc += h B of 64 columns: as expand_block, of one group of boxes that are 16 rank rows tall.
+template <int STEPS>
+__device__ __forceinline__ void group_block(uint32_t weights, const uint32_t* h, int rank, float (&acc)[4][4]) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
+  const uint32_t even = weights + q * 256 + ((g ^ (q * 2)) << 4), odd = (even ^ 16) + 128;  // rows q * 2 and the next
+#pragma unroll
+  for (int s = 0; s < STEPS; ++s) {
+    if (s * 16 >= rank) break;
+    const uint32_t lo = s * 2048, hi = lo + 1024, h0 = h[s * 8], h1 = s * 16 + 8 < rank ? h[s * 8 + 4] : 0u;
+    const uint4 w0 = lds128(even + lo), w1 = lds128(odd + lo), w2 = lds128(even + hi), w3 = lds128(odd + hi);
+    auto step = [&](float (&out)[4], uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+      mma_bf16(out, __byte_perm(r0, r1, 0x5410), __byte_perm(r0, r1, 0x7632), __byte_perm(r2, r3, 0x5410),
+               __byte_perm(r2, r3, 0x7632), h0, h1);
+    };
+    step(acc[0], w0.x, w1.x, w2.x, w3.x);
+    step(acc[1], w0.y, w1.y, w2.y, w3.y);
+    step(acc[2], w0.z, w1.z, w2.z, w3.z);
+    step(acc[3], w0.w, w1.w, w2.w, w3.w);
+  }
+}
+
+template <class S>
+__device__ void expand_groups(const PairArgs& p, S& sm) {
+  constexpr int kBlockBytes = S::kSteps * 2048, kHWords = kFewItemRows * S::kHStride;
+  static_assert(2 * kBlockBytes + kGroupItems * kHWords * 4 <= S::kStages * S::kStage, "two blocks and h must fit");
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
+  const int total = sm.groups.count * p.num_modules * group_blocks(p);
+  const uint32_t blocks = smem_u32(sm.stages);
+  uint32_t* h = reinterpret_cast<uint32_t*>(&sm.stages[0][0] + 2 * kBlockBytes) + warp * kHWords;
+  int unit = gridDim.x - 1 - blockIdx.x, at = 0;  // the first CTAs have a shrink behind them
+  if (unit >= total) return;
+  GroupUnit next = group_unit(p, sm, unit);
+  fetch_block(p, next, blocks);
+  for (; unit < total; unit += gridDim.x, at ^= 1) {
+    const GroupUnit u = next;
+    const bool mine = warp < u.items && (u.rank > 0 || !p.accumulate);
+    const int4 item = sm.tables.items[mine ? u.item + warp : u.item];
+    __nv_bfloat16* out[2];
+    uint4 y[2];
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int row = sm.tables.order[item.z + min(q * 2 + e, item.w - 1)];
+      out[e] = p.modules[u.module].y + static_cast<int64_t>(row) * p.d_out + u.col + g * 8;
+      y[e] = make_uint4(0, 0, 0, 0);
+      load_last(y[e], out[e], mine && p.accumulate && q * 2 + e < item.w);
+    }
+    const bool more = unit + static_cast<int>(gridDim.x) < total;
+    if (more) next = group_unit(p, sm, unit + gridDim.x), fetch_block(p, next, blocks + (at ^ 1) * kBlockBytes);
+    if (mine) bring_h<S>(p, u.module, item, u.rank, h);
+    if (more) copies_wait<1>();
+    else copies_wait<0>();
+    __syncthreads();
+    if (mine) {
+      float acc[4][4] = {};
+      group_block<S::kSteps>(blocks + at * kBlockBytes, h + min(g, item.w - 1) * S::kHStride + q, u.rank, acc);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        y[e].x = add_bf16x2(y[e].x, acc[0][e], acc[0][e + 2]);
+        y[e].y = add_bf16x2(y[e].y, acc[1][e], acc[1][e + 2]);
+        y[e].z = add_bf16x2(y[e].z, acc[2][e], acc[2][e + 2]);
+        y[e].w = add_bf16x2(y[e].w, acc[3][e], acc[3][e + 2]);
+        store_last(out[e], y[e], q * 2 + e < item.w);
+      }
+    }
+    __syncthreads();  // the block that comes next but one may overwrite this one
+  }
+}
+
+// Both phases, or the expand alone.
+template <class S>
+__device__ void serve_groups(const PairArgs& p, S& sm, int num_items, const AtOnceUnit& unit, const AtOnceSite& site) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  if (p.shrink) {
+    uint32_t before = 0;
+    if (warp == kHWarp) {
+      before = lane == 0 ? count_launch(p) : 0;
+      clear_last(p);
+    }
+    if (in_unit(p, num_items))
+      shrink_at_once(p, *reinterpret_cast<AtOnceShared*>(sm.stages), sm.at_once, unit, site, &sm.cleared);
+    if (warp == kHWarp) await_clear(p, is_odd(__shfl_sync(~0u, before, 0)), &sm.cleared);
+    __syncthreads();  // all of h is cleared, and what the shrink used is free
+  }
+  expand_groups(p, sm);
+}
+
+}  // namespace lora_jax

@@ -1,0 +1,218 @@
+// The shrink of so few items that all of it is on its way from memory at once: a cluster of four CTAs has 16
+// rank rows of an item. See lora_gemm/decode.cuh for the whole.
+//
+// The sums have pair_kernel's order: each CTA has the k of one of its warps (k mod 128). All its warps ask for
+// a share of those and put what comes into shared memory as the tensor cores take it; one warp adds it up in
+// order. Then the first CTA adds the four parts. A launch takes little but latencies, and a warp alone has
+// 4 or more cycles an instruction: so there are as few as may be before the loads and in the sum.
+#pragma once
+#include "device/cluster.cuh"
+#include "lora_gemm/decode_plan.cuh"
+#include "lora_gemm/items.cuh"
+
+namespace lora_jax {
+
+constexpr int kShrinkParts = kConsumers;  // CTAs of a cluster
+constexpr int kLoaders = kThreads / 32, kChunkSteps = 4;  // steps of 128 columns that a warp asks for at once
+constexpr int kMostChunks = 2 * kLoaders;
+constexpr int kAtOnceRanks = 16, kMostAtOnce = 64;  // rank rows of a unit; units, which all run at a time
+
+// What the lanes of a warp multiply in a step: rank rows g and g + 8 by either half of a lane's 8 k, batch row g.
+struct Step {
+  uint4 low[32], high[32], x[32];
+};
+struct AtOnceShared {
+  Step chunks[kMostChunks][kChunkSteps];
+  alignas(16) float4 parts[kShrinkParts - 1][32];  // of the other CTAs
+};
+struct AtOnceBarriers {
+  alignas(8) uint64_t full[kMostChunks], summed;
+};
+__device__ __forceinline__ void make_at_once_barriers(AtOnceBarriers& bars) {
+  for (uint64_t& bar : bars.full) mbar_init(&bar, 1);
+  mbar_init(&bars.summed, 1);
+  fence_barriers();
+}
+template <int NS, int STAGE, int RANKS>
+struct FewShrinkShared {
+  Shared<NS, STAGE, RANKS> items;
+  AtOnceBarriers barriers;
+};
+
+// A cluster's unit of the shrink.
+struct AtOnceUnit {
+  int index;  // of its item
+  int module, first_rank;
+};
+__device__ __forceinline__ int rank_units(const PairArgs& p) { return (p.max_rank + kAtOnceRanks - 1) / kAtOnceRanks; }
+__device__ __forceinline__ int at_once_units(const PairArgs& p, int items) { return items * p.num_modules * rank_units(p); }
+__device__ __forceinline__ bool at_once(const PairArgs& p, int num_items) {
+  const int most = min(kMostAtOnce, static_cast<int>(gridDim.x) / kShrinkParts);
+  return at_once_units(p, num_items) <= most && p.d_in <= kMostChunks * kChunkSteps * 128;
+}
+__device__ __forceinline__ bool in_unit(const PairArgs& p, int num_items) {
+  return static_cast<int>(blockIdx.x) / kShrinkParts < at_once_units(p, num_items);
+}
+__device__ __forceinline__ AtOnceUnit at_once_unit(const PairArgs& p) {
+  const int unit = blockIdx.x / kShrinkParts, of_item = p.num_modules * rank_units(p);
+  const int item = quotient(unit, reciprocal(of_item)), rest = unit - item * of_item;
+  const int module = quotient(rest, reciprocal(rank_units(p)));
+  return AtOnceUnit{item, module, (rest - module * rank_units(p)) * kAtOnceRanks};
+}
+// Has the items here soon that hand_out asks for first, and the rows' order, by its warp.
+__device__ __forceinline__ void touch_first(const PairArgs& p) {
+  const int guess = min(static_cast<int>(threadIdx.x & 31), kCuts - 1);
+  const int item = min(quotient(blockIdx.x, reciprocal(item_units(p, guess))), p.num_rows - 1);
+  prefetch_l1(p.items + item);
+  prefetch_l2(p.row_order + min(static_cast<int>(threadIdx.x & 31) * 32, p.num_rows - 1));
+}
+
+// Sums of a lane: of 16 rank rows by 8 batch rows, in two chains by bit 2 of k.
+using AtOnceSums = float[2][4];
+struct Operands {
+  uint4 low, high, x;
+};
+__device__ __forceinline__ Operands read_step(uint32_t at) { return Operands{lds128(at), lds128(at + 512), lds128(at + 1024)}; }
+__device__ __forceinline__ void add_step(const Operands& o, AtOnceSums& acc) {
+  mma_bf16(acc[0], o.low.x, o.low.y, o.low.z, o.low.w, o.x.x, o.x.y);
+  mma_bf16(acc[1], o.high.x, o.high.y, o.high.z, o.high.w, o.x.z, o.x.w);
+}
+// Adds the chunks in order. A step is read while three are added, and before the next of them: behind it, what is read
+// would wait for registers that the sum leaves late.
+__device__ __forceinline__ void add_chunks(const AtOnceShared& sm, AtOnceBarriers& bars, int chunks, AtOnceSums& acc) {
+  static_assert(kChunkSteps == 4);
+  uint32_t at = smem_u32(&sm.chunks[0][0].low[threadIdx.x & 31]);
+  Operands o[4];
+  auto read = [&](int d) { o[d] = read_step(at + d * sizeof(Step)); };
+  mbar_wait(&bars.full[0], 0);
+  read(0), read(1), read(2);
+#pragma unroll 1
+  for (int i = 1;; ++i) {
+    read(3), add_step(o[0], acc);
+    if (i == chunks) break;
+    at += kChunkSteps * sizeof(Step);
+    mbar_wait(&bars.full[i], 0);
+    read(0), add_step(o[1], acc);
+    read(1), add_step(o[2], acc);
+    read(2), add_step(o[3], acc);
+  }
+  add_step(o[1], acc), add_step(o[2], acc), add_step(o[3], acc);
+}
+
+// By one warp of the cluster's first CTA: adds the parts in order and stores this unit's h.
+__device__ __forceinline__ void finish_at_once(const PairArgs& p, AtOnceShared& sm, AtOnceBarriers& bars, const AtOnceUnit& u,
+                                               const int4& item, int rank, float scaling, const float4& own, uint64_t* cleared) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3, place = item.z + q * 2;
+  auto* h = reinterpret_cast<uint32_t*>(p.h + (static_cast<int64_t>(u.module) * p.num_rows + place) * p.h_stride + u.first_rank + g);
+  const int left = item.w - q * 2, written = (rank + 7) / 8 * 8 - u.first_rank;  // rows from this lane's first on; columns
+  mbar_wait(&bars.summed, 0);
+  float sums[4] = {0.f, 0.f, 0.f, 0.f};
+  auto add = [&](float4 v) { sums[0] += v.x, sums[1] += v.y, sums[2] += v.z, sums[3] += v.w; };
+  add(own);
+#pragma unroll
+  for (int i = 0; i < kShrinkParts - 1; ++i) add(sm.parts[i][lane]);
+  if (p.expand) mbar_wait(cleared, 0);
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+    const int r = c / 2 * 8 + g;
+    const float v = u.first_rank + r < rank ? sums[c] * scaling : 0.f;
+    const uint32_t both = bf16x2(v, __shfl_xor_sync(~0u, v, 4));
+    if (g % 2 == 0 && c % 2 < left && r < written) store_word(h + c % 2 * (p.h_stride / 2) + c / 2 * 4, both);
+  }
+}
+
+// This lane's part of x and of rank rows g and g + 8, from this warp's first chunk on.
+struct AtOnceSource {
+  const __nv_bfloat16 *x, *lo, *hi;
+};
+// Brings this warp's chunks of the CTA's k. Of steps that are not there come zeros: sums stay as they are.
+__device__ __forceinline__ void bring_chunks(AtOnceShared& sm, AtOnceBarriers& bars, AtOnceSource from, int steps, int chunks) {
+  constexpr int kColumns = kLoaders * kChunkSteps * 128;  // until this warp's next chunk
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  uint32_t to = smem_u32(&sm.chunks[warp][0].low[lane]);
+#pragma unroll 1
+  for (int i = warp; i < chunks; i += kLoaders) {
+    uint4 x[kChunkSteps], lo[kChunkSteps], hi[kChunkSteps];
+#pragma unroll
+    for (int d = 0; d < kChunkSteps; ++d) {
+      const bool there = i * kChunkSteps + d < steps;
+      lo[d] = hi[d] = x[d] = make_uint4(0, 0, 0, 0);
+      load_once(lo[d], from.lo + d * 128, there), load_once(hi[d], from.hi + d * 128, there);
+      load_once(x[d], from.x + d * 128, there);
+    }
+#pragma unroll
+    for (int d = 0; d < kChunkSteps; ++d) {
+      const uint32_t step = to + d * sizeof(Step);
+      sts128(step, make_uint4(lo[d].x, hi[d].x, lo[d].y, hi[d].y));
+      sts128(step + 512, make_uint4(lo[d].z, hi[d].z, lo[d].w, hi[d].w));
+      sts128(step + 1024, x[d]);
+    }
+    __syncwarp();
+    if (lane == 0) mbar_arrive(&bars.full[i]);
+    from.lo += kColumns, from.hi += kColumns, from.x += kColumns, to += kLoaders * kChunkSteps * sizeof(Step);
+  }
+}
+
+// What a unit waits for before it can ask for weights, by one load of each lane: of two, one behind a branch that
+// the other decides, the second would be asked for when the first is there.
+struct AtOnceSite {
+  int4 item;
+  int word;  // of lanes 0 to 4 the slot's entry, of lane 5 its scaling, of lanes 8 to 15 a row each
+  __device__ __forceinline__ int shown(int lane) const { return __shfl_sync(~0u, word, lane); }
+};
+__device__ __forceinline__ AtOnceSite ask_at_once(const PairArgs& p, const AtOnceUnit& u, const int4& item) {
+  const int slot = static_cast<int>(min(static_cast<unsigned>(item.x), p.num_slots - 1u)), lane = threadIdx.x & 31;
+  const Module& m = p.modules[u.module];
+  // Lanes of no row have the last one's, and what they sum nobody takes.
+  const int* from = p.row_order + item.z + min(lane & 7, item.w - 1);
+  if (lane < 5) from = m.entries + slot * 5 + lane;
+  if (lane == 5) from = reinterpret_cast<const int*>(m.scaling + slot);
+  return AtOnceSite{item, load_now(from)};
+}
+
+// `cleared`: of h, where others read it in this launch.
+__device__ __forceinline__ void shrink_at_once(const PairArgs& p, AtOnceShared& sm, AtOnceBarriers& bars, const AtOnceUnit& u,
+                                               const AtOnceSite& site, uint64_t* cleared = nullptr) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3, part = cluster_rank();
+  const int rank = min(site.shown(2), p.max_rank);
+  if (u.first_rank >= rank) return;  // and so the whole cluster
+  cluster_begun();
+  const int steps = (p.d_in - part * 32 + 127) >> 7, chunks = (steps + kChunkSteps - 1) / kChunkSteps;
+  const int column = part * 32 + q * 8 + warp * kChunkSteps * 128;
+  const int a_row = site.shown(0) + site.item.y * site.shown(3) + u.first_rank, row = site.shown(8 + g), last = rank - 1 - u.first_rank;
+  auto weights = [&](int r) { return p.pools[0] + static_cast<int64_t>(a_row + min(r, last)) * p.d_in + column; };
+  const AtOnceSource from{p.x + static_cast<int64_t>(row) * p.d_in + column, weights(g), weights(g + 8)};
+  const float scaling = __int_as_float(site.shown(5));
+  bring_chunks(sm, bars, from, steps, chunks);
+  AtOnceSums acc = {};
+  if (warp == 0) {
+    if (part == 0 && lane == 0) mbar_expect(&bars.summed, sizeof(sm.parts));
+    if (chunks > 0) add_chunks(sm, bars, chunks, acc);
+  }
+  cluster_all_begun();  // who has arrived must wait before it ends
+  if (warp > 0) return;
+  const float4 own = make_float4(acc[0][0] + acc[1][0], acc[0][1] + acc[1][1], acc[0][2] + acc[1][2], acc[0][3] + acc[1][3]);
+  if (part == 0) return finish_at_once(p, sm, bars, u, site.item, rank, scaling, own, cleared);
+  cluster_store(address_in(0, smem_u32(&sm.parts[part - 1][lane])), own, address_in(0, smem_u32(&bars.summed)));
+}
+
+// The shrink alone: at once, or by pair_kernel's units.
+template <int NS, int STAGE, int RANKS>
+__global__ void __launch_bounds__(kThreads, 2) few_shrink_kernel(const __grid_constant__ PairArgs p) {
+  extern __shared__ __align__(1024) unsigned char few_shrink_raw[];
+  using S = FewShrinkShared<NS, STAGE, RANKS>;
+  static_assert(sizeof(AtOnceShared) <= sizeof(Shared<NS, STAGE, RANKS>::stages), "at once or by units: not both");
+  auto& sm = *reinterpret_cast<S*>(few_shrink_raw);
+  const AtOnceUnit u = at_once_unit(p);
+  const int num_items = *p.num_items;
+  const int4 item = __ldg(reinterpret_cast<const int4*>(p.items) + min(u.index, p.num_rows - 1));
+  if (threadIdx.x >> 5 == kUnitWarp) touch_first(p);
+  if (threadIdx.x >> 5 == kRowWarp) prefetch_slots(p);
+  if (threadIdx.x == kThreads - 32) make_at_once_barriers(sm.barriers);
+  make_barriers(p, sm.items);
+  if (!at_once(p, num_items)) return serve_items<false>(p, sm.items);
+  if (!in_unit(p, num_items)) return;
+  shrink_at_once(p, *reinterpret_cast<AtOnceShared*>(sm.items.stages), sm.barriers, u, ask_at_once(p, u, item));
+}
+
+}  // namespace lora_jax

@@ -1,0 +1,38 @@
+// XLA FFI entry point of merge: in place on w, one launch, fit for CUDA graphs.
+#include "merge/merge.cuh"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+using S32 = ffi::Buffer<ffi::S32>;
+using F32 = ffi::Buffer<ffi::F32>;
+using BF16 = ffi::Buffer<ffi::BF16>;
+
+namespace lora_jax {
+
+static ffi::Error Merged(cudaStream_t stream, BF16 w, BF16 a_pool, BF16 b_pool, S32 sites, F32 scaling,
+                         ffi::Result<BF16> out, int64_t max_rank) {
+  auto data = [](const BF16& b) { return static_cast<__nv_bfloat16*>(b.untyped_data()); };
+  const auto d = w.dimensions();
+  const MergeArgs args{static_cast<__nv_bfloat16*>(out->untyped_data()), data(a_pool), data(b_pool),
+                       sites.typed_data(), scaling.typed_data(), static_cast<int>(d[0]), static_cast<int>(d[1]),
+                       static_cast<int>(d[2]), static_cast<int>(max_rank),
+                       static_cast<int>(b_pool.dimensions()[0])};
+  cudaError_t e = cudaSuccess;
+  if (args.w != data(w)) e = cudaMemcpyAsync(args.w, data(w), w.size_bytes(), cudaMemcpyDeviceToDevice, stream);
+  if (e == cudaSuccess) e = launch_merge(args, stream);
+  return e == cudaSuccess ? ffi::Error::Success() : ffi::Error::Internal(cudaGetErrorString(e));
+}
+
+}  // namespace lora_jax
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_merge, lora_jax::Merged,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<BF16>()
+                                  .Arg<BF16>()
+                                  .Arg<BF16>()
+                                  .Arg<S32>()
+                                  .Arg<F32>()
+                                  .Ret<BF16>()
+                                  .Attr<int64_t>("max_rank"),
+                              {ffi::Traits::kCmdBufferCompatible});

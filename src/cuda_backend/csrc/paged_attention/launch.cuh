@@ -1,0 +1,90 @@
+// Host side of paged attention: tensor maps, the ring's size, launches.
+#pragma once
+#include "paged_attention/heads.cuh"
+#include "paged_attention/latents.cuh"
+#include "device/swizzled_map.cuh"
+
+namespace lora_jax {
+
+constexpr int kSharedBytes = 232448;  // that a CTA of Hopper can have
+
+// Views pages [pages, page_size, heads, dim] as [page, head, dim / 64, place, 64]: a box is 16 places
+// of `box_heads` heads, each 128-byte piece swizzled by its place.
+inline cudaError_t page_map(CUtensorMap* map, const void* pages, int64_t num_pages, int64_t page_size, int64_t heads,
+                            int64_t dim, int64_t box_heads) {
+  const cuuint64_t dims[] = {64, static_cast<cuuint64_t>(page_size), static_cast<cuuint64_t>(dim / 64),
+                             static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(num_pages)};
+  const cuuint64_t row = static_cast<cuuint64_t>(dim) * 2;
+  const cuuint64_t strides[] = {heads * row, 128, row, page_size * heads * row};
+  const cuuint32_t box[] = {64, kBox, static_cast<cuuint32_t>(dim / 64), static_cast<cuuint32_t>(box_heads), 1};
+  return swizzled_map<5>(map, pages, dims, strides, box);
+}
+
+inline cudaError_t launch_attention_units(const AttentionUnitsArgs& args, cudaStream_t stream) {
+  attention_units_kernel<<<1, kScanThreads, 0, stream>>>(args);
+  return cudaGetLastError();
+}
+
+// `slot_boxes`: of 16 positions; `scratch`: bytes of shared memory that consumers need besides the ring.
+template <class Consumer>
+cudaError_t launch_consumers(AttentionArgs& args, int consumers, int slot_boxes, int scratch, cudaStream_t stream) {
+  const auto kernel = attention_kernel<Consumer>;
+  const int slot = slot_boxes * (args.k_bytes + args.v_bytes);
+  const int room = (kSharedBytes - kAttentionHeader - scratch) / slot;
+  args.slot_boxes = slot_boxes, args.slots = room < kMostSlots ? room : kMostSlots;
+  // What is worked on, and a slot on its way.
+  if (args.slots * slot_boxes < Consumer::kStep + slot_boxes || consumers > kMostConsumers) return cudaErrorInvalidValue;
+  const int shared = kAttentionHeader + args.slots * slot + scratch;
+  cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  int device = 0, sms = 0;
+  if (e == cudaSuccess) e = cudaGetDevice(&device);
+  if (e == cudaSuccess) e = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+  if (e != cudaSuccess) return e;
+  kernel<<<sms, kAttentionThreads, shared, stream>>>(args, consumers);
+  return cudaGetLastError();
+}
+
+template <int KT, int NT, bool WHOLE>
+cudaError_t launch_heads(AttentionArgs& args, cudaStream_t stream) {
+  using Consumer = HeadConsumer<KT, NT, WHOLE>;
+  const int consumers = args.cta_heads * args.token_groups;
+  return launch_consumers<Consumer>(args, consumers, Consumer::kStep, Consumer::kScratch, stream);
+}
+template <int KT, int NT>
+cudaError_t launch_heads(AttentionArgs& args, cudaStream_t stream) {
+  const bool whole = args.part_rows < args.tokens;  // units of several chunks, see may_cut
+  return whole ? launch_heads<KT, NT, true>(args, stream) : launch_heads<KT, NT, false>(args, stream);
+}
+template <int M>
+cudaError_t launch_latent(AttentionArgs& args, cudaStream_t stream) {
+  return launch_consumers<LatentConsumer<M>>(args, kMostConsumers, 1, sizeof(LatentShared<M>), stream);
+}
+
+// `T`: of the results.
+template <class T>
+cudaError_t launch_combine(const AttentionArgs& args, cudaStream_t stream) {
+  if (args.max_chunks == 1) return cudaSuccess;
+  const int64_t warps = static_cast<int64_t>(args.part_rows) * args.q_heads *
+                        ((args.v_dim + kCombineColumns - 1) / kCombineColumns);
+  const int blocks = static_cast<int>((warps * 32 + kCombineThreads - 1) / kCombineThreads);
+  const auto kernel = args.max_chunks > 8 ? combine_kernel<16, T> : combine_kernel<8, T>;
+  kernel<<<blocks, kCombineThreads, 0, stream>>>(args);
+  return cudaGetLastError();
+}
+
+// Fills in what follows from the sizes, and launches; cudaErrorInvalidValue for sizes that the caller
+// should not have let through. Needs cta_heads and token_groups.
+inline cudaError_t launch_attention(AttentionArgs& args, bool latent, cudaStream_t stream) {
+  args.head_groups = args.kv_heads / args.cta_heads;
+  args.k_bytes = args.cta_heads * args.k_dim * kBox * 2;
+  args.v_bytes = latent ? 0 : args.cta_heads * args.v_dim * kBox * 2;
+  cudaError_t e = cudaErrorInvalidValue;
+  if (!latent && args.k_dim == 128 && args.v_dim == 128) e = launch_heads<8, 16>(args, stream);
+  if (!latent && args.k_dim == 64 && args.v_dim == 64) e = launch_heads<4, 8>(args, stream);
+  if (latent && args.k_dim == kLatentTiles * 64 && args.kv_heads == 1 && args.v_dim % 64 == 0 && args.v_dim <= 512) {
+    e = args.token_groups == 1 ? launch_latent<1>(args, stream) : launch_latent<2>(args, stream);
+  }
+  return e == cudaSuccess ? launch_combine<__nv_bfloat16>(args, stream) : e;
+}
+
+}  // namespace lora_jax

@@ -1,0 +1,188 @@
+"""Which LoRA adapters are on the device: slots, and rank rows of each width. No jax.
+
+See `allocator` for the life of an adapter.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from lora_jax.adapters.allocator import AbstractAllocator, Placed, ResidencyStats
+from lora_jax.adapters.catalogue import LoraCatalogue
+from lora_jax.adapters.row_ranges import RowRanges
+from lora_jax.adapters.weights import AdapterWeights
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowWrite:
+    """Rows [offset, offset + len(rows)) of the pool of this width get `rows` [n, width]."""
+
+    offset: int
+    rows: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoraPlacement:
+    """Where an adapter goes, and everything to write for it.
+
+    `entries` is int32 [modules, layers, 5] with the columns of `AdapterSlots.entries`, `scaling`
+    float32 [modules, layers]. `cleared_slots` are free now: their table entries are to be zeroed.
+    """
+
+    digest: str
+    slot: int
+    entries: np.ndarray
+    scaling: np.ndarray
+    writes: dict[int, tuple[RowWrite, ...]]  # by width
+    evicted: tuple[str, ...] = ()  # digests of the adapters that had to go
+    cleared_slots: tuple[int, ...] = ()
+
+
+_Rows = tuple[tuple[int, int, int], ...]  # (width, start, length) of each matrix
+
+
+class SlotAllocator(AbstractAllocator[AdapterWeights, LoraPlacement, _Rows]):
+    """Host bookkeeping of LoRA slots and rank rows; one thread (the engine's) uses it."""
+
+    def __init__(
+        self, catalogue: LoraCatalogue, num_slots: int, rows: dict[int, int], itemsize: int = 4
+    ):
+        """`rows` is the size of each width's pool (SlotsSpec.rows), `itemsize` of a pool value."""
+        super().__init__(num_slots)
+        self._modules = {name: i for i, name in enumerate(catalogue.module_names)}
+        self._num_layers = catalogue.num_layers
+        self._itemsize = itemsize
+        self._pools = {width: RowRanges(count) for width, count in sorted(rows.items())}
+        self._cleared_slots: set[int] = set()
+
+    def check_fits(self, weights: AdapterWeights) -> None:
+        """Raise ValueError when the adapter would not fit even on an empty device."""
+        for width, need in sorted(weights.rows_by_width().items()):
+            total = self._pools[width].total if width in self._pools else 0
+            if need > total:
+                raise ValueError(
+                    f"The adapter needs {need} rank rows of width {width}; the device has {total}."
+                )
+
+    def can_place(self, weights: AdapterWeights) -> bool:
+        """Return whether `place` would succeed now. Changes nothing."""
+        return weights.digest not in self._placed and self._victims(weights) is not None
+
+    def place(self, weights: AdapterWeights, *, pinned: bool = False) -> LoraPlacement:
+        """Give the adapter a slot and rows, evicting idle ones as needed; it is then loading.
+
+        Raises ValueError when it is already placed or cannot be placed now (see can_place), and
+        then changes nothing.
+        """
+        digest = weights.digest
+        if digest in self._placed:
+            raise ValueError(f"The adapter {digest[:12]} has a slot already.")
+        victims = self._victims(weights)
+        if victims is None:
+            raise ValueError(f"There is no room for the adapter {digest[:12]} now.")
+        for victim in victims:
+            self._free(victim)
+        starts = [self._take(width, length) for width, length in weights.demand]
+        ranges = tuple((w, s, n) for (w, n), s in zip(weights.demand, starts, strict=True))
+        slot = self._free_slots.pop(0)
+        self._cleared_slots.discard(slot)
+        self._placed[digest] = Placed(slot, ranges, pinned)
+        entries, scaling = self._table(weights, starts)
+        return LoraPlacement(
+            digest=digest,
+            slot=slot,
+            entries=entries,
+            scaling=scaling,
+            writes=_row_writes(weights, starts),
+            evicted=victims,
+            cleared_slots=self.take_cleared_slots(),
+        )
+
+    def take_cleared_slots(self) -> tuple[int, ...]:
+        """Return, once, the slots freed since the last call and still free: zero their entries."""
+        cleared = tuple(sorted(self._cleared_slots))
+        self._cleared_slots.clear()
+        return cleared
+
+    def stats(self) -> ResidencyStats:
+        total = {width: pool.total for width, pool in self._pools.items()}
+        used = {width: pool.total - pool.num_free for width, pool in self._pools.items()}
+        return ResidencyStats(
+            slots_used=len(self._placed),
+            slots_total=self.num_slots,
+            rows_used=used,
+            rows_total=total,
+            bytes_used=sum(w * n for w, n in used.items()) * self._itemsize,
+            bytes_total=sum(w * n for w, n in total.items()) * self._itemsize,
+        )
+
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        slots = [placed.slot for placed in self._placed.values()]
+        assert sorted(slots + self._free_slots) == list(range(self.num_slots)), "slots overlap"
+        assert self._cleared_slots <= set(self._free_slots), "a slot in use would be zeroed"
+        for width, pool in self._pools.items():
+            held = [r[1:] for p in self._placed.values() for r in p.room if r[0] == width]
+            end = 0
+            for start, length in sorted([*held, *pool.ranges]):
+                assert start == end, f"rows {end}..{start} of width {width} overlap or are lost"
+                end = start + length
+            assert end == pool.total, f"rows after {end} of width {width} are lost"
+
+    def _take(self, width: int, length: int) -> int:
+        start = self._pools[width].take(length)
+        assert start is not None, "the trial allocation found room that is not there"
+        return start
+
+    def _take_back(self, placed: Placed[_Rows]) -> None:
+        for width, start, length in placed.room:
+            self._pools[width].give(start, length)
+        self._return_slot(placed.slot)
+        self._cleared_slots.add(placed.slot)
+
+    def _victims(self, weights: AdapterWeights) -> tuple[str, ...] | None:
+        """Return the least recently used idle adapters whose going makes room; None: no room."""
+        need = weights.rows_by_width()
+        if any(width not in self._pools for width in need):
+            return None
+        trial = {width: self._pools[width].copy() for width in need}
+        idle = self._idle()
+        num_victims = 0 if self._free_slots else 1
+        for count in range(len(idle) + 1):
+            if count:
+                for width, start, length in self._placed[idle[count - 1]].room:
+                    if width in trial:
+                        trial[width].give(start, length)
+            if count >= num_victims and _fits(trial, need, weights.demand):
+                return tuple(idle[:count])
+        return None
+
+    def _table(self, weights: AdapterWeights, starts: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the slot's entries and scaling, given where each distinct matrix starts."""
+        offsets = {id(m): s for m, s in zip(weights.matrices(), starts, strict=True)}
+        shape = (len(self._modules), self._num_layers)
+        entries, scaling = np.zeros((*shape, 5), np.int32), np.zeros(shape, np.float32)
+        for (module, layer), site in weights.sites.items():
+            at = self._modules[module], layer
+            strides = [site.rank if m.shape[0] > 1 else 0 for m in (site.a, site.b)]
+            entries[at] = (offsets[id(site.a)], offsets[id(site.b)], site.rank, *strides)
+            scaling[at] = site.scaling
+        return entries, scaling
+
+
+def _fits(
+    trial: dict[int, RowRanges], need: dict[int, int], demand: tuple[tuple[int, int], ...]
+) -> bool:
+    """Return whether all matrices fit into the free ranges, each contiguous."""
+    if any(trial[width].num_free < count for width, count in need.items()):
+        return False
+    pools = {width: pool.copy() for width, pool in trial.items()}
+    return all(pools[width].take(length) is not None for width, length in demand)
+
+
+def _row_writes(weights: AdapterWeights, starts: list[int]) -> dict[int, tuple[RowWrite, ...]]:
+    writes: dict[int, list[RowWrite]] = {}
+    for matrix, start in zip(weights.matrices(), starts, strict=True):
+        width = matrix.shape[2]
+        writes.setdefault(width, []).append(RowWrite(start, matrix.reshape(-1, width)))
+    return {width: tuple(rows) for width, rows in writes.items()}

@@ -1,0 +1,27 @@
+"""Norms and turns heads of q and k and writes k and v into pages: one kernel on Hopper."""
+
+from lora_jax.ops.dispatch import ANY, GPU, Implementation, Op, backend_kernel
+from lora_jax.ops.place_heads import reference, xla
+from lora_jax.ops.place_heads.args import PlaceHeadsArgs
+from lora_jax.typing import Array
+
+__all__ = ["PlaceHeadsArgs", "place_heads"]
+
+PLACE_HEADS = Op(
+    "place_heads",
+    (
+        Implementation("cuda", GPU, backend_kernel("cuda", "place_heads")),
+        Implementation("xla", ANY, xla.place_heads, stands_in=True),
+        Implementation("reference", ANY, reference.place_heads),
+    ),
+)
+
+
+def place_heads(
+    args: PlaceHeadsArgs, *, implementation: str | None = None
+) -> tuple[Array, Array, Array]:
+    """Return q turned by its tokens' angles, and the pages with k, turned too, and v in them.
+
+    The caller donates the pages, which may be written in place.
+    """
+    return PLACE_HEADS.call(implementation, args)

@@ -1,0 +1,28 @@
+"""The argument of every implementation of place_heads."""
+
+import dataclasses
+
+import jax
+
+from lora_jax.typing import Array, Float, Int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PlaceHeadsArgs:
+    """New heads of a flat list of tokens, their angles, and the pages that k and v go to.
+
+    `scales` are the weights of the norms that each head of q and of k goes through first, if any.
+    Tokens whose page slot is out of range are dropped.
+    """
+
+    q: Float[Array, "tokens q_heads head_dim"]
+    k: Float[Array, "tokens kv_heads head_dim"]
+    v: Float[Array, "tokens kv_heads head_dim"]
+    cos: Float[Array, "tokens half"]
+    sin: Float[Array, "tokens half"]
+    scales: tuple[Float[Array, "head_dim"], Float[Array, "head_dim"]] | None
+    k_pages: Float[Array, "pages page_size kv_heads head_dim"]
+    v_pages: Float[Array, "pages page_size kv_heads head_dim"]
+    token_to_page_slot: Int[Array, "tokens"]
+    eps: float = dataclasses.field(default=0.0, metadata={"static": True})  # of the norms

@@ -1,0 +1,52 @@
+"""The RMS norm of rows, or of the sum of two, in one kernel where a backend has one."""
+
+import functools
+
+import jax
+
+from lora_jax.ops.dispatch import ANY, GPU, Implementation, Op, backend_kernel
+from lora_jax.ops.rms_norm import reference, xla
+from lora_jax.typing import Array, Float
+
+__all__ = ["add_rms_norm", "rms_norm"]
+
+RMS_NORM = Op(
+    "rms_norm",
+    (
+        Implementation("cuda", GPU, backend_kernel("cuda", "rms_norm")),
+        Implementation("xla", ANY, xla.add_rms_norm, stands_in=True),
+        Implementation("reference", ANY, reference.add_rms_norm),
+    ),
+)
+
+
+def add_rms_norm(
+    x: Float[Array, "rows size"],
+    addend: Float[Array, "rows size"] | None,
+    weight: Float[Array, "size"],
+    eps: float,
+    *,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "rows size"], Float[Array, "rows size"]]:
+    """Return x + addend (x without one), and s / sqrt(mean(s^2) + eps) * weight of that sum s.
+
+    The norm is computed in float32 and rounded once.
+    """
+    return RMS_NORM.call(implementation, x, addend, weight, eps)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def rms_norm(
+    x: Float[Array, "*rows size"], weight: Float[Array, "size"], eps: float
+) -> Float[Array, "*rows size"]:
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last axis; differentiable."""
+    flat = x.reshape(-1, x.shape[-1])
+    return add_rms_norm(flat, None, weight, eps)[1].reshape(x.shape)
+
+
+@rms_norm.defjvp
+def _rms_norm_jvp(eps, primals, tangents):
+    def portable(x, weight):
+        return xla.add_rms_norm(x, None, weight, eps)[1]
+
+    return rms_norm(*primals, eps), jax.jvp(portable, primals, tangents)[1]
