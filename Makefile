@@ -23,7 +23,7 @@ LIBTPU_VERSION := 0.0.48.1
 # triton-ascend has wheels for Python 3.9 to 3.11 only.
 ASCEND_PYTHON ?= python3.11
 
-.PHONY: serve test test-slow test-gpu test-aot test-ascend lint bench-cpu bench-report notebooks clean
+.PHONY: serve test test-slow test-gpu test-aot test-ascend lint docs bench-cpu bench-report notebooks clean
 
 serve: .venv/.serve  ## start the embedded default on this machine's CPU
 	$(BIN)/python -m serving.launch $(MODEL) $(addprefix --lora-dir ,$(wildcard $(MODEL)/adapters)) $(if $(strip $(ESFT_FOLDERS)),--lora-modules $(ESFT_FOLDERS)) --port $(PORT) $(ARGS)
@@ -51,6 +51,10 @@ lint: .venv/.dev
 	$(BIN)/python tests/lint_calls.py
 	$(BIN)/lint-imports
 
+docs: .venv/.docs  ## build the pages as a site in .cache/site, and check its links
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	$(BIN)/python docs/site/check.py .cache/site
+
 bench-cpu: .venv/.dev  ## this server against transformers + PEFT, in one run
 	$(BIN)/python -m bench.serve --cpu --out bench/results
 
@@ -70,6 +74,10 @@ notebooks: .venv/.dev
 
 .venv/.dev: pyproject.toml | .venv/bin/python
 	$(PIP) install --editable '.[dev]'
+	@touch $@ .venv/.serve
+
+.venv/.docs: pyproject.toml | .venv/bin/python
+	$(PIP) install --editable '.[docs]'
 	@touch $@ .venv/.serve
 
 .cache/vllm-rs: | .venv/bin/python
