@@ -16,6 +16,7 @@ PARTS = {
     "rerouting fused": ("rerouting, as shipped, over the base", OURS),
     "rerouting plain": ("rerouting by plain operators, over the base", LIGHT),
 }
+ADAPTERS = (1, 5, 10, 20)  # ticks
 PADDED = ("virtual tensors over padded ones", GREY)
 
 
@@ -55,7 +56,7 @@ def _plot_same(ax: Axes, batches: dict[str, list[tuple[int, dict]]]) -> None:
         ax.errorbar(places, over, sides, marker="o", ms=3, capsize=2, lw=1, label=label)
     ax.axhline(0, color="black", lw=0.8)
     ax.set(xlabel="adapters in the batch", ylabel="time over the base, %")
-    ax.set(title="cost of rerouting: adapters with the base's own experts")
+    ax.set(title="cost of rerouting: adapters with the base's own experts", xticks=ADAPTERS)
     ax.set_ylim(-4, 8)  # room for the legend; long intervals continue
 
 
@@ -89,9 +90,9 @@ def _plot_own(ax: Axes, batches: dict[str, list[tuple[int, dict]]]) -> None:
         color = f"C{i}"
         ax.plot([n for n, _ in points], took, marker="o", ms=3, color=color, label=_batch(batch))
         ax.plot([n for n, _ in points], limit, ls=":", color=color)
-    ax.plot([], [], ":", color=GREY, label="physical limit: bytes over the base's bytes")
+    ax.plot([], [], ":", color=GREY, label="bytes over the base's bytes")
     ax.set(xlabel="adapters in the batch", ylabel="time over the base's time")
-    ax.set(title="adapters with experts of their own")
+    ax.set(title="adapters with experts of their own", xticks=ADAPTERS)
 
 
 def _plot_loads(ax: Axes, rows: list[dict]) -> None:

@@ -94,7 +94,10 @@ def _plot_points(result: dict[str, Any], path: Path) -> None:
     label = "physical limit: fewest bytes over copy bandwidth"
     ax.axvline(1, color="black", lw=1, label=label)
     ax.set_yticks(range(len(rows)), [_words(row["name"]) for row in rows])
-    ax.set(ylim=(len(rows) - 0.4, -0.6), xlim=(0, None), xlabel="time over the physical limit")
+    most = max(max(row["us"], row.get("peer_us") or 0) / row["floor_us"] for row in rows)
+    ax.set(
+        ylim=(len(rows) - 0.4, -0.6), xlim=(0, 1.12 * most), xlabel="time over the physical limit"
+    )
     ax.grid(axis="y", visible=False)
     what = "LoRA of 4096 to 14336 columns, rank 64, unless named; cold L2"
     _say(fig, ax, result, what)
@@ -137,9 +140,7 @@ def _plot_phases(result: dict[str, Any], grid: list[dict], path: Path) -> None:
             rates = [copied * row["floor_us"] / row[key] for row in own]
             below.plot(tokens, rates, "o--", color=color)
         tokens, floors = [row["rows"] for row in rows], [row["floor_us"] for row in rows]
-        above.plot(
-            tokens, floors, color="black", lw=0.9, label="physical limit: copy bandwidth"
-        )
+        above.plot(tokens, floors, color="black", lw=0.9, label="physical limit: copy bandwidth")
         below.axhline(copied, color="black", lw=0.9)
         above.set(title=title, xscale="log", yscale="log")
         below.set(xlabel="tokens", ylim=(0, 1.08 * copied))

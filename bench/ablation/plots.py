@@ -20,7 +20,7 @@ NAMES = {
     "+disagg": "LoRA Server",
     "+overlap": "+ overlap",
     "+loading": "+ layer-wise loading",
-    "+kernel": "+ fast kernels (as shipped)",
+    "+kernel": "as shipped (+ fast kernels)",
     "+kernel 2+2:ep1-pp2": "as shipped, EP1-PP2",
     "aside": "as shipped, separate stream",
 }

@@ -49,9 +49,7 @@ def _shown(rows: list[dict]) -> list[dict]:
     whole = [row for row in rows if "overlap" in row and "receive" in row]
     whole = [row for row in whole if PLANS[row["plan"]].senders == 1]
     return [
-        row
-        for row in whole
-        if row.get("adapters", 256) == 256 and "all rows" not in row["plan"]
+        row for row in whole if row.get("adapters", 256) == 256 and "all rows" not in row["plan"]
     ][:MOST_ROWS]
 
 
@@ -61,7 +59,8 @@ def _plot_parts(ax: Axes, rows: list[dict]) -> None:
         for part, (label, color) in PARTS.items():
             ax.barh(place, row[part], left=end, height=0.6, color=color, label=label)
             end += row[part]
-        ax.text(end + 5, place, f"{end:.0f}", va="center", fontsize=8)
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+        ax.text(end + 8, place, f"{end:.0f}", va="center", fontsize=8, bbox=box)
     label = "InfiniLoRA (paper), EP4-PP2, 128 tokens, InfiniBand"
     ax.axvline(PAPER_US, color="black", ls="--", lw=1, zorder=0, label=label)
     ax.set_xlabel("exchange of a layer, us", fontsize=8)
@@ -75,4 +74,4 @@ def _plot_layers(ax: Axes, rows: list[dict]) -> None:
         share = f"+{100 * row['exposed_share']:.1f}%"
         ax.text(base + added + 8, place, share, va="center", fontsize=8)
     ax.set_xlabel("layer with its exchange, us", fontsize=8)
-    ax.margins(x=0.12)
+    ax.set_xlim(right=1.2 * max(row["overlap"] for row in rows))
