@@ -33,7 +33,7 @@ PLAIN_COLUMNS, PLAIN_VALUES = 576, 512
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """How the work is cut; nothing of it changes a result but `chunk`."""
+    """Division of the work; only `chunk` changes a result."""
 
     chunk: int  # positions that are summed up by themselves
     max_chunks: int
@@ -131,7 +131,7 @@ def paged_attention(
     v_dim: int,
     sliding_window: int | None,
 ) -> Float[Array, "tokens q_heads v_dim"]:
-    """What lora_jax.ops.paged_attention says.
+    """Same result as lora_jax.ops.paged_attention.
 
     Tensor cores take exponentials rounded to bfloat16 to V; without them all is float32.
     """

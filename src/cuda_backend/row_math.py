@@ -1,4 +1,4 @@
-"""What a layer computes row by row, on Hopper: norms, the choice of experts, heads and their pages.
+"""Row-wise CUDA ops for Hopper: norms, choice of experts, and heads with their pages.
 
 XLA makes three to seven launches of each, as a sum in the middle has to keep one order.
 """

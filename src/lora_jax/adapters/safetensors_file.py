@@ -26,7 +26,7 @@ _MAX_DIMS = 8
 
 @dataclasses.dataclass(frozen=True)
 class FileLimits:
-    """What a file may hold; more is a ValueError before any data is looked at."""
+    """Limits of a file; more is a ValueError before any data is read."""
 
     max_header_bytes: int = 32 << 20
     max_tensors: int = 200_000

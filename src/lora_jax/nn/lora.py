@@ -127,7 +127,7 @@ class Rows:
 
     @property
     def has_local(self) -> bool:
-        """Whether adapters may be here of which a part is computed elsewhere for others."""
+        """True if adapters may be here of which a part is computed elsewhere for others."""
         return self.remote is None or self.remote.has_local
 
     def exchange(self, modules: Sequence[str | None], layer: int) -> Exchange | None:

@@ -182,7 +182,7 @@ class Experts(nnx.Module):
         return grouped_matmul(x, w, map.group_sizes, bias, addend, **self._hints(rows))
 
     def _hints(self, rows: Rows) -> dict:
-        """Return what a kernel may know of sorted rows: how many groups they are in, at most where.
+        """Return upper bounds for the kernel: number of groups, number of rows.
 
         Adapters' experts are few, or take the place of the base's.
         """

@@ -1,4 +1,4 @@
-"""Which implementation of an op runs: chosen while tracing, by platform and by what is at hand.
+"""Dispatch: chooses an op's implementation by platform and availability, while tracing.
 
 "cuda" is the backend of that name, found by its entry point; "pallas_gpu" (Mosaic) and "pallas_tpu"
 are kernels written in JAX; "ffi" is C++ on a CPU, built at first use; "xla" is portable JAX whose

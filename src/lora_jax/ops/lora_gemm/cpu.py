@@ -18,7 +18,7 @@ def lora_gemm(
     row_to_expert: Int[Array, "rows"],
     max_rank: int,
 ) -> Float[Array, "rows d_out"]:
-    """What the reference says; a row's result depends on nothing but its own x, y and adapter."""
+    """Same result as the reference; a row's result depends on its own x, y and adapter only."""
     build.require()
     out = jax.ShapeDtypeStruct(y.shape, y.dtype)
     name = f"lora_jax_lora_{x.dtype.name}"

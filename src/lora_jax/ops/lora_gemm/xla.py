@@ -20,7 +20,7 @@ def lora_gemm(
     row_to_expert: Int[Array, "rows"],
     max_rank: int,
 ) -> Float[Array, "rows d_out"]:
-    """What the reference says; rows without an adapter cost nothing."""
+    """Same result as the reference; rows without an adapter cost nothing."""
     rows = y.shape[0]
     f32 = jnp.float32
     order, starts, counts, num_blocks = _blocks(entries, row_to_slot, row_to_expert)

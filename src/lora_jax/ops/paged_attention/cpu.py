@@ -21,7 +21,7 @@ def paged_attention(
     v_dim: int,
     sliding_window: int | None,
 ) -> Float[Array, "tokens q_heads v_dim"]:
-    """What the reference says; a token's result does not depend on how its sequence is chunked."""
+    """Same result as the reference; the chunks of a sequence do not change a token's result."""
     build.require()
     v = jnp.zeros((0, 0, 0, 0), q.dtype) if v_pages is None else v_pages
     sinks = jnp.zeros((0,), jnp.float32) if sinks is None else sinks.astype(jnp.float32)

@@ -55,7 +55,7 @@ def paged_attention(
     v_dim: int,
     sliding_window: int | None,
 ) -> Float[Array, "tokens q_heads v_dim"]:
-    """What the reference says; time follows the tokens and their contexts."""
+    """Same result as the reference; time follows the tokens and their contexts."""
     tokens, q_heads, _ = q.shape
     pages = _Pages(k_pages, v_pages, block_tables, scale, v_dim, sliding_window)
     size = min(BLOCK_TOKENS, tokens)
