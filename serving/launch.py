@@ -117,7 +117,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = read_options(sys.argv[1:] if argv is None else argv, os.environ)
     logs.configure(options.log_level)
     if options.insecure and not options.http.has_api_keys:
-        logger.warning("Everybody who can reach %s can use this server.", options.host)
+        logger.warning(
+            "No API key: every client that reaches %s can use this server.", options.host
+        )
     try:
         run(options) if options.plan is None else _show_plan(options.engine.model, options.plan)
     except StartError as error:

@@ -26,7 +26,7 @@ def keep_programs() -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        logger.warning("Programs are compiled anew at each start, no room for them: %s", error)
+        logger.warning("Compiled programs are not cached; every start compiles them: %s", error)
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_compilation_cache_max_size", _MAX_BYTES)
