@@ -26,7 +26,9 @@ FENCE = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
 
 
 def _reference() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("reference", Path(__file__).parent / "reference.py")
+    spec = importlib.util.spec_from_file_location(
+        "reference", Path(__file__).parent / "reference.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

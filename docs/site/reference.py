@@ -88,7 +88,9 @@ def _described_engine() -> Any:
     """Return an object that suffices to build the application; it serves nothing."""
     from serving.config import EngineConfig
 
-    return SimpleNamespace(config=EngineConfig(model="MODEL"), registry=None, model_info=None, metrics=None)
+    return SimpleNamespace(
+        config=EngineConfig(model="MODEL"), registry=None, model_info=None, metrics=None
+    )
 
 
 def _sentence(details: dict[str, Any]) -> str:
