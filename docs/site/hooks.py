@@ -12,14 +12,15 @@ from types import ModuleType
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[2]
+PLOTS = "bench/results"
+KERNELS = max((ROOT / PLOTS).glob("kernels_*.md"), key=lambda path: path.stem[-10:])  # by date
 # Pages and plots outside of docs/, and where they are on the site.
 OUTSIDE = {
     "ARCHITECTURE.md": "architecture.md",
     "CHANGELOG.md": "changelog.md",
     "bench/README.md": "benchmarks.md",
-    "bench/results/kernels_nvidia_h200_2026-11-22.md": "benchmarks-kernels.md",
+    f"{PLOTS}/{KERNELS.name}": "benchmarks-kernels.md",
 }
-PLOTS = "bench/results"
 GENERATED = re.compile(r"<!-- generated: (\w+) -->")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 FENCE = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
