@@ -72,7 +72,7 @@ def plot_esft_memory(result: dict[str, Any], path: Path) -> None:
             label = "virtual tensors, with our engine's own memory"
             right.plot(i + 0.27, own / 1000, "v", ms=4, color="#08306b", label=label)
     budget = result["budget_bytes"] / 2**30
-    left.axhline(budget, color="black", lw=1, label=f"device memory of the paper, {budget:.1f} GiB")
+    left.axhline(budget, color="black", lw=1, label=f"memory budget, {budget:.1f} GiB")
     left.set_ylim(0, 2.2 * budget)
     left.set_title("weights, GiB (axis cut)", fontsize=9)
     right.set_title("room for KV cache, thousand tokens", fontsize=9)
