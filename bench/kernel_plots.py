@@ -80,7 +80,7 @@ def plot_kernels(result: dict[str, Any], path: Path) -> None:
 
 def _plot_points(result: dict[str, Any], path: Path) -> None:
     """Draw the time of at most twelve points, ours and the best peer's, over the limit."""
-    rows = _overview([row for row in result["rows"] if section(row) == SECTIONS[0]])
+    rows = overview([row for row in result["rows"] if section(row) == SECTIONS[0]])
     fig, ax = plt.subplots(figsize=(7.4, 0.36 * len(rows) + 1.2))
     for i, row in enumerate(rows):
         for at, key, color, label in (
@@ -104,7 +104,7 @@ def _plot_points(result: dict[str, Any], path: Path) -> None:
     _save(fig, path)
 
 
-def _overview(rows: list[dict]) -> list[dict]:
+def overview(rows: list[dict]) -> list[dict]:
     """Return the overview's points in the order of SHOWN; every other one is in the table."""
     found = []
     for op, most in SHOWN.items():
@@ -233,12 +233,12 @@ def _adapters(row: dict) -> int:
 
 def _tokens_axis(ax: Axes, tokens: list[int]) -> None:
     """Mark measured tokens, the first and last and those between that leave room for a number."""
-    room = (tokens[-1] / tokens[0]) ** 0.19
-    shown = tokens[:1]
-    for count in tokens[1:-1]:
-        if count / shown[-1] >= room and tokens[-1] / count >= room:
+    first, last = min(tokens, default=1), max(tokens, default=1)
+    shown, room = [first], (last / first) ** 0.19
+    for count in tokens:
+        if count / shown[-1] >= room and last / count >= room:
             shown.append(count)
-    _plain_ticks(ax.xaxis, (*shown, tokens[-1]))
+    _plain_ticks(ax.xaxis, (*shown, last))
 
 
 def _plain_ticks(axis, ticks: tuple[float, ...]) -> None:
