@@ -20,6 +20,8 @@ from serving.launch import read_options
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES += sorted((ROOT / "docs/how-to").glob("*.md"))
+NAMING = [*PAGES, ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md", ROOT / "bench/README.md"]
+NAMING += sorted((ROOT / "docs/concepts").glob("*.md"))
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LIVE = ROOT / "README.md", ROOT / "docs/getting-started.md"
 
@@ -71,7 +73,7 @@ def test_a_wrong_command_is_found():
 
 
 def test_commands_in_text_name_targets_modules_and_flags():
-    for page in PAGES:
+    for page in NAMING:
         for line in re.findall(r"`((?:make|python -m) [^`]+)`", page.read_text()):
             check_line(line)
 
