@@ -18,6 +18,7 @@ KERNELS = max((ROOT / PLOTS).glob("kernels_*.md"), key=lambda path: path.stem[-1
 OUTSIDE = {
     "ARCHITECTURE.md": "architecture.md",
     "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
     "bench/README.md": "benchmarks.md",
     f"{PLOTS}/{KERNELS.name}": "benchmarks-kernels.md",
 }
