@@ -80,7 +80,7 @@ def _all_finite(values: np.ndarray) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Header:
-    """What stands before the data of a file: each tensor and its place."""
+    """Header of a file: each tensor and its place."""
 
     raw: bytes  # with the 8 bytes of its length
     file_bytes: int
