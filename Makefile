@@ -41,7 +41,7 @@ define install  # of requirements/$(1).txt, or else of the ranges in pyproject.t
 	fi
 endef
 
-.PHONY: serve test test-avx2 test-slow test-gpu test-aot test-ascend lint lock sbom bench-cpu bench-report notebooks clean
+.PHONY: serve test test-avx2 test-slow test-gpu test-aot test-ascend lint lock sbom docs bench-cpu bench-report notebooks clean
 
 serve: .venv/.serve  ## start the embedded default on this machine's CPU
 	$(BIN)/python -m serving.launch $(MODEL) $(addprefix --lora-dir ,$(wildcard $(MODEL)/adapters)) $(if $(strip $(ESFT_FOLDERS)),--lora-modules $(ESFT_FOLDERS)) --port $(PORT) $(ARGS)
@@ -76,6 +76,10 @@ lint: .venv/.dev
 	$(BIN)/python tests/lint_calls.py
 	$(BIN)/lint-imports
 
+docs: .venv/.docs  ## build the pages as a site in .cache/site, and check its links
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	$(BIN)/python docs/site/check.py .cache/site
+
 bench-cpu: .venv/.dev  ## this server against transformers + PEFT, in one run
 	$(BIN)/python -m bench.serve --cpu --out bench/results
 
@@ -96,6 +100,10 @@ notebooks: .venv/.dev
 .venv/.dev: pyproject.toml requirements/build.txt requirements/dev.txt | .venv/bin/python
 	$(call install,dev,[dev])
 	@touch $@ .venv/.serve
+
+.venv/.docs: .venv/.serve
+	$(PIP) install --editable '.[docs]'
+	@touch $@
 
 lock: $(TOOLS)/.installed  ## pin every package that is installed, with hashes: requirements/*.txt
 	$(LOCK) pyproject.toml --output-file requirements/serve.txt

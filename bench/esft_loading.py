@@ -1,4 +1,4 @@
-"""How long an adapter takes from host memory, and from disk, to its first step, and out again."""
+"""Loading times of an ESFT adapter from host memory and disk, and its unloading."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""What ESFT adapters cost in a step: TPOT and TTFT against the base alone (ExpertWeave, 5.2-5.3).
+"""Cost of ESFT adapters in a step: TPOT and TTFT over the base (ExpertWeave, 5.2-5.3).
 
 `python -m bench.esft_speed --out DIR` times the compiled step itself by the clock, from the end of
 one to the end of the next, and sums up its kernels, on DeepSeek-V2-Lite with random weights
@@ -104,7 +104,7 @@ class Measurement:
         yield from esft_loading.rows(self.woven, self._first_use)
 
     def profile(self) -> Iterator[Row]:
-        """Which kernels a decode step consists of; printed, no rows."""
+        """Kernels of a decode step; printed, no rows."""
         for rows in self.decode_rows:
             batch, bucket = self._decode(rows, max(self.adapters)), self._bucket(rows)
             steps = {

@@ -62,7 +62,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batch:
-    """What one step is asked: the runner's table and block tables."""
+    """Inputs of one step: the runner's table and block tables."""
 
     name: str
     table: np.ndarray

@@ -1,4 +1,4 @@
-"""What `python -m bench.esft_speed` measured, as tables of a page."""
+"""Tables of the results of `python -m bench.esft_speed`."""
 
 import re
 from collections import defaultdict

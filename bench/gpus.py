@@ -1,4 +1,4 @@
-"""How many GPUs a process may use."""
+"""Number of GPUs that a process may use."""
 
 import glob
 from collections.abc import Mapping

@@ -1,7 +1,6 @@
-"""Plots of what `python -m bench.kernels` measured."""
+"""Plots of the results of `python -m bench.kernels`."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from bench.kernels.summary import SECTIONS, section
 
-OURS, PEER, FLOOR, BAR = "#1f77b4", "#7f7f7f", "#9ecae1", "#d62728"
+OURS, PEER = "#1f77b4", "#7f7f7f"
 SHADES = {1: "#6baed6", 128: "#2171b5", 512: "#08306b"}  # ours, by number of adapters
 STYLE: dict[Any, Any] = {
     "font.size": 8,
@@ -31,12 +30,26 @@ STYLE: dict[Any, Any] = {
     "lines.linewidth": 1.4,
     "lines.markersize": 3.5,
 }
-GROUPS = {  # of the overview, by op
-    "LoRA of a linear map": ("pair", "shrink", "expand"),
-    "LoRA of a layer of experts": ("moe",),
-    "Matrices of experts": ("grouped_matmul", "dense", "experts"),
-    "Merge": ("merge",),
-    "Attention over pages": ("attention",),
+# Of the overview: how many points of each op it shows at most, those with a peer first.
+SHOWN = {"pair": 3, "shrink": 1, "expand": 2, "moe": 3, "grouped_matmul": 1, "merge": 1}
+SHOWN |= {"attention": 1}
+WORDS = {  # of a point's name
+    "pair ": "LoRA ",
+    "MoE LoRA": "LoRA of experts,",
+    "grouped matmul": "experts' matrix",
+    ", decode": "",
+    ", prefill": "",
+    "Zipf 1.2": "512 adapters",
+    "4096 -> 14336, ": "",
+    ", rank 64": "",
+}
+POPULARITIES = {
+    "identical": "all tokens use one adapter",
+    "uniform": "512 adapters, equal shares",
+    "skewed": "512 adapters, skewed",
+    "distinct": "each token its own adapter",
+    "zipf": "512 adapters by Zipf 1.2",
+    "none": "no adapter",
 }
 
 PHASES = {  # of the grid, by op
@@ -66,48 +79,45 @@ def plot_kernels(result: dict[str, Any], path: Path) -> None:
 
 
 def _plot_points(result: dict[str, Any], path: Path) -> None:
-    """Draw every point's time over its floor, with peer and bar, and write a PNG to `path`."""
-    lines = list(_overview([row for row in result["rows"] if section(row) == SECTIONS[0]]))
-    fig, ax = plt.subplots(figsize=(7.4, 0.185 * len(lines) + 1.0))
-    for i, (text, row) in enumerate(lines):
-        if row is None:
-            ax.text(-0.01, i, text, weight="bold", ha="right", va="center", transform=_rows(ax))
-            continue
-        floor = row["floor_us"]
-        ax.text(-0.01, i, text, ha="right", va="center", fontsize=7, transform=_rows(ax))
-        said = f"{row['us']:.0f}" if row["us"] >= 100 else f"{row['us']:.1f}"
-        ax.text(1.07, i, said, ha="right", va="center", fontsize=7, transform=_rows(ax))
-        ax.plot([1, row["us"] / floor], [i, i], color=FLOOR, lw=2.5, solid_capstyle="butt")
-        if row.get("peer_us"):
-            ax.plot(row["peer_us"] / floor, i, "s", color=PEER, label="best peer")
-        if row.get("bar_us"):
-            ax.plot(row["bar_us"] / floor, i, "|", color=BAR, ms=9, mew=1.6, label="bar")
-        ax.plot(row["us"] / floor, i, "o", color=OURS, ms=4.5, label="lora-jax")
-    ax.axvline(1, color="black", lw=0.9)
-    ax.set(xscale="log", ylim=(len(lines) - 0.4, -0.8), yticks=[])
-    _plain_ticks(ax.xaxis, (1, 1.25, 1.5, 2, 3, 4, 6, 8, 12))
-    ax.grid(axis="y", visible=False)
-    ax.spines["left"].set_visible(False)
-    ax.set_xlabel(
-        "time over the floor\n(fewest bytes over copy bandwidth, or FLOPs over the dense rate)"
+    """Draw the time of at most twelve points, ours and the best peer's, over the limit."""
+    rows = overview([row for row in result["rows"] if section(row) == SECTIONS[0]])
+    fig, ax = plt.subplots(figsize=(7.4, 0.36 * len(rows) + 1.2))
+    for i, row in enumerate(rows):
+        for at, key, color, label in (
+            (i - 0.19, "us", OURS, "lora-jax"),
+            (i + 0.19, "peer_us", PEER, "best peer"),
+        ):
+            if row.get(key):
+                over = row[key] / row["floor_us"]
+                ax.barh(at, over, 0.36, color=color, label=label)
+                ax.text(over + 0.03, at, f"{row[key]:.0f} us", va="center", fontsize=7)
+    label = "physical limit: fewest bytes over copy bandwidth"
+    ax.axvline(1, color="black", lw=1, label=label)
+    ax.set_yticks(range(len(rows)), [_words(row["name"]) for row in rows])
+    most = max(max(row["us"], row.get("peer_us") or 0) / row["floor_us"] for row in rows)
+    ax.set(
+        ylim=(len(rows) - 0.4, -0.6), xlim=(0, 1.12 * most), xlabel="time over the physical limit"
     )
-    ax.text(1.07, -0.9, "us", ha="right", va="bottom", fontsize=7, transform=_rows(ax))
-    _say(fig, ax, result, f"copy {result['copy_tb_per_s']:.2f} TB/s, cold L2")
+    ax.grid(axis="y", visible=False)
+    what = "LoRA of 4096 to 14336 columns, rank 64, unless named; cold L2"
+    _say(fig, ax, result, what)
     _save(fig, path)
 
 
-def _overview(rows: list[dict]) -> Iterator[tuple[str, dict | None]]:
-    """Yield the overview's lines: a group's title, then the names and rows of its points."""
-    for title, ops in GROUPS.items():
-        own = [row for row in rows if row["op"] in ops and row["floor_us"] > 0]
-        if own:
-            yield title, None
-            yield from ((row["name"], row) for row in own)
+def overview(rows: list[dict]) -> list[dict]:
+    """Return the overview's points in the order of SHOWN; every other one is in the table."""
+    found = []
+    for op, most in SHOWN.items():
+        own = [row for row in rows if row["op"] == op and row["floor_us"] > 0]
+        own = [row for row in own if "without y" not in row["name"]]
+        found += sorted(own, key=lambda row: not row.get("peer_us"))[:most]
+    return found
 
 
-def _rows(ax: Axes):
-    """Return coordinates whose x is the part of the axes, and y the row."""
-    return ax.get_yaxis_transform()
+def _words(name: str) -> str:
+    for short, long in WORDS.items():
+        name = name.replace(short, long)
+    return name
 
 
 def _of_phase(grid: list[dict], op: str) -> list[dict]:
@@ -130,9 +140,7 @@ def _plot_phases(result: dict[str, Any], grid: list[dict], path: Path) -> None:
             rates = [copied * row["floor_us"] / row[key] for row in own]
             below.plot(tokens, rates, "o--", color=color)
         tokens, floors = [row["rows"] for row in rows], [row["floor_us"] for row in rows]
-        above.plot(
-            tokens, floors, color="black", lw=0.9, label="limit: fewest bytes at copy bandwidth"
-        )
+        above.plot(tokens, floors, color="black", lw=0.9, label="physical limit: copy bandwidth")
         below.axhline(copied, color="black", lw=0.9)
         above.set(title=title, xscale="log", yscale="log")
         below.set(xlabel="tokens", ylim=(0, 1.08 * copied))
@@ -166,7 +174,7 @@ def _plot_tokens(result: dict[str, Any], grid: list[dict], path: Path) -> None:
         said = f"lora-jax, {adapters} adapter" + "s" * (adapters > 1)
         last.plot([], [], "o-", color=color, label=said)
     last.plot([], [], "s", color=PEER, mfc="white", label="best peer")
-    last.plot([], [], ":", color=PEER, lw=1, label="limit: fewest bytes")
+    last.plot([], [], ":", color=PEER, lw=1, label="physical limit: fewest bytes")
     axes[0, 0].set_ylabel("shrink and expand, us")
     _say(fig, last, result, "adapters by Zipf 1.2; experts' row map included")
     _save(fig, path)
@@ -190,17 +198,17 @@ def _plot_popularities(result: dict[str, Any], rows: list[dict], path: Path) -> 
         for rank, color in zip(ranks, colors, strict=True):
             own = [r for r in rows if (r["popularity"], r["rank"]) == (popularity, rank)]
             _plot_curve(ax, sorted(own, key=_tokens), color)
-        ax.set(title=popularity, xscale="log", yscale="log")
+        ax.set(title=POPULARITIES[popularity], xscale="log", yscale="log")
     for rank, color in zip(ranks, colors, strict=True):
         axes[0, 0].plot([], [], "o-", color=color, label=f"rank {rank}")
-    axes[0, 0].plot([], [], ":", color=PEER, lw=1, label="limit: fewest bytes")
+    axes[0, 0].plot([], [], ":", color=PEER, lw=1, label="physical limit: fewest bytes")
     for ax in axes[-1]:
         ax.set_xlabel("tokens")
         _tokens_axis(ax, sorted({_tokens(row) for row in rows}))
     for ax in axes[:, 0]:
         ax.set_ylabel("shrink and expand, us")
     _plain_ticks(axes[0, 0].yaxis, (3, 10, 30, 100, 300, 1000))
-    _say(fig, axes[0, 0], result, "linear map, 4096 to 14336, whose rows ask for adapters so")
+    _say(fig, axes[0, 0], result, "LoRA of a linear map, 4096 to 14336 columns")
     _save(fig, path)
 
 
@@ -224,12 +232,13 @@ def _adapters(row: dict) -> int:
 
 
 def _tokens_axis(ax: Axes, tokens: list[int]) -> None:
-    """Mark the tokens that were measured, as far as their numbers do not touch."""
-    shown = tokens[:1]
+    """Mark measured tokens, the first and last and those between that leave room for a number."""
+    first, last = min(tokens, default=1), max(tokens, default=1)
+    shown, room = [first], (last / first) ** 0.19
     for count in tokens:
-        if count / shown[-1] >= 4:
+        if count / shown[-1] >= room and last / count >= room:
             shown.append(count)
-    _plain_ticks(ax.xaxis, tuple(shown))
+    _plain_ticks(ax.xaxis, (*shown, last))
 
 
 def _plain_ticks(axis, ticks: tuple[float, ...]) -> None:
@@ -250,5 +259,5 @@ def _say(fig: Figure, ax: Axes, result: dict[str, Any], what: str) -> None:
 
 def _save(fig: Figure, path: Path) -> None:
     fig.set_layout_engine("constrained")
-    fig.savefig(path, dpi=200)
+    fig.savefig(path, dpi=130)
     plt.close(fig)

@@ -1,4 +1,4 @@
-"""Plots and tables from result files; each is made from a JSON that lies beside it."""
+"""Plots and tables of the result files, each drawn from the JSON beside it."""
 
 import argparse
 import json
@@ -9,8 +9,8 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
 
+from bench.ablation.plots import plot_ablation
 from bench.esft_plots import plot_esft_speed
 from bench.kernel_plots import plot_kernels
 from bench.kernels import summary
@@ -31,108 +31,62 @@ def plot_serve_cpu(result: dict[str, Any], path: Path) -> None:
         for i, (key, (label, color)) in enumerate(BARS.items()):
             ax.bar(i, rates[key], color=color, label=label)
             ax.text(i, rates[key], f"{rates[key]:.0f}", ha="center", va="bottom")
-        ax.set_title(f"{row['dtype']}: {row['ours_over_peft']:.1f}x PEFT", fontsize=10)
+        ax.set_title(f"{row['dtype']}: {row['ours_over_peft']:.1f} times PEFT", fontsize=10, pad=12)
         ax.set_xticks([])
         ax.set_ylabel("output tokens / s")
         ax.spines[["top", "right"]].set_visible(False)
     case = result["case"]
     fig.suptitle(
         f"{case['requests']} requests, {case['adapters']} adapters of rank {case['rank']}, "
-        f"{case['prompt_tokens']} in / {case['output_tokens']} out, {result['device']}",
+        f"{case['prompt_tokens']} tokens in, {case['output_tokens']} out; {result['device']}",
         fontsize=9,
     )
     handles, labels = fig.axes[0].get_legend_handles_labels()
     fig.legend(handles, labels, loc="lower center", ncol=3, fontsize=7, frameon=False)
     fig.tight_layout(rect=(0, 0.07, 1, 0.97))
-    fig.savefig(path, dpi=150)
+    fig.savefig(path, dpi=110)
     plt.close(fig)
+
+
+ESFT_FORMS = {
+    "merged": ("one merged model per adapter", "#9a9a9a"),
+    "padded": ("padded tensors", "#aec7e8"),
+    "virtual": ("virtual tensors (lora-jax)", "#1f77b4"),
+}
+PAPER = "#d95f02"
 
 
 def plot_esft_memory(result: dict[str, Any], path: Path) -> None:
     """Draw weights and KV capacity by number of adapters, and write a PNG to `path`."""
-    rows, colors = result["rows"], {"merged": "#9a9a9a", "padded": "#aec7e8", "virtual": "#1f77b4"}
-    fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6))
+    rows = result["rows"]
+    fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3.9), layout="constrained")
     for i, row in enumerate(rows):
-        for j, (name, color) in enumerate(colors.items()):
+        for j, (name, (label, color)) in enumerate(ESFT_FORMS.items()):
             at = i + (j - 1) * 0.27
-            label = name if i == 0 else None
             left.bar(at, row["weight_bytes"][name] / 2**30, 0.25, color=color, label=label)
             right.bar(at, row["kv_tokens"][name] / 1000, 0.25, color=color)
         if row["paper_kv_tokens"]:
-            at = (i - 0.4, i + 0.4)
-            tokens = row["paper_kv_tokens"] / 1000
-            right.plot(at, (tokens, tokens), color="#d62728", label="ExpertWeave, as printed")
+            at, tokens = (i - 0.4, i + 0.4), row["paper_kv_tokens"] / 1000
+            right.plot(at, (tokens, tokens), color=PAPER, lw=1.5, label="ExpertWeave (paper)")
         if own := row.get("own_kv_tokens"):
-            label = "virtual, by our own count of the rest"
-            right.plot(i + 0.27, own / 1000, "v", ms=4, color="#1f77b4", label=label)
+            label = "virtual tensors, with our engine's own memory"
+            right.plot(i + 0.27, own / 1000, "v", ms=4, color="#08306b", label=label)
     budget = result["budget_bytes"] / 2**30
-    left.axhline(budget, color="#d62728", lw=1, ls="--", label=f"budget {budget:.1f} GiB")
+    left.axhline(budget, color="black", lw=1, label=f"memory budget, {budget:.1f} GiB")
     left.set_ylim(0, 2.2 * budget)
-    left.set_ylabel("weights, GiB (merged goes on upwards)")
-    right.set_ylabel("KV capacity, thousand tokens")
+    left.set_title("weights, GiB (axis cut)", fontsize=9)
+    right.set_title("room for KV cache, thousand tokens", fontsize=9)
+    shown = {}
     for ax in (left, right):
-        ax.set_xticks(range(len(rows)))
-        ax.set_xticklabels([str(row["adapters"]) for row in rows])
+        ax.set_xticks(range(len(rows)), [str(row["adapters"]) for row in rows])
         ax.set_xlabel("ESFT adapters of DeepSeek-V2-Lite")
         ax.spines[["top", "right"]].set_visible(False)
         handles, labels = ax.get_legend_handles_labels()
-        unique = dict(zip(labels, handles, strict=True))
-        ax.legend(unique.values(), unique.keys(), fontsize=7, frameon=False)
+        shown |= dict(zip(labels, handles, strict=True))
+    fig.legend(shown.values(), shown, loc="outside lower center", ncol=3, fontsize=7, frameon=False)
     fig.suptitle(f"Pages mapped on {result['device']}, {result['date']}", fontsize=9)
-    fig.tight_layout()
-    fig.savefig(path, dpi=150)
+    fig.savefig(path, dpi=110)
     plt.close(fig)
-
-
-ABLATION_PANELS = (
-    ("ttft_p95", "P95 TTFT, s"),
-    ("tpot_mean", "mean TPOT, s"),
-    ("adapters_at_slo", "adapters that meet the SLO"),
-    ("output_tokens_per_s", "output tokens per second"),
-)
-
-
-def plot_ablation(result: dict[str, Any], path: Path) -> None:
-    """Draw what each part of disaggregation brings, and write a PNG to `path`.
-
-    Bars at one rate of requests, lines over several.
-    """
-    rows = [row for row in result["rows"] if "slo_attainment" in row]
-    rates = sorted({row["rate"] for row in rows})
-    fig, axes = plt.subplots(1, len(ABLATION_PANELS), figsize=(4 * len(ABLATION_PANELS), 3.2))
-    for ax, (key, label) in zip(axes, ABLATION_PANELS, strict=True):
-        if len(rates) == 1:
-            _bars_of_systems(ax, rows, key)
-        else:
-            _lines_of_systems(ax, rows, key)
-        ax.set_title(label, fontsize=9)
-        ax.spines[["top", "right"]].set_visible(False)
-    said, at = result["options"], ", ".join(f"{rate:g}" for rate in rates)
-    fig.suptitle(
-        f"{Path(said['model']).name}, {', '.join(map(str, said['splits']))} devices, "
-        f"{said['adapters']} adapters, {at} requests/s, {rows[0]['device']}",
-        fontsize=9,
-    )
-    fig.tight_layout()
-    fig.savefig(path, dpi=150)
-    plt.close(fig)
-
-
-def _bars_of_systems(ax: Axes, rows: list[dict], key: str) -> None:
-    for i, row in enumerate(rows):
-        value = row[key] or 0.0
-        ax.bar(i, value, color="#9a9a9a" if i == 0 else "#1f77b4")
-        ax.text(i, value, f"{value:.3g}", ha="center", va="bottom", fontsize=8)
-    ax.set_xticks(range(len(rows)), [row["name"] for row in rows])
-    ax.tick_params(axis="x", labelsize=8)
-
-
-def _lines_of_systems(ax: Axes, rows: list[dict], key: str) -> None:
-    for name in dict.fromkeys(row["name"] for row in rows):
-        mine = [row for row in rows if row["name"] == name and row[key] is not None]
-        ax.plot([row["rate"] for row in mine], [row[key] for row in mine], "o-", label=name, ms=3)
-    ax.set_xlabel("requests/s", fontsize=8)
-    ax.legend(fontsize=7, frameon=False)
 
 
 PLOTS = {

@@ -1,4 +1,4 @@
-"""Which kernels one step consists of: device time by kind of kernel, from jax's profiler."""
+"""Device time of one step by kind of kernel, from jax's profiler."""
 
 import bisect
 import re

@@ -1,4 +1,4 @@
-"""Everything an engine is started with, checked once. vLLM's names. No jax."""
+"""Engine configuration, checked once, with vLLM's names. No jax."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Who copies adapters' rank rows into the arrays of this process's device."""
+"""Copier of adapters' rank rows into the arrays of this process's device."""
 
 import jax
 

@@ -1,4 +1,4 @@
-"""The engine as Python programs and the HTTP server see it.
+"""Public engine of Python programs and of the HTTP server.
 
 with Engine("path/to/model", adapters={"sql": "path/to/adapter"}) as engine:
     outputs = engine.generate(["a", "b"], adapter=["sql", None], sampling=Sampling())
@@ -45,7 +45,7 @@ Piece = OutputDelta  # what `stream` yields: `.text` is the next piece of text
 
 @dataclasses.dataclass(frozen=True)
 class AdapterInfo:
-    """One loaded adapter: what it is and where it is."""
+    """Description of one loaded adapter."""
 
     name: str
     kind: str
@@ -136,7 +136,7 @@ class Engine:
                 self.abort(request_id)
 
     def default_sampling(self) -> Sampling:
-        """Return what the model's generation_config.json asks for, and `Sampling()` beyond it."""
+        """Return `Sampling()` with the defaults of the model's generation_config.json."""
         return Sampling(**self.model_info.sampling_defaults)
 
     def stream(
@@ -298,14 +298,14 @@ class Engine:
             report=entry.report,
         )
 
-    # How it is.
+    # State.
 
     def is_alive(self) -> bool:
-        """Whether the engine takes and works on requests: its loop has turned lately."""
+        """True if the engine accepts requests and its loop has run recently."""
         return self._loop.is_alive
 
     def stats(self) -> EngineStats:
-        """Return where the engine stands now."""
+        """Return the engine's counters and gauges."""
         parts = self._parts
         return engine_stats(
             parts.loop, parts.registry, parts.loader, parts.metrics, parts.compilations

@@ -36,7 +36,7 @@ _NOT_FINITE = "The model's logits are not finite numbers."
 
 @dataclasses.dataclass(frozen=True)
 class LoopParts:
-    """What the loop drives."""
+    """Parts that the loop drives."""
 
     runner: ModelRunner
     scheduler: Scheduler
@@ -88,7 +88,7 @@ class EngineLoop:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread runs and has turned lately."""
+        """True if the thread runs and the loop has run within the last STALL_S seconds."""
         stalled = time.monotonic() - self._heartbeat_s > STALL_S
         return self._thread.is_alive() and not (self._dead or self._closing or stalled)
 
@@ -295,7 +295,9 @@ class EngineLoop:
             try:
                 live.end(sequence, FinishReason.ERROR, error, retryable=retryable)
             except Exception:
-                logger.exception("Request %s cannot be told.", live.request.request_id)
+                logger.exception(
+                    "The caller of request %s could not be notified.", live.request.request_id
+                )
 
     def _retire(self, live: LiveRequest, now: float) -> None:
         """Forget a request that has ended, and what was kept for it."""

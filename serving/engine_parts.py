@@ -1,4 +1,4 @@
-"""From a config to the parts of a running engine, with a log line for each."""
+"""Builds the parts of an engine from its config, with a log line for each."""
 
 import dataclasses
 import functools
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EngineParts:
-    """Everything an engine consists of."""
+    """Parts of an engine."""
 
     tokenizer: Tokenizer
     registry: AdapterRegistry

@@ -1,4 +1,4 @@
-"""What generation_config.json says of sampling, for requests that do not say it. No jax."""
+"""Sampling defaults from generation_config.json. No jax."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -160,7 +160,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         build_parser().error(str(error))
     logs.configure(options.log_level, options.quiet_paths)
     if options.insecure and not options.http.has_api_keys:
-        logger.warning("Everybody who can reach %s can use this server.", options.host)
+        logger.warning(
+            "No API key: every client that reaches %s can use this server.", options.host
+        )
     try:
         run(options) if options.plan is None else _show_plan(options.engine.model, options.plan)
     except StartError as error:

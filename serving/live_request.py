@@ -27,7 +27,7 @@ class LiveRequest:
 
     @property
     def done(self) -> bool:
-        """Whether every choice has ended."""
+        """True if every choice has ended."""
         return all(choice.finish_reason is not None for choice in self._choices)
 
     def unfinished(self) -> list[Sequence]:

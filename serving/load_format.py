@@ -1,4 +1,4 @@
-"""What a load format means: where the weights of a base model and of its adapters come from."""
+"""Load formats: sources of the weights of a base model and its adapters."""
 
 import dataclasses
 from collections.abc import Callable

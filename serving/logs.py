@@ -1,4 +1,4 @@
-"""What the server says: how lines look, what is served, where requests stand. Never a prompt."""
+"""Log format and status lines of the server; prompts are never logged."""
 
 import importlib.metadata
 import json

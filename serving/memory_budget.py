@@ -1,4 +1,4 @@
-"""What of the device's memory goes to KV pages and to adapter slots."""
+"""Device memory budget of KV pages and adapter slots."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""What an engine tells Prometheus: vLLM's names, types, buckets and labels, and a few of our own.
+"""Prometheus metrics of an engine: vLLM's names, types, buckets and labels, and some of our own.
 
 Gauges are read from the engine when they are scraped; counters and histograms are fed by the
 engine's thread. Labels are only ever names that the operator or the registry chose.
@@ -27,7 +27,7 @@ LOAD = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 
 
 @dataclasses.dataclass(frozen=True)
 class EngineStats:
-    """Where the engine stands: what gauges show and the periodic log line says."""
+    """Counters and gauges of an engine, for metrics and the periodic log line."""
 
     running: int = 0  # sequences
     waiting: int = 0
@@ -60,7 +60,7 @@ class EngineStats:
 
 @dataclasses.dataclass(frozen=True)
 class FinishedRequest:
-    """What the histograms want to know of a request whose choices have all ended; seconds."""
+    """Figures of a finished request, for the histograms; times in seconds."""
 
     adapter: str | None
     reasons: tuple[str, ...]  # finish reason of each choice

@@ -51,7 +51,7 @@ def model_info(
     ends = {*model_config.eos_token_ids, *tokenizer.eos_token_ids, *generation.eos_token_ids}
     if generation.sampling:
         said = ", ".join(f"{name} {value}" for name, value in generation.sampling.items())
-        logger.info("Requests that do not set them get %s (--generation-config).", said)
+        logger.info("Sampling defaults: %s (--generation-config).", said)
     return ModelInfo(
         name=config.model_name,
         model_type=model_config.model_type,

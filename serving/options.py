@@ -1,4 +1,4 @@
-"""Everything the command line says, for whichever process acts on it. No jax."""
+"""Options parsed from the command line, for every process. No jax."""
 
 import dataclasses
 import ipaddress
@@ -13,7 +13,7 @@ from serving.http.settings import HttpSettings
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Everything the command line says."""
+    """Parsed options of the command line."""
 
     engine: EngineConfig
     http: HttpSettings

@@ -1,4 +1,4 @@
-"""What `Engine.generate` returns: whole answers, gathered from deltas. No jax."""
+"""Results of `Engine.generate`, gathered from deltas. No jax."""
 
 import dataclasses
 
@@ -60,7 +60,7 @@ class OutputCollector:
 
     @property
     def done(self) -> bool:
-        """Whether every choice has had its last delta."""
+        """True if every choice has had its last delta."""
         return not self._open
 
     def add(self, delta: OutputDelta) -> None:

@@ -54,7 +54,7 @@ class AdapterLoad:
 
 @dataclasses.dataclass(frozen=True)
 class PlanRequest:
-    """What a workload file says; times in seconds."""
+    """Contents of a workload file; times in seconds."""
 
     adapters: tuple[AdapterLoad, ...]
     rank: int

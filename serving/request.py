@@ -45,7 +45,7 @@ class TokenLogprobs:
 
 @dataclasses.dataclass(frozen=True)
 class OutputDelta:
-    """What one sequence produced since the last delta; `on_output` receives these in order.
+    """Output of one sequence since the last delta; `on_output` receives these in order.
 
     The first delta of each sequence may carry the prompt's log-probabilities (first entry None).
     Exactly one delta per sequence has a finish_reason, and it is the last one.
@@ -66,7 +66,7 @@ class OutputDelta:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What a caller asked for, validated. `adapter_digest` pins the weights it is served with."""
+    """Validated request of a caller. `adapter_digest` pins the weights it is served with."""
 
     request_id: str
     prompt_ids: tuple[int, ...]
@@ -121,7 +121,7 @@ class Sequence:
 
     @property
     def order(self) -> tuple[int, float, int]:
-        """Who comes first: the shortest job, the earliest deadline, then the earliest arrival."""
+        """Sort key: the shortest job, the earliest deadline, then the earliest arrival."""
         return self.job_tokens, self.request.deadline_s, self.number
 
     @property
@@ -133,7 +133,7 @@ class Sequence:
 
     @property
     def awaits_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of the prompt are wanted and not all of them told."""
+        """True if log-probabilities of the prompt are wanted and not all of them told."""
         return self.request.sampling.prompt_logprobs is not None and not self.output_ids
 
     @property
@@ -179,7 +179,7 @@ class StepPlan:
 
 @dataclasses.dataclass(frozen=True)
 class SequenceResult:
-    """What a finished step says about one chunk: the sampled token and the asked-for logprobs."""
+    """Result of a finished step for one chunk: the sampled token and the asked-for logprobs."""
 
     chunk: ScheduledChunk
     token_id: int | None  # None when the chunk does not sample
@@ -189,7 +189,7 @@ class SequenceResult:
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """What a finished step means for one live sequence; its token is already in `token_ids`."""
+    """Effect of a finished step on one live sequence; its token is already in `token_ids`."""
 
     sequence: Sequence
     result: SequenceResult

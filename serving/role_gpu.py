@@ -1,4 +1,4 @@
-"""Which GPU a role process computes on, where several roles share a host."""
+"""GPU assignment of role processes that share a host."""
 
 import os
 

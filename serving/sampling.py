@@ -1,4 +1,4 @@
-"""How a request wants its tokens chosen, with every number checked. No jax.
+"""Sampling parameters of a request, with every number checked. No jax.
 
 The bounds are vLLM's where it has one; the rest keep one request from hurting the shared engine.
 """
@@ -179,12 +179,12 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken, so that no random number is drawn."""
+        """True if the most likely token is taken, so that no random number is drawn."""
         return self.temperature == 0.0
 
     @property
     def uses_history(self) -> bool:
-        """Whether a penalty looks at the tokens so far."""
+        """True if a penalty looks at the tokens so far."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0

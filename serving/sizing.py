@@ -1,4 +1,4 @@
-"""How much memory KV pages and adapter slots get, and the longest sequence served. No jax."""
+"""Sizes of KV pages and adapter slots, and the longest sequence. No jax."""
 
 import dataclasses
 

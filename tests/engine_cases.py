@@ -1,4 +1,4 @@
-"""What tests of the engine share: one over a tiny random model, requests, and waiting for rest."""
+"""Shared engine for tests: a tiny random model, requests, and a wait for idleness."""
 
 import dataclasses
 import threading

@@ -1,4 +1,4 @@
-"""What tests of ESFT serving share: an engine with adapters, and each one's answers when merged.
+"""Shared ESFT cases: an engine with adapters, and the answers of merged models.
 
 The oracle is an engine whose base weights are exchanged for those of a merged checkpoint.
 """

@@ -1,4 +1,4 @@
-"""What items of rows must be, whoever made them."""
+"""Invariants of row items, whichever implementation makes them."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Who copies rows into arrays of the CPU, as late as is allowed."""
+"""Copier for CPU arrays that copies as late as is allowed."""
 
 import ctypes
 

@@ -1,4 +1,4 @@
-"""How long a request keeps the event loop and other threads waiting, and what memory it leaves."""
+"""Pauses of the event loop and of threads during a request, and the memory that it leaves."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What the transport between GPUs, emulated or real, must do besides every carrier's contract."""
+"""Contract of the GPU transport, emulated or real, beyond that of every transport."""
 
 import contextlib
 import threading

@@ -1,4 +1,4 @@
-"""What tests of the samplers share: logits, rows of sampling parameters, and a run of a sampler."""
+"""Shared sampler cases: logits, rows of sampling parameters, and a run of a sampler."""
 
 import dataclasses
 import types

@@ -1,4 +1,4 @@
-"""What json.loads reads is read; keys that stand twice are refused by name."""
+"""JSON that json.loads reads is accepted; keys that stand twice are refused by name."""
 
 import pytest
 

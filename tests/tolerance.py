@@ -1,4 +1,4 @@
-"""How far a kernel may be from the answer, per dtype: the one table.
+"""Tolerances of kernels per dtype: the one table.
 
 Cases are scaled to results of order one. float32: sums of some thousand products. bfloat16: two
 roundings to 8 bits, one of an input sum and one of the result.

@@ -1,4 +1,4 @@
-"""What every carrier must do; a carrier's test file inherits this and names itself."""
+"""Contract of every transport; a transport's test file inherits it."""
 
 import threading
 import time

@@ -1,1 +1,1 @@
-"""What each part of disaggregation brings; see __main__."""
+"""Ablation of disaggregation; see __main__."""

@@ -1,4 +1,4 @@
-"""What each part of disaggregation brings (InfiniLoRA, Figure 14): `python -m bench.ablation`.
+"""Effect of each part of disaggregation (InfiniLoRA, Figure 14): `python -m bench.ablation`.
 
 Five systems on the same number of devices, one after another, under the same requests. `coupled`:
 every device an instance with its own adapters. `+disagg`: some are a LoRA Server, the base waits

@@ -28,7 +28,7 @@ _ABORT = "abort"
 
 @dataclasses.dataclass(frozen=True)
 class Told:
-    """What became of a job; times are those of time.monotonic, which all processes share."""
+    """Outcome of a job; times are those of time.monotonic, which all processes share."""
 
     job: int
     first: float | None
@@ -39,7 +39,7 @@ class Told:
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """How to start an instance."""
+    """Start options of an instance."""
 
     number: int
     model: str

@@ -44,7 +44,7 @@ _START_S = 60.0  # for the first request of every adapter
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """How devices are shared out between instances and the ranks of their LoRA Server."""
+    """Split of devices between instances and the ranks of their LoRA Server."""
 
     instances: int
     ranks: int
@@ -97,7 +97,7 @@ class System:
 
     @property
     def device(self) -> str:
-        """How many devices of which kind it uses."""
+        """Number and kind of its devices."""
         ranks = 0 if self._group is None else self._group.spec.ranks
         return f"{len(self._instances) + ranks} x {self._instances[0].device}"
 

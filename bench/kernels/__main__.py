@@ -33,8 +33,8 @@ def show(row: dict) -> str:
     peer, bar = (f"{row[k]:7.1f}" if row.get(k) else "      -" for k in ("peer_us", "bar_us"))
     said = "" if row["met"] is None else ("met" if row["met"] else "missed")
     return (
-        f"{row['name']:72} {row['us']:7.1f} us  floor {row['floor_us']:6.1f}  peer {peer}  "
-        f"bar {bar} {said:6}  error {row['error']:.1e}"
+        f"{row['name']:72} {row['us']:7.1f} us  limit {row['floor_us']:6.1f}  peer {peer}  "
+        f"target {bar} {said:6}  error {row['error']:.1e}"
     )
 
 

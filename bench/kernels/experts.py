@@ -98,7 +98,7 @@ class Layer:
 
     @property
     def shapes(self) -> Arrays:
-        """What stands for the arrays in a program that is compiled."""
+        """Shapes of the arrays, to compile a program."""
         return jax.eval_shape(self.placed, self.rows.pools.shapes)
 
     def placed(self, pools: dict[str, jax.Array]) -> Arrays:

@@ -84,7 +84,7 @@ class Measured:
 
     @property
     def programs(self) -> tuple[Future, ...]:
-        """What has to be compiled before it is measured."""
+        """Programs to compile before the measurement."""
         return (self.grouped, self.dense) if self.dense else (self.grouped,)
 
     def measure(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What makes the table's rows: jobs, whose programs are compiled side by side before any is timed.
+"""Jobs that make the table's rows: programs compile side by side before any is timed.
 
 Nothing else runs in this process while a program is timed: tracing would keep the host from
 enqueueing. So a part traces all its programs first, and threads compile them meanwhile.
@@ -23,7 +23,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What all parts share: the machine's rates, and threads that compile."""
+    """State that all parts share: the machine's rates, and threads that compile."""
 
     bandwidth: float  # bytes per second of a large copy, read plus written
     dense: float  # FLOP/s of a large matmul of XLA's
@@ -44,7 +44,7 @@ class Machine:
 
 
 class NamedPoint(Protocol):
-    """What a part measures; its name is that of its row."""
+    """One measurement of a part; its name is that of its row."""
 
     @property
     def name(self) -> str: ...

@@ -57,7 +57,7 @@ class Point:
 
     @property
     def cell(self) -> tuple:
-        """What points share whose inputs are the same."""
+        """Inputs that several points share."""
         return self.rows, self.d_in, self.d_out, self.rank, self.slots, self.popularity
 
     @functools.cached_property

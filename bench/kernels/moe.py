@@ -93,7 +93,7 @@ class Pools:
 
     @property
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """What stands for the pools in a program that is compiled."""
+        """Shapes of the pools, to compile a program."""
         return {
             name: jax.ShapeDtypeStruct(numbers.shape, jnp.bfloat16)
             for name, numbers in self.numbers.items()
@@ -142,7 +142,7 @@ class Layer:
 
     @property
     def distinct(self) -> int:
-        """How many pairs of an adapter and an expert the rows ask for."""
+        """Number of distinct (adapter, expert) pairs of the rows."""
         return len(set(zip(self.row_to_slot, self.row_to_expert, strict=True)))
 
     def arrays(self) -> dict[str, jax.Array]:
@@ -210,7 +210,7 @@ class Measured:
 
     @property
     def programs(self) -> tuple[Future, ...]:
-        """What has to be compiled before it is measured."""
+        """Programs to compile before the measurement."""
         return self.items, self.check, self.chain
 
     def measure(self) -> dict[str, Any]:

@@ -120,7 +120,7 @@ class Measured:
 
     @property
     def programs(self) -> tuple[Future, ...]:
-        """What has to be compiled before it is measured."""
+        """Programs to compile before the measurement."""
         return self.wrong_places, *(program for program, _ in self.chains.values())
 
     def measure(self) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""What was measured, as a table, and how the grid's points compare with the best peer of each."""
+"""Table of the kernel results, and a comparison with the best peer of each point."""
 
 import statistics
 from collections.abc import Iterable
 from typing import Any
 
-HEAD = ("kernel", "floor", "ours", "over floor", "bar", "best peer", "peer over ours", "error")
+HEAD = ("kernel", "limit", "ours", "over limit", "target", "best peer", "peer over ours", "error")
 SECTIONS = ("Points", "Grid", "Popularities")
 OTHER = ("other forms",)  # of the points: what was timed in turn with them
 SHOWN = ("floor_us", "bar_us", "peer_us")
@@ -54,10 +54,10 @@ def table(result: dict[str, Any]) -> str:
     copied, dense = result["copy_tb_per_s"], result["dense_tflop_per_s"]
     said = [
         f"# Kernels on one {result['device']}, {result['date']}",
-        "Microseconds, cold L2. Floor: fewest bytes at the copy bandwidth of the run "
+        "Microseconds, cold L2. Limit: fewest bytes at the copy bandwidth of the run "
         f"({copied:.2f} TB/s), or FLOPs at the rate of XLA's dense matmul ({dense:.0f} TFLOP/s). "
-        "Peer: the best that was measured. Error: the largest of the checked rows', relative to "
-        "float64. `python -m bench.kernels`.",
+        "Target: set by the project. Peer: the best that was measured. Error: the largest of the "
+        "checked rows', relative to float64. `python -m bench.kernels`.",
         *([f"Note: {result['note']}."] if "note" in result else []),
     ]
     for title, some in zip(SECTIONS, rows, strict=True):
@@ -86,7 +86,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _other_forms(row: dict[str, Any]) -> str:
-    """Return what else was timed, such as XLA's dense map or rerouting by plain operators."""
+    """Return other timed forms, such as XLA's dense map or rerouting by plain operators."""
     others = {name: us for name, us in row.items() if name.endswith("_us") and name not in SHOWN}
     said = (f"{name[:-3].replace('_', ' ')} {us:.1f}" for name, us in others.items())
     return ", ".join(said)

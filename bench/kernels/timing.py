@@ -1,4 +1,4 @@
-"""How every kernel is timed here: programs of many ops, enqueued one behind the other.
+"""Kernel timing: programs of many ops, enqueued one behind the other.
 
 One program is one CUDA graph; its arrays rotate or are larger than L2, so that weights are cold.
 """

@@ -1,4 +1,4 @@
-"""What happens on one GPU: it is a rank of the server, or an instance."""
+"""Process of one GPU: a rank of the server, or an instance."""
 
 import contextlib
 import statistics

@@ -1,4 +1,4 @@
-"""What is measured: one layer's shape and its adapters, and placements that fit few GPUs."""
+"""Measured plans: one layer's shape, its adapters, and placements for few GPUs."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""What ran on a GPU and when, from jax's profiler."""
+"""Timeline of a GPU, from jax's profiler."""
 
 from pathlib import Path
 

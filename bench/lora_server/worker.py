@@ -11,7 +11,7 @@ _START_S, _CALL_S = 90.0, 40.0
 
 
 class Worker(Protocol):
-    """What a GPU does, one call at a time; `bench.lora_server.gpu.Gpu` has the calls."""
+    """Worker of a GPU, one call at a time; `bench.lora_server.gpu.Gpu` has the calls."""
 
     def start(self, name: str, *arguments) -> Callable[[], Any]:
         """Begin a call; what comes back returns its result, or raises RuntimeError."""

@@ -1,4 +1,4 @@
-"""How many roles of which kind a system of several processes has. No jax."""
+"""Configuration of a system of several processes. No jax."""
 
 import dataclasses
 
@@ -74,7 +74,7 @@ class ClusterConfig:
 
     @property
     def is_single(self) -> bool:
-        """Whether one process does it all."""
+        """True if one process does it all."""
         return self.instances == 1 and self.lora_server == 0
 
 

@@ -1,4 +1,4 @@
-"""Which LLM instance gets a request. No jax.
+"""Router: chooses the LLM instance of a request. No jax.
 
 Adapters go to instances by load, greedily (InfiniLoRA, section 6.1).
 An adapter stays with one instance, where its attention part and its prefixes are, until the loads

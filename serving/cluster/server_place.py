@@ -20,7 +20,7 @@ from serving.transport.terms import Terms
 
 @dataclasses.dataclass(frozen=True)
 class ServerPlace:
-    """Where the LoRA Server's ranks listen, and how it is used."""
+    """Addresses of the LoRA Server's ranks, and the options of its use."""
 
     spec: ServerSpec
     paths: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What completions and chat answers have in common, whole or as a stream."""
+"""Response parts that completions and chat share, whole or streamed."""
 
 import contextlib
 import dataclasses

@@ -13,7 +13,7 @@ _MIN_TOKENS = 1 << 15
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """What a request may hold, for one model."""
+    """Limits of a request, for one model."""
 
     context: int  # tokens of a prompt and its answer
     longest_token: int  # characters

@@ -1,4 +1,4 @@
-"""Whether the server is well and what it does: /health, /metrics, /load, /version and friends."""
+"""Routes for health, metrics, load and version."""
 
 import dataclasses
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""What the HTTP server needs of an engine, and nothing more."""
+"""Interface of the HTTP server to an engine."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol

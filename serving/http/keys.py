@@ -15,7 +15,7 @@ from serving.http.settings import HttpSettings, Tenant
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Caller:
-    """Who sent a request. `adapters` None means every adapter; `salt` parts the prefix cache."""
+    """Sender of a request. `adapters` None means every adapter; `salt` splits the prefix cache."""
 
     uses_model: bool = True
     is_admin: bool = False

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 
 class Lane(enum.Enum):
-    """How long a piece of work takes; the value is the number of threads."""
+    """Length class of a piece of work; the value is the number of threads."""
 
     SHORT = 2  # up to some 50 ms
     LONG = 1

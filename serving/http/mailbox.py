@@ -1,4 +1,4 @@
-"""From the engine's thread to the event loop, with few wake-ups however many deltas there are."""
+"""Mailbox from the engine's thread to the event loop, with few wake-ups for many deltas."""
 
 import asyncio
 import collections

@@ -1,4 +1,4 @@
-"""From the names a client sends to the base model or one adapter, loaded if need be."""
+"""Model names: maps a client's name to the base model or an adapter, loaded on demand."""
 
 import asyncio
 import dataclasses
@@ -16,7 +16,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What a request goes to: the name its answer carries, and the adapter (None: the base)."""
+    """Target of a request: the name in its answer, and the adapter (None: the base)."""
 
     name: str
     adapter: str | None

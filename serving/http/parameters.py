@@ -1,4 +1,4 @@
-"""From a body to `Sampling`, with the body's own field names in the errors."""
+"""Converts a request body to `Sampling`; errors name the body's own fields."""
 
 import dataclasses
 from collections.abc import Mapping

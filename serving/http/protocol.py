@@ -45,13 +45,13 @@ CacheSalt = Annotated[
 
 
 class Body(BaseModel):
-    """What all bodies have in common."""
+    """Base of all bodies."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
 
 class StreamOptions(Body):
-    """How a stream reports its usage."""
+    """Usage options of a stream."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -173,7 +173,7 @@ class UnloadAdapterBody(Body):
 
 
 class AdapterSource(Body):
-    """Where Dynamo says an adapter is."""
+    """Location of an adapter in Dynamo's form."""
 
     uri: Name
 

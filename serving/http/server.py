@@ -1,4 +1,4 @@
-"""What the routes share: the engine, the settings, the keys, the names and the counters."""
+"""State that the routes share: engine, settings, keys, names and counters."""
 
 import dataclasses
 import time

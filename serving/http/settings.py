@@ -1,4 +1,4 @@
-"""How the HTTP server behaves: who may do what, and the limits on a request."""
+"""Settings of the HTTP server: permissions, and limits of a request."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Tenant:
-    """What one API key of the keys file may do; see `read_keys_file` for the file."""
+    """Permissions of one API key of the keys file; see `read_keys_file` for the file."""
 
     key: str
     adapters: frozenset[str] | None = None  # None: every adapter
@@ -79,5 +79,5 @@ class HttpSettings:
 
     @property
     def has_api_keys(self) -> bool:
-        """Whether a caller needs a key to use the model."""
+        """True if a caller needs a key to use the model."""
         return bool(self.api_keys or self.tenants)

@@ -30,7 +30,7 @@ class LoadFailed(RuntimeError):
 
 
 class Placement(Protocol):
-    """Where an adapter goes."""
+    """Destination of an adapter on the device."""
 
     @property
     def digest(self) -> str: ...
@@ -50,7 +50,7 @@ class Plan[S](Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class ResidencySnapshot:
-    """What is on the device, for any thread to read."""
+    """Snapshot of the device's adapters, for any thread to read."""
 
     resident: frozenset[str] = frozenset()  # digests
     slots_used: int = 0
@@ -73,7 +73,7 @@ class _Known:
 
     @property
     def wanted(self) -> bool:
-        """Whether others may have to go for its sake."""
+        """True if others may have to go for its sake."""
         return self.requests > 0 or self.pinned
 
 
@@ -219,7 +219,7 @@ class AdapterLoader[P: Placement, S]:
 
     @property
     def is_busy(self) -> bool:
-        """Whether any load is under way."""
+        """True if any load is under way."""
         return bool(self._loads)
 
     def check_integrity(self) -> None:

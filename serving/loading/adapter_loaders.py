@@ -145,7 +145,7 @@ class AdapterLoaders:
 
     @property
     def is_busy(self) -> bool:
-        """Whether `advance` has anything to do."""
+        """True if `advance` has anything to do."""
         freeing = self._room is not None and self._room.is_busy
         remote = self._remote is not None and self._remote.is_busy
         if self._local is not None and self._remote is not None:
@@ -154,7 +154,7 @@ class AdapterLoaders:
 
     @property
     def snapshot(self) -> ResidencySnapshot:
-        """What is on the device, all kinds together; any thread may ask."""
+        """Residents of the device, of all kinds; any thread may ask."""
         lora = self._lora.snapshot
         if self._esft is None or self._room is None:
             return lora

@@ -1,4 +1,4 @@
-"""What an engine needs to serve ESFT adapters: expert tensors, their books, and the tables."""
+"""ESFT parts of an engine: expert tensors, their allocator, and the tables."""
 
 import dataclasses
 import logging

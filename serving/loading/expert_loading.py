@@ -136,7 +136,7 @@ class ExpertRoom:
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything waits to be freed."""
+        """True if anything waits to be freed."""
         return self.allocator.num_leaving > 0
 
     def close(self) -> None:
@@ -160,7 +160,9 @@ class ExpertRoom:
                 try:
                     self.tensors.unmap(layer, index)
                 except _TROUBLE:
-                    logger.exception("Expert %d of layer %d keeps its memory.", index, layer)
+                    logger.exception(
+                        "The memory of expert %d of layer %d could not be released.", index, layer
+                    )
             if not places:
                 self._freeing.popleft()
                 self.allocator.reclaim(placement)

@@ -49,7 +49,7 @@ class LocalExperts:
                 del self._live[digest]
 
     def knows(self, digest: str) -> bool:
-        """Whether a live request needs the adapter, and it has experts."""
+        """True if a live request needs the adapter, and it has experts."""
         return digest in self._live
 
     def users(self, digest: str) -> int:
@@ -58,12 +58,12 @@ class LocalExperts:
         return 0 if live is None else live.users
 
     def stands_in(self, digest: str) -> bool:
-        """Whether the adapter is served here although the server is there."""
+        """True if the adapter is served here although the server is there."""
         live = self._live[digest]
         return live.instead or live.users > 0
 
     def can_serve(self, digest: str) -> bool:
-        """Whether the whole adapter is on the device, or could be brought there now."""
+        """True if the whole adapter is on the device, or could be brought there now."""
         live = self._live.get(digest)
         if live is None:
             return False
@@ -91,7 +91,7 @@ class LocalExperts:
         self._loader.release(live.entry.digest)
 
     def is_loading(self, digest: str) -> bool:
-        """Whether the whole adapter is on its way."""
+        """True if the whole adapter is on its way."""
         return self._loader.is_loading(self._live[digest].entry.digest)
 
     def collect(self) -> None:
@@ -103,7 +103,7 @@ class LocalExperts:
 
     @property
     def is_busy(self) -> bool:
-        """Whether `collect` has anything to do."""
+        """True if `collect` has anything to do."""
         return any(digest not in self._live for digest in self._kept)
 
     def check_integrity(self) -> None:

@@ -65,7 +65,7 @@ class StepExperts:
         self.statuses: list[jax.Array] = []
 
     def has(self, module: str, layer: int) -> bool:
-        """Whether ranks hold this module of the layer."""
+        """True if ranks hold this module of the layer."""
         return self._plan.has(module, layer)
 
     def exchange(

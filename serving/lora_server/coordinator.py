@@ -1,4 +1,4 @@
-"""Which adapters the ranks of a LoRA Server hold, and which instance needs them. No jax.
+"""Coordinator: adapters that all ranks of a LoRA Server hold, and their leases. No jax.
 
 An instance leases an adapter before it sends a row of it, so that what is in use stays. Of the
 others the least recently leased goes when a place is needed. All ranks hold the same adapters under
@@ -36,7 +36,7 @@ class Lease:
 
 
 class LeaseSource(Protocol):
-    """What an instance asks for; `instance` is a name of its own."""
+    """Request of an instance; `instance` is its unique name."""
 
     def lease(self, instance: str, digest: str, folder: str) -> Lease: ...
 
@@ -152,7 +152,7 @@ class Coordinator:
         self._pool.shutdown(wait=False)
 
     def holds(self, digest: str) -> bool:
-        """Whether the adapter is on all ranks that are there."""
+        """True if the adapter is on all ranks that are there."""
         with self._lock:
             return digest in self._held
 
@@ -225,5 +225,5 @@ class Coordinator:
 
 
 def _is_room(error: Exception) -> bool:
-    """Whether a rank refused for want of room that others' going would make."""
+    """True if a rank refused for want of room that others' going would make."""
     return "There is no room" in str(error)

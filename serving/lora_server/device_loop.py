@@ -49,7 +49,7 @@ ONE_GRAPH = {
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Said:
-    """What a program says: the lines of its last look, and how many messages it answered."""
+    """Report of a program: the lines of its last look, and the number of messages it answered."""
 
     lines: tuple[Int[Array, "messages 8"], ...]  # of each site
     answered: Int[Array, ""]
@@ -57,7 +57,7 @@ class _Said:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What became of messages: how many were answered, and lines of those left to the host."""
+    """Outcome of messages: the number answered, and the lines of those left to the host."""
 
     answered: int
     left: tuple[tuple[int, ...], ...] = ()

@@ -78,7 +78,7 @@ class ServerGroup:
 
     def _replace(self, dead: RankProcess) -> None:
         rank, begun = dead.rank, time.monotonic()
-        logger.warning("Rank %d of the LoRA Server has ended; starting it anew.", rank)
+        logger.warning("Rank %d of the LoRA Server has ended; restarting it.", rank)
         self.coordinator.lose(rank)
         dead.stop()
         process = self._start(rank)
@@ -89,11 +89,11 @@ class ServerGroup:
             self.coordinator.restore(rank, process.control)
             process.open()
         except (ConnectionError, ValueError, RuntimeError) as error:
-            logger.error("Rank %d of the LoRA Server did not come back: %s", rank, error)
+            logger.error("Rank %d of the LoRA Server could not be restarted: %s", rank, error)
             process.kill()
             self._closing.wait(_RESTART_S)
             return
-        logger.info("Rank %d is back after %.1f s.", rank, time.monotonic() - begun)
+        logger.info("Rank %d was restarted in %.1f s.", rank, time.monotonic() - begun)
 
 
 def _open(process: RankProcess) -> None:

@@ -1,4 +1,4 @@
-"""What an engine has of a LoRA Server: the way there, leases, and what to do when it fails.
+"""Instance side of a LoRA Server: connection, leases and failure handling.
 
 The engine's thread uses it. A wait that fails harms the adapter rows of its step only; those
 requests end with an error that says they may be tried again, and a thread tries to reach the lost
@@ -31,7 +31,7 @@ _REJOIN_S = 0.1  # between two looks for lost ranks
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ServerAccess:
-    """How one instance reaches a LoRA Server; `connect` returns a carrier to all of its ranks."""
+    """Access of one instance to a LoRA Server; `connect` returns a carrier to all of its ranks."""
 
     spec: ServerSpec
     instance: str
@@ -98,7 +98,7 @@ class InstanceSide:
             self._leases.drop(self._dropped.pop(0)[1])
 
     def is_ready(self, digest: str) -> bool:
-        """Whether rows of the adapter may be sent, as far as the server matters."""
+        """True if rows of the adapter may be sent, as far as the server matters."""
         with self._lock:
             remote = digest in self._remote
         return not remote or self._leases.get(digest) is not None
@@ -152,12 +152,12 @@ class InstanceSide:
 
     @property
     def is_lost(self) -> bool:
-        """Whether a rank of the server is not there."""
+        """True if a rank of the server is not there."""
         return bool(self.link.client.lost())
 
     @property
     def is_busy(self) -> bool:
-        """Whether `collect` or `take_failures` may have anything to do."""
+        """True if `collect` or `take_failures` may have anything to do."""
         lost = bool(self._remote and self.link.client.lost())
         return bool(self._dropped) or lost or self._leases.has_errors
 
@@ -181,7 +181,7 @@ class InstanceSide:
         client = self.link.client
         while not self._closing.wait(_REJOIN_S):
             if client.lost() and not client.rejoin():
-                logger.info("The LoRA Server is whole again.")
+                logger.info("All ranks of the LoRA Server are connected again.")
 
 
 def connect(access: ServerAccess, config: EngineConfig, dtype: str) -> InstanceSide:

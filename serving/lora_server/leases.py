@@ -29,7 +29,7 @@ class _Wanted:
 
 
 class Leases:
-    """Which adapters an instance may send rows of; any thread may call it."""
+    """Leases: adapters whose rows an instance may send; any thread may call it."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Leases:
 
     @property
     def has_errors(self) -> bool:
-        """Whether `take_errors` would return any."""
+        """True if `take_errors` would return any."""
         with self._lock:
             return any(wanted.error is not None for wanted in self._wanted.values())
 
@@ -124,7 +124,7 @@ class Leases:
         try:
             self._source.leave(self._instance)
         except ConnectionError:
-            logger.info("The LoRA Server has gone before this instance.")
+            logger.info("The LoRA Server stopped before this instance.")
 
     def _look_at(self, digest: str) -> None:
         """Make what is leased agree with what is wanted."""

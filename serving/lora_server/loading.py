@@ -52,7 +52,7 @@ class LayerwiseLoad:
 
     @property
     def num_ready(self) -> int:
-        """How many layers, from the lowest, may be computed; 0 before the first write is done."""
+        """Number of layers, from the lowest, that can be computed; 0 before the first write."""
         return self._next[0] if self._started else 0
 
     @property

@@ -1,4 +1,4 @@
-"""What one rank of a LoRA Server holds and computes: adapter slots of its shard, and deltas.
+"""Rank of a LoRA Server: adapter slots of its shard, and their deltas.
 
 Instances name an adapter by a number that is the same on all ranks and never given twice: number
 modulo `num_adapters` is a place, so that a rank knows from one small table where a number's rows
@@ -106,7 +106,7 @@ class ServerRank:
 
     @property
     def is_loading(self) -> bool:
-        """Whether `advance` has anything to do."""
+        """True if `advance` has anything to do."""
         return bool(self._loads)
 
     @property
@@ -120,7 +120,7 @@ class ServerRank:
 
     @property
     def sites(self) -> tuple[int, ...]:
-        """What requests may be of."""
+        """Adapter numbers that requests may use."""
         return tuple(site for site, names in SITES.items() if set(names) <= set(self.shard.modules))
 
     def width_in(self, site: int) -> int:
@@ -173,7 +173,7 @@ class ServerRank:
         return number
 
     def must_wait(self, row_to_adapter: np.ndarray, layer: int) -> bool:
-        """Whether a layer of one of these adapters, all known, is still on its way."""
+        """True if a layer of one of these adapters, all known, is still on its way."""
         return bool((self._num_ready[row_to_adapter % self.sizes.num_adapters] <= layer).any())
 
     def unload(self, number: int) -> None:

@@ -237,7 +237,7 @@ class RankServer:
         return rank.slots_of(request.adapters, rank.bucket(request.rows))
 
     def _must_wait(self, request: Request) -> bool:
-        """Whether a request can be answered, but not before a layer is here."""
+        """True if a request can be answered, but not before a layer is here."""
         layer = self._plan.moe_layers[request.layer]
         known = self._slots_of(request) is not None
         return known and self._rank.must_wait(request.adapters, layer)

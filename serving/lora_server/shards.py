@@ -1,4 +1,4 @@
-"""What of an adapter lies where: experts on the ranks of a LoRA Server, the rest on the instance.
+"""Splits an adapter between server ranks and the instance.
 
 A rank holds the gate, up and down matrices of its layers and experts (a placement plan says which);
 attention, router, shared experts and head stay in the instance's own slots. If attention is asked
@@ -37,7 +37,7 @@ class Shard:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """What it holds of an adapter."""
+        """Part of an adapter that it holds."""
         return EXPERT_MODULES + ATTENTION_MODULES if self.attention else EXPERT_MODULES
 
     @property
@@ -58,13 +58,13 @@ class ServerPlan:
         return self.placement.devices
 
     def has(self, module: str, layer: int) -> bool:
-        """Whether the server holds this module of the layer."""
+        """True if the server holds this module of the layer."""
         if module in EXPERT_MODULES:
             return True
         return self.attention and module in ATTENTION_MODULES and layer in self.moe_layers
 
     def has_any(self, report: AdapterReport) -> bool:
-        """Whether the server holds a part of an adapter, which needs it then."""
+        """True if the server holds a part of an adapter, which needs it then."""
         found = report.modules.items()
         return any(self.has(module, layer) for module, said in found for layer in said.layers)
 

@@ -1,4 +1,4 @@
-"""What the roles of a disaggregated system agree on before they start."""
+"""Specification that all roles of a disaggregated system share."""
 
 import dataclasses
 import functools
@@ -48,7 +48,7 @@ class ServerSpec:
 
 @dataclasses.dataclass(frozen=True)
 class ServerDesign:
-    """What follows from a spec and the base model's config."""
+    """Design derived from a spec and the base model's config."""
 
     spec: ServerSpec
     config: ModelConfig
@@ -57,7 +57,7 @@ class ServerDesign:
 
     @functools.cached_property
     def terms(self) -> Terms:
-        """What a rank and an instance must agree on."""
+        """Terms that a rank and an instance must share."""
         spec, moe = self.spec, self.config.moe
         assert moe is not None, "a plan without experts"
         widths = self.config.hidden_size, moe.intermediate_size

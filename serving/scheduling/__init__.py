@@ -1,1 +1,1 @@
-"""Who is in the next step: the scheduler, and the pages and adapters it hands out."""
+"""Scheduling: the next step's sequences, and the pages and adapters that they hold."""

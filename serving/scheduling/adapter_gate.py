@@ -1,4 +1,4 @@
-"""Who may use which adapter slot, and how long who waits for one. No jax.
+"""Adapter admission: slots of waiting requests, and the bound of their wait. No jax.
 
 Sequences whose adapter is resident pass those that wait for one. A waiter cannot be passed for
 ever: when half of its time is over, one busy adapter is drained for it, that is, gets no more
@@ -27,7 +27,7 @@ class AdapterResidency(Protocol):
         ...
 
     def is_loading(self, digest: str) -> bool:
-        """Whether the adapter has a place and will be resident soon."""
+        """True if the adapter has a place and will be resident soon."""
         ...
 
 
@@ -96,7 +96,7 @@ class AdapterGate:
             self._drained.clear()
 
     def is_waiting(self, sequence: Sequence) -> bool:
-        """Whether an adapter is what the sequence waits for."""
+        """True if an adapter is what the sequence waits for."""
         return sequence in self._since
 
     def expired(self, now: float) -> list[Sequence]:

@@ -1,4 +1,4 @@
-"""Which tokens of which sequences run in the next step. Policy only: no jax, no strings.
+"""Scheduler: chooses the tokens of the next step. Policy only: no jax, no strings.
 
 Every step has a budget of tokens and of logit rows. Running sequences come first (one token each
 for those that decode, then chunks of prompts), then waiting ones are let in, always earliest
@@ -39,7 +39,7 @@ RETRY_AFTER_S = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class SchedulerStats:
-    """Where the sequences are, now; counters count from the start."""
+    """Positions of the sequences now; counters count from the start."""
 
     num_running: int
     num_waiting_capacity: int  # for a row, pages or tokens
@@ -206,7 +206,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any sequence is waiting or running."""
+        """True if any sequence is waiting or running."""
         return bool(self._waiting or self._running)
 
     def stats(self) -> SchedulerStats:
@@ -337,7 +337,7 @@ class Scheduler:
             sequence.first_scheduled_s = now
 
     def _follows_sibling(self, sequence: Sequence) -> bool:
-        """Whether another choice of the request is about to compute this one's prompt pages."""
+        """True if another choice of the request is about to compute this one's prompt pages."""
         if not sequence.index or not self._pages.can_match(sequence):
             return False
         for sibling in self._requests[sequence.request.request_id]:

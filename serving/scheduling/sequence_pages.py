@@ -100,11 +100,11 @@ class SequencePages:
         self._registered[sequence] = full
 
     def can_match(self, sequence: Sequence) -> bool:
-        """Whether its prompt may come from the cache, which yields no log-probabilities."""
+        """True if its prompt may come from the cache, which yields no log-probabilities."""
         return self._cache.enabled and sequence.request.sampling.prompt_logprobs is None
 
     def prompt_is_findable(self, sequence: Sequence) -> bool:
-        """Whether all prompt pages of a running sequence can serve another one."""
+        """True if all prompt pages of a running sequence can serve another one."""
         return self._registered[sequence] >= (sequence.num_prompt - 1) // self._cache.page_size
 
     def forget_adapters(self, digests: Collection[str]) -> None:

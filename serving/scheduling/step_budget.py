@@ -1,4 +1,4 @@
-"""What is left of one step: tokens and logit rows, and the chunks they were given to. No jax."""
+"""Budget of one step: tokens, logit rows and the chunks that use them. No jax."""
 
 import dataclasses
 
@@ -40,7 +40,7 @@ class StepBudget:
 
     @property
     def exhausted(self) -> bool:
-        """Whether no further sequence can get a chunk."""
+        """True if no further sequence can get a chunk."""
         return not (self.tokens and self.logit_rows)
 
     @property

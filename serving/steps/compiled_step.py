@@ -41,7 +41,7 @@ NO_REMAT = {"xla_disable_hlo_passes": "rematerialization"}
 
 
 class Operands(NamedTuple):
-    """What a step works on beside the model; cache and state are donated to it."""
+    """Inputs of a step beside the model; cache and state are donated to it."""
 
     cache: PagedKVCache
     state: RowState

@@ -1,4 +1,4 @@
-"""What the device knows about each running sequence: its tokens and its sampling parameters.
+"""Device state of the running sequences: tokens and sampling parameters.
 
 A running sequence owns one row. The row is written once when the sequence is admitted; after that
 the step itself appends the sampled tokens, so that neither tokens nor parameters travel from the

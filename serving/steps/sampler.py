@@ -27,7 +27,7 @@ INVALID_TOKEN = -1  # the logits of the row are not finite numbers
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LogitRows:
-    """Which tokens of a step yield logits, row by row; rows at or after num_rows are padding."""
+    """Tokens of a step that yield logits, row by row; rows at or after num_rows are padding."""
 
     num_rows: Int[Array, ""]
     row_to_token: Int[Array, "rows"]

@@ -30,7 +30,7 @@ Sample = Callable[[Float[Array, "rows vocab"], LogitRows, RowState], Sampled]
 
 @dataclasses.dataclass(frozen=True)
 class StepSizes:
-    """What is the same in every step of an engine; `max_rank` bounds the rank of any adapter."""
+    """Constants of an engine's steps; `max_rank` bounds the rank of any adapter."""
 
     max_seqs: int
     max_len: int

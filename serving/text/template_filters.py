@@ -29,7 +29,7 @@ _ENTRY = 8  # an entry of a list counts as so many characters
 
 
 class AbstractMeter(Protocol):
-    """What counts steps and characters; see `template_sandbox.Meter`."""
+    """Counter of steps and characters; see `template_sandbox.Meter`."""
 
     def step(self) -> str: ...
 

@@ -42,7 +42,7 @@ class TemplateLimit(SecurityError):
 
 
 class Meter:
-    """What one rendering may still use."""
+    """Remaining budget of one rendering."""
 
     def __init__(self, max_steps: int = MAX_STEPS, max_seconds: float = MAX_SECONDS):
         self._steps = max_steps

@@ -1,4 +1,4 @@
-"""From tokens to text, one token at a time, exact at every step.
+"""Converts tokens to text one token at a time, exact at every step.
 
 The decoder of a tokenizer.json is read as a rule that turns one token into bytes; the bytes of
 all tokens in a row are the text in UTF-8. So a character whose bytes are spread over several
@@ -30,7 +30,7 @@ _ALPHABET = byte_alphabet()
 
 @dataclasses.dataclass(frozen=True)
 class DecodingRule:
-    """How tokens become bytes. `strip` spaces are dropped from the very beginning of a text."""
+    """Map from tokens to bytes. `strip` spaces are dropped from the very beginning of a text."""
 
     first: Callable[[str], bytes]  # the first token of a text
     later: Callable[[str], bytes]

@@ -1,4 +1,4 @@
-"""What the small JSON files beside a tokenizer say, in all their dialects. No jax."""
+"""Reader of the small JSON files beside a tokenizer, in all their dialects. No jax."""
 
 import dataclasses
 from pathlib import Path
@@ -32,7 +32,7 @@ class TokenizerFiles:
         self.config = self._read("tokenizer_config.json")
 
     def has(self, *names: str) -> bool:
-        """Whether the folder has all of these files."""
+        """True if the folder has all of these files."""
         return all((self.folder / name).is_file() for name in names)
 
     def path(self, name: str) -> str:

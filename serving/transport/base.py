@@ -41,7 +41,7 @@ from serving.transport.shapes import Shapes
 
 
 class Status(enum.IntEnum):
-    """How waiting for one server ended; 0 also where nothing was sent to it."""
+    """Outcome of a wait for one server; 0 also where nothing was sent to it."""
 
     ARRIVED = 0
     TIMED_OUT = 1
@@ -56,7 +56,7 @@ class TransportError(ConnectionError):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PushRows:
-    """Which rows of [rows, d_in] go where; the same object for push and wait_add of an exchange.
+    """Destinations of rows of [rows, d_in]; the same object for push and wait_add of an exchange.
 
     Only the first `num_rows` rows are real. `row_to_server` is -1 for rows that stay. The adapter
     number is whatever client and server mean by it at `table_version`.

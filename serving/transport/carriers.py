@@ -1,4 +1,4 @@
-"""Which carrier joins an instance and a LoRA Server of one host.
+"""Choice of the transport between an instance and a LoRA Server of one host.
 
 By default ("auto") the one of the device's memory; "nixl" where it is to be as between hosts.
 """

@@ -1,4 +1,4 @@
-"""What must hold of the arrays of an exchange, checked while it is traced."""
+"""Checks of an exchange's arrays while it is traced."""
 
 from collections.abc import Sequence
 

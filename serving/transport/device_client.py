@@ -18,7 +18,7 @@ from serving.transport.slots import Joined, stats_of
 
 @dataclasses.dataclass(frozen=True)
 class Landed:
-    """What a client holds of a server: a channel that is its own to close, and an epoch."""
+    """Client's handle of a server: a channel that the client closes, and an epoch."""
 
     channel: Channel
     epoch: int

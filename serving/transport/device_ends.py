@@ -1,4 +1,4 @@
-"""What a backend gives for a transport in the memory of its devices, found by its entry point.
+"""Interface of a backend's transport in device memory, found by its entry point.
 
 The backend owns channels, kernels and custom calls; serving.transport.device_memory makes a client
 and a server of them.
@@ -78,7 +78,7 @@ class ClientEnd(Protocol):
         ...
 
     def ended(self, server: int, epoch: int) -> bool:
-        """Whether the server of this epoch has gone, or was lost by a wait."""
+        """True if the server of this epoch has gone, or was lost by a wait."""
         ...
 
     def limit(self, nanos: int) -> None:

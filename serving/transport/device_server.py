@@ -41,7 +41,7 @@ def no_ticket(messages: int = MOST_MESSAGES) -> np.ndarray:
 
 
 class Verdict(enum.IntEnum):
-    """What a program does with a message."""
+    """Verdict of a program on a message."""
 
     REFUSE = 0
     ANSWER = 1
@@ -82,7 +82,7 @@ class Arrived:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RankTable:
-    """What a rank holds, by place: an adapter's number modulo the number of places."""
+    """Adapters of a rank by place: an adapter's number modulo the number of places."""
 
     numbers: Int[Array, "places"]
     slots: Int[Array, "places"]
@@ -93,7 +93,7 @@ class RankTable:
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """Which experts a rank has, and how it counts the slots of a row's layer."""
+    """Experts of a rank, and its count of the slots of a row's layer."""
 
     first_expert: int
     num_experts: int
@@ -103,7 +103,7 @@ class Share:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Judged:
-    """What becomes of messages, and slots of their rows: -1 where nothing is to be added."""
+    """Verdicts on messages, and slots of their rows: -1 where nothing is to be added."""
 
     messages: Arrived
     row_to_slot: Int[Array, "max_rows"]
@@ -111,7 +111,7 @@ class Judged:
 
 
 class Found(enum.IntEnum):
-    """What a look for messages has come to."""
+    """Result of a look for messages."""
 
     ALL_WELL = 0  # there were some, and all are answered
     NOTHING = 1

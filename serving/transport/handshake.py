@@ -34,7 +34,7 @@ class HasGuests(Protocol):
 
 
 class AbstractCarrier[Server: HasGuests](abc.ABC):
-    """How the slots of a channel come to be at both ends of a connection."""
+    """Set-up of a channel's slots at both ends of a connection."""
 
     num_fds: int  # descriptors in the server's answer
     admit_client: Admit | None = None  # run by the server before anything is said

@@ -16,7 +16,7 @@ HEADER_BYTES = LAYOUT.size
 
 
 class Kind(enum.IntEnum):
-    """What a message is; a refusal has no rows and says that the server will not answer one."""
+    """Kind of a message; a refusal has no rows and says that the server will not answer one."""
 
     REQUEST = 1
     RESPONSE = 2
@@ -25,7 +25,7 @@ class Kind(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """What a message says about itself; `num_bytes` counts the payload's real rows only."""
+    """Header fields of a message; `num_bytes` counts the payload's real rows only."""
 
     epoch: int
     sequence: int

@@ -10,7 +10,7 @@ FIRST_LIMIT = 0.02  # seconds for a wait, until somebody has measured
 
 
 class AbstractConnector[Joined](abc.ABC):
-    """How a client comes to one server; `Joined` is what it then holds of it."""
+    """Function that joins a client to one server; `Joined` is its handle."""
 
     @abc.abstractmethod
     def join(self, last_epoch: int) -> Joined:
@@ -26,7 +26,7 @@ class AbstractConnector[Joined](abc.ABC):
 
 
 class AbstractJoiningClient[Joined](AbstractClient):
-    """What clients share whatever memory their slots lie in."""
+    """Client base of all transports, for any kind of slot memory."""
 
     def __init__(self, shapes: Shapes, connectors: Sequence[AbstractConnector[Joined]]):
         self.shapes, self.servers = shapes, len(connectors)

@@ -35,7 +35,7 @@ _BACKEND = {"ucx_error_handling_mode": "peer"}
 
 
 class Agent(Protocol):
-    """What is used of a nixl_agent."""
+    """Methods used of a nixl_agent."""
 
     def get_agent_metadata(self) -> bytes: ...
     def add_remote_agent(self, metadata: bytes) -> Any: ...

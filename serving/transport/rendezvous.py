@@ -1,4 +1,4 @@
-"""How two processes meet: over a socket that carries terms one way and an answer the other.
+"""Rendezvous of two processes over a socket: terms one way, an answer the other.
 
 A message is 4 bytes of length and that much JSON; on a Unix socket descriptors ride with the
 answer. The connection stays open afterwards, and its end says that the other side has gone, killed
@@ -38,7 +38,7 @@ Admit = Callable[[socket.socket], None]
 
 @dataclasses.dataclass(frozen=True)
 class Guest:
-    """What a listener does with a client: sends the answer, stays, and is told of its end.
+    """Listener's side of a client: sends the answer, stays, and learns of its end.
 
     The descriptors are the listener's to close. `gone` is called once, whatever went wrong.
     """

@@ -1,4 +1,4 @@
-"""What servers share whatever memory their clients' slots lie in: seats, and how they close."""
+"""Server base of all transports: seats of clients, and their closing."""
 
 import abc
 import threading

@@ -1,4 +1,4 @@
-"""What both ends agree on: the sites, their widths, and where rows lie in a slot. No jax."""
+"""Message layout of a transport: sites, widths, and row offsets in a slot. No jax."""
 
 import dataclasses
 
@@ -63,21 +63,21 @@ class Shapes:
 
     @property
     def adapters_offset(self) -> int:
-        """Where the rows' adapter numbers (int32) begin in a request slot."""
+        """Offset of the rows' adapter numbers (int32) in a request slot."""
         return HEADER_BYTES
 
     @property
     def experts_offset(self) -> int:
-        """Where the rows' expert numbers (int32) begin in a request slot."""
+        """Offset of the rows' expert numbers (int32) in a request slot."""
         return _up(self.adapters_offset + 4 * self.max_rows, _LINE)
 
     @property
     def rows_offset(self) -> int:
-        """Where the rows themselves begin in a request slot."""
+        """Offset of the rows in a request slot."""
         return _up(self.experts_offset + 4 * self.max_rows, _LINE)
 
     def result_offsets(self, site: int) -> tuple[int, ...]:
-        """Where the results of each of a site's outputs begin in a response slot."""
+        """Offsets of the results of a site's outputs in a response slot."""
         offsets, at = [], HEADER_BYTES
         for width in self.sites[site].d_outs:
             offsets.append(at)

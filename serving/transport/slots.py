@@ -25,7 +25,7 @@ _NUM_COUNTS, _NUM_LENGTHS = 9, 64  # csrc/client.h
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """What a client holds of a server: two descriptors, for the client to close, and an epoch."""
+    """Client's handle of a server: two descriptors, for the client to close, and an epoch."""
 
     channel: int
     bell: int

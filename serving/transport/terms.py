@@ -1,4 +1,4 @@
-"""What an instance and a LoRA Server must agree on before a row travels. No jax."""
+"""Compatibility terms of an instance and a LoRA Server. No jax."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What NVIDIA GPUs have of their own, found by lora_jax through entry points and loaded late."""
+"""NVIDIA backend: kernels, memory and transport, loaded by entry point."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING

@@ -125,7 +125,7 @@ class Driver:
         raise NotImplementedError(said) if code == NOT_SUPPORTED else MappingError(said)
 
     def is_idle(self, stream: c_void_p) -> bool:
-        """Whether all that was sent to a stream has ended, or has failed."""
+        """True if all that was sent to a stream has ended, or has failed."""
         return self._library.cuStreamQuery(stream) != NOT_READY
 
     def _name(self, code: int) -> str:

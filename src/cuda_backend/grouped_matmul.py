@@ -30,7 +30,7 @@ def grouped_matmul(
     group_sizes: Int[Array, "groups"],
     bias: Float[Array, "groups d_out"] | None,
 ) -> Float[Array, "rows d_out"]:
-    """What lora_jax.ops.grouped_matmul says."""
+    """Same result as lora_jax.ops.grouped_matmul."""
     rows, (_, d_out, d_in) = x.shape[0], w.shape
     check_support(x.dtype, rows, d_out, d_in)
     ffi.require()

@@ -47,18 +47,18 @@ class CudaWorkList:
 
     @property
     def arrays(self) -> tuple[Array, ...]:
-        """What a launch takes of it that shrinks and expands."""
+        """Arguments of a launch that shrinks and expands."""
         return self.tiled_arrays if self.shrinks_tiles else self.untiled_arrays
 
     @property
     def untiled_arrays(self) -> tuple[Array, ...]:
-        """What a launch takes that should see all rows as items."""
+        """Arguments of a launch that handles all rows as items."""
         none = jnp.zeros((0, lora_tiles.RECORD), jnp.int32), jnp.zeros((4,), jnp.int32)
         return self.order, self.items, self.num_items, *none
 
     @property
     def tiled_arrays(self) -> tuple[Array, ...]:
-        """What a launch takes that shrinks or expands alone: one kernel has items and tiles."""
+        """Arguments of a launch that shrinks or expands alone: one kernel has items and tiles."""
         if self.tiles is None:
             return self.untiled_arrays
         return self.order, *(getattr(self.tiles, f.name) for f in dataclasses.fields(self.tiles))

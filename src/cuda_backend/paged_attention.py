@@ -35,7 +35,7 @@ PLAIN_COLUMNS, PLAIN_VALUES = 576, 512
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """How the work is cut; nothing of it changes a result but `chunk`."""
+    """Division of the work; only `chunk` changes a result."""
 
     chunk: int  # positions that are summed up by themselves
     max_chunks: int
@@ -123,7 +123,7 @@ def check_support(dtype: jnp.dtype, tokens: int, k_dim: int, v_dim: int) -> None
 def paged_attention(
     args: PagedAttentionArgs,
 ) -> Float[Array, "tokens q_heads v_dim"]:
-    """What lora_jax.ops.paged_attention says.
+    """Same result as lora_jax.ops.paged_attention.
 
     Tensor cores take exponentials rounded to bfloat16 to V; without them all is float32.
     """

@@ -84,7 +84,10 @@ class _End:
         with device.current():
             self.number = calls.new(numbers, servers, self._state)
         if not self.number:
-            raise ValueError("The kernels take fewer sites, or fewer outputs of a site.")
+            raise ValueError(
+                "The device end could not be created: the kernels support at most 4 sites of 4 "
+                "outputs each (csrc/peer_state.cuh), and need a CUDA stream."
+            )
         self._turns = [0] * layout.most_peers
         self._channels: dict[int, Channel] = {}
         self._retired: list[tuple[float, Channel]] = []
@@ -152,7 +155,7 @@ _LIMIT_WORD, _GONE_WORDS = 1, 2
 
 
 class ClientEnd(_End):
-    """What an instance's rank has on its GPU. `push` and `wait_add` are traced."""
+    """GPU endpoint of an instance's rank. `push` and `wait_add` are traced."""
 
     def push(
         self,
@@ -212,7 +215,7 @@ class ClientEnd(_End):
         word.value = max(word.value, epoch)
 
     def ended(self, server: int, epoch: int) -> bool:
-        """Whether the server of this epoch has gone, or was lost by a wait."""
+        """True if the server of this epoch has gone, or was lost by a wait."""
         kernels = self._word(_GONE_WORDS + self.most_peers + server).value
         return max(self._word(_GONE_WORDS + server).value, kernels) >= epoch
 
@@ -222,7 +225,7 @@ class ClientEnd(_End):
 
 
 class ServerEnd(_End):
-    """What a server's rank has on its GPU: two ways to take messages, of which it uses one.
+    """GPU endpoint of a server's rank: two ways to take messages, of which it uses one.
 
     `receive` and `respond` move rows over the host; `take` and `answer` are traced, for a program
     that takes messages, computes and answers without the host.

@@ -21,7 +21,7 @@ _SMALLEST = 1 << 20  # bytes; to pin fewer takes longer than it saves, and they 
 
 
 class PinnedArrays:
-    """Which host addresses are pinned; any thread may call it."""
+    """Registry of pinned host addresses; any thread may call it."""
 
     def __init__(self, call: Callable[..., None]):
         """`call` calls the driver in this device's context, as driver.Driver.call."""
@@ -49,7 +49,7 @@ class PinnedArrays:
         weakref.finalize(array, self._forget, start, start + size).atexit = False
 
     def holds(self, address: int, num_bytes: int) -> bool:
-        """Whether all of these bytes are in one pinned array."""
+        """True if all of these bytes are in one pinned array."""
         with self._lock:
             place = bisect.bisect_right(self._ranges, (address, 1 << 64)) - 1
             return place >= 0 and address + num_bytes <= self._ranges[place][1]

@@ -65,7 +65,7 @@ class Uploader:
         self._pinned_arrays.pin(array)
 
     def is_done(self) -> bool:
-        """Whether `finish` would return at once."""
+        """True if `finish` would return at once."""
         with self._lock:
             copied = all(task.done() for task in self._under_way)
         with self._current():

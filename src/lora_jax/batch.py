@@ -1,4 +1,4 @@
-"""What one step works on: a flat list of tokens that belong to several sequences.
+"""Inputs of one step: a flat list of tokens that belong to several sequences.
 
 Prefill chunks and decode tokens ride together. `max_seqs` sequence rows exist for the whole life
 of a model runner; a running sequence owns one row, which names its block table.

@@ -26,7 +26,7 @@ PagedKVCache = tuple[LayerCache, ...]
 
 @dataclasses.dataclass(frozen=True)
 class KVShape:
-    """What a model keeps per token and layer; `v_dim` 0 means V is a prefix of K (MLA)."""
+    """Shape of the cache per token and layer; `v_dim` 0 means V is a prefix of K (MLA)."""
 
     num_layers: int
     num_kv_heads: int

@@ -1,4 +1,4 @@
-"""What Ascend NPUs have of their own, found by lora_jax through entry points and loaded late.
+"""Ascend backend: memory and ops, loaded by entry point.
 
 Never run on an Ascend device: checked against a host library of the same symbols, a double of
 torch_npu's and vllm-ascend's operators, and Triton's interpreters. `grouped_matmul`, `lora` and

@@ -1,4 +1,4 @@
-"""What a base model offers to adapters."""
+"""Catalogues of the base models."""
 
 import adapter_cases as cases
 

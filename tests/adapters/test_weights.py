@@ -1,4 +1,4 @@
-"""What an adapter takes on the device, shared matrices counted once."""
+"""Device size of an adapter, with shared matrices counted once."""
 
 import dataclasses
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from kernel_calls import lora_kernel
 
-from bench.kernel_plots import plot_kernels
+from bench.kernel_plots import overview, plot_kernels
 from bench.kernels import __main__ as bench
 from bench.kernels import grid, lora, moe, popularities, timing
 from bench.kernels.jobs import Job, Machine
@@ -315,6 +315,14 @@ def test_plots_of_whatever_was_measured_lie_beside_the_file(tmp_path):
     plot_kernels(result, tmp_path / "all.png")
     names = {f"all{kind}.png" for kind in ("", "_phases", "_tokens", "_popularities")}
     assert names < {path.name for path in tmp_path.iterdir()}
+
+
+def test_the_overview_shows_at_most_twelve_points_and_those_with_a_peer_first():
+    ops = ("pair", "shrink", "expand", "moe", "grouped_matmul", "merge", "attention")
+    rows = [measured(op, n, peer_us=4.0 if n == 7 else None) for op in ops for n in range(8)]
+    shown = overview(rows)
+    assert len(shown) == 12
+    assert all(any(row["op"] == op and row["rows"] == 7 for row in shown) for op in ops)
 
 
 def test_torch_multiplies_the_same_rows_where_it_is(monkeypatch):

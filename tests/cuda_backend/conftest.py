@@ -1,4 +1,4 @@
-"""What the tests of emulated kernels share."""
+"""Fixtures of the emulated kernels' tests."""
 
 import pytest
 from cuda_emulator import compile_library

@@ -1,4 +1,4 @@
-"""What is pinned, and for how long, over a driver that only notes what it is told."""
+"""Pinned host memory and its lifetime, over a driver that records its calls."""
 
 import numpy as np
 import pytest

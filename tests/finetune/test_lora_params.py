@@ -1,4 +1,4 @@
-"""What is trained adds exactly what merging B A into the weights by hand would add."""
+"""Trained LoRA parameters add what merging B A by hand adds."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What ships is what the commands make: ranks, layouts, sizes, hashes."""
+"""Shipped assets equal what the commands make: ranks, layouts, sizes, hashes."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""What is measured over pages is what the dense pass of training measures."""
+"""Perplexity over pages equals that of the dense training pass."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Which memory a platform gets; a backend is imported only when it is asked for."""
+"""Memory of a platform; a backend is imported only on demand."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Which class serves which model_type, and the sizes of real models' catalogues."""
+"""Model classes by model_type, and sizes of real models' catalogues."""
 
 import json
 

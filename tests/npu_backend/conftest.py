@@ -1,4 +1,4 @@
-"""What the tests of the Ascend backend share."""
+"""Fixtures of the Ascend backend's tests."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What the tests of the ops share."""
+"""Fixtures of the ops' tests."""
 
 import jaxtyping
 import pytest

@@ -1,4 +1,4 @@
-"""What Mosaic kernels ask of the machine: said by name where it is missing."""
+"""Requirements of Mosaic kernels; errors name what a machine lacks."""
 
 import types
 

@@ -1,4 +1,4 @@
-"""Where every unit lies, counted one by one; and what cannot be laid out."""
+"""Placement of every unit, counted one by one, and impossible layouts."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""From a folder to an engine's parts, and the errors before anything is compiled."""
+"""Engine parts built from a folder, and errors before anything is compiled."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""From a command line to a server, and what stops it from starting."""
+"""Server start from a command line, and errors that prevent it."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""What a scrape shows: vLLM's names, one series for gateways, labels that stay bounded."""
+"""Scraped metrics: vLLM's names, one series for gateways, bounded labels."""
 
 import dataclasses
 

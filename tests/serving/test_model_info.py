@@ -1,4 +1,4 @@
-"""What is known of a base model once it is loaded."""
+"""Information on a loaded base model."""
 
 from types import SimpleNamespace
 

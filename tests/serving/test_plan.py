@@ -1,4 +1,4 @@
-"""From a workload file to the printed plan; every wrong field is named."""
+"""Printed plan of a workload file; every wrong field is named."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Who has an adapter slot, who uses it, who has to go: the same for every kind. No jax.
+"""Adapter slot allocation, reference counts and eviction, for every kind of adapter. No jax.
 
 The key is the digest of the files, not the name: a reload of other weights under the same name is
 another adapter here, so that requests admitted on the old weights finish on them.
@@ -17,7 +17,7 @@ from lora_jax.adapters.weights import AnyWeights
 
 @dataclasses.dataclass(frozen=True)
 class ResidencyStats:
-    """How full the device's adapter slots are."""
+    """Fill level of the device's adapter slots."""
 
     slots_used: int
     slots_total: int
@@ -40,7 +40,7 @@ class Placed[R]:
 
     @property
     def evictable(self) -> bool:
-        """Whether it may go for another adapter's sake."""
+        """True if it may go for another adapter's sake."""
         return not (self.users or self.pinned or self.loading)
 
 

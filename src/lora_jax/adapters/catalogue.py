@@ -1,4 +1,4 @@
-"""Which linear maps of a base model an adapter may change, and how files spell them.
+"""Catalogue of the linear maps that adapters may change, and of their names in files.
 
 A *module* is one kind of linear map ("q_proj", "experts.gate_proj"); a *site* is a module in one
 layer. Models build a catalogue; the readers of adapter files resolve names against it. No jax.

@@ -1,4 +1,4 @@
-"""Which ESFT adapters are on the device: slots, and indices of the expert tensors. No jax.
+"""Residency of ESFT adapters: slots, and indices of the expert tensors. No jax.
 
 See `allocator` for the life of an adapter. An adapter's experts may lie at any free indices of
 their layer, taken lowest first: so nothing is lost to gaps, whatever came and went, and neighbours
@@ -17,7 +17,7 @@ from lora_jax.adapters.weights import ExpertWeights
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ExpertPlacement:
-    """Where an adapter's experts go; `table` int32 [moe_layers, experts] is its slot's rows of the
+    """Place of an adapter's experts; `table` int32 [moe_layers, experts] is its slot's rows of the
     reroute tables (ExpertWeave, section 4.1: the ESFT expert map).
     """
 
@@ -38,7 +38,7 @@ class ExpertPlacement:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertSizes:
-    """What the expert tensors have room for."""
+    """Capacity of the expert tensors."""
 
     layers: tuple[int, ...]  # those with experts
     num_experts: int  # of the base, in a layer

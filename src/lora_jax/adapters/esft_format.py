@@ -35,7 +35,7 @@ _Place = tuple[str, int, int]  # module, layer, expert
 
 @dataclasses.dataclass(frozen=True)
 class ReadLimits:
-    """What an adapter may be; more is a ValueError naming both numbers."""
+    """Limits of an adapter; more is a ValueError naming both numbers."""
 
     max_file_bytes: int = 4 << 30  # all files of the adapter together
     file: FileLimits = dataclasses.field(default_factory=FileLimits)

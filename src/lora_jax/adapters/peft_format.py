@@ -29,7 +29,7 @@ _SITES = dict[tuple[str, int], SiteWeights]
 
 @dataclasses.dataclass(frozen=True)
 class ReadLimits:
-    """What an adapter may be; more is a ValueError naming both numbers."""
+    """Limits of an adapter; more is a ValueError naming both numbers."""
 
     max_file_bytes: int = 4 << 30
     max_rank: int = 512

@@ -1,4 +1,4 @@
-"""From the tensor names of a PEFT file to pairs of matrices and to sites of the base model.
+"""Parser of PEFT tensor names: pairs of matrices, and sites of the base model.
 
 PEFT writes `base_model.model.<module path>.lora_A.weight` and `.lora_B.weight`; shared-outer
 expert files leave out `.weight`.
@@ -38,7 +38,7 @@ class LoraPair:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What a module path stands for: one module, or several whose rows follow in B."""
+    """Meaning of a module path: one module, or several whose rows follow in B."""
 
     path: str
     modules: tuple[LoraModule, ...]
@@ -51,7 +51,7 @@ class Target:
 
     @property
     def is_all_experts(self) -> bool:
-        """Whether the path names a module of every expert at once."""
+        """True if the path names a module of every expert at once."""
         return self.expert is None and self.modules[0].num_experts > 0 and not self.is_kv_b
 
 

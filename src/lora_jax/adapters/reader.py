@@ -13,7 +13,7 @@ CONFIG_FILES = (peft_format.CONFIG_FILE, esft_format.CONFIG_FILE)  # one of them
 
 @dataclasses.dataclass(frozen=True)
 class ReadLimits:
-    """What an adapter may be; more is a ValueError naming both numbers."""
+    """Limits of an adapter; more is a ValueError naming both numbers."""
 
     max_file_bytes: int = 4 << 30
     max_rank: int = 512

@@ -48,7 +48,7 @@ class AdapterExists(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class RegistryLimits:
-    """What the registry accepts. Violations are AdapterRejected naming both numbers."""
+    """Limits of the registry. Violations are AdapterRejected naming both numbers."""
 
     max_adapters: int = 4096
     max_total_bytes: int = 8 << 30  # weights of all loaded adapters, on the host

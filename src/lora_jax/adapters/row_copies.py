@@ -20,7 +20,7 @@ CHUNK_BYTES = 128 << 20  # what counts as one chunk: to begin a copy costs next 
 
 @runtime_checkable
 class Copier(Protocol):
-    """What of memory.virtual.AbstractVirtualMemory is needed here."""
+    """Part of memory.virtual.AbstractVirtualMemory that is used here."""
 
     def begin_write_into(self, array: jax.Array, offset: int, data: np.ndarray, /) -> None: ...
 

@@ -34,7 +34,7 @@ _Span = tuple[np.dtype, tuple[int, ...], int, int]  # dtype, shape, first and la
 
 @dataclasses.dataclass(frozen=True)
 class FileLimits:
-    """What a file may hold; more is a ValueError before any data is looked at."""
+    """Limits of a file; more is a ValueError before any data is read."""
 
     max_header_bytes: int = 32 << 20
     max_tensors: int = 200_000
@@ -80,7 +80,7 @@ def _all_finite(values: np.ndarray) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Header:
-    """What stands before the data of a file: each tensor and its place."""
+    """Header of a file: each tensor and its place."""
 
     raw: bytes  # with the 8 bytes of its length
     file_bytes: int

@@ -28,7 +28,7 @@ class SiteWeights:
 
 @dataclasses.dataclass(frozen=True)
 class ModuleReport:
-    """Where one module is changed, and with which ranks and scalings (sorted, distinct)."""
+    """Layers, ranks and scalings of one module's changes (sorted, distinct)."""
 
     layers: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -37,7 +37,7 @@ class ModuleReport:
 
 @dataclasses.dataclass(frozen=True)
 class AdapterReport:
-    """What a folder held. `digest` is sha256 over the names and hashes of all files read."""
+    """Report of a folder. `digest` is sha256 over the names and hashes of all files read."""
 
     kind: str  # "lora" or "esft"
     folder: str  # the folder's own name, without its directory

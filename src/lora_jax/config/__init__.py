@@ -1,4 +1,4 @@
-"""What a base model is, read from its config.json in either dialect.
+"""Model configuration, read from config.json in either dialect.
 
 Hub files say `rope_theta`, `rope_scaling`, `torch_dtype`, `num_experts`; transformers 5 re-writes
 them as `rope_parameters`, `dtype`, `num_local_experts`. Both give equal configs here. What a

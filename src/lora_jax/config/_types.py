@@ -59,7 +59,7 @@ class MlaConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Everything a model class reads. `dtype` is what the config says of the weights, or None."""
+    """Configuration of a model class. `dtype` is that of the weights in the config, or None."""
 
     model_type: str
     vocab_size: int

@@ -1,4 +1,4 @@
-"""What the commands that train an adapter have in common: their flags, and what these mean."""
+"""Flags that the training commands share."""
 
 import argparse
 import pathlib

@@ -23,7 +23,7 @@ class Document:
 
 @dataclasses.dataclass(frozen=True)
 class TextFormat:
-    """How a model folder writes records: its tokenizer, special strings and chat template."""
+    """Record format of a model folder: tokenizer, special strings and chat template."""
 
     tokenizer: Tokenizer
     template: Template | None

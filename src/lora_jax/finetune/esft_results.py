@@ -47,7 +47,7 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """What one model makes of one text.
+    """Results of one model on one text.
 
     `accuracy` is the share of answer tokens that were the most likely, `decided` that of answers
     whose first decision greedy decoding gives; None where the text has none.

@@ -1,4 +1,4 @@
-"""Which experts a text needs: relevance from routing, and choice by a threshold. No jax.
+"""Relevance scores of experts for a text, and the choice by a threshold. No jax.
 
 Expert-specialised fine-tuning (ESFT, arXiv 2407.01906) has two scores of an expert on a text. With
 g[t, e] the router's gate, 0 where expert e is not among token t's top k:
@@ -23,7 +23,7 @@ CONFIG_FILE = "expert_cfg.json"
 
 
 class RoutingTotals:
-    """What one layer's router did with a text so far: sums over its tokens, per expert."""
+    """Statistics of one layer's router over a text so far: sums over its tokens, per expert."""
 
     def __init__(self, num_experts: int):
         self.gates = np.zeros(num_experts, np.float64)

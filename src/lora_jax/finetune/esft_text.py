@@ -21,7 +21,7 @@ MAX_SHARED = 0.5  # share of a held-out input's shingles that a training input m
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """How the segments of one domain are written."""
+    """Text format of one domain's segments."""
 
     question: str  # what stands before the input
     answer: str  # what stands between the input and its answer

@@ -23,7 +23,7 @@ from lora_jax.typing import Array, Float, Int
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routed:
-    """Which experts each token of one layer goes to, best first, and with which weight."""
+    """Experts of each token of one layer, best first, and their weights."""
 
     ids: Int[Array, "tokens k"]
     weights: Float[Array, "tokens k"]
@@ -40,7 +40,7 @@ class Output:
 
     @property
     def imbalance(self) -> Float[Array, ""]:
-        """How unevenly the experts are used, on average (1 is even; 0: no experts)."""
+        """Mean imbalance of the experts' use (1 is even; 0: no experts)."""
         total = sum((layer.imbalance for layer in self.routed.values()), jnp.float32(0))
         return total / max(len(self.routed), 1)
 

@@ -15,7 +15,7 @@ GATE, UP, FUSED = "experts.gate_proj", "experts.up_proj", "experts.gate_up_proj"
 
 @dataclasses.dataclass(frozen=True)
 class LoraSpec:
-    """What is trained: `modules` are names of the base model's catalogue.
+    """Trained parameters: `modules` are names of the base model's catalogue.
 
     With `fused_experts` gate and up of the experts share their A and are one module on disk, as
     in transformers 5; otherwise each expert has its own A for either.
@@ -92,7 +92,7 @@ class Site:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LoraDelta:
-    """What an adapter adds at each (module, layer) of the base model."""
+    """Deltas of an adapter at each (module, layer) of the base model."""
 
     sites: dict[tuple[str, int], Site]
 

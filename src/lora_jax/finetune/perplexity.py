@@ -1,4 +1,4 @@
-"""How well a model, with or without an adapter, predicts text that it was not trained on."""
+"""Perplexity of a model, with or without an adapter, on held-out text."""
 
 import dataclasses
 import math

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What a user says and what the model should answer; both are not empty."""
+    """A user's message and the wanted answer; both are not empty."""
 
     prompt: str
     answer: str

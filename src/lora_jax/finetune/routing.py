@@ -1,4 +1,4 @@
-"""What a model's routers do with a text, by the same dense pass that trains it."""
+"""Routing statistics of a text, from the dense pass that training uses."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""How well a model predicts text when it runs as it is served: over pages, by serving's kernels.
+"""Perplexity of a model as it is served: over pages, by serving's kernels.
 
 `perplexity` measures by the dense pass of training; this by the model's own call, with which
 adapters that replace experts can be used too.

@@ -23,7 +23,7 @@ LossFunction = Callable[[Any, Any, Rows], Float[Array, ""]]  # (trained, frozen,
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """How long and how fast: AdamW, linear warm-up, cosine to a tenth, clipped gradients."""
+    """Training schedule: AdamW, linear warm-up, cosine to a tenth, clipped gradients."""
 
     steps: int
     batch_rows: int

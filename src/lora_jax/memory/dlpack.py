@@ -86,7 +86,7 @@ def _describe(
 
 
 class _Producer:
-    """What jax.dlpack asks for the descriptor."""
+    """Methods that jax.dlpack calls for the descriptor."""
 
     def __init__(self, place: int, device: tuple[int, int]):
         self._place, self._device = place, device

@@ -95,7 +95,7 @@ class AbstractDriver(abc.ABC):
         """Make copies out of the memory under an array fast; it is left as it is while it lives."""
 
     def copies_done(self) -> bool:
-        """Whether finish_copies would return at once."""
+        """True if finish_copies would return at once."""
         return True
 
     def finish_copies(self) -> None:  # noqa: B027  where begin_copy_in has done everything

@@ -82,7 +82,7 @@ class _File:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where a page's bytes lie."""
+    """Location of a page's bytes."""
 
     file: _File
     offset: int

@@ -1,4 +1,4 @@
-"""What is reserved, created and mapped, so that every backend refuses the same mistakes. No jax."""
+"""Ledger of reserved, created and mapped pages; every backend rejects the same errors. No jax."""
 
 import bisect
 import dataclasses

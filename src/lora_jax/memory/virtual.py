@@ -23,7 +23,7 @@ class MappingError(ValueError):
 
 
 class Access(enum.Enum):
-    """What a program may do with a mapped range."""
+    """Access rights of a program to a mapped range."""
 
     NONE = 0
     READ = 1
@@ -136,7 +136,7 @@ class AbstractVirtualMemory(abc.ABC):
         """
 
     def writes_done(self) -> bool:
-        """Whether `finish_writes` would return, or raise, at once."""
+        """True if `finish_writes` would return, or raise, at once."""
         return True
 
     def finish_writes(self) -> None:  # noqa: B027  where begin_write has written everything

@@ -30,7 +30,7 @@ _CHUNK_BYTES = 4 << 20  # scratch for conversion and for slices that are not con
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies: from byte `offset` of `file` on, in C order."""
+    """Location of a tensor: from byte `offset` of `file` on, in C order."""
 
     name: str
     file: Path

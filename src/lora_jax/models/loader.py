@@ -1,4 +1,4 @@
-"""From a checkpoint folder to a model on its devices, tensor by tensor and slice by slice.
+"""Loads a checkpoint folder into a model on its devices, tensor by tensor, slice by slice.
 
 Every parameter is made of checkpoint tensors by the model's weight rules and every tensor is
 used, or nothing is loaded. The host holds one parameter's slice on top of what is loaded.

@@ -1,4 +1,4 @@
-"""Which class serves a model_type; a model's file is imported when it is asked for."""
+"""Registry of model classes by model_type; a model's file is imported on first use."""
 
 import importlib
 from typing import Any

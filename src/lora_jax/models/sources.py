@@ -1,4 +1,4 @@
-"""From which tensors of a checkpoint a parameter is made: small frozen rules, read by slices.
+"""Weight rules: frozen maps from tensors of a checkpoint to parameters, read by slices.
 
 A source is an array that is not read yet. Sources nest: `Slice(Tensor(...), 1, 0, 24)` is the
 first 24 columns. Any box of a source can be read alone, into memory that the caller gives, so
@@ -204,7 +204,7 @@ class Mxfp4:
 
 @dataclasses.dataclass(frozen=True)
 class WeightRule:
-    """How parameters whose path matches are made: by the first source that the files have.
+    """Rule for parameters whose path matches: the first source that the files have.
 
     `parameter` and the sources' names share placeholders: {layer} is a number, any other, such as
     {name}, a word.

@@ -21,7 +21,7 @@ from lora_jax.typing import Array, Float, Int
 
 @runtime_checkable
 class AttentionLike(Protocol):
-    """What a decoder layer asks of attention."""
+    """Interface of a decoder layer to attention."""
 
     def __call__(
         self,
@@ -35,7 +35,7 @@ class AttentionLike(Protocol):
 
 @runtime_checkable
 class MlpLike(Protocol):
-    """What a decoder layer asks of an MLP or a mixture of experts."""
+    """Interface of a decoder layer to an MLP or a mixture of experts."""
 
     def __call__(
         self, x: Float[Array, "tokens hidden"], routing: AdapterRouting

@@ -1,4 +1,4 @@
-"""What a layer asks of adapters that somebody else computes.
+"""Interface of a layer to adapters that a LoRA Server computes.
 
 With a LoRA Server (InfiniLoRA, section 3) the experts' adapters, and attention's too if that was
 asked for, are not on this device: the layer pushes the rows of each site, runs its own matmul
@@ -39,7 +39,7 @@ class RemoteExperts(Protocol):
     has_local: bool
 
     def has(self, module: str, layer: int) -> bool:
-        """Whether what adapters add to this module of the layer is computed there."""
+        """True if what adapters add to this module of the layer is computed there."""
         ...
 
     def exchange(

@@ -1,4 +1,4 @@
-"""What other libraries read from the environment, set for as long as it is needed."""
+"""Temporary environment variables for other libraries."""
 
 import contextlib
 import os

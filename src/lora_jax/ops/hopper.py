@@ -1,4 +1,4 @@
-"""What the Mosaic GPU kernels of all ops ask of the machine they are traced for: a Hopper GPU."""
+"""Requirements of the Mosaic GPU kernels on the machine: a Hopper GPU."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""What NVIDIA's assembler says of Mosaic GPU kernels while a program of them is compiled.
+"""Reports of NVIDIA's assembler on Mosaic GPU kernels, read while a program is compiled.
 
 Registers that do not suffice are spilled to memory: no error, but slower than other tiles.
 """

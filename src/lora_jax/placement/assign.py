@@ -1,4 +1,4 @@
-"""Which LLM instance serves which adapter (InfiniLoRA, section 6.1). No jax."""
+"""Assignment of adapters to LLM instances (InfiniLoRA, section 6.1). No jax."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""Which x and y of EPx-PPy to take for a number of devices (InfiniLoRA, end of section 4.1)."""
+"""Choice of x and y of EPx-PPy for a number of devices (InfiniLoRA, end of section 4.1)."""
 
 from collections.abc import Mapping
 

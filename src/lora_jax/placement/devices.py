@@ -1,4 +1,4 @@
-"""How many devices a LoRA Server needs, and how they are laid out (InfiniLoRA, 4.2). No jax."""
+"""Number and layout of a LoRA Server's devices (InfiniLoRA, section 4.2). No jax."""
 
 import dataclasses
 

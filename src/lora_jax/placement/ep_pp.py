@@ -1,4 +1,4 @@
-"""Which device of a LoRA Server holds which part of which adapter (InfiniLoRA, section 4.1).
+"""EPx-PPy placement: devices of a LoRA Server by layer and expert (InfiniLoRA, section 4.1).
 
 Adapters are a block of adapters x layers x experts. EPx-PPy cuts the layers into y stages and the
 experts into x shards; EP is EPm-PP1, PP is EP1-PPm, and DP deals out whole adapters. No jax.

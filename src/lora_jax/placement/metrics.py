@@ -1,4 +1,4 @@
-"""What a placement costs per layer, counted on the plan itself: Table 1 of InfiniLoRA. No jax."""
+"""Cost of a placement per layer, counted on the plan: Table 1 of InfiniLoRA. No jax."""
 
 import dataclasses
 

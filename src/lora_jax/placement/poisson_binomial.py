@@ -1,4 +1,4 @@
-"""How many of many independent adapters are resident: a fast Poisson-binomial. No jax.
+"""Poisson-binomial distribution of the number of resident adapters, computed fast. No jax.
 
 The distribution is read off its Fourier transform on a window around its mean. The transform is
 a product over adapters; where many adapters have similar q, their factors are taken at a few

@@ -1,4 +1,4 @@
-"""How many adapters a LoRA Server must hold for a tail TTFT (InfiniLoRA, section 4.2.1). No jax.
+"""Capacity of a LoRA Server for a tail TTFT (InfiniLoRA, section 4.2.1). No jax.
 
 tests/algorithm_1.py says what is computed and how the paper's gaps are filled; this is the same for
 all capacities at once, to 1e-9, in milliseconds. Two steps make it fast: the threshold moves
@@ -18,7 +18,7 @@ _ROUNDING = 1e-10  # of a rate; a target of 1.0 is met from here on
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Who asks for which adapter.
+    """Requests by adapter.
 
     `popularity` are the p_i: a request asks for adapter i; they sum to 1. `accesses` are the
     lambda_i: expected requests of adapter i among those in flight. The paper sets lambda_i =

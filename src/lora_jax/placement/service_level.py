@@ -1,4 +1,4 @@
-"""Whether a LoRA Server keeps up with the average TPOT (InfiniLoRA, section 4.2.2). No jax."""
+"""TPOT model of a LoRA Server (InfiniLoRA, section 4.2.2). No jax."""
 
 import dataclasses
 from collections.abc import Iterable

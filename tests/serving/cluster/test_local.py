@@ -1,4 +1,4 @@
-"""What a cluster needs before it starts, and who is started anew; the roles here are stand-ins."""
+"""Requirements of a cluster and restarts of its processes; the roles are stand-ins."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""Which LoRA Server follows from a cluster's options; what is impossible says what to change."""
+"""LoRA Server derived from a cluster's options; errors say what to change."""
 
 import dataclasses
 import json

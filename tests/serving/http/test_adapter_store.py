@@ -1,4 +1,4 @@
-"""Who may change the adapters, and when nobody may."""
+"""Permissions to change adapters."""
 
 import pytest
 from fake_engine import FakeEngine

@@ -1,4 +1,4 @@
-"""What completions and chat answers share."""
+"""Response parts of completions and chat."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Which names lead to which adapter, and which lead nowhere."""
+"""Model names that lead to adapters, and those that do not."""
 
 import asyncio
 import os

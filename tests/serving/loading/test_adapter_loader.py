@@ -1,4 +1,4 @@
-"""Who is on the device, in small steps, and who leaves it when nobody needs it any more."""
+"""Adapter loading in small steps, and eviction of idle adapters."""
 
 import adapter_cases as cases
 import jax.numpy as jnp

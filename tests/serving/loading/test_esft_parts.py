@@ -1,4 +1,4 @@
-"""When ESFT is on, what room it gets, and who is told that it cannot be."""
+"""ESFT switch, its memory, and the errors where it cannot be on."""
 
 import dataclasses
 import logging

@@ -1,4 +1,4 @@
-"""What a traced step sends where, and what it says when an answer does not come."""
+"""Messages of a traced step, and its status when an answer is late."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Who may evict whom, over ranks that only note what they are told."""
+"""Evictions by the coordinator, over ranks that record their calls."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""What the roles must agree on, and the words for what they do not."""
+"""Specification of the roles, and the errors where they disagree."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Who waits for an adapter, for how long, and what a bad step of an adapter leaves."""
+"""Waits for adapters, their bounds, and the effect of an adapter's failed step."""
 
 from scheduler_driver import Driver, check_answer, harm, limits
 

@@ -1,4 +1,4 @@
-"""What a step makes of its table of integers, against a plain walk over the sequences."""
+"""Step inputs from the table of integers, against a plain walk over the sequences."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What does not fit an exchange is said while it is traced."""
+"""Errors of mismatched exchanges while they are traced."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What a client hears of servers that are late or gone, over emulated GPUs."""
+"""Client errors for late or lost servers, over emulated GPUs."""
 
 import shutil
 

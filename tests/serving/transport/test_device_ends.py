@@ -1,4 +1,4 @@
-"""Which backend carries rows between devices; it is imported only when it is asked for."""
+"""Backend of rows between devices; it is imported only on demand."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What a server makes of messages in its landing slots, good and bad, over emulated GPUs."""
+"""Server handling of good and bad messages, over emulated GPUs."""
 
 import ctypes
 import dataclasses

@@ -1,4 +1,4 @@
-"""What a client does about servers that are not there, whatever memory its slots lie in."""
+"""Client handling of absent servers, for any kind of slot memory."""
 
 import pytest
 from transport_cases import terms_of

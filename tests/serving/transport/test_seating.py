@@ -1,4 +1,4 @@
-"""What a server does about its clients, whatever memory their slots lie in."""
+"""Server handling of its clients, for any kind of slot memory."""
 
 import numpy as np
 import pytest

@@ -22,7 +22,7 @@ COPY_REGISTERS, MULTIPLY_REGISTERS = 24, 240
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """What a launch works on; `addends` counts the arrays that products are added to."""
+    """Inputs of a launch; `addends` counts the arrays that products are added to."""
 
     rows: int
     groups: int

@@ -1,4 +1,4 @@
-"""Which tiles the Mosaic GPU kernel multiplies by: from the shape alone, while tracing."""
+"""Tile sizes of the Mosaic GPU kernel, computed from the shape while tracing."""
 
 import dataclasses
 import math
@@ -48,7 +48,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Depths:
-    """How many parts of a tile are on their way at once: results out, addends in."""
+    """Number of a tile's parts in flight: results out, addends in."""
 
     results: int
     addends: int

@@ -1,4 +1,4 @@
-"""Which group, rows and columns the CTAs of the Mosaic GPU kernel take next: counted as they go.
+"""Work schedule of the Mosaic GPU kernel: group, rows and columns of each CTA's next unit.
 
 A group's works are its tiles of d_out times its blocks of rows, blocks first, so that the blocks of
 one tile of weights come after one another and L2 reads it once. Each tile begins at another block:

@@ -13,7 +13,7 @@ def grouped_matmul(
     group_sizes: Int[Array, "groups"],
     bias: Float[Array, "groups d_out"] | None,
 ) -> Float[Array, "rows d_out"]:
-    """What the reference says; a row's result depends on nothing but its x and its matrix."""
+    """Same result as the reference; a row's result depends on nothing but its x and its matrix."""
     build.require()
     bias = jnp.zeros((0, 0), x.dtype) if bias is None else bias
     out = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype)

@@ -43,7 +43,7 @@ def grouped_matmul(
     config: Config | None = None,
     interpret: hopper.Interpret = None,
 ) -> Float[Array, "rows d_out"]:
-    """What the reference says; reads the matrices of groups that have rows, and only those.
+    """Same result as the reference; reads the matrices of groups that have rows, and only those.
 
     `interpret`: see hopper.require. Raises Declined for another machine or dtype, and
     for sizes that do not fill tiles. A single group is a dense layer: XLA's own matmul is faster at
@@ -69,7 +69,7 @@ def gated_matmul(
     config: Config | None = None,
     interpret: hopper.Interpret = None,
 ) -> Float[Array, "rows d_out"]:
-    """What the reference says in one launch: neither of the two products is written to memory.
+    """Same result as the reference in one launch: neither of the two products is written to memory.
 
     Raises Declined as grouped_matmul does, and for one addend without the other.
     """

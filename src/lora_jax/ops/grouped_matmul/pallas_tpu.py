@@ -33,7 +33,7 @@ VMEM_BYTES = 80 << 20  # of 128 MiB on v5e and v6e, without what the compiler ta
 
 @dataclasses.dataclass(frozen=True)
 class _Operands:
-    """What a call works on besides x, as far as it is static."""
+    """Static inputs of a call besides x."""
 
     itemsize: int
     matrices: int  # 1, or gate and up
@@ -69,7 +69,7 @@ def grouped_matmul(
     *,
     interpret: pltpu.InterpretParams | bool | None = None,
 ) -> Float[Array, "rows d_out"]:
-    """What composed says of the reference; reads the matrices of groups that have rows, no others.
+    """Same result as composed; reads the matrices of groups that have rows, no others.
 
     `interpret` None runs on a TPU only; parameters run the kernel interpreted on any device, and
     False compiles it for the target at hand.
@@ -90,7 +90,7 @@ def gated_matmul(
     *,
     interpret: pltpu.InterpretParams | bool | None = None,
 ) -> Float[Array, "rows d_out"]:
-    """What composed says, in one launch that reads x once for both; else as grouped_matmul."""
+    """Same result as composed, in one launch that reads x once for both; else as grouped_matmul."""
     weights, addends = (w_gate, w_up), (gate_addend, up_addend)
     return _launch("gated_matmul", x, weights, group_sizes, None, addends, interpret)
 

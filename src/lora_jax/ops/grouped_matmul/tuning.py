@@ -1,4 +1,4 @@
-"""What the search for tilings needs to know of the Mosaic GPU kernel, plain and gated."""
+"""Tuning interface of the Mosaic GPU kernel, plain and gated."""
 
 import itertools
 from collections.abc import Callable, Iterator

@@ -14,7 +14,7 @@ def grouped_matmul(
     group_sizes: Int[Array, "groups"],
     bias: Float[Array, "groups d_out"] | None,
 ) -> Float[Array, "rows d_out"]:
-    """What the reference says; reads the matrices of groups that have rows, and only those."""
+    """Same result as the reference; reads the matrices of groups that have rows, and only those."""
     rows, groups = x.shape[0], w.shape[0]
     if groups == 1:
         y = _dot(x, w[0]) if bias is None else _dot(x, w[0]) + bias.astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""How the Mosaic kernels see the rows: sorted by adapter, cut into items, with their tiles."""
+"""Row schedule of the Mosaic LoRA kernels: rows sorted by adapter, cut into items and tiles."""
 
 import dataclasses
 

@@ -12,7 +12,7 @@ def lora_gemm(
     y: Float[Array, "rows d_out"],
     batch: LoraBatch,
 ) -> Float[Array, "rows d_out"]:
-    """What the reference says; a row's result depends on nothing but its own x, y and adapter."""
+    """Same result as the reference; a row's result depends on its own x, y and adapter only."""
     build.require()
     out = jax.ShapeDtypeStruct(y.shape, y.dtype)
     name = f"lora_jax_lora_{batch.x.dtype.name}"

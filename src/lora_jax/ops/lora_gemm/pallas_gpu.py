@@ -42,7 +42,7 @@ def lora_gemm(
     config: Config | None = None,
     interpret: hopper.Interpret = None,
 ) -> Float[Array, "rows d_out"]:
-    """What the reference says, s (x A^T) rounded to bfloat16; rows without adapter cost nothing.
+    """Same result as the reference, s (x A^T) rounded to bfloat16; base rows cost nothing.
 
     `interpret`: see hopper.require. Raises Declined for another machine or dtype, widths
     that are no multiples of 64, pools that are no multiples of 8 rows, and ranks above 128.

@@ -67,7 +67,7 @@ def lora_gemm(
     *,
     interpret: pltpu.InterpretParams | bool | None = None,
 ) -> Float[Array, "rows d_out"]:
-    """What the reference says; h is rounded to the dtype between shrink and expand.
+    """Same result as the reference; h is rounded to the dtype between shrink and expand.
 
     `interpret` None runs on a TPU only; parameters run the kernel interpreted on any device, and
     False compiles it for the target at hand.

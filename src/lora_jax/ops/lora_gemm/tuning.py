@@ -1,4 +1,4 @@
-"""What the search for tilings needs to know of the Mosaic GPU kernels of LoRA.
+"""Tuning interface of the Mosaic GPU kernels of LoRA.
 
 A shape's `slots` are those of the adapters' table, its `rank` is the largest that it may hold.
 """

@@ -51,7 +51,7 @@ def merge(
     config: Config | None = None,
     interpret: hopper.Interpret = None,
 ) -> Float[Array, "matrices d_out d_in"]:
-    """What the reference says; products of bfloat16, sums in float32, one rounding.
+    """Same result as the reference; products of bfloat16, sums in float32, one rounding.
 
     `interpret`: see hopper.require. Raises Declined for another machine or dtype, no
     matrices, a d_out that is no multiple of 8, a d_in that is none of 64, and ranks above 128.

@@ -49,7 +49,7 @@ def merge(
     *,
     interpret: pltpu.InterpretParams | bool | None = None,
 ) -> Float[Array, "matrices d_out d_in"]:
-    """What the reference says; products of the dtype given, sums in float32, one rounding.
+    """Same result as the reference; products of the dtype given, sums in float32, one rounding.
 
     `interpret` None runs on a TPU only; parameters run the kernel interpreted on any device, and
     False compiles it for the target at hand.

@@ -14,7 +14,7 @@ def merge(
     scaling: Float[Array, "matrices"],
     max_rank: int,
 ) -> Float[Array, "matrices d_out d_in"]:
-    """What the reference says."""
+    """Same result as the reference."""
 
     def one(m, w):
         site, scale = sites[m][None], scaling[m][None]

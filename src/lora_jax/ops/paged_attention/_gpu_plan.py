@@ -1,4 +1,4 @@
-"""What the Mosaic kernels of paged attention work through: queries over blocks of positions.
+"""Work schedule of the Mosaic attention kernels: queries over blocks of positions.
 
 A sequence is cut into chunks of positions that depend on the block tables' width alone, and a
 token's result is the sum of its chunks in their order. Few tokens are cut: an item is a token and a
@@ -27,7 +27,7 @@ LOG2_E = 1 / math.log(2)
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How a call is cut into CTAs; nothing of it changes a result but `block` and `chunk`."""
+    """Division of a call into CTAs; only `block` and `chunk` change a result."""
 
     block: int  # positions of a step
     chunk: int  # positions that are summed up by themselves, in whole blocks
@@ -39,7 +39,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What the kernels' code depends on."""
+    """Static parameters of the kernels' code."""
 
     q_heads: int
     kv_heads: int

@@ -12,7 +12,7 @@ from lora_jax.typing import Array, Float
 def paged_attention(
     args: PagedAttentionArgs,
 ) -> Float[Array, "tokens q_heads v_dim"]:
-    """What the reference says; a token's result does not depend on how its sequence is chunked."""
+    """Same result as the reference; the chunks of a sequence do not change a token's result."""
     build.require()
     q, sinks = args.q, args.sinks
     v = jnp.zeros((0, 0, 0, 0), q.dtype) if args.v_pages is None else args.v_pages

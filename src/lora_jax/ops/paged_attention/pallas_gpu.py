@@ -33,7 +33,7 @@ def paged_attention(
     config: Config | None = None,
     interpret: hopper.Interpret = None,
 ) -> Float[Array, "tokens q_heads v_dim"]:
-    """What the reference says; weights of the softmax are rounded to bfloat16 before V.
+    """Same result as the reference; weights of the softmax are rounded to bfloat16 before V.
 
     `interpret`: see hopper.require. Raises Declined for another machine or dtype, and
     for heads and pages that do not fill tiles.

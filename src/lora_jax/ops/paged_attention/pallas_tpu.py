@@ -67,7 +67,7 @@ def paged_attention(
     *,
     interpret: pltpu.InterpretParams | bool | None = None,
 ) -> Float[Array, "tokens q_heads v_dim"]:
-    """What the reference says; weights of the softmax are rounded to the dtype before V.
+    """Same result as the reference; weights of the softmax are rounded to the dtype before V.
 
     `interpret` None runs on a TPU only; parameters run the kernel interpreted on any device, and
     False compiles it for the target at hand. A k_dim that is no multiple of 128 (MLA's 576) is

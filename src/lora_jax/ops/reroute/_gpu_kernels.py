@@ -25,7 +25,7 @@ ACROSS = plgpu.Layout.WGMMA.reduce(0)  # of a vector along N
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How rows are shared out, chosen while tracing."""
+    """Division of the rows, chosen while tracing."""
 
     warpgroups: int
     pieces: int  # of each warpgroup

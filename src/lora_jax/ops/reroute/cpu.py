@@ -19,7 +19,7 @@ def row_map(
     num_experts: int,
     adapters: AdapterItems | None = None,
 ) -> RowMap:
-    """What the reference says, without items."""
+    """Same result as the reference, without items."""
     return _called("lora_jax_row_map", num_experts, topk_ids, num_tokens)
 
 
@@ -31,7 +31,7 @@ def reroute(
     num_groups: int,
     adapters: AdapterItems | None = None,
 ) -> RowMap:
-    """What the reference says, without items."""
+    """Same result as the reference, without items."""
     arrays = (topk_ids, token_to_slot, table, num_tokens)
     return _called("lora_jax_reroute", num_groups, *arrays)
 

@@ -1,4 +1,4 @@
-"""What the row map is made of."""
+"""Data types of the row map."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from lora_jax.typing import Array, Int
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowMap:
-    """Where each row t * k + j (token t, its j-th expert) stands among rows sorted by group.
+    """Place of each row t * k + j (token t, its j-th expert) among rows sorted by group.
 
     A group is the rows that use one matrix: an expert of the base or of an adapter.
     """

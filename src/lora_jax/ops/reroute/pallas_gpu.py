@@ -31,7 +31,7 @@ def row_map(
     config: Config | None = None,
     interpret: hopper.Interpret = None,
 ) -> RowMap:
-    """What the reference says of rows without adapters.
+    """Same result as the reference for rows without adapters.
 
     `interpret`: see hopper.require. Raises Declined for another machine, adapters, no
     rows or more than 2^18, and more than 1023 groups.
@@ -50,7 +50,7 @@ def reroute(
     config: Config | None = None,
     interpret: hopper.Interpret = None,
 ) -> RowMap:
-    """What the reference says of rows without adapters; row_map says what it declines."""
+    """Same result as the reference for rows without adapters; row_map says what it declines."""
     owners = (token_to_slot, table)
     return _mapped(topk_ids, owners, num_tokens, num_groups, adapters, config, interpret)
 

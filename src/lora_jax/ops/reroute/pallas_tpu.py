@@ -76,7 +76,7 @@ def row_map(
     *,
     interpret: pltpu.InterpretParams | bool | None = None,
 ) -> RowMap:
-    """What the reference says.
+    """Same result as the reference.
 
     `interpret` None runs on a TPU only; parameters run the kernel interpreted on any device, and
     False compiles it for the target at hand.
@@ -100,7 +100,7 @@ def reroute(
     *,
     interpret: pltpu.InterpretParams | bool | None = None,
 ) -> RowMap:
-    """What the reference says; `interpret` and what it raises are row_map's, or a large table."""
+    """Same result as the reference; `interpret` and errors as in row_map, and for a large table."""
     slots, experts = table.shape
     sizes = _Sizes(topk_ids.size, experts, num_groups, slots)
     _require("reroute", sizes, adapters, interpret)

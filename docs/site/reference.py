@@ -1,0 +1,122 @@
+"""Reference tables as Markdown, read from the code: flags, routes and metrics.
+
+`python docs/site/reference.py flags` prints one of them.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(_cell(c) for c in line) + " |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())
+
+
+def flags() -> str:
+    """Return one table per group of the command line's flags, and one of other servers' flags."""
+    from serving.flags import build_parser
+
+    parser, parts = build_parser(), []
+    for group in parser._action_groups:
+        shown = [a for a in group._group_actions if a.help != argparse.SUPPRESS]
+        rows = [_flag(a) for a in shown if a.dest != "help"]
+        if rows:
+            parts += [f"## {_title(group.title)}", _table(("flag", "value", "meaning"), rows)]
+    foreign = [r for a in parser._actions if a.help == argparse.SUPPRESS for r in _foreign(a)]
+    parts += ["## Flags of vLLM and SGLang", _table(("flag", "here"), sorted(foreign))]
+    return "\n\n".join(parts)
+
+
+def _title(group: str | None) -> str:
+    return {"positional arguments": "Model", "options": "General"}.get(
+        group or "", (group or "").capitalize()
+    )
+
+
+def _flag(action: argparse.Action) -> tuple[str, str, str]:
+    names = ", ".join(f"`{name}`" for name in action.option_strings) or f"`{action.metavar}`"
+    value = ""
+    if action.choices:
+        value = ", ".join(map(str, action.choices))
+    elif action.nargs != 0 and not isinstance(action, argparse.BooleanOptionalAction):
+        metavar = action.metavar or action.dest.upper()
+        value = f"{metavar} ..." if action.nargs == "+" else str(metavar)
+    return names, value, _code_angles(action.help or "")
+
+
+def _code_angles(text: str) -> str:
+    return text.replace("<", "&lt;").replace("*", "\\*")
+
+
+def _foreign(action: argparse.Action) -> list[tuple[str, str]]:
+    """Return what each spelling of a hidden flag does; nothing for an alias of our own flag."""
+    const = action.const
+    if action.option_strings == ["--max-loras-per-batch"]:
+        said = "one more than `--max-loras`: SGLang counts the base model"
+    elif isinstance(const, tuple):
+        said = f"only `{const[0]}`: {const[1]}"
+    elif isinstance(const, str):
+        said = f"refused: {const}"
+    elif const is True:
+        said = "accepted: always the case here"
+    else:
+        said = f"the same as `--{action.dest.replace('_', '-')}`"
+    return [(f"`{name}`", said) for name in action.option_strings]
+
+
+def routes() -> str:
+    """Return a table of the HTTP routes, from the application's OpenAPI description."""
+    from serving.http.app import create_app
+
+    paths = create_app(_described_engine()).openapi()["paths"]
+    rows = [
+        (f"`{method.upper()} {path}`", _sentence(details))
+        for path, methods in sorted(paths.items())
+        for method, details in sorted(methods.items())
+    ]
+    return _table(("route", "what it does"), rows)
+
+
+def _described_engine() -> Any:
+    """Return an object that suffices to build the application; it serves nothing."""
+    from serving.config import EngineConfig
+
+    return SimpleNamespace(
+        config=EngineConfig(model="MODEL"), registry=None, model_info=None, metrics=None
+    )
+
+
+def _sentence(details: dict[str, Any]) -> str:
+    text = details.get("description") or details.get("summary") or ""
+    return _code_angles(text.split("\n\n")[0])
+
+
+def metrics() -> str:
+    """Return a table of the metrics, from the registries of an engine and of an HTTP server."""
+    from serving.http.observe import HttpMetrics
+    from serving.metrics import EngineMetrics
+
+    engine = EngineMetrics("MODEL", 1024, {"block_size": "16"}, 1)
+    rows = []
+    for registry in (engine.registry, HttpMetrics().registry):
+        for family in registry.collect():
+            suffix = "_total" if family.type == "counter" else ""
+            collector = registry._names_to_collectors.get(family.name)
+            labels = {k for s in family.samples for k in s.labels} - {"le"}
+            labels = sorted(labels or getattr(collector, "_labelnames", ()))
+            shown = ", ".join(f"`{name}`" for name in labels)
+            rows.append((f"`{family.name}{suffix}`", family.type, shown, family.documentation))
+    return _table(("metric", "type", "labels", "meaning"), sorted(rows))
+
+
+PAGES = {"flags": flags, "routes": routes, "metrics": metrics}
+
+if __name__ == "__main__":
+    print(PAGES[sys.argv[1]]())
