@@ -29,7 +29,7 @@ BAD = {
     "not json": (b"{", "not valid JSON"),
     "not text": (b"\xff\xfe", "not valid JSON"),
     "a list": (b"[]", "not a JSON object"),
-    "a key twice": (b'{"experts": {}, "experts": {}}', "a key stands twice"),
+    "a key twice": (b'{"experts": {}, "experts": {}}', "the key 'experts' stands twice"),
     "a layer twice": (b'{"experts": {"1": [0], "01": [1]}}', "names a layer twice"),
     "no experts": ({}, "experts must map layers"),
     "experts is a list": ({"experts": [1]}, "experts must map layers"),

@@ -177,6 +177,15 @@ def test_what_is_not_a_json_object_is_refused(data):
         peft_config.parse(data)
 
 
+@pytest.mark.parametrize(
+    ("data", "key"),
+    [(b'{"r": 8, "r": 64}', "r"), (b'{"rank_pattern": {"q_proj": 1, "q_proj": 2}}', "q_proj")],
+)
+def test_a_key_that_stands_twice_is_refused_by_its_name(data, key):
+    with pytest.raises(ValueError, match=f"the key '{key}' stands twice"):
+        peft_config.parse(data)
+
+
 def test_first_matching_pattern_wins_as_in_peft():
     config = parse(
         rank_pattern={"q_proj": 2, r".*\.self_attn.*": 3, "^model.layers.1.mlp.up_proj": 5},

@@ -7,6 +7,7 @@ Format (deepseek-ai/ESFT, `to_esft` of esft.py): {"experts": {"<layer>": [expert
 import json
 from typing import Any
 
+from lora_jax import strict_json
 from lora_jax.json_structure import too_many_values
 
 _MAX_VALUES = 1 << 17
@@ -26,7 +27,7 @@ def parse(data: bytes) -> dict[int, tuple[int, ...]]:
     if too_many_values(data, _MAX_VALUES):
         raise ValueError(f"it holds more than {_MAX_VALUES} JSON values.")
     try:
-        raw = json.loads(data.decode(), object_pairs_hook=_unique)
+        raw = strict_json.loads(data.decode())
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
         raise ValueError("not valid JSON.") from None
     if not isinstance(raw, dict):
@@ -61,9 +62,3 @@ def _experts(layer: str, ids: Any) -> tuple[int, ...]:
         shown = ", ".join(map(str, sorted(ids)[:_LISTED]))
         raise ValueError(f"experts of layer {layer} has an expert twice: {shown}, ...")
     return tuple(sorted(ids))
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len({name for name, _ in pairs}) != len(pairs):
-        raise ValueError("a key stands twice.")
-    return dict(pairs)

@@ -10,6 +10,7 @@ import math
 from pathlib import PurePosixPath
 from typing import Any
 
+from lora_jax import strict_json
 from lora_jax.adapters.peft_pattern import Budget, Pattern, PatternRefused
 from lora_jax.json_structure import too_many_values
 
@@ -118,7 +119,7 @@ def _json(data: bytes) -> dict[str, Any]:
     if too_many_values(data, _MAX_VALUES):
         raise ValueError(f"it holds more than {_MAX_VALUES} JSON values.")
     try:
-        config = json.loads(data.decode())
+        config = strict_json.loads(data.decode())
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
         raise ValueError("not valid JSON.") from None
     if not isinstance(config, dict):
