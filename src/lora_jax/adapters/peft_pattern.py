@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 MAX_LENGTH = 512  # characters of a pattern
 _MAX_PLACES = 1024  # of the automaton, with repetitions written out
 _MAX_CACHED = 256  # steps that a pattern remembers
-_STEP_COST = 10  # of a step that is not remembered, for each place, in steps that are
-_REACH_COST = 5  # of a place that is passed, when such a step is made
+_STEP_COST = 40  # of a step that is not remembered, for each place, in steps that are
+_REACH_COST = 20  # of a place that is passed, when such a step is made
 _MAX_DEPTH = 20  # groups in groups
 _CLASSES: dict[str, Callable[[str], bool]] = {
     "d": str.isdecimal,
@@ -35,7 +35,7 @@ class PatternRefused(ValueError):
 class Budget:
     """Steps that all patterns of one adapter may still take."""
 
-    def __init__(self, steps: int = 20_000_000):
+    def __init__(self, steps: int = 30_000_000):
         self._steps = steps
 
     def spend(self, steps: int) -> None:
