@@ -321,7 +321,7 @@ def test_a_real_server_prints_a_command_that_works_and_stops_cleanly(tiny):
     assert "Compiled" in text
     assert "Application startup complete." in text
     assert "Traceback" not in text + rest
-    assert body["prompt"] not in rest
+    assert body["messages"][0]["content"] not in rest
 
 
 def test_a_real_bad_adapter_ends_with_status_1(tiny):

@@ -38,5 +38,5 @@ def test_what_the_server_fills_in_is_refused(name):
 
 
 def test_tokenize_takes_the_same():
-    body = TokenizeBody(messages=MESSAGES, chat_template_kwargs={"x": 1})
+    body = TokenizeBody.model_validate({"messages": MESSAGES, "chat_template_kwargs": {"x": 1}})
     assert template_options(body, {}).variables == {"x": 1}
