@@ -13,7 +13,7 @@
 #include <random>
 #include <vector>
 
-#include "attention_launch.cuh"
+#include "paged_attention/launch.cuh"
 
 using namespace lora_jax;
 using Bf16 = __nv_bfloat16;
