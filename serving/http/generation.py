@@ -14,6 +14,8 @@ from serving.http.prompts import Prompt
 from serving.request import FinishReason, OutputDelta, QueueFull
 from serving.sampling import Sampling
 
+_MOST_WAITING = 16384  # pieces for a client that does not read them; then its request ends
+
 
 class Piece(NamedTuple):
     """A delta of choice `index`, counted over all prompts of the HTTP request."""
@@ -37,6 +39,8 @@ class Generation:
         self._queue: asyncio.Queue[Piece | None] = asyncio.Queue()  # None: the client is gone
         self._running: dict[str, int] = {}  # request id -> choices not finished
         self.num_choices = 0
+        self.is_sending = False  # the client is slow to read while this lasts
+        self._overrun = False
 
     def submit(self, adapter: str | None, samplings: Sequence[Sampling], cache_salt: str) -> None:
         """Hand one request per prompt to the engine; when one is refused, none goes on."""
@@ -59,6 +63,10 @@ class Generation:
 
     def _receiver(self, prompt: Prompt, first_index: int) -> Callable[[OutputDelta], None]:
         def on_output(delta: OutputDelta) -> None:
+            if self.is_sending and self._queue.qsize() > _MOST_WAITING:
+                self._overrun = True
+                self._engine.abort(delta.request_id)
+                return
             piece = Piece(first_index + delta.index, prompt, delta)
             self._mailbox.put(self._loop, self._queue, piece)
 
@@ -90,6 +98,8 @@ class Generation:
                 items = [await self._queue.get()]
         except TimeoutError:
             return []
+        if self._overrun:
+            raise ApiError(503, "The client reads too slowly; the text was not kept for it.")
         while not self._queue.empty():
             items.append(self._queue.get_nowait())
         pieces = [piece for piece in items if piece is not None]
