@@ -26,6 +26,9 @@ from serving.serve import StartError, serve
 
 __all__ = ["Options", "StartError", "is_loopback", "main", "read_options", "run"]
 
+_PLAIN = ("host", "port", "insecure", "log_level", "plan")
+_PLAIN += ("state_dir", "max_connections", "shutdown_timeout")
+
 logger = logging.getLogger("serving.launch")  # also when it runs as __main__
 
 
@@ -63,11 +66,7 @@ def _options(parser: ParserWithSource, given: dict[str, Any]) -> Options:
         enable_runtime_lora=given.get("enable_runtime_lora", False),
         demo=given.get("demo", False),
     )
-    plain = {
-        name: given[name]
-        for name in ("host", "port", "insecure", "log_level", "plan")
-        if name in given
-    }
+    plain = {name: given[name] for name in _PLAIN if name in given}
     uvicorn_names = ("ssl_keyfile", "ssl_certfile", "h11_max_incomplete_event_size")
     return Options(
         engine=EngineConfig(model=model, **values),

@@ -24,6 +24,10 @@ class Options:
     insecure: bool = False
     log_level: str = "info"
     access_log: bool = True
+    state_dir: str | None = None  # where loads at run time are recorded
+    state_lasts: bool = True  # False: the folder goes with the server
+    max_connections: int = 1000
+    shutdown_timeout: float = 25.0  # seconds from SIGTERM to the end of the process
     plan: str | None = None  # a workload file: print the plan for it instead of serving
     uvicorn: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -32,6 +36,12 @@ class Options:
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f"--lora-modules has the name {twice!r} twice.")
+        if not 1 <= self.max_connections <= 1_000_000:
+            raise ValueError(f"--max-connections must be 1 to 1000000, got {self.max_connections}.")
+        if not 1 <= self.shutdown_timeout <= 3600:
+            raise ValueError(
+                f"--shutdown-timeout must be 1 to 3600 seconds, got {self.shutdown_timeout:g}."
+            )
         if not (self.insecure or self.http.has_api_keys or is_loopback(self.host)):
             raise ValueError(
                 f"Without --api-key or --keys-file everybody who can reach {self.host} could use "

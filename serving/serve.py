@@ -1,21 +1,29 @@
 """One engine behind HTTP on a socket, from options to the end of the process."""
 
+import contextlib
 import dataclasses
 import logging
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
 from starlette.types import ASGIApp
 
 from serving import logs
+from serving.http.connections import ConnectionLimits, fitting
+from serving.http.drain import Drain
 from serving.http.local_names import LocalNames
 from serving.http.uvicorn_server import AnnouncingServer, uvicorn_config
+from serving.journal import Journal, replay
 from serving.options import Options
 
 logger = logging.getLogger(__name__)
+
+
+_PROBES = 64  # connections to an instance besides the router's for its clients
+Replay = Callable[[], dict[str, str]]  # reasons of what could not be loaded, by name
 
 
 class StartError(Exception):
@@ -26,18 +34,47 @@ def serve(
     options: Options,
     sock: socket.socket,
     access: Any = None,
-    announce: Callable[[], None] = lambda: None,
+    announce: Callable[[Replay], None] = lambda replay: None,
 ) -> None:
     """Load everything, serve on the bound socket until SIGTERM or SIGINT, close.
 
     With `access` (a ServerAccess) the experts' adapters are on a LoRA Server. `announce` is called
-    once requests are answered. Raises StartError.
+    once requests are answered, with what repeats the journal of loads. Raises StartError.
     """
     with ExitStack() as stack:
+        journal = journal_of(options)
+        if journal is not None and options.cluster.is_single:
+            stack.enter_context(only_server(journal))
         engine = stack.enter_context(_engine(options, access))
-        server = _server(options, engine, sock, announce)
+
+        def repeat() -> dict[str, str]:
+            return {} if journal is None else replay(journal.read(), engine.registry)
+
+        repeat()
+        server = _server(options, engine, sock, journal, lambda: announce(repeat))
         stack.enter_context(logs.PeriodicStats(engine))
         run_server(server, sock)
+
+
+def journal_of(options: Options) -> Journal | None:
+    """Return the journal of loads at run time; None where there is no folder for it."""
+    if options.state_dir is None or not options.http.enable_runtime_lora:
+        return None
+    try:
+        return Journal(options.state_dir, options.state_lasts)
+    except (ValueError, OSError) as error:
+        raise StartError(f"Cannot use --state-dir: {error}") from error
+
+
+@contextlib.contextmanager
+def only_server(journal: Journal) -> Iterator[None]:
+    """Hold the journal's folder against other servers; StartError where one has it."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(journal.owned())
+        except (ValueError, OSError) as error:
+            raise StartError(f"Cannot use --state-dir: {error}") from error
+        yield
 
 
 def run_server(server: AnnouncingServer, sock: socket.socket) -> None:
@@ -73,13 +110,17 @@ def _engine(options: Options, access: Any):
 
 
 def _server(
-    options: Options, engine: Any, sock: socket.socket, announce: Callable[[], None]
+    options: Options,
+    engine: Any,
+    sock: socket.socket,
+    journal: Journal | None,
+    announce: Callable[[], None],
 ) -> AnnouncingServer:
     """Return the server that will answer on the socket, with its start-up lines logged."""
     from serving.http.app import create_app
     from serving.http.model_names import folder_adapters
 
-    app = create_app(engine, options.http)
+    app = create_app(engine, options.http, journal)
     url, in_folder = url_of(options, sock), folder_adapters(options.engine.lora_dir)
     logs.log_all(logs.adapter_table(engine.registry.entries()))
     logs.log_all(logs.folder_lines(in_folder))
@@ -88,15 +129,34 @@ def _server(
     adapters = [*(entry.name for entry in engine.registry.entries()), *sorted(in_folder)]
     base = app.state.server.names.base
     lines = logs.ready_lines(url, base, options.http.has_api_keys, adapters)
-    config = uvicorn_config(
-        guarded(app, options, sock), access_log=options.access_log, **options.uvicorn
-    )
 
     def ready() -> None:
         logs.log_all(lines)
         announce()
 
-    return AnnouncingServer(config, ready)
+    return front_server(app, options, sock, ready)
+
+
+def front_server(
+    app: ASGIApp,
+    options: Options,
+    sock: socket.socket,
+    ready: Callable[[], None],
+    descriptors: int = 1,
+    end_s: float = 0.0,
+    ending: Callable[[], None] = lambda: None,
+) -> AnnouncingServer:
+    """Return the server of an application on the socket, within the limits of the options.
+
+    A connection takes `descriptors`; `end_s` of the time after SIGTERM belongs to the caller.
+    """
+    drain = Drain(guarded(app, options, sock))
+    limits = ConnectionLimits(most=options.max_connections)
+    if sock.family == socket.AF_UNIX:  # the router has limits of its own, and waits for its clients
+        limits = dataclasses.replace(limits, most=limits.most + _PROBES, stuck_s=4 * limits.stuck_s)
+    limits = fitting(limits, descriptors)
+    config = uvicorn_config(drain, limits, access_log=options.access_log, **options.uvicorn)
+    return AnnouncingServer(config, ready, drain, options.shutdown_timeout - end_s, ending)
 
 
 def guarded(app: ASGIApp, options: Options, sock: socket.socket) -> ASGIApp:

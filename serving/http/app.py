@@ -14,17 +14,24 @@ from serving.http.observe import Observe
 from serving.http.protocol import body_schemas
 from serving.http.server import Server
 from serving.http.settings import HttpSettings
+from serving.journal import Journal
 
 
-def create_app(engine: AbstractEngine, settings: HttpSettings | None = None) -> FastAPI:
+def create_app(
+    engine: AbstractEngine,
+    settings: HttpSettings | None = None,
+    journal: Journal | None = None,
+) -> FastAPI:
     """Return the application; it neither starts nor closes the engine.
+
+    Loads and unloads over HTTP are recorded in the journal, where there is one.
 
     A request passes, in this order: its id and counters, unexpected errors, its length, the key,
     the route.
     """
     settings = settings or HttpSettings()
     app = FastAPI(title="lora-jax", docs_url=None, redoc_url=None, redirect_slashes=False)
-    server = Server.build(engine, settings)
+    server = Server.build(engine, settings, journal)
     app.state.server = server
     for room in (models, completions, chat, tokenize, adapters, health):
         app.include_router(room.router)
