@@ -65,6 +65,7 @@ def _options(parser: ParserWithSource, given: dict[str, Any]) -> Options:
         tenants=read_keys_file(given["keys_file"]) if "keys_file" in given else (),
         enable_runtime_lora=given.get("enable_runtime_lora", False),
         demo=given.get("demo", False),
+        max_body_bytes=given.get("max_body_bytes"),
     )
     plain = {name: given[name] for name in _PLAIN if name in given}
     uvicorn_names = ("ssl_keyfile", "ssl_certfile", "h11_max_incomplete_event_size")

@@ -12,6 +12,7 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from serving import logs
+from serving.http.bounds import Bounds
 from serving.http.connections import ConnectionLimits, fitting
 from serving.http.drain import Drain
 from serving.http.local_names import LocalNames
@@ -23,7 +24,14 @@ logger = logging.getLogger(__name__)
 
 
 _PROBES = 64  # connections to an instance besides the router's for its clients
-Replay = Callable[[], dict[str, str]]  # reasons of what could not be loaded, by name
+
+
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """What a server that answers tells whoever started it."""
+
+    replay: Callable[[], dict[str, str]]  # repeats the journal: reasons of what failed, by name
+    body_bytes: int  # largest body
 
 
 class StartError(Exception):
@@ -34,12 +42,12 @@ def serve(
     options: Options,
     sock: socket.socket,
     access: Any = None,
-    announce: Callable[[Replay], None] = lambda replay: None,
+    announce: Callable[[Started], None] = lambda started: None,
 ) -> None:
     """Load everything, serve on the bound socket until SIGTERM or SIGINT, close.
 
     With `access` (a ServerAccess) the experts' adapters are on a LoRA Server. `announce` is called
-    once requests are answered, with what repeats the journal of loads. Raises StartError.
+    once requests are answered, with what a router needs to know. Raises StartError.
     """
     with ExitStack() as stack:
         journal = journal_of(options)
@@ -51,7 +59,8 @@ def serve(
             return {} if journal is None else replay(journal.read(), engine.registry)
 
         repeat()
-        server = _server(options, engine, sock, journal, lambda: announce(repeat))
+        started = Started(repeat, options.http.max_body_bytes or Bounds.of(engine).body_bytes)
+        server = _server(options, engine, sock, journal, lambda: announce(started))
         stack.enter_context(logs.PeriodicStats(engine))
         run_server(server, sock)
 

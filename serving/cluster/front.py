@@ -68,7 +68,7 @@ def front_app(cluster: LocalCluster, options: Options) -> ASGIApp:
         cluster.paths,
         cluster.router,
         (options.engine.model_name, options.engine.model, *http.served_names),
-        Bounds(http.max_body_bytes, http.body_timeout_s),
+        Bounds(cluster.body_bytes, http.body_timeout_s),
         cluster.roles,
         cluster.changes,
     )

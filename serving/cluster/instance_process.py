@@ -18,14 +18,14 @@ from serving.cluster.server_place import ServerPlace, server_access
 from serving.lora_server.calls import Caller
 from serving.options import Options
 from serving.role_gpu import use_gpu
-from serving.serve import Replay, StartError, serve
+from serving.serve import Started, StartError, serve
 
 logger = logging.getLogger(__name__)
 
 _START_S = 600.0  # to load a model and compile, on a slow machine
 _END_S = 45.0  # uvicorn lets running requests end
 _REPLAY_S = 300.0  # to load all adapters of the journal
-_READY = b"ready"
+_READY = b"ready "
 _REPLAY = b"replay"
 _ARE_YOU_READY = b"GET /ready HTTP/1.1\r\nHost: instance\r\nConnection: close\r\n\r\n"
 
@@ -50,6 +50,7 @@ class InstanceProcess(AbstractChild):
         leases, theirs = context.Pipe() if place is not None else (None, None)
         self.number, self.path = number, path
         self._talking = threading.Lock()
+        self.body_bytes = 0  # largest body; known when it is ready
         process = context.Process(
             target=instance_main,
             args=(life, theirs, options, number, path, place),
@@ -65,10 +66,11 @@ class InstanceProcess(AbstractChild):
     def wait_ready(self) -> None:
         """Return when the instance answers. Raises ConnectionError if it ended instead."""
         try:
-            if self._life.poll(_START_S) and self._life.recv_bytes() == _READY:
+            if self._life.poll(_START_S):
+                self.body_bytes = int(self._life.recv_bytes().removeprefix(_READY))
                 self.is_ready = True
                 return
-        except (EOFError, OSError):
+        except (EOFError, OSError, ValueError):
             pass
         raise ConnectionError(f"Instance {self.number} did not start; its log says why.")
 
@@ -123,20 +125,22 @@ def instance_main(
                 caller = Caller(leases)
                 stack.callback(caller.close)
                 access = server_access(place, caller, f"instance-{number} of process {os.getpid()}")
-            serve(options, sock, access, announce=lambda replay: _announce(life, replay, orphaned))
+            serve(
+                options, sock, access, announce=lambda started: _announce(life, started, orphaned)
+            )
     except StartError as error:
         logger.error("Instance %d: %s", number, error)
         raise SystemExit(1) from None
 
 
-def _announce(life: Connection, replay: Replay, orphaned: threading.Event) -> None:
+def _announce(life: Connection, started: Started, orphaned: threading.Event) -> None:
     """Say that the instance answers, repeat the journal on demand, end with whoever started it."""
-    life.send_bytes(_READY)
+    life.send_bytes(_READY + b"%d" % started.body_bytes)
 
     def watch() -> None:
         with contextlib.suppress(EOFError, OSError):
             while life.recv_bytes() == _REPLAY:
-                life.send_bytes(json.dumps(replay()).encode())
+                life.send_bytes(json.dumps(started.replay()).encode())
         orphaned.set()
         os.kill(os.getpid(), signal.SIGTERM)
 

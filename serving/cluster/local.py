@@ -75,6 +75,11 @@ class LocalCluster:
         with self._lock:
             return list(self._processes)
 
+    @property
+    def body_bytes(self) -> int:
+        """The largest body that the instances take."""
+        return max(process.body_bytes for process in self.processes)
+
     def roles(self) -> dict[str, list[bool]]:
         """Return which roles are up, by kind and number."""
         up = self.router.up
