@@ -7,7 +7,7 @@ from typing import Any
 
 from serving.cluster.config import ClusterConfig
 from serving.config import EngineConfig
-from serving.flags import LoraModule
+from serving.flag_values import LoraModule
 from serving.http.settings import HttpSettings
 
 
@@ -21,6 +21,7 @@ class Options:
     adapters: tuple[LoraModule, ...] = ()
     host: str = "127.0.0.1"
     port: int = 8000
+    uds: str | None = None  # a Unix socket instead of host and port
     insecure: bool = False
     log_level: str = "info"
     access_log: bool = True
@@ -28,6 +29,8 @@ class Options:
     state_lasts: bool = True  # False: the folder goes with the server
     max_connections: int = 1000
     shutdown_timeout: float = 25.0  # seconds from SIGTERM to the end of the process
+    quiet_paths: tuple[str, ...] = ()  # without lines in the access log, beside probes
+    log_stats: bool = True
     plan: str | None = None  # a workload file: print the plan for it instead of serving
     uvicorn: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -38,11 +41,12 @@ class Options:
             raise ValueError(f"--lora-modules has the name {twice!r} twice.")
         if not 1 <= self.max_connections <= 1_000_000:
             raise ValueError(f"--max-connections must be 1 to 1000000, got {self.max_connections}.")
-        if not 1 <= self.shutdown_timeout <= 3600:
+        if not 0 <= self.shutdown_timeout <= 3600:
             raise ValueError(
-                f"--shutdown-timeout must be 1 to 3600 seconds, got {self.shutdown_timeout:g}."
+                f"--shutdown-timeout must be 0 to 3600 seconds, got {self.shutdown_timeout:g}."
             )
-        if not (self.insecure or self.http.has_api_keys or is_loopback(self.host)):
+        closed = self.uds is not None or is_loopback(self.host)
+        if not (self.insecure or self.http.has_api_keys or closed):
             raise ValueError(
                 f"Without --api-key or --keys-file everybody who can reach {self.host} could use "
                 "this server. Give a key, or say --insecure if that is what you want."

@@ -7,18 +7,23 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from starlette.types import ASGIApp
 
 from serving import logs
+from serving.config import EngineConfig
+from serving.examples import Examples, read_examples
 from serving.http.bounds import Bounds
 from serving.http.connections import ConnectionLimits, fitting
 from serving.http.drain import Drain
+from serving.http.edge import at_the_edge
 from serving.http.local_names import LocalNames
 from serving.http.uvicorn_server import AnnouncingServer, uvicorn_config
 from serving.journal import Journal, replay
 from serving.options import Options
+from serving.text.tokenizer_files import TokenizerFiles
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +66,8 @@ def serve(
         repeat()
         started = Started(repeat, options.http.max_body_bytes or Bounds.of(engine).body_bytes)
         server = _server(options, engine, sock, journal, lambda: announce(started))
-        stack.enter_context(logs.PeriodicStats(engine))
+        if options.log_stats:
+            stack.enter_context(logs.PeriodicStats(engine))
         run_server(server, sock)
 
 
@@ -129,7 +135,7 @@ def _server(
     from serving.http.app import create_app
     from serving.http.model_names import folder_adapters
 
-    app = create_app(engine, options.http, journal)
+    app = create_app(engine, options.http, examples_of(options), journal)
     url, in_folder = url_of(options, sock), folder_adapters(options.engine.lora_dir)
     logs.log_all(logs.adapter_table(engine.registry.entries()))
     logs.log_all(logs.folder_lines(in_folder))
@@ -137,10 +143,13 @@ def _server(
     logger.info("Starting vLLM-compatible server on %s", url)
     adapters = [*(entry.name for entry in engine.registry.entries()), *sorted(in_folder)]
     base = app.state.server.names.base
-    lines = logs.ready_lines(url, base, options.http.has_api_keys, adapters)
+    chats = engine.tokenizer.has_chat_template
+    given = logs.ready_lines(
+        url, base, options.http.has_api_keys, adapters, examples_of(options), chats
+    )
 
     def ready() -> None:
-        logs.log_all(lines)
+        logs.log_all(given)
         announce()
 
     return front_server(app, options, sock, ready)
@@ -159,17 +168,34 @@ def front_server(
 
     A connection takes `descriptors`; `end_s` of the time after SIGTERM belongs to the caller.
     """
-    drain = Drain(guarded(app, options, sock))
+    drain = Drain(app)
     limits = ConnectionLimits(most=options.max_connections)
     if sock.family == socket.AF_UNIX:  # the router has limits of its own, and waits for its clients
         limits = dataclasses.replace(limits, most=limits.most + _PROBES, stuck_s=4 * limits.stuck_s)
     limits = fitting(limits, descriptors)
-    config = uvicorn_config(drain, limits, access_log=options.access_log, **options.uvicorn)
+    config = uvicorn_config(
+        guarded(drain, options, sock), limits, access_log=options.access_log, **options.uvicorn
+    )
     return AnnouncingServer(config, ready, drain, options.shutdown_timeout - end_s, ending)
 
 
+def examples_of(options: Options) -> Examples:
+    """Return the example prompts of the model and of the adapters that are named at the start."""
+    return read_examples(options.engine.model, {m.name: m.path for m in options.adapters})
+
+
+def has_template(engine: EngineConfig) -> bool:
+    """Return whether messages have a template, as far as the files say without an engine."""
+    try:
+        found = TokenizerFiles(Path(engine.model)).chat_template()
+    except (OSError, ValueError):
+        found = None
+    return engine.chat_template is not None or found is not None
+
+
 def guarded(app: ASGIApp, options: Options, sock: socket.socket) -> ASGIApp:
-    """Return the application, which answers to local names only where nothing else protects it."""
+    """Return the application behind the edge, with local names only where it has no other guard."""
+    app = at_the_edge(app, options.http)
     is_open = options.insecure or options.http.has_api_keys or sock.family == socket.AF_UNIX
     return app if is_open else LocalNames(app)
 

@@ -15,9 +15,19 @@ from serving.http.auth import Authenticate
 from serving.http.body import OneLength
 from serving.http.errors import CatchAll
 from serving.http.keys import KeyRing
+from serving.http.model_names import folder_adapters
 from serving.lora_server.spec import ServerSpec, design
 from serving.options import Options
-from serving.serve import StartError, front_server, journal_of, only_server, run_server, url_of
+from serving.serve import (
+    StartError,
+    examples_of,
+    front_server,
+    has_template,
+    journal_of,
+    only_server,
+    run_server,
+    url_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -40,14 +50,19 @@ def serve_cluster(options: Options, sock: socket.socket) -> None:
         if journal is not None:
             stack.enter_context(only_server(journal))
         try:
-            inner = dataclasses.replace(options, uvicorn={}, access_log=False)
+            http = dataclasses.replace(options.http, cors=None, root_path="")  # both are here
+            inner = dataclasses.replace(options, http=http, uds=None, uvicorn={}, access_log=False)
             cluster = LocalCluster(inner, spec)
         except (ConnectionError, RuntimeError) as error:
             raise StartError(str(error)) from error
         stack.callback(cluster.close)
         base = options.engine.model_name
         app = front_app(cluster, options)
-        lines = logs.ready_lines(url_of(options, sock), base, options.http.has_api_keys)
+        names = [module.name for module in options.adapters]
+        names += sorted(folder_adapters(options.engine.lora_dir))
+        examples, chats = examples_of(options), has_template(options.engine)
+        url = url_of(options, sock)
+        lines = logs.ready_lines(url, base, options.http.has_api_keys, names, examples, chats)
 
         def ready() -> None:
             logs.log_all(lines)

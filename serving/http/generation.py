@@ -40,6 +40,7 @@ class Generation:
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Piece | None] = asyncio.Queue()  # None: the client is gone
         self._running: dict[str, int] = {}  # request id -> choices not finished
+        self.samplings: list[Sampling] = []  # of what was handed over, in order
         self.num_choices = 0
         self.is_sending = False  # the client is slow to read while this lasts
         self._overrun = False
@@ -74,6 +75,7 @@ class Generation:
     def _submit_one(
         self, prompt: Prompt, adapter: str | None, sampling: Sampling, cache_salt: str
     ) -> None:
+        self.samplings.append(sampling)
         request_id = self._engine.submit(
             prompt.ids,
             adapter,

@@ -38,7 +38,7 @@ def names(engine):
 def test_what_was_loaded_is_there_after_a_restart(root, tmp_path):
     """Before: 404 for ever, although the answer was "Success"."""
     engine = FakeEngine(root)
-    with client_of(create_app(engine, SETTINGS, Journal(tmp_path / "state"))) as client:
+    with client_of(create_app(engine, SETTINGS, journal=Journal(tmp_path / "state"))) as client:
         answer = load(client, "mine", "sql", pinned=True)
         assert answer.text == "Success: LoRA adapter 'mine' added successfully."
         assert load(client, "other", "law").status_code == 200
@@ -56,7 +56,7 @@ def test_what_was_loaded_is_there_after_a_restart(root, tmp_path):
 
 def test_changed_files_are_refused_by_name_and_the_rest_is_served(root, tmp_path, caplog):
     engine, made = FakeEngine(root), Journal(tmp_path / "state")
-    with client_of(create_app(engine, SETTINGS, made)) as client:
+    with client_of(create_app(engine, SETTINGS, journal=made)) as client:
         for name in ("sql", "law", "art"):
             assert load(client, name, name).status_code == 200
     (root / "sql" / "adapter_config.json").write_text('{"r": 8}')
@@ -67,7 +67,7 @@ def test_changed_files_are_refused_by_name_and_the_rest_is_served(root, tmp_path
     assert "Adapter sql of the journal is not served" in caplog.text
     with pytest.raises(AdapterRejected, match="have changed"):
         again.registry.resolve("sql")  # nor by its folder's name
-    with client_of(create_app(again, SETTINGS, made)) as client:
+    with client_of(create_app(again, SETTINGS, journal=made)) as client:
         assert client.post("/v1/completions", json={"model": "law", "prompt": "x"}).is_success
         assert load(client, "sql", "sql").status_code == 200
         assert client.post("/v1/completions", json={"model": "sql", "prompt": "x"}).is_success
@@ -78,7 +78,7 @@ def test_a_load_that_cannot_be_recorded_is_not_acknowledged(root, tmp_path, monk
         raise OSError(28, "No space left on device")
 
     engine, made = FakeEngine(root), Journal(tmp_path / "state")
-    with client_of(create_app(engine, SETTINGS, made)) as client:
+    with client_of(create_app(engine, SETTINGS, journal=made)) as client:
         assert load(client, "law", "law").status_code == 200
         monkeypatch.setattr(os, "fsync", full)
         answer = load(client, "mine", "sql")

@@ -3,7 +3,7 @@
 import pytest
 
 from serving.config import EngineConfig
-from serving.flags import LoraModule
+from serving.flag_values import LoraModule
 from serving.http.settings import HttpSettings
 from serving.options import Options, is_loopback
 
@@ -41,7 +41,7 @@ def test_not_loopback(host):
     ("fields", "message"),
     [
         ({"max_connections": 0}, "--max-connections must be 1 to 1000000, got 0"),
-        ({"shutdown_timeout": 0.5}, "--shutdown-timeout must be 1 to 3600 seconds, got 0.5"),
+        ({"shutdown_timeout": -1}, "--shutdown-timeout must be 0 to 3600 seconds, got -1"),
     ],
 )
 def test_bounds(fields, message):
