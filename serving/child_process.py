@@ -1,7 +1,16 @@
 """A process that lives as long as a connection of its parent's: what every handle of one can do."""
 
 import abc
+import enum
 from multiprocessing.process import BaseProcess
+
+
+class Pulse(enum.Enum):
+    """What a process said when it was asked whether it is well."""
+
+    UP = "up"
+    UNWELL = "unwell"  # it answers, and takes no requests
+    SILENT = "silent"
 
 
 class AbstractChild(abc.ABC):
@@ -18,6 +27,10 @@ class AbstractChild(abc.ABC):
     def hang_up(self) -> None:
         """Close the connection that keeps the process."""
 
+    @abc.abstractmethod
+    def pulse(self, limit_s: float) -> Pulse:
+        """Ask the process whether it is well, waiting so long for the answer."""
+
     @property
     def sentinel(self) -> int:
         """A descriptor that becomes readable when the process ends, to wait for."""
@@ -27,13 +40,16 @@ class AbstractChild(abc.ABC):
         """End the process at once; `stop` must still be called."""
         self._process.kill()
 
-    def stop(self) -> None:
-        """End the process: it leaves by itself, or is killed. A second call does nothing."""
+    def stop(self, end_s: float | None = None) -> None:
+        """End the process: it leaves by itself, or is killed. A second call does nothing.
+
+        `end_s` is how long it may take now, by default what was said when it was started.
+        """
         if self._stopped:
             return
         self._stopped = True
         self.hang_up()
-        self._process.join(self._end_s)
+        self._process.join(self._end_s if end_s is None else end_s)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()

@@ -90,12 +90,10 @@ def _add_server_flags(group) -> None:
         metavar="BYTES",
         help="largest body of a request (1024 times the context, in [1 MiB, 16 MiB])",
     )
-    group.add_argument(
-        "--shutdown-timeout",
-        type=int,
-        metavar="SECONDS",
-        help="for running requests to end after SIGTERM (30)",
-    )
+    text = "open connections; above, the oldest silent one is closed (1000)"
+    group.add_argument("--max-connections", type=int, metavar="N", help=text)
+    text = "seconds from SIGTERM to the end; streams then end with an error event (25)"
+    group.add_argument("--shutdown-timeout", type=float, metavar="SECONDS", help=text)
     group.add_argument("--demo", action="store_true", help="serve a page to try adapters at /")
 
 
@@ -184,6 +182,8 @@ def _add_adapter_flags(group) -> None:
         help="let clients load adapters from --lora-dir and unload them; needs the admin key if "
         "there is one (VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 is its twin)",
     )
+    text = "folder that records such loads, so that they outlast this server"
+    group.add_argument("--state-dir", metavar="FOLDER", help=text)
     hidden = argparse.SUPPRESS
     group.add_argument("--lora-paths", dest="lora_modules", action="extend", nargs="+", help=hidden)
     group.add_argument("--max-loras-per-batch", type=int, help=hidden)

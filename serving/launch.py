@@ -54,14 +54,15 @@ def _options(parser: ParserWithSource, given: dict[str, Any]) -> Options:
     cluster = ClusterConfig(**{name: given[name] for name in cluster_fields & given.keys()})
     names = ("host", "port", "uds", "insecure", "log_level", "plan")
     names += ("log_stats", "quiet_paths", "access_log")
+    names += ("state_dir", "max_connections", "shutdown_timeout")
     given = {"quiet_paths": given.get("disable_access_log_for_endpoints", ())} | given
     given["log_stats"] = not given.get("disable_log_stats", False)
     given["access_log"] = not given.get("disable_uvicorn_access_log", False)
     uvicorn_names = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers")
     uvicorn_names += ("h11_max_incomplete_event_size",)
     uvicorn = {name: given[name] for name in uvicorn_names if name in given}
-    renamed = {"log_level": "uvicorn_log_level", "timeout_graceful_shutdown": "shutdown_timeout"}
-    uvicorn |= {name: given[flag] for name, flag in renamed.items() if flag in given}
+    if "uvicorn_log_level" in given:
+        uvicorn["log_level"] = given["uvicorn_log_level"]
     return Options(
         engine=_engine_config(model, given),
         http=_http_settings(given),

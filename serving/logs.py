@@ -18,7 +18,7 @@ from serving.metrics import EngineStats
 
 LINE = "%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
 TIME = "%m-%d %H:%M:%S"
-PROBES = ("/health", "/metrics", "/load", "/ping", "/version")
+PROBES = ("/health", "/live", "/ready", "/metrics", "/load", "/ping", "/version")
 
 
 def configure(level: str = "info", quiet_paths: Collection[str] = ()) -> None:

@@ -25,6 +25,10 @@ class Options:
     insecure: bool = False
     log_level: str = "info"
     access_log: bool = True
+    state_dir: str | None = None  # where loads at run time are recorded
+    state_lasts: bool = True  # False: the folder goes with the server
+    max_connections: int = 1000
+    shutdown_timeout: float = 25.0  # seconds from SIGTERM to the end of the process
     quiet_paths: tuple[str, ...] = ()  # without lines in the access log, beside probes
     log_stats: bool = True
     plan: str | None = None  # a workload file: print the plan for it instead of serving
@@ -35,6 +39,12 @@ class Options:
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f"--lora-modules has the name {twice!r} twice.")
+        if not 1 <= self.max_connections <= 1_000_000:
+            raise ValueError(f"--max-connections must be 1 to 1000000, got {self.max_connections}.")
+        if not 0 <= self.shutdown_timeout <= 3600:
+            raise ValueError(
+                f"--shutdown-timeout must be 0 to 3600 seconds, got {self.shutdown_timeout:g}."
+            )
         closed = self.uds is not None or is_loopback(self.host)
         if not (self.insecure or self.http.has_api_keys or closed):
             raise ValueError(

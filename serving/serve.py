@@ -1,10 +1,11 @@
 """One engine behind HTTP on a socket, from options to the end of the process."""
 
+import contextlib
 import dataclasses
 import logging
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,28 @@ from starlette.types import ASGIApp
 from serving import logs
 from serving.config import EngineConfig
 from serving.examples import Examples, read_examples
+from serving.http.bounds import Bounds
+from serving.http.connections import ConnectionLimits, fitting
+from serving.http.drain import Drain
 from serving.http.edge import at_the_edge
 from serving.http.local_names import LocalNames
 from serving.http.uvicorn_server import AnnouncingServer, uvicorn_config
+from serving.journal import Journal, replay
 from serving.options import Options
 from serving.text.tokenizer_files import TokenizerFiles
 
 logger = logging.getLogger(__name__)
+
+
+_PROBES = 64  # connections to an instance besides the router's for its clients
+
+
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """What a server that answers tells whoever started it."""
+
+    replay: Callable[[], dict[str, str]]  # repeats the journal: reasons of what failed, by name
+    body_bytes: int  # largest body
 
 
 class StartError(Exception):
@@ -31,19 +47,49 @@ def serve(
     options: Options,
     sock: socket.socket,
     access: Any = None,
-    announce: Callable[[], None] = lambda: None,
+    announce: Callable[[Started], None] = lambda started: None,
 ) -> None:
     """Load everything, serve on the bound socket until SIGTERM or SIGINT, close.
 
     With `access` (a ServerAccess) the experts' adapters are on a LoRA Server. `announce` is called
-    once requests are answered. Raises StartError.
+    once requests are answered, with what a router needs to know. Raises StartError.
     """
     with ExitStack() as stack:
+        journal = journal_of(options)
+        if journal is not None and options.cluster.is_single:
+            stack.enter_context(only_server(journal))
         engine = stack.enter_context(_engine(options, access))
-        server = _server(options, engine, sock, announce)
+
+        def repeat() -> dict[str, str]:
+            return {} if journal is None else replay(journal.read(), engine.registry)
+
+        repeat()
+        started = Started(repeat, options.http.max_body_bytes or Bounds.of(engine).body_bytes)
+        server = _server(options, engine, sock, journal, lambda: announce(started))
         if options.log_stats:
             stack.enter_context(logs.PeriodicStats(engine))
         run_server(server, sock)
+
+
+def journal_of(options: Options) -> Journal | None:
+    """Return the journal of loads at run time; None where there is no folder for it."""
+    if options.state_dir is None or not options.http.enable_runtime_lora:
+        return None
+    try:
+        return Journal(options.state_dir, options.state_lasts)
+    except (ValueError, OSError) as error:
+        raise StartError(f"Cannot use --state-dir: {error}") from error
+
+
+@contextlib.contextmanager
+def only_server(journal: Journal) -> Iterator[None]:
+    """Hold the journal's folder against other servers; StartError where one has it."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(journal.owned())
+        except (ValueError, OSError) as error:
+            raise StartError(f"Cannot use --state-dir: {error}") from error
+        yield
 
 
 def run_server(server: AnnouncingServer, sock: socket.socket) -> None:
@@ -79,13 +125,17 @@ def _engine(options: Options, access: Any):
 
 
 def _server(
-    options: Options, engine: Any, sock: socket.socket, announce: Callable[[], None]
+    options: Options,
+    engine: Any,
+    sock: socket.socket,
+    journal: Journal | None,
+    announce: Callable[[], None],
 ) -> AnnouncingServer:
     """Return the server that will answer on the socket, with its start-up lines logged."""
     from serving.http.app import create_app
     from serving.http.model_names import folder_adapters
 
-    app = create_app(engine, options.http, examples_of(options))
+    app = create_app(engine, options.http, examples_of(options), journal)
     url, in_folder = url_of(options, sock), folder_adapters(options.engine.lora_dir)
     logs.log_all(logs.adapter_table(engine.registry.entries()))
     logs.log_all(logs.folder_lines(in_folder))
@@ -97,15 +147,36 @@ def _server(
     given = logs.ready_lines(
         url, base, options.http.has_api_keys, adapters, examples_of(options), chats
     )
-    config = uvicorn_config(
-        guarded(app, options, sock), access_log=options.access_log, **options.uvicorn
-    )
 
     def ready() -> None:
         logs.log_all(given)
         announce()
 
-    return AnnouncingServer(config, ready)
+    return front_server(app, options, sock, ready)
+
+
+def front_server(
+    app: ASGIApp,
+    options: Options,
+    sock: socket.socket,
+    ready: Callable[[], None],
+    descriptors: int = 1,
+    end_s: float = 0.0,
+    ending: Callable[[], None] = lambda: None,
+) -> AnnouncingServer:
+    """Return the server of an application on the socket, within the limits of the options.
+
+    A connection takes `descriptors`; `end_s` of the time after SIGTERM belongs to the caller.
+    """
+    drain = Drain(app)
+    limits = ConnectionLimits(most=options.max_connections)
+    if sock.family == socket.AF_UNIX:  # the router has limits of its own, and waits for its clients
+        limits = dataclasses.replace(limits, most=limits.most + _PROBES, stuck_s=4 * limits.stuck_s)
+    limits = fitting(limits, descriptors)
+    config = uvicorn_config(
+        guarded(drain, options, sock), limits, access_log=options.access_log, **options.uvicorn
+    )
+    return AnnouncingServer(config, ready, drain, options.shutdown_timeout - end_s, ending)
 
 
 def examples_of(options: Options) -> Examples:

@@ -1,6 +1,7 @@
 """An engine without a model: deterministic letters from a thread per request, all at once."""
 
 import dataclasses
+import hashlib
 import json
 import threading
 from collections.abc import Callable
@@ -84,8 +85,11 @@ class FakeRegistry:
 
     def __init__(self, root: Path | None):
         self._root, self._entries, self._generation = root, {}, 0
+        self.refused: dict[str, str] = {}
 
-    def load(self, name, path, *, replace=False, pinned=False, confined=True) -> FakeEntry:
+    def load(
+        self, name, path, *, replace=False, pinned=False, confined=True, digest=None
+    ) -> FakeEntry:
         if name in self._entries and not replace:
             raise AdapterExists(f"{name} is loaded.")
         folder = Path(path) if self._root is None else (self._root / path)
@@ -95,10 +99,17 @@ class FakeRegistry:
             raise AdapterNotFound(name, tuple(self._entries))
         if json.loads((folder / "adapter_config.json").read_text()).get("bad"):
             raise AdapterRejected(f"{folder}/adapter_model.safetensors: lora_B is missing.")
+        config = (folder / "adapter_config.json").read_bytes()
+        found = 12 * "0" + hashlib.sha256(str(folder).encode() + config).hexdigest()[12:]
+        if digest not in (None, found):
+            raise AdapterRejected(f"Adapter {name!r}: its files have changed.")
         self._generation += 1
-        digest = f"{self._generation:064x}"
-        self._entries[name] = FakeEntry(name, digest, self._generation, pinned, folder.name)
+        self._entries[name] = FakeEntry(name, found, self._generation, pinned, folder.name)
+        self.refused.pop(name, None)
         return self._entries[name]
+
+    def refuse(self, name: str, why: str) -> None:
+        self.refused[name] = why
 
     def unload(self, name: str) -> FakeEntry:
         self.get(name)
@@ -112,6 +123,8 @@ class FakeRegistry:
     def resolve(self, name: str) -> FakeEntry:
         if name in self._entries:
             return self._entries[name]
+        if name in self.refused:
+            raise AdapterRejected(self.refused[name])
         if self._root is None:
             raise AdapterNotFound(name, ())
         return self.load(name, name)

@@ -30,6 +30,7 @@ WITHOUT_MODULE = {
 }
 # A concern of a module whose own test file would be long.
 PARTS = {
+    "tests/serving/cluster/test_front_faults.py",
     "tests/serving/scheduling/test_scheduler_adapters.py",
     "tests/serving/scheduling/test_scheduler_walks.py",
 }

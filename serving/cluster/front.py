@@ -5,17 +5,33 @@ import logging
 import socket
 from contextlib import ExitStack
 
+from starlette.types import ASGIApp
+
 from serving import logs
 from serving.cluster.local import LocalCluster
-from serving.cluster.proxy import Proxy
+from serving.cluster.proxy import Bounds, Proxy
 from serving.cluster.server_place import server_spec
+from serving.http.auth import Authenticate
+from serving.http.body import OneLength
+from serving.http.errors import CatchAll
+from serving.http.keys import KeyRing
 from serving.http.model_names import folder_adapters
-from serving.http.uvicorn_server import AnnouncingServer, uvicorn_config
 from serving.lora_server.spec import ServerSpec, design
 from serving.options import Options
-from serving.serve import StartError, examples_of, guarded, has_template, run_server, url_of
+from serving.serve import (
+    StartError,
+    examples_of,
+    front_server,
+    has_template,
+    journal_of,
+    only_server,
+    run_server,
+    url_of,
+)
 
 logger = logging.getLogger(__name__)
+
+_ROLES_SHARE = 0.3  # of the time after SIGTERM, for the roles to end
 
 
 def serve_cluster(options: Options, sock: socket.socket) -> None:
@@ -30,6 +46,9 @@ def serve_cluster(options: Options, sock: socket.socket) -> None:
         raise StartError(f"Cannot serve {options.engine.model}: {error}") from error
     _log_plan(options, spec)
     with ExitStack() as stack:
+        journal = journal_of(options)
+        if journal is not None:
+            stack.enter_context(only_server(journal))
         try:
             http = dataclasses.replace(options.http, cors=None, root_path="")  # both are here
             inner = dataclasses.replace(options, http=http, uds=None, uvicorn={}, access_log=False)
@@ -38,16 +57,37 @@ def serve_cluster(options: Options, sock: socket.socket) -> None:
             raise StartError(str(error)) from error
         stack.callback(cluster.close)
         base = options.engine.model_name
-        proxy = Proxy(cluster.paths, cluster.router, (base, *options.http.served_names))
+        app = front_app(cluster, options)
         names = [module.name for module in options.adapters]
         names += sorted(folder_adapters(options.engine.lora_dir))
         examples, chats = examples_of(options), has_template(options.engine)
         url = url_of(options, sock)
         lines = logs.ready_lines(url, base, options.http.has_api_keys, names, examples, chats)
-        config = uvicorn_config(
-            guarded(proxy, options, sock), access_log=options.access_log, **options.uvicorn
-        )
-        run_server(AnnouncingServer(config, lambda: logs.log_all(lines)), sock)
+
+        def ready() -> None:
+            logs.log_all(lines)
+
+        end_s = options.shutdown_timeout * _ROLES_SHARE
+        server = front_server(app, options, sock, ready, 2, end_s, cluster.replace_no_more)
+        run_server(server, sock)
+        cluster.close(end_s)
+
+
+def front_app(cluster: LocalCluster, options: Options) -> ASGIApp:
+    """Return the application in front of the instances.
+
+    It checks keys, lengths and sizes as an instance does, before a body is read or a name is kept.
+    """
+    http = options.http
+    proxy = Proxy(
+        cluster.paths,
+        cluster.router,
+        (options.engine.model_name, options.engine.model, *http.served_names),
+        Bounds(cluster.body_bytes, http.body_timeout_s),
+        cluster.roles,
+        cluster.changes,
+    )
+    return CatchAll(OneLength(Authenticate(proxy, KeyRing(http), http.demo)))
 
 
 def _log_plan(options: Options, spec: ServerSpec | None) -> None:

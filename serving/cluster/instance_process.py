@@ -1,6 +1,7 @@
 """One LLM instance as a process of its own, and the handle of who started it."""
 
 import contextlib
+import json
 import logging
 import multiprocessing
 import os
@@ -11,19 +12,22 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 
-from serving import logs
-from serving.child_process import AbstractChild
+from serving import journal, logs
+from serving.child_process import AbstractChild, Pulse
 from serving.cluster.server_place import ServerPlace, server_access
 from serving.lora_server.calls import Caller
 from serving.options import Options
 from serving.role_gpu import use_gpu
-from serving.serve import StartError, serve
+from serving.serve import Started, StartError, serve
 
 logger = logging.getLogger(__name__)
 
 _START_S = 600.0  # to load a model and compile, on a slow machine
 _END_S = 45.0  # uvicorn lets running requests end
-_READY = b"ready"
+_REPLAY_S = 300.0  # to load all adapters of the journal
+_READY = b"ready "
+_REPLAY = b"replay"
+_ARE_YOU_READY = b"GET /ready HTTP/1.1\r\nHost: instance\r\nConnection: close\r\n\r\n"
 
 
 class InstanceProcess(AbstractChild):
@@ -45,6 +49,8 @@ class InstanceProcess(AbstractChild):
         self._life, life = context.Pipe()
         leases, theirs = context.Pipe() if place is not None else (None, None)
         self.number, self.path = number, path
+        self._talking = threading.Lock()
+        self.body_bytes = 0  # largest body; known when it is ready
         process = context.Process(
             target=instance_main,
             args=(life, theirs, options, number, path, place),
@@ -60,12 +66,38 @@ class InstanceProcess(AbstractChild):
     def wait_ready(self) -> None:
         """Return when the instance answers. Raises ConnectionError if it ended instead."""
         try:
-            if self._life.poll(_START_S) and self._life.recv_bytes() == _READY:
+            if self._life.poll(_START_S):
+                self.body_bytes = int(self._life.recv_bytes().removeprefix(_READY))
                 self.is_ready = True
                 return
-        except (EOFError, OSError):
+        except (EOFError, OSError, ValueError):
             pass
         raise ConnectionError(f"Instance {self.number} did not start; its log says why.")
+
+    def replay(self) -> dict[str, str]:
+        """Let the instance repeat the journal of loads; return what it could not load, and why.
+
+        What it has already is not read again. Raises ConnectionError when it does not answer.
+        """
+        with self._talking:
+            try:
+                self._life.send_bytes(_REPLAY)
+                if self._life.poll(_REPLAY_S):
+                    return json.loads(self._life.recv_bytes())
+            except (EOFError, OSError, ValueError):
+                pass
+        raise ConnectionError(f"Instance {self.number} did not repeat the journal.")
+
+    def pulse(self, limit_s: float) -> Pulse:
+        """See AbstractChild: the answer to GET /ready."""
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as sock:
+            sock.settimeout(limit_s)
+            sock.connect(self.path)
+            sock.sendall(_ARE_YOU_READY)
+            answer = sock.recv(64)
+            if answer:
+                return Pulse.UP if answer.startswith(b"HTTP/1.1 200 ") else Pulse.UNWELL
+        return Pulse.SILENT
 
     def hang_up(self) -> None:
         """Close the connection that keeps the process, which then finishes what it does."""
@@ -86,33 +118,42 @@ def instance_main(
     use_gpu(number)
     try:
         with ExitStack() as stack:
-            sock = stack.enter_context(_listening(path))
+            orphaned = threading.Event()
+            sock = stack.enter_context(_listening(path, orphaned))
             access = None
             if place is not None and leases is not None:
                 caller = Caller(leases)
                 stack.callback(caller.close)
                 access = server_access(place, caller, f"instance-{number} of process {os.getpid()}")
-            serve(options, sock, access, announce=lambda: _announce(life))
+            serve(
+                options, sock, access, announce=lambda started: _announce(life, started, orphaned)
+            )
     except StartError as error:
         logger.error("Instance %d: %s", number, error)
         raise SystemExit(1) from None
 
 
-def _announce(life: Connection) -> None:
-    """Say that the instance answers, and end with whoever started it."""
-    life.send_bytes(_READY)
+def _announce(life: Connection, started: Started, orphaned: threading.Event) -> None:
+    """Say that the instance answers, repeat the journal on demand, end with whoever started it."""
+    life.send_bytes(_READY + b"%d" % started.body_bytes)
 
     def watch() -> None:
         with contextlib.suppress(EOFError, OSError):
-            life.recv_bytes()
+            while life.recv_bytes() == _REPLAY:
+                life.send_bytes(json.dumps(started.replay()).encode())
+        orphaned.set()
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="life", daemon=True).start()
 
 
 @contextlib.contextmanager
-def _listening(path: str):
-    """Yield a Unix socket at `path` that only this user can reach."""
+def _listening(path: str, orphaned: threading.Event):
+    """Yield a Unix socket at `path` that only this user can reach.
+
+    Who started us removes the folder; orphaned instances do, the last one.
+    """
+    folder = os.path.dirname(path)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
@@ -123,4 +164,6 @@ def _listening(path: str):
         finally:
             with contextlib.suppress(OSError):  # others are still in the folder, or it has gone
                 os.unlink(path)
-                os.rmdir(os.path.dirname(path))
+                if orphaned.is_set() and set(os.listdir(folder)) <= journal.FILES:
+                    journal.remove(folder)
+                os.rmdir(folder)

@@ -1,25 +1,29 @@
 """Several LLM instances and their LoRA Server on this host, under one supervisor."""
 
 import contextlib
+import dataclasses
+import functools
 import logging
-import multiprocessing.connection
 import shutil
 import tempfile
 import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from serving.child_process import AbstractChild
+from serving.cluster.adapter_changes import AdapterChanges
 from serving.cluster.instance_process import InstanceProcess
 from serving.cluster.router import Router
 from serving.cluster.server_place import ServerPlace
+from serving.keeper import Keeper, end_keepers
 from serving.lora_server.calls import serve_leases
 from serving.lora_server.group import ServerGroup
 from serving.lora_server.spec import ServerSpec
 from serving.options import Options
+from serving.serve import journal_of
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.5  # the watch looks at least so often whether it is to end
 _RESTART_S = 1.0  # after an instance that did not come back
 
 
@@ -32,12 +36,17 @@ class LocalCluster:
         Raises ConnectionError when a role cannot start; its own log says why.
         """
         cluster = options.cluster
-        self._options, self._cluster = options, cluster
+        self._cluster = cluster
         self._closing = threading.Event()
         self._lock = threading.Lock()  # the processes, against `close`
         self._processes: list[InstanceProcess] = []
-        self._watch: threading.Thread | None = None
+        self._keepers: list[Keeper] = []
         self._folder = Path(tempfile.mkdtemp(prefix="lora-jax-"))
+        if options.state_dir is None:  # instances are started anew; their server is not
+            folder = str(self._folder)
+            options = dataclasses.replace(options, state_dir=folder, state_lasts=False)
+        self._options = options
+        self.changes = AdapterChanges(journal_of(options), lambda: self.processes)
         self.paths = [str(self._folder / f"instance-{n}") for n in range(cluster.instances)]
         self.router = Router(cluster.instances, (module.name for module in options.adapters))
         self.group: ServerGroup | None = None
@@ -49,8 +58,16 @@ class LocalCluster:
         except BaseException:
             self.close()
             raise
-        self._watch = threading.Thread(target=self._run, name="instances-watch", daemon=True)
-        self._watch.start()
+        self._keepers = [
+            Keeper(
+                f"instance {number}",
+                functools.partial(self._instance, number),
+                self._rescue,
+                self._closing,
+                functools.partial(self.router.set_up, number),
+            )
+            for number in range(cluster.instances)
+        ]
 
     @property
     def processes(self) -> list[InstanceProcess]:
@@ -58,21 +75,40 @@ class LocalCluster:
         with self._lock:
             return list(self._processes)
 
-    def close(self) -> None:
-        """End all roles and remove what they left. A second call does nothing."""
+    @property
+    def body_bytes(self) -> int:
+        """The largest body that the instances take."""
+        return max(process.body_bytes for process in self.processes)
+
+    def roles(self) -> dict[str, list[bool]]:
+        """Return which roles are up, by kind and number."""
+        up = self.router.up
+        roles = {"instances": [n in up for n in range(len(self.paths))]}
+        if self.group is not None:
+            roles["ranks"] = self.group.up()
+        return roles
+
+    def replace_no_more(self) -> None:
+        """The end has begun: an instance that leaves, perhaps of the same signal, is not missed."""
         self._closing.set()
-        if self._watch is not None:
-            for process in self.processes:
-                if not process.is_ready:  # the watch waits for it
-                    process.kill()
-            self._watch.join()
-        stops = [threading.Thread(target=process.stop) for process in self.processes]
+
+    def close(self, end_s: float | None = None) -> None:
+        """End all roles and remove what they left. A second call does nothing.
+
+        Roles that have not left after `end_s` are killed.
+        """
+        share_s = None if end_s is None else end_s / 2  # instances leave first, then ranks
+        self._closing.set()
+        end_keepers(self._keepers, lambda: self.processes)
+        stops = [
+            threading.Thread(target=process.stop, args=(share_s,)) for process in self.processes
+        ]
         for stop in stops:
             stop.start()
         for stop in stops:
             stop.join()
         if self.group is not None:
-            self.group.close()
+            self.group.close(share_s)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self, number: int) -> InstanceProcess:
@@ -85,15 +121,13 @@ class LocalCluster:
         assert self.group is not None, "leases without a server"
         serve_leases(self.group.coordinator, instance, connection)
 
-    def _run(self) -> None:
-        """Wait for an instance to end, and put a new process in its place."""
-        while not self._closing.is_set():
-            sentinels = {process.sentinel: process for process in self.processes}
-            for process in sentinels.values():
-                self.router.set_up(process.number, process.is_ready)
-            for ended in multiprocessing.connection.wait(list(sentinels), _LOOK_S):
-                if not self._closing.is_set() and isinstance(ended, int):
-                    self._replace(sentinels[ended])
+    def _instance(self, number: int) -> InstanceProcess:
+        with self._lock:
+            return self._processes[number]
+
+    def _rescue(self, dead: AbstractChild) -> None:
+        assert isinstance(dead, InstanceProcess)
+        self._replace(dead)
 
     def _replace(self, dead: InstanceProcess) -> None:
         logger.warning("Instance %d has ended; starting it anew.", dead.number)
@@ -102,12 +136,15 @@ class LocalCluster:
         process = self._start(dead.number)
         with self._lock:
             self._processes[dead.number] = process
+        if self._closing.is_set():
+            process.kill()
         try:
             process.wait_ready()
+            with self.changes.lock:  # none passes between the journal's repetition and the news
+                self.changes.repeat(process)
+                self.router.set_up(dead.number, True)
         except ConnectionError as error:
             logger.error("%s", error)
             with contextlib.suppress(ValueError):
                 process.kill()
             self._closing.wait(_RESTART_S)
-            return
-        self.router.set_up(dead.number, True)

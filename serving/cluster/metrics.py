@@ -1,13 +1,14 @@
 """The metrics of several instances as one text: every sample says whose it is. No jax."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from prometheus_client.parser import text_string_to_metric_families
 
 
 def merge(text_of: Mapping[str, str]) -> str:
-    """Return the exposition texts of the instances as one, with a label `instance` more.
+    """Return the exposition texts of the instances as one, with the label `engine`.
 
+    vLLM labels the engines of its data parallel so; `instance` is a label of Prometheus' own.
     Families come in the order of their first sight, with all samples together, as the format asks.
     """
     heads: dict[str, list[str]] = {}
@@ -24,10 +25,23 @@ def merge(text_of: Mapping[str, str]) -> str:
                 ]
                 lines[name] = []
             for sample in family.samples:
-                labels = {**sample.labels, "instance": instance}
+                labels = {**sample.labels, "engine": instance}
                 shown = ",".join(f'{key}="{_escaped(value)}"' for key, value in labels.items())
                 lines[name].append(f"{sample.name}{{{shown}}} {_number(sample.value)}")
     return "".join(line + "\n" for name in heads for line in (*heads[name], *lines[name]))
+
+
+def role_lines(roles: Mapping[str, Sequence[bool]]) -> str:
+    """Return a gauge of which roles are up, by kind ("instances", "ranks") and number."""
+    lines = ["# HELP lora_jax:role_up Whether a role of the cluster answers.\n"]
+    lines.append("# TYPE lora_jax:role_up gauge\n")
+    for kind, up in roles.items():
+        role = kind.removesuffix("s")
+        lines += [
+            f'lora_jax:role_up{{role="{role}",number="{n}"}} {float(one)}\n'
+            for n, one in enumerate(up)
+        ]
+    return "".join(lines)
 
 
 def _escaped(value: str) -> str:

@@ -1,21 +1,36 @@
 """The OpenAI routes in front of several instances: each request goes to one of them. No jax.
 
-Keys, bodies and errors are the instances' business; here a request is only read for the name of its
-model. What changes adapters goes to all instances.
+Keys were checked before; of a body only the model's name is looked for. What changes adapters goes
+to all instances.
 """
 
 import asyncio
-import json
+import contextlib
+import dataclasses
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
-from starlette.types import Message, Receive, Scope, Send
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
-from serving.cluster.metrics import merge
+from serving.cluster.adapter_changes import AdapterChanges
+from serving.cluster.inbound import ClientLeft, read_body
+from serving.cluster.metrics import merge, role_lines
+from serving.cluster.peek import peek
+from serving.cluster.relay import relay, send_whole, while_there
 from serving.cluster.router import Router
-from serving.cluster.upstream import Headers, Upstream, UpstreamDown, send
+from serving.cluster.suspects import Suspects
+from serving.cluster.upstream import (
+    HEAD_S,
+    Headers,
+    Upstream,
+    UpstreamBroken,
+    UpstreamDown,
+    UpstreamSlow,
+    send,
+)
 from serving.http.errors import ApiError
+from serving.http.model_names import NAME
 
 logger = logging.getLogger(__name__)
 
@@ -26,19 +41,43 @@ _TO_ALL = {
     ("POST", "/unload_lora_adapter"),
     ("POST", "/v1/loras"),
 }
-_MOST_BYTES = 16 << 20  # of a body; the instances have their own limit
-_BODY_S = 30.0  # for a whole body to arrive
 _RETRY_S = "1"
 _DEFAULT_TOKENS = 16.0
+_METRICS_S = 2.0  # for the metrics of an instance
+_SHORT_S = 60.0  # for the head of an answer that is no generation
+_CHANGE_S = 300.0  # for an adapter that is loaded
+
+Roles = Callable[[], Mapping[str, Sequence[bool]]]  # which are up, by kind
+Answer = tuple[int, Headers, bytes]
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """Of a request's body."""
+
+    max_body_bytes: int = 16 << 20
+    body_timeout_s: float = 30.0
 
 
 class Proxy:
     """An ASGI application over the sockets of the instances."""
 
-    def __init__(self, paths: Sequence[str], router: Router, base_names: Sequence[str]):
+    def __init__(
+        self,
+        paths: Sequence[str],
+        router: Router,
+        base_names: Sequence[str],
+        bounds: Bounds | None = None,
+        roles: Roles | None = None,
+        changes: AdapterChanges | None = None,
+    ):
         """`base_names` are those of the base model; every other one is an adapter's."""
         self._paths, self._router = list(paths), router
         self._base_names = frozenset(base_names)
+        self._bounds = bounds or Bounds()
+        self._roles = roles or self._instances_up
+        self._suspects = Suspects()
+        self._changes = changes or AdapterChanges(None, lambda: ())
 
     async def __call__(self, scope: Scope, receive: Receive, send_: Send) -> None:
         if scope["type"] == "lifespan":
@@ -50,88 +89,157 @@ class Proxy:
             await self._answer(scope, receive, send_)
         except ApiError as error:
             await error.response()(scope, receive, send_)
+        except ClientLeft:
+            logger.info("A client left before it was answered.")
+        except ConnectionAbortedError as error:
+            logger.warning("A stream was cut off: %s", error)
 
     async def _answer(self, scope: Scope, receive: Receive, send_: Send) -> None:
-        body = await _body(receive)
         path, method = scope["path"], scope["method"]
-        if path == "/metrics" and method == "GET":
+        if path in ("/health", "/ready", "/live") and method in ("GET", "HEAD"):
+            await self._health(path)(scope, receive, send_)
+            return
+        bounds = self._bounds
+        body = await read_body(scope, receive, bounds.max_body_bytes, bounds.body_timeout_s)
+        if path in ("/metrics", "/metrics/") and method == "GET":
             await self._metrics(scope, send_)
         elif (method, path) in _TO_ALL or (method == "DELETE" and path.startswith("/v1/loras/")):
             await self._to_all(scope, body, send_)
         else:
             await self._to_one(scope, body, receive, send_)
 
+    def _health(self, path: str) -> Response:
+        """Return the sum of all roles; no request is sent, so it never waits."""
+        roles = {kind: list(up) for kind, up in self._roles().items()}
+        is_ready = any(roles["instances"])
+        status = "ok" if all(map(all, roles.values())) else "degraded" if is_ready else "down"
+        headers = {} if is_ready else {"Retry-After": _RETRY_S}
+        code = 200 if is_ready or path == "/live" else 503
+        shown = {kind: ["up" if one else "down" for one in up] for kind, up in roles.items()}
+        return JSONResponse({"status": status, **shown}, code, headers)
+
+    def _instances_up(self) -> dict[str, list[bool]]:
+        return {"instances": [n in self._router.up for n in range(len(self._paths))]}
+
     async def _to_one(self, scope: Scope, body: bytes, receive: Receive, send_: Send) -> None:
-        """Pass the request on, to another instance if one is down, and stream the answer."""
+        """Pass the request on, and its answer back.
+
+        An instance that cannot be reached has begun nothing: another one is asked. One that ends
+        with the request may have died of it: a second one is asked, never a third.
+        """
+        path = scope["path"]
+        self._suspects.check(path, body)
         adapter, load = self._model_of(body)
         tried: list[int] = []
         while len(tried) < len(self._paths):
             instance = self._router.choose(adapter, load, tried)
             try:
-                upstream = await send(self._paths[instance], *_parts(scope), body)
-            except UpstreamDown as error:
+                status = await self._exchange(instance, scope, body, receive, send_)
+            except (UpstreamDown, UpstreamBroken) as error:
                 logger.warning("Instance %d is down: %s", instance, error)
                 self._router.set_up(instance, False)
                 tried.append(instance)
-                continue
+                if isinstance(error, UpstreamBroken):
+                    self._suspects.died(path, body)
+            except ConnectionAbortedError:  # a part of the answer is out
+                self._router.set_up(instance, False)
+                with contextlib.suppress(ApiError):
+                    self._suspects.died(path, body)
+                raise
+            except UpstreamSlow as error:
+                raise ApiError(503, str(error), headers={"Retry-After": _RETRY_S}) from None
             else:
-                await _stream(upstream, receive, send_)
+                self._suspects.answered(path, body)
+                self._note(adapter, instance, load, status)
                 return
             finally:
                 self._router.done(instance)
         raise _nobody()
 
+    async def _exchange(
+        self, instance: int, scope: Scope, body: bytes, receive: Receive, send_: Send
+    ) -> int:
+        """Let one instance answer; return the status."""
+        limit_s = _SHORT_S if scope["method"] in ("GET", "HEAD") else HEAD_S
+        asking = self._send(instance, scope, body, limit_s)
+        upstream = await while_there(asking, receive)
+        await relay(upstream, receive, send_)
+        return upstream.status
+
+    async def _send(self, instance: int, scope: Scope, body: bytes, limit_s: float) -> Upstream:
+        return await send(self._paths[instance], *_parts(scope), body, limit_s)
+
+    def _note(self, adapter: str | None, instance: int, load: float, status: int) -> None:
+        if adapter is not None and status < 300:
+            self._router.answered(adapter, instance, load)
+        elif adapter is not None and status == 404:
+            self._router.forget(adapter)
+
     async def _to_all(self, scope: Scope, body: bytes, send_: Send) -> None:
-        """Let every instance do the same; the answer is the first that is no success, or one."""
-        answers = await self._everywhere(scope, body)
-        if not answers:
+        """Let every instance do the same; then they agree, and the answer is true of all.
+
+        It is a success when one has succeeded and the others could follow its journal: an instance
+        that has the adapter already refuses it, and one that ended repeats it when it is back.
+        """
+        while not self._changes.lock.acquire(blocking=False):
+            await asyncio.sleep(0.01)
+        try:
+            before = await asyncio.to_thread(self._changes.read)
+            found = await self._everywhere(scope, body, _CHANGE_S, range(len(self._paths)))
+            agreed = await asyncio.to_thread(self._changes.agree, before)
+        finally:
+            self._changes.lock.release()
+        if not found:
             raise _nobody()
-        status, headers, content = next((a for a in answers if a[0] >= 300), answers[0])
-        await _send_whole(send_, status, headers, content)
+        good = [answer for answer in found.values() if answer[0] < 300]
+        bad = [answer for answer in found.values() if answer[0] >= 300]
+        if not agreed and not bad:
+            raise ApiError(503, "An instance could not follow; the change was taken back.")
+        follow = agreed and self._changes.are_recorded
+        await send_whole(send_, *(good + bad if follow else bad + good)[0])
 
     async def _metrics(self, scope: Scope, send_: Send) -> None:
-        answers = await self._everywhere(scope, b"")
-        bad = next((answer for answer in answers if answer[0] != 200), None)
-        if bad is not None or not answers:
-            if bad is None:
-                raise _nobody()
-            await _send_whole(send_, *bad)
+        found = await self._everywhere(scope, b"", _METRICS_S, self._router.up)
+        good = {str(n): content.decode() for n, (code, _, content) in found.items() if code == 200}
+        bad = next((answer for answer in found.values() if answer[0] != 200), None)
+        if bad is not None:
+            await send_whole(send_, *bad)
             return
-        text = merge({str(n): content.decode() for n, (_, _, content) in enumerate(answers)})
+        text = role_lines(self._roles()) + await asyncio.to_thread(merge, good)
         headers = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
-        await _send_whole(send_, 200, headers, text.encode())
+        await send_whole(send_, 200, headers, text.encode())
 
-    async def _everywhere(self, scope: Scope, body: bytes) -> list[tuple[int, Headers, bytes]]:
-        """Return the answers of the instances that are there."""
+    async def _everywhere(
+        self, scope: Scope, body: bytes, limit_s: float, instances: Sequence[int]
+    ) -> dict[int, Answer]:
+        """Return the answers of those of the instances that are there, by number."""
 
-        async def one(path: str) -> tuple[int, Headers, bytes] | None:
+        async def one(instance: int) -> Answer | None:
             try:
-                upstream = await send(path, *_parts(scope), body)
-            except UpstreamDown:
+                async with asyncio.timeout(limit_s):
+                    upstream = await self._send(instance, scope, body, limit_s)
+                    try:
+                        content = await upstream.whole()
+                    finally:
+                        await upstream.close()
+            except (ConnectionError, TimeoutError) as error:
+                logger.warning("Instance %d does not answer: %s", instance, error)
                 return None
-            try:
-                content = b"".join([part async for part in upstream.body()])
-            finally:
-                upstream.close()
             return upstream.status, upstream.headers, content
 
-        found = await asyncio.gather(*(one(path) for path in self._paths))
-        return [answer for answer in found if answer is not None]
+        found = await asyncio.gather(*map(one, instances))
+        return {n: a for n, a in zip(instances, found, strict=True) if a is not None}
 
     def _model_of(self, body: bytes) -> tuple[str | None, float]:
         """Return the adapter that a body names, None for the base model, and its load in tokens."""
-        try:
-            said: Any = json.loads(body) if body else {}
-        except ValueError:
+        found = peek(body)
+        model = found.model or ""
+        base, colon, adapter = model.partition(":")
+        if colon and base in self._base_names:
+            model = adapter
+        if model in self._base_names or not NAME.fullmatch(model):
             return None, 0.0
-        if not isinstance(said, dict):
-            return None, 0.0
-        model, tokens = said.get("model"), said.get("max_tokens")
-        if not isinstance(model, str) or model in self._base_names:
-            return None, 0.0
-        if not isinstance(tokens, int | float) or not 0 < tokens < 1e9:
-            tokens = _DEFAULT_TOKENS
-        return model, float(tokens)
+        return model, found.max_tokens or _DEFAULT_TOKENS
 
 
 def _nobody() -> ApiError:
@@ -142,65 +250,6 @@ def _parts(scope: Scope) -> tuple[str, bytes, Headers]:
     query = scope.get("query_string", b"")
     target = scope.get("raw_path") or scope["path"].encode()
     return scope["method"], target + (b"?" + query if query else b""), scope["headers"]
-
-
-async def _body(receive: Receive) -> bytes:
-    """Return the whole body; ApiError when it is too long or does not come."""
-    try:
-        async with asyncio.timeout(_BODY_S):
-            return await _read(receive)
-    except TimeoutError:
-        close = {"Connection": "close"}
-        raise ApiError(408, "The body took too long to arrive.", headers=close) from None
-
-
-async def _read(receive: Receive) -> bytes:
-    """Return the whole body; ApiError when it is too long."""
-    parts, size, more = [], 0, True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ApiError(408, "The client has gone.")
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > _MOST_BYTES:
-            raise ApiError(413, f"The body is longer than {_MOST_BYTES} bytes.")
-        more = message.get("more_body", False)
-    return b"".join(parts)
-
-
-async def _stream(upstream: Upstream, receive: Receive, send_: Send) -> None:
-    """Pass an answer on until it ends or the client goes, which ends it at the instance too."""
-    gone = asyncio.create_task(_disconnected(receive))
-    passing = asyncio.create_task(_pass_on(upstream, send_))
-    try:
-        await asyncio.wait({gone, passing}, return_when=asyncio.FIRST_COMPLETED)
-        if passing.done():
-            passing.result()
-    finally:
-        gone.cancel()
-        passing.cancel()
-        upstream.close()
-
-
-async def _pass_on(upstream: Upstream, send_: Send) -> None:
-    start: Message = {"type": "http.response.start", "status": upstream.status}
-    await send_(start | {"headers": upstream.headers})
-    async for part in upstream.body():
-        await send_({"type": "http.response.body", "body": part, "more_body": True})
-    await send_({"type": "http.response.body", "body": b""})
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _send_whole(send_: Send, status: int, headers: Headers, content: bytes) -> None:
-    kept = [(name, value) for name, value in headers if name.lower() != b"content-length"]
-    kept.append((b"content-length", str(len(content)).encode()))
-    await send_({"type": "http.response.start", "status": status, "headers": kept})
-    await send_({"type": "http.response.body", "body": content})
 
 
 async def _lifespan(receive: Receive, send_: Send) -> None:

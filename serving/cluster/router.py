@@ -3,6 +3,7 @@
 Adapters go to instances by load, greedily (InfiniLoRA, section 6.1).
 An adapter stays with one instance, where its attention part and its prefixes are, until the loads
 of all adapters are looked at again. Requests of the base model go where least is under way.
+A name is kept only once an instance has answered for it: anybody may send names that do not exist.
 """
 
 import threading
@@ -12,6 +13,7 @@ from lora_jax.placement.assign import assign
 
 _REPLAN = 256  # requests between two looks at the loads
 _FADE = 0.5  # what a load counts at the next look
+_MOST_NAMES = 8192  # adapters that have a home
 
 
 class Router:
@@ -24,6 +26,7 @@ class Router:
         self._is_up = [True] * instances
         self._load_of = dict.fromkeys(adapters, 1.0)
         self._instance_of = assign(self._load_of, instances)
+        self._totals = self._sums()
         self._since = 0
 
     def choose(self, adapter: str | None, load: float = 1.0, avoid: Iterable[int] = ()) -> int:
@@ -36,10 +39,27 @@ class Router:
             chosen = None if adapter is None else self._home_of(adapter, load)
             fit = [n for n, up in enumerate(self._is_up) if up and n not in set(avoid)]
             if chosen is None or (fit and chosen not in fit):
+                known = [0.0] * len(self._totals) if adapter is None else self._totals
                 choices = fit or range(len(self._under_way))
-                chosen = min(choices, key=lambda n: (self._under_way[n], n))
+                chosen = min(choices, key=lambda n: (self._under_way[n], known[n], n))
             self._under_way[chosen] += 1
             return chosen
+
+    def answered(self, adapter: str, instance: int, load: float = 1.0) -> None:
+        """The instance has answered for this adapter, which exists and gets its home there."""
+        with self._lock:
+            if adapter in self._instance_of:
+                return
+            if len(self._instance_of) >= _MOST_NAMES:
+                self._drop(min(self._load_of, key=self._load_of.__getitem__))
+            self._load_of[adapter], self._instance_of[adapter] = load, instance
+            self._totals[instance] += load
+
+    def forget(self, adapter: str) -> None:
+        """There is no such adapter any more."""
+        with self._lock:
+            if adapter in self._instance_of:
+                self._drop(adapter)
 
     def done(self, instance: int) -> None:
         """A request of this instance has ended."""
@@ -59,24 +79,30 @@ class Router:
 
     @property
     def instance_of(self) -> dict[str, int]:
-        """The instance of each adapter seen so far."""
+        """The home of each adapter that has one."""
         with self._lock:
             return dict(self._instance_of)
 
-    def _home_of(self, adapter: str, load: float) -> int:
-        self._load_of[adapter] = self._load_of.get(adapter, 0.0) + load
+    def _home_of(self, adapter: str, load: float) -> int | None:
+        """Count a request of an adapter; return its home, None while it has none."""
+        if adapter not in self._instance_of:
+            return None
+        self._load_of[adapter] += load
+        self._totals[self._instance_of[adapter]] += load
         self._since += 1
         if self._since >= _REPLAN:
             self._since = 0
             self._instance_of = assign(self._load_of, len(self._under_way))
             self._load_of = {name: _FADE * load for name, load in self._load_of.items()}
-        if adapter not in self._instance_of:
-            self._instance_of[adapter] = self._least_loaded()
+            self._totals = self._sums()
         return self._instance_of[adapter]
 
-    def _least_loaded(self) -> int:
-        totals = [[0.0, 0, n] for n in range(len(self._under_way))]
+    def _drop(self, adapter: str) -> None:
+        self._totals[self._instance_of.pop(adapter)] -= self._load_of.pop(adapter)
+
+    def _sums(self) -> list[float]:
+        """Return the load of each instance's adapters."""
+        totals = [0.0] * len(self._under_way)
         for name, instance in self._instance_of.items():
-            totals[instance][0] += self._load_of[name]
-            totals[instance][1] += 1
-        return int(min(totals)[2])
+            totals[instance] += self._load_of[name]
+        return totals

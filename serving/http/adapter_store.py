@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import logging
+from collections.abc import Callable
 
 from fastapi import Request
 
@@ -11,6 +12,7 @@ from serving.http.auth import require_admin
 from serving.http.errors import ApiError, scrub
 from serving.http.model_names import NAME
 from serving.http.server import Server, server_of
+from serving.journal import Loaded
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +44,11 @@ async def load(
         raise ApiError(400, "lora_path must not be empty.", type="InvalidUserInput")
     registry = server.engine.registry
     try:
-        entry = await asyncio.to_thread(
-            registry.load, name, path, replace=replace, pinned=pinned, confined=True
-        )
+        async with server.changing:
+            entry = await asyncio.to_thread(
+                registry.load, name, path, replace=replace, pinned=pinned, confined=True
+            )
+            await _keep_load(server, entry, path, was_there=replace)
     except AdapterExists:
         raise ApiError(
             400,
@@ -60,6 +64,38 @@ async def load(
     return entry
 
 
+async def _keep_load(server: Server, entry: AdapterEntry, path: str, was_there: bool) -> None:
+    """Record a load before it is acknowledged; undo it where that fails."""
+    if server.journal is None:
+        return
+    try:
+        loaded = Loaded(path, entry.digest, entry.pinned)
+        await _record(server.journal.loaded, entry.name, loaded)
+    except ApiError:
+        if not was_there:
+            await asyncio.to_thread(server.engine.registry.unload, entry.name)
+        raise
+
+
+async def _record(write: Callable[..., None], *change: object) -> None:
+    try:
+        await asyncio.to_thread(write, *change)
+    except (OSError, ValueError) as error:
+        logger.error("The journal of adapters cannot be written: %s", error)
+        raise ApiError(
+            503,
+            "The server cannot record this change, so it would not outlast this process: "
+            f"{getattr(error, 'strerror', None) or 'its journal is broken'}.",
+        ) from None
+
+
+def durability(server: Server) -> str:
+    """Return what an answer to a load says of how long it lasts; nothing when it is kept."""
+    if server.journal is not None and server.journal.is_lasting:
+        return ""
+    return " It lasts until the server ends; --state-dir keeps it."
+
+
 def shown_path(path: str) -> str:
     """Return what may be said of a path in an answer: a relative one as it is."""
     return scrub(path[:200])
@@ -68,7 +104,10 @@ def shown_path(path: str) -> str:
 async def unload(server: Server, name: str) -> AdapterEntry:
     """Forget an adapter and return its entry; running requests finish. ApiError 404 if unknown."""
     try:
-        entry = await asyncio.to_thread(server.engine.registry.unload, name)
+        async with server.changing:
+            entry = await asyncio.to_thread(server.engine.registry.unload, name)
+            if server.journal is not None:
+                await _record(server.journal.unloaded, name)
     except AdapterNotFound:
         raise ApiError(404, f"The lora adapter '{name[:64]}' cannot be found.") from None
     logger.info("Unloaded adapter %s, sha256 %s.", name, entry.digest[:12])

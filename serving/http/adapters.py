@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from lora_jax.adapters.registry import AdapterEntry
-from serving.http.adapter_store import adapter_id, admin_server, load, unload
+from serving.http.adapter_store import adapter_id, admin_server, durability, load, unload
 from serving.http.auth import caller_of
 from serving.http.body import read_body, takes
 from serving.http.errors import ApiError, unknown_model
@@ -25,7 +25,8 @@ async def vllm_load(request: Request) -> Response:
     body = await read_body(request, LoadAdapterBody)
     name, replace = body.lora_name, bool(body.load_inplace)
     await load(server, name, body.lora_path, replace=replace, pinned=bool(body.pinned))
-    return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+    said = f"Success: LoRA adapter '{name}' added successfully."
+    return PlainTextResponse(said + durability(server))
 
 
 @router.post("/v1/unload_lora_adapter", openapi_extra=takes(UnloadAdapterBody))

@@ -15,16 +15,19 @@ from serving.http.observe import Observe
 from serving.http.protocol import body_schemas
 from serving.http.server import Server
 from serving.http.settings import HttpSettings
+from serving.journal import Journal
 
 
 def create_app(
     engine: AbstractEngine,
     settings: HttpSettings | None = None,
     examples: Examples | None = None,
+    journal: Journal | None = None,
 ) -> FastAPI:
     """Return the application; it neither starts nor closes the engine.
 
-    `examples` are what the demo page suggests to ask.
+    `examples` are what the demo page suggests to ask. Loads and unloads over HTTP are recorded in
+    the journal, where there is one.
     A request passes, in this order: its id and counters, unexpected errors, its length, the key,
     the route.
     """
@@ -37,7 +40,7 @@ def create_app(
         openapi_url=openapi_url,
         redirect_slashes=False,
     )
-    server = Server.build(engine, settings)
+    server = Server.build(engine, settings, journal)
     app.state.server = server
     for room in (models, completions, chat, tokenize, adapters, health):
         app.include_router(room.router)

@@ -10,19 +10,20 @@ from serving.http.errors import ApiError
 from serving.http.keys import Caller, KeyRing
 
 METRICS_PATHS = ("/metrics", "/metrics/")
+PROBE_PATHS = ("/health", "/live", "/ready")
 
 
 class Authenticate:
     """Put the caller into the request's state, or answer 401, 403 or 429.
 
-    /health is open to everybody, and so are the demo page and /docs (they hold no data) where the
-    page is served; /metrics is open unless there is a key for it.
+    /health, /live and /ready are open to everybody, and so are the demo page and /docs (they hold
+    no data) where the page is served; /metrics is open unless there is a key for it.
     """
 
     def __init__(self, app: ASGIApp, keys: KeyRing, demo: bool = False):
         self.app = app
         self._keys = keys
-        self._open_paths = ("/health", "/", "/docs") if demo else ("/health",)
+        self._open_paths = (*PROBE_PATHS, "/", "/docs") if demo else PROBE_PATHS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

@@ -10,6 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lora_jax.adapters.registry import AdapterNotFound
@@ -160,6 +161,10 @@ class CatchAll:
 
         try:
             await self.app(scope, receive, watched)
+        except ClientDisconnect:
+            logger.info("A client left before its request was here.")
+            if not started:  # counted as the client's; nobody reads it
+                await ApiError(408, "The client has gone.").response()(scope, receive, send)
         except Exception as error:
             if scope["type"] != "http" or started:
                 raise

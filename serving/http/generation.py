@@ -15,6 +15,7 @@ from serving.http.prompts import Prompt
 from serving.request import FinishReason, OutputDelta, QueueFull
 from serving.sampling import Sampling
 
+_MOST_WAITING = 16384  # pieces for a client that does not read them; then its request ends
 _AT_ONCE = 16  # prompts
 
 
@@ -41,6 +42,8 @@ class Generation:
         self._running: dict[str, int] = {}  # request id -> choices not finished
         self.samplings: list[Sampling] = []  # of what was handed over, in order
         self.num_choices = 0
+        self.is_sending = False  # the client is slow to read while this lasts
+        self._overrun = False
 
     def submit(self, adapter: str | None, samplings: Sequence[Sampling], cache_salt: str) -> None:
         """Hand one request per prompt to the engine; when one is refused, none goes on."""
@@ -85,6 +88,10 @@ class Generation:
 
     def _receiver(self, prompt: Prompt, first_index: int) -> Callable[[OutputDelta], None]:
         def on_output(delta: OutputDelta) -> None:
+            if self.is_sending and self._queue.qsize() > _MOST_WAITING:
+                self._overrun = True
+                self._engine.abort(delta.request_id)
+                return
             piece = Piece(first_index + delta.index, prompt, delta)
             self._mailbox.put(self._loop, self._queue, piece)
 
@@ -116,6 +123,8 @@ class Generation:
                 items = [await self._queue.get()]
         except TimeoutError:
             return []
+        if self._overrun:
+            raise ApiError(503, "The client reads too slowly; the text was not kept for it.")
         while not self._queue.empty():
             items.append(self._queue.get_nowait())
         pieces = [piece for piece in items if piece is not None]

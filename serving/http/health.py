@@ -22,6 +22,18 @@ async def health(request: Request) -> Response:
     return Response(status_code=200 if server_of(request).engine.is_alive() else 503)
 
 
+@router.get("/ready")
+async def ready(request: Request) -> Response:
+    """Return an empty 200 while requests are taken, else 503."""
+    return await health(request)
+
+
+@router.get("/live")
+async def live() -> Response:
+    """Return an empty 200: the process answers, whatever its engine does."""
+    return Response(status_code=200)
+
+
 @router.get("/metrics")
 @router.get("/metrics/", include_in_schema=False)
 def metrics(request: Request) -> Response:

@@ -1,5 +1,6 @@
 """State that the routes share: engine, settings, keys, names and counters."""
 
+import asyncio
 import dataclasses
 import time
 
@@ -11,6 +12,7 @@ from serving.http.mailbox import Mailbox
 from serving.http.model_names import ModelNames
 from serving.http.observe import HttpMetrics
 from serving.http.settings import HttpSettings
+from serving.journal import Journal
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -24,13 +26,18 @@ class Server:
     metrics: HttpMetrics
     mailbox: Mailbox
     created: int  # unix time
+    journal: Journal | None = None  # of loads at run time
+    changing: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)  # one load at a time
 
     @classmethod
-    def build(cls, engine: AbstractEngine, settings: HttpSettings) -> "Server":
+    def build(
+        cls, engine: AbstractEngine, settings: HttpSettings, journal: Journal | None = None
+    ) -> "Server":
         """Return a server whose names are those of the engine and of the settings."""
         names = ModelNames(engine, settings.served_names)
         keys, metrics = KeyRing(settings), HttpMetrics()
-        return cls(engine, settings, keys, names, metrics, Mailbox(), int(time.time()))
+        now = int(time.time())
+        return cls(engine, settings, keys, names, metrics, Mailbox(), now, journal)
 
     @property
     def max_model_len(self) -> int:

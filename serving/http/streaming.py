@@ -45,7 +45,9 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_bytes(data: bytes, more: bool = True) -> None:
             if data or not more:
+                self._generation.is_sending = True
                 await send({"type": "http.response.body", "body": data, "more_body": more})
+                self._generation.is_sending = False
 
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

@@ -1,6 +1,8 @@
-"""uvicorn with h11, its limits, and a word when it really answers."""
+"""uvicorn with h11, its limits, a word when it really answers, and an end in good order."""
 
+import asyncio
 import errno
+import logging
 import os
 import socket
 import stat
@@ -10,21 +12,32 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from serving.http.connections import ConnectionLimits, bounded, log_descriptors
+from serving.http.drain import Drain
+
+logger = logging.getLogger(__name__)
+
 H11_MAX_INCOMPLETE_EVENT_SIZE = 64 << 10  # bytes of request line and headers
-GRACEFUL_SHUTDOWN_S = 30  # for running requests after SIGTERM
+_ACCEPTED = 8  # connections in one turn of the loop; their limits are looked at turns later
+_WAITING = 2048  # for that, in the kernel
+_CLOSE_S = 1  # for uvicorn to close connections, after all requests were answered or told
+_END_S = 2.0  # of the time after SIGTERM, for whatever ends after the requests
 
 
-def uvicorn_config(app: ASGIApp, **more: Any) -> uvicorn.Config:
+def uvicorn_config(
+    app: ASGIApp, limits: ConnectionLimits | None = None, **more: Any
+) -> uvicorn.Config:
     """Return the configuration of every server here; `more` goes to uvicorn as it is."""
     values: dict[str, Any] = {
-        "http": "h11",
+        "http": bounded(limits or ConnectionLimits()),
         "ws": "none",
         "lifespan": "on",
         "log_config": None,
         "server_header": False,
         "proxy_headers": False,
         "h11_max_incomplete_event_size": H11_MAX_INCOMPLETE_EVENT_SIZE,
-        "timeout_graceful_shutdown": GRACEFUL_SHUTDOWN_S,
+        "backlog": _ACCEPTED,
+        "timeout_graceful_shutdown": _CLOSE_S,
     }
     return uvicorn.Config(app, **(values | more))
 
@@ -59,13 +72,36 @@ def bind_unix(path: str) -> socket.socket:
 
 
 class AnnouncingServer(uvicorn.Server):
-    """Calls `announce` once connections are accepted."""
+    """Calls `announce` once connections are accepted; drains its application before it ends.
 
-    def __init__(self, config: uvicorn.Config, announce: Callable[[], None]):
+    Sockets are accepted from while requests end, so that new ones are told to go elsewhere.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        announce: Callable[[], None],
+        drain: Drain | None = None,
+        grace_s: float = 25.0,
+        ending: Callable[[], None] = lambda: None,
+    ):
+        """`grace_s` is the time from SIGTERM to the end; `ending` is called when that begins."""
         super().__init__(config)
-        self._announce = announce
+        self._announce, self._ending = announce, ending
+        self._drain, self._grace_s = drain, grace_s
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        log_descriptors(asyncio.get_running_loop())
         await super().startup(sockets)
+        for sock in sockets or ():
+            sock.listen(_WAITING)
         if self.started:
             self._announce()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._ending()
+        if self._drain is not None and not self.force_exit:
+            running = self._drain.running
+            logger.info("Ending: %d requests run, at most %g s.", running, self._grace_s)
+            await self._drain.finish(max(0.0, self._grace_s - _CLOSE_S - _END_S))
+        await super().shutdown(sockets)

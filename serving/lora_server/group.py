@@ -1,7 +1,7 @@
 """All ranks of a LoRA Server on one host: started, watched, started anew when one dies."""
 
+import functools
 import logging
-import multiprocessing.connection
 import shutil
 import tempfile
 import threading
@@ -9,13 +9,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from serving.child_process import AbstractChild
+from serving.keeper import Keeper, end_keepers
 from serving.lora_server.coordinator import Coordinator
 from serving.lora_server.rank_process import RankProcess
 from serving.lora_server.spec import ServerSpec
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.5  # the watch looks at least so often whether it is to end
 _RESTART_S = 1.0  # between two starts of the same rank
 
 
@@ -40,8 +41,10 @@ class ServerGroup:
         except BaseException:
             self._end()
             raise
-        self._watch = threading.Thread(target=self._run, name="lora-server-watch", daemon=True)
-        self._watch.start()
+        self._keepers = [
+            Keeper(f"rank {rank}", functools.partial(self._rank, rank), self._rescue, self._closing)
+            for rank in range(spec.ranks)
+        ]
 
     @property
     def processes(self) -> list[RankProcess]:
@@ -49,32 +52,35 @@ class ServerGroup:
         with self._lock:
             return list(self._processes)
 
-    def close(self) -> None:
-        """End all ranks and remove what they left."""
+    def close(self, end_s: float | None = None) -> None:
+        """End all ranks and remove what they left; one that has not left by then is killed."""
         self._closing.set()
-        for process in self.processes:
-            if not process.is_ready:  # the watch waits for it
-                process.kill()
-        self._watch.join()
-        self._end()
+        end_keepers(self._keepers, lambda: self.processes)
+        self._end(end_s)
+
+    def up(self) -> list[bool]:
+        """Return which ranks answer."""
+        return [keeper.is_up for keeper in self._keepers]
 
     def _start(self, rank: int) -> RankProcess:
         return RankProcess(self.spec, rank, self.paths[rank], self._first_gpu + rank)
 
-    def _end(self) -> None:
-        with self._lock:
-            for process in self._processes:
-                process.stop()
+    def _end(self, end_s: float | None = None) -> None:
+        stops = [threading.Thread(target=p.stop, args=(end_s,)) for p in self.processes]
+        for stop in stops:
+            stop.start()
+        for stop in stops:
+            stop.join()
         self.coordinator.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _run(self) -> None:
-        """Wait for a rank to end, and put a new process in its place."""
-        while not self._closing.is_set():
-            sentinels = {process.sentinel: process for process in self.processes}
-            for ended in multiprocessing.connection.wait(list(sentinels), _LOOK_S):
-                if not self._closing.is_set() and isinstance(ended, int):
-                    self._replace(sentinels[ended])
+    def _rank(self, rank: int) -> RankProcess:
+        with self._lock:
+            return self._processes[rank]
+
+    def _rescue(self, dead: AbstractChild) -> None:
+        assert isinstance(dead, RankProcess)
+        self._replace(dead)
 
     def _replace(self, dead: RankProcess) -> None:
         rank, begun = dead.rank, time.monotonic()
@@ -84,6 +90,8 @@ class ServerGroup:
         process = self._start(rank)
         with self._lock:
             self._processes[rank] = process
+        if self._closing.is_set():
+            process.kill()
         try:
             process.wait_ready()
             self.coordinator.restore(rank, process.control)

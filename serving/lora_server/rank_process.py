@@ -7,13 +7,14 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from multiprocessing.connection import Connection
 
 import jax
 import jax.numpy as jnp
 
 from lora_jax.adapters.reader import ReadLimits
-from serving.child_process import AbstractChild
+from serving.child_process import AbstractChild, Pulse
 from serving.copier import copier_here
 from serving.lora_server.calls import Caller, RemoteRank, answer_calls
 from serving.lora_server.rank import ServerRank
@@ -39,14 +40,17 @@ class RankProcess(AbstractChild):
         """
         context = multiprocessing.get_context("spawn")
         mine, theirs = context.Pipe()
+        self._pulse, pulse = context.Pipe()
+        self._asked = 0
         process = context.Process(
             target=rank_main,
-            args=(theirs, spec, rank, socket_path, gpu),
+            args=(theirs, pulse, spec, rank, socket_path, gpu),
             name=f"lora-server-{rank}",
             daemon=True,
         )
         super().__init__(process, _END_S)
         theirs.close()
+        pulse.close()
         self.rank = rank
         self._caller = Caller(mine, _START_S)
         self.control = RemoteRank(self._caller)
@@ -71,16 +75,36 @@ class RankProcess(AbstractChild):
         """Return the fields of server.RankStats."""
         return self._caller.call("stats")
 
+    def pulse(self, limit_s: float) -> Pulse:
+        """See AbstractChild; a load under way does not delay the answer."""
+        end_s = time.monotonic() + limit_s
+        self._asked += 1
+        wanted = b"%d" % self._asked
+        with contextlib.suppress(EOFError, OSError):
+            self._pulse.send_bytes(wanted)
+            while self._pulse.poll(max(0.0, end_s - time.monotonic())):
+                if self._pulse.recv_bytes() == wanted:  # else a late answer to an earlier question
+                    return Pulse.UP
+        return Pulse.SILENT
+
     def hang_up(self) -> None:
         """Close the connection that keeps the process."""
         self._caller.close()
+        self._pulse.close()
 
 
 def rank_main(
-    connection: Connection, spec: ServerSpec, rank: int, socket_path: str, gpu: int
+    connection: Connection,
+    pulse: Connection,
+    spec: ServerSpec,
+    rank: int,
+    socket_path: str,
+    gpu: int,
 ) -> None:
     """Be rank `rank` until the connection's other side has gone; status 1: it cannot start."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started us closes the connection
+    for sent_to_all in (signal.SIGINT, signal.SIGTERM):  # whoever started us closes the connection
+        signal.signal(sent_to_all, signal.SIG_IGN)
+    threading.Thread(target=_echo, args=(pulse,), name="pulse", daemon=True).start()
     try:
         use_gpu(gpu)
         keep_programs()
@@ -102,6 +126,13 @@ def rank_main(
     loop.join()
     with contextlib.suppress(OSError):  # others are still in it, or it has gone
         os.rmdir(os.path.dirname(socket_path))
+
+
+def _echo(pulse: Connection) -> None:
+    """Send back what comes: the process is not stopped, and its interpreter runs."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            pulse.send_bytes(pulse.recv_bytes())
 
 
 def _run(server: RankServer) -> None:

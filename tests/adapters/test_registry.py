@@ -292,3 +292,23 @@ def test_damaged_files_are_rejected_or_read_but_never_break_the_registry(data, w
             assert names.entries() == ()
         else:
             assert names.get("a").report.max_rank == 2
+
+
+def test_a_repeated_load_takes_only_the_same_files_and_is_not_limited(root):
+    names = registry(root, loads_per_minute=1)
+    first = names.load("a", "sql")
+    again = names.load("a", "sql", replace=True, digest=first.digest)
+    assert again.digest == first.digest
+    with pytest.raises(AdapterRejected, match="its files have changed"):
+        names.load("b", "law", digest=first.digest)
+    assert [entry.name for entry in names.entries()] == ["a"]
+
+
+def test_a_refused_name_comes_back_only_by_a_load(root):
+    names = registry(root)
+    names.refuse("sql", "Its files have changed.")
+    with pytest.raises(AdapterRejected, match="Its files have changed"):
+        names.resolve("sql")
+    names.load("sql", "sql")
+    names.unload("sql")
+    assert names.resolve("sql").name == "sql"

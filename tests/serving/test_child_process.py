@@ -3,10 +3,11 @@
 import multiprocessing
 import multiprocessing.connection
 import signal
+import time
 
 import pytest
 
-from serving.child_process import AbstractChild
+from serving.child_process import AbstractChild, Pulse
 
 
 def leave_on_end_of(connection):
@@ -37,6 +38,9 @@ class Child(AbstractChild):
     def hang_up(self):
         self.connection.close()
 
+    def pulse(self, limit_s):
+        return Pulse.UP
+
 
 @pytest.mark.parametrize(("main", "end_s"), [(leave_on_end_of, 60.0), (stay, 0.1)])
 def test_stop_ends_it_one_way_or_the_other(main, end_s):
@@ -48,6 +52,13 @@ def test_stop_ends_it_one_way_or_the_other(main, end_s):
     with pytest.raises(ValueError, match="closed"):
         child.status.is_alive()
     child.stop()
+
+
+def test_the_time_to_leave_may_be_cut_short():
+    child = Child(stay, 600.0)
+    begun = time.monotonic()
+    child.stop(0.1)
+    assert time.monotonic() - begun < 60
 
 
 def test_a_killed_child_is_seen_and_can_be_stopped():

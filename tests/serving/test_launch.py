@@ -87,11 +87,8 @@ def test_flags_of_vllm_s_front_reach_their_places():
     assert http.log_requests
     assert http.keep_alive_s == 3
     assert (got.uds, got.quiet_paths, got.log_stats) == ("/run/s", ("/a", "/b"), False)
-    assert got.uvicorn == {
-        "log_level": "trace",
-        "timeout_graceful_shutdown": 4,
-        "ssl_cert_reqs": 2,
-    }
+    assert got.uvicorn == {"log_level": "trace", "ssl_cert_reqs": 2}
+    assert got.shutdown_timeout == 4
     assert options("--sse-keep-alive-interval", "0").http.keep_alive_s > 1e6
 
 
@@ -228,7 +225,7 @@ def test_sigterm_lets_running_requests_finish(fake, caplog):
         while not fake[0].running:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
-        while "Waiting for connections to close" not in caplog.text and asking.is_alive():
+        while "Ending: 1 requests run" not in caplog.text and asking.is_alive():
             time.sleep(0.01)
         fake[0].open.set()
         asking.join()
@@ -239,6 +236,42 @@ def test_sigterm_lets_running_requests_finish(fake, caplog):
     thread.join()
     assert answers[0]["usage"]["completion_tokens"] == BODY["max_tokens"]
     assert not fake[0].alive
+
+
+def test_sigterm_ends_a_stream_with_an_error_event_within_the_grace(fake, caplog):
+    """Before: after 30 s the connection broke off, and new requests found no listener."""
+    told = {}
+
+    def client() -> None:
+        while "Ready: http" not in caplog.text:
+            time.sleep(0.01)
+        url = caplog.text.split("Ready: ")[1].split()[0]
+        fake[0].open.clear()
+        with (
+            httpx.Client(base_url=url, timeout=30) as caller,
+            caller.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as stream,
+        ):
+            os.kill(os.getpid(), signal.SIGTERM)
+            while "Ending: 1 requests run" not in caplog.text:
+                time.sleep(0.01)
+            refused = httpx.post(f"{url}/v1/completions", json=BODY)
+            told["new"] = refused.status_code, refused.headers["retry-after"]
+            told["ready"] = httpx.get(f"{url}/ready").status_code
+            told["live"] = httpx.get(f"{url}/live").status_code
+            begun = time.monotonic()
+            told["stream"] = "".join(stream.iter_text())
+            told["seconds"] = time.monotonic() - begun
+        fake[0].open.set()
+
+    thread = threading.Thread(target=client)
+    thread.start()
+    assert main(["m", "--port", "0", "--shutdown-timeout", "6"]) == 0
+    thread.join()
+    assert (told["new"], told["ready"], told["live"]) == ((503, "5"), 503, 200)
+    last = told["stream"].strip().rpartition("data: ")[2]
+    assert json.loads(last)["error"]["message"] == "The server is shutting down."
+    assert told["seconds"] < 15  # 3 s of its own; the rest is for a busy machine
+    assert not fake[0].running
 
 
 def test_a_bad_adapter_stops_the_start_and_is_named(fake, caplog):

@@ -35,3 +35,15 @@ def test_loopback(host):
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "::", "example.org"])
 def test_not_loopback(host):
     assert not is_loopback(host)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_connections": 0}, "--max-connections must be 1 to 1000000, got 0"),
+        ({"shutdown_timeout": -1}, "--shutdown-timeout must be 0 to 3600 seconds, got -1"),
+    ],
+)
+def test_bounds(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Options(ENGINE, OPEN, **fields)

@@ -8,7 +8,7 @@ import serving
 from serving.config import EngineConfig
 from serving.http.settings import HttpSettings
 from serving.options import Options
-from serving.serve import StartError, serve, url_of
+from serving.serve import StartError, journal_of, only_server, serve, url_of
 
 
 def options(**more):
@@ -43,3 +43,22 @@ def test_an_engine_gets_the_server_it_is_to_use(monkeypatch):
             with pytest.raises(StartError, match="Cannot serve m: enough"):
                 serve(options(), sock, access)
     assert given == [None, "access"]
+
+
+def test_a_state_folder_is_for_loads_at_run_time_and_for_one_server(tmp_path):
+    (tmp_path / "state").mkdir(mode=0o700)
+    state = str(tmp_path / "state")
+    assert journal_of(options(state_dir=state)) is None
+    lenient = HttpSettings(enable_runtime_lora=True)
+    asked = Options(EngineConfig(model="m"), lenient, state_dir=state)
+    journal = journal_of(asked)
+    assert journal is not None
+    with (
+        only_server(journal),
+        pytest.raises(StartError, match="Another server uses the state folder state"),
+        only_server(journal),
+    ):
+        pass
+    (tmp_path / "state" / "adapters.json").write_text("{")
+    with pytest.raises(StartError, match="is no journal of adapters"):
+        journal_of(asked)

@@ -110,6 +110,7 @@ class AdapterRegistry:
         self._generation = 0
         self._load_times: collections.deque[float] = collections.deque()
         self._failures: dict[str, tuple[float, str]] = {}
+        self._refused: dict[str, str] = {}  # names that only an explicit load brings back
 
     def load(
         self,
@@ -119,8 +120,12 @@ class AdapterRegistry:
         replace: bool = False,
         pinned: bool = False,
         confined: bool = True,
+        digest: str | None = None,
     ) -> AdapterEntry:
         """Read, check and publish an adapter; on any error the old entry of the name stays.
+
+        `digest` repeats a load of these very files: others are refused, and it does not count in
+        the limit of loads in a minute.
 
         With `confined` (every path that came over the network) the path is relative to lora_dir
         and must stay inside it, links included; the operator's own paths pass confined=False.
@@ -130,8 +135,14 @@ class AdapterRegistry:
         with self._loading:
             self._check_free(name, replace)
             folder = self._folder(path, confined)
-            self._take_load_permit()
+            if digest is None:
+                self._take_load_permit()
             weights = self._read(name, folder, self._root if confined else None)
+            if digest is not None and weights.digest != digest:
+                raise AdapterRejected(
+                    f"Adapter {name!r}: its files have changed, sha256 {weights.digest[:12]}, "
+                    f"not {digest[:12]}."
+                )
             shown = self._shown_path(folder, confined)
             with self._lock:
                 return self._publish(name, weights, pinned, shown, os.path.realpath(folder))
@@ -162,6 +173,11 @@ class AdapterRegistry:
             self._generation += 1
             return self._entries.pop(name)
 
+    def refuse(self, name: str, why: str) -> None:
+        """Let `resolve` raise AdapterRejected for this name until `load` is called for it."""
+        with self._lock:
+            self._refused[name] = why
+
     def get(self, name: str) -> AdapterEntry:
         """Return the loaded entry of a name; raises AdapterNotFound listing the loaded names."""
         with self._lock:
@@ -179,6 +195,8 @@ class AdapterRegistry:
         except AdapterNotFound:
             if self._root is None or not _NAME.fullmatch(name) or name in self._base_names:
                 raise
+            if name in self._refused:
+                raise AdapterRejected(self._refused[name]) from None
         with self._loading:
             try:
                 return self.get(name)  # another thread may have loaded it meanwhile
@@ -290,4 +308,5 @@ class AdapterRegistry:
             folder=folder,
         )
         self._entries[name] = entry
+        self._refused.pop(name, None)
         return entry

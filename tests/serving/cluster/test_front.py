@@ -78,8 +78,9 @@ def test_models_and_metrics_are_there(url):
     assert names == {"model", "a0", "a1", "a2", "a3"}
     with urllib.request.urlopen(f"{url}/metrics") as answer:
         text = answer.read().decode()
-    assert 'instance="0"' in text
-    assert 'instance="1"' in text
+    assert 'engine="0"' in text
+    assert 'engine="1"' in text
+    assert 'lora_jax:role_up{role="rank",number="1"} 1.0' in text
 
 
 def children_of(pid):

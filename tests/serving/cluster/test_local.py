@@ -6,6 +6,7 @@ import threading
 import lora_server_cases as cases
 import pytest
 
+from serving.child_process import Pulse
 from serving.cluster import local
 from serving.cluster.config import ClusterConfig
 from serving.cluster.local import LocalCluster
@@ -26,6 +27,7 @@ class Role:
     """An instance that is there at once; `die` ends it as a kill does."""
 
     made: tuple = ()
+    pid = os.getpid()
     fail_from = 99  # the number of the start that fails
 
     def __init__(self, options, number, path, place, serve_leases):
@@ -39,6 +41,9 @@ class Role:
             raise ConnectionError(f"Instance {self.number} did not start")
         self.is_ready = True
 
+    def pulse(self, limit_s):
+        return Pulse.UP
+
     def die(self):
         end, self._end = self._end, None  # first: the watch may stop us while we close
         if end is not None:
@@ -46,7 +51,7 @@ class Role:
 
     kill = die
 
-    def stop(self):
+    def stop(self, end_s=None):
         self.kill()
         if not self.stopped:
             os.close(self.sentinel)
@@ -59,7 +64,10 @@ class Group:
         self.first_gpu = first_gpu
         self.coordinator = None
 
-    def close(self):
+    def up(self):
+        return [True]
+
+    def close(self, end_s=None):
         self.closed = True
 
 
@@ -91,6 +99,7 @@ def test_a_dead_instance_is_started_anew(options):
     first = cluster.processes
     assert sorted(cluster.router.instance_of) == ["a0", "a1"]
     assert first[0].place.paths == ("rank",)
+    assert cluster.roles() == {"instances": [True, True], "ranks": [True]}
     first[1].die()
     until(lambda: cluster.processes[1] is not first[1] and cluster.router.up == (0, 1))
     assert first[1].stopped
@@ -102,6 +111,14 @@ def test_a_dead_instance_is_started_anew(options):
     assert all(role.stopped for role in Role.made)
     assert cluster.group.closed
     assert not os.path.exists(folder)
+
+
+def test_an_instance_that_leaves_at_the_end_is_not_replaced(options):
+    cluster = LocalCluster(options, None)
+    cluster.replace_no_more()
+    cluster.processes[0].die()
+    cluster.close()
+    assert len(Role.made) == 2
 
 
 def test_an_instance_that_does_not_come_back_is_tried_again(options, monkeypatch):

@@ -3,7 +3,7 @@
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from serving.cluster.metrics import merge
+from serving.cluster.metrics import merge, role_lines
 
 
 def text_of(count: int) -> str:
@@ -22,7 +22,7 @@ def test_every_sample_says_whose_it_is():
     names = [family.name for family in families]
     assert len(names) == len(set(names)), "a family is in two places"
     found = {
-        (sample.name, sample.labels["instance"], sample.labels.get("le")): sample
+        (sample.name, sample.labels["engine"], sample.labels.get("le")): sample
         for family in families
         for sample in family.samples
     }
@@ -37,3 +37,20 @@ def test_every_sample_says_whose_it_is():
 
 def test_nothing_is_nothing():
     assert merge({}) == ""
+
+
+def test_the_label_engine_of_an_instance_is_replaced_not_doubled():
+    text = '# TYPE vllm:running gauge\nvllm:running{model_name="m",engine="0"} 1.0\n'
+    lines = merge({"0": text, "1": text}).splitlines()
+    assert [line.split("{")[1] for line in lines[2:]] == [
+        'model_name="m",engine="0"} 1.0',
+        'model_name="m",engine="1"} 1.0',
+    ]
+
+
+def test_a_gauge_says_which_roles_are_up():
+    (family,) = text_string_to_metric_families(role_lines({"instances": [True, False]}))
+    assert [(s.labels["role"], s.labels["number"], s.value) for s in family.samples] == [
+        ("instance", "0", 1.0),
+        ("instance", "1", 0.0),
+    ]

@@ -16,10 +16,30 @@ def test_known_adapters_are_spread_evenly():
 def test_an_adapter_seen_for_the_first_time_goes_to_the_least_loaded():
     made = Router(2)
     heavy = made.choose("heavy", 100.0)
+    made.answered("heavy", heavy, 100.0)
     light = made.choose("light", 1.0)
+    made.answered("light", light, 1.0)
     assert light != heavy
+    made.done(heavy)
+    made.done(light)
     assert made.choose("third", 1.0) == light
     assert made.choose("heavy") == heavy
+
+
+def test_no_name_is_kept_that_no_instance_has_answered_for(monkeypatch):
+    monkeypatch.setattr(router, "_MOST_NAMES", 3)
+    made = Router(2, ["a"])
+    for number in range(1000):
+        made.done(made.choose(f"unknown-{number}"))
+    assert list(made.instance_of) == ["a"]
+    for number in range(10):
+        made.answered(f"known-{number}", 0, 2.0 + number)
+        made.answered(f"known-{number}", 1)  # it has a home
+    assert len(made.instance_of) == 3
+    assert made.instance_of["known-9"] == 0
+    made.forget("known-9")
+    made.forget("known-9")
+    assert "known-9" not in made.instance_of
 
 
 def test_base_requests_go_where_least_is_under_way():

@@ -2,11 +2,12 @@
 
 import asyncio
 import contextlib
+import socket
 
 import pytest
 
 from serving.cluster import upstream
-from serving.cluster.upstream import UpstreamDown
+from serving.cluster.upstream import UpstreamBroken, UpstreamDown, UpstreamSlow
 
 HEADERS = [
     (b"host", b"front"),
@@ -41,7 +42,7 @@ def exchange(path, answer, body=b"{}"):
             try:
                 content = b"".join([part async for part in found.body()])
             finally:
-                found.close()
+                await found.close()
         return seen[0], found.status, found.headers, content
 
     return asyncio.run(run())
@@ -69,15 +70,45 @@ def test_chunks_come_without_their_frame(tmp_path):
 
 
 def test_an_answer_that_is_cut_off_is_an_error(tmp_path):
-    with pytest.raises(ConnectionError, match="broke off") as error:
+    with pytest.raises(UpstreamBroken, match="broke off"):
         exchange(tmp_path / "s", b"HTTP/1.1 200 OK\r\ncontent-length: 50\r\n\r\nhello")
-    assert not isinstance(error.value, UpstreamDown)
 
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 2", b"nonsense\r\n\r\n"])
-def test_no_answer_is_an_instance_that_is_down(tmp_path, answer):
-    with pytest.raises(UpstreamDown, match="did not answer"):
+def test_no_answer_is_an_instance_that_broke_off(tmp_path, answer):
+    with pytest.raises(UpstreamBroken, match="broke off"):
         exchange(tmp_path / "s", answer)
+
+
+def test_an_early_answer_to_a_large_body_is_read(tmp_path):
+    """The instance answers and closes while most of the body is still to be sent."""
+
+    async def run():
+        async def handle(reader, writer):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 413 Large\r\ncontent-length: 5\r\n\r\nlarge")
+            await writer.drain()
+            writer.close()
+
+        path = str(tmp_path / "s")
+        async with await asyncio.start_unix_server(handle, path):
+            for _ in range(20):
+                found = await upstream.send(path, "POST", b"/", [], b"x" * (15 << 20))
+                assert (found.status, await found.whole()) == (413, b"large")
+                await found.close()
+
+    asyncio.run(run())
+
+
+def test_an_instance_that_says_nothing_is_slow(tmp_path):
+    async def run():
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.bind(str(tmp_path / "s"))
+            sock.listen()
+            await upstream.send(str(tmp_path / "s"), "GET", b"/", [], b"", head_s=0.05)
+
+    with pytest.raises(UpstreamSlow, match="not answered for"):
+        asyncio.run(run())
 
 
 def test_nobody_is_there(tmp_path):

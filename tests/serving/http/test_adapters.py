@@ -26,7 +26,8 @@ def test_vllm_s_routes_answer_in_text(client):
     answer = client.post("/v1/load_lora_adapter", json=body)
     assert (answer.status_code, answer.text) == (
         200,
-        "Success: LoRA adapter 'a' added successfully.",
+        "Success: LoRA adapter 'a' added successfully. It lasts until the server ends; "
+        "--state-dir keeps it.",
     )
     assert client.post("/v1/completions", json={"model": "a", "prompt": "x"}).is_success
     again = client.post("/v1/load_lora_adapter", json=body)

@@ -16,7 +16,7 @@ SETTINGS = HttpSettings(
     enable_runtime_lora=True,
     demo=True,
 )
-OPEN = {"/", "/docs", "/health", "/metrics", "/metrics/"}
+OPEN = {"/", "/docs", "/health", "/live", "/ready", "/metrics", "/metrics/"}
 
 
 def every_route(app) -> list[tuple[str, str]]:

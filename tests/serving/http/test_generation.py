@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from fake_engine import FakeEngine
 
+from serving.http import generation as generation_room
 from serving.http.errors import ApiError
 from serving.http.generation import ClientGone, Generation, Piece, usage_of
 from serving.http.mailbox import Mailbox
@@ -117,3 +118,22 @@ def test_usage_counts_a_prompt_once_whatever_its_choices(engine):
         "total_tokens": 7,
         "prompt_tokens_details": {"cached_tokens": 1},
     }
+
+
+def test_text_for_a_client_that_does_not_read_is_bounded(engine, monkeypatch):
+    monkeypatch.setattr(generation_room, "_MOST_WAITING", 10)
+
+    async def run():
+        generation = Generation(engine, Mailbox(), PROMPTS[:1])
+        for _ in range(11):
+            generation._queue.put_nowait(None)
+        told = generation._receiver(PROMPTS[0], 0)
+        told(OutputDelta("fake-0", 0, "x", (1,)))
+        assert not engine.aborted  # many pieces at once are no slow client
+        generation.is_sending = True
+        told(OutputDelta("fake-0", 0, "x", (1,)))
+        assert engine.aborted == ["fake-0"]
+        with pytest.raises(ApiError, match="reads too slowly"):
+            await generation._next(1.0)
+
+    asyncio.run(run())

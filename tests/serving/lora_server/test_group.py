@@ -22,7 +22,7 @@ class Process:
     def wait_ready(self):
         raise ConnectionError(f"rank {self.rank} has gone")
 
-    def stop(self):
+    def stop(self, end_s=None):
         self.stopped = True
 
 

@@ -29,12 +29,15 @@ def test_main_answers_until_its_connection_ends(files, tmp_path, monkeypatch):
     spec = cases.make_spec(model, "ep1-pp1", max_rows=8)
     made, path = design(spec), tmp_path / "rank"
     here, there = multiprocessing.Pipe()
+    pulse, echo = multiprocessing.Pipe()
     failures = []
 
     def drive():
         caller = Caller(here)
         try:
             caller.call("ready")
+            pulse.send_bytes(b"7")
+            assert pulse.recv_bytes() == b"7"
             assert not path.exists()  # nobody finds it before it is opened
             caller.call("open")
             shared_memory.open_client([path], made.terms).close()
@@ -50,7 +53,7 @@ def test_main_answers_until_its_connection_ends(files, tmp_path, monkeypatch):
     driver, before = threading.Thread(target=drive), signal.getsignal(signal.SIGINT)
     driver.start()
     try:
-        rank_main(there, spec, 0, str(path), 5)
+        rank_main(there, echo, spec, 0, str(path), 5)
     finally:
         signal.signal(signal.SIGINT, before)
     driver.join(30)
