@@ -68,6 +68,7 @@ def test_every_test_file_has_its_module():
     homes |= {f"tests/ops/test_{path.parent.name}_{path.stem}.py" for path in ops}
     files = {str(f.relative_to(ROOT)) for f in ROOT.glob("tests/**/test_*.py")}
     elsewhere = ("tests/bench/", "tests/cuda_backend/", "tests/npu_backend/", "tests/aot/")
+    elsewhere += ("tests/faults/", "tests/fuzz/")
     strays = {f for f in files - homes if not f.startswith(elsewhere)}
     assert not strays, "\n".join(sorted(strays))
 
