@@ -289,7 +289,7 @@ def receive(connection: socket.socket, num_fds: int = 0) -> tuple[dict, list[int
         length = int.from_bytes(head, "little")
         if length > _LONGEST:
             raise ValueError(f"a message of {length} bytes is not one of ours")
-        said = json.loads(_exactly(connection, length))
+        said = _read_json(_exactly(connection, length))
         if not isinstance(said, dict):
             raise ValueError("a message that is not an object")
     except BaseException:
@@ -297,6 +297,13 @@ def receive(connection: socket.socket, num_fds: int = 0) -> tuple[dict, list[int
             os.close(fd)
         raise
     return said, fds
+
+
+def _read_json(text: bytes) -> object:
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("a message that is nested too deeply") from None
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:
