@@ -1,17 +1,15 @@
 """The FastAPI application over one engine: routers, and the layers every request passes."""
 
 import functools
-from typing import Any
-
 from fastapi import FastAPI
 
 from serving.http import adapters, chat, completions, demo, health, models, tokenize
 from serving.http.auth import Authenticate
 from serving.http.body import OneLength
+from serving.http.description import describe
 from serving.http.errors import CatchAll, install
 from serving.http.interface import AbstractEngine
 from serving.http.observe import Observe
-from serving.http.protocol import body_schemas
 from serving.http.server import Server
 from serving.http.settings import HttpSettings
 
@@ -30,7 +28,7 @@ def create_app(engine: AbstractEngine, settings: HttpSettings | None = None) -> 
         app.include_router(room.router)
     if settings.demo:
         app.include_router(demo.router)
-    app.openapi = functools.partial(_describe, app)
+    app.openapi = functools.partial(describe, app)
     install(app)
     # The one added last is the outermost.
     app.add_middleware(Authenticate, keys=server.keys, demo=settings.demo)
@@ -38,11 +36,3 @@ def create_app(engine: AbstractEngine, settings: HttpSettings | None = None) -> 
     app.add_middleware(CatchAll)
     app.add_middleware(Observe, metrics=server.metrics)
     return app
-
-
-def _describe(app: FastAPI) -> dict[str, Any]:
-    """Return the OpenAPI description, with the bodies that the routes read themselves."""
-    if not app.openapi_schema:
-        schema = FastAPI.openapi(app)
-        schema.setdefault("components", {}).setdefault("schemas", {}).update(body_schemas())
-    return app.openapi_schema or {}
