@@ -6,7 +6,7 @@ that was not acknowledged may or may not have taken effect, until the next one t
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from fault_history import ABSENT, ANSWERED, CUT, SILENT, TOLD, Fault, Operation
+from fault_history import ABSENT, ANSWERED, CUT, REFUSED, SILENT, TOLD, Fault, Operation
 
 TELL_S = 3.0  # from a fault to the end of every request that it harms
 CALM_S = 1.0  # after the recovery, errors may still be under way
@@ -29,7 +29,7 @@ def violations(
     ordered = sorted(operations, key=lambda operation: operation.start_s)
     writes: dict[str, list[Operation]] = {}
     for operation in ordered:
-        if operation.kind != "ask":
+        if operation.kind != "ask" and operation.outcome != REFUSED:
             writes.setdefault(operation.name, []).append(operation)
     found = []
     for operation in ordered:
@@ -62,8 +62,11 @@ def _trouble(operation: Operation, faults: Sequence[Fault]) -> str | None:
         for fault in faults
         if fault.start_s <= operation.end_s and operation.start_s <= fault.recovered_s + CALM_S
     ]
-    if operation.outcome == CUT and not any(fault.takes_the_front for fault in touching):
-        return "the connection ended without a status or an error event"
+    if not any(fault.takes_the_front for fault in touching):
+        if operation.outcome == CUT:
+            return f"the connection ended without a status or an error event: {operation.text}"
+        if operation.outcome == REFUSED:
+            return "nobody listened"
     if operation.outcome == TOLD and operation.status != 404 and not touching:
         return f"status {operation.status} without a fault: {operation.text[:200]}"
     if operation.outcome == TOLD and 400 <= operation.status < 500 and operation.status != 404:

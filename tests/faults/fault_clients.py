@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from fault_cluster import FIXED, MODEL, Cluster
-from fault_history import ANSWERED, CUT, SILENT, TOLD, Operation, Recorder
+from fault_history import ANSWERED, CUT, REFUSED, SILENT, TOLD, Operation, Recorder
 
 PROMPTS = ("The court held that", "Book a table for", "In summary,")
 FOLDERS = ("law", "intent", "summary", "translation")
@@ -134,6 +134,7 @@ class Clients:
         try:
             connection = self._cluster.connect(known.get("where", "front"), PATIENCE_S)
             with contextlib.closing(connection):
+                connection.connect()
                 connection.request("POST", path, json.dumps(body), _JSON)
                 more = read(connection.getresponse())
             outcome, status = ANSWERED, 200
@@ -141,6 +142,8 @@ class Clients:
             outcome, status, more = TOLD, error.status, {"text": str(error)}
         except TimeoutError:
             outcome, status = SILENT, 0
+        except (ConnectionRefusedError, FileNotFoundError):
+            outcome, status = REFUSED, 0
         except (OSError, http.client.HTTPException, ValueError) as error:
             outcome, status, more = CUT, 0, {"text": repr(error)}
         end = time.monotonic()

@@ -11,6 +11,7 @@ ANSWERED = "answered"  # a whole answer with status 2xx
 TOLD = "told"  # an error status, or an error event in a stream
 CUT = "cut"  # the connection ended before either
 SILENT = "silent"  # the client gave up
+REFUSED = "refused"  # nobody listened, so that it had no effect
 
 
 @dataclasses.dataclass(frozen=True)

@@ -50,7 +50,7 @@ def _step(choices: random.Random, seed: int, place: int) -> Step:
     number = seed % len(_FIRST) if place == 0 else choices.randrange(13)  # the front goes once
     kind, role = _FIRST[number]
     length = {
-        "stop": choices.choice((0.5, 6.0, 12.0)),
+        "stop": choices.choice((0.5, 8.0, 15.0)),
         "slow": 3.0,
         "disk": 4.0,
         "pause": 1.5,

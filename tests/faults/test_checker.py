@@ -4,7 +4,7 @@ import re
 
 import pytest
 from fault_checker import violations
-from fault_history import ANSWERED, CUT, SILENT, TOLD, Fault, Operation
+from fault_history import ANSWERED, CUT, REFUSED, SILENT, TOLD, Fault, Operation
 
 ANSWERS = {
     ("base", 0): (1, 2, 3),
@@ -133,6 +133,15 @@ def test_connections_may_end_with_the_front():
     cut = ask("base", start=9, end=10.1, outcome=CUT)
     assert check(cut, faults=[FRONT]) == []
     assert check(cut, faults=[KILL])
+
+
+def test_what_nobody_heard_has_no_effect():
+    loaded = load("mine", "law")
+    refused = load("mine", "sql", start=11, end=11, outcome=REFUSED, status=0)
+    right, stale = ask("mine", (4, 5), 31, 32), ask("mine", (4, 8), 31, 32)
+    assert check(loaded, refused, right, faults=[FRONT]) == []
+    assert "not of law" in check(loaded, refused, stale, faults=[FRONT])[0]
+    assert "nobody listened" in check(loaded, refused, right, faults=[KILL])[0]
 
 
 def test_requests_may_wait_while_the_front_is_stopped():
