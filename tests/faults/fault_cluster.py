@@ -43,9 +43,9 @@ class UnixConnection(http.client.HTTPConnection):
 class Cluster:
     """Two instances and a LoRA Server of two ranks under one supervisor."""
 
-    def __init__(self, log: Path, more: tuple[str, ...] = ()):
-        """Start it and wait until every role answers; `more` are further flags."""
-        self.log, self._more = log, more
+    def __init__(self, log: Path):
+        """Start it; `wait_well` returns when every role answers."""
+        self.log = log
         self.port = free_port()
         self.folder = Path(tempfile.mkdtemp(prefix="flt-"))  # short: sockets lie in it
         self.temporary, self.state = self.folder / "tmp", self.folder / "state"
@@ -65,7 +65,8 @@ class Cluster:
         adapters = MODEL / "adapters"
         modules = ["--lora-modules", *(f"{name}={adapters / name}" for name in FIXED)]
         command = [sys.executable, "-m", "serving.launch", str(MODEL), "--port", str(self.port)]
-        command += [*roles, *sizes, "--lora-dir", str(adapters), *self._more, *modules]
+        command += [*roles, *sizes, "--lora-dir", str(adapters), *modules]
+        command += ["--state-dir", str(self.state)]
         with self.log.open("a") as out:
             self.top = subprocess.Popen(
                 command,
