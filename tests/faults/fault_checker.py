@@ -4,6 +4,7 @@ A name is a register with one writer: a load writes a folder, an unload writes "
 that was not acknowledged may or may not have taken effect, until the next one that was.
 """
 
+import bisect
 from collections.abc import Iterable, Mapping, Sequence
 
 from fault_history import ABSENT, ANSWERED, CUT, REFUSED, SILENT, TOLD, Fault, Operation
@@ -105,17 +106,15 @@ def _content(
 
 
 def _possible(operation: Operation, writes: Sequence[Operation]) -> set[str | None]:
-    """Return the contents that a register may have shown at some moment of the operation."""
-    certain = None
-    for write in writes:
-        if write.outcome == ANSWERED and write.end_s <= operation.start_s:
-            certain = write
-    found = {ABSENT if certain is None else _value(certain)}
-    for write in writes:
-        is_later = certain is None or write.start_s > certain.start_s
-        if is_later and write.start_s < operation.end_s:
-            found.add(_value(write))
-    return found
+    """Return the contents that a register may have shown at some moment of the operation.
+
+    A name has one writer, so that its writes are in order of their ends, too.
+    """
+    ended = bisect.bisect_right(writes, operation.start_s, key=lambda write: write.end_s)
+    begun = bisect.bisect_left(writes, operation.end_s, key=lambda write: write.start_s)
+    certain = next((n for n in reversed(range(ended)) if writes[n].outcome == ANSWERED), -1)
+    found = {_value(write) for write in writes[certain + 1 : begun]}
+    return found | {ABSENT if certain < 0 else _value(writes[certain])}
 
 
 def _value(write: Operation) -> str | None:

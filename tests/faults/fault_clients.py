@@ -7,9 +7,9 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
-from fault_cluster import FIXED, MODEL, Cluster
+from fault_cluster import FIXED, MODEL
 from fault_history import ANSWERED, CUT, REFUSED, SILENT, TOLD, Operation, Recorder
 
 PROMPTS = ("The court held that", "Book a table for", "In summary,")
@@ -61,11 +61,17 @@ def tokens_of(answer: http.client.HTTPResponse, *, stream: bool) -> tuple[int, .
     raise ConnectionError("the stream ended without its last event")
 
 
-class Clients:
-    """Threads of traffic on one cluster; `start` and `stop` in the caller's thread."""
+class Server(Protocol):
+    """What clients need of a server."""
 
-    def __init__(self, cluster: Cluster, seed: int, recorder: Recorder, askers: int = 3):
-        self._cluster, self._recorder, self._stop = cluster, recorder, threading.Event()
+    def connect(self, where: str, timeout: float) -> http.client.HTTPConnection: ...
+
+
+class Clients:
+    """Threads of traffic on one server; `start` and `stop` in the caller's thread."""
+
+    def __init__(self, server: Server, seed: int, recorder: Recorder, askers: int = 3):
+        self._server, self._recorder, self._stop = server, recorder, threading.Event()
         work = [(self._ask_on, seed * 100 + n) for n in range(askers)]
         work += [(self._change_on, seed * 100 + 99)]
         self._threads = [
@@ -132,7 +138,7 @@ class Clients:
         start = time.monotonic()
         more: dict[str, Any] = {}
         try:
-            connection = self._cluster.connect(known.get("where", "front"), PATIENCE_S)
+            connection = self._server.connect(known.get("where", "front"), PATIENCE_S)
             with contextlib.closing(connection):
                 connection.connect()
                 connection.request("POST", path, json.dumps(body), _JSON)

@@ -4,35 +4,16 @@ import time
 
 import pytest
 from fault_checker import violations
-from fault_clients import FOLDERS, LENGTHS, NAMES, PROMPTS, Clients, ask_all
-from fault_cluster import FIXED, MODEL, SIZES, START_S, Cluster
+from fault_clients import FOLDERS, NAMES, Clients, ask_all
+from fault_cluster import FIXED, START_S, Cluster
 from fault_history import Recorder
 from fault_schedules import Harm, schedule
-
-from serving import Engine, Sampling
 
 SEEDS = range(20)
 QUIET_S = 3.0  # of traffic before the faults, which says how long a request takes alone
 MORE_DESCRIPTORS = 16  # connections that are just open
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-
-@pytest.fixture(scope="session")
-def answers():
-    """The tokens of every content and prompt, alone in one process."""
-    adapters = {name: str(MODEL / "adapters" / name) for name in FOLDERS}
-    sizes = {name.replace("-", "_"): value for name, value in SIZES.items()}
-    greedy = Sampling(max_tokens=max(LENGTHS), temperature=0.0, ignore_eos=True)
-    found = {}
-    with Engine(str(MODEL), adapters, **sizes) as engine:
-        for content in ("base", *FOLDERS):
-            for place, prompt in enumerate(PROMPTS):
-                adapter = None if content == "base" else content
-                [output] = engine.generate(prompt, adapter, greedy)
-                found[content, place] = tuple(output.outputs[0].token_ids)
-    assert len(set(found.values())) == len(found), "contents must be told apart by their answers"
-    return found
 
 
 class Shared:
@@ -67,7 +48,7 @@ def service_of(operations) -> float:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_schedule_of_faults(shared, answers, seed):
+def test_a_schedule_of_faults(shared, fault_answers, seed):
     steps = schedule(seed)
     cluster = shared.get()
     recorder = Recorder()
@@ -88,7 +69,7 @@ def test_a_schedule_of_faults(shared, answers, seed):
     ask_all(clients, ("front", "instance 0", "instance 1"))
     fixed = {"base": "base"} | {name: name for name in FIXED}
     operations = recorder.take()
-    found = violations(operations, harm.faults, answers, fixed, service_s)
+    found = violations(operations, harm.faults, fault_answers, fixed, service_s)
     restarted = any(fault.takes_the_front for fault in harm.faults)
     found += [] if restarted else _more_descriptors(before, cluster)
     said = f"{len(operations)} operations, service {service_s:.1f} s, {harm.faults}"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from engine_cases import settle
+from engine_cases import settle, wait_until
 from http_server import client_of
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -267,6 +267,9 @@ class ServerMachine(RuleBasedStateMachine):
         stats = self.world.engine.stats()
         held = (stats.running, stats.waiting, stats.kv_usage, stats.waiting_for_adapter)
         assert held == (0, 0, 0, 0)
+        self.forget_everything()
+        self.world.engine.generate("x", None, Sampling(max_tokens=1))  # the loop turns
+        assert wait_until(lambda: not self.world.engine.stats().adapter_slots_used), "a pin is left"
 
 
 def run(world: World, examples: int, steps: int) -> None:
