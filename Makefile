@@ -23,7 +23,7 @@ LIBTPU_VERSION := 0.0.48.1
 # triton-ascend has wheels for Python 3.9 to 3.11 only.
 ASCEND_PYTHON ?= python3.11
 
-.PHONY: serve test test-slow test-gpu test-aot test-ascend lint bench-cpu bench-report notebooks clean
+.PHONY: serve test test-slow test-faults soak test-gpu test-aot test-ascend lint bench-cpu bench-report notebooks clean
 
 serve: .venv/.serve  ## start the embedded default on this machine's CPU
 	$(BIN)/python -m serving.launch $(MODEL) $(addprefix --lora-dir ,$(wildcard $(MODEL)/adapters)) $(if $(strip $(ESFT_FOLDERS)),--lora-modules $(ESFT_FOLDERS)) --port $(PORT) $(ARGS)
@@ -33,6 +33,14 @@ test: .venv/.dev .cache/vllm-rs  ## the whole CPU suite, notebooks included
 
 test-slow: .venv/.dev .cache/vllm-rs
 	$(BIN)/python -m pytest -m slow
+
+test-faults: .venv/.dev  ## 20 schedules of kills, stops and full disks on a real cluster
+	$(BIN)/python -m pytest -n 0 tests/faults/test_checker.py tests/faults/test_schedules.py
+
+SECONDS_OF_SOAK ?= 3600
+
+soak: .venv/.dev  ## mixed traffic for an hour, with bars on memory, descriptors and pauses
+	SOAK_SECONDS=$(SECONDS_OF_SOAK) $(BIN)/python -m pytest -n 0 -s tests/faults/test_soak.py
 
 test-gpu: .venv/.dev  ## on a machine with an NVIDIA GPU
 	$(BIN)/python -m pytest -m "gpu or multigpu"

@@ -1,6 +1,7 @@
 """The FastAPI application over one engine: routers, and the layers every request passes."""
 
 import functools
+
 from fastapi import FastAPI
 
 from serving.http import adapters, chat, completions, demo, health, models, tokenize

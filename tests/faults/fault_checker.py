@@ -99,8 +99,7 @@ def _content(
     given = [
         content
         for (content, prompt), tokens in answers.items()
-        if prompt == operation.prompt
-        and tuple(tokens[: len(operation.tokens)]) == operation.tokens
+        if prompt == operation.prompt and tuple(tokens[: len(operation.tokens)]) == operation.tokens
     ]
     return f"wrong answer: it is that of {given or 'nothing known'}, not of {_names(possible)}"
 

@@ -153,7 +153,9 @@ class Clients:
         except (OSError, http.client.HTTPException, ValueError) as error:
             outcome, status, more = CUT, 0, {"text": repr(error)}
         end = time.monotonic()
-        operation = Operation(start_s=start, end_s=end, outcome=outcome, status=status, **known | more)
+        operation = Operation(
+            start_s=start, end_s=end, outcome=outcome, status=status, **known | more
+        )
         self._recorder.add(operation)
         return operation
 

@@ -143,14 +143,15 @@ class Cluster:
 
     def _answers(self, where: str, name: str) -> bool:
         body = {"model": name, "prompt": "x", "max_tokens": 1, "temperature": 0}
-        with contextlib.suppress(OSError, http.client.HTTPException):
+        headers = {"Content-Type": "application/json"}
+        try:
             with contextlib.closing(self.connect(where, 5.0)) as connection:
-                headers = {"Content-Type": "application/json"}
                 connection.request("POST", "/v1/completions", json.dumps(body), headers)
                 answer = connection.getresponse()
                 answer.read()
-                return answer.status == 200
-        return False
+        except (OSError, http.client.HTTPException):
+            return False
+        return answer.status == 200
 
     def wait_well(self, seconds: float, before: dict[str, int] | None = None) -> bool:
         """Return whether every role is well in time."""
@@ -201,4 +202,3 @@ class Cluster:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         self.top.wait()
-

@@ -97,9 +97,10 @@ class Nuisance:
 
     def _silent(self, choices: random.Random) -> None:
         while not self._stop.wait(1.0):
-            with contextlib.suppress(OSError), socket.create_connection(
-                ("127.0.0.1", self._port), 5
-            ) as quiet:
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection(("127.0.0.1", self._port), 5) as quiet,
+            ):
                 quiet.sendall(choices.choice((b"", b"POST /v1/comp", b"GET /health HTTP/1.1\r\n")))
                 self._stop.wait(0.5)
                 self.done["silent"] += 1

@@ -1,7 +1,7 @@
 """A server under mixed traffic for an hour keeps its memory, its descriptors and its answers.
 
-`make soak SECONDS=600` runs it for another time. SOAK_PAUSE_S is the bar of /health: 0.2 s is the
-promise on a quiet machine of two cores, and the default leaves room for clients on the same cores.
+`make soak SECONDS_OF_SOAK=600` runs it for another time. SOAK_PAUSE_S is the bar of /health: 0.2 s
+is the promise on a quiet machine of two cores; the default leaves room for clients on the same.
 """
 
 import os

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from engine_cases import settle, wait_until
+from engine_cases import Listener, settle, wait_until
 from http_server import client_of
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -78,8 +78,11 @@ def answers_alone(engine: Engine, root: Path):
         if folder is not None:
             engine.load_adapter("alone", root / folder, replace=True)
         for place, prompt in [*enumerate(PROMPTS), (-1, engine.tokenizer.encode(chat, False))]:
-            [output] = engine.generate(prompt, folder and "alone", greedy)
-            yield (folder, place), tuple(output.outputs[0].token_ids)
+            ids = engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            heard, salt = Listener(), f"{folder} {place}"  # nothing of another's in the cache
+            engine.submit(ids, folder and "alone", greedy, on_output=heard, cache_salt=salt)
+            assert heard.wait().error is None
+            yield (folder, place), heard.tokens()
     engine.unload_adapter("alone")
 
 
