@@ -11,6 +11,7 @@ _ALWAYS = (401, 429)  # of the key and its rate
 _WITH_BODY = (400, 403, 404, 408, 413, 503)
 _WITH_NAME = (400, 403, 404)
 _SGLANG = ("/load_lora_adapter", "/unload_lora_adapter")  # their errors have SGLang's form
+_CHECKS = ("/health", "/ping", "/ready")  # which may answer that the server is not well
 _STREAMS = ("/v1/completions", "/v1/chat/completions")
 _ERROR = {
     "type": "object",
@@ -49,7 +50,7 @@ def _add_errors(path: str, operation: dict[str, Any]) -> None:
     responses.pop("422", None)
     statuses = {*_ALWAYS, *(_WITH_BODY if "requestBody" in operation else ())}
     statuses |= {*(_WITH_NAME if operation.get("parameters") else ())}
-    statuses |= {503} if path in ("/health", "/ping") else set()
+    statuses |= {503} if path in _CHECKS else set()
     form = {} if path in _SGLANG else {"$ref": "#/components/schemas/Error"}
     for status in sorted(statuses):
         content = {"application/json": {"schema": form}}
