@@ -9,8 +9,8 @@ ESFT ?= token-intent gate-law token-summary gate-translation
 ESFT_FOLDERS = $(foreach name,$(ESFT),$(addprefix $(name)=,$(wildcard $(MODEL)/esft/$(name))))
 PORT ?= 8000
 ARGS ?=
-# The load generator inside this release's wheel drives the server in the tests.
-VLLM_RS_VERSION := 0.33.0
+# `make lock UPGRADE=--upgrade` takes the newest versions that pyproject.toml allows.
+UPGRADE ?=
 
 # The suite starts some sixty processes: they share what one of them has compiled to bytecode.
 TEST_ENV := PYTHONDONTWRITEBYTECODE=
@@ -23,13 +23,38 @@ LIBTPU_VERSION := 0.0.48.1
 # triton-ascend has wheels for Python 3.9 to 3.11 only.
 ASCEND_PYTHON ?= python3.11
 
-.PHONY: serve test test-slow test-faults soak test-gpu test-aot test-ascend lint bench-cpu bench-report notebooks clean
+# Tools that write the lock files and the list of parts.
+TOOLS := .cache/supply-chain
+LOCK = $(TOOLS)/bin/uv pip compile --quiet --universal --python-version 3.12 --generate-hashes $(UPGRADE) \
+	--no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock'
+# The lock files name each file by its hash. Elsewhere there may be no file for a version.
+LOCKED_FOR := import platform as p, sys; sys.exit((p.system(), p.machine()) not in (("Linux", "x86_64"), ("Linux", "aarch64")) or sys.version_info[:2] not in ((3, 12), (3, 13)))
+
+define install  # of requirements/$(1).txt, or else of the ranges in pyproject.toml with extras $(2)
+	@if $(BIN)/python -c '$(LOCKED_FOR)'; then \
+		$(PIP) install --require-hashes --no-deps --requirement requirements/build.txt && \
+		$(PIP) install --require-hashes --no-deps --no-build-isolation --requirement requirements/$(1).txt && \
+		$(PIP) install --no-deps --no-build-isolation --editable .; \
+	else \
+		echo 'requirements/$(1).txt is for Linux (x86_64, aarch64) and Python 3.12 or 3.13: installing by the ranges of pyproject.toml, without hashes.' && \
+		$(PIP) install --editable '.$(2)'; \
+	fi
+endef
+
+.PHONY: serve test test-avx2 test-slow test-faults soak test-gpu test-aot test-ascend lint lock sbom bench-cpu bench-report notebooks clean
 
 serve: .venv/.serve  ## start the embedded default on this machine's CPU
 	$(BIN)/python -m serving.launch $(MODEL) $(addprefix --lora-dir ,$(wildcard $(MODEL)/adapters)) $(if $(strip $(ESFT_FOLDERS)),--lora-modules $(ESFT_FOLDERS)) --port $(PORT) $(ARGS)
 
 test: .venv/.dev .cache/vllm-rs  ## the whole CPU suite, notebooks included
 	$(TEST_ENV) $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --nbmake -m "not gpu and not multigpu and not slow and not aot and not ascend" notebooks tests
+
+# XLA orders the sums of a product by the CPU's instructions; ISA=SSE4_2 MARCH=x86-64-v2 has others yet.
+ISA ?= AVX2
+MARCH ?= x86-64-v3
+
+test-avx2:  ## the same suite as if the CPU had no AVX-512: programs of XLA and C++ kernels
+	XLA_FLAGS="$$XLA_FLAGS --xla_cpu_max_isa=$(ISA)" LORA_JAX_MARCH=$(MARCH) $(MAKE) test
 
 test-slow: .venv/.dev .cache/vllm-rs
 	$(BIN)/python -m pytest -m slow
@@ -72,18 +97,36 @@ notebooks: .venv/.dev
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 12), "Python 3.12 or newer is needed: make PYTHON=/path/to/python3.12"'
 	$(PYTHON) -m venv .venv
 
-.venv/.serve: pyproject.toml | .venv/bin/python
-	$(PIP) install --editable .
+.venv/.serve: pyproject.toml requirements/build.txt requirements/serve.txt | .venv/bin/python
+	$(call install,serve)
 	@touch $@
 
-.venv/.dev: pyproject.toml | .venv/bin/python
-	$(PIP) install --editable '.[dev]'
+.venv/.dev: pyproject.toml requirements/build.txt requirements/dev.txt | .venv/bin/python
+	$(call install,dev,[dev])
 	@touch $@ .venv/.serve
 
-.cache/vllm-rs: | .venv/bin/python
-	@mkdir -p .cache/wheel
-	$(PIP) download --no-deps --dest .cache/wheel vllm==$(VLLM_RS_VERSION)
-	$(BIN)/python -m zipfile -e .cache/wheel/vllm-$(VLLM_RS_VERSION)-*.whl .cache/wheel/out
+lock: $(TOOLS)/.installed  ## pin every package that is installed, with hashes: requirements/*.txt
+	$(LOCK) pyproject.toml --output-file requirements/serve.txt
+	$(LOCK) pyproject.toml --extra dev --output-file requirements/dev.txt
+	$(LOCK) --group build --output-file requirements/build.txt
+	$(LOCK) --group supply-chain --output-file requirements/supply-chain.txt
+	$(LOCK) --group vllm-rs --no-deps --output-file requirements/vllm-rs.txt
+
+sbom: $(TOOLS)/.installed  ## write dist/sbom.json: what `make serve` installs, as CycloneDX
+	@mkdir -p dist
+	$(TOOLS)/bin/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible \
+		--output-format JSON --output-file dist/sbom.json requirements/serve.txt
+
+$(TOOLS)/.installed: requirements/supply-chain.txt | .venv/bin/python
+	$(BIN)/python -m venv $(TOOLS)
+	$(TOOLS)/bin/python -m pip --disable-pip-version-check --quiet install --require-hashes --no-deps --requirement $<
+	@touch $@
+
+# The load generator inside this wheel drives the server in the tests.
+.cache/vllm-rs: requirements/vllm-rs.txt | .venv/bin/python
+	@rm -rf .cache/wheel && mkdir -p .cache/wheel
+	$(PIP) download --require-hashes --no-deps --dest .cache/wheel --requirement $<
+	$(BIN)/python -m zipfile -e .cache/wheel/vllm-*.whl .cache/wheel/out
 	@mv .cache/wheel/out/vllm/vllm-rs $@ && chmod +x $@ && rm -rf .cache/wheel
 
 # The compiler for NVIDIA GPUs, without driver or libraries; ptxas only where there is no toolkit.

@@ -134,6 +134,12 @@ def _add_server_flags(group) -> None:
         metavar="BYTES",
         help="largest request line with headers (65536)",
     )
+    group.add_argument(
+        "--max-body-bytes",
+        type=int,
+        metavar="BYTES",
+        help="largest body of a request (1024 times the context, in [1 MiB, 16 MiB])",
+    )
     levels = ("debug", "info", "warning", "error")
     group.add_argument("--log-level", choices=levels, help="how much to log (info)")
     group.add_argument(

@@ -62,6 +62,7 @@ def _options(parser: ParserWithSource, given: dict[str, Any]) -> Options:
         tenants=read_keys_file(given["keys_file"]) if "keys_file" in given else (),
         enable_runtime_lora=given.get("enable_runtime_lora", False),
         demo=given.get("demo", False),
+        max_body_bytes=given.get("max_body_bytes"),
     )
     plain = {
         name: given[name]

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from lora_jax import strict_json
 from lora_jax.config import ModelConfig, from_hf
 from lora_jax.placement.assign import assign, loads
 from lora_jax.placement.devices import Instances, minimum_devices
@@ -74,7 +75,7 @@ def plan_of_files(model: str, workload: str) -> str:
 
     Raises ValueError or OSError for a file that cannot be read, or that asks for what cannot be.
     """
-    config = from_hf(json.loads((Path(model) / "config.json").read_text()))
+    config = from_hf(strict_json.loads((Path(model) / "config.json").read_text()))
     try:
         request = read_request(json.loads(Path(workload).read_text()))
     except ValueError as error:  # also of JSON

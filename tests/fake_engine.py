@@ -23,6 +23,7 @@ class FakeTokenizer:
     """One token per byte; 256 is a start token without text, 257 to 259 are special."""
 
     eos_token_ids = (257,)
+    longest_token = 1
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [BOS] * add_special_tokens + list(text.encode())

@@ -14,6 +14,7 @@ WITHOUT_TEST = {"src/lora_jax/typing.py", "src/lora_jax/batch.py"}
 # Tests of what only shows when the rooms work together.
 WITHOUT_MODULE = {
     "tests/test_layout.py",
+    "tests/test_requirements.py",
     "tests/clients/test_golden_text.py",
     "tests/clients/test_lm_eval_client.py",
     "tests/clients/test_openai_client.py",

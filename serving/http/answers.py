@@ -7,15 +7,18 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from serving.http.generation import ClientGone, Generation, Piece, usage_of
 from serving.http.interface import AbstractTokenizer
+from serving.http.json_pieces import json_response
+from serving.http.lanes import Lane, run_in
 from serving.http.logprobs import token_text
 from serving.http.protocol import GenerationBody
 from serving.http.server import Server
 from serving.http.streaming import EventStream
 
+_SHORT = 2048  # tokens whose answer is written on the event loop
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it keeps the counters honest
 
 
@@ -103,7 +106,10 @@ async def respond(
                     answer.add(piece)
     except ClientGone:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    return JSONResponse(answer.whole())
+    tokens = answer.usage.prompt_tokens + answer.usage.completion_tokens
+    if tokens <= _SHORT:
+        return json_response(answer.whole())
+    return await run_in(Lane.LONG, lambda: json_response(answer.whole()))
 
 
 def cache_salt(caller_salt: str, given: str | None) -> str:

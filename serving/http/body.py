@@ -1,6 +1,7 @@
 """Read a JSON body: in time, within the size limit, of the right type, and exactly as typed."""
 
 import asyncio
+import itertools
 import logging
 from typing import Any
 
@@ -8,9 +9,14 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from serving.http.errors import ApiError, from_validation
+from lora_jax.json_structure import too_many_values
+from serving.http.bounds import SMALL_BODY, Bounds
+from serving.http.errors import ApiError, from_validation, is_json_error
+from serving.http.lanes import Lane, run_in
+from serving.http.protocol import NAMES_ONLY
 
 logger = logging.getLogger(__name__)
+_SHOWN = 16  # names of ignored fields in the log
 
 
 def takes(kind: type[BaseModel]) -> dict[str, Any]:
@@ -27,16 +33,23 @@ async def read_body[Body: BaseModel](request: Request, kind: type[Body]) -> Body
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise ApiError(400, "Unsupported Media Type: Only 'application/json' is allowed")
-    settings = request.app.state.server.settings
-    raw = await _read(request, settings.max_body_bytes, settings.body_timeout_s)
+    server = request.app.state.server
+    settings, bounds = server.settings, Bounds.of(server.engine)
+    limit = settings.max_body_bytes or bounds.body_bytes
+    if kind in NAMES_ONLY:
+        limit = min(limit, SMALL_BODY)
+    raw = await _read(request, limit, settings.body_timeout_s)
+    if len(raw) >= bounds.values and await run_in(Lane.SHORT, too_many_values, raw, bounds.values):
+        raise ApiError(413, f"The body holds more than {bounds.values} JSON values.")
     try:
         body = kind.model_validate_json(raw)
     except ValidationError as error:
-        if any(item["type"] == "json_invalid" for item in error.errors()):
+        if is_json_error(error):
             raise ApiError(400, "The body is not valid JSON.") from None
         raise from_validation(error) from None
-    if body.model_extra:
-        logger.debug("Ignored fields: %s", [name[:64] for name in body.model_extra])
+    if body.model_extra and logger.isEnabledFor(logging.DEBUG):
+        shown = itertools.islice(body.model_extra, _SHOWN)
+        logger.debug("Ignored fields: %s", [name[:64] for name in shown])
     return body
 
 

@@ -31,7 +31,8 @@ async def create_completion(request: Request) -> Response:
     limit = server.max_model_len
     samplings = [fit_context(sampling, body, len(p.ids), limit) for p in prompts]
     generation = Generation(server.engine, server.mailbox, prompts)
-    generation.submit(target.adapter, samplings, cache_salt(caller.salt, body.cache_salt))
+    salt = cache_salt(caller.salt, body.cache_salt)
+    await generation.submit_all(target.adapter, samplings, salt)
     answer = CompletionAnswer(body, generation, target.name, server.engine.tokenizer)
     return await respond(request, server, answer, body.stream)
 

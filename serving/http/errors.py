@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -64,7 +65,8 @@ class ApiError(Exception):
 
 
 def scrub(message: str) -> str:
-    """Return the message with directories and memory addresses left out."""
+    """Return the message with directories and memory addresses left out, cut to what is sent."""
+    message = message[: 2 * _MAX_MESSAGE]
     message = _FILE_URL.sub(_last_part, message)
     return _ADDRESS.sub("<address>", _PATH.sub(_last_part, message))
 
@@ -103,7 +105,7 @@ def from_exception(error: Exception) -> ApiError:
 def from_validation(error: ValidationError | RequestValidationError) -> ApiError:
     """Name each wrong field and what it should be; values are never repeated."""
     fields: dict[str, list[str]] = {}
-    for item in error.errors():
+    for item in _details(error):
         where = [str(part) for part in item["loc"][:1]]
         where += [str(part) for part in item["loc"][1:2] if isinstance(part, int)]
         texts = fields.setdefault(".".join(where) or "body", [])
@@ -112,6 +114,21 @@ def from_validation(error: ValidationError | RequestValidationError) -> ApiError
     shown = [f"{field}: {' / '.join(texts)}" for field, texts in list(fields.items())[:5]]
     first = next(iter(fields), "body")
     return ApiError(400, "; ".join(shown), param=None if first == "body" else first.split(".")[0])
+
+
+def is_json_error(error: ValidationError) -> bool:
+    """Return whether the body was not JSON at all."""
+    return any(item["type"] == "json_invalid" for item in _details(error))
+
+
+def _details(error: ValidationError | RequestValidationError) -> Sequence[Any]:
+    """Return what is wrong, without copies of the values.
+
+    Lists end at their first wrong entry (`protocol.Quick`), so that there are few errors.
+    """
+    if isinstance(error, RequestValidationError):
+        return error.errors()
+    return error.errors(include_url=False, include_context=False, include_input=False)
 
 
 async def _handle(request: Request, error: Exception) -> JSONResponse:

@@ -1,8 +1,9 @@
 """The engine's side of one HTTP request: several prompts, each with n choices, one queue."""
 
 import asyncio
+import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from starlette.types import Receive
@@ -13,6 +14,8 @@ from serving.http.mailbox import Mailbox
 from serving.http.prompts import Prompt
 from serving.request import FinishReason, OutputDelta, QueueFull
 from serving.sampling import Sampling
+
+_AT_ONCE = 16  # prompts
 
 
 class Piece(NamedTuple):
@@ -40,22 +43,43 @@ class Generation:
 
     def submit(self, adapter: str | None, samplings: Sequence[Sampling], cache_salt: str) -> None:
         """Hand one request per prompt to the engine; when one is refused, none goes on."""
-        try:
+        with self._all_or_none():
             for prompt, sampling in zip(self.prompts, samplings, strict=True):
-                request_id = self._engine.submit(
-                    prompt.ids,
-                    adapter,
-                    sampling,
-                    on_output=self._receiver(prompt, self.num_choices),
-                    cache_salt=cache_salt,
-                )
-                self._running[request_id] = sampling.n
-                self.num_choices += sampling.n
+                self._submit_one(prompt, adapter, sampling, cache_salt)
+
+    async def submit_all(
+        self, adapter: str | None, samplings: Sequence[Sampling], cache_salt: str
+    ) -> None:
+        """Do what `submit` does; the event loop goes on between prompts."""
+        with self._all_or_none():
+            for place, (prompt, sampling) in enumerate(zip(self.prompts, samplings, strict=True)):
+                if place % _AT_ONCE == _AT_ONCE - 1:
+                    await asyncio.sleep(0)
+                self._submit_one(prompt, adapter, sampling, cache_salt)
+
+    @contextlib.contextmanager
+    def _all_or_none(self) -> Iterator[None]:
+        """Abort what was handed over when something fails."""
+        try:
+            yield
         except BaseException as error:
             self.abort()
-            if isinstance(error, QueueFull) or self._engine.is_alive():
+            if isinstance(error, QueueFull | asyncio.CancelledError) or self._engine.is_alive():
                 raise
             raise ApiError(503, "The engine has stopped.") from error
+
+    def _submit_one(
+        self, prompt: Prompt, adapter: str | None, sampling: Sampling, cache_salt: str
+    ) -> None:
+        request_id = self._engine.submit(
+            prompt.ids,
+            adapter,
+            sampling,
+            on_output=self._receiver(prompt, self.num_choices),
+            cache_salt=cache_salt,
+        )
+        self._running[request_id] = sampling.n
+        self.num_choices += sampling.n
 
     def _receiver(self, prompt: Prompt, first_index: int) -> Callable[[OutputDelta], None]:
         def on_output(delta: OutputDelta) -> None:

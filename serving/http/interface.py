@@ -11,6 +11,8 @@ from serving.sampling import Sampling
 class AbstractTokenizer(Protocol):
     """Text to token ids and back."""
 
+    longest_token: int  # characters of a text that one token may stand for
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...

@@ -4,12 +4,41 @@ Numbers are bounded by `Sampling`, which knows what the engine can do. A field t
 the answer but is not implemented is refused by name (see `unsupported`).
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
+from pydantic_core import PydanticCustomError
+
+from serving.sampling import MAX_LOGIT_BIAS
 
 MAX_PROMPTS = 1024
+_MAX_NAME = 4096  # characters; a path may be so long
+Name = Annotated[str, StringConstraints(max_length=_MAX_NAME)]
+# A list whose check ends at the first wrong entry: pydantic makes an error for each otherwise.
+T = TypeVar("T")
+Quick = Annotated[list[T], Field(fail_fast=True)]
+
+
+def _few(value: Any) -> Any:
+    """Refuse a large object before its entries are looked at: each may be an error."""
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
+        raise PydanticCustomError(
+            "too_long",
+            "must have at most {most} entries, got {given}",
+            {"most": MAX_LOGIT_BIAS, "given": len(value)},
+        )
+    return value
+
+
+Biases = Annotated[dict[str, float], BeforeValidator(_few)]
 CacheSalt = Annotated[
     str, StringConstraints(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]+$")
 ]
@@ -31,8 +60,8 @@ class StreamOptions(Body):
 class GenerationBody(Body):
     """Fields of completions and chat completions alike."""
 
-    model: str | None = None
-    lora_path: str | None = None  # SGLang's way to name an adapter
+    model: str | None = Field(None, max_length=_MAX_NAME)
+    lora_path: str | None = Field(None, max_length=_MAX_NAME)  # SGLang's way to name an adapter
     max_tokens: int | None = None
     max_completion_tokens: int | None = None  # wins over max_tokens
     temperature: float | None = None
@@ -44,13 +73,13 @@ class GenerationBody(Body):
     frequency_penalty: float | None = None
     seed: int | None = None
     n: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Quick[str] | None = None
+    stop_token_ids: Quick[int] | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Biases | None = None
     prompt_logprobs: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -61,8 +90,8 @@ class GenerationBody(Body):
     best_of: int | None = None
     # Accepted without effect.
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    request_id: str | None = None
-    user: str | None = None
+    request_id: str | None = Field(None, max_length=_MAX_NAME)
+    user: str | None = Field(None, max_length=_MAX_NAME)
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> "GenerationBody":
@@ -74,7 +103,7 @@ class GenerationBody(Body):
 class CompletionBody(GenerationBody):
     """Body of POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]] | None = None
+    prompt: str | Quick[str] | Quick[int] | Quick[Quick[int]] | None = None
     echo: bool | None = None
     logprobs: int | None = None
     suffix: str | None = None
@@ -83,21 +112,21 @@ class CompletionBody(GenerationBody):
 class ContentPart(Body):
     """One part of a message: only text is understood."""
 
-    type: str | None = None
+    type: str | None = Field(None, max_length=_MAX_NAME)
     text: str | None = None
 
 
 class ChatMessage(Body):
     """One message of a chat."""
 
-    role: str
-    content: str | list[ContentPart] | None = None
+    role: Name
+    content: str | Quick[ContentPart] | None = None
 
 
 class ChatBody(GenerationBody):
     """Body of POST /v1/chat/completions."""
 
-    messages: list[ChatMessage]
+    messages: Quick[ChatMessage]
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
@@ -106,9 +135,9 @@ class ChatBody(GenerationBody):
 class TokenizeBody(Body):
     """Body of POST /tokenize: a prompt or messages."""
 
-    model: str | None = None
+    model: str | None = Field(None, max_length=_MAX_NAME)
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Quick[ChatMessage] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
 
@@ -116,15 +145,15 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """Body of POST /detokenize."""
 
-    model: str | None = None
-    tokens: list[int]
+    model: str | None = Field(None, max_length=_MAX_NAME)
+    tokens: Quick[int]
 
 
 class LoadAdapterBody(Body):
     """Body of POST /v1/load_lora_adapter (vLLM) and /load_lora_adapter (SGLang)."""
 
-    lora_name: str
-    lora_path: str
+    lora_name: Name
+    lora_path: Name
     load_inplace: bool | None = None
     pinned: bool | None = None
 
@@ -132,24 +161,25 @@ class LoadAdapterBody(Body):
 class UnloadAdapterBody(Body):
     """Body of the routes that unload an adapter."""
 
-    lora_name: str
+    lora_name: Name
 
 
 class AdapterSource(Body):
     """Where Dynamo says an adapter is."""
 
-    uri: str
+    uri: Name
 
 
 class DynamoLoadBody(Body):
     """Body of POST /v1/loras (Dynamo)."""
 
-    lora_name: str
+    lora_name: Name
     source: AdapterSource
 
 
 BODIES: tuple[type[Body], ...] = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
-BODIES += (LoadAdapterBody, UnloadAdapterBody, DynamoLoadBody)
+NAMES_ONLY: tuple[type[Body], ...] = (LoadAdapterBody, UnloadAdapterBody, DynamoLoadBody)
+BODIES += NAMES_ONLY
 
 
 def body_schemas() -> dict[str, Any]:

@@ -24,11 +24,13 @@ class HttpSettings:
     tenants: tuple[Tenant, ...] = ()
     enable_runtime_lora: bool = False  # load and unload adapters over HTTP
     demo: bool = False  # the page at /
-    max_body_bytes: int = 16 << 20
+    max_body_bytes: int | None = None  # None: what follows from the model
     body_timeout_s: float = 30.0  # for the whole body to arrive
     keep_alive_s: float = 15.0  # silence of a stream before a comment is sent
 
     def __post_init__(self) -> None:
+        if self.max_body_bytes is not None and self.max_body_bytes < 1:
+            raise ValueError(f"--max-body-bytes must be at least 1, got {self.max_body_bytes}.")
         keys = [*self.api_keys, *self.admin_keys, *self.metrics_keys]
         keys += [tenant.key for tenant in self.tenants]
         if any(not key or key != key.strip() for key in keys):

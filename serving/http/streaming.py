@@ -1,7 +1,6 @@
 """Server-sent events: framing, keep-alive comments, errors after the 200, disconnects."""
 
 import contextlib
-import json
 from typing import Any, Protocol
 
 from starlette.responses import Response
@@ -9,8 +8,11 @@ from starlette.types import Receive, Scope, Send
 
 from serving.http.errors import from_exception, logger
 from serving.http.generation import ClientGone, Generation, Piece
+from serving.http.json_pieces import dumps
+from serving.http.lanes import Lane, run_in
 
 DONE = b"data: [DONE]\n\n"
+_SHORT = 1024  # prompt tokens whose log-probabilities are written on the event loop
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
@@ -26,8 +28,7 @@ class Chunks(Protocol):
 
 def event(data: dict[str, Any]) -> bytes:
     """Return one event as it goes over the wire."""
-    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return f"data: {text}\n\n".encode()
+    return b"data: %b\n\n" % dumps(data)
 
 
 class EventStream(Response):
@@ -56,12 +57,22 @@ class EventStream(Response):
         finally:
             self._generation.abort()
 
+    async def _events(self, batch: list[Piece]) -> bytes:
+        """Return the events of some pieces; those with a long prompt are made in a thread."""
+
+        def make() -> bytes:
+            return b"".join(event(c) for piece in batch for c in self._chunks.of(piece))
+
+        if sum(len(piece.delta.prompt_logprobs or ()) for piece in batch) <= _SHORT:
+            return make()
+        return await run_in(Lane.LONG, make)
+
     async def _send_pieces(self, receive: Receive, send_bytes: Any) -> None:
         pieces = self._generation.pieces(receive, self._keep_alive_s)
         try:
             async with contextlib.aclosing(pieces):
                 async for batch in pieces:
-                    data = b"".join(event(c) for p in batch for c in self._chunks.of(p))
+                    data = await self._events(batch)
                     if data or not batch:
                         await send_bytes(data or KEEP_ALIVE)
             await send_bytes(b"".join(map(event, self._chunks.last())))

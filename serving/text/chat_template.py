@@ -71,13 +71,13 @@ def _environment(meter: Meter) -> BoundedEnvironment:
     """Return a sandbox with what templates written for transformers expect."""
     environment = BoundedEnvironment(meter)
     environment.filters["tojson"] = functools.partial(_tojson, meter)
-    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["raise_exception"] = functools.partial(_raise_exception, meter)
     environment.globals["strftime_now"] = _strftime_now
     return environment
 
 
-def _raise_exception(message: str) -> str:
-    raise _Refused(str(message)[:_MAX_MESSAGE])
+def _raise_exception(meter: Meter, message: str) -> str:
+    raise _Refused(str(meter.shown(message))[:_MAX_MESSAGE])
 
 
 def _strftime_now(layout: str) -> str:

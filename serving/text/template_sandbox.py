@@ -1,8 +1,8 @@
 """A Jinja environment in which a template cannot run for long, grow large or reach anything.
 
 On top of Jinja's immutable sandbox: every turn of a loop and every call counts against a budget of
-steps and of seconds, every operation that can build a long text checks its length first, and
-filters and methods that build one from a single number are not there.
+steps and of seconds, every operation that can build a long text checks its length first, what is
+compared is counted, and only the filters and methods of `template_filters` are there.
 """
 
 import functools
@@ -15,8 +15,16 @@ from jinja2 import filters, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context
+from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from serving.text.template_filters import (
+    bounded_filters,
+    bounded_method,
+    bounded_tests,
+    check_number,
+    entries,
+)
 
 MAX_STEPS = 1_000_000
 MAX_SECONDS = 2.0
@@ -24,9 +32,9 @@ MAX_LENGTH = 1 << 22  # characters of one text
 MAX_TOTAL = 1 << 29  # characters of all texts that one rendering builds
 _ENTRY = 8  # an entry of a list counts as so many characters
 _MAX_INDENT = 64
-_FILTERS_LEFT_OUT = ("batch", "center", "format", "pprint", "slice", "urlize", "wordwrap")
 _METHODS_LEFT_OUT = ("center", "encode", "expandtabs", "format", "format_map")
 _METHODS_LEFT_OUT += ("ljust", "rjust", "translate", "zfill")
+_LONG = 1 << 16  # characters; after an operation on so many the clock is looked at
 
 
 class TemplateLimit(SecurityError):
@@ -53,9 +61,23 @@ class Meter:
     def build(self, length: int) -> None:
         """Count one operation that is about to build a text of this length."""
         self.step()
-        self._total -= length
-        if length > MAX_LENGTH or self._total < 0:
+        if length > MAX_LENGTH:
             raise TemplateLimit("it builds texts that are too long")
+        self.charge(length)
+
+    def charge(self, length: int) -> None:
+        """Count work on so many characters."""
+        self._total -= length
+        if self._total < 0:
+            raise TemplateLimit("it builds texts that are too long")
+        if length > _LONG and time.monotonic() > self._end_s:
+            raise TemplateLimit("it takes too long")
+
+    def sliced(self, value: Any) -> Any:
+        """Return the value, of which a slice is about to be copied."""
+        if _weight(value):
+            self.build(len(value) * _weight(value))
+        return value
 
     def shown(self, value: Any) -> Any:
         """Return the value, whose text is about to be built, and count what is in it."""
@@ -96,7 +118,7 @@ class GenerationTag(Extension):
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """The environment of one rendering; `meter` bounds it."""
 
-    intercepted_binops = frozenset(("+", "*", "**", "%"))
+    intercepted_binops = frozenset(("+", "-", "*", "/", "//", "**", "%"))
 
     def __init__(self, meter: Meter):
         super().__init__(
@@ -107,8 +129,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         )
         self.meter = meter
         self.concat = meter.join  # jinja2 builds outputs, blocks and macros with it
-        for name in _FILTERS_LEFT_OUT:
-            del self.filters[name]
+        self.tests = bounded_tests(meter, self.tests)
+        self.filters = bounded_filters(meter, self.filters)
         self.filters["indent"] = self._indent
         self.filters["join"] = self._join
         self.filters["replace"] = self._replace
@@ -128,9 +150,20 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             node.body.insert(0, nodes.Output([_meter_call("step")], lineno=node.lineno))
         for node in list(tree.find_all(nodes.Concat)):
             node.nodes = [_meter_call("join", nodes.List(node.nodes))]
+        for node in list(tree.find_all(nodes.Compare)):
+            node.expr = _meter_call("shown", node.expr)
+            for operand in node.ops:
+                operand.expr = _meter_call("shown", operand.expr)
+        for node in list(tree.find_all(nodes.Pair)):
+            node.key = _meter_call("shown", node.key)
+        for node in list(tree.find_all(nodes.Getitem)):
+            if isinstance(node.arg, nodes.Slice):
+                node.node = _meter_call("sliced", node.node)
         return tree
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        check_number(left)
+        check_number(right)
         check = {"+": self._check_sum, "*": self._check_product, "**": _check_power}
         if operator == "%" and isinstance(left, str | bytes):
             raise SecurityError("texts cannot be formatted with %")
@@ -154,6 +187,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             obj = functools.partial(self._replace, owner)
         elif isinstance(owner, str) and name == "join":
             obj = functools.partial(self._join, d=owner)
+        elif isinstance(owner, str) and getattr(obj, "__func__", None) is None:
+            obj = bounded_method(self.meter, owner, name)
+        elif isinstance(owner, list | tuple | dict | LoopContext):
+            self.meter.shown([*args, owner if name in ("count", "index") else None])
         return super().call(context, obj, *args, **kwargs)
 
     def _check_sum(self, left: Any, right: Any) -> None:
@@ -185,7 +222,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return text.replace(old, new, found)
 
     def _join(self, value: Iterable[Any], d: Any = "", attribute: Any = None) -> str:
-        items = [self.getitem(item, attribute) if attribute else item for item in value]
+        items = entries(self.meter, value)
+        items = [self.getitem(item, attribute) if attribute else item for item in items]
         texts = [str(self.meter.shown(item)) for item in items]
         self.meter.build(sum(map(len, texts)) + len(str(d)) * len(texts))
         return str(d).join(texts)

@@ -55,6 +55,7 @@ class Tokenizer:
         files = TokenizerFiles(Path(model))
         self._backend = _backend(files, made_up)
         self.vocab_size: int = self._backend.vocab_size  # one more than the largest id
+        self.longest_token: int = self._backend.longest_token  # characters
         self.eos_token_ids: tuple[int, ...] = self._find_eos(files)
         source = files.chat_template()
         if chat_template is not None:
@@ -67,7 +68,7 @@ class Tokenizer:
         """Return the token ids of a text, with BOS (and EOS) where the model wants them.
 
         Special tokens that are spelled out in the text become their ids. ValueError for a text
-        that is not Unicode.
+        that is not Unicode. Other threads run meanwhile, however long the text is.
         """
         try:
             text.encode()

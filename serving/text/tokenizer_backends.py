@@ -3,6 +3,7 @@
 import abc
 import json
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import sentencepiece
@@ -14,6 +15,7 @@ from serving.text.tokenizer_files import AddedToken, TokenizerFiles
 
 # A private-use character: no piece contains it, so that nothing merges across it.
 _BORDER = "\ue000"
+_WINDOW = 1 << 14  # characters
 
 
 class AbstractBackend(abc.ABC):
@@ -22,10 +24,11 @@ class AbstractBackend(abc.ABC):
     rule: DecodingRule
     special_ids: frozenset[int]
     vocab_size: int  # one more than the largest id
+    longest_token: int  # characters of a text that one token may stand for
 
     @abc.abstractmethod
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of a text."""
+        """Return the token ids of a text, without holding the interpreter lock for long."""
 
     @abc.abstractmethod
     def token(self, token_id: int) -> str | None:
@@ -50,10 +53,13 @@ class TokenizersBackend(AbstractBackend):
         self.rule = decoding_rule(json.loads(self._tokenizer.to_str())["decoder"])
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        vocab = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size, self.longest_token = 1 + max(vocab.values()), max(map(len, vocab))
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # Unlike `encode` it releases the interpreter lock; `fast` leaves out what is not asked for.
+        batch = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return batch[0].ids
 
     def token(self, token_id: int) -> str | None:
         return self._tokenizer.id_to_token(token_id) if token_id >= 0 else None
@@ -91,16 +97,17 @@ class SentencePieceBackend(AbstractBackend):
         special = {self._added[token.content] for token in added if token.special}
         self.special_ids = frozenset(controls | special)
         self.vocab_size = max(base, 1 + max(self._extra, default=-1))
-        self._splitter = _splitter(self._added)
+        pieces = (self._model.id_to_piece(i) for i in range(base))
+        self.longest_token = max(map(len, (*pieces, *self._added)))
+        self._splitter = _Splitter(self._added)
         self._bos = self._model.bos_id() if files.config.get("add_bos_token", True) else -1
         self._eos = self._model.eos_id() if files.config.get("add_eos_token", False) else -1
         self.rule = DecodingRule(_piece_bytes, _piece_bytes, strip=int(prefixed))
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         ids: list[int] = [self._bos] if add_special_tokens and self._bos >= 0 else []
-        parts = self._splitter.split(text) if self._splitter else [text]
         continued = False
-        for part in parts:
+        for part in self._splitter.split(text):
             if part in self._added:
                 ids.append(self._added[part])
                 continued = True
@@ -144,7 +151,7 @@ class MadeUpBackend(AbstractBackend):
     """A vocabulary for random weights: a byte is a token, further ids are spelled as numbers."""
 
     def __init__(self, vocab_size: int):
-        self.vocab_size, self.special_ids = vocab_size, frozenset()
+        self.vocab_size, self.special_ids, self.longest_token = vocab_size, frozenset(), 1
         self.rule = DecodingRule(byte_fallback, byte_fallback)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -188,12 +195,29 @@ def _as_library_token(token: AddedToken) -> tokenizers.AddedToken:
     )
 
 
-def _splitter(added: dict[str, int]) -> re.Pattern[str] | None:
-    """Return a pattern that splits off added tokens, the longest first."""
-    if not added:
-        return None
-    longest_first = sorted(added, key=len, reverse=True)
-    return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+class _Splitter:
+    """Splits texts at added tokens, the longest first, a window of the text at a time.
+
+    One search in a long text would hold the interpreter lock throughout.
+    """
+
+    def __init__(self, added: Iterable[str]):
+        longest_first = sorted(added, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)))
+        self._longest = len(longest_first[0]) if longest_first else 0
+
+    def split(self, text: str) -> list[str]:
+        """Return added tokens and what stands between them, in order."""
+        parts, begin, place = [], 0, 0
+        while self._longest and place < len(text):
+            window = place + _WINDOW
+            match = self._pattern.search(text, place, window + self._longest - 1)
+            if match is None or match.start() >= window:
+                place = window
+                continue
+            parts += [text[begin : match.start()], match[0]]
+            begin = place = match.end()
+        return [*parts, text[begin:]]
 
 
 def _piece_bytes(piece: str) -> bytes:

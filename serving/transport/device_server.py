@@ -156,7 +156,7 @@ class DeviceServer(AbstractSeatingServer[_Seat]):
                 )
             except (ValueError, MemoryError) as error:
                 raise TransportError(f"a client's slots cannot be made: {error}") from error
-            epoch = self._epoch = max(self._epoch, last_epoch) + 1
+            epoch = self._next_epoch(last_epoch)
             self._last_client += 1
             index = min(free)
             if local:

@@ -22,6 +22,7 @@ from serving.transport.slots import Joined, SlotClient, SlotServer
 from serving.transport.terms import Terms, mismatch
 
 LAST_EPOCH = 1 << 62
+_MOST_STEPS = 1 << 32  # of epochs at once: a server counts its clients
 
 
 class HasGuests(Protocol):
@@ -166,8 +167,12 @@ class _Caller(AbstractConnector):
             raise self._not_there(error) from error
         try:
             epoch = answer.get("epoch")
-            if not isinstance(epoch, int) or not last_epoch < epoch <= LAST_EPOCH:
-                raise TransportError(f"{self._address} gave epoch {epoch} after {last_epoch}")
+            last_allowed = min(last_epoch + _MOST_STEPS, LAST_EPOCH)
+            if not isinstance(epoch, int) or not last_epoch < epoch <= last_allowed:
+                raise TransportError(
+                    f"{self._address} gave epoch {epoch} after {last_epoch}, allowed are "
+                    f"{last_epoch + 1} to {last_allowed}."
+                )
             channel, bell = carrier.client_slots(self._terms, fds)
         except BaseException:
             connection.close()

@@ -21,6 +21,15 @@ _LONGEST = 1 << 16
 _SECONDS = 2.0  # for one side to answer the other
 _RETRY_SECONDS = 0.02
 MOST_CLIENTS = 64
+# A peer whose host lost power says nothing: after 5 s of silence it is asked every 5 s, and after
+# 20 s without an answer, or with bytes that it has not taken, the connection is over.
+_KEEPALIVE = {
+    (socket.SOL_SOCKET, "SO_KEEPALIVE"): 1,
+    (socket.IPPROTO_TCP, "TCP_KEEPIDLE"): 5,
+    (socket.IPPROTO_TCP, "TCP_KEEPINTVL"): 5,
+    (socket.IPPROTO_TCP, "TCP_KEEPCNT"): 3,
+    (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT"): 20_000,  # ms
+}
 
 Address = str | Path | tuple[str, int]  # of a Unix socket, or a host and port
 # Whether the other side of a connection may speak at all. Raises TransportError.
@@ -113,6 +122,7 @@ class Listener:
     def _shake(self, connection: socket.socket) -> None:
         connection.settimeout(_SECONDS)
         try:
+            _set_options(connection)
             if self._admit is not None:
                 self._admit(connection)
             guest = self._welcome(receive(connection)[0])
@@ -137,7 +147,9 @@ def _refuse(connection: socket.socket, why: str) -> None:
     """Say why, and close only when the other side has heard: unread words would cut that off."""
     send(connection, {"refused": why})
     connection.shutdown(socket.SHUT_WR)
+    deadline = _Deadline(connection)
     for _ in range(_LONGEST // 1024):
+        deadline.wait_no_longer()
         if not connection.recv(1024):
             return
 
@@ -177,7 +189,7 @@ def connect(address: Address) -> socket.socket:
     """Return a connection whose every step is bounded. Raises OSError if nobody listens."""
     if isinstance(address, tuple):
         connection = socket.create_connection(address, _SECONDS)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _set_options(connection)
         return connection
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -187,6 +199,16 @@ def connect(address: Address) -> socket.socket:
         connection.close()
         raise
     return connection
+
+
+def _set_options(connection: socket.socket) -> None:
+    """Let TCP send at once and find out that the other host has gone."""
+    if connection.family == socket.AF_UNIX:
+        return
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for (level, name), value in _KEEPALIVE.items():
+        if hasattr(socket, name):  # not every system has all of them
+            connection.setsockopt(level, getattr(socket, name), value)
 
 
 def wait_for_listener(address: Address, seconds: float) -> None:
@@ -278,18 +300,54 @@ def send(connection: socket.socket, said: dict, fds: Sequence[int] = ()) -> None
     connection.sendall(text)
 
 
+class _Deadline:
+    """A connection's time limit counts from now on for several calls together."""
+
+    def __init__(self, connection: socket.socket):
+        self._connection, self._seconds = connection, connection.gettimeout()
+        self._end = time.monotonic() + (self._seconds or 0.0)
+
+    def wait_no_longer(self) -> None:
+        """Give the next call what is left. Raises TimeoutError where that is nothing."""
+        if self._seconds is not None:
+            left = self._end - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("timed out in the middle of a message")
+            self._connection.settimeout(left)
+
+    def restore(self) -> None:
+        """Give later calls the connection's own limit again."""
+        self._connection.settimeout(self._seconds)
+
+
 def receive(connection: socket.socket, num_fds: int = 0) -> tuple[dict, list[int]]:
-    """Return a message and its descriptors. Raises OSError, and ValueError for other bytes."""
+    """Return a message and its descriptors, within the time limit of the connection for a call.
+
+    Raises OSError, and ValueError for other bytes.
+    """
+    deadline = _Deadline(connection)
+    try:
+        return _receive(connection, num_fds, deadline)
+    finally:
+        deadline.restore()
+
+
+def _receive(
+    connection: socket.socket, num_fds: int, deadline: _Deadline
+) -> tuple[dict, list[int]]:
     if num_fds:
         head, fds, _, _ = socket.recv_fds(connection, 4, num_fds, socket.MSG_CMSG_CLOEXEC)
     else:
         head, fds = b"", []
     try:
-        head += _exactly(connection, 4 - len(head))
+        head += _exactly(connection, 4 - len(head), deadline)
         length = int.from_bytes(head, "little")
         if length > _LONGEST:
             raise ValueError(f"a message of {length} bytes is not one of ours")
-        said = _read_json(_exactly(connection, length))
+        try:
+            said = json.loads(_exactly(connection, length, deadline))
+        except RecursionError:
+            raise ValueError("a message of too many levels") from None
         if not isinstance(said, dict):
             raise ValueError("a message that is not an object")
     except BaseException:
@@ -299,16 +357,10 @@ def receive(connection: socket.socket, num_fds: int = 0) -> tuple[dict, list[int
     return said, fds
 
 
-def _read_json(text: bytes) -> object:
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("a message that is nested too deeply") from None
-
-
-def _exactly(connection: socket.socket, count: int) -> bytes:
+def _exactly(connection: socket.socket, count: int, deadline: _Deadline) -> bytes:
     data = b""
     while len(data) < count:
+        deadline.wait_no_longer()
         part = connection.recv(count - len(data))
         if not part:
             raise ValueError("the connection ended in the middle of a message")

@@ -64,6 +64,14 @@ class AbstractSeatingServer[Seat](AbstractServer):
             self._seats.clear()
             self._free()
 
+    def _next_epoch(self, last_epoch: int) -> int:
+        """Return the epoch of a new seat, above the last one that its client has seen; locked.
+
+        The server's own count goes on by one: what one client says moves no other client's epoch.
+        """
+        self._epoch += 1
+        return max(self._epoch, last_epoch + 1)
+
     @abc.abstractmethod
     def _answer(self, request: Request, deltas: Sequence[np.ndarray] | None) -> bool:
         """Push C-contiguous [rows, d_out] of each output, or refuse; False if nobody is there."""

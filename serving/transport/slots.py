@@ -181,7 +181,7 @@ class SlotServer(AbstractSeatingServer[_Seat]):
         with self._lock:
             if self._closed:
                 raise TransportError("the server is closed")
-            epoch = self._epoch = max(self._epoch, last_epoch) + 1
+            epoch = self._next_epoch(last_epoch)
             channel = shared_memory(self.shapes.channel_bytes)
             client = self._calls.server_attach(self._number, channel, epoch)
             if not client:

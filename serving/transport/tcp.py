@@ -81,8 +81,6 @@ class Tcp(AbstractCarrier[SlotServer]):
             server.leave(client)
 
         def stay(connection: socket.socket) -> None:
-            if connection.family != socket.AF_UNIX:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._relay(server.shapes, connection, joined, False)
 
         return Guest({"epoch": joined.epoch}, [], stay, gone)

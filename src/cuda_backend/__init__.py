@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 def kernels() -> dict[str, Callable]:
     """Return the ops that this backend has, by name; what the entry point `cuda` leads to."""
+    from cuda_backend.all_gather import all_gather
     from cuda_backend.grouped_matmul import grouped_matmul
     from cuda_backend.lora_gemm import lora_gemm, lora_gemms
     from cuda_backend.merge import merge
@@ -19,7 +20,7 @@ def kernels() -> dict[str, Callable]:
     from cuda_backend.row_math import choose_experts, place_heads, rms_norm
 
     linear = (grouped_matmul, lora_gemm, lora_gemms)
-    others = (adapter_items, merge, paged_attention, reroute, row_map)
+    others = (adapter_items, all_gather, merge, paged_attention, reroute, row_map)
     by_row = (choose_experts, place_heads, rms_norm)
     return {op.__name__: op for op in (*linear, *others, *by_row)}
 

@@ -22,6 +22,7 @@ FLAGS = (
     "-w",
 )
 TARGETS = (
+    "lora_jax_cuda_all_gather",
     "lora_jax_cuda_grouped_f32",
     "lora_jax_cuda_row_items",
     "lora_jax_cuda_lora_gemm",

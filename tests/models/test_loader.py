@@ -170,6 +170,9 @@ def test_no_config(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
         load(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "model_type": "mixtral"}')
+    with pytest.raises(ValueError, match=r"config\.json of .*: the key 'model_type' stands twice"):
+        load(tmp_path)
     with pytest.raises(ValueError, match=r"no folder meta-llama/Llama-3; models are folders"):
         load("meta-llama/Llama-3")
 

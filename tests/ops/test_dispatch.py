@@ -86,6 +86,16 @@ def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
     assert dispatch.cache_folder() == tmp_path / "lora-jax"
 
 
+def test_the_cpu_of_kernels_follows_the_environment(monkeypatch):
+    monkeypatch.delenv(dispatch.MARCH_ENV, raising=False)
+    assert dispatch.march() == "native"
+    monkeypatch.setenv(dispatch.MARCH_ENV, "x86-64-v3")
+    assert dispatch.march() == "x86-64-v3"
+    monkeypatch.setenv(dispatch.MARCH_ENV, "native -fplugin=x.so")
+    with pytest.raises(ValueError, match=r"LORA_JAX_MARCH=.* is not a name of g\+\+"):
+        dispatch.march()
+
+
 def test_pallas_kernels_are_imported_when_they_are_called():
     code = (
         "import sys, lora_jax.ops.lora_gemm, lora_jax.ops.grouped_matmul as g, jax.numpy as jnp\n"

@@ -2,12 +2,16 @@
 
 import concurrent.futures
 import dataclasses
+import stat
+import subprocess
+import sys
 import time
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from lora_jax import own_files
 from lora_jax.ops import native
 from lora_jax.ops.native import CPP_FLAGS, BuildError
 
@@ -48,7 +52,8 @@ def test_concurrent_builds_compile_once(library, monkeypatch, tmp_path):
     def slow_compile(what, compiler, path):
         compiled.append(path)
         time.sleep(0.2)
-        path.write_bytes(b"library")
+        (path.parent / "part").write_bytes(b"library")
+        own_files.publish(path.parent / "part", path)
 
     monkeypatch.setattr(native, "compile_library", slow_compile)
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
@@ -61,7 +66,59 @@ def test_concurrent_builds_compile_once(library, monkeypatch, tmp_path):
 def test_what_was_compiled_is_loaded(library, tmp_path):
     assert library.load(tmp_path / "cache").one() == 1
     files = list((tmp_path / "cache").iterdir())
-    assert sorted(p.suffix for p in files) == [".lock", ".so"]
+    assert sorted(p.suffix for p in files) == [".lock", ".sha256", ".so"]
+    assert {stat.S_IMODE(p.stat().st_mode) for p in files} == {0o600}
+
+
+def half(library):
+    library.write_bytes(library.read_bytes()[: library.stat().st_size // 2])
+
+
+def empty(library):
+    library.write_bytes(b"")
+
+
+def corrupt(library):
+    data = bytearray(library.read_bytes())
+    data[0x18:0x40] = bytes(0x28)  # of the ELF header
+    library.write_bytes(data)
+
+
+def foreign(library):
+    library.chmod(0o666)
+
+
+@pytest.mark.parametrize("damage", [half, empty, corrupt, foreign])
+def test_a_damaged_library_is_compiled_again(library, tmp_path, damage, caplog):
+    """Before digests the first ended the process with SIGBUS at every start."""
+    built = library.build(tmp_path / "cache")
+    good = built.read_bytes()
+    damage(built)
+    code = (
+        "import pathlib, sys; from lora_jax.ops import native\n"
+        "folder, cache = map(pathlib.Path, sys.argv[1:])\n"
+        "print(native.cpp_library('one', 'test library', folder, ()).load(cache).one())"
+    )
+    arguments = [str(library.sources[0].parent), str(tmp_path / "cache")]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+    assert own_files.is_whole(built)
+    assert built.read_bytes() == good
+
+
+def test_a_library_in_a_folder_that_others_may_write_is_not_loaded(library, tmp_path, caplog):
+    cache = tmp_path / "cache"
+    built = library.build(cache)
+    library.sources[0].write_text('extern "C" int one() { return 666; }')
+    planted = library.build(tmp_path / "elsewhere")
+    library.sources[0].write_text('extern "C" int one() { return 1; }')
+    for file in planted.parent.iterdir():
+        (cache / file.name.replace(planted.stem, built.stem)).write_bytes(file.read_bytes())
+    cache.chmod(0o777)
+    assert library.load(cache).one() == 1
+    said = f"other users may write {cache} (mode 0777): run chmod go-w {cache}, or name another"
+    assert said in caplog.text
+    assert "test library are compiled anew at each start" in caplog.text
 
 
 def test_each_call_of_each_program_keeps_its_own_state(tmp_path):
@@ -83,15 +140,19 @@ def test_a_missing_symbol_is_told(library, tmp_path):
         wrong.load(tmp_path / "cache")
 
 
-def test_the_key_follows_flags_machine_and_sources(library):
+def test_the_key_follows_flags_machine_and_sources(library, monkeypatch):
     compiler = library.compiler
     assert compiler is not None
     keys = {library.key(compiler)}
     keys.add(dataclasses.replace(library, flags=(*library.flags, "-O1")).key(compiler))
     keys.add(dataclasses.replace(library, machine="another cpu").key(compiler))
+    monkeypatch.setenv("LORA_JAX_MARCH", "x86-64-v3")
+    other = native.cpp_library("one", "test library", library.sources[0].parent, ())
+    assert "-march=x86-64-v3" in other.flags
+    keys.add(other.key(compiler))
     library.sources[0].write_text("int x;")
     keys.add(library.key(compiler))
-    assert len(keys) == 4
+    assert len(keys) == 5
     assert library.key(compiler) in keys
 
 
@@ -102,11 +163,22 @@ def test_a_compiler_error_is_told_and_leaves_no_file(library, tmp_path):
     assert not [p for p in (tmp_path / "cache").iterdir() if p.suffix != ".lock"]
 
 
-def test_a_cache_that_cannot_be_written_is_told(library, tmp_path):
+def test_a_cache_that_cannot_be_written_is_told_and_done_without(library, tmp_path, caplog):
     file = tmp_path / "file"
     file.write_text("")
-    with pytest.raises(BuildError, match="cannot write the kernel cache"):
-        library.build(file / "cache")
+    assert library.load(file / "cache").one() == 1
+    assert "compiled anew at each start" in caplog.text
+
+
+def test_nowhere_to_write_is_an_error(library, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+
+    def no_folder(path):
+        raise PermissionError(f"no {path}")
+
+    monkeypatch.setattr(native.own_files, "own_folder", no_folder)
+    with pytest.raises(BuildError, match="cannot write the kernel cache: no "):
+        library.build(tmp_path / "cache")
 
 
 def test_without_a_compiler_it_is_told(library, tmp_path):

@@ -175,6 +175,19 @@ __device__ __forceinline__ void store_release_sys(uint64_t* p, uint64_t v) {
 }
 // A load that waits for somebody else: in a loop whose end is in other hands.
 __device__ __forceinline__ uint64_t poll_acquire_sys(const uint64_t* p) { return load_acquire_sys(p); }
+// 16 bytes that other devices write or read as one: neither is cut in parts.
+__device__ __forceinline__ void store_words_sys(uint4* p, uint4 v) {
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+__device__ __forceinline__ uint4 poll_words_sys(const uint4* p) {  // in a loop whose end is in other hands
+  uint4 v;
+  asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
 // Of memory of this device alone; what others wrote and this thread has acquired comes along.
 __device__ __forceinline__ uint64_t poll_acquire(const uint64_t* p) {
   uint64_t v;

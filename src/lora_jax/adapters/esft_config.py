@@ -7,6 +7,11 @@ Format (deepseek-ai/ESFT, `to_esft` of esft.py): {"experts": {"<layer>": [expert
 import json
 from typing import Any
 
+from lora_jax import strict_json
+from lora_jax.json_structure import too_many_values
+
+_MAX_VALUES = 1 << 17
+_LISTED = 16
 _REFUSED = {
     "shared_experts": "the adapter replaces the shared experts",
     "non_expert_modules": "the adapter replaces attention, embeddings, router and norms",
@@ -19,8 +24,10 @@ def parse(data: bytes) -> dict[int, tuple[int, ...]]:
     Raises ValueError naming the key: for what is not this format, for keys nobody knows, and for
     adapters that replace more than routed experts, which all adapters of one base share.
     """
+    if too_many_values(data, _MAX_VALUES):
+        raise ValueError(f"it holds more than {_MAX_VALUES} JSON values.")
     try:
-        raw = json.loads(data.decode(), object_pairs_hook=_unique)
+        raw = strict_json.loads(data.decode())
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
         raise ValueError("not valid JSON.") from None
     if not isinstance(raw, dict):
@@ -52,11 +59,6 @@ def _experts(layer: str, ids: Any) -> tuple[int, ...]:
     if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
         raise ValueError(f"experts of layer {layer} must be a list of numbers.")
     if len(set(ids)) < len(ids):
-        raise ValueError(f"experts of layer {layer} has an expert twice: {sorted(ids)}.")
+        shown = ", ".join(map(str, sorted(ids)[:_LISTED]))
+        raise ValueError(f"experts of layer {layer} has an expert twice: {shown}, ...")
     return tuple(sorted(ids))
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len({name for name, _ in pairs}) != len(pairs):
-        raise ValueError("a key stands twice.")
-    return dict(pairs)

@@ -26,7 +26,8 @@ from lora_jax.adapters.weights import PROJECTIONS, AdapterReport, ExpertWeights,
 CONFIG_FILE = "expert_cfg.json"
 MODULES = tuple(f"experts.{name}" for name in PROJECTIONS)
 _RANK_FOLDER = re.compile(r"last_checkpoint_ep\d+")
-_MAX_CONFIG_BYTES = 4 << 20
+_MAX_CONFIG_BYTES = 1 << 20
+_MORE_TENSORS = 64  # a header may name more tensors than are used; they are refused by name
 _LISTED = 6
 _THREADS = 8  # that look at all values
 _Place = tuple[str, int, int]  # module, layer, expert
@@ -58,7 +59,7 @@ def read(
     with _naming(CONFIG_FILE):
         wanted = esft_config.parse(folder.read(CONFIG_FILE, _MAX_CONFIG_BYTES))
         _check_experts(wanted, catalogue)
-    tensors = _read_files(folder, files, limits)
+    tensors = _read_files(folder, files, limits, catalogue)
     placed = _place(tensors, catalogue)
     _check_complete(placed, wanted)
     with ThreadPoolExecutor(_THREADS) as threads:
@@ -115,14 +116,26 @@ def _check_experts(wanted: dict[int, tuple[int, ...]], catalogue: LoraCatalogue)
             )
 
 
+def _file_limits(limits: ReadLimits, catalogue: LoraCatalogue) -> FileLimits:
+    """Return the limits of a file with every expert of the base, in float32."""
+    tensors, values = 0, 0
+    for name in MODULES:
+        module = catalogue.modules[name]
+        count = len(module.layers) * module.num_experts
+        tensors += count
+        values += count * module.d_in * module.d_out
+    return limits.file.for_model(tensors + _MORE_TENSORS, 4 * values)
+
+
 def _read_files(
-    folder: AdapterFolder, files: tuple[str, ...], limits: ReadLimits
+    folder: AdapterFolder, files: tuple[str, ...], limits: ReadLimits, catalogue: LoraCatalogue
 ) -> dict[str, StoredTensor]:
     """Return the tensors of all files under their new names; none may stand twice."""
     tensors: dict[str, StoredTensor] = {}
+    bounds = _file_limits(limits, catalogue)
     for file in files:
         room = max(0, limits.max_file_bytes - folder.num_bytes)
-        found = safetensors_file.parse(folder.view(file, room), file, limits.file)
+        found = safetensors_file.read_file(folder, file, room, bounds)
         for name, tensor in found.items():
             full = f"model.{name}" if name.startswith("layers.") else name
             if full in tensors:

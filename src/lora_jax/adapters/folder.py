@@ -12,11 +12,14 @@ import itertools
 import mmap
 import os
 import stat
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 PIECE_BYTES = 16 << 20
 _THREADS = 8
+# Takes a function that reads so many bytes from a place on, and the file's size.
+Check = Callable[[Callable[[int, int], bytes], int], None]
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
@@ -49,8 +52,11 @@ class AdapterFolder:
         """Return the whole file; ValueError when absent, not a plain file, outside or too big."""
         return bytes(self.view(name, max_bytes))
 
-    def view(self, name: str, max_bytes: int) -> memoryview:
-        """Return what `read` does, read-only, without a second copy."""
+    def view(self, name: str, max_bytes: int, check: Check | None = None) -> memoryview:
+        """Return what `read` does, read-only, without a second copy.
+
+        `check` may refuse the file by its size and its beginning before the rest is read.
+        """
         try:
             # Non-blocking, or opening a pipe would wait for its writer for ever.
             handle = os.open(self._real / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -59,6 +65,8 @@ class AdapterFolder:
         try:
             status = os.fstat(handle)
             self._check_opened(name, status, max_bytes)
+            if check is not None:
+                check(lambda start, count: os.pread(handle, count, start), status.st_size)
             data, self.hashes[name] = _read_hashed(handle, status.st_size)
         finally:
             os.close(handle)

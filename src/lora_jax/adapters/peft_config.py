@@ -7,9 +7,12 @@ default value. A key we do not know must be null: it could change what the adapt
 import dataclasses
 import json
 import math
-import re
 from pathlib import PurePosixPath
 from typing import Any
+
+from lora_jax import strict_json
+from lora_jax.adapters.peft_pattern import Budget, Pattern, PatternRefused
+from lora_jax.json_structure import too_many_values
 
 # Says nothing about what the tensors do: training, bookkeeping, or which tensors exist.
 _METADATA = frozenset(
@@ -50,9 +53,9 @@ _REFUSED: dict[str, tuple[Any, str]] = {
 }
 # These leave the base weights alone and mean plain B A afterwards.
 _INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
-_MAX_CONFIG_MATCHES = 5_000_000  # patterns x modules; real files stay below 10^5
-_MAX_PATTERN = 512
-_MAX_STARS = 3  # matching takes length ** (stars + 1) steps at worst
+_MAX_CONFIG_MATCHES = 1_000_000  # patterns x modules; real files stay below 10^5
+_MAX_PATTERNS = 1000
+_MAX_VALUES = 1 << 17  # JSON values of the file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +65,8 @@ class PeftConfig:
     rank: int
     alpha: float
     use_rslora: bool
-    rank_pattern: tuple[tuple[re.Pattern[str], int], ...]
-    alpha_pattern: tuple[tuple[re.Pattern[str], float], ...]
+    rank_pattern: tuple[tuple[Pattern, int], ...]
+    alpha_pattern: tuple[tuple[Pattern, float], ...]
     target_modules: tuple[str, ...]  # where they are a list; tensors say what they are of
     target_parameters: tuple[str, ...]
     base_model: str | None
@@ -113,8 +116,10 @@ def _target_modules(config: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _json(data: bytes) -> dict[str, Any]:
+    if too_many_values(data, _MAX_VALUES):
+        raise ValueError(f"it holds more than {_MAX_VALUES} JSON values.")
     try:
-        config = json.loads(data.decode())
+        config = strict_json.loads(data.decode())
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
         raise ValueError("not valid JSON.") from None
     if not isinstance(config, dict):
@@ -143,6 +148,8 @@ def _check_keys(config: dict[str, Any]) -> None:
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, list | dict | str) and len(value) > 80:
+        return f"a {type(value).__name__} of {len(value)}"
     text = json.dumps(value, default=str)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -200,19 +207,19 @@ def _patterns(config: dict[str, Any], key: str, convert: Any) -> tuple[Any, ...]
         return ()
     if not isinstance(value, dict):
         raise ValueError(f"{key} is {_short(value)}, not an object of patterns.")
+    if len(value) > _MAX_PATTERNS:
+        raise ValueError(f"{key} holds {len(value)} patterns; at most {_MAX_PATTERNS} are read.")
+    budget = Budget()
     return tuple(
-        (_compile(pattern, key), convert(v, f"{key}[{_short(pattern)}]"))
+        (_compile(pattern, key, budget), convert(v, f"{key}[{_short(pattern)}]"))
         for pattern, v in value.items()
     )
 
 
-def _compile(pattern: str, key: str) -> re.Pattern[str]:
-    """Compile PEFT's rule `(.*\\.)?(pattern)$`; refuse patterns that could match for ever."""
-    bare = re.sub(r"\\.", "", pattern)
-    slow = re.search(r"\)[*+{]", bare) or len(re.findall(r"[*+{]", bare)) > _MAX_STARS
-    if len(pattern) > _MAX_PATTERN or slow:
-        raise ValueError(f"{key} holds the pattern {_short(pattern)}, which is too complex.")
+def _compile(pattern: str, key: str, budget: Budget) -> Pattern:
     try:
-        return re.compile(rf"(.*\.)?({pattern})$")
-    except (re.error, OverflowError, RecursionError):
-        raise ValueError(f"{key} holds {_short(pattern)}, which is not a pattern.") from None
+        return Pattern(pattern, budget)
+    except PatternRefused as error:
+        raise ValueError(
+            f"{key} holds the pattern {_short(pattern)}, which is not supported: {error}."
+        ) from None

@@ -22,7 +22,8 @@ from lora_jax.adapters.weights import AdapterReport, AdapterWeights, ModuleRepor
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-_MAX_CONFIG_BYTES = 4 << 20
+_MAX_CONFIG_BYTES = 1 << 20
+_MORE_TENSORS = 64  # a header may name more tensors than are used; they are refused by name
 _SITES = dict[tuple[str, int], SiteWeights]
 
 
@@ -53,13 +54,29 @@ def read(
     folder = AdapterFolder(path, root)
     _check_files(folder)
     config = read_config(folder)
-    data = folder.view(WEIGHTS_FILE, limits.max_file_bytes)
-    tensors = safetensors_file.parse(data, WEIGHTS_FILE, limits.file)
+    tensors = safetensors_file.read_file(
+        folder, WEIGHTS_FILE, limits.max_file_bytes, _file_limits(limits, catalogue)
+    )
     with _naming(WEIGHTS_FILE):
         sites = read_sites(pair_up(tensors), config, catalogue)
         check_ranks(sites, limits.max_rank)
     report = make_report(folder, sites, config, len(tensors), _warnings(config, base_names))
     return AdapterWeights(sites, report)
+
+
+def _file_limits(limits: ReadLimits, catalogue: LoraCatalogue) -> FileLimits:
+    """Return the limits of a file with the highest rank on every module, in float32.
+
+    PEFT may add a copy of the base's head, see `peft_names`.
+    """
+    tensors, values = 0, 0
+    for module in catalogue.modules.values():
+        count = len(module.layers) * max(1, module.num_experts)
+        tensors += 2 * count
+        values += count * limits.max_rank * (module.d_in + module.d_out)
+    head = catalogue.modules.get("lm_head")
+    values += head.d_out * (head.d_in + 1) if head else 0
+    return limits.file.for_model(tensors + _MORE_TENSORS, 4 * values)
 
 
 def read_config(folder: AdapterFolder) -> peft_config.PeftConfig:

@@ -10,10 +10,14 @@ import dataclasses
 import json
 import math
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+from lora_jax.adapters.folder import AdapterFolder
+from lora_jax.json_structure import too_many_values
 
 DTYPES = {
     "F32": np.dtype(np.float32),
@@ -22,6 +26,10 @@ DTYPES = {
 }
 _MAX_NAME = 512
 _MAX_DIMS = 8
+_MIN_HEADER_BYTES, _ENTRY_BYTES = 1 << 20, 320  # an entry has a name, numbers and spaces
+_MIN_VALUES, _ENTRY_VALUES = 1 << 16, 20  # JSON values
+Read = Callable[[int, int], bytes]  # of so many bytes from a place on
+_Span = tuple[np.dtype, tuple[int, ...], int, int]  # dtype, shape, first and last byte
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +38,13 @@ class FileLimits:
 
     max_header_bytes: int = 32 << 20
     max_tensors: int = 200_000
+    max_data_bytes: int | None = None
+
+    def for_model(self, max_tensors: int, max_data_bytes: int) -> "FileLimits":
+        """Return the limits of a file that one model can use, never more than these."""
+        tensors = min(self.max_tensors, max_tensors)
+        header = max(_MIN_HEADER_BYTES, tensors * _ENTRY_BYTES)
+        return FileLimits(min(self.max_header_bytes, header), tensors, max_data_bytes)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -63,29 +78,85 @@ def _all_finite(values: np.ndarray) -> bool:
     return bool((values.view(bits) & exponent).max() < exponent)
 
 
-def parse(
-    buffer: bytes | memoryview, file_name: str, limits: FileLimits
-) -> dict[str, StoredTensor]:
-    """Return the tensors of a whole file by name; ValueError naming what is wrong with it."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Header:
+    """What stands before the data of a file: each tensor and its place."""
+
+    raw: bytes  # with the 8 bytes of its length
+    file_bytes: int
+    spans: dict[str, _Span]  # in the order of the data
+
+
+def read_header(read: Read, file_bytes: int, file_name: str, limits: FileLimits) -> Header:
+    """Return the header of a file of this size, whose tensors are all of its data.
+
+    Nothing but the header is read. ValueError naming what is wrong with it.
+    """
     try:
-        header, start = _header(buffer, limits)
-        return _tensors(header, memoryview(buffer)[start:], limits)
+        raw = _raw_header(read, file_bytes, limits)
+        header = _json(raw[8:], limits)
+        return Header(raw, file_bytes, _spans(header, file_bytes - len(raw), limits))
     except ValueError as error:
         raise ValueError(f"{file_name}: {error}") from None
 
 
-def _header(buffer: bytes | memoryview, limits: FileLimits) -> tuple[dict[str, Any], int]:
-    """Return the parsed header and where the data starts."""
-    if len(buffer) < 8:
-        raise ValueError(f"not a safetensors file, it has only {len(buffer)} bytes.")
-    (length,) = struct.unpack("<Q", buffer[:8])
+def parse(
+    buffer: bytes | memoryview, file_name: str, limits: FileLimits, header: Header | None = None
+) -> dict[str, StoredTensor]:
+    """Return the tensors of a whole file by name; ValueError naming what is wrong with it.
+
+    `header` is what `read_header` found before; a file that changed since is read anew.
+    """
+    same = header and header.file_bytes == len(buffer) and buffer[: len(header.raw)] == header.raw
+    if not header or not same:
+        header = read_header(
+            lambda start, count: bytes(buffer[start : start + count]),
+            len(buffer),
+            file_name,
+            limits,
+        )
+    data = memoryview(buffer)[len(header.raw) :]
+    return {
+        name: StoredTensor(name, dtype, shape, data[first:last])
+        for name, (dtype, shape, first, last) in header.spans.items()
+    }
+
+
+def read_file(
+    folder: AdapterFolder, file_name: str, max_bytes: int, limits: FileLimits
+) -> dict[str, StoredTensor]:
+    """Return the tensors of a file of a folder; its header is checked before its data is read."""
+    headers: list[Header] = []
+
+    def check(read: Read, file_bytes: int) -> None:
+        headers.append(read_header(read, file_bytes, file_name, limits))
+
+    return parse(folder.view(file_name, max_bytes, check), file_name, limits, *headers)
+
+
+def _raw_header(read: Read, file_bytes: int, limits: FileLimits) -> bytes:
+    """Return the length and the JSON of a header, as they are."""
+    if file_bytes < 8:
+        raise ValueError(f"not a safetensors file, it has only {file_bytes} bytes.")
+    (length,) = struct.unpack("<Q", read(0, 8))
     if length > limits.max_header_bytes:
         raise ValueError(f"header of {length} bytes, at most {limits.max_header_bytes} allowed.")
-    if 8 + length > len(buffer):
-        raise ValueError(f"truncated: header of {length} bytes in a file of {len(buffer)} bytes.")
+    if 8 + length > file_bytes:
+        raise ValueError(f"truncated: header of {length} bytes in a file of {file_bytes} bytes.")
+    raw = read(0, 8 + length)
+    if len(raw) < 8 + length:
+        raise ValueError("truncated: the file became shorter while it was read.")
+    return raw
+
+
+def _json(text: bytes, limits: FileLimits) -> dict[str, Any]:
+    """Return the header's entries by name."""
+    values = max(_MIN_VALUES, _ENTRY_VALUES * limits.max_tensors)
+    if too_many_values(text, values):
+        raise ValueError(f"the header holds more than {values} JSON values.")
     try:
         header = json.loads(
-            bytes(buffer[8 : 8 + length]).decode(),
+            text.decode(),
             object_pairs_hook=_unique,
             parse_constant=_no_constant,
         )
@@ -94,7 +165,7 @@ def _header(buffer: bytes | memoryview, limits: FileLimits) -> tuple[dict[str, A
     if not isinstance(header, dict):
         raise ValueError("the header is not a JSON object.")
     header.pop("__metadata__", None)
-    return header, 8 + length
+    return header
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -107,29 +178,33 @@ def _no_constant(text: str) -> None:
     raise ValueError(f"the header holds {text}.")
 
 
-def _tensors(
-    header: dict[str, Any], data: memoryview, limits: FileLimits
-) -> dict[str, StoredTensor]:
+def _spans(header: dict[str, Any], data_bytes: int, limits: FileLimits) -> dict[str, _Span]:
+    """Return the place of each tensor in the data, which they cover without gaps."""
     if len(header) > limits.max_tensors:
         raise ValueError(f"{len(header)} tensors, at most {limits.max_tensors} allowed.")
     for name in header:
         if len(name) > _MAX_NAME or not name.isprintable() or not name:
             raise ValueError(f"a tensor name is empty, too long or not printable: {name[:80]!r}.")
     spans = {name: _span(name, entry) for name, entry in header.items()}
-    tensors, end = {}, 0
-    for name, (dtype, shape, first, last) in sorted(spans.items(), key=lambda i: i[1][2]):
+    spans = dict(sorted(spans.items(), key=lambda item: item[1][2]))
+    end = 0
+    for name, (_, _, first, last) in spans.items():
         if first != end:
             raise ValueError(f"{name} starts at byte {first} of the data, expected {end}.")
-        if last > len(data):
-            raise ValueError(f"truncated: {name} ends at byte {last}, the data at {len(data)}.")
-        tensors[name] = StoredTensor(name, dtype, shape, data[first:last])
+        if last > data_bytes:
+            raise ValueError(f"truncated: {name} ends at byte {last}, the data at {data_bytes}.")
         end = last
-    if end != len(data):
-        raise ValueError(f"{len(data) - end} bytes after the last tensor belong to none.")
-    return tensors
+    if end != data_bytes:
+        raise ValueError(f"{data_bytes - end} bytes after the last tensor belong to none.")
+    if limits.max_data_bytes is not None and data_bytes > limits.max_data_bytes:
+        raise ValueError(
+            f"tensors of {data_bytes} bytes; {limits.max_data_bytes} are the most that an adapter "
+            "of this base model and rank can have."
+        )
+    return spans
 
 
-def _span(name: str, entry: Any) -> tuple[np.dtype, tuple[int, ...], int, int]:
+def _span(name: str, entry: Any) -> _Span:
     """Return dtype, shape, first and last byte of one header entry."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"the header entry of {name} is not dtype, shape and data_offsets.")

@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from lora_jax import strict_json
 from lora_jax.config import ModelConfig, from_hf
 from lora_jax.models.checkpoint import Checkpoint
 from lora_jax.models.registry import model_class
@@ -67,9 +68,11 @@ def read_config(folder: Path) -> ModelConfig:
     if not file.is_file():
         raise ValueError(f"{folder.name} holds no config.json.")
     try:
-        raw = json.loads(file.read_text())
-    except ValueError as error:
+        raw = strict_json.loads(file.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"config.json of {folder.name} is not JSON.") from error
+    except ValueError as error:
+        raise ValueError(f"config.json of {folder.name}: {error}") from error
     return from_hf(raw)
 
 

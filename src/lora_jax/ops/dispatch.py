@@ -4,7 +4,8 @@
 are kernels written in JAX; "ffi" is C++ on a CPU, built at first use; "xla" is portable JAX whose
 cost follows the rows; "reference" states the meaning.
 `LORA_JAX_OPS` names one of them for the whole process; `LORA_JAX_CACHE` is the folder of compiled
-kernels. No other module of ops reads the environment.
+kernels; `LORA_JAX_MARCH` is the CPU that C++ kernels are compiled for, as `g++ -march` takes it. No
+other module of ops reads the environment.
 """
 
 import functools
@@ -12,6 +13,7 @@ import importlib
 import importlib.metadata
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -25,6 +27,7 @@ log = logging.getLogger(__name__)
 
 ENV = "LORA_JAX_OPS"
 CACHE_ENV = "LORA_JAX_CACHE"
+MARCH_ENV = "LORA_JAX_MARCH"
 BACKENDS = "lora_jax.backends"  # entry points: a function that returns {op: kernel}
 IMPLEMENTATIONS = ("cuda", "pallas_gpu", "pallas_tpu", "ffi", "xla", "reference")
 _TRIED = {
@@ -96,6 +99,20 @@ def cache_folder() -> Path:
         return Path(named)
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "lora-jax"
+
+
+def march() -> str:
+    """Return the CPU that C++ kernels are compiled for: `LORA_JAX_MARCH`, or this one.
+
+    Raises:
+        ValueError: the variable is not the name of a CPU.
+    """
+    name = os.environ.get(MARCH_ENV) or "native"
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]*", name):
+        raise ValueError(
+            f"{MARCH_ENV}={name!r} is not a name of g++ -march: native, x86-64-v3, armv8.2-a, ..."
+        )
+    return name
 
 
 def call(kernels: Mapping[str, Callable], implementation: str | None, *args, **kwargs):

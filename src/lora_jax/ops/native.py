@@ -1,15 +1,18 @@
 """Compiles a library of XLA custom calls at first use and keeps it in the user's cache."""
 
+import atexit
 import contextlib
 import ctypes
 import dataclasses
 import fcntl
+import functools
 import hashlib
 import logging
 import os
 import platform
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,10 +21,13 @@ from typing import Any
 import jax
 import jaxlib.version
 
+from lora_jax import own_files
+from lora_jax.ops import dispatch
+
 log = logging.getLogger(__name__)
 
 CPP_COMPILERS = ("g++", "clang++", "c++")
-CPP_FLAGS = ("-O3", "-std=c++17", "-march=native", "-shared", "-fPIC", "-DNDEBUG", "-w")
+CPP_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-DNDEBUG", "-w")  # and -march
 
 
 class BuildError(RuntimeError):
@@ -61,23 +67,36 @@ class Library:
         return [compiler, *self.flags, *more, include, *units, "-o", str(library)]
 
     def build(self, folder: Path) -> Path:
-        """Return the compiled library in `folder`, compiling it if it is not there yet.
+        """Return the compiled library in `folder`, compiling it if it is not there, or damaged.
+
+        Where the folder cannot be used, or other users may write it, a warning says so and the
+        library is compiled in a folder of this process.
 
         Raises:
-            BuildError: there is no compiler, it fails, or the folder cannot be written.
+            BuildError: there is no compiler, it fails, or nothing can be written.
         """
         if self.compiler is None:
             raise BuildError(f"no {self.wanted} on the path")
-        library = folder / f"{self.name}-{self.key(self.compiler)}.so"
-        if library.exists():
-            return library
+        name = f"{self.name}-{self.key(self.compiler)}.so"
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with locked(library.with_suffix(".lock")):
-                if not library.exists():
-                    compile_library(self, self.compiler, library)
+            return self._built_in(own_files.own_folder(folder) / name, self.compiler)
+        except OSError as error:
+            log.warning("The %s are compiled anew at each start: %s", self.title, error)
+        try:
+            private = own_files.own_folder(_private_folder())
+            return self._built_in(private / name, self.compiler)
         except OSError as error:
             raise BuildError(f"cannot write the kernel cache: {error}") from error
+
+    def _built_in(self, library: Path, compiler: str) -> Path:
+        """Return `library`, compiled if need be, in a folder that is this user's."""
+        if own_files.is_whole(library):
+            return library
+        with locked(library.with_suffix(".lock")):
+            if not own_files.is_whole(library):
+                if library.exists():
+                    log.warning("%s is damaged, it is compiled again", library)
+                compile_library(self, compiler, library)
         return library
 
     def load(self, folder: Path) -> ctypes.CDLL:
@@ -138,26 +157,39 @@ class Calls:
 
 
 def compile_library(what: Library, compiler: str, library: Path) -> None:
-    """Compile into a temporary name and rename, so that nobody loads half a library."""
+    """Compile into a temporary name, then publish: a process loads a whole library or none."""
     log.info("compiling the %s with %s, once for this machine", what.title, Path(compiler).name)
     start = time.perf_counter()
     part = library.with_suffix(f".{os.getpid()}.part")
     command = what.command(compiler, part)
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode:
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode:
+            said = (result.stderr or result.stdout).strip()[:2000]
+            raise BuildError(f"{Path(compiler).name} failed: {said}")
+        own_files.publish(part, library)
+    finally:
         part.unlink(missing_ok=True)
-        said = (result.stderr or result.stdout).strip()[:2000]
-        raise BuildError(f"{Path(compiler).name} failed: {said}")
-    part.replace(library)
     log.info("compiled the %s in %.1f s: %s", what.title, time.perf_counter() - start, library)
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock between processes while the block runs."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(handle)
+
+
+@functools.cache
+def _private_folder() -> Path:
+    """Return a folder of mode 0700 that ends with this process."""
+    folder = Path(tempfile.mkdtemp(prefix="lora-jax-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def cpp_compiler() -> str | None:
@@ -187,7 +219,7 @@ def cpp_library(name: str, title: str, folder: Path, targets: tuple[str, ...]) -
         title=title,
         compiler=cpp_compiler(),
         wanted=f"C++ compiler ({', '.join(CPP_COMPILERS)})",
-        flags=CPP_FLAGS,
+        flags=(*CPP_FLAGS, f"-march={dispatch.march()}"),
         sources=cpp_sources(folder),
         unit=".cc",
         targets=targets,

@@ -92,6 +92,8 @@ inline void wait_for_previous() {}
 inline uint64_t load_acquire_sys(const uint64_t* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 inline void store_release_sys(uint64_t* p, uint64_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 inline uint64_t poll_acquire_sys(const uint64_t* p) { return emu::let_others_in(), load_acquire_sys(p); }
+inline void store_words_sys(uint4* p, uint4 v) { *p = v, ++emu::machine.progress; }
+inline uint4 poll_words_sys(const uint4* p) { return emu::let_others_in(), *p; }
 inline uint64_t poll_acquire(const uint64_t* p) { return emu::yield(), load_acquire_sys(p); }
 inline void store_release(uint64_t* p, uint64_t v) { store_release_sys(p, v); }
 inline int take_ticket_sys(int* p) { return __atomic_fetch_add(p, 1, __ATOMIC_ACQ_REL); }

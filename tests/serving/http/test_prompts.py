@@ -3,15 +3,15 @@
 import asyncio
 
 import pytest
-from fake_engine import BOS, FakeEngine
+from fake_engine import BOS, FakeEngine, FakeTokenizer
 
 from serving.http.errors import ApiError
 from serving.http.prompts import Prompt, chat_prompt, check_ids, read_prompts
 from serving.http.protocol import ChatMessage
 
 
-def read(given, special: bool = True) -> list[Prompt]:
-    return asyncio.run(read_prompts(FakeEngine(), given, special))
+def read(given, special: bool = True, context: int = 64) -> list[Prompt]:
+    return asyncio.run(read_prompts(FakeEngine(max_model_len=context), given, special))
 
 
 def test_texts_keep_their_text_and_ids_have_none():
@@ -23,7 +23,34 @@ def test_texts_keep_their_text_and_ids_have_none():
 
 def test_long_texts_are_the_same_in_a_thread():
     text = "ab" * 2000
-    assert read(text)[0].ids == [BOS, *text.encode()]
+    assert read(text, context=8000)[0].ids == [BOS, *text.encode()]
+
+
+def test_texts_of_a_batch_keep_their_order_however_they_are_grouped():
+    texts = ["a" * length for length in (1, 40_000, 2, 3, 30_000, 30_000, 0, 5)]
+    prompts = read(texts, context=50_000)
+    assert [p.text for p in prompts] == texts
+    assert [len(p.ids) for p in prompts] == [1 + len(text) for text in texts]
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(monkeypatch):
+    monkeypatch.setattr(FakeTokenizer, "encode", None)
+    with pytest.raises(ApiError, match=r"Input length \(at least 65\) exceeds .* \(64\)"):
+        read("a" * 65)
+
+
+def test_the_beginning_of_a_long_text_says_that_it_is_too_long(monkeypatch):
+    """One token may stand for 100 characters, so that the length alone does not tell."""
+    encoded = []
+    monkeypatch.setattr(FakeTokenizer, "longest_token", 100)
+    monkeypatch.setattr(
+        FakeTokenizer,
+        "encode",
+        lambda self, text, **_: encoded.append(len(text)) or [1] * len(text),
+    )
+    with pytest.raises(ApiError, match=r"Input length \(at least 20000\)"):
+        read("a" * 900_000, context=10_000)
+    assert encoded == [40_000]
 
 
 @pytest.mark.parametrize("given", [None, [], [[]], [[1], []], [260], [-1], [[0], [10**30]]])

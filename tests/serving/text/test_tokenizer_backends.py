@@ -1,4 +1,7 @@
 import json
+import re
+import threading
+import time
 
 import pytest
 import sentencepiece
@@ -12,6 +15,7 @@ from tiny_tokenizers import (
     write_json,
 )
 
+from serving.text import tokenizer_backends
 from serving.text.tokenizer_backends import MadeUpBackend, SentencePieceBackend, TokenizersBackend
 from serving.text.tokenizer_files import TokenizerFiles
 
@@ -125,3 +129,42 @@ def test_a_made_up_vocabulary_gives_text_back_and_spells_every_id():
     assert backend.token(300) is None
     assert backend.token(-1) is None
     assert max(MadeUpBackend(7).encode("xyz", True)) < 7
+
+
+@pytest.mark.parametrize("added", [["<a>"], ["<a>", "<ab>", "<"], ["x" * 40, "<a>"], []])
+def test_texts_are_split_at_added_tokens_wherever_windows_end(added, monkeypatch):
+    """As one search over the whole text would, which would hold the interpreter lock."""
+    monkeypatch.setattr(tokenizer_backends, "_WINDOW", 7)
+    splitter = tokenizer_backends._Splitter(added)
+    pattern = "|".join(map(re.escape, sorted(added, key=len, reverse=True)))
+    for text in ("", "<a>", "b<a><ab><", "x" * 100 + "<a>" + "x" * 39 + "<", "abcdef<ab>g<a" * 9):
+        want = re.split(f"({pattern})", text) if added else [text]
+        assert splitter.split(text) == want
+
+
+def test_encoding_lets_other_threads_run(tmp_path):
+    """`encode` of the library holds the interpreter lock throughout, `encode_batch_fast` not."""
+    backend = TokenizersBackend(TokenizerFiles(byte_level(tmp_path)))
+    text, done, gaps = "some words of a text " * 20_000, threading.Event(), []
+
+    def watch() -> None:
+        last = time.perf_counter()
+        while not done.wait(0.001):
+            now = time.perf_counter()
+            gaps.append(now - last)
+            last = now
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    start = time.perf_counter()
+    ids = backend.encode(text, True)
+    seconds = time.perf_counter() - start
+    done.set()
+    thread.join()
+    assert ids == backend._tokenizer.encode(text).ids
+    assert max(gaps, default=seconds) < seconds / 2
+
+
+def test_the_longest_token_in_characters(tmp_path):
+    assert TokenizersBackend(TokenizerFiles(byte_level(tmp_path))).longest_token == len("<|end|>")
+    assert MadeUpBackend(300).longest_token == 1

@@ -11,7 +11,7 @@ from transport_faults import held_by_this_process
 from serving.transport import shared_memory, tcp
 from serving.transport.base import TransportError
 from serving.transport.handshake import LAST_EPOCH
-from serving.transport.rendezvous import call
+from serving.transport.rendezvous import Guest, Listener, call, unix_listener, wait_for_end
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_greetings_are_checked(tmp_path, change, said):
         assert servers[0].clients() == ()
 
 
-def test_epochs_rise_over_clients_and_over_what_a_client_has_seen(tmp_path):
+def test_epochs_rise_with_every_client_and_over_what_a_client_has_seen(tmp_path):
     terms, epochs = terms_of(ep=1), []
     with open_servers("tcp", terms, tmp_path) as servers:
         for last_epoch in (0, 0, 40, 3):
@@ -88,8 +88,33 @@ def test_epochs_rise_over_clients_and_over_what_a_client_has_seen(tmp_path):
             os.close(joined.channel)
             os.close(joined.bell)
             client.close()
-    assert epochs == sorted(set(epochs))
-    assert epochs[2] > 40
+    assert epochs == [2, 4, 41, 8]
+
+
+def test_an_absurd_epoch_of_one_client_keeps_no_other_out(tmp_path):
+    terms = terms_of(ep=1)
+    absurd = {"facts": terms.facts(0), "last_epoch": LAST_EPOCH - 1}
+    with open_servers("shared_memory", terms, tmp_path) as servers:
+        connection, answer, fds = call(tmp_path / "rank-0.sock", absurd, 2)
+        for fd in fds:
+            os.close(fd)
+        assert answer == {"epoch": LAST_EPOCH}
+        client = open_client("shared_memory", terms, servers, tmp_path)
+        assert len(servers[0].clients()) == 2
+        client.close()
+        connection.close()
+
+
+@pytest.mark.parametrize("epoch", [0, (1 << 32) + 1, LAST_EPOCH, "1"])
+def test_an_epoch_that_would_keep_the_client_out_later_is_refused(tmp_path, epoch):
+    def welcome(said):
+        fds = [os.memfd_create("one"), os.memfd_create("two")]
+        return Guest({"epoch": epoch}, fds, wait_for_end, lambda: None)
+
+    listener = Listener(unix_listener(tmp_path / "rank-0.sock"), welcome)
+    with pytest.raises(TransportError, match=r"gave epoch .* after 0, allowed are 1 to 4294967296"):
+        shared_memory.open_client([tmp_path / "rank-0.sock"], terms_of(ep=1))
+    listener.close()
 
 
 def test_a_rank_outside_the_plan_closes_the_socket():

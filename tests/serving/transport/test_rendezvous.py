@@ -4,6 +4,7 @@ import os
 import socket
 import stat
 import threading
+import time
 
 import pytest
 from transport_contract import wait_for
@@ -16,6 +17,8 @@ from serving.transport.rendezvous import (
     Watch,
     call,
     owned,
+    receive,
+    send,
     unix_listener,
     wait_for_end,
     wait_for_listener,
@@ -104,6 +107,40 @@ def test_a_silent_listener_is_not_waited_for_long(tmp_path, monkeypatch):
             call(tmp_path / "silent.sock", {}, 0)
 
 
+def test_bytes_that_drip_in_hold_a_place_no_longer_than_a_message_may_take(house, monkeypatch):
+    monkeypatch.setattr(rendezvous, "_SECONDS", 0.3)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as slow:
+        slow.connect(house[0].address)
+        slow.sendall((60_000).to_bytes(4, "little"))
+        with pytest.raises(OSError, match=r"Broken pipe|reset"):  # noqa: PT012
+            for _ in range(200):
+                time.sleep(0.05)
+                slow.sendall(b" ")
+    assert house[1] == []
+
+
+def test_a_message_that_takes_several_calls_has_one_time_limit():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.settimeout(LONG)
+        send(theirs, {"a": 1})
+        assert receive(ours) == ({"a": 1}, [])
+        assert ours.gettimeout() == LONG
+        ours.settimeout(0.05)
+        theirs.sendall(b"\x08\0\0\0{")
+        with pytest.raises(TimeoutError):
+            receive(ours)
+        assert ours.gettimeout() == 0.05
+
+
+def test_a_message_of_too_many_levels_is_no_message():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall((60_000).to_bytes(4, "little") + b"[" * 60_000)
+        with pytest.raises(ValueError, match="too many levels"):
+            receive(ours)
+
+
 def test_nobody_is_an_error(tmp_path):
     with pytest.raises(OSError, match="No such file"):
         call(tmp_path / "nobody", {}, 0)
@@ -175,9 +212,33 @@ def test_over_tcp_a_message_is_the_same():
     listener = Listener(socket.create_server(("127.0.0.1", 0)), lambda said: guest(said))
     connection, answer, fds = call(listener.address, {"said": "é" * 4000}, 0)
     assert (answer, fds) == ({"said": "é" * 4000}, [])
-    assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
     connection.close()
     listener.close()
+
+
+def test_both_ends_of_tcp_find_out_that_the_other_host_has_lost_power():
+    """Else a relay and its seat wait for ever: no packet says that a host is gone."""
+    theirs = []
+
+    def stay(connection):
+        theirs.append(options_of(connection))
+        wait_for_end(connection)
+
+    listener = Listener(
+        socket.create_server(("127.0.0.1", 0)), lambda said: Guest({}, [], stay, lambda: None)
+    )
+    connection, _, _ = call(listener.address, {}, 0)
+    wait_for(lambda: theirs)
+    wanted = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 20_000}
+    assert options_of(connection) == theirs[0] == {"SO_KEEPALIVE": 1, "TCP_NODELAY": 1, **wanted}
+    connection.close()
+    listener.close()
+
+
+def options_of(connection):
+    names = ("TCP_NODELAY", "TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
+    of_tcp = {n: connection.getsockopt(socket.IPPROTO_TCP, getattr(socket, n)) for n in names}
+    return of_tcp | {"SO_KEEPALIVE": connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)}
 
 
 def test_a_socket_that_is_owned_is_closed_when_its_owner_fails():

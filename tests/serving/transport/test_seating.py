@@ -72,3 +72,15 @@ def test_answers_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="outputs, got 0"):
         server.respond(request_of(3), [])
     assert not server.done
+
+
+def test_one_clients_epoch_moves_no_others():
+    server = Server(SHAPES)
+    assert [server._next_epoch(last) for last in (0, 0, 1 << 60, 0, 7, 5)] == [
+        1,
+        2,
+        (1 << 60) + 1,
+        4,
+        8,
+        6,
+    ]

@@ -1,0 +1,1 @@
+"""Several devices of one host: exchanges, and later whole steps."""

@@ -1,0 +1,31 @@
+"""Threads for the work of one request that would hold up the event loop.
+
+Short work and long work have threads of their own, so that short work never waits for long work.
+The threads are few: work that runs in Python competes with the event loop for the interpreter.
+"""
+
+import asyncio
+import enum
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+
+class Lane(enum.Enum):
+    """How long a piece of work takes; the value is the number of threads."""
+
+    SHORT = 2  # up to some 50 ms
+    LONG = 1
+
+
+async def run_in[**P, T](
+    lane: Lane, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T:
+    """Return what the function returns on one of the lane's threads."""
+    work = functools.partial(function, *args, **kwargs)
+    return await asyncio.get_running_loop().run_in_executor(_threads(lane), work)
+
+
+@functools.cache
+def _threads(lane: Lane) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(lane.value, f"http-{lane.name.lower()}")

@@ -1,0 +1,75 @@
+"""Compiled programs in a folder, as jax's persistent cache wants them: whole, checked and bounded.
+
+A file is the SHA-256 of a program and the program. One that does not agree is removed, and jax
+compiles it again: jax itself would hand it to XLA, or, where XLA refuses it, keep it for ever.
+"""
+
+import hashlib
+import logging
+import os
+from pathlib import Path
+
+from lora_jax import own_files
+
+logger = logging.getLogger(__name__)
+
+_DIGEST_BYTES = hashlib.sha256().digest_size
+_SUFFIX = ".program"
+
+
+class ProgramFiles:
+    """Programs by jax's keys; the ones used longest ago are removed first. Needs no lock."""
+
+    def __init__(self, folder: Path, max_bytes: int):
+        self._path = folder  # jax says it in its messages
+        self._max_bytes = max_bytes
+
+    def get(self, key: str) -> bytes | None:
+        """Return a program, or None where there is none or its file is damaged."""
+        path = self._file(key)
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        program = data[_DIGEST_BYTES:]
+        if hashlib.sha256(program).digest() != data[:_DIGEST_BYTES]:
+            logger.warning("%s is damaged, the program is compiled again", path)
+            path.unlink(missing_ok=True)
+            return None
+        _touch(path)
+        return program
+
+    def put(self, key: str, value: bytes) -> None:
+        """Keep a program, unless it is larger than all of them may be together."""
+        size = len(value) + _DIGEST_BYTES
+        if size > self._max_bytes:
+            return
+        self._make_room(size)
+        own_files.write_whole(self._file(key), hashlib.sha256(value).digest() + value)
+
+    def _file(self, key: str) -> Path:
+        return self._path / f"{key}{_SUFFIX}"
+
+    def _make_room(self, size: int) -> None:
+        """Remove files, older releases' and unfinished ones too, until `size` bytes fit."""
+        found = []
+        for entry in os.scandir(self._path):
+            try:
+                status = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:  # another process has removed it
+                continue
+            found.append((status.st_mtime_ns, status.st_size, entry.path))
+        total = size + sum(num_bytes for _, num_bytes, _ in found)
+        for _, num_bytes, path in sorted(found):
+            if total <= self._max_bytes:
+                return
+            Path(path).unlink(missing_ok=True)
+            total -= num_bytes
+
+
+def _touch(path: Path) -> None:
+    """Note that a file was used."""
+    try:
+        os.utime(path)
+    except OSError as error:  # removed meanwhile, or a folder that may only be read
+        logger.debug("%s: %s", path, error)

@@ -1,0 +1,102 @@
+"""All-gather between the GPUs of one process by peer pointers (csrc/all_gather.cuh).
+
+A `GatherGroup` owns a memory on each GPU that the other GPUs write into. Programs name the group by
+its number, so a group stays until the process ends.
+"""
+
+import ctypes
+import functools
+import os
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from cuda_backend import ffi
+from cuda_backend.peer_memory import Device, Landing, create_landing
+from lora_jax.ops import dispatch, native
+from lora_jax.typing import Array, Float
+
+MOST_DEVICES = 8  # csrc/all_gather.cuh
+UNIT = 16  # bytes that a kernel moves at once
+PATIENCE_NS = 10_000_000_000  # a peer that takes longer is lost
+_PREFIX = "lora_jax_cuda_gather_"
+_I32, _I64, _P = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
+_CALLS = {
+    "bytes": (_I64, _I64),
+    "status_offset": (_I64,),
+    "load": (_I32, _I64),
+    "new": (_I64, _I64, _P),
+}
+
+
+class PeerLost(RuntimeError):
+    """A GPU of a group did not answer in time: results since then are not valid."""
+
+
+@functools.cache
+def _calls() -> native.Calls:
+    ffi.require()
+    path = ffi.library().build(dispatch.cache_folder())
+    return native.Calls(ctypes.CDLL(str(path)), _PREFIX, _CALLS)
+
+
+class GatherGroup:
+    """The first `devices` GPUs of this process, joined for `all_gather`."""
+
+    def __init__(self, devices: int):
+        """Allocate the group's memory and load its kernels on each GPU.
+
+        Raises:
+            ValueError: fewer than 2 devices, more than the kernels take, more than there are, or
+                a GPU that cannot reach another one's memory.
+            NotImplementedError: there is no Hopper GPU, or no kernels.
+        """
+        if not 2 <= devices <= MOST_DEVICES:
+            raise ValueError(f"a group has 2 to {MOST_DEVICES} devices, got {devices}")
+        if devices > len(jax.local_devices()):
+            there = len(jax.local_devices())
+            raise ValueError(f"a group of {devices} devices needs as many GPUs; there are {there}")
+        calls = _calls()
+        self._devices = [Device(number) for number in range(devices)]
+        self._memories = [_memory(device, self._devices, calls) for device in self._devices]
+        self._status_offset = calls.status_offset()
+        addresses = np.array([memory.address for memory in self._memories], np.uint64)
+        self.number = calls.new(devices, addresses.ctypes.data)
+        self.size = devices
+
+    def check(self) -> None:
+        """Raise PeerLost if a GPU has waited in vain for another one."""
+        for device, memory in zip(self._devices, self._memories, strict=True):
+            status = device.read(memory.address + self._status_offset, 4)
+            if peer := int.from_bytes(status, "little"):
+                raise PeerLost(f"GPU {device.number} got no answer from GPU {peer - 1}")
+
+
+def _memory(device: Device, group: Sequence[Device], calls: native.Calls) -> Landing:
+    """Return zeroed memory of a GPU, mapped for all GPUs of the group."""
+    for peer in group:
+        device.number_of(peer.identity)  # raises where there is no way
+    with device.current():
+        if code := calls.load(len(group)):
+            raise NotImplementedError(f"the all-gather kernels do not load: CUDA error {code}")
+    users = [peer.number for peer in group]
+    memory, fd = create_landing(device, device.number, calls.bytes(len(group)), users)
+    os.close(fd)
+    return memory
+
+
+def all_gather(
+    x: Float[Array, "rows columns"], axis_name: str, group: int
+) -> Float[Array, "rows all_columns"]:
+    """Return the columns of all devices; see lora_jax.ops.all_gather."""
+    if not group:
+        raise NotImplementedError("cuda all_gather needs a GatherGroup, not group 0")
+    if x.shape[1] * x.dtype.itemsize % UNIT:
+        raise NotImplementedError(
+            f"cuda all_gather takes rows in units of {UNIT} bytes, not {x.shape[1]} x {x.dtype}"
+        )
+    ffi.require()
+    shape = (x.shape[0], x.shape[1] * jax.lax.axis_size(axis_name))
+    call = jax.ffi.ffi_call("lora_jax_cuda_all_gather", jax.ShapeDtypeStruct(shape, x.dtype))
+    return call(x, group=np.int64(group), patience=np.int64(PATIENCE_NS))

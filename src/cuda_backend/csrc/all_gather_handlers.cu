@@ -1,0 +1,70 @@
+// XLA FFI entry point of the all-gather between the GPUs of a process. It only enqueues a kernel whose
+// sequence numbers are in device memory, so XLA may put it into CUDA graphs.
+#include <mutex>
+#include <vector>
+
+#include "all_gather.cuh"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace lora_jax {
+
+struct GatherGroup {
+  int devices;
+  unsigned char* memory[kMostGatherDevices];  // by ordinal
+};
+// Compiled programs name a group by number, so groups stay for the rest of the process.
+static std::mutex groups_mutex;
+static std::vector<GatherGroup> groups;
+
+static bool find_group(int64_t number, GatherGroup* group) {
+  std::lock_guard<std::mutex> hold(groups_mutex);
+  if (number < 1 || number > static_cast<int64_t>(groups.size())) return false;
+  *group = groups[number - 1];
+  return true;
+}
+
+static ffi::Error AllGather(cudaStream_t stream, int32_t ordinal, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y,
+                            int64_t group_number, int64_t patience) {
+  GatherGroup group;
+  if (!find_group(group_number, &group) || ordinal < 0 || ordinal >= group.devices)
+    return ffi::Error::InvalidArgument("all_gather: the device is in no such group of this process");
+  const int64_t rows = x.dimensions()[0], bytes = static_cast<int64_t>(x.size_bytes());
+  if (rows < 1 || bytes % (16 * rows) || static_cast<int64_t>(y->size_bytes()) != bytes * group.devices)
+    return ffi::Error::InvalidArgument("all_gather: rows must be whole units of 16 bytes");
+  GatherArgs args{static_cast<const uint4*>(x.untyped_data()), static_cast<uint4*>(y->untyped_data()),
+                  rows, bytes / 16 / rows, group.devices, ordinal, static_cast<uint64_t>(patience)};
+  turn_memory(args, group.memory);
+  const cudaError_t e = launch_gather(args, stream);
+  return e == cudaSuccess ? ffi::Error::Success() : ffi::Error::Internal(cudaGetErrorString(e));
+}
+
+}  // namespace lora_jax
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_all_gather, lora_jax::AllGather,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("group")
+                                  .Attr<int64_t>("patience"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+extern "C" {
+
+int64_t lora_jax_cuda_gather_bytes(int64_t devices) { return lora_jax::gather_bytes(static_cast<int>(devices)); }
+int64_t lora_jax_cuda_gather_status_offset() { return offsetof(lora_jax::GatherHead, status); }
+int32_t lora_jax_cuda_gather_load(int64_t devices) { return lora_jax::load_gather(static_cast<int>(devices)); }
+
+// A number for the group of devices 0..devices-1, whose memories are zero and lie at `memory`; 0 if too many.
+int64_t lora_jax_cuda_gather_new(int64_t devices, const uint64_t* memory) {
+  if (devices < 2 || devices > lora_jax::kMostGatherDevices) return 0;
+  lora_jax::GatherGroup group{static_cast<int>(devices)};
+  for (int d = 0; d < devices; ++d) group.memory[d] = reinterpret_cast<unsigned char*>(memory[d]);
+  std::lock_guard<std::mutex> hold(lora_jax::groups_mutex);
+  lora_jax::groups.push_back(group);
+  return static_cast<int64_t>(lora_jax::groups.size());
+}
+}

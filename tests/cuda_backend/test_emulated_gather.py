@@ -1,0 +1,82 @@
+"""The all-gather kernels on a CPU: two to four emulated GPUs."""
+
+import ctypes
+import shutil
+import threading
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+DRIVER = "gather.cc"
+UNIT = 16
+PATIENCE_MS = 30_000
+
+
+class Gpus:
+    """Memories of a group, and calls of the kernels on all its devices side by side."""
+
+    def __init__(self, library: ctypes.CDLL, devices: int):
+        self.library, self.devices = library, devices
+        size = library.gather_bytes_of(devices)
+        self.memories = [np.zeros(size // 16 + 1, np.complex128) for _ in range(devices)]
+        pointers = [memory.ctypes.data for memory in self.memories]
+        self._memory = (ctypes.c_void_p * devices)(*pointers)
+
+    def gather(self, parts, present=None, patience_ms: int = PATIENCE_MS):
+        """Return what each device has after one call; `present` names those that take part."""
+        rows, units = parts[0].shape[0], parts[0].shape[1] // UNIT
+        outs = [np.full((rows, units * UNIT * self.devices), 0xAB, np.uint8) for _ in parts]
+
+        def run(me):
+            x, y = (
+                parts[me].ctypes.data_as(ctypes.c_void_p),
+                outs[me].ctypes.data_as(ctypes.c_void_p),
+            )
+            self.library.all_gather(x, y, rows, units, self.devices, me, patience_ms, self._memory)
+
+        threads = [threading.Thread(target=run, args=(me,)) for me in present or range(len(parts))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return outs
+
+    def status(self, me: int) -> int:
+        return self.library.gather_status(self.memories[me].ctypes.data_as(ctypes.c_void_p))
+
+
+def parts_of(rng, devices: int, rows: int, units: int) -> list[np.ndarray]:
+    return [rng.integers(0, 256, (rows, units * UNIT), np.uint8) for _ in range(devices)]
+
+
+@pytest.fixture(autouse=True)
+def _sizes(library):
+    library.gather_bytes_of.restype = ctypes.c_int64
+    library.emulate(2, 1)
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4])
+def test_every_device_gets_all_columns_in_every_round(library, devices):
+    """Words and plain pieces in turn: a slot is used again two exchanges later."""
+    gpus, rng = Gpus(library, devices), np.random.default_rng(devices)
+    words, slot = library.most_word_bytes(), library.plain_slot_bytes()
+    largest = 2 * slot + 3 * UNIT  # three pieces
+    shapes = [(1, 1), (3, 5), (1, words // UNIT), (2, largest // UNIT // 2), (5, 3), (1, 1), (7, 9)]
+    for rows, units in shapes * 2:
+        parts = parts_of(rng, devices, rows, units)
+        want = np.concatenate(parts, axis=1)
+        for got in gpus.gather(parts):
+            np.testing.assert_array_equal(got, want)
+    assert not any(gpus.status(me) for me in range(devices))
+
+
+@pytest.mark.parametrize("units", [4, 200])
+def test_a_peer_that_does_not_come_is_named_and_waits_end(library, units):
+    gpus, rng = Gpus(library, 2), np.random.default_rng(0)
+    parts = parts_of(rng, 2, 1, units)
+    gpus.gather(parts)
+    gpus.gather(parts, present=[0], patience_ms=20)
+    assert gpus.status(0) == 2  # 1 + the number of the lost one
+    gpus.gather(parts, present=[0])  # with all its patience: nothing is awaited any more
+    assert gpus.status(1) == 0

@@ -1,0 +1,40 @@
+"""all_gather over four fake CPU devices: values, bits and refusals."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from lora_jax.ops.all_gather import all_gather
+
+
+def sharded(devices: int, body):
+    """Return a jitted call of `body` on the columns of each device; its result is whole."""
+    mesh = jax.make_mesh((devices,), ("tp",), devices=jax.devices()[:devices])
+    columns = PartitionSpec(None, "tp")
+    call = jax.jit(
+        jax.shard_map(body, mesh=mesh, in_specs=columns, out_specs=PartitionSpec(), check_vma=False)
+    )
+    return lambda x: call(jax.device_put(x, NamedSharding(mesh, columns)))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_every_device_has_all_columns_in_mesh_order(devices, dtype, implementation):
+    rng = np.random.default_rng(devices)
+    x = jnp.asarray(rng.normal(size=(3, 8)), dtype)
+    x = x.at[0, 0].set(jnp.nan).at[1, 1].set(-0.0)
+    got = sharded(devices, lambda v: all_gather(v, "tp", implementation=implementation))(x)
+    kind = {2: np.uint16, 4: np.uint32}[x.dtype.itemsize]
+    np.testing.assert_array_equal(np.asarray(got).view(kind), np.asarray(x).view(kind))
+
+
+@pytest.mark.parametrize(
+    ("x", "reason"),
+    [(jnp.zeros((0, 4)), r"shape \(0, 4\)"), (jnp.zeros((2, 4), jnp.float16), "x float16")],
+)
+def test_other_arrays_are_refused_with_their_shape_or_dtype(x, reason):
+    with pytest.raises(ValueError, match=f"all_gather: .*{reason}"):
+        all_gather(x, "tp")

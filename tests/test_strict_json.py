@@ -1,0 +1,20 @@
+"""What json.loads reads is read; keys that stand twice are refused by name."""
+
+import pytest
+
+from lora_jax import strict_json
+
+
+def test_what_has_each_key_once_is_read():
+    text = '{"a": [1, {"a": 2}], "b": {"a": null}}'
+    assert strict_json.loads(text) == {"a": [1, {"a": 2}], "b": {"a": None}}
+    assert strict_json.loads(b"[1]") == [1]
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [('{"r": 8, "b": 1, "r": 16}', "r"), ('[{"x": {"é": 1, "é": 1}}]', "é")],
+)
+def test_a_key_that_stands_twice_is_named(text, name):
+    with pytest.raises(ValueError, match=f"the key '{name}' stands twice; keep one of them"):
+        strict_json.loads(text)
