@@ -8,7 +8,7 @@ from serving.http.errors import TYPES
 from serving.http.protocol import body_schemas
 
 _ALWAYS = (401, 429)  # of the key and its rate
-_WITH_BODY = (400, 403, 404, 408, 413, 503)
+_WITH_BODY = (400, 403, 404, 408, 413, 415, 503)
 _WITH_NAME = (400, 403, 404)
 _SGLANG = ("/load_lora_adapter", "/unload_lora_adapter")  # their errors have SGLang's form
 _CHECKS = ("/health", "/ping", "/ready")  # which may answer that the server is not well
