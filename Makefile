@@ -41,7 +41,7 @@ define install  # of requirements/$(1).txt, or else of the ranges in pyproject.t
 	fi
 endef
 
-.PHONY: serve test test-avx2 test-slow test-gpu test-aot test-ascend lint lock sbom docs bench-cpu bench-report notebooks clean
+.PHONY: serve test test-avx2 test-slow test-faults soak test-gpu test-aot test-ascend lint lock sbom docs bench-cpu bench-report notebooks clean
 
 serve: .venv/.serve  ## start the embedded default on this machine's CPU
 	$(BIN)/python -m serving.launch $(MODEL) $(addprefix --lora-dir ,$(wildcard $(MODEL)/adapters)) $(if $(strip $(ESFT_FOLDERS)),--lora-modules $(ESFT_FOLDERS)) --port $(PORT) $(ARGS)
@@ -58,6 +58,14 @@ test-avx2:  ## the same suite as if the CPU had no AVX-512: programs of XLA and 
 
 test-slow: .venv/.dev .cache/vllm-rs
 	$(BIN)/python -m pytest -m slow
+
+test-faults: .venv/.dev  ## 20 schedules of kills, stops and full disks on a real cluster
+	$(BIN)/python -m pytest -n 0 tests/faults/test_checker.py tests/faults/test_schedules.py
+
+SECONDS_OF_SOAK ?= 3600
+
+soak: .venv/.dev  ## mixed traffic for an hour, with bars on memory, descriptors and pauses
+	SOAK_SECONDS=$(SECONDS_OF_SOAK) $(BIN)/python -m pytest -n 0 -s tests/faults/test_soak.py
 
 test-gpu: .venv/.dev  ## on a machine with an NVIDIA GPU
 	$(BIN)/python -m pytest -m "gpu or multigpu"

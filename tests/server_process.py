@@ -26,15 +26,21 @@ def free_port() -> int:
 @contextlib.contextmanager
 def serve(*args: str, log: Path) -> Iterator[str]:
     """Start `python -m serving.launch ARGS`, wait until it is healthy, yield its base URL."""
+    with serve_process(*args, log=log) as (_, port):
+        yield f"http://127.0.0.1:{port}"
+
+
+@contextlib.contextmanager
+def serve_process(*args: str, log: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """As `serve`, but yield the process and its port."""
     port = free_port()
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "serving.launch", *args, "--port", str(port)]
     with log.open("w") as out:
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=out)
         try:
-            url = f"http://127.0.0.1:{port}"
-            wait_healthy(url, process, log)
-            yield url
+            wait_healthy(f"http://127.0.0.1:{port}", process, log)
+            yield process, port
         finally:
             process.terminate()
             process.wait(timeout=30)

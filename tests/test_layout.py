@@ -73,6 +73,8 @@ def test_every_test_file_has_its_module():
     elsewhere = (
         "tests/bench/",
         "tests/docs/",
+        "tests/faults/",
+        "tests/fuzz/",
         "tests/cuda_backend/",
         "tests/npu_backend/",
         "tests/aot/",

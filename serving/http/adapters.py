@@ -18,7 +18,11 @@ from serving.http.server import Server, server_of
 router = APIRouter()
 
 
-@router.post("/v1/load_lora_adapter", openapi_extra=takes(LoadAdapterBody))
+@router.post(
+    "/v1/load_lora_adapter",
+    response_class=PlainTextResponse,
+    openapi_extra=takes(LoadAdapterBody),
+)
 async def vllm_load(request: Request) -> Response:
     """Load an adapter; vLLM's text answer."""
     server = admin_server(request)
@@ -29,7 +33,11 @@ async def vllm_load(request: Request) -> Response:
     return PlainTextResponse(said + durability(server))
 
 
-@router.post("/v1/unload_lora_adapter", openapi_extra=takes(UnloadAdapterBody))
+@router.post(
+    "/v1/unload_lora_adapter",
+    response_class=PlainTextResponse,
+    openapi_extra=takes(UnloadAdapterBody),
+)
 async def vllm_unload(request: Request) -> Response:
     """Unload an adapter; vLLM's text answer."""
     server = admin_server(request)

@@ -1,7 +1,6 @@
 """The FastAPI application over one engine: routers, and the layers every request passes."""
 
 import functools
-from typing import Any
 
 from fastapi import FastAPI
 
@@ -9,10 +8,10 @@ from serving.examples import Examples
 from serving.http import adapters, chat, completions, demo, docs, health, models, tokenize
 from serving.http.auth import Authenticate
 from serving.http.body import OneLength
+from serving.http.description import describe
 from serving.http.errors import CatchAll, install
 from serving.http.interface import AbstractEngine
 from serving.http.observe import Observe
-from serving.http.protocol import body_schemas
 from serving.http.server import Server
 from serving.http.settings import HttpSettings
 from serving.journal import Journal
@@ -49,7 +48,7 @@ def create_app(
     if settings.demo:
         app.state.examples = examples or Examples()
         app.include_router(demo.router)
-    app.openapi = functools.partial(_describe, app)
+    app.openapi = functools.partial(describe, app)
     install(app)
     # The one added last is the outermost.
     app.add_middleware(Authenticate, keys=server.keys, demo=settings.demo)
@@ -57,11 +56,3 @@ def create_app(
     app.add_middleware(CatchAll)
     app.add_middleware(Observe, metrics=server.metrics)
     return app
-
-
-def _describe(app: FastAPI) -> dict[str, Any]:
-    """Return the OpenAPI description, with the bodies that the routes read themselves."""
-    if not app.openapi_schema:
-        schema = FastAPI.openapi(app)
-        schema.setdefault("components", {}).setdefault("schemas", {}).update(body_schemas())
-    return app.openapi_schema or {}

@@ -5,7 +5,7 @@ import importlib.metadata
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import generate_latest
 
 from serving.http.server import server_of
@@ -14,27 +14,27 @@ router = APIRouter()
 PLAIN_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
-@router.get("/health")
-@router.get("/ping")
-@router.post("/ping")
+@router.get("/health", response_class=Response)
+@router.get("/ping", response_class=Response)
+@router.post("/ping", response_class=Response)
 async def health(request: Request) -> Response:
     """Return an empty 200, or 503 when the engine is dead or stuck."""
     return Response(status_code=200 if server_of(request).engine.is_alive() else 503)
 
 
-@router.get("/ready")
+@router.get("/ready", response_class=Response)
 async def ready(request: Request) -> Response:
     """Return an empty 200 while requests are taken, else 503."""
     return await health(request)
 
 
-@router.get("/live")
+@router.get("/live", response_class=Response)
 async def live() -> Response:
     """Return an empty 200: the process answers, whatever its engine does."""
     return Response(status_code=200)
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 @router.get("/metrics/", include_in_schema=False)
 def metrics(request: Request) -> Response:
     """Return the engine's and the HTTP server's metrics in Prometheus' text format."""

@@ -101,7 +101,12 @@ def read_keys_file(path: str | Path) -> tuple[Tenant, ...]:
     with the same salt share their prefix cache. A field that is not understood is a ValueError
     that names the entry by its place, never by its key.
     """
-    content = yaml.safe_load(Path(path).read_text())
+    try:
+        content = yaml.safe_load(Path(path).read_text())
+    except (yaml.YAMLError, RecursionError, TypeError) as error:
+        place = getattr(error, "problem_mark", None)
+        where = f" in line {place.line + 1}" if place is not None else ""
+        raise ValueError(f"The keys file is not valid YAML{where}.") from None
     if not isinstance(content, dict) or not content:
         raise ValueError("The keys file must map each API key to what it may do.")
     return tuple(_tenant(i, key, entry) for i, (key, entry) in enumerate(content.items(), 1))
@@ -109,7 +114,7 @@ def read_keys_file(path: str | Path) -> tuple[Tenant, ...]:
 
 def _tenant(place: int, key: Any, entry: Any) -> Tenant:
     entry = {} if entry is None else entry
-    if not isinstance(key, str) or not isinstance(entry, dict):
+    if not isinstance(key, str) or not _is_text(key) or not isinstance(entry, dict):
         raise ValueError(f"Keys file, entry {place}: the key must be text, its value a mapping.")
     unknown = set(entry) - {"adapters", "rate", "salt"}
     if unknown:
@@ -123,6 +128,11 @@ def _tenant(place: int, key: Any, entry: Any) -> Tenant:
         number = isinstance(rate, int | float) and not isinstance(rate, bool)
         if not number or not 0 < rate <= 1e6:
             raise ValueError(f"Keys file, entry {place}: rate must be in (0, 1e6].")
-    if salt is not None and (not isinstance(salt, str) or not salt):
+    if salt is not None and (not isinstance(salt, str) or not _is_text(salt)):
         raise ValueError(f"Keys file, entry {place}: salt must be text.")
     return Tenant(key, adapters, rate, salt)
+
+
+def _is_text(value: str) -> bool:
+    """Return whether a text is not empty and can be sent."""
+    return value != "" and not any("\ud800" <= letter <= "\udfff" for letter in value)
