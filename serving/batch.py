@@ -21,12 +21,18 @@ class Batch:
         adapters: Sequence[str | None],
         samplings: Sequence[Sampling],
         *,
+        texts: Sequence[str | None] | None = None,
         use_tqdm: bool,
     ):
-        """`submit` is Engine.submit."""
+        """`submit` is Engine.submit; `texts` are the prompts that came as text."""
         self._submit = submit
         self._requests = list(zip(prompts, adapters, samplings, strict=True))
-        self._collectors = [OutputCollector(tuple(p), a, s.n) for p, a, s in self._requests]
+        self._collectors = [
+            OutputCollector(tuple(prompt), adapter, sampling.n, text)
+            for (prompt, adapter, sampling), text in zip(
+                self._requests, texts or [None] * len(prompts), strict=True
+            )
+        ]
         self._deltas: queue.SimpleQueue[tuple[int, OutputDelta]] = queue.SimpleQueue()
         self.live: dict[int, str] = {}  # place -> request id
         self._started_s = time.perf_counter()

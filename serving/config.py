@@ -55,7 +55,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise ValueError(f"model must be a folder, got {self.model!r}.")
-        for field, known in _CHOICES:
+        for field, known in CHOICES:
             if (value := getattr(self, field)) not in known:
                 raise ValueError(f"{field} must be one of {', '.join(known)}, got {value!r}.")
         for field, low, high in _INT_BOUNDS:
@@ -92,7 +92,7 @@ class EngineConfig:
         return max(self.max_num_seqs, 64)
 
 
-_CHOICES = (
+CHOICES = (
     ("dtype", DTYPES),
     ("load_format", LOAD_FORMATS),
     ("scheduling_policy", POLICIES),

@@ -20,6 +20,16 @@ from serving.compile_counter import CompileCounter
 from serving.config import EngineConfig
 from serving.engine_loop import EngineLoop
 from serving.engine_parts import EngineParts, build_parts, engine_stats
+from serving.generate_arguments import (
+    Adapters,
+    GivenPrompt,
+    Prompt,
+    Samplings,
+    adapter_and_sampling,
+    as_list,
+    broadcast,
+    given_prompt,
+)
 from serving.live_request import LiveRequest
 from serving.lora_server.instance import ServerAccess
 from serving.metrics import EngineStats
@@ -30,7 +40,6 @@ from serving.sampling import Sampling
 
 DEFAULT_DEADLINE_S = 60.0  # requests are served in order of their deadlines
 
-Prompt = str | Sequence[int]
 Piece = OutputDelta  # what `stream` yields: `.text` is the next piece of text
 
 
@@ -94,23 +103,30 @@ class Engine:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        adapter: str | Sequence[str | None] | None = None,
-        sampling: Sampling | Sequence[Sampling] | None = None,
+        adapter: Adapters | Samplings = None,
+        sampling: Samplings = None,
         *,
+        sampling_params: Samplings = None,
+        lora_request: Any = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Return one answer per prompt, in order.
 
-        A prompt is a string or a list of token ids. One adapter name (None: the base model) or
-        sampling (None: `default_sampling`) stands for all prompts. Raises KeyError for an unknown
-        adapter, ValueError for bad input, RequestFailed when the engine could not finish a request.
+        A prompt is a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`. One
+        adapter name (None: the base model) or sampling (None: `default_sampling`) stands for all
+        prompts. vLLM's call works too: a sampling in second place, `sampling_params`, and
+        `lora_request` with the name of a loaded adapter. Raises KeyError for an unknown adapter,
+        ValueError or TypeError for bad input, RequestFailed when the engine could not finish one.
         """
-        ids = [self._prompt_ids(prompt) for prompt in _as_list(prompts)]
+        adapter, sampling = adapter_and_sampling(adapter, sampling, sampling_params, lora_request)
+        given = [given_prompt(prompt) for prompt in as_list(prompts)]
+        sampling = self.default_sampling() if sampling is None else sampling
         batch = Batch(
             self.submit,
-            ids,
-            _broadcast("adapter", adapter, len(ids), (str, type(None))),
-            _broadcast("sampling", sampling or self.default_sampling(), len(ids), (Sampling,)),
+            [self._prompt_ids(prompt) for prompt in given],
+            broadcast("adapter", adapter, len(given), (str, type(None))),
+            broadcast("sampling", sampling, len(given), (Sampling,)),
+            texts=[prompt.text for prompt in given],
             use_tqdm=use_tqdm,
         )
         try:
@@ -124,16 +140,22 @@ class Engine:
         return Sampling(**self.model_info.sampling_defaults)
 
     def stream(
-        self, prompt: Prompt, adapter: str | None = None, sampling: Sampling | None = None
+        self,
+        prompt: Prompt,
+        adapter: str | Sampling | None = None,
+        sampling: Sampling | None = None,
     ) -> Iterator[Piece]:
         """Return an iterator over the pieces of the answer as they are made.
 
         The request is handed in before this returns; giving up the iteration aborts it.
         """
-        wanted = sampling or self.default_sampling()
+        name, wanted = adapter_and_sampling(adapter, sampling)
+        wanted = self.default_sampling() if wanted is None else wanted
+        (name,) = broadcast("adapter", name, 1, (str, type(None)))
+        (wanted,) = broadcast("sampling", wanted, 1, (Sampling,))
         deltas: queue.SimpleQueue[OutputDelta] = queue.SimpleQueue()
-        ids = self._prompt_ids(prompt)
-        request_id = self.submit(ids, adapter, wanted, on_output=deltas.put)
+        ids = self._prompt_ids(given_prompt(prompt))
+        request_id = self.submit(ids, name, wanted, on_output=deltas.put)
         return self._pieces(request_id, deltas, wanted.n)
 
     def _pieces(
@@ -151,8 +173,8 @@ class Engine:
             if num_open:
                 self.abort(request_id)
 
-    def _prompt_ids(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    def _prompt_ids(self, prompt: GivenPrompt) -> list[int]:
+        return self.tokenizer.encode(prompt.text or "") if prompt.ids is None else list(prompt.ids)
 
     # Requests, as the HTTP server makes them.
 
@@ -297,19 +319,3 @@ class Engine:
 def _close(loop: EngineLoop, compilations: CompileCounter) -> None:
     loop.close()
     compilations.close()
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return a list of prompts; a string or a list of token ids is one prompt."""
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def _broadcast(name: str, value: Any, count: int, single: tuple[type, ...]) -> list[Any]:
-    """Return `count` values: a single one repeated, or the given ones, which must be as many."""
-    if isinstance(value, single):
-        return [value] * count
-    if len(value) != count:
-        raise ValueError(f"{count} prompts but {len(value)} values of {name}.")
-    return list(value)

@@ -1,120 +1,59 @@
-"""The command line's flags, and the three places their values come from."""
+"""The command line's flags: vLLM's names, one per field of a configuration, and some of HTTP."""
 
 import argparse
 import dataclasses
-import json
-import shlex
 import types
 import typing
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any
 
-import yaml
-
+from serving import config
+from serving.cluster import config as cluster_config
 from serving.cluster.config import ClusterConfig
 from serving.config import EngineConfig
+from serving.flag_help import CLUSTER_HELP, ENGINE_HELP, METAVARS
+from serving.flag_layers import ParserWithSource
+from serving.flag_values import (
+    dtype,
+    json_list,
+    json_object,
+    length_or_auto,
+    policy,
+    port,
+    whole_number,
+)
 from serving.foreign_flags import add_foreign_flags
 
-PREFIX = "SERVING_"
-_ENGINE_HELP = {
-    "dtype": "float32, bfloat16, or auto: the dtype of the checkpoint",
-    "load_format": "auto or safetensors: read files; dummy: random weights, to measure speed",
-    "max_model_len": "longest prompt and answer together, in tokens; default: the model's limit",
-    "max_num_seqs": "most sequences in one step",
-    "max_num_batched_tokens": "most tokens in one step",
-    "block_size": "tokens in one KV page",
-    "kv_cache_memory_bytes": "bytes for KV pages",
-    "gpu_memory_utilization": "share of JAX's device memory (XLA_PYTHON_CLIENT_MEM_FRACTION) for "
-    "weights, adapters and KV pages",
-    "enable_prefix_caching": "reuse the KV pages of equal prompt beginnings",
-    "scheduling_policy": "fcfs: first come, first served; sjf: smallest prompt + max_tokens first, "
-    "which may starve long requests",
-    "max_queue": "most waiting sequences; further requests get status 429",
-    "seed": "seed of the seeds of requests that set none",
-    "max_logprobs": "most log-probabilities per token that a request may ask for",
-    "chat_template": "Jinja file that replaces the model's chat template",
-    "generation_config": "source of sampling defaults: auto = the model's generation_config.json, "
-    "vllm = the API's defaults, or a folder with such a file",
-    "override_generation_config": "sampling defaults as JSON; they win over the file; "
-    "max_new_tokens is a default, not a limit",
-    "max_loras": "most LoRA adapters on the device at a time; any number may be loaded",
-    "max_lora_rank": "largest rank that an adapter may have",
-    "lora_dir": "folder of adapters: model=SUBFOLDER is loaded on first use",
-    "max_esft_adapters": "most ESFT adapters on the device at a time; 0 turns ESFT off; default: "
-    "16 for a model with experts, on a GPU only if the experts fit beside JAX's memory",
-    "max_esft_experts": "most experts that an ESFT adapter replaces in one layer",
-    "esft_memory_bytes": "device memory for ESFT adapters' experts, in bytes; default: as needed, "
-    "on a GPU what is left",
-    "lora_memory_bytes": "device memory for LoRA adapters, in bytes; default: max_loras of "
-    "max_lora_rank",
-    "max_adapter_bytes": "largest adapter, in bytes of all its files",
-    "max_total_adapter_bytes": "host memory for all loaded adapters, in bytes",
-    "max_adapter_loads_per_minute": "most adapter loads per minute; further loads are refused",
-    "adapter_wait_s": "longest wait of a request for an adapter slot, in seconds",
-    "adapter_load_chunks_per_step": "pieces of an adapter written to the device between two steps",
-    "specialize_lora": "also compile decode steps for batches without adapters; off halves the "
-    "start time",
+_TYPES: dict[str, Callable[[str], Any]] = {  # of fields that take more words than their type
+    "dtype": dtype,
+    "max_model_len": length_or_auto,
+    "scheduling_policy": policy,
 }
-_CLUSTER_HELP = {
-    "instances": "number of LLM instances, each a process with the whole base model",
-    "lora_server": "number of ranks of the LoRA Server, which holds the adapters' experts",
-    "placement": "layout of the LoRA Server, e.g. ep2-pp1; default: experts over all ranks",
-    "lora_server_adapters": "most adapters on the LoRA Server; default: max_loras of each instance",
-    "lora_server_memory_bytes": "device memory of each rank for adapters, in bytes; default: "
-    "lora_server_adapters of max_lora_rank",
-    "lora_server_wait_s": "longest wait of a layer for the LoRA Server, in seconds",
-    "lora_server_carrier": "transport of rows: auto (by the device's memory), or nixl (over UCX, "
-    "needs lora-jax[nixl])",
-    "lora_attention": "adapters' attention: local = on the instances, remote = on the LoRA "
-    "Server too",
-    "local_expert_slots": "most adapters that an instance computes itself while the LoRA Server "
-    "is lost; 0: their requests end with status 503",
-    "lora_overlap": "overlap exchanges with the base's computation; switch off only to measure",
-    "lora_aside": "send rows from a separate GPU stream; switch on only to measure",
-    "layerwise_loading": "serve a cold adapter from its first layer on; switch off only to measure",
-    "lora_prefetch": "load an adapter when its request is queued; switch off only to measure",
-    "lora_kernel": "kernels of the LoRA Server: fast, or reference (plain JAX) to measure",
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class LoraModule:
-    """An adapter to load before the server is ready."""
-
-    name: str
-    path: str
-    pinned: bool = False
-
-
-class ParserWithSource(argparse.ArgumentParser):
-    """Parser whose errors name the source of a wrong value."""
-
-    source = ""
-
-    def error(self, message: str) -> NoReturn:
-        super().error(f"{self.source}{message}")
+_CHOICES = dict((*config.CHOICES, *cluster_config.CHOICES))
 
 
 def build_parser() -> ParserWithSource:
     """Return a parser that reports only what was given: defaults live in the dataclasses."""
     parser = ParserWithSource(
         prog="python -m serving.launch",
-        usage="%(prog)s MODEL [flags]; --help lists them",
+        usage="%(prog)s [serve] MODEL [flags]; --help lists them",
         description="Serve one base model with many LoRA adapters over the OpenAI API.",
+        epilog="Every other flag of vLLM is refused with the reason: docs/vllm_flags.md",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="folder of the base model")
-    parser.add_argument("--model", help="folder of the base model, as a flag")
+    parser.add_argument("--model", help="the same as a flag")
     parser.add_argument("--model-path", dest="model", help=argparse.SUPPRESS)
-    parser.add_argument("--config", help="YAML file with flags, without their dashes")
-    text = "print the LoRA Server size that this workload needs, and exit; see serving/plan.py"
+    parser.add_argument("--config", help="YAML file of flags without their dashes")
+    text = "print how large a LoRA Server this workload needs, and end; see serving/plan.py"
     parser.add_argument("--plan", metavar="JSON", help=text)
     parser.add_argument(
         "--served-model-name", nargs="+", metavar="NAME", help="names of the base model"
     )
     _add_server_flags(parser.add_argument_group("server"))
+    _add_http_flags(parser.add_argument_group("HTTP"))
+    _add_log_flags(parser.add_argument_group("log"))
     _add_key_flags(parser.add_argument_group("keys"))
     _add_adapter_flags(parser.add_argument_group("adapters"))
     _add_engine_flags(parser.add_argument_group("engine"))
@@ -124,42 +63,115 @@ def build_parser() -> ParserWithSource:
 
 
 def _add_server_flags(group) -> None:
-    group.add_argument("--host", help="address to listen on (127.0.0.1)")
-    group.add_argument("--port", type=int, help="port to listen on (8000); 0 takes a free one")
-    group.add_argument("--ssl-keyfile", help="TLS key")
-    group.add_argument("--ssl-certfile", help="TLS certificate")
+    group.add_argument("--host", metavar="ADDRESS", help="address to listen on (127.0.0.1)")
+    group.add_argument("--port", type=port, help="port to listen on (8000); 0 takes a free one")
+    group.add_argument("--uds", metavar="PATH", help="Unix socket to listen on instead of a port")
+    group.add_argument("--ssl-keyfile", metavar="FILE", help="TLS key")
+    group.add_argument("--ssl-certfile", metavar="FILE", help="TLS certificate")
+    group.add_argument("--ssl-ca-certs", metavar="FILE", help="who may sign clients' certificates")
+    group.add_argument(
+        "--ssl-cert-reqs",
+        type=int,
+        choices=(0, 1, 2),
+        help="whether clients need a certificate: 0 no, 1 if they have one, 2 always (0)",
+    )
+    group.add_argument(
+        "--ssl-ciphers", metavar="CIPHERS", help="TLS ciphers, as OpenSSL lists them"
+    )
     group.add_argument(
         "--h11-max-incomplete-event-size",
-        type=int,
+        type=whole_number,
         metavar="BYTES",
         help="largest request line with headers (65536)",
     )
     group.add_argument(
         "--max-body-bytes",
-        type=int,
+        type=whole_number,
         metavar="BYTES",
         help="largest body of a request (1024 times the context, in [1 MiB, 16 MiB])",
     )
-    levels = ("debug", "info", "warning", "error")
-    group.add_argument("--log-level", choices=levels, help="least severe messages to log (info)")
     group.add_argument(
-        "--disable-uvicorn-access-log", action="store_true", help="do not log a line per request"
+        "--shutdown-timeout",
+        type=int,
+        metavar="SECONDS",
+        help="for running requests to end after SIGTERM (30)",
     )
-    group.add_argument("--demo", action="store_true", help="serve a page at / to try adapters")
+    group.add_argument("--demo", action="store_true", help="serve a page to try adapters at /")
+
+
+def _add_http_flags(group) -> None:
+    pair = argparse.BooleanOptionalAction
+    for flag, text in (
+        ("--allowed-origins", "origins whose web pages may call this server, * is any (none)"),
+        ("--allowed-methods", "methods that they may use (*)"),
+        ("--allowed-headers", "headers that they may send (*)"),
+    ):
+        group.add_argument(flag, type=json_list, metavar="JSON", help=text)
+    group.add_argument("--allow-credentials", action=pair, help="they may send cookies (False)")
+    group.add_argument(
+        "--root-path", metavar="PATH", help="path under which a proxy offers this server"
+    )
+    group.add_argument(
+        "--disable-fastapi-docs", action=pair, help="no /docs and no /openapi.json (False)"
+    )
+    group.add_argument("--response-role", metavar="ROLE", help="role of chat answers (assistant)")
+    group.add_argument(
+        "--default-chat-template-kwargs",
+        type=json_object,
+        metavar="JSON",
+        help="what the chat template gets beside the messages, under a request's "
+        "chat_template_kwargs",
+    )
+    text = (
+        "log-probabilities name tokens as token_id:NUMBER unless a request says otherwise (False)"
+    )
+    group.add_argument("--return-tokens-as-token-ids", action=pair, help=text)
+    text = "every stream ends with its usage (False)"
+    group.add_argument("--enable-force-include-usage", action=pair, help=text)
+    group.add_argument(
+        "--sse-keep-alive-interval",
+        type=float,
+        metavar="SECONDS",
+        help="silence of a stream before a comment is sent, 0 never (15)",
+    )
+
+
+def _add_log_flags(group) -> None:
+    pair = argparse.BooleanOptionalAction
+    levels = ("debug", "info", "warning", "error", "critical")
+    group.add_argument("--log-level", type=str.lower, choices=levels, help="how much to log (info)")
+    group.add_argument(
+        "--uvicorn-log-level",
+        choices=("trace", *levels),
+        help="how much the HTTP server itself logs; by default as --log-level",
+    )
+    text = "no line per HTTP request (False)"
+    group.add_argument("--disable-uvicorn-access-log", action=pair, help=text)
+    group.add_argument(
+        "--disable-access-log-for-endpoints",
+        type=json_list,
+        metavar="PATH,PATH",
+        help="paths without such lines, beside probes",
+    )
+    text = "a line per request for text: its model, numbers and sampling, never its words (False)"
+    group.add_argument("--enable-log-requests", action=pair, help=text)
+    group.add_argument(
+        "--disable-log-stats", action="store_true", help="no line of rates every ten seconds"
+    )
 
 
 def _add_key_flags(group) -> None:
     for flag, text in (
-        ("--api-key", "key that clients must send; SERVING_API_KEY in the environment is safer"),
+        ("--api-key", "key that clients must send; better given as SERVING_API_KEY"),
         ("--admin-api-key", "key for loading and unloading adapters"),
-        ("--metrics-key", "key for /metrics; without it the route is open"),
+        ("--metrics-key", "key for /metrics, which is open otherwise"),
     ):
         group.add_argument(flag, action="extend", nargs="+", metavar="KEY", help=text)
     group.add_argument(
-        "--keys-file", metavar="YAML", help="file of API keys with their adapters, rates and salts"
+        "--keys-file", metavar="YAML", help="API keys with their adapters, rates and salts"
     )
     group.add_argument(
-        "--insecure", action="store_true", help="allow listening on the network without a key"
+        "--insecure", action="store_true", help="listen on the network without a key"
     )
 
 
@@ -170,7 +182,7 @@ def _add_adapter_flags(group) -> None:
         "--enable-runtime-lora",
         action="store_true",
         help="let clients load adapters from --lora-dir and unload them; needs the admin key if "
-        "there is one (VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 does the same)",
+        "there is one (VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 is its twin)",
     )
     hidden = argparse.SUPPRESS
     group.add_argument("--lora-paths", dest="lora_modules", action="extend", nargs="+", help=hidden)
@@ -180,31 +192,44 @@ def _add_adapter_flags(group) -> None:
 def _add_engine_flags(group) -> None:
     """One flag per field of EngineConfig, with the field's own type."""
     for field in dataclasses.fields(EngineConfig):
-        if field.name in ("model", "served_model_name"):
-            continue
-        flag, kind = f"--{field.name.replace('_', '-')}", _plain_type(field.type)
-        text = _ENGINE_HELP.get(field.name, "")
-        if kind is bool:
-            action = argparse.BooleanOptionalAction
-            group.add_argument(flag, action=action, help=f"{text} ({field.default})")
-            continue
-        if kind is dict:
-            group.add_argument(flag, type=_json_object, metavar="JSON", help=text)
-            continue
-        default = "" if field.default is None else f" ({field.default})"
-        group.add_argument(flag, type=kind, metavar=kind.__name__.upper(), help=text + default)
+        if field.name not in ("model", "served_model_name"):
+            _add_field(group, field, ENGINE_HELP)
+    hidden, number = argparse.SUPPRESS, whole_number  # SGLang's names
+    group.add_argument("--context-length", dest="max_model_len", type=number, help=hidden)
+    group.add_argument("--max-running-requests", dest="max_num_seqs", type=number, help=hidden)
 
 
 def _add_cluster_flags(group) -> None:
     """One flag per field of ClusterConfig, with the field's own type."""
     for field in dataclasses.fields(ClusterConfig):
-        kind = _plain_type(field.type)
-        default = "" if field.default is None else f" ({field.default})"
-        flag, text = f"--{field.name.replace('_', '-')}", _CLUSTER_HELP[field.name] + default
-        if kind is bool:
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
-            continue
-        group.add_argument(flag, type=kind, metavar=kind.__name__.upper(), help=text)
+        _add_field(group, field, CLUSTER_HELP)
+
+
+def _add_field(group, field: dataclasses.Field, texts: Mapping[str, str]) -> None:
+    """Add the flag of one field, with its default in the help."""
+    flag, kind, text = (
+        f"--{field.name.replace('_', '-')}",
+        _plain_type(field.type),
+        texts[field.name],
+    )
+    if kind is dict:
+        group.add_argument(flag, type=json_object, metavar="JSON", help=text)
+        return
+    if field.default is not None:
+        text += f" ({field.default})"
+    if kind is bool:
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
+        return
+    read = _TYPES.get(field.name, whole_number if kind is int else kind)
+    group.add_argument(flag, type=read, metavar=_metavar(field.name, kind), help=text)
+
+
+def _metavar(name: str, kind: type) -> str:
+    """Return what --help calls the value of a field: its choices where it has some."""
+    if name in _CHOICES:
+        return "{" + ",".join(_CHOICES[name]) + "}"
+    by_kind = {int: "BYTES" if "bytes" in name else "N", float: "NUMBER"}
+    return METAVARS.get(name) or by_kind.get(kind, "NAME")
 
 
 def _plain_type(annotation: Any) -> type:
@@ -212,118 +237,3 @@ def _plain_type(annotation: Any) -> type:
     if isinstance(annotation, types.UnionType):
         annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
     return annotation
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    """Return the object, or raise what argparse turns into its message."""
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a JSON object.")
-    return value
-
-
-def read_layers(
-    parser: ParserWithSource, argv: Sequence[str], environ: Mapping[str, str]
-) -> dict[str, Any]:
-    """Return given values by name; argv wins over the environment, which wins over the file."""
-    from_argv = vars(parser.parse_args(argv))
-    parser.source = "in the environment: "
-    from_environ = vars(parser.parse_args(_environ_argv(parser, environ)))
-    path = from_argv.get("config") or from_environ.get("config")
-    parser.source = "in the config file: "
-    from_file = vars(parser.parse_args(_file_argv(parser, path))) if path else {}
-    parser.source = ""
-    return from_file | from_environ | from_argv
-
-
-def _long_flags(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """Return the main spelling of every flag by its name with underscores."""
-    return {
-        action.option_strings[0].lstrip("-").replace("-", "_"): action
-        for action in parser._actions
-        if action.option_strings and action.dest != "help"
-    }
-
-
-def _environ_argv(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> list[str]:
-    argv: list[str] = []
-    for name, action in _long_flags(parser).items():
-        value = environ.get(PREFIX + name.upper())
-        if value is None:
-            continue
-        argv += _flag_argv(parser, action, shlex.split(value) if _is_list(action) else value)
-    return argv
-
-
-def _file_argv(parser: ParserWithSource, path: str) -> list[str]:
-    try:
-        content = yaml.safe_load(Path(path).read_text()) or {}
-    except (OSError, yaml.YAMLError) as error:
-        parser.error(f"{path}: {error}")
-    if not isinstance(content, dict):
-        parser.error(f"{path} must map flags to values.")
-    flags, argv = _long_flags(parser), []
-    for key, value in content.items():
-        action = flags.get(str(key).replace("-", "_"))
-        if action is None:
-            parser.error(f"unknown flag {key!r}")
-        if isinstance(value, dict) and _is_list(action):
-            value = [f"{name}={place}" for name, place in value.items()]
-        elif isinstance(value, dict):
-            value = json.dumps(value)
-        argv += _flag_argv(parser, action, value)
-    return argv
-
-
-def _is_list(action: argparse.Action) -> bool:
-    return action.nargs == "+"
-
-
-def _flag_argv(parser: argparse.ArgumentParser, action: argparse.Action, value: Any) -> list[str]:
-    """Return the words that say the same on the command line."""
-    flag = action.option_strings[0]
-    if action.nargs != 0:
-        values = value if isinstance(value, list) else [value]
-        return [f"{flag}={values[0]}"] if not _is_list(action) else [flag, *map(str, values)]
-    truth = {"1": True, "true": True, "yes": True, "on": True}
-    truth |= {"": False, "0": False, "false": False, "no": False, "off": False}
-    wanted = truth.get(str(value).lower())
-    if wanted is None:
-        parser.error(f"{flag} must be true or false, not {value!r}")
-    if wanted:
-        return [flag]
-    return [action.option_strings[1]] if len(action.option_strings) > 1 else []
-
-
-def lora_module(text: str) -> LoraModule:
-    """Return what NAME=PATH, PATH or a JSON object of vLLM or SGLang says, or ValueError."""
-    if text.lstrip().startswith("{"):
-        return _lora_module_of_json(text)
-    name, equals, path = text.partition("=")
-    if not equals:
-        name, path = Path(text).resolve().name, text
-    if not name or not path:
-        raise ValueError(f"--lora-modules takes NAME=PATH, not {text!r}.")
-    return LoraModule(name, path)
-
-
-def _lora_module_of_json(text: str) -> LoraModule:
-    try:
-        given = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--lora-modules: {text!r} is not JSON: {error}") from None
-    known = {"name", "path", "base_model_name", "lora_name", "lora_path", "pinned"}
-    unknown = sorted(set(given) - known)
-    name, path = (
-        given.get("name", given.get("lora_name")),
-        given.get("path", given.get("lora_path")),
-    )
-    pinned = given.get("pinned", False)
-    if unknown or not isinstance(name, str) or not isinstance(path, str):
-        raise ValueError(f"--lora-modules: {text!r} must have name and path, both text.")
-    if not isinstance(pinned, bool):
-        raise ValueError(f"--lora-modules: pinned of {name!r} must be true or false.")
-    return LoraModule(name, path, pinned)

@@ -17,11 +17,14 @@ from typing import Any
 from serving import logs
 from serving.cluster.config import ClusterConfig
 from serving.config import EngineConfig
-from serving.flags import ParserWithSource, build_parser, lora_module, read_layers
+from serving.flag_layers import ParserWithSource, read_layers
+from serving.flag_values import lora_module
+from serving.flags import build_parser
 from serving.http.keys import read_keys_file
-from serving.http.settings import HttpSettings
-from serving.http.uvicorn_server import bind
+from serving.http.settings import Cors, HttpSettings
+from serving.http.uvicorn_server import bind, bind_unix
 from serving.options import Options, is_loopback
+from serving.paths import check_paths
 from serving.serve import StartError, serve
 
 __all__ = ["Options", "StartError", "is_loopback", "main", "read_options", "run"]
@@ -35,6 +38,8 @@ def read_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
     given = read_layers(parser, argv, environ)
     if environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "").lower() in ("1", "true"):
         given.setdefault("enable_runtime_lora", True)
+    if environ.get("VLLM_API_KEY"):
+        given.setdefault("api_key", [environ["VLLM_API_KEY"]])
     try:
         return _options(parser, given)
     except (ValueError, OSError) as error:
@@ -45,39 +50,68 @@ def _options(parser: ParserWithSource, given: dict[str, Any]) -> Options:
     model = given.get("model_tag") or given.get("model")
     if not model:
         parser.error("which model? Give its folder: python -m serving.launch FOLDER")
-    served = tuple(given.get("served_model_name", ()))
-    engine_fields = {f.name for f in dataclasses.fields(EngineConfig)} - {"model"}
-    values = {name: given[name] for name in engine_fields & given.keys()}
-    if served:
+    cluster_fields = {f.name for f in dataclasses.fields(ClusterConfig)}
+    cluster = ClusterConfig(**{name: given[name] for name in cluster_fields & given.keys()})
+    names = ("host", "port", "uds", "insecure", "log_level", "plan")
+    names += ("log_stats", "quiet_paths", "access_log")
+    given = {"quiet_paths": given.get("disable_access_log_for_endpoints", ())} | given
+    given["log_stats"] = not given.get("disable_log_stats", False)
+    given["access_log"] = not given.get("disable_uvicorn_access_log", False)
+    uvicorn_names = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers")
+    uvicorn_names += ("h11_max_incomplete_event_size",)
+    uvicorn = {name: given[name] for name in uvicorn_names if name in given}
+    renamed = {"log_level": "uvicorn_log_level", "timeout_graceful_shutdown": "shutdown_timeout"}
+    uvicorn |= {name: given[flag] for name, flag in renamed.items() if flag in given}
+    return Options(
+        engine=_engine_config(model, given),
+        http=_http_settings(given),
+        cluster=cluster,
+        adapters=tuple(lora_module(text) for text in given.get("lora_modules", ())),
+        uvicorn=uvicorn,
+        **{name: given[name] for name in names if name in given},
+    )
+
+
+def _engine_config(model: str, given: Mapping[str, Any]) -> EngineConfig:
+    fields = {f.name for f in dataclasses.fields(EngineConfig)} - {"model", "served_model_name"}
+    values = {name: given[name] for name in fields & given.keys()}
+    if served := given.get("served_model_name"):
         values["served_model_name"] = served[0]
     if "max_loras_per_batch" in given:  # SGLang counts the base model as one
         values.setdefault("max_loras", max(1, given["max_loras_per_batch"] - 1))
-    cluster_fields = {f.name for f in dataclasses.fields(ClusterConfig)}
-    cluster = ClusterConfig(**{name: given[name] for name in cluster_fields & given.keys()})
-    settings = HttpSettings(
-        served_names=served,
+    return EngineConfig(model=model, **values)
+
+
+_HTTP_FLAGS = {  # by the setting that each of them is
+    "enable_runtime_lora": "enable_runtime_lora",
+    "demo": "demo",
+    "root_path": "root_path",
+    "response_role": "response_role",
+    "default_template_kwargs": "default_chat_template_kwargs",
+    "tokens_as_ids": "return_tokens_as_token_ids",
+    "force_include_usage": "enable_force_include_usage",
+    "log_requests": "enable_log_requests",
+    "max_body_bytes": "max_body_bytes",
+}
+_NEVER_S = 1e9
+
+
+def _http_settings(given: Mapping[str, Any]) -> HttpSettings:
+    values = {name: given[flag] for name, flag in _HTTP_FLAGS.items() if flag in given}
+    if origins := given.get("allowed_origins"):
+        parts = {"methods": "allowed_methods", "headers": "allowed_headers"}
+        more = {name: given[flag] for name, flag in parts.items() if flag in given}
+        values["cors"] = Cors(origins, credentials=given.get("allow_credentials", False), **more)
+    if "sse_keep_alive_interval" in given:
+        values["keep_alive_s"] = given["sse_keep_alive_interval"] or _NEVER_S
+    return HttpSettings(
+        served_names=tuple(given.get("served_model_name", ())),
         api_keys=tuple(given.get("api_key", ())),
         admin_keys=tuple(given.get("admin_api_key", ())),
         metrics_keys=tuple(given.get("metrics_key", ())),
         tenants=read_keys_file(given["keys_file"]) if "keys_file" in given else (),
-        enable_runtime_lora=given.get("enable_runtime_lora", False),
-        demo=given.get("demo", False),
-        max_body_bytes=given.get("max_body_bytes"),
-    )
-    plain = {
-        name: given[name]
-        for name in ("host", "port", "insecure", "log_level", "plan")
-        if name in given
-    }
-    uvicorn_names = ("ssl_keyfile", "ssl_certfile", "h11_max_incomplete_event_size")
-    return Options(
-        engine=EngineConfig(model=model, **values),
-        http=settings,
-        cluster=cluster,
-        adapters=tuple(lora_module(text) for text in given.get("lora_modules", ())),
-        access_log=not given.get("disable_uvicorn_access_log", False),
-        uvicorn={name: given[name] for name in uvicorn_names if name in given},
-        **plain,
+        docs=not given.get("disable_fastapi_docs", False),
+        **values,
     )
 
 
@@ -107,16 +141,24 @@ def _show_plan(model: str, workload: str) -> None:
 
 def _listen(options: Options) -> socket.socket:
     """Take the port before the model is loaded: a taken one is found out at once."""
+    place = options.uds or f"{options.host}:{options.port}"
     try:
-        return bind(options.host, options.port)
+        return bind_unix(options.uds) if options.uds else bind(options.host, options.port)
     except OSError as error:
-        raise StartError(f"Cannot listen on {options.host}:{options.port}: {error}") from None
+        raise StartError(f"Cannot listen on {place}: {error}") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the server; return 0 after a clean stop and 1 when it cannot start."""
+    """Run the server; return 0 after a clean stop and 1 when it cannot start.
+
+    A mistake on the command line ends the process with status 2, a path that leads nowhere too.
+    """
     options = read_options(sys.argv[1:] if argv is None else argv, os.environ)
-    logs.configure(options.log_level)
+    try:
+        check_paths(options)
+    except ValueError as error:
+        build_parser().error(str(error))
+    logs.configure(options.log_level, options.quiet_paths)
     if options.insecure and not options.http.has_api_keys:
         logger.warning(
             "No API key: every client that reaches %s can use this server.", options.host

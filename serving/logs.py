@@ -13,6 +13,7 @@ from typing import Protocol
 from fastapi import FastAPI
 
 from lora_jax.adapters.registry import AdapterEntry
+from serving.examples import Examples
 from serving.metrics import EngineStats
 
 LINE = "%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
@@ -20,8 +21,11 @@ TIME = "%m-%d %H:%M:%S"
 PROBES = ("/health", "/metrics", "/load", "/ping", "/version")
 
 
-def configure(level: str = "info") -> None:
-    """Send every logger's lines to stdout in one format; probes are left out of the access log."""
+def configure(level: str = "info", quiet_paths: Collection[str] = ()) -> None:
+    """Send every logger's lines to stdout in one format.
+
+    Probes and the quiet paths are left out of the access log.
+    """
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter(LINE, TIME))
     root = logging.getLogger()
@@ -29,13 +33,19 @@ def configure(level: str = "info") -> None:
     root.setLevel(logging.WARNING)
     for name in ("serving", "lora_jax", "uvicorn"):
         logging.getLogger(name).setLevel(level.upper())
-    logging.getLogger("uvicorn.access").addFilter(is_not_a_probe)
+    logging.getLogger("uvicorn.access").addFilter(LeaveOut((*PROBES, *quiet_paths)))
 
 
-def is_not_a_probe(record: logging.LogRecord) -> bool:
-    """Return whether an access log record is about more than a probe."""
-    args = record.args if isinstance(record.args, tuple) else ()
-    return not (len(args) >= 3 and str(args[2]).partition("?")[0] in PROBES)
+class LeaveOut(logging.Filter):
+    """Leaves requests for some paths out of the access log."""
+
+    def __init__(self, paths: Collection[str] = PROBES):
+        super().__init__()
+        self._paths = frozenset(paths)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        args = record.args if isinstance(record.args, tuple) else ()
+        return not (len(args) >= 3 and str(args[2]).partition("?")[0] in self._paths)
 
 
 def version_line() -> str:
@@ -80,20 +90,36 @@ def route_lines(app: FastAPI) -> list[str]:
     ]
 
 
-def ready_lines(url: str, model: str, needs_key: bool, adapters: Sequence[str] = ()) -> list[str]:
-    """Return the lines that say where the server is and how to try it, with the first adapter.
+def ready_lines(
+    url: str,
+    model: str,
+    needs_key: bool,
+    adapters: Sequence[str] = (),
+    examples: Examples | None = None,
+    chats: bool = False,
+) -> list[str]:
+    """Return the lines that say where the server is and how to try it.
 
-    On a Unix socket that is an instance behind a router, which says how.
+    The prompt is the first example of an adapter that is served, else the base's; with `chats` it
+    is a message. On a Unix socket that is an instance behind a router, which says how.
     """
     if url.startswith("unix:"):
         return [f"Ready: {url} serves {model}."]
-    body = {"model": model, "prompt": "Once upon a time", "max_tokens": 48, "temperature": 0}
+    examples = examples or Examples()
+    asked = next((name for name in examples.adapters if name in adapters), None)
+    prompt = examples.adapters[asked] if asked else examples.base or "Once upon a time"
+    body = {"model": asked or model, "max_tokens": 48, "temperature": 0}
+    if chats:
+        path, body = "chat/completions", body | {"messages": [{"role": "user", "content": prompt}]}
+    else:
+        path, body = "completions", body | {"prompt": prompt}
     key = ' -H "Authorization: Bearer $SERVING_API_KEY"' if needs_key else ""
+    others = [name for name in (model, *adapters) if name != body["model"]]
     return [
         f"Ready: {url} serves {model}. Try:",
-        f"curl {url}/v1/completions{key} -H 'Content-Type: application/json' "
-        f"-d {shlex.quote(json.dumps(body))}",
-        *(f'An adapter answers to its name: "model": {json.dumps(name)}.' for name in adapters[:1]),
+        f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' "
+        f"-d {shlex.quote(json.dumps(body, ensure_ascii=False))}",
+        *(f'Another model answers to its name: "model": {json.dumps(n)}.' for n in others[:1]),
     ]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from serving.cluster.config import ClusterConfig
 from serving.config import EngineConfig
-from serving.flags import LoraModule
+from serving.flag_values import LoraModule
 from serving.http.settings import HttpSettings
 
 
@@ -21,9 +21,12 @@ class Options:
     adapters: tuple[LoraModule, ...] = ()
     host: str = "127.0.0.1"
     port: int = 8000
+    uds: str | None = None  # a Unix socket instead of host and port
     insecure: bool = False
     log_level: str = "info"
     access_log: bool = True
+    quiet_paths: tuple[str, ...] = ()  # without lines in the access log, beside probes
+    log_stats: bool = True
     plan: str | None = None  # a workload file: print the plan for it instead of serving
     uvicorn: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -32,7 +35,8 @@ class Options:
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f"--lora-modules has the name {twice!r} twice.")
-        if not (self.insecure or self.http.has_api_keys or is_loopback(self.host)):
+        closed = self.uds is not None or is_loopback(self.host)
+        if not (self.insecure or self.http.has_api_keys or closed):
             raise ValueError(
                 f"Without --api-key or --keys-file everybody who can reach {self.host} could use "
                 "this server. Give a key, or say --insecure if that is what you want."

@@ -24,6 +24,11 @@ class Completion:
     stop_reason: str | int | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token id when asked for
 
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The log-probability of the whole answer, None where none were asked for."""
+        return sum(entry.logprob for entry in self.logprobs) if self.logprobs else None
+
 
 @dataclasses.dataclass(frozen=True)
 class RequestOutput:
@@ -35,13 +40,21 @@ class RequestOutput:
     outputs: tuple[Completion, ...]
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     num_cached_tokens: int = 0
+    prompt: str | None = None  # its text, where it came as text
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """vLLM's name of `prompt_ids`."""
+        return self.prompt_ids
 
 
 class OutputCollector:
     """Gathers the deltas of one request."""
 
-    def __init__(self, prompt_ids: tuple[int, ...], adapter: str | None, n: int):
-        self._prompt_ids, self._adapter = prompt_ids, adapter
+    def __init__(
+        self, prompt_ids: tuple[int, ...], adapter: str | None, n: int, prompt: str | None = None
+    ):
+        self._prompt_ids, self._adapter, self._prompt = prompt_ids, adapter, prompt
         self._deltas: list[list[OutputDelta]] = [[] for _ in range(n)]
         self._open = n
 
@@ -69,6 +82,7 @@ class OutputCollector:
             outputs=tuple(_completion(i, choice) for i, choice in enumerate(self._deltas)),
             prompt_logprobs=scored[0] if scored else None,
             num_cached_tokens=max(delta.num_cached_tokens for delta in deltas),
+            prompt=self._prompt,
         )
 
 

@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 
 MAX_CHOICES = 128
-MAX_STOP_STRINGS = 4
+MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024  # characters
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 300

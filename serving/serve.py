@@ -6,14 +6,19 @@ import signal
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from starlette.types import ASGIApp
 
 from serving import logs
+from serving.config import EngineConfig
+from serving.examples import Examples, read_examples
+from serving.http.edge import at_the_edge
 from serving.http.local_names import LocalNames
 from serving.http.uvicorn_server import AnnouncingServer, uvicorn_config
 from serving.options import Options
+from serving.text.tokenizer_files import TokenizerFiles
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +41,8 @@ def serve(
     with ExitStack() as stack:
         engine = stack.enter_context(_engine(options, access))
         server = _server(options, engine, sock, announce)
-        stack.enter_context(logs.PeriodicStats(engine))
+        if options.log_stats:
+            stack.enter_context(logs.PeriodicStats(engine))
         run_server(server, sock)
 
 
@@ -79,7 +85,7 @@ def _server(
     from serving.http.app import create_app
     from serving.http.model_names import folder_adapters
 
-    app = create_app(engine, options.http)
+    app = create_app(engine, options.http, examples_of(options))
     url, in_folder = url_of(options, sock), folder_adapters(options.engine.lora_dir)
     logs.log_all(logs.adapter_table(engine.registry.entries()))
     logs.log_all(logs.folder_lines(in_folder))
@@ -87,20 +93,38 @@ def _server(
     logger.info("Starting vLLM-compatible server on %s", url)
     adapters = [*(entry.name for entry in engine.registry.entries()), *sorted(in_folder)]
     base = app.state.server.names.base
-    lines = logs.ready_lines(url, base, options.http.has_api_keys, adapters)
+    chats = engine.tokenizer.has_chat_template
+    given = logs.ready_lines(
+        url, base, options.http.has_api_keys, adapters, examples_of(options), chats
+    )
     config = uvicorn_config(
         guarded(app, options, sock), access_log=options.access_log, **options.uvicorn
     )
 
     def ready() -> None:
-        logs.log_all(lines)
+        logs.log_all(given)
         announce()
 
     return AnnouncingServer(config, ready)
 
 
+def examples_of(options: Options) -> Examples:
+    """Return the example prompts of the model and of the adapters that are named at the start."""
+    return read_examples(options.engine.model, {m.name: m.path for m in options.adapters})
+
+
+def has_template(engine: EngineConfig) -> bool:
+    """Return whether messages have a template, as far as the files say without an engine."""
+    try:
+        found = TokenizerFiles(Path(engine.model)).chat_template()
+    except (OSError, ValueError):
+        found = None
+    return engine.chat_template is not None or found is not None
+
+
 def guarded(app: ASGIApp, options: Options, sock: socket.socket) -> ASGIApp:
-    """Return the application, which answers to local names only where nothing else protects it."""
+    """Return the application behind the edge, with local names only where it has no other guard."""
+    app = at_the_edge(app, options.http)
     is_open = options.insecure or options.http.has_api_keys or sock.family == socket.AF_UNIX
     return app if is_open else LocalNames(app)
 

@@ -38,9 +38,20 @@ class FakeTokenizer:
     def token_strs(self, ids: list[int]) -> list[str]:
         return [self.decode([i], skip_special_tokens=False) for i in ids]
 
-    def apply_chat_template(self, messages, add_generation_prompt: bool = True) -> str:
-        text = "".join(f"[{m['role']}]{m['content']}" for m in messages)
-        return text + "[assistant]" * add_generation_prompt
+    has_chat_template = True
+
+    def apply_chat_template(
+        self,
+        messages,
+        add_generation_prompt: bool = True,
+        *,
+        continue_final_message: bool = False,
+        variables=None,
+    ) -> str:
+        shown = "".join(f"{{{name}={value}}}" for name, value in (variables or {}).items())
+        text = shown + "".join(f"[{m['role']}]{m['content']}" for m in messages)
+        end = "" if continue_final_message else "[end]" * bool(variables)
+        return text + end + "[assistant]" * add_generation_prompt
 
 
 @dataclasses.dataclass(frozen=True)

@@ -111,7 +111,7 @@ def measure(app: FastAPI, path: str, body: bytes) -> Measured:
     async def run() -> tuple[int, bytes, float, float, float]:
         idle, busy = _Gaps(), _Gaps()
         watcher = asyncio.create_task(_watch_loop(idle))
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.05)
         watcher.cancel()
         watcher = asyncio.create_task(_watch_loop(busy))
         await asyncio.sleep(0)

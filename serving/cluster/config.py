@@ -52,7 +52,7 @@ class ClusterConfig:
                 "whose GPUs need --lora-server-carrier auto; between hosts, start Engine in Python "
                 "with a client of serving.transport.symmetric."
             )
-        for name, known in _CHOICES:
+        for name, known in CHOICES:
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}.")
         if not self.lora_server and self.lora_attention == "remote":
@@ -78,7 +78,7 @@ class ClusterConfig:
         return self.instances == 1 and self.lora_server == 0
 
 
-_CHOICES = (
+CHOICES = (
     ("lora_kernel", LORA_KERNELS),
     ("lora_server_carrier", CARRIERS),
     ("lora_attention", PLACES),

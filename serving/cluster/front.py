@@ -9,10 +9,11 @@ from serving import logs
 from serving.cluster.local import LocalCluster
 from serving.cluster.proxy import Proxy
 from serving.cluster.server_place import server_spec
+from serving.http.model_names import folder_adapters
 from serving.http.uvicorn_server import AnnouncingServer, uvicorn_config
 from serving.lora_server.spec import ServerSpec, design
 from serving.options import Options
-from serving.serve import StartError, guarded, run_server, url_of
+from serving.serve import StartError, examples_of, guarded, has_template, run_server, url_of
 
 logger = logging.getLogger(__name__)
 
@@ -30,14 +31,19 @@ def serve_cluster(options: Options, sock: socket.socket) -> None:
     _log_plan(options, spec)
     with ExitStack() as stack:
         try:
-            inner = dataclasses.replace(options, uvicorn={}, access_log=False)
+            http = dataclasses.replace(options.http, cors=None, root_path="")  # both are here
+            inner = dataclasses.replace(options, http=http, uds=None, uvicorn={}, access_log=False)
             cluster = LocalCluster(inner, spec)
         except (ConnectionError, RuntimeError) as error:
             raise StartError(str(error)) from error
         stack.callback(cluster.close)
         base = options.engine.model_name
         proxy = Proxy(cluster.paths, cluster.router, (base, *options.http.served_names))
-        lines = logs.ready_lines(url_of(options, sock), base, options.http.has_api_keys)
+        names = [module.name for module in options.adapters]
+        names += sorted(folder_adapters(options.engine.lora_dir))
+        examples, chats = examples_of(options), has_template(options.engine)
+        url = url_of(options, sock)
+        lines = logs.ready_lines(url, base, options.http.has_api_keys, names, examples, chats)
         config = uvicorn_config(
             guarded(proxy, options, sock), access_log=options.access_log, **options.uvicorn
         )

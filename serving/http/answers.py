@@ -1,6 +1,8 @@
 """Response parts that completions and chat share, whole or streamed."""
 
 import contextlib
+import dataclasses
+import logging
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -16,8 +18,10 @@ from serving.http.lanes import Lane, run_in
 from serving.http.logprobs import token_text
 from serving.http.protocol import GenerationBody
 from serving.http.server import Server
+from serving.http.settings import HttpSettings
 from serving.http.streaming import EventStream
 
+logger = logging.getLogger(__name__)
 _SHORT = 2048  # tokens whose answer is written on the event loop
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it keeps the counters honest
 
@@ -35,16 +39,21 @@ class AbstractAnswer(ABC):
         generation: Generation,
         model: str,
         tokenizer: AbstractTokenizer,
+        settings: HttpSettings | None = None,
     ):
-        self.generation = generation
+        settings = settings or HttpSettings()
+        self.generation, self.model = generation, model
         self.usage = usage_of(generation)
-        self.text_of = token_text(tokenizer, bool(body.return_tokens_as_token_ids))
+        as_ids = body.return_tokens_as_token_ids
+        self.text_of = token_text(tokenizer, settings.tokens_as_ids if as_ids is None else as_ids)
         self.return_token_ids = bool(body.return_token_ids)
         options = body.stream_options
-        self._include_usage = bool(options and options.include_usage)
+        wanted = bool(options and options.include_usage)
+        self._include_usage = wanted or settings.force_include_usage
         self._continuous = bool(options and options.continuous_usage_stats) and self._include_usage
+        self.id = f"{self.prefix}-{secrets.token_hex(16)}"
         self._head = {
-            "id": f"{self.prefix}-{secrets.token_hex(16)}",
+            "id": self.id,
             "created": int(time.time()),
             "model": model,
         }
@@ -96,6 +105,8 @@ async def respond(
 ) -> Response:
     """Return the answer at once or as a stream; the engine stops when the client goes."""
     silence_s = server.settings.keep_alive_s
+    if server.settings.log_requests:
+        logger.info("%s", request_line(request, answer, stream))
     if stream:
         return EventStream(answer.generation, answer, silence_s)
     pieces = answer.generation.pieces(request.receive, silence_s)
@@ -110,6 +121,26 @@ async def respond(
     if tokens <= _SHORT:
         return json_response(answer.whole())
     return await run_in(Lane.LONG, lambda: json_response(answer.whole()))
+
+
+def request_line(request: Request, answer: AbstractAnswer, stream: bool | None) -> str:
+    """Return what the log says of a request: names, numbers and sampling, never a word of it."""
+    generation = answer.generation
+    lengths = "+".join(str(len(prompt.ids)) for prompt in generation.prompts[:8])
+    more = "+..." if len(generation.prompts) > 8 else ""
+    sampling = generation.samplings[0]
+    shown = [
+        f"{field.name}={value}"
+        for field in dataclasses.fields(sampling)
+        if field.name not in ("stop", "logit_bias")
+        and (value := getattr(sampling, field.name)) != field.default
+        and value != ()
+    ]
+    return (
+        f"Request {answer.id} to {request.url.path} for {answer.model}: {lengths}{more} prompt "
+        f"tokens, {generation.num_choices} choices{', a stream' if stream else ''}; "
+        + ", ".join(shown)
+    )
 
 
 def cache_salt(caller_salt: str, given: str | None) -> str:

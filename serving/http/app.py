@@ -5,7 +5,8 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from serving.http import adapters, chat, completions, demo, health, models, tokenize
+from serving.examples import Examples
+from serving.http import adapters, chat, completions, demo, docs, health, models, tokenize
 from serving.http.auth import Authenticate
 from serving.http.body import OneLength
 from serving.http.errors import CatchAll, install
@@ -16,19 +17,34 @@ from serving.http.server import Server
 from serving.http.settings import HttpSettings
 
 
-def create_app(engine: AbstractEngine, settings: HttpSettings | None = None) -> FastAPI:
+def create_app(
+    engine: AbstractEngine,
+    settings: HttpSettings | None = None,
+    examples: Examples | None = None,
+) -> FastAPI:
     """Return the application; it neither starts nor closes the engine.
 
+    `examples` are what the demo page suggests to ask.
     A request passes, in this order: its id and counters, unexpected errors, its length, the key,
     the route.
     """
     settings = settings or HttpSettings()
-    app = FastAPI(title="lora-jax", docs_url=None, redoc_url=None, redirect_slashes=False)
+    openapi_url = "/openapi.json" if settings.docs else None
+    app = FastAPI(
+        title="lora-jax",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=openapi_url,
+        redirect_slashes=False,
+    )
     server = Server.build(engine, settings)
     app.state.server = server
     for room in (models, completions, chat, tokenize, adapters, health):
         app.include_router(room.router)
+    if settings.docs:
+        app.include_router(docs.router)
     if settings.demo:
+        app.state.examples = examples or Examples()
         app.include_router(demo.router)
     app.openapi = functools.partial(_describe, app)
     install(app)

@@ -15,14 +15,14 @@ METRICS_PATHS = ("/metrics", "/metrics/")
 class Authenticate:
     """Put the caller into the request's state, or answer 401, 403 or 429.
 
-    /health is open to everybody, and so is the demo page (it holds no data) where it is served;
-    /metrics is open unless there is a key for it.
+    /health is open to everybody, and so are the demo page and /docs (they hold no data) where the
+    page is served; /metrics is open unless there is a key for it.
     """
 
     def __init__(self, app: ASGIApp, keys: KeyRing, demo: bool = False):
         self.app = app
         self._keys = keys
-        self._open_paths = ("/health", "/") if demo else ("/health",)
+        self._open_paths = ("/health", "/", "/docs") if demo else ("/health",)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

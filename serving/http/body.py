@@ -33,6 +33,10 @@ async def read_body[Body: BaseModel](request: Request, kind: type[Body]) -> Body
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise ApiError(400, "Unsupported Media Type: Only 'application/json' is allowed")
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        shown = f"The body is {coding[:32]!r} encoded; send it without Content-Encoding."
+        raise ApiError(415, shown, headers=_CLOSE | {"Accept-Encoding": "identity"})
     server = request.app.state.server
     settings, bounds = server.settings, Bounds.of(server.engine)
     limit = settings.max_body_bytes or bounds.body_bytes

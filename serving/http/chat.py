@@ -12,9 +12,11 @@ from serving.http.generation import Generation, Piece
 from serving.http.interface import AbstractTokenizer
 from serving.http.logprobs import chat_logprobs, prompt_logprobs
 from serving.http.parameters import chat_sampling, fit_context
-from serving.http.prompts import chat_prompt
+from serving.http.prompts import chat_prompt, plain_messages
 from serving.http.protocol import ChatBody
 from serving.http.server import server_of
+from serving.http.settings import HttpSettings
+from serving.http.template_options import template_options
 
 router = APIRouter()
 
@@ -27,17 +29,19 @@ async def create_chat_completion(request: Request) -> Response:
     target = await server.names.resolve(body.model, body.lora_path, caller)
     defaults = server.engine.model_info.sampling_defaults
     chat_sampling(body, 1, defaults)  # refuse bad parameters before any work on the messages
-    prompt = await chat_prompt(
-        server.engine,
-        body.messages,
-        body.add_generation_prompt is not False,
-        bool(body.add_special_tokens),  # templates write their own special tokens
-    )
+    options = template_options(body, server.settings.default_template_kwargs)
+    special = bool(body.add_special_tokens)  # templates write their own special tokens
+    prompt = await chat_prompt(server.engine, body.messages, options, special)
     limit, length = server.max_model_len, len(prompt.ids)
     sampling = fit_context(chat_sampling(body, limit - length, defaults), body, length, limit)
     generation = Generation(server.engine, server.mailbox, [prompt])
     generation.submit(target.adapter, [sampling], cache_salt(caller.salt, body.cache_salt))
-    answer = ChatAnswer(body, generation, target.name, server.engine.tokenizer)
+    last = plain_messages(body.messages[-1:])[0]
+    role = server.settings.response_role if options.add_generation_prompt else last["role"]
+    echo = last["content"] if body.echo and last["role"] == role else ""
+    answer = ChatAnswer(
+        body, generation, target.name, server.engine.tokenizer, server.settings, role, echo
+    )
     return await respond(request, server, answer, body.stream)
 
 
@@ -49,9 +53,18 @@ class ChatAnswer(AbstractAnswer):
     chunk_object = "chat.completion.chunk"
 
     def __init__(
-        self, body: ChatBody, generation: Generation, model: str, tokenizer: AbstractTokenizer
+        self,
+        body: ChatBody,
+        generation: Generation,
+        model: str,
+        tokenizer: AbstractTokenizer,
+        settings: HttpSettings,
+        role: str,
+        echo: str,
     ):
-        super().__init__(body, generation, model, tokenizer)
+        """`echo` is the text that comes before the answer's own."""
+        super().__init__(body, generation, model, tokenizer, settings)
+        self._role, self._echo = role, echo
         self._wants_logprobs = bool(body.logprobs)
         self._wants_prompt_logprobs = body.prompt_logprobs is not None
 
@@ -68,10 +81,10 @@ class ChatAnswer(AbstractAnswer):
     def whole_choice(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
         """Return message, logprobs and finish of one choice."""
         last = pieces[-1].delta
-        text = "".join(piece.delta.text for piece in pieces)
+        text = self._echo + "".join(piece.delta.text for piece in pieces)
         choice: dict[str, Any] = {
             "index": index,
-            "message": {"role": "assistant", "content": text},
+            "message": {"role": self._role, "content": text},
             "logprobs": None,
             "finish_reason": last.finish_reason,
             "stop_reason": last.stop_reason,
@@ -84,9 +97,12 @@ class ChatAnswer(AbstractAnswer):
         return choice
 
     def first(self) -> list[dict[str, Any]]:
-        """Return one chunk with the role per choice."""
+        """Return one chunk with the role per choice, and one with what is echoed."""
+        deltas = [{"role": self._role, "content": ""}]
+        deltas += [{"content": self._echo}] if self._echo else []
         return [
-            self.chunk([self._chunk_choice(i, {"role": "assistant", "content": ""})])
+            self.chunk([self._chunk_choice(i, delta)])
+            for delta in deltas
             for i in range(self.generation.num_choices)
         ]
 

@@ -15,6 +15,7 @@ from serving.http.parameters import completion_sampling, fit_context
 from serving.http.prompts import read_prompts
 from serving.http.protocol import CompletionBody
 from serving.http.server import server_of
+from serving.http.settings import HttpSettings
 
 router = APIRouter()
 
@@ -33,7 +34,9 @@ async def create_completion(request: Request) -> Response:
     generation = Generation(server.engine, server.mailbox, prompts)
     salt = cache_salt(caller.salt, body.cache_salt)
     await generation.submit_all(target.adapter, samplings, salt)
-    answer = CompletionAnswer(body, generation, target.name, server.engine.tokenizer)
+    answer = CompletionAnswer(
+        body, generation, target.name, server.engine.tokenizer, server.settings
+    )
     return await respond(request, server, answer, body.stream)
 
 
@@ -50,8 +53,9 @@ class CompletionAnswer(AbstractAnswer):
         generation: Generation,
         model: str,
         tokenizer: AbstractTokenizer,
+        settings: HttpSettings | None = None,
     ):
-        super().__init__(body, generation, model, tokenizer)
+        super().__init__(body, generation, model, tokenizer, settings)
         self._echo = bool(body.echo)
         self._wants_logprobs = body.logprobs is not None
         self._wants_prompt_logprobs = body.prompt_logprobs is not None

@@ -39,6 +39,7 @@ class Generation:
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Piece | None] = asyncio.Queue()  # None: the client is gone
         self._running: dict[str, int] = {}  # request id -> choices not finished
+        self.samplings: list[Sampling] = []  # of what was handed over, in order
         self.num_choices = 0
 
     def submit(self, adapter: str | None, samplings: Sequence[Sampling], cache_salt: str) -> None:
@@ -71,6 +72,7 @@ class Generation:
     def _submit_one(
         self, prompt: Prompt, adapter: str | None, sampling: Sampling, cache_salt: str
     ) -> None:
+        self.samplings.append(sampling)
         request_id = self._engine.submit(
             prompt.ids,
             adapter,

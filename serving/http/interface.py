@@ -1,6 +1,6 @@
 """Interface of the HTTP server to an engine."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from lora_jax.adapters.registry import AdapterRegistry
@@ -19,10 +19,18 @@ class AbstractTokenizer(Protocol):
 
     def token_text(self, token_id: int) -> str: ...
 
+    @property
+    def has_chat_template(self) -> bool: ...
+
     def token_strs(self, ids: list[int]) -> list[str]: ...
 
     def apply_chat_template(
-        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> str: ...
 
 

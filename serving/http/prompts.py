@@ -9,6 +9,7 @@ from serving.http.errors import ApiError
 from serving.http.interface import AbstractEngine
 from serving.http.lanes import Lane, run_in
 from serving.http.protocol import MAX_PROMPTS, ChatMessage
+from serving.http.template_options import TemplateOptions
 
 _SHORT = 2048  # characters that are encoded without leaving the event loop
 _LONG = 1 << 15  # characters that a thread for short work encodes
@@ -155,7 +156,7 @@ def check_ids(engine: AbstractEngine, ids: list[int], field: str, most: int | No
 async def chat_prompt(
     engine: AbstractEngine,
     messages: list[ChatMessage],
-    add_generation_prompt: bool,
+    options: TemplateOptions,
     add_special_tokens: bool,
     most: int | None = None,
 ) -> Prompt:
@@ -168,18 +169,21 @@ async def chat_prompt(
     limit = Bounds.of(engine).context if most is None else most
     if len(messages) > limit:  # each has a token at least
         raise too_long(len(messages), limit, "messages")
-    text = await run_in(Lane.SHORT, _render, engine, messages, add_generation_prompt)
+    text = await run_in(Lane.SHORT, _render, engine, messages, options)
     ids = await encode(engine, text, add_special_tokens, most, "messages")
     if not ids:
         raise ApiError(400, "messages must not be empty.", param="messages")
     return Prompt(ids, text)
 
 
-def _render(
-    engine: AbstractEngine, messages: list[ChatMessage], add_generation_prompt: bool
-) -> str:
-    plain = [_plain(i, message) for i, message in enumerate(messages)]
-    return engine.tokenizer.apply_chat_template(plain, add_generation_prompt=add_generation_prompt)
+def plain_messages(messages: list[ChatMessage]) -> list[dict[str, str]]:
+    """Return role and text of each message; what is not text is ApiError 400."""
+    return [_plain(i, message) for i, message in enumerate(messages)]
+
+
+def _render(engine: AbstractEngine, messages: list[ChatMessage], options: TemplateOptions) -> str:
+    plain = plain_messages(messages)
+    return engine.tokenizer.apply_chat_template(plain, **options.as_arguments())
 
 
 def _plain(place: int, message: ChatMessage) -> dict[str, str]:

@@ -88,8 +88,8 @@ class GenerationBody(Body):
     return_tokens_as_token_ids: bool | None = None
     cache_salt: CacheSalt | None = None
     best_of: int | None = None
+    priority: int | None = None
     # Accepted without effect.
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     request_id: str | None = Field(None, max_length=_MAX_NAME)
     user: str | None = Field(None, max_length=_MAX_NAME)
 
@@ -123,23 +123,31 @@ class ChatMessage(Body):
     content: str | Quick[ContentPart] | None = None
 
 
-class ChatBody(GenerationBody):
+class TemplateFields(Body):
+    """What goes to the chat template beside the messages."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+
+
+class ChatBody(GenerationBody, TemplateFields):
     """Body of POST /v1/chat/completions."""
 
     messages: Quick[ChatMessage]
+    echo: bool | None = None
+    reasoning_effort: Annotated[str, StringConstraints(max_length=32)] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    add_generation_prompt: bool | None = None
 
 
-class TokenizeBody(Body):
+class TokenizeBody(TemplateFields):
     """Body of POST /tokenize: a prompt or messages."""
 
     model: str | None = Field(None, max_length=_MAX_NAME)
     prompt: str | None = None
     messages: Quick[ChatMessage] | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
 
 
 class DetokenizeBody(Body):
@@ -218,8 +226,17 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "input_embeds": (),
     "kv_transfer_params": (),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
+    "vllm_xargs": ({},),
+    "thinking_token_budget": (),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+    "priority": (0,),
+    "watermarking": (False,),
+    "logprob_token_ids": ([],),
+    "repetition_detection": (),
+    "return_token_offsets": (False,),
+    "return_prompt_text": (False,),
+    "ec_transfer_params": (),
     "documents": ([],),
     "audio": (),
 }

@@ -1,6 +1,8 @@
 """Settings of the HTTP server: permissions, and limits of a request."""
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,6 +16,23 @@ class Tenant:
 
 
 @dataclasses.dataclass(frozen=True)
+class Cors:
+    """Which web pages of other origins may call the server, and how; "*" is any."""
+
+    origins: tuple[str, ...]
+    methods: tuple[str, ...] = ("*",)
+    headers: tuple[str, ...] = ("*",)
+    credentials: bool = False
+
+    def __post_init__(self) -> None:
+        if self.credentials and "*" in self.origins:
+            raise ValueError(
+                "--allow-credentials needs the origins by name in --allowed-origins, not '*': any "
+                "web page could act for its visitor."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
 class HttpSettings:
     """Settings of one HTTP server; a contradiction is a ValueError naming the flags."""
 
@@ -24,11 +43,26 @@ class HttpSettings:
     tenants: tuple[Tenant, ...] = ()
     enable_runtime_lora: bool = False  # load and unload adapters over HTTP
     demo: bool = False  # the page at /
+    docs: bool = True  # /docs and /openapi.json
+    cors: Cors | None = None
+    root_path: str = ""  # under which a proxy offers this server
+    response_role: str = "assistant"
+    default_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+    tokens_as_ids: bool = False  # log-probabilities name tokens as token_id:NUMBER
+    force_include_usage: bool = False  # every stream ends with its usage
+    log_requests: bool = False  # a line per request for text, without its words
     max_body_bytes: int | None = None  # None: what follows from the model
     body_timeout_s: float = 30.0  # for the whole body to arrive
     keep_alive_s: float = 15.0  # silence of a stream before a comment is sent
 
     def __post_init__(self) -> None:
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ValueError(f"--root-path must be like /llm, got {self.root_path!r}.")
+        if not self.keep_alive_s > 0:
+            raise ValueError(
+                f"--sse-keep-alive-interval must be positive, or 0 for never, got "
+                f"{self.keep_alive_s:g}."
+            )
         if self.max_body_bytes is not None and self.max_body_bytes < 1:
             raise ValueError(f"--max-body-bytes must be at least 1, got {self.max_body_bytes}.")
         keys = [*self.api_keys, *self.admin_keys, *self.metrics_keys]

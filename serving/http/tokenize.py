@@ -12,6 +12,7 @@ from serving.http.lanes import Lane, run_in
 from serving.http.prompts import chat_prompt, check_ids, encode
 from serving.http.protocol import DetokenizeBody, TokenizeBody
 from serving.http.server import Server, server_of
+from serving.http.template_options import template_options
 
 router = APIRouter()
 _SHORT = 1 << 14  # tokens
@@ -28,8 +29,8 @@ async def tokenize(request: Request) -> Response:
         raise ApiError(400, "Give either prompt or messages.", param="prompt")
     special = body.add_special_tokens
     if body.messages is not None:
-        generation = body.add_generation_prompt is not False
-        prompt = await chat_prompt(server.engine, body.messages, generation, bool(special), most)
+        options = template_options(body, server.settings.default_template_kwargs)
+        prompt = await chat_prompt(server.engine, body.messages, options, bool(special), most)
         ids = prompt.ids
     else:
         ids = await encode(server.engine, body.prompt or "", special is not False, most)

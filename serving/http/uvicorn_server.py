@@ -1,6 +1,9 @@
 """uvicorn with h11, its limits, and a word when it really answers."""
 
+import errno
+import os
 import socket
+import stat
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +36,22 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def bind_unix(path: str) -> socket.socket:
+    """Return a bound Unix socket; one that nobody listens on any more is replaced."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode):
+            if sock.connect_ex(path) == 0:
+                raise OSError(errno.EADDRINUSE, "somebody listens on it", path)
+            os.unlink(path)
+        sock.bind(path)
+        os.chmod(path, 0o600)
     except OSError:
         sock.close()
         raise

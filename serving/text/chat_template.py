@@ -15,6 +15,13 @@ from jinja2.exceptions import SecurityError
 from serving.text.template_sandbox import BoundedEnvironment, Meter
 
 MAX_TEMPLATE = 1 << 18  # characters
+# What the server fills in; everything else a request may give its template.
+OWN_VARIABLES = frozenset(
+    (
+        *("messages", "add_generation_prompt", "continue_final_message", "tools", "documents"),
+        *("bos_token", "eos_token", "unk_token", "pad_token", "raise_exception", "strftime_now"),
+    )
+)
 _MAX_MESSAGE = 300
 
 
@@ -38,9 +45,11 @@ class ChatTemplate:
         messages: Sequence[dict[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
         meter: Meter | None = None,
     ) -> str:
-        """Return the prompt of the messages.
+        """Return the prompt of the messages; with `continue_final_message` up to the last text.
 
         A message has a `role`, and `content` that is a text, a list of parts {"type": "text",
         "text": ...} or None. ValueError when the template refuses them, fails, or exceeds the
@@ -48,19 +57,32 @@ class ChatTemplate:
         """
         environment = _environment(meter or Meter())
         template = jinja2.Template.from_code(environment, self._code, environment.globals)
+        plain = [_plain(place, message) for place, message in enumerate(messages)]
+        own = {"messages": plain, "add_generation_prompt": add_generation_prompt}
+        own |= {"tools": None, "documents": None, **self._special_tokens}
         try:
-            return template.render(
-                messages=[_plain(place, message) for place, message in enumerate(messages)],
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
-                documents=None,
-                **self._special_tokens,
-            )
+            prompt = template.render({**(variables or {}), **own})
         except _Refused as error:
             raise ValueError(f"The chat template refuses the messages: {error}") from error
         except (Exception, RecursionError) as error:  # whatever a template can do wrong
             what = f"{type(error).__name__}: {error}"
             raise ValueError(f"The chat template failed: {what}"[:_MAX_MESSAGE]) from error
+        return (
+            _up_to(prompt, plain[-1]["content"] if plain else "")
+            if continue_final_message
+            else prompt
+        )
+
+
+def _up_to(prompt: str, text: str) -> str:
+    """Return the prompt up to the end of its last message's text."""
+    if not text.strip():
+        raise ValueError("continue_final_message needs a last message with text.")
+    for shown in (text, text.strip()):
+        place = prompt.rfind(shown)
+        if place >= 0:
+            return prompt[: place + len(shown)]
+    raise ValueError("continue_final_message: the chat template does not show the last message.")
 
 
 class _Refused(jinja2.TemplateError):

@@ -187,7 +187,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             obj = functools.partial(self._replace, owner)
         elif isinstance(owner, str) and name == "join":
             obj = functools.partial(self._join, d=owner)
-        elif isinstance(owner, str) and getattr(obj, "__func__", None) is None:
+        elif isinstance(owner, str):
             obj = bounded_method(self.meter, owner, name)
         elif isinstance(owner, list | tuple | dict | LoopContext):
             self.meter.shown([*args, owner if name in ("count", "index") else None])

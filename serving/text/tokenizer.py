@@ -1,6 +1,6 @@
 """Text to token ids and back, from the tokenizer files of a model folder. No jax."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ class Tokenizer:
         self.eos_token_ids: tuple[int, ...] = self._find_eos(files)
         source = files.chat_template()
         if chat_template is not None:
-            source = Path(chat_template).read_text(encoding="utf-8")
+            source = _read_template(Path(chat_template))
         self._template = None
         if source is not None:
             self._template = ChatTemplate(source, files.special_tokens())
@@ -104,16 +104,33 @@ class Tokenizer:
         return [self._backend.token(token_id) or "" for token_id in ids]
 
     def apply_chat_template(
-        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the prompt that the model's template makes of the messages.
 
-        It spells out its special tokens, so encode it with add_special_tokens=False. ValueError
-        without a template, or for messages that the template refuses.
+        `continue_final_message` ends it with the last message's text; `variables` are what the
+        template gets beside the messages. It spells out its special tokens, so encode it with
+        add_special_tokens=False. ValueError without a template, or for messages that the template
+        refuses.
         """
         if self._template is None:
             raise ValueError("This model has no chat template; use completions instead of chat.")
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
+        return self._template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=variables,
+        )
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model has a template for messages."""
+        return self._template is not None
 
     def _find_eos(self, files: TokenizerFiles) -> tuple[int, ...]:
         ids = set(files.eos_token_ids())
@@ -121,6 +138,15 @@ class Tokenizer:
         if spelled is not None and (own := self._backend.token_id(spelled)) is not None:
             ids.add(own)
         return tuple(sorted(token_id for token_id in ids if 0 <= token_id < self.vocab_size))
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"The chat template {path.absolute()} cannot be read: {error.strerror}."
+        ) from None
 
 
 def shown_token(backend: AbstractBackend, token_id: int, skip_special_tokens: bool) -> str | None:

@@ -27,7 +27,7 @@ class TokenizerFiles:
 
     def __init__(self, folder: Path):
         if not folder.is_dir():
-            raise ValueError(f"There is no model folder {folder.name!r}.")
+            raise ValueError(f"There is no model folder {folder.absolute()}.")
         self.folder = folder
         self.config = self._read("tokenizer_config.json")
 

@@ -448,3 +448,21 @@ def test_info_says_what_is_served(engine):
     assert (info.name, info.model_type, info.dtype) == ("model", "llama", "float32")
     assert (info.vocab_size, info.max_model_len, info.kv_pages) == (shape.vocab, 96, NUM_PAGES)
     assert engine.tokenizer.decode(engine.tokenizer.encode("hello")) == "hello"
+
+
+def test_calls_as_vllm_has_them(engine):
+    want = answer(engine.generate(["hello"], "a3", GREEDY)[0])
+    base = answer(engine.generate(["hello"], None, GREEDY)[0])
+    assert answer(engine.generate(["hello"], GREEDY)[0]) == base
+    (output,) = engine.generate({"prompt": "hello"}, sampling_params=GREEDY, lora_request="a3")
+    assert answer(output) == want
+    assert output.prompt == "hello"
+    ids = {"prompt_token_ids": list(output.prompt_ids)}
+    (again,) = engine.generate([ids], "a3", GREEDY)
+    assert answer(again) == want
+    assert again.prompt is None
+    assert "".join(piece.text for piece in engine.stream("hello", GREEDY)) == base[1]
+    scored = engine.generate("hello", dataclasses.replace(GREEDY, logprobs=0))[0].outputs[0]
+    assert scored.cumulative_logprob == sum(entry.logprob for entry in scored.logprobs) < 0
+    with pytest.raises(TypeError, match="sampling is given twice"):
+        engine.generate("hello", GREEDY, GREEDY)

@@ -1,20 +1,21 @@
-"""Flags, environment and config file: the same words, in this order of weight."""
+"""The command line's flags: every field has one, and --help says what it takes."""
 
 import dataclasses
-import json
 
 import pytest
 
 from serving.config import EngineConfig
-from serving.flags import _ENGINE_HELP, LoraModule, build_parser, lora_module, read_layers
+from serving.flag_help import ENGINE_HELP
+from serving.flag_layers import read_layers
+from serving.flags import build_parser
 
 
-def read(argv=(), environ=None) -> dict:
-    return read_layers(build_parser(), list(argv), environ or {})
+def read(*argv: str) -> dict:
+    return read_layers(build_parser(), argv, {})
 
 
-def test_nothing_given_is_nothing_said():
-    assert read() == {}
+def help_text() -> str:
+    return " ".join(build_parser().format_help().split())
 
 
 def test_every_engine_field_is_a_flag_with_help():
@@ -22,128 +23,74 @@ def test_every_engine_field_is_a_flag_with_help():
         if field.name in ("model", "served_model_name"):
             continue
         flag = field.name.replace("_", "-")
-        assert _ENGINE_HELP[field.name]
+        assert ENGINE_HELP[field.name]
         if isinstance(field.default, bool):
-            assert read([f"--no-{flag}"]) == {field.name: False}
+            assert read(f"--no-{flag}") == {field.name: False}
         elif field.type is dict:
-            assert read([f"--{flag}", '{"top_k": 3}']) == {field.name: {"top_k": 3}}
+            assert read(f"--{flag}", '{"top_k": 3}') == {field.name: {"top_k": 3}}
         elif field.type is str or field.type == str | None:
-            assert read([f"--{flag}", "x"]) == {field.name: "x"}
+            assert read(f"--{flag}", "x") == {field.name: "x"}
         else:
-            assert read([f"--{flag}", "7"]) == {field.name: 7}
-
-
-def test_flags_win_over_environment_over_file(tmp_path):
-    path = tmp_path / "c.yaml"
-    path.write_text("max-loras: 1\nmax_num_seqs: 2\nport: 3\napi-key: [a, b]\ndemo: true\n")
-    environ = {"SERVING_MAX_NUM_SEQS": "20", "SERVING_PORT": "30", "SERVING_CONFIG": str(path)}
-    got = read(["--port", "300"], environ)
-    assert (got["max_loras"], got["max_num_seqs"], got["port"]) == (1, 20, 300)
-    assert got["api_key"] == ["a", "b"]
-    assert got["demo"] is True
-
-
-def test_lists_are_replaced_not_added_to():
-    environ = {"SERVING_API_KEY": "'a b' c", "SERVING_LORA_MODULES": "x=y"}
-    assert read([], environ)["api_key"] == ["a b", "c"]
-    got = read(["--api-key", "d", "--api-key", "e", "f"], environ)
-    assert got["api_key"] == ["d", "e", "f"]
-    assert got["lora_modules"] == ["x=y"]
-
-
-@pytest.mark.parametrize(
-    ("value", "wanted"), [("1", True), ("true", True), ("0", None), ("no", None), ("", None)]
-)
-def test_switches_in_the_environment(value, wanted):
-    assert read([], {"SERVING_DEMO": value}).get("demo") is wanted
-
-
-def test_a_switch_with_a_no_form():
-    assert read([], {"SERVING_ENABLE_PREFIX_CACHING": "false"}) == {"enable_prefix_caching": False}
-
-
-def test_adapters_as_a_mapping_in_the_file(tmp_path):
-    path = tmp_path / "c.yaml"
-    path.write_text("model: m\nlora-modules: {a: x/a, b: x/b}\nenable-prefix-caching: off\n")
-    got = read(["--config", str(path)])
-    assert got["lora_modules"] == ["a=x/a", "b=x/b"]
-    assert got["model"] == "m"
-    assert got["enable_prefix_caching"] is False
-
-
-def test_an_object_is_json_or_a_mapping_in_the_file(tmp_path):
-    path = tmp_path / "c.yaml"
-    path.write_text("override-generation-config: {top_p: 0.9, eos_token_id: [1, 2]}\n")
-    want = {"override_generation_config": {"top_p": 0.9, "eos_token_id": [1, 2]}}
-    assert {k: v for k, v in read(["--config", str(path)]).items() if k != "config"} == want
-    environ = {"SERVING_OVERRIDE_GENERATION_CONFIG": json.dumps({"top_p": 0.9})}
-    assert read([], environ)["override_generation_config"] == {"top_p": 0.9}
-
-
-@pytest.mark.parametrize("text", ["", "top_k", "[1]", "{"])
-def test_what_is_no_object_is_refused(capsys, text):
-    with pytest.raises(SystemExit):
-        read([f"--override-generation-config={text}"])
-    assert "JSON" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("content", "problem"),
-    [
-        ("frobnicate: 1", "unknown flag 'frobnicate'"),
-        ("- a", "must map flags"),
-        ("port: many", "invalid int value: 'many'"),
-        ("demo: perhaps", "true or false"),
-        ("a: [", "while parsing"),
-        ("trust-remote-code: true", "never run here"),
-    ],
-)
-def test_mistakes_in_the_file_are_named(tmp_path, capsys, content, problem):
-    path = tmp_path / "c.yaml"
-    path.write_text(content)
-    with pytest.raises(SystemExit) as stop:
-        read(["--config", str(path)])
-    assert stop.value.code == 2
-    error = capsys.readouterr().err
-    assert problem in error
-    assert "in the config file" in error
-
-
-def test_mistakes_in_the_environment_say_so(capsys):
-    with pytest.raises(SystemExit):
-        read([], {"SERVING_PORT": "tcp://10.0.0.1:80"})
-    assert "in the environment" in capsys.readouterr().err
+            assert read(f"--{flag}", "7") == {field.name: 7}
 
 
 def test_sglang_s_spellings():
-    got = read(["--model-path", "m", "--lora-paths", "a=b", "--context-length", "9", "--tp", "1"])
+    got = read(*["--model-path", "m", "--lora-paths", "a=b", "--context-length", "9", "--tp", "1"])
     assert got["model"] == "m"
     assert got["lora_modules"] == ["a=b"]
     assert got["max_model_len"] == 9
 
 
+def test_help_shows_choices_and_units():
+    shown = help_text()
+    for words in (
+        "--dtype {auto,float32,bfloat16}",
+        "--scheduling-policy {fcfs,sjf}",
+        "--lora-attention {local,remote}",
+        "--kv-cache-memory-bytes BYTES",
+        "--lora-dir DIR",
+        "--adapter-wait-s SECONDS",
+    ):
+        assert words in shown
+    assert " STR" not in shown
+    assert " INT" not in shown
+
+
+def test_help_shows_flags_of_vllm_that_are_true_anyway():
+    shown = help_text()
+    assert "--enable-request-id-headers every answer has an X-Request-Id" in shown
+    assert "--runner auto|generate models generate text here" in shown
+    assert "--quantization" not in shown
+    assert "docs/vllm_flags.md" in shown
+
+
 @pytest.mark.parametrize(
-    ("text", "module"),
+    ("argv", "words"),
     [
-        ("sql=path/to/sql", LoraModule("sql", "path/to/sql")),
-        ("sql=a=b", LoraModule("sql", "a=b")),
-        ("some/where/law", LoraModule("law", "some/where/law")),
-        (json.dumps({"name": "a", "path": "p", "base_model_name": "m"}), LoraModule("a", "p")),
-        (
-            json.dumps({"lora_name": "a", "lora_path": "p", "pinned": True}),
-            LoraModule("a", "p", pinned=True),
-        ),
+        (["--port", "70000"], "a port is in [0, 65535], got 70000"),
+        (["--port", "-1"], "a port is in [0, 65535], got -1"),
+        (["--dtype", "half"], "use bfloat16, of as many bytes, or float32"),
+        (["--dtype", "float16"], "float16 is not offered"),
+        (["--scheduling-policy", "priority"], "use fcfs or sjf"),
+        (["--max-num-seqs", "many"], "invalid number value: 'many'"),
+        (["--gpu-memory-utilisation", "1"], "did you mean --gpu-memory-utilization?"),
+        (["--lora_module", "a=b"], "did you mean --lora-modules"),
+        (["--frobnicate"], "unrecognized arguments: --frobnicate\n"),
     ],
 )
-def test_adapters(text, module):
-    assert lora_module(text) == module
+def test_mistakes_say_what_to_change(capsys, argv, words):
+    with pytest.raises(SystemExit) as stop:
+        read(*argv)
+    assert stop.value.code == 2
+    assert words in capsys.readouterr().err
 
 
-NOTHING = ["", "=p", "a=", "{", '{"name": "a"}', '{"name": 1, "path": "p"}', "{}"]
-NOTHING += ['{"name": "a", "path": "p", "pinned": 1}', '{"name": "a", "path": "p", "rank": 8}']
-
-
-@pytest.mark.parametrize("text", NOTHING)
-def test_adapters_that_say_nothing(text):
-    with pytest.raises(ValueError, match="--lora-modules"):
-        lora_module(text)
+def test_vllm_s_words_for_our_values():
+    assert read("--dtype", "float") == {"dtype": "float32"}
+    assert read("--max-model-len", "auto") == {"max_model_len": None}
+    assert read("--max-model-len", "-1") == {"max_model_len": None}
+    assert read("--max-model-len", "2K", "--max-num-batched-tokens", "1.5k") == {
+        "max_model_len": 2048,
+        "max_num_batched_tokens": 1500,
+    }
+    assert read("--log-level", "DEBUG") == {"log_level": "debug"}

@@ -12,6 +12,7 @@ import threading
 import time
 import urllib.request
 
+import httpx
 import pytest
 from bad_adapters import missing_b
 from fake_engine import FakeEngine, write_fake_adapters
@@ -20,7 +21,8 @@ from tiny_checkpoint import TinyShape, write_adapter, write_model
 
 import serving
 from serving import launch
-from serving.flags import LoraModule
+from serving.flag_values import LoraModule
+from serving.http.settings import Cors
 from serving.launch import is_loopback, main, read_options
 
 BODY = {"prompt": "x", "max_tokens": 4}
@@ -66,6 +68,38 @@ def test_flags_reach_their_places():
     assert got.log_level == "debug"
 
 
+def test_flags_of_vllm_s_front_reach_their_places():
+    got = options(
+        *["--allowed-origins", '["https://x.org"]', "--allowed-methods", '["POST"]'],
+        *["--root-path", "/llm", "--disable-fastapi-docs", "--response-role", "bot"],
+        *["--default-chat-template-kwargs", '{"enable_thinking": false}', "--uds", "/run/s"],
+        *["--return-tokens-as-token-ids", "--enable-force-include-usage", "--enable-log-requests"],
+        *["--sse-keep-alive-interval", "3", "--disable-log-stats", "--uvicorn-log-level", "trace"],
+        *["--disable-access-log-for-endpoints", "/a,/b", "--shutdown-timeout", "4"],
+        *["--ssl-cert-reqs", "2", "--host", "0.0.0.0"],
+    )
+    http = got.http
+    assert http.cors == Cors(("https://x.org",), methods=("POST",))
+    assert (http.root_path, http.docs, http.response_role) == ("/llm", False, "bot")
+    assert http.default_template_kwargs == {"enable_thinking": False}
+    assert http.tokens_as_ids
+    assert http.force_include_usage
+    assert http.log_requests
+    assert http.keep_alive_s == 3
+    assert (got.uds, got.quiet_paths, got.log_stats) == ("/run/s", ("/a", "/b"), False)
+    assert got.uvicorn == {
+        "log_level": "trace",
+        "timeout_graceful_shutdown": 4,
+        "ssl_cert_reqs": 2,
+    }
+    assert options("--sse-keep-alive-interval", "0").http.keep_alive_s > 1e6
+
+
+def test_vllm_s_key_in_the_environment_is_a_key():
+    assert options(VLLM_API_KEY="k").http.api_keys == ("k",)
+    assert options("--api-key", "a", VLLM_API_KEY="k").http.api_keys == ("a",)
+
+
 def test_vllm_s_environment_twin_of_runtime_loading():
     assert options(VLLM_ALLOW_RUNTIME_LORA_UPDATING="1").http.enable_runtime_lora
     assert not options(VLLM_ALLOW_RUNTIME_LORA_UPDATING="0").http.enable_runtime_lora
@@ -103,6 +137,10 @@ def test_the_network_needs_a_key(capsys, tmp_path, host, safe):
         (["--lora-modules", "nothing="], "NAME=PATH"),
         (["--keys-file", "/no/such/file"], "No such file"),
         (["--api-key", "a", "a"], "twice"),
+        (["--port", "70000"], "a port is in [0, 65535]"),
+        (["--sse-keep-alive-interval", "-1"], "must be positive, or 0 for never"),
+        (["--root-path", "llm"], "--root-path must be like /llm"),
+        (["--allowed-origins", '["*"]', "--allow-credentials"], "by name in --allowed-origins"),
         (["--lora-modules", "a=x", "a=y"], "the name 'a' twice"),
         (["--trust-remote-code"], "never run here"),
     ],
@@ -140,7 +178,10 @@ def fake(monkeypatch, tmp_path, caplog):
             self.close()
 
     monkeypatch.setattr(serving, "Engine", Engine, raising=False)
-    monkeypatch.setattr(launch.logs, "configure", lambda level: None)
+    monkeypatch.setattr(launch.logs, "configure", lambda level, quiet: None)
+    (root / "m").mkdir()
+    (root / "m" / "config.json").write_text("{}")
+    monkeypatch.chdir(root)
     caplog.set_level(logging.INFO)
     before = signal.getsignal(signal.SIGTERM)
     yield made
@@ -204,8 +245,6 @@ def test_a_bad_adapter_stops_the_start_and_is_named(fake, caplog):
     assert main(["m", "--port", "0", "--lora-modules", "x=sql", "y=bad-one"]) == 1
     assert "Cannot serve m: " in caplog.text
     assert "bad-one/adapter_model.safetensors: lora_B is missing" in caplog.text
-    assert main(["m", "--port", "0", "--lora-modules", "z=nowhere"]) == 1
-    assert "'z'" in caplog.text
     pinned = '{"name": "p", "path": "bad-one", "pinned": true}'
     assert main(["m", "--port", "0", "--lora-modules", pinned]) == 1
     assert not fake[-1].alive
@@ -216,8 +255,8 @@ def test_a_bad_model_stops_the_start(monkeypatch, fake, caplog):
         raise ValueError("config.json is missing")
 
     monkeypatch.setattr(serving, "Engine", engine)
-    assert main(["nowhere", "--port", "0"]) == 1
-    assert "Cannot serve nowhere: config.json is missing" in caplog.text
+    assert main(["m", "--port", "0"]) == 1
+    assert "Cannot serve m: config.json is missing" in caplog.text
 
 
 def test_a_taken_port_is_found_before_the_model_is_loaded(fake, caplog):
@@ -294,3 +333,21 @@ def test_a_real_bad_adapter_ends_with_status_1(tiny):
     assert "'evil'" in last
     assert "lora_B" in last
     assert "Traceback" not in text
+
+
+def test_a_unix_socket_instead_of_a_port(fake, caplog, tmp_path):
+    answers, path = [], str(tmp_path / "socket")
+
+    def client() -> None:
+        while "Ready: unix://" not in caplog.text:
+            time.sleep(0.01)
+        transport = httpx.HTTPTransport(uds=path)
+        with httpx.Client(transport=transport, base_url="http://x") as one:
+            answers.append(one.get("/health").status_code)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=client)
+    thread.start()
+    assert main(["serve", "m", "--uds", path, "--disable-log-stats"]) == 0
+    thread.join()
+    assert answers == [200]

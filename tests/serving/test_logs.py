@@ -8,13 +8,14 @@ import time
 import pytest
 from fake_engine import FakeEngine, write_fake_adapters
 
+from serving.examples import Examples
 from serving.http.app import create_app
 from serving.logs import (
+    LeaveOut,
     PeriodicStats,
     adapter_table,
     configure,
     folder_lines,
-    is_not_a_probe,
     ready_lines,
     route_lines,
 )
@@ -30,7 +31,9 @@ def _restore_logging():
     root.handlers[:], _ = before[0], root.setLevel(before[1])
     for name, level in zip(names, before[2], strict=True):
         logging.getLogger(name).setLevel(level)
-    logging.getLogger("uvicorn.access").removeFilter(is_not_a_probe)
+    access = logging.getLogger("uvicorn.access")
+    for leave_out in [f for f in access.filters if isinstance(f, LeaveOut)]:
+        access.removeFilter(leave_out)
 
 
 @pytest.mark.usefixtures("_restore_logging")
@@ -50,14 +53,15 @@ def test_lines_have_level_time_and_place(capsys):
 
 @pytest.mark.usefixtures("_restore_logging")
 def test_probes_are_not_in_the_access_log(capsys):
-    configure("info")
+    configure("info", ("/quiet",))
     access = logging.getLogger("uvicorn.access")
-    for path in ("/health", "/metrics?x=1", "/v1/models"):
+    for path in ("/health", "/metrics?x=1", "/quiet?y", "/v1/models"):
         access.info('%s - "%s %s HTTP/%s" %d', "127.0.0.1:1", "GET", path, "1.1", 200)
     out = capsys.readouterr().out
     assert "/v1/models" in out
     assert "/health" not in out
     assert "/metrics" not in out
+    assert "/quiet" not in out
 
 
 def test_adapter_table_has_a_row_per_adapter(tmp_path):
@@ -86,14 +90,32 @@ def test_routes_are_listed():
     assert lines == sorted(lines)
 
 
+def tried(*lines: str) -> tuple[str, dict]:
+    """The path and the body of the printed command."""
+    words = shlex.split(next(line for line in lines if line.startswith("curl ")))
+    return words[1], json.loads(words[words.index("-d") + 1])
+
+
 @pytest.mark.parametrize("needs_key", [False, True])
 def test_the_printed_command_is_a_valid_request(needs_key):
     ready, curl = ready_lines("http://127.0.0.1:8000", "it's", needs_key)
     assert ready.startswith("Ready: http://127.0.0.1:8000 serves it's.")
-    words = shlex.split(curl)
-    assert words[:2] == ["curl", "http://127.0.0.1:8000/v1/completions"]
-    assert json.loads(words[words.index("-d") + 1])["model"] == "it's"
-    assert ("Authorization: Bearer $SERVING_API_KEY" in words) == needs_key
+    url, body = tried(curl)
+    assert url == "http://127.0.0.1:8000/v1/completions"
+    assert (body["model"], body["prompt"]) == ("it's", "Once upon a time")
+    assert ("Authorization: Bearer $SERVING_API_KEY" in shlex.split(curl)) == needs_key
+
+
+def test_ready_asks_what_the_model_can_answer():
+    url, names = "http://127.0.0.1:8000", ["law", "sql"]
+    examples = Examples("go on", {"gone": "x", "sql": "how many?", "law": "a case"})
+    lines = ready_lines(url, "base", False, names, examples, chats=True)
+    place, body = tried(*lines)
+    assert place.endswith("/v1/chat/completions")
+    assert body["model"] == "sql"
+    assert body["messages"] == [{"role": "user", "content": "how many?"}]
+    assert lines[-1] == 'Another model answers to its name: "model": "base".'
+    assert tried(*ready_lines(url, "base", False, ["x"], examples))[1]["prompt"] == "go on"
 
 
 def test_ready_names_an_adapter_to_ask_for():
@@ -101,7 +123,7 @@ def test_ready_names_an_adapter_to_ask_for():
         "Ready: unix:///tmp/one serves base."
     ]
     *_, last = ready_lines("http://127.0.0.1:8000", "base", False, ["law", "sql"])
-    assert last == 'An adapter answers to its name: "model": "law".'
+    assert last == 'Another model answers to its name: "model": "law".'
 
 
 class Numbers:

@@ -3,7 +3,7 @@
 import pytest
 
 from serving.config import EngineConfig
-from serving.flags import LoraModule
+from serving.flag_values import LoraModule
 from serving.http.settings import HttpSettings
 from serving.options import Options, is_loopback
 

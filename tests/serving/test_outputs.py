@@ -40,3 +40,14 @@ def test_an_error_is_raised_with_its_message():
     with pytest.raises(RequestFailed, match="no") as caught:
         collector.output()
     assert caught.value.retryable
+
+
+def test_an_answer_has_its_prompt_s_text_and_a_sum_of_logprobs():
+    collector = OutputCollector((1, 2), None, 2, "hi")
+    for index, entries in ((0, (-1.0, -0.5)), (1, ())):
+        scored = tuple(TokenLogprobs(5, value, 1, {}) for value in entries)
+        done = FinishReason.STOP
+        collector.add(delta(index, "x", [5], logprobs=scored, finish_reason=done))
+    output = collector.output()
+    assert (output.prompt, output.prompt_token_ids) == ("hi", (1, 2))
+    assert [one.cumulative_logprob for one in output.outputs] == [-1.5, None]

@@ -59,7 +59,7 @@ def test_counts_are_whole_and_not_negative(field, value):
         ({"frequency_penalty": -2.1}, "frequency_penalty"),
         ({"seed": 2**63}, "seed"),
         ({"logprobs": 21}, r"logprobs must be in \[0, 20\]"),
-        ({"stop": ["a"] * 5}, "stop must have at most 4"),
+        ({"stop": ["a"] * 17}, "stop must have at most 16"),
         ({"stop": [""]}, "1 to 1024 characters"),
         ({"stop": ["a" * 1025]}, "1 to 1024 characters"),
         ({"stop": [1]}, "stop must hold strings"),

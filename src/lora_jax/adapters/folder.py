@@ -36,7 +36,9 @@ class AdapterFolder:
         if self._root and not self._inside(self._real):
             raise ValueError("the path leads outside of the adapter directory.")
         if not self._real.is_dir():
-            raise FileNotFoundError(f"there is no folder {path.name!r}.")
+            # Who may name any folder is told where it was looked for; others only what they said.
+            shown = path.name if root else str(path.absolute())
+            raise FileNotFoundError(f"there is no folder {shown!r}.")
         self.name = self._real.name
         self.hashes: dict[str, str] = {}
         self.num_bytes = 0

@@ -15,6 +15,7 @@ MAX_LENGTH = 512  # characters of a pattern
 _MAX_PLACES = 1024  # of the automaton, with repetitions written out
 _MAX_CACHED = 256  # steps that a pattern remembers
 _STEP_COST = 10  # of a step that is not remembered, for each place, in steps that are
+_REACH_COST = 5  # of a place that is passed, when such a step is made
 _MAX_DEPTH = 20  # groups in groups
 _CLASSES: dict[str, Callable[[str], bool]] = {
     "d": str.isdecimal,
@@ -321,7 +322,7 @@ class _Automaton:
                 left.append(place + 1)
             elif not isinstance(code, _Anchor) or code.is_end:
                 reached |= 1 << place
-        self._budget.spend(seen.bit_count())
+        self._budget.spend(_REACH_COST * seen.bit_count())
         return reached
 
     def _add(self, code: "_Code") -> int:

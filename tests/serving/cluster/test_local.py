@@ -11,7 +11,7 @@ from serving.cluster.config import ClusterConfig
 from serving.cluster.local import LocalCluster
 from serving.cluster.server_place import server_spec
 from serving.config import EngineConfig
-from serving.flags import LoraModule
+from serving.flag_values import LoraModule
 from serving.http.settings import HttpSettings
 from serving.options import Options
 

@@ -16,7 +16,7 @@ SETTINGS = HttpSettings(
     enable_runtime_lora=True,
     demo=True,
 )
-OPEN = {"/", "/health", "/metrics", "/metrics/"}
+OPEN = {"/", "/docs", "/health", "/metrics", "/metrics/"}
 
 
 def every_route(app) -> list[tuple[str, str]]:
@@ -160,3 +160,9 @@ def test_a_hidden_adapter_is_nowhere(lora_dir):
             unknown = client.post(path, json={"prompt": "x", "model": "zzz"})
             assert hidden.status_code == unknown.status_code == 404
             assert hidden.text == unknown.text.replace("zzz", "sql")
+
+
+def test_the_routes_page_needs_the_key_where_no_demo_page_is_served():
+    with client_of(create_app(FakeEngine(), HttpSettings(api_keys=("k",)))) as closed:
+        assert closed.get("/docs").status_code == 401
+        assert closed.get("/docs", headers={"Authorization": "Bearer k"}).status_code == 200

@@ -1,5 +1,6 @@
 """Bodies: type, size, time, JSON and strictness."""
 
+import gzip
 import socket
 import time
 
@@ -98,3 +99,16 @@ def test_a_bad_content_length_is_400(small):
             )
             assert sock.recv(4096).split(b" ")[1] in (b"400", b"413")
     good(small)
+
+
+def test_an_encoded_body_is_415_and_not_called_bad_json(client):
+    packed = gzip.compress(b'{"prompt": "x"}')
+    for coding, body in (("gzip", packed), ("br", packed), ("gzip", b'{"prompt": "x"}')):
+        headers = JSON | {"Content-Encoding": coding}
+        answer = client.post("/v1/completions", content=body, headers=headers)
+        assert answer.status_code == 415
+        assert repr(coding) in answer.json()["error"]["message"]
+    headers = JSON | {"Content-Encoding": "identity"}
+    answer = client.post("/v1/completions", content=b'{"prompt": "x"}', headers=headers)
+    assert answer.status_code == 200
+    good(client)

@@ -1,10 +1,14 @@
 """Chat completions: messages of every form, streams, log-probabilities."""
 
 import json
+import logging
 
 import pytest
-from fake_engine import letters
+from fake_engine import FakeEngine, letters
+from http_server import client_of
 
+from serving.http.app import create_app
+from serving.http.settings import HttpSettings
 from serving.sampling import Sampling
 
 USER = {"role": "user", "content": "yo"}
@@ -87,8 +91,13 @@ def test_other_parts_are_refused(client, part):
         {"messages": [USER], "parallel_tool_calls": True},
         {"messages": [USER], "response_format": {"type": "json_schema"}},
         {"messages": [USER], "chat_template": "{{ 7 * 7 }}"},
-        {"messages": [USER], "chat_template_kwargs": {"x": 1}},
-        {"messages": [USER], "continue_final_message": True},
+        {"messages": [USER], "chat_template_kwargs": {"messages": []}},
+        {"messages": [USER], "chat_template_kwargs": {"a-b": 1}},
+        {"messages": [USER], "continue_final_message": True, "add_generation_prompt": True},
+        {"messages": [USER], "vllm_xargs": {"x": 1}},
+        {"messages": [USER], "thinking_token_budget": 9},
+        {"messages": [USER], "mm_processor_kwargs": {"x": 1}},
+        {"messages": [USER], "priority": 1},
         {"messages": [USER], "max_completion_tokens": 46},
         {"messages": [{"role": "user", "content": "x" * 64}]},
     ],
@@ -144,3 +153,65 @@ def test_a_model_without_a_template_says_so(client, engine, monkeypatch):
     answer = client.post("/v1/chat/completions", json={"messages": [USER]})
     assert answer.status_code == 400
     assert "chat template" in answer.json()["error"]["message"]
+
+
+def prompt_of(engine, client, **body) -> str:
+    chat(client, max_tokens=1, **body)
+    return engine.tokenizer.decode(engine.submitted[-1].ids)
+
+
+def test_the_template_gets_what_the_request_says(engine, client):
+    got = prompt_of(engine, client, chat_template_kwargs={"enable_thinking": False})
+    assert got == "{enable_thinking=False}[user]yo[end][assistant]"
+    got = prompt_of(engine, client, reasoning_effort="low", add_generation_prompt=False)
+    assert got.startswith("{reasoning_effort=low}{enable_thinking=True}[user]yo")
+
+
+def test_the_last_message_can_be_continued(engine, client):
+    body = {"messages": [USER, {"role": "assistant", "content": "so"}]}
+    for more in ({}, {"add_generation_prompt": False}):
+        got = prompt_of(engine, client, **body, **more, continue_final_message=True)
+        assert got == "[user]yo[assistant]so"
+
+
+def test_echo_puts_the_last_message_in_front_of_its_continuation(client):
+    body = {"messages": [USER, {"role": "assistant", "content": "so "}], "max_tokens": 2}
+    body |= {"continue_final_message": True}
+    plain, echoed = chat(client, **body), chat(client, **body, echo=True)
+    texts = [a["choices"][0]["message"]["content"] for a in (plain, echoed)]
+    assert texts[1] == "so " + texts[0]
+    with client.stream(
+        "POST", "/v1/chat/completions", json={**body, "echo": True, "stream": True}
+    ) as s:
+        chunks = [json.loads(line[6:]) for line in s.iter_lines() if line.startswith("data: {")]
+    assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == texts[1]
+    # A message of another role than the answer's is not its beginning.
+    alone = chat(client, messages=[USER], max_tokens=2, echo=True)["choices"][0]["message"]
+    assert not alone["content"].startswith("yo")
+
+
+def test_settings_of_the_server_reach_chat_answers(caplog):
+    settings = HttpSettings(
+        response_role="bot",
+        default_template_kwargs={"a": 1},
+        tokens_as_ids=True,
+        force_include_usage=True,
+        log_requests=True,
+    )
+    caplog.set_level(logging.INFO)
+    engine = FakeEngine()
+    with client_of(create_app(engine, settings)) as client:
+        got = chat(client, max_tokens=1, logprobs=True, stop=["secret"])
+        body = {"messages": [USER], "max_tokens": 1, "stream": True}
+        with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            chunks = [json.loads(x[6:]) for x in answer.iter_lines() if x.startswith("data: {")]
+    assert engine.tokenizer.decode(engine.submitted[0].ids).startswith("{a=1}[user]yo")
+    assert got["choices"][0]["message"]["role"] == "bot"
+    assert got["choices"][0]["logprobs"]["content"][0]["token"].startswith("token_id:")
+    assert chunks[-1]["usage"]["completion_tokens"] == 1
+    lines = [r.getMessage() for r in caplog.records if "Request chatcmpl-" in r.getMessage()]
+    assert "to /v1/chat/completions for fake-base: " in lines[0]
+    assert "max_tokens=1" in lines[0]
+    assert "secret" not in caplog.text
+    assert "[user]yo" not in caplog.text
+    assert "a stream" in lines[1]

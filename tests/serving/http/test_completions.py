@@ -208,7 +208,7 @@ def test_features_that_are_not_there_are_refused_by_name(client, field, value):
 
 
 def test_unknown_and_harmless_fields_are_ignored(client):
-    complete(client, prompt="hi", whatever={"a": [1]}, best_of=1, user="me", priority=3, n=2)
+    complete(client, prompt="hi", whatever={"a": [1]}, best_of=1, user="me", priority=0, n=2)
     complete(client, prompt="hi", response_format={"type": "text"}, request_id="x", tools=[])
 
 

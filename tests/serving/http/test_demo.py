@@ -11,9 +11,10 @@ import pytest
 from fake_engine import BOS, FakeEngine, letters
 from http_server import client_of, serve_app
 
+from serving.examples import Examples
 from serving.http.app import create_app
 from serving.http.demo import PAGE
-from serving.http.settings import HttpSettings
+from serving.http.settings import HttpSettings, Tenant
 
 
 @pytest.fixture(scope="module")
@@ -46,50 +47,94 @@ def test_model_output_is_text_only_and_nothing_comes_from_elsewhere(page):
     assert not re.search(r"(src|href)\s*=|https?://|\bon\w+=", page.text)
 
 
-# Just enough of a browser: elements by id, and fetch against the server under test.
+def test_facts_need_the_key_and_name_only_what_it_may_use(lora_dir):
+    settings = HttpSettings(demo=True, tenants=(Tenant("k", adapters=frozenset({"sql"})),))
+    examples = Examples("once", {"sql": "how many?", "law": "a case"})
+    with client_of(create_app(FakeEngine(lora_dir), settings, examples)) as client:
+        assert client.get("/demo/facts").status_code == 401
+        got = client.get("/demo/facts", headers={"Authorization": "Bearer k"}).json()
+    adapters = {"sql": "how many?"}
+    assert got == {"chats": True, "docs": True, "prompt": "once", "adapters": adapters}
+
+
+# Just enough of a browser: a tree of elements, and fetch against the server under test.
 BROWSER = """
-const elements = {};
-const element = (id) => elements[id] ??= {
-  id, value: "", textContent: "", children: [], listeners: {},
-  addEventListener(name, f) { this.listeners[name] = f; },
-  replaceChildren() { this.children = []; },
-  append(child) { this.children.push(child); this.value ||= child.value; },
-};
-globalThis.document = { getElementById: element, createElement: () => ({}) };
+const named = {};
+class Element {
+  constructor(tag) {
+    Object.assign(this, { tag, value: "", textContent: "", children: [], listeners: {} });
+  }
+  addEventListener(name, f) { this.listeners[name] = f; }
+  setAttribute(name, value) { this[name] = value; }
+  replaceChildren() { this.children = []; }
+  append(child) { this.children.push(child); }
+}
+const element = (id) => named[id] ??= new Element("named");
+globalThis.document = { getElementById: element, createElement: (tag) => new Element(tag) };
 const plain = globalThis.fetch;
 globalThis.fetch = (path, options) => plain(process.argv[2] + "/" + path, options);
-Object.assign(element("prompt"), { value: "hi" });
-Object.assign(element("tokens"), { value: "5" });
-Object.assign(element("temperature"), { value: "0" });
+element("tokens").value = "5";
+element("temperature").value = "0";
 element("key").value = process.argv[3];
 """
 CLICK = """
 (async () => {
+  await new Promise((done) => setTimeout(done, 500));
   await element("form").listeners.submit({ preventDefault() {} });
-  const shown = Object.values(elements).map((e) => [e.id, e.textContent]);
-  const options = element("adapter").children.map((o) => o.textContent);
-  console.log(JSON.stringify({ shown: Object.fromEntries(shown), options }));
+  const texts = (place) => place.children.map((child) => child.textContent);
+  console.log(JSON.stringify({
+    status: element("status").textContent,
+    prompt: element("prompt").value,
+    links: element("links").children.map((one) => one.href).filter(Boolean),
+    examples: texts(element("examples")),
+    adapters: element("adapters").children.slice(1).map((label) => label.children[1].textContent),
+    answers: element("answers").children.map(texts),
+  }));
 })();
 """
 
 
-@pytest.mark.skipif(not shutil.which("node"), reason="no node to run JavaScript with")
-@pytest.mark.parametrize("key", ["k", "wrong"])
-def test_the_page_compares_base_and_adapter(lora_dir, tmp_path, key):
+def use_page(tmp_path, url: str, key: str) -> dict:
     script = re.findall(r"<script>(.*?)</script>", PAGE.read_text(), re.DOTALL)[0]
     (tmp_path / "page.js").write_text(BROWSER + script.replace('"use strict";', "") + CLICK)
+    command = ["node", str(tmp_path / "page.js"), url, key]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    return json.loads(done.stdout)
+
+
+def answer_of(prompt: bytes, adapter: str | None) -> str:
+    return "".join(map(chr, letters(list(prompt), adapter, 0, 5)))
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="no node to run JavaScript with")
+@pytest.mark.parametrize("key", ["k", "wrong"])
+def test_the_page_chats_with_base_and_adapter_by_a_fitting_example(lora_dir, tmp_path, key):
     settings = HttpSettings(demo=True, api_keys=("k",))
-    with serve_app(create_app(FakeEngine(lora_dir), settings)) as url:
-        command = ["node", str(tmp_path / "page.js"), url, key]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
-    got = json.loads(done.stdout)
+    examples = Examples("once", {"gone": "x", "sql": "hi", "law": "a case"})
+    with serve_app(create_app(FakeEngine(lora_dir), settings, examples)) as url:
+        got = use_page(tmp_path, url, key)
     if key == "wrong":
-        assert got["shown"]["status"] == "The API key is wrong."
-        assert got["options"] == []
+        assert got["status"] == "The API key is wrong."
+        assert got["answers"] == []
         return
-    assert got["options"] == ["law", "sql"]
-    ids = [BOS, *b"hi"]
-    assert got["shown"]["text-0"] == "".join(map(chr, letters(ids, None, 0, 5)))
-    assert got["shown"]["text-1"] == "".join(map(chr, letters(ids, "law", 0, 5)))
-    assert got["shown"]["name-1"] == "law"
-    assert got["shown"]["rate-0"].startswith("5 tokens, ")
+    assert got["adapters"] == ["law", "sql"]
+    assert (got["prompt"], got["examples"]) == ("hi", ["Examples:", "sql", "law"])
+    assert got["links"] == ["docs", "v1/models", "metrics"]
+    asked = b"[user]hi[assistant]"
+    (base, rate, text), (name, _, other) = got["answers"]
+    assert (base, name) == ("fake-base (base)", "sql")
+    assert (text, other) == (answer_of(asked, None), answer_of(asked, "sql"))
+    assert rate.startswith("5 tokens, ")
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="no node to run JavaScript with")
+def test_a_model_without_a_template_is_asked_to_go_on(lora_dir, tmp_path, monkeypatch):
+    engine = FakeEngine(lora_dir)
+    monkeypatch.setattr(engine.tokenizer, "has_chat_template", False, raising=False)
+    with serve_app(create_app(engine, HttpSettings(demo=True), Examples("once"))) as url:
+        got = use_page(tmp_path, url, "")
+    assert (got["prompt"], got["examples"]) == ("once", [])
+    (_, _, text), (name, _, _) = got["answers"]
+    assert name == "law"
+    prompt = [BOS, *b"once"]
+    assert text == "".join(map(chr, letters(prompt, None, 0, 5)))

@@ -46,3 +46,9 @@ def test_version_and_server_info_name_no_path(client):
     assert info["config"]["max_model_len"] == 64
     assert info["state"] == {"running": 0, "waiting": 0}
     assert "/" not in answer.text
+
+
+def test_metrics_tell_of_the_process(client):
+    text = client.get("/metrics").text
+    for name in ("process_resident_memory_bytes", "process_open_fds", "python_info"):
+        assert f"\n{name}" in text

@@ -91,7 +91,7 @@ def test_chat_logprobs_are_a_switch_and_a_number():
         (completion, {"logit_bias": {"-1": 1.0}}, "logit_bias"),
         (completion, {"logit_bias": {"1": 1e9}}, "logit_bias"),
         (completion, {"logit_bias": {"9" * 5000: 1.0}}, "logit_bias"),
-        (completion, {"stop": ["x"] * 5}, "stop"),
+        (completion, {"stop": ["x"] * 17}, "stop"),
         (completion, {"stop": ""}, "stop"),
         (completion, {"stop_token_ids": [-1]}, "stop_token_ids"),
         (chat, {"logprobs": True, "top_logprobs": -1}, "top_logprobs"),

@@ -8,6 +8,7 @@ from fake_engine import BOS, FakeEngine, FakeTokenizer
 from serving.http.errors import ApiError
 from serving.http.prompts import Prompt, chat_prompt, check_ids, read_prompts
 from serving.http.protocol import ChatMessage
+from serving.http.template_options import TemplateOptions
 
 
 def read(given, special: bool = True, context: int = 64) -> list[Prompt]:
@@ -75,6 +76,7 @@ def test_ids_at_the_edges():
 
 def test_messages():
     messages = [ChatMessage(role="system", content=None), ChatMessage(role="user", content="x")]
-    prompt = asyncio.run(chat_prompt(FakeEngine(), messages, False, True))
+    options = TemplateOptions(False, False, {})
+    prompt = asyncio.run(chat_prompt(FakeEngine(), messages, options, True))
     assert prompt.text == "[system][user]x"
     assert prompt.ids[0] == BOS

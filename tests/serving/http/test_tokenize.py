@@ -48,3 +48,11 @@ def test_bad_bodies(client, path, body, status):
 
 def test_an_empty_prompt_has_its_special_tokens_only(client):
     assert client.post("/tokenize", json={"prompt": ""}).json()["tokens"] == [256]
+
+
+def test_messages_are_templated_as_a_chat_would(client):
+    last = {"role": "assistant", "content": "so"}
+    body = {"messages": [last], "continue_final_message": True}
+    assert bytes(client.post("/tokenize", json=body).json()["tokens"]) == b"[assistant]so"
+    body = {"messages": [last], "chat_template_kwargs": {"messages": 1}}
+    assert client.post("/tokenize", json=body).status_code == 400

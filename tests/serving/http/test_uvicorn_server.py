@@ -1,13 +1,19 @@
 """uvicorn's limits: headers, sockets, the announcement."""
 
 import asyncio
+import os
 import socket
 
 import pytest
 from fake_engine import FakeEngine
 
 from serving.http.app import create_app
-from serving.http.uvicorn_server import AnnouncingServer, bind, uvicorn_config
+from serving.http.uvicorn_server import (
+    AnnouncingServer,
+    bind,
+    bind_unix,
+    uvicorn_config,
+)
 
 
 def test_headers_over_the_limit_are_refused_and_the_server_goes_on(client):
@@ -75,3 +81,21 @@ def test_announcement_comes_when_connections_are_accepted():
     server = AnnouncingServer(uvicorn_config(create_app(FakeEngine())), announce)
     asyncio.run(server.serve(sockets=[sock]))
     assert seen == [True]
+
+
+def test_a_unix_socket_is_the_owner_s_and_a_dead_one_is_replaced(tmp_path):
+    path = str(tmp_path / "s")
+    first = bind_unix(path)
+    assert os.stat(path).st_mode & 0o777 == 0o600
+    first.listen()
+    with pytest.raises(OSError, match="somebody listens"):
+        bind_unix(path)
+    first.close()
+    bind_unix(path).close()
+
+
+def test_a_file_is_not_taken_for_a_socket(tmp_path):
+    (tmp_path / "s").write_text("kept")
+    with pytest.raises(OSError, match="in use"):
+        bind_unix(str(tmp_path / "s"))
+    assert (tmp_path / "s").read_text() == "kept"

@@ -139,3 +139,36 @@ def test_threads_share_a_template():
         thread.join()
     for name in "abcd":
         assert texts[name] == template.render([{"role": name, "content": name * 100}])
+
+
+THINKING = "{{ 'think ' if enable_thinking is not defined or enable_thinking }}" + CHATML
+
+
+def test_a_request_s_variables_reach_the_template():
+    template = ChatTemplate(THINKING, {})
+    assert template.render(TALK[:1]).startswith("think <|im_start|>")
+    plain = template.render(TALK[:1], variables={"enable_thinking": False})
+    assert plain.startswith("<|im_start|>")
+
+
+def test_variables_do_not_replace_the_server_s_own():
+    template = ChatTemplate(STRICT, {"bos_token": "<s>", "eos_token": "</s>"})
+    evil = {"bos_token": "x", "messages": [], "add_generation_prompt": True, "tools": [1]}
+    assert template.render(TALK[:1], variables=evil) == template.render(TALK[:1])
+
+
+def test_the_last_message_is_continued_where_its_text_ends():
+    template = ChatTemplate(CHATML, {})
+    got = template.render(TALK[:2], add_generation_prompt=False, continue_final_message=True)
+    assert got.endswith("<|im_start|>assistant\nyes")
+    strict = ChatTemplate(STRICT, {"bos_token": "<s>", "eos_token": "</s>"})
+    # A template that trims shows less than was said.
+    assert strict.render(TALK[:1], continue_final_message=True) == "<s>[INST] hi "
+    for content in ("", "  ", None):
+        with pytest.raises(ValueError, match="needs a last message with text"):
+            template.render(
+                [{"role": "assistant", "content": content}], continue_final_message=True
+            )
+    silent = ChatTemplate("-", {})
+    with pytest.raises(ValueError, match="does not show the last message"):
+        silent.render(TALK[:1], continue_final_message=True)

@@ -1,0 +1,85 @@
+"""Help texts of the flags that are fields of a configuration. No jax."""
+
+ENGINE_HELP = {
+    "dtype": "auto is what the checkpoint says",
+    "load_format": "dummy: random weights, for measuring speed",
+    "max_model_len": "tokens of prompt and answer, e.g. 4096 or 4k; auto is the model's",
+    "max_num_seqs": "most sequences in one step",
+    "max_num_batched_tokens": "most tokens in one step",
+    "block_size": "tokens in one KV page",
+    "kv_cache_memory_bytes": "bytes for KV pages",
+    "gpu_memory_utilization": "share of JAX's device memory "
+    "(XLA_PYTHON_CLIENT_MEM_FRACTION) for weights, "
+    "adapters and KV pages",
+    "enable_prefix_caching": "reuse the KV pages of equal prompt beginnings",
+    "scheduling_policy": "sjf: the smallest prompt + max_tokens first, which may starve "
+    "long requests",
+    "max_queue": "most waiting sequences; further requests get status 429",
+    "seed": "seed of the seeds of requests that set none",
+    "max_logprobs": "most log-probabilities per token that a request may ask for",
+    "chat_template": "Jinja file that replaces the model's chat template",
+    "generation_config": "source of sampling defaults: auto = the model's "
+    "generation_config.json, vllm = "
+    "the API's defaults, or a folder with such a file",
+    "override_generation_config": "sampling defaults as JSON; they win over the file; "
+    "max_new_tokens is a default, "
+    "not a limit",
+    "max_loras": "most LoRA adapters on the device at a time; any number may be loaded",
+    "max_lora_rank": "largest rank that an adapter may have",
+    "lora_dir": "folder of adapters: model=SUBFOLDER is loaded on first use",
+    "max_esft_adapters": "most ESFT adapters on the device at a time; 0 turns ESFT off; "
+    "default: 16 for a "
+    "model with experts, on a GPU only if the experts fit beside JAX's memory",
+    "max_esft_experts": "most experts that an ESFT adapter replaces in one layer",
+    "esft_memory_bytes": "device memory for ESFT adapters' experts, in bytes; default: as "
+    "needed, on a GPU"
+    " what is left",
+    "lora_memory_bytes": "device memory for LoRA adapters, in bytes; default: max_loras of "
+    "max_lora_rank",
+    "max_adapter_bytes": "largest adapter, in bytes of all its files",
+    "max_total_adapter_bytes": "host memory for all loaded adapters, in bytes",
+    "max_adapter_loads_per_minute": "most adapter loads per minute; further loads are refused",
+    "adapter_wait_s": "longest wait of a request for an adapter slot, in seconds",
+    "adapter_load_chunks_per_step": "pieces of an adapter written to the device between two steps",
+    "specialize_lora": "also compile decode steps for batches without adapters; off halves "
+    "the start "
+    "time",
+}
+CLUSTER_HELP = {
+    "instances": "number of LLM instances, each a process with the whole base model",
+    "lora_server": "number of ranks of the LoRA Server, which holds the adapters' experts",
+    "placement": "layout of the LoRA Server, e.g. ep2-pp1; default: experts over all ranks",
+    "lora_server_adapters": "most adapters on the LoRA Server; default: max_loras of each instance",
+    "lora_server_memory_bytes": "device memory of each rank for adapters, in bytes; "
+    "default: lora_server_adapters"
+    " of max_lora_rank",
+    "lora_server_wait_s": "longest wait of a layer for the LoRA Server, in seconds",
+    "lora_server_carrier": "transport of rows: auto (by the device's memory), or nixl "
+    "(over UCX, needs lora-"
+    "jax[nixl])",
+    "lora_attention": "adapters' attention: local = on the instances, remote = on the LoRA "
+    "Server too",
+    "local_expert_slots": "most adapters that an instance computes itself while the LoRA "
+    "Server is lost; 0:"
+    " their requests end with status 503",
+    "lora_overlap": "overlap exchanges with the base's computation; switch off only to measure",
+    "lora_aside": "send rows from a separate GPU stream; switch on only to measure",
+    "layerwise_loading": "serve a cold adapter from its first layer on; switch off only to measure",
+    "lora_prefetch": "load an adapter when its request is queued; switch off only to measure",
+    "lora_kernel": "kernels of the LoRA Server: fast, or reference (plain JAX) to measure",
+}
+
+# What a value of a field is called; a number or a name where nothing is said.
+METAVARS = {
+    "lora_dir": "DIR",
+    "chat_template": "FILE",
+    "generation_config": "auto|vllm|DIR",
+    "override_generation_config": "JSON",
+    "max_model_len": "TOKENS",
+    "max_num_batched_tokens": "TOKENS",
+    "block_size": "TOKENS",
+    "gpu_memory_utilization": "SHARE",
+    "adapter_wait_s": "SECONDS",
+    "lora_server_wait_s": "SECONDS",
+    "placement": "epX-ppY",
+}

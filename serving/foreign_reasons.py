@@ -1,0 +1,237 @@
+"""Meaning here of the flags of vLLM that have no flag of ours. No jax.
+
+`vllm_flags.json` has the flags as vLLM's own parser knows them. One that has a flag of the same
+name here is not in these tables.
+"""
+
+# A form of a switch, or a flag with the values it may have (* is any), that is true here without
+# being said. Every other form or value is refused with the same reason.
+ALWAYS_SO = {
+    "--enable-lora": "adapters are always on",
+    "--enable-chunked-prefill": "prompts are computed in pieces of --max-num-batched-tokens",
+    "--async-scheduling": "a step is scheduled while the one before it runs",
+    "--enable-prompt-tokens-details": "usage always has prompt_tokens_details",
+    "--enable-server-load-tracking": "/load always counts",
+    "--enable-request-id-headers": "every answer has an X-Request-Id",
+    "--enable-offline-docs": "/docs loads nothing from elsewhere",
+    "--disable-cascade-attn": "attention has one kernel per device",
+    "--disable-custom-all-reduce": "one device has nothing to reduce over",
+    "--disable-nccl-for-dp-synchronization": "instances do not synchronize",
+    "--disable-hybrid-kv-cache-manager": "all layers share one kind of KV page",
+    "--disable-chunked-mm-input": "the supported models read text only",
+    "--language-model-only": "the supported models read text only",
+    "--skip-mm-profiling": "the supported models read text only",
+    "--no-interleave-mm-strings": "the supported models read text only",
+    "--no-mm-device-do-normalize": "the supported models read text only",
+    "--no-use-tqdm-on-load": "loading is logged in lines",
+    "--scheduler-reserve-full-isl": "a request starts when there are pages for its whole prompt",
+    "--disable-log-deltas": "answers are never logged",
+    "--disable-flash-late-interaction": "models generate text here",
+    "--no-cohere-is-reasoning-model": "there is no Cohere route",
+    "--disable-flashinfer-autotune": "kernels have tilings that are kept as tables",
+    "--no-swa-bounded-replay": "the KV pages of a sliding window are kept like all others",
+    "--no-dcp-q-replicate": "one process serves on one device",
+    "--disable-batch-sharded-sampling": "one process serves on one device",
+    "--aggregate-engine-logging": "one log has the lines of every process",
+    "--fail-on-environ-validation": "an unknown SERVING_ variable always ends the start",
+    "--max-log-len *": "no part of a prompt is ever logged",
+    "--api-server-count 1": "one process answers HTTP; --instances starts more engines behind it",
+    "--lora-dtype auto": "adapters are computed in the dtype of the model",
+    "--kv-cache-dtype auto": "KV pages have the dtype of the model",
+    "--tokenizer-mode auto hf": "the tokenizer is the one in the model's folder",
+    "--runner auto generate": "models generate text here",
+    "--convert auto none": "models generate text here",
+    "--chat-template-content-format auto string": "parts of a message are joined to one text "
+    "before the template reads them",
+    "--config-format auto hf": "a model's folder is as Hugging Face has it",
+    "--distributed-executor-backend uni mp": "processes are started by --instances and "
+    "--lora-server",
+    "--fingerprint-mode none": "system_fingerprint is null",
+    "--prefix-caching-hash-algo sha256": "pages are found by SHA-256",
+    "--logprobs-mode raw_logprobs": "log-probabilities are those of the model, before temperature "
+    "and penalties",
+    "--stream-interval 1": "a stream sends tokens as they are made",
+    "--safetensors-load-strategy lazy": "a file's tensors are read when they are placed",
+}
+
+# Why a flag is refused, and what to use instead. Of a switch the other form is accepted, of a value
+# vLLM's own default: neither asks for anything.
+REFUSED = {
+    "one process serves on one device; --instances starts several": (
+        "--headless --tensor-parallel-size --pipeline-parallel-size --data-parallel-size "
+        "--data-parallel-rank --data-parallel-start-rank --data-parallel-size-local "
+        "--data-parallel-address --data-parallel-rpc-port --data-parallel-backend "
+        "--data-parallel-hybrid-lb --data-parallel-external-lb --dp-sync-interval "
+        "--data-parallel-multi-port-external-lb --data-parallel-supervisor-port "
+        "--dp-supervisor-probe-interval-s --dp-supervisor-probe-timeout-s "
+        "--dp-supervisor-probe-failure-threshold --decode-context-parallel-size "
+        "--dcp-comm-backend --dcp-kv-cache-interleave-size --cp-kv-cache-interleave-size "
+        "--prefill-context-parallel-size --master-addr --master-port --nnodes --node-rank "
+        "--distributed-timeout-seconds --cpu-distributed-timeout-seconds --enable-dbo "
+        "--dbo-decode-token-threshold --dbo-prefill-token-threshold --ubatch-size --enable-hc-sp "
+        "--enable-elastic-ep --elastic-ep-max-dp-size --enable-nccl-comm-suspend "
+        "--enable-shm-tensor-arena --ray-workers-use-nsight --worker-cls --worker-extension-cls "
+        "--numa-bind --numa-bind-nodes --numa-bind-cpus"
+    ),
+    "one process serves on one device; adapters' experts can be on others: --lora-server": (
+        "--enable-expert-parallel --enable-ep-weight-filter --all2all-backend --enable-eplb "
+        "--eplb-config --expert-placement-strategy"
+    ),
+    "one process serves on one device, so there is nothing to shard": "--fully-sharded-loras",
+    "an instance or a rank that ends is started anew by the server itself": (
+        "--enable-fault-tolerance --fault-tolerance-config --watchdog-config"
+    ),
+    "code from a model's folder is never run here; the supported models are built in": (
+        "--trust-remote-code --model-class-overrides"
+    ),
+    "code from outside this package is not run in the server; a proxy in front may do it": (
+        "--middleware --logits-processors --io-processor-plugin --tool-parser-plugin "
+        "--reasoning-parser-plugin --scheduler-cls"
+    ),
+    "JAX picks the device; set JAX_PLATFORMS or CUDA_VISIBLE_DEVICES": "--device-ids",
+    "the models are this package's own": "--model-impl",
+    "idle pages go in the order of their last use": "--prefix-cache-retention-interval",
+    "templates are rendered in threads of the server": "--renderer-num-workers",
+    "steps are planned in one way; --max-num-seqs and --max-num-batched-tokens bound them": (
+        "--performance-mode"
+    ),
+    "templates come from the model's folder or --chat-template, never from a request": (
+        "--trust-request-chat-template"
+    ),
+    "the model is a folder of this machine and nothing is downloaded": (
+        "--revision --code-revision --tokenizer-revision --download-dir --hf-token "
+        "--ignore-patterns"
+    ),
+    "config.json in the model's folder says it; change a copy of that file": (
+        "--hf-config-path --hf-overrides"
+    ),
+    "the tokenizer is the one in the model's folder": "--tokenizer --skip-tokenizer-init",
+    "weights are served in bfloat16 or float32 (--dtype); MXFP4 files are unpacked": (
+        "--quantization --quantization-config --allow-deprecated-quantization"
+    ),
+    "safetensors files are read straight to the device": (
+        "--safetensors-prefetch-num-threads --safetensors-prefetch-block-size "
+        "--model-loader-extra-config --pt-load-map-location --max-parallel-loading-workers "
+        "--weight-transfer-config"
+    ),
+    "host memory for adapters is bounded in bytes: --max-total-adapter-bytes": "--max-cpu-loras",
+    "adapters may change any module that the model has": "--lora-target-modules",
+    "adapters of any mixture share a batch anyway, and --specialize-lora compiles steps without "
+    "adapters": "--specialize-active-lora --enable-mixed-moe-lora-format --enable-moe-shared-loras",
+    "the supported models read text only": (
+        "--trust-request-mm-kwargs --allowed-local-media-path --allowed-media-domains "
+        "--enable-tower-connector-lora --default-mm-loras --limit-mm-per-prompt --enable-mm-embeds "
+        "--media-io-kwargs --mm-processor-kwargs --mm-processor-cache-gb --mm-processor-cache-type "
+        "--mm-hasher-algorithm --mm-shm-cache-max-object-size-mb --mm-encoder-only "
+        "--mm-encoder-tp-mode --mm-encoder-attn-backend --mm-encoder-attn-dtype "
+        "--mm-encoder-fp8-scale-path --mm-encoder-fp8-scale-save-path "
+        "--mm-encoder-fp8-scale-save-margin --video-pruning-rate --video-pruning-method "
+        "--mm-tensor-ipc --mm-processor-device --mm-ipc-gpu-memory-gb --ec-transfer-config "
+        "--ec-manager-config --aux-output-config"
+    ),
+    "models generate text here": (
+        "--pooler-config --max-lora-cls-labels --enable-prompt-embeds --diffusion-config"
+    ),
+    "tools are not supported; give their text in a message": (
+        "--enable-auto-tool-choice --exclude-tools-when-tool-choice-none --tool-call-parser "
+        "--tool-strict-level --tool-server"
+    ),
+    "an answer is one text, with its thoughts; chat_template_kwargs and reasoning_effort go to the "
+    "template": "--reasoning-parser --reasoning-config --reasoning-effort-map",
+    "answers are not bound to a grammar": "--structured-outputs-config",
+    "there is no such route; see serving/http/README.md for those there are": (
+        "--grpc --grpc-port --cohere-format --anthropic-disabled-thinking-effort "
+        "--enable-tokenizer-info-endpoint --tokens-only --enable-scale-out --engram-config"
+    ),
+    "prompts and answers are never logged; --enable-log-requests logs names and numbers": (
+        "--enable-log-outputs"
+    ),
+    "an unexpected error is always logged with its stack, an expected one never": (
+        "--log-error-stack"
+    ),
+    "log lines go to stdout in one format; --log-level and --uvicorn-log-level choose them": (
+        "--logging-config --log-config-file --enable-logging-iteration-details"
+    ),
+    "/metrics has what there is; see ARCHITECTURE.md": (
+        "--enable-per-request-metrics --show-hidden-metrics-for-version --kv-cache-metrics "
+        "--kv-cache-metrics-sample --custom-histogram-buckets --cudagraph-metrics "
+        "--enable-mfu-metrics --jit-monitor-mode --jit-monitor-verbose"
+    ),
+    "there are no traces; /metrics and --enable-log-requests say what happens": (
+        "--otlp-traces-endpoint --collect-detailed-traces --enable-layerwise-nvtx-tracing "
+        "--profiler-config --enable-trace-replay"
+    ),
+    "system_fingerprint is null": "--fingerprint-value",
+    "the certificate is read at the start; start the server again for a new one": (
+        "--enable-ssl-refresh"
+    ),
+    "headers are bounded in bytes: --h11-max-incomplete-event-size": "--h11-max-header-count",
+    "the engine's memory is taken at the start and kept; stop the process to free it": (
+        "--enable-sleep-mode --sleep-mode-backend --sleep-mode-offload-cudagraph "
+        "--sleep-preserve-parameter-names --enable-cumem-allocator"
+    ),
+    "weights and KV pages are in the device's memory; bound them by --max-model-len and "
+    "--kv-cache-memory-bytes": (
+        "--offload-backend --cpu-offload-gb --cpu-offload-params --offload-group-size "
+        "--offload-num-in-group --offload-prefetch-step --offload-params --kv-offloading-size "
+        "--kv-offloading-backend --kv-transfer-config --kv-events-config"
+    ),
+    "KV pages are counted in bytes: --kv-cache-memory-bytes": "--num-gpu-blocks-override",
+    "every layer's KV pages have the dtype of the model": (
+        "--kv-cache-dtype-skip-layers --kv-sharing-fast-prefill"
+    ),
+    "a prompt's pages are matched whole: --block-size": "--prefix-match-unit",
+    "no supported model has Mamba layers or other state instead of KV pages": (
+        "--mamba-backend --mamba-ssu-algorithm --enable-mamba-cache-stochastic-rounding "
+        "--mamba-cache-philox-rounds --mamba-cache-dtype --mamba-ssm-cache-dtype "
+        "--mamba-block-size --mamba-cache-mode --enable-mamba-shared-prefix-checkpoint "
+        "--replayssm-buffer-len --use-replayssm --gdn-prefill-backend --kda-prefill-backend "
+        "--kda-decode-backend"
+    ),
+    "a step is always one compiled program": (
+        "--enforce-eager --compilation-config --optimization-level --cudagraph-capture-sizes "
+        "--max-cudagraph-capture-size"
+    ),
+    "kernels are chosen by device and batch": (
+        "--attention-backend --attention-config --kernel-config --ir-op-priority --monokernel "
+        "--moe-backend --linear-backend --sparse-indexer-topk-backend --use-fp64-gumbel"
+    ),
+    "a model's sliding window is part of it": "--disable-sliding-window",
+    "every token is computed by the model that is served": (
+        "--speculative-config --spec-method --spec-model --spec-tokens "
+        "--per-request-spec-decode-metrics"
+    ),
+    "texts carry no watermark": "--watermark-config",
+    "answers do not say it": "--enable-return-routed-experts --return-sampling-mask",
+    "waiting sequences are bounded by --max-queue, running ones by --max-num-seqs": (
+        "--max-num-active-seqs --max-num-queued-reqs --max-num-queued-tokens"
+    ),
+    "tokens of a step are bounded by --max-num-batched-tokens": (
+        "--max-num-scheduled-tokens --long-prefill-token-threshold "
+        "--long-prefill-token-threshold-adaptive --prefill-schedule-interval --watermark"
+    ),
+    "every option has a flag of its own": "--additional-config",
+}
+
+# Flags of older releases of vLLM and of SGLang: spellings, and what was said above.
+OLDER_SPELLINGS = {
+    "--tensor-parallel-size": ("--tp", "--tp-size"),
+    "--pipeline-parallel-size": ("--pp-size",),
+    "--data-parallel-size": ("--dp-size",),
+}
+OLDER_ALWAYS_SO = {
+    "--lora-eviction-policy lru": "idle adapters go in the order of their last use",
+    "--task auto generate": "models generate text here",
+    "--device auto": "JAX picks the device: JAX_PLATFORMS, CUDA_VISIBLE_DEVICES",
+    "--guided-decoding-backend auto": "answers are not bound to a grammar",
+    "--num-scheduler-steps 1": "a step is one token of each sequence",
+}
+OLDER_REFUSED = {
+    "--lora-extra-vocab-size": "adapters that change embeddings are refused",
+    "--lora-backend": "kernels are chosen by device and batch",
+    "--swap-space": "a preempted request is computed anew, its prefix from the cache",
+    "--mem-fraction-static": "the share of the device's memory is --gpu-memory-utilization",
+    "--rope-scaling": "config.json in the model's folder says it; change a copy of that file",
+    "--rope-theta": "config.json in the model's folder says it; change a copy of that file",
+    "--max-seq-len-to-capture": "a step is always one compiled program",
+}
