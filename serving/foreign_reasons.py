@@ -1,4 +1,4 @@
-"""What each flag of vLLM that has no flag of ours means here. No jax.
+"""Meaning here of the flags of vLLM that have no flag of ours. No jax.
 
 `vllm_flags.json` has the flags as vLLM's own parser knows them. One that has a flag of the same
 name here is not in these tables.

@@ -1,4 +1,4 @@
-"""Whether the files and folders that the command line names are there. No jax.
+"""Checks of the files and folders that the command line names. No jax.
 
 Found out before anything is loaded, and told to the operator with the whole path.
 """

@@ -20,7 +20,7 @@ def _cell(text: str) -> str:
 
 
 def flags() -> str:
-    """Return one table per group of the command line's flags, and one of other servers' flags."""
+    """Return one table per group of the command line's flags."""
     from serving.flags import build_parser
 
     parser, parts = build_parser(), []
@@ -29,8 +29,6 @@ def flags() -> str:
         rows = [_flag(a) for a in shown if a.dest != "help"]
         if rows:
             parts += [f"## {_title(group.title)}", _table(("flag", "value", "meaning"), rows)]
-    foreign = [r for a in parser._actions if a.help == argparse.SUPPRESS for r in _foreign(a)]
-    parts += ["## Flags of vLLM and SGLang", _table(("flag", "here"), sorted(foreign))]
     return "\n\n".join(parts)
 
 
@@ -53,22 +51,6 @@ def _flag(action: argparse.Action) -> tuple[str, str, str]:
 
 def _code_angles(text: str) -> str:
     return text.replace("<", "&lt;").replace("*", "\\*")
-
-
-def _foreign(action: argparse.Action) -> list[tuple[str, str]]:
-    """Return what each spelling of a hidden flag does; nothing for an alias of our own flag."""
-    const = action.const
-    if action.option_strings == ["--max-loras-per-batch"]:
-        said = "one more than `--max-loras`: SGLang counts the base model"
-    elif isinstance(const, tuple):
-        said = f"only `{const[0]}`: {const[1]}"
-    elif isinstance(const, str):
-        said = f"refused: {const}"
-    elif const is True:
-        said = "accepted: always the case here"
-    else:
-        said = f"the same as `--{action.dest.replace('_', '-')}`"
-    return [(f"`{name}`", said) for name in action.option_strings]
 
 
 def routes() -> str:

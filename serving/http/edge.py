@@ -1,4 +1,4 @@
-"""What a request meets before the application: a proxy's path, and other origins' web pages."""
+"""Outermost layer of a request: a proxy's path, and other origins' web pages."""
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send

@@ -1,4 +1,4 @@
-"""What a request says about its chat template, beside the messages."""
+"""Chat-template options of a request, beside the messages."""
 
 import dataclasses
 from collections.abc import Mapping

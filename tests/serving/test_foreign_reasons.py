@@ -1,4 +1,4 @@
-"""What is said of vLLM's flags: of each once, and of no other."""
+"""Reasons for vLLM's flags: each once, and no other."""
 
 from collections import Counter
 

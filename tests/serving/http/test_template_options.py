@@ -1,4 +1,4 @@
-"""From a body to what the template gets."""
+"""Chat-template options from a request body."""
 
 import pytest
 
