@@ -143,7 +143,7 @@ class FakeEngine:
         cache_salt: str = "",
     ) -> str:
         if len(self.running) >= self.queue_limit:
-            raise QueueFull(len(self.running), self.queue_limit, 2.0)
+            raise QueueFull("The waiting queue is full.", 2.0)
         sampling.check_vocab(VOCAB)
         if adapter is not None:
             self.registry.get(adapter)
