@@ -2,6 +2,9 @@
 
 An entry never changes: a reload makes a new entry with a higher generation, and requests that
 hold the old entry finish on its weights. Caches key on `digest`, so that weights decide, not names.
+
+When host memory is short, weights that nobody uses are evicted. Their names and digests stay: the
+next use reads the folder again, and refuses files that have changed.
 """
 
 import collections
@@ -11,68 +14,37 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from lora_jax.adapters import reader
 from lora_jax.adapters.catalogue import LoraCatalogue
-from lora_jax.adapters.weights import AdapterReport, AnyWeights
+from lora_jax.adapters.entries import AdapterEntry, EvictedAdapter, RegistryLimits
+from lora_jax.adapters.host_room import HostCopy, HostShare, make_room
+from lora_jax.adapters.registry_errors import (
+    AdapterExists,
+    AdapterNotFound,
+    AdapterRejected,
+    RegistryBusy,
+)
+from lora_jax.adapters.weights import AnyWeights
+
+__all__ = [
+    "AdapterEntry",
+    "AdapterExists",
+    "AdapterNotFound",
+    "AdapterRegistry",
+    "AdapterRejected",
+    "EvictedAdapter",
+    "HostShare",
+    "RegistryBusy",
+    "RegistryLimits",
+]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _READERS = 16  # folders of the operator's that are read side by side, at most
 _REMEMBER_FAILURE_S = 10.0  # a broken folder is not read again for each request that names it
-
-
-class AdapterNotFound(KeyError):
-    """No adapter of this name; `name`, and `known` lists the loaded ones."""
-
-    def __init__(self, name: str, known: tuple[str, ...], why: str = ""):
-        super().__init__(name)
-        self.name, self.known, self.why = name, known, why
-
-    def __str__(self) -> str:
-        if self.why:
-            return f"The adapter {self.name[:80]!r} was not found: {self.why}"
-        known = ", ".join(self.known) or "none"
-        return f"The adapter {self.name[:80]!r} does not exist. Known: {known}."
-
-
-class AdapterRejected(ValueError):
-    """The adapter or its path is not acceptable; nothing was changed."""
-
-
-class AdapterExists(ValueError):
-    """The name is taken and replacing was not asked for; nothing was changed."""
-
-
-@dataclasses.dataclass(frozen=True)
-class RegistryLimits:
-    """What the registry accepts. Violations are AdapterRejected naming both numbers."""
-
-    max_adapters: int = 4096
-    max_total_bytes: int = 8 << 30  # weights of all loaded adapters, on the host
-    max_file_bytes: int = 4 << 30
-    max_rank: int = 512
-    loads_per_minute: int = 600
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class AdapterEntry:
-    """One loaded adapter. `generation` grows with every publish and unload of the registry."""
-
-    name: str
-    kind: str  # "lora" or "esft"
-    digest: str
-    generation: int
-    weights: AnyWeights
-    pinned: bool
-    path: str  # relative to the adapter directory, or the operator's folder without its directory
-    folder: str = ""  # where the files are, in full; never shown to clients
-
-    @property
-    def report(self) -> AdapterReport:
-        return self.weights.report
 
 
 class AdapterRegistry:
@@ -107,9 +79,17 @@ class AdapterRegistry:
         self._lock = threading.Lock()  # guards the fields below, held for moments
         self._loading = threading.RLock()  # one load at a time, held while files are read
         self._entries: dict[str, AdapterEntry] = {}
+        self._evicted: dict[str, EvictedAdapter] = {}  # the longest evicted first
+        self._uses = itertools.count(1)
+        self._last_use: dict[str, int] = {}  # by digest
+        self._in_use: Callable[[], Collection[str]] = frozenset
         self._generation = 0
         self._load_times: collections.deque[float] = collections.deque()
-        self._failures: dict[str, tuple[float, str]] = {}
+        self._failures: dict[str, tuple[float, AdapterRejected]] = {}  # until when
+
+    def set_in_use(self, in_use: Callable[[], Collection[str]]) -> None:
+        """Ask `in_use` for the digests that live requests need, which are never evicted."""
+        self._in_use = in_use
 
     def load(
         self,
@@ -129,12 +109,7 @@ class AdapterRegistry:
         self._check_name(name)
         with self._loading:
             self._check_free(name, replace)
-            folder = self._folder(path, confined)
-            self._take_load_permit()
-            weights = self._read(name, folder, self._root if confined else None)
-            shown = self._shown_path(folder, confined)
-            with self._lock:
-                return self._publish(name, weights, pinned, shown, os.path.realpath(folder))
+            return self._read_in(name, self._folder(path, confined), confined, pinned=pinned)
 
     def load_all(self, paths: Mapping[str, str | os.PathLike[str]]) -> None:
         """Read and publish the operator's own folders, some side by side, in the order given.
@@ -150,54 +125,71 @@ class AdapterRegistry:
                 read = pool.map(lambda name, folder: self._read(name, folder, None), names, folders)
                 for name, folder, weights in zip(names, folders, read, strict=True):
                     self._check_free(name, replace=False)
-                    shown = self._shown_path(folder, confined=False)
-                    with self._lock:
-                        self._publish(name, weights, False, shown, os.path.realpath(folder))
+                    self._publish(self._entry(name, weights, folder, confined=False))
 
-    def unload(self, name: str) -> AdapterEntry:
+    def unload(self, name: str) -> AdapterEntry | EvictedAdapter:
         """Remove the name and return what it stood for; raises AdapterNotFound."""
         with self._lock:
-            if name not in self._entries:
+            found = self._entries.pop(name, None) or self._evicted.pop(name, None)
+            if found is None:
                 raise AdapterNotFound(name, tuple(sorted(self._entries)))
             self._generation += 1
-            return self._entries.pop(name)
+            self._forget_use(found.digest)
+            return found
 
     def get(self, name: str) -> AdapterEntry:
         """Return the loaded entry of a name; raises AdapterNotFound listing the loaded names."""
         with self._lock:
             if name not in self._entries:
                 raise AdapterNotFound(name, tuple(sorted(self._entries)))
-            return self._entries[name]
+            entry = self._entries[name]
+            self._last_use[entry.digest] = next(self._uses)
+            return entry
 
-    def resolve(self, name: str) -> AdapterEntry:
-        """Return the entry, loading `lora_dir/name` on first use; raises AdapterNotFound.
+    def resolve(self, name: str, share: HostShare | None = None) -> AdapterEntry:
+        """Return the entry, reading its folder, or `lora_dir/name` on first use, if need be.
 
-        A folder that was refused is refused again without reading it for some seconds.
+        `share` is the limit of the caller that names it. Raises AdapterNotFound; RegistryBusy when
+        there is no room now; AdapterRejected, for some seconds without reading the folder again.
         """
         try:
             return self.get(name)
         except AdapterNotFound:
-            if self._root is None or not _NAME.fullmatch(name) or name in self._base_names:
+            on_use = self._root is not None and _NAME.fullmatch(name)
+            if name not in self._evicted and (not on_use or name in self._base_names):
                 raise
         with self._loading:
             try:
                 return self.get(name)  # another thread may have loaded it meanwhile
             except AdapterNotFound:
-                if not (self._root / name).is_dir():
+                before = self._evicted.get(name)
+                if before is None and not (self._root is not None and (self._root / name).is_dir()):
                     raise
-            when, failure = self._failures.get(name, (0.0, ""))
-            if failure and self._clock() - when < _REMEMBER_FAILURE_S:
-                raise AdapterRejected(failure)
+            until, failure = self._failures.pop(name, (0.0, None))
+            if failure is not None and self._clock() < until:
+                self._failures[name] = until, failure
+                raise failure
             try:
-                return self.load(name, name)
+                return self._read_on_use(name, before, share or HostShare())
             except AdapterRejected as error:
-                self._failures[name] = self._clock(), str(error)
+                self._remember(name, error)
                 raise
 
     def entries(self) -> tuple[AdapterEntry, ...]:
-        """Return all loaded entries in order of name."""
+        """Return all entries whose weights are in memory, in order of name."""
         with self._lock:
             return tuple(self._entries[name] for name in sorted(self._entries))
+
+    def known(self) -> tuple[AdapterEntry | EvictedAdapter, ...]:
+        """Return what every name stands for, in order of name, evicted ones included."""
+        with self._lock:
+            found = self._evicted | self._entries
+            return tuple(found[name] for name in sorted(found))
+
+    def knows(self, name: str) -> bool:
+        """Return whether the name stands for an adapter, evicted or not."""
+        with self._lock:
+            return name in self._entries or name in self._evicted
 
     @property
     def generation(self) -> int:
@@ -215,14 +207,67 @@ class AdapterRegistry:
 
     def _check_free(self, name: str, replace: bool) -> None:
         with self._lock:
-            taken = name in self._entries
+            taken = name in self._entries or name in self._evicted
             if taken and not replace:
                 raise AdapterExists(f"The adapter {name!r} is loaded already.")
-            if not taken and len(self._entries) >= self._limits.max_adapters:
-                raise AdapterRejected(
-                    f"{len(self._entries)} adapters are loaded, the limit is "
-                    f"{self._limits.max_adapters}."
-                )
+            explicit = sum(e.explicit for e in (*self._entries.values(), *self._evicted.values()))
+            if not taken and explicit >= self._limits.max_adapters:
+                raise self._no_name_left()
+
+    def _no_name_left(self) -> RegistryBusy:
+        return RegistryBusy(
+            f"The limit of adapters is max_adapters={self._limits.max_adapters}; unload one."
+        )
+
+    def _read_on_use(
+        self, name: str, before: EvictedAdapter | None, share: HostShare
+    ) -> AdapterEntry:
+        """Read `lora_dir/name`, or again what was evicted."""
+        if before is None:
+            return self._read_in(
+                name, self._folder(name, True), True, explicit=False, share=share
+            )
+        return self._read_in(
+            name,
+            Path(before.folder),
+            before.confined,
+            explicit=before.explicit,
+            share=HostShare() if before.explicit else share,
+            digest=before.digest,
+        )
+
+    def _read_in(
+        self,
+        name: str,
+        folder: Path,
+        confined: bool,
+        *,
+        pinned: bool = False,
+        explicit: bool = True,
+        share: HostShare | None = None,
+        digest: str = "",
+    ) -> AdapterEntry:
+        """Read, check and publish; a `digest` is the only one that is accepted."""
+        self._take_load_permit()
+        weights = self._read(name, folder, self._root if confined else None)
+        if digest and weights.digest != digest:
+            raise AdapterRejected(
+                f"Adapter {name!r}: its files have changed since it was loaded; load it again "
+                "in place, or unload it first."
+            )
+        entry = self._entry(name, weights, folder, confined, pinned, explicit)
+        self._publish(entry, share or HostShare())
+        return self._entries[name]
+
+    def _remember(self, name: str, error: AdapterRejected) -> None:
+        """Refuse the name for a while without reading anything."""
+        now = self._clock()
+        if len(self._failures) >= self._limits.max_adapters:
+            self._failures = {n: f for n, f in self._failures.items() if f[0] > now}
+        busy = isinstance(error, RegistryBusy)
+        if busy and error.of_key:
+            return  # others may load it
+        self._failures[name] = now + (error.retry_after_s if busy else _REMEMBER_FAILURE_S), error
 
     def _folder(self, path: str | os.PathLike[str], confined: bool) -> Path:
         if not confined:
@@ -242,8 +287,9 @@ class AdapterRegistry:
         while times and now - times[0] >= 60:
             times.popleft()
         if len(times) >= self._limits.loads_per_minute:
-            raise AdapterRejected(
-                f"More than {self._limits.loads_per_minute} adapter loads in one minute."
+            raise RegistryBusy(
+                f"More than {self._limits.loads_per_minute} adapter loads in one minute.",
+                retry_after_s=max(1.0, 60 - (now - times[0])),
             )
         times.append(now)
 
@@ -266,28 +312,101 @@ class AdapterRegistry:
             raise AdapterRejected(f"Adapter {name!r}: {error}") from None
         return weights
 
-    def _publish(
-        self, name: str, weights: AnyWeights, pinned: bool, path: str, folder: str
+    def _entry(
+        self,
+        name: str,
+        weights: AnyWeights,
+        folder: Path,
+        confined: bool,
+        pinned: bool = False,
+        explicit: bool = True,
     ) -> AdapterEntry:
-        """Put the entry in place as the last act; the caller holds the lock."""
-        others = {e.digest: e.weights for n, e in self._entries.items() if n != name}
-        others[weights.digest] = weights
-        total = sum(w.report.weight_bytes for w in others.values())
-        if total > self._limits.max_total_bytes:
-            raise AdapterRejected(
-                f"Adapter {name!r}: all adapters together would take {total} bytes, the limit is "
-                f"{self._limits.max_total_bytes}."
-            )
-        self._generation += 1
-        entry = AdapterEntry(
+        """Return an entry that is not published yet and so has no generation."""
+        return AdapterEntry(
             name=name,
             kind=weights.report.kind,
             digest=weights.digest,
-            generation=self._generation,
+            generation=0,
             weights=weights,
             pinned=pinned,
-            path=path,
-            folder=folder,
+            path=self._shown_path(folder, confined),
+            folder=os.path.realpath(folder),
+            confined=confined,
+            explicit=explicit,
         )
-        self._entries[name] = entry
-        return entry
+
+    def _publish(self, entry: AdapterEntry, share: HostShare | None = None) -> None:
+        """Make room for the entry and put it in place as the last act."""
+        share, in_use = share or HostShare(), self._in_use()
+        with self._lock:
+            self._make_name(entry.name)
+            copies = list(self._copies(entry, in_use))
+            known = any(copy.digest == entry.digest for copy in copies)
+            size = 0 if known else entry.report.weight_bytes
+            try:
+                gone = make_room(copies, size, share, self._limits.max_total_bytes)
+            except RegistryBusy as error:
+                text = f"Adapter {entry.name!r}: {error}"
+                raise RegistryBusy(text, error.retry_after_s, of_key=error.of_key) from None
+            except AdapterRejected as error:
+                raise AdapterRejected(f"Adapter {entry.name!r}: {error}") from None
+            for name in [n for n, e in self._entries.items() if e.digest in gone - {entry.digest}]:
+                self._evict(name)
+            self._generation += 1
+            self._evicted.pop(entry.name, None)
+            old = self._entries.get(entry.name)
+            self._entries[entry.name] = dataclasses.replace(
+                entry, generation=self._generation, owner=share.owner
+            )
+            if old is not None:
+                self._forget_use(old.digest)
+            self._last_use[entry.digest] = next(self._uses)
+
+    def _copies(self, new: AdapterEntry, in_use: Collection[str]) -> Iterator[HostCopy]:
+        """Yield the weights in memory, but those that `new` replaces; the caller holds the lock."""
+        by_digest: dict[str, list[AdapterEntry]] = {}
+        for entry in self._entries.values():
+            if entry.name != new.name:
+                by_digest.setdefault(entry.digest, []).append(entry)
+        for digest, entries in by_digest.items():
+            fixed = digest in in_use or any(entry.pinned for entry in entries)
+            yield HostCopy(
+                digest=digest,
+                num_bytes=entries[0].report.weight_bytes,
+                last_use=self._last_use.get(digest, 0),
+                owner=entries[0].owner,
+                fixed=fixed or digest == new.digest,
+            )
+
+    def _make_name(self, name: str) -> None:
+        """Forget names that callers merely used when there are too many; holds the lock."""
+        known = self._evicted | self._entries
+        if name in known or len(known) < self._limits.max_adapters:
+            return
+        for old in self._evicted.values():
+            if not old.explicit:
+                del self._evicted[old.name]
+                return
+        in_use = self._in_use()
+        unused = [
+            entry
+            for entry in self._entries.values()
+            if not (entry.explicit or entry.pinned or entry.digest in in_use)
+        ]
+        if not unused:
+            raise self._no_name_left()
+        oldest = min(unused, key=lambda entry: self._last_use.get(entry.digest, 0))
+        del self._entries[oldest.name]
+        self._generation += 1
+        self._forget_use(oldest.digest)
+
+    def _evict(self, name: str) -> None:
+        """Let the weights of a name go; the caller holds the lock."""
+        entry = self._entries.pop(name)
+        self._generation += 1
+        self._evicted[name] = entry.evicted(self._generation)
+        self._forget_use(entry.digest)
+
+    def _forget_use(self, digest: str) -> None:
+        if not any(entry.digest == digest for entry in self._entries.values()):
+            self._last_use.pop(digest, None)

@@ -191,17 +191,18 @@ def test_tokens_are_shared_by_weight_while_all_ask_for_more(seed):
     driver = Driver(bounds)
     tokens: collections.Counter = collections.Counter()
     served: dict[str, int] = {}
-    for turn in range(3000):
+    for turn in range(1500):
         live = collections.Counter(s.tenant for s in driver.scheduler._waiting)
         for name, (prompt, most, n) in manners.items():
             while live[name] < 20:
-                text = [rng.randrange(20) for _ in range(prompt)]
-                share = Share(name, weight=weights[name])
-                driver.add(text, n=n, max_tokens=most, ignore_eos=True, share=share)
-                live[name] += n
+                text = [rng.randrange(20) for _ in range(rng.randrange(1, 2 * prompt))]
+                share, num = Share(name, weight=weights[name]), rng.randrange(1, 2 * n)
+                longest = rng.randrange(1, 2 * most)
+                driver.add(text, n=num, max_tokens=longest, ignore_eos=True, share=share)
+                live[name] += num
         driver.scheduler.check_integrity = lambda: None  # the walk above looks after it
         plan = driver.step()
-        if turn < 500:
+        if turn < 300:
             continue
         for chunk in plan.chunks:
             tokens[chunk.sequence.tenant] += chunk.num_tokens
@@ -209,5 +210,4 @@ def test_tokens_are_shared_by_weight_while_all_ask_for_more(seed):
             assert waited < 100, f"{chunk.sequence.tenant} got nothing for {waited} steps"
             served[chunk.sequence.tenant] = turn
     parts = {name: tokens[name] / weights[name] for name in weights}
-    print(parts)
-    assert max(parts.values()) < 2.5 * min(parts.values()), parts
+    assert max(parts.values()) < 1.1 * min(parts.values()), parts
