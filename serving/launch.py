@@ -17,9 +17,9 @@ from typing import Any
 from serving import logs
 from serving.cluster.config import ClusterConfig
 from serving.config import EngineConfig
-from serving.flags import ParserWithSource, build_parser, lora_module, read_layers
-from serving.http.keys import read_keys_file
-from serving.http.settings import HttpSettings
+from serving.flags import PREFIX, ParserWithSource, build_parser, lora_module, read_layers
+from serving.http.key_file import read_keys_file
+from serving.http.settings import HttpSettings, KeyLimits
 from serving.http.uvicorn_server import bind
 from serving.options import Options, is_loopback
 from serving.serve import StartError, serve
@@ -27,6 +27,9 @@ from serving.serve import StartError, serve
 __all__ = ["Options", "StartError", "is_loopback", "main", "read_options", "run"]
 
 logger = logging.getLogger("serving.launch")  # also when it runs as __main__
+
+_PLAIN = ("host", "port", "insecure", "log_level", "plan", "metrics_port", "metrics_host")
+_SECRETS = ("--api-key", "--admin-api-key", "--metrics-key")
 
 
 def read_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
@@ -54,18 +57,22 @@ def _options(parser: ParserWithSource, given: dict[str, Any]) -> Options:
         values.setdefault("max_loras", max(1, given["max_loras_per_batch"] - 1))
     cluster_fields = {f.name for f in dataclasses.fields(ClusterConfig)}
     cluster = ClusterConfig(**{name: given[name] for name in cluster_fields & given.keys()})
+    limits = {f.name: given.get(f"key_{f.name}") for f in dataclasses.fields(KeyLimits)}
     settings = HttpSettings(
         served_names=served,
         api_keys=tuple(given.get("api_key", ())),
         admin_keys=tuple(given.get("admin_api_key", ())),
         metrics_keys=tuple(given.get("metrics_key", ())),
         tenants=read_keys_file(given["keys_file"]) if "keys_file" in given else (),
+        keys_file=given.get("keys_file"),
+        key_limits=KeyLimits(**limits),
+        audit_log=given.get("audit_log"),
         enable_runtime_lora=given.get("enable_runtime_lora", False),
         demo=given.get("demo", False),
     )
     plain = {
         name: given[name]
-        for name in ("host", "port", "insecure", "log_level", "plan")
+        for name in _PLAIN
         if name in given
     }
     uvicorn_names = ("ssl_keyfile", "ssl_certfile", "h11_max_incomplete_event_size")
@@ -114,8 +121,14 @@ def _listen(options: Options) -> socket.socket:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the server; return 0 after a clean stop and 1 when it cannot start."""
-    options = read_options(sys.argv[1:] if argv is None else argv, os.environ)
+    argv = sys.argv[1:] if argv is None else argv
+    options = read_options(argv, os.environ)
     logs.configure(options.log_level)
+    for flag in _SECRETS:
+        if any(word.partition("=")[0] == flag for word in argv):
+            twin = PREFIX + flag[2:].upper().replace("-", "_")
+            text = "Every user of this machine can read %s in the list of processes; better: %s, "
+            logger.warning(text + "or --keys-file with hashed keys.", flag, twin)
     if options.insecure and not options.http.has_api_keys:
         logger.warning("Everybody who can reach %s can use this server.", options.host)
     try:

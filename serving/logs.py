@@ -29,7 +29,8 @@ def configure(level: str = "info") -> None:
     root.setLevel(logging.WARNING)
     for name in ("serving", "lora_jax", "uvicorn"):
         logging.getLogger(name).setLevel(level.upper())
-    logging.getLogger("uvicorn.access").addFilter(is_not_a_probe)
+    for name in ("uvicorn.access", "serving.access"):
+        logging.getLogger(name).addFilter(is_not_a_probe)
 
 
 def is_not_a_probe(record: logging.LogRecord) -> bool:

@@ -24,6 +24,8 @@ class Options:
     insecure: bool = False
     log_level: str = "info"
     access_log: bool = True
+    metrics_port: int | None = None  # /metrics without a key
+    metrics_host: str = "127.0.0.1"
     plan: str | None = None  # a workload file: print the plan for it instead of serving
     uvicorn: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -32,6 +34,11 @@ class Options:
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f"--lora-modules has the name {twice!r} twice.")
+        if self.metrics_port is not None and not self.cluster.is_single:
+            raise ValueError(
+                "--metrics-port is for one instance; give Prometheus a --metrics-key, with which "
+                "/metrics of several instances answers."
+            )
         if not (self.insecure or self.http.has_api_keys or is_loopback(self.host)):
             raise ValueError(
                 f"Without --api-key or --keys-file everybody who can reach {self.host} could use "

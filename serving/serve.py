@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 
 from serving import logs
 from serving.http.local_names import LocalNames
-from serving.http.uvicorn_server import AnnouncingServer, uvicorn_config
+from serving.http.uvicorn_server import AnnouncingServer, bind, uvicorn_config
 from serving.options import Options
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ def serve(
     """
     with ExitStack() as stack:
         engine = stack.enter_context(_engine(options, access))
-        server = _server(options, engine, sock, announce)
+        server = _server(options, engine, sock, announce, stack)
         stack.enter_context(logs.PeriodicStats(engine))
         run_server(server, sock)
 
@@ -73,13 +73,21 @@ def _engine(options: Options, access: Any):
 
 
 def _server(
-    options: Options, engine: Any, sock: socket.socket, announce: Callable[[], None]
+    options: Options,
+    engine: Any,
+    sock: socket.socket,
+    announce: Callable[[], None],
+    stack: ExitStack,
 ) -> AnnouncingServer:
-    """Return the server that will answer on the socket, with its start-up lines logged."""
+    """Return the server that will answer on the socket, with its start-up lines logged.
+
+    What runs beside it ends with the stack.
+    """
     from serving.http.app import create_app
     from serving.http.model_names import folder_adapters
 
-    app = create_app(engine, options.http)
+    app = create_app(engine, dataclasses.replace(options.http, access_log=options.access_log))
+    _start_aside(options, engine, app.state.server, stack)
     url, in_folder = url_of(options, sock), folder_adapters(options.engine.lora_dir)
     logs.log_all(logs.adapter_table(engine.registry.entries()))
     logs.log_all(logs.folder_lines(in_folder))
@@ -89,7 +97,7 @@ def _server(
     base = app.state.server.names.base
     lines = logs.ready_lines(url, base, options.http.has_api_keys, adapters)
     config = uvicorn_config(
-        guarded(app, options, sock), access_log=options.access_log, **options.uvicorn
+        guarded(app, options, sock), access_log=False, **options.uvicorn
     )
 
     def ready() -> None:
@@ -97,6 +105,29 @@ def _server(
         announce()
 
     return AnnouncingServer(config, ready)
+
+
+def _start_aside(options: Options, engine: Any, server: Any, stack: ExitStack) -> None:
+    """Start what watches the keys file and what answers at the metrics' own port."""
+    from serving.http.key_watch import KeyWatch
+    from serving.http.metrics_app import serve_metrics
+
+    try:
+        server.audit.check()
+    except OSError as error:
+        raise StartError(f"Cannot write --audit-log: {error.strerror}.") from None
+    if options.http.keys_file is not None:
+        stack.enter_context(KeyWatch(options.http.keys_file, server.keys, server.audit))
+    if options.metrics_port is None:
+        return
+    try:
+        sock = stack.enter_context(bind(options.metrics_host, options.metrics_port))
+    except OSError as error:
+        where = f"{options.metrics_host}:{options.metrics_port}"
+        raise StartError(f"Cannot listen on {where}: {error.strerror}.") from None
+    registries = (engine.metrics.registry, server.metrics.registry)
+    stack.enter_context(serve_metrics(sock, registries))
+    logger.info("Metrics without a key at http://%s:%d/metrics.", *sock.getsockname()[:2])
 
 
 def guarded(app: ASGIApp, options: Options, sock: socket.socket) -> ASGIApp:

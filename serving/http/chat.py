@@ -25,6 +25,7 @@ async def create_chat_completion(request: Request) -> Response:
     server, caller = server_of(request), caller_of(request)
     body = await read_body(request, ChatBody)
     target = await server.names.resolve(body.model, body.lora_path, caller)
+    request.state.adapter = target.adapter
     defaults = server.engine.model_info.sampling_defaults
     chat_sampling(body, 1, defaults)  # refuse bad parameters before any work on the messages
     prompt = await chat_prompt(
@@ -36,7 +37,8 @@ async def create_chat_completion(request: Request) -> Response:
     limit, length = server.max_model_len, len(prompt.ids)
     sampling = fit_context(chat_sampling(body, limit - length, defaults), body, length, limit)
     generation = Generation(server.engine, server.mailbox, [prompt])
-    generation.submit(target.adapter, [sampling], cache_salt(caller.salt, body.cache_salt))
+    salt = cache_salt(caller.salt, body.cache_salt)
+    generation.submit(target.adapter, [sampling], salt, caller, target.entry)
     answer = ChatAnswer(body, generation, target.name, server.engine.tokenizer)
     return await respond(request, server, answer, body.stream)
 

@@ -25,13 +25,15 @@ async def create_completion(request: Request) -> Response:
     server, caller = server_of(request), caller_of(request)
     body = await read_body(request, CompletionBody)
     target = await server.names.resolve(body.model, body.lora_path, caller)
+    request.state.adapter = target.adapter
     sampling = completion_sampling(body, server.engine.model_info.sampling_defaults)
     special = True if body.add_special_tokens is None else body.add_special_tokens
     prompts = await read_prompts(server.engine, body.prompt, special)
     limit = server.max_model_len
     samplings = [fit_context(sampling, body, len(p.ids), limit) for p in prompts]
     generation = Generation(server.engine, server.mailbox, prompts)
-    generation.submit(target.adapter, samplings, cache_salt(caller.salt, body.cache_salt))
+    salt = cache_salt(caller.salt, body.cache_salt)
+    generation.submit(target.adapter, samplings, salt, caller, target.entry)
     answer = CompletionAnswer(body, generation, target.name, server.engine.tokenizer)
     return await respond(request, server, answer, body.stream)
 

@@ -7,10 +7,14 @@ from typing import NamedTuple
 
 from starlette.types import Receive
 
+from lora_jax.adapters.entries import AdapterEntry
+from serving.http.auth import limited
 from serving.http.errors import ApiError, scrub
 from serving.http.interface import AbstractEngine
+from serving.http.keys import Caller
 from serving.http.mailbox import Mailbox
 from serving.http.prompts import Prompt
+from serving.http.rates import TokenBudget
 from serving.request import FinishReason, OutputDelta, QueueFull
 from serving.sampling import Sampling
 
@@ -36,10 +40,25 @@ class Generation:
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Piece | None] = asyncio.Queue()  # None: the client is gone
         self._running: dict[str, int] = {}  # request id -> choices not finished
+        self._budget: TokenBudget | None = None
         self.num_choices = 0
 
-    def submit(self, adapter: str | None, samplings: Sequence[Sampling], cache_salt: str) -> None:
-        """Hand one request per prompt to the engine; when one is refused, none goes on."""
+    def submit(
+        self,
+        adapter: str | None,
+        samplings: Sequence[Sampling],
+        cache_salt: str,
+        caller: Caller | None = None,
+        entry: AdapterEntry | None = None,
+    ) -> None:
+        """Hand one request per prompt to the engine; when one is refused, none goes on.
+
+        The caller's limits hold and its tokens are counted. `entry` is the adapter's, if known.
+        """
+        self._budget = budget = caller.budget if caller else None
+        wait_s = budget.wait_s() if budget else 0.0
+        if budget and wait_s:
+            raise limited(f"tokens_per_minute={budget.per_minute:g}", wait_s)
         try:
             for prompt, sampling in zip(self.prompts, samplings, strict=True):
                 request_id = self._engine.submit(
@@ -48,7 +67,11 @@ class Generation:
                     sampling,
                     on_output=self._receiver(prompt, self.num_choices),
                     cache_salt=cache_salt,
+                    share=caller.share if caller else None,
+                    entry=entry,
                 )
+                if budget:
+                    budget.spend(len(prompt.ids))
                 self._running[request_id] = sampling.n
                 self.num_choices += sampling.n
         except BaseException as error:
@@ -58,7 +81,11 @@ class Generation:
             raise ApiError(503, "The engine has stopped.") from error
 
     def _receiver(self, prompt: Prompt, first_index: int) -> Callable[[OutputDelta], None]:
+        budget = self._budget
+
         def on_output(delta: OutputDelta) -> None:
+            if budget:
+                budget.spend(len(delta.token_ids))
             piece = Piece(first_index + delta.index, prompt, delta)
             self._mailbox.put(self._loop, self._queue, piece)
 

@@ -5,6 +5,7 @@ import time
 
 from fastapi import Request
 
+from serving.http.audit import AuditLog
 from serving.http.interface import AbstractEngine
 from serving.http.keys import KeyRing
 from serving.http.mailbox import Mailbox
@@ -23,6 +24,7 @@ class Server:
     names: ModelNames
     metrics: HttpMetrics
     mailbox: Mailbox
+    audit: AuditLog
     created: int  # unix time
 
     @classmethod
@@ -30,7 +32,8 @@ class Server:
         """Return a server whose names are those of the engine and of the settings."""
         names = ModelNames(engine, settings.served_names)
         keys, metrics = KeyRing(settings), HttpMetrics()
-        return cls(engine, settings, keys, names, metrics, Mailbox(), int(time.time()))
+        audit = AuditLog(settings.audit_log)
+        return cls(engine, settings, keys, names, metrics, Mailbox(), audit, int(time.time()))
 
     @property
     def max_model_len(self) -> int:
