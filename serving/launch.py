@@ -70,11 +70,7 @@ def _options(parser: ParserWithSource, given: dict[str, Any]) -> Options:
         enable_runtime_lora=given.get("enable_runtime_lora", False),
         demo=given.get("demo", False),
     )
-    plain = {
-        name: given[name]
-        for name in _PLAIN
-        if name in given
-    }
+    plain = {name: given[name] for name in _PLAIN if name in given}
     uvicorn_names = ("ssl_keyfile", "ssl_certfile", "h11_max_incomplete_event_size")
     return Options(
         engine=EngineConfig(model=model, **values),

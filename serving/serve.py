@@ -96,9 +96,7 @@ def _server(
     adapters = [*(entry.name for entry in engine.registry.entries()), *sorted(in_folder)]
     base = app.state.server.names.base
     lines = logs.ready_lines(url, base, options.http.has_api_keys, adapters)
-    config = uvicorn_config(
-        guarded(app, options, sock), access_log=False, **options.uvicorn
-    )
+    config = uvicorn_config(guarded(app, options, sock), access_log=False, **options.uvicorn)
 
     def ready() -> None:
         logs.log_all(lines)

@@ -157,7 +157,12 @@ class FakeEngine:
             self.registry.get(adapter)
         request_id = f"fake-{len(self.submitted)}"
         given = SimpleNamespace(
-            ids=prompt_ids, adapter=adapter, sampling=sampling, salt=cache_salt, id=request_id, share=share
+            ids=prompt_ids,
+            adapter=adapter,
+            sampling=sampling,
+            salt=cache_salt,
+            id=request_id,
+            share=share,
         )
         self.submitted.append(given)
         self.running.add(request_id)

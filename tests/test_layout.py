@@ -30,6 +30,7 @@ WITHOUT_MODULE = {
 PARTS = {
     "tests/serving/scheduling/test_scheduler_adapters.py",
     "tests/serving/scheduling/test_scheduler_walks.py",
+    "tests/serving/scheduling/test_scheduler_tenants.py",
 }
 LONGEST_FILE = 400
 

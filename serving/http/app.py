@@ -33,9 +33,7 @@ def create_app(engine: AbstractEngine, settings: HttpSettings | None = None) -> 
     app.openapi = functools.partial(_describe, app)
     install(app)
     # The one added last is the outermost.
-    app.add_middleware(
-        Authenticate, keys=server.keys, metrics=server.metrics, demo=settings.demo
-    )
+    app.add_middleware(Authenticate, keys=server.keys, metrics=server.metrics, demo=settings.demo)
     app.add_middleware(OneLength)
     app.add_middleware(CatchAll)
     app.add_middleware(

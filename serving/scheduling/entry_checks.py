@@ -38,6 +38,8 @@ def check_room(
     if limit is not None and n > limit:
         raise ValueError(f"n={n} is more than max_waiting={limit}, the key's limit of sequences.")
     if limit is not None and mine + n > limit:
-        raise QueueFull(f"The key's limit of waiting sequences is max_waiting={limit}.", RETRY_AFTER_S)
+        raise QueueFull(
+            f"The key's limit of waiting sequences is max_waiting={limit}.", RETRY_AFTER_S
+        )
     if mine and len(waiting) + n > max_queue and mine + n > fair.share_of(share, max_queue):
         raise QueueFull(f"The waiting queue is full: max_queue={max_queue}.", RETRY_AFTER_S)

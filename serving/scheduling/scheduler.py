@@ -43,6 +43,7 @@ from serving.scheduling.waiting_line import WaitingLine, order_of, take_out
 
 __all__ = ["AdapterResidency", "Progress", "Scheduler", "SchedulerLimits", "SchedulerStats"]
 
+
 class Scheduler:
     """Plans steps over all live sequences; one thread (the engine's) uses it."""
 
@@ -304,12 +305,7 @@ class Scheduler:
             sequence, tokens = next(lines[tenant], None), step.tokens
             if sequence is not None and sequence.state is SequenceState.RUNNING:
                 step.schedule(sequence)
-            elif (
-                sequence is not None
-                and admitting
-                and self._free_rows
-                and self._fair.may_run_more(tenant)
-            ):
+            elif sequence and admitting and self._free_rows and self._fair.may_run_more(tenant):
                 admitting = self._admit(sequence, step, now)
             else:
                 del lines[tenant]
@@ -343,15 +339,9 @@ class Scheduler:
 
     def _claim(self, now: float) -> None:
         """Preempt sequences of tenants beyond their share for tenants that are below theirs."""
-        limits = self.limits
-        claims = Claims(
-            self._fair,
-            self._running,
-            rows=limits.max_num_seqs,
-            free_rows=len(self._free_rows),
-            pages=limits.num_pages,
-            free_pages=self._pages.num_free,
-        )
+        free = {"free_rows": len(self._free_rows), "free_pages": self._pages.num_free}
+        rows, pages = self.limits.max_num_seqs, self.limits.num_pages
+        claims = Claims(self._fair, self._running, rows=rows, pages=pages, **free)
         if not claims.are_possible:
             return
         self._gate.start_round()

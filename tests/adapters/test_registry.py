@@ -236,7 +236,9 @@ def test_limits_name_both_numbers(root):
     names.load("same", "sql")  # the same weights count once
     names.load("b", "law")
     assert loaded(names) == ["b"]
-    with pytest.raises(AdapterRejected, match=rf"{size} bytes, .*max_total_adapter_bytes={size - 1}"):
+    with pytest.raises(
+        AdapterRejected, match=rf"{size} bytes, .*max_total_adapter_bytes={size - 1}"
+    ):
         registry(root, max_total_bytes=size - 1).load("a", "sql")
     assert names.load("a", "sql", replace=True).name == "a"
     names = registry(root, max_total_bytes=size)

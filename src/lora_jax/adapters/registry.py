@@ -224,15 +224,15 @@ class AdapterRegistry:
     ) -> AdapterEntry:
         """Read `lora_dir/name`, or again what was evicted."""
         if before is None:
-            return self._read_in(
-                name, self._folder(name, True), True, explicit=False, share=share
-            )
+            folder = self._folder(name, True)
+            return self._read_in(name, folder, True, explicit=False, share=share)
+        explicit, share = before.explicit, HostShare() if before.explicit else share
         return self._read_in(
             name,
             Path(before.folder),
             before.confined,
-            explicit=before.explicit,
-            share=HostShare() if before.explicit else share,
+            explicit=explicit,
+            share=share,
             digest=before.digest,
         )
 
@@ -345,11 +345,8 @@ class AdapterRegistry:
             size = 0 if known else entry.report.weight_bytes
             try:
                 gone = make_room(copies, size, share, self._limits.max_total_bytes)
-            except RegistryBusy as error:
-                text = f"Adapter {entry.name!r}: {error}"
-                raise RegistryBusy(text, error.retry_after_s, of_key=error.of_key) from None
             except AdapterRejected as error:
-                raise AdapterRejected(f"Adapter {entry.name!r}: {error}") from None
+                raise error.about(entry.name) from None
             for name in [n for n, e in self._entries.items() if e.digest in gone - {entry.digest}]:
                 self._evict(name)
             self._generation += 1
@@ -388,11 +385,8 @@ class AdapterRegistry:
                 del self._evicted[old.name]
                 return
         in_use = self._in_use()
-        unused = [
-            entry
-            for entry in self._entries.values()
-            if not (entry.explicit or entry.pinned or entry.digest in in_use)
-        ]
+        named = [e for e in self._entries.values() if not (e.explicit or e.pinned)]
+        unused = [entry for entry in named if entry.digest not in in_use]
         if not unused:
             raise self._no_name_left()
         oldest = min(unused, key=lambda entry: self._last_use.get(entry.digest, 0))

@@ -20,6 +20,10 @@ class AdapterNotFound(KeyError):
 class AdapterRejected(ValueError):
     """The adapter or its path is not acceptable; nothing was changed."""
 
+    def about(self, name: str) -> "AdapterRejected":
+        """Return the same error with the adapter's name in front."""
+        return AdapterRejected(f"Adapter {name!r}: {self}")
+
 
 class AdapterExists(ValueError):
     """The name is taken and replacing was not asked for; nothing was changed."""
@@ -35,3 +39,7 @@ class RegistryBusy(AdapterRejected):
     def __init__(self, message: str, retry_after_s: float = RETRY_AFTER_S, *, of_key: bool = False):
         super().__init__(message)
         self.retry_after_s, self.of_key = retry_after_s, of_key
+
+    def about(self, name: str) -> "RegistryBusy":
+        """Return the same error with the adapter's name in front."""
+        return RegistryBusy(f"Adapter {name!r}: {self}", self.retry_after_s, of_key=self.of_key)

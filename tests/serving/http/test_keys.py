@@ -98,7 +98,10 @@ def test_limits_of_a_key_stand_over_those_of_all():
 def test_roles_of_the_keys_file():
     tenants = [Tenant(key=r, id=r, roles=frozenset({r})) for r in ("user", "admin", "metrics")]
     ring = KeyRing(HttpSettings(tenants=tuple(tenants), enable_runtime_lora=True))
-    rights = [(c.uses_model, c.is_admin, c.reads_metrics) for c in map(ring.find, ("user", "admin", "metrics"))]
+    rights = [
+        (c.uses_model, c.is_admin, c.reads_metrics)
+        for c in map(ring.find, ("user", "admin", "metrics"))
+    ]
     assert rights == [(True, False, False), (True, True, True), (False, False, True)]
 
 
