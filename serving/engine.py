@@ -173,8 +173,8 @@ class Engine:
 
         `deadline_s` is seconds from now: waiting requests are served in that order, those of
         each `share` beside those of others. `entry` is what the adapter's name stood for; without
-        it an adapter whose weights are not in memory is read here and now. Raises AdapterNotFound (a KeyError),
-        ValueError, QueueFull or EngineDead.
+        it an adapter whose weights are not in memory is read here and now. Raises AdapterNotFound
+        (a KeyError), ValueError, QueueFull or EngineDead.
         """
         entry = self._check(prompt_ids, adapter, sampling, entry)
         now = time.monotonic()

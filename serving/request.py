@@ -93,7 +93,7 @@ class Request:
     arrival_s: float  # time.monotonic()
     deadline_s: float  # monotonic time; waiting requests are served in this order
     cache_salt: str = ""
-    share: Share = Share()
+    share: Share = dataclasses.field(default_factory=Share)
 
 
 class SequenceState(enum.Enum):
@@ -142,7 +142,7 @@ class Sequence:
 
     @property
     def order(self) -> tuple[int, float, int]:
-        """Which comes first within a tenant: the shortest job, the earliest deadline, then the earliest arrival."""
+        """Place within a tenant: the shortest job, the earliest deadline, the earliest arrival."""
         return self.job_tokens, self.request.deadline_s, self.number
 
     @property

@@ -29,8 +29,8 @@ WITHOUT_MODULE = {
 # A concern of a module whose own test file would be long.
 PARTS = {
     "tests/serving/scheduling/test_scheduler_adapters.py",
-    "tests/serving/scheduling/test_scheduler_walks.py",
     "tests/serving/scheduling/test_scheduler_tenants.py",
+    "tests/serving/scheduling/test_scheduler_walks.py",
 }
 LONGEST_FILE = 400
 

@@ -64,9 +64,10 @@ def _check_not_read(status: os.stat_result) -> None:
 def _is_lines(text: str) -> bool:
     first = next(iter(_lines(text)), (0, ""))[1]
     try:
-        return "hash" in json.loads(first)
-    except (ValueError, TypeError, RecursionError):
+        entry = json.loads(first)
+    except (ValueError, RecursionError):
         return False
+    return isinstance(entry, dict) and ("hash" in entry or "id" in entry)
 
 
 def _lines(text: str) -> Iterable[tuple[int, str]]:

@@ -6,6 +6,7 @@
 import dataclasses
 import hashlib
 import hmac
+import itertools
 import json
 import secrets
 import sys
@@ -34,8 +35,8 @@ class Caller:
     bucket: TokenBucket | None = None
     id: str = ""
     budget: TokenBudget | None = None
-    share: Share = Share()
-    host_share: HostShare = HostShare()
+    share: Share = dataclasses.field(default_factory=Share)
+    host_share: HostShare = dataclasses.field(default_factory=HostShare)
 
     def may_use(self, adapter: str) -> bool:
         """Return whether the adapter exists as far as this caller can tell."""
@@ -75,7 +76,7 @@ class KeyRing:
                 hashed.setdefault(tenant.id, []).append(key)
             else:
                 plain[self._mark(tenant.key)] = key
-        ids = {key.caller.id for key in (*plain.values(), *sum(hashed.values(), []))}
+        ids = {key.caller.id for key in itertools.chain(plain.values(), *hashed.values())}
         self._rates = {name: rates for name, rates in self._rates.items() if name in ids}
         self._settings, self._plain, self._hashed = settings, plain, hashed
         closed = settings.has_api_keys

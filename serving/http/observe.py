@@ -6,6 +6,7 @@ import logging
 import re
 import secrets
 import time
+from typing import Any, cast
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from starlette.datastructures import Headers, MutableHeaders
@@ -103,9 +104,9 @@ class Observe:
         if self._access_log:
             access_logger.info(
                 '%s - "%s %s HTTP/%s" %d key=%s adapter=%s id=%s %.3fs',
-                get_client_addr(scope),
+                get_client_addr(cast(Any, scope)),
                 scope["method"],
-                get_path_with_query_string(scope),
+                get_path_with_query_string(cast(Any, scope)),
                 scope["http_version"],
                 status,
                 key or "-",

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-
 ROLES = ("user", "admin", "metrics")
 
 
@@ -42,7 +41,7 @@ class Tenant:
     hash: str = ""
     roles: frozenset[str] = frozenset({"user"})
     weight: float = 1.0  # its share beside others
-    limits: KeyLimits = KeyLimits()
+    limits: KeyLimits = dataclasses.field(default_factory=KeyLimits)
     not_before: float | None = None  # unix time
     expires: float | None = None
 
@@ -57,7 +56,7 @@ class HttpSettings:
     metrics_keys: tuple[str, ...] = ()
     tenants: tuple[Tenant, ...] = ()
     keys_file: str | None = None  # where the tenants are from; it is read again when it changes
-    key_limits: KeyLimits = KeyLimits()  # of each key
+    key_limits: KeyLimits = dataclasses.field(default_factory=KeyLimits)  # of each key
     audit_log: str | None = None  # a file
     access_log: bool = False  # a line per request, with key id and adapter
     enable_runtime_lora: bool = False  # load and unload adapters over HTTP

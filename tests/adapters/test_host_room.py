@@ -41,8 +41,8 @@ def test_afterwards_every_limit_holds_or_nothing_goes(held, num_bytes, owner, mo
     share = HostShare(owner, max_adapters=most, max_bytes=80)
     try:
         gone = make_room(held, num_bytes, share, 100)
-    except RegistryBusy as busy:
-        assert busy.of_key <= bool(owner)
+    except RegistryBusy:
+        assert any(c.fixed for c in held), "everything could have gone"
         return
     left = [c for c in held if c.digest not in gone]
     assert sum(c.num_bytes for c in left) + num_bytes <= 100

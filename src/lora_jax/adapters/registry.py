@@ -170,7 +170,7 @@ class AdapterRegistry:
                 self._failures[name] = until, failure
                 raise failure
             try:
-                return self._read_on_use(name, before, share or HostShare())
+                return self._read_on_use(name, before, share)
             except AdapterRejected as error:
                 self._remember(name, error)
                 raise
@@ -215,26 +215,20 @@ class AdapterRegistry:
                 raise self._no_name_left()
 
     def _no_name_left(self) -> RegistryBusy:
-        return RegistryBusy(
-            f"The limit of adapters is max_adapters={self._limits.max_adapters}; unload one."
-        )
+        most = self._limits.max_adapters
+        return RegistryBusy(f"The limit of adapters is max_adapters={most}; unload one.")
 
     def _read_on_use(
-        self, name: str, before: EvictedAdapter | None, share: HostShare
+        self, name: str, before: EvictedAdapter | None, share: HostShare | None
     ) -> AdapterEntry:
         """Read `lora_dir/name`, or again what was evicted."""
         if before is None:
             folder = self._folder(name, True)
             return self._read_in(name, folder, True, explicit=False, share=share)
-        explicit, share = before.explicit, HostShare() if before.explicit else share
-        return self._read_in(
-            name,
-            Path(before.folder),
-            before.confined,
-            explicit=explicit,
-            share=share,
-            digest=before.digest,
-        )
+        if before.explicit:
+            share = None  # no caller's limit counts it
+        how = {"explicit": before.explicit, "share": share, "digest": before.digest}
+        return self._read_in(name, Path(before.folder), before.confined, **how)
 
     def _read_in(
         self,
@@ -255,9 +249,7 @@ class AdapterRegistry:
                 f"Adapter {name!r}: its files have changed since it was loaded; load it again "
                 "in place, or unload it first."
             )
-        entry = self._entry(name, weights, folder, confined, pinned, explicit)
-        self._publish(entry, share or HostShare())
-        return self._entries[name]
+        return self._publish(self._entry(name, weights, folder, confined, pinned, explicit), share)
 
     def _remember(self, name: str, error: AdapterRejected) -> None:
         """Refuse the name for a while without reading anything."""
@@ -335,8 +327,8 @@ class AdapterRegistry:
             explicit=explicit,
         )
 
-    def _publish(self, entry: AdapterEntry, share: HostShare | None = None) -> None:
-        """Make room for the entry and put it in place as the last act."""
+    def _publish(self, entry: AdapterEntry, share: HostShare | None = None) -> AdapterEntry:
+        """Make room for the entry and put it in place as the last act; return what is there."""
         share, in_use = share or HostShare(), self._in_use()
         with self._lock:
             self._make_name(entry.name)
@@ -352,12 +344,12 @@ class AdapterRegistry:
             self._generation += 1
             self._evicted.pop(entry.name, None)
             old = self._entries.get(entry.name)
-            self._entries[entry.name] = dataclasses.replace(
-                entry, generation=self._generation, owner=share.owner
-            )
+            entry = dataclasses.replace(entry, generation=self._generation, owner=share.owner)
+            self._entries[entry.name] = entry
             if old is not None:
                 self._forget_use(old.digest)
             self._last_use[entry.digest] = next(self._uses)
+            return entry
 
     def _copies(self, new: AdapterEntry, in_use: Collection[str]) -> Iterator[HostCopy]:
         """Yield the weights in memory, but those that `new` replaces; the caller holds the lock."""

@@ -129,7 +129,7 @@ def test_what_others_may_read_or_write_is_refused(tmp_path):
     path = tmp_path / "keys"
     for mode in (0o640, 0o604, 0o644):
         write(path, "secret-key: {}", mode)
-        with pytest.raises(ValueError, match="others may read it.*chmod 600"):
+        with pytest.raises(ValueError, match=r"others may read it.*chmod 600"):
             read_keys_file(path)
     write(path, line(), 0o644)
     read_keys_file(path)
