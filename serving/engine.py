@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from lora_jax.adapters.registry import AdapterEntry
+from lora_jax.adapters.entries import AdapterEntry, EvictedAdapter
 from lora_jax.adapters.weights import AdapterReport
 from serving.batch import Batch
 from serving.compile_counter import CompileCounter
@@ -35,7 +35,7 @@ from serving.lora_server.instance import ServerAccess
 from serving.metrics import EngineStats
 from serving.model_info import ModelInfo
 from serving.outputs import RequestFailed, RequestOutput
-from serving.request import FinishReason, OutputDelta, QueueFull, Request
+from serving.request import FinishReason, OutputDelta, QueueFull, Request, Share
 from serving.sampling import Sampling
 
 DEFAULT_DEADLINE_S = 60.0  # requests are served in order of their deadlines
@@ -188,14 +188,17 @@ class Engine:
         request_id: str | None = None,
         cache_salt: str = "",
         deadline_s: float | None = None,
+        share: Share | None = None,
+        entry: AdapterEntry | None = None,
     ) -> str:
         """Queue a request and return its id; `on_output` is called from the engine's thread.
 
-        `deadline_s` is seconds from now: waiting requests are served in that order. An adapter of
-        lora_dir that is not loaded yet is read here and now. Raises AdapterNotFound (a KeyError),
-        ValueError, QueueFull or EngineDead.
+        `deadline_s` is seconds from now: waiting requests are served in that order, those of
+        each `share` beside those of others. `entry` is what the adapter's name stood for; without
+        it an adapter whose weights are not in memory is read here and now. Raises AdapterNotFound
+        (a KeyError), ValueError, QueueFull or EngineDead.
         """
-        entry = self._check(prompt_ids, adapter, sampling)
+        entry = self._check(prompt_ids, adapter, sampling, entry)
         now = time.monotonic()
         request = Request(
             request_id=request_id or secrets.token_hex(12),
@@ -207,6 +210,7 @@ class Engine:
             arrival_s=now,
             deadline_s=now + (DEFAULT_DEADLINE_S if deadline_s is None else deadline_s),
             cache_salt=cache_salt,
+            share=share or Share(),
         )
         self._queue(request, entry)
         return request.request_id
@@ -229,12 +233,16 @@ class Engine:
             raise
 
     def _check(
-        self, prompt_ids: Sequence[int], adapter: str | None, sampling: Sampling
+        self,
+        prompt_ids: Sequence[int],
+        adapter: str | None,
+        sampling: Sampling,
+        entry: AdapterEntry | None,
     ) -> AdapterEntry | None:
         """Return the adapter's entry; raises, and counts, what makes a request impossible."""
         try:
             self._check_numbers(prompt_ids, sampling)
-            return None if adapter is None else self.registry.resolve(adapter)
+            return None if adapter is None else entry or self.registry.resolve(adapter)
         except KeyError:
             self.metrics.rejected("adapter_not_found")
             raise
@@ -283,10 +291,10 @@ class Engine:
         self._loop.wake()
 
     def adapters(self) -> list[AdapterInfo]:
-        """Return all loaded adapters in order of name."""
-        return [self._info(entry) for entry in self.registry.entries()]
+        """Return all known adapters in order of name, also those read again on their next use."""
+        return [self._info(entry) for entry in self.registry.known()]
 
-    def _info(self, entry: AdapterEntry) -> AdapterInfo:
+    def _info(self, entry: AdapterEntry | EvictedAdapter) -> AdapterInfo:
         return AdapterInfo(
             name=entry.name,
             kind=entry.kind,

@@ -177,10 +177,9 @@ class EngineLoop:
         if generation == self._generation:
             return
         self._generation = generation
-        entries = registry.entries()
-        self._parts.metrics.set_adapters([entry.name for entry in entries])
+        self._parts.metrics.set_adapters([adapter.name for adapter in registry.known()])
         if self._parts.loader is not None:
-            self._parts.loader.reconcile(entries)
+            self._parts.loader.reconcile(registry.entries())
 
     def _advance_loads(self) -> bool:
         """Return whether the last load under way has ended, for which a sequence may wait."""

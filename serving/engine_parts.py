@@ -141,6 +141,7 @@ def _build(
     compilations = CompileCounter()
     metrics = _make_metrics(config, info)
     loader = _make_loaders(allocator, base, metrics, copier)
+    registry.set_in_use(loader.in_use)
     scheduler = _make_scheduler(config, base.size, loader, end_ids)
     chunks = config.adapter_load_chunks_per_step
     loop = EngineLoop(

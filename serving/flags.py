@@ -30,6 +30,13 @@ _TYPES: dict[str, Callable[[str], Any]] = {  # of fields that take more words th
     "scheduling_policy": policy,
 }
 _CHOICES = dict((*config.CHOICES, *cluster_config.CHOICES))
+_KEY_LIMITS = {
+    "max_running": "sequences that run; more wait",
+    "max_waiting": "sequences that wait; more are 429",
+    "tokens_per_minute": "tokens of prompts and answers in a minute; more are 429",
+    "max_adapters": "adapters in host memory that it named",
+    "max_adapter_bytes": "their bytes",
+}
 
 
 def build_parser() -> ParserWithSource:
@@ -162,12 +169,18 @@ def _add_key_flags(group) -> None:
     for flag, text in (
         ("--api-key", "key that clients must send; better given as SERVING_API_KEY"),
         ("--admin-api-key", "key for loading and unloading adapters"),
-        ("--metrics-key", "key for /metrics, which is open otherwise"),
+        ("--metrics-key", "key for /metrics only, for Prometheus"),
     ):
         group.add_argument(flag, action="extend", nargs="+", metavar="KEY", help=text)
-    group.add_argument(
-        "--keys-file", metavar="YAML", help="API keys with their adapters, rates and salts"
-    )
+    text = "API keys, hashed or plain, with their adapters, roles and limits; read again on change"
+    group.add_argument("--keys-file", metavar="FILE", help=text)
+    for field, text in _KEY_LIMITS.items():
+        flag = f"--key-{field.replace('_', '-')}"
+        group.add_argument(flag, type=int, metavar="INT", help=f"for each key: {text}")
+    group.add_argument("--metrics-port", type=int, help="/metrics without a key at this port")
+    group.add_argument("--metrics-host", help="address of --metrics-port (127.0.0.1)")
+    text = "file for a line of JSON per load, unload, refusal and wrong key"
+    group.add_argument("--audit-log", metavar="FILE", help=text)
     group.add_argument(
         "--insecure", action="store_true", help="listen on the network without a key"
     )

@@ -17,11 +17,11 @@ from typing import Any
 from serving import logs
 from serving.cluster.config import ClusterConfig
 from serving.config import EngineConfig
-from serving.flag_layers import ParserWithSource, read_layers
+from serving.flag_layers import PREFIX, ParserWithSource, read_layers
 from serving.flag_values import lora_module
 from serving.flags import build_parser
-from serving.http.keys import read_keys_file
-from serving.http.settings import Cors, HttpSettings
+from serving.http.key_file import read_keys_file
+from serving.http.settings import Cors, HttpSettings, KeyLimits
 from serving.http.uvicorn_server import bind, bind_unix
 from serving.options import Options, is_loopback
 from serving.paths import check_paths
@@ -30,6 +30,9 @@ from serving.serve import StartError, serve
 __all__ = ["Options", "StartError", "is_loopback", "main", "read_options", "run"]
 
 logger = logging.getLogger("serving.launch")  # also when it runs as __main__
+
+_PLAIN = ("host", "port", "insecure", "log_level", "plan", "metrics_port", "metrics_host")
+_SECRETS = ("--api-key", "--admin-api-key", "--metrics-key")
 
 
 def read_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
@@ -105,12 +108,16 @@ def _http_settings(given: Mapping[str, Any]) -> HttpSettings:
         values["cors"] = Cors(origins, credentials=given.get("allow_credentials", False), **more)
     if "sse_keep_alive_interval" in given:
         values["keep_alive_s"] = given["sse_keep_alive_interval"] or _NEVER_S
+    limits = {f.name: given.get(f"key_{f.name}") for f in dataclasses.fields(KeyLimits)}
     return HttpSettings(
         served_names=tuple(given.get("served_model_name", ())),
         api_keys=tuple(given.get("api_key", ())),
         admin_keys=tuple(given.get("admin_api_key", ())),
         metrics_keys=tuple(given.get("metrics_key", ())),
         tenants=read_keys_file(given["keys_file"]) if "keys_file" in given else (),
+        keys_file=given.get("keys_file"),
+        key_limits=KeyLimits(**limits),
+        audit_log=given.get("audit_log"),
         docs=not given.get("disable_fastapi_docs", False),
         **values,
     )
@@ -154,12 +161,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     A mistake on the command line ends the process with status 2, a path that leads nowhere too.
     """
-    options = read_options(sys.argv[1:] if argv is None else argv, os.environ)
+    argv = sys.argv[1:] if argv is None else argv
+    options = read_options(argv, os.environ)
     try:
         check_paths(options)
     except ValueError as error:
         build_parser().error(str(error))
     logs.configure(options.log_level, options.quiet_paths)
+    for flag in _SECRETS:
+        if any(word.partition("=")[0] == flag for word in argv):
+            twin = PREFIX + flag[2:].upper().replace("-", "_")
+            text = "Every user of this machine can read %s in the list of processes; better: %s, "
+            logger.warning(text + "or --keys-file with hashed keys.", flag, twin)
     if options.insecure and not options.http.has_api_keys:
         logger.warning(
             "No API key: every client that reaches %s can use this server.", options.host

@@ -31,6 +31,8 @@ class Options:
     shutdown_timeout: float = 25.0  # seconds from SIGTERM to the end of the process
     quiet_paths: tuple[str, ...] = ()  # without lines in the access log, beside probes
     log_stats: bool = True
+    metrics_port: int | None = None  # /metrics without a key
+    metrics_host: str = "127.0.0.1"
     plan: str | None = None  # a workload file: print the plan for it instead of serving
     uvicorn: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -44,6 +46,11 @@ class Options:
         if not 0 <= self.shutdown_timeout <= 3600:
             raise ValueError(
                 f"--shutdown-timeout must be 0 to 3600 seconds, got {self.shutdown_timeout:g}."
+            )
+        if self.metrics_port is not None and not self.cluster.is_single:
+            raise ValueError(
+                "--metrics-port is for one instance; give Prometheus a --metrics-key, with which "
+                "/metrics of several instances answers."
             )
         closed = self.uds is not None or is_loopback(self.host)
         if not (self.insecure or self.http.has_api_keys or closed):

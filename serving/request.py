@@ -22,11 +22,27 @@ class FinishReason(enum.StrEnum):
 
 
 class QueueFull(RuntimeError):
-    """The waiting queue is at its limit; try again after `retry_after_s` seconds."""
+    """The waiting queue, or a tenant's part of it, is full; try again after `retry_after_s`.
 
-    def __init__(self, waiting: int, limit: int, retry_after_s: float):
-        super().__init__(f"The waiting queue is full: {waiting} of {limit} requests.")
+    The message names the limit, never how much of it others take.
+    """
+
+    def __init__(self, limit: str, retry_after_s: float):
+        super().__init__(f"{limit} Try again after {retry_after_s:g} s.")
         self.retry_after_s = retry_after_s
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """What one tenant may have of the engine; the tenant "" is everybody without a key.
+
+    Between tenants tokens, rows and pages are divided by `weight` while they are short.
+    """
+
+    tenant: str = ""
+    weight: float = 1.0
+    max_running: int | None = None  # sequences; further ones wait
+    max_waiting: int | None = None  # sequences; further ones are QueueFull
 
 
 class EngineDead(RuntimeError):
@@ -77,6 +93,7 @@ class Request:
     arrival_s: float  # time.monotonic()
     deadline_s: float  # monotonic time; waiting requests are served in this order
     cache_salt: str = ""
+    share: Share = dataclasses.field(default_factory=Share)
 
 
 class SequenceState(enum.Enum):
@@ -120,8 +137,12 @@ class Sequence:
     finish_reason: FinishReason | None = None
 
     @property
+    def tenant(self) -> str:
+        return self.request.share.tenant
+
+    @property
     def order(self) -> tuple[int, float, int]:
-        """Sort key: the shortest job, the earliest deadline, then the earliest arrival."""
+        """Place within a tenant: the shortest job, the earliest deadline, the earliest arrival."""
         return self.job_tokens, self.request.deadline_s, self.number
 
     @property

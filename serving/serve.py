@@ -20,7 +20,7 @@ from serving.http.connections import ConnectionLimits, fitting
 from serving.http.drain import Drain
 from serving.http.edge import at_the_edge
 from serving.http.local_names import LocalNames
-from serving.http.uvicorn_server import AnnouncingServer, uvicorn_config
+from serving.http.uvicorn_server import AnnouncingServer, bind, uvicorn_config
 from serving.journal import Journal, replay
 from serving.options import Options
 from serving.text.tokenizer_files import TokenizerFiles
@@ -65,7 +65,7 @@ def serve(
 
         repeat()
         started = Started(repeat, options.http.max_body_bytes or Bounds.of(engine).body_bytes)
-        server = _server(options, engine, sock, journal, lambda: announce(started))
+        server = _server(options, engine, sock, journal, lambda: announce(started), stack)
         if options.log_stats:
             stack.enter_context(logs.PeriodicStats(engine))
         run_server(server, sock)
@@ -130,12 +130,18 @@ def _server(
     sock: socket.socket,
     journal: Journal | None,
     announce: Callable[[], None],
+    stack: ExitStack,
 ) -> AnnouncingServer:
-    """Return the server that will answer on the socket, with its start-up lines logged."""
+    """Return the server that will answer on the socket, with its start-up lines logged.
+
+    What runs beside it ends with the stack.
+    """
     from serving.http.app import create_app
     from serving.http.model_names import folder_adapters
 
-    app = create_app(engine, options.http, examples_of(options), journal)
+    http = dataclasses.replace(options.http, access_log=options.access_log)
+    app = create_app(engine, http, examples_of(options), journal)
+    _start_aside(options, engine, app.state.server, stack)
     url, in_folder = url_of(options, sock), folder_adapters(options.engine.lora_dir)
     logs.log_all(logs.adapter_table(engine.registry.entries()))
     logs.log_all(logs.folder_lines(in_folder))
@@ -163,19 +169,20 @@ def front_server(
     descriptors: int = 1,
     end_s: float = 0.0,
     ending: Callable[[], None] = lambda: None,
+    access_log: bool = False,
 ) -> AnnouncingServer:
     """Return the server of an application on the socket, within the limits of the options.
 
     A connection takes `descriptors`; `end_s` of the time after SIGTERM belongs to the caller.
+    `access_log` is for an application that logs no requests itself.
     """
     drain = Drain(app)
     limits = ConnectionLimits(most=options.max_connections)
     if sock.family == socket.AF_UNIX:  # the router has limits of its own, and waits for its clients
         limits = dataclasses.replace(limits, most=limits.most + _PROBES, stuck_s=4 * limits.stuck_s)
     limits = fitting(limits, descriptors)
-    config = uvicorn_config(
-        guarded(drain, options, sock), limits, access_log=options.access_log, **options.uvicorn
-    )
+    guard = guarded(drain, options, sock)
+    config = uvicorn_config(guard, limits, access_log=access_log, **options.uvicorn)
     return AnnouncingServer(config, ready, drain, options.shutdown_timeout - end_s, ending)
 
 
@@ -191,6 +198,29 @@ def has_template(engine: EngineConfig) -> bool:
     except (OSError, ValueError):
         found = None
     return engine.chat_template is not None or found is not None
+
+
+def _start_aside(options: Options, engine: Any, server: Any, stack: ExitStack) -> None:
+    """Start what watches the keys file and what answers at the metrics' own port."""
+    from serving.http.key_watch import KeyWatch
+    from serving.http.metrics_app import serve_metrics
+
+    try:
+        server.audit.check()
+    except OSError as error:
+        raise StartError(f"Cannot write --audit-log: {error.strerror}.") from None
+    if options.http.keys_file is not None:
+        stack.enter_context(KeyWatch(options.http.keys_file, server.keys, server.audit))
+    if options.metrics_port is None:
+        return
+    try:
+        sock = stack.enter_context(bind(options.metrics_host, options.metrics_port))
+    except OSError as error:
+        where = f"{options.metrics_host}:{options.metrics_port}"
+        raise StartError(f"Cannot listen on {where}: {error.strerror}.") from None
+    registries = (engine.metrics.registry, server.metrics.registry)
+    stack.enter_context(serve_metrics(sock, registries))
+    logger.info("Metrics without a key at http://%s:%d/metrics.", *sock.getsockname()[:2])
 
 
 def guarded(app: ASGIApp, options: Options, sock: socket.socket) -> ASGIApp:

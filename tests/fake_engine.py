@@ -120,7 +120,7 @@ class FakeRegistry:
             raise AdapterNotFound(name, tuple(self._entries))
         return self._entries[name]
 
-    def resolve(self, name: str) -> FakeEntry:
+    def resolve(self, name: str, share=None) -> FakeEntry:
         if name in self._entries:
             return self._entries[name]
         if name in self.refused:
@@ -128,6 +128,12 @@ class FakeRegistry:
         if self._root is None:
             raise AdapterNotFound(name, ())
         return self.load(name, name)
+
+    def known(self) -> tuple[FakeEntry, ...]:
+        return self.entries()
+
+    def knows(self, name: str) -> bool:
+        return name in self._entries
 
     def entries(self) -> tuple[FakeEntry, ...]:
         return tuple(self._entries[name] for name in sorted(self._entries))
@@ -166,15 +172,22 @@ class FakeEngine:
         on_output: Callable[[OutputDelta], None],
         request_id: str | None = None,
         cache_salt: str = "",
+        share=None,
+        entry=None,
     ) -> str:
         if len(self.running) >= self.queue_limit:
-            raise QueueFull(len(self.running), self.queue_limit, 2.0)
+            raise QueueFull("The waiting queue is full.", 2.0)
         sampling.check_vocab(VOCAB)
         if adapter is not None:
             self.registry.get(adapter)
         request_id = f"fake-{len(self.submitted)}"
         given = SimpleNamespace(
-            ids=prompt_ids, adapter=adapter, sampling=sampling, salt=cache_salt, id=request_id
+            ids=prompt_ids,
+            adapter=adapter,
+            sampling=sampling,
+            salt=cache_salt,
+            id=request_id,
+            share=share,
         )
         self.submitted.append(given)
         self.running.add(request_id)

@@ -5,7 +5,7 @@ import dataclasses
 
 from fake_device import FakeDevice, FakeResidency, digest, expected_tokens, kv_root
 
-from serving.request import FinishReason, Request, Sequence, SequenceState, StepPlan
+from serving.request import FinishReason, Request, Sequence, SequenceState, Share, StepPlan
 from serving.sampling import Sampling
 from serving.scheduling.scheduler import Scheduler, SchedulerLimits
 
@@ -48,6 +48,7 @@ class Driver:
         adapter: str = "",
         deadline_s: float | None = None,
         salt: str = "",
+        share: Share | None = None,
         **sampling,
     ) -> list[Sequence]:
         sampling = {"max_tokens": 6, "seed": 1, **sampling}
@@ -62,6 +63,7 @@ class Driver:
             arrival_s=self.now,
             deadline_s=self.now if deadline_s is None else deadline_s,
             cache_salt=salt,
+            share=share or Share(),
         )
         return self.scheduler.add(request)
 

@@ -32,6 +32,7 @@ WITHOUT_MODULE = {
 PARTS = {
     "tests/serving/cluster/test_front_faults.py",
     "tests/serving/scheduling/test_scheduler_adapters.py",
+    "tests/serving/scheduling/test_scheduler_tenants.py",
     "tests/serving/scheduling/test_scheduler_walks.py",
 }
 LONGEST_FILE = 400

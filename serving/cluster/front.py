@@ -11,9 +11,11 @@ from serving import logs
 from serving.cluster.local import LocalCluster
 from serving.cluster.proxy import Bounds, Proxy
 from serving.cluster.server_place import server_spec
+from serving.http.audit import AuditLog
 from serving.http.auth import Authenticate
 from serving.http.body import OneLength
 from serving.http.errors import CatchAll
+from serving.http.key_watch import KeyWatch
 from serving.http.keys import KeyRing
 from serving.http.model_names import folder_adapters
 from serving.lora_server.spec import ServerSpec, design
@@ -57,7 +59,11 @@ def serve_cluster(options: Options, sock: socket.socket) -> None:
             raise StartError(str(error)) from error
         stack.callback(cluster.close)
         base = options.engine.model_name
-        app = front_app(cluster, options)
+        keys = KeyRing(options.http)
+        if options.http.keys_file is not None:
+            audit = AuditLog(options.http.audit_log)
+            stack.enter_context(KeyWatch(options.http.keys_file, keys, audit))
+        app = front_app(cluster, options, keys)
         names = [module.name for module in options.adapters]
         names += sorted(folder_adapters(options.engine.lora_dir))
         examples, chats = examples_of(options), has_template(options.engine)
@@ -68,12 +74,13 @@ def serve_cluster(options: Options, sock: socket.socket) -> None:
             logs.log_all(lines)
 
         end_s = options.shutdown_timeout * _ROLES_SHARE
-        server = front_server(app, options, sock, ready, 2, end_s, cluster.replace_no_more)
+        ending = cluster.replace_no_more
+        server = front_server(app, options, sock, ready, 2, end_s, ending, options.access_log)
         run_server(server, sock)
         cluster.close(end_s)
 
 
-def front_app(cluster: LocalCluster, options: Options) -> ASGIApp:
+def front_app(cluster: LocalCluster, options: Options, keys: KeyRing) -> ASGIApp:
     """Return the application in front of the instances.
 
     It checks keys, lengths and sizes as an instance does, before a body is read or a name is kept.
@@ -87,7 +94,7 @@ def front_app(cluster: LocalCluster, options: Options) -> ASGIApp:
         cluster.roles,
         cluster.changes,
     )
-    return CatchAll(OneLength(Authenticate(proxy, KeyRing(http), http.demo)))
+    return CatchAll(OneLength(Authenticate(proxy, keys, demo=http.demo)))
 
 
 def _log_plan(options: Options, spec: ServerSpec | None) -> None:

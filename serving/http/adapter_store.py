@@ -1,15 +1,17 @@
 """Loading and unloading adapters for clients: three APIs, one registry, confined to --lora-dir."""
 
 import asyncio
+import contextlib
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 
 from fastapi import Request
 
-from lora_jax.adapters.registry import AdapterEntry, AdapterExists, AdapterNotFound
-from serving.http.auth import require_admin
-from serving.http.errors import ApiError, scrub
+from lora_jax.adapters.entries import AdapterEntry, EvictedAdapter
+from lora_jax.adapters.registry import AdapterExists, AdapterNotFound, RegistryBusy
+from serving.http.auth import caller_of, require_admin
+from serving.http.errors import ApiError, from_exception, scrub
 from serving.http.model_names import NAME
 from serving.http.server import Server, server_of
 from serving.journal import Loaded
@@ -28,12 +30,33 @@ def admin_server(request: Request) -> Server:
     return server
 
 
+@contextlib.asynccontextmanager
+async def audited(request: Request, action: str, adapter: str) -> AsyncGenerator[None]:
+    """Write a line to the audit log about what is done inside, with its status."""
+    status, audit = 500, server_of(request).audit
+    try:
+        yield
+        status = 200
+    except ApiError as error:
+        status = error.status
+        raise
+    finally:
+        request.scope["state"]["adapter"] = shown = adapter if NAME.fullmatch(adapter) else None
+        audit.write(
+            action,
+            key=caller_of(request).id,
+            adapter=shown,
+            status=status,
+            request_id=request.scope["state"]["request_id"],
+        )
+
+
 async def load(
     server: Server, name: str, path: str, *, replace: bool = False, pinned: bool = False
 ) -> AdapterEntry:
     """Load `--lora-dir/path` under a name and return its entry.
 
-    Raises ApiError 400 (bad name, path or files, name taken) or 404 (no such folder).
+    Raises ApiError 400 (bad name, path or files, name taken), 404 (no such folder) or 503 (busy).
     """
     if server.engine.config.lora_dir is None:
         raise ApiError(400, "Loading adapters over HTTP needs --lora-dir.", type="InvalidUserInput")
@@ -58,6 +81,8 @@ async def load(
         ) from None
     except AdapterNotFound:
         raise ApiError(404, f"No adapter found at {shown_path(path)!r}.") from None
+    except RegistryBusy as error:
+        raise from_exception(error) from None
     except ValueError as error:
         raise ApiError(400, scrub(str(error)), type="InvalidUserInput") from None
     logger.info("Loaded adapter %s, sha256 %s.", name, entry.digest[:12])
@@ -101,7 +126,7 @@ def shown_path(path: str) -> str:
     return scrub(path[:200])
 
 
-async def unload(server: Server, name: str) -> AdapterEntry:
+async def unload(server: Server, name: str) -> AdapterEntry | EvictedAdapter:
     """Forget an adapter and return its entry; running requests finish. ApiError 404 if unknown."""
     try:
         async with server.changing:

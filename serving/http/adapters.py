@@ -7,13 +7,19 @@ from urllib.parse import unquote, urlparse
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
-from lora_jax.adapters.registry import AdapterEntry
-from serving.http.adapter_store import adapter_id, admin_server, durability, load, unload
+from serving.http.adapter_store import (
+    adapter_id,
+    admin_server,
+    audited,
+    durability,
+    load,
+    unload,
+)
 from serving.http.auth import caller_of
 from serving.http.body import read_body, takes
 from serving.http.errors import ApiError, unknown_model
 from serving.http.protocol import DynamoLoadBody, LoadAdapterBody, UnloadAdapterBody
-from serving.http.server import Server, server_of
+from serving.http.server import server_of
 
 router = APIRouter()
 
@@ -28,7 +34,8 @@ async def vllm_load(request: Request) -> Response:
     server = admin_server(request)
     body = await read_body(request, LoadAdapterBody)
     name, replace = body.lora_name, bool(body.load_inplace)
-    await load(server, name, body.lora_path, replace=replace, pinned=bool(body.pinned))
+    async with audited(request, "load", name):
+        await load(server, name, body.lora_path, replace=replace, pinned=bool(body.pinned))
     said = f"Success: LoRA adapter '{name}' added successfully."
     return PlainTextResponse(said + durability(server))
 
@@ -42,7 +49,8 @@ async def vllm_unload(request: Request) -> Response:
     """Unload an adapter; vLLM's text answer."""
     server = admin_server(request)
     body = await read_body(request, UnloadAdapterBody)
-    await unload(server, body.lora_name)
+    async with audited(request, "unload", body.lora_name):
+        await unload(server, body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
@@ -52,7 +60,7 @@ async def sglang_load(request: Request) -> Response:
     server = admin_server(request)
     body = await read_body(request, LoadAdapterBody)
     work = load(server, body.lora_name, body.lora_path, pinned=bool(body.pinned))
-    return await _sglang_answer(server, work)
+    return await _sglang_answer(request, "load", body.lora_name, work)
 
 
 @router.post("/unload_lora_adapter", openapi_extra=takes(UnloadAdapterBody))
@@ -60,16 +68,21 @@ async def sglang_unload(request: Request) -> Response:
     """Unload an adapter; SGLang's JSON answer."""
     server = admin_server(request)
     body = await read_body(request, UnloadAdapterBody)
-    return await _sglang_answer(server, unload(server, body.lora_name))
+    work = unload(server, body.lora_name)
+    return await _sglang_answer(request, "unload", body.lora_name, work)
 
 
-async def _sglang_answer(server: Server, work: Awaitable[AdapterEntry]) -> Response:
+async def _sglang_answer(
+    request: Request, action: str, name: str, work: Awaitable[object]
+) -> Response:
     error = None
     try:
-        await work
+        async with audited(request, action, name):
+            await work
     except ApiError as failed:
         error = failed.message
-    loaded = {entry.name: entry.path for entry in server.engine.registry.entries()}
+    known = server_of(request).engine.registry.known()
+    loaded = {adapter.name: adapter.path for adapter in known}
     answer = {"success": error is None, "error_message": error or "", "loaded_adapters": loaded}
     return JSONResponse(answer, 200 if error is None else 400)
 
@@ -79,7 +92,8 @@ async def dynamo_load(request: Request) -> dict[str, Any]:
     """Load an adapter; Dynamo's JSON answer. The file: URI's path is one below --lora-dir."""
     server = admin_server(request)
     body = await read_body(request, DynamoLoadBody)
-    await load(server, body.lora_name, _path_of(body.source.uri))
+    async with audited(request, "load", body.lora_name):
+        await load(server, body.lora_name, _path_of(body.source.uri))
     return _dynamo_answer(body.lora_name, "loaded")
 
 
@@ -87,7 +101,7 @@ async def dynamo_load(request: Request) -> dict[str, Any]:
 async def dynamo_list(request: Request) -> dict[str, Any]:
     """Return the loaded adapters that the caller may use; Dynamo's JSON answer."""
     server, caller = server_of(request), caller_of(request)
-    names = [e.name for e in server.engine.registry.entries() if caller.may_use(e.name)]
+    names = [e.name for e in server.engine.registry.known() if caller.may_use(e.name)]
     loras = {name: adapter_id(name) for name in names}
     return {"status": "success", "loras": loras, "count": len(loras)}
 
@@ -95,7 +109,9 @@ async def dynamo_list(request: Request) -> dict[str, Any]:
 @router.delete("/v1/loras/{name}")
 async def dynamo_unload(request: Request, name: str) -> dict[str, Any]:
     """Unload an adapter; Dynamo's JSON answer."""
-    await unload(admin_server(request), name)
+    server = admin_server(request)
+    async with audited(request, "unload", name):
+        await unload(server, name)
     return _dynamo_answer(name, "unloaded")
 
 
@@ -123,9 +139,9 @@ async def report(request: Request, name: str) -> dict[str, Any]:
     """Return modules, ranks, scalings, bytes and sha256 of an adapter; it is loaded if need be."""
     server = server_of(request)
     target = await server.names.resolve(name, None, caller_of(request))
-    if target.adapter is None:
+    entry = target.entry
+    if entry is None:
         raise unknown_model(name)
-    entry = server.engine.registry.get(target.adapter)
     details = entry.report.as_json()
     details["base_model"] = _name_only(details.get("base_model"))
     state = {"name": entry.name, "generation": entry.generation, "pinned": entry.pinned}

@@ -51,8 +51,10 @@ def create_app(
     app.openapi = functools.partial(describe, app)
     install(app)
     # The one added last is the outermost.
-    app.add_middleware(Authenticate, keys=server.keys, demo=settings.demo)
+    app.add_middleware(Authenticate, keys=server.keys, metrics=server.metrics, demo=settings.demo)
     app.add_middleware(OneLength)
     app.add_middleware(CatchAll)
-    app.add_middleware(Observe, metrics=server.metrics)
+    app.add_middleware(
+        Observe, metrics=server.metrics, audit=server.audit, access_log=settings.access_log
+    )
     return app

@@ -27,6 +27,7 @@ async def create_chat_completion(request: Request) -> Response:
     server, caller = server_of(request), caller_of(request)
     body = await read_body(request, ChatBody)
     target = await server.names.resolve(body.model, body.lora_path, caller)
+    request.state.adapter = target.adapter
     defaults = server.engine.model_info.sampling_defaults
     chat_sampling(body, 1, defaults)  # refuse bad parameters before any work on the messages
     options = template_options(body, server.settings.default_template_kwargs)
@@ -35,7 +36,8 @@ async def create_chat_completion(request: Request) -> Response:
     limit, length = server.max_model_len, len(prompt.ids)
     sampling = fit_context(chat_sampling(body, limit - length, defaults), body, length, limit)
     generation = Generation(server.engine, server.mailbox, [prompt])
-    generation.submit(target.adapter, [sampling], cache_salt(caller.salt, body.cache_salt))
+    salt = cache_salt(caller.salt, body.cache_salt)
+    generation.submit(target.adapter, [sampling], salt, caller, target.entry)
     last = plain_messages(body.messages[-1:])[0]
     role = server.settings.response_role if options.add_generation_prompt else last["role"]
     echo = last["content"] if body.echo and last["role"] == role else ""

@@ -26,6 +26,7 @@ async def create_completion(request: Request) -> Response:
     server, caller = server_of(request), caller_of(request)
     body = await read_body(request, CompletionBody)
     target = await server.names.resolve(body.model, body.lora_path, caller)
+    request.state.adapter = target.adapter
     sampling = completion_sampling(body, server.engine.model_info.sampling_defaults)
     special = True if body.add_special_tokens is None else body.add_special_tokens
     prompts = await read_prompts(server.engine, body.prompt, special)
@@ -33,7 +34,7 @@ async def create_completion(request: Request) -> Response:
     samplings = [fit_context(sampling, body, len(p.ids), limit) for p in prompts]
     generation = Generation(server.engine, server.mailbox, prompts)
     salt = cache_salt(caller.salt, body.cache_salt)
-    await generation.submit_all(target.adapter, samplings, salt)
+    await generation.submit_all(target.adapter, samplings, salt, caller, target.entry)
     answer = CompletionAnswer(
         body, generation, target.name, server.engine.tokenizer, server.settings
     )

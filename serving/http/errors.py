@@ -1,6 +1,7 @@
 """Every failure as `{"error": {message, type, param, code}}`, with no path or address in it."""
 
 import logging
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lora_jax.adapters.registry import AdapterNotFound
+from lora_jax.adapters.registry import AdapterNotFound, RegistryBusy
 from serving.request import QueueFull
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,10 @@ def from_exception(error: Exception) -> ApiError:
     if isinstance(error, QueueFull):
         seconds = str(max(1, round(error.retry_after_s)))
         return ApiError(429, scrub(str(error)), headers={"Retry-After": seconds})
+    if isinstance(error, RegistryBusy):
+        seconds = str(max(1, math.ceil(error.retry_after_s)))
+        status = 429 if error.of_key else 503
+        return ApiError(status, scrub(str(error)), headers={"Retry-After": seconds})
     if isinstance(error, AdapterNotFound):
         return unknown_model(error.name)
     if isinstance(error, ValidationError):

@@ -4,14 +4,18 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from starlette.types import Receive
 
+from lora_jax.adapters.entries import AdapterEntry
+from serving.http.auth import limited
 from serving.http.errors import ApiError, scrub
 from serving.http.interface import AbstractEngine
+from serving.http.keys import Caller
 from serving.http.mailbox import Mailbox
 from serving.http.prompts import Prompt
+from serving.http.rates import TokenBudget
 from serving.request import FinishReason, OutputDelta, QueueFull
 from serving.sampling import Sampling
 
@@ -41,25 +45,57 @@ class Generation:
         self._queue: asyncio.Queue[Piece | None] = asyncio.Queue()  # None: the client is gone
         self._running: dict[str, int] = {}  # request id -> choices not finished
         self.samplings: list[Sampling] = []  # of what was handed over, in order
+        self._budget: TokenBudget | None = None
         self.num_choices = 0
         self.is_sending = False  # the client is slow to read while this lasts
         self._overrun = False
 
-    def submit(self, adapter: str | None, samplings: Sequence[Sampling], cache_salt: str) -> None:
-        """Hand one request per prompt to the engine; when one is refused, none goes on."""
+    def submit(
+        self,
+        adapter: str | None,
+        samplings: Sequence[Sampling],
+        cache_salt: str,
+        caller: Caller | None = None,
+        entry: AdapterEntry | None = None,
+    ) -> None:
+        """Hand one request per prompt to the engine; when one is refused, none goes on.
+
+        The caller's limits hold and its tokens are counted. `entry` is the adapter's, if known.
+        """
+        submission = self._submission(adapter, cache_salt, caller, entry)
         with self._all_or_none():
             for prompt, sampling in zip(self.prompts, samplings, strict=True):
-                self._submit_one(prompt, adapter, sampling, cache_salt)
+                self._submit_one(prompt, sampling, submission)
 
     async def submit_all(
-        self, adapter: str | None, samplings: Sequence[Sampling], cache_salt: str
+        self,
+        adapter: str | None,
+        samplings: Sequence[Sampling],
+        cache_salt: str,
+        caller: Caller | None = None,
+        entry: AdapterEntry | None = None,
     ) -> None:
         """Do what `submit` does; the event loop goes on between prompts."""
+        submission = self._submission(adapter, cache_salt, caller, entry)
         with self._all_or_none():
             for place, (prompt, sampling) in enumerate(zip(self.prompts, samplings, strict=True)):
                 if place % _AT_ONCE == _AT_ONCE - 1:
                     await asyncio.sleep(0)
-                self._submit_one(prompt, adapter, sampling, cache_salt)
+                self._submit_one(prompt, sampling, submission)
+
+    def _submission(
+        self,
+        adapter: str | None,
+        cache_salt: str,
+        caller: Caller | None,
+        entry: AdapterEntry | None,
+    ) -> dict[str, Any]:
+        """Return what all prompts have in common, once the caller's budget of tokens allows it."""
+        self._budget = budget = caller.budget if caller else None
+        if budget and (wait_s := budget.wait_s()):
+            raise limited(f"tokens_per_minute={budget.per_minute:g}", wait_s)
+        share = caller.share if caller else None
+        return {"adapter": adapter, "cache_salt": cache_salt, "share": share, "entry": entry}
 
     @contextlib.contextmanager
     def _all_or_none(self) -> Iterator[None]:
@@ -72,22 +108,23 @@ class Generation:
                 raise
             raise ApiError(503, "The engine has stopped.") from error
 
-    def _submit_one(
-        self, prompt: Prompt, adapter: str | None, sampling: Sampling, cache_salt: str
-    ) -> None:
+    def _submit_one(self, prompt: Prompt, sampling: Sampling, submission: dict[str, Any]) -> None:
         self.samplings.append(sampling)
+        receiver = self._receiver(prompt, self.num_choices)
         request_id = self._engine.submit(
-            prompt.ids,
-            adapter,
-            sampling,
-            on_output=self._receiver(prompt, self.num_choices),
-            cache_salt=cache_salt,
+            prompt.ids, sampling=sampling, on_output=receiver, **submission
         )
+        if self._budget:
+            self._budget.spend(len(prompt.ids))
         self._running[request_id] = sampling.n
         self.num_choices += sampling.n
 
     def _receiver(self, prompt: Prompt, first_index: int) -> Callable[[OutputDelta], None]:
+        budget = self._budget
+
         def on_output(delta: OutputDelta) -> None:
+            if budget:
+                budget.spend(len(delta.token_ids))
             if self.is_sending and self._queue.qsize() > _MOST_WAITING:
                 self._overrun = True
                 self._engine.abort(delta.request_id)

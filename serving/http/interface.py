@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from lora_jax.adapters.registry import AdapterRegistry
-from serving.request import OutputDelta
+from lora_jax.adapters.registry import AdapterEntry, AdapterRegistry
+from serving.request import OutputDelta, Share
 from serving.sampling import Sampling
 
 
@@ -51,6 +51,8 @@ class AbstractEngine(Protocol):
         *,
         on_output: Callable[[OutputDelta], None],
         cache_salt: str = "",
+        share: Share | None = None,
+        entry: AdapterEntry | None = None,
     ) -> str: ...
 
     def abort(self, request_id: str) -> None: ...

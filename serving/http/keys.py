@@ -1,138 +1,193 @@
-"""API keys: who calls, what they may see, how fast they may ask."""
+"""API keys: which caller a key is, what it may see, how much it may take.
+
+`python -m serving.http.keys new ID` prints a new key, and the line for the keys file.
+"""
 
 import dataclasses
 import hashlib
+import hmac
+import itertools
+import json
 import secrets
+import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
 
-import yaml
-
-from serving.http.settings import HttpSettings, Tenant
+from lora_jax.adapters.host_room import HostShare
+from serving.http.key_hash import id_of, is_key_of, new_key
+from serving.http.rates import TokenBucket, TokenBudget
+from serving.http.settings import HttpSettings, KeyLimits, Tenant
+from serving.request import Share
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Caller:
-    """Sender of a request. `adapters` None means every adapter; `salt` splits the prefix cache."""
+    """The sender of a request. `adapters` None means every adapter; `salt` parts the prefix cache.
+
+    `id` names it in logs and counts; keys of one id are one caller.
+    """
 
     uses_model: bool = True
     is_admin: bool = False
     reads_metrics: bool = False
     adapters: frozenset[str] | None = None
     salt: str = ""
-    bucket: "TokenBucket | None" = None
+    bucket: TokenBucket | None = None
+    id: str = ""
+    budget: TokenBudget | None = None
+    share: Share = dataclasses.field(default_factory=Share)
+    host_share: HostShare = dataclasses.field(default_factory=HostShare)
 
     def may_use(self, adapter: str) -> bool:
         """Return whether the adapter exists as far as this caller can tell."""
         return self.adapters is None or adapter in self.adapters
 
 
-class TokenBucket:
-    """Lets `rate` requests per second through, and as many as one second's worth at once."""
-
-    def __init__(self, rate: float, clock: Callable[[], float] = time.monotonic):
-        self._rate, self._clock = rate, clock
-        self._burst = max(1.0, rate)
-        self._tokens, self._seen = self._burst, clock()
-
-    def wait_s(self) -> float:
-        """Take one token and return 0, or return the seconds until there is one."""
-        now = self._clock()
-        self._tokens = min(self._burst, self._tokens + (now - self._seen) * self._rate)
-        self._seen = now
-        if self._tokens < 1.0:
-            return (1.0 - self._tokens) / self._rate
-        self._tokens -= 1.0
-        return 0.0
+@dataclasses.dataclass(frozen=True)
+class _Key:
+    caller: Caller
+    hash: str = ""
+    not_before: float | None = None
+    expires: float | None = None
 
 
 class KeyRing:
     """Finds the caller of a key; without any key everybody is the same caller."""
 
-    def __init__(self, settings: HttpSettings):
-        self._callers: list[tuple[bytes, Caller]] = []
-        for key in settings.api_keys:
-            self._add(key, Caller(is_admin=not settings.admin_keys, salt=_salt(key)))
-        for tenant in settings.tenants:
-            self._add(tenant.key, _tenant_caller(tenant))
-        for key in settings.admin_keys:
-            self._add(key, Caller(is_admin=True, reads_metrics=True, salt=_salt(key)))
-        for key in settings.metrics_keys:
-            self._add(key, Caller(uses_model=False, reads_metrics=True))
+    def __init__(self, settings: HttpSettings, now: Callable[[], float] = time.time):
+        self._settings, self._now = settings, now
+        self._secret = secrets.token_bytes(32)  # so that look-ups by dict tell nothing by time
+        self._rates: dict[str, tuple[TokenBucket | None, TokenBudget | None]] = {}
+        self._plain: dict[bytes, _Key] = {}
+        self._hashed: dict[str, list[_Key]] = {}  # by id
+        self.anonymous = Caller()
+        self.set_tenants(settings.tenants)
+
+    def set_tenants(self, tenants: Sequence[Tenant]) -> None:
+        """Take these keys of the keys file from now on. ValueError: as for HttpSettings."""
+        settings = dataclasses.replace(self._settings, tenants=tuple(tenants))
+        if settings.has_api_keys != self._settings.has_api_keys:
+            raise ValueError("The last key cannot be taken away while the server runs.")
+        plain, hashed = self._plain_keys(settings), {}
+        for place, tenant in enumerate(tenants, 1):
+            caller = self._caller_of(tenant, tenant.id or f"tenant-{place}")
+            key = _Key(caller, tenant.hash, tenant.not_before, tenant.expires)
+            if tenant.hash:
+                hashed.setdefault(tenant.id, []).append(key)
+            else:
+                plain[self._mark(tenant.key)] = key
+        ids = {key.caller.id for key in itertools.chain(plain.values(), *hashed.values())}
+        self._rates = {name: rates for name, rates in self._rates.items() if name in ids}
+        self._settings, self._plain, self._hashed = settings, plain, hashed
+        closed = settings.has_api_keys
         self.anonymous = Caller(
-            uses_model=not settings.has_api_keys,
-            is_admin=not settings.has_api_keys and not settings.admin_keys,
-            reads_metrics=not settings.metrics_keys,
+            uses_model=not closed,
+            is_admin=not closed and not settings.has_admin_keys,
+            reads_metrics=not closed and not settings.has_metrics_keys,
         )
 
-    def _add(self, key: str, caller: Caller) -> None:
-        self._callers.append((_digest(key), caller))
-
     def find(self, key: str) -> Caller | None:
-        """Return the caller of a key; the time taken does not tell how much of it was right."""
-        digest = _digest(key)
-        found = None
-        for known, caller in self._callers:
-            if secrets.compare_digest(known, digest):
-                found = caller
+        """Return the caller of a key that is valid now, else None."""
+        return self.check(key)[0]
+
+    def check(self, key: str) -> tuple[Caller | None, str]:
+        """Return the caller, or None and why: unknown, early or expired.
+
+        The time taken does not tell how much of a key was right.
+        """
+        plain = self._plain.get(self._mark(key))
+        candidates = self._hashed.get(id_of(key), ())
+        matching = [one for one in candidates if is_key_of(one.hash, key)]
+        found = plain or next(iter(matching), None)
+        if found is None:
+            return None, "unknown"
+        now = self._now()
+        if found.not_before is not None and now < found.not_before:
+            return None, "early"
+        if found.expires is not None and now >= found.expires:
+            return None, "expired"
+        return found.caller, ""
+
+    def _plain_keys(self, settings: HttpSettings) -> dict[bytes, _Key]:
+        """Return the keys that the command line gave."""
+        found: dict[bytes, _Key] = {}
+
+        def add(role: str, keys: Sequence[str], **rights: bool) -> None:
+            for place, key in enumerate(keys, 1):
+                name = f"{role}-key-{place}"
+                limits = settings.key_limits if role == "api" else KeyLimits()
+                caller = self._caller(name, 1.0, limits, None)
+                rights_ = {"salt": _salt(key), **rights}
+                found[self._mark(key)] = _Key(dataclasses.replace(caller, **rights_))
+
+        add(
+            "api",
+            settings.api_keys,
+            is_admin=not settings.has_admin_keys,
+            reads_metrics=not settings.has_metrics_keys,
+        )
+        add("admin", settings.admin_keys, is_admin=True, reads_metrics=True)
+        add("metrics", settings.metrics_keys, uses_model=False, reads_metrics=True)
         return found
 
+    def _caller_of(self, tenant: Tenant, name: str) -> Caller:
+        limits = tenant.limits.over(self._settings.key_limits)
+        salt = f"tenant {tenant.salt}" if tenant.salt else f"key id {name}"
+        if not tenant.salt and not tenant.id:
+            salt = _salt(tenant.key)
+        return dataclasses.replace(
+            self._caller(name, tenant.weight, limits, tenant.rate),
+            uses_model=bool(tenant.roles & {"user", "admin"}),
+            is_admin="admin" in tenant.roles,
+            reads_metrics=bool(tenant.roles & {"metrics", "admin"}),
+            adapters=tenant.adapters,
+            salt=salt,
+        )
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+    def _caller(self, name: str, weight: float, limits: KeyLimits, rate: float | None) -> Caller:
+        bucket, budget = self._rates_of(name, rate, limits.tokens_per_minute)
+        return Caller(
+            id=name,
+            bucket=bucket,
+            budget=budget,
+            share=Share(name, weight, limits.max_running, limits.max_waiting),
+            host_share=HostShare(name, limits.max_adapters, limits.max_adapter_bytes),
+        )
+
+    def _rates_of(
+        self, name: str, rate: float | None, per_minute: float | None
+    ) -> tuple[TokenBucket | None, TokenBudget | None]:
+        """Return the counters of an id, the same ones as long as its rates stay."""
+        bucket, budget = self._rates.get(name, (None, None))
+        if (bucket.rate if bucket else None) != rate:
+            bucket = None if rate is None else TokenBucket(rate)
+        if (budget.per_minute if budget else None) != per_minute:
+            budget = None if per_minute is None else TokenBudget(per_minute)
+        self._rates[name] = bucket, budget
+        return bucket, budget
+
+    def _mark(self, key: str) -> bytes:
+        return hmac.digest(self._secret, key.encode("utf-8", "surrogateescape"), "sha256")
 
 
 def _salt(key: str) -> str:
     return hashlib.sha256(b"prefix-cache salt of " + key.encode()).hexdigest()[:32]
 
 
-def _tenant_caller(tenant: Tenant) -> Caller:
-    salt = _salt(tenant.key) if tenant.salt is None else f"tenant {tenant.salt}"
-    bucket = None if tenant.rate is None else TokenBucket(tenant.rate)
-    return Caller(adapters=tenant.adapters, salt=salt, bucket=bucket)
-
-
-def read_keys_file(path: str | Path) -> tuple[Tenant, ...]:
-    """Read a YAML file `KEY: {adapters: [NAME, ...], rate: REQUESTS_PER_SECOND, salt: TEXT}`.
-
-    Every field may be left out: then all adapters, no limit, and a salt of the key's own. Tenants
-    with the same salt share their prefix cache. A field that is not understood is a ValueError
-    that names the entry by its place, never by its key.
-    """
+def main(argv: Sequence[str]) -> int:
+    """Print a new key to stderr and its line for the keys file to stdout."""
+    if len(argv) != 2 or argv[0] != "new":
+        print("usage: python -m serving.http.keys new ID >> KEYS_FILE", file=sys.stderr)
+        return 2
     try:
-        content = yaml.safe_load(Path(path).read_text())
-    except (yaml.YAMLError, RecursionError, TypeError) as error:
-        place = getattr(error, "problem_mark", None)
-        where = f" in line {place.line + 1}" if place is not None else ""
-        raise ValueError(f"The keys file is not valid YAML{where}.") from None
-    if not isinstance(content, dict) or not content:
-        raise ValueError("The keys file must map each API key to what it may do.")
-    return tuple(_tenant(i, key, entry) for i, (key, entry) in enumerate(content.items(), 1))
+        key, hashed = new_key(argv[1])
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"The key, which is shown this once: {key}", file=sys.stderr)
+    print(json.dumps({"id": argv[1], "hash": hashed}))
+    return 0
 
 
-def _tenant(place: int, key: Any, entry: Any) -> Tenant:
-    entry = {} if entry is None else entry
-    if not isinstance(key, str) or not _is_text(key) or not isinstance(entry, dict):
-        raise ValueError(f"Keys file, entry {place}: the key must be text, its value a mapping.")
-    unknown = set(entry) - {"adapters", "rate", "salt"}
-    if unknown:
-        raise ValueError(f"Keys file, entry {place}: unknown field {sorted(map(str, unknown))[0]}.")
-    adapters, rate, salt = (entry.get(field) for field in ("adapters", "rate", "salt"))
-    if adapters is not None:
-        if not isinstance(adapters, list) or not all(isinstance(a, str) for a in adapters):
-            raise ValueError(f"Keys file, entry {place}: adapters must be a list of names.")
-        adapters = frozenset(adapters)
-    if rate is not None:
-        number = isinstance(rate, int | float) and not isinstance(rate, bool)
-        if not number or not 0 < rate <= 1e6:
-            raise ValueError(f"Keys file, entry {place}: rate must be in (0, 1e6].")
-    if salt is not None and (not isinstance(salt, str) or not _is_text(salt)):
-        raise ValueError(f"Keys file, entry {place}: salt must be text.")
-    return Tenant(key, adapters, rate, salt)
-
-
-def _is_text(value: str) -> bool:
-    """Return whether a text is not empty and can be sent."""
-    return value != "" and not any("\ud800" <= letter <= "\udfff" for letter in value)
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -6,7 +6,7 @@ import os
 import re
 
 from lora_jax.adapters.reader import CONFIG_FILES
-from lora_jax.adapters.registry import AdapterNotFound
+from lora_jax.adapters.registry import AdapterEntry, AdapterNotFound
 from serving.http.errors import ApiError, unknown_model
 from serving.http.interface import AbstractEngine
 from serving.http.keys import Caller
@@ -16,10 +16,14 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Target of a request: the name in its answer, and the adapter (None: the base)."""
+    """Target of a request: the name in its answer, and the adapter (None: the base).
+
+    `entry` holds the adapter's weights until the engine has them.
+    """
 
     name: str
     adapter: str | None
+    entry: AdapterEntry | None = dataclasses.field(default=None, compare=False)
 
 
 class ModelNames:
@@ -30,7 +34,8 @@ class ModelNames:
         self._engine = engine
         self.listed = served_names or (engine.config.model_name,)
         self.base = self.listed[0]
-        self._accepted = {*self.listed, engine.config.model}
+        # Not the folder that the model came from: that would tell where it is.
+        self._accepted = frozenset(self.listed)
 
     def is_base(self, name: str) -> bool:
         """Return whether the name is one of the base model's."""
@@ -38,7 +43,7 @@ class ModelNames:
 
     def visible_adapters(self, caller: Caller) -> list[str]:
         """Return loaded adapters and those in the adapter folder, as far as the caller may see."""
-        names = {entry.name for entry in self._engine.registry.entries()}
+        names = {entry.name for entry in self._engine.registry.known()}
         names.update(folder_adapters(self._engine.config.lora_dir))
         return sorted(n for n in names if caller.may_use(n) and not self.is_base(n))
 
@@ -46,9 +51,10 @@ class ModelNames:
         """Return whether `visible_adapters` would list this name, without listing all."""
         if self.is_base(name) or not caller.may_use(name):
             return False
-        loaded = any(entry.name == name for entry in self._engine.registry.entries())
         root = self._engine.config.lora_dir
-        return loaded or (root is not None and _is_adapter_folder(os.path.realpath(root), name))
+        if self._engine.registry.knows(name):
+            return True
+        return root is not None and _is_adapter_folder(os.path.realpath(root), name)
 
     async def resolve(self, model: str | None, lora_path: str | None, caller: Caller) -> Target:
         """Return what `model` (name or base:name) and `lora_path` (name) ask for.
@@ -71,10 +77,10 @@ class ModelNames:
         if not NAME.fullmatch(adapter) or not caller.may_use(adapter):
             raise unknown_model(shown, param)
         try:
-            await self._load(adapter)
+            entry = await self._load(adapter, caller)
         except AdapterNotFound:
             raise unknown_model(shown, param) from None
-        return Target(adapter, adapter)
+        return Target(adapter, adapter, entry)
 
     def _adapter_of(self, model: str | None) -> str | None:
         """Return the adapter a model name asks for, or None for the base model."""
@@ -83,12 +89,13 @@ class ModelNames:
         base, colon, adapter = model.rpartition(":")
         return adapter if colon and self.is_base(base) and adapter else model
 
-    async def _load(self, adapter: str) -> None:
-        """Read an adapter of the folder on its first use, away from the event loop."""
+    async def _load(self, adapter: str, caller: Caller) -> AdapterEntry:
+        """Return the entry; what is not in memory is read away from the event loop."""
+        registry = self._engine.registry
         try:
-            self._engine.registry.get(adapter)
+            return registry.get(adapter)
         except AdapterNotFound:
-            await asyncio.to_thread(self._engine.registry.resolve, adapter)
+            return await asyncio.to_thread(registry.resolve, adapter, caller.host_share)
 
 
 def folder_adapters(root: str | None) -> set[str]:

@@ -1,8 +1,12 @@
-"""Around every request: its id in the answer, counts and durations with bounded labels."""
+"""Around every request: its id in the answer, counts and durations with bounded labels, a line in
+the access log, and one in the audit log if it is refused.
+"""
 
+import logging
 import re
 import secrets
 import time
+from typing import Any, cast
 
 from prometheus_client import (
     CollectorRegistry,
@@ -14,6 +18,11 @@ from prometheus_client import (
 )
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.utils import get_client_addr, get_path_with_query_string
+
+from serving.http.audit import AuditLog
+
+access_logger = logging.getLogger("serving.access")
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 UNCOUNTED = frozenset(
@@ -44,6 +53,11 @@ class HttpMetrics:
             buckets=_BUCKETS,
             registry=self.registry,
         )
+        self.failed_keys = Counter(
+            "lora_jax:failed_keys", "Requests with a wrong key.", ("why",), registry=self.registry
+        )
+        for why in ("unknown", "early", "expired"):
+            self.failed_keys.labels(why)
         self.generating = 0  # requests for text in flight
 
     def record(self, scope: Scope, status: int, seconds: float) -> None:
@@ -59,9 +73,15 @@ class HttpMetrics:
 class Observe:
     """Count requests; return the client's X-Request-Id, or a random one. It names nothing here."""
 
-    def __init__(self, app: ASGIApp, metrics: HttpMetrics):
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: HttpMetrics,
+        audit: AuditLog | None = None,
+        access_log: bool = False,
+    ):
         self.app = app
-        self._metrics = metrics
+        self._metrics, self._audit, self._access_log = metrics, audit or AuditLog(), access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -69,6 +89,7 @@ class Observe:
             return
         start, status = time.perf_counter(), 500
         request_id = _request_id(scope)
+        scope.setdefault("state", {})["request_id"] = request_id
 
         async def watched(message: Message) -> None:
             nonlocal status
@@ -83,7 +104,37 @@ class Observe:
             await self.app(scope, receive, watched)
         finally:
             self._metrics.generating -= generating
-            self._metrics.record(scope, status, time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            self._metrics.record(scope, status, seconds)
+            self._tell(scope, status, seconds)
+
+    def _tell(self, scope: Scope, status: int, seconds: float) -> None:
+        """Write the request to the access log, and a refusal to the audit log."""
+        state = scope["state"]
+        key = getattr(state.get("caller"), "id", "")
+        if self._access_log:
+            access_logger.info(
+                '%s - "%s %s HTTP/%s" %d key=%s adapter=%s id=%s %.3fs',
+                get_client_addr(cast(Any, scope)),
+                scope["method"],
+                get_path_with_query_string(cast(Any, scope)),
+                scope["http_version"],
+                status,
+                key or "-",
+                state.get("adapter") or "-",
+                state["request_id"],
+                seconds,
+            )
+        if status in (401, 403, 429):
+            why = state.get("failed_key", "")
+            self._audit.refusal(
+                "failed key" if why else "refused",
+                key=key,
+                status=status,
+                adapter=state.get("adapter"),
+                request_id=state["request_id"],
+                detail=why or f"{scope['method']} {scope['path'][:200]}",
+            )
 
 
 def _request_id(scope: Scope) -> str:

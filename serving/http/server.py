@@ -6,6 +6,7 @@ import time
 
 from fastapi import Request
 
+from serving.http.audit import AuditLog
 from serving.http.interface import AbstractEngine
 from serving.http.keys import KeyRing
 from serving.http.mailbox import Mailbox
@@ -25,6 +26,7 @@ class Server:
     names: ModelNames
     metrics: HttpMetrics
     mailbox: Mailbox
+    audit: AuditLog
     created: int  # unix time
     journal: Journal | None = None  # of loads at run time
     changing: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)  # one load at a time
@@ -36,8 +38,9 @@ class Server:
         """Return a server whose names are those of the engine and of the settings."""
         names = ModelNames(engine, settings.served_names)
         keys, metrics = KeyRing(settings), HttpMetrics()
+        audit = AuditLog(settings.audit_log)
         now = int(time.time())
-        return cls(engine, settings, keys, names, metrics, Mailbox(), now, journal)
+        return cls(engine, settings, keys, names, metrics, Mailbox(), audit, now, journal)
 
     @property
     def max_model_len(self) -> int:

@@ -4,15 +4,48 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+ROLES = ("user", "admin", "metrics")
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyLimits:
+    """What one key may take; None: no limit, or that for all keys."""
+
+    max_running: int | None = None  # sequences; further ones wait
+    max_waiting: int | None = None  # sequences; further ones are refused
+    tokens_per_minute: int | None = None  # of prompts and answers
+    max_adapters: int | None = None  # in host memory, of those that it named
+    max_adapter_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 50:
+                raise ValueError(f"{field.name} must be an integer of at least 1, got {value!r}.")
+
+    def over(self, general: "KeyLimits") -> "KeyLimits":
+        """Return these limits, and where there is none the general one."""
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        return dataclasses.replace(general, **given)
+
 
 @dataclasses.dataclass(frozen=True)
 class Tenant:
-    """Permissions of one API key of the keys file; see `read_keys_file` for the file."""
+    """Permissions of one API key of the keys file; see `key_file` for the file."""
 
-    key: str
+    key: str = ""  # or its hash
     adapters: frozenset[str] | None = None  # None: every adapter
     rate: float | None = None  # requests per second; None: no limit
-    salt: str | None = None  # prefix-cache salt; None: derived from the key
+    salt: str | None = None  # prefix-cache salt; None: the key's own
+    id: str = ""  # what logs call it; keys of one id share limits and cache
+    hash: str = ""
+    roles: frozenset[str] = frozenset({"user"})
+    weight: float = 1.0  # its share beside others
+    limits: KeyLimits = dataclasses.field(default_factory=KeyLimits)
+    not_before: float | None = None  # unix time
+    expires: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +74,10 @@ class HttpSettings:
     admin_keys: tuple[str, ...] = ()
     metrics_keys: tuple[str, ...] = ()
     tenants: tuple[Tenant, ...] = ()
+    keys_file: str | None = None  # where the tenants are from; it is read again when it changes
+    key_limits: KeyLimits = dataclasses.field(default_factory=KeyLimits)  # of each key
+    audit_log: str | None = None  # a file
+    access_log: bool = False  # a line per request, with key id and adapter
     enable_runtime_lora: bool = False  # load and unload adapters over HTTP
     demo: bool = False  # the page at /
     docs: bool = True  # /docs and /openapi.json
@@ -66,18 +103,30 @@ class HttpSettings:
         if self.max_body_bytes is not None and self.max_body_bytes < 1:
             raise ValueError(f"--max-body-bytes must be at least 1, got {self.max_body_bytes}.")
         keys = [*self.api_keys, *self.admin_keys, *self.metrics_keys]
-        keys += [tenant.key for tenant in self.tenants]
+        keys += [tenant.key or tenant.hash for tenant in self.tenants]
         if any(not key or key != key.strip() for key in keys):
             raise ValueError("An API key is empty or has spaces around it.")
         if len(set(keys)) != len(keys):
             raise ValueError("The same key is given twice; each key has one role.")
-        if self.tenants and self.enable_runtime_lora and not self.admin_keys:
+        if self.tenants and self.enable_runtime_lora and not self.has_admin_keys:
             raise ValueError(
-                "--keys-file with --enable-runtime-lora needs --admin-api-key: otherwise one "
-                "tenant could unload the adapters of another."
+                "--keys-file with --enable-runtime-lora needs --admin-api-key or a key of the role "
+                "admin: otherwise one tenant could unload the adapters of another."
             )
+        if self.key_limits != KeyLimits() and not self.has_api_keys:
+            raise ValueError("Limits of a key (--key-...) need --api-key or --keys-file.")
 
     @property
     def has_api_keys(self) -> bool:
         """True if a caller needs a key to use the model."""
         return bool(self.api_keys or self.tenants)
+
+    @property
+    def has_admin_keys(self) -> bool:
+        """Whether changing adapters needs a key of its own."""
+        return bool(self.admin_keys) or any("admin" in tenant.roles for tenant in self.tenants)
+
+    @property
+    def has_metrics_keys(self) -> bool:
+        """Whether there is a key for /metrics only."""
+        return bool(self.metrics_keys) or any("metrics" in tenant.roles for tenant in self.tenants)

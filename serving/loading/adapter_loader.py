@@ -149,6 +149,11 @@ class AdapterLoader[P: Placement, S]:
         """Return whether a loaded name or a live request needs these weights."""
         return digest in self._known
 
+    def in_use(self) -> frozenset[str]:
+        """Return the weights that live requests need; any thread may ask."""
+        known = tuple(self._known.items())  # a copy, made in one go: others may `retain`
+        return frozenset(digest for digest, one in known if one.requests > 0)
+
     def retain(self, entry: AdapterEntry) -> None:
         """Keep the entry's weights until a request that needs them ends (`drop`)."""
         self._know(entry).requests += 1

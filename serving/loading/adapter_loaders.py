@@ -85,6 +85,10 @@ class AdapterLoaders:
 
     # The engine's side.
 
+    def in_use(self) -> frozenset[str]:
+        """Return the weights that live requests need; any thread may ask."""
+        return frozenset().union(*(loader.in_use() for loader in self._loaders))
+
     def retain(self, entry: AdapterEntry) -> None:
         """Keep the entry's weights until a request that needs them ends (`drop`)."""
         self._loader_for(entry).retain(entry)

@@ -1,10 +1,13 @@
 """Scheduler: chooses the tokens of the next step. Policy only: no jax, no strings.
 
 Every step has a budget of tokens and of logit rows. Running sequences come first (one token each
-for those that decode, then chunks of prompts), then waiting ones are let in, always earliest
+for those that decode, then chunks of prompts), then waiting ones are admitted, always earliest
 deadline first. When pages run out, the running sequence with the latest deadline goes back to
 waiting and is computed again later, so the one with the earliest deadline always proceeds. The
 policy "sjf" puts the shortest job before the earliest deadline; long ones may then starve.
+
+Between tenants `fair_share` decides whose prompt is next; that order is the one within a tenant.
+A tenant below its share of rows or pages gets them at the next step, by preemption.
 
 `plan` may be called while one earlier step is still on the device: then the last token of a
 decoding sequence is not known here yet, only that it exists. Steps run on the device in the order
@@ -12,15 +15,15 @@ in which they were planned, so pages and rows freed here may be given away at on
 """
 
 import bisect
-import dataclasses
+import collections
 import heapq
 import random
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 
 from serving.request import (
     FinishReason,
     Progress,
-    QueueFull,
     Request,
     Sequence,
     SequenceResult,
@@ -29,27 +32,16 @@ from serving.request import (
 )
 from serving.sampling import fold_seed
 from serving.scheduling.adapter_gate import AdapterGate, AdapterResidency, NoAdapters
+from serving.scheduling.claims import Claims, decode_order
+from serving.scheduling.endings import ending
+from serving.scheduling.entry_checks import check_fits, check_room
+from serving.scheduling.fair_share import FairShares
 from serving.scheduling.sequence_pages import SequencePages
+from serving.scheduling.stats import SchedulerStats, adapter_names
 from serving.scheduling.step_budget import SchedulerLimits, StepBudget
+from serving.scheduling.waiting_line import WaitingLine, order_of, take_out
 
 __all__ = ["AdapterResidency", "Progress", "Scheduler", "SchedulerLimits", "SchedulerStats"]
-
-RETRY_AFTER_S = 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class SchedulerStats:
-    """Positions of the sequences now; counters count from the start."""
-
-    num_running: int
-    num_waiting_capacity: int  # for a row, pages or tokens
-    num_waiting_adapter: int  # for an adapter slot
-    running_adapters: tuple[str, ...]  # names, sorted
-    waiting_adapters: tuple[str, ...]
-    kv_usage: float  # 0 to 1
-    num_preemptions: int
-    prefix_queries: int  # tokens
-    prefix_hits: int  # tokens
 
 
 class Scheduler:
@@ -74,8 +66,9 @@ class Scheduler:
             enable_prefix_caching=limits.enable_prefix_caching,
         )
         self._free_rows = list(range(limits.max_num_seqs))
-        self._waiting: list[Sequence] = []  # both in order of deadline
-        self._running: list[Sequence] = []
+        self._waiting = WaitingLine()
+        self._running: list[Sequence] = []  # in order of deadline
+        self._fair = FairShares()
         self._requests: dict[str, list[Sequence]] = {}  # live sequences
         self._num_added = 0
         self._num_preemptions = 0
@@ -87,12 +80,11 @@ class Scheduler:
 
         Raises QueueFull, or ValueError for a prompt that no step could ever hold or an id in use.
         """
-        self._check_fits(request)
+        check_fits(request, self.limits)
         if request.request_id in self._requests:
             raise ValueError(f"There is a request {request.request_id!r} already.")
         sampling, n = request.sampling, request.sampling.n
-        if self._waiting and len(self._waiting) + n > self.limits.max_queue:
-            raise QueueFull(len(self._waiting), self.limits.max_queue, RETRY_AFTER_S)
+        check_room(request.share, n, self._waiting, self._fair, self.limits.max_queue)
         seed = self._random.getrandbits(63) if sampling.seed is None else sampling.seed
         room = self.limits.max_model_len - len(request.prompt_ids)
         most = min(sampling.max_tokens, room)
@@ -111,8 +103,9 @@ class Scheduler:
         ]
         self._num_added += n
         self._requests[request.request_id] = list(sequences)
+        self._fair.enter(request.share, n, begins=not self._waiting.count(request.share.tenant))
         for sequence in sequences:
-            bisect.insort(self._waiting, sequence, key=_order)
+            self._waiting.add(sequence)
             self._pages.open(sequence)
         return sequences
 
@@ -123,7 +116,8 @@ class Scheduler:
         if sequence.state is SequenceState.RUNNING:
             self._stop_running(sequence)
         else:
-            _remove(self._waiting, sequence)
+            self._waiting.remove(sequence)
+        self._fair.leave(sequence.tenant)
         self._gate.leave(sequence)
         self._gate.forget(sequence)
         sequence.state = SequenceState.FINISHED
@@ -151,15 +145,16 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan | None:
         """Return the next step, or None when nothing can run before something else happens."""
         step = StepBudget(self.limits.max_num_batched_tokens, self.limits.max_logit_rows)
+        if self._fair.are_shared:
+            self._claim(now)
         preemptions = self._num_preemptions
-        for sequence in list(self._running):
+        order = list(self._running)
+        if self._fair.are_shared:
+            order = decode_order(order, self._fair, self.limits.num_pages)
+        for sequence in order:
             if sequence.state is SequenceState.RUNNING and sequence.num_remaining == 1:
-                self._continue_decode(step, sequence)
-        for sequence in self._running:
-            if sequence.num_remaining > 1:
-                step.schedule(sequence)
-        if self._num_preemptions == preemptions:
-            self._admit(step, now)
+                self._continue_decode(step, sequence, order)
+        self._fill(step, now, admitting=self._num_preemptions == preemptions)
         for sequence in step.sequences:
             self._pages.register(sequence)
         return step.plan()
@@ -217,8 +212,8 @@ class Scheduler:
             num_running=len(self._running),
             num_waiting_capacity=len(self._waiting) - len(on_adapter),
             num_waiting_adapter=len(on_adapter),
-            running_adapters=_adapter_names(self._running),
-            waiting_adapters=_adapter_names(self._waiting),
+            running_adapters=adapter_names(self._running),
+            waiting_adapters=adapter_names(self._waiting),
             kv_usage=self._pages.usage,
             num_preemptions=self._num_preemptions,
             prefix_queries=prefix.queries,
@@ -229,9 +224,11 @@ class Scheduler:
         """Raise AssertionError when rows, pages, slots or queues contradict each other."""
         rows = [s.row for s in self._running] + self._free_rows
         assert sorted(rows) == list(range(self.limits.max_num_seqs)), f"rows {rows}"
-        for queue in (self._waiting, self._running):
-            assert queue == sorted(queue, key=_order), "a queue is not in order of deadline"
+        self._waiting.check_integrity()
+        assert self._running == sorted(self._running, key=order_of), "running out of order"
         live = [*self._waiting, *self._running]
+        tenants = (collections.Counter(s.tenant for s in queue) for queue in (live, self._running))
+        self._fair.check_integrity(*tenants)
         self._pages.check_integrity(live, self._running)
         waiting_with_slot = [s for s in self._waiting if s.slot >= 0]
         self._gate.check_integrity([*self._running, *waiting_with_slot])
@@ -247,51 +244,39 @@ class Scheduler:
 
     # The rest is how.
 
-    def _check_fits(self, request: Request) -> None:
-        length, limit = len(request.prompt_ids), self.limits.max_model_len
-        if not length:
-            raise ValueError("The prompt has no tokens.")
-        if length + (request.sampling.max_tokens > 0) > limit:
-            raise ValueError(
-                f"Input length ({length}) exceeds model's maximum context length ({limit})."
-            )
-        last = min(length + request.sampling.max_tokens, limit)
-        if self._pages.num_pages(last) > self.limits.num_pages:
-            raise ValueError(
-                f"{last} tokens need {self._pages.num_pages(last)} KV pages; the cache has "
-                f"{self.limits.num_pages}. Ask for fewer max_tokens."
-            )
-
     def _finish_all(self, sequences: SequenceOf[Sequence], reason: FinishReason) -> list[Sequence]:
         ended = list(sequences)
         for sequence in ended:
             self.finish(sequence, reason)
         return ended
 
-    def _continue_decode(self, step: StepBudget, sequence: Sequence) -> None:
-        """Plan one token, taking pages from sequences with later deadlines if need be."""
+    def _continue_decode(
+        self, step: StepBudget, sequence: Sequence, order: SequenceOf[Sequence]
+    ) -> None:
+        """Plan one token, taking pages from the last of `order` if need be."""
         while not self._pages.grow(sequence):
-            victim = self._running[-1]
-            self._preempt(victim)
-            if victim is sequence:
+            last = next(s for s in reversed(order) if s.state is SequenceState.RUNNING)
+            self._preempt(last)
+            if last is sequence:
                 return
         step.schedule(sequence)
+        self._fair.charge(sequence.tenant, 1)
 
-    def _preempt(self, victim: Sequence) -> None:
+    def _preempt(self, sequence: Sequence) -> None:
         """Send a running sequence back to waiting. It keeps its adapter slot and its tokens."""
         assert len(self._running) > 1, "one sequence alone always has pages enough"
-        self._stop_running(victim)
-        victim.state = SequenceState.WAITING
-        victim.num_computed = 0
-        victim.num_preemptions += 1
+        self._stop_running(sequence)
+        sequence.state = SequenceState.WAITING
+        sequence.num_computed = 0
+        sequence.num_preemptions += 1
         self._num_preemptions += 1
-        bisect.insort(self._waiting, victim, key=_order)
+        self._waiting.add(sequence)
 
     def _restart(self, sequence: Sequence) -> None:
         if sequence.state is SequenceState.RUNNING:
             self._stop_running(sequence)
             sequence.state = SequenceState.WAITING
-            bisect.insort(self._waiting, sequence, key=_order)
+            self._waiting.add(sequence)
         self._gate.leave(sequence)
         sequence.num_computed = 0
         sequence.num_scheduled_outputs = len(sequence.output_ids)
@@ -300,37 +285,84 @@ class Scheduler:
 
     def _stop_running(self, sequence: Sequence) -> None:
         self._pages.take_back(sequence)
-        _remove(self._running, sequence)
+        take_out(self._running, sequence)
+        self._fair.stop(sequence.tenant)
         heapq.heappush(self._free_rows, sequence.row)
         sequence.row = -1
 
-    def _admit(self, step: StepBudget, now: float) -> None:
-        """Let waiting sequences in, earliest deadline first.
+    def _fill(self, step: StepBudget, now: float, *, admitting: bool) -> None:
+        """Give what is left of the step to prompts: running ones, then waiting ones, by tenant.
 
         One that waits for its adapter is passed by; one that waits for pages is not, or a long
         prompt might never get in.
         """
         self._gate.start_round()
-        for sequence in list(self._waiting):
-            if step.exhausted or not self._free_rows:
-                return
-            if sequence.num_in_flight or self._follows_sibling(sequence):
-                continue
-            had_slot = sequence.slot >= 0
-            if not self._gate.enter(sequence, now):
-                continue
-            # Every running sequence is left a page to grow into, so that who enters is not
-            # thrown out again at once.
-            if not self._pages.give(sequence, reserve=len(self._running)):
-                if not had_slot:
-                    self._gate.leave(sequence)
-                return
-            self._start_running(sequence, now)
-            step.admit(sequence)
+        lines = self._prompts()
+        if not lines:
+            self._fair.settle()
+        while lines and not step.exhausted:
+            tenant = self._fair.first(lines)
+            sequence, tokens = next(lines[tenant], None), step.tokens
+            if sequence is not None and sequence.state is SequenceState.RUNNING:
+                step.schedule(sequence)
+            elif sequence and admitting and self._free_rows and self._fair.may_run_more(tenant):
+                admitting = self._admit(sequence, step, now)
+            else:
+                del lines[tenant]
+            self._fair.charge(tenant, tokens - step.tokens)
+
+    def _prompts(self) -> dict[str, Iterator[Sequence]]:
+        """Return each tenant's sequences that a step may compute prompts of, in their order."""
+        running = collections.defaultdict(list)
+        for sequence in self._running:
+            if sequence.num_remaining > 1:
+                running[sequence.tenant].append(sequence)
+        tenants = dict.fromkeys([*running, *self._waiting.tenants])
+        return {t: iter([*running[t], *self._waiting.of(t)]) for t in tenants}
+
+    def _admit(self, sequence: Sequence, step: StepBudget, now: float) -> bool:
+        """Let a waiting sequence run if it can; False when pages are short for it."""
+        if sequence.num_in_flight or self._follows_sibling(sequence):
+            return True
+        had_slot = sequence.slot >= 0
+        if not self._gate.enter(sequence, now):
+            return True
+        # Every running sequence is left a page to grow into, so that one that enters is not
+        # preempted again at once.
+        if not self._pages.give(sequence, reserve=len(self._running)):
+            if not had_slot:
+                self._gate.leave(sequence)
+            return False
+        self._start_running(sequence, now)
+        step.admit(sequence)
+        return True
+
+    def _claim(self, now: float) -> None:
+        """Preempt sequences of tenants beyond their share for tenants that are below theirs."""
+        free = {"free_rows": len(self._free_rows), "free_pages": self._pages.num_free}
+        rows, pages = self.limits.max_num_seqs, self.limits.num_pages
+        claims = Claims(self._fair, self._running, rows=rows, pages=pages, **free)
+        if not claims.are_possible:
+            return
+        self._gate.start_round()
+        for tenant in self._fair.ordered(self._waiting.tenants):
+            asked: set[str] = set()  # of several choices the first one computes the prompt
+            for sequence in self._waiting.of(tenant):
+                if not claims.may_run(tenant):
+                    break
+                request_id = sequence.request.request_id
+                waits = sequence.num_in_flight or self._follows_sibling(sequence)
+                if request_id in asked or waits or not self._gate.enter(sequence, now):
+                    continue
+                asked.add(request_id)
+                pages = self._pages.num_pages(len(sequence.token_ids))
+                for taken in claims.make_room(tenant, pages):
+                    self._preempt(taken)
 
     def _start_running(self, sequence: Sequence, now: float) -> None:
-        _remove(self._waiting, sequence)
-        bisect.insort(self._running, sequence, key=_order)
+        self._waiting.remove(sequence)
+        bisect.insort(self._running, sequence, key=order_of)
+        self._fair.start(sequence.tenant)
         sequence.state = SequenceState.RUNNING
         sequence.row = heapq.heappop(self._free_rows)
         if sequence.first_scheduled_s is None:
@@ -357,34 +389,7 @@ class Scheduler:
         sequence.token_ids.append(token)
         if sequence.first_token_s is None:
             sequence.first_token_s = now
-        reason, stop_reason = self._end(sequence, token)
+        reason, stop_reason = ending(sequence, token, self._eos)
         if reason is not None:
             self.finish(sequence, reason)
         return Progress(sequence, result, reason, stop_reason)
-
-    def _end(self, sequence: Sequence, token: int) -> tuple[FinishReason | None, int | None]:
-        """Return why the sequence ends with this token, if it does, and at which stop token."""
-        sampling = sequence.request.sampling
-        num_outputs = len(sequence.token_ids) - sequence.num_prompt
-        if num_outputs >= sampling.min_tokens:
-            if token in self._eos and not sampling.ignore_eos:
-                return FinishReason.STOP, None
-            if token in sampling.stop_token_ids:
-                return FinishReason.STOP, token
-        if num_outputs >= sequence.max_outputs:
-            return FinishReason.LENGTH, None
-        return None, None
-
-
-def _order(sequence: Sequence) -> tuple[int, float, int]:
-    return sequence.order
-
-
-def _remove(queue: list[Sequence], sequence: Sequence) -> None:
-    place = bisect.bisect_left(queue, sequence.order, key=_order)
-    assert queue[place] is sequence, "the sequence is not where its deadline says"
-    del queue[place]
-
-
-def _adapter_names(sequences: SequenceOf[Sequence]) -> tuple[str, ...]:
-    return tuple(sorted({s.request.adapter for s in sequences if s.request.adapter}))

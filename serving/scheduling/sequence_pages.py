@@ -27,6 +27,11 @@ class SequencePages:
         return self._cache.usage
 
     @property
+    def num_free(self) -> int:
+        """Pages that no running sequence holds."""
+        return self._cache.num_free
+
+    @property
     def stats(self) -> PrefixCacheStats:
         return self._cache.stats
 

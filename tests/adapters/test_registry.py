@@ -1,5 +1,6 @@
 """Names and adapters: published whole or not at all, replaced, confined, limited."""
 
+import re
 import shutil
 import tempfile
 import threading
@@ -15,6 +16,8 @@ from lora_jax.adapters.registry import (
     AdapterNotFound,
     AdapterRegistry,
     AdapterRejected,
+    HostShare,
+    RegistryBusy,
     RegistryLimits,
 )
 
@@ -208,7 +211,7 @@ def test_a_bad_folder_among_the_operators_is_named_and_those_before_it_stay(root
     for more, error in (({"base": root / "sql"}, "the base model's"), ({"a": root / "sql"}, "'a'")):
         with pytest.raises((AdapterRejected, AdapterExists), match=error):
             names.load_all(more)
-    with pytest.raises(AdapterRejected, match="the limit is 3"):
+    with pytest.raises(AdapterRejected, match="max_adapters=3"):
         names.load_all({f"b{n}": root / "sql" for n in range(5)})
     assert len(names.entries()) == 3
 
@@ -231,15 +234,19 @@ def test_limits_name_both_numbers(root):
     names = registry(root, max_total_bytes=2 * size - 1)
     names.load("a", "sql")
     names.load("same", "sql")  # the same weights count once
-    with pytest.raises(AdapterRejected, match=rf"{2 * size} bytes, the limit is {2 * size - 1}"):
-        names.load("b", "law")
+    names.load("b", "law")
+    assert loaded(names) == ["b"]
+    with pytest.raises(
+        AdapterRejected, match=rf"{size} bytes, .*max_total_adapter_bytes={size - 1}"
+    ):
+        registry(root, max_total_bytes=size - 1).load("a", "sql")
     assert names.load("a", "sql", replace=True).name == "a"
     names = registry(root, max_total_bytes=size)
     names.load("a", "sql")
     names.load("a", "law", replace=True)  # the old weights go
     names = registry(root, max_adapters=1)
     names.load("a", "sql")
-    with pytest.raises(AdapterRejected, match="1 adapters are loaded, the limit is 1"):
+    with pytest.raises(AdapterRejected, match="max_adapters=1; unload one"):
         names.load("b", "sql")
     assert names.load("a", "law", replace=True).name == "a"
     with pytest.raises(AdapterRejected, match=r"rank 2 .* limit of 1"):
@@ -312,3 +319,128 @@ def test_a_refused_name_comes_back_only_by_a_load(root):
     names.load("sql", "sql")
     names.unload("sql")
     assert names.resolve("sql").name == "sql"
+
+
+def size_of(root, name: str) -> int:
+    return registry(root).load(name, name).report.weight_bytes
+
+
+@pytest.fixture
+def big_root(root):
+    """Four adapters of one size, of which the registries below have room for two."""
+    for seed, name in enumerate(("med", "art"), 20):
+        cases.write_adapter(root / name, cases.dense_tensors(seed=seed))
+    return root
+
+
+def two(root, **limits) -> AdapterRegistry:
+    return registry(root, max_total_bytes=2 * size_of(root, "sql"), **limits)
+
+
+def loaded(names: AdapterRegistry) -> list[str]:
+    return [entry.name for entry in names.entries()]
+
+
+def test_a_full_host_evicts_what_was_not_used_for_longest(big_root):
+    names = two(big_root)
+    names.resolve("sql")
+    names.resolve("law")
+    names.get("sql")
+    generation = names.generation
+    names.resolve("med")
+    assert loaded(names) == ["med", "sql"]
+    assert names.generation > generation + 1, "the device must hear of both"
+    assert [a.name for a in names.known()] == ["law", "med", "sql"]
+    digest = next(a.digest for a in names.known() if a.name == "law")
+    assert names.resolve("law").digest == digest
+    assert loaded(names) == ["law", "med"]
+
+
+def test_what_is_in_use_or_pinned_is_not_evicted(big_root):
+    names = two(big_root)
+    used = {names.resolve("sql").digest}
+    names.set_in_use(lambda: used)
+    names.load("law", "law", pinned=True)
+    with pytest.raises(RegistryBusy, match="adapters in use take all host memory") as busy:
+        names.resolve("med")
+    assert busy.value.retry_after_s > 0
+    assert not busy.value.of_key
+    assert not re.search(r"\d", str(busy.value).replace("'med'", "")), "it tells others' sizes"
+    used.clear()
+    names.resolve("art")
+    assert loaded(names) == ["art", "law"]
+
+
+def test_an_explicit_load_stays_known_and_a_changed_file_is_refused(big_root):
+    names = two(big_root)
+    names.load("mine", "sql")
+    names.resolve("law")
+    names.resolve("med")
+    assert loaded(names) == ["law", "med"]
+    assert names.knows("mine")
+    with pytest.raises(AdapterExists):
+        names.load("mine", "sql")
+    cases.write_adapter(big_root / "sql", cases.dense_tensors(seed=77))
+    with pytest.raises(AdapterRejected, match="files have changed since it was loaded"):
+        names.resolve("mine")
+    names.load("mine", "sql", replace=True)
+    assert names.resolve("mine") is names.get("mine")
+    assert names.unload("mine").name == "mine"
+    assert not names.knows("mine")
+
+
+def test_an_operators_folder_is_read_again_from_outside_the_root(big_root):
+    names = two(big_root)
+    names.load_all({"mine": big_root.parent / "secret"})
+    names.resolve("law")
+    names.resolve("med")
+    assert "mine" not in loaded(names)
+    assert names.resolve("mine").path == "secret"
+
+
+def test_an_evicted_name_can_be_unloaded(big_root):
+    names = two(big_root)
+    for name in ("sql", "law", "med"):
+        names.resolve(name)
+    assert names.unload("sql").name == "sql"
+    assert not names.knows("sql")
+
+
+def test_names_that_callers_used_make_way_for_others(big_root):
+    names = registry(big_root, max_adapters=2)
+    names.load("mine", "secret/../sql")
+    for name in ("law", "med", "art", "law"):
+        names.resolve(name)
+    assert [a.name for a in names.known()] == ["law", "mine"]
+    names.load("second", "med")
+    with pytest.raises(RegistryBusy, match="max_adapters=2; unload one"):
+        names.resolve("art")
+
+
+def test_a_callers_own_limit_evicts_its_own_and_refuses_what_is_in_use(big_root):
+    names = registry(big_root)
+    share = HostShare("a", max_adapters=1)
+    names.resolve("law")
+    used = {names.resolve("sql", share).digest}
+    names.set_in_use(lambda: used)
+    with pytest.raises(RegistryBusy, match=r"max_adapters=1") as busy:
+        names.resolve("med", share)
+    assert busy.value.of_key
+    names.resolve("med", HostShare("b", max_adapters=1))
+    used.clear()
+    names.resolve("art", share)
+    assert loaded(names) == ["art", "law", "med"]
+
+
+def test_a_load_beyond_the_rate_says_when_to_come_again(big_root):
+    clock = Clock()
+    names = AdapterRegistry(
+        cases.llama(), lora_dir=big_root, limits=RegistryLimits(loads_per_minute=1), clock=clock
+    )
+    names.resolve("sql")
+    clock.now += 20
+    with pytest.raises(RegistryBusy) as busy:
+        names.resolve("law")
+    assert busy.value.retry_after_s == 40
+    clock.now += 41
+    names.resolve("law")

@@ -22,7 +22,7 @@ class TwoAtATime:
         if len(self.waiting) == 2:
             self.refusals += 1
             self.answer(self.waiting.pop(0))
-            raise QueueFull(2, 2, 0.0)
+            raise QueueFull("Full.", 0.0)
         request_id = str(next(self.ids))
         self.waiting.append((request_id, prompt, sampling, on_output))
         if len(self.waiting) == 2 and prompt[0] >= 90:

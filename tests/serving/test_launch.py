@@ -116,6 +116,7 @@ def test_the_network_needs_a_key(capsys, tmp_path, host, safe):
     assert is_loopback(host) == safe
     keys = tmp_path / "keys.yaml"
     keys.write_text("k: {adapters: [a]}")
+    keys.chmod(0o600)
     assert options("--host", host, "--api-key", "k").host == host
     assert options("--host", host, "--keys-file", str(keys)).host == host
     assert options("--host", host, "--insecure").host == host

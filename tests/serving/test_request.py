@@ -46,7 +46,7 @@ def test_a_plan_counts_its_tokens():
     assert StepPlan(chunks).num_tokens == 7
 
 
-def test_a_full_queue_names_its_size():
-    error = QueueFull(5, 5, 2.0)
-    assert "5 of 5" in str(error)
+def test_a_full_queue_names_its_limit_and_when_to_come_again():
+    error = QueueFull("The queue is full: max_queue=5.", 2.0)
+    assert str(error) == "The queue is full: max_queue=5. Try again after 2 s."
     assert error.retry_after_s == 2.0

@@ -2,6 +2,9 @@
 
 An entry never changes: a reload makes a new entry with a higher generation, and requests that
 hold the old entry finish on its weights. Caches key on `digest`, so that weights decide, not names.
+
+When host memory is short, weights that nobody uses are evicted. Their names and digests stay: the
+next use reads the folder again, and refuses files that have changed.
 """
 
 import collections
@@ -11,68 +14,37 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from lora_jax.adapters import reader
 from lora_jax.adapters.catalogue import LoraCatalogue
-from lora_jax.adapters.weights import AdapterReport, AnyWeights
+from lora_jax.adapters.entries import AdapterEntry, EvictedAdapter, RegistryLimits
+from lora_jax.adapters.host_room import HostShare, copies_of, make_room
+from lora_jax.adapters.registry_errors import (
+    AdapterExists,
+    AdapterNotFound,
+    AdapterRejected,
+    RegistryBusy,
+)
+from lora_jax.adapters.weights import AnyWeights
+
+__all__ = [
+    "AdapterEntry",
+    "AdapterExists",
+    "AdapterNotFound",
+    "AdapterRegistry",
+    "AdapterRejected",
+    "EvictedAdapter",
+    "HostShare",
+    "RegistryBusy",
+    "RegistryLimits",
+]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _READERS = 16  # folders of the operator's that are read side by side, at most
 _REMEMBER_FAILURE_S = 10.0  # a broken folder is not read again for each request that names it
-
-
-class AdapterNotFound(KeyError):
-    """No adapter of this name; `name`, and `known` lists the loaded ones."""
-
-    def __init__(self, name: str, known: tuple[str, ...], why: str = ""):
-        super().__init__(name)
-        self.name, self.known, self.why = name, known, why
-
-    def __str__(self) -> str:
-        if self.why:
-            return f"The adapter {self.name[:80]!r} was not found: {self.why}"
-        known = ", ".join(self.known) or "none"
-        return f"The adapter {self.name[:80]!r} does not exist. Known: {known}."
-
-
-class AdapterRejected(ValueError):
-    """The adapter or its path is not acceptable; nothing was changed."""
-
-
-class AdapterExists(ValueError):
-    """The name is taken and replacing was not asked for; nothing was changed."""
-
-
-@dataclasses.dataclass(frozen=True)
-class RegistryLimits:
-    """Limits of the registry. Violations are AdapterRejected naming both numbers."""
-
-    max_adapters: int = 4096
-    max_total_bytes: int = 8 << 30  # weights of all loaded adapters, on the host
-    max_file_bytes: int = 4 << 30
-    max_rank: int = 512
-    loads_per_minute: int = 600
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class AdapterEntry:
-    """One loaded adapter. `generation` grows with every publish and unload of the registry."""
-
-    name: str
-    kind: str  # "lora" or "esft"
-    digest: str
-    generation: int
-    weights: AnyWeights
-    pinned: bool
-    path: str  # relative to the adapter directory, or the operator's folder without its directory
-    folder: str = ""  # where the files are, in full; never shown to clients
-
-    @property
-    def report(self) -> AdapterReport:
-        return self.weights.report
 
 
 class AdapterRegistry:
@@ -107,10 +79,18 @@ class AdapterRegistry:
         self._lock = threading.Lock()  # guards the fields below, held for moments
         self._loading = threading.RLock()  # one load at a time, held while files are read
         self._entries: dict[str, AdapterEntry] = {}
+        self._evicted: dict[str, EvictedAdapter] = {}  # the longest evicted first
+        self._uses = itertools.count(1)
+        self._last_use: dict[str, int] = {}  # by digest
+        self._in_use: Callable[[], Collection[str]] = frozenset
         self._generation = 0
         self._load_times: collections.deque[float] = collections.deque()
-        self._failures: dict[str, tuple[float, str]] = {}
+        self._failures: dict[str, tuple[float, AdapterRejected]] = {}  # until when
         self._refused: dict[str, str] = {}  # names that only an explicit load brings back
+
+    def set_in_use(self, in_use: Callable[[], Collection[str]]) -> None:
+        """Ask `in_use` for the digests that live requests need, which are never evicted."""
+        self._in_use = in_use
 
     def load(
         self,
@@ -135,17 +115,8 @@ class AdapterRegistry:
         with self._loading:
             self._check_free(name, replace)
             folder = self._folder(path, confined)
-            if digest is None:
-                self._take_load_permit()
-            weights = self._read(name, folder, self._root if confined else None)
-            if digest is not None and weights.digest != digest:
-                raise AdapterRejected(
-                    f"Adapter {name!r}: its files have changed, sha256 {weights.digest[:12]}, "
-                    f"not {digest[:12]}."
-                )
-            shown = self._shown_path(folder, confined)
-            with self._lock:
-                return self._publish(name, weights, pinned, shown, os.path.realpath(folder))
+            given = {"digest": digest or "", "limited": digest is None}
+            return self._read_in(name, folder, confined, pinned=pinned, **given)
 
     def load_all(self, paths: Mapping[str, str | os.PathLike[str]]) -> None:
         """Read and publish the operator's own folders, some side by side, in the order given.
@@ -161,17 +132,17 @@ class AdapterRegistry:
                 read = pool.map(lambda name, folder: self._read(name, folder, None), names, folders)
                 for name, folder, weights in zip(names, folders, read, strict=True):
                     self._check_free(name, replace=False)
-                    shown = self._shown_path(folder, confined=False)
-                    with self._lock:
-                        self._publish(name, weights, False, shown, os.path.realpath(folder))
+                    self._publish(self._entry(name, weights, folder, confined=False))
 
-    def unload(self, name: str) -> AdapterEntry:
+    def unload(self, name: str) -> AdapterEntry | EvictedAdapter:
         """Remove the name and return what it stood for; raises AdapterNotFound."""
         with self._lock:
-            if name not in self._entries:
+            found = self._entries.pop(name, None) or self._evicted.pop(name, None)
+            if found is None:
                 raise AdapterNotFound(name, tuple(sorted(self._entries)))
             self._generation += 1
-            return self._entries.pop(name)
+            self._forget_use(found.digest)
+            return found
 
     def refuse(self, name: str, why: str) -> None:
         """Let `resolve` raise AdapterRejected for this name until `load` is called for it."""
@@ -183,17 +154,21 @@ class AdapterRegistry:
         with self._lock:
             if name not in self._entries:
                 raise AdapterNotFound(name, tuple(sorted(self._entries)))
-            return self._entries[name]
+            entry = self._entries[name]
+            self._last_use[entry.digest] = next(self._uses)
+            return entry
 
-    def resolve(self, name: str) -> AdapterEntry:
-        """Return the entry, loading `lora_dir/name` on first use; raises AdapterNotFound.
+    def resolve(self, name: str, share: HostShare | None = None) -> AdapterEntry:
+        """Return the entry, reading its folder, or `lora_dir/name` on first use, if need be.
 
-        A folder that was refused is refused again without reading it for some seconds.
+        `share` is the limit of the caller that names it. Raises AdapterNotFound; RegistryBusy when
+        there is no room now; AdapterRejected, for some seconds without reading the folder again.
         """
         try:
             return self.get(name)
         except AdapterNotFound:
-            if self._root is None or not _NAME.fullmatch(name) or name in self._base_names:
+            on_use = self._root is not None and _NAME.fullmatch(name)
+            if name not in self._evicted and (not on_use or name in self._base_names):
                 raise
             if name in self._refused:
                 raise AdapterRejected(self._refused[name]) from None
@@ -201,21 +176,34 @@ class AdapterRegistry:
             try:
                 return self.get(name)  # another thread may have loaded it meanwhile
             except AdapterNotFound:
-                if not (self._root / name).is_dir():
+                before = self._evicted.get(name)
+                if before is None and not (self._root is not None and (self._root / name).is_dir()):
                     raise
-            when, failure = self._failures.get(name, (0.0, ""))
-            if failure and self._clock() - when < _REMEMBER_FAILURE_S:
-                raise AdapterRejected(failure)
+            until, failure = self._failures.pop(name, (0.0, None))
+            if failure is not None and self._clock() < until:
+                self._failures[name] = until, failure
+                raise failure
             try:
-                return self.load(name, name)
+                return self._read_on_use(name, before, share)
             except AdapterRejected as error:
-                self._failures[name] = self._clock(), str(error)
+                self._remember(name, error)
                 raise
 
     def entries(self) -> tuple[AdapterEntry, ...]:
-        """Return all loaded entries in order of name."""
+        """Return all entries whose weights are in memory, in order of name."""
         with self._lock:
             return tuple(self._entries[name] for name in sorted(self._entries))
+
+    def known(self) -> tuple[AdapterEntry | EvictedAdapter, ...]:
+        """Return what every name stands for, in order of name, evicted ones included."""
+        with self._lock:
+            found = self._evicted | self._entries
+            return tuple(found[name] for name in sorted(found))
+
+    def knows(self, name: str) -> bool:
+        """Return whether the name stands for an adapter, evicted or not."""
+        with self._lock:
+            return name in self._entries or name in self._evicted
 
     @property
     def generation(self) -> int:
@@ -233,14 +221,61 @@ class AdapterRegistry:
 
     def _check_free(self, name: str, replace: bool) -> None:
         with self._lock:
-            taken = name in self._entries
+            taken = name in self._entries or name in self._evicted
             if taken and not replace:
                 raise AdapterExists(f"The adapter {name!r} is loaded already.")
-            if not taken and len(self._entries) >= self._limits.max_adapters:
-                raise AdapterRejected(
-                    f"{len(self._entries)} adapters are loaded, the limit is "
-                    f"{self._limits.max_adapters}."
-                )
+            explicit = sum(e.explicit for e in (*self._entries.values(), *self._evicted.values()))
+            if not taken and explicit >= self._limits.max_adapters:
+                raise self._no_name_left()
+
+    def _no_name_left(self) -> RegistryBusy:
+        most = self._limits.max_adapters
+        return RegistryBusy(f"The limit of adapters is max_adapters={most}; unload one.")
+
+    def _read_on_use(
+        self, name: str, before: EvictedAdapter | None, share: HostShare | None
+    ) -> AdapterEntry:
+        """Read `lora_dir/name`, or again what was evicted."""
+        if before is None:
+            folder = self._folder(name, True)
+            return self._read_in(name, folder, True, explicit=False, share=share)
+        if before.explicit:
+            share = None  # no caller's limit counts it
+        how = {"explicit": before.explicit, "share": share, "digest": before.digest}
+        return self._read_in(name, Path(before.folder), before.confined, **how)
+
+    def _read_in(
+        self,
+        name: str,
+        folder: Path,
+        confined: bool,
+        *,
+        pinned: bool = False,
+        explicit: bool = True,
+        share: HostShare | None = None,
+        digest: str = "",
+        limited: bool = True,
+    ) -> AdapterEntry:
+        """Read, check and publish; a `digest` is the only one that is accepted."""
+        if limited:
+            self._take_load_permit()
+        weights = self._read(name, folder, self._root if confined else None)
+        if digest and weights.digest != digest:
+            raise AdapterRejected(
+                f"Adapter {name!r}: its files have changed since it was loaded; load it again "
+                "in place, or unload it first."
+            )
+        return self._publish(self._entry(name, weights, folder, confined, pinned, explicit), share)
+
+    def _remember(self, name: str, error: AdapterRejected) -> None:
+        """Refuse the name for a while without reading anything."""
+        now = self._clock()
+        if len(self._failures) >= self._limits.max_adapters:
+            self._failures = {n: f for n, f in self._failures.items() if f[0] > now}
+        busy = isinstance(error, RegistryBusy)
+        if busy and error.of_key:
+            return  # others may load it
+        self._failures[name] = now + (error.retry_after_s if busy else _REMEMBER_FAILURE_S), error
 
     def _folder(self, path: str | os.PathLike[str], confined: bool) -> Path:
         if not confined:
@@ -260,8 +295,9 @@ class AdapterRegistry:
         while times and now - times[0] >= 60:
             times.popleft()
         if len(times) >= self._limits.loads_per_minute:
-            raise AdapterRejected(
-                f"More than {self._limits.loads_per_minute} adapter loads in one minute."
+            raise RegistryBusy(
+                f"More than {self._limits.loads_per_minute} adapter loads in one minute.",
+                retry_after_s=max(1.0, 60 - (now - times[0])),
             )
         times.append(now)
 
@@ -284,29 +320,81 @@ class AdapterRegistry:
             raise AdapterRejected(f"Adapter {name!r}: {error}") from None
         return weights
 
-    def _publish(
-        self, name: str, weights: AnyWeights, pinned: bool, path: str, folder: str
+    def _entry(
+        self,
+        name: str,
+        weights: AnyWeights,
+        folder: Path,
+        confined: bool,
+        pinned: bool = False,
+        explicit: bool = True,
     ) -> AdapterEntry:
-        """Put the entry in place as the last act; the caller holds the lock."""
-        others = {e.digest: e.weights for n, e in self._entries.items() if n != name}
-        others[weights.digest] = weights
-        total = sum(w.report.weight_bytes for w in others.values())
-        if total > self._limits.max_total_bytes:
-            raise AdapterRejected(
-                f"Adapter {name!r}: all adapters together would take {total} bytes, the limit is "
-                f"{self._limits.max_total_bytes}."
-            )
-        self._generation += 1
-        entry = AdapterEntry(
+        """Return an entry that is not published yet and so has no generation."""
+        return AdapterEntry(
             name=name,
             kind=weights.report.kind,
             digest=weights.digest,
-            generation=self._generation,
+            generation=0,
             weights=weights,
             pinned=pinned,
-            path=path,
-            folder=folder,
+            path=self._shown_path(folder, confined),
+            folder=os.path.realpath(folder),
+            confined=confined,
+            explicit=explicit,
         )
-        self._entries[name] = entry
-        self._refused.pop(name, None)
-        return entry
+
+    def _publish(self, entry: AdapterEntry, share: HostShare | None = None) -> AdapterEntry:
+        """Make room for the entry and put it in place as the last act; return what is there."""
+        share, in_use = share or HostShare(), self._in_use()
+        with self._lock:
+            self._make_name(entry.name)
+            others = [e for e in self._entries.values() if e.name != entry.name]
+            copies = copies_of(others, entry.digest, in_use, self._last_use)
+            known = any(copy.digest == entry.digest for copy in copies)
+            size = 0 if known else entry.report.weight_bytes
+            try:
+                gone = make_room(copies, size, share, self._limits.max_total_bytes)
+            except AdapterRejected as error:
+                raise error.about(entry.name) from None
+            for name in [n for n, e in self._entries.items() if e.digest in gone - {entry.digest}]:
+                self._evict(name)
+            self._generation += 1
+            self._evicted.pop(entry.name, None)
+            self._refused.pop(entry.name, None)
+            old = self._entries.get(entry.name)
+            entry = dataclasses.replace(entry, generation=self._generation, owner=share.owner)
+            self._entries[entry.name] = entry
+            if old is not None:
+                self._forget_use(old.digest)
+            self._last_use[entry.digest] = next(self._uses)
+            return entry
+
+    def _make_name(self, name: str) -> None:
+        """Forget names that callers merely used when there are too many; holds the lock."""
+        known = self._evicted | self._entries
+        if name in known or len(known) < self._limits.max_adapters:
+            return
+        for old in self._evicted.values():
+            if not old.explicit:
+                del self._evicted[old.name]
+                return
+        in_use = self._in_use()
+        named = [e for e in self._entries.values() if not (e.explicit or e.pinned)]
+        unused = [entry for entry in named if entry.digest not in in_use]
+        if not unused:
+            raise self._no_name_left()
+        oldest = min(unused, key=lambda entry: self._last_use.get(entry.digest, 0))
+        del self._entries[oldest.name]
+        self._generation += 1
+        self._forget_use(oldest.digest)
+
+    def _evict(self, name: str) -> None:
+        """Let the weights of a name go; the caller holds the lock."""
+        entry = self._entries.pop(name)
+        self._generation += 1
+        self._evicted[name] = entry.evicted(self._generation)
+        self._forget_use(entry.digest)
+
+    def _forget_use(self, digest: str) -> None:
+        if not any(entry.digest == digest for entry in self._entries.values()):
+            self._last_use.pop(digest, None)

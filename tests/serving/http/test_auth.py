@@ -1,6 +1,8 @@
-"""Every route needs the key, whatever is added later; /health and open metrics do not."""
+"""Every route needs the key, whatever is added later; /health and the demo page do not."""
 
+import concurrent.futures
 import re
+import time
 
 import httpx
 import pytest
@@ -8,7 +10,8 @@ from fake_engine import FakeEngine
 from http_server import client_of
 
 from serving.http.app import create_app
-from serving.http.settings import HttpSettings, Tenant
+from serving.http.settings import HttpSettings, KeyLimits, Tenant
+from serving.request import Share
 
 SETTINGS = HttpSettings(
     api_keys=("user-key", "other-key"),
@@ -16,7 +19,7 @@ SETTINGS = HttpSettings(
     enable_runtime_lora=True,
     demo=True,
 )
-OPEN = {"/", "/docs", "/health", "/live", "/ready", "/metrics", "/metrics/"}
+OPEN = {"/", "/docs", "/health", "/live", "/ready"}
 
 
 def every_route(app) -> list[tuple[str, str]]:
@@ -166,3 +169,76 @@ def test_the_routes_page_needs_the_key_where_no_demo_page_is_served():
     with client_of(create_app(FakeEngine(), HttpSettings(api_keys=("k",)))) as closed:
         assert closed.get("/docs").status_code == 401
         assert closed.get("/docs", headers={"Authorization": "Bearer k"}).status_code == 200
+
+
+def test_metrics_show_nothing_without_a_key_once_there_is_one(lora_dir):
+    tenants = (
+        Tenant("a", frozenset({"law"}), id="a"),
+        Tenant("prom", id="prom", roles=frozenset({"metrics"})),
+        Tenant("root", id="root", roles=frozenset({"admin"})),
+    )
+    with client_of(create_app(FakeEngine(lora_dir), HttpSettings(tenants=tenants))) as client:
+
+        def status(key: str | None) -> int:
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            return client.get("/metrics", headers=headers).status_code
+
+        assert [status(key) for key in (None, "wrong", "a", "prom", "root")] == [
+            401,
+            401,
+            403,
+            200,
+            200,
+        ]
+
+
+def test_a_key_is_told_its_limit_and_when_to_come_again(lora_dir):
+    limits = KeyLimits(tokens_per_minute=30)
+    settings = HttpSettings(api_keys=("one", "two"), key_limits=limits)
+    with client_of(create_app(FakeEngine(lora_dir), settings)) as client:
+
+        def ask(key: str) -> httpx.Response:
+            body = {"prompt": "x" * 9, "max_tokens": 30, "n": 2}
+            headers = {"Authorization": f"Bearer {key}"}
+            return client.post("/v1/completions", json=body, headers=headers)
+
+        assert ask("one").status_code == 200
+        limited = ask("one")
+        assert limited.status_code == 429
+        assert "tokens_per_minute=30" in limited.json()["error"]["message"]
+        # 10 of the prompt and 60 of the answer against 30: 40 and one more are owed.
+        assert 75 <= int(limited.headers["retry-after"]) <= 83
+        assert ask("two").status_code == 200
+
+
+def test_the_engine_is_told_whose_request_it_is(lora_dir):
+    engine = FakeEngine(lora_dir)
+    settings = HttpSettings(api_keys=("one",), key_limits=KeyLimits(max_running=3, max_waiting=4))
+    with client_of(create_app(engine, settings), Authorization="Bearer one") as client:
+        client.post("/v1/completions", json={"prompt": "x"})
+    with client_of(create_app(engine)) as client:
+        client.post("/v1/completions", json={"prompt": "x"})
+    shares = [given.share for given in engine.submitted]
+    assert shares == [Share("api-key-1", 1.0, 3, 4), Share()]
+
+
+def test_many_wrong_keys_are_counted_and_answered_later_but_right_ones_at_once():
+    settings = HttpSettings(api_keys=("user",), admin_keys=("root",))
+    with client_of(create_app(FakeEngine(), settings)) as client:
+
+        def seconds(key: str, want: int) -> float:
+            start = time.perf_counter()
+            answer = client.get("/v1/models", headers={"Authorization": f"Bearer {key}"})
+            assert answer.status_code == want
+            return time.perf_counter() - start
+
+        for _ in range(12):
+            seconds("wrong", 401)
+        slow = min(seconds("wrong", 401) for _ in range(3))
+        assert slow > 0.1
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            held = [pool.submit(seconds, "wrong", 401) for _ in range(8)]
+            right = min(seconds("user", 200) for _ in range(5))
+            assert right < min(one.result() for one in held)
+        text = client.get("/metrics", headers={"Authorization": "Bearer root"}).text
+        assert 'lora_jax:failed_keys_total{why="unknown"} 23.0' in text

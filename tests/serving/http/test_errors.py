@@ -49,7 +49,7 @@ def test_scrub_leaves_names_alone(message):
         (ValueError("bad"), 400),
         (AdapterNotFound("x", ()), 404),
         (NotImplementedError("later"), 501),
-        (QueueFull(3, 3, 1.5), 429),
+        (QueueFull("Full.", 1.5), 429),
         (ApiError(418, "tea"), 418),
         (KeyError("secret"), 500),
         (MemoryError("0x7fffffff"), 500),

@@ -1,9 +1,12 @@
 """Keys lead to callers; the keys file says what tenants may do."""
 
+import json
+
 import pytest
 
-from serving.http.keys import KeyRing, TokenBucket, read_keys_file
-from serving.http.settings import HttpSettings, Tenant
+from serving.http.key_hash import new_key
+from serving.http.keys import KeyRing, main
+from serving.http.settings import HttpSettings, KeyLimits, Tenant
 
 
 def test_roles():
@@ -33,54 +36,81 @@ def test_salts_differ_by_key_and_do_not_show_it():
     assert "key" not in one.salt
 
 
-def test_bucket_allows_the_rate_and_says_how_long_to_wait():
-    now = [0.0]
-    bucket = TokenBucket(2.0, clock=lambda: now[0])
-    assert [bucket.wait_s() for _ in range(3)] == [0.0, 0.0, 0.5]
-    now[0] = 0.25
-    assert bucket.wait_s() == pytest.approx(0.25)
-    now[0] = 0.5
-    assert bucket.wait_s() == 0.0
-    now[0] = 100.0
-    assert [bucket.wait_s() > 0 for _ in range(3)] == [False, False, True]
+def test_a_hashed_key_leads_to_its_caller_between_its_times():
+    clock = [100.0]
+    keys = [new_key("team-a") for _ in range(3)]
+    tenants = [
+        Tenant(id="team-a", hash=keys[0][1], weight=2.0, rate=5.0),
+        Tenant(id="team-a", hash=keys[1][1], weight=2.0, rate=5.0, not_before=200.0),
+        Tenant(id="team-a", hash=keys[2][1], weight=2.0, rate=5.0, expires=150.0),
+    ]
+    ring = KeyRing(HttpSettings(tenants=tuple(tenants)), now=lambda: clock[0])
+    found = [ring.check(key) for key, _ in keys]
+    assert [why for _, why in found] == ["", "early", ""]
+    one, other = found[0][0], found[2][0]
+    assert (one.id, one.share.tenant, one.share.weight) == ("team-a", "team-a", 2.0)
+    assert one.bucket is other.bucket, "two keys of one id had twice its rate"
+    assert one.salt == other.salt
+    clock[0] = 200.0
+    assert [ring.check(key)[1] for key, _ in keys] == ["", "", "expired"]
+    for wrong in (keys[0][0] + "x", keys[0][0][:-1], "team-b" + keys[0][0][6:], keys[0][1], ""):
+        assert ring.check(wrong) == (None, "unknown")
 
 
-def test_a_slow_bucket_still_lets_one_through():
-    now = [0.0]
-    bucket = TokenBucket(0.1, clock=lambda: now[0])
-    assert bucket.wait_s() == 0.0
-    assert bucket.wait_s() == pytest.approx(10.0)
+def test_new_tenants_take_over_and_keep_the_counters_of_their_ids():
+    (first, one), (second, two) = new_key("a"), new_key("a")
+    ring = KeyRing(HttpSettings(tenants=(Tenant(id="a", hash=one, rate=1.0),)))
+    before = ring.find(first)
+    ring.set_tenants([Tenant(id="a", hash=two, rate=1.0)])
+    assert ring.find(first) is None
+    assert ring.find(second).bucket is before.bucket
+    ring.set_tenants([Tenant(id="a", hash=two, rate=2.0)])
+    assert ring.find(second).bucket.rate == 2.0
+    with pytest.raises(ValueError, match="last key"):
+        ring.set_tenants([])
+    assert ring.find(second) is not None
 
 
-def test_keys_file(tmp_path):
-    path = tmp_path / "keys.yaml"
-    path.write_text("k1: {adapters: [sql, law], rate: 2.5, salt: team}\nk2: {}\nk3:\n")
-    assert read_keys_file(path) == (
-        Tenant("k1", frozenset({"sql", "law"}), 2.5, "team"),
-        Tenant("k2"),
-        Tenant("k3"),
+def test_limits_of_a_key_stand_over_those_of_all():
+    settings = HttpSettings(
+        api_keys=("u",),
+        admin_keys=("root",),
+        tenants=(Tenant("t", limits=KeyLimits(max_running=9)), Tenant("v", id="v")),
+        key_limits=KeyLimits(max_running=2, max_waiting=3, tokens_per_minute=60, max_adapters=4),
     )
+    ring = KeyRing(settings)
+    user, tenant, named, admin = (ring.find(key) for key in ("u", "t", "v", "root"))
+    assert [c.id for c in (user, tenant, named, admin)] == [
+        "api-key-1",
+        "tenant-1",
+        "v",
+        "admin-key-1",
+    ]
+    assert (user.share.max_running, tenant.share.max_running) == (2, 9)
+    assert tenant.share.max_waiting == named.share.max_waiting == 3
+    assert tenant.budget is not user.budget
+    assert tenant.host_share.max_adapters == 4
+    assert admin.share.max_running is admin.budget is None
+    with pytest.raises(ValueError, match="need --api-key"):
+        HttpSettings(key_limits=KeyLimits(max_running=2))
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("", "must map"),
-        ("- k1", "must map"),
-        ("secret-1: {adaptors: []}", "entry 1: unknown field adaptors"),
-        ("secret-1: {adapters: sql}", "adapters must be a list"),
-        ("secret-1: {adapters: [1]}", "adapters must be a list"),
-        ("secret-1: {rate: 0}", "rate"),
-        ("secret-1: {rate: .nan}", "rate"),
-        ("secret-1: {rate: true}", "rate"),
-        ("secret-1: {salt: ''}", "salt"),
-        ("12: {}", "key must be text"),
-        ("secret-1: 3", "mapping"),
-    ],
-)
-def test_keys_file_errors_name_the_entry_not_the_key(tmp_path, text, problem):
-    path = tmp_path / "keys.yaml"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=problem) as error:
-        read_keys_file(path)
-    assert "secret" not in str(error.value)
+def test_roles_of_the_keys_file():
+    tenants = [Tenant(key=r, id=r, roles=frozenset({r})) for r in ("user", "admin", "metrics")]
+    ring = KeyRing(HttpSettings(tenants=tuple(tenants), enable_runtime_lora=True))
+    rights = [
+        (c.uses_model, c.is_admin, c.reads_metrics)
+        for c in map(ring.find, ("user", "admin", "metrics"))
+    ]
+    assert rights == [(True, False, False), (True, True, True), (False, False, True)]
+
+
+def test_the_command_makes_a_key_and_its_line(capsys):
+    assert main(["new", "team-a"]) == 0
+    out, err = capsys.readouterr()
+    key = err.split()[-1]
+    line = json.loads(out)
+    ring = KeyRing(HttpSettings(tenants=(Tenant(id=line["id"], hash=line["hash"]),)))
+    assert ring.find(key).id == "team-a"
+    assert key.partition(".")[2] not in out
+    assert main(["new", "a b"]) == main([]) == 2

@@ -29,7 +29,6 @@ def resolve(names: ModelNames, model=None, lora_path=None, caller=EVERYBODY) -> 
         (None, None, None),
         ("", "", None),
         ("fake-base", None, None),
-        ("some/where/fake-base", None, None),
         ("sql", None, "sql"),
         ("fake-base:sql", None, "sql"),
         ("fake-base", "sql", "sql"),
@@ -43,7 +42,7 @@ def test_all_spellings(names, model, lora_path, adapter):
 
 
 NOWHERE = ["nope", "other:sql", "fake-base:", "fake-base:nope", "../sql", "/etc/passwd", "a,b"]
-NOWHERE += ["s q", "sql/", ".hidden", "x" * 65, "sql\0", "Sql"]
+NOWHERE += ["some/where/fake-base", "s q", "sql/", ".hidden", "x" * 65, "sql\0", "Sql"]
 
 
 @pytest.mark.parametrize("name", NOWHERE)

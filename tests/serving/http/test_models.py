@@ -26,7 +26,8 @@ def test_list_has_the_base_and_every_adapter_of_the_folder(client):
 
 def test_one_card_by_id(client):
     assert client.get("/v1/models/sql").json()["parent"] == "fake-base"
-    assert client.get("/v1/models/some/where/fake-base").json()["parent"] is None
+    assert client.get("/v1/models/fake-base").json()["parent"] is None
+    assert client.get("/v1/models/some/where/fake-base").status_code == 404, "it tells the folder"
     answer = client.get("/v1/models/no/such")
     assert answer.status_code == 404
     assert answer.json() == {

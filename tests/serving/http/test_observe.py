@@ -1,10 +1,15 @@
 """Request ids are echoed and name nothing; labels never come from the client."""
 
+import re
 import socket
 
+from fake_engine import FakeEngine
+from http_server import client_of
 from prometheus_client import generate_latest
 
+from serving.http.app import create_app
 from serving.http.observe import HttpMetrics
+from serving.http.settings import HttpSettings, Tenant
 
 
 def counts(client) -> list[str]:
@@ -71,3 +76,18 @@ def test_servers_do_not_share_counters():
     one.record({"method": "GET", "type": "http"}, 200, 0.1)
     assert b'status="2xx"' in generate_latest(one.registry)
     assert b'status="2xx"' not in generate_latest(two.registry)
+
+
+def test_the_access_log_names_key_and_adapter_and_no_secret(lora_dir, caplog):
+    settings = HttpSettings(tenants=(Tenant("secret-1", id="team-a"),), access_log=True)
+    app = create_app(FakeEngine(lora_dir), settings)
+    with caplog.at_level("INFO", "serving.access"), client_of(app) as client:
+        headers = {"Authorization": "Bearer secret-1", "X-Request-Id": "id-7"}
+        body = {"prompt": "hi", "model": "sql"}
+        client.post("/v1/completions?x=%0ay", json=body, headers=headers)
+        client.get("/v1/models")
+    first, second = [record.getMessage() for record in caplog.records]
+    line = r'127\.0\.0\.1:\d+ - "POST /v1/completions\?x=%0ay HTTP/1\.1" 200 key=team-a '
+    assert re.fullmatch(line + r"adapter=sql id=id-7 \d+\.\d{3}s", first), first
+    assert " 401 key=- adapter=- " in second
+    assert "secret" not in caplog.text

@@ -262,7 +262,7 @@ def test_finishing_twice_keeps_the_first_reason():
 def test_a_full_queue_says_when_to_come_back():
     driver = Driver(limits(max_queue=2))
     driver.add([1], n=2)
-    with pytest.raises(QueueFull, match="2 of 2") as full:
+    with pytest.raises(QueueFull, match="max_queue=2") as full:
         driver.add([2])
     assert full.value.retry_after_s > 0
     driver.run()

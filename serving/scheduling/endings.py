@@ -1,0 +1,21 @@
+"""When a sequence ends with the token that it just got. No jax."""
+
+from collections.abc import Container
+
+from serving.request import FinishReason, Sequence
+
+
+def ending(
+    sequence: Sequence, token: int, eos: Container[int]
+) -> tuple[FinishReason | None, int | None]:
+    """Return why the sequence ends with this token, if it does, and at which stop token."""
+    sampling = sequence.request.sampling
+    num_outputs = len(sequence.token_ids) - sequence.num_prompt
+    if num_outputs >= sampling.min_tokens:
+        if token in eos and not sampling.ignore_eos:
+            return FinishReason.STOP, None
+        if token in sampling.stop_token_ids:
+            return FinishReason.STOP, token
+    if num_outputs >= sequence.max_outputs:
+        return FinishReason.LENGTH, None
+    return None, None

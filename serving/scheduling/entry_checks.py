@@ -1,0 +1,45 @@
+"""What a request must be, and what must be free, for it to be queued. No jax."""
+
+from serving.request import QueueFull, Request, Share
+from serving.scheduling.fair_share import FairShares
+from serving.scheduling.step_budget import SchedulerLimits
+from serving.scheduling.waiting_line import WaitingLine
+
+RETRY_AFTER_S = 1.0
+
+
+def check_fits(request: Request, limits: SchedulerLimits) -> None:
+    """Raise ValueError for a prompt that no step could ever hold."""
+    length, limit = len(request.prompt_ids), limits.max_model_len
+    if not length:
+        raise ValueError("The prompt has no tokens.")
+    if length + (request.sampling.max_tokens > 0) > limit:
+        raise ValueError(
+            f"Input length ({length}) exceeds model's maximum context length ({limit})."
+        )
+    last = min(length + request.sampling.max_tokens, limit)
+    pages = -(-last // limits.page_size)
+    if pages > limits.num_pages:
+        raise ValueError(
+            f"{last} tokens need {pages} KV pages; the cache has {limits.num_pages}. "
+            "Ask for fewer max_tokens."
+        )
+
+
+def check_room(
+    share: Share, n: int, waiting: WaitingLine, fair: FairShares, max_queue: int
+) -> None:
+    """Raise QueueFull when n more sequences are beyond the tenant's limit or beyond the queue's.
+
+    A tenant alone may fill the queue. Beside others it may always have its share of it, and one
+    request where it has none.
+    """
+    mine, limit = waiting.count(share.tenant), share.max_waiting
+    if limit is not None and n > limit:
+        raise ValueError(f"n={n} is more than max_waiting={limit}, the key's limit of sequences.")
+    if limit is not None and mine + n > limit:
+        raise QueueFull(
+            f"The key's limit of waiting sequences is max_waiting={limit}.", RETRY_AFTER_S
+        )
+    if mine and len(waiting) + n > max_queue and mine + n > fair.share_of(share, max_queue):
+        raise QueueFull(f"The waiting queue is full: max_queue={max_queue}.", RETRY_AFTER_S)

@@ -1,0 +1,26 @@
+"""What the scheduler says of its sequences. No jax."""
+
+import dataclasses
+from collections.abc import Iterable
+
+from serving.request import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class SchedulerStats:
+    """Where the sequences are, now; counters count from the start."""
+
+    num_running: int
+    num_waiting_capacity: int  # for a row, pages or tokens
+    num_waiting_adapter: int  # for an adapter slot
+    running_adapters: tuple[str, ...]  # names, sorted
+    waiting_adapters: tuple[str, ...]
+    kv_usage: float  # 0 to 1
+    num_preemptions: int
+    prefix_queries: int  # tokens
+    prefix_hits: int  # tokens
+
+
+def adapter_names(sequences: Iterable[Sequence]) -> tuple[str, ...]:
+    """Return the names of the sequences' adapters, sorted."""
+    return tuple(sorted({s.request.adapter for s in sequences if s.request.adapter}))

@@ -1,0 +1,115 @@
+"""Which copies of adapters leave the host's memory so that another one fits. No jax.
+
+The policy is a pure function (`least_recently_used`) over plain data; another one, such as
+greedy-dual by size and frequency, takes its place with the same signature.
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+from lora_jax.adapters.entries import AdapterEntry
+from lora_jax.adapters.registry_errors import AdapterRejected, RegistryBusy
+
+
+@dataclasses.dataclass(frozen=True)
+class HostShare:
+    """How much of the host's memory the adapters may take that one caller named; None: no limit."""
+
+    owner: str = ""  # "" is the operator and everybody without a key
+    max_adapters: int | None = None
+    max_bytes: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class HostCopy:
+    """The weights of one digest; `fixed` says that they are pinned or in use."""
+
+    digest: str
+    num_bytes: int
+    last_use: int  # grows with every use
+    owner: str = ""
+    fixed: bool = False
+
+
+Policy = Callable[[Sequence[HostCopy], int, int], list[HostCopy] | None]
+
+
+def least_recently_used(
+    copies: Sequence[HostCopy], num_bytes: int, count: int
+) -> list[HostCopy] | None:
+    """Return what to evict, longest unused first, to free both; None when that is not enough."""
+    victims: list[HostCopy] = []
+    for copy in sorted(copies, key=lambda copy: copy.last_use):
+        if num_bytes <= 0 and count <= 0:
+            break
+        if not copy.fixed:
+            victims.append(copy)
+            num_bytes, count = num_bytes - copy.num_bytes, count - 1
+    return victims if num_bytes <= 0 and count <= 0 else None
+
+
+def make_room(
+    copies: Iterable[HostCopy],
+    num_bytes: int,
+    share: HostShare,
+    max_total_bytes: int,
+    policy: Policy = least_recently_used,
+) -> set[str]:
+    """Return the digests to evict so that a new copy fits its caller's limits and the server's.
+
+    Raises AdapterRejected when it can never fit and RegistryBusy when it does not now.
+    """
+    copies = list(copies)
+    for name, limit in (("max_total_adapter_bytes", max_total_bytes), _bytes_limit(share)):
+        if limit is not None and num_bytes > limit:
+            raise AdapterRejected(f"it takes {num_bytes} bytes, the limit is {name}={limit}.")
+    own = [copy for copy in copies if copy.owner == share.owner] if share.owner else []
+    victims = policy(own, *_beyond(own, num_bytes, share))
+    if victims is None:
+        raise RegistryBusy(
+            "the adapters in use by this key take its limit of host memory "
+            f"(max_adapters={share.max_adapters}, max_adapter_bytes={share.max_bytes}).",
+            of_key=True,
+        )
+    gone = {copy.digest for copy in victims}
+    left = [copy for copy in copies if copy.digest not in gone]
+    beyond = sum(copy.num_bytes for copy in left) + num_bytes - max_total_bytes
+    more = policy(left, beyond, 0)
+    if more is None:
+        raise RegistryBusy("adapters in use take all host memory for adapters now.")
+    return gone | {copy.digest for copy in more}
+
+
+def _bytes_limit(share: HostShare) -> tuple[str, int | None]:
+    return "max_adapter_bytes", share.max_bytes
+
+
+def _beyond(own: Sequence[HostCopy], num_bytes: int, share: HostShare) -> tuple[int, int]:
+    """Return the bytes and the copies that the caller would have beyond its limits."""
+    total, count = sum(copy.num_bytes for copy in own) + num_bytes, len(own) + 1
+    return (
+        0 if share.max_bytes is None else total - share.max_bytes,
+        0 if share.max_adapters is None else count - share.max_adapters,
+    )
+
+
+def copies_of(
+    entries: Iterable[AdapterEntry],
+    new: str,
+    in_use: Collection[str],
+    last_use: Mapping[str, int],
+) -> list[HostCopy]:
+    """Return the weights of entries, one copy for each digest; those of `new` are fixed."""
+    by_digest: dict[str, list[AdapterEntry]] = {}
+    for entry in entries:
+        by_digest.setdefault(entry.digest, []).append(entry)
+    return [
+        HostCopy(
+            digest=digest,
+            num_bytes=same[0].report.weight_bytes,
+            last_use=last_use.get(digest, 0),
+            owner=same[0].owner,
+            fixed=digest == new or digest in in_use or any(entry.pinned for entry in same),
+        )
+        for digest, same in by_digest.items()
+    ]

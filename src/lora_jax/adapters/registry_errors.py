@@ -1,0 +1,45 @@
+"""What the adapter registry raises. No jax."""
+
+RETRY_AFTER_S = 1.0
+
+
+class AdapterNotFound(KeyError):
+    """No adapter of this name; `name`, and `known` lists the loaded ones."""
+
+    def __init__(self, name: str, known: tuple[str, ...], why: str = ""):
+        super().__init__(name)
+        self.name, self.known, self.why = name, known, why
+
+    def __str__(self) -> str:
+        if self.why:
+            return f"The adapter {self.name[:80]!r} was not found: {self.why}"
+        known = ", ".join(self.known) or "none"
+        return f"The adapter {self.name[:80]!r} does not exist. Known: {known}."
+
+
+class AdapterRejected(ValueError):
+    """The adapter or its path is not acceptable; nothing was changed."""
+
+    def about(self, name: str) -> "AdapterRejected":
+        """Return the same error with the adapter's name in front."""
+        return AdapterRejected(f"Adapter {name!r}: {self}")
+
+
+class AdapterExists(ValueError):
+    """The name is taken and replacing was not asked for; nothing was changed."""
+
+
+class RegistryBusy(AdapterRejected):
+    """No room or no permit for a load now; the same load may succeed after `retry_after_s`.
+
+    `of_key`: the limit is that of the caller, not the server's. The message names the limit, never
+    what others hold.
+    """
+
+    def __init__(self, message: str, retry_after_s: float = RETRY_AFTER_S, *, of_key: bool = False):
+        super().__init__(message)
+        self.retry_after_s, self.of_key = retry_after_s, of_key
+
+    def about(self, name: str) -> "RegistryBusy":
+        """Return the same error with the adapter's name in front."""
+        return RegistryBusy(f"Adapter {name!r}: {self}", self.retry_after_s, of_key=self.of_key)
