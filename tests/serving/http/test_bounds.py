@@ -136,7 +136,9 @@ def check(app: FastAPI, path: str, status: int, content: bytes) -> None:
     assert status == 200 or len(found.answer) < 5000
 
 
-@pytest.mark.parametrize(("path", "field", "status", "make"), CASES, ids=lambda x: str(x)[:40])
+@pytest.mark.parametrize(
+    ("path", "field", "status", "make"), CASES, ids=[f"{case[0]} {case[1]}" for case in CASES]
+)
 def test_no_body_keeps_others_waiting(app, path, field, status, make):
     check(app, path, status, make())
 
