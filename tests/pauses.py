@@ -109,10 +109,11 @@ def measure(app: FastAPI, path: str, body: bytes) -> Measured:
     """Return what one request does to the rest of the process."""
 
     async def run() -> tuple[int, bytes, float, float, float]:
-        idle, busy = _Gaps(), _Gaps()
+        idle = _Gaps()
         watcher = asyncio.create_task(_watch_loop(idle))
         await asyncio.sleep(0.05)
         watcher.cancel()
+        busy = _Gaps()
         watcher = asyncio.create_task(_watch_loop(busy))
         await asyncio.sleep(0)
         start = time.perf_counter()

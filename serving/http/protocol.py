@@ -60,8 +60,10 @@ class StreamOptions(Body):
 class GenerationBody(Body):
     """Fields of completions and chat completions alike."""
 
-    model: str | None = Field(None, max_length=_MAX_NAME)
-    lora_path: str | None = Field(None, max_length=_MAX_NAME)  # SGLang's way to name an adapter
+    model: str | None = Field(default=None, max_length=_MAX_NAME)
+    lora_path: str | None = Field(
+        default=None, max_length=_MAX_NAME
+    )  # SGLang's way to name an adapter
     max_tokens: int | None = None
     max_completion_tokens: int | None = None  # wins over max_tokens
     temperature: float | None = None
@@ -90,8 +92,8 @@ class GenerationBody(Body):
     best_of: int | None = None
     priority: int | None = None
     # Accepted without effect.
-    request_id: str | None = Field(None, max_length=_MAX_NAME)
-    user: str | None = Field(None, max_length=_MAX_NAME)
+    request_id: str | None = Field(default=None, max_length=_MAX_NAME)
+    user: str | None = Field(default=None, max_length=_MAX_NAME)
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> "GenerationBody":
@@ -112,7 +114,7 @@ class CompletionBody(GenerationBody):
 class ContentPart(Body):
     """One part of a message: only text is understood."""
 
-    type: str | None = Field(None, max_length=_MAX_NAME)
+    type: str | None = Field(default=None, max_length=_MAX_NAME)
     text: str | None = None
 
 
@@ -144,7 +146,7 @@ class ChatBody(GenerationBody, TemplateFields):
 class TokenizeBody(TemplateFields):
     """Body of POST /tokenize: a prompt or messages."""
 
-    model: str | None = Field(None, max_length=_MAX_NAME)
+    model: str | None = Field(default=None, max_length=_MAX_NAME)
     prompt: str | None = None
     messages: Quick[ChatMessage] | None = None
     add_special_tokens: bool | None = None
@@ -153,7 +155,7 @@ class TokenizeBody(TemplateFields):
 class DetokenizeBody(Body):
     """Body of POST /detokenize."""
 
-    model: str | None = Field(None, max_length=_MAX_NAME)
+    model: str | None = Field(default=None, max_length=_MAX_NAME)
     tokens: Quick[int]
 
 

@@ -267,5 +267,5 @@ def test_limits_count_all_files_together(tmp_path, bases):
     esft_format.read(folder, catalogue_of(base), limits=ReadLimits(size))
     with pytest.raises(ValueError, match=r"part-1\.safetensors has \d+ bytes, at most \d+ allowed"):
         esft_format.read(folder, catalogue_of(base), limits=ReadLimits(size - 1))
-    with pytest.raises(FileNotFoundError, match="no folder '.*missing'"):
+    with pytest.raises(FileNotFoundError, match=r"no folder '.*missing'"):
         esft_format.read(tmp_path / "missing", catalogue_of(base))

@@ -290,7 +290,7 @@ def test_pickles_and_other_files(tmp_path):
     (folder / "adapter_config.json").unlink()
     with pytest.raises(ValueError, match=r"no adapter_config\.json"):
         peft_format.read(folder, cases.llama())
-    with pytest.raises(FileNotFoundError, match="no folder '.*missing'"):
+    with pytest.raises(FileNotFoundError, match=r"no folder '.*missing'"):
         peft_format.read(tmp_path / "missing", cases.llama())
 
 

@@ -137,7 +137,7 @@ def check(app: FastAPI, path: str, status: int, content: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "field", "status", "make"), CASES, ids=[f"{path}-{field}" for path, field, *_ in CASES]
+    ("path", "field", "status", "make"), CASES, ids=[f"{case[0]} {case[1]}" for case in CASES]
 )
 def test_no_body_keeps_others_waiting(app, path, field, status, make):
     check(app, path, status, make())
