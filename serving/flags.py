@@ -176,7 +176,7 @@ def _add_key_flags(group) -> None:
     group.add_argument("--keys-file", metavar="FILE", help=text)
     for field, text in _KEY_LIMITS.items():
         flag = f"--key-{field.replace('_', '-')}"
-        group.add_argument(flag, type=int, metavar="INT", help=f"for each key: {text}")
+        group.add_argument(flag, type=int, metavar="N", help=f"for each key: {text}")
     group.add_argument("--metrics-port", type=int, help="/metrics without a key at this port")
     group.add_argument("--metrics-host", help="address of --metrics-port (127.0.0.1)")
     text = "file for a line of JSON per load, unload, refusal and wrong key"

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from transport_cases import open_client, open_servers, terms_of
 
 from lora_jax.adapters import esft_config, peft_config, safetensors_file
-from serving.http.keys import KeyRing, read_keys_file
+from serving.http.key_file import read_keys_file
+from serving.http.keys import KeyRing
 from serving.http.settings import HttpSettings
 from serving.transport import header, rendezvous, tcp
 from serving.transport.base import TransportError

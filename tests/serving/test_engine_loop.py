@@ -108,6 +108,8 @@ class Registry:
     def entries(self):
         return [SimpleNamespace(name=name) for name in self.names]
 
+    known = entries
+
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
