@@ -15,6 +15,9 @@ UPGRADE ?=
 # The suite starts some sixty processes: they share what one of them has compiled to bytecode.
 TEST_ENV := PYTHONDONTWRITEBYTECODE=
 
+# A worker takes whole files: their fixtures are made once.
+BY_FILE := --dist loadfile --no-loadscope-reorder
+
 # jax as pyproject.toml pins it: the plugins that compile for other devices must be of the same one.
 JAX_VERSION := $(shell sed -n 's/.*"jax==\([0-9.]*\)".*/\1/p' pyproject.toml)
 # The compiler for TPUs that goes with it.
@@ -41,13 +44,22 @@ define install  # of requirements/$(1).txt, or else of the ranges in pyproject.t
 	fi
 endef
 
-.PHONY: serve test test-avx2 test-slow test-faults soak test-gpu test-aot test-ascend lint lock sbom docs bench-cpu bench-report notebooks clean
+.PHONY: serve test test-quick test-all test-avx2 test-faults soak test-gpu test-aot test-ascend lint lock sbom docs bench-cpu bench-report notebooks clean
 
 serve: .venv/.serve  ## start the embedded default on this machine's CPU
 	$(BIN)/python -m serving.launch $(MODEL) $(addprefix --lora-dir ,$(wildcard $(MODEL)/adapters)) $(if $(strip $(ESFT_FOLDERS)),--lora-modules $(ESFT_FOLDERS)) --port $(PORT) $(ARGS)
 
-test: .venv/.dev .cache/vllm-rs  ## the whole CPU suite, notebooks included
-	$(TEST_ENV) $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --nbmake -m "not gpu and not multigpu and not slow and not aot and not ascend" notebooks tests
+HARDWARE := gpu or multigpu or aot or ascend
+
+test: .venv/.dev .cache/vllm-rs  ## every promise of the CPU by one case, notebooks included
+	$(TEST_ENV) $(BIN)/python -m pytest -n 3 $(BY_FILE) --nbmake -m "not ($(HARDWARE) or slow or long)" notebooks tests
+
+test-quick: .venv/.dev  ## the unit tests, for the loop at the desk
+	$(TEST_ENV) $(BIN)/python -m pytest -n 3 $(BY_FILE) -m "not ($(HARDWARE) or slow or long)" tests/unit
+
+test-all: .venv/.dev .cache/vllm-rs  ## every case of every test that needs no accelerator
+	$(TEST_ENV) $(BIN)/python -m pytest -n 3 $(BY_FILE) --nbmake -m "not ($(HARDWARE) or slow)" notebooks tests
+	$(BIN)/python -m pytest -n 0 -m "slow and not ($(HARDWARE))" tests
 
 # XLA orders the sums of a product by the CPU's instructions; ISA=SSE4_2 MARCH=x86-64-v2 has others yet.
 ISA ?= AVX2
@@ -56,32 +68,29 @@ MARCH ?= x86-64-v3
 test-avx2:  ## the same suite as if the CPU had no AVX-512: programs of XLA and C++ kernels
 	XLA_FLAGS="$$XLA_FLAGS --xla_cpu_max_isa=$(ISA)" LORA_JAX_MARCH=$(MARCH) $(MAKE) test
 
-test-slow: .venv/.dev .cache/vllm-rs
-	$(BIN)/python -m pytest -m slow
-
 test-faults: .venv/.dev  ## 20 schedules of kills, stops and full disks on a real cluster
-	$(BIN)/python -m pytest -n 0 tests/faults/test_checker.py tests/faults/test_schedules.py
+	$(BIN)/python -m pytest -n 0 tests/system/faults/test_checker.py tests/system/faults/test_schedules.py
 
 SECONDS_OF_SOAK ?= 3600
 
 soak: .venv/.dev  ## mixed traffic for an hour, with bars on memory, descriptors and pauses
-	SOAK_SECONDS=$(SECONDS_OF_SOAK) $(BIN)/python -m pytest -n 0 -s tests/faults/test_soak.py
+	SOAK_SECONDS=$(SECONDS_OF_SOAK) $(BIN)/python -m pytest -n 0 -s tests/system/faults/test_soak.py
 
 test-gpu: .venv/.dev  ## on a machine with an NVIDIA GPU
 	$(BIN)/python -m pytest -m "gpu or multigpu"
 
 test-aot: .venv/.dev .cache/aot/.cuda .cache/aot/.tpu-$(LIBTPU_VERSION)  ## compile for GPU and TPU on any machine, and read the report
-	PYTHONPATH=.cache/aot/cuda:.cache/aot/tpu $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m aot tests/aot tests/cuda_backend/test_ffi.py tests/cuda_backend/test_toolkit.py
+	PYTHONPATH=.cache/aot/cuda:.cache/aot/tpu $(BIN)/python -m pytest -n 2 $(BY_FILE) -m aot tests/kernels/aot tests/kernels/cuda_backend/test_ffi.py tests/hardware/cuda_backend/test_toolkit.py
 
 test-ascend: .venv/.dev .cache/ascend/.wheels  ## Ascend without an NPU: wheels, triton-ascend's interpreter
 	PYTHONPATH=.cache/ascend/wheels TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
-		$(BIN)/python -m pytest tests/npu_backend
+		$(BIN)/python -m pytest tests/kernels/npu_backend
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(BIN)/python tests/lint_calls.py
+	$(BIN)/python tests/support/checks/lint_calls.py
 	$(BIN)/lint-imports
 
 docs: .venv/.docs  ## build the pages as a site in .cache/site, and check its links

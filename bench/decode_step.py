@@ -29,8 +29,8 @@ from lora_jax.adapters.slots import AdapterSlots, init_slots, size_slots
 from lora_jax.config import ModelConfig
 from lora_jax.models import make_dummy
 from lora_jax.nn.decoder import AbstractCausalLM
-from serving.request import Request, ScheduledChunk, Sequence, StepPlan
-from serving.sampling import Sampling
+from serving.api.request import Request, ScheduledChunk, Sequence, StepPlan
+from serving.api.sampling import Sampling
 from serving.steps.model_runner import ModelRunner
 from serving.steps.step import StepSizes
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from lora_jax.placement.ep_pp import ServerLayout
 from lora_jax.placement.shape import AdapterShape
-from serving.role_gpu import use_gpu
+from serving.runtime.gpu_assignment import use_gpu
 from serving.transport import device_ends, device_memory, symmetric
 from serving.transport.base import AbstractClient, PushRows, Status
 from serving.transport.device_server import DeviceServer, Verdict, no_ticket

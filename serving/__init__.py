@@ -7,10 +7,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from serving.engine import AdapterInfo, Engine
-    from serving.outputs import Completion, RequestFailed, RequestOutput
-    from serving.request import EngineDead, FinishReason, OutputDelta, QueueFull, TokenLogprobs
-    from serving.sampling import Sampling
+    from serving.api.outputs import Completion, RequestFailed, RequestOutput
+    from serving.api.request import EngineDead, FinishReason, OutputDelta, QueueFull, TokenLogprobs
+    from serving.api.sampling import Sampling
+    from serving.engine.engine import AdapterInfo, Engine
 
 __all__ = [
     "AdapterInfo",
@@ -27,17 +27,17 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AdapterInfo": "engine",
-    "Engine": "engine",
-    "EngineDead": "request",
-    "Completion": "outputs",
-    "RequestFailed": "outputs",
-    "RequestOutput": "outputs",
-    "FinishReason": "request",
-    "OutputDelta": "request",
-    "QueueFull": "request",
-    "TokenLogprobs": "request",
-    "Sampling": "sampling",
+    "AdapterInfo": "engine.engine",
+    "Engine": "engine.engine",
+    "EngineDead": "api.request",
+    "Completion": "api.outputs",
+    "RequestFailed": "api.outputs",
+    "RequestOutput": "api.outputs",
+    "FinishReason": "api.request",
+    "OutputDelta": "api.request",
+    "QueueFull": "api.request",
+    "TokenLogprobs": "api.request",
+    "Sampling": "api.sampling",
 }
 
 

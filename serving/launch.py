@@ -14,18 +14,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from serving import logs
-from serving.cluster.config import ClusterConfig
-from serving.config import EngineConfig
-from serving.flag_layers import PREFIX, ParserWithSource, read_layers
-from serving.flag_values import lora_module
-from serving.flags import build_parser
-from serving.http.key_file import read_keys_file
+from serving.api.cluster_config import ClusterConfig
+from serving.api.config import EngineConfig
+from serving.cli.flag_layers import PREFIX, ParserWithSource, read_layers
+from serving.cli.flag_values import lora_module
+from serving.cli.flags import build_parser
+from serving.cli.options import Options, is_loopback
+from serving.cli.paths import check_paths
+from serving.cli.serve import StartError, serve
+from serving.engine import logs
+from serving.http.access.key_file import read_keys_file
 from serving.http.settings import Cors, HttpSettings, KeyLimits
-from serving.http.uvicorn_server import bind, bind_unix
-from serving.options import Options, is_loopback
-from serving.paths import check_paths
-from serving.serve import StartError, serve
+from serving.http.wire.uvicorn_server import bind, bind_unix
 
 __all__ = ["Options", "StartError", "is_loopback", "main", "read_options", "run"]
 
@@ -138,7 +138,7 @@ def run(options: Options) -> None:
 
 def _show_plan(model: str, workload: str) -> None:
     """Print how large a LoRA Server the workload file needs."""
-    from serving.plan import plan_of_files
+    from serving.cli.plan import plan_of_files
 
     try:
         text = plan_of_files(model, workload)

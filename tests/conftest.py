@@ -47,24 +47,41 @@ LONGEST = (
     "test_processes.py",
     "test_esft_serving.py",
     "test_front.py",
-    "test_device_memory.py",
-    "test_dummy.py",
-    "test_grouped_matmul_pallas_gpu.py",
+    "test_launch.py",
+    "test_expert_tensors.py",
     "test_forward.py",
-    "test_esft.py",
-    "test_emulated_attention.py",
-    "test_emulated_lora.py",
     "test_engine.py",
     "test_esft_results.py",
     "test_lora.py",
     "test_compiled_step.py",
 )
+# Tiers whose parametrised tests have a long tail: sizes, seeds, schedules of one promise.
+SAMPLED = ("tests/kernels/", "tests/model/")
+# Cases that differ in one of these are promises of their own.
+KINDS = ("implementation", "op", "family", "model", "name")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest files, in the order of the list; the others keep theirs."""
+    """Mark the long tail, and begin with the longest files."""
+    seen: set[tuple] = set()
+    for item in items:
+        if _is_further_case(item, seen):
+            item.add_marker("long")
     place = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
+
+def _is_further_case(item: pytest.Item, seen: set[tuple]) -> bool:
+    """Return whether a case of the same test, of the same kind, comes before this one."""
+    place = item.path.relative_to(ROOT).as_posix()
+    if not place.startswith(SAMPLED) or item.get_closest_marker("every_case"):
+        return False
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    kinds = tuple(repr(params[kind]) for kind in KINDS if kind in params)
+    key = (place, item.nodeid.partition("[")[0], kinds)
+    further = key in seen
+    seen.add(key)
+    return further
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -19,7 +19,7 @@ from serving.cluster.server_place import ServerPlace, server_access
 from serving.lora_server.calls import Caller, serve_leases
 from serving.lora_server.coordinator import Coordinator
 from serving.lora_server.instance import ServerAccess
-from serving.role_gpu import use_gpu
+from serving.runtime.gpu_assignment import use_gpu
 from serving.transport.base import AbstractClient
 from serving.transport.terms import Terms
 

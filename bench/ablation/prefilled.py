@@ -6,7 +6,7 @@ not depend on it.
 """
 
 from serving import Engine
-from serving.request import Sequence
+from serving.api.request import Sequence
 from serving.scheduling.sequence_pages import SequencePages
 
 

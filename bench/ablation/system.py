@@ -18,9 +18,9 @@ from lora_jax.adapters.slots import rows_per_adapter
 from lora_jax.models import model_class
 from lora_jax.models.loader import read_config
 from lora_jax.placement.assign import assign
-from serving.cluster.config import ClusterConfig
+from serving.api.cluster_config import ClusterConfig
+from serving.api.config import EngineConfig
 from serving.cluster.server_place import ServerPlace, server_spec
-from serving.config import EngineConfig
 from serving.lora_server.group import ServerGroup
 
 COUPLED = "coupled"

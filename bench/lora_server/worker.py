@@ -76,7 +76,7 @@ def all_of(starts: Sequence[Callable]) -> list:
 
 def _main(connection: Connection, case: Case, gpu: int) -> None:
     """Be one GPU; jax is imported here, when the GPU is chosen."""
-    from serving.role_gpu import use_gpu
+    from serving.runtime.gpu_assignment import use_gpu
 
     use_gpu(gpu)
 

@@ -21,7 +21,7 @@ def _cell(text: str) -> str:
 
 def flags() -> str:
     """Return one table per group of the command line's flags."""
-    from serving.flags import build_parser
+    from serving.cli.flags import build_parser
 
     parser, parts = build_parser(), []
     for group in parser._action_groups:
@@ -68,7 +68,7 @@ def routes() -> str:
 
 def _described_engine() -> Any:
     """Return an object that suffices to build the application; it serves nothing."""
-    from serving.config import EngineConfig
+    from serving.api.config import EngineConfig
 
     return SimpleNamespace(
         config=EngineConfig(model="MODEL"), registry=None, model_info=None, metrics=None
@@ -82,8 +82,8 @@ def _sentence(details: dict[str, Any]) -> str:
 
 def metrics() -> str:
     """Return a table of the metrics, from the registries of an engine and of an HTTP server."""
-    from serving.http.observe import HttpMetrics
-    from serving.metrics import EngineMetrics
+    from serving.engine.metrics import EngineMetrics
+    from serving.http.access.observe import HttpMetrics
 
     engine = EngineMetrics("MODEL", 1024, {"block_size": "16"}, 1)
     rows = []

@@ -7,20 +7,8 @@ from contextlib import ExitStack
 
 from starlette.types import ASGIApp
 
-from serving import logs
-from serving.cluster.local import LocalCluster
-from serving.cluster.proxy import Bounds, Proxy
-from serving.cluster.server_place import server_spec
-from serving.http.audit import AuditLog
-from serving.http.auth import Authenticate
-from serving.http.body import OneLength
-from serving.http.errors import CatchAll
-from serving.http.key_watch import KeyWatch
-from serving.http.keys import KeyRing
-from serving.http.model_names import folder_adapters
-from serving.lora_server.spec import ServerSpec, design
-from serving.options import Options
-from serving.serve import (
+from serving.cli.options import Options
+from serving.cli.serve import (
     StartError,
     examples_of,
     front_server,
@@ -30,6 +18,18 @@ from serving.serve import (
     run_server,
     url_of,
 )
+from serving.cluster.local import LocalCluster
+from serving.cluster.proxy import Bounds, Proxy
+from serving.cluster.server_place import server_spec
+from serving.engine import logs
+from serving.http.access.audit import AuditLog
+from serving.http.access.auth import Authenticate
+from serving.http.access.key_watch import KeyWatch
+from serving.http.access.keys import KeyRing
+from serving.http.errors import CatchAll
+from serving.http.requests.body import OneLength
+from serving.http.requests.model_names import folder_adapters
+from serving.lora_server.spec import ServerSpec, design
 
 logger = logging.getLogger(__name__)
 

@@ -12,13 +12,14 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 
-from serving import journal, logs
-from serving.child_process import AbstractChild, Pulse
+from serving.cli.options import Options
+from serving.cli.serve import Started, StartError, serve
 from serving.cluster.server_place import ServerPlace, server_access
+from serving.engine import logs
 from serving.lora_server.calls import Caller
-from serving.options import Options
-from serving.role_gpu import use_gpu
-from serving.serve import Started, StartError, serve
+from serving.runtime import journal
+from serving.runtime.child_process import AbstractChild, Pulse
+from serving.runtime.gpu_assignment import use_gpu
 
 logger = logging.getLogger(__name__)
 

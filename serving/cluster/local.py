@@ -10,17 +10,17 @@ import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from serving.child_process import AbstractChild
+from serving.cli.options import Options
+from serving.cli.serve import journal_of
 from serving.cluster.adapter_changes import AdapterChanges
 from serving.cluster.instance_process import InstanceProcess
 from serving.cluster.router import Router
 from serving.cluster.server_place import ServerPlace
-from serving.keeper import Keeper, end_keepers
 from serving.lora_server.calls import serve_leases
 from serving.lora_server.group import ServerGroup
 from serving.lora_server.spec import ServerSpec
-from serving.options import Options
-from serving.serve import journal_of
+from serving.runtime.child_process import AbstractChild
+from serving.runtime.keeper import Keeper, end_keepers
 
 logger = logging.getLogger(__name__)
 

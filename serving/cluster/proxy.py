@@ -30,7 +30,7 @@ from serving.cluster.upstream import (
     send,
 )
 from serving.http.errors import ApiError
-from serving.http.model_names import NAME
+from serving.http.requests.model_names import NAME
 
 logger = logging.getLogger(__name__)
 

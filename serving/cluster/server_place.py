@@ -7,9 +7,9 @@ from lora_jax.config import ModelConfig
 from lora_jax.models.loader import read_config
 from lora_jax.placement.chooser import default_placement
 from lora_jax.placement.shape import adapter_shape
-from serving.cluster.config import ClusterConfig
-from serving.config import EngineConfig
-from serving.load_format import weight_source
+from serving.api.cluster_config import ClusterConfig
+from serving.api.config import EngineConfig
+from serving.api.load_format import weight_source
 from serving.lora_server.calls import Caller, RemoteLeases
 from serving.lora_server.instance import ServerAccess
 from serving.lora_server.spec import ServerSpec, design

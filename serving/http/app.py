@@ -4,17 +4,17 @@ import functools
 
 from fastapi import FastAPI
 
-from serving.examples import Examples
-from serving.http import adapters, chat, completions, demo, docs, health, models, tokenize
-from serving.http.auth import Authenticate
-from serving.http.body import OneLength
-from serving.http.description import describe
+from serving.api.examples import Examples
+from serving.http.access.auth import Authenticate
+from serving.http.access.observe import Observe
 from serving.http.errors import CatchAll, install
 from serving.http.interface import AbstractEngine
-from serving.http.observe import Observe
+from serving.http.requests.body import OneLength
+from serving.http.routes import adapters, chat, completions, demo, docs, health, models, tokenize
+from serving.http.routes.description import describe
 from serving.http.server import Server
 from serving.http.settings import HttpSettings
-from serving.journal import Journal
+from serving.runtime.journal import Journal
 
 
 def create_app(

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lora_jax.adapters.registry import AdapterNotFound, RegistryBusy
-from serving.request import QueueFull
+from serving.api.request import QueueFull
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from lora_jax.adapters.registry import AdapterEntry, AdapterRegistry
-from serving.request import OutputDelta, Share
-from serving.sampling import Sampling
+from serving.api.request import OutputDelta, Share
+from serving.api.sampling import Sampling
 
 
 class AbstractTokenizer(Protocol):

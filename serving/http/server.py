@@ -6,14 +6,14 @@ import time
 
 from fastapi import Request
 
-from serving.http.audit import AuditLog
+from serving.http.access.audit import AuditLog
+from serving.http.access.keys import KeyRing
+from serving.http.access.observe import HttpMetrics
 from serving.http.interface import AbstractEngine
-from serving.http.keys import KeyRing
 from serving.http.mailbox import Mailbox
-from serving.http.model_names import ModelNames
-from serving.http.observe import HttpMetrics
+from serving.http.requests.model_names import ModelNames
 from serving.http.settings import HttpSettings
-from serving.journal import Journal
+from serving.runtime.journal import Journal
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from lora_jax.memory.platforms import for_platform
 from lora_jax.memory.virtual import AbstractVirtualMemory, OutOfPages
 from lora_jax.models.expert_tensors import ExpertTensors, expert_blocks
 from lora_jax.nn.decoder import AbstractCausalLM
-from serving.config import EngineConfig
+from serving.api.config import EngineConfig
 from serving.loading.expert_loading import ExpertRoom, identity_tables
 
 logger = logging.getLogger(__name__)

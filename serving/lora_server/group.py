@@ -9,11 +9,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from serving.child_process import AbstractChild
-from serving.keeper import Keeper, end_keepers
 from serving.lora_server.coordinator import Coordinator
 from serving.lora_server.rank_process import RankProcess
 from serving.lora_server.spec import ServerSpec
+from serving.runtime.child_process import AbstractChild
+from serving.runtime.keeper import Keeper, end_keepers
 
 logger = logging.getLogger(__name__)
 

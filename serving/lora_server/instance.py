@@ -14,7 +14,7 @@ import numpy as np
 
 from lora_jax.adapters.registry import AdapterEntry
 from lora_jax.adapters.weights import AdapterWeights, AnyWeights
-from serving.config import EngineConfig
+from serving.api.config import EngineConfig
 from serving.lora_server.client import LOCAL, ServerLink
 from serving.lora_server.coordinator import LeaseSource
 from serving.lora_server.leases import Leases

@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from lora_jax.adapters.reader import ReadLimits
-from serving.child_process import AbstractChild, Pulse
-from serving.copier import copier_here
 from serving.lora_server.calls import Caller, RemoteRank, answer_calls
 from serving.lora_server.rank import ServerRank
 from serving.lora_server.server import RankServer
 from serving.lora_server.spec import ServerDesign, ServerSpec, design
-from serving.program_cache import keep_programs
-from serving.role_gpu import use_gpu
+from serving.runtime.child_process import AbstractChild, Pulse
+from serving.runtime.device_copier import copier_here
+from serving.runtime.gpu_assignment import use_gpu
+from serving.runtime.program_cache import keep_programs
 from serving.transport import carriers
 
 logger = logging.getLogger(__name__)

@@ -23,12 +23,12 @@ from lora_jax.adapters import reader
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.weights import AdapterWeights
 from lora_jax.typing import Array
-from serving.compile_counter import CompileCounter
-from serving.load_format import weight_source
+from serving.api.load_format import weight_source
 from serving.lora_server.device_loop import DeviceLoop
 from serving.lora_server.host_parts import HostParts
 from serving.lora_server.rank import ServerRank
 from serving.lora_server.shards import ServerPlan, shard_part
+from serving.runtime.compile_counter import CompileCounter
 from serving.transport.base import AbstractServer, Request
 from serving.transport.device_server import DeviceServer
 

@@ -7,7 +7,7 @@ sequences with later deadlines until the waiter has its slot.
 
 from typing import Protocol
 
-from serving.request import Sequence
+from serving.api.request import Sequence
 
 
 class AdapterResidency(Protocol):

@@ -3,7 +3,7 @@
 import collections
 from collections.abc import Iterable
 
-from serving.request import Sequence
+from serving.api.request import Sequence
 from serving.scheduling.fair_share import FairShares, may_claim, victim
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Container
 
-from serving.request import FinishReason, Sequence
+from serving.api.request import FinishReason, Sequence
 
 
 def ending(

@@ -1,6 +1,6 @@
 """What a request must be, and what must be free, for it to be queued. No jax."""
 
-from serving.request import QueueFull, Request, Share
+from serving.api.request import QueueFull, Request, Share
 from serving.scheduling.fair_share import FairShares
 from serving.scheduling.step_budget import SchedulerLimits
 from serving.scheduling.waiting_line import WaitingLine

@@ -12,7 +12,7 @@ therefore claim some from a tenant beyond its share (`victim`), by preemption.
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-from serving.request import Share
+from serving.api.request import Share
 
 
 @dataclasses.dataclass(eq=False)

@@ -21,7 +21,7 @@ import random
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 
-from serving.request import (
+from serving.api.request import (
     FinishReason,
     Progress,
     Request,
@@ -30,7 +30,7 @@ from serving.request import (
     SequenceState,
     StepPlan,
 )
-from serving.sampling import fold_seed
+from serving.api.sampling import fold_seed
 from serving.scheduling.adapter_gate import AdapterGate, AdapterResidency, NoAdapters
 from serving.scheduling.claims import Claims, decode_order
 from serving.scheduling.endings import ending

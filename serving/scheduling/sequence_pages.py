@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 
-from serving.request import Sequence
+from serving.api.request import Sequence
 from serving.scheduling.prefix_cache import PageCache, PrefixCacheStats, PrefixChain
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterable
 
-from serving.request import Sequence
+from serving.api.request import Sequence
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from serving.request import ScheduledChunk, Sequence, StepPlan
+from serving.api.request import ScheduledChunk, Sequence, StepPlan
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ import bisect
 import itertools
 from collections.abc import Iterator
 
-from serving.request import Sequence
+from serving.api.request import Sequence
 
 
 class WaitingLine:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lora_jax.typing import Array, Float, Int, UInt32
-from serving.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, Sampling
+from serving.api.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, Sampling
 
 # Ids held back before min_tokens: the request's stop ids and the model's own.
 MAX_SUPPRESSED = MAX_STOP_TOKEN_IDS + 64

@@ -19,9 +19,9 @@ from tqdm import tqdm
 from lora_jax.adapters.slots import AdapterSlots, warm_up
 from lora_jax.kv_cache import KVShape, init_cache
 from lora_jax.typing import Array, Int
+from serving.api.request import ScheduledChunk, Sequence, SequenceResult, StepPlan, TokenLogprobs
+from serving.api.sampling import Sampling
 from serving.lora_server.client import RemoteTable, ServerLink
-from serving.request import ScheduledChunk, Sequence, SequenceResult, StepPlan, TokenLogprobs
-from serving.sampling import Sampling
 from serving.steps.compiled_step import NO_REMAT, CompiledStep, Operands
 from serving.steps.device_state import admit, init_row_state, pack_row
 from serving.steps.sampler import Sampled

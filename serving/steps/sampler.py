@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lora_jax.typing import Array, Bool, Float, Int, UInt32
-from serving.sampling import MAX_LOGPROBS
+from serving.api.sampling import MAX_LOGPROBS
 from serving.steps.device_state import RowState, row_of
 
 INVALID_TOKEN = -1  # the logits of the row are not finite numbers

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from serving.sampling import Sampling
+from serving.api.sampling import Sampling
 from serving.text.tokenizer import Tokenizer
 
 

@@ -1,8 +1,9 @@
 """Capacity of a LoRA Server for a tail TTFT (InfiniLoRA, section 4.2.1). No jax.
 
-tests/algorithm_1.py says what is computed and how the paper's gaps are filled; this is the same for
-all capacities at once, to 1e-9, in milliseconds. Two steps make it fast: the threshold moves
-through whole numbers once while M falls, and sum_i p_i (1 - q_i) P_free(i) is one transform, not N.
+tests/support/oracles/algorithm_1.py says what is computed and how the paper's gaps are filled; this
+is the same for all capacities at once, to 1e-9, in milliseconds. Two steps make it fast: the
+threshold moves through whole numbers once while M falls, and sum_i p_i (1 - q_i) P_free(i) is one
+transform, not N.
 """
 
 import dataclasses
@@ -68,7 +69,7 @@ def of_rates(requests_per_s: Sequence[float], seconds: Sequence[float]) -> Workl
 def admission_curve(workload: Workload) -> np.ndarray:
     """Return float64 [adapters]: at index M - 1 the rate IAR(M) of Eq. 4.
 
-    Equal to immediate_admission_rate of tests/algorithm_1.py to 1e-9 for every M.
+    Equal to immediate_admission_rate of tests/support/oracles/algorithm_1.py to 1e-9 for every M.
     """
     order = np.argsort(-np.array(workload.accesses), kind="stable")
     popularity = np.array(workload.popularity)[order]

@@ -1,0 +1,130 @@
+"""Engine configuration, checked once, with vLLM's names. No jax."""
+
+import dataclasses
+from pathlib import Path
+
+from serving.api.generation_config import FROM_MODEL, check_fields
+from serving.api.sampling import MAX_LOGPROBS
+
+DTYPES = ("auto", "float32", "bfloat16")
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+POLICIES = ("fcfs", "sjf")
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """Sizes and limits of one engine; a value out of bounds is a ValueError naming it.
+
+    None asks for a value derived from the model and the machine. Bytes are bytes, times are
+    seconds.
+    """
+
+    model: str  # folder with config.json, safetensors and tokenizer files
+    served_model_name: str | None = None  # None: the folder's name
+    dtype: str = "auto"  # "auto": what the checkpoint says
+    load_format: str = "auto"  # "dummy": random weights from config.json alone
+    max_model_len: int | None = None  # None: the model's, or what the KV pages can hold
+    max_num_seqs: int = 32  # sequences in one step
+    max_num_batched_tokens: int = 512  # tokens in one step
+    block_size: int = 16  # tokens in one KV page
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9  # of what JAX may use, for weights, adapters and KV pages
+    enable_prefix_caching: bool = True
+    scheduling_policy: str = "fcfs"  # "sjf": the smallest prompt + max_tokens first
+    max_queue: int = 1024  # waiting sequences; more is QueueFull
+    seed: int = 0  # from which requests without a seed get theirs
+    max_logprobs: int = MAX_LOGPROBS
+    chat_template: str | None = None  # a Jinja file that replaces the model's template
+    generation_config: str = FROM_MODEL  # where sampling's defaults are; "vllm": nowhere
+    override_generation_config: dict = dataclasses.field(default_factory=dict, hash=False)
+    # Adapters.
+    max_loras: int = 16  # resident LoRA adapters
+    max_lora_rank: int = 64
+    lora_dir: str | None = None  # the only folder adapters may be loaded from at run time
+    max_esft_adapters: int | None = None  # resident ones; None: 16 if model and device can
+    max_esft_experts: int = 16  # of one ESFT adapter in one layer
+    esft_memory_bytes: int | None = None  # their experts' pages; None: as esft_parts says
+    lora_memory_bytes: int | None = None  # rank rows of resident adapters; None: from the two above
+    max_adapter_bytes: int = 4 << 30  # files of one adapter
+    max_total_adapter_bytes: int = 16 << 30  # host memory of all loaded adapters
+    max_adapter_loads_per_minute: int = 600
+    adapter_wait_s: float = 60.0  # longest wait of a request for an adapter slot
+    adapter_load_chunks_per_step: int = 8  # writes to the slots between two steps
+    specialize_lora: bool = True  # decode steps without an adapter have programs of their own
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise ValueError(f"model must be a folder, got {self.model!r}.")
+        for field, known in CHOICES:
+            if (value := getattr(self, field)) not in known:
+                raise ValueError(f"{field} must be one of {', '.join(known)}, got {value!r}.")
+        for field, low, high in _INT_BOUNDS:
+            _check_int(field, getattr(self, field), low, high)
+        for field, low, high in _OPTIONAL_INT_BOUNDS:
+            if getattr(self, field) is not None:
+                _check_int(field, getattr(self, field), low, high)
+        for field in ("enable_prefix_caching", "specialize_lora"):
+            if not isinstance(value := getattr(self, field), bool):
+                raise ValueError(f"{field} must be true or false, got {value!r}.")
+        if not isinstance(self.override_generation_config, dict):
+            raise ValueError("override_generation_config must map names to values.")
+        check_fields(self.override_generation_config, "override_generation_config")
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {share!r}.")
+        wait = self.adapter_wait_s
+        if isinstance(wait, bool) or not isinstance(wait, int | float) or not 0 < wait <= 86400:
+            raise ValueError(f"adapter_wait_s must be in (0, 86400], got {wait!r}.")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"max_num_seqs ({self.max_num_seqs})."
+            )
+
+    @property
+    def model_name(self) -> str:
+        """The name under which the base model answers."""
+        return self.served_model_name or Path(self.model).resolve().name
+
+    @property
+    def max_logit_rows(self) -> int:
+        """Most tokens of one step whose logits are computed."""
+        return max(self.max_num_seqs, 64)
+
+
+CHOICES = (
+    ("dtype", DTYPES),
+    ("load_format", LOAD_FORMATS),
+    ("scheduling_policy", POLICIES),
+)
+_INT_BOUNDS = (
+    ("max_num_seqs", 1, 1024),
+    ("max_num_batched_tokens", 1, 65536),
+    ("block_size", 1, 256),
+    ("max_queue", 1, 1_000_000),
+    ("seed", -(2**63), 2**63 - 1),
+    ("max_logprobs", 0, MAX_LOGPROBS),
+    ("max_loras", 1, 4096),
+    ("max_lora_rank", 1, 1024),
+    ("max_esft_experts", 1, 65536),
+    ("max_adapter_bytes", 1, 1 << 50),
+    ("max_total_adapter_bytes", 1, 1 << 50),
+    ("max_adapter_loads_per_minute", 1, 1_000_000),
+    ("adapter_load_chunks_per_step", 1, 1_000_000),
+)
+
+
+_OPTIONAL_INT_BOUNDS = (
+    ("max_model_len", 1, 1 << 50),
+    ("kv_cache_memory_bytes", 1, 1 << 50),
+    ("lora_memory_bytes", 1, 1 << 50),
+    ("esft_memory_bytes", 1, 1 << 50),
+    ("max_esft_adapters", 0, 4096),
+)
+
+
+def _check_int(field: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{field} must be an integer, got {value!r}.")
+    if not low <= value <= high:
+        raise ValueError(f"{field} must be in [{low}, {high}], got {value}.")

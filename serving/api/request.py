@@ -1,0 +1,218 @@
+"""A request on its way through the engine: what came in, where it stands, what goes out. No jax.
+
+A request with n > 1 choices becomes n `Sequence`s that share a prompt (and, through the prefix
+cache, its pages). The scheduler plans steps over sequences; the model runner executes a
+`StepPlan` and never looks at strings.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping
+
+from serving.api.sampling import Sampling
+
+
+class FinishReason(enum.StrEnum):
+    """Why a sequence ended, in the OpenAI API's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class QueueFull(RuntimeError):
+    """The waiting queue, or a tenant's part of it, is full; try again after `retry_after_s`.
+
+    The message names the limit, never how much of it others take.
+    """
+
+    def __init__(self, limit: str, retry_after_s: float):
+        super().__init__(f"{limit} Try again after {retry_after_s:g} s.")
+        self.retry_after_s = retry_after_s
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """What one tenant may have of the engine; the tenant "" is everybody without a key.
+
+    Between tenants tokens, rows and pages are divided by `weight` while they are short.
+    """
+
+    tenant: str = ""
+    weight: float = 1.0
+    max_running: int | None = None  # sequences; further ones wait
+    max_waiting: int | None = None  # sequences; further ones are QueueFull
+
+
+class EngineDead(RuntimeError):
+    """The engine has stopped after an error or was closed; it takes no more requests."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probability of one token and of the most likely tokens at its place."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 is the most likely token
+    top: Mapping[int, float]  # token id -> logprob, most likely first
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputDelta:
+    """Output of one sequence since the last delta; `on_output` receives these in order.
+
+    The first delta of each sequence may carry the prompt's log-probabilities (first entry None).
+    Exactly one delta per sequence has a finish_reason, and it is the last one.
+    """
+
+    request_id: str
+    index: int  # choice index, 0 <= index < n
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token id when asked for
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None  # the stop string or stop token id that ended it
+    num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
+    error: str | None = None  # message when finish_reason is ERROR
+    retryable: bool = False  # the same request may succeed later (HTTP 503)
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """Validated request of a caller. `adapter_digest` pins the weights it is served with."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    adapter: str | None
+    adapter_digest: str  # "" for the base model
+    on_output: Callable[[OutputDelta], None]
+    arrival_s: float  # time.monotonic()
+    deadline_s: float  # monotonic time; waiting requests are served in this order
+    cache_salt: str = ""
+    share: Share = dataclasses.field(default_factory=Share)
+
+
+class SequenceState(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclasses.dataclass(eq=False)
+class Sequence:
+    """One choice of a request. The scheduler owns the scheduling fields.
+
+    `token_ids` holds the prompt and every sampled token the host has seen. `num_computed` counts
+    tokens whose K and V are in pages or in a step that is in flight, so it may run one ahead of
+    what the host has seen; `num_scheduled_outputs` counts sampled tokens including those still
+    on the device. `num_in_flight` counts planned steps that hold the sequence and are not complete:
+    a preempted sequence comes back only when it is 0, so that no sampled token is lost or doubled.
+    Results of the next `num_void` of them are worth nothing.
+    """
+
+    request: Request
+    index: int
+    seed: int
+    token_ids: list[int]
+    state: SequenceState = SequenceState.WAITING
+    row: int = -1  # row of the block tables while running
+    slot: int = -1  # adapter slot while running; -1 is the base model
+    pages: list[int] = dataclasses.field(default_factory=list)
+    num_computed: int = 0
+    num_scheduled_outputs: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    number: int = 0  # order of arrival in the scheduler
+    job_tokens: int = 0  # most tokens it can take where the shortest job comes first, else 0
+    max_outputs: int = 0  # tokens to sample at most: max_tokens, or what the model has room for
+    num_in_flight: int = 0
+    num_void: int = 0
+    num_prompt_logprobs: int = 0  # prompt tokens whose chunk was planned with prompt_logprobs
+    finish_reason: FinishReason | None = None
+
+    @property
+    def tenant(self) -> str:
+        return self.request.share.tenant
+
+    @property
+    def order(self) -> tuple[int, float, int]:
+        """Place within a tenant: the shortest job, the earliest deadline, the earliest arrival."""
+        return self.job_tokens, self.request.deadline_s, self.number
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens to compute until the next one is sampled; 0: nothing more to plan."""
+        if self.max_outputs and self.num_scheduled_outputs >= self.max_outputs:
+            return 0
+        return self.num_prompt + self.num_scheduled_outputs - self.num_computed
+
+    @property
+    def awaits_prompt_logprobs(self) -> bool:
+        """True if log-probabilities of the prompt are wanted and not all of them told."""
+        return self.request.sampling.prompt_logprobs is not None and not self.output_ids
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt :]
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduledChunk:
+    """Tokens [start, start + num_tokens) of one sequence in one step.
+
+    `samples` says that the chunk's last token yields the next token. With `prompt_logprobs` every
+    token of the chunk that is followed by a prompt token also takes a logit row. Where the host
+    has not yet seen the input token (it was sampled by the step in flight), the runner takes the
+    row's last sampled token, which stays on the device.
+    """
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    samples: bool
+    prompt_logprobs: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """One step: which chunks run, and which rows got a new owner since the last step.
+
+    `admitted` sequences must have their sampling parameters written to their row before the step.
+    """
+
+    chunks: tuple[ScheduledChunk, ...]
+    admitted: tuple[Sequence, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceResult:
+    """Result of a finished step for one chunk: the sampled token and the asked-for logprobs."""
+
+    chunk: ScheduledChunk
+    token_id: int | None  # None when the chunk does not sample
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # for tokens start + 1 .. of the prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """Effect of a finished step on one live sequence; its token is already in `token_ids`."""
+
+    sequence: Sequence
+    result: SequenceResult
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None  # the stop token id that ended it

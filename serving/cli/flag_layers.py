@@ -1,0 +1,117 @@
+"""The three places that flags come from: the command line, the environment, a YAML file. No jax."""
+
+import argparse
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from serving.cli.flag_words import did_you_mean, plain_words, unknown_flags
+
+PREFIX = "SERVING_"
+_TRUTH = {"1": True, "true": True, "yes": True, "on": True}
+_TRUTH |= {"": False, "0": False, "false": False, "no": False, "off": False}
+
+
+class ParserWithSource(argparse.ArgumentParser):
+    """Says in errors where a wrong value came from, and which flag an unknown one is close to."""
+
+    source = ""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(f"{self.source}{message}")
+
+    def parse_args(self, args=None, namespace=None):
+        """Return what was given; an unknown flag is an error that names its neighbours."""
+        parsed, unknown = self.parse_known_args(plain_words(args or []), namespace)
+        if unknown:
+            self.error(unknown_flags(unknown, list(self._option_string_actions)))
+        return parsed
+
+
+def read_layers(
+    parser: ParserWithSource, argv: Sequence[str], environ: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return what was given, by name: the config file, over it the environment, over it argv.
+
+    A first word `serve`, as behind `vllm`, says nothing.
+    """
+    from_argv = vars(parser.parse_args(argv[1:] if argv[:1] == ["serve"] else argv))
+    parser.source = "in the environment: "
+    from_environ = vars(parser.parse_args(_environ_argv(parser, environ)))
+    path = from_argv.get("config") or from_environ.get("config")
+    parser.source = "in the config file: "
+    from_file = vars(parser.parse_args(_file_argv(parser, path))) if path else {}
+    parser.source = ""
+    return from_file | from_environ | from_argv
+
+
+def _long_flags(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """Return every long spelling by its name with underscores."""
+    return {
+        flag.lstrip("-").replace("-", "_"): flag
+        for flag in parser._option_string_actions
+        if flag.startswith("--") and flag != "--help"
+    }
+
+
+def _environ_argv(parser: ParserWithSource, environ: Mapping[str, str]) -> list[str]:
+    flags, argv = _long_flags(parser), []
+    for variable, value in environ.items():
+        if not variable.startswith(PREFIX):
+            continue
+        flag = flags.get(variable.removeprefix(PREFIX).lower())
+        if flag is None:
+            known = [PREFIX + name.upper() for name in flags]
+            parser.error(f"unknown variable {variable}{did_you_mean(variable, known)}")
+        is_list = _is_list(parser, flag)
+        argv += _flag_argv(parser, flag, shlex.split(value) if is_list else value)
+    return argv
+
+
+def _file_argv(parser: ParserWithSource, path: str) -> list[str]:
+    try:
+        content = yaml.safe_load(Path(path).read_text()) or {}
+    except (OSError, yaml.YAMLError) as error:
+        parser.error(f"{path}: {error}")
+    if not isinstance(content, dict):
+        parser.error(f"{path} must map flags to values.")
+    flags, argv = _long_flags(parser), []
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name not in flags:
+            parser.error(f"unknown flag {key!r}{did_you_mean(name, list(flags))}")
+        if isinstance(value, dict) and _is_list(parser, flags[name]):
+            value = [f"{name}={place}" for name, place in value.items()]
+        elif isinstance(value, dict):
+            value = json.dumps(value)
+        argv += _flag_argv(parser, flags[name], value)
+    return argv
+
+
+def _is_list(parser: argparse.ArgumentParser, flag: str) -> bool:
+    return parser._option_string_actions[flag].nargs in ("+", "*")
+
+
+def _flag_argv(parser: ParserWithSource, flag: str, value: Any) -> list[str]:
+    """Return the words that say the same on the command line."""
+    action = parser._option_string_actions[flag]
+    if action.nargs != 0:
+        if _is_list(parser, flag):
+            return [flag, *map(str, value if isinstance(value, list) else [value])]
+        return [f"{flag}={json.dumps(value) if isinstance(value, list) else value}"]
+    wanted = _TRUTH.get(str(value).lower())
+    if wanted is None:
+        parser.error(f"{flag} must be true or false, not {value!r}")
+    return [flag] if wanted else _opposite(action, flag)
+
+
+def _opposite(action: argparse.Action, flag: str) -> list[str]:
+    """Return the form of a switch that says the contrary, nothing where there is none."""
+    forms = action.option_strings
+    off = getattr(action, "negatives", [form for form in forms if form.startswith("--no-")])
+    on = getattr(action, "positives", [form for form in forms if form not in off])
+    return list(on if flag in off else off)[:1]

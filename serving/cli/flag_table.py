@@ -1,0 +1,58 @@
+"""`python -m serving.cli.flag_table > docs/vllm_flags.md`: what each flag of vLLM means here."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from serving.cli.flags import build_parser
+from serving.cli.foreign_flags import Fact, ForeignFlag, verdict, vllm_facts, vllm_source
+
+
+def table() -> str:
+    """Return the page: a row per flag of vLLM's parser."""
+    rows = list(_rows())
+    counts = Counter(kind for _, kind, _ in rows)
+    said = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    lines = [
+        "# vLLM's flags",
+        "",
+        f"What each flag of {vllm_source()} means here: {said}. "
+        "`python -m serving.cli.flag_table > docs/vllm_flags.md` writes this page.",
+        "",
+        "- *same*: a flag of ours with this name and meaning.",
+        "- *already so*: accepted, because it is true without being said.",
+        "- *refused*: ends the start with the reason. What asks for nothing (the other form of a "
+        "switch, vLLM's own default) is accepted.",
+        "",
+        "A flag may be spelled with underscores, an object key by key (`--flag.key VALUE`).",
+        "",
+        "| flag | here | why, or what else |",
+        "| --- | --- | --- |",
+        *(f"| {flag} | {kind} | {text} |" for flag, kind, text in rows),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _rows() -> Iterator[tuple[str, str, str]]:
+    parser = build_parser()
+    for fact in vllm_facts():
+        action = parser._option_string_actions[fact.flag]
+        if not isinstance(action, ForeignFlag):
+            yield f"`{fact.flag}`", "same", ""
+        elif (said := verdict(fact)) is not None:
+            yield _shown(fact), "already so" if said.so else "refused", said.reason
+
+
+def _shown(fact: Fact) -> str:
+    """Return the form or the values that are true here, or the flag that is refused."""
+    said = verdict(fact)
+    if said is None or not said.so:
+        refused = said is not None and fact.flag in said.accepted and fact.negative
+        return f"`{fact.negative[0] if refused else fact.flag}`"
+    if fact.kind in ("pair", "switch"):
+        return f"`{said.accepted[0]}`"
+    values = " or ".join("any value" if value == "*" else value for value in said.accepted)
+    return f"`{fact.flag}` {values}"
+
+
+if __name__ == "__main__":
+    print(table(), end="")

@@ -1,0 +1,180 @@
+"""Flags of vLLM and SGLang that are none here: already true, or refused with the reason. No jax.
+
+A command line that serves elsewhere either means the same here, or is refused with the reason.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from serving.cli.foreign_reasons import (
+    ALWAYS_SO,
+    OLDER_ALWAYS_SO,
+    OLDER_REFUSED,
+    OLDER_SPELLINGS,
+    REFUSED,
+)
+
+FACTS = Path(__file__).parent / "vllm_flags.json"
+_NOTHING = ("", "{}", "[]", "null", "none")  # values that ask for nothing
+
+
+@dataclasses.dataclass(frozen=True)
+class Fact:
+    """One flag of vLLM's parser; `kind` is switch, pair, value, maybe, list or json."""
+
+    flag: str
+    kind: str
+    aliases: tuple[str, ...] = ()
+    negative: tuple[str, ...] = ()  # the other form of a pair
+    default: bool | int | float | str | None = None  # None: it has none, or no plain one
+
+    @property
+    def positive(self) -> tuple[str, ...]:
+        return self.flag, *self.aliases
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What a foreign flag means here."""
+
+    reason: str
+    accepted: tuple[str, ...]  # forms of a switch, or values; "*" is any
+    so: bool  # true here without being said, not merely refused
+
+
+@functools.cache
+def vllm_facts() -> tuple[Fact, ...]:
+    """Return the flags of vLLM's parser in its own order."""
+    rows: list[dict[str, Any]] = json.loads(FACTS.read_text(encoding="utf-8"))["flags"]
+    return tuple(_fact(row) for row in rows)
+
+
+def _fact(row: dict[str, Any]) -> Fact:
+    aliases, negative = (tuple(row.get(key, ())) for key in ("aliases", "negative"))
+    return Fact(row["flag"], row["kind"], aliases, negative, row.get("default"))
+
+
+@functools.cache
+def vllm_source() -> str:
+    """Return whose parser and which release the facts are of."""
+    return json.loads(FACTS.read_text(encoding="utf-8"))["source"]
+
+
+def verdict(fact: Fact) -> Verdict | None:
+    """Return what a flag without a flag of ours means here, None where the tables do not say."""
+    always, refused = _tables()
+    for form in (*fact.positive, *fact.negative):
+        if form in always:
+            values, reason = always[form]
+            if fact.kind in ("pair", "switch"):
+                return Verdict(reason, _side(fact, form), so=True)
+            return Verdict(reason, values, so=True)
+        if form in refused:
+            return Verdict(refused[form], _harmless(fact, form), so=False)
+    return None
+
+
+@functools.cache
+def _tables() -> tuple[dict[str, tuple[tuple[str, ...], str]], dict[str, str]]:
+    """Return what is always so (form: values and reason) and what is refused (form: reason)."""
+    always = {}
+    for key, reason in (ALWAYS_SO | OLDER_ALWAYS_SO).items():
+        form, *values = key.split()
+        always[form] = tuple(values), reason
+    refused = {form: reason for reason, forms in REFUSED.items() for form in forms.split()}
+    return always, refused | OLDER_REFUSED
+
+
+def _side(fact: Fact, form: str) -> tuple[str, ...]:
+    return fact.positive if form in fact.positive else fact.negative
+
+
+def _harmless(fact: Fact, form: str) -> tuple[str, ...]:
+    """Return the forms or values of a refused flag that do not ask for it."""
+    if fact.kind in ("pair", "switch"):
+        return fact.negative if form in fact.positive else fact.positive
+    return () if fact.default in (None, "") else (str(fact.default),)
+
+
+def _older_facts() -> list[Fact]:
+    """Return the flags that only older releases and SGLang have."""
+    rows = [Fact(key.split()[0], "value") for key in OLDER_ALWAYS_SO]
+    return rows + [Fact(flag, "list") for flag in OLDER_REFUSED]
+
+
+class ForeignFlag(argparse.Action):
+    """Accepts what is so anyway, refuses the rest; nothing of it reaches the namespace."""
+
+    positives: tuple[str, ...] = ()
+    negatives: tuple[str, ...] = ()  # the forms that turn a switch off
+
+    def __init__(self, *args: Any, verdict: Verdict, **more: Any):
+        super().__init__(*args, **more)
+        self._verdict = verdict
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        accepted, reason = self._verdict.accepted, self._verdict.reason
+        if self.nargs == 0:
+            if option_string not in accepted:
+                parser.error(f"{option_string}: {reason}")
+            return
+        text = " ".join(map(str, values)) if isinstance(values, list) else str(values or "")
+        if "*" in accepted or text.lower() in _NOTHING or any(_same(text, a) for a in accepted):
+            return
+        only = f" {text}: only {' or '.join(accepted)} is offered;" if accepted else ":"
+        parser.error(f"{option_string}{only} {reason}")
+
+
+def _same(text: str, accepted: str) -> bool:
+    try:
+        return float(text) == float(accepted)
+    except ValueError:
+        return text.lower() == accepted.lower()
+
+
+def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
+    """Add each flag of the tables that the parser has not; --help shows those that are so anyway.
+
+    Flags of ours get vLLM's other spellings of them.
+    """
+    group = parser.add_argument_group(f"true without being said ({vllm_source()})")
+    for fact in (*vllm_facts(), *_older_facts()):
+        own = parser._option_string_actions.get(fact.flag)
+        if own is not None:
+            _add_spellings(parser, own, fact)
+        elif (said := verdict(fact)) is not None:
+            _add_foreign_flag(group, fact, said)
+
+
+def _add_foreign_flag(group: Any, fact: Fact, said: Verdict) -> None:
+    nargs = {"pair": 0, "switch": 0, "list": "*", "maybe": "?"}.get(fact.kind)
+    values = "|".join(said.accepted).replace("*", "ANY") or "VALUE"
+    action = group.add_argument(
+        *(*fact.positive, *OLDER_SPELLINGS.get(fact.flag, ()), *fact.negative),
+        action=ForeignFlag,
+        verdict=said,
+        nargs=nargs,
+        dest=argparse.SUPPRESS,
+        metavar=None if nargs == 0 else values,
+        help=said.reason if said.so else argparse.SUPPRESS,
+    )
+    action.positives, action.negatives = fact.positive, fact.negative
+    # What --help shows; the parser knows them all.
+    action.option_strings = [said.accepted[0] if said.so and nargs == 0 else fact.flag]
+
+
+def _add_spellings(parser: argparse.ArgumentParser, own: argparse.Action, fact: Fact) -> None:
+    """Let vLLM's other spellings of a flag of ours do the same."""
+    known = parser._option_string_actions
+    for form in fact.positive:
+        known.setdefault(form, own)
+    off = next((form for form in own.option_strings if form.startswith("--no-")), None)
+    if off is not None:
+        for form in fact.negative:
+            if form not in known:
+                hidden = argparse.SUPPRESS
+                parser.add_argument(form, dest=own.dest, action="store_false", help=hidden)

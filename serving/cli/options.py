@@ -1,0 +1,70 @@
+"""Options parsed from the command line, for every process. No jax."""
+
+import dataclasses
+import ipaddress
+from collections.abc import Mapping
+from typing import Any
+
+from serving.api.cluster_config import ClusterConfig
+from serving.api.config import EngineConfig
+from serving.cli.flag_values import LoraModule
+from serving.http.settings import HttpSettings
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Parsed options of the command line."""
+
+    engine: EngineConfig
+    http: HttpSettings
+    cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
+    adapters: tuple[LoraModule, ...] = ()
+    host: str = "127.0.0.1"
+    port: int = 8000
+    uds: str | None = None  # a Unix socket instead of host and port
+    insecure: bool = False
+    log_level: str = "info"
+    access_log: bool = True
+    state_dir: str | None = None  # where loads at run time are recorded
+    state_lasts: bool = True  # False: the folder goes with the server
+    max_connections: int = 1000
+    shutdown_timeout: float = 25.0  # seconds from SIGTERM to the end of the process
+    quiet_paths: tuple[str, ...] = ()  # without lines in the access log, beside probes
+    log_stats: bool = True
+    metrics_port: int | None = None  # /metrics without a key
+    metrics_host: str = "127.0.0.1"
+    plan: str | None = None  # a workload file: print the plan for it instead of serving
+    uvicorn: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = [module.name for module in self.adapters]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"--lora-modules has the name {twice!r} twice.")
+        if not 1 <= self.max_connections <= 1_000_000:
+            raise ValueError(f"--max-connections must be 1 to 1000000, got {self.max_connections}.")
+        if not 0 <= self.shutdown_timeout <= 3600:
+            raise ValueError(
+                f"--shutdown-timeout must be 0 to 3600 seconds, got {self.shutdown_timeout:g}."
+            )
+        if self.metrics_port is not None and not self.cluster.is_single:
+            raise ValueError(
+                "--metrics-port is for one instance; give Prometheus a --metrics-key, with which "
+                "/metrics of several instances answers."
+            )
+        closed = self.uds is not None or is_loopback(self.host)
+        if not (self.insecure or self.http.has_api_keys or closed):
+            raise ValueError(
+                f"Without --api-key or --keys-file everybody who can reach {self.host} could use "
+                "this server. Give a key, or say --insecure if that is what you want."
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach the address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,241 @@
+"""One engine behind HTTP on a socket, from options to the end of the process."""
+
+import contextlib
+import dataclasses
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from starlette.types import ASGIApp
+
+from serving.api.config import EngineConfig
+from serving.api.examples import Examples, read_examples
+from serving.cli.options import Options
+from serving.engine import logs
+from serving.http.access.local_names import LocalNames
+from serving.http.requests.bounds import Bounds
+from serving.http.wire.connections import ConnectionLimits, fitting
+from serving.http.wire.drain import Drain
+from serving.http.wire.edge import at_the_edge
+from serving.http.wire.uvicorn_server import AnnouncingServer, bind, uvicorn_config
+from serving.runtime.journal import Journal, replay
+from serving.text.tokenizer_files import TokenizerFiles
+
+logger = logging.getLogger(__name__)
+
+
+_PROBES = 64  # connections to an instance besides the router's for its clients
+
+
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """What a server that answers tells whoever started it."""
+
+    replay: Callable[[], dict[str, str]]  # repeats the journal: reasons of what failed, by name
+    body_bytes: int  # largest body
+
+
+class StartError(Exception):
+    """The server cannot start; the message says why and names the culprit."""
+
+
+def serve(
+    options: Options,
+    sock: socket.socket,
+    access: Any = None,
+    announce: Callable[[Started], None] = lambda started: None,
+) -> None:
+    """Load everything, serve on the bound socket until SIGTERM or SIGINT, close.
+
+    With `access` (a ServerAccess) the experts' adapters are on a LoRA Server. `announce` is called
+    once requests are answered, with what a router needs to know. Raises StartError.
+    """
+    with ExitStack() as stack:
+        journal = journal_of(options)
+        if journal is not None and options.cluster.is_single:
+            stack.enter_context(only_server(journal))
+        engine = stack.enter_context(_engine(options, access))
+
+        def repeat() -> dict[str, str]:
+            return {} if journal is None else replay(journal.read(), engine.registry)
+
+        repeat()
+        started = Started(repeat, options.http.max_body_bytes or Bounds.of(engine).body_bytes)
+        server = _server(options, engine, sock, journal, lambda: announce(started), stack)
+        if options.log_stats:
+            stack.enter_context(logs.PeriodicStats(engine))
+        run_server(server, sock)
+
+
+def journal_of(options: Options) -> Journal | None:
+    """Return the journal of loads at run time; None where there is no folder for it."""
+    if options.state_dir is None or not options.http.enable_runtime_lora:
+        return None
+    try:
+        return Journal(options.state_dir, options.state_lasts)
+    except (ValueError, OSError) as error:
+        raise StartError(f"Cannot use --state-dir: {error}") from error
+
+
+@contextlib.contextmanager
+def only_server(journal: Journal) -> Iterator[None]:
+    """Hold the journal's folder against other servers; StartError where one has it."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(journal.owned())
+        except (ValueError, OSError) as error:
+            raise StartError(f"Cannot use --state-dir: {error}") from error
+        yield
+
+
+def run_server(server: AnnouncingServer, sock: socket.socket) -> None:
+    """Answer on the socket until SIGTERM or SIGINT; what was opened is still to be closed."""
+    # uvicorn raises the signal again when it has shut down.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        server.run(sockets=[sock])
+    except KeyboardInterrupt:
+        logger.info("Interrupted.")
+
+
+def _engine(options: Options, access: Any):
+    """Return the engine, which says on its way what it loads and compiles."""
+    from serving import Engine  # here, so that --help need not wait for jax
+
+    logger.info("%s", logs.version_line())
+    values = dataclasses.asdict(options.engine)
+    plain = {module.name: module.path for module in options.adapters if not module.pinned}
+    try:
+        more = {} if access is None else {"lora_server": access}
+        engine = Engine(values.pop("model"), plain, **more, **values)
+    except (ValueError, KeyError, OSError, NotImplementedError) as error:
+        raise StartError(f"Cannot serve {options.engine.model}: {error}") from error
+    try:
+        for module in options.adapters:
+            if module.pinned:
+                engine.load_adapter(module.name, module.path, pinned=True)
+    except (ValueError, KeyError, OSError) as error:
+        engine.close()
+        raise StartError(f"Cannot serve {options.engine.model}: {error}") from error
+    return engine
+
+
+def _server(
+    options: Options,
+    engine: Any,
+    sock: socket.socket,
+    journal: Journal | None,
+    announce: Callable[[], None],
+    stack: ExitStack,
+) -> AnnouncingServer:
+    """Return the server that will answer on the socket, with its start-up lines logged.
+
+    What runs beside it ends with the stack.
+    """
+    from serving.http.app import create_app
+    from serving.http.requests.model_names import folder_adapters
+
+    http = dataclasses.replace(options.http, access_log=options.access_log)
+    app = create_app(engine, http, examples_of(options), journal)
+    _start_aside(options, engine, app.state.server, stack)
+    url, in_folder = url_of(options, sock), folder_adapters(options.engine.lora_dir)
+    logs.log_all(logs.adapter_table(engine.registry.entries()))
+    logs.log_all(logs.folder_lines(in_folder))
+    logs.log_all(logs.route_lines(app))
+    logger.info("Starting vLLM-compatible server on %s", url)
+    adapters = [*(entry.name for entry in engine.registry.entries()), *sorted(in_folder)]
+    base = app.state.server.names.base
+    chats = engine.tokenizer.has_chat_template
+    given = logs.ready_lines(
+        url, base, options.http.has_api_keys, adapters, examples_of(options), chats
+    )
+
+    def ready() -> None:
+        logs.log_all(given)
+        announce()
+
+    return front_server(app, options, sock, ready)
+
+
+def front_server(
+    app: ASGIApp,
+    options: Options,
+    sock: socket.socket,
+    ready: Callable[[], None],
+    descriptors: int = 1,
+    end_s: float = 0.0,
+    ending: Callable[[], None] = lambda: None,
+    access_log: bool = False,
+) -> AnnouncingServer:
+    """Return the server of an application on the socket, within the limits of the options.
+
+    A connection takes `descriptors`; `end_s` of the time after SIGTERM belongs to the caller.
+    `access_log` is for an application that logs no requests itself.
+    """
+    drain = Drain(app)
+    limits = ConnectionLimits(most=options.max_connections)
+    if sock.family == socket.AF_UNIX:  # the router has limits of its own, and waits for its clients
+        limits = dataclasses.replace(limits, most=limits.most + _PROBES, stuck_s=4 * limits.stuck_s)
+    limits = fitting(limits, descriptors)
+    guard = guarded(drain, options, sock)
+    config = uvicorn_config(guard, limits, access_log=access_log, **options.uvicorn)
+    return AnnouncingServer(config, ready, drain, options.shutdown_timeout - end_s, ending)
+
+
+def examples_of(options: Options) -> Examples:
+    """Return the example prompts of the model and of the adapters that are named at the start."""
+    return read_examples(options.engine.model, {m.name: m.path for m in options.adapters})
+
+
+def has_template(engine: EngineConfig) -> bool:
+    """Return whether messages have a template, as far as the files say without an engine."""
+    try:
+        found = TokenizerFiles(Path(engine.model)).chat_template()
+    except (OSError, ValueError):
+        found = None
+    return engine.chat_template is not None or found is not None
+
+
+def _start_aside(options: Options, engine: Any, server: Any, stack: ExitStack) -> None:
+    """Start what watches the keys file and what answers at the metrics' own port."""
+    from serving.http.access.key_watch import KeyWatch
+    from serving.http.wire.metrics_app import serve_metrics
+
+    try:
+        server.audit.check()
+    except OSError as error:
+        raise StartError(f"Cannot write --audit-log: {error.strerror}.") from None
+    if options.http.keys_file is not None:
+        stack.enter_context(KeyWatch(options.http.keys_file, server.keys, server.audit))
+    if options.metrics_port is None:
+        return
+    try:
+        sock = stack.enter_context(bind(options.metrics_host, options.metrics_port))
+    except OSError as error:
+        where = f"{options.metrics_host}:{options.metrics_port}"
+        raise StartError(f"Cannot listen on {where}: {error.strerror}.") from None
+    registries = (engine.metrics.registry, server.metrics.registry)
+    stack.enter_context(serve_metrics(sock, registries))
+    logger.info("Metrics without a key at http://%s:%d/metrics.", *sock.getsockname()[:2])
+
+
+def guarded(app: ASGIApp, options: Options, sock: socket.socket) -> ASGIApp:
+    """Return the application behind the edge, with local names only where it has no other guard."""
+    app = at_the_edge(app, options.http)
+    is_open = options.insecure or options.http.has_api_keys or sock.family == socket.AF_UNIX
+    return app if is_open else LocalNames(app)
+
+
+def url_of(options: Options, sock: socket.socket) -> str:
+    """Return the URL of a bound socket, as a client on this machine would spell it."""
+    address = sock.getsockname()
+    if isinstance(address, str):
+        return f"unix://{address}"
+    scheme = "https" if "ssl_certfile" in options.uvicorn else "http"
+    shown = "127.0.0.1" if options.host in ("0.0.0.0", "::") else options.host
+    shown = f"[{shown}]" if ":" in shown else shown
+    return f"{scheme}://{shown}:{address[1]}"

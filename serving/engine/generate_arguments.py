@@ -1,0 +1,121 @@
+"""Arguments of `Engine.generate` in the forms that people write them, vLLM's among them. No jax."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from serving.api.sampling import Sampling
+
+# A text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}.
+Prompt = str | Sequence[int] | Mapping[str, Any]
+_KEYS = ("prompt", "prompt_token_ids")
+
+
+@dataclasses.dataclass(frozen=True)
+class GivenPrompt:
+    """A prompt as it came: text, ids, or both; ids win."""
+
+    text: str | None
+    ids: tuple[int, ...] | None
+
+
+def given_prompt(prompt: Prompt) -> GivenPrompt:
+    """Return a prompt of any form; TypeError or ValueError says which forms there are."""
+    if isinstance(prompt, str):
+        return GivenPrompt(prompt, None)
+    if isinstance(prompt, Mapping):
+        return _of_mapping(prompt)
+    return GivenPrompt(None, _ids(prompt))
+
+
+def _of_mapping(prompt: Mapping[str, Any]) -> GivenPrompt:
+    unknown = next((key for key in prompt if key not in _KEYS), None)
+    if unknown is not None:
+        raise ValueError(f"A prompt has {unknown!r}; this model takes {' and '.join(_KEYS)}.")
+    text, ids = (prompt.get(key) for key in _KEYS)
+    if text is None and ids is None:
+        raise ValueError(f"A prompt must have {' or '.join(_KEYS)}.")
+    if text is not None and not isinstance(text, str):
+        raise TypeError(f"prompt must be a text, got {type(text).__name__}.")
+    return GivenPrompt(text, None if ids is None else _ids(ids))
+
+
+def _ids(prompt: Any) -> tuple[int, ...]:
+    try:
+        ids = tuple(prompt)
+    except TypeError:
+        ids = (prompt,)
+    wrong = [i for i in ids if isinstance(i, bool) or not hasattr(i, "__index__")]
+    if wrong:
+        raise TypeError(
+            f"A prompt is a text, token ids, or a dict with {' or '.join(_KEYS)}; got "
+            f"{type(wrong[0]).__name__} where a token id should be."
+        )
+    return tuple(int(i) for i in ids)
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return a list of prompts; a text, a dict or a list of token ids is one prompt."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    listed = list(prompts)
+    return [listed] if listed and isinstance(listed[0], int) else listed  # type: ignore[list-item]
+
+
+Adapters = str | Sequence[str | None] | None
+Samplings = Sampling | Sequence[Sampling] | None
+
+
+def adapter_and_sampling(
+    adapter: Any, sampling: Any, sampling_params: Any = None, lora_request: Any = None
+) -> tuple[Adapters, Samplings]:
+    """Return adapters and samplings, also where they came as vLLM has them.
+
+    There `sampling_params` comes second and `lora_request` names the adapter. TypeError for two
+    values of one of them.
+    """
+    if _is_sampling(adapter):  # generate(prompts, Sampling(...))
+        adapter, sampling = None, _one_of("sampling", adapter, sampling)
+    sampling = _one_of("sampling", sampling, sampling_params)
+    if lora_request is not None:
+        adapter = _one_of("adapter", adapter, _names(lora_request))
+    return adapter, sampling
+
+
+def _is_sampling(value: Any) -> bool:
+    listed = isinstance(value, Sequence) and not isinstance(value, str)
+    return isinstance(value[0] if listed and value else value, Sampling)
+
+
+def _one_of(name: str, one: Any, other: Any) -> Any:
+    if one is not None and other is not None:
+        raise TypeError(f"{name} is given twice.")
+    return other if one is None else one
+
+
+def _names(lora_request: Any) -> Any:
+    """Return the names of one or several LoRARequests, which may be plain names."""
+    if isinstance(lora_request, Sequence) and not isinstance(lora_request, str):
+        return [None if one is None else _names(one) for one in lora_request]
+    name = getattr(lora_request, "lora_name", lora_request)
+    if not isinstance(name, str):
+        raise TypeError(
+            "lora_request must be the name of a loaded adapter or have a lora_name; "
+            "Engine.load_adapter(name, path) loads one."
+        )
+    return name
+
+
+def broadcast(name: str, value: Any, count: int, single: tuple[type, ...]) -> list[Any]:
+    """Return `count` values: a single one repeated, or the given ones, which must be as many."""
+    if isinstance(value, single):
+        return [value] * count
+    wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in single)
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise TypeError(f"{name} must be {wanted} or a list of them, got {type(value).__name__}.")
+    wrong = next((item for item in value if not isinstance(item, single)), None)
+    if wrong is not None:
+        raise TypeError(f"{name} must hold {wanted}, got {type(wrong).__name__}.")
+    if len(value) != count:
+        raise ValueError(f"{count} prompts but {len(value)} values of {name}.")
+    return list(value)

@@ -1,0 +1,326 @@
+"""The engine's thread: plans, dispatches, reads one step late, and hands out what came of it.
+
+Other threads put requests in with `submit`, which takes the lock and so fails at once when it
+must, and leave aborts for the loop. The device is only ever touched by the loop.
+"""
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from lora_jax.adapters.registry import AdapterEntry, AdapterRegistry
+from serving.api.request import EngineDead, FinishReason, Request, Sequence
+from serving.engine.live_request import LiveRequest
+from serving.engine.metrics import EngineMetrics
+from serving.loading.adapter_loaders import AdapterLoaders
+from serving.runtime.compile_counter import CompileCounter
+from serving.scheduling.scheduler import Progress, Scheduler, SchedulerStats
+from serving.steps.model_runner import InFlightStep, ModelRunner
+from serving.steps.sampler import INVALID_TOKEN
+
+logger = logging.getLogger(__name__)
+
+STALL_S = 60.0  # a loop that has not turned for so long is not alive
+_LOADING_WAIT_S = 0.0002  # the threads that copy need Python's lock
+_IDLE_WAIT_S = 1.0  # the registry is looked at so often while nothing runs
+_BLOCKED_WAIT_S = 0.02  # while sequences wait for something that no step of ours will bring
+_DEAD = "The engine has stopped; the request was not finished."
+_ADAPTER_WAIT = "The adapter {name!r} found no free slot in time."
+_ADAPTER_LOAD = "The adapter {name!r} could not be loaded: {why}"
+_SERVER_FAILED = "The LoRA Server did not answer for the adapter {name!r}; try again."
+_NO_OUTPUT = "The output of the request could not be processed."
+_NOT_FINITE = "The model's logits are not finite numbers."
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopParts:
+    """Parts that the loop drives."""
+
+    runner: ModelRunner
+    scheduler: Scheduler
+    registry: AdapterRegistry
+    loader: AdapterLoaders | None
+    metrics: EngineMetrics
+    compilations: CompileCounter
+    chunks_per_step: int
+
+
+class EngineLoop:
+    """One thread over scheduler and device, from `start` to `close`."""
+
+    def __init__(self, parts: LoopParts):
+        self._parts = parts
+        self._lock = threading.Lock()
+        self._wake = threading.Condition(self._lock)
+        self._woken = False
+        self._aborts: list[str] = []
+        self._closing = False
+        self._dead = False
+        self._live: dict[str, LiveRequest] = {}
+        self._flying: InFlightStep | None = None
+        self._generation = -1  # of the registry, as last seen
+        self._heartbeat_s = time.monotonic()
+        self._num_dispatched = 0
+        self.num_steps = 0  # whose results have been read
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # For other threads.
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; live requests end with an error that says they may be tried again."""
+        with self._lock:
+            self._closing = True
+        self.wake()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def wake(self) -> None:
+        """Make the loop look around if it sleeps."""
+        with self._lock:
+            self._woken = True
+            self._wake.notify()
+
+    @property
+    def is_alive(self) -> bool:
+        """True if the thread runs and the loop has run within the last STALL_S seconds."""
+        stalled = time.monotonic() - self._heartbeat_s > STALL_S
+        return self._thread.is_alive() and not (self._dead or self._closing or stalled)
+
+    def submit(
+        self,
+        request: Request,
+        entry: AdapterEntry | None,
+        make_live: Callable[[list[Sequence]], LiveRequest],
+    ) -> None:
+        """Queue a request; raises QueueFull, ValueError or EngineDead and then changes nothing."""
+        with self._lock:
+            if self._dead or self._closing:
+                raise EngineDead(_DEAD)
+            sequences = self._parts.scheduler.add(request)
+            self._live[request.request_id] = make_live(sequences)
+            if entry is not None and self._parts.loader is not None:
+                self._parts.loader.retain(entry)
+            self._woken = True
+            self._wake.notify()
+
+    def abort(self, request_id: str) -> None:
+        """End a request soon; unknown ones are ignored."""
+        with self._lock:
+            self._aborts.append(request_id)
+            self._woken = True
+            self._wake.notify()
+
+    def scheduler_stats(self) -> SchedulerStats:
+        """Return where the sequences are."""
+        with self._lock:
+            return self._parts.scheduler.stats()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when the books contradict each other; for an idle engine."""
+        with self._lock:
+            assert not self._live, f"live requests {sorted(self._live)}"
+            assert not self._parts.scheduler.has_work, "the scheduler has work"
+            self._parts.scheduler.check_integrity()
+            if self._parts.loader is not None:
+                self._parts.loader.check_integrity()
+
+    # The loop.
+
+    def _run(self) -> None:
+        self._parts.compilations.watch_this_thread()
+        try:
+            while not self._closing:
+                self._turn()
+        except Exception:
+            logger.exception("The engine has died.")
+        finally:
+            self._parts.compilations.ignore_this_thread()
+            self._fail_all()
+            self._drain()
+
+    def _turn(self) -> None:
+        """Plan and dispatch one step, advance loads, and take in the step before."""
+        parts, now = self._parts, time.monotonic()
+        self._heartbeat_s = now
+        with self._lock:
+            aborts, self._aborts, self._woken = self._aborts, [], False
+            self._follow_registry()
+            ended = [s for request_id in aborts for s in parts.scheduler.abort(request_id)]
+            expired = parts.scheduler.expired(now)
+            plan = parts.scheduler.plan(now)
+        if plan is not None and parts.loader is not None:
+            parts.loader.prepare(parts.runner, self._num_dispatched)
+        step = None if plan is None else parts.runner.dispatch(plan)
+        self._num_dispatched += step is not None
+        loaded = self._advance_loads()
+        for sequence in ended:
+            self._end(sequence, FinishReason.ABORT)
+        for sequence in expired:
+            message = _ADAPTER_WAIT.format(name=sequence.request.adapter)
+            self._end(sequence, FinishReason.ERROR, message, retryable=True)
+        finished, self._flying = self._flying, step
+        if finished is not None:
+            self._take_in(finished)
+        elif step is None and not loaded:
+            self._sleep()
+
+    def _follow_registry(self) -> None:
+        """Let the device follow what was loaded and unloaded since the last look."""
+        registry = self._parts.registry
+        generation = registry.generation
+        if generation == self._generation:
+            return
+        self._generation = generation
+        self._parts.metrics.set_adapters([adapter.name for adapter in registry.known()])
+        if self._parts.loader is not None:
+            self._parts.loader.reconcile(registry.entries())
+
+    def _advance_loads(self) -> bool:
+        """Return whether the last load under way has ended, for which a sequence may wait."""
+        loader, runner = self._parts.loader, self._parts.runner
+        if loader is None or not loader.is_busy:
+            return False
+        steps = self._num_dispatched, self.num_steps
+        for digest, why in loader.advance(runner, self._parts.chunks_per_step, *steps):
+            with self._lock:
+                waiting = self._parts.scheduler.waiting_for(digest)
+                for sequence in waiting:
+                    self._parts.scheduler.finish(sequence, FinishReason.ERROR)
+            for sequence in waiting:
+                message = _ADAPTER_LOAD.format(name=sequence.request.adapter, why=why)
+                self._end(sequence, FinishReason.ERROR, message, retryable=True)
+        return not loader.is_busy
+
+    def _sleep(self) -> None:
+        """Wait until something is to be done."""
+        loader = self._parts.loader
+        loading = loader is not None and loader.is_busy
+        if loader is not None and not loading and not self._parts.scheduler.has_work:
+            loader.rest()
+        with self._lock:
+            if self._woken or self._closing:
+                return
+            blocked = self._parts.scheduler.has_work
+            waits = _LOADING_WAIT_S if loading else _BLOCKED_WAIT_S if blocked else _IDLE_WAIT_S
+            self._wake.wait(waits)
+
+    def _take_in(self, step: InFlightStep) -> None:
+        """Read a step's results and hand out what they mean."""
+        results = self._parts.runner.read(step)
+        bad = [result for result in results if result.token_id == INVALID_TOKEN]
+        now, loader = time.monotonic(), self._parts.loader
+        lost = frozenset() if loader is None else loader.harmed_by(step.remote_status)
+        with self._lock:
+            harmed = self._let_go(lost) if lost else []
+            bad = [result for result in bad if not result.chunk.sequence.num_void]
+            for result in bad:  # before its token counts as the sequence's next
+                self._parts.scheduler.finish(result.chunk.sequence, FinishReason.ERROR)
+            progress = self._parts.scheduler.complete(step.plan, results, now)
+        self.num_steps += 1
+        self._parts.metrics.step_done(step.plan.num_tokens)
+        for sequence in harmed:
+            message = _SERVER_FAILED.format(name=sequence.request.adapter)
+            self._end(sequence, FinishReason.ERROR, message, retryable=True)
+        for result in bad:
+            self._end(result.chunk.sequence, FinishReason.ERROR, _NOT_FINITE)
+        num_generated = 0
+        for one in progress:
+            num_generated += one.result.token_id is not None
+            self._deliver(one, now)
+        self._parts.metrics.tokens_generated(num_generated)
+
+    def _let_go(self, lost: frozenset[str]) -> list[Sequence]:
+        """End what the LoRA Server's failure has harmed, but what can go on without it does."""
+        loader, scheduler = self._parts.loader, self._parts.scheduler
+        here = frozenset() if loader is None else loader.servable_here(lost)
+        restarted = scheduler.restart_adapters(here) if here else []
+        return [*restarted, *scheduler.fail_adapters(lost - here)]
+
+    def _deliver(self, progress: Progress, now: float) -> None:
+        """Hand out what one sequence got; its own trouble ends its request and no other."""
+        sequence = progress.sequence
+        live = self._live.get(sequence.request.request_id)
+        if live is None:
+            return
+        try:
+            stopped = live.deliver(progress, now)
+        except Exception:
+            logger.exception("Request %s failed.", live.request.request_id)
+            self._fail(live, _NO_OUTPUT)
+            return
+        if stopped:
+            with self._lock:
+                self._parts.scheduler.finish(sequence, FinishReason.STOP)
+        if live.done:
+            self._retire(live, now)
+
+    def _end(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        error: str | None = None,
+        *,
+        retryable: bool = False,
+    ) -> None:
+        """Tell the caller that a sequence, already finished for the scheduler, has ended."""
+        live = self._live.get(sequence.request.request_id)
+        if live is None:
+            return
+        try:
+            live.end(sequence, reason, error, retryable=retryable)
+        except Exception:
+            logger.exception("Request %s failed.", live.request.request_id)
+            self._fail(live, _NO_OUTPUT)
+            return
+        if live.done:
+            self._retire(live, time.monotonic())
+
+    def _fail(self, live: LiveRequest, error: str) -> None:
+        """End what is left of a request with an error."""
+        with self._lock:
+            self._parts.scheduler.abort(live.request.request_id)
+        self._tell(live, error, retryable=False)
+        self._retire(live, time.monotonic())
+
+    def _tell(self, live: LiveRequest, error: str, *, retryable: bool) -> None:
+        """Send the last deltas of a request; its callback may be what is broken."""
+        for sequence in live.unfinished():
+            try:
+                live.end(sequence, FinishReason.ERROR, error, retryable=retryable)
+            except Exception:
+                logger.exception(
+                    "The caller of request %s could not be notified.", live.request.request_id
+                )
+
+    def _retire(self, live: LiveRequest, now: float) -> None:
+        """Forget a request that has ended, and what was kept for it."""
+        with self._lock:
+            if self._live.pop(live.request.request_id, None) is None:
+                return
+            digest = live.request.adapter_digest
+            if digest and self._parts.loader is not None:
+                self._parts.loader.drop(digest)
+        self._parts.metrics.request_done(live.summary(now))
+
+    def _drain(self) -> None:
+        """Wait for the device, so that the process may end while nothing runs; free its memory."""
+        try:
+            self._parts.runner.wait()
+        except Exception:
+            logger.exception("The last step failed.")
+        if self._parts.loader is not None:
+            self._parts.loader.close()
+
+    def _fail_all(self) -> None:
+        """Take no more requests, and tell the callers of the live ones; never raises."""
+        with self._lock:
+            self._dead = True
+            left, self._live = list(self._live.values()), {}
+        for live in left:
+            self._tell(live, _DEAD, retryable=True)

@@ -1,0 +1,81 @@
+"""Device memory budget of KV pages and adapter slots."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+
+from lora_jax.adapters.catalogue import LoraCatalogue
+from lora_jax.adapters.lora_allocator import SlotAllocator
+from lora_jax.adapters.slots import SlotsSpec, row_bytes, rows_per_adapter, size_slots
+from lora_jax.config import ModelConfig
+from lora_jax.nn.decoder import AbstractCausalLM
+from serving.api.config import EngineConfig
+from serving.engine.sizing import CacheSize, adapter_bytes, cache_size, free_bytes, kv_bytes
+
+logger = logging.getLogger(__name__)
+
+
+def size_kv_cache(
+    config: EngineConfig,
+    model: AbstractCausalLM,
+    model_config: ModelConfig,
+    here: LoraCatalogue,
+    dtype: jnp.dtype,
+    whole: int = 0,
+) -> CacheSize:
+    """Return the KV pages that the budget or the device's memory has room for.
+
+    Adapters take of it what `make_allocator` gives them for the same `here` and `whole`.
+    """
+    per_token = model.kv_shape(model_config).bytes_per_token(dtype)
+    free = _free_bytes(config)
+    if free is not None:
+        slots = adapter_bytes(config, _one_adapter_bytes(config, here, dtype), free)
+        if whole:
+            slots += whole * _one_adapter_bytes(config, model.catalogue(model_config), dtype)
+        free = kv_bytes(free, slots)
+    size = cache_size(config, per_token, model_config.max_positions, free)
+    logger.info(
+        "KV cache: %d pages of %d tokens, %.1f MB; sequences of up to %d tokens.",
+        size.num_pages,
+        size.page_size,
+        size.num_pages * size.page_size * per_token / 1e6,
+        size.max_model_len,
+    )
+    return size
+
+
+def _free_bytes(config: EngineConfig) -> int | None:
+    """Return what the loaded weights leave, or None where memory has no limit."""
+    said = jax.devices()[0].memory_stats() or {}
+    if "bytes_limit" not in said:
+        return None
+    return free_bytes(config, said["bytes_limit"], said["bytes_in_use"])
+
+
+def _one_adapter_bytes(config: EngineConfig, here: LoraCatalogue, dtype: jnp.dtype) -> int:
+    """Return what an adapter of max_lora_rank on every module takes."""
+    return row_bytes(rows_per_adapter(here, config.max_lora_rank), dtype.itemsize)
+
+
+def make_allocator(
+    config: EngineConfig,
+    catalogue: LoraCatalogue,
+    here: LoraCatalogue,
+    dtype: jnp.dtype,
+    whole: int = 0,
+) -> tuple[SlotAllocator, SlotsSpec]:
+    """Return slots for the modules of `here`, which are all or some of the catalogue's.
+
+    `whole` more slots have room for adapters of max_lora_rank on every module of the catalogue.
+    """
+    budget = adapter_bytes(config, _one_adapter_bytes(config, here, dtype), _free_bytes(config))
+    spec = size_slots(here, config.max_loras, config.max_lora_rank, dtype.itemsize, budget)
+    if whole:
+        more = rows_per_adapter(catalogue, config.max_lora_rank)
+        rows = {width: spec.rows.get(width, 0) + whole * count for width, count in more.items()}
+        spec = SlotsSpec(spec.num_slots + whole, rows)
+        budget = row_bytes(rows, dtype.itemsize)
+    logger.info("LoRA slots: %d, rank rows of up to %.1f MB.", spec.num_slots, budget / 1e6)
+    return SlotAllocator(catalogue, spec.num_slots, spec.rows, dtype.itemsize), spec

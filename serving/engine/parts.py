@@ -1,0 +1,348 @@
+"""Builds the parts of an engine from its config, with a log line for each."""
+
+import dataclasses
+import functools
+import logging
+import os
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lora_jax.adapters.catalogue import LoraCatalogue
+from lora_jax.adapters.lora_allocator import SlotAllocator
+from lora_jax.adapters.registry import AdapterRegistry, RegistryLimits
+from lora_jax.adapters.row_copies import Copier, CopyingPlan, pin_matrices
+from lora_jax.adapters.slots import LoadingPlan, SlotsSpec, init_slots
+from lora_jax.adapters.weights import AnyWeights, ExpertWeights
+from lora_jax.config import ModelConfig
+from lora_jax.nn.decoder import AbstractCausalLM
+from lora_jax.ops import dispatch
+from serving.api.config import EngineConfig
+from serving.api.generation_config import read_generation_config
+from serving.api.load_format import WeightSource, weight_source
+from serving.engine.loop import EngineLoop, LoopParts
+from serving.engine.memory_budget import make_allocator, size_kv_cache
+from serving.engine.metrics import EngineMetrics, EngineStats
+from serving.engine.model_info import ModelInfo, model_info
+from serving.engine.sizing import CacheSize
+from serving.loading.adapter_loader import AdapterLoader
+from serving.loading.adapter_loaders import AdapterLoaders
+from serving.loading.esft_parts import EsftParts, make_esft
+from serving.loading.local_experts import LocalExperts
+from serving.lora_server.instance import InstanceSide, ServerAccess, connect
+from serving.lora_server.shards import local_catalogue
+from serving.runtime.compile_counter import CompileCounter
+from serving.runtime.device_copier import copier_here
+from serving.runtime.program_cache import keep_programs
+from serving.scheduling.scheduler import Scheduler, SchedulerLimits
+from serving.steps.model_runner import ModelRunner
+from serving.steps.step import StepSizes
+from serving.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class EngineParts:
+    """Parts of an engine."""
+
+    tokenizer: Tokenizer
+    registry: AdapterRegistry
+    loader: AdapterLoaders
+    metrics: EngineMetrics
+    compilations: CompileCounter
+    loop: EngineLoop
+    model_info: ModelInfo
+
+
+def build_parts(
+    config: EngineConfig,
+    adapters: Mapping[str, str | os.PathLike[str]],
+    access: ServerAccess | None = None,
+) -> EngineParts:
+    """Load the model and the named adapters, compile, and return the parts; nothing runs yet.
+
+    With `access` the experts' part of LoRA adapters is on a LoRA Server. Raises ValueError for a
+    model or an adapter that cannot be served, and ConnectionError when the server cannot be
+    reached or does not fit.
+    """
+    generation = read_generation_config(
+        config.model, config.generation_config, config.override_generation_config
+    )
+    keep_programs()
+    device = jax.devices()[0]
+    logger.info(
+        "jax %s on %s (%d devices).", jax.__version__, device.device_kind, len(jax.devices())
+    )
+    source = weight_source(config.load_format)
+    model, model_config, dtype = _load_model(config, source)
+    made_up = model_config.vocab_size if source.made_up else None
+    tokenizer = Tokenizer(config.model, chat_template=config.chat_template, made_up=made_up)
+    weights = [(leaf.size, leaf.nbytes) for leaf in jax.tree.leaves(nnx.state(model))]
+    with ExitStack() as undo:
+        remote = None if access is None else connect(access, config, dtype.name)
+        if remote is not None:
+            undo.callback(remote.close)
+        esft = make_esft(config, model, model_config)
+        if esft is not None:
+            undo.callback(esft.room.close)
+        # KV pages may lie where the experts were.
+        catalogue = model.catalogue(model_config)
+        here, whole = _held_here(catalogue, remote)
+        size = size_kv_cache(config, model, model_config, here, dtype, whole)
+        info = model_info(config, weights, model_config, size, dtype, tokenizer, generation)
+        base = _Base(model, model_config, source, catalogue, dtype, size, esft, remote)
+        parts = _build(config, adapters, base, tokenizer, info)
+        undo.pop_all()
+        return parts
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Base:
+    """A model that is loaded, and what was set up around it."""
+
+    model: AbstractCausalLM
+    config: ModelConfig
+    source: WeightSource
+    catalogue: LoraCatalogue  # all modules that adapters may be on
+    dtype: jnp.dtype
+    size: CacheSize
+    esft: EsftParts | None
+    remote: InstanceSide | None
+
+
+def _held_here(catalogue: LoraCatalogue, remote: InstanceSide | None) -> tuple[LoraCatalogue, int]:
+    """Return the modules of which all adapters are here, and how many may be here as a whole."""
+    if remote is None:
+        return catalogue, 0
+    return local_catalogue(catalogue, remote.link.plan), remote.num_local
+
+
+def _build(
+    config: EngineConfig,
+    adapters: Mapping[str, str | os.PathLike[str]],
+    base: _Base,
+    tokenizer: Tokenizer,
+    info: ModelInfo,
+) -> EngineParts:
+    """Return the parts around a model that is loaded."""
+    here, whole = _held_here(base.catalogue, base.remote)
+    allocator, spec = make_allocator(config, base.catalogue, here, base.dtype, whole)
+    copier = copier_here()
+    registry = _make_registry(config, base, allocator, copier)
+    _load_adapters(registry, adapters)
+    end_ids = info.end_token_ids
+    runner = _make_runner(config, base, spec, end_ids)
+    compilations = CompileCounter()
+    metrics = _make_metrics(config, info)
+    loader = _make_loaders(allocator, base, metrics, copier)
+    registry.set_in_use(loader.in_use)
+    scheduler = _make_scheduler(config, base.size, loader, end_ids)
+    chunks = config.adapter_load_chunks_per_step
+    loop = EngineLoop(
+        LoopParts(
+            runner, scheduler, registry, loader, metrics, compilations, chunks_per_step=chunks
+        )
+    )
+    if base.remote is not None:
+        base.remote.wake = loop.wake
+    metrics.set_source(lambda: engine_stats(loop, registry, loader, metrics, compilations))
+    return EngineParts(tokenizer, registry, loader, metrics, compilations, loop, info)
+
+
+def engine_stats(
+    loop: EngineLoop,
+    registry: AdapterRegistry,
+    loader: AdapterLoaders,
+    metrics: EngineMetrics,
+    compilations: CompileCounter,
+) -> EngineStats:
+    """Return where the engine stands; any thread may ask."""
+    scheduler, on_device, entries = loop.scheduler_stats(), loader.snapshot, registry.entries()
+    sizes = {entry.digest: (entry.kind, entry.report.weight_bytes) for entry in entries}
+    by_kind: dict[str, int] = {}
+    for kind, size in sizes.values():
+        by_kind[kind] = by_kind.get(kind, 0) + size
+    return EngineStats(
+        running=scheduler.num_running,
+        waiting=scheduler.num_waiting_capacity + scheduler.num_waiting_adapter,
+        waiting_for_adapter=scheduler.num_waiting_adapter,
+        kv_usage=scheduler.kv_usage,
+        prefix_queries=scheduler.prefix_queries,
+        prefix_hits=scheduler.prefix_hits,
+        preemptions=scheduler.num_preemptions,
+        prompt_tokens=metrics.prompt_tokens,
+        generation_tokens=metrics.generation_tokens,
+        adapters_loaded=len(entries),
+        adapter_slots_used=on_device.slots_used,
+        adapter_slots_total=on_device.slots_total,
+        adapter_swaps=on_device.swaps,
+        adapter_bytes=by_kind,
+        adapter_device_bytes=on_device.bytes_used,
+        expert_page_bytes=on_device.expert_page_bytes,
+        resident_adapters=tuple(e.name for e in entries if e.digest in on_device.resident),
+        waiting_adapters=scheduler.waiting_adapters,
+        compilations_after_warmup=compilations.count,
+        steps=loop.num_steps,
+        implementations=dispatch.table(),
+    )
+
+
+def _load_model(
+    config: EngineConfig, source: WeightSource
+) -> tuple[AbstractCausalLM, ModelConfig, jnp.dtype]:
+    start = time.monotonic()
+    wanted = None if config.dtype == "auto" else jnp.dtype(config.dtype)
+    model, model_config = source.load_model(config.model, dtype=wanted)
+    leaves = jax.tree.leaves(nnx.state(model))
+    dtype = jax.tree.leaves(nnx.state(model.embed))[0].dtype
+    logger.info(
+        "Model %s: %s, %.1f M parameters, %.1f MB, %s, loaded in %.1f s.",
+        Path(config.model).name,
+        model_config.model_type,
+        sum(leaf.size for leaf in leaves) / 1e6,
+        sum(leaf.nbytes for leaf in leaves) / 1e6,
+        dtype.name,
+        time.monotonic() - start,
+    )
+    logger.info("Mesh: one device, %s.", leaves[0].device)
+    return model, model_config, dtype
+
+
+def _make_registry(
+    config: EngineConfig, base: _Base, allocator: SlotAllocator, copier: Copier | None
+) -> AdapterRegistry:
+    def check_fits(weights: AnyWeights) -> None:
+        if not isinstance(weights, ExpertWeights):
+            allocator.check_fits(weights)
+        elif base.esft is None:
+            raise ValueError(
+                "an ESFT adapter; this server has no room for any (max_esft_adapters)."
+            )
+        else:
+            base.esft.room.allocator.check_fits(weights)
+
+    def kept(weights: AnyWeights) -> AnyWeights:
+        return pin_matrices(weights if base.remote is None else base.remote.keep(weights), copier)
+
+    limits = RegistryLimits(
+        max_total_bytes=config.max_total_adapter_bytes,
+        max_file_bytes=config.max_adapter_bytes,
+        max_rank=config.max_lora_rank,
+        loads_per_minute=config.max_adapter_loads_per_minute,
+    )
+    return AdapterRegistry(
+        base.catalogue,
+        base_names=(config.model_name,),
+        lora_dir=config.lora_dir,
+        limits=limits,
+        check=check_fits,
+        keep=kept,
+        read=base.source.read_adapter,
+    )
+
+
+def _load_adapters(
+    registry: AdapterRegistry, adapters: Mapping[str, str | os.PathLike[str]]
+) -> None:
+    registry.load_all(adapters)
+    for name in adapters:
+        report = registry.get(name).report
+        logger.info(
+            "Adapter %s: %s, %s, %.2f MB, sha256 %s.",
+            name,
+            report.kind,
+            f"{sum(map(len, report.experts.values()))} experts"
+            if report.experts
+            else f"rank {report.max_rank}, {len(report.modules)} modules",
+            report.weight_bytes / 1e6,
+            report.digest[:12],
+        )
+
+
+def _make_runner(
+    config: EngineConfig, base: _Base, spec: SlotsSpec, end_ids: tuple[int, ...]
+) -> ModelRunner:
+    start = time.monotonic()
+    link = None if base.remote is None else base.remote.link
+    runner = ModelRunner(
+        base.model,
+        base.model.kv_shape(base.config),
+        _step_sizes(config, base.size),
+        max_tokens=config.max_num_batched_tokens,
+        vocab_size=base.config.vocab_size,
+        dtype=base.dtype,
+        end_ids=end_ids,
+        slots=init_slots(base.catalogue, spec, base.dtype),
+        reroute_tables=None if base.esft is None else base.esft.tables,
+        link=link,
+        # On a CPU the adapters' kernels return at once where no row has an adapter, but exchanges
+        # that nobody needs take a third of a small model's step.
+        specialize_lora=config.specialize_lora
+        and (jax.default_backend() != "cpu" or link is not None),
+    )
+    runner.warm_up(progress=True)
+    logger.info(
+        "Compiled %d programs for steps of up to %s tokens in %.1f s.",
+        len(runner.programs),
+        ", ".join(map(str, runner.buckets)),
+        time.monotonic() - start,
+    )
+    return runner
+
+
+def _step_sizes(config: EngineConfig, size: CacheSize) -> StepSizes:
+    return StepSizes(
+        max_seqs=config.max_num_seqs,
+        max_len=size.max_model_len,
+        page_size=size.page_size,
+        num_pages=size.num_pages,
+        max_logit_rows=config.max_logit_rows,
+        max_rank=config.max_lora_rank,
+    )
+
+
+def _make_loaders(
+    allocator: SlotAllocator, base: _Base, metrics: EngineMetrics, copier: Copier | None
+) -> AdapterLoaders:
+    told, remote, esft = metrics.adapter_loaded_on_device, base.remote, base.esft
+    make_plan = LoadingPlan if copier is None else functools.partial(CopyingPlan, copier=copier)
+    lora = AdapterLoader(allocator, make_plan, on_loaded=told)
+    local = LocalExperts(lora) if remote is not None and remote.num_local else None
+    if esft is None:
+        return AdapterLoaders(lora, allocator.num_slots, remote=remote, local=local)
+    experts = AdapterLoader(esft.room.allocator, esft.room.plan, on_loaded=told)
+    return AdapterLoaders(lora, allocator.num_slots, experts, esft.room, remote, local)
+
+
+def _make_scheduler(
+    config: EngineConfig, size: CacheSize, loader: AdapterLoaders, end_ids: tuple[int, ...]
+) -> Scheduler:
+    limits = SchedulerLimits(
+        num_pages=size.num_pages,
+        page_size=size.page_size,
+        max_model_len=size.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_logit_rows=config.max_logit_rows,
+        max_queue=config.max_queue,
+        adapter_wait_s=config.adapter_wait_s,
+        enable_prefix_caching=config.enable_prefix_caching,
+        scheduling_policy=config.scheduling_policy,
+    )
+    return Scheduler(limits, adapters=loader, eos_token_ids=end_ids, seed=config.seed)
+
+
+def _make_metrics(config: EngineConfig, info: ModelInfo) -> EngineMetrics:
+    cache = {
+        "block_size": str(info.page_size),
+        "num_gpu_blocks": str(info.kv_pages),
+        "cache_dtype": info.dtype,
+        "enable_prefix_caching": str(config.enable_prefix_caching),
+    }
+    return EngineMetrics(info.name, info.max_model_len, cache, config.max_loras)

@@ -1,0 +1,89 @@
+"""Sizes of KV pages and adapter slots, and the longest sequence. No jax."""
+
+import dataclasses
+
+from serving.api.config import EngineConfig
+
+DEFAULT_KV_BYTES = 256 << 20
+DEFAULT_LORA_BYTES = 512 << 20
+LORA_SHARE = 0.25  # of what weights leave of an accelerator's memory
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheSize:
+    """Pages of `page_size` tokens, and the longest sequence in tokens."""
+
+    num_pages: int
+    page_size: int
+    max_model_len: int
+
+
+def free_bytes(config: EngineConfig, limit: int, used: int) -> int:
+    """Return what gpu_memory_utilization of `limit` bytes leaves for KV pages and adapters.
+
+    `used` is what the weights take; the rest of the limit is for the step's own arrays. Raises
+    ValueError when nothing is left.
+    """
+    left = int(config.gpu_memory_utilization * limit) - used
+    if left <= 0:
+        raise ValueError(
+            f"Weights ({used} bytes) leave no room for KV pages and adapters in "
+            f"{config.gpu_memory_utilization} of {limit} bytes. Raise gpu_memory_utilization."
+        )
+    return left
+
+
+def kv_bytes(free: int, adapters: int) -> int:
+    """Return what the adapter slots leave of `free` bytes. Raises ValueError: nothing."""
+    if adapters >= free:
+        raise ValueError(
+            f"Adapter slots of {adapters} bytes leave no room for KV pages: weights leave {free} "
+            "bytes. Lower lora_memory_bytes, max_loras or max_lora_rank."
+        )
+    return free - adapters
+
+
+def cache_size(
+    config: EngineConfig, bytes_per_token: int, model_positions: int, free: int | None = None
+) -> CacheSize:
+    """Return pages for max_num_seqs sequences of full length, within the byte budget.
+
+    Without kv_cache_memory_bytes the budget is `free` bytes, on a CPU DEFAULT_KV_BYTES. A
+    max_model_len that was not asked for shrinks to what the pages hold; one that was asked for must
+    fit. Raises ValueError.
+    """
+    page_size = config.block_size
+    wanted = config.max_model_len or model_positions
+    if wanted > model_positions:
+        raise ValueError(
+            f"max_model_len is {wanted}, but the model has {model_positions} positions."
+        )
+    budget = config.kv_cache_memory_bytes or (DEFAULT_KV_BYTES if free is None else free)
+    affordable = budget // (bytes_per_token * page_size)
+    if affordable < 1:
+        raise ValueError(
+            f"One KV page of {page_size} tokens takes {bytes_per_token * page_size} bytes; the "
+            f"budget is {budget}."
+        )
+    longest = min(wanted, affordable * page_size)
+    if config.max_model_len and longest < wanted:
+        raise ValueError(
+            f"A sequence of max_model_len {wanted} takes {wanted * bytes_per_token} bytes of KV "
+            f"cache; the budget is {budget}. Raise kv_cache_memory_bytes or lower max_model_len."
+        )
+    pages = min(affordable, config.max_num_seqs * -(-longest // page_size))
+    return CacheSize(pages, page_size, longest)
+
+
+def adapter_bytes(config: EngineConfig, one_adapter: int, free: int | None = None) -> int:
+    """Return the byte budget of the adapter slots.
+
+    `one_adapter` is what an adapter of max_lora_rank on every module takes. Without
+    lora_memory_bytes there is room for max_loras such adapters, but no more than LORA_SHARE of the
+    `free` bytes, on a CPU DEFAULT_LORA_BYTES, unless a single one needs more: few adapters are as
+    big as they may be.
+    """
+    if config.lora_memory_bytes is not None:
+        return config.lora_memory_bytes
+    most = DEFAULT_LORA_BYTES if free is None else int(LORA_SHARE * free)
+    return max(one_adapter, min(config.max_loras * one_adapter, most))

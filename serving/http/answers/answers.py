@@ -1,0 +1,148 @@
+"""Response parts that completions and chat share, whole or streamed."""
+
+import contextlib
+import dataclasses
+import logging
+import secrets
+import time
+from abc import ABC, abstractmethod
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from serving.http.answers.generation import ClientGone, Generation, Piece, usage_of
+from serving.http.answers.json_pieces import json_response
+from serving.http.answers.logprobs import token_text
+from serving.http.answers.streaming import EventStream
+from serving.http.interface import AbstractTokenizer
+from serving.http.lanes import Lane, run_in
+from serving.http.requests.protocol import GenerationBody
+from serving.http.server import Server
+from serving.http.settings import HttpSettings
+
+logger = logging.getLogger(__name__)
+_SHORT = 2048  # tokens whose answer is written on the event loop
+CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it keeps the counters honest
+
+
+class AbstractAnswer(ABC):
+    """Builds the JSON of one answer from pieces; use it either whole or as chunks."""
+
+    prefix: str
+    whole_object: str
+    chunk_object: str
+
+    def __init__(
+        self,
+        body: GenerationBody,
+        generation: Generation,
+        model: str,
+        tokenizer: AbstractTokenizer,
+        settings: HttpSettings | None = None,
+    ):
+        settings = settings or HttpSettings()
+        self.generation, self.model = generation, model
+        self.usage = usage_of(generation)
+        as_ids = body.return_tokens_as_token_ids
+        self.text_of = token_text(tokenizer, settings.tokens_as_ids if as_ids is None else as_ids)
+        self.return_token_ids = bool(body.return_token_ids)
+        options = body.stream_options
+        wanted = bool(options and options.include_usage)
+        self._include_usage = wanted or settings.force_include_usage
+        self._continuous = bool(options and options.continuous_usage_stats) and self._include_usage
+        self.id = f"{self.prefix}-{secrets.token_hex(16)}"
+        self._head = {
+            "id": self.id,
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._pieces: dict[int, list[Piece]] = {i: [] for i in range(generation.num_choices)}
+
+    @abstractmethod
+    def whole_choice(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
+        """Return one choice of the whole answer, made of all its pieces."""
+
+    @abstractmethod
+    def chunk_choice(self, piece: Piece) -> dict[str, Any] | None:
+        """Return the choice of one chunk, or None when there is nothing to send."""
+
+    def first(self) -> list[dict[str, Any]]:
+        """Return the chunks that come before any text."""
+        return []
+
+    def add(self, piece: Piece) -> None:
+        """Keep a piece for the whole answer."""
+        self.usage.add(piece)
+        self._pieces[piece.index].append(piece)
+
+    def whole(self) -> dict[str, Any]:
+        """Return the whole answer."""
+        choices = [self.whole_choice(i, pieces) for i, pieces in self._pieces.items()]
+        head = {"object": self.whole_object, **self._head, "system_fingerprint": None}
+        return head | {"choices": choices, "usage": self.usage.as_json()}
+
+    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return one chunk of the stream."""
+        chunk = {"object": self.chunk_object, **self._head, "choices": choices}
+        return chunk | {"usage": self.usage.as_json()} if self._continuous else chunk
+
+    def of(self, piece: Piece) -> list[dict[str, Any]]:
+        """Return the chunks of one piece."""
+        self.usage.add(piece)
+        choice = self.chunk_choice(piece)
+        return [] if choice is None else [self.chunk([choice])]
+
+    def last(self) -> list[dict[str, Any]]:
+        """Return the chunk with the usage if it was asked for."""
+        if not self._include_usage:
+            return []
+        return [self.chunk([]) | {"usage": self.usage.as_json()}]
+
+
+async def respond(
+    request: Request, server: Server, answer: AbstractAnswer, stream: bool | None
+) -> Response:
+    """Return the answer at once or as a stream; the engine stops when the client goes."""
+    silence_s = server.settings.keep_alive_s
+    if server.settings.log_requests:
+        logger.info("%s", request_line(request, answer, stream))
+    if stream:
+        return EventStream(answer.generation, answer, silence_s)
+    pieces = answer.generation.pieces(request.receive, silence_s)
+    try:
+        async with contextlib.aclosing(pieces):
+            async for batch in pieces:
+                for piece in batch:
+                    answer.add(piece)
+    except ClientGone:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    tokens = answer.usage.prompt_tokens + answer.usage.completion_tokens
+    if tokens <= _SHORT:
+        return json_response(answer.whole())
+    return await run_in(Lane.LONG, lambda: json_response(answer.whole()))
+
+
+def request_line(request: Request, answer: AbstractAnswer, stream: bool | None) -> str:
+    """Return what the log says of a request: names, numbers and sampling, never a word of it."""
+    generation = answer.generation
+    lengths = "+".join(str(len(prompt.ids)) for prompt in generation.prompts[:8])
+    more = "+..." if len(generation.prompts) > 8 else ""
+    sampling = generation.samplings[0]
+    shown = [
+        f"{field.name}={value}"
+        for field in dataclasses.fields(sampling)
+        if field.name not in ("stop", "logit_bias")
+        and (value := getattr(sampling, field.name)) != field.default
+        and value != ()
+    ]
+    return (
+        f"Request {answer.id} to {request.url.path} for {answer.model}: {lengths}{more} prompt "
+        f"tokens, {generation.num_choices} choices{', a stream' if stream else ''}; "
+        + ", ".join(shown)
+    )
+
+
+def cache_salt(caller_salt: str, given: str | None) -> str:
+    """Return the prefix-cache salt: the caller's own, and the request's on top."""
+    return f"{caller_salt}@{given}" if given else caller_salt

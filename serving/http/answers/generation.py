@@ -1,0 +1,215 @@
+"""The engine's side of one HTTP request: several prompts, each with n choices, one queue."""
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from starlette.types import Receive
+
+from lora_jax.adapters.entries import AdapterEntry
+from serving.api.request import FinishReason, OutputDelta, QueueFull
+from serving.api.sampling import Sampling
+from serving.http.access.auth import limited
+from serving.http.access.keys import Caller
+from serving.http.access.rates import TokenBudget
+from serving.http.errors import ApiError, scrub
+from serving.http.interface import AbstractEngine
+from serving.http.mailbox import Mailbox
+from serving.http.requests.prompts import Prompt
+
+_MOST_WAITING = 16384  # pieces for a client that does not read them; then its request ends
+_AT_ONCE = 16  # prompts
+
+
+class Piece(NamedTuple):
+    """A delta of choice `index`, counted over all prompts of the HTTP request."""
+
+    index: int
+    prompt: Prompt
+    delta: OutputDelta
+
+
+class ClientGone(Exception):
+    """The client closed its connection."""
+
+
+class Generation:
+    """Requests in the engine whose deltas arrive here; the engine's thread only appends."""
+
+    def __init__(self, engine: AbstractEngine, mailbox: Mailbox, prompts: Sequence[Prompt]):
+        self._engine, self._mailbox = engine, mailbox
+        self.prompts = tuple(prompts)
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[Piece | None] = asyncio.Queue()  # None: the client is gone
+        self._running: dict[str, int] = {}  # request id -> choices not finished
+        self.samplings: list[Sampling] = []  # of what was handed over, in order
+        self._budget: TokenBudget | None = None
+        self.num_choices = 0
+        self.is_sending = False  # the client is slow to read while this lasts
+        self._overrun = False
+
+    def submit(
+        self,
+        adapter: str | None,
+        samplings: Sequence[Sampling],
+        cache_salt: str,
+        caller: Caller | None = None,
+        entry: AdapterEntry | None = None,
+    ) -> None:
+        """Hand one request per prompt to the engine; when one is refused, none goes on.
+
+        The caller's limits hold and its tokens are counted. `entry` is the adapter's, if known.
+        """
+        submission = self._submission(adapter, cache_salt, caller, entry)
+        with self._all_or_none():
+            for prompt, sampling in zip(self.prompts, samplings, strict=True):
+                self._submit_one(prompt, sampling, submission)
+
+    async def submit_all(
+        self,
+        adapter: str | None,
+        samplings: Sequence[Sampling],
+        cache_salt: str,
+        caller: Caller | None = None,
+        entry: AdapterEntry | None = None,
+    ) -> None:
+        """Do what `submit` does; the event loop goes on between prompts."""
+        submission = self._submission(adapter, cache_salt, caller, entry)
+        with self._all_or_none():
+            for place, (prompt, sampling) in enumerate(zip(self.prompts, samplings, strict=True)):
+                if place % _AT_ONCE == _AT_ONCE - 1:
+                    await asyncio.sleep(0)
+                self._submit_one(prompt, sampling, submission)
+
+    def _submission(
+        self,
+        adapter: str | None,
+        cache_salt: str,
+        caller: Caller | None,
+        entry: AdapterEntry | None,
+    ) -> dict[str, Any]:
+        """Return what all prompts have in common, once the caller's budget of tokens allows it."""
+        self._budget = budget = caller.budget if caller else None
+        if budget and (wait_s := budget.wait_s()):
+            raise limited(f"tokens_per_minute={budget.per_minute:g}", wait_s)
+        share = caller.share if caller else None
+        return {"adapter": adapter, "cache_salt": cache_salt, "share": share, "entry": entry}
+
+    @contextlib.contextmanager
+    def _all_or_none(self) -> Iterator[None]:
+        """Abort what was handed over when something fails."""
+        try:
+            yield
+        except BaseException as error:
+            self.abort()
+            if isinstance(error, QueueFull | asyncio.CancelledError) or self._engine.is_alive():
+                raise
+            raise ApiError(503, "The engine has stopped.") from error
+
+    def _submit_one(self, prompt: Prompt, sampling: Sampling, submission: dict[str, Any]) -> None:
+        self.samplings.append(sampling)
+        receiver = self._receiver(prompt, self.num_choices)
+        request_id = self._engine.submit(
+            prompt.ids, sampling=sampling, on_output=receiver, **submission
+        )
+        if self._budget:
+            self._budget.spend(len(prompt.ids))
+        self._running[request_id] = sampling.n
+        self.num_choices += sampling.n
+
+    def _receiver(self, prompt: Prompt, first_index: int) -> Callable[[OutputDelta], None]:
+        budget = self._budget
+
+        def on_output(delta: OutputDelta) -> None:
+            if budget:
+                budget.spend(len(delta.token_ids))
+            if self.is_sending and self._queue.qsize() > _MOST_WAITING:
+                self._overrun = True
+                self._engine.abort(delta.request_id)
+                return
+            piece = Piece(first_index + delta.index, prompt, delta)
+            self._mailbox.put(self._loop, self._queue, piece)
+
+        return on_output
+
+    def abort(self) -> None:
+        """Stop whatever still runs. Calling it again does nothing."""
+        for request_id in self._running:
+            self._engine.abort(request_id)
+        self._running.clear()
+
+    async def pieces(self, receive: Receive, silence_s: float) -> AsyncGenerator[list[Piece]]:
+        """Yield what has arrived, in order; an empty list after `silence_s` without anything.
+
+        Ends after the last choice. Raises ClientGone when the client goes, and ApiError 500 or
+        503 when a choice fails. Whatever the reason, nothing runs on after it has ended.
+        """
+        watcher = asyncio.create_task(self._watch(receive))
+        try:
+            while self._running:
+                yield await self._next(silence_s)
+        finally:
+            watcher.cancel()
+            self.abort()
+
+    async def _next(self, silence_s: float) -> list[Piece]:
+        try:
+            async with asyncio.timeout(silence_s):
+                items = [await self._queue.get()]
+        except TimeoutError:
+            return []
+        if self._overrun:
+            raise ApiError(503, "The client reads too slowly; the text was not kept for it.")
+        while not self._queue.empty():
+            items.append(self._queue.get_nowait())
+        pieces = [piece for piece in items if piece is not None]
+        if len(pieces) < len(items):
+            raise ClientGone
+        for piece in pieces:
+            self._note(piece.delta)
+        return pieces
+
+    def _note(self, delta: OutputDelta) -> None:
+        if delta.finish_reason is FinishReason.ERROR:
+            message = scrub(delta.error or "The request failed.")
+            raise ApiError(503 if delta.retryable else 500, message)
+        if delta.finish_reason is not None and delta.request_id in self._running:
+            self._running[delta.request_id] -= 1
+            if not self._running[delta.request_id]:
+                del self._running[delta.request_id]
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._queue.put_nowait(None)
+
+
+@dataclasses.dataclass
+class Usage:
+    """Tokens of one HTTP request, as OpenAI reports them."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    _cached: dict[int, int] = dataclasses.field(default_factory=dict)  # by id of the prompt
+
+    def add(self, piece: Piece) -> None:
+        """Count the tokens of one piece."""
+        self.completion_tokens += len(piece.delta.token_ids)
+        key = id(piece.prompt)
+        self._cached[key] = max(self._cached.get(key, 0), piece.delta.num_cached_tokens)
+
+    def as_json(self) -> dict:
+        """Return the `usage` object of an answer."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "completion_tokens": self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
+        }
+
+
+def usage_of(generation: Generation) -> Usage:
+    """Return the usage of a generation that has produced nothing yet."""
+    return Usage(sum(len(prompt.ids) for prompt in generation.prompts))

@@ -1,0 +1,87 @@
+"""Server-sent events: framing, keep-alive comments, errors after the 200, disconnects."""
+
+import contextlib
+from typing import Any, Protocol
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from serving.http.answers.generation import ClientGone, Generation, Piece
+from serving.http.answers.json_pieces import dumps
+from serving.http.errors import from_exception, logger
+from serving.http.lanes import Lane, run_in
+
+DONE = b"data: [DONE]\n\n"
+_SHORT = 1024  # prompt tokens whose log-probabilities are written on the event loop
+KEEP_ALIVE = b": keep-alive\n\n"
+
+
+class Chunks(Protocol):
+    """Turns pieces into the chunks of one kind of stream."""
+
+    def first(self) -> list[dict[str, Any]]: ...
+
+    def of(self, piece: Piece) -> list[dict[str, Any]]: ...
+
+    def last(self) -> list[dict[str, Any]]: ...
+
+
+def event(data: dict[str, Any]) -> bytes:
+    """Return one event as it goes over the wire."""
+    return b"data: %b\n\n" % dumps(data)
+
+
+class EventStream(Response):
+    """A generation as a stream; it is aborted when the client goes or sending fails."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, generation: Generation, chunks: Chunks, keep_alive_s: float):
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._generation, self._chunks = generation, chunks
+        self._keep_alive_s = keep_alive_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_bytes(data: bytes, more: bool = True) -> None:
+            if data or not more:
+                self._generation.is_sending = True
+                await send({"type": "http.response.body", "body": data, "more_body": more})
+                self._generation.is_sending = False
+
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send_bytes(b"".join(map(event, self._chunks.first())))
+            await self._send_pieces(receive, send_bytes)
+            await send_bytes(DONE, more=False)
+        except (ClientGone, OSError):
+            return
+        finally:
+            self._generation.abort()
+
+    async def _events(self, batch: list[Piece]) -> bytes:
+        """Return the events of some pieces; those with a long prompt are made in a thread."""
+
+        def make() -> bytes:
+            return b"".join(event(c) for piece in batch for c in self._chunks.of(piece))
+
+        if sum(len(piece.delta.prompt_logprobs or ()) for piece in batch) <= _SHORT:
+            return make()
+        return await run_in(Lane.LONG, make)
+
+    async def _send_pieces(self, receive: Receive, send_bytes: Any) -> None:
+        pieces = self._generation.pieces(receive, self._keep_alive_s)
+        try:
+            async with contextlib.aclosing(pieces):
+                async for batch in pieces:
+                    data = await self._events(batch)
+                    if data or not batch:
+                        await send_bytes(data or KEEP_ALIVE)
+            await send_bytes(b"".join(map(event, self._chunks.last())))
+        except (ClientGone, OSError):
+            raise
+        except Exception as error:
+            answer = from_exception(error)
+            if answer.status == 500:
+                logger.error("A stream failed: %s", type(error).__name__)
+            await send_bytes(event(answer.body()))

@@ -1,0 +1,94 @@
+"""Read a JSON body: in time, within the size limit, of the right type, and exactly as typed."""
+
+import asyncio
+import itertools
+import logging
+from typing import Any
+
+from fastapi import Request
+from pydantic import BaseModel, ValidationError
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from lora_jax.json_structure import too_many_values
+from serving.http.errors import ApiError, from_validation, is_json_error
+from serving.http.lanes import Lane, run_in
+from serving.http.requests.bounds import SMALL_BODY, Bounds
+from serving.http.requests.protocol import NAMES_ONLY
+
+logger = logging.getLogger(__name__)
+_SHOWN = 16  # names of ignored fields in the log
+
+
+def takes(kind: type[BaseModel]) -> dict[str, Any]:
+    """Return what the API's description says of a route that reads this body."""
+    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+async def read_body[Body: BaseModel](request: Request, kind: type[Body]) -> Body:
+    """Return the checked body. Raises ApiError 400, 408 or 413.
+
+    pydantic's own JSON reader does both steps, in strict mode: "1" is not 1, and NaN is nothing.
+    """
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise ApiError(400, "Unsupported Media Type: Only 'application/json' is allowed")
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        shown = f"The body is {coding[:32]!r} encoded; send it without Content-Encoding."
+        raise ApiError(415, shown, headers=_CLOSE | {"Accept-Encoding": "identity"})
+    server = request.app.state.server
+    settings, bounds = server.settings, Bounds.of(server.engine)
+    limit = settings.max_body_bytes or bounds.body_bytes
+    if kind in NAMES_ONLY:
+        limit = min(limit, SMALL_BODY)
+    raw = await _read(request, limit, settings.body_timeout_s)
+    if len(raw) >= bounds.values and await run_in(Lane.SHORT, too_many_values, raw, bounds.values):
+        raise ApiError(413, f"The body holds more than {bounds.values} JSON values.")
+    try:
+        body = kind.model_validate_json(raw)
+    except ValidationError as error:
+        if is_json_error(error):
+            raise ApiError(400, "The body is not valid JSON.") from None
+        raise from_validation(error) from None
+    if body.model_extra and logger.isEnabledFor(logging.DEBUG):
+        shown = itertools.islice(body.model_extra, _SHOWN)
+        logger.debug("Ignored fields: %s", [name[:64] for name in shown])
+    return body
+
+
+async def _read(request: Request, limit: int, timeout_s: float) -> bytes:
+    too_large = ApiError(413, f"The body is larger than {limit} bytes.", headers=_CLOSE)
+    declared = request.headers.get("content-length", "0")
+    if declared.isdecimal() and int(declared[:20]) > limit:
+        raise too_large
+    chunks, size = [], 0
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > limit:
+                    raise too_large
+                chunks.append(chunk)
+    except TimeoutError:
+        raise ApiError(408, "The body took too long to arrive.", headers=_CLOSE) from None
+    return b"".join(chunks)
+
+
+# The rest of the body is still on its way, so the connection cannot serve another request.
+_CLOSE = {"Connection": "close"}
+
+
+class OneLength:
+    """Refuse requests that state their length twice: a proxy may see another end than we do."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        names = [name for name, _ in scope.get("headers", ())]
+        if b"transfer-encoding" in names and b"content-length" in names:
+            error = ApiError(400, "Both Content-Length and Transfer-Encoding.", headers=_CLOSE)
+            await error.response()(scope, receive, send)
+            return
+        await self.app(scope, receive, send)

@@ -1,0 +1,119 @@
+"""Model names: maps a client's name to the base model or an adapter, loaded on demand."""
+
+import asyncio
+import dataclasses
+import os
+import re
+
+from lora_jax.adapters.reader import CONFIG_FILES
+from lora_jax.adapters.registry import AdapterEntry, AdapterNotFound
+from serving.http.access.keys import Caller
+from serving.http.errors import ApiError, unknown_model
+from serving.http.interface import AbstractEngine
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Target of a request: the name in its answer, and the adapter (None: the base).
+
+    `entry` holds the adapter's weights until the engine has them.
+    """
+
+    name: str
+    adapter: str | None
+    entry: AdapterEntry | None = dataclasses.field(default=None, compare=False)
+
+
+class ModelNames:
+    """The base model's names and the adapters a caller can see."""
+
+    def __init__(self, engine: AbstractEngine, served_names: tuple[str, ...] = ()):
+        """The first served name is the base model's id in answers; all of them lead to it."""
+        self._engine = engine
+        self.listed = served_names or (engine.config.model_name,)
+        self.base = self.listed[0]
+        # Not the folder that the model came from: that would tell where it is.
+        self._accepted = frozenset(self.listed)
+
+    def is_base(self, name: str) -> bool:
+        """Return whether the name is one of the base model's."""
+        return name in self._accepted
+
+    def visible_adapters(self, caller: Caller) -> list[str]:
+        """Return loaded adapters and those in the adapter folder, as far as the caller may see."""
+        names = {entry.name for entry in self._engine.registry.known()}
+        names.update(folder_adapters(self._engine.config.lora_dir))
+        return sorted(n for n in names if caller.may_use(n) and not self.is_base(n))
+
+    def sees_adapter(self, name: str, caller: Caller) -> bool:
+        """Return whether `visible_adapters` would list this name, without listing all."""
+        if self.is_base(name) or not caller.may_use(name):
+            return False
+        root = self._engine.config.lora_dir
+        if self._engine.registry.knows(name):
+            return True
+        return root is not None and _is_adapter_folder(os.path.realpath(root), name)
+
+    async def resolve(self, model: str | None, lora_path: str | None, caller: Caller) -> Target:
+        """Return what `model` (name or base:name) and `lora_path` (name) ask for.
+
+        Raises ApiError 404 for a name that does not exist or is hidden from the caller, and 400
+        when the two name different adapters or the adapter's files are not acceptable.
+        """
+        by_model = self._adapter_of(model)
+        adapter = by_model or lora_path or None
+        if adapter is None:
+            return Target(self.base, None)
+        if by_model and lora_path and by_model != lora_path:
+            raise ApiError(
+                400,
+                f"model names the adapter `{by_model[:64]}` and lora_path `{lora_path[:64]}`.",
+                param="lora_path",
+            )
+        param = "model" if by_model else "lora_path"
+        shown = model if by_model and model else adapter
+        if not NAME.fullmatch(adapter) or not caller.may_use(adapter):
+            raise unknown_model(shown, param)
+        try:
+            entry = await self._load(adapter, caller)
+        except AdapterNotFound:
+            raise unknown_model(shown, param) from None
+        return Target(adapter, adapter, entry)
+
+    def _adapter_of(self, model: str | None) -> str | None:
+        """Return the adapter a model name asks for, or None for the base model."""
+        if not model or self.is_base(model):
+            return None
+        base, colon, adapter = model.rpartition(":")
+        return adapter if colon and self.is_base(base) and adapter else model
+
+    async def _load(self, adapter: str, caller: Caller) -> AdapterEntry:
+        """Return the entry; what is not in memory is read away from the event loop."""
+        registry = self._engine.registry
+        try:
+            return registry.get(adapter)
+        except AdapterNotFound:
+            return await asyncio.to_thread(registry.resolve, adapter, caller.host_share)
+
+
+def folder_adapters(root: str | None) -> set[str]:
+    """Return the names of the folders in `root` that look like adapters and are not elsewhere."""
+    if root is None:
+        return set()
+    top = os.path.realpath(root)
+    try:
+        names = os.listdir(top)
+    except OSError:
+        return set()
+    return {name for name in names if _is_adapter_folder(top, name)}
+
+
+def _is_adapter_folder(top: str, name: str) -> bool:
+    """Return whether `top/name` holds an adapter's config and is not a link to elsewhere."""
+    if not NAME.fullmatch(name):
+        return False
+    place = os.path.join(top, name)
+    inside = os.path.realpath(place).startswith(top + os.sep)
+    return inside and any(os.path.isfile(os.path.join(place, name)) for name in CONFIG_FILES)

@@ -1,0 +1,211 @@
+"""Prompts as lists of token ids, whatever form they came in."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from serving.http.errors import ApiError
+from serving.http.interface import AbstractEngine
+from serving.http.lanes import Lane, run_in
+from serving.http.requests.bounds import Bounds
+from serving.http.requests.protocol import MAX_PROMPTS, ChatMessage
+from serving.http.requests.template_options import TemplateOptions
+
+_SHORT = 2048  # characters that are encoded without leaving the event loop
+_LONG = 1 << 15  # characters that a thread for short work encodes
+_MAX_ALL_TOKENS = 1 << 20  # of all prompts of a request together
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """One prompt: its tokens, and its text where it came as text."""
+
+    ids: list[int]
+    text: str | None
+
+
+async def read_prompts(
+    engine: AbstractEngine, given: Any, add_special_tokens: bool, field: str = "prompt"
+) -> list[Prompt]:
+    """Return the prompts of a str, [str], [int] or [[int]]; otherwise raise ApiError 400.
+
+    "" is a prompt where the tokenizer puts a begin token in front.
+    """
+    if given is None or given == []:
+        raise ApiError(400, f"{field} must not be empty.", param=field)
+    items: list[Any] = given if isinstance(given, list) else [given]
+    if isinstance(items[0], int):
+        items = [items]
+    if len(items) > MAX_PROMPTS:
+        raise ApiError(400, f"{field} has {len(items)} entries of {MAX_PROMPTS}.", param=field)
+    prompts, room = [], max(_MAX_ALL_TOKENS, Bounds.of(engine).context)
+    for group in _groups(items):
+        for item, ids in zip(
+            group, await _ids(engine, group, add_special_tokens, field), strict=True
+        ):
+            if not ids:
+                raise ApiError(400, f"{field} must not be empty.", param=field)
+            check_ids(engine, ids, field)
+            prompts.append(Prompt(ids, item if isinstance(item, str) else None))
+            room -= len(ids)
+        if room < 0:
+            raise ApiError(
+                400, f"{field} has more than {_MAX_ALL_TOKENS} tokens in all.", param=field
+            )
+    return prompts
+
+
+def _groups(items: Sequence[Any]) -> Iterator[list[Any]]:
+    """Yield the prompts in order, short texts that follow each other together."""
+    group, size = [], 0
+    for item in items:
+        length = len(item) if isinstance(item, str) else 0
+        if group and size + length > _LONG:
+            yield group
+            group, size = [], 0
+        group.append(item)
+        size += length
+    yield group
+
+
+async def _ids(
+    engine: AbstractEngine, group: list[Any], add_special_tokens: bool, field: str
+) -> list[list[int]]:
+    """Return the tokens of one of the groups."""
+    if len(group) == 1:
+        item = group[0]
+        text = isinstance(item, str)
+        return [await encode(engine, item, add_special_tokens, field=field) if text else item]
+    return await run_in(
+        Lane.SHORT,
+        lambda: [
+            engine.tokenizer.encode(item, add_special_tokens=add_special_tokens)
+            if isinstance(item, str)
+            else item
+            for item in group
+        ],
+    )
+
+
+async def encode(
+    engine: AbstractEngine,
+    text: str,
+    add_special_tokens: bool,
+    most: int | None = None,
+    field: str = "prompt",
+) -> list[int]:
+    """Return the tokens of a text; a long one is encoded in a thread.
+
+    `most` tokens (by default the context) are the bound. ApiError 400 for a text that must have
+    more, by its characters or by its beginning; others may be returned with more.
+    """
+    bounds = Bounds.of(engine)
+    most = bounds.context if most is None else most
+    if len(text) > bounds.characters(most):
+        raise too_long(-(-len(text) // bounds.longest_token), most, field)
+    tokenizer = engine.tokenizer
+    if len(text) <= _SHORT:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    for size in _beginnings(len(text), 4 * most):
+        ids = await _encode_aside(engine, text[:size], False)
+        # What follows may change some tokens at the end, but never as many as these.
+        if len(ids) > 2 * most + 64:
+            raise too_long(len(ids) // 2, most, field)
+    return await _encode_aside(engine, text, add_special_tokens)
+
+
+async def _encode_aside(engine: AbstractEngine, text: str, add_special_tokens: bool) -> list[int]:
+    lane = Lane.SHORT if len(text) <= _LONG else Lane.LONG
+    return await run_in(lane, engine.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+
+def _beginnings(length: int, first: int) -> Iterator[int]:
+    """Yield lengths of beginnings of a text that are worth a look before the whole of it."""
+    size = max(first, _LONG)
+    while 2 * size < length:
+        yield size
+        size *= 4
+
+
+def too_long(at_least: int, most: int, field: str) -> ApiError:
+    """Return the answer to a text with too many tokens."""
+    return ApiError(
+        400,
+        f"Input length (at least {at_least}) exceeds model's maximum context length ({most}).",
+        param=field,
+    )
+
+
+def check_ids(engine: AbstractEngine, ids: list[int], field: str, most: int | None = None) -> None:
+    """Raise ApiError 400 for too many token ids, or for one outside of the vocabulary.
+
+    `most` ids (by default the context) are the bound.
+    """
+    limit = Bounds.of(engine).context if most is None else most
+    if len(ids) > limit:
+        raise ApiError(
+            400,
+            f"Input length ({len(ids)}) exceeds model's maximum context length ({limit}).",
+            param=field,
+        )
+    size = engine.model_info.vocab_size
+    if ids and not 0 <= min(ids) <= max(ids) < size:
+        raise ApiError(400, f"{field} has a token id outside of [0, {size - 1}].", param=field)
+
+
+async def chat_prompt(
+    engine: AbstractEngine,
+    messages: list[ChatMessage],
+    options: TemplateOptions,
+    add_special_tokens: bool,
+    most: int | None = None,
+) -> Prompt:
+    """Return the prompt that the server's own template makes of the messages.
+
+    `most` tokens (by default the context) are the bound of `encode`.
+    """
+    if not messages:
+        raise ApiError(400, "messages must not be empty.", param="messages")
+    limit = Bounds.of(engine).context if most is None else most
+    if len(messages) > limit:  # each has a token at least
+        raise too_long(len(messages), limit, "messages")
+    text = await run_in(Lane.SHORT, _render, engine, messages, options)
+    ids = await encode(engine, text, add_special_tokens, most, "messages")
+    if not ids:
+        raise ApiError(400, "messages must not be empty.", param="messages")
+    return Prompt(ids, text)
+
+
+def plain_messages(messages: list[ChatMessage]) -> list[dict[str, str]]:
+    """Return role and text of each message; what is not text is ApiError 400."""
+    return [_plain(i, message) for i, message in enumerate(messages)]
+
+
+def _render(engine: AbstractEngine, messages: list[ChatMessage], options: TemplateOptions) -> str:
+    plain = plain_messages(messages)
+    return engine.tokenizer.apply_chat_template(plain, **options.as_arguments())
+
+
+def _plain(place: int, message: ChatMessage) -> dict[str, str]:
+    """Return role and text of a message; a part that is not text is refused by its type."""
+    extra = message.model_extra or {}
+    for field in ("tool_calls", "function_call", "audio"):
+        if extra.get(field):
+            raise ApiError(400, f"messages.{place}.{field} is not supported.", param="messages")
+    content = message.content
+    if content is None or isinstance(content, str):
+        return {"role": message.role, "content": content or ""}
+    texts = []
+    for part in content:
+        kind = part.type or (
+            "text" if part.text is not None else next(iter(part.model_extra or {}), "none")
+        )
+        if kind != "text" or part.text is None:
+            raise ApiError(
+                400,
+                f"messages.{place}: a part of type {kind[:64]!r} is not supported; this model "
+                "takes text only.",
+                param="messages",
+            )
+        texts.append(part.text)
+    return {"role": message.role, "content": "\n".join(texts)}

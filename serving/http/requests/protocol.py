@@ -1,0 +1,253 @@
+"""Bodies of requests. Every field may be null; types are strict; unknown fields are ignored.
+
+Numbers are bounded by `Sampling`, which knows what the engine can do. A field that would change
+the answer but is not implemented is refused by name (see `unsupported`).
+"""
+
+from typing import Annotated, Any, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
+from pydantic_core import PydanticCustomError
+
+from serving.api.sampling import MAX_LOGIT_BIAS
+
+MAX_PROMPTS = 1024
+_MAX_NAME = 4096  # characters; a path may be so long
+Name = Annotated[str, StringConstraints(max_length=_MAX_NAME)]
+# A list whose check ends at the first wrong entry: pydantic makes an error for each otherwise.
+T = TypeVar("T")
+Quick = Annotated[list[T], Field(fail_fast=True)]
+
+
+def _few(value: Any) -> Any:
+    """Refuse a large object before its entries are looked at: each may be an error."""
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
+        raise PydanticCustomError(
+            "too_long",
+            "must have at most {most} entries, got {given}",
+            {"most": MAX_LOGIT_BIAS, "given": len(value)},
+        )
+    return value
+
+
+Biases = Annotated[dict[str, float], BeforeValidator(_few)]
+CacheSalt = Annotated[
+    str, StringConstraints(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]+$")
+]
+
+
+class Body(BaseModel):
+    """Base of all bodies."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    """Usage options of a stream."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationBody(Body):
+    """Fields of completions and chat completions alike."""
+
+    model: str | None = Field(default=None, max_length=_MAX_NAME)
+    lora_path: str | None = Field(
+        default=None, max_length=_MAX_NAME
+    )  # SGLang's way to name an adapter
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None  # wins over max_tokens
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    n: int | None = None
+    stop: str | Quick[str] | None = None
+    stop_token_ids: Quick[int] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    logit_bias: Biases | None = None
+    prompt_logprobs: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    cache_salt: CacheSalt | None = None
+    best_of: int | None = None
+    priority: int | None = None
+    # Accepted without effect.
+    request_id: str | None = Field(default=None, max_length=_MAX_NAME)
+    user: str | None = Field(default=None, max_length=_MAX_NAME)
+
+    @model_validator(mode="after")
+    def _stream_options_need_stream(self) -> "GenerationBody":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("Stream options can only be defined when `stream=True`.")
+        return self
+
+
+class CompletionBody(GenerationBody):
+    """Body of POST /v1/completions."""
+
+    prompt: str | Quick[str] | Quick[int] | Quick[Quick[int]] | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: str | None = None
+
+
+class ContentPart(Body):
+    """One part of a message: only text is understood."""
+
+    type: str | None = Field(default=None, max_length=_MAX_NAME)
+    text: str | None = None
+
+
+class ChatMessage(Body):
+    """One message of a chat."""
+
+    role: Name
+    content: str | Quick[ContentPart] | None = None
+
+
+class TemplateFields(Body):
+    """What goes to the chat template beside the messages."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+
+
+class ChatBody(GenerationBody, TemplateFields):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Quick[ChatMessage]
+    echo: bool | None = None
+    reasoning_effort: Annotated[str, StringConstraints(max_length=32)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+
+class TokenizeBody(TemplateFields):
+    """Body of POST /tokenize: a prompt or messages."""
+
+    model: str | None = Field(default=None, max_length=_MAX_NAME)
+    prompt: str | None = None
+    messages: Quick[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """Body of POST /detokenize."""
+
+    model: str | None = Field(default=None, max_length=_MAX_NAME)
+    tokens: Quick[int]
+
+
+class LoadAdapterBody(Body):
+    """Body of POST /v1/load_lora_adapter (vLLM) and /load_lora_adapter (SGLang)."""
+
+    lora_name: Name
+    lora_path: Name
+    load_inplace: bool | None = None
+    pinned: bool | None = None
+
+
+class UnloadAdapterBody(Body):
+    """Body of the routes that unload an adapter."""
+
+    lora_name: Name
+
+
+class AdapterSource(Body):
+    """Location of an adapter in Dynamo's form."""
+
+    uri: Name
+
+
+class DynamoLoadBody(Body):
+    """Body of POST /v1/loras (Dynamo)."""
+
+    lora_name: Name
+    source: AdapterSource
+
+
+BODIES: tuple[type[Body], ...] = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+NAMES_ONLY: tuple[type[Body], ...] = (LoadAdapterBody, UnloadAdapterBody, DynamoLoadBody)
+BODIES += NAMES_ONLY
+
+
+def body_schemas() -> dict[str, Any]:
+    """Return the JSON schemas of all bodies and their parts by name, as OpenAPI refers to them."""
+    template = "#/components/schemas/{model}"
+    mode: JsonSchemaMode = "validation"
+    _, schemas = models_json_schema([(b, mode) for b in BODIES], ref_template=template)
+    return schemas["$defs"]
+
+
+# Fields that would change the answer, and the values that ask for nothing.
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (),
+    "functions": ([],),
+    "function_call": ("none",),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "json_schema": (),
+    "regex": (),
+    "ebnf": (),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "custom_logit_processor": (),
+    "truncate_prompt_tokens": (),
+    "prompt_embeds": (),
+    "input_embeds": (),
+    "kv_transfer_params": (),
+    "chat_template": (),
+    "vllm_xargs": ({},),
+    "thinking_token_budget": (),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+    "priority": (0,),
+    "watermarking": (False,),
+    "logprob_token_ids": ([],),
+    "repetition_detection": (),
+    "return_token_offsets": (False,),
+    "return_prompt_text": (False,),
+    "ec_transfer_params": (),
+    "documents": ([],),
+    "audio": (),
+}
+
+
+def unsupported(body: Body) -> str | None:
+    """Return the name of a field that asks for what this server does not do, or None."""
+    for name, harmless in _REFUSED.items():
+        value = getattr(body, name, None)
+        if value is not None and not any(type(h) is type(value) and h == value for h in harmless):
+            return name
+    return None

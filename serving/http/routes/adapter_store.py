@@ -1,0 +1,144 @@
+"""Loading and unloading adapters for clients: three APIs, one registry, confined to --lora-dir."""
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+from collections.abc import AsyncGenerator, Callable
+
+from fastapi import Request
+
+from lora_jax.adapters.entries import AdapterEntry, EvictedAdapter
+from lora_jax.adapters.registry import AdapterExists, AdapterNotFound, RegistryBusy
+from serving.http.access.auth import caller_of, require_admin
+from serving.http.errors import ApiError, from_exception, scrub
+from serving.http.requests.model_names import NAME
+from serving.http.server import Server, server_of
+from serving.runtime.journal import Loaded
+
+logger = logging.getLogger(__name__)
+
+
+def admin_server(request: Request) -> Server:
+    """Return the server if this request may change its adapters, else raise ApiError 403."""
+    require_admin(request)
+    server = server_of(request)
+    if not server.settings.enable_runtime_lora:
+        raise ApiError(
+            403, "Loading adapters over HTTP is off; the server needs --enable-runtime-lora."
+        )
+    return server
+
+
+@contextlib.asynccontextmanager
+async def audited(request: Request, action: str, adapter: str) -> AsyncGenerator[None]:
+    """Write a line to the audit log about what is done inside, with its status."""
+    status, audit = 500, server_of(request).audit
+    try:
+        yield
+        status = 200
+    except ApiError as error:
+        status = error.status
+        raise
+    finally:
+        request.scope["state"]["adapter"] = shown = adapter if NAME.fullmatch(adapter) else None
+        audit.write(
+            action,
+            key=caller_of(request).id,
+            adapter=shown,
+            status=status,
+            request_id=request.scope["state"]["request_id"],
+        )
+
+
+async def load(
+    server: Server, name: str, path: str, *, replace: bool = False, pinned: bool = False
+) -> AdapterEntry:
+    """Load `--lora-dir/path` under a name and return its entry.
+
+    Raises ApiError 400 (bad name, path or files, name taken), 404 (no such folder) or 503 (busy).
+    """
+    if server.engine.config.lora_dir is None:
+        raise ApiError(400, "Loading adapters over HTTP needs --lora-dir.", type="InvalidUserInput")
+    if not NAME.fullmatch(name) or server.names.is_base(name):
+        shown = name[:64]
+        raise ApiError(400, f"The adapter name {shown!r} is not allowed.", type="InvalidUserInput")
+    if not path or "\0" in path:
+        raise ApiError(400, "lora_path must not be empty.", type="InvalidUserInput")
+    registry = server.engine.registry
+    try:
+        async with server.changing:
+            entry = await asyncio.to_thread(
+                registry.load, name, path, replace=replace, pinned=pinned, confined=True
+            )
+            await _keep_load(server, entry, path, was_there=replace)
+    except AdapterExists:
+        raise ApiError(
+            400,
+            f"The lora adapter '{name}' has already been loaded. If you want to load the adapter "
+            "in place, set 'load_inplace' to True.",
+            type="InvalidUserInput",
+        ) from None
+    except AdapterNotFound:
+        raise ApiError(404, f"No adapter found at {shown_path(path)!r}.") from None
+    except RegistryBusy as error:
+        raise from_exception(error) from None
+    except ValueError as error:
+        raise ApiError(400, scrub(str(error)), type="InvalidUserInput") from None
+    logger.info("Loaded adapter %s, sha256 %s.", name, entry.digest[:12])
+    return entry
+
+
+async def _keep_load(server: Server, entry: AdapterEntry, path: str, was_there: bool) -> None:
+    """Record a load before it is acknowledged; undo it where that fails."""
+    if server.journal is None:
+        return
+    try:
+        loaded = Loaded(path, entry.digest, entry.pinned)
+        await _record(server.journal.loaded, entry.name, loaded)
+    except ApiError:
+        if not was_there:
+            await asyncio.to_thread(server.engine.registry.unload, entry.name)
+        raise
+
+
+async def _record(write: Callable[..., None], *change: object) -> None:
+    try:
+        await asyncio.to_thread(write, *change)
+    except (OSError, ValueError) as error:
+        logger.error("The journal of adapters cannot be written: %s", error)
+        raise ApiError(
+            503,
+            "The server cannot record this change, so it would not outlast this process: "
+            f"{getattr(error, 'strerror', None) or 'its journal is broken'}.",
+        ) from None
+
+
+def durability(server: Server) -> str:
+    """Return what an answer to a load says of how long it lasts; nothing when it is kept."""
+    if server.journal is not None and server.journal.is_lasting:
+        return ""
+    return " It lasts until the server ends; --state-dir keeps it."
+
+
+def shown_path(path: str) -> str:
+    """Return what may be said of a path in an answer: a relative one as it is."""
+    return scrub(path[:200])
+
+
+async def unload(server: Server, name: str) -> AdapterEntry | EvictedAdapter:
+    """Forget an adapter and return its entry; running requests finish. ApiError 404 if unknown."""
+    try:
+        async with server.changing:
+            entry = await asyncio.to_thread(server.engine.registry.unload, name)
+            if server.journal is not None:
+                await _record(server.journal.unloaded, name)
+    except AdapterNotFound:
+        raise ApiError(404, f"The lora adapter '{name[:64]}' cannot be found.") from None
+    logger.info("Unloaded adapter %s, sha256 %s.", name, entry.digest[:12])
+    return entry
+
+
+def adapter_id(name: str) -> int:
+    """Return a stable positive 31-bit id of a name, for clients that want a number."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") & 0x7FFFFFFF

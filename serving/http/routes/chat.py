@@ -1,0 +1,126 @@
+"""POST /v1/chat/completions."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from serving.http.access.auth import caller_of
+from serving.http.answers.answers import AbstractAnswer, cache_salt, respond
+from serving.http.answers.generation import Generation, Piece
+from serving.http.answers.logprobs import chat_logprobs, prompt_logprobs
+from serving.http.interface import AbstractTokenizer
+from serving.http.requests.body import read_body, takes
+from serving.http.requests.parameters import chat_sampling, fit_context
+from serving.http.requests.prompts import chat_prompt, plain_messages
+from serving.http.requests.protocol import ChatBody
+from serving.http.requests.template_options import template_options
+from serving.http.server import server_of
+from serving.http.settings import HttpSettings
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions", openapi_extra=takes(ChatBody))
+async def create_chat_completion(request: Request) -> Response:
+    """Return the assistant's next message, at once or as a stream."""
+    server, caller = server_of(request), caller_of(request)
+    body = await read_body(request, ChatBody)
+    target = await server.names.resolve(body.model, body.lora_path, caller)
+    request.state.adapter = target.adapter
+    defaults = server.engine.model_info.sampling_defaults
+    chat_sampling(body, 1, defaults)  # refuse bad parameters before any work on the messages
+    options = template_options(body, server.settings.default_template_kwargs)
+    special = bool(body.add_special_tokens)  # templates write their own special tokens
+    prompt = await chat_prompt(server.engine, body.messages, options, special)
+    limit, length = server.max_model_len, len(prompt.ids)
+    sampling = fit_context(chat_sampling(body, limit - length, defaults), body, length, limit)
+    generation = Generation(server.engine, server.mailbox, [prompt])
+    salt = cache_salt(caller.salt, body.cache_salt)
+    generation.submit(target.adapter, [sampling], salt, caller, target.entry)
+    last = plain_messages(body.messages[-1:])[0]
+    role = server.settings.response_role if options.add_generation_prompt else last["role"]
+    echo = last["content"] if body.echo and last["role"] == role else ""
+    answer = ChatAnswer(
+        body, generation, target.name, server.engine.tokenizer, server.settings, role, echo
+    )
+    return await respond(request, server, answer, body.stream)
+
+
+class ChatAnswer(AbstractAnswer):
+    """`chat.completion` objects and their chunks."""
+
+    prefix = "chatcmpl"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(
+        self,
+        body: ChatBody,
+        generation: Generation,
+        model: str,
+        tokenizer: AbstractTokenizer,
+        settings: HttpSettings,
+        role: str,
+        echo: str,
+    ):
+        """`echo` is the text that comes before the answer's own."""
+        super().__init__(body, generation, model, tokenizer, settings)
+        self._role, self._echo = role, echo
+        self._wants_logprobs = bool(body.logprobs)
+        self._wants_prompt_logprobs = body.prompt_logprobs is not None
+
+    def whole(self) -> dict[str, Any]:
+        """Return the whole answer, with what belongs to the prompt beside the choices."""
+        answer = super().whole()
+        if self.return_token_ids:
+            answer["prompt_token_ids"] = self.generation.prompts[0].ids
+        if self._wants_prompt_logprobs:
+            first = self._pieces[0][0].delta.prompt_logprobs or ()
+            answer["prompt_logprobs"] = prompt_logprobs(self.text_of, first)
+        return answer
+
+    def whole_choice(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
+        """Return message, logprobs and finish of one choice."""
+        last = pieces[-1].delta
+        text = self._echo + "".join(piece.delta.text for piece in pieces)
+        choice: dict[str, Any] = {
+            "index": index,
+            "message": {"role": self._role, "content": text},
+            "logprobs": None,
+            "finish_reason": last.finish_reason,
+            "stop_reason": last.stop_reason,
+        }
+        if self._wants_logprobs:
+            logprobs = [x for piece in pieces for x in piece.delta.logprobs]
+            choice["logprobs"] = chat_logprobs(self.text_of, logprobs)
+        if self.return_token_ids:
+            choice["token_ids"] = [t for piece in pieces for t in piece.delta.token_ids]
+        return choice
+
+    def first(self) -> list[dict[str, Any]]:
+        """Return one chunk with the role per choice, and one with what is echoed."""
+        deltas = [{"role": self._role, "content": ""}]
+        deltas += [{"content": self._echo}] if self._echo else []
+        return [
+            self.chunk([self._chunk_choice(i, delta)])
+            for delta in deltas
+            for i in range(self.generation.num_choices)
+        ]
+
+    def chunk_choice(self, piece: Piece) -> dict[str, Any] | None:
+        """Return the choice of one chunk; tokens that have no text yet wait for theirs."""
+        delta = piece.delta
+        details = self._wants_logprobs or self.return_token_ids
+        if not delta.text and delta.finish_reason is None and not (details and delta.token_ids):
+            return None
+        choice = self._chunk_choice(piece.index, {"content": delta.text} if delta.text else {})
+        choice |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+        if self._wants_logprobs and delta.logprobs:
+            choice["logprobs"] = chat_logprobs(self.text_of, delta.logprobs)
+        if self.return_token_ids:
+            choice["token_ids"] = list(delta.token_ids)
+        return choice
+
+    def _chunk_choice(self, index: int, delta: dict[str, str]) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}

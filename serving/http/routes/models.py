@@ -1,0 +1,63 @@
+"""GET /v1/models and GET /v1/models/{id}: the base model and the adapters the caller may use."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from serving.http.access.auth import caller_of
+from serving.http.errors import unknown_model
+from serving.http.server import Server, server_of
+
+router = APIRouter()
+
+
+@router.get("/v1/models")
+def list_models(request: Request) -> dict[str, Any]:
+    """Return a card per name of the base model and per adapter.
+
+    Not a coroutine: it looks through a folder that may hold thousands, and so runs in a thread.
+    """
+    server = server_of(request)
+    cards = [card(server, name, None) for name in server.names.listed]
+    adapters = server.names.visible_adapters(caller_of(request))
+    cards += [card(server, name, server.names.base) for name in adapters]
+    return {"object": "list", "data": cards}
+
+
+@router.get("/v1/models/{model:path}")
+async def show_model(request: Request, model: str) -> dict[str, Any]:
+    """Return the card of one model; the id may hold slashes."""
+    server = server_of(request)
+    if server.names.is_base(model):
+        return card(server, model, None)
+    if not server.names.sees_adapter(model, caller_of(request)):
+        raise unknown_model(model)
+    return card(server, model, server.names.base)
+
+
+def card(server: Server, name: str, parent: str | None) -> dict[str, Any]:
+    """Return vLLM's model card; `root` is a name, never a path."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": server.created,
+        "owned_by": "lora-jax",
+        "root": name,
+        "parent": parent,
+        "max_model_len": server.max_model_len,
+        "permission": [_permission(server, name)],
+    }
+
+
+def _permission(server: Server, name: str) -> dict[str, Any]:
+    allowed = ("allow_sampling", "allow_logprobs", "allow_view")
+    denied = ("allow_create_engine", "allow_search_indices", "allow_fine_tuning", "is_blocking")
+    return {
+        "id": f"modelperm-{name}",
+        "object": "model_permission",
+        "created": server.created,
+        "organization": "*",
+        "group": None,
+        **dict.fromkeys(allowed, True),
+        **dict.fromkeys(denied, False),
+    }

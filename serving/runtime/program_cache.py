@@ -1,0 +1,53 @@
+"""Compiled programs outlive their process: a second start reads them instead of compiling again.
+
+jax asks for them; `program_files` keeps them. A folder that is set in jax
+(`JAX_COMPILATION_CACHE_DIR`) stays jax's own, but is turned off where other users may write it: a
+program is code. `JAX_ENABLE_COMPILATION_CACHE=false` turns all of this off.
+"""
+
+import hashlib
+import logging
+from pathlib import Path
+
+import jax
+from jax._src import compilation_cache as jax_cache  # its public face takes no other cache
+
+from lora_jax import own_files
+from lora_jax.ops import dispatch, native
+from serving.runtime.program_files import ProgramFiles
+
+logger = logging.getLogger(__name__)
+
+_MAX_BYTES = 8 << 30  # programs used longest ago go first
+_MIN_COMPILE_S = 0.2  # faster ones are not worth a file
+
+
+def keep_programs() -> None:
+    """Let jax keep the programs that this process compiles in the folder of compiled kernels."""
+    named = jax.config.jax_compilation_cache_dir
+    if named is not None and "://" in named:  # not of this machine
+        return
+    folder = Path(named) if named else dispatch.cache_folder() / "programs" / _machine()
+    try:
+        folder = own_files.own_folder(folder)
+    except OSError as error:
+        jax.config.update("jax_compilation_cache_dir", None)
+        logger.warning("Programs are compiled anew at each start: %s", error)
+    else:
+        if named:
+            return
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", _MIN_COMPILE_S)
+        _give_jax(ProgramFiles(folder, _MAX_BYTES), str(folder))
+    jax_cache.reset_cache()  # jax looks at the settings once, maybe before this
+
+
+def _give_jax(files: ProgramFiles, folder: str) -> None:
+    """Have jax use `files` while its cache is in this folder."""
+    make = jax_cache.get_file_cache
+    jax_cache.get_file_cache = lambda path: (files, path) if path == folder else make(path)
+
+
+def _machine() -> str:
+    """Return a name for what jax's own key leaves out: the features of this CPU."""
+    return hashlib.sha256(native.cpu_name().encode()).hexdigest()[:12]

@@ -1,0 +1,22 @@
+"""The transport between GPUs on real ones; tests/serving/transport has the same emulated."""
+
+import jax
+import pytest
+from support.contracts.peer_contract import PeerContract
+from support.doubles.peer_double import OneProcess, RealGpus, Sockets
+
+pytestmark = pytest.mark.multigpu
+
+
+@pytest.fixture(autouse=True)
+def _needs_two_gpus():
+    if jax.default_backend() != "gpu" or len(jax.devices()) < 2:
+        pytest.skip("needs two NVIDIA GPUs")
+
+
+class TestOneProcess(PeerContract):
+    carrier = OneProcess(RealGpus())
+
+
+class TestSockets(PeerContract):
+    carrier = Sockets(RealGpus())

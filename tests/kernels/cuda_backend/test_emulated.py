@@ -1,0 +1,264 @@
+"""The CUDA kernels' own code on a CPU: right numbers, whatever the order in which copies arrive.
+
+Threads are fibers and PTX is C++ here (emulator/), so this shows indices, barriers and ranges;
+time, registers and memory order only show on a GPU.
+"""
+
+import dataclasses
+import shutil
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from support.cases.item_cases import check_items
+from support.doubles.cuda_emulator import call, copied
+from support.oracles.tolerance import TOLERANCE
+
+from lora_jax.ops import adapter_items
+from lora_jax.ops.cases import (
+    lora_case,
+    merge_case,
+)
+from lora_jax.ops.reroute import reference as reroute_reference
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+DRIVER = "layers.cc"
+BF16 = ml_dtypes.bfloat16
+# One program each: op by op they are fifty.
+row_map = jax.jit(reroute_reference.row_map, static_argnums=2)
+reroute = jax.jit(reroute_reference.reroute, static_argnums=4)
+items_of = jax.jit(adapter_items.reference, static_argnums=1)
+
+
+@pytest.mark.parametrize(
+    ("d_out", "d_in", "ranks"),
+    [(40, 64, (16, 0, 3)), (264, 128, (17, 32)), (72, 1088, (64, 33)), (136, 64, (128, 100))],
+)
+def test_merge_matches_float64(library, d_out, d_in, ranks):
+    case = merge_case(len(ranks), d_out, d_in, ranks=ranks, dtype="bfloat16")
+    w = copied(case.w)
+    arrays = [copied(a) for a in case.arrays[1:]]
+    library.emulate(3, 7)
+    sizes = (len(ranks), d_out, d_in, case.max_rank, len(case.b_pool))
+    call(library.merge, w, *arrays, *sizes)
+    want = np.asarray(case.w, np.float64)
+    a_pool, b_pool = (np.asarray(v, np.float64) for v in (case.a_pool, case.b_pool))
+    for m, (a_row, b_row, rank) in enumerate(np.asarray(case.sites)):
+        want[m] += float(case.scaling[m]) * b_pool[b_row:][:rank].T @ a_pool[a_row:][:rank]
+    np.testing.assert_allclose(w.astype(np.float64), want, **TOLERANCE["bfloat16"])
+    np.testing.assert_array_equal(w[case.sites[:, 2] == 0], copied(case.w)[case.sites[:, 2] == 0])
+
+
+@pytest.mark.parametrize(
+    "kinds", [("float32", "float32"), ("bfloat16",) * 2, ("bfloat16", "float32")]
+)
+@pytest.mark.parametrize(("d_out", "d_in", "experts"), [(530, 33, 0), (24, 96, 3)])
+def test_lora_row_by_row_matches_float64(library, kinds, d_out, d_in, experts):
+    dtype, y_dtype = kinds
+    case = lora_case(9, d_out, d_in, ranks=(16, 0, 5), num_experts=experts, dtype=dtype)
+    y, slots = copied(case.y).astype(np.float32 if y_dtype == "float32" else BF16), case.row_to_slot
+    start, owners = y.astype(np.float64), case.row_to_expert
+    owners = jnp.zeros(9, jnp.int32) if owners is None else owners
+    arrays = [case.x, case.a_pool, case.b_pool, case.entries, case.scaling, slots, owners]
+    arrays = [copied(a) for a in arrays]
+    sizes = np.array(
+        [9, d_in, d_out, 3, 16, 2 if y_dtype == dtype == "bfloat16" else dtype == "bfloat16"]
+    )
+    library.emulate(1, 3)
+    call(library.lora_rows, *arrays, sizes.astype(np.int32), y)
+    wide = [a.astype(np.float64) for a in arrays[:3]]
+    want = lora_reference(start.copy(), *wide, *arrays[3:])
+    np.testing.assert_allclose(y.astype(np.float64), want, **TOLERANCE[y_dtype])
+    np.testing.assert_array_equal(y[arrays[5] == 1], start[arrays[5] == 1])
+
+
+def lora_reference(y, x, a_pool, b_pool, entries, scaling, row_to_slot, row_to_expert):
+    for t, (slot, expert) in enumerate(zip(row_to_slot, row_to_expert, strict=True)):
+        a, b, rank, a_stride, b_stride = entries[slot] if slot >= 0 else np.zeros(5, np.int32)
+        h = a_pool[a + expert * a_stride :][:rank] @ x[t]
+        y[t] += scaling[slot] * h @ b_pool[b + expert * b_stride :][:rank]
+    return y
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows", "d_out", "d_in", "biased"),
+    [
+        ((5,), 7, 1, 132, False),
+        ((0, 7, 1, 0, 20), 30, 19, 64, True),
+        ((0,) * 40 + (3,), 3, 5, 4, True),
+    ],
+)
+def test_grouped_f32_matches_float64(library, sizes, rows, d_out, d_in, biased):
+    rng = np.random.default_rng(rows)
+    x, w = rng.standard_normal((rows, d_in)), rng.standard_normal((len(sizes), d_out, d_in))
+    bias = rng.standard_normal((len(sizes), d_out)) if biased else None
+    given = [None if v is None else v.astype(np.float32) for v in (x, w, bias)]
+    y, want = np.full((rows, d_out), np.nan, np.float32), np.zeros((rows, d_out))
+    library.emulate(1, 3)
+    counts = np.array(sizes, np.int32)
+    call(library.grouped_f32, *given[:2], counts, given[2], rows, len(sizes), d_out, d_in, y)
+    for g, (start, size) in enumerate(zip(np.cumsum(counts) - counts, sizes, strict=True)):
+        want[start : start + size] = x[start : start + size] @ w[g].T + (bias[g] if biased else 0)
+    np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize(("rows", "size"), [(5, 2048), (9, 64), (2, 1032)])
+def test_rms_norm_matches_float64(library, rows, size, added):
+    rng = np.random.default_rng(size)
+    x, addend = (rng.standard_normal((rows, size)).astype(BF16) for _ in range(2))
+    weight, wide = rng.standard_normal(size).astype(BF16), x.astype(np.float32)
+    total, y = np.full((2, rows, size), np.nan, BF16)
+    given = (x, addend if added else None, weight, rows, size, 1e-5)
+    call(library.rms_norm, *given, total if added else None, y)
+    if added:
+        wide = (wide + addend.astype(np.float32)).astype(BF16)
+        np.testing.assert_array_equal(total, wide)
+    wide = wide.astype(np.float64)
+    want = wide / np.sqrt(np.mean(wide**2, axis=1, keepdims=True) + 1e-5) * weight.astype("f8")
+    np.testing.assert_allclose(y.astype(np.float64), want, rtol=4.1e-3)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "k", "softmax_first", "normed"),
+    [(5, 128, 8, True, True), (3, 200, 6, True, False), (9, 8, 2, False, False)],
+)
+def test_experts_are_the_best_with_their_shares(library, tokens, experts, k, softmax_first, normed):
+    logits = np.random.default_rng(k).standard_normal((tokens, experts)).astype(np.float32)
+    logits[:, 3] = logits[:, 7]  # the lower id comes first
+    weights, ids = np.full((tokens, k), np.nan, np.float32), np.full((tokens, k), -7, np.int32)
+    sizes = np.array([tokens, experts, k, softmax_first, normed], np.int32)
+    call(library.choose_experts, logits, sizes, 1.5, weights, ids)
+    order = np.argsort(-logits, axis=1, kind="stable")[:, :k]
+    np.testing.assert_array_equal(ids, order)
+    shares = np.exp(logits.astype(np.float64))
+    best = np.take_along_axis(shares, order, 1)
+    best /= (shares if softmax_first else best).sum(1, keepdims=True)
+    best /= best.sum(1, keepdims=True) if normed else 1
+    np.testing.assert_allclose(weights, best * 1.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(6, 2, 64), (3, 1, 128), (2, 1, 256)])
+def test_heads_are_normed_turned_and_placed(library, q_heads, kv_heads, dim, normed):
+    rng, places = np.random.default_rng(dim), np.array([5, 99, 0], np.int32)  # 99: nowhere
+    q, k, v = (rng.standard_normal((3, h, dim)).astype(BF16) for h in (q_heads, *[kv_heads] * 2))
+    angles = rng.uniform(0, 9, (3, dim // 2))
+    scales = rng.standard_normal((2, dim)).astype(BF16) if normed else [None, None]
+    pages = np.full((2, 7, kv_heads, dim), 7, BF16)
+    turned, sizes = np.full(q.shape, np.nan, BF16), [3, q_heads, kv_heads, dim]
+    turns = [f(angles).astype(np.float32) for f in (np.cos, np.sin)]
+    given = (q, k, v, *turns, *scales, places, np.array(sizes, np.int32), 1e-6)
+    call(library.place_heads, *given, 7, turned, *pages)
+
+    def wanted(x, scale):
+        wide = x.astype(np.float64)
+        if scale is not None:
+            wide /= np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6)
+            wide = (wide * scale.astype(np.float64)).astype(BF16).astype(np.float64)
+        a, b = np.split(wide, 2, axis=-1)
+        cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+    close = {"rtol": 4.1e-3, "atol": 2e-2 if normed else 1e-6}
+    np.testing.assert_allclose(turned.astype("f8"), wanted(q, scales[0]), **close)
+    key = wanted(k, scales[1])
+    for token, place in ((0, 5), (2, 0)):
+        np.testing.assert_allclose(pages[0][place].astype("f8"), key[token], **close)
+        np.testing.assert_array_equal(pages[1][place], v[token])
+    others = np.delete(pages, [0, 5], axis=1)
+    np.testing.assert_array_equal(others, np.full_like(others, 7))
+
+
+@dataclasses.dataclass
+class Sorting:
+    """What the row map's kernel takes and gives; -7 where it has not written."""
+
+    ids: np.ndarray
+    owners: np.ndarray | None  # ESFT slots of tokens
+    table: np.ndarray | None
+    adapters: np.ndarray | None  # LoRA slots of tokens, -1: none
+    num_tokens: int
+    experts: int
+    groups: int
+
+    def run(self, library) -> dict[str, np.ndarray]:
+        tokens, k = self.ids.shape
+        rows = self.ids.size
+        shapes = {"order": rows, "inverse": rows, "group_sizes": self.groups}
+        shapes |= {"row_to_token": rows, "row_to_expert": rows, "items": (rows, 4), "num_items": 1}
+        out = {name: np.full(shape, -7, np.int32) for name, shape in shapes.items()}
+        order = None
+        if self.adapters is not None:
+            order = np.argsort(self.adapters.astype(np.uint32), kind="stable").astype(np.int32)
+        slots = 0 if self.table is None else len(self.table)
+        sizes = [self.num_tokens, tokens, k, slots, self.experts, self.groups, 8]
+        given = (self.ids, self.owners, self.table, order, self.adapters, np.array(sizes, np.int32))
+        call(library.reroute, *given, *out.values())
+        return out
+
+
+def sorting(tokens: int, k: int, experts: int, slots: int, lora_slots: int = 0) -> Sorting:
+    rng = np.random.default_rng(tokens)
+    groups = experts + slots * 13
+    ids = rng.integers(-1, experts + 1, (tokens, k)).astype(np.int32)
+    owners = rng.integers(-1, slots + 1, tokens).astype(np.int32)
+    table = rng.integers(0, groups, (slots, experts)).astype(np.int32)
+    adapters = rng.integers(-1, lora_slots, tokens).astype(np.int32) if lora_slots else None
+    given = (ids, owners if slots else None, table if slots else None, adapters)
+    return Sorting(*given, max(1, tokens - 3), experts, groups)
+
+
+SORTED = ("order", "inverse", "group_sizes", "row_to_token", "row_to_expert")
+SORTINGS = [
+    (1, 1, 1, 0),
+    (5, 2, 8, 0),
+    (300, 8, 128, 0),
+    (9, 4, 16, 3),
+    (40, 3, 16, 1259),
+    (700, 6, 64, 40),
+]
+
+
+@pytest.mark.parametrize(("tokens", "k", "experts", "slots"), SORTINGS)
+def test_reroute_is_the_references(library, tokens, k, experts, slots):
+    case = sorting(tokens, k, experts, slots)
+    library.emulate(1, tokens)
+    got = case.run(library)
+    ids, live = jnp.asarray(case.ids), jnp.int32(case.num_tokens)
+    if slots:
+        table = (jnp.asarray(case.owners), jnp.asarray(case.table))
+        want = reroute(ids, *table, live, case.groups)
+    else:
+        want = row_map(ids, live, case.groups)
+    for name in SORTED:
+        np.testing.assert_array_equal(got[name], getattr(want, name), err_msg=name)
+    assert got["num_items"] == -7
+
+
+@pytest.mark.parametrize(
+    ("tokens", "k", "experts", "slots", "lora_slots"),
+    [
+        (1, 1, 1, 0, 1),
+        (9, 4, 16, 3, 5),
+        (9, 4, 16, 90, 5),
+        (16, 8, 4, 0, 2),
+        (40, 8, 8, 0, 2),
+        (700, 6, 16, 2, 4),
+    ],
+)
+def test_row_map_cuts_items_of_adapters(library, tokens, k, experts, slots, lora_slots):
+    case = sorting(tokens, k, experts, slots, lora_slots)
+    library.emulate(1, tokens)
+    got = case.run(library)
+    ids, live = jnp.asarray(case.ids), jnp.int32(case.num_tokens)
+    adapters = items_of(jnp.asarray(case.adapters), lora_slots)
+    table = np.arange(experts)[None] if case.table is None else case.table
+    owners = np.full(tokens, -1) if case.owners is None else case.owners
+    given = (jnp.asarray(owners.astype(np.int32)), jnp.asarray(table.astype(np.int32)))
+    want = reroute(ids, *given, live, case.groups, adapters)
+    for name in SORTED:
+        np.testing.assert_array_equal(got[name], getattr(want, name), err_msg=name)
+    check_items(got["items"][: got["num_items"][0]], want, most=8)

@@ -1,0 +1,89 @@
+"""Copies through pinned buffers, over a host library of the driver's symbols."""
+
+import shutil
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.doubles.driver_double import Double, compile_double
+
+from cuda_backend import driver
+from cuda_backend.upload import BUFFER_BYTES, BUFFERS, Uploader
+from cuda_backend.vmm import CudaDriver
+from lora_jax.memory.virtual import MappingError
+
+pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc on this machine")
+OPERATIONS = ("reserve", "release", "create", "destroy", "map", "unmap", "grant", "copy", "export")
+
+
+@pytest.fixture(scope="module")
+def double(tmp_path_factory):
+    source = Path(__file__).parents[2] / "support" / "doubles" / "cuda_double.c"
+    library = compile_double(source, tmp_path_factory.mktemp("cuda"))
+    return Double(library, OPERATIONS, refusal=1, no_memory=driver.OUT_OF_MEMORY)
+
+
+@pytest.fixture
+def uploader(double):
+    device = CudaDriver(0, double.path)
+    return Uploader(device._cuda, device._context)
+
+
+def arrays(number: int, num_bytes: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(number)
+    return [rng.integers(0, 256, num_bytes + n, np.uint8) for n in range(number)]
+
+
+def begin(uploader: Uploader, values: np.ndarray) -> np.ndarray:
+    """Begin to copy to memory that the double takes for a device's; return that."""
+    target = np.zeros_like(values)
+    uploader.begin(target.ctypes.data, values.ctypes.data, values.nbytes, values)
+    return target
+
+
+def test_more_pieces_than_buffers_arrive_whole(uploader):
+    values = arrays(3, BUFFERS // 2 * BUFFER_BYTES + 3)
+    targets = [begin(uploader, v) for v in values]
+    uploader.finish()
+    assert all(np.array_equal(t, v) for t, v in zip(targets, values, strict=True))
+
+
+def test_a_copy_that_fails_is_raised_once_and_the_next_ones_work(uploader, double):
+    values = arrays(6, 1000)
+    double.fail("copy", 2)
+    for array in values:
+        begin(uploader, array)
+    with pytest.raises(MappingError, match="cuMemcpyHtoDAsync"):
+        uploader.finish()
+    uploader.finish()
+    target = begin(uploader, values[0])
+    uploader.finish()
+    assert np.array_equal(target, values[0])
+
+
+def test_threads_may_begin_and_finish_at_the_same_time(uploader):
+    found = []
+
+    def load(seed):
+        values = np.random.default_rng(seed).integers(0, 256, 100_000 + seed, np.uint8)
+        target = begin(uploader, values)
+        uploader.finish()
+        found.append(np.array_equal(target, values))
+
+    threads = [threading.Thread(target=load, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == [True] * 8
+
+
+def test_pinned_memory_is_copied_by_the_driver_alone(uploader, monkeypatch):
+    values = np.random.default_rng(0).integers(0, 256, 3 << 20, np.uint8)
+    uploader.pin(values[1 << 20 :])
+    monkeypatch.setattr(uploader, "_copy", None)  # the way through buffers
+    target = begin(uploader, values[5:])
+    uploader.finish()
+    assert uploader.is_done()
+    assert np.array_equal(target, values[5:])

@@ -1,0 +1,339 @@
+"""Grouped matmul in Mosaic GPU: interpreted on a CPU, lowered for CUDA, and run where there is one.
+
+On a GPU: JAX_PLATFORMS=cuda PYTHONPATH=src:tests:. python3 -m pytest --noconftest -m gpu FILE
+"""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from support.doubles.mosaic import interpreted
+from support.oracles.tolerance import TOLERANCE
+
+from lora_jax.ops import tuning_table
+from lora_jax.ops.cases import MODELS, GroupedCase, grouped_case
+from lora_jax.ops.grouped_matmul import composed, pallas_gpu, reference
+from lora_jax.ops.grouped_matmul._gpu_tiles import (
+    Config,
+    depths,
+    find_config,
+    with_stages,
+)
+
+SMALL = Config(columns=64, warpgroups=1, rows=16, stages=2, ctas=1)
+# Two warpgroups, of which the second has no columns in the last tile; two parts on the way out.
+WIDE = Config(columns=64, warpgroups=2, rows=64, stages=3, ctas=1)
+# Three parts on the way out, of which the third takes the place of the first.
+PARTS = Config(columns=64, warpgroups=1, rows=48, stages=2, ctas=1)
+TALL = Config(columns=128, warpgroups=1, rows=8, stages=4, ctas=2)
+# rows in a group, config: one row, empty groups, borders off the grid of 8, several tiles of rows.
+INTERPRETED = [
+    ("uniform", 17, SMALL),
+    ("skewed", 16, SMALL),
+    ("none", 16, SMALL),
+    ("identical", 1, SMALL),
+    ("uniform", 67, WIDE),
+]
+
+
+wanted = jax.jit(reference.grouped_matmul)
+wanted_of_two = jax.jit(functools.partial(composed.gated_matmul, reference.grouped_matmul))
+
+
+def some_case(sizes: tuple[int, ...], popularity: str, **options) -> GroupedCase:
+    """Return a bfloat16 case; with a bias where the number of rows is odd."""
+    rows, padding, groups, d_out, d_in = sizes
+    options = {"dtype": "bfloat16", "padding": padding, "bias": rows % 2 == 1, **options}
+    return grouped_case(rows, groups, d_out, d_in, popularity=popularity, **options)
+
+
+def with_nan(case: GroupedCase, rows: int) -> GroupedCase:
+    """Return the case with NaN in the rows that are in no group."""
+    x = np.array(case.x)
+    x[rows:] = np.nan
+    return dataclasses.replace(case, x=jnp.asarray(x))
+
+
+def arrays(case: GroupedCase) -> tuple:
+    return case.x, case.w, case.group_sizes, case.bias
+
+
+def wide(array: jax.Array) -> np.ndarray:
+    """Return bfloat16 as float32, which is exact."""
+    return np.asarray(array.astype(jnp.float32))
+
+
+@functools.cache
+def interpreted_kernel(config: Config, interpret: plgpu.InterpretGPUParams):
+    """Return the op, compiled once for each config and size: that takes longer than running it."""
+    return jax.jit(functools.partial(pallas_gpu.grouped_matmul, config=config, interpret=interpret))
+
+
+@pytest.mark.parametrize(("popularity", "rows", "config"), INTERPRETED, ids=str)
+def test_interpreted_matches_the_reference(popularity, rows, config):
+    padding = (70 if config == WIDE else 21) - rows
+    case = some_case((rows, padding, 4, 136, 128), popularity, bias=True)
+    case = with_nan(case, rows)
+    with interpreted() as interpret:
+        got = interpreted_kernel(config, interpret)(*arrays(case), num_rows=jnp.int32(rows))
+    np.testing.assert_allclose(wide(got), wide(wanted(*arrays(case))), **TOLERANCE["bfloat16"])
+    assert not wide(got)[rows if popularity != "none" else 0 :].any()
+
+
+def test_interpreted_rows_have_the_same_bits_in_any_tile():
+    case = some_case((21, 0, 4, 136, 128), "identical", bias=True)
+    rows = np.random.default_rng(2).permutation(21)
+    moved = GroupedCase(
+        case.x[rows], case.w[::-1], jnp.array([0, 0, 5, 16], jnp.int32), case.bias[::-1]
+    )
+    with interpreted() as interpret:
+        whole = interpreted_kernel(SMALL, interpret)(*arrays(case))
+        some = interpreted_kernel(TALL, interpret)(*arrays(moved))
+    np.testing.assert_array_equal(wide(some)[5:], wide(whole)[rows][5:])
+
+
+def some_addends(case: GroupedCase, rows: int, count: int, dtype: str) -> tuple[jax.Array, ...]:
+    """Return random addends of which every third row is 0, and rows in no group are NaN."""
+    rng = np.random.default_rng(3)
+    shape = (case.x.shape[0], case.w.shape[1])
+    some = [np.array(rng.standard_normal(shape), np.float32) for _ in range(count)]
+    for array in some:
+        array[::3] = 0
+        array[rows:] = np.nan
+    return tuple(jnp.asarray(a.astype(jnp.dtype(dtype))) for a in some)
+
+
+# With addends in one dtype or the other, and parts of tiles that others' rows share.
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "float32"])
+def test_interpreted_gate_and_up_in_one_launch(dtype):
+    case = some_case((37, 3, 2, 72, 128), "uniform", bias=False)
+    up = case.w[:, ::-1]
+    addends = some_addends(case, 37, 2, dtype) if dtype else ()
+    call = functools.partial(pallas_gpu.gated_matmul, config=PARTS)
+    with interpreted() as interpret:
+        args = (case.x, case.w, up, case.group_sizes)
+        got = call(*args, *addends, interpret=interpret).block_until_ready()
+    want = wanted_of_two(*args, *addends)
+    np.testing.assert_allclose(wide(got), wide(want), **TOLERANCE["bfloat16"])
+    assert not wide(got)[37:].any()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_interpreted_addend_is_added_to_the_rounded_product(dtype):
+    case = some_case((21, 3, 2, 72, 64), "uniform", bias=True)
+    (addend,) = some_addends(case, 21, 1, dtype)
+    with interpreted() as interpret:
+        run = interpreted_kernel(SMALL, interpret)
+        plain = run(*arrays(case))
+        got = run(*arrays(case), addend).block_until_ready()
+    want = composed.grouped_matmul(lambda *_: plain, *arrays(case), addend)
+    np.testing.assert_array_equal(wide(got), wide(want))
+    np.testing.assert_array_equal(wide(got)[:21:3], wide(plain)[:21:3])
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [("qwen3-30b-a3b", 8), ("gpt-oss-20b", 21), ("qwen3-30b-a3b", 512), ("mixtral-8x7b", 8192)],
+)
+def test_lowers_for_cuda_at_real_sizes(name, rows):
+    model = MODELS[name]
+    bf16, groups = jnp.bfloat16, model.num_experts
+    args = (
+        jax.ShapeDtypeStruct((rows, model.hidden), bf16),
+        jax.ShapeDtypeStruct((groups, model.intermediate, model.hidden), bf16),
+        jax.ShapeDtypeStruct((groups,), jnp.int32),
+        jax.ShapeDtypeStruct((groups, model.intermediate), bf16),
+    )
+    call = jax.jit(functools.partial(pallas_gpu.grouped_matmul, interpret=False))
+    text = call.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu_v2") == 1
+
+
+@pytest.mark.parametrize("addend_size", [0, 2, 4])
+@pytest.mark.parametrize("matrices", [1, 2])
+@pytest.mark.parametrize("rows", [1, 8, 64, 512, 4096, 65536])
+@pytest.mark.parametrize("groups", [1, 8, 64, 512])
+def test_tiles_fit_the_shared_memory(rows, groups, matrices, addend_size):
+    config = find_config(rows, groups, 2048, matrices)
+    config = with_stages(config, matrices, addend_size) if addend_size else config
+    deep, part = depths(config, matrices, addend_size), config.part_bytes()
+    took = config.stages * config.stage_bytes(matrices) + (deep.results + 1) * part
+    took += deep.addends * matrices * part // 2 * addend_size
+    assert config.stages >= 3 or addend_size == 4
+    assert config.stages >= 2
+    assert min(2, config.parts) <= deep.results <= config.parts
+    assert (deep.addends >= min(2, config.parts)) == (addend_size > 0)
+    assert config.ctas * (took + 1024) <= 227 * 1024
+    # The sums of all matrices have to fit the registers of a warpgroup's 128 threads.
+    assert matrices * config.columns * config.rows // 128 <= 192
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """The tiles of every launch, which are not made."""
+    found = []
+
+    def launch(x, weights, group_sizes, num_rows, biases, addends, config, interpret):
+        found.append(config)
+        return jnp.zeros((x.shape[0], weights[0].shape[1]), x.dtype)
+
+    monkeypatch.setattr(pallas_gpu, "_launch", launch)
+    return found
+
+
+def test_the_table_of_this_device_decides_while_tracing(chosen, tmp_path, monkeypatch):
+    """At the shape nearest to those that were tuned; the formula does where none is near."""
+    kind = tuning_table.device_folder(jax.devices()[0].device_kind)
+    shape = {"rows": 16, "groups": 4, "d_out": 128, "d_in": 64}
+    (tmp_path / kind).mkdir()
+    for op, config in (("grouped_matmul", TALL), ("gated_matmul", WIDE)):
+        entries = [{"shape": shape, "config": dataclasses.asdict(config)}]
+        (tmp_path / kind / f"{op}.json").write_text(json.dumps({"entries": entries}))
+    monkeypatch.setattr(tuning_table, "TABLES", tmp_path)
+    for rows in (16, 27, 128):
+        case = some_case((rows, 0, 4, 128, 64), "uniform", bias=False)
+        pallas_gpu.grouped_matmul(*arrays(case), interpret=False)
+        args = (case.x, case.w, case.w, case.group_sizes)
+        pallas_gpu.gated_matmul(*args, interpret=False)
+    tuning_table.read.cache_clear()
+    assert chosen[:4] == [TALL, WIDE] * 2
+    assert chosen[4:] == [find_config(128, 4, 128, matrices) for matrices in (1, 2)]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_tiles_leave_room_for_addends(chosen, dtype, monkeypatch):
+    crowded = Config(columns=128, warpgroups=2, rows=192, stages=3, ctas=1)
+    monkeypatch.setattr(tuning_table, "find", lambda op, shape, kind: crowded)
+    case = some_case((16, 0, 2, 128, 64), "uniform", bias=False)
+    adds = some_addends(case, 16, 2, dtype)
+    pallas_gpu.grouped_matmul(*arrays(case), adds[0], interpret=False)
+    pallas_gpu.gated_matmul(case.x, case.w, case.w, case.group_sizes, *adds, interpret=False)
+    # Two matrices' sums and two float32 addends are too much for tiles of 256 columns.
+    gated = {"bfloat16": (128, 80), "float32": (64, 32)}[dtype]
+    assert [(c.columns, c.rows) for c in chosen] == [(128, 160), gated]
+    for matrices, config in enumerate(chosen, 1):
+        deep = depths(config, matrices, adds[0].dtype.itemsize)
+        took = config.stages * config.stage_bytes(matrices)
+        took += (deep.results + 1) * config.part_bytes()
+        took += deep.addends * matrices * config.part_bytes() // 2 * adds[0].dtype.itemsize
+        assert config.stages >= 2
+        assert config.ctas * (took + 1024) <= 227 * 1024
+
+
+def test_more_rows_per_group_take_wider_tiles():
+    tiles = [find_config(rows, 128, 768).rows for rows in (64, 512, 1024, 4096, 16384, 131072)]
+    assert tiles == [8, 16, 32, 64, 144, 176]
+    # Six tiles of 176 hold 1024 rows and a bit, where 192 would be empty by an eighth; four of 192
+    # hold as many of 720 as six of 128, which have more stages.
+    assert [find_config(8 * mean, 8, 14336).rows for mean in (720, 1024, 1120)] == [128, 176, 176]
+
+
+def test_a_dense_layer_takes_long_tiles_only_if_they_fill_the_device():
+    shapes = ((8, 5120), (33, 2048), (64, 151936), (512, 5120), (4096, 5120))
+    tiles = [find_config(rows, 1, d_out) for rows, d_out in shapes]
+    assert [tile.rows for tile in tiles] == [8, 64, 64, 64, 128]
+    assert [tile.ctas for tile in tiles] == [2, 2, 2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"dtype": "float32"}, "bfloat16, not float32"),
+        ({"sizes": (4, 0, 3, 64, 72)}, "d_in in steps of 64"),
+        ({"sizes": (4, 0, 3, 68, 64)}, "d_out in steps of 8"),
+        ({"sizes": (4, 0, 3, 96, 64)}, "d_out above 64 in steps of it, not 96"),
+        ({"sizes": (0, 0, 1, 64, 64)}, "0 rows in 1 groups"),
+    ],
+)
+def test_declines_what_it_cannot_serve(change, why):
+    case = some_case(
+        change.get("sizes", (4, 0, 3, 64, 64)), "uniform", dtype=change.get("dtype", "bfloat16")
+    )
+    with pytest.raises(NotImplementedError, match=why):
+        pallas_gpu.grouped_matmul(*arrays(case), interpret=False)
+
+
+def test_declines_on_a_machine_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    with pytest.raises(NotImplementedError, match="cannot run on cpu"):
+        pallas_gpu.grouped_matmul(*arrays(some_case((4, 0, 3, 64, 64), "uniform")))
+
+
+# rows, padding, groups, d_out, d_in at real sizes: decode, uneven decode, prefill.
+REAL = [
+    ((512, 0, 128, 768, 2048), "uniform"),
+    ((509, 3, 128, 2048, 768), "zipf"),
+    ((16, 0, 128, 768, 2048), "uniform"),
+    ((63, 1, 32, 2880, 2880), "uniform"),
+    ((2048, 0, 8, 14336, 4096), "uniform"),
+    ((8192, 0, 8, 4096, 14336), "skewed"),
+    ((3001, 7, 64, 1408, 2048), "uniform"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("sizes", "popularity"), REAL, ids=str)
+def test_on_a_gpu_matches_float32(sizes, popularity):
+    case = some_case(sizes, popularity)
+    case = with_nan(case, sizes[0])
+    call = jax.jit(pallas_gpu.grouped_matmul)
+    got = call(*arrays(case))
+    want = wanted(*arrays(case))
+    np.testing.assert_allclose(wide(got), wide(want), **TOLERANCE["bfloat16"])
+    assert not wide(got)[sizes[0] :].any()
+    np.testing.assert_array_equal(
+        wide(jax.jit(pallas_gpu.grouped_matmul)(*arrays(case))), wide(got)
+    )
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_row_has_the_same_bits_in_any_company():
+    case = some_case((4096, 0, 8, 1024, 4096), "uniform")
+    call = jax.jit(pallas_gpu.grouped_matmul)
+    whole = wide(call(*arrays(case)))
+    ends = np.cumsum(np.asarray(case.group_sizes))
+    for group, row in ((0, 0), (3, int(ends[3]) - 1), (7, 4095)):
+        sizes = jnp.zeros(8, jnp.int32).at[group].set(1)
+        alone = call(case.x[row : row + 1], case.w, sizes, None)
+        np.testing.assert_array_equal(wide(alone)[0], whole[row])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d_out", [2048, 5120])
+def test_on_a_gpu_a_dense_row_has_the_same_bits_at_any_number_of_rows(d_out):
+    case = some_case((4096, 0, 1, d_out, 2048), "identical", bias=False)
+    call = jax.jit(pallas_gpu.grouped_matmul)
+    whole = wide(call(*arrays(case)))
+    np.testing.assert_allclose(whole, wide(wanted(*arrays(case))), **TOLERANCE["bfloat16"])
+    for rows in (1, 8, 33, 64, 300, 2048):
+        some = call(case.x[-rows:], case.w, jnp.full(1, rows, jnp.int32), None)
+        np.testing.assert_array_equal(wide(some), whole[-rows:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "sizes", [(512, 0, 128, 768, 2048), (61, 3, 64, 1408, 2048), (3001, 7, 8, 1024, 4096)], ids=str
+)
+def test_on_a_gpu_gate_and_up_have_the_bits_of_two_products(sizes, dtype):
+    case = some_case(sizes, "uniform", bias=False)
+    up, rows = case.w[:, ::-1], sizes[0]
+    addends = some_addends(case, rows, 2, dtype) if dtype else ()
+    args = (case.x, case.w, up, case.group_sizes)
+    got = wide(jax.jit(pallas_gpu.gated_matmul)(*args, *addends))
+    product = functools.partial(pallas_gpu.grouped_matmul)
+    want = wide(jax.jit(functools.partial(composed.gated_matmul, product))(*args, *addends))
+    np.testing.assert_array_equal(got, want)
+    assert not got[rows:].any()
+    plain = wide(jax.jit(pallas_gpu.gated_matmul)(*args))
+    np.testing.assert_array_equal(got[:rows:3], plain[:rows:3])
+    for a in addends[:1]:
+        one = wide(jax.jit(pallas_gpu.grouped_matmul)(case.x, case.w, args[3], None, a))
+        apart = functools.partial(composed.grouped_matmul, product)
+        same = wide(jax.jit(apart)(case.x, case.w, args[3], None, a))
+        np.testing.assert_array_equal(one, same)

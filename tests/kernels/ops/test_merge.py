@@ -1,0 +1,112 @@
+"""Merge: every implementation against float64; unmerged and mixed rows are what they were."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.oracles.tolerance import TOLERANCE
+
+from lora_jax.ops.cases import MergeCase, lora_case, merge_case
+from lora_jax.ops.lora_gemm import lora_gemm
+from lora_jax.ops.merge import merge, mixture_slots
+
+IMPLEMENTATIONS = ["xla", "reference"]
+jitted = functools.partial(jax.jit, static_argnames=("max_rank", "implementation"))(merge)
+
+
+def oracle(case: MergeCase) -> np.ndarray:
+    """Return the answer in float64, matrix by matrix."""
+    w = np.asarray(case.w, np.float64)
+    a_pool, b_pool = (np.asarray(v, np.float64) for v in (case.a_pool, case.b_pool))
+    for m, (a_row, b_row, rank) in enumerate(np.asarray(case.sites)):
+        w[m] += float(case.scaling[m]) * b_pool[b_row:][:rank].T @ a_pool[a_row:][:rank]
+    return w
+
+
+def run(case: MergeCase, implementation: str) -> np.ndarray:
+    """Return the op's result as float32, which is exact."""
+    options = {"max_rank": case.max_rank, "implementation": implementation}
+    return np.asarray(jitted(*case.arrays, **options).astype(jnp.float32))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_matches_float64(dtype, implementation):
+    case = merge_case(5, 40, 24, ranks=(16, 0, 1, 7, 8), dtype=dtype)
+    np.testing.assert_allclose(run(case, implementation), oracle(case), **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_matrix_without_rank_keeps_its_bits(implementation):
+    case = merge_case(2, 16, 8, ranks=(0, 4))
+    w = case.w.at[0, 0, 0].set(-0.0).at[0, 1, 1].set(jnp.nan)
+    got = run(dataclasses.replace(case, w=w), implementation)
+    np.testing.assert_array_equal(got[0].view(np.int32), np.asarray(w[0]).view(np.int32))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_foreign_rows_of_the_pools_do_not_matter(implementation):
+    """Under one `max_rank`: XLA's product may order its sums by the rows that it is given."""
+    case = dataclasses.replace(merge_case(1, 16, 8, ranks=(3,)), max_rank=8)
+    start = int(case.sites[0, 0])
+    own = (jnp.arange(len(case.a_pool)) >= start) & (jnp.arange(len(case.a_pool)) < start + 3)
+    nan = jnp.float32(jnp.nan)
+    poisoned = dataclasses.replace(
+        case,
+        a_pool=jnp.where(own[:, None], case.a_pool, nan),
+        b_pool=jnp.where(own[:, None], case.b_pool, nan),
+    )
+    np.testing.assert_array_equal(run(poisoned, implementation), run(case, implementation))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_unmerging_gives_the_old_weights_back(implementation):
+    case = merge_case(3, 40, 24, ranks=(16, 2, 5))
+    merged = dataclasses.replace(case, w=jnp.asarray(run(case, implementation)))
+    back = run(dataclasses.replace(merged, scaling=-case.scaling), implementation)
+    np.testing.assert_allclose(back, np.asarray(case.w), rtol=0, atol=2e-6)
+
+
+def test_rows_of_a_mixture_are_those_of_the_plain_weights():
+    """y of merged weights, plus own adapter, minus the merged one, for every row."""
+    case = lora_case(30, 48, 40, ranks=(16, 8, 4), popularity="uniform")
+    slots = case.row_to_slot.at[::7].set(-1)
+    w = merge_case(1, 48, 40, ranks=(1,), seed=5).w
+    site, scaling = case.entries[1:2, :3], case.scaling[1:2]
+    merged = merge(w, case.a_pool, case.b_pool, site, scaling, max_rank=16)[0]
+    entries = jnp.concatenate([case.entries, case.entries[1:2]])
+    scalings = jnp.concatenate([case.scaling, -scaling])
+    own, negative = mixture_slots(slots, 1, 3)
+
+    def add(y, rows_to_slot):
+        pools = (case.a_pool, case.b_pool, entries, scalings)
+        return lora_gemm(y, case.x, *pools, rows_to_slot, max_rank=16)
+
+    got = add(add(case.x @ merged.T, own), negative)
+    np.testing.assert_allclose(got, add(case.x @ w[0].T, slots), rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_bad_input_names_the_sizes():
+    case = merge_case(2, 16, 8)
+    with pytest.raises(ValueError, match=r"sites has shape \(1, 3\), expected \(2, 3\)"):
+        merge(case.w, case.a_pool, case.b_pool, case.sites[:1], case.scaling, max_rank=8)
+    with pytest.raises(ValueError, match="dtypes must be equal"):
+        merge(
+            case.w.astype(jnp.bfloat16),
+            case.a_pool,
+            case.b_pool,
+            case.sites,
+            case.scaling,
+            max_rank=8,
+        )
+    with pytest.raises(ValueError, match="max_rank 0 must be at least 1"):
+        merge(*case.arrays, max_rank=0)
+    with pytest.raises(ValueError, match=r"w \(16, 8\) must be rank 3"):
+        merge(case.w[0], *case.arrays[1:], max_rank=8)
+    wrong = dataclasses.replace(case, sites=case.sites.astype(jnp.float32))
+    with pytest.raises(ValueError, match=r"sites \(2, 3\) is float32, expected int32"):
+        merge(*wrong.arrays, max_rank=8)

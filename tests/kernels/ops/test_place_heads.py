@@ -1,0 +1,51 @@
+"""Heads are normed, turned and written to their pages; padding is dropped."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.oracles.tolerance import TOLERANCE
+
+from lora_jax.ops.place_heads import PlaceHeadsArgs, place_heads
+from lora_jax.ops.rotary import rotate
+
+
+def some_heads(dtype: str, normed: bool) -> PlaceHeadsArgs:
+    """Three tokens of 6 q heads and 2 kv heads, the last token past the end of the pages."""
+    rng = np.random.default_rng(0)
+
+    def normal(*shape, dtype=dtype):
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
+    angles = normal(3, 8, dtype="float32") * 9
+    scales = (normal(16), normal(16)) if normed else None
+    heads = normal(3, 6, 16), normal(3, 2, 16), normal(3, 2, 16)
+    pages = normal(5, 4, 2, 16), normal(5, 4, 2, 16)
+    places = jnp.asarray([17, 3, 20], jnp.int32)
+    return PlaceHeadsArgs(*heads, jnp.cos(angles), jnp.sin(angles), scales, *pages, places, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("normed", [False, True])
+def test_portable_is_the_meaning(dtype, normed):
+    args = some_heads(dtype, normed)
+    for mine, its in zip(
+        place_heads(args, implementation="xla"),
+        place_heads(args, implementation="reference"),
+        strict=True,
+    ):
+        wide = (np.asarray(a, np.float32) for a in (mine, its))
+        np.testing.assert_allclose(*wide, **TOLERANCE[dtype])
+
+
+def test_heads_are_turned_as_the_models_turn_them():
+    """So that the tests of kernels cannot agree on another rotation than the models'."""
+    args = some_heads("float32", False)
+    turned, _, v_pages = place_heads(args)
+    np.testing.assert_array_equal(turned, rotate(args.q, args.cos, args.sin))
+    flat = np.asarray(v_pages).reshape(20, 2, 16)
+    np.testing.assert_array_equal(flat[17], args.v[0])
+    np.testing.assert_array_equal(flat[3], args.v[1])
+    others = np.delete(flat, [3, 17], axis=0)
+    np.testing.assert_array_equal(
+        others, np.delete(np.asarray(args.v_pages).reshape(20, 2, 16), [3, 17], axis=0)
+    )

@@ -1,0 +1,45 @@
+"""The RMS norm: its meaning, the same bits in every company, and a gradient."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.oracles.tolerance import TOLERANCE
+
+from lora_jax.ops.rms_norm import add_rms_norm, rms_norm
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("added", [False, True])
+def test_portable_is_the_meaning_and_depends_on_no_other_row(dtype, added):
+    rng = np.random.default_rng(0)
+    x, addend = (jnp.asarray(rng.standard_normal((9, 24)), dtype) for _ in range(2))
+    weight = jnp.asarray(rng.standard_normal(24), dtype)
+    given = (x, addend if added else None)
+
+    def run(x, addend, implementation):
+        return add_rms_norm(x, addend, weight, 1e-5, implementation=implementation)
+
+    total, got = run(*given, "xla")
+    for mine, its in zip((total, got), run(*given, "reference"), strict=True):
+        wide = (np.asarray(a, np.float32) for a in (mine, its))
+        np.testing.assert_allclose(*wide, **TOLERANCE[dtype])
+    alone = run(x[4:5], addend[4:5] if added else None, "xla")
+    for mine, its in zip(alone, (total, got), strict=True):
+        np.testing.assert_array_equal(mine[0], its[4])
+
+
+def test_gradient_of_a_norm_is_that_of_its_formula():
+    rng = np.random.default_rng(0)
+    x, weight = jnp.asarray(rng.standard_normal((3, 8))), jnp.asarray(rng.standard_normal(8))
+
+    def plain(x, weight):
+        return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-5) * weight[None]
+
+    def loss(norm):
+        return lambda x, weight: jnp.sum(jnp.sin(norm(x, weight)))
+
+    got = jax.grad(loss(lambda x, weight: rms_norm(x, weight, 1e-5)), (0, 1))(x, weight)
+    want = jax.grad(loss(plain), (0, 1))(x, weight)
+    for mine, its in zip(got, want, strict=True):
+        np.testing.assert_allclose(mine, its, rtol=1e-4, atol=1e-6)

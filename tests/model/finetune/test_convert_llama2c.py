@@ -1,0 +1,195 @@
+"""The shipped stories260K is llama2.c's model: same numbers, same tokens, same text."""
+
+import itertools
+import json
+import pathlib
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+from support.drivers.model_driver import Driver
+from tokenizers import Tokenizer
+
+from lora_jax.finetune import convert_llama2c as convert
+from lora_jax.models import load
+
+ROOT = pathlib.Path(__file__).parents[3]
+ASSET = ROOT / "assets" / "stories260k"
+SOURCE = ROOT.parent / "shared" / "data" / "tiny"
+GOLDEN = ROOT / "tests" / "golden" / "stories260k_greedy.txt"
+
+needs_source = pytest.mark.skipif(not SOURCE.exists(), reason="llama2.c files are not here")
+
+
+def llama2c_encode(text: str, pieces: list[bytes], scores: list[float]) -> list[int]:
+    """run.c's encode(), BOS on: byte fallback, then best scored merge first, leftmost on ties."""
+    ids_of = {piece: i for i, piece in enumerate(pieces)}
+    ids = [1]
+    if text:
+        ids.append(ids_of[b" "])
+    for char in text:
+        raw = char.encode()
+        ids += [ids_of[raw]] if raw in ids_of else [byte + 3 for byte in raw]
+    while True:
+        best = (-1e10, -1, -1)
+        for i in range(len(ids) - 1):
+            merged = ids_of.get(pieces[ids[i]] + pieces[ids[i + 1]])
+            if merged is not None and scores[merged] > best[0]:
+                best = (scores[merged], merged, i)
+        if best[1] < 0:
+            return ids
+        ids[best[2] : best[2] + 2] = [best[1]]
+
+
+def llama2c_decode(ids: list[int], pieces: list[bytes]) -> bytes:
+    """run.c's decode() over a text: no space after BOS, `<0xNN>` is a byte."""
+    out = b""
+    for previous, token in itertools.pairwise(ids):
+        piece = pieces[token]
+        if previous == 1 and piece.startswith(b" "):
+            piece = piece[1:]
+        out += bytes([token - 3]) if 3 <= token < 259 else piece
+    return out
+
+
+def asset_pieces() -> tuple[list[bytes], list[float]]:
+    """Pieces and scores as the source has them, rebuilt from the shipped tokenizer.json."""
+    model = json.loads((ASSET / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+    pieces = [name.encode() for name in model["vocab"]]
+    scores = [0.0] * 259 + [-float(i) for i in range(len(pieces) - 259)]
+    return pieces, scores
+
+
+def tiny_model(seed: int, tied: bool) -> tuple[convert.Header, bytes]:
+    header = convert.Header(8, 12, 2, 4, 2, 300, 16, tied)
+    count = sum(int(np.prod(s)) for s in convert.weight_shapes(header).values())
+    floats = np.random.default_rng(seed).standard_normal(count).astype("<f4")
+    head = struct.pack("<7i", 8, 12, 2, 4, 2, 300 if tied else -300, 16)
+    return header, head + floats.tobytes()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_float_of_the_file_is_placed(tied):
+    header, data = tiny_model(3, tied)
+    got_header, weights = convert.read_model(data)
+    assert got_header == header
+    flat = np.concatenate([w.ravel() for w in weights.values()])
+    np.testing.assert_array_equal(flat, np.frombuffer(data, "<f4", offset=28))
+    tensors = convert.to_llama(header, weights)
+    assert ("lm_head.weight" in tensors) is (not tied)
+    rope = 2 * header.seq_len * header.head_dim // 2
+    assert sum(t.size for t in tensors.values()) == flat.size - rope
+
+
+def test_half_split_gives_the_same_scores_as_rotating_adjacent_pairs():
+    heads, head_dim, dim, position = 3, 8, 5, 7
+    rng = np.random.default_rng(0)
+    wq, wk = rng.standard_normal((2, heads * head_dim, dim))
+    x, y = rng.standard_normal((2, dim))
+    angle = position * convert.ROPE_THETA ** (-np.arange(0, head_dim, 2) / head_dim)
+    turn = np.exp(1j * angle)
+
+    def adjacent(w, v):
+        pairs = (w @ v).reshape(heads, head_dim // 2, 2)
+        return pairs[..., 0] + 1j * pairs[..., 1]
+
+    def split(w, v):
+        halves = (convert.half_split(w, head_dim) @ v).reshape(heads, 2, head_dim // 2)
+        return halves[:, 0] + 1j * halves[:, 1]
+
+    want = np.real(adjacent(wq, x) * turn * np.conj(adjacent(wk, y))).sum(-1)
+    got = np.real(split(wq, x) * turn * np.conj(split(wk, y))).sum(-1)
+    np.testing.assert_allclose(got, want, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: data[:20], "28 bytes"),
+        (lambda data: data[:-4], "floats"),
+        (lambda data: data + b"\0\0\0\0", "floats"),
+    ],
+)
+def test_a_damaged_model_is_refused(damage, message):
+    with pytest.raises(ValueError, match=message):
+        convert.read_model(damage(tiny_model(0, True)[1]))
+
+
+@pytest.mark.parametrize("tail", [b"\0" * 5, struct.pack("<fi", 0.0, 9) + b"abc"])
+def test_a_damaged_tokenizer_is_refused(tail):
+    with pytest.raises(ValueError, match="token 0"):
+        convert.read_pieces(struct.pack("<i", 3) + tail)
+
+
+def test_model_and_tokenizer_must_have_as_many_tokens(tmp_path):
+    (tmp_path / "m").write_bytes(tiny_model(0, True)[1])
+    (tmp_path / "t").write_bytes(struct.pack("<ifi", 1, 0.0, 1) + b"a")
+    with pytest.raises(ValueError, match="300 tokens, tokenizer has 1"):
+        convert.convert(tmp_path / "m", tmp_path / "t", tmp_path / "out")
+
+
+@given(st.text(alphabet=st.characters(exclude_characters="\0", exclude_categories=("Cs",))))
+def test_any_text_gives_the_tokens_of_llama2c(text):
+    check_text(text)
+
+
+WORDS = st.sampled_from(["the", "her", " he", "ent", "\n", "  ", "Lily", "é", "“", "out", "ked"])
+
+
+@given(st.lists(WORDS | st.text("abcdehnrtuv .,", max_size=4)).map("".join))
+def test_story_like_text_gives_the_tokens_of_llama2c(text):
+    check_text(text)
+
+
+def check_text(text: str) -> None:
+    tokenizer = Tokenizer.from_file(str(ASSET / "tokenizer.json"))
+    if any(special in text for special in convert.SPECIAL.values()):
+        return
+    pieces, scores = asset_pieces()
+    ids = tokenizer.encode(text).ids
+    assert ids == llama2c_encode(text, pieces, scores)
+    assert tokenizer.decode(ids) == llama2c_decode(ids, pieces).decode() == text
+
+
+@needs_source
+def test_the_shipped_folder_is_what_the_command_makes(tmp_path):
+    convert.main([str(SOURCE / "stories260K.bin"), str(SOURCE / "tok512.bin"), str(tmp_path)])
+    made = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    assert made == {p.name: p.read_bytes() for p in ASSET.iterdir() if p.is_file()}
+
+
+@needs_source
+def test_the_files_own_rope_table_is_the_one_the_config_states():
+    header, weights = convert.read_model((SOURCE / "stories260K.bin").read_bytes())
+    inv = convert.ROPE_THETA ** (-np.arange(0, header.head_dim, 2) / header.head_dim)
+    angle = np.arange(header.seq_len)[:, None] * inv
+    np.testing.assert_allclose(weights["rope_cos"], np.cos(angle), atol=1e-4)
+    np.testing.assert_allclose(weights["rope_sin"], np.sin(angle), atol=1e-4)
+
+
+@needs_source
+def test_pieces_of_the_source_are_the_ones_rebuilt_here():
+    pieces, scores = asset_pieces()
+    source = convert.read_pieces((SOURCE / "tok512.bin").read_bytes())
+    assert [p for p, _ in source[3:]] == pieces[3:]
+    assert [s for _, s in source] == scores
+
+
+def test_weights_are_finite_float32():
+    for name, tensor in load_file(ASSET / "model.safetensors").items():
+        assert tensor.dtype == np.float32, name
+        assert np.isfinite(tensor).all(), name
+
+
+def test_greedy_text_from_an_empty_prompt_is_the_published_one():
+    tokenizer = Tokenizer.from_file(str(ASSET / "tokenizer.json"))
+    prompt = tokenizer.encode("").ids
+    assert prompt == [convert.BOS]
+    model, config = load(ASSET)
+    tokens = Driver(model, config, page_size=16).greedy(prompt, 256)
+    assert convert.BOS not in tokens
+    text = tokenizer.decode(prompt + tokens)
+    assert text == GOLDEN.read_text(encoding="utf-8").rstrip("\n")

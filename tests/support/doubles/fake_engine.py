@@ -1,0 +1,268 @@
+"""An engine without a model: deterministic letters from a thread per request, all at once."""
+
+import dataclasses
+import hashlib
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+from prometheus_client import CollectorRegistry
+
+from lora_jax.adapters.registry import AdapterExists, AdapterNotFound, AdapterRejected
+from serving.api.config import EngineConfig
+from serving.api.request import FinishReason, OutputDelta, QueueFull, TokenLogprobs
+from serving.api.sampling import Sampling
+from serving.engine.metrics import EngineStats
+
+BOS = 256
+VOCAB = 260
+
+
+class FakeTokenizer:
+    """One token per byte; 256 is a start token without text, 257 to 259 are special."""
+
+    eos_token_ids = (257,)
+    longest_token = 1
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [BOS] * add_special_tokens + list(text.encode())
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        shown = "" if skip_special_tokens else "<s>"
+        return "".join(bytes([i]).decode("latin-1") if i < 256 else shown * (i == BOS) for i in ids)
+
+    def token_text(self, token_id: int) -> str:
+        return self.decode([token_id], skip_special_tokens=False)
+
+    def token_strs(self, ids: list[int]) -> list[str]:
+        return [self.decode([i], skip_special_tokens=False) for i in ids]
+
+    has_chat_template = True
+
+    def apply_chat_template(
+        self,
+        messages,
+        add_generation_prompt: bool = True,
+        *,
+        continue_final_message: bool = False,
+        variables=None,
+    ) -> str:
+        shown = "".join(f"{{{name}={value}}}" for name, value in (variables or {}).items())
+        text = shown + "".join(f"[{m['role']}]{m['content']}" for m in messages)
+        end = "" if continue_final_message else "[end]" * bool(variables)
+        return text + end + "[assistant]" * add_generation_prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeEntry:
+    name: str
+    digest: str
+    generation: int
+    pinned: bool
+    path: str
+    kind: str = "lora"
+
+    @property
+    def report(self) -> SimpleNamespace:
+        details = {
+            "kind": "lora",
+            "folder": self.path,
+            "digest": self.digest,
+            "modules": {"q_proj": {"layers": [0], "ranks": [4], "scalings": [2.0]}},
+            "weight_bytes": 1 << 20,
+            "max_rank": 4,
+            "base_model": "/home/somebody/llama",
+        }
+        modules = {"q_proj": SimpleNamespace(layers=(0,), ranks=(4,), scalings=(2.0,))}
+        values = details | {"modules": modules}
+        return SimpleNamespace(**values, as_json=lambda: dict(details))
+
+
+class FakeRegistry:
+    """Names to folders below a root that hold an adapter_config.json."""
+
+    def __init__(self, root: Path | None):
+        self._root, self._entries, self._generation = root, {}, 0
+        self.refused: dict[str, str] = {}
+
+    def load(
+        self, name, path, *, replace=False, pinned=False, confined=True, digest=None
+    ) -> FakeEntry:
+        if name in self._entries and not replace:
+            raise AdapterExists(f"{name} is loaded.")
+        folder = Path(path) if self._root is None else (self._root / path)
+        if confined and not folder.resolve().is_relative_to(self._root.resolve()):
+            raise AdapterRejected(f"The path {folder} is outside of the adapter folder.")
+        if not (folder / "adapter_config.json").exists():
+            raise AdapterNotFound(name, tuple(self._entries))
+        if json.loads((folder / "adapter_config.json").read_text()).get("bad"):
+            raise AdapterRejected(f"{folder}/adapter_model.safetensors: lora_B is missing.")
+        config = (folder / "adapter_config.json").read_bytes()
+        found = 12 * "0" + hashlib.sha256(str(folder).encode() + config).hexdigest()[12:]
+        if digest not in (None, found):
+            raise AdapterRejected(f"Adapter {name!r}: its files have changed.")
+        self._generation += 1
+        self._entries[name] = FakeEntry(name, found, self._generation, pinned, folder.name)
+        self.refused.pop(name, None)
+        return self._entries[name]
+
+    def refuse(self, name: str, why: str) -> None:
+        self.refused[name] = why
+
+    def unload(self, name: str) -> FakeEntry:
+        self.get(name)
+        return self._entries.pop(name)
+
+    def get(self, name: str) -> FakeEntry:
+        if name not in self._entries:
+            raise AdapterNotFound(name, tuple(self._entries))
+        return self._entries[name]
+
+    def resolve(self, name: str, share=None) -> FakeEntry:
+        if name in self._entries:
+            return self._entries[name]
+        if name in self.refused:
+            raise AdapterRejected(self.refused[name])
+        if self._root is None:
+            raise AdapterNotFound(name, ())
+        return self.load(name, name)
+
+    def known(self) -> tuple[FakeEntry, ...]:
+        return self.entries()
+
+    def knows(self, name: str) -> bool:
+        return name in self._entries
+
+    def entries(self) -> tuple[FakeEntry, ...]:
+        return tuple(self._entries[name] for name in sorted(self._entries))
+
+
+class FakeEngine:
+    """Answers every request with letters that depend on prompt, adapter, choice and place.
+
+    Clear `open` to hold all output back; `fail` makes the next request end in that error.
+    """
+
+    def __init__(self, lora_dir: Path | None = None, max_model_len: int = 64):
+        root = None if lora_dir is None else str(lora_dir)
+        self.config = EngineConfig(model="some/where/fake-base", lora_dir=root)
+        self.model_info = SimpleNamespace(
+            vocab_size=VOCAB, max_model_len=max_model_len, sampling_defaults={}
+        )
+        self.metrics = SimpleNamespace(registry=CollectorRegistry())
+        self.tokenizer = FakeTokenizer()
+        self.registry = FakeRegistry(lora_dir)
+        self.open = threading.Event()
+        self.open.set()
+        self.queue_limit = 10_000
+        self.alive = True
+        self.fail: tuple[str, bool] | None = None
+        self.submitted: list[SimpleNamespace] = []
+        self.aborted: list[str] = []
+        self.running: set[str] = set()
+
+    def submit(
+        self,
+        prompt_ids: list[int],
+        adapter: str | None,
+        sampling: Sampling,
+        *,
+        on_output: Callable[[OutputDelta], None],
+        request_id: str | None = None,
+        cache_salt: str = "",
+        share=None,
+        entry=None,
+    ) -> str:
+        if len(self.running) >= self.queue_limit:
+            raise QueueFull("The waiting queue is full.", 2.0)
+        sampling.check_vocab(VOCAB)
+        if adapter is not None:
+            self.registry.get(adapter)
+        request_id = f"fake-{len(self.submitted)}"
+        given = SimpleNamespace(
+            ids=prompt_ids,
+            adapter=adapter,
+            sampling=sampling,
+            salt=cache_salt,
+            id=request_id,
+            share=share,
+        )
+        self.submitted.append(given)
+        self.running.add(request_id)
+        threading.Thread(target=self._run, args=(given, on_output), daemon=True).start()
+        return request_id
+
+    def _run(self, given: SimpleNamespace, on_output: Callable[[OutputDelta], None]) -> None:
+        fail, self.fail = self.fail, None
+        for index in range(given.sampling.n):
+            for delta in self._deltas(given, index):
+                self.open.wait()
+                if given.id not in self.running:
+                    return
+                if fail and delta.finish_reason:
+                    delta = dataclasses.replace(
+                        delta, finish_reason=FinishReason.ERROR, error=fail[0], retryable=fail[1]
+                    )
+                on_output(delta)
+        self.running.discard(given.id)
+
+    def _deltas(self, given: SimpleNamespace, index: int):
+        sampling = given.sampling
+        ids = letters(given.ids, given.adapter, index, sampling.max_tokens)
+        scored = prompt_scores(given.ids) if sampling.prompt_logprobs is not None else None
+        if not ids:
+            yield OutputDelta(
+                given.id, index, "", (), prompt_logprobs=scored, finish_reason=FinishReason.LENGTH
+            )
+        for i, token in enumerate(ids):
+            yield OutputDelta(
+                request_id=given.id,
+                index=index,
+                text=chr(token),
+                token_ids=(token,),
+                logprobs=(score(token, sampling.logprobs),)
+                if sampling.logprobs is not None
+                else (),
+                prompt_logprobs=scored if i == 0 else None,
+                finish_reason=FinishReason.LENGTH if i == len(ids) - 1 else None,
+            )
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+        self.running.discard(request_id)
+
+    def is_alive(self) -> bool:
+        return self.alive
+
+    def stats(self) -> EngineStats:
+        return EngineStats(running=len(self.running), adapter_slots_total=4)
+
+    def close(self) -> None:
+        self.alive = False
+
+
+def letters(prompt: list[int], adapter: str | None, index: int, count: int) -> list[int]:
+    """The tokens of an answer: a pure function of what was asked."""
+    start = sum(prompt) + sum((adapter or "").encode()) + index
+    return [ord("a") + (start + 7 * i) % 26 for i in range(count)]
+
+
+def score(token: int, top: int) -> TokenLogprobs:
+    """A made-up log-probability, and `top` likelier tokens with the impossible one last."""
+    likelier = {token + 1 + i: -0.1 * (i + 1) for i in range(top)}
+    return TokenLogprobs(token, -0.5 - token / 1000, top + 1, likelier)
+
+
+def prompt_scores(ids: list[int]) -> tuple[TokenLogprobs | None, ...]:
+    return (None, *(score(token, 0) for token in ids[1:]))
+
+
+def write_fake_adapters(root: Path, *names: str) -> Path:
+    """Make folders that the fake registry takes for adapters."""
+    for name in names:
+        (root / name).mkdir(parents=True)
+        config = {"r": 4} | ({"bad": True} if name.startswith("bad") else {})
+        (root / name / "adapter_config.json").write_text(json.dumps(config))
+    return root

@@ -1,0 +1,69 @@
+"""A real server in its own process, for tests that talk to it as users do."""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on at the moment."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@contextlib.contextmanager
+def serve(*args: str, log: Path) -> Iterator[str]:
+    """Start `python -m serving.launch ARGS`, wait until it is healthy, yield its base URL."""
+    with serve_process(*args, log=log) as (_, port):
+        yield f"http://127.0.0.1:{port}"
+
+
+@contextlib.contextmanager
+def serve_process(*args: str, log: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """As `serve`, but yield the process and its port."""
+    port = free_port()
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "serving.launch", *args, "--port", str(port)]
+    with log.open("w") as out:
+        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=out)
+        try:
+            wait_healthy(f"http://127.0.0.1:{port}", process, log)
+            yield process, port
+        finally:
+            process.terminate()
+            process.wait(timeout=30)
+
+
+def wait_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Return once /health answers 200; fail with the log when the process dies first."""
+    for _ in range(600):
+        if process.poll() is not None:
+            raise RuntimeError(f"server exited with {process.returncode}:\n{log.read_text()}")
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=1):
+            return
+        time.sleep(0.2)
+    raise TimeoutError(f"server not healthy after 120 s:\n{log.read_text()}")
+
+
+def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    """POST JSON and return the JSON answer; an error status raises with its body."""
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        raise AssertionError(f"{error.code}: {error.read().decode()}") from error

@@ -1,0 +1,62 @@
+"""Killing a server while its client waits, again and again; for every carrier of processes."""
+
+import os
+import threading
+
+import jax
+import numpy as np
+from support.cases.transport_cases import LONG, batch, bits, exchange, terms_of, want_ys
+from support.contracts.transport_contract import wait_for
+
+from serving.transport.base import Status
+
+
+def held_by_this_process():
+    """What must not grow: descriptors, mappings of slots, threads."""
+    with open("/proc/self/maps") as file:
+        maps = sum("lora_jax_transport" in line for line in file)
+    return len(os.listdir("/proc/self/fd")), maps, threading.active_count()
+
+
+def killed_in_the_middle(peers, client, where, step, arrays):
+    """One life of a server: joined anew, two answers, then killed while it holds a third."""
+    x, ys, rows = arrays
+    pid = peers.start("serve", where, 0, 1, 3)
+    peers.expect("listening")
+    assert client.rejoin() == ()
+    wanted = want_ys(terms_of(ep=1).shapes, 0, 1, x, ys, rows)
+    for _ in range(2):
+        got, status = step(x, ys, rows)
+        assert np.asarray(status).tolist() == [Status.ARRIVED]
+        assert [bits(y) for y in got] == [bits(y) for y in wanted]
+    results = []
+    waiter = threading.Thread(
+        target=lambda: results.append(jax.block_until_ready(step(x, ys, rows)))
+    )
+    waiter.start()
+    peers.expect("held")
+    peers.kill(pid)
+    waiter.join(LONG)
+    got, status = results[0]
+    assert np.asarray(status).tolist() == [Status.ABORTED]
+    assert [bits(y) for y in got] == [bits(y) for y in ys]
+    assert client.lost() == (0,)
+    assert client.rejoin() == (0,)
+
+
+def kill_servers(peers, where, connect, times):
+    """Kill servers at one address; `connect` gives a client of the first, of the terms ep=1."""
+    pid = peers.start("serve", where, 0, 1, 0)
+    where = peers.expect("listening")[1]
+    client = connect(where)
+    client.set_limit(1000.0)  # so that nothing but the death itself ends a wait
+    peers.kill(pid)
+    wait_for(lambda: client.lost() == (0,))
+    arrays = batch(terms_of(ep=1), np.random.default_rng(0), 24, base_share=0.2)
+    step = exchange(client)
+    killed_in_the_middle(peers, client, where, step, arrays)
+    before = held_by_this_process()
+    for _ in range(times):
+        killed_in_the_middle(peers, client, where, step, arrays)
+    assert held_by_this_process() == before
+    client.close()

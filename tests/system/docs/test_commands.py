@@ -1,0 +1,137 @@
+"""Commands and snippets of the pages: each one runs, or at least parses."""
+
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from support.processes.server_process import ROOT, free_port, wait_healthy
+
+from serving.launch import read_options
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES += sorted((ROOT / "docs/how-to").glob("*.md"))
+NAMING = [*PAGES, ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md", ROOT / "bench/README.md"]
+NAMING += sorted((ROOT / "docs/concepts").glob("*.md"))
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LIVE = ROOT / "README.md", ROOT / "docs/getting-started.md"
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [text for name, text in BLOCK.findall(page.read_text()) if name == language]
+
+
+def command_lines(page: Path) -> list[str]:
+    """Lines of a page's shell blocks, continued lines joined, loops and comments left out."""
+    text = "\n".join(blocks(page, "bash")).replace("\\\n", " ")
+    words = ("make ", "python", ".venv/bin/", "pip ", "curl ", "vllm ")
+    return [line.partition("  #")[0] for line in text.splitlines() if line.startswith(words)]
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def extras() -> set[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return set(project["optional-dependencies"])
+
+
+def check_line(line: str) -> None:
+    """Fail unless the command could start: its target, module, flags or extra exist."""
+    words = shlex.split(line.replace(".venv/bin/", "").replace("python3.12", "python"))
+    if words[0] == "make":
+        assert words[1] in make_targets(), line
+    elif words[0] == "pip":
+        assert set(re.findall(r"\[([\w,]+)\]", line)) <= extras(), line
+    elif words[:2] == ["python", "-m"] and words[2] == "serving.launch":
+        read_options(words[3:], {})
+    elif words[:2] == ["python", "-m"]:
+        assert importlib.util.find_spec(words[2]), line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_of_a_page_could_start(page):
+    for line in command_lines(page):
+        check_line(line)
+
+
+def test_a_wrong_command_is_found():
+    wrong = ("make nothing", "pip install '.[no]'", "python -m serving.launch M --no-such-flag")
+    for line in wrong:
+        with pytest.raises((AssertionError, SystemExit)), contextlib.redirect_stderr(io.StringIO()):
+            check_line(line)
+
+
+def test_commands_in_text_name_targets_modules_and_flags():
+    for page in NAMING:
+        for line in re.findall(r"`((?:make|python -m) [^`]+)`", page.read_text()):
+            check_line(line)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """What `make serve` starts, with the options that the pages add."""
+    port, log = free_port(), tmp_path_factory.mktemp("server") / "log"
+    added = "--enable-runtime-lora --lora-modules law-esft=assets/tiny-moe/esft/gate-law"
+    ask = ["make", "-n", "serve", f"PORT={port}", f"ARGS={added}"]
+    lines = subprocess.run(ask, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    words = shlex.split(lines.strip().splitlines()[-1])
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [sys.executable, *words[1:]], cwd=ROOT, env=env, stdout=out, stderr=out
+        )
+        try:
+            wait_healthy(f"http://127.0.0.1:{port}", process, log)
+            yield str(port)
+        finally:
+            process.terminate()
+            process.wait(timeout=30)
+
+
+def answers_of_block(text: str, port: str) -> list[dict]:
+    """Run the curls of a shell block and return what they print."""
+    starts = r"^(?:make|python|\.venv)(?:.*\\\n)*.*\n"
+    script = re.sub(starts, "", text, flags=re.MULTILINE).replace("8000", port)
+    script = script.replace("curl ", "curl --silent --show-error --fail-with-body ")
+    done = subprocess.run(["bash", "-e"], input=script, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, script + done.stdout + done.stderr
+    decoder, text, found = json.JSONDecoder(), done.stdout.strip(), []
+    while text.startswith("{"):
+        answer, end = decoder.raw_decode(text)
+        found.append(answer)
+        text = text[end:].strip()
+    return found
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
+@pytest.mark.parametrize("page", LIVE, ids=lambda page: page.stem)
+def test_curls_of_a_page_are_answered(page, server):
+    live = [text for text in blocks(page, "bash") if "curl " in text]
+    assert live
+    answers = [answer for text in live for answer in answers_of_block(text, server)]
+    assert not any("error" in answer for answer in answers)
+    if page.name == "README.md":
+        said = [answer["choices"][0]["message"]["content"] for answer in answers]
+        assert ["Alarm-Update" in text for text in said] == [False, True, True]
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["openai client", "engine"])
+def test_python_snippets_of_the_readme_run(number, server, monkeypatch):
+    snippets = blocks(ROOT / "README.md", "python")
+    assert len(snippets) == 2
+    monkeypatch.chdir(ROOT)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(snippets[number].replace("8000", server), {})
+    assert printed.getvalue().strip()

@@ -1,0 +1,37 @@
+"""A process that cannot be an instance says so and leaves; one that can is in test_front.py."""
+
+import os
+
+import pytest
+
+from serving.api.cluster_config import ClusterConfig
+from serving.api.config import EngineConfig
+from serving.cli.options import Options
+from serving.cluster.instance_process import InstanceProcess
+from serving.cluster.server_place import ServerPlace
+from serving.http.settings import HttpSettings
+from serving.lora_server.spec import ServerSpec
+
+
+def test_an_instance_that_cannot_start_is_told_of(tmp_path, capfd):
+    (tmp_path / "model").mkdir()
+    model, told = str(tmp_path / "model"), []
+    spec = ServerSpec(model, "float32", "ep1-pp1", 1, 1, 1, 8)
+    process = InstanceProcess(
+        Options(EngineConfig(model=model), HttpSettings()),
+        3,
+        str(tmp_path / "socket"),
+        ServerPlace(spec, (str(tmp_path / "rank"),), ClusterConfig()),
+        lambda name, connection: told.append((name, connection)),
+    )
+    ((name, connection),) = told
+    assert name == f"instance-3 of process {process.pid}"
+    with pytest.raises(ConnectionError, match="Instance 3 did not start"):
+        process.wait_ready()
+    assert not process.is_ready
+    process.stop()
+    process.stop()
+    with pytest.raises(ProcessLookupError):
+        os.kill(process.pid, 0)
+    connection.close()
+    assert "holds no config.json" in capfd.readouterr().out

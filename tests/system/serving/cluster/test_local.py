@@ -1,0 +1,141 @@
+"""Requirements of a cluster and restarts of its processes; the roles are stand-ins."""
+
+import os
+import threading
+
+import pytest
+from support.cases import lora_server_cases as cases
+
+from serving.api.cluster_config import ClusterConfig
+from serving.api.config import EngineConfig
+from serving.cli.flag_values import LoraModule
+from serving.cli.options import Options
+from serving.cluster import local
+from serving.cluster.local import LocalCluster
+from serving.cluster.server_place import server_spec
+from serving.http.settings import HttpSettings
+from serving.runtime.child_process import Pulse
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    model, _ = cases.write_files(tmp_path_factory.mktemp("local"), 0)
+    return EngineConfig(model=model, **cases.ENGINE)
+
+
+class Role:
+    """An instance that is there at once; `die` ends it as a kill does."""
+
+    made: tuple = ()
+    pid = os.getpid()
+    fail_from = 99  # the number of the start that fails
+
+    def __init__(self, options, number, path, place, serve_leases):
+        self.number, self.place, self.is_ready, self.stopped = number, place, False, False
+        self.sentinel, self._end = os.pipe()
+        self.order = len(Role.made)
+        Role.made = (*Role.made, self)
+
+    def wait_ready(self):
+        if self.order >= Role.fail_from:
+            raise ConnectionError(f"Instance {self.number} did not start")
+        self.is_ready = True
+
+    def pulse(self, limit_s):
+        return Pulse.UP
+
+    def die(self):
+        end, self._end = self._end, None  # first: the watch may stop us while we close
+        if end is not None:
+            os.close(end)
+
+    kill = die
+
+    def stop(self, end_s=None):
+        self.kill()
+        if not self.stopped:
+            os.close(self.sentinel)
+        self.stopped = True
+
+
+class Group:
+    def __init__(self, spec, first_gpu):
+        self.spec, self.paths, self.closed = spec, ["rank"], False
+        self.first_gpu = first_gpu
+        self.coordinator = None
+
+    def up(self):
+        return [True]
+
+    def close(self, end_s=None):
+        self.closed = True
+
+
+@pytest.fixture
+def options(engine, monkeypatch):
+    monkeypatch.setattr(local, "InstanceProcess", Role)
+    monkeypatch.setattr(local, "ServerGroup", Group)
+    monkeypatch.setattr(local, "_RESTART_S", 0.01)
+    monkeypatch.setattr(Role, "made", ())
+    monkeypatch.setattr(Role, "fail_from", 99)
+    return Options(
+        engine=engine,
+        http=HttpSettings(),
+        cluster=ClusterConfig(instances=2, lora_server=1),
+        adapters=(LoraModule("a0", "x"), LoraModule("a1", "y")),
+    )
+
+
+def until(condition):
+    for _ in range(3000):
+        if condition():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("it did not come true")
+
+
+def test_a_dead_instance_is_started_anew(options):
+    cluster = LocalCluster(options, server_spec(options.engine, options.cluster))
+    first = cluster.processes
+    assert sorted(cluster.router.instance_of) == ["a0", "a1"]
+    assert first[0].place.paths == ("rank",)
+    assert cluster.roles() == {"instances": [True, True], "ranks": [True]}
+    first[1].die()
+    until(lambda: cluster.processes[1] is not first[1] and cluster.router.up == (0, 1))
+    assert first[1].stopped
+    assert cluster.processes[0] is first[0]
+    folder = os.path.dirname(cluster.paths[0])
+    assert os.path.exists(folder)
+    cluster.close()
+    cluster.close()
+    assert all(role.stopped for role in Role.made)
+    assert cluster.group.closed
+    assert not os.path.exists(folder)
+
+
+def test_an_instance_that_leaves_at_the_end_is_not_replaced(options):
+    cluster = LocalCluster(options, None)
+    cluster.replace_no_more()
+    cluster.processes[0].die()
+    cluster.close()
+    assert len(Role.made) == 2
+
+
+def test_an_instance_that_does_not_come_back_is_tried_again(options, monkeypatch):
+    cluster = LocalCluster(options, None)
+    monkeypatch.setattr(Role, "fail_from", 2)
+    cluster.processes[0].die()
+    until(lambda: len(Role.made) > 4)
+    assert cluster.router.up == (1,)
+    monkeypatch.setattr(Role, "fail_from", 99)
+    until(lambda: cluster.router.up == (0, 1))
+    cluster.close()
+    assert all(role.stopped for role in Role.made)
+
+
+def test_a_role_that_cannot_start_ends_all_others(options, monkeypatch):
+    monkeypatch.setattr(Role, "fail_from", 1)
+    with pytest.raises(ConnectionError, match="Instance 1 did not start"):
+        LocalCluster(options, None)
+    assert len(Role.made) == 2
+    assert all(role.stopped for role in Role.made)

@@ -1,0 +1,382 @@
+"""The front over small applications on Unix sockets: who is asked what, and what comes of it."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+import uvicorn
+from support.processes.http_server import serve_app
+
+from serving.cluster.proxy import Bounds, Proxy
+from serving.cluster.router import Router
+from serving.http.access.auth import Authenticate
+from serving.http.access.keys import KeyRing
+from serving.http.settings import HttpSettings
+from serving.http.wire.uvicorn_server import uvicorn_config
+
+
+class Instance:
+    """An application that notes what it is asked; `fail` is a status for what changes adapters."""
+
+    def __init__(self, number):
+        self.number, self.asked, self.fail, self.gone = number, [], None, threading.Event()
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] == "lifespan":
+            while True:
+                message = await receive()
+                await send({"type": message["type"] + ".complete"})
+                if message["type"] == "lifespan.shutdown":
+                    return
+        message = await receive()
+        body = message.get("body", b"")
+        self.asked.append((scope["method"], scope["path"], scope["query_string"], body))
+        if scope["path"] == "/endless":
+            await self._endless(receive, send)
+            return
+        if scope["path"] == "/cut":
+            await self._cut(send)
+            return
+        while message.get("more_body"):
+            message = await receive()
+        status = self.fail if self.fail and "adapter" in scope["path"] else 200
+        text = json.dumps({"instance": self.number, "path": scope["path"]}).encode()
+        if scope["path"] == "/metrics":
+            text = b"# TYPE up gauge\nup 1.0\n"
+        headers = [(b"content-length", str(len(text)).encode()), (b"x-number", b"%d" % self.number)]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": text})
+
+    async def _cut(self, send):
+        """A stream whose process ends."""
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
+
+    async def _endless(self, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        watch = asyncio.ensure_future(receive())
+        while not watch.done():
+            await send({"type": "http.response.body", "body": b"more\n", "more_body": True})
+            await asyncio.sleep(0.01)
+        assert watch.result()["type"] == "http.disconnect"
+        self.gone.set()
+
+
+@contextlib.contextmanager
+def listening(app, path):
+    """The app on a Unix socket, as an instance serves."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(path))
+        server = uvicorn.Server(uvicorn_config(app))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+        thread.start()
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        try:
+            yield
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@pytest.fixture
+def instances():
+    return [Instance(0), Instance(1)]
+
+
+@pytest.fixture
+def router():
+    return Router(2, ["a", "b"])
+
+
+@pytest.fixture
+def client(instances, router, tmp_path):
+    paths = [tmp_path / f"i{n}" for n in range(2)]
+    with contextlib.ExitStack() as stack:
+        for app, path in zip(instances, paths, strict=True):
+            stack.enter_context(listening(app, path))
+        bounds = Bounds(body_timeout_s=0.5)
+        front = Proxy([str(p) for p in paths], router, ["base"], bounds)
+        url = stack.enter_context(serve_app(front))
+        yield stack.enter_context(httpx.Client(base_url=url, timeout=30))
+
+
+def test_an_adapter_is_answered_by_its_own_instance(client, router, instances):
+    for name, home in router.instance_of.items():
+        for _ in range(3):
+            answer = client.post("/v1/completions?x=1", json={"model": name, "max_tokens": 3})
+            assert answer.json()["instance"] == home
+            assert answer.headers["x-number"] == str(home)
+    method, path, query, body = instances[0].asked[0]
+    assert (method, path, query) == ("POST", "/v1/completions", b"x=1")
+    assert json.loads(body)["max_tokens"] == 3
+
+
+def test_nothing_is_under_way_when_all_is_answered(client, router):
+    for body in ({"model": "base"}, {"model": "a"}, {}, {"model": 5, "max_tokens": "x"}):
+        assert client.post("/v1/completions", json=body).status_code == 200
+    assert client.post("/v1/completions", content=b"{not json").status_code == 200
+    assert client.get("/v1/models").json()["path"] == "/v1/models"
+
+    def all_is_over():  # a client has its answer a moment before the front has let go of it
+        chosen = [router.choose(None) for _ in range(2)]
+        for instance in chosen:
+            router.done(instance)
+        return chosen == [0, 1]
+
+    end = time.monotonic() + 20
+    while not all_is_over():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/load_lora_adapter"),
+        ("POST", "/unload_lora_adapter"),
+        ("DELETE", "/v1/loras/adapter"),
+    ],
+)
+def test_what_changes_adapters_goes_to_all(client, instances, method, path):
+    assert client.request(method, path).status_code == 200
+    assert [len(instance.asked) for instance in instances] == [1, 1]
+    instances[1].fail = 409
+    answer = client.request(method, path)
+    assert (answer.status_code, answer.json()["instance"]) == (409, 1)
+
+
+def test_metrics_of_all(client):
+    lines = client.get("/metrics").text.splitlines()
+    assert lines[-2:] == ['up{engine="0"} 1.0', 'up{engine="1"} 1.0']
+    assert 'lora_jax:role_up{role="instance",number="1"} 1.0' in lines
+
+
+def test_a_client_that_goes_ends_its_request_at_the_instance(client, router, instances):
+    with client.stream("GET", "/endless") as answer:
+        assert next(answer.iter_lines()) == "more"
+    assert instances[0].gone.wait(30)
+    for _ in range(3000):
+        if router._under_way == [0, 0]:
+            return
+        time.sleep(0.01)
+    raise AssertionError("the request still counts")
+
+
+def test_a_body_that_is_too_long_is_refused(client, instances):
+    assert client.post("/v1/completions", content=b"x" * (17 << 20)).status_code == 413
+    assert not instances[0].asked
+
+
+def test_a_body_that_does_not_come_is_408(client, instances):
+    asked = sum(len(instance.asked) for instance in instances)
+    with socket.create_connection((client.base_url.host, client.base_url.port), 30) as sock:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"
+        sock.sendall(head)
+        assert sock.recv(1 << 16).startswith(b"HTTP/1.1 408 ")
+    assert sum(len(instance.asked) for instance in instances) == asked
+
+
+def test_another_instance_answers_for_one_that_is_down(instances, tmp_path):
+    router = Router(2, ["a", "b"])
+    home = router.instance_of["a"]
+    paths = [str(tmp_path / f"i{n}") for n in range(2)]
+    with (
+        listening(instances[1 - home], paths[1 - home]),
+        serve_app(Proxy(paths, router, ["base"])) as url,
+        httpx.Client(base_url=url, timeout=30) as client,
+    ):
+        answer = client.post("/v1/completions", json={"model": "a"})
+        assert answer.json()["instance"] == 1 - home
+        assert router.up == (1 - home,)
+        assert client.post("/v1/loras", json={}).status_code == 200
+
+
+def test_nobody_is_there(tmp_path):
+    paths = [str(tmp_path / f"i{n}") for n in range(2)]
+    with (
+        serve_app(Proxy(paths, Router(2), ["base"])) as url,
+        httpx.Client(base_url=url, timeout=30) as client,
+    ):
+        for method, path in (
+            ("POST", "/v1/completions"),
+            ("POST", "/v1/loras"),
+        ):
+            answer = client.request(method, path)
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+            assert answer.json()["error"]["type"] == "ServiceUnavailableError"
+        assert 'lora_jax:role_up{role="instance",number="1"} 0.0' in client.get("/metrics").text
+
+
+def keyed(app, key="right"):
+    """The front as the command makes it: the key first."""
+    return Authenticate(app, KeyRing(HttpSettings(api_keys=(key,))))
+
+
+@pytest.fixture
+def closed(instances, router, tmp_path):
+    """A client without a key of a front that wants one."""
+    paths = [tmp_path / f"i{n}" for n in range(2)]
+    with contextlib.ExitStack() as stack:
+        for app, path in zip(instances, paths, strict=True):
+            stack.enter_context(listening(app, path))
+        front = Proxy([str(p) for p in paths], router, ["base"])
+        url = stack.enter_context(serve_app(keyed(front)))
+        yield stack.enter_context(httpx.Client(base_url=url, timeout=30))
+
+
+def test_without_the_key_no_name_is_kept_and_no_instance_is_asked(closed, router, instances):
+    """Before: 12 names of 15 MB, no key, made the router grow by 500 MB for good."""
+    for number in range(3):
+        body = {"model": f"{number}" + "n" * (15 << 20)}
+        assert closed.post("/v1/completions", json=body).status_code == 401
+    assert sorted(router.instance_of) == ["a", "b"]
+    assert not any(instance.asked for instance in instances)
+    right = {"Authorization": "Bearer right"}
+    for number in range(20):
+        body = {"model": f"{number}" + "n" * 100}
+        assert closed.post("/v1/completions", json=body, headers=right).status_code == 200
+    assert sorted(router.instance_of) == ["a", "b"]  # no such name can exist
+    assert router.up == (0, 1)  # before: both were "down: Broken pipe"
+
+
+def test_without_the_key_no_body_is_read(closed):
+    """Before: the router waited for the body, and kept 15.9 MB of it for 30 s."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 15900000\r\n\r\n"
+    with socket.create_connection((closed.base_url.host, closed.base_url.port), 30) as sock:
+        begun = time.monotonic()
+        sock.sendall(head)
+        assert sock.recv(1 << 16).startswith(b"HTTP/1.1 401 ")
+        assert time.monotonic() - begun < 10
+
+
+def test_a_declared_length_over_the_limit_is_refused_unread(client, instances):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999\r\n\r\n"
+    with socket.create_connection((client.base_url.host, client.base_url.port), 30) as sock:
+        sock.sendall(head)
+        assert sock.recv(1 << 16).startswith(b"HTTP/1.1 413 ")
+    assert not any(instance.asked for instance in instances)
+
+
+def test_deep_json_is_the_instances_to_judge(client, router):
+    """Before: a RecursionError, status 500 and a traceback."""
+    for body in (b"[" * 200_000, b'{"a":' * 200_000, b"{not json", b"\xff\xfe"):
+        assert client.post("/v1/completions", content=body).status_code == 200
+    assert router.up == (0, 1)
+
+
+class Mortal:
+    """Instances whose connection breaks when a request is poison, as it does when they end."""
+
+    def __init__(self, path):
+        self.asked = 0
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.bind(path)
+        self.sock.listen()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self):
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self.sock.accept()
+                with connection:
+                    self.asked += 1
+                    if b"poison" not in connection.recv(1 << 16):
+                        connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+
+    def close(self):
+        self.sock.shutdown(socket.SHUT_RDWR)
+        self.sock.close()
+
+
+def test_a_poison_request_is_tried_twice_and_then_refused(tmp_path):
+    """Before: it went to every instance, each time that it came."""
+    paths = [str(tmp_path / f"i{n}") for n in range(3)]
+    mortals = [Mortal(path) for path in paths]
+    with (
+        serve_app(Proxy(paths, Router(3), ["base"])) as url,
+        httpx.Client(base_url=url, timeout=30) as client,
+    ):
+        for _ in range(3):
+            answer = client.post("/v1/completions", json={"model": "base", "prompt": "poison"})
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "60")
+            assert "refused for some time" in answer.json()["error"]["message"]
+        assert [mortal.asked for mortal in mortals] == [1, 1, 0]
+        assert client.post("/v1/completions", json={"model": "base"}).status_code == 200
+    for mortal in mortals:
+        mortal.close()
+
+
+def test_a_stream_that_is_cut_off_ends_with_an_error_event(client):
+    """Before: the connection broke without a word."""
+    text = client.get("/cut").text
+    first, event, rest = text.split("\n\n")
+    assert (first, rest) == ("data: 1", "")
+    assert json.loads(event.removeprefix("data: "))["error"]["code"] == 503
+
+
+def test_health_sums_the_roles_and_live_is_apart(client, router):
+    for path in ("/health", "/ready", "/live"):
+        answer = client.get(path)
+        assert (answer.status_code, answer.json()["status"]) == (200, "ok")
+    router.set_up(0, False)
+    answer = client.get("/health")
+    assert (answer.status_code, answer.json()["status"]) == (200, "degraded")
+    assert answer.json()["instances"] == ["down", "up"]
+    router.set_up(1, False)
+    assert [client.get(path).status_code for path in ("/health", "/ready", "/live")] == [
+        503,
+        503,
+        200,
+    ]
+
+
+class Hung:
+    """A process that is stopped: its socket takes connections, and nothing comes."""
+
+    def __init__(self, path):
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.bind(str(path))
+        self.sock.listen(100)
+
+    def kill(self):
+        self.sock.close()
+
+
+def test_metrics_do_not_wait_for_a_hung_instance(instances, tmp_path):
+    """Before: /metrics hung as long as the instance did."""
+    hung = Hung(tmp_path / "i0")
+    paths, router = [str(tmp_path / f"i{n}") for n in range(2)], Router(2)
+    with (
+        listening(instances[1], paths[1]),
+        serve_app(Proxy(paths, router, ["base"])) as url,
+        httpx.Client(base_url=url, timeout=30) as client,
+    ):
+        begun = time.monotonic()
+        text = client.get("/metrics").text
+        assert time.monotonic() - begun < 10
+        assert 'up{engine="1"} 1.0' in text
+        router.set_up(0, False)
+        assert client.get("/health").json()["status"] == "degraded"
+        hung.kill()
+
+
+def test_what_a_hung_instance_was_given_goes_to_another_when_it_is_killed(instances, tmp_path):
+    hung = Hung(tmp_path / "i0")
+    paths = [str(tmp_path / f"i{n}") for n in range(2)]
+    with (
+        listening(instances[1], paths[1]),
+        serve_app(Proxy(paths, Router(2), ["base"])) as url,
+        httpx.Client(base_url=url, timeout=30) as client,
+    ):
+        killer = threading.Timer(0.3, hung.kill)
+        killer.start()
+        assert client.post("/v1/completions", json={"model": "base"}).json()["instance"] == 1
+        killer.join()

@@ -1,0 +1,470 @@
+"""The engine's contract, on tiny random checkpoints: what a request gets depends on it alone."""
+
+import dataclasses
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+from support.cases import tiny_checkpoint
+from support.cases.engine_cases import (
+    GREEDY,
+    NUM_PAGES,
+    RANKS,
+    SCORED,
+    SHAPES,
+    Listener,
+    answer,
+    make_engine,
+    mixed_requests,
+    prompts_of,
+    settle,
+    wait_until,
+)
+
+from lora_jax.adapters.registry import AdapterExists, AdapterNotFound
+from serving import FinishReason, QueueFull, RequestFailed, Sampling
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("main")
+
+
+@pytest.fixture(scope="module")
+def engine(folder):
+    threads = set(threading.enumerate())
+    with make_engine(folder, SHAPES["llama"]) as engine:
+        yield engine
+        settle(engine)
+        assert engine.stats().compilations_after_warmup == 0
+        assert engine.is_alive()
+    assert not engine.is_alive()
+    left = [t for t in set(threading.enumerate()) - threads if t.name != "tqdm_monitor"]
+    assert not [t for t in left if "engine" in t.name or not t.daemon]
+
+
+@pytest.fixture(scope="module", params=["llama", "mixtral"])
+def any_engine(request, tmp_path_factory):
+    if request.param == "llama":
+        yield request.getfixturevalue("engine")
+        return
+    with make_engine(tmp_path_factory.mktemp("moe"), SHAPES["mixtral"], "bfloat16") as engine:
+        yield engine
+        settle(engine)
+        assert engine.stats().compilations_after_warmup == 0
+
+
+def test_together_is_alone_with_arrivals_aborts_and_preemptions(any_engine):
+    engine, requests = any_engine, mixed_requests()
+    alone = [answer(engine.generate([p], name, s)[0]) for p, name, s in requests]
+    before, rng = engine.stats().preemptions, random.Random(5)
+    listeners, doomed = [], []
+    for place, (prompt, name, sampling) in enumerate(requests):
+        if place % 3 == 0:
+            listener = Listener()
+            long = Sampling(max_tokens=50, temperature=1.0, ignore_eos=True)
+            doomed.append((engine.submit(prompt, name, long, on_output=listener), listener))
+        listeners.append(Listener())
+        engine.submit(prompt, name, sampling, on_output=listeners[-1])
+        if rng.random() < 0.5:
+            time.sleep(rng.random() * 0.01)
+        if doomed and rng.random() < 0.5:
+            engine.abort(doomed.pop(rng.randrange(len(doomed)))[0])
+    for request_id, listener in doomed:
+        engine.abort(request_id)
+        assert listener.wait().finish_reason in (FinishReason.ABORT, FinishReason.LENGTH)
+    for listener, want in zip(listeners, alone, strict=True):
+        last = listener.wait()
+        text = "".join(delta.text for delta in listener.deltas)
+        logprobs = tuple(entry for delta in listener.deltas for entry in delta.logprobs)
+        scored = [d.prompt_logprobs for d in listener.deltas if d.prompt_logprobs]
+        got = listener.tokens(), text, logprobs, last.finish_reason, scored[0] if scored else None
+        assert got == want
+    assert engine.stats().preemptions > before
+    settle(engine)
+
+
+def test_base_rows_do_not_notice_adapters(any_engine):
+    prompts = prompts_of(4, seed=2)
+    alone = [answer(any_engine.generate([p], None, SCORED)[0]) for p in prompts]
+    crowd = [*prompts, *prompts]
+    names = [None, None, None, None, "a7", "a3", "a7", "a1"]
+    mixed = any_engine.generate(crowd, names, SCORED)
+    assert [answer(output) for output in mixed[:4]] == alone
+    assert [answer(output) for output in mixed[4:]] != alone
+
+
+@pytest.mark.parametrize("name", [None, "a0", "a7"])
+def test_logprobs_are_those_of_a_merged_model_in_numpy(engine, folder, name):
+    shape = SHAPES["llama"]
+    tensors = tiny_checkpoint.write_model(folder / "again", shape)
+    if name is not None:
+        place = int(name[1:])
+        deltas = tiny_checkpoint.write_adapter(folder / name, shape, RANKS[place], seed=place)
+        for weight, delta in deltas.items():
+            tensors[weight] = tensors[weight] + delta
+    prompt = prompts_of(1, seed=3)[0]
+    sampling = dataclasses.replace(SCORED, prompt_logprobs=0)
+    (output,) = engine.generate([prompt], name, sampling)
+    first = output.outputs[0]
+    ids = [*prompt, *first.token_ids]
+    logits = tiny_checkpoint.forward(tensors, shape, ids)
+    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    assert output.prompt_logprobs[0] is None
+    entries = [*output.prompt_logprobs[1:], *first.logprobs]
+    assert [entry.token_id for entry in entries] == ids[1:]
+    want = logprobs[np.arange(len(ids) - 1), ids[1:]]
+    np.testing.assert_allclose([entry.logprob for entry in entries], want, atol=1e-4)
+    greedy = logprobs[len(prompt) - 1 : -1].argmax(-1)
+    np.testing.assert_array_equal(first.token_ids, greedy)
+
+
+def test_the_seed_decides_and_nothing_else(engine):
+    prompt = prompts_of(1, seed=4)[0]
+    sampling = Sampling(max_tokens=20, temperature=1.5, seed=11, ignore_eos=True, n=3)
+    (alone,) = engine.generate([prompt], "a2", sampling)
+    texts = [choice.token_ids for choice in alone.outputs]
+    assert len(set(texts)) == 3
+    crowd = engine.generate([prompt, *prompts_of(6, seed=5)], ["a2", *["a5", None] * 3], sampling)
+    assert [choice.token_ids for choice in crowd[0].outputs] == texts
+    other = dataclasses.replace(sampling, seed=12)
+    assert engine.generate([prompt], "a2", other)[0].outputs[0].token_ids != texts[0]
+    unseeded = Sampling(max_tokens=20, temperature=1.5, ignore_eos=True)
+    first, second = (engine.generate([prompt], "a2", unseeded)[0] for _ in range(2))
+    assert first.outputs[0].token_ids != second.outputs[0].token_ids
+
+
+def test_a_reload_changes_the_answer_at_once_and_old_requests_finish_on_the_old(engine, folder):
+    shape, prompt = SHAPES["llama"], prompts_of(1, seed=6, low=30, high=31)[0]
+    for version in (1, 2):
+        path = folder / f"version-{version}"
+        tiny_checkpoint.write_adapter(path, shape, 4, seed=100 + version, strength=2.0)
+    paths = [str(folder / f"version-{version}") for version in (1, 2)]
+    first_info = engine.load_adapter("mine", paths[0])
+    long = dataclasses.replace(SCORED, max_tokens=60)
+    want = answer(engine.generate([prompt], "mine", long)[0])
+    with pytest.raises(AdapterExists, match="mine"):
+        engine.load_adapter("mine", paths[1])
+    running = Listener()
+    engine.submit(prompt, "mine", long, on_output=running)
+    while not running.deltas:
+        time.sleep(0.001)
+    second_info = engine.load_adapter("mine", paths[1], replace=True)
+    assert second_info.digest != first_info.digest
+    renewed = engine.generate([prompt], "mine", long)[0]
+    assert renewed.num_cached_tokens == 0
+    assert answer(renewed) != want
+    assert running.wait().finish_reason is FinishReason.LENGTH
+    assert running.tokens() == want[0]
+    engine.load_adapter("mine", paths[0], replace=True)
+    assert answer(engine.generate([prompt], "mine", long)[0]) == want
+    engine.unload_adapter("mine")
+
+
+def test_an_unloaded_adapter_is_gone_at_once_while_its_requests_finish(engine, folder):
+    path = str(folder / "a4")
+    engine.load_adapter("brief", path, pinned=True)
+    (info,) = [info for info in engine.adapters() if info.name == "brief"]
+    assert (info.kind, info.rank, info.pinned) == ("lora", RANKS[4], True)
+    assert info.bytes > 0
+    assert info.report.num_tensors == 2 * 7 * SHAPES["llama"].layers
+    running = Listener()
+    long = dataclasses.replace(GREEDY, max_tokens=50)
+    engine.submit([5, 6, 7], "brief", long, on_output=running)
+    engine.unload_adapter("brief")
+    with pytest.raises(KeyError, match=r"'brief' does not exist\. Known: a0, a1"):
+        engine.generate(["x"], "brief")
+    assert running.wait().finish_reason is FinishReason.LENGTH
+    assert running.tokens() == engine.generate([[5, 6, 7]], "a4", long)[0].outputs[0].token_ids
+
+
+def test_500_requests_over_64_adapters_on_16_slots(engine, folder):
+    shape, rng = SHAPES["llama"], np.random.default_rng(7)
+    for place in range(64):
+        path = folder / "more" / f"zipf-{place}"
+        tiny_checkpoint.write_adapter(path, shape, int(rng.integers(1, 9)), seed=200 + place)
+    chances = np.arange(1, 65) ** -1.2
+    names = [f"zipf-{i}" for i in rng.choice(64, 500, p=chances / chances.sum())]
+    prompts = prompts_of(500, seed=8, high=12)
+    samplings = [
+        Sampling(
+            max_tokens=int(rng.integers(1, 8)),
+            temperature=float(rng.choice([0.0, 1.0])),
+            seed=place,
+            top_p=float(rng.choice([1.0, 0.8])),
+            logprobs=[None, 0, 5][place % 3],
+            presence_penalty=float(rng.choice([0.0, 0.5])),
+            ignore_eos=True,
+        )
+        for place in range(500)
+    ]
+    before = engine.stats()
+    outputs = engine.generate(prompts, names, samplings)  # read from lora_dir on first use
+    after = engine.stats()
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [s.max_tokens for s in samplings]
+    assert after.compilations_after_warmup == 0
+    assert after.adapter_swaps - before.adapter_swaps > 32
+    assert after.adapter_slots_used == after.adapter_slots_total == 16
+    for place in (0, 250, 499):
+        alone = engine.generate([prompts[place]], names[place], samplings[place])[0]
+        assert answer(alone) == answer(outputs[place])
+
+
+def test_stop_strings_and_ids_end_the_text_before_themselves(engine):
+    prompt = prompts_of(1, seed=9)[0]
+    ascii_only = dict.fromkeys(range(36, 98), 20.0)  # printable: one character per token
+    free = Sampling(max_tokens=30, temperature=1.0, seed=1, ignore_eos=True, logit_bias=ascii_only)
+    whole = engine.generate([prompt], None, free)[0].outputs[0]
+    assert len(whole.text) == 30
+    stop = whole.text[11:14]
+    at = whole.text.index(stop)
+    stopped = dataclasses.replace(free, stop=(stop,))
+    got = engine.generate([prompt], None, stopped)[0].outputs[0]
+    assert (got.text, got.finish_reason, got.stop_reason) == (
+        whole.text[:at],
+        FinishReason.STOP,
+        stop,
+    )
+    assert got.token_ids == whole.token_ids[: at + 3]
+    kept = dataclasses.replace(stopped, include_stop_str_in_output=True)
+    assert engine.generate([prompt], None, kept)[0].outputs[0].text == whole.text[: at + 3]
+    token = whole.token_ids[8]
+    by_id = dataclasses.replace(free, stop_token_ids=(token,))
+    got = engine.generate([prompt], None, by_id)[0].outputs[0]
+    assert (got.finish_reason, got.stop_reason) == (FinishReason.STOP, token)
+    assert got.text == whole.text[: whole.token_ids.index(token)]
+
+
+def test_eos_ends_unless_held_back(engine):
+    prompt = prompts_of(1, seed=10)[0]
+    eager = Sampling(max_tokens=9, temperature=0.0, logit_bias={2: 100.0})
+    got = engine.generate([prompt], None, eager)[0].outputs[0]
+    assert (got.token_ids, got.text, got.finish_reason) == ((2,), "", FinishReason.STOP)
+    ignoring = dataclasses.replace(eager, ignore_eos=True)
+    got = engine.generate([prompt], None, ignoring)[0].outputs[0]
+    assert (got.token_ids, got.finish_reason) == ((2,) * 9, FinishReason.LENGTH)
+    patient = dataclasses.replace(eager, min_tokens=4)
+    got = engine.generate([prompt], None, patient)[0].outputs[0]
+    assert len(got.token_ids) == 5
+    assert 2 not in got.token_ids[:4]
+    assert got.token_ids[4] == 2
+    banned = dataclasses.replace(GREEDY, logit_bias={2: -100.0})
+    assert 2 not in engine.generate([prompt], None, banned)[0].outputs[0].token_ids
+
+
+def test_a_prompt_can_be_scored_without_generating(engine):
+    prompt = prompts_of(1, seed=11, low=39)[0]
+    scoring = Sampling(max_tokens=0, prompt_logprobs=1, temperature=0.0)
+    (output,) = engine.generate([prompt], "a1", scoring)
+    assert output.outputs[0].token_ids == ()
+    assert output.outputs[0].finish_reason is FinishReason.LENGTH
+    assert [entry.token_id for entry in output.prompt_logprobs[1:]] == prompt[1:]
+    (longer,) = engine.generate([prompt], "a1", dataclasses.replace(scoring, max_tokens=3))
+    assert longer.prompt_logprobs == output.prompt_logprobs
+
+
+def test_repeated_prompts_come_from_the_prefix_cache_of_the_same_weights(engine, folder):
+    prompt = prompts_of(1, seed=12, low=39)[0]
+    first = engine.generate([prompt], "a6", SCORED)[0]
+    again = engine.generate([prompt], "a6", SCORED)[0]
+    assert (first.num_cached_tokens, again.num_cached_tokens) == (0, (len(prompt) - 1) // 4 * 4)
+    assert answer(again) == answer(first)
+    assert engine.generate([prompt], "a5", SCORED)[0].num_cached_tokens == 0
+    engine.load_adapter("same-files", str(folder / "a6"))
+    assert engine.generate([prompt], "same-files", SCORED)[0].num_cached_tokens > 0
+    engine.unload_adapter("same-files")
+    salted = Listener()
+    engine.submit(prompt, "a6", SCORED, on_output=salted, cache_salt="tenant")
+    assert salted.wait().num_cached_tokens == 0
+
+
+def test_abort_frees_everything(engine):
+    listeners = [Listener() for _ in range(20)]
+    long = Sampling(max_tokens=60, temperature=1.0, ignore_eos=True, n=2)
+    prompts = prompts_of(20, seed=13)
+    ids = [
+        engine.submit(prompt, f"a{place % 8}", long, on_output=listener)
+        for place, (prompt, listener) in enumerate(zip(prompts, listeners, strict=True))
+    ]
+    while not listeners[0].deltas:
+        time.sleep(0.001)
+    for request_id in [*ids, "unknown"]:
+        engine.abort(request_id)
+    for listener in listeners:
+        assert listener.wait().finish_reason is FinishReason.ABORT
+    settle(engine)
+    for listener in listeners:
+        last = [d for d in listener.deltas if d.finish_reason is not None]
+        assert sorted(delta.index for delta in last) == [0, 1]
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.kv_usage) == (0, 0, 0.0)
+    assert {"lora_gemm", "paged_attention", "rms_norm"} <= stats.implementations.keys()
+    assert all(choice["implementation"] for choice in stats.implementations["lora_gemm"])
+
+
+def test_the_stream_gives_the_same_text_and_can_be_given_up(engine):
+    want = engine.generate(["hello"], "a3", GREEDY)[0].outputs[0].text
+    assert "".join(piece.text for piece in engine.stream("hello", "a3", GREEDY)) == want
+    pieces = engine.stream("hello", "a3", dataclasses.replace(GREEDY, max_tokens=80))
+    assert next(pieces).token_ids
+    pieces.close()
+    settle(engine)
+
+
+def test_lists_go_in_and_out_in_order(engine, capsys):
+    names = ["a0", None, "a1"]
+    outputs = engine.generate(["one", [50, 51], "three"], names, GREEDY, use_tqdm=True)
+    assert [output.adapter for output in outputs] == names
+    assert outputs[1].prompt_ids == (50, 51)
+    assert "est. speed input: " in capsys.readouterr().err
+    assert len(engine.generate("one prompt", sampling=GREEDY)) == 1
+    assert len(engine.generate([50, 51], sampling=GREEDY)) == 1
+    assert engine.generate([]) == []
+    with pytest.raises(ValueError, match="2 prompts but 1 values of adapter"):
+        engine.generate(["a", "b"], ["a0"])
+
+
+def test_bad_input_is_refused_and_the_next_request_succeeds(engine, folder):
+    cases = [
+        (lambda: engine.generate([[]]), ValueError, "The prompt has no tokens"),
+        (lambda: engine.generate([[5] * 96]), ValueError, r"Input length \(96\) exceeds"),
+        (lambda: engine.generate([[260]]), ValueError, r"must be in \[0, 259\], got 260"),
+        (lambda: engine.generate([[-1]]), ValueError, r"must be in \[0, 259\], got -1"),
+        (lambda: engine.generate("x", "nobody"), AdapterNotFound, "Known: a0"),
+        (lambda: engine.generate("x", "../model"), AdapterNotFound, "does not exist"),
+        (
+            lambda: engine.generate("x", None, Sampling(logit_bias={300: 1.0})),
+            ValueError,
+            "logit_bias token id must be in",
+        ),
+        (lambda: engine.load_adapter("model", str(folder / "a0")), ValueError, "base model"),
+        (lambda: engine.load_adapter("b", str(folder / "model")), Exception, "b|model"),
+        (lambda: engine.unload_adapter("nobody"), KeyError, "nobody"),
+    ]
+    for call, kind, message in cases:
+        with pytest.raises(kind, match=message):
+            call()
+        assert engine.generate(["x"], sampling=GREEDY)[0].outputs[0].token_ids
+    assert engine.is_alive()
+
+
+def test_a_full_queue_refuses_and_counts(engine):
+    name = "vllm:admission_rejections_total"
+    labels = {"model_name": "model", "reason": "queue_full"}
+    before = engine.metrics.registry.get_sample_value(name, labels)
+    listener, ids, refused = Listener(), [], None
+    long = Sampling(max_tokens=50, temperature=1.0, n=100)
+    while refused is None and len(ids) < 10:
+        try:
+            ids.append(engine.submit([5, 6], None, long, on_output=listener))
+        except QueueFull as full:
+            refused = full
+    assert refused is not None
+    assert refused.retry_after_s > 0
+    assert len(ids) >= 3
+    for request_id in ids:
+        engine.abort(request_id)
+    settle(engine)
+    assert engine.metrics.registry.get_sample_value(name, labels) == before + 1
+
+
+def test_a_broken_callback_ends_its_own_request_only(engine):
+    def broken(delta):
+        raise RuntimeError("the caller's own trouble")
+
+    listener = Listener()
+    engine.submit([9, 8, 7], "a1", GREEDY, on_output=broken)
+    engine.submit([9, 8, 7], "a1", GREEDY, on_output=listener)
+    assert listener.wait().finish_reason is FinishReason.LENGTH
+    settle(engine)
+    assert engine.is_alive()
+
+
+def test_logits_that_overflow_fail_their_own_request(engine, folder):
+    shape = SHAPES["llama"]
+    tiny_checkpoint.write_adapter(folder / "wild", shape, 2, seed=1, strength=1e30)
+    engine.load_adapter("wild", str(folder / "wild"))
+    prompt = prompts_of(1, seed=14)[0]
+    want = answer(engine.generate([prompt], "a2", SCORED)[0])
+    wild, tame = Listener(), Listener()
+    engine.submit(prompt, "wild", SCORED, on_output=wild)
+    engine.submit(prompt, "a2", SCORED, on_output=tame)
+    assert wild.wait().finish_reason is FinishReason.ERROR
+    assert "not finite" in wild.deltas[-1].error
+    assert not wild.deltas[-1].retryable
+    assert tame.wait().finish_reason is FinishReason.LENGTH
+    assert tame.tokens() == want[0]
+    with pytest.raises(RequestFailed, match="not finite"):
+        engine.generate([prompt], "wild", SCORED)
+    engine.unload_adapter("wild")
+
+
+def test_a_scrape_tells_what_happened(engine, folder):
+    tiny_checkpoint.write_adapter(folder / "bad", SHAPES["llama"], 2, seed=1, strength=1e30)
+    engine.load_adapter("bad", str(folder / "bad"))
+    with pytest.raises(RequestFailed, match="not finite"):
+        engine.generate("hello", "bad", SCORED)
+    engine.unload_adapter("bad")
+    engine.generate("hello", "a1", SCORED)
+    engine.load_adapter("leaving", str(folder / "a1"))
+    pieces = engine.stream("hello", "leaving", dataclasses.replace(GREEDY, max_tokens=80))
+    next(pieces)
+    engine.unload_adapter("leaving")
+    assert list(pieces)
+    settle(engine)
+    sample = engine.metrics.registry.get_sample_value
+    labels = {"model_name": "model", "engine": "0"}
+    stats = engine.stats()
+    assert sample("vllm:generation_tokens_total", labels) == stats.generation_tokens > 0
+    assert sample("vllm:prompt_tokens_total", labels) == stats.prompt_tokens > 0
+    assert sample("vllm:prefix_cache_queries_total", labels) == stats.prefix_queries > 0
+    assert sample("vllm:cache_config_info", None) is None  # it has labels of its own
+    assert sample("vllm:request_success_total", labels | {"finished_reason": "error"}) >= 1
+    assert sample("lora_jax:adapter_requests_total", {"adapter": "a1"}) > 0
+    assert sample("lora_jax:adapter_requests_total", {"adapter": "other"}) > 0
+    assert sample("lora_jax:compilations_after_warmup") == 0
+    # Idle adapters are still brought into free slots, so both counts may move between two looks.
+    assert wait_until(
+        lambda: sample("lora_jax:adapter_load_seconds_count") == engine.stats().adapter_swaps
+    )
+    assert stats.adapters_loaded == len(engine.adapters())
+
+    def both_name_the_same():
+        named = {i.name for i in engine.adapters() if i.resident}
+        return set(engine.stats().resident_adapters) == named
+
+    assert wait_until(both_name_the_same)
+
+
+def test_who_gives_no_sampling_gets_the_generation_config_s(engine):
+    assert engine.default_sampling() == Sampling(temperature=0.0, top_k=9, max_tokens=5)
+    want = engine.generate("hello", "a3", engine.default_sampling())[0]
+    assert answer(engine.generate("hello", "a3")[0]) == answer(want)
+    assert "".join(piece.text for piece in engine.stream("hello", "a3")) == want.outputs[0].text
+
+
+def test_info_says_what_is_served(engine):
+    info, shape = engine.model_info, SHAPES["llama"]
+    assert (info.name, info.model_type, info.dtype) == ("model", "llama", "float32")
+    assert (info.vocab_size, info.max_model_len, info.kv_pages) == (shape.vocab, 96, NUM_PAGES)
+    assert engine.tokenizer.decode(engine.tokenizer.encode("hello")) == "hello"
+
+
+def test_calls_as_vllm_has_them(engine):
+    want = answer(engine.generate(["hello"], "a3", GREEDY)[0])
+    base = answer(engine.generate(["hello"], None, GREEDY)[0])
+    assert answer(engine.generate(["hello"], GREEDY)[0]) == base
+    (output,) = engine.generate({"prompt": "hello"}, sampling_params=GREEDY, lora_request="a3")
+    assert answer(output) == want
+    assert output.prompt == "hello"
+    ids = {"prompt_token_ids": list(output.prompt_ids)}
+    (again,) = engine.generate([ids], "a3", GREEDY)
+    assert answer(again) == want
+    assert again.prompt is None
+    assert "".join(piece.text for piece in engine.stream("hello", GREEDY)) == base[1]
+    scored = engine.generate("hello", dataclasses.replace(GREEDY, logprobs=0))[0].outputs[0]
+    assert scored.cumulative_logprob == sum(entry.logprob for entry in scored.logprobs) < 0
+    with pytest.raises(TypeError, match="sampling is given twice"):
+        engine.generate("hello", GREEDY, GREEDY)

@@ -1,0 +1,362 @@
+"""The loop over a device that answers at once, breaks, or hangs."""
+
+import dataclasses
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from support.cases import tiny_checkpoint
+
+from serving.api.request import EngineDead, FinishReason, QueueFull, Request, SequenceResult
+from serving.api.sampling import Sampling
+from serving.engine import loop as engine_loop
+from serving.engine.live_request import LiveRequest
+from serving.engine.loop import EngineLoop, LoopParts
+from serving.engine.metrics import EngineMetrics
+from serving.runtime.compile_counter import CompileCounter
+from serving.scheduling.scheduler import Scheduler, SchedulerLimits
+from serving.steps.sampler import INVALID_TOKEN
+from serving.text.tokenizer import Tokenizer
+
+LIMITS = SchedulerLimits(
+    num_pages=40,
+    page_size=4,
+    max_model_len=64,
+    max_num_seqs=4,
+    max_num_batched_tokens=16,
+    max_queue=6,
+)
+
+
+class Runner:
+    """Gives token 70 to everyone; `trouble` is called with each plan before it runs."""
+
+    def __init__(self):
+        self.slots, self.trouble, self.bad_prompts = None, lambda plan: None, set()
+        self.order, self.status = [], None
+
+    def dispatch(self, plan):
+        self.trouble(plan)
+        self.order.append("dispatch")
+        return SimpleNamespace(plan=plan, remote_status=self.status)
+
+    def read(self, step):
+        self.order.append("read")
+        return [self._result(chunk) for chunk in step.plan.chunks]
+
+    def wait(self):
+        self.order.append("wait")
+
+    def _result(self, chunk):
+        bad = chunk.sequence.request.prompt_ids in self.bad_prompts
+        token = INVALID_TOKEN if bad else 70
+        return SequenceResult(chunk, token if chunk.samples else None)
+
+
+class NeverThere:
+    """Adapters that never become resident."""
+
+    is_busy = False
+
+    def __init__(self):
+        self.kept, self.slot, self.harmed = 0, None, frozenset()
+        self.here, self.asked = frozenset(), 0
+
+    def acquire(self, digest):
+        return self.slot
+
+    def is_loading(self, digest):
+        return False
+
+    def retain(self, entry):
+        self.kept += 1
+
+    def drop(self, digest):
+        self.kept -= 1
+
+    def reconcile(self, entries):
+        self.entries = list(entries)
+
+    def prepare(self, device, dispatched):
+        pass
+
+    def harmed_by(self, status):
+        return frozenset() if status is None else self.harmed
+
+    def servable_here(self, digests):
+        self.asked += 1
+        return self.here & digests
+
+    def release(self, digest):
+        pass
+
+    def check_integrity(self):
+        assert self.kept == 0
+
+    def rest(self):
+        pass
+
+    def close(self):
+        pass
+
+
+class Registry:
+    def __init__(self):
+        self.generation, self.names = 0, []
+
+    def entries(self):
+        return [SimpleNamespace(name=name) for name in self.names]
+
+    known = entries
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tiny_checkpoint.write_model(folder, tiny_checkpoint.TinyShape(hidden=8, width=8))
+    return Tokenizer(folder)
+
+
+class Case:
+    """A running loop; `ask` submits and returns the list its deltas go to."""
+
+    def __init__(self, tokenizer, wait_s=60.0):
+        self.runner, self.loader, self.registry = Runner(), NeverThere(), Registry()
+        self.metrics = EngineMetrics("tiny", 64, {}, 1)
+        self.tokenizer = tokenizer
+        self.compilations = CompileCounter()
+        limits = dataclasses.replace(LIMITS, adapter_wait_s=wait_s)
+        self.loop = EngineLoop(
+            LoopParts(
+                runner=self.runner,
+                scheduler=Scheduler(limits, adapters=self.loader),
+                registry=self.registry,
+                loader=self.loader,
+                metrics=self.metrics,
+                compilations=self.compilations,
+                chunks_per_step=1,
+            )
+        )
+        self.loop.start()
+
+    def ask(self, prompt=(5, 6), adapter=None, on_output=None, **sampling):
+        deltas = []
+        request = Request(
+            request_id=f"r{len(prompt)}-{time.monotonic_ns()}",
+            prompt_ids=tuple(prompt),
+            sampling=Sampling(**{"max_tokens": 3, **sampling}),
+            adapter=adapter,
+            adapter_digest="" if adapter is None else f"digest of {adapter}",
+            on_output=on_output or deltas.append,
+            arrival_s=time.monotonic(),
+            deadline_s=time.monotonic(),
+        )
+        entry = None if adapter is None else SimpleNamespace(name=adapter)
+        self.loop.submit(
+            request, entry, lambda seqs: LiveRequest(request, seqs, self.tokenizer, self.metrics)
+        )
+        return request.request_id, deltas
+
+
+@pytest.fixture
+def case(tokenizer):
+    made = Case(tokenizer)
+    yield made
+    made.runner.trouble = lambda plan: None
+    made.loop.close()
+    made.compilations.close()
+
+
+def wait_for(condition):
+    for _ in range(2000):
+        if condition():
+            return
+        time.sleep(0.005)
+    raise AssertionError("nothing happened for ten seconds")
+
+
+def ended(deltas):
+    return bool(deltas) and deltas[-1].finish_reason is not None
+
+
+def test_a_step_is_dispatched_before_the_one_before_is_read(case):
+    _, deltas = case.ask(max_tokens=6)
+    wait_for(lambda: ended(deltas))
+    assert [token for delta in deltas for token in delta.token_ids] == [70] * 6
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+    wait_for(lambda: len(case.runner.order) == 12)
+    assert case.runner.order[:4] == ["dispatch", "dispatch", "read", "dispatch"]
+    case.loop.check_integrity()
+
+
+def test_a_failing_step_kills_the_engine_and_everyone_is_told(case, caplog):
+    def trouble(plan):
+        if plan.chunks[0].start > 0:
+            raise RuntimeError("the device is gone")
+
+    case.runner.trouble = trouble
+    _, deltas = case.ask(max_tokens=50)
+    wait_for(lambda: ended(deltas))
+    assert deltas[-1].finish_reason is FinishReason.ERROR
+    assert deltas[-1].retryable
+    assert deltas[-1].error
+    wait_for(lambda: not case.loop.is_alive)
+    with pytest.raises(EngineDead):
+        case.ask()
+    assert "the device is gone" in caplog.text
+
+
+def test_closing_ends_live_requests_and_the_thread(tokenizer):
+    before = set(threading.enumerate())
+    case = Case(tokenizer)
+    (thread,) = set(threading.enumerate()) - before
+    _, deltas = case.ask(adapter="sql")
+    assert case.loop.is_alive
+    case.loop.close()
+    case.loop.close()
+    assert deltas[-1].finish_reason is FinishReason.ERROR
+    assert deltas[-1].retryable
+    assert not case.loop.is_alive
+    assert case.runner.order[-1] == "wait"  # the device is idle when the thread has ended
+    assert not thread.is_alive()
+    with pytest.raises(EngineDead):
+        case.ask()
+    case.compilations.close()
+
+
+def test_a_hanging_step_shows(case, monkeypatch):
+    monkeypatch.setattr(engine_loop, "STALL_S", 0.2)
+    hold = threading.Event()
+    case.runner.trouble = lambda plan: hold.wait(30)
+    _, deltas = case.ask()
+    wait_for(lambda: not case.loop.is_alive)
+    hold.set()
+    wait_for(lambda: ended(deltas))
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_an_adapter_that_finds_no_slot_fails_its_request_in_time(tokenizer):
+    case = Case(tokenizer, wait_s=0.1)
+    _, waiting = case.ask(adapter="sql")
+    _, base = case.ask()
+    wait_for(lambda: ended(waiting) and ended(base))
+    assert base[-1].finish_reason is FinishReason.LENGTH
+    assert waiting[-1].finish_reason is FinishReason.ERROR
+    assert waiting[-1].retryable
+    assert "'sql'" in waiting[-1].error
+    wait_for(lambda: case.loader.kept == 0)
+    case.loop.check_integrity()
+    case.loop.close()
+    case.compilations.close()
+
+
+def test_bad_logits_fail_one_request(case):
+    case.runner.bad_prompts.add((9, 9))
+    _, bad = case.ask((9, 9))
+    _, good = case.ask((9, 8))
+    wait_for(lambda: ended(bad) and ended(good))
+    assert (bad[-1].finish_reason, bad[-1].retryable) == (FinishReason.ERROR, False)
+    assert bad[-1].token_ids == ()
+    assert good[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_a_step_that_the_server_failed_ends_its_adapters_requests_only(case):
+    case.loader.slot, case.loader.harmed = 0, frozenset({"digest of sql"})
+    hold = threading.Event()
+    case.runner.trouble = lambda plan: hold.wait(0.01) and None
+    _, harmed = case.ask((5, 6, 7), adapter="sql", max_tokens=60)
+    _, other = case.ask((5, 6, 8), adapter="law", max_tokens=30)
+    _, base = case.ask(max_tokens=30)
+    wait_for(lambda: len(harmed) > 2 and other and base)
+    case.runner.status = "one rank did not answer"
+    wait_for(lambda: ended(harmed))
+    case.runner.status = None
+    assert (harmed[-1].finish_reason, harmed[-1].retryable) == (FinishReason.ERROR, True)
+    assert "LoRA Server" in harmed[-1].error
+    assert harmed[-1].token_ids == ()
+    wait_for(lambda: ended(base) and ended(other))
+    for deltas in (base, other):
+        assert deltas[-1].finish_reason is FinishReason.LENGTH
+        assert [token for delta in deltas for token in delta.token_ids] == [70] * 30
+    wait_for(lambda: case.loader.kept == 0)
+    case.loop.check_integrity()
+
+
+def test_those_that_can_be_served_without_the_server_go_on_and_lose_no_token(case):
+    case.loader.slot, case.loader.harmed = 0, frozenset({"digest of sql"})
+    case.loader.here = case.loader.harmed
+    hold = threading.Event()
+    case.runner.trouble = lambda plan: hold.wait(0.01) and None
+    _, harmed = case.ask((5, 6, 7), adapter="sql", max_tokens=40)
+    _, scored = case.ask((5, 6, 9), adapter="sql", max_tokens=40, prompt_logprobs=0)
+    wait_for(lambda: len(harmed) > 2)
+    case.runner.status = "one rank did not answer"
+    wait_for(lambda: case.loader.asked > 2)
+    case.runner.status = None
+    wait_for(lambda: ended(harmed) and ended(scored))
+    assert harmed[-1].finish_reason is FinishReason.LENGTH
+    assert [token for delta in harmed for token in delta.token_ids] == [70] * 40
+    wait_for(lambda: case.loader.kept == 0)
+    case.loop.check_integrity()
+
+
+def test_a_callback_that_raises_loses_only_its_own_request(case):
+    calls = []
+
+    def broken(delta):
+        calls.append(delta)
+        raise ValueError("no")
+
+    _, good = case.ask(max_tokens=20)
+    case.ask(on_output=broken, n=2)
+    wait_for(lambda: ended(good))
+    assert good[-1].finish_reason is FinishReason.LENGTH
+    assert len([delta for delta in calls if delta.finish_reason is not None]) == 2
+    assert case.loop.is_alive
+    wait_for(lambda: not case.loop.scheduler_stats().num_running)
+    case.loop.check_integrity()
+
+
+def test_a_stop_string_frees_the_row(case):
+    text = case.tokenizer.decode([70])
+    _, deltas = case.ask(max_tokens=50, stop=text * 2)
+    wait_for(lambda: ended(deltas))
+    assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == (FinishReason.STOP, text * 2)
+    wait_for(lambda: not case.loop.scheduler_stats().num_running)
+    assert sum(len(delta.token_ids) for delta in deltas) == 2
+
+
+def test_aborts_reach_waiting_and_running_requests(case):
+    hold = threading.Event()
+    case.runner.trouble = lambda plan: hold.wait(0.01) and None
+    running_id, running = case.ask(max_tokens=60)
+    waiting_id, waiting = case.ask(adapter="sql", n=2)
+    wait_for(lambda: running)
+    for request_id in (running_id, waiting_id, waiting_id, "unknown"):
+        case.loop.abort(request_id)
+    wait_for(lambda: ended(running) and len(waiting) == 2)
+    ends = [*running[-1:], *waiting]
+    assert {delta.finish_reason for delta in ends} == {FinishReason.ABORT}
+    wait_for(lambda: case.loader.kept == 0)
+    case.loop.check_integrity()
+
+
+def test_a_full_queue_refuses_without_a_trace(case):
+    ids = [case.ask(adapter="sql", n=2)[0] for _ in range(3)]
+    with pytest.raises(QueueFull):
+        case.ask(adapter="sql")
+    assert case.loader.kept == 3
+    for request_id in ids:
+        case.loop.abort(request_id)
+    wait_for(lambda: case.loader.kept == 0)
+
+
+def test_the_registry_is_followed(case):
+    wait_for(lambda: case.loader.entries == [])
+    case.registry.names = ["law", "sql"]
+    case.registry.generation += 1
+    case.loop.wake()
+    wait_for(lambda: [entry.name for entry in case.loader.entries] == ["law", "sql"])
+    value = case.metrics.registry.get_sample_value
+    assert value("lora_jax:adapter_requests_total", {"adapter": "law"}) == 0.0

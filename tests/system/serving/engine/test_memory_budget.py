@@ -1,0 +1,67 @@
+"""Memory that the device reports becomes KV pages; one that reports none gets the default."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from support.cases import tiny_checkpoint
+
+from lora_jax.models import load
+from serving.api.config import EngineConfig
+from serving.engine import memory_budget
+from serving.engine.sizing import DEFAULT_KV_BYTES
+
+SHAPE = tiny_checkpoint.TinyShape(hidden=16, width=24, layers=1, max_positions=1 << 20)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tiny_checkpoint.write_model(folder, SHAPE)
+    return load(folder)
+
+
+class Device:
+    """As much of a device as is asked for."""
+
+    def __init__(self, stats):
+        self.memory_stats = lambda: stats
+
+
+@pytest.mark.parametrize("limit", [None, 1 << 20, 1 << 22])
+def test_pages_follow_what_the_device_has_left(loaded, monkeypatch, limit):
+    stats = None if limit is None else {"bytes_limit": limit, "bytes_in_use": 1000}
+    monkeypatch.setattr(jax, "devices", lambda: [Device(stats)])
+    model, config = loaded
+    engine = EngineConfig("m", gpu_memory_utilization=0.5, lora_memory_bytes=24)
+    wide, here = jnp.dtype(jnp.float32), model.catalogue(config)
+    size = memory_budget.size_kv_cache(engine, model, config, here, wide)
+    per_page = model.kv_shape(config).bytes_per_token(jnp.dtype(jnp.float32)) * size.page_size
+    want = DEFAULT_KV_BYTES if limit is None else limit // 2 - 1024
+    assert size.num_pages == want // per_page
+
+
+def test_adapter_slots_get_their_budget(loaded):
+    model, config = loaded
+    catalogue, wide = model.catalogue(config), jnp.dtype(jnp.float32)
+    engine = EngineConfig("m", max_loras=3, max_lora_rank=4)
+    allocator, spec = memory_budget.make_allocator(engine, catalogue, catalogue, wide)
+    assert (allocator.num_slots, spec.num_slots) == (3, 3)
+    assert spec.rows == {w: 3 * n for w, n in memory_budget.rows_per_adapter(catalogue, 4).items()}
+
+
+def test_an_instance_leaves_no_room_for_what_a_lora_server_holds(loaded, monkeypatch):
+    monkeypatch.setattr(
+        jax, "devices", lambda: [Device({"bytes_limit": 1 << 24, "bytes_in_use": 0})]
+    )
+    model, config = loaded
+    whole, wide = model.catalogue(config), jnp.dtype(jnp.float32)
+    attention = {n: m for n, m in whole.modules.items() if n in ("q_proj", "v_proj")}
+    some = dataclasses.replace(whole, modules=attention)
+    engine = EngineConfig("m", max_loras=2, max_lora_rank=8)
+    pages = [
+        memory_budget.size_kv_cache(engine, model, config, here, wide, count).num_pages
+        for here, count in ((whole, 0), (some, 0), (some, 3))
+    ]
+    assert pages[1] > pages[0] > pages[2]

@@ -1,0 +1,69 @@
+"""KV pages from bytes, and the errors that say what does not fit."""
+
+import pytest
+
+from serving.api.config import EngineConfig
+from serving.engine.sizing import (
+    DEFAULT_KV_BYTES,
+    DEFAULT_LORA_BYTES,
+    LORA_SHARE,
+    CacheSize,
+    adapter_bytes,
+    cache_size,
+    free_bytes,
+    kv_bytes,
+)
+
+
+def config(**fields):
+    return EngineConfig("model", **{"max_num_seqs": 4, "block_size": 16, **fields})
+
+
+def test_room_for_every_sequence_at_full_length():
+    assert cache_size(config(), 100, 50) == CacheSize(4 * 4, 16, 50)
+    assert cache_size(config(max_model_len=33), 100, 50) == CacheSize(4 * 3, 16, 33)
+
+
+def test_the_budget_caps_pages_and_the_length_nobody_asked_for():
+    assert cache_size(config(kv_cache_memory_bytes=16 * 100 * 5), 100, 50).num_pages == 5
+    small = cache_size(config(kv_cache_memory_bytes=16 * 100 * 2), 100, 50)
+    assert small == CacheSize(2, 16, 32)
+    default = cache_size(config(), 1 << 20, 1 << 17)
+    assert default.num_pages * 16 << 20 == DEFAULT_KV_BYTES
+    assert default.max_model_len == 256
+
+
+def test_what_does_not_fit_is_refused_with_numbers():
+    with pytest.raises(ValueError, match="max_model_len is 51, but the model has 50"):
+        cache_size(config(max_model_len=51), 100, 50)
+    with pytest.raises(ValueError, match=r"max_model_len 50 takes 5000 bytes.* budget is 3200"):
+        cache_size(config(max_model_len=50, kv_cache_memory_bytes=3200), 100, 50)
+    with pytest.raises(ValueError, match="takes 1600 bytes; the budget is 1500"):
+        cache_size(config(kv_cache_memory_bytes=1500), 100, 50)
+
+
+def test_adapter_slots_fit_the_largest_adapter_and_not_much_more():
+    assert adapter_bytes(config(max_loras=3), 1000) == 3000
+    assert adapter_bytes(config(max_loras=3), DEFAULT_LORA_BYTES // 2) == DEFAULT_LORA_BYTES
+    assert adapter_bytes(config(max_loras=3), 2 * DEFAULT_LORA_BYTES) == 2 * DEFAULT_LORA_BYTES
+    assert adapter_bytes(config(lora_memory_bytes=77), 1000) == 77
+
+
+def test_an_accelerator_gives_kv_pages_what_weights_and_adapters_leave():
+    half = config(gpu_memory_utilization=0.5)
+    assert free_bytes(half, 1000, 300) == 200
+    assert kv_bytes(200, 50) == 150
+    assert cache_size(half, 1, 1000, 150).num_pages == 150 // 16
+    asked = config(kv_cache_memory_bytes=32)
+    assert cache_size(asked, 1, 1000, 150).num_pages == 2
+    with pytest.raises(ValueError, match=r"Weights \(500 bytes\) leave no"):
+        free_bytes(half, 1000, 500)
+    with pytest.raises(ValueError, match=r"Adapter slots of 200 bytes leave no room .* 200 bytes"):
+        kv_bytes(200, 200)
+
+
+def test_on_an_accelerator_adapters_get_a_share_of_what_weights_leave():
+    assert adapter_bytes(config(max_loras=3), 1000, 1 << 20) == 3000
+    assert adapter_bytes(config(max_loras=16), 1000, 20_000) == 20_000 * LORA_SHARE
+    assert adapter_bytes(config(max_loras=16), 1000, 2000) == 1000
+    assert adapter_bytes(config(lora_memory_bytes=77), 1000, 2000) == 77

@@ -1,0 +1,84 @@
+"""A rank's main function over a pipe, here and in a process that cannot start."""
+
+import dataclasses
+import multiprocessing
+import signal
+import threading
+import types
+
+import pytest
+from support.cases import lora_server_cases as cases
+
+from lora_jax.adapters import reader
+from serving.lora_server import rank_process
+from serving.lora_server.calls import Caller, RemoteRank
+from serving.lora_server.rank_process import RankProcess, rank_main
+from serving.lora_server.spec import design
+from serving.transport import shared_memory
+
+
+@pytest.fixture
+def files(tmp_path):
+    return cases.write_files(tmp_path, 1)
+
+
+def test_main_answers_until_its_connection_ends(files, tmp_path, monkeypatch):
+    taken: list[int] = []
+    monkeypatch.setattr(rank_process, "use_gpu", taken.append)
+    model, adapters = files
+    spec = cases.make_spec(model, "ep1-pp1", max_rows=8)
+    made, path = design(spec), tmp_path / "rank"
+    here, there = multiprocessing.Pipe()
+    pulse, echo = multiprocessing.Pipe()
+    failures = []
+
+    def drive():
+        caller = Caller(here)
+        try:
+            caller.call("ready")
+            pulse.send_bytes(b"7")
+            assert pulse.recv_bytes() == b"7"
+            assert not path.exists()  # nobody finds it before it is opened
+            caller.call("open")
+            shared_memory.open_client([path], made.terms).close()
+            digest = reader.read(cases.Path(adapters["a0"]), made.catalogue).digest
+            RemoteRank(caller).load(4, adapters["a0"], digest, 1)
+            RemoteRank(caller).unload(4, 2)
+            assert caller.call("stats") == {"answered": 0, "refused": 0, "compilations": 0}
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            caller.close()
+
+    driver, before = threading.Thread(target=drive), signal.getsignal(signal.SIGINT)
+    driver.start()
+    try:
+        rank_main(there, echo, spec, 0, str(path), 5)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    driver.join(30)
+    assert not failures
+    assert taken == [5]
+    assert not path.exists()
+
+
+def test_a_rank_that_cannot_start_is_told_of(tmp_path, capfd):
+    process = RankProcess(cases.make_spec(str(tmp_path), "ep1-pp1"), 0, str(tmp_path / "rank"))
+    with pytest.raises(ConnectionError, match=r"Rank 0 .* did not start; its log says why"):
+        process.wait_ready()
+    process.stop()
+    process.stop()
+    said = capfd.readouterr().err
+    assert "cannot start" in said
+    assert "config.json" in said
+    assert "Traceback" not in said
+
+
+def test_adapters_must_fit_the_device(files, monkeypatch):
+    made = design(cases.make_spec(files[0], "ep2-pp1"))
+    device = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": made.slot_bytes(0)})
+    monkeypatch.setattr(rank_process.jax, "local_devices", lambda: [device])
+    rank_process._require_memory(made, 0)
+    larger = dataclasses.replace(made.spec, num_adapters=made.spec.num_adapters + 1)
+    with pytest.raises(ValueError, match=r"EP2-PP1.*--lora-server-adapters.*or use more ranks"):
+        rank_process._require_memory(design(larger), 0)

@@ -1,0 +1,205 @@
+"""The runner against a numpy forward pass, and the promises that a step makes."""
+
+import functools
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.cases import tiny_checkpoint
+from support.cases.tiny_checkpoint import TinyShape
+
+from lora_jax.models import load
+from serving.api.request import Request
+from serving.api.sampling import Sampling
+from serving.scheduling.scheduler import Scheduler, SchedulerLimits
+from serving.steps.model_runner import ModelRunner, token_buckets
+from serving.steps.step import StepSizes
+
+SHAPE = TinyShape()
+NUM_PAGES, PAGE_SIZE, MAX_SEQS, MAX_LEN = 60, 4, 4, 64
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    return tiny_checkpoint.write_model(folder, SHAPE), load(folder)
+
+
+@pytest.fixture(scope="module")
+def runner(checkpoint):
+    return make_runner(checkpoint[1], max_tokens=40)
+
+
+def make_runner(loaded, max_tokens):
+    model, config = loaded
+    sizes = StepSizes(
+        max_seqs=MAX_SEQS,
+        max_len=MAX_LEN,
+        page_size=PAGE_SIZE,
+        num_pages=NUM_PAGES,
+        max_logit_rows=48,
+        max_rank=8,
+    )
+    runner = ModelRunner(
+        model,
+        type(model).kv_shape(config),
+        sizes,
+        max_tokens=max_tokens,
+        vocab_size=SHAPE.vocab,
+        dtype=jnp.dtype(jnp.float32),
+        end_ids=(2,),
+    )
+    runner.warm_up()
+    return runner
+
+
+def drive(runner, requests, *, max_tokens=40, num_pages=NUM_PAGES, ahead=1):
+    """Run (prompt, sampling) pairs to the end; return each one's results in order.
+
+    `ahead` steps are on the device before the results of the first are read.
+    """
+    limits = SchedulerLimits(
+        num_pages=num_pages,
+        page_size=PAGE_SIZE,
+        max_model_len=MAX_LEN,
+        max_num_seqs=MAX_SEQS,
+        max_num_batched_tokens=max_tokens,
+        max_logit_rows=48,
+    )
+    scheduler = Scheduler(limits, eos_token_ids=(2,))
+    results = {}
+    for place, (prompt, sampling) in enumerate(requests):
+        request = Request(str(place), tuple(prompt), sampling, None, "", print, 0.0, float(place))
+        scheduler.add(request)
+        results[str(place)] = []
+    flying = []
+    while scheduler.has_work or flying:
+        plan = scheduler.plan(time.monotonic())
+        if plan is not None:
+            flying.append(runner.dispatch(plan))
+        if flying and (plan is None or len(flying) > ahead):
+            step = flying.pop(0)
+            for progress in scheduler.complete(step.plan, runner.read(step), time.monotonic()):
+                results[progress.sequence.request.request_id].append(progress.result)
+    scheduler.check_integrity()
+    return [results[str(place)] for place in range(len(requests))]
+
+
+def tokens_of(results):
+    return [result.token_id for result in results if result.token_id is not None]
+
+
+def prompts_of(count, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(4, SHAPE.vocab, rng.integers(3, 30)).tolist() for _ in range(count)]
+
+
+SCORED = Sampling(max_tokens=12, temperature=0.0, logprobs=3, prompt_logprobs=2, ignore_eos=True)
+
+
+def test_tokens_and_logprobs_are_those_of_a_numpy_forward_pass(checkpoint, runner):
+    tensors = checkpoint[0]
+    prompts = prompts_of(5)
+    for prompt, results in zip(prompts, drive(runner, [(p, SCORED) for p in prompts]), strict=True):
+        ids = prompt + tokens_of(results)
+        logits = tiny_checkpoint.forward(tensors, SHAPE, ids)
+        logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        entries = [e for r in results for e in r.prompt_logprobs]
+        entries += [r.logprobs for r in results if r.token_id is not None]
+        assert [entry.token_id for entry in entries] == ids[1:]
+        for place, entry in enumerate(entries):
+            row = logprobs[place]
+            np.testing.assert_allclose(entry.logprob, row[entry.token_id], atol=1e-4)
+            assert entry.rank == 1 + (row > row[entry.token_id]).sum()
+            top = np.argsort(-row)[: len(entry.top)]
+            assert list(entry.top) == top.tolist()
+            np.testing.assert_allclose(list(entry.top.values()), row[top], atol=1e-4)
+            in_prompt = place + 1 < len(prompt)
+            assert len(entry.top) == (2 if in_prompt else 3)
+            assert in_prompt or entry.rank == 1
+
+
+MIXED = [
+    Sampling(max_tokens=20, temperature=0.0, logprobs=1, ignore_eos=True),
+    Sampling(max_tokens=9, temperature=1.0, seed=5, logprobs=0, top_k=40, ignore_eos=True),
+    Sampling(max_tokens=30, temperature=0.8, seed=6, top_p=0.9, presence_penalty=1.0),
+    Sampling(max_tokens=5, temperature=1.0, seed=5, prompt_logprobs=0, min_tokens=3),
+]
+
+
+@functools.cache
+def mixed_requests():
+    return [(p, MIXED[i % len(MIXED)]) for i, p in enumerate(prompts_of(11, seed=3))]
+
+
+def answers(results):
+    """Everything a caller can see of one sequence, chunking aside."""
+    prompt = [entry for result in results for entry in result.prompt_logprobs]
+    return tokens_of(results), [r.logprobs for r in results if r.token_id is not None], prompt
+
+
+def test_together_is_alone_bit_for_bit(runner):
+    together = drive(runner, mixed_requests())
+    for request, results in zip(mixed_requests(), together, strict=True):
+        assert answers(results) == answers(drive(runner, [request])[0])
+
+
+def test_chunks_preemption_and_pipelining_change_nothing(checkpoint, runner):
+    want = [answers(results) for results in drive(runner, mixed_requests())]
+    small = make_runner(checkpoint[1], max_tokens=8)
+    chunked = drive(small, mixed_requests(), max_tokens=8)
+    assert [answers(results) for results in chunked] == want
+    preempted = drive(runner, mixed_requests(), num_pages=18)
+    assert [answers(results) for results in preempted] == want
+    unpipelined = drive(runner, mixed_requests(), ahead=0)
+    assert [answers(results) for results in unpipelined] == want
+
+
+def test_each_program_is_compiled_once_and_not_in_the_loops_thread(checkpoint):
+    compiled = []
+
+    def listener(event, seconds, *, fun_name="", **_):
+        if event.endswith("backend_compile_duration") and fun_name == "jit(step)":
+            compiled.append(threading.current_thread())
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        runner = make_runner(checkpoint[1], max_tokens=40)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
+    assert len(compiled) == len(runner.programs)
+    assert threading.current_thread() not in compiled
+
+
+def test_nothing_compiles_after_warm_up_and_the_cache_stays_in_place(checkpoint):
+    runner = make_runner(checkpoint[1], max_tokens=40)
+    compiled = []
+
+    def listener(event, seconds, **_):
+        if event.endswith("backend_compile_duration"):
+            compiled.append(event)
+
+    pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(runner._cache)]
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        drive(runner, mixed_requests())
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
+    assert compiled == []
+    after = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(runner._cache)]
+    assert after == pointers
+
+
+def test_a_step_that_fits_no_program_is_refused(runner):
+    prompt = list(range(4, 49))
+    with pytest.raises(ValueError, match="A step of 45 tokens and 1 logit rows; at most 40 and 48"):
+        drive(runner, [(prompt, Sampling(max_tokens=1))], max_tokens=60)
+
+
+def test_buckets_grow_by_four_up_to_the_limit():
+    assert token_buckets(512) == (8, 32, 128, 512)
+    assert token_buckets(600) == (8, 32, 128, 512, 600)
+    assert token_buckets(5) == (5,)

@@ -1,0 +1,23 @@
+"""Catalogues of the base models."""
+
+from support.cases import adapter_cases as cases
+
+from lora_jax.adapters.catalogue import EXPERT_MODULES
+
+
+def test_widths_are_distinct_and_in_order():
+    assert cases.llama().widths == (8, 12, 16, 20)
+    assert cases.deepseek_v2().widths == (3, 4, 6, 8, 10, 12, 16, 24, 26)
+
+
+def test_module_names_are_in_the_order_of_the_table():
+    names = cases.moe().module_names
+    assert list(names) == sorted(names)
+    assert {"q_proj", "router", "experts.down_proj"} <= set(names)
+
+
+def test_a_catalogue_can_do_without_experts():
+    whole = cases.moe(layers=2)
+    rest = whole.without_experts()
+    assert set(whole.modules) - set(rest.modules) == set(EXPERT_MODULES)
+    assert rest.modules

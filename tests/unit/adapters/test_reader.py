@@ -1,0 +1,37 @@
+"""A folder's files say which kind of adapter it is."""
+
+import pytest
+from support.cases import adapter_cases as cases
+from support.cases import tiny_esft
+
+from lora_jax.adapters import reader
+from lora_jax.models import model_class
+from lora_jax.models.loader import read_config
+
+
+def test_the_kind_is_told_by_the_config_file(tmp_path):
+    base = tiny_esft.write_moe(tmp_path / "base", "qwen3_moe")
+    config = read_config(base)
+    catalogue = model_class(config.model_type).catalogue(config)
+    tiny_esft.write_esft_adapter(tmp_path / "esft", base, {0: (1,)}, 1)
+    assert reader.read(tmp_path / "esft", catalogue).report.kind == "esft"
+    cases.write_adapter(tmp_path / "lora", cases.dense_tensors())
+    assert reader.read(tmp_path / "lora", cases.llama()).report.kind == "lora"
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"no adapter_config\.json"):
+        reader.read(tmp_path / "empty", catalogue)
+
+
+def test_limits_and_root_reach_both_readers(tmp_path):
+    base = tiny_esft.write_moe(tmp_path / "base", "qwen3_moe")
+    config = read_config(base)
+    catalogue = model_class(config.model_type).catalogue(config)
+    root = tmp_path / "root"
+    tiny_esft.write_esft_adapter(tmp_path / "esft", base, {0: (1,)}, 1)
+    cases.write_adapter(root / "lora", cases.dense_tensors())
+    with pytest.raises(ValueError, match="leads outside"):
+        reader.read(tmp_path / "esft", catalogue, root=root)
+    with pytest.raises(ValueError, match="at most"):
+        reader.read(tmp_path / "esft", catalogue, limits=reader.ReadLimits(max_file_bytes=64))
+    with pytest.raises(ValueError, match="limit of 1"):
+        reader.read(root / "lora", cases.llama(), limits=reader.ReadLimits(max_rank=1), root=root)

@@ -1,0 +1,446 @@
+"""Names and adapters: published whole or not at all, replaced, confined, limited."""
+
+import re
+import shutil
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.cases import adapter_cases as cases
+
+from lora_jax.adapters.registry import (
+    AdapterExists,
+    AdapterNotFound,
+    AdapterRegistry,
+    AdapterRejected,
+    HostShare,
+    RegistryBusy,
+    RegistryLimits,
+)
+
+
+class Clock:
+    """A clock that stands until it is moved."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def root(tmp_path):
+    """An adapter directory with two adapters and a broken one; a secret one outside."""
+    for seed, name in enumerate(("sql", "law")):
+        cases.write_adapter(tmp_path / "root" / name, cases.dense_tensors(seed=seed))
+    cases.write_adapter(tmp_path / "root" / "broken", cases.dense_tensors(rank=3))
+    cases.write_adapter(tmp_path / "secret", cases.dense_tensors(seed=9))
+    return tmp_path / "root"
+
+
+def registry(root, **limits) -> AdapterRegistry:
+    return AdapterRegistry(
+        cases.llama(), base_names=("base",), lora_dir=root, limits=RegistryLimits(**limits)
+    )
+
+
+def test_load_get_unload(root):
+    names = registry(root)
+    entry = names.load("a", "sql", pinned=True)
+    assert (entry.name, entry.kind, entry.path, entry.pinned) == ("a", "lora", "sql", True)
+    assert entry.digest == entry.report.digest
+    assert names.get("a") is entry
+    assert names.entries() == (entry,)
+    assert names.unload("a") is entry
+    with pytest.raises(AdapterNotFound, match=r"'a' does not exist\. Known: none"):
+        names.get("a")
+    with pytest.raises(AdapterNotFound):
+        names.unload("a")
+
+
+def test_not_found_lists_the_known_and_is_a_key_error(root):
+    names = registry(root)
+    names.load("law", "law")
+    names.load("sql", "sql")
+    with pytest.raises(KeyError) as caught:
+        names.get("med")
+    assert str(caught.value) == "The adapter 'med' does not exist. Known: law, sql."
+    assert isinstance(caught.value, AdapterNotFound)
+    assert caught.value.known == ("law", "sql")
+
+
+def test_reload_changes_the_digest_and_the_generation(root):
+    names = registry(root)
+    first = names.load("a", "sql")
+    with pytest.raises(AdapterExists, match="'a' is loaded already"):
+        names.load("a", "law")
+    assert names.get("a") is first
+    second = names.load("a", "law", replace=True)
+    assert second.digest != first.digest
+    assert second.generation > first.generation
+    # New weights under the same path are other weights, too.
+    shutil.rmtree(root / "law")
+    cases.write_adapter(root / "law", cases.dense_tensors(seed=5))
+    third = names.load("a", "law", replace=True)
+    assert third.digest not in (first.digest, second.digest)
+    # The same files give the same digest, but still another generation.
+    again = names.load("a", "law", replace=True)
+    assert again.digest == third.digest
+    assert again.generation > third.generation
+    before = names.generation
+    names.unload("a")
+    assert names.generation > before
+
+
+def test_a_refused_reload_leaves_the_old_one(root):
+    names = registry(root)
+    first = names.load("a", "sql")
+    generation = names.generation
+    with pytest.raises(AdapterRejected, match=r"Adapter 'a': .*has rank 3, the config says 2"):
+        names.load("a", "broken", replace=True)
+    assert names.get("a") is first
+    assert names.generation == generation
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "-a", "_a", "a/b", "a,b", "a b", "../sql", "a\0", "a\n", "é", "x" * 65]
+)
+def test_bad_names(root, name):
+    with pytest.raises(AdapterRejected, match="is not 1 to 64 letters"):
+        registry(root).load(name, "sql")
+    with pytest.raises(AdapterNotFound):
+        registry(root).resolve(name)
+
+
+def test_the_base_name_is_taken(root):
+    cases.write_adapter(root / "base", cases.dense_tensors())
+    with pytest.raises(AdapterRejected, match="'base' is the base model's"):
+        registry(root).load("base", "sql")
+    with pytest.raises(AdapterNotFound):
+        registry(root).resolve("base")
+
+
+def test_client_paths_stay_inside_the_root(root):
+    names = registry(root)
+    (root / "link").symlink_to(root.parent / "secret")
+    (root / "half").mkdir()
+    shutil.copy(root.parent / "secret" / "adapter_config.json", root / "half")
+    (root / "half" / "adapter_model.safetensors").symlink_to(
+        root.parent / "secret" / "adapter_model.safetensors"
+    )
+    outside = ["../secret", str(root.parent / "secret"), "link", "half", "sql/../../secret", "/"]
+    for path in outside:
+        with pytest.raises(AdapterRejected, match="outside of the adapter directory") as caught:
+            names.load("a", path)
+        assert str(root.parent) not in str(caught.value)
+    for path in ("a\0b", "x" * 5000):
+        with pytest.raises((AdapterRejected, AdapterNotFound)):
+            names.load("a", path)
+    assert names.entries() == ()
+    assert names.load("a", str(root / "sql")).path == "sql"  # absolute, but inside
+    assert names.load("b", "law/../sql").path == "sql"
+    assert names.load("c", root.parent / "secret", confined=False).path == "secret"
+
+
+def test_without_a_root_clients_cannot_load(root):
+    names = registry(None)
+    with pytest.raises(AdapterRejected, match="needs an adapter directory"):
+        names.load("a", str(root / "sql"))
+    with pytest.raises(AdapterNotFound):
+        names.resolve("sql")
+    assert names.load("a", root / "sql", confined=False).name == "a"
+
+
+def test_missing_folder_is_not_found(root):
+    with pytest.raises(AdapterNotFound, match="'a' was not found: there is no folder 'none'"):
+        registry(root).load("a", "none")
+
+
+def test_resolve_loads_on_first_use(root):
+    names = registry(root)
+    with pytest.raises(AdapterNotFound):
+        names.resolve("none")
+    entry = names.resolve("sql")
+    assert entry.path == "sql"
+    assert names.resolve("sql") is entry
+
+
+def test_resolve_by_many_threads_loads_once(root):
+    names, found = registry(root, loads_per_minute=1), []
+    threads = [threading.Thread(target=lambda: found.append(names.resolve("sql"))) for _ in "12345"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(found) == 5
+    assert len(set(map(id, found))) == 1
+
+
+def test_a_refused_folder_is_not_read_again_at_once(root):
+    clock = Clock()
+    names = AdapterRegistry(cases.llama(), lora_dir=root, clock=clock)
+    for _ in range(2):
+        with pytest.raises(AdapterRejected, match="has rank 3"):
+            names.resolve("broken")
+        shutil.rmtree(root / "broken", ignore_errors=True)
+        cases.write_adapter(root / "broken", cases.dense_tensors())
+    clock.now += 11
+    assert names.resolve("broken").report.max_rank == 2
+
+
+def test_the_operators_folders_are_published_in_their_order(root):
+    names = registry(root, loads_per_minute=1)
+    names.load_all({f"a{n}": root / ("sql", "law")[n % 2] for n in range(20)})
+    entries = names.entries()
+    assert {entry.name for entry in entries} == {f"a{n}" for n in range(20)}
+    assert [names.get(f"a{n}").generation for n in range(20)] == list(range(1, 21))
+    assert {entry.path for entry in entries} == {"sql", "law"}
+    assert names.get("a2").digest == names.get("a0").digest != names.get("a1").digest
+    assert names.get("a1").folder == str((root / "law").resolve())
+
+
+def test_a_bad_folder_among_the_operators_is_named_and_those_before_it_stay(root):
+    names = registry(root, max_adapters=3)
+    with pytest.raises(AdapterRejected, match="broken"):
+        names.load_all({"a": root / "sql", "broken": root / "broken", "b": root / "law"})
+    assert [entry.name for entry in names.entries()] == ["a"]
+    for more, error in (({"base": root / "sql"}, "the base model's"), ({"a": root / "sql"}, "'a'")):
+        with pytest.raises((AdapterRejected, AdapterExists), match=error):
+            names.load_all(more)
+    with pytest.raises(AdapterRejected, match="max_adapters=3"):
+        names.load_all({f"b{n}": root / "sql" for n in range(5)})
+    assert len(names.entries()) == 3
+
+
+def test_loads_per_minute(root):
+    clock = Clock()
+    names = AdapterRegistry(
+        cases.llama(), lora_dir=root, clock=clock, limits=RegistryLimits(loads_per_minute=2)
+    )
+    names.load("a", "sql")
+    names.load("b", "sql")
+    with pytest.raises(AdapterRejected, match="More than 2 adapter loads in one minute"):
+        names.load("c", "sql")
+    clock.now += 60
+    names.load("c", "sql")
+
+
+def test_limits_name_both_numbers(root):
+    size = registry(root).load("a", "sql").report.weight_bytes
+    names = registry(root, max_total_bytes=2 * size - 1)
+    names.load("a", "sql")
+    names.load("same", "sql")  # the same weights count once
+    names.load("b", "law")
+    assert loaded(names) == ["b"]
+    with pytest.raises(
+        AdapterRejected, match=rf"{size} bytes, .*max_total_adapter_bytes={size - 1}"
+    ):
+        registry(root, max_total_bytes=size - 1).load("a", "sql")
+    assert names.load("a", "sql", replace=True).name == "a"
+    names = registry(root, max_total_bytes=size)
+    names.load("a", "sql")
+    names.load("a", "law", replace=True)  # the old weights go
+    names = registry(root, max_adapters=1)
+    names.load("a", "sql")
+    with pytest.raises(AdapterRejected, match="max_adapters=1; unload one"):
+        names.load("b", "sql")
+    assert names.load("a", "law", replace=True).name == "a"
+    with pytest.raises(AdapterRejected, match=r"rank 2 .* limit of 1"):
+        registry(root, max_rank=1).load("a", "sql")
+    with pytest.raises(AdapterRejected, match="bytes, at most 64 allowed"):
+        registry(root, max_file_bytes=64).load("a", "sql")
+
+
+def test_what_can_never_run_is_refused(root):
+    def check(weights):
+        raise ValueError("too big for the device.")
+
+    names = AdapterRegistry(cases.llama(), lora_dir=root, check=check)
+    with pytest.raises(AdapterRejected, match="Adapter 'a': too big for the device"):
+        names.load("a", "sql")
+    assert names.entries() == ()
+
+
+def test_only_safetensors(root):
+    folder = root / "sql"
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    with pytest.raises(AdapterRejected, match=r"adapter_model\.bin is not read: unpickling"):
+        registry(root).load("a", "sql")
+
+
+def test_an_unreadable_file_is_a_refusal_without_its_path(root, monkeypatch):
+    def fail(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("os.listdir", fail)
+    with pytest.raises(AdapterRejected, match="Adapter 'a': Permission denied") as caught:
+        registry(root).load("a", "sql")
+    assert str(root) not in str(caught.value)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), which=st.sampled_from(["adapter_config.json", "adapter_model.safetensors"]))
+def test_damaged_files_are_rejected_or_read_but_never_break_the_registry(data, which):
+    with tempfile.TemporaryDirectory() as directory:
+        folder = cases.write_adapter(Path(directory) / "a", cases.dense_tensors())
+        content = bytearray((folder / which).read_bytes())
+        for _ in range(data.draw(st.integers(1, 3))):
+            place = data.draw(st.integers(0, min(len(content) - 1, 400)))
+            content[place] = data.draw(st.integers(0, 255))
+        (folder / which).write_bytes(content)
+        names = registry(directory)
+        try:
+            names.load("a", "a")
+        except AdapterRejected:
+            assert names.entries() == ()
+        else:
+            assert names.get("a").report.max_rank == 2
+
+
+def test_a_repeated_load_takes_only_the_same_files_and_is_not_limited(root):
+    names = registry(root, loads_per_minute=1)
+    first = names.load("a", "sql")
+    again = names.load("a", "sql", replace=True, digest=first.digest)
+    assert again.digest == first.digest
+    with pytest.raises(AdapterRejected, match="its files have changed"):
+        names.load("b", "law", digest=first.digest)
+    assert [entry.name for entry in names.entries()] == ["a"]
+
+
+def test_a_refused_name_comes_back_only_by_a_load(root):
+    names = registry(root)
+    names.refuse("sql", "Its files have changed.")
+    with pytest.raises(AdapterRejected, match="Its files have changed"):
+        names.resolve("sql")
+    names.load("sql", "sql")
+    names.unload("sql")
+    assert names.resolve("sql").name == "sql"
+
+
+def size_of(root, name: str) -> int:
+    return registry(root).load(name, name).report.weight_bytes
+
+
+@pytest.fixture
+def big_root(root):
+    """Four adapters of one size, of which the registries below have room for two."""
+    for seed, name in enumerate(("med", "art"), 20):
+        cases.write_adapter(root / name, cases.dense_tensors(seed=seed))
+    return root
+
+
+def two(root, **limits) -> AdapterRegistry:
+    return registry(root, max_total_bytes=2 * size_of(root, "sql"), **limits)
+
+
+def loaded(names: AdapterRegistry) -> list[str]:
+    return [entry.name for entry in names.entries()]
+
+
+def test_a_full_host_evicts_what_was_not_used_for_longest(big_root):
+    names = two(big_root)
+    names.resolve("sql")
+    names.resolve("law")
+    names.get("sql")
+    generation = names.generation
+    names.resolve("med")
+    assert loaded(names) == ["med", "sql"]
+    assert names.generation > generation + 1, "the device must hear of both"
+    assert [a.name for a in names.known()] == ["law", "med", "sql"]
+    digest = next(a.digest for a in names.known() if a.name == "law")
+    assert names.resolve("law").digest == digest
+    assert loaded(names) == ["law", "med"]
+
+
+def test_what_is_in_use_or_pinned_is_not_evicted(big_root):
+    names = two(big_root)
+    used = {names.resolve("sql").digest}
+    names.set_in_use(lambda: used)
+    names.load("law", "law", pinned=True)
+    with pytest.raises(RegistryBusy, match="adapters in use take all host memory") as busy:
+        names.resolve("med")
+    assert busy.value.retry_after_s > 0
+    assert not busy.value.of_key
+    assert not re.search(r"\d", str(busy.value).replace("'med'", "")), "it tells others' sizes"
+    used.clear()
+    names.resolve("art")
+    assert loaded(names) == ["art", "law"]
+
+
+def test_an_explicit_load_stays_known_and_a_changed_file_is_refused(big_root):
+    names = two(big_root)
+    names.load("mine", "sql")
+    names.resolve("law")
+    names.resolve("med")
+    assert loaded(names) == ["law", "med"]
+    assert names.knows("mine")
+    with pytest.raises(AdapterExists):
+        names.load("mine", "sql")
+    cases.write_adapter(big_root / "sql", cases.dense_tensors(seed=77))
+    with pytest.raises(AdapterRejected, match="files have changed since it was loaded"):
+        names.resolve("mine")
+    names.load("mine", "sql", replace=True)
+    assert names.resolve("mine") is names.get("mine")
+    assert names.unload("mine").name == "mine"
+    assert not names.knows("mine")
+
+
+def test_an_operators_folder_is_read_again_from_outside_the_root(big_root):
+    names = two(big_root)
+    names.load_all({"mine": big_root.parent / "secret"})
+    names.resolve("law")
+    names.resolve("med")
+    assert "mine" not in loaded(names)
+    assert names.resolve("mine").path == "secret"
+
+
+def test_an_evicted_name_can_be_unloaded(big_root):
+    names = two(big_root)
+    for name in ("sql", "law", "med"):
+        names.resolve(name)
+    assert names.unload("sql").name == "sql"
+    assert not names.knows("sql")
+
+
+def test_names_that_callers_used_make_way_for_others(big_root):
+    names = registry(big_root, max_adapters=2)
+    names.load("mine", "secret/../sql")
+    for name in ("law", "med", "art", "law"):
+        names.resolve(name)
+    assert [a.name for a in names.known()] == ["law", "mine"]
+    names.load("second", "med")
+    with pytest.raises(RegistryBusy, match="max_adapters=2; unload one"):
+        names.resolve("art")
+
+
+def test_a_callers_own_limit_evicts_its_own_and_refuses_what_is_in_use(big_root):
+    names = registry(big_root)
+    share = HostShare("a", max_adapters=1)
+    names.resolve("law")
+    used = {names.resolve("sql", share).digest}
+    names.set_in_use(lambda: used)
+    with pytest.raises(RegistryBusy, match=r"max_adapters=1") as busy:
+        names.resolve("med", share)
+    assert busy.value.of_key
+    names.resolve("med", HostShare("b", max_adapters=1))
+    used.clear()
+    names.resolve("art", share)
+    assert loaded(names) == ["art", "law", "med"]
+
+
+def test_a_load_beyond_the_rate_says_when_to_come_again(big_root):
+    clock = Clock()
+    names = AdapterRegistry(
+        cases.llama(), lora_dir=big_root, limits=RegistryLimits(loads_per_minute=1), clock=clock
+    )
+    names.resolve("sql")
+    clock.now += 20
+    with pytest.raises(RegistryBusy) as busy:
+        names.resolve("law")
+    assert busy.value.retry_after_s == 40
+    clock.now += 41
+    names.resolve("law")

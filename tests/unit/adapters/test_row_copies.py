@@ -1,0 +1,88 @@
+"""Rows that the host copies are those that programs write, and nobody sees half of them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.cases import adapter_cases as cases
+from support.doubles.late_copier import LateCopier
+
+from lora_jax.adapters import row_copies
+from lora_jax.adapters.lora_allocator import SlotAllocator
+from lora_jax.adapters.row_copies import CopyingPlan
+from lora_jax.adapters.slots import LoadingPlan, init_slots, size_slots
+
+CATALOGUE = cases.moe(layers=2)
+
+
+def make(dtype):
+    spec = size_slots(CATALOGUE, 2, 4, dtype.itemsize)
+    allocator = SlotAllocator(CATALOGUE, spec.num_slots, spec.rows, dtype.itemsize)
+    return init_slots(CATALOGUE, spec, dtype), allocator
+
+
+def load(make_plan, dtype, chunks=2):
+    slots, allocator = make(dtype)
+    for seed, rank in ((1, 4), (2, 3)):
+        weights = cases.weights(CATALOGUE, rank, seed=seed)
+        plan = make_plan(allocator.place(weights), slots)
+        assert (plan.digest, plan.slot) == (weights.digest, seed - 1)
+        while not plan.done:
+            before = plan.remaining
+            slots = plan.advance(slots, chunks)
+            assert plan.remaining < before
+            assert bool(np.asarray(slots.entries)[:, :, plan.slot].any()) == plan.done
+        allocator.finish_loading(weights.digest)
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(slots)]
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_the_slots_are_those_that_programs_write(name, monkeypatch):
+    dtype, copier = jnp.dtype(name), LateCopier()
+    monkeypatch.setattr(row_copies, "CHUNK_BYTES", 256)
+    want = load(LoadingPlan, dtype)
+    got = load(lambda placement, slots: CopyingPlan(placement, slots, copier), dtype)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert copier.log.count("begin") > 10
+    assert copier.log[0] == copier.log[-1] == "finish"  # what was given up, then what was begun
+
+
+def test_slots_that_are_free_are_empty_before_their_rows_are_written():
+    slots, allocator = make(jnp.dtype("float32"))
+    copier, weights = LateCopier(), cases.weights(CATALOGUE, 4)
+    placement = dataclasses.replace(allocator.place(weights), cleared_slots=(1,))
+    slots = dataclasses.replace(slots, entries=slots.entries.at[:, :, 1].set(3))
+    plan = CopyingPlan(placement, slots, copier)
+    slots = plan.advance(slots, 1)
+    assert not plan.done
+    assert not np.asarray(slots.entries).any()
+
+
+def test_only_the_first_part_of_a_placement_waits():
+    slots, allocator = make(jnp.dtype("float32"))
+    placement, copier = allocator.place(cases.weights(CATALOGUE, 4)), LateCopier()
+    plan = CopyingPlan(placement, slots, copier, is_first=False)
+    assert plan.advance(slots, 0) is slots
+    slots = plan.advance(slots, 1)
+    assert copier.log[0] == "begin"
+    while not plan.done:
+        slots = plan.advance(slots, 8)
+    assert plan.remaining == 0
+    assert plan.advance(slots, 8) is slots
+    assert copier.log.count("finish") == 1
+
+
+def test_an_adapter_shows_when_all_its_copies_have_arrived():
+    slots, allocator = make(jnp.dtype("float32"))
+    placement, copier = allocator.place(cases.weights(CATALOGUE, 4)), LateCopier(late=2)
+    plan = CopyingPlan(placement, slots, copier)
+    for _ in range(2):
+        slots = plan.advance(slots, 1000)
+        assert plan.remaining == 1
+        assert not np.asarray(slots.entries).any()
+    slots = plan.advance(slots, 1000)
+    assert plan.done
+    assert np.asarray(slots.entries).any()

@@ -1,0 +1,204 @@
+"""Adapters on the device: chunks arrive whole, in order, without compiling, and bounded."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.cases import adapter_cases as cases
+
+from lora_jax.adapters import peft_format
+from lora_jax.adapters.lora_allocator import SlotAllocator
+from lora_jax.adapters.slots import (
+    LoadingPlan,
+    chunk_rows,
+    clear_slots,
+    init_slots,
+    rows_per_adapter,
+    size_slots,
+    warm_up,
+    write_rows,
+    write_slot,
+)
+
+CATALOGUE = cases.moe(layers=2)
+
+
+def make(num_slots=2, max_rank=4, dtype=jnp.float32):
+    spec = size_slots(CATALOGUE, num_slots, max_rank, jnp.dtype(dtype).itemsize)
+    return init_slots(CATALOGUE, spec, jnp.dtype(dtype)), SlotAllocator(
+        CATALOGUE, spec.num_slots, spec.rows, jnp.dtype(dtype).itemsize
+    )
+
+
+def delta(slots, catalogue, name, layer, slot, expert) -> np.ndarray:
+    """Return scaling * B^T A of one site as the device has it."""
+    entry = np.asarray(slots.entries)[catalogue.module_names.index(name), layer, slot]
+    scaling = np.asarray(slots.scaling)[catalogue.module_names.index(name), layer, slot]
+    module = catalogue.modules[name]
+    a = np.asarray(slots.pools[str(module.d_in)]).astype(np.float32)
+    b = np.asarray(slots.pools[str(module.d_out)]).astype(np.float32)
+    a = a[entry[0] + expert * entry[3] :][: entry[2]]
+    b = b[entry[1] + expert * entry[4] :][: entry[2]]
+    return scaling * b.T @ a
+
+
+def load(slots, allocator, weights, chunks=3):
+    plan = LoadingPlan(allocator.place(weights), slots)
+    while not plan.done:
+        before = plan.remaining
+        slots = plan.advance(slots, chunks)
+        assert before - plan.remaining == min(chunks, before)
+    allocator.finish_loading(weights.digest)
+    return slots, plan.slot
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("folder", ["0.21.2-deepseek_v2-everything", "hand-mixtral-shared_outer"])
+def test_device_deltas_are_the_files(folder, dtype):
+    catalogue = cases.deepseek_v2() if "deepseek" in folder else cases.moe()
+    weights = peft_format.read(cases.FIXTURES / folder, catalogue)
+    spec = size_slots(catalogue, 1, 2, 4)
+    allocator = SlotAllocator(catalogue, 1, spec.rows)
+    slots, slot = load(init_slots(catalogue, spec, jnp.dtype(dtype)), allocator, weights)
+    tolerance = 1e-6 if dtype == jnp.float32 else 2e-2
+    for (name, layer), site in weights.sites.items():
+        for expert in range(max(catalogue.modules[name].num_experts, 1)):
+            full = cases.site_delta(site)
+            want = full[expert if full.shape[0] > 1 else 0]
+            got = delta(slots, catalogue, name, layer, slot, expert)
+            np.testing.assert_allclose(got, want, atol=tolerance)
+
+
+def test_half_loaded_adapters_are_never_in_the_table():
+    slots, allocator = make()
+    weights = cases.weights(CATALOGUE, 4)
+    plan = LoadingPlan(allocator.place(weights), slots)
+    total = plan.remaining
+    for left in range(total - 1, 0, -1):
+        slots = plan.advance(slots, 1)
+        assert plan.remaining == left
+        assert not np.asarray(slots.entries).any()
+        assert not np.asarray(slots.scaling).any()
+    slots = plan.advance(slots, 1)
+    assert plan.done
+    assert np.asarray(slots.entries)[..., plan.slot, 2].all()
+    same = plan.advance(slots, 5)
+    assert same is slots
+
+
+def test_two_adapters_do_not_disturb_each_other_and_eviction_zeroes():
+    slots, allocator = make(num_slots=2)
+    first, second = (cases.weights(CATALOGUE, rank, rank) for rank in (2, 3))
+    slots, one = load(slots, allocator, first)
+    slots, two = load(slots, allocator, second)
+    for weights, slot in ((first, one), (second, two)):
+        for (name, layer), site in weights.sites.items():
+            got = delta(slots, CATALOGUE, name, layer, slot, 0)
+            np.testing.assert_allclose(got, cases.site_delta(site)[0], rtol=1e-5, atol=1e-5)
+    allocator.retire(first.digest)
+    slots = clear_slots(slots, allocator.take_cleared_slots())
+    assert not np.asarray(slots.entries)[:, :, one].any()
+    assert np.asarray(slots.entries)[:, :, two].any()
+
+
+def test_slots_freed_by_eviction_are_zeroed_by_the_next_load():
+    slots, allocator = make(num_slots=3, max_rank=2)
+    small = [cases.weights(CATALOGUE, 2, seed) for seed in range(3)]
+    for weights in small:
+        slots, _ = load(slots, allocator, weights)
+    placement = allocator.place(cases.weights(CATALOGUE, 4, 9))
+    assert len(placement.evicted) == 2
+    plan = LoadingPlan(placement, slots)
+    slots = plan.advance(slots, 1)
+    (cleared,) = placement.cleared_slots
+    assert not np.asarray(slots.entries)[:, :, cleared].any()
+
+
+def test_nothing_compiles_after_warm_up():
+    slots, allocator = make(num_slots=4)
+    slots = warm_up(slots)
+    jax.block_until_ready(slots)
+    sizes = write_rows._cache_size(), write_slot._cache_size()
+    for seed, rank in enumerate((1, 4, 2, 3, 4)):
+        slots, _ = load(slots, allocator, cases.weights(CATALOGUE, rank, seed), chunks=seed + 1)
+    allocator.retire(cases.weights(CATALOGUE, 4, 4).digest)
+    slots = clear_slots(slots, allocator.take_cleared_slots())
+    assert (write_rows._cache_size(), write_slot._cache_size()) == sizes
+
+
+def test_warm_up_changes_nothing():
+    slots, allocator = make()
+    slots, _ = load(slots, allocator, cases.weights(CATALOGUE, 3))
+    before = [np.asarray(leaf).copy() for leaf in jax.tree.leaves(slots)]
+    after = jax.tree.leaves(warm_up(slots))
+    for old, new in zip(before, after, strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_rows_longer_than_a_chunk_arrive_in_several():
+    catalogue = cases.llama(hidden=16, inner=6, layers=40)
+    spec = size_slots(catalogue, 1, 7, 4)  # 7: matrices straddle the chunks' ends
+    allocator, weights = SlotAllocator(catalogue, 1, spec.rows), cases.weights(catalogue, 7)
+    assert weights.rows_by_width()[16] > 2 * chunk_rows(16, 4)
+    empty = init_slots(catalogue, spec, jnp.dtype(jnp.float32))
+    plan_size = LoadingPlan(allocator.place(weights), empty).remaining
+    rows = weights.rows_by_width()
+    assert plan_size == 1 + sum(-(-n // chunk_rows(w, 4)) for w, n in rows.items())
+    allocator.abandon_loading(weights.digest)
+    slots, slot = load(empty, allocator, weights)
+    for layer in range(40):
+        got = delta(slots, catalogue, "up_proj", layer, slot, 0)
+        want = cases.site_delta(weights.sites["up_proj", layer])[0]
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_chunk_is_bounded_in_rows_and_bytes():
+    assert chunk_rows(8, 4) == 512
+    assert chunk_rows(4096, 2) == 128
+    assert chunk_rows(1 << 22, 4) == 1
+
+
+@pytest.mark.parametrize("catalogue", [cases.llama(layers=2), CATALOGUE, cases.deepseek_v2()])
+def test_spec_holds_full_adapters_exactly(catalogue):
+    weights = cases.weights(catalogue, 3)
+    if catalogue.kv_b_heads:  # as the reader makes it: both sites hold one A
+        for layer in (0, 1):
+            shared = np.zeros((1, 3, cases.LATENT), np.float32)
+            k, v = weights.sites["kv_b_proj.k", layer], weights.sites["kv_b_proj.v", layer]
+            weights.sites["kv_b_proj.k", layer] = type(k)(k.a, shared, 1.0)
+            weights.sites["kv_b_proj.v", layer] = type(v)(shared, v.b, 1.0)
+    assert rows_per_adapter(catalogue, 3) == weights.rows_by_width()
+    assert size_slots(catalogue, 5, 3, 4).rows == {
+        width: 5 * count for width, count in weights.rows_by_width().items()
+    }
+
+
+def test_where_memory_is_short_the_experts_rows_shrink_first():
+    catalogue = cases.moe(layers=2)
+    dense = rows_per_adapter(catalogue.without_experts(), 8)
+    one = rows_per_adapter(catalogue, 8)
+
+    def size(rows):
+        return sum(width * count for width, count in rows.items()) * 2
+
+    experts = {width: one[width] - dense.get(width, 0) for width in one}
+    assert size(experts) > size(dense) > 0
+    budget = 10 * size(dense) + 3 * size(experts)
+    rows = size_slots(catalogue, 10, 8, 2, byte_budget=budget).rows
+    assert rows == {width: 10 * dense.get(width, 0) + 3 * experts[width] for width in one}
+    assert size(size_slots(catalogue, 10, 8, 2, byte_budget=budget + 1).rows) <= budget + 1
+    # No room for all adapters' dense rows and one adapter's experts: all shrink evenly.
+    rows = size_slots(catalogue, 1000, 8, 2, byte_budget=2 * size(one)).rows
+    assert rows == {width: 2 * count for width, count in one.items()}
+
+
+def test_byte_budget():
+    one = sum(w * n for w, n in rows_per_adapter(CATALOGUE, 8).items()) * 2
+    spec = size_slots(CATALOGUE, 100, 8, 2, byte_budget=3 * one)
+    assert spec.num_slots == 100
+    assert spec.rows == {w: 3 * n for w, n in rows_per_adapter(CATALOGUE, 8).items()}
+    assert size_slots(CATALOGUE, 2, 8, 2, byte_budget=10**12) == size_slots(CATALOGUE, 2, 8, 2)
+    with pytest.raises(ValueError, match=rf"takes {one} bytes; the budget for adapters is 7"):
+        size_slots(CATALOGUE, 2, 8, 2, byte_budget=7)
+    with pytest.raises(ValueError, match="at least 1 slot and rank 1, not 0 and 8"):
+        size_slots(CATALOGUE, 0, 8, 2)

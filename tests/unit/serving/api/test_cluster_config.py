@@ -1,0 +1,36 @@
+"""Roles that contradict each other are refused in the words of the flags."""
+
+import pytest
+
+from serving.api.cluster_config import ClusterConfig
+
+
+def test_by_default_one_process_does_it_all():
+    assert ClusterConfig().is_single
+    assert not ClusterConfig(instances=2).is_single
+    assert not ClusterConfig(lora_server=1).is_single
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"instances": 0}, r"instances must be in \[1, 64\], got 0"),
+        ({"lora_server": -1}, "lora_server must be in"),
+        ({"lora_server": 1, "lora_server_wait_s": 0}, "lora_server_wait_s must be in"),
+        ({"lora_server": 1, "lora_server_adapters": 0}, "lora_server_adapters must be in"),
+        ({"lora_server": 1, "local_expert_slots": -1}, "local_expert_slots must be in"),
+        ({"lora_server": 1, "lora_kernel": "quick"}, "lora_kernel must be one of fast, reference"),
+        ({"lora_server": 1, "lora_attention": "far"}, "lora_attention must be one of local, rem"),
+        ({"lora_attention": "remote"}, "add --lora-server"),
+        ({"lora_server": 1, "lora_server_carrier": "ucx"}, "must be one of auto, nixl, got 'ucx'"),
+        ({"lora_server": 1, "lora_server_carrier": "nvshmem"}, "starts the roles of one"),
+        ({"local_expert_slots": 2}, "add --lora-server"),
+        ({"placement": "ep2-pp1"}, "add --lora-server"),
+        ({"lora_server_adapters": 4}, "add --lora-server"),
+        ({"lora_server_memory_bytes": 4}, "add --lora-server"),
+        ({"lora_server": 1, "lora_server_memory_bytes": 0}, "lora_server_memory_bytes must be"),
+    ],
+)
+def test_contradictions(fields, message):
+    with pytest.raises(ValueError, match=message):
+        ClusterConfig(**fields)

@@ -1,0 +1,141 @@
+"""A command line of another server means the same here, or is refused with the reason."""
+
+import contextlib
+import io
+
+import pytest
+
+from serving.cli.flags import build_parser
+from serving.cli.foreign_flags import Fact, verdict, vllm_facts, vllm_source
+from serving.launch import read_options
+
+MEANS_NOTHING = [
+    "--enable-lora",
+    "--enable-chunked-prefill",
+    "--no-enable-log-requests",
+    "--disable-log-requests",
+    "--tensor-parallel-size=1",
+    "--tp=1",
+    "-tp=1",
+    "--pp-size=1",
+    "-dp=1",
+    "--lora-dtype=auto",
+    "--kv-cache-dtype=auto",
+    "--lora-eviction-policy=lru",
+    "--async-scheduling",
+    "--tokenizer-mode=auto",
+    "--runner=generate",
+]
+
+
+@pytest.mark.parametrize("flag", MEANS_NOTHING)
+def test_what_is_so_anyway_changes_nothing(flag):
+    assert read_options(["m", flag], {}) == read_options(["m"], {})
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--trust-remote-code"], "never run here"),
+        (["--enforce-eager"], "one compiled program"),
+        (["--fully-sharded-loras"], "nothing to shard"),
+        (["--max-cpu-loras", "8"], "--max-total-adapter-bytes"),
+        (["--max-cpu-loras=8"], "--max-total-adapter-bytes"),
+        (["--quantization=awq"], "bfloat16 or float32"),
+        (["--tokenizer", "other"], "the model's folder"),
+        (["--enable-expert-parallel"], "--lora-server"),
+        (["--lora-target-modules", "q_proj", "v_proj"], "any module"),
+        (["--lora-backend=triton"], "chosen by device"),
+        (["--mem-fraction-static=0.8"], "--gpu-memory-utilization"),
+        (["--speculative-config", '{"model": "x"}'], "by the model that is served"),
+        (["--tensor-parallel-size=2"], "only 1 is offered; one process serves on one device"),
+        (["-tp=2"], "only 1 is offered"),
+        (["--data-parallel-size", "4"], "--instances starts several"),
+        (["--lora-dtype=float16"], "float16: only auto is offered; adapters are computed in"),
+        (["--lora-eviction-policy=fifo"], "only lru is offered"),
+        (["--max-lora=1"], "unrecognized"),
+    ],
+)
+def test_what_is_not_offered_is_refused_with_the_reason(capsys, flags, reason):
+    with pytest.raises(SystemExit) as stop:
+        read_options(["m", *flags], {})
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert reason in said
+    assert flags[0].partition("=")[0] in said
+
+
+def test_other_names_of_our_flags():
+    got = read_options(["m", "--context-length", "9", "--max-running-requests", "3"], {})
+    assert (got.engine.max_model_len, got.engine.max_num_seqs) == (9, 3)
+
+
+def forms_of(fact: Fact) -> list[str]:
+    """Every spelling of a flag, with underscores too."""
+    forms = [*fact.positive, *fact.negative]
+    return forms + [f"--{form[2:].replace('-', '_')}" for form in forms if form.startswith("--")]
+
+
+# A value that each kind of flag takes where the table below has no other.
+VALUES = {"value": ["1"], "list": ["1"], "maybe": ["1"], "json": ['{"a": 1}']}
+OURS = {"--dtype": "auto", "--log-level": "INFO", "--uvicorn-log-level": "info"}
+
+
+@pytest.fixture(scope="module")
+def parser():
+    return build_parser()
+
+
+def said_of(parser, argv: list[str]) -> str:
+    """What the parser says of these words: nothing when it takes them."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
+        parser.parse_args(["m", *argv])
+    return said.getvalue()
+
+
+def test_no_flag_of_vllm_is_unknown(parser):
+    """Every spelling of each flag is taken, or refused with the reason that the tables have."""
+    wrong = []
+    for fact in vllm_facts():
+        value = [OURS[fact.flag]] if fact.flag in OURS else VALUES.get(fact.kind, [])
+        for form in forms_of(fact):
+            said, told = said_of(parser, [form, *value]), verdict(fact)
+            own = told is None or form.replace("_", "-") in told.accepted
+            if said if own else told.reason not in said and "*" not in told.accepted:
+                accepted = told is not None and value[:1] and value[0] in told.accepted
+                wrong += [] if accepted and not said else [(form, said)]
+    assert wrong == []
+
+
+def test_a_switch_has_one_form_that_is_taken(parser):
+    for fact in vllm_facts():
+        told = verdict(fact)
+        if fact.kind == "pair" and told is not None:
+            taken = {
+                form for form in (*fact.positive, *fact.negative) if not said_of(parser, [form])
+            }
+            assert taken in (set(fact.positive), set(fact.negative)), fact.flag
+            assert taken == set(told.accepted)
+
+
+def test_what_vllm_does_by_default_is_no_mistake_where_the_thing_is_refused(parser):
+    for fact in vllm_facts():
+        told = verdict(fact)
+        if told is None or told.so or fact.kind != "value" or fact.default in (None, ""):
+            continue
+        assert said_of(parser, [fact.flag, str(fact.default)]) == "", fact.flag
+        assert told.reason in said_of(parser, [fact.flag, f"{fact.default}9"])
+
+
+def test_the_facts_are_those_of_one_release():
+    assert "0.33.0" in vllm_source()
+    assert len(vllm_facts()) == 320
+    assert len({fact.flag for fact in vllm_facts()}) == 320
+
+
+def test_an_older_release_s_words_for_devices(capsys):
+    assert read_options(["m", "--device", "auto"], {}) == read_options(["m"], {})
+    with pytest.raises(SystemExit):
+        read_options(["m", "--device", "cuda"], {})
+    assert "JAX_PLATFORMS" in capsys.readouterr().err

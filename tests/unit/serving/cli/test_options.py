@@ -1,0 +1,49 @@
+"""Options that must not be combined."""
+
+import pytest
+
+from serving.api.config import EngineConfig
+from serving.cli.flag_values import LoraModule
+from serving.cli.options import Options, is_loopback
+from serving.http.settings import HttpSettings
+
+ENGINE, OPEN = EngineConfig(model="m"), HttpSettings()
+
+
+def test_a_network_address_needs_a_key_or_a_word():
+    with pytest.raises(ValueError, match="--insecure"):
+        Options(ENGINE, OPEN, host="0.0.0.0")
+    Options(ENGINE, OPEN, host="0.0.0.0", insecure=True)
+    Options(ENGINE, HttpSettings(api_keys=("k",)), host="0.0.0.0")
+
+
+def test_an_adapter_has_one_name():
+    twice = (LoraModule("a", "x"), LoraModule("a", "y"))
+    with pytest.raises(ValueError, match="'a' twice"):
+        Options(ENGINE, OPEN, adapters=twice)
+
+
+def test_by_default_one_process_does_it_all():
+    assert Options(ENGINE, OPEN).cluster.is_single
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.8.8.8", "::1"])
+def test_loopback(host):
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "::", "example.org"])
+def test_not_loopback(host):
+    assert not is_loopback(host)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_connections": 0}, "--max-connections must be 1 to 1000000, got 0"),
+        ({"shutdown_timeout": -1}, "--shutdown-timeout must be 0 to 3600 seconds, got -1"),
+    ],
+)
+def test_bounds(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Options(ENGINE, OPEN, **fields)

@@ -1,0 +1,93 @@
+"""Request ids are echoed and name nothing; labels never come from the client."""
+
+import re
+import socket
+
+from prometheus_client import generate_latest
+from support.doubles.fake_engine import FakeEngine
+from support.processes.http_server import client_of
+
+from serving.http.access.observe import HttpMetrics
+from serving.http.app import create_app
+from serving.http.settings import HttpSettings, Tenant
+
+
+def counts(client) -> list[str]:
+    lines = client.get("/metrics").text.splitlines()
+    return [line for line in lines if line.startswith("http_requests_total{")]
+
+
+def test_the_client_s_id_comes_back_but_is_not_used_inside(client, engine):
+    headers = {"X-Request-Id": "my-id-1"}
+    body = {"prompt": "hi", "request_id": "my-id-2"}
+    answers = [client.post("/v1/completions", json=body, headers=headers) for _ in range(2)]
+    assert [a.headers["x-request-id"] for a in answers] == ["my-id-1"] * 2
+    inside = [given.id for given in engine.submitted[-2:]]
+    assert len(set(inside)) == 2
+    ids = [a.json()["id"] for a in answers]
+    assert len(set(ids)) == 2
+    assert not any("my-id" in name for name in inside + ids)
+
+
+def test_ids_that_are_not_plain_are_replaced(client):
+    for bad in ("", "a b", "x" * 129, "\xe9"):
+        answer = client.get("/health", headers=[(b"X-Request-Id", bad.encode("latin-1"))])
+        assert len(answer.headers["x-request-id"]) == 32
+    one, two = (client.get("/health").headers["x-request-id"] for _ in range(2))
+    assert one != two
+
+
+def test_labels_are_templates_known_methods_and_classes(client):
+    for i in range(5):
+        client.get(f"/v1/models/name-{i}")
+        client.get(f"/made/up/{i}")
+        client.request("PURGE", "/v1/models")
+        client.request(f"MADEUP{i}", "/v1/models")
+    lines = counts(client)
+    assert not any("name-" in x or "made" in x.lower() or "PURGE" in x for x in lines)
+    assert any('handler="/v1/models/{model:path}",method="GET",status="4xx"' in x for x in lines)
+    assert any('handler="none",method="GET",status="4xx"' in x for x in lines)
+    assert any('method="other"' in x for x in lines)
+
+
+def test_probes_are_not_counted(client):
+    before = counts(client)
+    for path in ("/metrics", "/health", "/load", "/ping", "/version"):
+        client.get(path)
+    assert counts(client) == before
+
+
+def test_durations_are_recorded(client):
+    client.post("/v1/completions", json={"prompt": "hi"})
+    text = client.get("/metrics").text
+    assert 'http_request_duration_seconds_count{handler="/v1/completions",method="POST"}' in text
+
+
+def test_a_broken_request_line_is_not_a_label(client):
+    url = client.base_url
+    with socket.create_connection((url.host, url.port), timeout=5) as sock:
+        sock.sendall(b"G\xffT / HTTP/1.1\r\n\r\n")
+        assert b" 400 " in sock.recv(4096)
+    assert client.get("/health").status_code == 200
+
+
+def test_servers_do_not_share_counters():
+    one, two = HttpMetrics(), HttpMetrics()
+    one.record({"method": "GET", "type": "http"}, 200, 0.1)
+    assert b'status="2xx"' in generate_latest(one.registry)
+    assert b'status="2xx"' not in generate_latest(two.registry)
+
+
+def test_the_access_log_names_key_and_adapter_and_no_secret(lora_dir, caplog):
+    settings = HttpSettings(tenants=(Tenant("secret-1", id="team-a"),), access_log=True)
+    app = create_app(FakeEngine(lora_dir), settings)
+    with caplog.at_level("INFO", "serving.access"), client_of(app) as client:
+        headers = {"Authorization": "Bearer secret-1", "X-Request-Id": "id-7"}
+        body = {"prompt": "hi", "model": "sql"}
+        client.post("/v1/completions?x=%0ay", json=body, headers=headers)
+        client.get("/v1/models")
+    first, second = [record.getMessage() for record in caplog.records]
+    line = r'127\.0\.0\.1:\d+ - "POST /v1/completions\?x=%0ay HTTP/1\.1" 200 key=team-a '
+    assert re.fullmatch(line + r"adapter=sql id=id-7 \d+\.\d{3}s", first), first
+    assert " 401 key=- adapter=- " in second
+    assert "secret" not in caplog.text

@@ -1,0 +1,139 @@
+"""Several prompts, one queue: all or none enter the engine, and usage adds up."""
+
+import asyncio
+
+import pytest
+from support.doubles.fake_engine import FakeEngine
+
+from serving.api.request import OutputDelta, QueueFull
+from serving.api.sampling import Sampling
+from serving.http.answers import generation as generation_room
+from serving.http.answers.generation import ClientGone, Generation, Piece, usage_of
+from serving.http.errors import ApiError
+from serving.http.mailbox import Mailbox
+from serving.http.requests.prompts import Prompt
+
+PROMPTS = [Prompt([1, 2], None), Prompt([3], "c")]
+
+
+async def nobody_leaves():
+    await asyncio.sleep(3600)
+
+
+async def collect(engine: FakeEngine, n: int) -> tuple[list[Piece], Generation]:
+    generation = Generation(engine, Mailbox(), PROMPTS)
+    generation.submit("sql", [Sampling(n=n, max_tokens=3)] * 2, "salt")
+    batches = [b async for b in generation.pieces(nobody_leaves, 10.0)]
+    return [piece for batch in batches for piece in batch], generation
+
+
+@pytest.fixture
+def engine(lora_dir):
+    engine = FakeEngine(lora_dir)
+    engine.registry.resolve("sql")
+    return engine
+
+
+def test_choices_are_counted_over_prompts(engine):
+    pieces, generation = asyncio.run(collect(engine, n=2))
+    assert generation.num_choices == 4
+    assert {p.index for p in pieces} == {0, 1, 2, 3}
+    assert {p.prompt.text for p in pieces if p.index >= 2} == {"c"}
+    assert engine.aborted == []
+    assert [given.salt for given in engine.submitted] == ["salt"] * 2
+
+
+def test_when_the_second_is_refused_the_first_is_aborted(engine):
+    engine.open.clear()
+    engine.queue_limit = 1
+
+    async def submit():
+        Generation(engine, Mailbox(), PROMPTS).submit("sql", [Sampling()] * 2, "")
+
+    with pytest.raises(QueueFull):
+        asyncio.run(submit())
+    assert engine.aborted == [engine.submitted[0].id]
+    engine.open.set()
+
+
+def test_a_dead_engine_is_503(engine):
+    def dead(*args, **kwargs):
+        raise RuntimeError("at /srv/x")
+
+    engine.submit, engine.alive = dead, False
+
+    async def submit():
+        Generation(engine, Mailbox(), PROMPTS).submit(None, [Sampling()] * 2, "")
+
+    with pytest.raises(ApiError, match="The engine has stopped") as error:
+        asyncio.run(submit())
+    assert error.value.status == 503
+
+
+def test_silence_is_an_empty_batch_and_leaving_aborts(engine):
+    engine.open.clear()
+
+    async def listen():
+        async def leave():
+            await asyncio.sleep(0.1)
+            return {"type": "http.disconnect"}
+
+        generation = Generation(engine, Mailbox(), PROMPTS)
+        generation.submit("sql", [Sampling()] * 2, "")
+        batches = []
+        try:
+            async for batch in generation.pieces(leave, 0.02):
+                batches.append(batch)
+        except ClientGone:
+            return batches
+        return None
+
+    batches = asyncio.run(listen())
+    assert batches
+    assert not any(batches)
+    assert len(engine.aborted) == 2
+    engine.open.set()
+
+
+def test_output_after_the_loop_has_ended_is_dropped(engine):
+    async def submit():
+        generation = Generation(engine, Mailbox(), PROMPTS)
+        return generation._receiver(PROMPTS[0], 0)
+
+    on_output = asyncio.run(submit())
+    on_output(OutputDelta("x", 0, "late", (1,)))
+
+
+def test_usage_counts_a_prompt_once_whatever_its_choices(engine):
+    async def make():
+        return Generation(engine, Mailbox(), PROMPTS)
+
+    usage = usage_of(asyncio.run(make()))
+    for index in range(2):
+        delta = OutputDelta("x", index, "a", (1, 2), num_cached_tokens=1)
+        usage.add(Piece(index, PROMPTS[0], delta))
+    assert usage.as_json() == {
+        "prompt_tokens": 3,
+        "completion_tokens": 4,
+        "total_tokens": 7,
+        "prompt_tokens_details": {"cached_tokens": 1},
+    }
+
+
+def test_text_for_a_client_that_does_not_read_is_bounded(engine, monkeypatch):
+    monkeypatch.setattr(generation_room, "_MOST_WAITING", 10)
+
+    async def run():
+        generation = Generation(engine, Mailbox(), PROMPTS[:1])
+        for _ in range(11):
+            generation._queue.put_nowait(None)
+        told = generation._receiver(PROMPTS[0], 0)
+        told(OutputDelta("fake-0", 0, "x", (1,)))
+        assert not engine.aborted  # many pieces at once are no slow client
+        generation.is_sending = True
+        told(OutputDelta("fake-0", 0, "x", (1,)))
+        assert engine.aborted == ["fake-0"]
+        with pytest.raises(ApiError, match="reads too slowly"):
+            await generation._next(1.0)
+
+    asyncio.run(run())

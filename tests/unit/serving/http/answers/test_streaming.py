@@ -1,0 +1,92 @@
+"""Streams: framing, keep-alive comments, errors after the 200, disconnects."""
+
+import json
+import time
+
+import pytest
+
+from serving.http.answers.streaming import event
+
+BODY = {"prompt": "hi", "max_tokens": 3, "stream": True}
+
+
+def wait_until(condition) -> None:
+    for _ in range(200):
+        if condition():
+            return
+        time.sleep(0.01)
+    pytest.fail("it did not happen within 2 s")
+
+
+def test_events_are_one_line_of_json():
+    data = event({"text": 'a\n\n"\u2028é'})
+    assert data.startswith(b"data: {")
+    assert data.endswith(b"}\n\n")
+    assert data.count(b"\n") == 2
+    assert json.loads(data[6:]) == {"text": 'a\n\n"\u2028é'}
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        event({"x": float("nan")})
+
+
+def test_silence_is_filled_with_comments(client, engine):
+    engine.open.clear()
+    with client.stream("POST", "/v1/completions", json=BODY) as answer:
+        lines = answer.iter_lines()
+        assert next(lines) == ": keep-alive"
+        assert next(lines) == ""
+        assert next(lines) == ": keep-alive"
+        engine.open.set()
+        rest = [line for line in lines if line.startswith("data: ")]
+    assert rest[-1] == "data: [DONE]"
+    assert len(rest) == 4
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("retryable", [False, True])
+def test_an_error_after_the_200_is_an_event_and_then_done(client, engine, path, retryable):
+    engine.fail = ("broke at /srv/x/y 0x7fffffff", retryable)
+    body = BODY | {"messages": [{"role": "user", "content": "yo"}]}
+    with client.stream("POST", path, json=body) as answer:
+        assert answer.status_code == 200
+        blocks = "".join(answer.iter_text()).removesuffix("\n\n").split("\n\n")
+    assert blocks[-1] == "data: [DONE]"
+    error = json.loads(blocks[-2].removeprefix("data: "))["error"]
+    assert error["code"] == (503 if retryable else 500)
+    assert error["message"] == "broke at y <address>"
+
+
+@pytest.mark.parametrize("retryable", [False, True])
+def test_an_error_before_any_answer_is_a_status(client, engine, retryable):
+    engine.fail = ("broke", retryable)
+    answer = client.post("/v1/completions", json=BODY | {"stream": False})
+    assert answer.status_code == (503 if retryable else 500)
+    assert answer.json()["error"]["message"] == "broke"
+    assert client.post("/v1/completions", json=BODY | {"stream": False}).status_code == 200
+
+
+def test_a_client_that_goes_in_mid_stream_aborts_its_requests(client, engine):
+    engine.open.clear()
+    body = BODY | {"prompt": ["a", "b"], "n": 2}
+    with client.stream("POST", "/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        mine = [given.id for given in engine.submitted[-2:]]
+        assert set(mine) <= engine.running
+    wait_until(lambda: set(mine) <= set(engine.aborted))
+    engine.open.set()
+    assert client.post("/v1/completions", json=BODY | {"stream": False}).status_code == 200
+
+
+def test_a_client_that_goes_before_a_whole_answer_aborts_too(client, engine):
+    engine.open.clear()
+    with pytest.raises(Exception, match="timed out"):
+        client.post("/v1/completions", json=BODY | {"stream": False}, timeout=0.2)
+    mine = engine.submitted[-1].id
+    wait_until(lambda: mine in engine.aborted)
+    engine.open.set()
+
+
+def test_a_finished_stream_aborts_nothing(client, engine):
+    before = len(engine.aborted)
+    assert client.post("/v1/completions", json=BODY).status_code == 200
+    assert len(engine.aborted) == before

@@ -1,0 +1,114 @@
+"""Bodies: type, size, time, JSON and strictness."""
+
+import gzip
+import socket
+import time
+
+import httpx
+import pytest
+from support.doubles.fake_engine import FakeEngine
+from support.processes.http_server import client_of
+
+from serving.http.app import create_app
+from serving.http.settings import HttpSettings
+
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def small():
+    settings = HttpSettings(max_body_bytes=1000, body_timeout_s=0.3)
+    with client_of(create_app(FakeEngine(), settings)) as client:
+        yield client
+
+
+def good(client) -> None:
+    assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 200
+
+
+NOT_JSON = ["", "{", "[]", "3", "null", '"x"', "{'prompt': 'x'}", '{"prompt": "x"', "\xff"]
+NOT_JSON += ["[" * 5000, '{"prompt": "\\ud800"}', '{"prompt": "x",}']
+NOT_JSON += ['{"prompt": "x", "temperature": NaN}', '{"prompt": "x", "temperature": Infinity}']
+NOT_JSON += ['{"prompt": "x", "seed": 1' + "0" * 5000 + "}"]
+
+
+@pytest.mark.parametrize("body", NOT_JSON)
+def test_what_is_not_a_json_object_is_400(client, body):
+    answer = client.post("/v1/completions", content=body.encode("latin-1"), headers=JSON)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == 400
+    good(client)
+
+
+@pytest.mark.parametrize("content_type", [None, "text/plain", "application/x-www-form-urlencoded"])
+def test_wrong_content_type_is_400(client, content_type):
+    headers = {"Content-Type": content_type} if content_type else {}
+    answer = client.post("/v1/completions", content=b'{"prompt": "x"}', headers=headers)
+    assert answer.status_code == 400
+    assert "application/json" in answer.json()["error"]["message"]
+    good(client)
+
+
+@pytest.mark.parametrize("content_type", ["application/json; charset=utf-8", "Application/JSON"])
+def test_json_with_parameters_or_capitals_is_json(client, content_type):
+    headers = {"Content-Type": content_type}
+    answer = client.post("/v1/completions", content=b'{"prompt": "x"}', headers=headers)
+    assert answer.status_code == 200
+
+
+def test_a_declared_size_over_the_limit_is_413_at_once(small):
+    answer = small.post("/v1/completions", json={"prompt": "x" * 1000})
+    assert answer.status_code == 413
+    assert "1000" in answer.json()["error"]["message"]
+    good(small)
+
+
+def test_an_undeclared_size_over_the_limit_is_413(small):
+    def chunks():
+        for _ in range(20):
+            yield b"x" * 100
+
+    try:
+        answer = small.post("/v1/completions", content=chunks(), headers=JSON)
+        assert answer.status_code == 413
+    except httpx.WriteError:
+        pass  # the server closed the connection before all was sent
+    good(small)
+
+
+def test_a_body_that_does_not_come_is_408(small):
+    url = small.base_url
+    with socket.create_connection((url.host, url.port), timeout=5) as sock:
+        sock.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 100\r\n\r\n{"
+        )
+        start = time.monotonic()
+        assert b" 408 " in sock.recv(4096).split(b"\r\n")[0]
+        assert time.monotonic() - start < 3
+    good(small)
+
+
+def test_a_bad_content_length_is_400(small):
+    url = small.base_url
+    for value in (b"-1", b"1e3", b"99999999999999999999999"):
+        with socket.create_connection((url.host, url.port), timeout=5) as sock:
+            sock.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+                b"Content-Type: application/json\r\nContent-Length: " + value + b"\r\n\r\n"
+            )
+            assert sock.recv(4096).split(b" ")[1] in (b"400", b"413")
+    good(small)
+
+
+def test_an_encoded_body_is_415_and_not_called_bad_json(client):
+    packed = gzip.compress(b'{"prompt": "x"}')
+    for coding, body in (("gzip", packed), ("br", packed), ("gzip", b'{"prompt": "x"}')):
+        headers = JSON | {"Content-Encoding": coding}
+        answer = client.post("/v1/completions", content=body, headers=headers)
+        assert answer.status_code == 415
+        assert repr(coding) in answer.json()["error"]["message"]
+    headers = JSON | {"Content-Encoding": "identity"}
+    answer = client.post("/v1/completions", content=b'{"prompt": "x"}', headers=headers)
+    assert answer.status_code == 200
+    good(client)

@@ -1,0 +1,82 @@
+"""Prompts of every form become token ids."""
+
+import asyncio
+
+import pytest
+from support.doubles.fake_engine import BOS, FakeEngine, FakeTokenizer
+
+from serving.http.errors import ApiError
+from serving.http.requests.prompts import Prompt, chat_prompt, check_ids, read_prompts
+from serving.http.requests.protocol import ChatMessage
+from serving.http.requests.template_options import TemplateOptions
+
+
+def read(given, special: bool = True, context: int = 64) -> list[Prompt]:
+    return asyncio.run(read_prompts(FakeEngine(max_model_len=context), given, special))
+
+
+def test_texts_keep_their_text_and_ids_have_none():
+    assert read("a") == [Prompt([BOS, 97], "a")]
+    assert read(["a", "b"], special=False) == [Prompt([97], "a"), Prompt([98], "b")]
+    assert read([1, 2]) == [Prompt([1, 2], None)]
+    assert read([[1], [2]]) == [Prompt([1], None), Prompt([2], None)]
+
+
+def test_long_texts_are_the_same_in_a_thread():
+    text = "ab" * 2000
+    assert read(text, context=8000)[0].ids == [BOS, *text.encode()]
+
+
+def test_texts_of_a_batch_keep_their_order_however_they_are_grouped():
+    texts = ["a" * length for length in (1, 40_000, 2, 3, 30_000, 30_000, 0, 5)]
+    prompts = read(texts, context=50_000)
+    assert [p.text for p in prompts] == texts
+    assert [len(p.ids) for p in prompts] == [1 + len(text) for text in texts]
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(monkeypatch):
+    monkeypatch.setattr(FakeTokenizer, "encode", None)
+    with pytest.raises(ApiError, match=r"Input length \(at least 65\) exceeds .* \(64\)"):
+        read("a" * 65)
+
+
+def test_the_beginning_of_a_long_text_says_that_it_is_too_long(monkeypatch):
+    """One token may stand for 100 characters, so that the length alone does not tell."""
+    encoded = []
+    monkeypatch.setattr(FakeTokenizer, "longest_token", 100)
+    monkeypatch.setattr(
+        FakeTokenizer,
+        "encode",
+        lambda self, text, **_: encoded.append(len(text)) or [1] * len(text),
+    )
+    with pytest.raises(ApiError, match=r"Input length \(at least 20000\)"):
+        read("a" * 900_000, context=10_000)
+    assert encoded == [40_000]
+
+
+@pytest.mark.parametrize("given", [None, [], [[]], [[1], []], [260], [-1], [[0], [10**30]]])
+def test_refused(given):
+    with pytest.raises(ApiError, match="prompt") as error:
+        read(given)
+    assert error.value.status == 400
+
+
+def test_an_empty_text_is_its_begin_token_or_nothing():
+    assert read("") == [Prompt([BOS], "")]
+    with pytest.raises(ApiError, match="must not be empty"):
+        read("", special=False)
+
+
+def test_ids_at_the_edges():
+    check_ids(FakeEngine(), [0, 259], "tokens")
+    check_ids(FakeEngine(), [], "tokens")
+    with pytest.raises(ApiError, match=r"tokens has a token id outside of \[0, 259\]"):
+        check_ids(FakeEngine(), [0, 260], "tokens")
+
+
+def test_messages():
+    messages = [ChatMessage(role="system", content=None), ChatMessage(role="user", content="x")]
+    options = TemplateOptions(False, False, {})
+    prompt = asyncio.run(chat_prompt(FakeEngine(), messages, options, True))
+    assert prompt.text == "[system][user]x"
+    assert prompt.ids[0] == BOS

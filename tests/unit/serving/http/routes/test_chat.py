@@ -1,0 +1,217 @@
+"""Chat completions: messages of every form, streams, log-probabilities."""
+
+import json
+import logging
+
+import pytest
+from support.doubles.fake_engine import FakeEngine, letters
+from support.processes.http_server import client_of
+
+from serving.api.sampling import Sampling
+from serving.http.app import create_app
+from serving.http.settings import HttpSettings
+
+USER = {"role": "user", "content": "yo"}
+PROMPT = b"[user]yo[assistant]"  # what the fake template makes of USER
+
+
+def chat(client, **body) -> dict:
+    answer = client.post("/v1/chat/completions", json={"messages": [USER]} | body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def text(adapter: str | None, index: int, count: int) -> str:
+    return "".join(map(chr, letters(list(PROMPT), adapter, index, count)))
+
+
+def test_answer_has_openai_s_shape(client):
+    answer = chat(client, max_tokens=3, model="sql", n=2)
+    assert answer["id"].startswith("chatcmpl-")
+    assert answer["object"] == "chat.completion"
+    assert answer["model"] == "sql"
+    messages = [c["message"] for c in answer["choices"]]
+    assert messages == [{"role": "assistant", "content": text("sql", i, 3)} for i in range(2)]
+    assert [c["finish_reason"] for c in answer["choices"]] == ["length"] * 2
+    assert answer["usage"]["prompt_tokens"] == len(PROMPT)
+
+
+def test_without_max_tokens_the_context_is_the_limit(client):
+    assert chat(client)["usage"]["total_tokens"] == 64
+
+
+def test_what_a_request_does_not_set_is_the_model_s_default(client, engine):
+    engine.model_info.sampling_defaults.update(temperature=0.5, max_tokens=7)
+    assert chat(client)["usage"]["completion_tokens"] == 7
+    assert engine.submitted[-1].sampling.temperature == 0.5
+    assert chat(client, temperature=0, max_tokens=9)["usage"]["completion_tokens"] == 9
+    assert engine.submitted[-1].sampling.temperature == 0
+    client.post("/v1/completions", json={"prompt": "x"})
+    assert engine.submitted[-1].sampling == Sampling(temperature=0.5, max_tokens=16)
+
+
+def test_text_parts_are_text(client):
+    parts = [{"type": "text", "text": "y"}, {"type": "text", "text": "o"}]
+    whole = chat(client, messages=[{"role": "user", "content": "y\no"}], max_tokens=3)
+    answer = chat(client, messages=[{"role": "user", "content": parts}], max_tokens=3)
+    assert answer["choices"] == whole["choices"]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}},
+        {"image_url": "http://10.0.0.1/x.png"},
+        {"type": "input_audio", "input_audio": {}},
+        {},
+    ],
+)
+def test_other_parts_are_refused(client, part):
+    body = {"messages": [{"role": "user", "content": [part]}]}
+    answer = client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    assert "text only" in answer.json()["error"]["message"]
+    assert "10.0.0.1" not in answer.text
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": []},
+        {"messages": None},
+        {"messages": "hi"},
+        {"messages": [{"content": "no role"}]},
+        {"messages": [{"role": "user", "content": 3}]},
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]},
+        {"messages": [USER], "top_logprobs": 2},
+        {"messages": [USER], "logprobs": True, "top_logprobs": 21},
+        {"messages": [USER], "logprobs": 1},
+        {"messages": [USER], "tools": [{"type": "function"}]},
+        {"messages": [USER], "tool_choice": "required"},
+        {"messages": [USER], "parallel_tool_calls": True},
+        {"messages": [USER], "response_format": {"type": "json_schema"}},
+        {"messages": [USER], "chat_template": "{{ 7 * 7 }}"},
+        {"messages": [USER], "chat_template_kwargs": {"messages": []}},
+        {"messages": [USER], "chat_template_kwargs": {"a-b": 1}},
+        {"messages": [USER], "continue_final_message": True, "add_generation_prompt": True},
+        {"messages": [USER], "vllm_xargs": {"x": 1}},
+        {"messages": [USER], "thinking_token_budget": 9},
+        {"messages": [USER], "mm_processor_kwargs": {"x": 1}},
+        {"messages": [USER], "priority": 1},
+        {"messages": [USER], "max_completion_tokens": 46},
+        {"messages": [{"role": "user", "content": "x" * 64}]},
+    ],
+)
+def test_bad_bodies_name_the_field(client, body):
+    answer = client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] in body
+    assert error["code"] == 400
+
+
+def test_logprobs_have_bytes_and_alternatives(client):
+    choice = chat(client, max_tokens=2, logprobs=True, top_logprobs=2)["choices"][0]
+    entries = choice["logprobs"]["content"]
+    assert "".join(e["token"] for e in entries) == choice["message"]["content"]
+    assert [e["bytes"] for e in entries] == [[ord(e["token"])] for e in entries]
+    assert [len(e["top_logprobs"]) for e in entries] == [2, 2]
+    assert chat(client, max_tokens=1)["choices"][0]["logprobs"] is None
+
+
+def test_stream_starts_with_the_role_and_ends_with_usage(client):
+    body = {"messages": [USER], "max_completion_tokens": 3, "stream": True, "n": 2}
+    body |= {"stream_options": {"include_usage": True}, "logprobs": True}
+    with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        blocks = "".join(answer.iter_text()).removesuffix("\n\n").split("\n\n")
+    assert blocks.pop() == "data: [DONE]"
+    chunks = [json.loads(b.removeprefix("data: ")) for b in blocks]
+    assert {c["object"] for c in chunks} == {"chat.completion.chunk"}
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == 6
+    for index in range(2):
+        mine = [c["choices"][0] for c in chunks[:-1] if c["choices"][0]["index"] == index]
+        assert mine[0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(c["delta"].get("content", "") for c in mine) == text(None, index, 3)
+        assert [c["finish_reason"] for c in mine] == [None, None, None, "length"]
+        logprobs = [e["token"] for c in mine[1:] for e in c["logprobs"]["content"]]
+        assert "".join(logprobs) == text(None, index, 3)
+
+
+def test_token_ids_and_prompt_logprobs_stand_beside_the_choices(client):
+    answer = chat(client, max_tokens=2, return_token_ids=True, prompt_logprobs=0)
+    assert answer["prompt_token_ids"] == list(PROMPT)
+    assert answer["choices"][0]["token_ids"] == letters(list(PROMPT), None, 0, 2)
+    assert len(answer["prompt_logprobs"]) == len(PROMPT)
+
+
+def test_a_model_without_a_template_says_so(client, engine, monkeypatch):
+    def none(messages, add_generation_prompt=True):
+        raise ValueError("The model has no chat template.")
+
+    monkeypatch.setattr(engine.tokenizer, "apply_chat_template", none)
+    answer = client.post("/v1/chat/completions", json={"messages": [USER]})
+    assert answer.status_code == 400
+    assert "chat template" in answer.json()["error"]["message"]
+
+
+def prompt_of(engine, client, **body) -> str:
+    chat(client, max_tokens=1, **body)
+    return engine.tokenizer.decode(engine.submitted[-1].ids)
+
+
+def test_the_template_gets_what_the_request_says(engine, client):
+    got = prompt_of(engine, client, chat_template_kwargs={"enable_thinking": False})
+    assert got == "{enable_thinking=False}[user]yo[end][assistant]"
+    got = prompt_of(engine, client, reasoning_effort="low", add_generation_prompt=False)
+    assert got.startswith("{reasoning_effort=low}{enable_thinking=True}[user]yo")
+
+
+def test_the_last_message_can_be_continued(engine, client):
+    body = {"messages": [USER, {"role": "assistant", "content": "so"}]}
+    for more in ({}, {"add_generation_prompt": False}):
+        got = prompt_of(engine, client, **body, **more, continue_final_message=True)
+        assert got == "[user]yo[assistant]so"
+
+
+def test_echo_puts_the_last_message_in_front_of_its_continuation(client):
+    body = {"messages": [USER, {"role": "assistant", "content": "so "}], "max_tokens": 2}
+    body |= {"continue_final_message": True}
+    plain, echoed = chat(client, **body), chat(client, **body, echo=True)
+    texts = [a["choices"][0]["message"]["content"] for a in (plain, echoed)]
+    assert texts[1] == "so " + texts[0]
+    with client.stream(
+        "POST", "/v1/chat/completions", json={**body, "echo": True, "stream": True}
+    ) as s:
+        chunks = [json.loads(line[6:]) for line in s.iter_lines() if line.startswith("data: {")]
+    assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == texts[1]
+    # A message of another role than the answer's is not its beginning.
+    alone = chat(client, messages=[USER], max_tokens=2, echo=True)["choices"][0]["message"]
+    assert not alone["content"].startswith("yo")
+
+
+def test_settings_of_the_server_reach_chat_answers(caplog):
+    settings = HttpSettings(
+        response_role="bot",
+        default_template_kwargs={"a": 1},
+        tokens_as_ids=True,
+        force_include_usage=True,
+        log_requests=True,
+    )
+    caplog.set_level(logging.INFO)
+    engine = FakeEngine()
+    with client_of(create_app(engine, settings)) as client:
+        got = chat(client, max_tokens=1, logprobs=True, stop=["secret"])
+        body = {"messages": [USER], "max_tokens": 1, "stream": True}
+        with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            chunks = [json.loads(x[6:]) for x in answer.iter_lines() if x.startswith("data: {")]
+    assert engine.tokenizer.decode(engine.submitted[0].ids).startswith("{a=1}[user]yo")
+    assert got["choices"][0]["message"]["role"] == "bot"
+    assert got["choices"][0]["logprobs"]["content"][0]["token"].startswith("token_id:")
+    assert chunks[-1]["usage"]["completion_tokens"] == 1
+    lines = [r.getMessage() for r in caplog.records if "Request chatcmpl-" in r.getMessage()]
+    assert "to /v1/chat/completions for fake-base: " in lines[0]
+    assert "max_tokens=1" in lines[0]
+    assert "secret" not in caplog.text
+    assert "[user]yo" not in caplog.text
+    assert "a stream" in lines[1]

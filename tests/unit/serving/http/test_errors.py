@@ -1,0 +1,97 @@
+"""Exceptions become statuses, and their messages lose directories and addresses."""
+
+import pytest
+from support.doubles.fake_engine import FakeEngine
+from support.processes.http_server import client_of
+
+from lora_jax.adapters.registry import AdapterNotFound
+from serving.api.request import QueueFull
+from serving.http.app import create_app
+from serving.http.errors import ApiError, from_exception, scrub
+
+
+@pytest.mark.parametrize(
+    ("message", "scrubbed"),
+    [
+        ("cannot read /srv/models/x/adapter_model.safetensors: bad", "adapter_model.safetensors"),
+        ("see '/home/me/.ssh/id'", "see 'id'"),
+        ("at 0x7f00deadbeef", "at <address>"),
+        ("open ~/secret/key failed", "open key failed"),
+        ("file:///srv/data/a.txt", "a.txt"),
+        ("no /etc here", "no <path> here"),
+        ("object <Foo at 0x7ffff7>", "object <Foo at <address>>"),
+    ],
+)
+def test_scrub_takes_places_away(message, scrubbed):
+    assert scrubbed in scrub(message)
+    for secret in ("/srv", "/home", "/etc", "~/", "0x7f"):
+        assert secret not in scrub(message)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "The model `org/name` does not exist.",
+        "temperature must be in [0, 100], got -1.",
+        "adapters/sql: lora_B is missing for model.layers.0.mlp",
+        "max 512 tokens/s",
+        "text/event-stream and 1/2",
+        "base_model.model.layers.0/q_proj",
+    ],
+)
+def test_scrub_leaves_names_alone(message):
+    assert scrub(message) == message
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ValueError("bad"), 400),
+        (AdapterNotFound("x", ()), 404),
+        (NotImplementedError("later"), 501),
+        (QueueFull("Full.", 1.5), 429),
+        (ApiError(418, "tea"), 418),
+        (KeyError("secret"), 500),
+        (MemoryError("0x7fffffff"), 500),
+    ],
+)
+def test_status_map(error, status):
+    answer = from_exception(error)
+    assert answer.status == status
+    assert answer.body()["error"]["code"] == status
+    if status == 429:
+        assert answer.headers == {"Retry-After": "2"}
+    if status == 500:
+        assert answer.message == "Internal server error."
+
+
+def test_messages_do_not_grow_with_the_request():
+    assert len(ApiError(400, "x" * 10**6).message) <= 2000
+
+
+def test_unexpected_errors_are_500_without_details(caplog):
+    engine = FakeEngine()
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("secret at /home/me/x")
+
+    engine.submit = broken
+    with client_of(create_app(engine)) as client:
+        answer = client.post("/v1/completions", json={"prompt": "hi"})
+        assert answer.status_code == 500
+        assert answer.json()["error"]["type"] == "InternalServerError"
+        assert "secret" not in answer.text
+        assert answer.headers["x-request-id"]
+        assert "Unexpected error" in caplog.text
+        assert client.get("/health").status_code == 200
+
+
+def test_unknown_routes_and_methods_have_the_same_body(client):
+    for method, path, status, kind in (
+        ("GET", "/nope", 404, "NotFoundError"),
+        ("PUT", "/v1/models", 405, "MethodNotAllowedError"),
+    ):
+        answer = client.request(method, path)
+        assert answer.status_code == status
+        error = answer.json()["error"]
+        assert (error["code"], error["type"]) == (status, kind)

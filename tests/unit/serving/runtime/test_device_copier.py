@@ -1,0 +1,31 @@
+"""The device's own memory copies rows; where it is nobody's, programs write them."""
+
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from serving.runtime import device_copier as copier
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    device = SimpleNamespace(platform="gpu", local_hardware_id=3)
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+
+
+def test_on_a_cpu_programs_write():
+    assert copier.copier_here() is None
+
+
+def test_on_a_gpu_its_own_memory_copies(on_gpu, monkeypatch):
+    monkeypatch.setattr(copier, "for_platform", lambda platform, number: (platform, number))
+    assert copier.copier_here() == ("gpu", 3)
+
+
+def test_where_there_is_no_such_memory_programs_write(on_gpu, monkeypatch):
+    def nothing(platform, number):
+        raise NotImplementedError
+
+    monkeypatch.setattr(copier, "for_platform", nothing)
+    assert copier.copier_here() is None

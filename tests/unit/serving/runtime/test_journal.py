@@ -1,0 +1,203 @@
+"""Loads at run time outlast processes; what changed on the disk is refused by name."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from support.doubles.fake_engine import FakeEngine, write_fake_adapters
+from support.processes.http_server import client_of
+
+from lora_jax.adapters.registry import AdapterRejected
+from serving.http.app import create_app
+from serving.http.settings import HttpSettings
+from serving.runtime import journal
+from serving.runtime.journal import Changes, Journal, Loaded, replay
+
+DIGEST = "ab" * 32
+SETTINGS = HttpSettings(enable_runtime_lora=True)
+
+
+@pytest.fixture
+def root(tmp_path):
+    return write_fake_adapters(tmp_path / "adapters", "sql", "law", "art")
+
+
+def load(client, name, path, **more):
+    body = {"lora_name": name, "lora_path": path, **more}
+    return client.post("/v1/load_lora_adapter", json=body)
+
+
+def names(engine):
+    return {entry.name: entry.digest for entry in engine.registry.entries()}
+
+
+def test_what_was_loaded_is_there_after_a_restart(root, tmp_path):
+    """Before: 404 for ever, although the answer was "Success"."""
+    engine = FakeEngine(root)
+    with client_of(create_app(engine, SETTINGS, journal=Journal(tmp_path / "state"))) as client:
+        answer = load(client, "mine", "sql", pinned=True)
+        assert answer.text == "Success: LoRA adapter 'mine' added successfully."
+        assert load(client, "other", "law").status_code == 200
+        assert load(client, "gone", "art").status_code == 200
+        assert client.request("DELETE", "/v1/loras/gone").status_code == 200
+    again = FakeEngine(root)
+    again.registry.load("gone", "art")  # of --lora-modules
+    assert replay(Journal(tmp_path / "state").read(), again.registry) == {}
+    assert names(again) == names(engine)
+    assert again.registry.get("mine").pinned
+    generation = again.registry._generation
+    assert replay(Journal(tmp_path / "state").read(), again.registry) == {}
+    assert again.registry._generation == generation  # nothing is read twice
+
+
+def test_changed_files_are_refused_by_name_and_the_rest_is_served(root, tmp_path, caplog):
+    engine, made = FakeEngine(root), Journal(tmp_path / "state")
+    with client_of(create_app(engine, SETTINGS, journal=made)) as client:
+        for name in ("sql", "law", "art"):
+            assert load(client, name, name).status_code == 200
+    (root / "sql" / "adapter_config.json").write_text('{"r": 8}')
+    (root / "art" / "adapter_config.json").unlink()
+    again = FakeEngine(root)
+    assert sorted(replay(made.read(), again.registry)) == ["art", "sql"]
+    assert list(names(again)) == ["law"]
+    assert "Adapter sql of the journal is not served" in caplog.text
+    with pytest.raises(AdapterRejected, match="have changed"):
+        again.registry.resolve("sql")  # nor by its folder's name
+    with client_of(create_app(again, SETTINGS, journal=made)) as client:
+        assert client.post("/v1/completions", json={"model": "law", "prompt": "x"}).is_success
+        assert load(client, "sql", "sql").status_code == 200
+        assert client.post("/v1/completions", json={"model": "sql", "prompt": "x"}).is_success
+
+
+def test_a_load_that_cannot_be_recorded_is_not_acknowledged(root, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    engine, made = FakeEngine(root), Journal(tmp_path / "state")
+    with client_of(create_app(engine, SETTINGS, journal=made)) as client:
+        assert load(client, "law", "law").status_code == 200
+        monkeypatch.setattr(os, "fsync", full)
+        answer = load(client, "mine", "sql")
+        assert answer.status_code == 503
+        assert "No space left on device" in answer.json()["error"]["message"]
+        assert list(names(engine)) == ["law"]
+        monkeypatch.undo()
+        assert load(client, "mine", "sql").status_code == 200
+    assert sorted(made.read().loaded) == ["law", "mine"]
+    assert sorted(os.listdir(tmp_path / "state")) == [journal.FILE, journal.LOCK]
+
+
+def test_several_writers_lose_nothing(tmp_path):
+    made = [Journal(tmp_path) for _ in range(4)]
+
+    def write(place):
+        for number in range(20):
+            made[place].loaded(f"{place}-{number}", Loaded("x", DIGEST))
+
+    threads = [threading.Thread(target=write, args=(place,)) for place in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made[0].read().loaded) == 80
+
+
+def test_the_same_again_costs_no_write(tmp_path, monkeypatch):
+    made = Journal(tmp_path)
+    made.loaded("a", Loaded("x", DIGEST))
+    monkeypatch.setattr(Journal, "_write", None)
+    made.loaded("a", Loaded("x", DIGEST))
+
+
+def test_what_was_before_is_put_back(tmp_path):
+    made = Journal(tmp_path)
+    made.loaded("a", Loaded("x", DIGEST))
+    before = made.read()
+    made.loaded("a", Loaded("y", DIGEST))
+    made.loaded("b", Loaded("z", DIGEST))
+    made.put_back("a", before)
+    made.put_back("b", before)
+    assert made.read() == Changes({"a": Loaded("x", DIGEST)}, ("b",))
+
+
+def test_unloaded_names_are_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(journal, "_MOST_UNLOADED", 3)
+    changes = Changes()
+    for number in range(10):
+        changes = changes.with_unloaded(str(number))
+    assert changes.unloaded == ("7", "8", "9")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"format": 2, "loaded": {}, "unloaded": []}',
+        '{"format": 1, "loaded": {"a": {}}, "unloaded": []}',
+        '{"format": 1, "loaded": {"a": {"path": "x", "digest": "no"}}, "unloaded": []}',
+        '{"format": 1, "loaded": {}, "unloaded": [1]}',
+        "[" * 100_000,
+    ],
+)
+def test_a_broken_journal_is_named(tmp_path, text):
+    (tmp_path / journal.FILE).write_text(text)
+    with pytest.raises(ValueError, match=r"adapters\.json is no journal of adapters"):
+        Journal(tmp_path)
+
+
+def test_a_folder_that_others_may_write_is_refused(tmp_path):
+    (tmp_path / "open").mkdir(mode=0o777)
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(ValueError, match="others may write it"):
+        Journal(tmp_path / "open")
+    Journal(tmp_path / "made")
+    assert (tmp_path / "made").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_folder_has_one_server(tmp_path):
+    made = Journal(tmp_path)
+    with (
+        made.owned(),
+        pytest.raises(ValueError, match="Another server uses"),
+        Journal(tmp_path).owned(),
+    ):
+        pass
+    with made.owned():
+        pass
+
+
+KILLED = """
+import os, sys
+from serving.runtime.journal import Journal, Loaded
+made = Journal(sys.argv[1])
+number = 0
+while True:
+    made.loaded(f"a{number}", Loaded("x", "ab" * 32))
+    print(number, flush=True)
+    number += 1
+"""
+
+
+def test_a_writer_that_is_killed_leaves_a_whole_file_with_all_it_told_of(tmp_path):
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    for _ in range(3):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            told = [process.stdout.readline() for _ in range(20)][-1]
+            process.kill()
+        found = Journal(tmp_path).read().loaded
+        assert set(found) >= {f"a{n}" for n in range(int(told) + 1)}
+        assert json.loads(Path(tmp_path, journal.FILE).read_text())["format"] == 1
+
+
+def test_files_are_removed(tmp_path):
+    made = Journal(tmp_path)
+    made.loaded("a", Loaded("x", DIGEST))
+    journal.remove(tmp_path)
+    journal.remove(tmp_path)
+    assert not os.listdir(tmp_path)

@@ -1,0 +1,93 @@
+import logging
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax._src import compilation_cache as jax_cache
+
+from serving.runtime import program_cache
+
+SETTINGS = (
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+)
+HIT = "/jax/compilation_cache/cache_hits"
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A folder of its own for this test, and jax's settings as they were afterwards."""
+    before = {name: getattr(jax.config, name) for name in SETTINGS}
+    monkeypatch.setattr(jax_cache, "get_file_cache", jax_cache.get_file_cache)
+    monkeypatch.setenv("LORA_JAX_CACHE", str(tmp_path / "cache"))
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield tmp_path / "cache"
+    for name, value in before.items():
+        jax.config.update(name, value)
+    jax_cache.reset_cache()
+
+
+def compile_anew(size: int) -> int:
+    """Compile a program as a new process would; return how many were read from disk."""
+    hits = []
+    listen = lambda event, **_: hits.append(event) if event == HIT else None  # noqa: E731
+    jax.monitoring.register_event_listener(listen)
+    try:
+        jax.jit(lambda x: x * size + 1).lower(jnp.ones(size)).compile()
+    finally:
+        jax.monitoring.unregister_event_listener(listen)
+    return len(hits)
+
+
+def test_a_program_is_compiled_once_for_all_processes(cache, monkeypatch):
+    monkeypatch.setattr(program_cache, "_MIN_COMPILE_S", 0.0)
+    program_cache.keep_programs()
+    assert compile_anew(301) == 0
+    assert list(cache.rglob("*.program"))
+    assert compile_anew(301) == 1
+    assert compile_anew(302) == 0
+
+
+@pytest.mark.parametrize("damage", [lambda d: d[: len(d) // 2], lambda d: b"", lambda d: bytes(9)])
+def test_a_damaged_program_is_compiled_again_and_kept(cache, monkeypatch, damage):
+    monkeypatch.setattr(program_cache, "_MIN_COMPILE_S", 0.0)
+    program_cache.keep_programs()
+    compile_anew(303)
+    for file in cache.rglob("*.program"):
+        file.write_bytes(damage(file.read_bytes()))
+    assert compile_anew(303) == 0
+    assert compile_anew(303) == 1
+
+
+def test_a_folder_that_others_may_write_is_not_used(cache, caplog):
+    cache.mkdir()
+    cache.chmod(0o777)
+    program_cache.keep_programs()
+    assert jax.config.jax_compilation_cache_dir is None
+    said = f"other users may write {cache} (mode 0777): run chmod go-w {cache}, or name another"
+    assert said in caplog.text
+    assert not list(cache.iterdir())
+
+
+def test_neither_is_one_that_is_set_in_jax(cache, tmp_path, caplog):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine").chmod(0o777)
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "mine"))
+    program_cache.keep_programs()
+    assert jax.config.jax_compilation_cache_dir is None
+    assert "compiled anew at each start" in caplog.text
+
+
+def test_a_folder_set_in_jax_is_left_alone(cache, tmp_path):
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "mine"))
+    program_cache.keep_programs()
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "mine")
+    assert not cache.exists()
+
+
+def test_without_room_programs_are_compiled_anew(cache, caplog):
+    cache.write_text("a file where the folder should be")
+    with caplog.at_level(logging.WARNING):
+        program_cache.keep_programs()
+    assert "compiled anew" in caplog.text
+    assert jax.config.jax_compilation_cache_dir is None

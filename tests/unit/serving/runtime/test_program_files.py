@@ -1,0 +1,48 @@
+"""A folder of programs: what is damaged is not handed out, what is old is removed."""
+
+import os
+import stat
+
+import pytest
+
+from serving.runtime.program_files import ProgramFiles
+
+DIGEST = 32
+
+
+def test_a_program_is_kept_for_this_user_alone(tmp_path):
+    ProgramFiles(tmp_path, 1000).put("key", b"program")
+    files = list(tmp_path.iterdir())
+    assert [stat.S_IMODE(p.stat().st_mode) for p in files] == [0o600]
+    assert ProgramFiles(tmp_path, 1000).get("key") == b"program"
+    assert ProgramFiles(tmp_path, 1000).get("other") is None
+
+
+@pytest.mark.parametrize("damage", [lambda d: d[:-3], lambda d: b"", lambda d: d[:-1] + b"?"])
+def test_a_damaged_program_is_removed_and_written_again(tmp_path, damage, caplog):
+    files = ProgramFiles(tmp_path, 1000)
+    files.put("key", b"program")
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(damage(path.read_bytes()))
+    assert files.get("key") is None
+    assert f"{path} is damaged" in caplog.text
+    assert not path.exists()
+    files.put("key", b"program")
+    assert files.get("key") == b"program"
+
+
+def test_what_was_used_longest_ago_is_removed_first(tmp_path):
+    files = ProgramFiles(tmp_path, 3 * (10 + DIGEST))
+    for number, name in enumerate("abc"):
+        files.put(name, bytes(10))
+        os.utime(tmp_path / f"{name}.program", (number, number))
+    (tmp_path / "of-jax-itself-cache").write_bytes(b"x")  # of an older release
+    os.utime(tmp_path / "of-jax-itself-cache", (0, 0))
+    assert files.get("a") is not None  # used now
+    files.put("d", bytes(10))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.program", "c.program", "d.program"]
+
+
+def test_a_program_larger_than_the_bound_is_not_kept(tmp_path):
+    ProgramFiles(tmp_path, 40).put("key", bytes(10))
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,129 @@
+import pytest
+from support.doubles.fake_device import FakeResidency
+
+from serving.api.request import Request, Sequence
+from serving.api.sampling import Sampling
+from serving.scheduling.adapter_gate import AdapterGate, NoAdapters
+
+WAIT_S = 10.0
+
+
+def make(number: int, adapter: str) -> Sequence:
+    request = Request(
+        request_id=f"r{number}",
+        prompt_ids=(1,),
+        sampling=Sampling(),
+        adapter=adapter or None,
+        adapter_digest=adapter,
+        on_output=lambda delta: None,
+        arrival_s=0.0,
+        deadline_s=0.0,
+    )
+    return Sequence(request=request, index=0, seed=0, token_ids=[1], number=number)
+
+
+class Gate:
+    """A gate over two slots, with adapters a and b resident."""
+
+    def __init__(self, wait_s: float = WAIT_S):
+        self.residency = FakeResidency(2, ticks=1)
+        self.gate = AdapterGate(self.residency, wait_s)
+        for adapter in ("a", "b"):
+            self.residency.acquire(adapter)
+        self.residency.tick()
+
+    def round(self, now: float, *sequences: Sequence) -> list[bool]:
+        self.residency.tick()
+        self.gate.start_round()
+        return [self.gate.enter(sequence, now) for sequence in sequences]
+
+
+def test_base_needs_no_slot_and_a_resident_adapter_gives_its_own():
+    fixture = Gate()
+    base, on_b = make(0, ""), make(1, "b")
+    assert fixture.round(0.0, base, on_b) == [True, True]
+    assert (base.slot, on_b.slot) == (-1, fixture.residency.slot_of("b"))
+    fixture.gate.check_integrity([base, on_b])
+
+
+def test_a_miss_waits_and_enters_when_loaded():
+    fixture = Gate()
+    miss = make(0, "c")
+    assert fixture.round(0.0, miss) == [False]
+    assert fixture.gate.is_waiting(miss)
+    assert fixture.round(1.0, miss) == [True]
+    assert not fixture.gate.is_waiting(miss)
+
+
+def test_one_adapter_is_asked_for_once_a_round():
+    fixture = Gate()
+    assert fixture.round(0.0, make(0, "c"), make(1, "c")) == [False, False]
+    assert fixture.residency.loads == ["a", "b", "c"]
+
+
+def test_leaving_lets_the_adapter_go_and_is_for_holders_only():
+    fixture = Gate()
+    on_a = make(0, "a")
+    fixture.round(0.0, on_a)
+    fixture.gate.leave(on_a)
+    fixture.gate.leave(on_a)
+    assert fixture.residency.users == {"a": 0}
+    fixture.gate.check_integrity([])
+
+
+def test_expiry_counts_from_the_first_miss():
+    fixture = Gate()
+    users = [make(0, "a"), make(1, "b")]
+    waiter = make(2, "c")
+    fixture.round(0.0, *users)
+    fixture.round(3.0, waiter)
+    fixture.round(8.0, waiter)
+    assert fixture.gate.expired(3.0 + WAIT_S - 0.1) == []
+    assert fixture.gate.expired(3.0 + WAIT_S) == [waiter]
+    fixture.gate.forget(waiter)
+    assert fixture.gate.expired(99.0) == []
+
+
+def test_hits_pass_until_half_of_the_wait_is_over_then_the_least_used_adapter_is_drained():
+    fixture = Gate()
+    fixture.round(0.0, make(0, "a"), make(1, "a"), make(2, "b"))
+    waiter = make(10, "c")
+    assert fixture.round(0.0, waiter, make(11, "a"), make(12, "b")) == [False, True, True]
+    late = fixture.round(WAIT_S / 2, waiter, make(13, "a"), make(14, "b"))
+    assert late == [False, True, False]
+
+
+def test_draining_ends_with_the_waiter_and_spares_earlier_deadlines():
+    fixture = Gate()
+    holder = make(1, "b")
+    fixture.round(0.0, make(0, "a"), make(2, "a"), holder)
+    waiter, earlier, later = make(10, "c"), make(5, "b"), make(11, "b")
+    fixture.round(0.0, waiter)
+    fixture.round(WAIT_S / 2, waiter)
+    assert fixture.round(WAIT_S / 2, earlier, waiter, later) == [True, False, False]
+    for sequence in (earlier, holder):
+        fixture.gate.leave(sequence)
+    fixture.round(6.0, waiter, later)  # the load starts in the place of b
+    assert fixture.residency.is_loading("c")
+    assert fixture.round(7.0, waiter) == [True]
+    assert fixture.residency.loads == ["a", "b", "c"]
+    fixture.gate.leave(waiter)
+    fixture.round(8.0, later)  # nobody is drained any more: b may be loaded again
+    assert fixture.residency.loads == ["a", "b", "c", "b"]
+
+
+def test_a_waiter_that_went_away_drains_nobody():
+    fixture = Gate()
+    fixture.round(0.0, make(0, "a"), make(1, "b"))
+    waiter = make(10, "c")
+    fixture.round(0.0, waiter)
+    fixture.round(WAIT_S / 2, waiter)
+    fixture.gate.forget(waiter)
+    assert fixture.round(6.0, make(11, "a"), make(12, "b")) == [True, True]
+
+
+def test_without_adapters_a_digest_is_an_error():
+    gate = AdapterGate(NoAdapters(), WAIT_S)
+    assert gate.enter(make(0, ""), 0.0)
+    with pytest.raises(ValueError, match="serves no adapters"):
+        gate.enter(make(1, "a"), 0.0)

@@ -1,0 +1,118 @@
+import pytest
+
+from serving.api.request import Request, Sequence
+from serving.api.sampling import Sampling
+from serving.scheduling.sequence_pages import SequencePages
+
+
+def make(tokens: list[int], digest: str = "", **sampling) -> Sequence:
+    request = Request(
+        request_id="r",
+        prompt_ids=tuple(tokens),
+        sampling=Sampling(**sampling),
+        adapter=None,
+        adapter_digest=digest,
+        on_output=lambda delta: None,
+        arrival_s=0.0,
+        deadline_s=0.0,
+    )
+    return Sequence(request=request, index=0, seed=0, token_ids=list(tokens))
+
+
+def give(pages: SequencePages, sequence: Sequence, reserve: int = 0) -> bool:
+    pages.open(sequence)
+    return pages.give(sequence, reserve)
+
+
+def test_pages_cover_all_tokens_so_far_and_grow_by_one():
+    pages = SequencePages(4, 4, enable_prefix_caching=True)
+    sequence = make([1] * 8)
+    assert give(pages, sequence)
+    assert (len(sequence.pages), pages.usage) == (2, 0.5)
+    assert pages.grow(sequence)
+    assert len(sequence.pages) == 2
+    sequence.num_computed = 8
+    assert pages.grow(sequence)
+    assert len(sequence.pages) == 3
+    pages.check_integrity([sequence], [sequence])
+
+
+def test_too_few_pages_change_nothing():
+    pages = SequencePages(4, 4, enable_prefix_caching=True)
+    first, second = make([1] * 8), make([1] * 8 + [2] * 4)
+    give(pages, first)
+    first.num_computed = 8
+    pages.register(first)
+    assert not give(pages, second, reserve=2)
+    assert second.pages == []
+    pages.check_integrity([first, second], [first])
+    assert pages.give(second, reserve=1)
+    assert (second.pages[:2], second.num_cached_tokens) == (first.pages, 8)
+    second.num_computed = 12
+    assert pages.grow(second)
+    assert not pages.grow(make([], max_tokens=1))
+
+
+def test_only_known_and_planned_tokens_are_findable():
+    pages = SequencePages(8, 4, enable_prefix_caching=True)
+    first = make([1] * 6)
+    give(pages, first)
+    first.num_computed = 7  # one past what the host knows
+    pages.register(first)
+    assert pages.prompt_is_findable(first)
+    first.token_ids += [5, 5]
+    first.num_computed = 7
+    pages.take_back(first)
+    second = make([1] * 6 + [5, 5, 5])
+    give(pages, second)
+    assert second.num_cached_tokens == 4
+    assert (pages.stats.queries, pages.stats.hits) == (6 + 9, 4)
+
+
+def test_a_second_run_after_preemption_counts_no_look_up():
+    pages = SequencePages(8, 4, enable_prefix_caching=True)
+    sequence = make([1] * 9)
+    give(pages, sequence)
+    sequence.num_computed = 9
+    pages.take_back(sequence)
+    sequence.num_preemptions = 1
+    assert pages.give(sequence, 0)
+    assert (sequence.num_computed, sequence.num_cached_tokens) == (8, 0)
+    assert pages.stats.queries == 9
+
+
+@pytest.mark.parametrize(("caching", "scores"), [(False, None), (True, 1)])
+def test_no_match_without_caching_or_with_prompt_scores(caching, scores):
+    pages = SequencePages(8, 4, enable_prefix_caching=caching)
+    first, second = make([1] * 9), make([1] * 9, prompt_logprobs=scores)
+    give(pages, first)
+    first.num_computed = 9
+    pages.register(first)
+    give(pages, second)
+    assert not pages.can_match(second)
+    assert second.num_cached_tokens == 0
+
+
+def test_pages_of_an_adapter_can_be_forgotten_while_others_run():
+    pages = SequencePages(12, 4, enable_prefix_caching=True)
+    tokens = list(range(9))
+    base, bad, waiting, late = (make(tokens, digest=d) for d in ("", "bad", "bad", "bad"))
+    pages.open(waiting)
+    for sequence in (base, bad):
+        assert give(pages, sequence)
+        sequence.num_computed = len(tokens)
+        pages.register(sequence)
+    with pytest.raises(ValueError, match="still holds pages"):
+        pages.forget_adapters({"bad"})
+    pages.take_back(bad)
+    pages.close(bad)
+    pages.forget_adapters({"bad"})
+    assert pages.give(waiting, 0)
+    assert waiting.num_computed == 0
+    waiting.num_computed = len(tokens)
+    pages.register(waiting)
+    assert give(pages, late)
+    assert late.num_computed == 8  # what was computed since may be found
+    again = make(tokens)
+    assert give(pages, again)
+    assert again.num_computed == 8

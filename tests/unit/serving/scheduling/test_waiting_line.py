@@ -1,0 +1,43 @@
+"""Waiting sequences by tenant, in order of their deadlines."""
+
+import random
+
+import pytest
+
+from serving.api.request import Request, Sequence, Share
+from serving.api.sampling import Sampling
+from serving.scheduling.waiting_line import WaitingLine, order_of, take_out
+
+
+def sequence(tenant: str, deadline_s: float, number: int) -> Sequence:
+    share = Share(tenant)
+    request = Request(
+        "r", (1,), Sampling(), None, "", lambda delta: None, 0.0, deadline_s, share=share
+    )
+    return Sequence(request, 0, 0, [1], number=number)
+
+
+def test_lines_are_sorted_and_go_when_empty():
+    rng, line, held = random.Random(1), WaitingLine(), []
+    for number in range(60):
+        held.append(sequence(rng.choice("abc"), rng.random(), number))
+        line.add(held[-1])
+        if rng.random() < 0.4:
+            line.remove(held.pop(rng.randrange(len(held))))
+        line.check_integrity()
+        assert len(line) == len(held)
+    for tenant in "abc":
+        mine = sorted((s for s in held if s.tenant == tenant), key=order_of)
+        assert line.of(tenant) == mine
+        assert line.count(tenant) == len(mine)
+    assert set(line) == set(held)
+    for one in held:
+        line.remove(one)
+    assert not line.tenants
+    assert line.of("a") == []
+
+
+def test_only_what_is_there_can_be_taken_out():
+    one, other = sequence("a", 1.0, 1), sequence("a", 1.0, 2)
+    with pytest.raises((AssertionError, IndexError)):
+        take_out([one], other)
