@@ -34,7 +34,7 @@ class QueueFull(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """What one tenant may have of the engine; the tenant "" is everybody without a key.
+    """Limits of one tenant; the tenant "" is everybody without a key.
 
     Between tenants tokens, rows and pages are divided by `weight` while they are short.
     """

@@ -1,4 +1,4 @@
-"""What --help says of the flags that are fields of a configuration. No jax."""
+"""Help texts of the flags that are fields of a configuration. No jax."""
 
 ENGINE_HELP = {
     "dtype": "auto is what the checkpoint says",

@@ -39,7 +39,7 @@ class Fact:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What a foreign flag means here."""
+    """Meaning here of a foreign flag."""
 
     reason: str
     accepted: tuple[str, ...]  # forms of a switch, or values; "*" is any

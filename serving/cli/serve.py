@@ -33,7 +33,7 @@ _PROBES = 64  # connections to an instance besides the router's for its clients
 
 @dataclasses.dataclass(frozen=True)
 class Started:
-    """What a server that answers tells whoever started it."""
+    """Message of a ready server to the process that started it."""
 
     replay: Callable[[], dict[str, str]]  # repeats the journal: reasons of what failed, by name
     body_bytes: int  # largest body

@@ -33,7 +33,7 @@ class AdapterChanges:
 
     @property
     def are_recorded(self) -> bool:
-        """Whether there is a journal."""
+        """True if there is a journal."""
         return self._journal is not None
 
     def read(self) -> Changes:

@@ -1,4 +1,4 @@
-"""What the router needs of a JSON body, found by scanning: the model and the tokens. No jax.
+"""Bounded scan of a JSON body for the router: the model and the tokens. No jax.
 
 The body is not parsed: nesting costs no recursion, values cost no objects, and a scan ends after a
 fixed number of steps. What is not found is left to the instance, which judges the body.

@@ -9,7 +9,7 @@ ROLES = ("user", "admin", "metrics")
 
 @dataclasses.dataclass(frozen=True)
 class KeyLimits:
-    """What one key may take; None: no limit, or that for all keys."""
+    """Limits of one key; None: no limit, or that for all keys."""
 
     max_running: int | None = None  # sequences; further ones wait
     max_waiting: int | None = None  # sequences; further ones are refused
@@ -50,7 +50,7 @@ class Tenant:
 
 @dataclasses.dataclass(frozen=True)
 class Cors:
-    """Which web pages of other origins may call the server, and how; "*" is any."""
+    """Permissions of web pages of other origins; "*" is any."""
 
     origins: tuple[str, ...]
     methods: tuple[str, ...] = ("*",)
@@ -123,10 +123,10 @@ class HttpSettings:
 
     @property
     def has_admin_keys(self) -> bool:
-        """Whether changing adapters needs a key of its own."""
+        """True if changing adapters needs a key of its own."""
         return bool(self.admin_keys) or any("admin" in tenant.roles for tenant in self.tenants)
 
     @property
     def has_metrics_keys(self) -> bool:
-        """Whether there is a key for /metrics only."""
+        """True if there is a key for /metrics only."""
         return bool(self.metrics_keys) or any("metrics" in tenant.roles for tenant in self.tenants)

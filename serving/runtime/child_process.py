@@ -6,7 +6,7 @@ from multiprocessing.process import BaseProcess
 
 
 class Pulse(enum.Enum):
-    """What a process said when it was asked whether it is well."""
+    """Answer of a process to a health check."""
 
     UP = "up"
     UNWELL = "unwell"  # it answers, and takes no requests

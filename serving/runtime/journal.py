@@ -1,4 +1,4 @@
-"""Which adapters clients have loaded and unloaded at run time, in a file that outlives processes.
+"""Journal of adapters that clients load and unload at run time; the file outlives processes.
 
 Every change is on the disk before it is acknowledged: written beside, synced, renamed. Several
 processes may write; each reads, changes and writes under a lock of the file's folder. No jax.
@@ -39,7 +39,7 @@ class Loaded:
 
 @dataclasses.dataclass(frozen=True)
 class Changes:
-    """What is different from the flags."""
+    """Differences from the flags."""
 
     loaded: Mapping[str, Loaded] = dataclasses.field(default_factory=dict)
     unloaded: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ class Changes:
 
 
 class Registry(Protocol):
-    """What a replay needs; see lora_jax.adapters.registry.AdapterRegistry."""
+    """Interface of a replay; see lora_jax.adapters.registry.AdapterRegistry."""
 
     def load(
         self, name: str, path: str, *, replace: bool, pinned: bool, confined: bool, digest: str

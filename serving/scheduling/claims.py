@@ -1,4 +1,4 @@
-"""Which running sequences give their rows and pages to a tenant below its share. No jax."""
+"""Claims: running sequences that yield rows and pages to a tenant below its share. No jax."""
 
 import collections
 from collections.abc import Iterable
@@ -45,7 +45,7 @@ class Claims:
 
     @property
     def are_possible(self) -> bool:
-        """Whether any tenant is so far beyond its share that others may claim from it."""
+        """True if any tenant is so far beyond its share that others may claim from it."""
         held = (self._held_rows, self._rows), (self._held_pages, self._num_pages)
         return any(victim(self._fair.uses(h, total), "", self._counts) for h, total in held)
 

@@ -1,4 +1,4 @@
-"""When a sequence ends with the token that it just got. No jax."""
+"""Ends of sequences with the token that they just got. No jax."""
 
 from collections.abc import Container
 

@@ -1,4 +1,4 @@
-"""What a request must be, and what must be free, for it to be queued. No jax."""
+"""Checks of a request, and of free room, before it is queued. No jax."""
 
 from serving.api.request import QueueFull, Request, Share
 from serving.scheduling.fair_share import FairShares

@@ -25,7 +25,7 @@ class _Tenant:
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """What a tenant holds, and what of it is its share."""
+    """Holdings of a tenant, and the part that is its share."""
 
     held: float
     share: float
@@ -40,7 +40,7 @@ class FairShares:
 
     @property
     def are_shared(self) -> bool:
-        """Whether more than one tenant has live sequences."""
+        """True if more than one tenant has live sequences."""
         return sum(tenant.live > 0 for tenant in self._tenants.values()) > 1
 
     def enter(self, share: Share, count: int, *, begins: bool) -> None:

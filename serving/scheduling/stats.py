@@ -1,4 +1,4 @@
-"""What the scheduler says of its sequences. No jax."""
+"""Statistics of the scheduler's sequences. No jax."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from serving.api.request import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class SchedulerStats:
-    """Where the sequences are, now; counters count from the start."""
+    """Positions of the sequences now; counters count from the start."""
 
     num_running: int
     num_waiting_capacity: int  # for a row, pages or tokens

@@ -129,7 +129,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model has a template for messages."""
+        """True if the model has a template for messages."""
         return self._template is not None
 
     def _find_eos(self, files: TokenizerFiles) -> tuple[int, ...]:

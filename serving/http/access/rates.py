@@ -1,4 +1,4 @@
-"""How fast one key may ask: requests a second, tokens a minute."""
+"""Rate limits of one key: requests per second, tokens per minute."""
 
 import threading
 import time

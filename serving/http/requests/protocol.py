@@ -126,7 +126,7 @@ class ChatMessage(Body):
 
 
 class TemplateFields(Body):
-    """What goes to the chat template beside the messages."""
+    """Chat-template options beside the messages."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

@@ -11,7 +11,7 @@ from serving.text.chat_template import OWN_VARIABLES
 
 @dataclasses.dataclass(frozen=True)
 class TemplateOptions:
-    """How the messages become a prompt."""
+    """Options that turn the messages into a prompt."""
 
     add_generation_prompt: bool
     continue_final_message: bool

@@ -1,4 +1,4 @@
-"""What /openapi.json says beyond FastAPI's own words: bodies that routes read, and errors."""
+"""Additions to FastAPI's /openapi.json: bodies that routes read, and errors."""
 
 from typing import Any
 

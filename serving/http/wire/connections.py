@@ -29,7 +29,7 @@ _PROBES = ("/health", "/live", "/ready", "/metrics")
 
 @dataclasses.dataclass(frozen=True)
 class ConnectionLimits:
-    """What a connection may do; times are seconds."""
+    """Limits of a connection; times are seconds."""
 
     most: int = 1000
     head_s: float = 15.0  # for request line and headers, from the first byte or the connection on

@@ -1,4 +1,4 @@
-"""What the adapter registry holds by name, and within which limits. No jax."""
+"""Entries of the adapter registry by name, and their limits. No jax."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ from lora_jax.adapters.weights import AdapterReport, AnyWeights
 
 @dataclasses.dataclass(frozen=True)
 class RegistryLimits:
-    """What the registry accepts. Violations are AdapterRejected naming the limit."""
+    """Limits of the registry. Violations are AdapterRejected naming the limit."""
 
     max_adapters: int = 4096  # names, those without their weights in memory included
     max_total_bytes: int = 8 << 30  # weights on the host; beyond it unused ones are evicted

@@ -1,4 +1,4 @@
-"""Which copies of adapters leave the host's memory so that another one fits. No jax.
+"""Eviction of adapter copies from host memory, to make room for another one. No jax.
 
 The policy is a pure function (`least_recently_used`) over plain data; another one, such as
 greedy-dual by size and frequency, takes its place with the same signature.
@@ -13,7 +13,7 @@ from lora_jax.adapters.registry_errors import AdapterRejected, RegistryBusy
 
 @dataclasses.dataclass(frozen=True)
 class HostShare:
-    """How much of the host's memory the adapters may take that one caller named; None: no limit."""
+    """Host memory for the adapters that one caller named; None: no limit."""
 
     owner: str = ""  # "" is the operator and everybody without a key
     max_adapters: int | None = None

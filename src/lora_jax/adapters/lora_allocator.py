@@ -1,4 +1,4 @@
-"""Which LoRA adapters are on the device: slots, and rank rows of each width. No jax.
+"""Allocator of LoRA adapters on the device: slots, and rank rows of each width. No jax.
 
 See `allocator` for the life of an adapter.
 """
@@ -23,7 +23,7 @@ class RowWrite:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoraPlacement:
-    """Where an adapter goes, and everything to write for it.
+    """Destination of an adapter, and everything to write for it.
 
     `entries` is int32 [modules, layers, 5] with the columns of `AdapterSlots.entries`, `scaling`
     float32 [modules, layers]. `cleared_slots` are free now: their table entries are to be zeroed.

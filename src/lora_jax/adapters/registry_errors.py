@@ -1,4 +1,4 @@
-"""What the adapter registry raises. No jax."""
+"""Errors of the adapter registry. No jax."""
 
 RETRY_AFTER_S = 1.0
 

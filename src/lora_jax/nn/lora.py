@@ -19,7 +19,7 @@ from lora_jax.typing import Array, Float, Int
 
 @dataclasses.dataclass(frozen=True)
 class AdapterRouting:
-    """Which adapter each row of a flat matrix uses, and how many of its rows are real.
+    """Adapter of each row of a flat matrix, and the number of its real rows.
 
     The fields from `adapters` to `max_rank` are the same for the whole step. Without `adapters` no
     trace of LoRA is in the program, without `reroute_tables` none of ESFT, and without `remote` all
@@ -46,7 +46,7 @@ class AdapterRouting:
 
     @property
     def has_local(self) -> bool:
-        """Whether some adapters are on this device although a server computes those of others."""
+        """True if some adapters are on this device although a server computes those of others."""
         return self.remote is None or self.remote.has_local
 
     def exchange(self, modules: Sequence[str | None], layer: int) -> Exchange | None:

@@ -75,7 +75,7 @@ def test_a_wrong_command_is_found():
 def test_commands_in_text_name_targets_modules_and_flags():
     for page in NAMING:
         for line in re.findall(r"`((?:make|python -m) [^`]+)`", page.read_text()):
-            check_line(line)
+            check_line(re.sub(r"\bN\b", "2", line))  # N is any number
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What a run under faults records: operations with their outcomes, and the faults."""
+"""Record of a run under faults: operations with their outcomes, and the faults."""
 
 import dataclasses
 import threading

@@ -1,4 +1,4 @@
-"""What /proc says of a server's processes, and what they leave behind. Linux only."""
+"""Facts of /proc on a server's processes and their leftovers. Linux only."""
 
 import contextlib
 import os

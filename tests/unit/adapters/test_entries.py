@@ -1,4 +1,4 @@
-"""What stays of an entry when its weights go."""
+"""Registry entries whose weights have left the host."""
 
 from support.cases import adapter_cases as cases
 

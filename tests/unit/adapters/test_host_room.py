@@ -1,4 +1,4 @@
-"""Which copies go: the longest unused first, never fixed ones, within the caller's limits."""
+"""Eviction order of copies: longest unused first, never fixed ones, within the limits."""
 
 import pytest
 from hypothesis import given

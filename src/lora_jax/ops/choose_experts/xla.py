@@ -11,7 +11,7 @@ from lora_jax.typing import Array, Float, Int
 def choose_experts(
     logits: Float[Array, "tokens experts"], moe: MoeConfig
 ) -> tuple[Float[Array, "tokens k"], Int[Array, "tokens k"]]:
-    """What the reference says; differentiable.
+    """Same result as the reference; differentiable.
 
     The order of the logits is the order of their softmax, so that top-k needs no softmax.
     """

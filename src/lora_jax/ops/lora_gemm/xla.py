@@ -14,7 +14,7 @@ def lora_gemm(
     y: Float[Array, "rows d_out"],
     batch: LoraBatch,
 ) -> Float[Array, "rows d_out"]:
-    """What the reference says; rows without an adapter cost nothing."""
+    """Same result as the reference; rows without an adapter cost nothing."""
     x, a_pool, b_pool = batch.x, batch.a_pool, batch.b_pool
     entries, scaling, max_rank = batch.entries, batch.scaling, batch.max_rank
     row_to_slot, row_to_expert = batch.row_to_slot, batch.row_to_expert

@@ -46,7 +46,7 @@ class _Pages:
 def paged_attention(
     args: PagedAttentionArgs,
 ) -> Float[Array, "tokens q_heads v_dim"]:
-    """What the reference says; time follows the tokens and their contexts."""
+    """Same result as the reference; time follows the tokens and their contexts."""
     q, token_to_seq, positions, sinks = args.q, args.token_to_seq, args.positions, args.sinks
     (tokens, q_heads, _), num_tokens, v_dim = q.shape, args.num_tokens, args.v_dim
     softmax = (args.scale, v_dim, args.sliding_window)

@@ -10,7 +10,7 @@ from lora_jax.typing import Array
 
 
 def place_heads(args: PlaceHeadsArgs) -> tuple[Array, Array, Array]:
-    """What the reference says."""
+    """Same result as the reference."""
     q, k = args.q, args.k
     if args.scales is not None:
         q, k = rms_norm(q, args.scales[0], args.eps), rms_norm(k, args.scales[1], args.eps)

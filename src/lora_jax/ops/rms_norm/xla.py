@@ -13,7 +13,7 @@ def add_rms_norm(
     weight: Float[Array, "size"],
     eps: float,
 ) -> tuple[Float[Array, "*rows size"], Float[Array, "*rows size"]]:
-    """What the reference says; differentiable."""
+    """Same result as the reference; differentiable."""
     x = x if addend is None else x + addend
     wide = x.astype(jnp.float32)
     mean_square = row_sum(wide * wide) / x.shape[-1]

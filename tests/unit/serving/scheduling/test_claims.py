@@ -1,4 +1,4 @@
-"""Which sequences give way: the last of whoever is farthest beyond its share, never an only one."""
+"""Yielding order: last sequence of the tenant farthest above its share, never the only one."""
 
 from serving.api.request import Request, Sequence, Share
 from serving.api.sampling import Sampling

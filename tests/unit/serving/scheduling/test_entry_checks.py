@@ -1,4 +1,4 @@
-"""What a request must be to be queued."""
+"""Conditions of a request before it is queued."""
 
 import pytest
 from support.drivers.scheduler_driver import limits
