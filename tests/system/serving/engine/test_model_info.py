@@ -33,7 +33,7 @@ def test_defaults_are_logged_where_there_are_any(caplog):
         info(GenerationConfig())
         assert not caplog.messages
         info(GenerationConfig({"temperature": 0.6, "top_k": 3}))
-    assert "get temperature 0.6, top_k 3" in caplog.text
+    assert "defaults: temperature 0.6, top_k 3" in caplog.text
 
 
 def test_an_end_token_that_is_not_in_the_vocabulary_is_refused():

@@ -155,7 +155,7 @@ def test_the_command_prints_the_plan(tmp_path, capsys):
 
 
 def test_the_command_says_why_there_is_no_plan(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(launch.logs, "configure", lambda level: None)
+    monkeypatch.setattr(launch.logs, "configure", lambda *_: None)
     path = tmp_path / "workload.json"
     path.write_text(json.dumps(workload(rank=0)))
     assert launch.main([str(TINY), "--plan", str(path)]) == 1

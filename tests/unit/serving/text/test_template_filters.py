@@ -113,7 +113,7 @@ def test_what_would_run_on_is_ended(case):
         done.set()
         watcher.join()
     assert time.monotonic() - start < 5 * MAX_SECONDS  # five times: other processes run too
-    assert max(pauses, default=0) < 1
+    assert max(pauses, default=0) < 3  # where other processes take the cores
 
 
 def test_filters_that_are_not_named_are_not_there():

@@ -123,7 +123,7 @@ def test_health_answers_while_300_silent_connections_are_open(address, caplog):
 SERVER = """
 import resource, socket
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
-from fake_engine import FakeEngine
+from support.doubles.fake_engine import FakeEngine
 from serving.http.app import create_app
 from serving.http.wire.connections import ConnectionLimits, fitting
 from serving.http.wire.uvicorn_server import AnnouncingServer, bind, uvicorn_config

@@ -86,7 +86,8 @@ def test_the_access_log_names_key_and_adapter_and_no_secret(lora_dir, caplog):
         body = {"prompt": "hi", "model": "sql"}
         client.post("/v1/completions?x=%0ay", json=body, headers=headers)
         client.get("/v1/models")
-    first, second = [record.getMessage() for record in caplog.records]
+    records = [record for record in caplog.records if record.name == "serving.access"]
+    first, second = [record.getMessage() for record in records]
     line = r'127\.0\.0\.1:\d+ - "POST /v1/completions\?x=%0ay HTTP/1\.1" 200 key=team-a '
     assert re.fullmatch(line + r"adapter=sql id=id-7 \d+\.\d{3}s", first), first
     assert " 401 key=- adapter=- " in second
