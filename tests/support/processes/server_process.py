@@ -48,13 +48,13 @@ def serve_process(*args: str, log: Path) -> Iterator[tuple[subprocess.Popen[byte
 
 def wait_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     """Return once /health answers 200; fail with the log when the process dies first."""
-    for _ in range(600):
+    for _ in range(1350):  # a cold start beside three busy workers takes minutes
         if process.poll() is not None:
             raise RuntimeError(f"server exited with {process.returncode}:\n{log.read_text()}")
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=1):
             return
         time.sleep(0.2)
-    raise TimeoutError(f"server not healthy after 120 s:\n{log.read_text()}")
+    raise TimeoutError(f"server not healthy after 270 s:\n{log.read_text()}")
 
 
 def post(url: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def server(tmp_path_factory):
     """What `make serve` starts, with the options that the pages add."""
     port, log = free_port(), tmp_path_factory.mktemp("server") / "log"
     added = "--enable-runtime-lora --lora-modules law-esft=assets/tiny-moe/esft/gate-law"
-    ask = ["make", "-n", "serve", f"PORT={port}", f"ARGS={added}"]
+    ask = ["make", "--no-print-directory", "-n", "serve", f"PORT={port}", f"ARGS={added}"]
     lines = subprocess.run(ask, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     words = shlex.split(lines.strip().splitlines()[-1])
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
