@@ -31,7 +31,6 @@ __all__ = ["Options", "StartError", "is_loopback", "main", "read_options", "run"
 
 logger = logging.getLogger("serving.launch")  # also when it runs as __main__
 
-_PLAIN = ("host", "port", "insecure", "log_level", "plan", "metrics_port", "metrics_host")
 _SECRETS = ("--api-key", "--admin-api-key", "--metrics-key")
 
 
@@ -57,7 +56,7 @@ def _options(parser: ParserWithSource, given: dict[str, Any]) -> Options:
     cluster = ClusterConfig(**{name: given[name] for name in cluster_fields & given.keys()})
     names = ("host", "port", "uds", "insecure", "log_level", "plan")
     names += ("log_stats", "quiet_paths", "access_log")
-    names += ("state_dir", "max_connections", "shutdown_timeout")
+    names += ("state_dir", "max_connections", "shutdown_timeout", "metrics_port", "metrics_host")
     given = {"quiet_paths": given.get("disable_access_log_for_endpoints", ())} | given
     given["log_stats"] = not given.get("disable_log_stats", False)
     given["access_log"] = not given.get("disable_uvicorn_access_log", False)

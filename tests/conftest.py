@@ -58,7 +58,7 @@ LONGEST = (
 # Tiers whose parametrised tests have a long tail: sizes, seeds, schedules of one promise.
 SAMPLED = ("tests/kernels/", "tests/model/")
 # Cases that differ in one of these are promises of their own.
-KINDS = ("implementation", "op", "family", "model", "name")
+KINDS = ("implementation", "op", "name", "model_type", "kind", "schema")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -74,7 +74,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _is_further_case(item: pytest.Item, seen: set[tuple]) -> bool:
     """Return whether a case of the same test, of the same kind, comes before this one."""
     place = item.path.relative_to(ROOT).as_posix()
-    if not place.startswith(SAMPLED) or item.get_closest_marker("every_case"):
+    if not place.startswith(SAMPLED):
         return False
     params = getattr(getattr(item, "callspec", None), "params", {})
     kinds = tuple(repr(params[kind]) for kind in KINDS if kind in params)

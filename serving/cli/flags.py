@@ -176,8 +176,10 @@ def _add_key_flags(group) -> None:
     for field, text in _KEY_LIMITS.items():
         flag = f"--key-{field.replace('_', '-')}"
         group.add_argument(flag, type=int, metavar="N", help=f"for each key: {text}")
-    group.add_argument("--metrics-port", type=int, help="/metrics without a key at this port")
-    group.add_argument("--metrics-host", help="address of --metrics-port (127.0.0.1)")
+    group.add_argument("--metrics-port", type=port, help="/metrics without a key at this port")
+    group.add_argument(
+        "--metrics-host", metavar="ADDRESS", help="address of --metrics-port (127.0.0.1)"
+    )
     text = "file for a line of JSON per load, unload, refusal and wrong key"
     group.add_argument("--audit-log", metavar="FILE", help=text)
     group.add_argument(

@@ -140,7 +140,8 @@ def _server(
     from serving.http.requests.model_names import folder_adapters
 
     http = dataclasses.replace(options.http, access_log=options.access_log)
-    app = create_app(engine, http, examples_of(options), journal)
+    examples = examples_of(options)
+    app = create_app(engine, http, examples, journal)
     _start_aside(options, engine, app.state.server, stack)
     url, in_folder = url_of(options, sock), folder_adapters(options.engine.lora_dir)
     logs.log_all(logs.adapter_table(engine.registry.entries()))
@@ -150,9 +151,7 @@ def _server(
     adapters = [*(entry.name for entry in engine.registry.entries()), *sorted(in_folder)]
     base = app.state.server.names.base
     chats = engine.tokenizer.has_chat_template
-    given = logs.ready_lines(
-        url, base, options.http.has_api_keys, adapters, examples_of(options), chats
-    )
+    given = logs.ready_lines(url, base, options.http.has_api_keys, adapters, examples, chats)
 
     def ready() -> None:
         logs.log_all(given)
@@ -169,12 +168,10 @@ def front_server(
     descriptors: int = 1,
     end_s: float = 0.0,
     ending: Callable[[], None] = lambda: None,
-    access_log: bool = False,
 ) -> AnnouncingServer:
     """Return the server of an application on the socket, within the limits of the options.
 
     A connection takes `descriptors`; `end_s` of the time after SIGTERM belongs to the caller.
-    `access_log` is for an application that logs no requests itself.
     """
     drain = Drain(app)
     limits = ConnectionLimits(most=options.max_connections)
@@ -182,7 +179,7 @@ def front_server(
         limits = dataclasses.replace(limits, most=limits.most + _PROBES, stuck_s=4 * limits.stuck_s)
     limits = fitting(limits, descriptors)
     guard = guarded(drain, options, sock)
-    config = uvicorn_config(guard, limits, access_log=access_log, **options.uvicorn)
+    config = uvicorn_config(guard, limits, access_log=False, **options.uvicorn)
     return AnnouncingServer(config, ready, drain, options.shutdown_timeout - end_s, ending)
 
 
@@ -202,6 +199,7 @@ def has_template(engine: EngineConfig) -> bool:
 
 def _start_aside(options: Options, engine: Any, server: Any, stack: ExitStack) -> None:
     """Start what watches the keys file and what answers at the metrics' own port."""
+    from serving.http.access.audit import AuditLog
     from serving.http.access.key_watch import KeyWatch
     from serving.http.wire.metrics_app import serve_metrics
 
@@ -210,7 +208,8 @@ def _start_aside(options: Options, engine: Any, server: Any, stack: ExitStack) -
     except OSError as error:
         raise StartError(f"Cannot write --audit-log: {error.strerror}.") from None
     if options.http.keys_file is not None:
-        stack.enter_context(KeyWatch(options.http.keys_file, server.keys, server.audit))
+        audit = AuditLog() if options.http.is_behind_front else server.audit
+        stack.enter_context(KeyWatch(options.http.keys_file, server.keys, audit))
     if options.metrics_port is None:
         return
     try:

@@ -19,13 +19,14 @@ from serving.cli.serve import (
     url_of,
 )
 from serving.cluster.local import LocalCluster
-from serving.cluster.proxy import Bounds, Proxy
+from serving.cluster.proxy import BodyLimits, Proxy
 from serving.cluster.server_place import server_spec
 from serving.engine import logs
 from serving.http.access.audit import AuditLog
 from serving.http.access.auth import Authenticate
 from serving.http.access.key_watch import KeyWatch
 from serving.http.access.keys import KeyRing
+from serving.http.access.observe import HttpMetrics, Observe
 from serving.http.errors import CatchAll
 from serving.http.requests.body import OneLength
 from serving.http.requests.model_names import folder_adapters
@@ -52,18 +53,18 @@ def serve_cluster(options: Options, sock: socket.socket) -> None:
         if journal is not None:
             stack.enter_context(only_server(journal))
         try:
-            http = dataclasses.replace(options.http, cors=None, root_path="")  # both are here
+            # What the front does itself.
+            http = dataclasses.replace(options.http, cors=None, root_path="", is_behind_front=True)
             inner = dataclasses.replace(options, http=http, uds=None, uvicorn={}, access_log=False)
             cluster = LocalCluster(inner, spec)
         except (ConnectionError, RuntimeError) as error:
             raise StartError(str(error)) from error
         stack.callback(cluster.close)
         base = options.engine.model_name
-        keys = KeyRing(options.http)
+        keys, audit = KeyRing(options.http), AuditLog(options.http.audit_log)
         if options.http.keys_file is not None:
-            audit = AuditLog(options.http.audit_log)
             stack.enter_context(KeyWatch(options.http.keys_file, keys, audit))
-        app = front_app(cluster, options, keys)
+        app = front_app(cluster, options, keys, audit)
         names = [module.name for module in options.adapters]
         names += sorted(folder_adapters(options.engine.lora_dir))
         examples, chats = examples_of(options), has_template(options.engine)
@@ -75,26 +76,29 @@ def serve_cluster(options: Options, sock: socket.socket) -> None:
 
         end_s = options.shutdown_timeout * _ROLES_SHARE
         ending = cluster.replace_no_more
-        server = front_server(app, options, sock, ready, 2, end_s, ending, options.access_log)
+        server = front_server(app, options, sock, ready, 2, end_s, ending)
         run_server(server, sock)
         cluster.close(end_s)
 
 
-def front_app(cluster: LocalCluster, options: Options, keys: KeyRing) -> ASGIApp:
+def front_app(cluster: LocalCluster, options: Options, keys: KeyRing, audit: AuditLog) -> ASGIApp:
     """Return the application in front of the instances.
 
-    It checks keys, lengths and sizes as an instance does, before a body is read or a name is kept.
+    It checks keys, lengths and sizes as an instance does, before a body is read or a name is kept,
+    and writes the access log and refusals.
     """
-    http = options.http
+    http, metrics = options.http, HttpMetrics()
     proxy = Proxy(
         cluster.paths,
         cluster.router,
         (options.engine.model_name, options.engine.model, *http.served_names),
-        Bounds(cluster.body_bytes, http.body_timeout_s),
+        BodyLimits(cluster.body_bytes, http.body_timeout_s),
         cluster.roles,
         cluster.changes,
+        metrics.failed_keys_text,
     )
-    return CatchAll(OneLength(Authenticate(proxy, keys, demo=http.demo)))
+    guarded = CatchAll(OneLength(Authenticate(proxy, keys, metrics, http.demo)))
+    return Observe(guarded, metrics, audit, options.access_log)
 
 
 def _log_plan(options: Options, spec: ServerSpec | None) -> None:

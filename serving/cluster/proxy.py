@@ -52,7 +52,7 @@ Answer = tuple[int, Headers, bytes]
 
 
 @dataclasses.dataclass(frozen=True)
-class Bounds:
+class BodyLimits:
     """Of a request's body."""
 
     max_body_bytes: int = 16 << 20
@@ -67,17 +67,22 @@ class Proxy:
         paths: Sequence[str],
         router: Router,
         base_names: Sequence[str],
-        bounds: Bounds | None = None,
+        limits: BodyLimits | None = None,
         roles: Roles | None = None,
         changes: AdapterChanges | None = None,
+        own_metrics: Callable[[], str] = str,
     ):
-        """`base_names` are those of the base model; every other one is an adapter's."""
+        """`base_names` are those of the base model; every other one is an adapter's.
+
+        `own_metrics` is a Prometheus text of the front, which has the label engine="front".
+        """
         self._paths, self._router = list(paths), router
         self._base_names = frozenset(base_names)
-        self._bounds = bounds or Bounds()
+        self._limits = limits or BodyLimits()
         self._roles = roles or self._instances_up
         self._suspects = Suspects()
         self._changes = changes or AdapterChanges(None, lambda: ())
+        self._own_metrics = own_metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send_: Send) -> None:
         if scope["type"] == "lifespan":
@@ -99,8 +104,8 @@ class Proxy:
         if path in ("/health", "/ready", "/live") and method in ("GET", "HEAD"):
             await self._health(path)(scope, receive, send_)
             return
-        bounds = self._bounds
-        body = await read_body(scope, receive, bounds.max_body_bytes, bounds.body_timeout_s)
+        limits = self._limits
+        body = await read_body(scope, receive, limits.max_body_bytes, limits.body_timeout_s)
         if path in ("/metrics", "/metrics/") and method == "GET":
             await self._metrics(scope, send_)
         elif (method, path) in _TO_ALL or (method == "DELETE" and path.startswith("/v1/loras/")):
@@ -130,6 +135,7 @@ class Proxy:
         path = scope["path"]
         self._suspects.check(path, body)
         adapter, load = self._model_of(body)
+        scope.setdefault("state", {})["adapter"] = adapter  # for the access log
         tried: list[int] = []
         while len(tried) < len(self._paths):
             instance = self._router.choose(adapter, load, tried)
@@ -205,6 +211,7 @@ class Proxy:
         if bad is not None:
             await send_whole(send_, *bad)
             return
+        good["front"] = self._own_metrics()
         text = role_lines(self._roles()) + await asyncio.to_thread(merge, good)
         headers = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
         await send_whole(send_, 200, headers, text.encode())

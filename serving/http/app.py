@@ -54,7 +54,6 @@ def create_app(
     app.add_middleware(Authenticate, keys=server.keys, metrics=server.metrics, demo=settings.demo)
     app.add_middleware(OneLength)
     app.add_middleware(CatchAll)
-    app.add_middleware(
-        Observe, metrics=server.metrics, audit=server.audit, access_log=settings.access_log
-    )
+    audit = None if settings.is_behind_front else server.audit
+    app.add_middleware(Observe, metrics=server.metrics, audit=audit, access_log=settings.access_log)
     return app

@@ -7,12 +7,30 @@ something else to another.
 import json
 from typing import Any
 
+from lora_jax.json_structure import too_many_values
+
 _LONGEST_NAME = 80
 
 
 def loads(text: str | bytes) -> Any:
     """Return what json.loads does; ValueError naming the key that stands twice in an object."""
     return json.loads(text, object_pairs_hook=_unique)
+
+
+def read_object(data: bytes, most: int) -> dict[str, Any]:
+    """Return the object that a file holds, of at most `most` JSON values.
+
+    ValueError for more, for what is not a JSON object, and for a key that stands twice.
+    """
+    if too_many_values(data, most):
+        raise ValueError(f"it holds more than {most} JSON values.")
+    try:
+        found = loads(data.decode())
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
+        raise ValueError("not valid JSON.") from None
+    if not isinstance(found, dict):
+        raise ValueError("not a JSON object.")
+    return found
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from prometheus_client import (
     Histogram,
     PlatformCollector,
     ProcessCollector,
+    generate_latest,
 )
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -29,6 +30,7 @@ UNCOUNTED = frozenset(
     {"/metrics", "/metrics/", "/health", "/live", "/ready", "/load", "/ping", "/version"}
 )
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions"})
+REQUEST_ID_HEADER = b"x-request-id"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
@@ -60,6 +62,11 @@ class HttpMetrics:
             self.failed_keys.labels(why)
         self.generating = 0  # requests for text in flight
 
+    def failed_keys_text(self) -> str:
+        """Return the exposition text of the wrong keys alone."""
+        names = [sample.name for f in self.failed_keys.collect() for sample in f.samples]
+        return generate_latest(self.registry.restricted_registry(names)).decode()
+
     def record(self, scope: Scope, status: int, seconds: float) -> None:
         """Count one answered request under its route's template, never its path."""
         handler = getattr(scope.get("route"), "path", "none")
@@ -90,6 +97,8 @@ class Observe:
         start, status = time.perf_counter(), 500
         request_id = _request_id(scope)
         scope.setdefault("state", {})["request_id"] = request_id
+        others = [header for header in scope["headers"] if header[0] != REQUEST_ID_HEADER]
+        scope["headers"] = [*others, (REQUEST_ID_HEADER, request_id.encode())]  # for an instance
 
         async def watched(message: Message) -> None:
             nonlocal status

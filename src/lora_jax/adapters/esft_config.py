@@ -4,11 +4,9 @@ Format (deepseek-ai/ESFT, `to_esft` of esft.py): {"experts": {"<layer>": [expert
 "shared_experts": bool, "non_expert_modules": bool}.
 """
 
-import json
 from typing import Any
 
 from lora_jax import strict_json
-from lora_jax.json_structure import too_many_values
 
 _MAX_VALUES = 1 << 17
 _LISTED = 16
@@ -24,14 +22,7 @@ def parse(data: bytes) -> dict[int, tuple[int, ...]]:
     Raises ValueError naming the key: for what is not this format, for keys nobody knows, and for
     adapters that replace more than routed experts, which all adapters of one base share.
     """
-    if too_many_values(data, _MAX_VALUES):
-        raise ValueError(f"it holds more than {_MAX_VALUES} JSON values.")
-    try:
-        raw = strict_json.loads(data.decode())
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
-        raise ValueError("not valid JSON.") from None
-    if not isinstance(raw, dict):
-        raise ValueError("not a JSON object.")
+    raw = strict_json.read_object(data, _MAX_VALUES)
     unknown = sorted(raw.keys() - {"experts", *_REFUSED})
     if unknown:
         raise ValueError(f"unknown keys {', '.join(key[:80] for key in unknown)}.")

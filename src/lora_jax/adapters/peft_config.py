@@ -12,7 +12,6 @@ from typing import Any
 
 from lora_jax import strict_json
 from lora_jax.adapters.peft_pattern import Budget, Pattern, PatternRefused
-from lora_jax.json_structure import too_many_values
 
 # Says nothing about what the tensors do: training, bookkeeping, or which tensors exist.
 _METADATA = frozenset(
@@ -95,7 +94,7 @@ class PeftConfig:
 
 def parse(data: bytes) -> PeftConfig:
     """Return the config; ValueError naming the key that is wrong or not supported."""
-    config = _json(data)
+    config = strict_json.read_object(data, _MAX_VALUES)
     _check_keys(config)
     return PeftConfig(
         rank=_positive_int(config, "r"),
@@ -113,18 +112,6 @@ def parse(data: bytes) -> PeftConfig:
 def _target_modules(config: dict[str, Any]) -> tuple[str, ...]:
     found = config.get("target_modules")
     return tuple(name for name in found if isinstance(name, str)) if isinstance(found, list) else ()
-
-
-def _json(data: bytes) -> dict[str, Any]:
-    if too_many_values(data, _MAX_VALUES):
-        raise ValueError(f"it holds more than {_MAX_VALUES} JSON values.")
-    try:
-        config = strict_json.loads(data.decode())
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
-        raise ValueError("not valid JSON.") from None
-    if not isinstance(config, dict):
-        raise ValueError("not a JSON object.")
-    return config
 
 
 def _check_keys(config: dict[str, Any]) -> None:

@@ -1,5 +1,7 @@
 """Server start from a command line, and errors that prevent it."""
 
+import argparse
+import dataclasses
 import json
 import logging
 import os
@@ -21,7 +23,9 @@ from support.processes.server_process import ROOT, post
 
 import serving
 from serving import launch
+from serving.api.cluster_config import ClusterConfig
 from serving.cli.flag_values import LoraModule
+from serving.cli.flags import build_parser
 from serving.http.settings import Cors
 from serving.launch import is_loopback, main, read_options
 
@@ -45,6 +49,64 @@ def test_defaults_are_safe():
     assert not got.http.enable_runtime_lora
     assert not got.http.demo
     assert got.access_log
+
+
+# A value other than the default, for flags whose text is not enough.
+VALUES = {
+    "allowed_origins": '["http://a"]',
+    "allowed_methods": '["GET"]',
+    "allowed_headers": '["x"]',
+    "default_chat_template_kwargs": '{"a": 1}',
+    "override_generation_config": '{"top_k": 3}',
+    "host": "::1",
+    "lora_modules": "x=p",
+    "placement": "ep2-pp1",
+    "root_path": "/p",
+    "uvicorn_log_level": "trace",
+    "disable_access_log_for_endpoints": "/x",
+    "dtype": "bfloat16",
+    "load_format": "dummy",
+    "max_num_batched_tokens": "64",
+    "gpu_memory_utilization": "0.5",
+    "scheduling_policy": "sjf",
+    "lora_attention": "remote",
+    "lora_server_carrier": "nixl",
+    "lora_kernel": "reference",
+}
+# Others that a flag says nothing without.
+NEEDS = {
+    "allowed_methods": ["--allowed-origins", '["http://a"]'],
+    "allowed_headers": ["--allowed-origins", '["http://a"]'],
+    "allow_credentials": ["--allowed-origins", '["http://a"]'],
+    "lora_server": ["--instances", "2"],
+}
+OF_A_KEY, OF_A_LORA_SERVER = ["--api-key", "k"], ["--instances", "2", "--lora-server", "2"]
+
+
+def own_flags() -> list[argparse.Action]:
+    """Every flag of ours that a server is started with."""
+    elsewhere = ("help", "config", "model", "model_tag", "keys_file")
+    shown = [a for a in build_parser()._actions if a.option_strings and a.help != argparse.SUPPRESS]
+    groups = [group for group in build_parser()._action_groups if "vLLM" in (group.title or "")]
+    foreign = {name for group in groups for a in group._group_actions for name in a.option_strings}
+    return [a for a in shown if a.dest not in elsewhere and a.option_strings[0] not in foreign]
+
+
+@pytest.mark.parametrize("flag", own_flags(), ids=lambda flag: flag.dest)
+def test_every_flag_changes_the_options(flag):
+    """A flag that is parsed and then dropped would be ignored in silence."""
+    of_server = flag.dest in {f.name for f in dataclasses.fields(ClusterConfig)} - {"instances"}
+    more = OF_A_KEY if flag.dest.startswith("key_") else OF_A_LORA_SERVER if of_server else []
+    more = NEEDS.get(flag.dest, more)
+    first, before = flag.option_strings[0], options(*more)
+    if flag.nargs == 0:
+        on = isinstance(flag, argparse.BooleanOptionalAction)
+        given = [[first], [flag.option_strings[1]]] if on else [[first]]
+    elif flag.choices:
+        given = [[first, str(choice)] for choice in flag.choices]
+    else:
+        given = [[first, VALUES.get(flag.dest, "7")]]
+    assert any(options(*more, *words) != before for words in given)
 
 
 def test_flags_reach_their_places():

@@ -1,5 +1,7 @@
 """One command, several processes: their answers are those of one, whoever is killed."""
 
+import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -10,9 +12,13 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from types import SimpleNamespace
 
+import httpx
 import pytest
 from support.cases import lora_server_cases as cases
+from support.doubles.fake_engine import FakeEngine
+from support.processes.http_server import listening, serve_app
 from support.processes.server_process import ROOT, free_port, post, serve
 
 from serving import Engine, Sampling
@@ -21,6 +27,11 @@ from serving.api.config import EngineConfig
 from serving.cli.options import Options
 from serving.cli.serve import StartError
 from serving.cluster import front
+from serving.cluster.adapter_changes import AdapterChanges
+from serving.cluster.router import Router
+from serving.http.access.audit import AuditLog
+from serving.http.access.keys import KeyRing
+from serving.http.app import create_app
 from serving.http.settings import HttpSettings
 
 GREEDY = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -194,3 +205,43 @@ def test_a_role_that_cannot_start_is_a_start_error(files, monkeypatch):
     options = Options(EngineConfig(model=files[0]), HttpSettings(), cluster)
     with socket.socket() as sock, pytest.raises(StartError, match="Instance 1 did not start"):
         front.serve_cluster(options, sock)
+
+
+def test_the_front_counts_wrong_keys_and_writes_refusals_once(tmp_path):
+    """Its instances never see them, and their own lines would say the same twice."""
+    log = tmp_path / "audit"
+    http = HttpSettings(api_keys=("right",), metrics_keys=("prom",), audit_log=str(log))
+    engine = EngineConfig(model="base")
+    options = Options(engine=engine, http=http, cluster=ClusterConfig(instances=2))
+    inside = dataclasses.replace(http, is_behind_front=True)
+    with contextlib.ExitStack() as stack:
+        path = tmp_path / "i0"
+        stack.enter_context(listening(create_app(FakeEngine(), inside), path))
+        roles = SimpleNamespace(
+            paths=[str(path)],
+            router=Router(1),
+            body_bytes=1 << 20,
+            roles=lambda: {"instances": [True]},
+            changes=AdapterChanges(None, lambda: ()),
+        )
+        app = front.front_app(roles, options, KeyRing(http), AuditLog(http.audit_log))
+        url = stack.enter_context(serve_app(app))
+        client = stack.enter_context(httpx.Client(base_url=url, timeout=30))
+
+        def status(key: str, method: str, path: str, **more) -> int:
+            headers = {"Authorization": f"Bearer {key}", "X-Request-Id": f"{key}-{path[-4:]}"}
+            answer = client.request(method, path, headers=headers, **more)
+            assert answer.headers["X-Request-Id"] == headers["X-Request-Id"]
+            return answer.status_code
+
+        assert status("wrong", "GET", "/v1/models") == 401
+        assert status("right", "GET", "/v1/models") == 200
+        assert status("right", "GET", "/metrics") == 403
+        text = client.get("/metrics", headers={"Authorization": "Bearer prom"}).text
+    assert 'lora_jax:failed_keys_total{why="unknown",engine="front"} 1.0' in text
+    assert text.count("# TYPE lora_jax:failed_keys_total counter") == 1
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(line["action"], line["status"]) for line in lines] == [
+        ("failed key", 401),
+        ("refused", 403),
+    ]

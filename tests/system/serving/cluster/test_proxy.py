@@ -9,15 +9,13 @@ import time
 
 import httpx
 import pytest
-import uvicorn
-from support.processes.http_server import serve_app
+from support.processes.http_server import listening, serve_app
 
-from serving.cluster.proxy import Bounds, Proxy
+from serving.cluster.proxy import BodyLimits, Proxy
 from serving.cluster.router import Router
 from serving.http.access.auth import Authenticate
 from serving.http.access.keys import KeyRing
 from serving.http.settings import HttpSettings
-from serving.http.wire.uvicorn_server import uvicorn_config
 
 
 class Instance:
@@ -68,24 +66,6 @@ class Instance:
         self.gone.set()
 
 
-@contextlib.contextmanager
-def listening(app, path):
-    """The app on a Unix socket, as an instance serves."""
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.bind(str(path))
-        server = uvicorn.Server(uvicorn_config(app))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-        thread.start()
-        while not server.started:
-            assert thread.is_alive()
-            time.sleep(0.01)
-        try:
-            yield
-        finally:
-            server.should_exit = True
-            thread.join()
-
-
 @pytest.fixture
 def instances():
     return [Instance(0), Instance(1)]
@@ -102,8 +82,8 @@ def client(instances, router, tmp_path):
     with contextlib.ExitStack() as stack:
         for app, path in zip(instances, paths, strict=True):
             stack.enter_context(listening(app, path))
-        bounds = Bounds(body_timeout_s=0.5)
-        front = Proxy([str(p) for p in paths], router, ["base"], bounds)
+        limits = BodyLimits(body_timeout_s=0.5)
+        front = Proxy([str(p) for p in paths], router, ["base"], limits)
         url = stack.enter_context(serve_app(front))
         yield stack.enter_context(httpx.Client(base_url=url, timeout=30))
 
