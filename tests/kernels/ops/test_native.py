@@ -145,9 +145,9 @@ def test_the_key_follows_flags_machine_and_sources(library, monkeypatch):
     keys = {library.key(compiler)}
     keys.add(dataclasses.replace(library, flags=(*library.flags, "-O1")).key(compiler))
     keys.add(dataclasses.replace(library, machine="another cpu").key(compiler))
-    monkeypatch.setenv("LORA_JAX_MARCH", "x86-64-v3")
+    monkeypatch.setenv("LORA_JAX_MARCH", "x86-64")  # other than the suite itself may have
     other = native.cpp_library("one", "test library", library.sources[0].parent, ())
-    assert "-march=x86-64-v3" in other.flags
+    assert "-march=x86-64" in other.flags
     keys.add(other.key(compiler))
     library.sources[0].write_text("int x;")
     keys.add(library.key(compiler))

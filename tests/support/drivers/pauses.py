@@ -128,7 +128,8 @@ def measure(app: FastAPI, path: str, body: bytes) -> Measured:
     with _watched_thread() as thread:
         status, answer, seconds, loop_s, idle_s = asyncio.run(run())
     gc.collect()
-    bar_s = PROMISED_S if STRICT else PROMISED_S * busy + 10 * idle_s
+    # Other workers begin and end while this is measured: twice the promise, then.
+    bar_s = PROMISED_S if STRICT else 2 * PROMISED_S * busy + 10 * idle_s
     kept = _resident() - before
     return Measured(status, answer, loop_s, thread.worst, seconds, bar_s, kept)
 
