@@ -179,7 +179,7 @@ def front_server(
         limits = dataclasses.replace(limits, most=limits.most + _PROBES, stuck_s=4 * limits.stuck_s)
     limits = fitting(limits, descriptors)
     guard = guarded(drain, options, sock)
-    config = uvicorn_config(guard, limits, access_log=False, **options.uvicorn)
+    config = uvicorn_config(guard, limits, **options.uvicorn)
     return AnnouncingServer(config, ready, drain, options.shutdown_timeout - end_s, ending)
 
 

@@ -33,8 +33,7 @@ def configure(level: str = "info", quiet_paths: Collection[str] = ()) -> None:
     root.setLevel(logging.WARNING)
     for name in ("serving", "lora_jax", "uvicorn"):
         logging.getLogger(name).setLevel(level.upper())
-    for name in ("uvicorn.access", "serving.access"):
-        logging.getLogger(name).addFilter(LeaveOut((*PROBES, *quiet_paths)))
+    logging.getLogger("serving.access").addFilter(LeaveOut((*PROBES, *quiet_paths)))
 
 
 class LeaveOut(logging.Filter):

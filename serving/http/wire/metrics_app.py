@@ -33,7 +33,7 @@ def metrics_app(registries: Sequence[CollectorRegistry]) -> ASGIApp:
 @contextlib.contextmanager
 def serve_metrics(sock: socket.socket, registries: Sequence[CollectorRegistry]) -> Iterator[None]:
     """Answer on the bound socket until the block ends."""
-    config = uvicorn_config(metrics_app(registries), access_log=False, lifespan="off")
+    config = uvicorn_config(metrics_app(registries), lifespan="off")
     server = uvicorn.Server(config)
     thread = threading.Thread(
         target=server.run, kwargs={"sockets": [sock]}, name="metrics", daemon=True

@@ -33,6 +33,7 @@ def uvicorn_config(
         "ws": "none",
         "lifespan": "on",
         "log_config": None,
+        "access_log": False,  # `Observe` writes it, with the key's id and the adapter
         "server_header": False,
         "proxy_headers": False,
         "h11_max_incomplete_event_size": H11_MAX_INCOMPLETE_EVENT_SIZE,

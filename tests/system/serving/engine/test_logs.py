@@ -31,7 +31,7 @@ def _restore_logging():
     root.handlers[:], _ = before[0], root.setLevel(before[1])
     for name, level in zip(names, before[2], strict=True):
         logging.getLogger(name).setLevel(level)
-    access = logging.getLogger("uvicorn.access")
+    access = logging.getLogger("serving.access")
     for leave_out in [f for f in access.filters if isinstance(f, LeaveOut)]:
         access.removeFilter(leave_out)
 
@@ -54,7 +54,7 @@ def test_lines_have_level_time_and_place(capsys):
 @pytest.mark.usefixtures("_restore_logging")
 def test_probes_are_not_in_the_access_log(capsys):
     configure("info", ("/quiet",))
-    access = logging.getLogger("uvicorn.access")
+    access = logging.getLogger("serving.access")
     for path in ("/health", "/metrics?x=1", "/quiet?y", "/v1/models"):
         access.info('%s - "%s %s HTTP/%s" %d', "127.0.0.1:1", "GET", path, "1.1", 200)
     out = capsys.readouterr().out

@@ -28,6 +28,7 @@ HEAD = b"GET /version HTTP/1.1\r\nHost: localhost\r\n"
 def serving(app, limits=LIMITS, **more):
     """Serve in a thread; yield the address."""
     with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 << 10)  # little is kept unread
         sock.bind(("127.0.0.1", 0))
         server = AnnouncingServer(uvicorn_config(app, limits, **more), lambda: None)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
@@ -167,8 +168,18 @@ def test_when_all_connections_work_others_are_refused_and_probes_are_not(engine,
 
 
 @pytest.mark.slow  # beside busy workers pieces come together, and all of them fit into the sockets
-def test_a_client_that_does_not_read_is_ended_and_its_request_with_it(engine, address):
+def test_a_client_that_does_not_read_is_ended_and_its_request_with_it(
+    engine, address, monkeypatch
+):
     """Before: its text was kept for it, as long as it stayed."""
+    deltas = engine._deltas
+
+    def paced(*args):
+        for delta in deltas(*args):
+            time.sleep(0.001)  # the request must outlive the limit for stuck clients
+            yield delta
+
+    monkeypatch.setattr(engine, "_deltas", paced)
     text = json.dumps(
         {"model": "fake-base", "prompt": "x", "max_tokens": 4000, "stream": True, "n": 16}
     ).encode()
