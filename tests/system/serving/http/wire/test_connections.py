@@ -167,10 +167,7 @@ def test_when_all_connections_work_others_are_refused_and_probes_are_not(engine,
         wait_idle(engine)
 
 
-@pytest.mark.slow  # beside busy workers pieces come together, and all of them fit into the sockets
-def test_a_client_that_does_not_read_is_ended_and_its_request_with_it(
-    engine, address, monkeypatch
-):
+def test_a_client_that_does_not_read_is_ended_and_its_request_with_it(engine, address, monkeypatch):
     """Before: its text was kept for it, as long as it stayed."""
     deltas = engine._deltas
 
