@@ -16,6 +16,7 @@ from typing import Any
 from lora_jax.adapters.entries import AdapterEntry, EvictedAdapter
 from lora_jax.adapters.weights import AdapterReport
 from serving.api.config import EngineConfig
+from serving.api.images import PlacedImages, PreparedImage, PromptImage
 from serving.api.outputs import RequestFailed, RequestOutput
 from serving.api.request import FinishReason, OutputDelta, QueueFull, Request, Share
 from serving.api.sampling import Sampling
@@ -29,12 +30,15 @@ from serving.engine.generate_arguments import (
     as_list,
     broadcast,
     given_prompt,
+    with_images,
 )
 from serving.engine.live_request import LiveRequest
 from serving.engine.loop import EngineLoop
 from serving.engine.metrics import EngineStats
 from serving.engine.model_info import ModelInfo
 from serving.engine.parts import EngineParts, build_parts, engine_stats
+from serving.images.decode import pixels_of
+from serving.images.front import TEXT_ONLY, ImageFront
 from serving.lora_server.instance import ServerAccess
 from serving.runtime.compile_counter import CompileCounter
 
@@ -84,6 +88,7 @@ class Engine:
         self.registry = self._parts.registry
         self.metrics = self._parts.metrics
         self.model_info: ModelInfo = self._parts.model_info
+        self.images: ImageFront | None = self._parts.images  # None: the model takes text only
         # Also when the last reference goes, and when the interpreter ends.
         self._close = weakref.finalize(self, _close, self._loop, self._parts.compilations)
         self._loop.start()
@@ -109,24 +114,30 @@ class Engine:
         sampling_params: Samplings = None,
         lora_request: Any = None,
         use_tqdm: bool = False,
+        images: Any = None,
     ) -> list[RequestOutput]:
         """Return one answer per prompt, in order.
 
-        A prompt is a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`. One
+        A prompt is a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`. It
+        holds the model's placeholder for each of its images, which come in its dict
+        (`multi_modal_data`) or in `images`: a list for one prompt, a list of lists for several. An
+        image is a PIL image, the bytes or path of a file, or uint8 [height, width, 3]. One
         adapter name (None: the base model) or sampling (None: `default_sampling`) stands for all
         prompts. vLLM's call works too: a sampling in second place, `sampling_params`, and
         `lora_request` with the name of a loaded adapter. Raises KeyError for an unknown adapter,
         ValueError or TypeError for bad input, RequestFailed when the engine could not finish one.
         """
         adapter, sampling = adapter_and_sampling(adapter, sampling, sampling_params, lora_request)
-        given = [given_prompt(prompt) for prompt in as_list(prompts)]
+        given = with_images([given_prompt(prompt) for prompt in as_list(prompts)], images)
         sampling = self.default_sampling() if sampling is None else sampling
+        ids, placed = self._inputs(given)
         batch = Batch(
             self.submit,
-            [self._prompt_ids(prompt) for prompt in given],
+            ids,
             broadcast("adapter", adapter, len(given), (str, type(None))),
             broadcast("sampling", sampling, len(given), (Sampling,)),
             texts=[prompt.text for prompt in given],
+            images=placed,
             use_tqdm=use_tqdm,
         )
         try:
@@ -144,6 +155,8 @@ class Engine:
         prompt: Prompt,
         adapter: str | Sampling | None = None,
         sampling: Sampling | None = None,
+        *,
+        images: Any = None,
     ) -> Iterator[Piece]:
         """Return an iterator over the pieces of the answer as they are made.
 
@@ -154,8 +167,8 @@ class Engine:
         (name,) = broadcast("adapter", name, 1, (str, type(None)))
         (wanted,) = broadcast("sampling", wanted, 1, (Sampling,))
         deltas: queue.SimpleQueue[OutputDelta] = queue.SimpleQueue()
-        ids = self._prompt_ids(given_prompt(prompt))
-        request_id = self.submit(ids, name, wanted, on_output=deltas.put)
+        (ids,), (placed,) = self._inputs(with_images([given_prompt(prompt)], images))
+        request_id = self.submit(ids, name, wanted, on_output=deltas.put, images=placed)
         return self._pieces(request_id, deltas, wanted.n)
 
     def _pieces(
@@ -173,8 +186,23 @@ class Engine:
             if num_open:
                 self.abort(request_id)
 
-    def _prompt_ids(self, prompt: GivenPrompt) -> list[int]:
-        return self.tokenizer.encode(prompt.text or "") if prompt.ids is None else list(prompt.ids)
+    def _inputs(self, prompts: Sequence[GivenPrompt]) -> tuple[list[list[int]], list[PlacedImages]]:
+        """Return token ids of each prompt, and its images where they stand in them."""
+        ids, placed = [], []
+        for prompt in prompts:
+            mine = prompt.ids
+            mine = self.tokenizer.encode(prompt.text or "") if mine is None else list(mine)
+            if prompt.images and self.images is None:
+                raise ValueError(TEXT_ONLY)
+            made: list[PreparedImage] = []
+            starts: list[int] = []
+            if self.images is not None and prompt.images:
+                self.images.check_count(len(prompt.images))
+                made = [self.images.prepare(pixels_of(image)) for image in prompt.images]
+                mine, starts = self.images.expand(mine, made)
+            ids.append(mine)
+            placed.append(tuple(zip(made, starts, strict=True)))
+        return ids, placed
 
     # Requests, as the HTTP server makes them.
 
@@ -190,15 +218,17 @@ class Engine:
         deadline_s: float | None = None,
         share: Share | None = None,
         entry: AdapterEntry | None = None,
+        images: PlacedImages = (),
     ) -> str:
         """Queue a request and return its id; `on_output` is called from the engine's thread.
 
         `deadline_s` is seconds from now: waiting requests are served in that order, those of
         each `share` beside those of others. `entry` is what the adapter's name stood for; without
-        it an adapter whose weights are not in memory is read here and now. Raises AdapterNotFound
+        it an adapter whose weights are not in memory is read here and now. `images` come with their
+        first tokens in the prompt, as `ImageFront.expand` gives them. Raises AdapterNotFound
         (a KeyError), ValueError, QueueFull or EngineDead.
         """
-        entry = self._check(prompt_ids, adapter, sampling, entry)
+        entry, placed = self._check(prompt_ids, adapter, sampling, entry, images, cache_salt)
         now = time.monotonic()
         request = Request(
             request_id=request_id or secrets.token_hex(12),
@@ -211,6 +241,7 @@ class Engine:
             deadline_s=now + (DEFAULT_DEADLINE_S if deadline_s is None else deadline_s),
             cache_salt=cache_salt,
             share=share or Share(),
+            images=placed,
         )
         self._queue(request, entry)
         return request.request_id
@@ -238,17 +269,37 @@ class Engine:
         adapter: str | None,
         sampling: Sampling,
         entry: AdapterEntry | None,
-    ) -> AdapterEntry | None:
-        """Return the adapter's entry; raises, and counts, what makes a request impossible."""
+        images: PlacedImages,
+        salt: str,
+    ) -> tuple[AdapterEntry | None, tuple[PromptImage, ...]]:
+        """Return the adapter's entry and the images with their keys.
+
+        Raises, and counts, what makes a request impossible.
+        """
         try:
             self._check_numbers(prompt_ids, sampling)
-            return None if adapter is None else entry or self.registry.resolve(adapter)
+            entry = None if adapter is None else entry or self.registry.resolve(adapter)
+            return entry, self._placed(prompt_ids, images, entry, salt)
         except KeyError:
             self.metrics.rejected("adapter_not_found")
             raise
         except ValueError:
             self.metrics.rejected("invalid")
             raise
+
+    def _placed(
+        self,
+        prompt_ids: Sequence[int],
+        images: PlacedImages,
+        entry: AdapterEntry | None,
+        salt: str,
+    ) -> tuple[PromptImage, ...]:
+        if self.images is None:
+            if images:
+                raise ValueError(TEXT_ONLY)
+            return ()
+        made, starts = [image for image, _ in images], [start for _, start in images]
+        return self.images.placed(prompt_ids, made, starts, entry, salt)
 
     def _check_numbers(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         vocab = self.model_info.vocab_size

@@ -23,10 +23,12 @@ def size_kv_cache(
     here: LoraCatalogue,
     dtype: jnp.dtype,
     whole: int = 0,
+    encoder_bytes: int = 0,
 ) -> CacheSize:
     """Return the KV pages that the budget or the device's memory has room for.
 
-    Adapters take of it what `make_allocator` gives them for the same `here` and `whole`.
+    Adapters take of it what `make_allocator` gives them for the same `here` and `whole`, rows of
+    images `encoder_bytes`.
     """
     per_token = model.kv_shape(model_config).bytes_per_token(dtype)
     free = _free_bytes(config)
@@ -34,7 +36,7 @@ def size_kv_cache(
         slots = adapter_bytes(config, _one_adapter_bytes(config, here, dtype), free)
         if whole:
             slots += whole * _one_adapter_bytes(config, model.catalogue(model_config), dtype)
-        free = kv_bytes(free, slots)
+        free = kv_bytes(free, slots + encoder_bytes)
     size = cache_size(config, per_token, model_config.max_positions, free)
     logger.info(
         "KV cache: %d pages of %d tokens, %.1f MB; sequences of up to %d tokens.",

@@ -25,11 +25,13 @@ from lora_jax.ops import dispatch
 from serving.api.config import EngineConfig
 from serving.api.generation_config import read_generation_config
 from serving.api.load_format import WeightSource, weight_source
+from serving.engine.image_parts import ImageParts, check_pairs, make_encoder, make_front, take_tower
 from serving.engine.loop import EngineLoop, LoopParts
 from serving.engine.memory_budget import make_allocator, size_kv_cache
 from serving.engine.metrics import EngineMetrics, EngineStats
 from serving.engine.model_info import ModelInfo, model_info
 from serving.engine.sizing import CacheSize
+from serving.images.front import ImageFront
 from serving.loading.adapter_loader import AdapterLoader
 from serving.loading.adapter_loaders import AdapterLoaders
 from serving.loading.esft_parts import EsftParts, make_esft
@@ -58,6 +60,7 @@ class EngineParts:
     compilations: CompileCounter
     loop: EngineLoop
     model_info: ModelInfo
+    images: ImageFront | None
 
 
 def build_parts(
@@ -83,6 +86,8 @@ def build_parts(
     model, model_config, dtype = _load_model(config, source)
     made_up = model_config.vocab_size if source.made_up else None
     tokenizer = Tokenizer(config.model, chat_template=config.chat_template, made_up=made_up)
+    images = take_tower(config, model, model_config, dtype)
+    check_pairs(model_config, access is not None, config)
     weights = [(leaf.size, leaf.nbytes) for leaf in jax.tree.leaves(nnx.state(model))]
     with ExitStack() as undo:
         remote = None if access is None else connect(access, config, dtype.name)
@@ -94,9 +99,10 @@ def build_parts(
         # KV pages may lie where the experts were.
         catalogue = model.catalogue(model_config)
         here, whole = _held_here(catalogue, remote)
-        size = size_kv_cache(config, model, model_config, here, dtype, whole)
+        cache_bytes = 0 if images is None else images.cache_bytes
+        size = size_kv_cache(config, model, model_config, here, dtype, whole, cache_bytes)
         info = model_info(config, weights, model_config, size, dtype, tokenizer, generation)
-        base = _Base(model, model_config, source, catalogue, dtype, size, esft, remote)
+        base = _Base(model, model_config, source, catalogue, dtype, size, esft, remote, images)
         parts = _build(config, adapters, base, tokenizer, info)
         undo.pop_all()
         return parts
@@ -114,6 +120,7 @@ class _Base:
     size: CacheSize
     esft: EsftParts | None
     remote: InstanceSide | None
+    images: ImageParts | None
 
 
 def _held_here(catalogue: LoraCatalogue, remote: InstanceSide | None) -> tuple[LoraCatalogue, int]:
@@ -142,7 +149,8 @@ def _build(
     metrics = _make_metrics(config, info)
     loader = _make_loaders(allocator, base, metrics, copier)
     registry.set_in_use(loader.in_use)
-    scheduler = _make_scheduler(config, base.size, loader, end_ids)
+    num_rows = 0 if base.images is None else base.images.num_rows
+    scheduler = _make_scheduler(config, base.size, loader, end_ids, num_rows)
     chunks = config.adapter_load_chunks_per_step
     loop = EngineLoop(
         LoopParts(
@@ -152,7 +160,10 @@ def _build(
     if base.remote is not None:
         base.remote.wake = loop.wake
     metrics.set_source(lambda: engine_stats(loop, registry, loader, metrics, compilations))
-    return EngineParts(tokenizer, registry, loader, metrics, compilations, loop, info)
+    front = None
+    if base.images is not None:
+        front = make_front(config, base.images, base.config, tokenizer, base.size.max_model_len)
+    return EngineParts(tokenizer, registry, loader, metrics, compilations, loop, info, front)
 
 
 def engine_stats(
@@ -176,6 +187,7 @@ def engine_stats(
         prefix_queries=scheduler.prefix_queries,
         prefix_hits=scheduler.prefix_hits,
         preemptions=scheduler.num_preemptions,
+        image_stats=scheduler.images,
         prompt_tokens=metrics.prompt_tokens,
         generation_tokens=metrics.generation_tokens,
         adapters_loaded=len(entries),
@@ -270,6 +282,8 @@ def _make_runner(
 ) -> ModelRunner:
     start = time.monotonic()
     link = None if base.remote is None else base.remote.link
+    names, longest = base.catalogue.module_names, base.size.max_model_len
+    encoder = base.images and make_encoder(config, base.images, base.config, names, longest)
     runner = ModelRunner(
         base.model,
         base.model.kv_shape(base.config),
@@ -281,6 +295,7 @@ def _make_runner(
         slots=init_slots(base.catalogue, spec, base.dtype),
         reroute_tables=None if base.esft is None else base.esft.tables,
         link=link,
+        encoder=encoder,
         # On a CPU the adapters' kernels return at once where no row has an adapter, but exchanges
         # that nobody needs take a third of a small model's step.
         specialize_lora=config.specialize_lora
@@ -321,7 +336,11 @@ def _make_loaders(
 
 
 def _make_scheduler(
-    config: EngineConfig, size: CacheSize, loader: AdapterLoaders, end_ids: tuple[int, ...]
+    config: EngineConfig,
+    size: CacheSize,
+    loader: AdapterLoaders,
+    end_ids: tuple[int, ...],
+    num_encoder_rows: int,
 ) -> Scheduler:
     limits = SchedulerLimits(
         num_pages=size.num_pages,
@@ -334,6 +353,7 @@ def _make_scheduler(
         adapter_wait_s=config.adapter_wait_s,
         enable_prefix_caching=config.enable_prefix_caching,
         scheduling_policy=config.scheduling_policy,
+        num_encoder_rows=num_encoder_rows,
     )
     return Scheduler(limits, adapters=loader, eos_token_ids=end_ids, seed=config.seed)
 

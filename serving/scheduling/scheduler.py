@@ -64,6 +64,7 @@ class Scheduler:
             limits.num_pages,
             limits.page_size,
             enable_prefix_caching=limits.enable_prefix_caching,
+            num_encoder_rows=limits.num_encoder_rows,
         )
         self._free_rows = list(range(limits.max_num_seqs))
         self._waiting = WaitingLine()
@@ -144,6 +145,7 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """Return the next step, or None when nothing can run before something else happens."""
+        self._pages.start_step()
         step = StepBudget(self.limits.max_num_batched_tokens, self.limits.max_logit_rows)
         if self._fair.are_shared:
             self._claim(now)
@@ -157,7 +159,7 @@ class Scheduler:
         self._fill(step, now, admitting=self._num_preemptions == preemptions)
         for sequence in step.sequences:
             self._pages.register(sequence)
-        return step.plan()
+        return step.plan(self._pages.take_encodes())
 
     def complete(
         self, plan: StepPlan, results: SequenceOf[SequenceResult], now: float
@@ -218,6 +220,7 @@ class Scheduler:
             num_preemptions=self._num_preemptions,
             prefix_queries=prefix.queries,
             prefix_hits=prefix.hits,
+            images=self._pages.image_stats,
         )
 
     def check_integrity(self) -> None:

@@ -153,6 +153,7 @@ class FakeEngine:
         )
         self.metrics = SimpleNamespace(registry=CollectorRegistry())
         self.tokenizer = FakeTokenizer()
+        self.images = None
         self.registry = FakeRegistry(lora_dir)
         self.open = threading.Event()
         self.open.set()
