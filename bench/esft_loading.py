@@ -19,7 +19,7 @@ from bench.esft_steps import Row
 from lora_jax.adapters import esft_format
 from lora_jax.adapters.folder import PIECE_BYTES
 from lora_jax.adapters.weights import PROJECTIONS, ExpertWeights
-from serving.loading.expert_loading import ExpertLoadingPlan
+from serving.loading.expert_loading import ExpertLoadJob
 
 COPY_BYTES = 1 << 28
 SHARD_EXPERTS = 64  # in one file
@@ -162,10 +162,10 @@ def _load(
     weights = read()
     known = time.perf_counter()
     placement = woven.allocator.place(weights)
-    plan = ExpertLoadingPlan(placement, woven.tensors)
-    tables = plan.advance(tables, len(placement.indices))  # memory for all layers' experts
+    job = ExpertLoadJob(placement, woven.tensors)
+    tables = job.advance(tables, len(placement.indices))  # memory for all layers' experts
     mapped = time.perf_counter()
-    tables = jax.block_until_ready(plan.advance(tables, 1 << 40))
+    tables = jax.block_until_ready(job.advance(tables, 1 << 40))
     woven.allocator.finish_loading(placement.digest)
     there = time.perf_counter()
     first_use(tables)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.lora_server import programs
-from bench.lora_server.plans import LORA, PLANS, SITES, Case, Plan
+from bench.lora_server.plans import LORA, PLANS, SITES, Case, MeasuredPlan
 from bench.lora_server.timeline import timeline
 from serving.lora_server.device_loop import ONE_GRAPH
 from serving.transport import device_memory
@@ -120,7 +120,7 @@ class Gpu:
             self._exchange = programs.program(programs.exchange_layer(alone))
             self._overlap = programs.program(programs.overlap_layer(self._clients))
 
-    def _join(self, plan: Plan, tokens: int, paths: list[str], aside: bool) -> DeviceClient:
+    def _join(self, plan: MeasuredPlan, tokens: int, paths: list[str], aside: bool) -> DeviceClient:
         terms, how = plan.terms(self._case, tokens), {"pull": plan.pull, "aside": aside}
         client = device_memory.open_client(paths, terms, self._ends, patience=20.0, **how)
         self._closing.callback(client.close)
@@ -203,7 +203,7 @@ class Gpu:
     def _put(self, value: Any) -> Any:
         return jax.block_until_ready(jax.device_put(value, self._device))
 
-    def _set_batch(self, plan: Plan, tokens: int, seed: int) -> None:
+    def _set_batch(self, plan: MeasuredPlan, tokens: int, seed: int) -> None:
         self._tokens = tokens
         each = [
             programs.make_rows(self._case, plan, tokens, (seed, sender))

@@ -16,8 +16,8 @@ from flax import nnx
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.lora_allocator import SlotAllocator
 from lora_jax.adapters.registry import AdapterRegistry, RegistryLimits
-from lora_jax.adapters.row_copies import Copier, CopyingPlan, pin_matrices
-from lora_jax.adapters.slots import LoadingPlan, SlotsSpec, init_slots
+from lora_jax.adapters.row_copies import Copier, LoraCopyJob, pin_matrices
+from lora_jax.adapters.slots import LoraLoadJob, SlotsSpec, init_slots
 from lora_jax.adapters.weights import AnyWeights, ExpertWeights
 from lora_jax.config import ModelConfig
 from lora_jax.nn.decoder import AbstractCausalLM
@@ -120,7 +120,7 @@ def _held_here(catalogue: LoraCatalogue, remote: InstanceSide | None) -> tuple[L
     """Return the modules of which all adapters are here, and how many may be here as a whole."""
     if remote is None:
         return catalogue, 0
-    return local_catalogue(catalogue, remote.link.plan), remote.num_local
+    return local_catalogue(catalogue, remote.link.layout), remote.num_local
 
 
 def _build(
@@ -311,12 +311,12 @@ def _make_loaders(
     allocator: SlotAllocator, base: _Base, metrics: EngineMetrics, copier: Copier | None
 ) -> AdapterLoaders:
     told, remote, esft = metrics.adapter_loaded_on_device, base.remote, base.esft
-    make_plan = LoadingPlan if copier is None else functools.partial(CopyingPlan, copier=copier)
-    lora = AdapterLoader(allocator, make_plan, on_loaded=told)
+    make_job = LoraLoadJob if copier is None else functools.partial(LoraCopyJob, copier=copier)
+    lora = AdapterLoader(allocator, make_job, on_loaded=told)
     local = LocalExperts(lora) if remote is not None and remote.num_local else None
     if esft is None:
         return AdapterLoaders(lora, allocator.num_slots, remote=remote, local=local)
-    experts = AdapterLoader(esft.room.allocator, esft.room.plan, on_loaded=told)
+    experts = AdapterLoader(esft.room.allocator, esft.room.job, on_loaded=told)
     return AdapterLoaders(lora, allocator.num_slots, experts, esft.room, remote, local)
 
 

@@ -77,7 +77,7 @@ class InstanceSide:
 
     def retain(self, entry: AdapterEntry) -> None:
         """A request that needs the adapter is queued: lease it, so that it loads meanwhile."""
-        if entry.kind == "lora" and self.link.plan.has_any(entry.report):
+        if entry.kind == "lora" and self.link.layout.has_any(entry.report):
             with self._lock:
                 self._remote[entry.digest] = self._remote.get(entry.digest, 0) + 1
             self._leases.retain(entry.digest, entry.folder)
@@ -107,7 +107,7 @@ class InstanceSide:
         """Return what of an adapter stays here: what the server does not hold, or that and all."""
         if not isinstance(weights, AdapterWeights):
             return weights
-        return (split if self.num_local else local_part)(weights, self.link.plan)
+        return (split if self.num_local else local_part)(weights, self.link.layout)
 
     def bind(self, slot: int, digest: str) -> None:
         """The adapter, which is ready, is in this slot of the engine's own."""
@@ -196,7 +196,7 @@ def connect(access: ServerAccess, config: EngineConfig, dtype: str) -> InstanceS
     client = access.connect(made.terms)
     client.set_limit(access.wait_s)
     local = access.local_slots
-    link = ServerLink(made.plan, client, has_local=local > 0, overlap=access.overlap)
+    link = ServerLink(made.layout, client, has_local=local > 0, overlap=access.overlap)
     slots = config.max_loras + local
     return InstanceSide(
         link, access.leases, access.instance, slots, local, prefetch=access.prefetch

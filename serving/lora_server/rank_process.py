@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 import jax
 import jax.numpy as jnp
 
-from lora_jax.adapters.reader import ReadLimits
+from lora_jax.adapters.reader import AdapterReadLimits
 from serving.lora_server.calls import Caller, RemoteRank, answer_calls
 from serving.lora_server.rank import ServerRank
 from serving.lora_server.server import RankServer
@@ -152,7 +152,7 @@ def _require_memory(made: ServerDesign, rank: int) -> None:
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     need = made.slot_bytes(rank)
     if limit is not None and need > limit:
-        spec, name = made.spec, made.plan.placement.name
+        spec, name = made.spec, made.layout.placement.name
         raise ValueError(
             f"{spec.num_adapters} adapters of rank {spec.max_rank} take {need:,} bytes of a device "
             f"of {name}, which has {limit:,}; hold fewer (--lora-server-adapters), give them less "
@@ -166,7 +166,7 @@ def _make_server(spec: ServerSpec, rank: int, socket_path: str) -> RankServer:
     _require_memory(made, rank)
     held = ServerRank(
         made.catalogue,
-        made.plan.shard(rank),
+        made.layout.shard(rank),
         made.sizes,
         jnp.dtype(spec.dtype),
         implementation=spec.implementation,
@@ -175,10 +175,10 @@ def _make_server(spec: ServerSpec, rank: int, socket_path: str) -> RankServer:
     held.warm_up()
     return RankServer(
         held,
-        made.plan,
+        made.layout,
         made.catalogue,
         lambda: carriers.open_server(socket_path, made.terms, rank, spec.carrier),
-        ReadLimits(max_rank=spec.max_rank),
+        AdapterReadLimits(max_rank=spec.max_rank),
         spec.host_bytes,
         load_format=spec.load_format,
     )

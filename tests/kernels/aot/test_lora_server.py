@@ -45,7 +45,7 @@ def test_a_ranks_program_is_one_graph_with_its_loop(server, tmp_path, monkeypatc
     tiny_checkpoint.write_model(tmp_path, SHAPE)
     sizes = {"num_adapters": 4, "max_rank": 8, "max_rows": 64}
     made = design(ServerSpec(str(tmp_path), "bfloat16", "ep1-pp1", 1, **sizes))
-    rank = ServerRank(made.catalogue, made.plan.shard(0), made.sizes, jnp.dtype("bfloat16"))
+    rank = ServerRank(made.catalogue, made.layout.shard(0), made.sizes, jnp.dtype("bfloat16"))
     h200 = H200()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     server.shapes = made.terms.shapes

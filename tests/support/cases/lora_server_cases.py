@@ -116,11 +116,11 @@ class Ranks:
     def _server(self, rank: int) -> RankServer:
         made = self.design
         held = ServerRank(
-            made.catalogue, made.plan.shard(rank), made.sizes, jnp.dtype(self.spec.dtype)
+            made.catalogue, made.layout.shard(rank), made.sizes, jnp.dtype(self.spec.dtype)
         )
         held.warm_up()
         return RankServer(
-            held, made.plan, made.catalogue, lambda: self.carrier.open(made.terms, rank)
+            held, made.layout, made.catalogue, lambda: self.carrier.open(made.terms, rank)
         )
 
     def access(self, instance: str = "one", wait_s: float = 10.0) -> ServerAccess:

@@ -73,8 +73,7 @@ def sets(shape: Shape) -> int:
 
 
 def launches(shape: Shape) -> int:
-    """Return how many launches are in a program: so many that the schedule of the rows
-    takes little time."""
+    """Return how many launches are in a program, so that the one schedule takes little of it."""
     return max(LEAST_LAUNCHES, sets(shape))
 
 

@@ -11,7 +11,7 @@ from lora_jax.nn.remote import Exchange, RemoteExperts
 from lora_jax.placement.ep_pp import ServerLayout
 from lora_jax.placement.shape import AdapterShape
 from serving.lora_server.client import LOCAL, RemoteTable, ServerLink
-from serving.lora_server.shards import ServerPlan
+from serving.lora_server.shards import ShardLayout
 from serving.transport.base import Status
 from serving.transport.shapes import DOWN, GATE_UP, OUT, QKV, moe_shapes
 
@@ -42,7 +42,7 @@ class Carrier:
 
 def make_link(carrier=None, **options):
     placement = ServerLayout(AdapterShape(4, len(MOE_LAYERS), 4, 1), ep=2, pp=2)
-    return ServerLink(ServerPlan(placement, MOE_LAYERS), carrier or Carrier(), **options)
+    return ServerLink(ShardLayout(placement, MOE_LAYERS), carrier or Carrier(), **options)
 
 
 def run(link, numbers, row_to_slot, row_to_expert, layer):
@@ -73,8 +73,8 @@ def test_rows_go_to_the_rank_of_their_layer_and_expert_under_the_servers_number(
 
 def test_attention_goes_to_the_rank_of_its_layers_first_expert():
     link = make_link()
-    plan = dataclasses.replace(link.plan, attention=True)
-    link.plan = plan
+    layout = dataclasses.replace(link.layout, attention=True)
+    link.layout = layout
     step = link.start(RemoteTable(jnp.asarray([12], jnp.int32), jnp.int32(7)))
     assert step.has("q_proj", 1)
     assert not step.has("q_proj", 0)

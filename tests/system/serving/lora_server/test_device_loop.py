@@ -40,7 +40,7 @@ def made(tmp_path_factory):
 def rank(made):
     """Experts 2 and 3 of both layers, and adapter a0 under number 2."""
     found, adapters = made
-    held = ServerRank(found.catalogue, found.plan.shard(1), found.sizes, jnp.dtype("float32"))
+    held = ServerRank(found.catalogue, found.layout.shard(1), found.sizes, jnp.dtype("float32"))
     held.start_load(2, shard_part(adapters[0], held.shard))
     while held.is_loading:
         held.advance(8)
@@ -53,7 +53,7 @@ class Exchanges:
     def __init__(self, made, rank, gpus):
         self._shapes = made.terms.shapes
         self.server = DeviceServer(self._shapes, gpus.device(1), pull=False)
-        self.loop = DeviceLoop(rank, made.plan, self.server)
+        self.loop = DeviceLoop(rank, made.layout, self.server)
         ends = gpus.device(0)
         self.client = device_memory.open_local_client([self.server], ends, aside=False)
         self.client.set_limit(60.0)
@@ -247,7 +247,7 @@ def test_a_table_of_too_many_slots_takes_one_message_at_a_time(exchanges, rank, 
     assert rank.most_messages > 1
     monkeypatch.setattr("serving.lora_server.rank._MOST_SLOTS", 1)
     assert rank.most_messages == 1
-    exchanges.loop = DeviceLoop(rank, made[0].plan, exchanges.server)
+    exchanges.loop = DeviceLoop(rank, made[0].layout, exchanges.server)
     exchanges.push(DOWN, 1, [2, 2], [2, 3])
     assert exchanges.served() == Report(1)
     assert exchanges.wait()[1] == Status.ARRIVED

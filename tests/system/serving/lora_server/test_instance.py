@@ -15,7 +15,7 @@ from serving.api.config import EngineConfig
 from serving.lora_server.client import LOCAL, ServerLink
 from serving.lora_server.coordinator import Lease
 from serving.lora_server.instance import LOST, InstanceSide, ServerAccess, connect
-from serving.lora_server.shards import ServerPlan
+from serving.lora_server.shards import ShardLayout
 
 
 class Carrier:
@@ -74,8 +74,8 @@ def source():
 
 @pytest.fixture
 def side(source):
-    plan = ServerPlan(ServerLayout(AdapterShape(1, 1, 2, 1), 2, 1), (0,))
-    link = ServerLink(plan, Carrier())
+    layout = ShardLayout(ServerLayout(AdapterShape(1, 1, 2, 1), 2, 1), (0,))
+    link = ServerLink(layout, Carrier())
     made = InstanceSide(link, source, "me", num_slots=3)
     yield made
     made.check_integrity()

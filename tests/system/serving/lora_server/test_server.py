@@ -68,7 +68,7 @@ def made(files):
 @pytest.fixture(scope="module")
 def rank(made):
     """Rank 3: experts 2 and 3 of layer 1."""
-    rank = ServerRank(made.catalogue, made.plan.shard(3), made.sizes, jnp.dtype("float32"))
+    rank = ServerRank(made.catalogue, made.layout.shard(3), made.sizes, jnp.dtype("float32"))
     rank.warm_up()
     return rank
 
@@ -79,7 +79,7 @@ class Running:
     def __init__(self, made, rank, adapters, carrier=None):
         self.carrier = carrier or Carrier()
         self.server = RankServer(
-            rank, made.plan, made.catalogue, lambda: self.carrier, host_bytes=1 << 20
+            rank, made.layout, made.catalogue, lambda: self.carrier, host_bytes=1 << 20
         )
         self.adapters = adapters
         self.digests = {
@@ -197,7 +197,7 @@ def test_requests_are_answered_while_an_adapter_loads(running):
 
 def test_a_layer_on_its_way_is_waited_for_and_those_before_it_are_not(files, monkeypatch):
     both = design(cases.make_spec(files[0], "ep1-pp1", num_adapters=2))
-    rank = ServerRank(both.catalogue, both.plan.shard(0), both.sizes, jnp.dtype("float32"))
+    rank = ServerRank(both.catalogue, both.layout.shard(0), both.sizes, jnp.dtype("float32"))
     rank.warm_up()
     advance, must_wait, waited = rank.advance, rank.must_wait, threading.Event()
 
@@ -235,7 +235,7 @@ def test_a_layer_on_its_way_is_waited_for_and_those_before_it_are_not(files, mon
 def test_a_layer_on_its_way_holds_no_other_instance_up(files, gpus, monkeypatch):
     """Programs go on answering while the host keeps the message that waits."""
     made = design(cases.make_spec(files[0], "ep2-pp1", num_adapters=2))
-    rank = ServerRank(made.catalogue, made.plan.shard(1), made.sizes, jnp.dtype("float32"))
+    rank = ServerRank(made.catalogue, made.layout.shard(1), made.sizes, jnp.dtype("float32"))
     rank.warm_up()
     goes_on, advance = threading.Event(), rank.advance
 
