@@ -150,7 +150,7 @@ class Measurement:
 
     def _floor_us(self, batch: Batch, experts: float) -> float:
         """Return what reading weights, touched experts and KV pages once takes."""
-        tensors, model = self.multi_esft.tensors, self.woven
+        tensors, model = self.multi_esft.tensors, self.multi_esft
         moved = sum(leaf.nbytes for leaf in model.plain)
         moved -= model.config.experts.num_experts * len(tensors.layers) * tensors.expert_bytes
         moved -= model.model.embed.weight[...].nbytes

@@ -6,8 +6,8 @@ import math
 from lora_jax.ops.cases import MODELS
 from lora_jax.placement.ep_pp import ServerLayout
 from lora_jax.placement.shape import AdapterShape
+from serving.transport.compatibility import Terms
 from serving.transport.shapes import DOWN, GATE_UP, moe_shapes
-from serving.transport.terms import Terms
 
 REFUSE, ECHO, LORA = 0, 1, 2  # what servers do
 SITES = {GATE_UP: ("gate", "up"), DOWN: ("down",)}
@@ -66,7 +66,7 @@ class MeasuredPlan:
     all_rows: bool = False
     all_layers: bool = False
     pull: bool = False
-    aside: bool = True
+    separate_stream: bool = True
     graph: bool = True  # of a server's programs; else the host launches their kernels one by one
 
     @property
@@ -106,7 +106,7 @@ PLANS = {
         MeasuredPlan("EP4-PP1, 1 of its ranks", 4, 1, 1),
         MeasuredPlan("EP1-PP1, pull", 1, 1, 1, pull=True),
         MeasuredPlan("EP4-PP1, 1 of its ranks, pull", 4, 1, 1, pull=True),
-        MeasuredPlan("EP1-PP1, push in the stream", 1, 1, 1, aside=False),
+        MeasuredPlan("EP1-PP1, push in the stream", 1, 1, 1, separate_stream=False),
         MeasuredPlan("EP1-PP1, without graphs", 1, 1, 1, graph=False),
         MeasuredPlan("EP4-PP1, 1 of its ranks, without graphs", 4, 1, 1, graph=False),
         MeasuredPlan("EP4-PP1, 1 of its ranks, 2 at once", 4, 1, 1, senders=2),

@@ -28,7 +28,7 @@ class RemoteTable:
 
 
 class ServerLink:
-    """The way to all ranks of one LoRA Server by one carrier."""
+    """The way to all ranks of one LoRA Server by one transport."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class ServerLink:
         """`has_local`: adapters may have their experts in the instance's own slots too. Without
         `overlap` the base waits until the answer is there: for comparison only.
 
-        Raises ValueError when the carrier has not as many servers as the layout has ranks.
+        Raises ValueError when the transport has not as many servers as the layout has ranks.
         """
         if client.servers != layout.num_ranks:
             raise ValueError(

@@ -21,7 +21,7 @@ from serving.lora_server.leases import Leases
 from serving.lora_server.shards import local_part, split
 from serving.lora_server.spec import ServerSpec, design
 from serving.transport.base import AbstractClient, Status
-from serving.transport.terms import Terms
+from serving.transport.compatibility import Terms
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ _REJOIN_S = 0.1  # between two looks for lost ranks
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ServerAccess:
-    """Access of one instance to a LoRA Server; `connect` returns a carrier to all of its ranks."""
+    """Access of one instance to a LoRA Server; `connect` returns a transport to all ranks."""
 
     spec: ServerSpec
     instance: str

@@ -22,7 +22,7 @@ from serving.runtime.child_process import AbstractChild, Pulse
 from serving.runtime.device_copier import copier_here
 from serving.runtime.gpu_assignment import use_gpu
 from serving.runtime.program_cache import keep_programs
-from serving.transport import carriers
+from serving.transport import selection
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ def _run(server: RankServer) -> None:
     """Serve; a loop that breaks takes the process with it, so that nobody waits for it."""
     try:
         server.run()
-    except NotImplementedError as error:  # a carrier that is not here
+    except NotImplementedError as error:  # a transport that is not here
         logger.error("Rank %d of the LoRA Server cannot start: %s", server.rank, error)
         os._exit(1)
     except BaseException:
@@ -177,7 +177,7 @@ def _make_server(spec: ServerSpec, rank: int, socket_path: str) -> RankServer:
         held,
         made.layout,
         made.catalogue,
-        lambda: carriers.open_server(socket_path, made.terms, rank, spec.carrier),
+        lambda: selection.open_server(socket_path, made.terms, rank, spec.transport),
         AdapterReadLimits(max_rank=spec.max_rank),
         spec.host_bytes,
         load_format=spec.load_format,

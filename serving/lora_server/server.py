@@ -53,7 +53,7 @@ class RankStats:
 
 
 class RankServer:
-    """One rank over its device and its carrier. `run` is the loop; any thread may call the rest."""
+    """One rank over its device and its transport. `run` is the loop; any thread calls the rest."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class RankServer:
         """
         self._rank, self._layout, self._make_transport = rank, layout, make_transport
         self._transport: AbstractServer | None = None
-        self._programs: DeviceLoop | None = None  # where the carrier is the device's
+        self._programs: DeviceLoop | None = None  # where the transport is the device's
         self._catalogue, self._limits = catalogue, limits
         self._parts = HostParts(host_bytes)
         self._source = weight_source(load_format)
@@ -163,7 +163,7 @@ class RankServer:
     # The loop.
 
     def run(self) -> None:
-        """Serve until `stop`; then refuse commands and close the carrier."""
+        """Serve until `stop`; then refuse commands and close the transport."""
         self._compilations.watch_this_thread()
         try:
             while not self._stopping.is_set():

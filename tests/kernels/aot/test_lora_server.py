@@ -25,15 +25,15 @@ SHAPE = TinyShape(max_positions=96, experts=4, hidden=256, width=128, layers=2)
 def server(monkeypatch):
     """A server whose custom calls can be traced; skip without the compilers for an H200."""
     from cuda_backend import ffi
-    from cuda_backend.peer_ends import ServerEnd
+    from cuda_backend.peer_endpoints import ServerEndpoint
     from cuda_backend.toolkit import find_compilers
 
     if importlib.util.find_spec("jax_plugins.xla_cuda13") is None or not find_compilers():
         pytest.skip("the CUDA plugin or nvcc is missing: make test-aot")
     ffi.library().load(dispatch.cache_folder())
     monkeypatch.setattr(ffi, "require", lambda: None)
-    found, end = object.__new__(DeviceServer), object.__new__(ServerEnd)
-    found._end, end.number = end, 1
+    found, end = object.__new__(DeviceServer), object.__new__(ServerEndpoint)
+    found._endpoint, end.number = end, 1
     return found
 
 

@@ -70,7 +70,7 @@ VALUES = {
     "gpu_memory_utilization": "0.5",
     "scheduling_policy": "sjf",
     "lora_attention": "remote",
-    "lora_server_carrier": "nixl",
+    "lora_server_transport": "nixl",
     "lora_kernel": "reference",
 }
 # Others that a flag says nothing without.

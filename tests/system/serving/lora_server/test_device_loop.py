@@ -54,8 +54,10 @@ class Exchanges:
         self._shapes = made.terms.shapes
         self.server = DeviceServer(self._shapes, gpus.device(1), pull=False)
         self.loop = DeviceLoop(rank, made.layout, self.server)
-        ends = gpus.device(0)
-        self.client = device_memory.open_local_client([self.server], ends, aside=False)
+        endpoints = gpus.device(0)
+        self.client = device_memory.open_local_client(
+            [self.server], endpoints, separate_stream=False
+        )
         self.client.set_limit(60.0)
 
     def push(self, site, layer, numbers, experts, version=0):
@@ -158,7 +160,7 @@ def test_instances_at_other_layers_share_a_launch(exchanges, rank, gpus):
     others = [copy.copy(exchanges) for _ in range(2)]
     for other in others:
         other.client = device_memory.open_local_client(
-            [exchanges.server], gpus.device(0), aside=False
+            [exchanges.server], gpus.device(0), separate_stream=False
         )
         other.client.set_limit(60.0)
     pushed = [(exchanges, 0, [2] * 3, [2, 3, 3]), (others[0], 1, [2, 2], [2, 3])]
@@ -189,8 +191,10 @@ def test_instances_that_come_at_any_moment_are_all_answered(exchanges, rank, gpu
 
     def ask(number):
         other, experts = others[number], sorted([2, 3] * 4)[: 3 + number]
-        ends, got = gpus.device(0), []
-        other.client = device_memory.open_local_client([exchanges.server], ends, aside=False)
+        endpoints, got = gpus.device(0), []
+        other.client = device_memory.open_local_client(
+            [exchanges.server], endpoints, separate_stream=False
+        )
         other.client.set_limit(60.0)
         with jax.default_device(jax.devices()[1 + number]):
             for site, layer in sent:
