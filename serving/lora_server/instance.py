@@ -133,7 +133,7 @@ class InstanceSide:
     # Failures.
 
     def harmed_by(self, status: np.ndarray) -> frozenset[str]:
-        """Return the adapters whose requests a step with these statuses may have harmed."""
+        """Return the adapters whose requests a step with these statuses may have affected."""
         if not status.any():
             return frozenset()
         logger.warning(

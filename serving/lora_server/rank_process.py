@@ -19,7 +19,7 @@ from serving.lora_server.rank import ServerRank
 from serving.lora_server.server import RankServer
 from serving.lora_server.spec import ServerDesign, ServerSpec, design
 from serving.runtime.child_process import AbstractChild, Pulse
-from serving.runtime.device_copier import copier_here
+from serving.runtime.device_copier import device_copier
 from serving.runtime.gpu_assignment import use_gpu
 from serving.runtime.program_cache import keep_programs
 from serving.transport import selection
@@ -170,7 +170,7 @@ def _make_server(spec: ServerSpec, rank: int, socket_path: str) -> RankServer:
         made.sizes,
         jnp.dtype(spec.dtype),
         implementation=spec.implementation,
-        copier=copier_here(),
+        copier=device_copier(),
     )
     held.warm_up()
     return RankServer(

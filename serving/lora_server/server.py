@@ -167,7 +167,7 @@ class RankServer:
         self._compilations.watch_this_thread()
         try:
             while not self._stopping.is_set():
-                self._turn()
+                self._iterate()
             if self._programs is not None:
                 self._programs.drain()
         finally:
@@ -178,7 +178,7 @@ class RankServer:
                 self._transport.close()
             self._fail_commands()
 
-    def _turn(self) -> None:
+    def _iterate(self) -> None:
         if self._programs is not None:
             self._programs.resume()  # whoever brings a command from now on interrupts them
         self._run_commands()
@@ -190,7 +190,7 @@ class RankServer:
             self._stopping.wait(idle_s)
             return
         if isinstance(transport, DeviceServer):
-            self._turn_of_programs(transport, busy)
+            self._iterate_programs(transport, busy)
             return
         request, under_way = None, self._under_way
         if len(under_way) < _DEPTH:
@@ -200,7 +200,7 @@ class RankServer:
         elif under_way:
             self._answer(transport, *under_way.popleft())
 
-    def _turn_of_programs(self, transport: DeviceServer, busy: bool) -> None:
+    def _iterate_programs(self, transport: DeviceServer, busy: bool) -> None:
         """Let programs take messages; answer what they left when its layers are here, or refuse it.
 
         Whoever waits for a layer holds nobody up: programs go on meanwhile.
