@@ -159,5 +159,5 @@ def test_the_command_says_why_it_cannot_provision(tmp_path, caplog, monkeypatch)
     path = tmp_path / "workload.json"
     path.write_text(json.dumps(workload(rank=0)))
     assert launch.main([str(TINY), "--provision", str(path)]) == 1
-    assert "No provisioning" in caplog.text
+    assert "Cannot size the LoRA Server" in caplog.text
     assert "rank must be" in caplog.text
