@@ -61,11 +61,8 @@ class Scheduler:
         self._gate = AdapterGate(adapters or NoAdapters(), limits.adapter_wait_s)
         self._eos = frozenset(eos_token_ids)
         self._random = random.Random(seed)
-        self._pages = SequencePages(
-            limits.num_pages,
-            limits.page_size,
-            enable_prefix_caching=limits.enable_prefix_caching,
-        )
+        caching, sizes = limits.enable_prefix_caching, (limits.num_pages, limits.page_size)
+        self._pages = SequencePages(*sizes, enable_prefix_caching=caching)
         self._free_rows = list(range(limits.max_num_seqs))
         self._waiting = WaitingLine()
         self._running: list[Sequence] = []  # in order of deadline
