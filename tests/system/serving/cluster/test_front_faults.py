@@ -159,6 +159,7 @@ def test_a_rollout_outlasts_a_kill_of_every_process(cluster, files, state):
     for pid in (cluster.top.pid, *cluster.instances()):
         os.kill(pid, signal.SIGKILL)
     cluster.top.wait()
+    cluster.client.close()
     again = Cluster(*files[:2], state, cluster.log.with_name("killed"))
     cluster.top, cluster.port, cluster.log, cluster.client = (
         again.top,
