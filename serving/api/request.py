@@ -79,6 +79,7 @@ class OutputDelta:
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
     error: str | None = None  # message when finish_reason is ERROR
     retryable: bool = False  # the same request may succeed later (HTTP 503)
+    adapter: str | None = None  # that served it, with its version where it has one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +114,7 @@ class Sequence:
     what the host has seen; `num_scheduled_outputs` counts sampled tokens including those still
     on the device. `num_in_flight` counts planned steps that hold the sequence and are not complete:
     a preempted sequence comes back only when it is 0, so that no sampled token is lost or doubled.
-    Results of the next `num_void` of them are worth nothing.
+    Results of the next `num_discarded` of them are worth nothing.
     """
 
     request: Request
@@ -134,7 +135,7 @@ class Sequence:
     job_tokens: int = 0  # most tokens it can take where the shortest job comes first, else 0
     max_outputs: int = 0  # tokens to sample at most: max_tokens, or what the model has room for
     num_in_flight: int = 0
-    num_void: int = 0
+    num_discarded: int = 0
     # Of each image while running: its rows of the encoder cache, none if its tokens are cached.
     image_rows: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
     num_prompt_logprobs: int = 0  # prompt tokens whose chunk was planned with prompt_logprobs
@@ -192,12 +193,14 @@ class StepPlan:
     """One step: which chunks run, and which rows got a new owner since the last step.
 
     `admitted` sequences must have their sampling parameters written to their row before the step,
-    and towers must have computed `encodes`.
+    and towers must have computed `encodes`. A short step leaves out rows that could run, so that
+    its results come soon.
     """
 
     chunks: tuple[ScheduledChunk, ...]
     admitted: tuple[Sequence, ...] = ()
     encodes: tuple[EncodeImage, ...] = ()
+    is_short: bool = False
 
     @property
     def num_tokens(self) -> int:

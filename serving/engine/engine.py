@@ -5,6 +5,7 @@ with Engine("path/to/model", adapters={"sql": "path/to/adapter"}) as engine:
 """
 
 import dataclasses
+import functools
 import os
 import queue
 import secrets
@@ -14,16 +15,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lora_jax.adapters.entries import AdapterEntry, EvictedAdapter
+from lora_jax.adapters.rollout import Rollout
 from lora_jax.adapters.weights import AdapterReport
 from serving.api.config import EngineConfig
-from serving.api.images import PlacedImages, PreparedImage, PromptImage
+from serving.api.images import PlacedImages, PromptImage
 from serving.api.outputs import RequestFailed, RequestOutput
 from serving.api.request import FinishReason, OutputDelta, QueueFull, Request, Share
 from serving.api.sampling import Sampling
 from serving.engine.batch import Batch
 from serving.engine.generate_arguments import (
     Adapters,
-    GivenPrompt,
     Prompt,
     Samplings,
     adapter_and_sampling,
@@ -32,13 +33,13 @@ from serving.engine.generate_arguments import (
     given_prompt,
     with_images,
 )
+from serving.engine.image_inputs import place_images, read_prompts
 from serving.engine.live_request import LiveRequest
 from serving.engine.loop import EngineLoop
 from serving.engine.metrics import EngineStats
 from serving.engine.model_info import ModelInfo
 from serving.engine.parts import EngineParts, build_parts, engine_stats
-from serving.images.decode import pixels_of
-from serving.images.front import TEXT_ONLY, ImageFront
+from serving.images.front import ImageFront
 from serving.lora_server.instance import ServerAccess
 from serving.runtime.compile_counter import CompileCounter
 
@@ -86,6 +87,7 @@ class Engine:
         self._loop = self._parts.loop
         self.tokenizer = self._parts.tokenizer
         self.registry = self._parts.registry
+        self.rollouts = self._parts.rollouts
         self.metrics = self._parts.metrics
         self.model_info: ModelInfo = self._parts.model_info
         self.images: ImageFront | None = self._parts.images  # None: the model takes text only
@@ -115,6 +117,7 @@ class Engine:
         lora_request: Any = None,
         use_tqdm: bool = False,
         images: Any = None,
+        session: str | None = None,
     ) -> list[RequestOutput]:
         """Return one answer per prompt, in order.
 
@@ -124,15 +127,16 @@ class Engine:
         image is a PIL image, the bytes or path of a file, or uint8 [height, width, 3]. One
         adapter name (None: the base model) or sampling (None: `default_sampling`) stands for all
         prompts. vLLM's call works too: a sampling in second place, `sampling_params`, and
-        `lora_request` with the name of a loaded adapter. Raises KeyError for an unknown adapter,
+        `lora_request` with the name of a loaded adapter. `session` names the user whom a rollout
+        gives always the same version. Raises KeyError for an unknown adapter,
         ValueError or TypeError for bad input, RequestFailed when the engine could not finish one.
         """
         adapter, sampling = adapter_and_sampling(adapter, sampling, sampling_params, lora_request)
         given = with_images([given_prompt(prompt) for prompt in as_list(prompts)], images)
         sampling = self.default_sampling() if sampling is None else sampling
-        ids, placed = self._inputs(given)
+        ids, placed = read_prompts(self.tokenizer, self.images, given)
         batch = Batch(
-            self.submit,
+            functools.partial(self.submit, session=session),
             ids,
             broadcast("adapter", adapter, len(given), (str, type(None))),
             broadcast("sampling", sampling, len(given), (Sampling,)),
@@ -157,6 +161,7 @@ class Engine:
         sampling: Sampling | None = None,
         *,
         images: Any = None,
+        session: str | None = None,
     ) -> Iterator[Piece]:
         """Return an iterator over the pieces of the answer as they are made.
 
@@ -167,8 +172,10 @@ class Engine:
         (name,) = broadcast("adapter", name, 1, (str, type(None)))
         (wanted,) = broadcast("sampling", wanted, 1, (Sampling,))
         deltas: queue.SimpleQueue[OutputDelta] = queue.SimpleQueue()
-        (ids,), (placed,) = self._inputs(with_images([given_prompt(prompt)], images))
-        request_id = self.submit(ids, name, wanted, on_output=deltas.put, images=placed)
+        given = with_images([given_prompt(prompt)], images)
+        (ids,), (placed,) = read_prompts(self.tokenizer, self.images, given)
+        put = deltas.put
+        request_id = self.submit(ids, name, wanted, on_output=put, images=placed, session=session)
         return self._pieces(request_id, deltas, wanted.n)
 
     def _pieces(
@@ -186,24 +193,6 @@ class Engine:
             if num_open:
                 self.abort(request_id)
 
-    def _inputs(self, prompts: Sequence[GivenPrompt]) -> tuple[list[list[int]], list[PlacedImages]]:
-        """Return token ids of each prompt, and its images where they stand in them."""
-        ids, placed = [], []
-        for prompt in prompts:
-            mine = prompt.ids
-            mine = self.tokenizer.encode(prompt.text or "") if mine is None else list(mine)
-            if prompt.images and self.images is None:
-                raise ValueError(TEXT_ONLY)
-            made: list[PreparedImage] = []
-            starts: list[int] = []
-            if self.images is not None and prompt.images:
-                self.images.check_count(len(prompt.images))
-                made = [self.images.prepare(pixels_of(image)) for image in prompt.images]
-                mine, starts = self.images.expand(mine, made)
-            ids.append(mine)
-            placed.append(tuple(zip(made, starts, strict=True)))
-        return ids, placed
-
     # Requests, as the HTTP server makes them.
 
     def submit(
@@ -219,19 +208,24 @@ class Engine:
         share: Share | None = None,
         entry: AdapterEntry | None = None,
         images: PlacedImages = (),
+        session: str | None = None,
     ) -> str:
         """Queue a request and return its id; `on_output` is called from the engine's thread.
 
         `deadline_s` is seconds from now: waiting requests are served in that order, those of
         each `share` beside those of others. `entry` is what the adapter's name stood for; without
-        it an adapter whose weights are not in memory is read here and now. `images` come with their
-        first tokens in the prompt, as `ImageFront.expand` gives them. Raises AdapterNotFound
-        (a KeyError), ValueError, QueueFull or EngineDead.
+        it a rollout chooses the version by `session`, or by the request's id, and an adapter whose
+        weights are not in memory is read here and now. `images` come with their first tokens in
+        the prompt, as `ImageFront.expand` gives them. Raises AdapterNotFound (a KeyError),
+        ValueError, QueueFull or EngineDead.
         """
+        request_id = request_id or secrets.token_hex(12)
+        if entry is None and adapter is not None:
+            adapter = self.rollouts.pick(adapter, session or request_id)
         entry, placed = self._check(prompt_ids, adapter, sampling, entry, images, cache_salt)
         now = time.monotonic()
         request = Request(
-            request_id=request_id or secrets.token_hex(12),
+            request_id=request_id,
             prompt_ids=tuple(prompt_ids),
             sampling=sampling,
             adapter=adapter,
@@ -278,28 +272,14 @@ class Engine:
         """
         try:
             self._check_numbers(prompt_ids, sampling)
-            entry = None if adapter is None else entry or self.registry.resolve(adapter)
-            return entry, self._placed(prompt_ids, images, entry, salt)
+            entry = None if adapter is None else entry or self.rollouts.resolve(adapter)
+            return entry, place_images(self.images, prompt_ids, images, entry, salt)
         except KeyError:
             self.metrics.rejected("adapter_not_found")
             raise
         except ValueError:
             self.metrics.rejected("invalid")
             raise
-
-    def _placed(
-        self,
-        prompt_ids: Sequence[int],
-        images: PlacedImages,
-        entry: AdapterEntry | None,
-        salt: str,
-    ) -> tuple[PromptImage, ...]:
-        if self.images is None:
-            if images:
-                raise ValueError(TEXT_ONLY)
-            return ()
-        made, starts = [image for image, _ in images], [start for _, start in images]
-        return self.images.placed(prompt_ids, made, starts, entry, salt)
 
     def _check_numbers(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         vocab = self.model_info.vocab_size
@@ -337,9 +317,37 @@ class Engine:
         return self._info(entry)
 
     def unload_adapter(self, name: str) -> None:
-        """Forget a name: new requests for it fail at once, running ones finish, then it goes."""
+        """Forget a name: new requests for it fail at once, running ones finish, then it goes.
+
+        Raises AdapterNotFound (a KeyError), and ValueError for a version with a share of a rollout.
+        """
+        self.rollouts.check_unload(name)
         self.registry.unload(name)
         self._loop.wake()
+
+    def rollout(
+        self,
+        name: str,
+        versions: Mapping[str, float] | None = None,
+        /,
+        *,
+        guard: Mapping[str, Any] | None = None,
+        **shares: float,
+    ) -> Rollout:
+        """Give loaded versions of an adapter their shares in percent: rollout("sql", v1=95, v2=5).
+
+        Versions whose names are no Python names go into `versions`. `guard` has the fields of
+        `lora_jax.adapters.rollout_guard.Guard`. A user keeps a version; a raised share of a newer
+        version moves users to it only. Raises ValueError, and then nothing has changed.
+        """
+        return self.rollouts.set(name, {**(versions or {}), **shares}, guard)
+
+    def rollback(self, name: str) -> Rollout:
+        """Take the newest version's users back to older ones; running requests end on theirs.
+
+        Raises KeyError for an adapter without a rollout, ValueError where nothing is older.
+        """
+        return self.rollouts.roll_back(name)
 
     def adapters(self) -> list[AdapterInfo]:
         """Return all known adapters in order of name, also those read again on their next use."""

@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable
 
 from lora_jax.adapters.registry import AdapterEntry, AdapterRegistry
+from lora_jax.adapters.rollout_guard import Outcome
 from serving.api.request import EngineDead, FinishReason, Request, Sequence
 from serving.engine.live_request import LiveRequest
 from serving.engine.metrics import EngineMetrics
+from serving.engine.pacing import Pacer
 from serving.loading.adapter_loaders import AdapterLoaders
 from serving.runtime.compile_counter import CompileCounter
 from serving.scheduling.scheduler import Progress, Scheduler, SchedulerStats
@@ -45,6 +47,7 @@ class LoopParts:
     metrics: EngineMetrics
     compilations: CompileCounter
     chunks_per_step: int
+    finished: Callable[[str | None, Outcome], None] = lambda adapter, outcome: None
 
 
 class EngineLoop:
@@ -63,6 +66,7 @@ class EngineLoop:
         self._generation = -1  # of the registry, as last seen
         self._heartbeat_s = time.monotonic()
         self._num_dispatched = 0
+        self._pacer = Pacer(time.monotonic)
         self.num_steps = 0  # whose results have been read
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -103,6 +107,7 @@ class EngineLoop:
             if self._dead or self._closing:
                 raise EngineDead(_DEAD)
             sequences = self._parts.scheduler.add(request)
+            self._pacer.asked(request.share.tenant)
             self._live[request.request_id] = make_live(sequences)
             if entry is not None and self._parts.loader is not None:
                 self._parts.loader.retain(entry)
@@ -136,7 +141,7 @@ class EngineLoop:
         self._parts.compilations.watch_this_thread()
         try:
             while not self._closing:
-                self._turn()
+                self._iterate()
         except Exception:
             logger.exception("The engine has died.")
         finally:
@@ -144,8 +149,10 @@ class EngineLoop:
             self._fail_all()
             self._drain()
 
-    def _turn(self) -> None:
+    def _iterate(self) -> None:
         """Plan and dispatch one step, advance loads, and take in the step before."""
+        if self._flying is not None:
+            time.sleep(self._pacer.wait_s(self._flying.plan.num_tokens))
         parts, now = self._parts, time.monotonic()
         self._heartbeat_s = now
         with self._lock:
@@ -157,7 +164,9 @@ class EngineLoop:
         if plan is not None and parts.loader is not None:
             parts.loader.prepare(parts.runner, self._num_dispatched)
         step = None if plan is None else parts.runner.dispatch(plan)
-        self._num_dispatched += step is not None
+        if step is not None:
+            self._num_dispatched += 1
+            self._pacer.dispatched(now, follows=self._flying is not None)
         loaded = self._advance_loads()
         for sequence in ended:
             self._end(sequence, FinishReason.ABORT)
@@ -166,9 +175,12 @@ class EngineLoop:
             self._end(sequence, FinishReason.ERROR, message, retryable=True)
         finished, self._flying = self._flying, step
         if finished is not None:
-            self._take_in(finished)
+            self._process_results(finished)
         elif step is None and not loaded:
             self._sleep()
+        if step is not None and step.plan.is_short:  # its caller waits for it alone
+            self._flying = None
+            self._take_in(step)
 
     def _follow_registry(self) -> None:
         """Let the device follow what was loaded and unloaded since the last look."""
@@ -210,21 +222,23 @@ class EngineLoop:
             waits = _LOADING_WAIT_S if loading else _BLOCKED_WAIT_S if blocked else _IDLE_WAIT_S
             self._wake.wait(waits)
 
-    def _take_in(self, step: InFlightStep) -> None:
+    def _process_results(self, step: InFlightStep) -> None:
         """Read a step's results and hand out what they mean."""
+        began = time.monotonic()
         results = self._parts.runner.read(step)
+        self._pacer.ended(step.plan.num_tokens, began)
         bad = [result for result in results if result.token_id == INVALID_TOKEN]
         now, loader = time.monotonic(), self._parts.loader
         lost = frozenset() if loader is None else loader.harmed_by(step.remote_status)
         with self._lock:
-            harmed = self._let_go(lost) if lost else []
-            bad = [result for result in bad if not result.chunk.sequence.num_void]
+            affected = self._handle_server_loss(lost) if lost else []
+            bad = [result for result in bad if not result.chunk.sequence.num_discarded]
             for result in bad:  # before its token counts as the sequence's next
                 self._parts.scheduler.finish(result.chunk.sequence, FinishReason.ERROR)
             progress = self._parts.scheduler.complete(step.plan, results, now)
         self.num_steps += 1
         self._parts.metrics.step_done(step.plan.num_tokens)
-        for sequence in harmed:
+        for sequence in affected:
             message = _SERVER_FAILED.format(name=sequence.request.adapter)
             self._end(sequence, FinishReason.ERROR, message, retryable=True)
         for result in bad:
@@ -235,8 +249,8 @@ class EngineLoop:
             self._deliver(one, now)
         self._parts.metrics.tokens_generated(num_generated)
 
-    def _let_go(self, lost: frozenset[str]) -> list[Sequence]:
-        """End what the LoRA Server's failure has harmed, but what can go on without it does."""
+    def _handle_server_loss(self, lost: frozenset[str]) -> list[Sequence]:
+        """End the requests of lost adapters, or restart those that can run without the server."""
         loader, scheduler = self._parts.loader, self._parts.scheduler
         here = frozenset() if loader is None else loader.servable_here(lost)
         restarted = scheduler.restart_adapters(here) if here else []
@@ -306,7 +320,11 @@ class EngineLoop:
             digest = live.request.adapter_digest
             if digest and self._parts.loader is not None:
                 self._parts.loader.drop(digest)
-        self._parts.metrics.request_done(live.summary(now))
+        summary = live.summary(now)
+        self._parts.metrics.request_done(summary)
+        outcome = summary.outcome()
+        if outcome is not None:
+            self._parts.finished(summary.adapter, outcome)
 
     def _drain(self) -> None:
         """Wait for the device, so that the process may end while nothing runs; free its memory."""

@@ -39,6 +39,7 @@ class StepBudget:
         self.logit_rows = logit_rows
         self._chunks: list[ScheduledChunk] = []
         self._admitted: list[Sequence] = []
+        self.is_short = False
 
     @property
     def exhausted(self) -> bool:
@@ -88,4 +89,4 @@ class StepBudget:
         """Return the step, before which towers compute `encodes`; None when nobody got a chunk."""
         if not self._chunks:
             return None
-        return StepPlan(tuple(self._chunks), tuple(self._admitted), encodes)
+        return StepPlan(tuple(self._chunks), tuple(self._admitted), encodes, self.is_short)
