@@ -103,7 +103,7 @@ class LatentAttention(nnx.Module):
         routing: AdapterRouting,
     ) -> tuple[Float[Array, "tokens hidden"], LayerCache]:
         """Return the attention's output and the cache with this step's latents in it."""
-        heads = self.config.num_heads
+        heads = self.absorb_k.weight.shape[0]  # of this device
         by_head = head_rows(x.shape[0], heads, routing.num_rows)
         sorted_routing = routing.gathered(by_head.row_to_token, routing.num_rows * heads)
         q_nope, q_rope = jnp.split(self._query(x, routing), [self.mla.nope_dim], axis=-1)
@@ -132,7 +132,7 @@ class LatentAttention(nnx.Module):
             q = self.q_proj(x, routing)
         else:
             q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x, routing)), routing)
-        return q.reshape(x.shape[0], self.config.num_heads, -1)
+        return q.reshape(x.shape[0], -1, self.config.head_dim)
 
     def _latent(
         self, x: Float[Array, "tokens hidden"], angles: CosSin, routing: AdapterRouting
