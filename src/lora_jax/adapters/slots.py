@@ -130,27 +130,16 @@ def init_slots(
     )
 
 
-def write_rows(
-    pool: Float[Array, "rows width"],
-    indices: Int[Array, "chunk"],
-    values: Float[Array, "values width"],
-) -> Float[Array, "rows width"]:
-    """Return the pool with values[i] at row indices[i]; an index out of range is dropped.
-
-    The chunk is padded to one fixed length, so that loading never compiles after warm-up. A pool on
-    several devices takes a chunk of values for each, and the indices are those of a device's rows.
-    """
-    if _num_parts(pool) == 1:
-        return _write_rows(pool, indices, values)
-    return _write_parts(pool, indices, jax.device_put(values, pool.sharding), pool.sharding)
-
-
 @functools.partial(jax.jit, donate_argnums=0)
-def _write_rows(
+def write_rows(
     pool: Float[Array, "rows width"],
     indices: Int[Array, "chunk"],
     values: Float[Array, "chunk width"],
 ) -> Float[Array, "rows width"]:
+    """Return the pool with values[i] at row indices[i]; an index out of range is dropped.
+
+    The chunk is padded to one fixed length, so that loading never compiles after warm-up.
+    """
     return pool.at[indices].set(values, mode="drop", unique_indices=True)
 
 
@@ -161,9 +150,13 @@ def _write_parts(
     values: Float[Array, "values width"],
     sharding: NamedSharding,
 ) -> Float[Array, "rows width"]:
+    """Return the pool with a chunk written on each device, as write_rows does on one.
+
+    `values` are the chunks of all devices, and the indices those of a device's own rows.
+    """
     rows = sharding.spec
     write = jax.shard_map(
-        _write_rows,
+        write_rows,
         mesh=sharding.mesh,
         in_specs=(rows, PartitionSpec(), rows),
         out_specs=rows,
@@ -197,7 +190,7 @@ def warm_up(slots: AdapterSlots) -> AdapterSlots:
 
 def write_nothing(slots: AdapterSlots) -> AdapterSlots:
     """Return `slots` unchanged (donated), in the order of what else the device does with them."""
-    pools = {key: write_rows(pool, *_empty_chunk(pool)) for key, pool in slots.pools.items()}
+    pools = {key: _written(pool, *_empty_chunk(pool)) for key, pool in slots.pools.items()}
     return dataclasses.replace(slots, pools=pools)
 
 
@@ -246,7 +239,7 @@ class LoadingPlan:
         pools = dict(slots.pools)
         for _ in range(min(max_chunks, self._remaining - 1)):
             key, indices, values = next(self._pending)
-            pools[key] = write_rows(pools[key], indices, values)
+            pools[key] = _written(pools[key], indices, values)
         slots = dataclasses.replace(slots, pools=pools)
         self._remaining = max(0, self._remaining - max_chunks)
         if self._remaining == 0:
@@ -276,6 +269,13 @@ def set_slot(
         slots.entries, slots.scaling, np.int32(slot), slot_entries, slot_scaling
     )
     return dataclasses.replace(slots, entries=entries, scaling=scaling)
+
+
+def _written(pool: jax.Array, indices: np.ndarray, values: np.ndarray) -> jax.Array:
+    """Return the pool (donated) with a chunk of the host's rows, on each device its own."""
+    if _num_parts(pool) == 1:
+        return write_rows(pool, indices, values)
+    return _write_parts(pool, indices, jax.device_put(values, pool.sharding), pool.sharding)
 
 
 def _num_parts(pool: jax.Array) -> int:

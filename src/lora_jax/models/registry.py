@@ -36,7 +36,7 @@ def model_class(model_type: str) -> type[AbstractCausalLM]:
     return getattr(importlib.import_module(f"lora_jax.models.{module}"), name)
 
 
-def abstract(config: ModelConfig, dtype: Any, split: Split | None = None) -> tuple[Any, nnx.State]:
+def abstract(config: ModelConfig, dtype: Any, split: Split | None = None) -> tuple[Any, Any]:
     """Return a model without memory as nnx.split gives it, its vocabulary padded for a split."""
     kind, multiple = model_class(config.model_type), 1 if split is None else split.vocab_multiple
     made = nnx.eval_shape(lambda: kind(config, dtype=dtype, vocab_multiple=multiple))

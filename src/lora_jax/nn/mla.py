@@ -110,7 +110,9 @@ class LatentAttention(nnx.Module):
         q_rope = rotate(q_rope, *angles, interleaved=True)
         q = jnp.concatenate([self.absorb_k(q_nope, by_head, sorted_routing), q_rope], axis=-1)
         latent = self._latent(x, angles, routing)
-        cache = LayerCache(k=write(cache.k, latent, batch.token_to_page_slot), v=cache.v)
+        # XLA crashes over an array of no values that goes through a shard_map as it is.
+        no_v = cache.v if routing.split is None else jnp.zeros_like(cache.v)
+        cache = LayerCache(k=write(cache.k, latent, batch.token_to_page_slot), v=no_v)
         attended = paged_attention(
             q,
             cache.k,

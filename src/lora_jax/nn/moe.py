@@ -74,8 +74,11 @@ class Experts(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "rows hidden"], map: RowMap, routing: AdapterRouting
-    ) -> Float[Array, "rows hidden"]:
-        """Return each sorted row's expert output; `routing` is that of the sorted rows."""
+    ) -> Float[Array, "rows outputs"]:
+        """Return each sorted row's expert output; `routing` is that of the sorted rows.
+
+        Where a split gives a device a part of every expert, it is that part of the outputs.
+        """
         if routing.remote is not None:
             return self._with_server(x, map, routing, routing.remote)
         up_names, gate, up = ("gate_proj", "up_proj"), self.gate_proj[...], self.up_proj[...]
