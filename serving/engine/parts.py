@@ -17,8 +17,8 @@ from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.local_widths import LocalWidths
 from lora_jax.adapters.lora_allocator import SlotAllocator
 from lora_jax.adapters.registry import AdapterRegistry, RegistryLimits
-from lora_jax.adapters.row_copies import Copier, CopyingPlan, pin_matrices
-from lora_jax.adapters.slots import LoadingPlan, SlotsSpec, init_slots
+from lora_jax.adapters.row_copies import Copier, LoraCopyJob, pin_matrices
+from lora_jax.adapters.slots import LoraLoadJob, SlotsSpec, init_slots
 from lora_jax.adapters.weights import AdapterWeights, AnyWeights, ExpertWeights
 from lora_jax.config import ModelConfig
 from lora_jax.nn.decoder import AbstractCausalLM
@@ -40,7 +40,7 @@ from serving.loading.local_experts import LocalExperts
 from serving.lora_server.instance import InstanceSide, ServerAccess, connect
 from serving.lora_server.shards import local_catalogue
 from serving.runtime.compile_counter import CompileCounter
-from serving.runtime.device_copier import copier_here
+from serving.runtime.device_copier import device_copier
 from serving.runtime.program_cache import keep_programs
 from serving.scheduling.scheduler import Scheduler, SchedulerLimits
 from serving.steps.model_runner import ModelRunner
@@ -103,9 +103,10 @@ def build_parts(
         # KV pages may lie where the experts were.
         catalogue = model.catalogue(model_config)
         widths = _local_widths(split)
-        here, whole = _held_here(catalogue, remote, widths)
+        local_modules, num_full_adapters = _held_locally(catalogue, remote, widths)
         devices = config.tensor_parallel_size
-        size = size_kv_cache(config, model, model_config, here, dtype, whole, devices)
+        room = (model_config, local_modules, dtype, num_full_adapters, devices)
+        size = size_kv_cache(config, model, *room)
         info = model_info(config, weights, model_config, size, dtype, tokenizer, generation)
         base = _Base(
             model, model_config, source, catalogue, dtype, size, esft, remote, split, widths
@@ -137,18 +138,18 @@ def _local_widths(split: Split | None) -> LocalWidths | None:
     return LocalWidths(split.size, split.experts == "ep", split.vocab_multiple)
 
 
-def _held_here(
+def _held_locally(
     catalogue: LoraCatalogue, remote: InstanceSide | None, widths: LocalWidths | None
 ) -> tuple[LoraCatalogue, int]:
-    """Return the modules of which all adapters are here, and how many may be here as a whole.
+    """Return the modules of which slots hold every adapter, and the number held whole.
 
-    Of a model over several devices, as one device has them.
+    In a split model they are as one device has them.
     """
     if widths is not None:
         return widths.catalogue(catalogue), 0
     if remote is None:
         return catalogue, 0
-    return local_catalogue(catalogue, remote.link.plan), remote.num_local
+    return local_catalogue(catalogue, remote.link.layout), remote.num_local
 
 
 def _build(
@@ -159,9 +160,12 @@ def _build(
     info: ModelInfo,
 ) -> EngineParts:
     """Return the parts around a model that is loaded."""
-    here, whole = _held_here(base.catalogue, base.remote, base.widths)
-    allocator, spec = make_allocator(config, base.catalogue, here, base.dtype, whole)
-    copier = None if base.split is not None else copier_here()
+    held = _held_locally(base.catalogue, base.remote, base.widths)
+    local_modules, num_full_adapters = held
+    allocator, spec = make_allocator(
+        config, base.catalogue, local_modules, base.dtype, num_full_adapters
+    )
+    copier = None if base.split is not None else device_copier()
     registry = _make_registry(config, base, allocator, copier)
     _load_adapters(registry, adapters)
     end_ids = info.end_token_ids
@@ -342,12 +346,12 @@ def _make_loaders(
     allocator: SlotAllocator, base: _Base, metrics: EngineMetrics, copier: Copier | None
 ) -> AdapterLoaders:
     told, remote, esft = metrics.adapter_loaded_on_device, base.remote, base.esft
-    make_plan = LoadingPlan if copier is None else functools.partial(CopyingPlan, copier=copier)
-    lora = AdapterLoader(allocator, make_plan, on_loaded=told)
+    make_job = LoraLoadJob if copier is None else functools.partial(LoraCopyJob, copier=copier)
+    lora = AdapterLoader(allocator, make_job, on_loaded=told)
     local = LocalExperts(lora) if remote is not None and remote.num_local else None
     if esft is None:
         return AdapterLoaders(lora, allocator.num_slots, remote=remote, local=local)
-    experts = AdapterLoader(esft.room.allocator, esft.room.plan, on_loaded=told)
+    experts = AdapterLoader(esft.room.allocator, esft.room.job, on_loaded=told)
     return AdapterLoaders(lora, allocator.num_slots, experts, esft.room, remote, local)
 
 

@@ -15,7 +15,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from lora_jax.models import load
-from lora_jax.models.checkpoint import SINGLE, StoredTensor
+from lora_jax.models.checkpoint import SINGLE, CheckpointTensor
 from lora_jax.sharding import Split, make_mesh
 
 CONFIG: dict[str, Any] = {
@@ -182,14 +182,14 @@ def test_each_device_is_given_its_own_slice(tmp_path, monkeypatch, devices, expe
     folder = write(tmp_path, mixtral_tensors(CONFIG))
     want = parameters(load(folder)[0])
     read: list[int] = []
-    fill = StoredTensor._fill
+    fill = CheckpointTensor._fill
 
     def counting(self, file, buffer):
         if "experts" in self.name:
             read.append(buffer.nbytes)
         fill(self, file, buffer)
 
-    monkeypatch.setattr(StoredTensor, "_fill", counting)
+    monkeypatch.setattr(CheckpointTensor, "_fill", counting)
     split = Split(make_mesh(devices), experts)
     found = parameters(load(folder, split=split)[0])
     for name, array in found.items():

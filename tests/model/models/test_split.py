@@ -15,7 +15,7 @@ from support.cases import adapter_cases
 from lora_jax import models
 from lora_jax.adapters.local_widths import LocalWidths
 from lora_jax.adapters.lora_allocator import SlotAllocator
-from lora_jax.adapters.slots import AdapterSlots, LoadingPlan, init_slots, size_slots
+from lora_jax.adapters.slots import AdapterSlots, LoraLoadJob, init_slots, size_slots
 from lora_jax.batch import ForwardBatch
 from lora_jax.config import from_hf
 from lora_jax.kv_cache import init_cache, pages_sharding
@@ -132,7 +132,7 @@ def with_adapters(catalogue, split, dtype):
     slots = init_slots(local, spec, dtype, split)
     for rank in RANKS:
         weights = make_adapter(catalogue, rank)
-        plan = LoadingPlan(allocator.place(cut(weights)), slots)
+        plan = LoraLoadJob(allocator.place(cut(weights)), slots)
         while not plan.done:
             slots = plan.advance(slots, 4)
     return slots

@@ -4,7 +4,7 @@ import pytest
 
 from serving.api.cluster_config import ClusterConfig
 from serving.api.config import EngineConfig
-from serving.cli.flag_values import LoraModule
+from serving.cli.flag_values import LoraModuleFlag
 from serving.cli.options import Options, is_loopback
 from serving.http.settings import HttpSettings
 
@@ -26,7 +26,7 @@ def test_a_lora_server_serves_instances_of_one_device():
 
 
 def test_an_adapter_has_one_name():
-    twice = (LoraModule("a", "x"), LoraModule("a", "y"))
+    twice = (LoraModuleFlag("a", "x"), LoraModuleFlag("a", "y"))
     with pytest.raises(ValueError, match="'a' twice"):
         Options(ENGINE, OPEN, adapters=twice)
 
