@@ -78,6 +78,7 @@ class OutputDelta:
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
     error: str | None = None  # message when finish_reason is ERROR
     retryable: bool = False  # the same request may succeed later (HTTP 503)
+    adapter: str | None = None  # that served it, with its version where it has one
 
 
 @dataclasses.dataclass(frozen=True)

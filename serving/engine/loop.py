@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 
 from lora_jax.adapters.registry import AdapterEntry, AdapterRegistry
+from lora_jax.adapters.rollout_guard import Outcome
 from serving.api.request import EngineDead, FinishReason, Request, Sequence
 from serving.engine.live_request import LiveRequest
 from serving.engine.metrics import EngineMetrics
@@ -45,6 +46,7 @@ class LoopParts:
     metrics: EngineMetrics
     compilations: CompileCounter
     chunks_per_step: int
+    finished: Callable[[str | None, Outcome], None] = lambda adapter, outcome: None
 
 
 class EngineLoop:
@@ -306,7 +308,11 @@ class EngineLoop:
             digest = live.request.adapter_digest
             if digest and self._parts.loader is not None:
                 self._parts.loader.drop(digest)
-        self._parts.metrics.request_done(live.summary(now))
+        summary = live.summary(now)
+        self._parts.metrics.request_done(summary)
+        outcome = summary.outcome()
+        if outcome is not None:
+            self._parts.finished(summary.adapter, outcome)
 
     def _drain(self) -> None:
         """Wait for the device, so that the process may end while nothing runs; free its memory."""

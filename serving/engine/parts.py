@@ -33,6 +33,7 @@ from serving.engine.memory_budget import make_allocator, size_kv_cache
 from serving.engine.metrics import EngineMetrics, EngineStats
 from serving.engine.model_info import ModelInfo, model_info
 from serving.engine.sizing import CacheSize
+from serving.engine.version_metrics import ShareCollector
 from serving.loading.adapter_loader import AdapterLoader
 from serving.loading.adapter_loaders import AdapterLoaders
 from serving.loading.esft_parts import EsftParts, make_esft
@@ -42,6 +43,7 @@ from serving.lora_server.shards import local_catalogue
 from serving.runtime.compile_counter import CompileCounter
 from serving.runtime.device_copier import device_copier
 from serving.runtime.program_cache import keep_programs
+from serving.runtime.rollouts import Rollouts
 from serving.scheduling.scheduler import Scheduler, SchedulerLimits
 from serving.steps.model_runner import ModelRunner
 from serving.steps.step import StepSizes
@@ -56,6 +58,7 @@ class EngineParts:
 
     tokenizer: Tokenizer
     registry: AdapterRegistry
+    rollouts: Rollouts
     loader: AdapterLoaders
     metrics: EngineMetrics
     compilations: CompileCounter
@@ -174,17 +177,20 @@ def _build(
     metrics = _make_metrics(config, info)
     loader = _make_loaders(allocator, base, metrics, copier)
     registry.set_in_use(loader.in_use)
+    rollouts = Rollouts(registry)
+    registry.set_kept(rollouts.kept)
+    metrics.registry.register(ShareCollector(rollouts.states))
     scheduler = _make_scheduler(config, base.size, loader, end_ids)
     chunks = config.adapter_load_chunks_per_step
     loop = EngineLoop(
         LoopParts(
-            runner, scheduler, registry, loader, metrics, compilations, chunks_per_step=chunks
+            runner, scheduler, registry, loader, metrics, compilations, chunks, rollouts.finished
         )
     )
     if base.remote is not None:
         base.remote.wake = loop.wake
     metrics.set_source(lambda: engine_stats(loop, registry, loader, metrics, compilations))
-    return EngineParts(tokenizer, registry, loader, metrics, compilations, loop, info)
+    return EngineParts(tokenizer, registry, rollouts, loader, metrics, compilations, loop, info)
 
 
 def engine_stats(
