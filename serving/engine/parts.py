@@ -14,17 +14,20 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lora_jax.adapters.catalogue import LoraCatalogue
+from lora_jax.adapters.local_widths import LocalWidths
 from lora_jax.adapters.lora_allocator import SlotAllocator
 from lora_jax.adapters.registry import AdapterRegistry, RegistryLimits
 from lora_jax.adapters.row_copies import Copier, LoraCopyJob, pin_matrices
 from lora_jax.adapters.slots import LoraLoadJob, SlotsSpec, init_slots
-from lora_jax.adapters.weights import AnyWeights, ExpertWeights
+from lora_jax.adapters.weights import AdapterWeights, AnyWeights, ExpertWeights
 from lora_jax.config import ModelConfig
 from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.ops import dispatch
+from lora_jax.sharding import Split
 from serving.api.config import EngineConfig
 from serving.api.generation_config import read_generation_config
 from serving.api.load_format import WeightSource, weight_source
+from serving.engine.devices import held_locally, local_widths, log_devices, split_of
 from serving.engine.image_parts import ImageParts, check_pairs, make_encoder, make_front, take_tower
 from serving.engine.loop import EngineLoop, LoopParts
 from serving.engine.memory_budget import make_allocator, size_kv_cache
@@ -38,7 +41,6 @@ from serving.loading.adapter_loaders import AdapterLoaders
 from serving.loading.esft_parts import EsftParts, make_esft
 from serving.loading.local_experts import LocalExperts
 from serving.lora_server.instance import InstanceSide, ServerAccess, connect
-from serving.lora_server.shards import local_catalogue
 from serving.runtime.compile_counter import CompileCounter
 from serving.runtime.device_copier import device_copier
 from serving.runtime.program_cache import keep_programs
@@ -77,16 +79,22 @@ def build_parts(
     model or an adapter that cannot be served, and ConnectionError when the server cannot be
     reached or does not fit.
     """
+    if access is not None and config.tensor_parallel_size > 1:
+        raise ValueError(
+            "A LoRA Server serves instances of one device each: set tensor_parallel_size to 1, "
+            f"not {config.tensor_parallel_size}, or keep the adapters on the instances."
+        )
     generation = read_generation_config(
         config.model, config.generation_config, config.override_generation_config
     )
     keep_programs()
+    split = split_of(config)
     device = jax.devices()[0]
     logger.info(
         "jax %s on %s (%d devices).", jax.__version__, device.device_kind, len(jax.devices())
     )
     source = weight_source(config.load_format)
-    model, model_config, dtype = _load_model(config, source)
+    model, model_config, dtype = _load_model(config, source, split)
     made_up = model_config.vocab_size if source.made_up else None
     tokenizer = Tokenizer(config.model, chat_template=config.chat_template, made_up=made_up)
     images = take_tower(config, model, model_config, dtype)
@@ -101,13 +109,16 @@ def build_parts(
             undo.callback(esft.room.close)
         # KV pages may lie where the experts were.
         catalogue = model.catalogue(model_config)
-        local_modules, num_full = _held_locally(catalogue, remote)
+        widths = local_widths(split)
+        local_modules, num_full_adapters = held_locally(catalogue, remote, widths)
         cache_bytes = 0 if images is None else images.cache_bytes
-        size = size_kv_cache(
-            config, model, model_config, local_modules, dtype, num_full, cache_bytes
-        )
+        devices = config.tensor_parallel_size
+        room = (model_config, local_modules, dtype, num_full_adapters, cache_bytes, devices)
+        size = size_kv_cache(config, model, *room)
         info = model_info(config, weights, model_config, size, dtype, tokenizer, generation)
-        base = _Base(model, model_config, source, catalogue, dtype, size, esft, remote, images)
+        base = _Base(
+            model, model_config, source, catalogue, dtype, size, esft, remote, split, widths, images
+        )
         parts = _build(config, adapters, base, tokenizer, info)
         undo.pop_all()
         return parts
@@ -125,16 +136,9 @@ class _Base:
     size: CacheSize
     esft: EsftParts | None
     remote: InstanceSide | None
+    split: Split | None
+    widths: LocalWidths | None  # of the split
     images: ImageParts | None
-
-
-def _held_locally(
-    catalogue: LoraCatalogue, remote: InstanceSide | None
-) -> tuple[LoraCatalogue, int]:
-    """Return the modules of which slots hold every adapter, and the number held whole."""
-    if remote is None:
-        return catalogue, 0
-    return local_catalogue(catalogue, remote.link.layout), remote.num_local
 
 
 def _build(
@@ -145,11 +149,12 @@ def _build(
     info: ModelInfo,
 ) -> EngineParts:
     """Return the parts around a model that is loaded."""
-    local_modules, num_full_adapters = _held_locally(base.catalogue, base.remote)
+    held = held_locally(base.catalogue, base.remote, base.widths)
+    local_modules, num_full_adapters = held
     allocator, spec = make_allocator(
         config, base.catalogue, local_modules, base.dtype, num_full_adapters
     )
-    copier = device_copier()
+    copier = None if base.split is not None else device_copier()
     registry = _make_registry(config, base, allocator, copier)
     _load_adapters(registry, adapters)
     end_ids = info.end_token_ids
@@ -220,11 +225,11 @@ def engine_stats(
 
 
 def _load_model(
-    config: EngineConfig, source: WeightSource
+    config: EngineConfig, source: WeightSource, split: Split | None
 ) -> tuple[AbstractCausalLM, ModelConfig, jnp.dtype]:
     start = time.monotonic()
     wanted = None if config.dtype == "auto" else jnp.dtype(config.dtype)
-    model, model_config = source.load_model(config.model, dtype=wanted)
+    model, model_config = source.load_model(config.model, dtype=wanted, split=split)
     leaves = jax.tree.leaves(nnx.state(model))
     dtype = jax.tree.leaves(nnx.state(model.embed))[0].dtype
     logger.info(
@@ -236,7 +241,7 @@ def _load_model(
         dtype.name,
         time.monotonic() - start,
     )
-    logger.info("Mesh: one device, %s.", leaves[0].device)
+    log_devices(split)
     return model, model_config, dtype
 
 
@@ -254,6 +259,8 @@ def _make_registry(
             base.esft.room.allocator.check_fits(weights)
 
     def kept(weights: AnyWeights) -> AnyWeights:
+        if base.widths is not None and isinstance(weights, AdapterWeights):
+            return base.widths.adapter(weights, base.catalogue)
         return pin_matrices(weights if base.remote is None else base.remote.keep(weights), copier)
 
     limits = RegistryLimits(
@@ -306,7 +313,7 @@ def _make_runner(
         vocab_size=base.config.vocab_size,
         dtype=base.dtype,
         end_ids=end_ids,
-        slots=init_slots(base.catalogue, spec, base.dtype),
+        slots=init_slots(base.catalogue, spec, base.dtype, base.split),
         reroute_tables=None if base.esft is None else base.esft.tables,
         link=link,
         encoder=encoder,
@@ -314,6 +321,7 @@ def _make_runner(
         # that nobody needs take a third of a small model's step.
         specialize_lora=config.specialize_lora
         and (jax.default_backend() != "cpu" or link is not None),
+        split=base.split,
     )
     runner.warm_up(progress=True)
     logger.info(

@@ -16,6 +16,7 @@ from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.batch import ForwardBatch, ImageRows
 from lora_jax.kv_cache import PagedKVCache
 from lora_jax.nn.remote import RemoteExperts
+from lora_jax.sharding import Split
 from lora_jax.typing import Array, Float, Int
 from serving.steps.device_state import RowState
 from serving.steps.image_encoder import ENCODER_ROW, POSITIONS, ImageOperands
@@ -63,6 +64,7 @@ def forward_step(
     remote: RemoteExperts | None = None,
     lora: bool = True,
     images: ImageOperands | None = None,
+    split: Split | None = None,
 ) -> tuple[PagedKVCache, Float[Array, "rows vocab"], LogitRows]:
     """Return the cache after the step, and its logit rows with their logits.
 
@@ -71,7 +73,7 @@ def forward_step(
     num_targets tokens of its prompt after the first ones, and (samples = 1) draws the token after
     the last one. Rows of a step follow each other in the order of sequence rows. Without `lora` no
     row may have a LoRA adapter, and no trace of LoRA is in the program; without `images` no trace
-    of them.
+    of them. With `split` this is one device's part of the step; all have the same logits.
     """
     batch = unpack_batch(table, block_tables, history, bucket, sizes)
     if images is not None:
@@ -83,9 +85,9 @@ def forward_step(
         lora_rows = _below(rows.row_to_slot, num_lora)
         rows = dataclasses.replace(rows, row_to_slot=lora_rows)
     slots = slots if lora else None
-    hidden, cache = model(batch, cache, slots, sizes.max_rank, remote)
+    hidden, cache = model(batch, cache, slots, sizes.max_rank, remote, split)
     logits = model.logits(
-        hidden[rows.row_to_token], rows.num_rows, rows.row_to_slot, slots, sizes.max_rank
+        hidden[rows.row_to_token], rows.num_rows, rows.row_to_slot, slots, sizes.max_rank, split
     )
     return cache, logits, rows
 
