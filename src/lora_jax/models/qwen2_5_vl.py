@@ -17,10 +17,15 @@ class Qwen25VL(Llama):
     """The language model, and the tower as its attribute."""
 
     def __init__(
-        self, config: ModelConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs | None = None
+        self,
+        config: ModelConfig,
+        *,
+        dtype: Any = jnp.float32,
+        rngs: nnx.Rngs | None = None,
+        vocab_multiple: int = 1,
     ):
         rngs = rngs or nnx.Rngs(0)
-        super().__init__(config, dtype=dtype, rngs=rngs)
+        super().__init__(config, dtype=dtype, rngs=rngs, vocab_multiple=vocab_multiple)
         self.tower = Qwen25Tower(config.tower, dtype=jnp.dtype(dtype), rngs=rngs)
 
     @staticmethod
