@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from lora_jax.adapters.composition import parts_of
 from lora_jax.adapters.entries import AdapterEntry, EvictedAdapter
 from lora_jax.adapters.rollout import Rollout
 from lora_jax.adapters.weights import AdapterReport
@@ -23,6 +24,7 @@ from serving.api.request import FinishReason, OutputDelta, QueueFull, Request, S
 from serving.api.sampling import Sampling
 from serving.engine.batch import Batch
 from serving.engine.generate_arguments import (
+    Adapter,
     Adapters,
     GivenPrompt,
     Prompt,
@@ -85,6 +87,7 @@ class Engine:
         self.tokenizer = self._parts.tokenizer
         self.registry = self._parts.registry
         self.rollouts = self._parts.rollouts
+        self.compositions = self._parts.compositions
         self.metrics = self._parts.metrics
         self.model_info: ModelInfo = self._parts.model_info
         # Also when the last reference goes, and when the interpreter ends.
@@ -117,11 +120,12 @@ class Engine:
         """Return one answer per prompt, in order.
 
         A prompt is a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`. One
-        adapter name (None: the base model) or sampling (None: `default_sampling`) stands for all
-        prompts. vLLM's call works too: a sampling in second place, `sampling_params`, and
-        `lora_request` with the name of a loaded adapter. `session` names the user whom a rollout
-        gives always the same version. Raises KeyError for an unknown adapter,
-        ValueError or TypeError for bad input, RequestFailed when the engine could not finish one.
+        adapter name (None: the base model; {"law": 0.7, "formal": 0.5}: a weighted sum) or sampling
+        (None: `default_sampling`) stands for all prompts. vLLM's call works too: a sampling in
+        second place, `sampling_params`, and `lora_request` with the name of a loaded adapter. A
+        rollout gives the user whom `session` names always the same version. Raises KeyError for an
+        unknown adapter, ValueError or TypeError for bad input, RequestFailed when the engine could
+        not finish one.
         """
         adapter, sampling = adapter_and_sampling(adapter, sampling, sampling_params, lora_request)
         given = [given_prompt(prompt) for prompt in as_list(prompts)]
@@ -129,7 +133,7 @@ class Engine:
         batch = Batch(
             functools.partial(self.submit, session=session),
             [self._prompt_ids(prompt) for prompt in given],
-            broadcast("adapter", adapter, len(given), (str, type(None))),
+            broadcast("adapter", adapter, len(given), (str, Mapping, type(None))),
             broadcast("sampling", sampling, len(given), (Sampling,)),
             texts=[prompt.text for prompt in given],
             use_tqdm=use_tqdm,
@@ -147,7 +151,7 @@ class Engine:
     def stream(
         self,
         prompt: Prompt,
-        adapter: str | Sampling | None = None,
+        adapter: Adapter | Sampling = None,
         sampling: Sampling | None = None,
         *,
         session: str | None = None,
@@ -158,7 +162,7 @@ class Engine:
         """
         name, wanted = adapter_and_sampling(adapter, sampling)
         wanted = self.default_sampling() if wanted is None else wanted
-        (name,) = broadcast("adapter", name, 1, (str, type(None)))
+        (name,) = broadcast("adapter", name, 1, (str, Mapping, type(None)))
         (wanted,) = broadcast("sampling", wanted, 1, (Sampling,))
         deltas: queue.SimpleQueue[OutputDelta] = queue.SimpleQueue()
         ids = self._prompt_ids(given_prompt(prompt))
@@ -188,7 +192,7 @@ class Engine:
     def submit(
         self,
         prompt_ids: Sequence[int],
-        adapter: str | None,
+        adapter: Adapter,
         sampling: Sampling,
         *,
         on_output: Callable[[OutputDelta], None],
@@ -208,15 +212,14 @@ class Engine:
         ValueError, QueueFull or EngineDead.
         """
         request_id = request_id or secrets.token_hex(12)
-        if entry is None and adapter is not None:
-            adapter = self.rollouts.pick(adapter, session or request_id)
-        entry = self._check(prompt_ids, adapter, sampling, entry)
+        key = session or request_id
+        name, entry = self._check(prompt_ids, adapter, sampling, entry, key)
         now = time.monotonic()
         request = Request(
             request_id=request_id,
             prompt_ids=tuple(prompt_ids),
             sampling=sampling,
-            adapter=adapter,
+            adapter=name,
             adapter_digest="" if entry is None else entry.digest,
             on_output=on_output,
             arrival_s=now,
@@ -247,20 +250,37 @@ class Engine:
     def _check(
         self,
         prompt_ids: Sequence[int],
-        adapter: str | None,
+        adapter: Adapter,
         sampling: Sampling,
         entry: AdapterEntry | None,
-    ) -> AdapterEntry | None:
-        """Return the adapter's entry; raises, and counts, what makes a request impossible."""
+        key: str,
+    ) -> tuple[str | None, AdapterEntry | None]:
+        """Return the adapter's name and entry; raises, and counts, what is impossible."""
         try:
             self._check_numbers(prompt_ids, sampling)
-            return None if adapter is None else entry or self.rollouts.resolve(adapter)
+            if isinstance(adapter, str) and entry is not None:
+                return adapter, entry
+            entry = None if adapter is None else self._entry_of(adapter, key)
+            return None if entry is None else entry.name, entry
         except KeyError:
             self.metrics.rejected("adapter_not_found")
             raise
         except ValueError:
             self.metrics.rejected("invalid")
             raise
+
+    def _entry_of(self, adapter: str | Mapping[str, float], key: str) -> AdapterEntry:
+        if isinstance(adapter, str):
+            return self.rollouts.resolve(self.rollouts.pick(adapter, key))
+        parts = parts_of(adapter)
+        return self.compose([(self._entry_of(part.name, key), part.weight) for part in parts])
+
+    def compose(self, parts: Sequence[tuple[AdapterEntry, float]]) -> AdapterEntry:
+        """Return the entry that serves a weighted sum of adapters; it may copy their matrices.
+
+        Raises ValueError for what cannot be composed, and RegistryBusy while there is no memory.
+        """
+        return self.compositions.entry(parts)
 
     def _check_numbers(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         vocab = self.model_info.vocab_size

@@ -33,6 +33,7 @@ from serving.engine.sizing import CacheSize
 from serving.engine.version_metrics import ShareCollector
 from serving.loading.adapter_loader import AdapterLoader
 from serving.loading.adapter_loaders import AdapterLoaders
+from serving.loading.compositions import Compositions
 from serving.loading.esft_parts import EsftParts, make_esft
 from serving.loading.local_experts import LocalExperts
 from serving.lora_server.instance import InstanceSide, ServerAccess, connect
@@ -48,6 +49,10 @@ from serving.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+NO_SUM_BEHIND_A_SERVER = (
+    "Adapters are not composed where a LoRA Server holds a part of them; ask for one adapter."
+)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EngineParts:
@@ -56,6 +61,7 @@ class EngineParts:
     tokenizer: Tokenizer
     registry: AdapterRegistry
     rollouts: Rollouts
+    compositions: Compositions
     loader: AdapterLoaders
     metrics: EngineMetrics
     compilations: CompileCounter
@@ -141,7 +147,7 @@ def _build(
         config, base.catalogue, local_modules, base.dtype, num_full_adapters
     )
     copier = device_copier()
-    registry = _make_registry(config, base, allocator, copier)
+    registry, compositions = _make_registry(config, base, allocator, copier)
     _load_adapters(registry, adapters)
     end_ids = info.end_token_ids
     runner = _make_runner(config, base, spec, end_ids)
@@ -149,6 +155,7 @@ def _build(
     metrics = _make_metrics(config, info)
     loader = _make_loaders(allocator, base, metrics, copier)
     registry.set_in_use(loader.in_use)
+    compositions.set_in_use(loader.in_use)
     rollouts = Rollouts(registry)
     registry.set_kept(rollouts.kept)
     metrics.registry.register(ShareCollector(rollouts.states))
@@ -156,13 +163,23 @@ def _build(
     chunks = config.adapter_load_chunks_per_step
     loop = EngineLoop(
         LoopParts(
-            runner, scheduler, registry, loader, metrics, compilations, chunks, rollouts.finished
+            runner,
+            scheduler,
+            registry,
+            loader,
+            metrics,
+            compilations,
+            chunks,
+            rollouts.finished,
+            compositions,
         )
     )
     if base.remote is not None:
         base.remote.wake = loop.wake
     metrics.set_source(lambda: engine_stats(loop, registry, loader, metrics, compilations))
-    return EngineParts(tokenizer, registry, rollouts, loader, metrics, compilations, loop, info)
+    return EngineParts(
+        tokenizer, registry, rollouts, compositions, loader, metrics, compilations, loop, info
+    )
 
 
 def engine_stats(
@@ -226,7 +243,7 @@ def _load_model(
 
 def _make_registry(
     config: EngineConfig, base: _Base, allocator: SlotAllocator, copier: Copier | None
-) -> AdapterRegistry:
+) -> tuple[AdapterRegistry, Compositions]:
     def check_fits(weights: AnyWeights) -> None:
         if not isinstance(weights, ExpertWeights):
             allocator.check_fits(weights)
@@ -246,7 +263,7 @@ def _make_registry(
         max_rank=config.max_lora_rank,
         loads_per_minute=config.max_adapter_loads_per_minute,
     )
-    return AdapterRegistry(
+    registry = AdapterRegistry(
         base.catalogue,
         base_names=(config.model_name,),
         lora_dir=config.lora_dir,
@@ -255,6 +272,14 @@ def _make_registry(
         keep=kept,
         read=base.source.read_adapter,
     )
+    compositions = Compositions(
+        check_fits,
+        kept,
+        max_rank=config.max_lora_rank,
+        max_bytes=config.max_total_adapter_bytes // 4,
+        refused=None if base.remote is None else NO_SUM_BEHIND_A_SERVER,
+    )
+    return registry, compositions
 
 
 def _load_adapters(
