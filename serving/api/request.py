@@ -189,10 +189,12 @@ class StepPlan:
     """One step: which chunks run, and which rows got a new owner since the last step.
 
     `admitted` sequences must have their sampling parameters written to their row before the step.
+    A short step leaves out rows that could run, so that its results come soon.
     """
 
     chunks: tuple[ScheduledChunk, ...]
     admitted: tuple[Sequence, ...] = ()
+    is_short: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -87,6 +87,16 @@ def _memory(device: Device, group: Sequence[Device], calls: native.Calls) -> Lan
     return memory
 
 
+_GROUPS: dict[int, GatherGroup] = {}  # by size: their memories stay as long as the process
+
+
+def gather_group(devices: int) -> GatherGroup:
+    """Return the group over the first GPUs of this process; raises as GatherGroup does."""
+    if devices not in _GROUPS:
+        _GROUPS[devices] = GatherGroup(devices)
+    return _GROUPS[devices]
+
+
 def all_gather(
     x: Float[Array, "rows columns"], axis_name: str, group: int
 ) -> Float[Array, "rows all_columns"]:

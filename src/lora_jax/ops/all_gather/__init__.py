@@ -1,11 +1,18 @@
 """Joins the columns that the devices of a mesh axis hold, inside a `shard_map`."""
 
+import logging
+from typing import Protocol, runtime_checkable
+
+import jax
+
 from lora_jax.ops import checks
 from lora_jax.ops.all_gather import reference
 from lora_jax.ops.dispatch import ANY, GPU, Implementation, Op, backend_kernel
 from lora_jax.typing import Array, Float
 
-__all__ = ["all_gather"]
+__all__ = ["Group", "all_gather", "open_group"]
+
+log = logging.getLogger(__name__)
 
 ALL_GATHER = Op(
     "all_gather",
@@ -15,6 +22,31 @@ ALL_GATHER = Op(
         Implementation("reference", ANY, reference.all_gather),
     ),
 )
+
+
+@runtime_checkable
+class Group(Protocol):
+    """Devices of this process joined for `all_gather`, which names them by `number`."""
+
+    number: int
+
+    def check(self) -> None:
+        """Raise RuntimeError if a device has waited in vain for another: results are not valid."""
+        ...
+
+
+def open_group(devices: int) -> Group | None:
+    """Return a group over the first devices of this process.
+
+    None where nothing is faster than `jax.lax.all_gather`, or cannot be had; a log line says why.
+    """
+    if jax.default_backend() != "gpu":
+        return None
+    try:
+        return backend_kernel("cuda", "gather_group")(devices)
+    except (NotImplementedError, ValueError, OSError) as reason:
+        log.warning("Devices exchange by jax.lax.all_gather, which is slower: %s", reason)
+        return None
 
 
 def all_gather(
