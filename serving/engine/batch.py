@@ -2,14 +2,16 @@
 
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tqdm import tqdm
 
+from lora_jax.adapters.composition import parts_of, shown
 from serving.api.images import PlacedImages
 from serving.api.outputs import OutputCollector, RequestOutput
 from serving.api.request import OutputDelta, QueueFull
 from serving.api.sampling import Sampling
+from serving.engine.generate_arguments import Adapter
 
 
 class Batch:
@@ -19,7 +21,7 @@ class Batch:
         self,
         submit: Callable[..., str],
         prompts: Sequence[list[int]],
-        adapters: Sequence[str | None],
+        adapters: Sequence[Adapter],
         samplings: Sequence[Sampling],
         *,
         texts: Sequence[str | None] | None = None,
@@ -31,7 +33,7 @@ class Batch:
         self._requests = list(zip(prompts, adapters, samplings, strict=True))
         self._images = images or [()] * len(prompts)
         self._collectors = [
-            OutputCollector(tuple(prompt), adapter, sampling.n, text)
+            OutputCollector(tuple(prompt), _shown(adapter), sampling.n, text)
             for (prompt, adapter, sampling), text in zip(
                 self._requests, texts or [None] * len(prompts), strict=True
             )
@@ -87,3 +89,10 @@ class Batch:
         self._bar.set_postfix_str(text, refresh=False)
         self._bar.update()
         return True
+
+
+def _shown(adapter: Adapter) -> str | None:
+    """Return the name of an adapter, or of a weighted sum; ValueError for a sum that is none."""
+    if not isinstance(adapter, Mapping):
+        return adapter
+    return shown((part.name, part.weight) for part in parts_of(adapter))

@@ -14,16 +14,18 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from lora_jax.adapters.composition import parts_of
 from lora_jax.adapters.entries import AdapterEntry, EvictedAdapter
 from lora_jax.adapters.rollout import Rollout
 from lora_jax.adapters.weights import AdapterReport
 from serving.api.config import EngineConfig
-from serving.api.images import PlacedImages, PromptImage
+from serving.api.images import PlacedImages
 from serving.api.outputs import RequestFailed, RequestOutput
 from serving.api.request import FinishReason, OutputDelta, QueueFull, Request, Share
 from serving.api.sampling import Sampling
 from serving.engine.batch import Batch
 from serving.engine.generate_arguments import (
+    Adapter,
     Adapters,
     Prompt,
     Samplings,
@@ -33,7 +35,7 @@ from serving.engine.generate_arguments import (
     given_prompt,
     with_images,
 )
-from serving.engine.image_inputs import place_images, read_prompts
+from serving.engine.image_inputs import read_prompts, with_placed
 from serving.engine.live_request import LiveRequest
 from serving.engine.loop import EngineLoop
 from serving.engine.metrics import EngineStats
@@ -88,6 +90,7 @@ class Engine:
         self.tokenizer = self._parts.tokenizer
         self.registry = self._parts.registry
         self.rollouts = self._parts.rollouts
+        self.compositions = self._parts.compositions
         self.metrics = self._parts.metrics
         self.model_info: ModelInfo = self._parts.model_info
         self.images: ImageFront | None = self._parts.images  # None: the model takes text only
@@ -121,15 +124,15 @@ class Engine:
     ) -> list[RequestOutput]:
         """Return one answer per prompt, in order.
 
-        A prompt is a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`. It
-        holds the model's placeholder for each of its images, which come in its dict
-        (`multi_modal_data`) or in `images`: a list for one prompt, a list of lists for several. An
-        image is a PIL image, the bytes or path of a file, or uint8 [height, width, 3]. One
-        adapter name (None: the base model) or sampling (None: `default_sampling`) stands for all
-        prompts. vLLM's call works too: a sampling in second place, `sampling_params`, and
-        `lora_request` with the name of a loaded adapter. `session` names the user whom a rollout
-        gives always the same version. Raises KeyError for an unknown adapter,
-        ValueError or TypeError for bad input, RequestFailed when the engine could not finish one.
+        A prompt is a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`. Its
+        images come in its dict (`multi_modal_data`) or in `images`, a list for one prompt, a list
+        of lists for several; the prompt holds the model's placeholder for each of them. One
+        adapter name (None: the base model; {"law": 0.7, "formal": 0.5}: a weighted sum) or sampling
+        (None: `default_sampling`) stands for all prompts. vLLM's call works too: a sampling in
+        second place, `sampling_params`, and `lora_request` with the name of a loaded adapter. A
+        rollout gives the user whom `session` names always the same version. Raises KeyError for an
+        unknown adapter, ValueError or TypeError for bad input, RequestFailed when the engine could
+        not finish one.
         """
         adapter, sampling = adapter_and_sampling(adapter, sampling, sampling_params, lora_request)
         given = with_images([given_prompt(prompt) for prompt in as_list(prompts)], images)
@@ -138,7 +141,7 @@ class Engine:
         batch = Batch(
             functools.partial(self.submit, session=session),
             ids,
-            broadcast("adapter", adapter, len(given), (str, type(None))),
+            broadcast("adapter", adapter, len(given), (str, Mapping, type(None))),
             broadcast("sampling", sampling, len(given), (Sampling,)),
             texts=[prompt.text for prompt in given],
             images=placed,
@@ -157,7 +160,7 @@ class Engine:
     def stream(
         self,
         prompt: Prompt,
-        adapter: str | Sampling | None = None,
+        adapter: Adapter | Sampling = None,
         sampling: Sampling | None = None,
         *,
         images: Any = None,
@@ -169,7 +172,7 @@ class Engine:
         """
         name, wanted = adapter_and_sampling(adapter, sampling)
         wanted = self.default_sampling() if wanted is None else wanted
-        (name,) = broadcast("adapter", name, 1, (str, type(None)))
+        (name,) = broadcast("adapter", name, 1, (str, Mapping, type(None)))
         (wanted,) = broadcast("sampling", wanted, 1, (Sampling,))
         deltas: queue.SimpleQueue[OutputDelta] = queue.SimpleQueue()
         given = with_images([given_prompt(prompt)], images)
@@ -198,7 +201,7 @@ class Engine:
     def submit(
         self,
         prompt_ids: Sequence[int],
-        adapter: str | None,
+        adapter: Adapter,
         sampling: Sampling,
         *,
         on_output: Callable[[OutputDelta], None],
@@ -215,33 +218,30 @@ class Engine:
         `deadline_s` is seconds from now: waiting requests are served in that order, those of
         each `share` beside those of others. `entry` is what the adapter's name stood for; without
         it a rollout chooses the version by `session`, or by the request's id, and an adapter whose
-        weights are not in memory is read here and now. `images` come with their first tokens in
-        the prompt, as `ImageFront.expand` gives them. Raises AdapterNotFound (a KeyError),
-        ValueError, QueueFull or EngineDead.
+        weights are not in memory is read here and now. `images` come with their first tokens.
+        Raises AdapterNotFound (a KeyError), ValueError, QueueFull or EngineDead.
         """
         request_id = request_id or secrets.token_hex(12)
-        if entry is None and adapter is not None:
-            adapter = self.rollouts.pick(adapter, session or request_id)
-        entry, placed = self._check(prompt_ids, adapter, sampling, entry, images, cache_salt)
+        name, entry = self._check(prompt_ids, adapter, sampling, entry, session or request_id)
         now = time.monotonic()
         request = Request(
             request_id=request_id,
             prompt_ids=tuple(prompt_ids),
             sampling=sampling,
-            adapter=adapter,
+            adapter=name,
             adapter_digest="" if entry is None else entry.digest,
             on_output=on_output,
             arrival_s=now,
             deadline_s=now + (DEFAULT_DEADLINE_S if deadline_s is None else deadline_s),
             cache_salt=cache_salt,
             share=share or Share(),
-            images=placed,
         )
-        self._queue(request, entry)
+        self._queue(request, entry, images)
         return request.request_id
 
-    def _queue(self, request: Request, entry: AdapterEntry | None) -> None:
+    def _queue(self, request: Request, entry: AdapterEntry | None, images: PlacedImages) -> None:
         try:
+            request = with_placed(request, self.images, images, entry)
             self._loop.submit(
                 request,
                 entry,
@@ -260,26 +260,37 @@ class Engine:
     def _check(
         self,
         prompt_ids: Sequence[int],
-        adapter: str | None,
+        adapter: Adapter,
         sampling: Sampling,
         entry: AdapterEntry | None,
-        images: PlacedImages,
-        salt: str,
-    ) -> tuple[AdapterEntry | None, tuple[PromptImage, ...]]:
-        """Return the adapter's entry and the images with their keys.
-
-        Raises, and counts, what makes a request impossible.
-        """
+        key: str,
+    ) -> tuple[str | None, AdapterEntry | None]:
+        """Return the adapter's name and entry; raises, and counts, what is impossible."""
         try:
             self._check_numbers(prompt_ids, sampling)
-            entry = None if adapter is None else entry or self.rollouts.resolve(adapter)
-            return entry, place_images(self.images, prompt_ids, images, entry, salt)
+            if isinstance(adapter, str) and entry is not None:
+                return adapter, entry
+            entry = None if adapter is None else self._entry_of(adapter, key)
+            return None if entry is None else entry.name, entry
         except KeyError:
             self.metrics.rejected("adapter_not_found")
             raise
         except ValueError:
             self.metrics.rejected("invalid")
             raise
+
+    def _entry_of(self, adapter: str | Mapping[str, float], key: str) -> AdapterEntry:
+        if isinstance(adapter, str):
+            return self.rollouts.resolve(self.rollouts.pick(adapter, key))
+        parts = parts_of(adapter)
+        return self.compose([(self._entry_of(part.name, key), part.weight) for part in parts])
+
+    def compose(self, parts: Sequence[tuple[AdapterEntry, float]]) -> AdapterEntry:
+        """Return the entry that serves a weighted sum of adapters; it may copy their matrices.
+
+        Raises ValueError for what cannot be composed, and RegistryBusy while there is no memory.
+        """
+        return self.compositions.entry(parts)
 
     def _check_numbers(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         vocab = self.model_info.vocab_size

@@ -92,7 +92,8 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return [listed] if listed and isinstance(listed[0], int) else listed  # type: ignore[list-item]
 
 
-Adapters = str | Sequence[str | None] | None
+Adapter = str | Mapping[str, float] | None  # a name, or weights by name
+Adapters = Adapter | Sequence[Adapter]
 Samplings = Sampling | Sequence[Sampling] | None
 
 

@@ -1,9 +1,11 @@
 """Prompts of Python callers as token ids with images placed in them. No jax."""
 
+import dataclasses
 from collections.abc import Sequence
 
 from lora_jax.adapters.entries import AdapterEntry
-from serving.api.images import PlacedImages, PreparedImage, PromptImage
+from serving.api.images import PlacedImages, PreparedImage
+from serving.api.request import Request
 from serving.engine.generate_arguments import GivenPrompt
 from serving.images.decode import pixels_of
 from serving.images.front import TEXT_ONLY, ImageFront
@@ -33,17 +35,17 @@ def read_prompts(
     return ids, placed
 
 
-def place_images(
+def with_placed(
+    request: Request,
     front: ImageFront | None,
-    prompt_ids: Sequence[int],
     images: PlacedImages,
     entry: AdapterEntry | None,
-    salt: str,
-) -> tuple[PromptImage, ...]:
-    """Return a request's images with their keys; ValueError when they and the prompt disagree."""
+) -> Request:
+    """Return a request with its images and their keys; ValueError when its prompt disagrees."""
     if front is None:
         if images:
             raise ValueError(TEXT_ONLY)
-        return ()
+        return request
     made, starts = [image for image, _ in images], [start for _, start in images]
-    return front.placed(prompt_ids, made, starts, entry, salt)
+    placed = front.placed(request.prompt_ids, made, starts, entry, request.cache_salt)
+    return dataclasses.replace(request, images=placed)

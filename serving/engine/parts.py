@@ -16,10 +16,9 @@ from flax import nnx
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.local_widths import LocalWidths
 from lora_jax.adapters.lora_allocator import SlotAllocator
-from lora_jax.adapters.registry import AdapterRegistry, RegistryLimits
-from lora_jax.adapters.row_copies import Copier, LoraCopyJob, pin_matrices
+from lora_jax.adapters.registry import AdapterRegistry
+from lora_jax.adapters.row_copies import Copier, LoraCopyJob
 from lora_jax.adapters.slots import LoraLoadJob, SlotsSpec, init_slots
-from lora_jax.adapters.weights import AdapterWeights, AnyWeights, ExpertWeights
 from lora_jax.config import ModelConfig
 from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.ops import dispatch
@@ -33,11 +32,13 @@ from serving.engine.loop import EngineLoop, LoopParts
 from serving.engine.memory_budget import make_allocator, size_kv_cache
 from serving.engine.metrics import EngineMetrics, EngineStats
 from serving.engine.model_info import ModelInfo, model_info
+from serving.engine.registries import load_adapters, make_registry
 from serving.engine.sizing import CacheSize
 from serving.engine.version_metrics import ShareCollector
 from serving.images.front import ImageFront
 from serving.loading.adapter_loader import AdapterLoader
 from serving.loading.adapter_loaders import AdapterLoaders
+from serving.loading.compositions import Compositions
 from serving.loading.esft_parts import EsftParts, make_esft
 from serving.loading.local_experts import LocalExperts
 from serving.lora_server.instance import InstanceSide, ServerAccess, connect
@@ -60,6 +61,7 @@ class EngineParts:
     tokenizer: Tokenizer
     registry: AdapterRegistry
     rollouts: Rollouts
+    compositions: Compositions
     loader: AdapterLoaders
     metrics: EngineMetrics
     compilations: CompileCounter
@@ -155,14 +157,15 @@ def _build(
         config, base.catalogue, local_modules, base.dtype, num_full_adapters
     )
     copier = None if base.split is not None else device_copier()
-    registry = _make_registry(config, base, allocator, copier)
-    _load_adapters(registry, adapters)
+    registry, compositions = make_registry(config, base, allocator, copier)
+    load_adapters(registry, adapters)
     end_ids = info.end_token_ids
     runner = _make_runner(config, base, spec, end_ids)
     compilations = CompileCounter()
     metrics = _make_metrics(config, info)
     loader = _make_loaders(allocator, base, metrics, copier)
     registry.set_in_use(loader.in_use)
+    compositions.set_in_use(loader.in_use)
     rollouts = Rollouts(registry)
     registry.set_kept(rollouts.kept)
     metrics.registry.register(ShareCollector(rollouts.states))
@@ -171,7 +174,15 @@ def _build(
     chunks = config.adapter_load_chunks_per_step
     loop = EngineLoop(
         LoopParts(
-            runner, scheduler, registry, loader, metrics, compilations, chunks, rollouts.finished
+            runner,
+            scheduler,
+            registry,
+            loader,
+            metrics,
+            compilations,
+            chunks,
+            rollouts.finished,
+            compositions,
         )
     )
     if base.remote is not None:
@@ -180,9 +191,8 @@ def _build(
     front = None
     if base.images is not None:
         front = make_front(config, base.images, base.config, tokenizer, base.size.max_model_len)
-    return EngineParts(
-        tokenizer, registry, rollouts, loader, metrics, compilations, loop, info, front
-    )
+    told = metrics, compilations, loop, info
+    return EngineParts(tokenizer, registry, rollouts, compositions, loader, *told, front)
 
 
 def engine_stats(
@@ -243,59 +253,6 @@ def _load_model(
     )
     log_devices(split)
     return model, model_config, dtype
-
-
-def _make_registry(
-    config: EngineConfig, base: _Base, allocator: SlotAllocator, copier: Copier | None
-) -> AdapterRegistry:
-    def check_fits(weights: AnyWeights) -> None:
-        if not isinstance(weights, ExpertWeights):
-            allocator.check_fits(weights)
-        elif base.esft is None:
-            raise ValueError(
-                "an ESFT adapter; this server has no room for any (max_esft_adapters)."
-            )
-        else:
-            base.esft.room.allocator.check_fits(weights)
-
-    def kept(weights: AnyWeights) -> AnyWeights:
-        if base.widths is not None and isinstance(weights, AdapterWeights):
-            return base.widths.adapter(weights, base.catalogue)
-        return pin_matrices(weights if base.remote is None else base.remote.keep(weights), copier)
-
-    limits = RegistryLimits(
-        max_total_bytes=config.max_total_adapter_bytes,
-        max_file_bytes=config.max_adapter_bytes,
-        max_rank=config.max_lora_rank,
-        loads_per_minute=config.max_adapter_loads_per_minute,
-    )
-    return AdapterRegistry(
-        base.catalogue,
-        base_names=(config.model_name,),
-        lora_dir=config.lora_dir,
-        limits=limits,
-        check=check_fits,
-        keep=kept,
-        read=base.source.read_adapter,
-    )
-
-
-def _load_adapters(
-    registry: AdapterRegistry, adapters: Mapping[str, str | os.PathLike[str]]
-) -> None:
-    registry.load_all(adapters)
-    for name in adapters:
-        report = registry.get(name).report
-        logger.info(
-            "Adapter %s: %s, %s, %.2f MB, sha256 %s.",
-            name,
-            report.kind,
-            f"{sum(map(len, report.experts.values()))} experts"
-            if report.experts
-            else f"rank {report.max_rank}, {len(report.modules)} modules",
-            report.weight_bytes / 1e6,
-            report.digest[:12],
-        )
 
 
 def _make_runner(

@@ -1,6 +1,6 @@
 """Interface of the HTTP server to an engine."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from lora_jax.adapters.registry import AdapterEntry, AdapterRegistry
@@ -59,6 +59,8 @@ class AbstractEngine(Protocol):
         entry: AdapterEntry | None = None,
         images: PlacedImages = (),
     ) -> str: ...
+
+    def compose(self, parts: Sequence[tuple[AdapterEntry, float]]) -> AdapterEntry: ...
 
     def abort(self, request_id: str) -> None: ...
 

@@ -222,8 +222,11 @@ class ModelRunner:
     def _needs_lora(self, plan: StepPlan, bucket: int) -> bool:
         if not self._can_specialize(bucket) or self.slots is None:
             return True
-        # ESFT slots are numbered after the LoRA slots.
-        return any(0 <= chunk.sequence.slot < self.slots.num_slots for chunk in plan.chunks)
+        # ESFT slots are numbered after the LoRA slots, then come pairs of both.
+        num_lora, tables = self.slots.num_slots, self.reroute_tables
+        pairs = num_lora + (0 if tables is None else tables.shape[1])
+        slots = [chunk.sequence.slot for chunk in plan.chunks]
+        return any(0 <= slot < num_lora or slot >= pairs for slot in slots)
 
     def _run(
         self, table: np.ndarray, bucket: int, *, lora: bool

@@ -64,6 +64,8 @@ class GenerationBody(Body):
     lora_path: str | None = Field(
         default=None, max_length=_MAX_NAME
     )  # SGLang's way to name an adapter
+    # Weighted sums of adapters: objects with name and weight; see adapters.composition.parts_of.
+    adapters: Annotated[list[Any], Field(max_length=64)] | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None  # wins over max_tokens
     temperature: float | None = None

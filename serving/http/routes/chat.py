@@ -15,7 +15,7 @@ from serving.http.requests.images import read_images
 from serving.http.requests.parameters import chat_sampling, fit_context
 from serving.http.requests.prompts import chat_prompt, plain_messages, text_of
 from serving.http.requests.protocol import ChatBody
-from serving.http.requests.session import session_key
+from serving.http.requests.session import target_of
 from serving.http.requests.template_options import template_options
 from serving.http.server import server_of
 from serving.http.settings import HttpSettings
@@ -28,8 +28,7 @@ async def create_chat_completion(request: Request) -> Response:
     """Return the assistant's next message, at once or as a stream."""
     server, caller = server_of(request), caller_of(request)
     body = await read_body(request, ChatBody)
-    session = session_key(request, body)
-    target = await server.names.resolve(body.model, body.lora_path, caller, session)
+    target = await target_of(server.names, request, body, caller)
     request.state.adapter = target.adapter
     defaults = server.engine.model_info.sampling_defaults
     chat_sampling(body, 1, defaults)  # refuse bad parameters before any work on the messages

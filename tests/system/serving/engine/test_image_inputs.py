@@ -8,8 +8,10 @@ from support.cases.tiny_vision import picture, png
 
 from lora_jax.config import VisionConfig
 from lora_jax.vision.processor import ProcessorSettings
+from serving.api.request import Request
+from serving.api.sampling import Sampling
 from serving.engine.generate_arguments import GivenPrompt
-from serving.engine.image_inputs import place_images, read_prompts
+from serving.engine.image_inputs import read_prompts, with_placed
 from serving.images.front import ImageFront
 
 HALF = (0.5, 0.5, 0.5)
@@ -31,6 +33,19 @@ FRONT = ImageFront(CONFIG, SETTINGS, placeholder="<image>", max_images=2, max_im
 TOKENIZER: Any = SimpleNamespace(encode=lambda text: [9 if c == "*" else 1 for c in text])
 
 
+def request(ids: list[int]) -> Request:
+    return Request(
+        request_id="r",
+        prompt_ids=tuple(ids),
+        sampling=Sampling(),
+        adapter=None,
+        adapter_digest="",
+        on_output=lambda delta: None,
+        arrival_s=0.0,
+        deadline_s=0.0,
+    )
+
+
 def test_prompts_of_every_kind_have_their_images():
     small = picture(16, 16)
     prompts = [
@@ -41,7 +56,7 @@ def test_prompts_of_every_kind_have_their_images():
     ids, placed = read_prompts(TOKENIZER, FRONT, prompts)
     assert ids == [[1, 9, 9, 9, 9, 1], [1] * 5, [9, 3]]
     assert [[start for _, start in images] for images in placed] == [[1], [], [0]]
-    (image,) = place_images(FRONT, ids[0], placed[0], None, "")
+    (image,) = with_placed(request(ids[0]), FRONT, placed[0], None).images
     assert (image.start, image.end) == (1, 5)
 
 
@@ -51,8 +66,9 @@ def test_a_model_of_text_takes_no_images():
         read_prompts(TOKENIZER, None, prompts)
     _, placed = read_prompts(TOKENIZER, FRONT, prompts)
     with pytest.raises(ValueError, match="takes text only"):
-        place_images(None, [1, 9], placed[0], None, "")
-    assert place_images(None, [1, 9], (), None, "") == ()
+        with_placed(request([1, 9]), None, placed[0], None)
+    plain = request([1, 9])
+    assert with_placed(plain, None, (), None) is plain
 
 
 def test_too_many_are_refused_before_any_is_decoded():
