@@ -17,6 +17,7 @@ from serving.engine.live_request import LiveRequest
 from serving.engine.metrics import EngineMetrics
 from serving.engine.pacing import Pacer
 from serving.loading.adapter_loaders import AdapterLoaders
+from serving.loading.compositions import Compositions
 from serving.runtime.compile_counter import CompileCounter
 from serving.scheduling.scheduler import Progress, Scheduler, SchedulerStats
 from serving.steps.model_runner import InFlightStep, ModelRunner
@@ -48,6 +49,7 @@ class LoopParts:
     compilations: CompileCounter
     chunks_per_step: int
     finished: Callable[[str | None, Outcome], None] = lambda adapter, outcome: None
+    compositions: Compositions | None = None
 
 
 class EngineLoop:
@@ -184,14 +186,19 @@ class EngineLoop:
 
     def _follow_registry(self) -> None:
         """Let the device follow what was loaded and unloaded since the last look."""
-        registry = self._parts.registry
-        generation = registry.generation
+        registry, composed = self._parts.registry, self._parts.compositions
+        # Both only grow.
+        generation = registry.generation + (0 if composed is None else composed.generation)
         if generation == self._generation:
             return
-        self._generation = generation
-        self._parts.metrics.set_adapters([adapter.name for adapter in registry.known()])
+        self._generation, known = generation, registry.known()
+        self._parts.metrics.set_adapters([adapter.name for adapter in known])
+        entries = registry.entries()
+        if composed is not None:
+            composed.keep_only({adapter.digest for adapter in known})
+            entries += composed.entries()
         if self._parts.loader is not None:
-            self._parts.loader.reconcile(registry.entries())
+            self._parts.loader.reconcile(entries)
 
     def _advance_loads(self) -> bool:
         """Return whether the last load under way has ended, for which a sequence may wait."""
