@@ -18,7 +18,7 @@ import bisect
 import collections
 import heapq
 import random
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from collections.abc import Sequence as SequenceOf
 
 from serving.api.request import (
@@ -42,7 +42,7 @@ from serving.scheduling.short_steps import ShortStep, short_step
 from serving.scheduling.slot_claims import SlotClaims
 from serving.scheduling.stats import SchedulerStats, adapter_names
 from serving.scheduling.step_budget import SchedulerLimits, StepBudget
-from serving.scheduling.waiting_line import WaitingLine, order_of, take_out
+from serving.scheduling.waiting_line import WaitingLine, order_of, prompts_by_tenant, take_out
 
 __all__ = ["AdapterResidency", "Progress", "Scheduler", "SchedulerLimits", "SchedulerStats"]
 
@@ -301,7 +301,8 @@ class Scheduler:
         prompt might never get in.
         """
         self._gate.start_round()
-        lines = {t: line for t, line in self._prompts().items() if not tenants or t in tenants}
+        lines = prompts_by_tenant(self._running, self._waiting)
+        lines = {t: line for t, line in lines.items() if not tenants or t in tenants}
         if not lines:
             self._fair.settle()
         while lines and not step.exhausted:
@@ -314,15 +315,6 @@ class Scheduler:
             else:
                 del lines[tenant]
             self._fair.charge(tenant, tokens - step.tokens)
-
-    def _prompts(self) -> dict[str, Iterator[Sequence]]:
-        """Return each tenant's sequences that a step may compute prompts of, in their order."""
-        running = collections.defaultdict(list)
-        for sequence in self._running:
-            if sequence.num_remaining > 1:
-                running[sequence.tenant].append(sequence)
-        tenants = dict.fromkeys([*running, *self._waiting.tenants])
-        return {t: iter([*running[t], *self._waiting.of(t)]) for t in tenants}
 
     def _admit(self, sequence: Sequence, step: StepBudget, now: float) -> bool:
         """Let a waiting sequence run if it can; False when pages are short for it."""
