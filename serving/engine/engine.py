@@ -39,6 +39,7 @@ from serving.engine.loop import EngineLoop
 from serving.engine.metrics import EngineStats
 from serving.engine.model_info import ModelInfo
 from serving.engine.parts import EngineParts, build_parts, engine_stats
+from serving.engine.tier_metrics import DEVICE, DISK, HOST
 from serving.lora_server.instance import ServerAccess
 from serving.runtime.compile_counter import CompileCounter
 
@@ -221,6 +222,7 @@ class Engine:
             sampling=sampling,
             adapter=name,
             adapter_digest="" if entry is None else entry.digest,
+            tier="" if entry is None else self._tier_of(entry),
             on_output=on_output,
             arrival_s=now,
             deadline_s=now + (DEFAULT_DEADLINE_S if deadline_s is None else deadline_s),
@@ -230,6 +232,12 @@ class Engine:
         self._queue(request, entry)
         return request.request_id
 
+    def _tier_of(self, entry: AdapterEntry) -> str:
+        """Return where a request finds its adapter."""
+        was_read = self.registry.take_read(entry.digest)
+        is_there = entry.digest in self._parts.loader.snapshot.resident
+        return DEVICE if is_there else DISK if was_read else HOST
+
     def _queue(self, request: Request, entry: AdapterEntry | None) -> None:
         try:
             self._loop.submit(
@@ -237,6 +245,8 @@ class Engine:
                 entry,
                 lambda sequences: LiveRequest(request, sequences, self.tokenizer, self.metrics),
             )
+            if request.tier:
+                self.metrics.tiers.queued(request.tier)
         except QueueFull:
             self.metrics.rejected("queue_full")
             raise
