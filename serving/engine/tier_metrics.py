@@ -1,10 +1,25 @@
 """Prometheus metrics of adapter tiers: where a request finds its adapter, and what that takes."""
 
+from collections.abc import Collection
+
 from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from lora_jax.adapters.entries import AdapterEntry
+from lora_jax.adapters.registry import AdapterRegistry
 
 DEVICE, HOST, DISK = TIERS = ("device", "host", "disk")
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 40.0, 160.0)
 _READ = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+def tier_of(
+    entry: AdapterEntry | None, registry: AdapterRegistry, resident: Collection[str]
+) -> str:
+    """Return where a request finds its adapter; nothing for the base model."""
+    if entry is None:
+        return ""
+    was_read = registry.take_read(entry.digest)  # asked in any case: it counts for one request
+    return DEVICE if entry.digest in resident else DISK if was_read else HOST
 
 
 class TierMetrics:
