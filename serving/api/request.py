@@ -8,6 +8,7 @@ cache, its pages). The scheduler plans steps over sequences; the model runner ex
 import dataclasses
 import enum
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from serving.api.sampling import Sampling
 
@@ -94,6 +95,7 @@ class Request:
     deadline_s: float  # monotonic time; waiting requests are served in this order
     cache_salt: str = ""
     share: Share = dataclasses.field(default_factory=Share)
+    grammar: Any = None  # compiled; of sampling.structured_outputs
 
 
 class SequenceState(enum.Enum):
@@ -135,6 +137,7 @@ class Sequence:
     num_void: int = 0
     num_prompt_logprobs: int = 0  # prompt tokens whose chunk was planned with prompt_logprobs
     finish_reason: FinishReason | None = None
+    grammar_state: Any = None  # where the output is in the request's grammar
 
     @property
     def tenant(self) -> str:

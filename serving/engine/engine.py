@@ -19,6 +19,7 @@ from serving.api.config import EngineConfig
 from serving.api.outputs import RequestFailed, RequestOutput
 from serving.api.request import FinishReason, OutputDelta, QueueFull, Request, Share
 from serving.api.sampling import Sampling
+from serving.api.structured_outputs import StructuredOutputs
 from serving.engine.batch import Batch
 from serving.engine.generate_arguments import (
     Adapters,
@@ -37,6 +38,7 @@ from serving.engine.model_info import ModelInfo
 from serving.engine.parts import EngineParts, build_parts, engine_stats
 from serving.lora_server.instance import ServerAccess
 from serving.runtime.compile_counter import CompileCounter
+from serving.structured.grammars import Grammar, Grammars
 
 DEFAULT_DEADLINE_S = 60.0  # requests are served in order of their deadlines
 
@@ -85,7 +87,8 @@ class Engine:
         self.metrics = self._parts.metrics
         self.model_info: ModelInfo = self._parts.model_info
         # Also when the last reference goes, and when the interpreter ends.
-        self._close = weakref.finalize(self, _close, self._loop, self._parts.compilations)
+        parts = self._parts
+        self._close = weakref.finalize(self, _close, self._loop, parts.compilations, parts.grammars)
         self._loop.start()
 
     def __enter__(self) -> "Engine":
@@ -190,15 +193,19 @@ class Engine:
         deadline_s: float | None = None,
         share: Share | None = None,
         entry: AdapterEntry | None = None,
+        grammar: Grammar | None = None,
     ) -> str:
         """Queue a request and return its id; `on_output` is called from the engine's thread.
 
         `deadline_s` is seconds from now: waiting requests are served in that order, those of
         each `share` beside those of others. `entry` is what the adapter's name stood for; without
-        it an adapter whose weights are not in memory is read here and now. Raises AdapterNotFound
-        (a KeyError), ValueError, QueueFull or EngineDead.
+        it an adapter whose weights are not in memory is read here and now. `grammar` is what
+        `compile_grammar` gave; without it that is called. Raises AdapterNotFound (a KeyError),
+        ValueError, QueueFull or EngineDead.
         """
         entry = self._check(prompt_ids, adapter, sampling, entry)
+        if grammar is None and sampling.structured_outputs is not None:
+            grammar = self.compile_grammar(sampling.structured_outputs)
         now = time.monotonic()
         request = Request(
             request_id=request_id or secrets.token_hex(12),
@@ -211,9 +218,25 @@ class Engine:
             deadline_s=now + (DEFAULT_DEADLINE_S if deadline_s is None else deadline_s),
             cache_salt=cache_salt,
             share=share or Share(),
+            grammar=grammar,
         )
         self._queue(request, entry)
         return request.request_id
+
+    def find_grammar(self, outputs: StructuredOutputs) -> Grammar | None:
+        """Return the grammar of structured outputs if it is kept; ValueError if it was refused."""
+        return self._parts.grammars.find(outputs)
+
+    def compile_grammar(self, outputs: StructuredOutputs) -> Grammar:
+        """Return the grammar of structured outputs; it may take some seconds.
+
+        Raises ValueError for outputs that cannot bind an answer, QueueFull or EngineDead.
+        """
+        try:
+            return self._parts.grammars.compile(outputs)
+        except ValueError:
+            self.metrics.rejected("invalid")
+            raise
 
     def _queue(self, request: Request, entry: AdapterEntry | None) -> None:
         try:
@@ -324,6 +347,7 @@ class Engine:
         self._loop.check_integrity()
 
 
-def _close(loop: EngineLoop, compilations: CompileCounter) -> None:
+def _close(loop: EngineLoop, compilations: CompileCounter, grammars: Grammars) -> None:
     loop.close()
+    grammars.close()
     compilations.close()

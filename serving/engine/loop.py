@@ -11,14 +11,15 @@ import time
 from collections.abc import Callable
 
 from lora_jax.adapters.registry import AdapterEntry, AdapterRegistry
-from serving.api.request import EngineDead, FinishReason, Request, Sequence
+from serving.api.request import EngineDead, FinishReason, Request, Sequence, StepPlan
 from serving.engine.live_request import LiveRequest
 from serving.engine.metrics import EngineMetrics
 from serving.loading.adapter_loaders import AdapterLoaders
 from serving.runtime.compile_counter import CompileCounter
 from serving.scheduling.scheduler import Progress, Scheduler, SchedulerStats
-from serving.steps.model_runner import InFlightStep, ModelRunner
+from serving.steps.model_runner import HeldStep, InFlightStep, ModelRunner
 from serving.steps.sampler import INVALID_TOKEN
+from serving.structured.row_masks import RowMasks, is_bound
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class LoopParts:
     loader: AdapterLoaders | None
     metrics: EngineMetrics
     compilations: CompileCounter
+    masks: RowMasks
     chunks_per_step: int
 
 
@@ -156,7 +158,7 @@ class EngineLoop:
             plan = parts.scheduler.plan(now)
         if plan is not None and parts.loader is not None:
             parts.loader.prepare(parts.runner, self._num_dispatched)
-        step = None if plan is None else parts.runner.dispatch(plan)
+        step = None if plan is None else self._dispatch(plan)
         self._num_dispatched += step is not None
         loaded = self._advance_loads()
         for sequence in ended:
@@ -164,11 +166,30 @@ class EngineLoop:
         for sequence in expired:
             message = _ADAPTER_WAIT.format(name=sequence.request.adapter)
             self._end(sequence, FinishReason.ERROR, message, retryable=True)
-        finished, self._flying = self._flying, step
+        finished, self._flying = self._flying, step if isinstance(step, InFlightStep) else None
         if finished is not None:
             self._take_in(finished)
         elif step is None and not loaded:
             self._sleep()
+        if isinstance(step, HeldStep):
+            self._flying = self._sample(step)
+
+    def _dispatch(self, plan: StepPlan) -> InFlightStep | HeldStep:
+        """Send a step to the device, or its forward part where a grammar binds a row."""
+        runner = self._parts.runner
+        return runner.forward(plan) if is_bound(plan) else runner.dispatch(plan)
+
+    def _sample(self, held: HeldStep) -> InFlightStep:
+        """Send the rest of a step, whose masks follow from the tokens taken in by now."""
+        masks = self._parts.runner.new_masks()
+        failed = self._parts.masks.fill(held.plan, masks.words, masks.is_masked)
+        if failed:
+            with self._lock:
+                for sequence, _ in failed:
+                    self._parts.scheduler.finish(sequence, FinishReason.ERROR)
+            for sequence, why in failed:
+                self._end(sequence, FinishReason.ERROR, why)
+        return self._parts.runner.sample(held, masks)
 
     def _follow_registry(self) -> None:
         """Let the device follow what was loaded and unloaded since the last look."""

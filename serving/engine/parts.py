@@ -42,6 +42,9 @@ from serving.runtime.program_cache import keep_programs
 from serving.scheduling.scheduler import Scheduler, SchedulerLimits
 from serving.steps.model_runner import ModelRunner
 from serving.steps.step import StepSizes
+from serving.structured.grammars import Grammars
+from serving.structured.row_masks import RowMasks
+from serving.structured.vocabulary import Vocabulary
 from serving.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -58,6 +61,7 @@ class EngineParts:
     compilations: CompileCounter
     loop: EngineLoop
     model_info: ModelInfo
+    grammars: Grammars
 
 
 def build_parts(
@@ -144,15 +148,24 @@ def _build(
     registry.set_in_use(loader.in_use)
     scheduler = _make_scheduler(config, base.size, loader, end_ids)
     chunks = config.adapter_load_chunks_per_step
+    masks = RowMasks(end_ids)
     loop = EngineLoop(
-        LoopParts(
-            runner, scheduler, registry, loader, metrics, compilations, chunks_per_step=chunks
-        )
+        LoopParts(runner, scheduler, registry, loader, metrics, compilations, masks, chunks)
     )
     if base.remote is not None:
         base.remote.wake = loop.wake
     metrics.set_source(lambda: engine_stats(loop, registry, loader, metrics, compilations))
-    return EngineParts(tokenizer, registry, loader, metrics, compilations, loop, info)
+    grammars = Grammars(_vocabulary(tokenizer, info.vocab_size, end_ids))
+    return EngineParts(tokenizer, registry, loader, metrics, compilations, loop, info, grammars)
+
+
+def _vocabulary(tokenizer: Tokenizer, size: int, end_ids: tuple[int, ...]) -> Vocabulary | None:
+    """Return what grammars need of the tokenizer; None for a model without an end token."""
+    ends = [token for token in end_ids if token < size]
+    if not ends:
+        return None
+    special = [token for token in tokenizer.special_ids if token < size]
+    return Vocabulary(tokenizer.token_bytes(size), special, ends)
 
 
 def engine_stats(
@@ -289,7 +302,7 @@ def _make_runner(
     runner.warm_up(progress=True)
     logger.info(
         "Compiled %d programs for steps of up to %s tokens in %.1f s.",
-        len(runner.programs),
+        runner.num_programs,
         ", ".join(map(str, runner.buckets)),
         time.monotonic() - start,
     )

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 from lora_jax.adapters.registry import AdapterEntry, AdapterRegistry
 from serving.api.request import OutputDelta, Share
 from serving.api.sampling import Sampling
+from serving.api.structured_outputs import StructuredOutputs
 
 
 class AbstractTokenizer(Protocol):
@@ -53,7 +54,12 @@ class AbstractEngine(Protocol):
         cache_salt: str = "",
         share: Share | None = None,
         entry: AdapterEntry | None = None,
+        grammar: Any = None,
     ) -> str: ...
+
+    def find_grammar(self, outputs: StructuredOutputs) -> Any: ...
+
+    def compile_grammar(self, outputs: StructuredOutputs) -> Any: ...
 
     def abort(self, request_id: str) -> None: ...
 

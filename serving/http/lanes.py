@@ -16,6 +16,7 @@ class Lane(enum.Enum):
 
     SHORT = 2  # up to some 50 ms
     LONG = 1
+    GRAMMAR = 4  # these wait for a process that checks grammars
 
 
 async def run_in[**P, T](

@@ -14,6 +14,7 @@ from serving.http.requests.body import read_body, takes
 from serving.http.requests.parameters import chat_sampling, fit_context
 from serving.http.requests.prompts import chat_prompt, plain_messages
 from serving.http.requests.protocol import ChatBody
+from serving.http.requests.structure import compiled_grammar
 from serving.http.requests.template_options import template_options
 from serving.http.server import server_of
 from serving.http.settings import HttpSettings
@@ -29,7 +30,9 @@ async def create_chat_completion(request: Request) -> Response:
     target = await server.names.resolve(body.model, body.lora_path, caller)
     request.state.adapter = target.adapter
     defaults = server.engine.model_info.sampling_defaults
-    chat_sampling(body, 1, defaults)  # refuse bad parameters before any work on the messages
+    # Refuse bad parameters before any work on the messages.
+    outputs = chat_sampling(body, 1, defaults).structured_outputs
+    grammar = await compiled_grammar(server.engine, body, outputs)
     options = template_options(body, server.settings.default_template_kwargs)
     special = bool(body.add_special_tokens)  # templates write their own special tokens
     prompt = await chat_prompt(server.engine, body.messages, options, special)
@@ -37,7 +40,7 @@ async def create_chat_completion(request: Request) -> Response:
     sampling = fit_context(chat_sampling(body, limit - length, defaults), body, length, limit)
     generation = Generation(server.engine, server.mailbox, [prompt])
     salt = cache_salt(caller.salt, body.cache_salt)
-    generation.submit(target.adapter, [sampling], salt, caller, target.entry)
+    generation.submit(target.adapter, [sampling], salt, caller, target.entry, grammar)
     last = plain_messages(body.messages[-1:])[0]
     role = server.settings.response_role if options.add_generation_prompt else last["role"]
     echo = last["content"] if body.echo and last["role"] == role else ""

@@ -14,6 +14,7 @@ from lora_jax.adapters.registry import AdapterExists, AdapterNotFound, AdapterRe
 from serving.api.config import EngineConfig
 from serving.api.request import FinishReason, OutputDelta, QueueFull, TokenLogprobs
 from serving.api.sampling import Sampling
+from serving.api.structured_outputs import StructuredOutputs
 from serving.engine.metrics import EngineStats
 
 BOS = 256
@@ -162,6 +163,7 @@ class FakeEngine:
         self.submitted: list[SimpleNamespace] = []
         self.aborted: list[str] = []
         self.running: set[str] = set()
+        self.grammars: dict[str, object] = {}  # by digest
 
     def submit(
         self,
@@ -174,6 +176,7 @@ class FakeEngine:
         cache_salt: str = "",
         share=None,
         entry=None,
+        grammar=None,
     ) -> str:
         if len(self.running) >= self.queue_limit:
             raise QueueFull("The waiting queue is full.", 2.0)
@@ -188,11 +191,20 @@ class FakeEngine:
             salt=cache_salt,
             id=request_id,
             share=share,
+            grammar=grammar,
         )
         self.submitted.append(given)
         self.running.add(request_id)
         threading.Thread(target=self._run, args=(given, on_output), daemon=True).start()
         return request_id
+
+    def find_grammar(self, outputs: StructuredOutputs) -> object | None:
+        return self.grammars.get(outputs.digest)
+
+    def compile_grammar(self, outputs: StructuredOutputs) -> object:
+        if '"not"' in outputs.text:
+            raise ValueError(f'structured_outputs.{outputs.kind}: Unimplemented keys: ["not"]')
+        return self.grammars.setdefault(outputs.digest, object())
 
     def _run(self, given: SimpleNamespace, on_output: Callable[[OutputDelta], None]) -> None:
         fail, self.fail = self.fail, None
