@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from bench.esft_model import DRAWN, Woven
+from bench.esft_model import DRAWN, MultiEsftModel
 from bench.esft_steps import Row
 from lora_jax.adapters import esft_format
 from lora_jax.adapters.folder import PIECE_BYTES
 from lora_jax.adapters.weights import PROJECTIONS, ExpertWeights
-from serving.loading.expert_loading import ExpertLoadingPlan
+from serving.loading.expert_loading import ExpertLoadJob
 
 COPY_BYTES = 1 << 28
 SHARD_EXPERTS = 64  # in one file
@@ -29,16 +29,16 @@ LOADS = 3
 FirstUse = Callable[[jax.Array], object]  # runs a step by reroute tables
 
 
-def rows(woven: Woven, first_use_of: Callable[[int], FirstUse]) -> Iterator[Row]:
+def rows(multi_esft: MultiEsftModel, first_use_of: Callable[[int], FirstUse]) -> Iterator[Row]:
     """Yield loads of the smallest adapter and its unload.
 
     Beside a load are its bytes over the copy rate, or over the disk's where that is read.
     `first_use_of` a slot returns what waits for one step of the adapter there.
     """
-    adapter = int(np.argmin([counts.sum() for counts in woven.shape.counts]))
-    woven.unload(str(adapter))
+    adapter = int(np.argmin([counts.sum() for counts in multi_esft.shape.counts]))
+    multi_esft.unload(str(adapter))
     first_use = first_use_of(adapter)
-    weights, catalogue = on_host(woven, adapter), woven.model.catalogue(woven.config)
+    weights, catalogue = on_host(multi_esft, adapter), multi_esft.model.catalogue(multi_esft.config)
     rate = copy_rate()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
@@ -54,22 +54,24 @@ def rows(woven: Woven, first_use_of: Callable[[int], FirstUse]) -> Iterator[Row]
             "disk": (from_disk, disk_rate(folder)),
         }
         for name, (reader, its_rate) in kinds.items():
-            _in_and_out(woven, reader, first_use, its_rate)  # whatever is slow only once
-            before = device_used(woven)
-            runs = [_in_and_out(woven, reader, first_use, its_rate, before) for _ in range(LOADS)]
+            _in_and_out(multi_esft, reader, first_use, its_rate)  # whatever is slow only once
+            before = device_used(multi_esft)
+            runs = [
+                _in_and_out(multi_esft, reader, first_use, its_rate, before) for _ in range(LOADS)
+            ]
             loads, unloads = (
                 sorted(kind, key=lambda row: row.us) for kind in zip(*runs, strict=True)
             )
             load, unload = loads[LOADS // 2], unloads[LOADS // 2]
             yield dataclasses.replace(load, name=f"load from {name} to first use")
             yield dataclasses.replace(unload, name=f"unload after a load from {name}")
-    woven.load(adapter)
+    multi_esft.load(adapter)
 
 
-def on_host(woven: Woven, adapter: int) -> ExpertWeights:
+def on_host(multi_esft: MultiEsftModel, adapter: int) -> ExpertWeights:
     """Return an adapter with matrices of its own in host memory."""
-    drawn = [[np.asarray(m) for m in woven._drawn[name]] for name in PROJECTIONS]
-    chosen = woven.choose(adapter)
+    drawn = [[np.asarray(m) for m in multi_esft._drawn[name]] for name in PROJECTIONS]
+    chosen = multi_esft.choose(adapter)
     for experts in chosen.experts.values():
         for n, expert in enumerate(experts):
             experts[expert] = tuple(kind[n % DRAWN].copy() for kind in drawn)
@@ -127,14 +129,14 @@ def disk_rate(folder: Path) -> float:
     return done / (time.perf_counter() - start)
 
 
-def device_used(woven: Woven) -> int:
+def device_used(multi_esft: MultiEsftModel) -> int:
     """Return bytes in use by the driver's count, or by ours where no driver counts."""
-    usage = woven.memory.usage()
+    usage = multi_esft.memory.usage()
     return usage.created if usage.device_used is None else usage.device_used
 
 
 def _in_and_out(
-    woven: Woven,
+    multi_esft: MultiEsftModel,
     read: Callable[[], ExpertWeights],
     first_use: FirstUse,
     rate: float,
@@ -144,34 +146,34 @@ def _in_and_out(
 
     The unload's `left MB` is what the device's driver counts more than `before`.
     """
-    load, digest = _load(woven, read, first_use, rate)
-    during, begun = device_used(woven), time.perf_counter()
-    woven.unload(digest)
+    load, digest = _load(multi_esft, read, first_use, rate)
+    during, begun = device_used(multi_esft), time.perf_counter()
+    multi_esft.unload(digest)
     took = time.perf_counter() - begun
-    left = device_used(woven) - before
+    left = device_used(multi_esft) - before
     freed = {"freed MB": (during - before - left) / 1e6, "left MB": left / 1e6}
     return load, Row("unload", took * 1e6, more={"GB": load.more["GB"], **freed})
 
 
 def _load(
-    woven: Woven, read: Callable[[], ExpertWeights], first_use: FirstUse, rate: float
+    multi_esft: MultiEsftModel, read: Callable[[], ExpertWeights], first_use: FirstUse, rate: float
 ) -> tuple[Row, str]:
     """Return what a load takes from asking for it to the end of its first step; its digest."""
-    tables = jax.block_until_ready(jnp.asarray(woven.tables))
+    tables = jax.block_until_ready(jnp.asarray(multi_esft.tables))
     start = time.perf_counter()
     weights = read()
     known = time.perf_counter()
-    placement = woven.allocator.place(weights)
-    plan = ExpertLoadingPlan(placement, woven.tensors)
-    tables = plan.advance(tables, len(placement.indices))  # memory for all layers' experts
+    placement = multi_esft.allocator.place(weights)
+    job = ExpertLoadJob(placement, multi_esft.tensors)
+    tables = job.advance(tables, len(placement.indices))  # memory for all layers' experts
     mapped = time.perf_counter()
-    tables = jax.block_until_ready(plan.advance(tables, 1 << 40))
-    woven.allocator.finish_loading(placement.digest)
+    tables = jax.block_until_ready(job.advance(tables, 1 << 40))
+    multi_esft.allocator.finish_loading(placement.digest)
     there = time.perf_counter()
     first_use(tables)
     end = time.perf_counter()
-    woven.tables = np.array(tables)
-    size = weights.num_experts * woven.tensors.expert_bytes
+    multi_esft.tables = np.array(tables)
+    size = weights.num_experts * multi_esft.tensors.expert_bytes
     more = {
         "GB": size / 1e9,
         "read ms": (known - start) * 1e3,

@@ -40,7 +40,7 @@ SINGLE_TOKENS = 810_000  # section 5.4: KV capacity beside one merged model
 PAPER_TOKENS = {1: None, 2: 572_000, 3: 477_000}
 
 
-class Woven:
+class MultiEsftMemory:
     """DeepSeek-V2-Lite's expert tensors, or its first layers', and the adapters mapped in them.
 
     Indices come from the allocator that serves ESFT adapters, so that neighbours share pages as
@@ -121,16 +121,16 @@ def kv_tokens(weight_bytes: float, beside_bytes: float | None = None) -> int:
 
 def measure(beside_bytes: float | None = None) -> list[dict]:
     """Return one row per number of adapters."""
-    counts, woven, rows = cases.table_1_counts(), Woven(device_memory(), MOST), []
+    counts, multi_esft, rows = cases.table_1_counts(), MultiEsftMemory(device_memory(), MOST), []
     for number in tqdm(range(1, MOST + 1), desc="adapters"):
-        woven.load(str(number), counts[cases.ORDER[(number - 1) % len(cases.ORDER)]])
+        multi_esft.load(str(number), counts[cases.ORDER[(number - 1) % len(cases.ORDER)]])
         if number not in NUM_ADAPTERS:
             continue
         loaded = [counts[cases.ORDER[i % len(cases.ORDER)]] for i in range(number)]
         true_experts = int(sum(c.sum() for c in loaded))
         true = true_experts * cases.EXPERT_BYTES
         padded = number * cases.LAYERS * cases.E_MAX * cases.EXPERT_BYTES
-        own = woven.bytes - woven.base_bytes
+        own = multi_esft.bytes - multi_esft.base_bytes
         weights = {
             "merged": number * MODEL_BYTES,
             "padded": MODEL_BYTES + padded,
@@ -141,7 +141,7 @@ def measure(beside_bytes: float | None = None) -> list[dict]:
                 "adapters": number,
                 "true_bytes": true,
                 "page_bytes": own,
-                "over_true": woven.overhead(true_experts),
+                "over_true": multi_esft.overhead(true_experts),
                 "padded_over_true": padded / true,
                 "weight_bytes": weights,
                 "kv_tokens": {name: kv_tokens(size) for name, size in weights.items()},
@@ -150,7 +150,7 @@ def measure(beside_bytes: float | None = None) -> list[dict]:
         )
         if beside_bytes is not None:
             rows[-1]["own_kv_tokens"] = kv_tokens(weights["virtual"], beside_bytes)
-    woven.close()
+    multi_esft.close()
     return rows
 
 

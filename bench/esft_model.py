@@ -108,7 +108,7 @@ def tiny(adapters: int, layers: int = 2) -> Shape:
 SHAPES = {"deepseek-v2-lite": lite, "tiny": tiny}
 
 
-class Woven:
+class MultiEsftModel:
     """The model of a shape, plain and in virtual tensors, with its adapters; one thread."""
 
     def __init__(self, shape: Shape):
@@ -122,7 +122,7 @@ class Woven:
         twin = nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
         self.memory = for_platform(jax.default_backend())
         self.tensors = ExpertTensors(twin, self.memory, extra=shape.extra)
-        self.woven = leaves_of(twin)
+        self.virtual = leaves_of(twin)
         moe, layers = self.config.experts, self.tensors.layers
         sizes = ExpertSizes(
             layers, moe.num_experts, shape.most, self.tensors.expert_bytes, None, shape.extra

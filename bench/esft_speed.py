@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from bench import esft_loading
-from bench.esft_model import SHAPES, Shape, Woven
+from bench.esft_model import SHAPES, MultiEsftModel, Shape
 from bench.esft_steps import (
     PROFILES,
     SAMPLES_TAKEN,
@@ -50,11 +50,13 @@ SAMPLES = (SAMPLES_TAKEN, PROFILES)
 class Measurement:
     """The parts, each of which yields its rows until its time is over."""
 
-    def __init__(self, woven: Woven, programs: Programs, bandwidth: float, sizes: dict):
-        self.woven, self.programs, self.bandwidth = woven, programs, bandwidth
+    def __init__(
+        self, multi_esft: MultiEsftModel, programs: Programs, bandwidth: float, sizes: dict
+    ):
+        self.multi_esft, self.programs, self.bandwidth = multi_esft, programs, bandwidth
         self.decode_rows, self.prefill_tokens = sizes["decode"], sizes["prefill"]
         self.context, self.samples = sizes["context"], sizes["samples"]
-        self.adapters = [n for n in ADAPTERS if n <= len(woven.shape.counts)]
+        self.adapters = [n for n in ADAPTERS if n <= len(multi_esft.shape.counts)]
 
     def decode(self) -> Iterator[Row]:
         """TPOT by rows in the batch and adapters among them."""
@@ -77,7 +79,7 @@ class Measurement:
         """Fused rerouting against plain operators, beside the base."""
         adapters = max(n for n in self.adapters if n <= 10)
         for bucket, batch in self._batches({max(self.decode_rows)}, adapters):
-            runner, identity = self.programs.runner, self.woven.identity
+            runner, identity = self.programs.runner, self.multi_esft.identity
             kinds = {kind: runner(kind, bucket, identity, batch) for kind in ("fused", "plain")}
             took = in_turn({"base": self._base(bucket, batch), **kinds}, *self.samples)
             for kind in kinds:
@@ -85,15 +87,15 @@ class Measurement:
 
     def padding(self) -> Iterator[Row]:
         """Virtual tensors against dense ones of as many experts, both rerouted to the base's."""
-        shape = self.woven.shape
+        shape = self.multi_esft.shape
         adapters, groups = padded(shape)
         for other in range(adapters, len(shape.counts)):
-            self.woven.unload(str(other))  # the dense ones take their place
-        leaves = {"virtual": self.woven.view(groups), "padded": self.woven.padded(groups)}
+            self.multi_esft.unload(str(other))  # the dense ones take their place
+        leaves = {"virtual": self.multi_esft.view(groups), "padded": self.multi_esft.padded(groups)}
         ends = {min(self.decode_rows), max(self.decode_rows)}
         for bucket, batch in self._batches(ends, adapters):
             step = functools.partial(
-                self.programs.runner, "fused", bucket, self.woven.identity, batch
+                self.programs.runner, "fused", bucket, self.multi_esft.identity, batch
             )
             took = in_turn({name: step(given) for name, given in leaves.items()}, *self.samples)
             name = f"virtual against padded, {batch.name}"
@@ -101,7 +103,7 @@ class Measurement:
 
     def loading(self) -> Iterator[Row]:
         """An adapter from host memory and from disk to its first use, and out again."""
-        yield from esft_loading.rows(self.woven, self._first_use)
+        yield from esft_loading.rows(self.multi_esft, self._first_use)
 
     def profile(self) -> Iterator[Row]:
         """Kernels of a decode step; printed, no rows."""
@@ -109,8 +111,10 @@ class Measurement:
             batch, bucket = self._decode(rows, max(self.adapters)), self._bucket(rows)
             steps = {
                 "base": self.programs.runner("base", bucket, None, batch.without_adapters()),
-                "same experts": self.programs.runner("fused", bucket, self.woven.identity, batch),
-                "own experts": self.programs.runner("fused", bucket, self.woven.tables, batch),
+                "same experts": self.programs.runner(
+                    "fused", bucket, self.multi_esft.identity, batch
+                ),
+                "own experts": self.programs.runner("fused", bucket, self.multi_esft.tables, batch),
             }
             for name, step in steps.items():
                 print(show_profile(f"{rows} rows, {name}", profile_step(step)), flush=True)
@@ -127,8 +131,8 @@ class Measurement:
             took = in_turn(
                 {
                     "base": self._base(bucket, batch),
-                    "same": runner(tables=self.woven.identity),
-                    "own": runner(tables=self.woven.tables),
+                    "same": runner(tables=self.multi_esft.identity),
+                    "own": runner(tables=self.multi_esft.tables),
                 },
                 *self.samples,
             )
@@ -146,7 +150,7 @@ class Measurement:
 
     def _floor_us(self, batch: Batch, experts: float) -> float:
         """Return what reading weights, touched experts and KV pages once takes."""
-        tensors, model = self.woven.tensors, self.woven
+        tensors, model = self.multi_esft.tensors, self.multi_esft
         moved = sum(leaf.nbytes for leaf in model.plain)
         moved -= model.config.experts.num_experts * len(tensors.layers) * tensors.expert_bytes
         moved -= model.model.embed.weight[...].nbytes
@@ -161,7 +165,7 @@ class Measurement:
         rows = self.decode_rows[0]
         batch, bucket = self._decode(rows, 1), self._bucket(rows)
         batch.table[SLOT] = slot
-        step = self.programs.runner("fused", bucket, self.woven.identity, batch)
+        step = self.programs.runner("fused", bucket, self.multi_esft.identity, batch)
         step()  # as an engine's program has run before
         return lambda tables: jax.block_until_ready(step(tables))
 
@@ -302,21 +306,21 @@ def main() -> None:
     sizes = sizes_of(args)
     programs = Programs(shape, sizes, args.programs)
     begin(programs, shape, args.only, sizes)
-    woven = Woven(shape)
-    programs.attach(woven)
-    say(f"{shape.name}, experts in {woven.tensors.pages()}")
+    multi_esft = MultiEsftModel(shape)
+    programs.attach(multi_esft)
+    say(f"{shape.name}, experts in {multi_esft.tensors.pages()}")
     for adapter in range(len(shape.counts)):
-        woven.load(adapter)
-    say(f"{len(shape.counts)} adapters in {woven.tensors.pages()}")
+        multi_esft.load(adapter)
+    say(f"{len(shape.counts)} adapters in {multi_esft.tensors.pages()}")
     bandwidth = copy_bandwidth(1 << 20 if args.model == "tiny" else 1 << 31)
-    measurement = Measurement(woven, programs, bandwidth, sizes)
+    measurement = Measurement(multi_esft, programs, bandwidth, sizes)
     say(f"copies {measurement.bandwidth / 1e12:.2f} TB/s")
     device = jax.devices()[0].device_kind
     about = {
         "device": device,
         "date": datetime.date.today().isoformat(),
         "model": shape.name,
-        "layers": len(woven.tensors.layers),
+        "layers": len(multi_esft.tensors.layers),
         "copy_tb_per_s": measurement.bandwidth / 1e12,
     }
     results = Results(args.out / f"esft_speed_{device.lower().replace(' ', '_')}.json", about)
@@ -324,7 +328,7 @@ def main() -> None:
     print(results.tables())
     results.say("beside_bytes", beside := programs.beside_bytes())
     say(f"measured; beside weights and KV {sum(beside.values())} bytes: {beside}")
-    woven.close()
+    multi_esft.close()
 
 
 if __name__ == "__main__":

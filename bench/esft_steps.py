@@ -1,4 +1,4 @@
-"""Steps of a woven model: what they are asked, and how long one takes."""
+"""Steps of a model with several ESFT adapters: their inputs and times."""
 
 import concurrent.futures
 import dataclasses
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.esft_model import Shape, Woven
+from bench.esft_model import MultiEsftModel, Shape
 from bench.esft_programs import PAGE, StepProgram, compile_apart, register_kernels
 from bench.step_profile import profile_in_turn
 from lora_jax.config import from_hf
@@ -240,16 +240,16 @@ class Programs:
         register_kernels()
         self._pool = concurrent.futures.ThreadPoolExecutor(WORKERS)
 
-    def attach(self, woven: Woven) -> None:
+    def attach(self, multi_esft: MultiEsftModel) -> None:
         """Make what the steps of a model need beside its weights."""
-        self._woven, kv = woven, woven.model.kv_shape(woven.config)
-        dtype = woven.model.embed.weight[...].dtype
+        self._multi_esft, kv = multi_esft, multi_esft.model.kv_shape(multi_esft.config)
+        dtype = multi_esft.model.embed.weight[...].dtype
         self.kv_token_bytes = kv.bytes_per_token(dtype)
-        self._place = functools.partial(jax.device_put, device=woven.plain[0].sharding)
+        self._place = functools.partial(jax.device_put, device=multi_esft.plain[0].sharding)
         cache = jax.tree.leaves(init_cache(kv, self.sizes.num_pages, PAGE, dtype))
         self._cache = [_noise(n, pages) for n, pages in enumerate(cache)]
         state = init_row_state(self.sizes.max_seqs, self.sizes.max_len)
-        shape, vocab = state.history.shape, woven.config.vocab_size
+        shape, vocab = state.history.shape, multi_esft.config.vocab_size
         history = np.random.default_rng(0).integers(3, vocab, shape).astype(np.int32)
         state = dataclasses.replace(state, history=jnp.asarray(history))
         self._state = self._place(jax.tree.leaves(state))
@@ -261,11 +261,11 @@ class Programs:
         outside of jax's memory: the context, libraries, CUDA graphs. Empty where nobody counts.
         """
         device = jax.devices()[0]
-        used, stats = self._woven.memory.usage().device_used, device.memory_stats()
+        used, stats = self._multi_esft.memory.usage().device_used, device.memory_stats()
         if used is None or stats is None:
             return {}
         programs = [found.result() for found in self._compiled.values()]
-        pages = self._woven.tensors.pages().created_bytes
+        pages = self._multi_esft.tensors.pages().created_bytes
         return {
             "temporaries": max(p.memory_analysis().temp_size_in_bytes for p in programs),
             "state": sum(leaf.nbytes for leaf in self._state),
@@ -284,7 +284,7 @@ class Programs:
         `leaves` None are the plain model's for "base", else the virtual tensors'.
         """
         if leaves is None:
-            leaves = self._woven.plain if kind == "base" else self._woven.woven
+            leaves = self._multi_esft.plain if kind == "base" else self._multi_esft.virtual
         groups = max(leaf.shape[0] for leaf in leaves if leaf.ndim == 3)
         program = self._program(kind, bucket, groups).result()
         given = None if kind == "base" else self._place(np.asarray(tables))

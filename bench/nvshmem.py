@@ -24,16 +24,16 @@ import numpy as np
 from lora_jax.placement.ep_pp import ServerLayout
 from lora_jax.placement.shape import AdapterShape
 from serving.runtime.gpu_assignment import use_gpu
-from serving.transport import device_ends, device_memory, symmetric
+from serving.transport import device_endpoints, device_memory, symmetric
 from serving.transport.base import AbstractClient, PushRows, Status
+from serving.transport.compatibility import Terms
 from serving.transport.device_server import DeviceServer, Verdict, no_ticket
-from serving.transport.rendezvous import unix_listener
 from serving.transport.shapes import GATE_UP, Shapes, moe_shapes
-from serving.transport.terms import Terms
+from serving.transport.socket_messages import unix_listener
 
 LAYERS, HIDDEN, MOST_ROWS = 8, 4096, 512
 ROWS = (8, 64, 128, 512)
-CARRIERS = ("nvshmem", "mapped")
+TRANSPORTS = ("nvshmem", "mapped")
 _SECONDS = 120.0
 
 
@@ -48,7 +48,7 @@ def slot_bytes(shapes: Shapes) -> int:
     return max(shapes.request_slot, shapes.response_slot)
 
 
-def world(rank: int, folder: Path) -> symmetric.SymmetricEnds:
+def world(rank: int, folder: Path) -> symmetric.SymmetricEndpoints:
     """Return this process's GPU in a world of two."""
     from cuda_backend import nvshmem
 
@@ -63,12 +63,12 @@ def world(rank: int, folder: Path) -> symmetric.SymmetricEnds:
 
 
 def serve(folder: Path) -> None:
-    """Answer both carriers' messages, each on a thread, until killed."""
-    ends = world(1, folder)
+    """Answer both transports' messages, each on a thread, until killed."""
+    endpoints = world(1, folder)
     servers = {
-        "nvshmem": symmetric.open_server(unix_listener(folder / "nvshmem"), terms(), 0, ends),
+        "nvshmem": symmetric.open_server(unix_listener(folder / "nvshmem"), terms(), 0, endpoints),
         "mapped": device_memory.open_server(
-            folder / "mapped", terms(), 0, device_ends.for_platform("gpu", 0)
+            folder / "mapped", terms(), 0, device_endpoints.for_platform("gpu", 0)
         ),
     }
     for name, server in servers.items():
@@ -192,20 +192,25 @@ def main() -> None:
 
 
 def compare(folder: Path, server: subprocess.Popen) -> dict[str, Any]:
-    """Return what was measured of each carrier."""
-    ends = world(0, folder)
+    """Return what was measured of each transport."""
+    endpoints = world(0, folder)
     found: dict[str, Any] = {"device": jax.devices()[0].device_kind, "us_per_exchange": {}}
-    for name in CARRIERS:
+    for name in TRANSPORTS:
         while not (folder / f"{name}.ready").exists():
             if server.poll() is not None:
                 raise RuntimeError("the server has ended")
             time.sleep(0.01)
         if name == "nvshmem":
-            client = symmetric.open_client([folder / name], terms(), ends, [1], patience=_SECONDS)
+            client = symmetric.open_client(
+                [folder / name], terms(), endpoints, [1], patience=_SECONDS
+            )
             kept = client
         else:
             client = device_memory.open_client(
-                [folder / name], terms(), device_ends.for_platform("gpu", 0), aside=False
+                [folder / name],
+                terms(),
+                device_endpoints.for_platform("gpu", 0),
+                separate_stream=False,
             )
         found["us_per_exchange"][name] = measure(client)
         print(name, json.dumps(found["us_per_exchange"][name]), flush=True)

@@ -1,4 +1,4 @@
-"""Round trips to a LoRA Server by carrier and size: `python -m bench.transport --out DIR`.
+"""Round trips to a LoRA Server by transport and size: `python -m bench.transport --out DIR`.
 
 The server is the loop of serving.transport.serve in another process (in_process: on a thread) and
 echoes the rows, so that what is timed is the transport, the loop's Python included. Microseconds,
@@ -31,16 +31,16 @@ from lora_jax.placement.ep_pp import ServerLayout
 from lora_jax.placement.shape import AdapterShape
 from serving.transport import in_process, nixl, shared_memory, tcp
 from serving.transport.base import AbstractClient, AbstractServer, PushRows
+from serving.transport.compatibility import Terms
 from serving.transport.serve import serve
 from serving.transport.shapes import Shapes, Site
-from serving.transport.terms import Terms
 
 SECRET = b"of this one run only"
 WIDTH = 256  # float32: a row is 1 KB
 SIZES_KB = (1, 4, 16, 64, 256, 1024, 4096)
 LAYERS = 8
 RANK, SHARED_ROWS = 64, 64
-CARRIERS = ("in_process", "shared_memory", "shared_memory_pull", "tcp", "nixl")
+TRANSPORTS = ("in_process", "shared_memory", "shared_memory_pull", "tcp", "nixl")
 
 
 def terms() -> Terms:
@@ -54,24 +54,24 @@ def echo(server: AbstractServer) -> None:
     serve(server, lambda request: [request.x])
 
 
-def echo_process(carrier: str, path: str) -> None:
+def echo_process(transport: str, path: str) -> None:
     """Serve until killed; over TCP say the port in a file."""
-    if carrier == "tcp":
+    if transport == "tcp":
         listening = tcp.listen("127.0.0.1", 0)
         Path(path + ".part").write_text(str(listening.getsockname()[1]))
         Path(path + ".part").rename(path)
         echo(tcp.open_server(listening, terms(), 0, SECRET))
-    elif carrier == "nixl":
+    elif transport == "nixl":
         echo(nixl.open_server(path, terms(), 0))
     else:
-        echo(shared_memory.open_server(path, terms(), 0, pull=carrier.endswith("_pull")))
+        echo(shared_memory.open_server(path, terms(), 0, pull=transport.endswith("_pull")))
 
 
 @contextlib.contextmanager
-def connected(carrier: str) -> Iterator[AbstractClient]:
+def connected(transport: str) -> Iterator[AbstractClient]:
     """Yield a client of an echoing server."""
     with contextlib.ExitStack() as stack:
-        if carrier == "in_process":
+        if transport == "in_process":
             server = in_process.open_server(terms().shapes)
             thread = threading.Thread(target=echo, args=(server,))
             thread.start()
@@ -81,22 +81,22 @@ def connected(carrier: str) -> Iterator[AbstractClient]:
         else:
             path = stack.enter_context(tempfile.TemporaryDirectory()) + "/rank-0"
             spawn = multiprocessing.get_context("spawn")
-            process = spawn.Process(target=echo_process, args=(carrier, path))
+            process = spawn.Process(target=echo_process, args=(transport, path))
             process.start()
             stack.callback(process.join)
             stack.callback(process.kill)
-            client = other_process(carrier, path)
+            client = other_process(transport, path)
         stack.callback(client.close)
         client.set_limit(10.0)
         yield client
 
 
-def other_process(carrier: str, path: str) -> AbstractClient:
+def other_process(transport: str, path: str) -> AbstractClient:
     """Return a client of the server that says where it is at `path`."""
-    if carrier == "nixl":
+    if transport == "nixl":
         return nixl.open_client([path], terms(), patience=60.0)
-    if carrier != "tcp":
-        pull = carrier.endswith("_pull")
+    if transport != "tcp":
+        pull = transport.endswith("_pull")
         return shared_memory.open_client([path], terms(), patience=60.0, pull=pull)
     while not Path(path).exists():
         time.sleep(0.01)
@@ -246,11 +246,11 @@ def cpu_name() -> str:
 
 
 def main() -> None:
-    """Time every carrier and write one JSON."""
+    """Time every transport and write one JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.transport", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--repeats", type=int, default=300)
-    parser.add_argument("--carriers", nargs="+", choices=CARRIERS, default=CARRIERS[:-1])
+    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=TRANSPORTS[:-1])
     parser.add_argument("--instances", type=int, nargs="+", default=[1, 2, 3])
     options = parser.parse_args()
     result = {
@@ -260,15 +260,15 @@ def main() -> None:
         "round_trip_us": {},
         "per_layer_us": {},
     }
-    for carrier in options.carriers:
-        with connected(carrier) as client:
-            result["round_trip_us"][carrier] = round_trips(client, options.repeats)
-            result["per_layer_us"][carrier] = layers(client, max(options.repeats // 3, 1))
+    for transport in options.transports:
+        with connected(transport) as client:
+            result["round_trip_us"][transport] = round_trips(client, options.repeats)
+            result["per_layer_us"][transport] = layers(client, max(options.repeats // 3, 1))
             failed = client.stats().timed_out + client.stats().aborted
         if failed:
-            raise RuntimeError(f"{carrier}: {failed} waits failed")
-        print(carrier, json.dumps(result["round_trip_us"][carrier]))
-        print(carrier, json.dumps(result["per_layer_us"][carrier]))
+            raise RuntimeError(f"{transport}: {failed} waits failed")
+        print(transport, json.dumps(result["round_trip_us"][transport]))
+        print(transport, json.dumps(result["per_layer_us"][transport]))
     result["per_layer_us_of_instances"] = {
         f"{count}, depth {depth}": shared(count, depth, max(options.repeats // 3, 1))
         for count in options.instances

@@ -54,7 +54,7 @@ def _options(parser: ParserWithSource, given: dict[str, Any]) -> Options:
         parser.error("which model? Give its folder: python -m serving.launch FOLDER")
     cluster_fields = {f.name for f in dataclasses.fields(ClusterConfig)}
     cluster = ClusterConfig(**{name: given[name] for name in cluster_fields & given.keys()})
-    names = ("host", "port", "uds", "insecure", "log_level", "plan")
+    names = ("host", "port", "uds", "insecure", "log_level", "provision")
     names += ("log_stats", "quiet_paths", "access_log")
     names += ("state_dir", "max_connections", "shutdown_timeout", "metrics_port", "metrics_host")
     given = {"quiet_paths": given.get("disable_access_log_for_endpoints", ())} | given
@@ -135,14 +135,14 @@ def run(options: Options) -> None:
             serve_cluster(options, sock)
 
 
-def _show_plan(model: str, workload: str) -> None:
+def _show_provisioning(model: str, workload: str) -> None:
     """Print how large a LoRA Server the workload file needs."""
-    from serving.cli.plan import plan_of_files
+    from serving.cli.provision import provisioning_of_files
 
     try:
-        text = plan_of_files(model, workload)
+        text = provisioning_of_files(model, workload)
     except (ValueError, OSError) as error:
-        raise StartError(f"No plan: {error}") from error
+        raise StartError(f"Cannot size the LoRA Server: {error}") from error
     print(text)
 
 
@@ -177,7 +177,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             "No API key: every client that reaches %s can use this server.", options.host
         )
     try:
-        run(options) if options.plan is None else _show_plan(options.engine.model, options.plan)
+        run(options) if options.provision is None else _show_provisioning(
+            options.engine.model, options.provision
+        )
     except StartError as error:
         logger.error("%s", error)
         return 1

@@ -21,7 +21,7 @@ from serving.lora_server.coordinator import Coordinator
 from serving.lora_server.instance import ServerAccess
 from serving.runtime.gpu_assignment import use_gpu
 from serving.transport.base import AbstractClient
-from serving.transport.terms import Terms
+from serving.transport.compatibility import Terms
 
 _ABORT = "abort"
 

@@ -33,7 +33,7 @@ STEPS: dict[str, dict[str, Any]] = {
 }
 # Not of Figure 14: the whole system without one thing, or with rows in a stream of their own.
 STEPS |= {
-    "aside": {"lora_aside": True},
+    "aside": {"lora_separate_stream": True},
     "no layers": {"layerwise_loading": False},
     "no prefetch": {"lora_prefetch": False},
     "neither": _LOADING,

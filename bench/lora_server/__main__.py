@@ -32,7 +32,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bench.gpus import count_gpus
-from bench.lora_server.plans import ECHO, LORA, PLANS, REFUSE, Case, Plan, mixtral, table_for
+from bench.lora_server.plans import (
+    ECHO,
+    LORA,
+    PLANS,
+    REFUSE,
+    Case,
+    MeasuredPlan,
+    mixtral,
+    table_for,
+)
 from bench.lora_server.timeline import shown
 from bench.lora_server.worker import ProcessWorker, Worker, all_of
 
@@ -52,7 +61,7 @@ class Bench:
         self.case = case
         all_of([worker.start("set_case", case) for worker in self.workers])
 
-    def measure(self, plan: Plan, tokens: int) -> dict:
+    def measure(self, plan: MeasuredPlan, tokens: int) -> dict:
         """Return the plan's row; `tokens` are the batch's that it stands for."""
         instances, servers = self._roles(plan)
         tokens = plan.tokens(self.case, tokens)
@@ -71,7 +80,7 @@ class Bench:
         found["exposed_share"] = found["exposed"] / found["base"]
         return found
 
-    def trace(self, plan: Plan, tokens: int, out: Path) -> None:
+    def trace(self, plan: MeasuredPlan, tokens: int, out: Path) -> None:
         """Write what ran on the first instance and the first rank, overlapped, as text."""
         instances, servers = self._roles(plan)
         tokens = plan.tokens(self.case, tokens)
@@ -92,7 +101,7 @@ class Bench:
             for group in (instances, servers):
                 all_of([worker.start("leave") for worker in group])
 
-    def _roles(self, plan: Plan) -> tuple[Sequence[Worker], Sequence[Worker]]:
+    def _roles(self, plan: MeasuredPlan) -> tuple[Sequence[Worker], Sequence[Worker]]:
         """Return instances, the first workers, and servers, the last."""
         return self.workers[: plan.instances], self.workers[-plan.servers :]
 
@@ -105,7 +114,11 @@ class Bench:
         return self._base[known]
 
     def _connect(
-        self, plan: Plan, tokens: int, instances: Sequence[Worker], servers: Sequence[Worker]
+        self,
+        plan: MeasuredPlan,
+        tokens: int,
+        instances: Sequence[Worker],
+        servers: Sequence[Worker],
     ) -> None:
         self._meetings += 1
         ranks = range(plan.placement(self.case).devices)
@@ -157,7 +170,9 @@ class Bench:
             worker.call("set_mode", mode)
 
 
-def rows_of_table(bench: Bench, wanted: Sequence[tuple[Plan, int]], end: float) -> Iterator[dict]:
+def rows_of_table(
+    bench: Bench, wanted: Sequence[tuple[MeasuredPlan, int]], end: float
+) -> Iterator[dict]:
     """Yield each plan's row of a batch, until the time is over; what fails says so in its row."""
     for plan, tokens in wanted:
         name = {"plan": plan.name, "batch": tokens, "adapters": bench.case.adapters}

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.lora_server import programs
-from bench.lora_server.plans import LORA, PLANS, SITES, Case, Plan
+from bench.lora_server.plans import LORA, PLANS, SITES, Case, MeasuredPlan
 from bench.lora_server.timeline import timeline
 from serving.lora_server.device_loop import ONE_GRAPH
 from serving.transport import device_memory
 from serving.transport.device_client import DeviceClient
-from serving.transport.device_ends import DeviceEnds
+from serving.transport.device_endpoints import DeviceEndpoints
 from serving.transport.device_server import no_ticket
 
 LIMIT_S = 2.0  # for a wait: a hang ends, and is told by the statuses
@@ -30,8 +30,8 @@ _MODE_S = 30.0  # for a server's programs to end
 class Gpu:
     """One GPU; one thread calls it. Everything is made on `device`."""
 
-    def __init__(self, case: Case, ends: DeviceEnds, device: Any):
-        self._case, self._ends, self._device = case, ends, device
+    def __init__(self, case: Case, endpoints: DeviceEndpoints, device: Any):
+        self._case, self._endpoints, self._device = case, endpoints, device
         self._pools: dict = {}  # of a rank
         self._weights: dict = {}  # of an instance
         self._closing = contextlib.ExitStack()
@@ -58,7 +58,7 @@ class Gpu:
             if not self._pools:
                 self._pools = self._put(programs.make_pools(case))
             terms = plan.terms(case, tokens)
-            server = device_memory.open_server(path, terms, rank, self._ends, pull=plan.pull)
+            server = device_memory.open_server(path, terms, rank, self._endpoints, pull=plan.pull)
             self._closing.callback(server.close)
             options = ONE_GRAPH if plan.graph else programs.NO_GRAPH
             on_gpu = self._device.platform == "gpu"
@@ -79,7 +79,7 @@ class Gpu:
         """Open a server that nothing is sent to, in the place of a rank without a GPU."""
         plan = PLANS[plan_name]
         terms = plan.terms(self._case, tokens)
-        server = device_memory.open_server(path, terms, rank, self._ends, pull=plan.pull)
+        server = device_memory.open_server(path, terms, rank, self._endpoints, pull=plan.pull)
         self._closing.callback(server.close)
 
     def set_mode(self, mode: int) -> None:
@@ -110,19 +110,24 @@ class Gpu:
         plan = PLANS[plan_name]
         with self._here():
             self._clients = [
-                self._join(plan, tokens, paths, plan.aside) for _ in range(plan.senders)
+                self._join(plan, tokens, paths, plan.separate_stream) for _ in range(plan.senders)
             ]
             # Alone there is nothing to push beside, and the whole program may be one graph.
-            alone = [self._join(plan, tokens, paths, aside=False) for _ in range(plan.senders)]
+            alone = [
+                self._join(plan, tokens, paths, separate_stream=False) for _ in range(plan.senders)
+            ]
             self._set_batch(plan, tokens, seed)
             servers = sum(client.servers for client in self._clients)
             self._num_statuses = len(self._rows) * len(SITES) * servers
             self._exchange = programs.program(programs.exchange_layer(alone))
             self._overlap = programs.program(programs.overlap_layer(self._clients))
 
-    def _join(self, plan: Plan, tokens: int, paths: list[str], aside: bool) -> DeviceClient:
-        terms, how = plan.terms(self._case, tokens), {"pull": plan.pull, "aside": aside}
-        client = device_memory.open_client(paths, terms, self._ends, patience=20.0, **how)
+    def _join(
+        self, plan: MeasuredPlan, tokens: int, paths: list[str], separate_stream: bool
+    ) -> DeviceClient:
+        terms = plan.terms(self._case, tokens)
+        how = {"pull": plan.pull, "separate_stream": separate_stream}
+        client = device_memory.open_client(paths, terms, self._endpoints, patience=20.0, **how)
         self._closing.callback(client.close)
         client.set_limit(LIMIT_S)
         return client
@@ -203,7 +208,7 @@ class Gpu:
     def _put(self, value: Any) -> Any:
         return jax.block_until_ready(jax.device_put(value, self._device))
 
-    def _set_batch(self, plan: Plan, tokens: int, seed: int) -> None:
+    def _set_batch(self, plan: MeasuredPlan, tokens: int, seed: int) -> None:
         self._tokens = tokens
         each = [
             programs.make_rows(self._case, plan, tokens, (seed, sender))

@@ -6,8 +6,8 @@ import math
 from lora_jax.ops.cases import MODELS
 from lora_jax.placement.ep_pp import ServerLayout
 from lora_jax.placement.shape import AdapterShape
+from serving.transport.compatibility import Terms
 from serving.transport.shapes import DOWN, GATE_UP, moe_shapes
-from serving.transport.terms import Terms
 
 REFUSE, ECHO, LORA = 0, 1, 2  # what servers do
 SITES = {GATE_UP: ("gate", "up"), DOWN: ("down",)}
@@ -45,7 +45,7 @@ def mixtral(adapters: int) -> Case:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class MeasuredPlan:
     """A placement; how many of its ranks, and how many instances, have a GPU here.
 
     A stage of which a rank has no GPU has its rows left out, or, where another stage is whole, its
@@ -66,7 +66,7 @@ class Plan:
     all_rows: bool = False
     all_layers: bool = False
     pull: bool = False
-    aside: bool = True
+    separate_stream: bool = True
     graph: bool = True  # of a server's programs; else the host launches their kernels one by one
 
     @property
@@ -102,44 +102,44 @@ PLANS = {
     plan.name: plan
     for plan in (
         # Two GPUs: an instance and a rank.
-        Plan("EP1-PP1", 1, 1, 1),
-        Plan("EP4-PP1, 1 of its ranks", 4, 1, 1),
-        Plan("EP1-PP1, pull", 1, 1, 1, pull=True),
-        Plan("EP4-PP1, 1 of its ranks, pull", 4, 1, 1, pull=True),
-        Plan("EP1-PP1, push in the stream", 1, 1, 1, aside=False),
-        Plan("EP1-PP1, without graphs", 1, 1, 1, graph=False),
-        Plan("EP4-PP1, 1 of its ranks, without graphs", 4, 1, 1, graph=False),
-        Plan("EP4-PP1, 1 of its ranks, 2 at once", 4, 1, 1, senders=2),
-        Plan("EP4-PP1, 1 of its ranks, 3 at once", 4, 1, 1, senders=3),
-        Plan("EP1-PP1, 2 at once", 1, 1, 1, senders=2),
-        Plan("EP1-PP1, 3 at once", 1, 1, 1, senders=3),
+        MeasuredPlan("EP1-PP1", 1, 1, 1),
+        MeasuredPlan("EP4-PP1, 1 of its ranks", 4, 1, 1),
+        MeasuredPlan("EP1-PP1, pull", 1, 1, 1, pull=True),
+        MeasuredPlan("EP4-PP1, 1 of its ranks, pull", 4, 1, 1, pull=True),
+        MeasuredPlan("EP1-PP1, push in the stream", 1, 1, 1, separate_stream=False),
+        MeasuredPlan("EP1-PP1, without graphs", 1, 1, 1, graph=False),
+        MeasuredPlan("EP4-PP1, 1 of its ranks, without graphs", 4, 1, 1, graph=False),
+        MeasuredPlan("EP4-PP1, 1 of its ranks, 2 at once", 4, 1, 1, senders=2),
+        MeasuredPlan("EP4-PP1, 1 of its ranks, 3 at once", 4, 1, 1, senders=3),
+        MeasuredPlan("EP1-PP1, 2 at once", 1, 1, 1, senders=2),
+        MeasuredPlan("EP1-PP1, 3 at once", 1, 1, 1, senders=3),
         # Up to four.
-        Plan("EP4-PP1, 3 of its ranks", 4, 1, 3),
-        Plan("EP4-PP1, 3 of its ranks, all rows", 4, 1, 3, all_rows=True),
-        Plan("EP2-PP1", 2, 1, 2),
-        Plan("EP2-PP2, 1 of its stages", 2, 2, 2),
-        Plan("EP1-PP4, 3 of its ranks", 1, 4, 3),
-        Plan("EP1-PP2", 1, 2, 2),
-        Plan("EP2-PP1, pull", 2, 1, 2, pull=True),
-        Plan("EP4-PP1, 1 of its ranks, 2 instances", 4, 1, 1, 2),
-        Plan("EP4-PP1, 1 of its ranks, 3 instances", 4, 1, 1, 3),
-        Plan("EP1-PP1, 2 instances", 1, 1, 1, 2),
-        Plan("EP1-PP1, 3 instances", 1, 1, 1, 3),
-        Plan("EP2-PP1, 2 instances", 2, 1, 2, 2),
+        MeasuredPlan("EP4-PP1, 3 of its ranks", 4, 1, 3),
+        MeasuredPlan("EP4-PP1, 3 of its ranks, all rows", 4, 1, 3, all_rows=True),
+        MeasuredPlan("EP2-PP1", 2, 1, 2),
+        MeasuredPlan("EP2-PP2, 1 of its stages", 2, 2, 2),
+        MeasuredPlan("EP1-PP4, 3 of its ranks", 1, 4, 3),
+        MeasuredPlan("EP1-PP2", 1, 2, 2),
+        MeasuredPlan("EP2-PP1, pull", 2, 1, 2, pull=True),
+        MeasuredPlan("EP4-PP1, 1 of its ranks, 2 instances", 4, 1, 1, 2),
+        MeasuredPlan("EP4-PP1, 1 of its ranks, 3 instances", 4, 1, 1, 3),
+        MeasuredPlan("EP1-PP1, 2 instances", 1, 1, 1, 2),
+        MeasuredPlan("EP1-PP1, 3 instances", 1, 1, 1, 3),
+        MeasuredPlan("EP2-PP1, 2 instances", 2, 1, 2, 2),
         # Up to eight.
-        Plan("EP4-PP1", 4, 1, 4),
-        Plan("EP4-PP1, pull", 4, 1, 4, pull=True),
-        Plan("EP2-PP2", 2, 2, 4),
-        Plan("EP1-PP4", 1, 4, 4),
-        Plan("EP4-PP1, 2 instances", 4, 1, 4, 2),
-        Plan("EP4-PP1, 3 instances", 4, 1, 4, 3),
-        Plan("EP4-PP1, 4 instances", 4, 1, 4, 4),
-        Plan("EP2-PP2, 2 instances", 2, 2, 4, 2),
-        Plan("EP2-PP2, 3 instances", 2, 2, 4, 3),
-        Plan("EP1-PP4, 3 instances", 1, 4, 4, 3),
+        MeasuredPlan("EP4-PP1", 4, 1, 4),
+        MeasuredPlan("EP4-PP1, pull", 4, 1, 4, pull=True),
+        MeasuredPlan("EP2-PP2", 2, 2, 4),
+        MeasuredPlan("EP1-PP4", 1, 4, 4),
+        MeasuredPlan("EP4-PP1, 2 instances", 4, 1, 4, 2),
+        MeasuredPlan("EP4-PP1, 3 instances", 4, 1, 4, 3),
+        MeasuredPlan("EP4-PP1, 4 instances", 4, 1, 4, 4),
+        MeasuredPlan("EP2-PP2, 2 instances", 2, 2, 4, 2),
+        MeasuredPlan("EP2-PP2, 3 instances", 2, 2, 4, 3),
+        MeasuredPlan("EP1-PP4, 3 instances", 1, 4, 4, 3),
         # A ninth GPU is what an instance beside all ranks of EP4-PP2 wants.
-        Plan("EP4-PP2, 7 of its ranks", 4, 2, 7),
-        Plan("EP4-PP2, 6 of its ranks, 2 instances", 4, 2, 6, 2, all_layers=True),
+        MeasuredPlan("EP4-PP2, 7 of its ranks", 4, 2, 7),
+        MeasuredPlan("EP4-PP2, 6 of its ranks, 2 instances", 4, 2, 6, 2, all_layers=True),
     )
 }
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.lora_server.plans import LORA, REFUSE, SITES, Case, Plan
+from bench.lora_server.plans import LORA, REFUSE, SITES, Case, MeasuredPlan
 from lora_jax.ops.cases import popular
 from lora_jax.ops.lora_gemm import lora_gemms
 from lora_jax.typing import Array, Int
@@ -78,7 +78,9 @@ def make_weights(case: Case) -> dict:
     return found
 
 
-def make_rows(case: Case, plan: Plan, tokens: int, seed: Sequence[int]) -> dict[int, PushRows]:
+def make_rows(
+    case: Case, plan: MeasuredPlan, tokens: int, seed: Sequence[int]
+) -> dict[int, PushRows]:
     """Return where the rows of layers go: the best experts at random, adapters by Zipf."""
     rng, placement = np.random.default_rng(seed), plan.placement(case)
     owners = popular("zipf", tokens, case.adapters, rng)

@@ -3,7 +3,7 @@
 import dataclasses
 
 LORA_KERNELS = ("fast", "reference")
-CARRIERS = ("auto", "nixl")  # serving.transport.carriers
+TRANSPORTS = ("auto", "nixl")  # serving.transport.selection
 PLACES = ("local", "remote")
 
 
@@ -17,12 +17,12 @@ class ClusterConfig:
     lora_server_adapters: int | None = None  # held at a time; None: max_loras of each instance
     lora_server_memory_bytes: int | None = None  # of each rank for them; None: as many as they take
     lora_server_wait_s: float = 0.5  # bound of one exchange of a layer
-    lora_server_carrier: str = "auto"  # of the rows: by the device, or "nixl"
+    lora_server_transport: str = "auto"  # of the rows: by the device, or "nixl"
     lora_attention: str = "local"  # where adapters' attention is: "remote", on the LoRA Server too
     local_expert_slots: int = 0  # adapters that an instance takes over while the server is lost
     # For measuring what each of them brings (InfiniLoRA, section 6.4):
     lora_overlap: bool = True  # exchanges behind the base's computation
-    lora_aside: bool = False  # rows leave a GPU from a stream of their own, not the step's
+    lora_separate_stream: bool = False  # rows do not leave in the step's stream
     layerwise_loading: bool = True  # a cold adapter serves from its first layer on
     lora_prefetch: bool = True  # an adapter is asked for when its request is queued
     lora_kernel: str = "fast"  # of the LoRA Server; "reference": plain JAX
@@ -46,11 +46,11 @@ class ClusterConfig:
             raise ValueError(
                 f"local_expert_slots must be in [0, 4096], got {self.local_expert_slots}."
             )
-        if self.lora_server_carrier == "nvshmem":
+        if self.lora_server_transport == "nvshmem":
             raise ValueError(
                 "NVSHMEM is for GPUs of several hosts, and this command starts the roles of one, "
-                "whose GPUs need --lora-server-carrier auto; between hosts, start Engine in Python "
-                "with a client of serving.transport.symmetric."
+                "whose GPUs need --lora-server-transport auto; between hosts, start Engine in "
+                "Python with a client of serving.transport.symmetric."
             )
         for name, known in CHOICES:
             if (value := getattr(self, name)) not in known:
@@ -80,6 +80,6 @@ class ClusterConfig:
 
 CHOICES = (
     ("lora_kernel", LORA_KERNELS),
-    ("lora_server_carrier", CARRIERS),
+    ("lora_server_transport", TRANSPORTS),
     ("lora_attention", PLACES),
 )

@@ -113,7 +113,7 @@ class Sequence:
     what the host has seen; `num_scheduled_outputs` counts sampled tokens including those still
     on the device. `num_in_flight` counts planned steps that hold the sequence and are not complete:
     a preempted sequence comes back only when it is 0, so that no sampled token is lost or doubled.
-    Results of the next `num_void` of them are worth nothing.
+    Results of the next `num_discarded` of them are worth nothing.
     """
 
     request: Request
@@ -134,7 +134,7 @@ class Sequence:
     job_tokens: int = 0  # most tokens it can take where the shortest job comes first, else 0
     max_outputs: int = 0  # tokens to sample at most: max_tokens, or what the model has room for
     num_in_flight: int = 0
-    num_void: int = 0
+    num_discarded: int = 0
     num_prompt_logprobs: int = 0  # prompt tokens whose chunk was planned with prompt_logprobs
     finish_reason: FinishReason | None = None
     grammar_state: Any = None  # where the output is in the request's grammar

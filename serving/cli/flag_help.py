@@ -47,14 +47,14 @@ CLUSTER_HELP = {
     "lora_server_memory_bytes": "device memory of each rank for adapters, in bytes; default: "
     "lora_server_adapters of max_lora_rank",
     "lora_server_wait_s": "longest wait of a layer for the LoRA Server, in seconds",
-    "lora_server_carrier": "transport of rows: auto (by the device's memory), or nixl (over UCX, "
+    "lora_server_transport": "transport of rows: auto (by the device's memory), or nixl (over UCX, "
     "needs lora-jax[nixl])",
     "lora_attention": "adapters' attention: local = on the instances, remote = on the LoRA Server"
     " too",
     "local_expert_slots": "most adapters that an instance computes itself while the LoRA Server "
     "is lost; 0: their requests end with status 503",
     "lora_overlap": "overlap exchanges with the base's computation; switch off only to measure",
-    "lora_aside": "send rows from a separate GPU stream; switch on only to measure",
+    "lora_separate_stream": "send rows from a separate GPU stream; switch on only to measure",
     "layerwise_loading": "serve a cold adapter from its first layer on; switch off only to measure",
     "lora_prefetch": "load an adapter when its request is queued; switch off only to measure",
     "lora_kernel": "kernels of the LoRA Server: fast, or reference (plain JAX) to measure",

@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
-class LoraModule:
+class LoraModuleFlag:
     """An adapter to load before the server is ready."""
 
     name: str
@@ -97,7 +97,7 @@ def policy(text: str) -> str:
     return text
 
 
-def lora_module(text: str) -> LoraModule:
+def lora_module(text: str) -> LoraModuleFlag:
     """Return what NAME=PATH, PATH or a JSON object of vLLM or SGLang says, or ValueError."""
     if text.lstrip().startswith("{"):
         return _lora_module_of_json(text)
@@ -106,10 +106,10 @@ def lora_module(text: str) -> LoraModule:
         name, path = Path(text).resolve().name, text
     if not name or not path:
         raise ValueError(f"--lora-modules takes NAME=PATH, not {text!r}.")
-    return LoraModule(name, path)
+    return LoraModuleFlag(name, path)
 
 
-def _lora_module_of_json(text: str) -> LoraModule:
+def _lora_module_of_json(text: str) -> LoraModuleFlag:
     try:
         given = json.loads(text)
     except json.JSONDecodeError as error:
@@ -125,4 +125,4 @@ def _lora_module_of_json(text: str) -> LoraModule:
         raise ValueError(f"--lora-modules: {text!r} must have name and path, both text.")
     if not isinstance(pinned, bool):
         raise ValueError(f"--lora-modules: pinned of {name!r} must be true or false.")
-    return LoraModule(name, path, pinned)
+    return LoraModuleFlag(name, path, pinned)

@@ -52,8 +52,10 @@ def build_parser() -> ParserWithSource:
     parser.add_argument("--model", help="the same as a flag")
     parser.add_argument("--model-path", dest="model", help=argparse.SUPPRESS)
     parser.add_argument("--config", help="YAML file of flags without their dashes")
-    text = "print how large a LoRA Server this workload needs, and end; see serving/cli/plan.py"
-    parser.add_argument("--plan", metavar="JSON", help=text)
+    text = (
+        "print how large a LoRA Server this workload needs, and end; see serving/cli/provision.py"
+    )
+    parser.add_argument("--provision", metavar="JSON", help=text)
     parser.add_argument(
         "--served-model-name", nargs="+", metavar="NAME", help="names of the base model"
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from serving.api.cluster_config import ClusterConfig
 from serving.api.config import EngineConfig
-from serving.cli.flag_values import LoraModule
+from serving.cli.flag_values import LoraModuleFlag
 from serving.http.settings import HttpSettings
 
 
@@ -18,7 +18,7 @@ class Options:
     engine: EngineConfig
     http: HttpSettings
     cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
-    adapters: tuple[LoraModule, ...] = ()
+    adapters: tuple[LoraModuleFlag, ...] = ()
     host: str = "127.0.0.1"
     port: int = 8000
     uds: str | None = None  # a Unix socket instead of host and port
@@ -33,7 +33,7 @@ class Options:
     log_stats: bool = True
     metrics_port: int | None = None  # /metrics without a key
     metrics_host: str = "127.0.0.1"
-    plan: str | None = None  # a workload file: print the plan for it instead of serving
+    provision: str | None = None  # a workload file: print the LoRA Server it needs and end
     uvicorn: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -24,8 +24,8 @@ def check_paths(options: Options) -> None:
         _folder("--generation-config", engine.generation_config, (FILE,))
     if engine.chat_template is not None:
         _file("--chat-template", engine.chat_template)
-    if options.plan is not None:
-        _file("--plan", options.plan)
+    if options.provision is not None:
+        _file("--provision", options.provision)
     for name in _TLS:
         if name in options.uvicorn:
             _file(f"--{name.replace('_', '-')}", options.uvicorn[name])

@@ -106,5 +106,5 @@ def _log_plan(options: Options, spec: ServerSpec | None) -> None:
 
     logger.info("%s", logs.version_line())
     if spec is not None:
-        logs.log_all(["LoRA Server: " + picture(design(spec).plan.placement)])
+        logs.log_all(["LoRA Server: " + picture(design(spec).layout.placement)])
     logger.info("LLM instances: %d.", options.cluster.instances)

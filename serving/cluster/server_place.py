@@ -13,9 +13,9 @@ from serving.api.load_format import weight_source
 from serving.lora_server.calls import Caller, RemoteLeases
 from serving.lora_server.instance import ServerAccess
 from serving.lora_server.spec import ServerSpec, design
-from serving.transport import carriers
+from serving.transport import selection
 from serving.transport.base import AbstractClient
-from serving.transport.terms import Terms
+from serving.transport.compatibility import Terms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ def server_spec(engine: EngineConfig, cluster: ClusterConfig) -> ServerSpec | No
         byte_budget=cluster.lora_server_memory_bytes,
         host_bytes=engine.max_total_adapter_bytes,
         layerwise=cluster.layerwise_loading,
-        carrier=cluster.lora_server_carrier,
+        transport=cluster.lora_server_transport,
         attention=cluster.lora_attention == "remote",
         load_format=engine.load_format,
         implementation=None if cluster.lora_kernel == "fast" else cluster.lora_kernel,
@@ -76,8 +76,8 @@ def server_access(place: ServerPlace, caller: Caller, name: str) -> ServerAccess
     """Return how the instance of this name reaches the server at a place; leases by `caller`."""
 
     def connect(terms: Terms) -> AbstractClient:
-        how = {"carrier": place.spec.carrier, "aside": place.cluster.lora_aside}
-        return carriers.open_client(place.paths, terms, **how)
+        transport, separate = place.spec.transport, place.cluster.lora_separate_stream
+        return selection.open_client(place.paths, terms, transport, separate_stream=separate)
 
     return ServerAccess(
         place.spec,

@@ -138,7 +138,7 @@ class EngineLoop:
         self._parts.compilations.watch_this_thread()
         try:
             while not self._closing:
-                self._turn()
+                self._iterate()
         except Exception:
             logger.exception("The engine has died.")
         finally:
@@ -146,7 +146,7 @@ class EngineLoop:
             self._fail_all()
             self._drain()
 
-    def _turn(self) -> None:
+    def _iterate(self) -> None:
         """Plan and dispatch one step, advance loads, and take in the step before."""
         parts, now = self._parts, time.monotonic()
         self._heartbeat_s = now
@@ -168,7 +168,7 @@ class EngineLoop:
             self._end(sequence, FinishReason.ERROR, message, retryable=True)
         finished, self._flying = self._flying, step if isinstance(step, InFlightStep) else None
         if finished is not None:
-            self._take_in(finished)
+            self._process_results(finished)
         elif step is None and not loaded:
             self._sleep()
         if isinstance(step, HeldStep):
@@ -231,21 +231,21 @@ class EngineLoop:
             waits = _LOADING_WAIT_S if loading else _BLOCKED_WAIT_S if blocked else _IDLE_WAIT_S
             self._wake.wait(waits)
 
-    def _take_in(self, step: InFlightStep) -> None:
+    def _process_results(self, step: InFlightStep) -> None:
         """Read a step's results and hand out what they mean."""
         results = self._parts.runner.read(step)
         bad = [result for result in results if result.token_id == INVALID_TOKEN]
         now, loader = time.monotonic(), self._parts.loader
         lost = frozenset() if loader is None else loader.harmed_by(step.remote_status)
         with self._lock:
-            harmed = self._let_go(lost) if lost else []
-            bad = [result for result in bad if not result.chunk.sequence.num_void]
+            affected = self._handle_server_loss(lost) if lost else []
+            bad = [result for result in bad if not result.chunk.sequence.num_discarded]
             for result in bad:  # before its token counts as the sequence's next
                 self._parts.scheduler.finish(result.chunk.sequence, FinishReason.ERROR)
             progress = self._parts.scheduler.complete(step.plan, results, now)
         self.num_steps += 1
         self._parts.metrics.step_done(step.plan.num_tokens)
-        for sequence in harmed:
+        for sequence in affected:
             message = _SERVER_FAILED.format(name=sequence.request.adapter)
             self._end(sequence, FinishReason.ERROR, message, retryable=True)
         for result in bad:
@@ -256,8 +256,8 @@ class EngineLoop:
             self._deliver(one, now)
         self._parts.metrics.tokens_generated(num_generated)
 
-    def _let_go(self, lost: frozenset[str]) -> list[Sequence]:
-        """End what the LoRA Server's failure has harmed, but what can go on without it does."""
+    def _handle_server_loss(self, lost: frozenset[str]) -> list[Sequence]:
+        """End the requests of lost adapters, or restart those that can run without the server."""
         loader, scheduler = self._parts.loader, self._parts.scheduler
         here = frozenset() if loader is None else loader.servable_here(lost)
         restarted = scheduler.restart_adapters(here) if here else []

@@ -16,8 +16,8 @@ from flax import nnx
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.lora_allocator import SlotAllocator
 from lora_jax.adapters.registry import AdapterRegistry, RegistryLimits
-from lora_jax.adapters.row_copies import Copier, CopyingPlan, pin_matrices
-from lora_jax.adapters.slots import LoadingPlan, SlotsSpec, init_slots
+from lora_jax.adapters.row_copies import Copier, LoraCopyJob, pin_matrices
+from lora_jax.adapters.slots import LoraLoadJob, SlotsSpec, init_slots
 from lora_jax.adapters.weights import AnyWeights, ExpertWeights
 from lora_jax.config import ModelConfig
 from lora_jax.nn.decoder import AbstractCausalLM
@@ -37,7 +37,7 @@ from serving.loading.local_experts import LocalExperts
 from serving.lora_server.instance import InstanceSide, ServerAccess, connect
 from serving.lora_server.shards import local_catalogue
 from serving.runtime.compile_counter import CompileCounter
-from serving.runtime.device_copier import copier_here
+from serving.runtime.device_copier import device_copier
 from serving.runtime.program_cache import keep_programs
 from serving.scheduling.scheduler import Scheduler, SchedulerLimits
 from serving.steps.model_runner import ModelRunner
@@ -97,8 +97,8 @@ def build_parts(
             undo.callback(esft.room.close)
         # KV pages may lie where the experts were.
         catalogue = model.catalogue(model_config)
-        here, whole = _held_here(catalogue, remote)
-        size = size_kv_cache(config, model, model_config, here, dtype, whole)
+        local_modules, num_full_adapters = _held_locally(catalogue, remote)
+        size = size_kv_cache(config, model, model_config, local_modules, dtype, num_full_adapters)
         info = model_info(config, weights, model_config, size, dtype, tokenizer, generation)
         base = _Base(model, model_config, source, catalogue, dtype, size, esft, remote)
         parts = _build(config, adapters, base, tokenizer, info)
@@ -120,11 +120,13 @@ class _Base:
     remote: InstanceSide | None
 
 
-def _held_here(catalogue: LoraCatalogue, remote: InstanceSide | None) -> tuple[LoraCatalogue, int]:
-    """Return the modules of which all adapters are here, and how many may be here as a whole."""
+def _held_locally(
+    catalogue: LoraCatalogue, remote: InstanceSide | None
+) -> tuple[LoraCatalogue, int]:
+    """Return the modules of which slots hold every adapter, and the number held whole."""
     if remote is None:
         return catalogue, 0
-    return local_catalogue(catalogue, remote.link.plan), remote.num_local
+    return local_catalogue(catalogue, remote.link.layout), remote.num_local
 
 
 def _build(
@@ -135,9 +137,11 @@ def _build(
     info: ModelInfo,
 ) -> EngineParts:
     """Return the parts around a model that is loaded."""
-    here, whole = _held_here(base.catalogue, base.remote)
-    allocator, spec = make_allocator(config, base.catalogue, here, base.dtype, whole)
-    copier = copier_here()
+    local_modules, num_full_adapters = _held_locally(base.catalogue, base.remote)
+    allocator, spec = make_allocator(
+        config, base.catalogue, local_modules, base.dtype, num_full_adapters
+    )
+    copier = device_copier()
     registry = _make_registry(config, base, allocator, copier)
     _load_adapters(registry, adapters)
     end_ids = info.end_token_ids
@@ -324,12 +328,12 @@ def _make_loaders(
     allocator: SlotAllocator, base: _Base, metrics: EngineMetrics, copier: Copier | None
 ) -> AdapterLoaders:
     told, remote, esft = metrics.adapter_loaded_on_device, base.remote, base.esft
-    make_plan = LoadingPlan if copier is None else functools.partial(CopyingPlan, copier=copier)
-    lora = AdapterLoader(allocator, make_plan, on_loaded=told)
+    make_job = LoraLoadJob if copier is None else functools.partial(LoraCopyJob, copier=copier)
+    lora = AdapterLoader(allocator, make_job, on_loaded=told)
     local = LocalExperts(lora) if remote is not None and remote.num_local else None
     if esft is None:
         return AdapterLoaders(lora, allocator.num_slots, remote=remote, local=local)
-    experts = AdapterLoader(esft.room.allocator, esft.room.plan, on_loaded=told)
+    experts = AdapterLoader(esft.room.allocator, esft.room.job, on_loaded=told)
     return AdapterLoaders(lora, allocator.num_slots, experts, esft.room, remote, local)
 
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from lora_jax.adapters.allocator import AbstractAllocator
 from lora_jax.adapters.registry import AdapterEntry
-from lora_jax.adapters.slots import LoadingPlan
+from lora_jax.adapters.slots import LoraLoadJob
 from lora_jax.adapters.weights import AnyWeights
 
 logger = logging.getLogger(__name__)
@@ -29,14 +29,14 @@ class LoadFailed(RuntimeError):
         self.may_pass = may_pass
 
 
-class Placement(Protocol):
+class AnyPlacement(Protocol):
     """Destination of an adapter on the device."""
 
     @property
     def digest(self) -> str: ...
 
 
-class Plan[S](Protocol):
+class LoadJob[S](Protocol):
     """The writes of one load; S is what a step reads to find the adapter, changed last."""
 
     @property
@@ -78,15 +78,15 @@ class _Known:
 
 
 @dataclasses.dataclass(eq=False)
-class _Load[P: Placement, S]:
-    """A placed adapter on its way; the plan is made when its first chunk is due."""
+class _Load[P: AnyPlacement, S]:
+    """A placed adapter on its way; the job is made when its first chunk is due."""
 
     placement: P
-    plan: Plan[S] | None = None
+    job: LoadJob[S] | None = None
     started_s: float = 0.0
 
 
-class AdapterLoader[P: Placement, S]:
+class AdapterLoader[P: AnyPlacement, S]:
     """The scheduler's `AdapterResidency` for one kind of adapter. The engine's thread uses it;
     others may call `retain` while they hold the engine's lock, and read `snapshot`.
     """
@@ -94,13 +94,13 @@ class AdapterLoader[P: Placement, S]:
     def __init__(
         self,
         allocator: AbstractAllocator[Any, P, Any],
-        make_plan: Callable[[P, S], Plan[S]] = LoadingPlan,
+        make_job: Callable[[P, S], LoadJob[S]] = LoraLoadJob,
         *,
         on_loaded: Callable[[float], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ):
         """`on_loaded` is told how many seconds each load took."""
-        self._allocator, self._make_plan = allocator, make_plan
+        self._allocator, self._make_job = allocator, make_job
         self._on_loaded, self._clock = on_loaded, clock
         self._known: dict[str, _Known] = {}
         self._loads: deque[_Load[P, S]] = deque()
@@ -194,18 +194,18 @@ class AdapterLoader[P: Placement, S]:
         """Return `state` (donated) after up to `max_chunks` writes of the loads under way."""
         while self._loads and max_chunks > 0:
             load = self._loads[0]
-            if load.plan is None:
-                load.plan = self._make_plan(load.placement, state)
+            if load.job is None:
+                load.job = self._make_job(load.placement, state)
                 load.started_s = self._clock()
-            before = load.plan.remaining
+            before = load.job.remaining
             try:
-                state = load.plan.advance(state, max_chunks)
+                state = load.job.advance(state, max_chunks)
             except LoadFailed as error:
                 self._give_up(self._loads.popleft(), error)
                 return state
-            begun = before - load.plan.remaining
+            begun = before - load.job.remaining
             max_chunks -= begun
-            if load.plan.done:
+            if load.job.done:
                 self._loads.popleft()
                 self._allocator.finish_loading(load.placement.digest)
                 if known := self._known.get(load.placement.digest):

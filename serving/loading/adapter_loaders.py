@@ -113,7 +113,7 @@ class AdapterLoaders:
             device.set_remote(*table)
 
     def harmed_by(self, status: Any) -> frozenset[str]:
-        """Return the adapters whose requests a step may have harmed, by the server's statuses."""
+        """Return the adapters whose requests a step may have affected, by the server's statuses."""
         if self._remote is None or status is None:
             return frozenset()
         return self._remote.harmed_by(np.asarray(status))

@@ -36,7 +36,7 @@ def identity_tables(num_layers: int, num_slots: int, num_experts: int) -> np.nda
     return np.tile(np.arange(num_experts, dtype=np.int32), (num_layers, num_slots, 1))
 
 
-class ExpertLoadingPlan:
+class ExpertLoadJob:
     """The matrices that bring one placed adapter into the tensors, a few at a time.
 
     All experts get their memory first, a layer's together: a GPU's driver lets a mapping wait for
@@ -116,9 +116,9 @@ class ExpertRoom:
         self._retirement = Retirement()
         self._freeing: deque[tuple[ExpertPlacement, deque[tuple[int, int]]]] = deque()
 
-    def plan(self, placement: ExpertPlacement, tables: Tables) -> ExpertLoadingPlan:
-        """Return the plan that loads a placed adapter."""
-        return ExpertLoadingPlan(placement, self.tensors)
+    def job(self, placement: ExpertPlacement, tables: Tables) -> ExpertLoadJob:
+        """Return the job that loads a placed adapter."""
+        return ExpertLoadJob(placement, self.tensors)
 
     def collect(self, dispatched: int, read: int) -> int:
         """Free some of what no step can read any more; returns how many adapters have gone by it.

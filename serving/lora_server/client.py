@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from lora_jax.typing import Array, Float, Int
-from serving.lora_server.shards import SITES, ServerPlan
+from serving.lora_server.shards import SITES, ShardLayout
 from serving.transport.base import AbstractClient, PushRows, push_rows
 
 _SITE_OF = {modules: site for site, modules in SITES.items()}
@@ -28,11 +28,11 @@ class RemoteTable:
 
 
 class ServerLink:
-    """The way to all ranks of one LoRA Server by one carrier."""
+    """The way to all ranks of one LoRA Server by one transport."""
 
     def __init__(
         self,
-        plan: ServerPlan,
+        layout: ShardLayout,
         client: AbstractClient,
         *,
         has_local: bool = False,
@@ -41,14 +41,14 @@ class ServerLink:
         """`has_local`: adapters may have their experts in the instance's own slots too. Without
         `overlap` the base waits until the answer is there: for comparison only.
 
-        Raises ValueError when the carrier has not as many servers as the plan has ranks.
+        Raises ValueError when the transport has not as many servers as the layout has ranks.
         """
-        if client.servers != plan.num_ranks:
+        if client.servers != layout.num_ranks:
             raise ValueError(
-                f"The placement {plan.placement.name} has {plan.num_ranks} ranks, but "
+                f"The placement {layout.placement.name} has {layout.num_ranks} ranks, but "
                 f"{client.servers} servers are connected."
             )
-        self.plan, self.client = plan, client
+        self.layout, self.client = layout, client
         self.has_local, self.overlap = has_local, overlap
 
     def start(self, table: RemoteTable) -> "StepExperts":
@@ -60,13 +60,13 @@ class StepExperts:
     """The `RemoteExperts` of one traced step; gathers the statuses of its exchanges."""
 
     def __init__(self, link: ServerLink, table: RemoteTable):
-        self._plan, self.client, self._table = link.plan, link.client, table
+        self._layout, self.client, self._table = link.layout, link.client, table
         self.has_local, self._overlap = link.has_local, link.overlap
         self.statuses: list[jax.Array] = []
 
     def has(self, module: str, layer: int) -> bool:
         """True if ranks hold this module of the layer."""
-        return self._plan.has(module, layer)
+        return self._layout.has(module, layer)
 
     def exchange(
         self,
@@ -81,9 +81,9 @@ class StepExperts:
             row_to_expert = jnp.zeros_like(row_to_slot)
         numbers = self._table.slot_to_number[jnp.maximum(row_to_slot, 0)]
         numbers = jnp.where(row_to_slot >= 0, numbers, LOCAL)
-        index = self._plan.moe_layers.index(layer)
+        index = self._layout.moe_layers.index(layer)
         version = self._table.version
-        rows = push_rows(self._plan.placement, index, numbers, row_to_expert, num_rows, version)
+        rows = push_rows(self._layout.placement, index, numbers, row_to_expert, num_rows, version)
         made = LayerExchange(self, _SITE_OF[modules], index, rows)
         return made if self._overlap else SerialExchange(made)
 
@@ -101,7 +101,7 @@ class LayerExchange:
 
     step: StepExperts
     site: int
-    index: int  # of the layer among those of the plan
+    index: int  # of the layer among those of the layout
     rows: PushRows
 
     def push(self, x: Float[Array, "rows d_in"]) -> Float[Array, "rows d_in"]:

@@ -26,7 +26,7 @@ import numpy as np
 from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.typing import Array, Bool, Int
 from serving.lora_server.rank import ServerRank
-from serving.lora_server.shards import ServerPlan
+from serving.lora_server.shards import ShardLayout
 from serving.transport.device_server import (
     DeviceServer,
     Found,
@@ -69,10 +69,10 @@ class Report:
 class DeviceLoop:
     """The programs of one rank and its server; one thread uses it, `interrupt` is for any."""
 
-    def __init__(self, rank: ServerRank, plan: ServerPlan, server: DeviceServer):
+    def __init__(self, rank: ServerRank, layout: ShardLayout, server: DeviceServer):
         """Compile, so that no request waits for that."""
         self._rank, self._server = rank, server
-        here = [layer if layer in rank.shard.layers else _NOBODY for layer in plan.moe_layers]
+        here = [layer if layer in rank.shard.layers else _NOBODY for layer in layout.moe_layers]
         self._layers = np.asarray(here, np.int32)
         self._device = jax.local_devices()[0]
         copies = _AHEAD if jax.default_backend() == "gpu" else 1

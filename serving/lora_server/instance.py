@@ -21,7 +21,7 @@ from serving.lora_server.leases import Leases
 from serving.lora_server.shards import local_part, split
 from serving.lora_server.spec import ServerSpec, design
 from serving.transport.base import AbstractClient, Status
-from serving.transport.terms import Terms
+from serving.transport.compatibility import Terms
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ _REJOIN_S = 0.1  # between two looks for lost ranks
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ServerAccess:
-    """Access of one instance to a LoRA Server; `connect` returns a carrier to all of its ranks."""
+    """Access of one instance to a LoRA Server; `connect` returns a transport to all ranks."""
 
     spec: ServerSpec
     instance: str
@@ -77,7 +77,7 @@ class InstanceSide:
 
     def retain(self, entry: AdapterEntry) -> None:
         """A request that needs the adapter is queued: lease it, so that it loads meanwhile."""
-        if entry.kind == "lora" and self.link.plan.has_any(entry.report):
+        if entry.kind == "lora" and self.link.layout.has_any(entry.report):
             with self._lock:
                 self._remote[entry.digest] = self._remote.get(entry.digest, 0) + 1
             self._leases.retain(entry.digest, entry.folder)
@@ -107,7 +107,7 @@ class InstanceSide:
         """Return what of an adapter stays here: what the server does not hold, or that and all."""
         if not isinstance(weights, AdapterWeights):
             return weights
-        return (split if self.num_local else local_part)(weights, self.link.plan)
+        return (split if self.num_local else local_part)(weights, self.link.layout)
 
     def bind(self, slot: int, digest: str) -> None:
         """The adapter, which is ready, is in this slot of the engine's own."""
@@ -133,7 +133,7 @@ class InstanceSide:
     # Failures.
 
     def harmed_by(self, status: np.ndarray) -> frozenset[str]:
-        """Return the adapters whose requests a step with these statuses may have harmed."""
+        """Return the adapters whose requests a step with these statuses may have affected."""
         if not status.any():
             return frozenset()
         logger.warning(
@@ -196,7 +196,7 @@ def connect(access: ServerAccess, config: EngineConfig, dtype: str) -> InstanceS
     client = access.connect(made.terms)
     client.set_limit(access.wait_s)
     local = access.local_slots
-    link = ServerLink(made.plan, client, has_local=local > 0, overlap=access.overlap)
+    link = ServerLink(made.layout, client, has_local=local > 0, overlap=access.overlap)
     slots = config.max_loras + local
     return InstanceSide(
         link, access.leases, access.instance, slots, local, prefetch=access.prefetch

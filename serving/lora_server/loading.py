@@ -11,8 +11,8 @@ import dataclasses
 import numpy as np
 
 from lora_jax.adapters.lora_allocator import LoraPlacement, RowWrite
-from lora_jax.adapters.row_copies import Copier, CopyingPlan
-from lora_jax.adapters.slots import AdapterSlots, LoadingPlan
+from lora_jax.adapters.row_copies import Copier, LoraCopyJob
+from lora_jax.adapters.slots import AdapterSlots, LoraLoadJob
 from lora_jax.adapters.weights import AdapterWeights
 
 # Each group costs a turn of the rank's loop, and each request that has caught up with the load an
@@ -39,14 +39,14 @@ class LayerwiseLoad:
         groups = _groups(layers, 1 if copier is None else _MOST_TOGETHER)
         writes = _writes_by_layer(placement, part)
 
-        def plan(place: int, group: list[int]) -> LoadingPlan | CopyingPlan:
+        def job(place: int, group: list[int]) -> LoraLoadJob | LoraCopyJob:
             one = _up_to(placement, group[-1], _joined(writes, group), place == 0)
             if copier is None:
-                return LoadingPlan(one, slots)
-            return CopyingPlan(one, slots, copier, is_first=place == 0)
+                return LoraLoadJob(one, slots)
+            return LoraCopyJob(one, slots, copier, is_first=place == 0)
 
-        self._plans = collections.deque(plan(*one) for one in enumerate(groups))
-        # The first layer of each plan, and the end.
+        self._jobs = collections.deque(job(*one) for one in enumerate(groups))
+        # The first layer of each job, and the end.
         self._next = collections.deque([*(group[0] for group in groups), self._num_layers])
         self._started = False
 
@@ -58,22 +58,22 @@ class LayerwiseLoad:
     @property
     def remaining(self) -> int:
         """Chunks still to write, the table's entries included."""
-        return sum(plan.remaining for plan in self._plans)
+        return sum(job.remaining for job in self._jobs)
 
     @property
     def done(self) -> bool:
-        return not self._plans
+        return not self._jobs
 
     def advance(self, slots: AdapterSlots, max_chunks: int) -> AdapterSlots:
         """Return `slots` (donated) with up to `max_chunks` more chunks written."""
-        while self._plans and max_chunks > 0:
-            plan = self._plans[0]
-            before = plan.remaining
-            slots = plan.advance(slots, max_chunks)
-            begun = before - plan.remaining
+        while self._jobs and max_chunks > 0:
+            job = self._jobs[0]
+            before = job.remaining
+            slots = job.advance(slots, max_chunks)
+            begun = before - job.remaining
             max_chunks -= begun
-            if plan.done:
-                self._plans.popleft()
+            if job.done:
+                self._jobs.popleft()
                 self._next.popleft()
                 self._started = True
             elif not begun:

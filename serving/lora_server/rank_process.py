@@ -13,16 +13,16 @@ from multiprocessing.connection import Connection
 import jax
 import jax.numpy as jnp
 
-from lora_jax.adapters.reader import ReadLimits
+from lora_jax.adapters.reader import AdapterReadLimits
 from serving.lora_server.calls import Caller, RemoteRank, answer_calls
 from serving.lora_server.rank import ServerRank
 from serving.lora_server.server import RankServer
 from serving.lora_server.spec import ServerDesign, ServerSpec, design
 from serving.runtime.child_process import AbstractChild, Pulse
-from serving.runtime.device_copier import copier_here
+from serving.runtime.device_copier import device_copier
 from serving.runtime.gpu_assignment import use_gpu
 from serving.runtime.program_cache import keep_programs
-from serving.transport import carriers
+from serving.transport import selection
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ def _run(server: RankServer) -> None:
     """Serve; a loop that breaks takes the process with it, so that nobody waits for it."""
     try:
         server.run()
-    except NotImplementedError as error:  # a carrier that is not here
+    except NotImplementedError as error:  # a transport that is not here
         logger.error("Rank %d of the LoRA Server cannot start: %s", server.rank, error)
         os._exit(1)
     except BaseException:
@@ -152,7 +152,7 @@ def _require_memory(made: ServerDesign, rank: int) -> None:
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     need = made.slot_bytes(rank)
     if limit is not None and need > limit:
-        spec, name = made.spec, made.plan.placement.name
+        spec, name = made.spec, made.layout.placement.name
         raise ValueError(
             f"{spec.num_adapters} adapters of rank {spec.max_rank} take {need:,} bytes of a device "
             f"of {name}, which has {limit:,}; hold fewer (--lora-server-adapters), give them less "
@@ -166,19 +166,19 @@ def _make_server(spec: ServerSpec, rank: int, socket_path: str) -> RankServer:
     _require_memory(made, rank)
     held = ServerRank(
         made.catalogue,
-        made.plan.shard(rank),
+        made.layout.shard(rank),
         made.sizes,
         jnp.dtype(spec.dtype),
         implementation=spec.implementation,
-        copier=copier_here(),
+        copier=device_copier(),
     )
     held.warm_up()
     return RankServer(
         held,
-        made.plan,
+        made.layout,
         made.catalogue,
-        lambda: carriers.open_server(socket_path, made.terms, rank, spec.carrier),
-        ReadLimits(max_rank=spec.max_rank),
+        lambda: selection.open_server(socket_path, made.terms, rank, spec.transport),
+        AdapterReadLimits(max_rank=spec.max_rank),
         spec.host_bytes,
         load_format=spec.load_format,
     )

@@ -27,7 +27,7 @@ from serving.api.load_format import weight_source
 from serving.lora_server.device_loop import DeviceLoop
 from serving.lora_server.host_parts import HostParts
 from serving.lora_server.rank import ServerRank
-from serving.lora_server.shards import ServerPlan, shard_part
+from serving.lora_server.shards import ShardLayout, shard_part
 from serving.runtime.compile_counter import CompileCounter
 from serving.transport.base import AbstractServer, Request
 from serving.transport.device_server import DeviceServer
@@ -53,15 +53,15 @@ class RankStats:
 
 
 class RankServer:
-    """One rank over its device and its carrier. `run` is the loop; any thread may call the rest."""
+    """One rank over its device and its transport. `run` is the loop; any thread calls the rest."""
 
     def __init__(
         self,
         rank: ServerRank,
-        plan: ServerPlan,
+        layout: ShardLayout,
         catalogue: LoraCatalogue,
         make_transport: Callable[[], AbstractServer],
-        limits: reader.ReadLimits | None = None,
+        limits: reader.AdapterReadLimits | None = None,
         host_bytes: int = 0,
         load_format: str = "auto",
     ):
@@ -71,9 +71,9 @@ class RankServer:
         `make_transport` is called by `open`: a rank that has come back loads what it should hold
         before instances find it.
         """
-        self._rank, self._plan, self._make_transport = rank, plan, make_transport
+        self._rank, self._layout, self._make_transport = rank, layout, make_transport
         self._transport: AbstractServer | None = None
-        self._programs: DeviceLoop | None = None  # where the carrier is the device's
+        self._programs: DeviceLoop | None = None  # where the transport is the device's
         self._catalogue, self._limits = catalogue, limits
         self._parts = HostParts(host_bytes)
         self._source = weight_source(load_format)
@@ -142,7 +142,7 @@ class RankServer:
             self._transport = self._make_transport()
             if isinstance(self._transport, DeviceServer):
                 self._compilations.ignore_this_thread()
-                self._programs = DeviceLoop(self._rank, self._plan, self._transport)
+                self._programs = DeviceLoop(self._rank, self._layout, self._transport)
                 self._compilations.watch_this_thread()
             return True
 
@@ -163,11 +163,11 @@ class RankServer:
     # The loop.
 
     def run(self) -> None:
-        """Serve until `stop`; then refuse commands and close the carrier."""
+        """Serve until `stop`; then refuse commands and close the transport."""
         self._compilations.watch_this_thread()
         try:
             while not self._stopping.is_set():
-                self._turn()
+                self._iterate()
             if self._programs is not None:
                 self._programs.drain()
         finally:
@@ -178,7 +178,7 @@ class RankServer:
                 self._transport.close()
             self._fail_commands()
 
-    def _turn(self) -> None:
+    def _iterate(self) -> None:
         if self._programs is not None:
             self._programs.resume()  # whoever brings a command from now on interrupts them
         self._run_commands()
@@ -190,7 +190,7 @@ class RankServer:
             self._stopping.wait(idle_s)
             return
         if isinstance(transport, DeviceServer):
-            self._turn_of_programs(transport, busy)
+            self._iterate_programs(transport, busy)
             return
         request, under_way = None, self._under_way
         if len(under_way) < _DEPTH:
@@ -200,7 +200,7 @@ class RankServer:
         elif under_way:
             self._answer(transport, *under_way.popleft())
 
-    def _turn_of_programs(self, transport: DeviceServer, busy: bool) -> None:
+    def _iterate_programs(self, transport: DeviceServer, busy: bool) -> None:
         """Let programs take messages; answer what they left when its layers are here, or refuse it.
 
         Whoever waits for a layer holds nobody up: programs go on meanwhile.
@@ -231,14 +231,14 @@ class RankServer:
         shard, rank = self._rank.shard, self._rank
         local = request.experts - shard.first_expert
         mine = np.all((local >= 0) & (local < shard.num_experts))
-        here = self._plan.moe_layers[request.layer] in shard.layers
+        here = self._layout.moe_layers[request.layer] in shard.layers
         if not (mine and here) or request.table_version > self._version:
             return None
         return rank.slots_of(request.adapters, rank.bucket(request.rows))
 
     def _must_wait(self, request: Request) -> bool:
         """True if a request can be answered, but not before a layer is here."""
-        layer = self._plan.moe_layers[request.layer]
+        layer = self._layout.moe_layers[request.layer]
         known = self._slots_of(request) is not None
         return known and self._rank.must_wait(request.adapters, layer)
 
@@ -247,7 +247,7 @@ class RankServer:
         slots = self._slots_of(request)
         if slots is None:
             return None
-        layer = self._plan.moe_layers[request.layer]
+        layer = self._layout.moe_layers[request.layer]
         while self._rank.must_wait(request.adapters, layer):
             self._advance()
             self._stopping.wait(_COPYING_S)

@@ -1,6 +1,6 @@
 """Splits an adapter between server ranks and the instance.
 
-A rank holds the gate, up and down matrices of its layers and experts (a placement plan says which);
+A rank holds the gate, up and down matrices of its layers and experts (a ShardLayout says which);
 attention, router, shared experts and head stay in the instance's own slots. If attention is asked
 for, the rank of a layer's first expert holds that layer's q, k, v and o too. No jax.
 """
@@ -46,7 +46,7 @@ class Shard:
 
 
 @dataclasses.dataclass(frozen=True)
-class ServerPlan:
+class ShardLayout:
     """A placement over the layers of one model that have experts."""
 
     placement: ServerLayout
@@ -76,7 +76,7 @@ class ServerPlan:
         return Shard(rank, layers, experts.start, len(experts), attention)
 
 
-def server_plan(
+def shard_layout(
     config: ModelConfig,
     placement: str,
     ranks: int,
@@ -84,28 +84,28 @@ def server_plan(
     rank: int,
     itemsize: int,
     attention: bool = False,
-) -> ServerPlan:
-    """Return the plan that `placement` ("ep2-pp1") names for `adapters` adapters of `rank`.
+) -> ShardLayout:
+    """Return the layout that `placement` ("ep2-pp1") names for `adapters` adapters of `rank`.
 
     Raises ValueError for a model without experts, for a placement that does not fit `ranks`, and
     for data parallelism, which would have every rank answer for its own adapters.
     """
     shape: AdapterShape = adapter_shape(config, adapters, rank, itemsize)
-    plan = from_text(placement, shape, ranks)
-    if plan.dp > 1:
+    layout = from_text(placement, shape, ranks)
+    if layout.dp > 1:
         raise ValueError(
             f"The placement {placement!r} deals out whole adapters, which this LoRA Server does "
             f"not do; use epX-ppY with X * Y = {ranks}."
         )
     assert config.moe is not None, "a shape of experts without experts"
-    return ServerPlan(plan, tuple(config.moe.layers), attention)
+    return ShardLayout(layout, tuple(config.moe.layers), attention)
 
 
-def local_catalogue(catalogue: LoraCatalogue, plan: ServerPlan) -> LoraCatalogue:
+def local_catalogue(catalogue: LoraCatalogue, layout: ShardLayout) -> LoraCatalogue:
     """Return the catalogue of what an instance keeps itself."""
     kept = {}
     for name, module in catalogue.modules.items():
-        layers = tuple(layer for layer in module.layers if not plan.has(name, layer))
+        layers = tuple(layer for layer in module.layers if not layout.has(name, layer))
         if layers:
             kept[name] = dataclasses.replace(module, layers=layers)
     return dataclasses.replace(catalogue, modules=kept)
@@ -134,12 +134,12 @@ def shard_catalogue(catalogue: LoraCatalogue, shard: Shard) -> LoraCatalogue:
     return dataclasses.replace(catalogue, modules=mine)
 
 
-def local_part(weights: AdapterWeights, plan: ServerPlan) -> AdapterWeights:
+def local_part(weights: AdapterWeights, layout: ShardLayout) -> AdapterWeights:
     """Return the adapter without what the server holds; the digest stays that of the files.
 
     The report still names all modules, but counts the bytes of what is kept.
     """
-    kept = {site: matrices for site, matrices in weights.sites.items() if not plan.has(*site)}
+    kept = {site: matrices for site, matrices in weights.sites.items() if not layout.has(*site)}
     part = AdapterWeights(kept, weights.report)
     num_bytes = sum(matrix.nbytes for matrix in part.matrices())
     return AdapterWeights(kept, dataclasses.replace(weights.report, weight_bytes=num_bytes))
@@ -152,13 +152,13 @@ class SplitWeights(AdapterWeights):
     whole: AdapterWeights
 
 
-def split(weights: AdapterWeights, plan: ServerPlan) -> AdapterWeights:
+def split(weights: AdapterWeights, layout: ShardLayout) -> AdapterWeights:
     """Return the local part, and with it the whole if that is more.
 
     The report counts the bytes of the whole.
     """
-    part, report = local_part(weights, plan), weights.report
-    if not plan.has_any(report):
+    part, report = local_part(weights, layout), weights.report
+    if not layout.has_any(report):
         return part
     digest = f"{report.digest} with experts"
     whole = AdapterWeights(weights.sites, dataclasses.replace(report, digest=digest))

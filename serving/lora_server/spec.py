@@ -14,9 +14,9 @@ from lora_jax.models import model_class
 from lora_jax.models.loader import read_config
 from lora_jax.ops.lora_gemm import delta_dtype
 from serving.lora_server.rank import RankSizes
-from serving.lora_server.shards import ServerPlan, server_plan, shard_catalogue
+from serving.lora_server.shards import ShardLayout, shard_catalogue, shard_layout
+from serving.transport.compatibility import Terms
 from serving.transport.shapes import moe_shapes
-from serving.transport.terms import Terms
 
 _HEADER_BYTES = 8  # of a safetensors file: how long the JSON behind them is
 
@@ -36,7 +36,7 @@ class ServerSpec:
     host_bytes: int = 16 << 30  # of parts that each rank keeps in host memory
     layerwise: bool = True  # a cold adapter may be used from its first layer on
     implementation: str | None = None  # of ops.lora_gemm on the ranks; None: the fastest
-    carrier: str = "auto"  # serving.transport.carriers
+    transport: str = "auto"  # serving.transport.selection
     attention: bool = False  # adapters' attention is on the server too
     load_format: str = "auto"  # as EngineConfig's
 
@@ -53,19 +53,19 @@ class ServerDesign:
     spec: ServerSpec
     config: ModelConfig
     catalogue: LoraCatalogue
-    plan: ServerPlan
+    layout: ShardLayout
 
     @functools.cached_property
     def terms(self) -> Terms:
         """Terms that a rank and an instance must share."""
         spec, moe = self.spec, self.config.moe
-        assert moe is not None, "a plan without experts"
+        assert moe is not None, "a layout without experts"
         widths = self.config.hidden_size, moe.intermediate_size
         attention = _attention_widths(self.catalogue) if spec.attention else None
-        sizes = len(self.plan.moe_layers), spec.max_rows, *widths
+        sizes = len(self.layout.moe_layers), spec.max_rows, *widths
         deltas = delta_dtype(jnp.dtype(spec.dtype), spec.implementation).name
         shapes = moe_shapes(*sizes, spec.dtype, deltas, attention=attention)
-        return Terms(base_digest(spec.model), self.plan.placement, shapes)
+        return Terms(base_digest(spec.model), self.layout.placement, shapes)
 
     @property
     def sizes(self) -> RankSizes:
@@ -77,13 +77,13 @@ class ServerDesign:
     def slot_bytes(self, rank: int) -> int:
         """Return the bytes that a rank sets aside on its device for adapters."""
         spec = self.spec
-        mine = shard_catalogue(self.catalogue, self.plan.shard(rank))
+        mine = shard_catalogue(self.catalogue, self.layout.shard(rank))
         slots = size_slots(mine, spec.num_adapters, spec.max_rank, spec.itemsize, spec.byte_budget)
         return row_bytes(slots.rows, spec.itemsize)
 
     def require_rows(self, max_tokens: int) -> None:
         """Raise ValueError unless a step of `max_tokens` tokens fits into one message."""
-        assert self.config.moe is not None, "a plan without experts"
+        assert self.config.moe is not None, "a layout without experts"
         rows, most = max_tokens * self.config.moe.top_k, self.spec.max_rows
         if rows > most:
             raise ValueError(
@@ -110,11 +110,11 @@ def design(spec: ServerSpec) -> ServerDesign:
     config = read_config(Path(spec.model))
     catalogue = model_class(config.model_type).catalogue(config)
     sizes = spec.num_adapters, spec.max_rank, spec.itemsize, spec.attention
-    plan = server_plan(config, spec.placement, spec.ranks, *sizes)
-    shard_catalogue(catalogue, plan.shard(0))
+    layout = shard_layout(config, spec.placement, spec.ranks, *sizes)
+    shard_catalogue(catalogue, layout.shard(0))
     if spec.byte_budget is not None:
-        plan.placement.require_one(spec.byte_budget)
-    return ServerDesign(spec, config, catalogue, plan)
+        layout.placement.require_one(spec.byte_budget)
+    return ServerDesign(spec, config, catalogue, layout)
 
 
 def _attention_widths(catalogue: LoraCatalogue) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from lora_jax.adapters.row_copies import Copier
 from lora_jax.memory.platforms import for_platform
 
 
-def copier_here() -> Copier | None:
+def device_copier() -> Copier | None:
     """Return the memory of the device that this process computes on.
 
     None on a CPU, where a program writes as fast, and where the device's memory is nobody's to

@@ -169,32 +169,33 @@ class Scheduler:
         for chunk in plan.chunks:
             chunk.sequence.num_in_flight -= 1
         alive = [r for r in results if r.chunk.sequence.state is not SequenceState.FINISHED]
-        good = [result for result in alive if not result.chunk.sequence.num_void]
+        good = [result for result in alive if not result.chunk.sequence.num_discarded]
         for result in alive:
-            result.chunk.sequence.num_void -= result.chunk.sequence.num_void > 0
-        return [self._take_in(result, now) for result in good]
+            result.chunk.sequence.num_discarded -= result.chunk.sequence.num_discarded > 0
+        return [self._process_result(result, now) for result in good]
 
     def fail_adapters(self, digests: frozenset[str]) -> list[Sequence]:
-        """End and return the sequences of these adapters that a bad step may have harmed.
+        """End and return the sequences of these adapters that a bad step may have affected.
 
         Their prefixes are forgotten; sequences that wait and have nothing in flight stay.
         """
         running = [*self._running, *(s for s in self._waiting if s.num_in_flight)]
-        harmed = [s for s in running if s.request.adapter_digest in digests]
-        self._finish_all(harmed, FinishReason.ERROR)
+        affected = [s for s in running if s.request.adapter_digest in digests]
+        self._finish_all(affected, FinishReason.ERROR)
         self._pages.forget_adapters(digests)
-        return harmed
+        return affected
 
     def restart_adapters(self, digests: frozenset[str]) -> list[Sequence]:
-        """Have the sequences of these adapters, which a bad step may have harmed, computed anew.
+        """Have the sequences of these adapters, which a bad step may have affected, computed anew.
 
         They wait with the tokens of good steps and without their slots; what is in flight is void,
         their prefixes are forgotten. Ends and returns those that still await scores of the prompt.
         """
         mine = [s for s in [*self._running, *self._waiting] if s.request.adapter_digest in digests]
-        harmed = [s for s in mine if s.slot >= 0 or s.num_in_flight]
-        lost = self._finish_all([s for s in harmed if s.awaits_prompt_logprobs], FinishReason.ERROR)
-        for sequence in (s for s in harmed if s.state is not SequenceState.FINISHED):
+        affected = [s for s in mine if s.slot >= 0 or s.num_in_flight]
+        scored = [s for s in affected if s.awaits_prompt_logprobs]
+        lost = self._finish_all(scored, FinishReason.ERROR)
+        for sequence in (s for s in affected if s.state is not SequenceState.FINISHED):
             self._restart(sequence)
         self._pages.forget_adapters(digests)
         return lost
@@ -280,7 +281,7 @@ class Scheduler:
         self._gate.leave(sequence)
         sequence.num_computed = 0
         sequence.num_scheduled_outputs = len(sequence.output_ids)
-        sequence.num_void = sequence.num_in_flight
+        sequence.num_discarded = sequence.num_in_flight
         sequence.num_preemptions += 1
 
     def _stop_running(self, sequence: Sequence) -> None:
@@ -377,7 +378,7 @@ class Scheduler:
                 return not self._pages.prompt_is_findable(sibling)
         return False
 
-    def _take_in(self, result: SequenceResult, now: float) -> Progress:
+    def _process_result(self, result: SequenceResult, now: float) -> Progress:
         sequence, token = result.chunk.sequence, result.token_id
         if not result.chunk.samples:
             end = result.chunk.start + result.chunk.num_tokens

@@ -22,7 +22,7 @@ pushes skip it and later waits give ABORTED at once, so that a step waits for it
 `rejoin`, under a new epoch with new slots, brings it back; late writes of the old epoch go to
 memory that nobody reads. A refusal (`AbstractServer.refuse`) fails one exchange and loses nothing.
 
-Other carriers (NIXL, NVSHMEM) are further pairs of these two classes. `keep` is for those that
+Other transports (NIXL, NVSHMEM) are further pairs of these two classes. `keep` is for those that
 read x after push has returned.
 """
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from lora_jax.typing import Array, Float, Int
 from serving.transport.base import ClientStats, PushRows, TransportError
 from serving.transport.checks import check_outputs, check_push
-from serving.transport.device_ends import Channel, ClientEnd, DeviceEnds
-from serving.transport.joining import AbstractConnector, AbstractJoiningClient
+from serving.transport.client_base import AbstractClientBase, AbstractConnector
+from serving.transport.device_endpoints import Channel, ClientEndpoint, DeviceEndpoints
 from serving.transport.library import numbers
 from serving.transport.shapes import Shapes
 from serving.transport.slots import Joined, stats_of
@@ -52,34 +52,34 @@ class AbstractCalledConnector(AbstractConnector[Landed]):
         self._caller.leave()
 
 
-class DeviceClient(AbstractJoiningClient[Landed]):
+class DeviceClient(AbstractClientBase[Landed]):
     """A client whose kernels read and write the slots. See AbstractClient."""
 
     def __init__(
         self,
         shapes: Shapes,
         connectors: Sequence[AbstractConnector[Landed]],
-        ends: DeviceEnds,
+        endpoints: DeviceEndpoints,
         *,
-        aside: bool,
+        separate_stream: bool,
     ):
         """Join every server. Raises TransportError, with nothing kept, if one is not there.
 
-        With `aside` rows leave, and answers are waited for, on a stream of their own while the base
-        computes; without they may be part of a CUDA graph.
+        With `separate_stream` rows leave, and answers are waited for, on a stream of their own
+        while the base computes; without they may be part of a CUDA graph.
         """
         super().__init__(shapes, connectors)
-        self._aside = aside
-        self._end: ClientEnd = ends.new_client(numbers(shapes), self.servers)
+        self._separate_stream = separate_stream
+        self._endpoint: ClientEndpoint = endpoints.new_client(numbers(shapes), self.servers)
         self._join_all()
 
     def push(
         self, x: Float[Array, "rows d_in"], site: int, layer: Int[Array, ""] | int, rows: PushRows
     ) -> Float[Array, "rows d_in"]:
         check_push(self.shapes, site, x, rows)
-        # A layer that a program computes may be gone while a push aside still reads it.
-        how = {"aside": self._aside, "lasting": isinstance(layer, int)}
-        return self._end.push(x, jnp.asarray(layer, jnp.int32), _fields(rows), site, **how)
+        # A layer that a program computes may be gone while a separate stream still reads it.
+        how = {"separate_stream": self._separate_stream, "lasting": isinstance(layer, int)}
+        return self._endpoint.push(x, jnp.asarray(layer, jnp.int32), _fields(rows), site, **how)
 
     def wait_add(
         self,
@@ -90,18 +90,20 @@ class DeviceClient(AbstractJoiningClient[Landed]):
     ) -> tuple[tuple[Float[Array, "rows _"], ...], Int[Array, "servers"]]:
         check_push(self.shapes, site, keep, rows)
         check_outputs(self.shapes, site, keep, ys)
-        wait = self._end.wait_add
-        return wait(ys, keep, _fields(rows), self.servers, site, aside=self._aside)
+        wait = self._endpoint.wait_add
+        return wait(
+            ys, keep, _fields(rows), self.servers, site, separate_stream=self._separate_stream
+        )
 
     def abort(self, on: bool = True) -> None:
-        self._end.stop(on)
+        self._endpoint.stop(on)
 
     def lost(self) -> tuple[int, ...]:
-        ended = self._end.ended
+        ended = self._endpoint.ended
         return tuple(n for n, epoch in enumerate(self._epochs) if not epoch or ended(n, epoch))
 
     def stats(self) -> ClientStats:
-        return stats_of(self._end.counts())
+        return stats_of(self._endpoint.counts())
 
     def close(self) -> None:
         if self._closed:
@@ -109,22 +111,22 @@ class DeviceClient(AbstractJoiningClient[Landed]):
         self._closed = True
         for connector in self._connectors:
             connector.leave()
-        self._end.close()
+        self._endpoint.close()
 
     def _limit(self, nanoseconds: int) -> None:
-        self._end.limit(nanoseconds)
+        self._endpoint.limit(nanoseconds)
 
     def _join(self, server: int) -> None:
         connector = self._connectors[server]
         connector.leave()
-        self._end.detach(server)
+        self._endpoint.detach(server)
         landed = connector.join(self._epochs[server])
         epoch = self._epochs[server] = landed.epoch
-        self._end.attach(server, landed.channel, epoch)
-        connector.watch(landed, lambda: self._end.end(server, epoch))
+        self._endpoint.attach(server, landed.channel, epoch)
+        connector.watch(landed, lambda: self._endpoint.end(server, epoch))
 
 
 def _fields(rows: PushRows) -> tuple[Array, ...]:
-    """Return the arrays of a map in the order that an end takes them."""
+    """Return the arrays of a map in the order that an endpoint takes them."""
     routes = (rows.row_to_server, rows.row_to_adapter, rows.row_to_expert)
     return (rows.num_rows, rows.table_version, *routes)

@@ -15,9 +15,9 @@ import numpy as np
 
 from lora_jax.typing import Array, Float, Int
 from serving.transport.base import Request, TransportError
-from serving.transport.device_ends import Channel, DeviceEnds
+from serving.transport.device_endpoints import Channel, DeviceEndpoints
 from serving.transport.library import numbers
-from serving.transport.seating import AbstractSeatingServer
+from serving.transport.server_base import AbstractServerBase
 from serving.transport.shapes import Shapes
 
 MOST_MESSAGES = 8  # that a program takes at once
@@ -126,14 +126,14 @@ class Word(enum.IntEnum):
     FOUND = 7
 
 
-class DeviceServer(AbstractSeatingServer[_Seat]):
+class DeviceServer(AbstractServerBase[_Seat]):
     """A rank of the LoRA Server whose kernels read and write the slots. See AbstractServer."""
 
-    def __init__(self, shapes: Shapes, ends: DeviceEnds, *, pull: bool):
+    def __init__(self, shapes: Shapes, endpoints: DeviceEndpoints, *, pull: bool):
         """With `pull`, messages stay at their sender's device until they are read."""
         super().__init__(shapes)
-        self._ends, self._pull = ends, pull
-        self._end = ends.new_server(numbers(shapes))
+        self._endpoints, self._pull = endpoints, pull
+        self._endpoint = endpoints.new_server(numbers(shapes))
         self._buffers: dict[int, list[np.ndarray]] = {}  # of messages under way, by number
         self._last_client = 0
 
@@ -146,12 +146,12 @@ class DeviceServer(AbstractSeatingServer[_Seat]):
         TransportError when the server is closed or full, and where the device cannot be reached.
         """
         with self._lock:
-            free = set(range(self._end.most_peers)) - {s.index for s in self._seats.values()}
+            free = set(range(self._endpoint.most_peers)) - {s.index for s in self._seats.values()}
             if self._closed or not free:
                 raise TransportError("the server is closed" if self._closed else "it is full")
             sizes = self.shapes.request_slot, self.shapes.response_slot
             try:
-                channel, fds = self._ends.create_channel(
+                channel, fds = self._endpoints.create_channel(
                     device, *sizes, pull=self._pull, local=local
                 )
             except (ValueError, MemoryError) as error:
@@ -161,7 +161,7 @@ class DeviceServer(AbstractSeatingServer[_Seat]):
             index = min(free)
             if local:
                 channel.share()
-            link = self._end.attach(index, channel, epoch)
+            link = self._endpoint.attach(index, channel, epoch)
             self._seats[self._last_client] = _Seat(index, channel, epoch, link)
             return self._last_client, channel, fds, epoch
 
@@ -171,7 +171,7 @@ class DeviceServer(AbstractSeatingServer[_Seat]):
             seat = self._seats.pop(client, None)
             self._buffers.pop(client, None)
             if seat is not None and not self._closed:
-                self._end.detach(seat.index)
+                self._endpoint.detach(seat.index)
 
     def take(
         self, after: Int[Array, "messages 8"], limit_us: Int[Array, ""] | int, site: int
@@ -184,7 +184,7 @@ class DeviceServer(AbstractSeatingServer[_Seat]):
         """
         spec = self.shapes.sites[site]
         shape = jax.ShapeDtypeStruct((self.shapes.max_rows, spec.d_in), self.shapes.row_dtype)
-        *found, x = self._end.take(after, jnp.asarray(limit_us, jnp.int32), site, shape)
+        *found, x = self._endpoint.take(after, jnp.asarray(limit_us, jnp.int32), site, shape)
         return Arrived(*found), x
 
     def judge(
@@ -197,7 +197,7 @@ class DeviceServer(AbstractSeatingServer[_Seat]):
         """
         arrived = messages.info, messages.adapters, messages.experts, messages.row_to_message
         tables = table.numbers, table.slots, table.num_ready, table.version, table.layers
-        info, *others = self._end.judge(before, arrived, tables, **dataclasses.asdict(share))
+        info, *others = self._endpoint.judge(before, arrived, tables, **dataclasses.asdict(share))
         return Judged(dataclasses.replace(messages, info=info), *others)
 
     def answer(
@@ -216,7 +216,7 @@ class DeviceServer(AbstractSeatingServer[_Seat]):
         got = [(d.shape[1:], d.dtype) for d in deltas]
         if deltas and got != [((width,), dtype) for width in spec.d_outs]:
             raise ValueError(f"{spec.name} answers in {dtype} of widths {spec.d_outs}, got {got}.")
-        info = self._end.answer(messages.info, verdicts.astype(jnp.int32), deltas, site)
+        info = self._endpoint.answer(messages.info, verdicts.astype(jnp.int32), deltas, site)
         return dataclasses.replace(messages, info=info)
 
     def left(self, info: Sequence[int]) -> Request | None:
@@ -237,39 +237,39 @@ class DeviceServer(AbstractSeatingServer[_Seat]):
         return Request(at, seat.epoch, 0, layer, site, rows, version, xs[site], adapters, experts)
 
     def receive(self, seconds: float) -> Request | None:
-        found = None if self._aborted else self._end.receive(int(seconds * 1e9))
+        found = None if self._aborted else self._endpoint.receive(int(seconds * 1e9))
         return None if found is None else self.left(found)
 
     def abort(self) -> None:
         self._aborted = True
         with self._lock:
             if not self._closed:
-                self._end.stop(True)
+                self._endpoint.stop(True)
 
     def pause(self, on: bool) -> None:
         """Let programs find no message, and wait for none, until pause(False); from any thread."""
         with self._lock:
             if not (self._closed or self._aborted):
-                self._end.stop(on)
+                self._endpoint.stop(on)
 
     def dropped(self) -> int:
-        return self._end.counts()[_DROPPED]
+        return self._endpoint.counts()[_DROPPED]
 
     def _free(self) -> None:
-        self._end.close()
+        self._endpoint.close()
 
     def _fetch(self, seat: _Seat, arrays: Sequence[np.ndarray], rows: int) -> None:
         shapes, slot = self.shapes, seat.channel.request_slot
         offsets = (shapes.rows_offset, shapes.adapters_offset, shapes.experts_offset)
         for array, offset in zip(arrays, offsets, strict=True):
-            self._end.fetch(slot + offset, array[:rows])
+            self._endpoint.fetch(slot + offset, array[:rows])
 
     def _answer(self, request: Request, deltas: Sequence[np.ndarray] | None) -> bool:
         with self._lock:
             seat = self._seats.get(request.client)
             if seat is None or seat.epoch != request.epoch or self._closed:
                 return False
-            self._end.respond(seat.link, request.site, deltas)
+            self._endpoint.respond(seat.link, request.site, deltas)
             return True
 
 

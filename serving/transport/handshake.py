@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from serving.transport.base import TransportError
-from serving.transport.joining import AbstractConnector
-from serving.transport.rendezvous import (
+from serving.transport.client_base import AbstractConnector
+from serving.transport.compatibility import Terms, mismatch
+from serving.transport.slots import Joined, SlotClient, SlotServer
+from serving.transport.socket_messages import (
     Address,
     Admit,
     Guest,
@@ -18,8 +20,6 @@ from serving.transport.rendezvous import (
     owned,
     wait_for_listener,
 )
-from serving.transport.slots import Joined, SlotClient, SlotServer
-from serving.transport.terms import Terms, mismatch
 
 LAST_EPOCH = 1 << 62
 _MOST_STEPS = 1 << 32  # of epochs at once: a server counts its clients
@@ -33,7 +33,7 @@ class HasGuests(Protocol):
         ...
 
 
-class AbstractCarrier[Server: HasGuests](abc.ABC):
+class AbstractTransport[Server: HasGuests](abc.ABC):
     """Set-up of a channel's slots at both ends of a connection."""
 
     num_fds: int  # descriptors in the server's answer
@@ -64,7 +64,7 @@ class AbstractCarrier[Server: HasGuests](abc.ABC):
 
 
 def open_server(
-    carrier: AbstractCarrier[SlotServer],
+    transport: AbstractTransport[SlotServer],
     listening: socket.socket,
     terms: Terms,
     rank: int,
@@ -75,11 +75,11 @@ def open_server(
 
     Raises ValueError for a rank outside the plan.
     """
-    return let_in(carrier, listening, terms, rank, lambda: SlotServer(terms.shapes, pull=pull))
+    return let_in(transport, listening, terms, rank, lambda: SlotServer(terms.shapes, pull=pull))
 
 
 def let_in[Server: HasGuests](
-    carrier: AbstractCarrier[Server],
+    transport: AbstractTransport[Server],
     listening: socket.socket,
     terms: Terms,
     rank: int,
@@ -100,14 +100,14 @@ def let_in[Server: HasGuests](
             raise TransportError(f"There is no epoch after {last_epoch}.")
         if wrong := mismatch(terms.facts(rank), theirs):
             raise TransportError(wrong)
-        return carrier.welcome(server, said, last_epoch)
+        return transport.welcome(server, said, last_epoch)
 
-    server.on_close(Listener(listening, welcome, carrier.admit_client).close)
+    server.on_close(Listener(listening, welcome, transport.admit_client).close)
     return server
 
 
 def open_client(
-    carrier: AbstractCarrier,
+    transport: AbstractTransport,
     addresses: Sequence[Address],
     terms: Terms,
     *,
@@ -120,11 +120,11 @@ def open_client(
     that is not the plan's, and TransportError, saying what to change, where a server is not there
     or does not agree with `terms`.
     """
-    return SlotClient(terms.shapes, callers(carrier, addresses, terms, patience), pull=pull)
+    return SlotClient(terms.shapes, callers(transport, addresses, terms, patience), pull=pull)
 
 
 def callers(
-    carrier: AbstractCarrier, addresses: Sequence[Address], terms: Terms, patience: float
+    transport: AbstractTransport, addresses: Sequence[Address], terms: Terms, patience: float
 ) -> list[AbstractConnector]:
     """Return what joins each server, all of which listen; errors as open_client."""
     devices = terms.placement.devices
@@ -132,7 +132,7 @@ def callers(
         raise ValueError(
             f"{terms.placement.name} has {devices} ranks and {len(addresses)} addresses were given."
         )
-    found = [_Caller(carrier, address, terms, rank) for rank, address in enumerate(addresses)]
+    found = [_Caller(transport, address, terms, rank) for rank, address in enumerate(addresses)]
     for caller in found:
         caller.wait_for(patience)
     return list(found)
@@ -141,8 +141,8 @@ def callers(
 class _Caller(AbstractConnector):
     """Joins by a handshake; the end of its connection is the end of the server."""
 
-    def __init__(self, carrier: AbstractCarrier, address: Address, terms: Terms, rank: int):
-        self._carrier, self._address, self._terms, self._rank = carrier, address, terms, rank
+    def __init__(self, transport: AbstractTransport, address: Address, terms: Terms, rank: int):
+        self._transport, self._address, self._terms, self._rank = transport, address, terms, rank
         self._connection: socket.socket | None = None
         self._watch: Watch | None = None
 
@@ -154,12 +154,12 @@ class _Caller(AbstractConnector):
             raise self._not_there(error) from error
 
     def join(self, last_epoch: int) -> Joined:
-        carrier = self._carrier
+        transport = self._transport
         said = {"facts": self._terms.facts(self._rank), "last_epoch": last_epoch}
-        said |= carrier.greeting()
+        said |= transport.greeting()
         try:
             connection, answer, fds = call(
-                self._address, said, carrier.num_fds, carrier.admit_server
+                self._address, said, transport.num_fds, transport.admit_server
             )
         except TransportError:
             raise
@@ -173,7 +173,7 @@ class _Caller(AbstractConnector):
                     f"{self._address} gave epoch {epoch} after {last_epoch}, allowed are "
                     f"{last_epoch + 1} to {last_allowed}."
                 )
-            channel, bell = carrier.client_slots(self._terms, fds)
+            channel, bell = transport.client_slots(self._terms, fds)
         except BaseException:
             connection.close()
             for fd in fds:
@@ -184,7 +184,7 @@ class _Caller(AbstractConnector):
 
     def watch(self, joined: Joined, lost: Callable[[], None]) -> None:
         if self._connection is not None:
-            stay = self._carrier.client_stay(self._terms, joined)
+            stay = self._transport.client_stay(self._terms, joined)
             self._watch = Watch(self._connection, stay, lost)
 
     def leave(self) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from serving.transport.joining import AbstractConnector
+from serving.transport.client_base import AbstractConnector
 from serving.transport.shapes import Shapes
 from serving.transport.slots import Joined, SlotClient, SlotServer
 

@@ -2,9 +2,9 @@
 
 As with `tcp` each side has slots of its own and a thread beside them. The thread writes what lies
 in the own slot into the peer's, header and all, by one transfer with a notification behind it, and
-steps the counters that the own end waits for. Addresses are exchanged over the connection by which
-both sides have met, and its end says that the other has gone. The package is looked for only when
-an end is opened. Slots are host memory.
+steps the counters that the own endpoint waits for. Addresses are exchanged over the connection by
+which both sides have met, and its end says that the other has gone. The package is looked for only
+when an endpoint is opened. Slots are host memory.
 """
 
 import base64
@@ -18,14 +18,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from serving.transport import handshake, rendezvous, tcp
+from serving.transport import handshake, socket_messages, tcp
 from serving.transport.base import TransportError
+from serving.transport.compatibility import Terms
 from serving.transport.nixl_relay import Landing, Relay
-from serving.transport.rendezvous import owned, unix_listener
 from serving.transport.shapes import Shapes
 from serving.transport.slots import Joined, SlotClient, SlotServer
+from serving.transport.socket_messages import owned, unix_listener
 from serving.transport.tcp import Tcp
-from serving.transport.terms import Terms
 
 _PACKAGES = ("nixl_cu13", "nixl_cu12", "nixl")
 # With UCX's error handling, without which a dead peer is not noticed, shared memory is used only
@@ -74,8 +74,8 @@ def _package() -> Any:
         with contextlib.suppress(ModuleNotFoundError):
             return importlib.import_module(name)
     raise NotImplementedError(
-        "The carrier nixl needs the package nixl-cu13: install lora-jax[nixl], or choose another "
-        "carrier."
+        "The transport nixl needs the package nixl-cu13: install lora-jax[nixl], or choose another "
+        "transport."
     )
 
 
@@ -91,8 +91,8 @@ def open_server(
 
     Raises ValueError as shared_memory.open_server does, and NotImplementedError without NIXL.
     """
-    carrier = _carrier(agents, None)
-    return handshake.open_server(carrier, unix_listener(path), terms, rank, pull=pull)
+    transport = _transport(agents, None)
+    return handshake.open_server(transport, unix_listener(path), terms, rank, pull=pull)
 
 
 def open_client(
@@ -104,8 +104,8 @@ def open_client(
     agents: MakeAgent = make_agent,
 ) -> SlotClient:
     """Return a client of the servers at `paths`; see handshake.open_client for the errors."""
-    carrier = _carrier(agents, None)
-    return handshake.open_client(carrier, paths, terms, patience=patience, pull=pull)
+    transport = _transport(agents, None)
+    return handshake.open_client(transport, paths, terms, patience=patience, pull=pull)
 
 
 def open_far_server(
@@ -118,8 +118,8 @@ def open_far_server(
 ) -> SlotServer:
     """Return a server for clients of other hosts with the same secret; see tcp.open_server."""
     with owned(listening):
-        carrier = _carrier(agents, secret)
-    return handshake.open_server(carrier, listening, terms, rank, pull=False)
+        transport = _transport(agents, secret)
+    return handshake.open_server(transport, listening, terms, rank, pull=False)
 
 
 def open_far_client(
@@ -131,12 +131,12 @@ def open_far_client(
     agents: MakeAgent = make_agent,
 ) -> SlotClient:
     """Return a client of the servers at (host, port); see tcp.open_client."""
-    carrier = _carrier(agents, secret)
-    return handshake.open_client(carrier, addresses, terms, patience=patience, pull=False)
+    transport = _transport(agents, secret)
+    return handshake.open_client(transport, addresses, terms, patience=patience, pull=False)
 
 
-def _carrier(agents: MakeAgent, secret: bytes | None) -> Tcp:
-    """Return a carrier with slots on both sides whose relay is NIXL; without NIXL, say so now."""
+def _transport(agents: MakeAgent, secret: bytes | None) -> Tcp:
+    """Return a transport with slots on both sides whose relay is NIXL; without NIXL, say so now."""
     if agents is make_agent:
         _package()
     relay = functools.partial(_relay, agents)
@@ -162,8 +162,8 @@ def _introduce(relay: Relay, name: str, agent: Agent, connection: socket.socket)
     metadata = base64.b64encode(agent.get_agent_metadata()).decode()
     own = relay.landing
     said = {"agent": name, "metadata": metadata, "address": own.address, "bytes": own.num_bytes}
-    rendezvous.send(connection, said)
-    theirs = rendezvous.receive(connection)[0]
+    socket_messages.send(connection, said)
+    theirs = socket_messages.receive(connection)[0]
     wanted = {"agent": str, "metadata": str, "address": int, "bytes": int}
     if any(not isinstance(theirs.get(key), kind) for key, kind in wanted.items()):
         raise TransportError("The peer does not speak as this package does.")

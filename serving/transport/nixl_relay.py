@@ -14,7 +14,7 @@ from serving.transport.shapes import PAGE, Shapes
 from serving.transport.slots import Joined
 
 _RESPONSES = 128  # where the second counter of a channel lies: csrc/channel.h
-_SLEEP_NANOS = 1_000_000  # of a wait for the own end
+_SLEEP_NANOS = 1_000_000  # of a wait for the own endpoint
 _EAGER_S = 0.002  # so long after a message the next one is looked for without a pause
 _PAUSE_S = 0.0001
 _LOOKS = 64  # polls between two looks at the connection
@@ -66,7 +66,7 @@ class Relay:
         sent, last, polls = 0, time.monotonic(), 0
         while True:
             came = self._take_notifications()
-            # Messages alternate: either the own end is to write one now, or the peer is.
+            # Messages alternate: either the own endpoint is to write one now, or the peer is.
             mine = (self._landed == sent) == self._beside_client
             value = self._calls.wait(self._sent_at, sent, _SLEEP_NANOS if mine else 0)
             if value != sent:

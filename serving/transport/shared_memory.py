@@ -1,16 +1,16 @@
-"""Processes of one host over shared memory: the CPU's carrier between them."""
+"""Processes of one host over shared memory: the CPU's transport between them."""
 
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from serving.transport import handshake
-from serving.transport.handshake import AbstractCarrier
+from serving.transport.compatibility import Terms
+from serving.transport.handshake import AbstractTransport
 from serving.transport.library import check_memory
-from serving.transport.rendezvous import Guest, unix_listener, wait_for_end
 from serving.transport.shapes import PAGE
 from serving.transport.slots import Joined, SlotClient, SlotServer
-from serving.transport.terms import Terms
+from serving.transport.socket_messages import Guest, unix_listener, wait_for_end
 
 
 def open_server(path: str | Path, terms: Terms, rank: int, *, pull: bool = False) -> SlotServer:
@@ -29,7 +29,7 @@ def open_client(
     return handshake.open_client(_SharedMemory(), paths, terms, patience=patience, pull=pull)
 
 
-class _SharedMemory(AbstractCarrier[SlotServer]):
+class _SharedMemory(AbstractTransport[SlotServer]):
     """The server's memory is the channel; the client maps it too."""
 
     num_fds = 2

@@ -1,4 +1,4 @@
-"""Both ends over memory that the two processes, or the one, have mapped; the CPU's carrier."""
+"""Both endpoints over memory that the two processes, or the one, have mapped; for CPUs."""
 
 import ctypes
 import dataclasses
@@ -14,10 +14,10 @@ from lora_jax.ops.acting_call import acting_call
 from lora_jax.typing import Array, Float, Int
 from serving.transport.base import ClientStats, PushRows, Request, TransportError
 from serving.transport.checks import check_outputs, check_push
+from serving.transport.client_base import AbstractClientBase, AbstractConnector
 from serving.transport.header import HEADER_BYTES, Header, Kind, parse
-from serving.transport.joining import AbstractConnector, AbstractJoiningClient
 from serving.transport.library import PUSH, WAIT_ADD, calls, numbers, shared_memory
-from serving.transport.seating import AbstractSeatingServer
+from serving.transport.server_base import AbstractServerBase
 from serving.transport.shapes import PAGE, Shapes
 
 _NUM_COUNTS, _NUM_LENGTHS = 9, 64  # csrc/client.h
@@ -32,7 +32,7 @@ class Joined:
     epoch: int
 
 
-class SlotClient(AbstractJoiningClient[Joined]):
+class SlotClient(AbstractClientBase[Joined]):
     """A client whose landing slots the C++ handlers read and write. See AbstractClient."""
 
     def __init__(
@@ -128,7 +128,7 @@ class SlotClient(AbstractJoiningClient[Joined]):
         if jax.default_backend() != "cpu":
             raise NotImplementedError(
                 f"These slots are host memory: a program on {jax.default_backend()} needs another "
-                "carrier."
+                "transport."
             )
         check_push(self.shapes, site, x, rows)
 
@@ -161,7 +161,7 @@ class _Seat:
         ]
 
 
-class SlotServer(AbstractSeatingServer[_Seat]):
+class SlotServer(AbstractServerBase[_Seat]):
     """A server whose clients' slots the C++ code reads and writes. See AbstractServer."""
 
     def __init__(self, shapes: Shapes, *, pull: bool):

@@ -11,21 +11,21 @@ from typing import Protocol
 
 from serving.transport import handshake
 from serving.transport.base import TransportError
+from serving.transport.client_base import AbstractConnector
+from serving.transport.compatibility import Terms
 from serving.transport.device_client import AbstractCalledConnector, DeviceClient
-from serving.transport.device_ends import Channel, DeviceEnds
+from serving.transport.device_endpoints import Channel, DeviceEndpoints
 from serving.transport.device_server import DeviceServer
-from serving.transport.handshake import AbstractCarrier
-from serving.transport.joining import AbstractConnector
-from serving.transport.rendezvous import Address, Guest, owned, wait_for_end
+from serving.transport.handshake import AbstractTransport
 from serving.transport.shapes import Shapes
 from serving.transport.slots import Joined
+from serving.transport.socket_messages import Address, Guest, owned, wait_for_end
 from serving.transport.tcp import NO_SECRET, Tcp
-from serving.transport.terms import Terms
 
 _NO_DESCRIPTOR = -1
 
 
-class SymmetricEnds(DeviceEnds, Protocol):
+class SymmetricEndpoints(DeviceEndpoints, Protocol):
     """A device that reaches others by their numbers in its world."""
 
     def next_turn(self) -> str:
@@ -41,7 +41,7 @@ def open_server(
     listening: socket.socket,
     terms: Terms,
     rank: int,
-    ends: SymmetricEnds,
+    endpoints: SymmetricEndpoints,
     secret: bytes | None = None,
 ) -> DeviceServer:
     """Return a server that lets clients of its world in at a socket that it owns now.
@@ -49,58 +49,60 @@ def open_server(
     `secret` as tcp.open_server has it; None for a Unix socket, which only this user may open.
     """
     with owned(listening):
-        carrier = _Symmetric(ends, secret)
+        transport = _Symmetric(endpoints, secret)
 
     def make() -> DeviceServer:
-        return DeviceServer(terms.shapes, ends, pull=False)
+        return DeviceServer(terms.shapes, endpoints, pull=False)
 
-    return handshake.let_in(carrier, listening, terms, rank, make)
+    return handshake.let_in(transport, listening, terms, rank, make)
 
 
 def open_client(
     addresses: Sequence[Address],
     terms: Terms,
-    ends: SymmetricEnds,
+    endpoints: SymmetricEndpoints,
     servers: Sequence[int],
     secret: bytes | None = None,
     *,
     patience: float = 10.0,
 ) -> DeviceClient:
     """Return a client of the servers at `addresses`, which have these numbers in the world."""
-    callers = handshake.callers(_Symmetric(ends, secret), addresses, terms, patience)
+    callers = handshake.callers(_Symmetric(endpoints, secret), addresses, terms, patience)
     connectors = [
-        _Numbered(caller, terms.shapes, ends, server)
+        _Numbered(caller, terms.shapes, endpoints, server)
         for caller, server in zip(callers, servers, strict=True)
     ]
-    return DeviceClient(terms.shapes, connectors, ends, aside=False)
+    return DeviceClient(terms.shapes, connectors, endpoints, separate_stream=False)
 
 
 class _Numbered(AbstractCalledConnector):
     """Finds a server's slots by its number."""
 
-    def __init__(self, caller: AbstractConnector, shapes: Shapes, ends: SymmetricEnds, server: int):
+    def __init__(
+        self, caller: AbstractConnector, shapes: Shapes, endpoints: SymmetricEndpoints, server: int
+    ):
         super().__init__(caller, shapes)
-        self._ends, self._server = ends, server
+        self._endpoints, self._server = endpoints, server
 
     def channel_of(self, joined: Joined, request_bytes: int, response_bytes: int) -> Channel:
         try:
-            return self._ends.channel_to(self._server, request_bytes, response_bytes)
+            return self._endpoints.channel_to(self._server, request_bytes, response_bytes)
         except ValueError as error:
             raise TransportError(str(error)) from error
 
 
-class _Symmetric(AbstractCarrier[DeviceServer]):
+class _Symmetric(AbstractTransport[DeviceServer]):
     """Nothing is sent but numbers."""
 
     num_fds = 0
 
-    def __init__(self, ends: SymmetricEnds, secret: bytes | None):
-        self._ends = ends
+    def __init__(self, endpoints: SymmetricEndpoints, secret: bytes | None):
+        self._endpoints = endpoints
         proof = Tcp(NO_SECRET if secret is None else secret)
         self.admit_client, self.admit_server = proof.admit_client, proof.admit_server
 
     def greeting(self) -> dict[str, object]:
-        return {"device": self._ends.next_turn()}
+        return {"device": self._endpoints.next_turn()}
 
     def welcome(self, server: DeviceServer, said: dict, last_epoch: int) -> Guest:
         client, channel, fds, epoch = server.join(last_epoch, str(said.get("device")), local=False)

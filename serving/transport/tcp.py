@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 
 from serving.transport import handshake
 from serving.transport.base import TransportError
-from serving.transport.handshake import AbstractCarrier
+from serving.transport.compatibility import Terms
+from serving.transport.handshake import AbstractTransport
 from serving.transport.library import calls, numbers, shared_memory
-from serving.transport.rendezvous import Guest, owned, receive, send
 from serving.transport.shapes import PAGE, Shapes
 from serving.transport.slots import Joined, SlotClient, SlotServer
-from serving.transport.terms import Terms
+from serving.transport.socket_messages import Guest, owned, receive, send
 
 SHORTEST_SECRET = 16  # bytes
 NO_SECRET = b""
@@ -41,8 +41,8 @@ def open_server(
     Raises ValueError for a rank outside the plan and for a short secret.
     """
     with owned(listening):
-        carrier = Tcp(secret)
-    return handshake.open_server(carrier, listening, terms, rank, pull=pull)
+        transport = Tcp(secret)
+    return handshake.open_server(transport, listening, terms, rank, pull=pull)
 
 
 def open_client(
@@ -57,7 +57,7 @@ def open_client(
     return handshake.open_client(Tcp(secret), addresses, terms, patience=patience, pull=pull)
 
 
-class Tcp(AbstractCarrier[SlotServer]):
+class Tcp(AbstractTransport[SlotServer]):
     """Each side has slots of its own, and a relay carries messages between them."""
 
     num_fds = 0

@@ -28,7 +28,7 @@ def kernels() -> dict[str, Callable]:
 
 
 def transport(device: int = 0) -> "PeerDevice":
-    """Return one GPU as an end of a transport, or raise NotImplementedError where there is none."""
+    """Return one GPU as a transport's endpoint; NotImplementedError where there is none."""
     from cuda_backend.peer import PeerDevice
 
     return PeerDevice(device)

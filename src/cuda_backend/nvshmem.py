@@ -22,7 +22,7 @@ import numpy as np
 from cuda_backend import ffi, toolkit
 from cuda_backend.peer import PeerDevice
 from cuda_backend.peer_channel import PAGE, Channel
-from cuda_backend.peer_ends import ClientEnd, ServerEnd
+from cuda_backend.peer_endpoints import ClientEndpoint, ServerEndpoint
 from lora_jax.ops import dispatch, native
 from lora_jax.ops.acting_call import acting_call
 from lora_jax.typing import Array, Int
@@ -143,7 +143,7 @@ class SymmetricChannel(Channel):
 
 
 class NvshmemDevice(PeerDevice):
-    """One GPU as an end of transports to all PEs of its world."""
+    """One GPU as an endpoint of transports to all PEs of its world."""
 
     def __init__(
         self,
@@ -209,11 +209,11 @@ class NvshmemDevice(PeerDevice):
         staging, landing = self._meet(server, turn, request_bytes, response_bytes)
         return SymmetricChannel(staging, landing, server, self._place(self.rank, turn))
 
-    def new_client(self, numbers: ctypes.Array, servers: int) -> "NvshmemClientEnd":
-        return NvshmemClientEnd(self, numbers, servers)
+    def new_client(self, numbers: ctypes.Array, servers: int) -> "NvshmemClientEndpoint":
+        return NvshmemClientEndpoint(self, numbers, servers)
 
-    def new_server(self, numbers: ctypes.Array) -> "NvshmemServerEnd":
-        return NvshmemServerEnd(self, numbers)
+    def new_server(self, numbers: ctypes.Array) -> "NvshmemServerEndpoint":
+        return NvshmemServerEndpoint(self, numbers)
 
     def _meet(self, peer: int, turn: int, *slots: int) -> tuple[int, int]:
         """Return where messages to a PE are staged and where its own land, both of them empty."""
@@ -231,7 +231,7 @@ class NvshmemDevice(PeerDevice):
 
 
 class _Forwarding:
-    """The routes of an end, and the launches that send what its kernels have staged."""
+    """The routes of an endpoint, and the launches that send what its kernels have staged."""
 
     def __init__(self, device: NvshmemDevice, numbers: ctypes.Array):
         self._gpu, self._calls_out = device.device, device.forwards
@@ -259,8 +259,8 @@ class _Forwarding:
             self._gpu.cuda.call("cuStreamSynchronize", stream)
 
 
-class NvshmemClientEnd(ClientEnd):
-    """See peer.ClientEnd. Rows leave in the order of the step: never aside of it."""
+class NvshmemClientEndpoint(ClientEndpoint):
+    """See peer.ClientEndpoint. Rows leave in the stream of the step, never in another."""
 
     def __init__(self, device: NvshmemDevice, numbers: ctypes.Array, servers: int):
         super().__init__(device.calls, device.device, numbers, servers)
@@ -273,11 +273,11 @@ class NvshmemClientEnd(ClientEnd):
         rows: Sequence[Array],
         site: int,
         *,
-        aside: bool,
+        separate_stream: bool,
         lasting: bool = True,
     ) -> Array:
-        del aside, lasting
-        return self._forwarding.after(super().push(x, layer, rows, site, aside=False))
+        del separate_stream, lasting
+        return self._forwarding.after(super().push(x, layer, rows, site, separate_stream=False))
 
     def wait_add(
         self,
@@ -287,10 +287,10 @@ class NvshmemClientEnd(ClientEnd):
         servers: int,
         site: int,
         *,
-        aside: bool,
+        separate_stream: bool,
     ) -> tuple[tuple[Array, ...], Array]:
-        del aside
-        return super().wait_add(ys, keep, rows, servers, site, aside=False)
+        del separate_stream
+        return super().wait_add(ys, keep, rows, servers, site, separate_stream=False)
 
     def attach(self, server: int, channel: Channel, epoch: int) -> None:
         assert isinstance(channel, SymmetricChannel), "a channel of another transport"
@@ -298,8 +298,8 @@ class NvshmemClientEnd(ClientEnd):
         super().attach(server, channel, epoch)
 
 
-class NvshmemServerEnd(ServerEnd):
-    """See peer.ServerEnd."""
+class NvshmemServerEndpoint(ServerEndpoint):
+    """See peer.ServerEndpoint."""
 
     def __init__(self, device: NvshmemDevice, numbers: ctypes.Array):
         super().__init__(device.calls, device.device, numbers)

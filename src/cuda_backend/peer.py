@@ -1,4 +1,4 @@
-"""A GPU as an end of the transport between GPUs: channels in shared device memory.
+"""A GPU as an endpoint of the transport between GPUs: channels in shared device memory.
 
 `serving.transport.device_memory` drives this through the entry point `lora_jax.transport`.
 """
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from cuda_backend import ffi
 from cuda_backend.peer_channel import PAGE, Channel
-from cuda_backend.peer_ends import ClientEnd, ServerEnd, calls_of
+from cuda_backend.peer_endpoints import ClientEndpoint, ServerEndpoint, calls_of
 from cuda_backend.peer_memory import Device, Landing, create_landing, import_landing
 from lora_jax.ops import dispatch, native
 
@@ -23,7 +23,7 @@ def _calls() -> native.Calls:
 
 
 class PeerDevice:
-    """One GPU as an end of transports."""
+    """One GPU as an endpoint of transports."""
 
     def __init__(
         self, number: int, calls: native.Calls | None = None, device: Device | None = None
@@ -83,17 +83,17 @@ class PeerDevice:
             raise
         return Channel(landings[0], landings[1], pull)
 
-    def new_client(self, numbers: ctypes.Array, servers: int) -> "ClientEnd":
-        """Return an end that pushes to `servers` servers, none of them attached yet.
+    def new_client(self, numbers: ctypes.Array, servers: int) -> "ClientEndpoint":
+        """Return an endpoint that pushes to `servers` servers, none of them attached yet.
 
         `numbers` are those of serving.transport.library.numbers. Raises ValueError for more than
         the kernels take.
         """
-        return ClientEnd(self.calls, self.device, numbers, servers)
+        return ClientEndpoint(self.calls, self.device, numbers, servers)
 
-    def new_server(self, numbers: ctypes.Array) -> "ServerEnd":
-        """Return an end without clients; errors as new_client."""
-        return ServerEnd(self.calls, self.device, numbers)
+    def new_server(self, numbers: ctypes.Array) -> "ServerEndpoint":
+        """Return an endpoint without clients; errors as new_client."""
+        return ServerEndpoint(self.calls, self.device, numbers)
 
 
 def _drop(landings: Sequence[Landing], fds: Sequence[int]) -> None:

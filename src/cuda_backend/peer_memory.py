@@ -54,7 +54,7 @@ class Device:
             if number != self.number and not self._reaches(ordinal):
                 raise ValueError(
                     f"GPU {self.number} cannot reach the memory of GPU {number} "
-                    "(cuDeviceCanAccessPeer): use GPUs joined by NVLink, or the carrier tcp."
+                    "(cuDeviceCanAccessPeer): use GPUs joined by NVLink, or the transport tcp."
                 )
             return number
         raise ValueError(

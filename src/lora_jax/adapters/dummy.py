@@ -17,7 +17,7 @@ from lora_jax.adapters import peft_format, reader
 from lora_jax.adapters.catalogue import LoraCatalogue, LoraModule
 from lora_jax.adapters.folder import AdapterFolder
 from lora_jax.adapters.peft_config import PeftConfig
-from lora_jax.adapters.reader import ReadLimits
+from lora_jax.adapters.reader import AdapterReadLimits
 from lora_jax.adapters.weights import AdapterWeights, AnyWeights, SiteWeights
 
 _BANK_VALUES = 1 << 28  # half a gigabyte: more than a CPU's caches hold
@@ -38,7 +38,7 @@ class DummyAdapters:
         catalogue: LoraCatalogue,
         *,
         base_names: tuple[str, ...] = (),
-        limits: ReadLimits | None = None,
+        limits: AdapterReadLimits | None = None,
         root: Path | None = None,
     ) -> AnyWeights:
         """Return the adapter in a folder; one of a config alone has matrices of bfloat16.
@@ -58,7 +58,7 @@ class DummyAdapters:
         }
         if not sites:
             raise ValueError(f"{peft_format.CONFIG_FILE}: no target module is one of the model's.")
-        peft_format.check_ranks(sites, (limits or ReadLimits()).max_rank)
+        peft_format.check_ranks(sites, (limits or AdapterReadLimits()).max_rank)
         report = peft_format.make_report(folder, sites, config, 2 * len(sites), ())
         return AdapterWeights(sites, report)
 

@@ -20,7 +20,7 @@ from lora_jax.adapters import esft_config, safetensors_file
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.folder import AdapterFolder
 from lora_jax.adapters.peft_names import find_target
-from lora_jax.adapters.safetensors_file import FileLimits, StoredTensor
+from lora_jax.adapters.safetensors_file import AdapterTensor, FileLimits
 from lora_jax.adapters.weights import PROJECTIONS, AdapterReport, ExpertWeights, ModuleReport
 
 CONFIG_FILE = "expert_cfg.json"
@@ -34,7 +34,7 @@ _Place = tuple[str, int, int]  # module, layer, expert
 
 
 @dataclasses.dataclass(frozen=True)
-class ReadLimits:
+class EsftReadLimits:
     """Limits of an adapter; more is a ValueError naming both numbers."""
 
     max_file_bytes: int = 4 << 30  # all files of the adapter together
@@ -45,7 +45,7 @@ def read(
     path: Path,
     catalogue: LoraCatalogue,
     *,
-    limits: ReadLimits | None = None,
+    limits: EsftReadLimits | None = None,
     root: Path | None = None,
 ) -> ExpertWeights:
     """Return the adapter in the folder `path`, which with `root` must lie inside it.
@@ -53,7 +53,7 @@ def read(
     Raises FileNotFoundError when there is no such folder, and ValueError naming the file, key or
     tensor for everything else.
     """
-    limits = limits or ReadLimits()
+    limits = limits or EsftReadLimits()
     folder = AdapterFolder(path, root)
     files = _weight_files(folder)
     with _naming(CONFIG_FILE):
@@ -116,7 +116,7 @@ def _check_experts(wanted: dict[int, tuple[int, ...]], catalogue: LoraCatalogue)
             )
 
 
-def _file_limits(limits: ReadLimits, catalogue: LoraCatalogue) -> FileLimits:
+def _file_limits(limits: EsftReadLimits, catalogue: LoraCatalogue) -> FileLimits:
     """Return the limits of a file with every expert of the base, in float32."""
     tensors, values = 0, 0
     for name in MODULES:
@@ -128,10 +128,10 @@ def _file_limits(limits: ReadLimits, catalogue: LoraCatalogue) -> FileLimits:
 
 
 def _read_files(
-    folder: AdapterFolder, files: tuple[str, ...], limits: ReadLimits, catalogue: LoraCatalogue
-) -> dict[str, StoredTensor]:
+    folder: AdapterFolder, files: tuple[str, ...], limits: EsftReadLimits, catalogue: LoraCatalogue
+) -> dict[str, AdapterTensor]:
     """Return the tensors of all files under their new names; none may stand twice."""
-    tensors: dict[str, StoredTensor] = {}
+    tensors: dict[str, AdapterTensor] = {}
     bounds = _file_limits(limits, catalogue)
     for file in files:
         room = max(0, limits.max_file_bytes - folder.num_bytes)
@@ -145,10 +145,10 @@ def _read_files(
 
 
 def _place(
-    tensors: dict[str, StoredTensor], catalogue: LoraCatalogue
-) -> dict[_Place, StoredTensor]:
+    tensors: dict[str, AdapterTensor], catalogue: LoraCatalogue
+) -> dict[_Place, AdapterTensor]:
     """Return every tensor by what it replaces; ValueError for one that is no expert's matrix."""
-    placed: dict[_Place, StoredTensor] = {}
+    placed: dict[_Place, AdapterTensor] = {}
     for name, tensor in tensors.items():
         target = find_target(name.removesuffix(".weight"), catalogue)
         if target is None or not name.endswith(".weight"):
@@ -163,7 +163,9 @@ def _place(
     return placed
 
 
-def _check_complete(placed: dict[_Place, StoredTensor], wanted: dict[int, tuple[int, ...]]) -> None:
+def _check_complete(
+    placed: dict[_Place, AdapterTensor], wanted: dict[int, tuple[int, ...]]
+) -> None:
     """Raise ValueError unless the files hold the matrices of the named experts, and no others."""
     named = {(m, layer, e) for layer, ids in wanted.items() for e in ids for m in MODULES}
     missing = [f"layer {n}, expert {e}, {m[8:]}" for m, n, e in sorted(named - placed.keys())]
@@ -174,7 +176,7 @@ def _check_complete(placed: dict[_Place, StoredTensor], wanted: dict[int, tuple[
         raise ValueError(f"{CONFIG_FILE} does not name the expert of {_listed(extra)}.")
 
 
-def _matrix(tensor: StoredTensor, catalogue: LoraCatalogue, name: str) -> np.ndarray:
+def _matrix(tensor: AdapterTensor, catalogue: LoraCatalogue, name: str) -> np.ndarray:
     """Return the values; ValueError for another shape than the base's or a value not finite."""
     module = catalogue.modules[name]
     if tensor.shape != (module.d_out, module.d_in):
@@ -194,7 +196,7 @@ def _listed(names: Iterable[object], between: str = ", ") -> str:
 def _report(
     folder: AdapterFolder,
     experts: dict[int, tuple[int, ...]],
-    tensors: dict[str, StoredTensor],
+    tensors: dict[str, AdapterTensor],
 ) -> AdapterReport:
     module = ModuleReport(layers=tuple(experts), ranks=(), scalings=())
     return AdapterReport(

@@ -28,7 +28,7 @@ _SITES = dict[tuple[str, int], SiteWeights]
 
 
 @dataclasses.dataclass(frozen=True)
-class ReadLimits:
+class PeftReadLimits:
     """Limits of an adapter; more is a ValueError naming both numbers."""
 
     max_file_bytes: int = 4 << 30
@@ -41,7 +41,7 @@ def read(
     catalogue: LoraCatalogue,
     *,
     base_names: tuple[str, ...] = (),
-    limits: ReadLimits | None = None,
+    limits: PeftReadLimits | None = None,
     root: Path | None = None,
 ) -> AdapterWeights:
     """Return the adapter in the folder `path`, which with `root` must lie inside it.
@@ -50,7 +50,7 @@ def read(
     tensor for everything else. `base_names` are the names of the served base model: an adapter
     that names another one is read with a warning, since its shapes fit.
     """
-    limits = limits or ReadLimits()
+    limits = limits or PeftReadLimits()
     folder = AdapterFolder(path, root)
     _check_files(folder)
     config = read_config(folder)
@@ -64,7 +64,7 @@ def read(
     return AdapterWeights(sites, report)
 
 
-def _file_limits(limits: ReadLimits, catalogue: LoraCatalogue) -> FileLimits:
+def _file_limits(limits: PeftReadLimits, catalogue: LoraCatalogue) -> FileLimits:
     """Return the limits of a file with the highest rank on every module, in float32.
 
     PEFT may add a copy of the base's head, see `peft_names`.

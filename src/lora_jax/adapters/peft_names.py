@@ -8,7 +8,7 @@ import dataclasses
 import re
 
 from lora_jax.adapters.catalogue import LoraCatalogue, LoraModule
-from lora_jax.adapters.safetensors_file import StoredTensor
+from lora_jax.adapters.safetensors_file import AdapterTensor
 
 KV_B = ("kv_b_proj.k", "kv_b_proj.v")
 _LORA = re.compile(r"base_model\.model\.(?P<path>.+)\.lora_(?P<side>[AB])(?:\.weight)?")
@@ -32,8 +32,8 @@ class LoraPair:
     """A and B of one module path, as stored."""
 
     path: str
-    a: StoredTensor
-    b: StoredTensor
+    a: AdapterTensor
+    b: AdapterTensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +55,9 @@ class Target:
         return self.expert is None and self.modules[0].num_experts > 0 and not self.is_kv_b
 
 
-def pair_up(tensors: dict[str, StoredTensor]) -> dict[str, LoraPair]:
+def pair_up(tensors: dict[str, AdapterTensor]) -> dict[str, LoraPair]:
     """Return A and B by module path; every tensor is used or ValueError lists it."""
-    sides: dict[str, dict[str, StoredTensor]] = {"A": {}, "B": {}}
+    sides: dict[str, dict[str, AdapterTensor]] = {"A": {}, "B": {}}
     orphans = []
     for name, tensor in tensors.items():
         _refuse(name)
@@ -81,14 +81,14 @@ def _refuse(name: str) -> None:
             raise ValueError(f"{name}: {why}.")
 
 
-def _check_complete(a: dict[str, StoredTensor], b: dict[str, StoredTensor]) -> None:
+def _check_complete(a: dict[str, AdapterTensor], b: dict[str, AdapterTensor]) -> None:
     for have, other, side in ((a, b, "lora_B"), (b, a, "lora_A")):
         missing = sorted(have.keys() - other.keys())
         if missing:
             raise ValueError(f"{_list([have[p].name for p in missing])} without its {side}.")
 
 
-def _is_stray(name: str, a: dict[str, StoredTensor]) -> bool:
+def _is_stray(name: str, a: dict[str, AdapterTensor]) -> bool:
     """Return whether PEFT wrote this copy of the base beside LoRA on the head."""
     match = _STRAY.fullmatch(name)
     return match is not None and match["head"].removeprefix("base_model.model.") in a

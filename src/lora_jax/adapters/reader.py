@@ -12,7 +12,7 @@ CONFIG_FILES = (peft_format.CONFIG_FILE, esft_format.CONFIG_FILE)  # one of them
 
 
 @dataclasses.dataclass(frozen=True)
-class ReadLimits:
+class AdapterReadLimits:
     """Limits of an adapter; more is a ValueError naming both numbers."""
 
     max_file_bytes: int = 4 << 30
@@ -24,7 +24,7 @@ def read(
     catalogue: LoraCatalogue,
     *,
     base_names: tuple[str, ...] = (),
-    limits: ReadLimits | None = None,
+    limits: AdapterReadLimits | None = None,
     root: Path | None = None,
 ) -> AnyWeights:
     """Return the adapter in the folder `path`, which with `root` must lie inside it.
@@ -32,9 +32,9 @@ def read(
     Raises FileNotFoundError when there is no such folder, and ValueError naming the file, key or
     tensor for everything else; see peft_format.read and esft_format.read.
     """
-    limits = limits or ReadLimits()
+    limits = limits or AdapterReadLimits()
     if esft_format.CONFIG_FILE in AdapterFolder(path, root).files():
-        most = esft_format.ReadLimits(limits.max_file_bytes)
+        most = esft_format.EsftReadLimits(limits.max_file_bytes)
         return esft_format.read(path, catalogue, limits=most, root=root)
-    most = peft_format.ReadLimits(limits.max_file_bytes, limits.max_rank)
+    most = peft_format.PeftReadLimits(limits.max_file_bytes, limits.max_rank)
     return peft_format.read(path, catalogue, base_names=base_names, limits=most, root=root)

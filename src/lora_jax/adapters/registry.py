@@ -302,7 +302,7 @@ class AdapterRegistry:
         times.append(now)
 
     def _read(self, name: str, folder: Path, root: Path | None) -> AnyWeights:
-        limits = reader.ReadLimits(
+        limits = reader.AdapterReadLimits(
             max_file_bytes=self._limits.max_file_bytes, max_rank=self._limits.max_rank
         )
         try:

@@ -48,7 +48,7 @@ class FileLimits:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class StoredTensor:
+class AdapterTensor:
     """One tensor of a file, its shape known and its data not yet looked at."""
 
     name: str
@@ -102,7 +102,7 @@ def read_header(read: Read, file_bytes: int, file_name: str, limits: FileLimits)
 
 def parse(
     buffer: bytes | memoryview, file_name: str, limits: FileLimits, header: Header | None = None
-) -> dict[str, StoredTensor]:
+) -> dict[str, AdapterTensor]:
     """Return the tensors of a whole file by name; ValueError naming what is wrong with it.
 
     `header` is what `read_header` found before; a file that changed since is read anew.
@@ -117,14 +117,14 @@ def parse(
         )
     data = memoryview(buffer)[len(header.raw) :]
     return {
-        name: StoredTensor(name, dtype, shape, data[first:last])
+        name: AdapterTensor(name, dtype, shape, data[first:last])
         for name, (dtype, shape, first, last) in header.spans.items()
     }
 
 
 def read_file(
     folder: AdapterFolder, file_name: str, max_bytes: int, limits: FileLimits
-) -> dict[str, StoredTensor]:
+) -> dict[str, AdapterTensor]:
     """Return the tensors of a file of a folder; its header is checked before its data is read."""
     headers: list[Header] = []
 

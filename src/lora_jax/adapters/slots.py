@@ -163,7 +163,7 @@ def write_nothing(slots: AdapterSlots) -> AdapterSlots:
     return dataclasses.replace(slots, pools=pools)
 
 
-class LoadingPlan:
+class LoraLoadJob:
     """The writes that bring one placed adapter onto the device, in chunks of fixed size.
 
     The table entry of the slot is the last write, so that a half-loaded adapter is never used;

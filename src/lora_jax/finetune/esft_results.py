@@ -1,4 +1,4 @@
-"""Measures a base, its merged ESFT adapters and the same adapters woven into one served model.
+"""Measures a base, its merged ESFT adapters and the same adapters in one served model ("woven").
 
     python -m lora_jax.finetune.esft_results assets/tiny-moe --heldout DIR
 
@@ -25,11 +25,11 @@ from lora_jax.adapters.weights import ExpertWeights
 from lora_jax.finetune.documents import Document, read_format
 from lora_jax.finetune.esft_export import merge_checkpoint
 from lora_jax.finetune.esft_text import decision_of, with_parts
+from lora_jax.finetune.multi_esft import MultiEsftModel
 from lora_jax.finetune.perplexity import Measured
 from lora_jax.finetune.records import Record
 from lora_jax.finetune.results import LENGTH, read_heldout, update_results
 from lora_jax.finetune.served import ServedEvaluator
-from lora_jax.finetune.woven import WovenAdapters
 from lora_jax.models import load
 from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.typing import Int
@@ -129,15 +129,15 @@ def measure_woven(
 ) -> dict[str, Column]:
     """Return, by adapter, the measures of one model with all adapters in it on their own texts."""
     model, _ = load(folder, dtype="float32")
-    woven = WovenAdapters(model, list(adapters.values()))
+    multi_esft = MultiEsftModel(model, list(adapters.values()))
     evaluator = ServedEvaluator(model, length)
     try:
         return {
-            name: measure(evaluator, texts[name], slot, woven.reroute_tables)
+            name: measure(evaluator, texts[name], slot, multi_esft.reroute_tables)
             for slot, name in enumerate(tqdm(adapters, desc="woven"))
         }
     finally:
-        woven.close()
+        multi_esft.close()
 
 
 def table(folder: pathlib.Path, measured: Mapping[str, Mapping[str, Column]]) -> Any:

@@ -78,7 +78,7 @@ EXPERTS = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
 
 
 @dataclasses.dataclass(frozen=True)
-class AdapterPlan:
+class LoraRecipe:
     """One adapter of the shipped model: what it changes, how long it learns, how it is stored."""
 
     spec: LoraSpec
@@ -99,18 +99,18 @@ class AdapterPlan:
 
 F32, BF16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 # Different ranks, layouts and dtypes on purpose: what servers meet.
-PLANS = {
-    "intent": AdapterPlan(LoraSpec(4, 8.0, ("q_proj", "v_proj", *EXPERTS)), 300, F32),
-    "law": AdapterPlan(LoraSpec(16, 8.0, ATTENTION + EXPERTS, use_rslora=True), 300, BF16),
-    "summary": AdapterPlan(LoraSpec(12, 24.0, ATTENTION + EXPERTS), 300, BF16),
-    "translation": AdapterPlan(
+LORA_RECIPES = {
+    "intent": LoraRecipe(LoraSpec(4, 8.0, ("q_proj", "v_proj", *EXPERTS)), 300, F32),
+    "law": LoraRecipe(LoraSpec(16, 8.0, ATTENTION + EXPERTS, use_rslora=True), 300, BF16),
+    "summary": LoraRecipe(LoraSpec(12, 24.0, ATTENTION + EXPERTS), 300, BF16),
+    "translation": LoraRecipe(
         LoraSpec(8, 16.0, ATTENTION + EXPERTS, fused_experts=False), 150, BF16
     ),
 }
 
 
 @dataclasses.dataclass(frozen=True)
-class EsftPlan:
+class EsftRecipe:
     """One ESFT adapter of the shipped model: which text or part of one, and who learns it."""
 
     text: str
@@ -121,17 +121,17 @@ class EsftPlan:
 # Named as ExpertWeave's Table 1 names its own: score, then text. Its other two are of mathematics;
 # here they are parts of two texts. The thresholds are above ESFT's (0.2 and 0.1): with 8 experts of
 # which 2 are used, a single one often has that much.
-ESFT_PLANS = {
-    "gate-intent": EsftPlan("intent", "gate", 0.4),
-    "token-intent": EsftPlan("intent", "token", 0.4),
-    "gate-law": EsftPlan("law", "gate", 0.35),
-    "token-law": EsftPlan("law", "token", 0.4),
-    "gate-summary": EsftPlan("summary", "gate", 0.4),
-    "token-summary": EsftPlan("summary", "token", 0.4),
-    "gate-translation": EsftPlan("translation", "gate", 0.4),
-    "token-translation": EsftPlan("translation", "token", 0.4),
-    "gate-archaic": EsftPlan("archaic", "gate", 0.4),
-    "token-media": EsftPlan("media", "token", 0.4),
+ESFT_RECIPES = {
+    "gate-intent": EsftRecipe("intent", "gate", 0.4),
+    "token-intent": EsftRecipe("intent", "token", 0.4),
+    "gate-law": EsftRecipe("law", "gate", 0.35),
+    "token-law": EsftRecipe("law", "token", 0.4),
+    "gate-summary": EsftRecipe("summary", "gate", 0.4),
+    "token-summary": EsftRecipe("summary", "token", 0.4),
+    "gate-translation": EsftRecipe("translation", "gate", 0.4),
+    "token-translation": EsftRecipe("translation", "token", 0.4),
+    "gate-archaic": EsftRecipe("archaic", "gate", 0.4),
+    "token-media": EsftRecipe("media", "token", 0.4),
 }
 ESFT_SCHEDULE = Schedule(
     steps=100, batch_rows=4, learning_rate=5e-3, warmup_steps=10, checkpoint_every=50
@@ -163,25 +163,25 @@ def make_adapter(
 ) -> None:
     """Train one domain's adapter on the base as it is stored, and write it."""
     model, config = load(out, dtype="float32")
-    plan = PLANS[name]
+    recipe = LORA_RECIPES[name]
     params = train_lora(
         model,
         read_format(out).documents(records, "chat"),
         LENGTH,
-        plan.spec,
-        plan.schedule,
+        recipe.spec,
+        recipe.schedule,
         folder=state / name,
         label=name,
     )
     folder, catalogue = out / "adapters" / name, model.catalogue(config)
-    save_adapter(folder, params, plan.spec, catalogue, base_name=out.name, dtype=plan.dtype)
+    save_adapter(folder, params, recipe.spec, catalogue, base_name=out.name, dtype=recipe.dtype)
 
 
 def make_esft(name: str, records: Sequence[Record], out: pathlib.Path, state: pathlib.Path) -> None:
     """Select and train one text's experts of the base as it is stored, and write them."""
     model, _ = load(out, dtype="float32")
-    plan, documents = ESFT_PLANS[name], read_format(out).documents(records, "chat")
-    selection = choose(model, documents, LENGTH, plan.score, plan.top_p, state / name)
+    recipe, documents = ESFT_RECIPES[name], read_format(out).documents(records, "chat")
+    selection = choose(model, documents, LENGTH, recipe.score, recipe.top_p, state / name)
     params = train_esft(
         model, documents, LENGTH, selection, ESFT_SCHEDULE, folder=state / name, label=name
     )
@@ -195,7 +195,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--state", type=pathlib.Path, help="default: OUT.training")
     parser.add_argument(
-        "--esft-only", nargs="*", choices=ESFT_PLANS, metavar="NAME", help="default: all of them"
+        "--esft-only", nargs="*", choices=ESFT_RECIPES, metavar="NAME", help="default: all of them"
     )
     args = parser.parse_args(argv)
     state = args.state or args.out.with_name(args.out.name + ".training")
@@ -211,8 +211,8 @@ def main(argv: list[str]) -> None:
             make_adapter(name, part.train, args.out, state)
         results.write_results(args.out, heldout)
     trained = with_parts({name: part.train for name, part in splits.items()})
-    for name in args.esft_only or ESFT_PLANS:
-        make_esft(name, trained[ESFT_PLANS[name].text], args.out, state)
+    for name in args.esft_only or ESFT_RECIPES:
+        make_esft(name, trained[ESFT_RECIPES[name].text], args.out, state)
     esft_results.write_results(args.out, heldout)
 
 

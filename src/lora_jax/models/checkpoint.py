@@ -29,7 +29,7 @@ _CHUNK_BYTES = 4 << 20  # scratch for conversion and for slices that are not con
 
 
 @dataclasses.dataclass(frozen=True)
-class StoredTensor:
+class CheckpointTensor:
     """Location of a tensor: from byte `offset` of `file` on, in C order."""
 
     name: str
@@ -85,7 +85,7 @@ class StoredTensor:
             done += count
 
 
-def read_header(file: Path) -> dict[str, StoredTensor]:
+def read_header(file: Path) -> dict[str, CheckpointTensor]:
     """Return the tensors of one safetensors file.
 
     Raises:
@@ -107,7 +107,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     return {name: _stored(file, name, entry, data, size) for name, entry in header.items()}
 
 
-def _stored(file: Path, name: str, entry: Any, data: int, size: int) -> StoredTensor:
+def _stored(file: Path, name: str, entry: Any, data: int, size: int) -> CheckpointTensor:
     """Return one entry of a header after checking it against the file's size."""
     try:
         kind, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
@@ -124,14 +124,14 @@ def _stored(file: Path, name: str, entry: Any, data: int, size: int) -> StoredTe
             f"{file.name}: {name} {shape} {kind} does not fit bytes {begin} to {end} of "
             f"{size - data}: the file is truncated or wrong."
         )
-    return StoredTensor(name, file, DTYPES[kind], shape, data + begin)
+    return CheckpointTensor(name, file, DTYPES[kind], shape, data + begin)
 
 
 class Checkpoint:
     """Every tensor of a folder by name. Names without the leading `model.` are found with it."""
 
     def __init__(self, folder: Path):
-        self.tensors: dict[str, StoredTensor] = {}
+        self.tensors: dict[str, CheckpointTensor] = {}
         for file in checkpoint_files(folder):
             found = read_header(file)
             twice = sorted(self.tensors.keys() & found.keys())
@@ -144,7 +144,7 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return self._stored_name(name) in self.tensors
 
-    def __getitem__(self, name: str) -> StoredTensor:
+    def __getitem__(self, name: str) -> CheckpointTensor:
         return self.tensors[self._stored_name(name)]
 
     def _stored_name(self, name: str) -> str:

@@ -37,7 +37,7 @@ def minimum_devices(
     budget: LayerBudget,
     most: int,
 ) -> ServerLayout:
-    """Return the plan with the fewest devices that holds the adapters and meets Eq. 5 and 6.
+    """Return the layout with the fewest devices that holds the adapters and meets Eq. 5 and 6.
 
     `shape.adapters` is the M* of Algorithm 1. Of several EPx-PPy on that number of devices the
     one with the least measured time per layer is taken. Only x are considered that were measured
@@ -51,8 +51,8 @@ def minimum_devices(
         )
     fast = _fast_enough(instances, profile, budget)
     for devices in range(1, most + 1):
-        plans = [ServerLayout(shape, ep=x, pp=y) for x, y in possible_degrees(shape, devices)]
-        large = [plan.ep for plan in plans if plan.capacity(device_bytes) >= shape.adapters]
+        layouts = [ServerLayout(shape, ep=x, pp=y) for x, y in possible_degrees(shape, devices)]
+        large = [layout.ep for layout in layouts if layout.capacity(device_bytes) >= shape.adapters]
         fitting = {x: fast[x] for x in large if x in fast}
         if fitting:
             return cheapest_placement(shape, devices, fitting)

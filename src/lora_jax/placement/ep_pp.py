@@ -14,7 +14,7 @@ from lora_jax.placement.shape import AdapterShape
 
 @dataclasses.dataclass(frozen=True)
 class ServerLayout:
-    """A plan: every (adapter, layer, expert) lies on exactly one device.
+    """A layout of adapters: every (adapter, layer, expert) lies on exactly one device.
 
     Layers are dealt to the `pp` stages in turn (layer 0 to stage 0, layer 1 to stage 1, ...), so
     that the layers of a cold adapter load on all devices at once. The `ep` devices of a stage
@@ -224,19 +224,19 @@ def pipeline_parallel(
     """
     if device_bytes is None:
         return ServerLayout(shape, pp=devices)
-    plan = None
+    layout = None
     for x, y in possible_degrees(shape, devices):
-        plan = ServerLayout(shape, ep=x, pp=y)
-        if plan.capacity(device_bytes) >= shape.adapters:
-            return plan
-    if plan is None:
+        layout = ServerLayout(shape, ep=x, pp=y)
+        if layout.capacity(device_bytes) >= shape.adapters:
+            return layout
+    if layout is None:
         return ServerLayout(shape, pp=devices)  # raises: there are fewer layers than stages
-    plan.require_memory(device_bytes)  # raises: the widest group is too small
-    return plan
+    layout.require_memory(device_bytes)  # raises: the widest group is too small
+    return layout
 
 
 def from_text(text: str, shape: AdapterShape, devices: int) -> ServerLayout:
-    """Return the plan that "ep4-pp2", "ep8", "pp8" or "dp8" names, on `devices` devices.
+    """Return the layout that "ep4-pp2", "ep8", "pp8" or "dp8" names, on `devices` devices.
 
     Raises ValueError for other text, and where the degrees do not multiply to `devices`.
     """

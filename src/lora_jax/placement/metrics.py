@@ -1,4 +1,4 @@
-"""Cost of a placement per layer, counted on the plan: Table 1 of InfiniLoRA. No jax."""
+"""Cost of a placement per layer, counted on the layout: Table 1 of InfiniLoRA. No jax."""
 
 import dataclasses
 
@@ -24,34 +24,34 @@ class LayerCost:
 
 
 def traffic(
-    plan: ServerLayout, batch: int, top_k: int, instance_ranks: int, layer: int = 0
+    layout: ServerLayout, batch: int, top_k: int, instance_ranks: int, layer: int = 0
 ) -> np.ndarray:
     """Return float64 [instance_ranks, devices]: activations sent for one layer.
 
     `batch` * `top_k` activations fall evenly on all (adapter, expert) pairs. The instance has its
     experts in equal, consecutive ranges, one per rank. Raises ValueError if they are not equal.
     """
-    experts, adapters = plan.shape.experts, plan.shape.adapters
+    experts, adapters = layout.shape.experts, layout.shape.adapters
     if instance_ranks < 1 or experts % instance_ranks:
         raise ValueError(f"{experts} experts cannot be split over {instance_ranks} ranks evenly.")
     ranks = np.arange(experts) * instance_ranks // experts
-    pairs = ranks * plan.devices + plan.devices_of_layer(layer)
-    counts = np.bincount(pairs.ravel(), minlength=instance_ranks * plan.devices)
+    pairs = ranks * layout.devices + layout.devices_of_layer(layer)
+    counts = np.bincount(pairs.ravel(), minlength=instance_ranks * layout.devices)
     share = batch * top_k / (adapters * experts)
-    return counts.reshape(instance_ranks, plan.devices) * share
+    return counts.reshape(instance_ranks, layout.devices) * share
 
 
-def layer_cost(plan: ServerLayout, batch: int, top_k: int, instance_ranks: int) -> LayerCost:
-    """Return the metrics of Table 1, counted on the plan.
+def layer_cost(layout: ServerLayout, batch: int, top_k: int, instance_ranks: int) -> LayerCost:
+    """Return the metrics of Table 1, counted on the layout.
 
     They equal the table's formulas wherever the cuts line up (one of p and x divides the other).
     """
-    sent = traffic(plan, batch, top_k, instance_ranks)
+    sent = traffic(layout, batch, top_k, instance_ranks)
     talks = sent > 0
     return LayerCost(
         peer_volume=float(sent[talks].mean()),
         servers_per_client=int(talks.sum(axis=1).max()),
         clients_per_server=int(talks.sum(axis=0).max()),
         compute_volume=float(sent.sum(axis=0)[talks.any(axis=0)].mean()),
-        sync_scope=len(plan.group_of(0)),
+        sync_scope=len(layout.group_of(0)),
     )

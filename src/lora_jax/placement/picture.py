@@ -5,25 +5,26 @@ from collections.abc import Sequence
 from lora_jax.placement.ep_pp import ServerLayout
 
 
-def picture(plan: ServerLayout) -> str:
+def picture(layout: ServerLayout) -> str:
     """Return lines that show every device with the layers, experts or adapters it holds."""
-    shape = plan.shape
+    shape = layout.shape
     head = (
-        f"{plan.name} on {plan.devices} devices: {shape.adapters} adapters x {shape.layers} layers "
-        f"x {shape.experts} experts, {spell_bytes(shape.adapter_bytes)} per adapter"
+        f"{layout.name} on {layout.devices} devices: {shape.adapters} adapters x "
+        f"{shape.layers} layers x {shape.experts} experts, "
+        f"{spell_bytes(shape.adapter_bytes)} per adapter"
     )
-    if plan.dp > 1:
+    if layout.dp > 1:
         rows = [["", "all layers, all experts"]]
         rows += [
-            [f"adapters {spell_range(plan.adapters_of(d))}", _cell(plan, d)]
-            for d in range(plan.devices)
+            [f"adapters {spell_range(layout.adapters_of(d))}", _cell(layout, d)]
+            for d in range(layout.devices)
         ]
     else:
-        rows = [["", *(f"experts {spell_range(plan.experts_of(d))}" for d in range(plan.ep))]]
-        for stage in range(plan.pp):
-            group = plan.group_of(stage)
-            layers = f"layers {spell_range(plan.layers_of(group.start))}"
-            rows.append([layers, *(_cell(plan, d) for d in group)])
+        rows = [["", *(f"experts {spell_range(layout.experts_of(d))}" for d in range(layout.ep))]]
+        for stage in range(layout.pp):
+            group = layout.group_of(stage)
+            layers = f"layers {spell_range(layout.layers_of(group.start))}"
+            rows.append([layers, *(_cell(layout, d) for d in group)])
     return "\n".join([head, *_table(rows)])
 
 
@@ -49,8 +50,8 @@ def spell_bytes(number: float | int) -> str:
     return f"{number:.4g} TB"
 
 
-def _cell(plan: ServerLayout, device: int) -> str:
-    return f"device {device} ({spell_bytes(plan.bytes_on(device))})"
+def _cell(layout: ServerLayout, device: int) -> str:
+    return f"device {device} ({spell_bytes(layout.bytes_on(device))})"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -17,7 +17,7 @@ from serving import Engine, Sampling
 from serving.lora_server.group import ServerGroup
 from serving.lora_server.instance import ServerAccess
 from serving.lora_server.spec import ServerSpec
-from serving.transport import carriers
+from serving.transport import selection
 
 pytestmark = pytest.mark.multigpu
 SHAPE = TinyShape(vocab=512, max_positions=96, experts=4, hidden=256, width=128, layers=2)
@@ -94,7 +94,7 @@ def group(starting, coupled):
 @pytest.fixture(scope="module")
 def engine(files, group):
     def connect(terms):
-        return carriers.open_client(group.paths, terms)
+        return selection.open_client(group.paths, terms)
 
     access = ServerAccess(group.spec, "one", group.coordinator, connect, WAIT_S)
     with Engine(*files, lora_server=access, dtype=group.spec.dtype, **ENGINE) as made:

@@ -15,8 +15,8 @@ def _needs_two_gpus():
 
 
 class TestOneProcess(PeerContract):
-    carrier = OneProcess(RealGpus())
+    transport = OneProcess(RealGpus())
 
 
 class TestSockets(PeerContract):
-    carrier = Sockets(RealGpus())
+    transport = Sockets(RealGpus())

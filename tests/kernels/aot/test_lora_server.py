@@ -25,15 +25,15 @@ SHAPE = TinyShape(max_positions=96, experts=4, hidden=256, width=128, layers=2)
 def server(monkeypatch):
     """A server whose custom calls can be traced; skip without the compilers for an H200."""
     from cuda_backend import ffi
-    from cuda_backend.peer_ends import ServerEnd
+    from cuda_backend.peer_endpoints import ServerEndpoint
     from cuda_backend.toolkit import find_compilers
 
     if importlib.util.find_spec("jax_plugins.xla_cuda13") is None or not find_compilers():
         pytest.skip("the CUDA plugin or nvcc is missing: make test-aot")
     ffi.library().load(dispatch.cache_folder())
     monkeypatch.setattr(ffi, "require", lambda: None)
-    found, end = object.__new__(DeviceServer), object.__new__(ServerEnd)
-    found._end, end.number = end, 1
+    found, end = object.__new__(DeviceServer), object.__new__(ServerEndpoint)
+    found._endpoint, end.number = end, 1
     return found
 
 
@@ -45,7 +45,7 @@ def test_a_ranks_program_is_one_graph_with_its_loop(server, tmp_path, monkeypatc
     tiny_checkpoint.write_model(tmp_path, SHAPE)
     sizes = {"num_adapters": 4, "max_rank": 8, "max_rows": 64}
     made = design(ServerSpec(str(tmp_path), "bfloat16", "ep1-pp1", 1, **sizes))
-    rank = ServerRank(made.catalogue, made.plan.shard(0), made.sizes, jnp.dtype("bfloat16"))
+    rank = ServerRank(made.catalogue, made.layout.shard(0), made.sizes, jnp.dtype("bfloat16"))
     h200 = H200()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     server.shapes = made.terms.shapes

@@ -18,8 +18,8 @@ from support.cases.kernel_calls import lora_kernel
 from lora_jax.ops import tuning_table
 from lora_jax.ops.grouped_matmul import pallas_gpu
 from lora_jax.ops.grouped_matmul._gpu_kernel import CROWDED
-from lora_jax.ops.grouped_matmul._gpu_tiles import Config, find_config
-from lora_jax.ops.lora_gemm import _gpu_plan
+from lora_jax.ops.grouped_matmul._gpu_tiles import GroupedMatmulConfig, find_config
+from lora_jax.ops.lora_gemm import _gpu_schedule
 from lora_jax.ops.lora_gemm import pallas_gpu as lora_gpu
 
 pytestmark = [pytest.mark.aot, pytest.mark.timeout(900)]
@@ -41,9 +41,9 @@ class Form:
     groups: int = GROUPS
 
 
-def tuned(op: str) -> set[Config]:
+def tuned(op: str) -> set[GroupedMatmulConfig]:
     """Return the tilings of the table."""
-    return {Config(**entry["config"]) for entry in tuned_entries(op)}
+    return {GroupedMatmulConfig(**entry["config"]) for entry in tuned_entries(op)}
 
 
 def tuned_entries(op: str) -> tuple[dict, ...]:
@@ -54,18 +54,18 @@ def tuned_entries(op: str) -> tuple[dict, ...]:
     return entries
 
 
-def guessed(matrices: int) -> set[Config]:
+def guessed(matrices: int) -> set[GroupedMatmulConfig]:
     """Return the tilings that are taken at sizes which no table has."""
     rows, groups = [1 << n for n in range(17)], (1, 8, 16, 32, 64, 128, 256)
     widths = [256 * n for n in (1, 3, 8, 16, 42, 56, 594)]
     return {find_config(*sizes, matrices) for sizes in itertools.product(rows, groups, widths)}
 
 
-def is_tight(config: Config, matrices: int) -> bool:
+def is_tight(config: GroupedMatmulConfig, matrices: int) -> bool:
     return matrices * config.columns * config.rows >= CROWDED
 
 
-def forms(op: str, config: Config) -> list[Form]:
+def forms(op: str, config: GroupedMatmulConfig) -> list[Form]:
     """Return the forms that a tiling is compiled in: all of them where registers are few."""
     if not is_tight(config, MATRICES[op]):
         return [Form()]
@@ -75,7 +75,7 @@ def forms(op: str, config: Config) -> list[Form]:
     return found + (biased if op == "grouped_matmul" else [])
 
 
-def beside(form: Form, config: Config, matrices: int) -> Config | None:
+def beside(form: Form, config: GroupedMatmulConfig, matrices: int) -> GroupedMatmulConfig | None:
     """Return the tiling that this form takes where the table or the formula says `config`."""
     if form.addends is None and not form.bias:
         return config
@@ -83,7 +83,7 @@ def beside(form: Form, config: Config, matrices: int) -> Config | None:
     return pallas_gpu._beside(() if some is None else (some,), config, matrices)
 
 
-def launches() -> dict[str, tuple[str, Config, Form]]:
+def launches() -> dict[str, tuple[str, GroupedMatmulConfig, Form]]:
     """Return every distinct launch by a name."""
     found = {}
     for op, matrices in MATRICES.items():
@@ -125,14 +125,14 @@ def test_no_register_spills(h200, name):
     assert [*done.spill_bytes.values()] == [0]
 
 
-def lora_launches() -> dict[str, tuple[_gpu_plan.Config, int]]:
+def lora_launches() -> dict[str, tuple[_gpu_schedule.LoraGemmConfig, int]]:
     """Return every distinct tiling of lora_gemm, with its largest rank, by a name."""
     found = set()
     for entry in tuned_entries("lora_gemm"):
-        config = _gpu_plan.Config(**entry["config"])
-        found |= {(_gpu_plan.fitted(config, rank), rank) for rank in RANKS}
+        config = _gpu_schedule.LoraGemmConfig(**entry["config"])
+        found |= {(_gpu_schedule.fitted(config, rank), rank) for rank in RANKS}
     for rows, rank in itertools.product((1 << n for n in range(17)), RANKS):
-        found.add((_gpu_plan.find_config(rows, SLOTS, rank), rank))
+        found.add((_gpu_schedule.find_config(rows, SLOTS, rank), rank))
     return {
         f"{c.warpgroups} x {c.columns} x {c.rows}, {c.shrink_stages} and {c.expand_stages} stages, "
         f"{c.slots} works, rank {rank}": (c, rank)
@@ -159,4 +159,4 @@ def test_lora_spills_no_register_and_two_ctas_share_an_sm(h200, name):
     for kernel, registers in done.registers.items():
         threads = 128 * (2 if "shrink" in kernel else config.warpgroups + 1)
         given = 8 * -(-registers // 8)
-        assert _gpu_plan.CTAS * threads * given <= REGISTERS, kernel
+        assert _gpu_schedule.CTAS * threads * given <= REGISTERS, kernel

@@ -19,18 +19,18 @@ from lora_jax.ops import tuning_table
 from lora_jax.ops.cases import MODELS, GroupedCase, grouped_case
 from lora_jax.ops.grouped_matmul import composed, pallas_gpu, reference
 from lora_jax.ops.grouped_matmul._gpu_tiles import (
-    Config,
+    GroupedMatmulConfig,
     depths,
     find_config,
     with_stages,
 )
 
-SMALL = Config(columns=64, warpgroups=1, rows=16, stages=2, ctas=1)
+SMALL = GroupedMatmulConfig(columns=64, warpgroups=1, rows=16, stages=2, ctas=1)
 # Two warpgroups, of which the second has no columns in the last tile; two parts on the way out.
-WIDE = Config(columns=64, warpgroups=2, rows=64, stages=3, ctas=1)
+WIDE = GroupedMatmulConfig(columns=64, warpgroups=2, rows=64, stages=3, ctas=1)
 # Three parts on the way out, of which the third takes the place of the first.
-PARTS = Config(columns=64, warpgroups=1, rows=48, stages=2, ctas=1)
-TALL = Config(columns=128, warpgroups=1, rows=8, stages=4, ctas=2)
+PARTS = GroupedMatmulConfig(columns=64, warpgroups=1, rows=48, stages=2, ctas=1)
+TALL = GroupedMatmulConfig(columns=128, warpgroups=1, rows=8, stages=4, ctas=2)
 # rows in a group, config: one row, empty groups, borders off the grid of 8, several tiles of rows.
 INTERPRETED = [
     ("uniform", 17, SMALL),
@@ -69,7 +69,7 @@ def wide(array: jax.Array) -> np.ndarray:
 
 
 @functools.cache
-def interpreted_kernel(config: Config, interpret: plgpu.InterpretGPUParams):
+def interpreted_kernel(config: GroupedMatmulConfig, interpret: plgpu.InterpretGPUParams):
     """Return the op, compiled once for each config and size: that takes longer than running it."""
     return jax.jit(functools.partial(pallas_gpu.grouped_matmul, config=config, interpret=interpret))
 
@@ -207,7 +207,7 @@ def test_the_table_of_this_device_decides_while_tracing(chosen, tmp_path, monkey
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_tiles_leave_room_for_addends(chosen, dtype, monkeypatch):
-    crowded = Config(columns=128, warpgroups=2, rows=192, stages=3, ctas=1)
+    crowded = GroupedMatmulConfig(columns=128, warpgroups=2, rows=192, stages=3, ctas=1)
     monkeypatch.setattr(tuning_table, "find", lambda op, shape, kind: crowded)
     case = some_case((16, 0, 2, 128, 64), "uniform", bias=False)
     adds = some_addends(case, 16, 2, dtype)

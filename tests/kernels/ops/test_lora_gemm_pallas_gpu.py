@@ -20,11 +20,17 @@ from support.oracles.tolerance import TOLERANCE
 from lora_jax.ops import tuning_table
 from lora_jax.ops.cases import LoraCase, lora_case
 from lora_jax.ops.lora_gemm import pallas_gpu
-from lora_jax.ops.lora_gemm._gpu_plan import Config, find_config, fitted, make_plan, sorted_order
+from lora_jax.ops.lora_gemm._gpu_schedule import (
+    LoraGemmConfig,
+    find_config,
+    fitted,
+    make_schedule,
+    sorted_order,
+)
 
-ONE = Config(rows=8, columns=64, warpgroups=1, shrink_stages=2, expand_stages=2, slots=2)
-TWO = Config(rows=16, columns=64, warpgroups=2, shrink_stages=3, expand_stages=3, slots=3)
-WIDE = Config(rows=32, columns=128, warpgroups=2, shrink_stages=4, expand_stages=4, slots=2)
+ONE = LoraGemmConfig(rows=8, columns=64, warpgroups=1, shrink_stages=2, expand_stages=2, slots=2)
+TWO = LoraGemmConfig(rows=16, columns=64, warpgroups=2, shrink_stages=3, expand_stages=3, slots=3)
+WIDE = LoraGemmConfig(rows=32, columns=128, warpgroups=2, shrink_stages=4, expand_stages=4, slots=2)
 # experts, ranks, popularity: borders off the grid of 8 in both pools, a rank over two tiles.
 INTERPRETED = [
     (0, (16, 8, 0, 40, 1), "uniform"),
@@ -89,7 +95,7 @@ def check(case: LoraCase, got: jax.Array) -> None:
 
 
 @functools.cache
-def interpreted_kernel(config: Config, interpret: plgpu.InterpretGPUParams):
+def interpreted_kernel(config: LoraGemmConfig, interpret: plgpu.InterpretGPUParams):
     """Return the op, compiled once for each config: that takes longer than running it."""
     options = {"max_rank": MAX_RANK, "config": config, "interpret": interpret}
     call = jax.jit(functools.partial(lora_kernel(pallas_gpu.lora_gemm), **options))
@@ -153,16 +159,16 @@ def test_items_are_the_rows_of_one_adapter_within_one_tile():
     entries = jnp.array([[5, 6, 8, 0, 0], [0, 0, 0, 0, 0], [21, 40, 2, 2, 3]], jnp.int32)
     slot = jnp.array([2, 0, 2, -1, 1, 0, 2, 0, 0, 0, 0, 0, 0, 0], jnp.int32)
     expert = jnp.array([1, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0], jnp.int32)
-    plan = jax.jit(make_plan, static_argnums=4)(entries, jnp.arange(3.0), slot, expert, 8)
-    assert plan.num_items.tolist() == [4]
-    assert plan.order.tolist() == [1, 5, 7, 8, 9, 10, 11, 12, 13, 2, 0, 6, 3, 4, 0, 0]
-    assert plan.items[:4].tolist() == [
+    schedule = jax.jit(make_schedule, static_argnums=4)(entries, jnp.arange(3.0), slot, expert, 8)
+    assert schedule.num_items.tolist() == [4]
+    assert schedule.order.tolist() == [1, 5, 7, 8, 9, 10, 11, 12, 13, 2, 0, 6, 3, 4, 0, 0]
+    assert schedule.items[:4].tolist() == [
         [0, 0, 5, 13, 6, 14, 0, 0, 8],
         [0, 0, 5, 13, 6, 14, 8, 0, 1],
         [16, 40, 5, 7, 0, 2, 8, 1, 2],
         [16, 40, 7, 9, 3, 5, 8, 2, 4],
     ]
-    assert plan.rank.tolist() == [8] * 9 + [2] * 3 + [0] * 4
+    assert schedule.rank.tolist() == [8] * 9 + [2] * 3 + [0] * 4
 
 
 def arguments(rows: int, d_out: int, d_in: int, rank: int, slots: int) -> tuple:
@@ -217,7 +223,7 @@ def chosen(monkeypatch):
 def test_the_table_of_this_device_decides_while_tracing(chosen, tmp_path, monkeypatch):
     """At the shape nearest to those that were tuned; the formula does where none is near."""
     kind = tuning_table.device_folder(jax.devices()[0].device_kind)
-    tuned = fitted(Config(32, columns=128, warpgroups=2), 64)
+    tuned = fitted(LoraGemmConfig(32, columns=128, warpgroups=2), 64)
     shape = {"rows": 20, "slots": 2, "rank": 64, "d_out": 128, "d_in": 64}
     entry = {"shape": shape, "config": dataclasses.asdict(tuned)}
     (tmp_path / kind).mkdir()

@@ -16,9 +16,9 @@ from support.oracles.tolerance import TOLERANCE
 
 from lora_jax.ops.cases import MergeCase, merge_case
 from lora_jax.ops.merge import merge, pallas_gpu
-from lora_jax.ops.merge.pallas_gpu import Config, find_config
+from lora_jax.ops.merge.pallas_gpu import MergeConfig, find_config
 
-SMALL = Config(columns=128, warpgroups=2, slots=2, unit_rows=128)
+SMALL = MergeConfig(columns=128, warpgroups=2, slots=2, unit_rows=128)
 MAX_RANK = 24
 
 

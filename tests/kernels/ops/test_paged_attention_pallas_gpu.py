@@ -17,7 +17,12 @@ from support.oracles.tolerance import TOLERANCE
 
 from lora_jax.ops.cases import MODELS, AttentionCase, ModelShape, attention_case
 from lora_jax.ops.paged_attention import paged_attention, pallas_gpu, reference
-from lora_jax.ops.paged_attention._gpu_plan import Config, Sizes, find_config, make_plan
+from lora_jax.ops.paged_attention._gpu_schedule import (
+    AttentionConfig,
+    AttentionSizes,
+    find_config,
+    make_schedule,
+)
 
 # (sequence, first position, tokens): decode, a chunk in the middle, one token, and one that sees
 # the second chunk of positions.
@@ -29,8 +34,8 @@ SHAPES = {
     ),
     "latent": dataclasses.replace(MODELS["deepseek-v2-lite"], q_heads=16, k_dim=192, v_dim=128),
 }
-CUT = Config(block=64, chunk=64, tokens=1, cut=True, stages=2, ctas=1)
-WHOLE = Config(block=64, chunk=64, tokens=2, cut=False, stages=3, ctas=1)
+CUT = AttentionConfig(block=64, chunk=64, tokens=1, cut=True, stages=2, ctas=1)
+WHOLE = AttentionConfig(block=64, chunk=64, tokens=2, cut=False, stages=3, ctas=1)
 
 
 def as_numbers(array: jax.Array) -> np.ndarray:
@@ -52,7 +57,9 @@ def interpreted_kernel(v_dim: int, sliding_window: int | None, scale: float, **o
     return lambda *arrays: as_numbers(jax.block_until_ready(call(*arrays)))
 
 
-def interpret(case: AttentionCase, config: Config, params: plgpu.InterpretGPUParams) -> np.ndarray:
+def interpret(
+    case: AttentionCase, config: AttentionConfig, params: plgpu.InterpretGPUParams
+) -> np.ndarray:
     options = case.options
     sinks = options.pop("sinks")
     return interpreted_kernel(**options, config=config, interpret=params)(*case.arrays, sinks)
@@ -86,7 +93,7 @@ def small_case(name: str) -> AttentionCase:
 
 
 @pytest.mark.parametrize(("name", "config"), INTERPRETED)
-def test_interpreted_matches_the_reference(name: str, config: Config):
+def test_interpreted_matches_the_reference(name: str, config: AttentionConfig):
     case = small_case(name)
     with interpreted() as params:
         got = interpret(case, config, params)
@@ -105,20 +112,22 @@ def test_interpreted_tokens_have_the_same_bits_in_any_company():
             np.testing.assert_array_equal(got[: len(some)], want[some])
 
 
-def sizes_of(case: AttentionCase) -> Sizes:
+def sizes_of(case: AttentionCase) -> AttentionSizes:
     (_, q_heads, k_dim), (_, page_size, kv_heads, _) = case.q.shape, case.k_pages.shape
     widths = q_heads, kv_heads, k_dim, case.v_dim
     places = page_size, case.block_tables.shape[1]
-    return Sizes(*widths, *places, case.sliding_window, case.options["scale"], case.v_pages is None)
+    return AttentionSizes(
+        *widths, *places, case.sliding_window, case.options["scale"], case.v_pages is None
+    )
 
 
 def test_items_are_chunks_of_a_token_or_neighbours_with_all_their_chunks():
     """Blocks of 64 positions, chunks of 128; the third token's window begins in block 1."""
     seq, position = jnp.array([4, 4, 4, 1, 0], "i4"), jnp.array([129, 130, 300, 5, 9], "i4")
-    sizes = Sizes(8, 2, 64, 64, 16, 24, 200, 1.0, latent=False)
-    plan = jax.jit(make_plan, static_argnums=(3, 4))
-    cut = Config(block=64, chunk=128, tokens=1, cut=True, stages=2, ctas=1)
-    found = plan(seq, position, jnp.int32(4), sizes, cut)
+    sizes = AttentionSizes(8, 2, 64, 64, 16, 24, 200, 1.0, latent=False)
+    schedule = jax.jit(make_schedule, static_argnums=(3, 4))
+    cut = AttentionConfig(block=64, chunk=128, tokens=1, cut=True, stages=2, ctas=1)
+    found = schedule(seq, position, jnp.int32(4), sizes, cut)
     assert found.num_parts.tolist() == [2, 2, 3, 1, 0]
     assert found.num_items.tolist() == [8]
     assert found.items[:8].tolist() == [
@@ -132,7 +141,7 @@ def test_items_are_chunks_of_a_token_or_neighbours_with_all_their_chunks():
         [3, 1, 1, 5, 0, 1, 0],
     ]
     whole = dataclasses.replace(cut, cut=False, tokens=4)
-    found = plan(seq, position, jnp.int32(4), sizes, whole)
+    found = schedule(seq, position, jnp.int32(4), sizes, whole)
     assert found.num_items.tolist() == [4]
     # The last token is none: it has an item without blocks, which writes its zeros.
     assert found.items[:4, :6].tolist() == [
@@ -146,7 +155,7 @@ def test_items_are_chunks_of_a_token_or_neighbours_with_all_their_chunks():
 @pytest.mark.parametrize("q_heads", [8, 16, 32, 40, 64])
 @pytest.mark.parametrize("kv_heads", [1, 4, 8])
 def test_a_tile_of_queries_holds_every_group_of_heads(q_heads: int, kv_heads: int):
-    sizes = Sizes(q_heads, kv_heads, 64, 64, 16, 4, None, 1.0, latent=False)
+    sizes = AttentionSizes(q_heads, kv_heads, 64, 64, 16, 4, None, 1.0, latent=False)
     for head in range(kv_heads):
         low = head * sizes.group % 8
         assert low + sizes.group <= sizes.rows
@@ -161,9 +170,9 @@ REAL = {
 }
 
 
-def model_sizes(shape: ModelShape, page_size: int, max_pages: int) -> Sizes:
+def model_sizes(shape: ModelShape, page_size: int, max_pages: int) -> AttentionSizes:
     widths = shape.q_heads, shape.kv_heads, shape.k_dim, shape.v_dim
-    return Sizes(*widths, page_size, max_pages, shape.sliding_window, 0.1, shape.latent)
+    return AttentionSizes(*widths, page_size, max_pages, shape.sliding_window, 0.1, shape.latent)
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 255, 2048, 8192])

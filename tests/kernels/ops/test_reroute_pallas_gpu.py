@@ -14,7 +14,7 @@ from support.doubles.mosaic import interpreted
 from lora_jax.ops import adapter_items
 from lora_jax.ops.cases import popular
 from lora_jax.ops.reroute import RowMap, pallas_gpu, reference, row_map
-from lora_jax.ops.reroute._gpu_kernels import Config
+from lora_jax.ops.reroute._gpu_kernels import RerouteConfig
 from lora_jax.ops.reroute.pallas_gpu import find_config
 
 # In jit: op by op they are thirty to fifty programs.
@@ -62,9 +62,9 @@ def check(got: RowMap, want: RowMap) -> None:
 
 # tokens, k, groups, real tokens; how they are shared out: one CTA, and several.
 INTERPRETED = [
-    (20, 3, 9, 17, Config(1, 1)),
-    (33, 3, 70, 33, Config(2, 1)),
-    (40, 4, 64, 31, Config(1, 2)),
+    (20, 3, 9, 17, RerouteConfig(1, 1)),
+    (33, 3, 70, 33, RerouteConfig(2, 1)),
+    (40, 4, 64, 31, RerouteConfig(1, 2)),
 ]
 
 

@@ -11,7 +11,7 @@ import pytest
 from lora_jax.ops import tuning
 from lora_jax.ops.grouped_matmul import _gpu_tiles
 from lora_jax.ops.grouped_matmul import tuning as grouped
-from lora_jax.ops.lora_gemm import _gpu_plan
+from lora_jax.ops.lora_gemm import _gpu_schedule
 from lora_jax.ops.lora_gemm import tuning as lora
 from lora_jax.ops.tuning import gain_over_fixed, search, tune
 from lora_jax.ops.tuning_programs import OPS, Shape, Tunable, find_tunable
@@ -161,7 +161,7 @@ def test_gain_is_over_the_best_tiling_for_all_shapes():
 def formula(op: str, shape: Shape) -> object:
     """Return the tiling that is taken at a shape which no table has."""
     if op == "lora_gemm":
-        return _gpu_plan.find_config(shape["rows"], shape["slots"], shape["rank"])
+        return _gpu_schedule.find_config(shape["rows"], shape["slots"], shape["rank"])
     sizes = (shape["rows"], shape["groups"], shape["d_out"])
     return _gpu_tiles.find_config(*sizes, MATRICES[op])
 
@@ -192,8 +192,8 @@ def test_candidates_of_lora_are_taken_as_they_are():
     """
     for shape in lora.shapes():
         for config in lora.candidates(shape):
-            assert config == _gpu_plan.fitted(config, shape["rank"])
-            largest = _gpu_plan.fitted(config, _gpu_plan.MAX_RANK)
+            assert config == _gpu_schedule.fitted(config, shape["rank"])
+            largest = _gpu_schedule.fitted(config, _gpu_schedule.MAX_RANK)
             assert min(config.slots, largest.slots) >= 2
             assert config.shrink_stages == largest.shrink_stages >= 3
 

@@ -8,7 +8,7 @@ import pytest
 
 from lora_jax.ops import hopper, tuning_table
 from lora_jax.ops.grouped_matmul import _gpu_tiles
-from lora_jax.ops.lora_gemm import _gpu_plan
+from lora_jax.ops.lora_gemm import _gpu_schedule
 from lora_jax.ops.tuning_programs import OPS, find_tunable
 from lora_jax.ops.tuning_table import TABLES, device_folder
 
@@ -96,26 +96,26 @@ def test_committed_tilings_fit_the_device(path):
         config = kind(**entry["config"])
         if path.stem == "lora_gemm":
             for took in lora_bytes(config, entry["shape"]["rank"]):
-                assert _gpu_plan.CTAS * (took + 1024) <= hopper.SHARED_BYTES
+                assert _gpu_schedule.CTAS * (took + 1024) <= hopper.SHARED_BYTES
         else:
             matrices = 2 if path.stem == "gated_matmul" else 1
             assert config.ctas * (product_bytes(config, matrices) + 1024) <= hopper.SHARED_BYTES
             assert matrices * config.columns * config.rows // 128 <= 192
 
 
-def product_bytes(config: _gpu_tiles.Config, matrices: int) -> int:
+def product_bytes(config: _gpu_tiles.GroupedMatmulConfig, matrices: int) -> int:
     """Return the shared memory that a CTA of a product takes."""
     deep = _gpu_tiles.depths(config, matrices)
     return config.stages * config.stage_bytes(matrices) + (deep.results + 1) * config.part_bytes()
 
 
-def lora_bytes(config: _gpu_plan.Config, rank: int) -> tuple[int, int]:
+def lora_bytes(config: _gpu_schedule.LoraGemmConfig, rank: int) -> tuple[int, int]:
     """Return the shared memory that a CTA takes of the shrink and of the expand."""
-    stage = (_gpu_plan.TALL + config.rows) * _gpu_plan.DEPTH * 2
+    stage = (_gpu_schedule.TALL + config.rows) * _gpu_schedule.DEPTH * 2
     wide = config.columns * config.warpgroups
-    work = config.rows * (wide + _gpu_plan.rank_steps(rank) * _gpu_plan.STEP) * 2
-    shrink = config.shrink_stages * stage + config.rows * _gpu_plan.TALL * 4
-    return shrink, config.expand_stages * _gpu_plan.STEP * wide * 2 + config.slots * work
+    work = config.rows * (wide + _gpu_schedule.rank_steps(rank) * _gpu_schedule.STEP) * 2
+    shrink = config.shrink_stages * stage + config.rows * _gpu_schedule.TALL * 4
+    return shrink, config.expand_stages * _gpu_schedule.STEP * wide * 2 + config.slots * work
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)

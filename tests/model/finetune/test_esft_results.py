@@ -81,7 +81,7 @@ def check(found, written):
 def test_ten_shipped_adapters_in_one_model_are_their_merged_models_and_beat_the_base(heldout):
     """On a little of each text."""
     measured = esft_results.measure_esft(ASSET, few(heldout))
-    assert set(measured) == set(make_assets.ESFT_PLANS)
+    assert set(measured) == set(make_assets.ESFT_RECIPES)
     for name, found in measured.items():
         assert found["woven"] == found["merged"], name
         assert found["merged"].text.perplexity < 0.9 * found["base"].text.perplexity, name
@@ -90,7 +90,7 @@ def test_ten_shipped_adapters_in_one_model_are_their_merged_models_and_beat_the_
 def test_the_shipped_table_has_a_row_for_each_adapter_and_says_what_is_measured(heldout):
     """Measured again for two of them, whose texts are short."""
     written = json.loads((ASSET / "RESULTS.json").read_text())["esft"]["adapters"]
-    assert set(written) == set(make_assets.ESFT_PLANS)
+    assert set(written) == set(make_assets.ESFT_RECIPES)
     for row in written.values():
         assert row["woven_minus_merged_nats"] == 0.0
         assert row["text"]["perplexity"]["merged"] < 0.8 * row["text"]["perplexity"]["base"]

@@ -43,12 +43,12 @@ def test_the_shipped_config_is_the_one_of_the_command():
     assert json.loads((MODEL / "config.json").read_text()) == make_assets.CONFIG
 
 
-@pytest.mark.parametrize("name", make_assets.PLANS)
+@pytest.mark.parametrize("name", make_assets.LORA_RECIPES)
 def test_each_adapter_is_as_planned(name):
     config = from_hf(make_assets.CONFIG)
     catalogue = model_class(config.model_type).catalogue(config)
     weights = peft_format.read(MODEL / "adapters" / name, catalogue, base_names=("tiny-moe",))
-    spec = make_assets.PLANS[name].spec
+    spec = make_assets.LORA_RECIPES[name].spec
     assert weights.report.warnings == ()
     assert set(weights.report.modules) == set(spec.modules)
     for site in weights.sites.values():
@@ -56,7 +56,7 @@ def test_each_adapter_is_as_planned(name):
         assert site.scaling == pytest.approx(spec.scaling)
 
 
-@pytest.mark.parametrize("name", make_assets.ESFT_PLANS)
+@pytest.mark.parametrize("name", make_assets.ESFT_RECIPES)
 def test_each_esft_adapter_replaces_experts_in_every_layer(name):
     config = from_hf(make_assets.CONFIG)
     catalogue = model_class(config.model_type).catalogue(config)
@@ -67,20 +67,20 @@ def test_each_esft_adapter_replaces_experts_in_every_layer(name):
         assert 1 <= len(experts) <= 3
         for matrices in experts.values():
             assert {m.dtype.name for m in matrices} == {"bfloat16"}
-    plan = make_assets.ESFT_PLANS[name]
-    assert name == f"{plan.score}-{plan.text}"
+    recipe = make_assets.ESFT_RECIPES[name]
+    assert name == f"{recipe.score}-{recipe.text}"
 
 
 def test_the_esft_adapters_are_small_and_differ_in_size():
-    files = [MODEL / "esft" / name / "model.safetensors" for name in make_assets.ESFT_PLANS]
+    files = [MODEL / "esft" / name / "model.safetensors" for name in make_assets.ESFT_RECIPES]
     sizes = [file.stat().st_size for file in files]
     assert sum(sizes) < 7e6
     assert len(set(sizes)) > 3
-    assert {path.name for path in (MODEL / "esft").iterdir()} == set(make_assets.ESFT_PLANS)
+    assert {path.name for path in (MODEL / "esft").iterdir()} == set(make_assets.ESFT_RECIPES)
 
 
 def test_plans_differ_in_rank_and_layout():
-    specs = [plan.spec for plan in make_assets.PLANS.values()]
+    specs = [recipe.spec for recipe in make_assets.LORA_RECIPES.values()]
     assert len({spec.rank for spec in specs}) >= 3
     assert {spec.fused_experts for spec in specs} == {True, False}
     assert any(spec.use_rslora for spec in specs)

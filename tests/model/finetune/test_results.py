@@ -67,7 +67,7 @@ def test_each_shipped_adapter_beats_the_base_by_a_fifth_on_its_own_heldout_text(
     heldout = {n: s.heldout if n in whole else s.heldout[:8] for n, s in splits.items()}
     measured = results.measure_folder(ASSET, heldout, own_only=True, kinds=("text",))
     written = json.loads((ASSET / "RESULTS.json").read_text())["heldout"]
-    assert set(measured) == set(written) == set(make_assets.PLANS)
+    assert set(measured) == set(written) == set(make_assets.LORA_RECIPES)
     for name, entry in measured.items():
         assert results.gain(entry["text"], name) >= 0.20, name
         assert results.gain(written[name]["text"], name) >= 0.20, name

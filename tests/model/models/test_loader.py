@@ -16,7 +16,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from lora_jax.models import load
-from lora_jax.models.checkpoint import SINGLE, StoredTensor
+from lora_jax.models.checkpoint import SINGLE, CheckpointTensor
 from lora_jax.sharding import make_mesh
 
 CONFIG: dict[str, Any] = {
@@ -183,14 +183,14 @@ def test_each_device_is_given_its_own_slice(tmp_path, monkeypatch, axes):
     folder = write(tmp_path, mixtral_tensors(CONFIG))
     want = parameters(load(folder)[0])
     read: list[int] = []
-    fill = StoredTensor._fill
+    fill = CheckpointTensor._fill
 
     def counting(self, file, buffer):
         if "experts" in self.name:
             read.append(buffer.nbytes)
         fill(self, file, buffer)
 
-    monkeypatch.setattr(StoredTensor, "_fill", counting)
+    monkeypatch.setattr(CheckpointTensor, "_fill", counting)
     mesh = make_mesh(**axes)
     found = parameters(load(folder, mesh=mesh)[0])
     parts = math.prod(axes.values())

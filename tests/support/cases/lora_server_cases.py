@@ -21,7 +21,7 @@ from serving.lora_server.server import RankServer
 from serving.lora_server.spec import ServerDesign, ServerSpec, design
 from serving.transport import device_memory, in_process, shared_memory, tcp
 from serving.transport.base import AbstractClient, AbstractServer
-from serving.transport.terms import Terms
+from serving.transport.compatibility import Terms
 
 SHAPE = TinyShape(max_positions=96, experts=4, hidden=32, width=48, layers=2)
 RANKS = (2, 3, 8, 1)
@@ -61,8 +61,8 @@ def make_spec(model: str, placement: str, **changes) -> ServerSpec:
     return ServerSpec(**values | changes)
 
 
-class Carrier:
-    """Both ends of a carrier by its name: `open` of a rank, then `connect` to all.
+class Transport:
+    """Both endpoints of a transport by its name: `open` of a rank, then `connect` to all.
 
     EmulatedGpus in the place of a name: ranks on the second of them, instances on the first.
     """
@@ -76,8 +76,8 @@ class Carrier:
 
     def open(self, terms: Terms, rank: int) -> AbstractServer:
         if isinstance(self.name, EmulatedGpus):
-            ends = self.name.device(1)
-            self.opened[rank] = device_memory.open_server(self.paths[rank], terms, rank, ends)
+            endpoints = self.name.device(1)
+            self.opened[rank] = device_memory.open_server(self.paths[rank], terms, rank, endpoints)
         elif self.name == "tcp":
             self.opened[rank] = tcp.open_server(self.sockets[rank], terms, rank, self.secret)
         elif self.name == "shared_memory":
@@ -99,9 +99,9 @@ class Carrier:
 class Ranks:
     """The ranks of a server in threads, and their coordinator."""
 
-    def __init__(self, spec: ServerSpec, carrier: str | EmulatedGpus, folder: str):
+    def __init__(self, spec: ServerSpec, transport: str | EmulatedGpus, folder: str):
         self.design: ServerDesign = design(spec)
-        self.spec, self.carrier = spec, Carrier(carrier, spec.ranks, folder)
+        self.spec, self.transport = spec, Transport(transport, spec.ranks, folder)
         self.servers = [self._server(rank) for rank in range(spec.ranks)]
         self.threads = [
             threading.Thread(target=server.run, name=f"rank-{rank}", daemon=True)
@@ -116,16 +116,16 @@ class Ranks:
     def _server(self, rank: int) -> RankServer:
         made = self.design
         held = ServerRank(
-            made.catalogue, made.plan.shard(rank), made.sizes, jnp.dtype(self.spec.dtype)
+            made.catalogue, made.layout.shard(rank), made.sizes, jnp.dtype(self.spec.dtype)
         )
         held.warm_up()
         return RankServer(
-            held, made.plan, made.catalogue, lambda: self.carrier.open(made.terms, rank)
+            held, made.layout, made.catalogue, lambda: self.transport.open(made.terms, rank)
         )
 
     def access(self, instance: str = "one", wait_s: float = 10.0) -> ServerAccess:
         """How an engine reaches them; a test waits long, since CI may be slow."""
-        return ServerAccess(self.spec, instance, self.coordinator, self.carrier.connect, wait_s)
+        return ServerAccess(self.spec, instance, self.coordinator, self.transport.connect, wait_s)
 
     def close(self) -> None:
         for server in self.servers:
@@ -137,10 +137,10 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def running(spec: ServerSpec, carrier: str | EmulatedGpus = "in_process") -> Iterator[Ranks]:
+def running(spec: ServerSpec, transport: str | EmulatedGpus = "in_process") -> Iterator[Ranks]:
     """The ranks of a spec, stopped afterwards."""
     with tempfile.TemporaryDirectory() as folder:  # short: sockets lie in it
-        ranks = Ranks(spec, carrier, folder)
+        ranks = Ranks(spec, transport, folder)
         try:
             yield ranks
         finally:

@@ -51,7 +51,7 @@ def shapes(draw) -> AdapterShape:
 
 
 @st.composite
-def plans(draw) -> ServerLayout:
+def layouts(draw) -> ServerLayout:
     """Placements of small blocks."""
     shape = draw(shapes())
     if draw(st.booleans()):

@@ -11,9 +11,9 @@ from lora_jax.placement.ep_pp import ServerLayout
 from lora_jax.placement.shape import AdapterShape
 from serving.transport import in_process, shared_memory, tcp
 from serving.transport.base import PushRows, push_rows
+from serving.transport.compatibility import Terms
 from serving.transport.serve import serve
 from serving.transport.shapes import GATE_UP, moe_shapes
-from serving.transport.terms import Terms
 
 LAYERS, EXPERTS, MAX_ROWS, HIDDEN, WIDTH = 4, 4, 24, 20, 12
 LONG = 60.0  # seconds: for waits that must end by themselves
@@ -114,19 +114,19 @@ def serving(server, compute):
 
 
 @contextlib.contextmanager
-def open_servers(carrier, terms, folder, **options):
+def open_servers(transport, terms, folder, **options):
     """Yield the plan's servers without loops.
 
-    A carrier is a name, or an object that opens servers and clients (peer_double).
+    A transport is a name, or an object that opens servers and clients (peer_double).
     """
     servers = []
     try:
         for rank in range(terms.placement.devices):
-            if not isinstance(carrier, str):
-                servers.append(carrier.open_server(terms, rank, folder, **options))
-            elif carrier == "in_process":
+            if not isinstance(transport, str):
+                servers.append(transport.open_server(terms, rank, folder, **options))
+            elif transport == "in_process":
                 servers.append(in_process.open_server(terms.shapes, **options))
-            elif carrier == "tcp":
+            elif transport == "tcp":
                 listening = tcp.listen("127.0.0.1", 0)
                 (folder / f"rank-{rank}.port").write_text(str(listening.getsockname()[1]))
                 servers.append(tcp.open_server(listening, terms, rank, SECRET, **options))
@@ -139,12 +139,12 @@ def open_servers(carrier, terms, folder, **options):
             server.close()
 
 
-def open_client(carrier, terms, servers, folder, **options):
-    if not isinstance(carrier, str):
-        client = carrier.open_client(terms, servers, folder, **options)
-    elif carrier == "in_process":
+def open_client(transport, terms, servers, folder, **options):
+    if not isinstance(transport, str):
+        client = transport.open_client(terms, servers, folder, **options)
+    elif transport == "in_process":
         client = in_process.open_client(servers, **options)
-    elif carrier == "tcp":
+    elif transport == "tcp":
         ports = [int((folder / f"rank-{n}.port").read_text()) for n in range(len(servers))]
         addresses = [("127.0.0.1", port) for port in ports]
         client = tcp.open_client(addresses, terms, SECRET, **options)
@@ -156,13 +156,13 @@ def open_client(carrier, terms, servers, folder, **options):
 
 
 @contextlib.contextmanager
-def connected(carrier, terms, folder, compute=None, **options):
+def connected(transport, terms, folder, compute=None, **options):
     """Yield (client, servers); every server answers by `compute`, else by exact_deltas."""
     compute = compute or (lambda request: exact_deltas(request, terms.shapes))
     with contextlib.ExitStack() as stack:
-        servers = stack.enter_context(open_servers(carrier, terms, folder, **options))
+        servers = stack.enter_context(open_servers(transport, terms, folder, **options))
         for server in servers:
             stack.enter_context(serving(server, compute))
-        client = open_client(carrier, terms, servers, folder, **options)
+        client = open_client(transport, terms, servers, folder, **options)
         stack.callback(client.close)
         yield client, servers

@@ -12,7 +12,7 @@ from pathlib import Path
 TESTS = Path(__file__).parents[2]
 CERTAIN = ("No parameter named", "Argument missing", '" is unknown import symbol')
 # Calls a release of triton that only its own Python has.
-OTHERS = (TESTS / "npu_backend" / "triton_ascend.py",)
+OTHERS = (TESTS / "kernels" / "npu_backend" / "triton_ascend.py",)
 
 
 def main() -> int:

@@ -88,19 +88,19 @@ def serving_on(server, device):
 
 
 class PeerContract(TransportContract):
-    carrier: Sockets  # type: ignore[assignment]
+    transport: Sockets  # type: ignore[assignment]
     waits_beside = 1
 
     def test_a_program_serves_without_the_host(self, tmp_path):
         terms = terms_of("bfloat16", ep=2)
         rng = np.random.default_rng(0)
         with (
-            open_servers(self.carrier, terms, tmp_path) as servers,
+            open_servers(self.transport, terms, tmp_path) as servers,
             contextlib.ExitStack() as open_,
         ):
             for server in servers[:2]:
                 open_.enter_context(serving_on(server, jax.devices()[1]))
-            client = open_client(self.carrier, terms, servers, tmp_path)
+            client = open_client(self.transport, terms, servers, tmp_path)
             open_.callback(client.close)
             for site in (GATE_UP, DOWN):
                 for layer in range(LAYERS):
@@ -115,7 +115,7 @@ class PeerContract(TransportContract):
 
     def test_a_layer_may_be_computed_by_the_program(self, tmp_path):
         terms = terms_of(ep=1)
-        with connected(self.carrier, terms, tmp_path) as (client, _):
+        with connected(self.transport, terms, tmp_path) as (client, _):
 
             @jax.jit
             def step(before, x, ys, rows):
@@ -130,9 +130,9 @@ class PeerContract(TransportContract):
                 assert [bits(y) for y in got] == [bits(y) for y in wanted]
 
     def test_a_killed_server_ends_the_wait_and_its_successor_joins(self, tmp_path):
-        if isinstance(self.carrier, OneProcess):
+        if isinstance(self.transport, OneProcess):
             return
-        gpus, path, terms = self.carrier.gpus, tmp_path / "rank-0.sock", terms_of(ep=1)
+        gpus, path, terms = self.transport.gpus, tmp_path / "rank-0.sock", terms_of(ep=1)
         process = ServerProcess(gpus, path, hold=2)
         client = device_memory.open_client([path], terms, gpus.device(0))
         client.set_limit(1000.0)  # so that nothing but the death itself ends a wait
@@ -162,8 +162,8 @@ class PeerContract(TransportContract):
 
     def test_rows_of_no_server_harm_nothing(self, tmp_path):
         terms = terms_of(ep=1)
-        with open_servers(self.carrier, terms, tmp_path) as servers:
-            client = open_client(self.carrier, terms, servers, tmp_path)
+        with open_servers(self.transport, terms, tmp_path) as servers:
+            client = open_client(self.transport, terms, servers, tmp_path)
             x, ys, rows = batch(terms, np.random.default_rng(0), 24, base_share=1.0)
             rows = jax.tree.map(jnp.asarray, rows)
             lost = rows.row_to_server.at[3].set(EXPERTS)

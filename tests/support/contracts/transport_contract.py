@@ -39,7 +39,7 @@ def wait_for(condition):
 
 
 class TransportContract:
-    carrier: str
+    transport: str
     calls_of_a_push = 1  # custom calls, of which each gives x back
     waits_beside = 0  # that may have begun while the base computes
 
@@ -48,7 +48,7 @@ class TransportContract:
     def test_exact_bytes_both_ways(self, tmp_path, dtype, delta, site):
         terms = terms_of(dtype, delta)
         rng = np.random.default_rng(site)
-        with connected(self.carrier, terms, tmp_path) as (client, servers):
+        with connected(self.transport, terms, tmp_path) as (client, servers):
             step = exchange(client, site, layer=2)
             for num_real in (24, 0, 1, 2, 23, *rng.integers(0, 24, 20)):
                 share = rng.choice([0.0, 0.3, 0.9, 1.0])
@@ -74,7 +74,7 @@ class TransportContract:
             seen.append((request.layer, request.site))
             return exact_deltas(request, terms.shapes)
 
-        with connected(self.carrier, terms, tmp_path, compute) as (client, _):
+        with connected(self.transport, terms, tmp_path, compute) as (client, _):
             for layer in range(LAYERS):
                 x, ys, rows = batch(terms, rng, num_rows, GATE_UP, layer, base_share=0.0)
                 got, status = exchange(client, GATE_UP, layer)(x, ys, rows)
@@ -87,8 +87,8 @@ class TransportContract:
 
     def test_rows_of_the_base_alone_send_nothing(self, tmp_path):
         terms = terms_of()
-        with open_servers(self.carrier, terms, tmp_path) as servers:  # nobody would answer
-            client = open_client(self.carrier, terms, servers, tmp_path)
+        with open_servers(self.transport, terms, tmp_path) as servers:  # nobody would answer
+            client = open_client(self.transport, terms, servers, tmp_path)
             x, ys, rows = batch(terms, np.random.default_rng(0), 24, base_share=1.0)
             ys = (ys[0].at[0, 0].set(-0.0), ys[1])
             got, status = exchange(client)(x, ys, rows)
@@ -124,7 +124,7 @@ class TransportContract:
                 (x,), status = client.wait_add((base_inner[:, :1] + down,), inner, DOWN, rows)
             return x, status
 
-        with connected(self.carrier, terms, tmp_path, compute) as (client, _):
+        with connected(self.transport, terms, tmp_path, compute) as (client, _):
             x, _, rows = batch(terms, np.random.default_rng(0), 8, base_share=0.0)
             down = jnp.zeros((8, HIDDEN), jnp.float32)
             _, status = jax.block_until_ready(step(x, down, rows))
@@ -134,8 +134,8 @@ class TransportContract:
 
     def test_compiled_calls_work_in_place(self, tmp_path):
         terms = terms_of()
-        with open_servers(self.carrier, terms, tmp_path) as servers:
-            client = open_client(self.carrier, terms, servers, tmp_path)
+        with open_servers(self.transport, terms, tmp_path) as servers:
+            client = open_client(self.transport, terms, servers, tmp_path)
             x, ys, rows = batch(terms, np.random.default_rng(0), 24)
             text = exchange(client).lower(x, ys, rows).compile().as_text()
             client.close()
@@ -147,8 +147,8 @@ class TransportContract:
 
     def test_a_silent_server_is_waited_for_once_and_no_bit_changes(self, tmp_path):
         terms = terms_of("bfloat16")
-        with open_servers(self.carrier, terms, tmp_path) as servers:
-            client = open_client(self.carrier, terms, servers, tmp_path)
+        with open_servers(self.transport, terms, tmp_path) as servers:
+            client = open_client(self.transport, terms, servers, tmp_path)
             client.set_limit(0.05)
             answers = serving(servers[1], lambda r: exact_deltas(r, terms.shapes))
             step = exchange(client)
@@ -169,8 +169,8 @@ class TransportContract:
 
     def test_abort_ends_a_wait(self, tmp_path):
         terms = terms_of(ep=1)
-        with open_servers(self.carrier, terms, tmp_path) as servers:
-            client = open_client(self.carrier, terms, servers, tmp_path)
+        with open_servers(self.transport, terms, tmp_path) as servers:
+            client = open_client(self.transport, terms, servers, tmp_path)
             client.set_limit(1000.0)
             x, ys, rows = batch(terms, np.random.default_rng(1), 24, base_share=0.0)
             step, results = exchange(client), []
@@ -199,7 +199,7 @@ class TransportContract:
                 return None
             return exact_deltas(request, terms.shapes)
 
-        with connected(self.carrier, terms, tmp_path, compute) as (client, _):
+        with connected(self.transport, terms, tmp_path, compute) as (client, _):
             x, ys, rows = batch(terms, np.random.default_rng(1), 24, base_share=0.0)
             got, status = exchange(client, GATE_UP, 0)(x, ys, rows)
             assert set(np.asarray(status).tolist()) == {Status.REFUSED}
@@ -229,8 +229,8 @@ class TransportContract:
             finished.append(number)
 
         finished: list[int] = []
-        with connected(self.carrier, terms, tmp_path, compute) as (first, servers):
-            second = open_client(self.carrier, terms, servers, tmp_path)
+        with connected(self.transport, terms, tmp_path, compute) as (first, servers):
+            second = open_client(self.transport, terms, servers, tmp_path)
             clients = [first, second]
             assert len(servers[0].clients()) == 2
             threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
@@ -246,7 +246,7 @@ class TransportContract:
 
     def test_nothing_is_sent_after_close(self, tmp_path):
         terms = terms_of(ep=1)
-        with connected(self.carrier, terms, tmp_path) as (client, servers):
+        with connected(self.transport, terms, tmp_path) as (client, servers):
             x, ys, rows = batch(terms, np.random.default_rng(1), 24, base_share=0.0)
             step = exchange(client)
             assert not np.asarray(step(x, ys, rows)[1]).any()
@@ -259,7 +259,7 @@ class TransportContract:
 
     def test_pull_brings_the_same(self, tmp_path):
         terms = terms_of("bfloat16")
-        with connected(self.carrier, terms, tmp_path, pull=True) as (client, _):
+        with connected(self.transport, terms, tmp_path, pull=True) as (client, _):
             x, ys, rows = batch(terms, np.random.default_rng(1), MAX_ROWS, layer=3)
             got, _ = exchange(client, GATE_UP, 3)(x, ys, rows)
             wanted = want_ys(terms.shapes, GATE_UP, 3, x, ys, rows)

@@ -16,7 +16,7 @@ class Fabric:
 
 
 class Agent:
-    """What the carrier uses of a nixl_agent."""
+    """What the transport uses of a nixl_agent."""
 
     def __init__(self, fabric, name):
         self._fabric, self.name, self._known = fabric, name, set()

@@ -1,5 +1,5 @@
 """GPUs for the tests of the transport between them: emulated ones, whose memory is the host's, or
-real ones; and carriers over either."""
+real ones; and transports over either."""
 
 import ctypes
 import os
@@ -13,7 +13,7 @@ from support.doubles.driver_double import compile_double
 from support.processes.server_process import ROOT
 
 from cuda_backend.peer import PeerDevice
-from cuda_backend.peer_ends import calls_of
+from cuda_backend.peer_endpoints import calls_of
 from cuda_backend.peer_memory import Device
 from serving.transport import device_memory
 from serving.transport.device_server import DeviceServer
@@ -54,14 +54,16 @@ class RealGpus:
 
 
 class Sockets:
-    """The carrier between processes, over a Unix socket and descriptors; pushes have a stream."""
+    """The transport between processes, over a Unix socket and descriptors; pushes have a stream."""
 
     def __init__(self, gpus: EmulatedGpus | RealGpus):
         self.gpus = gpus
 
     def open_server(self, terms, rank: int, folder: Path, **options):
-        ends = self.gpus.device(1)
-        return device_memory.open_server(folder / f"rank-{rank}.sock", terms, rank, ends, **options)
+        endpoints = self.gpus.device(1)
+        return device_memory.open_server(
+            folder / f"rank-{rank}.sock", terms, rank, endpoints, **options
+        )
 
     def open_client(self, terms, servers, folder: Path, **options):
         paths = [folder / f"rank-{rank}.sock" for rank in range(len(servers))]
@@ -69,13 +71,13 @@ class Sockets:
 
 
 class OneProcess(Sockets):
-    """The carrier between devices of one process; its pushes may be part of a CUDA graph."""
+    """The transport between devices of one process; its pushes may be part of a CUDA graph."""
 
     def open_server(self, terms, rank: int, folder: Path, *, pull: bool = False):
         return DeviceServer(terms.shapes, self.gpus.device(1), pull=pull)
 
     def open_client(self, terms, servers, folder: Path, *, pull: bool = False):
-        return device_memory.open_local_client(servers, self.gpus.device(0), aside=False)
+        return device_memory.open_local_client(servers, self.gpus.device(0), separate_stream=False)
 
 
 class ServerProcess:

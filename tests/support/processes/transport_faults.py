@@ -1,4 +1,4 @@
-"""Killing a server while its client waits, again and again; for every carrier of processes."""
+"""Killing a server while its client waits, again and again; for every transport of processes."""
 
 import os
 import threading

@@ -22,9 +22,9 @@ from support.cases.transport_cases import SECRET, exact_deltas, terms_of
 from serving.transport import shared_memory, tcp
 from serving.transport.header import Header, Kind
 from serving.transport.library import calls
-from serving.transport.rendezvous import call
 from serving.transport.serve import serve
 from serving.transport.shapes import PAGE
+from serving.transport.socket_messages import call
 
 _PR_SET_PDEATHSIG = 1
 

@@ -24,7 +24,7 @@ from support.processes.server_process import ROOT, post
 import serving
 from serving import launch
 from serving.api.cluster_config import ClusterConfig
-from serving.cli.flag_values import LoraModule
+from serving.cli.flag_values import LoraModuleFlag
 from serving.cli.flags import build_parser
 from serving.http.settings import Cors
 from serving.launch import is_loopback, main, read_options
@@ -70,7 +70,7 @@ VALUES = {
     "gpu_memory_utilization": "0.5",
     "scheduling_policy": "sjf",
     "lora_attention": "remote",
-    "lora_server_carrier": "nixl",
+    "lora_server_transport": "nixl",
     "lora_kernel": "reference",
 }
 # Others that a flag says nothing without.
@@ -124,7 +124,7 @@ def test_flags_reach_their_places():
     assert (got.http.admin_keys, got.http.metrics_keys) == (("c",), ("e",))
     assert got.http.demo
     assert got.http.enable_runtime_lora
-    assert got.adapters == (LoraModule("x", "p"), LoraModule("y", "q"))
+    assert got.adapters == (LoraModuleFlag("x", "p"), LoraModuleFlag("y", "q"))
     assert not got.access_log
     assert got.uvicorn == {"h11_max_incomplete_event_size": 1000}
     assert got.log_level == "debug"

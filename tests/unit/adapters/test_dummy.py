@@ -8,7 +8,7 @@ import pytest
 from support.cases import adapter_cases as cases
 
 from lora_jax.adapters.dummy import DummyAdapters
-from lora_jax.adapters.reader import CONFIG_FILES, ReadLimits
+from lora_jax.adapters.reader import CONFIG_FILES, AdapterReadLimits
 
 CATALOGUE = cases.moe(experts=4, layers=2)
 CONFIG = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "up_proj"]}
@@ -60,6 +60,6 @@ def test_what_has_weights_is_read_and_what_cannot_be_made_is_refused(tmp_path):
         DummyAdapters(8).read(write(tmp_path / "b", target_modules=["x"]), CATALOGUE)
     with pytest.raises(ValueError, match=r"adapter_config\.json: use_dora"):
         DummyAdapters(8).read(write(tmp_path / "c", use_dora=True), CATALOGUE)
-    limits = ReadLimits(max_rank=2)
+    limits = AdapterReadLimits(max_rank=2)
     with pytest.raises(ValueError, match=r"rank 3 of .* above the limit of 2"):
         DummyAdapters(1 << 16).read(tmp_path / "a", CATALOGUE, limits=limits)

@@ -8,7 +8,7 @@ import pytest
 from support.doubles.faulty_memory import counting_memory
 
 from bench import expert_cases as cases
-from bench.esft_memory import Woven
+from bench.esft_memory import MultiEsftMemory
 from lora_jax.adapters.esft_allocator import ExpertAllocator, ExpertSizes
 from lora_jax.adapters.weights import AdapterReport, ExpertWeights
 
@@ -177,12 +177,12 @@ COUNTS = cases.table_1_counts()  # of ExpertWeave's Table 1
 TRUE = sum(int(counts.sum()) for counts in COUNTS.values())
 
 
-def woven(layers=cases.LAYERS):
-    return Woven(counting_memory(cases.PAGE)[0], len(COUNTS), layers)
+def multi_esft(layers=cases.LAYERS):
+    return MultiEsftMemory(counting_memory(cases.PAGE)[0], len(COUNTS), layers)
 
 
 def test_ten_adapters_cost_at_most_three_percent_over_their_own_bytes():
-    room = woven()
+    room = multi_esft()
     for name, counts in COUNTS.items():
         room.load(name, counts)
     ours = room.overhead(TRUE)
@@ -193,7 +193,7 @@ def test_ten_adapters_cost_at_most_three_percent_over_their_own_bytes():
 
 @pytest.mark.parametrize(("most", "factor"), [("own", 1.551), ("global", 1.996)])
 def test_padding_costs_what_the_paper_counts(most, factor):
-    room = woven(layers=2)  # all layers are alike
+    room = multi_esft(layers=2)  # all layers are alike
     for name, (own, _) in cases.TABLE_1.items():
         room.load(name, np.full(2, own if most == "own" else cases.E_MAX))
     assert room.overhead(TRUE * 2 / cases.LAYERS) == pytest.approx(factor, rel=0.005)
@@ -201,7 +201,7 @@ def test_padding_costs_what_the_paper_counts(most, factor):
 
 def test_fragmentation_stays_low_while_adapters_come_and_go():
     """80 random changes; then all ten are there again, in whatever holes there were."""
-    room, rng = woven(layers=4), random.Random(1)
+    room, rng = multi_esft(layers=4), random.Random(1)
     counts = {name: c[:4] for name, c in COUNTS.items()}
     loaded: set[str] = set()
     worst = 1.0

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 from support.cases import tiny_esft
 
 from lora_jax.adapters import esft_format
-from lora_jax.adapters.esft_format import ReadLimits
+from lora_jax.adapters.esft_format import EsftReadLimits
 from lora_jax.models import model_class
 from lora_jax.models.loader import read_config
 
@@ -264,8 +264,8 @@ def test_limits_count_all_files_together(tmp_path, bases):
     base, folder = bases["mixtral"], tmp_path / "a"
     tiny_esft.write_esft_adapter(folder, base, {0: (1, 2)}, 1, shards=2)
     size = sum(file.stat().st_size for file in folder.iterdir())
-    esft_format.read(folder, catalogue_of(base), limits=ReadLimits(size))
+    esft_format.read(folder, catalogue_of(base), limits=EsftReadLimits(size))
     with pytest.raises(ValueError, match=r"part-1\.safetensors has \d+ bytes, at most \d+ allowed"):
-        esft_format.read(folder, catalogue_of(base), limits=ReadLimits(size - 1))
+        esft_format.read(folder, catalogue_of(base), limits=EsftReadLimits(size - 1))
     with pytest.raises(FileNotFoundError, match=r"no folder '.*missing'"):
         esft_format.read(tmp_path / "missing", catalogue_of(base))

@@ -264,14 +264,14 @@ def test_copy_of_the_head_is_skipped_only_beside_lora_on_it(tmp_path):
 
 def test_rank_above_the_limit_is_refused(tmp_path):
     cases.write_adapter(tmp_path / "a", cases.dense_tensors(rank=9), {"r": 9})
-    limits = peft_format.ReadLimits(max_rank=8)
+    limits = peft_format.PeftReadLimits(max_rank=8)
     with pytest.raises(ValueError, match=r"rank 9 of q_proj in layer 0 .* limit of 8"):
         peft_format.read(tmp_path / "a", cases.llama(), limits=limits)
 
 
 def test_file_above_the_limit_is_refused_unread(tmp_path):
     cases.write_adapter(tmp_path / "a", cases.dense_tensors())
-    limits = peft_format.ReadLimits(max_file_bytes=100)
+    limits = peft_format.PeftReadLimits(max_file_bytes=100)
     with pytest.raises(ValueError, match=r"adapter_model\.safetensors has \d+ bytes, at most 100"):
         peft_format.read(tmp_path / "a", cases.llama(), limits=limits)
 

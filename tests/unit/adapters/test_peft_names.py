@@ -8,7 +8,7 @@ import pytest
 from support.cases import adapter_cases as cases
 
 from lora_jax.adapters.peft_names import find_target, pair_up
-from lora_jax.adapters.safetensors_file import StoredTensor
+from lora_jax.adapters.safetensors_file import AdapterTensor
 
 
 def test_every_real_header_pairs_up_or_names_the_orphan(shared_data):
@@ -17,7 +17,7 @@ def test_every_real_header_pairs_up_or_names_the_orphan(shared_data):
     orphans = {"anirudh-ak": "score.weight is", "branbot6": r"score.bias, .*score.weight are"}
     for repository, header in headers.items():
         tensors = {
-            name: StoredTensor(name, np.dtype(np.float32), tuple(shape), memoryview(b""))
+            name: AdapterTensor(name, np.dtype(np.float32), tuple(shape), memoryview(b""))
             for name, (_, shape, _) in header["tensors"].items()
         }
         orphan = orphans.get(repository.split("/")[0])
@@ -28,10 +28,10 @@ def test_every_real_header_pairs_up_or_names_the_orphan(shared_data):
             assert 2 * len(pair_up(tensors)) == len(tensors)
 
 
-def stored(*names: str) -> dict[str, StoredTensor]:
+def stored(*names: str) -> dict[str, AdapterTensor]:
     """Return tensors of these names, without data."""
     one = (np.dtype(np.float32), (1, 1), memoryview(b""))
-    return {name: StoredTensor(name, *one) for name in names}
+    return {name: AdapterTensor(name, *one) for name in names}
 
 
 def test_pairs_are_found_with_and_without_the_suffix():

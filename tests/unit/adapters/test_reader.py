@@ -32,6 +32,10 @@ def test_limits_and_root_reach_both_readers(tmp_path):
     with pytest.raises(ValueError, match="leads outside"):
         reader.read(tmp_path / "esft", catalogue, root=root)
     with pytest.raises(ValueError, match="at most"):
-        reader.read(tmp_path / "esft", catalogue, limits=reader.ReadLimits(max_file_bytes=64))
+        reader.read(
+            tmp_path / "esft", catalogue, limits=reader.AdapterReadLimits(max_file_bytes=64)
+        )
     with pytest.raises(ValueError, match="limit of 1"):
-        reader.read(root / "lora", cases.llama(), limits=reader.ReadLimits(max_rank=1), root=root)
+        reader.read(
+            root / "lora", cases.llama(), limits=reader.AdapterReadLimits(max_rank=1), root=root
+        )

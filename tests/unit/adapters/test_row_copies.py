@@ -11,8 +11,8 @@ from support.doubles.late_copier import LateCopier
 
 from lora_jax.adapters import row_copies
 from lora_jax.adapters.lora_allocator import SlotAllocator
-from lora_jax.adapters.row_copies import CopyingPlan
-from lora_jax.adapters.slots import LoadingPlan, init_slots, size_slots
+from lora_jax.adapters.row_copies import LoraCopyJob
+from lora_jax.adapters.slots import LoraLoadJob, init_slots, size_slots
 
 CATALOGUE = cases.moe(layers=2)
 
@@ -23,17 +23,17 @@ def make(dtype):
     return init_slots(CATALOGUE, spec, dtype), allocator
 
 
-def load(make_plan, dtype, chunks=2):
+def load(make_job, dtype, chunks=2):
     slots, allocator = make(dtype)
     for seed, rank in ((1, 4), (2, 3)):
         weights = cases.weights(CATALOGUE, rank, seed=seed)
-        plan = make_plan(allocator.place(weights), slots)
-        assert (plan.digest, plan.slot) == (weights.digest, seed - 1)
-        while not plan.done:
-            before = plan.remaining
-            slots = plan.advance(slots, chunks)
-            assert plan.remaining < before
-            assert bool(np.asarray(slots.entries)[:, :, plan.slot].any()) == plan.done
+        job = make_job(allocator.place(weights), slots)
+        assert (job.digest, job.slot) == (weights.digest, seed - 1)
+        while not job.done:
+            before = job.remaining
+            slots = job.advance(slots, chunks)
+            assert job.remaining < before
+            assert bool(np.asarray(slots.entries)[:, :, job.slot].any()) == job.done
         allocator.finish_loading(weights.digest)
     return [np.asarray(leaf) for leaf in jax.tree.leaves(slots)]
 
@@ -42,8 +42,8 @@ def load(make_plan, dtype, chunks=2):
 def test_the_slots_are_those_that_programs_write(name, monkeypatch):
     dtype, copier = jnp.dtype(name), LateCopier()
     monkeypatch.setattr(row_copies, "CHUNK_BYTES", 256)
-    want = load(LoadingPlan, dtype)
-    got = load(lambda placement, slots: CopyingPlan(placement, slots, copier), dtype)
+    want = load(LoraLoadJob, dtype)
+    got = load(lambda placement, slots: LoraCopyJob(placement, slots, copier), dtype)
     for one, other in zip(got, want, strict=True):
         np.testing.assert_array_equal(one, other)
     assert copier.log.count("begin") > 10
@@ -55,34 +55,34 @@ def test_slots_that_are_free_are_empty_before_their_rows_are_written():
     copier, weights = LateCopier(), cases.weights(CATALOGUE, 4)
     placement = dataclasses.replace(allocator.place(weights), cleared_slots=(1,))
     slots = dataclasses.replace(slots, entries=slots.entries.at[:, :, 1].set(3))
-    plan = CopyingPlan(placement, slots, copier)
-    slots = plan.advance(slots, 1)
-    assert not plan.done
+    job = LoraCopyJob(placement, slots, copier)
+    slots = job.advance(slots, 1)
+    assert not job.done
     assert not np.asarray(slots.entries).any()
 
 
 def test_only_the_first_part_of_a_placement_waits():
     slots, allocator = make(jnp.dtype("float32"))
     placement, copier = allocator.place(cases.weights(CATALOGUE, 4)), LateCopier()
-    plan = CopyingPlan(placement, slots, copier, is_first=False)
-    assert plan.advance(slots, 0) is slots
-    slots = plan.advance(slots, 1)
+    job = LoraCopyJob(placement, slots, copier, is_first=False)
+    assert job.advance(slots, 0) is slots
+    slots = job.advance(slots, 1)
     assert copier.log[0] == "begin"
-    while not plan.done:
-        slots = plan.advance(slots, 8)
-    assert plan.remaining == 0
-    assert plan.advance(slots, 8) is slots
+    while not job.done:
+        slots = job.advance(slots, 8)
+    assert job.remaining == 0
+    assert job.advance(slots, 8) is slots
     assert copier.log.count("finish") == 1
 
 
 def test_an_adapter_shows_when_all_its_copies_have_arrived():
     slots, allocator = make(jnp.dtype("float32"))
     placement, copier = allocator.place(cases.weights(CATALOGUE, 4)), LateCopier(late=2)
-    plan = CopyingPlan(placement, slots, copier)
+    job = LoraCopyJob(placement, slots, copier)
     for _ in range(2):
-        slots = plan.advance(slots, 1000)
-        assert plan.remaining == 1
+        slots = job.advance(slots, 1000)
+        assert job.remaining == 1
         assert not np.asarray(slots.entries).any()
-    slots = plan.advance(slots, 1000)
-    assert plan.done
+    slots = job.advance(slots, 1000)
+    assert job.done
     assert np.asarray(slots.entries).any()

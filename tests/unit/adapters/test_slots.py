@@ -9,7 +9,7 @@ from support.cases import adapter_cases as cases
 from lora_jax.adapters import peft_format
 from lora_jax.adapters.lora_allocator import SlotAllocator
 from lora_jax.adapters.slots import (
-    LoadingPlan,
+    LoraLoadJob,
     chunk_rows,
     clear_slots,
     init_slots,
@@ -43,13 +43,13 @@ def delta(slots, catalogue, name, layer, slot, expert) -> np.ndarray:
 
 
 def load(slots, allocator, weights, chunks=3):
-    plan = LoadingPlan(allocator.place(weights), slots)
-    while not plan.done:
-        before = plan.remaining
-        slots = plan.advance(slots, chunks)
-        assert before - plan.remaining == min(chunks, before)
+    job = LoraLoadJob(allocator.place(weights), slots)
+    while not job.done:
+        before = job.remaining
+        slots = job.advance(slots, chunks)
+        assert before - job.remaining == min(chunks, before)
     allocator.finish_loading(weights.digest)
-    return slots, plan.slot
+    return slots, job.slot
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -72,17 +72,17 @@ def test_device_deltas_are_the_files(folder, dtype):
 def test_half_loaded_adapters_are_never_in_the_table():
     slots, allocator = make()
     weights = cases.weights(CATALOGUE, 4)
-    plan = LoadingPlan(allocator.place(weights), slots)
-    total = plan.remaining
+    job = LoraLoadJob(allocator.place(weights), slots)
+    total = job.remaining
     for left in range(total - 1, 0, -1):
-        slots = plan.advance(slots, 1)
-        assert plan.remaining == left
+        slots = job.advance(slots, 1)
+        assert job.remaining == left
         assert not np.asarray(slots.entries).any()
         assert not np.asarray(slots.scaling).any()
-    slots = plan.advance(slots, 1)
-    assert plan.done
-    assert np.asarray(slots.entries)[..., plan.slot, 2].all()
-    same = plan.advance(slots, 5)
+    slots = job.advance(slots, 1)
+    assert job.done
+    assert np.asarray(slots.entries)[..., job.slot, 2].all()
+    same = job.advance(slots, 5)
     assert same is slots
 
 
@@ -108,8 +108,8 @@ def test_slots_freed_by_eviction_are_zeroed_by_the_next_load():
         slots, _ = load(slots, allocator, weights)
     placement = allocator.place(cases.weights(CATALOGUE, 4, 9))
     assert len(placement.evicted) == 2
-    plan = LoadingPlan(placement, slots)
-    slots = plan.advance(slots, 1)
+    job = LoraLoadJob(placement, slots)
+    slots = job.advance(slots, 1)
     (cleared,) = placement.cleared_slots
     assert not np.asarray(slots.entries)[:, :, cleared].any()
 
@@ -141,9 +141,9 @@ def test_rows_longer_than_a_chunk_arrive_in_several():
     allocator, weights = SlotAllocator(catalogue, 1, spec.rows), cases.weights(catalogue, 7)
     assert weights.rows_by_width()[16] > 2 * chunk_rows(16, 4)
     empty = init_slots(catalogue, spec, jnp.dtype(jnp.float32))
-    plan_size = LoadingPlan(allocator.place(weights), empty).remaining
+    job_size = LoraLoadJob(allocator.place(weights), empty).remaining
     rows = weights.rows_by_width()
-    assert plan_size == 1 + sum(-(-n // chunk_rows(w, 4)) for w, n in rows.items())
+    assert job_size == 1 + sum(-(-n // chunk_rows(w, 4)) for w, n in rows.items())
     allocator.abandon_loading(weights.digest)
     slots, slot = load(empty, allocator, weights)
     for layer in range(40):

@@ -15,9 +15,9 @@ from lora_jax.adapters import esft_config, peft_config, safetensors_file
 from serving.http.access.key_file import read_keys_file
 from serving.http.access.keys import KeyRing
 from serving.http.settings import HttpSettings
-from serving.transport import header, rendezvous, tcp
+from serving.transport import header, socket_messages, tcp
 from serving.transport.base import TransportError
-from serving.transport.terms import mismatch
+from serving.transport.compatibility import mismatch
 
 QUICK = settings(max_examples=150, deadline=None)
 RIGHT_PEFT = {
@@ -150,7 +150,7 @@ def heard(*parts: bytes):
 @given(messages())
 def test_message_of_a_peer(message):
     with heard(message) as connection, contextlib.suppress(OSError, ValueError):
-        said, fds = rendezvous.receive(connection)
+        said, fds = socket_messages.receive(connection)
         assert isinstance(said, dict)
         assert not fds
 

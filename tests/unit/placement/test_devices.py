@@ -59,24 +59,24 @@ def test_only_shards_that_line_up_with_the_instances():
     count=st.integers(1, 4),
 )
 def test_no_smaller_number_would_do(device_bytes, times, ffn, layer, count):
-    def works(plan: ServerLayout) -> bool:
-        time = times.get(plan.ep, 1e9)
+    def works(layout: ServerLayout) -> bool:
+        time = times.get(layout.ep, 1e9)
         quick = 3 * time <= ffn + 1e-6 and time * count <= layer + 1e-6
-        return quick and max(plan.bytes_per_device) <= device_bytes
+        return quick and max(layout.bytes_per_device) <= device_bytes
 
     everything = [
         ServerLayout(SHAPE, ep=x, pp=y) for m in range(1, 17) for x, y in possible_degrees(SHAPE, m)
     ]
-    good = [plan for plan in everything if works(plan)]
+    good = [layout for layout in everything if works(layout)]
     measured = profile(**{f"ep{x}": float(time) for x, time in times.items()})
     budget = LayerBudget(layer=layer * 1e-6 + 1e-12, ffn=ffn * 1e-6 + 1e-12)
     if not good:
         with pytest.raises(ValueError, match=r"Eq. 5|Eq. 6|at most 16 devices"):
             find(device_bytes, count=count, times=measured, budget=budget)
         return
-    fewest = min(plan.devices for plan in good)
-    same = [plan for plan in good if plan.devices == fewest]
-    best = min(same, key=lambda plan: (times[plan.ep], -plan.ep))
+    fewest = min(layout.devices for layout in good)
+    same = [layout for layout in good if layout.devices == fewest]
+    best = min(same, key=lambda layout: (times[layout.ep], -layout.ep))
     assert find(device_bytes, count=count, times=measured, budget=budget) == best.name
 
 

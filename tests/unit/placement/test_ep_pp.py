@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.cases.placement_cases import plans
+from support.cases.placement_cases import layouts
 
 from lora_jax.placement.ep_pp import (
     ServerLayout,
@@ -27,86 +27,88 @@ def units(shape: AdapterShape):
 
 
 @settings(max_examples=60, deadline=None)
-@given(plan=plans())
-def test_every_unit_lies_on_exactly_one_device(plan):
+@given(layout=layouts())
+def test_every_unit_lies_on_exactly_one_device(layout):
     held = [
-        set(itertools.product(plan.adapters_of(d), plan.layers_of(d), plan.experts_of(d)))
-        for d in range(plan.devices)
+        set(itertools.product(layout.adapters_of(d), layout.layers_of(d), layout.experts_of(d)))
+        for d in range(layout.devices)
     ]
-    for unit in units(plan.shape):
-        assert [d for d in range(plan.devices) if unit in held[d]] == [plan.device_of(*unit)]
-        assert plan.device_of(*unit) in plan.group_of(unit[1])
-        assert plan.devices_of_layer(unit[1])[unit[0], unit[2]] == plan.device_of(*unit)
-    assert plan.bytes_per_device == tuple(len(part) * plan.shape.unit_bytes for part in held)
+    for unit in units(layout.shape):
+        assert [d for d in range(layout.devices) if unit in held[d]] == [layout.device_of(*unit)]
+        assert layout.device_of(*unit) in layout.group_of(unit[1])
+        assert layout.devices_of_layer(unit[1])[unit[0], unit[2]] == layout.device_of(*unit)
+    assert layout.bytes_per_device == tuple(len(part) * layout.shape.unit_bytes for part in held)
 
 
 @settings(max_examples=60, deadline=None)
-@given(plan=plans())
-def test_a_device_holds_a_block_of_adapters_layers_and_experts(plan):
-    for device in range(plan.devices):
-        mine = [unit for unit in units(plan.shape) if plan.device_of(*unit) == device]
-        block = (plan.adapters_of(device), plan.layers_of(device), plan.experts_of(device))
+@given(layout=layouts())
+def test_a_device_holds_a_block_of_adapters_layers_and_experts(layout):
+    for device in range(layout.devices):
+        mine = [unit for unit in units(layout.shape) if layout.device_of(*unit) == device]
+        block = (layout.adapters_of(device), layout.layers_of(device), layout.experts_of(device))
         assert sorted(mine) == list(itertools.product(*block))
 
 
 @settings(max_examples=60, deadline=None)
-@given(plan=plans())
-def test_devices_are_balanced(plan):
+@given(layout=layouts())
+def test_devices_are_balanced(layout):
     """No device has more than one adapter or one layer more than another."""
-    shape = plan.shape
-    step = shape.adapter_bytes if plan.dp > 1 else shape.adapters * plan.experts_per_device
-    step *= 1 if plan.dp > 1 else shape.unit_bytes
-    assert max(plan.bytes_per_device) - min(plan.bytes_per_device) in (0, step)
-    assert sum(plan.bytes_per_device) == shape.adapters * shape.adapter_bytes
+    shape = layout.shape
+    step = shape.adapter_bytes if layout.dp > 1 else shape.adapters * layout.experts_per_device
+    step *= 1 if layout.dp > 1 else shape.unit_bytes
+    assert max(layout.bytes_per_device) - min(layout.bytes_per_device) in (0, step)
+    assert sum(layout.bytes_per_device) == shape.adapters * shape.adapter_bytes
 
 
 @settings(max_examples=60, deadline=None)
-@given(plan=plans(), room=st.integers(1, 5000))
-def test_capacity_is_the_most_adapters_that_fit(plan, room):
-    fits = plan.capacity(room)
+@given(layout=layouts(), room=st.integers(1, 5000))
+def test_capacity_is_the_most_adapters_that_fit(layout, room):
+    fits = layout.capacity(room)
 
     def heaviest(adapters: int) -> int:
-        shape = AdapterShape(adapters, plan.shape.layers, plan.shape.experts, plan.shape.unit_bytes)
-        return max(ServerLayout(shape, plan.ep, plan.pp, plan.dp).bytes_per_device)
+        shape = AdapterShape(
+            adapters, layout.shape.layers, layout.shape.experts, layout.shape.unit_bytes
+        )
+        return max(ServerLayout(shape, layout.ep, layout.pp, layout.dp).bytes_per_device)
 
-    if fits >= max(plan.dp, 1):
+    if fits >= max(layout.dp, 1):
         assert heaviest(fits) <= room < heaviest(fits + 1)
     else:
         assert fits == 0
-        assert heaviest(plan.dp) > room
+        assert heaviest(layout.dp) > room
 
 
 def test_layers_alternate_as_in_figure_8d():
-    plan = hybrid(SHAPE, ep=2, pp=2, devices=4)
-    assert [list(plan.group_of(layer)) for layer in range(4)] == [[0, 1], [2, 3], [0, 1], [2, 3]]
-    assert list(plan.layers_of(2)) == [1, 3]
-    assert list(plan.experts_of(3)) == [4, 5, 6, 7]
+    layout = hybrid(SHAPE, ep=2, pp=2, devices=4)
+    assert [list(layout.group_of(layer)) for layer in range(4)] == [[0, 1], [2, 3], [0, 1], [2, 3]]
+    assert list(layout.layers_of(2)) == [1, 3]
+    assert list(layout.experts_of(3)) == [4, 5, 6, 7]
 
 
 @settings(max_examples=60, deadline=None)
-@given(plan=plans(), ranks=st.sampled_from([1, 2, 3, 4, 6, 8, 12]))
-def test_ranks_and_servers_agree_on_who_talks_to_whom(plan, ranks):
-    experts = plan.shape.experts
-    if experts % ranks or (plan.dp == 1 and plan.ep % ranks and ranks % plan.ep):
+@given(layout=layouts(), ranks=st.sampled_from([1, 2, 3, 4, 6, 8, 12]))
+def test_ranks_and_servers_agree_on_who_talks_to_whom(layout, ranks):
+    experts = layout.shape.experts
+    if experts % ranks or (layout.dp == 1 and layout.ep % ranks and ranks % layout.ep):
         with pytest.raises(ValueError, match=r"split evenly|line up"):
-            plan.require_aligned(ranks)
+            layout.require_aligned(ranks)
         return
-    for layer in range(plan.shape.layers):
+    for layer in range(layout.shape.layers):
         talks = {
-            (expert * ranks // experts, plan.device_of(adapter, layer, expert))
-            for adapter in range(plan.shape.adapters)
+            (expert * ranks // experts, layout.device_of(adapter, layer, expert))
+            for adapter in range(layout.shape.adapters)
             for expert in range(experts)
         }
-        by_rank = {(r, d) for r in range(ranks) for d in plan.servers_of_rank(layer, r, ranks)}
+        by_rank = {(r, d) for r in range(ranks) for d in layout.servers_of_rank(layer, r, ranks)}
         assert by_rank == talks
-        group = plan.group_of(layer)
-        assert {(r, d) for d in group for r in plan.ranks_of_server(d, ranks)} == talks
+        group = layout.group_of(layer)
+        assert {(r, d) for d in group for r in layout.ranks_of_server(d, ranks)} == talks
 
 
 def test_as_many_ranks_as_shards_talk_to_one_server_each():
-    plan = hybrid(SHAPE, ep=4, pp=2, devices=8)
-    assert [list(plan.servers_of_rank(1, rank, 4)) for rank in range(4)] == [[4], [5], [6], [7]]
-    assert [list(plan.servers_of_rank(1, rank, 8)) for rank in (0, 1, 7)] == [[4], [4], [7]]
+    layout = hybrid(SHAPE, ep=4, pp=2, devices=8)
+    assert [list(layout.servers_of_rank(1, rank, 4)) for rank in range(4)] == [[4], [5], [6], [7]]
+    assert [list(layout.servers_of_rank(1, rank, 8)) for rank in (0, 1, 7)] == [[4], [4], [7]]
 
 
 def test_the_four_strategies():

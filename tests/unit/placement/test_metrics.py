@@ -1,4 +1,4 @@
-"""Table 1 of InfiniLoRA: what is counted on the plan equals the table's formulas."""
+"""Table 1 of InfiniLoRA: what is counted on the layout equals the table's formulas."""
 
 import numpy as np
 import pytest
@@ -39,10 +39,10 @@ def test_table_1_hybrid(x, y, p):
 
 @pytest.mark.parametrize("layer", range(8))
 def test_only_the_layers_group_gets_activations(layer):
-    plan = ServerLayout(SHAPE, ep=2, pp=3)
-    sent = traffic(plan, BATCH, TOP_K, 2, layer)
+    layout = ServerLayout(SHAPE, ep=2, pp=3)
+    sent = traffic(layout, BATCH, TOP_K, 2, layer)
     assert sent.sum() == BATCH * TOP_K
-    assert np.flatnonzero(sent.sum(axis=0)).tolist() == list(plan.group_of(layer))
+    assert np.flatnonzero(sent.sum(axis=0)).tolist() == list(layout.group_of(layer))
 
 
 def test_uneven_adapters_keep_the_means_of_table_1():
@@ -56,10 +56,10 @@ def test_uneven_adapters_keep_the_means_of_table_1():
 def test_where_cuts_do_not_line_up_there_are_more_pairs_than_the_table_says():
     """4 ranks and 6 shards of 12 experts overlap in 4 + 6 - 2 pairs; max(p, x) would be 6."""
     shape = AdapterShape(adapters=1, layers=1, experts=12, unit_bytes=1)
-    plan = ServerLayout(shape, ep=6)
-    assert (traffic(plan, 12, 1, 4) > 0).sum() == 8
+    layout = ServerLayout(shape, ep=6)
+    assert (traffic(layout, 12, 1, 4) > 0).sum() == 8
     with pytest.raises(ValueError, match="line up"):
-        plan.require_aligned(4)
+        layout.require_aligned(4)
 
 
 @pytest.mark.parametrize("ranks", [0, 3])

@@ -2,7 +2,7 @@
 
 import pytest
 from hypothesis import given, settings
-from support.cases.placement_cases import plans
+from support.cases.placement_cases import layouts
 
 from lora_jax.placement.ep_pp import ServerLayout
 from lora_jax.placement.picture import picture, spell_bytes, spell_range
@@ -30,10 +30,10 @@ def test_data_parallel():
 
 
 @settings(max_examples=40, deadline=None)
-@given(plan=plans())
-def test_every_device_is_drawn_once(plan):
-    text = picture(plan)
-    assert [text.count(f"device {d} (") for d in range(plan.devices)] == [1] * plan.devices
+@given(layout=layouts())
+def test_every_device_is_drawn_once(layout):
+    text = picture(layout)
+    assert [text.count(f"device {d} (") for d in range(layout.devices)] == [1] * layout.devices
 
 
 @pytest.mark.parametrize(

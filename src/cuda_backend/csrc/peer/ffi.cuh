@@ -184,7 +184,7 @@ int64_t lora_jax_cuda_peer_new(const int64_t* numbers, int64_t servers, uint64_t
   return made ? peer_ends.add(end) : 0;
 }
 
-// Where things lie, for the host to write and read: see cuda_backend/peer_ends.py.
+// Where things lie, for the host to write and read: see cuda_backend/peer_endpoints.py.
 void lora_jax_cuda_peer_layout(int64_t* out) {
   const size_t found[] = {sizeof(PeerState),         offsetof(PeerState, control), offsetof(PeerState, stopped),
                           offsetof(PeerState, links), offsetof(PeerState, counts),  sizeof(PeerLink),

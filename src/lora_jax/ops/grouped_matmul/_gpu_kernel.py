@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lora_jax.ops import hopper
-from lora_jax.ops.grouped_matmul._gpu_tiles import STEP, Config, Depths
+from lora_jax.ops.grouped_matmul._gpu_tiles import STEP, Depths, GroupedMatmulConfig
 from lora_jax.ops.grouped_matmul._gpu_works import Works
 
 CROWDED = 128 * 128  # sums of a warpgroup: half the registers
@@ -34,7 +34,9 @@ class Operands:
     dtype: jnp.dtype
 
 
-def kernel_body(config: Config, deep: Depths, operands: Operands, ctas: int, interpreted: bool):
+def kernel_body(
+    config: GroupedMatmulConfig, deep: Depths, operands: Operands, ctas: int, interpreted: bool
+):
     """Return the kernel for these tiles; refs as `pallas_gpu` lists them."""
     dtype, matrices, groups = operands.dtype, operands.weights, operands.groups
     columns, warpgroups, tile_rows = config.columns, config.warpgroups, config.rows

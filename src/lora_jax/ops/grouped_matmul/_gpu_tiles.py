@@ -17,7 +17,7 @@ MOST_GATED = 144  # of them: two products of more leave registers for neither
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class GroupedMatmulConfig:
     """Tiles of one launch, chosen while tracing: by the table of this device, or by find_config."""
 
     columns: int  # of d_out in one warpgroup's tile
@@ -54,7 +54,7 @@ class Depths:
     addends: int
 
 
-def find_config(rows: int, groups: int, d_out: int, matrices: int = 1) -> Config:
+def find_config(rows: int, groups: int, d_out: int, matrices: int = 1) -> GroupedMatmulConfig:
     """Return tiles for so many rows in so many groups, from the mean rows of a group.
 
     Few rows: two CTAs per SM stream weights through tiles of 8 to 64 rows. Many: one CTA per SM
@@ -65,12 +65,12 @@ def find_config(rows: int, groups: int, d_out: int, matrices: int = 1) -> Config
     long_tiles = groups * math.ceil(mean / tile_rows) * wide
     # The rows of a single group are known, those of one among many only in the mean.
     if mean > (LONG_GROUP if groups > 1 else 64) and long_tiles >= hopper.NUM_SMS:
-        config = Config(128 // matrices, 2, tile_rows, 1, 1)
+        config = GroupedMatmulConfig(128 // matrices, 2, tile_rows, 1, 1)
     else:
         sizes = ((1, 8), (6, 16), (16, 32)) if groups > 1 else ((8, 8), (16, 16), (32, 32))
         tile_rows = next((n for most, n in sizes if mean <= most), 64)
         few = min(groups, rows) * d_out < 2 * hopper.NUM_SMS * 128
-        config = Config(64 if few or matrices > 1 else 128, 1, tile_rows, 1, 2)
+        config = GroupedMatmulConfig(64 if few or matrices > 1 else 128, 1, tile_rows, 1, 2)
     return with_stages(config, matrices)
 
 
@@ -88,7 +88,9 @@ def _long_tile(mean: float, groups: int, wide: int, most: int) -> int:
     return min((tile for tile in LONG_TILES if tile <= most), key=rows_in_turn)
 
 
-def with_stages(config: Config, matrices: int, addend_size: int = 0) -> Config:
+def with_stages(
+    config: GroupedMatmulConfig, matrices: int, addend_size: int = 0
+) -> GroupedMatmulConfig:
     """Return the tiles with as many stages, up to 8, as shared memory holds; 0 where none fits.
 
     Stages beyond FEW_STAGES give way to results on their way out: a tile whose parts have places of
@@ -103,7 +105,7 @@ def with_stages(config: Config, matrices: int, addend_size: int = 0) -> Config:
     return dataclasses.replace(config, stages=max(0, min(8, stages)))
 
 
-def depths(config: Config, matrices: int, addend_size: int = 0) -> Depths:
+def depths(config: GroupedMatmulConfig, matrices: int, addend_size: int = 0) -> Depths:
     """Return how deep results and addends are buffered in what the stages leave."""
     part, parts = config.part_bytes(), config.parts
     room, few = _room(config) - config.stages * config.stage_bytes(matrices), min(2, parts)
@@ -113,6 +115,6 @@ def depths(config: Config, matrices: int, addend_size: int = 0) -> Depths:
     return Depths(max(few, min(parts, (room - addends * addend) // part)), addends)
 
 
-def _room(config: Config) -> int:
+def _room(config: GroupedMatmulConfig) -> int:
     """Return the bytes that a CTA has for stages and parts, single rows having a part of theirs."""
     return hopper.SHARED_BYTES // config.ctas - 2048 - config.part_bytes()

@@ -21,7 +21,7 @@ from lora_jax.ops.grouped_matmul._gpu_tiles import (
     ALIGN,
     STEP,
     STORED,
-    Config,
+    GroupedMatmulConfig,
     depths,
     find_config,
     with_stages,
@@ -40,7 +40,7 @@ def grouped_matmul(
     *,
     likely_groups: int | None = None,
     num_rows: Int[Array, ""] | None = None,
-    config: Config | None = None,
+    config: GroupedMatmulConfig | None = None,
     interpret: hopper.Interpret = None,
 ) -> Float[Array, "rows d_out"]:
     """Same result as the reference; reads the matrices of groups that have rows, and only those.
@@ -66,7 +66,7 @@ def gated_matmul(
     *,
     likely_groups: int | None = None,
     num_rows: Int[Array, ""] | None = None,
-    config: Config | None = None,
+    config: GroupedMatmulConfig | None = None,
     interpret: hopper.Interpret = None,
 ) -> Float[Array, "rows d_out"]:
     """Same result as the reference in one launch: neither of the two products is written to memory.
@@ -90,19 +90,21 @@ def _find(
     likely_groups: int | None,
     *,
     biased: bool = False,
-) -> Config:
+) -> GroupedMatmulConfig:
     """Return the tiles that were found best on this device at about this shape, or a guess."""
     rows, (groups, d_out, d_in), matrices = x.shape[0], weights[0].shape, len(weights)
     groups = min(groups, likely_groups or groups)
     shape = {"rows": rows, "groups": groups, "d_out": d_out, "d_in": d_in}
     guess = find_config(rows, groups, d_out, matrices)
-    config = tuning_table.find(op, shape, Config) or guess
+    config = tuning_table.find(op, shape, GroupedMatmulConfig) or guess
     if not addends and not biased:
         return config
     return _beside(addends, config, matrices) or _beside(addends, guess, matrices) or guess
 
 
-def _beside(addends: tuple[Array, ...], config: Config, matrices: int) -> Config | None:
+def _beside(
+    addends: tuple[Array, ...], config: GroupedMatmulConfig, matrices: int
+) -> GroupedMatmulConfig | None:
     """Return the tiles with registers and shared memory left to add to them, if there are any."""
     most = MOST_SUMS * 128 // (matrices * config.columns)
     config = dataclasses.replace(config, rows=min(config.rows, most), part=STORED)
@@ -142,7 +144,7 @@ def _launch(
     num_rows: Int[Array, ""] | None,
     biases: tuple[Float[Array, "groups d_out"] | None, ...],
     addends: tuple[Float[Array, "rows d_out"], ...],
-    config: Config,
+    config: GroupedMatmulConfig,
     interpret: hopper.Interpret,
 ) -> Float[Array, "rows d_out"]:
     """Return the product, or with two weights silu of the first product times the second.

@@ -9,7 +9,7 @@ import numpy as np
 
 from lora_jax.ops.cases import MODELS, popular
 from lora_jax.ops.grouped_matmul import _gpu_tiles, pallas_gpu
-from lora_jax.ops.grouped_matmul._gpu_tiles import Config
+from lora_jax.ops.grouped_matmul._gpu_tiles import GroupedMatmulConfig
 from lora_jax.ops.tuning_programs import Shape, Tunable
 
 # Of a step, in order of what serving meets most; a shape serves those of half and twice its rows.
@@ -21,7 +21,11 @@ COLD_BYTES = 150e6  # of weights in one program: more than L2 keeps
 FEW_ROWS = (8, 16, 32, 64)  # tiles of rows that keep two CTAs on an SM
 # Tried at every shape, so that one of them is the best single tiling: for one token, for a batch
 # of them and for prompts.
-FIXED = (Config(64, 1, 16, 1, 2), Config(64, 1, 64, 1, 2), Config(128, 2, 128, 1, 1))
+FIXED = (
+    GroupedMatmulConfig(64, 1, 16, 1, 2),
+    GroupedMatmulConfig(64, 1, 64, 1, 2),
+    GroupedMatmulConfig(128, 2, 128, 1, 1),
+)
 
 
 def shapes(op: str) -> tuple[Shape, ...]:
@@ -50,7 +54,7 @@ def _dense_maps() -> tuple[tuple[int, int], ...]:
     return (heads, m.hidden), (m.intermediate, m.hidden), (m.hidden, m.intermediate)
 
 
-def candidates(shape: Shape, matrices: int) -> Iterator[Config]:
+def candidates(shape: Shape, matrices: int) -> Iterator[GroupedMatmulConfig]:
     """Yield the formula's choice, then tilings near it that fit shared memory and registers.
 
     Groups of few rows are bound by the weights' bytes: tiles of one or two times the mean rows.
@@ -59,12 +63,12 @@ def candidates(shape: Shape, matrices: int) -> Iterator[Config]:
     mean = shape["rows"] / shape["groups"]
     wide = 128 // matrices
     near = [n for n in FEW_ROWS if mean <= n][:2]
-    some = [Config(c, 1, n, 1, 2) for c, n in itertools.product((64, 128), near)]
+    some = [GroupedMatmulConfig(c, 1, n, 1, 2) for c, n in itertools.product((64, 128), near)]
     if mean > _gpu_tiles.LONG_GROUP / 2:
-        some += [Config(wide, 2, n, 1, 1) for n in (64, 128)]
+        some += [GroupedMatmulConfig(wide, 2, n, 1, 1) for n in (64, 128)]
     if mean > 128:
-        some += [Config(wide, 2, n, 1, 1) for n in (144, 160, 176, 192)]
-        some += [Config(wide, 2, n, 1, 1, 32) for n in (128, 160, 192)]
+        some += [GroupedMatmulConfig(wide, 2, n, 1, 1) for n in (144, 160, 176, 192)]
+        some += [GroupedMatmulConfig(wide, 2, n, 1, 1, 32) for n in (128, 160, 192)]
     some += FIXED if matrices == 1 else [gated_as(c) for c in FIXED]
     first = _gpu_tiles.find_config(shape["rows"], shape["groups"], shape["d_out"], matrices)
     seen = set()
@@ -75,10 +79,10 @@ def candidates(shape: Shape, matrices: int) -> Iterator[Config]:
             yield config
 
 
-def gated_as(config: Config) -> Config:
+def gated_as(config: GroupedMatmulConfig) -> GroupedMatmulConfig:
     """Return the tiling of two matrices that takes as many registers where one took many."""
     columns = config.columns if config.columns * config.rows <= 64 * 64 else config.columns // 2
-    return Config(columns, config.warpgroups, config.rows, 1, config.ctas)
+    return GroupedMatmulConfig(columns, config.warpgroups, config.rows, 1, config.ctas)
 
 
 def weight_sets(shape: Shape, matrices: int) -> int:
@@ -103,7 +107,7 @@ def arguments(shape: Shape, matrices: int) -> tuple:
     return [x] * launches(shape, matrices), [[w] * matrices] * sets, sizes
 
 
-def program(shape: Shape, matrices: int, config: Config) -> Callable:
+def program(shape: Shape, matrices: int, config: GroupedMatmulConfig) -> Callable:
     """Return the launches as a function of `arguments`."""
     del shape, matrices
 

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lora_jax.ops import hopper
-from lora_jax.ops.lora_gemm._gpu_plan import ALIGN, CTAS, STEP, Config, Plan
+from lora_jax.ops.lora_gemm._gpu_schedule import ALIGN, CTAS, STEP, LoraGemmConfig, LoraGemmSchedule
 from lora_jax.typing import Array, Float
 
 
@@ -19,8 +19,8 @@ def expand(
     y: Float[Array, "rows d_out"],
     h: Float[Array, "steps padded 16"],
     b_pool: Float[Array, "b_rows d_out"],
-    plan: Plan,
-    config: Config,
+    schedule: LoraGemmSchedule,
+    config: LoraGemmConfig,
     interpret: hopper.Interpret,
 ) -> Float[Array, "rows d_out"]:
     """Return y[order[p]] + sum_j h[p, j] B[j], in place if y is a temporary."""
@@ -46,11 +46,11 @@ def expand(
         interpret=interpret or False,
     )
     y_ref = jax.new_ref(y)
-    kernel(plan.items, plan.num_items, plan.order, h, b_pool, y_ref)
+    kernel(schedule.items, schedule.num_items, schedule.order, h, b_pool, y_ref)
     return y_ref[...]
 
 
-def _expand_body(config: Config, d_out: int, ctas: int, interpreted: bool):
+def _expand_body(config: LoraGemmConfig, d_out: int, ctas: int, interpreted: bool):
     """Return the kernel: works are items times tiles of d_out, in stages of 16 rank rows."""
     columns, warpgroups, tile_rows = config.columns, config.warpgroups, config.rows
     stages, slots, wide = config.expand_stages, config.slots, columns * warpgroups

@@ -9,7 +9,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lora_jax.ops import hopper
-from lora_jax.ops.lora_gemm._gpu_plan import ALIGN, CTAS, DEPTH, TALL, Config, Plan
+from lora_jax.ops.lora_gemm._gpu_schedule import (
+    ALIGN,
+    CTAS,
+    DEPTH,
+    TALL,
+    LoraGemmConfig,
+    LoraGemmSchedule,
+)
 from lora_jax.typing import Array, Float
 
 PIECE = 1024  # of d_in, about, summed by one CTA
@@ -26,9 +33,9 @@ def _pieces(d_in: int) -> tuple[int, int]:
 def shrink(
     x: Float[Array, "padded d_in"],
     a_pool: Float[Array, "a_rows d_in"],
-    plan: Plan,
+    schedule: LoraGemmSchedule,
     max_rank: int,
-    config: Config,
+    config: LoraGemmConfig,
     interpret: hopper.Interpret,
 ) -> Float[Array, "pieces padded rank_rows"]:
     """Return parts[s, p, a_low + j] = x[p] . A[j] over piece s of d_in, for sorted rows x.
@@ -56,10 +63,10 @@ def shrink(
         ],
         interpret=interpret or False,
     )
-    return kernel(plan.items, plan.num_items, x, a_pool)
+    return kernel(schedule.items, schedule.num_items, x, a_pool)
 
 
-def _shrink_body(config: Config, d_in: int, tall_tiles: int, ctas: int):
+def _shrink_body(config: LoraGemmConfig, d_in: int, tall_tiles: int, ctas: int):
     """Return the kernel: works are items times pieces of d_in, then again for the next 64 ranks."""
     tile_rows, stages = config.rows, config.shrink_stages
     pieces, steps = _pieces(d_in)

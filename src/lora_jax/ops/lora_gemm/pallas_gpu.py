@@ -19,15 +19,15 @@ import jax.numpy as jnp
 from lora_jax.ops import hopper, tuning_table
 from lora_jax.ops.dispatch import Declined
 from lora_jax.ops.lora_gemm._gpu_expand import expand
-from lora_jax.ops.lora_gemm._gpu_plan import (
+from lora_jax.ops.lora_gemm._gpu_schedule import (
     ALIGN,
     MAX_RANK,
     STEP,
-    Config,
-    Plan,
+    LoraGemmConfig,
+    LoraGemmSchedule,
     find_config,
     fitted,
-    make_plan,
+    make_schedule,
     rank_steps,
 )
 from lora_jax.ops.lora_gemm._gpu_shrink import shrink
@@ -39,7 +39,7 @@ def lora_gemm(
     y: Float[Array, "rows d_out"],
     batch: LoraBatch,
     *,
-    config: Config | None = None,
+    config: LoraGemmConfig | None = None,
     interpret: hopper.Interpret = None,
 ) -> Float[Array, "rows d_out"]:
     """Same result as the reference, s (x A^T) rounded to bfloat16; base rows cost nothing.
@@ -69,19 +69,19 @@ def _launch(
     row_to_slot: Int[Array, "rows"],
     row_to_expert: Int[Array, "rows"],
     max_rank: int,
-    config: Config,
+    config: LoraGemmConfig,
     interpret: hopper.Interpret,
 ) -> Float[Array, "rows d_out"]:
     """Return what lora_gemm says, by these tiles."""
-    plan = make_plan(entries, scaling, row_to_slot, row_to_expert, config.rows)
-    parts = shrink(x[plan.order], a_pool, plan, max_rank, config, interpret)
-    h = _sum_parts(parts, plan, max_rank)
-    return expand(y, h, b_pool, plan, config, interpret)
+    schedule = make_schedule(entries, scaling, row_to_slot, row_to_expert, config.rows)
+    parts = shrink(x[schedule.order], a_pool, schedule, max_rank, config, interpret)
+    h = _sum_parts(parts, schedule, max_rank)
+    return expand(y, h, b_pool, schedule, config, interpret)
 
 
-def _find(shape: Mapping[str, int]) -> Config:
+def _find(shape: Mapping[str, int]) -> LoraGemmConfig:
     """Return the tiles that were found best on this device at about this shape, or a guess."""
-    found = tuning_table.find("lora_gemm", shape, Config)
+    found = tuning_table.find("lora_gemm", shape, LoraGemmConfig)
     if found is None:
         return find_config(shape["rows"], shape["slots"], shape["rank"])
     return fitted(found, shape["rank"])
@@ -104,15 +104,15 @@ def _require(y, x, a_pool, b_pool, max_rank: int, interpret: hopper.Interpret) -
 
 
 def _sum_parts(
-    parts: Float[Array, "pieces padded rank_rows"], plan: Plan, max_rank: int
+    parts: Float[Array, "pieces padded rank_rows"], schedule: LoraGemmSchedule, max_rank: int
 ) -> Float[Array, "steps padded 16"]:
     """Return h[c, p, k] = s * x[p] . A[j] in bfloat16, b_low + j = 16 c + k; 0 beyond the rank."""
     steps = rank_steps(max_rank)
-    column = jnp.arange(steps * STEP, dtype=jnp.int32)[None, :] - plan.b_low[:, None]
-    own = (column >= 0) & (column < plan.rank[:, None])
-    source = jnp.where(own, column + plan.a_low[:, None], 0)
+    column = jnp.arange(steps * STEP, dtype=jnp.int32)[None, :] - schedule.b_low[:, None]
+    own = (column >= 0) & (column < schedule.rank[:, None])
+    source = jnp.where(own, column + schedule.a_low[:, None], 0)
     total = jnp.take_along_axis(parts[0], source, axis=1)
     for part in parts[1:]:
         total = total + jnp.take_along_axis(part, source, axis=1)
-    h = jnp.where(own, total * plan.scaling[:, None], 0).astype(jnp.bfloat16)
+    h = jnp.where(own, total * schedule.scaling[:, None], 0).astype(jnp.bfloat16)
     return h.reshape(-1, steps, STEP).transpose(1, 0, 2)

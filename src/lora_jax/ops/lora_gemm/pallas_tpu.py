@@ -33,7 +33,7 @@ VMEM_BYTES = 96 << 20  # v5e and v6e have 128 MiB
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sizes:
+class _LoraGemmSizes:
     """Static sizes of one call."""
 
     tile: int  # rows of x and y in VMEM
@@ -100,7 +100,7 @@ def lora_gemm(
     return jax.lax.map(one_part, parts).reshape(-1, sizes.d_out)[inverse]
 
 
-def _sizes(y, x, a_pool, b_pool, max_rank: int) -> _Sizes:
+def _sizes(y, x, a_pool, b_pool, max_rank: int) -> _LoraGemmSizes:
     """Return the sizes of a call, or decline it."""
     rows, d_in, d_out, itemsize = x.shape[0], x.shape[1], y.shape[1], x.dtype.itemsize
     if rows == 0 or d_in % LANES or d_out % LANES:
@@ -114,7 +114,7 @@ def _sizes(y, x, a_pool, b_pool, max_rank: int) -> _Sizes:
             f"takes multiples of {ALIGN}"
         )
     tile = min(MAX_TILE, max(16, 1 << (rows - 1).bit_length()))
-    sizes = _Sizes(
+    sizes = _LoraGemmSizes(
         tile=tile,
         row_block=min(ROW_BLOCK, tile),
         window=_round_up(max_rank + ALIGN - 1, 16),
@@ -164,7 +164,7 @@ def _sorted_rows(
     a_pool: Float[Array, "a_rows d_in"],
     b_pool: Float[Array, "b_rows d_out"],
     table: tuple[Array, ...],
-    sizes: _Sizes,
+    sizes: _LoraGemmSizes,
     interpret: pltpu.InterpretParams | bool,
 ) -> Float[Array, "rows d_out"]:
     """Return y with adapters added, in place; rows are sorted by segment and fill whole tiles."""
@@ -201,7 +201,7 @@ def _sorted_rows(
 
 
 def _lora_gemm_kernel(
-    sizes: _Sizes,
+    sizes: _LoraGemmSizes,
     counts_ref,
     start_ref,
     end_ref,

@@ -12,7 +12,7 @@ import numpy as np
 
 from lora_jax.ops.cases import MODELS, popular
 from lora_jax.ops.lora_gemm import pallas_gpu
-from lora_jax.ops.lora_gemm._gpu_plan import Config, find_config, fitted
+from lora_jax.ops.lora_gemm._gpu_schedule import LoraGemmConfig, find_config, fitted
 from lora_jax.ops.lora_gemm.batch import LoraBatch
 from lora_jax.ops.tuning_programs import Shape, Tunable
 
@@ -27,7 +27,12 @@ FEW_ROWS = 128  # of a step that decodes: works may be fewer than the device has
 # Tried at every shape, so that one of them is the best single tiling; one with a deeper ring of B.
 FIXED = tuple(
     fitted(config, max(RANKS))
-    for config in (Config(8), Config(16), Config(32), Config(8, expand_stages=10))
+    for config in (
+        LoraGemmConfig(8),
+        LoraGemmConfig(16),
+        LoraGemmConfig(32),
+        LoraGemmConfig(8, expand_stages=10),
+    )
 )
 
 
@@ -40,14 +45,14 @@ def shapes() -> tuple[Shape, ...]:
     return tuple(dict(zip(names, some, strict=True)) for some in sizes)
 
 
-def candidates(shape: Shape) -> Iterator[Config]:
+def candidates(shape: Shape) -> Iterator[LoraGemmConfig]:
     """Yield the formula's choice, of few rows the same in fewer columns, and all of FIXED.
 
     Fewer columns make more works, which few rows may want; of many they took up to a third longer.
     """
     rank = shape["rank"]
     first = find_config(shape["rows"], shape["slots"], rank)
-    near = (Config(first.rows, 64, 2), Config(first.rows, 128, 1))
+    near = (LoraGemmConfig(first.rows, 64, 2), LoraGemmConfig(first.rows, 128, 1))
     narrow = [fitted(c, rank) for c in near] if shape["rows"] <= FEW_ROWS else []
     yield from dict.fromkeys((first, *narrow, *FIXED))
 
@@ -68,7 +73,7 @@ def sets(shape: Shape) -> int:
 
 
 def launches(shape: Shape) -> int:
-    """Return how many launches are in a program: so many that the plan, made once, is little."""
+    """Return how many launches are in a program, so that the one schedule takes little of it."""
     return max(LEAST_LAUNCHES, sets(shape))
 
 
@@ -96,8 +101,8 @@ def arguments(shape: Shape) -> tuple:
     return [x] * launches(shape), [(a_pool, b_pool)] * sets(shape), table
 
 
-def program(shape: Shape, config: Config) -> Callable:
-    """Return the launches as a function of `arguments`; the plan of the rows is made once."""
+def program(shape: Shape, config: LoraGemmConfig) -> Callable:
+    """Return the launches as a function of `arguments`; the schedule of the rows is made once."""
 
     def one(x, pools, table):
         # Written before it is added to, as a layer's is, and not one buffer for all launches.

@@ -30,7 +30,7 @@ WGMMA = plgpu.Layout.WGMMA
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class MergeConfig:
     """Tiles of the launch, chosen while tracing."""
 
     columns: int = 256  # of w in one tile
@@ -48,7 +48,7 @@ def merge(
     scaling: Float[Array, "matrices"],
     max_rank: int,
     *,
-    config: Config | None = None,
+    config: MergeConfig | None = None,
     interpret: hopper.Interpret = None,
 ) -> Float[Array, "matrices d_out d_in"]:
     """Same result as the reference; products of bfloat16, sums in float32, one rounding.
@@ -61,9 +61,9 @@ def merge(
     return _merge(w, a_pool, b_pool, sites, scaling, _padded(max_rank), config, interpret)
 
 
-def find_config(max_rank: int) -> Config:
+def find_config(max_rank: int) -> MergeConfig:
     """Return tiles for ranks to `max_rank`."""
-    return Config() if max_rank <= hopper.COLUMNS else Config(columns=128)
+    return MergeConfig() if max_rank <= hopper.COLUMNS else MergeConfig(columns=128)
 
 
 def _require(w: Array, max_rank: int, interpret: hopper.Interpret) -> None:
@@ -93,7 +93,7 @@ def _merge(
     sites: Int[Array, "matrices 3"],
     scaling: Float[Array, "matrices"],
     padded: int,
-    config: Config,
+    config: MergeConfig,
     interpret: hopper.Interpret,
 ) -> Float[Array, "matrices d_out d_in"]:
     """Return the merged matrices, in place if w is a temporary."""
@@ -124,7 +124,7 @@ def _merge(
     return w_ref[...]
 
 
-def _merge_body(config: Config, d_out: int, chunks: int, parts: int, interpreted: bool):
+def _merge_body(config: MergeConfig, d_out: int, chunks: int, parts: int, interpreted: bool):
     """Return the kernel: a unit is some rows of a block of columns.
 
     Units side by side follow one another, so that CTAs that run together share pages of memory.

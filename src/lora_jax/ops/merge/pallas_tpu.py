@@ -24,7 +24,7 @@ VMEM_BYTES = 96 << 20  # v5e and v6e have 128 MiB
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sizes:
+class _MergeSizes:
     """Static sizes of one call."""
 
     window: int  # rank rows in VMEM, with those that alignment adds
@@ -78,7 +78,9 @@ def merge(
     )(*table, w, a_pool, b_pool)
 
 
-def _grid_spec(shape: tuple[int, ...], sizes: _Sizes, tables: int) -> pltpu.PrefetchScalarGridSpec:
+def _grid_spec(
+    shape: tuple[int, ...], sizes: _MergeSizes, tables: int
+) -> pltpu.PrefetchScalarGridSpec:
     """Return which block of which matrix is worked on when, and with which windows."""
     matrices, d_out, d_in = shape
     block = pl.BlockSpec((None, sizes.rows, sizes.columns), lambda m, o, i, *_: (m, o, i))
@@ -98,7 +100,7 @@ def _grid_spec(shape: tuple[int, ...], sizes: _Sizes, tables: int) -> pltpu.Pref
     )
 
 
-def _sizes(w: Array, a_pool: Array, b_pool: Array, max_rank: int) -> _Sizes:
+def _sizes(w: Array, a_pool: Array, b_pool: Array, max_rank: int) -> _MergeSizes:
     """Return the sizes of a call, or decline it."""
     matrices, d_out, d_in = w.shape
     if matrices == 0 or d_in % LANES or d_out % LANES or 0 in (d_in, d_out):
@@ -114,7 +116,7 @@ def _sizes(w: Array, a_pool: Array, b_pool: Array, max_rank: int) -> _Sizes:
             f"takes multiples of {ALIGN} from {window} on"
         )
     blocks = (_largest_block(d_out, ROW_BLOCK), _largest_block(d_in, COLUMN_BLOCK))
-    sizes = _Sizes(window, *blocks, w.dtype.itemsize)
+    sizes = _MergeSizes(window, *blocks, w.dtype.itemsize)
     if sizes.vmem_bytes > VMEM_BYTES:
         raise Declined(
             f"merge: rank {max_rank} takes {sizes.vmem_bytes} bytes of VMEM, more than {VMEM_BYTES}"
@@ -128,7 +130,7 @@ def _largest_block(width: int, most: int) -> int:
 
 
 def _window(
-    first: Int[Array, "matrices"], pool: Array, sizes: _Sizes
+    first: Int[Array, "matrices"], pool: Array, sizes: _MergeSizes
 ) -> tuple[Int[Array, "matrices"], Int[Array, "matrices"]]:
     """Return where each matrix's window begins, within the pool, and its own rows in that."""
     start = jnp.clip(first // ALIGN * ALIGN, 0, pool.shape[0] - sizes.window)

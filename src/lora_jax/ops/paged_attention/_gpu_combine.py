@@ -10,7 +10,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lora_jax.ops import hopper
 from lora_jax.ops.paged_attention import _gpu_sums as sums_of
-from lora_jax.ops.paged_attention._gpu_plan import LOWEST, Config, Plan, Sizes
+from lora_jax.ops.paged_attention._gpu_schedule import (
+    LOWEST,
+    AttentionConfig,
+    AttentionSchedule,
+    AttentionSizes,
+)
 from lora_jax.typing import Array, Float
 
 WIDE = 128  # columns of V that a CTA puts together
@@ -24,14 +29,14 @@ def combine(
     tops: Float[Array, "parts kv_heads rows"],
     totals: Float[Array, "parts kv_heads rows"],
     sinks: Float[Array, "kv_heads rows"],
-    plan: Plan,
+    schedule: AttentionSchedule,
     dtype: jnp.dtype,
-    sizes: Sizes,
-    config: Config,
+    sizes: AttentionSizes,
+    config: AttentionConfig,
     interpret: hopper.Interpret,
 ) -> Float[Array, "query_rows v_dim"]:
     """Return the result of a cut call; 0 for tokens without parts."""
-    tokens, rows = plan.num_parts.shape[0], sizes.rows
+    tokens, rows = schedule.num_parts.shape[0], sizes.rows
     max_chunks = sizes.max_chunks(config.chunk)
     width = WIDE if sizes.v_dim % WIDE == 0 else hopper.COLUMNS
 
@@ -70,4 +75,4 @@ def combine(
         scratch_types=[plgpu.SMEM((rows, width), dtype)],
         interpret=interpret or False,
     )
-    return kernel(plan.num_parts, parts, tops, totals, sinks)
+    return kernel(schedule.num_parts, parts, tops, totals, sinks)

@@ -14,7 +14,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lora_jax.ops import hopper
-from lora_jax.ops.paged_attention._gpu_plan import ALIGN, LOG2_E, LOWEST, Config, Plan, Sizes
+from lora_jax.ops.paged_attention._gpu_schedule import (
+    ALIGN,
+    LOG2_E,
+    LOWEST,
+    AttentionConfig,
+    AttentionSchedule,
+    AttentionSizes,
+)
 from lora_jax.ops.paged_attention._gpu_sums import (
     WGMMA,
     add,
@@ -41,9 +48,9 @@ def attend(
     v: Float[Array, "places v_columns"] | None,
     block_tables: Int[Array, "seqs max_pages"],
     sinks: Float[Array, "kv_heads rows"],
-    plan: Plan,
-    sizes: Sizes,
-    config: Config,
+    schedule: AttentionSchedule,
+    sizes: AttentionSizes,
+    config: AttentionConfig,
     interpret: hopper.Interpret,
 ) -> tuple[Array, ...]:
     """Return the result [query_rows, v_dim], or of a cut call the parts of its chunks.
@@ -55,7 +62,7 @@ def attend(
     rows, f32 = sizes.rows * config.tokens, jnp.float32
     ctas = hopper.num_sms(interpret) * config.ctas
     if config.cut:
-        parts = plan.num_parts.shape[0] * sizes.max_chunks(config.chunk)
+        parts = schedule.num_parts.shape[0] * sizes.max_chunks(config.chunk)
         shape = (parts, sizes.kv_heads, rows)
         small = jax.ShapeDtypeStruct(shape, f32)
         sums = jax.ShapeDtypeStruct((parts, sizes.kv_heads, sizes.v_dim, rows), f32)
@@ -86,10 +93,10 @@ def attend(
         ],
         interpret=interpret or False,
     )
-    return tuple(kernel(plan.items, plan.num_items, block_tables, sinks, q, *pages))
+    return tuple(kernel(schedule.items, schedule.num_items, block_tables, sinks, q, *pages))
 
 
-def _attend_body(sizes: Sizes, config: Config, query_rows: int, ctas: int):
+def _attend_body(sizes: AttentionSizes, config: AttentionConfig, query_rows: int, ctas: int):
     """Return the kernel: works are items times kv heads."""
     stages, rows, window = config.stages, sizes.rows * config.tokens, sizes.window
     kv_heads, group, page_size = sizes.kv_heads, sizes.group, sizes.page_size

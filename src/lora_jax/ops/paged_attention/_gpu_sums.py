@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lora_jax.ops.paged_attention._gpu_plan import ALIGN, LOWEST, Sizes
+from lora_jax.ops.paged_attention._gpu_schedule import ALIGN, LOWEST, AttentionSizes
 
 WGMMA = plgpu.Layout.WGMMA
 OF_QUERY = WGMMA.reduce(0)
@@ -76,7 +76,7 @@ def store_rows(o_smem, o) -> None:
     plgpu.commit_smem()
 
 
-def put_token(o_smem, out_ref, sizes: Sizes, token, head, first) -> None:
+def put_token(o_smem, out_ref, sizes: AttentionSizes, token, head, first) -> None:
     """Copy a token's rows of one kv head from its tile, which begins at row `first`."""
     low = first + lax.rem(head * sizes.group, jnp.int32(ALIGN))
     row = token * sizes.q_heads + head * sizes.group

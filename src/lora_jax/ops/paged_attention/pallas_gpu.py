@@ -11,12 +11,12 @@ from lora_jax.ops import hopper
 from lora_jax.ops.dispatch import Declined
 from lora_jax.ops.paged_attention._gpu_combine import combine
 from lora_jax.ops.paged_attention._gpu_kernel import attend
-from lora_jax.ops.paged_attention._gpu_plan import (
+from lora_jax.ops.paged_attention._gpu_schedule import (
     ALIGN,
-    Config,
-    Sizes,
+    AttentionConfig,
+    AttentionSizes,
     find_config,
-    make_plan,
+    make_schedule,
     sink_tiles,
 )
 from lora_jax.ops.paged_attention.args import PagedAttentionArgs
@@ -30,7 +30,7 @@ PAGE = 64  # positions: pages of less divide it, others are divided by it
 def paged_attention(
     args: PagedAttentionArgs,
     *,
-    config: Config | None = None,
+    config: AttentionConfig | None = None,
     interpret: hopper.Interpret = None,
 ) -> Float[Array, "tokens q_heads v_dim"]:
     """Same result as the reference; weights of the softmax are rounded to bfloat16 before V.
@@ -44,15 +44,15 @@ def paged_attention(
     tokens, q_heads, k_dim = q.shape
     page_size, kv_heads = k_pages.shape[1:3]
     heads, pages = (q_heads, kv_heads, k_dim, v_dim), (page_size, block_tables.shape[1])
-    sizes = Sizes(*heads, *pages, args.sliding_window, args.scale, v_pages is None)
+    sizes = AttentionSizes(*heads, *pages, args.sliding_window, args.scale, v_pages is None)
     config = config or find_config(tokens, sizes)
-    plan = make_plan(args.token_to_seq, args.positions, args.num_tokens, sizes, config)
+    schedule = make_schedule(args.token_to_seq, args.positions, args.num_tokens, sizes, config)
     flat = [p if p is None else p.reshape(-1, kv_heads * p.shape[-1]) for p in (k_pages, v_pages)]
     tiles = sink_tiles(sinks, sizes, config.tokens)
     rows = q.reshape(tokens * q_heads, k_dim)
-    out = attend(rows, *flat, block_tables, tiles, plan, sizes, config, interpret)
+    out = attend(rows, *flat, block_tables, tiles, schedule, sizes, config, interpret)
     if config.cut:
-        out = (combine(*out, tiles, plan, q.dtype, sizes, config, interpret),)
+        out = (combine(*out, tiles, schedule, q.dtype, sizes, config, interpret),)
     return out[0].reshape(tokens, q_heads, v_dim)
 
 

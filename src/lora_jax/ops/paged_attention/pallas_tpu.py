@@ -31,7 +31,7 @@ LOWEST = -1e30  # stands for minus infinity where a difference of two must not b
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sizes:
+class _AttentionSizes:
     """Static sizes of one call."""
 
     tokens: int  # of an item at most
@@ -99,12 +99,14 @@ def paged_attention(
     return out[:, :, :heads].reshape(num, q_heads, v_dim).astype(q.dtype)
 
 
-def _sizes(q, k_pages, block_tables, scale: float, v_dim: int, window, latent: bool) -> _Sizes:
+def _sizes(
+    q, k_pages, block_tables, scale: float, v_dim: int, window, latent: bool
+) -> _AttentionSizes:
     """Return the sizes of a call."""
     num, q_heads, k_dim = q.shape
     page_size, kv_heads = k_pages.shape[1:3]
     group = -(-(q_heads // kv_heads) // SUBLANES) * SUBLANES
-    return _Sizes(
+    return _AttentionSizes(
         tokens=min(MAX_TOKENS, max(1, MAX_QUERIES // group), 1 << (num - 1).bit_length()),
         kv_heads=kv_heads,
         group=group,
@@ -169,7 +171,7 @@ def _call(
     q: Float[Array, "tokens kv_heads group k_dim"],
     sinks: Float[Array, "kv_heads queries 1"] | None,
     pages: list[Array],
-    sizes: _Sizes,
+    sizes: _AttentionSizes,
     interpret: pltpu.InterpretParams | bool,
 ) -> Float[Array, "tokens kv_heads group v_dim"]:
     """Return the attention of all items in float32, and 0 for tokens in none."""
@@ -196,7 +198,7 @@ def _call(
     )(*table, out, q, *pages, *extra)
 
 
-def _scratch(sizes: _Sizes, dtype: jnp.dtype) -> list:
+def _scratch(sizes: _AttentionSizes, dtype: jnp.dtype) -> list:
     """Return q twice, the result, the running softmax, which block is next, semaphores, K and V."""
     f32, heads, rows = jnp.float32, sizes.kv_heads, (sizes.tokens, sizes.kv_heads, sizes.group)
     return [
@@ -214,7 +216,7 @@ def _scratch(sizes: _Sizes, dtype: jnp.dtype) -> list:
 
 
 def _paged_attention_kernel(
-    sizes: _Sizes,
+    sizes: _AttentionSizes,
     with_sinks: bool,
     count_ref,
     start_ref,
@@ -329,7 +331,9 @@ def _paged_attention_kernel(
         for_each_result(lambda copy: copy.wait())
 
 
-def _attend_block(q, k, v, first_place, position, sizes: _Sizes, top_ref, total_ref, acc_ref):
+def _attend_block(
+    q, k, v, first_place, position, sizes: _AttentionSizes, top_ref, total_ref, acc_ref
+):
     """Bring one block of positions into the running softmax of one kv head.
 
     Row r of q belongs to the token at `position` + r // group. total_ref sums by lane.

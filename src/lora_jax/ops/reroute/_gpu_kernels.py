@@ -24,7 +24,7 @@ ACROSS = plgpu.Layout.WGMMA.reduce(0)  # of a vector along N
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class RerouteConfig:
     """Division of the rows, chosen while tracing."""
 
     warpgroups: int
@@ -42,7 +42,7 @@ class Config:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class RerouteSizes:
     """Static sizes of one call."""
 
     rows: int
@@ -110,7 +110,7 @@ def _counts(keys_across, tile):
     return _count(_iota(0) + tile * PIECE == _spread(keys_across, 1))
 
 
-def _find_keys(sizes: Sizes, first, num_rows: int, refs, interpreted: bool):
+def _find_keys(sizes: RerouteSizes, first, num_rows: int, refs, interpreted: bool):
     """Return (groups, chosen experts) of the rows from `first` on; group `sizes.groups` is none."""
     ids_ref, num_ref, *owners = refs
     ids = _load(ids_ref, first, size=num_rows)
@@ -137,7 +137,7 @@ def _meet(barrier) -> None:
     plgpu.barrier_wait(barrier)
 
 
-def _share_tiles(do: Callable, sizes: Sizes, config: Config) -> None:
+def _share_tiles(do: Callable, sizes: RerouteSizes, config: RerouteConfig) -> None:
     """Call do(tile) for every tile of groups, by the warpgroups in turn."""
     warpgroup, step = lax.axis_index("warpgroup"), config.warpgroups
 
@@ -148,7 +148,9 @@ def _share_tiles(do: Callable, sizes: Sizes, config: Config) -> None:
     lax.fori_loop(0, pl.cdiv(sizes.tiles, step), one, None)
 
 
-def _launch(body: Callable, config: Config, sizes: Sizes, outs: list, scratch: list, interpret):
+def _launch(
+    body: Callable, config: RerouteConfig, sizes: RerouteSizes, outs: list, scratch: list, interpret
+):
     return plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct(shape, jnp.int32) for shape in outs],
@@ -170,8 +172,8 @@ def count_rows(
     ids: Int[Array, "padded"],
     num_tokens: Int[Array, "1"],
     owners: tuple[Array, ...],
-    sizes: Sizes,
-    config: Config,
+    sizes: RerouteSizes,
+    config: RerouteConfig,
     interpret: hopper.Interpret,
 ) -> Int[Array, "kinds columns"]:
     """Return how many rows of each CTA, a column, are of each group."""
@@ -214,8 +216,8 @@ def place_rows(
     num_tokens: Int[Array, "1"],
     owners: tuple[Array, ...],
     counts: tuple[Int[Array, "kinds columns"], ...],
-    sizes: Sizes,
-    config: Config,
+    sizes: RerouteSizes,
+    config: RerouteConfig,
     interpret: hopper.Interpret,
 ) -> list[Array]:
     """Return order, inverse, sizes, tokens and experts; counts are there if CTAs are many."""

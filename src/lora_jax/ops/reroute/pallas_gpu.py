@@ -12,7 +12,13 @@ import jax.numpy as jnp
 from lora_jax.ops import hopper
 from lora_jax.ops.adapter_items import AdapterItems
 from lora_jax.ops.dispatch import Declined
-from lora_jax.ops.reroute._gpu_kernels import PIECE, Config, Sizes, count_rows, place_rows
+from lora_jax.ops.reroute._gpu_kernels import (
+    PIECE,
+    RerouteConfig,
+    RerouteSizes,
+    count_rows,
+    place_rows,
+)
 from lora_jax.ops.reroute.maps import RowMap
 from lora_jax.typing import Array, Int
 
@@ -28,7 +34,7 @@ def row_map(
     num_experts: int,
     adapters: AdapterItems | None = None,
     *,
-    config: Config | None = None,
+    config: RerouteConfig | None = None,
     interpret: hopper.Interpret = None,
 ) -> RowMap:
     """Same result as the reference for rows without adapters.
@@ -47,7 +53,7 @@ def reroute(
     num_groups: int,
     adapters: AdapterItems | None = None,
     *,
-    config: Config | None = None,
+    config: RerouteConfig | None = None,
     interpret: hopper.Interpret = None,
 ) -> RowMap:
     """Same result as the reference for rows without adapters; row_map says what it declines."""
@@ -55,13 +61,13 @@ def reroute(
     return _mapped(topk_ids, owners, num_tokens, num_groups, adapters, config, interpret)
 
 
-def find_config(rows: int) -> Config:
+def find_config(rows: int) -> RerouteConfig:
     """Return how rows are shared out: by one CTA where it can have all, else a CTA an SM."""
     pieces = -(-rows // PIECE)
     if pieces <= WARPGROUPS * MOST_PIECES:
-        return Config(min(WARPGROUPS, pieces), -(-pieces // WARPGROUPS))
+        return RerouteConfig(min(WARPGROUPS, pieces), -(-pieces // WARPGROUPS))
     wanted = -(-pieces // (WARPGROUPS * CTAS))
-    return Config(WARPGROUPS, min(wanted, MOST_PIECES))
+    return RerouteConfig(WARPGROUPS, min(wanted, MOST_PIECES))
 
 
 def _mapped(topk_ids, owners, num_tokens, groups, adapters, config, interpret) -> RowMap:
@@ -70,7 +76,7 @@ def _mapped(topk_ids, owners, num_tokens, groups, adapters, config, interpret) -
     _require(rows, groups, adapters, interpret)
     config = config or find_config(rows)
     table = owners[1].shape if owners else None
-    sizes = Sizes(rows, k, groups, -(-rows // config.rows), table)
+    sizes = RerouteSizes(rows, k, groups, -(-rows // config.rows), table)
     ids = topk_ids.reshape(-1)
     if padding := sizes.ctas * config.rows - rows:
         ids = jnp.pad(ids, (0, padding), constant_values=-1)

@@ -36,7 +36,7 @@ MAX_TABLE = 1 << 18  # entries of a table in VMEM, padded
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sizes:
+class _RerouteSizes:
     """Static sizes of one call."""
 
     rows: int
@@ -85,7 +85,7 @@ def row_map(
         Declined: not on a TPU; adapters, of which no TPU kernel wants items; no rows,
             or more rows or groups than the kernel takes.
     """
-    sizes = _Sizes(topk_ids.size, num_experts, num_experts, slots=0)
+    sizes = _RerouteSizes(topk_ids.size, num_experts, num_experts, slots=0)
     _require("row_map", sizes, adapters, interpret)
     return _sorted("row_map", topk_ids, [], [], num_tokens, sizes, interpret or False)
 
@@ -102,7 +102,7 @@ def reroute(
 ) -> RowMap:
     """Same result as the reference; `interpret` and errors as in row_map, and for a large table."""
     slots, experts = table.shape
-    sizes = _Sizes(topk_ids.size, experts, num_groups, slots)
+    sizes = _RerouteSizes(topk_ids.size, experts, num_groups, slots)
     _require("reroute", sizes, adapters, interpret)
     # Whatever is no group is -1 or num_groups, so that all entries are exact in float32.
     entries = jnp.clip(table, -1, num_groups).astype(jnp.float32)
@@ -114,7 +114,7 @@ def reroute(
 
 def _require(
     op: str,
-    sizes: _Sizes,
+    sizes: _RerouteSizes,
     adapters: AdapterItems | None,
     interpret: pltpu.InterpretParams | bool | None,
 ) -> None:
@@ -141,7 +141,7 @@ def _sorted(
     slots: list[Int[Array, "tokens k"]],
     tables: list[Float[Array, "slots experts"]],
     num_tokens: Int[Array, ""],
-    sizes: _Sizes,
+    sizes: _RerouteSizes,
     interpret: pltpu.InterpretParams | bool,
 ) -> RowMap:
     """Return the map of rows by group; there are slots and a table, or neither."""
@@ -165,7 +165,7 @@ def _sorted(
     return with_owners(topk_ids, order, inverse, counts[0, : sizes.groups])
 
 
-def _reroute_kernel(sizes: _Sizes, real_ref, ids_ref, *refs):
+def _reroute_kernel(sizes: _RerouteSizes, real_ref, ids_ref, *refs):
     *lookup, places_ref, order_ref, sizes_ref, counts_ref = refs
     counts_ref[...] = jnp.zeros_like(counts_ref)
 
@@ -198,7 +198,7 @@ def _reroute_kernel(sizes: _Sizes, real_ref, ids_ref, *refs):
         _put(place, block * BLOCK, sizes.order_block, order_ref)
 
 
-def _groups(sizes: _Sizes, ids, real, at, slots_ref=None, table_ref=None):
+def _groups(sizes: _RerouteSizes, ids, real, at, slots_ref=None, table_ref=None):
     """Return the group of each id [1, BLOCK], or sizes.groups for rows in none."""
     group = ids
     if slots_ref is not None and table_ref is not None:

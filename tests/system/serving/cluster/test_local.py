@@ -8,7 +8,7 @@ from support.cases import lora_server_cases as cases
 
 from serving.api.cluster_config import ClusterConfig
 from serving.api.config import EngineConfig
-from serving.cli.flag_values import LoraModule
+from serving.cli.flag_values import LoraModuleFlag
 from serving.cli.options import Options
 from serving.cluster import local
 from serving.cluster.local import LocalCluster
@@ -82,7 +82,7 @@ def options(engine, monkeypatch):
         engine=engine,
         http=HttpSettings(),
         cluster=ClusterConfig(instances=2, lora_server=1),
-        adapters=(LoraModule("a0", "x"), LoraModule("a1", "y")),
+        adapters=(LoraModuleFlag("a0", "x"), LoraModuleFlag("a1", "y")),
     )
 
 

@@ -38,12 +38,12 @@ def test_a_spec_follows_from_engine_and_roles(engine):
     assert (spec.num_adapters, spec.max_rank) == (2 * engine.max_loras, engine.max_lora_rank)
     assert spec.max_rows == engine.max_num_batched_tokens * cases.SHAPE.top_k
     assert spec.host_bytes == engine.max_total_adapter_bytes
-    assert (spec.layerwise, spec.implementation, spec.carrier) == (True, None, "auto")
+    assert (spec.layerwise, spec.implementation, spec.transport) == (True, None, "auto")
     assert not spec.attention
     assert server_spec(engine, ClusterConfig(lora_server=1, lora_attention="remote")).attention
-    slow = {"layerwise_loading": False, "lora_kernel": "reference", "lora_server_carrier": "nixl"}
+    slow = {"layerwise_loading": False, "lora_kernel": "reference", "lora_server_transport": "nixl"}
     found = server_spec(engine, ClusterConfig(lora_server=2, **slow))
-    assert (found.layerwise, found.implementation, found.carrier) == (False, "reference", "nixl")
+    assert (found.layerwise, found.implementation, found.transport) == (False, "reference", "nixl")
     assert spec.byte_budget is None
     room = ClusterConfig(lora_server=2, lora_server_memory_bytes=1 << 20)
     assert server_spec(engine, room).byte_budget == 1 << 20

@@ -60,7 +60,7 @@ class NeverThere:
     is_busy = False
 
     def __init__(self):
-        self.kept, self.slot, self.harmed = 0, None, frozenset()
+        self.kept, self.slot, self.affected = 0, None, frozenset()
         self.here, self.asked = frozenset(), 0
 
     def acquire(self, digest):
@@ -82,7 +82,7 @@ class NeverThere:
         pass
 
     def harmed_by(self, status):
-        return frozenset() if status is None else self.harmed
+        return frozenset() if status is None else self.affected
 
     def servable_here(self, digests):
         self.asked += 1
@@ -262,19 +262,19 @@ def test_bad_logits_fail_one_request(case):
 
 
 def test_a_step_that_the_server_failed_ends_its_adapters_requests_only(case):
-    case.loader.slot, case.loader.harmed = 0, frozenset({"digest of sql"})
+    case.loader.slot, case.loader.affected = 0, frozenset({"digest of sql"})
     hold = threading.Event()
     case.runner.trouble = lambda plan: hold.wait(0.01) and None
-    _, harmed = case.ask((5, 6, 7), adapter="sql", max_tokens=60)
+    _, affected = case.ask((5, 6, 7), adapter="sql", max_tokens=60)
     _, other = case.ask((5, 6, 8), adapter="law", max_tokens=30)
     _, base = case.ask(max_tokens=30)
-    wait_for(lambda: len(harmed) > 2 and other and base)
+    wait_for(lambda: len(affected) > 2 and other and base)
     case.runner.status = "one rank did not answer"
-    wait_for(lambda: ended(harmed))
+    wait_for(lambda: ended(affected))
     case.runner.status = None
-    assert (harmed[-1].finish_reason, harmed[-1].retryable) == (FinishReason.ERROR, True)
-    assert "LoRA Server" in harmed[-1].error
-    assert harmed[-1].token_ids == ()
+    assert (affected[-1].finish_reason, affected[-1].retryable) == (FinishReason.ERROR, True)
+    assert "LoRA Server" in affected[-1].error
+    assert affected[-1].token_ids == ()
     wait_for(lambda: ended(base) and ended(other))
     for deltas in (base, other):
         assert deltas[-1].finish_reason is FinishReason.LENGTH
@@ -284,19 +284,19 @@ def test_a_step_that_the_server_failed_ends_its_adapters_requests_only(case):
 
 
 def test_those_that_can_be_served_without_the_server_go_on_and_lose_no_token(case):
-    case.loader.slot, case.loader.harmed = 0, frozenset({"digest of sql"})
-    case.loader.here = case.loader.harmed
+    case.loader.slot, case.loader.affected = 0, frozenset({"digest of sql"})
+    case.loader.here = case.loader.affected
     hold = threading.Event()
     case.runner.trouble = lambda plan: hold.wait(0.01) and None
-    _, harmed = case.ask((5, 6, 7), adapter="sql", max_tokens=40)
+    _, affected = case.ask((5, 6, 7), adapter="sql", max_tokens=40)
     _, scored = case.ask((5, 6, 9), adapter="sql", max_tokens=40, prompt_logprobs=0)
-    wait_for(lambda: len(harmed) > 2)
+    wait_for(lambda: len(affected) > 2)
     case.runner.status = "one rank did not answer"
     wait_for(lambda: case.loader.asked > 2)
     case.runner.status = None
-    wait_for(lambda: ended(harmed) and ended(scored))
-    assert harmed[-1].finish_reason is FinishReason.LENGTH
-    assert [token for delta in harmed for token in delta.token_ids] == [70] * 40
+    wait_for(lambda: ended(affected) and ended(scored))
+    assert affected[-1].finish_reason is FinishReason.LENGTH
+    assert [token for delta in affected for token in delta.token_ids] == [70] * 40
     wait_for(lambda: case.loader.kept == 0)
     case.loop.check_integrity()
 

@@ -174,7 +174,7 @@ def test_integrity_notices_what_is_left():
 
 
 class Broken:
-    """A plan that fails at its first write, as long as the case says so."""
+    """A job that fails at its first write, as long as the case says so."""
 
     def __init__(self, case, error):
         self.case, self.error, self.remaining, self.done = case, error, 1, False

@@ -35,7 +35,7 @@ class Slots(AbstractAllocator):
 
 
 class OneStep:
-    """A plan of one chunk that notes the digest in the state."""
+    """A job of one chunk that notes the digest in the state."""
 
     def __init__(self, placement, state):
         self.placement, self.remaining = placement, 1

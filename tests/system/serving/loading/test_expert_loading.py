@@ -37,9 +37,9 @@ class Case:
 
     def load(self, which=0, chunks=10**6):
         placement = self.room.allocator.place(self.weights[which])
-        plan = self.room.plan(placement, self.tables)
-        while not plan.done:
-            self.tables = plan.advance(self.tables, chunks)
+        job = self.room.job(placement, self.tables)
+        while not job.done:
+            self.tables = job.advance(self.tables, chunks)
         self.room.allocator.finish_loading(placement.digest)
         return placement
 
@@ -64,20 +64,20 @@ def test_a_plan_maps_every_layer_writes_every_matrix_and_the_tables_last(case, m
         monkeypatch.setattr(
             case.tensors, name, lambda *a, name=name, real=real: (calls.append(name), real(*a))
         )
-    plan = case.room.plan(placement, case.tables)
+    job = case.room.job(placement, case.tables)
     num_matrices = 3 * case.weights[0].num_experts
     for left in range(len(CHOSEN) + num_matrices, 0, -1):
-        assert (plan.remaining, plan.done) == (left + 1, False)
-        tables = plan.advance(case.tables, 1)
+        assert (job.remaining, job.done) == (left + 1, False)
+        tables = job.advance(case.tables, 1)
         assert tables is case.tables
     assert calls == ["map_all"] * len(CHOSEN) + ["begin_write"] * num_matrices
-    assert plan.remaining == 1
-    tables = plan.advance(case.tables, 1)
-    assert (plan.remaining, plan.done) == (0, True)
+    assert job.remaining == 1
+    tables = job.advance(case.tables, 1)
+    assert (job.remaining, job.done) == (0, True)
     np.testing.assert_array_equal(tables[:, 0], placement.table)
     np.testing.assert_array_equal(tables[:, 1], case.tables[:, 1])
     assert tables.sharding == case.tables.sharding
-    assert plan.advance(tables, 1) is tables
+    assert job.advance(tables, 1) is tables
     for layer, experts in placement.indices.items():
         block = expert_blocks(case.model)[layer]
         for expert, index in experts.items():
@@ -88,13 +88,13 @@ def test_a_plan_maps_every_layer_writes_every_matrix_and_the_tables_last(case, m
 
 def test_a_large_matrix_counts_as_its_chunks(case, monkeypatch):
     monkeypatch.setattr(expert_loading, "CHUNK_BYTES", 1024)  # a matrix is 24 * 32 * 4 bytes
-    plan = case.room.plan(case.room.allocator.place(case.weights[0]), case.tables)
-    assert plan.remaining == len(CHOSEN) + 3 * 5 * 3 + 1
-    plan.advance(case.tables, len(CHOSEN))
-    plan.advance(case.tables, 1)  # at least one matrix
-    assert plan.remaining == 3 * 5 * 3 + 1 - 3
-    plan.advance(case.tables, 5)
-    assert plan.remaining == 3 * 5 * 3 + 1 - 3 - 6
+    job = case.room.job(case.room.allocator.place(case.weights[0]), case.tables)
+    assert job.remaining == len(CHOSEN) + 3 * 5 * 3 + 1
+    job.advance(case.tables, len(CHOSEN))
+    job.advance(case.tables, 1)  # at least one matrix
+    assert job.remaining == 3 * 5 * 3 + 1 - 3
+    job.advance(case.tables, 5)
+    assert job.remaining == 3 * 5 * 3 + 1 - 3 - 6
 
 
 def test_memory_goes_a_few_experts_at_a_time(case, monkeypatch):
@@ -146,9 +146,9 @@ def test_a_load_that_fails_gives_all_pages_back(case, monkeypatch, fails_at, err
 
     monkeypatch.setattr(case.memory, "create_page", create_page)
     placement = case.room.allocator.place(case.weights[0])
-    plan = case.room.plan(placement, tables)
+    job = case.room.job(placement, tables)
     with pytest.raises(LoadFailed) as caught:
-        plan.advance(tables, 10**6)
+        job.advance(tables, 10**6)
     assert caught.value.may_pass == isinstance(error, OutOfPages)
     case.room.allocator.abandon_loading(placement.digest)
     assert case.room.collect(3, 3) == 1

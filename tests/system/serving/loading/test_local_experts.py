@@ -8,7 +8,7 @@ from lora_jax.adapters.weights import AdapterReport, AdapterWeights, ModuleRepor
 from lora_jax.placement.ep_pp import ServerLayout
 from lora_jax.placement.shape import AdapterShape
 from serving.loading.local_experts import LocalExperts
-from serving.lora_server.shards import ServerPlan, SplitWeights, split
+from serving.lora_server.shards import ShardLayout, SplitWeights, split
 
 
 class Loader:
@@ -52,7 +52,7 @@ def entry(name: str, module: str = "experts.up_proj") -> AdapterEntry:
     site = SiteWeights(np.zeros((1, 2, 4)), np.zeros((1, 2, 4)), 1.0)
     modules = {m: ModuleReport((0,), (2,), (1.0,)) for m in (module, "q_proj")}
     report = AdapterReport("lora", name, f"sha of {name}", {}, 8, 8, modules, 2, 2, None, None)
-    plan = ServerPlan(ServerLayout(AdapterShape(1, 1, 1, 1), 1, 1), (0,))
+    plan = ShardLayout(ServerLayout(AdapterShape(1, 1, 1, 1), 1, 1), (0,))
     weights = split(AdapterWeights({(m, 0): site for m in modules}, report), plan)
     return AdapterEntry(
         name=name,

@@ -11,7 +11,7 @@ from lora_jax.nn.remote import Exchange, RemoteExperts
 from lora_jax.placement.ep_pp import ServerLayout
 from lora_jax.placement.shape import AdapterShape
 from serving.lora_server.client import LOCAL, RemoteTable, ServerLink
-from serving.lora_server.shards import ServerPlan
+from serving.lora_server.shards import ShardLayout
 from serving.transport.base import Status
 from serving.transport.shapes import DOWN, GATE_UP, OUT, QKV, moe_shapes
 
@@ -19,7 +19,7 @@ GATE_AND_UP, ONLY_DOWN = ("experts.gate_proj", "experts.up_proj"), ("experts.dow
 MOE_LAYERS = (1, 3)
 
 
-class Carrier:
+class Transport:
     """Notes what is sent while the step is traced, and adds 1 to rows that went."""
 
     def __init__(self, servers=4):
@@ -40,9 +40,9 @@ class Carrier:
         return tuple(jnp.where(went, y + 1, y) for y in ys), status
 
 
-def make_link(carrier=None, **options):
+def make_link(transport=None, **options):
     placement = ServerLayout(AdapterShape(4, len(MOE_LAYERS), 4, 1), ep=2, pp=2)
-    return ServerLink(ServerPlan(placement, MOE_LAYERS), carrier or Carrier(), **options)
+    return ServerLink(ShardLayout(placement, MOE_LAYERS), transport or Transport(), **options)
 
 
 def run(link, numbers, row_to_slot, row_to_expert, layer):
@@ -73,8 +73,8 @@ def test_rows_go_to_the_rank_of_their_layer_and_expert_under_the_servers_number(
 
 def test_attention_goes_to_the_rank_of_its_layers_first_expert():
     link = make_link()
-    plan = dataclasses.replace(link.plan, attention=True)
-    link.plan = plan
+    layout = dataclasses.replace(link.layout, attention=True)
+    link.layout = layout
     step = link.start(RemoteTable(jnp.asarray([12], jnp.int32), jnp.int32(7)))
     assert step.has("q_proj", 1)
     assert not step.has("q_proj", 0)
@@ -118,12 +118,12 @@ def test_a_step_knows_whether_adapters_may_be_local():
 
 
 def test_the_worst_status_of_a_step_is_kept_for_each_server():
-    carrier = Carrier()
-    link = make_link(carrier)
+    transport = Transport()
+    link = make_link(transport)
     step = link.start(RemoteTable(jnp.zeros(1, jnp.int32), jnp.int32(0)))
     x, rows = jnp.zeros((2, 8), jnp.float32), jnp.zeros(2, jnp.int32)
     for status in ([0, 1, 0, 0], [0, 2, 0, 3], [0, 0, 0, 0]):
-        carrier.status = status
+        transport.status = status
         step.exchange(ONLY_DOWN, 1, rows, rows, jnp.int32(2)).wait_add((x,), x)
     np.testing.assert_array_equal(step.status(), [0, Status.ABORTED, 0, Status.REFUSED])
 
@@ -137,6 +137,6 @@ def test_a_table_is_data_of_the_program():
     assert len(jax.tree.leaves(table)) == 2
 
 
-def test_a_carrier_of_another_server_is_refused():
+def test_a_transport_of_another_server_is_refused():
     with pytest.raises(ValueError, match=r"EP2-PP2 has 4 ranks, but 3 servers"):
-        make_link(Carrier(servers=3))
+        make_link(Transport(servers=3))

@@ -40,7 +40,7 @@ def made(tmp_path_factory):
 def rank(made):
     """Experts 2 and 3 of both layers, and adapter a0 under number 2."""
     found, adapters = made
-    held = ServerRank(found.catalogue, found.plan.shard(1), found.sizes, jnp.dtype("float32"))
+    held = ServerRank(found.catalogue, found.layout.shard(1), found.sizes, jnp.dtype("float32"))
     held.start_load(2, shard_part(adapters[0], held.shard))
     while held.is_loading:
         held.advance(8)
@@ -53,9 +53,11 @@ class Exchanges:
     def __init__(self, made, rank, gpus):
         self._shapes = made.terms.shapes
         self.server = DeviceServer(self._shapes, gpus.device(1), pull=False)
-        self.loop = DeviceLoop(rank, made.plan, self.server)
-        ends = gpus.device(0)
-        self.client = device_memory.open_local_client([self.server], ends, aside=False)
+        self.loop = DeviceLoop(rank, made.layout, self.server)
+        endpoints = gpus.device(0)
+        self.client = device_memory.open_local_client(
+            [self.server], endpoints, separate_stream=False
+        )
         self.client.set_limit(60.0)
 
     def push(self, site, layer, numbers, experts, version=0):
@@ -158,7 +160,7 @@ def test_instances_at_other_layers_share_a_launch(exchanges, rank, gpus):
     others = [copy.copy(exchanges) for _ in range(2)]
     for other in others:
         other.client = device_memory.open_local_client(
-            [exchanges.server], gpus.device(0), aside=False
+            [exchanges.server], gpus.device(0), separate_stream=False
         )
         other.client.set_limit(60.0)
     pushed = [(exchanges, 0, [2] * 3, [2, 3, 3]), (others[0], 1, [2, 2], [2, 3])]
@@ -189,8 +191,10 @@ def test_instances_that_come_at_any_moment_are_all_answered(exchanges, rank, gpu
 
     def ask(number):
         other, experts = others[number], sorted([2, 3] * 4)[: 3 + number]
-        ends, got = gpus.device(0), []
-        other.client = device_memory.open_local_client([exchanges.server], ends, aside=False)
+        endpoints, got = gpus.device(0), []
+        other.client = device_memory.open_local_client(
+            [exchanges.server], endpoints, separate_stream=False
+        )
         other.client.set_limit(60.0)
         with jax.default_device(jax.devices()[1 + number]):
             for site, layer in sent:
@@ -247,7 +251,7 @@ def test_a_table_of_too_many_slots_takes_one_message_at_a_time(exchanges, rank, 
     assert rank.most_messages > 1
     monkeypatch.setattr("serving.lora_server.rank._MOST_SLOTS", 1)
     assert rank.most_messages == 1
-    exchanges.loop = DeviceLoop(rank, made[0].plan, exchanges.server)
+    exchanges.loop = DeviceLoop(rank, made[0].layout, exchanges.server)
     exchanges.push(DOWN, 1, [2, 2], [2, 3])
     assert exchanges.served() == Report(1)
     assert exchanges.wait()[1] == Status.ARRIVED

@@ -41,15 +41,15 @@ def coupled(files, prompts):
 
 
 ALL = list(itertools.product(cases.PLACEMENTS, ("in_process", "shared_memory", "tcp")))
-SOME = (ALL[0], ALL[5], ALL[7], ALL[9])  # every placement, every carrier
+SOME = (ALL[0], ALL[5], ALL[7], ALL[9])  # every placement, every transport
 
 
 @pytest.mark.parametrize(
-    ("placement", "carrier"),
+    ("placement", "transport"),
     [pytest.param(*one, marks=() if one in SOME else pytest.mark.slow) for one in ALL],
 )
-def test_answers_are_those_of_a_coupled_engine(placement, carrier, files, prompts, coupled):
-    check_answers(placement, carrier, files, prompts, coupled)
+def test_answers_are_those_of_a_coupled_engine(placement, transport, files, prompts, coupled):
+    check_answers(placement, transport, files, prompts, coupled)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
@@ -62,11 +62,11 @@ def test_so_are_those_whose_attention_is_on_the_server_too(placement, files, pro
     check_answers(placement, "shared_memory", files, prompts, coupled, attention=True)
 
 
-def check_answers(placement, carrier, files, prompts, coupled, **changes):
+def check_answers(placement, transport, files, prompts, coupled, **changes):
     model, adapters = files
     spec = cases.make_spec(model, placement, **changes)
     with (
-        cases.running(spec, carrier) as ranks,
+        cases.running(spec, transport) as ranks,
         Engine(model, adapters, lora_server=ranks.access(), **cases.ENGINE) as engine,
     ):
         mixed, base = coupled

@@ -1,4 +1,4 @@
-"""An engine's end of a LoRA Server, over a carrier and leases that do as they are told."""
+"""An engine's end of a LoRA Server, over a transport and leases that do as they are told."""
 
 import threading
 import time
@@ -15,10 +15,10 @@ from serving.api.config import EngineConfig
 from serving.lora_server.client import LOCAL, ServerLink
 from serving.lora_server.coordinator import Lease
 from serving.lora_server.instance import LOST, InstanceSide, ServerAccess, connect
-from serving.lora_server.shards import ServerPlan
+from serving.lora_server.shards import ShardLayout
 
 
-class Carrier:
+class Transport:
     def __init__(self):
         self.servers, self.away, self.limit, self.closed, self.rejoins = 2, set(), None, False, 0
 
@@ -74,8 +74,8 @@ def source():
 
 @pytest.fixture
 def side(source):
-    plan = ServerPlan(ServerLayout(AdapterShape(1, 1, 2, 1), 2, 1), (0,))
-    link = ServerLink(plan, Carrier())
+    layout = ShardLayout(ServerLayout(AdapterShape(1, 1, 2, 1), 2, 1), (0,))
+    link = ServerLink(layout, Transport())
     made = InstanceSide(link, source, "me", num_slots=3)
     yield made
     made.check_integrity()
@@ -217,15 +217,15 @@ def test_sizes_that_do_not_fit_are_refused_before_anybody_is_called(tmp_path, ch
 def test_the_instance_says_what_it_runs_itself(tmp_path):
     model, _ = cases.write_files(tmp_path / "mine", 0)
     other, _ = cases.write_files(tmp_path / "other", 0)
-    said, carrier = [], Carrier()
+    said, transport = [], Transport()
     access = ServerAccess(
         cases.make_spec(other, "ep2-pp1", dtype="bfloat16"),
         "me",
         Source(),
-        lambda terms: said.append(terms) or carrier,
+        lambda terms: said.append(terms) or transport,
         wait_s=0.25,
     )
     side = connect(access, EngineConfig(model=model, **cases.ENGINE), "float32")
     side.close()
     assert said[0].shapes.dtype == "float32"
-    assert carrier.limit == 0.25
+    assert transport.limit == 0.25

@@ -127,7 +127,7 @@ class Gate:
 
 
 def fault_round(group, engines, coupled, monkeypatch, hurt):
-    """Hurt a rank under load; return the seconds until the last harmed request had its answer."""
+    """Hurt a rank under load; return the seconds until the last affected request had its answer."""
     want = [list(tokens) for tokens, *_ in coupled[1]]
     with monkeypatch.context() as patch:
         gate = Gate(group, patch)

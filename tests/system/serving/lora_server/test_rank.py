@@ -15,7 +15,7 @@ from serving.lora_server.shards import (
     ATTENTION_MODULES,
     EXPERT_MODULES,
     SITES,
-    ServerPlan,
+    ShardLayout,
     shard_part,
 )
 from serving.runtime.compile_counter import CompileCounter
@@ -23,10 +23,10 @@ from serving.transport.shapes import DOWN, GATE_UP, OUT, QKV
 
 EXPERTS, LAYERS = 4, 2
 CATALOGUE = adapter_cases.moe(experts=EXPERTS, layers=LAYERS)
-PLAN = ServerPlan(
+LAYOUT = ShardLayout(
     ServerLayout(AdapterShape(2, LAYERS, EXPERTS, 1), ep=2, pp=1), tuple(range(LAYERS))
 )
-SHARD = PLAN.shard(1)  # experts 2 and 3 of both layers
+SHARD = LAYOUT.shard(1)  # experts 2 and 3 of both layers
 SIZES = RankSizes(num_adapters=2, max_rank=3, max_rows=20)
 
 
@@ -96,11 +96,11 @@ def test_deltas_are_those_of_the_merged_matrices(rank, site, layer):
 
 
 def test_attention_is_where_a_layers_first_expert_is():
-    plan = dataclasses.replace(PLAN, attention=True)
-    first, second = (ServerRank(CATALOGUE, plan.shard(r), SIZES, jnp.float32) for r in range(2))
+    layout = dataclasses.replace(LAYOUT, attention=True)
+    first, second = (ServerRank(CATALOGUE, layout.shard(r), SIZES, jnp.float32) for r in range(2))
     assert (first.sites, second.sites) == ((GATE_UP, DOWN, QKV, OUT), (GATE_UP, DOWN))
     weights = adapter(4)
-    first.start_load(1, shard_part(weights, plan.shard(0)))
+    first.start_load(1, shard_part(weights, layout.shard(0)))
     while first.is_loading:
         first.advance(8)
     for site in (QKV, OUT):

@@ -1,4 +1,4 @@
-"""A rank's loop over a carrier that hands it requests, and adapters from other threads."""
+"""A rank's loop over a transport that hands it requests, and adapters from other threads."""
 
 import queue
 import shutil
@@ -24,7 +24,7 @@ from serving.transport.shapes import GATE_UP
 REFUSED = "refused"
 
 
-class Carrier:
+class Transport:
     """One client whose requests wait in a queue; answers go to another."""
 
     def __init__(self):
@@ -68,7 +68,7 @@ def made(files):
 @pytest.fixture(scope="module")
 def rank(made):
     """Rank 3: experts 2 and 3 of layer 1."""
-    rank = ServerRank(made.catalogue, made.plan.shard(3), made.sizes, jnp.dtype("float32"))
+    rank = ServerRank(made.catalogue, made.layout.shard(3), made.sizes, jnp.dtype("float32"))
     rank.warm_up()
     return rank
 
@@ -76,10 +76,10 @@ def rank(made):
 class Running:
     """The loop in a thread, with an adapter's digest by name."""
 
-    def __init__(self, made, rank, adapters, carrier=None):
-        self.carrier = carrier or Carrier()
+    def __init__(self, made, rank, adapters, transport=None):
+        self.transport = transport or Transport()
         self.server = RankServer(
-            rank, made.plan, made.catalogue, lambda: self.carrier, host_bytes=1 << 20
+            rank, made.layout, made.catalogue, lambda: self.transport, host_bytes=1 << 20
         )
         self.adapters = adapters
         self.digests = {
@@ -96,8 +96,8 @@ class Running:
         x = np.ones((16, 32), np.float32)
         ids = [np.resize(np.asarray(values, np.int32), 16) for values in (numbers, experts)]
         request = Request(1, 1, 1, layer, site, len(numbers), version, x, *ids)
-        self.carrier.requests.put(request)
-        return self.carrier.answers.get(timeout=60)
+        self.transport.requests.put(request)
+        return self.transport.answers.get(timeout=60)
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def running(made, rank, files):
     loop.server.stop()
     loop.thread.join(30)
     assert not loop.thread.is_alive()
-    assert loop.carrier.closed
+    assert loop.transport.closed
     assert loop.server.stats().compilations == 0
     rank.check_integrity()
 
@@ -139,8 +139,8 @@ def test_requests_of_several_instances_are_answered_in_turn(running):
     x, ids = np.ones((16, 32), np.float32), np.full(16, 2, np.int32)
     for count in (1, 2, 3, 4):
         request = Request(count, 1, 1, 1, GATE_UP, count, 1, x * count, ids, ids)
-        running.carrier.requests.put(request)
-    sums = [running.carrier.answers.get(timeout=60)[0][:1].sum() for _ in range(4)]
+        running.transport.requests.put(request)
+    sums = [running.transport.answers.get(timeout=60)[0][:1].sum() for _ in range(4)]
     assert sums == pytest.approx([sums[0] * count for count in (1, 2, 3, 4)], rel=1e-5)
     assert running.server.stats().answered == 4
 
@@ -197,7 +197,7 @@ def test_requests_are_answered_while_an_adapter_loads(running):
 
 def test_a_layer_on_its_way_is_waited_for_and_those_before_it_are_not(files, monkeypatch):
     both = design(cases.make_spec(files[0], "ep1-pp1", num_adapters=2))
-    rank = ServerRank(both.catalogue, both.plan.shard(0), both.sizes, jnp.dtype("float32"))
+    rank = ServerRank(both.catalogue, both.layout.shard(0), both.sizes, jnp.dtype("float32"))
     rank.warm_up()
     advance, must_wait, waited = rank.advance, rank.must_wait, threading.Event()
 
@@ -235,7 +235,7 @@ def test_a_layer_on_its_way_is_waited_for_and_those_before_it_are_not(files, mon
 def test_a_layer_on_its_way_holds_no_other_instance_up(files, gpus, monkeypatch):
     """Programs go on answering while the host keeps the message that waits."""
     made = design(cases.make_spec(files[0], "ep2-pp1", num_adapters=2))
-    rank = ServerRank(made.catalogue, made.plan.shard(1), made.sizes, jnp.dtype("float32"))
+    rank = ServerRank(made.catalogue, made.layout.shard(1), made.sizes, jnp.dtype("float32"))
     rank.warm_up()
     goes_on, advance = threading.Event(), rank.advance
 
@@ -244,14 +244,14 @@ def test_a_layer_on_its_way_holds_no_other_instance_up(files, gpus, monkeypatch)
         return None if 1 in rank.held and not goes_on.is_set() else advance(1)
 
     monkeypatch.setattr(rank, "advance", slow)
-    carrier = DeviceServer(made.terms.shapes, gpus.device(1), pull=False)
-    loop = Running(made, rank, {name: Path(path) for name, path in files[1].items()}, carrier)
+    transport = DeviceServer(made.terms.shapes, gpus.device(1), pull=False)
+    loop = Running(made, rank, {name: Path(path) for name, path in files[1].items()}, transport)
     loop.load("a0", 0)
     loop.load("a1", 1)
     assert rank.is_loading
     with ThreadPoolExecutor(1) as pool:
-        late = pool.submit(ask_over_device, carrier, gpus, 1, [(1, 0), (1, 1)])
-        others = ask_over_device(carrier, gpus, 2, [(0, 0), (0, 1), (0, 1)])
+        late = pool.submit(ask_over_device, transport, gpus, 1, [(1, 0), (1, 1)])
+        others = ask_over_device(transport, gpus, 2, [(0, 0), (0, 1), (0, 1)])
         assert not late.done()
         goes_on.set()
         assert (late.result(), others) == ([Status.ARRIVED] * 2, [Status.ARRIVED] * 3)
@@ -261,11 +261,11 @@ def test_a_layer_on_its_way_holds_no_other_instance_up(files, gpus, monkeypatch)
     loop.thread.join(30)
 
 
-def ask_over_device(carrier, gpus, device, asked):
+def ask_over_device(transport, gpus, device, asked):
     """Return the statuses of exchanges of an instance, each of one row of (adapter, layer)."""
-    client = device_memory.open_local_client([carrier], gpus.device(0), aside=False)
+    client = device_memory.open_local_client([transport], gpus.device(0), separate_stream=False)
     client.set_limit(60.0)
-    spec, statuses = carrier.shapes.sites[GATE_UP], []
+    spec, statuses = transport.shapes.sites[GATE_UP], []
     with jax.default_device(jax.devices()[device]):
         for number, layer in asked:
             ids = [jnp.asarray([one], jnp.int32) for one in (0, number, 2)]

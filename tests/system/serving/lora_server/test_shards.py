@@ -12,15 +12,15 @@ from lora_jax.config import from_hf
 from lora_jax.placement.ep_pp import ServerLayout
 from lora_jax.placement.shape import AdapterShape
 from serving.lora_server import shards
-from serving.lora_server.shards import EXPERT_MODULES, ServerPlan
+from serving.lora_server.shards import EXPERT_MODULES, ShardLayout
 
 EXPERTS, LAYERS, MOE_LAYERS = 8, 5, (1, 2, 4)
 PLANS = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (1, 3), (8, 1)]
 RNG = np.random.default_rng(0)
 
 
-def make_plan(ep: int, pp: int) -> ServerPlan:
-    return ServerPlan(
+def make_layout(ep: int, pp: int) -> ShardLayout:
+    return ShardLayout(
         ServerLayout(AdapterShape(4, len(MOE_LAYERS), EXPERTS, 1), ep, pp), MOE_LAYERS
     )
 
@@ -49,22 +49,22 @@ def site(experts: int, rank: int, d_in: int, d_out: int) -> SiteWeights:
     return SiteWeights(*(RNG.standard_normal(s).astype(np.float32) for s in shapes), 2.0)
 
 
-def ranks_of(plan: shards.ServerPlan, layer: int) -> range:
+def ranks_of(layout: shards.ShardLayout, layer: int) -> range:
     """Return the ranks that share a layer of the model, in order of their experts."""
-    return plan.placement.group_of(plan.moe_layers.index(layer))
+    return layout.placement.group_of(layout.moe_layers.index(layer))
 
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(("ep", "pp"), PLANS)
 def test_parts_are_the_adapter(ep, pp, shared):
-    weights, plan = adapter(shared), make_plan(ep, pp)
+    weights, layout = adapter(shared), make_layout(ep, pp)
     whole = {key: [] for key in weights.sites if key[0] in EXPERT_MODULES}
-    for rank in range(plan.num_ranks):
-        part = shards.shard_part(weights, plan.shard(rank))
+    for rank in range(layout.num_ranks):
+        part = shards.shard_part(weights, layout.shard(rank))
         assert part.digest == weights.digest
         for key, found in part.sites.items():
             whole[key].append(found)
-            assert rank in ranks_of(plan, key[1])
+            assert rank in ranks_of(layout, key[1])
     for key, found in whole.items():
         assert len(found) == ep
         if not shared or key[0] == "experts.down_proj":
@@ -72,15 +72,15 @@ def test_parts_are_the_adapter(ep, pp, shared):
                 np.concatenate([f.a for f in found]), weights.sites[key].a
             )
         np.testing.assert_array_equal(np.concatenate([f.b for f in found]), weights.sites[key].b)
-    local = shards.local_part(weights, plan)
+    local = shards.local_part(weights, layout)
     assert local.sites.keys() | whole.keys() == weights.sites.keys()
     assert not local.sites.keys() & whole.keys()
     assert local.digest == weights.digest
 
 
 def test_a_matrix_that_is_shared_stays_shared():
-    plan = make_plan(2, 1)
-    part = shards.shard_part(adapter(shared=True), plan.shard(1))
+    layout = make_layout(2, 1)
+    part = shards.shard_part(adapter(shared=True), layout.shard(1))
     for layer in MOE_LAYERS:
         gate, up = (part.sites[name, layer] for name in EXPERT_MODULES[:2])
         assert gate.a is up.a
@@ -90,29 +90,29 @@ def test_a_matrix_that_is_shared_stays_shared():
 
 def test_parts_hold_no_view_of_the_adapter():
     weights = adapter()
-    part = shards.shard_part(weights, make_plan(2, 1).shard(0))
+    part = shards.shard_part(weights, make_layout(2, 1).shard(0))
     for key, found in part.sites.items():
         assert not np.shares_memory(found.a, weights.sites[key].a)
 
 
 @pytest.mark.parametrize(("ep", "pp"), PLANS)
 def test_every_unit_lies_on_the_rank_that_is_asked(ep, pp):
-    plan = make_plan(ep, pp)
+    layout = make_layout(ep, pp)
     for index, layer in enumerate(MOE_LAYERS):
         for expert in range(EXPERTS):
             (rank,) = [
                 rank
-                for rank in ranks_of(plan, layer)
-                if expert in range(EXPERTS)[plan.shard(rank).expert_slice]
+                for rank in ranks_of(layout, layer)
+                if expert in range(EXPERTS)[layout.shard(rank).expert_slice]
             ]
-            assert rank == plan.placement.device_of(0, index, expert)
-            assert layer in plan.shard(rank).layers
+            assert rank == layout.placement.device_of(0, index, expert)
+            assert layer in layout.shard(rank).layers
 
 
 def test_catalogues_split_the_modules():
-    whole, plan = catalogue(), make_plan(2, 3)
-    shard = plan.shard(3)
-    local, mine = shards.local_catalogue(whole, plan), shards.shard_catalogue(whole, shard)
+    whole, layout = catalogue(), make_layout(2, 3)
+    shard = layout.shard(3)
+    local, mine = shards.local_catalogue(whole, layout), shards.shard_catalogue(whole, shard)
     assert set(local.modules) | set(mine.modules) == set(whole.modules)
     assert set(mine.modules) == set(EXPERT_MODULES)
     assert not set(local.modules) & set(mine.modules)
@@ -122,31 +122,31 @@ def test_catalogues_split_the_modules():
 
 
 def test_attention_may_be_on_the_rank_of_a_layers_first_expert():
-    whole, plan = catalogue(), dataclasses.replace(make_plan(2, 3), attention=True)
-    local = shards.local_catalogue(whole, plan)
+    whole, layout = catalogue(), dataclasses.replace(make_layout(2, 3), attention=True)
+    local = shards.local_catalogue(whole, layout)
     dense = tuple(layer for layer in range(LAYERS) if layer not in MOE_LAYERS)
     for name in shards.ATTENTION_MODULES:
         assert local.modules[name].layers == dense
     assert not set(local.modules) & set(EXPERT_MODULES)
-    both = [shards.shard_catalogue(whole, plan.shard(rank)).modules for rank in (2, 3)]
+    both = [shards.shard_catalogue(whole, layout.shard(rank)).modules for rank in (2, 3)]
     assert set(both[0]) == {*EXPERT_MODULES, *shards.ATTENTION_MODULES}
     assert set(both[1]) == set(EXPERT_MODULES)
     assert (both[0]["q_proj"].layers, both[0]["q_proj"].num_experts) == ((MOE_LAYERS[1],), 0)
     weights = adapter()
-    parts = [shards.shard_part(weights, plan.shard(rank)) for rank in (2, 3)]
+    parts = [shards.shard_part(weights, layout.shard(rank)) for rank in (2, 3)]
     q = weights.sites["q_proj", MOE_LAYERS[1]]
     np.testing.assert_array_equal(parts[0].sites["q_proj", MOE_LAYERS[1]].a, q.a)
     assert not any(module == "q_proj" for module, _ in parts[1].sites)
-    kept = shards.local_part(weights, plan).sites
+    kept = shards.local_part(weights, layout).sites
     assert set(kept) == {("q_proj", layer) for layer in dense}
 
 
 def test_attention_of_another_kind_is_refused():
-    plan = dataclasses.replace(make_plan(1, 1), attention=True)
+    layout = dataclasses.replace(make_layout(1, 1), attention=True)
     modules = {name: m for name, m in catalogue().modules.items() if name != "k_proj"}
     latent = dataclasses.replace(catalogue(), modules=modules)
     with pytest.raises(ValueError, match=r"not made of q_proj, k_proj.* --lora-attention local"):
-        shards.shard_catalogue(latent, plan.shard(0))
+        shards.shard_catalogue(latent, layout.shard(0))
 
 
 def test_which_adapters_need_the_server():
@@ -159,18 +159,18 @@ def test_which_adapters_need_the_server():
     ):
         modules = dict.fromkeys(names, ModuleReport((layer,), (3,), (2.0,)))
         some = dataclasses.replace(report, modules=modules)
-        assert make_plan(1, 1).has_any(some) is experts
-        assert dataclasses.replace(make_plan(1, 1), attention=True).has_any(some) is attention
+        assert make_layout(1, 1).has_any(some) is experts
+        assert dataclasses.replace(make_layout(1, 1), attention=True).has_any(some) is attention
 
 
 def test_the_local_part_counts_its_own_bytes():
-    part = shards.local_part(adapter(), make_plan(1, 1))
+    part = shards.local_part(adapter(), make_layout(1, 1))
     assert part.report.weight_bytes == LAYERS * 2 * 2 * 16 * 4
 
 
 def test_experts_that_no_adapter_changes_are_refused():
     with pytest.raises(ValueError, match="cannot change the experts of dbrx"):
-        shards.shard_catalogue(adapter_cases.dbrx(), make_plan(1, 1).shard(0))
+        shards.shard_catalogue(adapter_cases.dbrx(), make_layout(1, 1).shard(0))
 
 
 CONFIG = {
@@ -200,17 +200,17 @@ CONFIG = {
 )
 def test_impossible_placements_say_what_to_change(text, ranks, message):
     with pytest.raises(ValueError, match=message):
-        shards.server_plan(from_hf(CONFIG), text, ranks, 4, 8, 4)
+        shards.shard_layout(from_hf(CONFIG), text, ranks, 4, 8, 4)
 
 
 def test_a_dense_model_is_refused():
     dense = {k: v for k, v in CONFIG.items() if "expert" not in k} | {"model_type": "llama"}
     with pytest.raises(ValueError, match="mixture-of-experts"):
-        shards.server_plan(from_hf(dense), "ep1-pp1", 1, 4, 8, 4)
+        shards.shard_layout(from_hf(dense), "ep1-pp1", 1, 4, 8, 4)
 
 
 def test_server_plan_of_a_config():
-    plan = shards.server_plan(from_hf(CONFIG), "ep2-pp2", 4, 4, 8, 4)
-    assert plan.num_ranks == 4
-    assert [plan.shard(r).layers for r in range(4)] == [(0,), (0,), (1,), (1,)]
-    assert ranks_of(plan, 1) == range(2, 4)
+    layout = shards.shard_layout(from_hf(CONFIG), "ep2-pp2", 4, 4, 8, 4)
+    assert layout.num_ranks == 4
+    assert [layout.shard(r).layers for r in range(4)] == [(0,), (0,), (1,), (1,)]
+    assert ranks_of(layout, 1) == range(2, 4)

@@ -6,7 +6,7 @@ import pytest
 from support.cases import lora_server_cases as cases
 
 from serving.lora_server.spec import base_digest, design
-from serving.transport.terms import mismatch
+from serving.transport.compatibility import mismatch
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +17,7 @@ def model(tmp_path_factory):
 @pytest.mark.parametrize(("placement", "ranks"), cases.PLACEMENTS.items())
 def test_a_design_has_a_shard_per_rank(model, placement, ranks):
     made = design(cases.make_spec(model, placement))
-    assert made.plan.num_ranks == ranks
+    assert made.layout.num_ranks == ranks
     assert made.terms.shapes.layers == 2
     assert [site.d_outs for site in made.terms.shapes.sites] == [(48, 48), (32,)]
     assert made.sizes.max_rows == made.terms.shapes.max_rows

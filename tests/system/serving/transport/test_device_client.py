@@ -9,9 +9,9 @@ from support.cases.transport_cases import batch, bits, exact_deltas, exchange, t
 
 from serving.transport import device_memory
 from serving.transport.base import Status, TransportError
+from serving.transport.client_base import AbstractConnector
 from serving.transport.device_client import DeviceClient
 from serving.transport.device_server import DeviceServer
-from serving.transport.joining import AbstractConnector
 from serving.transport.shapes import GATE_UP
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
@@ -83,7 +83,7 @@ def test_a_client_joins_all_servers_or_none(gpus):
 
 def test_more_servers_than_the_kernels_take_are_refused(gpus):
     with pytest.raises(ValueError, match="32 servers, not 33"):
-        DeviceClient(terms_of().shapes, [Nobody()] * 33, gpus.device(0), aside=False)
+        DeviceClient(terms_of().shapes, [Nobody()] * 33, gpus.device(0), separate_stream=False)
 
 
 class Nobody(AbstractConnector):

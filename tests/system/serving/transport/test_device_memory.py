@@ -16,23 +16,23 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ comp
 
 class TestSockets(PeerContract):
     @pytest.fixture(autouse=True)
-    def _carrier(self, gpus):
-        self.carrier = Sockets(gpus)
+    def _transport(self, gpus):
+        self.transport = Sockets(gpus)
 
 
 class TestOneProcess(PeerContract):
     @pytest.fixture(autouse=True)
-    def _carrier(self, gpus):
-        self.carrier = OneProcess(gpus)
+    def _transport(self, gpus):
+        self.transport = OneProcess(gpus)
 
 
 def test_memory_of_another_size_is_refused(gpus, tmp_path):
     """The handshake agrees; what came with it does not."""
     terms = terms_of(ep=1)
     with open_servers(Sockets(gpus), terms, tmp_path) as servers:
-        ends, create = gpus.device(1), servers[0]._ends.create_channel
-        servers[0]._ends = ends
-        ends.create_channel = lambda client, request, response, **how: create(
+        endpoints, create = gpus.device(1), servers[0]._endpoints.create_channel
+        servers[0]._endpoints = endpoints
+        endpoints.create_channel = lambda client, request, response, **how: create(
             client, request + (4 << 20), response, **how
         )
         with pytest.raises(TransportError, match="cannot be mapped"):

@@ -11,7 +11,7 @@ from support.processes.transport_faults import held_by_this_process
 from serving.transport import shared_memory, tcp
 from serving.transport.base import TransportError
 from serving.transport.handshake import LAST_EPOCH
-from serving.transport.rendezvous import Guest, Listener, call, unix_listener, wait_for_end
+from serving.transport.socket_messages import Guest, Listener, call, unix_listener, wait_for_end
 
 
 @pytest.mark.parametrize(
@@ -23,12 +23,12 @@ from serving.transport.rendezvous import Guest, Listener, call, unix_listener, w
         ({"dtype": "bfloat16"}, "dtype: the server has float32, the instance bfloat16"),
     ],
 )
-@pytest.mark.parametrize("carrier", ["shared_memory", "tcp"])
-def test_sides_that_do_not_fit_are_refused_at_start(tmp_path, carrier, other, said):
-    with open_servers(carrier, terms_of(), tmp_path) as servers:
+@pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
+def test_sides_that_do_not_fit_are_refused_at_start(tmp_path, transport, other, said):
+    with open_servers(transport, terms_of(), tmp_path) as servers:
         before = held_by_this_process()
         with pytest.raises(TransportError, match=said):
-            open_client(carrier, terms_of(**other), servers, tmp_path)
+            open_client(transport, terms_of(**other), servers, tmp_path)
         wait_for(lambda: held_by_this_process() == before)
         assert [server.clients() for server in servers] == [(), ()]
 

@@ -1,4 +1,4 @@
-"""The carrier within a process keeps the contract."""
+"""The transport within a process keeps the contract."""
 
 import pytest
 from support.cases.transport_cases import terms_of
@@ -8,7 +8,7 @@ from serving.transport import in_process
 
 
 class TestInProcess(TransportContract):
-    carrier = "in_process"
+    transport = "in_process"
 
 
 def test_servers_of_other_shapes_are_refused():

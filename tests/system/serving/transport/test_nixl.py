@@ -1,4 +1,4 @@
-"""The carrier over NIXL keeps the contract: over a double of it, and over itself where it is."""
+"""The transport over NIXL keeps the contract: over a double of it, and over itself where it is."""
 
 import importlib.util
 import shutil
@@ -18,7 +18,7 @@ TERMS = terms_of(ep=1)
 
 
 class ByNixl:
-    """Opens ends for the shared cases; `agents` as open_server has them."""
+    """Opens endpoints for the shared cases; `agents` as open_server has them."""
 
     def __init__(self, agents):
         self._agents = agents
@@ -35,15 +35,15 @@ class ByNixl:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 class TestOverADouble(TransportContract):
-    carrier = ByNixl(Fabric().agent)
+    transport = ByNixl(Fabric().agent)
 
 
 @pytest.mark.skipif(MISSING, reason="no NIXL")
 class TestOverNixl(TransportContract):
-    carrier = ByNixl(nixl.make_agent)
+    transport = ByNixl(nixl.make_agent)
 
 
-def test_without_the_package_the_carrier_says_what_to_install(tmp_path, monkeypatch):
+def test_without_the_package_the_transport_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr(nixl, "_PACKAGES", ("no_such_nixl",))
     with pytest.raises(NotImplementedError, match=r"lora-jax\[nixl\]"):
         nixl.open_server(tmp_path / "rank-0", TERMS, 0)
@@ -71,8 +71,8 @@ def test_between_hosts_both_sides_prove_that_they_know_a_secret():
 
 def test_a_transfer_that_fails_loses_the_server_until_it_is_joined_again(tmp_path):
     fabric = Fabric()
-    carrier = ByNixl(fabric.agent)
-    with connected(carrier, TERMS, tmp_path) as (client, _):
+    transport = ByNixl(fabric.agent)
+    with connected(transport, TERMS, tmp_path) as (client, _):
         client.set_limit(LONG)
         x, ys, rows = batch(TERMS, np.random.default_rng(0), 8, base_share=0.2)
         step = exchange(client)

@@ -1,4 +1,4 @@
-"""The carrier between processes keeps the contract, also when one of them is killed."""
+"""The transport between processes keeps the contract, also when one of them is killed."""
 
 import dataclasses
 import os
@@ -26,12 +26,12 @@ from support.contracts.transport_contract import TransportContract, wait_for
 from support.processes.transport_faults import held_by_this_process, kill_servers
 from support.processes.transport_peer import Peers
 
-from serving.transport import rendezvous, shared_memory
+from serving.transport import shared_memory, socket_messages
 from serving.transport.base import Status, TransportError
 
 
 class TestSharedMemory(TransportContract):
-    carrier = "shared_memory"
+    transport = "shared_memory"
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_a_server_that_hangs_is_given_up_and_taken_back(peers, tmp_path, monkeyp
     pid = peers.start("serve", path, 0, 1, 0)
     peers.expect("listening")
     client = shared_memory.open_client([path], terms)
-    monkeypatch.setattr(rendezvous, "_SECONDS", 0.1)  # of a call that will not be answered
+    monkeypatch.setattr(socket_messages, "_SECONDS", 0.1)  # of a call that will not be answered
     x, ys, rows = batch(terms, np.random.default_rng(0), 24, base_share=0.2)
     wanted = [bits(y) for y in want_ys(terms.shapes, 0, 1, x, ys, rows)]
     step = exchange(client)

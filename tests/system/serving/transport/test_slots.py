@@ -1,4 +1,4 @@
-"""Both ends against a peer that writes whatever it likes into the slots."""
+"""Both endpoints against a peer that writes whatever it likes into the slots."""
 
 import contextlib
 import dataclasses
@@ -29,8 +29,8 @@ from support.cases.transport_cases import (
 )
 
 from serving.transport.base import PushRows, Status
+from serving.transport.client_base import AbstractConnector
 from serving.transport.header import Header, Kind
-from serving.transport.joining import AbstractConnector
 from serving.transport.library import shared_memory
 from serving.transport.shapes import DOWN, GATE_UP, PAGE
 from serving.transport.slots import Joined, SlotClient, SlotServer

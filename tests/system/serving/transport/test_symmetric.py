@@ -27,7 +27,7 @@ from cuda_backend.nvshmem import NvshmemDevice, calls_of
 from serving.transport import symmetric
 from serving.transport.base import Status, TransportError
 from serving.transport.device_server import no_ticket
-from serving.transport.rendezvous import unix_listener
+from serving.transport.socket_messages import unix_listener
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 SIZE, FIRST_CLIENT = 8, 4  # of a world; PEs below are servers
@@ -70,8 +70,8 @@ class TestWorlds(TransportContract):
     calls_of_a_push = 2  # what is pushed is forwarded
 
     @pytest.fixture(autouse=True)
-    def _carrier(self, worlds):
-        self.carrier = worlds
+    def _transport(self, worlds):
+        self.transport = worlds
 
 
 def test_programs_answer_without_the_host(worlds, tmp_path):
@@ -108,7 +108,7 @@ def test_late_messages_of_an_old_join_land_elsewhere(worlds, tmp_path):
         step, channels = exchange(client), []
         for _ in range(6):  # more than there are slots
             assert np.asarray(step(x, ys, rows)[1]).tolist() == [Status.ARRIVED]
-            channels.append(next(iter(client._end._channels.values())).request_slot)
+            channels.append(next(iter(client._endpoint._channels.values())).request_slot)
             client._connectors[0].leave()
             wait_for(lambda: client.lost() == (0,))
             assert client.rejoin() == ()

@@ -1,4 +1,4 @@
-"""The carrier between hosts keeps the contract, and lets in only who knows the secret."""
+"""The transport between hosts keeps the contract, and lets in only who knows the secret."""
 
 import contextlib
 import dataclasses
@@ -27,11 +27,11 @@ from support.processes.transport_peer import Peers
 from serving.transport import tcp
 from serving.transport.base import Status, TransportError
 from serving.transport.header import HEADER_BYTES, Header, Kind
-from serving.transport.rendezvous import call, receive, send
+from serving.transport.socket_messages import call, receive, send
 
 
 class TestTcp(TransportContract):
-    carrier = "tcp"
+    transport = "tcp"
 
 
 def test_a_killed_server_ends_the_wait_and_its_successor_joins():

@@ -22,8 +22,11 @@ def test_by_default_one_process_does_it_all():
         ({"lora_server": 1, "lora_kernel": "quick"}, "lora_kernel must be one of fast, reference"),
         ({"lora_server": 1, "lora_attention": "far"}, "lora_attention must be one of local, rem"),
         ({"lora_attention": "remote"}, "add --lora-server"),
-        ({"lora_server": 1, "lora_server_carrier": "ucx"}, "must be one of auto, nixl, got 'ucx'"),
-        ({"lora_server": 1, "lora_server_carrier": "nvshmem"}, "starts the roles of one"),
+        (
+            {"lora_server": 1, "lora_server_transport": "ucx"},
+            "one of auto, nixl, got 'ucx'",
+        ),
+        ({"lora_server": 1, "lora_server_transport": "nvshmem"}, "starts the roles of one"),
         ({"local_expert_slots": 2}, "add --lora-server"),
         ({"placement": "ep2-pp1"}, "add --lora-server"),
         ({"lora_server_adapters": 4}, "add --lora-server"),

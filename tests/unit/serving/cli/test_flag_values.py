@@ -6,7 +6,7 @@ import json
 import pytest
 
 from serving.cli.flag_values import (
-    LoraModule,
+    LoraModuleFlag,
     json_list,
     length_or_auto,
     lora_module,
@@ -74,13 +74,13 @@ def test_what_is_no_list_of_texts(text):
 @pytest.mark.parametrize(
     ("text", "module"),
     [
-        ("sql=path/to/sql", LoraModule("sql", "path/to/sql")),
-        ("sql=a=b", LoraModule("sql", "a=b")),
-        ("some/where/law", LoraModule("law", "some/where/law")),
-        (json.dumps({"name": "a", "path": "p", "base_model_name": "m"}), LoraModule("a", "p")),
+        ("sql=path/to/sql", LoraModuleFlag("sql", "path/to/sql")),
+        ("sql=a=b", LoraModuleFlag("sql", "a=b")),
+        ("some/where/law", LoraModuleFlag("law", "some/where/law")),
+        (json.dumps({"name": "a", "path": "p", "base_model_name": "m"}), LoraModuleFlag("a", "p")),
         (
             json.dumps({"lora_name": "a", "lora_path": "p", "pinned": True}),
-            LoraModule("a", "p", pinned=True),
+            LoraModuleFlag("a", "p", pinned=True),
         ),
     ],
 )

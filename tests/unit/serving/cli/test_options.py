@@ -3,7 +3,7 @@
 import pytest
 
 from serving.api.config import EngineConfig
-from serving.cli.flag_values import LoraModule
+from serving.cli.flag_values import LoraModuleFlag
 from serving.cli.options import Options, is_loopback
 from serving.http.settings import HttpSettings
 
@@ -18,7 +18,7 @@ def test_a_network_address_needs_a_key_or_a_word():
 
 
 def test_an_adapter_has_one_name():
-    twice = (LoraModule("a", "x"), LoraModule("a", "y"))
+    twice = (LoraModuleFlag("a", "x"), LoraModuleFlag("a", "y"))
     with pytest.raises(ValueError, match="'a' twice"):
         Options(ENGINE, OPEN, adapters=twice)
 

@@ -40,7 +40,7 @@ def test_what_is_there_is_let_through(model):
         (["--chat-template", "{}/none.jinja"], "--chat-template: {}/none.jinja does not exist"),
         (["--chat-template", "{}/empty"], "{}/empty is a folder"),
         (["--generation-config", "{}/empty"], "{}/empty has no generation_config.json"),
-        (["--plan", "{}/none"], "--plan: {}/none does not exist"),
+        (["--provision", "{}/none"], "--provision: {}/none does not exist"),
         (["--ssl-keyfile", "{}/none"], "--ssl-keyfile: {}/none does not exist"),
     ],
 )

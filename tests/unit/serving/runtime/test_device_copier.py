@@ -15,12 +15,12 @@ def on_gpu(monkeypatch):
 
 
 def test_on_a_cpu_programs_write():
-    assert copier.copier_here() is None
+    assert copier.device_copier() is None
 
 
 def test_on_a_gpu_its_own_memory_copies(on_gpu, monkeypatch):
     monkeypatch.setattr(copier, "for_platform", lambda platform, number: (platform, number))
-    assert copier.copier_here() == ("gpu", 3)
+    assert copier.device_copier() == ("gpu", 3)
 
 
 def test_where_there_is_no_such_memory_programs_write(on_gpu, monkeypatch):
@@ -28,4 +28,4 @@ def test_where_there_is_no_such_memory_programs_write(on_gpu, monkeypatch):
         raise NotImplementedError
 
     monkeypatch.setattr(copier, "for_platform", nothing)
-    assert copier.copier_here() is None
+    assert copier.device_copier() is None

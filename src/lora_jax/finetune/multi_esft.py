@@ -13,7 +13,7 @@ from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.typing import Int
 
 
-class WovenAdapters:
+class MultiEsftModel:
     """Moves a model's experts into weight tensors and puts adapters' experts behind them.
 
     `reroute_tables[place, slot, expert]` says where an expert of slot's adapter lies; slots are in
@@ -28,7 +28,7 @@ class WovenAdapters:
         ValueError when the model has no experts or there is no adapter.
         """
         if not adapters:
-            raise ValueError("there is no adapter to weave into the model")
+            raise ValueError("there is no adapter")
         most = max((len(e) for a in adapters for e in a.experts.values()), default=0)
         memory = for_platform(jax.default_backend())
         self._tensors = ExpertTensors(model, memory, extra=len(adapters) * most)

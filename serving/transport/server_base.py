@@ -10,7 +10,7 @@ from serving.transport.base import AbstractServer, Request
 from serving.transport.shapes import Shapes
 
 
-class AbstractSeatingServer[Seat](AbstractServer):
+class AbstractServerBase[Seat](AbstractServer):
     """A server that keeps a `Seat` for each client, by the client's number.
 
     `_lock` is held for whatever looks at seats, epochs or whether the server is closed: clients

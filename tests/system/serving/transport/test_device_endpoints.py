@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from serving.transport.device_ends import GROUP, for_platform
+from serving.transport.device_endpoints import GROUP, for_platform
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])

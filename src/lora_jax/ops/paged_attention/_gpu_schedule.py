@@ -26,7 +26,7 @@ LOG2_E = 1 / math.log(2)
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class AttentionConfig:
     """Division of a call into CTAs; only `block` and `chunk` change a result."""
 
     block: int  # positions of a step
@@ -38,7 +38,7 @@ class Config:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class AttentionSizes:
     """Static parameters of the kernels' code."""
 
     q_heads: int
@@ -69,7 +69,7 @@ class Sizes:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class AttentionSchedule:
     """Items: first token, tokens, sequence, position of the first token, first and end block of
     positions, and the number of its part if it is cut.
     """
@@ -79,7 +79,7 @@ class Plan:
     num_parts: Int[Array, "tokens"]  # of each token
 
 
-def find_config(tokens: int, sizes: Sizes) -> Config:
+def find_config(tokens: int, sizes: AttentionSizes) -> AttentionConfig:
     """Return the cut for so many tokens.
 
     Two CTAs an SM where they find room. On an H200, 64 x 2048 positions of Qwen3-30B: 72.8 us, of
@@ -92,7 +92,7 @@ def find_config(tokens: int, sizes: Sizes) -> Config:
     together = max(1, QUERIES // sizes.rows) if prompts and not sizes.latent else 1
     width = sizes.k_dim + (0 if sizes.latent else sizes.v_dim)
     rows = sizes.rows * together
-    config = Config(64, chunk, together, not prompts, 0, 2)
+    config = AttentionConfig(64, chunk, together, not prompts, 0, 2)
     fixed = 2 * rows * (2 * sizes.k_dim + config.block + sizes.v_dim) + 4096
     for ctas in (2, 1):
         room = hopper.SHARED_BYTES // ctas - fixed
@@ -102,7 +102,7 @@ def find_config(tokens: int, sizes: Sizes) -> Config:
     return dataclasses.replace(config, stages=stages, ctas=ctas)
 
 
-def _chunk(sizes: Sizes) -> int:
+def _chunk(sizes: AttentionSizes) -> int:
     """Return the positions of a chunk.
 
     On an H200 a smallest chunk of 1024 takes 3 to 6% less for 64 x 2048 and 8 x 8192 positions of
@@ -112,13 +112,13 @@ def _chunk(sizes: Sizes) -> int:
     return -(-context // (MOST_CHUNKS * CHUNK)) * CHUNK
 
 
-def make_plan(
+def make_schedule(
     token_to_seq: Int[Array, "tokens"],
     positions: Int[Array, "tokens"],
     num_tokens: Int[Array, ""],
-    sizes: Sizes,
-    config: Config,
-) -> Plan:
+    sizes: AttentionSizes,
+    config: AttentionConfig,
+) -> AttentionSchedule:
     """Return the items of a step; all layers of one ask for the same, and XLA makes it once."""
     tokens, per_chunk = positions.shape[0], config.chunk // config.block
     place = jnp.arange(tokens, dtype=jnp.int32)
@@ -141,7 +141,7 @@ def make_plan(
         begin, last = jnp.maximum(begin, chunk), jnp.minimum(last, chunk + per_chunk)
     last = jnp.where(live[token], last, begin)
     columns = (token, count[token], token_to_seq[token], positions[token], begin, last, part)
-    return Plan(jnp.stack(columns, axis=1), ends[-1:], parts)
+    return AttentionSchedule(jnp.stack(columns, axis=1), ends[-1:], parts)
 
 
 def _neighbours(
@@ -173,7 +173,7 @@ def _running_sum(values: Int[Array, "n"]) -> Int[Array, "n"]:
     return jnp.sum(jnp.where(before, values[None, :], 0), axis=1, dtype=jnp.int32)
 
 
-def _first_block(position: Int[Array, "n"], sizes: Sizes, block: int) -> Int[Array, "n"]:
+def _first_block(position: Int[Array, "n"], sizes: AttentionSizes, block: int) -> Int[Array, "n"]:
     """Return the block of the first position that a token sees."""
     if sizes.window is None:
         return jnp.zeros_like(position)
@@ -181,7 +181,7 @@ def _first_block(position: Int[Array, "n"], sizes: Sizes, block: int) -> Int[Arr
 
 
 def sink_tiles(
-    sinks: Float[Array, "q_heads"] | None, sizes: Sizes, tokens: int
+    sinks: Float[Array, "q_heads"] | None, sizes: AttentionSizes, tokens: int
 ) -> Float[Array, "kv_heads rows"]:
     """Return the logit that each row of a tile of queries adds to its sum, in powers of two."""
     shape = (sizes.kv_heads, sizes.rows * tokens)

@@ -1,4 +1,4 @@
-"""Adapters woven into one model give, bit by bit, what each merged checkpoint gives."""
+"""Several adapters in one model give, bit by bit, what each merged checkpoint gives."""
 
 import numpy as np
 import pytest
@@ -7,8 +7,8 @@ from support.cases.finetune_cases import RECORDS, make_esft, make_folder
 from lora_jax.adapters import esft_format
 from lora_jax.finetune.documents import read_format
 from lora_jax.finetune.esft_export import merge_checkpoint
+from lora_jax.finetune.multi_esft import MultiEsftModel
 from lora_jax.finetune.served import ServedEvaluator
-from lora_jax.finetune.woven import WovenAdapters
 from lora_jax.models import load
 
 # Not every layer, not every expert, and different numbers of both.
@@ -31,14 +31,14 @@ def test_each_adapter_in_the_woven_model_equals_its_merged_checkpoint(folder, tm
     plain = alone.measure(documents)
     catalogue = model.catalogue(config)
     adapters = [esft_format.read(folder / "esft" / n, catalogue) for n in SELECTIONS]
-    woven = WovenAdapters(model, adapters)
+    multi_esft = MultiEsftModel(model, adapters)
     evaluator = ServedEvaluator(model, LENGTH)
     try:
-        base = evaluator.measure(documents, -1, woven.reroute_tables)
-        own = [evaluator.measure(documents, slot, woven.reroute_tables) for slot in range(3)]
+        base = evaluator.measure(documents, -1, multi_esft.reroute_tables)
+        own = [evaluator.measure(documents, slot, multi_esft.reroute_tables) for slot in range(3)]
     finally:
         del model, evaluator
-        woven.close()
+        multi_esft.close()
     assert base.text.nats == plain.text.nats
     for name, found in zip(SELECTIONS, own, strict=True):
         merge_checkpoint(folder, folder / "esft" / name, tmp_path / name)
@@ -53,10 +53,10 @@ def test_tables_send_replaced_experts_behind_the_bases_and_no_others(folder):
     model, config = load(folder, dtype="float32")
     catalogue = model.catalogue(config)
     adapters = [esft_format.read(folder / "esft" / n, catalogue) for n in SELECTIONS]
-    woven = WovenAdapters(model, adapters)
-    tables = woven.reroute_tables
+    multi_esft = MultiEsftModel(model, adapters)
+    tables = multi_esft.reroute_tables
     del model
-    woven.close()
+    multi_esft.close()
     assert tables.shape == (2, 3, 4)
     for layer in range(2):
         moved = []
@@ -69,5 +69,5 @@ def test_tables_send_replaced_experts_behind_the_bases_and_no_others(folder):
 
 
 def test_nothing_to_weave_is_refused(folder):
-    with pytest.raises(ValueError, match="no adapter to weave"):
-        WovenAdapters(load(folder, dtype="float32")[0], [])
+    with pytest.raises(ValueError, match="there is no adapter"):
+        MultiEsftModel(load(folder, dtype="float32")[0], [])

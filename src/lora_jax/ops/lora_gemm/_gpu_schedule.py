@@ -20,7 +20,7 @@ MAX_PAIRED = 2048  # rows that are sorted by comparing all pairs
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class LoraGemmConfig:
     """Tiles of both launches, chosen while tracing."""
 
     rows: int  # of x in one tile
@@ -33,7 +33,7 @@ class Config:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class LoraGemmSchedule:
     """Rows in the order of their adapters, and the items they are cut into.
 
     Columns of items: first rank row of A and of B (multiples of 8), low and end of the adapter's
@@ -49,7 +49,7 @@ class Plan:
     scaling: Float[Array, "padded"]
 
 
-def find_config(rows: int, slots: int, max_rank: int) -> Config:
+def find_config(rows: int, slots: int, max_rank: int) -> LoraGemmConfig:
     """Return tiles for so many rows of at most so many adapters, up to MAX_RANK.
 
     Many rows of few adapters share one read of the weights in a tile of up to 32 rows, at which two
@@ -58,10 +58,10 @@ def find_config(rows: int, slots: int, max_rank: int) -> Config:
     """
     tiles = ((16, 8), (64, 16))
     tile = next((tile for most, tile in tiles if rows <= most * slots), 32)
-    return fitted(Config(tile), max_rank)
+    return fitted(LoraGemmConfig(tile), max_rank)
 
 
-def fitted(config: Config, max_rank: int) -> Config:
+def fitted(config: LoraGemmConfig, max_rank: int) -> LoraGemmConfig:
     """Return the config with as many stages and slots as two CTAs per SM have memory for."""
     room = hopper.SHARED_BYTES // CTAS - 2048
     stage = (TALL + config.rows) * DEPTH * 2
@@ -96,13 +96,13 @@ def sorted_order(slot: Int[Array, "rows"], expert: Int[Array, "rows"]) -> Int[Ar
     return jnp.zeros_like(place).at[rank].set(place, unique_indices=True)
 
 
-def make_plan(
+def make_schedule(
     entries: Int[Array, "slots 5"],
     scaling: Float[Array, "slots"],
     row_to_slot: Int[Array, "rows"],
     row_to_expert: Int[Array, "rows"],
     tile: int,
-) -> Plan:
+) -> LoraGemmSchedule:
     """Return rows sorted by (slot, expert), those without adapter last, and their items."""
     rows, slots = row_to_slot.shape[0], entries.shape[0]
     known = (row_to_slot >= 0) & (row_to_slot < slots)
@@ -126,4 +126,4 @@ def make_plan(
     padded = (jnp.pad(v, pad) for v in (order, a_low, b_low, rank))
     order, a_low, b_low, rank = padded
     scale = jnp.pad(scaling[jnp.minimum(slot, slots - 1)], pad)
-    return Plan(order, items, found.num_items.reshape(1), a_low, b_low, rank, scale)
+    return LoraGemmSchedule(order, items, found.num_items.reshape(1), a_low, b_low, rank, scale)

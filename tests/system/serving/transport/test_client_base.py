@@ -4,12 +4,12 @@ import pytest
 from support.cases.transport_cases import terms_of
 
 from serving.transport.base import TransportError
-from serving.transport.joining import FIRST_LIMIT, AbstractJoiningClient
+from serving.transport.client_base import FIRST_LIMIT, AbstractClientBase
 
 SHAPES = terms_of(ep=1).shapes
 
 
-class Client(AbstractJoiningClient[int]):
+class Client(AbstractClientBase[int]):
     """Servers are names; those in `there` let it in."""
 
     def __init__(self, shapes, connectors, there):

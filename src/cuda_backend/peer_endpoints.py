@@ -67,7 +67,7 @@ def layout_of(calls: native.Calls) -> Layout:
     return Layout(*numbers)
 
 
-class _End:
+class _Endpoint:
     """State on the device, and the links in it. The host's calls come from any thread."""
 
     def __init__(self, calls: native.Calls, device: Device, numbers: ctypes.Array, servers: int):
@@ -154,7 +154,7 @@ class _End:
 _LIMIT_WORD, _GONE_WORDS = 1, 2
 
 
-class ClientEnd(_End):
+class ClientEndpoint(_Endpoint):
     """GPU endpoint of an instance's rank. `push` and `wait_add` are traced."""
 
     def push(
@@ -164,20 +164,21 @@ class ClientEnd(_End):
         rows: Sequence[Array],
         site: int,
         *,
-        aside: bool,
+        separate_stream: bool,
         lasting: bool = True,
     ) -> Array:
         """Return x; `rows` are num_rows, table_version, row_to_server, ..._adapter, ..._expert.
 
-        With `aside` it goes from a stream of its own, where answers are waited for too: all arrays
-        are then read until the sum. Unless the layer is `lasting` only the wait is there.
+        With `separate_stream` it goes from a stream of its own, where answers are waited for too:
+        all arrays are then read until the sum. Unless the layer is `lasting` only the wait is
+        there.
         """
         out = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        name = _PREFIX + ("push_aside" if aside else "push")
+        name = _PREFIX + ("push_aside" if separate_stream else "push")
         call = acting_call(name, out, input_output_aliases={0: 0})
         num_rows, version, *routes = rows
         which = {"end": np.int64(self.number), "site": np.int64(site)}
-        which |= {"lasting": np.int64(lasting)} if aside else {}
+        which |= {"lasting": np.int64(lasting)} if separate_stream else {}
         return call(x, num_rows, layer, version, *routes, **which)
 
     def wait_add(
@@ -188,16 +189,16 @@ class ClientEnd(_End):
         servers: int,
         site: int,
         *,
-        aside: bool,
+        separate_stream: bool,
     ) -> tuple[tuple[Array, ...], Array]:
-        """Return ys plus what came back, and int32 [servers]; `rows` and `aside` as for push."""
+        """Return ys plus what came back, and int32 [servers]; options as for push."""
         outs = [jax.ShapeDtypeStruct((servers,), jnp.int32)]
         outs += [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in ys]
         aliases = {3 + index: 1 + index for index in range(len(ys))}
-        name = _PREFIX + ("wait_add_aside" if aside else "wait_add")
+        name = _PREFIX + ("wait_add_aside" if separate_stream else "wait_add")
         call = acting_call(name, outs, input_output_aliases=aliases)
         num_rows, version, row_to_server, *owners = rows
-        kept = (version, *owners) if aside else ()
+        kept = (version, *owners) if separate_stream else ()
         which = {"end": np.int64(self.number), "site": np.int64(site)}
         status, *added = call(num_rows, row_to_server, keep, *ys, *kept, **which)
         return tuple(added), status
@@ -224,7 +225,7 @@ class ClientEnd(_End):
         self._word(_LIMIT_WORD).value = nanos
 
 
-class ServerEnd(_End):
+class ServerEndpoint(_Endpoint):
     """GPU endpoint of a server's rank: two ways to take messages, of which it uses one.
 
     `receive` and `respond` move rows over the host; `take` and `answer` are traced, for a program

@@ -33,7 +33,7 @@ class Channel(Protocol):
         ...
 
 
-class ClientEnd(Protocol):
+class ClientEndpoint(Protocol):
     """A client on its device. The host's calls come from any thread."""
 
     def push(
@@ -43,12 +43,13 @@ class ClientEnd(Protocol):
         rows: Sequence[Array],
         site: int,
         *,
-        aside: bool,
+        separate_stream: bool,
         lasting: bool = True,
     ) -> Array:
         """Traced. See AbstractClient.push; `rows` are the fields of PushRows.
 
-        `lasting`: the layer is there until wait_add, so that a push aside may read it late.
+        `lasting`: the layer is there until wait_add, so that a push from a separate stream may
+        read it late.
         """
         ...
 
@@ -60,7 +61,7 @@ class ClientEnd(Protocol):
         servers: int,
         site: int,
         *,
-        aside: bool,
+        separate_stream: bool,
     ) -> tuple[tuple[Array, ...], Array]:
         """Traced. See AbstractClient.wait_add."""
         ...
@@ -98,7 +99,7 @@ class ClientEnd(Protocol):
         ...
 
 
-class ServerEnd(Protocol):
+class ServerEndpoint(Protocol):
     """A server's rank on its device; one thread takes and answers messages, by the host or not."""
 
     most_peers: int
@@ -169,8 +170,8 @@ class ServerEnd(Protocol):
         ...
 
 
-class DeviceEnds(Protocol):
-    """One device as an end of transports."""
+class DeviceEndpoints(Protocol):
+    """One device as an endpoint of transports."""
 
     @property
     def identity(self) -> str:
@@ -192,17 +193,17 @@ class DeviceEnds(Protocol):
         """Return the channel of a server elsewhere. Raises ValueError for other sizes."""
         ...
 
-    def new_client(self, numbers: ctypes.Array, servers: int) -> ClientEnd:
-        """Return an end without servers. Raises ValueError for more than the kernels take."""
+    def new_client(self, numbers: ctypes.Array, servers: int) -> ClientEndpoint:
+        """Return an endpoint without servers. Raises ValueError for more than the kernels take."""
         ...
 
-    def new_server(self, numbers: ctypes.Array) -> ServerEnd:
-        """Return an end without clients; errors as new_client."""
+    def new_server(self, numbers: ctypes.Array) -> ServerEndpoint:
+        """Return an endpoint without clients; errors as new_client."""
         ...
 
 
-def for_platform(platform: str, device: int = 0) -> DeviceEnds:
-    """Return one device of a platform, as jax.default_backend() names it, as an end of transports.
+def for_platform(platform: str, device: int = 0) -> DeviceEndpoints:
+    """Return an endpoint on one device of a platform, which has jax.default_backend()'s name.
 
     A backend's code is imported only here, so only where its platform is asked for.
 

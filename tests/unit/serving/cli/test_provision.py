@@ -1,4 +1,4 @@
-"""Printed plan of a workload file; every wrong field is named."""
+"""Printed provisioning of a workload file; every wrong field is named."""
 
 import json
 
@@ -8,7 +8,7 @@ from support.processes.server_process import ROOT
 from lora_jax.config import from_hf
 from lora_jax.placement.provision import admission_curve, of_rates
 from serving import launch
-from serving.cli.plan import plan_of_files, plan_text, read_request
+from serving.cli.provision import provisioning_of_files, provisioning_text, read_request
 
 TINY = ROOT / "assets" / "tiny-moe"  # 4 layers, 8 experts, hidden 128, experts 96 wide
 UNIT = 3 * 4 * (128 + 96) * 2
@@ -33,9 +33,9 @@ def workload(**changes) -> dict:
     }
 
 
-def plan(content: dict) -> list[str]:
+def provisioning(content: dict) -> list[str]:
     config = from_hf(json.loads((TINY / "config.json").read_text()))
-    return plan_text(read_request(content), config).splitlines()
+    return provisioning_text(read_request(content), config).splitlines()
 
 
 def test_the_lines_say_what_the_parts_compute():
@@ -44,7 +44,7 @@ def test_the_lines_say_what_the_parts_compute():
     curve = admission_curve(of_rates(rates, [2.0] * 20))
     capacity = next(m for m in range(1, 21) if curve[m - 1] >= 0.95)
     assert 5 < capacity <= 10  # two devices
-    assert plan(workload())[1:5] == [
+    assert provisioning(workload())[1:5] == [
         f"capacity   {capacity} adapters at a time admit {curve[capacity - 1]:.2%} of the requests "
         "at once (asked: 95.00%)",
         f"devices    2 for the LoRA Server, {capacity * ADAPTER / 2 / 1000:.3g} kB of "
@@ -56,7 +56,7 @@ def test_the_lines_say_what_the_parts_compute():
 
 
 def test_the_picture_is_in_it():
-    lines = plan(workload())
+    lines = provisioning(workload())
     assert lines[5].startswith("placement  EP2-PP1 on 2 devices")
     assert "experts 0-3" in lines[6]
     assert "layers 0-3" in lines[7]
@@ -68,7 +68,7 @@ def test_adapters_go_to_instances_by_their_load():
         {"name": name, "requests_per_s": rate, "output_tokens": 10}
         for name, rate in (("a", 5), ("b", 3), ("c", 2), ("d", 0))
     ]
-    assert plan(workload(adapters=adapters))[0] == (
+    assert provisioning(workload(adapters=adapters))[0] == (
         "workload   4 adapters, 10 requests/s, 10 in flight on 2 instances, 5 to 5 each"
     )
 
@@ -81,7 +81,7 @@ def test_slots_follow_the_time_in_flight_and_not_the_arrivals_alone():
             {"name": str(i), "requests_per_s": 1, "output_tokens": tokens}
             for i, tokens in enumerate(output_tokens)
         ]
-        return plan(workload(adapters=adapters, instances={"count": 1, "devices": 1}))
+        return provisioning(workload(adapters=adapters, instances={"count": 1, "devices": 1}))
 
     uneven, even = lines(200, 200, 200, 1, 1, 1), lines(*[100.5] * 6)
     assert uneven[0] == even[0]
@@ -126,17 +126,17 @@ def test_slots_follow_the_time_in_flight_and_not_the_arrivals_alone():
 )
 def test_what_is_wrong_is_named(changes, says):
     with pytest.raises(ValueError, match=says):
-        plan(workload(**changes))
+        provisioning(workload(**changes))
 
 
 def test_a_model_without_experts_is_refused():
     dense = from_hf(json.loads((ROOT / "assets" / "stories260k" / "config.json").read_text()))
     with pytest.raises(ValueError, match="mixture-of-experts"):
-        plan_text(read_request(workload()), dense)
+        provisioning_text(read_request(workload()), dense)
 
 
-def test_the_example_in_docs_gives_a_plan():
-    text = plan_of_files(str(TINY), str(ROOT / "docs" / "lora_server_workload.json"))
+def test_the_example_in_docs_is_provisioned():
+    text = provisioning_of_files(str(TINY), str(ROOT / "docs" / "lora_server_workload.json"))
     assert "512 adapters, 35 requests/s, 805 in flight" in text
 
 
@@ -144,20 +144,20 @@ def test_files_are_named_in_errors(tmp_path):
     broken = tmp_path / "broken.json"
     broken.write_text("{")
     with pytest.raises(ValueError, match=r"broken\.json: Expecting"):
-        plan_of_files(str(TINY), str(broken))
+        provisioning_of_files(str(TINY), str(broken))
 
 
-def test_the_command_prints_the_plan(tmp_path, capsys):
+def test_the_command_prints_the_provisioning(tmp_path, capsys):
     path = tmp_path / "workload.json"
     path.write_text(json.dumps(workload()))
-    assert launch.main([str(TINY), "--plan", str(path)]) == 0
-    assert capsys.readouterr().out.splitlines() == plan(workload())
+    assert launch.main([str(TINY), "--provision", str(path)]) == 0
+    assert capsys.readouterr().out.splitlines() == provisioning(workload())
 
 
-def test_the_command_says_why_there_is_no_plan(tmp_path, caplog, monkeypatch):
+def test_the_command_says_why_it_cannot_provision(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(launch.logs, "configure", lambda *_: None)
     path = tmp_path / "workload.json"
     path.write_text(json.dumps(workload(rank=0)))
-    assert launch.main([str(TINY), "--plan", str(path)]) == 1
-    assert "No plan" in caplog.text
+    assert launch.main([str(TINY), "--provision", str(path)]) == 1
+    assert "Cannot size the LoRA Server" in caplog.text
     assert "rank must be" in caplog.text

@@ -1,4 +1,4 @@
-"""`python -m serving.launch MODEL --plan WORKLOAD.json`: how large a LoRA Server must be. No jax.
+"""`python -m serving.launch MODEL --provision WORKLOAD.json`: size of a LoRA Server. No jax.
 
 The file describes the load, the instances and what was measured:
 
@@ -53,7 +53,7 @@ class AdapterLoad:
 
 
 @dataclasses.dataclass(frozen=True)
-class PlanRequest:
+class ProvisionRequest:
     """Contents of a workload file; times in seconds."""
 
     adapters: tuple[AdapterLoad, ...]
@@ -70,8 +70,8 @@ class PlanRequest:
     profile: Profile
 
 
-def plan_of_files(model: str, workload: str) -> str:
-    """Return the plan for a model's folder and a workload file, as lines of text.
+def provisioning_of_files(model: str, workload: str) -> str:
+    """Return size and layout of a LoRA Server for a model's folder and a workload file, as text.
 
     Raises ValueError or OSError for a file that cannot be read, or that asks for what cannot be.
     """
@@ -80,10 +80,10 @@ def plan_of_files(model: str, workload: str) -> str:
         request = read_request(json.loads(Path(workload).read_text()))
     except ValueError as error:  # also of JSON
         raise ValueError(f"{workload}: {error}") from None
-    return plan_text(request, config)
+    return provisioning_text(request, config)
 
 
-def plan_text(request: PlanRequest, config: ModelConfig) -> str:
+def provisioning_text(request: ProvisionRequest, config: ModelConfig) -> str:
     """Return capacity, devices, placement and predicted admission rate as lines of text.
 
     A request is in flight for its output tokens at the TPOT of the SLO, so that the number in
@@ -98,7 +98,7 @@ def plan_text(request: PlanRequest, config: ModelConfig) -> str:
     parts = loads(in_flight, assign(in_flight, request.instances), request.instances)
     batch = max(parts)
     budget = layer_budget(request.tpot, config.num_layers, request.attention, request.moe)
-    plan = minimum_devices(
+    layout = minimum_devices(
         adapter_shape(config, capacity, request.rank, request.itemsize),
         request.bytes_per_device,
         Instances(request.instances, request.devices_per_instance, batch),
@@ -110,14 +110,14 @@ def plan_text(request: PlanRequest, config: ModelConfig) -> str:
         f"workload   {_workload_text(request, load.global_batch, parts)}",
         f"capacity   {capacity} adapters at a time admit {curve[capacity - 1]:.2%} of the requests "
         f"at once (asked: {request.admission_rate:.2%})",
-        f"devices    {_devices_text(plan, request.bytes_per_device, curve)}",
-        *_time_lines(request.profile.times(plan.ep, batch), request.instances, budget),
-        "placement  " + picture(plan).replace("\n", "\n" + " " * 9),
+        f"devices    {_devices_text(layout, request.bytes_per_device, curve)}",
+        *_time_lines(request.profile.times(layout.ep, batch), request.instances, budget),
+        "placement  " + picture(layout).replace("\n", "\n" + " " * 9),
     ]
     return "\n".join(lines)
 
 
-def _workload_text(request: PlanRequest, in_flight: float, parts: Sequence[float]) -> str:
+def _workload_text(request: ProvisionRequest, in_flight: float, parts: Sequence[float]) -> str:
     arrivals = sum(adapter.requests_per_s for adapter in request.adapters)
     return (
         f"{len(request.adapters)} adapters, {arrivals:.4g} requests/s, {in_flight:.4g} in flight "
@@ -125,10 +125,10 @@ def _workload_text(request: PlanRequest, in_flight: float, parts: Sequence[float
     )
 
 
-def _devices_text(plan: ServerLayout, device_bytes: int, curve: np.ndarray) -> str:
-    room = min(plan.capacity(device_bytes), len(curve))
+def _devices_text(layout: ServerLayout, device_bytes: int, curve: np.ndarray) -> str:
+    room = min(layout.capacity(device_bytes), len(curve))
     return (
-        f"{plan.devices} for the LoRA Server, {spell_bytes(max(plan.bytes_per_device))} of "
+        f"{layout.devices} for the LoRA Server, {spell_bytes(max(layout.bytes_per_device))} of "
         f"{spell_bytes(device_bytes)} each; room for {room} adapters, predicted "
         f"immediate-admission rate {curve[room - 1]:.2%}"
     )
@@ -142,7 +142,7 @@ def _time_lines(times: LayerTimes, instances: int, budget: LayerBudget) -> list[
     ]
 
 
-def read_request(content: Any) -> PlanRequest:
+def read_request(content: Any) -> ProvisionRequest:
     """Return what the JSON says, or raise ValueError that names the field."""
     names = ("adapters", "rank", "dtype", "instances", "server", "slo", "base_us", "server_us")
     top = _object(content, "the file", names)
@@ -155,7 +155,7 @@ def read_request(content: Any) -> PlanRequest:
     rate = _number(slo, "admission_rate", "slo")
     if rate > 1:
         raise ValueError(f"slo: admission_rate must be at most 1, not {rate} (0.95 for P95).")
-    return PlanRequest(
+    return ProvisionRequest(
         adapters=_read_adapters(top["adapters"]),
         rank=_count(top, "rank", "the file"),
         itemsize=ITEMSIZE[top["dtype"]],

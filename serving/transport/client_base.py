@@ -25,7 +25,7 @@ class AbstractConnector[Joined](abc.ABC):
         """Tell the server that this client has gone. A second call does nothing."""
 
 
-class AbstractJoiningClient[Joined](AbstractClient):
+class AbstractClientBase[Joined](AbstractClient):
     """Client base of all transports, for any kind of slot memory."""
 
     def __init__(self, shapes: Shapes, connectors: Sequence[AbstractConnector[Joined]]):

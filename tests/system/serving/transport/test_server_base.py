@@ -5,14 +5,14 @@ import pytest
 from support.cases.transport_cases import terms_of
 
 from serving.transport.base import Request
-from serving.transport.seating import AbstractSeatingServer
+from serving.transport.server_base import AbstractServerBase
 from serving.transport.shapes import GATE_UP
 
 SHAPES = terms_of(ep=1).shapes
 SITE = SHAPES.sites[GATE_UP]
 
 
-class Server(AbstractSeatingServer[str]):
+class Server(AbstractServerBase[str]):
     """Keeps what is done to it."""
 
     def __init__(self, shapes):

@@ -6,7 +6,7 @@ import re
 import pytest
 from support.cases.transport_cases import terms_of
 
-from serving.transport.terms import mismatch
+from serving.transport.compatibility import mismatch
 
 
 def test_equal_terms_fit():

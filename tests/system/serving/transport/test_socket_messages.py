@@ -9,9 +9,9 @@ import time
 import pytest
 from support.contracts.transport_contract import wait_for
 
-from serving.transport import rendezvous
+from serving.transport import socket_messages
 from serving.transport.base import TransportError
-from serving.transport.rendezvous import (
+from serving.transport.socket_messages import (
     Guest,
     Listener,
     Watch,
@@ -76,7 +76,7 @@ def test_a_refusal_is_said_in_the_listeners_words(house):
 
 
 def test_a_full_house_lets_nobody_in(house, monkeypatch):
-    monkeypatch.setattr(rendezvous, "MOST_CLIENTS", 1)
+    monkeypatch.setattr(socket_messages, "MOST_CLIENTS", 1)
     connection, _, fds = call(house[0].address, {}, 1)
     os.close(fds[0])
     with pytest.raises(ConnectionError):
@@ -99,7 +99,7 @@ def test_the_path_of_a_dead_process_is_taken_over(tmp_path):
 
 
 def test_a_silent_listener_is_not_waited_for_long(tmp_path, monkeypatch):
-    monkeypatch.setattr(rendezvous, "_SECONDS", 0.05)
+    monkeypatch.setattr(socket_messages, "_SECONDS", 0.05)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
         silent.bind(str(tmp_path / "silent.sock"))
         silent.listen()
@@ -108,7 +108,7 @@ def test_a_silent_listener_is_not_waited_for_long(tmp_path, monkeypatch):
 
 
 def test_bytes_that_drip_in_hold_a_place_no_longer_than_a_message_may_take(house, monkeypatch):
-    monkeypatch.setattr(rendezvous, "_SECONDS", 0.3)
+    monkeypatch.setattr(socket_messages, "_SECONDS", 0.3)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as slow:
         slow.connect(house[0].address)
         slow.sendall((60_000).to_bytes(4, "little"))
