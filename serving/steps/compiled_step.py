@@ -130,9 +130,9 @@ class CompiledStep:
     ) -> tuple[Lowered, Lowered]:
         """Return the programs that `forward` and `sample` run, ready to compile."""
         source = self._table if self._in_place else table
-        forward = self._forward_arguments(operands, source, bucket)
-        _, *shapes, _ = self._forward.eval_shape(*forward, bucket=bucket)
-        forwarded = jax.tree.map(self._place_zeros, Forwarded(*shapes))
+        forwarded = jax.tree.map(
+            self._place, _no_logits(self._sizes.logit_rows(bucket), self._vocab_size)
+        )
         masks = jax.tree.map(self._place, host_masks(self._sizes.max_seqs, self._vocab_size))
         sample = self._sample_arguments(operands.state, forwarded, masks, bucket)
         if self._in_place:
@@ -191,9 +191,6 @@ class CompiledStep:
         rest, rest_tree = jax.tree.flatten((forwarded, masks))
         return donated, rest, (donated_tree, rest_tree)
 
-    def _place_zeros(self, shape: jax.ShapeDtypeStruct) -> jax.Array:
-        return self._place(np.zeros(shape.shape, shape.dtype))
-
     def _arguments(
         self, operands: Operands, table: np.ndarray | jax.Array, bucket: int, *, lora: bool
     ) -> tuple[Any, ...]:
@@ -214,6 +211,12 @@ class CompiledStep:
 
     def _place(self, value: Any) -> jax.Array:
         return jax.device_put(value, self.sharding)
+
+
+def _no_logits(rows: int, vocab: int) -> Forwarded:
+    """Return arrays of the shapes of a forward part's results."""
+    columns = [jnp.zeros(rows, jnp.int32) for _ in range(5)]
+    return Forwarded(jnp.zeros((rows, vocab), jnp.float32), LogitRows(jnp.int32(0), *columns))
 
 
 def _jit_steps(

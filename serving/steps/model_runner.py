@@ -6,7 +6,6 @@ are read when the next one is on its way. Steps in which a grammar binds a row h
 `forward` goes out like any step, and `sample` follows when the host knows which tokens may come.
 """
 
-import dataclasses
 import functools
 import os
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from tqdm import tqdm
 from lora_jax.adapters.slots import AdapterSlots, warm_up
 from lora_jax.kv_cache import KVShape, init_cache
 from lora_jax.typing import Array, Int
-from serving.api.request import ScheduledChunk, Sequence, SequenceResult, StepPlan, TokenLogprobs
+from serving.api.request import Sequence, SequenceResult, StepPlan
 from serving.api.sampling import Sampling
 from serving.lora_server.client import RemoteTable, ServerLink
 from serving.steps.compiled_step import NO_REMAT, CompiledStep, Forwarded, Operands
@@ -36,6 +35,14 @@ from serving.steps.step import (
     START,
     TABLE_ROWS,
     StepSizes,
+)
+from serving.steps.step_results import (
+    HeldStep,
+    HostArrays,
+    InFlightStep,
+    first_rows,
+    in_flight,
+    num_targets,
 )
 from serving.steps.token_masks import TokenMasks, host_masks
 
@@ -51,29 +58,6 @@ def token_buckets(max_tokens: int) -> tuple[int, ...]:
         buckets.append(bucket)
         bucket *= _BUCKET_FACTOR
     return (*buckets, max_tokens)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class InFlightStep:
-    """A dispatched step: what it was asked, and arrays that will hold its results."""
-
-    plan: StepPlan
-    first_rows: tuple[int, ...]  # first logit row of each chunk, in the plan's order
-    sampled: Sampled
-    scored: bool  # whether any row's log-probabilities are wanted
-    remote_status: jax.Array | None = None  # int32 [servers] of the LoRA Server, if there is one
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class HeldStep:
-    """A step whose forward part is dispatched and whose sample part waits for masks."""
-
-    plan: StepPlan
-    first_rows: tuple[int, ...]
-    scored: bool
-    bucket: int
-    forwarded: Forwarded
-    remote_status: jax.Array | None
 
 
 class ModelRunner:
@@ -199,7 +183,7 @@ class ModelRunner:
         table, scored = self._prepare(plan)
         lora = self._needs_lora(plan, bucket)
         sampled, status = self._run(table, bucket, lora=lora)
-        return _in_flight(plan, _first_rows(plan), sampled, scored, status)
+        return in_flight(plan, first_rows(plan), sampled, scored, status)
 
     def forward(self, plan: StepPlan) -> HeldStep:
         """Send the forward part of a step to the device; `sample` must follow before other steps.
@@ -209,12 +193,12 @@ class ModelRunner:
         bucket = self._bucket(plan, self.split_buckets)
         table, scored = self._prepare(plan)
         forwarded, status = self._run_forward(table, bucket)
-        return HeldStep(plan, _first_rows(plan), scored, bucket, forwarded, status)
+        return HeldStep(plan, first_rows(plan), scored, bucket, forwarded, status)
 
     def sample(self, held: HeldStep, masks: TokenMasks) -> InFlightStep:
         """Send the rest of a step to the device, with the masks of its rows."""
         sampled = self._run_sample(held.forwarded, masks, held.bucket)
-        return _in_flight(held.plan, held.first_rows, sampled, held.scored, held.remote_status)
+        return in_flight(held.plan, held.first_rows, sampled, held.scored, held.remote_status)
 
     def new_masks(self) -> TokenMasks:
         """Return masks on the host in which no row is masked."""
@@ -245,7 +229,7 @@ class ModelRunner:
 
         A sampled token_id of INVALID_TOKEN means that the row's logits were not finite.
         """
-        arrays = _HostArrays(step)
+        arrays = HostArrays(step)
         chunks = zip(step.plan.chunks, step.first_rows, strict=True)
         return [arrays.result(chunk, first) for chunk, first in chunks]
 
@@ -318,75 +302,3 @@ class ModelRunner:
         self._tables[row, known : len(pages)] = pages[known:]
         self._num_pages[row] = len(pages)
         return True
-
-
-def _in_flight(
-    plan: StepPlan,
-    first_rows: tuple[int, ...],
-    sampled: Sampled,
-    scored: bool,
-    status: jax.Array | None,
-) -> InFlightStep:
-    """Return the step, its results on their way to the host."""
-    for leaf in jax.tree.leaves(sampled) if scored else (sampled.token_ids,):
-        leaf.copy_to_host_async()
-    if status is not None:
-        status.copy_to_host_async()
-    return InFlightStep(plan, first_rows, sampled, scored, status)
-
-
-def _first_rows(plan: StepPlan) -> tuple[int, ...]:
-    """Return where each chunk's logit rows start: they stand in order of sequence rows.
-
-    To be asked before the step: the scheduler may take a row away while the step runs.
-    """
-    chunks = plan.chunks
-    firsts, first = [0] * len(chunks), 0
-    for place in sorted(range(len(chunks)), key=lambda place: chunks[place].sequence.row):
-        firsts[place] = first
-        first += num_targets(chunks[place]) + chunks[place].samples
-    return tuple(firsts)
-
-
-def num_targets(chunk: ScheduledChunk) -> int:
-    """Return how many prompt tokens the chunk scores: those after its tokens."""
-    if not chunk.prompt_logprobs:
-        return 0
-    end = min(chunk.start + chunk.num_tokens, chunk.sequence.num_prompt - 1)
-    return max(0, end - chunk.start)
-
-
-class _HostArrays:
-    """A finished step's results on the host."""
-
-    def __init__(self, step: InFlightStep):
-        self.token_ids = np.asarray(step.sampled.token_ids).tolist()
-        if step.scored:
-            self.logprobs = np.asarray(step.sampled.logprobs).tolist()
-            self.ranks = np.asarray(step.sampled.ranks).tolist()
-            self.top_ids = np.asarray(step.sampled.top_ids)
-            self.top_logprobs = np.asarray(step.sampled.top_logprobs)
-
-    def result(self, chunk: ScheduledChunk, first: int) -> SequenceResult:
-        """Return the result of a chunk whose logit rows start at `first`."""
-        sampling = chunk.sequence.request.sampling
-        targets = num_targets(chunk)
-        scored: tuple[TokenLogprobs, ...] = ()
-        if targets:
-            wanted = sampling.prompt_logprobs
-            count = (sampling.logprobs or 0) if wanted is None else wanted
-            scored = tuple(self._entry(first + place, count) for place in range(targets))
-        if not chunk.samples:
-            return SequenceResult(chunk, None, None, scored)
-        row = first + targets
-        entry = None if sampling.logprobs is None else self._entry(row, sampling.logprobs)
-        return SequenceResult(chunk, self.token_ids[row], entry, scored)
-
-    def _entry(self, row: int, count: int) -> TokenLogprobs:
-        ids, values = self.top_ids[row, :count].tolist(), self.top_logprobs[row, :count].tolist()
-        return TokenLogprobs(
-            self.token_ids[row],
-            self.logprobs[row],
-            self.ranks[row],
-            dict(zip(ids, values, strict=True)),
-        )

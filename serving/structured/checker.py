@@ -62,7 +62,7 @@ class Checker:
         with self._lock:
             if self._process is None:
                 self._start()
-            fields = {"kind": outputs.kind, "text": outputs.text}
+            fields: dict[str, Any] = {"kind": outputs.kind, "text": outputs.text}
             fields["disable_any_whitespace"] = outputs.disable_any_whitespace
             fields["whitespace_pattern"] = outputs.whitespace_pattern
             answer = self._ask(fields, self._limit_s)

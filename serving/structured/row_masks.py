@@ -67,11 +67,10 @@ class RowMasks:
                 row = words[sequence.row]
                 sequence.grammar_state.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row_bytes)
             return
-        if self._executor is None:
-            self._executor = LLExecutor()
+        executor = self._executor = self._executor or LLExecutor()
         matchers = [(s.grammar_state.matcher, s.row) for s in sequences]
         address = words.ctypes.data
-        self._executor.unsafe_compute_mask_ptr(matchers, address, row_bytes, words.shape[0])
+        executor.unsafe_compute_mask_ptr(matchers, address, row_bytes, words.shape[0])
 
     def _hold_back(self, sequence: Sequence, row: np.ndarray) -> None:
         """Take the ends out that ignore_eos and min_tokens ask for, unless nothing else is left."""
@@ -92,7 +91,7 @@ class RowMasks:
 def _takes_mask(chunk: ScheduledChunk) -> bool:
     """Return whether the chunk draws a token that counts: its sequence may have ended meanwhile."""
     sequence = chunk.sequence
-    runs = sequence.state is SequenceState.RUNNING and not sequence.num_void
+    runs = sequence.state is SequenceState.RUNNING and not sequence.num_discarded
     return chunk.samples and runs and sequence.request.grammar is not None
 
 

@@ -24,6 +24,7 @@ WITHOUT_MODULE = {
     "serving/lora_server/test_processes.py",
     "serving/http/test_bad_input.py",
     "serving/test_esft_serving.py",
+    "serving/test_structured_outputs.py",
     "serving/test_families.py",
     "serving/http/test_end_to_end.py",
     "serving/http/test_fair_shares.py",

@@ -17,6 +17,7 @@ from serving.engine.metrics import EngineMetrics
 from serving.runtime.compile_counter import CompileCounter
 from serving.scheduling.scheduler import Scheduler, SchedulerLimits
 from serving.steps.sampler import INVALID_TOKEN
+from serving.structured.row_masks import RowMasks
 from serving.text.tokenizer import Tokenizer
 
 LIMITS = SchedulerLimits(
@@ -133,6 +134,7 @@ class Case:
                 scheduler=Scheduler(limits, adapters=self.loader),
                 registry=self.registry,
                 loader=self.loader,
+                masks=RowMasks((2,)),
                 metrics=self.metrics,
                 compilations=self.compilations,
                 chunks_per_step=1,

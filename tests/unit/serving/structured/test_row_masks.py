@@ -55,7 +55,7 @@ def test_only_drawn_rows_of_bound_sequences_are_masked(sequence):
     bound, free, ended = sequence(row=2), sequence(None, row=3), sequence(row=4)
     ended.state = SequenceState.FINISHED
     void = sequence(row=5)
-    void.num_void = 1
+    void.num_discarded = 1
     plan = plan_of(bound, free, ended, void)
     assert is_bound(plan)
     assert not is_bound(plan_of(bound, samples=False))
