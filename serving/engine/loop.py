@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable
 
 from lora_jax.adapters.registry import AdapterEntry, AdapterRegistry
+from lora_jax.adapters.rollout_guard import Outcome
 from serving.api.request import EngineDead, FinishReason, Request, Sequence, StepPlan
 from serving.engine.live_request import LiveRequest
 from serving.engine.metrics import EngineMetrics
+from serving.engine.pacing import Pacer
 from serving.loading.adapter_loaders import AdapterLoaders
 from serving.runtime.compile_counter import CompileCounter
 from serving.scheduling.scheduler import Progress, Scheduler, SchedulerStats
@@ -47,6 +49,7 @@ class LoopParts:
     compilations: CompileCounter
     masks: RowMasks
     chunks_per_step: int
+    finished: Callable[[str | None, Outcome], None] = lambda adapter, outcome: None
 
 
 class EngineLoop:
@@ -65,6 +68,7 @@ class EngineLoop:
         self._generation = -1  # of the registry, as last seen
         self._heartbeat_s = time.monotonic()
         self._num_dispatched = 0
+        self._pacer = Pacer(time.monotonic)
         self.num_steps = 0  # whose results have been read
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -105,6 +109,7 @@ class EngineLoop:
             if self._dead or self._closing:
                 raise EngineDead(_DEAD)
             sequences = self._parts.scheduler.add(request)
+            self._pacer.asked(request.share.tenant)
             self._live[request.request_id] = make_live(sequences)
             if entry is not None and self._parts.loader is not None:
                 self._parts.loader.retain(entry)
@@ -148,6 +153,8 @@ class EngineLoop:
 
     def _iterate(self) -> None:
         """Plan and dispatch one step, advance loads, and take in the step before."""
+        if self._flying is not None:
+            time.sleep(self._pacer.wait_s(self._flying.plan.num_tokens))
         parts, now = self._parts, time.monotonic()
         self._heartbeat_s = now
         with self._lock:
@@ -159,20 +166,26 @@ class EngineLoop:
         if plan is not None and parts.loader is not None:
             parts.loader.prepare(parts.runner, self._num_dispatched)
         step = None if plan is None else self._dispatch(plan)
-        self._num_dispatched += step is not None
+        if step is not None:
+            self._num_dispatched += 1
+            self._pacer.dispatched(now, follows=self._flying is not None)
         loaded = self._advance_loads()
         for sequence in ended:
             self._end(sequence, FinishReason.ABORT)
         for sequence in expired:
             message = _ADAPTER_WAIT.format(name=sequence.request.adapter)
             self._end(sequence, FinishReason.ERROR, message, retryable=True)
-        finished, self._flying = self._flying, step if isinstance(step, InFlightStep) else None
+        finished, self._flying = self._flying, None
         if finished is not None:
             self._process_results(finished)
         elif step is None and not loaded:
             self._sleep()
         if isinstance(step, HeldStep):
-            self._flying = self._sample(step)
+            step = self._sample(step)
+        self._flying = step
+        if step is not None and step.plan.is_short:  # its caller waits for it alone
+            self._flying = None
+            self._process_results(step)
 
     def _dispatch(self, plan: StepPlan) -> InFlightStep | HeldStep:
         """Send a step to the device, or its forward part where a grammar binds a row."""
@@ -233,7 +246,9 @@ class EngineLoop:
 
     def _process_results(self, step: InFlightStep) -> None:
         """Read a step's results and hand out what they mean."""
+        began = time.monotonic()
         results = self._parts.runner.read(step)
+        self._pacer.ended(step.plan.num_tokens, began)
         bad = [result for result in results if result.token_id == INVALID_TOKEN]
         now, loader = time.monotonic(), self._parts.loader
         lost = frozenset() if loader is None else loader.harmed_by(step.remote_status)
@@ -327,7 +342,11 @@ class EngineLoop:
             digest = live.request.adapter_digest
             if digest and self._parts.loader is not None:
                 self._parts.loader.drop(digest)
-        self._parts.metrics.request_done(live.summary(now))
+        summary = live.summary(now)
+        self._parts.metrics.request_done(summary)
+        outcome = summary.outcome()
+        if outcome is not None:
+            self._parts.finished(summary.adapter, outcome)
 
     def _drain(self) -> None:
         """Wait for the device, so that the process may end while nothing runs; free its memory."""

@@ -14,22 +14,27 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lora_jax.adapters.catalogue import LoraCatalogue
+from lora_jax.adapters.local_widths import LocalWidths
 from lora_jax.adapters.lora_allocator import SlotAllocator
 from lora_jax.adapters.registry import AdapterRegistry, RegistryLimits
 from lora_jax.adapters.row_copies import Copier, LoraCopyJob, pin_matrices
 from lora_jax.adapters.slots import LoraLoadJob, SlotsSpec, init_slots
-from lora_jax.adapters.weights import AnyWeights, ExpertWeights
+from lora_jax.adapters.weights import AdapterWeights, AnyWeights, ExpertWeights
 from lora_jax.config import ModelConfig
 from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.ops import dispatch
+from lora_jax.sharding import Split
 from serving.api.config import EngineConfig
 from serving.api.generation_config import read_generation_config
 from serving.api.load_format import WeightSource, weight_source
+from serving.engine.devices import log_devices, split_of
+from serving.engine.logs import adapter_line
 from serving.engine.loop import EngineLoop, LoopParts
 from serving.engine.memory_budget import make_allocator, size_kv_cache
 from serving.engine.metrics import EngineMetrics, EngineStats
 from serving.engine.model_info import ModelInfo, model_info
 from serving.engine.sizing import CacheSize
+from serving.engine.version_metrics import ShareCollector
 from serving.loading.adapter_loader import AdapterLoader
 from serving.loading.adapter_loaders import AdapterLoaders
 from serving.loading.esft_parts import EsftParts, make_esft
@@ -39,12 +44,13 @@ from serving.lora_server.shards import local_catalogue
 from serving.runtime.compile_counter import CompileCounter
 from serving.runtime.device_copier import device_copier
 from serving.runtime.program_cache import keep_programs
+from serving.runtime.rollouts import Rollouts
 from serving.scheduling.scheduler import Scheduler, SchedulerLimits
 from serving.steps.model_runner import ModelRunner
 from serving.steps.step import StepSizes
 from serving.structured.grammars import Grammars
 from serving.structured.row_masks import RowMasks
-from serving.structured.vocabulary import Vocabulary
+from serving.structured.vocabulary import vocabulary_of
 from serving.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -56,6 +62,7 @@ class EngineParts:
 
     tokenizer: Tokenizer
     registry: AdapterRegistry
+    rollouts: Rollouts
     loader: AdapterLoaders
     metrics: EngineMetrics
     compilations: CompileCounter
@@ -75,16 +82,22 @@ def build_parts(
     model or an adapter that cannot be served, and ConnectionError when the server cannot be
     reached or does not fit.
     """
+    if access is not None and config.tensor_parallel_size > 1:
+        raise ValueError(
+            "A LoRA Server serves instances of one device each: set tensor_parallel_size to 1, "
+            f"not {config.tensor_parallel_size}, or keep the adapters on the instances."
+        )
     generation = read_generation_config(
         config.model, config.generation_config, config.override_generation_config
     )
     keep_programs()
+    split = split_of(config)
     device = jax.devices()[0]
     logger.info(
         "jax %s on %s (%d devices).", jax.__version__, device.device_kind, len(jax.devices())
     )
     source = weight_source(config.load_format)
-    model, model_config, dtype = _load_model(config, source)
+    model, model_config, dtype = _load_model(config, source, split)
     made_up = model_config.vocab_size if source.made_up else None
     tokenizer = Tokenizer(config.model, chat_template=config.chat_template, made_up=made_up)
     weights = [(leaf.size, leaf.nbytes) for leaf in jax.tree.leaves(nnx.state(model))]
@@ -97,10 +110,15 @@ def build_parts(
             undo.callback(esft.room.close)
         # KV pages may lie where the experts were.
         catalogue = model.catalogue(model_config)
-        local_modules, num_full_adapters = _held_locally(catalogue, remote)
-        size = size_kv_cache(config, model, model_config, local_modules, dtype, num_full_adapters)
+        widths = _local_widths(split)
+        local_modules, num_full_adapters = _held_locally(catalogue, remote, widths)
+        devices = config.tensor_parallel_size
+        room = (model_config, local_modules, dtype, num_full_adapters, devices)
+        size = size_kv_cache(config, model, *room)
         info = model_info(config, weights, model_config, size, dtype, tokenizer, generation)
-        base = _Base(model, model_config, source, catalogue, dtype, size, esft, remote)
+        base = _Base(
+            model, model_config, source, catalogue, dtype, size, esft, remote, split, widths
+        )
         parts = _build(config, adapters, base, tokenizer, info)
         undo.pop_all()
         return parts
@@ -118,12 +136,25 @@ class _Base:
     size: CacheSize
     esft: EsftParts | None
     remote: InstanceSide | None
+    split: Split | None
+    widths: LocalWidths | None  # of the split
+
+
+def _local_widths(split: Split | None) -> LocalWidths | None:
+    if split is None:
+        return None
+    return LocalWidths(split.size, split.experts == "ep", split.vocab_multiple)
 
 
 def _held_locally(
-    catalogue: LoraCatalogue, remote: InstanceSide | None
+    catalogue: LoraCatalogue, remote: InstanceSide | None, widths: LocalWidths | None
 ) -> tuple[LoraCatalogue, int]:
-    """Return the modules of which slots hold every adapter, and the number held whole."""
+    """Return the modules of which slots hold every adapter, and the number held whole.
+
+    In a split model they are as one device has them.
+    """
+    if widths is not None:
+        return widths.catalogue(catalogue), 0
     if remote is None:
         return catalogue, 0
     return local_catalogue(catalogue, remote.link.layout), remote.num_local
@@ -137,11 +168,12 @@ def _build(
     info: ModelInfo,
 ) -> EngineParts:
     """Return the parts around a model that is loaded."""
-    local_modules, num_full_adapters = _held_locally(base.catalogue, base.remote)
+    held = _held_locally(base.catalogue, base.remote, base.widths)
+    local_modules, num_full_adapters = held
     allocator, spec = make_allocator(
         config, base.catalogue, local_modules, base.dtype, num_full_adapters
     )
-    copier = device_copier()
+    copier = None if base.split is not None else device_copier()
     registry = _make_registry(config, base, allocator, copier)
     _load_adapters(registry, adapters)
     end_ids = info.end_token_ids
@@ -150,26 +182,31 @@ def _build(
     metrics = _make_metrics(config, info)
     loader = _make_loaders(allocator, base, metrics, copier)
     registry.set_in_use(loader.in_use)
+    rollouts = Rollouts(registry)
+    registry.set_kept(rollouts.kept)
+    metrics.registry.register(ShareCollector(rollouts.states))
     scheduler = _make_scheduler(config, base.size, loader, end_ids)
     chunks = config.adapter_load_chunks_per_step
-    masks = RowMasks(end_ids)
     loop = EngineLoop(
-        LoopParts(runner, scheduler, registry, loader, metrics, compilations, masks, chunks)
+        LoopParts(
+            runner,
+            scheduler,
+            registry,
+            loader,
+            metrics,
+            compilations,
+            RowMasks(end_ids),
+            chunks,
+            rollouts.finished,
+        )
     )
     if base.remote is not None:
         base.remote.wake = loop.wake
     metrics.set_source(lambda: engine_stats(loop, registry, loader, metrics, compilations))
-    grammars = Grammars(_vocabulary(tokenizer, info.vocab_size, end_ids))
-    return EngineParts(tokenizer, registry, loader, metrics, compilations, loop, info, grammars)
-
-
-def _vocabulary(tokenizer: Tokenizer, size: int, end_ids: tuple[int, ...]) -> Vocabulary | None:
-    """Return what grammars need of the tokenizer; None for a model without an end token."""
-    ends = [token for token in end_ids if token < size]
-    if not ends:
-        return None
-    special = [token for token in tokenizer.special_ids if token < size]
-    return Vocabulary(tokenizer.token_bytes(size), special, ends)
+    grammars = Grammars(vocabulary_of(tokenizer, info.vocab_size, end_ids))
+    return EngineParts(
+        tokenizer, registry, rollouts, loader, metrics, compilations, loop, info, grammars
+    )
 
 
 def engine_stats(
@@ -211,11 +248,11 @@ def engine_stats(
 
 
 def _load_model(
-    config: EngineConfig, source: WeightSource
+    config: EngineConfig, source: WeightSource, split: Split | None
 ) -> tuple[AbstractCausalLM, ModelConfig, jnp.dtype]:
     start = time.monotonic()
     wanted = None if config.dtype == "auto" else jnp.dtype(config.dtype)
-    model, model_config = source.load_model(config.model, dtype=wanted)
+    model, model_config = source.load_model(config.model, dtype=wanted, split=split)
     leaves = jax.tree.leaves(nnx.state(model))
     dtype = jax.tree.leaves(nnx.state(model.embed))[0].dtype
     logger.info(
@@ -227,7 +264,7 @@ def _load_model(
         dtype.name,
         time.monotonic() - start,
     )
-    logger.info("Mesh: one device, %s.", leaves[0].device)
+    log_devices(split)
     return model, model_config, dtype
 
 
@@ -245,6 +282,8 @@ def _make_registry(
             base.esft.room.allocator.check_fits(weights)
 
     def kept(weights: AnyWeights) -> AnyWeights:
+        if base.widths is not None and isinstance(weights, AdapterWeights):
+            return base.widths.adapter(weights, base.catalogue)
         return pin_matrices(weights if base.remote is None else base.remote.keep(weights), copier)
 
     limits = RegistryLimits(
@@ -269,17 +308,7 @@ def _load_adapters(
 ) -> None:
     registry.load_all(adapters)
     for name in adapters:
-        report = registry.get(name).report
-        logger.info(
-            "Adapter %s: %s, %s, %.2f MB, sha256 %s.",
-            name,
-            report.kind,
-            f"{sum(map(len, report.experts.values()))} experts"
-            if report.experts
-            else f"rank {report.max_rank}, {len(report.modules)} modules",
-            report.weight_bytes / 1e6,
-            report.digest[:12],
-        )
+        logger.info("%s", adapter_line(name, registry.get(name).report))
 
 
 def _make_runner(
@@ -295,13 +324,14 @@ def _make_runner(
         vocab_size=base.config.vocab_size,
         dtype=base.dtype,
         end_ids=end_ids,
-        slots=init_slots(base.catalogue, spec, base.dtype),
+        slots=init_slots(base.catalogue, spec, base.dtype, base.split),
         reroute_tables=None if base.esft is None else base.esft.tables,
         link=link,
         # On a CPU the adapters' kernels return at once where no row has an adapter, but exchanges
         # that nobody needs take a third of a small model's step.
         specialize_lora=config.specialize_lora
         and (jax.default_backend() != "cpu" or link is not None),
+        split=base.split,
     )
     runner.warm_up(progress=True)
     logger.info(

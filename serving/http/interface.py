@@ -7,6 +7,7 @@ from lora_jax.adapters.registry import AdapterEntry, AdapterRegistry
 from serving.api.request import OutputDelta, Share
 from serving.api.sampling import Sampling
 from serving.api.structured_outputs import StructuredOutputs
+from serving.runtime.rollouts import Rollouts
 
 
 class AbstractTokenizer(Protocol):
@@ -40,6 +41,7 @@ class AbstractEngine(Protocol):
 
     tokenizer: Any
     registry: AdapterRegistry
+    rollouts: Rollouts
     config: Any
     model_info: Any
     metrics: Any

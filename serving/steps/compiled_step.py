@@ -27,6 +27,7 @@ from serving.lora_server.client import RemoteTable, ServerLink
 from serving.steps import batch_sampler, sampler
 from serving.steps.device_state import RowState
 from serving.steps.sampler import LogitRows, Sampled, no_samples
+from serving.steps.split_step import StepSplit, weight_specs
 from serving.steps.step import (
     TABLE_ROWS,
     Sample,
@@ -73,13 +74,17 @@ class CompiledStep:
         *,
         in_place: bool,
         compiler_options: dict[str, str] | None = None,
+        split: StepSplit | None = None,
     ):
-        """`in_place` samples all rows at once, and memory stays where it is; see the module."""
+        """`in_place` samples all rows at once, and memory stays where it is; see the module.
+
+        With `split` the model lies on several devices, and a step runs on all of them.
+        """
         self._sizes, self._vocab_size, self._in_place = sizes, vocab_size, in_place
         sample = batch_sampler.sample if in_place else sampler.sample
-        programs, self._leaves = _jit_steps(model, sizes, link, sample, compiler_options)
-        self._step, self._forward, self._sample = programs
-        self.sharding = self._leaves[0].sharding
+        made = _jit_steps(model, sizes, link, sample, compiler_options, split)
+        (self._step, self._forward, self._sample), self._leaves = made
+        self.sharding = self._leaves[0].sharding if split is None else split.split.whole
         self._table = self._place(np.zeros((TABLE_ROWS, sizes.max_seqs), np.int32))
         self._pages = self._place(np.zeros((sizes.max_seqs, sizes.max_pages), np.int32))
         self._spacers = _make_holes(self._place) if in_place else []
@@ -125,7 +130,7 @@ class CompiledStep:
             sampled, status = _copied((sampled, status))
         return cache, state, sampled, status
 
-    def lower_split(
+    def lower_parts(
         self, operands: Operands, table: np.ndarray, bucket: int
     ) -> tuple[Lowered, Lowered]:
         """Return the programs that `forward` and `sample` run, ready to compile."""
@@ -225,6 +230,7 @@ def _jit_steps(
     link: ServerLink | None,
     sample: Sample,
     options: dict[str, str] | None,
+    split: StepSplit | None,
 ) -> tuple[tuple[Callable, Callable, Callable], tuple[jax.Array, ...]]:
     """Return the step over the leaves of the model, its two parts, and the leaves.
 
@@ -233,13 +239,15 @@ def _jit_steps(
     """
     graphdef, params = nnx.split(model, graph=False)
     leaves, treedef = jax.tree.flatten(params)
+    specs = None if split is None else weight_specs(leaves)
 
     def run_forward(leaves, cache, history, rest, bucket, lora):
         merged = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
         (slots, reroute_tables, remote_table), table, pages = rest
         remote = None if link is None or not lora else link.start(remote_table)
         batch = (slots, table, pages, bucket, sizes, reroute_tables, remote, lora)
-        cache, logits, rows = forward_step(merged, cache, history, *batch)
+        over = None if split is None else split.split
+        cache, logits, rows = forward_step(merged, cache, history, *batch, over)
         return cache, logits, rows, None if remote is None else remote.status()
 
     @functools.partial(
@@ -250,6 +258,12 @@ def _jit_steps(
         compiler_options=options,
     )
     def step(leaves, donated, rest, trees, *, bucket, lora):
+        local = functools.partial(local_step, trees=trees, bucket=bucket, lora=lora)
+        if split is not None and specs is not None:
+            local = split.over_devices(local, specs, *trees)
+        return local(leaves, donated, rest)
+
+    def local_step(leaves, donated, rest, *, trees, bucket, lora):
         cache, state, *_ = jax.tree.unflatten(trees[0], donated)
         rest = jax.tree.unflatten(trees[1], rest)
         done = run_forward(leaves, cache, state.history, rest, bucket, lora)
@@ -264,12 +278,24 @@ def _jit_steps(
         compiler_options=options,
     )
     def forward(leaves, donated, rest, trees, *, bucket):
+        local = functools.partial(local_forward, trees=trees, bucket=bucket)
+        if split is not None and specs is not None:
+            local = split.over_devices(local, specs, *trees)
+        return local(leaves, donated, rest)
+
+    def local_forward(leaves, donated, rest, *, trees, bucket):
         cache, *_ = jax.tree.unflatten(trees[0], donated)
         *rest, history = jax.tree.unflatten(trees[1], rest)
         return run_forward(leaves, cache, history, rest, bucket, True)
 
     @functools.partial(jax.jit, static_argnames="trees", donate_argnums=0, keep_unused=True)
     def sample_part(donated, rest, trees):
+        local = functools.partial(local_sample, trees=trees)
+        if split is not None:
+            local = split.on_every_device(local)
+        return local(donated, rest)
+
+    def local_sample(donated, rest, *, trees):
         state, *_ = jax.tree.unflatten(trees[0], donated)
         (logits, rows), masks = jax.tree.unflatten(trees[1], rest)
         return sample_step(logits, rows, state, sample, masks)

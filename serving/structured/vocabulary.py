@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 from llguidance import LLParserLimits, LLTokenizer, TokenizerWrapper
 
+from serving.text.tokenizer import Tokenizer
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Vocabulary:
@@ -18,6 +20,15 @@ class Vocabulary:
         """Return llguidance's tokenizer: a trie over the tokens, made once."""
         wrapper = TokenizerWrapper(_Tokens(self))
         return LLTokenizer(wrapper, n_vocab=len(self.tokens), eos_token=list(self.end_ids))
+
+
+def vocabulary_of(tokenizer: Tokenizer, size: int, end_ids: Sequence[int]) -> Vocabulary | None:
+    """Return the vocabulary of a model with `size` logits; None for one without an end token."""
+    ends = [token for token in end_ids if token < size]
+    if not ends:
+        return None
+    special = [token for token in tokenizer.special_ids if token < size]
+    return Vocabulary(tokenizer.token_bytes(size), special, ends)
 
 
 class _Tokens:

@@ -16,6 +16,7 @@ from serving.api.request import FinishReason, OutputDelta, QueueFull, TokenLogpr
 from serving.api.sampling import Sampling
 from serving.api.structured_outputs import StructuredOutputs
 from serving.engine.metrics import EngineStats
+from serving.runtime.rollouts import Rollouts
 
 BOS = 256
 VOCAB = 260
@@ -155,6 +156,7 @@ class FakeEngine:
         self.metrics = SimpleNamespace(registry=CollectorRegistry())
         self.tokenizer = FakeTokenizer()
         self.registry = FakeRegistry(lora_dir)
+        self.rollouts = Rollouts(self.registry)
         self.open = threading.Event()
         self.open.set()
         self.queue_limit = 10_000

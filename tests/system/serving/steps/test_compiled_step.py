@@ -40,10 +40,10 @@ def new_memory(model, config, sharding):
     return jax.device_put((cache, init_row_state(SIZES.max_seqs, SIZES.max_len)), sharding)
 
 
-def decode(loaded, sampling, *, in_place, split=False):
+def decode(loaded, sampling, *, in_place, in_parts=False):
     """Return the samples of two sequences over a prompt of 3 and then 5 steps, and addresses.
 
-    With `split` each step is two programs.
+    With `in_parts` each step is two programs.
     """
     model, config = loaded
     step = CompiledStep(model, SIZES, None, SHAPE.vocab, in_place=in_place)
@@ -60,9 +60,9 @@ def decode(loaded, sampling, *, in_place, split=False):
         table[START, :2], table[NUM_TOKENS, :2], table[SAMPLES, :2] = start, count, 1
         table[SLOT] = -1
         operands = Operands(cache, state, None, None, None)
-        if split:
+        if in_parts:
             if start == 0:
-                step.lower_split(operands, table, 8)
+                step.lower_parts(operands, table, 8)
             cache, forwarded, status = step.forward(operands, table, 8)
             masks = host_masks(SIZES.max_seqs, SHAPE.vocab)
             state, sampled = step.sample(state, forwarded, masks, 8)
@@ -97,7 +97,7 @@ def test_a_step_in_place_gives_what_another_does_at_the_same_addresses(loaded, s
 def test_a_step_in_two_programs_gives_what_one_does(loaded, in_place):
     sampling = Sampling(temperature=0.9, top_p=0.9, logprobs=2, presence_penalty=0.5)
     want, _ = decode(loaded, sampling, in_place=in_place)
-    samples, addresses = decode(loaded, sampling, in_place=in_place, split=True)
+    samples, addresses = decode(loaded, sampling, in_place=in_place, in_parts=True)
     for got, its in zip(samples, want, strict=True):
         np.testing.assert_array_equal(got.token_ids, its.token_ids)
         np.testing.assert_array_equal(got.logprobs, its.logprobs)

@@ -56,10 +56,10 @@ def make_runner(loaded, max_tokens):
     return runner
 
 
-def drive(runner, requests, *, max_tokens=40, num_pages=NUM_PAGES, ahead=1, split=False):
+def drive(runner, requests, *, max_tokens=40, num_pages=NUM_PAGES, ahead=1, in_parts=False):
     """Run (prompt, sampling) pairs to the end; return each one's results in order.
 
-    `ahead` steps are on the device before the results of the first are read. With `split` every
+    `ahead` steps are on the device before the results of the first are read. With `in_parts` every
     other step is two programs, with a mask of even tokens for the last request.
     """
     limits = SchedulerLimits(
@@ -80,8 +80,10 @@ def drive(runner, requests, *, max_tokens=40, num_pages=NUM_PAGES, ahead=1, spli
     while scheduler.has_work or flying:
         plan = scheduler.plan(time.monotonic())
         if plan is not None:
-            is_split = split and len(flying) % 2 == 0
-            flying.append((dispatch_split if is_split else type(runner).dispatch)(runner, plan))
+            is_in_parts = in_parts and len(flying) % 2 == 0
+            flying.append(
+                (dispatch_in_parts if is_in_parts else type(runner).dispatch)(runner, plan)
+            )
         if flying and (plan is None or len(flying) > ahead):
             step = flying.pop(0)
             for progress in scheduler.complete(step.plan, runner.read(step), time.monotonic()):
@@ -90,7 +92,7 @@ def drive(runner, requests, *, max_tokens=40, num_pages=NUM_PAGES, ahead=1, spli
     return [results[str(place)] for place in range(len(requests))]
 
 
-def dispatch_split(runner, plan):
+def dispatch_in_parts(runner, plan):
     """Dispatch a step in two parts; the row of the request that came last takes even tokens."""
     held, masks = runner.forward(plan), runner.new_masks()
     masks.words[:] = 0x55555555
@@ -178,7 +180,7 @@ def test_a_step_in_two_programs_changes_no_bit_of_rows_without_a_mask(runner):
     want = [answers(results) for results in drive(runner, mixed_requests())]
     bound = Sampling(max_tokens=20, temperature=1.0, seed=3, stop_token_ids=EVEN)
     requests = [*mixed_requests(), (prompts_of(1, seed=9)[0], bound)]
-    *others, even = drive(runner, requests, split=True, ahead=0)
+    *others, even = drive(runner, requests, in_parts=True, ahead=0)
     assert [answers(results) for results in others] == want
     assert tokens_of(even)
     assert all(token % 2 == 0 for token in tokens_of(even))
@@ -212,7 +214,7 @@ def test_nothing_compiles_after_warm_up_and_the_cache_stays_in_place(checkpoint)
     jax.monitoring.register_event_duration_secs_listener(listener)
     try:
         drive(runner, mixed_requests())
-        drive(runner, mixed_requests(), split=True, ahead=0)
+        drive(runner, mixed_requests(), in_parts=True, ahead=0)
     finally:
         jax.monitoring.unregister_event_duration_listener(listener)
     assert compiled == []
