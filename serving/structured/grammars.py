@@ -3,13 +3,15 @@
 import collections
 import dataclasses
 import threading
-
-from llguidance import LLMatcher
+from typing import TYPE_CHECKING
 
 from serving.api.request import EngineDead, QueueFull
 from serving.api.structured_outputs import StructuredOutputs
 from serving.structured.checker import Checker, GrammarRefused
-from serving.structured.vocabulary import Vocabulary, parser_limits
+from serving.structured.vocabulary import Vocabulary, has_llguidance, parser_limits
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 MAX_BYTES = 256 << 20  # of the grammars that are kept
 MAX_KEPT = 256
@@ -22,10 +24,10 @@ _RETRY_AFTER_S = 1.0
 class Grammar:
     """A compiled grammar; each answer has a matcher of its own."""
 
-    prototype: LLMatcher
+    prototype: "LLMatcher"
     bytes: int
 
-    def start(self) -> LLMatcher:
+    def start(self) -> "LLMatcher":
         """Return a matcher that has seen nothing."""
         return self.prototype.deep_copy()
 
@@ -43,7 +45,9 @@ class Grammars:
         max_waiting: int = MAX_WAITING,
     ):
         """Without a vocabulary every structure is refused: the model has no end token."""
-        self._vocabulary = vocabulary
+        self._why_none = "structured_outputs need a model whose files name its end token."
+        if not has_llguidance():
+            vocabulary, self._why_none = None, "structured_outputs need the package llguidance."
         self._tokenizer = None if vocabulary is None else vocabulary.tokenizer()
         self._checker = None if vocabulary is None else Checker(vocabulary, limit_s)
         self._max_bytes, self._max_kept, self._max_waiting = max_bytes, max_kept, max_waiting
@@ -90,7 +94,7 @@ class Grammars:
 
     def _make(self, outputs: StructuredOutputs) -> Grammar | str:
         if self._checker is None:
-            return "structured_outputs are not supported: this model's files name no end token."
+            return self._why_none
         with self._lock:
             if self._num_waiting >= self._max_waiting:
                 raise QueueFull("Too many structured outputs are being compiled.", _RETRY_AFTER_S)
@@ -104,6 +108,8 @@ class Grammars:
         finally:
             with self._lock:
                 self._num_waiting -= 1
+        from llguidance import LLMatcher
+
         limits = parser_limits()
         matcher = LLMatcher(self._tokenizer, checked.text, log_level=0, limits=limits)
         if matcher.is_error():  # the same text has just compiled

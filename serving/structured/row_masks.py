@@ -7,11 +7,14 @@ keeps its place, and a step whose results are void changes nothing.
 
 import dataclasses
 from collections.abc import Sequence as SequenceOf
+from typing import TYPE_CHECKING
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher
 
 from serving.api.request import ScheduledChunk, Sequence, SequenceState, StepPlan
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
 
 _TOO_HARD = "The answer's grammar cannot go on: {why}"
 _FEW = 4  # rows that one thread masks
@@ -21,7 +24,7 @@ _FEW = 4  # rows that one thread masks
 class GrammarState:
     """Place of one sequence in its grammar."""
 
-    matcher: LLMatcher
+    matcher: "LLMatcher"
     num_seen: int = 0  # output tokens that the matcher has consumed
 
 
@@ -67,7 +70,7 @@ class RowMasks:
                 row = words[sequence.row]
                 sequence.grammar_state.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row_bytes)
             return
-        executor = self._executor = self._executor or LLExecutor()
+        executor = self._executor = self._executor or _new_executor()
         matchers = [(s.grammar_state.matcher, s.row) for s in sequences]
         address = words.ctypes.data
         executor.unsafe_compute_mask_ptr(matchers, address, row_bytes, words.shape[0])
@@ -86,6 +89,12 @@ class RowMasks:
             kept[token // 32] &= ~np.uint32(1 << token % 32)
         if kept.any():
             row.view(np.uint32)[:] = kept
+
+
+def _new_executor() -> "LLExecutor":
+    from llguidance import LLExecutor
+
+    return LLExecutor()
 
 
 def _takes_mask(chunk: ScheduledChunk) -> bool:

@@ -1,11 +1,22 @@
 """A tokenizer as llguidance has it: the bytes of every token, and which tokens end a text."""
 
 import dataclasses
+import importlib.util
 from collections.abc import Sequence
-
-from llguidance import LLParserLimits, LLTokenizer, TokenizerWrapper
+from typing import TYPE_CHECKING
 
 from serving.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLParserLimits, LLTokenizer
+
+
+def has_llguidance() -> bool:
+    """Return whether the library is installed; a server without structured outputs runs without."""
+    try:
+        return importlib.util.find_spec("llguidance") is not None
+    except ValueError:  # it is marked as absent
+        return False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -16,8 +27,10 @@ class Vocabulary:
     special_ids: Sequence[int]
     end_ids: Sequence[int]  # at least one
 
-    def tokenizer(self) -> LLTokenizer:
+    def tokenizer(self) -> "LLTokenizer":
         """Return llguidance's tokenizer: a trie over the tokens, made once."""
+        from llguidance import LLTokenizer, TokenizerWrapper
+
         wrapper = TokenizerWrapper(_Tokens(self))
         return LLTokenizer(wrapper, n_vocab=len(self.tokens), eos_token=list(self.end_ids))
 
@@ -50,11 +63,13 @@ class _Tokens:
         return [self._by_byte[byte] for byte in text if byte in self._by_byte]
 
 
-def parser_limits() -> LLParserLimits:
+def parser_limits() -> "LLParserLimits":
     """Return the bounds of a grammar and of each mask.
 
     llguidance counts fuel, 14,000 to 50,000 units a millisecond, and states of 1 to 2 kB.
     """
+    from llguidance import LLParserLimits
+
     return LLParserLimits(
         max_items_in_row=2000,
         initial_lexer_fuel=1_000_000,

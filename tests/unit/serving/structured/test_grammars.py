@@ -1,5 +1,6 @@
 """Grammars are compiled once, kept within bounds, and refusals are remembered."""
 
+import sys
 import threading
 
 import pytest
@@ -105,6 +106,12 @@ def test_many_that_wait_are_turned_away(made):
 def test_a_model_without_an_end_token_has_none():
     with pytest.raises(GrammarRefused, match="end token"):
         Grammars(None).compile(regex("a"))
+
+
+def test_without_the_library_they_are_refused_and_nothing_else(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(GrammarRefused, match="llguidance"):
+        Grammars(vocabulary()).compile(regex("a"))
 
 
 def test_a_closed_one_is_a_dead_engine():
