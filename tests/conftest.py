@@ -71,6 +71,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the tests of compilers where none is asked for: to list them lays out programs."""
+    others = config.option.markexpr.startswith("not (gpu or multigpu or aot")
+    return True if others and collection_path == ROOT / "tests/kernels/aot" else None
+
+
 def _is_further_case(item: pytest.Item, seen: set[tuple]) -> bool:
     """Return whether a case of the same test, of the same kind, comes before this one."""
     place = item.path.relative_to(ROOT).as_posix()
@@ -91,9 +97,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def shared_data() -> Path:
-    """The folder of real traces and configs kept beside the repository."""
-    path = ROOT.parent / "shared" / "data"
-    if not path.is_dir():
-        pytest.skip("shared data is not beside this checkout")
-    return path
+def real_data() -> Path:
+    """The folder of files that others published; its README names their sources."""
+    return ROOT / "tests" / "data"

@@ -10,6 +10,7 @@ import enum
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from serving.api.images import EncodeImage, PromptImage
 from serving.api.sampling import Sampling
 
 
@@ -97,6 +98,7 @@ class Request:
     cache_salt: str = ""
     share: Share = dataclasses.field(default_factory=Share)
     grammar: Any = None  # compiled; of sampling.structured_outputs
+    images: tuple[PromptImage, ...] = ()  # in order
 
 
 class SequenceState(enum.Enum):
@@ -136,6 +138,8 @@ class Sequence:
     max_outputs: int = 0  # tokens to sample at most: max_tokens, or what the model has room for
     num_in_flight: int = 0
     num_discarded: int = 0
+    # Of each image while running: its rows of the encoder cache, none if its tokens are cached.
+    image_rows: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
     num_prompt_logprobs: int = 0  # prompt tokens whose chunk was planned with prompt_logprobs
     finish_reason: FinishReason | None = None
     grammar_state: Any = None  # where the output is in the request's grammar
@@ -191,12 +195,14 @@ class ScheduledChunk:
 class StepPlan:
     """One step: which chunks run, and which rows got a new owner since the last step.
 
-    `admitted` sequences must have their sampling parameters written to their row before the step.
-    A short step leaves out rows that could run, so that its results come soon.
+    `admitted` sequences must have their sampling parameters written to their row before the step,
+    and towers must have computed `encodes`. A short step leaves out rows that could run, so that
+    its results come soon.
     """
 
     chunks: tuple[ScheduledChunk, ...]
     admitted: tuple[Sequence, ...] = ()
+    encodes: tuple[EncodeImage, ...] = ()
     is_short: bool = False
 
     @property

@@ -13,7 +13,6 @@ from typing import Protocol
 from fastapi import FastAPI
 
 from lora_jax.adapters.registry import AdapterEntry
-from lora_jax.adapters.weights import AdapterReport
 from serving.api.examples import Examples
 from serving.engine.metrics import EngineStats
 
@@ -35,16 +34,6 @@ def configure(level: str = "info", quiet_paths: Collection[str] = ()) -> None:
     for name in ("serving", "lora_jax", "uvicorn"):
         logging.getLogger(name).setLevel(level.upper())
     logging.getLogger("serving.access").addFilter(LeaveOut((*PROBES, *quiet_paths)))
-
-
-def adapter_line(name: str, report: AdapterReport) -> str:
-    """Return what the log says of an adapter that was loaded at the start."""
-    size = f"rank {report.max_rank}, {len(report.modules)} modules"
-    if report.experts:
-        size = f"{sum(map(len, report.experts.values()))} experts"
-    megabytes = report.weight_bytes / 1e6
-    digest = report.digest[:12]
-    return f"Adapter {name}: {report.kind}, {size}, {megabytes:.2f} MB, sha256 {digest}."
 
 
 class LeaveOut(logging.Filter):

@@ -17,11 +17,13 @@ from serving.engine.live_request import LiveRequest
 from serving.engine.metrics import EngineMetrics
 from serving.engine.pacing import Pacer
 from serving.loading.adapter_loaders import AdapterLoaders
+from serving.loading.compositions import Compositions
 from serving.runtime.compile_counter import CompileCounter
 from serving.scheduling.scheduler import Progress, Scheduler, SchedulerStats
 from serving.steps.model_runner import HeldStep, InFlightStep, ModelRunner
 from serving.steps.sampler import INVALID_TOKEN
-from serving.structured.row_masks import RowMasks, is_bound
+from serving.structured.grammars import Grammars
+from serving.structured.row_masks import is_bound
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +49,10 @@ class LoopParts:
     loader: AdapterLoaders | None
     metrics: EngineMetrics
     compilations: CompileCounter
-    masks: RowMasks
+    grammars: Grammars
     chunks_per_step: int
     finished: Callable[[str | None, Outcome], None] = lambda adapter, outcome: None
+    compositions: Compositions | None = None
 
 
 class EngineLoop:
@@ -195,7 +198,7 @@ class EngineLoop:
     def _sample(self, held: HeldStep) -> InFlightStep:
         """Send the rest of a step, whose masks follow from the tokens taken in by now."""
         masks = self._parts.runner.new_masks()
-        failed = self._parts.masks.fill(held.plan, masks.words, masks.is_masked)
+        failed = self._parts.grammars.masks.fill(held.plan, masks.words, masks.is_masked)
         if failed:
             with self._lock:
                 for sequence, _ in failed:
@@ -206,14 +209,19 @@ class EngineLoop:
 
     def _follow_registry(self) -> None:
         """Let the device follow what was loaded and unloaded since the last look."""
-        registry = self._parts.registry
-        generation = registry.generation
+        registry, composed = self._parts.registry, self._parts.compositions
+        # Both only grow.
+        generation = registry.generation + (0 if composed is None else composed.generation)
         if generation == self._generation:
             return
-        self._generation = generation
-        self._parts.metrics.set_adapters([adapter.name for adapter in registry.known()])
+        self._generation, known = generation, registry.known()
+        self._parts.metrics.set_adapters([adapter.name for adapter in known])
+        entries = registry.entries()
+        if composed is not None:
+            composed.keep_only({adapter.digest for adapter in known})
+            entries += composed.entries()
         if self._parts.loader is not None:
-            self._parts.loader.reconcile(registry.entries())
+            self._parts.loader.reconcile(entries)
 
     def _advance_loads(self) -> bool:
         """Return whether the last load under way has ended, for which a sequence may wait."""
@@ -356,6 +364,7 @@ class EngineLoop:
             logger.exception("The last step failed.")
         if self._parts.loader is not None:
             self._parts.loader.close()
+        self._parts.grammars.close()
 
     def _fail_all(self) -> None:
         """Take no more requests, and tell the callers of the live ones; never raises."""

@@ -1,13 +1,14 @@
 """Interface of the HTTP server to an engine."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from lora_jax.adapters.registry import AdapterEntry, AdapterRegistry
+from serving.api.images import PlacedImages
 from serving.api.request import OutputDelta, Share
 from serving.api.sampling import Sampling
-from serving.api.structured_outputs import StructuredOutputs
 from serving.runtime.rollouts import Rollouts
+from serving.structured.grammars import Grammar, Grammars
 
 
 class AbstractTokenizer(Protocol):
@@ -45,6 +46,8 @@ class AbstractEngine(Protocol):
     config: Any
     model_info: Any
     metrics: Any
+    grammars: Grammars
+    images: Any  # an ImageFront, None where the model takes text only
 
     def submit(
         self,
@@ -56,12 +59,11 @@ class AbstractEngine(Protocol):
         cache_salt: str = "",
         share: Share | None = None,
         entry: AdapterEntry | None = None,
-        grammar: Any = None,
+        images: PlacedImages = (),
+        grammar: Grammar | None = None,
     ) -> str: ...
 
-    def find_grammar(self, outputs: StructuredOutputs) -> Any: ...
-
-    def compile_grammar(self, outputs: StructuredOutputs) -> Any: ...
+    def compose(self, parts: Sequence[tuple[AdapterEntry, float]]) -> AdapterEntry: ...
 
     def abort(self, request_id: str) -> None: ...
 

@@ -4,12 +4,13 @@ To scheduler and step an adapter slot is one number: the LoRA slots come first, 
 follow. Each kind has a loader of its own, which a digest finds by the kind of its entry.
 """
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any, Protocol
 
 import numpy as np
 
-from lora_jax.adapters.registry import AdapterEntry
+from lora_jax.adapters.entries import AdapterEntry, PairWeights
 from lora_jax.adapters.slots import AdapterSlots
 from serving.loading.adapter_loader import AdapterLoader, ResidencySnapshot
 from serving.loading.expert_loading import ExpertRoom
@@ -24,6 +25,18 @@ class DeviceTables(Protocol):
     reroute_tables: Any
 
     def set_remote(self, slot_to_number: np.ndarray, version: int) -> None: ...
+
+
+@dataclasses.dataclass(eq=False)
+class _Pair:
+    """A LoRA and an ESFT adapter that live requests use together."""
+
+    weights: PairWeights
+    requests: int = 0
+
+    @property
+    def digests(self) -> tuple[str, str]:
+        return self.weights.lora.digest, self.weights.esft.digest
 
 
 class AdapterLoaders:
@@ -47,11 +60,19 @@ class AdapterLoaders:
         self._local = local
         self._dispatched = 0
         self._num_lora_slots = num_lora_slots
+        self._num_slots = num_lora_slots + (0 if esft is None else esft.snapshot.slots_total)
+        self._pairs: dict[str, _Pair] = {}  # LoRA and ESFT adapters that requests use together
 
     # The scheduler's side.
 
     def acquire(self, digest: str) -> int | None:
-        """Return the slot and count one more user; None while the adapter is not resident."""
+        """Return the slot and count one more user; None while the adapter is not resident.
+
+        The slot of a LoRA and an ESFT adapter together comes after all others: see
+        serving.steps.step.split_slots.
+        """
+        if digest in self._pairs:
+            return self._acquire_both(self._pairs[digest].weights)
         loader = self._loader_of(digest)
         if self._remote is not None and (local := self._serving_here(digest)) is not None:
             # Sequences of one adapter are in one slot: others are about to leave theirs.
@@ -71,6 +92,10 @@ class AdapterLoaders:
 
     def release(self, digest: str) -> None:
         """Count one user less."""
+        if digest in self._pairs:
+            for part in self._pairs[digest].digests:
+                self.release(part)
+            return
         if self._local is not None and self._local.users(digest):
             self._local.release(digest)
         else:
@@ -78,6 +103,8 @@ class AdapterLoaders:
 
     def is_loading(self, digest: str) -> bool:
         """Return whether the adapter has a place but is not yet resident."""
+        if digest in self._pairs:
+            return any(map(self.is_loading, self._pairs[digest].digests))
         if (local := self._serving_here(digest)) is not None:
             return local.is_loading(digest)
         waits = self._remote is not None and not self._remote.is_ready(digest)
@@ -91,6 +118,12 @@ class AdapterLoaders:
 
     def retain(self, entry: AdapterEntry) -> None:
         """Keep the entry's weights until a request that needs them ends (`drop`)."""
+        if isinstance(entry.weights, PairWeights):
+            pair = self._pairs.setdefault(entry.digest, _Pair(entry.weights))
+            pair.requests += 1
+            for part in (pair.weights.lora, pair.weights.esft):
+                self.retain(part)
+            return
         self._loader_for(entry).retain(entry)
         if self._remote is not None:
             self._remote.retain(entry)
@@ -99,6 +132,14 @@ class AdapterLoaders:
 
     def drop(self, digest: str) -> None:
         """One request that needed these weights has ended."""
+        if digest in self._pairs:
+            pair = self._pairs[digest]
+            pair.requests -= 1
+            if not pair.requests:
+                del self._pairs[digest]
+            for part in pair.digests:
+                self.drop(part)
+            return
         self._loader_of(digest).drop(digest)
         if self._remote is not None:
             self._remote.drop(digest, self._dispatched)
@@ -145,7 +186,7 @@ class AdapterLoaders:
         if self._room.collect(dispatched, read):
             self._esft.look_again()
         device.reroute_tables = self._esft.advance(device.reroute_tables, max_chunks)
-        return failures + self._esft.take_failures()
+        return failures + self._with_pairs(self._esft.take_failures())
 
     @property
     def is_busy(self) -> bool:
@@ -194,6 +235,7 @@ class AdapterLoaders:
             self._remote.check_integrity()
         if self._local is not None:
             self._local.check_integrity()
+        assert not self._pairs, f"{len(self._pairs)} pairs are kept for nobody"
 
     def servable_here(self, digests: Iterable[str]) -> frozenset[str]:
         """Return those adapters for whose experts there is room on the device now."""
@@ -214,6 +256,23 @@ class AdapterLoaders:
             for digest in here:
                 self._local.serve_instead(digest)
         return [(digest, why) for digest, why in failures if digest not in here]
+
+    def _acquire_both(self, pair: PairWeights) -> int | None:
+        """Return the slot of two adapters, with one more user each, or None and none more."""
+        lora, esft = (self.acquire(part.digest) for part in (pair.lora, pair.esft))
+        if lora is not None and esft is not None:
+            place = (esft - self._num_lora_slots) * self._num_lora_slots + lora
+            return self._num_slots + place
+        for part, slot in ((pair.lora, lora), (pair.esft, esft)):
+            if slot is not None:
+                self.release(part.digest)
+        return None
+
+    def _with_pairs(self, failures: list[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Return the failures, and those of the pairs that need what has failed."""
+        pairs = tuple(self._pairs.items())
+        more = [(d, why) for failed, why in failures for d, pair in pairs if failed in pair.digests]
+        return failures + more
 
     @property
     def _loaders(self) -> list[AdapterLoader]:

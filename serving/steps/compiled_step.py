@@ -26,6 +26,7 @@ from lora_jax.typing import Array, Float, Int
 from serving.lora_server.client import RemoteTable, ServerLink
 from serving.steps import batch_sampler, sampler
 from serving.steps.device_state import RowState
+from serving.steps.image_encoder import ImageOperands
 from serving.steps.sampler import LogitRows, Sampled, no_samples
 from serving.steps.split_step import StepSplit, weight_specs
 from serving.steps.step import (
@@ -53,6 +54,7 @@ class Operands(NamedTuple):
     slots: AdapterSlots | None
     reroute_tables: Int[Array, "moe_layers esft_slots experts"] | None
     remote_table: RemoteTable | None
+    images: ImageOperands | None = None
 
 
 class Forwarded(NamedTuple):
@@ -183,7 +185,7 @@ class CompiledStep:
         results = self._forwarded.get(bucket)
         donated, donated_tree = jax.tree.flatten((operands.cache, results, self._status))
         adapters = (operands.slots, operands.reroute_tables, operands.remote_table)
-        rest = (adapters, table, self._pages, operands.state.history)
+        rest = (adapters, table, self._pages, operands.images, operands.state.history)
         leaves, rest_tree = jax.tree.flatten(rest)
         return self._leaves, donated, leaves, (donated_tree, rest_tree)
 
@@ -204,7 +206,7 @@ class CompiledStep:
         status = self._status if lora else None
         donated, donated_tree = jax.tree.flatten((operands.cache, operands.state, results, status))
         adapters = (operands.slots, operands.reroute_tables, operands.remote_table)
-        rest, rest_tree = jax.tree.flatten((adapters, table, self._pages))
+        rest, rest_tree = jax.tree.flatten((adapters, table, self._pages, operands.images))
         return self._leaves, donated, rest, (donated_tree, rest_tree)
 
     def _results_of(self, bucket: int) -> Sampled:
@@ -243,11 +245,11 @@ def _jit_steps(
 
     def run_forward(leaves, cache, history, rest, bucket, lora):
         merged = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
-        (slots, reroute_tables, remote_table), table, pages = rest
+        (slots, reroute_tables, remote_table), table, pages, images = rest
         remote = None if link is None or not lora else link.start(remote_table)
-        batch = (slots, table, pages, bucket, sizes, reroute_tables, remote, lora)
         over = None if split is None else split.split
-        cache, logits, rows = forward_step(merged, cache, history, *batch, over)
+        batch = (slots, table, pages, bucket, sizes, reroute_tables, remote, lora, images, over)
+        cache, logits, rows = forward_step(merged, cache, history, *batch)
         return cache, logits, rows, None if remote is None else remote.status()
 
     @functools.partial(

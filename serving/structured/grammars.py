@@ -6,8 +6,10 @@ import threading
 from typing import TYPE_CHECKING
 
 from serving.api.request import EngineDead, QueueFull
+from serving.api.sampling import Sampling
 from serving.api.structured_outputs import StructuredOutputs
 from serving.structured.checker import Checker, GrammarRefused
+from serving.structured.row_masks import RowMasks
 from serving.structured.vocabulary import Vocabulary, has_llguidance, parser_limits
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ class Grammars:
         self._why_none = "structured_outputs need a model whose files name its end token."
         if not has_llguidance():
             vocabulary, self._why_none = None, "structured_outputs need the package llguidance."
+        self.masks = RowMasks(() if vocabulary is None else vocabulary.end_ids)
         self._tokenizer = None if vocabulary is None else vocabulary.tokenizer()
         self._checker = None if vocabulary is None else Checker(vocabulary, limit_s)
         self._max_bytes, self._max_kept, self._max_waiting = max_bytes, max_kept, max_waiting
@@ -78,6 +81,11 @@ class Grammars:
                 return None
             self._kept.move_to_end(outputs.digest)
         return _grammar(found)
+
+    def of(self, sampling: Sampling) -> Grammar | None:
+        """Return the grammar of a sampling's structure, None for one that nothing binds."""
+        outputs = sampling.structured_outputs
+        return None if outputs is None else self.compile(outputs)
 
     def close(self) -> None:
         """End the process that checks, if it runs."""

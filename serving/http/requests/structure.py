@@ -43,8 +43,8 @@ async def compiled_grammar(
     if outputs is None:
         return None
     try:
-        found = engine.find_grammar(outputs)
-        return found or await run_in(Lane.GRAMMAR, engine.compile_grammar, outputs)
+        found = engine.grammars.find(outputs)
+        return found or await run_in(Lane.GRAMMAR, engine.grammars.compile, outputs)
     except ValueError as error:
         param = "response_format" if body.structured_outputs is None else "structured_outputs"
         raise _bad(param, error) from None

@@ -229,8 +229,8 @@ def test_a_stream_adds_up_to_the_answer(client):
 
 
 def test_many_at_once_are_bounded(engine, monkeypatch):
-    monkeypatch.setattr(engine._parts.grammars, "_max_waiting", 0)
+    monkeypatch.setattr(engine.grammars, "_max_waiting", 0)
     with pytest.raises(QueueFull):
-        engine.compile_grammar(
+        engine.grammars.compile(
             dataclasses.replace(bound(1), structured_outputs={"regex": "new"}).structured_outputs
         )

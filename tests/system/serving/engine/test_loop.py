@@ -24,7 +24,7 @@ from serving.engine.metrics import EngineMetrics
 from serving.runtime.compile_counter import CompileCounter
 from serving.scheduling.scheduler import Scheduler, SchedulerLimits
 from serving.steps.sampler import INVALID_TOKEN
-from serving.structured.row_masks import RowMasks
+from serving.structured.grammars import Grammars
 from serving.text.tokenizer import Tokenizer
 
 LIMITS = SchedulerLimits(
@@ -141,7 +141,7 @@ class Case:
                 scheduler=Scheduler(limits, adapters=self.loader),
                 registry=self.registry,
                 loader=self.loader,
-                masks=RowMasks((2,)),
+                grammars=Grammars(None),
                 metrics=self.metrics,
                 compilations=self.compilations,
                 chunks_per_step=1,
