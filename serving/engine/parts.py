@@ -102,7 +102,7 @@ def build_parts(
         remote = None if access is None else connect(access, config, dtype.name)
         if remote is not None:
             undo.callback(remote.close)
-        esft = make_esft(config, model, model_config)
+        esft = make_esft(config, model, model_config, split)
         if esft is not None:
             undo.callback(esft.room.close)
         # KV pages may lie where the experts were.
