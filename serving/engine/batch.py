@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from tqdm import tqdm
 
 from lora_jax.adapters.composition import parts_of, shown
+from serving.api.images import PlacedImages
 from serving.api.outputs import OutputCollector, RequestOutput
 from serving.api.request import OutputDelta, QueueFull
 from serving.api.sampling import Sampling
@@ -24,11 +25,13 @@ class Batch:
         samplings: Sequence[Sampling],
         *,
         texts: Sequence[str | None] | None = None,
+        images: Sequence[PlacedImages] | None = None,
         use_tqdm: bool,
     ):
         """`submit` is Engine.submit; `texts` are the prompts that came as text."""
         self._submit = submit
         self._requests = list(zip(prompts, adapters, samplings, strict=True))
+        self._images = images or [()] * len(prompts)
         self._collectors = [
             OutputCollector(tuple(prompt), _shown(adapter), sampling.n, text)
             for (prompt, adapter, sampling), text in zip(
@@ -59,7 +62,10 @@ class Batch:
 
         while True:
             try:
-                self.live[place] = self._submit(prompt, adapter, sampling, on_output=on_output)
+                more = {"images": self._images[place]} if self._images[place] else {}
+                self.live[place] = self._submit(
+                    prompt, adapter, sampling, on_output=on_output, **more
+                )
                 return
             except QueueFull as full:
                 if not self.live:

@@ -19,6 +19,7 @@ from lora_jax.adapters.entries import AdapterEntry, EvictedAdapter
 from lora_jax.adapters.rollout import Rollout
 from lora_jax.adapters.weights import AdapterReport
 from serving.api.config import EngineConfig
+from serving.api.images import PlacedImages
 from serving.api.outputs import RequestFailed, RequestOutput
 from serving.api.request import FinishReason, OutputDelta, QueueFull, Request, Share
 from serving.api.sampling import Sampling
@@ -26,19 +27,21 @@ from serving.engine.batch import Batch
 from serving.engine.generate_arguments import (
     Adapter,
     Adapters,
-    GivenPrompt,
     Prompt,
     Samplings,
     adapter_and_sampling,
     as_list,
     broadcast,
     given_prompt,
+    with_images,
 )
+from serving.engine.image_inputs import read_prompts, with_placed
 from serving.engine.live_request import LiveRequest
 from serving.engine.loop import EngineLoop
 from serving.engine.metrics import EngineStats
 from serving.engine.model_info import ModelInfo
 from serving.engine.parts import EngineParts, build_parts, engine_stats
+from serving.images.front import ImageFront
 from serving.lora_server.instance import ServerAccess
 from serving.runtime.compile_counter import CompileCounter
 
@@ -90,6 +93,7 @@ class Engine:
         self.compositions = self._parts.compositions
         self.metrics = self._parts.metrics
         self.model_info: ModelInfo = self._parts.model_info
+        self.images: ImageFront | None = self._parts.images  # None: the model takes text only
         # Also when the last reference goes, and when the interpreter ends.
         self._close = weakref.finalize(self, _close, self._loop, self._parts.compilations)
         self._loop.start()
@@ -115,11 +119,14 @@ class Engine:
         sampling_params: Samplings = None,
         lora_request: Any = None,
         use_tqdm: bool = False,
+        images: Any = None,
         session: str | None = None,
     ) -> list[RequestOutput]:
         """Return one answer per prompt, in order.
 
-        A prompt is a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`. One
+        A prompt is a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`. Its
+        images come in its dict (`multi_modal_data`) or in `images`, a list for one prompt, a list
+        of lists for several; the prompt holds the model's placeholder for each of them. One
         adapter name (None: the base model; {"law": 0.7, "formal": 0.5}: a weighted sum) or sampling
         (None: `default_sampling`) stands for all prompts. vLLM's call works too: a sampling in
         second place, `sampling_params`, and `lora_request` with the name of a loaded adapter. A
@@ -128,14 +135,16 @@ class Engine:
         not finish one.
         """
         adapter, sampling = adapter_and_sampling(adapter, sampling, sampling_params, lora_request)
-        given = [given_prompt(prompt) for prompt in as_list(prompts)]
+        given = with_images([given_prompt(prompt) for prompt in as_list(prompts)], images)
         sampling = self.default_sampling() if sampling is None else sampling
+        ids, placed = read_prompts(self.tokenizer, self.images, given)
         batch = Batch(
             functools.partial(self.submit, session=session),
-            [self._prompt_ids(prompt) for prompt in given],
+            ids,
             broadcast("adapter", adapter, len(given), (str, Mapping, type(None))),
             broadcast("sampling", sampling, len(given), (Sampling,)),
             texts=[prompt.text for prompt in given],
+            images=placed,
             use_tqdm=use_tqdm,
         )
         try:
@@ -154,6 +163,7 @@ class Engine:
         adapter: Adapter | Sampling = None,
         sampling: Sampling | None = None,
         *,
+        images: Any = None,
         session: str | None = None,
     ) -> Iterator[Piece]:
         """Return an iterator over the pieces of the answer as they are made.
@@ -165,8 +175,10 @@ class Engine:
         (name,) = broadcast("adapter", name, 1, (str, Mapping, type(None)))
         (wanted,) = broadcast("sampling", wanted, 1, (Sampling,))
         deltas: queue.SimpleQueue[OutputDelta] = queue.SimpleQueue()
-        ids = self._prompt_ids(given_prompt(prompt))
-        request_id = self.submit(ids, name, wanted, on_output=deltas.put, session=session)
+        given = with_images([given_prompt(prompt)], images)
+        (ids,), (placed,) = read_prompts(self.tokenizer, self.images, given)
+        put = deltas.put
+        request_id = self.submit(ids, name, wanted, on_output=put, images=placed, session=session)
         return self._pieces(request_id, deltas, wanted.n)
 
     def _pieces(
@@ -184,9 +196,6 @@ class Engine:
             if num_open:
                 self.abort(request_id)
 
-    def _prompt_ids(self, prompt: GivenPrompt) -> list[int]:
-        return self.tokenizer.encode(prompt.text or "") if prompt.ids is None else list(prompt.ids)
-
     # Requests, as the HTTP server makes them.
 
     def submit(
@@ -201,6 +210,7 @@ class Engine:
         deadline_s: float | None = None,
         share: Share | None = None,
         entry: AdapterEntry | None = None,
+        images: PlacedImages = (),
         session: str | None = None,
     ) -> str:
         """Queue a request and return its id; `on_output` is called from the engine's thread.
@@ -208,12 +218,11 @@ class Engine:
         `deadline_s` is seconds from now: waiting requests are served in that order, those of
         each `share` beside those of others. `entry` is what the adapter's name stood for; without
         it a rollout chooses the version by `session`, or by the request's id, and an adapter whose
-        weights are not in memory is read here and now. Raises AdapterNotFound (a KeyError),
-        ValueError, QueueFull or EngineDead.
+        weights are not in memory is read here and now. `images` come with their first tokens.
+        Raises AdapterNotFound (a KeyError), ValueError, QueueFull or EngineDead.
         """
         request_id = request_id or secrets.token_hex(12)
-        key = session or request_id
-        name, entry = self._check(prompt_ids, adapter, sampling, entry, key)
+        name, entry = self._check(prompt_ids, adapter, sampling, entry, session or request_id)
         now = time.monotonic()
         request = Request(
             request_id=request_id,
@@ -227,11 +236,12 @@ class Engine:
             cache_salt=cache_salt,
             share=share or Share(),
         )
-        self._queue(request, entry)
+        self._queue(request, entry, images)
         return request.request_id
 
-    def _queue(self, request: Request, entry: AdapterEntry | None) -> None:
+    def _queue(self, request: Request, entry: AdapterEntry | None, images: PlacedImages) -> None:
         try:
+            request = with_placed(request, self.images, images, entry)
             self._loop.submit(
                 request,
                 entry,

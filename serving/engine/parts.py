@@ -26,7 +26,8 @@ from lora_jax.sharding import Split
 from serving.api.config import EngineConfig
 from serving.api.generation_config import read_generation_config
 from serving.api.load_format import WeightSource, weight_source
-from serving.engine.devices import log_devices, split_of
+from serving.engine.devices import held_locally, local_widths, log_devices, split_of
+from serving.engine.image_parts import ImageParts, check_pairs, make_encoder, make_front, take_tower
 from serving.engine.loop import EngineLoop, LoopParts
 from serving.engine.memory_budget import make_allocator, size_kv_cache
 from serving.engine.metrics import EngineMetrics, EngineStats
@@ -34,13 +35,13 @@ from serving.engine.model_info import ModelInfo, model_info
 from serving.engine.registries import load_adapters, make_registry
 from serving.engine.sizing import CacheSize
 from serving.engine.version_metrics import ShareCollector
+from serving.images.front import ImageFront
 from serving.loading.adapter_loader import AdapterLoader
 from serving.loading.adapter_loaders import AdapterLoaders
 from serving.loading.compositions import Compositions
 from serving.loading.esft_parts import EsftParts, make_esft
 from serving.loading.local_experts import LocalExperts
 from serving.lora_server.instance import InstanceSide, ServerAccess, connect
-from serving.lora_server.shards import local_catalogue
 from serving.runtime.compile_counter import CompileCounter
 from serving.runtime.device_copier import device_copier
 from serving.runtime.program_cache import keep_programs
@@ -66,6 +67,7 @@ class EngineParts:
     compilations: CompileCounter
     loop: EngineLoop
     model_info: ModelInfo
+    images: ImageFront | None
 
 
 def build_parts(
@@ -97,6 +99,8 @@ def build_parts(
     model, model_config, dtype = _load_model(config, source, split)
     made_up = model_config.vocab_size if source.made_up else None
     tokenizer = Tokenizer(config.model, chat_template=config.chat_template, made_up=made_up)
+    images = take_tower(config, model, model_config, dtype)
+    check_pairs(model_config, access is not None, config)
     weights = [(leaf.size, leaf.nbytes) for leaf in jax.tree.leaves(nnx.state(model))]
     with ExitStack() as undo:
         remote = None if access is None else connect(access, config, dtype.name)
@@ -107,14 +111,15 @@ def build_parts(
             undo.callback(esft.room.close)
         # KV pages may lie where the experts were.
         catalogue = model.catalogue(model_config)
-        widths = _local_widths(split)
-        local_modules, num_full_adapters = _held_locally(catalogue, remote, widths)
+        widths = local_widths(split)
+        local_modules, num_full_adapters = held_locally(catalogue, remote, widths)
+        cache_bytes = 0 if images is None else images.cache_bytes
         devices = config.tensor_parallel_size
-        room = (model_config, local_modules, dtype, num_full_adapters, devices)
+        room = (model_config, local_modules, dtype, num_full_adapters, cache_bytes, devices)
         size = size_kv_cache(config, model, *room)
         info = model_info(config, weights, model_config, size, dtype, tokenizer, generation)
         base = _Base(
-            model, model_config, source, catalogue, dtype, size, esft, remote, split, widths
+            model, model_config, source, catalogue, dtype, size, esft, remote, split, widths, images
         )
         parts = _build(config, adapters, base, tokenizer, info)
         undo.pop_all()
@@ -135,26 +140,7 @@ class _Base:
     remote: InstanceSide | None
     split: Split | None
     widths: LocalWidths | None  # of the split
-
-
-def _local_widths(split: Split | None) -> LocalWidths | None:
-    if split is None:
-        return None
-    return LocalWidths(split.size, split.experts == "ep", split.vocab_multiple)
-
-
-def _held_locally(
-    catalogue: LoraCatalogue, remote: InstanceSide | None, widths: LocalWidths | None
-) -> tuple[LoraCatalogue, int]:
-    """Return the modules of which slots hold every adapter, and the number held whole.
-
-    In a split model they are as one device has them.
-    """
-    if widths is not None:
-        return widths.catalogue(catalogue), 0
-    if remote is None:
-        return catalogue, 0
-    return local_catalogue(catalogue, remote.link.layout), remote.num_local
+    images: ImageParts | None
 
 
 def _build(
@@ -165,7 +151,7 @@ def _build(
     info: ModelInfo,
 ) -> EngineParts:
     """Return the parts around a model that is loaded."""
-    held = _held_locally(base.catalogue, base.remote, base.widths)
+    held = held_locally(base.catalogue, base.remote, base.widths)
     local_modules, num_full_adapters = held
     allocator, spec = make_allocator(
         config, base.catalogue, local_modules, base.dtype, num_full_adapters
@@ -183,7 +169,8 @@ def _build(
     rollouts = Rollouts(registry)
     registry.set_kept(rollouts.kept)
     metrics.registry.register(ShareCollector(rollouts.states))
-    scheduler = _make_scheduler(config, base.size, loader, end_ids)
+    num_rows = 0 if base.images is None else base.images.num_rows
+    scheduler = _make_scheduler(config, base.size, loader, end_ids, num_rows)
     chunks = config.adapter_load_chunks_per_step
     loop = EngineLoop(
         LoopParts(
@@ -201,9 +188,11 @@ def _build(
     if base.remote is not None:
         base.remote.wake = loop.wake
     metrics.set_source(lambda: engine_stats(loop, registry, loader, metrics, compilations))
-    return EngineParts(
-        tokenizer, registry, rollouts, compositions, loader, metrics, compilations, loop, info
-    )
+    front = None
+    if base.images is not None:
+        front = make_front(config, base.images, base.config, tokenizer, base.size.max_model_len)
+    told = metrics, compilations, loop, info
+    return EngineParts(tokenizer, registry, rollouts, compositions, loader, *told, front)
 
 
 def engine_stats(
@@ -227,6 +216,7 @@ def engine_stats(
         prefix_queries=scheduler.prefix_queries,
         prefix_hits=scheduler.prefix_hits,
         preemptions=scheduler.num_preemptions,
+        image_stats=scheduler.images,
         prompt_tokens=metrics.prompt_tokens,
         generation_tokens=metrics.generation_tokens,
         adapters_loaded=len(entries),
@@ -270,6 +260,8 @@ def _make_runner(
 ) -> ModelRunner:
     start = time.monotonic()
     link = None if base.remote is None else base.remote.link
+    names, longest = base.catalogue.module_names, base.size.max_model_len
+    encoder = base.images and make_encoder(config, base.images, base.config, names, longest)
     runner = ModelRunner(
         base.model,
         base.model.kv_shape(base.config),
@@ -281,6 +273,7 @@ def _make_runner(
         slots=init_slots(base.catalogue, spec, base.dtype, base.split),
         reroute_tables=None if base.esft is None else base.esft.tables,
         link=link,
+        encoder=encoder,
         # On a CPU the adapters' kernels return at once where no row has an adapter, but exchanges
         # that nobody needs take a third of a small model's step.
         specialize_lora=config.specialize_lora
@@ -322,7 +315,11 @@ def _make_loaders(
 
 
 def _make_scheduler(
-    config: EngineConfig, size: CacheSize, loader: AdapterLoaders, end_ids: tuple[int, ...]
+    config: EngineConfig,
+    size: CacheSize,
+    loader: AdapterLoaders,
+    end_ids: tuple[int, ...],
+    num_encoder_rows: int,
 ) -> Scheduler:
     limits = SchedulerLimits(
         num_pages=size.num_pages,
@@ -335,6 +332,7 @@ def _make_scheduler(
         adapter_wait_s=config.adapter_wait_s,
         enable_prefix_caching=config.enable_prefix_caching,
         scheduling_policy=config.scheduling_policy,
+        num_encoder_rows=num_encoder_rows,
     )
     return Scheduler(limits, adapters=loader, eos_token_ids=end_ids, seed=config.seed)
 

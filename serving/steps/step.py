@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 
 from lora_jax.adapters.slots import AdapterSlots
-from lora_jax.batch import ForwardBatch
+from lora_jax.batch import ForwardBatch, ImageRows
 from lora_jax.kv_cache import PagedKVCache
 from lora_jax.nn.remote import RemoteExperts
 from lora_jax.sharding import Split
 from lora_jax.typing import Array, Float, Int
 from serving.steps.device_state import RowState
+from serving.steps.image_encoder import ENCODER_ROW, POSITIONS, ImageOperands
 from serving.steps.sampler import LogitRows, Sampled
 
 # Rows of the step table.
@@ -62,6 +63,7 @@ def forward_step(
     reroute_tables: Int[Array, "moe_layers esft_slots experts"] | None = None,
     remote: RemoteExperts | None = None,
     lora: bool = True,
+    images: ImageOperands | None = None,
     split: Split | None = None,
 ) -> tuple[PagedKVCache, Float[Array, "rows vocab"], LogitRows]:
     """Return the cache after the step, and its logit rows with their logits.
@@ -70,10 +72,12 @@ def forward_step(
     an adapter slot (-1: base; ESFT slots count on from the LoRA slots, then pairs), scores the next
     num_targets tokens of its prompt after the first ones, and (samples = 1) draws the token after
     the last one. Rows of a step follow each other in the order of sequence rows. Without `lora` no
-    row may have a LoRA adapter, and no trace of LoRA is in the program. With `split` this is one
-    device's part of the step; all have the same logits.
+    row may have a LoRA adapter, and no trace of LoRA is in the program; without `images` no trace
+    of them. With `split` this is one device's part of the step; all have the same logits.
     """
     batch = unpack_batch(table, block_tables, history, bucket, sizes)
+    if images is not None:
+        batch = dataclasses.replace(batch, images=unpack_images(batch, images))
     rows = unpack_logit_rows(table, batch, history, sizes.logit_rows(bucket))
     if reroute_tables is not None:
         num_lora = 0 if slots is None else slots.num_slots
@@ -119,6 +123,14 @@ def unpack_batch(
         block_tables=block_tables,
         num_tokens=jnp.sum(table[NUM_TOKENS]),
     )
+
+
+def unpack_images(batch: ForwardBatch, images: ImageOperands) -> ImageRows:
+    """Return which token takes which encoder row, and the rope's positions of every token."""
+    places = images.places[batch.token_to_seq, :, batch.positions]
+    real = jnp.arange(places.shape[0], dtype=jnp.int32) < batch.num_tokens
+    rows = jnp.where(real, places[:, ENCODER_ROW], -1)
+    return ImageRows(images.rows, rows, places[:, POSITIONS].T)
 
 
 def split_slots(

@@ -116,11 +116,19 @@ class CompletionBody(GenerationBody):
     suffix: str | None = None
 
 
+class ImageUrl(Body):
+    """URL of an image; `detail` has no effect."""
+
+    url: str
+    detail: str | None = None
+
+
 class ContentPart(Body):
-    """One part of a message: only text is understood."""
+    """One part of a message: text, or an image by its URL."""
 
     type: str | None = Field(default=None, max_length=_MAX_NAME)
     text: str | None = None
+    image_url: ImageUrl | str | None = None
 
 
 class ChatMessage(Body):

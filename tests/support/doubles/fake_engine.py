@@ -155,6 +155,7 @@ class FakeEngine:
         )
         self.metrics = SimpleNamespace(registry=CollectorRegistry())
         self.tokenizer = FakeTokenizer()
+        self.images = None
         self.registry = FakeRegistry(lora_dir)
         self.rollouts = Rollouts(self.registry)
         self.open = threading.Event()
