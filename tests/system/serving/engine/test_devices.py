@@ -12,12 +12,8 @@ import pytest
 from support.cases import tiny_checkpoint, tiny_esft
 from support.cases.engine_cases import GREEDY, SCORED, answer, prompts_of, settle
 from support.cases.tiny_checkpoint import TinyShape
-<<<<<<< HEAD
-=======
-from support.cases.tiny_esft import write_moe
 from support.cases.tiny_qwen3_vl import ROPE, VISION
 from support.drivers.vision_driver import QWEN_TEXT
->>>>>>> main
 from support.processes.server_process import ROOT
 
 from lora_jax.models import split as models_split
@@ -56,6 +52,7 @@ def run(folder, dtype, devices, **fields):
     )
     with engine:
         outputs = engine.generate(prompts, names * 3, [s for s in samplings for _ in names])
+        outputs += engine.generate(prompts[:1], {"a1": 0.5, "a3": 2.0}, scored)
         engine.load_adapter("a1", str(folder / "a4"), replace=True)
         outputs += engine.generate(prompts[:2], "a1", scored)
         outputs += engine.generate(prompts[:2], "a4", scored)
@@ -66,7 +63,7 @@ def run(folder, dtype, devices, **fields):
     assert stats.preemptions
     answers = [answer(output) for output in outputs]
     assert answers[-4:-2] == answers[-2:]
-    assert len({repr(each) for each in answers}) == 11
+    assert len({repr(each) for each in answers}) == 12
     return answers
 
 
@@ -97,12 +94,13 @@ def run_esft(root, base, devices, **fields):
     with Engine(str(base), adapters, tensor_parallel_size=devices, **fields) as engine:
         outputs = engine.generate(prompts_of(8, high=20), names * 2, SCORED)
         outputs += engine.generate(prompts_of(4, high=20), names, SCORED)
+        outputs += engine.generate(prompts_of(1), {"lora": 1.0, "e1": 1.0}, SCORED)
         settle(engine)
         stats = engine.stats()
         assert stats.compilations_after_warmup == 0
         assert stats.adapter_swaps
         answers = [answer(output) for output in outputs]
-    assert answers[:4] == answers[8:]
+    assert answers[:4] == answers[8:12]
     return answers
 
 
