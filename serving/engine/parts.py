@@ -157,12 +157,13 @@ def _build(
         config, base.catalogue, local_modules, base.dtype, num_full_adapters
     )
     copier = None if base.split is not None else device_copier()
-    registry, compositions = make_registry(config, base, allocator, copier)
+    metrics = _make_metrics(config, info)
+    told = metrics.tiers.read
+    registry, compositions = make_registry(config, base, allocator, copier, told)
     load_adapters(registry, adapters)
     end_ids = info.end_token_ids
     runner = _make_runner(config, base, spec, end_ids)
     compilations = CompileCounter()
-    metrics = _make_metrics(config, info)
     loader = _make_loaders(allocator, base, metrics, copier)
     registry.set_in_use(loader.in_use)
     compositions.set_in_use(loader.in_use)

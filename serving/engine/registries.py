@@ -2,8 +2,9 @@
 
 import logging
 import os
-from collections.abc import Mapping
-from typing import Protocol
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.local_widths import LocalWidths
@@ -44,9 +45,16 @@ class Base(Protocol):
 
 
 def make_registry(
-    config: EngineConfig, base: Base, allocator: SlotAllocator, copier: Copier | None
+    config: EngineConfig,
+    base: Base,
+    allocator: SlotAllocator,
+    copier: Copier | None,
+    on_read: Callable[[float], None] = lambda seconds: None,
 ) -> tuple[AdapterRegistry, Compositions]:
-    """Return the adapters by name and the sums of them, with the checks of this engine."""
+    """Return the adapters by name and the sums of them, with the checks of this engine.
+
+    `on_read` is told how many seconds each read from the disk took.
+    """
 
     def check_fits(weights: AnyWeights) -> None:
         if not isinstance(weights, ExpertWeights):
@@ -63,8 +71,15 @@ def make_registry(
             return base.widths.adapter(weights, base.catalogue)
         return pin_matrices(weights if base.remote is None else base.remote.keep(weights), copier)
 
+    def read(*given: Any, **more: Any) -> AnyWeights:
+        begun = time.perf_counter()
+        weights = base.source.read_adapter(*given, **more)
+        on_read(time.perf_counter() - begun)
+        return weights
+
     limits = RegistryLimits(
         max_total_bytes=config.max_total_adapter_bytes,
+        max_in_memory=config.max_cpu_loras,
         max_file_bytes=config.max_adapter_bytes,
         max_rank=config.max_lora_rank,
         loads_per_minute=config.max_adapter_loads_per_minute,
@@ -76,7 +91,7 @@ def make_registry(
         limits=limits,
         check=check_fits,
         keep=kept,
-        read=base.source.read_adapter,
+        read=read,
     )
     compositions = Compositions(
         check_fits,
@@ -93,8 +108,9 @@ def load_adapters(
 ) -> None:
     """Load the operator's adapters, with a line of the log for each."""
     registry.load_all(adapters)
+    known = {adapter.name: adapter for adapter in registry.known()}  # some were evicted again
     for name in adapters:
-        report = registry.get(name).report
+        report = known[name].report
         logger.info(
             "Adapter %s: %s, %s, %.2f MB, sha256 %s.",
             name,

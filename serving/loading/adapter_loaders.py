@@ -110,6 +110,13 @@ class AdapterLoaders:
         waits = self._remote is not None and not self._remote.is_ready(digest)
         return waits or self._loader_of(digest).is_loading(digest)
 
+    def pool_of(self, digest: str) -> str | None:
+        """Name the slots that the adapter takes one of; None where nobody may take its place."""
+        loader = self._loader_of(digest)
+        if loader.is_pinned(digest) or self._serving_here(digest) is not None:
+            return None
+        return "lora" if loader is self._lora else "esft"
+
     # The engine's side.
 
     def in_use(self) -> frozenset[str]:

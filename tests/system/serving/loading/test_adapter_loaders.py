@@ -126,6 +126,17 @@ def test_slots_of_esft_follow_those_of_lora():
     case.loaders.check_integrity()
 
 
+def test_each_kind_has_a_pool_and_what_stays_has_none():
+    case = LostCase()
+    assert case.loaders.pool_of(LORA.digest) == "lora"
+    case.remote.is_lost, case.whole.known = True, {LORA.digest}
+    assert case.loaders.pool_of(LORA.digest) is None  # its place is not the device loader's
+    both = Case()
+    both.loaders.reconcile([entry("p", "lora", pinned=True), LORA, ESFT])
+    pools = [both.loaders.pool_of(f"digest-{name}") for name in "ple"]
+    assert pools == [None, "lora", "esft"]
+
+
 def test_each_kind_follows_its_own_part_of_the_registry():
     case = Case()
     case.loaders.reconcile([LORA, ESFT, LAST])
