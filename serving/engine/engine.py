@@ -300,7 +300,7 @@ class Engine:
             kind=entry.kind,
             rank=entry.report.max_rank,
             bytes=entry.report.weight_bytes,
-            resident=entry.digest in self._parts.loader.snapshot.resident,
+            resident=entry.digest in self._parts.residencies.snapshot.resident,
             pinned=entry.pinned,
             digest=entry.digest,
             report=entry.report,
@@ -316,7 +316,7 @@ class Engine:
         """Return the engine's counters and gauges."""
         parts = self._parts
         return engine_stats(
-            parts.loop, parts.registry, parts.loader, parts.metrics, parts.compilations
+            parts.loop, parts.registry, parts.residencies, parts.metrics, parts.compilations
         )
 
     def check_integrity(self) -> None:

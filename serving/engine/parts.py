@@ -1,7 +1,6 @@
 """Builds the parts of an engine from its config, with a log line for each."""
 
 import dataclasses
-import functools
 import logging
 import os
 import time
@@ -14,11 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lora_jax.adapters.catalogue import LoraCatalogue
-from lora_jax.adapters.lora_allocator import SlotAllocator
 from lora_jax.adapters.registry import AdapterRegistry, RegistryLimits
-from lora_jax.adapters.row_copies import Copier, LoraCopyJob, pin_matrices
-from lora_jax.adapters.slots import LoraLoadJob, SlotsSpec, init_slots
-from lora_jax.adapters.weights import AnyWeights, ExpertWeights
+from lora_jax.adapters.slots import SlotsSpec, init_slots
 from lora_jax.config import ModelConfig
 from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.ops import dispatch
@@ -30,14 +26,11 @@ from serving.engine.memory_budget import make_allocator, size_kv_cache
 from serving.engine.metrics import EngineMetrics, EngineStats
 from serving.engine.model_info import ModelInfo, model_info
 from serving.engine.sizing import CacheSize
-from serving.loading.adapter_loader import AdapterLoader
-from serving.loading.adapter_loaders import AdapterLoaders
 from serving.loading.esft_parts import EsftParts, make_esft
-from serving.loading.local_experts import LocalExperts
+from serving.loading.residencies import Residencies, make_residencies
 from serving.lora_server.instance import InstanceSide, ServerAccess, connect
 from serving.lora_server.shards import local_catalogue
 from serving.runtime.compile_counter import CompileCounter
-from serving.runtime.device_copier import device_copier
 from serving.runtime.program_cache import keep_programs
 from serving.scheduling.scheduler import Scheduler, SchedulerLimits
 from serving.steps.model_runner import ModelRunner
@@ -53,7 +46,7 @@ class EngineParts:
 
     tokenizer: Tokenizer
     registry: AdapterRegistry
-    loader: AdapterLoaders
+    residencies: Residencies
     metrics: EngineMetrics
     compilations: CompileCounter
     loop: EngineLoop
@@ -137,37 +130,36 @@ def _build(
     allocator, spec = make_allocator(
         config, base.catalogue, local_modules, base.dtype, num_full_adapters
     )
-    copier = device_copier()
-    registry = _make_registry(config, base, allocator, copier)
+    metrics = _make_metrics(config, info)
+    told = metrics.adapter_loaded_on_device
+    residencies = make_residencies(allocator, base.esft, base.remote, on_loaded=told)
+    registry = _make_registry(config, base, residencies)
     _load_adapters(registry, adapters)
     end_ids = info.end_token_ids
     runner = _make_runner(config, base, spec, end_ids)
     compilations = CompileCounter()
-    metrics = _make_metrics(config, info)
-    loader = _make_loaders(allocator, base, metrics, copier)
-    registry.set_in_use(loader.in_use)
-    scheduler = _make_scheduler(config, base.size, loader, end_ids)
+    scheduler = _make_scheduler(config, base.size, residencies, end_ids)
     chunks = config.adapter_load_chunks_per_step
     loop = EngineLoop(
         LoopParts(
-            runner, scheduler, registry, loader, metrics, compilations, chunks_per_step=chunks
+            runner, scheduler, registry, residencies, metrics, compilations, chunks_per_step=chunks
         )
     )
-    if base.remote is not None:
-        base.remote.wake = loop.wake
-    metrics.set_source(lambda: engine_stats(loop, registry, loader, metrics, compilations))
-    return EngineParts(tokenizer, registry, loader, metrics, compilations, loop, info)
+    residencies.call_on_news(loop.wake)
+    metrics.set_source(lambda: engine_stats(loop, registry, residencies, metrics, compilations))
+    return EngineParts(tokenizer, registry, residencies, metrics, compilations, loop, info)
 
 
 def engine_stats(
     loop: EngineLoop,
     registry: AdapterRegistry,
-    loader: AdapterLoaders,
+    residencies: Residencies,
     metrics: EngineMetrics,
     compilations: CompileCounter,
 ) -> EngineStats:
     """Return where the engine stands; any thread may ask."""
-    scheduler, on_device, entries = loop.scheduler_stats(), loader.snapshot, registry.entries()
+    scheduler, on_device = loop.scheduler_stats(), residencies.snapshot
+    entries = registry.entries()
     sizes = {entry.digest: (entry.kind, entry.report.weight_bytes) for entry in entries}
     by_kind: dict[str, int] = {}
     for kind, size in sizes.values():
@@ -218,37 +210,24 @@ def _load_model(
     return model, model_config, dtype
 
 
-def _make_registry(
-    config: EngineConfig, base: _Base, allocator: SlotAllocator, copier: Copier | None
-) -> AdapterRegistry:
-    def check_fits(weights: AnyWeights) -> None:
-        if not isinstance(weights, ExpertWeights):
-            allocator.check_fits(weights)
-        elif base.esft is None:
-            raise ValueError(
-                "an ESFT adapter; this server has no room for any (max_esft_adapters)."
-            )
-        else:
-            base.esft.room.allocator.check_fits(weights)
-
-    def kept(weights: AnyWeights) -> AnyWeights:
-        return pin_matrices(weights if base.remote is None else base.remote.keep(weights), copier)
-
+def _make_registry(config: EngineConfig, base: _Base, residencies: Residencies) -> AdapterRegistry:
     limits = RegistryLimits(
         max_total_bytes=config.max_total_adapter_bytes,
         max_file_bytes=config.max_adapter_bytes,
         max_rank=config.max_lora_rank,
         loads_per_minute=config.max_adapter_loads_per_minute,
     )
-    return AdapterRegistry(
+    registry = AdapterRegistry(
         base.catalogue,
         base_names=(config.model_name,),
         lora_dir=config.lora_dir,
         limits=limits,
-        check=check_fits,
-        keep=kept,
+        check=residencies.check_fits,
+        keep=residencies.keep,
         read=base.source.read_adapter,
     )
+    registry.set_in_use(residencies.in_use)
+    return registry
 
 
 def _load_adapters(
@@ -311,21 +290,8 @@ def _step_sizes(config: EngineConfig, size: CacheSize) -> StepSizes:
     )
 
 
-def _make_loaders(
-    allocator: SlotAllocator, base: _Base, metrics: EngineMetrics, copier: Copier | None
-) -> AdapterLoaders:
-    told, remote, esft = metrics.adapter_loaded_on_device, base.remote, base.esft
-    make_job = LoraLoadJob if copier is None else functools.partial(LoraCopyJob, copier=copier)
-    lora = AdapterLoader(allocator, make_job, on_loaded=told)
-    local = LocalExperts(lora) if remote is not None and remote.num_local else None
-    if esft is None:
-        return AdapterLoaders(lora, allocator.num_slots, remote=remote, local=local)
-    experts = AdapterLoader(esft.room.allocator, esft.room.job, on_loaded=told)
-    return AdapterLoaders(lora, allocator.num_slots, experts, esft.room, remote, local)
-
-
 def _make_scheduler(
-    config: EngineConfig, size: CacheSize, loader: AdapterLoaders, end_ids: tuple[int, ...]
+    config: EngineConfig, size: CacheSize, residencies: Residencies, end_ids: tuple[int, ...]
 ) -> Scheduler:
     limits = SchedulerLimits(
         num_pages=size.num_pages,
@@ -339,7 +305,7 @@ def _make_scheduler(
         enable_prefix_caching=config.enable_prefix_caching,
         scheduling_policy=config.scheduling_policy,
     )
-    return Scheduler(limits, adapters=loader, eos_token_ids=end_ids, seed=config.seed)
+    return Scheduler(limits, adapters=residencies, eos_token_ids=end_ids, seed=config.seed)
 
 
 def _make_metrics(config: EngineConfig, info: ModelInfo) -> EngineMetrics:

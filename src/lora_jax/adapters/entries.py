@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.weights import AdapterReport, AnyWeights
 
 
@@ -21,7 +22,7 @@ class AdapterEntry:
     """One loaded adapter. `generation` grows with every publish and unload of the registry."""
 
     name: str
-    kind: str  # "lora" or "esft"
+    kind: AdapterKind
     digest: str
     generation: int
     weights: AnyWeights
@@ -48,7 +49,7 @@ class EvictedAdapter:
     """A name whose weights are not in memory: what is needed to read the same ones again."""
 
     name: str
-    kind: str
+    kind: AdapterKind
     digest: str
     generation: int
     report: AdapterReport

@@ -1,0 +1,10 @@
+"""Kinds of adapters. No jax."""
+
+import enum
+
+
+class AdapterKind(enum.StrEnum):
+    """Kind of an adapter; the value is its name in reports, metrics and JSON."""
+
+    LORA = "lora"
+    ESFT = "esft"
