@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from lora_jax.adapters.versions import split
 from serving.api.request import FinishReason, OutputDelta, TokenLogprobs
 
 
@@ -41,6 +42,7 @@ class RequestOutput:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     num_cached_tokens: int = 0
     prompt: str | None = None  # its text, where it came as text
+    adapter_version: str | None = None  # that served it, where the adapter has versions
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:
@@ -83,6 +85,7 @@ class OutputCollector:
             prompt_logprobs=scored[0] if scored else None,
             num_cached_tokens=max(delta.num_cached_tokens for delta in deltas),
             prompt=self._prompt,
+            adapter_version=split(deltas[0].adapter or "")[1],
         )
 
 

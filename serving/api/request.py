@@ -78,6 +78,7 @@ class OutputDelta:
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
     error: str | None = None  # message when finish_reason is ERROR
     retryable: bool = False  # the same request may succeed later (HTTP 503)
+    adapter: str | None = None  # that served it, with its version where it has one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,10 +189,12 @@ class StepPlan:
     """One step: which chunks run, and which rows got a new owner since the last step.
 
     `admitted` sequences must have their sampling parameters written to their row before the step.
+    A short step leaves out rows that could run, so that its results come soon.
     """
 
     chunks: tuple[ScheduledChunk, ...]
     admitted: tuple[Sequence, ...] = ()
+    is_short: bool = False
 
     @property
     def num_tokens(self) -> int:

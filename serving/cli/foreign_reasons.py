@@ -46,7 +46,7 @@ ALWAYS_SO = {
     "--config-format auto hf": "a model's folder is as Hugging Face has it",
     "--distributed-executor-backend uni mp": "processes are started by --instances and "
     "--lora-server",
-    "--fingerprint-mode none": "system_fingerprint is null",
+    "--fingerprint-mode none": "system_fingerprint is null but for versions of adapters",
     "--prefix-caching-hash-algo sha256": "pages are found by SHA-256",
     "--logprobs-mode raw_logprobs": "log-probabilities are those of the model, before temperature "
     "and penalties",
@@ -161,7 +161,7 @@ REFUSED = {
         "--otlp-traces-endpoint --collect-detailed-traces --enable-layerwise-nvtx-tracing "
         "--profiler-config --enable-trace-replay"
     ),
-    "system_fingerprint is null": "--fingerprint-value",
+    "system_fingerprint is null but for versions of adapters": "--fingerprint-value",
     "the certificate is read at the start; start the server again for a new one": (
         "--enable-ssl-refresh"
     ),

@@ -64,6 +64,7 @@ def serve(
             return {} if journal is None else replay(journal.read(), engine.registry)
 
         repeat()
+        keep_rollouts(engine, journal)
         started = Started(repeat, options.http.max_body_bytes or Bounds.of(engine).body_bytes)
         server = _server(options, engine, sock, journal, lambda: announce(started), stack)
         if options.log_stats:
@@ -77,6 +78,16 @@ def journal_of(options: Options) -> Journal | None:
         return None
     try:
         return Journal(options.state_dir, options.state_lasts)
+    except (ValueError, OSError) as error:
+        raise StartError(f"Cannot use --state-dir: {error}") from error
+
+
+def keep_rollouts(engine: Any, journal: Journal | None) -> None:
+    """Keep rollouts beside the journal, and take those that are there; StartError for others."""
+    if journal is None:
+        return
+    try:
+        engine.rollouts.keep_in(journal.folder)
     except (ValueError, OSError) as error:
         raise StartError(f"Cannot use --state-dir: {error}") from error
 

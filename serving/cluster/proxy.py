@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from lora_jax.adapters.versions import FULL_NAME
 from serving.cluster.adapter_changes import AdapterChanges
 from serving.cluster.inbound import ClientLeft, read_body
 from serving.cluster.metrics import merge, role_lines
@@ -30,7 +31,6 @@ from serving.cluster.upstream import (
     send,
 )
 from serving.http.errors import ApiError
-from serving.http.requests.model_names import NAME
 
 logger = logging.getLogger(__name__)
 
@@ -244,7 +244,7 @@ class Proxy:
         base, colon, adapter = model.partition(":")
         if colon and base in self._base_names:
             model = adapter
-        if model in self._base_names or not NAME.fullmatch(model):
+        if model in self._base_names or not FULL_NAME.fullmatch(model):
             return None, 0.0
         return model, found.max_tokens or _DEFAULT_TOKENS
 

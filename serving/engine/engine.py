@@ -5,6 +5,7 @@ with Engine("path/to/model", adapters={"sql": "path/to/adapter"}) as engine:
 """
 
 import dataclasses
+import functools
 import os
 import queue
 import secrets
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lora_jax.adapters.entries import AdapterEntry, EvictedAdapter
+from lora_jax.adapters.rollout import Rollout
 from lora_jax.adapters.weights import AdapterReport
 from serving.api.config import EngineConfig
 from serving.api.outputs import RequestFailed, RequestOutput
@@ -82,6 +84,7 @@ class Engine:
         self._loop = self._parts.loop
         self.tokenizer = self._parts.tokenizer
         self.registry = self._parts.registry
+        self.rollouts = self._parts.rollouts
         self.metrics = self._parts.metrics
         self.model_info: ModelInfo = self._parts.model_info
         # Also when the last reference goes, and when the interpreter ends.
@@ -109,20 +112,22 @@ class Engine:
         sampling_params: Samplings = None,
         lora_request: Any = None,
         use_tqdm: bool = False,
+        session: str | None = None,
     ) -> list[RequestOutput]:
         """Return one answer per prompt, in order.
 
         A prompt is a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`. One
         adapter name (None: the base model) or sampling (None: `default_sampling`) stands for all
         prompts. vLLM's call works too: a sampling in second place, `sampling_params`, and
-        `lora_request` with the name of a loaded adapter. Raises KeyError for an unknown adapter,
+        `lora_request` with the name of a loaded adapter. `session` names the user whom a rollout
+        gives always the same version. Raises KeyError for an unknown adapter,
         ValueError or TypeError for bad input, RequestFailed when the engine could not finish one.
         """
         adapter, sampling = adapter_and_sampling(adapter, sampling, sampling_params, lora_request)
         given = [given_prompt(prompt) for prompt in as_list(prompts)]
         sampling = self.default_sampling() if sampling is None else sampling
         batch = Batch(
-            self.submit,
+            functools.partial(self.submit, session=session),
             [self._prompt_ids(prompt) for prompt in given],
             broadcast("adapter", adapter, len(given), (str, type(None))),
             broadcast("sampling", sampling, len(given), (Sampling,)),
@@ -144,6 +149,8 @@ class Engine:
         prompt: Prompt,
         adapter: str | Sampling | None = None,
         sampling: Sampling | None = None,
+        *,
+        session: str | None = None,
     ) -> Iterator[Piece]:
         """Return an iterator over the pieces of the answer as they are made.
 
@@ -155,7 +162,7 @@ class Engine:
         (wanted,) = broadcast("sampling", wanted, 1, (Sampling,))
         deltas: queue.SimpleQueue[OutputDelta] = queue.SimpleQueue()
         ids = self._prompt_ids(given_prompt(prompt))
-        request_id = self.submit(ids, name, wanted, on_output=deltas.put)
+        request_id = self.submit(ids, name, wanted, on_output=deltas.put, session=session)
         return self._pieces(request_id, deltas, wanted.n)
 
     def _pieces(
@@ -190,18 +197,23 @@ class Engine:
         deadline_s: float | None = None,
         share: Share | None = None,
         entry: AdapterEntry | None = None,
+        session: str | None = None,
     ) -> str:
         """Queue a request and return its id; `on_output` is called from the engine's thread.
 
         `deadline_s` is seconds from now: waiting requests are served in that order, those of
         each `share` beside those of others. `entry` is what the adapter's name stood for; without
-        it an adapter whose weights are not in memory is read here and now. Raises AdapterNotFound
-        (a KeyError), ValueError, QueueFull or EngineDead.
+        it a rollout chooses the version by `session`, or by the request's id, and an adapter whose
+        weights are not in memory is read here and now. Raises AdapterNotFound (a KeyError),
+        ValueError, QueueFull or EngineDead.
         """
+        request_id = request_id or secrets.token_hex(12)
+        if entry is None and adapter is not None:
+            adapter = self.rollouts.pick(adapter, session or request_id)
         entry = self._check(prompt_ids, adapter, sampling, entry)
         now = time.monotonic()
         request = Request(
-            request_id=request_id or secrets.token_hex(12),
+            request_id=request_id,
             prompt_ids=tuple(prompt_ids),
             sampling=sampling,
             adapter=adapter,
@@ -242,7 +254,7 @@ class Engine:
         """Return the adapter's entry; raises, and counts, what makes a request impossible."""
         try:
             self._check_numbers(prompt_ids, sampling)
-            return None if adapter is None else entry or self.registry.resolve(adapter)
+            return None if adapter is None else entry or self.rollouts.resolve(adapter)
         except KeyError:
             self.metrics.rejected("adapter_not_found")
             raise
@@ -286,9 +298,37 @@ class Engine:
         return self._info(entry)
 
     def unload_adapter(self, name: str) -> None:
-        """Forget a name: new requests for it fail at once, running ones finish, then it goes."""
+        """Forget a name: new requests for it fail at once, running ones finish, then it goes.
+
+        Raises AdapterNotFound (a KeyError), and ValueError for a version with a share of a rollout.
+        """
+        self.rollouts.check_unload(name)
         self.registry.unload(name)
         self._loop.wake()
+
+    def rollout(
+        self,
+        name: str,
+        versions: Mapping[str, float] | None = None,
+        /,
+        *,
+        guard: Mapping[str, Any] | None = None,
+        **shares: float,
+    ) -> Rollout:
+        """Give loaded versions of an adapter their shares in percent: rollout("sql", v1=95, v2=5).
+
+        Versions whose names are no Python names go into `versions`. `guard` has the fields of
+        `lora_jax.adapters.rollout_guard.Guard`. A user keeps a version; a raised share of a newer
+        version moves users to it only. Raises ValueError, and then nothing has changed.
+        """
+        return self.rollouts.set(name, {**(versions or {}), **shares}, guard)
+
+    def rollback(self, name: str) -> Rollout:
+        """Take the newest version's users back to older ones; running requests end on theirs.
+
+        Raises KeyError for an adapter without a rollout, ValueError where nothing is older.
+        """
+        return self.rollouts.roll_back(name)
 
     def adapters(self) -> list[AdapterInfo]:
         """Return all known adapters in order of name, also those read again on their next use."""

@@ -80,6 +80,8 @@ class LiveRequest:
             first_token_s=self._first_token_s,
             finished_s=now,
             preemptions=sum(s.num_preemptions for s in sequences),
+            logprob_sum=sum(choice.logprob_sum for choice in self._choices),
+            num_logprobs=sum(choice.num_logprobs for choice in self._choices),
         )
 
     def _time_token(self, choice: "_Choice", now: float) -> None:
@@ -98,7 +100,8 @@ class _Choice:
         self.sequence = sequence
         self.finish_reason: FinishReason | None = None
         self.last_token_s: float | None = None
-        self.num_tokens = 0
+        self.num_tokens = self.num_logprobs = 0
+        self.logprob_sum = 0.0
         sampling = sequence.request.sampling
         self._detokenizer = None
         if sampling.detokenize:
@@ -116,6 +119,9 @@ class _Choice:
         text = ""
         if token is not None:
             self.num_tokens += 1
+            if result.logprobs is not None:
+                self.logprob_sum += result.logprobs.logprob
+                self.num_logprobs += 1
             text, stop_string = self._text(token, reason, stop_reason)
             if stop_string is not None:
                 reason, stop_reason = FinishReason.STOP, stop_string
@@ -159,5 +165,6 @@ class _Choice:
             index=self.sequence.index,
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=self.sequence.num_cached_tokens,
+            adapter=request.adapter,
             **given,
         )

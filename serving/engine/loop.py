@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable
 
 from lora_jax.adapters.registry import AdapterEntry, AdapterRegistry
+from lora_jax.adapters.rollout_guard import Outcome
 from serving.api.request import EngineDead, FinishReason, Request, Sequence
 from serving.engine.live_request import LiveRequest
 from serving.engine.metrics import EngineMetrics
+from serving.engine.pacing import Pacer
 from serving.loading.residencies import Residencies
 from serving.runtime.compile_counter import CompileCounter
 from serving.scheduling.scheduler import Progress, Scheduler, SchedulerStats
@@ -45,6 +47,7 @@ class LoopParts:
     metrics: EngineMetrics
     compilations: CompileCounter
     chunks_per_step: int
+    finished: Callable[[str | None, Outcome], None] = lambda adapter, outcome: None
 
 
 class EngineLoop:
@@ -63,6 +66,7 @@ class EngineLoop:
         self._generation = -1  # of the registry, as last seen
         self._heartbeat_s = time.monotonic()
         self._num_dispatched = 0
+        self._pacer = Pacer(time.monotonic)
         self.num_steps = 0  # whose results have been read
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -103,6 +107,7 @@ class EngineLoop:
             if self._dead or self._closing:
                 raise EngineDead(_DEAD)
             sequences = self._parts.scheduler.add(request)
+            self._pacer.asked(request.share.tenant)
             self._live[request.request_id] = make_live(sequences)
             if entry is not None:
                 self._parts.residencies.retain(entry)
@@ -145,6 +150,8 @@ class EngineLoop:
 
     def _iterate(self) -> None:
         """Plan and dispatch one step, advance loads, and take in the step before."""
+        if self._flying is not None:
+            time.sleep(self._pacer.wait_s(self._flying.plan.num_tokens))
         parts, now = self._parts, time.monotonic()
         self._heartbeat_s = now
         with self._lock:
@@ -156,7 +163,9 @@ class EngineLoop:
         if plan is not None:
             parts.residencies.prepare(parts.runner, self._num_dispatched)
         step = None if plan is None else parts.runner.dispatch(plan)
-        self._num_dispatched += step is not None
+        if step is not None:
+            self._num_dispatched += 1
+            self._pacer.dispatched(now, follows=self._flying is not None)
         loaded = self._advance_loads()
         for sequence in ended:
             self._end(sequence, FinishReason.ABORT)
@@ -168,6 +177,9 @@ class EngineLoop:
             self._process_results(finished)
         elif step is None and not loaded:
             self._sleep()
+        if step is not None and step.plan.is_short:  # its caller waits for it alone
+            self._flying = None
+            self._take_in(step)
 
     def _follow_registry(self) -> None:
         """Let the device follow what was loaded and unloaded since the last look."""
@@ -209,7 +221,9 @@ class EngineLoop:
 
     def _process_results(self, step: InFlightStep) -> None:
         """Read a step's results and hand out what they mean."""
+        began = time.monotonic()
         results = self._parts.runner.read(step)
+        self._pacer.ended(step.plan.num_tokens, began)
         bad = [result for result in results if result.token_id == INVALID_TOKEN]
         now = time.monotonic()
         lost = self._parts.residencies.affected_by(step.remote_status)
@@ -303,7 +317,11 @@ class EngineLoop:
             digest = live.request.adapter_digest
             if digest:
                 self._parts.residencies.drop(digest)
-        self._parts.metrics.request_done(live.summary(now))
+        summary = live.summary(now)
+        self._parts.metrics.request_done(summary)
+        outcome = summary.outcome()
+        if outcome is not None:
+            self._parts.finished(summary.adapter, outcome)
 
     def _drain(self) -> None:
         """Wait for the device, so that the process may end while nothing runs; free its memory."""

@@ -12,6 +12,9 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from lora_jax.adapters.rollout_guard import Outcome
+from serving.engine.version_metrics import VersionMetrics
+
 OTHER = "other"  # label of an adapter that is not loaded any more
 
 # Buckets: vLLM's, so that its dashboards find their boundaries.
@@ -73,6 +76,21 @@ class FinishedRequest:
     first_token_s: float | None
     finished_s: float
     preemptions: int
+    logprob_sum: float = 0.0  # of the answers' tokens, where they were asked for
+    num_logprobs: int = 0
+
+    def outcome(self) -> Outcome | None:
+        """Return what a rollout's guard looks at; None for a request that its client ended."""
+        if "abort" in self.reasons:
+            return None
+        first = self.first_token_s
+        return Outcome(
+            failed="error" in self.reasons,
+            at_length="length" in self.reasons,
+            ttft_s=None if first is None else first - self.arrival_s,
+            logprob_sum=self.logprob_sum,
+            num_logprobs=self.num_logprobs,
+        )
 
 
 def length_buckets(longest: int) -> tuple[int, ...]:
@@ -105,6 +123,7 @@ class EngineMetrics:
         self._make_counters()
         self._make_histograms(length_buckets(max_model_len))
         self._adapters: set[str] = {model_name}
+        self._versions = VersionMetrics(self.registry)
 
     def set_source(self, stats: Callable[[], EngineStats]) -> None:
         """Read gauges from `stats` from now on; a scrape calls it in its own thread."""
@@ -196,6 +215,8 @@ class EngineMetrics:
 
     def set_adapters(self, names: Iterable[str]) -> None:
         """Keep series per adapter for these loaded names only."""
+        names = tuple(names)
+        self._versions.set_adapters(names)
         wanted = {*names, self._model_name}
         for name in self._adapters - wanted:
             for counter in self._by_adapter.values():
@@ -215,6 +236,11 @@ class EngineMetrics:
         self._by_adapter["requests"].labels(label).inc()
         self._by_adapter["prompt_tokens"].labels(label).inc(request.num_prompt)
         self._by_adapter["generation_tokens"].labels(label).inc(generated)
+        ttft_s = (
+            None if request.first_token_s is None else request.first_token_s - request.arrival_s
+        )
+        sums = request.logprob_sum, request.num_logprobs
+        self._versions.ended(name, request.reasons, ttft_s, *sums)
         for histogram, value in _observations(request):
             self._histograms[histogram].observe(value)
 

@@ -26,12 +26,14 @@ from serving.engine.memory_budget import make_allocator, size_kv_cache
 from serving.engine.metrics import EngineMetrics, EngineStats
 from serving.engine.model_info import ModelInfo, model_info
 from serving.engine.sizing import CacheSize
+from serving.engine.version_metrics import ShareCollector
 from serving.loading.esft_parts import EsftParts, make_esft
 from serving.loading.residencies import Residencies, make_residencies
 from serving.lora_server.instance import InstanceSide, ServerAccess, connect
 from serving.lora_server.shards import local_catalogue
 from serving.runtime.compile_counter import CompileCounter
 from serving.runtime.program_cache import keep_programs
+from serving.runtime.rollouts import Rollouts
 from serving.scheduling.scheduler import Scheduler, SchedulerLimits
 from serving.steps.model_runner import ModelRunner
 from serving.steps.step import StepSizes
@@ -46,6 +48,7 @@ class EngineParts:
 
     tokenizer: Tokenizer
     registry: AdapterRegistry
+    rollouts: Rollouts
     residencies: Residencies
     metrics: EngineMetrics
     compilations: CompileCounter
@@ -138,16 +141,27 @@ def _build(
     end_ids = info.end_token_ids
     runner = _make_runner(config, base, spec, end_ids)
     compilations = CompileCounter()
+    rollouts = Rollouts(registry)
+    registry.set_kept(rollouts.kept)
+    metrics.registry.register(ShareCollector(rollouts.states))
     scheduler = _make_scheduler(config, base.size, residencies, end_ids)
-    chunks = config.adapter_load_chunks_per_step
     loop = EngineLoop(
         LoopParts(
-            runner, scheduler, registry, residencies, metrics, compilations, chunks_per_step=chunks
+            runner,
+            scheduler,
+            registry,
+            residencies,
+            metrics,
+            compilations,
+            config.adapter_load_chunks_per_step,
+            rollouts.finished,
         )
     )
     residencies.call_on_news(loop.wake)
     metrics.set_source(lambda: engine_stats(loop, registry, residencies, metrics, compilations))
-    return EngineParts(tokenizer, registry, residencies, metrics, compilations, loop, info)
+    return EngineParts(
+        tokenizer, registry, rollouts, residencies, metrics, compilations, loop, info
+    )
 
 
 def engine_stats(

@@ -10,7 +10,17 @@ from serving.http.access.observe import Observe
 from serving.http.errors import CatchAll, install
 from serving.http.interface import AbstractEngine
 from serving.http.requests.body import OneLength
-from serving.http.routes import adapters, chat, completions, demo, docs, health, models, tokenize
+from serving.http.routes import (
+    adapters,
+    chat,
+    completions,
+    demo,
+    docs,
+    health,
+    models,
+    rollouts,
+    tokenize,
+)
 from serving.http.routes.description import describe
 from serving.http.server import Server
 from serving.http.settings import HttpSettings
@@ -41,7 +51,7 @@ def create_app(
     )
     server = Server.build(engine, settings, journal)
     app.state.server = server
-    for room in (models, completions, chat, tokenize, adapters, health):
+    for room in (models, completions, chat, tokenize, adapters, rollouts, health):
         app.include_router(room.router)
     if settings.docs:
         app.include_router(docs.router)

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 from lora_jax.adapters.registry import AdapterEntry, AdapterRegistry
 from serving.api.request import OutputDelta, Share
 from serving.api.sampling import Sampling
+from serving.runtime.rollouts import Rollouts
 
 
 class AbstractTokenizer(Protocol):
@@ -39,6 +40,7 @@ class AbstractEngine(Protocol):
 
     tokenizer: Any
     registry: AdapterRegistry
+    rollouts: Rollouts
     config: Any
     model_info: Any
     metrics: Any

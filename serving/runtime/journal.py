@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lora_jax.adapters.registry import AdapterNotFound
+from serving.runtime import rollouts
 
 logger = logging.getLogger(__name__)
 
 FILE, LOCK, OWNER = "adapters.json", "adapters.lock", "server.lock"
 _NEW = "adapters.json.new"
-FILES = frozenset({FILE, LOCK, OWNER, _NEW})
+FILES = frozenset({FILE, LOCK, OWNER, _NEW, rollouts.FILE, rollouts.LOCK})
 _FORMAT = 1
 _MOST_UNLOADED = 4096  # names; the oldest are forgotten
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -87,6 +88,11 @@ class Journal:
                 "write it; give a folder of your own, with mode 0700."
             )
         self.read()
+
+    @property
+    def folder(self) -> Path:
+        """The folder, which may hold other state of the server."""
+        return self._folder
 
     def read(self) -> Changes:
         """Return what was recorded. Raises ValueError for a file that is no journal."""

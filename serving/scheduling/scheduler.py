@@ -18,7 +18,7 @@ import bisect
 import collections
 import heapq
 import random
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from collections.abc import Sequence as SequenceOf
 
 from serving.api.request import (
@@ -30,13 +30,14 @@ from serving.api.request import (
     SequenceState,
     StepPlan,
 )
-from serving.api.sampling import fold_seed
 from serving.scheduling.adapter_gate import AdapterGate, AdapterResidency, NoAdapters
 from serving.scheduling.claims import Claims, decode_order
 from serving.scheduling.endings import ending
 from serving.scheduling.entry_checks import check_fits, check_room
 from serving.scheduling.fair_share import FairShares
+from serving.scheduling.new_sequences import new_sequences
 from serving.scheduling.sequence_pages import SequencePages
+from serving.scheduling.short_steps import ShortStep, short_step
 from serving.scheduling.stats import SchedulerStats, adapter_names
 from serving.scheduling.step_budget import SchedulerLimits, StepBudget
 from serving.scheduling.waiting_line import WaitingLine, order_of, take_out
@@ -60,11 +61,8 @@ class Scheduler:
         self._gate = AdapterGate(adapters or NoAdapters(), limits.adapter_wait_s)
         self._eos = frozenset(eos_token_ids)
         self._random = random.Random(seed)
-        self._pages = SequencePages(
-            limits.num_pages,
-            limits.page_size,
-            enable_prefix_caching=limits.enable_prefix_caching,
-        )
+        caching, sizes = limits.enable_prefix_caching, (limits.num_pages, limits.page_size)
+        self._pages = SequencePages(*sizes, enable_prefix_caching=caching)
         self._free_rows = list(range(limits.max_num_seqs))
         self._waiting = WaitingLine()
         self._running: list[Sequence] = []  # in order of deadline
@@ -86,21 +84,7 @@ class Scheduler:
         sampling, n = request.sampling, request.sampling.n
         check_room(request.share, n, self._waiting, self._fair, self.limits.max_queue)
         seed = self._random.getrandbits(63) if sampling.seed is None else sampling.seed
-        room = self.limits.max_model_len - len(request.prompt_ids)
-        most = min(sampling.max_tokens, room)
-        shortest_first = self.limits.scheduling_policy == "sjf"
-        sequences = [
-            Sequence(
-                request=request,
-                index=index,
-                seed=fold_seed(seed, index),
-                token_ids=list(request.prompt_ids),
-                number=self._num_added + index,
-                max_outputs=most,
-                job_tokens=len(request.prompt_ids) + most if shortest_first else 0,
-            )
-            for index in range(n)
-        ]
+        sequences = new_sequences(request, self.limits, seed=seed, number=self._num_added)
         self._num_added += n
         self._requests[request.request_id] = list(sequences)
         self._fair.enter(request.share, n, begins=not self._waiting.count(request.share.tenant))
@@ -145,16 +129,19 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan | None:
         """Return the next step, or None when nothing can run before something else happens."""
         step = StepBudget(self.limits.max_num_batched_tokens, self.limits.max_logit_rows)
+        order, short = list(self._running), ShortStep()
         if self._fair.are_shared:
             self._claim(now)
+            order = decode_order(self._running, self._fair, self.limits.num_pages)
+            rows = self.limits.max_num_seqs
+            short = short_step(self._fair, order, self._waiting.tenants, rows)
+            order = short.order(order)
         preemptions = self._num_preemptions
-        order = list(self._running)
-        if self._fair.are_shared:
-            order = decode_order(order, self._fair, self.limits.num_pages)
-        for sequence in order:
-            if sequence.state is SequenceState.RUNNING and sequence.num_remaining == 1:
-                self._continue_decode(step, sequence, order)
-        self._fill(step, now, admitting=self._num_preemptions == preemptions)
+        crowd = [sequence for sequence in order if sequence.tenant in short.crowds]
+        self._decode(step, order[: len(order) - len(crowd)], order)
+        if not self._fill_short(step, short, now, self._num_preemptions == preemptions):
+            self._decode(step, crowd, order)
+            self._fill(step, now, admitting=self._num_preemptions == preemptions)
         for sequence in step.sequences:
             self._pages.register(sequence)
         return step.plan()
@@ -251,10 +238,17 @@ class Scheduler:
             self.finish(sequence, reason)
         return ended
 
+    def _decode(
+        self, step: StepBudget, sequences: SequenceOf[Sequence], order: SequenceOf[Sequence]
+    ) -> None:
+        """Plan a token of each that decodes, taking pages from the last of `order` if need be."""
+        for sequence in sequences:
+            if sequence.state is SequenceState.RUNNING and sequence.num_remaining == 1:
+                self._continue_decode(step, sequence, order)
+
     def _continue_decode(
         self, step: StepBudget, sequence: Sequence, order: SequenceOf[Sequence]
     ) -> None:
-        """Plan one token, taking pages from the last of `order` if need be."""
         while not self._pages.grow(sequence):
             last = next(s for s in reversed(order) if s.state is SequenceState.RUNNING)
             self._preempt(last)
@@ -291,14 +285,28 @@ class Scheduler:
         heapq.heappush(self._free_rows, sequence.row)
         sequence.row = -1
 
-    def _fill(self, step: StepBudget, now: float, *, admitting: bool) -> None:
+    def _fill_short(self, step: StepBudget, short: ShortStep, now: float, admitting: bool) -> bool:
+        """Give a short step to those it is for; False when none of their prompts can run."""
+        if not short.callers:
+            return False
+        before = len(step.sequences)
+        self._fill(step, now, admitting=admitting, tenants=short.callers)
+        served = frozenset(sequence.tenant for sequence in step.sequences[before:])
+        idle = [s for s in self._running if s.tenant in short.crowds and s.num_remaining]
+        short.charge(self._fair, served, len(idle))
+        step.is_short = bool(served)
+        return step.is_short
+
+    def _fill(
+        self, step: StepBudget, now: float, *, admitting: bool, tenants: Container[str] = ()
+    ) -> None:
         """Give what is left of the step to prompts: running ones, then waiting ones, by tenant.
 
         One that waits for its adapter is passed by; one that waits for pages is not, or a long
         prompt might never get in.
         """
         self._gate.start_round()
-        lines = self._prompts()
+        lines = {t: line for t, line in self._prompts().items() if not tenants or t in tenants}
         if not lines:
             self._fair.settle()
         while lines and not step.exhausted:
@@ -370,13 +378,7 @@ class Scheduler:
             sequence.first_scheduled_s = now
 
     def _follows_sibling(self, sequence: Sequence) -> bool:
-        """True if another choice of the request is about to compute this one's prompt pages."""
-        if not sequence.index or not self._pages.can_match(sequence):
-            return False
-        for sibling in self._requests[sequence.request.request_id]:
-            if sibling.state is SequenceState.RUNNING:
-                return not self._pages.prompt_is_findable(sibling)
-        return False
+        return self._pages.follows(sequence, self._requests[sequence.request.request_id])
 
     def _process_result(self, result: SequenceResult, now: float) -> Progress:
         sequence, token = result.chunk.sequence, result.token_id

@@ -1,9 +1,9 @@
 """Pages of sequences: given for a prompt, grown token by token, found by prefix. No jax."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as SequenceOf
 
-from serving.api.request import Sequence
+from serving.api.request import Sequence, SequenceState
 from serving.scheduling.prefix_cache import PageCache, PrefixCacheStats, PrefixChain
 
 
@@ -111,6 +111,14 @@ class SequencePages:
     def prompt_is_findable(self, sequence: Sequence) -> bool:
         """True if all prompt pages of a running sequence can serve another one."""
         return self._registered[sequence] >= (sequence.num_prompt - 1) // self._cache.page_size
+
+    def follows(self, sequence: Sequence, siblings: Iterable[Sequence]) -> bool:
+        """True if another choice of the request is about to compute this one's prompt pages."""
+        if not sequence.index or not self.can_match(sequence):
+            return False
+        running = (s for s in siblings if s.state is SequenceState.RUNNING)
+        first = next(running, None)
+        return first is not None and not self.prompt_is_findable(first)
 
     def forget_adapters(self, digests: Collection[str]) -> None:
         """Never find a page of these adapters again. None of their sequences may hold any."""

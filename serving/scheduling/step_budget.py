@@ -37,6 +37,7 @@ class StepBudget:
         self.logit_rows = logit_rows
         self._chunks: list[ScheduledChunk] = []
         self._admitted: list[Sequence] = []
+        self.is_short = False
 
     @property
     def exhausted(self) -> bool:
@@ -86,4 +87,4 @@ class StepBudget:
         """Return the step, or None when nobody got a chunk."""
         if not self._chunks:
             return None
-        return StepPlan(chunks=tuple(self._chunks), admitted=tuple(self._admitted))
+        return StepPlan(tuple(self._chunks), tuple(self._admitted), self.is_short)

@@ -17,6 +17,7 @@ from serving.http.answers.logprobs import token_text
 from serving.http.answers.streaming import EventStream
 from serving.http.interface import AbstractTokenizer
 from serving.http.lanes import Lane, run_in
+from serving.http.requests.model_names import Target
 from serving.http.requests.protocol import GenerationBody
 from serving.http.server import Server
 from serving.http.settings import HttpSettings
@@ -57,7 +58,15 @@ class AbstractAnswer(ABC):
             "created": int(time.time()),
             "model": model,
         }
+        self.headers: dict[str, str] = {}
         self._pieces: dict[int, list[Piece]] = {i: [] for i in range(generation.num_choices)}
+
+    def served_by(self, target: Target) -> None:
+        """Let the answer name the version of an adapter that gives it; others stay as they are."""
+        if target.version is not None:
+            self.headers["X-Adapter-Version"] = target.version
+        if target.version is not None and target.entry is not None:
+            self._head["system_fingerprint"] = target.entry.digest[:12]
 
     @abstractmethod
     def whole_choice(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
@@ -79,7 +88,7 @@ class AbstractAnswer(ABC):
     def whole(self) -> dict[str, Any]:
         """Return the whole answer."""
         choices = [self.whole_choice(i, pieces) for i, pieces in self._pieces.items()]
-        head = {"object": self.whole_object, **self._head, "system_fingerprint": None}
+        head = {"object": self.whole_object, "system_fingerprint": None, **self._head}
         return head | {"choices": choices, "usage": self.usage.as_json()}
 
     def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -108,7 +117,7 @@ async def respond(
     if server.settings.log_requests:
         logger.info("%s", request_line(request, answer, stream))
     if stream:
-        return EventStream(answer.generation, answer, silence_s)
+        return EventStream(answer.generation, answer, silence_s, answer.headers)
     pieces = answer.generation.pieces(request.receive, silence_s)
     try:
         async with contextlib.aclosing(pieces):
@@ -119,8 +128,8 @@ async def respond(
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     tokens = answer.usage.prompt_tokens + answer.usage.completion_tokens
     if tokens <= _SHORT:
-        return json_response(answer.whole())
-    return await run_in(Lane.LONG, lambda: json_response(answer.whole()))
+        return json_response(answer.whole(), answer.headers)
+    return await run_in(Lane.LONG, lambda: json_response(answer.whole(), answer.headers))
 
 
 def request_line(request: Request, answer: AbstractAnswer, stream: bool | None) -> str:

@@ -13,9 +13,9 @@ def dumps(value: Any) -> bytes:
     return b"".join(_pieces(value))
 
 
-def json_response(value: Any) -> Response:
+def json_response(value: Any, headers: dict[str, str] | None = None) -> Response:
     """Return an answer with the value as JSON."""
-    return Response(dumps(value), media_type="application/json")
+    return Response(dumps(value), headers=headers, media_type="application/json")
 
 
 def _pieces(value: Any) -> list[bytes]:

@@ -1,6 +1,7 @@
 """Server-sent events: framing, keep-alive comments, errors after the 200, disconnects."""
 
 import contextlib
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from starlette.responses import Response
@@ -36,8 +37,15 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, generation: Generation, chunks: Chunks, keep_alive_s: float):
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    def __init__(
+        self,
+        generation: Generation,
+        chunks: Chunks,
+        keep_alive_s: float,
+        headers: Mapping[str, str] | None = None,
+    ):
+        always = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(headers={**always, **(headers or {})})
         del self.headers["content-length"]
         self._generation, self._chunks = generation, chunks
         self._keep_alive_s = keep_alive_s

@@ -3,27 +3,31 @@
 import asyncio
 import dataclasses
 import os
-import re
 
 from lora_jax.adapters.reader import CONFIG_FILES
 from lora_jax.adapters.registry import AdapterEntry, AdapterNotFound
+from lora_jax.adapters.versions import FULL_NAME, NAME, split
 from serving.http.access.keys import Caller
 from serving.http.errors import ApiError, unknown_model
 from serving.http.interface import AbstractEngine
-
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
     """Target of a request: the name in its answer, and the adapter (None: the base).
 
-    `entry` holds the adapter's weights until the engine has them.
+    `adapter` names the version, where a rollout has chosen one. `entry` holds the adapter's
+    weights until the engine has them.
     """
 
     name: str
     adapter: str | None
     entry: AdapterEntry | None = dataclasses.field(default=None, compare=False)
+
+    @property
+    def version(self) -> str | None:
+        """The version of the adapter, where it has one."""
+        return split(self.adapter or "")[1]
 
 
 class ModelNames:
@@ -44,6 +48,7 @@ class ModelNames:
     def visible_adapters(self, caller: Caller) -> list[str]:
         """Return loaded adapters and those in the adapter folder, as far as the caller may see."""
         names = {entry.name for entry in self._engine.registry.known()}
+        names.update(self._engine.rollouts.states())
         names.update(folder_adapters(self._engine.config.lora_dir))
         return sorted(n for n in names if caller.may_use(n) and not self.is_base(n))
 
@@ -52,13 +57,17 @@ class ModelNames:
         if self.is_base(name) or not caller.may_use(name):
             return False
         root = self._engine.config.lora_dir
-        if self._engine.registry.knows(name):
+        if self._engine.registry.knows(name) or name in self._engine.rollouts.states():
             return True
         return root is not None and _is_adapter_folder(os.path.realpath(root), name)
 
-    async def resolve(self, model: str | None, lora_path: str | None, caller: Caller) -> Target:
+    async def resolve(
+        self, model: str | None, lora_path: str | None, caller: Caller, session: str = ""
+    ) -> Target:
         """Return what `model` (name or base:name) and `lora_path` (name) ask for.
 
+        A rollout of the name chooses the version by `session`. A name with a version needs the
+        caller's permission for that very name; one that follows the rollout needs its own.
         Raises ApiError 404 for a name that does not exist or is hidden from the caller, and 400
         when the two name different adapters or the adapter's files are not acceptable.
         """
@@ -74,13 +83,14 @@ class ModelNames:
             )
         param = "model" if by_model else "lora_path"
         shown = model if by_model and model else adapter
-        if not NAME.fullmatch(adapter) or not caller.may_use(adapter):
+        if not FULL_NAME.fullmatch(adapter) or not caller.may_use(adapter):
             raise unknown_model(shown, param)
         try:
-            entry = await self._load(adapter, caller)
+            chosen = self._engine.rollouts.pick(adapter, session)
+            entry = await self._load(chosen, caller)
         except AdapterNotFound:
             raise unknown_model(shown, param) from None
-        return Target(adapter, adapter, entry)
+        return Target(adapter, chosen, entry)
 
     def _adapter_of(self, model: str | None) -> str | None:
         """Return the adapter a model name asks for, or None for the base model."""
@@ -95,7 +105,8 @@ class ModelNames:
         try:
             return registry.get(adapter)
         except AdapterNotFound:
-            return await asyncio.to_thread(registry.resolve, adapter, caller.host_share)
+            resolve = self._engine.rollouts.resolve
+            return await asyncio.to_thread(resolve, adapter, caller.host_share)
 
 
 def folder_adapters(root: str | None) -> set[str]:

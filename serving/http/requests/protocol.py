@@ -93,7 +93,10 @@ class GenerationBody(Body):
     priority: int | None = None
     # Accepted without effect.
     request_id: str | None = Field(default=None, max_length=_MAX_NAME)
+    # Who asks, for a rollout of versions.
     user: str | None = Field(default=None, max_length=_MAX_NAME)
+    prompt_cache_key: str | None = Field(default=None, max_length=_MAX_NAME)
+    safety_identifier: str | None = Field(default=None, max_length=_MAX_NAME)
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> "GenerationBody":
@@ -187,8 +190,20 @@ class DynamoLoadBody(Body):
     source: AdapterSource
 
 
+class RolloutBody(Body):
+    """Body of PUT /v1/adapters/{name}/rollout: percent by version, and limits for the newest."""
+
+    versions: Annotated[dict[str, Any], Field(max_length=64)]
+    guard: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+
+
 BODIES: tuple[type[Body], ...] = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
-NAMES_ONLY: tuple[type[Body], ...] = (LoadAdapterBody, UnloadAdapterBody, DynamoLoadBody)
+NAMES_ONLY: tuple[type[Body], ...] = (
+    LoadAdapterBody,
+    UnloadAdapterBody,
+    DynamoLoadBody,
+    RolloutBody,
+)
 BODIES += NAMES_ONLY
 
 

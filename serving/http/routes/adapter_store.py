@@ -10,9 +10,9 @@ from fastapi import Request
 
 from lora_jax.adapters.entries import AdapterEntry, EvictedAdapter
 from lora_jax.adapters.registry import AdapterExists, AdapterNotFound, RegistryBusy
+from lora_jax.adapters.versions import FULL_NAME, split
 from serving.http.access.auth import caller_of, require_admin
 from serving.http.errors import ApiError, from_exception, scrub
-from serving.http.requests.model_names import NAME
 from serving.http.server import Server, server_of
 from serving.runtime.journal import Loaded
 
@@ -41,7 +41,9 @@ async def audited(request: Request, action: str, adapter: str) -> AsyncGenerator
         status = error.status
         raise
     finally:
-        request.scope["state"]["adapter"] = shown = adapter if NAME.fullmatch(adapter) else None
+        request.scope["state"]["adapter"] = shown = (
+            adapter if FULL_NAME.fullmatch(adapter) else None
+        )
         audit.write(
             action,
             key=caller_of(request).id,
@@ -60,7 +62,7 @@ async def load(
     """
     if server.engine.config.lora_dir is None:
         raise ApiError(400, "Loading adapters over HTTP needs --lora-dir.", type="InvalidUserInput")
-    if not NAME.fullmatch(name) or server.names.is_base(name):
+    if not FULL_NAME.fullmatch(name) or server.names.is_base(split(name)[0]):
         shown = name[:64]
         raise ApiError(400, f"The adapter name {shown!r} is not allowed.", type="InvalidUserInput")
     if not path or "\0" in path:
@@ -127,14 +129,20 @@ def shown_path(path: str) -> str:
 
 
 async def unload(server: Server, name: str) -> AdapterEntry | EvictedAdapter:
-    """Forget an adapter and return its entry; running requests finish. ApiError 404 if unknown."""
+    """Forget an adapter and return its entry; running requests finish.
+
+    Raises ApiError 404 for one that is not known and 400 for a version with a share.
+    """
     try:
         async with server.changing:
+            server.engine.rollouts.check_unload(name)
             entry = await asyncio.to_thread(server.engine.registry.unload, name)
             if server.journal is not None:
                 await _record(server.journal.unloaded, name)
     except AdapterNotFound:
         raise ApiError(404, f"The lora adapter '{name[:64]}' cannot be found.") from None
+    except ValueError as error:
+        raise ApiError(400, str(error), type="InvalidUserInput") from None
     logger.info("Unloaded adapter %s, sha256 %s.", name, entry.digest[:12])
     return entry
 

@@ -14,6 +14,7 @@ from serving.http.requests.body import read_body, takes
 from serving.http.requests.parameters import chat_sampling, fit_context
 from serving.http.requests.prompts import chat_prompt, plain_messages
 from serving.http.requests.protocol import ChatBody
+from serving.http.requests.session import session_key
 from serving.http.requests.template_options import template_options
 from serving.http.server import server_of
 from serving.http.settings import HttpSettings
@@ -26,7 +27,8 @@ async def create_chat_completion(request: Request) -> Response:
     """Return the assistant's next message, at once or as a stream."""
     server, caller = server_of(request), caller_of(request)
     body = await read_body(request, ChatBody)
-    target = await server.names.resolve(body.model, body.lora_path, caller)
+    session = session_key(request, body)
+    target = await server.names.resolve(body.model, body.lora_path, caller, session)
     request.state.adapter = target.adapter
     defaults = server.engine.model_info.sampling_defaults
     chat_sampling(body, 1, defaults)  # refuse bad parameters before any work on the messages
@@ -44,6 +46,7 @@ async def create_chat_completion(request: Request) -> Response:
     answer = ChatAnswer(
         body, generation, target.name, server.engine.tokenizer, server.settings, role, echo
     )
+    answer.served_by(target)
     return await respond(request, server, answer, body.stream)
 
 

@@ -12,6 +12,7 @@ _WITH_BODY = (400, 403, 404, 408, 413, 415, 503)
 _WITH_NAME = (400, 403, 404)
 _SGLANG = ("/load_lora_adapter", "/unload_lora_adapter")  # their errors have SGLang's form
 _CHECKS = ("/health", "/ping", "/ready")  # which may answer that the server is not well
+_ROLLOUTS = "/v1/adapters/{name}/roll"
 _STREAMS = ("/v1/completions", "/v1/chat/completions")
 _ERROR = {
     "type": "object",
@@ -50,7 +51,8 @@ def _add_errors(path: str, operation: dict[str, Any]) -> None:
     responses.pop("422", None)
     statuses = {*_ALWAYS, *(_WITH_BODY if "requestBody" in operation else ())}
     statuses |= {*(_WITH_NAME if operation.get("parameters") else ())}
-    statuses |= {503} if path in _CHECKS else set()
+    statuses |= {503} if path in _CHECKS or path.startswith(_ROLLOUTS) else set()
+    statuses |= {409} if path.endswith("/rollback") else set()
     form = {} if path in _SGLANG else {"$ref": "#/components/schemas/Error"}
     for status in sorted(statuses):
         content = {"application/json": {"schema": form}}

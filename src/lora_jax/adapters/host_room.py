@@ -29,6 +29,7 @@ class HostCopy:
     last_use: int  # grows with every use
     owner: str = ""
     fixed: bool = False
+    kept: bool = False  # evicted only after all that are not
 
 
 Policy = Callable[[Sequence[HostCopy], int, int], list[HostCopy] | None]
@@ -39,7 +40,7 @@ def least_recently_used(
 ) -> list[HostCopy] | None:
     """Return what to evict, longest unused first, to free both; None when that is not enough."""
     victims: list[HostCopy] = []
-    for copy in sorted(copies, key=lambda copy: copy.last_use):
+    for copy in sorted(copies, key=lambda copy: (copy.kept, copy.last_use)):
         if num_bytes <= 0 and count <= 0:
             break
         if not copy.fixed:
@@ -98,8 +99,12 @@ def copies_of(
     new: str,
     in_use: Collection[str],
     last_use: Mapping[str, int],
+    kept: Collection[str] = (),
 ) -> list[HostCopy]:
-    """Return the weights of entries, one copy for each digest; those of `new` are fixed."""
+    """Return the weights of entries, one copy for each digest; those of `new` are fixed.
+
+    Those that `kept` names are to be evicted last.
+    """
     by_digest: dict[str, list[AdapterEntry]] = {}
     for entry in entries:
         by_digest.setdefault(entry.digest, []).append(entry)
@@ -110,6 +115,7 @@ def copies_of(
             last_use=last_use.get(digest, 0),
             owner=same[0].owner,
             fixed=digest == new or digest in in_use or any(entry.pinned for entry in same),
+            kept=any(entry.name in kept for entry in same),
         )
         for digest, same in by_digest.items()
     ]

@@ -11,7 +11,6 @@ import collections
 import dataclasses
 import itertools
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -28,6 +27,7 @@ from lora_jax.adapters.registry_errors import (
     AdapterRejected,
     RegistryBusy,
 )
+from lora_jax.adapters.versions import NAME, check_name, split
 from lora_jax.adapters.weights import AnyWeights
 
 __all__ = [
@@ -42,7 +42,6 @@ __all__ = [
     "RegistryLimits",
 ]
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _READERS = 16  # folders of the operator's that are read side by side, at most
 _REMEMBER_FAILURE_S = 10.0  # a broken folder is not read again for each request that names it
 
@@ -83,6 +82,7 @@ class AdapterRegistry:
         self._uses = itertools.count(1)
         self._last_use: dict[str, int] = {}  # by digest
         self._in_use: Callable[[], Collection[str]] = frozenset
+        self._kept: Callable[[], Collection[str]] = frozenset
         self._generation = 0
         self._load_times: collections.deque[float] = collections.deque()
         self._failures: dict[str, tuple[float, AdapterRejected]] = {}  # until when
@@ -91,6 +91,10 @@ class AdapterRegistry:
     def set_in_use(self, in_use: Callable[[], Collection[str]]) -> None:
         """Ask `in_use` for the digests that live requests need, which are never evicted."""
         self._in_use = in_use
+
+    def set_kept(self, kept: Callable[[], Collection[str]]) -> None:
+        """Ask `kept` for the names that are evicted only when no other ones are left."""
+        self._kept = kept
 
     def load(
         self,
@@ -167,7 +171,7 @@ class AdapterRegistry:
         try:
             return self.get(name)
         except AdapterNotFound:
-            on_use = self._root is not None and _NAME.fullmatch(name)
+            on_use = self._root is not None and NAME.fullmatch(name)
             if name not in self._evicted and (not on_use or name in self._base_names):
                 raise
             if name in self._refused:
@@ -211,13 +215,9 @@ class AdapterRegistry:
         return self._generation
 
     def _check_name(self, name: str) -> None:
-        if not _NAME.fullmatch(name):
-            raise AdapterRejected(
-                f"The adapter name {name[:80]!r} is not 1 to 64 letters, digits, '.', '_' or '-' "
-                "with a letter or digit first."
-            )
-        if name in self._base_names:
-            raise AdapterRejected(f"The name {name!r} is the base model's.")
+        check_name(name)
+        if split(name)[0] in self._base_names:
+            raise AdapterRejected(f"The name {split(name)[0]!r} is the base model's.")
 
     def _check_free(self, name: str, replace: bool) -> None:
         with self._lock:
@@ -345,11 +345,11 @@ class AdapterRegistry:
 
     def _publish(self, entry: AdapterEntry, share: HostShare | None = None) -> AdapterEntry:
         """Make room for the entry and put it in place as the last act; return what is there."""
-        share, in_use = share or HostShare(), self._in_use()
+        share, in_use, kept = share or HostShare(), self._in_use(), self._kept()
         with self._lock:
             self._make_name(entry.name)
             others = [e for e in self._entries.values() if e.name != entry.name]
-            copies = copies_of(others, entry.digest, in_use, self._last_use)
+            copies = copies_of(others, entry.digest, in_use, self._last_use, kept)
             known = any(copy.digest == entry.digest for copy in copies)
             size = 0 if known else entry.report.weight_bytes
             try:

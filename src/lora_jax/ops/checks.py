@@ -1,5 +1,7 @@
 """Checks of an op's arguments: dtypes and shapes that no implementation can take."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -8,8 +10,11 @@ from lora_jax.typing import Array
 DTYPES = (jnp.float32, jnp.bfloat16)
 
 
-def check_dtypes(op: str, **arrays: Array | None) -> None:
-    """Raise ValueError unless all arrays share one of the dtypes that every op supports."""
+def check_dtypes(op: str, **arrays: Any) -> None:
+    """Raise ValueError unless all arrays share one of the dtypes that every op supports.
+
+    Of a quantised weight it is the dtype that it stands for; None is an array that is absent.
+    """
     found = {name: a.dtype for name, a in arrays.items() if a is not None}
     first = next(iter(found.values()))
     if first not in DTYPES or any(dtype != first for dtype in found.values()):

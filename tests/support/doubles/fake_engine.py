@@ -15,6 +15,7 @@ from serving.api.config import EngineConfig
 from serving.api.request import FinishReason, OutputDelta, QueueFull, TokenLogprobs
 from serving.api.sampling import Sampling
 from serving.engine.metrics import EngineStats
+from serving.runtime.rollouts import Rollouts
 
 BOS = 256
 VOCAB = 260
@@ -154,6 +155,7 @@ class FakeEngine:
         self.metrics = SimpleNamespace(registry=CollectorRegistry())
         self.tokenizer = FakeTokenizer()
         self.registry = FakeRegistry(lora_dir)
+        self.rollouts = Rollouts(self.registry)
         self.open = threading.Event()
         self.open.set()
         self.queue_limit = 10_000

@@ -14,6 +14,10 @@ log = logging.getLogger(__name__)
 TARGETS = (
     "lora_jax_gemm_float32",
     "lora_jax_gemm_bfloat16",
+    "lora_jax_coded_gemm_float32",
+    "lora_jax_coded_gemm_bfloat16",
+    "lora_jax_scaled_gemm_float32",
+    "lora_jax_scaled_gemm_bfloat16",
     "lora_jax_lora_float32",
     "lora_jax_lora_bfloat16",
     "lora_jax_lora_bfloat16_to_float32",

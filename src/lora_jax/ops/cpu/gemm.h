@@ -1,16 +1,21 @@
 // y[t] = w[g] x[t] + bias[g] for rows sorted by group. See dot.h for the order of the sums.
+//
+// Weights are plain, or rows that are decoded block by block (quantised.h).
 #pragma once
 #include <algorithm>
 #include <vector>
 
 #include "dot.h"
 #include "parallel.h"
+#include "quantised.h"
 
 namespace lora_jax {
 
 template <class T>
 struct Gemm {
-  const T *x, *w, *bias;  // bias may be null
+  const T* w;                     // null if `decoded` is there
+  const DecodedRows<T>* decoded;  // null if weights are plain
+  const T *x, *bias;              // bias may be null
   const int32_t* group_sizes;
   T* y;
   int64_t rows, groups, d_out, d_in;
@@ -24,18 +29,36 @@ struct GemmItem {
 constexpr int64_t kAccRows = 48;       // rows whose accumulators wait between blocks of K
 constexpr int64_t kBlockBytes = 3072;  // of K per row: a block of kCols matrix rows stays in L1
 
-// kCols rows of a matrix; past the last of the matrix they repeat it.
+// kCols rows of a matrix from element `first` on; past the last of the matrix they repeat it.
 template <class D>
 struct Panel {
   const typename D::T* w[kCols];
+  int64_t first;
   int64_t fetch;  // elements to the next panel; 0 if there is none
 };
 
+// Room for a block of a panel that is decoded.
 template <class D>
-inline Panel<D> make_panel(const typename D::T* w, int64_t col, int64_t d_out, int64_t d_in) {
-  Panel<D> panel{{}, 0};
-  for (int64_t c = 0; c < kCols; ++c) panel.w[c] = w + std::min(col + c, d_out - 1) * d_in;
-  if (col + 2 * kCols <= d_out) panel.fetch = kCols * d_in;
+struct Room {
+  alignas(64) typename D::T w[kCols][kBlockBytes / sizeof(typename D::T) + kCodeStep];
+};
+
+// The panel at column `col` of a group's matrix, for elements [k0, k1) at least.
+template <class D>
+inline Panel<D> make_panel(const Gemm<typename D::T>& g, Room<D>& room, int64_t group, int64_t col,
+                           int64_t k0, int64_t k1) {
+  Panel<D> panel{{}, 0, 0};
+  int64_t last = g.d_out - 1 - col;
+  if (g.decoded) {
+    for (int64_t c = 0; c <= std::min<int64_t>(kCols - 1, last); ++c)
+      g.decoded->decode(group * g.d_out + col + c, k0, k1, room.w[c]);
+    for (int64_t c = 0; c < kCols; ++c) panel.w[c] = room.w[std::min(c, last)];
+    panel.first = k0;
+    return panel;
+  }
+  const typename D::T* w = g.w + (group * g.d_out + col) * g.d_in;
+  for (int64_t c = 0; c < kCols; ++c) panel.w[c] = w + std::min(c, last) * g.d_in;
+  if (last + 1 >= 2 * kCols) panel.fetch = kCols * g.d_in;
   return panel;
 }
 
@@ -54,23 +77,25 @@ inline void run_tile(const Gemm<typename D::T>& g, const Panel<D>& panel, const 
   if (k0 == 0)
     for (int i = 0; i < kTile; ++i) acc[i] = f32x16{};
   const typename D::T* x[M];
-  for (int r = 0; r < M; ++r) x[r] = g.x + (row + r) * g.d_in;
+  for (int r = 0; r < M; ++r) x[r] = g.x + (row + r) * g.d_in + panel.first;
   if (panel.fetch && row == item.row0)
     dot_rows<D, M, true>(x, panel.w, k0, k1, acc, panel.fetch);
   else
-    dot_rows<D, M>(x, panel.w, k0, k1, acc);
+    dot_rows<D, M>(x, panel.w, k0 - panel.first, k1 - panel.first, acc);
   if (k1 < g.d_in) return;
   float sums[kTile];
   sum_tile<M>(acc, sums);
   write_tile(g, item.group, row, M, col, std::min<int64_t>(kCols, item.col1 - col), sums);
 }
 
+// Rows [row0, row1) of an item times one panel, block by block of K.
 template <class D>
-inline void run_rows(const Gemm<typename D::T>& g, const Panel<D>& panel, const GemmItem& item,
+inline void run_rows(const Gemm<typename D::T>& g, Room<D>& room, const GemmItem& item,
                      int64_t row0, int64_t row1, int64_t col, int64_t block, f32x16* acc) {
   int64_t k0 = 0;
   do {
     int64_t k1 = std::min(k0 + block, g.d_in);
+    Panel<D> panel = make_panel<D>(g, room, item.group, col, k0, k1);
     f32x16* a = acc;
     for (int64_t row = row0; row < row1; row += kRows, a += kTile) switch (row1 - row) {
         case 1: run_tile<D, 1>(g, panel, item, row, col, k0, k1, a); break;
@@ -83,25 +108,30 @@ inline void run_rows(const Gemm<typename D::T>& g, const Panel<D>& panel, const 
   } while (k0 < g.d_in);
 }
 
+// Elements of K per block: so many that a block of a panel stays in L1, or all where no other rows
+// would find the block there again and nothing is decoded into it.
 template <class D>
-void run_gemm_item(const Gemm<typename D::T>& g, const GemmItem& item) {
-  int64_t rows = item.row1 - item.row0;
+inline int64_t block_of(const Gemm<typename D::T>& g, int64_t rows) {
+  int64_t step = g.decoded ? kCodeStep : D::kStep;
   int64_t bytes = g.d_in * int64_t(sizeof(typename D::T));
   int64_t blocks = std::max<int64_t>(1, (bytes + kBlockBytes - 1) / kBlockBytes);
-  if (rows <= kRows) blocks = 1;  // nobody would find the block in L1 again
-  int64_t steps = (g.d_in + D::kStep - 1) / D::kStep;
-  int64_t block = (steps + blocks - 1) / blocks * D::kStep;
+  if (rows <= kRows && !g.decoded) blocks = 1;
+  int64_t steps = (g.d_in + step - 1) / step;
+  return (steps + blocks - 1) / blocks * step;
+}
+
+template <class D>
+void run_gemm_item(const Gemm<typename D::T>& g, const GemmItem& item) {
+  int64_t block = block_of<D>(g, item.row1 - item.row0);
   alignas(64) f32x16 acc[kAccRows / kRows * kTile];
-  const typename D::T* w = g.w + item.group * g.d_out * g.d_in;
-  for (int64_t col = item.col0; col < item.col1; col += kCols) {
-    Panel<D> panel = make_panel<D>(w, col, g.d_out, g.d_in);
+  Room<D> room;
+  for (int64_t col = item.col0; col < item.col1; col += kCols)
     for (int64_t row = item.row0; row < item.row1; row += kAccRows)
-      run_rows<D>(g, panel, item, row, std::min(row + kAccRows, item.row1), col, block, acc);
-  }
+      run_rows<D>(g, room, item, row, std::min(row + kAccRows, item.row1), col, block, acc);
 }
 
 // Rough time of the whole op on one core, in microseconds: the longer of arithmetic and memory.
-inline double gemm_micros(double rows, double matrices, double d_out, double d_in, int bytes) {
+inline double gemm_micros(double rows, double matrices, double d_out, double d_in, double bytes) {
   return std::max(2.0 * rows * d_out * d_in / 90e3, matrices * d_out * d_in * bytes / 15e3);
 }
 
@@ -111,13 +141,14 @@ std::vector<GemmItem> gemm_items(const Gemm<T>& g, double* micros, int64_t* used
   std::vector<GemmItem> items;
   int64_t row_bytes = std::max<int64_t>(1, g.d_in * sizeof(T));
   int64_t chunk = std::clamp<int64_t>((512 << 10) / row_bytes, kAccRows, 512) / kAccRows * kAccRows;
+  double bytes = g.decoded ? g.decoded->bytes : sizeof(T);
   int64_t start = 0;
   *micros = 0;
   for (int64_t group = 0; group < g.groups; ++group) {
     int64_t end = start + std::clamp<int64_t>(g.group_sizes[group], 0, g.rows - start);
     for (int64_t row = start; row < end; row += chunk) {
       int64_t row1 = std::min(row + chunk, end);
-      double cost = gemm_micros(row1 - row, 1, g.d_out, g.d_in, sizeof(T));
+      double cost = gemm_micros(row1 - row, 1, g.d_out, g.d_in, bytes);
       int64_t pieces = std::max<int64_t>(1, int64_t(cost / 50.0));
       int64_t cols = ((g.d_out + pieces - 1) / pieces + kCols - 1) / kCols * kCols;
       for (int64_t col = 0; col < g.d_out; col += cols)

@@ -8,6 +8,7 @@
 namespace ffi = xla::ffi;
 using S32 = ffi::Buffer<ffi::S32>;
 using F32 = ffi::Buffer<ffi::F32>;
+using U8 = ffi::Buffer<ffi::U8>;
 
 namespace lora_jax {
 
@@ -21,13 +22,54 @@ T* data(ffi::Result<ffi::Buffer<dtype>>& b) {
 }
 
 template <class D, ffi::DataType dtype>
+ffi::Error RunGemm(ffi::ThreadPool& pool, const typename D::T* w,
+                   const DecodedRows<typename D::T>* decoded, int64_t groups, int64_t d_out,
+                   int64_t d_in, ffi::Buffer<dtype>& x, S32& group_sizes, ffi::Buffer<dtype>& bias,
+                   ffi::Result<ffi::Buffer<dtype>>& y) {
+  using T = typename D::T;
+  run_gemm<D>(pool, {w, decoded, data<T>(x), data<T>(bias), group_sizes.typed_data(), data<T>(y),
+                     int64_t(x.dimensions()[0]), groups, d_out, d_in});
+  return ffi::Error::Success();
+}
+
+template <class D, ffi::DataType dtype>
 ffi::Error GemmCall(ffi::ThreadPool pool, ffi::Buffer<dtype> x, ffi::Buffer<dtype> w,
                     S32 group_sizes, ffi::Buffer<dtype> bias, ffi::Result<ffi::Buffer<dtype>> y) {
-  using T = typename D::T;
   auto d = w.dimensions();
-  run_gemm<D>(pool, {data<T>(x), data<T>(w), data<T>(bias), group_sizes.typed_data(), data<T>(y),
-                     int64_t(x.dimensions()[0]), d[0], d[1], d[2]});
-  return ffi::Error::Success();
+  return RunGemm<D, dtype>(pool, data<typename D::T>(w), nullptr, d[0], d[1], d[2], x, group_sizes,
+                           bias, y);
+}
+
+template <class D, ffi::DataType dtype>
+ffi::Error CodedGemmCall(ffi::ThreadPool pool, ffi::Buffer<dtype> x, U8 codes,
+                         ffi::AnyBuffer scales, U8 zeros, S32 group_sizes, ffi::Buffer<dtype> bias,
+                         ffi::Result<ffi::Buffer<dtype>> y, ffi::Span<const float> table) {
+  auto d = codes.dimensions();
+  CodedRows<typename D::T> rows;
+  rows.codes = data<uint8_t>(codes), rows.zeros = data<uint8_t>(zeros);
+  rows.scales = {scales.untyped_data(), scales.element_type() == ffi::BF16};
+  rows.table = table.begin(), rows.d_in = 2 * d[2];
+  rows.group = rows.d_in / scales.dimensions()[2];
+  if (table.size() != kLanes || rows.group % kCodeStep)
+    return ffi::Error::InvalidArgument("coded_gemm: a table of 16 and groups of 32, 64, ...");
+  return RunGemm<D, dtype>(pool, nullptr, &rows, d[0], d[1], rows.d_in, x, group_sizes, bias, y);
+}
+
+template <class D, ffi::DataType dtype>
+ffi::Error ScaledGemmCall(ffi::ThreadPool pool, ffi::Buffer<dtype> x, ffi::AnyBuffer values,
+                          F32 scales, S32 group_sizes, ffi::Buffer<dtype> bias,
+                          ffi::Result<ffi::Buffer<dtype>> y, int64_t block_rows,
+                          int64_t block_cols) {
+  auto d = values.dimensions();
+  if (values.element_type() != ffi::F8E4M3FN)
+    return ffi::Error::InvalidArgument("scaled_gemm: values of float8_e4m3fn");
+  if (d[2] % kValueStep || (block_cols % kValueStep && block_cols < d[2]))
+    return ffi::Error::InvalidArgument("scaled_gemm: d_in and blocks in multiples of 16");
+  ScaledRows<typename D::T> rows;
+  rows.values = static_cast<const uint8_t*>(values.untyped_data());
+  rows.scales = data<float>(scales), rows.d_out = d[1], rows.d_in = d[2];
+  rows.block_rows = block_rows, rows.block_cols = block_cols;
+  return RunGemm<D, dtype>(pool, nullptr, &rows, d[0], d[1], d[2], x, group_sizes, bias, y);
 }
 
 template <class D, ffi::DataType dtype, class Y, ffi::DataType y_dtype>
@@ -101,6 +143,30 @@ ffi::Error RerouteCall(S32 ids, S32 token_to_slot, S32 table, S32 num_tokens,
                                     .Arg<S32>()                                         \
                                     .Arg<ffi::Buffer<dtype>>()                          \
                                     .Ret<ffi::Buffer<dtype>>())
+#define LORA_JAX_CODED_GEMM(name, D, dtype)                                             \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (lora_jax::CodedGemmCall<lora_jax::D, dtype>),    \
+                                ffi::Ffi::Bind()                                        \
+                                    .Ctx<ffi::ThreadPool>()                             \
+                                    .Arg<ffi::Buffer<dtype>>()                          \
+                                    .Arg<U8>()                                          \
+                                    .Arg<ffi::AnyBuffer>()                              \
+                                    .Arg<U8>()                                          \
+                                    .Arg<S32>()                                         \
+                                    .Arg<ffi::Buffer<dtype>>()                          \
+                                    .Ret<ffi::Buffer<dtype>>()                          \
+                                    .Attr<ffi::Span<const float>>("table"))
+#define LORA_JAX_SCALED_GEMM(name, D, dtype)                                            \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (lora_jax::ScaledGemmCall<lora_jax::D, dtype>),   \
+                                ffi::Ffi::Bind()                                        \
+                                    .Ctx<ffi::ThreadPool>()                             \
+                                    .Arg<ffi::Buffer<dtype>>()                          \
+                                    .Arg<ffi::AnyBuffer>()                              \
+                                    .Arg<F32>()                                         \
+                                    .Arg<S32>()                                         \
+                                    .Arg<ffi::Buffer<dtype>>()                          \
+                                    .Ret<ffi::Buffer<dtype>>()                          \
+                                    .Attr<int64_t>("block_rows")                        \
+                                    .Attr<int64_t>("block_cols"))
 #define LORA_JAX_LORA(name, D, dtype, Y, y_dtype)                                       \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (lora_jax::LoraCall<lora_jax::D, dtype, Y, y_dtype>), \
                                 ffi::Ffi::Bind()                                        \
@@ -133,6 +199,10 @@ ffi::Error RerouteCall(S32 ids, S32 token_to_slot, S32 table, S32 num_tokens,
 
 LORA_JAX_GEMM(lora_jax_gemm_float32, DotF32, ffi::F32);
 LORA_JAX_GEMM(lora_jax_gemm_bfloat16, DotBF16, ffi::BF16);
+LORA_JAX_CODED_GEMM(lora_jax_coded_gemm_float32, DotF32, ffi::F32);
+LORA_JAX_CODED_GEMM(lora_jax_coded_gemm_bfloat16, DotBF16, ffi::BF16);
+LORA_JAX_SCALED_GEMM(lora_jax_scaled_gemm_float32, DotF32, ffi::F32);
+LORA_JAX_SCALED_GEMM(lora_jax_scaled_gemm_bfloat16, DotBF16, ffi::BF16);
 LORA_JAX_LORA(lora_jax_lora_float32, DotF32, ffi::F32, float, ffi::F32);
 LORA_JAX_LORA(lora_jax_lora_bfloat16, DotBF16, ffi::BF16, uint16_t, ffi::BF16);
 LORA_JAX_LORA(lora_jax_lora_bfloat16_to_float32, DotBF16, ffi::BF16, float, ffi::F32);

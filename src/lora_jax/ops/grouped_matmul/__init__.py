@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -18,9 +19,31 @@ from lora_jax.ops.dispatch import (
 )
 from lora_jax.ops.grouped_matmul import composed, cpu, reference, xla
 from lora_jax.ops.grouped_matmul.composed import plus, silu_times
+from lora_jax.ops.grouped_matmul.weights import (
+    QUANTISED,
+    CodedWeight,
+    Matrix,
+    ScaledWeight,
+    Weight,
+)
 from lora_jax.typing import Array, Float, Int
 
-__all__ = ["gated_matmul", "grouped_matmul", "matmul", "plus", "silu_times"]
+__all__ = [
+    "QUANTISED",
+    "CodedWeight",
+    "ScaledWeight",
+    "gated_matmul",
+    "grouped_matmul",
+    "matmul",
+    "plus",
+    "silu_times",
+]
+
+
+def _plain_weights(*args: Any) -> str | None:
+    """Return why a kernel for plain weights declines, or None."""
+    kinds = {type(arg).__name__ for arg in args if isinstance(arg, QUANTISED)}
+    return f"takes plain weights, not {', '.join(sorted(kinds))}" if kinds else None
 
 
 def _op(name: str, around: Callable) -> Op:
@@ -30,12 +53,16 @@ def _op(name: str, around: Callable) -> Op:
         return functools.partial(around, product)
 
     fused_gpu = lazy_kernel(f"{__name__}.pallas_gpu", name)
+    fused_tpu = lazy_kernel(f"{__name__}.pallas_tpu", name)
+    cuda, plain = backend_kernel("cuda", "grouped_matmul"), (_plain_weights,)
     return Op(
         name,
         (
-            Implementation("cuda", GPU, composed_of(backend_kernel("cuda", "grouped_matmul"))),
-            Implementation("pallas_gpu", GPU, fused_gpu, hints=("likely_groups", "num_rows")),
-            Implementation("pallas_tpu", TPU, lazy_kernel(f"{__name__}.pallas_tpu", name)),
+            Implementation("cuda", GPU, composed_of(cuda), accepts=plain),
+            Implementation(
+                "pallas_gpu", GPU, fused_gpu, accepts=plain, hints=("likely_groups", "num_rows")
+            ),
+            Implementation("pallas_tpu", TPU, fused_tpu, accepts=plain),
             Implementation("ffi", CPU, composed_of(cpu.grouped_matmul)),
             Implementation("xla", ANY, composed_of(xla.grouped_matmul)),
             Implementation("reference", ANY, composed_of(reference.grouped_matmul)),
@@ -49,7 +76,7 @@ GATED_MATMUL = _op("gated_matmul", composed.gated_matmul)
 
 def grouped_matmul(
     x: Float[Array, "rows d_in"],
-    w: Float[Array, "groups d_out d_in"],
+    w: Weight,
     group_sizes: Int[Array, "groups"],
     bias: Float[Array, "groups d_out"] | None = None,
     addend: Float[Array, "rows d_out"] | None = None,
@@ -64,7 +91,8 @@ def grouped_matmul(
     more: a row whose addend is 0 has the bits that it has without. Rows at or after
     sum(group_sizes) give exactly 0 and cost nothing. `likely_groups` says how many groups tend to
     have rows, if not all, and `num_rows`, at least sum(group_sizes), behind which row no group is
-    to be looked for: speed may depend on them, results do not.
+    to be looked for: speed may depend on them, results do not. A quantised w (`weights.py`) gives
+    the bits of the array [groups, d_out, d_in] that it stands for.
     """
     _check("grouped_matmul", x, group_sizes, w=w)
     checks.check_dtypes("grouped_matmul", x=x, bias=bias)
@@ -77,8 +105,8 @@ def grouped_matmul(
 
 def gated_matmul(
     x: Float[Array, "rows d_in"],
-    w_gate: Float[Array, "groups d_out d_in"],
-    w_up: Float[Array, "groups d_out d_in"],
+    w_gate: Weight,
+    w_up: Weight,
     group_sizes: Int[Array, "groups"],
     gate_addend: Float[Array, "rows d_out"] | None = None,
     up_addend: Float[Array, "rows d_out"] | None = None,
@@ -99,7 +127,7 @@ def gated_matmul(
 
 def matmul(
     x: Float[Array, "rows d_in"],
-    w: Float[Array, "d_out d_in"],
+    w: Matrix,
     num_rows: Int[Array, ""],
     bias: Float[Array, "d_out"] | None = None,
     *,
@@ -117,9 +145,11 @@ def matmul(
     )
 
 
-def _check(op: str, x: Array, group_sizes: Array, **weights: Array) -> None:
+def _check(op: str, x: Array, group_sizes: Array, **weights: Weight) -> None:
     """Raise ValueError naming what has a wrong shape or dtype."""
     for name, w in weights.items():
+        if isinstance(w, QUANTISED):
+            w.check(f"{op}: {name}")
         if x.ndim != 2 or w.ndim != 3:
             raise ValueError(f"{op}: x {x.shape} must be rank 2 and {name} {w.shape} rank 3")
         checks.check_shapes(
@@ -131,7 +161,7 @@ def _check(op: str, x: Array, group_sizes: Array, **weights: Array) -> None:
     checks.check_dtype(op, jnp.int32, group_sizes=group_sizes)
 
 
-def _check_addends(op: str, x: Array, w: Array, **addends: Array | None) -> None:
+def _check_addends(op: str, x: Array, w: Weight, **addends: Array | None) -> None:
     """Raise ValueError naming an addend that has a wrong shape or dtype."""
     given = {name: a for name, a in addends.items() if a is not None}
     shape = (x.shape[0], w.shape[1])

@@ -5,13 +5,14 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from lora_jax.ops.grouped_matmul.weights import Weight
 from lora_jax.typing import Array, Float, Int
 
 
 def grouped_matmul(
     product: Callable[..., Float[Array, "rows d_out"]],
     x: Float[Array, "rows d_in"],
-    w: Float[Array, "groups d_out d_in"],
+    w: Weight,
     group_sizes: Int[Array, "groups"],
     bias: Float[Array, "groups d_out"] | None,
     addend: Float[Array, "rows d_out"] | None = None,
@@ -38,8 +39,8 @@ def plus(
 def gated_matmul(
     product: Callable[..., Float[Array, "rows d_out"]],
     x: Float[Array, "rows d_in"],
-    w_gate: Float[Array, "groups d_out d_in"],
-    w_up: Float[Array, "groups d_out d_in"],
+    w_gate: Weight,
+    w_up: Weight,
     group_sizes: Int[Array, "groups"],
     gate_addend: Float[Array, "rows d_out"] | None = None,
     up_addend: Float[Array, "rows d_out"] | None = None,

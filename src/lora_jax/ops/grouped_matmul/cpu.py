@@ -2,14 +2,19 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from lora_jax.ops.cpu import build
+from lora_jax.ops.dispatch import Declined
+from lora_jax.ops.grouped_matmul.weights import CodedWeight, ScaledWeight, Weight
 from lora_jax.typing import Array, Float, Int
+
+CODE_STEP, VALUE_STEP = 32, 16  # weights that the kernel decodes at a time
 
 
 def grouped_matmul(
     x: Float[Array, "rows d_in"],
-    w: Float[Array, "groups d_out d_in"],
+    w: Weight,
     group_sizes: Int[Array, "groups"],
     bias: Float[Array, "groups d_out"] | None,
 ) -> Float[Array, "rows d_out"]:
@@ -17,5 +22,19 @@ def grouped_matmul(
     build.require()
     bias = jnp.zeros((0, 0), x.dtype) if bias is None else bias
     out = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype)
-    call = jax.ffi.ffi_call(f"lora_jax_gemm_{x.dtype.name}", out)
-    return call(x, w, group_sizes, bias)
+    kind = x.dtype.name
+    if isinstance(w, CodedWeight):
+        if w.group_size % CODE_STEP:
+            raise Declined(f"groups of {w.group_size} weights are no multiples of {CODE_STEP}")
+        zeros = jnp.zeros((0, 0, 0), jnp.uint8) if w.zeros is None else w.zeros
+        call = jax.ffi.ffi_call(f"lora_jax_coded_gemm_{kind}", out)
+        table = np.array(w.table, np.float32)
+        return call(x, w.codes, w.scales, zeros, group_sizes, bias, table=table)
+    if isinstance(w, ScaledWeight):
+        (rows, cols), d_in = w.block, w.shape[2]
+        if d_in % VALUE_STEP or (cols % VALUE_STEP and cols < d_in):
+            raise Declined(f"rows of {d_in} in blocks of {cols}, no multiples of {VALUE_STEP}")
+        call = jax.ffi.ffi_call(f"lora_jax_scaled_gemm_{kind}", out)
+        block = {"block_rows": np.int64(rows), "block_cols": np.int64(cols)}
+        return call(x, w.values, w.scales, group_sizes, bias, **block)
+    return jax.ffi.ffi_call(f"lora_jax_gemm_{kind}", out)(x, w, group_sizes, bias)

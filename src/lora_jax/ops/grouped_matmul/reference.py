@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from lora_jax.ops.grouped_matmul.weights import Weight, plain
 from lora_jax.typing import Array, Float, Int
 
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -18,14 +19,16 @@ def row_to_group(group_sizes: Int[Array, "groups"], num_rows: int) -> Int[Array,
 
 def grouped_matmul(
     x: Float[Array, "rows d_in"],
-    w: Float[Array, "groups d_out d_in"],
+    w: Weight,
     group_sizes: Int[Array, "groups"],
     bias: Float[Array, "groups d_out"] | None,
 ) -> Float[Array, "rows d_out"]:
     """y[t] = w[g] @ x[t] + bias[g], g the group of row t; 0 for rows in no group.
 
-    Sums are in float32 and rounded once.
+    Sums are in float32 and rounded once. A quantised w is first made plain: values in float32,
+    rounded once to the dtype that it stands for.
     """
+    w = plain(w)
     group = row_to_group(group_sizes, x.shape[0])
     f32 = jnp.float32
 

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from lora_jax.ops.grouped_matmul.weights import Weight, plain
 from lora_jax.typing import Array, Float, Int
 
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -10,14 +11,18 @@ HIGHEST = jax.lax.Precision.HIGHEST
 
 def grouped_matmul(
     x: Float[Array, "rows d_in"],
-    w: Float[Array, "groups d_out d_in"],
+    w: Weight,
     group_sizes: Int[Array, "groups"],
     bias: Float[Array, "groups d_out"] | None,
 ) -> Float[Array, "rows d_out"]:
-    """Same result as the reference; reads the matrices of groups that have rows, and only those."""
+    """Same result as the reference; reads the matrices of groups that have rows, and only those.
+
+    A quantised matrix is made plain once a block of rows.
+    """
     rows, groups = x.shape[0], w.shape[0]
     if groups == 1:
-        y = _dot(x, w[0]) if bias is None else _dot(x, w[0]) + bias.astype(jnp.float32)
+        y = _dot(x, plain(w[0]))
+        y = y if bias is None else y + bias.astype(jnp.float32)
         real = jnp.arange(rows, dtype=jnp.int32) < group_sizes[0]
         return jnp.where(real[:, None], y, jnp.float32(0)).astype(x.dtype)
     block = _block_rows(rows, groups)
@@ -28,7 +33,7 @@ def grouped_matmul(
     def one_block(i, y):
         g = jnp.searchsorted(block_ends, i, side="right").astype(jnp.int32)
         row = starts[g] + (i - block_ends[g] + blocks[g]) * block
-        z = _dot(jax.lax.dynamic_slice_in_dim(padded, row, block), w[g])
+        z = _dot(jax.lax.dynamic_slice_in_dim(padded, row, block), plain(w[g]))
         z = z if bias is None else z + bias[g].astype(jnp.float32)[None]
         mine = row + jnp.arange(block, dtype=jnp.int32) < ends[g]
         old = jax.lax.dynamic_slice_in_dim(y, row, block)

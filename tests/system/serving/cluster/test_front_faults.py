@@ -132,6 +132,54 @@ def test_a_hung_instance_is_found_and_replaced(cluster):
     assert "instance=" not in text
 
 
+ROLLOUT = "/v1/adapters/sql/rollout"
+
+
+def versions_of(cluster, users):
+    """The version that each user gets, which is an answer of it."""
+    found = {}
+    for user in users:
+        answer = cluster.client.post(
+            "/v1/completions", json=BODY | {"model": "sql"}, headers={"X-Session-ID": user}
+        )
+        assert answer.status_code == 200, answer.text
+        found[user] = answer.headers["X-Adapter-Version"]
+    return found
+
+
+def test_a_rollout_outlasts_a_kill_of_every_process(cluster, files, state):
+    for version, adapter in {"v1": "a0", "v2": "a1"}.items():
+        body = {"lora_name": f"sql@{version}", "lora_path": files[2][adapter]}
+        assert cluster.change("load_lora_adapter", **body).status_code == 200
+    users = [f"user-{n}" for n in range(12)]
+    put = cluster.client.put(ROLLOUT, json={"versions": {"v1": 50, "v2": 50}})
+    assert put.status_code == 200, put.text
+    told, before = cluster.client.get(ROLLOUT).json(), versions_of(cluster, users)
+    assert set(before.values()) == {"v1", "v2"}
+    for pid in (cluster.top.pid, *cluster.instances()):
+        os.kill(pid, signal.SIGKILL)
+    cluster.top.wait()
+    cluster.client.close()
+    again = Cluster(*files[:2], state, cluster.log.with_name("killed"))
+    cluster.top, cluster.port, cluster.log, cluster.client = (
+        again.top,
+        again.port,
+        again.log,
+        again.client,
+    )
+    cluster.until(lambda: cluster.health() == "ok")
+    now = cluster.client.get(ROLLOUT).json()
+    assert {k: now[k] for k in ("versions", "revision", "since", "history", "digests")} == {
+        k: told[k] for k in ("versions", "revision", "since", "history", "digests")
+    }
+    assert versions_of(cluster, users) == before
+    back = cluster.client.post("/v1/adapters/sql/rollback")
+    assert back.json()["versions"] == {"v1": 100, "v2": 0}
+    assert set(versions_of(cluster, users).values()) == {"v1"}
+    pinned = [cluster.ask("sql@v2").headers["X-Adapter-Version"] for _ in range(2)]
+    assert pinned == ["v2", "v2"]
+
+
 def test_the_whole_cluster_ends_within_the_grace_and_keeps_its_loads(cluster, files, state):
     """Before: streams broke off, the end took 35 s, and loads were forgotten."""
     roles, told = cluster.instances(), []

@@ -401,6 +401,48 @@ def test_logits_that_overflow_fail_their_own_request(engine, folder):
     engine.unload_adapter("wild")
 
 
+def test_a_bad_version_rolls_itself_back_and_others_do_not_notice(engine, folder):
+    tiny_checkpoint.write_adapter(folder / "broken", SHAPES["llama"], 2, seed=1, strength=1e30)
+    engine.load_adapter("sql@v1", str(folder / "a1"))
+    engine.load_adapter("sql@v2", str(folder / "broken"))
+    prompt = prompts_of(1, seed=15)[0]
+    want = answer(engine.generate([prompt], "a1", SCORED)[0])
+    state = engine.rollout("sql", v1=50, v2=50, guard={"error_rate": 0.1, "min_requests": 20})
+    assert state.now.buckets == {"v1": 5000, "v2": 5000}
+    users = [f"user-{n}" for n in range(40)]
+    on_new = [user for user in users if engine.rollouts.pick("sql", user) == "sql@v2"]
+    assert 5 < len(on_new) < 35
+    failed = []
+    for user in users:
+        try:
+            output = engine.generate([prompt], "sql", SCORED, session=user)[0]
+        except RequestFailed:
+            failed.append(user)
+        else:
+            assert output.adapter_version == "v1"
+            assert answer(output) == want
+    assert len(failed) >= 3  # of 20 at most 2 may fail
+    assert set(failed) < set(on_new)
+    assert wait_until(lambda: engine.rollouts.state("sql").now.buckets["v2"] == 0)
+    outputs = [engine.generate([prompt], "sql", SCORED, session=user)[0] for user in on_new]
+    assert {output.adapter_version for output in outputs} == {"v1"}
+    sample = engine.metrics.registry.get_sample_value
+    labels = {"adapter": "sql", "version": "v2"}
+    name = "lora_jax:adapter_version_requests_total"
+    assert sample(name, labels | {"finished_reason": "error"}) == len(failed)
+    assert sample("lora_jax:rollout_share", labels) == 0
+    assert sample("lora_jax:rollout_share", labels | {"version": "v1"}) == 100
+    assert list(engine.stream(prompt, "sql", GREEDY, session="x"))
+    with pytest.raises(ValueError, match="no earlier version"):
+        engine.rollback("sql")
+    with pytest.raises(ValueError, match="'sql@v1' has 100%"):
+        engine.unload_adapter("sql@v1")
+    engine.rollouts.end("sql")
+    for version in ("v1", "v2"):
+        engine.unload_adapter(f"sql@{version}")
+    settle(engine)
+
+
 def test_a_scrape_tells_what_happened(engine, folder):
     tiny_checkpoint.write_adapter(folder / "bad", SHAPES["llama"], 2, seed=1, strength=1e30)
     engine.load_adapter("bad", str(folder / "bad"))

@@ -8,7 +8,14 @@ from types import SimpleNamespace
 import pytest
 from support.cases import tiny_checkpoint
 
-from serving.api.request import EngineDead, FinishReason, QueueFull, Request, SequenceResult
+from serving.api.request import (
+    EngineDead,
+    FinishReason,
+    QueueFull,
+    Request,
+    SequenceResult,
+    Share,
+)
 from serving.api.sampling import Sampling
 from serving.engine import loop as engine_loop
 from serving.engine.live_request import LiveRequest
@@ -38,7 +45,7 @@ class Runner:
 
     def dispatch(self, plan):
         self.trouble(plan)
-        self.order.append("dispatch")
+        self.order.append("short" if plan.is_short else "dispatch")
         return SimpleNamespace(plan=plan, remote_status=self.status)
 
     def read(self, step):
@@ -140,7 +147,7 @@ class Case:
         )
         self.loop.start()
 
-    def ask(self, prompt=(5, 6), adapter=None, on_output=None, **sampling):
+    def ask(self, prompt=(5, 6), adapter=None, on_output=None, tenant="", **sampling):
         deltas = []
         request = Request(
             request_id=f"r{len(prompt)}-{time.monotonic_ns()}",
@@ -151,6 +158,7 @@ class Case:
             on_output=on_output or deltas.append,
             arrival_s=time.monotonic(),
             deadline_s=time.monotonic(),
+            share=Share(tenant),
         )
         entry = None if adapter is None else SimpleNamespace(name=adapter)
         self.loop.submit(
@@ -187,6 +195,20 @@ def test_a_step_is_dispatched_before_the_one_before_is_read(case):
     assert deltas[-1].finish_reason is FinishReason.LENGTH
     wait_for(lambda: len(case.runner.order) == 12)
     assert case.runner.order[:4] == ["dispatch", "dispatch", "read", "dispatch"]
+    case.loop.check_integrity()
+
+
+def test_a_short_step_is_read_before_the_next_is_dispatched(case):
+    case.runner.trouble = lambda plan: time.sleep(0.002)
+    _, flood = case.ask(tenant="flood", n=6, max_tokens=50)
+    wait_for(lambda: len(flood) > 8)
+    _, deltas = case.ask(tenant="caller", max_tokens=2)
+    wait_for(lambda: ended(deltas))
+    place = case.runner.order.index("short")
+    assert case.runner.order[place + 1 : place + 4] == ["read", "read", "dispatch"]
+    assert deltas[0].token_ids == (70,)
+    wait_for(lambda: sum(delta.finish_reason is not None for delta in flood) == 6)
+    assert sum(len(delta.token_ids) for delta in flood) == 300
     case.loop.check_integrity()
 
 

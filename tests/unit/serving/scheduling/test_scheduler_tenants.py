@@ -64,6 +64,38 @@ def test_a_flood_of_another_tenant_at_most_doubles_the_time_to_the_first_token(l
     assert beside <= 2 * alone, (alone, beside)
 
 
+def test_a_prompt_beside_a_flood_has_the_next_step_for_itself():
+    driver = flooded(SERVER)
+    (sequence,) = driver.add([1, 2, 3], max_tokens=4, ignore_eos=True, share=CALLER)
+    plan = driver.step()
+    assert plan.is_short
+    assert [(c.sequence, c.num_tokens) for c in plan.chunks] == [(sequence, 3)]
+    after = driver.step()
+    assert not after.is_short
+    assert rows(driver) == {"flood": 31, "caller": 1}
+
+
+def test_a_prompt_that_cannot_run_yet_makes_no_step_short():
+    driver = flooded(SERVER)
+    driver.residency.ticks = 1000
+    driver.add([1, 2], adapter="x", share=CALLER)
+    for _ in range(5):
+        assert not driver.step().is_short
+        assert rows(driver) == {"flood": 32}
+
+
+@pytest.mark.parametrize(("weight", "part"), [(1.0, 0.5), (0.25, 0.2), (3.0, 0.75)])
+def test_whoever_asks_again_and_again_has_short_steps_by_weight(weight, part):
+    """One prompt after the other: the flood keeps its part of the steps, as far as it needs."""
+    driver, steps = flooded(SERVER), collections.Counter()
+    share = Share("caller", weight=weight)
+    for i in range(400):
+        if not any(c.sequence.tenant == "caller" for c in driver.plans[-1].chunks):
+            driver.add([3, i % 20, i // 20], max_tokens=1, ignore_eos=True, share=share)
+        steps[driver.step().is_short] += 1
+    assert 0.5 * min(part, 0.5) <= steps[True] / 400 <= min(part, 0.5) + 0.03
+
+
 def test_one_tenant_alone_has_everything():
     driver = flooded(SERVER)
     assert driver.scheduler.stats().num_running == 32
@@ -173,6 +205,8 @@ def test_any_mix_of_tenants_gives_every_sequence_what_it_gives_alone(shape, seed
             request_id = rng.choice(added).request.request_id
             driver.ended += driver.scheduler.abort(request_id)
         driver.step(depth=rng.choice([0, 1, 1, 2]))
+    if shape in ("few pages", "sjf"):  # elsewhere hardly a tenant has rows enough
+        assert any(plan.is_short for plan in driver.plans)
     driver.run(max_steps=4000)
     assert sorted(s.number for s in driver.ended) == [s.number for s in added]
     for sequence in added:

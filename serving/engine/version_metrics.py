@@ -1,0 +1,100 @@
+"""Prometheus metrics of versions of adapters: what a rollout compares. No jax."""
+
+from collections.abc import Callable, Iterable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Summary
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from lora_jax.adapters.rollout import Rollout
+from lora_jax.adapters.versions import split
+
+_LABELS = ("adapter", "version")
+REASONS = ("stop", "length", "abort", "error")
+
+
+class VersionMetrics:
+    """Counters by adapter and version, for versions that are loaded."""
+
+    def __init__(self, registry: CollectorRegistry):
+        self._ended = Counter(
+            "lora_jax:adapter_version_requests",
+            "Choices of a version by how they ended.",
+            (*_LABELS, "finished_reason"),
+            registry=registry,
+        )
+        self._first = Summary(
+            "lora_jax:adapter_version_ttft_seconds",
+            "Time from arrival to the first token.",
+            _LABELS,
+            registry=registry,
+        )
+        self._scored = Counter(
+            "lora_jax:adapter_version_scored_tokens",
+            "Tokens of answers that came with log-probabilities.",
+            _LABELS,
+            registry=registry,
+        )
+        self._surprise = Counter(
+            "lora_jax:adapter_version_negative_logprob",
+            "Sum of their negative log-probabilities.",
+            _LABELS,
+            registry=registry,
+        )
+        self._known: set[str] = set()
+
+    def set_adapters(self, names: Iterable[str]) -> None:
+        """Keep series for these full names only; those without a version have none."""
+        wanted = {name for name in names if split(name)[1] is not None}
+        for name in self._known - wanted:
+            adapter, version = split(name)
+            for reason in REASONS:
+                self._ended.remove(adapter, version, reason)
+            for metric in (self._first, self._scored, self._surprise):
+                metric.remove(adapter, version)
+        for name in wanted - self._known:
+            adapter, version = split(name)
+            for reason in REASONS:
+                self._ended.labels(adapter, version, reason)
+            for metric in (self._first, self._scored, self._surprise):
+                metric.labels(adapter, version)
+        self._known = wanted
+
+    def ended(
+        self,
+        name: str,
+        reasons: Iterable[str],
+        ttft_s: float | None,
+        logprob_sum: float,
+        num_logprobs: int,
+    ) -> None:
+        """Record a request of a full name, unless the name has no version or is not loaded."""
+        if name not in self._known:
+            return
+        labels = split(name)
+        for reason in reasons:
+            self._ended.labels(*labels, reason).inc()
+        if ttft_s is not None:
+            self._first.labels(*labels).observe(ttft_s)
+        self._scored.labels(*labels).inc(num_logprobs)
+        self._surprise.labels(*labels).inc(max(0.0, -logprob_sum))
+
+
+class ShareCollector:
+    """A collector of the shares as they are when it is asked."""
+
+    def __init__(self, states: Callable[[], Mapping[str, Rollout]]):
+        self._states = states
+
+    def describe(self) -> list[Metric]:
+        """Return nothing: the registry must not ask when we register."""
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the share of each version of each rollout."""
+        shares = GaugeMetricFamily(
+            "lora_jax:rollout_share", "Share of a version, 0 to 100.", labels=_LABELS
+        )
+        for adapter, state in self._states().items():
+            for version, buckets in state.now.buckets.items():
+                shares.add_metric([adapter, version], buckets / 100)
+        yield shares

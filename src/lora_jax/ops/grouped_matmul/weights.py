@@ -1,0 +1,149 @@
+"""Quantised weights: pytrees that `grouped_matmul` takes in the place of a plain array.
+
+Both stand for an array [..., d_out, d_in] of `dtype`, which `plain` makes: a product with one is
+the product with that array, bit for bit. Values are computed in float32 and rounded once to
+`dtype`.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from lora_jax.typing import Array, Float
+
+_BFLOAT16 = {"exponent_bits": 8, "mantissa_bits": 7}
+_SCALES = (jnp.float32, jnp.bfloat16)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CodedWeight:
+    """Four bits a weight: w[n, k] = (table[code[n, k]] - zeros[n, g]) * scales[n, g].
+
+    g = k // group_size; a group is d_in / groups weights of one row. Code 2j of a row is the low
+    half of its byte j, code 2j + 1 the high half. Leading axes are those of the array it stands
+    for. Without `zeros` nothing is subtracted; with them `table` holds integers, so that the
+    difference is exact.
+    """
+
+    codes: Any  # uint8 [*lead, d_out, d_in / 2]
+    scales: Any  # float32 or bfloat16 [*lead, d_out, groups]
+    zeros: Any  # uint8 [*lead, d_out, groups], or None
+    table: tuple[float, ...] = dataclasses.field(metadata={"static": True})  # of 16 float32 values
+    dtype: Any = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.codes.shape[:-1], 2 * self.codes.shape[-1])
+
+    @property
+    def ndim(self) -> int:
+        return self.codes.ndim
+
+    @property
+    def group_size(self) -> int:
+        """Neighbouring weights of a row that share a scale."""
+        return self.shape[-1] // self.scales.shape[-1]
+
+    def __getitem__(self, index: Any) -> "CodedWeight":
+        """Return the weight at an index of the leading axes; ... is all of it, None a new axis."""
+        zeros = None if self.zeros is None else self.zeros[index]
+        changed = {"codes": self.codes[index], "scales": self.scales[index], "zeros": zeros}
+        return dataclasses.replace(self, **changed)
+
+    def check(self, name: str) -> None:
+        """Raise ValueError naming the part that does not fit the others."""
+        groups = self.scales.shape[-1]
+        want = (*self.shape[:-1], groups)
+        for part in ("scales", "zeros"):
+            array = getattr(self, part)
+            if array is not None and tuple(array.shape) != want:
+                raise ValueError(f"{name}: {part} {array.shape} do not fit codes, want {want}")
+        if not groups or self.shape[-1] % groups or self.group_size % 2:
+            raise ValueError(f"{name}: {groups} groups do not divide d_in {self.shape[-1]}")
+        if (
+            len(self.table) != 16
+            or self.codes.dtype != jnp.uint8
+            or self.scales.dtype not in _SCALES
+        ):
+            raise ValueError(
+                f"{name}: want 16 table values, uint8 codes and float32 or bfloat16 scales, got "
+                f"{len(self.table)}, {self.codes.dtype} and {self.scales.dtype}"
+            )
+
+    def plain(self) -> Float[Array, "*lead d_out d_in"]:
+        """Return the array that this stands for."""
+        halves = jnp.stack([self.codes & 15, self.codes >> 4], axis=-1).reshape(self.shape)
+        values = jnp.take(jnp.asarray(self.table, jnp.float32), halves.astype(jnp.int32))
+        by_group = values.reshape(*self.scales.shape, self.group_size)
+        if self.zeros is not None:
+            by_group = by_group - self.zeros.astype(jnp.float32)[..., None]
+        by_group = by_group * self.scales.astype(jnp.float32)[..., None]
+        return _rounded(by_group.reshape(self.shape), self.dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ScaledWeight:
+    """Eight bits a weight: w[n, k] = values[n, k] * scales[n // block[0], k // block[1]]."""
+
+    values: Any  # float8_e4m3fn [*lead, d_out, d_in]
+    scales: Any  # float32 [*lead, ceil(d_out / block[0]), ceil(d_in / block[1])]
+    block: tuple[int, int] = dataclasses.field(metadata={"static": True})
+    dtype: Any = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.values.shape)
+
+    @property
+    def ndim(self) -> int:
+        return self.values.ndim
+
+    def __getitem__(self, index: Any) -> "ScaledWeight":
+        """Return the weight at an index of the leading axes; ... is all of it, None a new axis."""
+        return dataclasses.replace(self, values=self.values[index], scales=self.scales[index])
+
+    def check(self, name: str) -> None:
+        """Raise ValueError naming the part that does not fit the others."""
+        *lead, d_out, d_in = self.shape
+        want = (*lead, -(-d_out // self.block[0]), -(-d_in // self.block[1]))
+        if tuple(self.scales.shape) != want:
+            raise ValueError(
+                f"{name}: scales {self.scales.shape} do not fit blocks {self.block}, want {want}"
+            )
+        if self.values.dtype != jnp.float8_e4m3fn or self.scales.dtype != jnp.float32:
+            raise ValueError(
+                f"{name}: want float8_e4m3fn values and float32 scales, got {self.values.dtype} "
+                f"and {self.scales.dtype}"
+            )
+
+    def plain(self) -> Float[Array, "*lead d_out d_in"]:
+        """Return the array that this stands for."""
+        d_out, d_in = self.shape[-2:]
+        scales = jnp.repeat(self.scales, self.block[0], axis=-2)[..., :d_out, :]
+        scales = jnp.repeat(scales, self.block[1], axis=-1)[..., :d_in]
+        return _rounded(self.values.astype(jnp.float32) * scales, self.dtype)
+
+
+QUANTISED = (CodedWeight, ScaledWeight)
+Weight = Float[Array, "groups d_out d_in"] | CodedWeight | ScaledWeight
+Matrix = Float[Array, "d_out d_in"] | CodedWeight | ScaledWeight
+
+
+def plain(w: Any) -> Float[Array, "*lead d_out d_in"]:
+    """Return the array that a weight stands for: itself if it is one.
+
+    The barrier keeps XLA from computing it inside a product, whose sums might then run in another
+    order than those of a product with the array.
+    """
+    return jax.lax.optimization_barrier(w.plain()) if isinstance(w, QUANTISED) else w
+
+
+def _rounded(values: Float[Array, "*shape"], dtype: Any) -> Float[Array, "*shape"]:
+    """Return float32 values in `dtype`; XLA may drop a rounding that is only a conversion."""
+    if jnp.dtype(dtype) == jnp.bfloat16:
+        values = jax.lax.reduce_precision(values, **_BFLOAT16)
+    return values.astype(dtype)

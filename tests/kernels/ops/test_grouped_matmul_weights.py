@@ -1,0 +1,183 @@
+"""Quantised weights: the bits of the plain array that they stand for, in every implementation."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from support.oracles.tolerance import TOLERANCE
+
+from lora_jax.ops.cases import grouped_case
+from lora_jax.ops.grouped_matmul import (
+    CodedWeight,
+    ScaledWeight,
+    gated_matmul,
+    grouped_matmul,
+    matmul,
+)
+
+IMPLEMENTATIONS = ["ffi", "xla", "reference"]
+TABLE = tuple(float(v) for v in np.linspace(-1, 1, 16, dtype=np.float32) ** 3)
+INTEGERS = tuple(float(v) for v in range(16))
+
+
+def bits(a) -> np.ndarray:
+    """Return float32 values, which show every bit of a bfloat16."""
+    return np.asarray(a, np.float32)
+
+
+def coded(
+    groups: int, d_out: int, d_in: int, *, group: int, dtype: str, zeros=False, scales="float32"
+) -> tuple[CodedWeight, np.ndarray]:
+    """Return a random coded weight and, computed by numpy, the array that it stands for."""
+    rng = np.random.default_rng(d_in + group)
+    codes = rng.integers(0, 16, (groups, d_out, d_in), np.uint8)
+    scale = (rng.random((groups, d_out, d_in // group)) / d_in**0.5).astype(jnp.dtype(scales))
+    zero = rng.integers(0, 17, scale.shape).astype(np.uint8) if zeros else None
+    table = INTEGERS if zeros else TABLE
+    values = np.array(table, np.float32)[codes].reshape(*scale.shape, group)
+    if zero is not None:
+        values = values - zero[..., None].astype(np.float32)
+    values = (values * scale[..., None].astype(np.float32)).reshape(codes.shape)
+    packed = codes[..., ::2] | codes[..., 1::2] << 4
+    parts = [None if a is None else jnp.asarray(a) for a in (packed, scale, zero)]
+    return CodedWeight(*parts, table, jnp.dtype(dtype)), values.astype(jnp.dtype(dtype))
+
+
+def scaled(
+    groups: int, d_out: int, d_in: int, *, block: tuple[int, int], dtype: str
+) -> tuple[ScaledWeight, np.ndarray]:
+    """Return a random scaled weight of every e4m3 value, and the array that it stands for."""
+    rng = np.random.default_rng(d_in + block[0])
+    codes = rng.integers(0, 127, (groups, d_out, d_in), np.uint8)  # 127 is NaN
+    codes |= rng.integers(0, 2, codes.shape, np.uint8) << 7
+    values = codes.view(ml_dtypes.float8_e4m3fn)
+    shape = (groups, -(-d_out // block[0]), -(-d_in // block[1]))
+    scales = (rng.random(shape, np.float32) + 0.1) / 448 / d_in**0.5
+    wide = scales.repeat(block[0], 1)[:, :d_out].repeat(block[1], 2)[:, :, :d_in]
+    plain = (values.astype(np.float32) * wide).astype(jnp.dtype(dtype))
+    weight = ScaledWeight(jnp.asarray(values), jnp.asarray(scales), block, jnp.dtype(dtype))
+    return weight, plain
+
+
+@functools.partial(jax.jit, static_argnames="implementation")
+def run(x, w, group_sizes, bias=None, *, implementation="ffi"):
+    return grouped_matmul(x, w, group_sizes, bias, implementation=implementation)
+
+
+# groups, d_out, d_in, weights of a group: tails of columns, blocks of K, groups that cross blocks.
+CODED = [(3, 21, 3200, 128), (4, 43, 96, 32), (1, 8, 4096, 1024)]
+SCALED = [(2, 130, 3088, (128, 128)), (1, 8, 16, (1, 16)), (4, 43, 400, (43, 400))]
+KINDS = [("table", "float32"), ("table", "bfloat16"), ("zeros", "bfloat16"), ("narrow", "bfloat16")]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("kind", KINDS, ids="-".join)
+@pytest.mark.parametrize("sizes", CODED, ids=str)
+def test_coded_weights_have_the_bits_of_the_plain_ones(sizes, kind, implementation):
+    groups, d_out, d_in, group = sizes
+    scales = "bfloat16" if kind[0] == "narrow" else "float32"
+    more = {"zeros": kind[0] == "zeros", "scales": scales}
+    w, plain = coded(groups, d_out, d_in, group=group, dtype=kind[1], **more)
+    np.testing.assert_array_equal(bits(jax.jit(CodedWeight.plain)(w)), bits(plain))
+    check_products(w, plain, implementation)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("kind", TOLERANCE)
+@pytest.mark.parametrize("sizes", SCALED, ids=str)
+def test_scaled_weights_have_the_bits_of_the_plain_ones(sizes, kind, implementation):
+    *shape, block = sizes
+    w, plain = scaled(*shape, block=block, dtype=kind)
+    np.testing.assert_array_equal(bits(jax.jit(ScaledWeight.plain)(w)), bits(plain))
+    check_products(w, plain, implementation)
+
+
+def check_products(w, plain: np.ndarray, implementation: str) -> None:
+    """Compare products of few rows and of many with those of the plain array."""
+    groups, d_out, d_in = plain.shape
+    for rows in (3, 61):
+        sizes = (groups, d_out, d_in)
+        case = grouped_case(rows, *sizes, dtype=plain.dtype.name, bias=rows == 3, padding=2)
+        arrays = (case.group_sizes, case.bias)
+        want = run(case.x, jnp.asarray(plain), *arrays, implementation=implementation)
+        got = run(case.x, w, *arrays, implementation=implementation)
+        np.testing.assert_array_equal(bits(got), bits(want), err_msg=f"{rows} rows")
+        assert bits(got)[:rows].any()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(dtype):
+    for w, _ in (
+        coded(1, 43, 2560, group=64, dtype=dtype),
+        scaled(1, 43, 2560, block=(128, 128), dtype=dtype),
+    ):
+        x = grouped_case(100, 1, 1, 2560, dtype=dtype).x
+        want = bits(run(x, w, jnp.array([100], jnp.int32)))
+        for first, rows in ((0, 1), (7, 2), (40, 50), (99, 1)):
+            part = run(x[first : first + rows], w, jnp.array([rows], jnp.int32))
+            np.testing.assert_array_equal(bits(part), want[first : first + rows])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_gate_and_up_and_one_matrix(implementation):
+    """One of two may be plain; a single matrix [d_out, d_in] has no groups."""
+    gate, plain_gate = coded(3, 24, 64, group=32, dtype="bfloat16")
+    up, plain_up = scaled(3, 24, 64, block=(1, 64), dtype="bfloat16")
+    case = grouped_case(20, 3, 24, 64, dtype="bfloat16")
+    fuse = jax.jit(functools.partial(gated_matmul, implementation=implementation))
+    want = fuse(case.x, jnp.asarray(plain_gate), jnp.asarray(plain_up), case.group_sizes)
+    np.testing.assert_array_equal(bits(fuse(case.x, gate, up, case.group_sizes)), bits(want))
+    one = jax.jit(functools.partial(matmul, implementation=implementation))
+    got = one(case.x, gate[1], jnp.int32(20))
+    np.testing.assert_array_equal(
+        bits(got), bits(one(case.x, jnp.asarray(plain_gate[1]), jnp.int32(20)))
+    )
+
+
+def test_groups_that_the_kernel_does_not_take_run_as_plain_jax():
+    w, plain = coded(1, 5, 48, group=16, dtype="float32")
+    case = grouped_case(4, 1, 5, 48)
+    with pytest.raises(NotImplementedError, match="groups of 16 weights are no multiples of 32"):
+        grouped_matmul(case.x, w, case.group_sizes, implementation="ffi")
+    got = grouped_matmul(case.x, w, case.group_sizes)
+    want = np.asarray(case.x) @ plain[0].T
+    np.testing.assert_allclose(np.asarray(got), want, **TOLERANCE["float32"])
+    w, _ = scaled(1, 5, 40, block=(1, 40), dtype="float32")
+    x = grouped_case(4, 1, 5, 40).x
+    with pytest.raises(NotImplementedError, match="rows of 40 in blocks of 40"):
+        grouped_matmul(x, w, case.group_sizes, implementation="ffi")
+
+
+def test_kernels_for_plain_weights_decline():
+    w, _ = coded(1, 8, 64, group=32, dtype="bfloat16")
+    case = grouped_case(4, 1, 8, 64, dtype="bfloat16")
+    for name in ("cuda", "pallas_gpu", "pallas_tpu"):
+        with pytest.raises(NotImplementedError, match="takes plain weights, not CodedWeight"):
+            grouped_matmul(case.x, w, case.group_sizes, implementation=name)
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_parts_that_do_not_fit_are_named():
+    w, _ = coded(1, 8, 64, group=32, dtype="float32")
+    case = grouped_case(4, 1, 8, 64)
+
+    def error(w, text: str) -> None:
+        with pytest.raises(ValueError, match=text):
+            grouped_matmul(case.x, w, case.group_sizes)
+
+    change = functools.partial(dataclasses.replace, w)
+    error(
+        change(scales=w.scales[:, :7]), r"w: scales \(1, 7, 2\) do not fit codes, want \(1, 8, 2\)"
+    )
+    error(change(zeros=w.codes), r"zeros \(1, 8, 32\) do not fit")
+    error(change(scales=jnp.ones((1, 8, 3))), "3 groups do not divide d_in 64")
+    error(change(table=(1.0,) * 8), "want 16 table values.* got 8")
+    error(change(codes=w.codes.astype(jnp.int32)), "int32")
+    error(change(dtype=jnp.dtype(jnp.bfloat16)), "x float32, w bfloat16")
+    s, _ = scaled(1, 8, 64, block=(8, 64), dtype="float32")
+    error(dataclasses.replace(s, block=(4, 64)), r"scales \(1, 1, 1\) .*want \(1, 2, 1\)")
+    error(dataclasses.replace(s, values=s.values.astype(jnp.float32)), "want float8_e4m3fn")

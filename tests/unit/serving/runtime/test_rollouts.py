@@ -1,0 +1,248 @@
+"""Rollouts are kept, shared by processes, and rolled back by their guards."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from support.doubles.fake_engine import FakeRegistry, write_fake_adapters
+from support.processes.server_process import ROOT
+
+from lora_jax.adapters.registry import AdapterNotFound, AdapterRejected
+from lora_jax.adapters.rollout import NoWayBack
+from lora_jax.adapters.rollout_guard import Outcome
+from serving.runtime import rollouts as module
+from serving.runtime.rollouts import FILE, NoRollout, Rollouts
+
+
+@pytest.fixture
+def registry(tmp_path):
+    registry = FakeRegistry(write_fake_adapters(tmp_path / "root", "one", "two", "three"))
+    for version, folder in {"v1": "one", "v2": "two", "v3": "three"}.items():
+        registry.load(f"sql@{version}", folder)
+    return registry
+
+
+@pytest.fixture
+def made(registry, tmp_path):
+    made = Rollouts(registry)
+    (tmp_path / "state").mkdir()
+    made.keep_in(tmp_path / "state")
+    return made
+
+
+def picks(rollouts, count=400):
+    return {rollouts.pick("sql", f"user-{n}") for n in range(count)}
+
+
+def shares(rollouts):
+    return {v: n / 100 for v, n in rollouts.state("sql").now.buckets.items() if n}
+
+
+def until(condition):
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_a_user_keeps_the_version_while_the_share_grows(made):
+    assert made.pick("sql", "user-1") == "sql"  # no rollout yet
+    made.set("sql", {"v1": 95, "v2": 5})
+    users = [f"user-{n}" for n in range(2000)]
+    on_new = set()
+    for share in (5, 50, 100):
+        made.set("sql", {"v1": 100 - share, "v2": share})
+        now = {user for user in users if made.pick("sql", user) == "sql@v2"}
+        assert on_new <= now
+        on_new = now
+    assert len(on_new) == len(users)
+    assert made.pick("sql@v1", "user-1") == "sql@v1"  # pinned
+    assert made.pick("law", "user-1") == "law"
+
+
+def test_after_a_rollback_no_pick_gives_the_version_in_any_process(made, registry, tmp_path):
+    other = Rollouts(registry)
+    other.keep_in(tmp_path / "state")
+    made.set("sql", {"v1": 50, "v2": 50})
+    assert picks(other) == {"sql@v1", "sql@v2"}
+    done, wrong = threading.Event(), []
+
+    def ask(rollouts):
+        while not done.is_set():
+            rolled = answered.is_set()  # before the pick
+            if rollouts.pick("sql", str(time.monotonic_ns())) == "sql@v2" and rolled:
+                wrong.append(rollouts)
+
+    answered = threading.Event()
+    threads = [threading.Thread(target=ask, args=(r,)) for r in (made, other) for _ in "12"]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.05)
+    made.roll_back("sql")
+    answered.set()
+    time.sleep(0.2)
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_repeated_call_rolls_back_once(made):
+    made.set("sql", {"v1": 100})
+    made.set("sql", {"v2": 100})
+    made.set("sql", {"v3": 100})
+    first = made.roll_back("sql", "call-1")
+    assert made.roll_back("sql", "call-1") == first
+    assert shares(made) == {"v2": 100}
+    made.roll_back("sql", "call-2")
+    assert shares(made) == {"v1": 100}
+    with pytest.raises(NoWayBack):
+        made.roll_back("sql", "call-3")
+    assert shares(made) == {"v1": 100}
+
+
+def test_a_bad_version_rolls_itself_back(made, registry, tmp_path, caplog):
+    made.set("sql", {"v1": 95, "v2": 5}, {"error_rate": 0.1, "min_requests": 10})
+    for _ in range(30):  # of the old version, which no guard looks at
+        made.finished("sql@v1", Outcome(failed=True))
+    made.finished("sql@v2", Outcome(failed=True))
+    assert shares(made) == {"v1": 95, "v2": 5}
+    made.finished("sql@v2", Outcome(failed=True))
+    until(lambda: shares(made) == {"v1": 100})
+    assert made.state("sql").now.why == "guard: error_rate 1 is over 0.1 after 2 requests"
+    assert made.state("sql").revision == 2
+    until(lambda: "rolled back to v1" in caplog.text)
+    again = Rollouts(registry)
+    again.keep_in(tmp_path / "state")
+    assert shares(again) == {"v1": 100}
+
+
+def test_a_version_that_cannot_be_read_counts_as_failed(made, registry, tmp_path):
+    made.set("sql", {"v1": 95, "v2": 5}, {"error_rate": 0.0, "min_requests": 1})
+    registry.unload("sql@v2")
+    registry.refuse("sql@v2", "its files have changed")
+    with pytest.raises(AdapterRejected):
+        made.resolve("sql@v2")
+    until(lambda: shares(made) == {"v1": 100})
+
+
+def test_a_guard_with_no_way_back_says_so_once(made, caplog):
+    made.set("sql", {"v1": 100}, {"error_rate": 0.0, "min_requests": 1})
+    for _ in range(5):
+        made.finished("sql@v1", Outcome(failed=True))
+    until(lambda: "no earlier version" in caplog.text)
+    time.sleep(0.05)
+    assert caplog.text.count("no earlier version") == 1
+    assert shares(made) == {"v1": 100}
+
+
+def test_counts_begin_anew_with_every_change(made):
+    made.set("sql", {"v1": 95, "v2": 5}, {"error_rate": 0.5, "min_requests": 4})
+    made.finished("sql@v2", Outcome(failed=True, ttft_s=1.0))
+    assert made.seen("sql")["v2"].errors == 1
+    made.set("sql", {"v1": 90, "v2": 10}, {"error_rate": 0.5, "min_requests": 4})
+    assert made.seen("sql")["v2"].requests == 0 if "v2" in made.seen("sql") else True
+    made.finished("sql@v2", Outcome())
+    assert made.seen("sql")["v2"].errors == 0
+
+
+def test_wrong_changes_change_nothing(made):
+    for name, versions, guard, named in (
+        ("sql", {"v1": 95, "v9": 5}, None, "'v9'"),
+        ("sql", {"v1": 120}, None, r"\[0, 100\]"),
+        ("sql@v1", {"v1": 100}, None, "no name"),
+        ("../sql", {"v1": 100}, None, "no name"),
+        ("law", {"v1": 100}, None, "loaded: none"),
+        ("sql", {"v1": 100}, {"error_rat": 1}, "'error_rat'"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            made.set(name, versions, guard)
+    assert made.states() == {}
+    for change in (made.roll_back, made.end, made.state):
+        with pytest.raises(NoRollout, match="'sql' has no rollout"):
+            change("sql")
+
+
+def test_a_version_that_cannot_be_read_gets_no_share(made, registry):
+    registry.load("sql@v4", "one")
+    registry._entries.pop("sql@v4")
+    with pytest.raises((ValueError, AdapterNotFound)):
+        made.set("sql", {"v1": 50, "v4": 50})
+    assert made.states() == {}
+
+
+def test_versions_with_a_share_cannot_be_unloaded(made):
+    made.set("sql", {"v1": 95, "v2": 5})
+    with pytest.raises(ValueError, match="'sql@v2' has 5% of 'sql'"):
+        made.check_unload("sql@v2")
+    made.roll_back("sql")
+    made.check_unload("sql@v2")
+    assert made.kept() == {"sql@v1", "sql@v2"}
+    made.end("sql")
+    made.check_unload("sql@v1")
+    assert made.kept() == frozenset()
+
+
+def test_a_full_disk_loses_nothing(made, monkeypatch, tmp_path):
+    made.set("sql", {"v1": 95, "v2": 5}, {"error_rate": 0.0, "min_requests": 1})
+    before = (tmp_path / "state" / FILE).read_bytes()
+
+    def full(path, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "write_whole", full)
+    for change in (lambda: made.set("sql", {"v2": 100}), lambda: made.roll_back("sql")):
+        with pytest.raises(OSError, match="No space left"):
+            change()
+    assert shares(made) == {"v1": 95, "v2": 5}
+    assert (tmp_path / "state" / FILE).read_bytes() == before
+    made.finished("sql@v2", Outcome(failed=True))  # a guard acts all the same
+    until(lambda: shares(made) == {"v1": 100})
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": 2}', '{"format": 1, "rollouts": 3}'])
+def test_a_file_that_is_none_is_refused_at_the_start(registry, tmp_path, text):
+    (tmp_path / FILE).write_text(text or "\0")
+    with pytest.raises(ValueError, match=r"rollouts\.json holds no rollouts"):
+        Rollouts(registry).keep_in(tmp_path)
+
+
+def test_a_file_that_breaks_later_changes_nothing(made, tmp_path, caplog):
+    made.set("sql", {"v1": 100})
+    (tmp_path / "state" / FILE).write_text("{")
+    assert made.pick("sql", "x") == "sql@v1"
+    assert "holds no rollouts" in caplog.text
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from serving.runtime.rollouts import Rollouts
+names = [SimpleNamespace(name=f"sql@v{n}") for n in (1, 2)]
+made = Rollouts(SimpleNamespace(known=lambda: names, resolve=lambda name: None))
+made.keep_in(sys.argv[1])
+for share in range(1, 100):
+    made.set("sql", {"v1": 100 - share, "v2": share})
+    print(share, flush=True)
+"""
+
+
+@pytest.mark.parametrize("after", [1, 20])
+def test_a_kill_in_the_middle_leaves_the_state_before_or_after(registry, tmp_path, after):
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    command = [sys.executable, "-c", WRITER, str(tmp_path)]
+    with subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True) as writer:
+        told = [int(writer.stdout.readline()) for _ in range(after)]
+        writer.send_signal(signal.SIGKILL)
+        told += [int(line) for line in writer.stdout.read().split()]
+    (tmp_path / ".rollouts.json.0123.part").write_text("half")
+    again = Rollouts(registry)
+    again.keep_in(tmp_path)
+    assert shares(again)["v2"] in (told[-1], told[-1] + 1)
+    assert again.state("sql").revision in (told[-1], told[-1] + 1)
+    assert not list(tmp_path.glob(".*.part"))
