@@ -91,9 +91,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def shared_data() -> Path:
-    """The folder of real traces and configs kept beside the repository."""
-    path = ROOT.parent / "shared" / "data"
-    if not path.is_dir():
-        pytest.skip("shared data is not beside this checkout")
-    return path
+def real_data() -> Path:
+    """The folder of files that others published; its README names their sources."""
+    return ROOT / "tests" / "data"

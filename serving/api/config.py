@@ -26,6 +26,10 @@ class EngineConfig:
     max_model_len: int | None = None  # None: the model's, or what the KV pages can hold
     max_num_seqs: int = 32  # sequences in one step
     max_num_batched_tokens: int = 512  # tokens in one step
+    # Devices of this engine, over which the model is split, and whether its experts are split by
+    # expert: None where their number divides, else along their outputs.
+    tensor_parallel_size: int = 1
+    enable_expert_parallel: bool | None = None
     block_size: int = 16  # tokens in one KV page
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9  # of what JAX may use, for weights, adapters and KV pages
@@ -66,6 +70,9 @@ class EngineConfig:
         for field in ("enable_prefix_caching", "specialize_lora"):
             if not isinstance(value := getattr(self, field), bool):
                 raise ValueError(f"{field} must be true or false, got {value!r}.")
+        if not isinstance(parallel := self.enable_expert_parallel, bool | None):
+            raise ValueError(f"enable_expert_parallel must be true or false, got {parallel!r}.")
+        self._check_devices()
         if not isinstance(self.override_generation_config, dict):
             raise ValueError("override_generation_config must map names to values.")
         check_fields(self.override_generation_config, "override_generation_config")
@@ -79,6 +86,20 @@ class EngineConfig:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs})."
+            )
+
+    def _check_devices(self) -> None:
+        """Raise ValueError for what several devices do not serve, and what needs several."""
+        if self.tensor_parallel_size == 1:
+            if self.enable_expert_parallel:
+                raise ValueError(
+                    "enable_expert_parallel shares experts among several devices: set "
+                    "tensor_parallel_size to their number."
+                )
+        elif self.max_esft_adapters:
+            raise ValueError(
+                f"ESFT adapters are not served by a model over {self.tensor_parallel_size} "
+                "devices: set max_esft_adapters to 0, or tensor_parallel_size to 1."
             )
 
     @property
@@ -98,6 +119,7 @@ CHOICES = (
     ("scheduling_policy", POLICIES),
 )
 _INT_BOUNDS = (
+    ("tensor_parallel_size", 1, 64),
     ("max_num_seqs", 1, 1024),
     ("max_num_batched_tokens", 1, 65536),
     ("block_size", 1, 256),

@@ -6,6 +6,9 @@ ENGINE_HELP = {
     "max_model_len": "tokens of prompt and answer, e.g. 4096 or 4k; auto is the model's",
     "max_num_seqs": "most sequences in one step",
     "max_num_batched_tokens": "most tokens in one step",
+    "tensor_parallel_size": "devices over which the model is split; they give the bits of one",
+    "enable_expert_parallel": "each device has some experts whole; off: a part of each expert; "
+    "default: whole ones where their number divides",
     "block_size": "tokens in one KV page",
     "kv_cache_memory_bytes": "bytes for KV pages",
     "gpu_memory_utilization": "share of JAX's device memory (XLA_PYTHON_CLIENT_MEM_FRACTION) for "

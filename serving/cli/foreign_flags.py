@@ -170,7 +170,7 @@ def _add_foreign_flag(group: Any, fact: Fact, said: Verdict) -> None:
 def _add_spellings(parser: argparse.ArgumentParser, own: argparse.Action, fact: Fact) -> None:
     """Let vLLM's other spellings of a flag of ours do the same."""
     known = parser._option_string_actions
-    for form in fact.positive:
+    for form in (*fact.positive, *OLDER_SPELLINGS.get(fact.flag, ())):
         known.setdefault(form, own)
     off = next((form for form in own.option_strings if form.startswith("--no-")), None)
     if off is not None:

@@ -15,7 +15,7 @@ ALWAYS_SO = {
     "--enable-request-id-headers": "every answer has an X-Request-Id",
     "--enable-offline-docs": "/docs loads nothing from elsewhere",
     "--disable-cascade-attn": "attention has one kernel per device",
-    "--disable-custom-all-reduce": "one device has nothing to reduce over",
+    "--disable-custom-all-reduce": "nothing is summed over devices",
     "--disable-nccl-for-dp-synchronization": "instances do not synchronize",
     "--disable-hybrid-kv-cache-manager": "all layers share one kind of KV page",
     "--disable-chunked-mm-input": "the supported models read text only",
@@ -30,8 +30,8 @@ ALWAYS_SO = {
     "--no-cohere-is-reasoning-model": "there is no Cohere route",
     "--disable-flashinfer-autotune": "kernels have tilings that are kept as tables",
     "--no-swa-bounded-replay": "the KV pages of a sliding window are kept like all others",
-    "--no-dcp-q-replicate": "one process serves on one device",
-    "--disable-batch-sharded-sampling": "one process serves on one device",
+    "--no-dcp-q-replicate": "a sequence is never split over devices",
+    "--disable-batch-sharded-sampling": "every device of a split model samples every row",
     "--aggregate-engine-logging": "one log has the lines of every process",
     "--fail-on-environ-validation": "an unknown SERVING_ variable always ends the start",
     "--max-log-len *": "no part of a prompt is ever logged",
@@ -57,8 +57,8 @@ ALWAYS_SO = {
 # Why a flag is refused, and what to use instead. Of a switch the other form is accepted, of a value
 # vLLM's own default: neither asks for anything.
 REFUSED = {
-    "one process serves on one device; --instances starts several": (
-        "--headless --tensor-parallel-size --pipeline-parallel-size --data-parallel-size "
+    "one process serves on the devices of --tensor-parallel-size; --instances starts several": (
+        "--headless --pipeline-parallel-size --data-parallel-size "
         "--data-parallel-rank --data-parallel-start-rank --data-parallel-size-local "
         "--data-parallel-address --data-parallel-rpc-port --data-parallel-backend "
         "--data-parallel-hybrid-lb --data-parallel-external-lb --dp-sync-interval "
@@ -73,11 +73,14 @@ REFUSED = {
         "--enable-shm-tensor-arena --ray-workers-use-nsight --worker-cls --worker-extension-cls "
         "--numa-bind --numa-bind-nodes --numa-bind-cpus"
     ),
-    "one process serves on one device; adapters' experts can be on others: --lora-server": (
-        "--enable-expert-parallel --enable-ep-weight-filter --all2all-backend --enable-eplb "
+    "the devices of --tensor-parallel-size share experts in order; adapters' experts can be on "
+    "others: --lora-server": (
+        "--enable-ep-weight-filter --all2all-backend --enable-eplb "
         "--eplb-config --expert-placement-strategy"
     ),
-    "one process serves on one device, so there is nothing to shard": "--fully-sharded-loras",
+    "each device has an adapter's A whole, so that it needs no exchange of its own": (
+        "--fully-sharded-loras"
+    ),
     "an instance or a rank that ends is started anew by the server itself": (
         "--enable-fault-tolerance --fault-tolerance-config --watchdog-config"
     ),

@@ -116,7 +116,8 @@ def instance_main(
     """Be an instance until the other side of `life` has gone; exit status 1: it cannot start."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started us closes `life`
     logs.configure(options.log_level)
-    use_gpu(number)
+    devices = options.engine.tensor_parallel_size
+    use_gpu(number * devices, devices)
     try:
         with ExitStack() as stack:
             orphaned = threading.Event()

@@ -179,7 +179,7 @@ class EngineLoop:
             self._sleep()
         if step is not None and step.plan.is_short:  # its caller waits for it alone
             self._flying = None
-            self._take_in(step)
+            self._process_results(step)
 
     def _follow_registry(self) -> None:
         """Let the device follow what was loaded and unloaded since the last look."""

@@ -23,12 +23,14 @@ def size_kv_cache(
     here: LoraCatalogue,
     dtype: jnp.dtype,
     whole: int = 0,
+    devices: int = 1,
 ) -> CacheSize:
     """Return the KV pages that the budget or the device's memory has room for.
 
-    Adapters take of it what `make_allocator` gives them for the same `here` and `whole`.
+    Adapters take of it what `make_allocator` gives them for the same `here` and `whole`. Of a model
+    over several devices all bytes are those of one, as are the widths of `here`.
     """
-    per_token = model.kv_shape(model_config).bytes_per_token(dtype)
+    per_token = model.kv_shape(model_config).local(devices).bytes_per_token(dtype)
     free = _free_bytes(config)
     if free is not None:
         slots = adapter_bytes(config, _one_adapter_bytes(config, here, dtype), free)

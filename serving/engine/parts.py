@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,14 +13,18 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lora_jax.adapters.catalogue import LoraCatalogue
+from lora_jax.adapters.local_widths import LocalWidths
 from lora_jax.adapters.registry import AdapterRegistry, RegistryLimits
 from lora_jax.adapters.slots import SlotsSpec, init_slots
+from lora_jax.adapters.weights import AdapterWeights
 from lora_jax.config import ModelConfig
 from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.ops import dispatch
+from lora_jax.sharding import Split
 from serving.api.config import EngineConfig
 from serving.api.generation_config import read_generation_config
 from serving.api.load_format import WeightSource, weight_source
+from serving.engine.devices import log_devices, split_of
 from serving.engine.loop import EngineLoop, LoopParts
 from serving.engine.memory_budget import make_allocator, size_kv_cache
 from serving.engine.metrics import EngineMetrics, EngineStats
@@ -32,6 +36,7 @@ from serving.loading.residencies import Residencies, make_residencies
 from serving.lora_server.instance import InstanceSide, ServerAccess, connect
 from serving.lora_server.shards import local_catalogue
 from serving.runtime.compile_counter import CompileCounter
+from serving.runtime.device_copier import device_copier
 from serving.runtime.program_cache import keep_programs
 from serving.runtime.rollouts import Rollouts
 from serving.scheduling.scheduler import Scheduler, SchedulerLimits
@@ -67,16 +72,22 @@ def build_parts(
     model or an adapter that cannot be served, and ConnectionError when the server cannot be
     reached or does not fit.
     """
+    if access is not None and config.tensor_parallel_size > 1:
+        raise ValueError(
+            "A LoRA Server serves instances of one device each: set tensor_parallel_size to 1, "
+            f"not {config.tensor_parallel_size}, or keep the adapters on the instances."
+        )
     generation = read_generation_config(
         config.model, config.generation_config, config.override_generation_config
     )
     keep_programs()
+    split = split_of(config)
     device = jax.devices()[0]
     logger.info(
         "jax %s on %s (%d devices).", jax.__version__, device.device_kind, len(jax.devices())
     )
     source = weight_source(config.load_format)
-    model, model_config, dtype = _load_model(config, source)
+    model, model_config, dtype = _load_model(config, source, split)
     made_up = model_config.vocab_size if source.made_up else None
     tokenizer = Tokenizer(config.model, chat_template=config.chat_template, made_up=made_up)
     weights = [(leaf.size, leaf.nbytes) for leaf in jax.tree.leaves(nnx.state(model))]
@@ -89,10 +100,15 @@ def build_parts(
             undo.callback(esft.room.close)
         # KV pages may lie where the experts were.
         catalogue = model.catalogue(model_config)
-        local_modules, num_full_adapters = _held_locally(catalogue, remote)
-        size = size_kv_cache(config, model, model_config, local_modules, dtype, num_full_adapters)
+        widths = _local_widths(split)
+        local_modules, num_full_adapters = _held_locally(catalogue, remote, widths)
+        devices = config.tensor_parallel_size
+        room = (model_config, local_modules, dtype, num_full_adapters, devices)
+        size = size_kv_cache(config, model, *room)
         info = model_info(config, weights, model_config, size, dtype, tokenizer, generation)
-        base = _Base(model, model_config, source, catalogue, dtype, size, esft, remote)
+        base = _Base(
+            model, model_config, source, catalogue, dtype, size, esft, remote, split, widths
+        )
         parts = _build(config, adapters, base, tokenizer, info)
         undo.pop_all()
         return parts
@@ -110,12 +126,25 @@ class _Base:
     size: CacheSize
     esft: EsftParts | None
     remote: InstanceSide | None
+    split: Split | None
+    widths: LocalWidths | None  # of the split
+
+
+def _local_widths(split: Split | None) -> LocalWidths | None:
+    if split is None:
+        return None
+    return LocalWidths(split.size, split.experts == "ep", split.vocab_multiple)
 
 
 def _held_locally(
-    catalogue: LoraCatalogue, remote: InstanceSide | None
+    catalogue: LoraCatalogue, remote: InstanceSide | None, widths: LocalWidths | None
 ) -> tuple[LoraCatalogue, int]:
-    """Return the modules of which slots hold every adapter, and the number held whole."""
+    """Return the modules of which slots hold every adapter, and the number held whole.
+
+    In a split model they are as one device has them.
+    """
+    if widths is not None:
+        return widths.catalogue(catalogue), 0
     if remote is None:
         return catalogue, 0
     return local_catalogue(catalogue, remote.link.layout), remote.num_local
@@ -129,13 +158,20 @@ def _build(
     info: ModelInfo,
 ) -> EngineParts:
     """Return the parts around a model that is loaded."""
-    local_modules, num_full_adapters = _held_locally(base.catalogue, base.remote)
+    held = _held_locally(base.catalogue, base.remote, base.widths)
+    local_modules, num_full_adapters = held
     allocator, spec = make_allocator(
         config, base.catalogue, local_modules, base.dtype, num_full_adapters
     )
     metrics = _make_metrics(config, info)
-    told = metrics.adapter_loaded_on_device
-    residencies = make_residencies(allocator, base.esft, base.remote, on_loaded=told)
+    residencies = make_residencies(
+        allocator,
+        base.esft,
+        base.remote,
+        copier=None if base.split is not None else device_copier(),
+        cut=_cut(base),
+        on_loaded=metrics.adapter_loaded_on_device,
+    )
     registry = _make_registry(config, base, residencies)
     _load_adapters(registry, adapters)
     end_ids = info.end_token_ids
@@ -204,11 +240,11 @@ def engine_stats(
 
 
 def _load_model(
-    config: EngineConfig, source: WeightSource
+    config: EngineConfig, source: WeightSource, split: Split | None
 ) -> tuple[AbstractCausalLM, ModelConfig, jnp.dtype]:
     start = time.monotonic()
     wanted = None if config.dtype == "auto" else jnp.dtype(config.dtype)
-    model, model_config = source.load_model(config.model, dtype=wanted)
+    model, model_config = source.load_model(config.model, dtype=wanted, split=split)
     leaves = jax.tree.leaves(nnx.state(model))
     dtype = jax.tree.leaves(nnx.state(model.embed))[0].dtype
     logger.info(
@@ -220,8 +256,14 @@ def _load_model(
         dtype.name,
         time.monotonic() - start,
     )
-    logger.info("Mesh: one device, %s.", leaves[0].device)
+    log_devices(split)
     return model, model_config, dtype
+
+
+def _cut(base: _Base) -> Callable[[AdapterWeights], AdapterWeights] | None:
+    """Return what cuts a LoRA adapter for several devices; None for one device."""
+    widths, catalogue = base.widths, base.catalogue
+    return None if widths is None else lambda weights: widths.adapter(weights, catalogue)
 
 
 def _make_registry(config: EngineConfig, base: _Base, residencies: Residencies) -> AdapterRegistry:
@@ -275,13 +317,14 @@ def _make_runner(
         vocab_size=base.config.vocab_size,
         dtype=base.dtype,
         end_ids=end_ids,
-        slots=init_slots(base.catalogue, spec, base.dtype),
+        slots=init_slots(base.catalogue, spec, base.dtype, base.split),
         reroute_tables=None if base.esft is None else base.esft.tables,
         link=link,
         # On a CPU the adapters' kernels return at once where no row has an adapter, but exchanges
         # that nobody needs take a third of a small model's step.
         specialize_lora=config.specialize_lora
         and (jax.default_backend() != "cpu" or link is not None),
+        split=base.split,
     )
     runner.warm_up(progress=True)
     logger.info(

@@ -75,6 +75,9 @@ def _memory_for(
     wanted, moe = config.max_esft_adapters, model_config.moe
     if wanted == 0:
         return None
+    if config.tensor_parallel_size > 1:
+        logger.info("ESFT adapters: none, a model over several devices does not serve them.")
+        return None
     platform = jax.default_backend()
     if moe is None or not moe.layers:
         why = f"the model ({model_config.model_type}) has no experts"

@@ -1,10 +1,13 @@
 """LoRA adapters that lie in this engine's own slots, all modules of them."""
 
+from collections.abc import Callable
+
 from lora_jax.adapters.kinds import AdapterKind
-from lora_jax.adapters.row_copies import Copier, pin_matrices
-from lora_jax.adapters.weights import AnyWeights
+from lora_jax.adapters.weights import AdapterWeights, AnyWeights
 from serving.loading.adapter_loader import AdapterLoader
 from serving.loading.residency import AbstractResidency, DeviceTables, Failures
+
+HostForm = Callable[[AdapterWeights], AdapterWeights]
 
 
 class LoraResidency(AbstractResidency):
@@ -12,13 +15,14 @@ class LoraResidency(AbstractResidency):
 
     kind = AdapterKind.LORA
 
-    def __init__(self, loader: AdapterLoader, copier: Copier | None = None):
-        """With a `copier` the host's matrices are pinned for it."""
+    def __init__(self, loader: AdapterLoader, host_form: HostForm = lambda weights: weights):
+        """`host_form` pins or cuts what the host keeps of an adapter."""
         super().__init__(loader)
-        self._copier = copier
+        self._host_form = host_form
 
     def keep(self, weights: AnyWeights) -> AnyWeights:
-        return pin_matrices(weights, self._copier)
+        assert isinstance(weights, AdapterWeights), "found by its kind"
+        return self._host_form(weights)
 
     def advance(
         self, device: DeviceTables, max_chunks: int, dispatched: int, read: int

@@ -12,19 +12,18 @@ from typing import Any
 from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.lora_allocator import SlotAllocator
 from lora_jax.adapters.registry import AdapterEntry
-from lora_jax.adapters.row_copies import Copier, LoraCopyJob
+from lora_jax.adapters.row_copies import Copier, LoraCopyJob, pin_matrices
 from lora_jax.adapters.slots import LoraLoadJob
 from lora_jax.adapters.weights import AnyWeights
 from serving.loading.adapter_loader import AdapterLoader, ResidencySnapshot
 from serving.loading.esft_parts import EsftParts
 from serving.loading.esft_residency import EsftResidency
 from serving.loading.local_experts import LocalExperts
-from serving.loading.lora_residency import LoraResidency
+from serving.loading.lora_residency import HostForm, LoraResidency
 from serving.loading.residency import AbstractResidency, DeviceTables, Failures
 from serving.loading.server_residency import ServerResidency
 from serving.loading.stand_in_residency import StandInResidency
 from serving.lora_server.instance import InstanceSide
-from serving.runtime.device_copier import device_copier
 
 _NO_ROOM = {
     AdapterKind.LORA: "a LoRA adapter; this server has no slots for any (max_loras).",
@@ -164,17 +163,20 @@ def make_residencies(
     esft: EsftParts | None,
     server: InstanceSide | None,
     *,
+    copier: Copier | None = None,
+    cut: HostForm | None = None,
     on_loaded: Callable[[float], None],
 ) -> Residencies:
     """Return the residency of each kind that an engine serves; LoRA's slots come first.
 
     `esft` is the room for ESFT adapters, `server` the way to a LoRA Server, None where there is
-    none; `on_loaded` is told how many seconds each load took.
+    none. With a `copier` the host copies LoRA rows beside the device's programs; `cut` is what the
+    host does to LoRA weights for several devices. `on_loaded` is told the seconds of each load.
     """
-    copier = device_copier()
+    host_form = cut or functools.partial(pin_matrices, copier=copier)
     make_job = LoraLoadJob if copier is None else functools.partial(LoraCopyJob, copier=copier)
     loader = AdapterLoader(allocator, make_job, on_loaded=on_loaded)
-    residencies: list[AbstractResidency] = [_lora_residency(loader, server, copier)]
+    residencies: list[AbstractResidency] = [_lora_residency(loader, server, host_form)]
     if esft is not None:
         experts = AdapterLoader(esft.room.allocator, esft.room.job, on_loaded=on_loaded)
         residencies.append(EsftResidency(experts, esft.room, first_slot=allocator.num_slots))
@@ -182,10 +184,10 @@ def make_residencies(
 
 
 def _lora_residency(
-    loader: AdapterLoader, server: InstanceSide | None, copier: Copier | None
+    loader: AdapterLoader, server: InstanceSide | None, host_form: HostForm
 ) -> LoraResidency:
     if server is None:
-        return LoraResidency(loader, copier)
+        return LoraResidency(loader, host_form)
     if server.num_local:
-        return StandInResidency(loader, server, LocalExperts(loader), copier)
-    return ServerResidency(loader, server, copier)
+        return StandInResidency(loader, server, LocalExperts(loader), host_form)
+    return ServerResidency(loader, server, host_form)

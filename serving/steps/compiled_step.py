@@ -24,6 +24,7 @@ from serving.lora_server.client import RemoteTable, ServerLink
 from serving.steps import batch_sampler, sampler
 from serving.steps.device_state import RowState
 from serving.steps.sampler import Sampled, no_samples
+from serving.steps.split_step import StepSplit, weight_specs
 from serving.steps.step import (
     TABLE_ROWS,
     Sample,
@@ -62,12 +63,17 @@ class CompiledStep:
         *,
         in_place: bool,
         compiler_options: dict[str, str] | None = None,
+        split: StepSplit | None = None,
     ):
-        """`in_place` samples all rows at once, and memory stays where it is; see the module."""
+        """`in_place` samples all rows at once, and memory stays where it is; see the module.
+
+        With `split` the model lies on several devices, and a step runs on all of them.
+        """
         self._sizes, self._vocab_size, self._in_place = sizes, vocab_size, in_place
         sample = batch_sampler.sample if in_place else sampler.sample
-        self._step, self._leaves = _jit_step(model, sizes, link, sample, compiler_options)
-        self.sharding = self._leaves[0].sharding
+        made = _jit_step(model, sizes, link, sample, compiler_options, split)
+        self._step, self._leaves = made
+        self.sharding = self._leaves[0].sharding if split is None else split.split.whole
         self._table = self._place(np.zeros((TABLE_ROWS, sizes.max_seqs), np.int32))
         self._pages = self._place(np.zeros((sizes.max_seqs, sizes.max_pages), np.int32))
         self._spacers = _make_holes(self._place) if in_place else []
@@ -139,6 +145,7 @@ def _jit_step(
     link: ServerLink | None,
     sample: Sample,
     options: dict[str, str] | None,
+    split: StepSplit | None,
 ) -> tuple[Callable, tuple[jax.Array, ...]]:
     """Return the step over the leaves of the model, and the leaves.
 
@@ -147,6 +154,7 @@ def _jit_step(
     """
     graphdef, params = nnx.split(model, graph=False)
     leaves, treedef = jax.tree.flatten(params)
+    specs = None if split is None else weight_specs(leaves)
 
     @functools.partial(
         jax.jit,
@@ -156,13 +164,20 @@ def _jit_step(
         compiler_options=options,
     )
     def step(leaves, donated, rest, trees, *, bucket, lora):
+        local = functools.partial(local_step, trees=trees, bucket=bucket, lora=lora)
+        if split is not None and specs is not None:
+            local = split.over_devices(local, specs, *trees)
+        return local(leaves, donated, rest)
+
+    def local_step(leaves, donated, rest, *, trees, bucket, lora):
         merged = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
         cache, state, *_ = jax.tree.unflatten(trees[0], donated)
         adapters, table, pages = jax.tree.unflatten(trees[1], rest)
         slots, reroute_tables, remote_table = adapters
         remote = None if link is None or not lora else link.start(remote_table)
         batch = (slots, table, pages, bucket, sizes, reroute_tables, remote, lora)
-        cache, logits, rows = forward_step(merged, cache, state.history, *batch)
+        over = None if split is None else split.split
+        cache, logits, rows = forward_step(merged, cache, state.history, *batch, over)
         status = None if remote is None else remote.status()
         return cache, *sample_step(logits, rows, state, sample), status
 

@@ -17,7 +17,8 @@ from flax import nnx
 from tqdm import tqdm
 
 from lora_jax.adapters.slots import AdapterSlots, warm_up
-from lora_jax.kv_cache import KVShape, init_cache
+from lora_jax.kv_cache import KVShape, init_cache, pages_sharding
+from lora_jax.sharding import Split
 from lora_jax.typing import Array, Int
 from serving.api.request import ScheduledChunk, Sequence, SequenceResult, StepPlan, TokenLogprobs
 from serving.api.sampling import Sampling
@@ -25,6 +26,7 @@ from serving.lora_server.client import RemoteTable, ServerLink
 from serving.steps.compiled_step import NO_REMAT, CompiledStep, Operands
 from serving.steps.device_state import admit, init_row_state, pack_row
 from serving.steps.sampler import Sampled
+from serving.steps.split_step import StepSplit
 from serving.steps.step import (
     NUM_TARGETS,
     NUM_TOKENS,
@@ -77,16 +79,19 @@ class ModelRunner:
         reroute_tables: np.ndarray | None = None,
         link: ServerLink | None = None,
         specialize_lora: bool = False,
+        split: Split | None = None,
     ):
         """`max_tokens` bounds a step, `dtype` is that of KV pages, and `end_ids` are held back
         before a request's min_tokens. With `reroute_tables` int32 [moe_layers, esft_slots,
         experts] the model's experts lie in expert tensors. With `link` the experts' part of the
         adapters comes from a LoRA Server. `specialize_lora` compiles decode steps once more
-        without LoRA, for batches in which nothing asks for it.
+        without LoRA, for batches in which nothing asks for it. With `split` the model and `slots`
+        lie on its devices, and `kv_shape` is of all heads.
         """
         self.sizes, self.buckets = sizes, token_buckets(max_tokens)
         self._specialize_lora = specialize_lora and slots is not None
         self._vocab_size, self._end_ids = vocab_size, end_ids
+        pages = pages_sharding(kv_shape, split)
         self._step = CompiledStep(
             model,
             sizes,
@@ -94,14 +99,16 @@ class ModelRunner:
             vocab_size,
             in_place=jax.default_backend() != "cpu",
             compiler_options=NO_REMAT if reroute_tables is not None else None,
+            split=None if pages is None else StepSplit(split, pages.spec),
         )
         # Everything lies committed on the weights' device from the start: an array that is
         # committed only after its first step would make every program compile twice.
         place = functools.partial(jax.device_put, device=self._step.sharding)
-        self._cache = place(init_cache(kv_shape, sizes.num_pages, sizes.page_size, dtype))
+        cache = init_cache(kv_shape, sizes.num_pages, sizes.page_size, dtype, split)
+        self._cache = cache if split is not None else place(cache)
         self._state = place(init_row_state(sizes.max_seqs, sizes.max_len))
         self._place = place
-        self.slots = None if slots is None else place(slots)
+        self.slots = slots if slots is None or split is not None else place(slots)
         self.reroute_tables: Int[Array, "moe_layers esft_slots experts"] | None = (
             None if reroute_tables is None else place(reroute_tables)
         )

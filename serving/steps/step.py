@@ -16,6 +16,7 @@ from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.batch import ForwardBatch
 from lora_jax.kv_cache import PagedKVCache
 from lora_jax.nn.remote import RemoteExperts
+from lora_jax.sharding import Split
 from lora_jax.typing import Array, Float, Int
 from serving.steps.device_state import RowState
 from serving.steps.sampler import LogitRows, Sampled
@@ -61,6 +62,7 @@ def forward_step(
     reroute_tables: Int[Array, "moe_layers esft_slots experts"] | None = None,
     remote: RemoteExperts | None = None,
     lora: bool = True,
+    split: Split | None = None,
 ) -> tuple[PagedKVCache, Float[Array, "rows vocab"], LogitRows]:
     """Return the cache after the step, and its logit rows with their logits.
 
@@ -68,7 +70,8 @@ def forward_step(
     an adapter slot (-1: base; ESFT slots count on from the LoRA slots), scores the next
     num_targets tokens of its prompt after the first ones, and (samples = 1) draws the token after
     the last one. Rows of a step follow each other in the order of sequence rows. Without `lora` no
-    row may have a LoRA adapter, and no trace of LoRA is in the program.
+    row may have a LoRA adapter, and no trace of LoRA is in the program. With `split` this is one
+    device's part of the step; all have the same logits.
     """
     batch = unpack_batch(table, block_tables, history, bucket, sizes)
     rows = unpack_logit_rows(table, batch, history, sizes.logit_rows(bucket))
@@ -78,9 +81,9 @@ def forward_step(
         lora_rows = _below(rows.row_to_slot, num_lora)
         rows = dataclasses.replace(rows, row_to_slot=lora_rows)
     slots = slots if lora else None
-    hidden, cache = model(batch, cache, slots, sizes.max_rank, remote)
+    hidden, cache = model(batch, cache, slots, sizes.max_rank, remote, split)
     logits = model.logits(
-        hidden[rows.row_to_token], rows.num_rows, rows.row_to_slot, slots, sizes.max_rank
+        hidden[rows.row_to_token], rows.num_rows, rows.row_to_slot, slots, sizes.max_rank, split
     )
     return cache, logits, rows
 

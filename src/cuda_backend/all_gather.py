@@ -87,6 +87,16 @@ def _memory(device: Device, group: Sequence[Device], calls: native.Calls) -> Lan
     return memory
 
 
+_GROUPS: dict[int, GatherGroup] = {}  # by size: their memories stay as long as the process
+
+
+def gather_group(devices: int) -> int:
+    """Return the number of a group over the first GPUs of this process; raises as GatherGroup."""
+    if devices not in _GROUPS:
+        _GROUPS[devices] = GatherGroup(devices)
+    return _GROUPS[devices].number
+
+
 def all_gather(
     x: Float[Array, "rows columns"], axis_name: str, group: int
 ) -> Float[Array, "rows all_columns"]:

@@ -8,7 +8,9 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
+from lora_jax.sharding import Split
 from lora_jax.typing import Array, Float
 
 
@@ -37,14 +39,39 @@ class KVShape:
         per_layer = self.num_kv_heads * (self.k_dim + self.v_dim)
         return self.num_layers * per_layer * jnp.dtype(dtype).itemsize
 
+    def splits_heads(self) -> bool:
+        """Return whether the devices of a split share the heads; a latent lies whole on each."""
+        return self.v_dim > 0
 
-def init_cache(shape: KVShape, num_pages: int, page_size: int, dtype: jnp.dtype) -> PagedKVCache:
-    """Return zeroed pages for every layer."""
+    def local(self, devices: int) -> "KVShape":
+        """Return the shape of what one of so many devices keeps."""
+        if not self.splits_heads():
+            return self
+        return dataclasses.replace(self, num_kv_heads=self.num_kv_heads // devices)
+
+
+def pages_sharding(shape: KVShape, split: Split | None) -> NamedSharding | None:
+    """Return where pages of this shape lie; None: on one device."""
+    if split is None:
+        return None
+    return split.heads if shape.splits_heads() else split.whole
+
+
+def init_cache(
+    shape: KVShape,
+    num_pages: int,
+    page_size: int,
+    dtype: jnp.dtype,
+    split: Split | None = None,
+) -> PagedKVCache:
+    """Return zeroed pages for every layer, each device of a split having its heads'."""
+    where = pages_sharding(shape, split)
 
     def layer() -> LayerCache:
         lead = (num_pages, page_size, shape.num_kv_heads)
         return LayerCache(
-            k=jnp.zeros((*lead, shape.k_dim), dtype), v=jnp.zeros((*lead, shape.v_dim), dtype)
+            k=jnp.zeros((*lead, shape.k_dim), dtype, device=where),
+            v=jnp.zeros((*lead, shape.v_dim), dtype, device=where),
         )
 
     return tuple(layer() for _ in range(shape.num_layers))

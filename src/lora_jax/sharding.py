@@ -1,65 +1,121 @@
-"""Mesh axes, and which axis of a weight lies on which of them.
+"""Split of a model over several devices: which axis of a weight lies on which device.
 
-The only file that spells "ep", "pp" and "tp": everything else names the logical axes of a weight.
+The only file that spells the mesh axis: everything else names the logical axes of a weight. Every
+linear map is split along its outputs, and experts by expert or along their outputs too. So no
+product is a partial sum, and N devices give the bits of one.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-MESH_AXES = ("pp", "ep", "tp")
+AXIS = "device"
+EXPERT_SPLITS = ("ep", "tp")
+UNIT = 64  # a GPU's kernels take more outputs than this in steps of this
 
-# Axes that are summed over in a product stay whole unless their producer is split the same way:
-# "heads" and "mlp" are the outputs of one linear map and the inputs of the next.
-LOGICAL_AXES: dict[str | None, str | None] = {
-    "vocab": "tp",
-    "heads": "tp",
-    "kv_heads": "tp",
-    "mlp": "tp",
-    "experts": "ep",
-    "embed": None,
-    "latent": None,
-    None: None,
-}
+_OUTPUTS = ("vocab", "heads", "kv_heads", "mlp")  # split where they come first
+_INPUTS = ("heads", "mlp")  # outputs of the map before: this map's own outputs are split
+_WHOLE = ("embed", "latent", None)
+_KNOWN = (*_OUTPUTS, *_WHOLE, "experts")
 
 
-def make_mesh(
-    *, pp: int = 1, ep: int = 1, tp: int = 1, devices: Sequence[Any] | None = None
-) -> Mesh:
-    """Return an explicit mesh of pp * ep * tp devices, by default the first ones there are.
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """One model over the devices of a mesh with the single axis AXIS; None stands for one device.
+
+    `experts` is "ep" (each device has some experts whole) or "tp" (each has a part of the outputs
+    of every expert). `group` is the number of the devices' GatherGroup; 0: there is none.
+    """
+
+    mesh: Mesh
+    experts: str = "ep"
+    group: int = 0
+
+    def __post_init__(self) -> None:
+        if self.experts not in EXPERT_SPLITS:
+            raise ValueError(f"experts are split by {EXPERT_SPLITS}, not {self.experts!r}")
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return self.mesh.size
+
+    @property
+    def vocab_multiple(self) -> int:
+        """Rows of the vocabulary are padded to a multiple: equal parts, in units of a kernel."""
+        return UNIT * self.size
+
+    @property
+    def whole(self) -> NamedSharding:
+        """Sharding of what every device has whole."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def rows(self) -> NamedSharding:
+        """Sharding of what is the rows of all devices, one device's after the other's."""
+        return NamedSharding(self.mesh, PartitionSpec(AXIS))
+
+    @property
+    def heads(self) -> NamedSharding:
+        """Sharding of pages [pages, page_size, kv_heads, dim] by head."""
+        return NamedSharding(self.mesh, PartitionSpec(None, None, AXIS))
+
+    def spec(self, axes: tuple[str | None, ...]) -> PartitionSpec:
+        """Return how a weight with these logical axes is split; ValueError for an unknown axis."""
+        for axis in axes:
+            if axis not in _KNOWN:
+                raise ValueError(f"Logical axis {axis!r} of {axes} is not in the table.")
+        place = _split_axis(axes, self.experts)
+        if place is None:
+            return PartitionSpec()
+        return PartitionSpec(*(AXIS if i == place else None for i in range(len(axes))))
+
+
+def has_split_inputs(axes: tuple[str | None, ...]) -> bool:
+    """Return whether a map's inputs are the split outputs of another one, to be gathered first."""
+    return len(axes) == 2 and axes[0] == "embed" and axes[1] in _INPUTS
+
+
+def _split_axis(axes: tuple[str | None, ...], experts: str) -> int | None:
+    """Return the number of the axis that is split, None for a weight that stays whole."""
+    if axes[0] == "experts":
+        return 0 if experts == "ep" else 1
+    if axes[0] in _OUTPUTS or axes == ("embed",) or has_split_inputs(axes):
+        return 0
+    return None
+
+
+def make_mesh(size: int, devices: Sequence[Any] | None = None) -> Mesh:
+    """Return the mesh of `size` devices, by default the first ones there are.
 
     Raises:
-        ValueError: fewer devices than the axes ask for.
+        ValueError: there are fewer devices.
     """
     devices = jax.devices() if devices is None else devices
-    wanted = pp * ep * tp
-    if len(devices) < wanted:
-        raise ValueError(
-            f"A mesh of pp {pp} x ep {ep} x tp {tp} needs {wanted} devices, "
-            f"there are {len(devices)}."
-        )
-    types = (AxisType.Explicit,) * len(MESH_AXES)
-    return jax.make_mesh((pp, ep, tp), MESH_AXES, axis_types=types, devices=devices[:wanted])
+    if len(devices) < size:
+        raise ValueError(f"A model over {size} devices: there are {len(devices)}.")
+    return jax.make_mesh((size,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices[:size])
 
 
 def weight_sharding(
-    axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh | None
+    axes: tuple[str | None, ...], shape: tuple[int, ...], split: Split | None
 ) -> jax.sharding.Sharding:
-    """Return where a weight with these logical axes lies; without a mesh, on the first device.
+    """Return where a weight with these logical axes lies; without a split, on the first device.
 
     Raises:
-        ValueError: an axis is unknown, or its size does not divide among its devices.
+        ValueError: an axis is unknown, or its size does not divide among the devices.
     """
-    if mesh is None:
+    if split is None:
         return SingleDeviceSharding(jax.devices()[0])
     if len(axes) != len(shape):
         raise ValueError(f"Logical axes {axes} do not fit shape {shape}.")
-    for axis, size in zip(axes, shape, strict=True):
-        if axis not in LOGICAL_AXES:
-            raise ValueError(f"Logical axis {axis!r} of shape {shape} is not in the table.")
-        parts = mesh.shape.get(LOGICAL_AXES[axis], 1)
-        if size % parts:
-            raise ValueError(f"Axis {axis!r} of size {size} does not divide among {parts} devices.")
-    return NamedSharding(mesh, PartitionSpec(*(LOGICAL_AXES[axis] for axis in axes)))
+    spec = split.spec(axes)
+    for axis, size, there in zip(axes, shape, spec, strict=False):
+        if there is not None and size % split.size:
+            raise ValueError(
+                f"Axis {axis!r} of size {size} does not divide among {split.size} devices."
+            )
+    return NamedSharding(split.mesh, spec)

@@ -1,56 +1,81 @@
-"""The mesh and the table of logical axes."""
+"""The split of a model: which axis of a weight lies on which device."""
 
 import jax
 import pytest
 from jax.sharding import PartitionSpec, SingleDeviceSharding
 
-from lora_jax.sharding import make_mesh, weight_sharding
+from lora_jax.sharding import AXIS, Split, has_split_inputs, make_mesh, weight_sharding
 
 
-def test_mesh_axes_and_devices():
-    mesh = make_mesh(ep=2, tp=2)
-    assert dict(mesh.shape) == {"pp": 1, "ep": 2, "tp": 2}
-    assert list(mesh.devices.flat) == jax.devices()[:4]
-
-
-def test_mesh_on_given_devices():
-    assert list(make_mesh(tp=2, devices=jax.devices()[2:]).devices.flat) == jax.devices()[2:4]
+def test_mesh_of_the_first_devices_or_of_given_ones():
+    mesh = make_mesh(2)
+    assert dict(mesh.shape) == {AXIS: 2}
+    assert list(mesh.devices.flat) == jax.devices()[:2]
+    assert list(make_mesh(2, jax.devices()[2:]).devices.flat) == jax.devices()[2:4]
 
 
 def test_too_few_devices():
-    with pytest.raises(ValueError, match=r"pp 2 x ep 4 x tp 1 needs 8 devices, there are 4"):
-        make_mesh(pp=2, ep=4)
+    with pytest.raises(ValueError, match="over 8 devices: there are 4"):
+        make_mesh(8)
 
 
-def test_without_a_mesh_the_first_device():
+def test_without_a_split_the_first_device():
     sharding = weight_sharding(("vocab", "embed"), (8, 4), None)
     assert sharding == SingleDeviceSharding(jax.devices()[0])
 
 
+@pytest.mark.parametrize("experts", ["ep", "tp"])
 @pytest.mark.parametrize(
-    ("axes", "shape", "spec"),
+    ("axes", "place"),
     [
-        (("heads", "embed"), (8, 6), ("tp", None)),
-        (("embed", "heads"), (6, 8), (None, "tp")),
-        (("experts", "mlp", "embed"), (4, 8, 6), ("ep", "tp", None)),
-        ((None,), (5,), (None,)),
+        (("vocab", "embed"), 0),
+        (("heads", "embed"), 0),
+        (("heads",), 0),
+        (("kv_heads", "embed"), 0),
+        (("embed", "heads"), 0),  # along its outputs: inputs are gathered
+        (("embed", "mlp"), 0),
+        (("embed",), 0),  # their bias
+        (("heads", None, None), 0),
+        (("heads", "latent"), 0),
+        (("latent", "embed"), None),
+        (("latent",), None),
+        ((None, "embed"), None),  # the router
+        ((None,), None),  # a norm
     ],
 )
-def test_logical_axes(axes, shape, spec):
-    mesh = make_mesh(ep=2, tp=2)
-    sharding = weight_sharding(axes, shape, mesh)
-    assert sharding.spec == PartitionSpec(*spec)
-    assert sharding.mesh == mesh
+def test_linear_maps_are_split_along_their_outputs(axes, place, experts):
+    split = Split(make_mesh(2), experts)
+    want = [AXIS if i == place else None for i in range(len(axes))]
+    assert split.spec(axes) == PartitionSpec(*(want if place is not None else ()))
+    sharding = weight_sharding(axes, (4,) * len(axes), split)
+    assert (sharding.spec, sharding.mesh) == (split.spec(axes), split.mesh)
+
+
+@pytest.mark.parametrize("axes", [("experts", "mlp", "embed"), ("experts", "embed", "mlp")])
+def test_experts_are_split_by_number_or_along_their_outputs(axes):
+    mesh = make_mesh(2)
+    assert Split(mesh, "ep").spec(axes) == PartitionSpec(AXIS, None, None)
+    assert Split(mesh, "tp").spec(axes) == PartitionSpec(None, AXIS, None)
+    assert Split(mesh, "tp").spec(axes[:2]) == PartitionSpec(None, AXIS)  # a bias
+
+
+def test_only_o_and_down_take_the_split_outputs_of_another_map():
+    assert has_split_inputs(("embed", "heads"))
+    assert has_split_inputs(("embed", "mlp"))
+    for axes in (("heads", "embed"), ("vocab", "embed"), ("heads", "latent"), ("embed",)):
+        assert not has_split_inputs(axes)
 
 
 def test_sizes_that_do_not_divide():
     with pytest.raises(ValueError, match="'kv_heads' of size 6 does not divide among 4 devices"):
-        weight_sharding(("kv_heads", "embed"), (6, 8), make_mesh(tp=4))
+        weight_sharding(("kv_heads", "embed"), (6, 8), Split(make_mesh(4)))
 
 
-def test_axes_that_are_wrong():
-    mesh = make_mesh(tp=2)
-    with pytest.raises(ValueError, match="'colour' of shape"):
-        weight_sharding(("colour",), (4,), mesh)
+def test_what_is_wrong_is_named():
+    split = Split(make_mesh(2))
+    with pytest.raises(ValueError, match="'colour' of"):
+        weight_sharding(("colour",), (4,), split)
     with pytest.raises(ValueError, match="do not fit shape"):
-        weight_sharding(("heads",), (4, 4), mesh)
+        weight_sharding(("heads",), (4, 4), split)
+    with pytest.raises(ValueError, match="'pp'"):
+        Split(make_mesh(2), "pp")

@@ -7,6 +7,7 @@ layer. Models build a catalogue; the readers of adapter files resolve names agai
 import dataclasses
 import re
 
+OUTPUTS, EXPERTS, WHOLE = "outputs", "experts", "whole"  # LoraModule.split
 EXPERT_MODULES = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
 
 
@@ -15,7 +16,8 @@ class LoraModule:
     """One kind of linear map: y = x W^T with W [d_out, d_in], in each of `layers`.
 
     `num_experts` > 0 means one W per expert. MLA's absorbed kv_b_proj also uses this: a head is an
-    expert there.
+    expert there. `split` is what the devices of a split model share: its outputs, its experts, or
+    nothing, each having the module whole.
     """
 
     name: str
@@ -23,6 +25,7 @@ class LoraModule:
     d_out: int
     layers: tuple[int, ...]
     num_experts: int = 0
+    split: str = OUTPUTS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,10 @@ from lora_jax.adapters.weights import AdapterWeights
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowWrite:
-    """Rows [offset, offset + len(rows)) of the pool of this width get `rows` [n, width]."""
+    """Rows [offset, offset + len(rows)) of the pool of this width get `rows` [n, width].
+
+    In a split model each device's rows there get their own of `rows` [n, devices, width].
+    """
 
     offset: int
     rows: np.ndarray
@@ -183,6 +186,6 @@ def _fits(
 def _row_writes(weights: AdapterWeights, starts: list[int]) -> dict[int, tuple[RowWrite, ...]]:
     writes: dict[int, list[RowWrite]] = {}
     for matrix, start in zip(weights.matrices(), starts, strict=True):
-        width = matrix.shape[2]
-        writes.setdefault(width, []).append(RowWrite(start, matrix.reshape(-1, width)))
+        rows = matrix.reshape(-1, *matrix.shape[2:])
+        writes.setdefault(matrix.shape[-1], []).append(RowWrite(start, rows))
     return {width: tuple(rows) for width, rows in writes.items()}

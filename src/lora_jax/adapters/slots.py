@@ -14,9 +14,11 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.lora_allocator import LoraPlacement, RowWrite
+from lora_jax.sharding import Split
 from lora_jax.typing import Array, Float, Int
 
 # Columns of AdapterSlots.entries.
@@ -34,7 +36,8 @@ class AdapterSlots:
     Expert e of a site uses rows [a_offset + e * a_stride, + rank) of pools[d_in] and
     [b_offset + e * b_stride, + rank) of pools[d_out]; a stride of 0 shares one matrix between all
     experts. Rank 0 means the slot does not touch the site. `scaling` is alpha / rank (or
-    alpha / sqrt(rank)).
+    alpha / sqrt(rank)). In a split model widths and experts are those of one device, and a pool is
+    the rows of all devices, one after the other; within a step each device has its own.
     """
 
     pools: dict[str, Float[Array, "rows width"]]  # key: str(width)
@@ -111,13 +114,19 @@ def row_bytes(rows: dict[int, int], itemsize: int) -> int:
     return sum(width * count for width, count in rows.items()) * itemsize
 
 
-def init_slots(catalogue: LoraCatalogue, spec: SlotsSpec, dtype: jnp.dtype) -> AdapterSlots:
-    """Return empty slots: no adapter anywhere."""
+def init_slots(
+    catalogue: LoraCatalogue, spec: SlotsSpec, dtype: jnp.dtype, split: Split | None = None
+) -> AdapterSlots:
+    """Return empty slots: no adapter anywhere. With a split, spec and catalogue are a device's."""
     shape = (len(catalogue.modules), catalogue.num_layers, spec.num_slots)
+    parts, rows, whole = (1, None, None) if split is None else (split.size, split.rows, split.whole)
     return AdapterSlots(
-        pools={str(w): jnp.zeros((n, w), dtype) for w, n in sorted(spec.rows.items())},
-        entries=jnp.zeros((*shape, 5), jnp.int32),
-        scaling=jnp.zeros(shape, jnp.float32),
+        pools={
+            str(w): jnp.zeros((parts * n, w), dtype, device=rows)
+            for w, n in sorted(spec.rows.items())
+        },
+        entries=jnp.zeros((*shape, 5), jnp.int32, device=whole),
+        scaling=jnp.zeros(shape, jnp.float32, device=whole),
     )
 
 
@@ -132,6 +141,28 @@ def write_rows(
     The chunk is padded to one fixed length, so that loading never compiles after warm-up.
     """
     return pool.at[indices].set(values, mode="drop", unique_indices=True)
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnames="sharding")
+def _write_parts(
+    pool: Float[Array, "rows width"],
+    indices: Int[Array, "chunk"],
+    values: Float[Array, "values width"],
+    sharding: NamedSharding,
+) -> Float[Array, "rows width"]:
+    """Return the pool with a chunk written on each device, as write_rows does on one.
+
+    `values` are the chunks of all devices, and the indices those of a device's own rows.
+    """
+    rows = sharding.spec
+    write = jax.shard_map(
+        write_rows,
+        mesh=sharding.mesh,
+        in_specs=(rows, PartitionSpec(), rows),
+        out_specs=rows,
+        check_vma=False,
+    )
+    return write(pool, indices, values)
 
 
 @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -159,7 +190,7 @@ def warm_up(slots: AdapterSlots) -> AdapterSlots:
 
 def write_nothing(slots: AdapterSlots) -> AdapterSlots:
     """Return `slots` unchanged (donated), in the order of what else the device does with them."""
-    pools = {key: write_rows(pool, *_empty_chunk(pool)) for key, pool in slots.pools.items()}
+    pools = {key: _written(pool, *_empty_chunk(pool)) for key, pool in slots.pools.items()}
     return dataclasses.replace(slots, pools=pools)
 
 
@@ -208,7 +239,7 @@ class LoraLoadJob:
         pools = dict(slots.pools)
         for _ in range(min(max_chunks, self._remaining - 1)):
             key, indices, values = next(self._pending)
-            pools[key] = write_rows(pools[key], indices, values)
+            pools[key] = _written(pools[key], indices, values)
         slots = dataclasses.replace(slots, pools=pools)
         self._remaining = max(0, self._remaining - max_chunks)
         if self._remaining == 0:
@@ -240,15 +271,28 @@ def set_slot(
     return dataclasses.replace(slots, entries=entries, scaling=scaling)
 
 
+def _written(pool: jax.Array, indices: np.ndarray, values: np.ndarray) -> jax.Array:
+    """Return the pool (donated) with a chunk of the host's rows, on each device its own."""
+    if _num_parts(pool) == 1:
+        return write_rows(pool, indices, values)
+    return _write_parts(pool, indices, jax.device_put(values, pool.sharding), pool.sharding)
+
+
+def _num_parts(pool: jax.Array) -> int:
+    """Return how many devices share the rows of a pool."""
+    return len(pool.sharding.device_set)
+
+
 def _chunk_shape(pool: jax.Array) -> tuple[int, int]:
     return chunk_rows(pool.shape[1], pool.dtype.itemsize), pool.shape[1]
 
 
 def _empty_chunk(pool: jax.Array) -> tuple[np.ndarray, np.ndarray]:
     """Return indices that are all out of range, each of its own, and zero values."""
-    shape = _chunk_shape(pool)
-    indices = np.arange(pool.shape[0], pool.shape[0] + shape[0], dtype=np.int32)
-    return indices, np.zeros(shape, pool.dtype)
+    (size, width), parts = _chunk_shape(pool), _num_parts(pool)
+    first = pool.shape[0] // parts
+    indices = np.arange(first, first + size, dtype=np.int32)
+    return indices, np.zeros((parts * size, width), pool.dtype)
 
 
 def _chunks(
@@ -271,7 +315,9 @@ def _chunks_of(
             count = min(size - used, len(write.rows) - done)
             first = write.offset + done
             indices[used : used + count] = np.arange(first, first + count, dtype=np.int32)
-            values[used : used + count] = write.rows[done : done + count].astype(values.dtype)
+            rows = write.rows[done : done + count].astype(values.dtype)
+            by_part = values.reshape(-1, size, values.shape[1])
+            by_part[:, used : used + count] = rows.reshape(count, -1, rows.shape[-1]).swapaxes(0, 1)
             done, used = done + count, used + count
             if used == size:
                 yield indices, values

@@ -16,7 +16,8 @@ class SiteWeights:
 
     `a` is [experts, rank, d_in] and `b` is [experts, rank, d_out], in the file's dtype. A leading
     1 means one matrix for all experts (stride 0), and the only matrix of a site without experts.
-    Sites that share a matrix hold the very same array object, which is then stored once.
+    Sites that share a matrix hold the very same array object, which is then stored once. Of a split
+    model both are [experts, rank, devices, width], with each device's part (local_widths).
     """
 
     a: np.ndarray
@@ -83,7 +84,7 @@ class AdapterWeights:
     @functools.cached_property
     def demand(self) -> tuple[tuple[int, int], ...]:
         """(width, rows) of each distinct matrix, in the order of `matrices`."""
-        return tuple((m.shape[2], m.shape[0] * m.shape[1]) for m in self.matrices())
+        return tuple((m.shape[-1], m.shape[0] * m.shape[1]) for m in self.matrices())
 
     def rows_by_width(self) -> dict[int, int]:
         """Return how many rank rows of each width the adapter takes on the device."""

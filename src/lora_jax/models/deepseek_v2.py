@@ -7,7 +7,7 @@ head as the absorbed attention uses them (see lora_jax.nn.mla). Adapters name kv
 import jax.numpy as jnp
 from flax import nnx
 
-from lora_jax.adapters.catalogue import LoraCatalogue, LoraModule
+from lora_jax.adapters.catalogue import EXPERTS, WHOLE, LoraCatalogue, LoraModule
 from lora_jax.config import MlaConfig, ModelConfig
 from lora_jax.kv_cache import KVShape
 from lora_jax.models.sources import Slice, Tensor, Transpose, Unflatten, WeightRule, weight
@@ -106,14 +106,14 @@ def _attention_modules(config: ModelConfig, mla: MlaConfig) -> list[LoraModule]:
         query = [LoraModule("q_proj", hidden, q_size, layers)]
     else:
         query = [
-            LoraModule("q_a_proj", hidden, mla.q_lora_rank, layers),
+            LoraModule("q_a_proj", hidden, mla.q_lora_rank, layers, split=WHOLE),
             LoraModule("q_b_proj", mla.q_lora_rank, q_size, layers),
         ]
     return [
         *query,
-        LoraModule("kv_a_proj_with_mqa", hidden, latent + mla.rope_dim, layers),
-        LoraModule("kv_b_proj.k", mla.nope_dim, latent, layers, heads),
-        LoraModule("kv_b_proj.v", latent, mla.v_dim, layers, heads),
+        LoraModule("kv_a_proj_with_mqa", hidden, latent + mla.rope_dim, layers, split=WHOLE),
+        LoraModule("kv_b_proj.k", mla.nope_dim, latent, layers, heads, EXPERTS),
+        LoraModule("kv_b_proj.v", latent, mla.v_dim, layers, heads, EXPERTS),
         LoraModule("o_proj", heads * mla.v_dim, hidden, layers),
     ]
 

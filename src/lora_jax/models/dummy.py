@@ -11,20 +11,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
 
 from lora_jax.config import ModelConfig
 from lora_jax.models.loader import read_config, supported_dtype
-from lora_jax.models.registry import model_class
+from lora_jax.models.registry import abstract, stored_shape
 from lora_jax.nn.decoder import AbstractCausalLM
-from lora_jax.sharding import weight_sharding
+from lora_jax.sharding import Split, weight_sharding
 
 SEED = 0
 BIAS_STD = 0.02
 
 
 def make_dummy(
-    path: str | Path, *, dtype: Any = None, mesh: Mesh | None = None
+    path: str | Path, *, dtype: Any = None, split: Split | None = None
 ) -> tuple[AbstractCausalLM, ModelConfig]:
     """Return the model of a folder's config with random weights, the same ones every time.
 
@@ -33,16 +32,19 @@ def make_dummy(
     """
     config = read_config(Path(path))
     wanted = supported_dtype(dummy_dtype(config) if dtype is None else dtype)
-    kind = model_class(config.model_type)
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: kind(config, dtype=wanted)), graph=False)
+    graphdef, state = abstract(config, wanted, split)
     made = []
     for place, (name, param) in enumerate(nnx.to_flat_state(state)):
         axes, shape = param.get_metadata()["logical_axes"], tuple(param.shape)
         mean, deviation = _moments(str(name[-1]), shape)
-        sharding = weight_sharding(axes, shape, mesh)
         key = jax.random.key(SEED + place, impl="rbg")
-        draw = _drawer(shape, jnp.dtype(param.dtype), sharding)
-        made.append((name, param.replace(draw(key, mean, deviation))))
+        draw = _drawer(stored_shape(param, config), jnp.dtype(param.dtype), jax.devices()[0])
+        drawn = draw(key, mean, deviation)
+        if split is not None:  # drawn in parts, the values would be others
+            rows = shape[0] - drawn.shape[0]
+            drawn = jnp.pad(drawn, ((0, rows), *((0, 0),) * (drawn.ndim - 1))) if rows else drawn
+            drawn = jax.device_put(drawn, weight_sharding(axes, shape, split)).block_until_ready()
+        made.append((name, param.replace(drawn)))
     return nnx.merge(graphdef, nnx.from_flat_state(made)), config
 
 
@@ -63,12 +65,12 @@ def _moments(name: str, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
 
 
 @functools.lru_cache(maxsize=64)
-def _drawer(shape: tuple[int, ...], dtype: jnp.dtype, sharding: jax.sharding.Sharding):
-    """Return a program that draws one parameter; equal ones are compiled once."""
+def _drawer(shape: tuple[int, ...], dtype: jnp.dtype, device: jax.Device):
+    """Return a program that draws one parameter on a device; equal ones are compiled once."""
 
     def draw(key, mean, deviation):
         # In its own dtype: an expert tensor in float32 beside it would need thrice its bytes.
         noise = jax.random.normal(key, shape, dtype)
         return noise * deviation.astype(dtype) + mean.astype(dtype)
 
-    return jax.jit(draw, out_shardings=sharding)
+    return jax.jit(draw, out_shardings=jax.sharding.SingleDeviceSharding(device))

@@ -13,15 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
 
 from lora_jax import strict_json
 from lora_jax.config import ModelConfig, from_hf
 from lora_jax.models.checkpoint import Checkpoint
-from lora_jax.models.registry import model_class
+from lora_jax.models.registry import abstract, model_class, stored_shape
 from lora_jax.models.sources import Source, Tensor, WeightRule
 from lora_jax.nn.decoder import AbstractCausalLM
-from lora_jax.sharding import weight_sharding
+from lora_jax.sharding import Split, weight_sharding
 
 IGNORED = (r".*\.rotary_emb\.inv_freq",)  # made from the config; old releases stored it
 HEAD = "lm_head.weight"
@@ -30,9 +29,9 @@ _ALIGNMENT = 64  # jax takes over host memory that is aligned so, without a copy
 
 
 def load(
-    path: str | Path, *, dtype: Any = None, mesh: Mesh | None = None
+    path: str | Path, *, dtype: Any = None, split: Split | None = None
 ) -> tuple[AbstractCausalLM, ModelConfig]:
-    """Return the model of a checkpoint folder, on the mesh or on the first device.
+    """Return the model of a checkpoint folder, on the devices of a split or on the first.
 
     `dtype` None keeps the checkpoint's (float16 becomes float32, which every device computes).
 
@@ -44,13 +43,13 @@ def load(
     config, files = read_config(folder), Checkpoint(folder)
     kind = model_class(config.model_type)
     wanted = checkpoint_dtype(config, files) if dtype is None else supported_dtype(dtype)
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: kind(config, dtype=wanted)), graph=False)
+    graphdef, state = abstract(config, wanted, split)
     params = {_dotted(path): (path, param) for path, param in nnx.to_flat_state(state)}
-    shapes = {name: param.shape for name, (_, param) in params.items()}
+    shapes = {name: stored_shape(param, config) for name, (_, param) in params.items()}
     plan = plan_load(kind.weight_rules(config), shapes, files)
     check_leftovers(plan, files, config)
     loaded = [
-        (path, param.replace(read_parameter(param, plan[name], files, mesh)))
+        (path, param.replace(read_parameter(param, plan[name], files, split)))
         for name, (path, param) in params.items()
     ]
     return nnx.merge(graphdef, nnx.from_flat_state(loaded)), config
@@ -158,16 +157,25 @@ def same_values(first: Source, second: Source, files: Checkpoint) -> bool:
     return True
 
 
-def read_parameter(param: Any, source: Source, files: Checkpoint, mesh: Mesh | None) -> jax.Array:
-    """Return one parameter on its devices, each of which is given its own slice only."""
+def read_parameter(param: Any, source: Source, files: Checkpoint, split: Split | None) -> jax.Array:
+    """Return one parameter on its devices, each of which is given its own slice only.
+
+    Rows that the source lacks are a padded vocabulary's, and zero.
+    """
     dtype, shape = np.dtype(param.dtype), tuple(param.shape)
-    sharding = weight_sharding(param.get_metadata()["logical_axes"], shape, mesh)
+    sharding = weight_sharding(param.get_metadata()["logical_axes"], shape, split)
+    stored = source.shape(files)[0] if shape else 0
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         index = index or (slice(None),) * len(shape)
         ranges = tuple(range(*s.indices(n)) for s, n in zip(index, shape, strict=True))
         out = _aligned(tuple(len(r) for r in ranges), dtype)
-        source.read(files, ranges, out)
+        kept = range(stored)[index[0]] if shape else range(0)
+        if len(kept) < len(out):
+            out[len(kept) :] = 0
+            ranges = (kept, *ranges[1:])
+        if len(kept):
+            source.read(files, ranges, out[: len(kept)])
         return out
 
     array = jax.make_array_from_callback(shape, sharding, read, dtype=dtype)

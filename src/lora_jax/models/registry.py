@@ -8,6 +8,7 @@ from flax import nnx
 
 from lora_jax.config import ModelConfig
 from lora_jax.nn.decoder import AbstractCausalLM
+from lora_jax.sharding import Split
 
 _CLASSES = {
     "llama": "llama:Llama",
@@ -33,6 +34,20 @@ def model_class(model_type: str) -> type[AbstractCausalLM]:
         raise ValueError(f"model_type {model_type!r} is not supported; known are {known}.")
     module, name = _CLASSES[model_type].split(":")
     return getattr(importlib.import_module(f"lora_jax.models.{module}"), name)
+
+
+def abstract(config: ModelConfig, dtype: Any, split: Split | None = None) -> tuple[Any, Any]:
+    """Return a model without memory as nnx.split gives it, its vocabulary padded for a split."""
+    kind, multiple = model_class(config.model_type), 1 if split is None else split.vocab_multiple
+    made = nnx.eval_shape(lambda: kind(config, dtype=dtype, vocab_multiple=multiple))
+    return nnx.split(made, graph=False)
+
+
+def stored_shape(param: Any, config: ModelConfig) -> tuple[int, ...]:
+    """Return the shape of a parameter without the rows that pad the vocabulary."""
+    shape = tuple(param.shape)
+    axes = param.get_metadata()["logical_axes"]
+    return (config.vocab_size, *shape[1:]) if axes[0] == "vocab" else shape
 
 
 def build(

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable
 
-from lora_jax.adapters.catalogue import LoraModule, NameRule
+from lora_jax.adapters.catalogue import WHOLE, LoraModule, NameRule
 from lora_jax.config import ModelConfig, MoeConfig
 
 _EMBEDDING = "adapters on the token embedding are not supported"
@@ -85,7 +85,7 @@ def moe_modules(hidden: int, moe: MoeConfig) -> list[LoraModule]:
     if not moe.layers:
         return []
     width, experts = moe.intermediate_size, moe.num_experts
-    modules = [LoraModule("router", hidden, experts, moe.layers)]
+    modules = [LoraModule("router", hidden, experts, moe.layers, split=WHOLE)]
     modules += mlp_modules(hidden, width, moe.layers, "experts.", experts)
     if moe.shared_size:
         modules += mlp_modules(hidden, moe.shared_size, moe.layers, "shared_experts.")

@@ -16,6 +16,7 @@ from lora_jax.nn.attention import CosSin
 from lora_jax.nn.layers import Embedding, Linear, RMSNorm
 from lora_jax.nn.lora import AdapterRouting
 from lora_jax.nn.remote import RemoteExperts
+from lora_jax.sharding import Split
 from lora_jax.typing import Array, Float, Int
 
 
@@ -70,16 +71,19 @@ class AbstractCausalLM(nnx.Module):
         *,
         dtype: Any = jnp.float32,
         rngs: nnx.Rngs | None = None,
+        vocab_multiple: int = 1,
     ):
+        """Embedding and head have rows of zeros up to a multiple of `vocab_multiple`."""
         rngs, dtype = rngs or nnx.Rngs(0), jnp.dtype(dtype)
-        vocab, hidden = config.vocab_size, config.hidden_size
+        vocab = -(-config.vocab_size // vocab_multiple) * vocab_multiple
+        hidden = config.hidden_size
         self.config = config
         self.module_names = self.catalogue(config).module_names
         self.embed = Embedding(vocab, hidden, dtype=dtype, rngs=rngs)
         layers = [self.make_layer(config, n, dtype, rngs) for n in range(config.num_layers)]
         self.layers = nnx.List(layers)
         self.norm = self.make_norm(config, dtype)
-        self.lm_head = None if config.tie_embeddings else _head(config, dtype, rngs)
+        self.lm_head = None if config.tie_embeddings else _head(hidden, vocab, dtype, rngs)
 
     @staticmethod
     @abc.abstractmethod
@@ -115,10 +119,12 @@ class AbstractCausalLM(nnx.Module):
         adapters: AdapterSlots | None,
         max_rank: int,
         remote: RemoteExperts | None = None,
+        split: Split | None = None,
     ) -> tuple[Float[Array, "tokens hidden"], PagedKVCache]:
         """Return hidden states after the final norm, and the cache with this step's K and V.
 
-        With `remote` the experts' part of the adapters comes from there.
+        With `remote` the experts' part of the adapters comes from there. With `split` this is one
+        device's part of a shard_map: weights, pages and rank rows are its own, results are whole.
         """
         routing = AdapterRouting(
             batch.num_tokens,
@@ -129,9 +135,10 @@ class AbstractCausalLM(nnx.Module):
             batch.token_to_esft_slot,
             batch.reroute_tables,
             remote,
+            split=split,
         ).with_items()
         angles = rope.cos_sin(self.config.rope, batch.positions)
-        x = self.embed(batch.tokens)
+        x = self.embed(batch.tokens, split)
         new_cache = []
         for layer, layer_cache in zip(self.layers, cache, strict=True):
             x, layer_cache = layer(x, angles, batch, layer_cache, routing)
@@ -145,14 +152,17 @@ class AbstractCausalLM(nnx.Module):
         row_to_slot: Int[Array, "rows"],
         adapters: AdapterSlots | None,
         max_rank: int,
+        split: Split | None = None,
     ) -> Float[Array, "rows vocab"]:
         """Return float32 logits of the first num_rows hidden states; other rows are 0."""
-        routing = AdapterRouting(num_rows, row_to_slot, adapters, self.module_names, max_rank)
+        names = self.module_names
+        routing = AdapterRouting(num_rows, row_to_slot, adapters, names, max_rank, split=split)
         head = self.embed.attend if self.lm_head is None else self.lm_head
-        return head(hidden, routing).astype(jnp.float32)
+        logits = head(hidden, routing).astype(jnp.float32)
+        vocab = self.config.vocab_size
+        return logits if logits.shape[1] == vocab else logits[:, :vocab]
 
 
-def _head(config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> Linear:
-    hidden, vocab = config.hidden_size, config.vocab_size
+def _head(hidden: int, vocab: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> Linear:
     axes = ("vocab", "embed")
     return Linear(hidden, vocab, module="lm_head", layer=0, axes=axes, dtype=dtype, rngs=rngs)

@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from lora_jax.nn.gather import gather, local_index, pick
 from lora_jax.nn.lora import AdapterRouting, add_lora
 from lora_jax.ops.grouped_matmul import matmul, silu_times
 from lora_jax.ops.rms_norm import add_rms_norm, rms_norm
 from lora_jax.ops.row_sum import row_sum, scale_last_axis
+from lora_jax.sharding import Split, has_split_inputs
 from lora_jax.typing import Array, Float, Int
 
 INIT_STD = 0.02
@@ -49,9 +51,14 @@ class Linear(nnx.Module):
         dtype: jnp.dtype,
         rngs: nnx.Rngs,
     ):
-        self.module, self.layer = module, layer
+        self.module, self.layer, self.axes = module, layer, axes
         self.weight = parameter(rngs, (d_out, d_in), axes, dtype)
         self.bias = constant_parameter(0.0, (d_out,), axes[:1], dtype) if bias else None
+
+    @property
+    def gives_whole(self) -> bool:
+        """True if the next map needs all outputs, on every device of a split."""
+        return self.axes[0] == "vocab" or has_split_inputs(self.axes)
 
     def __call__(
         self, x: Float[Array, "rows d_in"], routing: AdapterRouting
@@ -74,7 +81,22 @@ def make_linear(layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> Callable[...
 def apply_linears(
     maps: Sequence[Linear], x: Float[Array, "rows d_in"], routing: AdapterRouting
 ) -> tuple[Float[Array, "rows _"], ...]:
-    """Return each map of x: they are of one layer, and share the adapters' launches or exchange."""
+    """Return each map of x: they are of one layer, and share the adapters' launches or exchange.
+
+    In a split the outputs of one map are gathered before another one takes them, and adapters are
+    added before that: to the same sums, and with rank rows of the local width.
+    """
+    if has_split_inputs(maps[0].axes):
+        x = gather(x, routing.split)
+    ys = _apply_local(maps, x, routing)
+    pairs = zip(maps, ys, strict=True)
+    return tuple(gather(y, routing.split) if m.gives_whole else y for m, y in pairs)
+
+
+def _apply_local(
+    maps: Sequence[Linear], x: Float[Array, "rows d_in"], routing: AdapterRouting
+) -> tuple[Float[Array, "rows _"], ...]:
+    """Return each map of x, of its outputs those of this device."""
     modules, layer = [m.module for m in maps], maps[0].layer
     exchange = routing.exchange(modules, layer)
     if exchange is not None:
@@ -134,15 +156,21 @@ class Embedding(nnx.Module):
     def __init__(self, vocab: int, size: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.weight = parameter(rngs, (vocab, size), ("vocab", "embed"), dtype)
 
-    def __call__(self, tokens: Int[Array, "tokens"]) -> Float[Array, "tokens size"]:
-        return jnp.take(self.weight[...], tokens, axis=0, mode="clip")
+    def __call__(
+        self, tokens: Int[Array, "tokens"], split: Split | None = None
+    ) -> Float[Array, "tokens size"]:
+        if split is None:
+            return jnp.take(self.weight[...], tokens, axis=0, mode="clip")
+        owner, local = local_index(tokens, self.weight.shape[0])
+        rows = jnp.take(self.weight[...], local, axis=0, mode="clip")
+        return pick(rows, jnp.clip(owner, 0, split.size - 1), split)
 
     def attend(
         self, x: Float[Array, "rows size"], routing: AdapterRouting
     ) -> Float[Array, "rows vocab"]:
         """Return logits of a tied head, with each row's adapter of lm_head."""
         y = matmul(x, self.weight[...], routing.num_rows)
-        return add_lora((y,), x, routing, ("lm_head",), 0)[0]
+        return gather(add_lora((y,), x, routing, ("lm_head",), 0)[0], routing.split)
 
 
 class Mlp(nnx.Module):

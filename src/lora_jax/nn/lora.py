@@ -14,6 +14,7 @@ from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.nn.remote import Exchange, RemoteExperts
 from lora_jax.ops.adapter_items import AdapterItems, adapter_items
 from lora_jax.ops.lora_gemm import delta_dtype, lora_gemms
+from lora_jax.sharding import Split
 from lora_jax.typing import Array, Float, Int
 
 
@@ -35,6 +36,7 @@ class AdapterRouting:
     reroute_tables: Int[Array, "moe_layers esft_slots experts"] | None = None
     remote: RemoteExperts | None = None  # computes a part of every adapter
     items: AdapterItems | None = None  # of these rows, by row_to_slot, if a kernel wants them
+    split: Split | None = None  # of the model over several devices; pools have its local widths
 
     def with_items(self) -> "AdapterRouting":
         """Return this routing, its rows brought together by adapter once for all linear maps."""

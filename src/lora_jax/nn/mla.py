@@ -103,14 +103,16 @@ class LatentAttention(nnx.Module):
         routing: AdapterRouting,
     ) -> tuple[Float[Array, "tokens hidden"], LayerCache]:
         """Return the attention's output and the cache with this step's latents in it."""
-        heads = self.config.num_heads
+        heads = self.absorb_k.weight.shape[0]  # of this device
         by_head = head_rows(x.shape[0], heads, routing.num_rows)
         sorted_routing = routing.gathered(by_head.row_to_token, routing.num_rows * heads)
         q_nope, q_rope = jnp.split(self._query(x, routing), [self.mla.nope_dim], axis=-1)
         q_rope = rotate(q_rope, *angles, interleaved=True)
         q = jnp.concatenate([self.absorb_k(q_nope, by_head, sorted_routing), q_rope], axis=-1)
         latent = self._latent(x, angles, routing)
-        cache = LayerCache(k=write(cache.k, latent, batch.token_to_page_slot), v=cache.v)
+        # XLA crashes over an array of no values that goes through a shard_map as it is.
+        no_v = cache.v if routing.split is None else jnp.zeros_like(cache.v)
+        cache = LayerCache(k=write(cache.k, latent, batch.token_to_page_slot), v=no_v)
         attended = paged_attention(
             q,
             cache.k,
@@ -132,7 +134,7 @@ class LatentAttention(nnx.Module):
             q = self.q_proj(x, routing)
         else:
             q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x, routing)), routing)
-        return q.reshape(x.shape[0], self.config.num_heads, -1)
+        return q.reshape(x.shape[0], -1, self.config.head_dim)
 
     def _latent(
         self, x: Float[Array, "tokens hidden"], angles: CosSin, routing: AdapterRouting

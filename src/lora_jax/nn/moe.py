@@ -4,11 +4,14 @@ Rows (token, expert) are sorted once per layer; base and LoRA rows of one expert
 ESFT adapter's own experts are further groups behind the base's.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from lora_jax.config import ClampedSwiglu, MoeConfig
+from lora_jax.nn.gather import gather, local_index, pick
 from lora_jax.nn.layers import Mlp, constant_parameter, parameter
 from lora_jax.nn.lora import AdapterRouting, add_lora, lora_deltas
 from lora_jax.nn.remote import RemoteExperts
@@ -71,8 +74,11 @@ class Experts(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "rows hidden"], map: RowMap, routing: AdapterRouting
-    ) -> Float[Array, "rows hidden"]:
-        """Return each sorted row's expert output; `routing` is that of the sorted rows."""
+    ) -> Float[Array, "rows outputs"]:
+        """Return each sorted row's expert output; `routing` is that of the sorted rows.
+
+        Where a split gives a device a part of every expert, it is that part of the outputs.
+        """
         if routing.remote is not None:
             return self._with_server(x, map, routing, routing.remote)
         up_names, gate, up = ("gate_proj", "up_proj"), self.gate_proj[...], self.up_proj[...]
@@ -83,6 +89,8 @@ class Experts(nnx.Module):
             pairs = zip(up_names, deltas, strict=True)
             gate, up = (self._product(x, name, map, routing, delta) for name, delta in pairs)
             inner = self._activation(gate, up)
+        if inner.shape[1] < self.down_proj.shape[2]:  # outputs of each expert are split
+            inner = gather(inner, routing.split)
         (delta,) = self._deltas(inner, ("down_proj",), map, routing)
         return self._product(inner, "down_proj", map, routing, delta)
 
@@ -199,12 +207,38 @@ class MoeBlock(nnx.Module):
         self, x: Float[Array, "tokens hidden"], routing: AdapterRouting
     ) -> Float[Array, "tokens hidden"]:
         weights, ids = choose_experts(self.router(x, routing), self.moe)
-        map = self._group(ids, routing)
-        num_rows = routing.num_rows * self.moe.top_k
-        expert_routing = routing.gathered(map.row_to_token, num_rows, map.items)
-        out = self.experts(x[map.row_to_token], map, expert_routing)
-        y = combine(out, weights, map)
+        if routing.split is not None and routing.split.experts == "ep":
+            y = self._with_own_experts(x, weights, ids, routing)
+        else:
+            map = self._group(ids, routing)
+            num_rows = routing.num_rows * self.moe.top_k
+            expert_routing = routing.gathered(map.row_to_token, num_rows, map.items)
+            out = self.experts(x[map.row_to_token], map, expert_routing)
+            y = gather(combine(out[map.inverse], weights), routing.split)
         return y if self.shared_experts is None else y + self.shared_experts(x, routing)
+
+    def _with_own_experts(
+        self,
+        x: Float[Array, "tokens hidden"],
+        weights: Float[Array, "tokens k"],
+        ids: Int[Array, "tokens k"],
+        routing: AdapterRouting,
+    ) -> Float[Array, "tokens hidden"]:
+        """Return the weighted sum of rows that each device computes for its own experts.
+
+        Rows of other devices' experts are in no group here, and have no adapter. Every device then
+        has every row, and sums a token's in the order of top-k, as one device does.
+        """
+        owner, local = local_index(ids, self.experts.num_groups)
+        map = row_map(local, routing.num_rows, self.experts.num_groups)
+        num_rows = jnp.sum(map.group_sizes, dtype=jnp.int32)
+        here = routing.gathered(map.row_to_token, num_rows)
+        place = jnp.arange(ids.size, dtype=jnp.int32)
+        here = dataclasses.replace(
+            here, row_to_slot=jnp.where(place < num_rows, here.row_to_slot, -1)
+        )
+        out = self.experts(x[map.row_to_token], map, here)
+        return combine(pick(out[map.inverse], owner.reshape(-1), routing.split), weights)
 
     def _group(self, ids: Int[Array, "tokens k"], routing: AdapterRouting) -> RowMap:
         """Bring the (token, expert) rows of every matrix together."""
@@ -218,12 +252,12 @@ class MoeBlock(nnx.Module):
 
 
 def combine(
-    out: Float[Array, "rows hidden"], weights: Float[Array, "tokens k"], map: RowMap
+    rows: Float[Array, "rows hidden"], weights: Float[Array, "tokens k"]
 ) -> Float[Array, "tokens hidden"]:
-    """y[t] = sum_j weights[t, j] * out[inverse[t * k + j]], in float32, in the order of j."""
+    """y[t] = sum_j weights[t, j] * rows[t * k + j], in float32, in the order of j."""
     tokens, k = weights.shape
-    by_token = out[map.inverse].reshape(tokens, k, -1).astype(jnp.float32)
+    by_token = rows.reshape(tokens, k, -1).astype(jnp.float32)
     total = weights[:, 0, None] * by_token[:, 0]
     for j in range(1, k):
         total = total + weights[:, j, None] * by_token[:, j]
-    return total.astype(out.dtype)
+    return total.astype(rows.dtype)

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from lora_jax.ops.all_gather import all_gather
+from lora_jax.ops import all_gather as package
+from lora_jax.ops import dispatch
+from lora_jax.ops.all_gather import all_gather, open_group
 
 
 def sharded(devices: int, body):
@@ -29,6 +31,22 @@ def test_every_device_has_all_columns_in_mesh_order(devices, dtype, implementati
     got = sharded(devices, lambda v: all_gather(v, "tp", implementation=implementation))(x)
     kind = {2: np.uint16, 4: np.uint32}[x.dtype.itemsize]
     np.testing.assert_array_equal(np.asarray(got).view(kind), np.asarray(x).view(kind))
+
+
+def test_a_group_is_opened_only_on_gpus_and_its_lack_is_no_error(monkeypatch, caplog):
+    assert open_group(2) == 0
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    opened = {"gather_group": lambda devices: 40 + devices}
+    monkeypatch.setattr(dispatch, "_backend_ops", lambda name: opened)
+    assert open_group(2) == 42
+
+    def without(devices):
+        raise ValueError(f"GPU 0 cannot reach another of {devices}")
+
+    opened["gather_group"] = without
+    with caplog.at_level("WARNING", logger=package.__name__):
+        assert open_group(2) == 0
+    assert "GPU 0 cannot reach" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -51,8 +51,8 @@ def test_an_adapter_for_a_text_that_is_not_held_out_is_refused():
 
 
 @pytest.fixture(scope="module")
-def heldout(shared_data):
-    splits = make_assets.read_splits(shared_data / "esft" / "eval")
+def heldout(real_data):
+    splits = make_assets.read_splits(real_data / "esft" / "eval")
     return {name: part.heldout for name, part in splits.items()}
 
 

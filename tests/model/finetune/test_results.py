@@ -60,9 +60,9 @@ def test_gain_is_the_share_by_which_perplexity_falls():
 
 
 @pytest.mark.slow
-def test_each_shipped_adapter_beats_the_base_by_a_fifth_on_its_own_heldout_text(shared_data):
+def test_each_shipped_adapter_beats_the_base_by_a_fifth_on_its_own_heldout_text(real_data):
     """On all of two texts, which must give what the table says, and on a part of the others."""
-    splits = make_assets.read_splits(shared_data / "esft" / "eval")
+    splits = make_assets.read_splits(real_data / "esft" / "eval")
     whole = ("intent", "law")
     heldout = {n: s.heldout if n in whole else s.heldout[:8] for n, s in splits.items()}
     measured = results.measure_folder(ASSET, heldout, own_only=True, kinds=("text",))

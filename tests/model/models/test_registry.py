@@ -32,7 +32,7 @@ LLAMA_LIKE |= {"kv_heads": 1, "head_dim": 8, "max_pos": 64}
 
 
 def as_hub_config(model_type: str, facts: dict) -> dict:
-    """Return a config.json of the facts that shared data has about a model."""
+    """Return a config.json of the facts that models.json has about a model."""
     return {
         "model_type": model_type,
         "vocab_size": facts["vocab"],
@@ -61,9 +61,9 @@ EXPERTS = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_parameters_per_rank_of_real_models(shared_data, name):
+def test_parameters_per_rank_of_real_models(real_data, name):
     """Oracle: LoRA sizes per unit of rank, worked out from the published configs."""
-    facts = json.loads((shared_data / "models.json").read_text())["models"][name]
+    facts = json.loads((real_data / "models.json").read_text())["models"][name]
     config = from_hf(as_hub_config(REAL[name], facts))
     catalogue = model_class(REAL[name]).catalogue(config)
 

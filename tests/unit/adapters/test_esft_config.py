@@ -19,8 +19,8 @@ def test_layers_and_experts_come_sorted_and_empty_layers_go():
 
 
 @pytest.mark.parametrize(("name", "total"), RELEASED)
-def test_released_configs(shared_data, name, total):
-    experts = esft_config.parse((shared_data / f"esft/expert_configs/{name}.json").read_bytes())
+def test_released_configs(real_data, name, total):
+    experts = esft_config.parse((real_data / f"esft/expert_configs/{name}.json").read_bytes())
     assert sum(map(len, experts.values())) == total
     assert list(experts) == list(range(1, 27))
 

@@ -24,8 +24,8 @@ REAL_CONFIGS = {
 }
 
 
-def test_every_real_config_is_read_or_refused_for_its_reason(shared_data):
-    folder = shared_data / "peft_configs"
+def test_every_real_config_is_read_or_refused_for_its_reason(real_data):
+    folder = real_data / "peft_configs"
     assert {entry["file"] for entry in json.loads((folder / "INDEX.json").read_text())} == set(
         REAL_CONFIGS
     )

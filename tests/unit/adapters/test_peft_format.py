@@ -339,8 +339,8 @@ def test_another_base_model_is_a_warning(tmp_path, named, warns):
     assert "/home" not in json.dumps(weights.report.as_json())
 
 
-def test_the_whole_real_adapter_is_refused_for_its_head_and_read_without(shared_data, tmp_path):
-    source = shared_data / "peft_configs" / "sift_opf_zh"
+def test_the_whole_real_adapter_is_refused_for_its_head_and_read_without(real_data, tmp_path):
+    source = real_data / "peft_configs" / "sift_opf_zh"
     catalogue = sift_catalogue(source)
     with pytest.raises(ValueError, match="modules_to_save"):
         peft_format.read(source, catalogue)

@@ -11,8 +11,8 @@ from lora_jax.adapters.peft_names import find_target, pair_up
 from lora_jax.adapters.safetensors_file import AdapterTensor
 
 
-def test_every_real_header_pairs_up_or_names_the_orphan(shared_data):
-    with gzip.open(shared_data / "peft_configs" / "safetensors_headers.json.gz") as file:
+def test_every_real_header_pairs_up_or_names_the_orphan(real_data):
+    with gzip.open(real_data / "peft_configs" / "safetensors_headers.json.gz") as file:
         headers = json.load(file)
     orphans = {"anirudh-ak": "score.weight is", "branbot6": r"score.bias, .*score.weight are"}
     for repository, header in headers.items():

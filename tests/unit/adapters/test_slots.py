@@ -1,5 +1,7 @@
 """Adapters on the device: chunks arrive whole, in order, without compiling, and bounded."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from support.cases import adapter_cases as cases
 
 from lora_jax.adapters import peft_format
+from lora_jax.adapters.local_widths import LocalWidths
 from lora_jax.adapters.lora_allocator import SlotAllocator
 from lora_jax.adapters.slots import (
     LoraLoadJob,
@@ -19,6 +22,7 @@ from lora_jax.adapters.slots import (
     write_rows,
     write_slot,
 )
+from lora_jax.sharding import Split, make_mesh
 
 CATALOGUE = cases.moe(layers=2)
 
@@ -67,6 +71,33 @@ def test_device_deltas_are_the_files(folder, dtype):
             want = full[expert if full.shape[0] > 1 else 0]
             got = delta(slots, catalogue, name, layer, slot, expert)
             np.testing.assert_allclose(got, want, atol=tolerance)
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_every_device_s_rows_are_its_part(chunks):
+    """Written and read back on two devices: the parts together are the adapter."""
+    split = Split(make_mesh(2), "ep")
+    catalogue = cases.moe(experts=4, layers=2)
+    widths = LocalWidths(2, whole_experts=True, vocab_multiple=2)
+    local = widths.catalogue(catalogue)
+    spec = size_slots(local, 2, 4, 4)
+    allocator = SlotAllocator(catalogue, 2, spec.rows)
+    slots = warm_up(init_slots(local, spec, jnp.dtype(jnp.float32), split))
+    for seed in (0, 1):
+        weights = cases.weights(catalogue, 3 + seed, seed=seed)
+        slots, slot = load(slots, allocator, widths.adapter(weights, catalogue), chunks)
+        for device in range(2):
+            own = dataclasses.replace(
+                slots, pools={k: pool.addressable_data(device) for k, pool in slots.pools.items()}
+            )
+            for (name, layer), site in weights.sites.items():
+                module, full = local.modules[name], cases.site_delta(site)
+                for expert in range(max(module.num_experts, 1)):
+                    want = full[device * module.num_experts + expert]
+                    got = delta(own, local, name, layer, slot, expert)
+                    if len(got) < len(want):
+                        want = want[device * len(got) : (device + 1) * len(got)]
+                    np.testing.assert_allclose(got, want, atol=1e-6)
 
 
 def test_half_loaded_adapters_are_never_in_the_table():

@@ -1,11 +1,17 @@
 """Joins the columns that the devices of a mesh axis hold, inside a `shard_map`."""
 
+import logging
+
+import jax
+
 from lora_jax.ops import checks
 from lora_jax.ops.all_gather import reference
 from lora_jax.ops.dispatch import ANY, GPU, Implementation, Op, backend_kernel
 from lora_jax.typing import Array, Float
 
-__all__ = ["all_gather"]
+__all__ = ["all_gather", "open_group"]
+
+log = logging.getLogger(__name__)
 
 ALL_GATHER = Op(
     "all_gather",
@@ -15,6 +21,20 @@ ALL_GATHER = Op(
         Implementation("reference", ANY, reference.all_gather),
     ),
 )
+
+
+def open_group(devices: int) -> int:
+    """Return the number of a group over the first devices of this process, for `all_gather`.
+
+    0 where nothing is faster than `jax.lax.all_gather`, or cannot be had; a log line says why.
+    """
+    if jax.default_backend() != "gpu":
+        return 0
+    try:
+        return backend_kernel("cuda", "gather_group")(devices)
+    except (NotImplementedError, ValueError, OSError) as reason:
+        log.warning("Devices exchange by jax.lax.all_gather, which is slower: %s", reason)
+        return 0
 
 
 def all_gather(

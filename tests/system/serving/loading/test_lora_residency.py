@@ -1,7 +1,6 @@
 """LoRA adapters in an engine's own slots."""
 
 from support.cases import adapter_cases
-from support.doubles.late_copier import LateCopier
 from support.doubles.residency_doubles import LORA, OneStep, Slots, device
 
 from serving.loading.adapter_loader import AdapterLoader
@@ -26,9 +25,9 @@ def test_an_engine_without_slots_has_nothing_to_write():
     assert arrays.slots is None
 
 
-def test_matrices_are_pinned_for_the_copier():
-    weights = adapter_cases.weights(adapter_cases.llama(), 4, seed=1)
-    copier = LateCopier()
-    kept = LoraResidency(AdapterLoader(Slots(1), OneStep), copier).keep(weights)
-    assert kept is weights
-    assert copier.log == ["pin"] * len(list(weights.matrices()))
+def test_the_host_keeps_an_adapter_in_the_form_that_is_asked_for():
+    weights, cut = (adapter_cases.weights(adapter_cases.llama(), 4, seed=seed) for seed in (1, 2))
+    loader = AdapterLoader(Slots(1), OneStep)
+    assert LoraResidency(loader).keep(weights) is weights
+    forms = {weights.digest: cut}
+    assert LoraResidency(loader, lambda given: forms[given.digest]).keep(weights) is cut

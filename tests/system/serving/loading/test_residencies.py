@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from support.cases import adapter_cases
+from support.doubles.late_copier import LateCopier
 from support.doubles.residency_doubles import (
     ESFT,
     LAST,
@@ -117,6 +118,16 @@ def test_an_engine_without_adapters_has_no_residency():
         none.acquire(LORA.digest)
     with pytest.raises(ValueError, match="max_loras"):
         none.check_fits(LORA.weights)
+
+
+def test_matrices_are_pinned_for_the_copier_or_cut_for_several_devices():
+    weights, cut = (adapter_cases.weights(adapter_cases.llama(), 4, seed=seed) for seed in (1, 2))
+    copier, told = LateCopier(), {"on_loaded": lambda seconds: None}
+    pinning = make_residencies(Slots(1), None, None, copier=copier, **told)
+    assert pinning.keep(weights) is weights
+    assert copier.log == ["pin"] * len(list(weights.matrices()))
+    cutting = make_residencies(Slots(1), None, None, cut=lambda given: cut, **told)
+    assert cutting.keep(weights) is cut
 
 
 @pytest.mark.parametrize(

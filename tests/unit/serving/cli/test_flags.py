@@ -24,7 +24,7 @@ def test_every_engine_field_is_a_flag_with_help():
             continue
         flag = field.name.replace("_", "-")
         assert ENGINE_HELP[field.name]
-        if isinstance(field.default, bool):
+        if isinstance(field.default, bool) or field.type == bool | None:
             assert read(f"--no-{flag}") == {field.name: False}
         elif field.type is dict:
             assert read(f"--{flag}", '{"top_k": 3}') == {field.name: {"top_k": 3}}

@@ -38,18 +38,19 @@ def test_what_is_so_anyway_changes_nothing(flag):
     [
         (["--trust-remote-code"], "never run here"),
         (["--enforce-eager"], "one compiled program"),
-        (["--fully-sharded-loras"], "nothing to shard"),
+        (["--fully-sharded-loras"], "A whole"),
         (["--max-cpu-loras", "8"], "--max-total-adapter-bytes"),
         (["--max-cpu-loras=8"], "--max-total-adapter-bytes"),
         (["--quantization=awq"], "bfloat16 or float32"),
         (["--tokenizer", "other"], "the model's folder"),
-        (["--enable-expert-parallel"], "--lora-server"),
+        (["--enable-expert-parallel"], "set tensor_parallel_size"),
+        (["--enable-eplb"], "share experts in order"),
         (["--lora-target-modules", "q_proj", "v_proj"], "any module"),
         (["--lora-backend=triton"], "chosen by device"),
         (["--mem-fraction-static=0.8"], "--gpu-memory-utilization"),
         (["--speculative-config", '{"model": "x"}'], "by the model that is served"),
-        (["--tensor-parallel-size=2"], "only 1 is offered; one process serves on one device"),
-        (["-tp=2"], "only 1 is offered"),
+        (["--pipeline-parallel-size=2"], "only 1 is offered; one process serves on the devices"),
+        (["--pp-size=2"], "only 1 is offered"),
         (["--data-parallel-size", "4"], "--instances starts several"),
         (["--lora-dtype=float16"], "float16: only auto is offered; adapters are computed in"),
         (["--lora-eviction-policy=fifo"], "only lru is offered"),
@@ -62,7 +63,14 @@ def test_what_is_not_offered_is_refused_with_the_reason(capsys, flags, reason):
     assert stop.value.code == 2
     said = capsys.readouterr().err
     assert reason in said
-    assert flags[0].partition("=")[0] in said
+    assert flags[0].partition("=")[0].strip("-").replace("-", "_") in said.replace("-", "_")
+
+
+@pytest.mark.parametrize("flag", ["--tensor-parallel-size=2", "-tp=2", "--tp=2", "--tp-size=2"])
+def test_devices_of_a_split_model(flag):
+    assert read_options(["m", flag], {}).engine.tensor_parallel_size == 2
+    by_outputs = read_options(["m", flag, "--no-enable-expert-parallel"], {}).engine
+    assert by_outputs.enable_expert_parallel is False
 
 
 def test_other_names_of_our_flags():

@@ -2,6 +2,7 @@
 
 import pytest
 
+from serving.api.cluster_config import ClusterConfig
 from serving.api.config import EngineConfig
 from serving.cli.flag_values import LoraModuleFlag
 from serving.cli.options import Options, is_loopback
@@ -15,6 +16,13 @@ def test_a_network_address_needs_a_key_or_a_word():
         Options(ENGINE, OPEN, host="0.0.0.0")
     Options(ENGINE, OPEN, host="0.0.0.0", insecure=True)
     Options(ENGINE, HttpSettings(api_keys=("k",)), host="0.0.0.0")
+
+
+def test_a_lora_server_serves_instances_of_one_device():
+    split = EngineConfig(model="m", tensor_parallel_size=2)
+    Options(split, OPEN, cluster=ClusterConfig(instances=2))
+    with pytest.raises(ValueError, match="leave --tensor-parallel-size 2 out"):
+        Options(split, OPEN, cluster=ClusterConfig(lora_server=1))
 
 
 def test_an_adapter_has_one_name():

@@ -22,6 +22,12 @@ def test_its_own_comes_first(visible, number, wanted):
     assert first_of(visible, number) == wanted
 
 
+def test_those_of_a_split_model_come_first():
+    assert first_of("4,5,6,7", 2, 2) == "6,7,4,5"
+    with pytest.raises(ValueError, match=r"needs GPUs 2 to 4, .* or start fewer"):
+        first_of("4,5,6,7", 2, 3)
+
+
 def test_without_a_list_all_are_in_sight():
     names = first_of(None, 3).split(",")
     assert names[:5] == ["3", "0", "1", "2", "4"]

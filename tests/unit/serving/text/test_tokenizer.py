@@ -116,8 +116,8 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path):
         Tokenizer(tmp_path)
 
 
-def test_real_gpt2_files(shared_data, tmp_path):
-    files = shared_data / "tokenizers"
+def test_real_gpt2_files(real_data, tmp_path):
+    files = real_data / "tokenizers"
     with gzip.open(files / "gpt2_encoder.json.gz") as vocab:
         (tmp_path / "vocab.json").write_bytes(vocab.read())
     with gzip.open(files / "gpt2_vocab.bpe.gz") as merges:
@@ -129,8 +129,8 @@ def test_real_gpt2_files(shared_data, tmp_path):
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_real_mixtral_model(shared_data, tmp_path):
-    model = (shared_data / "tokenizers" / "mixtral_tokenizer.model.v1").read_bytes()
+def test_real_mixtral_model(real_data, tmp_path):
+    model = (real_data / "tokenizers" / "mixtral_tokenizer.model.v1").read_bytes()
     (tmp_path / "tokenizer.model").write_bytes(model)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     tokenizer = Tokenizer(tmp_path)

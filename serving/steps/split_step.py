@@ -1,0 +1,62 @@
+"""The step of a model over several devices: one shard_map around all of it.
+
+Every device runs the same program on its own weights, KV heads and rank rows, and has everything
+else whole: tokens, tables, logits, samples.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+from jax.tree_util import PyTreeDef
+
+from lora_jax.sharding import Split
+
+WHOLE = PartitionSpec()
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSplit:
+    """A split of the model, and how it splits KV pages."""
+
+    split: Split
+    pages: PartitionSpec
+
+    def over_devices(
+        self, step: Callable, leaves: Sequence[PartitionSpec], donated: PyTreeDef, rest: PyTreeDef
+    ) -> Callable:
+        """Return step(leaves, donated, rest) -> (cache, state, samples, status) over the devices.
+
+        `leaves` says where the weights lie; the trees are those of CompiledStep's arguments: of
+        (cache, ...), and of ((slots, ...), ...).
+        """
+        cache, *_ = donated.children()
+        donated_specs = _of_leaves(donated, self.pages, cache.num_leaves)
+        pools = _num_pools(rest)
+        rest_specs = _of_leaves(rest, self.split.rows.spec, pools)
+        return jax.shard_map(
+            step,
+            mesh=self.split.mesh,
+            in_specs=(tuple(leaves), donated_specs, rest_specs),
+            out_specs=(self.pages, WHOLE, WHOLE, WHOLE),
+            check_vma=False,
+        )
+
+
+def weight_specs(leaves: Sequence[Any]) -> tuple[PartitionSpec, ...]:
+    """Return how each weight of a split model is split."""
+    return tuple(leaf.sharding.spec for leaf in leaves)
+
+
+def _of_leaves(tree: PyTreeDef, first: PartitionSpec, count: int) -> list[PartitionSpec]:
+    """Return a spec for each leaf: `first` for the first `count`, the others are whole."""
+    return [first] * count + [WHOLE] * (tree.num_leaves - count)
+
+
+def _num_pools(rest: PyTreeDef) -> int:
+    """Return how many leaves are pools of rank rows, which are the first of AdapterSlots."""
+    adapters, *_ = rest.children()
+    slots, *_ = adapters.children()
+    return slots.children()[0].num_leaves if slots.num_leaves else 0

@@ -1,0 +1,83 @@
+"""Adapters of a split model: the part of every matrix that a device has. No jax.
+
+A device has a map's inputs whole and a part of its outputs, so A lies whole on each device and B in
+parts; of experts that are split it has both matrices of its own. All devices have equally many
+rank rows of each width, at the same places, so that one table serves them all.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from lora_jax.adapters.catalogue import (
+    EXPERT_MODULES,
+    EXPERTS,
+    WHOLE,
+    LoraCatalogue,
+    LoraModule,
+)
+from lora_jax.adapters.weights import AdapterWeights, SiteWeights
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalWidths:
+    """Sizes of a split: of how many devices, of whole experts or not, and of the vocabulary."""
+
+    devices: int
+    whole_experts: bool
+    vocab_multiple: int
+
+    def catalogue(self, catalogue: LoraCatalogue) -> LoraCatalogue:
+        """Return the catalogue of what one device has of every module."""
+        modules = {name: self._local(module) for name, module in catalogue.modules.items()}
+        return dataclasses.replace(catalogue, modules=modules)
+
+    def adapter(self, weights: AdapterWeights, catalogue: LoraCatalogue) -> AdapterWeights:
+        """Return the adapter with matrices [experts, rank, devices, local width].
+
+        They are views, but where a vocabulary is padded; `catalogue` is of whole modules. Sites
+        that share a matrix share what is made of it.
+        """
+        made: dict[tuple[int, bool, int], np.ndarray] = {}
+
+        def cut(matrix: np.ndarray, module: LoraModule, width: int) -> np.ndarray:
+            by_expert = matrix.shape[0] > 1 and self._splits_experts(module)
+            key = id(matrix), by_expert, width
+            if key not in made:
+                made[key] = self._cut(matrix, by_expert, width)
+            return made[key]
+
+        sites = {}
+        for (name, layer), site in weights.sites.items():
+            module = catalogue.modules[name]
+            local = self._local(module)
+            a, b = cut(site.a, module, module.d_in), cut(site.b, module, local.d_out)
+            sites[name, layer] = SiteWeights(a, b, site.scaling)
+        return dataclasses.replace(weights, sites=sites)
+
+    def _splits_experts(self, module: LoraModule) -> bool:
+        return module.split == EXPERTS or (module.name in EXPERT_MODULES and self.whole_experts)
+
+    def _local(self, module: LoraModule) -> LoraModule:
+        if module.split == WHOLE:
+            return module
+        if self._splits_experts(module):
+            return dataclasses.replace(module, num_experts=module.num_experts // self.devices)
+        d_out = module.d_out
+        if module.name == "lm_head":
+            d_out = -(-d_out // self.vocab_multiple) * self.vocab_multiple
+        return dataclasses.replace(module, d_out=d_out // self.devices)
+
+    def _cut(self, matrix: np.ndarray, by_expert: bool, width: int) -> np.ndarray:
+        """Return [experts, rank, devices, width] of a matrix [experts or 1, rank, wide]."""
+        experts, rank, wide = matrix.shape
+        if by_expert:
+            own = matrix.reshape(self.devices, experts // self.devices, rank, wide)
+            return own.transpose(1, 2, 0, 3)
+        if wide == width:
+            shape = (experts, rank, self.devices, wide)
+            return np.broadcast_to(matrix[:, :, None], shape)
+        if wide < self.devices * width:
+            padding = self.devices * width - wide
+            matrix = np.pad(matrix, ((0, 0), (0, 0), (0, padding)))
+        return matrix.reshape(experts, rank, self.devices, width)

@@ -1,0 +1,36 @@
+"""Exchanges between the devices of a split, inside its shard_map; values are copied, never summed.
+
+Without a split each of them returns its argument, so that one device's program has no trace of it.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from lora_jax.ops.all_gather import all_gather
+from lora_jax.sharding import AXIS, Split
+from lora_jax.typing import Array, Float, Int
+
+
+def gather(x: Float[Array, "rows part"], split: Split | None) -> Float[Array, "rows whole"]:
+    """Return the columns of all devices, side by side in the order of the mesh."""
+    return x if split is None else all_gather(x, AXIS, group=split.group)
+
+
+def pick(
+    x: Float[Array, "rows width"], owner: Int[Array, "rows"], split: Split | None
+) -> Float[Array, "rows width"]:
+    """Return row t as device owner[t] has it."""
+    if split is None:
+        return x
+    rows, width = x.shape
+    everywhere = gather(x, split).reshape(rows, split.size, width)
+    return jnp.take_along_axis(everywhere, owner[:, None, None], axis=1)[:, 0]
+
+
+def local_index(
+    index: Int[Array, "*shape"], own: int
+) -> tuple[Int[Array, "*shape"], Int[Array, "*shape"]]:
+    """Return (owner, local) of an index into what is split `own` a device: -1 if not held here."""
+    owner = index // own
+    here = owner == jax.lax.axis_index(AXIS)
+    return owner, jnp.where(here, index - owner * own, -1)

@@ -1,0 +1,59 @@
+"""Exchanges of a split, on fake devices: values arrive as they are, whatever their bits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from lora_jax.nn.gather import gather, local_index, pick
+from lora_jax.sharding import AXIS, Split, make_mesh
+
+
+def over_devices(split, body, specs, *arguments):
+    mapped = jax.shard_map(body, mesh=split.mesh, in_specs=specs, out_specs=P(), check_vma=False)
+    return np.asarray(jax.jit(mapped)(*arguments))
+
+
+def awkward(shape, dtype):
+    """Numbers with a NaN, an infinity, a denormal and a negative zero among them."""
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    x.flat[:4] = np.nan, -np.inf, 1e-40, -0.0
+    return np.asarray(jnp.asarray(x).astype(dtype))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("devices", [2, 4])
+def test_columns_of_all_devices_side_by_side(devices, dtype):
+    split, x = Split(make_mesh(devices)), awkward((3, 8), dtype)
+    got = over_devices(split, lambda x: gather(x, split), P(None, AXIS), x)
+    np.testing.assert_array_equal(got.view(np.uint8), x.view(np.uint8))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_each_row_as_its_owner_has_it(dtype):
+    split, owner = Split(make_mesh(4)), np.array([2, 0, 3, 1, 1], np.int32)
+    x = awkward((4, 5, 6), dtype)  # by device
+    got = over_devices(split, lambda x, o: pick(x[0], o, split), (P(AXIS), P()), x, owner)
+    want = x[owner, np.arange(5)]
+    np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8))
+
+
+def test_an_index_has_one_owner_and_is_local_only_there():
+    split, index = Split(make_mesh(2)), np.arange(6, dtype=np.int32).reshape(2, 3)
+
+    def local(index):
+        return jax.lax.all_gather(local_index(index, 3)[1], AXIS)
+
+    def owner(index):
+        return local_index(index, 3)[0]
+
+    np.testing.assert_array_equal(over_devices(split, owner, P(), index), [[0] * 3, [1] * 3])
+    got = over_devices(split, local, P(), index)
+    np.testing.assert_array_equal(got, [[[0, 1, 2], [-1, -1, -1]], [[-1, -1, -1], [0, 1, 2]]])
+
+
+def test_one_device_has_no_trace_of_it():
+    x, owner = jnp.ones((2, 3)), jnp.zeros(2, jnp.int32)
+    assert gather(x, None) is x
+    assert pick(x, owner, None) is x

@@ -1,0 +1,133 @@
+"""An engine over several devices answers with the bits of one, or says at its start why not."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+from support.cases import tiny_checkpoint
+from support.cases.engine_cases import GREEDY, SCORED, answer, prompts_of, settle
+from support.cases.tiny_checkpoint import TinyShape
+from support.cases.tiny_esft import write_moe
+from support.processes.server_process import ROOT
+
+from serving import Engine, Sampling
+from serving.api.config import EngineConfig
+from serving.engine.devices import log_devices, split_of
+
+SHAPES = {
+    "llama": TinyShape(layers=1, max_positions=64),
+    "mixtral": TinyShape(layers=1, max_positions=64, experts=4),
+}
+SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 8, "block_size": 4, "max_loras": 2}
+PAGE_BYTES = {"float32": 512, "bfloat16": 256}  # of one device that has all heads
+NUM_PAGES = 18  # few enough that some of eight sequences are preempted
+
+
+def write(folder, kind):
+    shape = SHAPES[kind]
+    tiny_checkpoint.write_model(folder / "model", shape)
+    for rank in (1, 3, 4):
+        tiny_checkpoint.write_adapter(folder / f"a{rank}", shape, rank, seed=rank)
+    return folder
+
+
+def run(folder, dtype, devices, **fields):
+    """Answers to base and adapters in one batch, then to a name that was loaded again."""
+    adapters = {name: str(folder / name) for name in ("a1", "a3", "a4")}
+    bytes_ = NUM_PAGES * PAGE_BYTES[dtype] // devices
+    fields |= SIZES | {"kv_cache_memory_bytes": bytes_, "max_lora_rank": 4, "dtype": dtype}
+    sampled = Sampling(max_tokens=8, temperature=1.0, seed=3, top_k=20, logprobs=0)
+    scored = dataclasses.replace(SCORED, prompt_logprobs=1)
+    samplings = [scored, sampled, GREEDY]
+    prompts, names = prompts_of(9, high=30), [None, "a1", "a3"]
+    engine = Engine(
+        str(folder / "model"), adapters, tensor_parallel_size=devices, max_esft_adapters=0, **fields
+    )
+    with engine:
+        outputs = engine.generate(prompts, names * 3, [s for s in samplings for _ in names])
+        engine.load_adapter("a1", str(folder / "a4"), replace=True)
+        outputs += engine.generate(prompts[:2], "a1", scored)
+        outputs += engine.generate(prompts[:2], "a4", scored)
+        settle(engine)
+        stats = engine.stats()
+    assert stats.compilations_after_warmup == 0
+    assert stats.adapter_swaps
+    assert stats.preemptions
+    answers = [answer(output) for output in outputs]
+    assert answers[-4:-2] == answers[-2:]
+    assert len({repr(each) for each in answers}) == 11
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "devices"),
+    [
+        ("llama", "float32", 2),
+        ("mixtral", "bfloat16", 2),
+        pytest.param("mixtral", "float32", 2, marks=pytest.mark.long),
+        pytest.param("llama", "bfloat16", 2, marks=pytest.mark.long),
+    ],
+)
+def test_answers_are_those_of_one_device(tmp_path, kind, dtype, devices):
+    """Chunked prompts, preempted sequences, adapters that take turns, and one that is reloaded."""
+    write(tmp_path, kind)
+    want = run(tmp_path, dtype, 1)
+    assert run(tmp_path, dtype, devices) == want
+    if kind == "mixtral":
+        assert run(tmp_path, dtype, devices, enable_expert_parallel=False) == want
+
+
+def test_an_esft_adapter_is_refused_by_name(tmp_path):
+    base = write_moe(tmp_path / "base", "qwen3_moe")
+    with pytest.raises(ValueError, match="ESFT adapters are not served by a model over 2 devices"):
+        EngineConfig(str(base), tensor_parallel_size=2, max_esft_adapters=1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tensor_parallel_size": 0}, r"tensor_parallel_size must be in \[1, 64\], got 0"),
+        ({"tensor_parallel_size": "2"}, "tensor_parallel_size must be an integer"),
+        ({"enable_expert_parallel": True}, "set tensor_parallel_size to their number"),
+        ({"enable_expert_parallel": 1}, "enable_expert_parallel must be true or false, got 1"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        EngineConfig("m", **fields)
+
+
+def test_refusals_come_before_anything_is_loaded(tmp_path):
+    write(tmp_path, "llama")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    for devices, message in ((4, "num_key_value_heads 2 must divide by 4"), (8, "are 4 devices")):
+        with pytest.raises(ValueError, match=message):
+            Engine(str(tmp_path / "model"), tensor_parallel_size=devices)
+    with pytest.raises(ValueError, match="A LoRA Server serves instances of one device each"):
+        Engine(str(tmp_path / "model"), tensor_parallel_size=2, lora_server=object())
+
+
+def test_the_log_says_where_the_model_lies(tmp_path, caplog):
+    write(tmp_path, "mixtral")
+    config = EngineConfig(str(tmp_path / "model"), tensor_parallel_size=2)
+    with caplog.at_level("INFO", logger="serving"):
+        log_devices(split_of(config))
+        log_devices(split_of(dataclasses.replace(config, tensor_parallel_size=1)))
+    several, one = caplog.messages
+    assert "2 devices" in several
+    assert "whole experts" in several
+    assert one.startswith("Mesh: one device")
+
+
+def test_a_process_makes_its_own_cpu_devices(tmp_path):
+    write(tmp_path, "llama")
+    code = (
+        "import sys; from serving.api.config import EngineConfig; import jax; "
+        "from serving.engine.devices import split_of; "
+        "print(split_of(EngineConfig(sys.argv[1], tensor_parallel_size=2)).size, "
+        "len(jax.devices()))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "model")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.stdout.split() == ["2", "2"], done.stderr[-2000:]

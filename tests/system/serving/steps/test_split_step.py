@@ -1,0 +1,108 @@
+"""A step over several devices gives what one device does, in either of its forms."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from support.cases import tiny_checkpoint
+from support.cases.tiny_checkpoint import TinyShape
+
+from lora_jax.kv_cache import init_cache, pages_sharding
+from lora_jax.models import load
+from lora_jax.models.split import make_split
+from serving.api.sampling import Sampling
+from serving.steps.compiled_step import CompiledStep, Operands
+from serving.steps.device_state import admit, init_row_state, pack_row
+from serving.steps.split_step import StepSplit, weight_specs
+from serving.steps.step import NUM_TOKENS, SAMPLES, SLOT, START, TABLE_ROWS, StepSizes
+
+SHAPE = TinyShape(layers=1)
+SIZES = StepSizes(max_seqs=4, max_len=32, page_size=4, num_pages=20, max_logit_rows=8, max_rank=4)
+SAMPLING = Sampling(temperature=0.9, top_p=0.9, logprobs=2, presence_penalty=0.5)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tiny_checkpoint.write_model(folder, SHAPE)
+    return folder
+
+
+def make_step(folder, devices, *, in_place=False):
+    """A step of the model over so many devices, and its operands."""
+    config = load(folder)[1]
+    split = make_split(config, devices)
+    model, _ = load(folder, split=split)
+    shape = type(model).kv_shape(config)
+    pages = pages_sharding(shape, split)
+    over = None if pages is None else StepSplit(split, pages.spec)
+    step = CompiledStep(model, SIZES, None, SHAPE.vocab, in_place=in_place, split=over)
+    cache = init_cache(shape, SIZES.num_pages, SIZES.page_size, jnp.dtype(jnp.float32), split)
+    cache = jax.device_put(cache, step.sharding) if split is None else cache
+    state = jax.device_put(init_row_state(SIZES.max_seqs, SIZES.max_len), step.sharding)
+    return step, Operands(cache, state, None, None, None)
+
+
+def table_of(start, count):
+    table = np.zeros((TABLE_ROWS, SIZES.max_seqs), np.int32)
+    table[START, :2], table[NUM_TOKENS, :2], table[SAMPLES, :2] = start, count, 1
+    table[SLOT] = -1
+    return table
+
+
+def decode(step, operands):
+    """Samples of two sequences over a prompt of 3 and then 4 steps, and the addresses of memory."""
+    state = operands.state
+    for row in (0, 1):
+        packed = pack_row(SAMPLING, (5 + row, 6, 7), 3, row, (), SIZES.max_len, SHAPE.vocab)
+        state = admit(state, np.int32(row), packed.ints, packed.floats)
+    step.set_pages(np.arange(4 * SIZES.max_pages, dtype=np.int32).reshape(4, -1) % SIZES.num_pages)
+    operands, samples, seen = operands._replace(state=state), [], set()
+    for start, count in ((0, 3), *((place, 1) for place in range(3, 7))):
+        cache, state, sampled, _ = step.run(operands, table_of(start, count), 8, lora=True)
+        operands = operands._replace(cache=cache, state=state)
+        samples.append([np.asarray(leaf) for leaf in jax.tree.leaves(sampled)])
+        parts = [leaf.addressable_shards for leaf in jax.tree.leaves((cache, state))]
+        seen.add(tuple(p.data.unsafe_buffer_pointer() for shards in parts for p in shards))
+    return samples, seen
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_samples_and_log_probabilities_are_those_of_one_device(folder, in_place):
+    want, _ = decode(*make_step(folder, 1, in_place=in_place))
+    got, addresses = decode(*make_step(folder, 2, in_place=in_place))
+    for mine, others in zip(got, want, strict=True):
+        for one, other in zip(mine, others, strict=True):
+            np.testing.assert_array_equal(one, other)
+    assert len({tuple(token_ids[:2].tolist()) for token_ids, *_ in got}) > 1
+    if in_place:
+        assert len(addresses) == 1
+
+
+def test_every_step_runs_one_program(folder):
+    step, operands = make_step(folder, 2)
+    decode(step, operands)
+    assert step._step._cache_size() == 1
+
+
+def test_one_device_has_no_trace_of_a_split(folder):
+    """Its program has no exchange and one partition; that of two has the exchanges of section 2."""
+    step, operands = make_step(folder, 1)
+    plain = step.lower(operands, table_of(0, 1), 8, lora=True).as_text()
+    assert "all_gather" not in plain
+    assert "mhlo.num_partitions = 1 " in plain
+    step, operands = make_step(folder, 2)
+    split = step.lower(operands, table_of(0, 1), 8, lora=True).as_text()
+    # The embedding, o and down before and after in one layer, the logits.
+    assert split.count("stablehlo.all_gather") == 1 + 4 * SHAPE.layers + 1
+    assert "all_reduce" not in split
+
+
+def test_weights_lie_in_parts_and_pools_come_first(folder):
+    step, operands = make_step(folder, 2)
+    specs = weight_specs(step._leaves)
+    assert PartitionSpec() in specs
+    assert all(spec in (PartitionSpec(), PartitionSpec("device", None)) for spec in specs)
+    heads = jax.tree.leaves(operands.cache)[0].addressable_shards[0].data.shape[2]
+    assert heads == SHAPE.kv_heads // 2
