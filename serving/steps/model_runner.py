@@ -108,6 +108,7 @@ class ModelRunner:
         self._cache = cache if split is not None else place(cache)
         self._state = place(init_row_state(sizes.max_seqs, sizes.max_len))
         self._place = place
+        self._check = (lambda: None) if split is None else split.check
         self.slots = slots if slots is None or split is not None else place(slots)
         self.reroute_tables: Int[Array, "moe_layers esft_slots experts"] | None = (
             None if reroute_tables is None else place(reroute_tables)
@@ -188,9 +189,11 @@ class ModelRunner:
     def read(self, step: InFlightStep) -> list[SequenceResult]:
         """Wait for a step and return a result for each chunk, in the plan's order.
 
-        A sampled token_id of INVALID_TOKEN means that the row's logits were not finite.
+        A sampled token_id of INVALID_TOKEN means that the row's logits were not finite. Raises
+        RuntimeError when the devices of a split have lost each other.
         """
         arrays = _HostArrays(step)
+        self._check()
         chunks = zip(step.plan.chunks, step.first_rows, strict=True)
         return [arrays.result(chunk, first) for chunk, first in chunks]
 

@@ -90,11 +90,11 @@ def _memory(device: Device, group: Sequence[Device], calls: native.Calls) -> Lan
 _GROUPS: dict[int, GatherGroup] = {}  # by size: their memories stay as long as the process
 
 
-def gather_group(devices: int) -> int:
-    """Return the number of a group over the first GPUs of this process; raises as GatherGroup."""
+def gather_group(devices: int) -> GatherGroup:
+    """Return the group over the first GPUs of this process; raises as GatherGroup does."""
     if devices not in _GROUPS:
         _GROUPS[devices] = GatherGroup(devices)
-    return _GROUPS[devices].number
+    return _GROUPS[devices]
 
 
 def all_gather(

@@ -6,7 +6,7 @@ product is a partial sum, and N devices give the bits of one.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 
 AXIS = "device"
 EXPERT_SPLITS = ("ep", "tp")
-UNIT = 64  # a GPU's kernels take more outputs than this in steps of this
+UNIT = 64  # a GPU's kernels take outputs in steps of this
 
 _OUTPUTS = ("vocab", "heads", "kv_heads", "mlp")  # split where they come first
 _INPUTS = ("heads", "mlp")  # outputs of the map before: this map's own outputs are split
@@ -27,12 +27,14 @@ class Split:
     """One model over the devices of a mesh with the single axis AXIS; None stands for one device.
 
     `experts` is "ep" (each device has some experts whole) or "tp" (each has a part of the outputs
-    of every expert). `group` is the number of the devices' GatherGroup; 0: there is none.
+    of every expert). `group` is the number of the devices' GatherGroup, or 0; `check` raises
+    RuntimeError once a device of it has waited in vain for another: results are then not valid.
     """
 
     mesh: Mesh
     experts: str = "ep"
     group: int = 0
+    check: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         if self.experts not in EXPERT_SPLITS:

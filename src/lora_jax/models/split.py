@@ -30,18 +30,22 @@ def make_split(
             f"({there[0].device_kind}). Lower it, or let this process see more of them."
         )
     check_divides(config, size, experts, UNIT if jax.default_backend() == "gpu" else 1)
-    return Split(make_mesh(size), experts, open_group(size))
+    group = open_group(size)
+    if group is None:
+        return Split(make_mesh(size), experts)
+    return Split(make_mesh(size), experts, group.number, group.check)
 
 
 def check_divides(config: ModelConfig, size: int, experts: str, unit: int = 1) -> None:
     """Raise ValueError naming every size of the model that does not divide among the devices.
 
-    Part of a map's outputs above UNIT must be a multiple of `unit`, which a device's kernels want.
+    A device's part of a map's outputs must be a multiple of `unit`: with other widths its kernels
+    are not those that one device would use.
     """
     wrong = [f"{name} {count}" for name, count in _counts(config, experts).items() if count % size]
     for name, count in _widths(config, experts).items():
         part = count // size
-        if count % size or (part > UNIT and part % unit):
+        if count % size or part % unit:
             wrong.append(f"{name} {count}" + (f" (parts of {unit})" if unit > 1 else ""))
     if wrong:
         raise ValueError(

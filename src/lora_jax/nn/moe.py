@@ -229,10 +229,11 @@ class MoeBlock(nnx.Module):
         Rows of other devices' experts are in no group here, and have no adapter. Every device then
         has every row, and sums a token's in the order of top-k, as one device does.
         """
-        owner, local = local_index(ids, self.experts.num_groups)
-        map = row_map(local, routing.num_rows, self.experts.num_groups)
+        groups = self.experts.num_groups
+        owner, local = local_index(ids, groups)
+        map = row_map(local, routing.num_rows, groups, adapters=routing.items)
         num_rows = jnp.sum(map.group_sizes, dtype=jnp.int32)
-        here = routing.gathered(map.row_to_token, num_rows)
+        here = routing.gathered(map.row_to_token, num_rows, map.items)
         place = jnp.arange(ids.size, dtype=jnp.int32)
         here = dataclasses.replace(
             here, row_to_slot=jnp.where(place < num_rows, here.row_to_slot, -1)

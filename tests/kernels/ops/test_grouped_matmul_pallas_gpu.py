@@ -85,6 +85,7 @@ def test_interpreted_matches_the_reference(popularity, rows, config):
     assert not wide(got)[rows if popularity != "none" else 0 :].any()
 
 
+@pytest.mark.long
 def test_interpreted_rows_have_the_same_bits_in_any_tile():
     case = some_case((21, 0, 4, 136, 128), "identical", bias=True)
     rows = np.random.default_rng(2).permutation(21)
@@ -123,6 +124,7 @@ def test_interpreted_gate_and_up_in_one_launch(dtype):
     assert not wide(got)[37:].any()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_interpreted_addend_is_added_to_the_rounded_product(dtype):
     case = some_case((21, 3, 2, 72, 64), "uniform", bias=True)
@@ -136,6 +138,7 @@ def test_interpreted_addend_is_added_to_the_rounded_product(dtype):
     np.testing.assert_array_equal(wide(got)[:21:3], wide(plain)[:21:3])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "rows"),
     [("qwen3-30b-a3b", 8), ("gpt-oss-20b", 21), ("qwen3-30b-a3b", 512), ("mixtral-8x7b", 8192)],

@@ -52,6 +52,7 @@ def test_one_group_of_one_row():
     assert_right(case, on_tpu(*arguments(case)))
 
 
+@pytest.mark.long
 def test_wide_matrices_are_cut_into_blocks(monkeypatch):
     """Blocks of 128 columns, the last of 72, and three of d_in."""
     case = grouped_case(40, 5, 200, 384, dtype="bfloat16", bias=True, padding=3)
@@ -75,6 +76,7 @@ def pair(case: GroupedCase) -> tuple:
     return x, w, w[:, ::-1], group_sizes
 
 
+@pytest.mark.long
 def test_an_addend_is_added_to_the_rounded_product():
     case = grouped_case(40, 9, 200, 256, popularity="skewed", dtype="bfloat16", padding=20)
     (addend,) = addends(case, 1, "bfloat16")
@@ -114,6 +116,7 @@ def test_gate_and_up_have_the_bits_of_two_products_and_an_activation(dtype, adde
     assert not got[rows:].any()
 
 
+@pytest.mark.long
 def test_a_gated_row_has_the_same_bits_wherever_it_stands():
     case = grouped_case(40, 9, 200, 256, popularity="identical", dtype="bfloat16", padding=20)
     x, gate, up, group_sizes = pair(case)
@@ -130,6 +133,7 @@ def test_a_gated_row_has_the_same_bits_wherever_it_stands():
     np.testing.assert_array_equal(alone, want[5:6])
 
 
+@pytest.mark.long
 def test_wide_pairs_are_cut_into_blocks(monkeypatch):
     """As one matrix is; and into fewer columns where VMEM would not hold 200 of both."""
     case = grouped_case(40, 5, 200, 384, dtype="bfloat16", padding=3)
@@ -144,6 +148,7 @@ def test_wide_pairs_are_cut_into_blocks(monkeypatch):
     np.testing.assert_allclose(got, np.asarray(want, np.float32), **TOLERANCE["bfloat16"])
 
 
+@pytest.mark.long
 def test_a_row_has_the_same_bits_wherever_it_stands():
     rng = np.random.default_rng(1)
     case = grouped_case(48, 1, 72, 256)

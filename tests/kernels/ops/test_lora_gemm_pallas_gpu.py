@@ -122,6 +122,7 @@ def test_interpreted_matches_float64(what):
     check(case, got)
 
 
+@pytest.mark.long
 def test_interpreted_rows_have_the_same_bits_in_any_company():
     """Shuffled, in other tiles, among rows of which some lost their adapter."""
     case = small_case(0, (16, 8, 0, 40, 1), "uniform")
@@ -136,6 +137,7 @@ def test_interpreted_rows_have_the_same_bits_in_any_company():
     np.testing.assert_array_equal(wide(some)[1::2], wide(whole)[order][1::2])
 
 
+@pytest.mark.long
 def test_interpreted_rows_have_the_same_bits_by_any_tiling():
     """Tiles of other rows, columns, warpgroups and stages; d_out is no whole number of them."""
     case = small_case(2, (16, 70), "skewed")
@@ -180,6 +182,7 @@ def arguments(rows: int, d_out: int, d_in: int, rank: int, slots: int) -> tuple:
     return tuple(jax.ShapeDtypeStruct(*s) for s in shapes)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rows", "d_out", "d_in", "rank", "slots"),
     [(1024, 14336, 4096, 64, 512), (4096, 4096, 4096, 128, 4), (21, 768, 2048, 13, 128)],

@@ -64,6 +64,7 @@ def test_matches_the_reference(experts, dtype, popularity):
     assert_right(case, run(case))
 
 
+@pytest.mark.long
 def test_ranks_above_the_lanes_of_a_register_and_experts_that_share_a():
     case = lora_case(9, 128, 256, ranks=(140, 3, 128), num_experts=3, shared_a=True, seed=1)
     assert_right(case, run(case))
@@ -91,12 +92,14 @@ def test_a_row_has_the_same_bits_whatever_its_neighbours(experts, dtype):
     np.testing.assert_array_equal(run(some)[0], want[order[0]])
 
 
+@pytest.mark.long
 def test_one_row_has_the_bits_it_has_among_others():
     case = lora_case(ROWS, D_OUT, D_IN, num_experts=3)
     row = np.flatnonzero(case.row_to_slot == 3)[:1]
     np.testing.assert_array_equal(run(rows_of(case, row)), run(case)[row])
 
 
+@pytest.mark.long
 def test_an_adapter_has_the_same_bits_at_any_place_of_the_pools():
     case = lora_case(ROWS, D_OUT, D_IN, popularity="skewed", dtype="bfloat16")
 
@@ -117,6 +120,7 @@ def test_an_adapter_has_the_same_bits_at_any_place_of_the_pools():
         np.testing.assert_array_equal(moved(a, b), want)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "limits",
     [{"OUT_BYTES": 256 * 4}, {"MAX_ROWS": 16, "MAX_TILE": 16}],

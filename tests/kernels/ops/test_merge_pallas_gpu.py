@@ -61,6 +61,7 @@ def test_interpreted_matches_float64(ranks):
     np.testing.assert_allclose(got, oracle(case), **TOLERANCE["bfloat16"])
 
 
+@pytest.mark.long
 def test_interpreted_matrices_without_rank_keep_their_bits():
     case = merge_case(3, 200, 320, ranks=(0, 4, 0), dtype="bfloat16")
     w = case.w.at[0, 0, 0].set(-0.0).at[2, 1, 1].set(jnp.nan)
@@ -70,6 +71,7 @@ def test_interpreted_matrices_without_rank_keep_their_bits():
         np.testing.assert_array_equal(got[matrix].view(np.int32), wide(w[matrix]).view(np.int32))
 
 
+@pytest.mark.long
 def test_interpreted_rank_rows_end_with_their_pools():
     """The copy engine fills with zeros what it would read behind a pool."""
     case = merge_case(3, 200, 320, ranks=(5, 0, 7), dtype="bfloat16")
@@ -89,6 +91,7 @@ def test_interpreted_rank_rows_end_with_their_pools():
     np.testing.assert_allclose(got, oracle(case), **TOLERANCE["bfloat16"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("max_rank", [8, 64, 65, 128])
 @pytest.mark.parametrize(("d_out", "d_in"), [(4096, 4096), (1408, 2112), (40, 64)])
 def test_lowers_for_cuda_at_real_sizes(d_out, d_in, max_rank):

@@ -101,6 +101,7 @@ def test_interpreted_matches_the_reference(name: str, config: AttentionConfig):
     assert not got[int(case.num_tokens) :].any()
 
 
+@pytest.mark.long
 def test_interpreted_tokens_have_the_same_bits_in_any_company():
     """In another order, among fewer tokens, by chunks or by neighbours through all chunks."""
     case = small_case("gqa")
@@ -197,6 +198,7 @@ def arguments(shape: ModelShape, tokens: int, page_size: int) -> tuple:
     return (q, k, None if shape.latent else v, *rest, sinks if shape.sinks else None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("tokens", "page_size"), [(64, 16), (1024, 256)])
 @pytest.mark.parametrize("shape", REAL.values(), ids=REAL)
 def test_lowers_for_cuda_at_real_sizes(shape: ModelShape, tokens: int, page_size: int):

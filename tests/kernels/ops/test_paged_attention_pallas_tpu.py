@@ -67,7 +67,7 @@ def tokens_of(case: AttentionCase, tokens: np.ndarray) -> AttentionCase:
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        ("gqa", "bfloat16"),
+        pytest.param("gqa", "bfloat16", marks=pytest.mark.long),
         ("window-and-sinks", "float32"),
         ("latent", "float32"),
         ("latent", "bfloat16"),
@@ -89,6 +89,7 @@ def test_no_tokens_at_all_give_zeros():
     assert not run(dataclasses.replace(case, num_tokens=jnp.int32(0))).any()
 
 
+@pytest.mark.long
 def test_one_token_and_pages_longer_than_a_block():
     case = attention_case(SHAPES["gqa"], ((0, 700, 1),), page_size=512)
     assert_right(case, run(case))

@@ -87,6 +87,7 @@ def test_interpreted_reroute_is_the_reference(tokens, k, groups, real, config):
     check(got, want_reroute(ids, *owners, num_tokens, groups))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("tokens", "groups", "launches"), [(64, 128, 1), (16384, 1023, 2)])
 def test_lowers_for_cuda_at_real_sizes(tokens, groups, launches):
     i32, shape = jnp.int32, jax.ShapeDtypeStruct

@@ -34,6 +34,7 @@ def folder(tmp_path_factory):
     return make_folder(tmp_path_factory.mktemp("base") / "tiny", scale=5.0)
 
 
+@pytest.mark.long
 def test_interrupted_and_resumed_equals_unbroken(folder, tmp_path, monkeypatch):
     share_compiled_step(monkeypatch)
     model, _ = load(folder, dtype="float32")

@@ -60,11 +60,12 @@ def packed(rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 # Each of the others has what these two have, and more.
-PARTS = ("qwen3", "mixtral")
+# Parts of the others, or relatives of them.
+PARTS = ("qwen3", "mixtral", "mistral window", "llama biases", "qwen3_moe", "deepseek_v2")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n in PARTS else ()) for n in CONFIGS]
+    "name", [pytest.param(n, marks=pytest.mark.long if n in PARTS else ()) for n in CONFIGS]
 )
 def test_each_segment_has_the_logits_it_is_served_with(name):
     model, config = random_model(CONFIGS[name])
@@ -76,7 +77,7 @@ def test_each_segment_has_the_logits_it_is_served_with(name):
         np.testing.assert_allclose(logits[place], want, atol=2e-4 * np.abs(want).max())
 
 
-@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "qwen3_moe"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.long), "qwen3_moe"])
 def test_the_gradient_is_the_slope(name):
     model, _ = random_model(CONFIGS[name])
     graphdef, state = nnx.split(model, graph=False)

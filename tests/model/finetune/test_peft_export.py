@@ -45,6 +45,7 @@ SPECS = {
     "down": LoraSpec(3, 6.0, EXPERTS[2:]),
     "attention": LoraSpec(3, 6.0, ATTENTION),
 }
+SOME = ("fused rslora", "attention")
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,9 @@ def our_logits(model, ids: np.ndarray, delta=None) -> np.ndarray:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers, of its own names
 @pytest.mark.filterwarnings("ignore:.*_pattern keys:RuntimeWarning")  # PEFT, of its own rewriting
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in SOME else pytest.mark.long) for n in SPECS]
+)
 def test_peft_gives_the_logits_of_the_trained_adapter(qwen, tmp_path, name):
     folder, model = qwen
     spec, catalogue = SPECS[name], model.catalogue(model.config)

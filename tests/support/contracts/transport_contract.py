@@ -38,6 +38,10 @@ def wait_for(condition):
         time.sleep(0.001)
 
 
+# Place of the plan and number of rows: each plan once.
+SOME_PLANS = ((0, 1), (1, 17), (2, 3))
+
+
 class TransportContract:
     transport: str
     calls_of_a_push = 1  # custom calls, of which each gives x back
@@ -63,8 +67,14 @@ class TransportContract:
             assert 0 < stats.wait_quantile(0.5) <= 2 * stats.longest_wait
             assert 0 < sum(stats.waits_by_length) <= stats.waits
 
-    @pytest.mark.parametrize("num_rows", [1, 3, 17])
-    @pytest.mark.parametrize("plan", [{"ep": 1}, {"ep": 2, "pp": 2}, {"ep": 1, "dp": 3}])
+    @pytest.mark.parametrize(
+        ("plan", "num_rows"),
+        [
+            pytest.param(plan, rows, marks=() if (place, rows) in SOME_PLANS else pytest.mark.long)
+            for rows in (1, 3, 17)
+            for place, plan in enumerate(({"ep": 1}, {"ep": 2, "pp": 2}, {"ep": 1, "dp": 3}))
+        ],
+    )
     def test_every_plan_brings_the_same_rows(self, tmp_path, plan, num_rows):
         terms = terms_of("bfloat16", **plan)
         rng = np.random.default_rng(num_rows)

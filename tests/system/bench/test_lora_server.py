@@ -64,10 +64,10 @@ def bench(gpus, tmp_path, monkeypatch):
     "name",
     [
         pytest.param("EP1-PP1", marks=pytest.mark.slow),
-        "EP4-PP1, 1 of its ranks, pull",
+        pytest.param("EP4-PP1, 1 of its ranks, pull", marks=pytest.mark.long),
         pytest.param("EP1-PP2", marks=pytest.mark.slow),
         pytest.param("EP1-PP1, push in the stream", marks=pytest.mark.slow),
-        "EP1-PP1, 3 at once",
+        pytest.param("EP1-PP1, 3 at once", marks=pytest.mark.long),
         "EP2-PP2, 1 of its stages",
         "EP1-PP1, 2 instances",
     ],

@@ -35,7 +35,14 @@ from serving import FinishReason, RequestFailed
 SHIPPED = Path(__file__).parents[3] / "assets" / "tiny-moe"
 
 
-@pytest.fixture(scope="module", params=("mixtral", "deepseek_v2", "shipped"))
+@pytest.fixture(
+    scope="module",
+    params=(
+        pytest.param("mixtral", marks=pytest.mark.long),
+        pytest.param("deepseek_v2", marks=pytest.mark.long),
+        "shipped",
+    ),
+)
 def any_case(request, tmp_path_factory):
     if request.param == "shipped":
         yield request.getfixturevalue("case")

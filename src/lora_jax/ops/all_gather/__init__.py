@@ -1,6 +1,7 @@
 """Joins the columns that the devices of a mesh axis hold, inside a `shard_map`."""
 
 import logging
+from typing import Protocol, runtime_checkable
 
 import jax
 
@@ -9,7 +10,7 @@ from lora_jax.ops.all_gather import reference
 from lora_jax.ops.dispatch import ANY, GPU, Implementation, Op, backend_kernel
 from lora_jax.typing import Array, Float
 
-__all__ = ["all_gather", "open_group"]
+__all__ = ["Group", "all_gather", "open_group"]
 
 log = logging.getLogger(__name__)
 
@@ -23,18 +24,29 @@ ALL_GATHER = Op(
 )
 
 
-def open_group(devices: int) -> int:
-    """Return the number of a group over the first devices of this process, for `all_gather`.
+@runtime_checkable
+class Group(Protocol):
+    """Devices of this process joined for `all_gather`, which names them by `number`."""
 
-    0 where nothing is faster than `jax.lax.all_gather`, or cannot be had; a log line says why.
+    number: int
+
+    def check(self) -> None:
+        """Raise RuntimeError if a device has waited in vain for another: results are not valid."""
+        ...
+
+
+def open_group(devices: int) -> Group | None:
+    """Return a group over the first devices of this process.
+
+    None where nothing is faster than `jax.lax.all_gather`, or cannot be had; a log line says why.
     """
     if jax.default_backend() != "gpu":
-        return 0
+        return None
     try:
         return backend_kernel("cuda", "gather_group")(devices)
     except (NotImplementedError, ValueError, OSError) as reason:
         log.warning("Devices exchange by jax.lax.all_gather, which is slower: %s", reason)
-        return 0
+        return None
 
 
 def all_gather(

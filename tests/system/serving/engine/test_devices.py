@@ -1,9 +1,13 @@
 """An engine over several devices answers with the bits of one, or says at its start why not."""
 
 import dataclasses
+import json
 import subprocess
 import sys
+import threading
+from types import SimpleNamespace
 
+import jax
 import pytest
 from support.cases import tiny_checkpoint
 from support.cases.engine_cases import GREEDY, SCORED, answer, prompts_of, settle
@@ -11,7 +15,8 @@ from support.cases.tiny_checkpoint import TinyShape
 from support.cases.tiny_esft import write_moe
 from support.processes.server_process import ROOT
 
-from serving import Engine, Sampling
+from lora_jax.models import split as models_split
+from serving import Engine, RequestFailed, Sampling
 from serving.api.config import EngineConfig
 from serving.engine.devices import log_devices, split_of
 
@@ -131,3 +136,77 @@ def test_a_process_makes_its_own_cpu_devices(tmp_path):
     command = [sys.executable, "-c", code, str(tmp_path / "model")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.stdout.split() == ["2", "2"], done.stderr[-2000:]
+
+
+def test_an_engine_ends_when_its_devices_lose_each_other(tmp_path, monkeypatch):
+    """No token of a step whose exchange failed is ever sent."""
+    lost = threading.Event()
+
+    def check():
+        if lost.is_set():
+            raise RuntimeError("GPU 0 got no answer from GPU 1")
+
+    group = SimpleNamespace(number=7, check=check)
+    monkeypatch.setattr(models_split, "open_group", lambda devices: group)
+    write(tmp_path, "llama")
+    engine = Engine(str(tmp_path / "model"), tensor_parallel_size=2, **SIZES, max_lora_rank=4)
+    with engine:
+        assert engine.generate([[5, 6]], None, GREEDY)[0].outputs[0].token_ids
+        lost.set()
+        with pytest.raises(RequestFailed):
+            engine.generate([[5, 6]], None, GREEDY)
+        assert not engine.is_alive()
+
+
+WIDE = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("expert_parallel", [True, False])
+def test_two_gpus_answer_with_the_bits_of_one(tmp_path, expert_parallel):
+    """Tokens and log-probabilities in bfloat16, base and two adapters in a batch, long prompts."""
+    if jax.default_backend() != "gpu" or len(jax.devices()) < 2:
+        pytest.skip("needs two NVIDIA GPUs")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(WIDE))
+    adapters = {}
+    for rank in (8, 32):
+        folder = tmp_path / f"r{rank}"
+        folder.mkdir()
+        adapter = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": TARGETS}
+        (folder / "adapter_config.json").write_text(json.dumps(adapter))
+        adapters[folder.name] = str(folder)
+    fields = {"load_format": "dummy", "max_loras": 2, "max_lora_rank": 32, "max_num_seqs": 16}
+    fields |= {"max_num_batched_tokens": 512, "max_esft_adapters": 0}
+    fields |= {"kv_cache_memory_bytes": 64 << 20}
+    prompts = prompts_of(12, high=300)
+    names = [None, "r8", "r32"] * 4
+    scored = dataclasses.replace(SCORED, max_tokens=24, prompt_logprobs=1)
+    answers = []
+    for devices in (1, 2):
+        more = {"enable_expert_parallel": expert_parallel} if devices > 1 else {}
+        sizes = {"tensor_parallel_size": devices} | more
+        with Engine(str(tmp_path / "model"), adapters, **fields, **sizes) as engine:
+            outputs = engine.generate(prompts, names, scored)
+            assert engine.stats().compilations_after_warmup == 0
+            answers.append([answer(output) for output in outputs])
+            found = engine.stats().implementations.get("all_gather", [])
+    assert answers[0] == answers[1]
+    assert {choice["implementation"] for choice in found} == {"cuda"}

@@ -45,7 +45,7 @@ def engine(folder):
     assert not [t for t in left if "engine" in t.name or not t.daemon]
 
 
-@pytest.fixture(scope="module", params=["llama", "mixtral"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("mixtral", marks=pytest.mark.long)])
 def any_engine(request, tmp_path_factory):
     if request.param == "llama":
         yield request.getfixturevalue("engine")

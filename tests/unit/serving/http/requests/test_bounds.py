@@ -125,6 +125,25 @@ CASES: list[tuple[str, str, int, Callable[[], bytes]]] = [
     ("/v1/loras", "names, 16 MiB", 413, lambda: filled(LIMIT, b'{"lora_name": "')),
     ("/v1/unload_lora_adapter", "names", 404, lambda: body(lora_name="a" * 4096)),
 ]  # fmt: skip
+# Fields whose path through the server is that of another case.
+NEAR = (
+    "the same as a stream",
+    "text, 16 MiB",
+    "1025 texts",
+    "ids, all values",
+    "prompt, wrong lists",
+    "prompt, wrong list",
+    "stop, all values",
+    "stop_token_ids",
+    "unknown lists",
+    "model",
+    "user",
+    "messages, wrong",
+    "parts",
+    "a key, 16 MiB",
+    "names",
+    "tokens, all values",
+)
 
 
 def check(app: FastAPI, path: str, status: int, content: bytes) -> None:
@@ -137,7 +156,13 @@ def check(app: FastAPI, path: str, status: int, content: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "field", "status", "make"), CASES, ids=[f"{case[0]} {case[1]}" for case in CASES]
+    ("path", "field", "status", "make"),
+    [
+        pytest.param(
+            *case, id=" ".join(case[:2]), marks=pytest.mark.long if case[1] in NEAR else ()
+        )
+        for case in CASES
+    ],
 )
 def test_no_body_keeps_others_waiting(app, path, field, status, make):
     check(app, path, status, make())
