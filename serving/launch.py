@@ -26,6 +26,7 @@ from serving.engine import logs
 from serving.http.access.key_file import read_keys_file
 from serving.http.settings import Cors, HttpSettings, KeyLimits
 from serving.http.wire.uvicorn_server import bind, bind_unix
+from serving.images.sources import MediaPolicy
 
 __all__ = ["Options", "StartError", "is_loopback", "main", "read_options", "run"]
 
@@ -107,6 +108,8 @@ def _http_settings(given: Mapping[str, Any]) -> HttpSettings:
         values["cors"] = Cors(origins, credentials=given.get("allow_credentials", False), **more)
     if "sse_keep_alive_interval" in given:
         values["keep_alive_s"] = given["sse_keep_alive_interval"] or _NEVER_S
+    domains = frozenset(host.lower() for host in given.get("allowed_media_domains", ()))
+    values["media"] = MediaPolicy(domains, given.get("allowed_local_media_path"))
     limits = {f.name: given.get(f"key_{f.name}") for f in dataclasses.fields(KeyLimits)}
     return HttpSettings(
         served_names=tuple(given.get("served_model_name", ())),

@@ -71,6 +71,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the tests of compilers where none is asked for: to list them lays out programs."""
+    others = config.option.markexpr.startswith("not (gpu or multigpu or aot")
+    return True if others and collection_path == ROOT / "tests/kernels/aot" else None
+
+
 def _is_further_case(item: pytest.Item, seen: set[tuple]) -> bool:
     """Return whether a case of the same test, of the same kind, comes before this one."""
     place = item.path.relative_to(ROOT).as_posix()

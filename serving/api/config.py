@@ -9,6 +9,7 @@ from serving.api.sampling import MAX_LOGPROBS
 DTYPES = ("auto", "float32", "bfloat16")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 POLICIES = ("fcfs", "sjf")
+DEFAULT_IMAGES = 8  # of one prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +42,11 @@ class EngineConfig:
     chat_template: str | None = None  # a Jinja file that replaces the model's template
     generation_config: str = FROM_MODEL  # where sampling's defaults are; "vllm": nowhere
     override_generation_config: dict = dataclasses.field(default_factory=dict, hash=False)
+    # Images.
+    limit_mm_per_prompt: dict = dataclasses.field(default_factory=dict, hash=False)  # image: 8
+    mm_processor_kwargs: dict = dataclasses.field(default_factory=dict, hash=False)
+    encoder_cache_tokens: int | None = None  # of images on the device; None: up to 16384
+    language_model_only: bool = False  # load no tower; images are refused
     # Adapters.
     max_loras: int = 16  # resident LoRA adapters
     max_lora_rank: int = 64
@@ -67,7 +73,7 @@ class EngineConfig:
         for field, low, high in _OPTIONAL_INT_BOUNDS:
             if getattr(self, field) is not None:
                 _check_int(field, getattr(self, field), low, high)
-        for field in ("enable_prefix_caching", "specialize_lora"):
+        for field in ("enable_prefix_caching", "specialize_lora", "language_model_only"):
             if not isinstance(value := getattr(self, field), bool):
                 raise ValueError(f"{field} must be true or false, got {value!r}.")
         if not isinstance(parallel := self.enable_expert_parallel, bool | None):
@@ -76,6 +82,7 @@ class EngineConfig:
         if not isinstance(self.override_generation_config, dict):
             raise ValueError("override_generation_config must map names to values.")
         check_fields(self.override_generation_config, "override_generation_config")
+        _check_images(self.limit_mm_per_prompt, self.mm_processor_kwargs)
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {share!r}.")
@@ -106,6 +113,11 @@ class EngineConfig:
     def model_name(self) -> str:
         """The name under which the base model answers."""
         return self.served_model_name or Path(self.model).resolve().name
+
+    @property
+    def max_images(self) -> int:
+        """Most images of one prompt."""
+        return self.limit_mm_per_prompt.get("image", DEFAULT_IMAGES)
 
     @property
     def max_logit_rows(self) -> int:
@@ -142,7 +154,20 @@ _OPTIONAL_INT_BOUNDS = (
     ("lora_memory_bytes", 1, 1 << 50),
     ("esft_memory_bytes", 1, 1 << 50),
     ("max_esft_adapters", 0, 4096),
+    ("encoder_cache_tokens", 1, 1 << 24),
 )
+
+
+def _check_images(limits: object, kwargs: object) -> None:
+    if not isinstance(limits, dict) or set(limits) - {"image"}:
+        raise ValueError(
+            f'limit_mm_per_prompt must be like {{"image": 4}}, got {limits!r}: video and audio '
+            "are not supported."
+        )
+    if "image" in limits:
+        _check_int("limit_mm_per_prompt", limits["image"], 0, 999)
+    if not isinstance(kwargs, dict):
+        raise ValueError("mm_processor_kwargs must map names to values.")
 
 
 def _check_int(field: str, value: object, low: int, high: int) -> None:

@@ -9,6 +9,7 @@ import dataclasses
 import enum
 from collections.abc import Callable, Mapping
 
+from serving.api.images import EncodeImage, PromptImage
 from serving.api.sampling import Sampling
 
 
@@ -95,6 +96,7 @@ class Request:
     deadline_s: float  # monotonic time; waiting requests are served in this order
     cache_salt: str = ""
     share: Share = dataclasses.field(default_factory=Share)
+    images: tuple[PromptImage, ...] = ()  # in order
 
 
 class SequenceState(enum.Enum):
@@ -134,6 +136,8 @@ class Sequence:
     max_outputs: int = 0  # tokens to sample at most: max_tokens, or what the model has room for
     num_in_flight: int = 0
     num_discarded: int = 0
+    # Of each image while running: its rows of the encoder cache, none if its tokens are cached.
+    image_rows: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
     num_prompt_logprobs: int = 0  # prompt tokens whose chunk was planned with prompt_logprobs
     finish_reason: FinishReason | None = None
 
@@ -188,12 +192,14 @@ class ScheduledChunk:
 class StepPlan:
     """One step: which chunks run, and which rows got a new owner since the last step.
 
-    `admitted` sequences must have their sampling parameters written to their row before the step.
-    A short step leaves out rows that could run, so that its results come soon.
+    `admitted` sequences must have their sampling parameters written to their row before the step,
+    and towers must have computed `encodes`. A short step leaves out rows that could run, so that
+    its results come soon.
     """
 
     chunks: tuple[ScheduledChunk, ...]
     admitted: tuple[Sequence, ...] = ()
+    encodes: tuple[EncodeImage, ...] = ()
     is_short: bool = False
 
     @property

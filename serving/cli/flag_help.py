@@ -24,6 +24,11 @@ ENGINE_HELP = {
     " vllm = the API's defaults, or a folder with such a file",
     "override_generation_config": "sampling defaults as JSON; they win over the file; "
     "max_new_tokens is a default, not a limit",
+    "limit_mm_per_prompt": 'most images of one prompt, e.g. {"image": 4}; default: 8',
+    "mm_processor_kwargs": "bounds of an image's size in pixels: min_pixels, max_pixels",
+    "encoder_cache_tokens": "tokens of images kept on the device; default: the context, at most "
+    "16384",
+    "language_model_only": "load no tower and refuse images",
     "max_loras": "most LoRA adapters on the device at a time; any number may be loaded",
     "max_lora_rank": "largest rank that an adapter may have",
     "lora_dir": "folder of adapters: model=SUBFOLDER is loaded on first use",
@@ -70,6 +75,7 @@ METAVARS = {
     "generation_config": "auto|vllm|DIR",
     "override_generation_config": "JSON",
     "max_model_len": "TOKENS",
+    "encoder_cache_tokens": "TOKENS",
     "max_num_batched_tokens": "TOKENS",
     "block_size": "TOKENS",
     "gpu_memory_utilization": "SHARE",

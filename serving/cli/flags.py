@@ -132,6 +132,10 @@ def _add_http_flags(group) -> None:
         "log-probabilities name tokens as token_id:NUMBER unless a request says otherwise (False)"
     )
     group.add_argument("--return-tokens-as-token-ids", action=pair, help=text)
+    text = "hosts whose images may be fetched by http(s) URLs; public addresses only (none)"
+    group.add_argument("--allowed-media-domains", nargs="+", metavar="HOST", help=text)
+    text = "folder whose images file: URLs may name (none)"
+    group.add_argument("--allowed-local-media-path", metavar="DIR", help=text)
     text = "every stream ends with its usage (False)"
     group.add_argument("--enable-force-include-usage", action=pair, help=text)
     group.add_argument(

@@ -18,11 +18,11 @@ ALWAYS_SO = {
     "--disable-custom-all-reduce": "nothing is summed over devices",
     "--disable-nccl-for-dp-synchronization": "instances do not synchronize",
     "--disable-hybrid-kv-cache-manager": "all layers share one kind of KV page",
-    "--disable-chunked-mm-input": "the supported models read text only",
-    "--language-model-only": "the supported models read text only",
-    "--skip-mm-profiling": "the supported models read text only",
-    "--no-interleave-mm-strings": "the supported models read text only",
-    "--no-mm-device-do-normalize": "the supported models read text only",
+    "--enable-tower-connector-lora": "adapters may change towers and projectors",
+    "--mm-processor-cache-gb 0": "--encoder-cache-tokens keeps images, as rows on the device",
+    "--skip-mm-profiling": "memory for images is set by --encoder-cache-tokens",
+    "--no-interleave-mm-strings": "content parts keep their order",
+    "--no-mm-device-do-normalize": "pixels have the bits of transformers' processors",
     "--no-use-tqdm-on-load": "loading is logged in lines",
     "--scheduler-reserve-full-isl": "a request starts when there are pages for its whole prompt",
     "--disable-log-deltas": "answers are never logged",
@@ -121,10 +121,10 @@ REFUSED = {
     "adapters may change any module that the model has": "--lora-target-modules",
     "adapters of any mixture share a batch anyway, and --specialize-lora compiles steps without "
     "adapters": "--specialize-active-lora --enable-mixed-moe-lora-format --enable-moe-shared-loras",
-    "the supported models read text only": (
-        "--trust-request-mm-kwargs --allowed-local-media-path --allowed-media-domains "
-        "--enable-tower-connector-lora --default-mm-loras --limit-mm-per-prompt --enable-mm-embeds "
-        "--media-io-kwargs --mm-processor-kwargs --mm-processor-cache-gb --mm-processor-cache-type "
+    "steps may cut an image anywhere, with equal bits": "--disable-chunked-mm-input",
+    "images are decoded and prepared in one way, and no other media are taken": (
+        "--trust-request-mm-kwargs --default-mm-loras --enable-mm-embeds "
+        "--media-io-kwargs --mm-processor-cache-type "
         "--mm-hasher-algorithm --mm-shm-cache-max-object-size-mb --mm-encoder-only "
         "--mm-encoder-tp-mode --mm-encoder-attn-backend --mm-encoder-attn-dtype "
         "--mm-encoder-fp8-scale-path --mm-encoder-fp8-scale-save-path "

@@ -2,13 +2,16 @@
 
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tqdm import tqdm
 
+from lora_jax.adapters.composition import parts_of, shown
+from serving.api.images import PlacedImages
 from serving.api.outputs import OutputCollector, RequestOutput
 from serving.api.request import OutputDelta, QueueFull
 from serving.api.sampling import Sampling
+from serving.engine.generate_arguments import Adapter
 
 
 class Batch:
@@ -18,17 +21,19 @@ class Batch:
         self,
         submit: Callable[..., str],
         prompts: Sequence[list[int]],
-        adapters: Sequence[str | None],
+        adapters: Sequence[Adapter],
         samplings: Sequence[Sampling],
         *,
         texts: Sequence[str | None] | None = None,
+        images: Sequence[PlacedImages] | None = None,
         use_tqdm: bool,
     ):
         """`submit` is Engine.submit; `texts` are the prompts that came as text."""
         self._submit = submit
         self._requests = list(zip(prompts, adapters, samplings, strict=True))
+        self._images = images or [()] * len(prompts)
         self._collectors = [
-            OutputCollector(tuple(prompt), adapter, sampling.n, text)
+            OutputCollector(tuple(prompt), _shown(adapter), sampling.n, text)
             for (prompt, adapter, sampling), text in zip(
                 self._requests, texts or [None] * len(prompts), strict=True
             )
@@ -57,7 +62,10 @@ class Batch:
 
         while True:
             try:
-                self.live[place] = self._submit(prompt, adapter, sampling, on_output=on_output)
+                more = {"images": self._images[place]} if self._images[place] else {}
+                self.live[place] = self._submit(
+                    prompt, adapter, sampling, on_output=on_output, **more
+                )
                 return
             except QueueFull as full:
                 if not self.live:
@@ -81,3 +89,10 @@ class Batch:
         self._bar.set_postfix_str(text, refresh=False)
         self._bar.update()
         return True
+
+
+def _shown(adapter: Adapter) -> str | None:
+    """Return the name of an adapter, or of a weighted sum; ValueError for a sum that is none."""
+    if not isinstance(adapter, Mapping):
+        return adapter
+    return shown((part.name, part.weight) for part in parts_of(adapter))

@@ -6,10 +6,14 @@ from pathlib import Path
 
 import jax
 
+from lora_jax.adapters.catalogue import LoraCatalogue
+from lora_jax.adapters.local_widths import LocalWidths
 from lora_jax.models.loader import read_config
 from lora_jax.models.split import make_split
 from lora_jax.sharding import Split
 from serving.api.config import EngineConfig
+from serving.lora_server.instance import InstanceSide
+from serving.lora_server.shards import local_catalogue
 
 logger = logging.getLogger(__name__)
 
@@ -23,9 +27,35 @@ def split_of(config: EngineConfig) -> Split | None:
     size = config.tensor_parallel_size
     if size == 1:
         return None
+    model = read_config(Path(config.model))
+    if model.vision is not None:
+        raise ValueError(
+            f"{model.model_type} takes images, which several devices do not serve yet: set "
+            "tensor_parallel_size to 1."
+        )
     _make_cpu_devices(size)
-    parallel = config.enable_expert_parallel
-    return make_split(read_config(Path(config.model)), size, expert_parallel=parallel)
+    return make_split(model, size, expert_parallel=config.enable_expert_parallel)
+
+
+def local_widths(split: Split | None) -> LocalWidths | None:
+    """Return the widths of adapters on one device of a split; None without one."""
+    if split is None:
+        return None
+    return LocalWidths(split.size, split.experts == "ep", split.vocab_multiple)
+
+
+def held_locally(
+    catalogue: LoraCatalogue, remote: InstanceSide | None, widths: LocalWidths | None
+) -> tuple[LoraCatalogue, int]:
+    """Return the modules of which slots hold every adapter, and the number held whole.
+
+    In a split model they are as one device has them.
+    """
+    if widths is not None:
+        return widths.catalogue(catalogue), 0
+    if remote is None:
+        return catalogue, 0
+    return local_catalogue(catalogue, remote.link.layout), remote.num_local
 
 
 def log_devices(split: Split | None) -> None:

@@ -14,29 +14,34 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from lora_jax.adapters.composition import parts_of
 from lora_jax.adapters.entries import AdapterEntry, EvictedAdapter
 from lora_jax.adapters.rollout import Rollout
 from lora_jax.adapters.weights import AdapterReport
 from serving.api.config import EngineConfig
+from serving.api.images import PlacedImages
 from serving.api.outputs import RequestFailed, RequestOutput
 from serving.api.request import FinishReason, OutputDelta, QueueFull, Request, Share
 from serving.api.sampling import Sampling
 from serving.engine.batch import Batch
 from serving.engine.generate_arguments import (
+    Adapter,
     Adapters,
-    GivenPrompt,
     Prompt,
     Samplings,
     adapter_and_sampling,
     as_list,
     broadcast,
     given_prompt,
+    with_images,
 )
+from serving.engine.image_inputs import read_prompts, with_placed
 from serving.engine.live_request import LiveRequest
 from serving.engine.loop import EngineLoop
 from serving.engine.metrics import EngineStats
 from serving.engine.model_info import ModelInfo
 from serving.engine.parts import EngineParts, build_parts, engine_stats
+from serving.images.front import ImageFront
 from serving.lora_server.instance import ServerAccess
 from serving.runtime.compile_counter import CompileCounter
 
@@ -85,8 +90,10 @@ class Engine:
         self.tokenizer = self._parts.tokenizer
         self.registry = self._parts.registry
         self.rollouts = self._parts.rollouts
+        self.compositions = self._parts.compositions
         self.metrics = self._parts.metrics
         self.model_info: ModelInfo = self._parts.model_info
+        self.images: ImageFront | None = self._parts.images  # None: the model takes text only
         # Also when the last reference goes, and when the interpreter ends.
         self._close = weakref.finalize(self, _close, self._loop, self._parts.compilations)
         self._loop.start()
@@ -112,26 +119,32 @@ class Engine:
         sampling_params: Samplings = None,
         lora_request: Any = None,
         use_tqdm: bool = False,
+        images: Any = None,
         session: str | None = None,
     ) -> list[RequestOutput]:
         """Return one answer per prompt, in order.
 
-        A prompt is a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`. One
-        adapter name (None: the base model) or sampling (None: `default_sampling`) stands for all
-        prompts. vLLM's call works too: a sampling in second place, `sampling_params`, and
-        `lora_request` with the name of a loaded adapter. `session` names the user whom a rollout
-        gives always the same version. Raises KeyError for an unknown adapter,
-        ValueError or TypeError for bad input, RequestFailed when the engine could not finish one.
+        A prompt is a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`. Its
+        images come in its dict (`multi_modal_data`) or in `images`, a list for one prompt, a list
+        of lists for several; the prompt holds the model's placeholder for each of them. One
+        adapter name (None: the base model; {"law": 0.7, "formal": 0.5}: a weighted sum) or sampling
+        (None: `default_sampling`) stands for all prompts. vLLM's call works too: a sampling in
+        second place, `sampling_params`, and `lora_request` with the name of a loaded adapter. A
+        rollout gives the user whom `session` names always the same version. Raises KeyError for an
+        unknown adapter, ValueError or TypeError for bad input, RequestFailed when the engine could
+        not finish one.
         """
         adapter, sampling = adapter_and_sampling(adapter, sampling, sampling_params, lora_request)
-        given = [given_prompt(prompt) for prompt in as_list(prompts)]
+        given = with_images([given_prompt(prompt) for prompt in as_list(prompts)], images)
         sampling = self.default_sampling() if sampling is None else sampling
+        ids, placed = read_prompts(self.tokenizer, self.images, given)
         batch = Batch(
             functools.partial(self.submit, session=session),
-            [self._prompt_ids(prompt) for prompt in given],
-            broadcast("adapter", adapter, len(given), (str, type(None))),
+            ids,
+            broadcast("adapter", adapter, len(given), (str, Mapping, type(None))),
             broadcast("sampling", sampling, len(given), (Sampling,)),
             texts=[prompt.text for prompt in given],
+            images=placed,
             use_tqdm=use_tqdm,
         )
         try:
@@ -147,9 +160,10 @@ class Engine:
     def stream(
         self,
         prompt: Prompt,
-        adapter: str | Sampling | None = None,
+        adapter: Adapter | Sampling = None,
         sampling: Sampling | None = None,
         *,
+        images: Any = None,
         session: str | None = None,
     ) -> Iterator[Piece]:
         """Return an iterator over the pieces of the answer as they are made.
@@ -158,11 +172,13 @@ class Engine:
         """
         name, wanted = adapter_and_sampling(adapter, sampling)
         wanted = self.default_sampling() if wanted is None else wanted
-        (name,) = broadcast("adapter", name, 1, (str, type(None)))
+        (name,) = broadcast("adapter", name, 1, (str, Mapping, type(None)))
         (wanted,) = broadcast("sampling", wanted, 1, (Sampling,))
         deltas: queue.SimpleQueue[OutputDelta] = queue.SimpleQueue()
-        ids = self._prompt_ids(given_prompt(prompt))
-        request_id = self.submit(ids, name, wanted, on_output=deltas.put, session=session)
+        given = with_images([given_prompt(prompt)], images)
+        (ids,), (placed,) = read_prompts(self.tokenizer, self.images, given)
+        put = deltas.put
+        request_id = self.submit(ids, name, wanted, on_output=put, images=placed, session=session)
         return self._pieces(request_id, deltas, wanted.n)
 
     def _pieces(
@@ -180,15 +196,12 @@ class Engine:
             if num_open:
                 self.abort(request_id)
 
-    def _prompt_ids(self, prompt: GivenPrompt) -> list[int]:
-        return self.tokenizer.encode(prompt.text or "") if prompt.ids is None else list(prompt.ids)
-
     # Requests, as the HTTP server makes them.
 
     def submit(
         self,
         prompt_ids: Sequence[int],
-        adapter: str | None,
+        adapter: Adapter,
         sampling: Sampling,
         *,
         on_output: Callable[[OutputDelta], None],
@@ -197,6 +210,7 @@ class Engine:
         deadline_s: float | None = None,
         share: Share | None = None,
         entry: AdapterEntry | None = None,
+        images: PlacedImages = (),
         session: str | None = None,
     ) -> str:
         """Queue a request and return its id; `on_output` is called from the engine's thread.
@@ -204,19 +218,17 @@ class Engine:
         `deadline_s` is seconds from now: waiting requests are served in that order, those of
         each `share` beside those of others. `entry` is what the adapter's name stood for; without
         it a rollout chooses the version by `session`, or by the request's id, and an adapter whose
-        weights are not in memory is read here and now. Raises AdapterNotFound (a KeyError),
-        ValueError, QueueFull or EngineDead.
+        weights are not in memory is read here and now. `images` come with their first tokens.
+        Raises AdapterNotFound (a KeyError), ValueError, QueueFull or EngineDead.
         """
         request_id = request_id or secrets.token_hex(12)
-        if entry is None and adapter is not None:
-            adapter = self.rollouts.pick(adapter, session or request_id)
-        entry = self._check(prompt_ids, adapter, sampling, entry)
+        name, entry = self._check(prompt_ids, adapter, sampling, entry, session or request_id)
         now = time.monotonic()
         request = Request(
             request_id=request_id,
             prompt_ids=tuple(prompt_ids),
             sampling=sampling,
-            adapter=adapter,
+            adapter=name,
             adapter_digest="" if entry is None else entry.digest,
             on_output=on_output,
             arrival_s=now,
@@ -224,11 +236,12 @@ class Engine:
             cache_salt=cache_salt,
             share=share or Share(),
         )
-        self._queue(request, entry)
+        self._queue(request, entry, images)
         return request.request_id
 
-    def _queue(self, request: Request, entry: AdapterEntry | None) -> None:
+    def _queue(self, request: Request, entry: AdapterEntry | None, images: PlacedImages) -> None:
         try:
+            request = with_placed(request, self.images, images, entry)
             self._loop.submit(
                 request,
                 entry,
@@ -247,20 +260,37 @@ class Engine:
     def _check(
         self,
         prompt_ids: Sequence[int],
-        adapter: str | None,
+        adapter: Adapter,
         sampling: Sampling,
         entry: AdapterEntry | None,
-    ) -> AdapterEntry | None:
-        """Return the adapter's entry; raises, and counts, what makes a request impossible."""
+        key: str,
+    ) -> tuple[str | None, AdapterEntry | None]:
+        """Return the adapter's name and entry; raises, and counts, what is impossible."""
         try:
             self._check_numbers(prompt_ids, sampling)
-            return None if adapter is None else entry or self.rollouts.resolve(adapter)
+            if isinstance(adapter, str) and entry is not None:
+                return adapter, entry
+            entry = None if adapter is None else self._entry_of(adapter, key)
+            return None if entry is None else entry.name, entry
         except KeyError:
             self.metrics.rejected("adapter_not_found")
             raise
         except ValueError:
             self.metrics.rejected("invalid")
             raise
+
+    def _entry_of(self, adapter: str | Mapping[str, float], key: str) -> AdapterEntry:
+        if isinstance(adapter, str):
+            return self.rollouts.resolve(self.rollouts.pick(adapter, key))
+        parts = parts_of(adapter)
+        return self.compose([(self._entry_of(part.name, key), part.weight) for part in parts])
+
+    def compose(self, parts: Sequence[tuple[AdapterEntry, float]]) -> AdapterEntry:
+        """Return the entry that serves a weighted sum of adapters; it may copy their matrices.
+
+        Raises ValueError for what cannot be composed, and RegistryBusy while there is no memory.
+        """
+        return self.compositions.entry(parts)
 
     def _check_numbers(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         vocab = self.model_info.vocab_size

@@ -9,14 +9,16 @@ from serving.api.sampling import Sampling
 # A text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}.
 Prompt = str | Sequence[int] | Mapping[str, Any]
 _KEYS = ("prompt", "prompt_token_ids")
+_IMAGES = "multi_modal_data"  # {"image": one or several}
 
 
 @dataclasses.dataclass(frozen=True)
 class GivenPrompt:
-    """A prompt as it came: text, ids, or both; ids win."""
+    """A prompt as it came: text, ids, or both; ids win. And its images."""
 
     text: str | None
     ids: tuple[int, ...] | None
+    images: tuple[Any, ...] = ()
 
 
 def given_prompt(prompt: Prompt) -> GivenPrompt:
@@ -29,15 +31,16 @@ def given_prompt(prompt: Prompt) -> GivenPrompt:
 
 
 def _of_mapping(prompt: Mapping[str, Any]) -> GivenPrompt:
-    unknown = next((key for key in prompt if key not in _KEYS), None)
+    known = (*_KEYS, _IMAGES)
+    unknown = next((key for key in prompt if key not in known), None)
     if unknown is not None:
-        raise ValueError(f"A prompt has {unknown!r}; this model takes {' and '.join(_KEYS)}.")
+        raise ValueError(f"A prompt has {unknown!r}; known are {', '.join(known)}.")
     text, ids = (prompt.get(key) for key in _KEYS)
     if text is None and ids is None:
         raise ValueError(f"A prompt must have {' or '.join(_KEYS)}.")
     if text is not None and not isinstance(text, str):
         raise TypeError(f"prompt must be a text, got {type(text).__name__}.")
-    return GivenPrompt(text, None if ids is None else _ids(ids))
+    return GivenPrompt(text, None if ids is None else _ids(ids), _images_of(prompt))
 
 
 def _ids(prompt: Any) -> tuple[int, ...]:
@@ -54,6 +57,33 @@ def _ids(prompt: Any) -> tuple[int, ...]:
     return tuple(int(i) for i in ids)
 
 
+def _images_of(prompt: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the images of vLLM's `multi_modal_data`."""
+    data = prompt.get(_IMAGES)
+    if data is None:
+        return ()
+    if not isinstance(data, Mapping) or set(data) - {"image"}:
+        raise ValueError(f'{_IMAGES} must be like {{"image": [...]}}; other media are not taken.')
+    given = data.get("image")
+    return () if given is None else tuple(given if isinstance(given, list | tuple) else [given])
+
+
+def with_images(prompts: Sequence[GivenPrompt], images: Any) -> list[GivenPrompt]:
+    """Return the prompts with `images`: a list for one prompt, a list of lists for several."""
+    if images is None:
+        return list(prompts)
+    if not isinstance(images, list | tuple):
+        raise TypeError(f"images must be a list, got {type(images).__name__}.")
+    nested = bool(images) and all(isinstance(item, list | tuple) for item in images)
+    lists = list(images) if nested else [images]
+    if len(lists) != len(prompts):
+        raise ValueError(f"{len(prompts)} prompts but images of {len(lists)}.")
+    if any(prompt.images for prompt in prompts):
+        raise TypeError(f"images are given twice: in {_IMAGES} and beside the prompts.")
+    pairs = zip(prompts, lists, strict=True)
+    return [dataclasses.replace(prompt, images=tuple(mine)) for prompt, mine in pairs]
+
+
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return a list of prompts; a text, a dict or a list of token ids is one prompt."""
     if isinstance(prompts, str | Mapping):
@@ -62,7 +92,8 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return [listed] if listed and isinstance(listed[0], int) else listed  # type: ignore[list-item]
 
 
-Adapters = str | Sequence[str | None] | None
+Adapter = str | Mapping[str, float] | None  # a name, or weights by name
+Adapters = Adapter | Sequence[Adapter]
 Samplings = Sampling | Sequence[Sampling] | None
 
 

@@ -16,6 +16,7 @@ from serving.api.request import EngineDead, FinishReason, Request, Sequence
 from serving.engine.live_request import LiveRequest
 from serving.engine.metrics import EngineMetrics
 from serving.engine.pacing import Pacer
+from serving.loading.compositions import Compositions
 from serving.loading.residencies import Residencies
 from serving.runtime.compile_counter import CompileCounter
 from serving.scheduling.scheduler import Progress, Scheduler, SchedulerStats
@@ -48,6 +49,7 @@ class LoopParts:
     compilations: CompileCounter
     chunks_per_step: int
     finished: Callable[[str | None, Outcome], None] = lambda adapter, outcome: None
+    compositions: Compositions | None = None
 
 
 class EngineLoop:
@@ -183,13 +185,18 @@ class EngineLoop:
 
     def _follow_registry(self) -> None:
         """Let the device follow what was loaded and unloaded since the last look."""
-        registry = self._parts.registry
-        generation = registry.generation
+        registry, composed = self._parts.registry, self._parts.compositions
+        # Both only grow.
+        generation = registry.generation + (0 if composed is None else composed.generation)
         if generation == self._generation:
             return
-        self._generation = generation
-        self._parts.metrics.set_adapters([adapter.name for adapter in registry.known()])
-        self._parts.residencies.reconcile(registry.entries())
+        self._generation, known = generation, registry.known()
+        self._parts.metrics.set_adapters([adapter.name for adapter in known])
+        entries = registry.entries()
+        if composed is not None:
+            composed.keep_only({adapter.digest for adapter in known})
+            entries += composed.entries()
+        self._parts.residencies.reconcile(entries)
 
     def _advance_loads(self) -> bool:
         """Return whether the last load under way has ended, for which a sequence may wait."""

@@ -23,12 +23,14 @@ def size_kv_cache(
     here: LoraCatalogue,
     dtype: jnp.dtype,
     whole: int = 0,
+    encoder_bytes: int = 0,
     devices: int = 1,
 ) -> CacheSize:
     """Return the KV pages that the budget or the device's memory has room for.
 
-    Adapters take of it what `make_allocator` gives them for the same `here` and `whole`. Of a model
-    over several devices all bytes are those of one, as are the widths of `here`.
+    Adapters take of it what `make_allocator` gives them for the same `here` and `whole`, rows of
+    images `encoder_bytes`. Of a model over several devices all bytes are those of one, as are the
+    widths of `here`.
     """
     per_token = model.kv_shape(model_config).local(devices).bytes_per_token(dtype)
     free = _free_bytes(config)
@@ -36,7 +38,7 @@ def size_kv_cache(
         slots = adapter_bytes(config, _one_adapter_bytes(config, here, dtype), free)
         if whole:
             slots += whole * _one_adapter_bytes(config, model.catalogue(model_config), dtype)
-        free = kv_bytes(free, slots)
+        free = kv_bytes(free, slots + encoder_bytes)
     size = cache_size(config, per_token, model_config.max_positions, free)
     logger.info(
         "KV cache: %d pages of %d tokens, %.1f MB; sequences of up to %d tokens.",

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from lora_jax.adapters.rollout_guard import Outcome
+from serving.api.images import ImageStats
 from serving.engine.version_metrics import VersionMetrics
 
 OTHER = "other"  # label of an adapter that is not loaded any more
@@ -39,6 +40,7 @@ class EngineStats:
     prefix_queries: int = 0  # tokens
     prefix_hits: int = 0
     preemptions: int = 0
+    image_stats: ImageStats = dataclasses.field(default_factory=ImageStats)
     prompt_tokens: int = 0  # totals since the start
     generation_tokens: int = 0
     adapters_loaded: int = 0
@@ -345,8 +347,8 @@ class _Gauges:
         for name, text, value in (
             ("vllm:prefix_cache_queries", "Tokens looked up.", stats.prefix_queries),
             ("vllm:prefix_cache_hits", "Tokens found.", stats.prefix_hits),
-            ("vllm:mm_cache_queries", "Images looked up: none.", 0),
-            ("vllm:mm_cache_hits", "Images found: none.", 0),
+            ("vllm:mm_cache_queries", "Images looked up.", stats.image_stats.queries),
+            ("vllm:mm_cache_hits", "Images found on the device.", stats.image_stats.hits),
             ("vllm:num_preemptions", "Preemptions by recompute.", stats.preemptions),
         ):
             counter = CounterMetricFamily(name, text, labels=list(self._labels))
@@ -355,6 +357,8 @@ class _Gauges:
         for name, text, value in (
             ("adapter_slots_used", "Adapters on the device.", stats.adapter_slots_used),
             ("adapter_slots_total", "Adapter slots.", stats.adapter_slots_total),
+            ("encoder_rows_used", "Tokens of images kept.", stats.image_stats.rows_used),
+            ("encoder_rows_total", "Room for them.", stats.image_stats.rows_total),
             ("adapters_loaded", "Adapters in the registry.", stats.adapters_loaded),
             ("adapter_device_bytes", "Rank rows and experts in use.", stats.adapter_device_bytes),
             ("expert_page_bytes", "Pages behind base and ESFT experts.", stats.expert_page_bytes),

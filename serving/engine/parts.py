@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,9 +14,8 @@ from flax import nnx
 
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.local_widths import LocalWidths
-from lora_jax.adapters.registry import AdapterRegistry, RegistryLimits
+from lora_jax.adapters.registry import AdapterRegistry
 from lora_jax.adapters.slots import SlotsSpec, init_slots
-from lora_jax.adapters.weights import AdapterWeights
 from lora_jax.config import ModelConfig
 from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.ops import dispatch
@@ -24,17 +23,21 @@ from lora_jax.sharding import Split
 from serving.api.config import EngineConfig
 from serving.api.generation_config import read_generation_config
 from serving.api.load_format import WeightSource, weight_source
-from serving.engine.devices import log_devices, split_of
+from serving.engine.devices import held_locally, local_widths, log_devices, split_of
+from serving.engine.image_parts import ImageParts, check_pairs, make_encoder, make_front, take_tower
 from serving.engine.loop import EngineLoop, LoopParts
 from serving.engine.memory_budget import make_allocator, size_kv_cache
 from serving.engine.metrics import EngineMetrics, EngineStats
 from serving.engine.model_info import ModelInfo, model_info
+from serving.engine.registries import load_adapters, make_registry
 from serving.engine.sizing import CacheSize
 from serving.engine.version_metrics import ShareCollector
+from serving.images.front import ImageFront
+from serving.loading.compositions import Compositions
 from serving.loading.esft_parts import EsftParts, make_esft
+from serving.loading.lora_residency import HostForm
 from serving.loading.residencies import Residencies, make_residencies
 from serving.lora_server.instance import InstanceSide, ServerAccess, connect
-from serving.lora_server.shards import local_catalogue
 from serving.runtime.compile_counter import CompileCounter
 from serving.runtime.device_copier import device_copier
 from serving.runtime.program_cache import keep_programs
@@ -54,11 +57,13 @@ class EngineParts:
     tokenizer: Tokenizer
     registry: AdapterRegistry
     rollouts: Rollouts
+    compositions: Compositions
     residencies: Residencies
     metrics: EngineMetrics
     compilations: CompileCounter
     loop: EngineLoop
     model_info: ModelInfo
+    images: ImageFront | None
 
 
 def build_parts(
@@ -90,6 +95,8 @@ def build_parts(
     model, model_config, dtype = _load_model(config, source, split)
     made_up = model_config.vocab_size if source.made_up else None
     tokenizer = Tokenizer(config.model, chat_template=config.chat_template, made_up=made_up)
+    images = take_tower(config, model, model_config, dtype)
+    check_pairs(model_config, access is not None, config)
     weights = [(leaf.size, leaf.nbytes) for leaf in jax.tree.leaves(nnx.state(model))]
     with ExitStack() as undo:
         remote = None if access is None else connect(access, config, dtype.name)
@@ -100,14 +107,15 @@ def build_parts(
             undo.callback(esft.room.close)
         # KV pages may lie where the experts were.
         catalogue = model.catalogue(model_config)
-        widths = _local_widths(split)
-        local_modules, num_full_adapters = _held_locally(catalogue, remote, widths)
+        widths = local_widths(split)
+        local_modules, num_full_adapters = held_locally(catalogue, remote, widths)
+        cache_bytes = 0 if images is None else images.cache_bytes
         devices = config.tensor_parallel_size
-        room = (model_config, local_modules, dtype, num_full_adapters, devices)
+        room = (model_config, local_modules, dtype, num_full_adapters, cache_bytes, devices)
         size = size_kv_cache(config, model, *room)
         info = model_info(config, weights, model_config, size, dtype, tokenizer, generation)
         base = _Base(
-            model, model_config, source, catalogue, dtype, size, esft, remote, split, widths
+            model, model_config, source, catalogue, dtype, size, esft, remote, split, widths, images
         )
         parts = _build(config, adapters, base, tokenizer, info)
         undo.pop_all()
@@ -128,26 +136,7 @@ class _Base:
     remote: InstanceSide | None
     split: Split | None
     widths: LocalWidths | None  # of the split
-
-
-def _local_widths(split: Split | None) -> LocalWidths | None:
-    if split is None:
-        return None
-    return LocalWidths(split.size, split.experts == "ep", split.vocab_multiple)
-
-
-def _held_locally(
-    catalogue: LoraCatalogue, remote: InstanceSide | None, widths: LocalWidths | None
-) -> tuple[LoraCatalogue, int]:
-    """Return the modules of which slots hold every adapter, and the number held whole.
-
-    In a split model they are as one device has them.
-    """
-    if widths is not None:
-        return widths.catalogue(catalogue), 0
-    if remote is None:
-        return catalogue, 0
-    return local_catalogue(catalogue, remote.link.layout), remote.num_local
+    images: ImageParts | None
 
 
 def _build(
@@ -158,7 +147,7 @@ def _build(
     info: ModelInfo,
 ) -> EngineParts:
     """Return the parts around a model that is loaded."""
-    held = _held_locally(base.catalogue, base.remote, base.widths)
+    held = held_locally(base.catalogue, base.remote, base.widths)
     local_modules, num_full_adapters = held
     allocator, spec = make_allocator(
         config, base.catalogue, local_modules, base.dtype, num_full_adapters
@@ -172,15 +161,16 @@ def _build(
         cut=_cut(base),
         on_loaded=metrics.adapter_loaded_on_device,
     )
-    registry = _make_registry(config, base, residencies)
-    _load_adapters(registry, adapters)
+    registry, compositions = make_registry(config, base, residencies)
+    load_adapters(registry, adapters)
     end_ids = info.end_token_ids
     runner = _make_runner(config, base, spec, end_ids)
     compilations = CompileCounter()
     rollouts = Rollouts(registry)
     registry.set_kept(rollouts.kept)
     metrics.registry.register(ShareCollector(rollouts.states))
-    scheduler = _make_scheduler(config, base.size, residencies, end_ids)
+    num_rows = 0 if base.images is None else base.images.num_rows
+    scheduler = _make_scheduler(config, base.size, residencies, end_ids, num_rows)
     loop = EngineLoop(
         LoopParts(
             runner,
@@ -191,13 +181,16 @@ def _build(
             compilations,
             config.adapter_load_chunks_per_step,
             rollouts.finished,
+            compositions,
         )
     )
     residencies.call_on_news(loop.wake)
     metrics.set_source(lambda: engine_stats(loop, registry, residencies, metrics, compilations))
-    return EngineParts(
-        tokenizer, registry, rollouts, residencies, metrics, compilations, loop, info
-    )
+    front = None
+    if base.images is not None:
+        front = make_front(config, base.images, base.config, tokenizer, base.size.max_model_len)
+    told = metrics, compilations, loop, info
+    return EngineParts(tokenizer, registry, rollouts, compositions, residencies, *told, front)
 
 
 def engine_stats(
@@ -222,6 +215,7 @@ def engine_stats(
         prefix_queries=scheduler.prefix_queries,
         prefix_hits=scheduler.prefix_hits,
         preemptions=scheduler.num_preemptions,
+        image_stats=scheduler.images,
         prompt_tokens=metrics.prompt_tokens,
         generation_tokens=metrics.generation_tokens,
         adapters_loaded=len(entries),
@@ -260,48 +254,10 @@ def _load_model(
     return model, model_config, dtype
 
 
-def _cut(base: _Base) -> Callable[[AdapterWeights], AdapterWeights] | None:
+def _cut(base: _Base) -> HostForm | None:
     """Return what cuts a LoRA adapter for several devices; None for one device."""
     widths, catalogue = base.widths, base.catalogue
     return None if widths is None else lambda weights: widths.adapter(weights, catalogue)
-
-
-def _make_registry(config: EngineConfig, base: _Base, residencies: Residencies) -> AdapterRegistry:
-    limits = RegistryLimits(
-        max_total_bytes=config.max_total_adapter_bytes,
-        max_file_bytes=config.max_adapter_bytes,
-        max_rank=config.max_lora_rank,
-        loads_per_minute=config.max_adapter_loads_per_minute,
-    )
-    registry = AdapterRegistry(
-        base.catalogue,
-        base_names=(config.model_name,),
-        lora_dir=config.lora_dir,
-        limits=limits,
-        check=residencies.check_fits,
-        keep=residencies.keep,
-        read=base.source.read_adapter,
-    )
-    registry.set_in_use(residencies.in_use)
-    return registry
-
-
-def _load_adapters(
-    registry: AdapterRegistry, adapters: Mapping[str, str | os.PathLike[str]]
-) -> None:
-    registry.load_all(adapters)
-    for name in adapters:
-        report = registry.get(name).report
-        logger.info(
-            "Adapter %s: %s, %s, %.2f MB, sha256 %s.",
-            name,
-            report.kind,
-            f"{sum(map(len, report.experts.values()))} experts"
-            if report.experts
-            else f"rank {report.max_rank}, {len(report.modules)} modules",
-            report.weight_bytes / 1e6,
-            report.digest[:12],
-        )
 
 
 def _make_runner(
@@ -309,6 +265,8 @@ def _make_runner(
 ) -> ModelRunner:
     start = time.monotonic()
     link = None if base.remote is None else base.remote.link
+    names, longest = base.catalogue.module_names, base.size.max_model_len
+    encoder = base.images and make_encoder(config, base.images, base.config, names, longest)
     runner = ModelRunner(
         base.model,
         base.model.kv_shape(base.config),
@@ -320,6 +278,7 @@ def _make_runner(
         slots=init_slots(base.catalogue, spec, base.dtype, base.split),
         reroute_tables=None if base.esft is None else base.esft.tables,
         link=link,
+        encoder=encoder,
         # On a CPU the adapters' kernels return at once where no row has an adapter, but exchanges
         # that nobody needs take a third of a small model's step.
         specialize_lora=config.specialize_lora
@@ -348,7 +307,11 @@ def _step_sizes(config: EngineConfig, size: CacheSize) -> StepSizes:
 
 
 def _make_scheduler(
-    config: EngineConfig, size: CacheSize, residencies: Residencies, end_ids: tuple[int, ...]
+    config: EngineConfig,
+    size: CacheSize,
+    residencies: Residencies,
+    end_ids: tuple[int, ...],
+    num_encoder_rows: int,
 ) -> Scheduler:
     limits = SchedulerLimits(
         num_pages=size.num_pages,
@@ -361,6 +324,7 @@ def _make_scheduler(
         adapter_wait_s=config.adapter_wait_s,
         enable_prefix_caching=config.enable_prefix_caching,
         scheduling_policy=config.scheduling_policy,
+        num_encoder_rows=num_encoder_rows,
     )
     return Scheduler(limits, adapters=residencies, eos_token_ids=end_ids, seed=config.seed)
 

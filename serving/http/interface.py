@@ -1,9 +1,10 @@
 """Interface of the HTTP server to an engine."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from lora_jax.adapters.registry import AdapterEntry, AdapterRegistry
+from serving.api.images import PlacedImages
 from serving.api.request import OutputDelta, Share
 from serving.api.sampling import Sampling
 from serving.runtime.rollouts import Rollouts
@@ -44,6 +45,7 @@ class AbstractEngine(Protocol):
     config: Any
     model_info: Any
     metrics: Any
+    images: Any  # an ImageFront, None where the model takes text only
 
     def submit(
         self,
@@ -55,7 +57,10 @@ class AbstractEngine(Protocol):
         cache_salt: str = "",
         share: Share | None = None,
         entry: AdapterEntry | None = None,
+        images: PlacedImages = (),
     ) -> str: ...
+
+    def compose(self, parts: Sequence[tuple[AdapterEntry, float]]) -> AdapterEntry: ...
 
     def abort(self, request_id: str) -> None: ...
 

@@ -12,10 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 
 class Lane(enum.Enum):
-    """Length class of a piece of work; the value is the number of threads."""
+    """Kind of a piece of work; the value is its name and its number of threads."""
 
-    SHORT = 2  # up to some 50 ms
-    LONG = 1
+    SHORT = "short", 2  # up to some 50 ms
+    LONG = "long", 1
+    IMAGES = "images", 2  # decoding
+    FETCH = "fetch", 4  # waiting for other servers, some seconds each
 
 
 async def run_in[**P, T](
@@ -28,4 +30,4 @@ async def run_in[**P, T](
 
 @functools.cache
 def _threads(lane: Lane) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(lane.value, f"http-{lane.name.lower()}")
+    return ThreadPoolExecutor(lane.value[1], f"http-{lane.value[0]}")

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from serving.images.sources import MediaPolicy
+
 ROLES = ("user", "admin", "metrics")
 
 
@@ -92,6 +94,7 @@ class HttpSettings:
     max_body_bytes: int | None = None  # None: what follows from the model
     body_timeout_s: float = 30.0  # for the whole body to arrive
     keep_alive_s: float = 15.0  # silence of a stream before a comment is sent
+    media: MediaPolicy = dataclasses.field(default_factory=MediaPolicy)  # URLs of images
 
     def __post_init__(self) -> None:
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):

@@ -5,10 +5,10 @@ import dataclasses
 from lora_jax.adapters.kinds import AdapterKind
 from serving.loading.adapter_loader import AdapterLoader, ResidencySnapshot
 from serving.loading.expert_loading import ExpertRoom
-from serving.loading.residency import AbstractResidency, DeviceTables, Failures
+from serving.loading.residency import AbstractLoaderResidency, DeviceTables, Failures
 
 
-class EsftResidency(AbstractResidency):
+class EsftResidency(AbstractLoaderResidency):
     """ESFT adapters on the device; their slots follow those of other kinds."""
 
     kind = AdapterKind.ESFT

@@ -1,7 +1,7 @@
 """The residencies of an engine: all kinds of adapters behind one `AdapterResidency`.
 
 To scheduler and step an adapter slot is one number: the LoRA slots come first, the ESFT slots
-follow. An entry finds its residency by its kind, a digest by who knows it.
+follow, then those of pairs. An entry finds its residency by its kind, a digest by who knows it.
 """
 
 import functools
@@ -9,10 +9,10 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from lora_jax.adapters.entries import AdapterEntry
 from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.lora_allocator import SlotAllocator
-from lora_jax.adapters.registry import AdapterEntry
-from lora_jax.adapters.row_copies import Copier, LoraCopyJob, pin_matrices
+from lora_jax.adapters.row_copies import Copier, LoraCopyJob
 from lora_jax.adapters.slots import LoraLoadJob
 from lora_jax.adapters.weights import AnyWeights
 from serving.loading.adapter_loader import AdapterLoader, ResidencySnapshot
@@ -20,6 +20,7 @@ from serving.loading.esft_parts import EsftParts
 from serving.loading.esft_residency import EsftResidency
 from serving.loading.local_experts import LocalExperts
 from serving.loading.lora_residency import HostForm, LoraResidency
+from serving.loading.pair_residency import PairResidency
 from serving.loading.residency import AbstractResidency, DeviceTables, Failures
 from serving.loading.server_residency import ServerResidency
 from serving.loading.stand_in_residency import StandInResidency
@@ -28,6 +29,7 @@ from serving.lora_server.instance import InstanceSide
 _NO_ROOM = {
     AdapterKind.LORA: "a LoRA adapter; this server has no slots for any (max_loras).",
     AdapterKind.ESFT: "an ESFT adapter; this server has no room for any (max_esft_adapters).",
+    AdapterKind.PAIR: "a pair with an ESFT adapter; this server has no room for any.",
 }
 
 
@@ -53,6 +55,10 @@ class Residencies:
     def keep(self, weights: AnyWeights) -> AnyWeights:
         """Return the form in which the host keeps the weights. Raises ValueError as check_fits."""
         return self._for(weights).keep(weights)
+
+    def keep_composed(self, weights: AnyWeights) -> AnyWeights:
+        """Return the form in which the host keeps weights composed of such that it keeps."""
+        return self._for(weights).keep_composed(weights)
 
     def in_use(self) -> frozenset[str]:
         """Return the weights that live requests need; any thread may ask."""
@@ -103,7 +109,8 @@ class Residencies:
         """
         steps = dispatched, read
         each = [residency.advance(device, max_chunks, *steps) for residency in self._all]
-        return [failure for failures in each for failure in failures]
+        failures = [failure for failures in each for failure in failures]
+        return failures + [more for each in self._all for more in each.failed_with(failures)]
 
     def affected_by(self, status: Any) -> frozenset[str]:
         """Return the adapters whose requests a step with this status may have affected."""
@@ -170,24 +177,20 @@ def make_residencies(
     """Return the residency of each kind that an engine serves; LoRA's slots come first.
 
     `esft` is the room for ESFT adapters, `server` the way to a LoRA Server, None where there is
-    none. With a `copier` the host copies LoRA rows beside the device's programs; `cut` is what the
-    host does to LoRA weights for several devices. `on_loaded` is told the seconds of each load.
+    none. With a `copier` the host copies LoRA rows beside the device's programs; `cut` cuts LoRA
+    weights for several devices. `on_loaded` is told the seconds of each load.
     """
-    host_form = cut or functools.partial(pin_matrices, copier=copier)
     make_job = LoraLoadJob if copier is None else functools.partial(LoraCopyJob, copier=copier)
-    loader = AdapterLoader(allocator, make_job, on_loaded=on_loaded)
-    residencies: list[AbstractResidency] = [_lora_residency(loader, server, host_form)]
-    if esft is not None:
-        experts = AdapterLoader(esft.room.allocator, esft.room.job, on_loaded=on_loaded)
-        residencies.append(EsftResidency(experts, esft.room, first_slot=allocator.num_slots))
-    return Residencies(residencies)
-
-
-def _lora_residency(
-    loader: AdapterLoader, server: InstanceSide | None, host_form: HostForm
-) -> LoraResidency:
+    loader, num_slots = AdapterLoader(allocator, make_job, on_loaded=on_loaded), allocator.num_slots
     if server is None:
-        return LoraResidency(loader, host_form)
-    if server.num_local:
-        return StandInResidency(loader, server, LocalExperts(loader), host_form)
-    return ServerResidency(loader, server, host_form)
+        lora = LoraResidency(loader, copier, cut)
+    elif server.num_local:
+        lora = StandInResidency(loader, server, LocalExperts(loader), copier)
+    else:
+        lora = ServerResidency(loader, server, copier)
+    if esft is None:
+        return Residencies([lora])
+    experts = AdapterLoader(esft.room.allocator, esft.room.job, on_loaded=on_loaded)
+    whole = EsftResidency(experts, esft.room, first_slot=num_slots)
+    num_all = num_slots + esft.room.allocator.num_slots
+    return Residencies([lora, whole, PairResidency(lora, whole, num_slots, num_all)])

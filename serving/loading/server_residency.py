@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from lora_jax.adapters.registry import AdapterEntry
-from lora_jax.adapters.weights import AdapterWeights, AnyWeights
+from lora_jax.adapters.entries import AdapterEntry
+from lora_jax.adapters.row_copies import Copier
 from serving.loading.adapter_loader import AdapterLoader
-from serving.loading.lora_residency import HostForm, LoraResidency
+from serving.loading.lora_residency import LoraResidency
 from serving.loading.residency import DeviceTables, Failures
 from serving.lora_server.instance import InstanceSide
 
@@ -20,20 +20,10 @@ class ServerResidency(LoraResidency):
     fail.
     """
 
-    def __init__(
-        self,
-        loader: AdapterLoader,
-        server: InstanceSide,
-        host_form: HostForm = lambda weights: weights,
-    ):
-        """`host_form` is for the part of an adapter that stays here."""
-        super().__init__(loader, host_form)
+    def __init__(self, loader: AdapterLoader, server: InstanceSide, copier: Copier | None = None):
+        super().__init__(loader, copier, server.keep)
         self.server = server
         self._dispatched = 0
-
-    def keep(self, weights: AnyWeights) -> AnyWeights:
-        assert isinstance(weights, AdapterWeights), "found by its kind"
-        return super().keep(self.server.keep(weights))
 
     def acquire(self, digest: str) -> int | None:
         slot = super().acquire(digest)

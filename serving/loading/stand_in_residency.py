@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 
-from lora_jax.adapters.registry import AdapterEntry
+from lora_jax.adapters.entries import AdapterEntry
+from lora_jax.adapters.row_copies import Copier
 from serving.loading.adapter_loader import AdapterLoader
 from serving.loading.local_experts import LocalExperts
-from serving.loading.lora_residency import HostForm
 from serving.loading.residency import DeviceTables, Failures
 from serving.loading.server_residency import ServerResidency
 from serving.lora_server.instance import InstanceSide
@@ -19,10 +19,10 @@ class StandInResidency(ServerResidency):
         loader: AdapterLoader,
         server: InstanceSide,
         local: LocalExperts,
-        host_form: HostForm = lambda weights: weights,
+        copier: Copier | None = None,
     ):
         """`local` brings whole adapters into slots of the same `loader`."""
-        super().__init__(loader, server, host_form)
+        super().__init__(loader, server, copier)
         self._local = local
 
     def acquire(self, digest: str) -> int | None:

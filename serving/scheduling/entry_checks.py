@@ -17,6 +17,12 @@ def check_fits(request: Request, limits: SchedulerLimits) -> None:
         raise ValueError(
             f"Input length ({length}) exceeds model's maximum context length ({limit})."
         )
+    rows = sum({i.key: i.image.num_tokens for i in request.images}.values())
+    if rows > limits.num_encoder_rows:
+        raise ValueError(
+            f"The images of the prompt have {rows} tokens; the encoder cache has room for "
+            f"{limits.num_encoder_rows}. Send fewer or smaller images."
+        )
     last = min(length + request.sampling.max_tokens, limit)
     pages = -(-last // limits.page_size)
     if pages > limits.num_pages:

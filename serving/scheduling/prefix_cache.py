@@ -1,8 +1,8 @@
 """Pages of the KV cache: who holds which, and which full pages can be used again. No jax.
 
 A full page is known by the SHA-256 of everything before and in it: the adapter's files, the
-caller's salt and all tokens. Two requests share a page only when all of these agree, so neither
-another adapter, nor other weights under the same name, nor another tenant can ever meet it.
+caller's salt, all tokens and images. Two requests share a page only when all of these agree, so
+neither another adapter, nor other weights under the same name, nor another tenant can ever meet it.
 """
 
 import array
@@ -11,18 +11,28 @@ import dataclasses
 import hashlib
 from collections.abc import Iterable, Sequence
 
+from serving.api.images import PromptImage
+
 
 class PrefixChain:
     """Keys of the full pages of one token sequence, computed as far as asked for.
 
-    key[i] = SHA-256(key[i - 1] | tokens of page i), and key[-1] = SHA-256(adapter, salt).
+    key[i] = SHA-256(key[i - 1] | tokens of page i | images in it), and key[-1] =
+    SHA-256(adapter, salt). An image counts by its digest and by where in it the page begins, for
+    every page that it reaches into.
     """
 
-    def __init__(self, adapter_digest: str, salt: str, page_size: int):
+    def __init__(
+        self,
+        adapter_digest: str,
+        salt: str,
+        page_size: int,
+        images: Sequence[PromptImage] = (),
+    ):
         parts = [part.encode() for part in (adapter_digest, salt)]
         framed = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
         self._root = hashlib.sha256(framed).digest()
-        self._page_size = page_size
+        self._page_size, self._images = page_size, images
         self._keys: list[bytes] = []
 
     def keys(self, token_ids: Sequence[int], num_pages: int) -> list[bytes]:
@@ -33,8 +43,18 @@ class PrefixChain:
         for i in range(len(self._keys), num_pages):
             before = self._keys[-1] if i else self._root
             tokens = array.array("q", token_ids[i * size : (i + 1) * size])
-            self._keys.append(hashlib.sha256(before + tokens.tobytes()).digest())
+            parts = before + tokens.tobytes() + self._images_of(i)
+            self._keys.append(hashlib.sha256(parts).digest())
         return self._keys[:num_pages]
+
+    def _images_of(self, page: int) -> bytes:
+        """Return what a page's key says of images: nothing where there are none."""
+        start, end = page * self._page_size, (page + 1) * self._page_size
+        return b"".join(
+            image.image.digest + (start - image.start).to_bytes(8, "little", signed=True)
+            for image in self._images
+            if image.start < end and image.end > start
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -61,8 +61,8 @@ class Scheduler:
         self._gate = AdapterGate(adapters or NoAdapters(), limits.adapter_wait_s)
         self._eos = frozenset(eos_token_ids)
         self._random = random.Random(seed)
-        caching, sizes = limits.enable_prefix_caching, (limits.num_pages, limits.page_size)
-        self._pages = SequencePages(*sizes, enable_prefix_caching=caching)
+        sizes = limits.num_pages, limits.page_size, limits.num_encoder_rows
+        self._pages = SequencePages(*sizes, enable_prefix_caching=limits.enable_prefix_caching)
         self._free_rows = list(range(limits.max_num_seqs))
         self._waiting = WaitingLine()
         self._running: list[Sequence] = []  # in order of deadline
@@ -128,6 +128,7 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """Return the next step, or None when nothing can run before something else happens."""
+        self._pages.start_step()
         step = StepBudget(self.limits.max_num_batched_tokens, self.limits.max_logit_rows)
         order, short = list(self._running), ShortStep()
         if self._fair.are_shared:
@@ -144,7 +145,7 @@ class Scheduler:
             self._fill(step, now, admitting=self._num_preemptions == preemptions)
         for sequence in step.sequences:
             self._pages.register(sequence)
-        return step.plan()
+        return step.plan(self._pages.take_encodes())
 
     def complete(
         self, plan: StepPlan, results: SequenceOf[SequenceResult], now: float
@@ -206,6 +207,7 @@ class Scheduler:
             num_preemptions=self._num_preemptions,
             prefix_queries=prefix.queries,
             prefix_hits=prefix.hits,
+            images=self._pages.image_stats,
         )
 
     def check_integrity(self) -> None:

@@ -1,10 +1,12 @@
-"""Pages of sequences: given for a prompt, grown token by token, found by prefix. No jax."""
+"""Pages of sequences, and rows of their images: given for a prompt, found again. No jax."""
 
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as SequenceOf
 
+from serving.api.images import EncodeImage, ImageStats
 from serving.api.request import Sequence, SequenceState
 from serving.scheduling.prefix_cache import PageCache, PrefixCacheStats, PrefixChain
+from serving.scheduling.sequence_images import SequenceImages
 
 
 class SequencePages:
@@ -15,7 +17,15 @@ class SequencePages:
     so whoever is planned later reads them complete.
     """
 
-    def __init__(self, num_pages: int, page_size: int, *, enable_prefix_caching: bool):
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        num_encoder_rows: int = 0,
+        *,
+        enable_prefix_caching: bool,
+    ):
+        self._images = SequenceImages(num_encoder_rows)
         self._cache = PageCache(num_pages, page_size, enable_prefix_caching=enable_prefix_caching)
         self._chains: dict[Sequence, PrefixChain] = {}
         self._registered: dict[Sequence, int] = {}  # pages of running sequences others can find
@@ -44,14 +54,30 @@ class SequencePages:
         request = sequence.request
         faults = self._faults.get(request.adapter_digest, 0)
         owner = request.adapter_digest + (f" after {faults}" if faults else "")
-        self._chains[sequence] = PrefixChain(owner, request.cache_salt, self._cache.page_size)
+        self._chains[sequence] = PrefixChain(
+            owner, request.cache_salt, self._cache.page_size, request.images
+        )
 
     def close(self, sequence: Sequence) -> None:
         """Forget a sequence that holds no pages."""
         del self._chains[sequence]
 
+    def start_step(self) -> None:
+        """Let go of what no step to come reads."""
+        self._images.start_step()
+
+    def take_encodes(self) -> tuple[EncodeImage, ...]:
+        """Return what towers compute before the step that is planned, once."""
+        return self._images.take_encodes()
+
+    @property
+    def image_stats(self) -> ImageStats:
+        return self._images.stats
+
     def give(self, sequence: Sequence, reserve: int) -> bool:
         """Hold pages for all tokens so far, known prefixes included; False changes nothing.
+
+        Rows of the images that are not in known prefixes belong to it.
 
         `reserve` pages must stay free. The sequence's num_computed then counts the known prefix;
         its first time also counts as a look-up in the cache.
@@ -61,12 +87,15 @@ class SequencePages:
             usable = (total - 1) // self._cache.page_size  # at least one token is computed
             matched = self._cache.match(self._chains[sequence].keys(sequence.token_ids, usable))
         needed = self.num_pages(total) - len(matched)
-        fresh = self._cache.allocate(needed) if needed + reserve <= self._cache.num_free else None
-        if fresh is None:
-            self._cache.free(matched)
-            return False
-        sequence.pages = matched + fresh
+        has_room = needed + reserve <= self._cache.num_free
         sequence.num_computed = len(matched) * self._cache.page_size
+        if not has_room or not self._images.give(sequence):
+            self._cache.free(matched)
+            sequence.num_computed = 0
+            return False
+        fresh = self._cache.allocate(needed)
+        assert fresh is not None
+        sequence.pages = matched + fresh
         self._registered[sequence] = len(matched)
         if not sequence.num_preemptions:
             sequence.num_cached_tokens = sequence.num_computed
@@ -87,6 +116,7 @@ class SequencePages:
     def take_back(self, sequence: Sequence) -> None:
         """Take all pages from a sequence; full ones can be found until their place is needed."""
         self.register(sequence)
+        self._images.take_back(sequence)
         del self._registered[sequence]
         self._cache.free(sequence.pages)
         sequence.pages = []
@@ -133,6 +163,7 @@ class SequencePages:
     def check_integrity(self, live: SequenceOf[Sequence], running: SequenceOf[Sequence]) -> None:
         """Raise AssertionError when pages and the sequences that are to hold them disagree."""
         self._cache.check_integrity([sequence.pages for sequence in running])
+        self._images.check_integrity(running)
         assert set(self._chains) == set(live), "a sequence is lost or kept too long"
         assert set(self._registered) == set(running), "who runs and who holds pages disagree"
         for sequence in running:

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterable
 
+from serving.api.images import ImageStats
 from serving.api.request import Sequence
 
 
@@ -19,6 +20,7 @@ class SchedulerStats:
     num_preemptions: int
     prefix_queries: int  # tokens
     prefix_hits: int  # tokens
+    images: ImageStats = dataclasses.field(default_factory=ImageStats)
 
 
 def adapter_names(sequences: Iterable[Sequence]) -> tuple[str, ...]:

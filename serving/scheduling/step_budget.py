@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from serving.api.images import EncodeImage
 from serving.api.request import ScheduledChunk, Sequence, StepPlan
 
 
@@ -19,6 +20,7 @@ class SchedulerLimits:
     adapter_wait_s: float = 60.0
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"  # or "sjf"
+    num_encoder_rows: int = 0  # of the encoder cache
 
     def __post_init__(self) -> None:
         for field in ("max_num_batched_tokens", "max_logit_rows"):
@@ -83,8 +85,8 @@ class StepBudget:
         if scores:
             sequence.num_prompt_logprobs = start + num_tokens
 
-    def plan(self) -> StepPlan | None:
-        """Return the step, or None when nobody got a chunk."""
+    def plan(self, encodes: tuple[EncodeImage, ...] = ()) -> StepPlan | None:
+        """Return the step, before which towers compute `encodes`; None when nobody got a chunk."""
         if not self._chunks:
             return None
-        return StepPlan(tuple(self._chunks), tuple(self._admitted), self.is_short)
+        return StepPlan(tuple(self._chunks), tuple(self._admitted), encodes, self.is_short)

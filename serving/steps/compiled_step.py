@@ -23,6 +23,7 @@ from lora_jax.typing import Array, Int
 from serving.lora_server.client import RemoteTable, ServerLink
 from serving.steps import batch_sampler, sampler
 from serving.steps.device_state import RowState
+from serving.steps.image_encoder import ImageOperands
 from serving.steps.sampler import Sampled, no_samples
 from serving.steps.split_step import StepSplit, weight_specs
 from serving.steps.step import (
@@ -49,6 +50,7 @@ class Operands(NamedTuple):
     slots: AdapterSlots | None
     reroute_tables: Int[Array, "moe_layers esft_slots experts"] | None
     remote_table: RemoteTable | None
+    images: ImageOperands | None = None
 
 
 class CompiledStep:
@@ -125,7 +127,7 @@ class CompiledStep:
         status = self._status if lora else None
         donated, donated_tree = jax.tree.flatten((operands.cache, operands.state, results, status))
         adapters = (operands.slots, operands.reroute_tables, operands.remote_table)
-        rest, rest_tree = jax.tree.flatten((adapters, table, self._pages))
+        rest, rest_tree = jax.tree.flatten((adapters, table, self._pages, operands.images))
         return self._leaves, donated, rest, (donated_tree, rest_tree)
 
     def _results_of(self, bucket: int) -> Sampled:
@@ -172,12 +174,12 @@ def _jit_step(
     def local_step(leaves, donated, rest, *, trees, bucket, lora):
         merged = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
         cache, state, *_ = jax.tree.unflatten(trees[0], donated)
-        adapters, table, pages = jax.tree.unflatten(trees[1], rest)
+        adapters, table, pages, images = jax.tree.unflatten(trees[1], rest)
         slots, reroute_tables, remote_table = adapters
         remote = None if link is None or not lora else link.start(remote_table)
-        batch = (slots, table, pages, bucket, sizes, reroute_tables, remote, lora)
         over = None if split is None else split.split
-        cache, logits, rows = forward_step(merged, cache, state.history, *batch, over)
+        batch = (slots, table, pages, bucket, sizes, reroute_tables, remote, lora, images, over)
+        cache, logits, rows = forward_step(merged, cache, state.history, *batch)
         status = None if remote is None else remote.status()
         return cache, *sample_step(logits, rows, state, sample), status
 

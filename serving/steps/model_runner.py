@@ -25,6 +25,7 @@ from serving.api.sampling import Sampling
 from serving.lora_server.client import RemoteTable, ServerLink
 from serving.steps.compiled_step import NO_REMAT, CompiledStep, Operands
 from serving.steps.device_state import admit, init_row_state, pack_row
+from serving.steps.image_encoder import ImageEncoder
 from serving.steps.sampler import Sampled
 from serving.steps.split_step import StepSplit
 from serving.steps.step import (
@@ -80,13 +81,15 @@ class ModelRunner:
         link: ServerLink | None = None,
         specialize_lora: bool = False,
         split: Split | None = None,
+        encoder: ImageEncoder | None = None,
     ):
         """`max_tokens` bounds a step, `dtype` is that of KV pages, and `end_ids` are held back
         before a request's min_tokens. With `reroute_tables` int32 [moe_layers, esft_slots,
         experts] the model's experts lie in expert tensors. With `link` the experts' part of the
         adapters comes from a LoRA Server. `specialize_lora` compiles decode steps once more
         without LoRA, for batches in which nothing asks for it. With `split` the model and `slots`
-        lie on its devices, and `kv_shape` is of all heads.
+        lie on its devices, and `kv_shape` is of all heads. `encoder` is that of a model that takes
+        images, on one device.
         """
         self.sizes, self.buckets = sizes, token_buckets(max_tokens)
         self._specialize_lora = specialize_lora and slots is not None
@@ -107,7 +110,9 @@ class ModelRunner:
         cache = init_cache(kv_shape, sizes.num_pages, sizes.page_size, dtype, split)
         self._cache = cache if split is not None else place(cache)
         self._state = place(init_row_state(sizes.max_seqs, sizes.max_len))
-        self._place = place
+        self._place, self._encoder = place, encoder
+        if encoder is not None:
+            encoder.start(sizes.max_seqs, sizes.max_len, self._step.sharding)
         self._check = (lambda: None) if split is None else split.check
         self.slots = slots if slots is None or split is not None else place(slots)
         self.reroute_tables: Int[Array, "moe_layers esft_slots experts"] | None = (
@@ -127,6 +132,8 @@ class ModelRunner:
                 self.set_remote(np.full(self.slots.num_slots, -1), 0)
         packed = pack_row(Sampling(), (0,), 1, 0, (), self.sizes.max_len, self._vocab_size)
         self._state = admit(self._state, np.int32(0), packed.ints, packed.floats)
+        if self._encoder is not None:
+            self._encoder.warm_up(self.slots)
         table = np.zeros((TABLE_ROWS, self.sizes.max_seqs), np.int32)
         self._compile(table, progress=progress)
         for bucket, lora in self.programs:
@@ -164,6 +171,9 @@ class ModelRunner:
         bucket = self._bucket(plan)
         for sequence in plan.admitted:
             self._admit(sequence)
+        if self._encoder is not None:
+            for work in plan.encodes:
+                self._encoder.encode(work, self.slots)
         changed, scored = False, False
         table = np.zeros((TABLE_ROWS, self.sizes.max_seqs), np.int32)
         for chunk in plan.chunks:
@@ -200,6 +210,8 @@ class ModelRunner:
     def wait(self) -> None:
         """Wait until every dispatched step has run; raises what a step raised on the device."""
         jax.block_until_ready((self._cache, self._state))
+        if self._encoder is not None:
+            self._encoder.wait()
 
     def set_remote(self, slot_to_number: np.ndarray, version: int) -> None:
         """Say under which number the LoRA Server knows the adapter of each slot, from now on."""
@@ -210,8 +222,11 @@ class ModelRunner:
     def _needs_lora(self, plan: StepPlan, bucket: int) -> bool:
         if not self._can_specialize(bucket) or self.slots is None:
             return True
-        # ESFT slots are numbered after the LoRA slots.
-        return any(0 <= chunk.sequence.slot < self.slots.num_slots for chunk in plan.chunks)
+        # ESFT slots are numbered after the LoRA slots, then come pairs of both.
+        num_lora, tables = self.slots.num_slots, self.reroute_tables
+        pairs = num_lora + (0 if tables is None else tables.shape[1])
+        slots = [chunk.sequence.slot for chunk in plan.chunks]
+        return any(0 <= slot < num_lora or slot >= pairs for slot in slots)
 
     def _run(
         self, table: np.ndarray, bucket: int, *, lora: bool
@@ -221,9 +236,9 @@ class ModelRunner:
         return sampled, status
 
     def _operands(self) -> Operands:
-        return Operands(
-            self._cache, self._state, self.slots, self.reroute_tables, self.remote_table
-        )
+        images = None if self._encoder is None else self._encoder.operands
+        adapters = (self.slots, self.reroute_tables, self.remote_table)
+        return Operands(self._cache, self._state, *adapters, images)
 
     def _bucket(self, plan: StepPlan) -> int:
         """Return the smallest bucket that the step fits into; ValueError when it fits nowhere."""
@@ -249,6 +264,8 @@ class ModelRunner:
         )
         self._state = admit(self._state, np.int32(sequence.row), packed.ints, packed.floats)
         self._num_pages[sequence.row] = 0
+        if self._encoder is not None:
+            self._encoder.admit(sequence)
 
     def _update_pages(self, sequence: Sequence) -> bool:
         """Copy the sequence's new pages to its block table; pages of a running one only grow."""

@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 
 from lora_jax.adapters.slots import AdapterSlots
-from lora_jax.batch import ForwardBatch
+from lora_jax.batch import ForwardBatch, ImageRows
 from lora_jax.kv_cache import PagedKVCache
 from lora_jax.nn.remote import RemoteExperts
 from lora_jax.sharding import Split
 from lora_jax.typing import Array, Float, Int
 from serving.steps.device_state import RowState
+from serving.steps.image_encoder import ENCODER_ROW, POSITIONS, ImageOperands
 from serving.steps.sampler import LogitRows, Sampled
 
 # Rows of the step table.
@@ -62,23 +63,26 @@ def forward_step(
     reroute_tables: Int[Array, "moe_layers esft_slots experts"] | None = None,
     remote: RemoteExperts | None = None,
     lora: bool = True,
+    images: ImageOperands | None = None,
     split: Split | None = None,
 ) -> tuple[PagedKVCache, Float[Array, "rows vocab"], LogitRows]:
     """Return the cache after the step, and its logit rows with their logits.
 
     Column s of the table says that sequence row s runs tokens start..start + num_tokens - 1 with
-    an adapter slot (-1: base; ESFT slots count on from the LoRA slots), scores the next
+    an adapter slot (-1: base; ESFT slots count on from the LoRA slots, then pairs), scores the next
     num_targets tokens of its prompt after the first ones, and (samples = 1) draws the token after
     the last one. Rows of a step follow each other in the order of sequence rows. Without `lora` no
-    row may have a LoRA adapter, and no trace of LoRA is in the program. With `split` this is one
-    device's part of the step; all have the same logits.
+    row may have a LoRA adapter, and no trace of LoRA is in the program; without `images` no trace
+    of them. With `split` this is one device's part of the step; all have the same logits.
     """
     batch = unpack_batch(table, block_tables, history, bucket, sizes)
+    if images is not None:
+        batch = dataclasses.replace(batch, images=unpack_images(batch, images))
     rows = unpack_logit_rows(table, batch, history, sizes.logit_rows(bucket))
     if reroute_tables is not None:
         num_lora = 0 if slots is None else slots.num_slots
         batch = split_slots(batch, num_lora, reroute_tables)
-        lora_rows = _below(rows.row_to_slot, num_lora)
+        lora_rows, _ = _split(rows.row_to_slot, num_lora, reroute_tables.shape[1])
         rows = dataclasses.replace(rows, row_to_slot=lora_rows)
     slots = slots if lora else None
     hidden, cache = model(batch, cache, slots, sizes.max_rank, remote, split)
@@ -121,24 +125,41 @@ def unpack_batch(
     )
 
 
+def unpack_images(batch: ForwardBatch, images: ImageOperands) -> ImageRows:
+    """Return which token takes which encoder row, and the rope's positions of every token."""
+    places = images.places[batch.token_to_seq, :, batch.positions]
+    real = jnp.arange(places.shape[0], dtype=jnp.int32) < batch.num_tokens
+    rows = jnp.where(real, places[:, ENCODER_ROW], -1)
+    return ImageRows(images.rows, rows, places[:, POSITIONS].T)
+
+
 def split_slots(
     batch: ForwardBatch,
     num_lora: int,
     reroute_tables: Int[Array, "moe_layers esft_slots experts"],
 ) -> ForwardBatch:
-    """Return the batch with slots from `num_lora` on as ESFT slots 0, 1, ..."""
-    slots = batch.token_to_slot
+    """Return the batch with slots from `num_lora` on as ESFT slots 0, 1, ...
+
+    After the ESFT slots come those of a LoRA and an ESFT adapter together.
+    """
+    num_esft = reroute_tables.shape[1]
+    lora, esft = _split(batch.token_to_slot, num_lora, num_esft)
     return dataclasses.replace(
-        batch,
-        token_to_slot=_below(slots, num_lora),
-        token_to_esft_slot=jnp.where(slots >= num_lora, slots - num_lora, -1),
-        reroute_tables=reroute_tables,
+        batch, token_to_slot=lora, token_to_esft_slot=esft, reroute_tables=reroute_tables
     )
 
 
-def _below(slots: Int[Array, "rows"], limit: int) -> Int[Array, "rows"]:
-    """Return the slots below the limit; others are -1."""
-    return jnp.where(slots < limit, slots, -1)
+def _split(
+    slots: Int[Array, "rows"], num_lora: int, num_esft: int
+) -> tuple[Int[Array, "rows"], Int[Array, "rows"]]:
+    """Return LoRA and ESFT slots, -1 for none; num_lora + num_esft + e * num_lora + l is both."""
+    both = slots - (num_lora + num_esft)
+    lora = jnp.where(slots < num_lora, slots, -1)
+    esft = jnp.where(slots >= num_lora, slots - num_lora, -1)
+    if not num_lora:
+        return lora, esft
+    lora = jnp.where(both >= 0, both % num_lora, lora)
+    return lora, jnp.where(both >= 0, both // num_lora, esft)
 
 
 def unpack_logit_rows(

@@ -23,6 +23,7 @@ OWN_VARIABLES = frozenset(
     )
 )
 _MAX_MESSAGE = 300
+_PROBE = "a text to look for"
 
 
 class ChatTemplate:
@@ -35,10 +36,19 @@ class ChatTemplate:
                 f"The chat template has {len(source)} characters; at most {MAX_TEMPLATE} are read."
             )
         self._special_tokens = dict(special_tokens)
+        self._wants_parts = False
         try:
             self._code = _environment(Meter()).compile_source(source)
         except jinja2.TemplateError as error:
             raise ValueError(f"The chat template is not valid: {error}"[:_MAX_MESSAGE]) from error
+        self._wants_parts = not self._shows(_PROBE) and self._shows(_part(_PROBE))
+
+    def _shows(self, content: Any) -> bool:
+        """Return whether the template shows such a content of a user's message."""
+        try:
+            return _PROBE in self.render([{"role": "user", "content": content}])
+        except ValueError:
+            return False
 
     def render(
         self,
@@ -52,12 +62,15 @@ class ChatTemplate:
         """Return the prompt of the messages; with `continue_final_message` up to the last text.
 
         A message has a `role`, and `content` that is a text, a list of parts {"type": "text",
-        "text": ...} or None. ValueError when the template refuses them, fails, or exceeds the
-        meter.
+        "text": ...} or {"type": "image"}, or None. A template gets a text, or, where there is an
+        image or it shows no text otherwise, parts. ValueError when the template refuses them,
+        fails, or exceeds the meter.
         """
         environment = _environment(meter or Meter())
         template = jinja2.Template.from_code(environment, self._code, environment.globals)
         plain = [_plain(place, message) for place, message in enumerate(messages)]
+        if self._wants_parts:
+            plain = [{**m, "content": _part(m["content"])} for m in plain]
         own = {"messages": plain, "add_generation_prompt": add_generation_prompt}
         own |= {"tools": None, "documents": None, **self._special_tokens}
         try:
@@ -68,10 +81,21 @@ class ChatTemplate:
             what = f"{type(error).__name__}: {error}"
             raise ValueError(f"The chat template failed: {what}"[:_MAX_MESSAGE]) from error
         return (
-            _up_to(prompt, plain[-1]["content"] if plain else "")
+            _up_to(prompt, _text_of(plain[-1]["content"]) if plain else "")
             if continue_final_message
             else prompt
         )
+
+
+def _part(content: Any) -> list[dict[str, Any]]:
+    """Return a content as parts."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _text_of(content: Any) -> str:
+    """Return a content's last text."""
+    texts = [part["text"] for part in _part(content) if part["type"] == "text"]
+    return texts[-1] if texts else ""
 
 
 def _up_to(prompt: str, text: str) -> str:
@@ -129,15 +153,25 @@ def _tojson(
 
 
 def _plain(place: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a message whose content is a text."""
+    """Return a copy of a message whose content is a text, or parts if one is an image."""
     if not isinstance(message.get("role"), str):
         raise ValueError(f"messages.{place}.role must be a text.")
     content = message.get("content")
     if content is None:
         content = ""
     elif not isinstance(content, str):
+        images = [part for part in content if isinstance(part, Mapping) and _is_image(part)]
+        if images:
+            plain = [
+                part if part in images else _part(_part_text(place, part))[0] for part in content
+            ]
+            return {**message, "content": plain}
         content = "\n".join(_part_text(place, part) for part in content)
     return {**message, "content": content}
+
+
+def _is_image(part: Mapping[str, Any]) -> bool:
+    return part.get("type") == "image"
 
 
 def _part_text(place: int, part: Any) -> str:

@@ -8,7 +8,21 @@ import dataclasses
 
 import jax
 
-from lora_jax.typing import Array, Int
+from lora_jax.typing import Array, Float, Int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ImageRows:
+    """Images of one step: the rows a tower made of them, and which token takes which.
+
+    A row holds what stands for the token's embedding, and then what is added to the hidden state
+    after each of the first layers (deepstack).
+    """
+
+    rows: Float[Array, "encoder_rows parts hidden"]
+    token_to_row: Int[Array, "tokens"]  # -1: a text token, which takes its embedding
+    rope_positions: Int[Array, "3 tokens"]  # time, row and column of M-RoPE
 
 
 @jax.tree_util.register_dataclass
@@ -17,8 +31,9 @@ class ForwardBatch:
     """Device integers of one step. Entries at or after `num_tokens` are padding.
 
     Padding carries position 0, sequence row 0, page slot out of range (writes are dropped) and
-    adapter slots -1; every op skips it, so that a bucket costs what its real tokens cost. The last
-    two fields go together; without them no trace of ESFT is in the program.
+    adapter slots -1; every op skips it, so that a bucket costs what its real tokens cost. The two
+    fields of ESFT go together; without them no trace of ESFT is in the program, and without
+    `images` none of images.
     """
 
     tokens: Int[Array, "tokens"]  # token ids
@@ -30,3 +45,4 @@ class ForwardBatch:
     num_tokens: Int[Array, ""]
     token_to_esft_slot: Int[Array, "tokens"] | None = None  # row of the tables; -1: base's experts
     reroute_tables: Int[Array, "moe_layers esft_slots experts"] | None = None  # see ops.reroute
+    images: ImageRows | None = None

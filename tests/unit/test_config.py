@@ -220,8 +220,118 @@ def test_reading_does_not_change_the_dict():
     assert raw == kept
 
 
+QWEN_TOWER = {"depth": 3, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2}
+QWEN3_TOWER = QWEN_TOWER | {"out_hidden_size": 32, "deepstack_visual_indexes": [0, 2]}
+QWEN25_TOWER = QWEN_TOWER | {"out_hidden_size": 32, "fullatt_block_indexes": [1]}
+CLIP = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 4,
+    "image_size": 56,
+    "patch_size": 14,
+}
+SECTIONS = {"mrope_section": [1, 1, 2], "mrope_interleaved": True}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+HUB_ROPE = {"rope_theta": 5e6, "rope_scaling": {"rope_type": "default", **SECTIONS}}
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6, **SECTIONS}}
+BLOCKS = {"mrope_section": [1, 1, 2]}
+FLAT_ROPE = {"rope_theta": 1e6, "rope_scaling": {"type": "mrope", **BLOCKS}}
+# Per model with a tower: (hub's config, transformers 5's).
+VISION_DIALECTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen3_vl": (
+        {
+            "tie_word_embeddings": True,
+            "text_config": BASE | HUB_ROPE | {"torch_dtype": "bfloat16"},
+            "vision_config": QWEN3_TOWER | {"model_type": "qwen3_vl"},
+        },
+        {
+            "dtype": "bfloat16",
+            "tie_word_embeddings": True,
+            "text_config": BASE | ROPE | {"tie_word_embeddings": False},
+            "vision_config": QWEN3_TOWER | {"model_type": "qwen3_vl_vision"},
+            "image_token_id": 151655,
+        },
+    ),
+    "qwen3_vl_moe": (
+        {
+            "text_config": BASE | HUB_ROPE | EXPERTS | {"norm_topk_prob": True},
+            "vision_config": QWEN3_TOWER,
+        },
+        {"text_config": BASE | ROPE | EXPERTS, "vision_config": QWEN3_TOWER},
+    ),
+    "qwen2_5_vl": (
+        BASE | FLAT_ROPE | {"vision_config": QWEN25_TOWER | {"in_chans": 3}},
+        {
+            "text_config": BASE
+            | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, **BLOCKS}},
+            "vision_config": QWEN25_TOWER,
+        },
+    ),
+    "llava": (
+        {
+            "image_token_index": 32000,
+            "text_config": BASE | {"model_type": "llama", "rope_theta": 1e4},
+            "vision_config": CLIP,
+        },
+        {
+            "image_token_id": 32000,
+            "text_config": BASE
+            | {
+                "model_type": "llama",
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            },
+            "vision_config": CLIP,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("model_type", VISION_DIALECTS)
+def test_both_dialects_of_models_with_a_tower_are_equal(model_type):
+    hub, ours = (from_hf({"model_type": model_type, **raw}) for raw in VISION_DIALECTS[model_type])
+    assert hub == ours
+    assert hub.model_type == model_type
+    assert hub.tower.out_size == hub.hidden_size
+    assert (hub.rope.sections is None) == (model_type == "llava")
+
+
+VISION_REFUSED = [
+    ("qwen3_vl", {"vision_config": {}}, "lacks vision_config"),
+    ("qwen3_vl", {"vision_config": QWEN3_TOWER | {"out_hidden_size": 64}}, "out_hidden_size is 64"),
+    ("qwen3_vl", {"vision_config": QWEN3_TOWER | {"num_position_embeddings": 5}}, "no square"),
+    (
+        "qwen3_vl",
+        {"vision_config": QWEN3_TOWER | {"deepstack_visual_indexes": [3]}},
+        "deepstack_visual_indexes",
+    ),
+    (
+        "qwen3_vl",
+        {"text_config": BASE | {"rope_scaling": {"mrope_section": [4, 4, 4]}}},
+        "sum to 4",
+    ),
+    ("qwen3_vl_moe", {"text_config": BASE | EXPERTS | {"norm_topk_prob": False}}, "norm_topk_prob"),
+    ("llava", {"vision_feature_layer": -1}, "vision_feature_layer"),
+    ("llava", {"text_config": BASE | {"model_type": "mistral"}}, "model_type 'mistral'"),
+    ("llava", {"vision_config": CLIP | {"model_type": "siglip_vision_model"}}, "siglip"),
+]
+
+
+@pytest.mark.parametrize(("model_type", "changes", "message"), VISION_REFUSED)
+def test_towers_that_are_not_done_are_refused_by_name(model_type, changes, message):
+    with pytest.raises(ValueError, match=message):
+        from_hf({"model_type": model_type, **VISION_DIALECTS[model_type][0], **changes})
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "internvl", "qwen2_vl", "llava_next"])
+def test_other_models_with_images_are_refused_with_the_reason(model_type):
+    with pytest.raises(ValueError, match=f"{model_type} is not supported: "):
+        from_hf({"model_type": model_type})
+
+
 def test_every_known_type_is_tested():
-    assert set(known_model_types()) == {*DIALECTS, "dbrx"}
+    assert set(known_model_types()) == {*DIALECTS, "dbrx", *VISION_DIALECTS}
 
 
 def test_configs_that_transformers_writes():

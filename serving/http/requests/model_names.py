@@ -3,12 +3,14 @@
 import asyncio
 import dataclasses
 import os
+from typing import Any
 
+from lora_jax.adapters.composition import parts_of
 from lora_jax.adapters.reader import CONFIG_FILES
-from lora_jax.adapters.registry import AdapterEntry, AdapterNotFound
+from lora_jax.adapters.registry import AdapterEntry, AdapterNotFound, RegistryBusy
 from lora_jax.adapters.versions import FULL_NAME, NAME, split
 from serving.http.access.keys import Caller
-from serving.http.errors import ApiError, unknown_model
+from serving.http.errors import ApiError, scrub, unknown_model
 from serving.http.interface import AbstractEngine
 
 
@@ -91,6 +93,40 @@ class ModelNames:
         except AdapterNotFound:
             raise unknown_model(shown, param) from None
         return Target(adapter, chosen, entry)
+
+    async def resolve_sum(
+        self, given: list[Any], model: str | None, lora_path: str | None, caller: Caller, key: str
+    ) -> Target:
+        """Return what a weighted sum of adapters asks for; `model` is the base model's name.
+
+        Raises ApiError as `resolve` does, and 400 for parts that cannot be composed.
+        """
+        try:
+            parts = parts_of(given)
+        except ValueError as error:
+            raise ApiError(400, str(error), param="adapters") from None
+        if lora_path or (model and not self.is_base(model)):
+            raise ApiError(
+                400,
+                "model or lora_path names an adapter, and so do adapters: put all parts into "
+                f"adapters, and {self.base!r} or nothing into model.",
+                param="adapters",
+            )
+        found = []
+        for part in parts:
+            if self.is_base(part.name):
+                raise ApiError(400, "adapters names the base model.", param="adapters")
+            target = await self.resolve(part.name, None, caller, key)
+            assert target.entry is not None, "an adapter without an entry"
+            found.append((target.entry, part.weight))
+        try:
+            entry = await asyncio.to_thread(self._engine.compose, found)
+        except RegistryBusy:
+            raise
+        except ValueError as error:
+            raise ApiError(400, scrub(str(error)), param="adapters") from None
+        is_plain = len(parts) == 1 and parts[0].weight == 1
+        return Target(parts[0].name if is_plain else model or self.base, entry.name, entry)
 
     def _adapter_of(self, model: str | None) -> str | None:
         """Return the adapter a model name asks for, or None for the base model."""

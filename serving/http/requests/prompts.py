@@ -4,10 +4,12 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from serving.api.images import PlacedImages, PreparedImage
 from serving.http.errors import ApiError
 from serving.http.interface import AbstractEngine
 from serving.http.lanes import Lane, run_in
 from serving.http.requests.bounds import Bounds
+from serving.http.requests.images import is_text, part_kind, parts_of
 from serving.http.requests.protocol import MAX_PROMPTS, ChatMessage
 from serving.http.requests.template_options import TemplateOptions
 
@@ -18,10 +20,11 @@ _MAX_ALL_TOKENS = 1 << 20  # of all prompts of a request together
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """One prompt: its tokens, and its text where it came as text."""
+    """One prompt: its tokens, its text where it came as text, its images."""
 
     ids: list[int]
     text: str | None
+    images: PlacedImages = ()
 
 
 async def read_prompts(
@@ -159,8 +162,9 @@ async def chat_prompt(
     options: TemplateOptions,
     add_special_tokens: bool,
     most: int | None = None,
+    images: Sequence[PreparedImage] = (),
 ) -> Prompt:
-    """Return the prompt that the server's own template makes of the messages.
+    """Return the prompt that the server's own template makes of the messages and their images.
 
     `most` tokens (by default the context) are the bound of `encode`.
     """
@@ -173,39 +177,55 @@ async def chat_prompt(
     ids = await encode(engine, text, add_special_tokens, most, "messages")
     if not ids:
         raise ApiError(400, "messages must not be empty.", param="messages")
-    return Prompt(ids, text)
+    if engine.images is None:
+        return Prompt(ids, text)
+    try:
+        ids, starts = engine.images.expand(ids, images)
+    except ValueError as error:
+        raise ApiError(400, str(error), param="messages") from None
+    return Prompt(ids, text, tuple(zip(images, starts, strict=True)))
 
 
-def plain_messages(messages: list[ChatMessage]) -> list[dict[str, str]]:
-    """Return role and text of each message; what is not text is ApiError 400."""
-    return [_plain(i, message) for i, message in enumerate(messages)]
+def plain_messages(engine: AbstractEngine, messages: list[ChatMessage]) -> list[dict[str, Any]]:
+    """Return role and text of each message, or its parts where there are images.
+
+    What the model does not take is ApiError 400.
+    """
+    return [_plain(engine, i, message) for i, message in enumerate(messages)]
+
+
+def text_of(message: dict[str, Any]) -> str:
+    """Return the text of a message as `plain_messages` gives it."""
+    content = message["content"]
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in content if part["type"] == "text")
 
 
 def _render(engine: AbstractEngine, messages: list[ChatMessage], options: TemplateOptions) -> str:
-    plain = plain_messages(messages)
+    plain = plain_messages(engine, messages)
     return engine.tokenizer.apply_chat_template(plain, **options.as_arguments())
 
 
-def _plain(place: int, message: ChatMessage) -> dict[str, str]:
-    """Return role and text of a message; a part that is not text is refused by its type."""
+def _plain(engine: AbstractEngine, place: int, message: ChatMessage) -> dict[str, Any]:
+    """Return role and content of a message; a part that is not taken is refused by its type."""
     extra = message.model_extra or {}
     for field in ("tool_calls", "function_call", "audio"):
         if extra.get(field):
             raise ApiError(400, f"messages.{place}.{field} is not supported.", param="messages")
     content = message.content
+    if engine.images is not None:
+        parts = parts_of(engine.images, place, message)
+        if any(part["type"] == "image" for part in parts):
+            return {"role": message.role, "content": parts}
     if content is None or isinstance(content, str):
         return {"role": message.role, "content": content or ""}
-    texts = []
     for part in content:
-        kind = part.type or (
-            "text" if part.text is not None else next(iter(part.model_extra or {}), "none")
-        )
-        if kind != "text" or part.text is None:
+        if not is_text(part):
             raise ApiError(
                 400,
-                f"messages.{place}: a part of type {kind[:64]!r} is not supported; this model "
-                "takes text only.",
+                f"messages.{place}: a part of type {part_kind(part)[:64]!r} is not supported; "
+                "this model takes text only.",
                 param="messages",
             )
-        texts.append(part.text)
-    return {"role": message.role, "content": "\n".join(texts)}
+    return {"role": message.role, "content": "\n".join(part.text or "" for part in content)}

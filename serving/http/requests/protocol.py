@@ -64,6 +64,8 @@ class GenerationBody(Body):
     lora_path: str | None = Field(
         default=None, max_length=_MAX_NAME
     )  # SGLang's way to name an adapter
+    # Weighted sums of adapters: objects with name and weight; see adapters.composition.parts_of.
+    adapters: Annotated[list[Any], Field(max_length=64)] | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None  # wins over max_tokens
     temperature: float | None = None
@@ -114,11 +116,19 @@ class CompletionBody(GenerationBody):
     suffix: str | None = None
 
 
+class ImageUrl(Body):
+    """URL of an image; `detail` has no effect."""
+
+    url: str
+    detail: str | None = None
+
+
 class ContentPart(Body):
-    """One part of a message: only text is understood."""
+    """One part of a message: text, or an image by its URL."""
 
     type: str | None = Field(default=None, max_length=_MAX_NAME)
     text: str | None = None
+    image_url: ImageUrl | str | None = None
 
 
 class ChatMessage(Body):

@@ -1,7 +1,9 @@
-"""Key of the user behind a request, by which a rollout gives always the same version."""
+"""Target of a request for text, and the key of its user, whom a rollout gives one version."""
 
 from fastapi import Request
 
+from serving.http.access.keys import Caller
+from serving.http.requests.model_names import ModelNames, Target
 from serving.http.requests.protocol import GenerationBody
 
 HEADER = "X-Session-ID"
@@ -12,3 +14,13 @@ def session_key(request: Request, body: GenerationBody) -> str:
     said = (body.prompt_cache_key, body.safety_identifier, body.user)
     found = next((key for key in (request.headers.get(HEADER), *said) if key), None)
     return found or request.scope["state"]["request_id"]
+
+
+async def target_of(
+    names: ModelNames, request: Request, body: GenerationBody, caller: Caller
+) -> Target:
+    """Return the base model, the adapter or the sum of adapters that a body asks for."""
+    key = session_key(request, body)
+    if body.adapters is None:
+        return await names.resolve(body.model, body.lora_path, caller, key)
+    return await names.resolve_sum(body.adapters, body.model, body.lora_path, caller, key)

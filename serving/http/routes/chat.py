@@ -11,10 +11,11 @@ from serving.http.answers.generation import Generation, Piece
 from serving.http.answers.logprobs import chat_logprobs, prompt_logprobs
 from serving.http.interface import AbstractTokenizer
 from serving.http.requests.body import read_body, takes
+from serving.http.requests.images import read_images
 from serving.http.requests.parameters import chat_sampling, fit_context
-from serving.http.requests.prompts import chat_prompt, plain_messages
+from serving.http.requests.prompts import chat_prompt, plain_messages, text_of
 from serving.http.requests.protocol import ChatBody
-from serving.http.requests.session import session_key
+from serving.http.requests.session import target_of
 from serving.http.requests.template_options import template_options
 from serving.http.server import server_of
 from serving.http.settings import HttpSettings
@@ -27,22 +28,22 @@ async def create_chat_completion(request: Request) -> Response:
     """Return the assistant's next message, at once or as a stream."""
     server, caller = server_of(request), caller_of(request)
     body = await read_body(request, ChatBody)
-    session = session_key(request, body)
-    target = await server.names.resolve(body.model, body.lora_path, caller, session)
+    target = await target_of(server.names, request, body, caller)
     request.state.adapter = target.adapter
     defaults = server.engine.model_info.sampling_defaults
     chat_sampling(body, 1, defaults)  # refuse bad parameters before any work on the messages
     options = template_options(body, server.settings.default_template_kwargs)
     special = bool(body.add_special_tokens)  # templates write their own special tokens
-    prompt = await chat_prompt(server.engine, body.messages, options, special)
+    images = await read_images(server.engine, body.messages, server.settings.media)
+    prompt = await chat_prompt(server.engine, body.messages, options, special, images=images)
     limit, length = server.max_model_len, len(prompt.ids)
     sampling = fit_context(chat_sampling(body, limit - length, defaults), body, length, limit)
     generation = Generation(server.engine, server.mailbox, [prompt])
     salt = cache_salt(caller.salt, body.cache_salt)
     generation.submit(target.adapter, [sampling], salt, caller, target.entry)
-    last = plain_messages(body.messages[-1:])[0]
+    last = plain_messages(server.engine, body.messages[-1:])[0]
     role = server.settings.response_role if options.add_generation_prompt else last["role"]
-    echo = last["content"] if body.echo and last["role"] == role else ""
+    echo = text_of(last) if body.echo and last["role"] == role else ""
     answer = ChatAnswer(
         body, generation, target.name, server.engine.tokenizer, server.settings, role, echo
     )

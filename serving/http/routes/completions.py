@@ -14,7 +14,7 @@ from serving.http.requests.body import read_body, takes
 from serving.http.requests.parameters import completion_sampling, fit_context
 from serving.http.requests.prompts import read_prompts
 from serving.http.requests.protocol import CompletionBody
-from serving.http.requests.session import session_key
+from serving.http.requests.session import target_of
 from serving.http.server import server_of
 from serving.http.settings import HttpSettings
 
@@ -26,8 +26,7 @@ async def create_completion(request: Request) -> Response:
     """Return the completions of one or more prompts, at once or as a stream."""
     server, caller = server_of(request), caller_of(request)
     body = await read_body(request, CompletionBody)
-    session = session_key(request, body)
-    target = await server.names.resolve(body.model, body.lora_path, caller, session)
+    target = await target_of(server.names, request, body, caller)
     request.state.adapter = target.adapter
     sampling = completion_sampling(body, server.engine.model_info.sampling_defaults)
     special = True if body.add_special_tokens is None else body.add_special_tokens

@@ -9,6 +9,7 @@ from serving.http.errors import ApiError
 from serving.http.lanes import Lane, run_in
 from serving.http.requests.body import read_body, takes
 from serving.http.requests.bounds import Bounds
+from serving.http.requests.images import read_images
 from serving.http.requests.prompts import chat_prompt, check_ids, encode
 from serving.http.requests.protocol import DetokenizeBody, TokenizeBody
 from serving.http.requests.template_options import template_options
@@ -30,7 +31,10 @@ async def tokenize(request: Request) -> Response:
     special = body.add_special_tokens
     if body.messages is not None:
         options = template_options(body, server.settings.default_template_kwargs)
-        prompt = await chat_prompt(server.engine, body.messages, options, bool(special), most)
+        images = await read_images(server.engine, body.messages, server.settings.media)
+        prompt = await chat_prompt(
+            server.engine, body.messages, options, bool(special), most, images
+        )
         ids = prompt.ids
     else:
         ids = await encode(server.engine, body.prompt or "", special is not False, most)

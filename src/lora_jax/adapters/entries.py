@@ -18,6 +18,19 @@ class RegistryLimits:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class PairWeights:
+    """A LoRA adapter and an ESFT adapter that serve one request together."""
+
+    lora: "AdapterEntry"
+    esft: "AdapterEntry"
+    report: AdapterReport
+
+    @property
+    def digest(self) -> str:
+        return self.report.digest
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class AdapterEntry:
     """One loaded adapter. `generation` grows with every publish and unload of the registry."""
 
@@ -25,7 +38,7 @@ class AdapterEntry:
     kind: AdapterKind
     digest: str
     generation: int
-    weights: AnyWeights
+    weights: AnyWeights | PairWeights
     pinned: bool
     path: str  # relative to the adapter directory, or the operator's folder without its directory
     folder: str = ""  # where the files are, in full; never shown to clients

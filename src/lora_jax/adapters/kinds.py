@@ -8,3 +8,4 @@ class AdapterKind(enum.StrEnum):
 
     LORA = "lora"
     ESFT = "esft"
+    PAIR = "pair"  # a LoRA and an ESFT adapter that serve a request together

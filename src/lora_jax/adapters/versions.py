@@ -12,7 +12,7 @@ FULL_NAME = re.compile(rf"{_PART}(?:@{_PART})?")  # of what a registry holds
 def split(name: str) -> tuple[str, str | None]:
     """Return the adapter and the version of a full name; None: the name has no version."""
     adapter, at, version = name.partition("@")
-    return adapter, version if at else None
+    return (adapter, version) if at and FULL_NAME.fullmatch(name) else (name, None)
 
 
 def joined(adapter: str, version: str) -> str:

@@ -6,7 +6,14 @@ config asks for and this code does not do is refused by name.
 """
 
 from lora_jax.config._hf import from_hf, known_model_types
-from lora_jax.config._types import ClampedSwiglu, MlaConfig, ModelConfig, MoeConfig, RopeConfig
+from lora_jax.config._types import (
+    ClampedSwiglu,
+    MlaConfig,
+    ModelConfig,
+    MoeConfig,
+    RopeConfig,
+    VisionConfig,
+)
 
 __all__ = [
     "ClampedSwiglu",
@@ -14,6 +21,7 @@ __all__ = [
     "ModelConfig",
     "MoeConfig",
     "RopeConfig",
+    "VisionConfig",
     "from_hf",
     "known_model_types",
 ]

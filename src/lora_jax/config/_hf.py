@@ -7,6 +7,13 @@ from typing import Any
 from lora_jax.config._keys import Keys
 from lora_jax.config._rope import read_rope, yarn_magnitude
 from lora_jax.config._types import ClampedSwiglu, MlaConfig, ModelConfig, MoeConfig
+from lora_jax.config._vision import (
+    REFUSED,
+    read_vision,
+    section_fields,
+    text_keys,
+    without_sections,
+)
 
 
 def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
@@ -18,6 +25,8 @@ def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     model_type = raw.get("model_type")
     if model_type not in _READERS:
         known = ", ".join(known_model_types())
+        if model_type in REFUSED:
+            raise ValueError(f"{model_type} is not supported: {REFUSED[model_type]}.")
         raise ValueError(f"model_type {model_type!r} is not supported; known are {known}.")
     keys = Keys(raw, str(model_type))
     config = _READERS[model_type](keys)
@@ -272,6 +281,38 @@ def _dbrx(keys: Keys) -> ModelConfig:
     )
 
 
+def _qwen3_vl(keys: Keys) -> ModelConfig:
+    return _with_vision(keys, _qwen3)
+
+
+def _qwen3_vl_moe(keys: Keys) -> ModelConfig:
+    return _with_vision(keys, lambda text: _qwen3_moe(_normalised(text)))
+
+
+def _normalised(keys: Keys) -> Keys:
+    """Return the keys of a model whose router always normalises, said or not."""
+    if not keys.flag("norm_topk_prob", True):
+        raise ValueError(f"{keys.where}: norm_topk_prob false is not supported.")
+    return Keys({**keys.raw, "norm_topk_prob": True}, keys.where)
+
+
+def _qwen2_5_vl(keys: Keys) -> ModelConfig:
+    return _with_vision(keys, _qwen2)
+
+
+def _llava(keys: Keys) -> ModelConfig:
+    return _with_vision(keys, _llama)
+
+
+def _with_vision(keys: Keys, read_text: Callable[[Keys], ModelConfig]) -> ModelConfig:
+    """Return the config of a language model beside its tower."""
+    text, sections = without_sections(text_keys(keys))
+    config = read_text(text)
+    rope = dataclasses.replace(config.rope, **section_fields(sections, config.rope.dim))
+    vision = read_vision(keys, config.hidden_size)
+    return dataclasses.replace(config, model_type=keys.where, rope=rope, vision=vision)
+
+
 _READERS: dict[Any, Callable[[Keys], ModelConfig]] = {
     "llama": _llama,
     "mistral": _mistral,
@@ -282,4 +323,8 @@ _READERS: dict[Any, Callable[[Keys], ModelConfig]] = {
     "gpt_oss": _gpt_oss,
     "deepseek_v2": _deepseek_v2,
     "dbrx": _dbrx,
+    "qwen3_vl": _qwen3_vl,
+    "qwen3_vl_moe": _qwen3_vl_moe,
+    "qwen2_5_vl": _qwen2_5_vl,
+    "llava": _llava,
 }

@@ -18,6 +18,10 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     magnitude: float = 1.0  # multiplies cos and sin ("attention factor")
+    # M-RoPE: how many frequencies turn by time, row and column; they follow each other in blocks,
+    # or (interleaved) frequency i turns by row where i % 3 is 1, by column where it is 2.
+    sections: tuple[int, int, int] | None = None
+    interleaved_sections: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +62,45 @@ class MlaConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class VisionConfig:
+    """The tower that turns image patches into rows of the language model's width.
+
+    `family` is qwen3_vl, qwen2_5_vl or clip. `merge_size` squared patches become one row.
+    """
+
+    family: str
+    num_layers: int  # that are computed; CLIP's last one is not
+    hidden_size: int
+    num_heads: int
+    intermediate_size: int
+    patch_size: int  # pixels
+    temporal_patch_size: int  # times that a still image stands in a patch
+    merge_size: int
+    out_size: int
+    norm_eps: float
+    image_token_id: int
+    num_positions: int = 0  # rows of the learned position table
+    deepstack: tuple[int, ...] = ()  # layers whose output is added to the first language layers
+    window_size: int = 0  # pixels of a window's side
+    full_layers: tuple[int, ...] = ()  # layers without windows, where there are windows
+    image_size: int = 0  # pixels of the side of every image; 0: images keep their shape
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def patch_dim(self) -> int:
+        """Numbers of one patch."""
+        return 3 * self.temporal_patch_size * self.patch_size**2
+
+    @property
+    def merged_size(self) -> int:
+        """Width of the patches of one row, side by side."""
+        return self.hidden_size * self.merge_size**2
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Configuration of a model class. `dtype` is that of the weights in the config, or None."""
 
@@ -82,6 +125,7 @@ class ModelConfig:
     clip_qkv: float | None = None
     moe: MoeConfig | None = None
     mla: MlaConfig | None = None
+    vision: VisionConfig | None = None
     dtype: str | None = None
     quantization: str | None = None  # "mxfp4": how the files store expert weights
     bos_token_id: int | None = None
@@ -100,3 +144,10 @@ class ModelConfig:
         if self.mla is None:
             raise ValueError(f"{self.model_type} needs latent attention, and its config has none.")
         return self.mla
+
+    @property
+    def tower(self) -> VisionConfig:
+        """The vision part; ValueError if the config has none."""
+        if self.vision is None:
+            raise ValueError(f"{self.model_type} needs a vision tower, and its config has none.")
+        return self.vision

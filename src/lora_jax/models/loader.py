@@ -130,7 +130,8 @@ def check_leftovers(plan: dict[str, Source], files: Checkpoint, config: ModelCon
     A stored head beside a tied embedding is no leftover as long as both hold the same values.
     """
     used = {files[name].name for source in plan.values() for name in source.names()}
-    ignored = re.compile("|".join(IGNORED))
+    unread = model_class(config.model_type).ignored_weights(config)
+    ignored = re.compile("|".join((*IGNORED, *unread)))
     left = [name for name in files.tensors if name not in used and not ignored.fullmatch(name)]
     if config.tie_embeddings and HEAD in left:
         left.remove(HEAD)

@@ -20,6 +20,10 @@ _CLASSES = {
     "gpt_oss": "gpt_oss:GptOss",
     "deepseek_v2": "deepseek_v2:DeepseekV2",
     "dbrx": "dbrx:Dbrx",
+    "qwen3_vl": "qwen3_vl:Qwen3VL",
+    "qwen3_vl_moe": "qwen3_vl_moe:Qwen3VLMoe",
+    "qwen2_5_vl": "qwen2_5_vl:Qwen25VL",
+    "llava": "llava:Llava",
 }
 
 

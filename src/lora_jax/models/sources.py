@@ -6,6 +6,7 @@ that a sharded parameter never needs its whole self on the host.
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator
 from typing import Protocol, runtime_checkable
@@ -161,6 +162,68 @@ class Unflatten:
             rows = range(group * size, (group + 1) * size)
             chosen = rows[index[1].start : index[1].stop : index[1].step]
             self.of.read(files, (chosen, *index[2:]), out[place])
+
+
+@dataclasses.dataclass(frozen=True)
+class Oriented:
+    """[..., rows, columns], whichever of the two the file has as the last axis.
+
+    `straight` are the sizes wanted. Where they are equal, `sibling`, which the file turns alike,
+    tells by its own sizes.
+    """
+
+    of: Source
+    straight: tuple[int, int]
+    sibling: Source
+    sibling_straight: tuple[int, int]
+
+    def fill(self, places: dict[str, str]) -> "Oriented":
+        filled = {name: getattr(self, name).fill(places) for name in ("of", "sibling")}
+        return dataclasses.replace(self, **filled)
+
+    def names(self) -> Iterator[str]:
+        return self.of.names()
+
+    def shape(self, files: Checkpoint) -> tuple[int, ...]:
+        return self._source(files).shape(files)
+
+    def read(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
+        self._source(files).read(files, index, out)
+
+    def _source(self, files: Checkpoint) -> Source:
+        told = self.of, self.straight
+        if self.straight[0] == self.straight[1]:
+            told = self.sibling, self.sibling_straight
+        source, (rows, columns) = told
+        if rows == columns:
+            raise ValueError(f"{next(self.names())}: its orientation cannot be told by its sizes.")
+        is_turned = source.shape(files)[-2:] == (columns, rows)
+        return Transpose(self.of) if is_turned else self.of
+
+
+@dataclasses.dataclass(frozen=True)
+class Flatten:
+    """[rows, ...] seen as [rows, the rest side by side]: the map that a convolution is."""
+
+    of: Source
+
+    def fill(self, places: dict[str, str]) -> "Flatten":
+        return Flatten(self.of.fill(places))
+
+    def names(self) -> Iterator[str]:
+        return self.of.names()
+
+    def shape(self, files: Checkpoint) -> tuple[int, ...]:
+        rows, *rest = self.of.shape(files)
+        return (rows, math.prod(rest))
+
+    def read(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
+        rest = self.of.shape(files)[1:]
+        whole = np.empty((len(index[0]), *rest), out.dtype)
+        self.of.read(files, (index[0], *(range(n) for n in rest)), whole)
+        columns = index[1]
+        flat = whole.reshape(len(index[0]), -1)
+        out[...] = flat[:, columns.start : columns.stop : columns.step]
 
 
 @dataclasses.dataclass(frozen=True)

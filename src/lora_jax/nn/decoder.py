@@ -11,7 +11,7 @@ from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.batch import ForwardBatch
 from lora_jax.config import ModelConfig
 from lora_jax.kv_cache import KVShape, LayerCache, PagedKVCache
-from lora_jax.nn import rope
+from lora_jax.nn import image_rows, rope
 from lora_jax.nn.attention import CosSin
 from lora_jax.nn.layers import Embedding, Linear, RMSNorm
 from lora_jax.nn.lora import AdapterRouting
@@ -103,6 +103,11 @@ class AbstractCausalLM(nnx.Module):
         """Return, for every parameter, from which tensors of a checkpoint it is made."""
 
     @staticmethod
+    def ignored_weights(config: ModelConfig) -> tuple[str, ...]:
+        """Return patterns of a checkpoint's tensors that the model does not compute with."""
+        return ()
+
+    @staticmethod
     def make_norm(config: ModelConfig, dtype: jnp.dtype) -> Any:
         """Return the norm before the head."""
         return RMSNorm(config.hidden_size, config.norm_eps, dtype=dtype)
@@ -137,13 +142,23 @@ class AbstractCausalLM(nnx.Module):
             remote,
             split=split,
         ).with_items()
-        angles = rope.cos_sin(self.config.rope, batch.positions)
-        x = self.embed(batch.tokens, split)
+        x, angles = self._inputs(batch, split)
         new_cache = []
-        for layer, layer_cache in zip(self.layers, cache, strict=True):
+        for number, (layer, layer_cache) in enumerate(zip(self.layers, cache, strict=True)):
             x, layer_cache = layer(x, angles, batch, layer_cache, routing)
+            if batch.images is not None:
+                x = image_rows.add_after_layer(x, batch.images, number)
             new_cache.append(layer_cache)
         return self.norm(x), tuple(new_cache)
+
+    def _inputs(
+        self, batch: ForwardBatch, split: Split | None
+    ) -> tuple[Float[Array, "tokens hidden"], CosSin]:
+        """Return every token's embedding, an image's being its row, and the rope's angles."""
+        config, x, images = self.config.rope, self.embed(batch.tokens, split), batch.images
+        if images is None:
+            return x, rope.cos_sin(config, batch.positions)
+        return image_rows.embed(x, images), rope.cos_sin_of_three(config, images.rope_positions)
 
     def logits(
         self,

@@ -129,18 +129,23 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """(x - mean) / sqrt(variance + eps) * weight over the last axis, in float32; no bias."""
+    """(x - mean) / sqrt(variance + eps) * weight [+ bias] over the last axis, in float32."""
 
-    def __init__(self, size: int, eps: float, *, dtype: jnp.dtype):
+    def __init__(self, size: int, eps: float, *, dtype: jnp.dtype, bias: bool = False):
         self.eps = eps
         self.weight = constant_parameter(1.0, (size,), (None,), dtype)
+        self.bias = constant_parameter(0.0, (size,), (None,), dtype) if bias else None
 
     def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
         wide = x.astype(jnp.float32)
         centred = wide - row_sum(wide) / x.shape[-1]
         variance = row_sum(centred * centred) / x.shape[-1]
         normed = centred * jax.lax.rsqrt(variance + self.eps)
-        return scale_last_axis(normed, self.weight[...]).astype(x.dtype)
+        scaled = scale_last_axis(normed, self.weight[...])
+        if self.bias is not None:
+            shape = (1,) * (x.ndim - 1) + (-1,)
+            scaled = scaled + self.bias[...].astype(jnp.float32).reshape(shape)
+        return scaled.astype(x.dtype)
 
     def of_sum(
         self, x: Float[Array, "rows size"], addend: Float[Array, "rows size"]

@@ -57,3 +57,28 @@ def cos_sin(
     angles = positions.astype(jnp.float32)[:, None] * frequencies[None]
     magnitude = jnp.float32(config.magnitude)
     return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
+
+
+def frequency_axes(config: RopeConfig) -> np.ndarray:
+    """Return int32 [dim / 2]: whether a frequency turns by time (0), row (1) or column (2)."""
+    if config.sections is None:
+        return np.zeros(config.dim // 2, np.int32)
+    if not config.interleaved_sections:
+        return np.repeat(np.arange(3, dtype=np.int32), config.sections)
+    axes = np.zeros(config.dim // 2, np.int32)
+    for axis in (1, 2):
+        axes[axis : 3 * config.sections[axis] : 3] = axis
+    return axes
+
+
+def cos_sin_of_three(
+    config: RopeConfig, positions: Int[Array, "3 tokens"]
+) -> tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]:
+    """Return cos and sin where time, row and column each have their frequencies (M-RoPE).
+
+    Tokens whose three positions are equal get the bits of `cos_sin`.
+    """
+    chosen = positions.astype(jnp.float32)[frequency_axes(config)].T
+    angles = chosen * jnp.asarray(inverse_frequencies(config))[None]
+    magnitude = jnp.float32(config.magnitude)
+    return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude

@@ -73,21 +73,26 @@ def write_model(folder: Path, shape: TinyShape, seed: int = 0) -> dict[str, np.n
     return tensors
 
 
-def write_tokenizer(folder: Path) -> None:
+PLAIN_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+
+
+def write_tokenizer(
+    folder: Path, special: tuple[str, ...] = SPECIAL, template: str = PLAIN_TEMPLATE
+) -> None:
     """Write a tokenizer with one token per byte after the special ones."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: place for place, token in enumerate((*SPECIAL, *alphabet))}
+    vocab = {token: place for place, token in enumerate((*special, *alphabet))}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.add_special_tokens(list(special))
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<s>",
         "eos_token": "</s>",
         "pad_token": "<pad>",
-        "chat_template": "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}",
+        "chat_template": template,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 from prometheus_client import CollectorRegistry
 
+from lora_jax.adapters.composition import digest_of, shown
 from lora_jax.adapters.registry import AdapterExists, AdapterNotFound, AdapterRejected
 from serving.api.config import EngineConfig
 from serving.api.request import FinishReason, OutputDelta, QueueFull, TokenLogprobs
@@ -154,6 +155,7 @@ class FakeEngine:
         )
         self.metrics = SimpleNamespace(registry=CollectorRegistry())
         self.tokenizer = FakeTokenizer()
+        self.images = None
         self.registry = FakeRegistry(lora_dir)
         self.rollouts = Rollouts(self.registry)
         self.open = threading.Event()
@@ -180,7 +182,7 @@ class FakeEngine:
         if len(self.running) >= self.queue_limit:
             raise QueueFull("The waiting queue is full.", 2.0)
         sampling.check_vocab(VOCAB)
-        if adapter is not None:
+        if adapter is not None and entry is None:
             self.registry.get(adapter)
         request_id = f"fake-{len(self.submitted)}"
         given = SimpleNamespace(
@@ -230,6 +232,16 @@ class FakeEngine:
                 prompt_logprobs=scored if i == 0 else None,
                 finish_reason=FinishReason.LENGTH if i == len(ids) - 1 else None,
             )
+
+    def compose(self, parts):
+        """An entry that is named for its parts; a name with `big` fits nowhere."""
+        if len(parts) == 1 and parts[0][1] == 1:
+            return parts[0][0]
+        if any("big" in entry.name for entry, _ in parts):
+            raise ValueError("the ranks sum to 40; the server takes max_lora_rank=16.")
+        name = shown((entry.name, weight) for entry, weight in parts)
+        digest = digest_of((entry.digest, weight) for entry, weight in parts)
+        return FakeEntry(name, digest, 0, False, name)
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)

@@ -3,7 +3,9 @@
 from types import SimpleNamespace
 
 from lora_jax.adapters.allocator import AbstractAllocator, Placed, ResidencyStats
+from lora_jax.adapters.entries import PairWeights
 from lora_jax.adapters.kinds import AdapterKind
+from lora_jax.adapters.weights import AdapterReport
 
 
 class Slots(AbstractAllocator):
@@ -76,6 +78,10 @@ class Server:
         self.is_lost, self.is_busy, self.ready, self.failures = False, False, True, []
         self.bound, self.live, self.dropped, self.read = {}, [], [], []
         self.table, self.affected, self.closed, self.wake = None, frozenset(), 0, None
+        self.kept = {}  # part of an adapter by digest
+
+    def keep(self, weights):
+        return self.kept[weights.digest]
 
     def retain(self, entry):
         self.live.append(entry.digest)
@@ -165,6 +171,14 @@ def entry(name, kind, *, pinned=False, too_large=False):
     report = SimpleNamespace(kind=kind)
     weights = SimpleNamespace(digest=digest, report=report, too_large=too_large)
     return SimpleNamespace(name=name, kind=kind, digest=digest, weights=weights, pinned=pinned)
+
+
+def pair(lora, esft):
+    """Return an entry of two that serve a request together."""
+    digest = f"{lora.digest}+{esft.digest}"
+    report = AdapterReport(AdapterKind.PAIR, "both", digest, {}, 0, 0, {}, 0, 0, None, None)
+    weights = PairWeights(lora, esft, report)
+    return SimpleNamespace(kind=AdapterKind.PAIR, digest=digest, weights=weights)
 
 
 LORA, OTHER = entry("l", AdapterKind.LORA), entry("m", AdapterKind.LORA)

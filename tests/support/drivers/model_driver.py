@@ -264,6 +264,7 @@ def oracle_greedy(oracle: Any, prompt: Sequence[int], count: int = NUM_GREEDY) -
 
 # --- adapters --------------------------------------------------------------------------------
 
+_TOWER_MAPS = ("linear_fc1", "linear_fc2")
 # Where the weight of a module lies; {layer} is filled in.
 WEIGHT_OF = {
     **{f"{n}_proj": f"layers.{{layer}}.attn.{n}_proj.weight" for n in "qkvo"},
@@ -284,6 +285,24 @@ WEIGHT_OF = {
     "kv_b_proj.v": "layers.{layer}.attn.absorb_v.weight",
     "router": "layers.{layer}.mlp.router.weight",
     "lm_head": "lm_head.weight",
+    **{f"visual.attn.{n}": f"tower.blocks.{{layer}}.attn.{n}.weight" for n in ("qkv", "proj")},
+    **{f"visual.mlp.{n}": f"tower.blocks.{{layer}}.{n}.weight" for n in _TOWER_MAPS},
+    **{f"visual.merger.{n}": f"tower.merger.{n}.weight" for n in _TOWER_MAPS},
+    **{
+        f"visual.mlp.{n}_proj": f"tower.blocks.{{layer}}.{n}_proj.weight"
+        for n in ("gate", "up", "down")
+    },
+    **{f"visual.merger.mlp.{n}": f"tower.merger.mlp_{n}.weight" for n in "02"},
+    **{
+        f"visual.self_attn.{n}": f"tower.layers.{{layer}}.{n}.weight"
+        for n in ("q_proj", "k_proj", "v_proj", "out_proj")
+    },
+    **{f"visual.mlp.fc{n}": f"tower.layers.{{layer}}.fc{n}.weight" for n in "12"},
+    **{f"visual.projector.linear_{n}": f"tower.linear_{n}.weight" for n in "12"},
+    **{
+        f"visual.deepstack_merger_list.{n}": f"tower.deepstack.{{layer}}.{n}.weight"
+        for n in _TOWER_MAPS
+    },
 }
 
 

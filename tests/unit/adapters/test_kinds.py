@@ -8,7 +8,7 @@ from lora_jax.adapters.kinds import AdapterKind
 
 
 def test_a_kind_is_its_name_wherever_text_is_made_of_it():
-    assert [f"{kind}" for kind in AdapterKind] == ["lora", "esft"]
+    assert [f"{kind}" for kind in AdapterKind] == ["lora", "esft", "pair"]
     assert json.dumps({"kind": AdapterKind.ESFT}) == '{"kind": "esft"}'
     assert {AdapterKind.LORA: 1}["lora"] == 1
 

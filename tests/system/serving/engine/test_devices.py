@@ -13,6 +13,8 @@ from support.cases import tiny_checkpoint
 from support.cases.engine_cases import GREEDY, SCORED, answer, prompts_of, settle
 from support.cases.tiny_checkpoint import TinyShape
 from support.cases.tiny_esft import write_moe
+from support.cases.tiny_qwen3_vl import ROPE, VISION
+from support.drivers.vision_driver import QWEN_TEXT
 from support.processes.server_process import ROOT
 
 from lora_jax.models import split as models_split
@@ -111,6 +113,17 @@ def test_refusals_come_before_anything_is_loaded(tmp_path):
             Engine(str(tmp_path / "model"), tensor_parallel_size=devices)
     with pytest.raises(ValueError, match="A LoRA Server serves instances of one device each"):
         Engine(str(tmp_path / "model"), tensor_parallel_size=2, lora_server=object())
+
+
+def test_a_model_with_images_is_refused_by_name(tmp_path):
+    raw = {
+        "model_type": "qwen3_vl",
+        "text_config": {**QWEN_TEXT, "rms_norm_eps": 1e-6, "rope_parameters": ROPE},
+        "vision_config": VISION,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match="qwen3_vl takes images, which several devices"):
+        split_of(EngineConfig(model=str(tmp_path), tensor_parallel_size=2))
 
 
 def test_the_log_says_where_the_model_lies(tmp_path, caplog):

@@ -12,6 +12,7 @@ from serving.engine.generate_arguments import (
     as_list,
     broadcast,
     given_prompt,
+    with_images,
 )
 
 ONE, TWO = Sampling(), Sampling(max_tokens=2)
@@ -35,7 +36,8 @@ def test_forms_of_a_prompt(prompt, want):
 @pytest.mark.parametrize(
     ("prompt", "kind", "words"),
     [
-        ({"prompt": "a", "multi_modal_data": {}}, ValueError, "'multi_modal_data'; this model"),
+        ({"prompt": "a", "multi_modal_data": {"video": 1}}, ValueError, "other media"),
+        ({"prompt": "a", "cache_salt": "x"}, ValueError, "'cache_salt'; known are prompt, "),
         ({}, ValueError, "prompt or prompt_token_ids"),
         ({"prompt": 3}, TypeError, "prompt must be a text, got int"),
         (3.5, TypeError, "got float where a token id"),
@@ -47,6 +49,24 @@ def test_forms_of_a_prompt(prompt, want):
 def test_what_is_no_prompt(prompt, kind, words):
     with pytest.raises(kind, match=words):
         given_prompt(prompt)
+
+
+def test_images_of_prompts():
+    given = given_prompt({"prompt": "a", "multi_modal_data": {"image": 1}})
+    assert given.images == (1,)
+    assert given_prompt({"prompt": "a", "multi_modal_data": {"image": [1, 2]}}).images == (1, 2)
+    assert given_prompt({"prompt": "a", "multi_modal_data": {}}).images == ()
+    plain = given_prompt("a")
+    assert with_images([plain], None) == [plain]
+    assert with_images([plain], [1, 2])[0].images == (1, 2)
+    assert [p.images for p in with_images([plain, plain], [[1], []])] == [(1,), ()]
+    assert with_images([plain], [])[0].images == ()
+    with pytest.raises(ValueError, match="2 prompts but images of 1"):
+        with_images([plain, plain], [1])
+    with pytest.raises(TypeError, match="given twice"):
+        with_images([given], [[2]])
+    with pytest.raises(TypeError, match="must be a list, got str"):
+        with_images([plain], "a.png")
 
 
 def test_one_prompt_or_several():

@@ -1,6 +1,7 @@
 """LoRA adapters in an engine's own slots."""
 
 from support.cases import adapter_cases
+from support.doubles.late_copier import LateCopier
 from support.doubles.residency_doubles import LORA, OneStep, Slots, device
 
 from serving.loading.adapter_loader import AdapterLoader
@@ -25,9 +26,14 @@ def test_an_engine_without_slots_has_nothing_to_write():
     assert arrays.slots is None
 
 
-def test_the_host_keeps_an_adapter_in_the_form_that_is_asked_for():
+def test_the_host_cuts_the_weights_of_files_and_pins_all():
     weights, cut = (adapter_cases.weights(adapter_cases.llama(), 4, seed=seed) for seed in (1, 2))
-    loader = AdapterLoader(Slots(1), OneStep)
-    assert LoraResidency(loader).keep(weights) is weights
-    forms = {weights.digest: cut}
-    assert LoraResidency(loader, lambda given: forms[given.digest]).keep(weights) is cut
+    assert LoraResidency(AdapterLoader(Slots(1), OneStep)).keep(weights) is weights
+    forms, copier = {weights.digest: cut}, LateCopier()
+    lora = LoraResidency(
+        AdapterLoader(Slots(1), OneStep), copier, lambda given: forms[given.digest]
+    )
+    assert lora.keep(weights) is cut
+    assert copier.log == ["pin"] * len(list(cut.matrices()))
+    assert lora.keep_composed(weights) is weights
+    assert len(copier.log) == 2 * len(list(cut.matrices()))

@@ -21,6 +21,7 @@ from lora_jax.adapters.kinds import AdapterKind
 from serving.loading.adapter_loader import AdapterLoader, ResidencySnapshot
 from serving.loading.esft_residency import EsftResidency
 from serving.loading.lora_residency import LoraResidency
+from serving.loading.pair_residency import PairResidency
 from serving.loading.residencies import Residencies, make_residencies
 from serving.loading.server_residency import ServerResidency
 from serving.loading.stand_in_residency import StandInResidency
@@ -96,7 +97,7 @@ def test_the_registry_finds_the_residency_by_the_weights():
     case = Case()
     for one in (LORA, ESFT):
         case.all.check_fits(one.weights)
-    assert case.all.keep(ESFT.weights) is ESFT.weights
+    assert case.all.keep(ESFT.weights) is case.all.keep_composed(ESFT.weights) is ESFT.weights
     weights = adapter_cases.weights(adapter_cases.llama(), 4, seed=1)
     assert case.all.keep(weights) is weights
     only_lora = Residencies([LoraResidency(AdapterLoader(Slots(2), OneStep))])
@@ -151,3 +152,4 @@ def test_what_is_there_decides_on_the_residencies(server, residency, with_esft):
         made.of(AdapterKind.ESFT).advance(device(), 1, 0, 0)
         assert made.acquire(ESFT.digest) == 3
         assert len(took) == 1
+        assert isinstance(made.of(AdapterKind.PAIR), PairResidency)

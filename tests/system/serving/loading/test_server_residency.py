@@ -67,8 +67,7 @@ def test_failures_and_news_are_the_servers():
 
 
 def test_the_host_keeps_what_the_server_leaves():
-    case, weights = Case(), adapter_cases.weights(adapter_cases.llama(), 4, seed=1)
-    part = adapter_cases.weights(adapter_cases.llama(), 4, seed=2)
-    case.server.keep = {weights.digest: part}.__getitem__
-    case.server.keep = lambda given: part if given is weights else None
+    case = Case()
+    weights, part = (adapter_cases.weights(adapter_cases.llama(), 4, seed=seed) for seed in (1, 2))
+    case.server.kept[weights.digest] = part
     assert case.residency.keep(weights) is part

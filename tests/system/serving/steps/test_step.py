@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from serving.steps.step import StepSizes, split_slots, unpack_batch, unpack_logit_rows
+from serving.steps.step import StepSizes, _split, split_slots, unpack_batch, unpack_logit_rows
 
 SIZES = StepSizes(max_seqs=5, max_len=20, page_size=4, num_pages=30, max_logit_rows=12, max_rank=8)
 
@@ -87,6 +87,16 @@ def test_slots_past_those_of_lora_are_esft_s():
     assert split.token_to_slot.tolist() == [-1, -1, 0, 1] + [-1] * 12
     assert split.token_to_esft_slot.tolist() == [-1] * 4 + [0, 0, 0, 2] + [-1] * 8
     assert split.reroute_tables is tables
+
+
+def test_slots_of_pairs_name_both():
+    """2 LoRA slots, 3 ESFT slots, then both: 5 + esft * 2 + lora."""
+    slots = np.arange(-1, 11, dtype=np.int32)
+    lora, esft = _split(jnp.asarray(slots), 2, 3)
+    assert lora.tolist() == [-1, 0, 1, -1, -1, -1, 0, 1, 0, 1, 0, 1]
+    assert esft.tolist() == [-1, -1, -1, 0, 1, 2, 0, 0, 1, 1, 2, 2]
+    lora, esft = _split(jnp.asarray(slots[:4]), 0, 3)
+    assert (lora.tolist(), esft.tolist()) == ([-1, -1, -1, -1], [-1, 0, 1, 2])
 
 
 def test_an_empty_table_is_a_step_of_padding():

@@ -86,7 +86,12 @@ def forms_of(fact: Fact) -> list[str]:
 
 # A value that each kind of flag takes where the table below has no other.
 VALUES = {"value": ["1"], "list": ["1"], "maybe": ["1"], "json": ['{"a": 1}']}
-OURS = {"--dtype": "auto", "--log-level": "INFO", "--uvicorn-log-level": "info"}
+OURS = {
+    "--dtype": "auto",
+    "--log-level": "INFO",
+    "--uvicorn-log-level": "info",
+    "--mm-processor-kwargs": '{"max_pixels": 4096}',
+}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,120 @@
+"""The parts of an engine whose model takes images: the encoder on the device, the front before."""
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lora_jax.config import ModelConfig
+from lora_jax.nn.decoder import AbstractCausalLM
+from lora_jax.nn.vision import AbstractTower
+from lora_jax.vision.processor import ProcessorSettings, read_settings
+from serving.api.config import EngineConfig
+from serving.images.front import ImageFront
+from serving.steps.image_encoder import ImageEncoder
+from serving.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_ROWS = 16384  # of the encoder cache, if the context is not shorter
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ImageParts:
+    """A tower taken off its language model, and sizes."""
+
+    tower: AbstractTower
+    settings: ProcessorSettings
+    num_rows: int
+    cache_bytes: int
+
+
+def take_tower(
+    config: EngineConfig, model: AbstractCausalLM, model_config: ModelConfig, dtype: jnp.dtype
+) -> ImageParts | None:
+    """Return the tower, which the model then lacks; None for a model of text.
+
+    The step's program sees the language model alone. ValueError for settings that do not fit.
+    """
+    if model_config.vision is None:
+        if config.mm_processor_kwargs:
+            raise ValueError("mm_processor_kwargs is given, but this model takes text only.")
+        return None
+    tower, vision = model.tower, model_config.vision
+    del model.tower
+    if config.language_model_only:
+        return None
+    settings = read_settings(Path(config.model), vision, config.mm_processor_kwargs)
+    context = config.max_model_len or model_config.max_positions
+    rows = config.encoder_cache_tokens or min(context, DEFAULT_ROWS)
+    num_bytes = rows * (1 + len(vision.deepstack)) * vision.out_size * dtype.itemsize
+    leaves = jax.tree.leaves(nnx.state(tower))
+    logger.info(
+        "Tower: %s, %.1f M parameters; encoder cache of %d tokens, %.1f MB.",
+        vision.family,
+        sum(leaf.size for leaf in leaves) / 1e6,
+        rows,
+        num_bytes / 1e6,
+    )
+    return ImageParts(tower, settings, rows, num_bytes)
+
+
+def check_pairs(model_config: ModelConfig, has_server: bool, config: EngineConfig) -> None:
+    """Raise ValueError for what a model with a tower does not work together with."""
+    if model_config.vision is None:
+        return
+    if has_server:
+        raise ValueError(
+            f"{model_config.model_type} takes images, which a LoRA Server does not serve yet: "
+            "start without lora_server."
+        )
+    if config.max_esft_adapters:
+        raise ValueError(
+            f"{model_config.model_type} takes images, and ESFT adapters of such models are not "
+            "supported yet: set max_esft_adapters to 0."
+        )
+
+
+def make_encoder(
+    config: EngineConfig,
+    parts: ImageParts,
+    model_config: ModelConfig,
+    module_names: tuple[str, ...],
+    max_model_len: int,
+) -> ImageEncoder:
+    """Return the encoder of a model runner."""
+    return ImageEncoder(
+        parts.tower,
+        model_config,
+        parts.settings,
+        module_names,
+        num_rows=parts.num_rows,
+        max_image_tokens=min(parts.num_rows, max_model_len),
+        max_rank=config.max_lora_rank,
+    )
+
+
+def make_front(
+    config: EngineConfig,
+    parts: ImageParts,
+    model_config: ModelConfig,
+    tokenizer: Tokenizer,
+    max_model_len: int,
+) -> ImageFront:
+    """Return what prepares images of requests. ValueError for a tokenizer without their token."""
+    vision = model_config.tower
+    (placeholder,) = tokenizer.token_strs([vision.image_token_id])
+    if not placeholder:
+        raise ValueError(
+            f"The tokenizer has no token {vision.image_token_id}, which stands for images."
+        )
+    return ImageFront(
+        vision,
+        parts.settings,
+        placeholder=placeholder,
+        max_images=config.max_images,
+        max_image_tokens=min(parts.num_rows, max_model_len),
+    )

@@ -1,0 +1,83 @@
+"""Registry of an engine's adapters and the sums of them: limits, and what the device can hold."""
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Protocol
+
+from lora_jax.adapters.catalogue import LoraCatalogue
+from lora_jax.adapters.registry import AdapterRegistry, RegistryLimits
+from serving.api.config import EngineConfig
+from serving.api.load_format import WeightSource
+from serving.loading.compositions import Compositions
+from serving.loading.residencies import Residencies
+from serving.lora_server.instance import InstanceSide
+
+logger = logging.getLogger(__name__)
+
+NO_SUM_BEHIND_A_SERVER = (
+    "Adapters are not composed where a LoRA Server holds a part of them; ask for one adapter."
+)
+
+
+class Base(Protocol):
+    """A model that is loaded, as far as its adapters are concerned."""
+
+    @property
+    def source(self) -> WeightSource: ...
+
+    @property
+    def catalogue(self) -> LoraCatalogue: ...
+
+    @property
+    def remote(self) -> InstanceSide | None: ...
+
+
+def make_registry(
+    config: EngineConfig, base: Base, residencies: Residencies
+) -> tuple[AdapterRegistry, Compositions]:
+    """Return the adapters by name and the sums of them; the residencies check and keep them."""
+    limits = RegistryLimits(
+        max_total_bytes=config.max_total_adapter_bytes,
+        max_file_bytes=config.max_adapter_bytes,
+        max_rank=config.max_lora_rank,
+        loads_per_minute=config.max_adapter_loads_per_minute,
+    )
+    registry = AdapterRegistry(
+        base.catalogue,
+        base_names=(config.model_name,),
+        lora_dir=config.lora_dir,
+        limits=limits,
+        check=residencies.check_fits,
+        keep=residencies.keep,
+        read=base.source.read_adapter,
+    )
+    compositions = Compositions(
+        residencies.check_fits,
+        residencies.keep_composed,
+        max_rank=config.max_lora_rank,
+        max_bytes=config.max_total_adapter_bytes // 4,
+        refused=None if base.remote is None else NO_SUM_BEHIND_A_SERVER,
+    )
+    registry.set_in_use(residencies.in_use)
+    compositions.set_in_use(residencies.in_use)
+    return registry, compositions
+
+
+def load_adapters(
+    registry: AdapterRegistry, adapters: Mapping[str, str | os.PathLike[str]]
+) -> None:
+    """Load the operator's adapters, with a line of the log for each."""
+    registry.load_all(adapters)
+    for name in adapters:
+        report = registry.get(name).report
+        logger.info(
+            "Adapter %s: %s, %s, %.2f MB, sha256 %s.",
+            name,
+            report.kind,
+            f"{sum(map(len, report.experts.values()))} experts"
+            if report.experts
+            else f"rank {report.max_rank}, {len(report.modules)} modules",
+            report.weight_bytes / 1e6,
+            report.digest[:12],
+        )

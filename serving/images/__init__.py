@@ -1,0 +1,1 @@
+"""Images before the engine: decoded within bounds, prepared, placed in prompts. No jax."""

@@ -1,0 +1,154 @@
+"""Images on the device: the tower's programs, the encoder cache, and which token takes which row.
+
+A tower runs between two steps, each image alone in a bucket of patches, and writes the rows of the
+encoder cache that the scheduler chose. A step reads them through a table with, for every position
+of every sequence row, the encoder row (-1: text) and the three positions of M-RoPE.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from lora_jax.adapters.slots import AdapterSlots
+from lora_jax.config import ModelConfig
+from lora_jax.nn.lora import AdapterRouting
+from lora_jax.nn.vision import AbstractTower, TowerInputs
+from lora_jax.typing import Array, Float, Int
+from lora_jax.vision import layout
+from lora_jax.vision.processor import Patches, ProcessorSettings
+from lora_jax.vision.rope_positions import rope_positions
+from serving.api.images import EncodeImage
+from serving.api.request import Sequence
+
+ENCODER_ROW, POSITIONS = 0, slice(1, 4)  # of the table's second axis
+TABLE_WIDTH = 4
+
+
+class ImageOperands(NamedTuple):
+    """A step's view of images; only the encoder and admissions change it."""
+
+    rows: Float[Array, "encoder_rows parts hidden"]
+    places: Int[Array, "seqs 4 max_len"]
+
+
+class ImageEncoder:
+    """The tower of one model and its cache; the runner's thread uses it."""
+
+    def __init__(
+        self,
+        tower: AbstractTower,
+        config: ModelConfig,
+        settings: ProcessorSettings,
+        module_names: tuple[str, ...],
+        *,
+        num_rows: int,
+        max_image_tokens: int,
+        max_rank: int,
+    ):
+        """`num_rows` is the size of the cache; no image is larger than `max_image_tokens`."""
+        self._config, self._tower_config = config, config.tower
+        self._num_rows, self._values = num_rows, settings.values
+        graphdef, state = nnx.split(tower, graph=False)
+        self._leaves, treedef = jax.tree.flatten(state)
+        self._dtype = self._leaves[0].dtype
+        most = _most_patches(settings, config, max_image_tokens)
+        self.buckets = layout.buckets(config.tower, most)
+        self._encode = _jit_encode(graphdef, treedef, module_names, max_rank)
+
+    def start(self, max_seqs: int, max_len: int, sharding: Any) -> None:
+        """Make the cache and the table on the device."""
+        parts = 1 + len(self._tower_config.deepstack)
+        shape = (self._num_rows, parts, self._tower_config.out_size)
+        place = functools.partial(jax.device_put, device=sharding)
+        self.operands = ImageOperands(
+            place(jnp.zeros(shape, self._dtype)),
+            place(jnp.full((max_seqs, TABLE_WIDTH, max_len), -1, jnp.int32)),
+        )
+
+    def warm_up(self, slots: AdapterSlots | None) -> None:
+        """Compile every program and run it on nothing."""
+        size = self._tower_config.patch_size
+        for bucket in self.buckets:
+            pixels = np.zeros((0, 3 * size * size), np.uint8)
+            self._run(Patches(pixels, (0, 0)), (), -1, bucket, slots)
+        self._set_places(0, np.full(self.operands.places.shape[1:], -1, np.int32))
+
+    def admit(self, sequence: Sequence) -> None:
+        """Write the table of a sequence that has a new row."""
+        length = self.operands.places.shape[2]
+        images = sequence.request.images
+        places = np.full((TABLE_WIDTH, length), -1, np.int32)
+        for image, rows in zip(images, sequence.image_rows, strict=True):
+            if rows:
+                places[ENCODER_ROW, image.start : image.end] = rows
+        grids = [(image.start, image.image.grid) for image in images]
+        has_sections = self._config.rope.sections is not None
+        places[POSITIONS] = rope_positions(self._tower_config, has_sections, grids, length)
+        self._set_places(sequence.row, places)
+
+    def encode(self, work: EncodeImage, slots: AdapterSlots | None) -> None:
+        """Have the tower compute an image's rows; returns at once."""
+        needed = layout.tower_patches(self._tower_config, work.image.grid)
+        bucket = next(bucket for bucket in self.buckets if bucket >= needed)
+        has_lora = slots is not None and work.slot < slots.num_slots  # ESFT slots come after
+        self._run(work.image.patches, work.rows, work.slot if has_lora else -1, bucket, slots)
+
+    def wait(self) -> None:
+        """Wait until everything has run."""
+        jax.block_until_ready(self.operands)
+
+    def _set_places(self, row: int, places: np.ndarray) -> None:
+        table = _write_places(self.operands.places, np.int32(row), places)
+        self.operands = self.operands._replace(places=table)
+
+    def _run(
+        self,
+        image: Patches,
+        rows: tuple[int, ...],
+        slot: int,
+        bucket: int,
+        slots: AdapterSlots | None,
+    ) -> None:
+        arrays = layout.arrange(self._tower_config, image, bucket)
+        # Rows of padding go to distinct places past the end and are dropped.
+        targets = self._num_rows + np.arange(len(arrays.cells), dtype=np.int32)
+        targets[: len(rows)] = rows
+        adapters, tree = jax.tree.flatten(slots)
+        inputs = {**vars(arrays), "values": self._values}
+        done = self._encode(
+            self._leaves, self.operands.rows, inputs, adapters, np.int32(slot), targets, tree
+        )
+        self.operands = self.operands._replace(rows=done)
+
+
+def _most_patches(settings: ProcessorSettings, config: ModelConfig, max_tokens: int) -> int:
+    """Return the most patches that a tower may have to compute."""
+    area = settings.patch_size**2 * config.tower.merge_size**2
+    tokens = min(max_tokens, max(1, settings.max_pixels // area))
+    return layout.most_patches(config.tower, tokens)
+
+
+def _jit_encode(graphdef: Any, treedef: Any, names: tuple[str, ...], max_rank: int) -> Any:
+    """Return the tower's program: everything goes in as leaves, the cache is donated."""
+
+    @functools.partial(jax.jit, static_argnames="adapters_tree", donate_argnums=1)
+    def encode(leaves, cache, inputs, adapters, slot, targets, adapters_tree):
+        tower = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
+        slots = jax.tree.unflatten(adapters_tree, adapters)
+        row_to_slot = jnp.full((inputs["patches"].shape[0],), slot, jnp.int32)
+        routing = AdapterRouting(inputs["num_patches"], row_to_slot, slots, names, max_rank)
+        rows = tower(TowerInputs(**inputs), routing.with_items())
+        return cache.at[targets].set(rows.astype(cache.dtype), mode="drop", unique_indices=True)
+
+    return encode
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _write_places(
+    table: Int[Array, "seqs 4 max_len"], row: Int[Array, ""], places: Int[Array, "4 max_len"]
+) -> Int[Array, "seqs 4 max_len"]:
+    return table.at[row].set(places)

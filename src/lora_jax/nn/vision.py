@@ -1,0 +1,131 @@
+"""What the towers share: their inputs, axial rotary positions, attention and activations.
+
+A tower turns the patches of one image into rows of the language model. Linear maps are those of
+the language model, each row's adapter included.
+"""
+
+import abc
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from lora_jax.config import VisionConfig
+from lora_jax.nn.layers import Linear
+from lora_jax.nn.lora import AdapterRouting
+from lora_jax.nn.vision_attention import attend, attend_windows
+from lora_jax.ops.rotary import rotate
+from lora_jax.typing import Array, Bool, Float, Int, Shaped
+
+PREFIX = "visual."  # of the names of a tower's modules
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TowerInputs:
+    """One image, padded to a bucket. Patches stand in the order in which the tower wants them."""
+
+    patches: Shaped[Array, "patches patch_pixels"]  # uint8, each (channel, y, x)
+    values: Float[Array, "3 256"]  # what each pixel value of each channel becomes
+    positions: Int[Array, "patches 2"]  # row and column
+    valid: Bool[Array, "patches"]  # False: padding, also between windows
+    num_patches: Int[Array, ""]  # places up to the last valid one
+    cells: Int[Array, "cells"]  # cell of the tower that is the image's n-th row
+    table_rows: Int[Array, "patches 4"]  # of a learned position table, with their weights
+    table_weights: Float[Array, "patches 4"]
+
+
+class AbstractTower(nnx.Module):
+    """Patches of one image to rows of the language model."""
+
+    @abc.abstractmethod
+    def __call__(
+        self, inputs: TowerInputs, routing: AdapterRouting
+    ) -> Float[Array, "cells parts hidden"]:
+        """Return the image's rows, then deepstack's; those past the image's own are undefined."""
+
+
+def normalised(config: VisionConfig, inputs: TowerInputs) -> Float[Array, "patches patch_dim"]:
+    """Return the patches, (channel, time, y, x), a still image standing in every time."""
+    cut = inputs.patches.reshape(inputs.patches.shape[0], 3, -1).astype(jnp.int32)
+    channel = jnp.arange(3, dtype=jnp.int32)[None, :, None]
+    values = inputs.values[channel, cut]
+    shape = (*values.shape[:2], config.temporal_patch_size, values.shape[2])
+    return jnp.broadcast_to(values[:, :, None], shape).reshape(values.shape[0], -1)
+
+
+def axial_cos_sin(
+    config: VisionConfig, positions: Int[Array, "patches 2"]
+) -> tuple[Float[Array, "patches half"], Float[Array, "patches half"]]:
+    """Return cos and sin of (row x frequencies, column x frequencies), in float32."""
+    dim = config.head_dim // 2
+    frequencies = 1e4 ** -(np.arange(0, dim, 2, dtype=np.float64) / dim)
+    wide = positions.astype(jnp.float32)[:, :, None]
+    angles = wide * jnp.asarray(frequencies.astype(np.float32))[None, None]
+    angles = angles.reshape(positions.shape[0], -1)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+class VisionAttention(nnx.Module):
+    """Attention over one image, its q, k and v one map of [3 D, D]."""
+
+    def __init__(self, config: VisionConfig, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.config = config
+        size = config.hidden_size
+        self.qkv = vision_linear("attn.qkv", layer, size, 3 * size, dtype=dtype, rngs=rngs)
+        self.proj = vision_linear("attn.proj", layer, size, size, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self,
+        x: Float[Array, "patches hidden"],
+        angles: tuple[Float[Array, "patches half"], Float[Array, "patches half"]],
+        inputs: TowerInputs,
+        routing: AdapterRouting,
+        window: int = 0,
+    ) -> Float[Array, "patches hidden"]:
+        """Return the output; with `window` patches see only those of their own window."""
+        heads = (x.shape[0], 3, self.config.num_heads, self.config.head_dim)
+        q, k, v = self.qkv(x, routing).reshape(heads).transpose(1, 0, 2, 3)
+        q, k = rotate(q, *angles), rotate(k, *angles)
+        scale = self.config.head_dim**-0.5
+        if window:
+            out = attend_windows(q, k, v, inputs.valid, window, scale)
+        else:
+            out = attend(q, k, v, inputs.valid, inputs.num_patches, scale)
+        return self.proj(out.reshape(x.shape), routing)
+
+
+def vision_linear(
+    module: str,
+    layer: int,
+    d_in: int,
+    d_out: int,
+    *,
+    bias: bool = True,
+    dtype: jnp.dtype,
+    rngs: nnx.Rngs,
+) -> Linear:
+    """Return a map of a tower that adapters know as visual.<module>."""
+    own = {"module": PREFIX + module, "axes": (None, None), "bias": bias}
+    return Linear(d_in, d_out, **own, layer=layer, dtype=dtype, rngs=rngs)
+
+
+def gelu(x: Float[Array, "*rows"], *, approximate: bool = False) -> Float[Array, "*rows"]:
+    """Return x Phi(x), exact or by tanh, computed in float32."""
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=approximate).astype(x.dtype)
+
+
+def quick_gelu(x: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
+    """Return x sigmoid(1.702 x), computed in float32."""
+    wide = x.astype(jnp.float32)
+    return (wide * jax.nn.sigmoid(jnp.float32(1.702) * wide)).astype(x.dtype)
+
+
+def at_rows(routing: AdapterRouting, rows: int, num_rows: Int[Array, ""]) -> AdapterRouting:
+    """Return the routing of another matrix of the same image, which has one adapter throughout."""
+    slots = jnp.full((rows,), routing.row_to_slot[0])
+    return dataclasses.replace(
+        routing, num_rows=num_rows, row_to_slot=slots, items=None
+    ).with_items()

@@ -1,0 +1,1 @@
+"""Images before the device: sizes, pixels, patches and positions. No jax."""

@@ -1,0 +1,34 @@
+"""Rope positions of a prompt with images: time, row and column of every token. No jax."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lora_jax.config import VisionConfig
+
+
+def rope_positions(
+    config: VisionConfig,
+    has_sections: bool,
+    images: Sequence[tuple[int, tuple[int, int]]],
+    length: int,
+) -> np.ndarray:
+    """Return int32 [3, length]: positions of a sequence's tokens, also of those not sampled yet.
+
+    `images` are the first token and the grid of patches of each, in order. A text token has three
+    equal positions; an image that starts at p has (p, p + row, p + column), and what follows it
+    goes on at p + max(rows, columns). Without sections a position is the token's index.
+    """
+    out = np.empty((3, length), np.int32)
+    place = position = 0
+    for start, grid in images if has_sections else ():
+        out[:, place:start] = np.arange(position, position + start - place)
+        position += start - place
+        rows, columns = (n // config.merge_size for n in grid)
+        at = np.indices((rows, columns)).reshape(2, -1)
+        place = start + rows * columns
+        out[0, start:place] = position
+        out[1:, start:place] = position + at
+        position += max(rows, columns)
+    out[:, place:] = np.arange(position, position + length - place)
+    return out

@@ -1,0 +1,65 @@
+"""Every spelling of a language model's tensors and paths leads to one place."""
+
+import pytest
+
+from lora_jax.adapters.catalogue import LoraModule
+from lora_jax.adapters.peft_names import find_target
+from lora_jax.config import from_hf
+from lora_jax.models.llama import Llama
+from lora_jax.models.sources import Oriented, Slice, Stack, Tensor, Transpose, weight
+from lora_jax.models.vision_names import join_catalogues, renamed, respelled_weights
+from lora_jax.nn.adapter_sites import rule
+
+CONFIG = from_hf(
+    {
+        "model_type": "llama",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+    }
+)
+TOWER = [LoraModule("visual.fc", 8, 8, (0, 1, 2, 3))]
+RULES = (rule("visual.blocks.{layer}.fc", "visual.fc"),)
+CATALOGUE = join_catalogues(Llama.catalogue(CONFIG), TOWER, RULES, "tiny_vl")
+
+
+def test_nested_sources_are_renamed_at_their_leaves():
+    one, other = Tensor("model.a"), Stack("model.{expert}.b", 2)
+    made = Slice(Oriented(Transpose(one), (2, 3), other, (4, 4)), 0, 0, 1)
+    got = renamed(made, "model.", "x.")
+    assert got == Slice(
+        Oriented(Transpose(Tensor("x.a")), (2, 3), Stack("x.{expert}.b", 2), (4, 4)), 0, 0, 1
+    )
+
+
+def test_every_rule_has_every_spelling():
+    rules = respelled_weights([weight("norm", "model.norm"), weight("head", "lm_head.weight")])
+    names = [[next(source.names()) for source in r.sources] for r in rules]
+    assert names == [
+        ["model.language_model.norm", "language_model.model.norm", "model.norm"],
+        ["lm_head.weight", "language_model.lm_head.weight"],
+    ]
+
+
+@pytest.mark.parametrize(
+    "prefix", ["model", "model.language_model", "language_model.model", "language_model"]
+)
+def test_paths_of_adapters_lead_to_the_language_model(prefix: str):
+    target = find_target(f"{prefix}.layers.1.self_attn.q_proj", CATALOGUE)
+    assert target is not None
+    assert (target.modules[0].name, target.layer) == ("q_proj", 1)
+
+
+def test_heads_and_towers_are_found_and_wrong_prefixes_are_not():
+    for path in ("lm_head", "language_model.lm_head"):
+        assert find_target(path, CATALOGUE).modules[0].name == "lm_head"
+    assert find_target("visual.blocks.3.fc", CATALOGUE).layer == 3
+    for path in ("text.layers.1.self_attn.q_proj", "model.text_model.layers.0.mlp.up_proj"):
+        assert find_target(path, CATALOGUE) is None
+    assert CATALOGUE.num_layers == 4
+    with pytest.raises(ValueError, match="no q_proj in layer 3"):
+        find_target("model.layers.3.self_attn.q_proj", CATALOGUE)

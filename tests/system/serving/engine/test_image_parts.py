@@ -1,0 +1,77 @@
+"""What an engine makes of a model with a tower, and the pairs that are refused at its start."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+from support.cases.tiny_qwen3_vl import ROPE, VISION
+from support.drivers.model_driver import random_model
+from support.drivers.vision_driver import IMAGE, QWEN_TEXT
+
+from lora_jax.config import ModelConfig
+from serving.api.config import EngineConfig
+from serving.engine.image_parts import DEFAULT_ROWS, check_pairs, make_front, take_tower
+
+RAW = {
+    "model_type": "qwen3_vl",
+    "text_config": {**QWEN_TEXT, "rms_norm_eps": 1e-6, "rope_parameters": ROPE},
+    "vision_config": VISION,
+    "image_token_id": IMAGE,
+}
+FLOAT = jnp.dtype(jnp.float32)
+
+
+class Words:
+    """A tokenizer that knows one token."""
+
+    def __init__(self, spelling: str):
+        self.spelling = spelling
+
+    def token_strs(self, ids: list[int]) -> list[str]:
+        return [self.spelling for _ in ids]
+
+
+def config(tmp_path, **fields) -> EngineConfig:
+    return EngineConfig(model=str(tmp_path), **fields)
+
+
+def test_the_tower_is_taken_off_and_sizes_follow_the_context(tmp_path):
+    model, made = random_model(RAW)
+    parts = take_tower(config(tmp_path), model, made, FLOAT)
+    assert not hasattr(model, "tower")
+    assert parts.num_rows == made.max_positions < DEFAULT_ROWS
+    assert parts.cache_bytes == parts.num_rows * 3 * 32 * 4
+    model, made = random_model(RAW)
+    parts = take_tower(config(tmp_path, encoder_cache_tokens=9), model, made, FLOAT)
+    assert parts.num_rows == 9
+
+
+def test_without_images_no_tower_stays(tmp_path):
+    model, made = random_model(RAW)
+    assert take_tower(config(tmp_path, language_model_only=True), model, made, FLOAT) is None
+    assert not hasattr(model, "tower")
+    plain = dataclasses.replace(made, vision=None)
+    assert take_tower(config(tmp_path), model, plain, FLOAT) is None
+    with pytest.raises(ValueError, match="takes text only"):
+        take_tower(config(tmp_path, mm_processor_kwargs={"max_pixels": 9}), model, plain, FLOAT)
+
+
+def test_pairs_that_do_not_work_are_refused_by_name(tmp_path):
+    _, made = random_model(RAW)
+    with pytest.raises(ValueError, match="LoRA Server"):
+        check_pairs(made, True, config(tmp_path))
+    with pytest.raises(ValueError, match="ESFT"):
+        check_pairs(made, False, config(tmp_path, max_esft_adapters=2))
+    check_pairs(made, False, config(tmp_path))
+    plain: ModelConfig = dataclasses.replace(made, vision=None)
+    check_pairs(plain, True, config(tmp_path, max_esft_adapters=2))
+
+
+def test_the_front_needs_the_tokenizer_s_placeholder(tmp_path):
+    model, made = random_model(RAW)
+    here = config(tmp_path, limit_mm_per_prompt={"image": 3})
+    parts = take_tower(here, model, made, FLOAT)
+    front = make_front(here, parts, made, Words("<image>"), 20)
+    assert (front.placeholder, front.max_images, front.token_id) == ("<image>", 3, IMAGE)
+    with pytest.raises(ValueError, match="no token 61"):
+        make_front(here, parts, made, Words(""), 20)

@@ -1,0 +1,63 @@
+"""What an engine's registry refuses, by what the device can hold."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from support.cases import tiny_checkpoint
+from support.cases.engine_cases import SHAPES
+
+from lora_jax.adapters import reader
+from lora_jax.adapters.lora_allocator import SlotAllocator
+from lora_jax.adapters.registry import AdapterRejected
+from lora_jax.adapters.slots import size_slots
+from lora_jax.config import from_hf
+from lora_jax.models import model_class
+from serving.api.config import EngineConfig
+from serving.engine.registries import load_adapters, make_registry
+from serving.loading.residencies import make_residencies
+
+
+@pytest.fixture
+def made(tmp_path):
+    shape = SHAPES["llama"]
+    tiny_checkpoint.write_model(tmp_path / "model", shape)
+    for name, rank in {"a": 2, "b": 3, "c": 6}.items():
+        tiny_checkpoint.write_adapter(tmp_path / name, shape, rank, seed=rank)
+    config = from_hf(json.loads((tmp_path / "model" / "config.json").read_text()))
+    catalogue = model_class("llama").catalogue(config)
+    allocator = SlotAllocator(catalogue, 2, size_slots(catalogue, 2, 6, 4).rows)
+
+    def make(**more):
+        config = EngineConfig(model=str(tmp_path / "model"), max_lora_rank=6)
+        source = SimpleNamespace(read_adapter=reader.read)
+        parts = {"catalogue": catalogue, "source": source, "remote": None}
+        residencies = make_residencies(allocator, None, None, on_loaded=lambda seconds: None)
+        return make_registry(config, SimpleNamespace(**parts | more), residencies)
+
+    return make, {name: tmp_path / name for name in "abc"}
+
+
+def test_sums_have_the_limits_of_the_engine(made, caplog):
+    make, paths = made
+    registry, compositions = make()
+    caplog.set_level("INFO")
+    load_adapters(registry, paths)
+    assert "Adapter b: lora, rank 3" in caplog.text
+    one, two, three = (registry.get(name) for name in "abc")
+    assert compositions.entry([(one, 1.0), (two, 1.0)]).report.max_rank == 5
+    with pytest.raises(ValueError, match="max_lora_rank=6"):
+        compositions.entry([(one, 1.0), (three, 1.0)])
+
+
+def test_sums_are_refused_behind_a_server_and_esft_without_room(made, tmp_path):
+    make, paths = made
+    registry, _ = make()
+    load_adapters(registry, paths)
+    remote = SimpleNamespace(keep=lambda weights: weights)
+    _, compositions = make(remote=remote)
+    with pytest.raises(ValueError, match="LoRA Server"):
+        compositions.entry([(registry.get("a"), 1.0), (registry.get("b"), 1.0)])
+    tiny_checkpoint.write_adapter(tmp_path / "wide", SHAPES["llama"], 7, seed=1)
+    with pytest.raises(AdapterRejected, match="rank"):
+        registry.load("wide", tmp_path / "wide", confined=False)

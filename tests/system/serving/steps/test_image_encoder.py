@@ -1,0 +1,87 @@
+"""The encoder's cache and table: the tower's rows where they were asked for, positions by row."""
+
+import jax
+import numpy as np
+import pytest
+from support.cases.tiny_qwen3_vl import ROPE, VISION
+from support.cases.tiny_vision import picture
+from support.drivers.model_driver import random_model
+from support.drivers.vision_driver import IMAGE, QWEN_TEXT, Tower
+
+from lora_jax.vision.processor import ProcessorSettings, preprocess
+from lora_jax.vision.rope_positions import rope_positions
+from serving.api.images import EncodeImage, PreparedImage, PromptImage
+from serving.api.request import Request, Sequence
+from serving.api.sampling import Sampling
+from serving.steps.image_encoder import ENCODER_ROW, POSITIONS, ImageEncoder
+
+RAW = {
+    "model_type": "qwen3_vl",
+    "text_config": {**QWEN_TEXT, "rms_norm_eps": 1e-6, "rope_parameters": ROPE},
+    "vision_config": VISION,
+    "image_token_id": IMAGE,
+}
+HALF = (0.5, 0.5, 0.5)
+SETTINGS = ProcessorSettings("qwen3_vl", 4, 2, 2, 64, 4096, 0, HALF, HALF)
+NUM_ROWS = 40
+
+
+@pytest.fixture(scope="module")
+def made():
+    model, config = random_model(RAW)
+    oracle = Tower(model, config, SETTINGS)
+    sizes = {"num_rows": NUM_ROWS, "max_image_tokens": 30, "max_rank": 4}
+    encoder = ImageEncoder(model.tower, config, SETTINGS, model.module_names, **sizes)
+    encoder.start(3, 64, jax.devices()[0])
+    encoder.warm_up(None)
+    return encoder, oracle, config
+
+
+def prepared(height: int, width: int) -> PreparedImage:
+    patches = preprocess(picture(height, width), SETTINGS)
+    return PreparedImage(patches, patches.grid, patches.grid[0] * patches.grid[1] // 4, b"")
+
+
+def test_an_image_s_rows_are_where_they_were_asked_for_and_no_others_change(made):
+    encoder, oracle, _ = made
+    image = prepared(24, 40)
+    where = tuple(range(38, 38 - image.num_tokens, -1))
+    before = np.asarray(encoder.operands.rows)
+    encoder.encode(EncodeImage(image, where, -1), None)
+    after = np.asarray(encoder.operands.rows)
+    np.testing.assert_array_equal(after[list(where)], oracle(image.patches))
+    others = [row for row in range(NUM_ROWS) if row not in where]
+    np.testing.assert_array_equal(after[others], before[others])
+
+
+def test_buckets_end_with_the_largest_image(made):
+    encoder, _, _ = made
+    assert encoder.buckets == (64, 256)
+
+
+def test_an_admitted_sequence_has_rows_and_positions(made):
+    encoder, _, config = made
+    image = prepared(16, 24)
+    placed = PromptImage(image, 2, b"k")
+    request = Request(
+        request_id="r",
+        prompt_ids=tuple(range(12)),
+        sampling=Sampling(),
+        adapter=None,
+        adapter_digest="",
+        on_output=lambda delta: None,
+        arrival_s=0.0,
+        deadline_s=0.0,
+        images=(placed,),
+    )
+    sequence = Sequence(request=request, index=0, seed=0, token_ids=list(range(12)), row=1)
+    sequence.image_rows = [(9, 8, 7, 6, 5, 4)]
+    encoder.admit(sequence)
+    places = np.asarray(encoder.operands.places)
+    assert places[1, ENCODER_ROW, :10].tolist() == [-1, -1, 9, 8, 7, 6, 5, 4, -1, -1]
+    want = rope_positions(config.tower, True, [(2, image.grid)], 64)
+    np.testing.assert_array_equal(places[1, POSITIONS], want)
+    assert (places[0] == -1).all()
+    sequence.image_rows = [()]  # its tokens are in the prefix cache
+    encoder.admit(sequence)
+    assert (np.asarray(encoder.operands.places)[1, ENCODER_ROW] == -1).all()

@@ -1,0 +1,295 @@
+"""Images through the whole engine: answers of transformers, and bits that nothing changes."""
+
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from support.cases.tiny_vision import (
+    HOLDER,
+    IMAGE_ID,
+    picture,
+    png,
+    write_qwen3_vl,
+    write_vision_adapter,
+)
+from support.processes.http_server import client_of
+
+from lora_jax.vision.processor import preprocess, read_settings
+from serving import Engine, Sampling
+from serving.http.app import create_app
+from serving.http.settings import HttpSettings
+from serving.images.decode import ImageError
+from serving.images.sources import MediaPolicy
+
+FIELDS = {"max_num_seqs": 4, "block_size": 4, "max_loras": 4, "max_lora_rank": 4}
+PICTURES = [picture(40, 24, 1), picture(24, 56, 2), picture(64, 64, 3)]
+ASKED = Sampling(max_tokens=6, temperature=0, logprobs=3, ignore_eos=True)
+PROMPT = f"look: {HOLDER} and {HOLDER} what?"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("vision") / "tiny"
+
+
+@pytest.fixture(scope="module")
+def oracle(folder: Path):
+    return write_qwen3_vl(folder)
+
+
+@pytest.fixture(scope="module")
+def adapters(folder: Path) -> dict[str, Path]:
+    made = {"text": folder.parent / "text", "tower": folder.parent / "tower"}
+    for seed, (name, path) in enumerate(made.items(), 1):
+        write_vision_adapter(path, seed, tower=name == "tower")
+    return made
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path, oracle, adapters) -> Iterator[Engine]:
+    with Engine(folder, adapters, max_num_batched_tokens=64, **FIELDS) as engine:
+        yield engine
+        engine.check_integrity()
+        assert engine.stats().compilations_after_warmup == 0
+
+
+def bits(output) -> tuple:
+    """What must never change: tokens and their log-probabilities."""
+    (choice,) = output.outputs
+    return tuple(choice.token_ids), tuple(
+        (p.logprob, tuple(p.top.items())) for p in choice.logprobs
+    )
+
+
+def ask(engine: Engine, images, prompt: str = PROMPT, adapter=None) -> tuple:
+    (output,) = engine.generate([prompt], adapter, ASKED, images=[images])
+    return bits(output)
+
+
+def test_answers_are_those_of_transformers(engine: Engine, oracle, folder: Path):
+    images = PICTURES[:2]
+    settings = read_settings(folder, engine._parts.loop._parts.runner._encoder._tower_config)
+    made = [preprocess(image, settings) for image in images]
+    ids, _ = engine.images.expand(
+        engine.tokenizer.encode(PROMPT), [engine.images.prepare(image) for image in images]
+    )
+    tokens = torch.tensor([ids])
+    with torch.no_grad():
+        out = oracle.generate(
+            input_ids=tokens,
+            mm_token_type_ids=(tokens == IMAGE_ID).int(),
+            attention_mask=torch.ones_like(tokens),
+            pixel_values=torch.cat([torch.from_numpy(p.normalised(settings)) for p in made]),
+            image_grid_thw=torch.tensor([[1, *p.grid] for p in made]),
+            max_new_tokens=6,
+            min_new_tokens=6,
+            do_sample=False,
+            suppress_tokens=None,
+        )
+    got = ask(engine, images)[0]
+    assert list(got) == out[0, len(ids) :].tolist()
+
+
+def test_images_change_the_answer_and_their_order_does(engine: Engine):
+    answers = {ask(engine, [PICTURES[a], PICTURES[b]]) for a, b in ((0, 1), (1, 0), (0, 0))}
+    assert len(answers) == 3
+
+
+def test_batch_caches_and_forms_keep_the_bits(engine: Engine):
+    want = ask(engine, PICTURES[1:3])
+    before = engine.stats()
+    again = ask(engine, [png(PICTURES[1]), png(PICTURES[2], "WEBP", lossless=True)])
+    after = engine.stats()
+    assert again == want
+    assert after.prefix_hits > before.prefix_hits
+    prompts = [PROMPT, "only words", f"{HOLDER} one", PROMPT]
+    images = [PICTURES[1:3], [], PICTURES[:1], PICTURES[1:3]]
+    outputs = engine.generate(prompts, [None, None, "text", "tower"], ASKED, images=images)
+    assert bits(outputs[0]) == want
+    assert bits(outputs[3]) != want
+    assert bits(outputs[2]) == ask(engine, PICTURES[:1], f"{HOLDER} one", "text")
+    assert bits(outputs[3]) == ask(engine, PICTURES[1:3], adapter="tower")
+
+
+def test_rows_of_an_image_are_found_again_under_other_words(engine: Engine):
+    image = [picture(48, 48, 9)]
+    ask(engine, image, f"first {HOLDER}")
+    hits = engine.stats().image_stats.hits
+    ask(engine, image, f"second, other words {HOLDER}")
+    assert engine.stats().image_stats.hits == hits + 1
+    ask(engine, image, f"first {HOLDER}", "text")  # the tower has no part in this adapter
+    assert engine.stats().image_stats.hits == hits + 2
+    ask(engine, image, f"first {HOLDER}", "tower")
+    assert engine.stats().image_stats.hits == hits + 2
+
+
+@pytest.mark.parametrize("step", [1, pytest.param(3, marks=pytest.mark.long)])
+def test_steps_that_cut_an_image_anywhere_keep_the_bits(engine: Engine, folder: Path, step: int):
+    want = [ask(engine, PICTURES[:2]), ask(engine, PICTURES[:2], adapter="tower")]
+    fields = {**FIELDS, "max_num_seqs": 1, "enable_prefix_caching": False}
+    adapters = {"tower": folder.parent / "tower"}
+    with Engine(folder, adapters, max_num_batched_tokens=step, **fields) as small:
+        got = [ask(small, PICTURES[:2]), ask(small, PICTURES[:2], adapter="tower")]
+    assert got == want
+
+
+def test_preempted_and_starved_of_rows_keep_the_bits(engine: Engine, folder: Path):
+    """Pages for one and a half sequences, encoder rows for one."""
+    prompts = [f"{HOLDER} {word}" for word in ("one", "two", "six")]
+    images = [[image] for image in PICTURES]
+    asked = Sampling(max_tokens=32, temperature=0, logprobs=1, ignore_eos=True)
+    want = [
+        bits(engine.generate([p], None, asked, images=[i])[0])
+        for p, i in zip(prompts, images, strict=True)
+    ]
+    per_token = 3 * 2 * 2 * 16 * 4
+    fields = {
+        **FIELDS,
+        "kv_cache_memory_bytes": 4 * per_token * 26,
+        "encoder_cache_tokens": 64,
+        "max_model_len": 104,
+        "enable_prefix_caching": False,
+    }
+    with Engine(folder, max_num_batched_tokens=16, **fields) as small:
+        outputs = small.generate(prompts, None, asked, images=images)
+        assert [bits(output) for output in outputs] == want
+        assert small.stats().preemptions > 0
+        small.check_integrity()
+
+
+def test_text_is_answered_as_by_the_language_model_alone(engine: Engine, folder: Path):
+    """Bit for bit by an engine that has no tower, whose step knows nothing of images."""
+    texts = ["hello there", "what is this?"]
+    want = [bits(output) for output in engine.generate(texts, None, ASKED)]
+    with Engine(folder, language_model_only=True, max_num_batched_tokens=64, **FIELDS) as plain:
+        assert [bits(output) for output in plain.generate(texts, None, ASKED)] == want
+        with pytest.raises(ValueError, match="text only"):
+            plain.generate([PROMPT], None, ASKED, images=[PICTURES[:2]])
+
+
+REFUSED = {
+    "no placeholder": ("words", PICTURES[:1], "has 0 image placeholder"),
+    "too few": (PROMPT, PICTURES[:1], "for 1 image"),
+    "no image": (PROMPT, [], "where no image is"),
+    "too many": (HOLDER * 9, [PICTURES[0]] * 9, "At most 8 image"),
+    "narrow": (HOLDER, [picture(1, 300)], "too narrow"),
+    "no picture": (HOLDER, [b"GIF89a"], "damaged|not one of"),
+    "floats": (HOLDER, [PICTURES[0].astype("f4")], "uint8"),
+    "rows": (HOLDER * 5, [picture(64, 64, n) for n in range(5)], "exceeds model's maximum"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(engine: Engine, case: str):
+    prompt, images, message = REFUSED[case]
+    with pytest.raises((ValueError, ImageError), match=message):
+        ask(engine, images, prompt)
+    assert ask(engine, PICTURES[:1], f"{HOLDER} one")
+
+
+# Over HTTP.
+
+
+@pytest.fixture(scope="module")
+def client(engine: Engine, folder: Path) -> Iterator[httpx.Client]:
+    pictures = folder.parent / "pictures"
+    pictures.mkdir()
+    (pictures / "one.png").write_bytes(png(PICTURES[0]))
+    settings = HttpSettings(media=MediaPolicy(local_path=str(pictures)))
+    with client_of(create_app(engine, settings)) as client:
+        yield client
+
+
+def part(pixels, kind: str = "PNG", **options: Any) -> dict[str, Any]:
+    data = base64.b64encode(png(pixels, kind, **options)).decode()
+    url = f"data:image/{kind.lower()};base64,{data}"
+    return {"type": "image_url", "image_url": {"url": url, "detail": "high"}, "uuid": "ignored"}
+
+
+def chat(client: httpx.Client, *parts: dict[str, Any], **more: Any) -> httpx.Response:
+    body = {"messages": [{"role": "user", "content": list(parts)}], "temperature": 0}
+    return client.post("/v1/chat/completions", json=body | {"max_tokens": 6} | more)
+
+
+TEXT_PART = {"type": "text", "text": "what?"}
+
+
+def test_a_chat_with_images_is_the_engine_s_answer(client: httpx.Client, engine: Engine):
+    images = PICTURES[:2]
+    answer = chat(client, part(images[0]), TEXT_PART, part(images[1]), add_special_tokens=False)
+    assert answer.status_code == 200, answer.text
+    prompt = f"user: {HOLDER}what?{HOLDER}"
+    asked = Sampling(max_tokens=6, temperature=0)
+    ids = engine.tokenizer.encode(prompt, add_special_tokens=False)
+    (want,) = engine.generate([ids], None, asked, images=[images])
+    assert answer.json()["choices"][0]["message"]["content"] == want.outputs[0].text
+    usage = answer.json()["usage"]
+    assert usage["prompt_tokens"] == len(want.prompt_token_ids)
+
+
+def test_adapters_and_streams_take_images(client: httpx.Client):
+    whole = chat(client, part(PICTURES[2]), TEXT_PART, model="tower").json()
+    other = chat(client, part(PICTURES[2]), TEXT_PART).json()
+    text = whole["choices"][0]["message"]["content"]
+    assert text != other["choices"][0]["message"]["content"]
+    stream = chat(client, part(PICTURES[2]), TEXT_PART, model="tower", stream=True)
+    assert stream.status_code == 200
+    assert stream.text.count("data: ") > 2
+
+
+def test_files_of_the_folder_and_tokens_of_messages(client: httpx.Client, folder: Path):
+    url = f"file://{folder.parent}/pictures/one.png"
+    mine = {"type": "image_url", "image_url": {"url": url}}
+    same = chat(client, part(PICTURES[0])).json()["choices"]
+    assert chat(client, mine).json()["choices"] == same
+    messages = [{"role": "user", "content": [part(PICTURES[0])]}]
+    told = client.post("/tokenize", json={"messages": messages}).json()
+    assert told["tokens"].count(IMAGE_ID) == 15  # 40 x 24 pixels in cells of 8 x 8
+
+
+WRONG = {
+    "bytes": ({"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}, 400),
+    "address": ({"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.png"}}, 400),
+    "elsewhere": ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, 400),
+    "video": ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AA=="}}, 400),
+    "placeholder": ({"type": "text", "text": HOLDER}, 400),
+    "no url": ({"type": "image_url", "image_url": {}}, 400),
+    "long": (
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 10**6}},
+        400,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_bad_parts_have_their_status_and_the_next_request_works(client: httpx.Client, case: str):
+    wrong, status = WRONG[case]
+    answer = chat(client, wrong, TEXT_PART)
+    assert answer.status_code == status, answer.text
+    assert answer.json()["error"]["param"] == "messages"
+    assert "passwd" not in answer.text
+    assert chat(client, part(PICTURES[0])).status_code == 200
+
+
+def test_placeholders_without_images_and_too_many_images_are_refused(client: httpx.Client):
+    answer = client.post("/v1/completions", json={"prompt": HOLDER, "max_tokens": 1})
+    assert (answer.status_code, "where no image is" in answer.text) == (400, True)
+    answer = chat(client, *[part(PICTURES[0])] * 9)
+    assert "At most 8 image(s) may be provided in one prompt." in answer.text
+    assert answer.status_code == 400
+    hundred = chat(client, *[part(picture(8, 8))] * 100)
+    assert hundred.status_code == 400
+
+
+def test_metrics_count_images(client: httpx.Client, engine: Engine):
+    stats = engine.stats().image_stats
+    text = client.get("/metrics").text
+    found = {
+        line.split("{")[0]: line.split()[-1] for line in text.splitlines() if "mm_cache" in line
+    }
+    assert float(found["vllm:mm_cache_queries_total"]) == stats.queries > stats.hits > 0
+    assert float(found["vllm:mm_cache_hits_total"]) == stats.hits

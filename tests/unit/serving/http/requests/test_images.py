@@ -1,0 +1,147 @@
+"""Images of messages: which parts are images, in what order, and every way to be refused."""
+
+import asyncio
+import base64
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.cases.tiny_vision import picture, png
+
+from lora_jax.config import VisionConfig
+from lora_jax.vision.processor import ProcessorSettings
+from serving.http.errors import ApiError
+from serving.http.requests import images as module
+from serving.http.requests.images import image_url, parts_of, read_images, urls_of
+from serving.http.requests.protocol import ChatMessage, ContentPart
+from serving.images.front import ImageFront
+from serving.images.sources import FetchFailed, MediaPolicy
+
+HALF = (0.5, 0.5, 0.5)
+CONFIG = VisionConfig(
+    family="qwen3_vl",
+    num_layers=1,
+    hidden_size=8,
+    num_heads=1,
+    intermediate_size=8,
+    patch_size=4,
+    temporal_patch_size=2,
+    merge_size=2,
+    out_size=8,
+    norm_eps=1e-6,
+    image_token_id=9,
+)
+SETTINGS = ProcessorSettings("qwen3_vl", 4, 2, 2, 64, 4096, 0, HALF, HALF)
+FRONT = ImageFront(CONFIG, SETTINGS, placeholder="<image>", max_images=3, max_image_tokens=64)
+ENGINE: Any = SimpleNamespace(images=FRONT, model_info=SimpleNamespace(max_model_len=100))
+
+
+def url(height: int, width: int) -> str:
+    data = base64.b64encode(png(picture(height, width))).decode()
+    return f"data:image/png;base64,{data}"
+
+
+def user(*parts: dict[str, Any] | str) -> ChatMessage:
+    content = parts[0] if isinstance(parts[0], str) else list(parts)
+    return ChatMessage.model_validate({"role": "user", "content": content})
+
+
+def image(at: str, **more: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": at, **more}}
+
+
+def read(*messages: ChatMessage, policy: MediaPolicy | None = None):
+    return asyncio.run(read_images(ENGINE, list(messages), policy or MediaPolicy()))
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "u", "detail": "low"}},
+        {"type": "image_url", "image_url": {"url": "u"}, "uuid": "x"},
+        {"image_url": {"url": "u"}},
+        {"image_url": "u"},
+        {"type": "image_url", "image_url": "u"},
+    ],
+)
+def test_every_form_of_a_part_names_its_url(part: dict[str, Any]):
+    assert image_url(ContentPart.model_validate(part)) == "u"
+
+
+def test_images_come_in_the_order_of_the_messages():
+    messages = [
+        user({"type": "text", "text": "a"}, image("1"), image("2")),
+        user("words"),
+        user(image("3")),
+    ]
+    assert list(urls_of(messages)) == ["1", "2", "3"]
+    sizes = [(16, 24), (24, 16), (8, 8)]
+    made = read(*(user(image(url(*size))) for size in sizes))
+    assert [(i.grid[0] * 4, i.grid[1] * 4) for i in made] == sizes
+
+
+def test_parts_for_the_template_keep_their_order():
+    message = user({"type": "text", "text": "a"}, image("u"), {"text": "b"})
+    assert parts_of(FRONT, 0, message) == [
+        {"type": "text", "text": "a"},
+        {"type": "image"},
+        {"type": "text", "text": "b"},
+    ]
+
+
+@pytest.mark.parametrize("part", ["x <image> y", {"type": "text", "text": "<image>"}])
+def test_text_may_not_spell_the_placeholder(part):
+    with pytest.raises(ApiError, match="stands for an image") as caught:
+        parts_of(FRONT, 2, user(part))
+    assert (caught.value.status, caught.value.param) == (400, "messages")
+
+
+@pytest.mark.parametrize("kind", ["video_url", "input_audio", "image", "file", "refusal"])
+def test_other_parts_are_refused_by_their_type(kind: str):
+    with pytest.raises(ApiError, match=f"type '{kind}' is not supported"):
+        parts_of(FRONT, 0, user({"type": kind, kind: {"url": "u"}}))
+
+
+GOOD = url(16, 16)
+REFUSED = {
+    "too many": ([image(GOOD)] * 4, 400, r"At most 3 image\(s\) may be provided in one prompt"),
+    "address": ([image("http://example.org/a.png")], 400, "Only data:image"),
+    "file": ([image("file:///etc/passwd")], 400, "--allowed-local-media-path"),
+    "scheme": ([image("ftp://example.org/a.png")], 400, "Only data:image"),
+    "not base64": ([image("data:image/png;base64,!!!!")], 400, "base64 is damaged"),
+    "not an image": ([image("data:image/png;base64,aGVsbG8=")], 400, "not one of PNG"),
+    "narrow": ([image(url(1, 300))], 400, "too narrow"),
+    "tokens": ([image(url(64, 64))] * 2, 400, "more than 100 tokens"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused_has_its_status_and_a_fixed_text(case: str):
+    parts, status, text = REFUSED[case]
+    with pytest.raises(ApiError, match=text) as caught:
+        read(user(*parts))
+    assert (caught.value.status, caught.value.param) == (status, "messages")
+    assert "example" not in caught.value.message
+    assert "etc" not in caught.value.message
+    assert len(read(user(image(GOOD)))) == 1  # the next one works
+
+
+def test_a_failed_fetch_is_422(monkeypatch: pytest.MonkeyPatch):
+    def fail(at: str, policy: MediaPolicy) -> bytes:
+        raise FetchFailed("The image could not be fetched.")
+
+    monkeypatch.setattr(module, "read_source", fail)
+    with pytest.raises(ApiError, match="could not be fetched") as caught:
+        read(user(image("https://pictures.test/a.png")))
+    assert (caught.value.status, caught.value.param) == (422, "messages")
+
+
+def test_pixels_of_all_images_are_bounded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "MAX_ALL_PIXELS", 300)
+    with pytest.raises(ApiError, match="more than 300 pixels in all"):
+        read(user(image(GOOD), image(GOOD)))
+
+
+def test_a_model_of_text_reads_no_images():
+    engine: Any = SimpleNamespace(images=None)
+    assert asyncio.run(read_images(engine, [user(image(GOOD))], MediaPolicy())) == []

@@ -1,0 +1,70 @@
+"""Placeholders to tokens, keys by adapter, and what does not fit."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from support.cases.tiny_vision import picture
+
+from lora_jax.config import VisionConfig
+from lora_jax.vision.processor import ProcessorSettings
+from serving.images.decode import ImageError
+from serving.images.front import ImageFront
+
+CONFIG = VisionConfig(
+    family="qwen3_vl",
+    num_layers=1,
+    hidden_size=8,
+    num_heads=1,
+    intermediate_size=8,
+    patch_size=4,
+    temporal_patch_size=2,
+    merge_size=2,
+    out_size=8,
+    norm_eps=1e-6,
+    image_token_id=99,
+)
+HALF = (0.5, 0.5, 0.5)
+SETTINGS = ProcessorSettings("qwen3_vl", 4, 2, 2, 64, 4096, 0, HALF, HALF)
+FRONT = ImageFront(CONFIG, SETTINGS, placeholder="<image>", max_images=2, max_image_tokens=40)
+SMALL, WIDE = FRONT.prepare(picture(16, 16)), FRONT.prepare(picture(8, 24))
+
+
+def entry(*modules: str) -> SimpleNamespace:
+    return SimpleNamespace(digest="abc", report=SimpleNamespace(modules=dict.fromkeys(modules)))
+
+
+def test_each_placeholder_becomes_its_image_s_tokens():
+    ids, starts = FRONT.expand([1, 99, 2, 99, 3], [SMALL, WIDE])
+    assert ids == [1, 99, 99, 99, 99, 2, 99, 99, 99, 3]
+    assert starts == [1, 6]
+    placed = FRONT.placed(ids, [SMALL, WIDE], starts, None)
+    assert [(image.start, image.end) for image in placed] == [(1, 5), (6, 9)]
+
+
+def test_keys_follow_the_adapter_only_where_it_changes_rows():
+    ids, starts = FRONT.expand([99], [SMALL])
+
+    def key(adapter, salt: str = "") -> bytes:
+        return FRONT.placed(ids, [SMALL], starts, adapter, salt)[0].key
+
+    assert key(None) == key(entry("q_proj", "lm_head"))
+    assert key(None) != key(entry("q_proj", "visual.attn.qkv"))
+    assert key(None) != key(None, "tenant")
+    assert len(key(None)) == 32
+    assert FRONT.prepare(picture(16, 16)).digest == SMALL.digest != WIDE.digest
+
+
+def test_what_does_not_fit_is_named():
+    with pytest.raises(ValueError, match=r"has 1 image placeholder.*for 2 image"):
+        FRONT.expand([99], [SMALL, WIDE])
+    with pytest.raises(ValueError, match=r"At most 2 image\(s\) may be provided in one prompt"):
+        FRONT.expand([99] * 3, [SMALL] * 3)
+    with pytest.raises(ValueError, match="where no image is"):
+        FRONT.placed([1, 99], [], [], None)
+    with pytest.raises(ValueError, match="where no image is"):
+        FRONT.placed([99, 1, 1, 1], [SMALL], [0], None)
+    with pytest.raises(ImageError, match="takes 64 tokens; at most 40 fit"):
+        FRONT.prepare(picture(64, 64))
+    with pytest.raises(ImageError, match="too narrow"):
+        FRONT.prepare(np.zeros((1, 201, 3), np.uint8))

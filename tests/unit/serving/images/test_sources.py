@@ -1,0 +1,200 @@
+"""URLs of images: what is read, what is refused, and that no name or address leaks."""
+
+import base64
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from serving.images import sources
+from serving.images.decode import ImageError
+from serving.images.sources import FetchFailed, MediaPolicy, is_public, read_source
+
+DATA = b"\x89PNG some bytes"
+NONE = MediaPolicy()
+OPEN = MediaPolicy(domains=frozenset({"pictures.test"}), timeout_s=2.0, max_bytes=4096)
+
+
+def data_url(data: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def test_data_urls_are_read_without_leave():
+    assert read_source(data_url(DATA), NONE) == DATA
+    assert read_source(data_url(DATA, "image/svg+xml"), NONE) == DATA  # the decoder refuses it
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "data:image/png,raw",
+        "data:text/html;base64,AAAA",
+        "data:;base64,AAAA",
+        "data:image/png;base64,AA A=",
+        "data:image/png;base64,A",
+        "http://example.org/a.png",
+        "https://pictures.test/a.png",
+        "ftp://example.org/a.png",
+        "file:///etc/passwd",
+        "gopher://x",
+        "/etc/passwd",
+        "",
+        "a" * 100,
+    ],
+)
+def test_all_else_is_refused_by_default(url: str):
+    with pytest.raises(ImageError) as caught:
+        read_source(url, NONE)
+    assert "etc" not in str(caught.value)
+    assert "test" not in str(caught.value)
+
+
+def test_too_many_bytes_are_refused_before_they_are_decoded():
+    small = MediaPolicy(max_bytes=8)
+    with pytest.raises(ImageError, match="more than 8 bytes"):
+        read_source(data_url(DATA), small)
+
+
+@pytest.mark.parametrize(
+    ("address", "public"),
+    [
+        ("93.184.215.14", True),
+        ("2606:2800:220:1:248:1893:25c8:1946", True),
+        ("127.0.0.1", False),
+        ("10.1.2.3", False),
+        ("172.16.0.1", False),
+        ("192.168.1.1", False),
+        ("169.254.169.254", False),
+        ("100.64.0.1", False),
+        ("0.0.0.0", False),
+        ("224.0.0.1", False),
+        ("::1", False),
+        ("::ffff:127.0.0.1", False),
+        ("fe80::1%eth0", False),
+        ("fd00::1", False),
+        ("64:ff9b::7f00:1", False),
+        ("2002:7f00:1::", False),
+    ],
+)
+def test_public_addresses(address: str, public: bool):
+    assert is_public(address) is public
+
+
+class Pictures(BaseHTTPRequestHandler):
+    """A host with a picture, a redirect, a long and a slow answer."""
+
+    def do_GET(self) -> None:
+        if self.path == "/moved":
+            self.send_response(302)
+            self.send_header("Location", "http://127.0.0.1/secret")
+            self.end_headers()
+            return
+        self.send_response(200 if self.path in ("/a.png?x=1", "/long", "/slow") else 404)
+        self.end_headers()
+        if self.path == "/slow":
+            self.server.stop.wait(10)  # type: ignore[attr-defined]
+        self.wfile.write(DATA if self.path != "/long" else bytes(5000))
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Pictures)
+    server.stop = threading.Event()  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server.server_address[1]
+    server.stop.set()  # type: ignore[attr-defined]
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def reached(monkeypatch: pytest.MonkeyPatch, port: int) -> list[str]:
+    """pictures.test is this machine and counts as public; the list says what was resolved."""
+    asked: list[str] = []
+    real = socket.getaddrinfo
+
+    def resolve(host, *args, **more):
+        asked.append(host)
+        return real("127.0.0.1" if host == "pictures.test" else host, *args, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(sources, "is_public", lambda address: address == "127.0.0.1")
+    return asked
+
+
+def test_a_listed_host_is_read_and_resolved_once(reached: list[str], port: int):
+    assert read_source(f"http://Pictures.test:{port}/a.png?x=1", OPEN) == DATA
+    assert reached[0] == "pictures.test"
+    assert "pictures.test" not in reached[1:]
+
+
+@pytest.mark.parametrize("path", ["/moved", "/none", "/long"])
+def test_redirects_failures_and_long_answers_are_failed_fetches(reached, port: int, path: str):
+    with pytest.raises(FetchFailed) as caught:
+        read_source(f"http://pictures.test:{port}{path}", OPEN)
+    assert "127" not in str(caught.value)
+
+
+def test_a_slow_host_costs_no_more_than_the_time_allowed(reached, port: int):
+    quick = MediaPolicy(domains=OPEN.domains, timeout_s=0.2)
+    with pytest.raises(FetchFailed):
+        read_source(f"http://pictures.test:{port}/slow", quick)
+
+
+def test_a_listed_host_at_a_private_address_is_not_reached(port: int, monkeypatch):
+    real = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *a, **k: real("127.0.0.1", *a, **k))
+    monkeypatch.setattr(socket, "create_connection", lambda *a, **k: pytest.fail("connected"))
+    with pytest.raises(FetchFailed, match="no public address"):
+        read_source(f"http://pictures.test:{port}/a.png?x=1", OPEN)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://other.test/a.png",
+        "http://pictures.test@other.test/a.png",
+        "http://user:word@pictures.test/a.png",
+        "http://pictures.test:99999/a.png",
+        "http://127.0.0.1/a.png",
+        "http://[::1]/a.png",
+        "http://pictures.test/a\r\nHost: x",
+    ],
+)
+def test_other_hosts_are_refused_without_a_look(url: str, monkeypatch):
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: pytest.fail("resolved"))
+    with pytest.raises(ImageError):
+        read_source(url, OPEN)
+
+
+def test_files_are_read_inside_the_folder_only(tmp_path: Path):
+    inside, outside = tmp_path / "in", tmp_path / "out"
+    inside.mkdir()
+    outside.mkdir()
+    (inside / "a b.png").write_bytes(DATA)
+    (outside / "secret").write_bytes(b"secret")
+    (inside / "link").symlink_to(outside / "secret")
+    (inside / "own").symlink_to(inside / "a b.png")
+    os.mkfifo(inside / "pipe")
+    policy = MediaPolicy(local_path=str(inside), max_bytes=100)
+    assert read_source(f"file://{inside}/a%20b.png", policy) == DATA
+    assert read_source(f"file://{inside}/own", policy) == DATA
+    for name in ("link", "../out/secret", "none", ".", "pipe", "a%00b"):
+        with pytest.raises(ImageError, match="no file of the allowed folder"):
+            read_source(f"file://{inside}/{name}", policy)
+    with pytest.raises(ImageError, match="no file"):
+        read_source(f"file://host{inside}/own", policy)
+    (inside / "big").write_bytes(bytes(101))
+    with pytest.raises(ImageError, match="more than 100 bytes"):
+        read_source(f"file://{inside}/big", policy)
+    with pytest.raises(ValueError, match="existing folder"):
+        MediaPolicy(local_path=str(tmp_path / "none"))
