@@ -57,6 +57,7 @@ class EngineConfig:
     lora_memory_bytes: int | None = None  # rank rows of resident adapters; None: from the two above
     max_adapter_bytes: int = 4 << 30  # files of one adapter
     max_total_adapter_bytes: int = 16 << 30  # host memory of all loaded adapters
+    max_cpu_loras: int | None = None  # adapters in host memory; None: as many as have room
     max_adapter_loads_per_minute: int = 600
     adapter_wait_s: float = 60.0  # longest wait of a request for an adapter slot
     adapter_load_chunks_per_step: int = 8  # writes to the slots between two steps
@@ -154,6 +155,7 @@ _OPTIONAL_INT_BOUNDS = (
     ("lora_memory_bytes", 1, 1 << 50),
     ("esft_memory_bytes", 1, 1 << 50),
     ("max_esft_adapters", 0, 4096),
+    ("max_cpu_loras", 1, 1 << 20),
     ("encoder_cache_tokens", 1, 1 << 24),
 )
 

@@ -95,6 +95,7 @@ class Request:
     arrival_s: float  # time.monotonic()
     deadline_s: float  # monotonic time; waiting requests are served in this order
     cache_salt: str = ""
+    tier: str = ""  # where its adapter is: device, host or disk
     share: Share = dataclasses.field(default_factory=Share)
     images: tuple[PromptImage, ...] = ()  # in order
 

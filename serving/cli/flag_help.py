@@ -41,6 +41,8 @@ ENGINE_HELP = {
     "max_lora_rank",
     "max_adapter_bytes": "largest adapter, in bytes of all its files",
     "max_total_adapter_bytes": "host memory for all loaded adapters, in bytes",
+    "max_cpu_loras": "most adapters in host memory, beside --max-total-adapter-bytes; others are "
+    "read again on use",
     "max_adapter_loads_per_minute": "most adapter loads per minute; further loads are refused",
     "adapter_wait_s": "longest wait of a request for an adapter slot, in seconds",
     "adapter_load_chunks_per_step": "pieces of an adapter written to the device between two steps",

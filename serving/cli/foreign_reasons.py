@@ -117,7 +117,6 @@ REFUSED = {
         "--model-loader-extra-config --pt-load-map-location --max-parallel-loading-workers "
         "--weight-transfer-config"
     ),
-    "host memory for adapters is bounded in bytes: --max-total-adapter-bytes": "--max-cpu-loras",
     "adapters may change any module that the model has": "--lora-target-modules",
     "adapters of any mixture share a batch anyway, and --specialize-lora compiles steps without "
     "adapters": "--specialize-active-lora --enable-mixed-moe-lora-format --enable-moe-shared-loras",

@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from lora_jax.adapters.composition import parts_of
 from lora_jax.adapters.entries import AdapterEntry, EvictedAdapter
 from lora_jax.adapters.rollout import Rollout
 from lora_jax.adapters.weights import AdapterReport
@@ -41,6 +40,7 @@ from serving.engine.loop import EngineLoop
 from serving.engine.metrics import EngineStats
 from serving.engine.model_info import ModelInfo
 from serving.engine.parts import EngineParts, build_parts, engine_stats
+from serving.engine.tier_metrics import tier_of
 from serving.images.front import ImageFront
 from serving.lora_server.instance import ServerAccess
 from serving.runtime.compile_counter import CompileCounter
@@ -230,6 +230,7 @@ class Engine:
             sampling=sampling,
             adapter=name,
             adapter_digest="" if entry is None else entry.digest,
+            tier=tier_of(entry, self.registry, self._parts.residencies.snapshot.resident),
             on_output=on_output,
             arrival_s=now,
             deadline_s=now + (DEFAULT_DEADLINE_S if deadline_s is None else deadline_s),
@@ -247,6 +248,8 @@ class Engine:
                 entry,
                 lambda sequences: LiveRequest(request, sequences, self.tokenizer, self.metrics),
             )
+            if request.tier:
+                self.metrics.tiers.queued(request.tier)
         except QueueFull:
             self.metrics.rejected("queue_full")
             raise
@@ -270,20 +273,17 @@ class Engine:
             self._check_numbers(prompt_ids, sampling)
             if isinstance(adapter, str) and entry is not None:
                 return adapter, entry
-            entry = None if adapter is None else self._entry_of(adapter, key)
-            return None if entry is None else entry.name, entry
+            if adapter is None:
+                return None, None
+            named = functools.partial(self.rollouts.entry_for, key=key)
+            entry = self.compositions.resolve(adapter, named)
+            return entry.name, entry
         except KeyError:
             self.metrics.rejected("adapter_not_found")
             raise
         except ValueError:
             self.metrics.rejected("invalid")
             raise
-
-    def _entry_of(self, adapter: str | Mapping[str, float], key: str) -> AdapterEntry:
-        if isinstance(adapter, str):
-            return self.rollouts.resolve(self.rollouts.pick(adapter, key))
-        parts = parts_of(adapter)
-        return self.compose([(self._entry_of(part.name, key), part.weight) for part in parts])
 
     def compose(self, parts: Sequence[tuple[AdapterEntry, float]]) -> AdapterEntry:
         """Return the entry that serves a weighted sum of adapters; it may copy their matrices.

@@ -80,6 +80,7 @@ class LiveRequest:
             first_token_s=self._first_token_s,
             finished_s=now,
             preemptions=sum(s.num_preemptions for s in sequences),
+            tier=self.request.tier,
             logprob_sum=sum(choice.logprob_sum for choice in self._choices),
             num_logprobs=sum(choice.num_logprobs for choice in self._choices),
         )

@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from lora_jax.adapters.rollout_guard import Outcome
 from serving.api.images import ImageStats
+from serving.engine.tier_metrics import TierMetrics
 from serving.engine.version_metrics import VersionMetrics
 
 OTHER = "other"  # label of an adapter that is not loaded any more
@@ -80,6 +81,7 @@ class FinishedRequest:
     preemptions: int
     logprob_sum: float = 0.0  # of the answers' tokens, where they were asked for
     num_logprobs: int = 0
+    tier: str = ""  # where the adapter was when the request was queued
 
     def outcome(self) -> Outcome | None:
         """Return what a rollout's guard looks at; None for a request that its client ended."""
@@ -125,7 +127,7 @@ class EngineMetrics:
         self._make_counters()
         self._make_histograms(length_buckets(max_model_len))
         self._adapters: set[str] = {model_name}
-        self._versions = VersionMetrics(self.registry)
+        self._versions, self.tiers = VersionMetrics(self.registry), TierMetrics(self.registry)
 
     def set_source(self, stats: Callable[[], EngineStats]) -> None:
         """Read gauges from `stats` from now on; a scrape calls it in its own thread."""
@@ -242,6 +244,7 @@ class EngineMetrics:
             None if request.first_token_s is None else request.first_token_s - request.arrival_s
         )
         sums = request.logprob_sum, request.num_logprobs
+        self.tiers.ended(request.tier, ttft_s)
         self._versions.ended(name, request.reasons, ttft_s, *sums)
         for histogram, value in _observations(request):
             self._histograms[histogram].observe(value)

@@ -161,7 +161,7 @@ def _build(
         cut=_cut(base),
         on_loaded=metrics.adapter_loaded_on_device,
     )
-    registry, compositions = make_registry(config, base, residencies)
+    registry, compositions = make_registry(config, base, residencies, metrics.tiers.read)
     load_adapters(registry, adapters)
     end_ids = info.end_token_ids
     runner = _make_runner(config, base, spec, end_ids)

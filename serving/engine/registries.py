@@ -2,11 +2,13 @@
 
 import logging
 import os
-from collections.abc import Mapping
-from typing import Protocol
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.registry import AdapterRegistry, RegistryLimits
+from lora_jax.adapters.weights import AnyWeights
 from serving.api.config import EngineConfig
 from serving.api.load_format import WeightSource
 from serving.loading.compositions import Compositions
@@ -34,11 +36,25 @@ class Base(Protocol):
 
 
 def make_registry(
-    config: EngineConfig, base: Base, residencies: Residencies
+    config: EngineConfig,
+    base: Base,
+    residencies: Residencies,
+    on_read: Callable[[float], None] = lambda seconds: None,
 ) -> tuple[AdapterRegistry, Compositions]:
-    """Return the adapters by name and the sums of them; the residencies check and keep them."""
+    """Return the adapters by name and the sums of them; the residencies check and keep them.
+
+    `on_read` is told how many seconds each read from the disk took.
+    """
+
+    def read(*given: Any, **more: Any) -> AnyWeights:
+        begun = time.perf_counter()
+        weights = base.source.read_adapter(*given, **more)
+        on_read(time.perf_counter() - begun)
+        return weights
+
     limits = RegistryLimits(
         max_total_bytes=config.max_total_adapter_bytes,
+        max_in_memory=config.max_cpu_loras,
         max_file_bytes=config.max_adapter_bytes,
         max_rank=config.max_lora_rank,
         loads_per_minute=config.max_adapter_loads_per_minute,
@@ -50,7 +66,7 @@ def make_registry(
         limits=limits,
         check=residencies.check_fits,
         keep=residencies.keep,
-        read=base.source.read_adapter,
+        read=read,
     )
     compositions = Compositions(
         residencies.check_fits,
@@ -69,8 +85,9 @@ def load_adapters(
 ) -> None:
     """Load the operator's adapters, with a line of the log for each."""
     registry.load_all(adapters)
+    known = {adapter.name: adapter for adapter in registry.known()}  # some were evicted again
     for name in adapters:
-        report = registry.get(name).report
+        report = known[name].report
         logger.info(
             "Adapter %s: %s, %s, %.2f MB, sha256 %s.",
             name,

@@ -146,6 +146,11 @@ class AdapterLoader[P: AnyPlacement, S]:
         """Return whether the adapter is resident or loading."""
         return self.is_loading(digest) or self._allocator.slot_of(digest) is not None
 
+    def is_pinned(self, digest: str) -> bool:
+        """Return whether the adapter stays on the device whoever else needs its place."""
+        known = self._known.get(digest)
+        return known is not None and known.pinned
+
     def users(self, digest: str) -> int:
         """Return how many sequences hold the adapter now."""
         return self._allocator.users(digest)

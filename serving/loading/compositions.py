@@ -4,9 +4,9 @@ import collections
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
-from lora_jax.adapters.composition import digest_of, pair_of, shown, sum_of, union_of
+from lora_jax.adapters.composition import digest_of, pair_of, parts_of, shown, sum_of, union_of
 from lora_jax.adapters.entries import AdapterEntry
 from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.registry_errors import RegistryBusy
@@ -74,6 +74,14 @@ class Compositions:
             return dataclasses.replace(
                 lora, name=name, kind=AdapterKind.PAIR, digest=digest, weights=pair
             )
+
+    def resolve(
+        self, adapter: str | Mapping[str, float], entry_of: Callable[[str], AdapterEntry]
+    ) -> AdapterEntry:
+        """Return the entry of a name, or of a weighted sum of names."""
+        if isinstance(adapter, str):
+            return entry_of(adapter)
+        return self.entry([(entry_of(part.name), part.weight) for part in parts_of(adapter)])
 
     def entries(self) -> tuple[AdapterEntry, ...]:
         """Return the composed entries that stay, least recently used first."""

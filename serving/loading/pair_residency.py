@@ -65,6 +65,9 @@ class PairResidency(AbstractResidency):
         lora, esft = self._pairs[digest].digests
         return self._lora.is_loading(lora) or self._esft.is_loading(esft)
 
+    def pool_of(self, digest: str) -> AdapterKind | None:
+        return AdapterKind.LORA
+
     def retain(self, entry: AdapterEntry) -> None:
         assert isinstance(entry.weights, PairWeights), "found by its kind"
         pair = self._pairs.setdefault(entry.digest, _Pair(entry.weights))

@@ -73,6 +73,10 @@ class AbstractResidency(abc.ABC):
     def is_loading(self, digest: str) -> bool:
         """Return whether the adapter has a place but is not yet resident."""
 
+    @abc.abstractmethod
+    def pool_of(self, digest: str) -> AdapterKind | None:
+        """Name the slots that the adapter takes one of; None where nobody may take its place."""
+
     # The engine's side.
 
     @abc.abstractmethod
@@ -166,6 +170,9 @@ class AbstractLoaderResidency(AbstractResidency):
 
     def is_loading(self, digest: str) -> bool:
         return self._loader.is_loading(digest)
+
+    def pool_of(self, digest: str) -> AdapterKind | None:
+        return None if self._loader.is_pinned(digest) else self.kind
 
     def retain(self, entry: AdapterEntry) -> None:
         self._loader.retain(entry)

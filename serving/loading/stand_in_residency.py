@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from lora_jax.adapters.entries import AdapterEntry
+from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.row_copies import Copier
 from serving.loading.adapter_loader import AdapterLoader
 from serving.loading.local_experts import LocalExperts
@@ -44,6 +45,9 @@ class StandInResidency(ServerResidency):
         if self._stands_in(digest):
             return self._local.is_loading(digest)
         return super().is_loading(digest)
+
+    def pool_of(self, digest: str) -> AdapterKind | None:
+        return None if self._stands_in(digest) else super().pool_of(digest)
 
     def retain(self, entry: AdapterEntry) -> None:
         super().retain(entry)

@@ -93,6 +93,10 @@ class Rollouts:
             self.finished(full_name, Outcome(failed=True))
             raise
 
+    def entry_for(self, name: str, key: str) -> AdapterEntry:
+        """Return what serves `name` for this user; see `pick` and `resolve`."""
+        return self.resolve(self.pick(name, key))
+
     def check_unload(self, full_name: str) -> None:
         """Raise ValueError for a version that has a share."""
         name, version = split(full_name)

@@ -30,6 +30,10 @@ class AdapterResidency(Protocol):
         """True if the adapter has a place and will be resident soon."""
         ...
 
+    def pool_of(self, digest: str) -> str | None:
+        """Name the slots that the adapter takes one of; None: nobody may take its place."""
+        ...
+
 
 class NoAdapters:
     """The residency of an engine that serves its base model only."""
@@ -42,6 +46,9 @@ class NoAdapters:
 
     def is_loading(self, digest: str) -> bool:
         return False
+
+    def pool_of(self, digest: str) -> str | None:
+        return None
 
 
 class AdapterGate:
@@ -98,6 +105,16 @@ class AdapterGate:
     def is_waiting(self, sequence: Sequence) -> bool:
         """True if an adapter is what the sequence waits for."""
         return sequence in self._since
+
+    @property
+    def blocked(self) -> dict[str, Sequence]:
+        """The first sequence of each tenant that waits for an adapter."""
+        first: dict[str, Sequence] = {}
+        for sequence in self._since:
+            known = first.setdefault(sequence.tenant, sequence)
+            if sequence.order < known.order:
+                first[sequence.tenant] = sequence
+        return first
 
     def expired(self, now: float) -> list[Sequence]:
         """Return the sequences that have waited for their adapter as long as they may."""

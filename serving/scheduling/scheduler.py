@@ -18,7 +18,7 @@ import bisect
 import collections
 import heapq
 import random
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from collections.abc import Sequence as SequenceOf
 
 from serving.api.request import (
@@ -35,12 +35,14 @@ from serving.scheduling.claims import Claims, decode_order
 from serving.scheduling.endings import ending
 from serving.scheduling.entry_checks import check_fits, check_room
 from serving.scheduling.fair_share import FairShares
+from serving.scheduling.integrity import check_queues, check_rows
 from serving.scheduling.new_sequences import new_sequences
 from serving.scheduling.sequence_pages import SequencePages
 from serving.scheduling.short_steps import ShortStep, short_step
+from serving.scheduling.slot_claims import SlotClaims
 from serving.scheduling.stats import SchedulerStats, adapter_names
 from serving.scheduling.step_budget import SchedulerLimits, StepBudget
-from serving.scheduling.waiting_line import WaitingLine, order_of, take_out
+from serving.scheduling.waiting_line import WaitingLine, order_of, prompts_by_tenant, take_out
 
 __all__ = ["AdapterResidency", "Progress", "Scheduler", "SchedulerLimits", "SchedulerStats"]
 
@@ -58,7 +60,8 @@ class Scheduler:
     ):
         """`seed` is where requests without a seed get theirs."""
         self.limits = limits
-        self._gate = AdapterGate(adapters or NoAdapters(), limits.adapter_wait_s)
+        residency = adapters or NoAdapters()
+        self._gate = AdapterGate(residency, limits.adapter_wait_s)
         self._eos = frozenset(eos_token_ids)
         self._random = random.Random(seed)
         sizes = limits.num_pages, limits.page_size, limits.num_encoder_rows
@@ -67,6 +70,7 @@ class Scheduler:
         self._waiting = WaitingLine()
         self._running: list[Sequence] = []  # in order of deadline
         self._fair = FairShares()
+        self._slot_claims = SlotClaims(self._fair, self._gate, residency)
         self._requests: dict[str, list[Sequence]] = {}  # live sequences
         self._num_added = 0
         self._num_preemptions = 0
@@ -132,6 +136,7 @@ class Scheduler:
         step = StepBudget(self.limits.max_num_batched_tokens, self.limits.max_logit_rows)
         order, short = list(self._running), ShortStep()
         if self._fair.are_shared:
+            self._claim_slots(now)
             self._claim(now)
             order = decode_order(self._running, self._fair, self.limits.num_pages)
             rows = self.limits.max_num_seqs
@@ -212,25 +217,13 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise AssertionError when rows, pages, slots or queues contradict each other."""
-        rows = [s.row for s in self._running] + self._free_rows
-        assert sorted(rows) == list(range(self.limits.max_num_seqs)), f"rows {rows}"
-        self._waiting.check_integrity()
-        assert self._running == sorted(self._running, key=order_of), "running out of order"
+        check_queues(self._running, self._waiting, self._requests)
+        check_rows(self._running, self._free_rows, self.limits.max_num_seqs)
         live = [*self._waiting, *self._running]
         tenants = (collections.Counter(s.tenant for s in queue) for queue in (live, self._running))
         self._fair.check_integrity(*tenants)
         self._pages.check_integrity(live, self._running)
-        waiting_with_slot = [s for s in self._waiting if s.slot >= 0]
-        self._gate.check_integrity([*self._running, *waiting_with_slot])
-        assert sorted(s.number for q in self._requests.values() for s in q) == sorted(
-            s.number for s in live
-        ), "requests and queues disagree"
-        for sequence in self._waiting:
-            assert sequence.state is SequenceState.WAITING, sequence.state
-            assert sequence.row < 0, "waiting with a row"
-            assert not sequence.pages, "waiting with pages"
-        for sequence in self._running:
-            assert sequence.state is SequenceState.RUNNING, sequence.state
+        self._gate.check_integrity([*self._running, *(s for s in self._waiting if s.slot >= 0)])
 
     # The rest is how.
 
@@ -253,6 +246,7 @@ class Scheduler:
     ) -> None:
         while not self._pages.grow(sequence):
             last = next(s for s in reversed(order) if s.state is SequenceState.RUNNING)
+            assert len(self._running) > 1, "one sequence alone always has pages enough"
             self._preempt(last)
             if last is sequence:
                 return
@@ -261,7 +255,6 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Send a running sequence back to waiting. It keeps its adapter slot and its tokens."""
-        assert len(self._running) > 1, "one sequence alone always has pages enough"
         self._stop_running(sequence)
         sequence.state = SequenceState.WAITING
         sequence.num_computed = 0
@@ -308,7 +301,8 @@ class Scheduler:
         prompt might never get in.
         """
         self._gate.start_round()
-        lines = {t: line for t, line in self._prompts().items() if not tenants or t in tenants}
+        lines = prompts_by_tenant(self._running, self._waiting)
+        lines = {t: line for t, line in lines.items() if not tenants or t in tenants}
         if not lines:
             self._fair.settle()
         while lines and not step.exhausted:
@@ -321,15 +315,6 @@ class Scheduler:
             else:
                 del lines[tenant]
             self._fair.charge(tenant, tokens - step.tokens)
-
-    def _prompts(self) -> dict[str, Iterator[Sequence]]:
-        """Return each tenant's sequences that a step may compute prompts of, in their order."""
-        running = collections.defaultdict(list)
-        for sequence in self._running:
-            if sequence.num_remaining > 1:
-                running[sequence.tenant].append(sequence)
-        tenants = dict.fromkeys([*running, *self._waiting.tenants])
-        return {t: iter([*running[t], *self._waiting.of(t)]) for t in tenants}
 
     def _admit(self, sequence: Sequence, step: StepBudget, now: float) -> bool:
         """Let a waiting sequence run if it can; False when pages are short for it."""
@@ -347,6 +332,15 @@ class Scheduler:
         self._start_running(sequence, now)
         step.admit(sequence)
         return True
+
+    def _claim_slots(self, now: float) -> None:
+        """Have sequences of tenants beyond their share of adapter slots give up theirs."""
+        for claimant, yielding in self._slot_claims.due([*self._running, *self._waiting], now):
+            for sequence in yielding:
+                if sequence.state is SequenceState.RUNNING:
+                    self._preempt(sequence)
+                self._gate.leave(sequence)
+            self._gate.enter(claimant, now)
 
     def _claim(self, now: float) -> None:
         """Preempt sequences of tenants beyond their share for tenants that are below theirs."""

@@ -2,7 +2,7 @@
 
 import bisect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from serving.api.request import Sequence
 
@@ -66,3 +66,15 @@ def take_out(queue: list[Sequence], sequence: Sequence) -> None:
     place = bisect.bisect_left(queue, sequence.order, key=order_of)
     assert queue[place] is sequence, "the sequence is not where its deadline says"
     del queue[place]
+
+
+def prompts_by_tenant(
+    running: Iterable[Sequence], waiting: WaitingLine
+) -> dict[str, Iterator[Sequence]]:
+    """Return each tenant's sequences that a step may compute prompts of, in their order."""
+    begun: dict[str, list[Sequence]] = {}
+    for sequence in running:
+        if sequence.num_remaining > 1:
+            begun.setdefault(sequence.tenant, []).append(sequence)
+    tenants = dict.fromkeys([*begun, *waiting.tenants])
+    return {t: iter([*begun.get(t, ()), *waiting.of(t)]) for t in tenants}

@@ -169,9 +169,9 @@ def union_of(parts: Sequence[ExpertWeights], digest: str, name: str) -> ExpertWe
 def pair_of(lora: AdapterEntry, esft: AdapterEntry, digest: str, name: str) -> PairWeights:
     """Return a LoRA and an ESFT adapter as one."""
     size = lora.report.weight_bytes + esft.report.weight_bytes
-    return PairWeights(
-        lora, esft, dataclasses.replace(_report(AdapterKind.PAIR, digest, name), weight_bytes=size)
-    )
+    report = _report(AdapterKind.PAIR, digest, name)
+    report = dataclasses.replace(report, weight_bytes=size, modules=lora.report.modules)
+    return PairWeights(lora, esft, report)
 
 
 def _report(kind: AdapterKind, digest: str, name: str) -> AdapterReport:

@@ -12,6 +12,7 @@ class RegistryLimits:
 
     max_adapters: int = 4096  # names, those without their weights in memory included
     max_total_bytes: int = 8 << 30  # weights on the host; beyond it unused ones are evicted
+    max_in_memory: int | None = None  # adapters whose weights are on the host; None: no limit
     max_file_bytes: int = 4 << 30
     max_rank: int = 512
     loads_per_minute: int = 600

@@ -1,14 +1,14 @@
 """Eviction of adapter copies from host memory, to make room for another one. No jax.
 
-The policy is a pure function (`least_recently_used`) over plain data; another one, such as
-greedy-dual by size and frequency, takes its place with the same signature.
+The policy is a pure function (`least_valuable`) over plain data; see `use_ledger` for the value.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from lora_jax.adapters.entries import AdapterEntry
 from lora_jax.adapters.registry_errors import AdapterRejected, RegistryBusy
+from lora_jax.adapters.use_ledger import UseLedger
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +27,7 @@ class HostCopy:
     digest: str
     num_bytes: int
     last_use: int  # grows with every use
+    value: float = 0.0  # see use_ledger.UseLedger.value
     owner: str = ""
     fixed: bool = False
     kept: bool = False  # evicted only after all that are not
@@ -35,12 +36,13 @@ class HostCopy:
 Policy = Callable[[Sequence[HostCopy], int, int], list[HostCopy] | None]
 
 
-def least_recently_used(
-    copies: Sequence[HostCopy], num_bytes: int, count: int
-) -> list[HostCopy] | None:
-    """Return what to evict, longest unused first, to free both; None when that is not enough."""
+def least_valuable(copies: Sequence[HostCopy], num_bytes: int, count: int) -> list[HostCopy] | None:
+    """Return what to evict to free both; None when that is not enough.
+
+    The least valuable go first, of equal ones the longest unused.
+    """
     victims: list[HostCopy] = []
-    for copy in sorted(copies, key=lambda copy: (copy.kept, copy.last_use)):
+    for copy in sorted(copies, key=lambda copy: (copy.kept, copy.value, copy.last_use)):
         if num_bytes <= 0 and count <= 0:
             break
         if not copy.fixed:
@@ -54,10 +56,13 @@ def make_room(
     num_bytes: int,
     share: HostShare,
     max_total_bytes: int,
-    policy: Policy = least_recently_used,
+    policy: Policy = least_valuable,
+    *,
+    max_count: int | None = None,
 ) -> set[str]:
     """Return the digests to evict so that a new copy fits its caller's limits and the server's.
 
+    `num_bytes` 0 is a copy that is there already. `max_count` bounds the copies of the server.
     Raises AdapterRejected when it can never fit and RegistryBusy when it does not now.
     """
     copies = list(copies)
@@ -75,7 +80,8 @@ def make_room(
     gone = {copy.digest for copy in victims}
     left = [copy for copy in copies if copy.digest not in gone]
     beyond = sum(copy.num_bytes for copy in left) + num_bytes - max_total_bytes
-    more = policy(left, beyond, 0)
+    count = 0 if max_count is None else len(left) + (num_bytes > 0) - max_count
+    more = policy(left, beyond, count)
     if more is None:
         raise RegistryBusy("adapters in use take all host memory for adapters now.")
     return gone | {copy.digest for copy in more}
@@ -98,7 +104,7 @@ def copies_of(
     entries: Iterable[AdapterEntry],
     new: str,
     in_use: Collection[str],
-    last_use: Mapping[str, int],
+    ledger: UseLedger,
     kept: Collection[str] = (),
 ) -> list[HostCopy]:
     """Return the weights of entries, one copy for each digest; those of `new` are fixed.
@@ -112,7 +118,8 @@ def copies_of(
         HostCopy(
             digest=digest,
             num_bytes=same[0].report.weight_bytes,
-            last_use=last_use.get(digest, 0),
+            last_use=ledger.last_use(digest),
+            value=ledger.value(digest, same[0].report.weight_bytes),
             owner=same[0].owner,
             fixed=digest == new or digest in in_use or any(entry.pinned for entry in same),
             kept=any(entry.name in kept for entry in same),

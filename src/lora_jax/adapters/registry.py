@@ -7,7 +7,6 @@ When host memory is short, weights that nobody uses are evicted. Their names and
 next use reads the folder again, and refuses files that have changed.
 """
 
-import collections
 import dataclasses
 import itertools
 import os
@@ -21,12 +20,14 @@ from lora_jax.adapters import reader
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.entries import AdapterEntry, EvictedAdapter, RegistryLimits
 from lora_jax.adapters.host_room import HostShare, copies_of, make_room
+from lora_jax.adapters.load_rate import LoadRate
 from lora_jax.adapters.registry_errors import (
     AdapterExists,
     AdapterNotFound,
     AdapterRejected,
     RegistryBusy,
 )
+from lora_jax.adapters.use_ledger import UseLedger
 from lora_jax.adapters.versions import NAME, check_name, split
 from lora_jax.adapters.weights import AnyWeights
 
@@ -79,12 +80,11 @@ class AdapterRegistry:
         self._loading = threading.RLock()  # one load at a time, held while files are read
         self._entries: dict[str, AdapterEntry] = {}
         self._evicted: dict[str, EvictedAdapter] = {}  # the longest evicted first
-        self._uses = itertools.count(1)
-        self._last_use: dict[str, int] = {}  # by digest
+        self._ledger = UseLedger()
         self._in_use: Callable[[], Collection[str]] = frozenset
         self._kept: Callable[[], Collection[str]] = frozenset
         self._generation = 0
-        self._load_times: collections.deque[float] = collections.deque()
+        self._rate = LoadRate(self._limits.loads_per_minute, clock)
         self._failures: dict[str, tuple[float, AdapterRejected]] = {}  # until when
         self._refused: dict[str, str] = {}  # names that only an explicit load brings back
 
@@ -159,8 +159,13 @@ class AdapterRegistry:
             if name not in self._entries:
                 raise AdapterNotFound(name, tuple(sorted(self._entries)))
             entry = self._entries[name]
-            self._last_use[entry.digest] = next(self._uses)
+            self._ledger.used(entry.digest)
             return entry
+
+    def take_read(self, digest: str) -> bool:
+        """Return whether these weights were read since this was last asked."""
+        with self._lock:
+            return self._ledger.take_read(digest)
 
     def resolve(self, name: str, share: HostShare | None = None) -> AdapterEntry:
         """Return the entry, reading its folder, or `lora_dir/name` on first use, if need be.
@@ -239,9 +244,9 @@ class AdapterRegistry:
         if before is None:
             folder = self._folder(name, True)
             return self._read_in(name, folder, True, explicit=False, share=share)
-        if before.explicit:
-            share = None  # no caller's limit counts it
         how = {"explicit": before.explicit, "share": share, "digest": before.digest}
+        if before.explicit:  # no caller's limit counts it
+            how |= {"share": None, "limited": False}
         return self._read_in(name, Path(before.folder), before.confined, **how)
 
     def _read_in(
@@ -258,7 +263,7 @@ class AdapterRegistry:
     ) -> AdapterEntry:
         """Read, check and publish; a `digest` is the only one that is accepted."""
         if limited:
-            self._take_load_permit()
+            self._rate.take()
         weights = self._read(name, folder, self._root if confined else None)
         if digest and weights.digest != digest:
             raise AdapterRejected(
@@ -290,17 +295,6 @@ class AdapterRegistry:
             return real.name
         return real.relative_to(os.path.realpath(self._root)).as_posix()
 
-    def _take_load_permit(self) -> None:
-        now, times = self._clock(), self._load_times
-        while times and now - times[0] >= 60:
-            times.popleft()
-        if len(times) >= self._limits.loads_per_minute:
-            raise RegistryBusy(
-                f"More than {self._limits.loads_per_minute} adapter loads in one minute.",
-                retry_after_s=max(1.0, 60 - (now - times[0])),
-            )
-        times.append(now)
-
     def _read(self, name: str, folder: Path, root: Path | None) -> AnyWeights:
         limits = reader.AdapterReadLimits(
             max_file_bytes=self._limits.max_file_bytes, max_rank=self._limits.max_rank
@@ -309,6 +303,8 @@ class AdapterRegistry:
             weights = self._read_folder(
                 folder, self._catalogue, base_names=self._base_names, limits=limits, root=root
             )
+            with self._lock:
+                self._ledger.read(weights.digest)
             weights = self._keep(weights)
             self._check(weights)
         except FileNotFoundError as error:
@@ -349,11 +345,12 @@ class AdapterRegistry:
         with self._lock:
             self._make_name(entry.name)
             others = [e for e in self._entries.values() if e.name != entry.name]
-            copies = copies_of(others, entry.digest, in_use, self._last_use, kept)
+            copies = copies_of(others, entry.digest, in_use, self._ledger, kept)
             known = any(copy.digest == entry.digest for copy in copies)
             size = 0 if known else entry.report.weight_bytes
             try:
-                gone = make_room(copies, size, share, self._limits.max_total_bytes)
+                most = self._limits.max_total_bytes, self._limits.max_in_memory
+                gone = make_room(copies, size, share, most[0], max_count=most[1])
             except AdapterRejected as error:
                 raise error.about(entry.name) from None
             for name in [n for n, e in self._entries.items() if e.digest in gone - {entry.digest}]:
@@ -366,7 +363,7 @@ class AdapterRegistry:
             self._entries[entry.name] = entry
             if old is not None:
                 self._forget_use(old.digest)
-            self._last_use[entry.digest] = next(self._uses)
+            self._ledger.used(entry.digest)
             return entry
 
     def _make_name(self, name: str) -> None:
@@ -377,13 +374,14 @@ class AdapterRegistry:
         for old in self._evicted.values():
             if not old.explicit:
                 del self._evicted[old.name]
+                self._forget_use(old.digest)
                 return
         in_use = self._in_use()
         named = [e for e in self._entries.values() if not (e.explicit or e.pinned)]
         unused = [entry for entry in named if entry.digest not in in_use]
         if not unused:
             raise self._no_name_left()
-        oldest = min(unused, key=lambda entry: self._last_use.get(entry.digest, 0))
+        oldest = min(unused, key=lambda entry: self._ledger.last_use(entry.digest))
         del self._entries[oldest.name]
         self._generation += 1
         self._forget_use(oldest.digest)
@@ -393,8 +391,9 @@ class AdapterRegistry:
         entry = self._entries.pop(name)
         self._generation += 1
         self._evicted[name] = entry.evicted(self._generation)
-        self._forget_use(entry.digest)
+        self._ledger.evicted(entry.digest, entry.report.weight_bytes)
 
     def _forget_use(self, digest: str) -> None:
-        if not any(entry.digest == digest for entry in self._entries.values()):
-            self._last_use.pop(digest, None)
+        known = (*self._entries.values(), *self._evicted.values())
+        if not any(entry.digest == digest for entry in known):
+            self._ledger.forget(digest)

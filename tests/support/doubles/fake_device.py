@@ -123,6 +123,7 @@ class FakeResidency:
         self.order: list[str] = []  # placed digests, least recently used first
         self.ticks = ticks
         self.loads: list[str] = []
+        self.pinned: set[str] = set()
 
     def tick(self) -> None:
         for adapter in list(self.ready_in):
@@ -149,6 +150,9 @@ class FakeResidency:
 
     def is_loading(self, adapter: str) -> bool:
         return adapter in self.ready_in
+
+    def pool_of(self, adapter: str) -> str | None:
+        return None if adapter in self.pinned else "slots"
 
     def _touch(self, adapter: str) -> None:
         self.order.remove(adapter)

@@ -1,10 +1,10 @@
-"""Eviction order of copies: longest unused first, never fixed ones, within the limits."""
+"""Eviction order of copies: least valuable first, never fixed ones, within the limits."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_jax.adapters.host_room import HostCopy, HostShare, least_recently_used, make_room
+from lora_jax.adapters.host_room import HostCopy, HostShare, least_valuable, make_room
 from lora_jax.adapters.registry_errors import AdapterRejected, RegistryBusy
 
 copies = st.lists(
@@ -13,6 +13,8 @@ copies = st.lists(
         digest=st.text("abcdefgh", min_size=1, max_size=3),
         num_bytes=st.integers(1, 50),
         last_use=st.integers(0, 99),
+        value=st.sampled_from([0.0, 1.0, 2.5]),
+        kept=st.booleans(),
         owner=st.sampled_from(["", "a", "b"]),
         fixed=st.booleans(),
     ),
@@ -22,9 +24,10 @@ copies = st.lists(
 
 
 @given(copies, st.integers(-5, 200), st.integers(-2, 5))
-def test_what_goes_is_enough_and_no_more_and_the_longest_unused(held, num_bytes, count):
-    victims = least_recently_used(held, num_bytes, count)
-    free = sorted((c for c in held if not c.fixed), key=lambda c: c.last_use)
+def test_what_goes_is_enough_and_no_more_and_the_least_valuable(held, num_bytes, count):
+    victims = least_valuable(held, num_bytes, count)
+    order = {c.digest: (c.kept, c.value, c.last_use) for c in held}
+    free = sorted((c for c in held if not c.fixed), key=lambda c: order[c.digest])
     if victims is None:
         assert sum(c.num_bytes for c in free) < num_bytes or len(free) < count
         return
@@ -58,3 +61,13 @@ def test_what_can_never_fit_is_no_matter_of_time():
         make_room([], 9, HostShare(), 8)
     with pytest.raises(AdapterRejected, match="takes 9 bytes, the limit is max_adapter_bytes=7"):
         make_room([], 9, HostShare("a", max_bytes=7), 80)
+
+
+def test_a_count_of_copies_is_a_limit_too():
+    held = [HostCopy(d, 1, last_use=n, value=float(n)) for n, d in enumerate("abc")]
+    assert make_room(held, 1, HostShare(), 100, max_count=3) == {"a"}
+    assert make_room(held, 0, HostShare(), 100, max_count=3) == set()  # it is there already
+    assert make_room(held, 1, HostShare(), 100) == set()
+    fixed = [HostCopy(d, 1, last_use=0, fixed=True) for d in "abc"]
+    with pytest.raises(RegistryBusy):
+        make_room(fixed, 1, HostShare(), 100, max_count=3)

@@ -76,6 +76,9 @@ class NeverThere:
     def is_loading(self, digest):
         return False
 
+    def pool_of(self, digest):
+        return None
+
     def retain(self, entry):
         self.kept += 1
 

@@ -53,6 +53,28 @@ def test_answers_beside_a_flood_of_another_key_have_the_bits_of_those_alone(
     real_engine.check_integrity()
 
 
+def test_a_key_whose_adapters_hold_all_slots_gives_one_up(shared_client, real_engine):
+    """Two slots, both in use by one key for as long as its long answers take."""
+    mine = {"prompt": "hello", "model": "c", "max_tokens": 3}
+    long = {"prompt": "a b c", "n": 3, "max_tokens": 110, "temperature": 1.0}
+    alone = ask(shared_client, "key-b", **mine).json()["choices"]
+    flood_alone = [
+        ask(shared_client, "key-a", model=name, **long).json()["choices"] for name in ("a", "b")
+    ]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        floods = [
+            pool.submit(ask, shared_client, "key-a", model=name, **long) for name in ("a", "b")
+        ]
+        while real_engine.stats().running < 6:
+            assert not any(flood.done() for flood in floods)
+            time.sleep(0.001)
+        beside = ask(shared_client, "key-b", **mine).json()["choices"]
+        assert not all(flood.done() for flood in floods), "it waited for the flood's end"
+    assert beside == alone
+    assert [flood.result().json()["choices"] for flood in floods] == flood_alone
+    real_engine.check_integrity()
+
+
 def test_one_keys_adapter_does_not_shut_out_anothers(shared_client, real_engine, monkeypatch):
     """Host memory for one adapter at a time, two keys with an adapter each, in turn."""
     registry, answers = real_engine.registry, {}

@@ -3,6 +3,7 @@
 import pytest
 from support.doubles.residency_doubles import ESFT, LORA, OTHER, OneStep, Room, Slots, device, pair
 
+from lora_jax.adapters.kinds import AdapterKind
 from serving.loading.adapter_loader import AdapterLoader
 from serving.loading.esft_residency import EsftResidency
 from serving.loading.lora_residency import LoraResidency
@@ -35,6 +36,7 @@ def test_a_pair_has_a_slot_behind_all_others_when_both_are_there():
     assert case.all.in_use() == {LORA.digest, OTHER.digest, ESFT.digest}
     assert case.all.acquire(BOTH.digest) is None
     assert case.all.is_loading(BOTH.digest)
+    assert case.all.pool_of(BOTH.digest) is AdapterKind.LORA
     assert case.advance() == []
     assert not case.all.is_loading(BOTH.digest)
     assert case.all.acquire(BOTH.digest) == 3 + 0 * 2 + 1

@@ -15,6 +15,7 @@ from support.doubles.residency_doubles import (
     Server,
     Slots,
     device,
+    entry,
 )
 
 from lora_jax.adapters.kinds import AdapterKind
@@ -74,6 +75,13 @@ def test_each_kind_follows_its_own_part_of_the_registry():
     assert case.all.snapshot.resident == {LORA.digest}
     case.advance()
     assert case.all.snapshot.resident == {LORA.digest, LAST.digest}
+
+
+def test_each_kind_has_a_pool_and_what_stays_has_none():
+    case, pinned = Case(), entry("p", AdapterKind.LORA, pinned=True)
+    case.all.reconcile([pinned, LORA, ESFT])
+    pools = [case.all.pool_of(one.digest) for one in (pinned, LORA, ESFT)]
+    assert pools == [None, "lora", "esft"]
 
 
 def test_the_server_is_one_kinds_business():

@@ -68,7 +68,7 @@ class Nothing(AbstractResidency):
     def acquire(self, digest):
         pass
 
-    release = is_loading = retain = drop = acquire
+    release = is_loading = pool_of = retain = drop = acquire
 
     def check_integrity(self):
         pass

@@ -2,6 +2,7 @@
 
 from support.doubles.residency_doubles import LORA, OTHER, OneStep, Server, Slots, Whole, device
 
+from lora_jax.adapters.kinds import AdapterKind
 from serving.loading.adapter_loader import AdapterLoader
 from serving.loading.stand_in_residency import StandInResidency
 
@@ -42,6 +43,13 @@ def test_while_the_server_is_lost_who_has_room_is_served_here():
     assert residency.acquire(digest) == 0
     case.advance()
     assert case.whole.collected == 2
+
+
+def test_an_adapter_that_is_served_here_has_no_place_to_take():
+    case = Case()
+    assert case.residency.pool_of(LORA.digest) is AdapterKind.LORA
+    case.server.is_lost, case.whole.known = True, {LORA.digest}
+    assert case.residency.pool_of(LORA.digest) is None  # its place is not the device loader's
 
 
 def test_an_adapter_that_the_server_refuses_is_served_here():

@@ -39,8 +39,6 @@ def test_what_is_so_anyway_changes_nothing(flag):
         (["--trust-remote-code"], "never run here"),
         (["--enforce-eager"], "one compiled program"),
         (["--fully-sharded-loras"], "A whole"),
-        (["--max-cpu-loras", "8"], "--max-total-adapter-bytes"),
-        (["--max-cpu-loras=8"], "--max-total-adapter-bytes"),
         (["--quantization=awq"], "bfloat16 or float32"),
         (["--tokenizer", "other"], "the model's folder"),
         (["--enable-expert-parallel"], "set tensor_parallel_size"),

@@ -245,3 +245,48 @@ def test_tokens_are_shared_by_weight_while_all_ask_for_more(seed):
             served[chunk.sequence.tenant] = turn
     parts = {name: tokens[name] / weights[name] for name in weights}
     assert max(parts.values()) < 1.1 * min(parts.values()), parts
+
+
+def slots_of(driver: Driver) -> dict[str, int]:
+    """How many adapters each tenant's running sequences use."""
+    pairs = {(s.tenant, s.slot) for s in driver.scheduler._running if s.slot >= 0}
+    return dict(collections.Counter(tenant for tenant, _ in pairs))
+
+
+@pytest.mark.parametrize(("weight", "mine"), [(1.0, 2), (3.0, 3), (0.1, 1)])
+def test_adapter_slots_are_shared_by_weight(weight, mine):
+    """Four slots, all in use by one tenant's long answers; another asks for four adapters."""
+    driver = Driver(SERVER, num_slots=4)
+    share = Share("caller", weight=weight)
+    for adapter in "abcd":
+        driver.add([1, 2], adapter=adapter, max_tokens=300, ignore_eos=True, share=FLOOD, n=4)
+    for _ in range(10):
+        driver.step()
+    assert slots_of(driver) == {"flood": 4}
+    for adapter in "wxyz":
+        driver.add([1, 2], adapter=adapter, max_tokens=200, ignore_eos=True, share=share)
+    for _ in range(40):
+        driver.step()
+    assert slots_of(driver) == {"flood": 4 - mine, "caller": mine}
+    loads = len(driver.residency.loads)
+    for _ in range(60):
+        driver.step()
+    assert len(driver.residency.loads) == loads, "they take slots in turn"
+    driver.run(max_steps=4000)
+    for sequence in driver.ended:
+        check_answer(driver, sequence)
+
+
+def test_an_adapter_that_both_use_and_a_pinned_one_are_not_taken():
+    driver = Driver(SERVER, num_slots=3)
+    driver.residency.pinned = {"a"}
+    for adapter in "abc":
+        driver.add([1, 2], adapter=adapter, max_tokens=300, ignore_eos=True, share=FLOOD)
+    driver.add([1, 2], adapter="b", max_tokens=300, ignore_eos=True, share=Share("third"))
+    for _ in range(10):
+        driver.step()
+    (sequence,) = driver.add([1], adapter="w", max_tokens=2, share=CALLER)
+    for _ in range(10):
+        driver.step()
+    assert sequence.output_ids
+    assert sorted(driver.residency.order[:2]) == ["a", "b"], "c went"

@@ -1,12 +1,13 @@
 """Waiting sequences by tenant, in order of their deadlines."""
 
+import dataclasses
 import random
 
 import pytest
 
 from serving.api.request import Request, Sequence, Share
 from serving.api.sampling import Sampling
-from serving.scheduling.waiting_line import WaitingLine, order_of, take_out
+from serving.scheduling.waiting_line import WaitingLine, order_of, prompts_by_tenant, take_out
 
 
 def sequence(tenant: str, deadline_s: float, number: int) -> Sequence:
@@ -41,3 +42,15 @@ def test_only_what_is_there_can_be_taken_out():
     one, other = sequence("a", 1.0, 1), sequence("a", 1.0, 2)
     with pytest.raises((AssertionError, IndexError)):
         take_out([one], other)
+
+
+def test_prompts_that_run_come_before_those_that_wait():
+    line, running = WaitingLine(), [sequence(t, 0.0, i) for i, t in enumerate("aab")]
+    running[0].token_ids, running[0].num_computed = [1], 1  # nothing to compute
+    for one in running[1:]:
+        one.request = dataclasses.replace(one.request, prompt_ids=(1, 2, 3))
+    waiting = [sequence(t, 0.0, 5 + i) for i, t in enumerate("ac")]
+    for one in waiting:
+        line.add(one)
+    found = {tenant: list(of) for tenant, of in prompts_by_tenant(running, line).items()}
+    assert found == {"a": [running[1], waiting[0]], "b": [running[2]], "c": [waiting[1]]}

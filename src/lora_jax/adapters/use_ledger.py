@@ -1,0 +1,70 @@
+"""Value of adapters in host memory: greedy dual by size and frequency (GDSF). No jax.
+
+value = level at the last use + uses * seconds to read it again / bytes, where the level is the
+value of what was evicted last. Cherkasova, "Improving WWW proxies performance with
+Greedy-Dual-Size-Frequency caching policy", HP Labs 1998.
+"""
+
+import dataclasses
+
+_HALVE_EVERY = 20_000  # uses; counts are halved, so that popularity may drift
+# What a read takes; only the ratio counts. Measured times would order equal adapters by chance.
+_OPEN_S = 0.005  # whatever its size
+_RATE = 500e6  # bytes per second
+
+
+@dataclasses.dataclass
+class _Uses:
+    """Uses of one digest; `last` grows with every use of any."""
+
+    count: float = 0.0
+    level: float = 0.0
+    last: int = 0
+
+
+class UseLedger:
+    """Uses by digest, and the level; the caller holds a lock."""
+
+    def __init__(self) -> None:
+        self.level = 0.0
+        self._uses: dict[str, _Uses] = {}
+        self._read: set[str] = set()  # since somebody asked
+        self._number = 0
+
+    def used(self, digest: str) -> None:
+        """Count one use."""
+        self._number += 1
+        uses = self._uses.setdefault(digest, _Uses())
+        uses.count, uses.level, uses.last = uses.count + 1, self.level, self._number
+        if self._number % _HALVE_EVERY == 0:
+            for one in self._uses.values():
+                one.count /= 2
+
+    def read(self, digest: str) -> None:
+        """Note that these weights were read; see `take_read`."""
+        self._read.add(digest)
+
+    def take_read(self, digest: str) -> bool:
+        """Return, once, whether these weights were read."""
+        was_read = digest in self._read
+        self._read.discard(digest)
+        return was_read
+
+    def evicted(self, digest: str, num_bytes: int) -> None:
+        """Raise the level to the value of what goes; its count stays."""
+        self.level = max(self.level, self.value(digest, num_bytes))
+
+    def forget(self, digest: str) -> None:
+        """No name stands for these weights any more."""
+        self._uses.pop(digest, None)
+        self._read.discard(digest)
+
+    def value(self, digest: str, num_bytes: int) -> float:
+        """Return what the weights are worth in memory; the least valuable go first."""
+        uses = self._uses.get(digest, _Uses())
+        seconds = _OPEN_S + num_bytes / _RATE
+        return uses.level + uses.count * seconds / max(num_bytes, 1)
+
+    def last_use(self, digest: str) -> int:
+        """Return a number that grows with every use; 0: never used."""
+        return self._uses[digest].last if digest in self._uses else 0
