@@ -89,9 +89,8 @@ class Engine:
         self._loop = self._parts.loop
         self.tokenizer = self._parts.tokenizer
         self.registry = self._parts.registry
-        self.rollouts = self._parts.rollouts
-        self.compositions = self._parts.compositions
-        self.metrics = self._parts.metrics
+        self.rollouts, self.compositions = self._parts.rollouts, self._parts.compositions
+        self.metrics, self.grammars = self._parts.metrics, self._parts.grammars
         self.model_info: ModelInfo = self._parts.model_info
         self.images: ImageFront | None = self._parts.images  # None: the model takes text only
         # Also when the last reference goes, and when the interpreter ends.
@@ -212,14 +211,15 @@ class Engine:
         entry: AdapterEntry | None = None,
         images: PlacedImages = (),
         session: str | None = None,
+        grammar: Any = None,
     ) -> str:
         """Queue a request and return its id; `on_output` is called from the engine's thread.
 
         `deadline_s` is seconds from now: waiting requests are served in that order, those of
         each `share` beside those of others. `entry` is what the adapter's name stood for; without
         it a rollout chooses the version by `session`, or by the request's id, and an adapter whose
-        weights are not in memory is read here and now. `images` come with their first tokens.
-        Raises AdapterNotFound (a KeyError), ValueError, QueueFull or EngineDead.
+        weights are not in memory is read here and now. `images` come with their first tokens,
+        `grammar` is compiled. Raises AdapterNotFound, ValueError, QueueFull or EngineDead.
         """
         request_id = request_id or secrets.token_hex(12)
         now = time.monotonic()
@@ -233,12 +233,13 @@ class Engine:
             sampling=sampling,
             adapter=name,
             adapter_digest="" if entry is None else entry.digest,
-            tier=tier_of(entry, self.registry, self._parts.loader.snapshot.resident),
+            tier=tier_of(entry, self.registry, self._parts.residencies.snapshot.resident),
             on_output=on_output,
             arrival_s=now,
             deadline_s=deadline,
             cache_salt=cache_salt,
             share=share or Share(),
+            grammar=grammar or self.grammars.of(sampling),
         )
         self._queue(request, entry, images)
         return request.request_id
@@ -369,7 +370,7 @@ class Engine:
             kind=entry.kind,
             rank=entry.report.max_rank,
             bytes=entry.report.weight_bytes,
-            resident=entry.digest in self._parts.loader.snapshot.resident,
+            resident=entry.digest in self._parts.residencies.snapshot.resident,
             pinned=entry.pinned,
             digest=entry.digest,
             report=entry.report,
@@ -385,7 +386,7 @@ class Engine:
         """Return the engine's counters and gauges."""
         parts = self._parts
         return engine_stats(
-            parts.loop, parts.registry, parts.loader, parts.metrics, parts.compilations
+            parts.loop, parts.registry, parts.residencies, parts.metrics, parts.compilations
         )
 
     def check_integrity(self) -> None:
