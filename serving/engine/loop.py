@@ -12,16 +12,18 @@ from collections.abc import Callable
 
 from lora_jax.adapters.registry import AdapterEntry, AdapterRegistry
 from lora_jax.adapters.rollout_guard import Outcome
-from serving.api.request import EngineDead, FinishReason, Request, Sequence
+from serving.api.request import EngineDead, FinishReason, Request, Sequence, StepPlan
 from serving.engine.live_request import LiveRequest
 from serving.engine.metrics import EngineMetrics
 from serving.engine.pacing import Pacer
-from serving.loading.adapter_loaders import AdapterLoaders
 from serving.loading.compositions import Compositions
+from serving.loading.residencies import Residencies
 from serving.runtime.compile_counter import CompileCounter
 from serving.scheduling.scheduler import Progress, Scheduler, SchedulerStats
-from serving.steps.model_runner import InFlightStep, ModelRunner
+from serving.steps.model_runner import HeldStep, InFlightStep, ModelRunner
 from serving.steps.sampler import INVALID_TOKEN
+from serving.structured.grammars import Grammars
+from serving.structured.row_masks import is_bound
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +46,10 @@ class LoopParts:
     runner: ModelRunner
     scheduler: Scheduler
     registry: AdapterRegistry
-    loader: AdapterLoaders | None
+    residencies: Residencies
     metrics: EngineMetrics
     compilations: CompileCounter
+    grammars: Grammars
     chunks_per_step: int
     finished: Callable[[str | None, Outcome], None] = lambda adapter, outcome: None
     compositions: Compositions | None = None
@@ -111,8 +114,8 @@ class EngineLoop:
             sequences = self._parts.scheduler.add(request)
             self._pacer.asked(request.share.tenant)
             self._live[request.request_id] = make_live(sequences)
-            if entry is not None and self._parts.loader is not None:
-                self._parts.loader.retain(entry)
+            if entry is not None:
+                self._parts.residencies.retain(entry)
             self._woken = True
             self._wake.notify()
 
@@ -134,8 +137,7 @@ class EngineLoop:
             assert not self._live, f"live requests {sorted(self._live)}"
             assert not self._parts.scheduler.has_work, "the scheduler has work"
             self._parts.scheduler.check_integrity()
-            if self._parts.loader is not None:
-                self._parts.loader.check_integrity()
+            self._parts.residencies.check_integrity()
 
     # The loop.
 
@@ -163,9 +165,9 @@ class EngineLoop:
             ended = [s for request_id in aborts for s in parts.scheduler.abort(request_id)]
             expired = parts.scheduler.expired(now)
             plan = parts.scheduler.plan(now)
-        if plan is not None and parts.loader is not None:
-            parts.loader.prepare(parts.runner, self._num_dispatched)
-        step = None if plan is None else parts.runner.dispatch(plan)
+        if plan is not None:
+            parts.residencies.prepare(parts.runner, self._num_dispatched)
+        step = None if plan is None else self._dispatch(plan)
         if step is not None:
             self._num_dispatched += 1
             self._pacer.dispatched(now, follows=self._flying is not None)
@@ -175,14 +177,34 @@ class EngineLoop:
         for sequence in expired:
             message = _ADAPTER_WAIT.format(name=sequence.request.adapter)
             self._end(sequence, FinishReason.ERROR, message, retryable=True)
-        finished, self._flying = self._flying, step
+        finished, self._flying = self._flying, None
         if finished is not None:
             self._process_results(finished)
         elif step is None and not loaded:
             self._sleep()
+        if isinstance(step, HeldStep):
+            step = self._sample(step)
+        self._flying = step
         if step is not None and step.plan.is_short:  # its caller waits for it alone
             self._flying = None
             self._process_results(step)
+
+    def _dispatch(self, plan: StepPlan) -> InFlightStep | HeldStep:
+        """Send a step to the device, or its forward part where a grammar binds a row."""
+        runner = self._parts.runner
+        return runner.forward(plan) if is_bound(plan) else runner.dispatch(plan)
+
+    def _sample(self, held: HeldStep) -> InFlightStep:
+        """Send the rest of a step, whose masks follow from the tokens taken in by now."""
+        masks = self._parts.runner.new_masks()
+        failed = self._parts.grammars.masks.fill(held.plan, masks.words, masks.is_masked)
+        if failed:
+            with self._lock:
+                for sequence, _ in failed:
+                    self._parts.scheduler.finish(sequence, FinishReason.ERROR)
+            for sequence, why in failed:
+                self._end(sequence, FinishReason.ERROR, why)
+        return self._parts.runner.sample(held, masks)
 
     def _follow_registry(self) -> None:
         """Let the device follow what was loaded and unloaded since the last look."""
@@ -197,16 +219,15 @@ class EngineLoop:
         if composed is not None:
             composed.keep_only({adapter.digest for adapter in known})
             entries += composed.entries()
-        if self._parts.loader is not None:
-            self._parts.loader.reconcile(entries)
+        self._parts.residencies.reconcile(entries)
 
     def _advance_loads(self) -> bool:
         """Return whether the last load under way has ended, for which a sequence may wait."""
-        loader, runner = self._parts.loader, self._parts.runner
-        if loader is None or not loader.is_busy:
+        residencies, runner = self._parts.residencies, self._parts.runner
+        if not residencies.is_busy:
             return False
         steps = self._num_dispatched, self.num_steps
-        for digest, why in loader.advance(runner, self._parts.chunks_per_step, *steps):
+        for digest, why in residencies.advance(runner, self._parts.chunks_per_step, *steps):
             with self._lock:
                 waiting = self._parts.scheduler.waiting_for(digest)
                 for sequence in waiting:
@@ -214,14 +235,13 @@ class EngineLoop:
             for sequence in waiting:
                 message = _ADAPTER_LOAD.format(name=sequence.request.adapter, why=why)
                 self._end(sequence, FinishReason.ERROR, message, retryable=True)
-        return not loader.is_busy
+        return not residencies.is_busy
 
     def _sleep(self) -> None:
         """Wait until something is to be done."""
-        loader = self._parts.loader
-        loading = loader is not None and loader.is_busy
-        if loader is not None and not loading and not self._parts.scheduler.has_work:
-            loader.rest()
+        loading = self._parts.residencies.is_busy
+        if not loading and not self._parts.scheduler.has_work:
+            self._parts.residencies.rest()
         with self._lock:
             if self._woken or self._closing:
                 return
@@ -235,8 +255,8 @@ class EngineLoop:
         results = self._parts.runner.read(step)
         self._pacer.ended(step.plan.num_tokens, began)
         bad = [result for result in results if result.token_id == INVALID_TOKEN]
-        now, loader = time.monotonic(), self._parts.loader
-        lost = frozenset() if loader is None else loader.harmed_by(step.remote_status)
+        now = time.monotonic()
+        lost = self._parts.residencies.affected_by(step.remote_status)
         with self._lock:
             affected = self._handle_server_loss(lost) if lost else []
             bad = [result for result in bad if not result.chunk.sequence.num_discarded]
@@ -258,8 +278,8 @@ class EngineLoop:
 
     def _handle_server_loss(self, lost: frozenset[str]) -> list[Sequence]:
         """End the requests of lost adapters, or restart those that can run without the server."""
-        loader, scheduler = self._parts.loader, self._parts.scheduler
-        here = frozenset() if loader is None else loader.servable_here(lost)
+        scheduler = self._parts.scheduler
+        here = self._parts.residencies.servable_here(lost)
         restarted = scheduler.restart_adapters(here) if here else []
         return [*restarted, *scheduler.fail_adapters(lost - here)]
 
@@ -325,8 +345,8 @@ class EngineLoop:
             if self._live.pop(live.request.request_id, None) is None:
                 return
             digest = live.request.adapter_digest
-            if digest and self._parts.loader is not None:
-                self._parts.loader.drop(digest)
+            if digest:
+                self._parts.residencies.drop(digest)
         summary = live.summary(now)
         self._parts.metrics.request_done(summary)
         outcome = summary.outcome()
@@ -339,8 +359,8 @@ class EngineLoop:
             self._parts.runner.wait()
         except Exception:
             logger.exception("The last step failed.")
-        if self._parts.loader is not None:
-            self._parts.loader.close()
+        self._parts.residencies.close()
+        self._parts.grammars.close()
 
     def _fail_all(self) -> None:
         """Take no more requests, and tell the callers of the live ones; never raises."""
