@@ -21,6 +21,7 @@ from bench import expert_cases as cases
 from bench.counting_memory import CountingDriver
 from bench.report import plot_esft_memory
 from lora_jax.adapters.esft_allocator import ExpertAllocator, ExpertSizes
+from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.weights import AdapterReport, ExpertWeights
 from lora_jax.memory.driver import DriverMemory
 from lora_jax.memory.platforms import for_platform
@@ -73,7 +74,7 @@ class MultiEsftMemory:
         """Map an adapter with so many experts in each layer."""
         nothing = (np.zeros((0, 0)),) * 3
         experts = {n: dict.fromkeys(range(c), nothing) for n, c in enumerate(counts.tolist()) if c}
-        report = AdapterReport("esft", name, name, {}, 0, 0, {}, 0, 0, None, None)
+        report = AdapterReport(AdapterKind.ESFT, name, name, {}, 0, 0, {}, 0, 0, None, None)
         placement = self._allocator.place(ExpertWeights(experts, report))
         self._allocator.finish_loading(name)
         for layer, indices in placement.indices.items():

@@ -19,6 +19,7 @@ from flax import nnx
 
 from bench import expert_cases as cases
 from lora_jax.adapters.esft_allocator import ExpertAllocator, ExpertPlacement, ExpertSizes
+from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.weights import PROJECTIONS, AdapterReport, ExpertWeights
 from lora_jax.memory.platforms import for_platform
 from lora_jax.models import make_dummy
@@ -154,7 +155,7 @@ class MultiEsftModel:
             if chosen:
                 experts[layer] = dict.fromkeys(chosen, nothing)
         name = str(adapter)
-        report = AdapterReport("esft", name, name, {}, 0, 0, {}, 0, 0, None, None)
+        report = AdapterReport(AdapterKind.ESFT, name, name, {}, 0, 0, {}, 0, 0, None, None)
         return ExpertWeights(experts, report)
 
     def unload(self, digest: str) -> None:

@@ -230,7 +230,7 @@ class Engine:
             sampling=sampling,
             adapter=name,
             adapter_digest="" if entry is None else entry.digest,
-            tier=tier_of(entry, self.registry, self._parts.loader.snapshot.resident),
+            tier=tier_of(entry, self.registry, self._parts.residencies.snapshot.resident),
             on_output=on_output,
             arrival_s=now,
             deadline_s=now + (DEFAULT_DEADLINE_S if deadline_s is None else deadline_s),
@@ -370,7 +370,7 @@ class Engine:
             kind=entry.kind,
             rank=entry.report.max_rank,
             bytes=entry.report.weight_bytes,
-            resident=entry.digest in self._parts.loader.snapshot.resident,
+            resident=entry.digest in self._parts.residencies.snapshot.resident,
             pinned=entry.pinned,
             digest=entry.digest,
             report=entry.report,
@@ -386,7 +386,7 @@ class Engine:
         """Return the engine's counters and gauges."""
         parts = self._parts
         return engine_stats(
-            parts.loop, parts.registry, parts.loader, parts.metrics, parts.compilations
+            parts.loop, parts.registry, parts.residencies, parts.metrics, parts.compilations
         )
 
     def check_integrity(self) -> None:

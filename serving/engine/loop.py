@@ -16,8 +16,8 @@ from serving.api.request import EngineDead, FinishReason, Request, Sequence
 from serving.engine.live_request import LiveRequest
 from serving.engine.metrics import EngineMetrics
 from serving.engine.pacing import Pacer
-from serving.loading.adapter_loaders import AdapterLoaders
 from serving.loading.compositions import Compositions
+from serving.loading.residencies import Residencies
 from serving.runtime.compile_counter import CompileCounter
 from serving.scheduling.scheduler import Progress, Scheduler, SchedulerStats
 from serving.steps.model_runner import InFlightStep, ModelRunner
@@ -44,7 +44,7 @@ class LoopParts:
     runner: ModelRunner
     scheduler: Scheduler
     registry: AdapterRegistry
-    loader: AdapterLoaders | None
+    residencies: Residencies
     metrics: EngineMetrics
     compilations: CompileCounter
     chunks_per_step: int
@@ -111,8 +111,8 @@ class EngineLoop:
             sequences = self._parts.scheduler.add(request)
             self._pacer.asked(request.share.tenant)
             self._live[request.request_id] = make_live(sequences)
-            if entry is not None and self._parts.loader is not None:
-                self._parts.loader.retain(entry)
+            if entry is not None:
+                self._parts.residencies.retain(entry)
             self._woken = True
             self._wake.notify()
 
@@ -134,8 +134,7 @@ class EngineLoop:
             assert not self._live, f"live requests {sorted(self._live)}"
             assert not self._parts.scheduler.has_work, "the scheduler has work"
             self._parts.scheduler.check_integrity()
-            if self._parts.loader is not None:
-                self._parts.loader.check_integrity()
+            self._parts.residencies.check_integrity()
 
     # The loop.
 
@@ -163,8 +162,8 @@ class EngineLoop:
             ended = [s for request_id in aborts for s in parts.scheduler.abort(request_id)]
             expired = parts.scheduler.expired(now)
             plan = parts.scheduler.plan(now)
-        if plan is not None and parts.loader is not None:
-            parts.loader.prepare(parts.runner, self._num_dispatched)
+        if plan is not None:
+            parts.residencies.prepare(parts.runner, self._num_dispatched)
         step = None if plan is None else parts.runner.dispatch(plan)
         if step is not None:
             self._num_dispatched += 1
@@ -197,16 +196,15 @@ class EngineLoop:
         if composed is not None:
             composed.keep_only({adapter.digest for adapter in known})
             entries += composed.entries()
-        if self._parts.loader is not None:
-            self._parts.loader.reconcile(entries)
+        self._parts.residencies.reconcile(entries)
 
     def _advance_loads(self) -> bool:
         """Return whether the last load under way has ended, for which a sequence may wait."""
-        loader, runner = self._parts.loader, self._parts.runner
-        if loader is None or not loader.is_busy:
+        residencies, runner = self._parts.residencies, self._parts.runner
+        if not residencies.is_busy:
             return False
         steps = self._num_dispatched, self.num_steps
-        for digest, why in loader.advance(runner, self._parts.chunks_per_step, *steps):
+        for digest, why in residencies.advance(runner, self._parts.chunks_per_step, *steps):
             with self._lock:
                 waiting = self._parts.scheduler.waiting_for(digest)
                 for sequence in waiting:
@@ -214,14 +212,13 @@ class EngineLoop:
             for sequence in waiting:
                 message = _ADAPTER_LOAD.format(name=sequence.request.adapter, why=why)
                 self._end(sequence, FinishReason.ERROR, message, retryable=True)
-        return not loader.is_busy
+        return not residencies.is_busy
 
     def _sleep(self) -> None:
         """Wait until something is to be done."""
-        loader = self._parts.loader
-        loading = loader is not None and loader.is_busy
-        if loader is not None and not loading and not self._parts.scheduler.has_work:
-            loader.rest()
+        loading = self._parts.residencies.is_busy
+        if not loading and not self._parts.scheduler.has_work:
+            self._parts.residencies.rest()
         with self._lock:
             if self._woken or self._closing:
                 return
@@ -235,8 +232,8 @@ class EngineLoop:
         results = self._parts.runner.read(step)
         self._pacer.ended(step.plan.num_tokens, began)
         bad = [result for result in results if result.token_id == INVALID_TOKEN]
-        now, loader = time.monotonic(), self._parts.loader
-        lost = frozenset() if loader is None else loader.harmed_by(step.remote_status)
+        now = time.monotonic()
+        lost = self._parts.residencies.affected_by(step.remote_status)
         with self._lock:
             affected = self._handle_server_loss(lost) if lost else []
             bad = [result for result in bad if not result.chunk.sequence.num_discarded]
@@ -258,8 +255,8 @@ class EngineLoop:
 
     def _handle_server_loss(self, lost: frozenset[str]) -> list[Sequence]:
         """End the requests of lost adapters, or restart those that can run without the server."""
-        loader, scheduler = self._parts.loader, self._parts.scheduler
-        here = frozenset() if loader is None else loader.servable_here(lost)
+        scheduler = self._parts.scheduler
+        here = self._parts.residencies.servable_here(lost)
         restarted = scheduler.restart_adapters(here) if here else []
         return [*restarted, *scheduler.fail_adapters(lost - here)]
 
@@ -325,8 +322,8 @@ class EngineLoop:
             if self._live.pop(live.request.request_id, None) is None:
                 return
             digest = live.request.adapter_digest
-            if digest and self._parts.loader is not None:
-                self._parts.loader.drop(digest)
+            if digest:
+                self._parts.residencies.drop(digest)
         summary = live.summary(now)
         self._parts.metrics.request_done(summary)
         outcome = summary.outcome()
@@ -339,8 +336,7 @@ class EngineLoop:
             self._parts.runner.wait()
         except Exception:
             logger.exception("The last step failed.")
-        if self._parts.loader is not None:
-            self._parts.loader.close()
+        self._parts.residencies.close()
 
     def _fail_all(self) -> None:
         """Take no more requests, and tell the callers of the live ones; never raises."""

@@ -1,7 +1,6 @@
 """Builds the parts of an engine from its config, with a log line for each."""
 
 import dataclasses
-import functools
 import logging
 import os
 import time
@@ -15,10 +14,8 @@ from flax import nnx
 
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.local_widths import LocalWidths
-from lora_jax.adapters.lora_allocator import SlotAllocator
 from lora_jax.adapters.registry import AdapterRegistry
-from lora_jax.adapters.row_copies import Copier, LoraCopyJob
-from lora_jax.adapters.slots import LoraLoadJob, SlotsSpec, init_slots
+from lora_jax.adapters.slots import SlotsSpec, init_slots
 from lora_jax.config import ModelConfig
 from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.ops import dispatch
@@ -36,11 +33,10 @@ from serving.engine.registries import load_adapters, make_registry
 from serving.engine.sizing import CacheSize
 from serving.engine.version_metrics import ShareCollector
 from serving.images.front import ImageFront
-from serving.loading.adapter_loader import AdapterLoader
-from serving.loading.adapter_loaders import AdapterLoaders
 from serving.loading.compositions import Compositions
 from serving.loading.esft_parts import EsftParts, make_esft
-from serving.loading.local_experts import LocalExperts
+from serving.loading.lora_residency import HostForm
+from serving.loading.residencies import Residencies, make_residencies
 from serving.lora_server.instance import InstanceSide, ServerAccess, connect
 from serving.runtime.compile_counter import CompileCounter
 from serving.runtime.device_copier import device_copier
@@ -62,7 +58,7 @@ class EngineParts:
     registry: AdapterRegistry
     rollouts: Rollouts
     compositions: Compositions
-    loader: AdapterLoaders
+    residencies: Residencies
     metrics: EngineMetrics
     compilations: CompileCounter
     loop: EngineLoop
@@ -156,55 +152,57 @@ def _build(
     allocator, spec = make_allocator(
         config, base.catalogue, local_modules, base.dtype, num_full_adapters
     )
-    copier = None if base.split is not None else device_copier()
     metrics = _make_metrics(config, info)
-    told = metrics.tiers.read
-    registry, compositions = make_registry(config, base, allocator, copier, told)
+    residencies = make_residencies(
+        allocator,
+        base.esft,
+        base.remote,
+        copier=None if base.split is not None else device_copier(),
+        cut=_cut(base),
+        on_loaded=metrics.adapter_loaded_on_device,
+    )
+    registry, compositions = make_registry(config, base, residencies, metrics.tiers.read)
     load_adapters(registry, adapters)
     end_ids = info.end_token_ids
     runner = _make_runner(config, base, spec, end_ids)
     compilations = CompileCounter()
-    loader = _make_loaders(allocator, base, metrics, copier)
-    registry.set_in_use(loader.in_use)
-    compositions.set_in_use(loader.in_use)
     rollouts = Rollouts(registry)
     registry.set_kept(rollouts.kept)
     metrics.registry.register(ShareCollector(rollouts.states))
     num_rows = 0 if base.images is None else base.images.num_rows
-    scheduler = _make_scheduler(config, base.size, loader, end_ids, num_rows)
-    chunks = config.adapter_load_chunks_per_step
+    scheduler = _make_scheduler(config, base.size, residencies, end_ids, num_rows)
     loop = EngineLoop(
         LoopParts(
             runner,
             scheduler,
             registry,
-            loader,
+            residencies,
             metrics,
             compilations,
-            chunks,
+            config.adapter_load_chunks_per_step,
             rollouts.finished,
             compositions,
         )
     )
-    if base.remote is not None:
-        base.remote.wake = loop.wake
-    metrics.set_source(lambda: engine_stats(loop, registry, loader, metrics, compilations))
+    residencies.call_on_news(loop.wake)
+    metrics.set_source(lambda: engine_stats(loop, registry, residencies, metrics, compilations))
     front = None
     if base.images is not None:
         front = make_front(config, base.images, base.config, tokenizer, base.size.max_model_len)
     told = metrics, compilations, loop, info
-    return EngineParts(tokenizer, registry, rollouts, compositions, loader, *told, front)
+    return EngineParts(tokenizer, registry, rollouts, compositions, residencies, *told, front)
 
 
 def engine_stats(
     loop: EngineLoop,
     registry: AdapterRegistry,
-    loader: AdapterLoaders,
+    residencies: Residencies,
     metrics: EngineMetrics,
     compilations: CompileCounter,
 ) -> EngineStats:
     """Return where the engine stands; any thread may ask."""
-    scheduler, on_device, entries = loop.scheduler_stats(), loader.snapshot, registry.entries()
+    scheduler, on_device = loop.scheduler_stats(), residencies.snapshot
+    entries = registry.entries()
     sizes = {entry.digest: (entry.kind, entry.report.weight_bytes) for entry in entries}
     by_kind: dict[str, int] = {}
     for kind, size in sizes.values():
@@ -256,6 +254,12 @@ def _load_model(
     return model, model_config, dtype
 
 
+def _cut(base: _Base) -> HostForm | None:
+    """Return what cuts a LoRA adapter for several devices; None for one device."""
+    widths, catalogue = base.widths, base.catalogue
+    return None if widths is None else lambda weights: widths.adapter(weights, catalogue)
+
+
 def _make_runner(
     config: EngineConfig, base: _Base, spec: SlotsSpec, end_ids: tuple[int, ...]
 ) -> ModelRunner:
@@ -302,23 +306,10 @@ def _step_sizes(config: EngineConfig, size: CacheSize) -> StepSizes:
     )
 
 
-def _make_loaders(
-    allocator: SlotAllocator, base: _Base, metrics: EngineMetrics, copier: Copier | None
-) -> AdapterLoaders:
-    told, remote, esft = metrics.adapter_loaded_on_device, base.remote, base.esft
-    make_job = LoraLoadJob if copier is None else functools.partial(LoraCopyJob, copier=copier)
-    lora = AdapterLoader(allocator, make_job, on_loaded=told)
-    local = LocalExperts(lora) if remote is not None and remote.num_local else None
-    if esft is None:
-        return AdapterLoaders(lora, allocator.num_slots, remote=remote, local=local)
-    experts = AdapterLoader(esft.room.allocator, esft.room.job, on_loaded=told)
-    return AdapterLoaders(lora, allocator.num_slots, experts, esft.room, remote, local)
-
-
 def _make_scheduler(
     config: EngineConfig,
     size: CacheSize,
-    loader: AdapterLoaders,
+    residencies: Residencies,
     end_ids: tuple[int, ...],
     num_encoder_rows: int,
 ) -> Scheduler:
@@ -335,7 +326,7 @@ def _make_scheduler(
         scheduling_policy=config.scheduling_policy,
         num_encoder_rows=num_encoder_rows,
     )
-    return Scheduler(limits, adapters=loader, eos_token_ids=end_ids, seed=config.seed)
+    return Scheduler(limits, adapters=residencies, eos_token_ids=end_ids, seed=config.seed)
 
 
 def _make_metrics(config: EngineConfig, info: ModelInfo) -> EngineMetrics:

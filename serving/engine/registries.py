@@ -7,15 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from lora_jax.adapters.catalogue import LoraCatalogue
-from lora_jax.adapters.local_widths import LocalWidths
-from lora_jax.adapters.lora_allocator import SlotAllocator
 from lora_jax.adapters.registry import AdapterRegistry, RegistryLimits
-from lora_jax.adapters.row_copies import Copier, pin_matrices
-from lora_jax.adapters.weights import AdapterWeights, AnyWeights, ExpertWeights
+from lora_jax.adapters.weights import AnyWeights
 from serving.api.config import EngineConfig
 from serving.api.load_format import WeightSource
 from serving.loading.compositions import Compositions
-from serving.loading.esft_parts import EsftParts
+from serving.loading.residencies import Residencies
 from serving.lora_server.instance import InstanceSide
 
 logger = logging.getLogger(__name__)
@@ -35,41 +32,19 @@ class Base(Protocol):
     def catalogue(self) -> LoraCatalogue: ...
 
     @property
-    def esft(self) -> EsftParts | None: ...
-
-    @property
     def remote(self) -> InstanceSide | None: ...
-
-    @property
-    def widths(self) -> LocalWidths | None: ...
 
 
 def make_registry(
     config: EngineConfig,
     base: Base,
-    allocator: SlotAllocator,
-    copier: Copier | None,
+    residencies: Residencies,
     on_read: Callable[[float], None] = lambda seconds: None,
 ) -> tuple[AdapterRegistry, Compositions]:
-    """Return the adapters by name and the sums of them, with the checks of this engine.
+    """Return the adapters by name and the sums of them; the residencies check and keep them.
 
     `on_read` is told how many seconds each read from the disk took.
     """
-
-    def check_fits(weights: AnyWeights) -> None:
-        if not isinstance(weights, ExpertWeights):
-            allocator.check_fits(weights)
-        elif base.esft is None:
-            raise ValueError(
-                "an ESFT adapter; this server has no room for any (max_esft_adapters)."
-            )
-        else:
-            base.esft.room.allocator.check_fits(weights)
-
-    def kept(weights: AnyWeights) -> AnyWeights:
-        if base.widths is not None and isinstance(weights, AdapterWeights):
-            return base.widths.adapter(weights, base.catalogue)
-        return pin_matrices(weights if base.remote is None else base.remote.keep(weights), copier)
 
     def read(*given: Any, **more: Any) -> AnyWeights:
         begun = time.perf_counter()
@@ -89,17 +64,19 @@ def make_registry(
         base_names=(config.model_name,),
         lora_dir=config.lora_dir,
         limits=limits,
-        check=check_fits,
-        keep=kept,
+        check=residencies.check_fits,
+        keep=residencies.keep,
         read=read,
     )
     compositions = Compositions(
-        check_fits,
-        lambda weights: pin_matrices(weights, copier),  # the parts are as `kept` left them
+        residencies.check_fits,
+        residencies.keep_composed,
         max_rank=config.max_lora_rank,
         max_bytes=config.max_total_adapter_bytes // 4,
         refused=None if base.remote is None else NO_SUM_BEHIND_A_SERVER,
     )
+    registry.set_in_use(residencies.in_use)
+    compositions.set_in_use(residencies.in_use)
     return registry, compositions
 
 

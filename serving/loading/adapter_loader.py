@@ -59,6 +59,17 @@ class ResidencySnapshot:
     swaps: int = 0  # adapters brought onto the device since the start
     expert_page_bytes: int = 0  # physical pages behind the experts, the base's included
 
+    def __add__(self, other: "ResidencySnapshot") -> "ResidencySnapshot":
+        """Return the snapshot of the adapters of both."""
+        return ResidencySnapshot(
+            resident=self.resident | other.resident,
+            slots_used=self.slots_used + other.slots_used,
+            slots_total=self.slots_total + other.slots_total,
+            bytes_used=self.bytes_used + other.bytes_used,
+            swaps=self.swaps + other.swaps,
+            expert_page_bytes=self.expert_page_bytes + other.expert_page_bytes,
+        )
+
 
 @dataclasses.dataclass(eq=False)
 class _Known:
@@ -87,7 +98,7 @@ class _Load[P: AnyPlacement, S]:
 
 
 class AdapterLoader[P: AnyPlacement, S]:
-    """The scheduler's `AdapterResidency` for one kind of adapter. The engine's thread uses it;
+    """Loads of one kind of adapter, for its residency. The engine's thread uses it;
     others may call `retain` while they hold the engine's lock, and read `snapshot`.
     """
 
@@ -143,6 +154,10 @@ class AdapterLoader[P: AnyPlacement, S]:
     def users(self, digest: str) -> int:
         """Return how many sequences hold the adapter now."""
         return self._allocator.users(digest)
+
+    def check_fits(self, weights: AnyWeights) -> None:
+        """Raise ValueError when the adapter would not fit even on an empty device; any thread."""
+        self._allocator.check_fits(weights)
 
     def can_place(self, weights: AnyWeights) -> bool:
         """Return whether these weights, which have no place yet, would get one now."""

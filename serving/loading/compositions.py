@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from lora_jax.adapters.composition import digest_of, pair_of, parts_of, shown, sum_of, union_of
 from lora_jax.adapters.entries import AdapterEntry
+from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.registry_errors import RegistryBusy
 from lora_jax.adapters.weights import AdapterWeights, AnyWeights, ExpertWeights
 
@@ -70,7 +71,9 @@ class Compositions:
                 return found
             name, digest = _names(parts)
             pair = pair_of(lora, esft, digest, name)
-            return dataclasses.replace(lora, name=name, kind="pair", digest=digest, weights=pair)
+            return dataclasses.replace(
+                lora, name=name, kind=AdapterKind.PAIR, digest=digest, weights=pair
+            )
 
     def resolve(
         self, adapter: str | Mapping[str, float], entry_of: Callable[[str], AdapterEntry]

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from lora_jax.adapters.registry import AdapterEntry
-from lora_jax.adapters.weights import AdapterWeights, AnyWeights
+from lora_jax.adapters.weights import AdapterWeights
 from serving.api.config import EngineConfig
 from serving.lora_server.client import LOCAL, ServerLink
 from serving.lora_server.coordinator import LeaseSource
@@ -76,8 +76,8 @@ class InstanceSide:
     # Adapters come and go.
 
     def retain(self, entry: AdapterEntry) -> None:
-        """A request that needs the adapter is queued: lease it, so that it loads meanwhile."""
-        if entry.kind == "lora" and self.link.layout.has_any(entry.report):
+        """A request that needs the LoRA adapter is queued: lease it, so that it loads meanwhile."""
+        if self.link.layout.has_any(entry.report):
             with self._lock:
                 self._remote[entry.digest] = self._remote.get(entry.digest, 0) + 1
             self._leases.retain(entry.digest, entry.folder)
@@ -103,10 +103,8 @@ class InstanceSide:
             remote = digest in self._remote
         return not remote or self._leases.get(digest) is not None
 
-    def keep(self, weights: AnyWeights) -> AnyWeights:
+    def keep(self, weights: AdapterWeights) -> AdapterWeights:
         """Return what of an adapter stays here: what the server does not hold, or that and all."""
-        if not isinstance(weights, AdapterWeights):
-            return weights
         return (split if self.num_local else local_part)(weights, self.link.layout)
 
     def bind(self, slot: int, digest: str) -> None:
@@ -132,7 +130,7 @@ class InstanceSide:
 
     # Failures.
 
-    def harmed_by(self, status: np.ndarray) -> frozenset[str]:
+    def affected_by(self, status: np.ndarray) -> frozenset[str]:
         """Return the adapters whose requests a step with these statuses may have affected."""
         if not status.any():
             return frozenset()

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from lora_jax.adapters.entries import AdapterEntry, PairWeights
+from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.weights import (
     AdapterReport,
     AdapterWeights,
@@ -134,7 +135,7 @@ def _with_report(
         layers = tuple(sorted(layer for m, layer in sites if m == module))
         ranks = tuple(sorted({sites[module, layer].rank for layer in layers}))
         modules[module] = ModuleReport(layers, ranks, (1.0,))
-    report = _report("lora", digest, name)
+    report = _report(AdapterKind.LORA, digest, name)
     weights = AdapterWeights(sites, report)
     size = sum(matrix.nbytes for matrix in weights.matrices())
     most = max(site.rank for site in sites.values())
@@ -159,19 +160,21 @@ def union_of(parts: Sequence[ExpertWeights], digest: str, name: str) -> ExpertWe
     ordered = {layer: dict(sorted(experts[layer].items())) for layer in sorted(experts)}
     places = {layer: tuple(own) for layer, own in ordered.items()}
     size = sum(part.report.weight_bytes for part in parts)
-    report = dataclasses.replace(_report("esft", digest, name), weight_bytes=size, experts=places)
+    report = dataclasses.replace(
+        _report(AdapterKind.ESFT, digest, name), weight_bytes=size, experts=places
+    )
     return ExpertWeights(ordered, report)
 
 
 def pair_of(lora: AdapterEntry, esft: AdapterEntry, digest: str, name: str) -> PairWeights:
     """Return a LoRA and an ESFT adapter as one."""
     size = lora.report.weight_bytes + esft.report.weight_bytes
-    report = _report("pair", digest, name)
+    report = _report(AdapterKind.PAIR, digest, name)
     report = dataclasses.replace(report, weight_bytes=size, modules=lora.report.modules)
     return PairWeights(lora, esft, report)
 
 
-def _report(kind: str, digest: str, name: str) -> AdapterReport:
+def _report(kind: AdapterKind, digest: str, name: str) -> AdapterReport:
     return AdapterReport(
         kind=kind,
         folder=name,

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.weights import AdapterReport, AnyWeights
 
 
@@ -35,7 +36,7 @@ class AdapterEntry:
     """One loaded adapter. `generation` grows with every publish and unload of the registry."""
 
     name: str
-    kind: str  # "lora", "esft" or "pair"
+    kind: AdapterKind
     digest: str
     generation: int
     weights: AnyWeights | PairWeights
@@ -62,7 +63,7 @@ class EvictedAdapter:
     """A name whose weights are not in memory: what is needed to read the same ones again."""
 
     name: str
-    kind: str
+    kind: AdapterKind
     digest: str
     generation: int
     report: AdapterReport

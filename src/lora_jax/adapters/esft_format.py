@@ -19,6 +19,7 @@ import numpy as np
 from lora_jax.adapters import esft_config, safetensors_file
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.folder import AdapterFolder
+from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.peft_names import find_target
 from lora_jax.adapters.safetensors_file import AdapterTensor, FileLimits
 from lora_jax.adapters.weights import PROJECTIONS, AdapterReport, ExpertWeights, ModuleReport
@@ -200,7 +201,7 @@ def _report(
 ) -> AdapterReport:
     module = ModuleReport(layers=tuple(experts), ranks=(), scalings=())
     return AdapterReport(
-        kind="esft",
+        kind=AdapterKind.ESFT,
         folder=folder.name,
         digest=folder.digest(),
         files=dict(folder.hashes),

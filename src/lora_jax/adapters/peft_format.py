@@ -14,6 +14,7 @@ import numpy as np
 from lora_jax.adapters import peft_config, peft_experts, safetensors_file
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.folder import AdapterFolder
+from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.peft_config import PeftConfig
 from lora_jax.adapters.peft_experts import Fused
 from lora_jax.adapters.peft_names import KV_B, LoraPair, Target, find_target, pair_up
@@ -233,7 +234,7 @@ def make_report(
         by_module.setdefault(name, []).append((layer, site))
     distinct = {id(m): m.nbytes for site in sites.values() for m in (site.a, site.b)}
     return AdapterReport(
-        kind="lora",
+        kind=AdapterKind.LORA,
         folder=folder.name,
         digest=folder.digest(),
         files=dict(folder.hashes),

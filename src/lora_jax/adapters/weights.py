@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from lora_jax.adapters.kinds import AdapterKind
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SiteWeights:
@@ -40,7 +42,7 @@ class ModuleReport:
 class AdapterReport:
     """Report of a folder. `digest` is sha256 over the names and hashes of all files read."""
 
-    kind: str  # "lora" or "esft"
+    kind: AdapterKind
     folder: str  # the folder's own name, without its directory
     digest: str
     files: dict[str, str]  # file name -> hash (adapters.folder)

@@ -13,6 +13,7 @@ from support.cases import tiny_checkpoint
 from support.cases.engine_cases import settle
 from support.cases.tiny_checkpoint import TinyShape
 
+from lora_jax.adapters.kinds import AdapterKind
 from serving import Engine, Sampling
 from serving.lora_server.group import ServerGroup
 from serving.lora_server.instance import ServerAccess
@@ -114,7 +115,7 @@ def test_a_mixed_batch_has_the_tokens_of_a_coupled_engine(engine, group, coupled
     mixed, base, _ = map(list, coupled)
     for place, adapter in enumerate(MIXED):
         assert (tokens_of(mixed)[place] == tokens_of(base)[place]) == (adapter is None)
-    client = engine._parts.loader._remote.link.client
+    client = engine._parts.residencies.of(AdapterKind.LORA).server.link.client
     assert tokens_of(answers(engine, None)) == tokens_of(base)
     assert client.stats().pushes == 0
     kept = {name for entry in engine.registry.entries() for name, _ in entry.weights.sites}

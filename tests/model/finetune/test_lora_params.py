@@ -8,6 +8,7 @@ from flax import nnx
 from support.cases.finetune_cases import dense, random_pairs
 from support.drivers.model_driver import random_model
 
+from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.weights import AdapterReport, AdapterWeights, SiteWeights
 from lora_jax.finetune.lora_params import (
     FUSED,
@@ -43,7 +44,7 @@ ALL = (
 TOKENS = np.random.default_rng(3).integers(0, 64, (2, 11), dtype=np.int32)
 PLACES = np.tile(np.arange(11, dtype=np.int32), (2, 1))
 INPUTS = tuple(jnp.asarray(x) for x in (TOKENS, PLACES, np.zeros_like(PLACES)))
-REPORT = AdapterReport("lora", "here", "0", {}, 0, 0, {}, 2, 2, None, None)
+REPORT = AdapterReport(AdapterKind.LORA, "here", "0", {}, 0, 0, {}, 2, 2, None, None)
 
 
 @pytest.fixture(scope="module")

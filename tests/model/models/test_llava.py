@@ -26,7 +26,7 @@ def make_llava() -> transformers.LlavaForConditionalGeneration:
             patch_size=PATCH,
             initializer_range=0.3,
         ),
-        image_token_id=IMAGE,
+        image_token_id=IMAGE,  # pyright: ignore[reportCallIssue]
     )
     transformers.set_seed(0)
     return shaken(transformers.LlavaForConditionalGeneration(config)).eval()

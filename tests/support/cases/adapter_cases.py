@@ -9,6 +9,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from lora_jax.adapters.catalogue import LoraCatalogue, LoraModule, NameRule
+from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.weights import (
     AdapterReport,
     AdapterWeights,
@@ -199,7 +200,7 @@ def weights(
             b = rng.normal(size=(lead, rank, module.d_out)).astype(np.float32)
             sites[module.name, layer] = SiteWeights(a, b, 0.5 + seed)
     report = AdapterReport(
-        kind="lora",
+        kind=AdapterKind.LORA,
         folder="made",
         digest=digest or f"digest{seed:08d}",
         files={},

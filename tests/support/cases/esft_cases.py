@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 from support.cases import tiny_esft
 from support.cases.engine_cases import Listener
 
+from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.memory.host import HostMemory
 from lora_jax.memory.virtual import OutOfPages
 from lora_jax.models import load
@@ -107,7 +108,7 @@ class Case:
             if memory is not None:
                 patch.setattr(esft_parts, "for_platform", lambda platform: memory)
             self.engine = Engine(base, **options, lora_dir=str(folder), max_queue=4000)
-        tensors = self.engine._parts.loader._room.tensors
+        tensors = self.engine._parts.residencies.of(AdapterKind.ESFT).room.tensors
         self.memory = memory or tensors._memory
         if memory is not None:
             memory.page_bytes = tensors.pages().page_bytes

@@ -13,9 +13,10 @@ from lora_jax.adapters.composition import (
     union_of,
 )
 from lora_jax.adapters.entries import AdapterEntry
+from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.weights import AdapterReport, AdapterWeights, ExpertWeights, SiteWeights
 
-REPORT = AdapterReport("lora", "x", "d" * 64, {}, 0, 100, {}, 2, 0, None, None)
+REPORT = AdapterReport(AdapterKind.LORA, "x", "d" * 64, {}, 0, 100, {}, 2, 0, None, None)
 
 
 def site(rank, experts=(1, 1), seed=0, scaling=2.0, dtype="f4"):
@@ -120,8 +121,8 @@ def test_experts_of_two_adapters_stand_together_unless_they_are_the_same():
 
 
 def test_a_pair_counts_both():
-    one = AdapterEntry("a", "lora", "1", 1, lora(q_proj=site(2)), False, "a")
-    two = AdapterEntry("e", "esft", "2", 1, experts(l1=(1,)), False, "e")
+    one = AdapterEntry("a", AdapterKind.LORA, "1", 1, lora(q_proj=site(2)), False, "a")
+    two = AdapterEntry("e", AdapterKind.ESFT, "2", 1, experts(l1=(1,)), False, "e")
     pair = pair_of(one, two, "e" * 64, "a*1+e*1")
     assert (pair.digest, pair.report.kind, pair.report.weight_bytes) == ("e" * 64, "pair", 200)
 

@@ -10,6 +10,7 @@ from support.doubles.faulty_memory import counting_memory
 from bench import expert_cases as cases
 from bench.esft_memory import MultiEsftMemory
 from lora_jax.adapters.esft_allocator import ExpertAllocator, ExpertSizes
+from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.weights import AdapterReport, ExpertWeights
 
 LAYERS, EXPERTS, MOST, SLOTS, BYTES = (1, 2, 5), 6, 3, 4, 10
@@ -17,7 +18,7 @@ SIZES = ExpertSizes(LAYERS, EXPERTS, MOST, BYTES)
 
 
 def weights(digest, experts):
-    report = AdapterReport("esft", "made", digest, {}, 0, 0, {}, 0, 0, None, None)
+    report = AdapterReport(AdapterKind.ESFT, "made", digest, {}, 0, 0, {}, 0, 0, None, None)
     matrices = (np.zeros((1, 1), np.float32),) * 3
     return ExpertWeights({n: dict.fromkeys(ids, matrices) for n, ids in experts.items()}, report)
 

@@ -91,7 +91,7 @@ class NeverThere:
     def prepare(self, device, dispatched):
         pass
 
-    def harmed_by(self, status):
+    def affected_by(self, status):
         return frozenset() if status is None else self.affected
 
     def servable_here(self, digests):
@@ -132,7 +132,7 @@ class Case:
     """A running loop; `ask` submits and returns the list its deltas go to."""
 
     def __init__(self, tokenizer, wait_s=60.0):
-        self.runner, self.loader, self.registry = Runner(), NeverThere(), Registry()
+        self.runner, self.residencies, self.registry = Runner(), NeverThere(), Registry()
         self.metrics = EngineMetrics("tiny", 64, {}, 1)
         self.tokenizer = tokenizer
         self.compilations = CompileCounter()
@@ -140,9 +140,9 @@ class Case:
         self.loop = EngineLoop(
             LoopParts(
                 runner=self.runner,
-                scheduler=Scheduler(limits, adapters=self.loader),
+                scheduler=Scheduler(limits, adapters=self.residencies),
                 registry=self.registry,
-                loader=self.loader,
+                residencies=self.residencies,
                 metrics=self.metrics,
                 compilations=self.compilations,
                 chunks_per_step=1,
@@ -270,7 +270,7 @@ def test_an_adapter_that_finds_no_slot_fails_its_request_in_time(tokenizer):
     assert waiting[-1].finish_reason is FinishReason.ERROR
     assert waiting[-1].retryable
     assert "'sql'" in waiting[-1].error
-    wait_for(lambda: case.loader.kept == 0)
+    wait_for(lambda: case.residencies.kept == 0)
     case.loop.check_integrity()
     case.loop.close()
     case.compilations.close()
@@ -287,7 +287,7 @@ def test_bad_logits_fail_one_request(case):
 
 
 def test_a_step_that_the_server_failed_ends_its_adapters_requests_only(case):
-    case.loader.slot, case.loader.affected = 0, frozenset({"digest of sql"})
+    case.residencies.slot, case.residencies.affected = 0, frozenset({"digest of sql"})
     hold = threading.Event()
     case.runner.trouble = lambda plan: hold.wait(0.01) and None
     _, affected = case.ask((5, 6, 7), adapter="sql", max_tokens=60)
@@ -304,25 +304,25 @@ def test_a_step_that_the_server_failed_ends_its_adapters_requests_only(case):
     for deltas in (base, other):
         assert deltas[-1].finish_reason is FinishReason.LENGTH
         assert [token for delta in deltas for token in delta.token_ids] == [70] * 30
-    wait_for(lambda: case.loader.kept == 0)
+    wait_for(lambda: case.residencies.kept == 0)
     case.loop.check_integrity()
 
 
 def test_those_that_can_be_served_without_the_server_go_on_and_lose_no_token(case):
-    case.loader.slot, case.loader.affected = 0, frozenset({"digest of sql"})
-    case.loader.here = case.loader.affected
+    case.residencies.slot, case.residencies.affected = 0, frozenset({"digest of sql"})
+    case.residencies.here = case.residencies.affected
     hold = threading.Event()
     case.runner.trouble = lambda plan: hold.wait(0.01) and None
     _, affected = case.ask((5, 6, 7), adapter="sql", max_tokens=40)
     _, scored = case.ask((5, 6, 9), adapter="sql", max_tokens=40, prompt_logprobs=0)
     wait_for(lambda: len(affected) > 2)
     case.runner.status = "one rank did not answer"
-    wait_for(lambda: case.loader.asked > 2)
+    wait_for(lambda: case.residencies.asked > 2)
     case.runner.status = None
     wait_for(lambda: ended(affected) and ended(scored))
     assert affected[-1].finish_reason is FinishReason.LENGTH
     assert [token for delta in affected for token in delta.token_ids] == [70] * 40
-    wait_for(lambda: case.loader.kept == 0)
+    wait_for(lambda: case.residencies.kept == 0)
     case.loop.check_integrity()
 
 
@@ -363,7 +363,7 @@ def test_aborts_reach_waiting_and_running_requests(case):
     wait_for(lambda: ended(running) and len(waiting) == 2)
     ends = [*running[-1:], *waiting]
     assert {delta.finish_reason for delta in ends} == {FinishReason.ABORT}
-    wait_for(lambda: case.loader.kept == 0)
+    wait_for(lambda: case.residencies.kept == 0)
     case.loop.check_integrity()
 
 
@@ -371,17 +371,17 @@ def test_a_full_queue_refuses_without_a_trace(case):
     ids = [case.ask(adapter="sql", n=2)[0] for _ in range(3)]
     with pytest.raises(QueueFull):
         case.ask(adapter="sql")
-    assert case.loader.kept == 3
+    assert case.residencies.kept == 3
     for request_id in ids:
         case.loop.abort(request_id)
-    wait_for(lambda: case.loader.kept == 0)
+    wait_for(lambda: case.residencies.kept == 0)
 
 
 def test_the_registry_is_followed(case):
-    wait_for(lambda: case.loader.entries == [])
+    wait_for(lambda: case.residencies.entries == [])
     case.registry.names = ["law", "sql"]
     case.registry.generation += 1
     case.loop.wake()
-    wait_for(lambda: [entry.name for entry in case.loader.entries] == ["law", "sql"])
+    wait_for(lambda: [entry.name for entry in case.residencies.entries] == ["law", "sql"])
     value = case.metrics.registry.get_sample_value
     assert value("lora_jax:adapter_requests_total", {"adapter": "law"}) == 0.0

@@ -15,6 +15,7 @@ from lora_jax.config import from_hf
 from lora_jax.models import model_class
 from serving.api.config import EngineConfig
 from serving.engine.registries import load_adapters, make_registry
+from serving.loading.residencies import make_residencies
 
 
 @pytest.fixture
@@ -30,9 +31,9 @@ def made(tmp_path):
     def make(**more):
         config = EngineConfig(model=str(tmp_path / "model"), max_lora_rank=6)
         source = SimpleNamespace(read_adapter=reader.read)
-        parts = {"catalogue": catalogue, "source": source, "esft": None}
-        base = SimpleNamespace(**parts | {"remote": None, "widths": None} | more)
-        return make_registry(config, base, allocator, None)
+        parts = {"catalogue": catalogue, "source": source, "remote": None}
+        residencies = make_residencies(allocator, None, None, on_loaded=lambda seconds: None)
+        return make_registry(config, SimpleNamespace(**parts | more), residencies)
 
     return make, {name: tmp_path / name for name in "abc"}
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from support.cases import adapter_cases as cases
 
+from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.lora_allocator import SlotAllocator
 from lora_jax.adapters.registry import AdapterEntry
 from lora_jax.adapters.slots import init_slots, size_slots
@@ -16,7 +17,7 @@ RANK, SLOTS = 4, 2
 
 def entry(name, *, pinned=False, seed=None):
     weights = cases.weights(CATALOGUE, RANK, seed or ord(name), f"digest-{name}-{seed}")
-    return AdapterEntry(name, "lora", weights.digest, 1, weights, pinned, name)
+    return AdapterEntry(name, AdapterKind.LORA, weights.digest, 1, weights, pinned, name)
 
 
 class Case:

@@ -4,25 +4,28 @@ import numpy as np
 import pytest
 
 from lora_jax.adapters.entries import AdapterEntry
+from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.registry_errors import RegistryBusy
 from lora_jax.adapters.weights import AdapterReport, AdapterWeights, ExpertWeights, SiteWeights
 from serving.loading.compositions import Compositions
 
 
-def report(digest, kind="lora"):
+def report(digest, kind=AdapterKind.LORA):
     return AdapterReport(kind, "x", digest, {}, 0, 0, {}, 2, 0, None, None)
 
 
 def lora(name, rank=2):
     a, b = np.ones((1, rank, 6), "f4"), np.ones((1, rank, 4), "f4")
     weights = AdapterWeights({("q_proj", 0): SiteWeights(a, b, 1.0)}, report(f"digest {name}"))
-    return AdapterEntry(name, "lora", weights.digest, 1, weights, False, name)
+    return AdapterEntry(name, AdapterKind.LORA, weights.digest, 1, weights, False, name)
 
 
 def esft(name, *experts):
     matrices = (np.zeros((2, 2)),) * 3
-    weights = ExpertWeights({0: dict.fromkeys(experts, matrices)}, report(f"digest {name}", "esft"))
-    return AdapterEntry(name, "esft", weights.digest, 1, weights, False, name)
+    weights = ExpertWeights(
+        {0: dict.fromkeys(experts, matrices)}, report(f"digest {name}", AdapterKind.ESFT)
+    )
+    return AdapterEntry(name, AdapterKind.ESFT, weights.digest, 1, weights, False, name)
 
 
 def make(max_bytes=1 << 20, **more):

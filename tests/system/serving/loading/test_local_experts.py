@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.registry import AdapterEntry
 from lora_jax.adapters.weights import AdapterReport, AdapterWeights, ModuleReport, SiteWeights
 from lora_jax.placement.ep_pp import ServerLayout
@@ -51,12 +52,14 @@ class Loader:
 def entry(name: str, module: str = "experts.up_proj") -> AdapterEntry:
     site = SiteWeights(np.zeros((1, 2, 4)), np.zeros((1, 2, 4)), 1.0)
     modules = {m: ModuleReport((0,), (2,), (1.0,)) for m in (module, "q_proj")}
-    report = AdapterReport("lora", name, f"sha of {name}", {}, 8, 8, modules, 2, 2, None, None)
+    report = AdapterReport(
+        AdapterKind.LORA, name, f"sha of {name}", {}, 8, 8, modules, 2, 2, None, None
+    )
     plan = ShardLayout(ServerLayout(AdapterShape(1, 1, 1, 1), 1, 1), (0,))
     weights = split(AdapterWeights({(m, 0): site for m in modules}, report), plan)
     return AdapterEntry(
         name=name,
-        kind="lora",
+        kind=AdapterKind.LORA,
         digest=weights.digest,
         generation=1,
         weights=weights,

@@ -7,6 +7,7 @@ import pytest
 from support.cases import lora_server_cases as cases
 
 from lora_jax.adapters.catalogue import EXPERT_MODULES
+from lora_jax.adapters.kinds import AdapterKind
 from serving import Engine, Sampling
 
 SCORED = Sampling(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=2, prompt_logprobs=1)
@@ -71,7 +72,7 @@ def check_answers(placement, transport, files, prompts, coupled, **changes):
     ):
         mixed, base = coupled
         assert answers(engine, prompts, None) == base
-        client = engine._parts.loader._remote.link.client
+        client = engine._parts.residencies.of(AdapterKind.LORA).server.link.client
         kept = {name for entry in engine.registry.entries() for name, _ in entry.weights.sites}
         assert ("q_proj" in kept) == (len(client.shapes.sites) == 2)
         assert not kept & set(EXPERT_MODULES)

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.weights import AdapterReport, AdapterWeights, SiteWeights
 from serving.lora_server.host_parts import HostParts
 
@@ -11,7 +12,9 @@ PART_BYTES = 2 * 6 * 4  # two matrices of six numbers
 def part(digest):
     a, b = np.zeros((1, 2, 3), np.float32), np.zeros((1, 2, 3), np.float32)
     sites = {("q_proj", 0): SiteWeights(a, b, 1.0), ("q_proj", 1): SiteWeights(a, b, 1.0)}
-    return AdapterWeights(sites, AdapterReport("lora", "x", digest, {}, 0, 0, {}, 2, 4, None, None))
+    return AdapterWeights(
+        sites, AdapterReport(AdapterKind.LORA, "x", digest, {}, 0, 0, {}, 2, 4, None, None)
+    )
 
 
 def test_the_least_recently_used_leaves_for_room():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support.cases import lora_server_cases as cases
 
+from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.weights import AdapterReport, AdapterWeights, ModuleReport, SiteWeights
 from lora_jax.placement.ep_pp import ServerLayout
 from lora_jax.placement.shape import AdapterShape
@@ -53,10 +54,10 @@ class Source:
         self.left = True
 
 
-def entry(digest, *modules, kind="lora"):
+def entry(digest, *modules):
     one = ModuleReport((0,), (2,), (1.0,))
     report = SimpleNamespace(modules=dict.fromkeys(modules or ("experts.up_proj",), one))
-    return SimpleNamespace(digest=digest, kind=kind, report=report, folder=f"folder of {digest}")
+    return SimpleNamespace(digest=digest, report=report, folder=f"folder of {digest}")
 
 
 def wait_for(condition):
@@ -117,12 +118,12 @@ def test_a_lease_stays_until_no_step_can_have_rows_of_it(side, source):
 
 
 def test_what_needs_no_server_is_ready_at_once(side, source):
-    for one in (entry("a", "q_proj"), entry("e", kind="esft")):
-        side.retain(one)
-        assert side.is_ready(one.digest)
-        side.bind(0, one.digest)
-        assert side.take_table() is None
-        side.drop(one.digest, 0)
+    one = entry("a", "q_proj")
+    side.retain(one)
+    assert side.is_ready(one.digest)
+    side.bind(0, one.digest)
+    assert side.take_table() is None
+    side.drop(one.digest, 0)
     assert source.asked == []
 
 
@@ -142,17 +143,17 @@ def test_a_slot_that_changes_hands_loses_its_number(side):
 def test_a_failed_step_harms_the_adapters_of_live_requests(side):
     side.retain(entry("d"))
     wait_for(lambda: side.is_ready("d"))
-    assert side.harmed_by(np.zeros(2, np.int32)) == frozenset()
-    assert side.harmed_by(np.asarray([0, 1])) == {"d"}
+    assert side.affected_by(np.zeros(2, np.int32)) == frozenset()
+    assert side.affected_by(np.asarray([0, 1])) == {"d"}
     side.drop("d", 0)
     side.collect(0)
-    assert side.harmed_by(np.asarray([0, 1])) == frozenset()
+    assert side.affected_by(np.asarray([0, 1])) == frozenset()
 
 
 def test_a_refusal_asks_for_the_leases_again(side, source):
     side.retain(entry("d"))
     wait_for(lambda: side.is_ready("d"))
-    side.harmed_by(np.asarray([3, 0]))
+    side.affected_by(np.asarray([3, 0]))
     wait_for(lambda: len(source.asked) == 2 and side.is_ready("d"))
     side.drop("d", 0)
     side.collect(0)
@@ -180,10 +181,8 @@ def test_refused_files_end_the_requests(side):
 
 
 def test_an_instance_keeps_what_the_server_does_not_hold(side):
-    other = SimpleNamespace()
-    assert side.keep(other) is other
     modules = {"experts.up_proj": ModuleReport((0,), (2,), (1.0,))}
-    report = AdapterReport("lora", "f", "d", {}, 0, 99, modules, 2, 0, None, None)
+    report = AdapterReport(AdapterKind.LORA, "f", "d", {}, 0, 99, modules, 2, 0, None, None)
     site = SiteWeights(np.zeros((1, 2, 3), np.float32), np.zeros((1, 2, 5), np.float32), 1.0)
     weights = AdapterWeights({("q_proj", 0): site, ("experts.up_proj", 0): site}, report)
     kept = side.keep(weights)

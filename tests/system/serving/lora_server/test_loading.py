@@ -6,6 +6,7 @@ import pytest
 from support.cases import adapter_cases
 from support.doubles.late_copier import LateCopier
 
+from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.lora_allocator import SlotAllocator
 from lora_jax.adapters.slots import init_slots, size_slots
 from lora_jax.adapters.weights import AdapterReport, AdapterWeights, SiteWeights
@@ -17,7 +18,7 @@ SPEC = size_slots(CATALOGUE, 2, 3, 4)
 
 
 def weights_of(sites) -> AdapterWeights:
-    report = AdapterReport("lora", "f", "d" * 64, {}, 0, 0, {}, 3, 0, None, None)
+    report = AdapterReport(AdapterKind.LORA, "f", "d" * 64, {}, 0, 0, {}, 3, 0, None, None)
     return AdapterWeights(sites, report)
 
 

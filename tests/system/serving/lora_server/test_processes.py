@@ -13,6 +13,7 @@ from support.cases import lora_server_cases as cases
 from support.cases.engine_cases import settle
 
 from bench.ablation.instance import Instance, Setup
+from lora_jax.adapters.kinds import AdapterKind
 from serving import Engine, Sampling
 from serving.api.cluster_config import ClusterConfig
 from serving.cluster.server_place import ServerPlace
@@ -201,7 +202,7 @@ def test_an_instance_takes_over_while_the_server_is_lost(
 ):
     """All tokens, those told before the kill and those after, are those of a coupled engine."""
     want = [list(tokens) for tokens, *_ in coupled[1]]
-    remote = stand_in._parts.loader._remote
+    remote = stand_in._parts.residencies.of(AdapterKind.LORA).server
 
     def asked_of(*places):
         return [(ask(stand_in, place, MIXED[place]), want[place]) for place in places]
@@ -264,7 +265,7 @@ def test_twenty_kills_in_a_row(engines, group, coupled, monkeypatch):
 def test_twenty_kills_that_a_request_does_not_notice(stand_in, group, coupled, monkeypatch):
     """Adapters for which there is room lose no token and wait less than two seconds for any."""
     want, places = [list(tokens) for tokens, *_ in coupled[1]], (0, 1, 2, 5, 7, 8)
-    remote, files = stand_in._parts.loader._remote, open_files(os.getpid())
+    remote, files = stand_in._parts.residencies.of(AdapterKind.LORA).server, open_files(os.getpid())
     for turn in range(20):
         with monkeypatch.context() as patch:
             gate = Gate(group, patch)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from support.cases import adapter_cases
 
+from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.weights import AdapterReport, AdapterWeights, SiteWeights
 from lora_jax.placement.ep_pp import ServerLayout
 from lora_jax.placement.shape import AdapterShape
@@ -40,7 +41,7 @@ def adapter(seed: int, rank: int = 3, layers: int = LAYERS) -> AdapterWeights:
                 for w in (module.d_in, module.d_out)
             )
             sites[name, layer] = SiteWeights(a, b, 0.5)
-    report = AdapterReport("lora", "f", f"{seed:064d}", {}, 0, 0, {}, rank, 0, None, None)
+    report = AdapterReport(AdapterKind.LORA, "f", f"{seed:064d}", {}, 0, 0, {}, rank, 0, None, None)
     return AdapterWeights(sites, report)
 
 

@@ -7,6 +7,7 @@ import pytest
 from support.cases import adapter_cases
 
 from lora_jax.adapters.catalogue import LoraCatalogue
+from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.weights import AdapterReport, AdapterWeights, ModuleReport, SiteWeights
 from lora_jax.config import from_hf
 from lora_jax.placement.ep_pp import ServerLayout
@@ -40,7 +41,7 @@ def adapter(shared: bool = False) -> AdapterWeights:
             gate, up = (SiteWeights(one, s.b, s.scaling) for s in (gate, up))
         sites |= dict(zip([(m, layer) for m in EXPERT_MODULES], [gate, up], strict=False))
         sites["experts.down_proj", layer] = site(EXPERTS, 3, 12, 16)
-    report = AdapterReport("lora", "f", "d" * 64, {}, 0, 0, {}, 3, 0, None, None)
+    report = AdapterReport(AdapterKind.LORA, "f", "d" * 64, {}, 0, 0, {}, 3, 0, None, None)
     return AdapterWeights(sites, report)
 
 

@@ -1,0 +1,40 @@
+"""LoRA adapters that lie in this engine's own slots, all modules of them."""
+
+from collections.abc import Callable
+
+from lora_jax.adapters.kinds import AdapterKind
+from lora_jax.adapters.row_copies import Copier, pin_matrices
+from lora_jax.adapters.weights import AdapterWeights, AnyWeights
+from serving.loading.adapter_loader import AdapterLoader
+from serving.loading.residency import AbstractLoaderResidency, DeviceTables, Failures
+
+HostForm = Callable[[AdapterWeights], AdapterWeights]
+
+
+class LoraResidency(AbstractLoaderResidency):
+    """LoRA adapters of an engine without a LoRA Server; their slots are the first."""
+
+    kind = AdapterKind.LORA
+
+    def __init__(
+        self, loader: AdapterLoader, copier: Copier | None = None, cut: HostForm | None = None
+    ):
+        """With a `copier` the host's matrices are pinned for it; `cut` takes the part of an adapter
+        that this engine holds, by default all of it.
+        """
+        super().__init__(loader)
+        self._copier, self._cut = copier, cut
+
+    def keep(self, weights: AnyWeights) -> AnyWeights:
+        assert isinstance(weights, AdapterWeights), "found by its kind"
+        return self.keep_composed(weights if self._cut is None else self._cut(weights))
+
+    def keep_composed(self, weights: AnyWeights) -> AnyWeights:
+        return pin_matrices(weights, self._copier)
+
+    def advance(
+        self, device: DeviceTables, max_chunks: int, dispatched: int, read: int
+    ) -> Failures:
+        if device.slots is not None:
+            device.slots = self._loader.advance(device.slots, max_chunks)
+        return self._loader.take_failures()

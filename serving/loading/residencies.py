@@ -1,0 +1,200 @@
+"""The residencies of an engine: all kinds of adapters behind one `AdapterResidency`.
+
+To scheduler and step an adapter slot is one number: the LoRA slots come first, the ESFT slots
+follow, then those of pairs. An entry finds its residency by its kind, a digest by who knows it.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from lora_jax.adapters.entries import AdapterEntry
+from lora_jax.adapters.kinds import AdapterKind
+from lora_jax.adapters.lora_allocator import SlotAllocator
+from lora_jax.adapters.row_copies import Copier, LoraCopyJob
+from lora_jax.adapters.slots import LoraLoadJob
+from lora_jax.adapters.weights import AnyWeights
+from serving.loading.adapter_loader import AdapterLoader, ResidencySnapshot
+from serving.loading.esft_parts import EsftParts
+from serving.loading.esft_residency import EsftResidency
+from serving.loading.local_experts import LocalExperts
+from serving.loading.lora_residency import HostForm, LoraResidency
+from serving.loading.pair_residency import PairResidency
+from serving.loading.residency import AbstractResidency, DeviceTables, Failures
+from serving.loading.server_residency import ServerResidency
+from serving.loading.stand_in_residency import StandInResidency
+from serving.lora_server.instance import InstanceSide
+
+_NO_ROOM = {
+    AdapterKind.LORA: "a LoRA adapter; this server has no slots for any (max_loras).",
+    AdapterKind.ESFT: "an ESFT adapter; this server has no room for any (max_esft_adapters).",
+    AdapterKind.PAIR: "a pair with an ESFT adapter; this server has no room for any.",
+}
+
+
+class Residencies:
+    """All residencies of an engine, at most one of each kind; threads as one has them."""
+
+    def __init__(self, residencies: Sequence[AbstractResidency] = ()):
+        """Without any the engine serves its base model only."""
+        self._by_kind = {residency.kind: residency for residency in residencies}
+        assert len(self._by_kind) == len(residencies), "two residencies of one kind"
+        self._all = tuple(residencies)
+
+    def of(self, kind: AdapterKind) -> AbstractResidency | None:
+        """Return the residency of a kind; None where the engine serves none of it."""
+        return self._by_kind.get(kind)
+
+    # The registry's side.
+
+    def check_fits(self, weights: AnyWeights) -> None:
+        """Raise ValueError when the adapter would not fit even on an empty device."""
+        self._for(weights).check_fits(weights)
+
+    def keep(self, weights: AnyWeights) -> AnyWeights:
+        """Return the form in which the host keeps the weights. Raises ValueError as check_fits."""
+        return self._for(weights).keep(weights)
+
+    def keep_composed(self, weights: AnyWeights) -> AnyWeights:
+        """Return the form in which the host keeps weights composed of such that it keeps."""
+        return self._for(weights).keep_composed(weights)
+
+    def in_use(self) -> frozenset[str]:
+        """Return the weights that live requests need; any thread may ask."""
+        return frozenset().union(*(residency.in_use() for residency in self._all))
+
+    # The scheduler's side.
+
+    def acquire(self, digest: str) -> int | None:
+        """Return the slot and count one more user; None while the adapter is not resident."""
+        return self._knowing(digest).acquire(digest)
+
+    def release(self, digest: str) -> None:
+        """Count one user less."""
+        self._knowing(digest).release(digest)
+
+    def is_loading(self, digest: str) -> bool:
+        """Return whether the adapter has a place but is not yet resident."""
+        return self._knowing(digest).is_loading(digest)
+
+    def pool_of(self, digest: str) -> AdapterKind | None:
+        """Name the slots that the adapter takes one of; None where nobody may take its place."""
+        return self._knowing(digest).pool_of(digest)
+
+    # The engine's side.
+
+    def retain(self, entry: AdapterEntry) -> None:
+        """Keep the entry's weights until a request that needs them ends (`drop`)."""
+        self._by_kind[entry.kind].retain(entry)
+
+    def drop(self, digest: str) -> None:
+        """One request that needed these weights has ended."""
+        self._knowing(digest).drop(digest)
+
+    def reconcile(self, entries: Iterable[AdapterEntry]) -> None:
+        """Follow the registry: `entries` are all loaded adapters."""
+        entries = list(entries)
+        for kind, residency in self._by_kind.items():
+            residency.reconcile(entry for entry in entries if entry.kind == kind)
+
+    def prepare(self, device: DeviceTables, dispatched: int) -> None:
+        """Tell the device what the next step, number `dispatched`, must know."""
+        for residency in self._all:
+            residency.prepare(device, dispatched)
+
+    def advance(
+        self, device: DeviceTables, max_chunks: int, dispatched: int, read: int
+    ) -> Failures:
+        """Write up to `max_chunks` of each kind's loads and free what no step can read.
+
+        `dispatched` steps were sent to the device so far, the results of `read` have come back.
+        Returns (digest, why) of loads that have failed for good; their requests must end.
+        """
+        steps = dispatched, read
+        each = [residency.advance(device, max_chunks, *steps) for residency in self._all]
+        failures = [failure for failures in each for failure in failures]
+        return failures + [more for each in self._all for more in each.failed_with(failures)]
+
+    def affected_by(self, status: Any) -> frozenset[str]:
+        """Return the adapters whose requests a step with this status may have affected."""
+        return frozenset().union(*(residency.affected_by(status) for residency in self._all))
+
+    def servable_here(self, digests: Iterable[str]) -> frozenset[str]:
+        """Return those adapters that the device can serve without a LoRA Server now."""
+        digests = frozenset(digests)
+        return frozenset().union(*(residency.servable_here(digests) for residency in self._all))
+
+    def call_on_news(self, wake: Callable[[], None]) -> None:
+        """Have `wake` called when another thread has something for `advance` to do."""
+        for residency in self._all:
+            residency.call_on_news(wake)
+
+    @property
+    def is_busy(self) -> bool:
+        """True if `advance` has anything to do."""
+        return any(residency.is_busy for residency in self._all)
+
+    @property
+    def snapshot(self) -> ResidencySnapshot:
+        """Adapters of all kinds on the device; any thread may ask."""
+        snapshots = (residency.snapshot for residency in self._all)
+        return functools.reduce(operator.add, snapshots, ResidencySnapshot())
+
+    def rest(self) -> None:
+        """Give the device back what unloaded adapters have left; for when nothing is to be done."""
+        for residency in self._all:
+            residency.rest()
+
+    def close(self) -> None:
+        """Give the adapters' memory back; nothing may run on the device any more."""
+        for residency in reversed(self._all):
+            residency.close()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when the books contradict each other while nothing runs."""
+        for residency in self._all:
+            residency.check_integrity()
+
+    def _for(self, weights: AnyWeights) -> AbstractResidency:
+        residency = self._by_kind.get(weights.report.kind)
+        if residency is None:
+            raise ValueError(_NO_ROOM[weights.report.kind])
+        return residency
+
+    def _knowing(self, digest: str) -> AbstractResidency:
+        for residency in self._all:
+            if residency.knows(digest):
+                return residency
+        raise KeyError(f"no residency knows the adapter {digest[:12]}")
+
+
+def make_residencies(
+    allocator: SlotAllocator,
+    esft: EsftParts | None,
+    server: InstanceSide | None,
+    *,
+    copier: Copier | None = None,
+    cut: HostForm | None = None,
+    on_loaded: Callable[[float], None],
+) -> Residencies:
+    """Return the residency of each kind that an engine serves; LoRA's slots come first.
+
+    `esft` is the room for ESFT adapters, `server` the way to a LoRA Server, None where there is
+    none. With a `copier` the host copies LoRA rows beside the device's programs; `cut` cuts LoRA
+    weights for several devices. `on_loaded` is told the seconds of each load.
+    """
+    make_job = LoraLoadJob if copier is None else functools.partial(LoraCopyJob, copier=copier)
+    loader, num_slots = AdapterLoader(allocator, make_job, on_loaded=on_loaded), allocator.num_slots
+    if server is None:
+        lora = LoraResidency(loader, copier, cut)
+    elif server.num_local:
+        lora = StandInResidency(loader, server, LocalExperts(loader), copier)
+    else:
+        lora = ServerResidency(loader, server, copier)
+    if esft is None:
+        return Residencies([lora])
+    experts = AdapterLoader(esft.room.allocator, esft.room.job, on_loaded=on_loaded)
+    whole = EsftResidency(experts, esft.room, first_slot=num_slots)
+    num_all = num_slots + esft.room.allocator.num_slots
+    return Residencies([lora, whole, PairResidency(lora, whole, num_slots, num_all)])

@@ -1,0 +1,77 @@
+"""LoRA adapters of which a LoRA Server holds a part."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from lora_jax.adapters.entries import AdapterEntry
+from lora_jax.adapters.row_copies import Copier
+from serving.loading.adapter_loader import AdapterLoader
+from serving.loading.lora_residency import LoraResidency
+from serving.loading.residency import DeviceTables, Failures
+from serving.lora_server.instance import InstanceSide
+
+
+class ServerResidency(LoraResidency):
+    """LoRA adapters whose experts' part is on a LoRA Server, and whose rest is in own slots.
+
+    An adapter is resident when both parts are there. Requests of adapters that the server has lost
+    fail.
+    """
+
+    def __init__(self, loader: AdapterLoader, server: InstanceSide, copier: Copier | None = None):
+        super().__init__(loader, copier, server.keep)
+        self.server = server
+        self._dispatched = 0
+
+    def acquire(self, digest: str) -> int | None:
+        slot = super().acquire(digest)
+        if slot is None:
+            return None
+        if not self.server.is_ready(digest):
+            super().release(digest)
+            return None
+        self.server.bind(slot, digest)
+        return slot
+
+    def is_loading(self, digest: str) -> bool:
+        return not self.server.is_ready(digest) or super().is_loading(digest)
+
+    def retain(self, entry: AdapterEntry) -> None:
+        super().retain(entry)
+        self.server.retain(entry)
+
+    def drop(self, digest: str) -> None:
+        super().drop(digest)
+        self.server.drop(digest, self._dispatched)
+
+    def prepare(self, device: DeviceTables, dispatched: int) -> None:
+        self._dispatched = dispatched + 1
+        table = self.server.take_table()
+        if table is not None:
+            device.set_remote(*table)
+
+    def advance(
+        self, device: DeviceTables, max_chunks: int, dispatched: int, read: int
+    ) -> Failures:
+        failures = super().advance(device, max_chunks, dispatched, read)
+        self.server.collect(read)
+        return failures + self.server.take_failures()
+
+    def affected_by(self, status: Any) -> frozenset[str]:
+        return frozenset() if status is None else self.server.affected_by(np.asarray(status))
+
+    def call_on_news(self, wake: Callable[[], None]) -> None:
+        self.server.wake = wake
+
+    @property
+    def is_busy(self) -> bool:
+        return self.server.is_busy or super().is_busy
+
+    def close(self) -> None:
+        self.server.close()
+
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        self.server.check_integrity()

@@ -1,0 +1,39 @@
+"""LoRA adapters in an engine's own slots."""
+
+from support.cases import adapter_cases
+from support.doubles.late_copier import LateCopier
+from support.doubles.residency_doubles import LORA, OneStep, Slots, device
+
+from serving.loading.adapter_loader import AdapterLoader
+from serving.loading.lora_residency import LoraResidency
+
+
+def test_loads_go_into_the_slots_and_leave_the_reroute_tables():
+    lora, arrays = LoraResidency(AdapterLoader(Slots(2), OneStep)), device()
+    tables = arrays.reroute_tables
+    lora.retain(LORA)
+    assert lora.acquire(LORA.digest) is None
+    assert lora.advance(arrays, 5, 0, 0) == []
+    assert arrays.slots == (LORA.digest,)
+    assert arrays.reroute_tables is tables
+    assert lora.acquire(LORA.digest) == 0
+
+
+def test_an_engine_without_slots_has_nothing_to_write():
+    lora, arrays = LoraResidency(AdapterLoader(Slots(2), OneStep)), device()
+    arrays.slots = None
+    assert lora.advance(arrays, 5, 0, 0) == []
+    assert arrays.slots is None
+
+
+def test_the_host_cuts_the_weights_of_files_and_pins_all():
+    weights, cut = (adapter_cases.weights(adapter_cases.llama(), 4, seed=seed) for seed in (1, 2))
+    assert LoraResidency(AdapterLoader(Slots(1), OneStep)).keep(weights) is weights
+    forms, copier = {weights.digest: cut}, LateCopier()
+    lora = LoraResidency(
+        AdapterLoader(Slots(1), OneStep), copier, lambda given: forms[given.digest]
+    )
+    assert lora.keep(weights) is cut
+    assert copier.log == ["pin"] * len(list(cut.matrices()))
+    assert lora.keep_composed(weights) is weights
+    assert len(copier.log) == 2 * len(list(cut.matrices()))
