@@ -97,17 +97,11 @@ class EngineConfig:
             )
 
     def _check_devices(self) -> None:
-        """Raise ValueError for what several devices do not serve, and what needs several."""
-        if self.tensor_parallel_size == 1:
-            if self.enable_expert_parallel:
-                raise ValueError(
-                    "enable_expert_parallel shares experts among several devices: set "
-                    "tensor_parallel_size to their number."
-                )
-        elif self.max_esft_adapters:
+        """Raise ValueError for what needs several devices."""
+        if self.tensor_parallel_size == 1 and self.enable_expert_parallel:
             raise ValueError(
-                f"ESFT adapters are not served by a model over {self.tensor_parallel_size} "
-                "devices: set max_esft_adapters to 0, or tensor_parallel_size to 1."
+                "enable_expert_parallel shares experts among several devices: set "
+                "tensor_parallel_size to their number."
             )
 
     @property

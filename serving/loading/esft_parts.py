@@ -13,9 +13,11 @@ from lora_jax.config import ModelConfig
 from lora_jax.memory.platforms import for_platform
 from lora_jax.memory.virtual import AbstractVirtualMemory, OutOfPages
 from lora_jax.models.expert_tensors import ExpertTensors, expert_blocks
+from lora_jax.models.split_experts import SplitExpertTensors
 from lora_jax.nn.decoder import AbstractCausalLM
+from lora_jax.sharding import Split
 from serving.api.config import EngineConfig
-from serving.loading.expert_loading import ExpertRoom, identity_tables
+from serving.loading.expert_loading import AnyTensors, ExpertRoom, identity_tables
 
 logger = logging.getLogger(__name__)
 
@@ -33,25 +35,29 @@ class EsftParts:
 
 
 def make_esft(
-    config: EngineConfig, model: AbstractCausalLM, model_config: ModelConfig
+    config: EngineConfig,
+    model: AbstractCausalLM,
+    model_config: ModelConfig,
+    split: Split | None = None,
 ) -> EsftParts | None:
     """Move the model's experts into virtual tensors; None where ESFT is off.
 
     It is off with max_esft_adapters 0, and by default for models that cannot, on devices where no
     step over such tensors has run, and where jax has left too little memory: they lie outside of
     what it takes at its start. Raises ValueError when it was asked for and cannot be, or when there
-    is no memory for the experts.
+    is no memory for the experts. With a split each device has those of its own experts, and bytes
+    are those of one device.
     """
-    memory = _memory_for(config, model, model_config)
-    if memory is None:
+    memories = _memories_for(config, model, model_config)
+    if memories is None:
         return None
     start, moe = time.monotonic(), model_config.experts
     num_slots = config.max_esft_adapters or DEFAULT_ADAPTERS
     most = min(config.max_esft_experts, moe.num_experts)
-    budget, left = config.esft_memory_bytes, _bytes_left(memory, model)
+    budget, left = config.esft_memory_bytes, _bytes_left(memories, model)
     if budget is None and left is not None:
         budget = max(0, left)
-    tensors = _move(model, memory, num_slots * most, budget)
+    tensors = _move(model, memories, split, num_slots * most, budget)
     sizes = ExpertSizes(tensors.layers, moe.num_experts, most, tensors.expert_bytes, budget)
     pages = tensors.pages()
     logger.info(
@@ -68,15 +74,12 @@ def make_esft(
     return EsftParts(ExpertRoom(tensors, ExpertAllocator(num_slots, sizes)), tables)
 
 
-def _memory_for(
+def _memories_for(
     config: EngineConfig, model: AbstractCausalLM, model_config: ModelConfig
-) -> AbstractVirtualMemory | None:
-    """Return the memory of the device, or None where ESFT is off; ValueError: asked for in vain."""
+) -> list[AbstractVirtualMemory] | None:
+    """Return the devices' memories, or None where ESFT is off; ValueError: asked for in vain."""
     wanted, moe = config.max_esft_adapters, model_config.moe
     if wanted == 0:
-        return None
-    if config.tensor_parallel_size > 1:
-        logger.info("ESFT adapters: none, a model over several devices does not serve them.")
         return None
     platform = jax.default_backend()
     if moe is None or not moe.layers:
@@ -87,10 +90,11 @@ def _memory_for(
         why = f"on {platform} they must be asked for"
     else:
         try:
-            memory = for_platform(platform)
-            left = _bytes_left(memory, model)
+            devices = range(config.tensor_parallel_size)
+            memories = [for_platform(platform, device) for device in devices]
+            left = _bytes_left(memories, model)
             if wanted is not None or left is None or left >= 0:
-                return memory
+                return memories
             why = (
                 f"the device lacks {-left} bytes outside of jax's own memory for the experts "
                 "(XLA_PYTHON_CLIENT_MEM_FRACTION)"
@@ -103,25 +107,32 @@ def _memory_for(
     return None
 
 
-def _bytes_left(memory: AbstractVirtualMemory, model: AbstractCausalLM) -> int | None:
-    """Return what a device has left for adapters, below 0 if too little for the base's experts.
+def _bytes_left(memories: list[AbstractVirtualMemory], model: AbstractCausalLM) -> int | None:
+    """Return what the fullest device has left for adapters, below 0 if too little for its experts.
 
     None where nobody counts, as on a host.
     """
-    free = memory.usage().device_free
-    if free is None:
+    known = [free for memory in memories if (free := memory.usage().device_free) is not None]
+    if not known:
         return None
     experts = expert_blocks(model).values()
     needed = sum(getattr(e, name)[...].nbytes for e in experts for name in PROJECTIONS)
-    return free - needed - KEPT_FREE
+    return min(known) - needed // len(memories) - KEPT_FREE
 
 
 def _move(
-    model: AbstractCausalLM, memory: AbstractVirtualMemory, extra: int, extra_bytes: int | None
-) -> ExpertTensors:
+    model: AbstractCausalLM,
+    memories: list[AbstractVirtualMemory],
+    split: Split | None,
+    extra: int,
+    extra_bytes: int | None,
+) -> AnyTensors:
     """Return the model's experts in virtual tensors; ValueError where there is no memory."""
+    sizes = {"extra": extra, "extra_bytes": extra_bytes}
     try:
-        return ExpertTensors(model, memory, extra=extra, extra_bytes=extra_bytes)
+        if split is not None:
+            return SplitExpertTensors(model, memories, split, **sizes)
+        return ExpertTensors(model, memories[0], **sizes)
     except OutOfPages as error:
         raise ValueError(
             f"no memory for the experts in pages of their own: {error}. max_esft_adapters 0 "

@@ -18,6 +18,7 @@ from lora_jax.adapters.weights import PROJECTIONS
 from lora_jax.memory.retirement import Retirement
 from lora_jax.memory.virtual import OutOfPages
 from lora_jax.models.expert_tensors import ExpertTensors
+from lora_jax.models.split_experts import SplitExpertTensors
 from lora_jax.typing import Array, Int
 from serving.loading.adapter_loader import LoadFailed
 
@@ -28,6 +29,7 @@ CHUNK_BYTES = 4 << 20
 FREED_AT_ONCE = 12  # experts, of which each takes a GPU's driver some 0.3 ms
 _TROUBLE = (MemoryError, ValueError, OSError, RuntimeError)  # what a virtual memory may raise
 
+AnyTensors = ExpertTensors | SplitExpertTensors
 Tables = Int[Array, "moe_layers esft_slots experts"]
 
 
@@ -44,7 +46,7 @@ class ExpertLoadJob:
     reroute tables, the last thing written.
     """
 
-    def __init__(self, placement: ExpertPlacement, tensors: ExpertTensors):
+    def __init__(self, placement: ExpertPlacement, tensors: AnyTensors):
         self._placement, self._tensors = placement, tensors
         self._matrices = deque(
             (layer, index, name, matrix)
@@ -93,7 +95,7 @@ class ExpertLoadJob:
         mapped = 0
         while self._unmapped and mapped < max_chunks:
             layer = self._unmapped[0]
-            self._tensors.map_all(layer, self._placement.indices[layer].values())
+            self._tensors.map_experts(layer, self._placement.indices[layer])
             self._unmapped.popleft()
             mapped += 1
         return mapped
@@ -111,7 +113,7 @@ class ExpertLoadJob:
 class ExpertRoom:
     """Loads into the expert tensors, and gives back what adapters leave; the engine's thread."""
 
-    def __init__(self, tensors: ExpertTensors, allocator: ExpertAllocator):
+    def __init__(self, tensors: AnyTensors, allocator: ExpertAllocator):
         self.tensors, self.allocator = tensors, allocator
         self._retirement = Retirement()
         self._freeing: deque[tuple[ExpertPlacement, deque[tuple[int, int]]]] = deque()

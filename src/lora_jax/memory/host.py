@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from lora_jax.memory.dlpack import foreign_array
+from lora_jax.memory.dlpack import CPU, foreign_array
 from lora_jax.memory.ledger import AddressLedger
 from lora_jax.memory.virtual import (
     AbstractVirtualMemory,
@@ -98,13 +98,16 @@ class HostMemory(AbstractVirtualMemory):
     other pages too: export to processes that may.
     """
 
-    def __init__(self, holes: Literal["zero", "none"] = "zero"):
-        """Raise NotImplementedError where there is no memfd; ValueError for another `holes`."""
+    def __init__(self, holes: Literal["zero", "none"] = "zero", *, device: int = 0):
+        """`device` is the number of jax's CPU device that arrays are of.
+
+        Raises NotImplementedError where there is no memfd; ValueError for another `holes`.
+        """
         if sys.platform != "linux":
             raise NotImplementedError(f"host memory needs Linux (memfd), not {sys.platform}")
         if holes not in ("zero", "none"):
             raise ValueError(f"holes {holes!r} is neither 'zero' nor 'none'")
-        self._libc = _libc()
+        self._libc, self._device = _libc(), device
         self._hole = Access.READ if holes == "zero" else Access.NONE
         self._ledger = AddressLedger(mmap.PAGESIZE)
         self._lock = threading.Lock()
@@ -228,7 +231,7 @@ class HostMemory(AbstractVirtualMemory):
         num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
         with self._lock:
             self._ledger.check_reserved("array", address, num_bytes)
-        return foreign_array(address, shape, dtype)
+        return foreign_array(address, shape, dtype, (CPU, self._device))
 
     def usage(self) -> Usage:
         """Created: blocks of the file. Mapped: files' lines in the process's memory map."""

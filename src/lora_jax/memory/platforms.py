@@ -18,7 +18,7 @@ def for_platform(platform: str, device: int = 0) -> AbstractVirtualMemory:
         NotImplementedError: no memory is known or installed for the platform, or it cannot run.
     """
     if platform == "cpu":
-        return HostMemory()
+        return HostMemory(device=device)
     name = _BACKENDS.get(platform)
     for entry in importlib.metadata.entry_points(group=GROUP, name=name) if name else ():
         return entry.load()(device)

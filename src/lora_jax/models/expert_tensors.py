@@ -6,7 +6,7 @@ memory only while an adapter's expert lies there.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -47,8 +47,12 @@ class ExpertTensors:
         extra: int,
         extra_bytes: int | None = None,
         page_bytes: int | None = None,
+        device: jax.Device | None = None,
     ):
         """Move the experts matrix by matrix, so that one is there twice at a time.
+
+        With `device` they are what this device of a split model has of them, and nothing moves
+        before `move_in` is called.
 
         `extra` indices of every layer are for adapters, `extra_bytes` is the memory they may take
         (None: all that fits behind the indices), `page_bytes` None derives from the sizes.
@@ -58,11 +62,11 @@ class ExpertTensors:
             OutOfPages: there is no memory for them; the model is then unusable.
         """
         blocks = _replaceable(expert_blocks(model))
-        self.layers = tuple(blocks)
-        self.num_experts, self.extra = next(iter(blocks.values())).moe.num_experts, extra
-        self._memory = memory
+        self.layers, self.extra = tuple(blocks), extra
+        self._memory, self._device = memory, device
         params = [getattr(e, name) for e in blocks.values() for name in PROJECTIONS]
-        sizes = [param[...].nbytes for param in params]
+        self.num_experts = self._own(params[0]).shape[0]
+        sizes = [self._own(param).nbytes for param in params]
         page = page_bytes or page_size(min(sizes), memory.granularity)
         self._base_bytes = _whole_pages(sizes, page)
         budget = self._budget(sizes, page, extra_bytes)
@@ -70,10 +74,14 @@ class ExpertTensors:
         self._tensors: dict[tuple[int, str], WeightTensor] = {}
         self._mapped: set[tuple[int, int]] = set()  # (layer, index) of adapters' experts
         self._failed: Exception | None = None  # of a write
+        if device is not None:
+            return
         try:
             for layer, experts in blocks.items():
                 for name in PROJECTIONS:
-                    self._move_in(layer, experts, name)
+                    param = getattr(experts, name)
+                    moved = self.move_in(layer, name, param)
+                    setattr(experts, name, param.replace(moved))
         except BaseException:
             self.close()
             raise
@@ -97,9 +105,18 @@ class ExpertTensors:
         first = self.layers[0]
         return max(self._tensors[first, name].expert_bytes for name in PROJECTIONS)
 
+    @property
+    def mapped(self) -> frozenset[tuple[int, int]]:
+        """(layer, index) of the adapters' experts that have memory."""
+        return frozenset(self._mapped)
+
     def map(self, layer: int, index: int) -> None:
         """Give the expert at an index memory in all its tensors, or OutOfPages and in none."""
         self.map_all(layer, (index,))
+
+    def map_experts(self, layer: int, indices: Mapping[int, int]) -> None:
+        """Give memory, as `map_all` does, to what replaces experts: indices by expert."""
+        self.map_all(layer, indices.values())
 
     def map_all(self, layer: int, indices: Iterable[int]) -> None:
         """Give experts of a layer memory in all its tensors, or OutOfPages and none of them."""
@@ -198,16 +215,23 @@ class ExpertTensors:
             raise ValueError(f"Expert {index} of layer {layer} is no adapter's.")
         return self._tensors[layer, projection]
 
-    def _move_in(self, layer: int, experts: Experts, name: str) -> None:
-        param: nnx.Param = getattr(experts, name)
-        value: jax.Array = param[...]
+    def move_in(self, layer: int, name: str, param: nnx.Param) -> jax.Array:
+        """Copy a weight of the base to the first indices, and return the array of all indices."""
+        value = self._own(param)
         count, d_out, d_in = value.shape
         shape = (count + self.extra, d_out, d_in)
         tensor = WeightTensor(self.pool, shape, np.dtype(value.dtype))
         self._tensors[layer, name] = tensor
         tensor.map(range(count))
         tensor.write_array(0, value)
-        setattr(experts, name, param.replace(tensor.array))
+        return tensor.array
+
+    def _own(self, param: nnx.Param) -> jax.Array:
+        """Return a weight, or what the device of a split model has of it."""
+        value: jax.Array = param[...]
+        if self._device is None:
+            return value
+        return next(s.data for s in value.addressable_shards if s.device == self._device)
 
 
 def expert_blocks(model: AbstractCausalLM) -> dict[int, Experts]:

@@ -15,6 +15,7 @@ from lora_jax.nn import image_rows, rope
 from lora_jax.nn.attention import CosSin
 from lora_jax.nn.layers import Embedding, Linear, RMSNorm
 from lora_jax.nn.lora import AdapterRouting
+from lora_jax.nn.moe import own_tables
 from lora_jax.nn.remote import RemoteExperts
 from lora_jax.sharding import Split
 from lora_jax.typing import Array, Float, Int
@@ -138,7 +139,7 @@ class AbstractCausalLM(nnx.Module):
             self.module_names,
             max_rank,
             batch.token_to_esft_slot,
-            batch.reroute_tables,
+            _own_tables(batch, split),
             remote,
             split=split,
         ).with_items()
@@ -155,10 +156,12 @@ class AbstractCausalLM(nnx.Module):
         self, batch: ForwardBatch, split: Split | None
     ) -> tuple[Float[Array, "tokens hidden"], CosSin]:
         """Return every token's embedding, an image's being its row, and the rope's angles."""
-        config, x, images = self.config.rope, self.embed(batch.tokens, split), batch.images
+        images = batch.images
         if images is None:
-            return x, rope.cos_sin(config, batch.positions)
-        return image_rows.embed(x, images), rope.cos_sin_of_three(config, images.rope_positions)
+            angles = rope.cos_sin(self.config.rope, batch.positions)
+            return self.embed(batch.tokens, split), angles
+        angles = rope.cos_sin_of_three(self.config.rope, images.rope_positions)
+        return image_rows.embed(self.embed(batch.tokens, split), images), angles
 
     def logits(
         self,
@@ -176,6 +179,15 @@ class AbstractCausalLM(nnx.Module):
         logits = head(hidden, routing).astype(jnp.float32)
         vocab = self.config.vocab_size
         return logits if logits.shape[1] == vocab else logits[:, :vocab]
+
+
+def _own_tables(
+    batch: ForwardBatch, split: Split | None
+) -> Int[Array, "moe_layers esft_slots _"] | None:
+    """Return the reroute tables, of devices that have whole experts those of their own."""
+    if split is None or split.experts == "tp" or batch.reroute_tables is None:
+        return batch.reroute_tables
+    return own_tables(batch.reroute_tables, split)
 
 
 def _head(hidden: int, vocab: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> Linear:

@@ -18,6 +18,7 @@ from lora_jax.nn.remote import RemoteExperts
 from lora_jax.ops.choose_experts import choose_experts
 from lora_jax.ops.grouped_matmul import gated_matmul, grouped_matmul, matmul, plus, silu_times
 from lora_jax.ops.reroute import RowMap, reroute, row_map
+from lora_jax.sharding import AXIS, Split
 from lora_jax.typing import Array, Float, Int
 
 
@@ -229,9 +230,9 @@ class MoeBlock(nnx.Module):
         Rows of other devices' experts are in no group here, and have no adapter. Every device then
         has every row, and sums a token's in the order of top-k, as one device does.
         """
-        groups = self.experts.num_groups
-        owner, local = local_index(ids, groups)
-        map = row_map(local, routing.num_rows, groups, adapters=routing.items)
+        assert routing.split is not None
+        owner, local = local_index(ids, self.moe.num_experts // routing.split.size)
+        map = self._group(local, routing)
         num_rows = jnp.sum(map.group_sizes, dtype=jnp.int32)
         here = routing.gathered(map.row_to_token, num_rows, map.items)
         place = jnp.arange(ids.size, dtype=jnp.int32)
@@ -250,6 +251,20 @@ class MoeBlock(nnx.Module):
         table = routing.reroute_tables[self.moe.layers.index(self.experts.layer)]
         slots = routing.row_to_esft_slot
         return reroute(ids, slots, table, routing.num_rows, groups, adapters=adapters)
+
+
+def own_tables(
+    tables: Int[Array, "moe_layers esft_slots experts"], split: Split
+) -> Int[Array, "moe_layers esft_slots own_experts"]:
+    """Return the reroute tables of a device's own experts, in its own indices.
+
+    Indices behind all experts of the base are behind this device's own.
+    """
+    experts = tables.shape[2]
+    own = experts // split.size
+    first = jax.lax.axis_index(AXIS) * own
+    mine = jax.lax.dynamic_slice_in_dim(tables, first, own, axis=2)
+    return jnp.where(mine < experts, mine - first, mine - (experts - own))
 
 
 def combine(

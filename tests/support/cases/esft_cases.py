@@ -106,7 +106,7 @@ class Case:
         assert len({str(found) for found in self.alone.values()}) == len(self.alone)
         with pytest.MonkeyPatch.context() as patch:
             if memory is not None:
-                patch.setattr(esft_parts, "for_platform", lambda platform: memory)
+                patch.setattr(esft_parts, "for_platform", lambda platform, device: memory)
             self.engine = Engine(base, **options, lora_dir=str(folder), max_queue=4000)
         tensors = self.engine._parts.residencies.of(AdapterKind.ESFT).room.tensors
         self.memory = memory or tensors._memory

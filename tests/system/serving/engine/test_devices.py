@@ -9,10 +9,9 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from support.cases import tiny_checkpoint
+from support.cases import tiny_checkpoint, tiny_esft
 from support.cases.engine_cases import GREEDY, SCORED, answer, prompts_of, settle
 from support.cases.tiny_checkpoint import TinyShape
-from support.cases.tiny_esft import write_moe
 from support.cases.tiny_qwen3_vl import ROPE, VISION
 from support.drivers.vision_driver import QWEN_TEXT
 from support.processes.server_process import ROOT
@@ -53,6 +52,7 @@ def run(folder, dtype, devices, **fields):
     )
     with engine:
         outputs = engine.generate(prompts, names * 3, [s for s in samplings for _ in names])
+        outputs += engine.generate(prompts[:1], {"a1": 0.5, "a3": 2.0}, scored)
         engine.load_adapter("a1", str(folder / "a4"), replace=True)
         outputs += engine.generate(prompts[:2], "a1", scored)
         outputs += engine.generate(prompts[:2], "a4", scored)
@@ -63,7 +63,7 @@ def run(folder, dtype, devices, **fields):
     assert stats.preemptions
     answers = [answer(output) for output in outputs]
     assert answers[-4:-2] == answers[-2:]
-    assert len({repr(each) for each in answers}) == 11
+    assert len({repr(each) for each in answers}) == 12
     return answers
 
 
@@ -85,10 +85,33 @@ def test_answers_are_those_of_one_device(tmp_path, kind, dtype, devices):
         assert run(tmp_path, dtype, devices, enable_expert_parallel=False) == want
 
 
-def test_an_esft_adapter_is_refused_by_name(tmp_path):
-    base = write_moe(tmp_path / "base", "qwen3_moe")
-    with pytest.raises(ValueError, match="ESFT adapters are not served by a model over 2 devices"):
-        EngineConfig(str(base), tensor_parallel_size=2, max_esft_adapters=1)
+def run_esft(root, base, devices, **fields):
+    """Answers to base, LoRA and ESFT in one batch, where ESFT adapters take turns in one slot."""
+    adapters = {name: str(root / name) for name in ("lora", "e0", "e1")}
+    fields |= SIZES | {"max_lora_rank": 4, "max_esft_adapters": 1, "max_esft_experts": 3}
+    fields |= {"kv_cache_memory_bytes": 1 << 20, "dtype": "bfloat16"}
+    names = [None, "lora", "e0", "e1"]
+    with Engine(str(base), adapters, tensor_parallel_size=devices, **fields) as engine:
+        outputs = engine.generate(prompts_of(8, high=20), names * 2, SCORED)
+        outputs += engine.generate(prompts_of(4, high=20), names, SCORED)
+        outputs += engine.generate(prompts_of(1), {"lora": 1.0, "e1": 1.0}, SCORED)
+        settle(engine)
+        stats = engine.stats()
+        assert stats.compilations_after_warmup == 0
+        assert stats.adapter_swaps
+        answers = [answer(output) for output in outputs]
+    assert answers[:4] == answers[8:12]
+    return answers
+
+
+def test_esft_adapters_answer_as_on_one_device(tmp_path):
+    base = tiny_esft.write_moe(tmp_path / "base", "mixtral")
+    tiny_checkpoint.write_adapter(tmp_path / "lora", tiny_esft.MIXTRAL, 3, seed=1)
+    for place, experts in enumerate(({0: (1, 4), 1: (2,)}, {1: (0, 2, 5)})):
+        tiny_esft.write_esft_adapter(tmp_path / f"e{place}", base, experts, place)
+    want = run_esft(tmp_path, base, 1)
+    assert run_esft(tmp_path, base, 2) == want
+    assert run_esft(tmp_path, base, 2, enable_expert_parallel=False) == want
 
 
 @pytest.mark.parametrize(

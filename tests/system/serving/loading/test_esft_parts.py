@@ -66,7 +66,7 @@ def test_what_cannot_be_is_off_by_default_and_refused_when_asked_for(
     ):
         make(dense, max_esft_adapters=4)
 
-    def nowhere(platform):
+    def nowhere(platform, device):
         raise NotImplementedError(f"no memory on {platform}")
 
     monkeypatch.setattr(esft_parts, "for_platform", nowhere)
@@ -96,7 +96,7 @@ def test_on_a_gpu_it_is_on_where_the_experts_fit_beside_what_jax_took(base, monk
     blocks = expert_blocks(load(base)[0]).values()
     needed, spare = sum(3 * experts.gate_proj[...].nbytes for experts in blocks), 40960
     memory = CountedMemory(esft_parts.KEPT_FREE + needed + spare)
-    monkeypatch.setattr(esft_parts, "for_platform", lambda platform: memory)
+    monkeypatch.setattr(esft_parts, "for_platform", lambda platform, device: memory)
     monkeypatch.setattr(esft_parts.jax, "default_backend", lambda: "gpu")
     _, esft = make(base)
     assert esft is not None
@@ -119,14 +119,14 @@ def test_a_base_that_finds_no_pages_is_refused(base, monkeypatch):
         raise OutOfPages("the device is full")
 
     monkeypatch.setattr(memory, "create_page", full)
-    monkeypatch.setattr(esft_parts, "for_platform", lambda platform: memory)
+    monkeypatch.setattr(esft_parts, "for_platform", lambda platform, device: memory)
     with pytest.raises(ValueError, match=r"no memory for the experts .* is full\. max_esft"):
         make(base)
 
 
 def test_an_engine_that_cannot_start_gives_the_memory_back(base, tmp_path, monkeypatch):
     memory = HostMemory()
-    monkeypatch.setattr(esft_parts, "for_platform", lambda platform: memory)
+    monkeypatch.setattr(esft_parts, "for_platform", lambda platform, device: memory)
     tiny_esft.write_esft_adapter(tmp_path / "wide", base, {1: (0, 1, 2)}, 1)
     config = EngineConfig(str(base), max_esft_experts=2)
     with pytest.raises(
