@@ -222,8 +222,11 @@ class Engine:
         `grammar` is compiled. Raises AdapterNotFound, ValueError, QueueFull or EngineDead.
         """
         request_id = request_id or secrets.token_hex(12)
-        name, entry = self._check(prompt_ids, adapter, sampling, entry, session or request_id)
         now = time.monotonic()
+        deadline = now + (DEFAULT_DEADLINE_S if deadline_s is None else deadline_s)
+        how = {"key": session or request_id, "deadline": deadline}
+        named = functools.partial(self.rollouts.entry_for, **how)
+        name, entry = self._check(prompt_ids, adapter, sampling, entry, named)
         request = Request(
             request_id=request_id,
             prompt_ids=tuple(prompt_ids),
@@ -233,7 +236,7 @@ class Engine:
             tier=tier_of(entry, self.registry, self._parts.residencies.snapshot.resident),
             on_output=on_output,
             arrival_s=now,
-            deadline_s=now + (DEFAULT_DEADLINE_S if deadline_s is None else deadline_s),
+            deadline_s=deadline,
             cache_salt=cache_salt,
             share=share or Share(),
             grammar=grammar or self.grammars.of(sampling),
@@ -267,7 +270,7 @@ class Engine:
         adapter: Adapter,
         sampling: Sampling,
         entry: AdapterEntry | None,
-        key: str,
+        named: Callable[[str], AdapterEntry],
     ) -> tuple[str | None, AdapterEntry | None]:
         """Return the adapter's name and entry; raises, and counts, what is impossible."""
         try:
@@ -276,7 +279,6 @@ class Engine:
                 return adapter, entry
             if adapter is None:
                 return None, None
-            named = functools.partial(self.rollouts.entry_for, key=key)
             entry = self.compositions.resolve(adapter, named)
             return entry.name, entry
         except KeyError:
@@ -287,10 +289,7 @@ class Engine:
             raise
 
     def compose(self, parts: Sequence[tuple[AdapterEntry, float]]) -> AdapterEntry:
-        """Return the entry that serves a weighted sum of adapters; it may copy their matrices.
-
-        Raises ValueError for what cannot be composed, and RegistryBusy while there is no memory.
-        """
+        """Return the entry that serves a weighted sum; see Compositions.entry for its errors."""
         return self.compositions.entry(parts)
 
     def _check_numbers(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:

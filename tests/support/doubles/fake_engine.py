@@ -123,7 +123,7 @@ class FakeRegistry:
             raise AdapterNotFound(name, tuple(self._entries))
         return self._entries[name]
 
-    def resolve(self, name: str, share=None) -> FakeEntry:
+    def resolve(self, name: str, share=None, deadline=None) -> FakeEntry:
         if name in self._entries:
             return self._entries[name]
         if name in self.refused:
