@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from serving.api.outputs import Completion, RequestFailed, RequestOutput
     from serving.api.request import EngineDead, FinishReason, OutputDelta, QueueFull, TokenLogprobs
     from serving.api.sampling import Sampling
+    from serving.api.structured_outputs import StructuredOutputs
     from serving.engine.engine import AdapterInfo, Engine
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "RequestFailed",
     "RequestOutput",
     "Sampling",
+    "StructuredOutputs",
     "TokenLogprobs",
 ]
 
@@ -38,6 +40,7 @@ _HOMES = {
     "QueueFull": "api.request",
     "TokenLogprobs": "api.request",
     "Sampling": "api.sampling",
+    "StructuredOutputs": "api.structured_outputs",
 }
 
 

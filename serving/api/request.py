@@ -8,6 +8,7 @@ cache, its pages). The scheduler plans steps over sequences; the model runner ex
 import dataclasses
 import enum
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from serving.api.images import EncodeImage, PromptImage
 from serving.api.sampling import Sampling
@@ -97,6 +98,7 @@ class Request:
     cache_salt: str = ""
     tier: str = ""  # where its adapter is: device, host or disk
     share: Share = dataclasses.field(default_factory=Share)
+    grammar: Any = None  # compiled; of sampling.structured_outputs
     images: tuple[PromptImage, ...] = ()  # in order
 
 
@@ -141,6 +143,7 @@ class Sequence:
     image_rows: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
     num_prompt_logprobs: int = 0  # prompt tokens whose chunk was planned with prompt_logprobs
     finish_reason: FinishReason | None = None
+    grammar_state: Any = None  # where the output is in the request's grammar
 
     @property
     def tenant(self) -> str:

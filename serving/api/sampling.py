@@ -7,6 +7,8 @@ import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
 
+from serving.api.structured_outputs import StructuredOutputs
+
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024  # characters
@@ -92,6 +94,9 @@ class Sampling:
 
     `top_k` 0 or -1 and `top_p` 1 mean off. `max_tokens` 0 scores the prompt only and so needs
     `echo` or `prompt_logprobs`. Without a `seed` the engine draws one per request.
+    `structured_outputs` may be an object with vLLM's fields: it binds the answer, which then ends
+    where its grammar does. `min_tokens` and `ignore_eos` hold an earlier end back where the
+    grammar leaves a choice.
     """
 
     max_tokens: int = 16
@@ -115,8 +120,11 @@ class Sampling:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     detokenize: bool = True
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
+        if self.structured_outputs is not None:
+            self._set(structured_outputs=StructuredOutputs.of(self.structured_outputs))
         self._check_lengths()
         self._check_choice_of_tokens()
         self._check_stopping()

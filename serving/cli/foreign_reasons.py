@@ -140,7 +140,9 @@ REFUSED = {
     ),
     "an answer is one text, with its thoughts; chat_template_kwargs and reasoning_effort go to the "
     "template": "--reasoning-parser --reasoning-config --reasoning-effort-map",
-    "answers are not bound to a grammar": "--structured-outputs-config",
+    "llguidance makes the grammars, and a request's structured_outputs has the other options": (
+        "--structured-outputs-config"
+    ),
     "there is no such route; see serving/http/README.md for those there are": (
         "--grpc --grpc-port --cohere-format --anthropic-disabled-thinking-effort "
         "--enable-tokenizer-info-endpoint --tokens-only --enable-scale-out --engram-config"
@@ -225,7 +227,7 @@ OLDER_ALWAYS_SO = {
     "--lora-eviction-policy lru": "idle adapters go in the order of their last use",
     "--task auto generate": "models generate text here",
     "--device auto": "JAX picks the device: JAX_PLATFORMS, CUDA_VISIBLE_DEVICES",
-    "--guided-decoding-backend auto": "answers are not bound to a grammar",
+    "--guided-decoding-backend auto guidance": "llguidance makes the grammars",
     "--num-scheduler-steps 1": "a step is one token of each sequence",
 }
 OLDER_REFUSED = {

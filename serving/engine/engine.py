@@ -89,9 +89,8 @@ class Engine:
         self._loop = self._parts.loop
         self.tokenizer = self._parts.tokenizer
         self.registry = self._parts.registry
-        self.rollouts = self._parts.rollouts
-        self.compositions = self._parts.compositions
-        self.metrics = self._parts.metrics
+        self.rollouts, self.compositions = self._parts.rollouts, self._parts.compositions
+        self.metrics, self.grammars = self._parts.metrics, self._parts.grammars
         self.model_info: ModelInfo = self._parts.model_info
         self.images: ImageFront | None = self._parts.images  # None: the model takes text only
         # Also when the last reference goes, and when the interpreter ends.
@@ -212,18 +211,22 @@ class Engine:
         entry: AdapterEntry | None = None,
         images: PlacedImages = (),
         session: str | None = None,
+        grammar: Any = None,
     ) -> str:
         """Queue a request and return its id; `on_output` is called from the engine's thread.
 
         `deadline_s` is seconds from now: waiting requests are served in that order, those of
         each `share` beside those of others. `entry` is what the adapter's name stood for; without
         it a rollout chooses the version by `session`, or by the request's id, and an adapter whose
-        weights are not in memory is read here and now. `images` come with their first tokens.
-        Raises AdapterNotFound (a KeyError), ValueError, QueueFull or EngineDead.
+        weights are not in memory is read here and now. `images` come with their first tokens,
+        `grammar` is compiled. Raises AdapterNotFound, ValueError, QueueFull or EngineDead.
         """
         request_id = request_id or secrets.token_hex(12)
-        name, entry = self._check(prompt_ids, adapter, sampling, entry, session or request_id)
         now = time.monotonic()
+        deadline = now + (DEFAULT_DEADLINE_S if deadline_s is None else deadline_s)
+        how = {"key": session or request_id, "deadline": deadline}
+        named = functools.partial(self.rollouts.entry_for, **how)
+        name, entry = self._check(prompt_ids, adapter, sampling, entry, named)
         request = Request(
             request_id=request_id,
             prompt_ids=tuple(prompt_ids),
@@ -233,9 +236,10 @@ class Engine:
             tier=tier_of(entry, self.registry, self._parts.residencies.snapshot.resident),
             on_output=on_output,
             arrival_s=now,
-            deadline_s=now + (DEFAULT_DEADLINE_S if deadline_s is None else deadline_s),
+            deadline_s=deadline,
             cache_salt=cache_salt,
             share=share or Share(),
+            grammar=grammar or self.grammars.of(sampling),
         )
         self._queue(request, entry, images)
         return request.request_id
@@ -266,7 +270,7 @@ class Engine:
         adapter: Adapter,
         sampling: Sampling,
         entry: AdapterEntry | None,
-        key: str,
+        named: Callable[[str], AdapterEntry],
     ) -> tuple[str | None, AdapterEntry | None]:
         """Return the adapter's name and entry; raises, and counts, what is impossible."""
         try:
@@ -275,7 +279,6 @@ class Engine:
                 return adapter, entry
             if adapter is None:
                 return None, None
-            named = functools.partial(self.rollouts.entry_for, key=key)
             entry = self.compositions.resolve(adapter, named)
             return entry.name, entry
         except KeyError:
@@ -286,10 +289,7 @@ class Engine:
             raise
 
     def compose(self, parts: Sequence[tuple[AdapterEntry, float]]) -> AdapterEntry:
-        """Return the entry that serves a weighted sum of adapters; it may copy their matrices.
-
-        Raises ValueError for what cannot be composed, and RegistryBusy while there is no memory.
-        """
+        """Return the entry that serves a weighted sum; see Compositions.entry for its errors."""
         return self.compositions.entry(parts)
 
     def _check_numbers(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from lora_jax.adapters.registry import AdapterEntry, AdapterRegistry
 from lora_jax.adapters.rollout_guard import Outcome
-from serving.api.request import EngineDead, FinishReason, Request, Sequence
+from serving.api.request import EngineDead, FinishReason, Request, Sequence, StepPlan
 from serving.engine.live_request import LiveRequest
 from serving.engine.metrics import EngineMetrics
 from serving.engine.pacing import Pacer
@@ -20,8 +20,10 @@ from serving.loading.compositions import Compositions
 from serving.loading.residencies import Residencies
 from serving.runtime.compile_counter import CompileCounter
 from serving.scheduling.scheduler import Progress, Scheduler, SchedulerStats
-from serving.steps.model_runner import InFlightStep, ModelRunner
+from serving.steps.model_runner import HeldStep, InFlightStep, ModelRunner
 from serving.steps.sampler import INVALID_TOKEN
+from serving.structured.grammars import Grammars
+from serving.structured.row_masks import is_bound
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,7 @@ class LoopParts:
     residencies: Residencies
     metrics: EngineMetrics
     compilations: CompileCounter
+    grammars: Grammars
     chunks_per_step: int
     finished: Callable[[str | None, Outcome], None] = lambda adapter, outcome: None
     compositions: Compositions | None = None
@@ -164,7 +167,7 @@ class EngineLoop:
             plan = parts.scheduler.plan(now)
         if plan is not None:
             parts.residencies.prepare(parts.runner, self._num_dispatched)
-        step = None if plan is None else parts.runner.dispatch(plan)
+        step = None if plan is None else self._dispatch(plan)
         if step is not None:
             self._num_dispatched += 1
             self._pacer.dispatched(now, follows=self._flying is not None)
@@ -174,14 +177,34 @@ class EngineLoop:
         for sequence in expired:
             message = _ADAPTER_WAIT.format(name=sequence.request.adapter)
             self._end(sequence, FinishReason.ERROR, message, retryable=True)
-        finished, self._flying = self._flying, step
+        finished, self._flying = self._flying, None
         if finished is not None:
             self._process_results(finished)
         elif step is None and not loaded:
             self._sleep()
+        if isinstance(step, HeldStep):
+            step = self._sample(step)
+        self._flying = step
         if step is not None and step.plan.is_short:  # its caller waits for it alone
             self._flying = None
             self._process_results(step)
+
+    def _dispatch(self, plan: StepPlan) -> InFlightStep | HeldStep:
+        """Send a step to the device, or its forward part where a grammar binds a row."""
+        runner = self._parts.runner
+        return runner.forward(plan) if is_bound(plan) else runner.dispatch(plan)
+
+    def _sample(self, held: HeldStep) -> InFlightStep:
+        """Send the rest of a step, whose masks follow from the tokens taken in by now."""
+        masks = self._parts.runner.new_masks()
+        failed = self._parts.grammars.masks.fill(held.plan, masks.words, masks.is_masked)
+        if failed:
+            with self._lock:
+                for sequence, _ in failed:
+                    self._parts.scheduler.finish(sequence, FinishReason.ERROR)
+            for sequence, why in failed:
+                self._end(sequence, FinishReason.ERROR, why)
+        return self._parts.runner.sample(held, masks)
 
     def _follow_registry(self) -> None:
         """Let the device follow what was loaded and unloaded since the last look."""
@@ -337,6 +360,7 @@ class EngineLoop:
         except Exception:
             logger.exception("The last step failed.")
         self._parts.residencies.close()
+        self._parts.grammars.close()
 
     def _fail_all(self) -> None:
         """Take no more requests, and tell the callers of the live ones; never raises."""

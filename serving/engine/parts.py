@@ -45,6 +45,8 @@ from serving.runtime.rollouts import Rollouts
 from serving.scheduling.scheduler import Scheduler, SchedulerLimits
 from serving.steps.model_runner import ModelRunner
 from serving.steps.step import StepSizes
+from serving.structured.grammars import Grammars
+from serving.structured.vocabulary import vocabulary_of
 from serving.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -64,6 +66,7 @@ class EngineParts:
     loop: EngineLoop
     model_info: ModelInfo
     images: ImageFront | None
+    grammars: Grammars
 
 
 def build_parts(
@@ -171,6 +174,7 @@ def _build(
     metrics.registry.register(ShareCollector(rollouts.states))
     num_rows = 0 if base.images is None else base.images.num_rows
     scheduler = _make_scheduler(config, base.size, residencies, end_ids, num_rows)
+    grammars = Grammars(vocabulary_of(tokenizer, info.vocab_size, end_ids))
     loop = EngineLoop(
         LoopParts(
             runner,
@@ -179,6 +183,7 @@ def _build(
             residencies,
             metrics,
             compilations,
+            grammars,
             config.adapter_load_chunks_per_step,
             rollouts.finished,
             compositions,
@@ -189,8 +194,8 @@ def _build(
     front = None
     if base.images is not None:
         front = make_front(config, base.images, base.config, tokenizer, base.size.max_model_len)
-    told = metrics, compilations, loop, info
-    return EngineParts(tokenizer, registry, rollouts, compositions, residencies, *told, front)
+    told = metrics, compilations, loop, info, front, grammars
+    return EngineParts(tokenizer, registry, rollouts, compositions, residencies, *told)
 
 
 def engine_stats(
@@ -288,7 +293,7 @@ def _make_runner(
     runner.warm_up(progress=True)
     logger.info(
         "Compiled %d programs for steps of up to %s tokens in %.1f s.",
-        len(runner.programs),
+        runner.num_programs,
         ", ".join(map(str, runner.buckets)),
         time.monotonic() - start,
     )

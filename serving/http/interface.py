@@ -8,6 +8,7 @@ from serving.api.images import PlacedImages
 from serving.api.request import OutputDelta, Share
 from serving.api.sampling import Sampling
 from serving.runtime.rollouts import Rollouts
+from serving.structured.grammars import Grammar, Grammars
 
 
 class AbstractTokenizer(Protocol):
@@ -45,6 +46,7 @@ class AbstractEngine(Protocol):
     config: Any
     model_info: Any
     metrics: Any
+    grammars: Grammars
     images: Any  # an ImageFront, None where the model takes text only
 
     def submit(
@@ -58,6 +60,7 @@ class AbstractEngine(Protocol):
         share: Share | None = None,
         entry: AdapterEntry | None = None,
         images: PlacedImages = (),
+        grammar: Grammar | None = None,
     ) -> str: ...
 
     def compose(self, parts: Sequence[tuple[AdapterEntry, float]]) -> AdapterEntry: ...

@@ -18,6 +18,7 @@ class Lane(enum.Enum):
     LONG = "long", 1
     IMAGES = "images", 2  # decoding
     FETCH = "fetch", 4  # waiting for other servers, some seconds each
+    GRAMMAR = "grammar", 4  # waiting for the process that checks grammars
 
 
 async def run_in[**P, T](

@@ -83,19 +83,21 @@ class Rollouts:
             return name
         return joined(name, version_at(state.now, bucket_of(name, key)))
 
-    def resolve(self, full_name: str, share: HostShare | None = None) -> AdapterEntry:
+    def resolve(
+        self, full_name: str, share: HostShare | None = None, deadline: float = float("inf")
+    ) -> AdapterEntry:
         """Return what `AdapterRegistry.resolve` does; a version that cannot be read has failed."""
         try:
-            return self._registry.resolve(full_name, share)
+            return self._registry.resolve(full_name, share, deadline)
         except RegistryBusy:
             raise
         except AdapterRejected:
             self.finished(full_name, Outcome(failed=True))
             raise
 
-    def entry_for(self, name: str, key: str) -> AdapterEntry:
+    def entry_for(self, name: str, key: str, deadline: float = float("inf")) -> AdapterEntry:
         """Return what serves `name` for this user; see `pick` and `resolve`."""
-        return self.resolve(self.pick(name, key))
+        return self.resolve(self.pick(name, key), None, deadline)
 
     def check_unload(self, full_name: str) -> None:
         """Raise ValueError for a version that has a share."""

@@ -28,16 +28,24 @@ from serving.steps.sampler import (
     unscored,
     weight_halves,
 )
+from serving.steps.token_masks import TokenMasks, mask_rows
 
 _DIGIT_BITS = 2  # of a threshold, found at a time
 _PIECE = 1024  # tokens
 _FOLD = 16  # numbers added by one elementwise pass
 
 
-def sample(logits: Float[Array, "rows vocab"], rows: LogitRows, state: RowState) -> Sampled:
+def sample(
+    logits: Float[Array, "rows vocab"],
+    rows: LogitRows,
+    state: RowState,
+    masks: TokenMasks | None = None,
+) -> Sampled:
     """Return what sampler.sample does."""
     live = jnp.arange(logits.shape[0], dtype=jnp.int32) < rows.num_rows
     seqs, targets = rows.row_to_seq, rows.targets
+    if masks is not None:
+        logits = mask_rows(logits, masks, seqs, live & (targets < 0))
     branches = [
         jax.vmap(functools.partial(choose, state)) for choose in (_greedy, _drawn, _kept, _edited)
     ]

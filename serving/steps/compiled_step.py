@@ -5,6 +5,9 @@ sampler the rows need. A graph holds addresses, and XLA writes it anew when one 
 which takes the host longer than a small step takes the device; so there the programs read and write
 the same memory every time: the host's tables are copied into arrays that stay, and results are
 copied out of arrays that stay.
+
+A step in which a grammar binds rows is two programs, forward and sample: the host makes the masks
+of a step while its forward part runs, because they follow from the tokens of the step before.
 """
 
 import functools
@@ -19,12 +22,12 @@ from jax.stages import Lowered
 
 from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.kv_cache import PagedKVCache
-from lora_jax.typing import Array, Int
+from lora_jax.typing import Array, Float, Int
 from serving.lora_server.client import RemoteTable, ServerLink
 from serving.steps import batch_sampler, sampler
 from serving.steps.device_state import RowState
 from serving.steps.image_encoder import ImageOperands
-from serving.steps.sampler import Sampled, no_samples
+from serving.steps.sampler import LogitRows, Sampled, no_samples
 from serving.steps.split_step import StepSplit, weight_specs
 from serving.steps.step import (
     TABLE_ROWS,
@@ -33,6 +36,7 @@ from serving.steps.step import (
     forward_step,
     sample_step,
 )
+from serving.steps.token_masks import TokenMasks, host_masks
 
 _HOLE_BYTES = (1 << 9, 1 << 12, 1 << 15, 1 << 18)
 _HOLES = 32  # of each size
@@ -51,6 +55,13 @@ class Operands(NamedTuple):
     reroute_tables: Int[Array, "moe_layers esft_slots experts"] | None
     remote_table: RemoteTable | None
     images: ImageOperands | None = None
+
+
+class Forwarded(NamedTuple):
+    """A forward part that is on its way: what the sample part takes of it."""
+
+    logits: Float[Array, "rows vocab"]
+    rows: LogitRows
 
 
 class CompiledStep:
@@ -73,13 +84,15 @@ class CompiledStep:
         """
         self._sizes, self._vocab_size, self._in_place = sizes, vocab_size, in_place
         sample = batch_sampler.sample if in_place else sampler.sample
-        made = _jit_step(model, sizes, link, sample, compiler_options, split)
-        self._step, self._leaves = made
+        made = _jit_steps(model, sizes, link, sample, compiler_options, split)
+        (self._step, self._forward, self._sample), self._leaves = made
         self.sharding = self._leaves[0].sharding if split is None else split.split.whole
         self._table = self._place(np.zeros((TABLE_ROWS, sizes.max_seqs), np.int32))
         self._pages = self._place(np.zeros((sizes.max_seqs, sizes.max_pages), np.int32))
         self._spacers = _make_holes(self._place) if in_place else []
         self._results: dict[int, Sampled] = {}  # by number of logit rows
+        self._forwarded: dict[int, Forwarded] = {}  # by bucket
+        self._masks: TokenMasks | None = None
         self._status: jax.Array | None = None  # of a LoRA Server's ranks
         if in_place and link is not None:
             self._status = self._place(np.zeros(link.client.servers, np.int32))
@@ -119,6 +132,72 @@ class CompiledStep:
             sampled, status = _copied((sampled, status))
         return cache, state, sampled, status
 
+    def lower_parts(
+        self, operands: Operands, table: np.ndarray, bucket: int
+    ) -> tuple[Lowered, Lowered]:
+        """Return the programs that `forward` and `sample` run, ready to compile."""
+        source = self._table if self._in_place else table
+        forwarded = jax.tree.map(
+            self._place, _no_logits(self._sizes.logit_rows(bucket), self._vocab_size)
+        )
+        masks = jax.tree.map(self._place, host_masks(self._sizes.max_seqs, self._vocab_size))
+        sample = self._sample_arguments(operands.state, forwarded, masks, bucket)
+        if self._in_place:
+            self._forwarded[bucket], self._masks = forwarded, masks
+        forward = self._forward_arguments(operands, source, bucket)
+        return self._forward.lower(*forward, bucket=bucket), self._sample.lower(*sample)
+
+    def forward(
+        self, operands: Operands, table: np.ndarray, bucket: int
+    ) -> tuple[PagedKVCache, Forwarded, jax.Array | None]:
+        """Return the cache (donated) after a step's forward part, its logits, servers' status.
+
+        `sample` with these logits must come before the next `forward` or `run`.
+        """
+        if self._in_place:
+            self._table = _overwrite(self._table, table)
+        source = self._table if self._in_place else table
+        arguments = self._forward_arguments(operands, source, bucket)
+        cache, logits, rows, status = self._forward(*arguments, bucket=bucket)
+        forwarded = Forwarded(logits, rows)
+        if self._in_place:
+            self._forwarded[bucket] = forwarded
+            self._status = self._status if status is None else status
+            status = _copied(status)
+        return cache, forwarded, status
+
+    def sample(
+        self, state: RowState, forwarded: Forwarded, masks: TokenMasks, bucket: int
+    ) -> tuple[RowState, Sampled]:
+        """Return the state (donated) after the step, and its samples; `masks` are the host's."""
+        self._masks = self.replace(self._masks, masks)
+        arguments = self._sample_arguments(state, forwarded, self._masks, bucket)
+        state, sampled = self._sample(*arguments)
+        if self._in_place:
+            self._results[self._sizes.logit_rows(bucket)] = sampled
+            sampled = _copied(sampled)
+        return state, sampled
+
+    def _forward_arguments(
+        self, operands: Operands, table: np.ndarray | jax.Array, bucket: int
+    ) -> tuple[Any, ...]:
+        """Return the arguments of a forward part, in the order of `_arguments`."""
+        results = self._forwarded.get(bucket)
+        donated, donated_tree = jax.tree.flatten((operands.cache, results, self._status))
+        adapters = (operands.slots, operands.reroute_tables, operands.remote_table)
+        rest = (adapters, table, self._pages, operands.images, operands.state.history)
+        leaves, rest_tree = jax.tree.flatten(rest)
+        return self._leaves, donated, leaves, (donated_tree, rest_tree)
+
+    def _sample_arguments(
+        self, state: RowState, forwarded: Forwarded, masks: TokenMasks | None, bucket: int
+    ) -> tuple[Any, ...]:
+        """Return the arguments of a sample part: leaves of what is donated, of the rest."""
+        results = self._results_of(bucket) if self._in_place else None
+        donated, donated_tree = jax.tree.flatten((state, results))
+        rest, rest_tree = jax.tree.flatten((forwarded, masks))
+        return donated, rest, (donated_tree, rest_tree)
+
     def _arguments(
         self, operands: Operands, table: np.ndarray | jax.Array, bucket: int, *, lora: bool
     ) -> tuple[Any, ...]:
@@ -141,15 +220,21 @@ class CompiledStep:
         return jax.device_put(value, self.sharding)
 
 
-def _jit_step(
+def _no_logits(rows: int, vocab: int) -> Forwarded:
+    """Return arrays of the shapes of a forward part's results."""
+    columns = [jnp.zeros(rows, jnp.int32) for _ in range(5)]
+    return Forwarded(jnp.zeros((rows, vocab), jnp.float32), LogitRows(jnp.int32(0), *columns))
+
+
+def _jit_steps(
     model: nnx.Module,
     sizes: StepSizes,
     link: ServerLink | None,
     sample: Sample,
     options: dict[str, str] | None,
     split: StepSplit | None,
-) -> tuple[Callable, tuple[jax.Array, ...]]:
-    """Return the step over the leaves of the model, and the leaves.
+) -> tuple[tuple[Callable, Callable, Callable], tuple[jax.Array, ...]]:
+    """Return the step over the leaves of the model, its two parts, and the leaves.
 
     Everything goes in as leaves: to lower a program, jax fills its arguments' trees with what is
     no array, and checked dataclasses refuse that. Of the results only the memory is used.
@@ -157,6 +242,15 @@ def _jit_step(
     graphdef, params = nnx.split(model, graph=False)
     leaves, treedef = jax.tree.flatten(params)
     specs = None if split is None else weight_specs(leaves)
+
+    def run_forward(leaves, cache, history, rest, bucket, lora):
+        merged = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
+        (slots, reroute_tables, remote_table), table, pages, images = rest
+        remote = None if link is None or not lora else link.start(remote_table)
+        over = None if split is None else split.split
+        batch = (slots, table, pages, bucket, sizes, reroute_tables, remote, lora, images, over)
+        cache, logits, rows = forward_step(merged, cache, history, *batch)
+        return cache, logits, rows, None if remote is None else remote.status()
 
     @functools.partial(
         jax.jit,
@@ -172,18 +266,43 @@ def _jit_step(
         return local(leaves, donated, rest)
 
     def local_step(leaves, donated, rest, *, trees, bucket, lora):
-        merged = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
         cache, state, *_ = jax.tree.unflatten(trees[0], donated)
-        adapters, table, pages, images = jax.tree.unflatten(trees[1], rest)
-        slots, reroute_tables, remote_table = adapters
-        remote = None if link is None or not lora else link.start(remote_table)
-        over = None if split is None else split.split
-        batch = (slots, table, pages, bucket, sizes, reroute_tables, remote, lora, images, over)
-        cache, logits, rows = forward_step(merged, cache, state.history, *batch)
-        status = None if remote is None else remote.status()
+        rest = jax.tree.unflatten(trees[1], rest)
+        done = run_forward(leaves, cache, state.history, rest, bucket, lora)
+        cache, logits, rows, status = done
         return cache, *sample_step(logits, rows, state, sample), status
 
-    return step, tuple(leaves)
+    @functools.partial(
+        jax.jit,
+        static_argnames=("trees", "bucket"),
+        donate_argnums=1,
+        keep_unused=True,
+        compiler_options=options,
+    )
+    def forward(leaves, donated, rest, trees, *, bucket):
+        local = functools.partial(local_forward, trees=trees, bucket=bucket)
+        if split is not None and specs is not None:
+            local = split.over_devices(local, specs, *trees)
+        return local(leaves, donated, rest)
+
+    def local_forward(leaves, donated, rest, *, trees, bucket):
+        cache, *_ = jax.tree.unflatten(trees[0], donated)
+        *rest, history = jax.tree.unflatten(trees[1], rest)
+        return run_forward(leaves, cache, history, rest, bucket, True)
+
+    @functools.partial(jax.jit, static_argnames="trees", donate_argnums=0, keep_unused=True)
+    def sample_part(donated, rest, trees):
+        local = functools.partial(local_sample, trees=trees)
+        if split is not None:
+            local = split.on_every_device(local)
+        return local(donated, rest)
+
+    def local_sample(donated, rest, *, trees):
+        state, *_ = jax.tree.unflatten(trees[0], donated)
+        (logits, rows), masks = jax.tree.unflatten(trees[1], rest)
+        return sample_step(logits, rows, state, sample, masks)
+
+    return (step, forward, sample_part), tuple(leaves)
 
 
 def _make_holes(place: Callable[[Any], jax.Array]) -> list[jax.Array]:

@@ -152,7 +152,7 @@ def _scalars(sampling: Sampling, num_prompt: int, seed: int, vocab: int) -> dict
         "num_prompt": num_prompt,
         "min_tokens": sampling.min_tokens,
         "top_k": sampling.top_k if sampling.top_k < vocab else 0,
-        "edits": int(bool(sampling.logit_bias) or sampling.min_tokens > 0),
+        "edits": int(bool(sampling.logit_bias) or _holds_back(sampling)),
         "penalties": int(sampling.uses_history),
         "logprobs": int(sampling.logprobs is not None),
         "temperature": sampling.temperature,
@@ -164,8 +164,13 @@ def _scalars(sampling: Sampling, num_prompt: int, seed: int, vocab: int) -> dict
     }
 
 
+def _holds_back(sampling: Sampling) -> bool:
+    """Return whether min_tokens is the device's matter; where a grammar binds it is the mask's."""
+    return sampling.min_tokens > 0 and sampling.structured_outputs is None
+
+
 def _held_back(sampling: Sampling, end_ids: SequenceOf[int]) -> tuple[int, ...]:
-    if sampling.min_tokens <= 0:
+    if not _holds_back(sampling):
         return ()
     return tuple(sorted({*end_ids, *sampling.stop_token_ids}))
 

@@ -2,28 +2,30 @@
 
 One compiled program per token bucket; where the adapters' kernels cost time even when no row has an
 adapter, one more for decode steps without LoRA. A step is dispatched without waiting; its results
-are read when the next one is on its way.
+are read when the next one is on its way. Steps in which a grammar binds a row have two programs:
+`forward` goes out like any step, and `sample` follows when the host knows which tokens may come.
 """
 
-import dataclasses
 import functools
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.stages import Lowered
 from tqdm import tqdm
 
 from lora_jax.adapters.slots import AdapterSlots, warm_up
 from lora_jax.kv_cache import KVShape, init_cache, pages_sharding
 from lora_jax.sharding import Split
 from lora_jax.typing import Array, Int
-from serving.api.request import ScheduledChunk, Sequence, SequenceResult, StepPlan, TokenLogprobs
+from serving.api.request import Sequence, SequenceResult, StepPlan
 from serving.api.sampling import Sampling
 from serving.lora_server.client import RemoteTable, ServerLink
-from serving.steps.compiled_step import NO_REMAT, CompiledStep, Operands
+from serving.steps.compiled_step import NO_REMAT, CompiledStep, Forwarded, Operands
 from serving.steps.device_state import admit, init_row_state, pack_row
 from serving.steps.image_encoder import ImageEncoder
 from serving.steps.sampler import Sampled
@@ -37,6 +39,15 @@ from serving.steps.step import (
     TABLE_ROWS,
     StepSizes,
 )
+from serving.steps.step_results import (
+    HeldStep,
+    HostArrays,
+    InFlightStep,
+    first_rows,
+    in_flight,
+    num_targets,
+)
+from serving.steps.token_masks import TokenMasks, host_masks
 
 _SMALLEST_BUCKET = 8
 _BUCKET_FACTOR = 4  # at most 4 times as many padding tokens as real ones, mostly skipped
@@ -50,17 +61,6 @@ def token_buckets(max_tokens: int) -> tuple[int, ...]:
         buckets.append(bucket)
         bucket *= _BUCKET_FACTOR
     return (*buckets, max_tokens)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class InFlightStep:
-    """A dispatched step: what it was asked, and arrays that will hold its results."""
-
-    plan: StepPlan
-    first_rows: tuple[int, ...]  # first logit row of each chunk, in the plan's order
-    sampled: Sampled
-    scored: bool  # whether any row's log-probabilities are wanted
-    remote_status: jax.Array | None = None  # int32 [servers] of the LoRA Server, if there is one
 
 
 class ModelRunner:
@@ -138,37 +138,89 @@ class ModelRunner:
         self._compile(table, progress=progress)
         for bucket, lora in self.programs:
             jax.block_until_ready(self._run(table, bucket, lora=lora))
+        for bucket in self.two_part_buckets:
+            forwarded, status = self._run_forward(table, bucket)
+            sampled = self._run_sample(forwarded, self.new_masks(), bucket)
+            jax.block_until_ready((sampled, status))
 
     def _compile(self, table: np.ndarray, *, progress: bool) -> None:
         """Compile every program, several at a time: XLA works outside Python's lock."""
         workers = max(1, min(_COMPILING, (os.cpu_count() or 1) // 2))
-        bar = tqdm(total=len(self.programs), desc="Compile", unit="program", disable=not progress)
+        bar = tqdm(total=self.num_programs, desc="Compile", unit="program", disable=not progress)
         with bar, ThreadPoolExecutor(workers) as pool:
             jobs = []
-            for bucket, lora in self.programs:
-                lowered = self._step.lower(self._operands(), table, bucket, lora=lora)
+            for lowered in self._lowered(table):
                 jobs.append(pool.submit(lowered.compile))
                 jobs[-1].add_done_callback(lambda _: bar.update())
             for job in jobs:
                 job.result()
 
+    def _lowered(self, table: np.ndarray) -> Iterator[Lowered]:
+        for bucket, lora in self.programs:
+            yield self._step.lower(self._operands(), table, bucket, lora=lora)
+        for bucket in self.two_part_buckets:
+            yield from self._step.lower_parts(self._operands(), table, bucket)
+
     @property
     def programs(self) -> tuple[tuple[int, bool], ...]:
-        """Every compiled step: its token bucket, and whether it has LoRA."""
+        """Every step that is one program: its token bucket, and whether it has LoRA."""
         all_rows = tuple((bucket, True) for bucket in self.buckets)
         return (*all_rows, *((b, False) for b in self.buckets if self._can_specialize(b)))
 
+    @property
+    def two_part_buckets(self) -> tuple[int, ...]:
+        """The token buckets of steps in two programs, forward and sample; they have LoRA.
+
+        One for decode steps and one for others: more would take long to compile.
+        """
+        return tuple(dict.fromkeys((self._decode_bucket, self.buckets[-1])))
+
+    @property
+    def num_programs(self) -> int:
+        """Programs that are compiled at the start."""
+        return len(self.programs) + 2 * len(self.two_part_buckets)
+
+    @property
+    def _decode_bucket(self) -> int:
+        """The smallest bucket for a token of every sequence."""
+        return next((b for b in self.buckets if b >= self.sizes.max_seqs), self.buckets[-1])
+
     def _can_specialize(self, bucket: int) -> bool:
         """Return whether a bucket has a program without LoRA: those that decode steps use."""
-        smallest = next((b for b in self.buckets if b >= self.sizes.max_seqs), self.buckets[-1])
-        return self._specialize_lora and bucket <= smallest
+        return self._specialize_lora and bucket <= self._decode_bucket
 
     def dispatch(self, plan: StepPlan) -> InFlightStep:
         """Send a step to the device and return at once; read its results with `read`.
 
         A chunk's input tokens that the host has not seen are those the steps in flight sample.
         """
-        bucket = self._bucket(plan)
+        bucket = self._bucket(plan, self.buckets)
+        table, scored = self._prepare(plan)
+        lora = self._needs_lora(plan, bucket)
+        sampled, status = self._run(table, bucket, lora=lora)
+        return in_flight(plan, first_rows(plan), sampled, scored, status)
+
+    def forward(self, plan: StepPlan) -> HeldStep:
+        """Send the forward part of a step to the device; `sample` must follow before other steps.
+
+        Masks may be made meanwhile.
+        """
+        bucket = self._bucket(plan, self.two_part_buckets)
+        table, scored = self._prepare(plan)
+        forwarded, status = self._run_forward(table, bucket)
+        return HeldStep(plan, first_rows(plan), scored, bucket, forwarded, status)
+
+    def sample(self, held: HeldStep, masks: TokenMasks) -> InFlightStep:
+        """Send the rest of a step to the device, with the masks of its rows."""
+        sampled = self._run_sample(held.forwarded, masks, held.bucket)
+        return in_flight(held.plan, held.first_rows, sampled, held.scored, held.remote_status)
+
+    def new_masks(self) -> TokenMasks:
+        """Return masks on the host in which no row is masked."""
+        return host_masks(self.sizes.max_seqs, self._vocab_size)
+
+    def _prepare(self, plan: StepPlan) -> tuple[np.ndarray, bool]:
+        """Write what a step needs to the device; return its table, and whether rows are scored."""
         for sequence in plan.admitted:
             self._admit(sequence)
         if self._encoder is not None:
@@ -188,13 +240,7 @@ class ModelRunner:
             table[SAMPLES, row] = chunk.samples
         if changed:
             self._step.set_pages(self._tables)
-        lora = self._needs_lora(plan, bucket)
-        sampled, status = self._run(table, bucket, lora=lora)
-        for leaf in jax.tree.leaves(sampled) if scored else (sampled.token_ids,):
-            leaf.copy_to_host_async()
-        if status is not None:
-            status.copy_to_host_async()
-        return InFlightStep(plan, _first_rows(plan), sampled, scored, status)
+        return table, scored
 
     def read(self, step: InFlightStep) -> list[SequenceResult]:
         """Wait for a step and return a result for each chunk, in the plan's order.
@@ -202,7 +248,7 @@ class ModelRunner:
         A sampled token_id of INVALID_TOKEN means that the row's logits were not finite. Raises
         RuntimeError when the devices of a split have lost each other.
         """
-        arrays = _HostArrays(step)
+        arrays = HostArrays(step)
         self._check()
         chunks = zip(step.plan.chunks, step.first_rows, strict=True)
         return [arrays.result(chunk, first) for chunk, first in chunks]
@@ -235,21 +281,29 @@ class ModelRunner:
         self._cache, self._state, sampled, status = done
         return sampled, status
 
+    def _run_forward(self, table: np.ndarray, bucket: int) -> tuple[Forwarded, jax.Array | None]:
+        self._cache, forwarded, status = self._step.forward(self._operands(), table, bucket)
+        return forwarded, status
+
+    def _run_sample(self, forwarded: Forwarded, masks: TokenMasks, bucket: int) -> Sampled:
+        self._state, sampled = self._step.sample(self._state, forwarded, masks, bucket)
+        return sampled
+
     def _operands(self) -> Operands:
         images = None if self._encoder is None else self._encoder.operands
         adapters = (self.slots, self.reroute_tables, self.remote_table)
         return Operands(self._cache, self._state, *adapters, images)
 
-    def _bucket(self, plan: StepPlan) -> int:
+    def _bucket(self, plan: StepPlan, buckets: tuple[int, ...]) -> int:
         """Return the smallest bucket that the step fits into; ValueError when it fits nowhere."""
         rows = sum(num_targets(chunk) + chunk.samples for chunk in plan.chunks)
         most = self.sizes.max_logit_rows
-        for bucket in self.buckets:
+        for bucket in buckets:
             if plan.num_tokens <= bucket and rows <= most:
                 return bucket
         raise ValueError(
             f"A step of {plan.num_tokens} tokens and {rows} logit rows; at most "
-            f"{self.buckets[-1]} and {most} fit."
+            f"{buckets[-1]} and {most} fit."
         )
 
     def _admit(self, sequence: Sequence) -> None:
@@ -275,60 +329,3 @@ class ModelRunner:
         self._tables[row, known : len(pages)] = pages[known:]
         self._num_pages[row] = len(pages)
         return True
-
-
-def _first_rows(plan: StepPlan) -> tuple[int, ...]:
-    """Return where each chunk's logit rows start: they stand in order of sequence rows.
-
-    To be asked before the step: the scheduler may take a row away while the step runs.
-    """
-    chunks = plan.chunks
-    firsts, first = [0] * len(chunks), 0
-    for place in sorted(range(len(chunks)), key=lambda place: chunks[place].sequence.row):
-        firsts[place] = first
-        first += num_targets(chunks[place]) + chunks[place].samples
-    return tuple(firsts)
-
-
-def num_targets(chunk: ScheduledChunk) -> int:
-    """Return how many prompt tokens the chunk scores: those after its tokens."""
-    if not chunk.prompt_logprobs:
-        return 0
-    end = min(chunk.start + chunk.num_tokens, chunk.sequence.num_prompt - 1)
-    return max(0, end - chunk.start)
-
-
-class _HostArrays:
-    """A finished step's results on the host."""
-
-    def __init__(self, step: InFlightStep):
-        self.token_ids = np.asarray(step.sampled.token_ids).tolist()
-        if step.scored:
-            self.logprobs = np.asarray(step.sampled.logprobs).tolist()
-            self.ranks = np.asarray(step.sampled.ranks).tolist()
-            self.top_ids = np.asarray(step.sampled.top_ids)
-            self.top_logprobs = np.asarray(step.sampled.top_logprobs)
-
-    def result(self, chunk: ScheduledChunk, first: int) -> SequenceResult:
-        """Return the result of a chunk whose logit rows start at `first`."""
-        sampling = chunk.sequence.request.sampling
-        targets = num_targets(chunk)
-        scored: tuple[TokenLogprobs, ...] = ()
-        if targets:
-            wanted = sampling.prompt_logprobs
-            count = (sampling.logprobs or 0) if wanted is None else wanted
-            scored = tuple(self._entry(first + place, count) for place in range(targets))
-        if not chunk.samples:
-            return SequenceResult(chunk, None, None, scored)
-        row = first + targets
-        entry = None if sampling.logprobs is None else self._entry(row, sampling.logprobs)
-        return SequenceResult(chunk, self.token_ids[row], entry, scored)
-
-    def _entry(self, row: int, count: int) -> TokenLogprobs:
-        ids, values = self.top_ids[row, :count].tolist(), self.top_logprobs[row, :count].tolist()
-        return TokenLogprobs(
-            self.token_ids[row],
-            self.logprobs[row],
-            self.ranks[row],
-            dict(zip(ids, values, strict=True)),
-        )

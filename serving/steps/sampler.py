@@ -6,7 +6,8 @@ the same shape in every bucket: its result does not depend on its neighbours. Ac
 rows at once, by the same functions: see batch_sampler.
 
 Order of processors: min_tokens and logit bias, penalties, then temperature, min_p, top_k, top_p.
-Log-probabilities are of the raw logits. Top-k and top-p keep every token that ties with the last
+Log-probabilities are of the raw logits, or of the masked ones where a grammar binds the row, which
+comes before everything else. Top-k and top-p keep every token that ties with the last
 one kept.
 """
 
@@ -20,6 +21,7 @@ from jax import lax
 from lora_jax.typing import Array, Bool, Float, Int, UInt32
 from serving.api.sampling import MAX_LOGPROBS
 from serving.steps.device_state import RowState, row_of
+from serving.steps.token_masks import TokenMasks, mask_row
 
 INVALID_TOKEN = -1  # the logits of the row are not finite numbers
 
@@ -52,17 +54,23 @@ class Sampled:
     top_logprobs: Float[Array, "*rows top"]
 
 
-def sample(logits: Float[Array, "rows vocab"], rows: LogitRows, state: RowState) -> Sampled:
+def sample(
+    logits: Float[Array, "rows vocab"],
+    rows: LogitRows,
+    state: RowState,
+    masks: TokenMasks | None = None,
+) -> Sampled:
     """Return the token at `positions[r]` of sequence row_to_seq[r] for each r < num_rows.
 
-    A target >= 0 is scored instead of sampling (log-probabilities of a prompt).
+    A target >= 0 is scored instead of sampling (log-probabilities of a prompt). Sampled rows take
+    only tokens that their masks allow.
     """
     empty = no_samples(*logits.shape)
 
     def body(i: Int[Array, ""], results: Sampled) -> Sampled:
-        result = _sample_row(
-            logits[i], rows.positions[i], rows.targets[i], state, rows.row_to_seq[i]
-        )
+        seq, target, row = rows.row_to_seq[i], rows.targets[i], logits[i]
+        row = row if masks is None else mask_row(row, masks, seq, target < 0)
+        result = _sample_row(row, rows.positions[i], target, state, seq)
         return jax.tree.map(lambda all_, one: all_.at[i].set(one), results, result)
 
     return lax.fori_loop(jnp.int32(0), rows.num_rows, body, empty)

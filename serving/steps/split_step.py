@@ -44,6 +44,16 @@ class StepSplit:
             check_vma=False,
         )
 
+    def on_every_device(self, sample: Callable) -> Callable:
+        """Return sample(donated, rest) -> (state, samples), the same on each device."""
+        return jax.shard_map(
+            sample,
+            mesh=self.split.mesh,
+            in_specs=(WHOLE, WHOLE),
+            out_specs=(WHOLE, WHOLE),
+            check_vma=False,
+        )
+
 
 def weight_specs(leaves: Sequence[Any]) -> tuple[PartitionSpec, ...]:
     """Return how each weight of a split model is split."""

@@ -21,13 +21,14 @@ from lora_jax.typing import Array, Float, Int
 from serving.steps.device_state import RowState
 from serving.steps.image_encoder import ENCODER_ROW, POSITIONS, ImageOperands
 from serving.steps.sampler import LogitRows, Sampled
+from serving.steps.token_masks import TokenMasks
 
 # Rows of the step table.
 START, NUM_TOKENS, SLOT, NUM_TARGETS, SAMPLES = range(5)
 TABLE_ROWS = 5
 
 # sampler.sample, or another of its kind.
-Sample = Callable[[Float[Array, "rows vocab"], LogitRows, RowState], Sampled]
+Sample = Callable[[Float[Array, "rows vocab"], LogitRows, RowState, TokenMasks | None], Sampled]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,10 +94,14 @@ def forward_step(
 
 
 def sample_step(
-    logits: Float[Array, "rows vocab"], rows: LogitRows, state: RowState, sample: Sample
+    logits: Float[Array, "rows vocab"],
+    rows: LogitRows,
+    state: RowState,
+    sample: Sample,
+    masks: TokenMasks | None = None,
 ) -> tuple[RowState, Sampled]:
     """Return the state with every sampled token at its place, and what `sample` gave."""
-    sampled = sample(logits, rows, state)
+    sampled = sample(logits, rows, state, masks)
     return _remember(state, rows, sampled.token_ids), sampled
 
 

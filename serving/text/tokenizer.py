@@ -99,6 +99,19 @@ class Tokenizer:
         stream = TokenStream(self._backend, at_start=False, skip_special_tokens=False)
         return stream.feed(token_id) + stream.close()
 
+    def token_bytes(self, count: int) -> list[bytes]:
+        """Return the bytes that each of the first `count` ids adds to a text; b"" if there is none.
+
+        Special tokens have those of their spelling.
+        """
+        tokens = (self._backend.token(token_id) for token_id in range(count))
+        return [b"" if token is None else self._backend.rule.later(token) for token in tokens]
+
+    @property
+    def special_ids(self) -> tuple[int, ...]:
+        """Ids of tokens that are no text of their own."""
+        return tuple(sorted(self._backend.special_ids))
+
     def token_strs(self, ids: Iterable[int]) -> list[str]:
         """Return the tokens as the vocabulary spells them; "" for ids that do not exist."""
         return [self._backend.token(token_id) or "" for token_id in ids]

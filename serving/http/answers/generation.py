@@ -57,12 +57,14 @@ class Generation:
         cache_salt: str,
         caller: Caller | None = None,
         entry: AdapterEntry | None = None,
+        grammar: Any = None,
     ) -> None:
         """Hand one request per prompt to the engine; when one is refused, none goes on.
 
-        The caller's limits hold and its tokens are counted. `entry` is the adapter's, if known.
+        The caller's limits hold and its tokens are counted. `entry` is the adapter's, if known,
+        and `grammar` that of the samplings' structured outputs.
         """
-        submission = self._submission(adapter, cache_salt, caller, entry)
+        submission = self._submission(adapter, cache_salt, caller, entry, grammar)
         with self._all_or_none():
             for prompt, sampling in zip(self.prompts, samplings, strict=True):
                 self._submit_one(prompt, sampling, submission)
@@ -74,9 +76,10 @@ class Generation:
         cache_salt: str,
         caller: Caller | None = None,
         entry: AdapterEntry | None = None,
+        grammar: Any = None,
     ) -> None:
         """Do what `submit` does; the event loop goes on between prompts."""
-        submission = self._submission(adapter, cache_salt, caller, entry)
+        submission = self._submission(adapter, cache_salt, caller, entry, grammar)
         with self._all_or_none():
             for place, (prompt, sampling) in enumerate(zip(self.prompts, samplings, strict=True)):
                 if place % _AT_ONCE == _AT_ONCE - 1:
@@ -89,13 +92,15 @@ class Generation:
         cache_salt: str,
         caller: Caller | None,
         entry: AdapterEntry | None,
+        grammar: Any,
     ) -> dict[str, Any]:
         """Return what all prompts have in common, once the caller's budget of tokens allows it."""
         self._budget = budget = caller.budget if caller else None
         if budget and (wait_s := budget.wait_s()):
             raise limited(f"tokens_per_minute={budget.per_minute:g}", wait_s)
         share = caller.share if caller else None
-        return {"adapter": adapter, "cache_salt": cache_salt, "share": share, "entry": entry}
+        given = {"adapter": adapter, "cache_salt": cache_salt, "share": share, "entry": entry}
+        return given | {"grammar": grammar}
 
     @contextlib.contextmanager
     def _all_or_none(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ from typing import Any
 from serving.api.sampling import Sampling
 from serving.http.errors import ApiError, scrub
 from serving.http.requests.protocol import ChatBody, CompletionBody, GenerationBody, unsupported
+from serving.http.requests.structure import structured_outputs
 
 _COPIED = (
     "temperature",
@@ -74,6 +75,7 @@ def _common(body: GenerationBody, defaults: Mapping[str, Any]) -> dict[str, Any]
         raise ApiError(400, "best_of is not supported other than equal to n.", param="best_of")
     given = {f: getattr(body, f) for f in _COPIED if getattr(body, f) is not None}
     values = {**defaults, **given}
+    values["structured_outputs"] = structured_outputs(body)
     if body.logit_bias is not None:
         values["logit_bias"] = _logit_bias(body.logit_bias)
     return values

@@ -90,6 +90,8 @@ class GenerationBody(Body):
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
     cache_salt: CacheSalt | None = None
     best_of: int | None = None
     priority: int | None = None
@@ -227,7 +229,6 @@ def body_schemas() -> dict[str, Any]:
 
 # Fields that would change the answer, and the values that ask for nothing.
 _REFUSED: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (),
@@ -237,7 +238,6 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
-    "structured_outputs": (),
     "json_schema": (),
     "regex": (),
     "ebnf": (),

@@ -16,6 +16,7 @@ from serving.http.requests.parameters import chat_sampling, fit_context
 from serving.http.requests.prompts import chat_prompt, plain_messages, text_of
 from serving.http.requests.protocol import ChatBody
 from serving.http.requests.session import target_of
+from serving.http.requests.structure import compiled_grammar
 from serving.http.requests.template_options import template_options
 from serving.http.server import server_of
 from serving.http.settings import HttpSettings
@@ -31,7 +32,9 @@ async def create_chat_completion(request: Request) -> Response:
     target = await target_of(server.names, request, body, caller)
     request.state.adapter = target.adapter
     defaults = server.engine.model_info.sampling_defaults
-    chat_sampling(body, 1, defaults)  # refuse bad parameters before any work on the messages
+    # Refuse bad parameters before any work on the messages.
+    outputs = chat_sampling(body, 1, defaults).structured_outputs
+    grammar = await compiled_grammar(server.engine, body, outputs)
     options = template_options(body, server.settings.default_template_kwargs)
     special = bool(body.add_special_tokens)  # templates write their own special tokens
     images = await read_images(server.engine, body.messages, server.settings.media)
@@ -40,7 +43,7 @@ async def create_chat_completion(request: Request) -> Response:
     sampling = fit_context(chat_sampling(body, limit - length, defaults), body, length, limit)
     generation = Generation(server.engine, server.mailbox, [prompt])
     salt = cache_salt(caller.salt, body.cache_salt)
-    generation.submit(target.adapter, [sampling], salt, caller, target.entry)
+    generation.submit(target.adapter, [sampling], salt, caller, target.entry, grammar)
     last = plain_messages(server.engine, body.messages[-1:])[0]
     role = server.settings.response_role if options.add_generation_prompt else last["role"]
     echo = text_of(last) if body.echo and last["role"] == role else ""

@@ -15,6 +15,7 @@ from serving.http.requests.parameters import completion_sampling, fit_context
 from serving.http.requests.prompts import read_prompts
 from serving.http.requests.protocol import CompletionBody
 from serving.http.requests.session import target_of
+from serving.http.requests.structure import compiled_grammar
 from serving.http.server import server_of
 from serving.http.settings import HttpSettings
 
@@ -29,13 +30,14 @@ async def create_completion(request: Request) -> Response:
     target = await target_of(server.names, request, body, caller)
     request.state.adapter = target.adapter
     sampling = completion_sampling(body, server.engine.model_info.sampling_defaults)
+    grammar = await compiled_grammar(server.engine, body, sampling.structured_outputs)
     special = True if body.add_special_tokens is None else body.add_special_tokens
     prompts = await read_prompts(server.engine, body.prompt, special)
     limit = server.max_model_len
     samplings = [fit_context(sampling, body, len(p.ids), limit) for p in prompts]
     generation = Generation(server.engine, server.mailbox, prompts)
     salt = cache_salt(caller.salt, body.cache_salt)
-    await generation.submit_all(target.adapter, samplings, salt, caller, target.entry)
+    await generation.submit_all(target.adapter, samplings, salt, caller, target.entry, grammar)
     answer = CompletionAnswer(
         body, generation, target.name, server.engine.tokenizer, server.settings
     )

@@ -21,6 +21,8 @@ from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.entries import AdapterEntry, EvictedAdapter, RegistryLimits
 from lora_jax.adapters.host_room import HostShare, copies_of, make_room
 from lora_jax.adapters.load_rate import LoadRate
+from lora_jax.adapters.read_failures import ReadFailures
+from lora_jax.adapters.read_turns import ReadTurns
 from lora_jax.adapters.registry_errors import (
     AdapterExists,
     AdapterNotFound,
@@ -44,11 +46,10 @@ __all__ = [
 ]
 
 _READERS = 16  # folders of the operator's that are read side by side, at most
-_REMEMBER_FAILURE_S = 10.0  # a broken folder is not read again for each request that names it
 
 
 class AdapterRegistry:
-    """Names to adapters; any thread may call it. Loads run one at a time, look-ups never wait."""
+    """Names to adapters; any thread may call it. Look-ups never wait for reads."""
 
     def __init__(
         self,
@@ -77,7 +78,8 @@ class AdapterRegistry:
         self._read_folder = read
         self._clock = clock
         self._lock = threading.Lock()  # guards the fields below, held for moments
-        self._loading = threading.RLock()  # one load at a time, held while files are read
+        self._loading = threading.RLock()  # one explicit load at a time
+        self._turns = ReadTurns()  # of names, held while files are read
         self._entries: dict[str, AdapterEntry] = {}
         self._evicted: dict[str, EvictedAdapter] = {}  # the longest evicted first
         self._ledger = UseLedger()
@@ -85,8 +87,8 @@ class AdapterRegistry:
         self._kept: Callable[[], Collection[str]] = frozenset
         self._generation = 0
         self._rate = LoadRate(self._limits.loads_per_minute, clock)
-        self._failures: dict[str, tuple[float, AdapterRejected]] = {}  # until when
-        self._refused: dict[str, str] = {}  # names that only an explicit load brings back
+        self._failures = ReadFailures(self._limits.max_adapters, clock)
+        self.refused: dict[str, str] = {}  # why, by name; only an explicit load brings it back
 
     def set_in_use(self, in_use: Callable[[], Collection[str]]) -> None:
         """Ask `in_use` for the digests that live requests need, which are never evicted."""
@@ -116,7 +118,7 @@ class AdapterRegistry:
         Raises AdapterRejected, AdapterExists, or AdapterNotFound when there is no such folder.
         """
         self._check_name(name)
-        with self._loading:
+        with self._loading, self._turns.turn(name):
             self._check_free(name, replace)
             folder = self._folder(path, confined)
             given = {"digest": digest or "", "limited": digest is None}
@@ -151,7 +153,7 @@ class AdapterRegistry:
     def refuse(self, name: str, why: str) -> None:
         """Let `resolve` raise AdapterRejected for this name until `load` is called for it."""
         with self._lock:
-            self._refused[name] = why
+            self.refused[name] = why
 
     def get(self, name: str) -> AdapterEntry:
         """Return the loaded entry of a name; raises AdapterNotFound listing the loaded names."""
@@ -167,11 +169,14 @@ class AdapterRegistry:
         with self._lock:
             return self._ledger.take_read(digest)
 
-    def resolve(self, name: str, share: HostShare | None = None) -> AdapterEntry:
+    def resolve(
+        self, name: str, share: HostShare | None = None, deadline: float = float("inf")
+    ) -> AdapterEntry:
         """Return the entry, reading its folder, or `lora_dir/name` on first use, if need be.
 
-        `share` is the limit of the caller that names it. Raises AdapterNotFound; RegistryBusy when
-        there is no room now; AdapterRejected, for some seconds without reading the folder again.
+        `share` is the limit of the caller that names it; the earliest `deadline` is read first.
+        Raises AdapterNotFound; RegistryBusy when there is no room now; AdapterRejected, for some
+        seconds without reading the folder again.
         """
         try:
             return self.get(name)
@@ -179,23 +184,20 @@ class AdapterRegistry:
             on_use = self._root is not None and NAME.fullmatch(name)
             if name not in self._evicted and (not on_use or name in self._base_names):
                 raise
-            if name in self._refused:
-                raise AdapterRejected(self._refused[name]) from None
-        with self._loading:
+            if name in self.refused:
+                raise AdapterRejected(self.refused[name]) from None
+        with self._turns.turn(name, deadline):
             try:
                 return self.get(name)  # another thread may have loaded it meanwhile
             except AdapterNotFound:
                 before = self._evicted.get(name)
                 if before is None and not (self._root is not None and (self._root / name).is_dir()):
                     raise
-            until, failure = self._failures.pop(name, (0.0, None))
-            if failure is not None and self._clock() < until:
-                self._failures[name] = until, failure
-                raise failure
+            self._failures.check(name)
             try:
                 return self._read_on_use(name, before, share)
             except AdapterRejected as error:
-                self._remember(name, error)
+                self._failures.remember(name, error)
                 raise
 
     def entries(self) -> tuple[AdapterEntry, ...]:
@@ -263,7 +265,8 @@ class AdapterRegistry:
     ) -> AdapterEntry:
         """Read, check and publish; a `digest` is the only one that is accepted."""
         if limited:
-            self._rate.take()
+            with self._lock:
+                self._rate.take()
         weights = self._read(name, folder, self._root if confined else None)
         if digest and weights.digest != digest:
             raise AdapterRejected(
@@ -271,16 +274,6 @@ class AdapterRegistry:
                 "in place, or unload it first."
             )
         return self._publish(self._entry(name, weights, folder, confined, pinned, explicit), share)
-
-    def _remember(self, name: str, error: AdapterRejected) -> None:
-        """Refuse the name for a while without reading anything."""
-        now = self._clock()
-        if len(self._failures) >= self._limits.max_adapters:
-            self._failures = {n: f for n, f in self._failures.items() if f[0] > now}
-        busy = isinstance(error, RegistryBusy)
-        if busy and error.of_key:
-            return  # others may load it
-        self._failures[name] = now + (error.retry_after_s if busy else _REMEMBER_FAILURE_S), error
 
     def _folder(self, path: str | os.PathLike[str], confined: bool) -> Path:
         if not confined:
@@ -357,7 +350,8 @@ class AdapterRegistry:
                 self._evict(name)
             self._generation += 1
             self._evicted.pop(entry.name, None)
-            self._refused.pop(entry.name, None)
+            self.refused.pop(entry.name, None)
+            self._failures.forget(entry.name)
             old = self._entries.get(entry.name)
             entry = dataclasses.replace(entry, generation=self._generation, owner=share.owner)
             self._entries[entry.name] = entry

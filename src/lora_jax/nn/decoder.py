@@ -156,10 +156,12 @@ class AbstractCausalLM(nnx.Module):
         self, batch: ForwardBatch, split: Split | None
     ) -> tuple[Float[Array, "tokens hidden"], CosSin]:
         """Return every token's embedding, an image's being its row, and the rope's angles."""
-        config, x, images = self.config.rope, self.embed(batch.tokens, split), batch.images
+        images = batch.images
         if images is None:
-            return x, rope.cos_sin(config, batch.positions)
-        return image_rows.embed(x, images), rope.cos_sin_of_three(config, images.rope_positions)
+            angles = rope.cos_sin(self.config.rope, batch.positions)
+            return self.embed(batch.tokens, split), angles
+        angles = rope.cos_sin_of_three(self.config.rope, images.rope_positions)
+        return image_rows.embed(self.embed(batch.tokens, split), images), angles
 
     def logits(
         self,

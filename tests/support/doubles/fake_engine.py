@@ -15,6 +15,7 @@ from lora_jax.adapters.registry import AdapterExists, AdapterNotFound, AdapterRe
 from serving.api.config import EngineConfig
 from serving.api.request import FinishReason, OutputDelta, QueueFull, TokenLogprobs
 from serving.api.sampling import Sampling
+from serving.api.structured_outputs import StructuredOutputs
 from serving.engine.metrics import EngineStats
 from serving.runtime.rollouts import Rollouts
 
@@ -122,7 +123,7 @@ class FakeRegistry:
             raise AdapterNotFound(name, tuple(self._entries))
         return self._entries[name]
 
-    def resolve(self, name: str, share=None) -> FakeEntry:
+    def resolve(self, name: str, share=None, deadline=None) -> FakeEntry:
         if name in self._entries:
             return self._entries[name]
         if name in self.refused:
@@ -139,6 +140,18 @@ class FakeRegistry:
 
     def entries(self) -> tuple[FakeEntry, ...]:
         return tuple(self._entries[name] for name in sorted(self._entries))
+
+
+class FakeGrammars(dict):
+    """Grammars by digest; one kind of structure is refused."""
+
+    def find(self, outputs: StructuredOutputs) -> object | None:
+        return self.get(outputs.digest)
+
+    def compile(self, outputs: StructuredOutputs) -> object:
+        if '"not"' in outputs.text:
+            raise ValueError(f'structured_outputs.{outputs.kind}: Unimplemented keys: ["not"]')
+        return self.setdefault(outputs.digest, object())
 
 
 class FakeEngine:
@@ -166,6 +179,7 @@ class FakeEngine:
         self.submitted: list[SimpleNamespace] = []
         self.aborted: list[str] = []
         self.running: set[str] = set()
+        self.grammars = FakeGrammars()
 
     def submit(
         self,
@@ -178,6 +192,7 @@ class FakeEngine:
         cache_salt: str = "",
         share=None,
         entry=None,
+        grammar=None,
     ) -> str:
         if len(self.running) >= self.queue_limit:
             raise QueueFull("The waiting queue is full.", 2.0)
@@ -192,6 +207,7 @@ class FakeEngine:
             salt=cache_salt,
             id=request_id,
             share=share,
+            grammar=grammar,
         )
         self.submitted.append(given)
         self.running.add(request_id)

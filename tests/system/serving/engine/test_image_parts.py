@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from support.cases.tiny_qwen3_vl import ROPE, VISION
 from support.drivers.model_driver import random_model
@@ -11,6 +12,8 @@ from support.drivers.vision_driver import IMAGE, QWEN_TEXT
 from lora_jax.config import ModelConfig
 from serving.api.config import EngineConfig
 from serving.engine.image_parts import DEFAULT_ROWS, check_pairs, make_front, take_tower
+from serving.steps.model_runner import ModelRunner
+from serving.steps.step import TABLE_ROWS, StepSizes
 
 RAW = {
     "model_type": "qwen3_vl",
@@ -65,6 +68,29 @@ def test_pairs_that_do_not_work_are_refused_by_name(tmp_path):
     check_pairs(made, False, config(tmp_path))
     plain: ModelConfig = dataclasses.replace(made, vision=None)
     check_pairs(plain, True, config(tmp_path, max_esft_adapters=2))
+
+
+def lowered(model, made: ModelConfig) -> str:
+    """The program of a step of eight tokens."""
+    sizes = StepSizes(
+        max_seqs=2, max_len=16, page_size=4, num_pages=8, max_logit_rows=2, max_rank=1
+    )
+    vocab = made.vocab_size
+    runner = ModelRunner(
+        model, model.kv_shape(made), sizes, max_tokens=8, vocab_size=vocab, dtype=FLOAT
+    )
+    table = np.zeros((TABLE_ROWS, 2), np.int32)
+    return runner._step.lower(runner._operands(), table, 8, lora=True).as_text()
+
+
+def test_without_images_the_program_is_that_of_the_text_model(tmp_path):
+    """And so is that of every text model: what images add is not in it."""
+    model, made = random_model(RAW)
+    take_tower(config(tmp_path, language_model_only=True), model, made, FLOAT)
+    rope = {name: value for name, value in ROPE.items() if not name.startswith("mrope")}
+    text = {**QWEN_TEXT, "rms_norm_eps": 1e-6, "rope_parameters": rope}
+    plain, of_text = random_model({"model_type": "qwen3", **text})
+    assert lowered(model, made) == lowered(plain, of_text)
 
 
 def test_the_front_needs_the_tokenizer_s_placeholder(tmp_path):

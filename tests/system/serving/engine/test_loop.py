@@ -24,6 +24,7 @@ from serving.engine.metrics import EngineMetrics
 from serving.runtime.compile_counter import CompileCounter
 from serving.scheduling.scheduler import Scheduler, SchedulerLimits
 from serving.steps.sampler import INVALID_TOKEN
+from serving.structured.grammars import Grammars
 from serving.text.tokenizer import Tokenizer
 
 LIMITS = SchedulerLimits(
@@ -143,6 +144,7 @@ class Case:
                 scheduler=Scheduler(limits, adapters=self.residencies),
                 registry=self.registry,
                 residencies=self.residencies,
+                grammars=Grammars(None),
                 metrics=self.metrics,
                 compilations=self.compilations,
                 chunks_per_step=1,

@@ -16,6 +16,7 @@ from serving.lora_server.client import RemoteTable
 from serving.steps.compiled_step import CompiledStep, Operands
 from serving.steps.device_state import admit, init_row_state, pack_row
 from serving.steps.step import NUM_TOKENS, SAMPLES, SLOT, START, TABLE_ROWS, StepSizes
+from serving.steps.token_masks import host_masks
 
 SHAPE = TinyShape()
 SIZES = StepSizes(max_seqs=4, max_len=32, page_size=4, num_pages=20, max_logit_rows=8, max_rank=4)
@@ -39,8 +40,11 @@ def new_memory(model, config, sharding):
     return jax.device_put((cache, init_row_state(SIZES.max_seqs, SIZES.max_len)), sharding)
 
 
-def decode(loaded, sampling, *, in_place):
-    """Return the samples of two sequences over a prompt of 3 and then 5 steps, and addresses."""
+def decode(loaded, sampling, *, in_place, in_parts=False):
+    """Return the samples of two sequences over a prompt of 3 and then 5 steps, and addresses.
+
+    With `in_parts` each step is two programs.
+    """
     model, config = loaded
     step = CompiledStep(model, SIZES, None, SHAPE.vocab, in_place=in_place)
     cache, state = new_memory(model, config, step.sharding)
@@ -56,11 +60,18 @@ def decode(loaded, sampling, *, in_place):
         table[START, :2], table[NUM_TOKENS, :2], table[SAMPLES, :2] = start, count, 1
         table[SLOT] = -1
         operands = Operands(cache, state, None, None, None)
-        cache, state, sampled, status = step.run(operands, table, 8, lora=True)
+        if in_parts:
+            if start == 0:
+                step.lower_parts(operands, table, 8)
+            cache, forwarded, status = step.forward(operands, table, 8)
+            masks = host_masks(SIZES.max_seqs, SHAPE.vocab)
+            state, sampled = step.sample(state, forwarded, masks, 8)
+        else:
+            cache, state, sampled, status = step.run(operands, table, 8, lora=True)
         assert status is None
         samples.append(sampled)
         stays = (step._table, step._pages, step._results, cache, state)
-        seen.add(tuple(pointers(stays)))
+        seen.add(tuple(pointers((*stays, step._forwarded, step._masks))))
     return samples, seen
 
 
@@ -80,6 +91,18 @@ def test_a_step_in_place_gives_what_another_does_at_the_same_addresses(loaded, s
             np.testing.assert_allclose(mine, other, rtol=1e-6)
     # Results of earlier steps are copies: later steps leave them alone.
     assert len({tuple(np.asarray(s.token_ids)[:2].tolist()) for s in samples}) > 1
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_step_in_two_programs_gives_what_one_does(loaded, in_place):
+    sampling = Sampling(temperature=0.9, top_p=0.9, logprobs=2, presence_penalty=0.5)
+    want, _ = decode(loaded, sampling, in_place=in_place)
+    samples, addresses = decode(loaded, sampling, in_place=in_place, in_parts=True)
+    for got, its in zip(samples, want, strict=True):
+        np.testing.assert_array_equal(got.token_ids, its.token_ids)
+        np.testing.assert_array_equal(got.logprobs, its.logprobs)
+    if in_place:
+        assert len(addresses) == 1
 
 
 class Link:

@@ -56,10 +56,11 @@ def make_runner(loaded, max_tokens):
     return runner
 
 
-def drive(runner, requests, *, max_tokens=40, num_pages=NUM_PAGES, ahead=1):
+def drive(runner, requests, *, max_tokens=40, num_pages=NUM_PAGES, ahead=1, in_parts=False):
     """Run (prompt, sampling) pairs to the end; return each one's results in order.
 
-    `ahead` steps are on the device before the results of the first are read.
+    `ahead` steps are on the device before the results of the first are read. With `in_parts` every
+    other step is two programs, with a mask of even tokens for the last request.
     """
     limits = SchedulerLimits(
         num_pages=num_pages,
@@ -79,13 +80,30 @@ def drive(runner, requests, *, max_tokens=40, num_pages=NUM_PAGES, ahead=1):
     while scheduler.has_work or flying:
         plan = scheduler.plan(time.monotonic())
         if plan is not None:
-            flying.append(runner.dispatch(plan))
+            is_in_parts = in_parts and len(flying) % 2 == 0
+            flying.append(
+                (dispatch_in_parts if is_in_parts else type(runner).dispatch)(runner, plan)
+            )
         if flying and (plan is None or len(flying) > ahead):
             step = flying.pop(0)
             for progress in scheduler.complete(step.plan, runner.read(step), time.monotonic()):
                 results[progress.sequence.request.request_id].append(progress.result)
     scheduler.check_integrity()
     return [results[str(place)] for place in range(len(requests))]
+
+
+def dispatch_in_parts(runner, plan):
+    """Dispatch a step in two parts; the row of the request that came last takes even tokens."""
+    held, masks = runner.forward(plan), runner.new_masks()
+    masks.words[:] = 0x55555555
+    for chunk in plan.chunks:
+        request = chunk.sequence.request
+        masks.is_masked[chunk.sequence.row] = request.sampling.stop_token_ids == EVEN
+    return runner.sample(held, masks)
+
+
+PROGRAMS = ("jit(step)", "jit(forward)", "jit(sample_part)")
+EVEN = (3,)  # the mark of a request whose tokens are masked
 
 
 def tokens_of(results):
@@ -158,11 +176,21 @@ def test_chunks_preemption_and_pipelining_change_nothing(checkpoint, runner):
     assert [answers(results) for results in unpipelined] == want
 
 
+def test_a_step_in_two_programs_changes_no_bit_of_rows_without_a_mask(runner):
+    want = [answers(results) for results in drive(runner, mixed_requests())]
+    bound = Sampling(max_tokens=20, temperature=1.0, seed=3, stop_token_ids=EVEN)
+    requests = [*mixed_requests(), (prompts_of(1, seed=9)[0], bound)]
+    *others, even = drive(runner, requests, in_parts=True, ahead=0)
+    assert [answers(results) for results in others] == want
+    assert tokens_of(even)
+    assert all(token % 2 == 0 for token in tokens_of(even))
+
+
 def test_each_program_is_compiled_once_and_not_in_the_loops_thread(checkpoint):
     compiled = []
 
     def listener(event, seconds, *, fun_name="", **_):
-        if event.endswith("backend_compile_duration") and fun_name == "jit(step)":
+        if event.endswith("backend_compile_duration") and fun_name in PROGRAMS:
             compiled.append(threading.current_thread())
 
     jax.monitoring.register_event_duration_secs_listener(listener)
@@ -170,7 +198,7 @@ def test_each_program_is_compiled_once_and_not_in_the_loops_thread(checkpoint):
         runner = make_runner(checkpoint[1], max_tokens=40)
     finally:
         jax.monitoring.unregister_event_duration_listener(listener)
-    assert len(compiled) == len(runner.programs)
+    assert len(compiled) == runner.num_programs
     assert threading.current_thread() not in compiled
 
 
@@ -186,6 +214,7 @@ def test_nothing_compiles_after_warm_up_and_the_cache_stays_in_place(checkpoint)
     jax.monitoring.register_event_duration_secs_listener(listener)
     try:
         drive(runner, mixed_requests())
+        drive(runner, mixed_requests(), in_parts=True, ahead=0)
     finally:
         jax.monitoring.unregister_event_duration_listener(listener)
     assert compiled == []

@@ -189,7 +189,7 @@ def test_stream_options_need_stream(client):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "xml"}),
         ("response_format", {"type": "text", "strict": True}),
         ("guided_json", "{}"),
         ("suffix", "x"),

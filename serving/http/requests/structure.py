@@ -1,0 +1,99 @@
+"""What a body says of the answer's structure: `response_format` and `structured_outputs`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from serving.api.structured_outputs import StructuredOutputs
+from serving.http.errors import ApiError, scrub
+from serving.http.interface import AbstractEngine
+from serving.http.lanes import Lane, run_in
+from serving.http.requests.protocol import GenerationBody
+
+_FIELDS = {  # of each type of response_format
+    "text": (),
+    "json_object": (),
+    "json_schema": ("json_schema",),
+    "structural_tag": ("structures", "triggers"),
+}
+_SCHEMA_FIELDS = ("name", "schema", "strict", "description")
+
+
+def structured_outputs(body: GenerationBody) -> StructuredOutputs | None:
+    """Return the structure that the body asks for, if it does; ApiError 400 names a bad field."""
+    given = body.response_format, body.structured_outputs
+    outputs = None if given[1] is None else _checked("structured_outputs", given[1])
+    if given[0] is None or (fields := _of_format(given[0])) is None:
+        return outputs
+    if outputs is not None:
+        raise ApiError(
+            400,
+            "response_format and structured_outputs exclude each other.",
+            param="response_format",
+        )
+    return _checked("response_format", fields)
+
+
+async def compiled_grammar(
+    engine: AbstractEngine, body: GenerationBody, outputs: StructuredOutputs | None
+) -> Any:
+    """Return the engine's grammar of the body's structure, None where nothing binds the answer.
+
+    It is compiled off the event loop; ApiError 400 says why a structure cannot be.
+    """
+    if outputs is None:
+        return None
+    try:
+        found = engine.grammars.find(outputs)
+        return found or await run_in(Lane.GRAMMAR, engine.grammars.compile, outputs)
+    except ValueError as error:
+        param = "response_format" if body.structured_outputs is None else "structured_outputs"
+        raise _bad(param, error) from None
+
+
+def _checked(param: str, fields: Mapping[str, Any]) -> StructuredOutputs:
+    try:
+        return StructuredOutputs.of(fields)
+    except ValueError as error:
+        raise _bad(param, error) from None
+
+
+def _bad(param: str, error: ValueError) -> ApiError:
+    """Return the answer to a structure that cannot be, by the field that the client knows."""
+    message = scrub(str(error))
+    if param == "response_format" and message.startswith("structured_outputs."):
+        _, _, rest = message.partition(".")
+        kind = len(rest) - len(rest.lstrip("abcdefghijklmnopqrstuvwxyz_"))
+        message = f"response_format{rest[kind:]}"
+    return ApiError(400, message, param=param)
+
+
+def _of_format(value: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return a response_format as fields of structured outputs, None for plain text."""
+    kind = value.get("type")
+    if not isinstance(kind, str) or kind not in _FIELDS:
+        raise _format_error(f"type must be one of {', '.join(_FIELDS)}")
+    _check_names("", value, ("type", *_FIELDS[kind]))
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json_object": True}
+    if kind == "structural_tag":
+        return {"structural_tag": dict(value)}
+    named = value.get("json_schema")
+    if not isinstance(named, Mapping):
+        raise _format_error("json_schema must be an object with name and schema")
+    _check_names("json_schema.", named, _SCHEMA_FIELDS)
+    schema = named.get("schema")
+    if not isinstance(schema, Mapping):
+        raise _format_error("json_schema.schema must be an object")
+    return {"json": schema}
+
+
+def _check_names(where: str, value: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    unknown = next((n for n, item in value.items() if n not in known and item is not None), None)
+    if unknown is not None:
+        raise _format_error(f"{where}{unknown[:60]} is not supported")
+
+
+def _format_error(text: str) -> ApiError:
+    return ApiError(400, f"response_format.{text}.", param="response_format")

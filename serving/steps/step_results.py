@@ -1,0 +1,105 @@
+"""Steps on their way through the device, and what the host reads of them."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from serving.api.request import ScheduledChunk, SequenceResult, StepPlan, TokenLogprobs
+from serving.steps.compiled_step import Forwarded
+from serving.steps.sampler import Sampled
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class InFlightStep:
+    """A dispatched step: what it was asked, and arrays that will hold its results."""
+
+    plan: StepPlan
+    first_rows: tuple[int, ...]  # first logit row of each chunk, in the plan's order
+    sampled: Sampled
+    scored: bool  # whether any row's log-probabilities are wanted
+    remote_status: jax.Array | None = None  # int32 [servers] of the LoRA Server, if there is one
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HeldStep:
+    """A step whose forward part is dispatched and whose sample part waits for masks."""
+
+    plan: StepPlan
+    first_rows: tuple[int, ...]
+    scored: bool
+    bucket: int
+    forwarded: Forwarded
+    remote_status: jax.Array | None
+
+
+def in_flight(
+    plan: StepPlan,
+    first_rows: tuple[int, ...],
+    sampled: Sampled,
+    scored: bool,
+    status: jax.Array | None,
+) -> InFlightStep:
+    """Return the step, its results on their way to the host."""
+    for leaf in jax.tree.leaves(sampled) if scored else (sampled.token_ids,):
+        leaf.copy_to_host_async()
+    if status is not None:
+        status.copy_to_host_async()
+    return InFlightStep(plan, first_rows, sampled, scored, status)
+
+
+def first_rows(plan: StepPlan) -> tuple[int, ...]:
+    """Return where each chunk's logit rows start: they stand in order of sequence rows.
+
+    To be asked before the step: the scheduler may take a row away while the step runs.
+    """
+    chunks = plan.chunks
+    firsts, first = [0] * len(chunks), 0
+    for place in sorted(range(len(chunks)), key=lambda place: chunks[place].sequence.row):
+        firsts[place] = first
+        first += num_targets(chunks[place]) + chunks[place].samples
+    return tuple(firsts)
+
+
+def num_targets(chunk: ScheduledChunk) -> int:
+    """Return how many prompt tokens the chunk scores: those after its tokens."""
+    if not chunk.prompt_logprobs:
+        return 0
+    end = min(chunk.start + chunk.num_tokens, chunk.sequence.num_prompt - 1)
+    return max(0, end - chunk.start)
+
+
+class HostArrays:
+    """A finished step's results on the host."""
+
+    def __init__(self, step: InFlightStep):
+        self.token_ids = np.asarray(step.sampled.token_ids).tolist()
+        if step.scored:
+            self.logprobs = np.asarray(step.sampled.logprobs).tolist()
+            self.ranks = np.asarray(step.sampled.ranks).tolist()
+            self.top_ids = np.asarray(step.sampled.top_ids)
+            self.top_logprobs = np.asarray(step.sampled.top_logprobs)
+
+    def result(self, chunk: ScheduledChunk, first: int) -> SequenceResult:
+        """Return the result of a chunk whose logit rows start at `first`."""
+        sampling = chunk.sequence.request.sampling
+        targets = num_targets(chunk)
+        scored: tuple[TokenLogprobs, ...] = ()
+        if targets:
+            wanted = sampling.prompt_logprobs
+            count = (sampling.logprobs or 0) if wanted is None else wanted
+            scored = tuple(self._entry(first + place, count) for place in range(targets))
+        if not chunk.samples:
+            return SequenceResult(chunk, None, None, scored)
+        row = first + targets
+        entry = None if sampling.logprobs is None else self._entry(row, sampling.logprobs)
+        return SequenceResult(chunk, self.token_ids[row], entry, scored)
+
+    def _entry(self, row: int, count: int) -> TokenLogprobs:
+        ids, values = self.top_ids[row, :count].tolist(), self.top_logprobs[row, :count].tolist()
+        return TokenLogprobs(
+            self.token_ids[row],
+            self.logprobs[row],
+            self.ranks[row],
+            dict(zip(ids, values, strict=True)),
+        )

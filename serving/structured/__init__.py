@@ -1,0 +1,1 @@
+"""Structured outputs: grammars that bind an answer, and the token masks they give. No jax."""

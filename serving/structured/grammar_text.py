@@ -1,0 +1,90 @@
+"""What llguidance reads for each kind of structure: a text that says which answers there are."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from llguidance import LLMatcher, StructTag
+from llguidance.gbnf_to_lark import any_to_lark
+
+from serving.api.structured_outputs import StructuredOutputs
+
+# A space, or a line break with an indent: a model that is unsure may write blanks without end.
+WHITESPACE = r"\x20|\r?\n(\x20{0,32}|\t{0,8})"
+MAX_TAGS = 256
+
+
+def grammar_text(outputs: StructuredOutputs) -> str:
+    """Return llguidance's grammar; ValueError for a structure that does not say one.
+
+    Whether llguidance takes it is another question: see `checker`.
+    """
+    if outputs.kind in ("json", "json_object"):
+        return _of_schema(outputs.text, _json_options(outputs))
+    if outputs.kind == "regex":
+        return LLMatcher.grammar_from_regex(outputs.text)
+    if outputs.kind == "choice":
+        items = (json.dumps(item, ensure_ascii=False) for item in json.loads(outputs.text))
+        # One terminal: as rules thousands of choices would be too many for one row of a parse.
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(items)}")
+    if outputs.kind == "grammar":
+        return LLMatcher.grammar_from_lark(_as_lark(outputs.text))
+    tags = _of_tags(json.loads(outputs.text), _json_options(outputs))
+    return LLMatcher.grammar_from_lark(tags)
+
+
+def _json_options(outputs: StructuredOutputs) -> dict[str, Any]:
+    """Return the options of JSON, which nothing inside the schema may change."""
+    pattern = outputs.whitespace_pattern or WHITESPACE
+    spaces = {} if outputs.disable_any_whitespace else {"whitespace_pattern": pattern}
+    return {
+        "lenient": False,
+        "coerce_one_of": False,
+        "whitespace_flexible": not outputs.disable_any_whitespace,
+        **spaces,
+    }
+
+
+def _of_schema(schema: str, options: dict[str, Any]) -> str:
+    return LLMatcher.grammar_from_json_schema(schema, overrides=options)
+
+
+def _as_lark(text: str) -> str:
+    try:
+        return any_to_lark(text)
+    except Exception as error:  # the converter raises plain ones too
+        raise ValueError(f"structured_outputs.grammar: {str(error)[:300]}") from None
+
+
+def _of_tags(value: dict[str, Any], options: dict[str, Any]) -> str:
+    """Return the grammar of vLLM's tags: free text in which each trigger begins a structure."""
+    unknown = value.keys() - {"type", "structures", "triggers"}
+    if unknown:
+        raise ValueError(
+            f"structural_tag.{min(unknown)[:60]} is not supported; there are structures and "
+            "triggers."
+        )
+    structures, triggers = (_objects(value, name) for name in ("structures", "triggers"))
+    tags = []
+    for place, structure in enumerate(structures):
+        where = f"structural_tag.structures.{place}"
+        if not isinstance(structure, Mapping):
+            raise ValueError(f"{where} must be an object with begin, schema and end.")
+        begin, end, schema = (structure.get(name) for name in ("begin", "end", "schema"))
+        if not isinstance(begin, str) or not isinstance(end, str):
+            raise ValueError(f"{where}.begin and .end must be texts.")
+        if not isinstance(schema, Mapping):
+            raise ValueError(f"{where}.schema must be an object.")
+        trigger = next((t for t in triggers if isinstance(t, str) and t and begin.startswith(t)), 0)
+        if not trigger:
+            raise ValueError(f"{where}.begin starts with none of the triggers.")
+        bound = {**schema, "x-guidance": options}
+        tags.append(StructTag(trigger=trigger, begin=begin, grammar=bound, end=end))
+    return StructTag.to_grammar(tags, assume_special=False)
+
+
+def _objects(value: dict[str, Any], name: str) -> list[Any]:
+    given = value.get(name)
+    if not isinstance(given, list) or not 1 <= len(given) <= MAX_TAGS:
+        raise ValueError(f"structural_tag.{name} must be a list of 1 to {MAX_TAGS} entries.")
+    return given

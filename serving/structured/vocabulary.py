@@ -1,0 +1,81 @@
+"""A tokenizer as llguidance has it: the bytes of every token, and which tokens end a text."""
+
+import dataclasses
+import importlib.util
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from serving.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLParserLimits, LLTokenizer
+
+
+def has_llguidance() -> bool:
+    """Return whether the library is installed; a server without structured outputs runs without."""
+    try:
+        return importlib.util.find_spec("llguidance") is not None
+    except ValueError:  # it is marked as absent
+        return False
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Vocabulary:
+    """Tokens of a model by id; ids without a text have no bytes and are never allowed."""
+
+    tokens: Sequence[bytes]  # one per logit
+    special_ids: Sequence[int]
+    end_ids: Sequence[int]  # at least one
+
+    def tokenizer(self) -> "LLTokenizer":
+        """Return llguidance's tokenizer: a trie over the tokens, made once."""
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        wrapper = TokenizerWrapper(_Tokens(self))
+        return LLTokenizer(wrapper, n_vocab=len(self.tokens), eos_token=list(self.end_ids))
+
+
+def vocabulary_of(tokenizer: Tokenizer, size: int, end_ids: Sequence[int]) -> Vocabulary | None:
+    """Return the vocabulary of a model with `size` logits; None for one without an end token."""
+    ends = [token for token in end_ids if token < size]
+    if not ends:
+        return None
+    special = [token for token in tokenizer.special_ids if token < size]
+    return Vocabulary(tokenizer.token_bytes(size), special, ends)
+
+
+class _Tokens:
+    """What llguidance asks of a tokenizer."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary):
+        self.tokens = list(vocabulary.tokens)
+        self.eos_token_id = vocabulary.end_ids[0]
+        self.special_token_ids = list(vocabulary.special_ids)
+        self._by_byte = {token[0]: i for i, token in enumerate(self.tokens) if len(token) == 1}
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Return some tokens of a text: llguidance asks for those of strings that it forces.
+
+        Nothing here is forced, so bytes will do.
+        """
+        return [self._by_byte[byte] for byte in text if byte in self._by_byte]
+
+
+def parser_limits() -> "LLParserLimits":
+    """Return the bounds of a grammar and of each mask.
+
+    llguidance counts fuel, 14,000 to 50,000 units a millisecond, and states of 1 to 2 kB.
+    """
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        max_items_in_row=2000,
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=200_000,
+        step_max_items=50_000,
+        max_lexer_states=1 << 15,
+        max_grammar_size=500_000,
+        verbose_errors=False,
+    )

@@ -1,0 +1,237 @@
+"""Every bound answer is valid, whatever rides with it; rows without a grammar keep their bits."""
+
+import dataclasses
+import json
+import re
+import threading
+import time
+
+import httpx
+import jsonschema
+import pytest
+from support.cases.engine_cases import settle
+from support.cases.grammar_cases import (
+    MODEL,
+    chained_references,
+    crossed_patterns,
+    drawn_schema,
+)
+from support.processes.http_server import client_of
+
+from serving import Engine, QueueFull, Sampling
+from serving.http.app import create_app
+from serving.http.settings import HttpSettings
+
+ADAPTERS = {
+    "intent": MODEL / "adapters" / "intent",
+    "law": MODEL / "adapters" / "law",
+    "token-law": MODEL / "esft" / "token-law",
+}
+NAMES = [None, "intent", "law", "token-law"]
+SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 8, "max_model_len": 384, "block_size": 8}
+TEXTS = ["Answer: ", "导航去", "the law of ", "{", "x"]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    # Pages for about three long answers: some are preempted.
+    with Engine(str(MODEL), ADAPTERS, kv_cache_memory_bytes=400 << 10, **SIZES) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def client(engine):
+    with client_of(create_app(engine, HttpSettings())) as made:
+        yield made
+
+
+FREE = [
+    Sampling(max_tokens=24, temperature=0.0, logprobs=2, ignore_eos=True),
+    Sampling(max_tokens=24, temperature=1.0, seed=4, top_p=0.9, logprobs=0),
+    Sampling(max_tokens=16, temperature=0.8, seed=5, presence_penalty=0.5, min_tokens=4),
+]
+
+
+def answer(output):
+    return [(c.token_ids, c.text, c.logprobs, c.finish_reason) for c in output.outputs]
+
+
+def bound(seed, **fields):
+    warm = {"temperature": (0.0, 0.9, 1.3)[seed % 3], "seed": seed, "top_p": (1.0, 0.8)[seed % 2]}
+    return Sampling(**{"max_tokens": 300, **warm, **fields})
+
+
+def check(schema, output):
+    """Every choice that came to its end is valid, and most did."""
+    ended = [choice for choice in output.outputs if choice.finish_reason == "stop"]
+    for choice in ended:
+        jsonschema.validate(
+            json.loads(choice.text),
+            schema,
+            format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER,
+        )
+    return len(ended)
+
+
+def run_schemas(engine, seeds):
+    """Answer drawn schemas and free prompts in one batch; return the free answers."""
+    prompts, names, samplings = [], [], []
+    for seed in seeds:
+        outputs = {"json": drawn_schema(seed)}
+        prompts.append(TEXTS[seed % len(TEXTS)])
+        names.append(NAMES[seed % len(NAMES)])
+        samplings.append(bound(seed, structured_outputs=outputs, n=1 + (seed % 5 == 0)))
+        prompts.append(TEXTS[seed % 3])
+        names.append(NAMES[(seed + 1) % len(NAMES)])
+        samplings.append(FREE[seed % len(FREE)])
+    answers = engine.generate(prompts, names, samplings)
+    ended = sum(
+        check(drawn_schema(seed), output) for seed, output in zip(seeds, answers[::2], strict=True)
+    )
+    assert ended >= 0.9 * len(seeds)
+    return prompts[1::2], names[1::2], samplings[1::2], answers[1::2]
+
+
+def test_every_answer_under_a_schema_is_valid_and_free_rows_keep_their_bits(engine):
+    prompts, names, samplings, mixed = run_schemas(engine, range(20))
+    alone = [
+        answer(engine.generate([p], n, s)[0])
+        for p, n, s in list(zip(prompts, names, samplings, strict=True))[:6]
+    ]
+    assert [answer(output) for output in mixed[:6]] == alone
+    assert engine.stats().compilations_after_warmup == 0
+    settle(engine)
+
+
+@pytest.mark.long
+def test_two_hundred_more(engine):
+    for start in range(20, 220, 20):
+        run_schemas(engine, range(start, start + 20))
+    assert engine.stats().compilations_after_warmup == 0
+
+
+def test_a_bound_answer_has_the_same_bits_alone_and_preempted_in_a_crowd(engine):
+    schema = {"json": drawn_schema(3)}
+    one = bound(1, structured_outputs=schema, logprobs=2)
+    (alone,) = engine.generate(["Answer: "], "law", one)
+    long, before = {"regex": "[0-9]{90}"}, engine.stats().preemptions
+    crowd = engine.generate(
+        [*TEXTS, "Answer: ", *TEXTS],
+        [*[None] * 5, "law", *["intent"] * 5],
+        [*[bound(8, structured_outputs=long)] * 5, one, *[bound(9, structured_outputs=long)] * 5],
+    )
+    assert engine.stats().preemptions > before
+    assert answer(crowd[5]) == answer(alone)
+    assert all(
+        re.fullmatch("[0-9]{90}", output.outputs[0].text) for output in [*crowd[:5], *crowd[6:]]
+    )
+    logprobs = alone.outputs[0].logprobs
+    assert len(logprobs) == len(alone.outputs[0].token_ids)
+    assert all(entry.logprob <= 0 for entry in logprobs)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "pattern"),
+    [
+        ({"choice": ["yes", "no", "größe 🎉"]}, "yes|no|größe 🎉"),
+        ({"regex": "[a-f]{3,6}[0-9]"}, "[a-f]{3,6}[0-9]"),
+        ({"grammar": 'root ::= "(" root ")" | "x"'}, r"\(*x\)*"),
+    ],
+)
+def test_the_other_kinds_bind_too(engine, outputs, pattern):
+    samplings = [bound(seed, structured_outputs=outputs, max_tokens=60) for seed in range(6)]
+    texts = [o.outputs[0] for o in engine.generate(["x "] * 6, "intent", samplings)]
+    assert any(choice.finish_reason == "stop" for choice in texts)
+    for choice in texts:
+        if choice.finish_reason == "stop":
+            assert re.fullmatch(pattern, choice.text)
+
+
+def test_ends_are_where_the_grammar_or_the_request_has_them(engine):
+    def run(**fields):
+        (output,) = engine.generate(["x"], None, Sampling(temperature=0.0, **fields))
+        return output.outputs[0]
+
+    digits = {"regex": "[0-9]+"}
+    cut = run(structured_outputs={"regex": "[a-z]{50}"}, max_tokens=3)
+    assert (cut.finish_reason, len(cut.token_ids)) == ("length", 3)
+    for fields in ({"min_tokens": 12}, {"ignore_eos": True}):
+        longer = run(structured_outputs=digits, max_tokens=12, **fields)
+        assert (longer.finish_reason, len(longer.token_ids)) == ("length", 12)
+        assert longer.text.isdecimal()
+        done = run(structured_outputs={"choice": ["ab"]}, max_tokens=12, **fields)
+        assert (done.text, done.finish_reason) == ("ab", "stop")
+    stopped = run(structured_outputs={"regex": "[a-c]{9}"}, max_tokens=30, stop=["b", "c", "a"])
+    assert stopped.finish_reason == "stop"
+    assert stopped.text == ""
+
+
+def test_an_aborted_answer_leaves_nothing_behind(engine):
+    seen = threading.Event()
+    long = bound(1, structured_outputs={"regex": "[a-z]{300}"}, max_tokens=300)
+    ids = engine.tokenizer.encode("x")
+    request = engine.submit(ids, "law", long, on_output=lambda delta: seen.set())
+    assert seen.wait(30)
+    engine.abort(request)
+    settle(engine)
+
+
+def test_what_cannot_bind_is_refused_by_name_and_the_next_is_answered(engine):
+    for outputs, named in (
+        ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+        ({"json": chained_references(1500)}, "too large or too deeply nested"),
+        ({"regex": "(?=a)b"}, "look-around"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            engine.generate(["x"], None, Sampling(structured_outputs=outputs))
+        good = Sampling(structured_outputs={"choice": ["yes"]})
+        assert engine.generate(["x"], None, good)[0].outputs[0].text == "yes"
+
+
+def ask(client: httpx.Client, **fields):
+    body = {"prompt": "x", "max_tokens": 200, "seed": 1, **fields}
+    return client.post("/v1/completions", json=body, timeout=60)
+
+
+def test_a_bomb_over_http_is_400_while_others_are_answered(client):
+    answers = []
+    bomb = {"structured_outputs": {"json": crossed_patterns(30)}}
+    thread = threading.Thread(target=lambda: answers.append(ask(client, **bomb)))
+    thread.start()
+    time.sleep(0.3)
+    started = time.monotonic()
+    assert ask(client, max_tokens=4).status_code == 200  # plain ones do not wait
+    assert time.monotonic() - started < 4
+    thread.join()
+    assert answers[0].status_code == 400
+    # Time or memory, whichever ends first on this machine.
+    assert re.search("takes longer|too large", answers[0].json()["error"]["message"])
+    again = time.monotonic()
+    assert ask(client, **bomb).status_code == 400
+    assert time.monotonic() - again < 2  # remembered
+    fine = ask(client, structured_outputs={"choice": ["fine"]}).json()["choices"][0]
+    assert fine["text"] == "fine"
+
+
+def test_a_stream_adds_up_to_the_answer(client):
+    schema = drawn_schema(5)
+    fields = {"structured_outputs": {"json": schema}, "logprobs": 2, "model": "intent"}
+    whole = ask(client, **fields).json()["choices"][0]
+    pieces = []
+    body = {"prompt": "x", "max_tokens": 200, "seed": 1, "stream": True, **fields}
+    with client.stream("POST", "/v1/completions", json=body, timeout=60) as stream:
+        for line in stream.iter_lines():
+            if line.startswith("data: {"):
+                pieces.append(json.loads(line[6:])["choices"][0])
+    assert "".join(piece["text"] for piece in pieces) == whole["text"]
+    assert pieces[-1]["finish_reason"] == whole["finish_reason"] == "stop"
+    jsonschema.validate(json.loads(whole["text"]), schema)
+    assert all(value > -9999 for value in whole["logprobs"]["token_logprobs"])
+
+
+def test_many_at_once_are_bounded(engine, monkeypatch):
+    monkeypatch.setattr(engine.grammars, "_max_waiting", 0)
+    with pytest.raises(QueueFull):
+        engine.grammars.compile(
+            dataclasses.replace(bound(1), structured_outputs={"regex": "new"}).structured_outputs
+        )

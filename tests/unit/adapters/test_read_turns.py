@@ -1,0 +1,72 @@
+"""Reads side by side: each name once, few at once, earliest deadline first."""
+
+import threading
+import time
+
+import pytest
+
+from lora_jax.adapters.read_turns import ReadTurns
+
+
+class Reader:
+    """A thread that reads a name until it may end."""
+
+    def __init__(self, turns, name, begun, deadline=float("inf")):
+        self.may_end = threading.Event()
+        self.thread = threading.Thread(target=self.run, args=(turns, name, begun, deadline))
+        self.thread.start()
+
+    def run(self, turns, name, begun, deadline):
+        with turns.turn(name, deadline):
+            begun.append(name)
+            assert self.may_end.wait(20)
+
+    def end(self):
+        self.may_end.set()
+        self.thread.join(20)
+
+
+def until(condition):
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def test_names_are_read_side_by_side_and_the_same_name_once():
+    turns, begun = ReadTurns(3), []
+    readers = [Reader(turns, name, begun) for name in ("a", "a", "b")]
+    until(lambda: sorted(begun) == ["a", "b"])
+    time.sleep(0.02)
+    assert sorted(begun) == ["a", "b"]
+    for reader in readers:
+        reader.may_end.set()
+    for reader in readers:
+        reader.end()
+    assert sorted(begun) == ["a", "a", "b"]
+
+
+def test_the_earliest_deadline_begins_first():
+    turns, begun = ReadTurns(1), []
+    first = Reader(turns, "first", begun)
+    until(lambda: begun == ["first"])
+    others = []
+    for name, deadline in (("late", 9.0), ("never", float("inf")), ("soon", 1.0)):
+        others.append(Reader(turns, name, begun, deadline))
+        until(lambda: len(turns._waiting) == len(others))
+    for reader in others:
+        reader.may_end.set()
+    first.end()
+    for reader in others:
+        reader.end()
+    assert begun == ["first", "soon", "late", "never"]
+
+
+def test_a_thread_may_take_its_name_again_and_errors_give_it_back():
+    turns = ReadTurns(1)
+    with pytest.raises(ValueError, match="broken"), turns.turn("a"), turns.turn("a"):
+        raise ValueError("broken")
+    with turns.turn("a"):
+        pass
+    assert not turns._reading
+    assert not turns._waiting

@@ -1,0 +1,89 @@
+"""A body's structure: both fields, compiled off the event loop, every mistake named."""
+
+import pytest
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+def chat(client, **fields):
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, **fields}
+    return client.post("/v1/chat/completions", json=body)
+
+
+def complete(client, **fields):
+    return client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 3, **fields})
+
+
+@pytest.mark.parametrize("ask", [chat, complete])
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_object"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
+                }
+            },
+            "json",
+        ),
+        (
+            {"response_format": {"type": "structural_tag", "structures": [], "triggers": []}},
+            "structural_tag",
+        ),
+        ({"structured_outputs": {"json": SCHEMA}}, "json"),
+        ({"structured_outputs": {"regex": "a+"}, "response_format": {"type": "text"}}, "regex"),
+        ({"structured_outputs": {"choice": ["a", "b"], "json": None}}, "choice"),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, "grammar"),
+    ],
+)
+def test_the_engine_gets_the_structure_and_its_grammar(client, engine, ask, fields, kind):
+    assert ask(client, **fields).status_code == 200
+    given = engine.submitted[-1]
+    outputs = given.sampling.structured_outputs
+    assert outputs.kind == kind
+    assert given.grammar is engine.grammars[outputs.digest]
+
+
+def test_nothing_asked_is_nothing_bound(client, engine):
+    for fields in ({}, {"response_format": {"type": "text"}}, {"response_format": None}):
+        assert chat(client, **fields).status_code == 200
+        assert engine.submitted[-1].sampling.structured_outputs is None
+        assert engine.submitted[-1].grammar is None
+
+
+def of_schema(**fields):
+    return {"response_format": {"type": "json_schema", "json_schema": fields}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type must be one of text"),
+        ({"response_format": {}}, "response_format.type must be one of text"),
+        ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema must be an object"),
+        (of_schema(name="x"), "response_format.json_schema.schema must be an object"),
+        (of_schema(schema={}, lenient=True), "response_format.json_schema.lenient"),
+        (of_schema(schema={"not": {}}), 'response_format: Unimplemented keys: ["not"]'),
+        ({"structured_outputs": {}}, "exactly one of json, regex"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "got regex and choice"),
+        ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json: Unimplemented"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "exclude each other",
+        ),
+        ({"structured_outputs": "a"}, "structured_outputs"),
+        ({"guided_json": {}}, "guided_json is not supported"),
+    ],
+)
+def test_mistakes_are_named_and_nothing_is_submitted(client, engine, fields, message):
+    before = len(engine.submitted)
+    for ask in (chat, complete):
+        answer = ask(client, **fields)
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert message in error["message"]
+        assert error["param"] in (*fields, "response_format")
+    assert len(engine.submitted) == before
