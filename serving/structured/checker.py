@@ -73,7 +73,11 @@ class Checker:
         command = [sys.executable, "-P", "-m", "serving.structured.check_process"]
         self._pending = b""
         self._process = subprocess.Popen(
-            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            command,
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # the library's last words when it ends the process
         )
         words = [token.decode("latin-1") for token in self._vocabulary.tokens]
         ids = [list(self._vocabulary.special_ids), list(self._vocabulary.end_ids)]

@@ -204,7 +204,8 @@ def test_a_bomb_over_http_is_400_while_others_are_answered(client):
     assert time.monotonic() - started < 4
     thread.join()
     assert answers[0].status_code == 400
-    assert "takes longer" in answers[0].json()["error"]["message"]
+    # Time or memory, whichever ends first on this machine.
+    assert re.search("takes longer|too large", answers[0].json()["error"]["message"])
     again = time.monotonic()
     assert ask(client, **bomb).status_code == 400
     assert time.monotonic() - again < 2  # remembered
