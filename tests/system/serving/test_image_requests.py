@@ -231,6 +231,14 @@ def test_a_chat_with_images_is_the_engine_s_answer(client: httpx.Client, engine:
     assert usage["prompt_tokens"] == len(want.prompt_token_ids)
 
 
+def test_a_chat_in_python_is_the_chat_over_http(client: httpx.Client, engine: Engine):
+    parts = [{"type": "image", "image": PICTURES[0]}, TEXT_PART]
+    asked = Sampling(max_tokens=6, temperature=0)
+    (output,) = engine.chat([{"role": "user", "content": parts}], sampling=asked)
+    answer = chat(client, part(PICTURES[0]), TEXT_PART).json()["choices"][0]["message"]
+    assert answer["content"] == output.outputs[0].text
+
+
 def test_adapters_and_streams_take_images(client: httpx.Client):
     whole = chat(client, part(PICTURES[2]), TEXT_PART, model="tower").json()
     other = chat(client, part(PICTURES[2]), TEXT_PART).json()
