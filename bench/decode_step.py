@@ -6,12 +6,15 @@ way. Every row decodes at one position, after a prompt of its own: equal tokens 
 same experts. Adapters have one rank on every map, experts included; the program with LoRA is timed
 with adapters that change nothing too: what a base row pays next to adapter rows. Batches take
 turns; a figure is the median of a batch's turns. `--profile` says which kernels a step consists of.
+`--devices 2` splits the model over two devices: the base's tokens are those of one device, and the
+digest of them is in the results.
 """
 
 import argparse
 import dataclasses
 import datetime
 import functools
+import hashlib
 import json
 import statistics
 import tempfile
@@ -26,11 +29,14 @@ import numpy as np
 from bench.step_profile import profile_step, show_profile
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.slots import AdapterSlots, init_slots, size_slots
-from lora_jax.config import ModelConfig
+from lora_jax.config import ModelConfig, from_hf
 from lora_jax.models import make_dummy
+from lora_jax.models.split import make_split
 from lora_jax.nn.decoder import AbstractCausalLM
+from lora_jax.sharding import Split
 from serving.api.request import Request, ScheduledChunk, Sequence, StepPlan
 from serving.api.sampling import Sampling
+from serving.engine.devices import local_widths, make_cpu_devices
 from serving.steps.model_runner import ModelRunner
 from serving.steps.step import StepSizes
 
@@ -81,17 +87,21 @@ TINY = {
 SHOWN = Path(__file__).parents[1] / "assets" / "tiny-moe" / "config.json"
 
 
-def make_model(raw: dict[str, Any]) -> tuple[AbstractCausalLM, ModelConfig]:
+def make_model(
+    raw: dict[str, Any], split: Split | None = None
+) -> tuple[AbstractCausalLM, ModelConfig]:
     """Return a model of random weights from what a config.json would say."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(raw))
-        return make_dummy(folder, dtype=jnp.bfloat16)
+        return make_dummy(folder, dtype=jnp.bfloat16, split=split)
 
 
-def filled_slots(catalogue: LoraCatalogue) -> AdapterSlots:
+def filled_slots(catalogue: LoraCatalogue, split: Split | None = None) -> AdapterSlots:
     """Return slots whose adapters have rank rows of their own at every site, and an empty slot."""
+    widths = local_widths(split)
+    catalogue = catalogue if widths is None else widths.catalogue(catalogue)
     sizes = size_slots(catalogue, ADAPTERS + 1, RANK, 2)
-    slots = init_slots(catalogue, sizes, jnp.dtype(jnp.bfloat16))
+    slots = init_slots(catalogue, sizes, jnp.dtype(jnp.bfloat16), split)
     entries, used = np.zeros(slots.entries.shape, np.int32), dict.fromkeys(sizes.rows, 0)
     for i, name in enumerate(catalogue.module_names):
         module = catalogue.modules[name]
@@ -102,19 +112,26 @@ def filled_slots(catalogue: LoraCatalogue) -> AdapterSlots:
                 filled[:, column] = used[width] + np.arange(ADAPTERS) * rows
                 used[width] += ADAPTERS * rows
             filled[:, 2:] = RANK, *[RANK if module.num_experts else 0] * 2
-    pools = {
-        width: jax.random.normal(jax.random.key(int(width)), pool.shape, pool.dtype) * 0.02
-        for width, pool in slots.pools.items()
-    }
-    scaling = jnp.full(slots.scaling.shape, 0.01, jnp.float32)
-    return dataclasses.replace(slots, pools=pools, entries=jnp.asarray(entries), scaling=scaling)
+    pools = {width: _noise(pool, jax.random.key(int(width))) for width, pool in slots.pools.items()}
+    scaling = np.full(slots.scaling.shape, 0.01, np.float32)
+    whole = slots.entries.sharding
+    tables = (jax.device_put(table, whole) for table in (entries, scaling))
+    return AdapterSlots(pools, *tables)
 
 
-def make_runner(raw: dict[str, Any], rows: int, position: int) -> ModelRunner:
+def _noise(like: jax.Array, key: jax.Array) -> jax.Array:
+    """Return small random numbers where an array of their shape lies."""
+    draw = functools.partial(jax.random.normal, shape=like.shape, dtype=like.dtype)
+    return jax.jit(lambda key: draw(key) * 0.02, out_shardings=like.sharding)(key)
+
+
+def make_runner(
+    raw: dict[str, Any], rows: int, position: int, split: Split | None = None
+) -> ModelRunner:
     """Return a runner for steps of up to `rows` tokens, which compiles what it is asked for."""
     pages = -(-(position + 2) // PAGE_SIZE)
     sizes = StepSizes(rows, pages * PAGE_SIZE, PAGE_SIZE, rows * pages, max(rows, 64), RANK)
-    model, config = make_model(raw)
+    model, config = make_model(raw, split)
     return ModelRunner(
         model,
         model.kv_shape(config),
@@ -122,8 +139,9 @@ def make_runner(raw: dict[str, Any], rows: int, position: int) -> ModelRunner:
         max_tokens=rows,
         vocab_size=config.vocab_size,
         dtype=jnp.dtype(jnp.bfloat16),
-        slots=filled_slots(model.catalogue(config)),
+        slots=filled_slots(model.catalogue(config), split),
         specialize_lora=True,
+        split=split,
     )
 
 
@@ -178,6 +196,17 @@ def sampled(runner: ModelRunner, plan: StepPlan) -> jax.Array:
     return runner.dispatch(StepPlan(plan.chunks)).sampled.token_ids
 
 
+def split_for(raw: dict[str, Any], devices: int, expert_parallel: bool | None) -> Split | None:
+    """Return the split of a model over so many devices; None for one."""
+    make_cpu_devices(devices)
+    return make_split(from_hf(raw), devices, expert_parallel=expert_parallel)
+
+
+def digest(tokens: jax.Array) -> str:
+    """Return a short name of what a step has drawn."""
+    return hashlib.sha256(np.asarray(tokens).tobytes()).hexdigest()[:16]
+
+
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(prog="python -m bench.decode_step", description=__doc__)
@@ -187,10 +216,15 @@ def main() -> None:
     parser.add_argument("--position", type=int, default=512)
     parser.add_argument("--profile", action="store_true", help="show each step's kernels")
     parser.add_argument("--tiny", action="store_true", help="a small model, for a CPU")
+    parser.add_argument("--devices", type=int, default=1, help="over which the model is split")
+    parser.add_argument(
+        "--expert-parallel", action=argparse.BooleanOptionalAction, help="whole experts on each"
+    )
     args = parser.parse_args()
     changed = {**QWEN3, **(TINY if args.tiny else {}), "num_hidden_layers": args.layers}
     raw = {**json.loads(SHOWN.read_text()), **changed}
-    runner = make_runner(raw, args.rows, args.position)
+    split = split_for(raw, args.devices, args.expert_parallel)
+    runner = make_runner(raw, args.rows, args.position, split)
     sizes = (raw["vocab_size"], args.rows, args.position)
     plans = {case.name: make_plan(case, runner, *sizes) for case in CASES}
     for name, plan in plans.items():
@@ -204,6 +238,9 @@ def main() -> None:
         start(runner, plan)
         step = functools.partial(sampled, runner, plan)
         print(show_profile(name, profile_step(step)))
+    start(runner, plans["base"])
+    tokens = digest(sampled(runner, plans["base"]))
+    print(f"tokens of the base: {tokens}")
     device = jax.devices()[0].device_kind
     result = {
         "device": device,
@@ -212,11 +249,15 @@ def main() -> None:
         "rows": args.rows,
         "position": args.position,
         "rank": RANK,
+        "devices": args.devices,
+        "experts": None if split is None else split.experts,
+        "base_tokens": tokens,
         "step_ms": {name: statistics.median(took) for name, took in turns.items()},
         "turns_ms": turns,
     }
     args.out.mkdir(parents=True, exist_ok=True)
-    name = f"decode_step_{'_'.join(device.lower().split())}.json"
+    over = "" if split is None else f"_x{split.size}_{split.experts}"
+    name = f"decode_step_{'_'.join(device.lower().split())}{over}.json"
     (args.out / name).write_text(json.dumps(result, indent=1) + "\n")
 
 

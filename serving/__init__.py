@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from serving.api.request import EngineDead, FinishReason, OutputDelta, QueueFull, TokenLogprobs
     from serving.api.sampling import Sampling
     from serving.api.structured_outputs import StructuredOutputs
-    from serving.engine.engine import AdapterInfo, Engine
+    from serving.engine.adapter_info import AdapterInfo
+    from serving.engine.engine import Engine
 
 __all__ = [
     "AdapterInfo",
@@ -29,7 +30,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AdapterInfo": "engine.engine",
+    "AdapterInfo": "engine.adapter_info",
     "Engine": "engine.engine",
     "EngineDead": "api.request",
     "Completion": "api.outputs",

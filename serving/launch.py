@@ -12,8 +12,10 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
+from lora_jax import strict_json
 from serving.api.cluster_config import ClusterConfig
 from serving.api.config import EngineConfig
 from serving.cli.flag_layers import PREFIX, ParserWithSource, read_layers
@@ -55,7 +57,7 @@ def _options(parser: ParserWithSource, given: dict[str, Any]) -> Options:
         parser.error("which model? Give its folder: python -m serving.launch FOLDER")
     cluster_fields = {f.name for f in dataclasses.fields(ClusterConfig)}
     cluster = ClusterConfig(**{name: given[name] for name in cluster_fields & given.keys()})
-    names = ("host", "port", "uds", "insecure", "log_level", "provision")
+    names = ("host", "port", "uds", "insecure", "log_level", "provision", "plan")
     names += ("log_stats", "quiet_paths", "access_log")
     names += ("state_dir", "max_connections", "shutdown_timeout", "metrics_port", "metrics_host")
     given = {"quiet_paths": given.get("disable_access_log_for_endpoints", ())} | given
@@ -149,6 +151,29 @@ def _show_provisioning(model: str, workload: str) -> None:
     print(text)
 
 
+def _show_plan(options: Options, text: str) -> None:
+    """Print what a deployment of many adapters over the model needs."""
+    import jax.numpy as jnp
+
+    from lora_jax.config import from_hf
+    from lora_jax.models import model_class
+    from serving.cli.plan import ModelSizes, plan_text, read_request
+
+    folder = Path(options.engine.model)
+    try:
+        request = read_request(text)
+        config = from_hf(strict_json.loads((folder / "config.json").read_text()))
+        model = model_class(config.model_type)
+        weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        wanted = options.engine.dtype if options.engine.dtype != "auto" else config.dtype
+        dtype = jnp.dtype(wanted or "bfloat16")
+        kv = model.kv_shape(config).bytes_per_token(dtype)
+        sizes = ModelSizes(weights, kv, dtype.itemsize)
+        print(plan_text(request, options.engine, model.catalogue(config), sizes))
+    except (ValueError, OSError) as error:
+        raise StartError(f"--plan: {error}") from error
+
+
 def _listen(options: Options) -> socket.socket:
     """Take the port before the model is loaded: a taken one is found out at once."""
     place = options.uds or f"{options.host}:{options.port}"
@@ -180,9 +205,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             "No API key: every client that reaches %s can use this server.", options.host
         )
     try:
-        run(options) if options.provision is None else _show_provisioning(
-            options.engine.model, options.provision
-        )
+        if options.plan is not None:
+            _show_plan(options, options.plan)
+        elif options.provision is not None:
+            _show_provisioning(options.engine.model, options.provision)
+        else:
+            run(options)
     except StartError as error:
         logger.error("%s", error)
         return 1

@@ -56,6 +56,8 @@ def build_parser() -> ParserWithSource:
         "print how large a LoRA Server this workload needs, and end; see serving/cli/provision.py"
     )
     parser.add_argument("--provision", metavar="JSON", help=text)
+    text = "print what a deployment of many adapters needs, and end; see serving/cli/plan.py"
+    parser.add_argument("--plan", nargs="?", const="{}", metavar="JSON", help=text)
     parser.add_argument(
         "--served-model-name", nargs="+", metavar="NAME", help="names of the base model"
     )

@@ -109,7 +109,7 @@ REFUSED = {
         "--hf-config-path --hf-overrides"
     ),
     "the tokenizer is the one in the model's folder": "--tokenizer --skip-tokenizer-init",
-    "weights are served in bfloat16 or float32 (--dtype); MXFP4 files are unpacked": (
+    "the model's quantization_config says it; python -m lora_jax.quantize writes one": (
         "--quantization --quantization-config --allow-deprecated-quantization"
     ),
     "safetensors files are read straight to the device": (

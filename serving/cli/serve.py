@@ -61,7 +61,9 @@ def serve(
         engine = stack.enter_context(_engine(options, access))
 
         def repeat() -> dict[str, str]:
-            return {} if journal is None else replay(journal.read(), engine.registry)
+            if journal is None:
+                return {}
+            return replay(journal.read(), engine.registry, journal.attempts)
 
         repeat()
         keep_rollouts(engine, journal)

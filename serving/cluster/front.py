@@ -55,6 +55,7 @@ def serve_cluster(options: Options, sock: socket.socket) -> None:
         try:
             # What the front does itself.
             http = dataclasses.replace(options.http, cors=None, root_path="", is_behind_front=True)
+            http = dataclasses.replace(http, num_instances=options.cluster.instances)
             inner = dataclasses.replace(options, http=http, uds=None, uvicorn={}, access_log=False)
             cluster = LocalCluster(inner, spec)
         except (ConnectionError, RuntimeError) as error:

@@ -166,6 +166,6 @@ def _listening(path: str, orphaned: threading.Event):
         finally:
             with contextlib.suppress(OSError):  # others are still in the folder, or it has gone
                 os.unlink(path)
-                if orphaned.is_set() and set(os.listdir(folder)) <= journal.FILES:
+                if orphaned.is_set() and all(map(journal.is_ours, os.listdir(folder))):
                     journal.remove(folder)
                 os.rmdir(folder)

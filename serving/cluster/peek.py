@@ -9,6 +9,7 @@ import re
 from typing import NamedTuple
 
 _STEPS = 100_000  # keys, strings and brackets that one scan looks at
+_COUNTED = 20_000  # the same, where sequences are counted; no request may have so many
 _LONGEST_NAME = 256  # bytes of a model's name as JSON
 _STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
 _OPEN = re.compile(rb"\s*+\{")
@@ -17,6 +18,7 @@ _TEXT = re.compile(_STRING, re.DOTALL)
 _NESTED = re.compile(rb'["\[\]{}]')
 _SCALAR = re.compile(rb"[^,}]*+")
 _NUMBER = re.compile(rb"\d{1,9}(?:\.\d{1,6})?(?=[\s,}])")
+_ELEMENT = re.compile(rb"[\s,]*+([\"\[])")
 _TOKENS = (b'"max_tokens"', b'"max_completion_tokens"')
 
 
@@ -43,6 +45,44 @@ def peek(body: bytes) -> Peek:
             break
         place, steps = _skip(body, place, steps - 1)
     return Peek(model, tokens)
+
+
+def sequences(body: bytes) -> int:
+    """Return the sequences that a JSON object asks for, prompts times `n`; at least 1.
+
+    Of a field that stands twice the larger one counts: nobody gains by it.
+    """
+    prompts, choices, steps = 1, 1, _COUNTED
+    found = _OPEN.match(body)
+    place = found.end() if found else len(body)
+    while steps > 0 and (key := _KEY.match(body, place)):
+        place, name = key.end(), _plain(key[1])
+        if name == b'"n"' and (number := _NUMBER.match(body, place)):
+            choices = max(choices, int(float(number[0])))
+        elif name == b'"prompt"' and body[place : place + 1] == b"[":
+            count, steps = _elements(body, place + 1, steps)
+            prompts = max(prompts, count)
+        place, steps = _skip(body, place, steps - 1)
+    return prompts * choices
+
+
+def _plain(key: bytes) -> bytes:
+    """Return a key without escapes, as JSON may have any letter of it escaped."""
+    if b"\\" not in key or len(key) > _LONGEST_NAME:
+        return key
+    try:
+        return json.dumps(json.loads(key)).encode()
+    except ValueError:
+        return key
+
+
+def _elements(body: bytes, place: int, steps: int) -> tuple[int, int]:
+    """Return the texts and lists of a list that begins here, and the steps that are left."""
+    count = 0
+    while steps > 0 and (start := _ELEMENT.match(body, place)):
+        count, place = count + 1, start.start(1)
+        place, steps = _skip(body, place, steps)
+    return count, steps
 
 
 def _name(body: bytes, place: int) -> str | None:

@@ -1,7 +1,7 @@
 """The OpenAI routes in front of several instances: each request goes to one of them. No jax.
 
-Keys were checked before; of a body only the model's name is looked for. What changes adapters goes
-to all instances.
+Keys were checked before; of a body only the model's name is looked for, and the sequences where its
+key has a limit of them. What changes adapters goes to all instances.
 """
 
 import asyncio
@@ -14,10 +14,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from lora_jax.adapters.versions import FULL_NAME
+from serving.api.request import Share
 from serving.cluster.adapter_changes import AdapterChanges
 from serving.cluster.inbound import ClientLeft, read_body
+from serving.cluster.key_ledger import KeyLedger
 from serving.cluster.metrics import merge, role_lines
-from serving.cluster.peek import peek
+from serving.cluster.peek import peek, sequences
 from serving.cluster.relay import relay, send_whole, while_there
 from serving.cluster.router import Router
 from serving.cluster.suspects import Suspects
@@ -41,6 +43,7 @@ _TO_ALL = {
     ("POST", "/unload_lora_adapter"),
     ("POST", "/v1/loras"),
 }
+_GENERATES = ("/v1/completions", "/v1/chat/completions")
 _RETRY_S = "1"
 _DEFAULT_TOKENS = 16.0
 _METRICS_S = 2.0  # for the metrics of an instance
@@ -83,6 +86,7 @@ class Proxy:
         self._suspects = Suspects()
         self._changes = changes or AdapterChanges(None, lambda: ())
         self._own_metrics = own_metrics
+        self._ledger = KeyLedger()
 
     async def __call__(self, scope: Scope, receive: Receive, send_: Send) -> None:
         if scope["type"] == "lifespan":
@@ -111,7 +115,14 @@ class Proxy:
         elif (method, path) in _TO_ALL or (method == "DELETE" and path.startswith("/v1/loras/")):
             await self._to_all(scope, body, send_)
         else:
-            await self._to_one(scope, body, receive, send_)
+            caller = scope.get("state", {}).get("caller")
+            share = Share() if caller is None else caller.share
+            count = sequences(body) if path in _GENERATES and share.max_running else 0
+            async with contextlib.AsyncExitStack() as stack:
+                if count:
+                    room = stack.enter_async_context(self._ledger.room(share, count))
+                    await while_there(room, receive)
+                await self._to_one(scope, body, receive, send_)
 
     def _health(self, path: str) -> Response:
         """Return the sum of all roles; no request is sent, so it never waits."""

@@ -33,7 +33,7 @@ def split_of(config: EngineConfig) -> Split | None:
             f"{model.model_type} takes images, which several devices do not serve yet: set "
             "tensor_parallel_size to 1."
         )
-    _make_cpu_devices(size)
+    make_cpu_devices(size)
     return make_split(model, size, expert_parallel=config.enable_expert_parallel)
 
 
@@ -69,7 +69,7 @@ def log_devices(split: Split | None) -> None:
     logger.info("Mesh: %d devices (%s); %s on each; exchange by %s.", split.size, names, by, how)
 
 
-def _make_cpu_devices(size: int) -> None:
+def make_cpu_devices(size: int) -> None:
     """Have jax make so many CPU devices; it does so at its start only, and refuses later."""
     if max(1, jax.config.jax_num_cpu_devices) < size:
         with contextlib.suppress(RuntimeError):

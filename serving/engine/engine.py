@@ -4,7 +4,6 @@ with Engine("path/to/model", adapters={"sql": "path/to/adapter"}) as engine:
     outputs = engine.generate(["a", "b"], adapter=["sql", None], sampling=Sampling())
 """
 
-import dataclasses
 import functools
 import os
 import queue
@@ -16,13 +15,14 @@ from typing import Any
 
 from lora_jax.adapters.entries import AdapterEntry, EvictedAdapter
 from lora_jax.adapters.rollout import Rollout
-from lora_jax.adapters.weights import AdapterReport
 from serving.api.config import EngineConfig
 from serving.api.images import PlacedImages
 from serving.api.outputs import RequestFailed, RequestOutput
 from serving.api.request import FinishReason, OutputDelta, QueueFull, Request, Share
 from serving.api.sampling import Sampling
+from serving.engine.adapter_info import AdapterInfo, adapter_info
 from serving.engine.batch import Batch
+from serving.engine.chat_prompts import CHAT_OPTIONS, Messages, chat_prompts
 from serving.engine.generate_arguments import (
     Adapter,
     Adapters,
@@ -48,20 +48,6 @@ from serving.runtime.compile_counter import CompileCounter
 DEFAULT_DEADLINE_S = 60.0  # requests are served in order of their deadlines
 
 Piece = OutputDelta  # what `stream` yields: `.text` is the next piece of text
-
-
-@dataclasses.dataclass(frozen=True)
-class AdapterInfo:
-    """Description of one loaded adapter."""
-
-    name: str
-    kind: str
-    rank: int  # largest rank of any site; 0 for ESFT
-    bytes: int  # weights on the host
-    resident: bool  # on the device
-    pinned: bool
-    digest: str  # sha256 of its files
-    report: AdapterReport
 
 
 class Engine:
@@ -151,6 +137,23 @@ class Engine:
         finally:
             for request_id in batch.live.values():
                 self.abort(request_id)
+
+    def chat(
+        self,
+        messages: Messages,
+        adapter: Adapters | Samplings = None,
+        sampling: Samplings = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Return the answer to each conversation, a list of messages, or to the only one.
+
+        A content is a text or parts: {"type": "text", "text": ...} and {"type": "image", "image":
+        ...} with an image as `generate` takes it. `options` are `chat_prompts`' own, such as
+        add_generation_prompt, and `generate`'s. Raises what `generate` raises.
+        """
+        own = {name: options.pop(name) for name in CHAT_OPTIONS if name in options}
+        prompts = chat_prompts(self.tokenizer, self.images, messages, **own)
+        return self.generate(prompts, adapter, sampling, **options)
 
     def default_sampling(self) -> Sampling:
         """Return `Sampling()` with the defaults of the model's generation_config.json."""
@@ -365,16 +368,7 @@ class Engine:
         return [self._info(entry) for entry in self.registry.known()]
 
     def _info(self, entry: AdapterEntry | EvictedAdapter) -> AdapterInfo:
-        return AdapterInfo(
-            name=entry.name,
-            kind=entry.kind,
-            rank=entry.report.max_rank,
-            bytes=entry.report.weight_bytes,
-            resident=entry.digest in self._parts.residencies.snapshot.resident,
-            pinned=entry.pinned,
-            digest=entry.digest,
-            report=entry.report,
-        )
+        return adapter_info(entry, self._parts.residencies.snapshot.resident)
 
     # State.
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from lora_jax.config import ModelConfig
+from lora_jax.models.weight_sizes import WeightSizes
 from serving.api.config import EngineConfig
 from serving.api.generation_config import GenerationConfig
 from serving.engine.sizing import CacheSize
@@ -31,19 +32,20 @@ class ModelInfo:
     kv_pages: int
     page_size: int
     end_token_ids: tuple[int, ...]
+    quantization: Mapping[str, Any] | None  # format, and how much of the weights it is
     sampling_defaults: Mapping[str, Any]  # of Sampling's fields, where a request sets none
 
 
 def model_info(
     config: EngineConfig,
-    weights: list[tuple[int, int]],
+    weights: WeightSizes,
     model_config: ModelConfig,
     size: CacheSize,
     dtype: jnp.dtype,
     tokenizer: Tokenizer,
     generation: GenerationConfig,
 ) -> ModelInfo:
-    """Return what to say of the base; `weights` are the sizes and bytes of all its arrays.
+    """Return what to say of the base.
 
     ValueError for a generation config whose tokens the model does not have.
     """
@@ -58,11 +60,41 @@ def model_info(
         vocab_size=model_config.vocab_size,
         max_model_len=size.max_model_len,
         num_layers=model_config.num_layers,
-        num_parameters=sum(size for size, _ in weights),
-        weight_bytes=sum(num_bytes for _, num_bytes in weights),
+        num_parameters=weights.parameters,
+        weight_bytes=weights.num_bytes,
         dtype=dtype.name,
         kv_pages=size.num_pages,
         page_size=size.page_size,
         end_token_ids=tuple(sorted(ends)),
+        quantization=quantization_of(model_config, weights),
         sampling_defaults=generation.sampling,
     )
+
+
+def quantization_of(config: ModelConfig, weights: WeightSizes) -> dict[str, Any] | None:
+    """Return what the base's card says of quantised weights; None where there are none."""
+    if config.quantization is None or not weights.quantised_parameters:
+        return None
+    return {
+        "format": config.quantization.format,
+        "method": config.quantization.method,
+        "parameters": weights.quantised_parameters,
+        "bits_per_parameter": round(8 * weights.quantised_bytes / weights.quantised_parameters, 2),
+        "other_parameters": weights.parameters - weights.quantised_parameters,
+    }
+
+
+def log_quantised(config: ModelConfig, weights: WeightSizes) -> None:
+    """Log how many weights are quantised; a checkpoint may hold fewer than its config suggests."""
+    said = quantization_of(config, weights)
+    if said is not None:
+        logger.info(
+            "Quantised weights: %.1f M in %s (%s), %.2f bits each; %.1f M others are not.",
+            said["parameters"] / 1e6,
+            said["format"],
+            said["method"],
+            said["bits_per_parameter"],
+            said["other_parameters"] / 1e6,
+        )
+    elif config.quantization is not None:
+        logger.info("Quantised weights: none, in a model whose files have them.")

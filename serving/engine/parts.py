@@ -17,6 +17,7 @@ from lora_jax.adapters.local_widths import LocalWidths
 from lora_jax.adapters.registry import AdapterRegistry
 from lora_jax.adapters.slots import SlotsSpec, init_slots
 from lora_jax.config import ModelConfig
+from lora_jax.models.weight_sizes import weight_sizes
 from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.ops import dispatch
 from lora_jax.sharding import Split
@@ -28,7 +29,7 @@ from serving.engine.image_parts import ImageParts, check_pairs, make_encoder, ma
 from serving.engine.loop import EngineLoop, LoopParts
 from serving.engine.memory_budget import make_allocator, size_kv_cache
 from serving.engine.metrics import EngineMetrics, EngineStats
-from serving.engine.model_info import ModelInfo, model_info
+from serving.engine.model_info import ModelInfo, log_quantised, model_info
 from serving.engine.registries import load_adapters, make_registry
 from serving.engine.sizing import CacheSize
 from serving.engine.version_metrics import ShareCollector
@@ -100,7 +101,7 @@ def build_parts(
     tokenizer = Tokenizer(config.model, chat_template=config.chat_template, made_up=made_up)
     images = take_tower(config, model, model_config, dtype)
     check_pairs(model_config, access is not None, config)
-    weights = [(leaf.size, leaf.nbytes) for leaf in jax.tree.leaves(nnx.state(model))]
+    weights = weight_sizes(model)
     with ExitStack() as undo:
         remote = None if access is None else connect(access, config, dtype.name)
         if remote is not None:
@@ -244,17 +245,18 @@ def _load_model(
     start = time.monotonic()
     wanted = None if config.dtype == "auto" else jnp.dtype(config.dtype)
     model, model_config = source.load_model(config.model, dtype=wanted, split=split)
-    leaves = jax.tree.leaves(nnx.state(model))
+    sizes = weight_sizes(model)
     dtype = jax.tree.leaves(nnx.state(model.embed))[0].dtype
     logger.info(
         "Model %s: %s, %.1f M parameters, %.1f MB, %s, loaded in %.1f s.",
         Path(config.model).name,
         model_config.model_type,
-        sum(leaf.size for leaf in leaves) / 1e6,
-        sum(leaf.nbytes for leaf in leaves) / 1e6,
+        sizes.parameters / 1e6,
+        sizes.num_bytes / 1e6,
         dtype.name,
         time.monotonic() - start,
     )
+    log_quantised(model_config, sizes)
     log_devices(split)
     return model, model_config, dtype
 

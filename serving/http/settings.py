@@ -80,6 +80,7 @@ class HttpSettings:
     key_limits: KeyLimits = dataclasses.field(default_factory=KeyLimits)  # of each key
     audit_log: str | None = None  # a file
     access_log: bool = False  # a line per request, with key id and adapter
+    num_instances: int = 1  # that share the host memory of each key
     is_behind_front: bool = False  # a front checks the keys and writes refusals and rotations
     enable_runtime_lora: bool = False  # load and unload adapters over HTTP
     demo: bool = False  # the page at /

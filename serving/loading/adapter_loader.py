@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from lora_jax.adapters.allocator import AbstractAllocator
-from lora_jax.adapters.registry import AdapterEntry
+from lora_jax.adapters.entries import AdapterEntry, PairWeights
 from lora_jax.adapters.slots import LoraLoadJob
 from lora_jax.adapters.weights import AnyWeights
 
@@ -258,6 +258,7 @@ class AdapterLoader[P: AnyPlacement, S]:
 
     def _know(self, entry: AdapterEntry) -> _Known:
         if entry.digest not in self._known:
+            assert not isinstance(entry.weights, PairWeights), "a pair has no slot of its own"
             self._known[entry.digest] = _Known(entry.weights)
         return self._known[entry.digest]
 

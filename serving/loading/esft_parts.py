@@ -12,7 +12,7 @@ from lora_jax.adapters.weights import PROJECTIONS
 from lora_jax.config import ModelConfig
 from lora_jax.memory.platforms import for_platform
 from lora_jax.memory.virtual import AbstractVirtualMemory, OutOfPages
-from lora_jax.models.expert_tensors import ExpertTensors, expert_blocks
+from lora_jax.models.expert_tensors import ExpertTensors, expert_blocks, has_quantised
 from lora_jax.models.split_experts import SplitExpertTensors
 from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.sharding import Split
@@ -86,6 +86,8 @@ def _memories_for(
         why = f"the model ({model_config.model_type}) has no experts"
     elif moe.bias:
         why = f"the experts of {model_config.model_type} have biases, which ESFT files lack"
+    elif has_quantised(expert_blocks(model).values()):
+        why = "the base's experts are quantised, and those of ESFT adapters are not"
     elif wanted is None and platform not in BY_DEFAULT:
         why = f"on {platform} they must be asked for"
     else:

@@ -7,7 +7,8 @@ before it is needed; the whole lies in host memory (`shards.SplitWeights`).
 
 import dataclasses
 
-from lora_jax.adapters.registry import AdapterEntry
+from lora_jax.adapters.entries import AdapterEntry
+from lora_jax.adapters.weights import AdapterWeights
 from serving.loading.adapter_loader import AdapterLoader
 from serving.lora_server.shards import SplitWeights
 
@@ -17,6 +18,7 @@ class _Live:
     """An adapter that live requests need, and whether sequences run on the whole of it."""
 
     entry: AdapterEntry  # of the whole
+    weights: AdapterWeights  # its own
     requests: int = 0
     users: int = 0
     instead: bool = False  # the server will not have it
@@ -37,7 +39,7 @@ class LocalExperts:
             if entry.digest not in self._live:
                 whole = entry.weights.whole
                 found = dataclasses.replace(entry, digest=whole.digest, weights=whole)
-                self._live[entry.digest] = _Live(found)
+                self._live[entry.digest] = _Live(found, whole)
             self._live[entry.digest].requests += 1
 
     def drop(self, digest: str) -> None:
@@ -68,7 +70,7 @@ class LocalExperts:
         if live is None:
             return False
         there = self._loader.is_placed(live.entry.digest)
-        return there or self._loader.can_place(live.entry.weights)
+        return there or self._loader.can_place(live.weights)
 
     def serve_instead(self, digest: str) -> None:
         """The server will not have the adapter: serve the requests there are without it."""

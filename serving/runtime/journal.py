@@ -7,6 +7,8 @@ processes may write; each reads, changes and writes under a lock of the file's f
 import contextlib
 import dataclasses
 import fcntl
+import fnmatch
+import hashlib
 import json
 import logging
 import os
@@ -17,13 +19,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lora_jax.adapters.registry import AdapterNotFound
-from serving.runtime import rollouts
+from lora_jax.own_files import write_whole
+from serving.runtime import load_attempts, rollouts
+from serving.runtime.load_attempts import LoadAttempts
 
 logger = logging.getLogger(__name__)
 
 FILE, LOCK, OWNER = "adapters.json", "adapters.lock", "server.lock"
-_NEW = "adapters.json.new"
-FILES = frozenset({FILE, LOCK, OWNER, _NEW, rollouts.FILE, rollouts.LOCK})
+_PARTS = f".{FILE}.*.part"  # of own_files.write_whole
+_DIGEST_LINE = "# sha256 "
+FILES = frozenset({FILE, LOCK, OWNER, load_attempts.FILE, rollouts.FILE, rollouts.LOCK})
 _FORMAT = 1
 _MOST_UNLOADED = 4096  # names; the oldest are forgotten
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -87,6 +92,7 @@ class Journal:
                 f"The state folder {self._folder.name} belongs to somebody else or others may "
                 "write it; give a folder of your own, with mode 0700."
             )
+        self.attempts = LoadAttempts(self._folder)
         self.read()
 
     @property
@@ -101,7 +107,7 @@ class Journal:
         except FileNotFoundError:
             return Changes()
         try:
-            return _parse(json.loads(text))
+            return _parse(json.loads(_checked(text)))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(
                 f"{self._folder.name}/{FILE} is no journal of adapters ({error}); move it away to "
@@ -109,7 +115,8 @@ class Journal:
             ) from error
 
     def loaded(self, name: str, entry: Loaded) -> None:
-        """Record a load; what is recorded already costs no write. Raises OSError."""
+        """Record a load by request; what is recorded already costs no write. Raises OSError."""
+        self.attempts.forget(name, entry.digest)
         self._change(lambda old: old.with_loaded(name, entry))
 
     def unloaded(self, name: str) -> None:
@@ -144,30 +151,31 @@ class Journal:
     def _write(self, changes: Changes) -> None:
         entries = {name: dataclasses.asdict(entry) for name, entry in changes.loaded.items()}
         said = {"format": _FORMAT, "loaded": entries, "unloaded": list(changes.unloaded)}
-        beside = self._folder / _NEW  # one writer at a time, by the lock
-        try:
-            with beside.open("w", encoding="utf-8") as file:
-                json.dump(said, file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(beside, self._folder / FILE)
-        finally:
-            beside.unlink(missing_ok=True)
-        folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        text = json.dumps(said, indent=1)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        for left in self._folder.glob(_PARTS):  # of a writer that was killed; we hold the lock
+            left.unlink(missing_ok=True)
+        write_whole(self._folder / FILE, f"{text}\n{_DIGEST_LINE}{digest}\n".encode())
 
 
 def remove(folder: str | os.PathLike[str]) -> None:
     """Remove the files of a journal that does not last."""
-    for name in FILES:
-        (Path(folder) / name).unlink(missing_ok=True)
+    for name in os.listdir(folder):
+        if is_ours(name):
+            (Path(folder) / name).unlink(missing_ok=True)
 
 
-def replay(changes: Changes, registry: Registry) -> dict[str, str]:
+def is_ours(name: str) -> bool:
+    """Return whether a file of the folder is the journal's."""
+    return name in FILES or fnmatch.fnmatch(name, _PARTS)
+
+
+def replay(
+    changes: Changes, registry: Registry, attempts: LoadAttempts | None = None
+) -> dict[str, str]:
     """Bring a registry to what was recorded; return the reasons of what cannot be, by name.
+
+    What ended several processes, as `attempts` knows, is not tried again until it is loaded anew.
 
     What is there already is left alone. A name whose files are gone or are others than those that
     were loaded answers to nobody until it is loaded again; everything else is served.
@@ -181,7 +189,7 @@ def replay(changes: Changes, registry: Registry) -> dict[str, str]:
         entry = present.get(name)
         if entry is not None and (entry.digest, entry.pinned) == (wanted.digest, wanted.pinned):
             continue
-        why = _load(registry, name, wanted)
+        why = _load(registry, name, wanted, attempts)
         if why:
             failures[name] = why
             with contextlib.suppress(AdapterNotFound):
@@ -191,21 +199,31 @@ def replay(changes: Changes, registry: Registry) -> dict[str, str]:
     return failures
 
 
-def _load(registry: Registry, name: str, wanted: Loaded) -> str:
+def _load(registry: Registry, name: str, wanted: Loaded, attempts: LoadAttempts | None) -> str:
     """Return why it cannot be loaded, or nothing."""
-    try:
-        registry.load(
-            name,
-            wanted.path,
-            replace=True,
-            pinned=wanted.pinned,
-            confined=True,
-            digest=wanted.digest,
+    if attempts is not None and attempts.is_quarantined(name, wanted.digest):
+        return (
+            f"Quarantined: {load_attempts.MOST_ENDS} processes in a row ended while they loaded it."
         )
+    tried = contextlib.nullcontext() if attempts is None else attempts.attempt(name, wanted.digest)
+    more = {"replace": True, "pinned": wanted.pinned, "confined": True, "digest": wanted.digest}
+    try:
+        with tried:
+            registry.load(name, wanted.path, **more)
     except (KeyError, ValueError, OSError) as error:
         return str(error)
     logger.info("Loaded adapter %s from the journal, sha256 %s.", name, wanted.digest[:12])
     return ""
+
+
+def _checked(text: str) -> str:
+    """Return the JSON in front of the line with its digest, which one of earlier days lacks."""
+    content, found, digest = text.rpartition(f"\n{_DIGEST_LINE}")
+    if not found:
+        return text
+    if hashlib.sha256(content.encode()).hexdigest() != digest.strip():
+        raise ValueError("its digest is another one")
+    return content
 
 
 def _parse(said: Any) -> Changes:

@@ -151,8 +151,14 @@ class KeyRing:
             bucket=bucket,
             budget=budget,
             share=Share(name, weight, limits.max_running, limits.max_waiting),
-            host_share=HostShare(name, limits.max_adapters, limits.max_adapter_bytes),
+            host_share=HostShare(
+                name, self._part(limits.max_adapters), self._part(limits.max_adapter_bytes)
+            ),
         )
+
+    def _part(self, limit: int | None) -> int | None:
+        """Return an instance's part of a limit of host memory, rounded up: one adapter at least."""
+        return None if limit is None else -(-limit // self._settings.num_instances)
 
     def _rates_of(
         self, name: str, rate: float | None, per_minute: float | None

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from serving.http.access.auth import caller_of
-from serving.http.errors import ApiError, unknown_model
+from serving.http.errors import ApiError, scrub, unknown_model
 from serving.http.requests.body import read_body, takes
 from serving.http.requests.protocol import DynamoLoadBody, LoadAdapterBody, UnloadAdapterBody
 from serving.http.routes.adapter_store import (
@@ -84,6 +84,8 @@ async def _sglang_answer(
     known = server_of(request).engine.registry.known()
     loaded = {adapter.name: adapter.path for adapter in known}
     answer = {"success": error is None, "error_message": error or "", "loaded_adapters": loaded}
+    if error is None and action == "load" and (lasts := durability(server_of(request))):
+        answer["message"] = lasts.strip()
     return JSONResponse(answer, 200 if error is None else 400)
 
 
@@ -94,16 +96,22 @@ async def dynamo_load(request: Request) -> dict[str, Any]:
     body = await read_body(request, DynamoLoadBody)
     async with audited(request, "load", body.lora_name):
         await load(server, body.lora_name, _path_of(body.source.uri))
-    return _dynamo_answer(body.lora_name, "loaded")
+    return _dynamo_answer(body.lora_name, "loaded", durability(server))
 
 
 @router.get("/v1/loras")
 async def dynamo_list(request: Request) -> dict[str, Any]:
-    """Return the loaded adapters that the caller may use; Dynamo's JSON answer."""
+    """Return the loaded adapters that the caller may use; Dynamo's JSON answer.
+
+    `refused` says, where there are any, why adapters of the journal are not served.
+    """
     server, caller = server_of(request), caller_of(request)
     names = [e.name for e in server.engine.registry.known() if caller.may_use(e.name)]
     loras = {name: adapter_id(name) for name in names}
-    return {"status": "success", "loras": loras, "count": len(loras)}
+    answer = {"status": "success", "loras": loras, "count": len(loras)}
+    refused = dict(server.engine.registry.refused)
+    refused = {name: scrub(why) for name, why in refused.items() if caller.may_use(name)}
+    return answer | ({"refused": refused} if refused else {})
 
 
 @router.delete("/v1/loras/{name}")
@@ -124,8 +132,8 @@ def _path_of(uri: str) -> str:
     return unquote(parsed.path).lstrip("/")
 
 
-def _dynamo_answer(name: str, done: str) -> dict[str, Any]:
-    message = f"LoRA adapter '{name}' {done} successfully"
+def _dynamo_answer(name: str, done: str, lasts: str = "") -> dict[str, Any]:
+    message = f"LoRA adapter '{name}' {done} successfully{lasts and '.' + lasts}"
     return {
         "status": "success",
         "message": message,

@@ -36,7 +36,11 @@ async def show_model(request: Request, model: str) -> dict[str, Any]:
 
 
 def card(server: Server, name: str, parent: str | None) -> dict[str, Any]:
-    """Return vLLM's model card; `root` is a name, never a path."""
+    """Return vLLM's model card; `root` is a name, never a path.
+
+    The base's says which of its weights are quantised, if any are.
+    """
+    quantization = server.engine.model_info.quantization if parent is None else None
     return {
         "id": name,
         "object": "model",
@@ -46,6 +50,7 @@ def card(server: Server, name: str, parent: str | None) -> dict[str, Any]:
         "parent": parent,
         "max_model_len": server.max_model_len,
         "permission": [_permission(server, name)],
+        **({} if quantization is None else {"quantization": quantization}),
     }
 
 

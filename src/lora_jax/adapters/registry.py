@@ -88,7 +88,7 @@ class AdapterRegistry:
         self._generation = 0
         self._rate = LoadRate(self._limits.loads_per_minute, clock)
         self._failures = ReadFailures(self._limits.max_adapters, clock)
-        self._refused: dict[str, str] = {}  # names that only an explicit load brings back
+        self.refused: dict[str, str] = {}  # why, by name; only an explicit load brings it back
 
     def set_in_use(self, in_use: Callable[[], Collection[str]]) -> None:
         """Ask `in_use` for the digests that live requests need, which are never evicted."""
@@ -153,7 +153,7 @@ class AdapterRegistry:
     def refuse(self, name: str, why: str) -> None:
         """Let `resolve` raise AdapterRejected for this name until `load` is called for it."""
         with self._lock:
-            self._refused[name] = why
+            self.refused[name] = why
 
     def get(self, name: str) -> AdapterEntry:
         """Return the loaded entry of a name; raises AdapterNotFound listing the loaded names."""
@@ -184,8 +184,8 @@ class AdapterRegistry:
             on_use = self._root is not None and NAME.fullmatch(name)
             if name not in self._evicted and (not on_use or name in self._base_names):
                 raise
-            if name in self._refused:
-                raise AdapterRejected(self._refused[name]) from None
+            if name in self.refused:
+                raise AdapterRejected(self.refused[name]) from None
         with self._turns.turn(name, deadline):
             try:
                 return self.get(name)  # another thread may have loaded it meanwhile
@@ -350,7 +350,7 @@ class AdapterRegistry:
                 self._evict(name)
             self._generation += 1
             self._evicted.pop(entry.name, None)
-            self._refused.pop(entry.name, None)
+            self.refused.pop(entry.name, None)
             self._failures.forget(entry.name)
             old = self._entries.get(entry.name)
             entry = dataclasses.replace(entry, generation=self._generation, owner=share.owner)

@@ -11,6 +11,7 @@ from lora_jax.config._types import (
     MlaConfig,
     ModelConfig,
     MoeConfig,
+    QuantizationConfig,
     RopeConfig,
     VisionConfig,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "MlaConfig",
     "ModelConfig",
     "MoeConfig",
+    "QuantizationConfig",
     "RopeConfig",
     "VisionConfig",
     "from_hf",

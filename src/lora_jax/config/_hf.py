@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lora_jax.config._keys import Keys
+from lora_jax.config._quantization import read_quantization
 from lora_jax.config._rope import read_rope, yarn_magnitude
 from lora_jax.config._types import ClampedSwiglu, MlaConfig, ModelConfig, MoeConfig
 from lora_jax.config._vision import (
@@ -30,7 +31,7 @@ def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         raise ValueError(f"model_type {model_type!r} is not supported; known are {known}.")
     keys = Keys(raw, str(model_type))
     config = _READERS[model_type](keys)
-    _refuse_quantization(keys, config)
+    config = dataclasses.replace(config, quantization=read_quantization(keys))
     if config.num_heads % config.num_kv_heads:
         raise ValueError(
             f"{model_type}: {config.num_heads} attention heads do not divide among "
@@ -42,14 +43,6 @@ def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
 def known_model_types() -> tuple[str, ...]:
     """Return every model_type that `from_hf` reads, sorted."""
     return tuple(sorted(_READERS))
-
-
-def _refuse_quantization(keys: Keys, config: ModelConfig) -> None:
-    """Raise ValueError for weights stored in a form the loader of this model cannot read."""
-    section = keys.section("quantization_config")
-    method = section.get("quant_method", default=None)
-    if section.raw and (method is None or method != config.quantization):
-        raise ValueError(f"{keys.where}: quantization_config {method!r} is not supported.")
 
 
 def _base(keys: Keys, theta: float = 1e4, **fields: Any) -> ModelConfig:
@@ -178,7 +171,6 @@ def _gpt_oss(keys: Keys) -> ModelConfig:
         ),
     )
     bias = keys.flag("attention_bias", True)
-    quantized = keys.section("quantization_config").get("quant_method", default=None)
     return _base(
         keys,
         theta=150000.0,
@@ -187,7 +179,6 @@ def _gpt_oss(keys: Keys) -> ModelConfig:
         qkv_bias=bias,
         o_bias=bias,
         sliding_windows=_windows(keys, lambda layer: layer % 2 == 0),
-        quantization="mxfp4" if quantized == "mxfp4" else None,
     )
 
 

@@ -62,6 +62,18 @@ class MlaConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class QuantizationConfig:
+    """Format that the files store weights in; which weights, their tensors show."""
+
+    method: str  # quant_method: the library whose names and layout the files have
+    format: str  # nf4, fp4, int4, mxfp4 or fp8
+    group_size: int | None = None  # weights of a row that share a scale; None: whole rows, or said
+    block: tuple[int, int] | None = None  # rows and columns that share a scale (FP8)
+    symmetric: bool = True  # no zero points (int4)
+    zero_offset: int = 0  # added to stored zero points (GPTQ's first format)
+
+
+@dataclasses.dataclass(frozen=True)
 class VisionConfig:
     """The tower that turns image patches into rows of the language model's width.
 
@@ -127,7 +139,7 @@ class ModelConfig:
     mla: MlaConfig | None = None
     vision: VisionConfig | None = None
     dtype: str | None = None
-    quantization: str | None = None  # "mxfp4": how the files store expert weights
+    quantization: QuantizationConfig | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 

@@ -35,6 +35,7 @@ from lora_jax.finetune.packing import Rows, pack
 from lora_jax.finetune.routing import collect_routing
 from lora_jax.finetune.training import Schedule, fit, mean_loss
 from lora_jax.models import load
+from lora_jax.models.loader import read_config
 from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.typing import Array, Float
 
@@ -115,6 +116,12 @@ def main(argv: list[str]) -> None:
     """Run the command."""
     args = parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    quantization = read_config(args.model).quantization
+    if quantization is not None:
+        raise ValueError(
+            f"{args.model.name} is quantised ({quantization.method}); an ESFT adapter replaces "
+            "experts of a base in 16 bits. Train over that one."
+        )
     model, _ = load(args.model, dtype="float32")
     documents, state = documents_of(args), state_of(args)
     top_p = TOP_P[args.score] if args.top_p is None else args.top_p

@@ -88,7 +88,7 @@ def main(argv: list[str]) -> None:
     """Run the command."""
     args = parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    model, config = load(args.model, dtype="float32")
+    model, config = load(args.model, dtype="float32", plain=True)
     catalogue = model.catalogue(config)
     spec = LoraSpec(
         rank=args.rank,

@@ -9,7 +9,7 @@ import json
 import math
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import ml_dtypes
 import numpy as np
@@ -22,10 +22,37 @@ DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "U8": np.dtype(np.uint8),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
 }
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000
 _CHUNK_BYTES = 4 << 20  # scratch for conversion and for slices that are not contiguous
+
+
+@runtime_checkable
+class AbstractTensor(Protocol):
+    """A tensor of a checkpoint: as it is stored, or made of several (models.quantised)."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+    @property
+    def form(self) -> Any:
+        """Device form of a quantised matrix (models.quantised.forms), else None."""
+
+    def read(self, index: Index, out: np.ndarray) -> None:
+        """Fill `out` with the elements of the index, converted to out's dtype."""
+
+    def read_part(self, part: str, index: Index, out: np.ndarray) -> None:
+        """Fill `out` with elements of a part of the form."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +64,39 @@ class CheckpointTensor:
     dtype: np.dtype
     shape: tuple[int, ...]
     offset: int
+
+    @property
+    def form(self) -> None:
+        """None: the tensor is as it is stored."""
+        return None
+
+    def read_part(self, part: str, index: Index, out: np.ndarray) -> None:
+        raise AssertionError(f"{self.name} has no form and no part {part}")
+
+    def seen_as(self, dtype: np.dtype, shape: tuple[int, ...]) -> "CheckpointTensor":
+        """Return the same bytes as another dtype and shape.
+
+        Raises:
+            ValueError: they have another number of bytes.
+        """
+        there = math.prod(self.shape) * self.dtype.itemsize
+        if math.prod(shape) * dtype.itemsize != there:
+            raise ValueError(
+                f"{self.name} has {there} bytes, which are no {dtype.name} {tuple(shape)}."
+            )
+        return dataclasses.replace(self, dtype=dtype, shape=tuple(shape))
+
+    def whole(self) -> np.ndarray:
+        """Return all elements."""
+        out = np.empty(self.shape, self.dtype)
+        self.read(tuple(range(n) for n in self.shape), out)
+        return out
+
+    def rows(self, rows: range) -> np.ndarray:
+        """Return some rows of the first axis."""
+        out = np.empty((len(rows), *self.shape[1:]), self.dtype)
+        self.read((rows, *(range(n) for n in self.shape[1:])), out)
+        return out
 
     def read(self, index: Index, out: np.ndarray) -> None:
         """Fill `out` with the elements of the index, converted to out's dtype."""
@@ -131,7 +191,7 @@ class Checkpoint:
     """Every tensor of a folder by name. Names without the leading `model.` are found with it."""
 
     def __init__(self, folder: Path):
-        self.tensors: dict[str, CheckpointTensor] = {}
+        self.tensors: dict[str, Any] = {}
         for file in checkpoint_files(folder):
             found = read_header(file)
             twice = sorted(self.tensors.keys() & found.keys())
@@ -144,7 +204,7 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return self._stored_name(name) in self.tensors
 
-    def __getitem__(self, name: str) -> CheckpointTensor:
+    def __getitem__(self, name: str) -> AbstractTensor:
         return self.tensors[self._stored_name(name)]
 
     def _stored_name(self, name: str) -> str:

@@ -18,6 +18,7 @@ from lora_jax.memory.virtual import AbstractVirtualMemory
 from lora_jax.memory.weight_tensor import WeightTensor
 from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.nn.moe import Experts, MoeBlock
+from lora_jax.ops.grouped_matmul import QUANTISED
 
 LARGEST_PAGE = 2 << 20
 _PAGES_PER_TENSOR = 8  # at least, of the base's part, so that the last one's waste is small
@@ -240,12 +241,20 @@ def expert_blocks(model: AbstractCausalLM) -> dict[int, Experts]:
     return {n: mlp.experts for n, mlp in found if isinstance(mlp, MoeBlock)}
 
 
+def has_quantised(blocks: Iterable[Experts]) -> bool:
+    """Return whether a matrix of any of these experts is quantised."""
+    values = (getattr(experts, name)[...] for experts in blocks for name in PROJECTIONS)
+    return any(isinstance(value, QUANTISED) for value in values)
+
+
 def _replaceable(blocks: dict[int, Experts]) -> dict[int, Experts]:
     """Return experts that adapters can replace. Raises ValueError for others."""
     if not blocks:
         raise ValueError("The model has no experts.")
     if any(experts.gate_bias is not None for experts in blocks.values()):
         raise ValueError("Experts with biases cannot be replaced by adapters.")
+    if has_quantised(blocks.values()):
+        raise ValueError("Quantised experts cannot be replaced by adapters.")
     return blocks
 
 

@@ -2,10 +2,15 @@
 
 Every parameter is made of checkpoint tensors by the model's weight rules and every tensor is
 used, or nothing is loaded. The host holds one parameter's slice on top of what is loaded.
+
+Quantised matrices stay so where a product reads them (`coded` in a parameter's metadata); others,
+such as routers and embeddings, are made plain.
 """
 
+import functools
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +21,8 @@ from flax import nnx
 
 from lora_jax import strict_json
 from lora_jax.config import ModelConfig, from_hf
-from lora_jax.models.checkpoint import Checkpoint
+from lora_jax.models.checkpoint import Checkpoint, Index
+from lora_jax.models.quantised import with_quantised
 from lora_jax.models.registry import abstract, model_class, stored_shape
 from lora_jax.models.sources import Source, Tensor, WeightRule
 from lora_jax.nn.decoder import AbstractCausalLM
@@ -24,16 +30,18 @@ from lora_jax.sharding import Split, weight_sharding
 
 IGNORED = (r".*\.rotary_emb\.inv_freq",)  # made from the config; old releases stored it
 HEAD = "lm_head.weight"
+_FLOATS = ("float64", "float32", "float16", "bfloat16")  # what plain weights are stored in
 _MOST_NAMES = 20  # listed in an error
 _ALIGNMENT = 64  # jax takes over host memory that is aligned so, without a copy
 
 
 def load(
-    path: str | Path, *, dtype: Any = None, split: Split | None = None
+    path: str | Path, *, dtype: Any = None, split: Split | None = None, plain: bool = False
 ) -> tuple[AbstractCausalLM, ModelConfig]:
     """Return the model of a checkpoint folder, on the devices of a split or on the first.
 
     `dtype` None keeps the checkpoint's (float16 becomes float32, which every device computes).
+    With `plain` no weight stays quantised: all are the values that the files stand for.
 
     Raises:
         ValueError: config or dtype are not supported, or tensors are missing, left over or
@@ -43,13 +51,14 @@ def load(
     config, files = read_config(folder), Checkpoint(folder)
     kind = model_class(config.model_type)
     wanted = checkpoint_dtype(config, files) if dtype is None else supported_dtype(dtype)
+    files = with_quantised(files, config.quantization, np.dtype(wanted))
     graphdef, state = abstract(config, wanted, split)
     params = {_dotted(path): (path, param) for path, param in nnx.to_flat_state(state)}
     shapes = {name: stored_shape(param, config) for name, (_, param) in params.items()}
     plan = plan_load(kind.weight_rules(config), shapes, files)
     check_leftovers(plan, files, config)
     loaded = [
-        (path, param.replace(read_parameter(param, plan[name], files, split)))
+        (path, param.replace(read_weight(param, plan[name], files, split, plain=plain)))
         for name, (path, param) in params.items()
     ]
     return nnx.merge(graphdef, nnx.from_flat_state(loaded)), config
@@ -81,7 +90,7 @@ def checkpoint_dtype(config: ModelConfig, files: Checkpoint) -> jnp.dtype:
     if said is None:
         sizes: dict[str, int] = {}
         for tensor in files.tensors.values():
-            if tensor.dtype != np.uint8:
+            if tensor.dtype.name in _FLOATS:
                 items = int(np.prod(tensor.shape, dtype=np.int64))
                 sizes[tensor.dtype.name] = sizes.get(tensor.dtype.name, 0) + items
         said = max(sizes, key=lambda name: sizes[name], default="float32")
@@ -158,14 +167,41 @@ def same_values(first: Source, second: Source, files: Checkpoint) -> bool:
     return True
 
 
-def read_parameter(param: Any, source: Source, files: Checkpoint, split: Split | None) -> jax.Array:
-    """Return one parameter on its devices, each of which is given its own slice only.
+def read_weight(
+    param: Any, source: Source, files: Checkpoint, split: Split | None, *, plain: bool
+) -> Any:
+    """Return one parameter on its devices: quantised where it may be and the files have it so."""
+    form = source.form(files) if param.get_metadata().get("coded") and not plain else None
+    if form is None:
+        return read_parameter(param, source, files, split)
+    place = (param.get_metadata()["logical_axes"], split, source.shape(files)[0])
+    shape, arrays = tuple(param.shape), {}
+    for part, (part_shape, dtype) in form.parts(shape).items():
+        fill = functools.partial(source.read_part, files, part)
+        arrays[part] = _on_devices(part_shape, dtype, *place, fill)
+    return form.weight(arrays, shape, param.dtype)
 
-    Rows that the source lacks are a padded vocabulary's, and zero.
-    """
+
+def read_parameter(param: Any, source: Source, files: Checkpoint, split: Split | None) -> jax.Array:
+    """Return one plain parameter on its devices."""
     dtype, shape = np.dtype(param.dtype), tuple(param.shape)
-    sharding = weight_sharding(param.get_metadata()["logical_axes"], shape, split)
-    stored = source.shape(files)[0] if shape else 0
+    place = (param.get_metadata()["logical_axes"], split, source.shape(files)[0] if shape else 0)
+    return _on_devices(shape, dtype, *place, functools.partial(source.read, files))
+
+
+def _on_devices(
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    axes: tuple[str | None, ...],
+    split: Split | None,
+    stored: int,
+    fill: Callable[[Index, np.ndarray], None],
+) -> jax.Array:
+    """Return an array on its devices, each of which is given its own slice only.
+
+    Only `stored` rows are there to fill: others are a padded vocabulary's, and zero.
+    """
+    sharding = weight_sharding(axes, shape, split)
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         index = index or (slice(None),) * len(shape)
@@ -176,7 +212,7 @@ def read_parameter(param: Any, source: Source, files: Checkpoint, split: Split |
             out[len(kept) :] = 0
             ranges = (kept, *ranges[1:])
         if len(kept):
-            source.read(files, ranges, out[: len(kept)])
+            fill(ranges, out[: len(kept)])
         return out
 
     array = jax.make_array_from_callback(shape, sharding, read, dtype=dtype)

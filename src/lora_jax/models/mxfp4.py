@@ -37,19 +37,28 @@ def dequantize(blocks: np.ndarray, scales: np.ndarray, dtype: np.dtype) -> np.nd
             f"MXFP4 blocks {blocks.shape} do not fit scales {scales.shape}: "
             f"want {(*scales.shape, BLOCK // 2)}."
         )
+    powers = powers_of_two(scales).reshape(-1)
+    flat_blocks = blocks.reshape(-1, BLOCK // 2)
+    out = np.empty((powers.size, BLOCK), dtype)
+    pairs = _pair_table()
+    step = _CHUNK_BYTES // (BLOCK // 2)
+    for start in range(0, powers.size, step):
+        part = slice(start, start + step)
+        values = np.take(pairs, flat_blocks[part]).view(np.float32)
+        values *= powers[part][:, None]
+        out[part] = values.astype(dtype)
+    return out.reshape(*scales.shape[:-1], scales.shape[-1] * BLOCK)
+
+
+def powers_of_two(scales: np.ndarray) -> np.ndarray:
+    """Return float32 2**(scale - 127) of uint8 scales, each exact in bfloat16 too.
+
+    Raises ValueError for a scale that has no finite result (253 and above).
+    """
     if scales.size and scales.max() > _LARGEST_SCALE:
         raise ValueError(
             f"MXFP4 scale {scales.max()} is above {_LARGEST_SCALE}: 255 means NaN and "
             "253, 254 overflow float32."
         )
-    flat_blocks, flat_scales = blocks.reshape(-1, BLOCK // 2), scales.reshape(-1)
-    out = np.empty((flat_scales.size, BLOCK), dtype)
-    pairs = _pair_table()
     powers = np.ldexp(np.float32(1), np.arange(_LARGEST_SCALE + 1) - 127, dtype=np.float32)
-    step = _CHUNK_BYTES // (BLOCK // 2)
-    for start in range(0, flat_scales.size, step):
-        part = slice(start, start + step)
-        values = np.take(pairs, flat_blocks[part]).view(np.float32)
-        values *= powers[flat_scales[part]][:, None]
-        out[part] = values.astype(dtype)
-    return out.reshape(*scales.shape[:-1], scales.shape[-1] * BLOCK)
+    return powers[scales]

@@ -3,6 +3,9 @@
 A source is an array that is not read yet. Sources nest: `Slice(Tensor(...), 1, 0, 24)` is the
 first 24 columns. Any box of a source can be read alone, into memory that the caller gives, so
 that a sharded parameter never needs its whole self on the host.
+
+A source of quantised matrices has a `form`: then the parts of its device form can be read too, by
+the same leading axes and rows. Sources that change columns have none, and give plain values.
 """
 
 import dataclasses
@@ -15,6 +18,7 @@ import numpy as np
 
 from lora_jax.models import mxfp4
 from lora_jax.models.checkpoint import Checkpoint, Index
+from lora_jax.models.quantised.forms import BFLOAT16, E2M1, CodedForm, Form
 
 
 @runtime_checkable
@@ -35,6 +39,24 @@ class Source(Protocol):
         """Fill `out` with the elements of the index, converted to out's dtype."""
         ...
 
+    def form(self, files: Checkpoint) -> Form | None:
+        """Return the device form of the same values; None if there are only plain ones."""
+        ...
+
+    def read_part(self, files: Checkpoint, part: str, index: Index, out: np.ndarray) -> None:
+        """Fill `out` with the elements of one part of the form; columns are those of the part."""
+        ...
+
+
+class _Plain:
+    """What a source is that has no device form of its own."""
+
+    def form(self, files: Checkpoint) -> None:
+        return None
+
+    def read_part(self, files: Checkpoint, part: str, index: Index, out: np.ndarray) -> None:
+        raise AssertionError(f"a source without a form has no {part}")
+
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
@@ -53,6 +75,12 @@ class Tensor:
 
     def read(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
         files[self.name].read(index, out)
+
+    def form(self, files: Checkpoint) -> Form | None:
+        return files[self.name].form
+
+    def read_part(self, files: Checkpoint, part: str, index: Index, out: np.ndarray) -> None:
+        files[self.name].read_part(part, index, out)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +108,16 @@ class Stack:
     def read(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
         for place, expert in enumerate(index[0]):
             self.member(expert).read(files, index[1:], out[place])
+
+    def form(self, files: Checkpoint) -> Form | None:
+        forms = {self.member(expert).form(files) for expert in range(self.count)}
+        if len(forms) > 1:
+            raise ValueError(f"{self.name}: experts of one layer are stored in several formats.")
+        return forms.pop()
+
+    def read_part(self, files: Checkpoint, part: str, index: Index, out: np.ndarray) -> None:
+        for place, expert in enumerate(index[0]):
+            self.member(expert).read_part(files, part, index[1:], out[place])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,14 +147,25 @@ class Slice:
         return tuple(shape)
 
     def read(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
+        self.of.read(files, self._inner(index), out)
+
+    def form(self, files: Checkpoint) -> Form | None:
+        columns = self.axis in (-1, len(self.of.shape(files)) - 1)
+        return None if columns else self.of.form(files)
+
+    def read_part(self, files: Checkpoint, part: str, index: Index, out: np.ndarray) -> None:
+        self.of.read_part(files, part, self._inner(index), out)
+
+    def _inner(self, index: Index) -> Index:
+        """Return the index in the source that this is a part of."""
         inner, asked = list(index), index[self.axis]
         chosen = range(self.start, self.stop, self.step)
         inner[self.axis] = chosen[asked.start : asked.stop : asked.step]
-        self.of.read(files, tuple(inner), out)
+        return tuple(inner)
 
 
 @dataclasses.dataclass(frozen=True)
-class Transpose:
+class Transpose(_Plain):
     """The last two axes exchanged."""
 
     of: Source
@@ -137,7 +186,7 @@ class Transpose:
 
 
 @dataclasses.dataclass(frozen=True)
-class Unflatten:
+class Unflatten(_Plain):
     """[count * n, ...] seen as [count, n, ...]."""
 
     of: Source
@@ -165,7 +214,7 @@ class Unflatten:
 
 
 @dataclasses.dataclass(frozen=True)
-class Oriented:
+class Oriented(_Plain):
     """[..., rows, columns], whichever of the two the file has as the last axis.
 
     `straight` are the sizes wanted. Where they are equal, `sibling`, which the file turns alike,
@@ -202,7 +251,7 @@ class Oriented:
 
 
 @dataclasses.dataclass(frozen=True)
-class Flatten:
+class Flatten(_Plain):
     """[rows, ...] seen as [rows, the rest side by side]: the map that a convolution is."""
 
     of: Source
@@ -228,7 +277,7 @@ class Flatten:
 
 @dataclasses.dataclass(frozen=True)
 class Mxfp4:
-    """`name`_blocks [..., rows, groups, 16] and `name`_scales dequantised: [..., rows, columns]."""
+    """`name`_blocks [..., rows, groups, 16] and `name`_scales as one array [..., rows, columns]."""
 
     name: str
 
@@ -250,6 +299,20 @@ class Mxfp4:
                 self._read_matrix(files, (range(expert, expert + 1), *index[1:]), out[place])
         else:
             self._read_matrix(files, index, out)
+
+    def form(self, files: Checkpoint) -> Form | None:
+        return CodedForm(E2M1, mxfp4.BLOCK, BFLOAT16)
+
+    def read_part(self, files: Checkpoint, part: str, index: Index, out: np.ndarray) -> None:
+        *lead, columns = index
+        blocks, scales = (files[name] for name in self.names())
+        stored = blocks if part == "codes" else scales
+        tail = stored.shape[len(lead) :]
+        buffer = np.empty((*(len(r) for r in lead), *tail), np.uint8)
+        stored.read((*lead, *(range(n) for n in tail)), buffer)
+        flat = buffer.reshape(*buffer.shape[: len(lead)], -1)
+        values = flat if part == "codes" else mxfp4.powers_of_two(flat)
+        out[...] = values[..., columns.start : columns.stop : columns.step].astype(out.dtype)
 
     def _read_matrix(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
         *lead, columns = index

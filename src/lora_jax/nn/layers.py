@@ -22,11 +22,19 @@ INIT_STD = 0.02
 
 
 def parameter(
-    rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: jnp.dtype
+    rngs: nnx.Rngs,
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    dtype: jnp.dtype,
+    *,
+    coded: bool = False,
 ) -> nnx.Param:
-    """Return a random normal weight with its logical axes, from which its sharding follows."""
+    """Return a random normal weight with its logical axes, from which its sharding follows.
+
+    With `coded` only products read it: a checkpoint's quantised weight may take its place.
+    """
     value = jax.random.normal(rngs.params(), shape, jnp.float32) * INIT_STD
-    return nnx.Param(value.astype(dtype), logical_axes=axes)
+    return nnx.Param(value.astype(dtype), logical_axes=axes, coded=coded)
 
 
 def constant_parameter(
@@ -52,7 +60,7 @@ class Linear(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.module, self.layer, self.axes = module, layer, axes
-        self.weight = parameter(rngs, (d_out, d_in), axes, dtype)
+        self.weight = parameter(rngs, (d_out, d_in), axes, dtype, coded=True)
         self.bias = constant_parameter(0.0, (d_out,), axes[:1], dtype) if bias else None
 
     @property

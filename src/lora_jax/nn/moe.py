@@ -56,9 +56,9 @@ class Experts(nnx.Module):
         self.layer, self.moe = layer, moe
         wide = (moe.num_experts, moe.intermediate_size, hidden)
         back = (moe.num_experts, hidden, moe.intermediate_size)
-        self.gate_proj = parameter(rngs, wide, ("experts", "mlp", "embed"), dtype)
-        self.up_proj = parameter(rngs, wide, ("experts", "mlp", "embed"), dtype)
-        self.down_proj = parameter(rngs, back, ("experts", "embed", "mlp"), dtype)
+        self.gate_proj = parameter(rngs, wide, ("experts", "mlp", "embed"), dtype, coded=True)
+        self.up_proj = parameter(rngs, wide, ("experts", "mlp", "embed"), dtype, coded=True)
+        self.down_proj = parameter(rngs, back, ("experts", "embed", "mlp"), dtype, coded=True)
 
         def bias(width: int, axis: str) -> nnx.Param | None:
             shape, axes = (moe.num_experts, width), ("experts", axis)

@@ -101,8 +101,8 @@ def test_entries_that_make_no_sense(tmp_path, entry):
 
 
 def test_dtype_that_is_not_supported(tmp_path):
-    save_file({"x": np.zeros(4, np.int64)}, tmp_path / SINGLE)
-    with pytest.raises(ValueError, match="x has dtype I64"):
+    save_file({"x": np.zeros(4, np.int16)}, tmp_path / SINGLE)
+    with pytest.raises(ValueError, match="x has dtype I16"):
         Checkpoint(tmp_path)
 
 

@@ -27,6 +27,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from lora_jax.config import from_hf
 from lora_jax.models import load
+from lora_jax.ops.grouped_matmul import CodedWeight
 
 HIDDEN, WIDTH, EXPERTS, WINDOW = 32, 96, 5, 4  # MXFP4 wants multiples of 32
 
@@ -117,8 +118,9 @@ def quantised(case: Case, tmp_path_factory) -> Path:
 @pytest.mark.parametrize("dtype", [None, np.float32])
 def test_mxfp4_checkpoint_gives_the_same_weights(case: Case, quantised: Path, dtype):
     """Values of MXFP4 are exact in bfloat16, so that every weight is the rounded original."""
-    model, config = load(quantised, dtype=dtype)
-    assert config.quantization == "mxfp4"
+    model, config = load(quantised, dtype=dtype, plain=True)
+    assert config.quantization is not None
+    assert config.quantization.format == "mxfp4"
     wanted = np.dtype(dtype or ml_dtypes.bfloat16)
     got, want = (jax.tree.leaves_with_path(nnx.state(m, nnx.Param)) for m in (model, case.model))
     assert [path for path, _ in got] == [path for path, _ in want]
@@ -128,6 +130,18 @@ def test_mxfp4_checkpoint_gives_the_same_weights(case: Case, quantised: Path, dt
         assert ours.dtype == (np.float32 if always_wide else wanted), name
         rounded = np.asarray(original).astype(ml_dtypes.bfloat16).astype(np.float32)
         np.testing.assert_array_equal(np.asarray(ours).astype(np.float32), rounded, err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", [None, np.float32])
+def test_mxfp4_experts_stay_packed(quantised: Path, dtype):
+    """Gate and up are every second row; their codes stand for the same values."""
+    coded, plain = (load(quantised, dtype=dtype, plain=p)[0].layers[1].mlp for p in (False, True))
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        packed = getattr(coded.experts, name)[...]
+        assert isinstance(packed, CodedWeight)
+        want = np.asarray(getattr(plain.experts, name)[...])
+        np.testing.assert_array_equal(np.asarray(packed.plain()), want)
+    assert not isinstance(coded.router.weight[...], CodedWeight)
 
 
 def test_mxfp4_checkpoint_in_bfloat16_is_near_the_oracle(case: Case, quantised: Path):

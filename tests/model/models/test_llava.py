@@ -64,6 +64,11 @@ def case(tmp_path_factory) -> VisionCase:
 class TestLlava(VisionContract):
     """36 rows an image; the class row and the last layer have no part."""
 
+    peft_targets = (
+        r"model\.language_model\..*\.(q_proj|down_proj)"
+        r"|model\.vision_tower\..*layers\.[0-2]\..*(q_proj|fc1)|.*linear_1"
+    )
+
     def pixels(self, case: VisionCase, images: list[Patches]) -> torch.Tensor:
         count = SIDE // PATCH
         values = np.stack([image.normalised(case.tower.settings) for image in images])

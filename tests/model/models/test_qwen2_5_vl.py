@@ -61,3 +61,8 @@ def case(tmp_path_factory) -> VisionCase:
 
 class TestQwen25VL(VisionContract):
     """Windows of two by two cells, three and seven cells wide images."""
+
+    peft_targets = (
+        r"model\.language_model\..*\.(q_proj|down_proj)"
+        r"|model\.visual\..*(qkv|gate_proj|mlp\.0)"
+    )

@@ -42,3 +42,8 @@ def case(tmp_path_factory) -> VisionCase:
 
 class TestQwen3VLMoe(VisionContract):
     """Experts in every layer; 2 x 16 = 32 makes one matrix of each pair square."""
+
+    peft_targets = (
+        r"model\.language_model\..*\.q_proj"
+        r"|model\.visual\..*(qkv|linear_fc1)"
+    )

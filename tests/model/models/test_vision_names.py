@@ -1,7 +1,12 @@
 """Every spelling of a language model's tensors and paths leads to one place."""
 
-import pytest
+from pathlib import Path
 
+import numpy as np
+import pytest
+from support.cases.adapter_cases import write_adapter
+
+from lora_jax.adapters import peft_format
 from lora_jax.adapters.catalogue import LoraModule
 from lora_jax.adapters.peft_names import find_target
 from lora_jax.config import from_hf
@@ -52,6 +57,32 @@ def test_paths_of_adapters_lead_to_the_language_model(prefix: str):
     target = find_target(f"{prefix}.layers.1.self_attn.q_proj", CATALOGUE)
     assert target is not None
     assert (target.modules[0].name, target.layer) == ("q_proj", 1)
+
+
+def folder_with(tmp_path: Path, *paths: str) -> Path:
+    """A PEFT folder with LoRA of rank 2 on q_proj at these paths."""
+    tensors = {}
+    for path in paths:
+        tensors[f"{path}.lora_A.weight"] = np.ones((2, 32), np.float32)
+        tensors[f"{path}.lora_B.weight"] = np.ones((32, 2), np.float32)
+    return write_adapter(tmp_path, tensors, {"r": 2, "target_modules": ["q_proj"]})
+
+
+@pytest.mark.parametrize(
+    "prefix", ["model", "model.language_model", "language_model.model", "language_model"]
+)
+def test_files_of_every_spelling_give_one_adapter(tmp_path: Path, prefix: str):
+    read = peft_format.read(folder_with(tmp_path, f"{prefix}.layers.0.self_attn.q_proj"), CATALOGUE)
+    assert list(read.sites) == [("q_proj", 0)]
+
+
+def test_wrong_prefixes_and_two_spellings_of_one_site_are_refused_by_name(tmp_path: Path):
+    wrong = folder_with(tmp_path / "a", "model.text_model.layers.0.self_attn.q_proj")
+    with pytest.raises(ValueError, match=r"tiny_vl\) has no module model.text_model"):
+        peft_format.read(wrong, CATALOGUE)
+    paths = (f"{at}.layers.0.self_attn.q_proj" for at in ("model", "model.language_model"))
+    with pytest.raises(ValueError, match="under two names"):
+        peft_format.read(folder_with(tmp_path / "b", *paths), CATALOGUE)
 
 
 def test_heads_and_towers_are_found_and_wrong_prefixes_are_not():

@@ -3,6 +3,7 @@
 The file also gives a module-scoped fixture `case`, made by `make_vision_case`.
 """
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,7 @@ from support.drivers.vision_driver import (
     prompt_of,
 )
 
+from lora_jax.adapters import peft_format
 from lora_jax.config import ModelConfig
 from lora_jax.models import load
 from lora_jax.nn.decoder import AbstractCausalLM
@@ -92,7 +94,9 @@ def make_vision_case(
 
 
 class VisionContract:
-    """Needs the fixture `case`."""
+    """Needs the fixture `case`; `peft_targets` is a pattern of the maps PEFT puts LoRA on."""
+
+    peft_targets: str
 
     def oracle_rows(self, case: VisionCase, image: Patches) -> list[np.ndarray]:
         """Return transformers' rows of an image: those for embeddings, then deepstack's."""
@@ -173,6 +177,30 @@ class VisionContract:
         np.testing.assert_array_equal(together[1], whole)
         case.driver.images = [[]]
         np.testing.assert_array_equal(together[0], case.driver.run([TEXT])[0])
+
+    @pytest.mark.filterwarnings("ignore")  # PEFT's own
+    def test_a_file_of_peft_means_what_peft_computes(self, case: VisionCase, tmp_path: Path):
+        import peft
+        import torch
+
+        torch.manual_seed(1)
+        lora = peft.LoraConfig(
+            r=3, lora_alpha=6, target_modules=self.peft_targets, init_lora_weights=False
+        )
+        trained = peft.get_peft_model(copy.deepcopy(case.oracle), lora)
+        trained.save_pretrained(tmp_path)
+        catalogue = case.model.catalogue(case.config)
+        read = peft_format.read(tmp_path, catalogue).sites
+        assert any(name.startswith("visual.") for name, _ in read)
+        sites = {at: (site.a, site.b, site.scaling) for at, site in read.items()}
+        table = fill_slots(catalogue, [sites])
+        rows = [case.tower(image, None, table, 0, 3) for image in case.images]
+        tokens, images = case.placed(rows)
+        case.driver.images = [images]
+        got = case.driver.run([tokens], slots=[0], adapters=table, max_rank=3)[0]
+        want = self.oracle_of_images(dataclasses.replace(case, oracle=trained), tokens)
+        assert np.abs(want - case.logits()).max() > 100 * TOLERANCE
+        np.testing.assert_allclose(got, want, atol=2 * TOLERANCE, rtol=0)
 
     def test_adapters_of_tower_and_text_equal_merged_weights(self, case: VisionCase):
         """Two adapters and the base, the same image, one batch: as if merged."""

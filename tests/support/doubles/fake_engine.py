@@ -164,7 +164,10 @@ class FakeEngine:
         root = None if lora_dir is None else str(lora_dir)
         self.config = EngineConfig(model="some/where/fake-base", lora_dir=root)
         self.model_info = SimpleNamespace(
-            vocab_size=VOCAB, max_model_len=max_model_len, sampling_defaults={}
+            vocab_size=VOCAB,
+            max_model_len=max_model_len,
+            sampling_defaults={},
+            quantization=None,
         )
         self.metrics = SimpleNamespace(registry=CollectorRegistry())
         self.tokenizer = FakeTokenizer()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.cluster.peek import Peek, peek
+from serving.cluster.peek import Peek, peek, sequences
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 VALUES = st.recursive(SCALARS, lambda v: st.lists(v) | st.dictionaries(st.text(), v), max_leaves=8)
@@ -75,3 +75,38 @@ def test_the_largest_bodies_cost_little():
         assert least < 0.5, body[:20]
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         assert grown < 64 << 10, body[:20]  # kB; the bodies themselves are most of it
+
+
+@pytest.mark.parametrize(
+    ("body", "want"),
+    [
+        ({"prompt": "a"}, 1),
+        ({"prompt": "a", "n": 128}, 128),
+        ({"prompt": ["a", "b]", '"c'], "n": 2}, 6),
+        ({"n": 3, "prompt": [[1, 2], [3]]}, 6),
+        ({"prompt": [1, 2, 3], "n": 2}, 2),
+        ({"prompt": [], "n": 2}, 2),
+        ({"messages": [{"role": "user", "content": "n"}] * 5, "n": 4}, 4),
+        ({"metadata": {"n": 7, "prompt": ["a", "b"]}, "n": 2}, 2),
+        ([1], 1),
+    ],
+)
+def test_sequences_are_prompts_times_choices(body, want):
+    assert sequences(json.dumps(body).encode()) == want
+
+
+@pytest.mark.parametrize(
+    ("body", "want"),
+    [
+        (b'{"n": 1, "n": 5, "n": 2}', 5),
+        (b'{"\\u006e": 5}', 5),
+        (b'{"n": "5"}', 1),
+        (b'{"prompt": ["a", "b"', 2),
+        (b'{"prompt": [' + b'"a",' * 300_000 + b'"a"]}', 20_000),
+        (b"{" + b"[" * 100_000, 1),
+        (b"", 1),
+    ],
+    ids=["twice", "escaped", "a text", "cut off", "many", "deep", "empty"],
+)
+def test_what_hides_sequences_gains_nothing(body, want):
+    assert sequences(body) == want

@@ -1,6 +1,7 @@
 """The front over small applications on Unix sockets: who is asked what, and what comes of it."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import json
 import socket
@@ -15,7 +16,7 @@ from serving.cluster.proxy import BodyLimits, Proxy
 from serving.cluster.router import Router
 from serving.http.access.auth import Authenticate
 from serving.http.access.keys import KeyRing
-from serving.http.settings import HttpSettings
+from serving.http.settings import HttpSettings, KeyLimits
 
 
 class Instance:
@@ -225,6 +226,43 @@ def test_without_the_key_no_name_is_kept_and_no_instance_is_asked(closed, router
         assert closed.post("/v1/completions", json=body, headers=right).status_code == 200
     assert sorted(router.instance_of) == ["a", "b"]  # no such name can exist
     assert router.up == (0, 1)  # before: both were "down: Broken pipe"
+
+
+def test_a_keys_sequences_are_counted_over_all_instances(instances, router, tmp_path):
+    """Before: each instance let the key run its limit."""
+    paths, most, here, lock = [tmp_path / f"i{n}" for n in range(2)], [0], [0], threading.Lock()
+
+    def counted(app):
+        async def answer(scope, receive, send):
+            if scope["type"] == "http":
+                with lock:
+                    here[0] += 1
+                    most[0] = max(most[0], here[0])
+                await asyncio.sleep(0.03)
+            try:
+                await app(scope, receive, send)
+            finally:
+                if scope["type"] == "http":
+                    with lock:
+                        here[0] -= 1
+
+        return answer
+
+    settings = HttpSettings(api_keys=("key",), key_limits=KeyLimits(max_running=2))
+    with contextlib.ExitStack() as stack:
+        for app, path in zip(instances, paths, strict=True):
+            stack.enter_context(listening(counted(app), path))
+        proxy = Proxy([str(p) for p in paths], router, ["base"])
+        url = stack.enter_context(serve_app(Authenticate(proxy, KeyRing(settings))))
+        headers = {"Authorization": "Bearer key"}
+        client = stack.enter_context(httpx.Client(base_url=url, timeout=30, headers=headers))
+        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(8))
+        bodies = [{"model": "ab"[i % 2], "prompt": "x", "n": 1 + i % 2} for i in range(16)]
+        ask = [pool.submit(client.post, "/v1/completions", json=body) for body in bodies]
+        assert {one.result().status_code for one in ask} == {200}
+        assert all(len(instance.asked) >= 4 for instance in instances)
+        assert most[0] == 2
+        assert not proxy._ledger.num_keys
 
 
 def test_without_the_key_no_body_is_read(closed):

@@ -53,6 +53,9 @@ def run(folder, dtype, devices, **fields):
     with engine:
         outputs = engine.generate(prompts, names * 3, [s for s in samplings for _ in names])
         outputs += engine.generate(prompts[:1], {"a1": 0.5, "a3": 2.0}, scored)
+        bound = dataclasses.replace(scored, structured_outputs={"regex": "[ab]{12}"})
+        outputs += engine.generate(prompts[:2], ["a3", None], [bound, sampled])
+        assert set(outputs[-2].outputs[0].text) <= set("ab")
         engine.load_adapter("a1", str(folder / "a4"), replace=True)
         outputs += engine.generate(prompts[:2], "a1", scored)
         outputs += engine.generate(prompts[:2], "a4", scored)
@@ -63,7 +66,7 @@ def run(folder, dtype, devices, **fields):
     assert stats.preemptions
     answers = [answer(output) for output in outputs]
     assert answers[-4:-2] == answers[-2:]
-    assert len({repr(each) for each in answers}) == 12
+    assert len({repr(each) for each in answers}) == 14
     return answers
 
 

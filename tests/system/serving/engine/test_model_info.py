@@ -5,20 +5,24 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
+from lora_jax.config import QuantizationConfig
+from lora_jax.models.weight_sizes import WeightSizes
 from serving.api.config import EngineConfig
 from serving.api.generation_config import GenerationConfig
-from serving.engine.model_info import model_info
+from serving.engine.model_info import log_quantised, model_info, quantization_of
 
-MODEL = SimpleNamespace(model_type="llama", vocab_size=260, num_layers=2, eos_token_ids=(2,))
+MODEL = SimpleNamespace(
+    model_type="llama", vocab_size=260, num_layers=2, eos_token_ids=(2,), quantization=None
+)
+WEIGHTS = WeightSizes(15, 40)
 SIZE = SimpleNamespace(max_model_len=64, num_pages=8, page_size=4)
 TOKENIZER = SimpleNamespace(eos_token_ids=(1, 2))
 
 
 def info(generation: GenerationConfig):
     config = EngineConfig(model="some/model")
-    weights = [(10, 20), (5, 20)]
     dtype = jnp.dtype("bfloat16")
-    return model_info(config, weights, MODEL, SIZE, dtype, TOKENIZER, generation)
+    return model_info(config, WEIGHTS, MODEL, SIZE, dtype, TOKENIZER, generation)
 
 
 def test_sizes_are_sums_and_a_text_ends_with_any_of_the_known_tokens():
@@ -39,3 +43,21 @@ def test_defaults_are_logged_where_there_are_any(caplog):
 def test_an_end_token_that_is_not_in_the_vocabulary_is_refused():
     with pytest.raises(ValueError, match="eos_token_id"):
         info(GenerationConfig({}, (260,)))
+
+
+def test_quantised_weights_are_said_and_logged(caplog):
+    assert info(GenerationConfig()).quantization is None
+    nf4 = SimpleNamespace(quantization=QuantizationConfig("bitsandbytes", "nf4"))
+    sizes = WeightSizes(3_000_000, 3_125_000, 2_000_000, 1_125_000)
+    assert quantization_of(nf4, sizes) == {
+        "format": "nf4",
+        "method": "bitsandbytes",
+        "parameters": 2_000_000,
+        "bits_per_parameter": 4.5,
+        "other_parameters": 1_000_000,
+    }
+    with caplog.at_level("INFO"):
+        log_quantised(nf4, sizes)
+        assert "2.0 M in nf4 (bitsandbytes), 4.50 bits each; 1.0 M others" in caplog.text
+        log_quantised(nf4, WEIGHTS)
+    assert "Quantised weights: none" in caplog.text

@@ -14,7 +14,7 @@ from support.processes.http_server import client_of
 from lora_jax.adapters.registry import AdapterRejected
 from serving.http.app import create_app
 from serving.http.settings import HttpSettings
-from serving.runtime import journal
+from serving.runtime import journal, load_attempts
 from serving.runtime.journal import Changes, Journal, Loaded, replay
 
 DIGEST = "ab" * 32
@@ -88,7 +88,8 @@ def test_a_load_that_cannot_be_recorded_is_not_acknowledged(root, tmp_path, monk
         monkeypatch.undo()
         assert load(client, "mine", "sql").status_code == 200
     assert sorted(made.read().loaded) == ["law", "mine"]
-    assert sorted(os.listdir(tmp_path / "state")) == [journal.FILE, journal.LOCK]
+    left = {journal.FILE, journal.LOCK, load_attempts.FILE}
+    assert set(os.listdir(tmp_path / "state")) <= left
 
 
 def test_several_writers_lose_nothing(tmp_path):
@@ -151,6 +152,44 @@ def test_a_broken_journal_is_named(tmp_path, text):
         Journal(tmp_path)
 
 
+def test_a_damaged_journal_is_found_and_one_without_a_digest_is_read(tmp_path):
+    made = Journal(tmp_path)
+    made.loaded("a", Loaded("x", DIGEST))
+    file = tmp_path / journal.FILE
+    assert file.stat().st_mode & 0o777 == 0o600
+    text = file.read_text()
+    file.write_text(text.replace('"x"', '"y"'))
+    with pytest.raises(ValueError, match="its digest is another one"):
+        made.read()
+    file.write_text(text.partition("\n#")[0])
+    assert made.read().loaded == {"a": Loaded("x", DIGEST)}
+
+
+def test_parts_of_a_killed_writer_go_with_the_next_write(tmp_path):
+    made, part = Journal(tmp_path), tmp_path / f".{journal.FILE}.0123456789abcdef.part"
+    part.touch()
+    assert journal.is_ours(part.name)
+    made.loaded("a", Loaded("x", DIGEST))
+    assert not part.exists()
+
+
+def test_why_adapters_are_not_served_is_in_the_list(root, tmp_path):
+    engine, made = FakeEngine(root), Journal(tmp_path / "state")
+    with client_of(create_app(engine, SETTINGS, journal=made)) as client:
+        assert load(client, "law", "law").status_code == 200
+        assert "refused" not in client.get("/v1/loras").json()
+    for _ in range(load_attempts.MOST_ENDS):  # processes that ended
+        made.attempts._note("+", "law", made.read().loaded["law"].digest)
+    again = FakeEngine(root)
+    replay(made.read(), again.registry, made.attempts)
+    with client_of(create_app(again, SETTINGS, journal=made)) as client:
+        listed = client.get("/v1/loras").json()
+        assert listed["count"] == 0
+        assert listed["refused"]["law"].startswith("Quarantined: 3 processes in a row")
+        assert load(client, "law", "law").status_code == 200
+        assert "refused" not in client.get("/v1/loras").json()
+
+
 def test_a_folder_that_others_may_write_is_refused(tmp_path):
     (tmp_path / "open").mkdir(mode=0o777)
     (tmp_path / "open").chmod(0o777)
@@ -192,7 +231,8 @@ def test_a_writer_that_is_killed_leaves_a_whole_file_with_all_it_told_of(tmp_pat
             process.kill()
         found = Journal(tmp_path).read().loaded
         assert set(found) >= {f"a{n}" for n in range(int(told) + 1)}
-        assert json.loads(Path(tmp_path, journal.FILE).read_text())["format"] == 1
+        text = Path(tmp_path, journal.FILE).read_text()
+        assert json.loads(text.partition("\n#")[0])["format"] == 1
 
 
 def test_files_are_removed(tmp_path):

@@ -71,6 +71,13 @@ def test_new_tenants_take_over_and_keep_the_counters_of_their_ids():
     assert ring.find(second) is not None
 
 
+def test_instances_share_a_keys_host_memory():
+    limits = KeyLimits(max_adapters=3, max_adapter_bytes=100)
+    settings = HttpSettings(api_keys=("k",), key_limits=limits, num_instances=2)
+    share = KeyRing(settings).find("k").host_share
+    assert (share.max_adapters, share.max_bytes) == (2, 50)
+
+
 def test_limits_of_a_key_stand_over_those_of_all():
     settings = HttpSettings(
         api_keys=("u",),

@@ -45,7 +45,12 @@ def test_vllm_s_routes_answer_in_text(client):
 def test_sglang_s_routes_answer_in_json(client):
     answer = client.post("/load_lora_adapter", json={"lora_name": "b", "lora_path": "law"})
     assert answer.status_code == 200
-    assert answer.json() == {"success": True, "error_message": "", "loaded_adapters": {"b": "law"}}
+    assert answer.json() == {
+        "success": True,
+        "error_message": "",
+        "loaded_adapters": {"b": "law"},
+        "message": "It lasts until the server ends; --state-dir keeps it.",
+    }
     answer = client.post("/load_lora_adapter", json={"lora_name": "b", "lora_path": "law"})
     assert answer.status_code == 400
     assert answer.json()["success"] is False
@@ -59,6 +64,9 @@ def test_dynamo_s_routes(client):
     body = {"lora_name": "c", "source": {"uri": "file:///sql"}}
     first = client.post("/v1/loras", json=body).json()
     assert first["status"] == "success"
+    assert first["message"].endswith(
+        "successfully. It lasts until the server ends; --state-dir keeps it."
+    )
     assert client.get("/v1/loras").json() == {
         "status": "success",
         "loras": {"c": first["lora_id"]},

@@ -1,0 +1,161 @@
+"""`python -m serving.launch MODEL --plan ['JSON']`: what a deployment of many adapters needs.
+
+The JSON may have, with these defaults:
+
+    {"adapters": 1000, "zipf": 1.0, "rank": 16, "modules": ["q_proj", ...] (all),
+     "device_bytes": 80e9, "price_per_gpu_hour": 2.0}
+
+Sizes that a server would have are those of its own flags: --max-loras, --max-lora-rank,
+--max-cpu-loras, --max-total-adapter-bytes, --gpu-memory-utilization, --lora-memory-bytes. No jax.
+"""
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+from lora_jax.adapters.catalogue import LoraCatalogue
+from lora_jax.placement.picture import spell_bytes
+from lora_jax.placement.tiers import lru_hits, top_share, zipf
+from serving.api.config import EngineConfig
+from serving.engine.sizing import LORA_SHARE
+
+_RANKS = (4, 16, 64, 256)  # of the guide's table
+_MONTH_H = 730
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanRequest:
+    """Load and prices of a plan."""
+
+    adapters: int = 1000
+    zipf: float = 1.0
+    rank: int = 16
+    modules: tuple[str, ...] = ()  # none: all
+    device_bytes: float = 80e9
+    price_per_gpu_hour: float = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSizes:
+    """Bytes of a model."""
+
+    weights: int
+    kv_per_token: int
+    itemsize: int  # of an adapter's values
+
+
+def read_request(text: str) -> PlanRequest:
+    """Return what the JSON asks for; ValueError names the field that is wrong."""
+    said = json.loads(text)
+    if not isinstance(said, dict):
+        raise ValueError("must be a JSON object.")
+    fields = {field.name for field in dataclasses.fields(PlanRequest)}
+    unknown = sorted(set(said) - fields)
+    if unknown:
+        raise ValueError(f"has no field {unknown[0]!r}; it has {', '.join(sorted(fields))}.")
+    modules = said.pop("modules", [])
+    if not isinstance(modules, list) or not all(isinstance(m, str) for m in modules):
+        raise ValueError("modules must be a list of texts.")
+    for name, value in said.items():
+        _check(name, value)
+    return PlanRequest(**said, modules=tuple(modules))
+
+
+def _check(name: str, value: Any) -> None:
+    whole = name in ("adapters", "rank")
+    number = not isinstance(value, bool) and isinstance(value, int if whole else int | float)
+    least = 1 if whole or name == "device_bytes" else 0
+    if not number or not math.isfinite(value) or not least <= value <= 1e15:
+        kind = "an integer" if whole else "a number"
+        raise ValueError(f"{name} must be {kind} of at least {least}, got {value!r}.")
+    if name == "adapters" and value > 1_000_000:
+        raise ValueError(f"adapters must be at most 1,000,000, got {value}.")
+
+
+def adapter_bytes(
+    catalogue: LoraCatalogue, rank: int, itemsize: int, modules: tuple[str, ...] = ()
+) -> int:
+    """Return the bytes of an adapter of one rank on these modules of every layer, or on all.
+
+    Raises ValueError for a module that the model has not.
+    """
+    unknown = next((name for name in modules if name not in catalogue.modules), None)
+    if unknown is not None:
+        raise ValueError(f"modules has {unknown!r}; the model has {catalogue.module_names}.")
+    chosen = [catalogue.modules[name] for name in modules or catalogue.module_names]
+    values = sum(len(m.layers) * max(m.num_experts, 1) * rank * (m.d_in + m.d_out) for m in chosen)
+    return values * itemsize
+
+
+def plan_text(
+    request: PlanRequest, engine: EngineConfig, catalogue: LoraCatalogue, sizes: ModelSizes
+) -> str:
+    """Return tiers, hit ratios and cost as lines of text; ValueError for what cannot be served."""
+    one = adapter_bytes(catalogue, request.rank, sizes.itemsize, request.modules)
+    usable = engine.gpu_memory_utilization * request.device_bytes
+    gpus = 1
+    while gpus * usable <= sizes.weights and gpus < 1024:
+        gpus *= 2
+    free = int(gpus * usable) - sizes.weights
+    largest = adapter_bytes(catalogue, engine.max_lora_rank, sizes.itemsize)
+    most = engine.lora_memory_bytes or int(LORA_SHARE * free)
+    slots = max(largest, min(engine.max_loras * largest, most))
+    if slots >= free:
+        raise ValueError(
+            f"{gpus} devices of {spell_bytes(int(request.device_bytes))} have no room for KV "
+            "pages beside weights and adapter slots; lower max_loras or max_lora_rank."
+        )
+    on_device = min(engine.max_loras, slots // one, request.adapters)
+    by_bytes = engine.max_total_adapter_bytes // one
+    on_host = min(engine.max_cpu_loras or by_bytes, by_bytes, request.adapters)
+    tokens = (free - slots) // sizes.kv_per_token
+    lines = _model_lines(catalogue, sizes)
+    lines += [
+        f"one adapter    rank {request.rank} on {', '.join(request.modules) or 'all modules'}: "
+        f"{spell_bytes(one)}; {sizes.weights // one} of them take what the model takes",
+        f"devices        {gpus} of {spell_bytes(int(request.device_bytes))}",
+        f"adapter slots  {spell_bytes(slots)}: {on_device} adapters",
+        f"KV cache       {spell_bytes(free - slots)}: {tokens} tokens",
+        f"host           {on_host} adapters, {spell_bytes(on_host * one)}",
+        f"disk           {request.adapters} adapters, {spell_bytes(request.adapters * one)}",
+    ]
+    lines += [*_hit_lines(request, on_device, on_host), *_cost_lines(request, gpus)]
+    return "\n".join(lines)
+
+
+def _model_lines(catalogue: LoraCatalogue, sizes: ModelSizes) -> list[str]:
+    """Return the guide's first table for this model."""
+    attention = tuple(name for name in _ATTENTION if name in catalogue.modules)
+    lines = [f"model          {spell_bytes(sizes.weights)} of weights"]
+    for rank in _RANKS:
+        every = spell_bytes(adapter_bytes(catalogue, rank, sizes.itemsize))
+        some = spell_bytes(adapter_bytes(catalogue, rank, sizes.itemsize, attention))
+        shown = f"; on {', '.join(attention)}: {some}" if attention else ""
+        lines.append(f"  rank {rank:<4}    on all modules: {every}{shown}")
+    return lines
+
+
+def _hit_lines(request: PlanRequest, on_device: int, on_host: int) -> list[str]:
+    shares = zipf(request.adapters, request.zipf)
+    device, host = lru_hits(shares, on_device), lru_hits(shares, max(on_device, on_host))
+    best = top_share(shares, on_device)
+    lines = [
+        f"requests       Zipf {request.zipf:g}: device {device:.1%}, host {host - device:.1%}, "
+        f"disk {1 - host:.1%} (longest unused first); the {on_device} most popular get {best:.1%}"
+    ]
+    if request.adapters == 1000 and request.zipf == 1.0:
+        share = top_share(shares, 30)
+        text = "  the guide says 80 to 85% for 30 of 1,000 at Zipf 1.0"
+        lines.append(f"{text}; they get {share:.0%}")
+    return lines
+
+
+def _cost_lines(request: PlanRequest, gpus: int) -> list[str]:
+    month = gpus * request.price_per_gpu_hour * _MONTH_H
+    copies = month * request.adapters
+    return [
+        f"cost           {gpus} GPUs at {request.price_per_gpu_hour:g} an hour: {month:,.0f} a "
+        f"month of {_MONTH_H} h; a copy of the model for each adapter: {copies:,.0f}",
+    ]

@@ -1,0 +1,168 @@
+"""bitsandbytes' 4-bit matrices: NF4 and FP4, with plain or nested scales.
+
+`X.weight` holds the codes of the flat matrix, the earlier weight in the high half of a byte, in
+whatever dtype quant_storage names. Beside it stand `absmax` (one scale per `blocksize` weights),
+`quant_map` (the 16 values) and, as JSON bytes, `quant_state.bitsandbytes__nf4` (or `__fp4`). Nested
+scales are codes themselves: absmax[i] = nested_quant_map[code] * nested_absmax[i // 256] +
+nested_offset.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from lora_jax.models.checkpoint import CheckpointTensor
+from lora_jax.models.quantised.forms import (
+    FLOAT32,
+    FP4,
+    NF4,
+    UINT8,
+    AbstractQuantisedTensor,
+    CodedForm,
+)
+
+TABLES = {"nf4": NF4, "fp4": FP4}
+STATE = ".quant_state.bitsandbytes__"
+_PARTS = ("absmax", "quant_map")
+_NESTED = ("nested_absmax", "nested_quant_map")
+_LARGEST_STATE = 4096  # bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Nested:
+    """How the scales themselves are coded."""
+
+    table: np.ndarray  # float32 [256]
+    absmax: np.ndarray  # float32 [ceil(scales / blocksize)]
+    offset: float
+    blocksize: int
+
+    def values(self, codes: np.ndarray, first: np.ndarray) -> np.ndarray:
+        """Return the scales of codes whose flat places are `first`, in float32."""
+        scaled = self.table[codes] * self.absmax[first // self.blocksize]
+        return scaled + np.float32(self.offset)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BitsandbytesTensor(AbstractQuantisedTensor):
+    """One matrix in NF4 or FP4."""
+
+    table: tuple[float, ...]
+    codes: CheckpointTensor  # uint8 [d_out, d_in / 2]
+    absmax: CheckpointTensor  # [d_out, d_in / blocksize]
+    nested: _Nested | None
+
+    @property
+    def form(self) -> CodedForm:
+        return CodedForm(self.table, self.shape[1] // self.absmax.shape[1])
+
+    def read_rows(self, rows: range) -> dict[str, np.ndarray]:
+        packed, scales = self.codes.rows(rows), self.absmax.rows(rows)
+        if self.nested is not None:
+            groups = self.absmax.shape[1]
+            flat = np.array(rows)[:, None] * groups + np.arange(groups)[None]
+            scales = self.nested.values(scales, flat)
+        return {"codes": packed >> 4 | packed << 4, "scales": scales}
+
+
+def names_of(name: str, tensors: Mapping[str, CheckpointTensor]) -> tuple[str, ...]:
+    """Return the tensors beside X.weight that belong to it; none if it is not quantised."""
+    own = [f"{name}.{part}" for part in (*_PARTS, *_NESTED)]
+    own += [f"{name}{STATE}{kind}" for kind in TABLES]
+    return tuple(part for part in own if part in tensors)
+
+
+def read(name: str, tensors: Mapping[str, CheckpointTensor], dtype: np.dtype) -> BitsandbytesTensor:
+    """Return the matrix X.weight.
+
+    Raises:
+        ValueError: a part is missing, or does not fit the others.
+    """
+    kinds = [kind for kind in TABLES if f"{name}{STATE}{kind}" in tensors]
+    missing = [part for part in _PARTS if f"{name}.{part}" not in tensors]
+    if len(kinds) != 1 or missing:
+        lacks = ", ".join(missing) or f"one of quant_state.bitsandbytes__{'|'.join(TABLES)}"
+        raise ValueError(f"{name} is quantised by bitsandbytes and lacks {lacks}.")
+    state = _state(tensors[f"{name}{STATE}{kinds[0]}"])
+    d_out, d_in = _shape(name, state)
+    blocksize = _size(name, state, "blocksize")
+    if d_in % blocksize:
+        raise ValueError(
+            f"{name}: rows of {d_in} weights are not whole blocks of {blocksize}; a block must not "
+            "continue in the next row. Keep this map in 16 bits (llm_int8_skip_modules)."
+        )
+    _check_table(name, tensors[f"{name}.quant_map"], kinds[0])
+    groups = (d_out, d_in // blocksize)
+    nested = _nested(name, tensors, state, groups)
+    return BitsandbytesTensor(
+        name,
+        (d_out, d_in),
+        dtype,
+        TABLES[kinds[0]],
+        tensors[name].seen_as(UINT8, (d_out, d_in // 2)),
+        tensors[f"{name}.absmax"].seen_as(FLOAT32 if nested is None else UINT8, groups),
+        nested,
+    )
+
+
+def _state(stored: CheckpointTensor) -> dict[str, Any]:
+    if stored.dtype != UINT8 or len(stored.shape) != 1 or stored.shape[0] > _LARGEST_STATE:
+        raise ValueError(f"{stored.name} is {stored.dtype} {stored.shape}, not JSON bytes.")
+    try:
+        state = json.loads(stored.whole().tobytes())
+    except ValueError as error:
+        raise ValueError(f"{stored.name} is not JSON.") from error
+    if not isinstance(state, dict):
+        raise ValueError(f"{stored.name} is not an object.")
+    return state
+
+
+def _shape(name: str, state: dict[str, Any]) -> tuple[int, int]:
+    shape = state.get("shape")
+    if not isinstance(shape, list) or len(shape) != 2 or not all(isinstance(n, int) for n in shape):
+        raise ValueError(f"{name}: the quant_state's shape is {shape!r}, not [d_out, d_in].")
+    return shape[0], shape[1]
+
+
+def _size(name: str, state: dict[str, Any], key: str) -> int:
+    value = state.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 2 or value % 2:
+        raise ValueError(f"{name}: the quant_state's {key} is {value!r}, not an even number.")
+    return value
+
+
+def _check_table(name: str, stored: CheckpointTensor, kind: str) -> None:
+    if stored.dtype != FLOAT32 or stored.shape != (16,):
+        raise ValueError(f"{stored.name} is {stored.dtype} {stored.shape}, not float32 (16,).")
+    if not np.array_equal(stored.whole(), np.array(TABLES[kind], np.float32)):
+        raise ValueError(f"{name}: its quant_map is not that of {kind}; others are not supported.")
+
+
+def _nested(
+    name: str,
+    tensors: Mapping[str, CheckpointTensor],
+    state: dict[str, Any],
+    groups: tuple[int, int],
+) -> _Nested | None:
+    """Return how scales are coded, None where they are float32."""
+    there = [part for part in _NESTED if f"{name}.{part}" in tensors]
+    if not there and tensors[f"{name}.absmax"].dtype == FLOAT32:
+        return None
+    if len(there) < len(_NESTED) or tensors[f"{name}.absmax"].dtype != UINT8:
+        want = ", ".join(_NESTED)
+        raise ValueError(f"{name}: absmax must be float32, or uint8 with {want} beside it.")
+    blocksize = _size(name, state, "nested_blocksize")
+    offset = state.get("nested_offset")
+    if not isinstance(offset, int | float) or offset != offset:
+        raise ValueError(f"{name}: the quant_state's nested_offset is {offset!r}, not a number.")
+    blocks = -(-groups[0] * groups[1] // blocksize)
+    absmax, table = (tensors[f"{name}.{part}"] for part in _NESTED)
+    return _Nested(
+        table.seen_as(FLOAT32, (256,)).whole(),
+        absmax.seen_as(FLOAT32, (blocks,)).whole(),
+        float(offset),
+        blocksize,
+    )

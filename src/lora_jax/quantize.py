@@ -1,0 +1,146 @@
+"""Writes a quantised copy of a checkpoint: python -m lora_jax.quantize MODEL --format nf4 --out DIR
+
+nf4 is bitsandbytes' with nested scales, fp8 has a scale per block of 128 x 128, and int4 is
+compressed-tensors' pack-quantized. Linear maps of attention, MLPs and experts are quantised, each
+rounded to the nearest; embeddings, head, norms, routers and vision towers stay as they are, and so
+do maps whose columns do not divide into blocks. transformers, vLLM and this server read the copy.
+"""
+
+import argparse
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flax import nnx
+from safetensors.numpy import save_file
+
+from lora_jax.config import ModelConfig
+from lora_jax.models.checkpoint import INDEX, SINGLE, Checkpoint, checkpoint_files, read_header
+from lora_jax.models.loader import plan_load, read_config
+from lora_jax.models.quantised.encode import UNITS, encoder
+from lora_jax.models.registry import abstract, model_class, stored_shape
+from lora_jax.models.sources import Source, Stack, Tensor
+
+logger = logging.getLogger(__name__)
+WEIGHT = ".weight"
+
+
+def quantize(model: Path, format_name: str, out: Path) -> dict[str, Any]:
+    """Write a quantised copy of a checkpoint folder; return the quantization_config it has.
+
+    Raises:
+        ValueError: the model is quantised already, is not supported, or stores experts fused; or
+            `out` holds files.
+    """
+    config = read_config(model)
+    if config.quantization is not None:
+        raise ValueError(
+            f"{model.name} is quantised already ({config.quantization.method}); give the original."
+        )
+    if out.exists() and any(out.iterdir()):
+        raise ValueError(f"{out} holds files; give a folder that does not exist.")
+    files = Checkpoint(model)
+    maps = {name: files[name].shape for name in linear_maps(config, files)}
+    chosen = {name for name, shape in maps.items() if shape[1] % UNITS[format_name] == 0}
+    if not chosen:
+        raise ValueError(
+            f"No map of {model.name} has columns in multiples of {UNITS[format_name]}, which "
+            f"{format_name} needs."
+        )
+    encode, section = encoder(format_name, {maps[name][1] for name in chosen})
+    out.mkdir(parents=True, exist_ok=True)
+    placed: dict[str, str] = {}
+    for file in checkpoint_files(model):
+        tensors = dict(_encoded(file, chosen, encode))
+        save_file(tensors, out / file.name, metadata={"format": "pt"})
+        (out / file.name).chmod(0o644)
+        placed |= dict.fromkeys(tensors, file.name)
+    if (model / INDEX).is_file():
+        size = sum((out / name).stat().st_size for name in set(placed.values()))
+        index = {"metadata": {"total_size": size}, "weight_map": placed}
+        (out / INDEX).write_text(json.dumps(index, indent=1))
+    kept = _kept(files, chosen)
+    _copy_others(model, out)
+    raw = json.loads((model / "config.json").read_text())
+    said = {"quantization_config": section(kept)}
+    (out / "config.json").write_text(json.dumps(raw | said, indent=2) + "\n")
+    left = sorted(maps.keys() - chosen)
+    logger.info("%d maps in %s; %d in 16 bits: %s", len(chosen), format_name, len(left), left[:3])
+    return said["quantization_config"]
+
+
+def linear_maps(config: ModelConfig, files: Checkpoint) -> Iterator[str]:
+    """Yield the tensors of linear maps, one each, that a quantised copy may hold.
+
+    Raises:
+        ValueError: experts are stored fused, which no library reads quantised.
+    """
+    _, state = abstract(config, "float32")
+    params = {".".join(map(str, path)): param for path, param in nnx.to_flat_state(state)}
+    shapes = {name: stored_shape(param, config) for name, param in params.items()}
+    plan = plan_load(model_class(config.model_type).weight_rules(config), shapes, files)
+    for name, param in params.items():
+        coded = param.get_metadata().get("coded")
+        if coded and not name.startswith(("tower", "lm_head")):
+            yield from _tensors_of(name, plan[name], files)
+
+
+def _tensors_of(name: str, source: Source, files: Checkpoint) -> Iterator[str]:
+    if isinstance(source, Tensor | Stack) and all(n.endswith(WEIGHT) for n in source.names()):
+        yield from (files[n].name for n in source.names())
+    elif ".experts." in name:
+        raise ValueError(
+            f"{next(iter(source.names()))} holds several experts or maps; quantised files name "
+            "each expert's maps. Write the checkpoint with one tensor for each."
+        )
+
+
+def _encoded(file: Path, chosen: set[str], encode: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the tensors of a file, in order, the chosen ones encoded."""
+    for name, stored in read_header(file).items():
+        if name not in chosen:
+            yield name, stored.whole()
+            continue
+        wide = stored.whole().astype(np.float32)
+        if not np.isfinite(wide).all():
+            raise ValueError(f"{name} holds values that are not finite.")
+        path = name.removesuffix("weight")
+        for part, tensor in encode(wide).items():
+            yield f"{path}{part}", np.ascontiguousarray(tensor)
+
+
+def _kept(files: Checkpoint, chosen: set[str]) -> list[str]:
+    """Return the paths of matrices that stay as they are, the head's too where it is tied."""
+    matrices = (n for n, t in files.tensors.items() if len(t.shape) == 2 and n not in chosen)
+    return sorted({"lm_head", *(n.removesuffix(WEIGHT) for n in matrices)})
+
+
+def _copy_others(model: Path, out: Path) -> None:
+    """Copy the files beside the weights: tokenizer, chat template, licence."""
+    for file in sorted(model.iterdir()):
+        weights = file.suffix == ".safetensors" or file.name in (INDEX, SINGLE, "config.json")
+        if file.is_file() and not weights:
+            shutil.copyfile(file, out / file.name)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(prog="python -m lora_jax.quantize", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("model", type=Path, help="checkpoint folder in 16 or 32 bits")
+    parser.add_argument("--format", choices=sorted(UNITS), required=True)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    args = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        quantize(args.model, args.format, args.out)
+    except ValueError as error:
+        parser.exit(1, f"{error}\n")
+
+
+if __name__ == "__main__":
+    main()

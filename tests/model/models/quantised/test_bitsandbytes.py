@@ -1,0 +1,93 @@
+"""bitsandbytes' tensors: other storages, other tables, and what is refused by name."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from support.cases.quantised_checkpoints import one_map
+from support.oracles.quantised_files import random_nf4
+
+from lora_jax.models.quantised import with_quantised
+from lora_jax.models.quantised.forms import FP4
+
+FLOAT32 = np.dtype(np.float32)
+STATE = "weight.quant_state.bitsandbytes__nf4"
+
+
+def stored(nested: bool = True):
+    return random_nf4((8, 128), np.random.default_rng(0), nested=nested)
+
+
+def read(folder, tensors) -> np.ndarray:
+    files, config = one_map(folder, "nf4", tensors)
+    out = np.empty((8, 128), np.float32)
+    with_quantised(files, config, FLOAT32)["a.b.weight"].read((range(8), range(128)), out)
+    return out
+
+
+def test_codes_in_another_storage(tmp_path):
+    """quant_storage bfloat16: the same bytes, seen as other numbers."""
+    case = stored()
+    tensors = case.tensors | {"weight": case.tensors["weight"].reshape(-1, 2).view(np.float16)}
+    np.testing.assert_array_equal(read(tmp_path, tensors), case.values)
+
+
+def test_fp4(tmp_path):
+    """Sign, then the eight magnitudes in bitsandbytes' order."""
+    case = stored(nested=False)
+    state = json.loads(case.tensors[STATE].tobytes()) | {"quant_type": "fp4"}
+    text = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    tensors = {n: t for n, t in case.tensors.items() if n != STATE}
+    tensors |= {STATE.replace("nf4", "fp4"): text, "weight.quant_map": np.array(FP4, np.float32)}
+    codes = case.tensors["weight"][:, 0]
+    high_first = np.stack([codes >> 4, codes & 15], axis=1).reshape(8, 2, 64)
+    magnitudes = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3], np.float32) / np.float32(12)
+    values = np.concatenate([magnitudes, -magnitudes])[high_first]
+    want = values * case.tensors["weight.absmax"].reshape(8, 2)[..., None]
+    np.testing.assert_array_equal(read(tmp_path, tensors), want.reshape(8, 128))
+
+
+def state_with(**changes):
+    def change(tensors):
+        state = json.loads(tensors[STATE].tobytes()) | changes
+        return tensors | {STATE: np.frombuffer(json.dumps(state).encode(), np.uint8)}
+
+    return change
+
+
+def without(name: str):
+    return lambda tensors: {n: t for n, t in tensors.items() if n != name}
+
+
+def with_one(**changes):
+    return lambda tensors: tensors | {n.replace("__", "."): t for n, t in changes.items()}
+
+
+REFUSED = {
+    "lacks absmax": without("weight.absmax"),
+    "lacks quant_map": without("weight.quant_map"),
+    "lacks one of quant_state": without(STATE),
+    "or uint8 with nested_absmax, nested_quant_map": without("weight.nested_absmax"),
+    "rows of 128 weights are not whole blocks of 96": state_with(blocksize=96),
+    "blocksize is 0, not an even number": state_with(blocksize=0),
+    "blocksize is None": state_with(blocksize=None),
+    "shape is [8], not [d_out, d_in]": state_with(shape=[8]),
+    "nested_offset is None, not a number": state_with(nested_offset=None),
+    "a.b.weight has 512 bytes, which are no uint8 (16, 64)": state_with(shape=[16, 128]),
+    "its quant_map is not that of nf4": with_one(
+        weight__quant_map=np.linspace(-1, 1, 16, dtype=np.float32)
+    ),
+    "is float32 (15,), not float32 (16,)": with_one(weight__quant_map=np.ones(15, np.float32)),
+    "absmax has 15 bytes": with_one(weight__absmax=np.ones(15, np.uint8)),
+    "nested_quant_map has 8 bytes": with_one(weight__nested_quant_map=np.ones(2, np.float32)),
+    "nf4 is not JSON": with_one(**{STATE.replace(".", "__", 1): np.ones(4, np.uint8)}),
+    "not JSON bytes": with_one(**{STATE.replace(".", "__", 1): np.ones(5000, np.uint8)}),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_refused_by_name(tmp_path, message):
+    tensors = REFUSED[message](stored().tensors)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read(tmp_path, tensors)

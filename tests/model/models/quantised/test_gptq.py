@@ -1,0 +1,69 @@
+"""GPTQ's and AWQ's tensors: what is refused by name."""
+
+import re
+
+import numpy as np
+import pytest
+from support.cases.quantised_checkpoints import one_map
+from support.oracles.quantised_files import store
+
+from lora_jax.models.quantised import with_quantised
+
+
+def without(name: str):
+    return lambda tensors: {n: t for n, t in tensors.items() if n != name}
+
+
+def zeros_of(value: int):
+    def change(tensors):
+        number = np.uint32(0x11111111 * value).view(np.int32)
+        return tensors | {"qzeros": np.full_like(tensors["qzeros"], number)}
+
+    return change
+
+
+REFUSED = {
+    "weight is packed and lacks scales, qzeros": (
+        "gptq",
+        lambda t: {n: t[n] for n in ("qweight", "g_idx")},
+    ),
+    "a.b.g_idx: groups in the order of activations (desc_act)": (
+        "gptq",
+        lambda t: t | {"g_idx": t["g_idx"][::-1].copy()},
+    ),
+    "16 rows of 120 weights do not divide into eights and groups of 32": (
+        "gptq",
+        lambda t: t | {"qweight": t["qweight"][:15].copy()},
+    ),
+    "a.b.scales is float16 (2, 16), expected float16 (4, 16)": (
+        "gptq",
+        lambda t: t | {"scales": t["scales"][:2].copy()},
+    ),
+    "a.b.qzeros is int64 (4, 2), expected int32 (4, 2)": (
+        "gptq",
+        lambda t: t | {"qzeros": t["qzeros"].astype(np.int64)},
+    ),
+    "a symmetric matrix has zero points other than 8": ("gptq", zeros_of(6)),
+    "a.b.qzeros holds 15: libraries disagree": ("gptq zeros", zeros_of(15)),
+    "lacks qzeros": ("awq", without("qzeros")),
+    "a.b.qzeros is int32 (1, 2), expected int32 (2, 2)": (
+        "awq",
+        lambda t: t | {"qzeros": t["qzeros"][:1].copy()},
+    ),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_refused_by_name(tmp_path, message):
+    form, change = REFUSED[message]
+    tensors = change(store(form, (16, 128), np.random.default_rng(0)).tensors)
+    files, config = one_map(tmp_path, form, tensors)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        with_quantised(files, config, np.dtype(np.float32))
+
+
+def test_zero_points_of_the_second_format_may_be_15(tmp_path):
+    tensors = store("gptq v2", (16, 128), np.random.default_rng(0)).tensors
+    files, config = one_map(tmp_path, "gptq v2", zeros_of(15)(tensors))
+    found = with_quantised(files, config, np.dtype(np.float32))["a.b.weight"]
+    assert (found.read_rows(range(2))["zeros"] == 15).all()

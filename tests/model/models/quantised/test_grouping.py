@@ -1,0 +1,137 @@
+"""Quantised checkpoints of every format: values bit for bit, codes kept, all or nothing."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+from support.cases.quantised_checkpoints import LLAMA, MOE, one_map, write_pair
+from support.oracles.quantised_files import FORMATS, store
+
+from lora_jax.models import load
+from lora_jax.models.checkpoint import SINGLE
+from lora_jax.models.quantised import with_quantised
+from lora_jax.ops.grouped_matmul import QUANTISED, CodedWeight, ScaledWeight
+from lora_jax.sharding import Split, make_mesh
+
+
+def parameters(model: nnx.Module) -> dict:
+    flat = nnx.to_flat_state(nnx.split(model, graph=False)[1])
+    return {".".join(map(str, path)): param[...] for path, param in flat}
+
+
+def plain(value) -> np.ndarray:
+    made = value.plain() if isinstance(value, QUANTISED) else value
+    return np.asarray(made, np.float32)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_matrix_is_the_formats_own_dequantisation(tmp_path, name):
+    """Whole, and any box of rows and columns, in float32 and rounded to bfloat16."""
+    stored = store(name, (48, 192), np.random.default_rng(3))
+    files, config = one_map(tmp_path, name, stored.tensors)
+    for dtype in (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)):
+        found = with_quantised(files, config, dtype)
+        assert list(found.tensors) == ["a.b.weight"]
+        want = stored.values.astype(dtype).astype(np.float32)
+        for rows, columns in ((range(48), range(192)), (range(9, 48, 3), range(7, 130))):
+            out = np.empty((len(rows), len(columns)), np.float32)
+            found["a.b.weight"].read((rows, columns), out)
+            chosen = want[rows.start : rows.stop : rows.step, columns.start : columns.stop]
+            np.testing.assert_array_equal(out, chosen)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama"])
+def test_a_model_keeps_codes_and_has_the_values_of_its_plain_copy(tmp_path, name, family):
+    config = LLAMA if family == "llama" else MOE
+    quantised, copy = write_pair(tmp_path, name, config)
+    got, want = (parameters(load(folder)[0]) for folder in (quantised, copy))
+    kept = {n for n, value in got.items() if isinstance(value, QUANTISED)}
+    products = (
+        ("q_proj.weight", "down_proj.weight") if family == "llama" else ("experts.down_proj",)
+    )
+    assert all(any(n.endswith(p) for n in kept) for p in products)
+    assert not any("norm" in n or "embed" in n or "router" in n for n in kept)
+    for n, value in got.items():
+        np.testing.assert_array_equal(plain(value), np.asarray(want[n], np.float32), err_msg=n)
+    wide = parameters(load(quantised, plain=True)[0])
+    assert not any(isinstance(value, QUANTISED) for value in wide.values())
+    assert all(np.array_equal(plain(wide[n]), plain(want[n])) for n in want)
+
+
+def test_codes_take_the_bytes_of_the_format(tmp_path):
+    quantised, _ = write_pair(tmp_path, "nf4", LLAMA)
+    down = parameters(load(quantised)[0])["layers.0.mlp.down_proj.weight"]
+    assert isinstance(down, CodedWeight)
+    leaves = jax.tree.leaves(down)
+    assert sum(leaf.nbytes for leaf in leaves) == 128 * 192 * 9 // 16  # 0.5625 a weight
+    quantised, _ = write_pair(tmp_path / "8", "fp8 channel", LLAMA)
+    down = parameters(load(quantised)[0])["layers.0.mlp.down_proj.weight"]
+    assert isinstance(down, ScaledWeight)
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(down)) == 128 * 192 + 128 * 4
+
+
+@pytest.mark.parametrize("name", ["nf4 nested", "fp8 block", "int4 zeros", "gptq"])
+@pytest.mark.parametrize("experts", ["ep", "tp"])
+def test_each_device_is_given_its_own_slice(tmp_path, name, experts):
+    quantised, _ = write_pair(tmp_path, name, MOE)
+    splits = (None, Split(make_mesh(2), experts))
+    want, got = (parameters(load(quantised, split=split)[0]) for split in splits)
+    for n, value in got.items():
+        here = jax.tree.map(lambda a: jnp.asarray(np.asarray(a)), value)
+        rows = plain(want[n]).shape[0]  # a vocabulary is padded
+        np.testing.assert_array_equal(plain(here)[:rows], plain(want[n]), err_msg=n)
+    codes = jax.tree.leaves(got["layers.0.mlp.experts.gate_proj"])[0]
+    shards = {shard.data.shape[:2] for shard in codes.addressable_shards}
+    assert shards == {(4, 64) if experts == "ep" else (8, 32)}
+
+
+def test_dtype_of_the_request_is_that_of_the_values(tmp_path):
+    quantised, _ = write_pair(tmp_path, "nf4", LLAMA)
+    weight = parameters(load(quantised, dtype="float32")[0])["layers.0.attn.q_proj.weight"]
+    assert weight.dtype == jnp.float32
+    assert (
+        plain(weight).astype(ml_dtypes.bfloat16).astype(np.float32).tolist()
+        != plain(weight).tolist()
+    )
+
+
+def rewritten(folder, tensors=None, **config):
+    """Write tensors and changes of the config into a checkpoint folder."""
+    if tensors is not None:
+        save_file(tensors, folder / SINGLE)
+    said = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(said | config))
+    return folder
+
+
+def test_bad_checkpoints_are_refused_by_name(tmp_path):
+    quantised, copy = write_pair(tmp_path, "fp8 block", LLAMA)
+    with pytest.raises(ValueError, match="names fp8, but no tensor is stored so"):
+        load(rewritten(copy, quantization_config={"quant_method": "fp8"}))
+    with pytest.raises(ValueError, match=r"F8_E4M3, which needs a quantization_config of fp8"):
+        load(rewritten(quantised, quantization_config=None))
+    quantised, _ = write_pair(tmp_path / "int4", "int4", LLAMA)
+    extra = load_file(quantised / SINGLE) | {
+        "model.layers.0.self_attn.k_scale": np.ones(1, np.float32)
+    }
+    with pytest.raises(ValueError, match=r"no place in the model: .*k_scale"):
+        load(rewritten(quantised, extra))
+
+
+def test_mixed_formats_are_refused_by_name(tmp_path):
+    quantised, copy = write_pair(tmp_path, "int4", MOE)
+    tensors = load_file(quantised / SINGLE)
+    name = "model.layers.1.mlp.experts.2.up_proj"
+    half = {n: t for n, t in tensors.items() if not n.startswith(f"{name}.weight_")}
+    half[f"{name}.weight"] = load_file(copy / SINGLE)[f"{name}.weight"]
+    with pytest.raises(ValueError, match=r"experts\.\{expert\}\.up_proj.*several formats"):
+        load(rewritten(quantised, half))
+    both = tensors | {f"{name}.weight": half[f"{name}.weight"]}
+    with pytest.raises(ValueError, match=r"Stored in 16 bits and quantised: .*up_proj"):
+        load(rewritten(quantised, both))

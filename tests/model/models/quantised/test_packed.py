@@ -1,0 +1,69 @@
+"""compressed-tensors' packed tensors: what is refused by name."""
+
+import re
+
+import numpy as np
+import pytest
+from support.cases.quantised_checkpoints import one_map
+from support.oracles.quantised_files import store
+
+from lora_jax.models.quantised import with_quantised
+from lora_jax.models.quantised.packed import nibbles
+
+
+def without(name: str):
+    return lambda tensors: {n: t for n, t in tensors.items() if n != name}
+
+
+REFUSED = {
+    "weight is packed and lacks weight_scale": ("int4", without("weight_scale")),
+    "lacks weight_shape": ("int4", without("weight_shape")),
+    "lacks weight_zero_point": ("int4 zeros", without("weight_zero_point")),
+    "groups in the order of activations (actorder)": (
+        "int4",
+        lambda t: t | {"weight_g_idx": np.zeros(128, np.int32)},
+    ),
+    "weight_shape is int64 (3,), not two integers": (
+        "int4",
+        lambda t: t | {"weight_shape": np.ones(3, np.int64)},
+    ),
+    "100 columns do not divide into groups of 32": (
+        "int4",
+        lambda t: t | {"weight_shape": np.array([16, 100])},
+    ),
+    "weight_packed is int32 (16, 16), expected int32 (16, 20)": (
+        "int4",
+        lambda t: t | {"weight_shape": np.array([16, 160])},
+    ),
+    "weight_scale is float32 (16, 2), expected float32 (16, 4)": (
+        "int4",
+        lambda t: t | {"weight_scale": np.ones((16, 2), np.float32)},
+    ),
+    "weight_zero_point is int32 (1, 2), expected int32 (2, 2)": (
+        "int4 zeros",
+        lambda t: t | {"weight_zero_point": t["weight_zero_point"][:1].copy()},
+    ),
+    "weight_packed is int32 (4, 4), expected uint8 (4, 4)": (
+        "mxfp4",
+        lambda t: t | {"weight_packed": np.ones((4, 4), np.int32)},
+    ),
+    "weight_scale is uint8 (16, 3), expected uint8 (16, 4)": (
+        "mxfp4",
+        lambda t: t | {"weight_scale": np.ones((16, 3), np.uint8)},
+    ),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_refused_by_name(tmp_path, message):
+    form, change = REFUSED[message]
+    tensors = change(store(form, (16, 128), np.random.default_rng(0)).tensors)
+    files, config = one_map(tmp_path, form, tensors)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        with_quantised(files, config, np.dtype(np.float32))
+
+
+def test_nibbles_run_from_the_low_bits_up():
+    numbers = np.array([[0x76543210, -1], [8, 0]], np.int32)
+    want = [[0, 1, 2, 3, 4, 5, 6, 7, *[15] * 8], [8, *[0] * 15]]
+    assert nibbles(numbers).tolist() == want

@@ -1,0 +1,89 @@
+"""python -m lora_jax.quantize: folders that load, what stays in 16 bits, and what is refused."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from support.cases.quantised_checkpoints import MOE, maps_of, plain_tensors
+
+from lora_jax.models import load
+from lora_jax.models.checkpoint import INDEX, SINGLE
+from lora_jax.models.weight_sizes import weight_sizes
+from lora_jax.ops.grouped_matmul import QUANTISED
+from lora_jax.quantize import main, quantize
+
+
+@pytest.fixture
+def original(tmp_path):
+    """A checkpoint in bfloat16, of two files, whose experts' down maps have 96 columns."""
+    rng, config = np.random.default_rng(0), MOE | {"moe_intermediate_size": 96}
+    tensors = plain_tensors(config, rng)
+    for name, shape in maps_of(config).items():
+        values = rng.standard_normal(shape) / shape[1] ** 0.5
+        tensors[f"{name}.weight"] = values.astype(tensors["lm_head.weight"].dtype)
+    folder = tmp_path / "original"
+    (folder / "adapters").mkdir(parents=True)
+    names = sorted(tensors)
+    placed = {}
+    for file, part in (("a.safetensors", names[::2]), ("b.safetensors", names[1::2])):
+        save_file({name: tensors[name] for name in part}, folder / file)
+        placed |= dict.fromkeys(part, file)
+    (folder / INDEX).write_text(json.dumps({"weight_map": placed}))
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["nf4", "fp8", "int4"])
+def test_a_copy_loads_and_is_near_the_original(original, tmp_path, name):
+    out = tmp_path / "out"
+    main([str(original), "--format", name, "--out", str(out)])
+    assert sorted(p.name for p in out.iterdir()) == sorted(
+        p.name for p in original.iterdir() if p.is_file()
+    )
+    model, _ = load(out)
+    want, _ = load(original)
+    block, plain = model.layers[1].mlp, want.layers[1].mlp
+    sizes = weight_sizes(model)
+    assert sizes.quantised_bytes < 0.57 * sizes.quantised_parameters * (2 if name == "fp8" else 1)
+    assert isinstance(block.experts.gate_proj[...], QUANTISED)
+    assert isinstance(block.experts.down_proj[...], QUANTISED) == (name != "nf4")
+    np.testing.assert_array_equal(block.router.weight[...], plain.router.weight[...])
+    got = np.asarray(block.experts.gate_proj[...].plain(), np.float32)
+    original_values = np.asarray(plain.experts.gate_proj[...], np.float32)
+    error = np.sqrt(np.mean((got - original_values) ** 2) / np.mean(original_values**2))
+    assert error < 0.1
+    section = json.loads((out / "config.json").read_text())["quantization_config"]
+    kept = next(v for k, v in section.items() if k.startswith(("llm_int8_skip", "modules", "ign")))
+    assert {"lm_head", "model.layers.0.mlp.gate"} <= set(kept)
+    assert ("model.layers.0.mlp.experts.3.down_proj" in kept) == (name == "nf4")
+
+
+def test_refused_by_name(original, tmp_path, capsys):
+    quantize(original, "int4", tmp_path / "int4")
+    with pytest.raises(ValueError, match=r"int4 is quantised already \(compressed-tensors\)"):
+        quantize(tmp_path / "int4", "nf4", tmp_path / "again")
+    with pytest.raises(ValueError, match="original holds files; give a folder that does not exist"):
+        quantize(original, "int4", original)
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "absent"), "--format", "nf4", "--out", str(tmp_path / "x")])
+    assert "There is no folder" in capsys.readouterr().err
+
+
+def test_fused_experts_are_refused_by_name(original, tmp_path):
+    folder = tmp_path / "fused"
+    folder.mkdir()
+    tensors = load_file(original / "a.safetensors") | load_file(original / "b.safetensors")
+    for layer in range(MOE["num_hidden_layers"]):
+        at = f"model.layers.{layer}.mlp.experts"
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            parts = [tensors.pop(f"{at}.{e}.{name}.weight") for e in range(8)]
+            tensors[f"{at}.{name}"] = np.stack(parts)
+        gate, up = (tensors.pop(f"{at}.{name}_proj") for name in ("gate", "up"))
+        tensors[f"{at}.gate_up_proj"] = np.concatenate([gate, up], axis=1)
+    save_file(tensors, folder / SINGLE)
+    shutil.copy(original / "config.json", folder)
+    with pytest.raises(ValueError, match=r"experts\.\w+ holds several experts or maps"):
+        quantize(folder, "nf4", tmp_path / "out")

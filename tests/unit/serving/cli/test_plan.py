@@ -1,0 +1,81 @@
+"""The plan of a deployment: bytes, tiers, hits and cost of a model at hand."""
+
+import json
+
+import pytest
+from support.processes.server_process import ROOT
+
+from lora_jax.adapters.catalogue import LoraCatalogue, LoraModule
+from serving import launch
+from serving.api.config import EngineConfig
+from serving.cli.plan import ModelSizes, PlanRequest, adapter_bytes, plan_text, read_request
+
+LAYERS = tuple(range(80))
+SHAPES = {"q_proj": 8192, "k_proj": 1024, "v_proj": 1024, "o_proj": 8192}
+
+
+@pytest.fixture
+def llama_70b():
+    modules = {name: LoraModule(name, 8192, wide, LAYERS) for name, wide in SHAPES.items()}
+    return LoraCatalogue("llama", 80, modules, ())
+
+
+def test_an_adapter_of_a_70b_model_takes_131_mb(llama_70b):
+    """The guide says 168 MB, which assumes as many KV heads as heads."""
+    assert adapter_bytes(llama_70b, 16, 2) == 131_072_000
+    assert adapter_bytes(llama_70b, 32, 2, ("q_proj",)) == 80 * 32 * 2 * 8192 * 2
+    with pytest.raises(ValueError, match="'x_proj'"):
+        adapter_bytes(llama_70b, 16, 2, ("x_proj",))
+
+
+def test_the_plan_counts_devices_tiers_and_money(llama_70b):
+    flags = {"max_loras": 30, "max_lora_rank": 16, "max_total_adapter_bytes": 1 << 36}
+    engine = EngineConfig(model="m", **flags)
+    sizes = ModelSizes(141_000_000_000, 80 * 2 * 8 * 128 * 2, 2)
+    text = plan_text(PlanRequest(device_bytes=141e9), engine, llama_70b, sizes)
+    assert "devices        2 of 141 GB" in text
+    assert "adapter slots  3.93 GB: 30 adapters" in text
+    assert "2,920 a month" in text
+    assert "host           524 adapters" in text
+    assert "they get 53%" in text
+    assert "rank 256" in text
+    small = PlanRequest(adapters=10, zipf=0.0, device_bytes=141e9)
+    assert "device 100.0%, host 0.0%, disk 0.0%" in plan_text(small, engine, llama_70b, sizes)
+
+
+def test_what_cannot_be_served_is_an_error(llama_70b):
+    engine = EngineConfig(model="m", max_loras=1, max_lora_rank=1024)
+    with pytest.raises(ValueError, match="no room for KV"):
+        plan_text(PlanRequest(device_bytes=1e9), engine, llama_70b, ModelSizes(10**9, 10**5, 2))
+
+
+WRONG = [
+    ("[]", "object"),
+    ('{"adaptors": 3}', "'adaptors'"),
+    ('{"adapters": 0}', "adapters"),
+    ('{"adapters": 1.5}', "an integer"),
+    ('{"adapters": 1e7}', "an integer"),
+    ('{"adapters": 2000000}', "1,000,000"),
+    ('{"zipf": -1}', "zipf"),
+    ('{"zipf": true}', "zipf"),
+    ('{"price_per_gpu_hour": "2"}', "price_per_gpu_hour"),
+    ('{"modules": "q_proj"}', "modules"),
+    ("{", "Expecting"),
+]
+
+
+@pytest.mark.parametrize(("text", "named"), WRONG, ids=range(len(WRONG)))
+def test_wrong_requests_name_the_field(text, named):
+    with pytest.raises(ValueError, match=named):
+        read_request(text)
+    assert read_request("{}") == PlanRequest()
+
+
+def test_the_command_prints_the_plan_of_the_shipped_model(capsys):
+    asked = json.dumps({"adapters": 200, "rank": 8, "device_bytes": 1e9})
+    model = str(ROOT / "assets" / "tiny-moe")
+    assert launch.main([model, "--plan", asked, "--max-loras", "20"]) == 0
+    text = capsys.readouterr().out
+    assert "20 adapters" in text
+    assert "disk           200 adapters" in text
+    assert launch.main([model, "--plan", '{"modules": ["nope"]}']) == 1
