@@ -18,6 +18,7 @@ from lora_jax.adapters.registry import AdapterRegistry
 from serving.http.app import create_app
 from serving.http.requests.bounds import Bounds
 from serving.http.settings import HttpSettings
+from serving.runtime.rollouts import Rollouts
 from serving.text.chat_template import ChatTemplate
 from serving.text.tokenizer import Tokenizer
 
@@ -258,6 +259,7 @@ def test_no_adapter_folder_keeps_others_waiting(tmp_path, write):
         write(tmp_path / name)
     engine = FakeEngine(tmp_path)
     engine.registry = AdapterRegistry(adapter_cases.llama(layers=LAYERS), lora_dir=tmp_path)
+    engine.rollouts = Rollouts(engine.registry)
     app = create_app(engine)
     for name in names:
         found = measure(app, COMPLETIONS, body(prompt="a", model=name))
@@ -276,3 +278,5 @@ def test_bounds_follow_from_the_model():
     assert (small.tokens, large.tokens) == (1 << 15, 131_072)
     assert (small.characters(256), large.characters(10)) == (4096, 1280)
     assert Bounds(1 << 20, 1).values == 1 << 21
+    images = [Bounds(256, 16, images=count).body_bytes for count in (0, 1, 8, 999)]
+    assert images == [1 << 20, 9 << 20, 65 << 20, 65 << 20]
