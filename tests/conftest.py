@@ -54,6 +54,9 @@ LONGEST = (
     "test_esft_results.py",
     "test_lora.py",
     "test_compiled_step.py",
+    "test_devices.py",
+    "test_split_step.py",
+    "test_split.py",
 )
 # Tiers whose parametrised tests have a long tail: sizes, seeds, schedules of one promise.
 SAMPLED = ("tests/kernels/", "tests/model/")

@@ -1,6 +1,9 @@
 """Images on their way into a prompt: patches, digests, and placeholders that become tokens."""
 
+import collections
 import hashlib
+import threading
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,10 +13,12 @@ from lora_jax.config import VisionConfig
 from lora_jax.vision import layout
 from lora_jax.vision.processor import ProcessorSettings, image_digest, preprocess
 from serving.api.images import PreparedImage, PromptImage
+from serving.api.request import QueueFull
 from serving.images.decode import ImageError
 
 TEXT_ONLY = "This model takes text only; it was given images."
 TOO_MANY = "At most {limit} image(s) may be provided in one prompt."
+RETRY_AFTER_S = 1.0
 _TOWER = "visual."  # how names of a tower's modules begin
 
 
@@ -33,16 +38,26 @@ class ImageFront:
         self.token_id, self.placeholder = config.image_token_id, placeholder
         self.max_images = max_images
         self._config, self._settings, self._max_tokens = config, settings, max_image_tokens
+        self._lock = threading.Lock()
+        self._held_bytes = 0
+        self._freed: collections.deque[int] = collections.deque()  # since it was last summed
 
     def check_count(self, count: int) -> None:
         """Raise ValueError for more images than one prompt may have."""
         if count > self.max_images:
             raise ValueError(TOO_MANY.format(limit=self.max_images))
 
-    def prepare(self, pixels: np.ndarray) -> PreparedImage:
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all prepared images that any request holds."""
+        with self._lock:
+            return self._summed()
+
+    def prepare(self, pixels: np.ndarray, *, most_held: int | None = None) -> PreparedImage:
         """Return an image of uint8 [height, width, 3], ready for the tower.
 
-        ImageError for one that is too narrow, or of more tokens than a prompt can have.
+        ImageError for one that is too narrow, or of more tokens than a prompt can have. QueueFull
+        when the images of all requests would take more than `most_held` bytes with it.
         """
         height, width = pixels.shape[:2]
         try:
@@ -56,8 +71,29 @@ class ImageFront:
                 f"{self._max_tokens} fit. Send a smaller one, or set max_pixels in "
                 "mm_processor_kwargs."
             )
-        digest = image_digest(pixels, self._settings)
-        return PreparedImage(preprocess(pixels, self._settings), grid, count, digest)
+        size = grid[0] * grid[1] * 3 * self._config.patch_size**2
+        self._hold(size, most_held)
+        try:
+            digest = image_digest(pixels, self._settings)
+            image = PreparedImage(preprocess(pixels, self._settings), grid, count, digest)
+        except BaseException:
+            self._freed.append(size)
+            raise
+        weakref.finalize(image, self._freed.append, size)  # may run anywhere: it takes no lock
+        return image
+
+    def _hold(self, size: int, most: int | None) -> None:
+        with self._lock:
+            if most is not None and self._summed() + size > most:
+                raise QueueFull(
+                    f"The images of waiting requests take {most} bytes at most.", RETRY_AFTER_S
+                )
+            self._held_bytes += size
+
+    def _summed(self) -> int:
+        while self._freed:
+            self._held_bytes -= self._freed.popleft()
+        return self._held_bytes
 
     def expand(
         self, ids: Sequence[int], images: Sequence[PreparedImage]

@@ -1,7 +1,6 @@
 """A tokenizer as llguidance has it: the bytes of every token, and which tokens end a text."""
 
 import dataclasses
-import importlib.util
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -14,9 +13,10 @@ if TYPE_CHECKING:
 def has_llguidance() -> bool:
     """Return whether the library is installed; a server without structured outputs runs without."""
     try:
-        return importlib.util.find_spec("llguidance") is not None
-    except ValueError:  # it is marked as absent
+        import llguidance  # noqa: F401
+    except ImportError:
         return False
+    return True
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

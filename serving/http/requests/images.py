@@ -12,6 +12,7 @@ from serving.images.decode import MAX_PIXELS, ImageError, decode
 from serving.images.front import TOO_MANY, ImageFront
 from serving.images.sources import FetchFailed, MediaPolicy, read_source
 
+MAX_HELD_BYTES = 2 << 30  # of the prepared images of all requests
 MAX_ALL_PIXELS = 4 * MAX_PIXELS  # of all images of a request, decoded one after the other
 _REMOTE = ("http:", "https:")
 
@@ -51,6 +52,8 @@ async def read_images(
 ) -> list[PreparedImage]:
     """Return the images of the messages, prepared. ApiError 400, or 422 for a failed fetch.
 
+    QueueFull while the images of other requests fill MAX_HELD_BYTES.
+
     They are fetched and decoded one after the other in threads for that, so that a request takes
     no more than one of them and the memory of one image at a time.
     """
@@ -84,7 +87,7 @@ async def read_images(
 
 def _prepared(front: ImageFront, data: bytes) -> tuple[int, PreparedImage]:
     pixels = decode(data)
-    return pixels.shape[0] * pixels.shape[1], front.prepare(pixels)
+    return pixels.shape[0] * pixels.shape[1], front.prepare(pixels, most_held=MAX_HELD_BYTES)
 
 
 def _wrong(message: str) -> ApiError:

@@ -25,7 +25,7 @@ from serving.http.settings import HttpSettings
 from serving.images.decode import ImageError
 from serving.images.sources import MediaPolicy
 
-FIELDS = {"max_num_seqs": 4, "block_size": 4, "max_loras": 4, "max_lora_rank": 4}
+FIELDS = {"max_num_seqs": 4, "block_size": 4, "max_loras": 6, "max_lora_rank": 8}
 PICTURES = [picture(40, 24, 1), picture(24, 56, 2), picture(64, 64, 3)]
 ASKED = Sampling(max_tokens=6, temperature=0, logprobs=3, ignore_eos=True)
 PROMPT = f"look: {HOLDER} and {HOLDER} what?"
@@ -113,6 +113,16 @@ def test_batch_caches_and_forms_keep_the_bits(engine: Engine):
     assert bits(outputs[3]) != want
     assert bits(outputs[2]) == ask(engine, PICTURES[:1], f"{HOLDER} one", "text")
     assert bits(outputs[3]) == ask(engine, PICTURES[1:3], adapter="tower")
+
+
+def test_sums_of_adapters_change_the_tower_like_their_parts(engine: Engine):
+    """A sum of one is that adapter; a sum with the tower's adapter has its own rows."""
+    want = ask(engine, PICTURES[:2], adapter="tower")
+    assert ask(engine, PICTURES[:2], adapter={"tower": 1.0})[0] == want[0]
+    hits = engine.stats().image_stats.hits
+    other = ask(engine, PICTURES[:2], adapter={"tower": 0.25, "text": 0.5})
+    assert engine.stats().image_stats.hits == hits
+    assert other not in (want, ask(engine, PICTURES[:2], adapter="text"))
 
 
 def test_rows_of_an_image_are_found_again_under_other_words(engine: Engine):

@@ -82,6 +82,15 @@ def test_tokens_are_those_of_the_plain_copy(tmp_path, name):
     assert answer["usage"]["completion_tokens"] == 12
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_two_devices_give_the_tokens_of_one(tmp_path, name):
+    quantize(MODEL, name, tmp_path)
+    with engine_of(tmp_path) as engine:
+        want = tokens_of(engine)
+    with engine_of(tmp_path, tensor_parallel_size=2) as engine:
+        assert tokens_of(engine) == want
+
+
 def test_adapters_that_replace_experts_are_refused_by_name(tmp_path):
     quantize(MODEL, "int4", tmp_path / "quantised")
     with pytest.raises(ValueError, match=r"max_esft_adapters is 2, but the base's experts are qu"):

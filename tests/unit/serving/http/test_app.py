@@ -23,7 +23,7 @@ def test_openapi_names_every_route(client):
 def test_openapi_describes_the_bodies(client):
     schema = client.get("/openapi.json").json()
     posts = [path for path, methods in schema["paths"].items() if "post" in methods]
-    for path in set(posts) - {"/ping"}:
+    for path in set(posts) - {"/ping", "/v1/adapters/{name}/rollback"}:
         content = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]
         name = content["schema"]["$ref"].removeprefix("#/components/schemas/")
         assert schema["components"]["schemas"][name]["properties"]

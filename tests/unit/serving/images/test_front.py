@@ -1,5 +1,6 @@
 """Placeholders to tokens, keys by adapter, and what does not fit."""
 
+import gc
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,6 +9,7 @@ from support.cases.tiny_vision import picture
 
 from lora_jax.config import VisionConfig
 from lora_jax.vision.processor import ProcessorSettings
+from serving.api.request import QueueFull
 from serving.images.decode import ImageError
 from serving.images.front import ImageFront
 
@@ -53,6 +55,20 @@ def test_keys_follow_the_adapter_only_where_it_changes_rows():
     assert key(None) != key(None, "tenant")
     assert len(key(None)) == 32
     assert FRONT.prepare(picture(16, 16)).digest == SMALL.digest != WIDE.digest
+
+
+def test_bytes_of_images_are_counted_while_anyone_holds_them():
+    front = ImageFront(CONFIG, SETTINGS, placeholder="<image>", max_images=2, max_image_tokens=40)
+    first = front.prepare(picture(16, 16))
+    size = first.patches.pixels.nbytes
+    assert front.held_bytes == size == 16 * 16 * 3
+    with pytest.raises(QueueFull, match=f"{2 * size - 1} bytes at most"):
+        front.prepare(picture(16, 16), most_held=2 * size - 1)
+    second = front.prepare(picture(16, 16), most_held=2 * size)
+    assert front.held_bytes == 2 * size
+    del first, second
+    gc.collect()
+    assert front.held_bytes == 0
 
 
 def test_what_does_not_fit_is_named():

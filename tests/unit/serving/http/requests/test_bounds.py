@@ -102,6 +102,7 @@ CASES: list[tuple[str, str, int, Callable[[], bytes]]] = [
     (COMPLETIONS, "model", 404, lambda: body(prompt="a", model="a" * 4096)),
     (COMPLETIONS, "model, 16 MiB", 400, lambda: filled(LIMIT, b'{"model": "')),
     (COMPLETIONS, "user", 200, lambda: body(prompt="a", user="a" * 4096)),
+    (COMPLETIONS, "adapters", 400, lambda: body(prompt="a", adapters=[{"name": "a"}] * 20_000)),
     (COMPLETIONS, "a number, 16 MiB", 400, lambda: filled(LIMIT, b'{"seed": ', b"}", b"9")),
     (COMPLETIONS, "a key, 16 MiB", 400, lambda: filled(LIMIT, b'{"', b'": 1}')),
     (COMPLETIONS, "depth", 400, lambda: b'{"x": ' + b"[" * (VALUES - 10)),

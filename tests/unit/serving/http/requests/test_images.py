@@ -10,6 +10,7 @@ from support.cases.tiny_vision import picture, png
 
 from lora_jax.config import VisionConfig
 from lora_jax.vision.processor import ProcessorSettings
+from serving.api.request import QueueFull
 from serving.http.errors import ApiError
 from serving.http.requests import images as module
 from serving.http.requests.images import image_url, parts_of, read_images, urls_of
@@ -140,6 +141,12 @@ def test_pixels_of_all_images_are_bounded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "MAX_ALL_PIXELS", 300)
     with pytest.raises(ApiError, match="more than 300 pixels in all"):
         read(user(image(GOOD), image(GOOD)))
+
+
+def test_images_of_all_requests_are_bounded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "MAX_HELD_BYTES", FRONT.held_bytes + 100)
+    with pytest.raises(QueueFull, match="images of waiting requests"):
+        read(user(image(GOOD)))
 
 
 def test_a_model_of_text_reads_no_images():

@@ -1,0 +1,95 @@
+"""Decoding on a CPU with a base in 16, 8 and 4 bits: output tokens a second.
+
+`python -m bench.quantised --out DIR` writes a Llama-shaped random model of 125 million parameters
+(bench.random_model) and its quantised copies, and lets the engine answer 1 and 8 requests of 16
+tokens with 48 each, greedy and without adapters. Engines take turns; a figure is the median of the
+turns, the short prompt included.
+"""
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from bench.random_model import LlamaShape, write_llama
+from lora_jax.quantize import quantize
+from serving import Engine, Sampling
+
+FORMATS = ("int4", "nf4", "fp8")
+PROMPT, ANSWER = 16, 48
+REQUESTS = (1, 8)
+
+
+def engine_of(folder: Path) -> Engine:
+    """Return an engine without adapters, in bfloat16."""
+    sizes = {"max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 128}
+    return Engine(str(folder), dtype="bfloat16", kv_cache_memory_bytes=64 << 20, **sizes)
+
+
+def rate(engine: Engine, requests: int) -> float:
+    """Return output tokens a second of so many equal requests at once."""
+    prompts = [[3 + i + 8 * r for i in range(PROMPT)] for r in range(requests)]
+    sampling = Sampling(max_tokens=ANSWER, temperature=0.0, ignore_eos=True)
+    start = time.perf_counter()
+    engine.generate(prompts, None, sampling)
+    return requests * ANSWER / (time.perf_counter() - start)
+
+
+def measure(turns: int) -> list[dict]:
+    """Return a row for each number of requests and format."""
+    with tempfile.TemporaryDirectory() as tmp, contextlib.ExitStack() as running:
+        root = Path(tmp)
+        write_llama(root / "bfloat16", LlamaShape())
+        for name in FORMATS:
+            quantize(root / "bfloat16", name, root / name)
+        names = ("bfloat16", *FORMATS)
+        engines = {name: running.enter_context(engine_of(root / name)) for name in names}
+        rates: dict[tuple[int, str], list[float]] = {}
+        for turn in range(turns + 1):
+            for requests in REQUESTS:
+                for name, engine in engines.items():
+                    found = rate(engine, requests)
+                    if turn:  # the first one warms up
+                        rates.setdefault((requests, name), []).append(found)
+        bytes_of = {name: engine.model_info.weight_bytes for name, engine in engines.items()}
+    medians = {key: statistics.median(values) for key, values in rates.items()}
+    return [
+        {
+            "requests": requests,
+            "base": name,
+            "weight_mb": round(bytes_of[name] / 1e6, 1),
+            "tokens_per_s": round(value, 1),
+            "over_bfloat16": round(value / medians[requests, "bfloat16"], 2),
+        }
+        for (requests, name), value in medians.items()
+    ]
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--out", type=Path, required=True, help="folder of quantised_cpu.json")
+    parser.add_argument("--turns", type=int, default=7)
+    args = parser.parse_args()
+    rows = measure(args.turns)
+    result = {
+        "command": "python -m bench.quantised",
+        "date": datetime.date.today().isoformat(),
+        "device": f"{platform.machine()} CPU, {os.cpu_count()} cores",
+        "rows": rows,
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "quantised_cpu.json").write_text(json.dumps(result, indent=1) + "\n")
+    for row in rows:
+        print("  ".join(f"{key} {value}" for key, value in row.items()))
+
+
+if __name__ == "__main__":
+    main()
