@@ -1,8 +1,8 @@
 """Decoding on a CPU with a base in 16, 8 and 4 bits: output tokens a second.
 
 `python -m bench.quantised --out DIR` writes a Llama-shaped random model of 125 million parameters
-(bench.random_model) and its quantised copies, and lets the engine answer 1 and 8 requests of 16
-tokens with 48 each, greedy and without adapters. Engines take turns; a figure is the median of the
+(bench.random_model) and its quantised copies, and lets the engine answer 1 and 8 requests of 4
+tokens with 60 each, greedy and without adapters. Engines take turns; a figure is the median of the
 turns, the short prompt included.
 """
 
@@ -22,13 +22,13 @@ from lora_jax.quantize import quantize
 from serving import Engine, Sampling
 
 FORMATS = ("int4", "nf4", "fp8")
-PROMPT, ANSWER = 16, 48
+PROMPT, ANSWER = 4, 60
 REQUESTS = (1, 8)
 
 
 def engine_of(folder: Path) -> Engine:
     """Return an engine without adapters, in bfloat16."""
-    sizes = {"max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 128}
+    sizes = {"max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 8}
     return Engine(str(folder), dtype="bfloat16", kv_cache_memory_bytes=64 << 20, **sizes)
 
 

@@ -15,6 +15,7 @@ from support.cases.finetune_cases import (
     num_learned,
     share_compiled_step,
 )
+from support.cases.quantised_checkpoints import MOE, write_pair
 
 from lora_jax.finetune import esft
 from lora_jax.finetune.documents import read_format
@@ -114,3 +115,10 @@ def test_answer_only_learns_the_answers_alone(folder, monkeypatch, answer_only):
     fitted = fit_nothing(monkeypatch, esft)
     esft.train_esft(model, documents, 32, SELECTION, SCHEDULE, answer_only=answer_only)
     assert fitted[0].weights.sum() == num_learned(documents, answer_only)
+
+
+def test_a_quantised_base_is_refused_by_name(tmp_path):
+    quantised, _ = write_pair(tmp_path, "int4", MOE)
+    command = ["--model", str(quantised), "--data", "none.jsonl", "--out", str(tmp_path / "out")]
+    with pytest.raises(ValueError, match=r"quantised is quantised \(compressed-tensors\); an ESFT"):
+        esft.main(command)

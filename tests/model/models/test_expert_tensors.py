@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from support.cases import tiny_esft
+from support.cases.quantised_checkpoints import MOE, write_pair
 from support.cases.tiny_checkpoint import TinyShape, write_model
 from support.drivers.model_driver import Driver, fill_slots, highest_rank, random_sites
 
@@ -193,6 +194,9 @@ def test_models_that_cannot_are_refused(tmp_path):
     write_model(tmp_path / "dense", TinyShape())
     with pytest.raises(ValueError, match="no experts"):
         ExpertTensors(load(tmp_path / "dense")[0], HostMemory(), extra=1)
+    quantised, _ = write_pair(tmp_path, "int4", MOE)
+    with pytest.raises(ValueError, match="Quantised experts cannot be replaced"):
+        ExpertTensors(load(quantised)[0], HostMemory(), extra=1)
 
 
 def test_page_size_follows_the_tensors():
