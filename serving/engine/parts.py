@@ -269,7 +269,8 @@ def _cut(base: _Base) -> HostForm | None:
 
 def _make_grammars(config: EngineConfig, tokenizer: Tokenizer, info: ModelInfo) -> Grammars:
     if not config.structured_outputs:
-        return Grammars(None, why_none="structured_outputs are off: start without --no-structured-outputs.")
+        off = "structured_outputs are off: start without --no-structured-outputs."
+        return Grammars(None, why_none=off)
     return Grammars(vocabulary_of(tokenizer, info.vocab_size, info.end_token_ids))
 
 
