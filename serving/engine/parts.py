@@ -100,7 +100,7 @@ def build_parts(
     made_up = model_config.vocab_size if source.made_up else None
     tokenizer = Tokenizer(config.model, chat_template=config.chat_template, made_up=made_up)
     images = take_tower(config, model, model_config, dtype)
-    check_pairs(model_config, access is not None, config)
+    config = check_pairs(model_config, access is not None, config)
     weights = weight_sizes(model)
     with ExitStack() as undo:
         remote = None if access is None else connect(access, config, dtype.name)
