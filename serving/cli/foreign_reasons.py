@@ -134,7 +134,7 @@ REFUSED = {
     "models generate text here": (
         "--pooler-config --max-lora-cls-labels --enable-prompt-embeds --diffusion-config"
     ),
-    "tools are not supported; give their text in a message": (
+    "a chat demands calls by tool_choice, a function or 'required'; 'auto' is not supported": (
         "--enable-auto-tool-choice --exclude-tools-when-tool-choice-none --tool-call-parser "
         "--tool-strict-level --tool-server"
     ),

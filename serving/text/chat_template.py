@@ -72,7 +72,8 @@ class ChatTemplate:
         if self._wants_parts:
             plain = [{**m, "content": _part(m["content"])} for m in plain]
         own = {"messages": plain, "add_generation_prompt": add_generation_prompt}
-        own |= {"tools": None, "documents": None, **self._special_tokens}
+        own |= {"tools": (variables or {}).get("tools"), "documents": None}
+        own |= self._special_tokens
         try:
             prompt = template.render({**(variables or {}), **own})
         except _Refused as error:

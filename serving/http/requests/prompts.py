@@ -12,6 +12,7 @@ from serving.http.requests.bounds import Bounds
 from serving.http.requests.images import is_text, part_kind, parts_of
 from serving.http.requests.protocol import MAX_PROMPTS, ChatMessage
 from serving.http.requests.template_options import TemplateOptions
+from serving.http.requests.tools import template_calls
 
 _SHORT = 2048  # characters that are encoded without leaving the event loop
 _LONG = 1 << 15  # characters that a thread for short work encodes
@@ -208,9 +209,20 @@ def _render(engine: AbstractEngine, messages: list[ChatMessage], options: Templa
 
 
 def _plain(engine: AbstractEngine, place: int, message: ChatMessage) -> dict[str, Any]:
-    """Return role and content of a message; a part that is not taken is refused by its type."""
+    """Return role, content and tool calls of a message; what is not taken is refused by name."""
     extra = message.model_extra or {}
-    for field in ("tool_calls", "function_call", "audio"):
+    more: dict[str, Any] = {}
+    if extra.get("tool_calls"):
+        more["tool_calls"] = template_calls(place, extra["tool_calls"])
+    if message.role == "tool":
+        more |= {k: v for k in ("tool_call_id", "name") if isinstance(v := extra.get(k), str)}
+    return {**_content(engine, place, message), **more}
+
+
+def _content(engine: AbstractEngine, place: int, message: ChatMessage) -> dict[str, Any]:
+    """Return role and content of a message."""
+    extra = message.model_extra or {}
+    for field in ("function_call", "audio"):
         if extra.get(field):
             raise ApiError(400, f"messages.{place}.{field} is not supported.", param="messages")
     content = message.content

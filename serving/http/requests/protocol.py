@@ -154,6 +154,9 @@ class ChatBody(GenerationBody, TemplateFields):
     messages: Quick[ChatMessage]
     echo: bool | None = None
     reasoning_effort: Annotated[str, StringConstraints(max_length=32)] | None = None
+    tools: Quick[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
@@ -269,9 +272,14 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 }
 
 
+_OF_CHATS = ("tools", "tool_choice", "parallel_tool_calls")
+
+
 def unsupported(body: Body) -> str | None:
     """Return the name of a field that asks for what this server does not do, or None."""
     for name, harmless in _REFUSED.items():
+        if name in _OF_CHATS and isinstance(body, ChatBody):
+            continue
         value = getattr(body, name, None)
         if value is not None and not any(type(h) is type(value) and h == value for h in harmless):
             return name

@@ -7,7 +7,8 @@ from serving.api.structured_outputs import StructuredOutputs
 from serving.http.errors import ApiError, scrub
 from serving.http.interface import AbstractEngine
 from serving.http.lanes import Lane, run_in
-from serving.http.requests.protocol import GenerationBody
+from serving.http.requests.protocol import ChatBody, GenerationBody
+from serving.http.requests.tools import demanded_calls
 
 _FIELDS = {  # of each type of response_format
     "text": (),
@@ -19,7 +20,24 @@ _SCHEMA_FIELDS = ("name", "schema", "strict", "description")
 
 
 def structured_outputs(body: GenerationBody) -> StructuredOutputs | None:
-    """Return the structure that the body asks for, if it does; ApiError 400 names a bad field."""
+    """Return the structure that the body asks for, if it does; ApiError 400 names a bad field.
+
+    A chat that demands tool calls asks for theirs.
+    """
+    demanded = demanded_calls(body) if isinstance(body, ChatBody) else None
+    asked = _of_body(body)
+    if demanded is None:
+        return asked
+    if asked is not None:
+        raise ApiError(
+            400,
+            "tool_choice demands a call, which response_format and structured_outputs exclude.",
+            param="tool_choice",
+        )
+    return _checked("tools", {"json": demanded.schema})
+
+
+def _of_body(body: GenerationBody) -> StructuredOutputs | None:
     given = body.response_format, body.structured_outputs
     outputs = None if given[1] is None else _checked("structured_outputs", given[1])
     if given[0] is None or (fields := _of_format(given[0])) is None:
@@ -46,8 +64,9 @@ async def compiled_grammar(
         found = engine.grammars.find(outputs)
         return found or await run_in(Lane.GRAMMAR, engine.grammars.compile, outputs)
     except ValueError as error:
+        is_tool = isinstance(body, ChatBody) and demanded_calls(body) is not None
         param = "response_format" if body.structured_outputs is None else "structured_outputs"
-        raise _bad(param, error) from None
+        raise _bad("tools" if is_tool else param, error) from None
 
 
 def _checked(param: str, fields: Mapping[str, Any]) -> StructuredOutputs:
@@ -60,10 +79,10 @@ def _checked(param: str, fields: Mapping[str, Any]) -> StructuredOutputs:
 def _bad(param: str, error: ValueError) -> ApiError:
     """Return the answer to a structure that cannot be, by the field that the client knows."""
     message = scrub(str(error))
-    if param == "response_format" and message.startswith("structured_outputs."):
+    if param != "structured_outputs" and message.startswith("structured_outputs."):
         _, _, rest = message.partition(".")
         kind = len(rest) - len(rest.lstrip("abcdefghijklmnopqrstuvwxyz_"))
-        message = f"response_format{rest[kind:]}"
+        message = f"{param}{rest[kind:]}"
     return ApiError(400, message, param=param)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from serving.http.errors import ApiError
 from serving.http.requests.protocol import ChatBody, TokenizeBody
+from serving.http.requests.tools import template_tools
 from serving.text.chat_template import OWN_VARIABLES
 
 
@@ -45,7 +46,10 @@ def template_options(body: ChatBody | TokenizeBody, defaults: Mapping[str, Any])
             param="continue_final_message",
         )
     adds = not continues if body.add_generation_prompt is None else body.add_generation_prompt
-    return TemplateOptions(adds, continues, {**defaults, **_of_effort(body, given), **given})
+    variables = {**defaults, **_of_effort(body, given), **given}
+    if isinstance(body, ChatBody):
+        variables |= template_tools(body)
+    return TemplateOptions(adds, continues, variables)
 
 
 def _of_effort(body: ChatBody | TokenizeBody, given: Mapping[str, Any]) -> dict[str, Any]:

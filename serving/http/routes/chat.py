@@ -5,10 +5,12 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from serving.api.request import FinishReason
 from serving.http.access.auth import caller_of
 from serving.http.answers.answers import AbstractAnswer, cache_salt, respond
 from serving.http.answers.generation import Generation, Piece
 from serving.http.answers.logprobs import chat_logprobs, prompt_logprobs
+from serving.http.answers.tool_calls import ToolCallReader, joined
 from serving.http.interface import AbstractTokenizer
 from serving.http.requests.body import read_body, takes
 from serving.http.requests.images import read_images
@@ -18,6 +20,7 @@ from serving.http.requests.protocol import ChatBody
 from serving.http.requests.session import target_of
 from serving.http.requests.structure import compiled_grammar
 from serving.http.requests.template_options import template_options
+from serving.http.requests.tools import demanded_calls
 from serving.http.server import server_of
 from serving.http.settings import HttpSettings
 
@@ -76,6 +79,9 @@ class ChatAnswer(AbstractAnswer):
         self._role, self._echo = role, echo
         self._wants_logprobs = bool(body.logprobs)
         self._wants_prompt_logprobs = body.prompt_logprobs is not None
+        demanded = demanded_calls(body)
+        self._function = None if demanded is None else demanded.name  # "": any of them
+        self._readers: dict[int, ToolCallReader] = {}
 
     def whole(self) -> dict[str, Any]:
         """Return the whole answer, with what belongs to the prompt beside the choices."""
@@ -98,6 +104,12 @@ class ChatAnswer(AbstractAnswer):
             "finish_reason": last.finish_reason,
             "stop_reason": last.stop_reason,
         }
+        if self._function is not None:
+            reader = self._reader(index)
+            reader.feed(text)
+            calls = [call.as_json() for call in reader.calls]
+            choice["message"] = {"role": self._role, "content": None, "tool_calls": calls}
+            choice["finish_reason"] = self._finish(index, last.finish_reason)
         if self._wants_logprobs:
             logprobs = [x for piece in pieces for x in piece.delta.logprobs]
             choice["logprobs"] = chat_logprobs(self.text_of, logprobs)
@@ -121,13 +133,27 @@ class ChatAnswer(AbstractAnswer):
         details = self._wants_logprobs or self.return_token_ids
         if not delta.text and delta.finish_reason is None and not (details and delta.token_ids):
             return None
-        choice = self._chunk_choice(piece.index, {"content": delta.text} if delta.text else {})
-        choice |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+        shown: dict[str, Any] = {"content": delta.text} if delta.text else {}
+        if self._function is not None:
+            calls = self._reader(piece.index).feed(delta.text)
+            shown = {"tool_calls": joined(calls)} if calls else {}
+        choice = self._chunk_choice(piece.index, shown)
+        reason = self._finish(piece.index, delta.finish_reason)
+        choice |= {"finish_reason": reason, "stop_reason": delta.stop_reason}
         if self._wants_logprobs and delta.logprobs:
             choice["logprobs"] = chat_logprobs(self.text_of, delta.logprobs)
         if self.return_token_ids:
             choice["token_ids"] = list(delta.token_ids)
         return choice
 
-    def _chunk_choice(self, index: int, delta: dict[str, str]) -> dict[str, Any]:
+    def _reader(self, index: int) -> ToolCallReader:
+        """Return the reader of a choice whose text is tool calls."""
+        return self._readers.setdefault(index, ToolCallReader(self._function or ""))
+
+    def _finish(self, index: int, reason: FinishReason | None) -> str | None:
+        """Return why a choice ended; as vLLM has it, one demanded function just stops."""
+        ends = self._function == "" and reason is FinishReason.STOP and self._reader(index).calls
+        return "tool_calls" if ends else reason
+
+    def _chunk_choice(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}

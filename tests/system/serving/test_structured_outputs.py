@@ -235,3 +235,55 @@ def test_many_at_once_are_bounded(engine, monkeypatch):
         engine.grammars.compile(
             dataclasses.replace(bound(1), structured_outputs={"regex": "new"}).structured_outputs
         )
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {"what": {"type": "string", "maxLength": 6}, "n": {"enum": [1, 2]}},
+                "required": ["n"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    for name in ("play", "stop")
+]
+
+
+def chat(client, **fields):
+    history = [
+        {"role": "user", "content": "Play"},
+        {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "play"}}]},
+        {"role": "tool", "tool_call_id": "c", "content": "done"},
+    ]
+    body = {"messages": history, "tools": TOOLS, "seed": 3, "max_tokens": 150, **fields}
+    return client.post("/v1/chat/completions", json=body, timeout=60)
+
+
+def check_call(call):
+    arguments = json.loads(call["function"]["arguments"])
+    jsonschema.validate(arguments, TOOLS[0]["function"]["parameters"])
+    assert call["id"]
+    assert call["type"] == "function"
+    return call["function"]["name"]
+
+
+def test_a_demanded_call_comes_whole_and_in_pieces(client):
+    for choice, reason in (("required", "tool_calls"), ({"function": {"name": "stop"}}, "stop")):
+        fields = {"tool_choice": choice, "parallel_tool_calls": False}
+        whole = chat(client, **fields).json()["choices"][0]
+        (call,) = whole["message"]["tool_calls"]
+        assert check_call(call) in (("play", "stop") if choice == "required" else ("stop",))
+        assert (whole["finish_reason"], whole["message"]["content"]) == (reason, None)
+        lines = chat(client, stream=True, **fields).text.splitlines()
+        chunks = [json.loads(line[6:])["choices"][0] for line in lines if line[:7] == "data: {"]
+        deltas = [d for chunk in chunks for d in chunk["delta"].get("tool_calls", ())]
+        text = "".join(delta["function"].get("arguments", "") for delta in deltas)
+        assert deltas[0]["function"]["name"] == call["function"]["name"]
+        assert text == call["function"]["arguments"]
+        assert chunks[-1]["finish_reason"] == reason
+        assert all(not chunk["delta"].get("content") for chunk in chunks)

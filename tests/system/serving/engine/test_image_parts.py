@@ -65,9 +65,10 @@ def test_pairs_that_do_not_work_are_refused_by_name(tmp_path):
         check_pairs(made, True, config(tmp_path))
     with pytest.raises(ValueError, match="ESFT"):
         check_pairs(made, False, config(tmp_path, max_esft_adapters=2))
-    check_pairs(made, False, config(tmp_path))
+    assert check_pairs(made, False, config(tmp_path)).max_esft_adapters == 0
     plain: ModelConfig = dataclasses.replace(made, vision=None)
-    check_pairs(plain, True, config(tmp_path, max_esft_adapters=2))
+    both = config(tmp_path, max_esft_adapters=2)
+    assert check_pairs(plain, True, both) is both
 
 
 def lowered(model, made: ModelConfig) -> str:

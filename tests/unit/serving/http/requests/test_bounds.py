@@ -18,6 +18,7 @@ from lora_jax.adapters.registry import AdapterRegistry
 from serving.http.app import create_app
 from serving.http.requests.bounds import Bounds
 from serving.http.settings import HttpSettings
+from serving.runtime.rollouts import Rollouts
 from serving.text.chat_template import ChatTemplate
 from serving.text.tokenizer import Tokenizer
 
@@ -258,6 +259,7 @@ def test_no_adapter_folder_keeps_others_waiting(tmp_path, write):
         write(tmp_path / name)
     engine = FakeEngine(tmp_path)
     engine.registry = AdapterRegistry(adapter_cases.llama(layers=LAYERS), lora_dir=tmp_path)
+    engine.rollouts = Rollouts(engine.registry)
     app = create_app(engine)
     for name in names:
         found = measure(app, COMPLETIONS, body(prompt="a", model=name))

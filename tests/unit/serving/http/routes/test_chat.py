@@ -88,7 +88,6 @@ def test_other_parts_are_refused(client, part):
         {"messages": [USER], "logprobs": 1},
         {"messages": [USER], "tools": [{"type": "function"}]},
         {"messages": [USER], "tool_choice": "required"},
-        {"messages": [USER], "parallel_tool_calls": True},
         {"messages": [USER], "response_format": {"type": "json_schema"}},
         {"messages": [USER], "chat_template": "{{ 7 * 7 }}"},
         {"messages": [USER], "chat_template_kwargs": {"messages": []}},
