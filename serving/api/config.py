@@ -62,6 +62,7 @@ class EngineConfig:
     adapter_wait_s: float = 60.0  # longest wait of a request for an adapter slot
     adapter_load_chunks_per_step: int = 8  # writes to the slots between two steps
     specialize_lora: bool = True  # decode steps without an adapter have programs of their own
+    structured_outputs: bool = True  # programs of steps in which a grammar binds a row
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -74,7 +75,7 @@ class EngineConfig:
         for field, low, high in _OPTIONAL_INT_BOUNDS:
             if getattr(self, field) is not None:
                 _check_int(field, getattr(self, field), low, high)
-        for field in ("enable_prefix_caching", "specialize_lora", "language_model_only"):
+        for field in _SWITCHES:
             if not isinstance(value := getattr(self, field), bool):
                 raise ValueError(f"{field} must be true or false, got {value!r}.")
         if not isinstance(parallel := self.enable_expert_parallel, bool | None):
@@ -120,6 +121,12 @@ class EngineConfig:
         return max(self.max_num_seqs, 64)
 
 
+_SWITCHES = (
+    "enable_prefix_caching",
+    "specialize_lora",
+    "structured_outputs",
+    "language_model_only",
+)
 CHOICES = (
     ("dtype", DTYPES),
     ("load_format", LOAD_FORMATS),

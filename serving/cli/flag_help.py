@@ -48,6 +48,8 @@ ENGINE_HELP = {
     "adapter_load_chunks_per_step": "pieces of an adapter written to the device between two steps",
     "specialize_lora": "also compile decode steps for batches without adapters; off halves the "
     "start time",
+    "structured_outputs": "also compile steps for answers bound by a JSON schema, a regex or a "
+    "grammar; off shortens the start and refuses such requests",
 }
 CLUSTER_HELP = {
     "instances": "number of LLM instances, each a process with the whole base model",

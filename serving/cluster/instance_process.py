@@ -5,6 +5,7 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 _START_S = 600.0  # to load a model and compile, on a slow machine
 _END_S = 45.0  # uvicorn lets running requests end
 _REPLAY_S = 300.0  # to load all adapters of the journal
+BUDGETS = "budgets"  # of keys, beside the sockets
 _READY = b"ready "
 _REPLAY = b"replay"
 _ARE_YOU_READY = b"GET /ready HTTP/1.1\r\nHost: instance\r\nConnection: close\r\n\r\n"
@@ -166,6 +168,8 @@ def _listening(path: str, orphaned: threading.Event):
         finally:
             with contextlib.suppress(OSError):  # others are still in the folder, or it has gone
                 os.unlink(path)
-                if orphaned.is_set() and all(map(journal.is_ours, os.listdir(folder))):
+                left = set(os.listdir(folder)) - {BUDGETS}
+                if orphaned.is_set() and all(map(journal.is_ours, left)):
+                    shutil.rmtree(os.path.join(folder, BUDGETS), ignore_errors=True)
                     journal.remove(folder)
                 os.rmdir(folder)

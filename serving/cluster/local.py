@@ -13,7 +13,7 @@ from pathlib import Path
 from serving.cli.options import Options
 from serving.cli.serve import journal_of
 from serving.cluster.adapter_changes import AdapterChanges
-from serving.cluster.instance_process import InstanceProcess
+from serving.cluster.instance_process import BUDGETS, InstanceProcess
 from serving.cluster.router import Router
 from serving.cluster.server_place import ServerPlace
 from serving.lora_server.calls import serve_leases
@@ -45,7 +45,10 @@ class LocalCluster:
         if options.state_dir is None:  # instances are started anew; their server is not
             folder = str(self._folder)
             options = dataclasses.replace(options, state_dir=folder, state_lasts=False)
-        self._options = options
+        budgets = self._folder / BUDGETS
+        budgets.mkdir(mode=0o700)
+        http = dataclasses.replace(options.http, budgets_folder=str(budgets))
+        self._options = options = dataclasses.replace(options, http=http)
         self.changes = AdapterChanges(journal_of(options), lambda: self.processes)
         self.paths = [str(self._folder / f"instance-{n}") for n in range(cluster.instances)]
         self.router = Router(cluster.instances, (module.name for module in options.adapters))

@@ -175,7 +175,7 @@ def _build(
     metrics.registry.register(ShareCollector(rollouts.states))
     num_rows = 0 if base.images is None else base.images.num_rows
     scheduler = _make_scheduler(config, base.size, residencies, end_ids, num_rows)
-    grammars = Grammars(vocabulary_of(tokenizer, info.vocab_size, end_ids))
+    grammars = _make_grammars(config, tokenizer, info)
     loop = EngineLoop(
         LoopParts(
             runner,
@@ -267,6 +267,13 @@ def _cut(base: _Base) -> HostForm | None:
     return None if widths is None else lambda weights: widths.adapter(weights, catalogue)
 
 
+def _make_grammars(config: EngineConfig, tokenizer: Tokenizer, info: ModelInfo) -> Grammars:
+    if not config.structured_outputs:
+        off = "structured_outputs are off: start without --no-structured-outputs."
+        return Grammars(None, why_none=off)
+    return Grammars(vocabulary_of(tokenizer, info.vocab_size, info.end_token_ids))
+
+
 def _make_runner(
     config: EngineConfig, base: _Base, spec: SlotsSpec, end_ids: tuple[int, ...]
 ) -> ModelRunner:
@@ -290,6 +297,7 @@ def _make_runner(
         # that nobody needs take a third of a small model's step.
         specialize_lora=config.specialize_lora
         and (jax.default_backend() != "cpu" or link is not None),
+        structured_outputs=config.structured_outputs,
         split=base.split,
     )
     runner.warm_up(progress=True)

@@ -81,6 +81,7 @@ class HttpSettings:
     audit_log: str | None = None  # a file
     access_log: bool = False  # a line per request, with key id and adapter
     num_instances: int = 1  # that share the host memory of each key
+    budgets_folder: str | None = None  # where they share its tokens a minute
     is_behind_front: bool = False  # a front checks the keys and writes refusals and rotations
     enable_runtime_lora: bool = False  # load and unload adapters over HTTP
     demo: bool = False  # the page at /

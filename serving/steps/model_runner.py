@@ -80,6 +80,7 @@ class ModelRunner:
         reroute_tables: np.ndarray | None = None,
         link: ServerLink | None = None,
         specialize_lora: bool = False,
+        structured_outputs: bool = True,
         split: Split | None = None,
         encoder: ImageEncoder | None = None,
     ):
@@ -87,12 +88,14 @@ class ModelRunner:
         before a request's min_tokens. With `reroute_tables` int32 [moe_layers, esft_slots,
         experts] the model's experts lie in expert tensors. With `link` the experts' part of the
         adapters comes from a LoRA Server. `specialize_lora` compiles decode steps once more
-        without LoRA, for batches in which nothing asks for it. With `split` the model and `slots`
+        without LoRA, for batches in which nothing asks for it, `structured_outputs` steps whose
+        rows may be masked. With `split` the model and `slots`
         lie on its devices, and `kv_shape` is of all heads. `encoder` is that of a model that takes
         images, on one device.
         """
         self.sizes, self.buckets = sizes, token_buckets(max_tokens)
         self._specialize_lora = specialize_lora and slots is not None
+        self._structured = structured_outputs
         self._vocab_size, self._end_ids = vocab_size, end_ids
         pages = pages_sharding(kv_shape, split)
         self._step = CompiledStep(
@@ -173,6 +176,8 @@ class ModelRunner:
 
         One for decode steps and one for others: more would take long to compile.
         """
+        if not self._structured:
+            return ()
         return tuple(dict.fromkeys((self._decode_bucket, self.buckets[-1])))
 
     @property

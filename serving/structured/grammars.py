@@ -45,10 +45,11 @@ class Grammars:
         max_bytes: int = MAX_BYTES,
         max_kept: int = MAX_KEPT,
         max_waiting: int = MAX_WAITING,
+        why_none: str = "structured_outputs need a model whose files name its end token.",
     ):
-        """Without a vocabulary every structure is refused: the model has no end token."""
-        self._why_none = "structured_outputs need a model whose files name its end token."
-        if not has_llguidance():
+        """Without a vocabulary every structure is refused, as `why_none` says."""
+        self._why_none = why_none
+        if vocabulary is not None and not has_llguidance():
             vocabulary, self._why_none = None, "structured_outputs need the package llguidance."
         self.masks = RowMasks(() if vocabulary is None else vocabulary.end_ids)
         self._tokenizer = None if vocabulary is None else vocabulary.tokenizer()

@@ -1,8 +1,14 @@
 """Rate limits of one key: requests per second, tokens per minute."""
 
+import contextlib
+import dataclasses
+import fcntl
+import os
+import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 
 class TokenBucket:
@@ -29,23 +35,65 @@ class TokenBudget:
 
     A request begins while something is left and is charged for what it really takes, so the
     balance may go below zero; nothing begins until it is above. Over time the rate is exact. The
-    engine's thread and the server's may call it.
+    engine's thread and the server's may call it. With a `file` the balance is that of all processes
+    of this host that name it; `clock` is then the same in all of them, as time.monotonic is.
     """
 
-    def __init__(self, per_minute: float, clock: Callable[[], float] = time.monotonic):
-        self.per_minute, self._clock = per_minute, clock
-        self._left, self._seen = per_minute, clock()
+    def __init__(
+        self,
+        per_minute: float,
+        clock: Callable[[], float] = time.monotonic,
+        file: Path | None = None,
+    ):
+        self.per_minute, self._clock, self._file = per_minute, clock, file
+        self._own = _Balance(per_minute, clock())
         self._lock = threading.Lock()
 
     def wait_s(self) -> float:
         """Return 0 while something is left, else the seconds until then."""
-        with self._lock:
+        with self._balance() as balance:
             now, rate = self._clock(), self.per_minute / 60
-            self._left = min(self.per_minute, self._left + (now - self._seen) * rate)
-            self._seen = now
-            return 0.0 if self._left >= 1.0 else (1.0 - self._left) / rate
+            balance.left = min(self.per_minute, balance.left + (now - balance.seen) * rate)
+            balance.seen = now
+            return 0.0 if balance.left >= 1.0 else (1.0 - balance.left) / rate
 
     def spend(self, tokens: int) -> None:
         """Charge tokens."""
-        with self._lock:
-            self._left -= tokens
+        with self._balance() as balance:
+            balance.left -= tokens
+
+    @contextlib.contextmanager
+    def _balance(self) -> Iterator["_Balance"]:
+        """Yield the balance, to be changed; a file that cannot be had leaves this process's own."""
+        with self._lock, contextlib.ExitStack() as stack:
+            try:
+                file = None if self._file is None else stack.enter_context(_locked(self._file))
+            except OSError:
+                file = None
+            if file is None:
+                yield self._own
+                return
+            known = os.pread(file, _FORMAT.size, 0)
+            whole = len(known) == _FORMAT.size
+            balance = _Balance(*_FORMAT.unpack(known)) if whole else self._own
+            yield balance
+            os.pwrite(file, _FORMAT.pack(balance.left, balance.seen), 0)
+
+
+@dataclasses.dataclass
+class _Balance:
+    left: float  # tokens
+    seen: float  # time of the last look
+
+
+_FORMAT = struct.Struct("=dd")
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[int]:
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+        yield file
+    finally:
+        os.close(file)

@@ -117,8 +117,8 @@ class ModelNames:
             if self.is_base(part.name):
                 raise ApiError(400, "adapters names the base model.", param="adapters")
             target = await self.resolve(part.name, None, caller, key)
-            assert target.entry is not None, "an adapter without an entry"
-            found.append((target.entry, part.weight))
+            if target.entry is not None:  # it is not the base model's
+                found.append((target.entry, part.weight))
         try:
             entry = await asyncio.to_thread(self._engine.compose, found)
         except RegistryBusy:

@@ -39,6 +39,7 @@ def make_engine(folder, shape, dtype="float32"):
         max_loras=16,
         max_lora_rank=8,
         max_queue=400,
+        structured_outputs=False,
         override_generation_config={"temperature": 0, "top_k": 9, "max_new_tokens": 5},
         lora_dir=str(folder / "more"),
     )

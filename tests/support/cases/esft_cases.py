@@ -35,6 +35,7 @@ SIZES = {
     "max_lora_rank": 4,
     "max_loras": 2,
     "max_adapter_loads_per_minute": 1_000_000,
+    "structured_outputs": False,
 }
 ADAPTERS, SLOTS = 10, 3
 SCORED = Sampling(max_tokens=5, temperature=0.0, logprobs=2, prompt_logprobs=1, ignore_eos=True)

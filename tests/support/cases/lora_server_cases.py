@@ -36,6 +36,7 @@ ENGINE = {
     "max_loras": 4,
     "max_lora_rank": 8,
     "max_esft_adapters": 0,
+    "structured_outputs": False,
 }
 
 

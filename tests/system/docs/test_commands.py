@@ -33,6 +33,7 @@ def blocks(page: Path, language: str) -> list[str]:
 def command_lines(page: Path) -> list[str]:
     """Lines of a page's shell blocks, continued lines joined, loops and comments left out."""
     text = "\n".join(blocks(page, "bash")).replace("\\\n", " ")
+    text = re.sub(r"'[^']*'", lambda quoted: quoted[0].replace("\n", " "), text)
     words = ("make ", "python", ".venv/bin/", "pip ", "curl ", "vllm ")
     return [line.partition("  #")[0] for line in text.splitlines() if line.startswith(words)]
 

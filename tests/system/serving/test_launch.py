@@ -72,6 +72,9 @@ VALUES = {
     "lora_attention": "remote",
     "lora_server_transport": "nixl",
     "lora_kernel": "reference",
+    "allowed_local_media_path": "/",
+    "limit_mm_per_prompt": '{"image": 3}',
+    "mm_processor_kwargs": '{"max_pixels": 50176}',
 }
 # Others that a flag says nothing without.
 NEEDS = {
@@ -79,6 +82,7 @@ NEEDS = {
     "allowed_headers": ["--allowed-origins", '["http://a"]'],
     "allow_credentials": ["--allowed-origins", '["http://a"]'],
     "lora_server": ["--instances", "2"],
+    "enable_expert_parallel": ["--tensor-parallel-size", "2"],
 }
 OF_A_KEY, OF_A_LORA_SERVER = ["--api-key", "k"], ["--instances", "2", "--lora-server", "2"]
 

@@ -16,6 +16,7 @@ from serving.steps.compiled_step import CompiledStep, Operands
 from serving.steps.device_state import admit, init_row_state, pack_row
 from serving.steps.split_step import StepSplit, weight_specs
 from serving.steps.step import NUM_TOKENS, SAMPLES, SLOT, START, TABLE_ROWS, StepSizes
+from serving.steps.token_masks import host_masks
 
 SHAPE = TinyShape(layers=1)
 SIZES = StepSizes(max_seqs=4, max_len=32, page_size=4, num_pages=20, max_logit_rows=8, max_rank=4)
@@ -51,7 +52,7 @@ def table_of(start, count):
     return table
 
 
-def decode(step, operands):
+def decode(step, operands, *, in_parts=False):
     """Samples of two sequences over a prompt of 3 and then 4 steps, and the addresses of memory."""
     state = operands.state
     for row in (0, 1):
@@ -60,7 +61,12 @@ def decode(step, operands):
     step.set_pages(np.arange(4 * SIZES.max_pages, dtype=np.int32).reshape(4, -1) % SIZES.num_pages)
     operands, samples, seen = operands._replace(state=state), [], set()
     for start, count in ((0, 3), *((place, 1) for place in range(3, 7))):
-        cache, state, sampled, _ = step.run(operands, table_of(start, count), 8, lora=True)
+        if in_parts:
+            cache, forwarded, _ = step.forward(operands, table_of(start, count), 8)
+            masks = host_masks(SIZES.max_seqs, SHAPE.vocab)
+            state, sampled = step.sample(operands.state, forwarded, masks, 8)
+        else:
+            cache, state, sampled, _ = step.run(operands, table_of(start, count), 8, lora=True)
         operands = operands._replace(cache=cache, state=state)
         samples.append([np.asarray(leaf) for leaf in jax.tree.leaves(sampled)])
         parts = [leaf.addressable_shards for leaf in jax.tree.leaves((cache, state))]
@@ -78,6 +84,14 @@ def test_samples_and_log_probabilities_are_those_of_one_device(folder, in_place)
     assert len({tuple(token_ids[:2].tolist()) for token_ids, *_ in got}) > 1
     if in_place:
         assert len(addresses) == 1
+
+
+def test_forward_and_sample_apart_give_those_of_one_device(folder):
+    want, _ = decode(*make_step(folder, 1))
+    got, _ = decode(*make_step(folder, 2), in_parts=True)
+    for mine, others in zip(got, want, strict=True):
+        for one, other in zip(mine, others, strict=True):
+            np.testing.assert_array_equal(one, other)
 
 
 def test_every_step_runs_one_program(folder):

@@ -106,6 +106,8 @@ def test_many_that_wait_are_turned_away(made):
 def test_a_model_without_an_end_token_has_none():
     with pytest.raises(GrammarRefused, match="end token"):
         Grammars(None).compile(regex("a"))
+    with pytest.raises(GrammarRefused, match="are off"):
+        Grammars(None, why_none="structured_outputs are off.").compile(regex("a"))
 
 
 def test_without_the_library_they_are_refused_and_nothing_else(monkeypatch):

@@ -1,5 +1,7 @@
 """Requests a second and tokens a minute, by a clock that stands until it is moved."""
 
+import threading
+
 import pytest
 
 from serving.http.access.rates import TokenBucket, TokenBudget
@@ -38,3 +40,38 @@ def test_a_budget_is_exact_over_time_whatever_a_request_took():
     assert budget.wait_s() == 0.0
     budget.spend(60)
     assert budget.wait_s() == pytest.approx(1.0)
+
+
+def test_processes_that_name_one_file_have_one_budget(tmp_path):
+    """Before: each instance let a key take its tokens."""
+    clock = [100.0]
+    one, other = (TokenBudget(60, lambda: clock[0], tmp_path / "key") for _ in range(2))
+    assert one.wait_s() == other.wait_s() == 0.0
+    one.spend(40)
+    other.spend(30)
+    assert one.wait_s() == other.wait_s() == 11.0
+    clock[0] += 11
+    assert other.wait_s() == 0.0
+    other.spend(1)
+    late = TokenBudget(60, lambda: clock[0], tmp_path / "key")  # an instance that is started anew
+    assert late.wait_s() == one.wait_s() == 1.0
+    assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
+
+
+def test_threads_and_processes_lose_no_charge(tmp_path):
+    budgets = [TokenBudget(6000, lambda: 0.0, tmp_path / "key") for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda b=b: [b.spend(1) for _ in range(500)]) for b in budgets
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    budgets[0].spend(4000)
+    assert budgets[1].wait_s() == pytest.approx(0.01)
+
+
+def test_without_its_file_a_budget_is_the_process_s_own(tmp_path):
+    budget = TokenBudget(60, lambda: 0.0, tmp_path / "gone" / "key")
+    budget.spend(60)
+    assert budget.wait_s() == 1.0
