@@ -85,7 +85,7 @@ def bucket_of(adapter: str, key: str) -> int:
 
 def version_at(state: Shares, bucket: int) -> str:
     """Return the version that owns a bucket: the newest version owns the lowest ones."""
-    for version in reversed(state.buckets):
+    for version in reversed(list(state.buckets)):
         bucket -= state.buckets[version]
         if bucket < 0:
             return version
