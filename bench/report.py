@@ -11,6 +11,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from bench.ablation.plots import plot_ablation
+from bench.adapter_eviction import plot_adapter_eviction
 from bench.esft_plots import plot_esft_speed
 from bench.kernel_plots import plot_kernels
 from bench.kernels import summary
@@ -90,6 +91,7 @@ def plot_esft_memory(result: dict[str, Any], path: Path) -> None:
 
 
 PLOTS = {
+    "adapter_eviction": plot_adapter_eviction,
     "ablation_": plot_ablation,
     "serve_cpu": plot_serve_cpu,
     "kernels_": plot_kernels,

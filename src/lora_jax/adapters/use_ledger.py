@@ -13,6 +13,11 @@ _OPEN_S = 0.005  # whatever its size
 _RATE = 500e6  # bytes per second
 
 
+def read_seconds(num_bytes: int) -> float:
+    """Return what the policy takes for the time to read so many bytes from files."""
+    return _OPEN_S + num_bytes / _RATE
+
+
 @dataclasses.dataclass
 class _Uses:
     """Uses of one digest; `last` grows with every use of any."""
@@ -62,8 +67,7 @@ class UseLedger:
     def value(self, digest: str, num_bytes: int) -> float:
         """Return what the weights are worth in memory; the least valuable go first."""
         uses = self._uses.get(digest, _Uses())
-        seconds = _OPEN_S + num_bytes / _RATE
-        return uses.level + uses.count * seconds / max(num_bytes, 1)
+        return uses.level + uses.count * read_seconds(num_bytes) / max(num_bytes, 1)
 
     def last_use(self, digest: str) -> int:
         """Return a number that grows with every use; 0: never used."""
