@@ -53,7 +53,7 @@ def read(
     """
     limits = limits or PeftReadLimits()
     folder = AdapterFolder(path, root)
-    _check_files(folder)
+    check_files(folder)
     config = read_config(folder)
     tensors = safetensors_file.read_file(
         folder, WEIGHTS_FILE, limits.max_file_bytes, _file_limits(limits, catalogue)
@@ -95,7 +95,7 @@ def _naming(file_name: str) -> Iterator[None]:
         raise ValueError(f"{file_name}: {error}") from None
 
 
-def _check_files(folder: AdapterFolder) -> None:
+def check_files(folder: AdapterFolder) -> None:
     """Raise ValueError unless the folder has the two files, and no third that would be lost."""
     names = folder.files()
     if CONFIG_FILE not in names:
