@@ -179,11 +179,11 @@ def _show_plan(options: Options, text: str) -> None:
 
 def _listen(options: Options) -> socket.socket:
     """Take the port before the model is loaded: a taken one is found out at once."""
-    place = options.uds or f"{options.host}:{options.port}"
+    address = options.uds or f"{options.host}:{options.port}"
     try:
         return bind_unix(options.uds) if options.uds else bind(options.host, options.port)
     except OSError as error:
-        raise StartError(f"Cannot listen on {place}: {error}") from None
+        raise StartError(f"Cannot listen on {address}: {error}") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

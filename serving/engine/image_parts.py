@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,8 +44,9 @@ def take_tower(
         if config.mm_processor_kwargs:
             raise ValueError("mm_processor_kwargs is given, but this model takes text only.")
         return None
-    tower, vision = model.tower, model_config.vision
-    del model.tower
+    vision_model: Any = model
+    tower, vision = vision_model.tower, model_config.vision
+    del vision_model.tower
     if config.language_model_only:
         return None
     settings = read_settings(Path(config.model), vision, config.mm_processor_kwargs)

@@ -77,11 +77,11 @@ class LoadAttempts:
             words = line.split(" ")
             if len(words) != 3:
                 continue  # of a process that was killed while it wrote
-            sign, *key = words
+            sign, name, digest = words
             if sign == _BEGUN:
-                counts[*key] += 1
+                counts[name, digest] += 1
             else:
-                counts.pop(tuple(key), None)
+                counts.pop((name, digest), None)
         return counts
 
     @contextlib.contextmanager

@@ -66,7 +66,7 @@ class FairShares:
         """Count one running sequence less."""
         self._tenants[name].rows -= 1
 
-    def charge(self, name: str, tokens: int) -> None:
+    def charge(self, name: str, tokens: float) -> None:
         """Advance the tenant's virtual time by tokens that a step computes for it."""
         tenant = self._tenants[name]
         tenant.time += tokens / tenant.share.weight

@@ -69,7 +69,7 @@ class SlotClaims:
 
     def _taken(self, tenant: str, users: Mapping[str, list[Sequence]]) -> str | None:
         """Return the adapter whose slot the tenant may take: the one with the fewest sequences."""
-        held: collections.Counter[str] = collections.Counter()
+        held: dict[str, float] = collections.defaultdict(float)
         counts: collections.Counter[str] = collections.Counter()
         own: dict[str, list[str]] = collections.defaultdict(list)  # what one tenant alone uses
         for digest, sequences in users.items():

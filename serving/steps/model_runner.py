@@ -105,7 +105,7 @@ class ModelRunner:
             vocab_size,
             in_place=jax.default_backend() != "cpu",
             compiler_options=NO_REMAT if reroute_tables is not None else None,
-            split=None if pages is None else StepSplit(split, pages.spec),
+            split=None if split is None or pages is None else StepSplit(split, pages.spec),
         )
         # Everything lies committed on the weights' device from the start: an array that is
         # committed only after its first step would make every program compile twice.

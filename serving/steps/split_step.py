@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
-from jax.tree_util import PyTreeDef
 
 from lora_jax.sharding import Split
 
@@ -25,7 +24,7 @@ class StepSplit:
     pages: PartitionSpec
 
     def over_devices(
-        self, step: Callable, leaves: Sequence[PartitionSpec], donated: PyTreeDef, rest: PyTreeDef
+        self, step: Callable, leaves: Sequence[PartitionSpec], donated: Any, rest: Any
     ) -> Callable:
         """Return step(leaves, donated, rest) -> (cache, state, samples, status) over the devices.
 
@@ -60,12 +59,12 @@ def weight_specs(leaves: Sequence[Any]) -> tuple[PartitionSpec, ...]:
     return tuple(leaf.sharding.spec for leaf in leaves)
 
 
-def _of_leaves(tree: PyTreeDef, first: PartitionSpec, count: int) -> list[PartitionSpec]:
+def _of_leaves(tree: Any, first: PartitionSpec, count: int) -> list[PartitionSpec]:
     """Return a spec for each leaf: `first` for the first `count`, the others are whole."""
     return [first] * count + [WHOLE] * (tree.num_leaves - count)
 
 
-def _num_pools(rest: PyTreeDef) -> int:
+def _num_pools(rest: Any) -> int:
     """Return how many leaves are pools of rank rows, which are the first of AdapterSlots."""
     adapters, *_ = rest.children()
     slots, *_ = adapters.children()

@@ -45,7 +45,7 @@ def _json_options(outputs: StructuredOutputs) -> dict[str, Any]:
     }
 
 
-def _of_schema(schema: str, options: dict[str, Any]) -> str:
+def _of_schema(schema: str, options: Any) -> str:
     return LLMatcher.grammar_from_json_schema(schema, overrides=options)
 
 
@@ -75,7 +75,8 @@ def _of_tags(value: dict[str, Any], options: dict[str, Any]) -> str:
             raise ValueError(f"{where}.begin and .end must be texts.")
         if not isinstance(schema, Mapping):
             raise ValueError(f"{where}.schema must be an object.")
-        trigger = next((t for t in triggers if isinstance(t, str) and t and begin.startswith(t)), 0)
+        names = (t for t in triggers if isinstance(t, str) and t)
+        trigger = next((t for t in names if begin.startswith(t)), "")
         if not trigger:
             raise ValueError(f"{where}.begin starts with none of the triggers.")
         bound = {**schema, "x-guidance": options}

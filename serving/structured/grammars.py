@@ -119,6 +119,7 @@ class Grammars:
                 self._num_waiting -= 1
         from llguidance import LLMatcher
 
+        assert self._tokenizer is not None  # there is a checker
         limits = parser_limits()
         matcher = LLMatcher(self._tokenizer, checked.text, log_level=0, limits=limits)
         if matcher.is_error():  # the same text has just compiled

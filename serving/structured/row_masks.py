@@ -7,7 +7,7 @@ keeps its place, and a step whose results are void changes nothing.
 
 import dataclasses
 from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -41,10 +41,8 @@ class RowMasks:
         self._end_ids = tuple(end_ids)
         self._executor: LLExecutor | None = None
 
-    def fill(
-        self, plan: StepPlan, words: np.ndarray, is_masked: np.ndarray
-    ) -> list[tuple[Sequence, str]]:
-        """Write the masks of the plan's bound rows, int32 [seqs, words] and int32 [seqs].
+    def fill(self, plan: StepPlan, words: Any, is_masked: Any) -> list[tuple[Sequence, str]]:
+        """Write the masks of the plan's bound rows, numpy int32 [seqs, words] and int32 [seqs].
 
         Returns sequences that cannot go on, with the reason; their rows are not masked.
         """

@@ -116,7 +116,7 @@ class Generation:
     def _submit_one(self, prompt: Prompt, sampling: Sampling, submission: dict[str, Any]) -> None:
         self.samplings.append(sampling)
         receiver = self._receiver(prompt, self.num_choices)
-        more = {"images": prompt.images} if prompt.images else {}
+        more: dict[str, Any] = {"images": prompt.images} if prompt.images else {}
         request_id = self._engine.submit(
             prompt.ids, sampling=sampling, on_output=receiver, **submission, **more
         )

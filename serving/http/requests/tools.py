@@ -42,12 +42,12 @@ def demanded_calls(body: ChatBody) -> DemandedCalls | None:
     if not isinstance(choice, Mapping) or not isinstance(choice.get("function"), Mapping):
         raise _error("tool_choice", "must be 'none', 'auto', 'required' or a function")
     name = choice["function"].get("name")
-    found = next((f for f in functions if f["name"] == name), None)
-    if found is None:
+    function = next((f for f in functions if f["name"] == name), None)
+    if function is None:
         raise _error(
             "tool_choice", f"names {str(name)[:_MAX_NAME]!r}, which is not among the tools"
         )
-    return DemandedCalls(found["name"], _parameters(found))
+    return DemandedCalls(function["name"], _parameters(function))
 
 
 def auto_parser(body: ChatBody, parser: str | None) -> str | None:
@@ -96,19 +96,19 @@ def _tools(body: ChatBody) -> list[dict[str, Any]]:
     if len(tools) > MAX_TOOLS:
         raise _error("tools", f"has {len(tools)} entries of {MAX_TOOLS}")
     names = set()
-    for place, tool in enumerate(tools):
+    for index, tool in enumerate(tools):
         function = tool.get("function")
         if tool.get("type") != "function" or not isinstance(function, Mapping):
-            raise _error("tools", f"{place} must be of type function and have a function")
+            raise _error("tools", f"{index} must be of type function and have a function")
         name = function.get("name")
         if not isinstance(name, str) or not 1 <= len(name) <= _MAX_NAME:
-            raise _error("tools", f"{place}.function.name must have 1 to {_MAX_NAME} characters")
+            raise _error("tools", f"{index}.function.name must have 1 to {_MAX_NAME} characters")
         if name in names:
             raise _error("tools", f"has two functions of the name {name!r}")
         names.add(name)
         parameters = function.get("parameters") or {}
         if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
-            raise _error("tools", f"{place}.function.parameters must be a schema of an object")
+            raise _error("tools", f"{index}.function.parameters must be a schema of an object")
     return tools
 
 

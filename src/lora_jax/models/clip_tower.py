@@ -1,5 +1,7 @@
 """LLaVA-1.5's tower: CLIP without its last layer, the class row dropped, and a projector."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import nnx
 
@@ -38,9 +40,11 @@ class ClipLayer(nnx.Module):
         size, width = config.hidden_size, config.intermediate_size
         self.layer_norm1 = LayerNorm(size, config.norm_eps, dtype=dtype, bias=True)
         self.layer_norm2 = LayerNorm(size, config.norm_eps, dtype=dtype, bias=True)
-        own = {"dtype": dtype, "rngs": rngs}
-        for name in _ATTENTION:
-            setattr(self, name, vision_linear(f"self_attn.{name}", layer, size, size, **own))
+        own: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
+        self.q_proj = vision_linear("self_attn.q_proj", layer, size, size, **own)
+        self.k_proj = vision_linear("self_attn.k_proj", layer, size, size, **own)
+        self.v_proj = vision_linear("self_attn.v_proj", layer, size, size, **own)
+        self.out_proj = vision_linear("self_attn.out_proj", layer, size, size, **own)
         self.fc1 = vision_linear("mlp.fc1", layer, size, width, **own)
         self.fc2 = vision_linear("mlp.fc2", layer, width, size, **own)
 

@@ -65,7 +65,7 @@ def _moments(name: str, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
 
 
 @functools.lru_cache(maxsize=64)
-def _drawer(shape: tuple[int, ...], dtype: jnp.dtype, device: jax.Device):
+def _drawer(shape: tuple[int, ...], dtype: jnp.dtype, device: Any):  # a jax.Device
     """Return a program that draws one parameter on a device; equal ones are compiled once."""
 
     def draw(key, mean, deviation):

@@ -7,6 +7,7 @@ memory only while an adapter's expert lies there.
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -48,7 +49,7 @@ class ExpertTensors:
         extra: int,
         extra_bytes: int | None = None,
         page_bytes: int | None = None,
-        device: jax.Device | None = None,
+        device: Any = None,  # a jax.Device
     ):
         """Move the experts matrix by matrix, so that one is there twice at a time.
 

@@ -3,6 +3,8 @@
 Patches stand window by window, windows at the edge filled up, so that a window is a fixed run.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import nnx
 
@@ -35,7 +37,8 @@ class Qwen25Block(nnx.Module):
     """x + attn(norm1(x)), then x + down(silu(gate) * up) of norm2(x)."""
 
     def __init__(self, config: VisionConfig, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
-        size, width, own = config.hidden_size, config.intermediate_size, {"dtype": dtype}
+        size, width = config.hidden_size, config.intermediate_size
+        own: dict[str, Any] = {"dtype": dtype}
         self.norm1 = RMSNorm(size, config.norm_eps, **own)
         self.norm2 = RMSNorm(size, config.norm_eps, **own)
         own |= {"rngs": rngs}

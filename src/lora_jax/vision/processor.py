@@ -44,7 +44,8 @@ class ProcessorSettings:
         """Return rows and columns of patches of an image; ValueError for one too narrow."""
         check_ratio(height, width)
         if self.image_size:
-            return (self.image_size // self.patch_size,) * 2
+            side = self.image_size // self.patch_size
+            return side, side
         factor = self.patch_size * self.merge_size
         high, wide = smart_resize(height, width, factor, self.min_pixels, self.max_pixels)
         return high // self.patch_size, wide // self.patch_size
@@ -141,8 +142,9 @@ def image_digest(pixels: np.ndarray, settings: ProcessorSettings) -> bytes:
 def _cropped(pixels: np.ndarray, settings: ProcessorSettings) -> Patches:
     """Return CLIP's patches: the shorter side to the crop's size, then the centre, row by row."""
     side, size = settings.image_size, settings.patch_size
-    check_ratio(*pixels.shape[:2])
-    high, wide = shortest_edge(*pixels.shape[:2], side)
+    height, width = pixels.shape[:2]
+    check_ratio(height, width)
+    high, wide = shortest_edge(height, width, side)
     top, left = (high - side) // 2, (wide - side) // 2
     image, count = _resized(pixels, high, wide), side // size
     image = image[top : top + side, left : left + side]

@@ -81,7 +81,12 @@ def _block_of(
 ) -> tuple[int, int]:
     """Return rows and columns that share a scale, which follow from the scales' shape."""
     d_out, d_in = stored.shape
-    known = {(): (d_out, d_in), (1,): (d_out, d_in), (d_out, 1): (1, d_in), (d_out,): (1, d_in)}
+    known: dict[tuple[int, ...], tuple[int, int]] = {
+        (): (d_out, d_in),
+        (1,): (d_out, d_in),
+        (d_out, 1): (1, d_in),
+        (d_out,): (1, d_in),
+    }
     if block is not None:
         known = {(-(-d_out // block[0]), -(-d_in // block[1])): block}
     if scales.shape not in known or scales.dtype.itemsize < 2 or scales.dtype.kind == "i":
