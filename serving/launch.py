@@ -93,6 +93,9 @@ _HTTP_FLAGS = {  # by the setting that each of them is
     "demo": "demo",
     "root_path": "root_path",
     "response_role": "response_role",
+    "enable_auto_tool_choice": "enable_auto_tool_choice",
+    "tool_call_parser": "tool_call_parser",
+    "reasoning_parser": "reasoning_parser",
     "default_template_kwargs": "default_chat_template_kwargs",
     "tokens_as_ids": "return_tokens_as_token_ids",
     "force_include_usage": "enable_force_include_usage",
@@ -176,11 +179,11 @@ def _show_plan(options: Options, text: str) -> None:
 
 def _listen(options: Options) -> socket.socket:
     """Take the port before the model is loaded: a taken one is found out at once."""
-    place = options.uds or f"{options.host}:{options.port}"
+    address = options.uds or f"{options.host}:{options.port}"
     try:
         return bind_unix(options.uds) if options.uds else bind(options.host, options.port)
     except OSError as error:
-        raise StartError(f"Cannot listen on {place}: {error}") from None
+        raise StartError(f"Cannot listen on {address}: {error}") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

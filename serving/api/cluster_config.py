@@ -52,9 +52,9 @@ class ClusterConfig:
                 "whose GPUs need --lora-server-transport auto; between hosts, start Engine in "
                 "Python with a client of serving.transport.symmetric."
             )
-        for name, known in CHOICES:
-            if (value := getattr(self, name)) not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}.")
+        for name, allowed in CHOICES:
+            if (value := getattr(self, name)) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
         if not self.lora_server and self.lora_attention == "remote":
             raise ValueError(
                 "--lora-attention remote is attention on a LoRA Server; add --lora-server with its "
@@ -66,7 +66,7 @@ class ClusterConfig:
                 "its number of ranks."
             )
         laid_out = (self.placement, adapters, memory)
-        if not self.lora_server and any(said is not None for said in laid_out):
+        if not self.lora_server and any(option is not None for option in laid_out):
             raise ValueError(
                 "--placement, --lora-server-adapters and --lora-server-memory-bytes say how a LoRA "
                 "Server is laid out; add --lora-server with its number of ranks."

@@ -67,9 +67,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise ValueError(f"model must be a folder, got {self.model!r}.")
-        for field, known in CHOICES:
-            if (value := getattr(self, field)) not in known:
-                raise ValueError(f"{field} must be one of {', '.join(known)}, got {value!r}.")
+        for field, allowed in CHOICES:
+            if (value := getattr(self, field)) not in allowed:
+                raise ValueError(f"{field} must be one of {', '.join(allowed)}, got {value!r}.")
         for field, low, high in _INT_BOUNDS:
             _check_int(field, getattr(self, field), low, high)
         for field, low, high in _OPTIONAL_INT_BOUNDS:

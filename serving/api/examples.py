@@ -32,13 +32,13 @@ def read_examples(model: str | Path, adapters: Mapping[str, str] | None = None) 
     """
     given = _read(Path(model))
     of_model = given.get("adapters")
-    found = {k: v for k, v in of_model.items() if _good(v)} if isinstance(of_model, dict) else {}
+    prompts = {k: v for k, v in of_model.items() if _good(v)} if isinstance(of_model, dict) else {}
     for name, path in (adapters or {}).items():
         prompt = _read(Path(path)).get("prompt")
         if _good(prompt):
-            found[name] = prompt
+            prompts[name] = prompt
     base = given.get("prompt")
-    return Examples(base if _good(base) else None, found)
+    return Examples(base if _good(base) else None, prompts)
 
 
 def _read(folder: Path) -> dict:

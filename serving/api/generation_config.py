@@ -65,8 +65,8 @@ def check_fields(given: Mapping[str, Any], where: str) -> None:
     """
     for name, value in given.items():
         if name != _EOS and name not in _TO_SAMPLING:
-            known = ", ".join([*_TO_SAMPLING, _EOS])
-            raise ValueError(f"{where}: {name} is not one of {known}.")
+            allowed = ", ".join([*_TO_SAMPLING, _EOS])
+            raise ValueError(f"{where}: {name} is not one of {allowed}.")
         try:
             if value is not None and name != _EOS:
                 Sampling(**{_TO_SAMPLING[name]: value})

@@ -65,8 +65,8 @@ def _environ_argv(parser: ParserWithSource, environ: Mapping[str, str]) -> list[
             continue
         flag = flags.get(variable.removeprefix(PREFIX).lower())
         if flag is None:
-            known = [PREFIX + name.upper() for name in flags]
-            parser.error(f"unknown variable {variable}{did_you_mean(variable, known)}")
+            variables = [PREFIX + name.upper() for name in flags]
+            parser.error(f"unknown variable {variable}{did_you_mean(variable, variables)}")
         is_list = _is_list(parser, flag)
         argv += _flag_argv(parser, flag, shlex.split(value) if is_list else value)
     return argv
@@ -85,7 +85,7 @@ def _file_argv(parser: ParserWithSource, path: str) -> list[str]:
         if name not in flags:
             parser.error(f"unknown flag {key!r}{did_you_mean(name, list(flags))}")
         if isinstance(value, dict) and _is_list(parser, flags[name]):
-            value = [f"{name}={place}" for name, place in value.items()]
+            value = [f"{name}={entry}" for name, entry in value.items()]
         elif isinstance(value, dict):
             value = json.dumps(value)
         argv += _flag_argv(parser, flags[name], value)

@@ -11,11 +11,11 @@ def table() -> str:
     """Return the page: a row per flag of vLLM's parser."""
     rows = list(_rows())
     counts = Counter(kind for _, kind, _ in rows)
-    said = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    summary = ", ".join(f"{count} {kind}" for kind, count in counts.items())
     lines = [
         "# vLLM's flags",
         "",
-        f"What each flag of {vllm_source()} means here: {said}. "
+        f"What each flag of {vllm_source()} means here: {summary}. "
         "`python -m serving.cli.flag_table > docs/vllm_flags.md` writes this page.",
         "",
         "- *same*: a flag of ours with this name and meaning.",
@@ -38,19 +38,19 @@ def _rows() -> Iterator[tuple[str, str, str]]:
         action = parser._option_string_actions[fact.flag]
         if not isinstance(action, ForeignFlag):
             yield f"`{fact.flag}`", "same", ""
-        elif (said := verdict(fact)) is not None:
-            yield _shown(fact), "already so" if said.so else "refused", said.reason
+        elif (answer := verdict(fact)) is not None:
+            yield _shown(fact), "already so" if answer.so else "refused", answer.reason
 
 
 def _shown(fact: Fact) -> str:
     """Return the form or the values that are true here, or the flag that is refused."""
-    said = verdict(fact)
-    if said is None or not said.so:
-        refused = said is not None and fact.flag in said.accepted and fact.negative
+    answer = verdict(fact)
+    if answer is None or not answer.so:
+        refused = answer is not None and fact.flag in answer.accepted and fact.negative
         return f"`{fact.negative[0] if refused else fact.flag}`"
     if fact.kind in ("pair", "switch"):
-        return f"`{said.accepted[0]}`"
-    values = " or ".join("any value" if value == "*" else value for value in said.accepted)
+        return f"`{answer.accepted[0]}`"
+    values = " or ".join("any value" if value == "*" else value for value in answer.accepted)
     return f"`{fact.flag}` {values}"
 
 

@@ -39,20 +39,20 @@ def _dashes(flag: str) -> str:
 
 def _put(nested: dict[str, dict[str, Any]], path: str, text: str) -> None:
     flag, *keys = path.split(".")
-    place: dict[str, Any] = nested.setdefault(_dashes(flag), {})
+    level: dict[str, Any] = nested.setdefault(_dashes(flag), {})
     *outer, last = keys
     for key in outer:
-        place = place.setdefault(key, {})
+        level = level.setdefault(key, {})
     try:
-        place[last] = json.loads(text)
+        level[last] = json.loads(text)
     except json.JSONDecodeError:
-        place[last] = text
+        level[last] = text
 
 
 def unknown_flags(words: Iterable[str], known: Sequence[str]) -> str:
     """Return what to say of words that no flag takes, with the nearest flag for each."""
-    said = [f"{word}{did_you_mean(word, known)}" for word in words]
-    return f"unrecognized arguments: {' '.join(said)}"
+    shown = [f"{word}{did_you_mean(word, known)}" for word in words]
+    return f"unrecognized arguments: {' '.join(shown)}"
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:

@@ -22,6 +22,7 @@ from serving.cli.flag_values import (
     whole_number,
 )
 from serving.cli.foreign_flags import add_foreign_flags
+from serving.http.settings import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 _TYPES: dict[str, Callable[[str], Any]] = {  # of fields that take more words than their type
     "dtype": dtype,
@@ -123,6 +124,12 @@ def _add_http_flags(group) -> None:
         "--disable-fastapi-docs", action=pair, help="no /docs and no /openapi.json (False)"
     )
     group.add_argument("--response-role", metavar="ROLE", help="role of chat answers (assistant)")
+    text = "models may call tools by themselves (False)"
+    group.add_argument("--enable-auto-tool-choice", action=pair, help=text)
+    text = "format of such calls; hermes is Qwen's too (none)"
+    group.add_argument("--tool-call-parser", choices=TOOL_CALL_PARSERS, help=text)
+    text = "format of thoughts, which are reasoning_content of an answer (none: content)"
+    group.add_argument("--reasoning-parser", choices=REASONING_PARSERS, help=text)
     group.add_argument(
         "--default-chat-template-kwargs",
         type=json_object,

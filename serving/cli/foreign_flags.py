@@ -143,38 +143,38 @@ def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
     """
     group = parser.add_argument_group(f"true without being said ({vllm_source()})")
     for fact in (*vllm_facts(), *_older_facts()):
-        own = parser._option_string_actions.get(fact.flag)
-        if own is not None:
-            _add_spellings(parser, own, fact)
-        elif (said := verdict(fact)) is not None:
-            _add_foreign_flag(group, fact, said)
+        action = parser._option_string_actions.get(fact.flag)
+        if action is not None:
+            _add_spellings(parser, action, fact)
+        elif (answer := verdict(fact)) is not None:
+            _add_foreign_flag(group, fact, answer)
 
 
-def _add_foreign_flag(group: Any, fact: Fact, said: Verdict) -> None:
+def _add_foreign_flag(group: Any, fact: Fact, answer: Verdict) -> None:
     nargs = {"pair": 0, "switch": 0, "list": "*", "maybe": "?"}.get(fact.kind)
-    values = "|".join(said.accepted).replace("*", "ANY") or "VALUE"
+    values = "|".join(answer.accepted).replace("*", "ANY") or "VALUE"
     action = group.add_argument(
         *(*fact.positive, *OLDER_SPELLINGS.get(fact.flag, ()), *fact.negative),
         action=ForeignFlag,
-        verdict=said,
+        verdict=answer,
         nargs=nargs,
         dest=argparse.SUPPRESS,
         metavar=None if nargs == 0 else values,
-        help=said.reason if said.so else argparse.SUPPRESS,
+        help=answer.reason if answer.so else argparse.SUPPRESS,
     )
     action.positives, action.negatives = fact.positive, fact.negative
     # What --help shows; the parser knows them all.
-    action.option_strings = [said.accepted[0] if said.so and nargs == 0 else fact.flag]
+    action.option_strings = [answer.accepted[0] if answer.so and nargs == 0 else fact.flag]
 
 
-def _add_spellings(parser: argparse.ArgumentParser, own: argparse.Action, fact: Fact) -> None:
+def _add_spellings(parser: argparse.ArgumentParser, action: argparse.Action, fact: Fact) -> None:
     """Let vLLM's other spellings of a flag of ours do the same."""
-    known = parser._option_string_actions
+    actions = parser._option_string_actions
     for form in (*fact.positive, *OLDER_SPELLINGS.get(fact.flag, ())):
-        known.setdefault(form, own)
-    off = next((form for form in own.option_strings if form.startswith("--no-")), None)
+        actions.setdefault(form, action)
+    off = next((form for form in action.option_strings if form.startswith("--no-")), None)
     if off is not None:
         for form in fact.negative:
-            if form not in known:
+            if form not in actions:
                 hidden = argparse.SUPPRESS
-                parser.add_argument(form, dest=own.dest, action="store_false", help=hidden)
+                parser.add_argument(form, dest=action.dest, action="store_false", help=hidden)

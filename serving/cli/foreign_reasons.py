@@ -134,12 +134,13 @@ REFUSED = {
     "models generate text here": (
         "--pooler-config --max-lora-cls-labels --enable-prompt-embeds --diffusion-config"
     ),
-    "a chat demands calls by tool_choice, a function or 'required'; 'auto' is not supported": (
-        "--enable-auto-tool-choice --exclude-tools-when-tool-choice-none --tool-call-parser "
+    "demanded calls are always bound by their schemas, others never; tools are the client's": (
         "--tool-strict-level --tool-server"
     ),
-    "an answer is one text, with its thoughts; chat_template_kwargs and reasoning_effort go to the "
-    "template": "--reasoning-parser --reasoning-config --reasoning-effort-map",
+    "templates get the tools under every tool_choice": "--exclude-tools-when-tool-choice-none",
+    "chat_template_kwargs and reasoning_effort go to the template as they are": (
+        "--reasoning-config --reasoning-effort-map"
+    ),
     "llguidance makes the grammars, and a request's structured_outputs has the other options": (
         "--structured-outputs-config"
     ),

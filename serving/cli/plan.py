@@ -48,19 +48,19 @@ class ModelSizes:
 
 def read_request(text: str) -> PlanRequest:
     """Return what the JSON asks for; ValueError names the field that is wrong."""
-    said = json.loads(text)
-    if not isinstance(said, dict):
+    given = json.loads(text)
+    if not isinstance(given, dict):
         raise ValueError("must be a JSON object.")
     fields = {field.name for field in dataclasses.fields(PlanRequest)}
-    unknown = sorted(set(said) - fields)
+    unknown = sorted(set(given) - fields)
     if unknown:
         raise ValueError(f"has no field {unknown[0]!r}; it has {', '.join(sorted(fields))}.")
-    modules = said.pop("modules", [])
+    modules = given.pop("modules", [])
     if not isinstance(modules, list) or not all(isinstance(m, str) for m in modules):
         raise ValueError("modules must be a list of texts.")
-    for name, value in said.items():
+    for name, value in given.items():
         _check(name, value)
-    return PlanRequest(**said, modules=tuple(modules))
+    return PlanRequest(**given, modules=tuple(modules))
 
 
 def _check(name: str, value: Any) -> None:

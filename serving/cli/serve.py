@@ -204,10 +204,10 @@ def examples_of(options: Options) -> Examples:
 def has_template(engine: EngineConfig) -> bool:
     """Return whether messages have a template, as far as the files say without an engine."""
     try:
-        found = TokenizerFiles(Path(engine.model)).chat_template()
+        template = TokenizerFiles(Path(engine.model)).chat_template()
     except (OSError, ValueError):
-        found = None
-    return engine.chat_template is not None or found is not None
+        template = None
+    return engine.chat_template is not None or template is not None
 
 
 def _start_aside(options: Options, engine: Any, server: Any, stack: ExitStack) -> None:

@@ -32,18 +32,18 @@ class Peek(NamedTuple):
 def peek(body: bytes) -> Peek:
     """Return what the top level of a JSON object says of `model` and `max_tokens`."""
     model, tokens, steps = None, None, _STEPS
-    found = _OPEN.match(body)
-    place = found.end() if found else len(body)
-    while steps > 0 and (key := _KEY.match(body, place)):
-        place = key.end()
+    opening = _OPEN.match(body)
+    position = opening.end() if opening else len(body)
+    while steps > 0 and (key := _KEY.match(body, position)):
+        position = key.end()
         if key[1] == b'"model"':
-            model = _name(body, place)
+            model = _name(body, position)
         elif key[1] in _TOKENS:
-            number = _NUMBER.match(body, place)
+            number = _NUMBER.match(body, position)
             tokens = float(number[0]) if number else None
         if model is not None and tokens is not None:
             break
-        place, steps = _skip(body, place, steps - 1)
+        position, steps = _skip(body, position, steps - 1)
     return Peek(model, tokens)
 
 
@@ -53,16 +53,16 @@ def sequences(body: bytes) -> int:
     Of a field that stands twice the larger one counts: nobody gains by it.
     """
     prompts, choices, steps = 1, 1, _COUNTED
-    found = _OPEN.match(body)
-    place = found.end() if found else len(body)
-    while steps > 0 and (key := _KEY.match(body, place)):
-        place, name = key.end(), _plain(key[1])
-        if name == b'"n"' and (number := _NUMBER.match(body, place)):
+    opening = _OPEN.match(body)
+    position = opening.end() if opening else len(body)
+    while steps > 0 and (key := _KEY.match(body, position)):
+        position, name = key.end(), _plain(key[1])
+        if name == b'"n"' and (number := _NUMBER.match(body, position)):
             choices = max(choices, int(float(number[0])))
-        elif name == b'"prompt"' and body[place : place + 1] == b"[":
-            count, steps = _elements(body, place + 1, steps)
+        elif name == b'"prompt"' and body[position : position + 1] == b"[":
+            count, steps = _elements(body, position + 1, steps)
             prompts = max(prompts, count)
-        place, steps = _skip(body, place, steps - 1)
+        position, steps = _skip(body, position, steps - 1)
     return prompts * choices
 
 
@@ -76,17 +76,17 @@ def _plain(key: bytes) -> bytes:
         return key
 
 
-def _elements(body: bytes, place: int, steps: int) -> tuple[int, int]:
+def _elements(body: bytes, position: int, steps: int) -> tuple[int, int]:
     """Return the texts and lists of a list that begins here, and the steps that are left."""
     count = 0
-    while steps > 0 and (start := _ELEMENT.match(body, place)):
-        count, place = count + 1, start.start(1)
-        place, steps = _skip(body, place, steps)
+    while steps > 0 and (start := _ELEMENT.match(body, position)):
+        count, position = count + 1, start.start(1)
+        position, steps = _skip(body, position, steps)
     return count, steps
 
 
-def _name(body: bytes, place: int) -> str | None:
-    text = _TEXT.match(body, place, place + _LONGEST_NAME)
+def _name(body: bytes, position: int) -> str | None:
+    text = _TEXT.match(body, position, position + _LONGEST_NAME)
     if text is None:
         return None
     try:
@@ -95,27 +95,27 @@ def _name(body: bytes, place: int) -> str | None:
         return None
 
 
-def _skip(body: bytes, place: int, steps: int) -> tuple[int, int]:
+def _skip(body: bytes, position: int, steps: int) -> tuple[int, int]:
     """Return the place behind a value and the steps that are left; the end where it is cut off."""
     depth = 0
     while steps > 0:
         steps -= 1
-        if body[place : place + 1] == b'"':
-            text = _TEXT.match(body, place)
+        if body[position : position + 1] == b'"':
+            text = _TEXT.match(body, position)
             if text is None:
                 return len(body), 0
-            place = text.end()
-        elif body[place : place + 1] in (b"[", b"{"):
-            depth, place = depth + 1, place + 1
-        elif body[place : place + 1] in (b"]", b"}") and depth:
-            depth, place = depth - 1, place + 1
+            position = text.end()
+        elif body[position : position + 1] in (b"[", b"{"):
+            depth, position = depth + 1, position + 1
+        elif body[position : position + 1] in (b"]", b"}") and depth:
+            depth, position = depth - 1, position + 1
         elif not depth:
-            scalar = _SCALAR.match(body, place)
-            return (scalar.end() if scalar else place), steps
+            scalar = _SCALAR.match(body, position)
+            return (scalar.end() if scalar else position), steps
         if not depth:
-            return place, steps
-        found = _NESTED.search(body, place)
-        if found is None:
+            return position, steps
+        match = _NESTED.search(body, position)
+        if match is None:
             return len(body), 0
-        place = found.start()
-    return place, 0
+        position = match.start()
+    return position, 0

@@ -202,23 +202,25 @@ class Proxy:
             await asyncio.sleep(0.01)
         try:
             before = await asyncio.to_thread(self._changes.read)
-            found = await self._everywhere(scope, body, _CHANGE_S, range(len(self._paths)))
+            answers = await self._everywhere(scope, body, _CHANGE_S, range(len(self._paths)))
             agreed = await asyncio.to_thread(self._changes.agree, before)
         finally:
             self._changes.lock.release()
-        if not found:
+        if not answers:
             raise _nobody()
-        good = [answer for answer in found.values() if answer[0] < 300]
-        bad = [answer for answer in found.values() if answer[0] >= 300]
+        good = [answer for answer in answers.values() if answer[0] < 300]
+        bad = [answer for answer in answers.values() if answer[0] >= 300]
         if not agreed and not bad:
             raise ApiError(503, "An instance could not follow; the change was taken back.")
         follow = agreed and self._changes.are_recorded
         await send_whole(send_, *(good + bad if follow else bad + good)[0])
 
     async def _metrics(self, scope: Scope, send_: Send) -> None:
-        found = await self._everywhere(scope, b"", _METRICS_S, self._router.up)
-        good = {str(n): content.decode() for n, (code, _, content) in found.items() if code == 200}
-        bad = next((answer for answer in found.values() if answer[0] != 200), None)
+        answers = await self._everywhere(scope, b"", _METRICS_S, self._router.up)
+        good = {
+            str(n): content.decode() for n, (code, _, content) in answers.items() if code == 200
+        }
+        bad = next((answer for answer in answers.values() if answer[0] != 200), None)
         if bad is not None:
             await send_whole(send_, *bad)
             return
@@ -245,19 +247,19 @@ class Proxy:
                 return None
             return upstream.status, upstream.headers, content
 
-        found = await asyncio.gather(*map(one, instances))
-        return {n: a for n, a in zip(instances, found, strict=True) if a is not None}
+        answers = await asyncio.gather(*map(one, instances))
+        return {n: a for n, a in zip(instances, answers, strict=True) if a is not None}
 
     def _model_of(self, body: bytes) -> tuple[str | None, float]:
         """Return the adapter that a body names, None for the base model, and its load in tokens."""
-        found = peek(body)
-        model = found.model or ""
+        fields = peek(body)
+        model = fields.model or ""
         base, colon, adapter = model.partition(":")
         if colon and base in self._base_names:
             model = adapter
         if model in self._base_names or not FULL_NAME.fullmatch(model):
             return None, 0.0
-        return model, found.max_tokens or _DEFAULT_TOKENS
+        return model, fields.max_tokens or _DEFAULT_TOKENS
 
 
 def _nobody() -> ApiError:

@@ -39,9 +39,9 @@ class Router:
             chosen = None if adapter is None else self._home_of(adapter, load)
             fit = [n for n, up in enumerate(self._is_up) if up and n not in set(avoid)]
             if chosen is None or (fit and chosen not in fit):
-                known = [0.0] * len(self._totals) if adapter is None else self._totals
+                totals = [0.0] * len(self._totals) if adapter is None else self._totals
                 choices = fit or range(len(self._under_way))
-                chosen = min(choices, key=lambda n: (self._under_way[n], known[n], n))
+                chosen = min(choices, key=lambda n: (self._under_way[n], totals[n], n))
             self._under_way[chosen] += 1
             return chosen
 

@@ -47,23 +47,23 @@ class Batch:
     def run(self) -> list[RequestOutput]:
         """Return all answers in order; raises what `submit` raises, or RequestFailed."""
         with self._bar:
-            for place in range(len(self._requests)):
-                self._hand_in(place)
+            for index in range(len(self._requests)):
+                self._hand_in(index)
             while self.live:
                 self._take_delta()
         return [collector.output() for collector in self._collectors]
 
-    def _hand_in(self, place: int) -> None:
+    def _hand_in(self, index: int) -> None:
         """Submit one prompt; while the queue is full, make room by taking in answers."""
-        prompt, adapter, sampling = self._requests[place]
+        prompt, adapter, sampling = self._requests[index]
 
         def on_output(delta: OutputDelta) -> None:
-            self._deltas.put((place, delta))
+            self._deltas.put((index, delta))
 
         while True:
             try:
-                more = {"images": self._images[place]} if self._images[place] else {}
-                self.live[place] = self._submit(
+                more = {"images": self._images[index]} if self._images[index] else {}
+                self.live[index] = self._submit(
                     prompt, adapter, sampling, on_output=on_output, **more
                 )
                 return
@@ -75,14 +75,14 @@ class Batch:
 
     def _take_delta(self) -> bool:
         """Wait for the next delta; returns whether a request has ended with it."""
-        place, delta = self._deltas.get()
-        collector = self._collectors[place]
+        index, delta = self._deltas.get()
+        collector = self._collectors[index]
         collector.add(delta)
         self._tokens_out += len(delta.token_ids)
         if not collector.done:
             return False
-        del self.live[place]
-        self._tokens_in += len(self._requests[place][0])
+        del self.live[index]
+        self._tokens_in += len(self._requests[index][0])
         seconds = time.perf_counter() - self._started_s
         rates = [count / seconds for count in (self._tokens_in, self._tokens_out)]
         text = f"est. speed input: {rates[0]:.1f} toks/s, output: {rates[1]:.1f} toks/s"

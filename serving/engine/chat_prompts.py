@@ -45,13 +45,13 @@ def chat_prompts(
     return prompts
 
 
-def _plain(place: int, message: Any, images: list[Any], front: ImageFront | None) -> dict[str, Any]:
+def _plain(index: int, message: Any, images: list[Any], front: ImageFront | None) -> dict[str, Any]:
     """Return a message for the template, its images appended to `images`."""
     if not isinstance(message, Mapping):
-        raise TypeError(f"messages.{place} must be a dict, got {type(message).__name__}.")
+        raise TypeError(f"messages.{index} must be a dict, got {type(message).__name__}.")
     content = message.get("content")
     if isinstance(content, str) or content is None:
-        _check_text(place, content or "", front)
+        _check_text(index, content or "", front)
         return dict(message)
     parts: list[dict[str, Any]] = []
     for part in content:
@@ -62,18 +62,18 @@ def _plain(place: int, message: Any, images: list[Any], front: ImageFront | None
             images.append(part["image"])
             parts.append({"type": "image"})
         elif kind == "text" and isinstance(part.get("text"), str):
-            _check_text(place, part["text"], front)
+            _check_text(index, part["text"], front)
             parts.append({"type": "text", "text": part["text"]})
         else:
             raise ValueError(
-                f'messages.{place}: a part is {{"type": "text", "text": ...}} or '
+                f'messages.{index}: a part is {{"type": "text", "text": ...}} or '
                 f'{{"type": "image", "image": ...}}, got type {str(kind)[:64]!r}.'
             )
     return {**message, "content": parts}
 
 
-def _check_text(place: int, text: str, front: ImageFront | None) -> None:
+def _check_text(index: int, text: str, front: ImageFront | None) -> None:
     if front is not None and front.placeholder in text:
         raise ValueError(
-            f"messages.{place}: the text holds {front.placeholder!r}, which stands for an image."
+            f"messages.{index}: the text holds {front.placeholder!r}, which stands for an image."
         )

@@ -151,8 +151,8 @@ class Engine:
         ...} with an image as `generate` takes it. `options` are `chat_prompts`' own, such as
         add_generation_prompt, and `generate`'s. Raises what `generate` raises.
         """
-        own = {name: options.pop(name) for name in CHAT_OPTIONS if name in options}
-        prompts = chat_prompts(self.tokenizer, self.images, messages, **own)
+        chat_options = {name: options.pop(name) for name in CHAT_OPTIONS if name in options}
+        prompts = chat_prompts(self.tokenizer, self.images, messages, **chat_options)
         return self.generate(prompts, adapter, sampling, **options)
 
     def default_sampling(self) -> Sampling:

@@ -21,17 +21,17 @@ def read_prompts(
     """
     ids, placed = [], []
     for prompt in prompts:
-        mine = tokenizer.encode(prompt.text or "") if prompt.ids is None else list(prompt.ids)
-        made: list[PreparedImage] = []
+        prompt_ids = tokenizer.encode(prompt.text or "") if prompt.ids is None else list(prompt.ids)
+        prepared: list[PreparedImage] = []
         starts: list[int] = []
         if prompt.images:
             if front is None:
                 raise ValueError(TEXT_ONLY)
             front.check_count(len(prompt.images))
-            made = [front.prepare(pixels_of(image)) for image in prompt.images]
-            mine, starts = front.expand(mine, made)
-        ids.append(mine)
-        placed.append(tuple(zip(made, starts, strict=True)))
+            prepared = [front.prepare(pixels_of(image)) for image in prompt.images]
+            prompt_ids, starts = front.expand(prompt_ids, prepared)
+        ids.append(prompt_ids)
+        placed.append(tuple(zip(prepared, starts, strict=True)))
     return ids, placed
 
 
@@ -46,6 +46,6 @@ def with_placed(
         if images:
             raise ValueError(TEXT_ONLY)
         return request
-    made, starts = [image for image, _ in images], [start for _, start in images]
-    placed = front.placed(request.prompt_ids, made, starts, entry, request.cache_salt)
+    prepared, starts = [image for image, _ in images], [start for _, start in images]
+    placed = front.placed(request.prompt_ids, prepared, starts, entry, request.cache_salt)
     return dataclasses.replace(request, images=placed)

@@ -52,10 +52,10 @@ def size_kv_cache(
 
 def _free_bytes(config: EngineConfig) -> int | None:
     """Return what the loaded weights leave, or None where memory has no limit."""
-    said = jax.devices()[0].memory_stats() or {}
-    if "bytes_limit" not in said:
+    stats = jax.devices()[0].memory_stats() or {}
+    if "bytes_limit" not in stats:
         return None
-    return free_bytes(config, said["bytes_limit"], said["bytes_in_use"])
+    return free_bytes(config, stats["bytes_limit"], stats["bytes_in_use"])
 
 
 def _one_adapter_bytes(config: EngineConfig, here: LoraCatalogue, dtype: jnp.dtype) -> int:

@@ -280,7 +280,7 @@ def _count_histograms(lengths: tuple[int, ...]) -> tuple[tuple[str, str, tuple[i
 def _observations(request: FinishedRequest) -> list[tuple[str, float]]:
     """Return (histogram, value) pairs of a finished request; unknown times are left out."""
     longest = max(request.output_lengths, default=0)
-    found: list[tuple[str, float]] = [
+    observations: list[tuple[str, float]] = [
         ("e2e_request_latency_seconds", request.finished_s - request.arrival_s),
         ("request_prompt_tokens", request.num_prompt),
         ("request_generation_tokens", sum(request.output_lengths)),
@@ -292,15 +292,15 @@ def _observations(request: FinishedRequest) -> list[tuple[str, float]]:
     ]
     scheduled, first = request.scheduled_s, request.first_token_s
     if scheduled is not None:
-        found.append(("request_queue_time_seconds", scheduled - request.arrival_s))
-        found.append(("request_inference_time_seconds", request.finished_s - scheduled))
+        observations.append(("request_queue_time_seconds", scheduled - request.arrival_s))
+        observations.append(("request_inference_time_seconds", request.finished_s - scheduled))
     if scheduled is not None and first is not None:
         decode = request.finished_s - first
-        found.append(("request_prefill_time_seconds", first - scheduled))
-        found.append(("request_decode_time_seconds", decode))
+        observations.append(("request_prefill_time_seconds", first - scheduled))
+        observations.append(("request_decode_time_seconds", decode))
         if longest > 1:
-            found.append(("request_time_per_output_token_seconds", decode / (longest - 1)))
-    return found
+            observations.append(("request_time_per_output_token_seconds", decode / (longest - 1)))
+    return observations
 
 
 class _Gauges:

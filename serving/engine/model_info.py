@@ -52,8 +52,8 @@ def model_info(
     generation.check_vocab(model_config.vocab_size)
     ends = {*model_config.eos_token_ids, *tokenizer.eos_token_ids, *generation.eos_token_ids}
     if generation.sampling:
-        said = ", ".join(f"{name} {value}" for name, value in generation.sampling.items())
-        logger.info("Sampling defaults: %s (--generation-config).", said)
+        defaults = ", ".join(f"{name} {value}" for name, value in generation.sampling.items())
+        logger.info("Sampling defaults: %s (--generation-config).", defaults)
     return ModelInfo(
         name=config.model_name,
         model_type=model_config.model_type,
@@ -86,15 +86,15 @@ def quantization_of(config: ModelConfig, weights: WeightSizes) -> dict[str, Any]
 
 def log_quantised(config: ModelConfig, weights: WeightSizes) -> None:
     """Log how many weights are quantised; a checkpoint may hold fewer than its config suggests."""
-    said = quantization_of(config, weights)
-    if said is not None:
+    summary = quantization_of(config, weights)
+    if summary is not None:
         logger.info(
             "Quantised weights: %.1f M in %s (%s), %.2f bits each; %.1f M others are not.",
-            said["parameters"] / 1e6,
-            said["format"],
-            said["method"],
-            said["bits_per_parameter"],
-            said["other_parameters"] / 1e6,
+            summary["parameters"] / 1e6,
+            summary["format"],
+            summary["method"],
+            summary["bits_per_parameter"],
+            summary["other_parameters"] / 1e6,
         )
     elif config.quantization is not None:
         logger.info("Quantised weights: none, in a model whose files have them.")

@@ -85,9 +85,9 @@ def load_adapters(
 ) -> None:
     """Load the operator's adapters, with a line of the log for each."""
     registry.load_all(adapters)
-    known = {adapter.name: adapter for adapter in registry.known()}  # some were evicted again
+    by_name = {adapter.name: adapter for adapter in registry.known()}  # some were evicted again
     for name in adapters:
-        report = known[name].report
+        report = by_name[name].report
         logger.info(
             "Adapter %s: %s, %s, %.2f MB, sha256 %s.",
             name,

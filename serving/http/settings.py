@@ -7,6 +7,8 @@ from typing import Any
 from serving.images.sources import MediaPolicy
 
 ROLES = ("user", "admin", "metrics")
+TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral")
+REASONING_PARSERS = ("qwen3",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +92,9 @@ class HttpSettings:
     root_path: str = ""  # under which a proxy offers this server
     response_role: str = "assistant"
     default_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+    enable_auto_tool_choice: bool = False  # models may call tools by themselves
+    tool_call_parser: str | None = None  # of TOOL_CALL_PARSERS, for such calls
+    reasoning_parser: str | None = None  # of REASONING_PARSERS; None: thoughts are content
     tokens_as_ids: bool = False  # log-probabilities name tokens as token_id:NUMBER
     force_include_usage: bool = False  # every stream ends with its usage
     log_requests: bool = False  # a line per request for text, without its words
@@ -105,6 +110,13 @@ class HttpSettings:
             raise ValueError(
                 f"--sse-keep-alive-interval must be positive, or 0 for never, got "
                 f"{self.keep_alive_s:g}."
+            )
+        _check_name("--tool-call-parser", self.tool_call_parser, TOOL_CALL_PARSERS)
+        _check_name("--reasoning-parser", self.reasoning_parser, REASONING_PARSERS)
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            raise ValueError(
+                "--enable-auto-tool-choice needs --tool-call-parser with the format of the model: "
+                f"{', '.join(TOOL_CALL_PARSERS)}."
             )
         if self.max_body_bytes is not None and self.max_body_bytes < 1:
             raise ValueError(f"--max-body-bytes must be at least 1, got {self.max_body_bytes}.")
@@ -123,6 +135,11 @@ class HttpSettings:
             raise ValueError("Limits of a key (--key-...) need --api-key or --keys-file.")
 
     @property
+    def auto_call_parser(self) -> str | None:
+        """The parser of calls that models make by themselves; None where they may not."""
+        return self.tool_call_parser if self.enable_auto_tool_choice else None
+
+    @property
     def has_api_keys(self) -> bool:
         """True if a caller needs a key to use the model."""
         return bool(self.api_keys or self.tenants)
@@ -136,3 +153,8 @@ class HttpSettings:
     def has_metrics_keys(self) -> bool:
         """True if there is a key for /metrics only."""
         return bool(self.metrics_keys) or any("metrics" in tenant.roles for tenant in self.tenants)
+
+
+def _check_name(flag: str, name: str | None, known: tuple[str, ...]) -> None:
+    if name is not None and name not in known:
+        raise ValueError(f"{flag} must be one of {', '.join(known)}, got {name!r}.")

@@ -39,8 +39,8 @@ def decode(data: bytes) -> np.ndarray:
     except ImageError:
         raise
     except Image.UnidentifiedImageError:
-        known = ", ".join(FORMATS)
-        raise ImageError(f"The image is not one of {known}.") from None
+        formats = ", ".join(FORMATS)
+        raise ImageError(f"The image is not one of {formats}.") from None
     except Image.DecompressionBombError:
         raise ImageError(f"The image has more than {MAX_PIXELS} pixels.") from None
     except Exception:  # whatever a decoder finds wrong

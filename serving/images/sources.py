@@ -119,8 +119,8 @@ def _of_http(url: str, policy: MediaPolicy) -> bytes:
 
 def _public_address(host: str, port: int) -> tuple[str, int]:
     """Return the address to connect to. FetchFailed when any of the host's is not a public one."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    addresses = [str(entry[4][0]) for entry in found]
+    entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    addresses = [str(entry[4][0]) for entry in entries]
     if not addresses or not all(is_public(address) for address in addresses):
         raise FetchFailed("The host of an image has no public address.")
     return addresses[0], port

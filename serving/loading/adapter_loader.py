@@ -148,8 +148,8 @@ class AdapterLoader[P: AnyPlacement, S]:
 
     def is_pinned(self, digest: str) -> bool:
         """Return whether the adapter stays on the device whoever else needs its place."""
-        known = self._known.get(digest)
-        return known is not None and known.pinned
+        adapter = self._known.get(digest)
+        return adapter is not None and adapter.pinned
 
     def users(self, digest: str) -> int:
         """Return how many sequences hold the adapter now."""
@@ -171,8 +171,8 @@ class AdapterLoader[P: AnyPlacement, S]:
 
     def in_use(self) -> frozenset[str]:
         """Return the weights that live requests need; any thread may ask."""
-        known = tuple(self._known.items())  # a copy, made in one go: others may `retain`
-        return frozenset(digest for digest, one in known if one.requests > 0)
+        adapters = tuple(self._known.items())  # a copy, made in one go: others may `retain`
+        return frozenset(digest for digest, one in adapters if one.requests > 0)
 
     def retain(self, entry: AdapterEntry) -> None:
         """Keep the entry's weights until a request that needs them ends (`drop`)."""
@@ -189,11 +189,11 @@ class AdapterLoader[P: AnyPlacement, S]:
         Weights without a name and without requests leave the device; named ones enter it while
         there are free slots.
         """
-        for known in self._known.values():
-            known.named = known.pinned = False
+        for adapter in self._known.values():
+            adapter.named = adapter.pinned = False
         for entry in entries:
-            known = self._know(entry)
-            known.named, known.pinned = True, known.pinned or entry.pinned
+            adapter = self._know(entry)
+            adapter.named, adapter.pinned = True, adapter.pinned or entry.pinned
         for digest in tuple(self._known):
             self._forget_if_unneeded(digest)
         self.look_again()
@@ -204,11 +204,11 @@ class AdapterLoader[P: AnyPlacement, S]:
         None of them takes the memory that has gone for the sake of one that requests wait for.
         """
         # A copy, made in one go: other threads may `retain` meanwhile.
-        all_known = tuple(self._known.values())
-        waiting = [known for known in all_known if known.lacked_memory and known.wanted]
-        named = [known for known in waiting or all_known if known.named]
-        for known in sorted(named, key=lambda known: not known.pinned):
-            self._prefetch(known)
+        adapters = tuple(self._known.values())
+        waiting = [adapter for adapter in adapters if adapter.lacked_memory and adapter.wanted]
+        named = [adapter for adapter in waiting or adapters if adapter.named]
+        for adapter in sorted(named, key=lambda adapter: not adapter.pinned):
+            self._prefetch(adapter)
 
     def advance(self, state: S, max_chunks: int) -> S:
         """Return `state` (donated) after up to `max_chunks` writes of the loads under way."""
@@ -228,8 +228,8 @@ class AdapterLoader[P: AnyPlacement, S]:
             if load.job.done:
                 self._loads.popleft()
                 self._allocator.finish_loading(load.placement.digest)
-                if known := self._known.get(load.placement.digest):
-                    known.lacked_memory = False
+                if adapter := self._known.get(load.placement.digest):
+                    adapter.lacked_memory = False
                 self._swaps += 1
                 self._on_loaded(self._clock() - load.started_s)
                 self._publish()
@@ -251,8 +251,8 @@ class AdapterLoader[P: AnyPlacement, S]:
         """Raise AssertionError when the books contradict each other while nothing runs."""
         self._allocator.check_integrity()
         assert not self._loads, f"{len(self._loads)} loads are left"
-        for digest, known in self._known.items():
-            assert known.named or known.requests, f"{digest[:12]} is kept for nobody"
+        for digest, adapter in self._known.items():
+            assert adapter.named or adapter.requests, f"{digest[:12]} is kept for nobody"
             assert not self._allocator.users(digest), f"{digest[:12]} is in use"
         assert set(self._allocator.resident()) <= set(self._known), "resident but unknown"
 
@@ -263,30 +263,30 @@ class AdapterLoader[P: AnyPlacement, S]:
         return self._known[entry.digest]
 
     def _forget_if_unneeded(self, digest: str) -> None:
-        known = self._known[digest]
-        if known.named or known.requests > 0:
+        adapter = self._known[digest]
+        if adapter.named or adapter.requests > 0:
             return
         del self._known[digest]
         self._allocator.retire(digest)
         self._publish()
 
-    def _prefetch(self, known: _Known) -> None:
-        digest = known.weights.digest
+    def _prefetch(self, adapter: _Known) -> None:
+        digest = adapter.weights.digest
         self._allocator.restore(digest)
         if self.is_placed(digest):
-            self._allocator.pin(digest, known.pinned)
+            self._allocator.pin(digest, adapter.pinned)
             return
         free = self.snapshot.slots_used < self.snapshot.slots_total
-        if known.pinned or (free and self._allocator.can_place(known.weights)):
-            self._place(known)
+        if adapter.pinned or (free and self._allocator.can_place(adapter.weights)):
+            self._place(adapter)
 
-    def _place(self, known: _Known) -> None:
+    def _place(self, adapter: _Known) -> None:
         """Give the adapter a slot and room if there is any, and queue its load."""
-        too_early = known.lacked_memory and self._allocator.num_leaving
-        if too_early or self._clock() < known.retry_s:
+        too_early = adapter.lacked_memory and self._allocator.num_leaving
+        if too_early or self._clock() < adapter.retry_s:
             return
-        if self._allocator.make_room(known.weights):
-            placement = self._allocator.place(known.weights, pinned=known.pinned)
+        if self._allocator.make_room(adapter.weights):
+            placement = self._allocator.place(adapter.weights, pinned=adapter.pinned)
             self._loads.append(_Load(placement))
         self._publish()
 
@@ -298,18 +298,18 @@ class AdapterLoader[P: AnyPlacement, S]:
         """
         digest, leaving = load.placement.digest, self._allocator.num_leaving
         self._allocator.abandon_loading(digest)
-        known = self._known.get(digest)
-        if known is None:
+        adapter = self._known.get(digest)
+        if adapter is None:
             self._publish()
             return
         logger.warning("Adapter %s could not be loaded: %s", digest[:12], error)
-        known.lacked_memory = error.may_pass
-        evicted = error.may_pass and known.wanted and self._allocator.evict_idle()
+        adapter.lacked_memory = error.may_pass
+        evicted = error.may_pass and adapter.wanted and self._allocator.evict_idle()
         others = error.may_pass and (self._loads or self._allocator.resident() or leaving)
         if not evicted:
-            known.retry_s = self._clock() + RETRY_S
+            adapter.retry_s = self._clock() + RETRY_S
         if not (evicted or others):
-            known.lacked_memory = False
+            adapter.lacked_memory = False
             self._failures.append((digest, str(error)))
         self._publish()
 

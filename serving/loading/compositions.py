@@ -64,11 +64,11 @@ class Compositions:
                 raise ValueError(f"{scaled!r} is an ESFT adapter, whose weight can only be 1.")
             lora = self._composed(loras) if loras else None
             esft = self._composed(esfts) if esfts else None
-            found = lora or esft
-            if found is None:
+            composed = lora or esft
+            if composed is None:
                 raise ValueError("these adapters cannot be composed.")
             if lora is None or esft is None:
-                return found
+                return composed
             name, digest = _names(parts)
             pair = pair_of(lora, esft, digest, name)
             return dataclasses.replace(
@@ -121,14 +121,14 @@ class Compositions:
     def _make(self, parts: Parts, digest: str, name: str) -> AnyWeights:
         loras = [(e.weights, f) for e, f in parts if isinstance(e.weights, AdapterWeights)]
         experts = [e.weights for e, _ in parts if isinstance(e.weights, ExpertWeights)]
-        made: AnyWeights
-        made = (
+        weights: AnyWeights
+        weights = (
             sum_of(loras, digest, name, self._max_rank)
             if loras
             else union_of(experts, digest, name)
         )
-        self._check(made)
-        return self._keep(made)
+        self._check(weights)
+        return self._keep(weights)
 
     def _make_room(self, num_bytes: int) -> None:
         """Let compositions go that no request needs; RegistryBusy where that is not enough."""

@@ -114,12 +114,12 @@ def _bytes_left(memories: list[AbstractVirtualMemory], model: AbstractCausalLM) 
 
     None where nobody counts, as on a host.
     """
-    known = [free for memory in memories if (free := memory.usage().device_free) is not None]
-    if not known:
+    free_sizes = [free for memory in memories if (free := memory.usage().device_free) is not None]
+    if not free_sizes:
         return None
     experts = expert_blocks(model).values()
     needed = sum(getattr(e, name)[...].nbytes for e in experts for name in PROJECTIONS)
-    return min(known) - needed // len(memories) - KEPT_FREE
+    return min(free_sizes) - needed // len(memories) - KEPT_FREE
 
 
 def _move(

@@ -38,8 +38,8 @@ class LocalExperts:
         if isinstance(entry.weights, SplitWeights):
             if entry.digest not in self._live:
                 whole = entry.weights.whole
-                found = dataclasses.replace(entry, digest=whole.digest, weights=whole)
-                self._live[entry.digest] = _Live(found, whole)
+                whole_entry = dataclasses.replace(entry, digest=whole.digest, weights=whole)
+                self._live[entry.digest] = _Live(whole_entry, whole)
             self._live[entry.digest].requests += 1
 
     def drop(self, digest: str) -> None:

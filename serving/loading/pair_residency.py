@@ -48,8 +48,8 @@ class PairResidency(AbstractResidency):
         of_lora, of_esft = self._pairs[digest].digests
         lora, esft = self._lora.acquire(of_lora), self._esft.acquire(of_esft)
         if lora is not None and esft is not None:
-            place = (esft - self._num_lora_slots) * self._num_lora_slots + lora
-            return self._num_slots + place
+            index = (esft - self._num_lora_slots) * self._num_lora_slots + lora
+            return self._num_slots + index
         if lora is not None:
             self._lora.release(of_lora)
         if esft is not None:

@@ -82,5 +82,5 @@ class StandInResidency(ServerResidency):
 
     def _stands_in(self, digest: str) -> bool:
         """True if this device serves the adapter's experts, and the server does not."""
-        known = self._local.knows(digest)
-        return known and (self.server.is_lost or self._local.stands_in(digest))
+        is_local = self._local.knows(digest)
+        return is_local and (self.server.is_lost or self._local.stands_in(digest))

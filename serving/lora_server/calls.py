@@ -99,8 +99,8 @@ def serve_leases(source: Coordinator, instance: str, connection: Connection) -> 
     """
 
     def lease(name: str, digest: str, folder: str) -> list[int] | None:
-        found = source.request(name, digest, folder)
-        return None if found is None else [found.number, found.version]
+        granted = source.request(name, digest, folder)
+        return None if granted is None else [granted.number, granted.version]
 
     functions = {"lease": lease, "release": source.release, "leave": source.leave}
 
@@ -138,10 +138,10 @@ class RemoteLeases:
 
     def lease(self, instance: str, digest: str, folder: str) -> Lease:
         """See coordinator.Coordinator.lease; NoRoom also while the adapter is on its way."""
-        found = self._caller.call("lease", instance, digest, folder)
-        if found is None:
+        granted = self._caller.call("lease", instance, digest, folder)
+        if granted is None:
             raise NoRoom("The adapter is on its way to the LoRA Server.")
-        return Lease(*found)
+        return Lease(*granted)
 
     def release(self, instance: str, digest: str) -> None:
         """See coordinator.Coordinator.release."""

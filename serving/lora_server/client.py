@@ -84,8 +84,8 @@ class StepExperts:
         index = self._layout.moe_layers.index(layer)
         version = self._table.version
         rows = push_rows(self._layout.placement, index, numbers, row_to_expert, num_rows, version)
-        made = LayerExchange(self, _SITE_OF[modules], index, rows)
-        return made if self._overlap else SerialExchange(made)
+        exchange = LayerExchange(self, _SITE_OF[modules], index, rows)
+        return exchange if self._overlap else SerialExchange(exchange)
 
     def status(self) -> Int[Array, "servers"]:
         """Return the worst status of each server in the step; 0 means that every answer came."""

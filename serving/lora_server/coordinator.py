@@ -78,30 +78,30 @@ class Coordinator:
         Raises NoRoom, ValueError when a rank refuses the files, and ConnectionError when a rank is
         not there; then nothing is leased. An instance holds one lease per adapter at most.
         """
-        found = self._give(instance, digest)
-        if found is not None:
-            return found
+        lease = self._give(instance, digest)
+        if lease is not None:
+            return lease
         with self._changing:
             if not self.holds(digest):  # another may have loaded it meanwhile
                 self._load(digest, folder)
-            found = self._give(instance, digest)
-        assert found is not None, "an adapter has gone while nothing could change"
-        return found
+            lease = self._give(instance, digest)
+        assert lease is not None, "an adapter has gone while nothing could change"
+        return lease
 
     def request(self, instance: str, digest: str, folder: str) -> Lease | None:
         """Return what `lease` does, or raise it, if that is known; else find out on a thread."""
         key = instance, digest
         with self._lock:
-            found = self._give(instance, digest)
+            lease = self._give(instance, digest)
             self._unwanted.discard(key)
-            if found is None and key not in self._requested:
+            if lease is None and key not in self._requested:
                 self._requested[key] = future = self._requests.submit(self.lease, *key, folder)
                 future.add_done_callback(lambda _: self._drop_unwanted(key))
             future = self._requested.get(key)
             if future is None or not future.done():
-                return found
+                return lease
             del self._requested[key]
-        return found or future.result()
+        return lease or future.result()
 
     def release(self, instance: str, digest: str) -> None:
         """Give a lease back; the adapter stays while there is room. Unknown ones are ignored."""
@@ -208,16 +208,16 @@ class Coordinator:
 
     def _take_number(self) -> int:
         taken = {held.number % self._num_adapters for held in self._held.values()}
-        place = next(place for place in range(self._num_adapters) if place not in taken)
-        self._generations[place] += 1
-        return self._generations[place] * self._num_adapters + place
+        index = next(index for index in range(self._num_adapters) if index not in taken)
+        self._generations[index] += 1
+        return self._generations[index] * self._num_adapters + index
 
     def _everywhere(self, call: Callable[[RankControl], None]) -> list[Exception]:
         """Run a call on all ranks at once; return what went wrong."""
         futures = [self._pool.submit(call, rank) for rank in self._ranks if rank is not None]
         wait(futures)
-        found = [future.exception() for future in futures]
-        errors = [error for error in found if isinstance(error, Exception)]
+        outcomes = [future.exception() for future in futures]
+        errors = [error for error in outcomes if isinstance(error, Exception)]
         unexpected = [e for e in errors if not isinstance(e, ValueError | ConnectionError)]
         if unexpected:
             raise unexpected[0]

@@ -124,21 +124,21 @@ class DeviceLoop:
                 self._server.pause(False)
 
     def _enqueue(self, version: int, seconds: float, answers: int) -> None:
-        place, self._turns = self._turns % _AHEAD, self._turns + 1
+        turn, self._turns = self._turns % _AHEAD, self._turns + 1
         if (seconds, answers) not in self._limits:
             self._limits[seconds, answers] = self._put(
                 np.asarray([seconds * 1e6, answers], np.int32)
             )
-        self._lines, self._said[place] = self._programs[place % len(self._programs)](
+        self._lines, self._said[turn] = self._programs[turn % len(self._programs)](
             self._rank.slots,
             self._current(version),
             self._lines,
-            self._said[place],
+            self._said[turn],
             self._limits[seconds, answers],
         )
-        for array in jax.tree.leaves(self._said[place]):
+        for array in jax.tree.leaves(self._said[turn]):
             array.copy_to_host_async()
-        self._under_way.append(place)
+        self._under_way.append(turn)
 
     def _read(self) -> Report:
         said = self._said[self._under_way.popleft()]
@@ -157,12 +157,12 @@ class DeviceLoop:
         return tuple(self._put(nothing) for _ in self._rank.sites)
 
     def _current(self, version: int) -> RankTable:
-        known = (self._rank.changes, version)
-        if self._table is None or known != self._known:
+        key = (self._rank.changes, version)
+        if self._table is None or key != self._known:
             arrays = (array.astype(np.int32) for array in self._rank.table())
             table = *arrays, np.int32(version), self._layers
             self._table = RankTable(*map(self._put, table))
-            self._known = known
+            self._known = key
         return self._table
 
     def _put(self, array: np.ndarray | np.int32) -> Array:
@@ -214,8 +214,8 @@ def _program(rank: ServerRank, server: DeviceServer) -> Callable:
 
 def _any_found(lines: tuple[Int[Array, "messages 8"], ...], what: Found) -> Bool[Array, ""]:
     """Return whether a look for messages of one of the sites has come to this."""
-    found = [one[0, Word.FOUND] == what for one in lines]
-    return functools.reduce(jnp.logical_or, found)
+    matches = [one[0, Word.FOUND] == what for one in lines]
+    return functools.reduce(jnp.logical_or, matches)
 
 
 def _look(

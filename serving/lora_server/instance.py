@@ -188,13 +188,13 @@ def connect(access: ServerAccess, config: EngineConfig, dtype: str) -> InstanceS
     Raises ValueError for sizes that do not fit the server, and TransportError (a ConnectionError)
     when it cannot be reached, or serves another base model or in another way.
     """
-    made = design(dataclasses.replace(access.spec, model=config.model, dtype=dtype))
-    made.require_rows(config.max_num_batched_tokens)
-    made.require_rank(config.max_lora_rank)
-    client = access.connect(made.terms)
+    server_design = design(dataclasses.replace(access.spec, model=config.model, dtype=dtype))
+    server_design.require_rows(config.max_num_batched_tokens)
+    server_design.require_rank(config.max_lora_rank)
+    client = access.connect(server_design.terms)
     client.set_limit(access.wait_s)
     local = access.local_slots
-    link = ServerLink(made.layout, client, has_local=local > 0, overlap=access.overlap)
+    link = ServerLink(server_design.layout, client, has_local=local > 0, overlap=access.overlap)
     slots = config.max_loras + local
     return InstanceSide(
         link, access.leases, access.instance, slots, local, prefetch=access.prefetch

@@ -86,10 +86,10 @@ class Leases:
         They are asked for again when the next request wants them.
         """
         with self._lock:
-            found = [(d, w.error) for d, w in self._wanted.items() if w.error is not None]
-            for digest, _ in found:
+            failed = [(d, w.error) for d, w in self._wanted.items() if w.error is not None]
+            for digest, _ in failed:
                 self._wanted[digest].error = None
-        return [(digest, str(error)) for digest, error in found]
+        return [(digest, str(error)) for digest, error in failed]
 
     @property
     def has_errors(self) -> bool:

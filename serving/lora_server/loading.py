@@ -39,11 +39,11 @@ class LayerwiseLoad:
         groups = _groups(layers, 1 if copier is None else _MOST_TOGETHER)
         writes = _writes_by_layer(placement, part)
 
-        def job(place: int, group: list[int]) -> LoraLoadJob | LoraCopyJob:
-            one = _up_to(placement, group[-1], _joined(writes, group), place == 0)
+        def job(index: int, group: list[int]) -> LoraLoadJob | LoraCopyJob:
+            one = _up_to(placement, group[-1], _joined(writes, group), index == 0)
             if copier is None:
                 return LoraLoadJob(one, slots)
-            return LoraCopyJob(one, slots, copier, is_first=place == 0)
+            return LoraCopyJob(one, slots, copier, is_first=index == 0)
 
         self._jobs = collections.deque(job(*one) for one in enumerate(groups))
         # The first layer of each job, and the end.
@@ -95,11 +95,11 @@ def _joined(
     writes: dict[int, dict[int, list[RowWrite]]], layers: list[int]
 ) -> dict[int, list[RowWrite]]:
     """Return the writes of several layers by width, lowest layer first."""
-    found: dict[int, list[RowWrite]] = {}
+    by_width: dict[int, list[RowWrite]] = {}
     for layer in layers:
         for width, rows in writes.get(layer, {}).items():
-            found.setdefault(width, []).extend(rows)
-    return found
+            by_width.setdefault(width, []).extend(rows)
+    return by_width
 
 
 def _writes_by_layer(
@@ -111,11 +111,11 @@ def _writes_by_layer(
         for matrix in (site.a, site.b):
             first[id(matrix)] = min(layer, first.get(id(matrix), layer))
     left = {width: iter(writes) for width, writes in placement.writes.items()}
-    found: dict[int, dict[int, list[RowWrite]]] = {}
+    by_layer: dict[int, dict[int, list[RowWrite]]] = {}
     for matrix in part.matrices():  # the order in which the placement has them
         width = matrix.shape[2]
-        found.setdefault(first[id(matrix)], {}).setdefault(width, []).append(next(left[width]))
-    return found
+        by_layer.setdefault(first[id(matrix)], {}).setdefault(width, []).append(next(left[width]))
+    return by_layer
 
 
 def _up_to(

@@ -51,11 +51,11 @@ class RankSizes:
     @property
     def buckets(self) -> tuple[int, ...]:
         """Row counts that programs are compiled for."""
-        found, bucket = [], _SMALLEST_BUCKET
+        buckets, bucket = [], _SMALLEST_BUCKET
         while bucket < self.max_rows:
-            found.append(bucket)
+            buckets.append(bucket)
             bucket *= _BUCKET_FACTOR
-        return (*found, self.max_rows)
+        return (*buckets, self.max_rows)
 
 
 class ServerRank:
@@ -77,14 +77,14 @@ class ServerRank:
         """
         self._implementation, self._copier = implementation, copier
         self.shard, self.sizes, self.dtype = shard, sizes, jnp.dtype(dtype)
-        self._catalogue = mine = shard_catalogue(catalogue, shard)
+        self._catalogue = local = shard_catalogue(catalogue, shard)
         spec = size_slots(
-            mine, sizes.num_adapters, sizes.max_rank, self.dtype.itemsize, sizes.byte_budget
+            local, sizes.num_adapters, sizes.max_rank, self.dtype.itemsize, sizes.byte_budget
         )
-        self._allocator = SlotAllocator(mine, spec.num_slots, spec.rows, self.dtype.itemsize)
+        self._allocator = SlotAllocator(local, spec.num_slots, spec.rows, self.dtype.itemsize)
         # Committed from the start, or every program would compile twice (see ModelRunner).
         device = jax.local_devices()[0]
-        self.slots: AdapterSlots = jax.device_put(init_slots(mine, spec, self.dtype), device)
+        self.slots: AdapterSlots = jax.device_put(init_slots(local, spec, self.dtype), device)
         self._loads: dict[int, LayerwiseLoad] = {}  # by number, oldest first
         self._digests: dict[int, str] = {}  # by number
         self._numbers = np.full(sizes.num_adapters, _FREE, np.int64)  # by place
@@ -158,10 +158,10 @@ class ServerRank:
         if not self._loads:
             return None
         number, load = next(iter(self._loads.items()))
-        place = number % self.sizes.num_adapters
+        index = number % self.sizes.num_adapters
         self.slots = load.advance(self.slots, max_chunks)
-        self.changes += int(self._num_ready[place] != load.num_ready or load.done)
-        self._num_ready[place] = load.num_ready
+        self.changes += int(self._num_ready[index] != load.num_ready or load.done)
+        self._num_ready[index] = load.num_ready
         if load.done:
             del self._loads[number]
             self._allocator.finish_loading(load.digest)
@@ -169,7 +169,7 @@ class ServerRank:
         if not usable or number in self._digests:
             return None
         self._digests[number] = load.digest
-        self._numbers[place], self._slots_of[place] = number, load.slot
+        self._numbers[index], self._slots_of[index] = number, load.slot
         return number
 
     def must_wait(self, row_to_adapter: np.ndarray, layer: int) -> bool:
@@ -202,11 +202,11 @@ class ServerRank:
 
         None when one of the adapters, which are numbers int32 [rows], is not held.
         """
-        place = row_to_adapter % self.sizes.num_adapters
-        if not np.array_equal(self._numbers[place], row_to_adapter):
+        indices = row_to_adapter % self.sizes.num_adapters
+        if not np.array_equal(self._numbers[indices], row_to_adapter):
             return None
         slots = np.full(bucket, _FREE, np.int32)
-        slots[: len(place)] = self._slots_of[place]
+        slots[: len(indices)] = self._slots_of[indices]
         return slots
 
     def deltas(
@@ -268,8 +268,8 @@ class ServerRank:
     def check_integrity(self) -> None:
         """Raise AssertionError when table, slots and allocator disagree."""
         self._allocator.check_integrity()
-        known = {d for number, d in self._digests.items() if number not in self._loads}
-        assert set(self._allocator.resident()) == known, "held but no slot"
+        loaded = {d for number, d in self._digests.items() if number not in self._loads}
+        assert set(self._allocator.resident()) == loaded, "held but no slot"
         assert set(self._numbers) - {_FREE} == set(self._digests), "the table is another"
         for number, digest in self._digests.items():
             slot = self._slots_of[number % self.sizes.num_adapters]

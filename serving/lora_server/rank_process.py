@@ -39,7 +39,7 @@ class RankProcess(AbstractChild):
         `wait_ready` returns when it can take adapters.
         """
         context = multiprocessing.get_context("spawn")
-        mine, theirs = context.Pipe()
+        ours, theirs = context.Pipe()
         self._pulse, pulse = context.Pipe()
         self._asked = 0
         process = context.Process(
@@ -52,7 +52,7 @@ class RankProcess(AbstractChild):
         theirs.close()
         pulse.close()
         self.rank = rank
-        self._caller = Caller(mine, _START_S)
+        self._caller = Caller(ours, _START_S)
         self.control = RemoteRank(self._caller)
 
     def wait_ready(self) -> None:
@@ -68,8 +68,8 @@ class RankProcess(AbstractChild):
         try:
             self._caller.call(call)
         except ConnectionError:
-            said = f"Rank {self.rank} of the LoRA Server did not start; its log says why."
-            raise ConnectionError(said) from None
+            message = f"Rank {self.rank} of the LoRA Server did not start; its log says why."
+            raise ConnectionError(message) from None
 
     def stats(self) -> dict[str, int]:
         """Return the fields of server.RankStats."""
@@ -147,12 +147,12 @@ def _run(server: RankServer) -> None:
         os._exit(1)
 
 
-def _require_memory(made: ServerDesign, rank: int) -> None:
+def _require_memory(server_design: ServerDesign, rank: int) -> None:
     """Raise ValueError where the rank's adapters do not fit its device, as far as that is known."""
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    need = made.slot_bytes(rank)
+    need = server_design.slot_bytes(rank)
     if limit is not None and need > limit:
-        spec, name = made.spec, made.layout.placement.name
+        spec, name = server_design.spec, server_design.layout.placement.name
         raise ValueError(
             f"{spec.num_adapters} adapters of rank {spec.max_rank} take {need:,} bytes of a device "
             f"of {name}, which has {limit:,}; hold fewer (--lora-server-adapters), give them less "
@@ -162,12 +162,12 @@ def _require_memory(made: ServerDesign, rank: int) -> None:
 
 def _make_server(spec: ServerSpec, rank: int, socket_path: str) -> RankServer:
     """Return the rank's server, compiled."""
-    made = design(spec)
-    _require_memory(made, rank)
+    server_design = design(spec)
+    _require_memory(server_design, rank)
     held = ServerRank(
-        made.catalogue,
-        made.layout.shard(rank),
-        made.sizes,
+        server_design.catalogue,
+        server_design.layout.shard(rank),
+        server_design.sizes,
         jnp.dtype(spec.dtype),
         implementation=spec.implementation,
         copier=device_copier(),
@@ -175,9 +175,9 @@ def _make_server(spec: ServerSpec, rank: int, socket_path: str) -> RankServer:
     held.warm_up()
     return RankServer(
         held,
-        made.layout,
-        made.catalogue,
-        lambda: selection.open_server(socket_path, made.terms, rank, spec.transport),
+        server_design.layout,
+        server_design.catalogue,
+        lambda: selection.open_server(socket_path, server_design.terms, rank, spec.transport),
         AdapterReadLimits(max_rank=spec.max_rank),
         spec.host_bytes,
         load_format=spec.load_format,

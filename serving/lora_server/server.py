@@ -230,17 +230,17 @@ class RankServer:
         """Return the slots of a request's padded rows; None if they are not this rank's to give."""
         shard, rank = self._rank.shard, self._rank
         local = request.experts - shard.first_expert
-        mine = np.all((local >= 0) & (local < shard.num_experts))
+        has_experts = np.all((local >= 0) & (local < shard.num_experts))
         here = self._layout.moe_layers[request.layer] in shard.layers
-        if not (mine and here) or request.table_version > self._version:
+        if not (has_experts and here) or request.table_version > self._version:
             return None
         return rank.slots_of(request.adapters, rank.bucket(request.rows))
 
     def _must_wait(self, request: Request) -> bool:
         """True if a request can be answered, but not before a layer is here."""
         layer = self._layout.moe_layers[request.layer]
-        known = self._slots_of(request) is not None
-        return known and self._rank.must_wait(request.adapters, layer)
+        has_slots = self._slots_of(request) is not None
+        return has_slots and self._rank.must_wait(request.adapters, layer)
 
     def _compute(self, request: Request) -> tuple[Array, ...] | None:
         """Return the request's deltas, when their layer is here; None as `_slots_of`."""

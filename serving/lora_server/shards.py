@@ -65,8 +65,8 @@ class ShardLayout:
 
     def has_any(self, report: AdapterReport) -> bool:
         """True if the server holds a part of an adapter, which needs it then."""
-        found = report.modules.items()
-        return any(self.has(module, layer) for module, said in found for layer in said.layers)
+        modules = report.modules.items()
+        return any(self.has(module, layer) for module, entry in modules for layer in entry.layers)
 
     def shard(self, rank: int) -> Shard:
         """Return what rank `rank` holds."""
@@ -127,11 +127,11 @@ def shard_catalogue(catalogue: LoraCatalogue, shard: Shard) -> LoraCatalogue:
             f"Adapters cannot change the experts of {catalogue.model_type}, so that there is "
             "nothing for a LoRA Server to hold; serve this model without one."
         )
-    mine = {name: catalogue.modules[name] for name in shard.modules}
-    for name, module in mine.items():
+    modules = {name: catalogue.modules[name] for name in shard.modules}
+    for name, module in modules.items():
         experts = shard.num_experts if module.num_experts else 0
-        mine[name] = dataclasses.replace(module, layers=shard.layers, num_experts=experts)
-    return dataclasses.replace(catalogue, modules=mine)
+        modules[name] = dataclasses.replace(module, layers=shard.layers, num_experts=experts)
+    return dataclasses.replace(catalogue, modules=modules)
 
 
 def local_part(weights: AdapterWeights, layout: ShardLayout) -> AdapterWeights:
@@ -176,8 +176,8 @@ def shard_part(weights: AdapterWeights, shard: Shard, *, copy: bool = True) -> A
     def part(matrix: np.ndarray) -> np.ndarray:
         if id(matrix) not in cut:
             whole = matrix.shape[0] == 1  # of all experts, or of none
-            mine = matrix if whole else matrix[shard.expert_slice]
-            cut[id(matrix)] = mine.copy() if copy else mine
+            piece = matrix if whole else matrix[shard.expert_slice]
+            cut[id(matrix)] = piece.copy() if copy else piece
         return cut[id(matrix)]
 
     sites = {

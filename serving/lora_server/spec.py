@@ -77,8 +77,10 @@ class ServerDesign:
     def slot_bytes(self, rank: int) -> int:
         """Return the bytes that a rank sets aside on its device for adapters."""
         spec = self.spec
-        mine = shard_catalogue(self.catalogue, self.layout.shard(rank))
-        slots = size_slots(mine, spec.num_adapters, spec.max_rank, spec.itemsize, spec.byte_budget)
+        catalogue = shard_catalogue(self.catalogue, self.layout.shard(rank))
+        slots = size_slots(
+            catalogue, spec.num_adapters, spec.max_rank, spec.itemsize, spec.byte_budget
+        )
         return row_bytes(slots.rows, spec.itemsize)
 
     def require_rows(self, max_tokens: int) -> None:
@@ -127,11 +129,11 @@ def base_digest(model: str) -> str:
 
     Not of the weights themselves: a rank that holds adapters only should not read them all.
     """
-    found, folder = hashlib.sha256(), Path(model)
-    found.update((folder / "config.json").read_bytes())
+    digest, folder = hashlib.sha256(), Path(model)
+    digest.update((folder / "config.json").read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
             head = file.read(_HEADER_BYTES)
             head += file.read(min(int.from_bytes(head, "little"), 100 << 20))
-        found.update(f"{path.name} {path.stat().st_size} ".encode() + head)
-    return found.hexdigest()
+        digest.update(f"{path.name} {path.stat().st_size} ".encode() + head)
+    return digest.hexdigest()

@@ -33,9 +33,9 @@ def first_of(visible: str | None, number: int, count: int = 1) -> str:
         return ""
     end = number + count
     if not 0 <= number < end <= len(names):
-        said = f"GPU {number}" if count == 1 else f"GPUs {number} to {end - 1}"
+        needed = f"GPU {number}" if count == 1 else f"GPUs {number} to {end - 1}"
         raise ValueError(
-            f"This role needs {said}, but {_VISIBLE}={visible} lists {len(names)}: list one "
+            f"This role needs {needed}, but {_VISIBLE}={visible} lists {len(names)}: list one "
             "for each instance and each rank of the LoRA Server, or start fewer of them."
         )
     return ",".join([*names[number:end], *names[:number], *names[end:]])

@@ -150,8 +150,8 @@ class Journal:
 
     def _write(self, changes: Changes) -> None:
         entries = {name: dataclasses.asdict(entry) for name, entry in changes.loaded.items()}
-        said = {"format": _FORMAT, "loaded": entries, "unloaded": list(changes.unloaded)}
-        text = json.dumps(said, indent=1)
+        content = {"format": _FORMAT, "loaded": entries, "unloaded": list(changes.unloaded)}
+        text = json.dumps(content, indent=1)
         digest = hashlib.sha256(text.encode()).hexdigest()
         for left in self._folder.glob(_PARTS):  # of a writer that was killed; we hold the lock
             left.unlink(missing_ok=True)
@@ -218,22 +218,22 @@ def _load(registry: Registry, name: str, wanted: Loaded, attempts: LoadAttempts 
 
 def _checked(text: str) -> str:
     """Return the JSON in front of the line with its digest, which one of earlier days lacks."""
-    content, found, digest = text.rpartition(f"\n{_DIGEST_LINE}")
-    if not found:
+    content, separator, digest = text.rpartition(f"\n{_DIGEST_LINE}")
+    if not separator:
         return text
     if hashlib.sha256(content.encode()).hexdigest() != digest.strip():
         raise ValueError("its digest is another one")
     return content
 
 
-def _parse(said: Any) -> Changes:
-    if said["format"] != _FORMAT:
-        raise ValueError(f"format {said['format']!r}, not {_FORMAT}")
-    loaded = {name: Loaded(**fields) for name, fields in said["loaded"].items()}
+def _parse(content: Any) -> Changes:
+    if content["format"] != _FORMAT:
+        raise ValueError(f"format {content['format']!r}, not {_FORMAT}")
+    loaded = {name: Loaded(**fields) for name, fields in content["loaded"].items()}
     for name, entry in loaded.items():
         texts = isinstance(entry.path, str) and isinstance(entry.pinned, bool)
         if not texts or not _DIGEST.fullmatch(entry.digest):
             raise ValueError(f"wrong entry of {name[:64]!r}")
-    if not all(isinstance(name, str) for name in said["unloaded"]):
+    if not all(isinstance(name, str) for name in content["unloaded"]):
         raise ValueError("unloaded must be names")
-    return Changes(loaded, tuple(said["unloaded"]))
+    return Changes(loaded, tuple(content["unloaded"]))

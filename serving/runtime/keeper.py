@@ -80,8 +80,8 @@ class Keeper:
             logger.warning("%s has been silent for %.1f s and computes.", self._name, silent)
             return
         if pulse is Pulse.SILENT or unwell > _UNWELL_S:
-            said = "hangs" if pulse is Pulse.SILENT else f"has been unwell for {unwell:.0f} s"
-            logger.error("%s %s; it is killed and replaced.", self._name.capitalize(), said)
+            symptom = "hangs" if pulse is Pulse.SILENT else f"has been unwell for {unwell:.0f} s"
+            logger.error("%s %s; it is killed and replaced.", self._name.capitalize(), symptom)
             with contextlib.suppress(ValueError):  # closed meanwhile
                 child.kill()
 

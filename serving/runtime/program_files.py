@@ -52,15 +52,15 @@ class ProgramFiles:
 
     def _make_room(self, size: int) -> None:
         """Remove files, older releases' and unfinished ones too, until `size` bytes fit."""
-        found = []
+        files = []
         for entry in os.scandir(self._path):
             try:
                 status = entry.stat(follow_symlinks=False)
             except FileNotFoundError:  # another process has removed it
                 continue
-            found.append((status.st_mtime_ns, status.st_size, entry.path))
-        total = size + sum(num_bytes for _, num_bytes, _ in found)
-        for _, num_bytes, path in sorted(found):
+            files.append((status.st_mtime_ns, status.st_size, entry.path))
+        total = size + sum(num_bytes for _, num_bytes, _ in files)
+        for _, num_bytes, path in sorted(files):
             if total <= self._max_bytes:
                 return
             Path(path).unlink(missing_ok=True)

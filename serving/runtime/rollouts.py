@@ -207,9 +207,9 @@ class Rollouts:
     def kept(self) -> frozenset[str]:
         """Return full names that should stay in memory: those with a share, and the way back."""
         states = self._states
-        found = {joined(name, v) for name, state in states.items() for v in state.now.served}
+        served = {joined(name, v) for name, state in states.items() for v in state.now.served}
         back = {joined(name, s.standby) for name, s in states.items() if s.standby is not None}
-        return frozenset(found | back)
+        return frozenset(served | back)
 
     # The guard, the file.
 
@@ -286,8 +286,8 @@ class Rollouts:
     def _write(self, states: Mapping[str, Rollout]) -> None:
         if self._folder is None:
             return
-        said = {"format": _FORMAT, "rollouts": {name: s.as_json() for name, s in states.items()}}
-        write_whole(self._folder / FILE, json.dumps(said, indent=1).encode())
+        content = {"format": _FORMAT, "rollouts": {name: s.as_json() for name, s in states.items()}}
+        write_whole(self._folder / FILE, json.dumps(content, indent=1).encode())
         self._mark = self._file_mark()
 
     @contextlib.contextmanager
@@ -301,9 +301,9 @@ class Rollouts:
             yield
 
 
-def _parse(said: Any) -> dict[str, Rollout]:
-    if said["format"] != _FORMAT:
-        raise ValueError(f"format {said['format']!r}, not {_FORMAT}")
-    if not all(map(NAME.fullmatch, said["rollouts"])):
+def _parse(content: Any) -> dict[str, Rollout]:
+    if content["format"] != _FORMAT:
+        raise ValueError(f"format {content['format']!r}, not {_FORMAT}")
+    if not all(map(NAME.fullmatch, content["rollouts"])):
         raise ValueError("a name that is not allowed")
-    return {name: rollout_of(state) for name, state in said["rollouts"].items()}
+    return {name: rollout_of(state) for name, state in content["rollouts"].items()}

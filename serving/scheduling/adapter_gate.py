@@ -111,8 +111,8 @@ class AdapterGate:
         """The first sequence of each tenant that waits for an adapter."""
         first: dict[str, Sequence] = {}
         for sequence in self._since:
-            known = first.setdefault(sequence.tenant, sequence)
-            if sequence.order < known.order:
+            earliest = first.setdefault(sequence.tenant, sequence)
+            if sequence.order < earliest.order:
                 first[sequence.tenant] = sequence
         return first
 

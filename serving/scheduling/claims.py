@@ -36,10 +36,12 @@ class Claims:
         self._running: dict[str, list[Sequence]] = {}
         for sequence in running:
             self._running.setdefault(sequence.tenant, []).append(sequence)
-        self._held_rows = {tenant: float(len(mine)) for tenant, mine in self._running.items()}
+        self._held_rows = {
+            tenant: float(len(sequences)) for tenant, sequences in self._running.items()
+        }
         self._held_pages = {
-            tenant: float(sum(len(sequence.pages) for sequence in mine))
-            for tenant, mine in self._running.items()
+            tenant: float(sum(len(sequence.pages) for sequence in sequences))
+            for tenant, sequences in self._running.items()
         }
         self._free_rows, self._free_pages = free_rows, free_pages
 
@@ -51,12 +53,12 @@ class Claims:
 
     @property
     def _counts(self) -> dict[str, int]:
-        return {tenant: len(mine) for tenant, mine in self._running.items()}
+        return {tenant: len(sequences) for tenant, sequences in self._running.items()}
 
     def may_run(self, tenant: str) -> bool:
         """Return whether one more row is within the tenant's share and its own limit."""
-        own = self._fair.own_use(tenant, self._held_rows, self._rows)
-        return self._fair.may_run_more(tenant, int(own.held)) and may_claim(own, 1)
+        use = self._fair.own_use(tenant, self._held_rows, self._rows)
+        return self._fair.may_run_more(tenant, int(use.held)) and may_claim(use, 1)
 
     def make_room(self, tenant: str, pages: int) -> list[Sequence]:
         """Return what is to be preempted so that a sequence of `pages` pages gets in.
@@ -66,9 +68,9 @@ class Claims:
         taken = []
         while self._free_rows < 1 and self._take(tenant, self._held_rows, self._rows, taken):
             pass
-        own = self._fair.own_use(tenant, self._held_pages, self._num_pages)
+        use = self._fair.own_use(tenant, self._held_pages, self._num_pages)
         while (
-            may_claim(own, pages)
+            may_claim(use, pages)
             and self._free_pages < pages + sum(self._counts.values())
             and self._take(tenant, self._held_pages, self._num_pages, taken)
         ):
@@ -81,12 +83,12 @@ class Claims:
 
     def _take(self, tenant: str, held: dict[str, float], total: int, taken: list) -> bool:
         """Take the last sequence of the tenant farthest beyond its share of `held`."""
-        found = victim(self._fair.uses(held, total), tenant, self._counts)
-        if found is None or not self._fair.comes_before(tenant, found):
+        victim_tenant = victim(self._fair.uses(held, total), tenant, self._counts)
+        if victim_tenant is None or not self._fair.comes_before(tenant, victim_tenant):
             return False
-        sequence = self._running[found].pop()
-        self._held_rows[found] -= 1
-        self._held_pages[found] -= len(sequence.pages)
+        sequence = self._running[victim_tenant].pop()
+        self._held_rows[victim_tenant] -= 1
+        self._held_pages[victim_tenant] -= len(sequence.pages)
         self._free_rows += 1
         self._free_pages += len(sequence.pages)
         taken.append(sequence)

@@ -37,21 +37,21 @@ class EncoderRows:
         for key, size in images:
             if key not in self._rows:
                 wanted[key] = size
-        mine = {key for key, _ in images}
-        spare = sum(len(self._rows[key]) for key in self._idle if key not in mine)
+        keys = {key for key, _ in images}
+        spare = sum(len(self._rows[key]) for key in self._idle if key not in keys)
         if sum(wanted.values()) > len(self._free) + spare:
             return None
         for key, _ in images:
             self._users[key] += 1
             self._idle.pop(key, None)
-        made = []
+        are_new = []
         for key, size in images:
-            made.append(key not in self._rows)
+            are_new.append(key not in self._rows)
             if key not in self._rows:
                 self._rows[key] = self._take(size)
         self.queries += len(images)
-        self.hits += made.count(False)
-        return made
+        self.hits += are_new.count(False)
+        return are_new
 
     def release(self, key: bytes) -> None:
         """Need an image once less."""

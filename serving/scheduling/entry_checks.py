@@ -40,12 +40,12 @@ def check_room(
     A tenant alone may fill the queue. Beside others it may always have its share of it, and one
     request where it has none.
     """
-    mine, limit = waiting.count(share.tenant), share.max_waiting
+    queued, limit = waiting.count(share.tenant), share.max_waiting
     if limit is not None and n > limit:
         raise ValueError(f"n={n} is more than max_waiting={limit}, the key's limit of sequences.")
-    if limit is not None and mine + n > limit:
+    if limit is not None and queued + n > limit:
         raise QueueFull(
             f"The key's limit of waiting sequences is max_waiting={limit}.", RETRY_AFTER_S
         )
-    if mine and len(waiting) + n > max_queue and mine + n > fair.share_of(share, max_queue):
+    if queued and len(waiting) + n > max_queue and queued + n > fair.share_of(share, max_queue):
         raise QueueFull(f"The waiting queue is full: max_queue={max_queue}.", RETRY_AFTER_S)

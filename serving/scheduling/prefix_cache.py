@@ -155,8 +155,8 @@ class PageCache:
         assert all(self._references[page] == 0 for page in free), "a free page is held"
         assert all(self._page_to_key[page] is None for page in self._blank), "blank with a key"
         assert all(self._page_to_key[page] for page in self._cached), "cached without a key"
-        known = {page: key for page, key in enumerate(self._page_to_key) if key is not None}
-        assert known == {p: k for k, p in self._key_to_page.items()}, "keys disagree"
+        keyed = {page: key for page, key in enumerate(self._page_to_key) if key is not None}
+        assert keyed == {p: k for k, p in self._key_to_page.items()}, "keys disagree"
         if holders is not None:
             counted = collections.Counter(page for pages in holders for page in pages)
             want = {page: count for page, count in enumerate(self._references) if count}

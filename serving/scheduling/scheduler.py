@@ -184,8 +184,10 @@ class Scheduler:
         They wait with the tokens of good steps and without their slots; what is in flight is void,
         their prefixes are forgotten. Ends and returns those that still await scores of the prompt.
         """
-        mine = [s for s in [*self._running, *self._waiting] if s.request.adapter_digest in digests]
-        affected = [s for s in mine if s.slot >= 0 or s.num_in_flight]
+        selected = [
+            s for s in [*self._running, *self._waiting] if s.request.adapter_digest in digests
+        ]
+        affected = [s for s in selected if s.slot >= 0 or s.num_in_flight]
         scored = [s for s in affected if s.awaits_prompt_logprobs]
         lost = self._finish_all(scored, FinishReason.ERROR)
         for sequence in (s for s in affected if s.state is not SequenceState.FINISHED):

@@ -27,11 +27,11 @@ class SequenceImages:
         sequence.image_rows = [()] * len(images)
         if not needed:
             return True
-        made = self._rows.hold([(image.key, image.image.num_tokens) for image in needed])
-        if made is None:
+        are_new = self._rows.hold([(image.key, image.image.num_tokens) for image in needed])
+        if are_new is None:
             return False
         self._held[sequence] = needed
-        for image, is_new in zip(needed, made, strict=True):
+        for image, is_new in zip(needed, are_new, strict=True):
             rows = self._rows.rows_of(image.key)
             sequence.image_rows[images.index(image)] = rows
             if is_new:
@@ -57,8 +57,8 @@ class SequenceImages:
 
     def take_encodes(self) -> tuple[EncodeImage, ...]:
         """Return what towers compute before the step that is planned, once."""
-        found, self._encodes = tuple(self._encodes), []
-        return found
+        encodes, self._encodes = tuple(self._encodes), []
+        return encodes
 
     @property
     def stats(self) -> ImageStats:

@@ -125,8 +125,8 @@ class SequencePages:
         """Let others find the pages that the steps planned so far fill with known tokens."""
         if not self._cache.enabled:
             return
-        known = min(sequence.num_computed, len(sequence.token_ids))
-        done, full = self._registered[sequence], known // self._cache.page_size
+        num_known = min(sequence.num_computed, len(sequence.token_ids))
+        done, full = self._registered[sequence], num_known // self._cache.page_size
         if full <= done:
             return
         keys = self._chains[sequence].keys(sequence.token_ids, full)

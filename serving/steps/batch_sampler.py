@@ -134,18 +134,18 @@ def threshold_by_digits(
 
     Passes have the same instructions, the digit's place being data, so that they are compiled once.
     """
-    zero, found, unit = jnp.uint32(0), jnp.uint32(0), jnp.uint32(1 << (32 - _DIGIT_BITS))
+    zero, threshold, unit = jnp.uint32(0), jnp.uint32(0), jnp.uint32(1 << (32 - _DIGIT_BITS))
     image, weights = lax.optimization_barrier((image, weights))
     for _ in range(32 // _DIGIT_BITS):
-        found, unit = lax.optimization_barrier((found, unit))
-        trials = [found + jnp.uint32(i) * unit for i in range(1, 1 << _DIGIT_BITS)]
+        threshold, unit = lax.optimization_barrier((threshold, unit))
+        trials = [threshold + jnp.uint32(i) * unit for i in range(1, 1 << _DIGIT_BITS)]
         kept = [weight_halves(jnp.where(image >= trial, weights, zero)) for trial in trials]
         halves = [half for pair in kept for half in pair]
         sums = lax.reduce(halves, [zero] * len(halves), _add_each, (0,))
         totals = [joined(*pair) for pair in zip(sums[::2], sums[1::2], strict=True)]
-        found = found + sum((total >= wanted).astype(jnp.uint32) for total in totals) * unit
+        threshold = threshold + sum((total >= wanted).astype(jnp.uint32) for total in totals) * unit
         unit = unit >> jnp.uint32(_DIGIT_BITS)
-    return found
+    return threshold
 
 
 def _add_each(xs: list[Array], ys: list[Array]) -> list[Array]:

@@ -84,8 +84,8 @@ class CompiledStep:
         """
         self._sizes, self._vocab_size, self._in_place = sizes, vocab_size, in_place
         sample = batch_sampler.sample if in_place else sampler.sample
-        made = _jit_steps(model, sizes, link, sample, compiler_options, split)
-        (self._step, self._forward, self._sample), self._leaves = made
+        jitted = _jit_steps(model, sizes, link, sample, compiler_options, split)
+        (self._step, self._forward, self._sample), self._leaves = jitted
         self.sharding = self._leaves[0].sharding if split is None else split.split.whole
         self._table = self._place(np.zeros((TABLE_ROWS, sizes.max_seqs), np.int32))
         self._pages = self._place(np.zeros((sizes.max_seqs, sizes.max_pages), np.int32))
@@ -311,10 +311,10 @@ def _make_holes(place: Callable[[Any], jax.Array]) -> list[jax.Array]:
     Otherwise the allocator cuts them from the front of the memory that programs take for their
     temporaries, which then lie elsewhere in every step.
     """
-    made = [place(np.zeros(size, np.uint8)) for _ in range(_HOLES) for size in _HOLE_BYTES * 2]
-    jax.block_until_ready(made)
+    arrays = [place(np.zeros(size, np.uint8)) for _ in range(_HOLES) for size in _HOLE_BYTES * 2]
+    jax.block_until_ready(arrays)
     step = len(_HOLE_BYTES)
-    return [array for i, array in enumerate(made) if i // step % 2]
+    return [array for i, array in enumerate(arrays) if i // step % 2]
 
 
 @functools.partial(jax.jit, donate_argnums=0)

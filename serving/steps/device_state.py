@@ -126,16 +126,16 @@ def admit(
 ) -> RowState:
     """Return `state` (donated) with row `row` taken over by a packed sequence; see pack_row."""
     values: dict[str, jax.Array] = {}
-    for place, name in enumerate(_INT_SCALARS):
-        values[name] = ints[place]
+    for index, name in enumerate(_INT_SCALARS):
+        values[name] = ints[index]
     values["key"] = _row_key(values.pop("seed"))
     start = len(_INT_SCALARS)
     values["suppressed_ids"] = ints[start : start + MAX_SUPPRESSED]
     start += MAX_SUPPRESSED
     values["bias_ids"] = ints[start : start + MAX_LOGIT_BIAS]
     values["history"] = ints[start + MAX_LOGIT_BIAS :]
-    for place, name in enumerate(_FLOAT_SCALARS):
-        values[name] = floats[place]
+    for index, name in enumerate(_FLOAT_SCALARS):
+        values[name] = floats[index]
     values["bias_values"] = floats[len(_FLOAT_SCALARS) :]
     return jax.tree.map(lambda old, new: old.at[row].set(new), state, RowState(**values))
 

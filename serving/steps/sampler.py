@@ -163,10 +163,10 @@ def apply_penalties(
     Repetition divides positive and multiplies negative logits of every token seen in the prompt
     or the output; then frequency * c[v] and presence * [c[v] > 0] are subtracted.
     """
-    place = lax.iota(jnp.int32, row.history.shape[0])
-    output = (place >= row.num_prompt) & (place < position)
+    positions = lax.iota(jnp.int32, row.history.shape[0])
+    output = (positions >= row.num_prompt) & (positions < position)
     counts = jnp.zeros(logits.shape, jnp.int32).at[row.history].add(output.astype(jnp.int32))
-    before = (place < position).astype(jnp.int32)
+    before = (positions < position).astype(jnp.int32)
     seen = jnp.zeros(logits.shape, jnp.int32).at[row.history].max(before)
     repeated = jnp.where(
         logits > 0, logits / row.repetition_penalty, logits * row.repetition_penalty
@@ -201,8 +201,8 @@ def argmax(values: Float[Array, "vocab"]) -> Int[Array, ""]:
     Two simple reductions: XLA's argmax on a CPU takes several times as long.
     """
     top = jnp.max(values)
-    place = lax.iota(jnp.int32, values.shape[0])
-    first = jnp.min(jnp.where(values == top, place, values.shape[0]))
+    indices = lax.iota(jnp.int32, values.shape[0])
+    first = jnp.min(jnp.where(values == top, indices, values.shape[0]))
     return jnp.where(jnp.isfinite(top), first, INVALID_TOKEN)
 
 
@@ -242,10 +242,10 @@ def threshold_by_bits(
     32 passes over the row find the exact threshold, where sorting it would cost 20 times as much.
     """
 
-    def step(place: Int[Array, ""], found: UInt32[Array, ""]) -> UInt32[Array, ""]:
-        trial = found | lax.shift_left(jnp.uint32(1), jnp.asarray(31 - place, jnp.uint32))
+    def step(index: Int[Array, ""], threshold: UInt32[Array, ""]) -> UInt32[Array, ""]:
+        trial = threshold | lax.shift_left(jnp.uint32(1), jnp.asarray(31 - index, jnp.uint32))
         kept = jnp.where(image >= trial, weights, jnp.uint32(0))
-        return jnp.where(weight_sum(kept) >= wanted, trial, found)
+        return jnp.where(weight_sum(kept) >= wanted, trial, threshold)
 
     return lax.fori_loop(0, 32, step, jnp.uint32(0))
 

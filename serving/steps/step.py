@@ -200,19 +200,19 @@ def _spread(
     Places 0..counts[0]-1 belong to sequence 0, and so on; places past the sum have sequence 0.
     """
     ends = jnp.cumsum(counts)
-    place = jnp.arange(size, dtype=jnp.int32)
-    live = place < ends[-1]
-    seq = jnp.searchsorted(ends, place, side="right", method="compare_all").astype(jnp.int32)
+    indices = jnp.arange(size, dtype=jnp.int32)
+    live = indices < ends[-1]
+    seq = jnp.searchsorted(ends, indices, side="right", method="compare_all").astype(jnp.int32)
     seq = jnp.where(live, seq, 0)
-    return seq, place - (ends - counts)[seq], live
+    return seq, indices - (ends - counts)[seq], live
 
 
 def _remember(state: RowState, rows: LogitRows, token_ids: Int[Array, "rows"]) -> RowState:
     """Return the state with every sampled token at its position of the history."""
-    place = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
-    sampled = (place < rows.num_rows) & (rows.targets < 0)
+    indices = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
+    sampled = (indices < rows.num_rows) & (rows.targets < 0)
     # Others go to distinct rows past the end and are dropped, as is a token past max_len.
-    seq = jnp.where(sampled, rows.row_to_seq, state.history.shape[0] + place)
+    seq = jnp.where(sampled, rows.row_to_seq, state.history.shape[0] + indices)
     history = state.history.at[seq, rows.positions].set(
         jnp.maximum(token_ids, 0), mode="drop", unique_indices=True
     )

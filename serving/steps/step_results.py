@@ -55,9 +55,9 @@ def first_rows(plan: StepPlan) -> tuple[int, ...]:
     """
     chunks = plan.chunks
     firsts, first = [0] * len(chunks), 0
-    for place in sorted(range(len(chunks)), key=lambda place: chunks[place].sequence.row):
-        firsts[place] = first
-        first += num_targets(chunks[place]) + chunks[place].samples
+    for index in sorted(range(len(chunks)), key=lambda index: chunks[index].sequence.row):
+        firsts[index] = first
+        first += num_targets(chunks[index]) + chunks[index].samples
     return tuple(firsts)
 
 
@@ -88,7 +88,7 @@ class HostArrays:
         if targets:
             wanted = sampling.prompt_logprobs
             count = (sampling.logprobs or 0) if wanted is None else wanted
-            scored = tuple(self._entry(first + place, count) for place in range(targets))
+            scored = tuple(self._entry(first + index, count) for index in range(targets))
         if not chunk.samples:
             return SequenceResult(chunk, None, None, scored)
         row = first + targets

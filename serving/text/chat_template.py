@@ -68,14 +68,14 @@ class ChatTemplate:
         """
         environment = _environment(meter or Meter())
         template = jinja2.Template.from_code(environment, self._code, environment.globals)
-        plain = [_plain(place, message) for place, message in enumerate(messages)]
+        plain = [_plain(index, message) for index, message in enumerate(messages)]
         if self._wants_parts:
             plain = [{**m, "content": _part(m["content"])} for m in plain]
-        own = {"messages": plain, "add_generation_prompt": add_generation_prompt}
-        own |= {"tools": (variables or {}).get("tools"), "documents": None}
-        own |= self._special_tokens
+        fixed = {"messages": plain, "add_generation_prompt": add_generation_prompt}
+        fixed |= {"tools": (variables or {}).get("tools"), "documents": None}
+        fixed |= self._special_tokens
         try:
-            prompt = template.render({**(variables or {}), **own})
+            prompt = template.render({**(variables or {}), **fixed})
         except _Refused as error:
             raise ValueError(f"The chat template refuses the messages: {error}") from error
         except (Exception, RecursionError) as error:  # whatever a template can do wrong
@@ -104,9 +104,9 @@ def _up_to(prompt: str, text: str) -> str:
     if not text.strip():
         raise ValueError("continue_final_message needs a last message with text.")
     for shown in (text, text.strip()):
-        place = prompt.rfind(shown)
-        if place >= 0:
-            return prompt[: place + len(shown)]
+        start = prompt.rfind(shown)
+        if start >= 0:
+            return prompt[: start + len(shown)]
     raise ValueError("continue_final_message: the chat template does not show the last message.")
 
 
@@ -153,10 +153,10 @@ def _tojson(
     )
 
 
-def _plain(place: int, message: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a message whose content is a text, or parts if one is an image."""
     if not isinstance(message.get("role"), str):
-        raise ValueError(f"messages.{place}.role must be a text.")
+        raise ValueError(f"messages.{index}.role must be a text.")
     content = message.get("content")
     if content is None:
         content = ""
@@ -164,10 +164,10 @@ def _plain(place: int, message: Mapping[str, Any]) -> dict[str, Any]:
         images = [part for part in content if isinstance(part, Mapping) and _is_image(part)]
         if images:
             plain = [
-                part if part in images else _part(_part_text(place, part))[0] for part in content
+                part if part in images else _part(_part_text(index, part))[0] for part in content
             ]
             return {**message, "content": plain}
-        content = "\n".join(_part_text(place, part) for part in content)
+        content = "\n".join(_part_text(index, part) for part in content)
     return {**message, "content": content}
 
 
@@ -175,11 +175,11 @@ def _is_image(part: Mapping[str, Any]) -> bool:
     return part.get("type") == "image"
 
 
-def _part_text(place: int, part: Any) -> str:
+def _part_text(index: int, part: Any) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
     text = part.get("text") if isinstance(part, Mapping) else None
     if kind != "text" or not isinstance(text, str):
-        raise ValueError(f"messages.{place}: a part of type {str(kind)[:64]!r} is not supported.")
+        raise ValueError(f"messages.{index}: a part of type {str(kind)[:64]!r} is not supported.")
     return text

@@ -38,10 +38,10 @@ class Detokenizer:
         self._held += self._stream.feed(token)
         if self._num_tokens < self._min_tokens:
             return self._release(len(self._held)), None
-        found = self._first_stop()
-        if found is None:
+        first = self._first_stop()
+        if first is None:
             return self._release(len(self._held) - self._possible_stop()), None
-        start, stop = found
+        start, stop = first
         self._done = True
         return self._release(start + len(stop) * self._includes_stop), stop
 
@@ -59,9 +59,9 @@ class Detokenizer:
 
     def _first_stop(self) -> tuple[int, str] | None:
         """The stop string that is complete first, and where it starts."""
-        places = [(self._held.find(stop), stop) for stop in self._stops]
-        found = [place for place in places if place[0] >= 0]
-        return min(found, key=lambda place: (place[0] + len(place[1]), place[0]), default=None)
+        matches = [(self._held.find(stop), stop) for stop in self._stops]
+        complete = [match for match in matches if match[0] >= 0]
+        return min(complete, key=lambda match: (match[0] + len(match[1]), match[0]), default=None)
 
     def _possible_stop(self) -> int:
         """Length of the longest end of the held text that begins a stop string."""

@@ -42,14 +42,14 @@ class AbstractMeter(Protocol):
 
 def bounded_filters(meter: AbstractMeter, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of Jinja's filters that are allowed, bounded by the meter."""
-    found = {name: _counted(meter, given[name]) for name in _LINEAR}
-    found |= {name: _counted(meter, given[name], _MAX_SLOW) for name in _SLOW}
-    found |= {name: _ordering(meter, given[name]) for name in _ORDERING}
-    found["int"] = _checked(given["int"], _check_digits)
-    found["round"] = _checked(given["round"], _check_precision)
-    found["list"] = functools.partial(entries, meter)
-    found["sum"] = functools.partial(_sum, meter)
-    return found
+    filters = {name: _counted(meter, given[name]) for name in _LINEAR}
+    filters |= {name: _counted(meter, given[name], _MAX_SLOW) for name in _SLOW}
+    filters |= {name: _ordering(meter, given[name]) for name in _ORDERING}
+    filters["int"] = _checked(given["int"], _check_digits)
+    filters["round"] = _checked(given["round"], _check_precision)
+    filters["list"] = functools.partial(entries, meter)
+    filters["sum"] = functools.partial(_sum, meter)
+    return filters
 
 
 def bounded_tests(meter: AbstractMeter, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,11 +79,11 @@ def entries(meter: AbstractMeter, value: Iterable[Any]) -> list[Any]:
     if isinstance(value, Sized):
         meter.build(len(value) * _ENTRY)
         return list(value)
-    found = []
+    items = []
     for item in value:
         meter.step()
-        found.append(item)
-    return found
+        items.append(item)
+    return items
 
 
 def check_number(value: Any) -> None:
@@ -96,11 +96,11 @@ def _counted(
     meter: AbstractMeter, function: Callable[..., Any], most: int | None = None
 ) -> Callable[..., Any]:
     """Return the filter; a text that goes in or comes out is counted, at most `most` goes in."""
-    place = _place(function)
+    index = _place(function)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        value = args[place]
+        value = args[index]
         if isinstance(value, str):
             meter.build(len(value))
             if most is not None and len(value) > most:
@@ -109,21 +109,21 @@ def _counted(
             meter.shown(value)
         else:
             meter.step()
-        found = function(*args, **kwargs)
-        if isinstance(found, str):
-            meter.build(len(found))
-        return found
+        result = function(*args, **kwargs)
+        if isinstance(result, str):
+            meter.build(len(result))
+        return result
 
     return run
 
 
 def _ordering(meter: AbstractMeter, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a filter that compares entries; as many are counted as it may compare."""
-    place = _place(function)
+    index = _place(function)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        value = args[place]
+        value = args[index]
         if not isinstance(value, Mapping):
             value = entries(meter, value)
         meter.shown(value)
@@ -131,7 +131,7 @@ def _ordering(meter: AbstractMeter, function: Callable[..., Any]) -> Callable[..
         meter.charge(rounds * sum(len(v) for v in value if isinstance(v, str)))
         for _ in range(len(value) * rounds // 8):  # an entry's comparison is short
             meter.step()
-        return function(*args[:place], value, *args[place + 1 :], **kwargs)
+        return function(*args[:index], value, *args[index + 1 :], **kwargs)
 
     return run
 

@@ -215,11 +215,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def _replace(self, text: Any, old: Any, new: Any, count: int | None = None) -> str:
         text, old, new = (str(self.meter.shown(value)) for value in (text, old, new))
-        found = text.count(old)
+        replacements = text.count(old)
         if count is not None and count >= 0:
-            found = min(found, count)
-        self.meter.build(len(text) + found * max(0, len(new) - len(old)))
-        return text.replace(old, new, found)
+            replacements = min(replacements, count)
+        self.meter.build(len(text) + replacements * max(0, len(new) - len(old)))
+        return text.replace(old, new, replacements)
 
     def _join(self, value: Iterable[Any], d: Any = "", attribute: Any = None) -> str:
         items = entries(self.meter, value)

@@ -148,8 +148,8 @@ class Tokenizer:
     def _find_eos(self, files: TokenizerFiles) -> tuple[int, ...]:
         ids = set(files.eos_token_ids())
         spelled = files.special_tokens().get("eos_token")
-        if spelled is not None and (own := self._backend.token_id(spelled)) is not None:
-            ids.add(own)
+        if spelled is not None and (eos_id := self._backend.token_id(spelled)) is not None:
+            ids.add(eos_id)
         return tuple(sorted(token_id for token_id in ids if 0 <= token_id < self.vocab_size))
 
 

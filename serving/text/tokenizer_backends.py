@@ -69,9 +69,9 @@ class TokenizersBackend(AbstractBackend):
 
     def _add_tokens(self, files: TokenizerFiles) -> None:
         """Add what the other files name and tokenizer.json lacks; ids must come out as said."""
-        known = {t.content for t in self._tokenizer.get_added_tokens_decoder().values()}
+        added = {t.content for t in self._tokenizer.get_added_tokens_decoder().values()}
         for token in files.added_tokens():
-            if token.content not in known:
+            if token.content not in added:
                 self._tokenizer.add_tokens([_as_library_token(token)])
             actual = self._tokenizer.token_to_id(token.content)
             if token.token_id is not None and actual != token.token_id:
@@ -208,15 +208,15 @@ class _Splitter:
 
     def split(self, text: str) -> list[str]:
         """Return added tokens and what stands between them, in order."""
-        parts, begin, place = [], 0, 0
-        while self._longest and place < len(text):
-            window = place + _WINDOW
-            match = self._pattern.search(text, place, window + self._longest - 1)
+        parts, begin, position = [], 0, 0
+        while self._longest and position < len(text):
+            window = position + _WINDOW
+            match = self._pattern.search(text, position, window + self._longest - 1)
             if match is None or match.start() >= window:
-                place = window
+                position = window
                 continue
             parts += [text[begin : match.start()], match[0]]
-            begin = place = match.end()
+            begin = position = match.end()
         return [*parts, text[begin:]]
 
 

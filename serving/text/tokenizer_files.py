@@ -51,28 +51,28 @@ class TokenizerFiles:
         Newer folders have `added_tokens_decoder` (id -> token) in tokenizer_config.json, older
         ones added_tokens.json (content -> id); named special tokens may be in neither.
         """
-        found: dict[str, AddedToken] = {}
+        tokens: dict[str, AddedToken] = {}
         for token_id, entry in sorted(
             self.config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])
         ):
-            found[entry["content"]] = _added(entry, int(token_id))
+            tokens[entry["content"]] = _added(entry, int(token_id))
         special = {*self.special_tokens().values(), *self._additional_special_tokens()}
         for content, token_id in sorted(
             self._read("added_tokens.json").items(), key=lambda item: item[1]
         ):
-            found.setdefault(content, AddedToken(content, token_id, special=content in special))
+            tokens.setdefault(content, AddedToken(content, token_id, special=content in special))
         for content in sorted(special):
-            found.setdefault(content, AddedToken(content))
-        return list(found.values())
+            tokens.setdefault(content, AddedToken(content))
+        return list(tokens.values())
 
     def eos_token_ids(self) -> tuple[int, ...]:
         """Return the ids that generation_config.json, or else config.json, ends a text with."""
         for name in ("generation_config.json", "config.json"):
             given = self._read(name).get("eos_token_id")
             ids = given if isinstance(given, list) else [given]
-            found = tuple(i for i in ids if isinstance(i, int) and not isinstance(i, bool))
-            if found:
-                return found
+            valid = tuple(i for i in ids if isinstance(i, int) and not isinstance(i, bool))
+            if valid:
+                return valid
         return ()
 
     def chat_template(self) -> str | None:
@@ -89,12 +89,12 @@ class TokenizerFiles:
 
     def _additional_special_tokens(self) -> list[str]:
         spelled = self._read("special_tokens_map.json") | self.config
-        found = []
+        contents = []
         for field in ("additional_special_tokens", "extra_special_tokens"):
             given = spelled.get(field) or []
             entries = given.values() if isinstance(given, dict) else given
-            found += [content for content in map(_content, entries) if content is not None]
-        return found
+            contents += [content for content in map(_content, entries) if content is not None]
+        return contents
 
     def _read(self, name: str) -> dict[str, Any]:
         return read_object(self.folder / name)

@@ -184,8 +184,8 @@ class DeviceServer(AbstractServerBase[_Seat]):
         """
         spec = self.shapes.sites[site]
         shape = jax.ShapeDtypeStruct((self.shapes.max_rows, spec.d_in), self.shapes.row_dtype)
-        *found, x = self._endpoint.take(after, jnp.asarray(limit_us, jnp.int32), site, shape)
-        return Arrived(*found), x
+        *fields, x = self._endpoint.take(after, jnp.asarray(limit_us, jnp.int32), site, shape)
+        return Arrived(*fields), x
 
     def judge(
         self, messages: Arrived, before: Int[Array, "messages 8"], table: RankTable, share: Share
@@ -237,8 +237,8 @@ class DeviceServer(AbstractServerBase[_Seat]):
         return Request(at, seat.epoch, 0, layer, site, rows, version, xs[site], adapters, experts)
 
     def receive(self, seconds: float) -> Request | None:
-        found = None if self._aborted else self._endpoint.receive(int(seconds * 1e9))
-        return None if found is None else self.left(found)
+        message = None if self._aborted else self._endpoint.receive(int(seconds * 1e9))
+        return None if message is None else self.left(message)
 
     def abort(self) -> None:
         self._aborted = True
@@ -276,8 +276,8 @@ class DeviceServer(AbstractServerBase[_Seat]):
 def _buffers(shapes: Shapes) -> list[np.ndarray]:
     """Return host memory for a message: each site's rows, adapters, experts."""
     rows = shapes.max_rows
-    found = [_aligned((rows, site.d_in), shapes.row_dtype) for site in shapes.sites]
-    return [*found, _aligned((rows,), np.dtype(np.int32)), _aligned((rows,), np.dtype(np.int32))]
+    buffers = [_aligned((rows, site.d_in), shapes.row_dtype) for site in shapes.sites]
+    return [*buffers, _aligned((rows,), np.dtype(np.int32)), _aligned((rows,), np.dtype(np.int32))]
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

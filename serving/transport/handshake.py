@@ -92,15 +92,15 @@ def let_in[Server: HasGuests](
             raise ValueError(f"{terms.placement.name} has ranks 0 to {devices - 1}, not {rank}.")
         server = make_server()
 
-    def welcome(said: dict) -> Guest:
-        theirs, last_epoch = said.get("facts"), said.get("last_epoch")
+    def welcome(greeting: dict) -> Guest:
+        theirs, last_epoch = greeting.get("facts"), greeting.get("last_epoch")
         if not isinstance(theirs, dict) or not isinstance(last_epoch, int):
             raise TransportError("The greeting is not one of this package.")
         if not 0 <= last_epoch < LAST_EPOCH:
             raise TransportError(f"There is no epoch after {last_epoch}.")
         if wrong := mismatch(terms.facts(rank), theirs):
             raise TransportError(wrong)
-        return transport.welcome(server, said, last_epoch)
+        return transport.welcome(server, greeting, last_epoch)
 
     server.on_close(Listener(listening, welcome, transport.admit_client).close)
     return server
@@ -132,10 +132,12 @@ def callers(
         raise ValueError(
             f"{terms.placement.name} has {devices} ranks and {len(addresses)} addresses were given."
         )
-    found = [_Caller(transport, address, terms, rank) for rank, address in enumerate(addresses)]
-    for caller in found:
+    connectors = [
+        _Caller(transport, address, terms, rank) for rank, address in enumerate(addresses)
+    ]
+    for caller in connectors:
         caller.wait_for(patience)
-    return list(found)
+    return list(connectors)
 
 
 class _Caller(AbstractConnector):
@@ -155,11 +157,11 @@ class _Caller(AbstractConnector):
 
     def join(self, last_epoch: int) -> Joined:
         transport = self._transport
-        said = {"facts": self._terms.facts(self._rank), "last_epoch": last_epoch}
-        said |= transport.greeting()
+        greeting = {"facts": self._terms.facts(self._rank), "last_epoch": last_epoch}
+        greeting |= transport.greeting()
         try:
             connection, answer, fds = call(
-                self._address, said, transport.num_fds, transport.admit_server
+                self._address, greeting, transport.num_fds, transport.admit_server
             )
         except TransportError:
             raise

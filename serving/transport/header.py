@@ -56,7 +56,7 @@ def parse(data: bytes) -> Header | None:
     """Return what 64 bytes say, or None unless magic, checksum and length are right."""
     if len(data) != HEADER_BYTES:
         return None
-    magic, said, *fields, reserved = LAYOUT.unpack(data)
-    if magic != MAGIC or reserved or zlib.crc32(data[:4] + bytes(4) + data[8:]) != said:
+    magic, checksum, *fields, reserved = LAYOUT.unpack(data)
+    if magic != MAGIC or reserved or zlib.crc32(data[:4] + bytes(4) + data[8:]) != checksum:
         return None
     return Header(*fields)

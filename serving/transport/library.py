@@ -61,7 +61,7 @@ def calls() -> native.Calls:
 
 def numbers(shapes: Shapes) -> ctypes.Array:
     """Return what the C++ end knows of the shapes, in its order (csrc/channel.h)."""
-    found = [
+    values = [
         shapes.layers,
         shapes.max_rows,
         shapes.row_dtype.itemsize,
@@ -74,10 +74,10 @@ def numbers(shapes: Shapes) -> ctypes.Array:
         len(shapes.sites),
     ]
     for index, site in enumerate(shapes.sites):
-        found += [site.d_in, len(site.d_outs)]
+        values += [site.d_in, len(site.d_outs)]
         for width, offset in zip(site.d_outs, shapes.result_offsets(index), strict=True):
-            found += [width, offset]
-    return (_I64 * len(found))(*found)
+            values += [width, offset]
+    return (_I64 * len(values))(*values)
 
 
 def shared_memory(num_bytes: int) -> int:

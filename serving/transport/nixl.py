@@ -60,11 +60,11 @@ def make_agent(name: str) -> Agent:
     NIXL's own thread spins on a core for each agent. Raises NotImplementedError where NIXL is not
     installed.
     """
-    found = _package()
+    package = _package()
     for key, value in _UCX.items():
         os.environ.setdefault(key, value)  # UCX reads them when the first agent is made
-    config = found.nixl_agent_config(enable_prog_thread=False, backends=[])
-    agent = found.nixl_agent(name, config)
+    config = package.nixl_agent_config(enable_prog_thread=False, backends=[])
+    agent = package.nixl_agent(name, config)
     agent.create_backend("UCX", _BACKEND)
     return agent
 
@@ -160,9 +160,14 @@ def _relay(
 def _introduce(relay: Relay, name: str, agent: Agent, connection: socket.socket) -> None:
     """Tell each other's agents where messages are to be written."""
     metadata = base64.b64encode(agent.get_agent_metadata()).decode()
-    own = relay.landing
-    said = {"agent": name, "metadata": metadata, "address": own.address, "bytes": own.num_bytes}
-    socket_messages.send(connection, said)
+    landing = relay.landing
+    greeting = {
+        "agent": name,
+        "metadata": metadata,
+        "address": landing.address,
+        "bytes": landing.num_bytes,
+    }
+    socket_messages.send(connection, greeting)
     theirs = socket_messages.receive(connection)[0]
     wanted = {"agent": str, "metadata": str, "address": int, "bytes": int}
     if any(not isinstance(theirs.get(key), kind) for key, kind in wanted.items()):

@@ -67,17 +67,17 @@ class Relay:
         while True:
             came = self._take_notifications()
             # Messages alternate: either the own endpoint is to write one now, or the peer is.
-            mine = (self._landed == sent) == self._beside_client
-            value = self._calls.wait(self._sent_at, sent, _SLEEP_NANOS if mine else 0)
+            own_turn = (self._landed == sent) == self._beside_client
+            value = self._calls.wait(self._sent_at, sent, _SLEEP_NANOS if own_turn else 0)
             if value != sent:
                 sent = value
                 if not self._send(sent, connection):
                     return
             elif not came:
                 polls += 1
-                if (mine or polls % _LOOKS == 0) and _has_ended(connection):
+                if (own_turn or polls % _LOOKS == 0) and _has_ended(connection):
                     return
-                if not mine:
+                if not own_turn:
                     time.sleep(0 if time.monotonic() - last < _EAGER_S else _PAUSE_S)
                 continue
             last = time.monotonic()
@@ -102,10 +102,10 @@ class Relay:
         if header is None or header.sequence != sequence:
             return False
         pieces = self._pieces(header)
-        own = [(self.outgoing.address + at, size, 0) for at, size in pieces]
+        local = [(self.outgoing.address + at, size, 0) for at, size in pieces]
         theirs = [(self._theirs.address + at, size, 0) for at, size in pieces]
         agent, message = self._agent, sequence.to_bytes(8, "little")
-        descriptors = agent.get_xfer_descs(own, "DRAM"), agent.get_xfer_descs(theirs, "DRAM")
+        descriptors = agent.get_xfer_descs(local, "DRAM"), agent.get_xfer_descs(theirs, "DRAM")
         handle = agent.initialize_xfer("WRITE", *descriptors, self._peer, message)
         try:
             state = agent.transfer(handle)
@@ -118,17 +118,17 @@ class Relay:
 
     def _pieces(self, header: Header) -> list[tuple[int, int]]:
         """Return (offset, bytes) of what a message consists of."""
-        shapes, found = self._shapes, [(0, HEADER_BYTES)]
+        shapes, pieces = self._shapes, [(0, HEADER_BYTES)]
         if not 0 < header.rows <= shapes.max_rows:
-            return found
+            return pieces
         site = shapes.sites[header.site]
         if header.kind == Kind.REQUEST:
             row = site.d_in * shapes.row_dtype.itemsize
             ids = [(at, 4 * header.rows) for at in (shapes.adapters_offset, shapes.experts_offset)]
-            return [*found, *ids, (shapes.rows_offset, row * header.rows)]
+            return [*pieces, *ids, (shapes.rows_offset, row * header.rows)]
         places = zip(shapes.result_offsets(header.site), site.d_outs, strict=True)
         size = shapes.result_dtype.itemsize * header.rows
-        return [*found, *((at, size * width) for at, width in places)]
+        return [*pieces, *((at, size * width) for at, width in places)]
 
 
 def _address(memory: mmap.mmap) -> int:

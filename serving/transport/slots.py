@@ -96,9 +96,9 @@ class SlotClient(AbstractClientBase[Joined]):
         return tuple(server for server in range(self.servers) if lost(self._number, server))
 
     def stats(self) -> ClientStats:
-        found = (ctypes.c_uint64 * (_NUM_COUNTS + _NUM_LENGTHS))()
-        self._calls.client_counts(self._number, found)
-        return stats_of(found)
+        counts = (ctypes.c_uint64 * (_NUM_COUNTS + _NUM_LENGTHS))()
+        self._calls.client_counts(self._number, counts)
+        return stats_of(counts)
 
     def close(self) -> None:
         self._closed = True
@@ -248,6 +248,6 @@ class SlotServer(AbstractServerBase[_Seat]):
 
 def _fetched(array: np.ndarray, rows: int) -> np.ndarray:
     """Return memory of this process with the array's first rows."""
-    own = np.empty_like(array)
-    own[:rows] = array[:rows]
-    return own
+    copy = np.empty_like(array)
+    copy[:rows] = array[:rows]
+    return copy

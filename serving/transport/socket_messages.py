@@ -345,16 +345,16 @@ def _receive(
         if length > _LONGEST:
             raise ValueError(f"a message of {length} bytes is not one of ours")
         try:
-            said = json.loads(_exactly(connection, length, deadline))
+            message = json.loads(_exactly(connection, length, deadline))
         except RecursionError:
             raise ValueError("a message of too many levels") from None
-        if not isinstance(said, dict):
+        if not isinstance(message, dict):
             raise ValueError("a message that is not an object")
     except BaseException:
         for fd in fds:
             os.close(fd)
         raise
-    return said, fds
+    return message, fds
 
 
 def _exactly(connection: socket.socket, count: int, deadline: _Deadline) -> bytes:

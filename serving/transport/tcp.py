@@ -94,14 +94,14 @@ class Tcp(AbstractTransport[SlotServer]):
             raise
 
     def client_stay(self, terms: Terms, joined: Joined) -> Callable[[socket.socket], None]:
-        own = Joined(os.dup(joined.channel), os.dup(joined.bell), joined.epoch)
+        duplicate = Joined(os.dup(joined.channel), os.dup(joined.bell), joined.epoch)
 
         def stay(connection: socket.socket) -> None:
             try:
-                self._relay(terms.shapes, connection, own, True)
+                self._relay(terms.shapes, connection, duplicate, True)
             finally:
-                os.close(own.channel)
-                os.close(own.bell)
+                os.close(duplicate.channel)
+                os.close(duplicate.bell)
 
         return stay
 
@@ -109,39 +109,39 @@ class Tcp(AbstractTransport[SlotServer]):
 def _relay(shapes: Shapes, connection: socket.socket, slots: Joined, beside_client: bool) -> None:
     """Carry messages until the connection ends, or something comes that is not a message."""
     relay = calls().relay
-    place = slots.channel, slots.bell, slots.epoch
-    relay(numbers(shapes), connection.fileno(), *place, int(beside_client))
+    slot_fields = slots.channel, slots.bell, slots.epoch
+    relay(numbers(shapes), connection.fileno(), *slot_fields, int(beside_client))
 
 
 def _admit_client(secret: bytes, connection: socket.socket) -> None:
     """Ask for a proof, then give one. Raises TransportError."""
-    theirs, own = str(receive(connection)[0].get("nonce")), secrets.token_hex(32)
-    send(connection, {"nonce": own})
+    theirs, nonce = str(receive(connection)[0].get("nonce")), secrets.token_hex(32)
+    send(connection, {"nonce": nonce})
     proof = str(receive(connection)[0].get("proof"))
-    if not _equal(proof, _proof(secret, _CLIENT, own, theirs)):
+    if not _equal(proof, _proof(secret, _CLIENT, nonce, theirs)):
         raise TransportError("The secrets differ; start both sides with the same one.")
-    send(connection, {"proof": _proof(secret, _SERVER, theirs, own)})
+    send(connection, {"proof": _proof(secret, _SERVER, theirs, nonce)})
 
 
 def _admit_server(secret: bytes, connection: socket.socket) -> None:
     """Give a proof, then ask for one. Raises TransportError."""
-    own = secrets.token_hex(32)
-    send(connection, {"nonce": own})
+    nonce = secrets.token_hex(32)
+    send(connection, {"nonce": nonce})
     theirs = str(receive(connection)[0].get("nonce"))
-    send(connection, {"proof": _proof(secret, _CLIENT, theirs, own)})
+    send(connection, {"proof": _proof(secret, _CLIENT, theirs, nonce)})
     answer = receive(connection)[0]
     if "refused" in answer:
         raise TransportError(str(answer["refused"]))
-    if not _equal(str(answer.get("proof")), _proof(secret, _SERVER, own, theirs)):
+    if not _equal(str(answer.get("proof")), _proof(secret, _SERVER, nonce, theirs)):
         raise TransportError("The server does not know the secret; correct the address.")
 
 
-def _equal(said: str, wanted: str) -> bool:
+def _equal(given: str, wanted: str) -> bool:
     """Compare in a time that tells nothing."""
-    return hmac.compare_digest(said.encode(errors="replace"), wanted.encode())
+    return hmac.compare_digest(given.encode(errors="replace"), wanted.encode())
 
 
 def _proof(secret: bytes, role: bytes, asked: str, asking: str) -> str:
     """Return what only who knows the secret can say to the other side's nonce `asked`."""
-    said = b"|".join([role, asked.encode("utf-8", "replace"), asking.encode("utf-8", "replace")])
-    return hmac.new(secret, said, "sha256").hexdigest()
+    message = b"|".join([role, asked.encode("utf-8", "replace"), asking.encode("utf-8", "replace")])
+    return hmac.new(secret, message, "sha256").hexdigest()

@@ -119,10 +119,10 @@ class Driver:
         code = getattr(self._library, name)(*arguments)
         if not code:
             return
-        said = f"{name} answers {self._name(code)}"
+        message = f"{name} answers {self._name(code)}"
         if code == OUT_OF_MEMORY:
-            raise OutOfPages(said)
-        raise NotImplementedError(said) if code == NOT_SUPPORTED else MappingError(said)
+            raise OutOfPages(message)
+        raise NotImplementedError(message) if code == NOT_SUPPORTED else MappingError(message)
 
     def is_idle(self, stream: c_void_p) -> bool:
         """True if all that was sent to a stream has ended, or has failed."""

@@ -118,12 +118,12 @@ def row_items(
     shapes = [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((rows,), (rows, 4), (1,))]
     call = jax.ffi.ffi_call("lora_jax_cuda_row_items", shapes)
     attributes = {"slots": np.int64(num_slots), "item_rows": np.int64(item_rows)}
-    order, found, num_items = call(row_to_slot, row_to_expert, **attributes)
+    order, items, num_items = call(row_to_slot, row_to_expert, **attributes)
     if rows < lora_tiles.FEWEST_ROWS:
-        return CudaWorkList(order, found, num_items)
-    known = lora_tiles.row_tiles(found, num_items, order)
+        return CudaWorkList(order, items, num_items)
+    tiles = lora_tiles.row_tiles(items, num_items, order)
     pays = lora_tiles.shrink_pays(rows, num_slots, max_rank)
-    return CudaWorkList(order, found, num_items, known, pays)
+    return CudaWorkList(order, items, num_items, tiles, pays)
 
 
 def lora_gemm(
@@ -166,9 +166,9 @@ def lora_gemms(
         dtype = x.dtype if y is None else y.dtype
         check_support(dtype, sorted_rows, widths, entries.shape[-2], max_rank)
     ffi.require()
-    known = row_items(*owners, slots, max_rank) if items is None else items
+    work_list = row_items(*owners, slots, max_rank) if items is None else items
     launches = [slice(i, i + MAX_MODULES) for i in range(0, len(modules), MAX_MODULES)]
-    done = (lora_pairs(modules[i], *pools, known, max_rank, places[i]) for i in launches)
+    done = (lora_pairs(modules[i], *pools, work_list, max_rank, places[i]) for i in launches)
     return tuple(y for ys in done for y in ys)
 
 
@@ -215,19 +215,19 @@ def lora_pairs(
         last = last and not items.in_order  # else they are experts' rows, for which tiles pay
         runs = items.most_runs if items.in_order and items.tiles is None else None
         segments = accumulate and are_segments(len(items.items), max_rank, runs)
-        known = items.order, items.items, items.num_items, items.tiles
-        items = CudaWorkList(*known, shrinks_tiles=items.tiles is not None)
+        arrays = items.order, items.items, items.num_items, items.tiles
+        items = CudaWorkList(*arrays, shrinks_tiles=items.tiles is not None)
     count, parts = len(modules), 2 if items.arrays[3].size else 1  # of items, and of tiles
     work = jax.ShapeDtypeStruct((parts * count, *_h_shape(x.shape[0], max_rank).shape), x.dtype)
     out = jax.ShapeDtypeStruct((x.shape[0], b_pool.shape[1]), x.dtype)
     shapes = [work, *[out] * count]
     aliases = {8 + 3 * m: 1 + m for m in range(count if accumulate else 0)}
     call = jax.ffi.ffi_call("lora_jax_cuda_lora_gemm", shapes, input_output_aliases=aliases)
-    own = (v for m in modules for v in m if v is not None)
+    operands = (v for m in modules for v in m if v is not None)
     kind = {"accumulate": accumulate, "segments": segments, "tiles_last": last}
     attributes = {"max_rank": np.int64(max_rank), **kind}
     places = np.array(sites or [0] * count, np.int64)
-    return call(x, a_pool, b_pool, *items.arrays, *own, sites=places, **attributes)[1:]
+    return call(x, a_pool, b_pool, *items.arrays, *operands, sites=places, **attributes)[1:]
 
 
 def lora_shrink(

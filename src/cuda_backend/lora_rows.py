@@ -24,8 +24,8 @@ def check_support(y: jax.ShapeDtypeStruct | Array, x: Array, max_rank: int) -> N
     if x.dtype not in (WIDE, jnp.bfloat16) or y.dtype not in (WIDE, x.dtype):
         raise Declined(f"cuda lora_rows takes no {x.dtype} to {y.dtype}")
     if x.shape[0] < 1 or y.shape[1] > MAX_WIDTH or not 1 <= max_rank <= MAX_RANK:
-        said = f"{x.shape[0]} rows of {x.shape[1]} to {y.shape[1]} by rank {max_rank}"
-        raise Declined(f"cuda lora_rows does not take {said}")
+        sizes = f"{x.shape[0]} rows of {x.shape[1]} to {y.shape[1]} by rank {max_rank}"
+        raise Declined(f"cuda lora_rows does not take {sizes}")
 
 
 def lora_rows(

@@ -56,12 +56,12 @@ def calls_of(made: ctypes.CDLL) -> native.Calls:
 def package() -> Path:
     """Return the folder of NVIDIA's package. Raises NotImplementedError where it is not."""
     try:
-        found = importlib.util.find_spec("nvidia.nvshmem")
+        spec = importlib.util.find_spec("nvidia.nvshmem")
     except ModuleNotFoundError:
-        found = None
-    for place in (found.submodule_search_locations or ()) if found else ():
-        if Path(place, "lib", _HOST_LIBRARY).exists():
-            return Path(place)
+        spec = None
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        if Path(folder, "lib", _HOST_LIBRARY).exists():
+            return Path(folder)
     raise NotImplementedError(
         "The transport by NVSHMEM needs the package nvidia-nvshmem-cu13; install it, or use GPUs "
         "of one host, which need none."
@@ -112,10 +112,10 @@ def _calls() -> native.Calls:
 
 def new_id() -> bytes:
     """Return what all PEs of a new world are given; from one of them, on the host of PE 0."""
-    found = ctypes.create_string_buffer(ID_BYTES)
-    if code := _calls().id(found):
+    buffer = ctypes.create_string_buffer(ID_BYTES)
+    if code := _calls().id(buffer):
         raise RuntimeError(f"nvshmemx_get_uniqueid: {code}")
-    return found.raw
+    return buffer.raw
 
 
 def configure(*, one_host: bool) -> None:
@@ -191,10 +191,10 @@ class NvshmemDevice(PeerDevice):
 
         Raises ValueError for what is no PE of this world, and for larger slots.
         """
-        found = _SAID.fullmatch(client)
-        if found is None or pull or local:
+        match = _SAID.fullmatch(client)
+        if match is None or pull or local:
             raise ValueError(f"{client!r} is no PE of this world.")
-        pe, turn = map(int, found.groups())
+        pe, turn = map(int, match.groups())
         staging, landing = self._meet(pe, turn, request_bytes, response_bytes)
         return SymmetricChannel(landing, staging, pe, self._place(self.rank, turn)), []
 
@@ -221,8 +221,8 @@ class NvshmemDevice(PeerDevice):
             raise ValueError(f"PE {peer} with slots of {max(slots)} bytes is not of this world.")
         landing = self._place(peer, turn)
         staging = landing + self.size * _TURNS * self._room
-        for place in (staging, landing):
-            self.device.zero(place, PAGE)
+        for address in (staging, landing):
+            self.device.zero(address, PAGE)
         return staging, landing
 
     def _place(self, sender: int, turn: int) -> int:

@@ -103,8 +103,8 @@ def fits_tiles(
     if dtype != jnp.bfloat16 or q_heads // kv_heads > 16 or page_size % BOX:
         return False
     if latent:
-        known = kv_heads == 1 and k_dim == LATENT_COLUMNS
-        return known and v_dim % 64 == 0 and v_dim <= LATENT_VALUES
+        fits = kv_heads == 1 and k_dim == LATENT_COLUMNS
+        return fits and v_dim % 64 == 0 and v_dim <= LATENT_VALUES
     return k_dim in (64, 128) and v_dim == k_dim
 
 
@@ -131,7 +131,7 @@ def paged_attention(
     check_support(q.dtype, q.shape[0], q.shape[2], args.v_dim)
     ffi.require()
     latent, max_pages = v_pages is None, args.block_tables.shape[1]
-    name, cut, own = _kernel(q, args.k_pages, max_pages, args.v_dim, latent)
+    name, cut, extra = _kernel(q, args.k_pages, max_pages, args.v_dim, latent)
     none = jnp.zeros((0,), q.dtype)
     arrays = (
         q,
@@ -143,7 +143,7 @@ def paged_attention(
     )
     window = args.sliding_window or 0
     units = _units(args.token_to_seq, args.positions, args.num_tokens, cut, window)
-    attributes = {"chunk": cut.chunk, "window": window, **own}
+    attributes = {"chunk": cut.chunk, "window": window, **extra}
     call = jax.ffi.ffi_call(name, _results(q, args.v_dim, cut))
     whole = {key: np.int64(value) for key, value in attributes.items()}
     return call(*arrays, *units, scale=np.float32(args.scale), **whole)[0]
@@ -161,8 +161,8 @@ def _kernel(
     sizes = (tokens, q_heads, kv_heads, k_dim, max_pages * page_size)
     if fits_tiles(q.dtype, q_heads, kv_heads, k_dim, v_dim, page_size, latent):
         cut = cut_work(*sizes)
-        own = {"cta_heads": cut.cta_heads, "token_groups": cut.token_groups}
-        return "lora_jax_cuda_paged_attention", cut, own
+        extra = {"cta_heads": cut.cta_heads, "token_groups": cut.token_groups}
+        return "lora_jax_cuda_paged_attention", cut, extra
     cut = cut_plain_work(*sizes)
     return "lora_jax_cuda_plain_attention", cut, {"rows": plain_rows(cut, q_heads, kv_heads)}
 

@@ -249,8 +249,8 @@ class ServerEndpoint(_Endpoint):
     def receive(self, nanos: int) -> tuple[int, ...] | None:
         """Return (client, site, layer, rows, table version) of the next message, or None."""
         self._launch("receive", nanos, self._info)
-        found = tuple((_I32 * 5).from_address(self._info))
-        return None if found[0] < 0 else found
+        message = tuple((_I32 * 5).from_address(self._info))
+        return None if message[0] < 0 else message
 
     def respond(self, link: int, site: int, deltas: Sequence[np.ndarray] | None) -> None:
         """Push results, C-contiguous arrays, to the client of a link; None refuses."""
@@ -280,8 +280,8 @@ class ServerEndpoint(_Endpoint):
         ids = jax.ShapeDtypeStruct(shape.shape[:1], jnp.int32)
         outs = [jax.ShapeDtypeStruct(after.shape, jnp.int32), ids, ids, ids, shape]
         call = acting_call(_PREFIX + "take", outs)
-        info, *found = call(after, limit_us, end=np.int64(self.number), site=np.int64(site))
-        adapters, experts, messages, x = found
+        info, *outputs = call(after, limit_us, end=np.int64(self.number), site=np.int64(site))
+        adapters, experts, messages, x = outputs
         return info, adapters, experts, messages, x
 
     def judge(

@@ -51,8 +51,8 @@ class PinnedArrays:
     def holds(self, address: int, num_bytes: int) -> bool:
         """True if all of these bytes are in one pinned array."""
         with self._lock:
-            place = bisect.bisect_right(self._ranges, (address, 1 << 64)) - 1
-            return place >= 0 and address + num_bytes <= self._ranges[place][1]
+            index = bisect.bisect_right(self._ranges, (address, 1 << 64)) - 1
+            return index >= 0 and address + num_bytes <= self._ranges[index][1]
 
     def _forget(self, start: int, end: int) -> None:
         with self._lock:

@@ -42,10 +42,10 @@ def adapter_items(
     lora_gemm.check_support(jnp.dtype(jnp.bfloat16), rows, (), num_slots, 1)
     ffi.require()
     rank = max_rank or lora_gemm.MAX_RANK
-    found = lora_gemm.row_items(row_to_slot, jnp.zeros_like(row_to_slot), num_slots, rank)
-    tiles = found.tiles if found.shrinks_tiles else None
-    known = found.order, found.items, found.num_items, tiles
-    return AdapterItems(row_to_slot, *known, max_rank=max_rank, most_runs=num_slots)
+    work_list = lora_gemm.row_items(row_to_slot, jnp.zeros_like(row_to_slot), num_slots, rank)
+    tiles = work_list.tiles if work_list.shrinks_tiles else None
+    fields = work_list.order, work_list.items, work_list.num_items, tiles
+    return AdapterItems(row_to_slot, *fields, max_rank=max_rank, most_runs=num_slots)
 
 
 def _shared_out(
@@ -54,8 +54,8 @@ def _shared_out(
     """More rows than one CTA sorts: the row map of tokens whose one expert is their slot."""
     rows = row_to_slot.shape[0]
     nothing = jnp.zeros((rows, 4), jnp.int32)
-    place = jnp.arange(rows, dtype=jnp.int32)
-    as_they_come = AdapterItems(row_to_slot, place, nothing, nothing[0, :1], max_rank=max_rank)
+    row = jnp.arange(rows, dtype=jnp.int32)
+    as_they_come = AdapterItems(row_to_slot, row, nothing, nothing[0, :1], max_rank=max_rank)
     map = row_map(row_to_slot[:, None], jnp.int32(rows), num_slots, as_they_come)
     assert map.items is not None
     items = map.items.items.at[:, 1].set(0)  # no experts here
@@ -115,11 +115,11 @@ def _mapped(
     order, inverse, sizes, token, expert = out[:5]
     items = None
     if adapters is not None:
-        place = jnp.arange(rows, dtype=jnp.int32)  # they are in order
-        slots = jnp.where(place < jnp.sum(sizes), adapters.row_to_slot[token], -1)
-        tiles = _tiles_of(out[6], out[7], place, runs, rank)
-        known = {"tiles": tiles, "max_rank": adapters.max_rank, "most_runs": runs}
-        items = AdapterItems(slots, place, out[6], out[7], **known, in_order=True)
+        row = jnp.arange(rows, dtype=jnp.int32)  # they are in order
+        slots = jnp.where(row < jnp.sum(sizes), adapters.row_to_slot[token], -1)
+        tiles = _tiles_of(out[6], out[7], row, runs, rank)
+        options = {"tiles": tiles, "max_rank": adapters.max_rank, "most_runs": runs}
+        items = AdapterItems(slots, row, out[6], out[7], **options, in_order=True)
     return RowMap(order, inverse, sizes, token, expert, items)
 
 

@@ -16,8 +16,8 @@ USUAL_FOLDER = Path("/usr/local/cuda/bin")
 
 def find_compilers() -> tuple[Compiler, ...]:
     """Return every nvcc, the preferred one first: on the path, of pip, in /usr/local/cuda."""
-    found = (_on_path(), *_in_site_packages(), _in_usual_folder())
-    by_file = {Path(c.path).resolve(): c for c in reversed(found) if c is not None}
+    compilers = (_on_path(), *_in_site_packages(), _in_usual_folder())
+    by_file = {Path(c.path).resolve(): c for c in reversed(compilers) if c is not None}
     return tuple(reversed(by_file.values()))
 
 

@@ -20,8 +20,8 @@ def too_many_values(data: bytes | memoryview, most: int) -> bool:
     count, inside, escaping = 1, False, False
     for start in range(0, len(data), _CHUNK):
         chunk = np.frombuffer(data, np.uint8, min(_CHUNK, len(data) - start), start)
-        found, inside, escaping = _scan(chunk, inside, escaping)
-        count += found
+        in_chunk, inside, escaping = _scan(chunk, inside, escaping)
+        count += in_chunk
         if count > most:
             return True
     return False

@@ -66,11 +66,11 @@ def quantize(model: Path, format_name: str, out: Path) -> dict[str, Any]:
     kept = _kept(files, chosen)
     _copy_others(model, out)
     raw = json.loads((model / "config.json").read_text())
-    said = {"quantization_config": section(kept)}
-    (out / "config.json").write_text(json.dumps(raw | said, indent=2) + "\n")
+    added = {"quantization_config": section(kept)}
+    (out / "config.json").write_text(json.dumps(raw | added, indent=2) + "\n")
     left = sorted(maps.keys() - chosen)
     logger.info("%d maps in %s; %d in 16 bits: %s", len(chosen), format_name, len(left), left[:3])
-    return said["quantization_config"]
+    return added["quantization_config"]
 
 
 def linear_maps(config: ModelConfig, files: Checkpoint) -> Iterator[str]:

@@ -70,10 +70,10 @@ class Split:
         for axis in axes:
             if axis not in _KNOWN:
                 raise ValueError(f"Logical axis {axis!r} of {axes} is not in the table.")
-        place = _split_axis(axes, self.experts)
-        if place is None:
+        position = _split_axis(axes, self.experts)
+        if position is None:
             return PartitionSpec()
-        return PartitionSpec(*(AXIS if i == place else None for i in range(len(axes))))
+        return PartitionSpec(*(AXIS if i == position else None for i in range(len(axes))))
 
 
 def has_split_inputs(axes: tuple[str | None, ...]) -> bool:

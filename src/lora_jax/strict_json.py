@@ -25,18 +25,18 @@ def read_object(data: bytes, most: int) -> dict[str, Any]:
     if too_many_values(data, most):
         raise ValueError(f"it holds more than {most} JSON values.")
     try:
-        found = loads(data.decode())
+        value = loads(data.decode())
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
         raise ValueError("not valid JSON.") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ValueError("not a JSON object.")
-    return found
+    return value
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))
         raise ValueError(f"the key {twice[:_LONGEST_NAME]!r} stands twice; keep one of them.")
-    return found
+    return unique

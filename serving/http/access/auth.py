@@ -69,9 +69,9 @@ class Authenticate:
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             return anonymous
-        found, why = self._keys.check(key.strip())
-        if found is not None:
-            return found
+        caller, why = self._keys.check(key.strip())
+        if caller is not None:
+            return caller
         if anonymous.uses_model or scope["path"] in self._open_paths:
             return anonymous
         scope["state"]["failed_key"] = why

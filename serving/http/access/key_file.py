@@ -103,8 +103,8 @@ def _read_yaml(text: str) -> tuple[Tenant, ...]:
     if not isinstance(content, dict) or not content:
         raise ValueError("The keys file must map each API key to what it may do.")
     tenants = []
-    for place, (key, entry) in enumerate(content.items(), 1):
-        where, entry = f"Keys file, entry {place}", {} if entry is None else entry
+    for number, (key, entry) in enumerate(content.items(), 1):
+        where, entry = f"Keys file, entry {number}", {} if entry is None else entry
         if not isinstance(key, str) or not isinstance(entry, dict):
             raise ValueError(f"{where}: the key must be text, its value a mapping.")
         tenants.append(_tenant(where, entry, key=key))

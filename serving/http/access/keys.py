@@ -70,8 +70,8 @@ class KeyRing:
         if settings.has_api_keys != self._settings.has_api_keys:
             raise ValueError("The last key cannot be taken away while the server runs.")
         plain, hashed = self._plain_keys(settings), {}
-        for place, tenant in enumerate(tenants, 1):
-            caller = self._caller_of(tenant, tenant.id or f"tenant-{place}")
+        for number, tenant in enumerate(tenants, 1):
+            caller = self._caller_of(tenant, tenant.id or f"tenant-{number}")
             key = _Key(caller, tenant.hash, tenant.not_before, tenant.expires)
             if tenant.hash:
                 hashed.setdefault(tenant.id, []).append(key)
@@ -99,27 +99,27 @@ class KeyRing:
         plain = self._plain.get(self._mark(key))
         candidates = self._hashed.get(id_of(key), ())
         matching = [one for one in candidates if is_key_of(one.hash, key)]
-        found = plain or next(iter(matching), None)
-        if found is None:
+        entry = plain or next(iter(matching), None)
+        if entry is None:
             return None, "unknown"
         now = self._now()
-        if found.not_before is not None and now < found.not_before:
+        if entry.not_before is not None and now < entry.not_before:
             return None, "early"
-        if found.expires is not None and now >= found.expires:
+        if entry.expires is not None and now >= entry.expires:
             return None, "expired"
-        return found.caller, ""
+        return entry.caller, ""
 
     def _plain_keys(self, settings: HttpSettings) -> dict[bytes, _Key]:
         """Return the keys that the command line gave."""
-        found: dict[bytes, _Key] = {}
+        entries: dict[bytes, _Key] = {}
 
         def add(role: str, keys: Sequence[str], **rights: bool) -> None:
-            for place, key in enumerate(keys, 1):
-                name = f"{role}-key-{place}"
+            for number, key in enumerate(keys, 1):
+                name = f"{role}-key-{number}"
                 limits = settings.key_limits if role == "api" else KeyLimits()
                 caller = self._caller(name, 1.0, limits, None)
                 rights_ = {"salt": _salt(key), **rights}
-                found[self._mark(key)] = _Key(dataclasses.replace(caller, **rights_))
+                entries[self._mark(key)] = _Key(dataclasses.replace(caller, **rights_))
 
         add(
             "api",
@@ -129,7 +129,7 @@ class KeyRing:
         )
         add("admin", settings.admin_keys, is_admin=True, reads_metrics=True)
         add("metrics", settings.metrics_keys, uses_model=False, reads_metrics=True)
-        return found
+        return entries
 
     def _caller_of(self, tenant: Tenant, name: str) -> Caller:
         limits = tenant.limits.over(self._settings.key_limits)

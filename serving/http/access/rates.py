@@ -73,9 +73,9 @@ class TokenBudget:
             if file is None:
                 yield self._own
                 return
-            known = os.pread(file, _FORMAT.size, 0)
-            whole = len(known) == _FORMAT.size
-            balance = _Balance(*_FORMAT.unpack(known)) if whole else self._own
+            stored = os.pread(file, _FORMAT.size, 0)
+            whole = len(stored) == _FORMAT.size
+            balance = _Balance(*_FORMAT.unpack(stored)) if whole else self._own
             yield balance
             os.pwrite(file, _FORMAT.pack(balance.left, balance.seen), 0)
 

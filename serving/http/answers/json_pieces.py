@@ -22,20 +22,20 @@ def _pieces(value: Any) -> list[bytes]:
     if not _is_large(value):
         return [_plain(value)]
     if isinstance(value, dict):
-        found = [b"{"]
+        pieces = [b"{"]
         for key, item in value.items():
-            found += [b"," * (len(found) > 1), _plain(key), b":", *_pieces(item)]
-        return [*found, b"}"]
-    found = [b"["]
+            pieces += [b"," * (len(pieces) > 1), _plain(key), b":", *_pieces(item)]
+        return [*pieces, b"}"]
+    pieces = [b"["]
     for start in range(0, len(value), _PIECE):
         part = value[start : start + _PIECE]
-        found.append(b"," * (start > 0))
+        pieces.append(b"," * (start > 0))
         if any(map(_is_large, part)):
-            for place, item in enumerate(part):
-                found += [b"," * (place > 0), *_pieces(item)]
+            for index, item in enumerate(part):
+                pieces += [b"," * (index > 0), *_pieces(item)]
         else:
-            found.append(_plain(part)[1:-1])
-    return [*found, b"]"]
+            pieces.append(_plain(part)[1:-1])
+    return [*pieces, b"]"]
 
 
 def _is_large(value: Any) -> bool:

@@ -75,14 +75,14 @@ def prompt_logprobs(
 ) -> list[dict[str, Any] | None]:
     """Return vLLM's `prompt_logprobs`: per token the likeliest ids and the token's own."""
 
-    def place(item: TokenLogprobs | None) -> dict[str, Any] | None:
+    def as_dict(item: TokenLogprobs | None) -> dict[str, Any] | None:
         if item is None:
             return None
-        found = {
+        entries = {
             token: {"logprob": finite(value), "rank": rank}
             for rank, (token, value) in enumerate(item.top.items(), 1)
         }
-        found[item.token_id] = {"logprob": finite(item.logprob), "rank": item.rank}
-        return {str(t): entry | {"decoded_token": text_of(t)} for t, entry in found.items()}
+        entries[item.token_id] = {"logprob": finite(item.logprob), "rank": item.rank}
+        return {str(t): entry | {"decoded_token": text_of(t)} for t, entry in entries.items()}
 
-    return [place(item) for item in logprobs]
+    return [as_dict(item) for item in logprobs]

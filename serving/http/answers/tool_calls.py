@@ -46,32 +46,32 @@ class ToolCallReader:
 
     def feed(self, text: str) -> list[dict[str, Any]]:
         """Return the deltas of a piece of text, as chunks of a stream have them."""
-        place = 0
-        while place < len(text):
+        position = 0
+        while position < len(text):
             if self._is_one:
-                self._add(text[place:])
+                self._add(text[position:])
                 break
             if self._is_open:
-                end = self._end_of_arguments(text, place)
-                self._add(text[place:end])
-                place = end
+                end = self._end_of_arguments(text, position)
+                self._add(text[position:end])
+                position = end
             else:
-                place = self._read_head(text, place)
+                position = self._read_head(text, position)
         deltas, self._deltas = self._deltas, []
         return deltas
 
-    def _read_head(self, text: str, place: int) -> int:
+    def _read_head(self, text: str, position: int) -> int:
         """Read up to the arguments' first bracket; return where they begin, or the text's end."""
         before = len(self._head)
-        bracket = text.find("{", place)
+        bracket = text.find("{", position)
         while bracket >= 0:
-            found = _HEAD.match(self._head + text[place : bracket + 1])
-            if found and found.end() == before + bracket - place:
+            head = _HEAD.match(self._head + text[position : bracket + 1])
+            if head and head.end() == before + bracket - position:
                 self._head = ""
-                self._begin(json.loads(found[1]))
+                self._begin(json.loads(head[1]))
                 return bracket
             bracket = text.find("{", bracket + 1)
-        self._head += text[place:]
+        self._head += text[position:]
         return len(text)
 
     def _begin(self, name: str) -> None:
@@ -83,12 +83,12 @@ class ToolCallReader:
 
     def _add(self, arguments: str) -> None:
         self.calls[-1].arguments += arguments
-        place = len(self.calls) - 1
-        self._deltas.append({"index": place, "function": {"arguments": arguments}})
+        index = len(self.calls) - 1
+        self._deltas.append({"index": index, "function": {"arguments": arguments}})
 
-    def _end_of_arguments(self, text: str, place: int) -> int:
+    def _end_of_arguments(self, text: str, start: int) -> int:
         """Return where the arguments end in the text: after their last bracket."""
-        for at in range(place, len(text)):
+        for at in range(start, len(text)):
             char = text[at]
             if self._in_text:
                 self._in_text = self._escaped or char != '"'
@@ -109,9 +109,9 @@ def joined(deltas: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return deltas with those of one call together, so that a chunk names each call once."""
     merged: dict[int, dict[str, Any]] = {}
     for delta in deltas:
-        known = merged.get(delta["index"])
-        if known is None:
+        call = merged.get(delta["index"])
+        if call is None:
             merged[delta["index"]] = {**delta, "function": {**delta["function"]}}
         else:
-            known["function"]["arguments"] += delta["function"]["arguments"]
+            call["function"]["arguments"] += delta["function"]["arguments"]
     return list(merged.values())

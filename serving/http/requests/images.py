@@ -99,12 +99,12 @@ def parts_of(front: ImageFront, place: int, message: ChatMessage) -> list[dict[s
 
     Text that spells the image placeholder is refused: it would stand for an image.
     """
-    found: list[dict[str, Any]] = []
+    parts: list[dict[str, Any]] = []
     content = message.content
     texts = [ContentPart(text=content)] if isinstance(content, str) else content or []
     for part in texts:
         if image_url(part) is not None:
-            found.append({"type": "image"})
+            parts.append({"type": "image"})
             continue
         if not is_text(part):
             raise _wrong(
@@ -116,5 +116,5 @@ def parts_of(front: ImageFront, place: int, message: ChatMessage) -> list[dict[s
                 f"messages.{place}: the text holds {front.placeholder!r}, which stands for an "
                 "image; send images as parts of type image_url."
             )
-        found.append({"type": "text", "text": part.text})
-    return found
+        parts.append({"type": "text", "text": part.text})
+    return parts

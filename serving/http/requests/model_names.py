@@ -112,15 +112,15 @@ class ModelNames:
                 f"adapters, and {self.base!r} or nothing into model.",
                 param="adapters",
             )
-        found = []
+        weighted = []
         for part in parts:
             if self.is_base(part.name):
                 raise ApiError(400, "adapters names the base model.", param="adapters")
             target = await self.resolve(part.name, None, caller, key)
             if target.entry is not None:  # it is not the base model's
-                found.append((target.entry, part.weight))
+                weighted.append((target.entry, part.weight))
         try:
-            entry = await asyncio.to_thread(self._engine.compose, found)
+            entry = await asyncio.to_thread(self._engine.compose, weighted)
         except RegistryBusy:
             raise
         except ValueError as error:
@@ -161,6 +161,6 @@ def _is_adapter_folder(top: str, name: str) -> bool:
     """Return whether `top/name` holds an adapter's config and is not a link to elsewhere."""
     if not NAME.fullmatch(name):
         return False
-    place = os.path.join(top, name)
-    inside = os.path.realpath(place).startswith(top + os.sep)
-    return inside and any(os.path.isfile(os.path.join(place, name)) for name in CONFIG_FILES)
+    folder = os.path.join(top, name)
+    inside = os.path.realpath(folder).startswith(top + os.sep)
+    return inside and any(os.path.isfile(os.path.join(folder, name)) for name in CONFIG_FILES)

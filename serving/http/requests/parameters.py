@@ -96,8 +96,8 @@ def _build(body: GenerationBody, values: dict[str, Any], renamed: dict[str, str]
     except ValueError as error:
         field, space, rest = scrub(str(error)).partition(" ")
         name = renamed.get(field, field)
-        known = name.partition("[")[0] in type(body).model_fields
-        param = name.partition("[")[0] if known else None
+        is_field = name.partition("[")[0] in type(body).model_fields
+        param = name.partition("[")[0] if is_field else None
         raise ApiError(400, name + space + rest, param=param) from None
 
 

@@ -208,26 +208,26 @@ def _render(engine: AbstractEngine, messages: list[ChatMessage], options: Templa
     return engine.tokenizer.apply_chat_template(plain, **options.as_arguments())
 
 
-def _plain(engine: AbstractEngine, place: int, message: ChatMessage) -> dict[str, Any]:
+def _plain(engine: AbstractEngine, index: int, message: ChatMessage) -> dict[str, Any]:
     """Return role, content and tool calls of a message; what is not taken is refused by name."""
     extra = message.model_extra or {}
     more: dict[str, Any] = {}
     if extra.get("tool_calls"):
-        more["tool_calls"] = template_calls(place, extra["tool_calls"])
+        more["tool_calls"] = template_calls(index, extra["tool_calls"])
     if message.role == "tool":
         more |= {k: v for k in ("tool_call_id", "name") if isinstance(v := extra.get(k), str)}
-    return {**_content(engine, place, message), **more}
+    return {**_content(engine, index, message), **more}
 
 
-def _content(engine: AbstractEngine, place: int, message: ChatMessage) -> dict[str, Any]:
+def _content(engine: AbstractEngine, index: int, message: ChatMessage) -> dict[str, Any]:
     """Return role and content of a message."""
     extra = message.model_extra or {}
     for field in ("function_call", "audio"):
         if extra.get(field):
-            raise ApiError(400, f"messages.{place}.{field} is not supported.", param="messages")
+            raise ApiError(400, f"messages.{index}.{field} is not supported.", param="messages")
     content = message.content
     if engine.images is not None:
-        parts = parts_of(engine.images, place, message)
+        parts = parts_of(engine.images, index, message)
         if any(part["type"] == "image" for part in parts):
             return {"role": message.role, "content": parts}
     if content is None or isinstance(content, str):
@@ -236,7 +236,7 @@ def _content(engine: AbstractEngine, place: int, message: ChatMessage) -> dict[s
         if not is_text(part):
             raise ApiError(
                 400,
-                f"messages.{place}: a part of type {part_kind(part)[:64]!r} is not supported; "
+                f"messages.{index}: a part of type {part_kind(part)[:64]!r} is not supported; "
                 "this model takes text only.",
                 param="messages",
             )

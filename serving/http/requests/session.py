@@ -11,9 +11,9 @@ HEADER = "X-Session-ID"
 
 def session_key(request: Request, body: GenerationBody) -> str:
     """Return the header X-Session-ID, or what the body says of its user, or the request's id."""
-    said = (body.prompt_cache_key, body.safety_identifier, body.user)
-    found = next((key for key in (request.headers.get(HEADER), *said) if key), None)
-    return found or request.scope["state"]["request_id"]
+    body_keys = (body.prompt_cache_key, body.safety_identifier, body.user)
+    chosen = next((key for key in (request.headers.get(HEADER), *body_keys) if key), None)
+    return chosen or request.scope["state"]["request_id"]
 
 
 async def target_of(

@@ -61,8 +61,8 @@ async def compiled_grammar(
     if outputs is None:
         return None
     try:
-        found = engine.grammars.find(outputs)
-        return found or await run_in(Lane.GRAMMAR, engine.grammars.compile, outputs)
+        grammar = engine.grammars.find(outputs)
+        return grammar or await run_in(Lane.GRAMMAR, engine.grammars.compile, outputs)
     except ValueError as error:
         is_tool = isinstance(body, ChatBody) and demanded_calls(body) is not None
         param = "response_format" if body.structured_outputs is None else "structured_outputs"

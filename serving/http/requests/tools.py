@@ -27,31 +27,48 @@ def template_tools(body: ChatBody) -> dict[str, Any]:
 
 
 def demanded_calls(body: ChatBody) -> DemandedCalls | None:
-    """Return the calls that tool_choice demands, None where the answer is text.
+    """Return the calls that tool_choice demands, None where the model may answer with text.
 
     ApiError 400 for tools without a name, and for a choice that is not among them.
     """
     tools, choice = _tools(body), body.tool_choice
-    if choice is None and tools:
-        choice = "auto"
-    if choice in (None, "none") or (choice == "auto" and not tools):
+    if choice in (None, "none", "auto"):
         return None
-    if choice == "auto":
-        raise _error("tool_choice", "'auto' is not supported; use 'required', 'none' or a function")
     functions = [tool["function"] for tool in tools]
     if choice == "required":
         if not functions:
             raise _error("tool_choice", "'required' needs tools")
         return DemandedCalls("", _any_call(functions, body.parallel_tool_calls is not False))
     if not isinstance(choice, Mapping) or not isinstance(choice.get("function"), Mapping):
-        raise _error("tool_choice", "must be 'none', 'required' or a function")
+        raise _error("tool_choice", "must be 'none', 'auto', 'required' or a function")
     name = choice["function"].get("name")
-    found = next((f for f in functions if f["name"] == name), None)
-    if found is None:
+    function = next((f for f in functions if f["name"] == name), None)
+    if function is None:
         raise _error(
             "tool_choice", f"names {str(name)[:_MAX_NAME]!r}, which is not among the tools"
         )
-    return DemandedCalls(found["name"], _parameters(found))
+    return DemandedCalls(function["name"], _parameters(function))
+
+
+def auto_parser(body: ChatBody, parser: str | None) -> str | None:
+    """Return the server's parser if the model may call the body's tools by itself.
+
+    ApiError 400 where the server has none, and where a structure binds the answer.
+    """
+    if not _tools(body) or body.tool_choice not in (None, "auto"):
+        return None
+    if parser is None:
+        raise _error(
+            "tool_choice",
+            "'auto' needs a server with --enable-auto-tool-choice and --tool-call-parser; use "
+            "'required', 'none' or a function",
+        )
+    kind = None if body.response_format is None else body.response_format.get("type")
+    if body.structured_outputs is not None or kind not in (None, "text"):
+        raise _error(
+            "tool_choice", "'auto' and response_format or structured_outputs exclude each other"
+        )
+    return parser
 
 
 def template_calls(place: int, given: Any) -> list[dict[str, Any]]:
@@ -79,19 +96,19 @@ def _tools(body: ChatBody) -> list[dict[str, Any]]:
     if len(tools) > MAX_TOOLS:
         raise _error("tools", f"has {len(tools)} entries of {MAX_TOOLS}")
     names = set()
-    for place, tool in enumerate(tools):
+    for index, tool in enumerate(tools):
         function = tool.get("function")
         if tool.get("type") != "function" or not isinstance(function, Mapping):
-            raise _error("tools", f"{place} must be of type function and have a function")
+            raise _error("tools", f"{index} must be of type function and have a function")
         name = function.get("name")
         if not isinstance(name, str) or not 1 <= len(name) <= _MAX_NAME:
-            raise _error("tools", f"{place}.function.name must have 1 to {_MAX_NAME} characters")
+            raise _error("tools", f"{index}.function.name must have 1 to {_MAX_NAME} characters")
         if name in names:
             raise _error("tools", f"has two functions of the name {name!r}")
         names.add(name)
         parameters = function.get("parameters") or {}
         if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
-            raise _error("tools", f"{place}.function.parameters must be a schema of an object")
+            raise _error("tools", f"{index}.function.parameters must be a schema of an object")
     return tools
 
 

@@ -36,8 +36,8 @@ async def vllm_load(request: Request) -> Response:
     name, replace = body.lora_name, bool(body.load_inplace)
     async with audited(request, "load", name):
         await load(server, name, body.lora_path, replace=replace, pinned=bool(body.pinned))
-    said = f"Success: LoRA adapter '{name}' added successfully."
-    return PlainTextResponse(said + durability(server))
+    message = f"Success: LoRA adapter '{name}' added successfully."
+    return PlainTextResponse(message + durability(server))
 
 
 @router.post(
@@ -81,8 +81,8 @@ async def _sglang_answer(
             await work
     except ApiError as failed:
         error = failed.message
-    known = server_of(request).engine.registry.known()
-    loaded = {adapter.name: adapter.path for adapter in known}
+    adapters = server_of(request).engine.registry.known()
+    loaded = {adapter.name: adapter.path for adapter in adapters}
     answer = {"success": error is None, "error_message": error or "", "loaded_adapters": loaded}
     if error is None and action == "load" and (lasts := durability(server_of(request))):
         answer["message"] = lasts.strip()

@@ -1,5 +1,6 @@
 """POST /v1/chat/completions."""
 
+import dataclasses
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -10,6 +11,7 @@ from serving.http.access.auth import caller_of
 from serving.http.answers.answers import AbstractAnswer, cache_salt, respond
 from serving.http.answers.generation import Generation, Piece
 from serving.http.answers.logprobs import chat_logprobs, prompt_logprobs
+from serving.http.answers.message_reader import MessageReader
 from serving.http.answers.tool_calls import ToolCallReader, joined
 from serving.http.interface import AbstractTokenizer
 from serving.http.requests.body import read_body, takes
@@ -20,7 +22,7 @@ from serving.http.requests.protocol import ChatBody
 from serving.http.requests.session import target_of
 from serving.http.requests.structure import compiled_grammar
 from serving.http.requests.template_options import template_options
-from serving.http.requests.tools import demanded_calls
+from serving.http.requests.tools import auto_parser, demanded_calls
 from serving.http.server import server_of
 from serving.http.settings import HttpSettings
 
@@ -36,6 +38,7 @@ async def create_chat_completion(request: Request) -> Response:
     request.state.adapter = target.adapter
     defaults = server.engine.model_info.sampling_defaults
     # Refuse bad parameters before any work on the messages.
+    parser = auto_parser(body, server.settings.auto_call_parser)
     outputs = chat_sampling(body, 1, defaults).structured_outputs
     grammar = await compiled_grammar(server.engine, body, outputs)
     options = template_options(body, server.settings.default_template_kwargs)
@@ -44,6 +47,8 @@ async def create_chat_completion(request: Request) -> Response:
     prompt = await chat_prompt(server.engine, body.messages, options, special, images=images)
     limit, length = server.max_model_len, len(prompt.ids)
     sampling = fit_context(chat_sampling(body, limit - length, defaults), body, length, limit)
+    if parser is not None:  # the marks around calls are special tokens of some models
+        sampling = dataclasses.replace(sampling, skip_special_tokens=False)
     generation = Generation(server.engine, server.mailbox, [prompt])
     salt = cache_salt(caller.salt, body.cache_salt)
     generation.submit(target.adapter, [sampling], salt, caller, target.entry, grammar)
@@ -81,7 +86,13 @@ class ChatAnswer(AbstractAnswer):
         self._wants_prompt_logprobs = body.prompt_logprobs is not None
         demanded = demanded_calls(body)
         self._function = None if demanded is None else demanded.name  # "": any of them
-        self._readers: dict[int, ToolCallReader] = {}
+        self._readers: dict[int, ToolCallReader] = {}  # of demanded calls
+        self._messages: dict[int, MessageReader] = {}  # of other answers
+        self._parser = auto_parser(body, settings.auto_call_parser)
+        is_bound = generation.samplings[0].structured_outputs is not None
+        self._reasoning = None if is_bound else settings.reasoning_parser
+        self._thinks = (generation.prompts[0].text or "").rstrip().endswith("<think>")
+        self._parallel = body.parallel_tool_calls is not False
 
     def whole(self) -> dict[str, Any]:
         """Return the whole answer, with what belongs to the prompt beside the choices."""
@@ -96,10 +107,10 @@ class ChatAnswer(AbstractAnswer):
     def whole_choice(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
         """Return message, logprobs and finish of one choice."""
         last = pieces[-1].delta
-        text = self._echo + "".join(piece.delta.text for piece in pieces)
+        text = "".join(piece.delta.text for piece in pieces)
         choice: dict[str, Any] = {
             "index": index,
-            "message": {"role": self._role, "content": text},
+            "message": {"role": self._role},
             "logprobs": None,
             "finish_reason": last.finish_reason,
             "stop_reason": last.stop_reason,
@@ -108,8 +119,10 @@ class ChatAnswer(AbstractAnswer):
             reader = self._reader(index)
             reader.feed(text)
             calls = [call.as_json() for call in reader.calls]
-            choice["message"] = {"role": self._role, "content": None, "tool_calls": calls}
-            choice["finish_reason"] = self._finish(index, last.finish_reason)
+            choice["message"] |= {"content": None, "tool_calls": calls}
+        else:
+            choice["message"] |= self._message(index).whole(text, self._echo)
+        choice["finish_reason"] = self._finish(index, last.finish_reason)
         if self._wants_logprobs:
             logprobs = [x for piece in pieces for x in piece.delta.logprobs]
             choice["logprobs"] = chat_logprobs(self.text_of, logprobs)
@@ -131,12 +144,14 @@ class ChatAnswer(AbstractAnswer):
         """Return the choice of one chunk; tokens that have no text yet wait for theirs."""
         delta = piece.delta
         details = self._wants_logprobs or self.return_token_ids
-        if not delta.text and delta.finish_reason is None and not (details and delta.token_ids):
-            return None
-        shown: dict[str, Any] = {"content": delta.text} if delta.text else {}
         if self._function is not None:
             calls = self._reader(piece.index).feed(delta.text)
-            shown = {"tool_calls": joined(calls)} if calls else {}
+            shown: dict[str, Any] = {"tool_calls": joined(calls)} if calls else {}
+        else:
+            ends = delta.finish_reason is not None
+            shown = self._message(piece.index).feed(delta.text, ends)
+        if not shown and delta.finish_reason is None and not (details and delta.token_ids):
+            return None
         choice = self._chunk_choice(piece.index, shown)
         reason = self._finish(piece.index, delta.finish_reason)
         choice |= {"finish_reason": reason, "stop_reason": delta.stop_reason}
@@ -150,10 +165,23 @@ class ChatAnswer(AbstractAnswer):
         """Return the reader of a choice whose text is tool calls."""
         return self._readers.setdefault(index, ToolCallReader(self._function or ""))
 
+    def _message(self, index: int) -> MessageReader:
+        """Return the reader of a choice that may have thoughts, content and calls."""
+        made = self._messages.get(index)
+        if made is None:
+            made = MessageReader(
+                self._parser, self._reasoning, thinks=self._thinks, parallel=self._parallel
+            )
+            self._messages[index] = made
+        return made
+
     def _finish(self, index: int, reason: FinishReason | None) -> str | None:
         """Return why a choice ended; as vLLM has it, one demanded function just stops."""
-        ends = self._function == "" and reason is FinishReason.STOP and self._reader(index).calls
-        return "tool_calls" if ends else reason
+        if reason is not FinishReason.STOP or self._function:
+            return reason
+        is_listed = self._function == ""
+        calls = self._reader(index).calls if is_listed else self._message(index).calls
+        return "tool_calls" if calls else reason
 
     def _chunk_choice(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}

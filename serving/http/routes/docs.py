@@ -29,8 +29,8 @@ def page(description: dict[str, Any]) -> str:
     ]
     for path, methods in sorted(description["paths"].items()):
         for method, details in sorted(methods.items()):
-            said = html.escape(details.get("description", ""))
-            parts.append(f"<h2>{method.upper()} {html.escape(path)}</h2><p>{said}</p>")
+            text = html.escape(details.get("description", ""))
+            parts.append(f"<h2>{method.upper()} {html.escape(path)}</h2><p>{text}</p>")
             parts.append(_fields(details, schemas))
     return "\n".join(part for part in parts if part) + "</html>\n"
 

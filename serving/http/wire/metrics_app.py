@@ -20,10 +20,10 @@ def metrics_app(registries: Sequence[CollectorRegistry]) -> ASGIApp:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        known = scope["path"] in ("/metrics", "/metrics/") and scope["method"] in ("GET", "HEAD")
-        body = b"".join(map(generate_latest, registries)) if known else b"Not found.\n"
+        served = scope["path"] in ("/metrics", "/metrics/") and scope["method"] in ("GET", "HEAD")
+        body = b"".join(map(generate_latest, registries)) if served else b"Not found.\n"
         headers = [(b"content-type", PLAIN_TEXT), (b"content-length", str(len(body)).encode())]
-        status = 200 if known else 404
+        status = 200 if served else 404
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 

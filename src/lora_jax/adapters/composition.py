@@ -55,13 +55,13 @@ def parts_of(given: Any) -> tuple[Part, ...]:
     return parts
 
 
-def _part(said: Any) -> Part:
-    if not isinstance(said, Mapping):
+def _part(entry: Any) -> Part:
+    if not isinstance(entry, Mapping):
         raise ValueError("each of adapters must be an object with name and weight.")
-    unknown = next((str(key)[:64] for key in said if key not in ("name", "weight")), None)
+    unknown = next((str(key)[:64] for key in entry if key not in ("name", "weight")), None)
     if unknown is not None:
         raise ValueError(f"adapters has {unknown!r}; a part has name and weight.")
-    name, weight = said.get("name"), said.get("weight", 1.0)
+    name, weight = entry.get("name"), entry.get("weight", 1.0)
     if not isinstance(name, str) or not name:
         raise ValueError("each of adapters must have a name.")
     number = not isinstance(weight, bool) and isinstance(weight, int | float)
@@ -101,18 +101,18 @@ def sum_of(
         return shared[key]
 
     for module, layer in sorted({key for weights, _ in parts for key in weights.sites}):
-        found = [(w.sites[module, layer], f) for w, f in parts if (module, layer) in w.sites]
-        rank = sum(site.rank for site, _ in found)
+        terms = [(w.sites[module, layer], f) for w, f in parts if (module, layer) in w.sites]
+        rank = sum(site.rank for site, _ in terms)
         if rank > max_rank:
             raise ValueError(
                 f"the ranks of {name[:200]!r} sum to {rank} at {module}; the server takes "
                 f"max_lora_rank={max_rank}. Use fewer parts, or start it with a larger one."
             )
-        scales = [(factor, site.scaling) for site, factor in found]
-        ones = [(1.0, 1.0)] * len(found)
+        scales = [(factor, site.scaling) for site, factor in terms]
+        ones = [(1.0, 1.0)] * len(terms)
         a_scales, b_scales = (ones, scales) if module == _SCALED_B else (scales, ones)
-        a = joined([site.a for site, _ in found], a_scales)
-        b = joined([site.b for site, _ in found], b_scales)
+        a = joined([site.a for site, _ in terms], a_scales)
+        b = joined([site.b for site, _ in terms], b_scales)
         sites[module, layer] = SiteWeights(a, b, 1.0)
     return _with_report(sites, digest, name)
 
@@ -148,17 +148,17 @@ def union_of(parts: Sequence[ExpertWeights], digest: str, name: str) -> ExpertWe
     """Return one ESFT adapter with the experts of all; ValueError where two have the same one."""
     experts: dict[int, dict[int, tuple[np.ndarray, ...]]] = {}
     for part in parts:
-        for layer, own in part.experts.items():
+        for layer, of_layer in part.experts.items():
             there = experts.setdefault(layer, {})
-            both = sorted(there.keys() & own.keys())
+            both = sorted(there.keys() & of_layer.keys())
             if both:
                 raise ValueError(
                     f"{name[:200]!r} has two ESFT adapters that replace expert {both[0]} of layer "
                     f"{layer}; only one can."
                 )
-            there.update(own)
+            there.update(of_layer)
     ordered = {layer: dict(sorted(experts[layer].items())) for layer in sorted(experts)}
-    places = {layer: tuple(own) for layer, own in ordered.items()}
+    places = {layer: tuple(of_layer) for layer, of_layer in ordered.items()}
     size = sum(part.report.weight_bytes for part in parts)
     report = dataclasses.replace(
         _report(AdapterKind.ESFT, digest, name), weight_bytes=size, experts=places

@@ -34,10 +34,10 @@ def parse(data: bytes) -> dict[int, tuple[int, ...]]:
             raise ValueError(f"{key} is true: {meaning}, and only routed experts can be.")
     if not isinstance(raw.get("experts"), dict):
         raise ValueError("experts must map layers to lists of experts.")
-    found = {_layer(key): _experts(key, ids) for key, ids in raw["experts"].items()}
-    if len(found) < len(raw["experts"]):
+    experts = {_layer(key): _experts(key, ids) for key, ids in raw["experts"].items()}
+    if len(experts) < len(raw["experts"]):
         raise ValueError("experts names a layer twice.")
-    return {layer: ids for layer, ids in sorted(found.items()) if ids}
+    return {layer: ids for layer, ids in sorted(experts.items()) if ids}
 
 
 def _layer(key: str) -> int:

@@ -64,8 +64,8 @@ def read(
     placed = _place(tensors, catalogue)
     _check_complete(placed, wanted)
     with ThreadPoolExecutor(_THREADS) as threads:
-        found = threads.map(lambda place: _matrix(placed[place], catalogue, place[0]), placed)
-        matrices = dict(zip(placed, found, strict=True))
+        arrays = threads.map(lambda key: _matrix(placed[key], catalogue, key[0]), placed)
+        matrices = dict(zip(placed, arrays, strict=True))
     experts = {
         layer: {e: tuple(matrices[m, layer, e] for m in MODULES) for e in ids}
         for layer, ids in wanted.items()
@@ -136,8 +136,8 @@ def _read_files(
     bounds = _file_limits(limits, catalogue)
     for file in files:
         room = max(0, limits.max_file_bytes - folder.num_bytes)
-        found = safetensors_file.read_file(folder, file, room, bounds)
-        for name, tensor in found.items():
+        in_file = safetensors_file.read_file(folder, file, room, bounds)
+        for name, tensor in in_file.items():
             full = f"model.{name}" if name.startswith("layers.") else name
             if full in tensors:
                 raise ValueError(f"{file}: {name} stands in another file or spelling, too.")
@@ -157,10 +157,10 @@ def _place(
         module = target.modules[0].name
         if module not in MODULES or target.expert is None:
             raise ValueError(f"{name} is no routed expert's matrix; only those can be replaced.")
-        place = module, target.layer, target.expert
-        if place in placed:
-            raise ValueError(f"{name} and {placed[place].name} are the same matrix.")
-        placed[place] = tensor
+        key = module, target.layer, target.expert
+        if key in placed:
+            raise ValueError(f"{name} and {placed[key].name} are the same matrix.")
+        placed[key] = tensor
     return placed
 
 
@@ -172,7 +172,7 @@ def _check_complete(
     missing = [f"layer {n}, expert {e}, {m[8:]}" for m, n, e in sorted(named - placed.keys())]
     if missing:
         raise ValueError(f"no file has {_listed(missing, '; ')}, which {CONFIG_FILE} names.")
-    extra = [placed[place].name for place in sorted(placed.keys() - named)]
+    extra = [placed[key].name for key in sorted(placed.keys() - named)]
     if extra:
         raise ValueError(f"{CONFIG_FILE} does not name the expert of {_listed(extra)}.")
 

@@ -99,10 +99,10 @@ class AdapterFolder:
         """Return whether the file that was opened is the one the resolved path names inside."""
         real = os.path.realpath(self._real / name)
         try:
-            found = os.stat(real)
+            stats = os.stat(real)
         except OSError:
             return False
-        same = (found.st_dev, found.st_ino) == (opened.st_dev, opened.st_ino)
+        same = (stats.st_dev, stats.st_ino) == (opened.st_dev, opened.st_ino)
         return same and self._inside(Path(real))
 
 
@@ -117,13 +117,13 @@ def _read_hashed(handle: int, size: int) -> tuple[memoryview, str]:
 
     with ThreadPoolExecutor(_THREADS) as threads:
         pieces = list(threads.map(piece, range(0, max(1, size), PIECE_BYTES)))
-    whole = list(itertools.takewhile(lambda found: found[0] == PIECE_BYTES, pieces))
+    whole = list(itertools.takewhile(lambda pair: pair[0] == PIECE_BYTES, pieces))
     rest = pieces[len(whole) : len(whole) + 1]  # behind it the file has nothing any more
-    found = [digest for count, digest in whole + rest if count or not whole]
+    digests = [digest for count, digest in whole + rest if count or not whole]
     end = sum(count for count, _ in whole + rest)
-    if len(found) == 1:
-        return view[:end].toreadonly(), found[0].hex()
-    return view[:end].toreadonly(), f"pieces-{hashlib.sha256(b''.join(found)).hexdigest()}"
+    if len(digests) == 1:
+        return view[:end].toreadonly(), digests[0].hex()
+    return view[:end].toreadonly(), f"pieces-{hashlib.sha256(b''.join(digests)).hexdigest()}"
 
 
 def _read_at(handle: int, buffer: memoryview, start: int) -> int:

@@ -69,8 +69,8 @@ def make_room(
     for name, limit in (("max_total_adapter_bytes", max_total_bytes), _bytes_limit(share)):
         if limit is not None and num_bytes > limit:
             raise AdapterRejected(f"it takes {num_bytes} bytes, the limit is {name}={limit}.")
-    own = [copy for copy in copies if copy.owner == share.owner] if share.owner else []
-    victims = policy(own, *_beyond(own, num_bytes, share))
+    of_owner = [copy for copy in copies if copy.owner == share.owner] if share.owner else []
+    victims = policy(of_owner, *_beyond(of_owner, num_bytes, share))
     if victims is None:
         raise RegistryBusy(
             "the adapters in use by this key take its limit of host memory "
@@ -91,9 +91,9 @@ def _bytes_limit(share: HostShare) -> tuple[str, int | None]:
     return "max_adapter_bytes", share.max_bytes
 
 
-def _beyond(own: Sequence[HostCopy], num_bytes: int, share: HostShare) -> tuple[int, int]:
+def _beyond(copies: Sequence[HostCopy], num_bytes: int, share: HostShare) -> tuple[int, int]:
     """Return the bytes and the copies that the caller would have beyond its limits."""
-    total, count = sum(copy.num_bytes for copy in own) + num_bytes, len(own) + 1
+    total, count = sum(copy.num_bytes for copy in copies) + num_bytes, len(copies) + 1
     return (
         0 if share.max_bytes is None else total - share.max_bytes,
         0 if share.max_adapters is None else count - share.max_adapters,

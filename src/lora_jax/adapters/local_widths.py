@@ -38,14 +38,14 @@ class LocalWidths:
         They are views, but where a vocabulary is padded; `catalogue` is of whole modules. Sites
         that share a matrix share what is made of it.
         """
-        made: dict[tuple[int, bool, int], np.ndarray] = {}
+        cuts: dict[tuple[int, bool, int], np.ndarray] = {}
 
         def cut(matrix: np.ndarray, module: LoraModule, width: int) -> np.ndarray:
             by_expert = matrix.shape[0] > 1 and self._splits_experts(module)
             key = id(matrix), by_expert, width
-            if key not in made:
-                made[key] = self._cut(matrix, by_expert, width)
-            return made[key]
+            if key not in cuts:
+                cuts[key] = self._cut(matrix, by_expert, width)
+            return cuts[key]
 
         sites = {}
         for (name, layer), site in weights.sites.items():
@@ -72,8 +72,8 @@ class LocalWidths:
         """Return [experts, rank, devices, width] of a matrix [experts or 1, rank, wide]."""
         experts, rank, wide = matrix.shape
         if by_expert:
-            own = matrix.reshape(self.devices, experts // self.devices, rank, wide)
-            return own.transpose(1, 2, 0, 3)
+            by_device = matrix.reshape(self.devices, experts // self.devices, rank, wide)
+            return by_device.transpose(1, 2, 0, 3)
         if wide == width:
             shape = (experts, rank, self.devices, wide)
             return np.broadcast_to(matrix[:, :, None], shape)

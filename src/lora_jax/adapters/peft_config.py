@@ -77,8 +77,8 @@ class PeftConfig:
 
     def scaling_of(self, key: str, rank: int) -> float:
         """Return alpha / rank, or alpha / sqrt(rank) for rsLoRA, with alpha by pattern."""
-        found = (a for pattern, a in self.alpha_pattern if pattern.match(key))
-        alpha = next(found, self.alpha)
+        alphas = (a for pattern, a in self.alpha_pattern if pattern.match(key))
+        alpha = next(alphas, self.alpha)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
     def targets(self, parameter: str) -> bool:
@@ -110,8 +110,8 @@ def parse(data: bytes) -> PeftConfig:
 
 
 def _target_modules(config: dict[str, Any]) -> tuple[str, ...]:
-    found = config.get("target_modules")
-    return tuple(name for name in found if isinstance(name, str)) if isinstance(found, list) else ()
+    names = config.get("target_modules")
+    return tuple(name for name in names if isinstance(name, str)) if isinstance(names, list) else ()
 
 
 def _check_keys(config: dict[str, Any]) -> None:
@@ -119,7 +119,7 @@ def _check_keys(config: dict[str, Any]) -> None:
     if kind != "LORA":
         raise ValueError(f"peft_type is {_short(kind)}; only LORA is served.")
     init = config.get("init_lora_weights")
-    if not any(type(init) is type(known) and init == known for known in _INITS):
+    if not any(type(init) is type(allowed) and init == allowed for allowed in _INITS):
         raise ValueError(
             f"init_lora_weights is {_short(init)}: it changes the base weights or is not known, "
             "so the adapter does not belong to the plain base model."

@@ -134,10 +134,10 @@ def read_sites(pairs: dict[str, LoraPair], config: PeftConfig, catalogue: LoraCa
         else:
             for (name, layer), site in _read_plain(pair, target, config, catalogue).items():
                 _add(experts.setdefault((name, layer), {}), {target.expert: site}, path)
-    for stack, found in fused.values():
-        _add(sites, peft_experts.read_fused(stack, found, config, catalogue), stack.path)
-    for (name, layer), found in experts.items():
-        site = peft_experts.stack_experts(catalogue.modules[name], found)
+    for stack, members in fused.values():
+        _add(sites, peft_experts.read_fused(stack, members, config, catalogue), stack.path)
+    for (name, layer), members in experts.items():
+        site = peft_experts.stack_experts(catalogue.modules[name], members)
         _add(sites, {(name, layer): site}, f"experts of {name} in layer {layer}")
     return sites
 
@@ -240,7 +240,7 @@ def make_report(
         files=dict(folder.hashes),
         file_bytes=folder.num_bytes,
         weight_bytes=sum(distinct.values()),
-        modules={name: _module_report(found) for name, found in by_module.items()},
+        modules={name: _module_report(of_module) for name, of_module in by_module.items()},
         max_rank=max(site.rank for site in sites.values()),
         num_tensors=num_tensors,
         base_model=config.base_model,
@@ -249,9 +249,9 @@ def make_report(
     )
 
 
-def _module_report(found: list[tuple[int, SiteWeights]]) -> ModuleReport:
+def _module_report(sites: list[tuple[int, SiteWeights]]) -> ModuleReport:
     return ModuleReport(
-        layers=tuple(layer for layer, _ in found),
-        ranks=tuple(sorted({site.rank for _, site in found})),
-        scalings=tuple(sorted({site.scaling for _, site in found})),
+        layers=tuple(layer for layer, _ in sites),
+        ranks=tuple(sorted({site.rank for _, site in sites})),
+        scalings=tuple(sorted({site.scaling for _, site in sites})),
     )

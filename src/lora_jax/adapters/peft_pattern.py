@@ -157,7 +157,7 @@ class _Parser:
         if char == "\\":
             return _Char(self._escape())
         if char == ".":
-            return _Char(lambda found: found != "\n")
+            return _Char(lambda symbol: symbol != "\n")
         if char in "*+?{":
             raise PatternRefused(f"{char} repeats nothing")
         return _Char(char.__eq__)
@@ -167,8 +167,8 @@ class _Parser:
             if self._source.startswith("?:", self._at):
                 self._at += 2
             else:
-                found = self._source[self._at - 1 : self._at + 3]
-                raise PatternRefused(f"the group {found}... is not read; ( and (?: are")
+                opening = self._source[self._at - 1 : self._at + 3]
+                raise PatternRefused(f"the group {opening}... is not read; ( and (?: are")
         tree = self._choice(depth + 1)
         if self._peek() != ")":
             raise PatternRefused("it has a ( without a )")
@@ -179,7 +179,7 @@ class _Parser:
         char = self._take()
         if char.lower() in _CLASSES:
             test = _CLASSES[char.lower()]
-            return test if char.islower() else lambda found: not test(found)
+            return test if char.islower() else lambda symbol: not test(symbol)
         if char.isascii() and char.isalnum():
             raise PatternRefused(f"\\{char} is not read; \\d, \\w and \\s are")
         return char.__eq__
@@ -191,7 +191,7 @@ class _Parser:
         while not (tests and self._peek() == "]"):
             tests.append(self._class_entry(first=not tests))
         self._at += 1
-        return lambda found: any(test(found) for test in tests) != negated
+        return lambda symbol: any(test(symbol) for test in tests) != negated
 
     def _class_entry(self, first: bool) -> Test:
         char = self._take()
@@ -217,7 +217,7 @@ class _Parser:
             raise PatternRefused("a class in a class is not read")
         if high < char:
             raise PatternRefused(f"the range {char}-{high} of a class is empty")
-        return lambda found: char <= found <= high
+        return lambda symbol: char <= symbol <= high
 
     def _is_range(self) -> bool:
         return self._peek() == "-" and self._source[self._at + 1 : self._at + 2] not in ("", "]")
@@ -278,8 +278,8 @@ class _Automaton:
         self._budget.spend(len(name))
         places, cache = self._first, self._cache
         for char in name:
-            found = cache.get((places, char))
-            places = self._step(places, char) if found is None else found
+            cached = cache.get((places, char))
+            places = self._step(places, char) if cached is None else cached
         return any(self._ends(place) for place in _bits(places))
 
     def _step(self, places: int, char: str) -> int:

@@ -143,12 +143,12 @@ class AdapterRegistry:
     def unload(self, name: str) -> AdapterEntry | EvictedAdapter:
         """Remove the name and return what it stood for; raises AdapterNotFound."""
         with self._lock:
-            found = self._entries.pop(name, None) or self._evicted.pop(name, None)
-            if found is None:
+            entry = self._entries.pop(name, None) or self._evicted.pop(name, None)
+            if entry is None:
                 raise AdapterNotFound(name, tuple(sorted(self._entries)))
             self._generation += 1
-            self._forget_use(found.digest)
-            return found
+            self._forget_use(entry.digest)
+            return entry
 
     def refuse(self, name: str, why: str) -> None:
         """Let `resolve` raise AdapterRejected for this name until `load` is called for it."""
@@ -208,8 +208,8 @@ class AdapterRegistry:
     def known(self) -> tuple[AdapterEntry | EvictedAdapter, ...]:
         """Return what every name stands for, in order of name, evicted ones included."""
         with self._lock:
-            found = self._evicted | self._entries
-            return tuple(found[name] for name in sorted(found))
+            entries = self._evicted | self._entries
+            return tuple(entries[name] for name in sorted(entries))
 
     def knows(self, name: str) -> bool:
         """Return whether the name stands for an adapter, evicted or not."""
@@ -301,8 +301,8 @@ class AdapterRegistry:
             weights = self._keep(weights)
             self._check(weights)
         except FileNotFoundError as error:
-            known = tuple(entry.name for entry in self.entries())
-            raise AdapterNotFound(name, known, str(error)) from None
+            names = tuple(entry.name for entry in self.entries())
+            raise AdapterNotFound(name, names, str(error)) from None
         except OSError as error:
             raise AdapterRejected(f"Adapter {name!r}: {error.strerror}.") from None
         except ValueError as error:
@@ -339,8 +339,8 @@ class AdapterRegistry:
             self._make_name(entry.name)
             others = [e for e in self._entries.values() if e.name != entry.name]
             copies = copies_of(others, entry.digest, in_use, self._ledger, kept)
-            known = any(copy.digest == entry.digest for copy in copies)
-            size = 0 if known else entry.report.weight_bytes
+            is_stored = any(copy.digest == entry.digest for copy in copies)
+            size = 0 if is_stored else entry.report.weight_bytes
             try:
                 most = self._limits.max_total_bytes, self._limits.max_in_memory
                 gone = make_room(copies, size, share, most[0], max_count=most[1])
@@ -362,8 +362,8 @@ class AdapterRegistry:
 
     def _make_name(self, name: str) -> None:
         """Forget names that callers merely used when there are too many; holds the lock."""
-        known = self._evicted | self._entries
-        if name in known or len(known) < self._limits.max_adapters:
+        entries = self._evicted | self._entries
+        if name in entries or len(entries) < self._limits.max_adapters:
             return
         for old in self._evicted.values():
             if not old.explicit:
@@ -388,6 +388,6 @@ class AdapterRegistry:
         self._ledger.evicted(entry.digest, entry.report.weight_bytes)
 
     def _forget_use(self, digest: str) -> None:
-        known = (*self._entries.values(), *self._evicted.values())
-        if not any(entry.digest == digest for entry in known):
+        entries = (*self._entries.values(), *self._evicted.values())
+        if not any(entry.digest == digest for entry in entries):
             self._ledger.forget(digest)

@@ -13,8 +13,8 @@ class AdapterNotFound(KeyError):
     def __str__(self) -> str:
         if self.why:
             return f"The adapter {self.name[:80]!r} was not found: {self.why}"
-        known = ", ".join(self.known) or "none"
-        return f"The adapter {self.name[:80]!r} does not exist. Known: {known}."
+        names = ", ".join(self.known) or "none"
+        return f"The adapter {self.name[:80]!r} does not exist. Known: {names}."
 
 
 class AdapterRejected(ValueError):

@@ -115,8 +115,8 @@ def rolled_out(
     kept = dict([*kept.items()][-MOST_VERSIONS:])
     if sum(kept.values()) != BUCKETS:
         raise ValueError(f"a rollout has at most {MOST_VERSIONS} versions.")
-    found = guard if guard is None or isinstance(guard, Guard) else guard_of(guard)
-    return _after(old, Shares(kept, found, now, ROLLOUT, request_id))
+    checked = guard if guard is None or isinstance(guard, Guard) else guard_of(guard)
+    return _after(old, Shares(kept, checked, now, ROLLOUT, request_id))
 
 
 def rolled_back(
@@ -128,8 +128,8 @@ def rolled_back(
     older one gets the share. `known` versions can be served. Raises NoWayBack without any.
     """
     bad = old.now.newest
-    place = [*old.now.buckets].index(bad)
-    older = set([*old.now.buckets][:place]) & set(known)
+    position = [*old.now.buckets].index(bad)
+    older = set([*old.now.buckets][:position]) & set(known)
     for state in reversed(old.history):
         if older.issuperset(state.served):
             buckets = {v: state.buckets.get(v, 0) for v in old.now.buckets}
@@ -196,12 +196,12 @@ def _bucket_count(version: str, share: Any) -> int:
     return count
 
 
-def _shares_of(said: Mapping[str, Any]) -> Shares:
-    buckets = {version: _bucket_count(version, s) for version, s in said["versions"].items()}
+def _shares_of(state: Mapping[str, Any]) -> Shares:
+    buckets = {version: _bucket_count(version, s) for version, s in state["versions"].items()}
     if sum(buckets.values()) != BUCKETS or not all(map(NAME.fullmatch, buckets)):
         raise ValueError("versions")
-    guard = None if said["guard"] is None else guard_of(said["guard"])
-    since, why, by = said["since"], said["why"], said["request_id"]
+    guard = None if state["guard"] is None else guard_of(state["guard"])
+    since, why, by = state["since"], state["why"], state["request_id"]
     if not isinstance(since, int | float) or not isinstance(why, str) or not isinstance(by, str):
         raise ValueError("a state's since, why or request_id")
     return Shares(buckets, guard, since, why, by)

@@ -25,10 +25,10 @@ def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     """
     model_type = raw.get("model_type")
     if model_type not in _READERS:
-        known = ", ".join(known_model_types())
+        allowed = ", ".join(known_model_types())
         if model_type in REFUSED:
             raise ValueError(f"{model_type} is not supported: {REFUSED[model_type]}.")
-        raise ValueError(f"model_type {model_type!r} is not supported; known are {known}.")
+        raise ValueError(f"model_type {model_type!r} is not supported; known are {allowed}.")
     keys = Keys(raw, str(model_type))
     config = _READERS[model_type](keys)
     config = dataclasses.replace(config, quantization=read_quantization(keys))

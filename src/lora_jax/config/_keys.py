@@ -43,8 +43,8 @@ class Keys:
         """Refuse any value but the allowed ones; absent and null are the first of them."""
         value = self.get(name, default=allowed[0])
         if value not in allowed:
-            said = " or ".join(repr(a) for a in allowed)
-            raise ValueError(f"{self.where}: {name} {value!r} is not supported, only {said}.")
+            choices = " or ".join(repr(a) for a in allowed)
+            raise ValueError(f"{self.where}: {name} {value!r} is not supported, only {choices}.")
 
     def section(self, name: str) -> "Keys":
         value = self.get(name, default={})

@@ -24,10 +24,10 @@ def read_quantization(keys: Keys) -> QuantizationConfig | None:
         return None
     method = section.get("quant_method", default=None)
     if method not in _METHODS:
-        known = ", ".join(sorted(_METHODS))
+        allowed = ", ".join(sorted(_METHODS))
         raise ValueError(
             f"{keys.where}: quantization_config {method!r} is not supported; quant_method must be "
-            f"one of {known}."
+            f"one of {allowed}."
         )
     return _METHODS[method](section)
 
@@ -108,11 +108,11 @@ def _compressed_tensors(keys: Keys) -> QuantizationConfig:
     sparsity.only("format", "dense")
     keys.only("quantization_status", "compressed", "frozen")
     groups = keys.section("config_groups")
-    found = {_weights_of(groups.section(name), keys) for name in groups.raw}
-    if len(found) != 1:
-        said = "; ".join(sorted(map(str, found))) or "none"
-        raise ValueError(f"{keys.where}: config_groups must be of one format, got {said}.")
-    return found.pop()
+    formats = {_weights_of(groups.section(name), keys) for name in groups.raw}
+    if len(formats) != 1:
+        listed = "; ".join(sorted(map(str, formats))) or "none"
+        raise ValueError(f"{keys.where}: config_groups must be of one format, got {listed}.")
+    return formats.pop()
 
 
 def _weights_of(group: Keys, keys: Keys) -> QuantizationConfig:
@@ -145,8 +145,8 @@ def _weights_of(group: Keys, keys: Keys) -> QuantizationConfig:
 def _only(keys: Keys, name: str, value: Any, *allowed: Any) -> None:
     """Raise ValueError unless a value that was read is one of the allowed ones."""
     if value not in allowed:
-        said = " or ".join(repr(a) for a in allowed)
-        raise ValueError(f"{keys.where}: {name} {value!r} is not supported, only {said}.")
+        choices = " or ".join(repr(a) for a in allowed)
+        raise ValueError(f"{keys.where}: {name} {value!r} is not supported, only {choices}.")
 
 
 _METHODS: Mapping[Any, Callable[[Keys], QuantizationConfig]] = {

@@ -15,10 +15,10 @@ def read_rope(keys: Keys, dim: int, default_theta: float) -> RopeConfig:
         raise ValueError(f"{section.where}: one rope per layer type is not supported.")
     kind = section.get("rope_type", "type", default="default")
     if kind not in _ROPE_FIELDS:
-        known = ", ".join(sorted(_ROPE_FIELDS))
-        raise ValueError(f"{section.where}: rope type {kind!r} is not supported, only {known}.")
-    for place in (keys, section):
-        place.only("partial_rotary_factor", 1.0)
+        allowed = ", ".join(sorted(_ROPE_FIELDS))
+        raise ValueError(f"{section.where}: rope type {kind!r} is not supported, only {allowed}.")
+    for part in (keys, section):
+        part.only("partial_rotary_factor", 1.0)
     theta = section.number("rope_theta", default=keys.number("rope_theta", default=default_theta))
     return RopeConfig(kind, dim, theta, **_ROPE_FIELDS[kind](keys, section))
 

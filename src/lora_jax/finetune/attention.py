@@ -65,8 +65,8 @@ def grouped_attention(
     k = k.reshape(rows, length, kv_heads, head_dim)
     v = heads(attn.v_proj, None).reshape(rows, length, kv_heads, head_dim)
     if attn.window is not None:
-        place = jnp.arange(length, dtype=jnp.int32)
-        visible = visible & (place[:, None] - place[None, :] < attn.window)[None]
+        position = jnp.arange(length, dtype=jnp.int32)
+        visible = visible & (position[:, None] - position[None, :] < attn.window)[None]
     logits = jnp.einsum("btgqd,bsgd->bgqts", q, k) * config.attention_scale
     logits = jnp.where(visible[:, None, None], logits, -jnp.inf)
     sinks = None if attn.sinks is None else attn.sinks[...].reshape(kv_heads, -1)

@@ -40,15 +40,15 @@ class Checkpoints:
 
     def _check_shapes(self, step: int, like: Any) -> None:
         """Raise ValueError for other arrays; orbax would leave its reads of them unfinished."""
-        found = collections.Counter(
+        stored = collections.Counter(
             (tuple(array.shape), str(array.dtype))
             for array in jax.tree.leaves(self._manager.item_metadata(step))
         )
         wanted = collections.Counter((x.shape, str(x.dtype)) for x in jax.tree.leaves(like))
-        if found != wanted:
+        if stored != wanted:
             only = "; ".join(
                 f"{what}: {', '.join(f'{dtype} of shape {shape}' for shape, dtype in counted)}"
-                for what, counted in (("only there", found - wanted), ("missing", wanted - found))
+                for what, counted in (("only there", stored - wanted), ("missing", wanted - stored))
                 if counted
             )
             raise ValueError(f"The checkpoint of step {step} is of another training: {only}.")

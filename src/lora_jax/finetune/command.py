@@ -10,9 +10,9 @@ from lora_jax.finetune.training import Schedule
 
 def training_parser(name: str, text: str, learning_rate: float) -> argparse.ArgumentParser:
     """Return a command line with everything but the flags of one kind of adapter."""
-    made = argparse.ArgumentParser(prog=f"python -m lora_jax.finetune.{name}", description=text)
-    made.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = made.add_argument
+    parser = argparse.ArgumentParser(prog=f"python -m lora_jax.finetune.{name}", description=text)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
     add("--model", type=pathlib.Path, required=True, help="checkpoint folder of the base model")
     add("--data", type=pathlib.Path, nargs="+", required=True, help=".jsonl or .jsonl.gz")
     add("--out", type=pathlib.Path, required=True, help="folder of the adapter")
@@ -26,7 +26,7 @@ def training_parser(name: str, text: str, learning_rate: float) -> argparse.Argu
     add("--weight-decay", type=float, default=0.0)
     add("--checkpoint-every", type=int, default=50)
     add("--seed", type=int, default=0)
-    return made
+    return parser
 
 
 def schedule_of(args: argparse.Namespace) -> Schedule:

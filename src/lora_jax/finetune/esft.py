@@ -106,10 +106,10 @@ def claim(folder: pathlib.Path, selection: Selection) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    made = training_parser("esft", __doc__ or "", learning_rate=1e-3)
-    made.add_argument("--score", choices=KINDS, default="token", help="share of choices, or gates")
-    made.add_argument("--top-p", type=float, help="default: 0.2 of token, 0.1 of gate scores")
-    return made
+    flags = training_parser("esft", __doc__ or "", learning_rate=1e-3)
+    flags.add_argument("--score", choices=KINDS, default="token", help="share of choices, or gates")
+    flags.add_argument("--top-p", type=float, help="default: 0.2 of token, 0.1 of gate scores")
+    return flags
 
 
 def main(argv: list[str]) -> None:

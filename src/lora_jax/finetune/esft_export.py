@@ -23,9 +23,9 @@ def save_esft(folder: pathlib.Path, params: EsftParams, selection: Selection) ->
     write_config(folder, selection)
     tensors = {}
     for layer, weights in params.items():
-        for place, expert in enumerate(selection[layer]):
+        for index, expert in enumerate(selection[layer]):
             for name in PROJECTIONS:
-                value = np.asarray(getattr(weights, name)[place]).astype(ml_dtypes.bfloat16)
+                value = np.asarray(getattr(weights, name)[index]).astype(ml_dtypes.bfloat16)
                 tensors[tensor_name(layer, expert, name)] = np.ascontiguousarray(value)
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 

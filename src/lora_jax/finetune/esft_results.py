@@ -78,9 +78,9 @@ def measure_esft(
     for name, text in tqdm(named.items(), desc="merged"):
         evaluator = base.with_weights_of(merged(folder, name))
         measured[name]["merged"] = measure(evaluator, texts[text])
-    own = {name: texts[text] for name, text in named.items()}
-    for name, found in measure_woven(folder, adapters, own, length).items():
-        measured[name]["woven"] = found
+    own_texts = {name: texts[text] for name, text in named.items()}
+    for name, column in measure_woven(folder, adapters, own_texts, length).items():
+        measured[name]["woven"] = column
     return measured
 
 
@@ -98,12 +98,12 @@ def measure(
     reroute_tables: Int[np.ndarray, "moe_layers esft_slots experts"] | None = None,
 ) -> Column:
     """Return what a model, or with tables the adapter in a slot, makes of a text."""
-    found = evaluator.measure(text.documents, esft_slot, reroute_tables)
+    result = evaluator.measure(text.documents, esft_slot, reroute_tables)
     decided = None
     if text.decisions:
         first = evaluator.measure(text.decisions, esft_slot, reroute_tables)
         decided = first.exact / first.answers
-    return Column(found.text, found.answer, found.right / found.answer.tokens, decided)
+    return Column(result.text, result.answer, result.right / result.answer.tokens, decided)
 
 
 def text_of(name: str, heldout: Mapping[str, Sequence[Record]]) -> str:
@@ -116,9 +116,9 @@ def text_of(name: str, heldout: Mapping[str, Sequence[Record]]) -> str:
 
 def merged(folder: pathlib.Path, name: str) -> AbstractCausalLM:
     """Return the model of the checkpoint with an adapter's experts in place of the base's."""
-    with tempfile.TemporaryDirectory() as place:
-        merge_checkpoint(folder, folder / "esft" / name, pathlib.Path(place))
-        return load(pathlib.Path(place), dtype="float32")[0]
+    with tempfile.TemporaryDirectory() as target:
+        merge_checkpoint(folder, folder / "esft" / name, pathlib.Path(target))
+        return load(pathlib.Path(target), dtype="float32")[0]
 
 
 def measure_woven(
@@ -147,23 +147,23 @@ def table(folder: pathlib.Path, measured: Mapping[str, Mapping[str, Column]]) ->
     """
     model, config = load(folder, dtype="float32")
     rows = {}
-    for name, found in measured.items():
+    for name, columns in measured.items():
         adapter = esft_format.read(folder / "esft" / name, model.catalogue(config))
         row: dict[str, Any] = {
             "experts": {str(layer): len(e) for layer, e in adapter.experts.items()},
             "bytes": adapter.report.weight_bytes,
         }
         for kind in ("text", "answer"):
-            measures = {column: getattr(found[column], kind) for column in COLUMNS}
+            measures = {column: getattr(columns[column], kind) for column in COLUMNS}
             row[kind] = {
                 "tokens": measures["base"].tokens,
                 "perplexity": {c: round(m.perplexity, 3) for c, m in measures.items()},
             }
-        row["answer"]["accuracy"] = {c: round(m.accuracy, 4) for c, m in found.items()}
-        decided = {c: round(m.decided, 4) for c, m in found.items() if m.decided is not None}
+        row["answer"]["accuracy"] = {c: round(m.accuracy, 4) for c, m in columns.items()}
+        decided = {c: round(m.decided, 4) for c, m in columns.items() if m.decided is not None}
         if decided:
             row["answer"]["decided"] = decided
-        row["woven_minus_merged_nats"] = found["woven"].text.nats - found["merged"].text.nats
+        row["woven_minus_merged_nats"] = columns["woven"].text.nats - columns["merged"].text.nats
         rows[name] = row
     return rows
 

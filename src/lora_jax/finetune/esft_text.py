@@ -101,13 +101,13 @@ def segments(prompt: str, last_answer: str, task: Task, where: str) -> list[tupl
     if not (prompt.startswith(opening + task.question) and prompt.endswith(closing)):
         raise ValueError(f"{where}: not a prompt of the form {task}")
     body = prompt[len(opening) : -len(closing)] + task.answer + last_answer + task.stop
-    found = []
+    pairs = []
     for segment in re.split(rf"(?:^|\n\n){re.escape(task.question)}", body)[1:]:
         text, mark, answer = segment.partition(task.answer)
         if not mark or task.answer in answer:
-            raise ValueError(f"{where}: segment {len(found)} has not one answer")
-        found.append((text.strip(), answer.removesuffix(task.stop).strip()))
-    return found
+            raise ValueError(f"{where}: segment {len(pairs)} has not one answer")
+        pairs.append((text.strip(), answer.removesuffix(task.stop).strip()))
+    return pairs
 
 
 def split(records: list[Record], heldout_share: float, domain: str) -> Split:
@@ -125,8 +125,8 @@ def split(records: list[Record], heldout_share: float, domain: str) -> Split:
     train = []
     for record in records:
         if record.prompt not in chosen:
-            own = shingles(question_text(record, task), SHINGLE)
-            if all(len(own & other) <= MAX_SHARED * len(other) for other in seen):
+            shingle_set = shingles(question_text(record, task), SHINGLE)
+            if all(len(shingle_set & other) <= MAX_SHARED * len(other) for other in seen):
                 train.append(record)
     return Split(tuple(train), tuple(heldout))
 

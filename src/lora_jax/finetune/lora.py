@@ -73,15 +73,15 @@ def train_lora(
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    made = training_parser("lora", __doc__ or "", learning_rate=2e-3)
-    add = made.add_argument
+    flags = training_parser("lora", __doc__ or "", learning_rate=2e-3)
+    add = flags.add_argument
     add("--rank", type=int, default=8)
     add("--alpha", type=float, help="default: twice the rank")
     add("--rslora", action="store_true", help="scale by alpha / sqrt(rank)")
     add("--modules", nargs="+", help="default: all but router and lm_head")
     add("--per-expert", action="store_true", help="one A and B per expert's matrix, not fused")
     add("--dtype", choices=tuple(DTYPES), default="float32", help="of the adapter's file")
-    return made
+    return flags
 
 
 def main(argv: list[str]) -> None:

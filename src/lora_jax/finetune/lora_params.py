@@ -58,8 +58,8 @@ def init_lora(spec: LoraSpec, catalogue: LoraCatalogue, seed: int) -> LoraParams
     """
     unknown = sorted(set(spec.modules) - set(catalogue.modules))
     if unknown or not spec.modules:
-        known = ", ".join(catalogue.module_names)
-        raise ValueError(f"{catalogue.model_type} has no module {unknown}; it has {known}")
+        names = ", ".join(catalogue.module_names)
+        raise ValueError(f"{catalogue.model_type} has no module {unknown}; it has {names}")
     params = {}
     for index, (name, module) in enumerate(sorted(trained_modules(spec, catalogue).items())):
         lead = (len(module.layers), max(module.num_experts, 1), spec.rank)
@@ -141,8 +141,8 @@ def trained_delta(params: LoraParams, spec: LoraSpec, catalogue: LoraCatalogue) 
         parts = ((GATE, 0), (UP, 1)) if name == FUSED else ((name, None),)
         for module, half in parts:
             b = pair.b if half is None else jnp.split(pair.b, 2, axis=-1)[half]
-            for place, layer in enumerate(catalogue.modules[module].layers):
-                sites[module, layer] = Site(pair.a[place], b[place], spec.scaling)
+            for index, layer in enumerate(catalogue.modules[module].layers):
+                sites[module, layer] = Site(pair.a[index], b[index], spec.scaling)
     return LoraDelta(sites)
 
 

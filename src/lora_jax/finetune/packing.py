@@ -54,7 +54,7 @@ def pieces(document: Document, length: int, answer_only: bool) -> list[tuple[lis
     cut = []
     for start in range(0, len(tokens) - 1, length):
         end = min(start + length, len(tokens) - 1)
-        weights = [float(place + 1 >= first) for place in range(start, end)]
+        weights = [float(position + 1 >= first) for position in range(start, end)]
         cut.append((tokens[start:end], tokens[start + 1 : end + 1], weights))
     return cut
 

@@ -31,8 +31,8 @@ def save_adapter(
     tensors: dict[str, np.ndarray] = {}
     for name, pair in params.items():
         module = catalogue.modules[GATE if name == FUSED else name]
-        for place, layer in enumerate(module.layers):
-            a, b = np.asarray(pair.a[place]), np.asarray(pair.b[place])
+        for index, layer in enumerate(module.layers):
+            a, b = np.asarray(pair.a[index]), np.asarray(pair.b[index])
             tensors |= site_tensors(name, layer, a, b, spec, catalogue)
     tensors = {k: np.ascontiguousarray(v.astype(dtype)) for k, v in sorted(tensors.items())}
     folder.mkdir(parents=True, exist_ok=True)

@@ -90,18 +90,18 @@ def write_results(
 ) -> None:
     """Measure everything on everything and write FOLDER/RESULTS.json."""
     measured = measure_folder(folder, heldout, length=length)
-    own = {
+    gains = {
         kind: {n: round(gain(e[kind], n), 4) for n, e in measured.items() if n in adapters_of(e)}
         for kind in ("text", "answer")
     }
     results = {
         "command": "python -m lora_jax.finetune.results FOLDER --heldout DIR --length N",
         "length": length,
-        "lower_perplexity_than_base_on_own_text": own,
+        "lower_perplexity_than_base_on_own_text": gains,
         "heldout": measured,
     }
     update_results(folder, results)
-    print(json.dumps(own, indent=2))
+    print(json.dumps(gains, indent=2))
 
 
 def update_results(folder: pathlib.Path, entries: Mapping[str, Any]) -> None:

@@ -66,11 +66,11 @@ def _describe(
     """
     libc, rank = _libc(), len(shape)
     size = ctypes.sizeof(_ManagedTensor)
-    place = libc.malloc(size + 2 * rank * ctypes.sizeof(ctypes.c_int64))
-    if place is None:
+    block = libc.malloc(size + 2 * rank * ctypes.sizeof(ctypes.c_int64))
+    if block is None:
         raise MemoryError("no memory for an array's descriptor")
-    managed = _ManagedTensor.from_address(place)
-    extents = (ctypes.c_int64 * (2 * rank)).from_address(place + size)
+    managed = _ManagedTensor.from_address(block)
+    extents = (ctypes.c_int64 * (2 * rank)).from_address(block + size)
     stride = 1
     for axis in reversed(range(rank)):
         extents[axis], extents[rank + axis] = shape[axis], stride
@@ -79,10 +79,10 @@ def _describe(
         address, _Device(*device), rank, _DataType(_CODES[dtype.name], dtype.itemsize * 8, 1)
     )
     pointer = ctypes.POINTER(ctypes.c_int64)
-    managed.tensor.shape = ctypes.cast(place + size, pointer)
-    managed.tensor.strides = ctypes.cast(place + size + 8 * rank, pointer)
+    managed.tensor.shape = ctypes.cast(block + size, pointer)
+    managed.tensor.strides = ctypes.cast(block + size + 8 * rank, pointer)
     managed.context, managed.deleter = None, ctypes.cast(libc.free, ctypes.c_void_p)
-    return place
+    return block
 
 
 class _Producer:

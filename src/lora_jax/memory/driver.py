@@ -167,17 +167,17 @@ class DriverMemory(AbstractVirtualMemory):
             places = self._ledger.places(address, handles)
             done: list[tuple[int, int]] = []
             try:
-                for place, size, handle in places:
-                    self._driver.map(place, self._handles[handle], size)
-                    done.append((place, size))
+                for start, size, handle in places:
+                    self._driver.map(start, self._handles[handle], size)
+                    done.append((start, size))
                 # One call for the run: it costs more than the mapping itself.
                 self._driver.grant(address, num_bytes, access)
             except BaseException:
-                for place, size in done:
-                    self._driver.unmap(place, size)
+                for start, size in done:
+                    self._driver.unmap(start, size)
                 raise
-            for place, _, handle in places:
-                self._ledger.record_mapping(place, handle, access)
+            for start, _, handle in places:
+                self._ledger.record_mapping(start, handle, access)
 
     def unmap(self, address: int, num_bytes: int) -> None:
         with self._lock:

@@ -166,13 +166,13 @@ class HostMemory(AbstractVirtualMemory):
         with self._lock:
             access = self._ledger.check_map(address, handles, num_bytes)
             places = self._ledger.places(address, handles)
-            for place, size, handle in places:
-                if code := self._mmap_page(place, size, access, self._places[handle]):
-                    if place > address:
-                        self._mmap_hole(address, place - address, "undo map")
-                    raise _error(f"map page {handle} at {place:#x} + {size}", code)
-            for place, _, handle in places:
-                self._ledger.record_mapping(place, handle, access)
+            for start, size, handle in places:
+                if code := self._mmap_page(start, size, access, self._places[handle]):
+                    if start > address:
+                        self._mmap_hole(address, start - address, "undo map")
+                    raise _error(f"map page {handle} at {start:#x} + {size}", code)
+            for start, _, handle in places:
+                self._ledger.record_mapping(start, handle, access)
 
     def unmap(self, address: int, num_bytes: int) -> None:
         with self._lock:
@@ -211,8 +211,8 @@ class HostMemory(AbstractVirtualMemory):
             key = status.st_dev, status.st_ino
             file = self._imported.get(key)
             if file is None:
-                own = _call("import_fd", lambda: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0))
-                file = self._imported[key] = _File(own)
+                duplicate = _call("import_fd", lambda: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0))
+                file = self._imported[key] = _File(duplicate)
             return self._add(_Place(file, offset), num_bytes, imported=True)
 
     def write(self, address: int, data: np.ndarray) -> None:
@@ -268,14 +268,14 @@ class HostMemory(AbstractVirtualMemory):
         """Map a part of a file over reserved addresses; return 0 or the error's number."""
         flags = mmap.MAP_SHARED | _MAP_FIXED
         where = page.file.fd, page.offset
-        place = self._libc.mmap(address, num_bytes, _PROTECTION[access], flags, *where)
-        return 0 if place == address else ctypes.get_errno()
+        mapped = self._libc.mmap(address, num_bytes, _PROTECTION[access], flags, *where)
+        return 0 if mapped == address else ctypes.get_errno()
 
     def _mmap_hole(self, address: int | None, num_bytes: int, what: str) -> int:
         """Return the address of a range without pages; at `address` it replaces what is there."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         flags |= 0 if address is None else _MAP_FIXED
-        place = self._libc.mmap(address, num_bytes, _PROTECTION[self._hole], flags, -1, 0)
-        if place is None or place == ctypes.c_void_p(-1).value:
+        mapped = self._libc.mmap(address, num_bytes, _PROTECTION[self._hole], flags, -1, 0)
+        if mapped is None or mapped == ctypes.c_void_p(-1).value:
             raise _error(what, ctypes.get_errno())
-        return place
+        return mapped

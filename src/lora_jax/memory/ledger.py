@@ -124,21 +124,21 @@ class AddressLedger:
 
     def find_mappings(self, what: str, address: int, num_bytes: int) -> list[Mapping]:
         """Return the mappings that fill the range exactly, in order."""
-        found = self._covering(what, address, num_bytes)
-        if found[0].address != address or found[-1].end != address + num_bytes:
+        mappings = self._covering(what, address, num_bytes)
+        if mappings[0].address != address or mappings[-1].end != address + num_bytes:
             raise MappingError(
                 f"{what}: {address:#x} + {num_bytes} cuts the mappings "
-                f"{found[0].address:#x} .. {found[-1].end:#x}"
+                f"{mappings[0].address:#x} .. {mappings[-1].end:#x}"
             )
-        return found
+        return mappings
 
     def check_protect(self, address: int, num_bytes: int, access: Access) -> list[Mapping]:
         """Return the mappings that fill the range; refuse to make imported pages writable."""
-        found = self.find_mappings("protect", address, num_bytes)
-        for mapping in found if access is Access.READ_WRITE else ():
+        mappings = self.find_mappings("protect", address, num_bytes)
+        for mapping in mappings if access is Access.READ_WRITE else ():
             if self.pages[mapping.handle].imported:
                 raise MappingError(f"protect: page {mapping.handle} is imported, so read-only")
-        return found
+        return mappings
 
     def check_access(self, what: str, address: int, num_bytes: int, *needed: Access) -> None:
         """Refuse a copy from or to bytes that are not mapped with one of the accesses needed."""
@@ -186,11 +186,11 @@ class AddressLedger:
 
     def _covering(self, what: str, address: int, num_bytes: int) -> list[Mapping]:
         """Return the mappings that hold every byte of the range, in order."""
-        reached, found = address, self._touching(address, num_bytes)
-        for mapping in found:
+        reached, mappings = address, self._touching(address, num_bytes)
+        for mapping in mappings:
             if mapping.address > reached:
                 break
             reached = mapping.end
         if num_bytes <= 0 or reached < address + num_bytes:
             raise MappingError(f"{what}: {address:#x} + {num_bytes} is not mapped at {reached:#x}")
-        return found
+        return mappings

@@ -113,13 +113,13 @@ class PagePool:
             raise ValueError(f"cannot acquire blocks of {list(sizes)} pages")
         with self._lock:
             reused = [self._free.take(size) for size in sizes]
-            missing = [size for size, found in zip(sizes, reused, strict=True) if found is None]
+            missing = [size for size, block in zip(sizes, reused, strict=True) if block is None]
             try:
                 fresh = iter(self._create(missing))
             except BaseException:
                 self._free.put_all(filter(None, reused))
                 raise
-            blocks = [found or next(fresh) for found in reused]
+            blocks = [block or next(fresh) for block in reused]
             self._counts.update(dict.fromkeys(blocks, 1))
             self._in_use += sum(sizes)
             self._peak = max(self._peak, self._in_use)

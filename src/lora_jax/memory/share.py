@@ -109,9 +109,9 @@ class ImportedTensor:
         try:
             self._address = memory.reserve(self._range_bytes)
             for block, handle in zip(header.blocks, handles, strict=True):
-                place = self._address + block.start * header.page_bytes
-                memory.map(place, handle, len(block) * header.page_bytes)
-                self._placed.append((place, len(block) * header.page_bytes))
+                address = self._address + block.start * header.page_bytes
+                memory.map(address, handle, len(block) * header.page_bytes)
+                self._placed.append((address, len(block) * header.page_bytes))
         except BaseException:
             self.close()
             raise
@@ -178,15 +178,15 @@ def _receive_header(connection: socket.socket) -> _Header:
         raise ShareError(f"the header cannot be read: {error!r}") from error
 
 
-def _parse(said: dict) -> _Header:
+def _parse(fields: dict) -> _Header:
     """Return the header; ValueError for numbers that do not fit each other."""
-    experts, d_out, d_in = (int(size) for size in said["shape"])
-    dtype, page_bytes = np.dtype(said["dtype"]), int(said["page_bytes"])
+    experts, d_out, d_in = (int(size) for size in fields["shape"])
+    dtype, page_bytes = np.dtype(fields["dtype"]), int(fields["page_bytes"])
     if min(experts, d_out, d_in, page_bytes) < 1:
-        raise ValueError(f"shape {said['shape']}, pages of {page_bytes} bytes")
+        raise ValueError(f"shape {fields['shape']}, pages of {page_bytes} bytes")
     num_pages = -(-experts * d_out * d_in * dtype.itemsize // page_bytes)
-    blocks = tuple(_ranges(said["pages"], num_pages))
-    mapped = tuple(itertools.chain.from_iterable(_ranges(said["mapped"], experts)))
+    blocks = tuple(_ranges(fields["pages"], num_pages))
+    mapped = tuple(itertools.chain.from_iterable(_ranges(fields["mapped"], experts)))
     return _Header((experts, d_out, d_in), dtype, page_bytes, blocks, mapped)
 
 

@@ -249,8 +249,8 @@ class WeightTensor:
         numbers = self._numbers(indices.start, indices.stop)
         for missing, run in itertools.groupby(numbers, key=lambda n: n not in self._placed):
             if missing:
-                found = list(run)
-                yield range(found[0], found[-1] + 1)
+                pages = list(run)
+                yield range(pages[0], pages[-1] + 1)
 
     def _cut(self, run: range, indices: range) -> Iterator[range]:
         """Yield the blocks of a run: what lies within these experts in one, the ends by page."""

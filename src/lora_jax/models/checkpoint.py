@@ -113,8 +113,8 @@ class CheckpointTensor:
         row_bytes = math.prod(shape[1:]) * self.dtype.itemsize
         whole_rows = all(r == range(n) for r, n in zip(index[1:], shape[1:], strict=True))
         if row_bytes > _CHUNK_BYTES and len(shape) > 1 and not whole_rows:
-            for place, row in enumerate(index[0]):
-                self._read(file, offset + row * row_bytes, shape[1:], index[1:], out[place])
+            for position, row in enumerate(index[0]):
+                self._read(file, offset + row * row_bytes, shape[1:], index[1:], out[position])
             return
         in_place = whole_rows and index[0].step == 1 and out.dtype == self.dtype
         if in_place and out.flags.c_contiguous:
@@ -123,12 +123,12 @@ class CheckpointTensor:
             return
         rest = tuple(slice(r.start, r.stop, r.step) for r in index[1:])
         span = max(1, _CHUNK_BYTES // max(1, row_bytes) // index[0].step)
-        for place in range(0, len(index[0]), span):
-            rows = index[0][place : place + span]
+        for position in range(0, len(index[0]), span):
+            rows = index[0][position : position + span]
             size = (rows[-1] + 1 - rows[0]) * row_bytes
             flat = self._bytes(file, offset + rows[0] * row_bytes, size)
             part = flat.reshape(-1, *shape[1:])[(slice(None, None, rows.step), *rest)]
-            out[place : place + len(rows)] = part.astype(out.dtype, copy=False)
+            out[position : position + len(rows)] = part.astype(out.dtype, copy=False)
 
     def _bytes(self, file: FileIO, offset: int, size: int) -> np.ndarray:
         buffer = np.empty(size, np.uint8)
@@ -174,11 +174,11 @@ def _stored(file: Path, name: str, entry: Any, data: int, size: int) -> Checkpoi
         if not all(isinstance(n, int) and n >= 0 for n in (*shape, begin, end)):
             raise ValueError("sizes are not counts")
     except (KeyError, TypeError, ValueError) as error:
-        said = str(entry)[:200]
-        raise ValueError(f"{file.name}: the header's entry of {name} is wrong: {said}.") from error
+        text = str(entry)[:200]
+        raise ValueError(f"{file.name}: the header's entry of {name} is wrong: {text}.") from error
     if kind not in DTYPES:
-        known = ", ".join(DTYPES)
-        raise ValueError(f"{file.name}: {name} has dtype {kind}, supported are {known}.")
+        supported = ", ".join(DTYPES)
+        raise ValueError(f"{file.name}: {name} has dtype {kind}, supported are {supported}.")
     if end - begin != math.prod(shape) * DTYPES[kind].itemsize or end > size - data:
         raise ValueError(
             f"{file.name}: {name} {shape} {kind} does not fit bytes {begin} to {end} of "
@@ -193,11 +193,11 @@ class Checkpoint:
     def __init__(self, folder: Path):
         self.tensors: dict[str, Any] = {}
         for file in checkpoint_files(folder):
-            found = read_header(file)
-            twice = sorted(self.tensors.keys() & found.keys())
+            header = read_header(file)
+            twice = sorted(self.tensors.keys() & header.keys())
             if twice:
                 raise ValueError(f"{file.name} repeats tensors of another file: {twice[:5]}.")
-            self.tensors.update(found)
+            self.tensors.update(header)
         bare = not any(name.startswith(("model.", "transformer.")) for name in self.tensors)
         self._prefix = "model." if bare else ""
 

@@ -53,9 +53,9 @@ class DeepseekV2(AbstractCausalLM):
         modules += adapter_sites.mlp_modules(hidden, config.intermediate_size, dense)
         modules += adapter_sites.moe_modules(hidden, moe) if moe else []
         names = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")
-        known = adapter_sites.by_name(modules)
+        by_name = adapter_sites.by_name(modules)
         rules = (
-            *adapter_sites.attention_rules(name for name in names if name in known),
+            *adapter_sites.attention_rules(name for name in names if name in by_name),
             adapter_sites.rule(
                 "model.layers.{layer}.self_attn.kv_b_proj", "kv_b_proj.k", "kv_b_proj.v"
             ),
@@ -67,7 +67,7 @@ class DeepseekV2(AbstractCausalLM):
         return LoraCatalogue(
             config.model_type,
             config.num_layers,
-            known,
+            by_name,
             rules,
             kv_b_heads=(config.num_heads, mla.nope_dim, mla.v_dim),
         )

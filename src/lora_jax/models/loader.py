@@ -86,15 +86,15 @@ def read_config(folder: Path) -> ModelConfig:
 
 def checkpoint_dtype(config: ModelConfig, files: Checkpoint) -> jnp.dtype:
     """Return float32 or bfloat16: what the config says, else as most floats are stored."""
-    said = config.dtype
-    if said is None:
+    dtype_name = config.dtype
+    if dtype_name is None:
         sizes: dict[str, int] = {}
         for tensor in files.tensors.values():
             if tensor.dtype.name in _FLOATS:
                 items = int(np.prod(tensor.shape, dtype=np.int64))
                 sizes[tensor.dtype.name] = sizes.get(tensor.dtype.name, 0) + items
-        said = max(sizes, key=lambda name: sizes[name], default="float32")
-    return jnp.dtype(jnp.bfloat16 if said == "bfloat16" else jnp.float32)
+        dtype_name = max(sizes, key=lambda name: sizes[name], default="float32")
+    return jnp.dtype(jnp.bfloat16 if dtype_name == "bfloat16" else jnp.float32)
 
 
 def supported_dtype(dtype: Any) -> jnp.dtype:
@@ -174,19 +174,19 @@ def read_weight(
     form = source.form(files) if param.get_metadata().get("coded") and not plain else None
     if form is None:
         return read_parameter(param, source, files, split)
-    place = (param.get_metadata()["logical_axes"], split, source.shape(files)[0])
+    layout = (param.get_metadata()["logical_axes"], split, source.shape(files)[0])
     shape, arrays = tuple(param.shape), {}
     for part, (part_shape, dtype) in form.parts(shape).items():
         fill = functools.partial(source.read_part, files, part)
-        arrays[part] = _on_devices(part_shape, dtype, *place, fill)
+        arrays[part] = _on_devices(part_shape, dtype, *layout, fill)
     return form.weight(arrays, shape, param.dtype)
 
 
 def read_parameter(param: Any, source: Source, files: Checkpoint, split: Split | None) -> jax.Array:
     """Return one plain parameter on its devices."""
     dtype, shape = np.dtype(param.dtype), tuple(param.shape)
-    place = (param.get_metadata()["logical_axes"], split, source.shape(files)[0] if shape else 0)
-    return _on_devices(shape, dtype, *place, functools.partial(source.read, files))
+    layout = (param.get_metadata()["logical_axes"], split, source.shape(files)[0] if shape else 0)
+    return _on_devices(shape, dtype, *layout, functools.partial(source.read, files))
 
 
 def _on_devices(

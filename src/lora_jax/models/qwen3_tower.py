@@ -33,9 +33,9 @@ class Qwen3Block(nnx.Module):
         self.norm1 = LayerNorm(size, eps, dtype=dtype, bias=True)
         self.norm2 = LayerNorm(size, eps, dtype=dtype, bias=True)
         self.attn = VisionAttention(config, layer, dtype=dtype, rngs=rngs)
-        own = {"dtype": dtype, "rngs": rngs}
-        self.linear_fc1 = vision_linear("mlp.linear_fc1", layer, size, width, **own)
-        self.linear_fc2 = vision_linear("mlp.linear_fc2", layer, width, size, **own)
+        options = {"dtype": dtype, "rngs": rngs}
+        self.linear_fc1 = vision_linear("mlp.linear_fc1", layer, size, width, **options)
+        self.linear_fc2 = vision_linear("mlp.linear_fc2", layer, width, size, **options)
 
     def __call__(
         self,
@@ -65,9 +65,11 @@ class Qwen3Merger(nnx.Module):
         self.merged_size, self.norm_merged = config.merged_size, norm_merged
         size = config.merged_size if norm_merged else config.hidden_size
         self.norm = LayerNorm(size, config.norm_eps, dtype=dtype, bias=True)
-        own, size = {"dtype": dtype, "rngs": rngs}, config.merged_size
-        self.linear_fc1 = vision_linear(f"{module}.linear_fc1", layer, size, size, **own)
-        self.linear_fc2 = vision_linear(f"{module}.linear_fc2", layer, size, config.out_size, **own)
+        options, size = {"dtype": dtype, "rngs": rngs}, config.merged_size
+        self.linear_fc1 = vision_linear(f"{module}.linear_fc1", layer, size, size, **options)
+        self.linear_fc2 = vision_linear(
+            f"{module}.linear_fc2", layer, size, config.out_size, **options
+        )
 
     def __call__(
         self, x: Float[Array, "patches hidden"], routing: AdapterRouting
@@ -84,7 +86,7 @@ class Qwen3Tower(AbstractTower):
 
     def __init__(self, config: VisionConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.config = config
-        own = {"dtype": dtype, "rngs": rngs}
+        options = {"dtype": dtype, "rngs": rngs}
         self.patch_embed = Linear(
             config.patch_dim,
             config.hidden_size,
@@ -92,15 +94,15 @@ class Qwen3Tower(AbstractTower):
             layer=0,
             axes=(None, None),
             bias=True,
-            **own,
+            **options,
         )
         shape = (config.num_positions, config.hidden_size)
         self.positions = parameter(rngs, shape, (None, None), dtype)
-        self.blocks = nnx.List([Qwen3Block(config, n, **own) for n in range(config.num_layers)])
-        self.merger = Qwen3Merger(config, "merger", 0, norm_merged=False, **own)
+        self.blocks = nnx.List([Qwen3Block(config, n, **options) for n in range(config.num_layers)])
+        self.merger = Qwen3Merger(config, "merger", 0, norm_merged=False, **options)
         name = "deepstack_merger_list"
         self.deepstack = nnx.List(
-            Qwen3Merger(config, name, n, norm_merged=True, **own)
+            Qwen3Merger(config, name, n, norm_merged=True, **options)
             for n in range(len(config.deepstack))
         )
 
@@ -155,14 +157,14 @@ class Qwen3Tower(AbstractTower):
     def rules(config: VisionConfig) -> tuple[NameRule, ...]:
         """Return the spellings of adapter paths, and what is refused."""
         inner = ("attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2")
-        found = [rule(f"{_AT}.blocks.{{layer}}.{name}", PREFIX + name) for name in inner]
+        rules = [rule(f"{_AT}.blocks.{{layer}}.{name}", PREFIX + name) for name in inner]
         for name in ("linear_fc1", "linear_fc2"):
-            found.append(rule(f"{_AT}.merger.{name}", f"{PREFIX}merger.{name}"))
+            rules.append(rule(f"{_AT}.merger.{name}", f"{PREFIX}merger.{name}"))
             if config.deepstack:
                 deep = "deepstack_merger_list"
-                found.append(rule(f"{_AT}.{deep}.{{layer}}.{name}", f"{PREFIX}{deep}.{name}"))
+                rules.append(rule(f"{_AT}.{deep}.{{layer}}.{name}", f"{PREFIX}{deep}.{name}"))
         return (
-            *found,
+            *rules,
             refusal(f"{_AT}.patch_embed.proj", "LoRA on the patches' embedding is not supported"),
             refusal(f"{_AT}.pos_embed", "LoRA on learned positions is not supported"),
         )

@@ -34,8 +34,8 @@ def model_class(model_type: str) -> type[AbstractCausalLM]:
         ValueError: the model_type is unknown; the message lists the known ones.
     """
     if model_type not in _CLASSES:
-        known = ", ".join(sorted(_CLASSES))
-        raise ValueError(f"model_type {model_type!r} is not supported; known are {known}.")
+        allowed = ", ".join(sorted(_CLASSES))
+        raise ValueError(f"model_type {model_type!r} is not supported; known are {allowed}.")
     module, name = _CLASSES[model_type].split(":")
     return getattr(importlib.import_module(f"lora_jax.models.{module}"), name)
 
@@ -43,8 +43,8 @@ def model_class(model_type: str) -> type[AbstractCausalLM]:
 def abstract(config: ModelConfig, dtype: Any, split: Split | None = None) -> tuple[Any, Any]:
     """Return a model without memory as nnx.split gives it, its vocabulary padded for a split."""
     kind, multiple = model_class(config.model_type), 1 if split is None else split.vocab_multiple
-    made = nnx.eval_shape(lambda: kind(config, dtype=dtype, vocab_multiple=multiple))
-    return nnx.split(made, graph=False)
+    model = nnx.eval_shape(lambda: kind(config, dtype=dtype, vocab_multiple=multiple))
+    return nnx.split(model, graph=False)
 
 
 def stored_shape(param: Any, config: ModelConfig) -> tuple[int, ...]:

@@ -106,8 +106,8 @@ class Stack:
         return (self.count, *shapes.pop())
 
     def read(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
-        for place, expert in enumerate(index[0]):
-            self.member(expert).read(files, index[1:], out[place])
+        for position, expert in enumerate(index[0]):
+            self.member(expert).read(files, index[1:], out[position])
 
     def form(self, files: Checkpoint) -> Form | None:
         forms = {self.member(expert).form(files) for expert in range(self.count)}
@@ -116,8 +116,8 @@ class Stack:
         return forms.pop()
 
     def read_part(self, files: Checkpoint, part: str, index: Index, out: np.ndarray) -> None:
-        for place, expert in enumerate(index[0]):
-            self.member(expert).read_part(files, part, index[1:], out[place])
+        for position, expert in enumerate(index[0]):
+            self.member(expert).read_part(files, part, index[1:], out[position])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,10 +207,10 @@ class Unflatten(_Plain):
 
     def read(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
         size = self.shape(files)[1]
-        for place, group in enumerate(index[0]):
+        for position, group in enumerate(index[0]):
             rows = range(group * size, (group + 1) * size)
             chosen = rows[index[1].start : index[1].stop : index[1].step]
-            self.of.read(files, (chosen, *index[2:]), out[place])
+            self.of.read(files, (chosen, *index[2:]), out[position])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,8 +295,8 @@ class Mxfp4:
 
     def read(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
         if len(index) > 2:  # one expert at a time keeps the packed copy small
-            for place, expert in enumerate(index[0]):
-                self._read_matrix(files, (range(expert, expert + 1), *index[1:]), out[place])
+            for position, expert in enumerate(index[0]):
+                self._read_matrix(files, (range(expert, expert + 1), *index[1:]), out[position])
         else:
             self._read_matrix(files, index, out)
 
@@ -346,8 +346,8 @@ class WeightRule:
             lambda m: rf"(?P<{m[1]}>\d+)" if m[1] == "layer" else rf"(?P<{m[1]}>\w+)",
             re.escape(self.parameter),
         )
-        found = re.fullmatch(pattern, path)
-        return tuple(s.fill(found.groupdict()) for s in self.sources) if found else ()
+        matched = re.fullmatch(pattern, path)
+        return tuple(s.fill(matched.groupdict()) for s in self.sources) if matched else ()
 
 
 def weight(parameter: str, *sources: str | Source) -> WeightRule:

@@ -73,27 +73,27 @@ def _experts(config: ModelConfig, size: int, expert_parallel: bool | None) -> st
 
 def _counts(config: ModelConfig, experts: str) -> dict[str, int]:
     """Return what is split by number."""
-    found = {"num_attention_heads": config.num_heads}
+    counts = {"num_attention_heads": config.num_heads}
     if config.mla is None:
-        found["num_key_value_heads"] = config.num_kv_heads
+        counts["num_key_value_heads"] = config.num_kv_heads
     if config.moe is not None and experts == "ep":
-        found["num_experts"] = config.moe.num_experts
-    return found
+        counts["num_experts"] = config.moe.num_experts
+    return counts
 
 
 def _widths(config: ModelConfig, experts: str) -> dict[str, int]:
     """Return the widths of outputs that are split."""
-    found, moe = {"hidden_size": config.hidden_size}, config.moe
-    found["outputs of q_proj"] = config.num_heads * config.head_dim
+    widths, moe = {"hidden_size": config.hidden_size}, config.moe
+    widths["outputs of q_proj"] = config.num_heads * config.head_dim
     if config.mla is None:
-        found["outputs of k_proj"] = config.num_kv_heads * config.head_dim
+        widths["outputs of k_proj"] = config.num_kv_heads * config.head_dim
     if moe is None or len(moe.layers) < config.num_layers:
-        found["intermediate_size"] = config.intermediate_size
+        widths["intermediate_size"] = config.intermediate_size
     if moe is not None and experts == "tp":
-        found["moe_intermediate_size"] = moe.intermediate_size
+        widths["moe_intermediate_size"] = moe.intermediate_size
     if moe is not None and moe.shared_size:
-        found["width of the shared experts"] = moe.shared_size
-    return found
+        widths["width of the shared experts"] = moe.shared_size
+    return widths
 
 
 def _other_split(config: ModelConfig, size: int, experts: str) -> str:

@@ -85,9 +85,9 @@ class SplitExpertTensors:
         devices = self._devices.get((layer, index), ())
         if not devices:
             raise ValueError(f"Expert {index} of layer {layer} is no adapter's.")
-        own = len(matrix) // len(devices)
-        for place, device in enumerate(devices):
-            rows = matrix[place * own : (place + 1) * own]
+        num_rows = len(matrix) // len(devices)
+        for position, device in enumerate(devices):
+            rows = matrix[position * num_rows : (position + 1) * num_rows]
             self._parts[device].begin_write(layer, self._local(index), projection, rows)
 
     def finish_writes(self) -> None:
@@ -114,12 +114,12 @@ class SplitExpertTensors:
 
     def pages(self) -> ExpertPages:
         """Return the physical bytes of this moment on all devices; any thread may ask."""
-        found = [part.pages() for part in self._parts]
-        base, used, made = (
-            sum(getattr(pages, name) for pages in found)
+        parts = [part.pages() for part in self._parts]
+        base, used, created = (
+            sum(getattr(pages, name) for pages in parts)
             for name in ("base_bytes", "used_bytes", "created_bytes")
         )
-        return ExpertPages(base, used, made, found[0].page_bytes)
+        return ExpertPages(base, used, created, parts[0].page_bytes)
 
     def trim(self) -> None:
         """Give the devices the pages back that no expert lies on."""
@@ -135,8 +135,8 @@ class SplitExpertTensors:
         """Raise AssertionError when a device's pages, tensors and mapped experts disagree."""
         for device, part in enumerate(self._parts):
             part.check_integrity()
-            own = {(n, self._local(i)) for (n, i), on in self._devices.items() if device in on}
-            assert part.mapped == own, f"experts of device {device}"
+            mapped = {(n, self._local(i)) for (n, i), on in self._devices.items() if device in on}
+            assert part.mapped == mapped, f"experts of device {device}"
 
     def _owners(self, expert: int) -> Sequence[int]:
         """Return the devices that have an expert of the base, or a part of it."""

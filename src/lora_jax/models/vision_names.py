@@ -22,12 +22,12 @@ def respelled_weights(rules: Sequence[WeightRule]) -> tuple[WeightRule, ...]:
 
 
 def _spellings(sources: Sequence[Source]) -> list[Source]:
-    found = []
+    spelled = []
     for source in sources:
         name = next(iter(source.names()))
         old, choices = ("lm_head.", _HEAD) if name.startswith("lm_head.") else ("model.", _TEXT)
-        found += [renamed(source, old, new) for new in choices]
-    return found
+        spelled += [renamed(source, old, new) for new in choices]
+    return spelled
 
 
 def renamed(source: Any, old: str, new: str) -> Any:
@@ -56,12 +56,12 @@ def join_catalogues(
 
 
 def _respelled_paths(rules: Sequence[NameRule]) -> list[NameRule]:
-    found = []
+    respelled = []
     for rule in rules:
         pattern = rule.pattern.pattern
         if pattern.startswith(r"model\."):
             pattern = _PATHS.replace(".", r"\.") + pattern.removeprefix(r"model\.")
         elif pattern == "lm_head":
             pattern = _HEAD_PATHS.replace(".", r"\.")
-        found.append(dataclasses.replace(rule, pattern=re.compile(pattern)))
-    return found
+        respelled.append(dataclasses.replace(rule, pattern=re.compile(pattern)))
+    return respelled

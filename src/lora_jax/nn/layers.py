@@ -80,8 +80,8 @@ def make_linear(layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> Callable[...
     def linear(
         module: str, d_in: int, d_out: int, axes: tuple[str, str], bias: bool = False
     ) -> Linear:
-        own = {"module": module, "axes": axes, "bias": bias}
-        return Linear(d_in, d_out, **own, layer=layer, dtype=dtype, rngs=rngs)
+        options = {"module": module, "axes": axes, "bias": bias}
+        return Linear(d_in, d_out, **options, layer=layer, dtype=dtype, rngs=rngs)
 
     return linear
 

@@ -148,6 +148,6 @@ def lora_deltas(
         return (None,) * len(modules)
     arguments = routing.lora_arguments(names, layer, x.shape[1], width)
     done = lora_gemms([None] * len(names), x, row_to_expert=row_to_expert, **arguments)
-    found = dict(zip(names, done, strict=True))
+    deltas = dict(zip(names, done, strict=True))
     zero = jnp.zeros((x.shape[0], width), delta_dtype(x.dtype))
-    return tuple(found.get(module, zero) for module in modules)
+    return tuple(deltas.get(module, zero) for module in modules)

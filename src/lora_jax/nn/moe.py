@@ -235,9 +235,9 @@ class MoeBlock(nnx.Module):
         map = self._group(local, routing)
         num_rows = jnp.sum(map.group_sizes, dtype=jnp.int32)
         here = routing.gathered(map.row_to_token, num_rows, map.items)
-        place = jnp.arange(ids.size, dtype=jnp.int32)
+        position = jnp.arange(ids.size, dtype=jnp.int32)
         here = dataclasses.replace(
-            here, row_to_slot=jnp.where(place < num_rows, here.row_to_slot, -1)
+            here, row_to_slot=jnp.where(position < num_rows, here.row_to_slot, -1)
         )
         out = self.experts(x[map.row_to_token], map, here)
         return combine(pick(out[map.inverse], owner.reshape(-1), routing.split), weights)
@@ -261,10 +261,10 @@ def own_tables(
     Indices behind all experts of the base are behind this device's own.
     """
     experts = tables.shape[2]
-    own = experts // split.size
-    first = jax.lax.axis_index(AXIS) * own
-    mine = jax.lax.dynamic_slice_in_dim(tables, first, own, axis=2)
-    return jnp.where(mine < experts, mine - first, mine - (experts - own))
+    num_own = experts // split.size
+    first = jax.lax.axis_index(AXIS) * num_own
+    local = jax.lax.dynamic_slice_in_dim(tables, first, num_own, axis=2)
+    return jnp.where(local < experts, local - first, local - (experts - num_own))
 
 
 def combine(

@@ -108,8 +108,8 @@ def vision_linear(
     rngs: nnx.Rngs,
 ) -> Linear:
     """Return a map of a tower that adapters know as visual.<module>."""
-    own = {"module": PREFIX + module, "axes": (None, None), "bias": bias}
-    return Linear(d_in, d_out, **own, layer=layer, dtype=dtype, rngs=rngs)
+    options = {"module": PREFIX + module, "axes": (None, None), "bias": bias}
+    return Linear(d_in, d_out, **options, layer=layer, dtype=dtype, rngs=rngs)
 
 
 def gelu(x: Float[Array, "*rows"], *, approximate: bool = False) -> Float[Array, "*rows"]:

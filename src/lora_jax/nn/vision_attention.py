@@ -35,8 +35,8 @@ def attend(
     count = (num_patches + (block - 1)) // block
 
     def of_queries(number: Array, out: Array) -> Array:
-        mine = lax.dynamic_slice_in_dim(q, number * block, block)
-        done = _over_keys(mine, k, v, valid, count, block, scale)
+        queries = lax.dynamic_slice_in_dim(q, number * block, block)
+        done = _over_keys(queries, k, v, valid, count, block, scale)
         return lax.dynamic_update_slice_in_dim(out, done, number * block, 0)
 
     return lax.fori_loop(0, count, of_queries, jnp.zeros_like(q))[:size]

@@ -33,8 +33,8 @@ def acting_call(
 
     def call(*operands: jax.Array, **attributes) -> jax.Array | list[jax.Array]:
         how = {"target": target, "avals": avals, "aliases": aliases}
-        made = _acting_call.bind(*operands, **how, attributes=tuple(sorted(attributes.items())))
-        return made[0] if is_one else made
+        results = _acting_call.bind(*operands, **how, attributes=tuple(sorted(attributes.items())))
+        return results[0] if is_one else results
 
     return call
 

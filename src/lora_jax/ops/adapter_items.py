@@ -54,10 +54,10 @@ def cut(
 ) -> tuple[Int[Array, "rows 4"], Int[Array, "1"]]:
     """Return (items, num_items) of rows that stand in order; those of slot -1 are in none."""
     rows = slots.shape[0]
-    place = jnp.arange(rows, dtype=jnp.int32)
+    position = jnp.arange(rows, dtype=jnp.int32)
     same = (slots[1:] == slots[:-1]) & (experts[1:] == experts[:-1])
-    begins = jnp.pad(~same, (1, 0), constant_values=True) | (place % item_rows == 0)
-    next_begin = jax.lax.cummin(jnp.where(begins, place, rows), reverse=True)
+    begins = jnp.pad(~same, (1, 0), constant_values=True) | (position % item_rows == 0)
+    next_begin = jax.lax.cummin(jnp.where(begins, position, rows), reverse=True)
     end = jnp.append(next_begin[1:], jnp.int32(rows))
     kept = begins & (slots >= 0)
     start = places(kept, rows)
@@ -97,8 +97,8 @@ def adapter_items(
             "at least 1"
         )
     checks.check_dtype("adapter_items", jnp.int32, row_to_slot=row_to_slot)
-    known = _known(row_to_slot, num_slots)
-    return ADAPTER_ITEMS.call(implementation, known, num_slots, max_rank)
+    slots = _known(row_to_slot, num_slots)
+    return ADAPTER_ITEMS.call(implementation, slots, num_slots, max_rank)
 
 
 def _known(row_to_slot: Int[Array, "rows"], num_slots: int) -> Int[Array, "rows"]:

@@ -252,8 +252,8 @@ def _scattered_pages(
     tables = rng.permutation(pages)[: pages - 2].reshape(-1, max_pages).astype(np.int32)
     written = np.zeros((pages, page_size), bool)
     for table, length in zip(tables, lengths, strict=True):
-        place = np.arange(length)
-        written[table[place // page_size], place % page_size] = True
+        position = np.arange(length)
+        written[table[position // page_size], position % page_size] = True
     return tables, written
 
 
@@ -285,14 +285,14 @@ def merge_case(
 ) -> MergeCase:
     """Return a case in which matrix m has rank ranks[m % len(ranks)]."""
     rng = np.random.default_rng(seed)
-    own = np.array([ranks[m % len(ranks)] for m in range(matrices)])
-    starts = 3 + np.cumsum(own) - own  # rows of other modules come first
-    rows, most = int(own.sum()) + 5, max(*own, 1)
+    matrix_ranks = np.array([ranks[m % len(ranks)] for m in range(matrices)])
+    starts = 3 + np.cumsum(matrix_ranks) - matrix_ranks  # rows of other modules come first
+    rows, most = int(matrix_ranks.sum()) + 5, max(*matrix_ranks, 1)
     return MergeCase(
         w=normal(rng, matrices, d_out, d_in, dtype=dtype),
         a_pool=normal(rng, rows, d_in, dtype=dtype),
         b_pool=normal(rng, rows, d_out, dtype=dtype, scale=1 / math.sqrt(most)),
-        sites=jnp.asarray(np.stack([starts, starts, own], 1).astype(np.int32)),
+        sites=jnp.asarray(np.stack([starts, starts, matrix_ranks], 1).astype(np.int32)),
         scaling=normal(rng, matrices, dtype="float32"),
         max_rank=int(most),
     )

@@ -15,11 +15,11 @@ def check_dtypes(op: str, **arrays: Any) -> None:
 
     Of a quantised weight it is the dtype that it stands for; None is an array that is absent.
     """
-    found = {name: a.dtype for name, a in arrays.items() if a is not None}
-    first = next(iter(found.values()))
-    if first not in DTYPES or any(dtype != first for dtype in found.values()):
-        said = ", ".join(f"{name} {dtype}" for name, dtype in found.items())
-        raise ValueError(f"{op}: dtypes must be equal and float32 or bfloat16, got {said}")
+    dtypes = {name: a.dtype for name, a in arrays.items() if a is not None}
+    first = next(iter(dtypes.values()))
+    if first not in DTYPES or any(dtype != first for dtype in dtypes.values()):
+        listed = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        raise ValueError(f"{op}: dtypes must be equal and float32 or bfloat16, got {listed}")
 
 
 def check_dtype(op: str, dtype: DTypeLike, **arrays: Array) -> None:

@@ -31,16 +31,16 @@ class Choices:
     def add(self, op: str, choice: Choice) -> bool:
         """Record an outcome; return whether it is new for this op."""
         with self._lock:
-            known = self._by_op.setdefault(op, {})
-            if choice.key in known or len(known) >= self.LIMIT:
+            choices = self._by_op.setdefault(op, {})
+            if choice.key in choices or len(choices) >= self.LIMIT:
                 return False
-            known[choice.key] = choice
+            choices[choice.key] = choice
             return True
 
     def table(self) -> dict[str, list[dict[str, Any]]]:
         """Return all outcomes, in the order of their first use."""
         with self._lock:
             return {
-                op: [dataclasses.asdict(choice) for choice in known.values()]
-                for op, known in sorted(self._by_op.items())
+                op: [dataclasses.asdict(choice) for choice in choices.values()]
+                for op, choices in sorted(self._by_op.items())
             }

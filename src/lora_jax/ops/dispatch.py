@@ -95,8 +95,8 @@ class Op:
         if name is None:
             platform = jax.default_backend()
             return tuple(i for i in self.implementations if i.is_tried_on(platform))
-        found = tuple(i for i in self.implementations if i.name == name)
-        return found or tuple(i for i in self.implementations if i.stands_in)
+        named = tuple(i for i in self.implementations if i.name == name)
+        return named or tuple(i for i in self.implementations if i.stands_in)
 
     def call(self, implementation: str | None, *args, **hints) -> Any:
         """Return what the first accepting implementation gives.
@@ -165,10 +165,10 @@ def backend_kernel(name: str, op: str) -> Callable:
     """
 
     def kernel(*args, **kwargs):
-        found = _backend_ops(name)
-        if op not in found:
+        ops = _backend_ops(name)
+        if op not in ops:
             raise Declined(f"no backend {name!r} with {op} is installed")
-        return found[op](*args, **kwargs)
+        return ops[op](*args, **kwargs)
 
     return kernel
 

@@ -64,8 +64,12 @@ class Library:
         asked = [compiler.path, "--version"]
         version = subprocess.run(asked, capture_output=True, check=False).stdout
         digest = hashlib.sha256()
-        said = (jax.__version__, jaxlib.version.__version__, *self.flags, self.machine)
-        for part in (*(s.encode() for s in said), version, *(p.read_bytes() for p in self.sources)):
+        inputs = (jax.__version__, jaxlib.version.__version__, *self.flags, self.machine)
+        for part in (
+            *(s.encode() for s in inputs),
+            version,
+            *(p.read_bytes() for p in self.sources),
+        ):
             digest.update(len(part).to_bytes(8, "little") + part)
         return digest.hexdigest()[:24]
 
@@ -184,8 +188,8 @@ def compile_library(what: Library, compiler: Compiler, library: Path) -> None:
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode:
-            said = (result.stderr or result.stdout).strip()[:2000]
-            raise BuildError(f"{compiler.path} failed: {said}")
+            output = (result.stderr or result.stdout).strip()[:2000]
+            raise BuildError(f"{compiler.path} failed: {output}")
         own_files.publish(part, library)
     finally:
         part.unlink(missing_ok=True)
@@ -227,8 +231,8 @@ def cpu_name() -> str:
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     wanted = ("model name", "flags", "Features")
-    found = sorted({line for line in lines if line.startswith(wanted)})
-    return "\n".join([platform.machine(), platform.processor(), *found])
+    features = sorted({line for line in lines if line.startswith(wanted)})
+    return "\n".join([platform.machine(), platform.processor(), *features])
 
 
 def cpp_library(name: str, title: str, folder: Path, targets: tuple[str, ...]) -> Library:

@@ -33,10 +33,10 @@ def reports_in(folder: Path) -> Iterator[None]:
 
 def read_reports(folder: Path) -> dict[str, Report]:
     """Return the reports that lie in `folder`, by the kernels' names; none where none compiled."""
-    found = {}
+    reports = {}
     for file in sorted(folder.glob("*.ptxas")):
-        said = file.read_text()
-        registers = max(int(n) for n in re.findall(r"Used (\d+) registers", said))
-        spilled = [pair for one in re.findall(SPILLED, said) for pair in one]
-        found[file.stem] = Report(registers, sum(map(int, spilled)))
-    return found
+        text = file.read_text()
+        registers = max(int(n) for n in re.findall(r"Used (\d+) registers", text))
+        spilled = [pair for one in re.findall(SPILLED, text) for pair in one]
+        reports[file.stem] = Report(registers, sum(map(int, spilled)))
+    return reports

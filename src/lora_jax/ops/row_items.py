@@ -36,9 +36,9 @@ def row_items(begins_segment: Bool[Array, "rows"], num_rows: Int[Array, ""], til
     An item begins where a segment or a tile of `tile` rows does. Row 0 begins a segment always.
     """
     rows = begins_segment.shape[0]
-    place = jnp.arange(rows, dtype=jnp.int32)
-    begins_segment = (begins_segment | (place == 0)) & (place < num_rows)
-    begins_item = (begins_segment | (place % tile == 0)) & (place < num_rows)
+    row = jnp.arange(rows, dtype=jnp.int32)
+    begins_segment = (begins_segment | (row == 0)) & (row < num_rows)
+    begins_item = (begins_segment | (row % tile == 0)) & (row < num_rows)
     start = places(begins_item, num_rows)
     segment_of_row = jnp.cumsum(begins_segment, dtype=jnp.int32) - 1
     return TileList(
@@ -56,5 +56,5 @@ def places(marked: Bool[Array, "rows"], fill: Int[Array, ""] | int) -> Int[Array
     rows = marked.shape[0]
     rank = jnp.cumsum(marked, dtype=jnp.int32) - 1
     out = jnp.full((rows,), fill, jnp.int32)
-    place = jnp.arange(rows, dtype=jnp.int32)
-    return out.at[jnp.where(marked, rank, rows)].set(place, mode="drop", unique_indices=True)
+    row = jnp.arange(rows, dtype=jnp.int32)
+    return out.at[jnp.where(marked, rank, rows)].set(row, mode="drop", unique_indices=True)

@@ -43,8 +43,8 @@ def search(
     Raises:
         RuntimeError: no candidate of a shape runs.
     """
-    known = [entry["shape"] for entry in done]
-    left = [dict(shape) for shape in tunable.shapes if dict(shape) not in known]
+    shapes = [entry["shape"] for entry in done]
+    left = [dict(shape) for shape in tunable.shapes if dict(shape) not in shapes]
     configs = [list(tunable.candidates(shape)) for shape in left]
     jobs = [
         [compilers.compile(tunable.op, shape, config) for config in some]
@@ -164,11 +164,11 @@ def gain_over_fixed(entries: list[dict]) -> dict:
     if not common:
         return {"config": None, "gain": 1.0, "worst": 1.0}
     best = min(common, key=lambda config: statistics.geometric_mean(ratios(config)))
-    found = ratios(best)
+    gains = ratios(best)
     return {
         "config": json.loads(best),
-        "gain": round(statistics.geometric_mean(found), 3),
-        "worst": round(max(found), 3),
+        "gain": round(statistics.geometric_mean(gains), 3),
+        "worst": round(max(gains), 3),
     }
 
 

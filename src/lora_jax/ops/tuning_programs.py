@@ -102,11 +102,11 @@ class Programs:
 
     def compile(self, op: str, shape: Shape, config: Any) -> Callable[[], Callable]:
         """Begin to make a program, unless there is its file; return what loads it."""
-        file, made = self.folder / file_name(op, shape, config), None
+        file, future = self.folder / file_name(op, shape, config), None
         if not file.exists():
-            made = self._makers.submit(make, op, shape, config, file)
-            self._made.append(made)
-        return functools.partial(_load, op, shape, file, made)
+            future = self._makers.submit(make, op, shape, config, file)
+            self._made.append(future)
+        return functools.partial(_load, op, shape, file, future)
 
     def wait(self, *, progress: bool) -> None:
         """Return when all that was begun is made, or has failed."""
@@ -117,9 +117,9 @@ class Programs:
 
 def file_name(op: str, shape: Shape, config: Any) -> str:
     """Return the name of a program's file; another for another source of the op or another jax."""
-    said = [op, dict(shape), dataclasses.asdict(config), jax.__version__, _source_of(op)]
+    identity = [op, dict(shape), dataclasses.asdict(config), jax.__version__, _source_of(op)]
     sizes = "x".join(map(str, shape.values()))
-    return f"{op}-{sizes}-{zlib.crc32(json.dumps(said).encode()):08x}"
+    return f"{op}-{sizes}-{zlib.crc32(json.dumps(identity).encode()):08x}"
 
 
 @functools.cache
@@ -139,9 +139,9 @@ def make(op: str, shape: Shape, config: Any, file: Path) -> None:
         Spills: a kernel needs more registers than there are.
     """
     tunable = find_tunable(op)
-    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    layout = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     arguments = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), tunable.arguments(shape)
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=layout), tunable.arguments(shape)
     )
     with tempfile.TemporaryDirectory() as folder, reports_in(Path(folder)):
         compiled = jax.jit(tunable.program(shape, config)).lower(*arguments).compile()
@@ -153,9 +153,9 @@ def make(op: str, shape: Shape, config: Any, file: Path) -> None:
     part.replace(file)
 
 
-def _load(op: str, shape: Shape, file: Path, made: Future | None) -> Callable:
-    if made is not None:
-        made.result()
+def _load(op: str, shape: Shape, file: Path, future: Future | None) -> Callable:
+    if future is not None:
+        future.result()
     tunable = find_tunable(op)
     takes = jax.tree.structure((tunable.arguments(shape), {}))
     gives = jax.tree.structure([0] * tunable.launches(shape))

@@ -38,8 +38,8 @@ def find[Config](
     """
     kind = jax.devices()[0].device_kind if device is None else device
     near = [
-        (apart, place, entry)
-        for place, entry in enumerate(read(TABLES / device_folder(kind) / f"{op}.json"))
+        (apart, index, entry)
+        for index, entry in enumerate(read(TABLES / device_folder(kind) / f"{op}.json"))
         if (apart := distance(shape, entry["shape"])) is not None
     ]
     return config(**min(near, key=lambda n: n[:2])[2]["config"]) if near else None

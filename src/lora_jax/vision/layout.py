@@ -36,12 +36,12 @@ def buckets(config: VisionConfig, max_patches: int) -> tuple[int, ...]:
     """
     if config.image_size:
         return ((config.image_size // config.patch_size) ** 2,)
-    found, bucket = [], _SMALLEST
+    sizes, bucket = [], _SMALLEST
     while bucket < max_patches:
-        found.append(bucket)
+        sizes.append(bucket)
         bucket *= _FACTOR
     most = -(-max_patches // _MULTIPLE) * _MULTIPLE if max_patches > _SMALLEST else _SMALLEST
-    return (*found, most) if most not in found else tuple(found)
+    return (*sizes, most) if most not in sizes else tuple(sizes)
 
 
 def num_tokens(config: VisionConfig, grid: tuple[int, int]) -> int:

@@ -20,15 +20,15 @@ def rope_positions(
     goes on at p + max(rows, columns). Without sections a position is the token's index.
     """
     out = np.empty((3, length), np.int32)
-    place = position = 0
+    token = position = 0
     for start, grid in images if has_sections else ():
-        out[:, place:start] = np.arange(position, position + start - place)
-        position += start - place
+        out[:, token:start] = np.arange(position, position + start - token)
+        position += start - token
         rows, columns = (n // config.merge_size for n in grid)
         at = np.indices((rows, columns)).reshape(2, -1)
-        place = start + rows * columns
-        out[0, start:place] = position
-        out[1:, start:place] = position + at
+        token = start + rows * columns
+        out[0, start:token] = position
+        out[1:, start:token] = position + at
         position += max(rows, columns)
-    out[:, place:] = np.arange(position, position + length - place)
+    out[:, token:] = np.arange(position, position + length - token)
     return out

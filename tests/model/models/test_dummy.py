@@ -61,7 +61,12 @@ def test_dtype_is_the_config_s_or_the_caller_s(tmp_path):
 def test_an_engine_needs_nothing_but_the_config(folders):
     _, bare = folders
     sampling = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=1)
-    sizes = {"max_model_len": 32, "max_num_seqs": 2, "max_num_batched_tokens": 8}
+    sizes = {
+        "structured_outputs": False,
+        "max_model_len": 32,
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 8,
+    }
     with Engine(bare, **sizes, load_format="dummy", max_esft_adapters=0) as engine:
         first, second = engine.generate(["ab", "cd"], None, sampling)
     assert len(first.outputs[0].token_ids) == 4

@@ -40,6 +40,15 @@ ENGINE = {
 }
 
 
+def engine_flags() -> list[str]:
+    """Return ENGINE as flags of a command."""
+    flags = []
+    for field, value in ENGINE.items():
+        name = field.replace("_", "-")
+        flags += [f"--no-{name}"] if value is False else [f"--{name}", str(value)]
+    return flags
+
+
 def write_files(folder: Path, count: int = len(RANKS)) -> tuple[str, dict[str, str]]:
     """Write a model and adapters a0, a1, ... on every linear map; return their folders."""
     tiny_checkpoint.write_model(folder / "model", SHAPE)

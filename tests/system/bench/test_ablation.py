@@ -66,7 +66,13 @@ def test_lengths_are_those_of_a_trace(tmp_path):
 
 
 def test_prefilled_prompts_take_one_step_to_their_first_token():
-    sizes = {"max_model_len": 64, "max_num_batched_tokens": 8, "max_num_seqs": 8, "max_loras": 1}
+    sizes = {
+        "structured_outputs": False,
+        "max_model_len": 64,
+        "max_num_batched_tokens": 8,
+        "max_num_seqs": 8,
+        "max_loras": 1,
+    }
     with Engine("assets/tiny-moe", {}, enable_prefix_caching=False, **sizes) as engine:
         steps = []
         for _ in range(2):

@@ -18,7 +18,7 @@ from serving.http.settings import HttpSettings
 WEIGHTS = {"a1": 0.7, "a3": -0.3}  # of ranks 2 and 4
 
 
-@pytest.fixture(scope="module", params=["llama", "mixtral"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("mixtral", marks=pytest.mark.long)])
 def case(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     with make_engine(folder, SHAPES[request.param]) as engine:
@@ -115,7 +115,7 @@ def test_wrong_sums_are_refused_and_the_next_request_succeeds(case):
     assert engine.generate("hello", WEIGHTS, SCORED)
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v2"])
+@pytest.mark.parametrize("kind", ["mixtral", pytest.param("deepseek_v2", marks=pytest.mark.long)])
 def test_lora_over_esft_has_the_bits_of_the_merged_model(kind, tmp_path):
     """LoRA on attention and on experts, the replaced ones included."""
     rng = np.random.default_rng(7)

@@ -37,7 +37,12 @@ def distance(some, others):
 @pytest.mark.parametrize("dtype", ERROR)
 def test_a_family_says_what_transformers_and_peft_say(family, dtype):
     """With and without an adapter, alone and in one batch."""
-    sizes: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    sizes: dict[str, Any] = {
+        "structured_outputs": False,
+        "max_model_len": 128,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+    }
     sizes |= {"max_loras": 2, "max_lora_rank": 2 * RANK, "max_esft_adapters": 0}
     sizes |= {"kv_cache_memory_bytes": 64 << 20, "dtype": dtype}
     prompts, names = 2 * family.prompts, [None] * 3 + ["a"] * 3

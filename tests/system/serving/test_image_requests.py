@@ -25,7 +25,13 @@ from serving.http.settings import HttpSettings
 from serving.images.decode import ImageError
 from serving.images.sources import MediaPolicy
 
-FIELDS = {"max_num_seqs": 4, "block_size": 4, "max_loras": 6, "max_lora_rank": 8}
+FIELDS = {
+    "structured_outputs": False,
+    "max_num_seqs": 4,
+    "block_size": 4,
+    "max_loras": 6,
+    "max_lora_rank": 8,
+}
 PICTURES = [picture(40, 24, 1), picture(24, 56, 2), picture(64, 64, 3)]
 ASKED = Sampling(max_tokens=6, temperature=0, logprobs=3, ignore_eos=True)
 PROMPT = f"look: {HOLDER} and {HOLDER} what?"

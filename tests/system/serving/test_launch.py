@@ -81,6 +81,7 @@ NEEDS = {
     "allowed_methods": ["--allowed-origins", '["http://a"]'],
     "allowed_headers": ["--allowed-origins", '["http://a"]'],
     "allow_credentials": ["--allowed-origins", '["http://a"]'],
+    "enable_auto_tool_choice": ["--tool-call-parser", "hermes"],
     "lora_server": ["--instances", "2"],
     "enable_expert_parallel": ["--tensor-parallel-size", "2"],
 }
@@ -142,12 +143,14 @@ def test_flags_of_vllm_s_front_reach_their_places():
         *["--return-tokens-as-token-ids", "--enable-force-include-usage", "--enable-log-requests"],
         *["--sse-keep-alive-interval", "3", "--disable-log-stats", "--uvicorn-log-level", "trace"],
         *["--disable-access-log-for-endpoints", "/a,/b", "--shutdown-timeout", "4"],
-        *["--ssl-cert-reqs", "2", "--host", "0.0.0.0"],
+        *["--ssl-cert-reqs", "2", "--host", "0.0.0.0", "--enable-auto-tool-choice"],
+        *["--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"],
     )
     http = got.http
     assert http.cors == Cors(("https://x.org",), methods=("POST",))
     assert (http.root_path, http.docs, http.response_role) == ("/llm", False, "bot")
     assert http.default_template_kwargs == {"enable_thinking": False}
+    assert (http.auto_call_parser, http.reasoning_parser) == ("hermes", "qwen3")
     assert http.tokens_as_ids
     assert http.force_include_usage
     assert http.log_requests
@@ -197,6 +200,7 @@ def test_the_network_needs_a_key(capsys, tmp_path, host, safe):
     ("argv", "problem"),
     [
         (["--max-loras", "0"], "max_loras must be in"),
+        (["--enable-auto-tool-choice"], "needs --tool-call-parser"),
         (["--dtype", "int8"], "dtype must be one of"),
         (["--lora-modules", "nothing="], "NAME=PATH"),
         (["--keys-file", "/no/such/file"], "No such file"),

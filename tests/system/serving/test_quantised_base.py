@@ -46,7 +46,12 @@ def plain_copy(quantised: Path, out: Path) -> Path:
 
 def engine_of(folder: Path, **changes) -> Engine:
     adapters = {name: str(MODEL / "adapters" / name) for name in ADAPTERS}
-    sizes = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+    sizes = {
+        "structured_outputs": False,
+        "max_model_len": 128,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 32,
+    }
     return Engine(str(folder), adapters=adapters, **({"max_esft_adapters": 0} | sizes | changes))
 
 

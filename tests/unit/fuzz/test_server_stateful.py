@@ -61,7 +61,13 @@ def world(tmp_path_factory):
     for seed, (name, rank) in enumerate(FOLDERS.items(), 1):
         write_adapter(root / "adapters" / name, SHAPE, rank, seed)
     (root / "adapters" / "empty").mkdir()
-    sizes = {"max_num_seqs": 6, "max_num_batched_tokens": 32, "max_loras": 2, "block_size": 4}
+    sizes = {
+        "structured_outputs": False,
+        "max_num_seqs": 6,
+        "max_num_batched_tokens": 32,
+        "max_loras": 2,
+        "block_size": 4,
+    }
     limits = {"max_queue": 64, "max_adapter_loads_per_minute": 1_000_000}
     where = {"lora_dir": str(root / "adapters")}
     with Engine(str(root / "model"), **where, **sizes, **limits) as engine:

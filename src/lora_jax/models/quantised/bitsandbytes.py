@@ -70,9 +70,9 @@ class BitsandbytesTensor(AbstractQuantisedTensor):
 
 def names_of(name: str, tensors: Mapping[str, CheckpointTensor]) -> tuple[str, ...]:
     """Return the tensors beside X.weight that belong to it; none if it is not quantised."""
-    own = [f"{name}.{part}" for part in (*_PARTS, *_NESTED)]
-    own += [f"{name}{STATE}{kind}" for kind in TABLES]
-    return tuple(part for part in own if part in tensors)
+    names = [f"{name}.{part}" for part in (*_PARTS, *_NESTED)]
+    names += [f"{name}{STATE}{kind}" for kind in TABLES]
+    return tuple(part for part in names if part in tensors)
 
 
 def read(name: str, tensors: Mapping[str, CheckpointTensor], dtype: np.dtype) -> BitsandbytesTensor:

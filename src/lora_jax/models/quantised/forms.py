@@ -138,17 +138,17 @@ class AbstractQuantisedTensor(abc.ABC):
     def read(self, index: Index, out: np.ndarray) -> None:
         """Fill `out` with plain values, rounded to the model's dtype and then to out's."""
         rows, columns = index
-        for place, chunk in chunks(rows, self.shape[1]):
+        for start, chunk in chunks(rows, self.shape[1]):
             values = self.form.values(self.read_rows(chunk)).astype(self.dtype)
             chosen = values[:, columns.start : columns.stop : columns.step]
-            out[place : place + len(chunk)] = chosen.astype(out.dtype)
+            out[start : start + len(chunk)] = chosen.astype(out.dtype)
 
 
 def chunks(rows: range, width: int) -> Iterator[tuple[int, range]]:
     """Yield places in and parts of a range of rows that are made plain at a time."""
     step = max(1, _CHUNK_WEIGHTS // max(1, width))
-    for place in range(0, len(rows), step):
-        yield place, rows[place : place + step]
+    for start in range(0, len(rows), step):
+        yield start, rows[start : start + step]
 
 
 def pack(codes: np.ndarray) -> np.ndarray:

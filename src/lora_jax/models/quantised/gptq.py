@@ -43,14 +43,14 @@ class GptqTensor(AbstractQuantisedTensor):
         return CodedForm(table, size, FLOAT32, self.zeros is not None)
 
     def read_rows(self, rows: range) -> dict[str, np.ndarray]:
-        place = np.array(rows)
+        index = np.array(rows)
         if self.awq:
-            codes = in_order(nibbles(self.qweight.whole())).T[place]
+            codes = in_order(nibbles(self.qweight.whole())).T[index]
         else:
-            codes = nibbles(self.qweight.whole().T[place])
-        scales = self.scales.whole().T[place].astype(np.float32)
+            codes = nibbles(self.qweight.whole().T[index])
+        scales = self.scales.whole().T[index].astype(np.float32)
         parts = {"codes": pack(codes), "scales": scales}
-        return parts if self.zeros is None else parts | {"zeros": self.zeros[place]}
+        return parts if self.zeros is None else parts | {"zeros": self.zeros[index]}
 
 
 def names_of(site: str, tensors: Mapping[str, CheckpointTensor]) -> tuple[str, ...]:
@@ -101,8 +101,8 @@ def read(
                 f"{stored.name} is {stored.dtype} {stored.shape}, expected {kind} {shape}."
             )
     _check_order(site, tensors, d_in, size)
-    found = _zeros(qzeros, symmetric, zero_offset, awq)
-    zeros = None if symmetric else found
+    zero_points = _zeros(qzeros, symmetric, zero_offset, awq)
+    zeros = None if symmetric else zero_points
     return GptqTensor(f"{site}weight", (d_out, d_in), dtype, qweight, scales, zeros, awq)
 
 

@@ -25,7 +25,7 @@ def with_quantised(
         ValueError: parts are missing or do not fit, no tensor is stored as the config says, or one
             in another way.
     """
-    found = copy.copy(files)
+    grouped = copy.copy(files)
     if config is not None and config.method != "mxfp4":
         matrices, used = _METHODS[config.method](files.tensors, config, dtype)
         if not matrices:
@@ -36,9 +36,9 @@ def with_quantised(
         both = sorted(kept.keys() & matrices.keys())
         if both:
             raise ValueError(f"Stored in 16 bits and quantised: {', '.join(both[:5])}.")
-        found.tensors = kept | matrices
-    _refuse_unscaled(found)
-    return found
+        grouped.tensors = kept | matrices
+    _refuse_unscaled(grouped)
+    return grouped
 
 
 def _refuse_unscaled(files: Checkpoint) -> None:

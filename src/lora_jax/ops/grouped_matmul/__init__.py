@@ -168,6 +168,6 @@ def _check_addends(op: str, x: Array, w: Weight, **addends: Array | None) -> Non
     checks.check_shapes(op, **{name: (tuple(a.shape), shape) for name, a in given.items()})
     dtypes = {name: a.dtype for name, a in given.items()}
     if len({*dtypes.values()}) > 1 or any(d not in (x.dtype, jnp.float32) for d in dtypes.values()):
-        said = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        listed = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
         allowed = " or all ".join(sorted({str(x.dtype), "float32"}))
-        raise ValueError(f"{op}: addends must all be {allowed}, got {said}")
+        raise ValueError(f"{op}: addends must all be {allowed}, got {listed}")

@@ -122,11 +122,11 @@ def kernel_body(
                 @pl.when(part * stored < high)
                 def _():
                     rows = pl.ds(row + part * stored, stored)
-                    place, at = pl.ds(tile * wide + side, columns), part % ahead
+                    span, at = pl.ds(tile * wide + side, columns), part % ahead
                     for i, ref in enumerate(addend_refs):
                         target = addend_smem.at[warpgroup, at, i]
                         barrier = arrived.at[ahead * warpgroup + at]
-                        plgpu.copy_gmem_to_smem(ref.at[rows, place], target, barrier)
+                        plgpu.copy_gmem_to_smem(ref.at[rows, span], target, barrier)
 
             def finished(z, biases, part):
                 """Return a part of the tile as it is stored."""
@@ -166,7 +166,7 @@ def kernel_body(
                         behind(i)
 
             def store_part(i, part, tile, row, low, high):
-                first, place = i * stored, pl.ds(tile * wide + side, columns)
+                first, span = i * stored, pl.ds(tile * wide + side, columns)
                 # The tile before has long left, and then a part's place is its own for a while.
                 if i == 0 or i >= deep.results:
                     # The interpreter counts copies, not groups.
@@ -179,7 +179,7 @@ def kernel_body(
                     out = block_smem.at[warpgroup, i % deep.results]
                     out.transpose((1, 0))[...] = part
                     plgpu.commit_smem()
-                    target = y_ref.at[pl.ds(row + first, stored), place]
+                    target = y_ref.at[pl.ds(row + first, stored), span]
                     plgpu.copy_smem_to_gmem(out, target, commit_group=False)
 
                 @pl.when(~whole)
@@ -206,7 +206,7 @@ def kernel_body(
                                     target = y_ref.at[row + r, pl.ds(tile * wide + side, width)]
                                 else:
                                     source = out.at[pl.ds(r - first, size)]
-                                    target = y_ref.at[pl.ds(row + r, size), place]
+                                    target = y_ref.at[pl.ds(row + r, size), span]
                                 plgpu.copy_smem_to_gmem(source, target, commit_group=False)
 
                     hopper.at_own_width(put_rows, d_out, columns, warpgroups, tile, warpgroup)

@@ -79,12 +79,12 @@ class Works:
 
         A span are the groups that are looked at together; the last place is returned if none has.
         """
-        place = found = self._place(sizes_ref, cursor)
+        place = result = self._place(sizes_ref, cursor)
         for _ in range(min(self.groups, STRIDE) - 1):
             place = self._place(sizes_ref, _behind(place))
-            late = index >= found[5]
-            found = tuple(jnp.where(late, a, b) for a, b in zip(place, found, strict=True))
-        return found, _behind(place)
+            late = index >= result[5]
+            result = tuple(jnp.where(late, a, b) for a, b in zip(place, result, strict=True))
+        return result, _behind(place)
 
     def _seek(self, sizes_ref, num_rows, index, cursor: _Cursor) -> tuple[_Place, _Cursor]:
         """Return the place that has this work (group beyond all: none has), its span's cursor."""
@@ -112,14 +112,14 @@ class Works:
         """
         group, row, work = behind
         empty = (cursor[1] == row) & (row < num_rows)
-        found = jnp.where(empty, group, jnp.int32(self.groups + 1))
+        nonempty = jnp.where(empty, group, jnp.int32(self.groups + 1))
         for length in (n for n in SKIPS if n < self.groups):
-            found = lax.while_loop(
+            nonempty = lax.while_loop(
                 functools.partial(self._is_empty, sizes_ref, length),
                 lambda g, length=length: g + length,
-                found,
+                nonempty,
             )
-        group = jnp.where(found <= self.groups, found, group)
+        group = jnp.where(nonempty <= self.groups, nonempty, group)
         return jnp.where(row < num_rows, group, jnp.int32(self.groups)), row, work
 
     def _is_empty(self, sizes_ref, length: int, group: Int[Array, ""]) -> Bool[Array, ""]:

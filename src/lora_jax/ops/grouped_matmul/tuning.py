@@ -34,17 +34,17 @@ def shapes(op: str) -> tuple[Shape, ...]:
     Gate and up of experts are one launch of gated_matmul; down is grouped_matmul's, as are dense
     layers, of one group.
     """
-    found = []
+    listed = []
     for tokens in TOKENS:
         for name in EXPERTS:
             m = MODELS[name]
             sizes = {"rows": tokens * m.top_k, "groups": m.num_experts}
             wide, back = (m.intermediate, m.hidden), (m.hidden, m.intermediate)
             d_out, d_in = wide if op == "gated_matmul" else back
-            found.append({**sizes, "d_out": d_out, "d_in": d_in})
+            listed.append({**sizes, "d_out": d_out, "d_in": d_in})
         for d_out, d_in in _dense_maps() if op == "grouped_matmul" else ():
-            found.append({"rows": tokens, "groups": 1, "d_out": d_out, "d_in": d_in})
-    return tuple(found)
+            listed.append({"rows": tokens, "groups": 1, "d_out": d_out, "d_in": d_in})
+    return tuple(listed)
 
 
 def _dense_maps() -> tuple[tuple[int, int], ...]:

@@ -35,9 +35,9 @@ def grouped_matmul(
         row = starts[g] + (i - block_ends[g] + blocks[g]) * block
         z = _dot(jax.lax.dynamic_slice_in_dim(padded, row, block), plain(w[g]))
         z = z if bias is None else z + bias[g].astype(jnp.float32)[None]
-        mine = row + jnp.arange(block, dtype=jnp.int32) < ends[g]
+        inside = row + jnp.arange(block, dtype=jnp.int32) < ends[g]
         old = jax.lax.dynamic_slice_in_dim(y, row, block)
-        new = jnp.where(mine[:, None], z.astype(x.dtype), old)
+        new = jnp.where(inside[:, None], z.astype(x.dtype), old)
         return jax.lax.dynamic_update_slice_in_dim(y, new, row, 0)
 
     padded = jnp.pad(x, ((0, block), (0, 0)))

@@ -112,8 +112,8 @@ def lora_gemms(
     launch. Bits are those of lora_gemm. Either all y are None or none is.
     """
     if len(ys) != len(sites) or not all(0 <= site < entries.shape[0] for site in sites):
-        said = f"{len(ys)} y, sites {tuple(sites)} of a table of {entries.shape[0]}"
-        raise ValueError(f"lora_gemms: each map needs a site of the table, got {said}")
+        got = f"{len(ys)} y, sites {tuple(sites)} of a table of {entries.shape[0]}"
+        raise ValueError(f"lora_gemms: each map needs a site of the table, got {got}")
     if len({y is None for y in ys}) > 1:
         raise ValueError("lora_gemms: some y are None, others not: a launch adds to all or to none")
     if row_to_expert is None:

@@ -59,7 +59,7 @@ def _expand_body(config: LoraGemmConfig, d_out: int, ctas: int, interpreted: boo
     def _expand_kernel(items_ref, num_ref, order_ref, h_ref, b_ref, y_ref, *scratch):
         b_smem, h_smem, y_smem, full, empty, ready, done = scratch
         warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("cta")
-        mine = lax.div(num_ref[0] * tiles - cta + (ctas - 1), jnp.int32(ctas))
+        num_works = lax.div(num_ref[0] * tiles - cta + (ctas - 1), jnp.int32(ctas))
 
         def slot(step):
             return lax.rem(step, jnp.int32(stages))
@@ -74,7 +74,7 @@ def _expand_body(config: LoraGemmConfig, d_out: int, ctas: int, interpreted: boo
                 do(j, item, tile, depth, step)
                 return step + depth
 
-            return lax.fori_loop(0, mine, one, jnp.int32(0))
+            return lax.fori_loop(0, num_works, one, jnp.int32(0))
 
         @pl.when(warpgroup == warpgroups)
         def _copy():
@@ -91,14 +91,14 @@ def _expand_body(config: LoraGemmConfig, d_out: int, ctas: int, interpreted: boo
                 plgpu.copy_gmem_to_smem(source, h_smem.at[at], ready.at[at])
 
                 def take(r, _):
-                    own = (low <= r) & (r < high)
+                    inside = (low <= r) & (r < high)
 
-                    @pl.when(own)
+                    @pl.when(inside)
                     def _():
                         source = y_ref.at[order_ref[row + r], pl.ds(tile * wide, wide)]
                         plgpu.copy_gmem_to_smem(source, y_smem.at[at, r], ready.at[at])
 
-                    @pl.when(~own)
+                    @pl.when(~inside)
                     def _():
                         plgpu.barrier_arrive(ready.at[at])
 
@@ -126,7 +126,7 @@ def _expand_body(config: LoraGemmConfig, d_out: int, ctas: int, interpreted: boo
                 plgpu.barrier_wait(done.at[lax.rem(j, jnp.int32(slots))])
 
             lax.fori_loop(lax.max(copied - stages, jnp.int32(0)), copied, drain, None)
-            lax.fori_loop(lax.max(mine - slots, jnp.int32(0)), mine, drain_work, None)
+            lax.fori_loop(lax.max(num_works - slots, jnp.int32(0)), num_works, drain_work, None)
 
         @pl.when(warpgroup < warpgroups)
         def _multiply():
@@ -192,8 +192,8 @@ def _expand_body(config: LoraGemmConfig, d_out: int, ctas: int, interpreted: boo
             for_each_work(one)
             plgpu.wait_smem_to_gmem(0)
 
-            @pl.when(mine > 0)
+            @pl.when(num_works > 0)
             def _():
-                plgpu.barrier_arrive(done.at[lax.rem(mine - 1, jnp.int32(slots))])
+                plgpu.barrier_arrive(done.at[lax.rem(num_works - 1, jnp.int32(slots))])
 
     return _expand_kernel

@@ -86,14 +86,14 @@ def sorted_order(slot: Int[Array, "rows"], expert: Int[Array, "rows"]) -> Int[Ar
     is dozens of steps of one CTA.
     """
     rows = slot.shape[0]
-    place = jnp.arange(rows, dtype=jnp.int32)
+    position = jnp.arange(rows, dtype=jnp.int32)
     if rows > MAX_PAIRED:
-        return lax.sort((slot, expert, place), num_keys=2)[2]
-    slots, experts, places = (v[None, :] for v in (slot, expert, place))
-    slot, expert, own = (v[:, None] for v in (slot, expert, place))
-    earlier = (experts < expert) | ((experts == expert) & (places < own))
+        return lax.sort((slot, expert, position), num_keys=2)[2]
+    slots, experts, places = (v[None, :] for v in (slot, expert, position))
+    slot, expert, row = (v[:, None] for v in (slot, expert, position))
+    earlier = (experts < expert) | ((experts == expert) & (places < row))
     rank = jnp.sum((slots < slot) | ((slots == slot) & earlier), axis=1, dtype=jnp.int32)
-    return jnp.zeros_like(place).at[rank].set(place, unique_indices=True)
+    return jnp.zeros_like(position).at[rank].set(position, unique_indices=True)
 
 
 def make_schedule(
@@ -105,25 +105,25 @@ def make_schedule(
 ) -> LoraGemmSchedule:
     """Return rows sorted by (slot, expert), those without adapter last, and their items."""
     rows, slots = row_to_slot.shape[0], entries.shape[0]
-    known = (row_to_slot >= 0) & (row_to_slot < slots)
-    has = known & (entries[jnp.where(known, row_to_slot, 0), 2] > 0)
+    valid = (row_to_slot >= 0) & (row_to_slot < slots)
+    has = valid & (entries[jnp.where(valid, row_to_slot, 0), 2] > 0)
     slot = jnp.where(has, row_to_slot, jnp.int32(slots))
     order = sorted_order(slot, row_to_expert)
     slot, expert = slot[order], row_to_expert[order]
     changed = (slot[1:] != slot[:-1]) | (expert[1:] != expert[:-1])
-    found = row_items(jnp.pad(changed, (1, 0)), jnp.sum(has, dtype=jnp.int32), tile)
+    tile_list = row_items(jnp.pad(changed, (1, 0)), jnp.sum(has, dtype=jnp.int32), tile)
     entry = entries[jnp.minimum(slot, slots - 1)]
     a_row = entry[:, 0] + expert * entry[:, 3]
     b_row = entry[:, 1] + expert * entry[:, 4]
     rank = jnp.where(slot < slots, entry[:, 2], 0)
     a_low, b_low = a_row % ALIGN, b_row % ALIGN
     of_row = (a_row - a_low, b_row - b_low, a_low, a_low + rank, b_low, b_low + rank)
-    first = jnp.minimum(found.start, rows - 1)
+    first = jnp.minimum(tile_list.start, rows - 1)
     base = first // tile * tile
-    of_item = (base, first - base, jnp.minimum(found.end, rows) - base)
+    of_item = (base, first - base, jnp.minimum(tile_list.end, rows) - base)
     items = jnp.stack([c[first] for c in of_row] + list(of_item), axis=1)
     pad = (0, -rows % ALIGN)
     padded = (jnp.pad(v, pad) for v in (order, a_low, b_low, rank))
     order, a_low, b_low, rank = padded
     scale = jnp.pad(scaling[jnp.minimum(slot, slots - 1)], pad)
-    return LoraGemmSchedule(order, items, found.num_items.reshape(1), a_low, b_low, rank, scale)
+    return LoraGemmSchedule(order, items, tile_list.num_items.reshape(1), a_low, b_low, rank, scale)

@@ -77,7 +77,7 @@ def _shrink_body(config: LoraGemmConfig, d_in: int, tall_tiles: int, ctas: int):
     ):
         cta = lax.axis_index("cta")
         per_tile = num_ref[0] * pieces
-        mine = lax.div(per_tile * tall_tiles - cta + (ctas - 1), jnp.int32(ctas))
+        num_works = lax.div(per_tile * tall_tiles - cta + (ctas - 1), jnp.int32(ctas))
 
         def slot(step):
             return lax.rem(step, jnp.int32(stages))
@@ -98,7 +98,7 @@ def _shrink_body(config: LoraGemmConfig, d_in: int, tall_tiles: int, ctas: int):
 
                 return step + jnp.where(height > 0, steps, 0)
 
-            return lax.fori_loop(0, mine, one, jnp.int32(0))
+            return lax.fori_loop(0, num_works, one, jnp.int32(0))
 
         @pl.when(lax.axis_index("warpgroup") == 1)
         def _copy():

@@ -81,10 +81,10 @@ def _launch(
 
 def _find(shape: Mapping[str, int]) -> LoraGemmConfig:
     """Return the tiles that were found best on this device at about this shape, or a guess."""
-    found = tuning_table.find("lora_gemm", shape, LoraGemmConfig)
-    if found is None:
+    config = tuning_table.find("lora_gemm", shape, LoraGemmConfig)
+    if config is None:
         return find_config(shape["rows"], shape["slots"], shape["rank"])
-    return fitted(found, shape["rank"])
+    return fitted(config, shape["rank"])
 
 
 def _require(y, x, a_pool, b_pool, max_rank: int, interpret: hopper.Interpret) -> None:
@@ -109,10 +109,10 @@ def _sum_parts(
     """Return h[c, p, k] = s * x[p] . A[j] in bfloat16, b_low + j = 16 c + k; 0 beyond the rank."""
     steps = rank_steps(max_rank)
     column = jnp.arange(steps * STEP, dtype=jnp.int32)[None, :] - schedule.b_low[:, None]
-    own = (column >= 0) & (column < schedule.rank[:, None])
-    source = jnp.where(own, column + schedule.a_low[:, None], 0)
+    inside = (column >= 0) & (column < schedule.rank[:, None])
+    source = jnp.where(inside, column + schedule.a_low[:, None], 0)
     total = jnp.take_along_axis(parts[0], source, axis=1)
     for part in parts[1:]:
         total = total + jnp.take_along_axis(part, source, axis=1)
-    h = jnp.where(own, total * schedule.scaling[:, None], 0).astype(jnp.bfloat16)
+    h = jnp.where(inside, total * schedule.scaling[:, None], 0).astype(jnp.bfloat16)
     return h.reshape(-1, steps, STEP).transpose(1, 0, 2)

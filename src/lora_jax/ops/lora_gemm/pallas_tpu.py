@@ -89,10 +89,10 @@ def lora_gemm(
     real = jnp.arange(order.shape[0], dtype=jnp.int32) < rows
 
     def one_part(part):
-        mine, real = part
-        slots = jnp.where(real, row_to_slot[mine], -1)
-        table = _segments(entries, scaling, slots, row_to_expert[mine], sizes.tile)
-        return _sorted_rows(y[mine], x[mine], a_pool, b_pool, table, sizes, interpret or False)
+        rows, real = part
+        slots = jnp.where(real, row_to_slot[rows], -1)
+        table = _segments(entries, scaling, slots, row_to_expert[rows], sizes.tile)
+        return _sorted_rows(y[rows], x[rows], a_pool, b_pool, table, sizes, interpret or False)
 
     if order.shape[0] <= MAX_ROWS:
         return one_part((order, real))[inverse]

@@ -84,9 +84,9 @@ def arguments(shape: Shape) -> tuple:
     """
     slot = asked_for(shape)
     asked, rank = np.unique(slot), shape["rank"]
-    place = np.minimum(np.searchsorted(asked, np.arange(shape["slots"])), len(asked) - 1)
+    index = np.minimum(np.searchsorted(asked, np.arange(shape["slots"])), len(asked) - 1)
     entries = np.zeros((shape["slots"], 5), np.int32)
-    entries[:, 0] = entries[:, 1] = place * rank
+    entries[:, 0] = entries[:, 1] = index * rank
     entries[:, 2] = rank
     table = (entries, np.ones(shape["slots"], np.float32), slot, np.zeros_like(slot))
     held = rank << (len(asked) - 1).bit_length()

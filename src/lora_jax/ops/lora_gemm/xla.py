@@ -26,16 +26,16 @@ def lora_gemm(
     rank_row = jnp.arange(max_rank, dtype=jnp.int32)
 
     def one_block(i, y):
-        mine = jax.lax.dynamic_slice_in_dim(order, starts[i], BLOCK)
-        slot, expert = row_to_slot[mine[0]], row_to_expert[mine[0]]
+        chosen = jax.lax.dynamic_slice_in_dim(order, starts[i], BLOCK)
+        slot, expert = row_to_slot[chosen[0]], row_to_expert[chosen[0]]
         a_off, b_off, rank, a_stride, b_stride = (entries[slot, c] for c in range(5))
         live = (rank_row < rank)[:, None]
         a = a_pool.at[a_off + expert * a_stride + rank_row].get(mode="clip").astype(f32)
         b = b_pool.at[b_off + expert * b_stride + rank_row].get(mode="clip").astype(f32)
         a, b = jnp.where(live, a, f32(0)), jnp.where(live, b, f32(0))
-        h = jnp.einsum("ti,ri->tr", x[mine].astype(f32), a, precision=HIGHEST) * scaling[slot]
-        z = y[mine].astype(f32) + jnp.einsum("tr,ro->to", h, b, precision=HIGHEST)
-        target = jnp.where(lane < counts[i], mine, rows)
+        h = jnp.einsum("ti,ri->tr", x[chosen].astype(f32), a, precision=HIGHEST) * scaling[slot]
+        z = y[chosen].astype(f32) + jnp.einsum("tr,ro->to", h, b, precision=HIGHEST)
+        target = jnp.where(lane < counts[i], chosen, rows)
         return y.at[target].set(z.astype(y.dtype), mode="drop")
 
     return jax.lax.fori_loop(0, num_blocks, one_block, y)
@@ -51,17 +51,17 @@ def _blocks(
     Blocks are (starts, counts, how many); only rows that have an adapter are in a block.
     """
     rows = row_to_slot.shape[0]
-    place = jnp.arange(rows, dtype=jnp.int32)
+    position = jnp.arange(rows, dtype=jnp.int32)
     has = (row_to_slot >= 0) & (entries[jnp.maximum(row_to_slot, 0), 2] > 0)
     slot = jnp.where(has, row_to_slot, jnp.int32(entries.shape[0]))
     order = jnp.lexsort((row_to_expert, slot)).astype(jnp.int32)
     slot, expert = slot[order], row_to_expert[order]
     changed = (slot[1:] != slot[:-1]) | (expert[1:] != expert[:-1])
     first = jnp.pad(changed, (1, 0), constant_values=True)
-    segment_start = jax.lax.cummax(jnp.where(first, place, 0))
-    begins = ((place - segment_start) % BLOCK == 0) & has[order]
+    segment_start = jax.lax.cummax(jnp.where(first, position, 0))
+    begins = ((position - segment_start) % BLOCK == 0) & has[order]
     starts = jnp.nonzero(begins, size=rows, fill_value=0)[0].astype(jnp.int32)
-    stop = jnp.pad(jnp.where(first, place, rows)[1:], (0, 1), constant_values=rows)
+    stop = jnp.pad(jnp.where(first, position, rows)[1:], (0, 1), constant_values=rows)
     segment_end = jax.lax.cummin(stop, reverse=True)
     counts = jnp.minimum(segment_end[starts] - starts, BLOCK)
     return order, starts, counts, jnp.sum(begins, dtype=jnp.int32)

@@ -42,8 +42,8 @@ def merge(
         ValueError: shapes or dtypes do not fit each other.
     """
     if w.ndim != 3 or a_pool.ndim != 2 or b_pool.ndim != 2:
-        said = f"a_pool {a_pool.shape} and b_pool {b_pool.shape} rank 2"
-        raise ValueError(f"merge: w {w.shape} must be rank 3, {said}")
+        pools = f"a_pool {a_pool.shape} and b_pool {b_pool.shape} rank 2"
+        raise ValueError(f"merge: w {w.shape} must be rank 3, {pools}")
     if max_rank < 1:
         raise ValueError(f"merge: max_rank {max_rank} must be at least 1")
     matrices, d_out, d_in = w.shape
@@ -70,5 +70,5 @@ def mixture_slots(
     what the weights have too much (V-LoRA's deLoRA branch, section 4.4.2).
     """
     merged = row_to_slot == merged_slot
-    own = jnp.where(merged, jnp.int32(-1), row_to_slot)
-    return own, jnp.where(merged, jnp.int32(-1), jnp.int32(negative_slot))
+    own_slot = jnp.where(merged, jnp.int32(-1), row_to_slot)
+    return own_slot, jnp.where(merged, jnp.int32(-1), jnp.int32(negative_slot))

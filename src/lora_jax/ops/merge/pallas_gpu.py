@@ -154,8 +154,8 @@ def _merge_body(config: MergeConfig, d_out: int, chunks: int, parts: int, interp
         def _copy():
             # A buffer each: a slice would be read as if its bytes were swizzled from its own begin.
             for i, part in enumerate(column_parts):
-                own = pl.ds(sites_ref[matrix, 0], a_smem.shape[0])
-                source = a_ref.at[own, pl.ds(column + part.start, part.size)]
+                rows = pl.ds(sites_ref[matrix, 0], a_smem.shape[0])
+                source = a_ref.at[rows, pl.ds(column + part.start, part.size)]
                 plgpu.copy_gmem_to_smem(source, a_rows.at[i], a_full)
 
             def one(tile, _):
@@ -166,8 +166,8 @@ def _merge_body(config: MergeConfig, d_out: int, chunks: int, parts: int, interp
                     plgpu.barrier_wait(empty.at[at])
 
                 plgpu.copy_gmem_to_smem(source, w_smem.at[at], full.at[at])
-                own = pl.ds(sites_ref[matrix, 1], b_smem.shape[1])
-                source = b_ref.at[own, pl.ds(row, ROWS)]
+                rows = pl.ds(sites_ref[matrix, 1], b_smem.shape[1])
+                source = b_ref.at[rows, pl.ds(row, ROWS)]
                 plgpu.copy_gmem_to_smem(source, b_smem.at[at], full.at[at])
 
             lax.fori_loop(0, tiles, one, None)
@@ -227,9 +227,9 @@ def _merge_body(config: MergeConfig, d_out: int, chunks: int, parts: int, interp
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(w_smem.at[at], target)
 
-            mine = lax.div(tiles - warpgroup + (warpgroups - 1), jnp.int32(warpgroups))
-            lax.fori_loop(0, mine, one, None)
-            pl.when(mine > 0)(lambda: leave((mine - 1) * warpgroups + warpgroup))
+            num_tiles = lax.div(tiles - warpgroup + (warpgroups - 1), jnp.int32(warpgroups))
+            lax.fori_loop(0, num_tiles, one, None)
+            pl.when(num_tiles > 0)(lambda: leave((num_tiles - 1) * warpgroups + warpgroup))
             plgpu.wait_smem_to_gmem(0)
 
     return _merge_kernel

@@ -113,7 +113,7 @@ def _attend_body(sizes: AttentionSizes, config: AttentionConfig, query_rows: int
         v_smem = page_smems[-1]
         cta = lax.axis_index("cta")
         works = num_ref[0] * kv_heads
-        mine = lax.div(works - cta + (ctas - 1), jnp.int32(ctas))
+        num_works = lax.div(works - cta + (ctas - 1), jnp.int32(ctas))
 
         def slot(step):
             return lax.rem(step, jnp.int32(stages))
@@ -128,7 +128,7 @@ def _attend_body(sizes: AttentionSizes, config: AttentionConfig, query_rows: int
                 do(j, item, head, step)
                 return step + items_ref[item, 5] - items_ref[item, 4]
 
-            return lax.fori_loop(0, mine, one, jnp.int32(0))
+            return lax.fori_loop(0, num_works, one, jnp.int32(0))
 
         def seen_by_item(item):
             """Return the first and the last position that any token of the item sees."""
@@ -166,8 +166,8 @@ def _attend_body(sizes: AttentionSizes, config: AttentionConfig, query_rows: int
 
                     def copy(i):
                         """Ask for the i-th page of the block, if it is a page."""
-                        place = b * block_size + i * page_size
-                        page = lax.div(place, jnp.int32(page_size))
+                        position = b * block_size + i * page_size
+                        page = lax.div(position, jnp.int32(page_size))
                         # Pages that no token sees need not be there.
                         page = lax.max(lax.min(page, last_page), first_page)
                         piece = tables_ref[seq, page]
@@ -175,11 +175,11 @@ def _attend_body(sizes: AttentionSizes, config: AttentionConfig, query_rows: int
                             piece = piece * (page_size // block_size)
                             piece = piece + lax.rem(b, jnp.int32(page_size // block_size))
                         rows = pl.ds(piece * copied_rows, copied_rows)
-                        own = pl.ds(i * copied_rows, copied_rows)
+                        target_rows = pl.ds(i * copied_rows, copied_rows)
                         for ref, smem in zip(page_refs, page_smems, strict=True):
                             width = smem.shape[-1]
                             columns = pl.ds(head * width, width)
-                            target = smem.at[here, own]
+                            target = smem.at[here, target_rows]
                             plgpu.copy_gmem_to_smem(ref.at[rows, columns], target, full.at[here])
 
                     @plgpu.warp_map
@@ -198,7 +198,7 @@ def _attend_body(sizes: AttentionSizes, config: AttentionConfig, query_rows: int
                 plgpu.barrier_wait(q_empty.at[lax.rem(j, jnp.int32(SLOTS))])
 
             lax.fori_loop(lax.max(copied - stages, jnp.int32(0)), copied, drain, None)
-            lax.fori_loop(lax.max(mine - SLOTS, jnp.int32(0)), mine, drain_queries, None)
+            lax.fori_loop(lax.max(num_works - SLOTS, jnp.int32(0)), num_works, drain_queries, None)
 
         @pl.when(lax.axis_index("warpgroup") == 0)
         def _attend():
@@ -228,11 +228,13 @@ def _attend_body(sizes: AttentionSizes, config: AttentionConfig, query_rows: int
                     def _():
                         _erase(values, first - b * block_size, last - b * block_size)
 
-                    place = iota((block_size, rows), 0) + b * block_size
-                    own = position + lax.div(iota((block_size, rows), 1), jnp.int32(sizes.rows))
-                    seen = place <= own
+                    key_position = iota((block_size, rows), 0) + b * block_size
+                    query_position = position + lax.div(
+                        iota((block_size, rows), 1), jnp.int32(sizes.rows)
+                    )
+                    seen = key_position <= query_position
                     if window is not None:
-                        seen = seen & (place > own - window)
+                        seen = seen & (key_position > query_position - window)
                     s = jnp.where(seen, s, jnp.float32(LOWEST))
                     new_top = jnp.maximum(top, jnp.round(jnp.max(s, axis=0)))
                     p = jnp.where(seen, jnp.exp2(s - wide(new_top, block_size)), jnp.float32(0))
@@ -310,8 +312,8 @@ def _erase(values, first, last) -> None:
         column = pl.multiple_of(i * hopper.COLUMNS, hopper.COLUMNS)
         some = values.at[:, pl.ds(column, hopper.COLUMNS)]
         v = plgpu.load(some, layout=WGMMA)
-        place = iota(v.shape, 0)
-        some[...] = jnp.where((place >= first) & (place <= last), v, jnp.zeros_like(v))
+        row = iota(v.shape, 0)
+        some[...] = jnp.where((row >= first) & (row <= last), v, jnp.zeros_like(v))
 
     lax.fori_loop(0, values.shape[1] // hopper.COLUMNS, erase, None)
     plgpu.commit_smem()

@@ -121,8 +121,8 @@ def make_schedule(
 ) -> AttentionSchedule:
     """Return the items of a step; all layers of one ask for the same, and XLA makes it once."""
     tokens, per_chunk = positions.shape[0], config.chunk // config.block
-    place = jnp.arange(tokens, dtype=jnp.int32)
-    live = place < num_tokens
+    index = jnp.arange(tokens, dtype=jnp.int32)
+    live = index < num_tokens
     first, end = _first_block(positions, sizes, config.block), positions // config.block + 1
     first_chunk = first // per_chunk
     parts = jnp.where(live, (end - 1) // per_chunk + 1 - first_chunk, 0)
@@ -155,12 +155,12 @@ def _neighbours(
     They are neighbours of one sequence at consecutive positions, and do not reach over a multiple
     of `most` tokens.
     """
-    place = jnp.arange(token_to_seq.shape[0], dtype=jnp.int32)
+    token = jnp.arange(token_to_seq.shape[0], dtype=jnp.int32)
     follows = (token_to_seq[1:] == token_to_seq[:-1]) & (positions[1:] == positions[:-1] + 1)
-    begins = jnp.pad(~follows, (1, 0), constant_values=True) | (place == num_tokens)
-    begins = begins | (place % most == 0)
-    count, joined = jnp.ones_like(place), jnp.ones_like(begins)
-    for n in range(1, min(most, len(place))):
+    begins = jnp.pad(~follows, (1, 0), constant_values=True) | (token == num_tokens)
+    begins = begins | (token % most == 0)
+    count, joined = jnp.ones_like(token), jnp.ones_like(begins)
+    for n in range(1, min(most, len(token))):
         joined = joined & jnp.pad(~begins[n:], (0, n))
         count = count + joined.astype(jnp.int32)
     return jnp.where(begins, count, 0)
@@ -168,8 +168,8 @@ def _neighbours(
 
 def _running_sum(values: Int[Array, "n"]) -> Int[Array, "n"]:
     """Return the sums up to each place, of all pairs: XLA compiled cumsum of 2048 for 50 s."""
-    place = jnp.arange(values.shape[0], dtype=jnp.int32)
-    before = place[None, :] <= place[:, None]
+    index = jnp.arange(values.shape[0], dtype=jnp.int32)
+    before = index[None, :] <= index[:, None]
     return jnp.sum(jnp.where(before, values[None, :], 0), axis=1, dtype=jnp.int32)
 
 

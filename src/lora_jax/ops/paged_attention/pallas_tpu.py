@@ -162,8 +162,8 @@ def _items(
     same = (token_to_seq[1:] == token_to_seq[:-1]) & (positions[1:] == positions[:-1] + 1)
     items = row_items(jnp.pad(~same, (1, 0), constant_values=True), num_tokens, tokens)
     at = jnp.minimum(items.start, token_to_seq.shape[0] - 1)
-    place = (items.num_items.reshape(1), items.start, items.end, token_to_seq[at], positions[at])
-    return *place, block_tables.reshape(-1)
+    arrays = (items.num_items.reshape(1), items.start, items.end, token_to_seq[at], positions[at])
+    return *arrays, block_tables.reshape(-1)
 
 
 def _call(
@@ -339,11 +339,11 @@ def _attend_block(
     Row r of q belongs to the token at `position` + r // group. total_ref sums by lane.
     """
     logits = _dot(q, k, 1) * jnp.float32(sizes.scale)
-    place = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) + first_place
-    mine = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0) // sizes.group + position
-    seen = place <= mine
+    key_position = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) + first_place
+    query_position = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0) // sizes.group + position
+    seen = key_position <= query_position
     if sizes.window is not None:
-        seen = seen & (place > mine - sizes.window)
+        seen = seen & (key_position > query_position - sizes.window)
     logits = jnp.where(seen, logits, jnp.float32(LOWEST))
     old_top = top_ref[...]
     top = jnp.maximum(old_top, jnp.max(logits, axis=1, keepdims=True))

@@ -32,9 +32,9 @@ class _Pages:
     def read(self, seq: Int[Array, ""], block: Int[Array, ""]):
         """Return positions, K and V (float32) of one block of pages of a sequence."""
         page_size, kv_heads = self.k_pages.shape[1:3]
-        place = block * self.block_pages + jnp.arange(self.block_pages, dtype=jnp.int32)
+        page = block * self.block_pages + jnp.arange(self.block_pages, dtype=jnp.int32)
         last = self.block_tables.shape[1] - 1
-        table = self.block_tables[seq, jnp.minimum(place, last)]
+        table = self.block_tables[seq, jnp.minimum(page, last)]
         n = self.block_pages * page_size
         k = self.k_pages[table].reshape(n, kv_heads, -1).astype(jnp.float32)
         v = k[..., : self.v_dim]
@@ -56,11 +56,11 @@ def paged_attention(
     lane = jnp.arange(size, dtype=jnp.int32)
 
     def one_block(i, out):
-        mine = jnp.minimum(starts[i] + lane, tokens - 1)
+        token = jnp.minimum(starts[i] + lane, tokens - 1)
         real = lane < counts[i]
-        position = jnp.where(real, positions[mine], positions[mine[0]])
-        o = _attend(q[mine], position, token_to_seq[mine[0]], sinks, pages)
-        return out.at[jnp.where(real, mine, tokens)].set(o.astype(q.dtype), mode="drop")
+        position = jnp.where(real, positions[token], positions[token[0]])
+        o = _attend(q[token], position, token_to_seq[token[0]], sinks, pages)
+        return out.at[jnp.where(real, token, tokens)].set(o.astype(q.dtype), mode="drop")
 
     out = jnp.zeros((tokens, q_heads, v_dim), q.dtype)
     return jax.lax.fori_loop(0, num_blocks, one_block, out)
@@ -71,12 +71,12 @@ def _token_blocks(
 ) -> tuple[Int[Array, "tokens"], Int[Array, "tokens"], Int[Array, ""]]:
     """Return (starts, counts, how many) of blocks of up to `size` real tokens of one sequence."""
     tokens = token_to_seq.shape[0]
-    place = jnp.arange(tokens, dtype=jnp.int32)
+    token = jnp.arange(tokens, dtype=jnp.int32)
     first = jnp.pad(token_to_seq[1:] != token_to_seq[:-1], (1, 0), constant_values=True)
-    run_start = jax.lax.cummax(jnp.where(first, place, 0))
-    begins = ((place - run_start) % size == 0) & (place < num_tokens)
+    run_start = jax.lax.cummax(jnp.where(first, token, 0))
+    begins = ((token - run_start) % size == 0) & (token < num_tokens)
     starts = jnp.nonzero(begins, size=tokens, fill_value=0)[0].astype(jnp.int32)
-    stop = jnp.pad(jnp.where(first, place, tokens)[1:], (0, 1), constant_values=tokens)
+    stop = jnp.pad(jnp.where(first, token, tokens)[1:], (0, 1), constant_values=tokens)
     run_end = jnp.minimum(jax.lax.cummin(stop, reverse=True), num_tokens)
     counts = jnp.minimum(run_end[starts] - starts, size)
     return starts, counts, jnp.sum(begins, dtype=jnp.int32)
@@ -101,8 +101,8 @@ def _attend(
 
     def one_block(block, carry):
         top, total, acc = carry
-        place, k, v = pages.read(seq, block)
-        seen = (place[None] <= position[:, None]) & (place[None] >= first[:, None])
+        key_position, k, v = pages.read(seq, block)
+        seen = (key_position[None] <= position[:, None]) & (key_position[None] >= first[:, None])
         logits = jnp.einsum("tgqd,sgd->tgqs", q, k, precision=HIGHEST)
         logits = jnp.where(seen[:, None, None], logits, f32(LOWEST))
         new_top = jnp.maximum(top, jnp.max(logits, axis=-1))

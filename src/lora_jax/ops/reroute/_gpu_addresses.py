@@ -25,7 +25,7 @@ def gather(ref, index, interpreted: bool):
         vector = plgpu.ShapeDtypeStruct(index.shape, jnp.int32, layout=DOWN)
         read: Callable = plgpu.inline_mgpu(arg_types=(_REF, DOWN), return_type=vector)(_gather)
         return read(ref, index)
-    at = lambda i, found: found.at[i].set(ref[index[i]])  # noqa: E731
+    at = lambda i, out: out.at[i].set(ref[index[i]])  # noqa: E731
     return lax.fori_loop(0, index.size, at, jnp.zeros_like(index))
 
 
@@ -62,10 +62,10 @@ def _scatter(
     """Emit scatter for the numbers that a thread holds."""
     zero = arith.constant(ir.IntegerType.get_signless(32), 0)
     for at, register in zip(index.registers.flat, value.registers.flat, strict=True):
-        place = _number(at)
-        inside = scf.IfOp(arith.cmpi(arith.CmpIPredicate.sge, place, zero))
+        target = _number(at)
+        inside = scf.IfOp(arith.cmpi(arith.CmpIPredicate.sge, target, zero))
         with ir.InsertionPoint(inside.then_block):
-            memref.store(_number(register), ref, [_address(place)])
+            memref.store(_number(register), ref, [_address(target)])
             scf.yield_([])
 
 

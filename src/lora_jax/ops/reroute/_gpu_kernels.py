@@ -116,8 +116,8 @@ def _find_keys(sizes: RerouteSizes, first, num_rows: int, refs, interpreted: boo
     ids = _load(ids_ref, first, size=num_rows)
     row = _places(first, num_rows)
     experts = sizes.table[1] if sizes.table else sizes.groups
-    known = (row < num_ref[0] * sizes.k) & (ids >= 0) & (ids < experts)
-    ids = jnp.where(known, ids, jnp.zeros_like(ids))
+    valid = (row < num_ref[0] * sizes.k) & (ids >= 0) & (ids < experts)
+    ids = jnp.where(valid, ids, jnp.zeros_like(ids))
     keys = ids
     if sizes.table:
         owner_ref, table_ref = owners
@@ -127,8 +127,8 @@ def _find_keys(sizes: RerouteSizes, first, num_rows: int, refs, interpreted: boo
         slot = jnp.where(has, slot, jnp.zeros_like(slot))
         moved = gather(table_ref, slot * experts + ids, interpreted)
         keys = jnp.where(has, moved, ids)
-        known = known & (keys >= 0) & (keys < sizes.groups)
-    return jnp.where(known, keys, jnp.full_like(keys, sizes.groups)), ids
+        valid = valid & (keys >= 0) & (keys < sizes.groups)
+    return jnp.where(valid, keys, jnp.full_like(keys, sizes.groups)), ids
 
 
 def _meet(barrier) -> None:
@@ -183,14 +183,14 @@ def count_rows(
         *refs, counts_ref, key_smem, count_smem, barrier = refs
         cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
 
-        own = warpgroup * config.own_rows
-        first = cta * config.rows + own
+        offset = warpgroup * config.own_rows
+        first = cta * config.rows + offset
         keys, _ = _find_keys(sizes, first, config.own_rows, refs, bool(interpret))
-        key_smem[pl.ds(own, config.own_rows)] = keys
+        key_smem[pl.ds(offset, config.own_rows)] = keys
 
         def count(tile, _):
             def more(p, total):
-                return total + _counts(_load(key_smem, own + p * PIECE, ACROSS), tile)
+                return total + _counts(_load(key_smem, offset + p * PIECE, ACROSS), tile)
 
             first = warpgroup * sizes.kinds + tile * PIECE
             count_smem[pl.ds(first, PIECE)] = lax.fori_loop(0, pieces, more, _none())
@@ -229,16 +229,16 @@ def place_rows(
         *refs, order_ref, inverse_ref, sizes_ref, token_ref, expert_ref = refs
         inputs, counts_refs = refs[: 2 + len(owners)], refs[2 + len(owners) :]
         cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
-        own, num_own = warpgroup * config.own_rows, config.own_rows
-        first_row = cta * config.rows + own
+        offset, num_own = warpgroup * config.own_rows, config.own_rows
+        first_row = cta * config.rows + offset
         keys, ids = _find_keys(sizes, first_row, num_own, inputs, interpreted)
         # Twice, since equal loads become one, which then has one layout.
-        key_smem[pl.ds(own, num_own)] = keys
-        same_smem[pl.ds(own, num_own)] = keys
+        key_smem[pl.ds(offset, num_own)] = keys
+        same_smem[pl.ds(offset, num_own)] = keys
 
         def rank_piece(p, _):
             """Find the ranks of a piece's rows among its equals, and its counts."""
-            at = own + p * PIECE
+            at = offset + p * PIECE
             across = functools.partial(_load, same_smem, at, ACROSS)
             equal = _spread(_load(key_smem, at), 0) == _spread(across(), 1)
             rank_smem[pl.ds(at, PIECE)] = _count(equal & (_iota(1) < _iota(0)))
@@ -262,11 +262,11 @@ def place_rows(
 
             def more(column, sums):
                 source = counts_refs[0].at[groups, pl.ds(column * PIECE, PIECE)]
-                found = plgpu.load(source, layout=plgpu.Layout.WGMMA, optimized=False)
-                place = _iota(1) + column * PIECE
+                counts = plgpu.load(source, layout=plgpu.Layout.WGMMA, optimized=False)
+                cta_index = _iota(1) + column * PIECE
                 ends = sizes.ctas, cta
                 return tuple(
-                    total + _sum_where(place < end, found)
+                    total + _sum_where(cta_index < end, counts)
                     for total, end in zip(sums, ends, strict=True)
                 )
 
@@ -304,10 +304,10 @@ def place_rows(
         _meet(barrier)
 
         # Each row's place: where its group begins in its piece, and its rank there.
-        row, within = _places(first_row, num_own), _places(own, num_own)
+        row, within = _places(first_row, num_own), _places(offset, num_own)
         piece = lax.div(within, jnp.full_like(within, PIECE))
         starts = gather(count_smem, piece * sizes.kinds + keys, interpreted)
-        place = starts + _load(rank_smem, own, size=num_own)
+        place = starts + _load(rank_smem, offset, size=num_own)
         there, nowhere = row < sizes.rows, jnp.full_like(row, -1)
         token = lax.div(row, jnp.full_like(row, sizes.k))
         expert = jnp.where(keys < sizes.groups, ids, jnp.zeros_like(ids))

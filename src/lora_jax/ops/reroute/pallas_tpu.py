@@ -189,10 +189,10 @@ def _reroute_kernel(sizes: _RerouteSizes, real_ref, ids_ref, *refs):
     @pl.loop(0, sizes.blocks)
     def _(block):
         at = pl.ds(block, 1)
-        mine = _iota((sizes.keys, BLOCK), 0) == places_ref[at, :]
-        ones = _select(mine, 1)
+        is_key = _iota((sizes.keys, BLOCK), 0) == places_ref[at, :]
+        ones = _select(is_key, 1)
         to = _dot(ones, earlier, contract=0) + counts_ref[...]
-        place = jnp.sum(_select(mine, to), axis=0, keepdims=True).astype(jnp.int32)
+        place = jnp.sum(_select(is_key, to), axis=0, keepdims=True).astype(jnp.int32)
         counts_ref[...] += jnp.sum(ones, axis=1, keepdims=True)
         places_ref[at, :] = place
         _put(place, block * BLOCK, sizes.order_block, order_ref)
@@ -209,8 +209,8 @@ def _groups(sizes: _RerouteSizes, ids, real, at, slots_ref=None, table_ref=None)
         moved = _select(_iota((shape[0], BLOCK), 0) == slots, moved)
         moved = jnp.sum(moved, axis=0, keepdims=True).astype(jnp.int32)
         group = jnp.where((slots >= 0) & (slots < sizes.slots), moved, ids)
-    known = real & (ids >= 0) & (ids < sizes.experts) & (group >= 0) & (group < sizes.groups)
-    return jnp.where(known, group, sizes.groups)
+    valid = real & (ids >= 0) & (ids < sizes.experts) & (group >= 0) & (group < sizes.groups)
+    return jnp.where(valid, group, sizes.groups)
 
 
 def _put(place, first_row, size: int, order_ref) -> None:
@@ -223,8 +223,8 @@ def _put(place, first_row, size: int, order_ref) -> None:
     def _(i):
         at = pl.ds(pl.multiple_of(i * size, size), size)
         lines = _select(_iota((size, BLOCK), 0) + i * size == line, 1)
-        found = _dot(lines, column, contract=1).astype(jnp.int32)  # 0 where no row goes
-        order_ref[at, :] = jnp.where(found > 0, found + (first_row - 1), order_ref[at, :])
+        numbers = _dot(lines, column, contract=1).astype(jnp.int32)  # 0 where no row goes
+        order_ref[at, :] = jnp.where(numbers > 0, numbers + (first_row - 1), order_ref[at, :])
 
 
 def _dot(x, y, contract: int, *, exact: bool = False):

@@ -44,8 +44,8 @@ def looked_up(
     slots, experts = table.shape
     row = jnp.clip(token_to_slot, 0, slots - 1)[:, None]
     moved = table[row, jnp.clip(topk_ids, 0, experts - 1)]
-    known = (token_to_slot >= 0) & (token_to_slot < slots)
-    groups = jnp.where(known[:, None], moved, topk_ids)
+    valid = (token_to_slot >= 0) & (token_to_slot < slots)
+    groups = jnp.where(valid[:, None], moved, topk_ids)
     return jnp.where((topk_ids >= 0) & (topk_ids < experts), groups, -1)
 
 
@@ -74,5 +74,5 @@ def _sorted(
         return map
     grouped = jnp.arange(tokens * k, dtype=jnp.int32) < jnp.sum(sizes, dtype=jnp.int32)
     slots = jnp.where(grouped, adapters.row_to_slot[map.row_to_token], -1)
-    own = AdapterItems(slots, jnp.arange(tokens * k), *cut(slots, map.row_to_expert))
-    return dataclasses.replace(map, items=own)
+    items = AdapterItems(slots, jnp.arange(tokens * k), *cut(slots, map.row_to_expert))
+    return dataclasses.replace(map, items=items)

@@ -41,7 +41,7 @@ PROMPTS = cases.prompts_of(len(MODELS))
 
 def flags():
     """The engine's sizes as the command line has them."""
-    return [word for k, v in cases.ENGINE.items() for word in (f"--{k.replace('_', '-')}", str(v))]
+    return cases.engine_flags()
 
 
 @pytest.fixture(scope="module")

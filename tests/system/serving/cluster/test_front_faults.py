@@ -25,8 +25,7 @@ class Cluster:
     def __init__(self, model, lora_dir, state, log):
         self.port, self.log = free_port(), log
         command = [sys.executable, "-m", "serving.launch", model, "--port", str(self.port)]
-        for name, value in cases.ENGINE.items():
-            command += [f"--{name.replace('_', '-')}", str(value)]
+        command += cases.engine_flags()
         command += ["--instances", "2", "--enable-runtime-lora", "--lora-dir", str(lora_dir)]
         command += ["--state-dir", str(state), "--api-key", "right", "--shutdown-timeout", "12"]
         env = os.environ | {"JAX_PLATFORMS": "cpu"}

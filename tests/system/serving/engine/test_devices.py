@@ -73,7 +73,7 @@ def run(folder, dtype, devices, **fields):
 @pytest.mark.parametrize(
     ("kind", "dtype", "devices"),
     [
-        ("llama", "float32", 2),
+        pytest.param("llama", "float32", 2, marks=pytest.mark.long),
         ("mixtral", "bfloat16", 2),
         pytest.param("mixtral", "float32", 2, marks=pytest.mark.long),
         pytest.param("llama", "bfloat16", 2, marks=pytest.mark.long),

@@ -30,7 +30,12 @@ def test_more_adapters_than_the_host_holds_are_served(tmp_path):
     paths = {f"a{n}": tmp_path / f"a{n}" for n in range(12)}
     for n, path in enumerate(paths.values()):
         tiny_checkpoint.write_adapter(path, shape, 2, seed=n)
-    sizes = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+    sizes = {
+        "structured_outputs": False,
+        "max_model_len": 64,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 32,
+    }
     sizes |= {"max_lora_rank": 2, "block_size": 4}
     names = [f"a{(7 * n) % 12}" for n in range(24)]
     prompts = prompts_of(24, seed=31)

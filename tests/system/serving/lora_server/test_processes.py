@@ -169,6 +169,7 @@ def test_a_rank_is_killed_and_comes_back(turn, engines, group, coupled, monkeypa
     assert group.processes[turn % 2].pid != victim
 
 
+@pytest.mark.long
 def test_all_ranks_are_killed_and_come_back(engines, group, coupled, monkeypatch):
     victims = [process.pid for process in group.processes]
 

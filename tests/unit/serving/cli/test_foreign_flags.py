@@ -89,6 +89,8 @@ OURS = {
     "--log-level": "INFO",
     "--uvicorn-log-level": "info",
     "--mm-processor-kwargs": '{"max_pixels": 4096}',
+    "--tool-call-parser": "hermes",
+    "--reasoning-parser": "qwen3",
 }
 
 

@@ -145,6 +145,19 @@ NEAR = (
     "a key, 16 MiB",
     "names",
     "tokens, all values",
+    "text, too many tokens",
+    "1024 texts",
+    "lists of ids",
+    "prompt, wrong list",
+    "stop, wrong",
+    "unknown fields",
+    "a number, 16 MiB",
+    "model, 16 MiB",
+    "a message, 16 MiB",
+    "prompt, 16 MiB",
+    "names, 16 MiB",
+    "tokens, wrong",
+    "messages",
 )
 
 

@@ -70,10 +70,10 @@ def function(**fields):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, "'auto' is not supported"),
-        ({"tool_choice": "auto"}, "'auto' is not supported"),
-        ({"tool_choice": "any"}, "must be 'none', 'required' or a function"),
-        ({"tool_choice": {"type": "function"}}, "must be 'none', 'required' or a function"),
+        ({}, "'auto' needs a server with --enable-auto-tool-choice"),
+        ({"tool_choice": "auto"}, "'auto' needs a server with --enable-auto-tool-choice"),
+        ({"tool_choice": "any"}, "must be 'none', 'auto', 'required' or a function"),
+        ({"tool_choice": {"type": "function"}}, "'auto', 'required' or a function"),
         ({"tool_choice": {"function": {"name": "x"}}}, "names 'x', which is not among the tools"),
         ({"tools": [], "tool_choice": "required"}, "'required' needs tools"),
         (function(parameters={}), "tools.0.function.name"),
@@ -93,6 +93,20 @@ def test_mistakes_are_named(client, engine, fields, message):
     assert answer.status_code == 400
     assert message in answer.json()["error"]["message"]
     assert len(engine.submitted) == before
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"response_format": {"type": "json_object"}}, {"structured_outputs": {"regex": "a"}}],
+)
+def test_auto_excludes_a_structure(engine, fields):
+    settings = HttpSettings(enable_auto_tool_choice=True, tool_call_parser="hermes")
+    with client_of(create_app(engine, settings)) as client:
+        answer = chat(client, **fields)
+        assert answer.status_code == 400
+        assert "exclude each other" in answer.json()["error"]["message"]
+        assert chat(client, response_format={"type": "text"}).status_code == 200
+        assert chat(client, tool_choice="none", **fields).status_code == 200
 
 
 def test_completions_have_no_tools(client):

@@ -7,6 +7,7 @@ import pytest
 from support.doubles.fake_engine import FakeEngine, letters
 from support.processes.http_server import client_of
 
+from serving.api.request import FinishReason, OutputDelta
 from serving.api.sampling import Sampling
 from serving.http.app import create_app
 from serving.http.settings import HttpSettings
@@ -214,3 +215,100 @@ def test_settings_of_the_server_reach_chat_answers(caplog):
     assert "secret" not in caplog.text
     assert "[user]yo" not in caplog.text
     assert "a stream" in lines[1]
+
+
+TOOLS = [{"type": "function", "function": {"name": "play"}}]
+THOUGHTS_AND_CALLS = (
+    "<think>\nMusic.\n</think>\n\nSure.\n"
+    '<tool_call>\n{"name": "play", "arguments": {"what": "jazz"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "play", "arguments": {}}\n</tool_call>'
+)
+
+
+class SayingEngine(FakeEngine):
+    """Answers with a text, a character a piece."""
+
+    said = THOUGHTS_AND_CALLS
+
+    def _deltas(self, given, index):
+        for char in self.said:
+            yield OutputDelta(given.id, index, char, (ord(char),))
+        yield OutputDelta(given.id, index, "", (257,), finish_reason=FinishReason.STOP)
+
+
+@pytest.fixture
+def saying():
+    engine = SayingEngine(max_model_len=4096)
+    settings = HttpSettings(
+        enable_auto_tool_choice=True, tool_call_parser="hermes", reasoning_parser="qwen3"
+    )
+    with client_of(create_app(engine, settings)) as client:
+        yield engine, client
+
+
+def streamed(client, **body):
+    """The message that the chunks of a stream add up to, and the reasons of its end."""
+    message, reasons = {"calls": {}}, []
+    body = {"messages": [USER], "stream": True} | body
+    with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        chunks = [json.loads(x[6:]) for x in answer.iter_lines() if x.startswith("data: {")]
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        reasons += [choice["finish_reason"]] * (choice["finish_reason"] is not None)
+        for name in ("content", "reasoning_content"):
+            message[name] = message.get(name, "") + choice["delta"].get(name, "")
+        for delta in choice["delta"].get("tool_calls", ()):
+            call = message["calls"].setdefault(delta["index"], {"arguments": ""})
+            call["arguments"] += delta["function"].pop("arguments")
+            call |= delta["function"]
+    return message, reasons
+
+
+def test_a_model_calls_tools_by_itself(saying):
+    engine, client = saying
+    choice = chat(client, tools=TOOLS)["choices"][0]
+    message = choice["message"]
+    assert (message["role"], message["content"]) == ("assistant", "Sure.")
+    assert message["reasoning_content"] == "Music."
+    functions = [call["function"] for call in message["tool_calls"]]
+    assert [json.loads(f["arguments"]) for f in functions] == [{"what": "jazz"}, {}]
+    assert choice["finish_reason"] == "tool_calls"
+    assert engine.submitted[-1].sampling.skip_special_tokens is False
+    assert engine.submitted[-1].sampling.structured_outputs is None
+
+    parts, reasons = streamed(client, tools=TOOLS, tool_choice="auto")
+    assert (parts["content"], parts["reasoning_content"]) == ("Sure.", "Music.")
+    assert list(parts["calls"].values()) == functions
+    assert reasons == ["tool_calls"]
+    one, _ = streamed(client, tools=TOOLS, parallel_tool_calls=False)
+    assert list(one["calls"].values()) == functions[:1]
+
+
+def test_without_tools_calls_are_content(saying):
+    engine, client = saying
+    text = THOUGHTS_AND_CALLS.partition("</think>\n\n")[2]
+    for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        choice = chat(client, **fields)["choices"][0]
+        assert choice["message"]["content"] == text
+        assert "tool_calls" not in choice["message"]
+        assert choice["finish_reason"] == "stop"
+        assert streamed(client, **fields)[0]["content"] == text
+    assert engine.submitted[-1].sampling.skip_special_tokens
+
+
+def test_a_prompt_can_open_the_thoughts(saying):
+    engine, client = saying
+    engine.said = "Music.</think>Sure."
+    opened = [USER, {"role": "assistant", "content": "<think>\n"}]
+    body = {"messages": opened, "continue_final_message": True}
+    message = chat(client, **body)["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Music.", "Sure.")
+    message = chat(client)["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == (None, engine.said)
+
+
+def test_a_structure_has_no_thoughts(saying):
+    engine, client = saying
+    engine.said = "<think>"
+    body = {"structured_outputs": {"choice": ["<think>"]}}
+    assert chat(client, **body)["choices"][0]["message"]["content"] == "<think>"

@@ -1,0 +1,121 @@
+"""Parts of a chat answer in its text, as it comes: thoughts, content and calls of tools."""
+
+from typing import Any
+
+from serving.http.answers.call_parsers import CALL_PARSERS
+
+_OPEN, _CLOSE = "<think>", "</think>"
+
+
+class ThoughtReader:
+    """Splits a text that may begin with thoughts between tags, without white space around them.
+
+    The text is taken character by character: how it is cut changes nothing.
+    """
+
+    def __init__(self, is_open: bool):
+        """`is_open`: the prompt ends with the opening tag."""
+        self._state = self._skip if is_open else self._before
+        self._held = ""  # white space, and the beginning of a tag
+        self._tag = ""
+        self._after = self._in_thoughts
+        self._thoughts: list[str] = []
+        self._content: list[str] = []
+
+    def feed(self, text: str, ends: bool) -> tuple[str, str]:
+        """Return the thoughts and the content that a piece brings; `ends`: it is the last."""
+        for char in text:
+            self._state(char)
+        if ends:
+            is_content = self._state == self._before
+            (self._content if is_content else self._thoughts).append(self._held)
+            self._held = ""
+        parts = "".join(self._thoughts), "".join(self._content)
+        self._thoughts, self._content = [], []
+        return parts
+
+    def _before(self, char: str) -> None:
+        """Take a character of what may be the opening tag."""
+        tag = self._tag + char
+        if _OPEN.startswith(tag):
+            self._held, self._tag = self._held + char, tag
+            if tag == _OPEN:
+                self._held = self._tag = ""
+                self._state = self._skip
+        elif char.isspace() and not self._tag:
+            self._held += char
+        else:
+            self._content.append(self._held + char)
+            self._held, self._state = "", self._in_content
+
+    def _skip(self, char: str) -> None:
+        """Drop white space after a tag."""
+        if not char.isspace():
+            self._state = self._after
+            self._state(char)
+
+    def _in_thoughts(self, char: str) -> None:
+        tag = self._tag + char
+        if _CLOSE.startswith(tag):
+            self._held, self._tag = self._held + char, tag
+            if tag == _CLOSE:
+                self._held = self._tag = ""
+                self._state, self._after = self._skip, self._in_content
+        elif self._tag:
+            self._thoughts.append(self._held)
+            self._held = self._tag = ""
+            self._in_thoughts(char)
+        elif char.isspace():
+            self._held += char
+        else:
+            self._thoughts.append(self._held + char)
+            self._held = ""
+
+    def _in_content(self, char: str) -> None:
+        self._content.append(char)
+
+
+class MessageReader:
+    """Reads the text of one choice: thoughts first, then content and calls."""
+
+    def __init__(
+        self, parser: str | None, reasoning: str | None, *, thinks: bool = False, parallel: bool
+    ):
+        """`parser` and `reasoning` name formats, None: there are none of their kind.
+
+        `thinks`: the prompt ends with the opening tag of thoughts; without `parallel` the first
+        call is the only one.
+        """
+        self._calls = None if parser is None else CALL_PARSERS[parser]()
+        self._thoughts = None if reasoning is None else ThoughtReader(thinks)
+        self._parallel = parallel
+
+    @property
+    def calls(self) -> list[Any]:
+        """The calls so far."""
+        calls = [] if self._calls is None else self._calls.calls
+        return calls if self._parallel else calls[:1]
+
+    def feed(self, text: str, ends: bool) -> dict[str, Any]:
+        """Return the delta of a message that a piece brings; `ends`: it is the last piece."""
+        thoughts, content = "", text
+        if self._thoughts is not None:
+            thoughts, content = self._thoughts.feed(text, ends)
+        deltas: list[dict[str, Any]] = []
+        if self._calls is not None:
+            content, deltas = self._calls.feed(content)
+            if ends:
+                content += self._calls.finish()
+        deltas = [delta for delta in deltas if self._parallel or not delta["index"]]
+        parts = {"reasoning_content": thoughts, "content": content, "tool_calls": deltas}
+        return {name: part for name, part in parts.items() if part}
+
+    def whole(self, text: str, echo: str) -> dict[str, Any]:
+        """Return the message of a whole text; `echo` comes before its content."""
+        read = self.feed(text, ends=True)
+        calls = [call.as_json() for call in self.calls]
+        content = echo + read.get("content", "")
+        message: dict[str, Any] = {"content": content or None if calls else content}
+        if self._thoughts is not None:
+            message["reasoning_content"] = read.get("reasoning_content")
+        return message | ({"tool_calls": calls} if calls else {})
