@@ -7,7 +7,8 @@ Greedy-Dual-Size-Frequency caching policy", HP Labs 1998.
 
 import dataclasses
 
-_HALVE_EVERY = 20_000  # uses; counts are halved, so that popularity may drift
+# Counts are halved after so many uses, that popularity may drift: for each known digest, at least.
+_HALVE_EACH, _HALVE_LEAST = 16, 1000
 # What a read takes; only the ratio counts. Measured times would order equal adapters by chance.
 _OPEN_S = 0.005  # whatever its size
 _RATE = 500e6  # bytes per second
@@ -35,13 +36,15 @@ class UseLedger:
         self._uses: dict[str, _Uses] = {}
         self._read: set[str] = set()  # since somebody asked
         self._number = 0
+        self._halved = 0  # the number at which counts were halved last
 
     def used(self, digest: str) -> None:
         """Count one use."""
         self._number += 1
         uses = self._uses.setdefault(digest, _Uses())
         uses.count, uses.level, uses.last = uses.count + 1, self.level, self._number
-        if self._number % _HALVE_EVERY == 0:
+        if self._number - self._halved >= max(_HALVE_LEAST, _HALVE_EACH * len(self._uses)):
+            self._halved = self._number
             for one in self._uses.values():
                 one.count /= 2
 

@@ -30,9 +30,23 @@ def test_reads_are_told_once_and_counts_are_halved():
     assert ledger.take_read("a")
     assert not ledger.take_read("a")
     before = ledger.value("a", 10**8)
-    for _ in range(20_000):
+    for _ in range(998):
         ledger.used("b")
-    assert ledger.value("a", 10**8) < 0.6 * before
+    assert ledger.value("a", 10**8) == before
+    ledger.used("b")
+    assert ledger.value("a", 10**8) == before / 2
+
+
+def test_counts_of_many_adapters_are_halved_later():
+    ledger = UseLedger()
+    for number in range(100):
+        ledger.used(str(number))
+    before = ledger.value("0", 10**8)
+    for _ in range(1499):
+        ledger.used("99")
+    assert ledger.value("0", 10**8) == before
+    ledger.used("99")
+    assert ledger.value("0", 10**8) == before / 2
 
 
 def simulated(policy_value):
