@@ -61,7 +61,7 @@ def packed(rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 # Each of the others has what these two have, and more.
 # Parts of the others, or relatives of them.
-PARTS = ("qwen3", "mixtral", "mistral window", "llama biases", "qwen3_moe", "deepseek_v2")
+PARTS = ("llama", "qwen3", "mixtral", "mistral window", "llama biases", "qwen3_moe", "deepseek_v2")
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,7 @@ def test_lengths_are_those_of_a_trace(tmp_path):
     assert {token for job in work for token in job.prompt} == set(range(4, 9))
 
 
+@pytest.mark.long
 def test_prefilled_prompts_take_one_step_to_their_first_token():
     sizes = {
         "structured_outputs": False,

@@ -177,6 +177,7 @@ def test_preempted_and_starved_of_rows_keep_the_bits(engine: Engine, folder: Pat
         small.check_integrity()
 
 
+@pytest.mark.long
 def test_text_is_answered_as_by_the_language_model_alone(engine: Engine, folder: Path):
     """Bit for bit by an engine that has no tower, whose step knows nothing of images."""
     texts = ["hello there", "what is this?"]

@@ -146,6 +146,7 @@ def versions_of(cluster, users):
     return found
 
 
+@pytest.mark.long
 def test_a_rollout_outlasts_a_kill_of_every_process(cluster, files, state):
     for version, adapter in {"v1": "a0", "v2": "a1"}.items():
         body = {"lora_name": f"sql@{version}", "lora_path": files[2][adapter]}

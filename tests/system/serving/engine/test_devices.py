@@ -107,6 +107,7 @@ def run_esft(root, base, devices, **fields):
     return answers
 
 
+@pytest.mark.long
 def test_esft_adapters_answer_as_on_one_device(tmp_path):
     base = tiny_esft.write_moe(tmp_path / "base", "mixtral")
     tiny_checkpoint.write_adapter(tmp_path / "lora", tiny_esft.MIXTRAL, 3, seed=1)

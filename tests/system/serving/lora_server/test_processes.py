@@ -198,6 +198,7 @@ def stand_in(group, files):
         yield engine
 
 
+@pytest.mark.long
 def test_an_instance_takes_over_while_the_server_is_lost(
     stand_in, group, files, coupled, monkeypatch
 ):
