@@ -95,7 +95,8 @@ class AbstractCallParser(ABC):
 
     def _in_object(self, char: str) -> None:
         read = self._object
-        assert read is not None
+        if read is None:  # `_begin` makes one before this state
+            raise RuntimeError("A call is read without an object.")
         ended = read.feed(char)
         if ended is False:
             if read.is_call and self._held:

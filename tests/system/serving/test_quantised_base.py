@@ -87,6 +87,7 @@ def test_tokens_are_those_of_the_plain_copy(tmp_path, name):
     assert answer["usage"]["completion_tokens"] == 12
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FORMATS)
 def test_two_devices_give_the_tokens_of_one(tmp_path, name):
     quantize(MODEL, name, tmp_path)
