@@ -1,4 +1,4 @@
-"""What an answer must look like: vLLM's structured outputs, checked and in one form. No jax."""
+"""The structure of an answer: vLLM's `structured_outputs`, checked and in one form. No jax."""
 
 import dataclasses
 import hashlib

@@ -156,7 +156,9 @@ class EngineLoop:
     def _iterate(self) -> None:
         """Plan and dispatch one step, advance loads, and take in the step before."""
         if self._flying is not None:
-            time.sleep(self._pacer.wait_s(self._flying.plan.num_tokens))
+            wait_s = self._pacer.wait_s(self._flying.plan.num_tokens)
+            if wait_s > 0:  # even a sleep of nothing hands the interpreter to other threads
+                time.sleep(wait_s)
         parts, now = self._parts, time.monotonic()
         self._heartbeat_s = now
         with self._lock:

@@ -20,7 +20,7 @@ _SHORTEN = 0.8  # after a step that had ended before: the guess was too long
 class Pacer:
     """Times of steps and of the host's work between them; the loop's thread uses it.
 
-    `asked` may be called from any thread.
+    `asked` may be called from any thread, one at a time.
     """
 
     def __init__(self, clock: Callable[[], float]):
@@ -33,8 +33,9 @@ class Pacer:
     def asked(self, tenant: str) -> None:
         """Note a request."""
         now = self._clock()
-        self._asked = {t: at for t, at in self._asked.items() if now - at < _SHARED_S}
-        self._asked[tenant] = now
+        lately = {t: at for t, at in self._asked.items() if now - at < _SHARED_S}
+        # Never changed in place: the loop's thread reads it without the lock.
+        self._asked = lately | {tenant: now}
 
     def wait_s(self, num_tokens: int) -> float:
         """Return how long the plan after the step that runs, of `num_tokens`, can wait."""

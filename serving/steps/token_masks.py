@@ -1,4 +1,4 @@
-"""Which tokens each sequence row may take, on the device: one bit per token of the vocabulary.
+"""Token masks of sequence rows on the device: one bit for each token that a row may take.
 
 The host fills the masks of rows that a grammar binds, while the step's forward part runs; see
 compiled_step. Rows without a mask keep their logits bit for bit.

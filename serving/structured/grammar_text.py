@@ -1,4 +1,4 @@
-"""What llguidance reads for each kind of structure: a text that says which answers there are."""
+"""Grammar texts for llguidance: each kind of structure as the set of answers that it allows."""
 
 import json
 from collections.abc import Mapping

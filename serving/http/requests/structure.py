@@ -1,4 +1,4 @@
-"""What a body says of the answer's structure: `response_format` and `structured_outputs`."""
+"""The answer's structure from a body: its `response_format` and `structured_outputs`."""
 
 from collections.abc import Mapping
 from typing import Any

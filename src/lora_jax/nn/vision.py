@@ -1,4 +1,4 @@
-"""What the towers share: their inputs, axial rotary positions, attention and activations.
+"""Parts that the towers share: their inputs, axial rotary positions, attention and activations.
 
 A tower turns the patches of one image into rows of the language model. Linear maps are those of
 the language model, each row's adapter included.

@@ -1,4 +1,4 @@
-"""What an engine makes of a model with a tower, and the pairs that are refused at its start."""
+"""The engine's parts for a model with a tower, and the pairs that are refused at its start."""
 
 import dataclasses
 
