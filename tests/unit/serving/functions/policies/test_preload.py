@@ -67,7 +67,7 @@ def exhaustive(artifacts, rates, places) -> float:
 
 
 def test_plans_are_near_the_best_of_all_plans():
-    """Of few artifacts one that does not fit weighs much; at 50 functions the loss is below 1%."""
+    """Among so few artifacts, one that does not fit weighs much."""
     losses = []
     for seed in range(12):
         case = instance(seed, 2, 1 + seed % 2, 1, 1 + seed % 2)
