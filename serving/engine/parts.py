@@ -29,7 +29,7 @@ from serving.engine.image_parts import ImageParts, check_pairs, make_encoder, ma
 from serving.engine.loop import EngineLoop, LoopParts
 from serving.engine.memory_budget import make_allocator, size_kv_cache
 from serving.engine.metrics import EngineMetrics, EngineStats
-from serving.engine.model_info import ModelInfo, log_quantised, model_info
+from serving.engine.model_info import ModelInfo, catalogue_of, log_quantised, model_info
 from serving.engine.registries import load_adapters, make_registry
 from serving.engine.sizing import CacheSize
 from serving.engine.version_metrics import ShareCollector
@@ -110,7 +110,7 @@ def build_parts(
         if esft is not None:
             undo.callback(esft.room.close)
         # KV pages may lie where the experts were.
-        catalogue = model.catalogue(model_config)
+        catalogue = catalogue_of(model, model_config)
         widths = local_widths(split)
         local_modules, num_full_adapters = held_locally(catalogue, remote, widths)
         cache_bytes = 0 if images is None else images.cache_bytes
