@@ -37,9 +37,9 @@ from serving.engine.generate_arguments import (
 from serving.engine.image_inputs import read_prompts, with_placed
 from serving.engine.live_request import LiveRequest
 from serving.engine.loop import EngineLoop
-from serving.engine.metrics import EngineStats
 from serving.engine.model_info import ModelInfo
 from serving.engine.parts import EngineParts, build_parts, engine_stats
+from serving.engine.stats import EngineStats
 from serving.engine.tier_metrics import tier_of
 from serving.images.front import ImageFront
 from serving.lora_server.instance import ServerAccess
