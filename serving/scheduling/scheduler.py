@@ -296,12 +296,7 @@ class Scheduler:
             sequence, tokens = next(lines[tenant], None), step.tokens
             if sequence is not None and sequence.state is SequenceState.RUNNING:
                 step.schedule(sequence)
-            elif (
-                sequence
-                and admitting
-                and self._running.num_free_rows
-                and self._fair.may_run_more(tenant)
-            ):
+            elif sequence and may_admit and self._fair.may_run_more(tenant):
                 admitting = self._admit(sequence, step, now)
             else:
                 del lines[tenant]
