@@ -72,9 +72,9 @@ def _first(before: Sequence[int], after: Sequence[int], most: int) -> tuple[int,
 
 @dataclasses.dataclass(frozen=True)
 class StepCosts:
-    """Costs in the time that one row takes in the base's maps.
+    """Costs in the time that one row takes in the base's maps, as a small model on a CPU has them.
 
-    The bench measures them: `python -m bench.merge_modes --costs`.
+    A choice depends on their proportions only, and on those not much.
     """
 
     step: float = 8.0  # of a step besides its rows: the weights are read once
