@@ -28,10 +28,11 @@ from serving.engine.devices import held_locally, local_widths, log_devices, spli
 from serving.engine.image_parts import ImageParts, check_pairs, make_encoder, make_front, take_tower
 from serving.engine.loop import EngineLoop, LoopParts
 from serving.engine.memory_budget import make_allocator, size_kv_cache
-from serving.engine.metrics import EngineMetrics, EngineStats
+from serving.engine.metrics import EngineMetrics
 from serving.engine.model_info import ModelInfo, catalogue_of, log_quantised, model_info
 from serving.engine.registries import load_adapters, make_registry
 from serving.engine.sizing import CacheSize
+from serving.engine.stats import EngineStats
 from serving.engine.version_metrics import ShareCollector
 from serving.images.front import ImageFront
 from serving.loading.compositions import Compositions
