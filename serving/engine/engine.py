@@ -39,6 +39,7 @@ from serving.engine.image_inputs import read_prompts
 from serving.engine.loop import EngineLoop
 from serving.engine.model_info import ModelInfo
 from serving.engine.parts import EngineParts, build_parts, engine_stats
+from serving.engine.single_prompt import single_prompt
 from serving.engine.stats import EngineStats
 from serving.engine.tier_metrics import tier_of
 from serving.images.front import ImageFront
@@ -173,16 +174,14 @@ class Engine:
 
         The request is handed in before this returns; giving up the iteration aborts it.
         """
-        name, wanted = adapter_and_sampling(adapter, sampling)
-        wanted = self.default_sampling() if wanted is None else wanted
-        (name,) = broadcast("adapter", name, 1, (str, Mapping, type(None)))
-        (wanted,) = broadcast("sampling", wanted, 1, (Sampling,))
+        default = self.default_sampling()
+        read = single_prompt(
+            self.tokenizer, self.images, default, prompt, adapter, sampling, images
+        )
         deltas: queue.SimpleQueue[OutputDelta] = queue.SimpleQueue()
-        given = with_images([given_prompt(prompt)], images)
-        (ids,), (placed,) = read_prompts(self.tokenizer, self.images, given)
-        put = deltas.put
-        request_id = self.submit(ids, name, wanted, on_output=put, images=placed, session=session)
-        return self._pieces(request_id, deltas, wanted.n)
+        how = {"on_output": deltas.put, "images": read.images, "session": session}
+        request_id = self.submit(read.ids, read.adapter, read.sampling, **how)
+        return self._pieces(request_id, deltas, read.sampling.n)
 
     def _pieces(
         self, request_id: str, deltas: queue.SimpleQueue[OutputDelta], num_open: int

@@ -111,6 +111,8 @@ class EngineLoop:
         with self._lock:
             if self._dead or self._closing:
                 raise EngineDead(_DEAD)
+            if request.request_id in self._live:
+                raise ValueError(f"A request of the id {request.request_id[:64]!r} is running.")
             sequences = self._parts.scheduler.add(request)
             self._pacer.asked(request.share.tenant)
             self._live[request.request_id] = make_live(sequences)

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 
-from serving.http.mailbox import Mailbox
+from serving.runtime.mailbox import Mailbox
 
 
 def test_everything_arrives_in_order_from_several_threads():
