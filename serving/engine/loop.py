@@ -22,8 +22,8 @@ from serving.runtime.compile_counter import CompileCounter
 from serving.scheduling.scheduler import Progress, Scheduler, SchedulerStats
 from serving.steps.model_runner import HeldStep, InFlightStep, ModelRunner
 from serving.steps.sampler import INVALID_TOKEN
-from serving.structured.grammars import Grammars
-from serving.structured.row_masks import is_bound
+from serving.text.structured.grammars import Grammars
+from serving.text.structured.row_masks import is_bound
 
 logger = logging.getLogger(__name__)
 

@@ -47,8 +47,8 @@ from serving.runtime.rollouts import Rollouts
 from serving.scheduling.scheduler import Scheduler, SchedulerLimits
 from serving.steps.model_runner import ModelRunner
 from serving.steps.step import StepSizes
-from serving.structured.grammars import Grammars
-from serving.structured.vocabulary import vocabulary_of
+from serving.text.structured.grammars import Grammars
+from serving.text.structured.vocabulary import vocabulary_of
 from serving.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
