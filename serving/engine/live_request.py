@@ -3,7 +3,8 @@
 from typing import Any
 
 from serving.api.request import FinishReason, OutputDelta, Request, Sequence, TokenLogprobs
-from serving.engine.metrics import EngineMetrics, FinishedRequest
+from serving.engine.histograms import FinishedRequest
+from serving.engine.metrics import EngineMetrics
 from serving.scheduling.scheduler import Progress
 from serving.text.detokenizer import Detokenizer
 from serving.text.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 
 from lora_jax.adapters.registry import AdapterEntry
 from serving.api.examples import Examples
-from serving.engine.metrics import EngineStats
+from serving.engine.stats import EngineStats
 
 LINE = "%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
 TIME = "%m-%d %H:%M:%S"

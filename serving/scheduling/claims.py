@@ -1,13 +1,13 @@
 """Claims: running sequences that yield rows and pages to a tenant below its share. No jax."""
 
 import collections
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from serving.api.request import Sequence
 from serving.scheduling.fair_share import FairShares, may_claim, victim
 
 
-def decode_order(running: list[Sequence], fair: FairShares, num_pages: int) -> list[Sequence]:
+def decode_order(running: Collection[Sequence], fair: FairShares, num_pages: int) -> list[Sequence]:
     """Return what runs; where pages are short, the last one gives its own to those before it.
 
     Tenants that hold least of their share come first, each one's sequences in their order.

@@ -1,8 +1,8 @@
-"""Ends of sequences with the token that they just got. No jax."""
+"""Results of a step: the token that a sequence got, and whether it ends with it. No jax."""
 
 from collections.abc import Container
 
-from serving.api.request import FinishReason, Sequence
+from serving.api.request import FinishReason, Progress, Sequence, SequenceResult
 
 
 def ending(
@@ -24,3 +24,22 @@ def ending(
     if num_outputs >= sequence.max_outputs:
         return FinishReason.LENGTH, None
     return None, None
+
+
+def take_in(result: SequenceResult, now: float, eos: Container[int]) -> Progress:
+    """Give a sequence its token, if the chunk drew one; returns its progress, and why it ends.
+
+    Raises ValueError where a chunk that draws a token has none.
+    """
+    chunk, token = result.chunk, result.token_id
+    sequence = chunk.sequence
+    if not chunk.samples:
+        is_read = chunk.start + chunk.num_tokens == sequence.num_prompt
+        ends = is_read and not sequence.max_outputs
+        return Progress(sequence, result, FinishReason.LENGTH if ends else None)
+    if token is None:
+        raise ValueError(f"No token came back for {sequence.request.request_id}.")
+    sequence.token_ids.append(token)
+    if sequence.first_token_s is None:
+        sequence.first_token_s = now
+    return Progress(sequence, result, *ending(sequence, token, eos))

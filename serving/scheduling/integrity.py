@@ -4,23 +4,18 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 
 from serving.api.request import Sequence, SequenceState
-from serving.scheduling.waiting_line import WaitingLine, order_of
-
-
-def check_rows(running: SequenceOf[Sequence], free_rows: SequenceOf[int], num_rows: int) -> None:
-    """Raise AssertionError unless every row is free or some running sequence's, and once."""
-    rows = [sequence.row for sequence in running] + list(free_rows)
-    assert sorted(rows) == list(range(num_rows)), f"rows {rows}"
+from serving.scheduling.running_line import RunningLine
+from serving.scheduling.waiting_line import WaitingLine
 
 
 def check_queues(
-    running: SequenceOf[Sequence],
+    running: RunningLine,
     waiting: WaitingLine,
     requests: Mapping[str, SequenceOf[Sequence]],
 ) -> None:
     """Raise AssertionError when a queue is out of order, or holds what it should not."""
     waiting.check_integrity()
-    assert running == sorted(running, key=order_of), "running out of order"
+    running.check_integrity()
     queued = sorted(sequence.number for sequence in (*waiting, *running))
     asked = sorted(sequence.number for queue in requests.values() for sequence in queue)
     assert queued == asked, "requests and queues disagree"

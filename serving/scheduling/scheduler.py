@@ -14,9 +14,7 @@ decoding sequence is not known here yet, only that it exists. Steps run on the d
 in which they were planned, so pages and rows freed here may be given away at once.
 """
 
-import bisect
 import collections
-import heapq
 import random
 from collections.abc import Container
 from collections.abc import Sequence as SequenceOf
@@ -32,17 +30,18 @@ from serving.api.request import (
 )
 from serving.scheduling.adapter_gate import AdapterGate, AdapterResidency, NoAdapters
 from serving.scheduling.claims import Claims, decode_order
-from serving.scheduling.endings import ending
+from serving.scheduling.endings import take_in
 from serving.scheduling.entry_checks import check_fits, check_room
 from serving.scheduling.fair_share import FairShares
-from serving.scheduling.integrity import check_queues, check_rows
+from serving.scheduling.integrity import check_queues
 from serving.scheduling.new_sequences import new_sequences
+from serving.scheduling.running_line import RunningLine
 from serving.scheduling.sequence_pages import SequencePages
 from serving.scheduling.short_steps import ShortStep, short_step
 from serving.scheduling.slot_claims import SlotClaims
-from serving.scheduling.stats import SchedulerStats, adapter_names
+from serving.scheduling.stats import SchedulerStats, scheduler_stats
 from serving.scheduling.step_budget import SchedulerLimits, StepBudget
-from serving.scheduling.waiting_line import WaitingLine, order_of, prompts_by_tenant, take_out
+from serving.scheduling.waiting_line import WaitingLine, prompts_by_tenant
 
 __all__ = ["AdapterResidency", "Progress", "Scheduler", "SchedulerLimits", "SchedulerStats"]
 
@@ -66,9 +65,8 @@ class Scheduler:
         self._random = random.Random(seed)
         sizes = limits.num_pages, limits.page_size, limits.num_encoder_rows
         self._pages = SequencePages(*sizes, enable_prefix_caching=limits.enable_prefix_caching)
-        self._free_rows = list(range(limits.max_num_seqs))
         self._waiting = WaitingLine()
-        self._running: list[Sequence] = []  # in order of deadline
+        self._running = RunningLine(limits.max_num_seqs)
         self._fair = FairShares()
         self._slot_claims = SlotClaims(self._fair, self._gate, residency)
         self._requests: dict[str, list[Sequence]] = {}  # live sequences
@@ -202,25 +200,12 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Return where the sequences are."""
-        on_adapter = [s for s in self._waiting if self._gate.is_waiting(s)]
-        prefix = self._pages.stats
-        return SchedulerStats(
-            num_running=len(self._running),
-            num_waiting_capacity=len(self._waiting) - len(on_adapter),
-            num_waiting_adapter=len(on_adapter),
-            running_adapters=adapter_names(self._running),
-            waiting_adapters=adapter_names(self._waiting),
-            kv_usage=self._pages.usage,
-            num_preemptions=self._num_preemptions,
-            prefix_queries=prefix.queries,
-            prefix_hits=prefix.hits,
-            images=self._pages.image_stats,
-        )
+        counts = self._gate, self._pages, self._num_preemptions
+        return scheduler_stats(self._running, self._waiting, *counts)
 
     def check_integrity(self) -> None:
         """Raise AssertionError when rows, pages, slots or queues contradict each other."""
         check_queues(self._running, self._waiting, self._requests)
-        check_rows(self._running, self._free_rows, self.limits.max_num_seqs)
         live = [*self._waiting, *self._running]
         tenants = (collections.Counter(s.tenant for s in queue) for queue in (live, self._running))
         self._fair.check_integrity(*tenants)
@@ -277,10 +262,8 @@ class Scheduler:
 
     def _stop_running(self, sequence: Sequence) -> None:
         self._pages.take_back(sequence)
-        take_out(self._running, sequence)
+        self._running.remove(sequence)
         self._fair.stop(sequence.tenant)
-        heapq.heappush(self._free_rows, sequence.row)
-        sequence.row = -1
 
     def _fill_short(self, step: StepBudget, short: ShortStep, now: float, admitting: bool) -> bool:
         """Give a short step to those it is for; False when none of their prompts can run."""
@@ -309,10 +292,11 @@ class Scheduler:
             self._fair.settle()
         while lines and not step.exhausted:
             tenant = self._fair.first(lines)
+            may_admit = admitting and self._running.num_free_rows > 0
             sequence, tokens = next(lines[tenant], None), step.tokens
             if sequence is not None and sequence.state is SequenceState.RUNNING:
                 step.schedule(sequence)
-            elif sequence and admitting and self._free_rows and self._fair.may_run_more(tenant):
+            elif sequence and may_admit and self._fair.may_run_more(tenant):
                 admitting = self._admit(sequence, step, now)
             else:
                 del lines[tenant]
@@ -346,7 +330,7 @@ class Scheduler:
 
     def _claim(self, now: float) -> None:
         """Preempt sequences of tenants beyond their share for tenants that are below theirs."""
-        free = {"free_rows": len(self._free_rows), "free_pages": self._pages.num_free}
+        free = {"free_rows": self._running.num_free_rows, "free_pages": self._pages.num_free}
         rows, pages = self.limits.max_num_seqs, self.limits.num_pages
         claims = Claims(self._fair, self._running, rows=rows, pages=pages, **free)
         if not claims.are_possible:
@@ -368,10 +352,9 @@ class Scheduler:
 
     def _start_running(self, sequence: Sequence, now: float) -> None:
         self._waiting.remove(sequence)
-        bisect.insort(self._running, sequence, key=order_of)
+        self._running.add(sequence)
         self._fair.start(sequence.tenant)
         sequence.state = SequenceState.RUNNING
-        sequence.row = heapq.heappop(self._free_rows)
         if sequence.first_scheduled_s is None:
             sequence.first_scheduled_s = now
 
@@ -379,18 +362,7 @@ class Scheduler:
         return self._pages.follows(sequence, self._requests[sequence.request.request_id])
 
     def _process_result(self, result: SequenceResult, now: float) -> Progress:
-        sequence, token = result.chunk.sequence, result.token_id
-        if not result.chunk.samples:
-            end = result.chunk.start + result.chunk.num_tokens
-            if not sequence.max_outputs and end == sequence.num_prompt:
-                self.finish(sequence, FinishReason.LENGTH)
-            return Progress(sequence, result, sequence.finish_reason)
-        if token is None:
-            raise ValueError(f"No token came back for {sequence.request.request_id}.")
-        sequence.token_ids.append(token)
-        if sequence.first_token_s is None:
-            sequence.first_token_s = now
-        reason, stop_reason = ending(sequence, token, self._eos)
-        if reason is not None:
-            self.finish(sequence, reason)
-        return Progress(sequence, result, reason, stop_reason)
+        progress = take_in(result, now, self._eos)
+        if progress.finish_reason is not None:
+            self.finish(progress.sequence, progress.finish_reason)
+        return progress

@@ -1,10 +1,12 @@
 """Statistics of the scheduler's sequences. No jax."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from serving.api.images import ImageStats
 from serving.api.request import Sequence
+from serving.scheduling.adapter_gate import AdapterGate
+from serving.scheduling.sequence_pages import SequencePages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,3 +28,27 @@ class SchedulerStats:
 def adapter_names(sequences: Iterable[Sequence]) -> tuple[str, ...]:
     """Return the names of the sequences' adapters, sorted."""
     return tuple(sorted({s.request.adapter for s in sequences if s.request.adapter}))
+
+
+def scheduler_stats(
+    running: Collection[Sequence],
+    waiting: Collection[Sequence],
+    gate: AdapterGate,
+    pages: SequencePages,
+    num_preemptions: int,
+) -> SchedulerStats:
+    """Return where the scheduler's sequences are."""
+    on_adapter = [s for s in waiting if gate.is_waiting(s)]
+    prefix = pages.stats
+    return SchedulerStats(
+        num_running=len(running),
+        num_waiting_capacity=len(waiting) - len(on_adapter),
+        num_waiting_adapter=len(on_adapter),
+        running_adapters=adapter_names(running),
+        waiting_adapters=adapter_names(waiting),
+        kv_usage=pages.usage,
+        num_preemptions=num_preemptions,
+        prefix_queries=prefix.queries,
+        prefix_hits=prefix.hits,
+        images=pages.image_stats,
+    )

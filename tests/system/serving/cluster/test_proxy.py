@@ -228,40 +228,65 @@ def test_without_the_key_no_name_is_kept_and_no_instance_is_asked(closed, router
     assert router.up == (0, 1)  # before: both were "down: Broken pipe"
 
 
-def test_a_keys_sequences_are_counted_over_all_instances(instances, router, tmp_path):
-    """Before: each instance let the key run its limit."""
-    paths, most, here, lock = [tmp_path / f"i{n}" for n in range(2)], [0], [0], threading.Lock()
+class Running:
+    """The sequences that all instances run at one time; the first request waits for a second."""
 
-    def counted(app):
+    def __init__(self):
+        self.lock, self.now, self.most = threading.Lock(), 0, 0
+        self.two = threading.Event()
+
+    def add(self, sequences):
+        with self.lock:
+            self.now += sequences
+            self.most = max(self.most, self.now)
+        if self.most >= 2:
+            self.two.set()
+
+    def in_front_of(self, app):
+        """Return `app`, whose requests are counted by their `n`."""
+
         async def answer(scope, receive, send):
-            if scope["type"] == "http":
-                with lock:
-                    here[0] += 1
-                    most[0] = max(most[0], here[0])
-                await asyncio.sleep(0.03)
-            try:
+            if scope["type"] != "http":
                 await app(scope, receive, send)
-            finally:
-                if scope["type"] == "http":
-                    with lock:
-                        here[0] -= 1
+                return
+            message = await receive()
+            sequences = json.loads(message["body"])["n"]
+            self.add(sequences)
+            await asyncio.to_thread(self.two.wait, 60)
+            messages = [message]
+
+            async def again():
+                return messages.pop() if messages else await receive()
+
+            await app(scope, again, send)
+            self.add(-sequences)
 
         return answer
 
+
+def test_a_keys_sequences_are_counted_over_all_instances(instances, router, tmp_path):
+    """Before: each instance let the key run its limit."""
+    paths, running = [tmp_path / f"i{n}" for n in range(2)], Running()
     settings = HttpSettings(api_keys=("key",), key_limits=KeyLimits(max_running=2))
     with contextlib.ExitStack() as stack:
         for app, path in zip(instances, paths, strict=True):
-            stack.enter_context(listening(counted(app), path))
+            stack.enter_context(listening(running.in_front_of(app), path))
         proxy = Proxy([str(p) for p in paths], router, ["base"])
         url = stack.enter_context(serve_app(Authenticate(proxy, KeyRing(settings))))
         headers = {"Authorization": "Bearer key"}
-        client = stack.enter_context(httpx.Client(base_url=url, timeout=30, headers=headers))
+        client = stack.enter_context(httpx.Client(base_url=url, timeout=90, headers=headers))
         pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(8))
-        bodies = [{"model": "ab"[i % 2], "prompt": "x", "n": 1 + i % 2} for i in range(16)]
-        ask = [pool.submit(client.post, "/v1/completions", json=body) for body in bodies]
-        assert {one.result().status_code for one in ask} == {200}
+
+        def ask(adapter, n):
+            body = {"model": adapter, "prompt": "x", "n": n}
+            return pool.submit(client.post, "/v1/completions", json=body)
+
+        asked = [ask("ab"[i % 2], 1) for i in range(8)]  # two of them run, of any instances
+        assert {one.result().status_code for one in asked} == {200}
+        asked = [ask("ab"[i % 2], 1 + i // 2 % 2) for i in range(16)]
+        assert {one.result().status_code for one in asked} == {200}
         assert all(len(instance.asked) >= 4 for instance in instances)
-        assert most[0] == 2
+        assert running.most == 2
         assert not proxy._ledger.num_keys
 
 

@@ -18,7 +18,7 @@ from serving.engine.logs import (
     ready_lines,
     route_lines,
 )
-from serving.engine.metrics import EngineStats
+from serving.engine.stats import EngineStats
 from serving.http.app import create_app
 
 
