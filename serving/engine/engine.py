@@ -44,6 +44,7 @@ from serving.engine.tier_metrics import tier_of
 from serving.images.front import ImageFront
 from serving.lora_server.instance import ServerAccess
 from serving.runtime.compile_counter import CompileCounter
+from serving.text.bad_words import BadWords
 
 DEFAULT_DEADLINE_S = 60.0  # requests are served in order of their deadlines
 
@@ -78,6 +79,7 @@ class Engine:
         self.rollouts, self.compositions = self._parts.rollouts, self._parts.compositions
         self.metrics, self.grammars = self._parts.metrics, self._parts.grammars
         self.model_info: ModelInfo = self._parts.model_info
+        self._bad_words = BadWords(self.tokenizer, self.model_info.vocab_size)
         self.images: ImageFront | None = self._parts.images  # None: the model takes text only
         # Also when the last reference goes, and when the interpreter ends.
         self._close = weakref.finalize(self, _close, self._loop, self._parts.compilations)
@@ -243,6 +245,7 @@ class Engine:
             cache_salt=cache_salt,
             share=share or Share(),
             grammar=grammar or self.grammars.of(sampling),
+            bad_words=self._bad_words.of(sampling.bad_words),
         )
         self._queue(request, entry, images)
         return request.request_id
@@ -298,6 +301,7 @@ class Engine:
     def _check_numbers(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         vocab = self.model_info.vocab_size
         sampling.check_vocab(vocab)
+        self._bad_words.of(sampling.bad_words)
         bad = next((token for token in prompt_ids if not 0 <= token < vocab), None)
         if bad is not None:
             raise ValueError(f"prompt token id must be in [0, {vocab - 1}], got {bad}.")
