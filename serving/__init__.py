@@ -12,10 +12,12 @@ if TYPE_CHECKING:
     from serving.api.sampling import Sampling
     from serving.api.structured_outputs import StructuredOutputs
     from serving.engine.adapter_info import AdapterInfo
+    from serving.engine.async_engine import AsyncEngine
     from serving.engine.engine import Engine
 
 __all__ = [
     "AdapterInfo",
+    "AsyncEngine",
     "Completion",
     "Engine",
     "EngineDead",
@@ -31,6 +33,7 @@ __all__ = [
 
 _HOMES = {
     "AdapterInfo": "engine.adapter_info",
+    "AsyncEngine": "engine.async_engine",
     "Engine": "engine.engine",
     "EngineDead": "api.request",
     "Completion": "api.outputs",

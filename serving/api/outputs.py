@@ -45,20 +45,29 @@ class RequestOutput:
     adapter_version: str | None = None  # that served it, where the adapter has versions
 
     @property
+    def finished(self) -> bool:
+        """True if every choice has ended; while an answer is made its outputs are parts."""
+        return all(choice.finish_reason is not None for choice in self.outputs)
+
+    @property
     def prompt_token_ids(self) -> tuple[int, ...]:
         """vLLM's name of `prompt_ids`."""
         return self.prompt_ids
 
 
 class OutputCollector:
-    """Gathers the deltas of one request."""
+    """Gathers the deltas of one request; its output may be looked at before the last of them."""
 
     def __init__(
         self, prompt_ids: tuple[int, ...], adapter: str | None, n: int, prompt: str | None = None
     ):
         self._prompt_ids, self._adapter, self._prompt = prompt_ids, adapter, prompt
-        self._deltas: list[list[OutputDelta]] = [[] for _ in range(n)]
+        self._choices = [_Choice(index) for index in range(n)]
         self._open = n
+        self._last: OutputDelta | None = None
+        self._failed: OutputDelta | None = None
+        self._prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+        self._num_cached_tokens = 0
 
     @property
     def done(self) -> bool:
@@ -67,34 +76,61 @@ class OutputCollector:
 
     def add(self, delta: OutputDelta) -> None:
         """Take the next delta of any choice."""
-        self._deltas[delta.index].append(delta)
+        self._choices[delta.index].add(delta)
+        self._last = delta
         self._open -= delta.finish_reason is not None
+        if delta.finish_reason is FinishReason.ERROR:
+            self._failed = self._failed or delta
+        if self._prompt_logprobs is None:
+            self._prompt_logprobs = delta.prompt_logprobs
+        self._num_cached_tokens = max(self._num_cached_tokens, delta.num_cached_tokens)
 
     def output(self) -> RequestOutput:
-        """Return the whole answer; raises RequestFailed when a choice ended with an error."""
-        deltas = [delta for choice in self._deltas for delta in choice]
-        for delta in deltas:
-            if delta.finish_reason is FinishReason.ERROR:
-                raise RequestFailed(delta.error or "The request failed.", retryable=delta.retryable)
-        scored = [d.prompt_logprobs for d in deltas if d.prompt_logprobs is not None]
+        """Return the answer so far; raises RequestFailed when a choice ended with an error.
+
+        Needs at least one delta.
+        """
+        if self._failed is not None:
+            message = self._failed.error or "The request failed."
+            raise RequestFailed(message, retryable=self._failed.retryable)
+        if self._last is None:
+            raise ValueError("The request has no output yet.")
         return RequestOutput(
-            request_id=deltas[0].request_id,
+            request_id=self._last.request_id,
             prompt_ids=self._prompt_ids,
             adapter=self._adapter,
-            outputs=tuple(_completion(i, choice) for i, choice in enumerate(self._deltas)),
-            prompt_logprobs=scored[0] if scored else None,
-            num_cached_tokens=max(delta.num_cached_tokens for delta in deltas),
+            outputs=tuple(choice.completion() for choice in self._choices),
+            prompt_logprobs=self._prompt_logprobs,
+            num_cached_tokens=self._num_cached_tokens,
             prompt=self._prompt,
-            adapter_version=split(deltas[0].adapter or "")[1],
+            adapter_version=split(self._last.adapter or "")[1],
         )
 
 
-def _completion(index: int, deltas: list[OutputDelta]) -> Completion:
-    return Completion(
-        index=index,
-        text="".join(delta.text for delta in deltas),
-        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
-        finish_reason=deltas[-1].finish_reason,
-        stop_reason=deltas[-1].stop_reason,
-        logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
-    )
+class _Choice:
+    """What one choice has said so far."""
+
+    def __init__(self, index: int):
+        self._index = index
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._finish_reason: FinishReason | None = None
+        self._stop_reason: str | int | None = None
+
+    def add(self, delta: OutputDelta) -> None:
+        self._text.append(delta.text)
+        self._token_ids += delta.token_ids
+        self._logprobs += delta.logprobs
+        self._finish_reason, self._stop_reason = delta.finish_reason, delta.stop_reason
+
+    def completion(self) -> Completion:
+        self._text = ["".join(self._text)]  # so that looking often joins each piece once
+        return Completion(
+            index=self._index,
+            text=self._text[0],
+            token_ids=tuple(self._token_ids),
+            finish_reason=self._finish_reason,
+            stop_reason=self._stop_reason,
+            logprobs=tuple(self._logprobs),
+        )

@@ -33,7 +33,7 @@ class Batch:
         self._requests = list(zip(prompts, adapters, samplings, strict=True))
         self._images = images or [()] * len(prompts)
         self._collectors = [
-            OutputCollector(tuple(prompt), _shown(adapter), sampling.n, text)
+            OutputCollector(tuple(prompt), shown_name(adapter), sampling.n, text)
             for (prompt, adapter, sampling), text in zip(
                 self._requests, texts or [None] * len(prompts), strict=True
             )
@@ -91,7 +91,7 @@ class Batch:
         return True
 
 
-def _shown(adapter: Adapter) -> str | None:
+def shown_name(adapter: Adapter) -> str | None:
     """Return the name of an adapter, or of a weighted sum; ValueError for a sum that is none."""
     if not isinstance(adapter, Mapping):
         return adapter

@@ -18,9 +18,10 @@ from lora_jax.adapters.rollout import Rollout
 from serving.api.config import EngineConfig
 from serving.api.images import PlacedImages
 from serving.api.outputs import RequestFailed, RequestOutput
-from serving.api.request import FinishReason, OutputDelta, QueueFull, Request, Share
+from serving.api.request import FinishReason, OutputDelta, Request, Share
 from serving.api.sampling import Sampling
 from serving.engine.adapter_info import AdapterInfo, adapter_info
+from serving.engine.admission import Admission
 from serving.engine.batch import Batch
 from serving.engine.chat_prompts import CHAT_OPTIONS, Messages, chat_prompts
 from serving.engine.generate_arguments import (
@@ -34,17 +35,16 @@ from serving.engine.generate_arguments import (
     given_prompt,
     with_images,
 )
-from serving.engine.image_inputs import read_prompts, with_placed
-from serving.engine.live_request import LiveRequest
+from serving.engine.image_inputs import read_prompts
 from serving.engine.loop import EngineLoop
 from serving.engine.model_info import ModelInfo
 from serving.engine.parts import EngineParts, build_parts, engine_stats
+from serving.engine.single_prompt import single_prompt
 from serving.engine.stats import EngineStats
 from serving.engine.tier_metrics import tier_of
 from serving.images.front import ImageFront
 from serving.lora_server.instance import ServerAccess
 from serving.runtime.compile_counter import CompileCounter
-from serving.text.bad_words import BadWords
 
 DEFAULT_DEADLINE_S = 60.0  # requests are served in order of their deadlines
 
@@ -74,12 +74,12 @@ class Engine:
         self.config = EngineConfig(model=os.fspath(model), **fields)
         self._parts: EngineParts = build_parts(self.config, dict(adapters or {}), lora_server)
         self._loop = self._parts.loop
+        self._admission = Admission(self._parts, self.config.max_logprobs)
         self.tokenizer = self._parts.tokenizer
         self.registry = self._parts.registry
         self.rollouts, self.compositions = self._parts.rollouts, self._parts.compositions
         self.metrics, self.grammars = self._parts.metrics, self._parts.grammars
         self.model_info: ModelInfo = self._parts.model_info
-        self._bad_words = BadWords(self.tokenizer, self.model_info.vocab_size)
         self.images: ImageFront | None = self._parts.images  # None: the model takes text only
         # Also when the last reference goes, and when the interpreter ends.
         self._close = weakref.finalize(self, _close, self._loop, self._parts.compilations)
@@ -174,16 +174,14 @@ class Engine:
 
         The request is handed in before this returns; giving up the iteration aborts it.
         """
-        name, wanted = adapter_and_sampling(adapter, sampling)
-        wanted = self.default_sampling() if wanted is None else wanted
-        (name,) = broadcast("adapter", name, 1, (str, Mapping, type(None)))
-        (wanted,) = broadcast("sampling", wanted, 1, (Sampling,))
+        default = self.default_sampling()
+        read = single_prompt(
+            self.tokenizer, self.images, default, prompt, adapter, sampling, images
+        )
         deltas: queue.SimpleQueue[OutputDelta] = queue.SimpleQueue()
-        given = with_images([given_prompt(prompt)], images)
-        (ids,), (placed,) = read_prompts(self.tokenizer, self.images, given)
-        put = deltas.put
-        request_id = self.submit(ids, name, wanted, on_output=put, images=placed, session=session)
-        return self._pieces(request_id, deltas, wanted.n)
+        how = {"on_output": deltas.put, "images": read.images, "session": session}
+        request_id = self.submit(read.ids, read.adapter, read.sampling, **how)
+        return self._pieces(request_id, deltas, read.sampling.n)
 
     def _pieces(
         self, request_id: str, deltas: queue.SimpleQueue[OutputDelta], num_open: int
@@ -231,7 +229,7 @@ class Engine:
         deadline = now + (DEFAULT_DEADLINE_S if deadline_s is None else deadline_s)
         how = {"key": session or request_id, "deadline": deadline}
         named = functools.partial(self.rollouts.entry_for, **how)
-        name, entry = self._check(prompt_ids, adapter, sampling, entry, named)
+        name, entry = self._admission.check(prompt_ids, adapter, sampling, entry, named)
         request = Request(
             request_id=request_id,
             prompt_ids=tuple(prompt_ids),
@@ -245,70 +243,13 @@ class Engine:
             cache_salt=cache_salt,
             share=share or Share(),
             grammar=grammar or self.grammars.of(sampling),
-            bad_words=self._bad_words.of(sampling.bad_words),
         )
-        self._queue(request, entry, images)
+        self._admission.queue(request, entry, images)
         return request.request_id
-
-    def _queue(self, request: Request, entry: AdapterEntry | None, images: PlacedImages) -> None:
-        try:
-            request = with_placed(request, self.images, images, entry)
-            self._loop.submit(
-                request,
-                entry,
-                lambda sequences: LiveRequest(request, sequences, self.tokenizer, self.metrics),
-            )
-            if request.tier:
-                self.metrics.tiers.queued(request.tier)
-        except QueueFull:
-            self.metrics.rejected("queue_full")
-            raise
-        except ValueError:
-            self.metrics.rejected("invalid")
-            raise
-        except RuntimeError:
-            self.metrics.rejected("engine_dead")
-            raise
-
-    def _check(
-        self,
-        prompt_ids: Sequence[int],
-        adapter: Adapter,
-        sampling: Sampling,
-        entry: AdapterEntry | None,
-        named: Callable[[str], AdapterEntry],
-    ) -> tuple[str | None, AdapterEntry | None]:
-        """Return the adapter's name and entry; raises, and counts, what is impossible."""
-        try:
-            self._check_numbers(prompt_ids, sampling)
-            if isinstance(adapter, str) and entry is not None:
-                return adapter, entry
-            if adapter is None:
-                return None, None
-            entry = self.compositions.resolve(adapter, named)
-            return entry.name, entry
-        except KeyError:
-            self.metrics.rejected("adapter_not_found")
-            raise
-        except ValueError:
-            self.metrics.rejected("invalid")
-            raise
 
     def compose(self, parts: Sequence[tuple[AdapterEntry, float]]) -> AdapterEntry:
         """Return the entry that serves a weighted sum; see Compositions.entry for its errors."""
         return self.compositions.entry(parts)
-
-    def _check_numbers(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
-        vocab = self.model_info.vocab_size
-        sampling.check_vocab(vocab)
-        self._bad_words.of(sampling.bad_words)
-        bad = next((token for token in prompt_ids if not 0 <= token < vocab), None)
-        if bad is not None:
-            raise ValueError(f"prompt token id must be in [0, {vocab - 1}], got {bad}.")
-        limit = self.config.max_logprobs
-        for field in ("logprobs", "prompt_logprobs"):
-            if (getattr(sampling, field) or 0) > limit:
-                raise ValueError(f"{field} must be at most {limit} on this server.")
 
     def abort(self, request_id: str) -> None:
         """End a request soon; its choices get a last delta with finish_reason ABORT."""

@@ -22,8 +22,8 @@ from serving.runtime.compile_counter import CompileCounter
 from serving.scheduling.scheduler import Progress, Scheduler, SchedulerStats
 from serving.steps.model_runner import HeldStep, InFlightStep, ModelRunner
 from serving.steps.sampler import INVALID_TOKEN
-from serving.structured.grammars import Grammars
-from serving.structured.row_masks import is_bound
+from serving.text.structured.grammars import Grammars
+from serving.text.structured.row_masks import is_bound
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +115,8 @@ class EngineLoop:
         with self._lock:
             if self._dead or self._closing:
                 raise EngineDead(_DEAD)
+            if request.request_id in self._live:
+                raise ValueError(f"A request of the id {request.request_id[:64]!r} is running.")
             sequences = self._parts.scheduler.add(request)
             self._pacer.asked(request.share.tenant)
             self._live[request.request_id] = make_live(sequences)

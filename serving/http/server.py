@@ -10,10 +10,10 @@ from serving.http.access.audit import AuditLog
 from serving.http.access.keys import KeyRing
 from serving.http.access.observe import HttpMetrics
 from serving.http.interface import AbstractEngine
-from serving.http.mailbox import Mailbox
 from serving.http.requests.model_names import ModelNames
 from serving.http.settings import HttpSettings
 from serving.runtime.journal import Journal
+from serving.runtime.mailbox import Mailbox
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -16,8 +16,8 @@ from serving.http.access.keys import Caller
 from serving.http.access.rates import TokenBudget
 from serving.http.errors import ApiError, scrub
 from serving.http.interface import AbstractEngine
-from serving.http.mailbox import Mailbox
 from serving.http.requests.prompts import Prompt
+from serving.runtime.mailbox import Mailbox
 
 _MOST_WAITING = 16384  # pieces for a client that does not read them; then its request ends
 _AT_ONCE = 16  # prompts

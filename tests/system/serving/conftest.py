@@ -1,7 +1,10 @@
-"""GPUs that one process compiles once, for all files that use them."""
+"""GPUs and an engine that one process makes once, for all files that use them."""
 
 import pytest
 from support.doubles.peer_double import EmulatedGpus
+from support.fixtures.http import oracle, real_client, real_engine, real_lora_dir
+
+__all__ = ["gpus", "oracle", "real_client", "real_engine", "real_lora_dir"]
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,7 @@ from support.cases.engine_cases import (
 
 from lora_jax.adapters.registry import AdapterExists, AdapterNotFound
 from serving import FinishReason, QueueFull, RequestFailed, Sampling
+from serving.text.bad_words import BadWords
 
 
 @pytest.fixture(scope="module")
@@ -334,7 +335,7 @@ def test_barred_tokens_and_words_never_come_whatever_else_is_asked(engine):
     ids = plain.outputs[0].token_ids
     words = [engine.tokenizer.token_text(ids[0]), engine.tokenizer.decode(ids[2:4])]
     words = [word for word in words if word.strip() and "\ufffd" not in word] or ["e"]
-    barred = {form for word in words for form in engine._bad_words.of((word,))}
+    barred = {form for word in words for form in BadWords(engine.tokenizer, 260).of((word,))}
     samplings = [
         free,
         dataclasses.replace(free, bad_words=words),

@@ -1,23 +1,5 @@
 """The fixtures that all HTTP tests share."""
 
-from support.fixtures.http import (
-    _nothing_left_running,
-    client,
-    engine,
-    lora_dir,
-    oracle,
-    real_client,
-    real_engine,
-    real_lora_dir,
-)
+from support.fixtures.http import _nothing_left_running, client, engine, lora_dir
 
-__all__ = [
-    "_nothing_left_running",
-    "client",
-    "engine",
-    "lora_dir",
-    "oracle",
-    "real_client",
-    "real_engine",
-    "real_lora_dir",
-]
+__all__ = ["_nothing_left_running", "client", "engine", "lora_dir"]

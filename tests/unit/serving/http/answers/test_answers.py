@@ -8,10 +8,10 @@ from serving.api.request import FinishReason, OutputDelta
 from serving.api.sampling import Sampling
 from serving.http.answers.answers import cache_salt
 from serving.http.answers.generation import Generation, Piece
-from serving.http.mailbox import Mailbox
 from serving.http.requests.prompts import Prompt
 from serving.http.requests.protocol import CompletionBody
 from serving.http.routes.completions import CompletionAnswer
+from serving.runtime.mailbox import Mailbox
 
 PROMPT = Prompt([1], None)
 

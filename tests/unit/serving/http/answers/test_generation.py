@@ -10,8 +10,8 @@ from serving.api.sampling import Sampling
 from serving.http.answers import generation as generation_room
 from serving.http.answers.generation import ClientGone, Generation, Piece, usage_of
 from serving.http.errors import ApiError
-from serving.http.mailbox import Mailbox
 from serving.http.requests.prompts import Prompt
+from serving.runtime.mailbox import Mailbox
 
 PROMPTS = [Prompt([1, 2], None), Prompt([3], "c")]
 

@@ -1,0 +1,82 @@
+"""Admission of requests to the engine: impossible ones are refused, and counted by the reason."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from lora_jax.adapters.entries import AdapterEntry
+from serving.api.images import PlacedImages
+from serving.api.request import QueueFull, Request
+from serving.api.sampling import Sampling
+from serving.engine.generate_arguments import Adapter
+from serving.engine.image_inputs import with_placed
+from serving.engine.live_request import LiveRequest
+from serving.engine.parts import EngineParts
+from serving.text.bad_words import BadWords
+
+
+class Admission:
+    """Checks requests and hands them to the engine's loop; any thread may call it."""
+
+    def __init__(self, parts: EngineParts, max_logprobs: int):
+        self._loop, self._tokenizer, self._images = parts.loop, parts.tokenizer, parts.images
+        self._metrics, self._compositions = parts.metrics, parts.compositions
+        self._vocab_size, self._max_logprobs = parts.model_info.vocab_size, max_logprobs
+        self._bad_words = BadWords(self._tokenizer, self._vocab_size)
+
+    def check(
+        self,
+        prompt_ids: Sequence[int],
+        adapter: Adapter,
+        sampling: Sampling,
+        entry: AdapterEntry | None,
+        named: Callable[[str], AdapterEntry],
+    ) -> tuple[str | None, AdapterEntry | None]:
+        """Return the adapter's name and entry; raises, and counts, what is impossible."""
+        try:
+            self._check_numbers(prompt_ids, sampling)
+            if isinstance(adapter, str) and entry is not None:
+                return adapter, entry
+            if adapter is None:
+                return None, None
+            entry = self._compositions.resolve(adapter, named)
+            return entry.name, entry
+        except KeyError:
+            self._metrics.rejected("adapter_not_found")
+            raise
+        except ValueError:
+            self._metrics.rejected("invalid")
+            raise
+
+    def queue(self, request: Request, entry: AdapterEntry | None, images: PlacedImages) -> None:
+        """Hand a request to the loop; raises QueueFull, ValueError or EngineDead."""
+        try:
+            request = with_placed(request, self._images, images, entry)
+            if words := request.sampling.bad_words:
+                request = dataclasses.replace(request, bad_words=self._bad_words.of(words))
+            self._loop.submit(
+                request,
+                entry,
+                lambda sequences: LiveRequest(request, sequences, self._tokenizer, self._metrics),
+            )
+            if request.tier:
+                self._metrics.tiers.queued(request.tier)
+        except QueueFull:
+            self._metrics.rejected("queue_full")
+            raise
+        except ValueError:
+            self._metrics.rejected("invalid")
+            raise
+        except RuntimeError:
+            self._metrics.rejected("engine_dead")
+            raise
+
+    def _check_numbers(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
+        vocab = self._vocab_size
+        sampling.check_vocab(vocab)
+        bad = next((token for token in prompt_ids if not 0 <= token < vocab), None)
+        if bad is not None:
+            raise ValueError(f"prompt token id must be in [0, {vocab - 1}], got {bad}.")
+        limit = self._max_logprobs
+        for field in ("logprobs", "prompt_logprobs"):
+            if (getattr(sampling, field) or 0) > limit:
+                raise ValueError(f"{field} must be at most {limit} on this server.")

@@ -1,0 +1,194 @@
+"""Engine for programs with an event loop, as vLLM's AsyncLLM: answers are awaited.
+
+async with AsyncEngine(Engine("path/to/model", adapters={"sql": "path/to/adapter"})) as engine:
+    async for output in engine.generate("a", Sampling(), request_id="1", adapter="sql"):
+        print(output.outputs[0].text)
+"""
+
+import asyncio
+import os
+import secrets
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+from serving.api.outputs import OutputCollector, RequestFailed, RequestOutput
+from serving.api.request import FinishReason, OutputDelta
+from serving.api.sampling import Sampling
+from serving.engine.adapter_info import AdapterInfo
+from serving.engine.batch import shown_name
+from serving.engine.chat_prompts import CHAT_OPTIONS, Conversation, chat_prompts
+from serving.engine.engine import Engine, Piece
+from serving.engine.generate_arguments import Prompt
+from serving.engine.single_prompt import SinglePrompt, single_prompt
+from serving.runtime.mailbox import Mailbox
+
+
+class AsyncEngine:
+    """An `Engine` whose answers are awaited, in any number of event loops.
+
+    It closes the engine, which stays usable beside it: `engine.stats()`, `engine.rollout(...)`.
+    """
+
+    def __init__(self, engine: Engine):
+        """`engine` is ready; to make one takes long, so make it before the event loop runs."""
+        if not isinstance(engine, Engine):
+            raise TypeError(
+                f"AsyncEngine takes an Engine, got {type(engine).__name__}: write "
+                "AsyncEngine(Engine(model, ...))."
+            )
+        self.engine = engine
+        self._mailbox = Mailbox()
+
+    async def __aenter__(self) -> "AsyncEngine":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End the engine; live requests fail with RequestFailed. Closing twice is allowed."""
+        await asyncio.to_thread(self.engine.close)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        request_id: str | None = None,
+        *,
+        adapter: str | Mapping[str, float] | None = None,
+        sampling_params: Sampling | None = None,
+        lora_request: Any = None,
+        images: Any = None,
+        session: str | None = None,
+    ) -> AsyncGenerator[RequestOutput]:
+        """Yield the answer to a prompt as it grows; the last one is `finished`.
+
+        Arguments are those of `Engine.generate`, for one prompt. What arrives while the caller is
+        busy comes as one output. Leaving the iteration, or canceling its task, aborts the request.
+        Raises what `Engine.generate` raises, and ValueError for a `request_id` that is in use.
+        """
+        given = {"adapter": adapter, "sampling": sampling, "images": images}
+        vllm = {"sampling_params": sampling_params, "lora_request": lora_request}
+        answer = _Answer(self.engine, self._mailbox, request_id)
+        read = await answer.hand_in(prompt, session, **given, **vllm)
+        shown, n = shown_name(read.adapter), read.sampling.n
+        collector = OutputCollector(tuple(read.ids), shown, n, read.text)
+        try:
+            while not collector.done:
+                for delta in await answer.deltas():
+                    collector.add(delta)
+                yield collector.output()
+        finally:
+            answer.leave(is_done=collector.done)
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        request_id: str | None = None,
+        *,
+        adapter: str | Mapping[str, float] | None = None,
+        images: Any = None,
+        session: str | None = None,
+    ) -> AsyncGenerator[Piece]:
+        """Yield the pieces of the answer as they are made; else as `generate`."""
+        answer = _Answer(self.engine, self._mailbox, request_id)
+        given = {"adapter": adapter, "sampling": sampling, "images": images}
+        num_open = (await answer.hand_in(prompt, session, **given)).sampling.n
+        try:
+            while num_open:
+                for delta in await answer.deltas():
+                    num_open -= delta.finish_reason is not None
+                    if delta.finish_reason is FinishReason.ERROR:
+                        message = delta.error or "The request failed."
+                        raise RequestFailed(message, retryable=delta.retryable)
+                    yield delta
+        finally:
+            answer.leave(is_done=not num_open)
+
+    async def chat(
+        self,
+        messages: Conversation,
+        sampling: Sampling | None = None,
+        request_id: str | None = None,
+        **options: Any,
+    ) -> AsyncGenerator[RequestOutput]:
+        """Yield the answer to one conversation as it grows; messages are as `Engine.chat` has them.
+
+        `options` are add_generation_prompt and the others of `Engine.chat`, and `generate`'s.
+        """
+        engine = self.engine
+        of_chats = {name: options.pop(name) for name in CHAT_OPTIONS if name in options}
+        (prompt,) = await asyncio.to_thread(
+            chat_prompts, engine.tokenizer, engine.images, messages, **of_chats
+        )
+        outputs = self.generate(prompt, sampling, request_id, **options)
+        try:
+            async for output in outputs:
+                yield output
+        finally:
+            await outputs.aclose()
+
+    async def abort(self, request_id: str) -> None:
+        """End a request soon: its last output has finish_reason ABORT. Unknown ones are ignored."""
+        self.engine.abort(request_id)
+
+    async def load_adapter(
+        self, name: str, path: str | os.PathLike[str], **options: Any
+    ) -> AdapterInfo:
+        """Do what `Engine.load_adapter` does; other requests go on."""
+        return await asyncio.to_thread(self.engine.load_adapter, name, path, **options)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Do what `Engine.unload_adapter` does."""
+        await asyncio.to_thread(self.engine.unload_adapter, name)
+
+
+class _Answer:
+    """One request, whose deltas the engine's thread sends to the event loop."""
+
+    def __init__(self, engine: Engine, mailbox: Mailbox, request_id: str | None):
+        self._engine, self._mailbox = engine, mailbox
+        self._request_id = request_id or secrets.token_hex(12)
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[OutputDelta] = asyncio.Queue()
+        self._is_left = False
+
+    async def hand_in(self, prompt: Prompt, session: str | None, **given: Any) -> SinglePrompt:
+        """Submit the request. Texts, images and adapters of the disk are read in a thread.
+
+        That thread cannot be stopped: a request that it submits for a canceled task is aborted.
+        """
+        try:
+            return await asyncio.to_thread(self._submit, prompt, session, given)
+        except asyncio.CancelledError:
+            self._is_left = True
+            self._engine.abort(self._request_id)
+            raise
+
+    async def deltas(self) -> list[OutputDelta]:
+        """Wait for the next delta; return it and all that have arrived by then."""
+        items = [await self._queue.get()]
+        while not self._queue.empty():
+            items.append(self._queue.get_nowait())
+        return items
+
+    def leave(self, *, is_done: bool) -> None:
+        """End the request unless it is done."""
+        if not is_done:
+            self._engine.abort(self._request_id)
+
+    def _submit(self, prompt: Prompt, session: str | None, given: dict[str, Any]) -> SinglePrompt:
+        engine, put = self._engine, self._mailbox.put
+        default = engine.default_sampling()
+        read = single_prompt(engine.tokenizer, engine.images, default, prompt, **given)
+
+        def on_output(delta: OutputDelta) -> None:
+            put(self._loop, self._queue, delta)
+
+        how: dict[str, Any] = {"on_output": on_output, "request_id": self._request_id}
+        how |= {"images": read.images, "session": session}
+        engine.submit(read.ids, read.adapter, read.sampling, **how)
+        if self._is_left:  # set before the abort that came too early
+            engine.abort(self._request_id)
+        return read

@@ -1,0 +1,53 @@
+"""One prompt of a Python caller, ready to be handed to an engine: tokens, images, how. No jax."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from serving.api.images import PlacedImages
+from serving.api.sampling import Sampling
+from serving.engine.generate_arguments import (
+    Adapter,
+    Prompt,
+    adapter_and_sampling,
+    broadcast,
+    given_prompt,
+    with_images,
+)
+from serving.engine.image_inputs import read_prompts
+from serving.images.front import ImageFront
+from serving.text.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class SinglePrompt:
+    """A prompt, its adapter and its sampling; `text` is None where it came as token ids."""
+
+    text: str | None
+    ids: list[int]
+    images: PlacedImages
+    adapter: Adapter
+    sampling: Sampling
+
+
+def single_prompt(
+    tokenizer: Tokenizer,
+    front: ImageFront | None,
+    default: Sampling,
+    prompt: Prompt,
+    adapter: Any,
+    sampling: Any,
+    images: Any = None,
+    **vllm: Any,
+) -> SinglePrompt:
+    """Return the prompt of a call, in any of the forms that `Engine.generate` takes.
+
+    `default` is the sampling where none is given, `vllm` has `sampling_params` and `lora_request`.
+    Raises TypeError or ValueError for arguments that are not understood.
+    """
+    name, wanted = adapter_and_sampling(adapter, sampling, **vllm)
+    (name,) = broadcast("adapter", name, 1, (str, Mapping, type(None)))
+    (wanted,) = broadcast("sampling", default if wanted is None else wanted, 1, (Sampling,))
+    (given,) = with_images([given_prompt(prompt)], images)
+    (ids,), (placed,) = read_prompts(tokenizer, front, [given])
+    return SinglePrompt(given.text, ids, placed, name, wanted)

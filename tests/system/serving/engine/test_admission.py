@@ -1,0 +1,104 @@
+"""Requests that cannot be served are refused before they enter the engine, and counted."""
+
+import types
+
+import pytest
+from support.cases.metrics_cases import make, scrape, value
+
+from lora_jax.adapters.registry import AdapterNotFound
+from serving.api.request import EngineDead, QueueFull, Request
+from serving.api.sampling import Sampling
+from serving.engine.admission import Admission
+
+ENTRY = types.SimpleNamespace(name="sql@v2", digest="d")
+
+
+class Loop:
+    """Raises what it is told to, or keeps the request."""
+
+    def __init__(self):
+        self.error, self.requests = None, []
+
+    def submit(self, request, entry, make_live):
+        if self.error is not None:
+            raise self.error
+        self.requests.append((request, entry))
+
+
+def resolve(adapter, named):
+    if adapter == "nobody":
+        raise AdapterNotFound(adapter, ())
+    return named(adapter)
+
+
+@pytest.fixture
+def parts():
+    return types.SimpleNamespace(
+        loop=Loop(),
+        tokenizer=None,
+        images=None,
+        metrics=make(),
+        compositions=types.SimpleNamespace(resolve=resolve),
+        model_info=types.SimpleNamespace(vocab_size=100),
+    )
+
+
+def check(parts, prompt_ids=(1, 2), adapter=None, sampling=None, entry=None):
+    admission = Admission(parts, max_logprobs=5)
+    return admission.check(prompt_ids, adapter, sampling or Sampling(), entry, lambda name: ENTRY)
+
+
+def rejected(parts, reason):
+    name = "vllm:admission_rejections"
+    return value(scrape(parts.metrics), name, f"{name}_total", reason=reason)
+
+
+def test_a_name_becomes_the_entry_that_it_stands_for(parts):
+    assert check(parts) == (None, None)
+    assert check(parts, adapter="sql") == ("sql@v2", ENTRY)
+    given = types.SimpleNamespace(name="sql@v1")
+    assert check(parts, adapter="sql", entry=given) == ("sql", given)
+    assert check(parts, adapter={"sql": 0.5}) == ("sql@v2", ENTRY)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message", "reason"),
+    [
+        ({"prompt_ids": (1, 100)}, ValueError, r"in \[0, 99\], got 100", "invalid"),
+        ({"prompt_ids": (-1,)}, ValueError, r"in \[0, 99\], got -1", "invalid"),
+        ({"sampling": Sampling(logprobs=6)}, ValueError, "logprobs must be at most 5", "invalid"),
+        (
+            {"sampling": Sampling(prompt_logprobs=6)},
+            ValueError,
+            "prompt_logprobs must be at most 5",
+            "invalid",
+        ),
+        ({"sampling": Sampling(logit_bias={100: 1.0})}, ValueError, "logit_bias", "invalid"),
+        ({"adapter": "nobody"}, AdapterNotFound, "nobody", "adapter_not_found"),
+    ],
+)
+def test_what_is_impossible_is_refused_and_counted(parts, given, error, message, reason):
+    with pytest.raises(error, match=message):
+        check(parts, **given)
+    assert rejected(parts, reason) == 1
+    check(parts)
+    assert rejected(parts, reason) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (QueueFull("full", 1.0), "queue_full"),
+        (ValueError("too long"), "invalid"),
+        (EngineDead("dead"), "engine_dead"),
+    ],
+)
+def test_a_refusal_of_the_loop_is_counted_by_its_reason(parts, error, reason):
+    request = Request("r", (1,), Sampling(), None, "", lambda delta: None, 0.0, 0.0)
+    admission, parts.loop.error = Admission(parts, 5), error
+    with pytest.raises(type(error)):
+        admission.queue(request, None, ())
+    assert rejected(parts, reason) == 1
+    parts.loop.error = None
+    admission.queue(request, ENTRY, ())
+    assert parts.loop.requests == [(request, ENTRY)]
