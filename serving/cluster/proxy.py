@@ -43,7 +43,7 @@ _TO_ALL = {
     ("POST", "/unload_lora_adapter"),
     ("POST", "/v1/loras"),
 }
-_GENERATES = ("/v1/completions", "/v1/chat/completions")
+_GENERATES = ("/v1/completions", "/v1/chat/completions", "/classify")
 _RETRY_S = "1"
 _DEFAULT_TOKENS = 16.0
 _METRICS_S = 2.0  # for the metrics of an instance

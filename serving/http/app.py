@@ -13,6 +13,7 @@ from serving.http.requests.body import OneLength
 from serving.http.routes import (
     adapters,
     chat,
+    classify,
     completions,
     demo,
     docs,
@@ -51,7 +52,7 @@ def create_app(
     )
     server = Server.build(engine, settings, journal)
     app.state.server = server
-    for room in (models, completions, chat, tokenize, adapters, rollouts, health):
+    for room in (models, completions, chat, classify, tokenize, adapters, rollouts, health):
         app.include_router(room.router)
     if settings.docs:
         app.include_router(docs.router)

@@ -7,6 +7,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from serving.api.request import FinishReason
+from serving.engine.classification import HEAD_SAMPLING
 from serving.http.access.auth import caller_of
 from serving.http.answers.answers import AbstractAnswer, cache_salt, respond
 from serving.http.answers.generation import Generation, Piece
@@ -15,6 +16,7 @@ from serving.http.answers.message_reader import MessageReader
 from serving.http.answers.tool_calls import ToolCallReader, joined
 from serving.http.interface import AbstractTokenizer
 from serving.http.requests.body import read_body, takes
+from serving.http.requests.heads import by_head
 from serving.http.requests.images import read_images
 from serving.http.requests.parameters import chat_sampling, fit_context
 from serving.http.requests.prompts import chat_prompt, plain_messages, text_of
@@ -38,6 +40,7 @@ async def create_chat_completion(request: Request) -> Response:
     request.state.adapter = target.adapter
     defaults = server.engine.model_info.sampling_defaults
     # Refuse bad parameters before any work on the messages.
+    asks_head = by_head(body, target)
     parser = auto_parser(body, server.settings.auto_call_parser)
     outputs = chat_sampling(body, 1, defaults).structured_outputs
     grammar = await compiled_grammar(server.engine, body, outputs)
@@ -47,9 +50,11 @@ async def create_chat_completion(request: Request) -> Response:
     prompt = await chat_prompt(server.engine, body.messages, options, special, images=images)
     limit, length = server.max_model_len, len(prompt.ids)
     sampling = fit_context(chat_sampling(body, limit - length, defaults), body, length, limit)
-    if parser is not None:  # the marks around calls are special tokens of some models
+    if asks_head:
+        sampling = HEAD_SAMPLING
+    elif parser is not None:  # the marks around calls are special tokens of some models
         sampling = dataclasses.replace(sampling, skip_special_tokens=False)
-    generation = Generation(server.engine, server.mailbox, [prompt])
+    generation = Generation(server.engine, server.mailbox, [prompt], by_head=asks_head)
     salt = cache_salt(caller.salt, body.cache_salt)
     generation.submit(target.adapter, [sampling], salt, caller, target.entry, grammar)
     last = plain_messages(server.engine, body.messages[-1:])[0]
@@ -90,7 +95,8 @@ class ChatAnswer(AbstractAnswer):
         self._messages: dict[int, MessageReader] = {}  # of other answers
         self._parser = auto_parser(body, settings.auto_call_parser)
         is_bound = generation.samplings[0].structured_outputs is not None
-        self._reasoning = None if is_bound else settings.reasoning_parser
+        has_thoughts = not (is_bound or generation.by_head)
+        self._reasoning = settings.reasoning_parser if has_thoughts else None
         self._thinks = (generation.prompts[0].text or "").rstrip().endswith("<think>")
         self._parallel = body.parallel_tool_calls is not False
 
