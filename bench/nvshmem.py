@@ -23,13 +23,13 @@ import numpy as np
 
 from lora_jax.placement.ep_pp import ServerLayout
 from lora_jax.placement.shape import AdapterShape
+from serving.lora_server.transport import device_endpoints, device_memory, symmetric
+from serving.lora_server.transport.base import AbstractClient, PushRows, Status
+from serving.lora_server.transport.compatibility import Terms
+from serving.lora_server.transport.device_server import DeviceServer, Verdict, no_ticket
+from serving.lora_server.transport.shapes import GATE_UP, Shapes, moe_shapes
+from serving.lora_server.transport.socket_messages import unix_listener
 from serving.runtime.gpu_assignment import use_gpu
-from serving.transport import device_endpoints, device_memory, symmetric
-from serving.transport.base import AbstractClient, PushRows, Status
-from serving.transport.compatibility import Terms
-from serving.transport.device_server import DeviceServer, Verdict, no_ticket
-from serving.transport.shapes import GATE_UP, Shapes, moe_shapes
-from serving.transport.socket_messages import unix_listener
 
 LAYERS, HIDDEN, MOST_ROWS = 8, 4096, 512
 ROWS = (8, 64, 128, 512)

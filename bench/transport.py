@@ -1,6 +1,6 @@
 """Round trips to a LoRA Server by transport and size: `python -m bench.transport --out DIR`.
 
-The server is the loop of serving.transport.serve in another process (in_process: on a thread) and
+The server is the loop of lora_server.transport.serve in another process (in_process: a thread) and
 echoes the rows, so that what is timed is the transport, the loop's Python included. Microseconds,
 [median, tenth percentile]: on a machine with other work the second says more. In one jit of 8
 layers: the base alone, the round trip alone, one after the other, and the round trip behind the
@@ -29,11 +29,11 @@ import numpy as np
 
 from lora_jax.placement.ep_pp import ServerLayout
 from lora_jax.placement.shape import AdapterShape
-from serving.transport import in_process, nixl, shared_memory, tcp
-from serving.transport.base import AbstractClient, AbstractServer, PushRows
-from serving.transport.compatibility import Terms
-from serving.transport.serve import serve
-from serving.transport.shapes import Shapes, Site
+from serving.lora_server.transport import in_process, nixl, shared_memory, tcp
+from serving.lora_server.transport.base import AbstractClient, AbstractServer, PushRows
+from serving.lora_server.transport.compatibility import Terms
+from serving.lora_server.transport.serve import serve
+from serving.lora_server.transport.shapes import Shapes, Site
 
 SECRET = b"of this one run only"
 WIDTH = 256  # float32: a row is 1 KB

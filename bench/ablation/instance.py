@@ -19,9 +19,9 @@ from serving.cluster.server_place import ServerPlace, server_access
 from serving.lora_server.calls import Caller, serve_leases
 from serving.lora_server.coordinator import Coordinator
 from serving.lora_server.instance import ServerAccess
+from serving.lora_server.transport.base import AbstractClient
+from serving.lora_server.transport.compatibility import Terms
 from serving.runtime.gpu_assignment import use_gpu
-from serving.transport.base import AbstractClient
-from serving.transport.compatibility import Terms
 
 _ABORT = "abort"
 

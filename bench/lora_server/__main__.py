@@ -45,7 +45,11 @@ from bench.lora_server.plans import (
 from bench.lora_server.timeline import shown
 from bench.lora_server.worker import ProcessWorker, Worker, all_of
 
-_STATUS = {LORA: 0, ECHO: 0, REFUSE: 3}  # serving.transport.base.Status, by what servers do
+_STATUS = {
+    LORA: 0,
+    ECHO: 0,
+    REFUSE: 3,
+}  # transport.base.Status, by what servers do
 
 
 class Bench:

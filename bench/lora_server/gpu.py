@@ -15,10 +15,10 @@ from bench.lora_server import programs
 from bench.lora_server.plans import LORA, PLANS, SITES, Case, MeasuredPlan
 from bench.lora_server.timeline import timeline
 from serving.lora_server.device_loop import ONE_GRAPH
-from serving.transport import device_memory
-from serving.transport.device_client import DeviceClient
-from serving.transport.device_endpoints import DeviceEndpoints
-from serving.transport.device_server import no_ticket
+from serving.lora_server.transport import device_memory
+from serving.lora_server.transport.device_client import DeviceClient
+from serving.lora_server.transport.device_endpoints import DeviceEndpoints
+from serving.lora_server.transport.device_server import no_ticket
 
 LIMIT_S = 2.0  # for a wait: a hang ends, and is told by the statuses
 FEW, CALLS, SAMPLES = 8, 25, 5  # calls of a program, and how often they are timed

@@ -6,8 +6,8 @@ import math
 from lora_jax.ops.cases import MODELS
 from lora_jax.placement.ep_pp import ServerLayout
 from lora_jax.placement.shape import AdapterShape
-from serving.transport.compatibility import Terms
-from serving.transport.shapes import DOWN, GATE_UP, moe_shapes
+from serving.lora_server.transport.compatibility import Terms
+from serving.lora_server.transport.shapes import DOWN, GATE_UP, moe_shapes
 
 REFUSE, ECHO, LORA = 0, 1, 2  # what servers do
 SITES = {GATE_UP: ("gate", "up"), DOWN: ("down",)}

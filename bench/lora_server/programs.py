@@ -12,9 +12,9 @@ from bench.lora_server.plans import LORA, REFUSE, SITES, Case, MeasuredPlan
 from lora_jax.ops.cases import popular
 from lora_jax.ops.lora_gemm import lora_gemms
 from lora_jax.typing import Array, Int
-from serving.transport.base import AbstractClient, PushRows, push_rows
-from serving.transport.device_server import MOST_MESSAGES, DeviceServer, Verdict
-from serving.transport.shapes import DOWN, GATE_UP
+from serving.lora_server.transport.base import AbstractClient, PushRows, push_rows
+from serving.lora_server.transport.device_server import MOST_MESSAGES, DeviceServer, Verdict
+from serving.lora_server.transport.shapes import DOWN, GATE_UP
 
 ROUNDS = 4  # of both sites, in one program of a server
 IDLE_US = 1000  # that it waits for each

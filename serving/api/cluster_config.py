@@ -3,7 +3,7 @@
 import dataclasses
 
 LORA_KERNELS = ("fast", "reference")
-TRANSPORTS = ("auto", "nixl")  # serving.transport.selection
+TRANSPORTS = ("auto", "nixl")  # serving.lora_server.transport.selection
 PLACES = ("local", "remote")
 
 
@@ -50,7 +50,7 @@ class ClusterConfig:
             raise ValueError(
                 "NVSHMEM is for GPUs of several hosts, and this command starts the roles of one, "
                 "whose GPUs need --lora-server-transport auto; between hosts, start Engine in "
-                "Python with a client of serving.transport.symmetric."
+                "Python with a client of serving.lora_server.transport.symmetric."
             )
         for name, allowed in CHOICES:
             if (value := getattr(self, name)) not in allowed:

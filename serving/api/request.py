@@ -100,6 +100,7 @@ class Request:
     share: Share = dataclasses.field(default_factory=Share)
     grammar: Any = None  # compiled; of sampling.structured_outputs
     images: tuple[PromptImage, ...] = ()  # in order
+    bad_words: tuple[tuple[int, ...], ...] = ()  # tokens of sampling.bad_words
 
 
 class SequenceState(enum.Enum):

@@ -13,9 +13,9 @@ from serving.api.load_format import weight_source
 from serving.lora_server.calls import Caller, RemoteLeases
 from serving.lora_server.instance import ServerAccess
 from serving.lora_server.spec import ServerSpec, design
-from serving.transport import selection
-from serving.transport.base import AbstractClient
-from serving.transport.compatibility import Terms
+from serving.lora_server.transport import selection
+from serving.lora_server.transport.base import AbstractClient
+from serving.lora_server.transport.compatibility import Terms
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Admission of requests to the engine: impossible ones are refused, and counted by the reason."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 from lora_jax.adapters.entries import AdapterEntry
@@ -10,6 +11,7 @@ from serving.engine.generate_arguments import Adapter
 from serving.engine.image_inputs import with_placed
 from serving.engine.live_request import LiveRequest
 from serving.engine.parts import EngineParts
+from serving.text.bad_words import BadWords
 
 
 class Admission:
@@ -19,6 +21,7 @@ class Admission:
         self._loop, self._tokenizer, self._images = parts.loop, parts.tokenizer, parts.images
         self._metrics, self._compositions = parts.metrics, parts.compositions
         self._vocab_size, self._max_logprobs = parts.model_info.vocab_size, max_logprobs
+        self._bad_words = BadWords(self._tokenizer, self._vocab_size)
 
     def check(
         self,
@@ -48,6 +51,8 @@ class Admission:
         """Hand a request to the loop; raises QueueFull, ValueError or EngineDead."""
         try:
             request = with_placed(request, self._images, images, entry)
+            if words := request.sampling.bad_words:
+                request = dataclasses.replace(request, bad_words=self._bad_words.of(words))
             self._loop.submit(
                 request,
                 entry,

@@ -7,8 +7,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from lora_jax.adapters.catalogue import UNQUANTISED, LoraCatalogue
 from lora_jax.config import ModelConfig
 from lora_jax.models.weight_sizes import WeightSizes
+from lora_jax.nn.decoder import AbstractCausalLM
 from serving.api.config import EngineConfig
 from serving.api.generation_config import GenerationConfig
 from serving.engine.sizing import CacheSize
@@ -69,6 +71,13 @@ def model_info(
         quantization=quantization_of(model_config, weights),
         sampling_defaults=generation.sampling,
     )
+
+
+def catalogue_of(model: AbstractCausalLM, config: ModelConfig) -> LoraCatalogue:
+    """Return what adapters may change, with the format of the base's weights beside it."""
+    stored = config.quantization
+    quantization = UNQUANTISED if stored is None else stored.format
+    return dataclasses.replace(model.catalogue(config), quantization=quantization)
 
 
 def quantization_of(config: ModelConfig, weights: WeightSizes) -> dict[str, Any] | None:

@@ -30,7 +30,7 @@ from serving.engine.loop import EngineLoop, LoopParts
 from serving.engine.memory_budget import make_allocator, size_kv_cache
 from serving.engine.merging import AUTO, check_merging, make_merged, make_modes, watch_merging
 from serving.engine.metrics import EngineMetrics
-from serving.engine.model_info import ModelInfo, log_quantised, model_info
+from serving.engine.model_info import ModelInfo, catalogue_of, log_quantised, model_info
 from serving.engine.registries import load_adapters, make_registry
 from serving.engine.sizing import CacheSize
 from serving.engine.stats import EngineStats
@@ -50,8 +50,8 @@ from serving.scheduling.scheduler import Scheduler, SchedulerLimits
 from serving.steps.merged_weights import MergedWeights
 from serving.steps.model_runner import ModelRunner
 from serving.steps.step import StepSizes
-from serving.structured.grammars import Grammars
-from serving.structured.vocabulary import vocabulary_of
+from serving.text.structured.grammars import Grammars
+from serving.text.structured.vocabulary import vocabulary_of
 from serving.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ def build_parts(
             undo.callback(esft.room.close)
         merged = make_merged(config, model)
         # KV pages may lie where the experts were.
-        catalogue = model.catalogue(model_config)
+        catalogue = catalogue_of(model, model_config)
         widths = local_widths(split)
         local_modules, num_full_adapters = held_locally(catalogue, remote, widths)
         cache_bytes = 0 if images is None else images.cache_bytes

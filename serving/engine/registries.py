@@ -1,5 +1,6 @@
 """Registry of an engine's adapters and the sums of them: limits, and what the device can hold."""
 
+import functools
 import logging
 import os
 import time
@@ -17,6 +18,7 @@ from serving.lora_server.instance import InstanceSide
 
 logger = logging.getLogger(__name__)
 
+_WARNINGS_KEPT = 4096
 NO_SUM_BEHIND_A_SERVER = (
     "Adapters are not composed where a LoRA Server holds a part of them; ask for one adapter."
 )
@@ -50,7 +52,13 @@ def make_registry(
         begun = time.perf_counter()
         weights = base.source.read_adapter(*given, **more)
         on_read(time.perf_counter() - begun)
+        for text in weights.report.warnings:
+            warn(weights.report.folder, text)
         return weights
+
+    @functools.lru_cache(_WARNINGS_KEPT)  # once for each, however often it is read
+    def warn(folder: str, text: str) -> None:
+        logger.warning("Adapter %s: %s", folder, text)
 
     limits = RegistryLimits(
         max_total_bytes=config.max_total_adapter_bytes,

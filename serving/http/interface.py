@@ -8,7 +8,7 @@ from serving.api.images import PlacedImages
 from serving.api.request import OutputDelta, Share
 from serving.api.sampling import Sampling
 from serving.runtime.rollouts import Rollouts
-from serving.structured.grammars import Grammar, Grammars
+from serving.text.structured.grammars import Grammar, Grammars
 
 
 class AbstractTokenizer(Protocol):

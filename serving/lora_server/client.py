@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from lora_jax.typing import Array, Float, Int
 from serving.lora_server.shards import SITES, ShardLayout
-from serving.transport.base import AbstractClient, PushRows, push_rows
+from serving.lora_server.transport.base import AbstractClient, PushRows, push_rows
 
 _SITE_OF = {modules: site for site, modules in SITES.items()}
 LOCAL = -1  # the number of a slot whose adapter has no part on the server

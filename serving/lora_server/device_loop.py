@@ -27,7 +27,7 @@ from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.typing import Array, Bool, Int
 from serving.lora_server.rank import ServerRank
 from serving.lora_server.shards import ShardLayout
-from serving.transport.device_server import (
+from serving.lora_server.transport.device_server import (
     DeviceServer,
     Found,
     RankTable,

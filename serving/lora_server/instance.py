@@ -20,8 +20,8 @@ from serving.lora_server.coordinator import LeaseSource
 from serving.lora_server.leases import Leases
 from serving.lora_server.shards import local_part, split
 from serving.lora_server.spec import ServerSpec, design
-from serving.transport.base import AbstractClient, Status
-from serving.transport.compatibility import Terms
+from serving.lora_server.transport.base import AbstractClient, Status
+from serving.lora_server.transport.compatibility import Terms
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from lora_jax.ops.lora_gemm import lora_gemms
 from lora_jax.typing import Array, Float, Int
 from serving.lora_server.loading import LayerwiseLoad
 from serving.lora_server.shards import SITES, Shard, shard_catalogue
-from serving.transport.device_server import MOST_MESSAGES, Share
+from serving.lora_server.transport.device_server import MOST_MESSAGES, Share
 
 _SMALLEST_BUCKET, _BUCKET_FACTOR = 8, 4
 _FREE = -1

@@ -18,11 +18,11 @@ from serving.lora_server.calls import Caller, RemoteRank, answer_calls
 from serving.lora_server.rank import ServerRank
 from serving.lora_server.server import RankServer
 from serving.lora_server.spec import ServerDesign, ServerSpec, design
+from serving.lora_server.transport import selection
 from serving.runtime.child_process import AbstractChild, Pulse
 from serving.runtime.device_copier import device_copier
 from serving.runtime.gpu_assignment import use_gpu
 from serving.runtime.program_cache import keep_programs
-from serving.transport import selection
 
 logger = logging.getLogger(__name__)
 

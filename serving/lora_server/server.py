@@ -28,9 +28,9 @@ from serving.lora_server.device_loop import DeviceLoop
 from serving.lora_server.host_parts import HostParts
 from serving.lora_server.rank import ServerRank
 from serving.lora_server.shards import ShardLayout, shard_part
+from serving.lora_server.transport.base import AbstractServer, Request
+from serving.lora_server.transport.device_server import DeviceServer
 from serving.runtime.compile_counter import CompileCounter
-from serving.transport.base import AbstractServer, Request
-from serving.transport.device_server import DeviceServer
 
 _IDLE_S = 0.01  # how long a command waits at most while no request comes
 _CHUNKS = 2  # writes between two requests

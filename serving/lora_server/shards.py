@@ -14,7 +14,7 @@ from lora_jax.adapters.weights import AdapterReport, AdapterWeights, SiteWeights
 from lora_jax.config import ModelConfig
 from lora_jax.placement.ep_pp import ServerLayout, from_text
 from lora_jax.placement.shape import AdapterShape, adapter_shape
-from serving.transport.shapes import DOWN, GATE_UP, OUT, QKV
+from serving.lora_server.transport.shapes import DOWN, GATE_UP, OUT, QKV
 
 ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 SITES = {  # the modules of each exchange of a layer

@@ -15,8 +15,8 @@ from lora_jax.models.loader import read_config
 from lora_jax.ops.lora_gemm import delta_dtype
 from serving.lora_server.rank import RankSizes
 from serving.lora_server.shards import ShardLayout, shard_catalogue, shard_layout
-from serving.transport.compatibility import Terms
-from serving.transport.shapes import moe_shapes
+from serving.lora_server.transport.compatibility import Terms
+from serving.lora_server.transport.shapes import moe_shapes
 
 _HEADER_BYTES = 8  # of a safetensors file: how long the JSON behind them is
 
@@ -36,7 +36,7 @@ class ServerSpec:
     host_bytes: int = 16 << 30  # of parts that each rank keeps in host memory
     layerwise: bool = True  # a cold adapter may be used from its first layer on
     implementation: str | None = None  # of ops.lora_gemm on the ranks; None: the fastest
-    transport: str = "auto"  # serving.transport.selection
+    transport: str = "auto"  # serving.lora_server.transport.selection
     attention: bool = False  # adapters' attention is on the server too
     load_format: str = "auto"  # as EngineConfig's
 

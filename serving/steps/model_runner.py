@@ -353,6 +353,7 @@ class ModelRunner:
             self._end_ids,
             self.sizes.max_len,
             self._vocab_size,
+            sequence.request.bad_words,
         )
         self._state = admit(self._state, np.int32(sequence.row), packed.ints, packed.floats)
         self._num_pages[sequence.row] = 0

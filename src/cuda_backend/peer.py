@@ -1,6 +1,6 @@
 """A GPU as an endpoint of the transport between GPUs: channels in shared device memory.
 
-`serving.transport.device_memory` drives this through the entry point `lora_jax.transport`.
+`serving.lora_server.transport.device_memory` drives it by the entry point `lora_jax.transport`.
 """
 
 import ctypes
@@ -86,8 +86,8 @@ class PeerDevice:
     def new_client(self, numbers: ctypes.Array, servers: int) -> "ClientEndpoint":
         """Return an endpoint that pushes to `servers` servers, none of them attached yet.
 
-        `numbers` are those of serving.transport.library.numbers. Raises ValueError for more than
-        the kernels take.
+        `numbers` are those of the transport's library.numbers. Raises ValueError for more than the
+        kernels take.
         """
         return ClientEndpoint(self.calls, self.device, numbers, servers)
 

@@ -25,7 +25,7 @@ INFO_WORDS = 8  # of a message: client, site, layer, rows, table version; see cs
 _PREFIX = "lora_jax_cuda_peer_"
 _LINK = struct.Struct("<QQQQQ88x")  # two slots and counters, and the epoch; csrc/peer/state.cuh
 _RECORDS = 4  # of each peer, used in turn
-_RESPONSE_SLOT = 8  # where its bytes stand in serving.transport.library.numbers()
+_RESPONSE_SLOT = 8  # where its bytes stand in serving.lora_server.transport.library.numbers()
 _MOST_OUTS = 4  # csrc/peer/state.cuh
 # A kernel that was enqueued before its link was taken away may still read it: no unmapping sooner.
 _RETIRE_S = 5.0

@@ -7,6 +7,7 @@ layer. Models build a catalogue; the readers of adapter files resolve names agai
 import dataclasses
 import re
 
+UNQUANTISED = "none"  # LoraCatalogue.quantization
 OUTPUTS, EXPERTS, WHOLE = "outputs", "experts", "whole"  # LoraModule.split
 EXPERT_MODULES = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
 
@@ -56,6 +57,7 @@ class LoraCatalogue:
     interleaved_gate_up: bool = False  # GPT-OSS: gate and up alternate on the output axis
     # MLA: (heads, qk_nope_head_dim, v_head_dim) of kv_b_proj, which the step applies absorbed.
     kv_b_heads: tuple[int, int, int] | None = None
+    quantization: str | None = None  # format of the base's weights; None: not said
 
     @property
     def widths(self) -> tuple[int, ...]:

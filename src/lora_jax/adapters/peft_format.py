@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from lora_jax.adapters import peft_config, peft_experts, safetensors_file
-from lora_jax.adapters.catalogue import LoraCatalogue
+from lora_jax.adapters.catalogue import UNQUANTISED, LoraCatalogue
 from lora_jax.adapters.folder import AdapterFolder
 from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.peft_config import PeftConfig
@@ -23,6 +23,8 @@ from lora_jax.adapters.weights import AdapterReport, AdapterWeights, ModuleRepor
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+BASE_QUANTIZATION = "base_quantization"  # in the metadata of WEIGHTS_FILE
+_PLAIN = "16 or 32 bits"
 _MAX_CONFIG_BYTES = 1 << 20
 _MORE_TENSORS = 64  # a header may name more tensors than are used; they are refused by name
 _SITES = dict[tuple[str, int], SiteWeights]
@@ -49,19 +51,21 @@ def read(
 
     Raises FileNotFoundError when there is no such folder, and ValueError naming the file, key or
     tensor for everything else. `base_names` are the names of the served base model: an adapter
-    that names another one is read with a warning, since its shapes fit.
+    that names another one, or was trained over its weights in another format, is read with a
+    warning, since its shapes fit.
     """
     limits = limits or PeftReadLimits()
     folder = AdapterFolder(path, root)
     check_files(folder)
     config = read_config(folder)
-    tensors = safetensors_file.read_file(
+    tensors, metadata = safetensors_file.read_with_metadata(
         folder, WEIGHTS_FILE, limits.max_file_bytes, _file_limits(limits, catalogue)
     )
     with _naming(WEIGHTS_FILE):
         sites = read_sites(pair_up(tensors), config, catalogue)
         check_ranks(sites, limits.max_rank)
-    report = make_report(folder, sites, config, len(tensors), _warnings(config, base_names))
+    warnings = _warnings(config, base_names) + _precision_warnings(metadata, catalogue)
+    report = make_report(folder, sites, config, len(tensors), warnings)
     return AdapterWeights(sites, report)
 
 
@@ -219,6 +223,16 @@ def _warnings(config: PeftConfig, base_names: tuple[str, ...]) -> tuple[str, ...
     if named in served:
         return ()
     return (f"made for the base model {config.base_model!r}, served on {base_names[0]!r}.",)
+
+
+def _precision_warnings(metadata: dict[str, str], catalogue: LoraCatalogue) -> tuple[str, ...]:
+    """Return a warning when the file says that the base was quantised in another way."""
+    trained, served = metadata.get(BASE_QUANTIZATION), catalogue.quantization
+    if trained is None or served is None or trained == served:
+        return ()
+    trained = trained if trained.isalnum() and len(trained) < 20 else "an unknown format"
+    names = (_PLAIN if name == UNQUANTISED else name for name in (trained, served))
+    return ("trained over a base in {}, served over one in {}: answers differ.".format(*names),)
 
 
 def make_report(

@@ -85,6 +85,7 @@ class Header:
     raw: bytes  # with the 8 bytes of its length
     file_bytes: int
     spans: dict[str, _Span]  # in the order of the data
+    metadata: dict[str, str]  # what the writer noted beside the tensors
 
 
 def read_header(read: Read, file_bytes: int, file_name: str, limits: FileLimits) -> Header:
@@ -95,7 +96,9 @@ def read_header(read: Read, file_bytes: int, file_name: str, limits: FileLimits)
     try:
         raw = _raw_header(read, file_bytes, limits)
         header = _json(raw[8:], limits)
-        return Header(raw, file_bytes, _spans(header, file_bytes - len(raw), limits))
+        metadata = header.pop("__metadata__", None)
+        spans = _spans(header, file_bytes - len(raw), limits)
+        return Header(raw, file_bytes, spans, _texts(metadata))
     except ValueError as error:
         raise ValueError(f"{file_name}: {error}") from None
 
@@ -126,12 +129,20 @@ def read_file(
     folder: AdapterFolder, file_name: str, max_bytes: int, limits: FileLimits
 ) -> dict[str, AdapterTensor]:
     """Return the tensors of a file of a folder; its header is checked before its data is read."""
+    return read_with_metadata(folder, file_name, max_bytes, limits)[0]
+
+
+def read_with_metadata(
+    folder: AdapterFolder, file_name: str, max_bytes: int, limits: FileLimits
+) -> tuple[dict[str, AdapterTensor], dict[str, str]]:
+    """Return the tensors of a file, as `read_file`, and the texts noted beside them."""
     headers: list[Header] = []
 
     def check(read: Read, file_bytes: int) -> None:
         headers.append(read_header(read, file_bytes, file_name, limits))
 
-    return parse(folder.view(file_name, max_bytes, check), file_name, limits, *headers)
+    tensors = parse(folder.view(file_name, max_bytes, check), file_name, limits, *headers)
+    return tensors, headers[0].metadata
 
 
 def _raw_header(read: Read, file_bytes: int, limits: FileLimits) -> bytes:
@@ -164,8 +175,13 @@ def _json(text: bytes, limits: FileLimits) -> dict[str, Any]:
         raise ValueError("the header is not valid JSON.") from None
     if not isinstance(header, dict):
         raise ValueError("the header is not a JSON object.")
-    header.pop("__metadata__", None)
     return header
+
+
+def _texts(metadata: Any) -> dict[str, str]:
+    """Return the entries of `__metadata__` that are text; libraries write nothing else."""
+    entries = metadata.items() if isinstance(metadata, dict) else ()
+    return {name: value for name, value in entries if isinstance(value, str)}
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

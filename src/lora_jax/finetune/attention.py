@@ -1,5 +1,7 @@
 """Attention of whole rows of text as dense einsums, with a gradient: grouped-query and latent."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -8,15 +10,26 @@ from lora_jax.nn.attention import Attention, CosSin
 from lora_jax.nn.decoder import AttentionLike
 from lora_jax.nn.layers import Linear
 from lora_jax.nn.mla import LatentAttention, PerHead
+from lora_jax.ops.grouped_matmul import QUANTISED
 from lora_jax.ops.rotary import rotate
 from lora_jax.typing import Array, Bool, Float
+
+
+def product(equation: str, x: Float[Array, "..."], w: Any) -> Float[Array, "..."]:
+    """Return einsum(equation, x, w) with a frozen weight, which may be quantised.
+
+    A quantised weight is made plain here and once more for the gradient of x, and kept in neither.
+    """
+    if not isinstance(w, QUANTISED):
+        return jnp.einsum(equation, x, w)
+    return jax.checkpoint(lambda x, w: jnp.einsum(equation, x, w.plain()))(x, w)
 
 
 def linear(
     layer: Linear, x: Float[Array, "tokens d_in"], lora: LoraDelta | None
 ) -> Float[Array, "tokens d_out"]:
     """W x + b, plus what is trained at this site."""
-    y = jnp.einsum("ti,oi->to", x, layer.weight[...])
+    y = product("ti,oi->to", x, layer.weight[...])
     if layer.bias is not None:
         y = y + layer.bias[...][None]
     delta = lora.dense(x, layer.module, layer.layer) if lora and layer.module else None

@@ -10,7 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from lora_jax.finetune.attention import attend, linear
+from lora_jax.finetune.attention import attend, linear, product
 from lora_jax.finetune.lora_params import LoraDelta
 from lora_jax.nn import rope
 from lora_jax.nn.decoder import AbstractCausalLM
@@ -138,7 +138,7 @@ def gated_experts(
 
     def widened(name: str) -> Float[Array, "tokens experts width"]:
         weight, bias = getattr(experts, f"{name}_proj"), getattr(experts, f"{name}_bias")
-        y = jnp.einsum("ti,eoi->teo", x, weight[...])
+        y = product("ti,eoi->teo", x, weight[...])
         if bias is not None:
             y = y + bias[...][None]
         site = (f"experts.{name}_proj", experts.layer, experts.moe.num_experts)
@@ -152,7 +152,7 @@ def gated_experts(
     else:
         inner = clamped_swiglu(gate.reshape(flat), up.reshape(flat), swiglu)
     inner = inner.reshape(gate.shape) * gates[:, :, None]
-    y = jnp.einsum("tei,eoi->to", inner, experts.down_proj[...])
+    y = product("tei,eoi->to", inner, experts.down_proj[...])
     if experts.down_bias is not None:
         y = y + jnp.einsum("te,eo->to", gates, experts.down_bias[...])
     delta = lora.sum_of_experts(inner, "experts.down_proj", experts.layer) if lora else None

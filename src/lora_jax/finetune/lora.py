@@ -4,6 +4,10 @@
 
 DATA is .jsonl or .jsonl.gz with `prompt` and `answer` on every line. Run again after an
 interruption, the command goes on from its newest checkpoint.
+
+With --quantization nf4 the base is frozen in NF4 with double quantisation (QLoRA): its maps stay
+in 4 bits in memory. A base whose files are quantised is trained over as it is. The adapter's file
+notes the format, and a server of the base in another one warns.
 """
 
 import argparse
@@ -21,11 +25,12 @@ from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.finetune.command import documents_of, schedule_of, state_of, training_parser
 from lora_jax.finetune.documents import Document
 from lora_jax.finetune.forward import forward
+from lora_jax.finetune.frozen_base import load_base
 from lora_jax.finetune.lora_params import LoraParams, LoraSpec, init_lora, trained_delta
 from lora_jax.finetune.packing import Rows, pack
 from lora_jax.finetune.peft_export import save_adapter
 from lora_jax.finetune.training import Schedule, fit, mean_loss
-from lora_jax.models import load
+from lora_jax.models.quantised.encode import UNITS
 from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.typing import Array, Float
 
@@ -51,7 +56,7 @@ def train_lora(
     stop_after: int | None = None,
     label: str = "lora",
 ) -> LoraParams:
-    """Return LoRA trained on a float32 model, whose own weights stay as they are.
+    """Return LoRA trained on a model that computes in float32 and whose weights stay as they are.
 
     `folder` takes checkpoints and the loss log; a run that was stopped goes on from there.
     """
@@ -81,6 +86,7 @@ def parser() -> argparse.ArgumentParser:
     add("--modules", nargs="+", help="default: all but router and lm_head")
     add("--per-expert", action="store_true", help="one A and B per expert's matrix, not fused")
     add("--dtype", choices=tuple(DTYPES), default="float32", help="of the adapter's file")
+    add("--quantization", choices=sorted(UNITS), help="freeze a 16-bit base in this format")
     return flags
 
 
@@ -88,7 +94,7 @@ def main(argv: list[str]) -> None:
     """Run the command."""
     args = parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    model, config = load(args.model, dtype="float32", plain=True)
+    model, config, quantization = load_base(args.model, args.quantization, args.out.parent)
     catalogue = model.catalogue(config)
     spec = LoraSpec(
         rank=args.rank,
@@ -98,7 +104,8 @@ def main(argv: list[str]) -> None:
         fused_experts=not args.per_expert,
     )
     documents, state = documents_of(args), state_of(args)
-    log.info("%d records, %s", len(documents), spec)
+    state = state / args.quantization if args.quantization else state
+    log.info("%d records, %s, base in %s", len(documents), spec, quantization)
     params = train_lora(
         model,
         documents,
@@ -115,6 +122,7 @@ def main(argv: list[str]) -> None:
         catalogue,
         base_name=args.model.resolve().name,
         dtype=DTYPES[args.dtype],
+        quantization=quantization,
     )
     log.info("wrote %s; its training is in %s", args.out, state)
 

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from lora_jax.adapters.catalogue import LoraCatalogue
+from lora_jax.adapters.catalogue import UNQUANTISED, LoraCatalogue
+from lora_jax.adapters.peft_format import BASE_QUANTIZATION
 from lora_jax.finetune.lora_params import FUSED, GATE, UP, LoraParams, LoraSpec
 
 DOWN = "experts.down_proj"
@@ -23,8 +24,11 @@ def save_adapter(
     *,
     base_name: str,
     dtype: np.dtype | type = np.float32,
+    quantization: str = UNQUANTISED,
 ) -> None:
     """Write a folder that PEFT and any server of PEFT adapters reads; weights in `dtype`.
+
+    The file notes `quantization`, the format of the base's weights in training.
 
     Raises ValueError naming a module that PEFT files of this base model have no name for.
     """
@@ -36,7 +40,8 @@ def save_adapter(
             tensors |= site_tensors(name, layer, a, b, spec, catalogue)
     tensors = {k: np.ascontiguousarray(v.astype(dtype)) for k, v in sorted(tensors.items())}
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    metadata = {"format": "pt", BASE_QUANTIZATION: quantization}
+    save_file(tensors, folder / "adapter_model.safetensors", metadata=metadata)
     config = json.dumps(adapter_config(spec, catalogue, base_name), indent=2, sort_keys=True)
     (folder / "adapter_config.json").write_text(config + "\n", encoding="utf-8")
 

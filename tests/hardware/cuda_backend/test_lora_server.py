@@ -18,7 +18,7 @@ from serving import Engine, Sampling
 from serving.lora_server.group import ServerGroup
 from serving.lora_server.instance import ServerAccess
 from serving.lora_server.spec import ServerSpec
-from serving.transport import selection
+from serving.lora_server.transport import selection
 
 pytestmark = pytest.mark.multigpu
 SHAPE = TinyShape(vocab=512, max_positions=96, experts=4, hidden=256, width=128, layers=2)

@@ -1,4 +1,4 @@
-"""NVSHMEM is found, or said to be missing; serving/transport/test_symmetric.py has it emulated."""
+"""NVSHMEM is found, or said to be missing; transport/test_symmetric.py has it emulated."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""The transport between GPUs on real ones; tests/serving/transport has the same emulated."""
+"""The transport between GPUs on real ones; the transport's own tests have the same emulated."""
 
 import jax
 import pytest

@@ -15,7 +15,7 @@ from lora_jax.ops import dispatch
 from serving.lora_server import device_loop
 from serving.lora_server.rank import ServerRank
 from serving.lora_server.spec import ServerSpec, design
-from serving.transport.device_server import DeviceServer, RankTable, no_ticket
+from serving.lora_server.transport.device_server import DeviceServer, RankTable, no_ticket
 
 pytestmark = [pytest.mark.aot, pytest.mark.timeout(900)]  # the kernels are built, too
 SHAPE = TinyShape(max_positions=96, experts=4, hidden=256, width=128, layers=2)

@@ -2,7 +2,8 @@
 
 import functools
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,20 +51,24 @@ CONFIG = {
     "pad_token_id": 0,
     "torch_dtype": "bfloat16",
 }
+# Maps in whole blocks of NF4.
+WIDE_CONFIG = CONFIG | {"hidden_size": 64, "head_dim": 16, "moe_intermediate_size": 64}
 RECORDS = [
     Record(f"what is {a} and {b}", f"it is {c}")
     for a, b, c in [("one", "two", "three"), ("two", "two", "four"), ("one", "one", "two")]
 ]
 
 
-def make_folder(folder: pathlib.Path, scale: float = 1.0) -> pathlib.Path:
+def make_folder(
+    folder: pathlib.Path, scale: float = 1.0, config: Mapping[str, Any] = CONFIG
+) -> pathlib.Path:
     """Write a random Qwen3-MoE, its weights times `scale`, with its own tokenizer."""
     texts = [f"{r.prompt} {r.answer}" for r in RECORDS] * 4
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(tokenizer.train_bpe(texts, VOCAB), folder, 64)
-    graphdef, state = nnx.split(build(from_hf(CONFIG)), graph=False)
+    graphdef, state = nnx.split(build(from_hf(dict(config))), graph=False)
     model = nnx.merge(graphdef, jax.tree.map(lambda p: p * scale, state))
-    save_qwen3_moe(model, CONFIG, folder)
+    save_qwen3_moe(model, dict(config), folder)
     return folder
 
 

@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from serving.structured.vocabulary import Vocabulary
+from serving.text.structured.vocabulary import Vocabulary
 from serving.text.tokenizer import Tokenizer
 
 MODEL = Path(__file__).parents[3] / "assets" / "tiny-moe"

@@ -9,11 +9,11 @@ import numpy as np
 
 from lora_jax.placement.ep_pp import ServerLayout
 from lora_jax.placement.shape import AdapterShape
-from serving.transport import in_process, shared_memory, tcp
-from serving.transport.base import PushRows, push_rows
-from serving.transport.compatibility import Terms
-from serving.transport.serve import serve
-from serving.transport.shapes import GATE_UP, moe_shapes
+from serving.lora_server.transport import in_process, shared_memory, tcp
+from serving.lora_server.transport.base import PushRows, push_rows
+from serving.lora_server.transport.compatibility import Terms
+from serving.lora_server.transport.serve import serve
+from serving.lora_server.transport.shapes import GATE_UP, moe_shapes
 
 LAYERS, EXPERTS, MAX_ROWS, HIDDEN, WIDTH = 4, 4, 24, 20, 12
 LONG = 60.0  # seconds: for waits that must end by themselves

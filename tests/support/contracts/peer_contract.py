@@ -23,10 +23,10 @@ from support.cases.transport_cases import (
 from support.contracts.transport_contract import TransportContract, wait_for
 from support.doubles.peer_double import OneProcess, ServerProcess, Sockets
 
-from serving.transport import device_memory
-from serving.transport.base import Status
-from serving.transport.device_server import no_ticket
-from serving.transport.shapes import DOWN, GATE_UP
+from serving.lora_server.transport import device_memory
+from serving.lora_server.transport.base import Status
+from serving.lora_server.transport.device_server import no_ticket
+from serving.lora_server.transport.shapes import DOWN, GATE_UP
 
 REFUSED_LAYER = LAYERS - 1
 _IDLE_US = 20_000  # of a round without a message

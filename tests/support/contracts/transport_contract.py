@@ -26,8 +26,8 @@ from support.cases.transport_cases import (
     want_ys,
 )
 
-from serving.transport.base import Status
-from serving.transport.shapes import DOWN, GATE_UP
+from serving.lora_server.transport.base import Status
+from serving.lora_server.transport.shapes import DOWN, GATE_UP
 
 
 def wait_for(condition):

@@ -15,8 +15,8 @@ from support.processes.server_process import ROOT
 from cuda_backend.peer import PeerDevice
 from cuda_backend.peer_endpoints import calls_of
 from cuda_backend.peer_memory import Device
-from serving.transport import device_memory
-from serving.transport.device_server import DeviceServer
+from serving.lora_server.transport import device_memory
+from serving.lora_server.transport.device_server import DeviceServer
 
 _DOUBLE = ROOT / "tests" / "support" / "doubles" / "cuda_double.c"
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from support.cases.transport_cases import exact_deltas, terms_of
 from support.doubles.peer_double import CompiledGpus, RealGpus, Sockets
 
-from serving.transport import device_memory
-from serving.transport.serve import serve
+from serving.lora_server.transport import device_memory
+from serving.lora_server.transport.serve import serve
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from support.cases.transport_cases import LONG, batch, bits, exchange, terms_of, want_ys
 from support.contracts.transport_contract import wait_for
 
-from serving.transport.base import Status
+from serving.lora_server.transport.base import Status
 
 
 def held_by_this_process():

@@ -19,12 +19,12 @@ from pathlib import Path
 import numpy as np
 from support.cases.transport_cases import SECRET, exact_deltas, terms_of
 
-from serving.transport import shared_memory, tcp
-from serving.transport.header import Header, Kind
-from serving.transport.library import calls
-from serving.transport.serve import serve
-from serving.transport.shapes import PAGE
-from serving.transport.socket_messages import call
+from serving.lora_server.transport import shared_memory, tcp
+from serving.lora_server.transport.header import Header, Kind
+from serving.lora_server.transport.library import calls
+from serving.lora_server.transport.serve import serve
+from serving.lora_server.transport.shapes import PAGE
+from serving.lora_server.transport.socket_messages import call
 
 _PR_SET_PDEATHSIG = 1
 

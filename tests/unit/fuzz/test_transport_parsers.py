@@ -9,7 +9,7 @@ import pytest
 from support.processes.server_process import ROOT
 
 HERE = Path(__file__).parent / "csrc"
-PRODUCT = ROOT / "serving" / "transport" / "csrc"
+PRODUCT = ROOT / "serving" / "lora_server" / "transport" / "csrc"
 FLAGS = ("-std=c++17", "-O1", "-g", "-pthread", "-fno-sanitize-recover=all")
 FLAGS += ("-fsanitize=address,undefined",)
 TARGETS = 5

@@ -53,7 +53,7 @@ struct Pieces {
 __device__ __forceinline__ int grid_warp() { return blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32; }
 __device__ __forceinline__ int grid_warps() { return gridDim.x * (blockDim.x / 32); }
 
-struct PeerRows {  // serving.transport.base.PushRows
+struct PeerRows {  // serving.lora_server.transport.base.PushRows
   const int *num_rows, *layer, *version;
   const int *to_server, *to_adapter, *to_expert;
   int rows, servers;

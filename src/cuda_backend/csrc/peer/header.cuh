@@ -1,4 +1,4 @@
-// Seals and checks headers: serving/transport/csrc/header.h for the device.
+// Seals and checks headers: serving/lora_server/transport/csrc/header.h for the device.
 #pragma once
 #include "peer/state.cuh"
 #include "device/ptx.cuh"

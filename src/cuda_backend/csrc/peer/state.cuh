@@ -25,7 +25,7 @@ enum PeerCount : int {
 
 enum PeerDecision : uint64_t { kUndecided, kGo, kLeaveAlone };
 
-struct PeerHeader {  // as serving/transport/header.py packs it
+struct PeerHeader {  // as serving/lora_server/transport/header.py packs it
   uint32_t magic, checksum;
   uint64_t epoch, sequence;
   int32_t layer, site, rows, kind;
@@ -39,14 +39,14 @@ struct PeerSite {
   int64_t num_outs;
   int64_t widths[kMostOuts], offsets[kMostOuts];
 };
-struct PeerShapes {  // as serving/transport/shapes.py counts them
+struct PeerShapes {  // as serving/lora_server/transport/shapes.py counts them
   int64_t layers, max_rows, itemsize, delta_itemsize;
   int64_t adapters_offset, experts_offset, rows_offset;
   int64_t num_sites;
   PeerSite sites[kMostSites];
 };
 
-// The numbers of serving.transport.library.numbers().
+// The numbers of serving.lora_server.transport.library.numbers().
 inline bool read_shapes(const int64_t* numbers, PeerShapes* s) {
   int64_t *fields[] = {&s->layers, &s->max_rows, &s->itemsize, &s->delta_itemsize, &s->adapters_offset,
                        &s->experts_offset, &s->rows_offset};

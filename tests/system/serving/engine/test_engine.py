@@ -25,6 +25,7 @@ from support.cases.engine_cases import (
 
 from lora_jax.adapters.registry import AdapterExists, AdapterNotFound
 from serving import FinishReason, QueueFull, RequestFailed, Sampling
+from serving.text.bad_words import BadWords
 
 
 @pytest.fixture(scope="module")
@@ -326,6 +327,34 @@ def test_lists_go_in_and_out_in_order(engine, capsys):
         engine.generate(["a", "b"], ["a0"])
 
 
+def test_barred_tokens_and_words_never_come_whatever_else_is_asked(engine):
+    """Words of one and of several tokens, with penalties and log-probabilities, in one batch."""
+    prompt, digits = prompts_of(1, seed=9)[0], tuple(range(100, 110))
+    free = dataclasses.replace(SCORED, max_tokens=20)
+    (plain,) = engine.generate([prompt], "a3", free)
+    ids = plain.outputs[0].token_ids
+    words = [engine.tokenizer.token_text(ids[0]), engine.tokenizer.decode(ids[2:4])]
+    words = [word for word in words if word.strip() and "\ufffd" not in word] or ["e"]
+    barred = {form for word in words for form in BadWords(engine.tokenizer, 260).of((word,))}
+    samplings = [
+        free,
+        dataclasses.replace(free, bad_words=words),
+        dataclasses.replace(free, allowed_token_ids=digits, frequency_penalty=1.0),
+        Sampling(max_tokens=20, seed=1, allowed_token_ids=digits, ignore_eos=True),
+        Sampling(max_tokens=20, seed=2, temperature=1.5, bad_words=words, ignore_eos=True),
+    ]
+    together = engine.generate([prompt] * 5, "a3", samplings)
+    alone = [engine.generate([prompt], "a3", sampling)[0] for sampling in samplings]
+    assert [answer(one) for one in together] == [answer(one) for one in alone]
+    assert answer(together[0]) == answer(plain)
+    for output in together[2:4]:
+        assert set(output.outputs[0].token_ids) <= set(digits)
+    for output in (together[1], together[4]):
+        got = output.outputs[0].token_ids
+        runs = {got[i : i + len(form)] for form in barred for i in range(len(got))}
+        assert not runs & barred
+
+
 def test_bad_input_is_refused_and_the_next_request_succeeds(engine, folder):
     cases = [
         (lambda: engine.generate([[]]), ValueError, "The prompt has no tokens"),
@@ -338,6 +367,21 @@ def test_bad_input_is_refused_and_the_next_request_succeeds(engine, folder):
             lambda: engine.generate("x", None, Sampling(logit_bias={300: 1.0})),
             ValueError,
             "logit_bias token id must be in",
+        ),
+        (
+            lambda: engine.generate("x", None, Sampling(allowed_token_ids=[260])),
+            ValueError,
+            "allowed_token_ids token id must be in",
+        ),
+        (
+            lambda: engine.generate("x", None, Sampling(bad_words=["z" * 64])),
+            ValueError,
+            "bad_words must have 1 to 16 tokens",
+        ),
+        (
+            lambda: engine.generate("x", None, Sampling(min_tokens=2, allowed_token_ids=[2])),
+            RequestFailed,
+            "No token may come next.*allowed_token_ids and bad_words",
         ),
         (lambda: engine.load_adapter("model", str(folder / "a0")), ValueError, "base model"),
         (lambda: engine.load_adapter("b", str(folder / "model")), Exception, "b|model"),

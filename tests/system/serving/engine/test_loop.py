@@ -24,7 +24,7 @@ from serving.engine.metrics import EngineMetrics
 from serving.runtime.compile_counter import CompileCounter
 from serving.scheduling.scheduler import Scheduler, SchedulerLimits
 from serving.steps.sampler import INVALID_TOKEN
-from serving.structured.grammars import Grammars
+from serving.text.structured.grammars import Grammars
 from serving.text.tokenizer import Tokenizer
 
 LIMITS = SchedulerLimits(

@@ -1,9 +1,11 @@
 """What an engine's registry refuses, by what the device can hold."""
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
 import pytest
+from safetensors.numpy import load_file, save_file
 from support.cases import tiny_checkpoint
 from support.cases.engine_cases import SHAPES
 
@@ -35,6 +37,7 @@ def made(tmp_path):
         residencies = make_residencies(allocator, None, None, on_loaded=lambda seconds: None)
         return make_registry(config, SimpleNamespace(**parts | more), residencies)
 
+    make.catalogue = catalogue
     return make, {name: tmp_path / name for name in "abc"}
 
 
@@ -61,3 +64,15 @@ def test_sums_are_refused_behind_a_server_and_esft_without_room(made, tmp_path):
     tiny_checkpoint.write_adapter(tmp_path / "wide", SHAPES["llama"], 7, seed=1)
     with pytest.raises(AdapterRejected, match="rank"):
         registry.load("wide", tmp_path / "wide", confined=False)
+
+
+def test_an_adapter_of_another_precision_warns_once_in_the_log(made, caplog):
+    make, paths = made
+    file = paths["a"] / "adapter_model.safetensors"
+    save_file(load_file(file), file, metadata={"base_quantization": "nf4"})
+    registry, _ = make(catalogue=dataclasses.replace(make.catalogue, quantization="none"))
+    load_adapters(registry, paths)
+    registry.load("again", paths["a"], confined=False)
+    told = [r.getMessage() for r in caplog.records if "trained over" in r.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith("Adapter a: trained over a base in nf4, served over one in 16 or 32")

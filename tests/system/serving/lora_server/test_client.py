@@ -12,8 +12,8 @@ from lora_jax.placement.ep_pp import ServerLayout
 from lora_jax.placement.shape import AdapterShape
 from serving.lora_server.client import LOCAL, RemoteTable, ServerLink
 from serving.lora_server.shards import ShardLayout
-from serving.transport.base import Status
-from serving.transport.shapes import DOWN, GATE_UP, OUT, QKV, moe_shapes
+from serving.lora_server.transport.base import Status
+from serving.lora_server.transport.shapes import DOWN, GATE_UP, OUT, QKV, moe_shapes
 
 GATE_AND_UP, ONLY_DOWN = ("experts.gate_proj", "experts.up_proj"), ("experts.down_proj",)
 MOE_LAYERS = (1, 3)

@@ -18,11 +18,11 @@ from serving.lora_server.device_loop import DeviceLoop, Report
 from serving.lora_server.rank import ServerRank
 from serving.lora_server.shards import shard_part
 from serving.lora_server.spec import design
+from serving.lora_server.transport import device_memory
+from serving.lora_server.transport.base import PushRows, Status
+from serving.lora_server.transport.device_server import DeviceServer
+from serving.lora_server.transport.shapes import DOWN, GATE_UP
 from serving.runtime.compile_counter import CompileCounter
-from serving.transport import device_memory
-from serving.transport.base import PushRows, Status
-from serving.transport.device_server import DeviceServer
-from serving.transport.shapes import DOWN, GATE_UP
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 NUM_ROWS = 11

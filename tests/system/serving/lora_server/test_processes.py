@@ -19,7 +19,7 @@ from serving.api.cluster_config import ClusterConfig
 from serving.cluster.server_place import ServerPlace
 from serving.lora_server.group import ServerGroup
 from serving.lora_server.instance import ServerAccess
-from serving.transport import shared_memory
+from serving.lora_server.transport import shared_memory
 
 SCORED = Sampling(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=2, prompt_logprobs=1)
 LONG = Sampling(max_tokens=30, temperature=0.0, ignore_eos=True, logprobs=1)

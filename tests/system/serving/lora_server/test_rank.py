@@ -19,8 +19,8 @@ from serving.lora_server.shards import (
     ShardLayout,
     shard_part,
 )
+from serving.lora_server.transport.shapes import DOWN, GATE_UP, OUT, QKV
 from serving.runtime.compile_counter import CompileCounter
-from serving.transport.shapes import DOWN, GATE_UP, OUT, QKV
 
 EXPERTS, LAYERS = 4, 2
 CATALOGUE = adapter_cases.moe(experts=EXPERTS, layers=LAYERS)

@@ -14,7 +14,7 @@ from serving.lora_server import rank_process
 from serving.lora_server.calls import Caller, RemoteRank
 from serving.lora_server.rank_process import RankProcess, rank_main
 from serving.lora_server.spec import design
-from serving.transport import shared_memory
+from serving.lora_server.transport import shared_memory
 
 
 @pytest.fixture

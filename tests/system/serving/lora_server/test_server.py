@@ -16,10 +16,10 @@ from lora_jax.adapters import reader
 from serving.lora_server.rank import ServerRank
 from serving.lora_server.server import RankServer
 from serving.lora_server.spec import design
-from serving.transport import device_memory
-from serving.transport.base import PushRows, Request, Status
-from serving.transport.device_server import DeviceServer
-from serving.transport.shapes import GATE_UP
+from serving.lora_server.transport import device_memory
+from serving.lora_server.transport.base import PushRows, Request, Status
+from serving.lora_server.transport.device_server import DeviceServer
+from serving.lora_server.transport.shapes import GATE_UP
 
 REFUSED = "refused"
 

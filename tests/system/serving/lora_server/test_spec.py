@@ -6,7 +6,7 @@ import pytest
 from support.cases import lora_server_cases as cases
 
 from serving.lora_server.spec import base_digest, design
-from serving.transport.compatibility import mismatch
+from serving.lora_server.transport.compatibility import mismatch
 
 
 @pytest.fixture(scope="module")

@@ -47,7 +47,7 @@ class Random {
 
 inline int64_t up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
-// The numbers of Shapes as serving/transport/shapes.py lays them out.
+// The numbers of Shapes as serving/lora_server/transport/shapes.py lays them out.
 struct Layout {
   std::vector<int64_t> numbers;
   int64_t request_end = 0, response_end = 0;  // bytes of the slots that hold something

@@ -1,4 +1,4 @@
-// Feeds what a hostile peer may write to every parser of serving/transport/csrc, under sanitizers.
+// Feeds what a hostile peer may write to every parser of serving/lora_server/transport/csrc, under sanitizers.
 // fuzz_transport SEED COUNT: ends with status 0 and a line of counts, or by an abort.
 #include <sys/socket.h>
 

@@ -1,0 +1,111 @@
+"""The process that tries grammars: `python -m serving.text.structured.check_process`.
+
+It reads one line of JSON per structure and answers with one. The first line is the vocabulary. It
+ends with its standard input, or by a structure that takes all its memory or stack.
+"""
+
+import json
+import resource
+import sys
+import threading
+from pathlib import Path
+from typing import Any, TextIO
+
+from llguidance import LLMatcher, LLTokenizer
+
+from serving.api.structured_outputs import StructuredOutputs
+from serving.text.structured.grammar_text import grammar_text
+from serving.text.structured.vocabulary import Vocabulary, parser_limits
+
+STACK_BYTES = 1 << 20  # of the thread that tries; those of the engine have twice that at least
+MEMORY_BYTES = 512 << 20  # address space beside what the tokenizer takes
+_TOKENS_TRIED = 32
+_NO_EXTENSION = "NoExtension"  # llguidance's word for the end of a grammar
+
+
+def try_grammar(outputs: StructuredOutputs, tokenizer: LLTokenizer) -> dict[str, Any]:
+    """Return the line that answers: the grammar's text and bytes, or why it is refused."""
+    before = _resident_bytes()
+    try:
+        text = grammar_text(outputs)
+    except ValueError as error:
+        return {"refused": _shown(str(error))}
+    limits = parser_limits()
+    matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
+    if matcher.is_error():
+        return {"refused": _named(outputs.kind, matcher.get_error())}
+    refused = _first_tokens(matcher.deep_copy())
+    if refused is not None:
+        return {"refused": _named(outputs.kind, refused)}
+    return {"text": text, "bytes": max(_resident_bytes() - before, 0) + len(text)}
+
+
+def _first_tokens(matcher: LLMatcher) -> str | None:
+    """Return what goes wrong within the first tokens of some answer, if anything does."""
+    for _ in range(_TOKENS_TRIED):
+        mask = matcher.compute_bitmask()
+        if matcher.is_error() or not any(mask):
+            why = matcher.get_error()
+            return "no answer fits." if why.startswith(_NO_EXTENSION) or not why else why
+        if matcher.is_stopped():
+            return None
+        word = next(place for place, byte in enumerate(mask) if byte)
+        if not matcher.consume_token(8 * word + (mask[word] & -mask[word]).bit_length() - 1):
+            return matcher.get_error()
+    return None
+
+
+def _named(kind: str, why: str) -> str:
+    return f"structured_outputs.{kind}: {_shown(why)}"
+
+
+def _shown(why: str) -> str:
+    """Return the message without what only llguidance's authors read, and not without end."""
+    lines = [line for line in why.splitlines() if line.strip() and line != "<non-verbose/>"]
+    text = "\n".join(lines)
+    return text if len(text) <= 500 else text[:500] + "..."
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def _bound_memory() -> None:
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limit = size + MEMORY_BYTES
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if hard == resource.RLIM_INFINITY or limit < hard:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _serve(lines: TextIO, answers: TextIO) -> None:
+    """Answer every line until there are no more."""
+    first = json.loads(lines.readline())
+    tokens = [token.encode("latin-1") for token in first["tokens"]]
+    tokenizer = Vocabulary(tokens, first["special_ids"], first["end_ids"]).tokenizer()
+    _bound_memory()
+    print("{}", file=answers, flush=True)
+    for line in lines:
+        fields = json.loads(line)
+        kind, text = fields.pop("kind"), fields.pop("text")
+        value: Any = text
+        if kind in ("choice", "json_object"):
+            value = json.loads(text) if kind == "choice" else True
+        try:
+            answer = try_grammar(StructuredOutputs(**{kind: value}, **fields), tokenizer)
+        except MemoryError:
+            answer = {"refused": "The structure is too large to compile."}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def main() -> None:
+    """Serve standard input in a thread with a small stack."""
+    threading.stack_size(STACK_BYTES)
+    worker = threading.Thread(target=_serve, args=(sys.stdin, sys.stdout))
+    worker.start()
+    worker.join()
+
+
+if __name__ == "__main__":
+    main()

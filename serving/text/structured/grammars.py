@@ -1,0 +1,149 @@
+"""Compiled grammars of one model: checked in a process of their own, kept by digest."""
+
+import collections
+import dataclasses
+import threading
+from typing import TYPE_CHECKING
+
+from serving.api.request import EngineDead, QueueFull
+from serving.api.sampling import Sampling
+from serving.api.structured_outputs import StructuredOutputs
+from serving.text.structured.checker import Checker, GrammarRefused
+from serving.text.structured.row_masks import RowMasks
+from serving.text.structured.vocabulary import Vocabulary, has_llguidance, parser_limits
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+MAX_BYTES = 256 << 20  # of the grammars that are kept
+MAX_KEPT = 256
+MAX_WAITING = 64  # structures that wait for their check
+LIMIT_S = 5.0  # of a check
+_RETRY_AFTER_S = 1.0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Grammar:
+    """A compiled grammar; each answer has a matcher of its own."""
+
+    prototype: "LLMatcher"
+    bytes: int
+
+    def start(self) -> "LLMatcher":
+        """Return a matcher that has seen nothing."""
+        return self.prototype.deep_copy()
+
+
+class Grammars:
+    """Compiles structures in the thread that asks; any thread may."""
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary | None,
+        *,
+        limit_s: float = LIMIT_S,
+        max_bytes: int = MAX_BYTES,
+        max_kept: int = MAX_KEPT,
+        max_waiting: int = MAX_WAITING,
+        why_none: str = "structured_outputs need a model whose files name its end token.",
+    ):
+        """Without a vocabulary every structure is refused, as `why_none` says."""
+        self._why_none = why_none
+        if vocabulary is not None and not has_llguidance():
+            vocabulary, self._why_none = None, "structured_outputs need the package llguidance."
+        self.masks = RowMasks(() if vocabulary is None else vocabulary.end_ids)
+        self._tokenizer = None if vocabulary is None else vocabulary.tokenizer()
+        self._checker = None if vocabulary is None else Checker(vocabulary, limit_s)
+        self._max_bytes, self._max_kept, self._max_waiting = max_bytes, max_kept, max_waiting
+        self._lock = threading.Lock()
+        self._num_waiting = 0
+        self._bytes = 0
+        # By digest, in the order of their last use; a text is the reason of a refusal.
+        self._kept: collections.OrderedDict[str, Grammar | str] = collections.OrderedDict()
+
+    def compile(self, outputs: StructuredOutputs) -> Grammar:
+        """Return the grammar of a structure, a kept one if there is one.
+
+        Raises GrammarRefused (a ValueError), QueueFull when many structures wait already, or
+        EngineDead after `close`.
+        """
+        found = self.find(outputs)
+        if found is not None:
+            return found
+        made = self._make(outputs)
+        self._keep(outputs.digest, made)
+        return _grammar(made)
+
+    def find(self, outputs: StructuredOutputs) -> Grammar | None:
+        """Return a grammar that is kept, at once; GrammarRefused for one that was refused."""
+        with self._lock:
+            found = self._kept.get(outputs.digest)
+            if found is None:
+                return None
+            self._kept.move_to_end(outputs.digest)
+        return _grammar(found)
+
+    def of(self, sampling: Sampling) -> Grammar | None:
+        """Return the grammar of a sampling's structure, None for one that nothing binds."""
+        outputs = sampling.structured_outputs
+        return None if outputs is None else self.compile(outputs)
+
+    def close(self) -> None:
+        """End the process that checks, if it runs."""
+        if self._checker is not None:
+            self._checker.close()
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the grammars that are kept, roughly."""
+        return self._bytes
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def _make(self, outputs: StructuredOutputs) -> Grammar | str:
+        if self._checker is None:
+            return self._why_none
+        with self._lock:
+            if self._num_waiting >= self._max_waiting:
+                raise QueueFull("Too many structured outputs are being compiled.", _RETRY_AFTER_S)
+            self._num_waiting += 1
+        try:
+            checked = self._checker.check(outputs)
+        except GrammarRefused as error:
+            return str(error)
+        except EOFError as error:
+            raise EngineDead(str(error)) from None
+        finally:
+            with self._lock:
+                self._num_waiting -= 1
+        from llguidance import LLMatcher
+
+        assert self._tokenizer is not None  # there is a checker
+        limits = parser_limits()
+        matcher = LLMatcher(self._tokenizer, checked.text, log_level=0, limits=limits)
+        if matcher.is_error():  # the same text has just compiled
+            return f"structured_outputs: {matcher.get_error()[:300]}"
+        return Grammar(matcher, checked.bytes)
+
+    def _keep(self, digest: str, made: Grammar | str) -> None:
+        """Keep what was made, and forget what was used longest ago beyond the bounds."""
+        with self._lock:
+            self._forget(self._kept.pop(digest, None))
+            self._kept[digest] = made
+            self._bytes += _size(made)
+            while self._bytes > self._max_bytes or len(self._kept) > self._max_kept:
+                self._forget(self._kept.popitem(last=False)[1])
+
+    def _forget(self, gone: Grammar | str | None) -> None:
+        self._bytes -= 0 if gone is None else _size(gone)
+
+
+def _grammar(made: Grammar | str) -> Grammar:
+    if isinstance(made, str):
+        raise GrammarRefused(made)
+    return made
+
+
+def _size(made: Grammar | str) -> int:
+    return len(made) if isinstance(made, str) else made.bytes

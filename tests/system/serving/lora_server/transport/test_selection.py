@@ -1,0 +1,75 @@
+"""A process on a CPU meets others in shared memory, one on a GPU in the GPUs'."""
+
+import shutil
+import types
+
+import jax
+import pytest
+from support.cases.transport_cases import terms_of
+
+from serving.api import cluster_config as config
+from serving.lora_server.transport import device_endpoints, selection
+from serving.lora_server.transport.device_client import DeviceClient
+from serving.lora_server.transport.device_server import DeviceServer
+from serving.lora_server.transport.slots import SlotClient, SlotServer
+
+TERMS = terms_of(ep=1)
+
+
+def test_on_a_cpu_slots_are_shared_memory(tmp_path):
+    path = tmp_path / "rank-0"
+    server = selection.open_server(path, TERMS, 0)
+    client = selection.open_client([path], TERMS)
+    assert (type(server), type(client)) == (SlotServer, SlotClient)
+    client.close()
+    server.close()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_on_a_gpu_they_are_in_its_memory(tmp_path, monkeypatch, gpus):
+    asked = []
+
+    def for_platform(platform, number):
+        asked.append((platform, number))
+        return gpus.device(number)
+
+    here = types.SimpleNamespace(platform="gpu", local_hardware_id=2)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [here])
+    monkeypatch.setattr(device_endpoints, "for_platform", for_platform)
+    path = tmp_path / "rank-0"
+    server = selection.open_server(path, TERMS, 0)
+    client = selection.open_client([path], TERMS)
+    assert (type(server), type(client)) == (DeviceServer, DeviceClient)
+    assert asked == [("gpu", 2)] * 2
+    in_stream = selection.open_client([path], TERMS, separate_stream=False)
+    assert (client._separate_stream, in_stream._separate_stream) == (True, False)
+    in_stream.close()
+    client.close()
+    server.close()
+
+
+def test_a_platform_without_a_transport_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    here = types.SimpleNamespace(platform="tpu", local_hardware_id=None)
+    monkeypatch.setattr(jax, "local_devices", lambda: [here])
+    with pytest.raises(NotImplementedError, match="'tpu'"):
+        selection.open_server(tmp_path / "rank-0", TERMS, 0)
+
+
+def test_nixl_is_taken_where_it_is_asked_for_and_not_on_a_gpu(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(selection.nixl, "open_server", lambda *given: asked.append(given))
+    monkeypatch.setattr(selection.nixl, "open_client", lambda *given: asked.append(given))
+    selection.open_server(tmp_path, TERMS, 3, "nixl")
+    selection.open_client([tmp_path], TERMS, "nixl")
+    assert asked == [(tmp_path, TERMS, 3), ([tmp_path], TERMS)]
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.raises(NotImplementedError, match="--lora-server-transport auto"):
+        selection.open_server(tmp_path, TERMS, 0, "nixl")
+    with pytest.raises(NotImplementedError, match="host memory"):
+        selection.open_client([tmp_path], TERMS, "nixl")
+
+
+def test_the_flag_knows_all_transports():
+    assert config.TRANSPORTS == selection.TRANSPORTS

@@ -1,0 +1,106 @@
+"""Hostile structures end in an error in time, and the next one is answered."""
+
+import time
+
+import pytest
+from support.cases.grammar_cases import (
+    chained_references,
+    crossed_patterns,
+    nested,
+    vocabulary,
+)
+
+from serving.api.structured_outputs import StructuredOutputs
+from serving.text.structured.checker import Checker, GrammarRefused
+
+LIMIT_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def checker():
+    made = Checker(vocabulary(), LIMIT_S)
+    yield made
+    made.close()
+
+
+GOOD = StructuredOutputs(json={"type": "object", "properties": {"a": {"type": "integer"}}})
+BOMBS = {
+    "patterns whose meet explodes": {"json": crossed_patterns(30)},
+    "references that recurse": {"json": chained_references(1500)},
+    "rules that recurse": {
+        "grammar": "start: r0\n"
+        + "".join(f'r{i}: r{i + 1} "x" | "y"\n' for i in range(3000))
+        + 'r3000: "z"'
+    },
+    "a converter that is quadratic": {"grammar": "\n" * 60_000 + "x ::="},
+    "powers of repeats": {"regex": "((a{0,1000}){0,1000}){0,1000}b"},
+    "ten thousand objects": {
+        "json": {"anyOf": [{"properties": {f"k{i}": {}}} for i in range(4000)]}
+    },
+    "a product of choices": {
+        "json": {
+            "allOf": [
+                {"anyOf": [{"properties": {f"a{i}{j}": {"const": i}}} for j in range(3)]}
+                for i in range(14)
+            ]
+        }
+    },
+    "a schema that is itself": {"json": {"$ref": "#"}},
+    "references in a circle": {
+        "json": {
+            "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
+            "$ref": "#/$defs/a",
+        }
+    },
+    "a schema elsewhere": {"json": {"$ref": "http://example.com/schema.json"}},
+    "lookahead": {"regex": "(?=a)b"},
+    "an open bracket": {"regex": "(a"},
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_is_refused_in_time_and_the_next_is_answered(checker, name):
+    outputs = StructuredOutputs(**BOMBS[name])
+    started = time.monotonic()
+    with pytest.raises(GrammarRefused) as caught:
+        checker.check(outputs)
+    assert time.monotonic() - started < LIMIT_S + 20  # the process may start anew beside others
+    assert 10 < len(str(caught.value)) < 700
+    assert checker.check(GOOD).text
+
+
+@pytest.mark.parametrize("keyword", ["not", "uniqueItems", "if", "dependentSchemas", "contains"])
+def test_keywords_that_nothing_implements_are_named(checker, keyword):
+    schema = {"type": "array", keyword: True if keyword == "uniqueItems" else {"type": "null"}}
+    with pytest.raises(GrammarRefused, match=keyword):
+        checker.check(StructuredOutputs(json=schema))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"json": nested(25)},
+        {"json": chained_references(60)},
+        {"json": {"enum": [f"value {i}" for i in range(5000)]}},
+        {"choice": [f"choice {i}" for i in range(5000)]},
+        {"regex": "(a+)+b"},
+        {"regex": "(.*a.{1000})"},
+        {
+            "json": {
+                "$defs": {"n": {"properties": {"c": {"$ref": "#/$defs/n"}}}},
+                "$ref": "#/$defs/n",
+            }
+        },
+    ],
+)
+def test_large_ones_that_are_no_bombs_pass(checker, fields):
+    checked = checker.check(StructuredOutputs(**fields))
+    assert 0 < checked.bytes < 1 << 28
+
+
+def test_a_closed_checker_says_so():
+    made = Checker(vocabulary(), LIMIT_S)
+    made.check(GOOD)
+    made.close()
+    with pytest.raises(EOFError):
+        made.check(GOOD)

@@ -1,0 +1,121 @@
+"""Each kind of structure becomes the grammar of exactly its answers."""
+
+import json
+
+import pytest
+from llguidance import LLMatcher
+from support.cases.grammar_cases import vocabulary
+
+from serving.api.structured_outputs import StructuredOutputs
+from serving.text.structured.grammar_text import grammar_text
+
+
+@pytest.fixture(scope="module")
+def fits():
+    tokenizer = vocabulary().tokenizer()
+
+    def whether(text, **fields):
+        matcher = LLMatcher(tokenizer, grammar_text(StructuredOutputs(**fields)), log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        by_byte = {t[0]: i for i, t in enumerate(vocabulary().tokens) if len(t) == 1}
+        ids = [by_byte[byte] for byte in text.encode()]
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    return whether
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "array", "items": {"type": "null"}}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "fitting"),
+    [
+        ('{"a":1}', True),
+        ('{ "a" : 1 , "b" : [ null ] }', True),
+        (json.dumps({"a": 1, "b": [None, None]}, indent=4), True),
+        ('{\n\t"a": 1\n}', True),
+        ('{"a":  1}', False),  # blanks without end are none
+        ('{"b":[]}', False),
+        ('{"a":1.5}', False),
+        ('{"a":1}x', False),
+    ],
+)
+def test_a_schema_binds_json_with_the_usual_spaces(fits, text, fitting):
+    assert fits(text, json=SCHEMA) is fitting
+
+
+def test_spaces_may_be_forbidden_or_said(fits):
+    assert fits('{"a":1}', json=SCHEMA, disable_any_whitespace=True)
+    assert not fits('{"a": 1}', json=SCHEMA, disable_any_whitespace=True)
+    assert fits('{"a":    1}', json=SCHEMA, whitespace_pattern=" {0,4}")
+
+
+def test_nothing_in_a_schema_loosens_it(fits):
+    loose = {"x-guidance": {"lenient": True, "whitespace_flexible": True}}
+    assert not fits('{"a": 1}', json=SCHEMA | loose, disable_any_whitespace=True)
+    text = grammar_text(StructuredOutputs(json={"not": {}} | loose))
+    matcher = LLMatcher(vocabulary().tokenizer(), text, log_level=0)
+    assert 'Unimplemented keys: ["not"]' in matcher.get_error()
+
+
+def test_the_other_kinds(fits):
+    assert fits('{"any": [1, {}]}', json_object=True)
+    assert not fits("[1]", json_object=True)
+    assert fits("aab", regex="a+b")
+    assert not fits("aa", regex="a+b")
+    odd = ['say "no"\n', "größe", "a\\b", "🎉"]
+    assert all(fits(choice, choice=odd) for choice in odd)
+    assert not fits("größ", choice=odd)
+    assert fits("((x))", grammar='start: "x" | "(" start ")"')  # Lark
+    assert fits("((x))", grammar='root ::= "x" | "(" root ")"')  # GBNF
+
+
+TAGS = {
+    "triggers": ["<call"],
+    "structures": [
+        {"begin": "<call=sum>", "schema": SCHEMA, "end": "</call>"},
+        {"begin": "<call=now>", "schema": {"type": "object", "maxProperties": 0}, "end": ""},
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "fitting"),
+    [
+        ("no call at all", True),
+        ('I call <call=sum>{"a": 1}</call> now', True),
+        ('<call=sum>{"a": 1}</call><call=now>{}', True),
+        ('<call=sum>{"a": "x"}</call>', False),
+        ("<call=other>{}</call>", False),
+    ],
+)
+def test_tags_bind_what_stands_between_them(fits, text, fitting):
+    assert fits(text, structural_tag=TAGS) is fitting
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"triggers": []}, "triggers must be a list"),
+        ({"triggers": ["<other"]}, "none of the triggers"),
+        ({"structures": "x"}, "structures must be a list"),
+        ({"structures": [1]}, "structures.0 must be an object"),
+        ({"structures": [{"begin": "<call", "end": ""}]}, "structures.0.schema"),
+        ({"structures": [{"begin": "<call", "schema": {}}]}, "structures.0.begin and .end"),
+        ({"format": {}}, "structural_tag.format is not supported"),
+    ],
+)
+def test_bad_tags_are_refused_by_name(change, named):
+    with pytest.raises(ValueError, match="structural_tag") as caught:
+        grammar_text(StructuredOutputs(structural_tag=TAGS | change))
+    assert named in str(caught.value)
+
+
+def test_a_grammar_that_is_none():
+    with pytest.raises(ValueError, match=r"structured_outputs\.grammar"):
+        grammar_text(StructuredOutputs(grammar="???"))

@@ -1,0 +1,123 @@
+"""Masks of a step: who gets one, what it allows, and what a sequence may go through meanwhile."""
+
+import numpy as np
+import pytest
+from llguidance import LLMatcher, LLParserLimits
+from support.cases.grammar_cases import vocabulary
+
+from serving.api.request import Request, ScheduledChunk, Sequence, SequenceState, StepPlan
+from serving.api.sampling import Sampling
+from serving.text.structured.grammars import Grammar
+from serving.text.structured.row_masks import RowMasks, is_bound
+from serving.text.structured.vocabulary import parser_limits
+
+WORDS = -(-len(vocabulary().tokens) // 32)
+ENDS = vocabulary().end_ids
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return vocabulary().tokenizer()
+
+
+def token_of(text):
+    return vocabulary().tokens.index(text.encode())
+
+
+@pytest.fixture
+def sequence(tokenizer):
+    def make(regex="Q(ZX)?", row=0, **fields):
+        grammar = None
+        if regex:
+            text = LLMatcher.grammar_from_regex(regex)
+            grammar = Grammar(LLMatcher(tokenizer, text, limits=parser_limits()), 0)
+            fields["structured_outputs"] = {"regex": regex}
+        sampling = Sampling(**fields)
+        request = Request("r", (7, 8), sampling, None, "", print, 0.0, 0.0, grammar=grammar)
+        return Sequence(request, 0, 0, [7, 8], state=SequenceState.RUNNING, row=row)
+
+    return make
+
+
+def plan_of(*sequences, samples=True):
+    return StepPlan(tuple(ScheduledChunk(s, 1, 1, samples) for s in sequences))
+
+
+def fill(plan, seqs=8):
+    words = np.full((seqs, WORDS), -1, np.int32)
+    masked = np.zeros(seqs, np.int32)
+    failed = RowMasks(ENDS).fill(plan, words, masked)
+    bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
+    return [set(np.flatnonzero(row).tolist()) for row in bits], masked.tolist(), failed
+
+
+def test_only_drawn_rows_of_bound_sequences_are_masked(sequence):
+    bound, free, ended = sequence(row=2), sequence(None, row=3), sequence(row=4)
+    ended.state = SequenceState.FINISHED
+    void = sequence(row=5)
+    void.num_discarded = 1
+    plan = plan_of(bound, free, ended, void)
+    assert is_bound(plan)
+    assert not is_bound(plan_of(bound, samples=False))
+    assert not is_bound(plan_of(free))
+    allowed, masked, failed = fill(plan)
+    assert masked == [0, 0, 1, 0, 0, 0, 0, 0]
+    assert allowed[2] == {token_of("Q")}
+    assert failed == []
+
+
+@pytest.mark.parametrize("count", [1, 8])  # one thread, and several
+def test_a_mask_follows_from_the_tokens_so_far_however_they_came(sequence, count):
+    rows = [sequence(row=i) for i in range(count)]
+    fill(plan_of(*rows))
+    for one in rows:
+        one.token_ids.append(token_of("Q"))
+    after, _, _ = fill(plan_of(*rows))
+    assert after[:count] == [{token_of("Z"), *ENDS}] * count
+    # Preempted before its second token was masked: two tokens at once.
+    late = sequence(row=0)
+    late.token_ids += [token_of("Q"), token_of("Z")]
+    assert fill(plan_of(late))[0][0] == {token_of("X")}
+
+
+def test_min_tokens_and_ignore_eos_hold_ends_back_where_there_is_a_choice(sequence):
+    for fields in ({"min_tokens": 2, "max_tokens": 9}, {"ignore_eos": True}):
+        one = sequence("Q(Z)?", **fields)
+        one.token_ids.append(token_of("Q"))
+        allowed, _, _ = fill(plan_of(one))
+        assert not allowed[0] & set(ENDS)
+        assert token_of("Z") in allowed[0]
+        one = sequence("Q", **fields)
+        one.token_ids.append(token_of("Q"))
+        assert fill(plan_of(one))[0][0] == set(ENDS)  # nothing else is left
+
+
+def test_stop_tokens_are_held_back_before_min_tokens(sequence):
+    stop = token_of("Z")
+    one = sequence("[ZX]", min_tokens=1, max_tokens=9, stop_token_ids=(stop,))
+    assert fill(plan_of(one))[0][0] == {token_of("X")}
+
+
+def test_tokens_outside_of_the_grammar_fail_their_sequence_alone(sequence):
+    bad, good = sequence(row=0), sequence(row=1)
+    bad.token_ids.append(token_of("X"))
+    allowed, masked, failed = fill(plan_of(bad, good))
+    assert [one for one, _ in failed] == [bad]
+    assert "grammar" in failed[0][1]
+    assert masked[:2] == [0, 1]
+    assert allowed[1] == {token_of("Q")}
+
+
+def test_a_grammar_that_runs_out_of_states_fails_its_sequence(sequence, tokenizer):
+    text = LLMatcher.grammar_from_regex("(.*Q.{20}){3}")
+    matcher = LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(max_lexer_states=300))
+    one = sequence("x")
+    object.__setattr__(one.request, "grammar", Grammar(matcher, 0))
+    failed = []
+    for _ in range(200):
+        _, _, failed = fill(plan_of(one))
+        if failed:
+            break
+        one.token_ids.append(token_of("Q"))
+    assert failed
+    assert "too many states" in failed[0][1]
