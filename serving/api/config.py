@@ -66,6 +66,7 @@ class EngineConfig:
     # Merged weights: "exact": rows of the merged adapter only, "auto": in a mixture with others.
     lora_merge: str = "off"
     lora_merge_theta: float = 0.05  # seconds that a sequence may be left out of steps for it
+    merge_adapter: str | None = None  # serve this adapter alone, merged into the weights
     structured_outputs: bool = True  # programs of steps in which a grammar binds a row
 
     def __post_init__(self) -> None:

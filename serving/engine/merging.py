@@ -1,12 +1,15 @@
 """Merged weights of an engine: what they do not go with, their memory, and their metrics."""
 
 import logging
+import math
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from lora_jax.adapters.kinds import AdapterKind
+from lora_jax.adapters.registry import AdapterRegistry
+from lora_jax.adapters.weights import AdapterWeights
 from lora_jax.config import ModelConfig
 from lora_jax.nn.decoder import AbstractCausalLM
 from serving.api.config import EngineConfig
@@ -15,7 +18,7 @@ from serving.loading.lora_residency import LoraResidency
 from serving.loading.mergeable import Mergeable
 from serving.loading.residencies import Residencies
 from serving.scheduling.merge_modes import MergeModes
-from serving.steps.merged_weights import MergedWeights, dense_map_bytes
+from serving.steps.merged_weights import MergedWeights, dense_map_bytes, dense_maps, merge_into
 
 logger = logging.getLogger(__name__)
 
@@ -24,24 +27,55 @@ AUTO, OFF = "auto", "off"
 
 def check_merging(config: EngineConfig, model_config: ModelConfig, *, has_server: bool) -> None:
     """Raise ValueError for what merged weights do not go with."""
-    flag = f"lora_merge {config.lora_merge}"
-    if config.lora_merge == OFF:
+    merges, primary = config.lora_merge != OFF, config.merge_adapter
+    if not merges and primary is None:
         return
+    flag = f"lora_merge {config.lora_merge}" if merges else f"merge_adapter {primary}"
+    name, _ = flag.split(" ", 1)
+    off = f"{name} to off" if merges else f"no {name}"
+    if merges and primary is not None:
+        raise ValueError(
+            f"{flag} merges adapters in turn, and merge_adapter {primary} merges one for good: set "
+            "one of them."
+        )
     if model_config.quantization is not None:
         raise ValueError(
             f"{flag} adds adapters to the base's weights, and quantised weights would be rounded "
-            f"anew: {config.model} is quantised. Set lora_merge to off, or serve a base in 16 bits."
+            f"anew: {config.model} is quantised. Set {off}, or serve a base in 16 bits."
         )
     if config.tensor_parallel_size > 1:
         raise ValueError(
             f"{flag} is for one device: set tensor_parallel_size to 1, not "
-            f"{config.tensor_parallel_size}, or lora_merge to off."
+            f"{config.tensor_parallel_size}, or set {off}."
         )
     if has_server:
         raise ValueError(
             f"{flag} merges adapters of this engine, and a LoRA Server holds those of this one: "
-            "set lora_merge to off, or start without --lora-server."
+            f"set {off}, or start without --lora-server."
         )
+
+
+def merge_primary(
+    config: EngineConfig, model: AbstractCausalLM, registry: AdapterRegistry
+) -> str | None:
+    """Merge the adapter that this engine serves alone; return its digest, None: it serves all.
+
+    Raises ValueError for one that is not loaded, or that dense maps cannot stand for.
+    """
+    name = config.merge_adapter
+    if name is None:
+        return None
+    if not registry.knows(name):
+        raise ValueError(f"merge_adapter {name!r} is not among the adapters that are loaded.")
+    weights = registry.resolve(name).weights
+    maps = {(m.module, m.layer): math.inf for m in dense_maps(model)}
+    if not isinstance(weights, AdapterWeights):
+        raise ValueError(f"merge_adapter {name!r} is no LoRA adapter; only those are merged.")
+    if why := Mergeable(maps, mixture=False).why_not(weights):
+        raise ValueError(f"merge_adapter {name!r} cannot be merged: {why}")
+    merge_into(model, weights, config.max_lora_rank)
+    logger.info("Adapter %s is merged into the weights; this engine serves it alone.", name)
+    return weights.digest
 
 
 def make_merged(config: EngineConfig, model: AbstractCausalLM) -> MergedWeights | None:

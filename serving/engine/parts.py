@@ -28,7 +28,14 @@ from serving.engine.devices import held_locally, local_widths, log_devices, spli
 from serving.engine.image_parts import ImageParts, check_pairs, make_encoder, make_front, take_tower
 from serving.engine.loop import EngineLoop, LoopParts
 from serving.engine.memory_budget import make_allocator, size_kv_cache
-from serving.engine.merging import AUTO, check_merging, make_merged, make_modes, watch_merging
+from serving.engine.merging import (
+    AUTO,
+    check_merging,
+    make_merged,
+    make_modes,
+    merge_primary,
+    watch_merging,
+)
 from serving.engine.metrics import EngineMetrics
 from serving.engine.model_info import ModelInfo, catalogue_of, log_quantised, model_info
 from serving.engine.registries import load_adapters, make_registry
@@ -72,6 +79,7 @@ class EngineParts:
     model_info: ModelInfo
     images: ImageFront | None
     grammars: Grammars
+    primary: str | None = None  # digest of the adapter that is served alone
 
 
 def build_parts(
@@ -185,6 +193,7 @@ def _build(
     )
     registry, compositions = make_registry(config, base, residencies, metrics.tiers.read)
     load_adapters(registry, adapters)
+    primary = merge_primary(config, base.model, registry)
     end_ids = info.end_token_ids
     runner = _make_runner(config, base, spec, end_ids)
     watch_merging(metrics.registry, base.merged)
@@ -216,7 +225,7 @@ def _build(
     if base.images is not None:
         front = make_front(config, base.images, base.config, tokenizer, base.size.max_model_len)
     told = metrics, compilations, loop, info, front, grammars
-    return EngineParts(tokenizer, registry, rollouts, compositions, residencies, *told)
+    return EngineParts(tokenizer, registry, rollouts, compositions, residencies, *told, primary)
 
 
 def engine_stats(

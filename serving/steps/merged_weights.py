@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 
 from lora_jax.adapters.slots import A_OFFSET, B_OFFSET, RANK, AdapterSlots
+from lora_jax.adapters.weights import AdapterWeights
 from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.nn.layers import Linear
 from lora_jax.ops.merge import merge
@@ -59,6 +60,26 @@ def dense_map_bytes(model: AbstractCausalLM) -> int:
     """Return the bytes of all those maps."""
     leaves = jax.tree.leaves(nnx.split(model, graph=False)[1])
     return sum(leaves[m.leaf].nbytes for m in dense_maps(model))
+
+
+def merge_into(model: AbstractCausalLM, weights: AdapterWeights, max_rank: int) -> None:
+    """Put an adapter into a model's own dense maps, for good: the bits are those of a switch."""
+    params = nnx.split(model, graph=False)[1]
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+    for m in dense_maps(model):
+        site = weights.sites.get((m.module, m.layer))
+        if site is None:
+            continue
+        *owner, _ = (key.key for key in paths[m.leaf] if hasattr(key, "key"))
+        linear = functools.reduce(_child, owner, model)
+        w = linear.weight[...]
+        pools = (jnp.asarray(np.asarray(p[0], np.float32), w.dtype) for p in (site.a, site.b))
+        rows = jnp.asarray([[0, 0, site.rank]], jnp.int32)
+        scaling = jnp.asarray([site.scaling], jnp.float32)
+        linear.weight[...] = _merge_one(w[None], *pools, rows, scaling, max_rank=max_rank)[0]
+
+
+_merge_one = jax.jit(merge, static_argnames=("max_rank", "implementation"))
 
 
 def _child(module: Any, key: str | int) -> Any:

@@ -11,7 +11,7 @@ from support.cases.engine_cases import PAGE_BYTES, SCORED, SHAPES, answer, promp
 
 from serving import Engine
 from serving.api.config import EngineConfig
-from serving.engine.merging import check_merging
+from serving.engine.merging import check_merging, merge_primary
 from serving.scheduling.merge_policy import PLAIN, MergeTarget
 
 SHAPE = SHAPES["llama"]
@@ -120,6 +120,21 @@ def test_plain_steps_have_the_bits_of_an_engine_that_never_merges(engine, plain)
     assert answers(engine) == plain
 
 
+def test_an_engine_of_one_merged_adapter_has_the_bits_of_merged_rows(engine, folder):
+    merge(engine, "a0")
+    want = answers(engine, ["a0"] * len(NAMES))
+    with start(folder, "off", merge_adapter="a0") as primary:
+        assert answers(primary, ["a0"] * len(NAMES)) == want
+        for other in (None, "a1", {"a0": 0.5}):
+            with pytest.raises(ValueError, match="serves it alone"):
+                primary.generate(PROMPTS[:1], other, SCORED)
+        primary.load_adapter("a0", folder / "a3", replace=True)
+        with pytest.raises(ValueError, match="as it was at the start"):
+            primary.generate(PROMPTS[:1], "a0", SCORED)
+        settle(primary)
+
+
+@pytest.mark.long
 def test_rows_of_the_merged_adapter_have_the_bits_of_the_merged_checkpoint(engine, folder):
     merge(engine, "a0")
     before = steps(engine)
@@ -268,6 +283,21 @@ def test_what_it_does_not_go_with_is_refused_by_name(
         check_merging(config, model_config, has_server=has_server)
     off = EngineConfig(model=str(folder / "model"), **fields)
     check_merging(off, model_config, has_server=has_server)
+    primary = EngineConfig(model=str(folder / "model"), merge_adapter="sql", **fields)
+    with pytest.raises(ValueError, match=f"merge_adapter sql.*{words}"):
+        check_merging(primary, model_config, has_server=has_server)
+
+
+def test_one_engine_merges_in_turn_or_for_good():
+    config = EngineConfig(model="m", lora_merge="auto", merge_adapter="sql")
+    with pytest.raises(ValueError, match="set one of them"):
+        check_merging(config, SimpleNamespace(quantization=None), has_server=False)
+
+
+def test_a_primary_that_cannot_be_merged_is_refused_by_name(engine):
+    config = EngineConfig(model="m", merge_adapter="nobody")
+    with pytest.raises(ValueError, match="merge_adapter 'nobody' is not among the adapters"):
+        merge_primary(config, None, engine.registry)
 
 
 def test_dense_maps_are_those_of_the_layers_only(engine, folder):
