@@ -242,7 +242,7 @@ class Engine:
             deadline_s=deadline,
             cache_salt=cache_salt,
             share=share or Share(),
-            grammar=grammar or self.grammars.of(sampling),
+            grammar=grammar,
         )
         self._admission.queue(request, entry, images)
         return request.request_id
