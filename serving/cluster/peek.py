@@ -20,7 +20,7 @@ _SCALAR = re.compile(rb"[^,}]*+")
 _NUMBER = re.compile(rb"\d{1,9}(?:\.\d{1,6})?(?=[\s,}])")
 _ELEMENT = re.compile(rb"[\s,]*+([\"\[])")
 _PROMPTS = (b'"prompt"', b'"input"')  # of completions, of /classify
-_TOKENS = (b'"max_tokens"', b'"max_completion_tokens"')
+_TOKENS = (b'"max_tokens"', b'"max_completion_tokens"', b'"max_output_tokens"')
 
 
 class Peek(NamedTuple):

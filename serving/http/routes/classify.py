@@ -14,7 +14,7 @@ from serving.http.requests.body import read_body, takes
 from serving.http.requests.heads import check_classify
 from serving.http.requests.images import read_images
 from serving.http.requests.prompts import Prompt, chat_prompt, read_prompts
-from serving.http.requests.protocol import ClassifyBody, GenerationBody, unsupported
+from serving.http.requests.protocol import ClassifyBody, unsupported
 from serving.http.requests.session import target_of
 from serving.http.requests.template_options import template_options
 from serving.http.server import Server, server_of
@@ -37,7 +37,7 @@ async def classify(request: Request) -> Response:
     salt = cache_salt(caller.salt, body.cache_salt)
     samplings = [HEAD_SAMPLING] * len(prompts)
     await generation.submit_all(target.adapter, samplings, salt, caller, target.entry)
-    answer = ClassifyAnswer(body, generation, target.name, server)
+    answer = ClassifyAnswer(body, generation, target.name)
     answer.served_by(target)
     return await respond(request, server, answer, None)
 
@@ -55,35 +55,40 @@ async def _prompts(server: Server, body: ClassifyBody) -> list[Prompt]:
 
 
 class ClassifyAnswer(AbstractAnswer):
-    """A `list` of classifications."""
+    """A `list` of classifications; none is streamed."""
 
-    prefix = "classify"
-    whole_object = "list"
-    chunk_object = ""  # never streamed
+    prefix = "classify-"
 
-    def __init__(self, body: ClassifyBody, generation: Generation, model: str, server: Server):
-        nothing = GenerationBody()  # no option of generated text
-        super().__init__(nothing, generation, model, server.engine.tokenizer, server.settings)
+    def __init__(self, body: ClassifyBody, generation: Generation, model: str):
+        super().__init__(generation, model)
         self._activate = body.use_activation is not False
+        self._answers: dict[int, dict[str, Any]] = {}
 
-    def whole(self) -> dict[str, Any]:
-        """Return the whole answer."""
-        data = [self.whole_choice(i, pieces) for i, pieces in self._pieces.items()]
-        head = {"object": self.whole_object, **self._head}
-        return head | {"data": data, "usage": self.usage.as_json()}
-
-    def whole_choice(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
-        """Return the classification of one input; `labels` are those of a multi_label head."""
-        head = pieces[-1].delta.head
+    def add(self, piece: Piece) -> None:
+        """Take the answer to one input; `labels` are those of a multi_label head."""
+        self.usage.add(piece)
+        head = piece.delta.head
         assert head is not None, "a request by head ends with its answer"
         answer = {
-            "index": index,
+            "index": piece.index,
             "label": head.label,
             "probs": list(head.probs if self._activate else head.logits),
             "num_classes": len(head.probs),
         }
-        return answer if head.labels == (head.label,) else answer | {"labels": list(head.labels)}
+        labels = {} if head.labels == (head.label,) else {"labels": list(head.labels)}
+        self._answers[piece.index] = answer | labels
 
-    def chunk_choice(self, piece: Piece) -> dict[str, Any] | None:
-        """Return nothing: no answer of a head is streamed."""
+    def whole(self) -> dict[str, Any]:
+        head = {"id": self.id, "object": "list", "created": self.created, "model": self.model}
+        data = [self._answers[index] for index in sorted(self._answers)]
+        return head | {"data": data, "usage": self.usage.as_json()}
+
+    def first(self) -> list[dict[str, Any]]:
+        return []
+
+    def of(self, piece: Piece) -> list[dict[str, Any]]:
         del piece
+        return []
+
+    def last(self) -> list[dict[str, Any]]:
+        return []
