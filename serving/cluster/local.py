@@ -51,8 +51,7 @@ class LocalCluster:
         self._options = options = dataclasses.replace(options, http=http)
         self.changes = AdapterChanges(journal_of(options), lambda: self.processes)
         self.paths = [str(self._folder / f"instance-{n}") for n in range(cluster.instances)]
-        names, merged = (module.name for module in options.adapters), options.engine.merge_adapter
-        self.router = Router(cluster.instances, names, merged=merged)
+        self.router = Router(cluster.instances, (module.name for module in options.adapters))
         self.group: ServerGroup | None = None
         try:
             self.group = None if spec is None else ServerGroup(spec, cluster.instances)
@@ -119,13 +118,7 @@ class LocalCluster:
         group, place = self.group, None
         if group is not None:
             place = ServerPlace(group.spec, tuple(group.paths), self._cluster)
-        options, last = self._options, number == self._cluster.instances - 1
-        if options.engine.merge_adapter is not None:
-            own = {"lora_merge": "off"} if last else {"merge_adapter": None}
-            options = dataclasses.replace(
-                options, engine=dataclasses.replace(options.engine, **own)
-            )
-        return InstanceProcess(options, number, self.paths[number], place, self._leases)
+        return InstanceProcess(self._options, number, self.paths[number], place, self._leases)
 
     def _leases(self, instance: str, connection: Connection) -> None:
         assert self.group is not None, "leases without a server"
