@@ -16,6 +16,7 @@ from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.local_widths import LocalWidths
 from lora_jax.adapters.registry import AdapterRegistry
 from lora_jax.adapters.slots import SlotsSpec, init_slots
+from lora_jax.adapters.weights import AdapterWeights
 from lora_jax.config import ModelConfig
 from lora_jax.models.weight_sizes import weight_sizes
 from lora_jax.nn.decoder import AbstractCausalLM
@@ -27,7 +28,7 @@ from serving.api.load_format import WeightSource, weight_source
 from serving.engine.devices import held_locally, local_widths, log_devices, split_of
 from serving.engine.image_parts import ImageParts, check_pairs, make_encoder, make_front, take_tower
 from serving.engine.loop import EngineLoop, LoopParts
-from serving.engine.memory_budget import make_allocator, size_kv_cache
+from serving.engine.memory_budget import lora_dtype, make_allocator, size_kv_cache
 from serving.engine.metrics import EngineMetrics
 from serving.engine.model_info import ModelInfo, catalogue_of, log_quantised, model_info
 from serving.engine.registries import load_adapters, make_registry
@@ -86,6 +87,11 @@ def build_parts(
         raise ValueError(
             "A LoRA Server serves instances of one device each: set tensor_parallel_size to 1, "
             f"not {config.tensor_parallel_size}, or keep the adapters on the instances."
+        )
+    if access is not None and config.lora_dtype != "auto":
+        raise ValueError(
+            f"A LoRA Server keeps adapters in the dtype of the model: leave lora_dtype out, not "
+            f"{config.lora_dtype!r}, or keep the adapters on the instances."
         )
     generation = read_generation_config(
         config.model, config.generation_config, config.override_generation_config
@@ -163,7 +169,7 @@ def _build(
         base.esft,
         base.remote,
         copier=None if base.split is not None else device_copier(),
-        cut=_cut(base),
+        host_form=_host_form(config, base),
         on_loaded=metrics.adapter_loaded_on_device,
     )
     registry, compositions = make_registry(config, base, residencies, metrics.tiers.read)
@@ -262,10 +268,16 @@ def _load_model(
     return model, model_config, dtype
 
 
-def _cut(base: _Base) -> HostForm | None:
-    """Return what cuts a LoRA adapter for several devices; None for one device."""
+def _host_form(config: EngineConfig, base: _Base) -> HostForm:
+    """Return what makes of a LoRA adapter's files what the host keeps of them."""
     widths, catalogue = base.widths, base.catalogue
-    return None if widths is None else lambda weights: widths.adapter(weights, catalogue)
+
+    def host_form(weights: AdapterWeights) -> AdapterWeights:
+        if config.lora_dtype == "int8":
+            weights = weights.in_8_bits()
+        return weights if widths is None else widths.adapter(weights, catalogue)
+
+    return host_form
 
 
 def _make_grammars(config: EngineConfig, tokenizer: Tokenizer, info: ModelInfo) -> Grammars:
@@ -290,7 +302,7 @@ def _make_runner(
         vocab_size=base.config.vocab_size,
         dtype=base.dtype,
         end_ids=end_ids,
-        slots=init_slots(base.catalogue, spec, base.dtype, base.split),
+        slots=init_slots(base.catalogue, spec, lora_dtype(config, base.dtype), base.split),
         reroute_tables=None if base.esft is None else base.esft.tables,
         link=link,
         encoder=encoder,
